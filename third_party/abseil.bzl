@@ -73,5 +73,6 @@ def _abseil_repository_impl(ctx):
 
 abseil_repository = repository_rule(
     implementation = _abseil_repository_impl,
-    local = True,  # looks again when Bazel's server starts, so that installing the package is enough
+    environ = ["TFB_HOST"],  # see system_repository
+    local = True,
 )

@@ -101,12 +101,11 @@ def _compile(ctx, cc_toolchain, source, context):
         executable = NVCC,
         arguments = [args],
         # The toolkit is no input of the action; its version in the environment stands for it.
-        env = {"CUDA_TOOLKIT": VERSION},
-        inputs = depset([source] + ctx.files.hdrs, transitive = [context.headers, cc_toolchain.all_files]),
+        env = dict(ctx.configuration.default_shell_env, CUDA_TOOLKIT = VERSION, PATH = "/usr/bin:/bin"),
+        inputs = depset(ctx.files.srcs, transitive = [context.headers, cc_toolchain.all_files]),
         mnemonic = "CudaCompile",
         outputs = [output],
         progress_message = "Compiling %s" % source.short_path,
-        use_default_shell_env = True,
     )
     return output
 
@@ -127,7 +126,11 @@ def _cuda_library_impl(ctx):
         cc_infos = [CcInfo(compilation_context = own), deps],
     ).compilation_context
 
-    objects = depset([_compile(ctx, cc_toolchain, source, context) for source in ctx.files.srcs])
+    objects = depset([
+        _compile(ctx, cc_toolchain, source, context)
+        for source in ctx.files.srcs
+        if source.extension == "cu"
+    ])
     linking, _ = cc_common.create_linking_context_from_compilation_outputs(
         actions = ctx.actions,
         alwayslink = ctx.attr.alwayslink,
@@ -151,7 +154,7 @@ _cuda_library = rule(
         "deps": attr.label_list(providers = [CcInfo]),
         "hdrs": attr.label_list(allow_files = [".h", ".cuh", ".inc"]),
         "local_defines": attr.string_list(doc = "Macros for these sources alone."),
-        "srcs": attr.label_list(allow_files = [".cu"]),
+        "srcs": attr.label_list(allow_files = [".cu", ".h", ".cuh", ".inc"], doc = "Sources and private headers."),
         "_architectures": attr.label(default = "//tools/cuda:architectures"),
         "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
         "_runtime": attr.label(default = "@local_cuda//:runtime"),
