@@ -6,7 +6,7 @@ group, from which the linker takes the objects that are used, and each public la
 
 _TARGETS = {
     "algorithm": ["algorithm", "container"],
-    "base": ["base", "config", "core_headers", "endian", "log_severity", "no_destructor", "prefetch"],
+    "base": ["base", "config", "core_headers", "endian", "log_severity"],
     "cleanup": ["cleanup"],
     "container": [
         "btree",

@@ -33,8 +33,7 @@ absl::StatusOr<int> ParseTokens(const std::string& text) {
 
 TEST(ThirdParty, AbslStatusCarriesItsMessage) {
   EXPECT_EQ(*ParseTokens("256"), 256);
-  EXPECT_EQ(ParseTokens("x").status(),
-            absl::InvalidArgumentError("tokens: \"x\" is not a number"));
+  EXPECT_EQ(ParseTokens("x").status(), absl::InvalidArgumentError("tokens: \"x\" is not a number"));
 }
 
 TEST(ThirdParty, AbslFlagIsFoundByNameAndParsed) {

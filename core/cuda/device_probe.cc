@@ -12,10 +12,10 @@ absl::Status NoDevice(const char* reason, const CudaMachine& machine) {
     return absl::UnavailableError(
         absl::StrFormat("no CUDA device: %s (no driver is installed)", reason));
   }
-  return absl::UnavailableError(absl::StrFormat(
-      "no CUDA device: %s (driver for CUDA %d.%d, built with CUDA %d.%d)", reason,
-      machine.driver_version / 1000, machine.driver_version % 1000 / 10,
-      machine.runtime_version / 1000, machine.runtime_version % 1000 / 10));
+  return absl::UnavailableError(
+      absl::StrFormat("no CUDA device: %s (driver for CUDA %d.%d, built with CUDA %d.%d)", reason,
+                      machine.driver_version / 1000, machine.driver_version % 1000 / 10,
+                      machine.runtime_version / 1000, machine.runtime_version % 1000 / 10));
 }
 
 CudaDevice ToDevice(const CudaDeviceQuery& query) {

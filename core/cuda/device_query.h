@@ -1,7 +1,8 @@
 #ifndef TFB_CORE_CUDA_DEVICE_QUERY_H_
 #define TFB_CORE_CUDA_DEVICE_QUERY_H_
 
-// What device_probe.cc asks of the CUDA runtime. Plain C types: nvcc sees no Abseil, and C++ sees no CUDA header.
+// What device_probe.cc asks of the CUDA runtime. Plain C types: nvcc sees no Abseil, and C++ sees
+// no CUDA header.
 
 #include <stddef.h>
 
