@@ -40,11 +40,10 @@ class AlibiLayer : public FlashLayer {
   absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule* rule) override {
     const absl::Span<const float> slopes = parameters_.at("slopes").span<float>();
     const Problem& p = problem();
-    bias_ = DistanceTable(p.query_heads, p.query_tokens, p.kv_tokens,
-                          [&](int64_t h, int64_t offset) {
-                            return -slopes[h] *
-                                   static_cast<float>(std::abs(p.causal_offset() - offset));
-                          });
+    bias_ =
+        DistanceTable(p.query_heads, p.query_tokens, p.kv_tokens, [&](int64_t h, int64_t offset) {
+          return -slopes[h] * static_cast<float>(std::abs(p.causal_offset() - offset));
+        });
     rule->bias = &bias_;
     return absl::OkStatus();
   }
@@ -72,9 +71,8 @@ std::vector<double> AlibiSlopes(int64_t heads) {
 
 Alibi::Alibi() : TechniqueOf(Info()) {}
 
-absl::StatusOr<std::unique_ptr<Layer>> Alibi::MakeLayer(const Problem& problem,
-                                                        const AlibiOptions&, Device device,
-                                                        uint64_t) const {
+absl::StatusOr<std::unique_ptr<Layer>> Alibi::MakeLayer(const Problem& problem, const AlibiOptions&,
+                                                        Device device, uint64_t) const {
   return std::make_unique<AlibiLayer>(problem, device);
 }
 

@@ -91,7 +91,8 @@ class RopeLayer : public FlashLayer {
   // Row n of `from` has the position n + offset.
   void Turn(const ConstTensorView& from, int64_t offset, const TensorView& to,
             const Execution& execution) const {
-    constexpr int64_t kRows = 64;  // a task: 64 rows x 64 channels x 4 B = 16 KiB, enough to outweigh its start
+    constexpr int64_t kRows =
+        64;  // a task: 64 rows x 64 channels x 4 B = 16 KiB, enough to outweigh its start
     const int64_t heads = from.dim(1), tokens = from.dim(2), channels = from.dim(3);
     const int64_t blocks = (tokens + kRows - 1) / kRows;
     execution.pool->ParallelFor(from.dim(0) * heads * blocks, [&](int64_t task, int) {
@@ -125,7 +126,7 @@ class RopeLayer : public FlashLayer {
 
   RopeOptions options_;
   int64_t pairs_;
-  int64_t first_ = 0;  // position, less position_offset, of the tables' first row
+  int64_t first_ = 0;       // position, less position_offset, of the tables' first row
   std::vector<float> cos_;  // [positions][pairs]
   std::vector<float> sin_;
 };
