@@ -59,7 +59,7 @@ std::string MakeEnvironmentId(const Environment& environment) {
                    .count();
   }
   return absl::StrCat(
-      absl::FormatTime("%Y%m%dT%H%M%E6SZ", absl::FromUnixNanos(start_ns), absl::UTCTimeZone()), "-",
+      absl::FormatTime("%Y%m%dT%H%M%SZ", absl::FromUnixNanos(start_ns), absl::UTCTimeZone()), "-",
       environment.host().empty() ? "host" : environment.host(), "-", getpid());
 }
 
@@ -123,6 +123,17 @@ absl::Status ResultAppender::Begin() {
   return absl::OkStatus();
 }
 
+absl::Status ResultAppender::WriteMessage(int field, google::protobuf::Message& message) {
+  const std::string payload = SerializeDeterministically(message);
+  // A string that is not UTF-8 can be written, but never read again.
+  message.Clear();
+  if (!message.ParseFromString(payload)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path_, ": a ", message.GetTypeName(), " with text that is not UTF-8"));
+  }
+  return WriteRecord(field, payload);
+}
+
 absl::Status ResultAppender::WriteRecord(int field, absl::string_view payload) {
   if (static_cast<int64_t>(payload.size()) > wire::kMaxRecordBytes) {
     return absl::InvalidArgumentError(absl::StrCat(path_, ": a record of ", payload.size(),
@@ -158,9 +169,9 @@ absl::Status ResultAppender::WriteRecord(int field, absl::string_view payload) {
 
 absl::Status ResultAppender::Append(Environment environment) {
   if (environment.id().empty()) environment.set_id(MakeEnvironmentId(environment));
-  const absl::Status status =
-      WriteRecord(wire::kEnvironmentsField, SerializeDeterministically(environment));
-  if (status.ok()) environment_id_ = environment.id();
+  const std::string id = environment.id();
+  const absl::Status status = WriteMessage(wire::kEnvironmentsField, environment);
+  if (status.ok()) environment_id_ = id;
   return status;
 }
 
@@ -185,7 +196,7 @@ absl::Status ResultAppender::Append(Case result) {
   if (result.key().options_text().empty()) {
     result.mutable_key()->set_options_text(CanonicalOptions(result.key()));
   }
-  return WriteRecord(wire::kCasesField, SerializeDeterministically(result));
+  return WriteMessage(wire::kCasesField, result);
 }
 
 std::string SerializeResults(const ResultSet& results) {

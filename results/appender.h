@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "google/protobuf/message.h"
 #include "results/results.pb.h"
 #include "results/wire.h"
 
@@ -47,8 +48,8 @@ class ResultAppender {
 
   // Appends `result` with a single write. Where it names no environment it gets the last one
   // appended here; FailedPrecondition where there is none. InvalidArgument where its status is
-  // unspecified, or not ok without a reason, or it is too long. After ResourceExhausted (disk or
-  // file full) the file ends where it did before.
+  // unspecified, or not ok without a reason, or it is too long, or a text is not UTF-8. After
+  // ResourceExhausted (disk or file full) the file ends where it did before.
   absl::Status Append(Case result);
 
   // What the file held when it was opened: of a new file nothing.
@@ -61,6 +62,7 @@ class ResultAppender {
  private:
   ResultAppender(std::string path, int fd, const AppenderOptions& options);
   absl::Status Begin();
+  absl::Status WriteMessage(int field, google::protobuf::Message& message);
   absl::Status WriteRecord(int field, absl::string_view payload);
 
   std::string path_;

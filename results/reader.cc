@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "google/protobuf/stubs/common.h"
 #include "results/wire.h"
 
 namespace tfb {
@@ -121,6 +122,14 @@ class MemorySource : public ByteSource {
  private:
   absl::string_view bytes_;
 };
+
+// Parses without the library's own line on stderr: the status that we return says it.
+bool ParseQuietly(const std::string& bytes, ResultSet* results) {
+#if GOOGLE_PROTOBUF_VERSION < 4022000  // later ones log through Abseil, and less
+  const google::protobuf::LogSilencer silencer;
+#endif
+  return results->ParseFromString(bytes);
+}
 
 bool AllZero(absl::string_view bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](char c) { return c == 0; });
@@ -299,7 +308,7 @@ absl::StatusOr<bool> ResultReader::Next(ResultSet* results) {
       continue;
     }
     ResultSet one;
-    if (!one.ParseFromString(record)) {
+    if (!ParseQuietly(record, &one)) {
       return Damaged(absl::StrCat("a record of field ", field.number, " with ", record.size(),
                                   " bytes does not parse"));
     }
