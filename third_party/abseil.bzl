@@ -1,0 +1,77 @@
+"""@com_google_absl: Abseil's packages and targets over the distribution's static archives.
+
+Abseil's archives depend on one another in ways that only its own build knows. So one target links them all as a
+group, from which the linker takes the objects that are used, and each public label is an alias for it.
+"""
+
+_TARGETS = {
+    "algorithm": ["algorithm", "container"],
+    "base": ["base", "config", "core_headers", "endian", "log_severity", "no_destructor", "prefetch"],
+    "cleanup": ["cleanup"],
+    "container": [
+        "btree",
+        "fixed_array",
+        "flat_hash_map",
+        "flat_hash_set",
+        "inlined_vector",
+        "node_hash_map",
+        "node_hash_set",
+    ],
+    "debugging": ["failure_signal_handler", "leak_check", "stacktrace", "symbolize"],
+    "flags": ["commandlineflag", "config", "flag", "marshalling", "parse", "program_name", "reflection", "usage"],
+    "functional": ["any_invocable", "bind_front", "function_ref"],
+    "hash": ["hash"],
+    "memory": ["memory"],
+    "meta": ["type_traits"],
+    "numeric": ["bits", "int128"],
+    "random": ["bit_gen_ref", "distributions", "random", "seed_sequences"],
+    "status": ["status", "statusor"],
+    "strings": ["cord", "str_format", "string_view", "strings"],
+    "synchronization": ["synchronization"],
+    "time": ["time"],
+    "types": ["any", "compare", "optional", "span", "variant"],
+    "utility": ["utility"],
+}
+
+# -lpthread last: the archives use it.
+_ROOT = """\
+cc_library(
+    name = "archives",
+    linkopts = ["-Wl,--start-group"] + {archives} + ["-Wl,--end-group", "-lpthread"],
+    visibility = ["//visibility:public"],
+)
+"""
+
+_ALIAS = """\
+alias(
+    name = "{name}",
+    actual = "//:archives",
+    visibility = ["//visibility:public"],
+)
+"""
+
+def _abseil_repository_impl(ctx):
+    archives = []
+    for lib_dir in ctx.path("/usr/lib").readdir() + [ctx.path("/usr/lib64")]:
+        if lib_dir.exists and lib_dir.get_child("libabsl_base.a").exists:
+            archives = sorted([
+                "-l:" + entry.basename
+                for entry in lib_dir.readdir()
+                if entry.basename.startswith("libabsl_") and entry.basename.endswith(".a") and
+                   "_test_util" not in entry.basename
+            ])
+            break
+    if not archives:
+        fail("@%s: libabsl_base.a not found under /usr/lib. Run tools/setup, or install: libabsl-dev" % ctx.name)
+    ctx.file("WORKSPACE", "workspace(name = \"%s\")\n" % ctx.name)
+    ctx.file("BUILD", _ROOT.format(archives = archives))
+    for package, names in _TARGETS.items():
+        ctx.file(
+            "absl/%s/BUILD" % package,
+            "\n".join([_ALIAS.format(name = name) for name in names]),
+        )
+
+abseil_repository = repository_rule(
+    implementation = _abseil_repository_impl,
+    local = True,  # looks again when Bazel's server starts, so that installing the package is enough
+)
