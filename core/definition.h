@@ -1,6 +1,7 @@
 // Attention in float64 by the book: what every definition of an attention technique is made of.
 //
-// Plain loops in the order of the formula; nothing here is shared with an engine. A technique brings its score as a function.
+// Plain loops in the order of the formula; nothing here is shared with an engine. A technique
+// brings its score as a function.
 //
 //   y_i = sum_j exp(s_ij - m_i) v_j / sum_j exp(s_ij - m_i),   m_i = max_j s_ij
 //   log_sum_exp_i = m_i + log sum_j exp(s_ij - m_i)            (natural logarithm)
@@ -65,8 +66,8 @@ class KeyMask {
   ConstTensorView view_;
 };
 
-// Evaluates attention with score(b, h, i, j) -> s_ij in natural units, kNotSeen where i does not see j. The causal mask and the
-// key mask are the score's to apply: see DefineMaskedAttention.
+// Evaluates attention with score(b, h, i, j) -> s_ij in natural units, kNotSeen where i does not
+// see j. The causal mask and the key mask are the score's to apply: see DefineMaskedAttention.
 template <class Score>
 void DefineAttention(const Problem& problem, const Inputs& inputs, const DefinitionRequest& request,
                      const Score& score, NamedTensors* outputs) {
@@ -77,7 +78,8 @@ void DefineAttention(const Problem& problem, const Inputs& inputs, const Definit
   Tensor lse(DType::kF64, {problem.batch, problem.query_heads, row_count});
   Tensor weights;
   if (request.weights) {
-    weights = Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
+    weights =
+        Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
   }
   std::vector<double> s(problem.kv_tokens);
   for (int64_t b = 0; b < problem.batch; ++b) {
@@ -115,8 +117,8 @@ void DefineAttention(const Problem& problem, const Inputs& inputs, const Definit
   if (request.weights) (*outputs)["weights"] = std::move(weights);
 }
 
-// What most techniques start from: scale q_i . k_j, where the causal mask, the key mask and `sees(h, i, j)` allow it, plus
-// bias(b, h, i, j). `scale` 0 means 1 / sqrt(head_dim).
+// What most techniques start from: scale q_i . k_j, where the causal mask, the key mask and
+// `sees(h, i, j)` allow it, plus bias(b, h, i, j). `scale` 0 means 1 / sqrt(head_dim).
 template <class Sees, class Bias>
 void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
                            const DefinitionRequest& request, double scale, const Sees& sees,

@@ -56,8 +56,8 @@ absl::Status AddOption(absl::string_view item, TechniqueSpec* spec) {
   const std::pair<absl::string_view, absl::string_view> parts =
       absl::StrSplit(item, absl::MaxSplits('=', 1));
   if (!absl::StrContains(item, '=') || !IsIdentifier(parts.first) || parts.second.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat("\"", item, "\" in the options of ",
-                                                   spec->technique, " is not option=value"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"", item, "\" in the options of ", spec->technique, " is not option=value"));
   }
   if (!spec->options.emplace(std::string(parts.first), std::string(parts.second)).second) {
     return absl::InvalidArgumentError(
@@ -76,11 +76,11 @@ void OptionBinder::Add(OptionSpec spec, std::function<bool(absl::string_view)> p
 
 void OptionBinder::Int(absl::string_view name, int64_t* value, int64_t min, int64_t max,
                        absl::string_view help, const std::vector<int64_t>& sweep) {
-  OptionSpec spec{std::string(name), "int", "", absl::StrCat(min, " to ", max), std::string(help), {}};
+  OptionSpec spec{std::string(name), "int", "", absl::StrCat(min, " to ", max),
+                  std::string(help), {}};
   for (int64_t v : sweep) spec.sweep.push_back(absl::StrCat(v));
   Add(
-      std::move(spec),
-      [=](absl::string_view text) { return ParseInt(text, min, max, value); },
+      std::move(spec), [=](absl::string_view text) { return ParseInt(text, min, max, value); },
       [=] { return absl::StrCat(*value); });
 }
 
@@ -101,7 +101,8 @@ void OptionBinder::Real(absl::string_view name, double* value, double min, doubl
 }
 
 void OptionBinder::Bool(absl::string_view name, bool* value, absl::string_view help) {
-  Add({std::string(name), "bool", "", "true | false", std::string(help), {}},
+  Add(
+      {std::string(name), "bool", "", "true | false", std::string(help), {}},
       [=](absl::string_view text) {
         if (text != "true" && text != "false") return false;
         *value = text == "true";
@@ -112,8 +113,13 @@ void OptionBinder::Bool(absl::string_view name, bool* value, absl::string_view h
 
 void OptionBinder::Ints(absl::string_view name, std::vector<int64_t>* value, int64_t min,
                         int64_t max, absl::string_view help) {
-  Add({std::string(name), "ints", "", absl::StrCat("a/b/..., each ", min, " to ", max),
-       std::string(help), {}},
+  Add(
+      {std::string(name),
+       "ints",
+       "",
+       absl::StrCat("a/b/..., each ", min, " to ", max),
+       std::string(help),
+       {}},
       [=](absl::string_view text) {
         std::vector<int64_t> parsed;
         for (absl::string_view item : absl::StrSplit(text, '/')) {
@@ -128,7 +134,8 @@ void OptionBinder::Ints(absl::string_view name, std::vector<int64_t>* value, int
 void OptionBinder::AddChoice(absl::string_view name, const std::vector<std::string>& names,
                              absl::string_view help, std::function<void(size_t)> set,
                              std::function<size_t()> get) {
-  Add({std::string(name), "choice", "", absl::StrJoin(names, " | "), std::string(help), {}},
+  Add(
+      {std::string(name), "choice", "", absl::StrJoin(names, " | "), std::string(help), {}},
       [=](absl::string_view text) {
         const auto found = std::find(names.begin(), names.end(), text);
         if (found == names.end()) return false;
@@ -145,13 +152,14 @@ absl::Status OptionBinder::Parse(const Options& options) {
     if (entry == entries_.end()) {
       std::vector<std::string> known;
       for (const Entry& e : entries_) known.push_back(e.spec.name);
-      return absl::InvalidArgumentError(absl::StrCat(
-          "unknown option \"", name, "\"; ",
-          known.empty() ? "there are none" : absl::StrCat("known are ", absl::StrJoin(known, ", "))));
+      return absl::InvalidArgumentError(
+          absl::StrCat("unknown option \"", name, "\"; ",
+                       known.empty() ? "there are none"
+                                     : absl::StrCat("known are ", absl::StrJoin(known, ", "))));
     }
     if (!entry->parse(value)) {
-      return absl::InvalidArgumentError(absl::StrCat("option ", name, " is \"", value,
-                                                     "\"; allowed are ", entry->spec.range));
+      return absl::InvalidArgumentError(
+          absl::StrCat("option ", name, " is \"", value, "\"; allowed are ", entry->spec.range));
     }
   }
   return absl::OkStatus();
@@ -189,8 +197,8 @@ absl::StatusOr<std::vector<TechniqueSpec>> ParseTechniqueSpecs(absl::string_view
     const size_t equals = item.find('=');
     if (colon == absl::string_view::npos && equals != absl::string_view::npos) {
       if (specs.empty()) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("option \"", item, "\" has no technique before it: write technique:", item));
+        return absl::InvalidArgumentError(absl::StrCat(
+            "option \"", item, "\" has no technique before it: write technique:", item));
       }
       TFB_RETURN_IF_ERROR(AddOption(item, &specs.back()));
       continue;

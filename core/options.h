@@ -3,11 +3,13 @@
 //   struct LongformerOptions {
 //     int64_t window = 512;
 //     void Describe(OptionBinder& bind) {
-//       bind.Int("window", &window, 0, kMaxTokens, "keys seen beside the query's own, half on each side");
+//       bind.Int("window", &window, 0, kMaxTokens, "keys seen beside the query's own, half on each
+//       side");
 //     }
 //   };
 //
-// From that one declaration come parsing, error messages, --list, canonical text and the sweep of a budget.
+// From that one declaration come parsing, error messages, --list, canonical text and the sweep of a
+// budget.
 #ifndef TFB_CORE_OPTIONS_H_
 #define TFB_CORE_OPTIONS_H_
 
@@ -57,8 +59,7 @@ class OptionBinder {
     std::vector<std::string> names;
     for (const auto& choice : choices) names.push_back(choice.first);
     AddChoice(
-        name, names, help,
-        [value, choices](size_t index) { *value = choices[index].second; },
+        name, names, help, [value, choices](size_t index) { *value = choices[index].second; },
         [value, choices] {
           size_t index = 0;
           while (index < choices.size() && choices[index].second != *value) ++index;
@@ -66,8 +67,8 @@ class OptionBinder {
         });
   }
 
-  // Writes the given options through the bound pointers. Unknown names are answered with the list of the known ones, bad
-  // values with the range.
+  // Writes the given options through the bound pointers. Unknown names are answered with the list
+  // of the known ones, bad values with the range.
   absl::Status Parse(const Options& options);
   std::vector<OptionSpec> Specs() const;
   Options Values() const;  // every option, canonical
@@ -101,8 +102,8 @@ struct TechniqueSpec {
   Options options;
 };
 absl::StatusOr<TechniqueSpec> ParseTechniqueSpec(absl::string_view text);
-// Splits "dense,longformer:window=256,dilation=2,performer" into its three techniques: an item with '=' but no ':' before
-// it belongs to the technique before it.
+// Splits "dense,longformer:window=256,dilation=2,performer" into its three techniques: an item with
+// '=' but no ':' before it belongs to the technique before it.
 absl::StatusOr<std::vector<TechniqueSpec>> ParseTechniqueSpecs(absl::string_view text);
 std::string ToString(const TechniqueSpec& spec);
 std::string ToString(const Options& options);  // "dilation=1,window=256"

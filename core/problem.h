@@ -23,17 +23,21 @@ constexpr int64_t kMaxHeadDim = 256;
 struct Problem {
   int64_t batch = 1;
   int64_t query_heads = 8;
-  int64_t kv_heads = 8;  // divides query_heads; query head h reads key-value head h / (query_heads / kv_heads)
+  int64_t kv_heads =
+      8;  // divides query_heads; query head h reads key-value head h / (query_heads / kv_heads)
   int64_t query_tokens = 512;
   int64_t kv_tokens = 512;
   int64_t head_dim = 64;   // of queries and keys, 1 to 256
   int64_t value_dim = 64;  // of values and outputs, 1 to 256
-  // Query i sees keys j <= i + (kv_tokens - query_tokens): aligned at the bottom right, as with a key-value cache.
+  // Query i sees keys j <= i + (kv_tokens - query_tokens): aligned at the bottom right, as with a
+  // key-value cache.
   bool causal = false;
   DType dtype = DType::kF32;  // of inputs and outputs: f32, bf16 or f16; accumulation is in fp32
 
   int64_t model_dim() const { return query_heads * head_dim; }  // width of a hidden state
-  int64_t group() const { return query_heads / kv_heads; }      // query heads that share a key-value head
+  int64_t group() const {
+    return query_heads / kv_heads;
+  }  // query heads that share a key-value head
   int64_t causal_offset() const { return kv_tokens - query_tokens; }
 
   // Sets query_tokens and kv_tokens, head_dim and value_dim, query_heads and kv_heads together.

@@ -1,7 +1,8 @@
-// Random numbers as a function of (seed, stream, index): no state, so a draw does not depend on the order, the tiling, the
-// number of threads or the device that asks for it.
+// Random numbers as a function of (seed, stream, index): no state, so a draw does not depend on the
+// order, the tiling, the number of threads or the device that asks for it.
 //
-// The generator is Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+// The generator is Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as
+// 1, 2, 3", SC 2011.
 #ifndef TFB_CORE_RANDOM_H_
 #define TFB_CORE_RANDOM_H_
 

@@ -8,8 +8,8 @@
 #define TFB_STATUS_CONCAT_INNER(a, b) a##b
 #define TFB_STATUS_CONCAT(a, b) TFB_STATUS_CONCAT_INNER(a, b)
 
-#define TFB_RETURN_IF_ERROR(expression)                                    \
-  do {                                                                     \
+#define TFB_RETURN_IF_ERROR(expression)                                              \
+  do {                                                                               \
     if (absl::Status tfb_status = (expression); !tfb_status.ok()) return tfb_status; \
   } while (false)
 

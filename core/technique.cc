@@ -99,9 +99,8 @@ absl::Status StreamingLayer::Append(const Inputs& segment, const Outputs& output
     }
   }
   if (tokens < 1 || tokens > max_segment_tokens_) {
-    return absl::InvalidArgumentError(absl::StrCat("segment has ", tokens,
-                                                   " tokens; allowed are 1 to ",
-                                                   max_segment_tokens_));
+    return absl::InvalidArgumentError(
+        absl::StrCat("segment has ", tokens, " tokens; allowed are 1 to ", max_segment_tokens_));
   }
   TFB_RETURN_IF_ERROR(CheckTensors("input", segment_inputs_, segment, tokens));
   TFB_RETURN_IF_ERROR(CheckTensors("output", segment_outputs_, outputs, tokens));
@@ -157,14 +156,13 @@ absl::Status CheckTensors(absl::string_view what, const std::vector<TensorSpec>&
     std::replace(shape.begin(), shape.end(), kSegmentTokens, segment_tokens);
     if (view == nullptr || view->empty()) {
       if (spec.optional) continue;
-      return absl::InvalidArgumentError(absl::StrCat(what, " ", spec.name, " ",
-                                                     ShapeString(shape), " is missing"));
+      return absl::InvalidArgumentError(
+          absl::StrCat(what, " ", spec.name, " ", ShapeString(shape), " is missing"));
     }
     ++found;
     if (view->dtype != spec.dtype) {
-      return absl::InvalidArgumentError(absl::StrCat(what, " ", spec.name, " is ",
-                                                     Name(view->dtype), "; expected is ",
-                                                     Name(spec.dtype)));
+      return absl::InvalidArgumentError(absl::StrCat(
+          what, " ", spec.name, " is ", Name(view->dtype), "; expected is ", Name(spec.dtype)));
     }
     if (absl::MakeConstSpan(view->dims.data(), view->rank) != absl::MakeConstSpan(shape)) {
       return absl::InvalidArgumentError(absl::StrCat(what, " ", spec.name, " has shape ",
@@ -181,8 +179,8 @@ absl::Status CheckTensors(absl::string_view what, const std::vector<TensorSpec>&
   }
   return absl::OkStatus();
 }
-template absl::Status CheckTensors(absl::string_view, const std::vector<TensorSpec>&,
-                                   const Inputs&, int64_t);
+template absl::Status CheckTensors(absl::string_view, const std::vector<TensorSpec>&, const Inputs&,
+                                   int64_t);
 template absl::Status CheckTensors(absl::string_view, const std::vector<TensorSpec>&,
                                    const Outputs&, int64_t);
 

@@ -1,8 +1,9 @@
 // The interface that every technique implements and every tool of the harness uses.
 //
-// A Technique is registered once and immutable. It makes Layers: one problem, one set of options, one device. A layer owns its
-// parameter tensors; the caller owns inputs, outputs and workspace. The float64 definition of a technique is a function of its
-// inputs and parameters alone and shares no code with the layer that it judges.
+// A Technique is registered once and immutable. It makes Layers: one problem, one set of options,
+// one device. A layer owns its parameter tensors; the caller owns inputs, outputs and workspace.
+// The float64 definition of a technique is a function of its inputs and parameters alone and shares
+// no code with the layer that it judges.
 #ifndef TFB_CORE_TECHNIQUE_H_
 #define TFB_CORE_TECHNIQUE_H_
 
@@ -27,7 +28,8 @@
 namespace tfb {
 
 enum class InputKind : uint8_t {
-  kQkv,     // q [batch, query_heads, query_tokens, head_dim], k and v [batch, kv_heads, kv_tokens, head_dim | value_dim]
+  kQkv,     // q [batch, query_heads, query_tokens, head_dim], k and v [batch, kv_heads, kv_tokens,
+            // head_dim | value_dim]
   kHidden,  // x [batch, query_tokens, model_dim], projected inside
   kTokens,  // token ids, or hidden states with token ids: language-model techniques
 };
@@ -53,10 +55,12 @@ struct TensorSpec {
 // Work of one Run. Unknown is absent, never 0.
 struct Cost {
   std::optional<double> flops;  // 1 multiply-add = 2; only pairs that the definition keeps
-  std::optional<double> bytes;  // that a fused implementation must move: inputs, outputs and parameters once
+  std::optional<double>
+      bytes;  // that a fused implementation must move: inputs, outputs and parameters once
 };
 
-// Where a call runs. `workspace` has at least Layer::workspace_bytes(pool->threads()) bytes, aligned to 64, contents unspecified.
+// Where a call runs. `workspace` has at least Layer::workspace_bytes(pool->threads()) bytes,
+// aligned to 64, contents unspecified.
 struct Execution {
   ThreadPool* pool = nullptr;
   absl::Span<std::byte> workspace;
@@ -72,8 +76,8 @@ class Layer {
   const std::vector<TensorSpec>& inputs() const { return inputs_; }
   const std::vector<TensorSpec>& outputs() const { return outputs_; }
 
-  // Drawn from the seed at creation. SetParameters replaces those it is given; names and shapes must be this layer's.
-  // Call Setup afterwards.
+  // Drawn from the seed at creation. SetParameters replaces those it is given; names and shapes
+  // must be this layer's. Call Setup afterwards.
   const NamedTensors& parameters() const { return parameters_; }
   absl::Status SetParameters(const NamedTensors& parameters);
 
@@ -82,8 +86,8 @@ class Layer {
   // What the layer reports of its last Run by name, such as its mean span.
   virtual std::map<std::string, double> statistics() const { return {}; }
 
-  // Work that need not be repeated while the inputs' sizes and the parameters stay: schedules, tables, hashing, clustering.
-  // May allocate. Must be called before the first Run.
+  // Work that need not be repeated while the inputs' sizes and the parameters stay: schedules,
+  // tables, hashing, clustering. May allocate. Must be called before the first Run.
   absl::Status Setup(const Inputs& inputs, const Execution& execution);
   // Allocates nothing and, on a GPU, does not synchronise. Optional outputs may be left out.
   absl::Status Run(const Inputs& inputs, const Outputs& outputs, const Execution& execution);
@@ -118,8 +122,9 @@ class StreamingLayer : public Layer {
   int64_t max_segment_tokens() const { return max_segment_tokens_; }
 
   virtual absl::Status Reset() = 0;  // forgets everything that was appended
-  // Takes the next segment, of 1 to max_segment_tokens() tokens. A sequence appended in any split gives what the definition
-  // says of the whole, unless the technique's header says otherwise. Setup must have been called. Allocates nothing.
+  // Takes the next segment, of 1 to max_segment_tokens() tokens. A sequence appended in any split
+  // gives what the definition says of the whole, unless the technique's header says otherwise.
+  // Setup must have been called. Allocates nothing.
   absl::Status Append(const Inputs& segment, const Outputs& outputs, const Execution& execution);
 
  protected:
@@ -149,8 +154,8 @@ struct TechniqueInfo {
   InputKind input_kind = InputKind::kQkv;
   Exactness exactness = Exactness::kExact;
   std::vector<OptionSpec> options;
-  std::string budget_option;      // the option that trades error for cost; empty where there is none
-  double growth = 2;              // expected exponent of time in tokens
+  std::string budget_option;  // the option that trades error for cost; empty where there is none
+  double growth = 2;          // expected exponent of time in tokens
   std::vector<Device> devices = {Device::kCpu};
   bool supports_causal = true;
   bool supports_noncausal = true;
@@ -170,23 +175,27 @@ class Technique {
 
   // Every option with its canonical value, or what is wrong with the given ones.
   virtual absl::StatusOr<Options> Canonical(const Options& options) const = 0;
-  // The tensors that a layer reads and writes. Outputs always have "out"; attention has an optional "log_sum_exp" (natural
-  // logarithm, f32 [batch, query_heads, query_tokens], -inf for a row that sees no key).
+  // The tensors that a layer reads and writes. Outputs always have "out"; attention has an optional
+  // "log_sum_exp" (natural logarithm, f32 [batch, query_heads, query_tokens], -inf for a row that
+  // sees no key).
   virtual absl::StatusOr<std::vector<TensorSpec>> InputSpecs(const Problem& problem,
                                                              const Options& options) const = 0;
   virtual absl::StatusOr<std::vector<TensorSpec>> OutputSpecs(const Problem& problem,
                                                               const Options& options) const = 0;
-  // InvalidArgument: no such problem or options. Unimplemented: a combination that is not supported, with the reason.
+  // InvalidArgument: no such problem or options. Unimplemented: a combination that is not
+  // supported, with the reason.
   virtual absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                         const Options& options, Device device,
                                                         uint64_t seed) const = 0;
-  // The definition in float64. Writes f64 tensors: "out", "log_sum_exp" and, where asked for and known, "weights"
-  // [batch, query_heads, rows, kv_tokens]; dimensions of query tokens have the requested rows only. A technique that cannot
-  // evaluate single rows (a stack of layers) evaluates all and says so by the sizes it returns.
+  // The definition in float64. Writes f64 tensors: "out", "log_sum_exp" and, where asked for and
+  // known, "weights" [batch, query_heads, rows, kv_tokens]; dimensions of query tokens have the
+  // requested rows only. A technique that cannot evaluate single rows (a stack of layers) evaluates
+  // all and says so by the sizes it returns.
   virtual absl::Status Define(const Problem& problem, const Options& options,
                               const NamedTensors& parameters, const Inputs& inputs,
                               const DefinitionRequest& request, NamedTensors* outputs) const = 0;
-  // The technique and options whose definition is this one's dense counterpart, on the same inputs and parameters.
+  // The technique and options whose definition is this one's dense counterpart, on the same inputs
+  // and parameters.
   virtual absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
                                                     const Options& options) const;
 
@@ -197,7 +206,8 @@ class Technique {
   TechniqueInfo info_;
 };
 
-// A technique whose options are the struct OptionsT (see core/options.h). Most derive from this one.
+// A technique whose options are the struct OptionsT (see core/options.h). Most derive from this
+// one.
 template <class OptionsT>
 class TechniqueOf : public Technique {
  public:
@@ -257,7 +267,8 @@ class TechniqueOf : public Technique {
   }
 };
 
-// q, k, v and the optional key_mask: u8 [batch, kv_tokens], 1 where the key is a token and 0 where it is padding.
+// q, k, v and the optional key_mask: u8 [batch, kv_tokens], 1 where the key is a token and 0 where
+// it is padding.
 std::vector<TensorSpec> QkvInputs(const Problem& problem);
 // x [batch, query_tokens, model_dim].
 std::vector<TensorSpec> HiddenInputs(const Problem& problem);
@@ -266,10 +277,11 @@ std::vector<TensorSpec> AttentionOutputs(const Problem& problem);
 // out [batch, query_tokens, model_dim].
 std::vector<TensorSpec> HiddenOutputs(const Problem& problem);
 
-// Whether `info` admits the problem on the device: InvalidArgument or Unimplemented with the reason where not.
+// Whether `info` admits the problem on the device: InvalidArgument or Unimplemented with the reason
+// where not.
 absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device);
-// Whether the views have the names, shapes and dtypes of the specs, with `segment_tokens` for kSegmentTokens. `what` begins
-// the message: "input". Allocates nothing where all is well.
+// Whether the views have the names, shapes and dtypes of the specs, with `segment_tokens` for
+// kSegmentTokens. `what` begins the message: "input". Allocates nothing where all is well.
 template <class View>
 absl::Status CheckTensors(absl::string_view what, const std::vector<TensorSpec>& specs,
                           const NamedViews<View>& views, int64_t segment_tokens = 0);

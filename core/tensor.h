@@ -1,7 +1,8 @@
 // Tensors and strided views of them.
 //
-// A view is plain data: a pointer, a dtype, and per dimension a size and a stride in elements (0 broadcasts). It can be
-// handed to a kernel as it stands. A Tensor owns its memory, is contiguous, and is aligned to a cache line.
+// A view is plain data: a pointer, a dtype, and per dimension a size and a stride in elements (0
+// broadcasts). It can be handed to a kernel as it stands. A Tensor owns its memory, is contiguous,
+// and is aligned to a cache line.
 #ifndef TFB_CORE_TENSOR_H_
 #define TFB_CORE_TENSOR_H_
 
@@ -91,19 +92,23 @@ struct TensorView : ConstTensorView {
 };
 
 // Elements begin, begin + step, ... (size of them) of one dimension.
-ConstTensorView Slice(ConstTensorView view, int axis, int64_t begin, int64_t size, int64_t step = 1);
+ConstTensorView Slice(ConstTensorView view, int axis, int64_t begin, int64_t size,
+                      int64_t step = 1);
 TensorView Slice(TensorView view, int axis, int64_t begin, int64_t size, int64_t step = 1);
 // The same elements with two dimensions exchanged.
 ConstTensorView Transpose(ConstTensorView view, int a, int b);
 TensorView Transpose(TensorView view, int a, int b);
-// Splits `axis` into two dimensions of sizes `outer` and dim / outer: [tokens, heads * channels] to [tokens, heads, channels].
+// Splits `axis` into two dimensions of sizes `outer` and dim / outer: [tokens, heads * channels] to
+// [tokens, heads, channels].
 ConstTensorView SplitAxis(ConstTensorView view, int axis, int64_t outer);
 TensorView SplitAxis(TensorView view, int axis, int64_t outer);
 
-// Calls visit(offset_a, offset_b) for each index of two views of the same shape, last dimension fastest.
+// Calls visit(offset_a, offset_b) for each index of two views of the same shape, last dimension
+// fastest.
 void ForEachOffset(const ConstTensorView& a, const ConstTensorView& b,
                    const std::function<void(int64_t, int64_t)>& visit);
-// Copies element by element, converting through double (integers up to 2^53 are exact). The shapes must be equal.
+// Copies element by element, converting through double (integers up to 2^53 are exact). The shapes
+// must be equal.
 void CopyElements(const ConstTensorView& from, const TensorView& to);
 void Fill(const TensorView& view, double value);
 
@@ -118,8 +123,8 @@ class Tensor {
   Tensor(Tensor&&) = default;
   Tensor& operator=(Tensor&&) = default;
 
-  // As the constructor, for sizes that a caller chose: ResourceExhausted instead of an abort, InvalidArgument where the
-  // product of the sizes overflows.
+  // As the constructor, for sizes that a caller chose: ResourceExhausted instead of an abort,
+  // InvalidArgument where the product of the sizes overflows.
   static absl::StatusOr<Tensor> Allocate(DType dtype, absl::Span<const int64_t> shape);
 
   Tensor Clone() const;

@@ -11,8 +11,8 @@
 namespace tfb {
 namespace {
 
-// Lives on the caller's stack for the length of one ParallelFor. A closure over its address and an index fits the pool's
-// task object, so that scheduling allocates nothing.
+// Lives on the caller's stack for the length of one ParallelFor. A closure over its address and an
+// index fits the pool's task object, so that scheduling allocates nothing.
 struct Job {
   Job(int64_t tasks, int helpers, absl::FunctionRef<void(int64_t, int)> body)
       : tasks(tasks), body(body), helpers_left(helpers) {}

@@ -23,14 +23,15 @@ class ThreadPool {
 
   int threads() const { return threads_; }
 
-  // Calls body(task, worker) once for each task in [0, tasks) and returns when all are done. Tasks are taken in order, so
-  // put the longest first; worker is in [0, threads()) and no two running calls have the same one. Allocates nothing.
-  // Calls must not be nested.
+  // Calls body(task, worker) once for each task in [0, tasks) and returns when all are done. Tasks
+  // are taken in order, so put the longest first; worker is in [0, threads()) and no two running
+  // calls have the same one. Allocates nothing. Calls must not be nested.
   void ParallelFor(int64_t tasks, absl::FunctionRef<void(int64_t task, int worker)> body);
 
  private:
   int threads_;
-  std::unique_ptr<Eigen::ThreadPoolTempl<Eigen::StlThreadEnvironment>> pool_;  // null for one thread
+  std::unique_ptr<Eigen::ThreadPoolTempl<Eigen::StlThreadEnvironment>>
+      pool_;  // null for one thread
 };
 
 }  // namespace tfb

@@ -10,12 +10,13 @@
 
 namespace tfb {
 
-// Takes aligned pieces off a span, one after the other. Constructed without memory it only counts, so that the code which
-// lays a workspace out also tells its size:
+// Takes aligned pieces off a span, one after the other. Constructed without memory it only counts,
+// so that the code which lays a workspace out also tells its size:
 //
 //   struct Scratch { float* scores; float* sums; };
-//   Scratch Layout(Workspace& workspace) { return {workspace.Take<float>(n * m), workspace.Take<float>(n)}; }
-//   size_t bytes = Workspace::Measure([](Workspace& w) { Layout(w); });
+//   Scratch Layout(Workspace& workspace) { return {workspace.Take<float>(n * m),
+//   workspace.Take<float>(n)}; } size_t bytes = Workspace::Measure([](Workspace& w) { Layout(w);
+//   });
 class Workspace {
  public:
   static constexpr size_t kAlignment = 64;  // a cache line, and the widest vector
@@ -33,7 +34,8 @@ class Workspace {
     return reinterpret_cast<T*>(memory_.data() + begin);
   }
 
-  // The rest of the memory, as a workspace for a step whose scratch is dead when the next step's is taken.
+  // The rest of the memory, as a workspace for a step whose scratch is dead when the next step's is
+  // taken.
   absl::Span<std::byte> Rest() const { return memory_.subspan(used_); }
   size_t used() const { return used_; }
 

@@ -1,7 +1,9 @@
-// Compiled once per instruction set; see BUILD. TFB_KERNELS_NAME is the name of the set and of the table it defines.
+// Compiled once per instruction set; see BUILD. TFB_KERNELS_NAME is the name of the set and of the
+// table it defines.
 //
-// Everything here has internal linkage and nothing but <cstdint> and the kernel's header is included, so that no inline
-// function compiled for a newer instruction set can be picked by the linker for a machine that lacks it.
+// Everything here has internal linkage and nothing but <cstdint> and the kernel's header is
+// included, so that no inline function compiled for a newer instruction set can be picked by the
+// linker for a machine that lacks it.
 #include "core/cpu/kernels.h"
 
 namespace tfb {
@@ -9,11 +11,12 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
-constexpr int kTileRows = 6;     // 6 x 4 accumulators + 4 columns of B + 1 broadcast = 29 of 32 registers
+constexpr int kTileRows =
+    6;  // 6 x 4 accumulators + 4 columns of B + 1 broadcast = 29 of 32 registers
 constexpr int kTileVectors = 4;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
-constexpr int kTileRows = 6;     // 6 x 2 accumulators + 2 of B + 1 broadcast = 15 of 16 registers
+constexpr int kTileRows = 6;  // 6 x 2 accumulators + 2 of B + 1 broadcast = 15 of 16 registers
 constexpr int kTileVectors = 2;
 #else
 constexpr int kLanes = 4;
@@ -47,14 +50,16 @@ inline float HorizontalSum(Floats v) {
   return part[0];
 }
 
-// exp(x) for x <= 0 or so: 2^n p(f) with n + f = x log2(e), |f| <= 1/2. Relative error below 1.2e-7; exactly 0 below -87.33
-// (where the result would be denormal); NaN for NaN. The polynomial is the Taylor series of 2^f to f^7, whose remainder at
-// f = 1/2 is (ln 2 / 2)^8 / 8! = 5e-9.
+// exp(x) for x <= 0 or so: 2^n p(f) with n + f = x log2(e), |f| <= 1/2. Relative error
+// below 1.2e-7; exactly 0 below -87.33 (where the result would be denormal); NaN for NaN. The
+// polynomial is the Taylor series of 2^f to f^7, whose remainder at f = 1/2 is (ln 2 / 2)^8 / 8! =
+// 5e-9.
 inline Floats Exp(Floats x) {
   constexpr float kLog2E = 1.44269504088896341f;
-  constexpr float kRound = 12582912.0f;  // 1.5 2^23: adding it rounds to an integer held in the low mantissa bits
-  // x log2(e) in two parts would matter only for large |x|, where the result is small; Cody and Waite's split of ln 2 instead:
-  // r = x - n ln2_high - n ln2_low is exact to the last bit of x.
+  constexpr float kRound =
+      12582912.0f;  // 1.5 2^23: adding it rounds to an integer held in the low mantissa bits
+  // x log2(e) in two parts would matter only for large |x|, where the result is small; Cody and
+  // Waite's split of ln 2 instead: r = x - n ln2_high - n ln2_low is exact to the last bit of x.
   const Floats shifted = x * kLog2E + kRound;
   const Floats n = shifted - kRound;
   const Floats r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -75,7 +80,8 @@ inline Floats Exp(Floats x) {
 template <int kRows, int kVectors>
 void GemmTile(int64_t depth, const float* a, int64_t a_row, int64_t a_depth, const float* b,
               int64_t b_row, float* c, int64_t c_row, bool accumulate) {
-  // The unroll pragmas make the compiler see each element of `sum` as a register before it decides where arrays live.
+  // The unroll pragmas make the compiler see each element of `sum` as a register before it decides
+  // where arrays live.
   Floats sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
@@ -143,16 +149,34 @@ void Gemm(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t 
   }
 }
 
-// Numerators of one row against `max`; returns their sum. Four accumulators hide the latency of the addition.
+// The weights of a ramp at columns c, c + 1, ...; `lane` is {0, 1, 2, ...}.
+inline Floats RampWeight(float limit, float slope, int64_t c, Floats lane) {
+  return (lane + (limit + static_cast<float>(c))) * slope;
+}
+inline Floats Lane() {
+  Floats lane = {};
+  for (int i = 0; i < kLanes; ++i) lane[i] = static_cast<float>(i);
+  return lane;
+}
+
+// Hides the keys whose weight is 0.
+void HideBeyondRamp(float* row, int64_t columns, float limit, float slope) {
+  const Floats lane = Lane();
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    const Floats weight = RampWeight(limit, slope, c, lane);
+    Store(row + c, weight > 0.0f ? Load(row + c) : Broadcast(-kInfinity));
+  }
+}
+
+// Numerators of one row against `max`; returns their sum. Four accumulators hide the latency of the
+// addition.
 template <bool kRamp>
 float ExpRow(float* row, int64_t columns, float max, float limit, float slope) {
-  Floats ramp_step = {};
-  for (int i = 0; i < kLanes; ++i) ramp_step[i] = static_cast<float>(i) * slope;
+  const Floats lane = Lane();
   const auto numerators = [&](int64_t c) {
     Floats p = Exp(Load(row + c) - max);
     if (kRamp) {
-      const Floats weight = (limit + static_cast<float>(c)) * slope + ramp_step;
-      p *= Max(Min(weight, Broadcast(1.0f)), Floats{});
+      p *= Max(Min(RampWeight(limit, slope, c, lane), Broadcast(1.0f)), Floats{});
     }
     Store(row + c, p);
     return p;
@@ -180,10 +204,12 @@ float MaxRow(const float* row, int64_t columns) {
 void Softmax(const ScoreRows& rows, const SoftmaxState& state, const Ramp* ramp) {
   for (int64_t r = 0; r < rows.rows; ++r) {
     float* row = rows.scores + r * rows.stride;
+    if (ramp != nullptr) HideBeyondRamp(row, rows.columns, ramp->limit[r], ramp->slope);
     const float old_max = state.max[r];
     const float row_max = MaxRow(row, rows.columns);
     const float new_max = row_max > old_max ? row_max : old_max;
-    // A row without a key so far: subtracting 0 turns its -inf into 0, where -inf - -inf would be NaN.
+    // A row without a key so far: subtracting 0 turns its -inf into 0, where -inf - -inf would be
+    // NaN.
     const float shift = new_max == -kInfinity ? 0.0f : new_max;
     const float sum = ramp == nullptr
                           ? ExpRow<false>(row, rows.columns, shift, 0, 0)
@@ -205,7 +231,8 @@ void ForEachVector(const ScoreRows& rows, Change change) {
 }
 
 void Add(const ScoreRows& rows, const float* table, int64_t table_row) {
-  ForEachVector(rows, [=](Floats s, int64_t r, int64_t c) { return s + Load(table + r * table_row + c); });
+  ForEachVector(
+      rows, [=](Floats s, int64_t r, int64_t c) { return s + Load(table + r * table_row + c); });
 }
 
 void ReluMultiply(const ScoreRows& rows, const float* table, int64_t table_row) {
@@ -227,12 +254,35 @@ void ScaleRows(const ScoreRows& rows, const float* factor) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return s * factor[r]; });
 }
 
+// Blocks of 4 x 4 in registers.
+void Transpose64(const float* from, int64_t from_row, int64_t columns, float* to) {
+  typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+  typedef int32_t Index __attribute__((vector_size(16)));
+  for (int64_t c = 0; c < columns; c += 4) {
+    for (int64_t r = 0; r < 64; r += 4) {
+      Four row[4];
+      for (int i = 0; i < 4; ++i) {
+        row[i] = *reinterpret_cast<const Four*>(from + (r + i) * from_row + c);
+      }
+      const Four a = __builtin_shuffle(row[0], row[1], Index{0, 4, 1, 5});  // 00 10 01 11
+      const Four b = __builtin_shuffle(row[2], row[3], Index{0, 4, 1, 5});
+      const Four d = __builtin_shuffle(row[0], row[1], Index{2, 6, 3, 7});
+      const Four e = __builtin_shuffle(row[2], row[3], Index{2, 6, 3, 7});
+      const Four column[4] = {
+          __builtin_shuffle(a, b, Index{0, 1, 4, 5}), __builtin_shuffle(a, b, Index{2, 3, 6, 7}),
+          __builtin_shuffle(d, e, Index{0, 1, 4, 5}), __builtin_shuffle(d, e, Index{2, 3, 6, 7})};
+      for (int i = 0; i < 4; ++i) *reinterpret_cast<Four*>(to + (c + i) * 64 + r) = column[i];
+    }
+  }
+}
+
 void ExpRows(const ScoreRows& rows, const float* shift) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return Exp(s - shift[r]); });
 }
 
 double FmaPeak(int64_t iterations) {
-  // 12 chains: more than latency (4 or 5) x throughput (2) needs. No compiler may shorten a chain of roundings.
+  // 12 chains: more than latency (4 or 5) x throughput (2) needs. No compiler may shorten a chain
+  // of roundings.
   constexpr int kChains = 12;
   Floats chain[kChains];
   for (int i = 0; i < kChains; ++i) chain[i] = Broadcast(1.0f + 0.001f * static_cast<float>(i));
@@ -256,8 +306,16 @@ double FmaPeak(int64_t iterations) {
 #define TFB_STRING(a) TFB_STRING_INNER(a)
 
 extern const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME);
-const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {
-    TFB_STRING(TFB_KERNELS_NAME), kLanes, Gemm, Softmax, Add, ReluMultiply, Mask, ScaleRows, ExpRows,
-    FmaPeak};
+const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KERNELS_NAME),
+                                                               kLanes,
+                                                               Gemm,
+                                                               Softmax,
+                                                               Add,
+                                                               ReluMultiply,
+                                                               Mask,
+                                                               ScaleRows,
+                                                               Transpose64,
+                                                               ExpRows,
+                                                               FmaPeak};
 
 }  // namespace tfb

@@ -50,7 +50,8 @@ class Builder {
       const int64_t last = std::min(range.end, CausalEnd(end - 1));
       const int64_t all_end = range.all ? std::min(range.end, CausalEnd(begin)) : first;
       for (int64_t t = first / tile; t * tile < last && first < last; ++t) {
-        const bool full = t * tile >= first && std::min((t + 1) * tile, schedule_.kv_tokens) <= all_end;
+        const bool full =
+            t * tile >= first && std::min((t + 1) * tile, schedule_.kv_tokens) <= all_end;
         candidates_.push_back({t, full});
       }
     }
@@ -127,8 +128,7 @@ double BlockSchedule::VisitedPairs(int64_t query_heads) const {
     for (int64_t tile = 0; tile < query_tiles(); ++tile) {
       const int64_t rows = std::min(query_tile, query_tokens - tile * query_tile);
       for (const TileRun& run : Row(h, tile)) {
-        const int64_t keys =
-            std::min(run.tiles * key_tile, kv_tokens - run.first_tile * key_tile);
+        const int64_t keys = std::min(run.tiles * key_tile, kv_tokens - run.first_tile * key_tile);
         total += static_cast<double>(rows * keys);
       }
     }
@@ -151,17 +151,18 @@ BlockSchedule BuildSchedule(const Problem& problem, const Pattern& pattern, int6
   schedule.pairs.assign(schedule.heads, 0);
   schedule.row_begin = {0};
   Builder builder(problem, pattern, &schedule);
-  std::vector<int64_t> work;
+  std::vector<int64_t> work(schedule.query_tiles());
   for (int64_t head = 0; head < schedule.heads; ++head) {
     for (int64_t tile = 0; tile < schedule.query_tiles(); ++tile) {
-      work.push_back(builder.AddRow(head, tile));
+      work[tile] = builder.AddRow(head, tile);
       schedule.row_begin.push_back(static_cast<int64_t>(schedule.runs.size()));
     }
+    std::vector<int32_t> order(work.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return work[a] > work[b]; });
+    schedule.order.insert(schedule.order.end(), order.begin(), order.end());
   }
-  schedule.order.resize(work.size());
-  std::iota(schedule.order.begin(), schedule.order.end(), 0);
-  std::stable_sort(schedule.order.begin(), schedule.order.end(),
-                   [&](int32_t a, int32_t b) { return work[a] > work[b]; });
   return schedule;
 }
 

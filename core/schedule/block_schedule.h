@@ -1,4 +1,5 @@
-// A pattern as data that a kernel can walk: per head and tile of queries, the runs of key tiles to visit.
+// A pattern as data that a kernel can walk: per head and tile of queries, the runs of key tiles to
+// visit.
 #ifndef TFB_CORE_SCHEDULE_BLOCK_SCHEDULE_H_
 #define TFB_CORE_SCHEDULE_BLOCK_SCHEDULE_H_
 
@@ -20,11 +21,12 @@ struct TileRun {
   static constexpr int32_t kFull = -1;
   int32_t first_tile;
   int32_t tiles;
-  int32_t mask;  // kFull: every query of the tile sees every key; else the index of the mask that each of the tiles has
+  int32_t mask;  // kFull: every query of the tile sees every key; else the index of the mask that
+                 // each of the tiles has
 };
 
-// Tiles of `query_tile` queries and `key_tile` keys; the last of each may be short. A full run may end in a short tile: its
-// missing keys do not exist for anyone. Equal masks are stored once.
+// Tiles of `query_tile` queries and `key_tile` keys; the last of each may be short. A full run may
+// end in a short tile: its missing keys do not exist for anyone. Equal masks are stored once.
 struct BlockSchedule {
   int64_t query_tokens = 0;
   int64_t kv_tokens = 0;
@@ -34,9 +36,11 @@ struct BlockSchedule {
 
   std::vector<int64_t> row_begin;  // [heads * query_tiles + 1] into runs
   std::vector<TileRun> runs;       // ascending and disjoint in a row
-  std::vector<uint64_t> masks;     // [count][query_tile]: bit c of word r says that query r of the tile sees key c
-  std::vector<int32_t> order;      // [heads * query_tiles] rows by descending work, for balanced threads
-  std::vector<int64_t> pairs;      // [heads] query-key pairs allowed: the kept work
+  std::vector<uint64_t>
+      masks;  // [count][query_tile]: bit c of word r says that query r of the tile sees key c
+  std::vector<int32_t> order;  // [heads][query_tiles] the head's query tiles by descending work,
+                               // for balanced threads
+  std::vector<int64_t> pairs;  // [heads] query-key pairs allowed: the kept work
 
   int64_t query_tiles() const { return (query_tokens + query_tile - 1) / query_tile; }
   int64_t key_tiles() const { return (kv_tokens + key_tile - 1) / key_tile; }
@@ -53,8 +57,9 @@ struct BlockSchedule {
   size_t bytes() const;
 };
 
-// Builds the schedule of `pattern` for the problem, with the problem's causal mask added. Work and memory are proportional to
-// the length of the pattern's key ranges in tiles, and to the pairs in tiles that are not wholly inside one `all` range.
+// Builds the schedule of `pattern` for the problem, with the problem's causal mask added. Work and
+// memory are proportional to the length of the pattern's key ranges in tiles, and to the pairs in
+// tiles that are not wholly inside one `all` range.
 BlockSchedule BuildSchedule(const Problem& problem, const Pattern& pattern,
                             int64_t query_tile = 64);
 

@@ -14,20 +14,23 @@ struct KeyRange {
   bool all;  // every query asked about sees every key of the range
 };
 
-// A predicate over (head, query, key). The causal mask of the problem is not the pattern's: the schedule builder adds it.
+// A predicate over (head, query, key). The causal mask of the problem is not the pattern's: the
+// schedule builder adds it.
 class Pattern {
  public:
   virtual ~Pattern() = default;
 
-  // Heads with patterns of their own; head h of the problem has pattern h where there are several, else pattern 0.
+  // Heads with patterns of their own; head h of the problem has pattern h where there are several,
+  // else pattern 0.
   virtual int64_t heads() const { return 1; }
 
-  // Whether query i sees key j, as the paper states it. Positions are token indices of the query and the key sequence.
+  // Whether query i sees key j, as the paper states it. Positions are token indices of the query
+  // and the key sequence.
   virtual bool Allows(int64_t head, int64_t i, int64_t j) const = 0;
 
-  // Appends ranges that together hold every key seen by any query in [query_begin, query_end), in any order, overlapping or
-  // beyond the ends of the sequence as is convenient. Their total length decides the cost of building the schedule, so a
-  // linear pattern gives ranges of bounded length.
+  // Appends ranges that together hold every key seen by any query in [query_begin, query_end), in
+  // any order, overlapping or beyond the ends of the sequence as is convenient. Their total length
+  // decides the cost of building the schedule, so a linear pattern gives ranges of bounded length.
   virtual void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
                          std::vector<KeyRange>* ranges) const = 0;
 };
