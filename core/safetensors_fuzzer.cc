@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "core/safetensors.h"
 
@@ -28,6 +29,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const size_t header = std::min<size_t>(data[0] + 256 * size_t{data[1]}, size - 2);
   std::string file(8, '\0');
   for (int i = 0; i < 8; ++i) file[i] = static_cast<char>(uint64_t{header} >> (8 * i));
-  Read(file.append(bytes.substr(2)));
+  absl::StrAppend(&file, bytes.substr(2));
+  Read(file);
   return 0;
 }
