@@ -134,8 +134,9 @@ struct FlashCall {
 };
 
 // Scratch of one call in bytes: packed keys and values of as many heads as fit 32 MiB (at least one
-// head) and, for each thread, the scores of 64 queries against 512 keys.
-size_t FlashWorkspaceBytes(const Problem& problem, const ScoreRule& rule, int threads);
+// head) and, for each thread, the scores of 64 queries against 512 keys; twice those where the rule
+// has relative keys.
+size_t FlashWorkspaceBytes(const Problem& problem, bool relative_keys, int threads);
 
 // Runs on the CPU. Arithmetic is fp32; the result does not depend on the number of threads. The
 // schedule's tiles must be 64 x 64. Allocates nothing.

@@ -52,11 +52,10 @@ bool AllFinite(const float* row, int64_t channels) {
 
 // Sizes that packing, scratch and tasks share.
 struct Layout {
-  Layout(const Problem& p, const ScoreRule& rule) {
+  Layout(const Problem& p, bool relative_keys) : has_positions(relative_keys) {
     key_depth = RoundUp(p.head_dim, 4);  // transposed four channels at a time
     value_row = RoundUp(p.value_dim, kColumnQuantum);
     key_tiles = RoundUp(p.kv_tokens, kTile) / kTile;
-    has_positions = rule.relative_keys != nullptr;
     kv_heads = p.batch * p.kv_heads;
     const int64_t head_bytes =
         std::max<int64_t>(key_tiles * kTile * (key_depth + value_row) * sizeof(float), 1);
@@ -412,8 +411,8 @@ class FlashRun {
 
 }  // namespace
 
-size_t FlashWorkspaceBytes(const Problem& problem, const ScoreRule& rule, int threads) {
-  const Layout layout(problem, rule);
+size_t FlashWorkspaceBytes(const Problem& problem, bool relative_keys, int threads) {
+  const Layout layout(problem, relative_keys);
   return Workspace::Measure([&](Workspace& workspace) { LayOut(layout, threads, workspace); });
 }
 
@@ -425,7 +424,7 @@ absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execu
                                             schedule.kv_tokens, " tokens does not fit the problem ",
                                             problem.ToString()));
   }
-  const Layout layout(problem, call.rule);
+  const Layout layout(problem, call.rule.relative_keys != nullptr);
   Workspace workspace(execution.workspace);
   const Memory memory = LayOut(layout, execution.pool->threads(), workspace);
   const FlashRun run(problem, call, layout, memory);
