@@ -11,7 +11,7 @@
 //   byte, far from any limit scores:                        64 x 528 x 4 B = 132 KiB, in L2
 //
 // so the time is that of the FMA units plus about 0.27 ns a score for the softmax (8 to 10 % of the
-// total at D64). Tiles that are full take no mask; the others get one pass over 64 x 64 scores.
+// total at D64). Tiles that are full take no mask; the others are cut to what their rows see.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -28,6 +28,7 @@ namespace {
 
 constexpr int64_t kTile = kFlashTile;
 constexpr int64_t kChunkTiles = 8;
+constexpr int64_t kGroupRows = 16;
 constexpr int64_t kScoreRow =
     kChunkTiles * kTile + 16;  // not a multiple of 4 KiB, so that rows differ in cache set
 constexpr int64_t kPositionRow = (kChunkTiles + 1) * kTile + 16;
@@ -137,6 +138,9 @@ class FlashRun {
         kernels_(BestCpuKernels()) {
     scale_ = static_cast<float>(
         call.scale != 0 ? call.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)));
+    const ScoreRule& rule = call.rule;
+    reads_offsets_ = rule.relative_keys != nullptr || rule.relu_multiplier != nullptr ||
+                     rule.bias != nullptr || rule.soft_span.span != nullptr;
   }
 
   // Packs tile `tile` of the kv head `kv_head` (counted over batches) into place `slot`.
@@ -184,12 +188,13 @@ class FlashRun {
       const uint64_t* mask = run.mask == TileRun::kFull ? nullptr : call_.schedule->Mask(run.mask);
       for (int64_t t = run.first_tile; t < run.first_tile + run.tiles; ++t) {
         if (!WithinSpan(task, t, scratch)) continue;
-        // Tables and the ramp are read along consecutive keys, so a gap ends a chunk.
-        if (tiles == kChunkTiles || (tiles > 0 && chunk[tiles - 1].index + 1 != t)) {
+        const bool gap = tiles > 0 && chunk[tiles - 1].index + 1 != t;
+        if (tiles == kChunkTiles || (gap && reads_offsets_)) {
           Accumulate(task, chunk, tiles, scratch);
           tiles = 0;
         }
-        chunk[tiles++] = {t, mask};
+        chunk[tiles] = MakeTile(task, t, mask, scratch.visible + tiles * kTile, scratch);
+        ++tiles;
       }
     }
     if (tiles > 0) Accumulate(task, chunk, tiles, scratch);
@@ -204,9 +209,19 @@ class FlashRun {
     int64_t rows;
     PackedHead packed;
   };
+  // Columns begin to end - 1 of a tile, in multiples of a vector.
+  struct Extent {
+    int64_t begin;
+    int64_t end;
+  };
+  // A key tile and what of it the task's queries see. Products of a tile that is not whole are cut,
+  // for 16 rows at a time, to the columns that any of those rows sees: a triangle costs 5/8 of a
+  // square, one column 1/4.
   struct Tile {
     int64_t index;
-    const uint64_t* mask;  // null: full
+    bool whole;               // every query sees every key
+    const uint64_t* visible;  // [64] words, bit c for key c; where not whole
+    Extent extents[kTile / kGroupRows];
   };
 
   PackedHead Packed(int64_t slot) const {
@@ -263,51 +278,137 @@ class FlashRun {
     return widest + static_cast<float>(t * kTile + kTile - 1) > 0;
   }
 
-  // Adds the keys of `tiles` consecutive tiles to the running softmax and output.
-  void Accumulate(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
-    const ScoreRows scores{scratch.scores, kScoreRow, task.rows, tiles * kTile};
-    ComputeScores(task, chunk, tiles, scores, scratch);
-
-    const SoftmaxState state{scratch.max, scratch.sum, scratch.rescale};
-    if (call_.rule.soft_span.span == nullptr) {
-      kernels_.softmax(scores, state, nullptr);
-    } else {
-      float limit[kTile];
-      for (int64_t r = 0; r < task.rows; ++r) {
-        limit[r] = scratch.limit[r] + static_cast<float>(chunk[0].index * kTile);
-      }
-      const Ramp ramp{limit, 1 / call_.rule.soft_span.ramp};
-      kernels_.softmax(scores, state, &ramp);
+  Tile MakeTile(const Task& task, int64_t index, const uint64_t* mask, uint64_t* visible,
+                const Scratch& scratch) const {
+    Tile tile{index, false, visible, {}};
+    const bool in_span = call_.rule.soft_span.span == nullptr ||
+                         *std::min_element(scratch.limit, scratch.limit + task.rows) +
+                                 static_cast<float>(index * kTile) >
+                             0;
+    const bool all_tokens = call_.key_mask.empty() && (index + 1) * kTile <= problem_.kv_tokens;
+    tile.whole = mask == nullptr && in_span && all_tokens;
+    if (tile.whole) {
+      for (Extent& extent : tile.extents) extent = {0, kTile};
+      return tile;
     }
-
-    const ScoreRows accumulator{scratch.accumulator, layout_.value_row, task.rows,
-                                layout_.value_row};
-    if (std::any_of(scratch.rescale, scratch.rescale + task.rows,
-                    [](float factor) { return factor != 1; })) {
-      kernels_.scale_rows(accumulator, scratch.rescale);
+    const uint64_t tokens = all_tokens ? ~uint64_t{0} : TokensOf(task, index);
+    for (int64_t r = 0; r < task.rows; ++r) {
+      visible[r] = tokens & (mask == nullptr ? ~uint64_t{0} : mask[r]);
+      if (!in_span) visible[r] &= WithinSpanOf(r, index, scratch);
     }
-    for (int64_t t = 0; t < tiles; ++t) {
-      const float* weights = scratch.scores + t * kTile;
-      const float* values = task.packed.values + chunk[t].index * kTile * layout_.value_row;
-      if (task.packed.finite[chunk[t].index] || FullyVisible(chunk[t])) {
-        kernels_.gemm(task.rows, layout_.value_row, kTile, weights, kScoreRow, 1, values,
-                      layout_.value_row, accumulator.scores, layout_.value_row, true);
-      } else {
-        AddVisibleValues(task, weights, values, scratch.visible + t * kTile, scratch);
+    for (int64_t g = 0; g * kGroupRows < task.rows; ++g) {
+      uint64_t any = 0;
+      const int64_t end = std::min(task.rows, (g + 1) * kGroupRows);
+      for (int64_t r = g * kGroupRows; r < end; ++r) any |= visible[r];
+      if (any == 0) continue;
+      tile.extents[g] = {__builtin_ctzll(any) / kColumnQuantum * kColumnQuantum,
+                         RoundUp(kTile - __builtin_clzll(any), kColumnQuantum)};
+    }
+    return tile;
+  }
+
+  // The keys of a tile that row r gives a weight above 0: those from -limit on.
+  uint64_t WithinSpanOf(int64_t r, int64_t tile, const Scratch& scratch) const {
+    const float first = std::floor(-scratch.limit[r] - static_cast<float>(tile * kTile)) + 1;
+    if (first <= 0) return ~uint64_t{0};
+    return first >= static_cast<float>(kTile) ? 0 : ~uint64_t{0} << static_cast<int64_t>(first);
+  }
+
+  // Calls body(first_row, rows, extent) once for the whole tile, or for each group of rows that
+  // sees any of it.
+  template <class Body>
+  void ForEachPart(const Task& task, const Tile& tile, const Body& body) const {
+    if (tile.whole) return body(int64_t{0}, task.rows, Extent{0, kTile});
+    for (int64_t first = 0; first < task.rows; first += kGroupRows) {
+      const Extent& extent = tile.extents[first / kGroupRows];
+      if (extent.end > extent.begin) {
+        body(first, std::min(kGroupRows, task.rows - first), extent);
       }
     }
   }
 
-  void ComputeScores(const Task& task, const Tile* chunk, int64_t tiles, const ScoreRows& scores,
-                     Scratch& scratch) const {
+  // Adds the keys of a chunk of tiles to the running softmax and output.
+  void Accumulate(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
+    ComputeScores(task, chunk, tiles, scratch);
+    if (std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; })) {
+      Softmax(chunk[0], 0, task.rows, {0, tiles * kTile}, scratch);
+    } else {
+      for (int64_t first = 0; first < task.rows; first += kGroupRows) {
+        const int64_t rows = std::min(kGroupRows, task.rows - first);
+        Softmax(chunk[0], first, rows, ExtentOf(chunk, tiles, first / kGroupRows), scratch);
+      }
+    }
+
+    if (std::any_of(scratch.rescale, scratch.rescale + task.rows,
+                    [](float factor) { return factor != 1; })) {
+      kernels_.scale_rows({scratch.accumulator, layout_.value_row, task.rows, layout_.value_row},
+                          scratch.rescale);
+    }
+    for (int64_t t = 0; t < tiles; ++t) {
+      const float* weights = scratch.scores + t * kTile;
+      const float* values = task.packed.values + chunk[t].index * kTile * layout_.value_row;
+      if (!task.packed.finite[chunk[t].index] && !chunk[t].whole) {
+        AddVisibleValues(task, weights, values, chunk[t].visible, scratch);
+        continue;
+      }
+      ForEachPart(task, chunk[t], [&](int64_t first, int64_t rows, const Extent& extent) {
+        kernels_.gemm(rows, layout_.value_row, extent.end - extent.begin,
+                      weights + first * kScoreRow + extent.begin, kScoreRow, 1,
+                      values + extent.begin * layout_.value_row, layout_.value_row,
+                      scratch.accumulator + first * layout_.value_row, layout_.value_row, true);
+      });
+    }
+  }
+
+  // From the first column of the chunk that the group sees to the last.
+  static Extent ExtentOf(const Tile* chunk, int64_t tiles, int64_t group) {
+    Extent all{0, 0};
+    for (int64_t t = 0; t < tiles; ++t) {
+      const Extent& extent = chunk[t].extents[group];
+      if (extent.end == extent.begin) continue;
+      if (all.end == 0) all.begin = t * kTile + extent.begin;
+      all.end = t * kTile + extent.end;
+    }
+    return all;
+  }
+
+  // Turns the scores of some rows into softmax numerators, over the chunk's columns of `extent`.
+  void Softmax(const Tile& first_tile, int64_t first, int64_t rows, const Extent& extent,
+               Scratch& scratch) const {
+    if (extent.end == extent.begin) {
+      std::fill_n(scratch.rescale + first, rows, 1.0f);
+      return;
+    }
+    const ScoreRows scores{scratch.scores + first * kScoreRow + extent.begin, kScoreRow, rows,
+                           extent.end - extent.begin};
+    const SoftmaxState state{scratch.max + first, scratch.sum + first, scratch.rescale + first};
+    if (call_.rule.soft_span.span == nullptr) {
+      kernels_.softmax(scores, state, nullptr);
+      return;
+    }
+    float limit[kTile];
+    for (int64_t r = 0; r < rows; ++r) {
+      limit[r] =
+          scratch.limit[first + r] + static_cast<float>(first_tile.index * kTile + extent.begin);
+    }
+    const Ramp ramp{limit, 1 / call_.rule.soft_span.ramp};
+    kernels_.softmax(scores, state, &ramp);
+  }
+
+  void ComputeScores(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
     const ScoreRule& rule = call_.rule;
     if (rule.relative_keys != nullptr) ComputePositions(task, chunk[0].index, tiles, scratch);
     for (int64_t t = 0; t < tiles; ++t) {
-      float* columns = scores.scores + t * kTile;
-      kernels_.gemm(task.rows, kTile, layout_.key_depth, scratch.content_query, layout_.key_depth,
-                    1, task.packed.keys + chunk[t].index * layout_.key_depth * kTile, kTile,
-                    columns, kScoreRow, false);
+      const float* keys = task.packed.keys + chunk[t].index * layout_.key_depth * kTile;
+      ForEachPart(task, chunk[t], [&](int64_t first, int64_t rows, const Extent& extent) {
+        kernels_.gemm(rows, extent.end - extent.begin, layout_.key_depth,
+                      scratch.content_query + first * layout_.key_depth, layout_.key_depth, 1,
+                      keys + extent.begin, kTile,
+                      scratch.scores + first * kScoreRow + t * kTile + extent.begin, kScoreRow,
+                      false);
+      });
     }
+    const ScoreRows scores{scratch.scores, kScoreRow, task.rows, tiles * kTile};
     // Row r at column 0 has the offset first; one row further down it is one less.
     const int64_t first = chunk[0].index * kTile - task.first_query;
     if (rule.relative_keys != nullptr) {
@@ -317,8 +418,10 @@ class FlashRun {
       kernels_.relu_multiply(scores, rule.relu_multiplier->At(task.head, first), -1);
     }
     if (rule.bias != nullptr) kernels_.add(scores, rule.bias->At(task.head, first), -1);
+    // Last, since it also hides what lies outside the extents, which may be anything so far.
     for (int64_t t = 0; t < tiles; ++t) {
-      if (!FullyVisible(chunk[t])) MaskTile(task, chunk[t], t, scores, scratch);
+      if (chunk[t].whole) continue;
+      kernels_.mask({scratch.scores + t * kTile, kScoreRow, task.rows, kTile}, chunk[t].visible);
     }
   }
 
@@ -339,13 +442,6 @@ class FlashRun {
     }
   }
 
-  // Whether every query sees all 64 keys of the tile: no mask bit, no padding, no end of the
-  // sequence.
-  bool FullyVisible(const Tile& tile) const {
-    return tile.mask == nullptr && call_.key_mask.empty() &&
-           (tile.index + 1) * kTile <= problem_.kv_tokens;
-  }
-
   // Bit c says whether key c of the tile is a token: not padding, and not beyond the sequence.
   uint64_t TokensOf(const Task& task, int64_t tile) const {
     const int64_t keys = std::min(kTile, problem_.kv_tokens - tile * kTile);
@@ -357,16 +453,6 @@ class FlashRun {
       tokens |= uint64_t{IsToken(task.batch, kv_head, tile * kTile + c)} << c;
     }
     return tokens;
-  }
-
-  void MaskTile(const Task& task, const Tile& tile, int64_t t, const ScoreRows& scores,
-                Scratch& scratch) const {
-    const uint64_t tokens = TokensOf(task, tile.index);
-    uint64_t* visible = scratch.visible + t * kTile;
-    for (int64_t r = 0; r < task.rows; ++r) {
-      visible[r] = tokens & (tile.mask == nullptr ? ~uint64_t{0} : tile.mask[r]);
-    }
-    kernels_.mask({scores.scores + t * kTile, scores.stride, scores.rows, kTile}, visible);
   }
 
   // The product with values of which some are not finite: a hidden key's weight of 0 must not meet
@@ -407,6 +493,8 @@ class FlashRun {
   const Memory& memory_;
   const CpuKernels& kernels_;
   float scale_;
+  bool reads_offsets_;  // the rule reads tables along consecutive keys, so that a gap must end a
+                        // chunk
 };
 
 }  // namespace
