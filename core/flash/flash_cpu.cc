@@ -31,7 +31,8 @@ constexpr int64_t kChunkTiles = 8;
 constexpr int64_t kGroupRows = 16;
 constexpr int64_t kScoreRow =
     kChunkTiles * kTile + 16;  // not a multiple of 4 KiB, so that rows differ in cache set
-constexpr int64_t kPositionRow = (kChunkTiles + 1) * kTile + 16;
+constexpr int64_t kPositionRow =
+    (kChunkTiles + 2) * kTile + 16;  // offsets of a chunk in any alignment
 constexpr int64_t kPackedBytes = int64_t{32} << 20;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
@@ -39,43 +40,38 @@ int64_t RoundUp(int64_t value, int64_t quantum) {
   return (value + quantum - 1) / quantum * quantum;
 }
 
-// Whether no exponent is all ones, as that of an infinity or NaN is.
-bool AllFinite(const float* row, int64_t channels) {
-  constexpr uint32_t kExponent = 0x7F800000;
-  uint32_t found = 0;
-  for (int64_t c = 0; c < channels; ++c) {
-    uint32_t bits;
-    std::memcpy(&bits, row + c, sizeof(bits));
-    found |= (bits & kExponent) == kExponent;
-  }
-  return found == 0;
+int64_t FloorDiv(int64_t value, int64_t divisor) {
+  return (value >= 0 ? value : value - divisor + 1) / divisor;
 }
 
 // Sizes that packing, scratch and tasks share.
 struct Layout {
-  Layout(const Problem& p, bool relative_keys) : has_positions(relative_keys) {
-    key_depth = RoundUp(p.head_dim, 4);  // transposed four channels at a time
-    value_row = RoundUp(p.value_dim, kColumnQuantum);
+  Layout(const Problem& p, bool relative_keys, bool is_packed) : has_positions(relative_keys) {
+    key_depth = PackedKeyDepth(p.head_dim);
+    value_row = PackedValueRow(p.value_dim);
     key_tiles = RoundUp(p.kv_tokens, kTile) / kTile;
     kv_heads = p.batch * p.kv_heads;
     const int64_t head_bytes =
         std::max<int64_t>(key_tiles * kTile * (key_depth + value_row) * sizeof(float), 1);
-    packed_heads =
-        std::clamp<int64_t>(kPackedBytes / head_bytes, 1, std::max<int64_t>(kv_heads, 1));
+    packed_heads = is_packed ? std::max<int64_t>(kv_heads, 1)
+                             : std::clamp<int64_t>(kPackedBytes / head_bytes, 1,
+                                                   std::max<int64_t>(kv_heads, 1));
+    owned_tiles = is_packed ? 0 : packed_heads * key_tiles;
   }
   int64_t key_depth;
   int64_t value_row;
   int64_t key_tiles;
   int64_t kv_heads;      // of all batches
   int64_t packed_heads;  // packed at a time
+  int64_t owned_tiles;   // in the workspace: none where the caller packed them
   bool has_positions;
 };
 
-// One head's keys and values as the kernels want them.
-struct PackedHead {
-  float* keys;      // [key_tiles][key_depth][64]
-  float* values;    // [key_tiles][64][value_row]
-  uint8_t* finite;  // [key_tiles] whether all values of the tile are
+// One tile of a head's keys and values as the kernels want them.
+struct PackedTile {
+  const float* keys;    // [key_depth][64]
+  const float* values;  // [64][value_row]
+  bool finite;          // whether all values are
 };
 
 // What one thread needs for one task.
@@ -101,11 +97,9 @@ struct Memory {
 
 Memory LayOut(const Layout& layout, int threads, Workspace& workspace) {
   Memory memory;
-  memory.keys =
-      workspace.Take<float>(layout.packed_heads * layout.key_tiles * layout.key_depth * kTile);
-  memory.values =
-      workspace.Take<float>(layout.packed_heads * layout.key_tiles * layout.value_row * kTile);
-  memory.finite = workspace.Take<uint8_t>(layout.packed_heads * layout.key_tiles);
+  memory.keys = workspace.Take<float>(layout.owned_tiles * layout.key_depth * kTile);
+  memory.values = workspace.Take<float>(layout.owned_tiles * layout.value_row * kTile);
+  memory.finite = workspace.Take<uint8_t>(layout.owned_tiles);
   memory.scratch = workspace.Take<Scratch>(threads);
   for (int t = 0; t < threads; ++t) {
     Scratch scratch;
@@ -141,12 +135,14 @@ class FlashRun {
     const ScoreRule& rule = call.rule;
     reads_offsets_ = rule.relative_keys != nullptr || rule.relu_multiplier != nullptr ||
                      rule.bias != nullptr || rule.soft_span.span != nullptr;
+    packed_ = call.packed;
+    if (packed_.empty()) packed_ = {memory.keys, memory.values, memory.finite, layout.key_tiles, 0};
   }
 
   // Packs tile `tile` of the kv head `kv_head` (counted over batches) into place `slot`.
   void Pack(int64_t slot, int64_t kv_head, int64_t tile, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
-    const PackedHead head = Packed(slot);
+    const int64_t place = slot * layout_.key_tiles + tile;
     float* rows = scratch.scores;  // free between tasks: 64 rows of key_depth <= 256 floats
     for (int64_t r = 0; r < kTile; ++r) {
       const int64_t j = tile * kTile + r;
@@ -158,11 +154,11 @@ class FlashRun {
       }
     }
     kernels_.transpose64(rows, layout_.key_depth, layout_.key_depth,
-                         head.keys + tile * layout_.key_depth * kTile);
+                         memory_.keys + place * layout_.key_depth * kTile);
     bool finite = true;
     for (int64_t r = 0; r < kTile; ++r) {
       const int64_t j = tile * kTile + r;
-      float* row = head.values + (tile * kTile + r) * layout_.value_row;
+      float* row = memory_.values + (place * kTile + r) * layout_.value_row;
       std::memset(row, 0, layout_.value_row * sizeof(float));
       if (IsToken(b, h, j)) {
         LoadRow(call_.v, call_.v.Offset(b, h, call_.key_order(b, h, j)), call_.v.stride(3),
@@ -170,12 +166,12 @@ class FlashRun {
         finite = finite && AllFinite(row, problem_.value_dim);
       }
     }
-    head.finite[tile] = finite;
+    memory_.finite[place] = finite;
   }
 
   // One tile of queries of head `h`, whose keys and values are in place `slot`.
   void Attend(int64_t slot, int64_t b, int64_t h, int64_t query_tile, Scratch& scratch) const {
-    Task task{b, h, query_tile * kTile, 0, Packed(slot)};
+    Task task{b, h, query_tile * kTile, 0, slot};
     task.rows = std::min(kTile, problem_.query_tokens - task.first_query);
     LoadQueries(task, scratch);
     std::fill_n(scratch.accumulator, task.rows * layout_.value_row, 0.0f);
@@ -207,7 +203,7 @@ class FlashRun {
     int64_t head;
     int64_t first_query;
     int64_t rows;
-    PackedHead packed;
+    int64_t slot;
   };
   // Columns begin to end - 1 of a tile, in multiples of a vector.
   struct Extent {
@@ -224,10 +220,12 @@ class FlashRun {
     Extent extents[kTile / kGroupRows];
   };
 
-  PackedHead Packed(int64_t slot) const {
-    return {memory_.keys + slot * layout_.key_tiles * layout_.key_depth * kTile,
-            memory_.values + slot * layout_.key_tiles * layout_.value_row * kTile,
-            memory_.finite + slot * layout_.key_tiles};
+  PackedTile Packed(const Task& task, int64_t tile) const {
+    const int64_t in_ring = packed_.first_tile + tile;
+    const int64_t place =
+        task.slot * packed_.tiles + (in_ring < packed_.tiles ? in_ring : in_ring - packed_.tiles);
+    return {packed_.keys + place * layout_.key_depth * kTile,
+            packed_.values + place * layout_.value_row * kTile, packed_.finite[place] != 0};
   }
   bool IsToken(int64_t b, int64_t kv_head, int64_t j) const {
     return j < problem_.kv_tokens &&
@@ -346,15 +344,15 @@ class FlashRun {
     }
     for (int64_t t = 0; t < tiles; ++t) {
       const float* weights = scratch.scores + t * kTile;
-      const float* values = task.packed.values + chunk[t].index * kTile * layout_.value_row;
-      if (!task.packed.finite[chunk[t].index] && !chunk[t].whole) {
-        AddVisibleValues(task, weights, values, chunk[t].visible, scratch);
+      const PackedTile packed = Packed(task, chunk[t].index);
+      if (!packed.finite && !chunk[t].whole) {
+        AddVisibleValues(task, weights, packed.values, chunk[t].visible, scratch);
         continue;
       }
       ForEachPart(task, chunk[t], [&](int64_t first, int64_t rows, const Extent& extent) {
         kernels_.gemm(rows, layout_.value_row, extent.end - extent.begin,
                       weights + first * kScoreRow + extent.begin, kScoreRow, 1,
-                      values + extent.begin * layout_.value_row, layout_.value_row,
+                      packed.values + extent.begin * layout_.value_row, layout_.value_row,
                       scratch.accumulator + first * layout_.value_row, layout_.value_row, true);
       });
     }
@@ -397,9 +395,8 @@ class FlashRun {
 
   void ComputeScores(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
     const ScoreRule& rule = call_.rule;
-    if (rule.relative_keys != nullptr) ComputePositions(task, chunk[0].index, tiles, scratch);
     for (int64_t t = 0; t < tiles; ++t) {
-      const float* keys = task.packed.keys + chunk[t].index * layout_.key_depth * kTile;
+      const float* keys = Packed(task, chunk[t].index).keys;
       ForEachPart(task, chunk[t], [&](int64_t first, int64_t rows, const Extent& extent) {
         kernels_.gemm(rows, extent.end - extent.begin, layout_.key_depth,
                       scratch.content_query + first * layout_.key_depth, layout_.key_depth, 1,
@@ -410,9 +407,9 @@ class FlashRun {
     }
     const ScoreRows scores{scratch.scores, kScoreRow, task.rows, tiles * kTile};
     // Row r at column 0 has the offset first; one row further down it is one less.
-    const int64_t first = chunk[0].index * kTile - task.first_query;
+    const int64_t first = chunk[0].index * kTile - task.first_query - rule.query_position;
     if (rule.relative_keys != nullptr) {
-      kernels_.add(scores, scratch.positions + kTile, kPositionRow - 1);
+      kernels_.add(scores, ComputePositions(task, first, tiles, scratch), kPositionRow - 1);
     }
     if (rule.relu_multiplier != nullptr) {
       kernels_.relu_multiply(scores, rule.relu_multiplier->At(task.head, first), -1);
@@ -425,13 +422,16 @@ class FlashRun {
     }
   }
 
-  // Scores against the relative keys of offsets first - 64 to first + 64 tiles - 1, with first = 64
-  // (tile - query_tile): row r of the chunk's column 0 is at column 64 - r.
-  void ComputePositions(const Task& task, int64_t tile, int64_t tiles, Scratch& scratch) const {
-    const int64_t first_panel = tile - task.first_query / kTile - 1;
-    for (int64_t p = 0; p <= tiles; ++p) {
-      const float* panel = call_.rule.relative_keys->Panel(task.head, first_panel + p);
-      float* columns = scratch.positions + p * kTile;
+  // Scores against the relative keys that a chunk of `tiles` tiles needs, where row r at column 0
+  // has the offset first - r. Returns where row 0's begin; each further row's begin one column
+  // earlier.
+  const float* ComputePositions(const Task& task, int64_t first, int64_t tiles,
+                                Scratch& scratch) const {
+    const int64_t first_panel = FloorDiv(first - (task.rows - 1), kTile);
+    const int64_t last_panel = FloorDiv(first + tiles * kTile - 1, kTile);
+    for (int64_t p = first_panel; p <= last_panel; ++p) {
+      const float* panel = call_.rule.relative_keys->Panel(task.head, p);
+      float* columns = scratch.positions + (p - first_panel) * kTile;
       if (panel != nullptr) {
         kernels_.gemm(task.rows, kTile, problem_.head_dim, scratch.position_query,
                       layout_.key_depth, 1, panel, kTile, columns, kPositionRow, false);
@@ -440,6 +440,7 @@ class FlashRun {
           std::fill_n(columns + r * kPositionRow, kTile, 0.0f);
       }
     }
+    return scratch.positions + (first - first_panel * kTile);
   }
 
   // Bit c says whether key c of the tile is a token: not padding, and not beyond the sequence.
@@ -493,14 +494,19 @@ class FlashRun {
   const Memory& memory_;
   const CpuKernels& kernels_;
   float scale_;
-  bool reads_offsets_;  // the rule reads tables along consecutive keys, so that a gap must end a
-                        // chunk
+  PackedKeysAndValues packed_;  // in the workspace or the caller's
+  bool reads_offsets_;  // the rule reads tables along consecutive keys: a gap must end a chunk
 };
 
 }  // namespace
 
 size_t FlashWorkspaceBytes(const Problem& problem, bool relative_keys, int threads) {
-  const Layout layout(problem, relative_keys);
+  const Layout layout(problem, relative_keys, /*is_packed=*/false);
+  return Workspace::Measure([&](Workspace& workspace) { LayOut(layout, threads, workspace); });
+}
+
+size_t FlashWorkspaceBytesPacked(const Problem& problem, bool relative_keys, int threads) {
+  const Layout layout(problem, relative_keys, /*is_packed=*/true);
   return Workspace::Measure([&](Workspace& workspace) { LayOut(layout, threads, workspace); });
 }
 
@@ -512,7 +518,7 @@ absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execu
                                             schedule.kv_tokens, " tokens does not fit the problem ",
                                             problem.ToString()));
   }
-  const Layout layout(problem, call.rule.relative_keys != nullptr);
+  const Layout layout(problem, call.rule.relative_keys != nullptr, !call.packed.empty());
   Workspace workspace(execution.workspace);
   const Memory memory = LayOut(layout, execution.pool->threads(), workspace);
   const FlashRun run(problem, call, layout, memory);
@@ -522,7 +528,8 @@ absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execu
   const int64_t group = problem.group();
   for (int64_t first = 0; first < layout.kv_heads; first += layout.packed_heads) {
     const int64_t heads = std::min(layout.packed_heads, layout.kv_heads - first);
-    execution.pool->ParallelFor(heads * layout.key_tiles, [&](int64_t task, int worker) {
+    const int64_t tiles_to_pack = call.packed.empty() ? heads * layout.key_tiles : 0;
+    execution.pool->ParallelFor(tiles_to_pack, [&](int64_t task, int worker) {
       run.Pack(task / layout.key_tiles, first + task / layout.key_tiles, task % layout.key_tiles,
                memory.scratch[worker]);
     });
