@@ -317,7 +317,7 @@ TEST(FeedForward, IsTwoProductsWithTheActivationBetween) {
   for (Activation activation : kActivations) {
     const FeedForward layer(PackedMatrix(w1.view(), b1.view()), PackedMatrix(w2.view(), b2.view()),
                             activation);
-    Machine machine(2, layer.workspace_bytes(rows, 2));
+    Machine machine(2, FeedForward::workspace_bytes(rows, inner, 2));
     Tensor y(DType::kF32, {1, rows, in});
     ASSERT_TRUE(layer.Run(x.view(), x.view(), y.view(), machine.execution()).ok());
     EXPECT_TRUE(machine.guards_intact());
@@ -374,7 +374,7 @@ TEST(Layers, CallsAllocateNothing) {
   const FeedForward layer(PackedMatrix(weights.view(), bias.view()),
                           PackedMatrix(weights.view(), bias.view()), Activation::kGelu);
   Tensor y(DType::kF32, {3, 50, 130});
-  Machine machine(2, layer.workspace_bytes(150, 2) + LayerNormWorkspaceBytes(130, 2));
+  Machine machine(2, FeedForward::workspace_bytes(150, 130, 2) + LayerNormWorkspaceBytes(130, 2));
   const float* row = bias.span<float>().data();
   const int64_t before = allocations;
   const bool ok = layer.Run(x.view(), x.view(), y.view(), machine.execution()).ok() &&
