@@ -82,7 +82,7 @@ size_t RelativeAttention::workspace_bytes(int threads) const {
   return Workspace::Measure(
              [&](Workspace& workspace) { LayOut(problem_, reach_.max_segment, workspace); }) +
          std::max(MatMulWorkspaceBytes(threads),
-                  FlashWorkspaceBytesPacked(problem_, Rule(), threads));
+                  FlashWorkspaceBytesPacked(problem_, /*relative_keys=*/true, threads));
 }
 
 absl::Status RelativeAttention::Append(const SegmentView& segment, const ConstTensorView& x,
