@@ -280,6 +280,101 @@ void ExpRows(const ScoreRows& rows, const float* shift) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return Exp(s - shift[r]); });
 }
 
+// kVectors vectors of tokens side by side, so that their sums stay in registers.
+template <Feature kFeature, int kVectors>
+void FeatureVectors(float* values, int64_t stride, int64_t projections, int64_t c,
+                    const FeatureSums& sums) {
+  values += c;
+  Floats max[kVectors] = {}, sum[kVectors] = {}, dot[kVectors] = {};
+  if (kFeature != Feature::kRelu) {
+    for (Floats& m : max) m = Broadcast(-kInfinity);
+    for (int64_t r = 0; r < projections; ++r) {
+      for (int u = 0; u < kVectors; ++u) {
+        const Floats p = Load(values + r * stride + u * kLanes);
+        max[u] = Max(kFeature == Feature::kExpPair ? Max(p, -p) : p, max[u]);
+      }
+    }
+  }
+  const auto store = [&](int64_t r, int u, Floats feature) {
+    Store(values + r * stride + u * kLanes, feature);
+    sum[u] += feature;
+    if (sums.weights != nullptr) dot[u] += feature * sums.weights[r];
+  };
+  for (int64_t r = 0; r < projections; ++r) {
+    for (int u = 0; u < kVectors; ++u) {
+      const Floats p = Load(values + r * stride + u * kLanes);
+      if (kFeature == Feature::kRelu) {
+        store(r, u, Max(Floats{}, p));
+      } else {
+        store(r, u, Exp(p - max[u]));
+        if (kFeature == Feature::kExpPair) store(projections + r, u, Exp(-p - max[u]));
+      }
+    }
+  }
+  for (int u = 0; u < kVectors; ++u) {
+    Store(sums.max + c + u * kLanes, max[u]);
+    Store(sums.sum + c + u * kLanes, sum[u]);
+    if (sums.weights != nullptr) Store(sums.dot + c + u * kLanes, dot[u]);
+  }
+}
+
+template <Feature kFeature>
+void FeaturesOf(const FeatureColumns& tokens, const FeatureSums& sums) {
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= tokens.columns; c += 4 * kLanes) {
+    FeatureVectors<kFeature, 4>(tokens.values, tokens.stride, tokens.projections, c, sums);
+  }
+  for (; c < tokens.columns; c += kLanes) {
+    FeatureVectors<kFeature, 1>(tokens.values, tokens.stride, tokens.projections, c, sums);
+  }
+}
+
+void Features(Feature feature, const FeatureColumns& tokens, const FeatureSums& sums) {
+  switch (feature) {
+    case Feature::kExp:
+      return FeaturesOf<Feature::kExp>(tokens, sums);
+    case Feature::kExpPair:
+      return FeaturesOf<Feature::kExpPair>(tokens, sums);
+    case Feature::kRelu:
+      return FeaturesOf<Feature::kRelu>(tokens, sums);
+  }
+}
+
+void PairWeightRows(const ScoreRows& rows, const PairWeights& w) {
+  Ints lane = {};
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  for (int64_t r = 0; r < rows.rows; ++r) {
+    float* row = rows.scores + r * rows.stride;
+    Floats sum = {};
+    for (int64_t c = 0; c < rows.columns; c += kLanes) {
+      const Floats decay = Exp(Load(w.decay + c) - w.shift[r]);
+      const Floats weight = decay * (w.product[r] * Load(row + c) + w.key[r] * Load(w.total + c)) +
+                            w.constant[r] * Load(w.seen + c);
+      const Floats kept = lane < w.visible[r] - static_cast<int32_t>(c) ? weight : Floats{};
+      Store(row + c, kept);
+      sum += kept;
+    }
+    w.sum[r] = HorizontalSum(sum);
+  }
+}
+
+void MatrixVector(int64_t rows, int64_t columns, const float* a, int64_t a_row, const float* x,
+                  float* y, int64_t y_stride, bool accumulate) {
+  const int64_t whole = columns / kLanes * kLanes;
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* row = a + r * a_row;
+    Floats sum[2] = {};
+    int64_t c = 0;
+    for (; c + 2 * kLanes <= whole; c += 2 * kLanes) {
+      for (int u = 0; u < 2; ++u) sum[u] += Load(row + c + u * kLanes) * Load(x + c + u * kLanes);
+    }
+    if (c < whole) sum[0] += Load(row + c) * Load(x + c);
+    float total = HorizontalSum(sum[0] + sum[1]);
+    for (c = whole; c < columns; ++c) total += row[c] * x[c];
+    y[r * y_stride] = accumulate ? y[r * y_stride] + total : total;
+  }
+}
+
 double FmaPeak(int64_t iterations) {
   // 12 chains: more than latency (4 or 5) x throughput (2) needs. No compiler may shorten a chain
   // of roundings.
@@ -316,6 +411,9 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                ScaleRows,
                                                                Transpose64,
                                                                ExpRows,
+                                                               Features,
+                                                               PairWeightRows,
+                                                               MatrixVector,
                                                                FmaPeak};
 
 }  // namespace tfb

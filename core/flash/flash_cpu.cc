@@ -19,8 +19,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
+#include "core/cpu/rows.h"
 #include "core/flash/flash.h"
-#include "core/flash/rows.h"
 #include "core/workspace.h"
 
 namespace tfb {
@@ -33,22 +33,6 @@ constexpr int64_t kScoreRow =
 constexpr int64_t kPositionRow = (kChunkTiles + 1) * kTile + 16;
 constexpr int64_t kPackedBytes = int64_t{32} << 20;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
-
-int64_t RoundUp(int64_t value, int64_t quantum) {
-  return (value + quantum - 1) / quantum * quantum;
-}
-
-// Whether no exponent is all ones, as that of an infinity or NaN is.
-bool AllFinite(const float* row, int64_t channels) {
-  constexpr uint32_t kExponent = 0x7F800000;
-  uint32_t found = 0;
-  for (int64_t c = 0; c < channels; ++c) {
-    uint32_t bits;
-    std::memcpy(&bits, row + c, sizeof(bits));
-    found |= (bits & kExponent) == kExponent;
-  }
-  return found == 0;
-}
 
 // Sizes that packing, scratch and tasks share.
 struct Layout {
