@@ -369,7 +369,7 @@ void MatrixVector(int64_t rows, int64_t columns, const float* a, int64_t a_row, 
       for (int u = 0; u < 2; ++u) sum[u] += Load(row + c + u * kLanes) * Load(x + c + u * kLanes);
     }
     if (c < whole) sum[0] += Load(row + c) * Load(x + c);
-    float total = HorizontalSum(sum[0] + sum[1]);
+    float total = whole > 0 ? HorizontalSum(sum[0] + sum[1]) : 0;
     for (c = whole; c < columns; ++c) total += row[c] * x[c];
     y[r * y_stride] = accumulate ? y[r * y_stride] + total : total;
   }
