@@ -255,23 +255,30 @@ void ScaleRows(const ScoreRows& rows, const float* factor) {
 }
 
 // Blocks of 4 x 4 in registers.
-void Transpose64(const float* from, int64_t from_row, int64_t columns, float* to) {
-  typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Rows become columns.
+inline void Transpose4(Four (&row)[4]) {
   typedef int32_t Index __attribute__((vector_size(16)));
+  const Four a = __builtin_shuffle(row[0], row[1], Index{0, 4, 1, 5});  // 00 10 01 11
+  const Four b = __builtin_shuffle(row[2], row[3], Index{0, 4, 1, 5});
+  const Four d = __builtin_shuffle(row[0], row[1], Index{2, 6, 3, 7});
+  const Four e = __builtin_shuffle(row[2], row[3], Index{2, 6, 3, 7});
+  row[0] = __builtin_shuffle(a, b, Index{0, 1, 4, 5});
+  row[1] = __builtin_shuffle(a, b, Index{2, 3, 6, 7});
+  row[2] = __builtin_shuffle(d, e, Index{0, 1, 4, 5});
+  row[3] = __builtin_shuffle(d, e, Index{2, 3, 6, 7});
+}
+
+void Transpose64(const float* from, int64_t from_row, int64_t columns, float* to) {
   for (int64_t c = 0; c < columns; c += 4) {
     for (int64_t r = 0; r < 64; r += 4) {
-      Four row[4];
+      Four block[4];
       for (int i = 0; i < 4; ++i) {
-        row[i] = *reinterpret_cast<const Four*>(from + (r + i) * from_row + c);
+        block[i] = *reinterpret_cast<const Four*>(from + (r + i) * from_row + c);
       }
-      const Four a = __builtin_shuffle(row[0], row[1], Index{0, 4, 1, 5});  // 00 10 01 11
-      const Four b = __builtin_shuffle(row[2], row[3], Index{0, 4, 1, 5});
-      const Four d = __builtin_shuffle(row[0], row[1], Index{2, 6, 3, 7});
-      const Four e = __builtin_shuffle(row[2], row[3], Index{2, 6, 3, 7});
-      const Four column[4] = {
-          __builtin_shuffle(a, b, Index{0, 1, 4, 5}), __builtin_shuffle(a, b, Index{2, 3, 6, 7}),
-          __builtin_shuffle(d, e, Index{0, 1, 4, 5}), __builtin_shuffle(d, e, Index{2, 3, 6, 7})};
-      for (int i = 0; i < 4; ++i) *reinterpret_cast<Four*>(to + (c + i) * 64 + r) = column[i];
+      Transpose4(block);
+      for (int i = 0; i < 4; ++i) *reinterpret_cast<Four*>(to + (c + i) * 64 + r) = block[i];
     }
   }
 }
@@ -358,20 +365,39 @@ void PairWeightRows(const ScoreRows& rows, const PairWeights& w) {
   }
 }
 
+// The four sums of the elements of `v`.
+inline void HorizontalSums(const Floats (&v)[4], float* sums) {
+  float part[4][kLanes];
+  Four half[4];
+  for (int r = 0; r < 4; ++r) {
+    Store(part[r], v[r]);
+    half[r] = *reinterpret_cast<const Four*>(part[r]);
+    for (int i = 4; i < kLanes; i += 4) half[r] += *reinterpret_cast<const Four*>(part[r] + i);
+  }
+  Transpose4(half);
+  *reinterpret_cast<Four*>(sums) = (half[0] + half[1]) + (half[2] + half[3]);
+}
+
+// Rows four at a time; the last rows again where their number is not a multiple of four.
 void MatrixVector(int64_t rows, int64_t columns, const float* a, int64_t a_row, const float* x,
                   float* y, int64_t y_stride, bool accumulate) {
   const int64_t whole = columns / kLanes * kLanes;
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* row = a + r * a_row;
-    Floats sum[2] = {};
-    int64_t c = 0;
-    for (; c + 2 * kLanes <= whole; c += 2 * kLanes) {
-      for (int u = 0; u < 2; ++u) sum[u] += Load(row + c + u * kLanes) * Load(x + c + u * kLanes);
+  for (int64_t r = 0; r < rows; r += 4) {
+    const int64_t count = rows - r < 4 ? rows - r : 4;
+    const float* row[4];
+    for (int i = 0; i < 4; ++i) row[i] = a + (r + (i < count ? i : 0)) * a_row;
+    Floats sum[4] = {};
+    for (int64_t c = 0; c < whole; c += kLanes) {
+      const Floats value = Load(x + c);
+      for (int i = 0; i < 4; ++i) sum[i] += Load(row[i] + c) * value;
     }
-    if (c < whole) sum[0] += Load(row + c) * Load(x + c);
-    float total = whole > 0 ? HorizontalSum(sum[0] + sum[1]) : 0;
-    for (c = whole; c < columns; ++c) total += row[c] * x[c];
-    y[r * y_stride] = accumulate ? y[r * y_stride] + total : total;
+    float total[4];
+    HorizontalSums(sum, total);
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t c = whole; c < columns; ++c) total[i] += row[i][c] * x[c];
+      float& to = y[(r + i) * y_stride];
+      to = accumulate ? to + total[i] : total[i];
+    }
   }
 }
 
