@@ -7,7 +7,7 @@
 
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
-#include "core/flash/rows.h"
+#include "core/cpu/rows.h"
 #include "core/random.h"
 
 namespace tfb {
