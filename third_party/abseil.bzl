@@ -6,7 +6,7 @@ group, from which the linker takes the objects that are used, and each public la
 
 _TARGETS = {
     "algorithm": ["algorithm", "container"],
-    "base": ["base", "config", "core_headers", "endian", "log_severity", "no_destructor", "prefetch"],
+    "base": ["base", "config", "core_headers", "endian", "log_severity"],
     "cleanup": ["cleanup"],
     "container": [
         "btree",
@@ -73,5 +73,6 @@ def _abseil_repository_impl(ctx):
 
 abseil_repository = repository_rule(
     implementation = _abseil_repository_impl,
-    local = True,  # looks again when Bazel's server starts, so that installing the package is enough
+    environ = ["TFB_HOST"],  # see system_repository
+    local = True,
 )

@@ -44,7 +44,6 @@ def third_party_repositories():
         name = "boost",
         build_file = "//third_party:boost.BUILD",
         files = ["/usr/include/boost/context/fiber.hpp"],
-        optional = True,
         packages = ["libboost-context-dev"],
     )
     system_repository(

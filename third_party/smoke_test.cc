@@ -1,9 +1,14 @@
+// Each outside library is found, compiles and links under its label.
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <Eigen/Core>
+#include <boost/context/fiber.hpp>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/flags/flag.h"
@@ -12,7 +17,6 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "third_party/smoke.pb.h"
 
 ABSL_FLAG(int, smoke_tokens, 128, "Read back by a test.");
 
@@ -29,8 +33,7 @@ absl::StatusOr<int> ParseTokens(const std::string& text) {
 
 TEST(ThirdParty, AbslStatusCarriesItsMessage) {
   EXPECT_EQ(*ParseTokens("256"), 256);
-  EXPECT_EQ(ParseTokens("x").status(),
-            absl::InvalidArgumentError("tokens: \"x\" is not a number"));
+  EXPECT_EQ(ParseTokens("x").status(), absl::InvalidArgumentError("tokens: \"x\" is not a number"));
 }
 
 TEST(ThirdParty, AbslFlagIsFoundByNameAndParsed) {
@@ -67,13 +70,21 @@ TEST(ThirdParty, GmockMatches) {
   EXPECT_THAT((std::vector<int>{3, 1, 2}), testing::UnorderedElementsAre(1, 2, 3));
 }
 
-TEST(ThirdParty, ProtobufRoundTrips) {
-  Smoke smoke;
-  smoke.set_name("x");
-  smoke.add_values(1.5);
-  Smoke back;
-  ASSERT_TRUE(back.ParseFromString(smoke.SerializeAsString()));
-  EXPECT_EQ(back.DebugString(), smoke.DebugString());
+TEST(ThirdParty, BoostContextSwitchesBackAndForth) {
+  namespace context = boost::context;
+  std::string order;
+  context::fiber fiber([&order](context::fiber&& caller) {
+    order += "b";
+    caller = std::move(caller).resume();
+    order += "d";
+    return std::move(caller);
+  });
+  order += "a";
+  fiber = std::move(fiber).resume();
+  order += "c";
+  fiber = std::move(fiber).resume();
+  EXPECT_EQ(order, "abcd");
+  EXPECT_FALSE(fiber) << "it has returned";
 }
 
 }  // namespace

@@ -29,5 +29,6 @@ system_repository = repository_rule(
         "optional": attr.bool(doc = "Where it is missing, its targets are incompatible instead of an error."),
         "packages": attr.string_list(doc = "The distribution's packages that hold the files."),
     },
-    local = True,  # looks again when Bazel's server starts, so that installing a package is enough
+    environ = ["TFB_HOST"],  # changes with the packages (tools/bazel), so that installing one is enough
+    local = True,
 )

@@ -1,0 +1,321 @@
+// Compiled once per instruction set; see BUILD. TFB_KERNELS_NAME is the name of the set and of the
+// table it defines.
+//
+// Everything here has internal linkage and nothing but <cstdint> and the kernel's header is
+// included, so that no inline function compiled for a newer instruction set can be picked by the
+// linker for a machine that lacks it.
+#include "core/cpu/kernels.h"
+
+namespace tfb {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+constexpr int kTileRows =
+    6;  // 6 x 4 accumulators + 4 columns of B + 1 broadcast = 29 of 32 registers
+constexpr int kTileVectors = 4;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr int kTileRows = 6;  // 6 x 2 accumulators + 2 of B + 1 broadcast = 15 of 16 registers
+constexpr int kTileVectors = 2;
+#else
+constexpr int kLanes = 4;
+constexpr int kTileRows = 4;
+constexpr int kTileVectors = 2;
+#endif
+
+typedef float Floats __attribute__((vector_size(kLanes * 4), may_alias));
+typedef float UnalignedFloats __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4), may_alias));
+
+constexpr float kInfinity = __builtin_inff();
+
+inline Floats Load(const float* p) { return *reinterpret_cast<const UnalignedFloats*>(p); }
+inline void Store(float* p, Floats v) { *reinterpret_cast<UnalignedFloats*>(p) = v; }
+inline Floats Broadcast(float value) { return value - Floats{}; }
+inline Floats Max(Floats a, Floats b) { return a > b ? a : b; }  // b where either is NaN
+inline Floats Min(Floats a, Floats b) { return a < b ? a : b; }
+
+inline float HorizontalMax(Floats v) {
+  float max = v[0];
+  for (int i = 1; i < kLanes; ++i) max = v[i] > max ? v[i] : max;
+  return max;
+}
+inline float HorizontalSum(Floats v) {
+  float part[kLanes];
+  Store(part, v);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) part[i] += part[i + width];
+  }
+  return part[0];
+}
+
+// exp(x) for x <= 0 or so: 2^n p(f) with n + f = x log2(e), |f| <= 1/2. Relative error
+// below 1.2e-7; exactly 0 below -87.33 (where the result would be denormal); NaN for NaN. The
+// polynomial is the Taylor series of 2^f to f^7, whose remainder at f = 1/2 is (ln 2 / 2)^8 / 8! =
+// 5e-9.
+inline Floats Exp(Floats x) {
+  constexpr float kLog2E = 1.44269504088896341f;
+  constexpr float kRound =
+      12582912.0f;  // 1.5 2^23: adding it rounds to an integer held in the low mantissa bits
+  // x log2(e) in two parts would matter only for large |x|, where the result is small; Cody and
+  // Waite's split of ln 2 instead: r = x - n ln2_high - n ln2_low is exact to the last bit of x.
+  const Floats shifted = x * kLog2E + kRound;
+  const Floats n = shifted - kRound;
+  const Floats r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Floats p = Broadcast(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const Ints exponent = (reinterpret_cast<const Ints&>(shifted) - 0x4B400000 + 127) << 23;
+  const Floats result = p * reinterpret_cast<const Floats&>(exponent);
+  return x < -87.33f ? Floats{} : result;
+}
+
+// C[kRows][kVectors * kLanes] (+)= A B, with the whole block of C in registers.
+template <int kRows, int kVectors>
+void GemmTile(int64_t depth, const float* a, int64_t a_row, int64_t a_depth, const float* b,
+              int64_t b_row, float* c, int64_t c_row, bool accumulate) {
+  // The unroll pragmas make the compiler see each element of `sum` as a register before it decides
+  // where arrays live.
+  Floats sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) {
+      sum[i][j] = accumulate ? Load(c + i * c_row + j * kLanes) : Floats{};
+    }
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    Floats column[kVectors];
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) column[j] = Load(b + k * b_row + j * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const Floats value = Broadcast(a[i * a_row + k * a_depth]);
+#pragma GCC unroll 8
+      for (int j = 0; j < kVectors; ++j) sum[i][j] += value * column[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) Store(c + i * c_row + j * kLanes, sum[i][j]);
+  }
+}
+
+// All rows of one group of kVectors columns.
+template <int kVectors>
+void GemmColumns(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_depth,
+                 const float* b, int64_t b_row, float* c, int64_t c_row, bool accumulate) {
+  int64_t i = 0;
+  for (; i + kTileRows <= rows; i += kTileRows) {
+    GemmTile<kTileRows, kVectors>(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row,
+                                  c_row, accumulate);
+  }
+  const auto tail = [&](auto tile) {
+    tile(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row, accumulate);
+  };
+  switch (rows - i) {
+    case 5:
+      return tail(GemmTile<5, kVectors>);
+    case 4:
+      return tail(GemmTile<4, kVectors>);
+    case 3:
+      return tail(GemmTile<3, kVectors>);
+    case 2:
+      return tail(GemmTile<2, kVectors>);
+    case 1:
+      return tail(GemmTile<1, kVectors>);
+    default:
+      return;
+  }
+}
+
+void Gemm(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
+          int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row,
+          bool accumulate) {
+  int64_t j = 0;
+  for (; j + kTileVectors * kLanes <= columns; j += kTileVectors * kLanes) {
+    GemmColumns<kTileVectors>(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row,
+                              accumulate);
+  }
+  for (; j < columns; j += kLanes) {
+    GemmColumns<1>(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row, accumulate);
+  }
+}
+
+// The weights of a ramp at columns c, c + 1, ...; `lane` is {0, 1, 2, ...}.
+inline Floats RampWeight(float limit, float slope, int64_t c, Floats lane) {
+  return (lane + (limit + static_cast<float>(c))) * slope;
+}
+inline Floats Lane() {
+  Floats lane = {};
+  for (int i = 0; i < kLanes; ++i) lane[i] = static_cast<float>(i);
+  return lane;
+}
+
+// Hides the keys whose weight is 0.
+void HideBeyondRamp(float* row, int64_t columns, float limit, float slope) {
+  const Floats lane = Lane();
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    const Floats weight = RampWeight(limit, slope, c, lane);
+    Store(row + c, weight > 0.0f ? Load(row + c) : Broadcast(-kInfinity));
+  }
+}
+
+// Numerators of one row against `max`; returns their sum. Four accumulators hide the latency of the
+// addition.
+template <bool kRamp>
+float ExpRow(float* row, int64_t columns, float max, float limit, float slope) {
+  const Floats lane = Lane();
+  const auto numerators = [&](int64_t c) {
+    Floats p = Exp(Load(row + c) - max);
+    if (kRamp) {
+      p *= Max(Min(RampWeight(limit, slope, c, lane), Broadcast(1.0f)), Floats{});
+    }
+    Store(row + c, p);
+    return p;
+  };
+  Floats sum[4] = {};
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= columns; c += 4 * kLanes) {
+    for (int u = 0; u < 4; ++u) sum[u] += numerators(c + u * kLanes);
+  }
+  for (; c < columns; c += kLanes) sum[0] += numerators(c);
+  return HorizontalSum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+float MaxRow(const float* row, int64_t columns) {
+  Floats max[4];
+  for (Floats& m : max) m = Broadcast(-kInfinity);
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= columns; c += 4 * kLanes) {
+    for (int u = 0; u < 4; ++u) max[u] = Max(Load(row + c + u * kLanes), max[u]);
+  }
+  for (; c < columns; c += kLanes) max[0] = Max(Load(row + c), max[0]);
+  return HorizontalMax(Max(Max(max[0], max[1]), Max(max[2], max[3])));
+}
+
+void Softmax(const ScoreRows& rows, const SoftmaxState& state, const Ramp* ramp) {
+  for (int64_t r = 0; r < rows.rows; ++r) {
+    float* row = rows.scores + r * rows.stride;
+    if (ramp != nullptr) HideBeyondRamp(row, rows.columns, ramp->limit[r], ramp->slope);
+    const float old_max = state.max[r];
+    const float row_max = MaxRow(row, rows.columns);
+    const float new_max = row_max > old_max ? row_max : old_max;
+    // A row without a key so far: subtracting 0 turns its -inf into 0, where -inf - -inf would be
+    // NaN.
+    const float shift = new_max == -kInfinity ? 0.0f : new_max;
+    const float sum = ramp == nullptr
+                          ? ExpRow<false>(row, rows.columns, shift, 0, 0)
+                          : ExpRow<true>(row, rows.columns, shift, ramp->limit[r], ramp->slope);
+    const float rescale = new_max == old_max ? 1.0f : Exp(Broadcast(old_max - new_max))[0];
+    state.rescale[r] = rescale;
+    state.sum[r] = state.sum[r] * rescale + sum;
+    state.max[r] = new_max;
+  }
+}
+
+// Applies `change(values, r, c)` to every vector of scores.
+template <class Change>
+void ForEachVector(const ScoreRows& rows, Change change) {
+  for (int64_t r = 0; r < rows.rows; ++r) {
+    float* row = rows.scores + r * rows.stride;
+    for (int64_t c = 0; c < rows.columns; c += kLanes) Store(row + c, change(Load(row + c), r, c));
+  }
+}
+
+void Add(const ScoreRows& rows, const float* table, int64_t table_row) {
+  ForEachVector(
+      rows, [=](Floats s, int64_t r, int64_t c) { return s + Load(table + r * table_row + c); });
+}
+
+void ReluMultiply(const ScoreRows& rows, const float* table, int64_t table_row) {
+  ForEachVector(rows, [=](Floats s, int64_t r, int64_t c) {
+    return Max(Floats{}, s) * Load(table + r * table_row + c);
+  });
+}
+
+void Mask(const ScoreRows& rows, const uint64_t* masks) {
+  Ints lane_bit = {};
+  for (int i = 0; i < kLanes; ++i) lane_bit[i] = 1 << i;
+  ForEachVector(rows, [=](Floats s, int64_t r, int64_t c) {
+    const Ints bits = (static_cast<int32_t>(masks[r] >> c & 0xFFFF) - Ints{}) & lane_bit;
+    return bits == 0 ? Broadcast(-kInfinity) : s;
+  });
+}
+
+void ScaleRows(const ScoreRows& rows, const float* factor) {
+  ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return s * factor[r]; });
+}
+
+// Blocks of 4 x 4 in registers.
+void Transpose64(const float* from, int64_t from_row, int64_t columns, float* to) {
+  typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+  typedef int32_t Index __attribute__((vector_size(16)));
+  for (int64_t c = 0; c < columns; c += 4) {
+    for (int64_t r = 0; r < 64; r += 4) {
+      Four row[4];
+      for (int i = 0; i < 4; ++i) {
+        row[i] = *reinterpret_cast<const Four*>(from + (r + i) * from_row + c);
+      }
+      const Four a = __builtin_shuffle(row[0], row[1], Index{0, 4, 1, 5});  // 00 10 01 11
+      const Four b = __builtin_shuffle(row[2], row[3], Index{0, 4, 1, 5});
+      const Four d = __builtin_shuffle(row[0], row[1], Index{2, 6, 3, 7});
+      const Four e = __builtin_shuffle(row[2], row[3], Index{2, 6, 3, 7});
+      const Four column[4] = {
+          __builtin_shuffle(a, b, Index{0, 1, 4, 5}), __builtin_shuffle(a, b, Index{2, 3, 6, 7}),
+          __builtin_shuffle(d, e, Index{0, 1, 4, 5}), __builtin_shuffle(d, e, Index{2, 3, 6, 7})};
+      for (int i = 0; i < 4; ++i) *reinterpret_cast<Four*>(to + (c + i) * 64 + r) = column[i];
+    }
+  }
+}
+
+void ExpRows(const ScoreRows& rows, const float* shift) {
+  ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return Exp(s - shift[r]); });
+}
+
+double FmaPeak(int64_t iterations) {
+  // 12 chains: more than latency (4 or 5) x throughput (2) needs. No compiler may shorten a chain
+  // of roundings.
+  constexpr int kChains = 12;
+  Floats chain[kChains];
+  for (int i = 0; i < kChains; ++i) chain[i] = Broadcast(1.0f + 0.001f * static_cast<float>(i));
+  const Floats factor = Broadcast(0.999f), term = Broadcast(0.001f);
+  for (int64_t n = 0; n < iterations; ++n) {
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) chain[i] = chain[i] * factor + term;
+  }
+  Floats sum = {};
+  for (const Floats& value : chain) sum += value;
+  const float result = HorizontalSum(sum);
+  asm volatile("" : : "m"(result));
+  return 2.0 * kLanes * kChains * static_cast<double>(iterations);
+}
+
+}  // namespace
+
+#define TFB_CONCAT_INNER(a, b) a##b
+#define TFB_CONCAT(a, b) TFB_CONCAT_INNER(a, b)
+#define TFB_STRING_INNER(a) #a
+#define TFB_STRING(a) TFB_STRING_INNER(a)
+
+extern const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME);
+const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KERNELS_NAME),
+                                                               kLanes,
+                                                               Gemm,
+                                                               Softmax,
+                                                               Add,
+                                                               ReluMultiply,
+                                                               Mask,
+                                                               ScaleRows,
+                                                               Transpose64,
+                                                               ExpRows,
+                                                               FmaPeak};
+
+}  // namespace tfb

@@ -1,0 +1,57 @@
+#include "core/cuda/device_probe.h"
+
+#include "absl/status/status.h"
+#include "absl/strings/str_format.h"
+#include "core/cuda/device_query.h"
+
+namespace tfb {
+namespace {
+
+absl::Status NoDevice(const char* reason, const CudaMachine& machine) {
+  if (machine.driver_version == 0) {
+    return absl::UnavailableError(
+        absl::StrFormat("no CUDA device: %s (no driver is installed)", reason));
+  }
+  return absl::UnavailableError(
+      absl::StrFormat("no CUDA device: %s (driver for CUDA %d.%d, built with CUDA %d.%d)", reason,
+                      machine.driver_version / 1000, machine.driver_version % 1000 / 10,
+                      machine.runtime_version / 1000, machine.runtime_version % 1000 / 10));
+}
+
+CudaDevice ToDevice(const CudaDeviceQuery& query) {
+  CudaDevice device;
+  device.name = query.name;
+  device.compute_capability_major = query.compute_capability_major;
+  device.compute_capability_minor = query.compute_capability_minor;
+  device.memory_bytes = static_cast<int64_t>(query.memory_bytes);
+  device.l2_cache_bytes = static_cast<int64_t>(query.l2_cache_bytes);
+  device.shared_memory_bytes_per_block = static_cast<int64_t>(query.shared_memory_bytes_per_block);
+  device.multiprocessors = query.multiprocessors;
+  device.clock_khz = query.clock_khz;
+  device.memory_clock_khz = query.memory_clock_khz;
+  return device;
+}
+
+}  // namespace
+
+absl::StatusOr<CudaMachine> ProbeCudaMachine() {
+  CudaMachine machine;
+  if (const char* error = QueryCudaVersions(&machine.driver_version, &machine.runtime_version)) {
+    return NoDevice(error, machine);
+  }
+  int count = 0;
+  if (const char* error = QueryCudaDeviceCount(&count)) return NoDevice(error, machine);
+  if (count == 0) return NoDevice("the driver counts none", machine);
+
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    CudaDeviceQuery query = {};
+    if (const char* error = QueryCudaDevice(ordinal, &query)) {
+      return absl::InternalError(absl::StrFormat("no CUDA device: %s, asking about device %d of %d",
+                                                 error, ordinal, count));
+    }
+    machine.devices.push_back(ToDevice(query));
+  }
+  return machine;
+}
+
+}  // namespace tfb

@@ -1,0 +1,47 @@
+#include <cuda_runtime.h>
+#include <string.h>
+
+#include "core/cuda/device_query.h"
+
+namespace tfb {
+namespace {
+
+const char* ErrorOf(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // An error that was returned must not come back from the next launch.
+  return cudaGetErrorString(error);
+}
+
+// 0 where the driver does not tell: some virtual GPUs hide their clocks.
+int AttributeOrZero(cudaDeviceAttr attribute, int ordinal) {
+  int value = 0;
+  return ErrorOf(cudaDeviceGetAttribute(&value, attribute, ordinal)) == nullptr ? value : 0;
+}
+
+}  // namespace
+
+const char* QueryCudaVersions(int* driver_version, int* runtime_version) {
+  if (const char* error = ErrorOf(cudaDriverGetVersion(driver_version))) return error;
+  return ErrorOf(cudaRuntimeGetVersion(runtime_version));
+}
+
+const char* QueryCudaDeviceCount(int* count) { return ErrorOf(cudaGetDeviceCount(count)); }
+
+const char* QueryCudaDevice(int ordinal, CudaDeviceQuery* query) {
+  cudaDeviceProp properties;
+  if (const char* error = ErrorOf(cudaGetDeviceProperties(&properties, ordinal))) return error;
+  static_assert(sizeof(query->name) == sizeof(properties.name), "both hold 256 characters");
+  memcpy(query->name, properties.name, sizeof(query->name));
+  query->compute_capability_major = properties.major;
+  query->compute_capability_minor = properties.minor;
+  query->memory_bytes = properties.totalGlobalMem;
+  query->l2_cache_bytes = properties.l2CacheSize;
+  query->shared_memory_bytes_per_block = properties.sharedMemPerBlockOptin;
+  query->multiprocessors = properties.multiProcessorCount;
+  // CUDA 13 took the clocks out of cudaDeviceProp.
+  query->clock_khz = AttributeOrZero(cudaDevAttrClockRate, ordinal);
+  query->memory_clock_khz = AttributeOrZero(cudaDevAttrMemoryClockRate, ordinal);
+  return nullptr;
+}
+
+}  // namespace tfb

@@ -1,0 +1,30 @@
+#ifndef TFB_CORE_CUDA_DEVICE_QUERY_H_
+#define TFB_CORE_CUDA_DEVICE_QUERY_H_
+
+// What device_probe.cc asks of the CUDA runtime. Plain C types: nvcc sees no Abseil, and C++ sees
+// no CUDA header.
+
+#include <stddef.h>
+
+namespace tfb {
+
+struct CudaDeviceQuery {
+  char name[256];
+  int compute_capability_major;
+  int compute_capability_minor;
+  size_t memory_bytes;
+  size_t l2_cache_bytes;
+  size_t shared_memory_bytes_per_block;
+  int multiprocessors;
+  int clock_khz;
+  int memory_clock_khz;
+};
+
+// Each returns null, or why it failed, in the runtime's words (a static string).
+const char* QueryCudaVersions(int* driver_version, int* runtime_version);
+const char* QueryCudaDeviceCount(int* count);
+const char* QueryCudaDevice(int ordinal, CudaDeviceQuery* query);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_CUDA_DEVICE_QUERY_H_

@@ -1,0 +1,142 @@
+// Attention in float64 by the book: what every definition of an attention technique is made of.
+//
+// Plain loops in the order of the formula; nothing here is shared with an engine. A technique
+// brings its score as a function.
+//
+//   y_i = sum_j exp(s_ij - m_i) v_j / sum_j exp(s_ij - m_i),   m_i = max_j s_ij
+//   log_sum_exp_i = m_i + log sum_j exp(s_ij - m_i)            (natural logarithm)
+//
+// over the keys with s_ij > -inf. A row without any gives y_i = 0 and log_sum_exp_i = -inf.
+#ifndef TFB_CORE_DEFINITION_H_
+#define TFB_CORE_DEFINITION_H_
+
+#include <array>
+#include <cassert>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+constexpr double kNotSeen = -std::numeric_limits<double>::infinity();
+
+// A copy of a tensor of any dtype and strides as contiguous float64, for loops over rows.
+class DoubleTensor {
+ public:
+  DoubleTensor() = default;
+  explicit DoubleTensor(const ConstTensorView& view);
+  const double* Row(int64_t a, int64_t b, int64_t c) const {
+    return values_.data() + ((a * dims_[1] + b) * dims_[2] + c) * dims_[3];
+  }
+  const double* Row(int64_t a, int64_t b) const { return Row(0, a, b); }
+  const double* Row(int64_t a) const { return Row(0, 0, a); }
+  double at(int64_t index) const { return values_[index]; }
+  double* data() { return values_.data(); }
+  const double* data() const { return values_.data(); }
+  int64_t size() const { return static_cast<int64_t>(values_.size()); }
+
+ private:
+  std::array<int64_t, 4> dims_ = {1, 1, 1, 1};  // right-aligned
+  std::vector<double> values_;
+};
+
+inline double Dot(const double* a, const double* b, int64_t size) {
+  double sum = 0;
+  for (int64_t c = 0; c < size; ++c) sum += a[c] * b[c];
+  return sum;
+}
+
+// The rows that a request asks for: all of them where it names none.
+std::vector<int64_t> RowsOf(const DefinitionRequest& request, int64_t tokens);
+
+// Whether key j of batch b is a token, by the optional key_mask.
+class KeyMask {
+ public:
+  explicit KeyMask(const Inputs& inputs) : view_(inputs.Get("key_mask")) {}
+  bool operator()(int64_t b, int64_t j) const {
+    return view_.empty() || *view_.At<uint8_t>(b, j) != 0;
+  }
+
+ private:
+  ConstTensorView view_;
+};
+
+// Evaluates attention with score(b, h, i, j) -> s_ij in natural units, kNotSeen where i does not
+// see j. The causal mask and the key mask are the score's to apply: see DefineMaskedAttention.
+template <class Score>
+void DefineAttention(const Problem& problem, const Inputs& inputs, const DefinitionRequest& request,
+                     const Score& score, NamedTensors* outputs) {
+  const DoubleTensor v(inputs.Get("v"));
+  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+  const int64_t row_count = static_cast<int64_t>(rows.size());
+  Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
+  Tensor lse(DType::kF64, {problem.batch, problem.query_heads, row_count});
+  Tensor weights;
+  if (request.weights) {
+    weights =
+        Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
+  }
+  std::vector<double> s(problem.kv_tokens);
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    for (int64_t h = 0; h < problem.query_heads; ++h) {
+      for (int64_t r = 0; r < row_count; ++r) {
+        double max = kNotSeen;
+        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+          s[j] = score(b, h, rows[r], j);
+          if (s[j] > max) max = s[j];
+        }
+        double sum = 0;
+        double* y = out.view().MutableAt<double>(b, h, r);
+        for (int64_t c = 0; c < problem.value_dim; ++c) y[c] = 0;
+        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+          if (s[j] == kNotSeen) continue;
+          const double p = std::exp(s[j] - max);
+          sum += p;
+          const double* value = v.Row(b, h / problem.group(), j);
+          for (int64_t c = 0; c < problem.value_dim; ++c) y[c] += p * value[c];
+        }
+        const bool seen = sum != 0;
+        if (seen) {
+          for (int64_t c = 0; c < problem.value_dim; ++c) y[c] /= sum;
+        }
+        *lse.view().MutableAt<double>(b, h, r) = seen ? max + std::log(sum) : kNotSeen;
+        for (int64_t j = 0; request.weights && j < problem.kv_tokens; ++j) {
+          *weights.view().MutableAt<double>(b, h, r, j) =
+              s[j] == kNotSeen ? 0 : std::exp(s[j] - max) / sum;
+        }
+      }
+    }
+  }
+  (*outputs)["out"] = std::move(out);
+  (*outputs)["log_sum_exp"] = std::move(lse);
+  if (request.weights) (*outputs)["weights"] = std::move(weights);
+}
+
+// What most techniques start from: scale q_i . k_j, where the causal mask, the key mask and
+// `sees(h, i, j)` allow it, plus bias(b, h, i, j). `scale` 0 means 1 / sqrt(head_dim).
+template <class Sees, class Bias>
+void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
+                           const DefinitionRequest& request, double scale, const Sees& sees,
+                           const Bias& bias, NamedTensors* outputs) {
+  const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k"));
+  const KeyMask is_token(inputs);
+  if (scale == 0) scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
+  DefineAttention(
+      problem, inputs, request,
+      [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+        if (problem.causal && j > i + problem.causal_offset()) return kNotSeen;
+        if (!is_token(b, j) || !sees(h, i, j)) return kNotSeen;
+        const double dot = Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), j), problem.head_dim);
+        return scale * dot + bias(b, h, i, j);
+      },
+      outputs);
+}
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_DEFINITION_H_

@@ -1,0 +1,43 @@
+#include "core/flash/flash.h"
+
+#include <algorithm>
+
+#include "core/flash/rows.h"
+
+namespace tfb {
+
+DistanceTable::DistanceTable(int64_t heads, int64_t query_tokens, int64_t kv_tokens,
+                             const std::function<float(int64_t, int64_t)>& value)
+    : heads_(heads), zero_(std::max<int64_t>(query_tokens - 1, 0)) {
+  const int64_t offsets = std::max<int64_t>(query_tokens + kv_tokens - 1, 0);
+  row_ = offsets + kFlashTile;
+  values_.assign(heads * row_, 0.0f);
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t n = 0; n < offsets; ++n) values_[h * row_ + n] = value(h, n - zero_);
+  }
+}
+
+RelativeKeys::RelativeKeys(const ConstTensorView& table, int64_t low, int64_t high,
+                           const std::function<int64_t(int64_t)>& row)
+    : heads_(table.dim(0)), head_dim_(table.dim(2)) {
+  if (high < low) return;
+  const auto floor_panel = [](int64_t offset) {
+    return (offset >= 0 ? offset : offset - kFlashTile + 1) / kFlashTile;
+  };
+  first_panel_ = floor_panel(low);
+  panel_count_ = floor_panel(high) - first_panel_ + 1;
+  panels_.assign(heads_ * panel_count_ * head_dim_ * kFlashTile, 0.0f);
+  std::vector<float> values(head_dim_);
+  for (int64_t h = 0; h < heads_; ++h) {
+    for (int64_t offset = low; offset <= high; ++offset) {
+      LoadRow(table, table.Offset(h, row(offset)), table.stride(2), head_dim_, values.data());
+      const int64_t index = offset - first_panel_ * kFlashTile;
+      float* panel = panels_.data() +
+                     (h * panel_count_ + index / kFlashTile) * head_dim_ * kFlashTile +
+                     index % kFlashTile;
+      for (int64_t c = 0; c < head_dim_; ++c) panel[c * kFlashTile] = values[c];
+    }
+  }
+}
+
+}  // namespace tfb

@@ -1,0 +1,146 @@
+// Engine flash: exact attention over a block schedule, tile by tile, without a tokens x tokens
+// matrix.
+//
+//   s_ij = scale (q_i + u) . k_j                                content
+//        + scale (q_i + w) . r_(j-i)                            relative keys, where there are any
+//   s_ij = relu(s_ij) multiplier_(j-i)                          where there is a ReLU multiplier
+//   s_ij = s_ij + bias_(j-i)                                    where there is a distance bias
+//   y_i  = sum_j m_ij exp(s_ij) v_j / sum_j m_ij exp(s_ij)      m_ij = 1, or the soft span's ramp
+//
+// over the keys j that the schedule, the key mask and the soft span let query i see. A row without
+// any key gives y_i = 0 and a log-sum-exp of -inf. Online softmax: Milakov and Gimelshein,
+// arXiv:1805.02867v2; tiling: Dao et al., arXiv:2205.14135v2, algorithm 1.
+//
+// The rule's tables are plain arrays indexed by the offset j - i, so that the engines of all
+// devices read the same data.
+#ifndef TFB_CORE_FLASH_FLASH_H_
+#define TFB_CORE_FLASH_FLASH_H_
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "core/problem.h"
+#include "core/schedule/block_schedule.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+constexpr int64_t kFlashTile =
+    64;  // queries and keys of a schedule's tile, as the CPU engine wants them
+
+// One number per head and offset j - i, from -(query_tokens - 1) to kv_tokens - 1. A row is padded
+// by a tile on the right, so that a kernel may read whole tiles.
+class DistanceTable {
+ public:
+  DistanceTable() = default;
+  // value(head, offset) for each offset.
+  DistanceTable(int64_t heads, int64_t query_tokens, int64_t kv_tokens,
+                const std::function<float(int64_t head, int64_t offset)>& value);
+
+  bool empty() const { return values_.empty(); }
+  // Of head h % heads, for pointer arithmetic with offsets: At(h, j - i)[n] is the entry of offset
+  // j - i + n.
+  const float* At(int64_t head, int64_t offset) const {
+    return values_.data() + head % heads_ * row_ + offset + zero_;
+  }
+  size_t bytes() const { return values_.size() * sizeof(float); }
+
+ private:
+  int64_t heads_ = 1;
+  int64_t row_ = 0;
+  int64_t zero_ = 0;  // index of offset 0
+  std::vector<float> values_;
+};
+
+// One vector per head and offset j - i in [low, high]; zero outside. Stored in panels of 64
+// offsets, [head_dim][64], the first panel beginning at a multiple of 64.
+class RelativeKeys {
+ public:
+  RelativeKeys() = default;
+  // row(offset) is the row of `table` [table_heads, rows, head_dim] that offset has; head h reads
+  // table h % table_heads.
+  RelativeKeys(const ConstTensorView& table, int64_t low, int64_t high,
+               const std::function<int64_t(int64_t offset)>& row);
+
+  bool empty() const { return panels_.empty(); }
+  // The panel of offsets 64 p to 64 p + 63, or null where all of them are outside [low, high].
+  const float* Panel(int64_t head, int64_t p) const {
+    if (p < first_panel_ || p >= first_panel_ + panel_count_) return nullptr;
+    return panels_.data() +
+           ((head % heads_) * panel_count_ + (p - first_panel_)) * head_dim_ * kFlashTile;
+  }
+  size_t bytes() const { return panels_.size() * sizeof(float); }
+
+ private:
+  int64_t heads_ = 1;
+  int64_t head_dim_ = 0;
+  int64_t first_panel_ = 0;
+  int64_t panel_count_ = 0;
+  std::vector<float> panels_;
+};
+
+// Query i of head h sees key j at distance x = i + causal_offset - j with weight clip((ramp + z -
+// x) / ramp, 0, 1), where z = span[b batch_stride + h head_stride + i query_stride]. Keys of weight
+// 0 are not visited.
+struct SoftSpan {
+  const float* span = nullptr;  // null: none
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t query_stride = 0;
+  float ramp = 1;  // > 0, in tokens
+};
+
+// What is not there does not act.
+struct ScoreRule {
+  const float* content_bias = nullptr;   // u [query_heads, head_dim]
+  const float* position_bias = nullptr;  // w [query_heads, head_dim]
+  const RelativeKeys* relative_keys = nullptr;
+  const DistanceTable* relu_multiplier = nullptr;
+  const DistanceTable* bias = nullptr;
+  SoftSpan soft_span;
+};
+
+// The schedule's row n is token tokens[b batch_stride + h / group head_stride + n] of the tensors;
+// without one it is token n. h is a query head for queries, of which `group` share an order, and a
+// key-value head for keys. Tokens may be a part of the tensor's, in any order: engines gather.
+struct TokenOrder {
+  const int32_t* tokens = nullptr;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t group = 1;
+
+  int64_t operator()(int64_t b, int64_t h, int64_t n) const {
+    return tokens == nullptr ? n : tokens[b * batch_stride + h / group * head_stride + n];
+  }
+};
+
+// q, k, v and out may each be f32, bf16 or f16, with any strides. The problem's tokens are the
+// schedule's rows; where there is a token order, the tensors may have more.
+struct FlashCall {
+  ConstTensorView q;         // [batch, query_heads, query_tokens, head_dim]
+  ConstTensorView k;         // [batch, kv_heads, kv_tokens, head_dim]
+  ConstTensorView v;         // [batch, kv_heads, kv_tokens, value_dim]
+  ConstTensorView key_mask;  // u8 [batch, kv_tokens], or empty
+  TensorView out;            // [batch, query_heads, query_tokens, value_dim]
+  TensorView log_sum_exp;    // f32 [batch, query_heads, query_tokens], or empty
+  TokenOrder query_order;    // of q, out and log_sum_exp
+  TokenOrder key_order;      // of k, v and key_mask
+  const BlockSchedule* schedule = nullptr;
+  ScoreRule rule;
+  double scale = 0;  // 0: 1 / sqrt(head_dim)
+};
+
+// Scratch of one call in bytes: packed keys and values of as many heads as fit 32 MiB (at least one
+// head) and, for each thread, the scores of 64 queries against 512 keys.
+size_t FlashWorkspaceBytes(const Problem& problem, const ScoreRule& rule, int threads);
+
+// Runs on the CPU. Arithmetic is fp32; the result does not depend on the number of threads. The
+// schedule's tiles must be 64 x 64. Allocates nothing.
+absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execution& execution);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_FLASH_H_

@@ -1,0 +1,62 @@
+#include "core/flash/flash_layer.h"
+
+#include <utility>
+
+namespace tfb {
+
+double AttentionBytes(const Problem& p) {
+  const double query_rows = static_cast<double>(p.batch * p.query_heads * p.query_tokens);
+  const double key_rows = static_cast<double>(p.batch * p.kv_heads * p.kv_tokens);
+  return static_cast<double>((p.head_dim + p.value_dim) * SizeOf(p.dtype)) *
+         (query_rows + key_rows);
+}
+
+FlashLayer::FlashLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+                       std::vector<TensorSpec> outputs, Device device,
+                       std::unique_ptr<Pattern> pattern, double scale)
+    : Layer(problem, std::move(inputs), std::move(outputs)),
+      device_(device),
+      pattern_(std::move(pattern)),
+      scale_(scale) {}
+
+size_t FlashLayer::workspace_bytes(int threads) const {
+  return PrepareBytes() + FlashWorkspaceBytes(problem(), rule_, threads);
+}
+
+Cost FlashLayer::cost() const {
+  Cost cost;
+  if (has_schedule_) {
+    cost.flops = static_cast<double>(problem().batch) * schedule_.KeptPairs(problem().query_heads) *
+                 FlopsPerPair();
+  }
+  cost.bytes = AttentionBytes(problem());
+  return cost;
+}
+
+absl::Status FlashLayer::DoSetup(const Inputs& inputs, const Execution& execution) {
+  TFB_RETURN_IF_ERROR(BuildRule(inputs, execution, &rule_));
+  schedule_ = BuildSchedule(problem(), *pattern_, kFlashTile);
+  has_schedule_ = true;
+  return absl::OkStatus();
+}
+
+absl::Status FlashLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
+                               const Execution& execution) {
+  FlashCall call;
+  call.q = inputs.Get("q");
+  call.k = inputs.Get("k");
+  call.v = inputs.Get("v");
+  call.key_mask = inputs.Get("key_mask");
+  call.out = outputs.Get("out");
+  call.log_sum_exp = outputs.Get("log_sum_exp");
+  call.schedule = &schedule_;
+  call.rule = rule_;
+  call.scale = scale_;
+  Workspace workspace(execution.workspace);
+  TFB_RETURN_IF_ERROR(Prepare(inputs, execution, &workspace, &call));
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  return FlashCpu(problem(), call, rest);
+}
+
+}  // namespace tfb

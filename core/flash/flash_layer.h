@@ -1,0 +1,72 @@
+// A layer that is engine flash under a pattern and a score rule. Most attention techniques are one,
+// or derive from it to change queries, keys or the rule.
+#ifndef TFB_CORE_FLASH_FLASH_LAYER_H_
+#define TFB_CORE_FLASH_FLASH_LAYER_H_
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "core/flash/flash.h"
+#include "core/schedule/block_schedule.h"
+#include "core/schedule/pattern.h"
+#include "core/technique.h"
+#include "core/workspace.h"
+
+namespace tfb {
+
+class FlashLayer : public Layer {
+ public:
+  // `scale` 0 means 1 / sqrt(head_dim).
+  FlashLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+             std::vector<TensorSpec> outputs, Device device, std::unique_ptr<Pattern> pattern,
+             double scale = 0);
+
+  size_t workspace_bytes(int threads) const override;
+  // Counts the pairs of the schedule, which Setup builds: absent before it.
+  Cost cost() const override;
+
+ protected:
+  // Part of Setup, before the schedule is built: makes the rule from the parameters, and the
+  // pattern where that depends on them too. The tables that the rule points to must live as long as
+  // the layer.
+  virtual absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) {
+    return absl::OkStatus();
+  }
+  void set_pattern(std::unique_ptr<Pattern> pattern) { pattern_ = std::move(pattern); }
+
+  // Changes the call before it runs, such as to queries and keys of its own in memory taken from
+  // the workspace, of which it takes PrepareBytes.
+  virtual absl::Status Prepare(const Inputs&, const Execution&, Workspace*, FlashCall*) {
+    return absl::OkStatus();
+  }
+  virtual size_t PrepareBytes() const { return 0; }
+
+  // FLOPs of one kept query-key pair: two products and what the rule adds to them.
+  virtual double FlopsPerPair() const {
+    return 2.0 * static_cast<double>(problem().head_dim + problem().value_dim);
+  }
+
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override;
+
+  const ScoreRule& rule() const { return rule_; }
+  const BlockSchedule& schedule() const { return schedule_; }
+
+ private:
+  Device device_;
+  std::unique_ptr<Pattern> pattern_;
+  double scale_;
+  BlockSchedule schedule_;
+  bool has_schedule_ = false;
+  ScoreRule rule_;
+};
+
+// Bytes that fused attention must move: q, k, v and out once.
+double AttentionBytes(const Problem& problem);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_FLASH_LAYER_H_

@@ -1,0 +1,117 @@
+// Options of a technique: a plain struct with defaults, bound once to names, ranges and help.
+//
+//   struct LongformerOptions {
+//     int64_t window = 512;
+//     void Describe(OptionBinder& bind) {
+//       bind.Int("window", &window, 0, kMaxTokens, "keys seen beside the query's own, half on each
+//       side");
+//     }
+//   };
+//
+// From that one declaration come parsing, error messages, --list, canonical text and the sweep of a
+// budget.
+#ifndef TFB_CORE_OPTIONS_H_
+#define TFB_CORE_OPTIONS_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "core/status.h"
+
+namespace tfb {
+
+constexpr int64_t kMaxTokens = int64_t{1} << 40;
+
+// Option values as text, by name: what a user typed, or canonical with every option present.
+using Options = std::map<std::string, std::string, std::less<>>;
+
+// One option as a user sees it.
+struct OptionSpec {
+  std::string name;
+  std::string type;           // "int", "real", "bool", "choice", "ints"
+  std::string default_value;  // canonical text
+  std::string range;          // "0 to 1099511627776", "softmax | relu"
+  std::string help;
+  std::vector<std::string> sweep;  // what `name=*` expands to; empty where it cannot be swept
+};
+
+// Collects an options struct's fields. The pointers must outlive the binder.
+class OptionBinder {
+ public:
+  void Int(absl::string_view name, int64_t* value, int64_t min, int64_t max, absl::string_view help,
+           const std::vector<int64_t>& sweep = {});
+  void Real(absl::string_view name, double* value, double min, double max, absl::string_view help,
+            const std::vector<double>& sweep = {});
+  void Bool(absl::string_view name, bool* value, absl::string_view help);
+  // A list of integers, written 1/1/2/4.
+  void Ints(absl::string_view name, std::vector<int64_t>* value, int64_t min, int64_t max,
+            absl::string_view help);
+  template <class Enum>
+  void Choice(absl::string_view name, Enum* value,
+              const std::vector<std::pair<std::string, Enum>>& choices, absl::string_view help) {
+    std::vector<std::string> names;
+    for (const auto& choice : choices) names.push_back(choice.first);
+    AddChoice(
+        name, names, help, [value, choices](size_t index) { *value = choices[index].second; },
+        [value, choices] {
+          size_t index = 0;
+          while (index < choices.size() && choices[index].second != *value) ++index;
+          return index;
+        });
+  }
+
+  // Writes the given options through the bound pointers. Unknown names are answered with the list
+  // of the known ones, bad values with the range.
+  absl::Status Parse(const Options& options);
+  std::vector<OptionSpec> Specs() const;
+  Options Values() const;  // every option, canonical
+
+ private:
+  struct Entry {
+    OptionSpec spec;
+    std::function<bool(absl::string_view)> parse;  // false: not of the type or out of range
+    std::function<std::string()> print;
+  };
+  void Add(OptionSpec spec, std::function<bool(absl::string_view)> parse,
+           std::function<std::string()> print);
+  void AddChoice(absl::string_view name, const std::vector<std::string>& names,
+                 absl::string_view help, std::function<void(size_t)> set,
+                 std::function<size_t()> get);
+  std::vector<Entry> entries_;
+};
+
+template <class T>
+absl::StatusOr<T> ParseOptions(const Options& text) {
+  T options;
+  OptionBinder binder;
+  options.Describe(binder);
+  TFB_RETURN_IF_ERROR(binder.Parse(text));
+  return options;
+}
+
+// A technique and its options as written on a command line: "longformer:window=256,dilation=1/2".
+struct TechniqueSpec {
+  std::string technique;
+  Options options;
+};
+absl::StatusOr<TechniqueSpec> ParseTechniqueSpec(absl::string_view text);
+// Splits "dense,longformer:window=256,dilation=2,performer" into its three techniques: an item with
+// '=' but no ':' before it belongs to the technique before it.
+absl::StatusOr<std::vector<TechniqueSpec>> ParseTechniqueSpecs(absl::string_view text);
+std::string ToString(const TechniqueSpec& spec);
+std::string ToString(const Options& options);  // "dilation=1,window=256"
+
+// The known names nearest to `name` by edit distance, best first, for "did you mean".
+std::vector<std::string> NearestNames(absl::string_view name, const std::vector<std::string>& known,
+                                      size_t count = 3);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_OPTIONS_H_

@@ -1,0 +1,216 @@
+#include "core/technique.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+
+namespace tfb {
+
+absl::string_view Name(InputKind kind) {
+  switch (kind) {
+    case InputKind::kQkv:
+      return "qkv";
+    case InputKind::kHidden:
+      return "hidden";
+    case InputKind::kTokens:
+      return "tokens";
+  }
+  return "?";
+}
+
+absl::string_view Name(Exactness exactness) {
+  switch (exactness) {
+    case Exactness::kExact:
+      return "exact";
+    case Exactness::kApproximate:
+      return "approximate";
+    case Exactness::kOwn:
+      return "own";
+  }
+  return "?";
+}
+
+absl::Status Layer::SetParameters(const NamedTensors& parameters) {
+  for (const auto& [name, tensor] : parameters) {
+    const auto own = parameters_.find(name);
+    if (own == parameters_.end()) {
+      std::vector<std::string> known;
+      for (const auto& entry : parameters_) known.push_back(entry.first);
+      return absl::InvalidArgumentError(
+          absl::StrCat("there is no parameter \"", name, "\"; ",
+                       known.empty() ? "the layer has none"
+                                     : absl::StrCat("the layer has ", absl::StrJoin(known, ", "))));
+    }
+    if (tensor.shape() != own->second.shape()) {
+      return absl::InvalidArgumentError(absl::StrCat("parameter ", name, " has shape ",
+                                                     ShapeString(tensor.shape()), "; expected is ",
+                                                     ShapeString(own->second.shape())));
+    }
+  }
+  for (const auto& [name, tensor] : parameters) {
+    CopyElements(tensor.view(), parameters_.find(name)->second.view());
+  }
+  ready_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status Layer::CheckCall(const Execution& execution) const {
+  if (execution.pool == nullptr) return absl::InvalidArgumentError("execution has no thread pool");
+  const size_t needed = workspace_bytes(execution.pool->threads());
+  if (execution.workspace.size() < needed) {
+    return absl::InvalidArgumentError(absl::StrCat("workspace has ", execution.workspace.size(),
+                                                   " bytes; the layer needs ", needed));
+  }
+  if (reinterpret_cast<uintptr_t>(execution.workspace.data()) % 64 != 0) {
+    return absl::InvalidArgumentError("workspace is not aligned to 64 bytes");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Layer::Setup(const Inputs& inputs, const Execution& execution) {
+  TFB_RETURN_IF_ERROR(CheckCall(execution));
+  TFB_RETURN_IF_ERROR(CheckTensors("input", inputs_, inputs));
+  TFB_RETURN_IF_ERROR(DoSetup(inputs, execution));
+  ready_ = true;
+  return absl::OkStatus();
+}
+
+absl::Status Layer::Run(const Inputs& inputs, const Outputs& outputs, const Execution& execution) {
+  if (!ready_) return absl::FailedPreconditionError("Setup must be called before Run");
+  TFB_RETURN_IF_ERROR(CheckCall(execution));
+  TFB_RETURN_IF_ERROR(CheckTensors("input", inputs_, inputs));
+  TFB_RETURN_IF_ERROR(CheckTensors("output", outputs_, outputs));
+  return DoRun(inputs, outputs, execution);
+}
+
+absl::Status StreamingLayer::Append(const Inputs& segment, const Outputs& outputs,
+                                    const Execution& execution) {
+  if (!ready()) return absl::FailedPreconditionError("Setup must be called before Append");
+  TFB_RETURN_IF_ERROR(CheckCall(execution));
+  const TensorSpec& first = segment_inputs_[0];
+  const ConstTensorView* view = segment.Find(first.name);
+  int64_t tokens = 0;
+  for (size_t axis = 0; view != nullptr && axis < first.shape.size(); ++axis) {
+    if (first.shape[axis] == kSegmentTokens && static_cast<int>(axis) < view->rank) {
+      tokens = view->dim(static_cast<int>(axis));
+    }
+  }
+  if (tokens < 1 || tokens > max_segment_tokens_) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("segment has ", tokens, " tokens; allowed are 1 to ", max_segment_tokens_));
+  }
+  TFB_RETURN_IF_ERROR(CheckTensors("input", segment_inputs_, segment, tokens));
+  TFB_RETURN_IF_ERROR(CheckTensors("output", segment_outputs_, outputs, tokens));
+  return DoAppend(tokens, segment, outputs, execution);
+}
+
+absl::StatusOr<TechniqueSpec> Technique::Counterpart(const Problem&, const Options&) const {
+  return TechniqueSpec{"dense", {}};
+}
+
+std::vector<TensorSpec> QkvInputs(const Problem& p) {
+  return {{"q", {p.batch, p.query_heads, p.query_tokens, p.head_dim}, p.dtype, false},
+          {"k", {p.batch, p.kv_heads, p.kv_tokens, p.head_dim}, p.dtype, false},
+          {"v", {p.batch, p.kv_heads, p.kv_tokens, p.value_dim}, p.dtype, false},
+          {"key_mask", {p.batch, p.kv_tokens}, DType::kU8, true}};
+}
+
+std::vector<TensorSpec> HiddenInputs(const Problem& p) {
+  return {{"x", {p.batch, p.query_tokens, p.model_dim()}, p.dtype, false}};
+}
+
+std::vector<TensorSpec> AttentionOutputs(const Problem& p) {
+  return {{"out", {p.batch, p.query_heads, p.query_tokens, p.value_dim}, p.dtype, false},
+          {"log_sum_exp", {p.batch, p.query_heads, p.query_tokens}, DType::kF32, true}};
+}
+
+std::vector<TensorSpec> HiddenOutputs(const Problem& p) {
+  return {{"out", {p.batch, p.query_tokens, p.model_dim()}, p.dtype, false}};
+}
+
+absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device) {
+  TFB_RETURN_IF_ERROR(Validate(problem));
+  if (std::find(info.devices.begin(), info.devices.end(), device) == info.devices.end()) {
+    return absl::UnimplementedError(
+        absl::StrCat(info.name, " has no implementation for device ", Name(device)));
+  }
+  if (problem.causal && !info.supports_causal) {
+    return absl::UnimplementedError(absl::StrCat(info.name, " has no causal form"));
+  }
+  if (!problem.causal && !info.supports_noncausal) {
+    return absl::UnimplementedError(absl::StrCat(info.name, " is causal only"));
+  }
+  return absl::OkStatus();
+}
+
+template <class View>
+absl::Status CheckTensors(absl::string_view what, const std::vector<TensorSpec>& specs,
+                          const NamedViews<View>& views, int64_t segment_tokens) {
+  size_t found = 0;
+  for (const TensorSpec& spec : specs) {
+    const View* view = views.Find(spec.name);
+    Shape shape = spec.shape;
+    std::replace(shape.begin(), shape.end(), kSegmentTokens, segment_tokens);
+    if (view == nullptr || view->empty()) {
+      if (spec.optional) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat(what, " ", spec.name, " ", ShapeString(shape), " is missing"));
+    }
+    ++found;
+    if (view->dtype != spec.dtype) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          what, " ", spec.name, " is ", Name(view->dtype), "; expected is ", Name(spec.dtype)));
+    }
+    if (absl::MakeConstSpan(view->dims.data(), view->rank) != absl::MakeConstSpan(shape)) {
+      return absl::InvalidArgumentError(absl::StrCat(what, " ", spec.name, " has shape ",
+                                                     ShapeString(view->shape()), "; expected is ",
+                                                     ShapeString(shape)));
+    }
+  }
+  if (found == views.size()) return absl::OkStatus();
+  for (const auto& [name, view] : views) {
+    const auto same = [&name = name](const TensorSpec& spec) { return spec.name == name; };
+    if (!view.empty() && std::none_of(specs.begin(), specs.end(), same)) {
+      return absl::InvalidArgumentError(absl::StrCat("there is no ", what, " \"", name, "\""));
+    }
+  }
+  return absl::OkStatus();
+}
+template absl::Status CheckTensors(absl::string_view, const std::vector<TensorSpec>&, const Inputs&,
+                                   int64_t);
+template absl::Status CheckTensors(absl::string_view, const std::vector<TensorSpec>&,
+                                   const Outputs&, int64_t);
+
+Registry& Registry::Global() {
+  static Registry& registry = *new Registry;  // never destroyed: usable from static initialisers
+  return registry;
+}
+
+void Registry::Add(std::unique_ptr<Technique> technique) {
+  const std::string name = technique->info().name;
+  if (!techniques_.emplace(name, std::move(technique)).second) {
+    std::fprintf(stderr, "technique %s is registered twice\n", name.c_str());
+    std::abort();
+  }
+}
+
+std::vector<const Technique*> Registry::All() const {
+  std::vector<const Technique*> all;
+  for (const auto& [name, technique] : techniques_) all.push_back(technique.get());
+  return all;
+}
+
+absl::StatusOr<const Technique*> Registry::Find(absl::string_view name) const {
+  const auto found = techniques_.find(name);
+  if (found != techniques_.end()) return found->second.get();
+  std::vector<std::string> known;
+  for (const auto& entry : techniques_) known.push_back(entry.first);
+  return absl::NotFoundError(absl::StrCat("there is no technique \"", name, "\"; nearest are ",
+                                          absl::StrJoin(NearestNames(name, known), ", "),
+                                          " (--list shows all)"));
+}
+
+}  // namespace tfb

@@ -1,0 +1,66 @@
+#define EIGEN_USE_THREADS
+#include "core/thread_pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+
+#include "unsupported/Eigen/CXX11/ThreadPool"
+
+namespace tfb {
+namespace {
+
+// Lives on the caller's stack for the length of one ParallelFor. A closure over its address and an
+// index fits the pool's task object, so that scheduling allocates nothing.
+struct Job {
+  Job(int64_t tasks, int helpers, absl::FunctionRef<void(int64_t, int)> body)
+      : tasks(tasks), body(body), helpers_left(helpers) {}
+  void Work(int worker) {
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+      body(task, worker);
+    }
+  }
+  void HelperDone() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (--helpers_left == 0) all_done.notify_one();
+  }
+  void WaitForHelpers() {
+    std::unique_lock<std::mutex> lock(mutex);
+    all_done.wait(lock, [this] { return helpers_left == 0; });
+  }
+
+  const int64_t tasks;
+  const absl::FunctionRef<void(int64_t, int)> body;
+  std::atomic<int64_t> next{0};
+  std::mutex mutex;  // std's, which thread sanitizer sees even where Abseil is a prebuilt archive
+  std::condition_variable all_done;
+  int helpers_left;
+};
+
+}  // namespace
+
+ThreadPool::ThreadPool(int threads) : threads_(std::max(threads, 1)) {
+  if (threads_ > 1) pool_ = std::make_unique<Eigen::ThreadPool>(threads_ - 1);
+}
+
+ThreadPool::~ThreadPool() = default;
+
+void ThreadPool::ParallelFor(int64_t tasks, absl::FunctionRef<void(int64_t, int)> body) {
+  const int helpers = static_cast<int>(std::min<int64_t>(threads_, tasks)) - 1;
+  if (helpers <= 0) {
+    for (int64_t task = 0; task < tasks; ++task) body(task, 0);
+    return;
+  }
+  Job job(tasks, helpers, body);
+  for (int worker = 1; worker <= helpers; ++worker) {
+    pool_->Schedule([&job, worker] {
+      job.Work(worker);
+      job.HelperDone();
+    });
+  }
+  job.Work(0);
+  job.WaitForHelpers();
+}
+
+}  // namespace tfb

@@ -1,0 +1,39 @@
+// The one pool of threads that every engine uses.
+#ifndef TFB_CORE_THREAD_POOL_H_
+#define TFB_CORE_THREAD_POOL_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/functional/function_ref.h"
+
+namespace Eigen {
+template <typename Environment>
+class ThreadPoolTempl;
+struct StlThreadEnvironment;
+}  // namespace Eigen
+
+namespace tfb {
+
+// Eigen's pool behind one verb. The calling thread works too, so a pool of 1 starts no thread.
+class ThreadPool {
+ public:
+  explicit ThreadPool(int threads);  // at least 1
+  ~ThreadPool();
+
+  int threads() const { return threads_; }
+
+  // Calls body(task, worker) once for each task in [0, tasks) and returns when all are done. Tasks
+  // are taken in order, so put the longest first; worker is in [0, threads()) and no two running
+  // calls have the same one. Allocates nothing. Calls must not be nested.
+  void ParallelFor(int64_t tasks, absl::FunctionRef<void(int64_t task, int worker)> body);
+
+ private:
+  int threads_;
+  std::unique_ptr<Eigen::ThreadPoolTempl<Eigen::StlThreadEnvironment>>
+      pool_;  // null for one thread
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_THREAD_POOL_H_
