@@ -15,10 +15,12 @@ Case::Key TableKey(Case::Key key) {
   key.clear_technique();
   key.clear_options();
   key.clear_options_text();
-  key.clear_device();
   key.clear_threads();
   key.clear_seed();
-  if (key.purpose() == Case::PURPOSE_ACCURACY) return key;
+  if (key.purpose() == Case::PURPOSE_ACCURACY) {
+    key.clear_device();  // errors on two devices are worth comparing; times are told apart
+    return key;
+  }
   // Which of the two lengths varies: both together, or the longer one against a fixed shorter one.
   ProblemSize* problem = key.mutable_problem();
   if (problem->query_tokens() == problem->kv_tokens()) {

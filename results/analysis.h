@@ -33,8 +33,8 @@ struct Series {
   const Case& first() const { return *cases.front(); }
 };
 
-// The cases of one table: equal in machine, purpose, element type, input, and in the problem but
-// for its tokens (scaling) or wholly (accuracy).
+// The cases of one table: equal in machine, purpose, element type and input; for accuracy in the
+// problem, for scaling in device and in the problem but for its tokens.
 struct SeriesGroup {
   Case::Purpose purpose = Case::PURPOSE_UNSPECIFIED;
   std::vector<Series> series;    // baselines first, then in the order of the file

@@ -328,8 +328,9 @@ TEST(RenderComparison, ListsRegressionsAndCounts) {
             "2 cases in both, 0 missing, 0 new; of their numbers 1 regressed, 0 improved, 4 "
             "unchanged, 0 within noise, 0 not judged\n"
             "regressed\n");
-  EXPECT_TRUE(absl::StrContains(RenderComparison(CompareOrDie(base, now), true, false, TextStyle()),
-                                "| **run time over dense** | 1.00 | 1.50 | 1.50x | near, cpu f32,"));
+  EXPECT_TRUE(
+      absl::StrContains(RenderComparison(CompareOrDie(base, now), true, false, TextStyle()),
+                        "| **run time over dense** | 1.00 | 1.50 | 1.50x | near, cpu f32,"));
 }
 
 }  // namespace

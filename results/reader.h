@@ -79,7 +79,7 @@ std::string CanonicalOptions(const std::map<std::string, std::string>& options);
 std::string CanonicalOptions(const Case::Key& key);
 
 // The whole key as one line, equal for two cases exactly when their keys are: e.g.
-// "technique=longformer options=window%3D256 device=cpu dtype=f32 batch=1 ... purpose=scaling".
+// "technique=near options=window%3D256 device=cpu dtype=f32 batch=1 ... purpose=scaling".
 // The options' map counts, and their text only where the map is empty. The environment is not
 // part of a key.
 std::string CaseKey(const Case& result);

@@ -97,12 +97,12 @@ plain                cpu     exact        2e-7 (<= 2e-6)           2e-7   1.0   
 near window=256      cpu     exact        2e-7 (<= 2e-6)           0.18  0.87     0.14       0.78  ok
 sketch features=128  cpu     approximate  2e-7 (<= 2e-6)           0.61     -        -          -  ok
 
-Scaling, ms at tokens: f32, 8 heads of 64, causal, input gaussian
-                                                                growth  speed-up  faster than   memory    of
-technique            device    256   512  1024  2048  4096  (expected)   at 4096   dense from  at 4096  peak
-plain                cpu     0.500  2.00  8.00  32.0   128    2.00 (2)         -            -    4 MiB   67%
-near window=256      cpu      1.38  2.76  5.52  11.0  22.1    1.00 (1)      5.8x          707    4 MiB   24%
-sketch features=128  cpu      10.0  20.0  40.0  80.0   160    1.00 (1)     0.80x  not to 4096    4 MiB  3.4%
+Scaling, ms at tokens: cpu f32, 8 heads of 64, causal, input gaussian
+                                                        growth  speed-up  faster than   memory    of
+technique              256   512  1024  2048  4096  (expected)   at 4096   dense from  at 4096  peak
+plain                0.500  2.00  8.00  32.0   128    2.00 (2)         -            -    4 MiB   67%
+near window=256       1.38  2.76  5.52  11.0  22.1    1.00 (1)      5.8x          707    4 MiB   24%
+sketch features=128   10.0  20.0  40.0  80.0   160    1.00 (1)     0.80x  not to 4096    4 MiB  3.4%
 medians of warm runs without setup; growth: exponent from 1024 to 4096 tokens; memory: workspace and parameters
 
 Choices at 4096 tokens, cpu f32, 8 heads of 64, causal: of 3, those that no other beats in both error and time
@@ -130,8 +130,8 @@ TEST(RenderTerminal, ACaseWithoutDensePartnerHasNoSpeedUpAndNoCrossover) {
   CaseSpec spec;
   spec.technique = "alone";
   *results.add_cases() = MakeCase(spec);
-  EXPECT_TRUE(absl::StrContains(
-      AsTerminal(results), "\nalone      cpu     1.00       - (2)         -            -  512 KiB"))
+  EXPECT_TRUE(absl::StrContains(AsTerminal(results),
+                                "\nalone      1000       - (2)         -            -  512 KiB"))
       << AsTerminal(results);
 }
 
@@ -208,6 +208,22 @@ TEST(RenderTerminal, ManyLengthsAreShownInParts) {
     EXPECT_LE(DisplayWidth(line), 120) << line;
   }
   EXPECT_TRUE(absl::StrContains(text, " 4000")) << text;
+}
+
+TEST(RenderTerminal, DevicesHaveTablesOfTheirOwnAndThreadsRowsOfTheirOwn) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec spec;
+  *results.add_cases() = MakeCase(spec);
+  *results.add_cases() = MakeCase(spec);
+  results.mutable_cases(1)->mutable_key()->set_threads(1);
+  spec.device = DEVICE_TYPE_CUDA;
+  *results.add_cases() = MakeCase(spec);
+  const std::string text = AsTerminal(results);
+  EXPECT_TRUE(absl::StrContains(text, "plain      cpu x2  1000")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "plain      cpu x1  1000")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "at tokens: cuda f32")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "plain      1000")) << text;
 }
 
 TEST(RenderTerminal, SeedsSharePlaceAndTheWorstErrorOfThemIsShown) {
@@ -290,7 +306,8 @@ TEST(RenderTerminal, StreamingAndDecodingHaveTheirTables) {
   EXPECT_TRUE(
       absl::StrContains(text, "memory     cpu         128     1.00     4.00            384"))
       << text;
-  EXPECT_TRUE(absl::StrContains(text, "Scaling, ms at keys: f32, 1 query, 8 heads of 64")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "Scaling, µs at keys: cpu f32, 1 query, 8 heads of 64"))
+      << text;
 }
 
 TEST(RenderTerminal, DetailsTellCostsApartAndGiveStatistics) {

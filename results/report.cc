@@ -84,6 +84,13 @@ std::string DeviceName(const SeriesGroup& group, const Series& series) {
   return threads.size() > 1 ? absl::StrCat(device, " x", key.threads()) : device;
 }
 
+// Whether a table's rows differ in device or number of threads.
+bool HasSeveralDevices(const SeriesGroup& group) {
+  std::set<std::string> names;
+  for (const Series& series : group.series) names.insert(DeviceName(group, series));
+  return names.size() > 1;
+}
+
 std::string SeriesName(const Series& series) {
   std::set<uint64_t> seeds;
   for (const Case* result : series.cases) seeds.insert(result->key().seed());
@@ -178,7 +185,7 @@ TableCell BoundedCell(const std::vector<const Case*>& cases, const CaseNumber& n
   const std::optional<double> value = WorstValue(cases, number);
   const std::optional<double> limit = WorstValue(cases, bound);
   if (!value.has_value() || !limit.has_value()) return FormatError(value);
-  return {absl::StrCat(FormatError(value), " (<= ", FormatError(limit), ")"),
+  return {absl::StrCat(FormatError(value), " (<= ", FormatBound(limit), ")"),
           *value <= *limit ? Emphasis::kNone : Emphasis::kBad};
 }
 
@@ -195,20 +202,30 @@ std::string RecallHeader(const SeriesGroup& group) {
 
 std::string GroupTitle(absl::string_view what, const SeriesGroup& group) {
   const Case& result = group.first();
-  const bool with_tokens = group.purpose == Case::PURPOSE_ACCURACY;
-  std::string title = absl::StrCat(what, ": ", Name(result.key().dtype()), ", ",
-                                   DescribeProblem(result.key().problem(), with_tokens));
+  const bool accuracy = group.purpose == Case::PURPOSE_ACCURACY;
+  const std::string device = accuracy ? "" : absl::StrCat(Name(result.key().device()), " ");
+  std::string title = absl::StrCat(what, ": ", device, Name(result.key().dtype()), ", ",
+                                   DescribeProblem(result.key().problem(), accuracy));
   const std::string input = DescribeInput(result.key().input());
   if (!input.empty()) absl::StrAppend(&title, ", input ", input);
   return title;
 }
 
-std::string Times(const MedianInterval& time) {
-  const bool unsteady = time.relative_half_width() > kUnsteadyHalfWidth;
-  return absl::StrCat(FormatMilliseconds(time.median), unsteady ? "~" : "");
+// The unit in which a table's times are readable.
+struct TimeUnit {
+  const char* name = "ms";
+  double ns = 1e6;
+};
+
+TimeUnit UnitOf(const SeriesGroup& group) {
+  double longest_ns = 0;
+  for (const Series& series : group.series) {
+    for (const auto& [tokens, time] : series.run_ns) longest_ns = std::max(longest_ns, time.median);
+  }
+  return longest_ns < 10e6 ? TimeUnit{"µs", 1e3} : TimeUnit();
 }
 
-TableCell LengthCell(const Series& series, int64_t tokens) {
+TableCell LengthCell(const Series& series, int64_t tokens, const TimeUnit& unit) {
   const auto time = series.run_ns.find(tokens);
   const auto cases = series.by_tokens.find(tokens);
   if (cases == series.by_tokens.end()) return "-";
@@ -216,7 +233,9 @@ TableCell LengthCell(const Series& series, int64_t tokens) {
   if (time == series.run_ns.end()) {
     return status == Outcome::STATUS_OK ? TableCell("-") : StatusCell(status);
   }
-  return {Times(time->second), status == Outcome::STATUS_FAILED ? Emphasis::kBad : Emphasis::kNone};
+  const bool unsteady = time->second.relative_half_width() > kUnsteadyHalfWidth;
+  return {absl::StrCat(FormatSignificant(time->second.median / unit.ns), unsteady ? "~" : ""),
+          status == Outcome::STATUS_FAILED ? Emphasis::kBad : Emphasis::kNone};
 }
 
 TableCell GrowthCell(const Series& series) {
@@ -310,7 +329,8 @@ void AddScalingNotes(const SeriesGroup& group, const std::vector<const Series*>&
 
 Table ScalingTable(const Analysis& analysis, const SeriesGroup& group) {
   Table table;
-  table.title = GroupTitle(absl::StrCat("Scaling, ms at ", LengthName(group)), group);
+  const TimeUnit unit = UnitOf(group);
+  table.title = GroupTitle(absl::StrCat("Scaling, ", unit.name, " at ", LengthName(group)), group);
   std::vector<const Series*> shown;
   std::set<int64_t> lengths;
   for (const Series& series : group.series) {
@@ -321,8 +341,10 @@ Table ScalingTable(const Analysis& analysis, const SeriesGroup& group) {
   if (shown.empty()) return table;
   const int64_t longest = *lengths.rbegin();
 
-  table.columns = {{"technique", false, kLeastNameWidth}, {"device"}};
-  table.repeated_columns = 2;
+  const bool with_device = HasSeveralDevices(group);
+  table.columns = {{"technique", false, kLeastNameWidth}};
+  if (with_device) table.columns.push_back({"device"});
+  table.repeated_columns = with_device ? 2 : 1;
   for (const int64_t tokens : lengths) table.columns.push_back({absl::StrCat(tokens), true});
   table.columns.push_back({"growth\n(expected)", true});
   table.columns.push_back({absl::StrCat("speed-up\nat ", longest), true});
@@ -331,8 +353,9 @@ Table ScalingTable(const Analysis& analysis, const SeriesGroup& group) {
   table.columns.push_back({"of\npeak", true});
 
   for (const Series* series : shown) {
-    std::vector<TableCell> row = {SeriesName(*series), DeviceName(group, *series)};
-    for (const int64_t tokens : lengths) row.push_back(LengthCell(*series, tokens));
+    std::vector<TableCell> row = {SeriesName(*series)};
+    if (with_device) row.push_back(DeviceName(group, *series));
+    for (const int64_t tokens : lengths) row.push_back(LengthCell(*series, tokens, unit));
     row.push_back(GrowthCell(*series));
     const std::optional<double> speed_up =
         series->is_baseline ? std::nullopt : analysis.SpeedUpAt(*series, longest);
@@ -376,13 +399,13 @@ Table AccuracyTable(const SeriesGroup& group) {
          return FormatError(MedianValue(cases, DenseError));
        }});
   if (AnyHas(group, DenseErrorRatio)) {
-    columns.push_back(
-        {{"x error of\ndense 16-bit", true}, [](const std::vector<const Case*>& cases) {
-           return BoundedCell(cases, DenseErrorRatio, [](const Case& result) {
-             const BoundedNumber& ratio = result.outcome().ratio_to_dense_error();
-             return ratio.has_bound() ? std::optional<double>(ratio.bound()) : std::nullopt;
-           });
-         }});
+    columns.push_back({{"x dense\nin 16 bit", true}, [](const std::vector<const Case*>& cases) {
+                         return BoundedCell(cases, DenseErrorRatio, [](const Case& result) {
+                           const BoundedNumber& ratio = result.outcome().ratio_to_dense_error();
+                           return ratio.has_bound() ? std::optional<double>(ratio.bound())
+                                                    : std::nullopt;
+                         });
+                       }});
   }
   add_median("log-sum-exp\nerror", LogSumExpError);
   add_median("kept\nmass", KeptMass);
@@ -447,22 +470,21 @@ std::map<std::string, std::vector<double>> DenseErrorsByTechnique(const Analysis
   return errors;
 }
 
-Table ChoiceTable(const Analysis& analysis, const SeriesGroup& group, DeviceType device,
+Table ChoiceTable(const Analysis& analysis, const SeriesGroup& group,
                   const std::map<std::string, std::vector<double>>& errors) {
   Table table;
+  const TimeUnit unit = UnitOf(group);
   std::vector<Choice> choices;
   int64_t longest = 0;
   for (const Series& series : group.series) {
-    if (series.first().key().device() != device || series.run_ns.empty()) continue;
+    if (series.run_ns.empty()) continue;
     longest = std::max(longest, series.run_ns.rbegin()->first);
   }
   for (const Series& series : group.series) {
     const Case::Key& key = series.first().key();
     const auto time = series.run_ns.find(longest);
     const auto error = errors.find(TechniqueKey(key));
-    if (key.device() != device || time == series.run_ns.end() || error == errors.end()) {
-      continue;
-    }
+    if (time == series.run_ns.end() || error == errors.end()) continue;
     choices.push_back({&series, time->second.median, MedianOf(error->second)->median,
                        analysis.SpeedUpAt(series, longest),
                        WorkingMemoryBytes(series.by_tokens.at(longest).front()->outcome())});
@@ -477,18 +499,19 @@ Table ChoiceTable(const Analysis& analysis, const SeriesGroup& group, DeviceType
   if (choices.size() < 2) return table;
   std::stable_sort(best.begin(), best.end(),
                    [](const Choice& a, const Choice& b) { return a.error < b.error; });
-  table.title = absl::StrCat("Choices at ", longest, " ", LengthName(group), ", ", Name(device),
-                             " ", Name(group.first().key().dtype()), ", ",
-                             DescribeProblem(group.first().key().problem(), false), ": of ",
-                             choices.size(), ", those that no other beats in both error and time");
+  table.title =
+      absl::StrCat("Choices at ", longest, " ", LengthName(group), ", ",
+                   Name(group.first().key().device()), " ", Name(group.first().key().dtype()), ", ",
+                   DescribeProblem(group.first().key().problem(), false), ": of ", choices.size(),
+                   ", those that no other beats in both error and time");
   table.columns = {{"technique", false, kLeastNameWidth},
                    {"error against\ndense", true},
                    {"speed-up", true},
-                   {"ms", true},
+                   {unit.name, true},
                    {"memory", true}};
   for (const Choice& choice : best) {
     table.rows.push_back({SeriesName(*choice.series), FormatError(choice.error),
-                          FormatRatio(choice.speed_up), FormatMilliseconds(choice.time_ns),
+                          FormatRatio(choice.speed_up), FormatSignificant(choice.time_ns / unit.ns),
                           FormatBytes(choice.memory)});
   }
   table.notes.push_back("error: median over the technique's accuracy cases");
@@ -788,9 +811,7 @@ std::vector<Table> ChoiceTables(const Analysis& analysis) {
   std::vector<Table> tables;
   for (const SeriesGroup& group : analysis.groups()) {
     if (group.purpose == Case::PURPOSE_ACCURACY) continue;
-    for (const DeviceType device : {DEVICE_TYPE_CPU, DEVICE_TYPE_CUDA}) {
-      tables.push_back(ChoiceTable(analysis, group, device, errors));
-    }
+    tables.push_back(ChoiceTable(analysis, group, errors));
   }
   return WithRows(tables);
 }

@@ -325,7 +325,7 @@ std::string Printable(absl::string_view text) {
 }
 
 std::string ToAscii(absl::string_view text) {
-  const std::string replaced = absl::StrReplaceAll(text, {{"·", "|"}, {"…", "~"}});
+  const std::string replaced = absl::StrReplaceAll(text, {{"·", "|"}, {"…", "~"}, {"µ", "u"}});
   std::string out;
   for (absl::string_view rest = replaced; !rest.empty();) {
     int bytes = 0;
@@ -362,6 +362,10 @@ std::string FormatError(std::optional<double> value) {
   const double x = *value;
   if (x == 0 || !std::isfinite(x) || std::fabs(x) >= 0.0095) return FormatSignificant(x, 2);
   return WithoutTrailingZeros(WithoutExponentZeros(absl::StrFormat("%.1e", x)));
+}
+
+std::string FormatBound(std::optional<double> value) {
+  return WithoutTrailingZeros(FormatError(value));
 }
 
 std::string FormatMilliseconds(std::optional<double> ns) {

@@ -70,6 +70,7 @@ std::string ToAscii(absl::string_view text);
 // Numbers for people. Not finite: "inf", "-inf", "nan"; absent: "-".
 std::string FormatSignificant(std::optional<double> value, int digits = 3);  // 0.512 12.3 1230
 std::string FormatError(std::optional<double> value);  // two digits: 0.18 2.1e-7 0
+std::string FormatBound(std::optional<double> value);  // the same without zeros at the end
 std::string FormatMilliseconds(std::optional<double> ns);
 std::string FormatBytes(std::optional<double> bytes);    // 512 B, 1.5 KiB, 12 MiB
 std::string FormatPercent(std::optional<double> share);  // 0.61: 61%

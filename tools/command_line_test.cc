@@ -67,7 +67,7 @@ TEST_F(CommandLineTest, HelpListsEveryFlagWithItsDefaultWhateverItIsNow) {
 
 TEST(Nearest, FindsWhatWasMeantAndNothingFarFromIt) {
   EXPECT_EQ(Nearest("fromat", {"output", "format"}), "format");
-  EXPECT_EQ(Nearest("lngformer", {"longformer", "performer"}), "longformer");
+  EXPECT_EQ(Nearest("lngwindow", {"longwindow", "widewindow"}), "longwindow");
   EXPECT_EQ(Nearest("abc", {"xyz"}), "");
   EXPECT_EQ(Nearest("", {}), "");
 }
