@@ -1,0 +1,408 @@
+#include "core/safetensors.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr char kMetadata[] = "__metadata__";
+constexpr int64_t kLengthBytes = 8;
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the format is little-endian");
+
+// Where a tensor lies, as its header entry says.
+struct Entry {
+  std::string name;
+  DType dtype = DType::kF32;
+  Shape shape;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+// Copies `size` bytes at `offset` of the file to `to`.
+using ReadAt = absl::FunctionRef<absl::Status(int64_t offset, int64_t size, char* to)>;
+
+// Names and texts of a file, fit for a message of one line.
+std::string Quoted(absl::string_view text) {
+  constexpr size_t kLongest = 80;
+  if (text.size() <= kLongest) return absl::StrCat("\"", absl::CHexEscape(text), "\"");
+  return absl::StrCat("\"", absl::CHexEscape(text.substr(0, kLongest)), "...\"");
+}
+
+absl::Status Bad(absl::string_view file, absl::string_view what) {
+  return absl::InvalidArgumentError(absl::StrCat(file, ": ", what));
+}
+
+absl::Status BadTensor(absl::string_view file, absl::string_view tensor, absl::string_view what) {
+  return Bad(file, absl::StrCat("tensor ", Quoted(tensor), " ", what));
+}
+
+absl::Status SystemError(absl::string_view file, absl::string_view what) {
+  const int error = errno;
+  return absl::ErrnoToStatus(error, absl::StrCat(file, ": ", what));
+}
+
+struct ElementType {
+  const char* name;
+  DType dtype;
+};
+// A dtype is written by the first name that it has here.
+constexpr ElementType kElementTypes[] = {
+    {"F64", DType::kF64}, {"F32", DType::kF32}, {"F16", DType::kF16}, {"BF16", DType::kBF16},
+    {"I64", DType::kI64}, {"I32", DType::kI32}, {"U8", DType::kU8},   {"BOOL", DType::kU8},
+};
+
+absl::StatusOr<DType> ParseElementType(absl::string_view file, const std::string& tensor,
+                                       const Json& entry) {
+  const auto field = entry.find("dtype");
+  if (field == entry.end() || !field->is_string()) {
+    return BadTensor(file, tensor, "has no dtype");
+  }
+  const std::string& name = field->get_ref<const std::string&>();
+  for (const ElementType& type : kElementTypes) {
+    if (name == type.name) return type.dtype;
+  }
+  return absl::UnimplementedError(
+      absl::StrCat(file, ": tensor ", Quoted(tensor), " has dtype ", Quoted(name),
+                   "; read are F64, F32, F16, BF16, I64, I32, U8, BOOL"));
+}
+
+// A whole number of the header, or -1 where it is not one that fits 63 bits.
+int64_t WholeNumber(const Json& value) {
+  if (!value.is_number_unsigned()) return -1;
+  const uint64_t number = value.get<uint64_t>();
+  return number <= static_cast<uint64_t>(INT64_MAX) ? static_cast<int64_t>(number) : -1;
+}
+
+// The text of a small piece of the header, for a message.
+std::string TextOf(const Json& value) {
+  return Quoted(value.dump(-1, ' ', true, Json::error_handler_t::replace));
+}
+
+absl::StatusOr<Shape> ParseShape(absl::string_view file, const std::string& tensor,
+                                 const Json& entry) {
+  const auto field = entry.find("shape");
+  if (field == entry.end() || !field->is_array()) return BadTensor(file, tensor, "has no shape");
+  if (field->empty()) return Shape{1};
+  if (field->size() > kMaxRank) {
+    return absl::UnimplementedError(absl::StrCat(file, ": tensor ", Quoted(tensor), " has ",
+                                                 field->size(), " dimensions; read are up to ",
+                                                 kMaxRank));
+  }
+  Shape shape;
+  for (const Json& size : *field) {
+    shape.push_back(WholeNumber(size));
+    if (shape.back() < 0) {
+      return BadTensor(
+          file, tensor,
+          absl::StrCat("has size ", TextOf(size), " in its shape; allowed are 0 to 2^63 - 1"));
+    }
+  }
+  return shape;
+}
+
+absl::StatusOr<Entry> ParseEntry(absl::string_view file, const std::string& name, const Json& json,
+                                 int64_t data_bytes) {
+  if (!json.is_object()) return BadTensor(file, name, "is not described by an object");
+  Entry entry;
+  entry.name = name;
+  TFB_ASSIGN_OR_RETURN(entry.dtype, ParseElementType(file, name, json));
+  TFB_ASSIGN_OR_RETURN(entry.shape, ParseShape(file, name, json));
+  const auto offsets = json.find("data_offsets");
+  if (offsets == json.end() || !offsets->is_array() || offsets->size() != 2) {
+    return BadTensor(file, name, "has no data_offsets [begin, end]");
+  }
+  entry.begin = WholeNumber((*offsets)[0]);
+  entry.end = WholeNumber((*offsets)[1]);
+  const std::string text = absl::StrCat("has data_offsets ", TextOf(*offsets));
+  if (entry.begin < 0 || entry.end < 0) {
+    return BadTensor(file, name, absl::StrCat(text, ", which are not two offsets"));
+  }
+  if (entry.end < entry.begin) {
+    return BadTensor(file, name, absl::StrCat(text, ", whose end is before their beginning"));
+  }
+  if (entry.end > data_bytes) {
+    return BadTensor(file, name,
+                     absl::StrCat(text, "; the file has only ", data_bytes, " bytes of tensors"));
+  }
+  int64_t bytes = SizeOf(entry.dtype);
+  for (const int64_t size : entry.shape) {
+    // A size of 0 hides what follows from the product, not from an index: it is checked as a 1.
+    if (__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes)) {
+      return BadTensor(
+          file, name,
+          absl::StrCat("has shape ", ShapeString(entry.shape), ", whose bytes overflow 64 bits"));
+    }
+  }
+  bytes = SizeOf(entry.dtype) * NumElements(entry.shape);
+  if (bytes != entry.end - entry.begin) {
+    return BadTensor(
+        file, name,
+        absl::StrCat(text, ", which are ", entry.end - entry.begin, " bytes; its ",
+                     Name(entry.dtype), " ", ShapeString(entry.shape), " has ", bytes));
+  }
+  return entry;
+}
+
+// The ranges, sorted by their beginnings, must follow one another from the first byte to the last.
+absl::Status CheckCoverage(absl::string_view file, std::vector<Entry> entries, int64_t data_bytes) {
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return std::make_pair(a.begin, a.end) < std::make_pair(b.begin, b.end);
+  });
+  int64_t end = 0;
+  const Entry* last = nullptr;
+  for (const Entry& entry : entries) {
+    if (entry.begin < end) {
+      return BadTensor(file, entry.name,
+                       absl::StrCat("begins at byte ", entry.begin, " and overlaps tensor ",
+                                    Quoted(last->name), ", which ends at ", end));
+    }
+    if (entry.begin > end) {
+      return BadTensor(file, entry.name,
+                       absl::StrCat("begins at byte ", entry.begin, ", but bytes ", end, " to ",
+                                    entry.begin, " belong to no tensor"));
+    }
+    end = entry.end;
+    last = &entry;
+  }
+  if (end != data_bytes) {
+    return Bad(file, absl::StrCat("has ", data_bytes - end, " bytes behind its last tensor"));
+  }
+  return absl::OkStatus();
+}
+
+// The header as JSON. Duplicate names, which the JSON library would silently merge, are errors.
+absl::StatusOr<Json> ParseHeader(absl::string_view file, const std::string& text) {
+  if (text.empty() || text[0] != '{') return Bad(file, "header does not begin with \"{\"");
+  std::vector<std::set<std::string>> open_objects;
+  std::string duplicate;
+  const auto watch = [&](int /*depth*/, Json::parse_event_t event, Json& parsed) {
+    if (event == Json::parse_event_t::object_start) open_objects.emplace_back();
+    if (event == Json::parse_event_t::object_end) open_objects.pop_back();
+    if (event == Json::parse_event_t::key) {
+      const std::string& key = parsed.get_ref<const std::string&>();
+      if (!open_objects.back().insert(key).second && duplicate.empty()) duplicate = Quoted(key);
+    }
+    return true;
+  };
+  Json header = Json::parse(text, watch, /*allow_exceptions=*/false);
+  if (header.is_discarded()) return Bad(file, "header is not valid JSON");
+  if (!duplicate.empty()) {
+    return Bad(file, absl::StrCat("header has the name ", duplicate, " twice"));
+  }
+  if (!header.is_object()) return Bad(file, "header is not a JSON object");
+  return header;
+}
+
+absl::StatusOr<std::map<std::string, std::string>> ParseMetadata(absl::string_view file,
+                                                                 const Json& json) {
+  if (!json.is_object()) return Bad(file, "__metadata__ is not an object");
+  std::map<std::string, std::string> metadata;
+  for (const auto& [key, value] : json.items()) {
+    if (!value.is_string()) {
+      return Bad(file, absl::StrCat("__metadata__ of ", Quoted(key), " is not a text"));
+    }
+    metadata[key] = value.get<std::string>();
+  }
+  return metadata;
+}
+
+absl::StatusOr<SafetensorsFile> Parse(absl::string_view file, int64_t file_bytes, ReadAt read) {
+  if (file_bytes < kLengthBytes) {
+    return Bad(file, absl::StrCat("is ", file_bytes, " bytes long, too short for safetensors"));
+  }
+  uint64_t length = 0;
+  TFB_RETURN_IF_ERROR(read(0, kLengthBytes, reinterpret_cast<char*>(&length)));
+  if (length > static_cast<uint64_t>(file_bytes - kLengthBytes)) {
+    return Bad(file, absl::StrCat("header of ", length, " bytes reaches beyond the file's ",
+                                  file_bytes, " bytes: truncated, or not safetensors"));
+  }
+  if (length > static_cast<uint64_t>(kMaxSafetensorsHeaderBytes)) {
+    return Bad(file, absl::StrCat("header has ", length, " bytes; allowed are up to ",
+                                  kMaxSafetensorsHeaderBytes));
+  }
+  const int64_t data_begin = kLengthBytes + static_cast<int64_t>(length);
+  std::string text(length, '\0');
+  TFB_RETURN_IF_ERROR(read(kLengthBytes, static_cast<int64_t>(length), text.data()));
+  TFB_ASSIGN_OR_RETURN(const Json header, ParseHeader(file, text));
+
+  SafetensorsFile contents;
+  std::vector<Entry> entries;
+  for (const auto& [name, json] : header.items()) {
+    if (name == kMetadata) {
+      TFB_ASSIGN_OR_RETURN(contents.metadata, ParseMetadata(file, json));
+      continue;
+    }
+    TFB_ASSIGN_OR_RETURN(entries.emplace_back(),
+                         ParseEntry(file, name, json, file_bytes - data_begin));
+  }
+  TFB_RETURN_IF_ERROR(CheckCoverage(file, entries, file_bytes - data_begin));
+  for (const Entry& entry : entries) {
+    absl::StatusOr<Tensor> tensor = Tensor::Allocate(entry.dtype, entry.shape);
+    if (!tensor.ok()) {
+      return absl::Status(
+          tensor.status().code(),
+          absl::StrCat(file, ": tensor ", Quoted(entry.name), ": ", tensor.status().message()));
+    }
+    TFB_RETURN_IF_ERROR(
+        read(data_begin + entry.begin, entry.end - entry.begin, static_cast<char*>(tensor->raw())));
+    contents.tensors[entry.name] = *std::move(tensor);
+  }
+  return contents;
+}
+
+// Text that JSON can hold: valid UTF-8 survives the round trip, anything else is replaced in it.
+bool IsUtf8(const std::string& text) {
+  const Json back = Json::parse(Json(text).dump(-1, ' ', false, Json::error_handler_t::replace),
+                                nullptr, /*allow_exceptions=*/false);
+  return back.is_string() && back.get_ref<const std::string&>() == text;
+}
+
+const char* ElementTypeName(DType dtype) {
+  const auto* type =
+      std::find_if(std::begin(kElementTypes), std::end(kElementTypes),
+                   [dtype](const ElementType& candidate) { return candidate.dtype == dtype; });
+  return type->name;
+}
+
+// In falling order of the elements' sizes, so that each tensor is aligned to its elements.
+std::vector<NamedTensors::const_iterator> FileOrder(const NamedTensors& tensors) {
+  std::vector<NamedTensors::const_iterator> order;
+  for (auto it = tensors.begin(); it != tensors.end(); ++it) order.push_back(it);
+  std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
+    return SizeOf(a->second.dtype()) > SizeOf(b->second.dtype());
+  });
+  return order;
+}
+
+// The length and the header of the file, padded so that the tensors begin at a multiple of 8.
+absl::StatusOr<std::string> SerializeHeader(const NamedTensors& tensors,
+                                            const std::map<std::string, std::string>& metadata) {
+  Json header = Json::object();
+  for (const auto& [key, value] : metadata) {
+    if (!IsUtf8(key) || !IsUtf8(value)) {
+      return absl::InvalidArgumentError(absl::StrCat("metadata ", Quoted(key), " is not UTF-8"));
+    }
+    header[kMetadata][key] = value;
+  }
+  int64_t offset = 0;
+  for (const auto& it : FileOrder(tensors)) {
+    const auto& [name, tensor] = *it;
+    if (!IsUtf8(name) || name == kMetadata) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("tensor ", Quoted(name), " has a name that safetensors cannot hold"));
+    }
+    if (tensor.empty()) {
+      return absl::InvalidArgumentError(absl::StrCat("tensor ", Quoted(name), " is empty"));
+    }
+    const Shape shape = tensor.shape();
+    const int64_t end = offset + static_cast<int64_t>(tensor.bytes());
+    header[name] = {{"dtype", ElementTypeName(tensor.dtype())},
+                    {"shape", std::vector<int64_t>(shape.begin(), shape.end())},
+                    {"data_offsets", {offset, end}}};
+    offset = end;
+  }
+  std::string text = header.dump();
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  const uint64_t length = text.size();
+  return absl::StrCat(absl::string_view(reinterpret_cast<const char*>(&length), sizeof(length)),
+                      text);
+}
+
+absl::Status WriteAll(int descriptor, const char* data, size_t size, absl::string_view path) {
+  while (size > 0) {
+    const ssize_t written = write(descriptor, data, size);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return SystemError(path, "cannot write");
+    data += written;
+    size -= static_cast<size_t>(written);
+  }
+  return absl::OkStatus();
+}
+
+absl::string_view BytesOf(const Tensor& tensor) {
+  return absl::string_view(static_cast<const char*>(tensor.raw()), tensor.bytes());
+}
+
+}  // namespace
+
+absl::StatusOr<SafetensorsFile> ReadSafetensors(const std::string& path) {
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) return SystemError(path, "cannot open");
+  const auto closer = absl::MakeCleanup([descriptor] { close(descriptor); });
+  struct stat info;
+  if (fstat(descriptor, &info) != 0) return SystemError(path, "cannot read");
+  if (!S_ISREG(info.st_mode)) return Bad(path, "is not a regular file");
+  return Parse(path, info.st_size, [&](int64_t offset, int64_t size, char* to) -> absl::Status {
+    while (size > 0) {
+      const ssize_t got = pread(descriptor, to, static_cast<size_t>(size), offset);
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) return SystemError(path, "cannot read");
+      if (got == 0) return Bad(path, "was cut short while it was read");
+      offset += got;
+      size -= got;
+      to += got;
+    }
+    return absl::OkStatus();
+  });
+}
+
+absl::StatusOr<SafetensorsFile> ParseSafetensors(absl::string_view bytes, const std::string& name) {
+  return Parse(name, static_cast<int64_t>(bytes.size()),
+               [bytes](int64_t offset, int64_t size, char* to) {
+                 bytes.copy(to, static_cast<size_t>(size), static_cast<size_t>(offset));
+                 return absl::OkStatus();
+               });
+}
+
+absl::StatusOr<std::string> SerializeSafetensors(
+    const NamedTensors& tensors, const std::map<std::string, std::string>& metadata) {
+  TFB_ASSIGN_OR_RETURN(std::string bytes, SerializeHeader(tensors, metadata));
+  for (const auto& it : FileOrder(tensors)) absl::StrAppend(&bytes, BytesOf(it->second));
+  return bytes;
+}
+
+absl::Status WriteSafetensors(const std::string& path, const NamedTensors& tensors,
+                              const std::map<std::string, std::string>& metadata) {
+  const absl::StatusOr<std::string> header = SerializeHeader(tensors, metadata);
+  if (!header.ok()) return Bad(path, header.status().message());
+  // In the same folder, since a rename does not cross file systems.
+  const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
+  const int descriptor =
+      open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
+  if (descriptor < 0) return SystemError(path, "cannot write");
+  absl::Status status = WriteAll(descriptor, header->data(), header->size(), path);
+  for (const auto& it : FileOrder(tensors)) {
+    if (!status.ok()) break;
+    const absl::string_view bytes = BytesOf(it->second);
+    status = WriteAll(descriptor, bytes.data(), bytes.size(), path);
+  }
+  if (status.ok() && fsync(descriptor) != 0) status = SystemError(path, "cannot write");
+  if (close(descriptor) != 0 && status.ok()) status = SystemError(path, "cannot write");
+  if (status.ok() && rename(temporary.c_str(), path.c_str()) != 0) {
+    status = SystemError(path, "cannot write");
+  }
+  if (!status.ok()) unlink(temporary.c_str());
+  return status;
+}
+
+}  // namespace tfb

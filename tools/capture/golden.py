@@ -1,0 +1,687 @@
+"""Writes what other people's implementations compute, as small safetensors files for the C++ tests.
+
+Each file goes to <output>/<family>/<technique>/testdata/<case>.safetensors and holds the inputs, the
+parameters and the outputs of one call; its metadata says which function of which package made it.
+Inputs and parameters are drawn in float32, so that every precision can start from the same values;
+what is computed from them is computed and stored in float64. README.md beside this file lists the
+files, requirements.txt the packages.
+
+Before a file is written, its outputs are recomputed from its own tensors with the formula that its
+metadata states, in NumPy; a difference above 1e-12 of the largest value (3e-11 where positions reach
+1e5) stops the run. So shapes, orientations and scales are as the metadata says.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import math
+import pathlib
+import platform
+
+import numpy as np
+import torch
+
+import tensor_file
+
+TOLERANCE = 1e-12
+MAX_FILE_BYTES = 200 * 1024
+
+CASES = []
+
+
+def case(path, made_by, seed, tolerance=TOLERANCE):
+    """Registers a function that returns (tensors, metadata, formula) for one file.
+
+    `formula` maps the tensors, as NumPy arrays in float64, to {name: expected value}.
+    """
+    def register(function):
+        CASES.append((path, made_by, seed, tolerance, function))
+        return function
+    return register
+
+
+# ---- Drawing, converting ----
+
+
+def rounded(tensor):
+    """To float32 and back; in NumPy, since in_float64 takes torch's casts away."""
+    return torch.from_numpy(tensor.numpy().astype(np.float32).astype(np.float64))
+
+
+def draw(*shape, scale=1.0):
+    return rounded(torch.randn(*shape, dtype=torch.float64) * scale)
+
+
+def redraw_parameters(module, scale):
+    """Weights large enough that an error in any of them shows; norms near one."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.copy_(rounded(centre + draw(*parameter.shape, scale=scale)))
+
+
+def f32(tensor):
+    array = tensor.detach().numpy()
+    assert (array.astype(np.float32) == array).all(), "not drawn in float32"
+    return array.astype(np.float32)
+
+
+def f64(tensor):
+    array = tensor.detach().numpy()
+    assert array.dtype == np.float64, f"computed in {array.dtype}, not in float64"
+    return array
+
+
+@contextlib.contextmanager
+def in_float64():
+    """Turns the casts to float32 that modelling code makes "for stability" into casts to float64."""
+    was = torch.get_default_dtype(), torch.float, torch.float32, torch.Tensor.float
+    torch.set_default_dtype(torch.float64)
+    torch.float = torch.float32 = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.float, torch.float32, torch.Tensor.float = was[1:]
+        torch.set_default_dtype(was[0])
+
+
+# ---- Formulas ----
+
+
+def attend(q, k, v, allowed=None, bias=0.0):
+    """softmax(q k^T / sqrt(head_dim) + bias) v over the allowed pairs; grouped heads by repetition."""
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    scores = np.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(q.shape[-1]) + bias
+    if allowed is not None:
+        scores = np.where(allowed, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bhij,bhjd->bhid", weights / weights.sum(-1, keepdims=True), v)
+
+
+def split_heads(x, heads):
+    batch, tokens, width = x.shape
+    return x.reshape(batch, tokens, heads, width // heads).swapaxes(1, 2)
+
+
+def merge_heads(x):
+    batch, heads, tokens, width = x.shape
+    return x.swapaxes(1, 2).reshape(batch, tokens, heads * width)
+
+
+def layer_norm(x, gamma, beta, epsilon):
+    centred = x - x.mean(-1, keepdims=True)
+    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * gamma + beta
+
+
+# ---- attention/dense ----
+
+SDPA = "torch.nn.functional._scaled_dot_product_attention"
+
+
+def dense_case(batch, query_heads, kv_heads, query_tokens, kv_tokens, head_dim, value_dim,
+               causal=False, key_padding=None):
+    q = draw(batch, query_heads, query_tokens, head_dim)
+    k = draw(batch, kv_heads, kv_tokens, head_dim)
+    v = draw(batch, kv_heads, kv_tokens, value_dim)
+    allowed = torch.ones(batch, query_heads, query_tokens, kv_tokens, dtype=torch.bool)
+    if causal:
+        allowed = allowed.tril(kv_tokens - query_tokens)
+    if key_padding is not None:
+        allowed = allowed & key_padding[:, None, None, :].bool()
+    group = query_heads // kv_heads
+    out, _ = torch.nn.functional._scaled_dot_product_attention(
+        q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), attn_mask=allowed)
+    tensors = {"q": f32(q), "k": f32(k), "v": f32(v)}
+    if key_padding is not None:
+        tensors["key_padding"] = key_padding.numpy().astype(np.int32)
+    tensors["out"] = f64(out)
+    metadata = {"causal": str(causal).lower(),
+                "formula": "softmax(q k^T / sqrt(head_dim)) v; query head h reads kv head "
+                           "h / (query_heads / kv_heads)"}
+    if causal:
+        metadata["mask"] = "query i sees keys j <= i + kv_tokens - query_tokens"
+    if key_padding is not None:
+        metadata["mask"] = "key_padding [batch, kv_tokens]: 1 a real key, 0 a padded one"
+    return tensors, metadata, lambda t: {"out": attend(t["q"], t["k"], t["v"], allowed.numpy())}
+
+
+@case("attention/dense/testdata/full", SDPA, 11)
+def dense_full():
+    return dense_case(2, 3, 3, 37, 53, 16, 24)
+
+
+@case("attention/dense/testdata/causal_bottom_right", SDPA, 12)
+def dense_causal():
+    return dense_case(2, 3, 3, 19, 45, 16, 16, causal=True)
+
+
+@case("attention/dense/testdata/key_padding", SDPA, 13)
+def dense_key_padding():
+    padding = torch.ones(3, 40)
+    padding[0, 29:] = 0  # a padded tail
+    padding[1, :5] = 0  # a padded head, and a hole
+    padding[1, 17] = 0
+    padding[2, 1:] = 0  # one key left
+    return dense_case(3, 2, 2, 21, 40, 16, 16, key_padding=padding)
+
+
+@case("attention/dense/testdata/grouped_heads_causal", SDPA, 14)
+def dense_grouped():
+    return dense_case(2, 6, 2, 33, 33, 16, 16, causal=True)
+
+
+# ---- attention/longformer ----
+
+LONGFORMER = "transformers.models.longformer.modeling_longformer.LongformerSelfAttention"
+
+
+def longformer_case(batch, tokens, window, global_tokens, padded_from):
+    from transformers import LongformerConfig
+    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+    heads, head_dim = 2, 8
+    config = LongformerConfig(
+        hidden_size=heads * head_dim, num_attention_heads=heads, attention_window=[window],
+        attention_probs_dropout_prob=0.0)
+    x = draw(batch, tokens, heads * head_dim)
+    with in_float64():
+        module = LongformerSelfAttention(config, 0).eval()
+        redraw_parameters(module, 0.4)
+        mask = torch.zeros(batch, tokens)  # the module's code: 0 local, 10000 global, -10000 padded
+        mask[:, global_tokens] = 10000
+        for row, first in enumerate(padded_from):
+            mask[row, first:] = -10000
+        (out,) = module(
+            x, attention_mask=mask, is_index_masked=mask < 0, is_index_global_attn=mask > 0,
+            is_global_attn=bool(global_tokens))
+        projections = {"q": "query", "k": "key", "v": "value", "q_global": "query_global",
+                       "k_global": "key_global", "v_global": "value_global"}
+        tensors = {"x": f32(x)}
+        for name, theirs in projections.items():
+            linear = getattr(module, theirs)
+            tensors[f"w_{name}"] = f32(linear.weight.T)
+            tensors[f"b_{name}"] = f32(linear.bias)
+        for name, theirs in projections.items():
+            projected = getattr(module, theirs)(x)
+            tensors[name] = split_heads(f64(projected), heads)
+    if global_tokens:
+        tensors["global_tokens"] = np.array(global_tokens, np.int32)
+    if padded_from:
+        tensors["key_padding"] = (mask >= 0).numpy().astype(np.int32)
+    tensors["out"] = split_heads(f64(out), heads)
+
+    def formula(t):
+        projected = {
+            name: split_heads(t["x"] @ t[f"w_{name}"] + t[f"b_{name}"], heads)
+            for name in projections
+        }
+        i, j = np.mgrid[:tokens, :tokens]
+        is_global = np.isin(np.arange(tokens), global_tokens)
+        real = (mask >= 0).numpy()[:, None, None, :]
+        local = attend(*(projected[n] for n in ("q", "k", "v")),
+                       real & ((abs(i - j) <= window // 2) | is_global[j]) | (i == j))
+        wide = attend(*(projected[f"{n}_global"] for n in ("q", "k", "v")), real)
+        expected = np.where(is_global[:, None], wide, local)
+        return {**projected, "out": expected * real.swapaxes(2, 3)}
+
+    metadata = {
+        "window": window, "one_sided": window // 2, "dilation": 1, "causal": "false",
+        "orientation": "y = x W + b, W [in, out]; q, k, v and the global ones are the projections of "
+                       "all tokens, [batch, heads, tokens, head_dim], not scaled",
+        "formula": "token i not in global_tokens: softmax over |i - j| <= window / 2 or j global of "
+                   "q_i k_j / sqrt(head_dim), with v; i global: softmax over all j of q_global_i "
+                   "k_global_j / sqrt(head_dim), with v_global",
+    }
+    if padded_from:
+        metadata["mask"] = ("key_padding [batch, tokens]: 1 a real token, 0 a padded one; rows of padded "
+                            "tokens are 0 in `out`, which is that implementation's choice")
+    return tensors, metadata, formula
+
+
+@case("attention/longformer/testdata/no_global", LONGFORMER, 21)
+def longformer_no_global():
+    return longformer_case(1, 96, 16, [], [])
+
+
+@case("attention/longformer/testdata/global", LONGFORMER, 22)
+def longformer_global():
+    return longformer_case(1, 96, 16, [0, 1, 50], [])
+
+
+@case("attention/longformer/testdata/global_padded", LONGFORMER, 23)
+def longformer_global_padded():
+    return longformer_case(2, 64, 16, [0, 37], [51, 64])
+
+
+# ---- attention/performer ----
+
+PERFORMER = "performer_pytorch.performer_pytorch"
+KERNEL_EPSILON = {"softmax": 1e-4, "relu": 1e-3}  # the package's defaults
+CUMSUM_EPSILON = 1e-6  # likewise, of causal_linear_attention_noncuda
+FEATURES = 20  # two whole orthogonal blocks of 8 rows and half a block
+
+
+def performer_inputs():
+    from performer_pytorch import performer_pytorch as package
+    q, k = (draw(2, 2, 40, 8, scale=0.8) for _ in range(2))
+    v = draw(2, 2, 40, 8)
+    with in_float64():
+        projection = package.gaussian_orthogonal_random_matrix(FEATURES, 8, scaling=0)
+    return package, q, k, v, rounded(projection)
+
+
+def linear_attention_outputs(package, query_features, key_features, v):
+    args = query_features, key_features, v
+    return {
+        "out": f64(package.linear_attention(*args)),
+        "causal_out": f64(package.causal_linear_attention_noncuda(*args, chunk_size=5, eps=0.0)),
+        "causal_out_cumsum_epsilon": f64(
+            package.causal_linear_attention_noncuda(*args, chunk_size=5, eps=CUMSUM_EPSILON)),
+    }
+
+
+def linear_attention_formula(query_features, key_features, v):
+    products = np.einsum("bhim,bhjm->bhij", query_features, key_features)
+    earlier = np.tril(products)
+    extra = CUMSUM_EPSILON * query_features.sum(-1, keepdims=True)
+    return {
+        "out": products @ v / products.sum(-1, keepdims=True),
+        "causal_out": earlier @ v / earlier.sum(-1, keepdims=True),
+        "causal_out_cumsum_epsilon": earlier @ v / (earlier.sum(-1, keepdims=True) + extra),
+    }
+
+
+LINEAR_FORMULA = ("out = f_q (f_k^T v) / (f_q sum_j f_k_j); causal_out: the same over j <= i; "
+                  "causal_out_cumsum_epsilon adds cumsum_epsilon to each prefix sum of f_k, in the "
+                  "denominator only")
+
+
+@case("attention/performer/testdata/softmax",
+      f"{PERFORMER}.softmax_kernel, linear_attention, causal_linear_attention_noncuda, "
+      "gaussian_orthogonal_random_matrix", 31)
+def performer_softmax():
+    package, q, k, v, projection = performer_inputs()
+    epsilon = KERNEL_EPSILON["softmax"]
+    with in_float64():
+        features = [
+            package.softmax_kernel(x, projection_matrix=projection, is_query=is_query, eps=epsilon)
+            for x, is_query in ((q, True), (k, False))
+        ]
+        outputs = linear_attention_outputs(package, *features, v)
+
+    def formula(t):
+        def kernel(x, axes):
+            x = x * x.shape[-1] ** -0.25
+            dots = x @ t["projection"].T
+            norms = (x**2).sum(-1, keepdims=True) / 2
+            return FEATURES**-0.5 * (np.exp(dots - norms - dots.max(axes, keepdims=True)) + epsilon)
+        query_features, key_features = kernel(t["q"], -1), kernel(t["k"], (-1, -2))
+        return {"query_features": query_features, "key_features": key_features,
+                **linear_attention_formula(query_features, key_features, t["v"])}
+
+    return {
+        "q": f32(q), "k": f32(k), "v": f32(v), "projection": f32(projection),
+        "query_features": f64(features[0]), "key_features": f64(features[1]), **outputs,
+    }, {
+        "kernel_epsilon": epsilon, "cumsum_epsilon": CUMSUM_EPSILON,
+        "formula": "x <- x head_dim^(-1/4); f(x) = m^(-1/2) (exp(w x - |x|^2 / 2 - stabiliser) + "
+                   "kernel_epsilon), w a row of projection [m, head_dim]; the stabiliser is max over w "
+                   "of w q for each query, and max over w and all keys of w k for each batch and head, "
+                   "also where causal; " + LINEAR_FORMULA,
+    }, formula
+
+
+@case("attention/performer/testdata/relu",
+      f"{PERFORMER}.generalized_kernel, linear_attention, causal_linear_attention_noncuda, "
+      "gaussian_orthogonal_random_matrix", 32)
+def performer_relu():
+    package, q, k, v, projection = performer_inputs()
+    epsilon = KERNEL_EPSILON["relu"]
+    with in_float64():
+        tensors = {"q": f32(q), "k": f32(k), "v": f32(v), "projection": f32(projection)}
+        for prefix, normalise in (("", True), ("unscaled.", False)):
+            features = [
+                package.generalized_kernel(
+                    x, projection_matrix=projection, kernel_epsilon=epsilon, normalize_data=normalise)
+                for x in (q, k)
+            ]
+            outputs = linear_attention_outputs(package, *features, v)
+            tensors.update({f"{prefix}{name}": array for name, array in outputs.items()})
+
+    def formula(t):
+        expected = {}
+        for prefix, scale in (("", 8**-0.25), ("unscaled.", 1.0)):
+            features = [np.maximum(scale * t[name] @ t["projection"].T, 0) + epsilon for name in "qk"]
+            outputs = linear_attention_formula(*features, t["v"])
+            expected.update({f"{prefix}{name}": array for name, array in outputs.items()})
+        return expected
+
+    return tensors, {
+        "kernel_epsilon": epsilon, "cumsum_epsilon": CUMSUM_EPSILON,
+        "formula": "f(x) = relu(w x head_dim^(-1/4)) + kernel_epsilon, w a row of projection [m, "
+                   "head_dim]; the outputs under unscaled. leave out head_dim^(-1/4); " + LINEAR_FORMULA,
+    }, formula
+
+
+# ---- positional/rope ----
+
+
+def rope_formula(layout, rotary_dim):
+    def rotate(x, positions):
+        pairs = rotary_dim // 2
+        angles = positions[:, None] * 10000.0 ** (-2 * np.arange(pairs) / rotary_dim)
+        at = np.arange(pairs)
+        first, second = (2 * at, 2 * at + 1) if layout == "interleaved" else (at, at + pairs)
+        a, b = x[..., first], x[..., second]
+        out = x.copy()
+        out[..., first] = a * np.cos(angles) - b * np.sin(angles)
+        out[..., second] = a * np.sin(angles) + b * np.cos(angles)
+        return out
+    return lambda t: {"q_rotated": rotate(t["q"], t["positions"]),
+                      "k_rotated": rotate(t["k"], t["positions"])}
+
+
+def rope_case(layout, head_dim, rotary_dim, offset, rotate):
+    """`rotate(q, k, positions)` turns the first rotary_dim channels, [batch, heads, tokens, dim]."""
+    tokens = 12
+    q, k = draw(2, 3, tokens, head_dim), draw(2, 3, tokens, head_dim)
+    positions = torch.arange(offset, offset + tokens)
+    with in_float64():
+        turned = rotate(q[..., :rotary_dim], k[..., :rotary_dim], positions)
+        q_rotated, k_rotated = (
+            torch.cat((part, x[..., rotary_dim:]), -1) for part, x in zip(turned, (q, k)))
+    return {
+        "q": f32(q), "k": f32(k), "positions": positions.numpy(),
+        "q_rotated": f64(q_rotated), "k_rotated": f64(k_rotated),
+    }, {
+        "layout": layout, "rotary_dim": rotary_dim, "base": 10000, "position_offset": offset,
+        "formula": "pair j of the first rotary_dim channels turns by position base^(-2j/rotary_dim): "
+                   "(a, b) -> (a cos - b sin, a sin + b cos); pair j is channels "
+                   + ("(2j, 2j+1)" if layout == "interleaved" else "(j, j + rotary_dim/2)"),
+    }, rope_formula(layout, rotary_dim)
+
+
+def rotate_gptj(q, k, positions):
+    from transformers.models.gptj import modeling_gptj
+    table = modeling_gptj.create_sinusoidal_positions(int(positions[-1]) + 1, q.shape[-1])
+    sin, cos = table[positions][None].chunk(2, dim=-1)
+    # That code has [batch, tokens, heads, dim].
+    return [modeling_gptj.apply_rotary_pos_emb(x.transpose(1, 2), sin, cos).transpose(1, 2)
+            for x in (q, k)]
+
+
+def rotate_llama(q, k, positions):
+    from transformers.models.llama import modeling_llama
+    count = int(positions[-1]) + 1
+    cos, sin = modeling_llama.LlamaRotaryEmbedding(q.shape[-1], count)(q, seq_len=count)
+    return modeling_llama.apply_rotary_pos_emb(q, k, cos, sin, positions[None].repeat(len(q), 1))
+
+
+def rotate_neox(q, k, positions):
+    from transformers.models.gpt_neox import modeling_gpt_neox
+    count = int(positions[-1]) + 1
+    cos, sin = modeling_gpt_neox.RotaryEmbedding(q.shape[-1], count)(q, seq_len=count)
+    return modeling_gpt_neox.apply_rotary_pos_emb(
+        q, k, cos, sin, positions[None].repeat(len(q), 1))
+
+
+GPTJ = "transformers.models.gptj.modeling_gptj.create_sinusoidal_positions, apply_rotary_pos_emb"
+LLAMA = "transformers.models.llama.modeling_llama.LlamaRotaryEmbedding, apply_rotary_pos_emb"
+NEOX = "transformers.models.gpt_neox.modeling_gpt_neox.RotaryEmbedding, apply_rotary_pos_emb"
+
+
+@case("positional/rope/testdata/interleaved", GPTJ, 41)
+def rope_interleaved():
+    return rope_case("interleaved", 16, 16, 7, rotate_gptj)
+
+
+@case("positional/rope/testdata/interleaved_partial", GPTJ, 42)
+def rope_interleaved_partial():
+    return rope_case("interleaved", 16, 8, 500, rotate_gptj)
+
+
+@case("positional/rope/testdata/half_split", LLAMA, 43)
+def rope_half_split():
+    return rope_case("half_split", 16, 16, 7, rotate_llama)
+
+
+# An angle of 1e5, rounded three times, is off by up to 3 * 1e5 * 2^-53 = 3e-11.
+@case("positional/rope/testdata/half_split_far", LLAMA, 44, tolerance=3e-11)
+def rope_half_split_far():
+    return rope_case("half_split", 16, 16, 100000, rotate_llama)
+
+
+@case("positional/rope/testdata/half_split_partial", NEOX, 45)
+def rope_half_split_partial():
+    return rope_case("half_split", 16, 4, 500, rotate_neox)
+
+
+# ---- positional/alibi ----
+
+BUILD_ALIBI = "transformers.models.bloom.modeling_bloom.build_alibi_tensor"
+
+
+def alibi_bias(heads, tokens):
+    """[heads, 1, tokens]: slope times key position."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    return build_alibi_tensor(torch.ones(1, tokens, dtype=torch.int64), heads, torch.float64)
+
+
+def alibi_slopes(heads):
+    """m_h = 2^(-8h/H); for other H, the list of the power of two below, then every other of 2P's."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
+    return np.array(slopes + [2.0 ** (-4 * h / power) for h in range(1, 2 * (heads - power), 2)])
+
+
+@case("positional/alibi/testdata/slopes", BUILD_ALIBI, 51)
+def alibi_slope_lists():
+    counts = (1, 2, 3, 6, 8, 12, 16, 20)
+    with in_float64():
+        tensors = {f"slopes_{heads}": f64(alibi_bias(heads, 2)[:, 0, 1]) for heads in counts}
+    return tensors, {
+        "formula": "slopes_<H>[h]: the slope of head h of H",
+    }, lambda t: {f"slopes_{heads}": alibi_slopes(heads) for heads in counts}
+
+
+def alibi_attention(heads):
+    from transformers import BloomConfig
+    from transformers.models.bloom.modeling_bloom import BloomAttention
+    batch, tokens, head_dim = 1, 48, 8
+    width = heads * head_dim
+    config = BloomConfig(hidden_size=width, n_head=heads, attention_dropout=0.0, hidden_dropout=0.0)
+    x = draw(batch, tokens, width)
+    with in_float64():
+        module = BloomAttention(config).eval()
+        redraw_parameters(module, 1.5 / math.sqrt(width))
+        # The output projection becomes the identity, so that the heads' outputs come out.
+        module.dense.weight.copy_(torch.eye(width))
+        module.dense.bias.zero_()
+        bias = alibi_bias(heads, tokens)
+        future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)[None, None]
+        out = module(x, torch.zeros_like(x), bias, future)[0]
+        q, k, v = (part.transpose(1, 2) for part in module._split_heads(module.query_key_value(x)))
+
+    def formula(t):
+        distance = np.subtract.outer(np.arange(tokens), np.arange(tokens))
+        bias = -alibi_slopes(heads)[:, None, None] * distance
+        return {"slopes": alibi_slopes(heads),
+                "out": attend(t["q"], t["k"], t["v"], distance >= 0, bias)}
+
+    return {
+        "q": f64(q), "k": f64(k), "v": f64(v), "slopes": f64(bias[:, 0, 1]),
+        "out": split_heads(f64(out), heads),
+    }, {
+        "causal": "true",
+        "formula": "softmax over j <= i of q_i k_j / sqrt(head_dim) - slopes[h] (i - j), times v",
+    }, formula
+
+
+@case("positional/alibi/testdata/attention_8_heads",
+      "transformers.models.bloom.modeling_bloom.BloomAttention, build_alibi_tensor", 52)
+def alibi_attention_8():
+    return alibi_attention(8)
+
+
+@case("positional/alibi/testdata/attention_6_heads",
+      "transformers.models.bloom.modeling_bloom.BloomAttention, build_alibi_tensor", 53)
+def alibi_attention_6():
+    return alibi_attention(6)
+
+
+# ---- memory/transformer_xl ----
+
+TRANSFO_XL = "transformers.models.transfo_xl.modeling_transfo_xl.TransfoXLModel"
+
+
+def transformer_xl_case(same_length):
+    from transformers import TransfoXLConfig, TransfoXLModel
+    layers, heads, head_dim, width, inner = 2, 4, 8, 32, 64
+    memory, segment, segments, batch = 16, 8, 4, 2
+    config = TransfoXLConfig(
+        vocab_size=8, cutoffs=[], d_model=width, d_embed=width, n_head=heads, d_head=head_dim,
+        d_inner=inner, n_layer=layers, mem_len=memory, clamp_len=0, same_length=same_length,
+        untie_r=False, div_val=1, pre_lnorm=False, dropout=0.0, dropatt=0.0, attn_type=0)
+    x = draw(batch, segments * segment, width)
+    with in_float64():
+        model = TransfoXLModel(config).eval()
+        redraw_parameters(model, 0.2)
+        tensors = {"u": f32(model.r_w_bias), "v": f32(model.r_r_bias)}
+        for index, layer in enumerate(model.layers):
+            attention, feed_forward = layer.dec_attn, layer.pos_ff
+            w_q, w_k, w_v = attention.qkv_net.weight.chunk(3)
+            parameters = {
+                "w_q": w_q.T, "w_k": w_k.T, "w_v": w_v.T, "w_r": attention.r_net.weight.T,
+                "w_o": attention.o_net.weight.T,
+                "ln1.gamma": attention.layer_norm.weight, "ln1.beta": attention.layer_norm.bias,
+                "ff.w1": feed_forward.CoreNet[0].weight.T, "ff.b1": feed_forward.CoreNet[0].bias,
+                "ff.w2": feed_forward.CoreNet[3].weight.T, "ff.b2": feed_forward.CoreNet[3].bias,
+                "ln2.gamma": feed_forward.layer_norm.weight,
+                "ln2.beta": feed_forward.layer_norm.bias,
+            }
+            tensors.update({f"layer{index}.{name}": f32(p) for name, p in parameters.items()})
+        tensors["x"] = f32(x)
+        # Given no memory, the model begins with `memory` zero vectors that queries do attend to; the
+        # paper begins with none.
+        mems = [torch.zeros(0, batch, width) for _ in range(layers)]
+        outs = []
+        for index in range(segments):
+            rows = slice(index * segment, (index + 1) * segment)
+            result = model(inputs_embeds=x[:, rows], mems=mems)
+            outs.append(result.last_hidden_state)
+            mems = result.mems
+            tensors.update({
+                f"segment{index}.layer{n}.memory": f64(memory_rows.transpose(0, 1))
+                for n, memory_rows in enumerate(mems)
+            })
+    tensors["out"] = f64(torch.cat(outs, 1))
+    epsilon = config.layer_norm_epsilon
+
+    def formula(t):
+        """The whole sequence at once, under a mask: what the segments must equal."""
+        total = segments * segment
+        i, j = np.mgrid[:total, :total]
+        start = i // segment * segment
+        allowed = (j <= i) & ((i - j < memory) if same_length else (j >= start - memory))
+        angles = np.outer(np.arange(total), 10000.0 ** (-np.arange(0, width, 2) / width))
+        positions = np.concatenate((np.sin(angles), np.cos(angles)), -1)
+        h, expected = t["x"], {}
+        for n in range(layers):
+            p = {name.split(".", 1)[1]: a for name, a in t.items() if name.startswith(f"layer{n}.")}
+            for s in range(segments):
+                end = (s + 1) * segment
+                expected[f"segment{s}.layer{n}.memory"] = h[:, max(0, end - memory):end]
+            q, k, v = (split_heads(h @ p[name], heads) for name in ("w_q", "w_k", "w_v"))
+            r = split_heads((positions @ p["w_r"])[None], heads)[0]  # [heads, distance, head_dim]
+            by_distance = np.einsum("bhid,hcd->bhic", q + t["v"][:, None], r)
+            bias = np.take_along_axis(
+                by_distance, np.broadcast_to(np.maximum(i - j, 0), by_distance.shape), -1)
+            context = attend(q + t["u"][:, None], k, v, allowed, bias / math.sqrt(head_dim))
+            h = layer_norm(h + merge_heads(context) @ p["w_o"], p["ln1.gamma"], p["ln1.beta"],
+                           epsilon)
+            core = np.maximum(h @ p["ff.w1"] + p["ff.b1"], 0) @ p["ff.w2"] + p["ff.b2"]
+            h = layer_norm(h + core, p["ln2.gamma"], p["ln2.beta"], epsilon)
+        return {**expected, "out": h}
+
+    return tensors, {
+        "layers": layers, "heads": heads, "head_dim": head_dim, "model_dim": width,
+        "inner_dim": inner, "memory_tokens": memory, "segment_tokens": segment,
+        "segments": segments, "same_length": str(same_length).lower(), "clamp_len": "none",
+        "layer_norm_epsilon": epsilon, "norm": "post", "activation": "relu",
+        "orientation": "y = x W + b, W [in, out]; u (of the content term) and v (of the position term) "
+                       "[heads, head_dim], shared by the layers; head h owns columns h head_dim to "
+                       "(h + 1) head_dim - 1 of w_q, w_k, w_v, w_r and those rows of w_o; no biases in "
+                       "the attention",
+        "formula": "score ((q_i + u) k_j + (q_i + v) (r_(i-j) w_r)) / sqrt(head_dim), r_p = [sin(p f), "
+                   "cos(p f)] with f_c = 10000^(-2c / model_dim), the sines first; h <- ln1(h + "
+                   "attention w_o); h <- ln2(h + relu(h ff.w1 + ff.b1) ff.w2 + ff.b2); x and out "
+                   "[batch, segments segment_tokens, model_dim]; segment<s>.layer<n>.memory is the "
+                   "memory of layer n's inputs after segment s",
+        "mask": ("0 <= i - j < memory_tokens" if same_length else
+                 "max(0, start of the segment - memory_tokens) <= j <= i"),
+        "first_memory": "empty (the package's default, memory_tokens zero vectors that are attended "
+                        "to, was not used)",
+    }, formula
+
+
+@case("memory/transformer_xl/testdata/segments", TRANSFO_XL, 61)
+def transformer_xl_segments():
+    return transformer_xl_case(same_length=False)
+
+
+@case("memory/transformer_xl/testdata/segments_same_length", TRANSFO_XL, 61)
+def transformer_xl_same_length():
+    return transformer_xl_case(same_length=True)
+
+
+# ---- Writing ----
+
+
+def worst_difference(tensors, formula):
+    arrays = {name: array.astype(np.float64) for name, array in tensors.items()}
+    worst = 0.0
+    for name, expected in formula(arrays).items():
+        if arrays[name].shape != expected.shape:
+            raise SystemExit(f"{name} is {arrays[name].shape}, its formula {expected.shape}")
+        difference = abs(arrays[name] - expected).max() / abs(expected).max()
+        worst = max(worst, float(difference))
+    return worst
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=pathlib.Path, required=True, help="the repository's root")
+    flags = parser.parse_args()
+
+    torch.set_num_threads(1)
+    for path, made_by, seed, tolerance, function in CASES:
+        torch.manual_seed(seed)
+        tensors, metadata, formula = function()
+        package = made_by.split(".")[0]
+        # Debian's build of torch calls itself by another name in its metadata.
+        version = (torch.__version__ if package == "torch" else
+                   importlib.metadata.version(package.replace("_", "-")))
+        worst = worst_difference(tensors, formula)
+        if worst > tolerance:
+            raise SystemExit(f"{path}: {made_by} differs from the stated formula by {worst:.1e}")
+        target = flags.output / f"{path}.safetensors"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        size = tensor_file.write(target, tensors, {
+            **metadata,
+            "made_by": made_by,
+            "package": f"{package} {version}",
+            "seed": seed,
+            "command": "python3 tools/capture/golden.py --output=.",
+            "versions": f"Python {platform.python_version()}, torch {torch.__version__}, numpy "
+                        f"{np.__version__}",
+            "precision": "inputs and parameters drawn in float32; computed in float64, with the "
+                         "function's own casts to float32 turned into casts to float64",
+        })
+        if size > MAX_FILE_BYTES:
+            raise SystemExit(f"{target} has {size} bytes, more than {MAX_FILE_BYTES}")
+        print(f"{path:<58} {size:7d} bytes, formula differs by {worst:.1e}")
+
+
+if __name__ == "__main__":
+    main()
