@@ -103,6 +103,22 @@ struct ScoreRule {
   SoftSpan soft_span;
 };
 
+// The schedule's row n is token tokens[b batch_stride + h / group head_stride + n] of the tensors;
+// without one it is token n. h is a query head for queries, of which `group` share an order, and a
+// key-value head for keys. Tokens may be a part of the tensor's, in any order: engines gather.
+struct TokenOrder {
+  const int32_t* tokens = nullptr;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t group = 1;
+
+  int64_t operator()(int64_t b, int64_t h, int64_t n) const {
+    return tokens == nullptr ? n : tokens[b * batch_stride + h / group * head_stride + n];
+  }
+};
+
+// q, k, v and out may each be f32, bf16 or f16, with any strides. The problem's tokens are the
+// schedule's rows; where there is a token order, the tensors may have more.
 struct FlashCall {
   ConstTensorView q;         // [batch, query_heads, query_tokens, head_dim]
   ConstTensorView k;         // [batch, kv_heads, kv_tokens, head_dim]
@@ -110,6 +126,8 @@ struct FlashCall {
   ConstTensorView key_mask;  // u8 [batch, kv_tokens], or empty
   TensorView out;            // [batch, query_heads, query_tokens, value_dim]
   TensorView log_sum_exp;    // f32 [batch, query_heads, query_tokens], or empty
+  TokenOrder query_order;    // of q, out and log_sum_exp
+  TokenOrder key_order;      // of k, v and key_mask
   const BlockSchedule* schedule = nullptr;
   ScoreRule rule;
   double scale = 0;  // 0: 1 / sqrt(head_dim)
@@ -119,9 +137,8 @@ struct FlashCall {
 // head) and, for each thread, the scores of 64 queries against 512 keys.
 size_t FlashWorkspaceBytes(const Problem& problem, const ScoreRule& rule, int threads);
 
-// Runs on the CPU. Tensors are of problem.dtype with any strides; arithmetic is fp32. The result
-// does not depend on the number of threads. The schedule's tiles must be 64 x 64. Allocates
-// nothing.
+// Runs on the CPU. Arithmetic is fp32; the result does not depend on the number of threads. The
+// schedule's tiles must be 64 x 64. Allocates nothing.
 absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execution& execution);
 
 }  // namespace tfb

@@ -149,8 +149,9 @@ class FlashRun {
       const int64_t j = tile * kTile + r;
       float* row = rows + r * layout_.key_depth;
       std::memset(row, 0, layout_.key_depth * sizeof(float));
-      if (IsToken(b, j)) {
-        LoadRow(call_.k, call_.k.Offset(b, h, j), call_.k.stride(3), problem_.head_dim, row);
+      if (IsToken(b, h, j)) {
+        LoadRow(call_.k, call_.k.Offset(b, h, call_.key_order(b, h, j)), call_.k.stride(3),
+                problem_.head_dim, row);
       }
     }
     kernels_.transpose64(rows, layout_.key_depth, layout_.key_depth,
@@ -160,8 +161,9 @@ class FlashRun {
       const int64_t j = tile * kTile + r;
       float* row = head.values + (tile * kTile + r) * layout_.value_row;
       std::memset(row, 0, layout_.value_row * sizeof(float));
-      if (IsToken(b, j)) {
-        LoadRow(call_.v, call_.v.Offset(b, h, j), call_.v.stride(3), problem_.value_dim, row);
+      if (IsToken(b, h, j)) {
+        LoadRow(call_.v, call_.v.Offset(b, h, call_.key_order(b, h, j)), call_.v.stride(3),
+                problem_.value_dim, row);
         finite = finite && AllFinite(row, problem_.value_dim);
       }
     }
@@ -213,9 +215,13 @@ class FlashRun {
             memory_.values + slot * layout_.key_tiles * layout_.value_row * kTile,
             memory_.finite + slot * layout_.key_tiles};
   }
-  bool IsToken(int64_t b, int64_t j) const {
+  bool IsToken(int64_t b, int64_t kv_head, int64_t j) const {
     return j < problem_.kv_tokens &&
-           (call_.key_mask.empty() || *call_.key_mask.At<uint8_t>(b, j) != 0);
+           (call_.key_mask.empty() ||
+            *call_.key_mask.At<uint8_t>(b, call_.key_order(b, kv_head, j)) != 0);
+  }
+  int64_t QueryToken(const Task& task, int64_t r) const {
+    return call_.query_order(task.batch, task.head, task.first_query + r);
   }
 
   // Query rows as float with the scale folded in, so that products with keys are scores.
@@ -225,7 +231,7 @@ class FlashRun {
       for (int64_t r = 0; r < task.rows; ++r) {
         float* row = to + r * layout_.key_depth;
         std::fill(row + problem_.head_dim, row + layout_.key_depth, 0.0f);
-        LoadRow(call_.q, call_.q.Offset(task.batch, task.head, task.first_query + r),
+        LoadRow(call_.q, call_.q.Offset(task.batch, task.head, QueryToken(task, r)),
                 call_.q.stride(3), problem_.head_dim, row);
         if (bias != nullptr) {
           for (int64_t c = 0; c < problem_.head_dim; ++c) {
@@ -342,18 +348,21 @@ class FlashRun {
   }
 
   // Bit c says whether key c of the tile is a token: not padding, and not beyond the sequence.
-  uint64_t TokensOf(int64_t b, int64_t tile) const {
+  uint64_t TokensOf(const Task& task, int64_t tile) const {
     const int64_t keys = std::min(kTile, problem_.kv_tokens - tile * kTile);
     const uint64_t exist = keys == kTile ? ~uint64_t{0} : (uint64_t{1} << keys) - 1;
     if (call_.key_mask.empty()) return exist;
     uint64_t tokens = 0;
-    for (int64_t c = 0; c < keys; ++c) tokens |= uint64_t{IsToken(b, tile * kTile + c)} << c;
+    const int64_t kv_head = task.head / problem_.group();
+    for (int64_t c = 0; c < keys; ++c) {
+      tokens |= uint64_t{IsToken(task.batch, kv_head, tile * kTile + c)} << c;
+    }
     return tokens;
   }
 
   void MaskTile(const Task& task, const Tile& tile, int64_t t, const ScoreRows& scores,
                 Scratch& scratch) const {
-    const uint64_t tokens = TokensOf(task.batch, tile.index);
+    const uint64_t tokens = TokensOf(task, tile.index);
     uint64_t* visible = scratch.visible + t * kTile;
     for (int64_t r = 0; r < task.rows; ++r) {
       visible[r] = tokens & (tile.mask == nullptr ? ~uint64_t{0} : tile.mask[r]);
@@ -378,11 +387,10 @@ class FlashRun {
 
   void StoreResults(const Task& task, Scratch& scratch) const {
     for (int64_t r = 0; r < task.rows; ++r) {
-      const int64_t i = task.first_query + r;
       const float sum = scratch.sum[r];
       scratch.rescale[r] = sum == 0 ? 0 : 1 / sum;  // no key: the accumulator is 0 and stays it
       if (!call_.log_sum_exp.empty()) {
-        *call_.log_sum_exp.MutableAt<float>(task.batch, task.head, i) =
+        *call_.log_sum_exp.MutableAt<float>(task.batch, task.head, QueryToken(task, r)) =
             sum == 0 ? kNegativeInfinity : scratch.max[r] + std::log(sum);
       }
     }
@@ -390,7 +398,7 @@ class FlashRun {
                         scratch.rescale);
     for (int64_t r = 0; r < task.rows; ++r) {
       StoreRow(scratch.accumulator + r * layout_.value_row, problem_.value_dim, call_.out,
-               call_.out.Offset(task.batch, task.head, task.first_query + r), call_.out.stride(3));
+               call_.out.Offset(task.batch, task.head, QueryToken(task, r)), call_.out.stride(3));
     }
   }
 

@@ -33,10 +33,11 @@ Cost FlashLayer::cost() const {
   return cost;
 }
 
-absl::Status FlashLayer::DoSetup(const Inputs&, const Execution&) {
+absl::Status FlashLayer::DoSetup(const Inputs& inputs, const Execution& execution) {
+  TFB_RETURN_IF_ERROR(BuildRule(inputs, execution, &rule_));
   schedule_ = BuildSchedule(problem(), *pattern_, kFlashTile);
   has_schedule_ = true;
-  return BuildRule(&rule_);
+  return absl::OkStatus();
 }
 
 absl::Status FlashLayer::DoRun(const Inputs& inputs, const Outputs& outputs,

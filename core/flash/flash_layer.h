@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/flash/flash.h"
@@ -27,12 +28,16 @@ class FlashLayer : public Layer {
   Cost cost() const override;
 
  protected:
-  // Makes rule() from the parameters; the tables it points to must live as long as the layer. Part
-  // of Setup.
-  virtual absl::Status BuildRule(ScoreRule*) { return absl::OkStatus(); }
+  // Part of Setup, before the schedule is built: makes the rule from the parameters, and the
+  // pattern where that depends on them too. The tables that the rule points to must live as long as
+  // the layer.
+  virtual absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) {
+    return absl::OkStatus();
+  }
+  void set_pattern(std::unique_ptr<Pattern> pattern) { pattern_ = std::move(pattern); }
 
-  // Changes the call before it runs, such as queries and keys to others in memory taken from the
-  // workspace. `Measure` asks for the size of that memory.
+  // Changes the call before it runs, such as to queries and keys of its own in memory taken from
+  // the workspace, of which it takes PrepareBytes.
   virtual absl::Status Prepare(const Inputs&, const Execution&, Workspace*, FlashCall*) {
     return absl::OkStatus();
   }

@@ -1,0 +1,274 @@
+#include "adaptive/adaptive_span/adaptive_span.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "core/definition.h"
+#include "core/flash/flash_layer.h"
+#include "core/flash/rows.h"
+#include "core/random.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<AdaptiveSpan>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "adaptive_span";
+  info.family = "adaptive";
+  info.title = "Adaptive attention span";
+  info.citation = "Sukhbaatar et al. 2019, arXiv:1905.07799v2";
+  info.exactness = Exactness::kExact;
+  info.budget_option = "span";
+  info.growth = 1;
+  info.supports_noncausal = false;
+  return info;
+}
+
+// Head h sees the distances 1 to reach[h].
+class SpanPattern : public Pattern {
+ public:
+  SpanPattern(std::vector<int64_t> reach, int64_t causal_offset)
+      : reach_(std::move(reach)), causal_offset_(causal_offset) {}
+  int64_t heads() const override { return static_cast<int64_t>(reach_.size()); }
+  bool Allows(int64_t head, int64_t i, int64_t j) const override {
+    const int64_t distance = i + causal_offset_ - j;
+    return distance >= 1 && distance <= reach_[head];
+  }
+  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
+                 std::vector<KeyRange>* ranges) const override {
+    BandPattern(causal_offset_ - reach_[head], causal_offset_ - 1)
+        .KeyRanges(head, query_begin, query_end, ranges);
+  }
+
+ private:
+  std::vector<int64_t> reach_;
+  int64_t causal_offset_;
+};
+
+// Distances with a weight above 0: x < ramp + z.
+int64_t Reach(const AdaptiveSpanOptions& options, double z) {
+  return std::clamp<int64_t>(static_cast<int64_t>(std::ceil(options.ramp + z)) - 1, 0,
+                             options.max_span);
+}
+
+double Clamp(const AdaptiveSpanOptions& options, double z) {
+  return std::clamp(z, 0.0, static_cast<double>(options.max_span));
+}
+
+class AdaptiveSpanLayer : public FlashLayer {
+ public:
+  AdaptiveSpanLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+                    const AdaptiveSpanOptions& options, Device device, uint64_t seed)
+      : FlashLayer(problem, std::move(inputs), AttentionOutputs(problem), device, nullptr),
+        options_(options) {
+    if (options.positions) {
+      Tensor position(DType::kF32, {options.max_span, problem.head_dim});
+      FillNormal(&position, seed, "position", 0, 0.02);
+      parameters_["position"] = std::move(position);
+    }
+    if (options.dynamic) {
+      Tensor weight(DType::kF32, {problem.query_heads, problem.model_dim()});
+      FillNormal(&weight, seed, "span_weight", 0,
+                 1 / std::sqrt(static_cast<double>(problem.model_dim())));
+      Tensor bias(DType::kF32, {problem.query_heads});
+      const double share =
+          std::clamp(options.span / static_cast<double>(options.max_span), 1e-6, 1 - 1e-6);
+      Fill(bias.view(), std::log(share / (1 - share)));  // a hidden state of 0 gives z = span
+      parameters_["span_weight"] = std::move(weight);
+      parameters_["span_bias"] = std::move(bias);
+    } else {
+      Tensor span(DType::kF32, {problem.query_heads});
+      const RandomStream stream(seed, "span");
+      for (int64_t h = 0; h < problem.query_heads; ++h) {
+        span.span<float>()[h] =
+            static_cast<float>(Clamp(options, -options.span * std::log(stream.Uniform(h))));
+      }
+      parameters_["span"] = std::move(span);
+    }
+  }
+
+  Cost cost() const override {
+    Cost cost = FlashLayer::cost();
+    if (options_.dynamic) {  // the schedule holds max_span; what was kept depends on the data
+      cost.flops.reset();
+      if (kept_pairs_ > 0) {
+        const Problem& p = problem();
+        const double gate =
+            2.0 * static_cast<double>(p.batch * p.query_heads * p.query_tokens * p.model_dim());
+        cost.flops = kept_pairs_ * FlopsPerPair() + gate;
+      }
+    }
+    return cost;
+  }
+
+  std::map<std::string, double> statistics() const override {
+    return {{"mean_span", mean_span_}, {"max_span", max_span_}};
+  }
+
+ protected:
+  absl::Status BuildRule(const Inputs& inputs, const Execution& execution,
+                         ScoreRule* rule) override {
+    const Problem& p = problem();
+    std::vector<int64_t> reach(1, options_.max_span);
+    spans_.assign(p.query_heads * (options_.dynamic ? p.batch * p.query_tokens : 1), 0.0f);
+    rule->soft_span.span = spans_.data();
+    rule->soft_span.ramp = static_cast<float>(options_.ramp);
+    if (options_.dynamic) {
+      rule->soft_span.batch_stride = p.query_heads * p.query_tokens;
+      rule->soft_span.head_stride = p.query_tokens;
+      rule->soft_span.query_stride = 1;
+      ComputeSpans(inputs.Get("x"), execution);
+    } else {
+      rule->soft_span.head_stride = 1;
+      const absl::Span<const float> span = parameters_.at("span").span<float>();
+      reach.clear();
+      for (int64_t h = 0; h < p.query_heads; ++h) {
+        spans_[h] = static_cast<float>(Clamp(options_, span[h]));
+        reach.push_back(Reach(options_, spans_[h]));
+      }
+      Summarise();
+    }
+    if (options_.positions) {
+      const Tensor& position = parameters_.at("position");
+      const ConstTensorView table(position.raw(), DType::kF32, {1, options_.max_span, p.head_dim});
+      const int64_t offset = p.causal_offset();
+      positions_ = RelativeKeys(
+          table,
+          std::max(offset - *std::max_element(reach.begin(), reach.end()), 1 - p.query_tokens),
+          std::min(offset - 1, p.kv_tokens - 1), [offset](int64_t e) { return offset - e - 1; });
+      rule->relative_keys = &positions_;
+    }
+    set_pattern(std::make_unique<SpanPattern>(std::move(reach), p.causal_offset()));
+    return absl::OkStatus();
+  }
+
+  absl::Status Prepare(const Inputs& inputs, const Execution& execution, Workspace*,
+                       FlashCall*) override {
+    if (options_.dynamic) ComputeSpans(inputs.Get("x"), execution);
+    return absl::OkStatus();
+  }
+
+  double FlopsPerPair() const override {
+    return FlashLayer::FlopsPerPair() +
+           (options_.positions ? 2.0 * static_cast<double>(problem().head_dim) : 0.0);
+  }
+
+ private:
+  // z of every token and head. One task a token: model_dim products a head.
+  void ComputeSpans(const ConstTensorView& x, const Execution& execution) {
+    const Problem& p = problem();
+    const absl::Span<const float> bias = parameters_.at("span_bias").span<float>();
+    const Tensor& weight = parameters_.at("span_weight");
+    execution.pool->ParallelFor(p.batch * p.query_tokens, [&](int64_t task, int) {
+      const int64_t b = task / p.query_tokens, i = task % p.query_tokens;
+      for (int64_t h = 0; h < p.query_heads; ++h) {
+        const float* w = weight.view().At<float>(h);
+        float sum = bias[h];
+        constexpr int64_t kBlock = 256;
+        float row[kBlock];
+        for (int64_t c = 0; c < p.model_dim(); c += kBlock) {
+          const int64_t channels = std::min(kBlock, p.model_dim() - c);
+          LoadRow(x, x.Offset(b, i, c), x.stride(2), channels, row);
+          for (int64_t n = 0; n < channels; ++n) sum += row[n] * w[c + n];
+        }
+        spans_[(b * p.query_heads + h) * p.query_tokens + i] =
+            static_cast<float>(options_.max_span) / (1 + std::exp(-sum));
+      }
+    });
+    Summarise();
+  }
+
+  void Summarise() {
+    const Problem& p = problem();
+    mean_span_ = max_span_ = kept_pairs_ = 0;
+    for (size_t n = 0; n < spans_.size(); ++n) {
+      mean_span_ += spans_[n] / static_cast<double>(spans_.size());
+      max_span_ = std::max<double>(max_span_, spans_[n]);
+      if (options_.dynamic) {
+        const int64_t past = static_cast<int64_t>(n) % p.query_tokens + p.causal_offset();
+        kept_pairs_ +=
+            static_cast<double>(std::clamp<int64_t>(past, 0, Reach(options_, spans_[n])));
+      }
+    }
+  }
+
+  AdaptiveSpanOptions options_;
+  std::vector<float> spans_;  // [query_heads], or [batch, query_heads, query_tokens] where dynamic
+  RelativeKeys positions_;
+  double mean_span_ = 0;
+  double max_span_ = 0;
+  double kept_pairs_ = 0;
+};
+
+}  // namespace
+
+AdaptiveSpan::AdaptiveSpan() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> AdaptiveSpan::ReadTensors(const Problem& problem,
+                                                  const AdaptiveSpanOptions& options) const {
+  std::vector<TensorSpec> tensors = QkvInputs(problem);
+  if (options.dynamic) tensors.push_back(HiddenInputs(problem)[0]);
+  return tensors;
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> AdaptiveSpan::MakeLayer(const Problem& problem,
+                                                               const AdaptiveSpanOptions& options,
+                                                               Device device, uint64_t seed) const {
+  return std::make_unique<AdaptiveSpanLayer>(problem, ReadTensors(problem, options), options,
+                                             device, seed);
+}
+
+absl::Status AdaptiveSpan::Definition(const Problem& problem, const AdaptiveSpanOptions& options,
+                                      const NamedTensors& parameters, const Inputs& inputs,
+                                      const DefinitionRequest& request,
+                                      NamedTensors* outputs) const {
+  const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), x(inputs.Get("x"));
+  const auto parameter = [&](const char* name) {
+    const auto found = parameters.find(name);
+    return found == parameters.end() ? DoubleTensor() : DoubleTensor(found->second.view());
+  };
+  const DoubleTensor position = parameter("position"), span = parameter("span"),
+                     weight = parameter("span_weight"), bias = parameter("span_bias");
+  const KeyMask is_token(inputs);
+  const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
+  const double reach = static_cast<double>(options.max_span);
+  // z of every (batch, head, query), computed once a row.
+  std::vector<double> z(problem.batch * problem.query_heads * problem.query_tokens);
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    for (int64_t h = 0; h < problem.query_heads; ++h) {
+      for (int64_t i = 0; i < problem.query_tokens; ++i) {
+        double& value = z[(b * problem.query_heads + h) * problem.query_tokens + i];
+        if (options.dynamic) {
+          const double sum = bias.at(h) + Dot(weight.Row(h), x.Row(b, i), problem.model_dim());
+          value = reach / (1 + std::exp(-sum));
+        } else {
+          value = std::min(std::max(span.at(h), 0.0), reach);
+        }
+      }
+    }
+  }
+  DefineAttention(
+      problem, inputs, request,
+      [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+        const int64_t distance = i + problem.causal_offset() - j;
+        if (distance < 1 || distance > options.max_span || !is_token(b, j)) return kNotSeen;
+        const double span_of_row = z[(b * problem.query_heads + h) * problem.query_tokens + i];
+        const double mask = std::min(
+            (options.ramp + span_of_row - static_cast<double>(distance)) / options.ramp, 1.0);
+        if (mask <= 0) return kNotSeen;
+        const double* key = k.Row(b, h / problem.group(), j);
+        double score = Dot(q.Row(b, h, i), key, problem.head_dim);
+        if (options.positions) {
+          score += Dot(q.Row(b, h, i), position.Row(distance - 1), problem.head_dim);
+        }
+        return scale * score + std::log(mask);
+      },
+      outputs);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

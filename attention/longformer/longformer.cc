@@ -1,0 +1,324 @@
+#include "attention/longformer/longformer.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/definition.h"
+#include "core/flash/flash_layer.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<Longformer>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "longformer";
+  info.family = "attention";
+  info.title = "Longformer sliding window with global tokens";
+  info.citation = "Beltagy, Peters, Cohan 2020, arXiv:2004.05150v2, section 3";
+  info.exactness = Exactness::kExact;
+  info.budget_option = "window";
+  info.growth = 1;
+  return info;
+}
+
+bool OwnProjections(const LongformerOptions& options) {
+  return options.projections == LongformerOptions::Projections::kOwn;
+}
+
+// Global positions inside the sequence, ascending, each once.
+std::vector<int64_t> Globals(const LongformerOptions& options, int64_t tokens) {
+  std::vector<int64_t> globals;
+  for (int64_t g : options.globals) {
+    if (g >= 0 && g < tokens) globals.push_back(g);
+  }
+  std::sort(globals.begin(), globals.end());
+  globals.erase(std::unique(globals.begin(), globals.end()), globals.end());
+  return globals;
+}
+
+// The window's ends relative to the query, in steps of the dilation.
+struct Window {
+  Window(const LongformerOptions& options, bool causal)
+      : low(causal ? -(options.one_sided >= 0 ? options.one_sided : options.window / 2)
+                   : -(options.window / 2)),
+        high(causal ? 0 : options.window / 2) {}
+  int64_t low;
+  int64_t high;
+};
+
+// Tokens by their residue of the dilation: 0, d, 2d, ..., 1, d + 1, .... In that order a dilated
+// window is a plain band inside each residue, so that its tiles are full and not one key in d.
+class ResidueOrder {
+ public:
+  ResidueOrder(int64_t tokens, int64_t dilation)
+      : dilation_(std::min(dilation, std::max<int64_t>(tokens, 1))) {
+    for (int64_t r = 0; r < dilation_; ++r) {
+      begin_.push_back(static_cast<int64_t>(tokens_.size()));
+      for (int64_t j = r; j < tokens; j += dilation_) tokens_.push_back(static_cast<int32_t>(j));
+    }
+    begin_.push_back(tokens);
+  }
+  int64_t Token(int64_t place) const { return tokens_[place]; }
+  int64_t Place(int64_t token) const { return begin_[token % dilation_] + token / dilation_; }
+  // First place and one past the last of the residue that `place` is in.
+  std::pair<int64_t, int64_t> Residue(int64_t place) const {
+    const int64_t r = tokens_[place] % dilation_;
+    return {begin_[r], begin_[r + 1]};
+  }
+  const std::vector<int32_t>& tokens() const { return tokens_; }
+
+ private:
+  int64_t dilation_;
+  std::vector<int64_t> begin_;
+  std::vector<int32_t> tokens_;
+};
+
+// What tokens that are not global see, over places of the residue order of each key-value head.
+class LocalPattern : public Pattern {
+ public:
+  LocalPattern(const LongformerOptions& options, const Problem& problem,
+               const std::vector<ResidueOrder>& orders)
+      : window_(options, problem.causal),
+        causal_(problem.causal),
+        heads_(orders.size() == 1 ? 1 : problem.query_heads),
+        group_(orders.size() == 1 ? 1 : problem.group()),
+        orders_(orders),
+        globals_(Globals(options, problem.query_tokens)),
+        is_global_(problem.query_tokens, false) {
+    for (int64_t g : globals_) is_global_[g] = true;
+  }
+
+  int64_t heads() const override { return heads_; }
+
+  bool Allows(int64_t head, int64_t i, int64_t j) const override {
+    const ResidueOrder& order = orders_[head / group_];
+    const int64_t query = order.Token(i), key = order.Token(j);
+    if (is_global_[query]) return false;  // has a call of its own
+    if (is_global_[key]) return !causal_ || key <= query;
+    // Within one residue, places count steps of the dilation.
+    return order.Residue(i) == order.Residue(j) && j - i >= window_.low && j - i <= window_.high;
+  }
+
+  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
+                 std::vector<KeyRange>* ranges) const override {
+    const ResidueOrder& order = orders_[head / group_];
+    int64_t local_rows = 0;
+    for (int64_t i = query_begin; i < query_end; ++i) local_rows += !is_global_[order.Token(i)];
+    if (local_rows == 0) return;
+    for (int64_t i = query_begin; i < query_end;) {
+      const auto [begin, end] = order.Residue(i);
+      const int64_t last = std::min(end, query_end) - 1;
+      ranges->push_back(
+          {std::max(begin, i + window_.low), std::min(end, last + window_.high + 1), false});
+      // One residue and no global query: what all rows have in their bands makes full tiles.
+      const bool whole =
+          local_rows == query_end - query_begin && i == query_begin && last == query_end - 1;
+      if (whole) {
+        ranges->push_back(
+            {std::max(begin, last + window_.low), std::min(end, i + window_.high + 1), true});
+      }
+      i = last + 1;
+    }
+    for (int64_t g : globals_) ranges->push_back({order.Place(g), order.Place(g) + 1, false});
+  }
+
+ private:
+  Window window_;
+  bool causal_;
+  int64_t heads_;
+  int64_t group_;
+  const std::vector<ResidueOrder>& orders_;
+  std::vector<int64_t> globals_;
+  std::vector<bool> is_global_;
+};
+
+// What global tokens see: row r is the r-th of them.
+class GlobalPattern : public Pattern {
+ public:
+  GlobalPattern(std::vector<int64_t> globals, const Problem& problem)
+      : globals_(std::move(globals)), causal_(problem.causal), tokens_(problem.kv_tokens) {}
+  bool Allows(int64_t, int64_t i, int64_t j) const override { return !causal_ || j <= globals_[i]; }
+  void KeyRanges(int64_t, int64_t query_begin, int64_t query_end,
+                 std::vector<KeyRange>* ranges) const override {
+    ranges->push_back({0, causal_ ? globals_[query_begin] + 1 : tokens_, true});
+    ranges->push_back({0, causal_ ? globals_[query_end - 1] + 1 : tokens_, false});
+  }
+
+ private:
+  std::vector<int64_t> globals_;
+  bool causal_;
+  int64_t tokens_;
+};
+
+// Two calls of engine flash: local rows, then the global ones over them.
+class LongformerLayer : public Layer {
+ public:
+  LongformerLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+                  const LongformerOptions& options)
+      : Layer(problem, std::move(inputs), AttentionOutputs(problem)),
+        options_(options),
+        globals_(Globals(options, problem.query_tokens)),
+        global_tokens_(globals_.begin(), globals_.end()),
+        local_problem_(problem),
+        global_problem_(problem) {
+    // The patterns know the mask; their rows are not in the order of tokens.
+    local_problem_.causal = global_problem_.causal = false;
+    global_problem_.query_tokens = static_cast<int64_t>(globals_.size());
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    return std::max(FlashWorkspaceBytes(local_problem_, {}, threads),
+                    FlashWorkspaceBytes(global_problem_, {}, threads));
+  }
+
+  Cost cost() const override {
+    Cost cost;
+    if (!local_schedule_.row_begin.empty()) {
+      const Problem& p = problem();
+      const double pairs =
+          local_schedule_.KeptPairs(p.query_heads) + global_schedule_.KeptPairs(p.query_heads);
+      cost.flops = 2.0 * static_cast<double>(p.batch * (p.head_dim + p.value_dim)) * pairs;
+    }
+    // Where global rows have tensors of their own, all of k_global and v_global are read.
+    cost.bytes = AttentionBytes(problem()) +
+                 (OwnProjections(options_) ? AttentionBytes(global_problem_) : 0.0);
+    return cost;
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs&, const Execution&) override {
+    const Problem& p = problem();
+    orders_.clear();
+    order_tokens_.clear();
+    for (int64_t dilation : options_.dilation) {
+      const ResidueOrder& order = orders_.emplace_back(p.query_tokens, dilation);
+      order_tokens_.insert(order_tokens_.end(), order.tokens().begin(), order.tokens().end());
+    }
+    local_schedule_ = BuildSchedule(local_problem_, LocalPattern(options_, p, orders_), kFlashTile);
+    global_schedule_ = BuildSchedule(global_problem_, GlobalPattern(globals_, p), kFlashTile);
+    return absl::OkStatus();
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    FlashCall call;
+    call.q = inputs.Get("q");
+    call.k = inputs.Get("k");
+    call.v = inputs.Get("v");
+    call.key_mask = inputs.Get("key_mask");
+    call.out = outputs.Get("out");
+    call.log_sum_exp = outputs.Get("log_sum_exp");
+    call.schedule = &local_schedule_;
+    const bool dilated = std::any_of(options_.dilation.begin(), options_.dilation.end(),
+                                     [](int64_t dilation) { return dilation > 1; });
+    if (dilated) {
+      const int64_t stride = orders_.size() == 1 ? 0 : problem().kv_tokens;
+      call.key_order = {order_tokens_.data(), 0, stride};
+      // A query head reads its key-value head's order.
+      call.query_order = {order_tokens_.data(), 0, stride, problem().group()};
+    }
+    TFB_RETURN_IF_ERROR(FlashCpu(local_problem_, call, execution));
+    if (globals_.empty()) return absl::OkStatus();
+    if (OwnProjections(options_)) {
+      call.q = inputs.Get("q_global");
+      call.k = inputs.Get("k_global");
+      call.v = inputs.Get("v_global");
+    }
+    call.schedule = &global_schedule_;
+    call.key_order = {};
+    call.query_order = {global_tokens_.data(), 0, 0};
+    return FlashCpu(global_problem_, call, execution);
+  }
+
+ private:
+  LongformerOptions options_;
+  std::vector<int64_t> globals_;
+  std::vector<int32_t> global_tokens_;
+  Problem local_problem_;
+  Problem global_problem_;
+  std::vector<ResidueOrder> orders_;   // one, or one per key-value head
+  std::vector<int32_t> order_tokens_;  // theirs, one after the other
+  BlockSchedule local_schedule_;
+  BlockSchedule global_schedule_;
+};
+
+absl::Status Check(const Problem& problem, const LongformerOptions& options) {
+  if (problem.query_tokens != problem.kv_tokens) {
+    return absl::UnimplementedError(absl::StrCat("longformer is self-attention: query_tokens is ",
+                                                 problem.query_tokens, ", kv_tokens is ",
+                                                 problem.kv_tokens));
+  }
+  const int64_t dilations = static_cast<int64_t>(options.dilation.size());
+  if (dilations != 1 && dilations != problem.kv_heads) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "dilation has ", dilations, " entries; allowed are 1 or kv_heads, ", problem.kv_heads));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+Longformer::Longformer() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> Longformer::ReadTensors(const Problem& problem,
+                                                const LongformerOptions& options) const {
+  std::vector<TensorSpec> tensors = QkvInputs(problem);
+  if (OwnProjections(options)) {
+    for (size_t n = 0; n < 3; ++n) {
+      TensorSpec own = tensors[n];
+      own.name += "_global";
+      tensors.push_back(std::move(own));
+    }
+  }
+  return tensors;
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> Longformer::MakeLayer(const Problem& problem,
+                                                             const LongformerOptions& options,
+                                                             Device, uint64_t) const {
+  TFB_RETURN_IF_ERROR(Check(problem, options));
+  return std::make_unique<LongformerLayer>(problem, ReadTensors(problem, options), options);
+}
+
+absl::Status Longformer::Definition(const Problem& problem, const LongformerOptions& options,
+                                    const NamedTensors&, const Inputs& inputs,
+                                    const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(Check(problem, options));
+  std::vector<bool> is_global(problem.kv_tokens, false);
+  for (int64_t g : options.globals) {
+    if (g >= 0 && g < problem.kv_tokens) is_global[g] = true;
+  }
+  const int64_t behind =
+      problem.causal && options.one_sided >= 0 ? options.one_sided : options.window / 2;
+  const auto sees = [&](int64_t h, int64_t i, int64_t j) {
+    if (is_global[i] || is_global[j]) return true;
+    const int64_t dilation =
+        options.dilation.size() == 1 ? options.dilation[0] : options.dilation[h / problem.group()];
+    return (i - j) % dilation == 0 && std::abs(i - j) / dilation <= behind;
+  };
+  const auto no_bias = [](int64_t, int64_t, int64_t, int64_t) { return 0.0; };
+  DefineMaskedAttention(problem, inputs, request, 0, sees, no_bias, outputs);
+  if (!OwnProjections(options)) return absl::OkStatus();
+
+  // Global rows again with the tensors of their own, which they see all of.
+  Inputs own = inputs;
+  for (const char* name : {"q", "k", "v"}) own.Set(name, inputs.Get(absl::StrCat(name, "_global")));
+  NamedTensors global;
+  DefineMaskedAttention(problem, own, request, 0, sees, no_bias, &global);
+  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+  for (auto& [name, tensor] : *outputs) {
+    for (size_t r = 0; r < rows.size(); ++r) {
+      if (!is_global[rows[r]]) continue;
+      CopyElements(Slice(std::as_const(global.at(name)).view(), 2, r, 1),
+                   Slice(tensor.view(), 2, r, 1));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

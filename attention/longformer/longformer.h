@@ -1,0 +1,73 @@
+// Longformer: a sliding window, dilated per head, and a few global tokens that see and are seen by
+// all.
+//
+// Token i that is not global sees token j when j is global, or |i - j| <= d w / 2 and d divides i -
+// j; where the problem is causal, when j is global and j <= i, or 0 <= i - j <= d w_1 and d divides
+// i - j. A global token sees every token (every earlier one where causal). w is `window`, d the
+// head's dilation, w_1 `one_sided`. Then
+//
+//   y_i = softmax_j(scale q_i . k_j) v_j over the tokens seen, scale = 1 / sqrt(head_dim)
+//
+// where global rows use queries, keys and values of their own (q_global, k_global, v_global, made
+// by projections of their own) if `projections` is own, and the common ones if it is shared. A
+// global token inside the window counts once.
+//
+// Source: Beltagy, Peters, Cohan 2020, "Longformer: the long-document transformer",
+// arXiv:2004.05150v2, sections 3.1 and 3.2. Causal windows as in its language models; globals with
+// a causal mask are ours (the paper uses none there). Deviations of others that are not followed:
+// Hugging Face and allenai mask with -10000, and zero the rows of padded queries. Cost: 2 pairs
+// (head_dim + value_dim) FLOPs, pairs = about tokens (w + 1) + 2 tokens globals; linear in tokens.
+#ifndef TFB_ATTENTION_LONGFORMER_LONGFORMER_H_
+#define TFB_ATTENTION_LONGFORMER_LONGFORMER_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "core/technique.h"
+
+namespace tfb {
+
+struct LongformerOptions {
+  int64_t window = 512;
+  int64_t one_sided = -1;
+  std::vector<int64_t> dilation = {1};
+  std::vector<int64_t> globals = {0};
+  enum class Projections { kShared, kOwn };
+  Projections projections = Projections::kShared;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("window", &window, 0, kMaxTokens,
+             "keys seen beside the query's own, half of them on each side",
+             {32, 64, 128, 256, 512, 1024});
+    bind.Int("one_sided", &one_sided, -1, kMaxTokens,
+             "earlier keys seen where causal; -1 means window / 2");
+    bind.Ints("dilation", &dilation, 1, kMaxTokens,
+              "gap between the window's keys: one for all heads, or one per key-value head");
+    bind.Ints("globals", &globals, -1, kMaxTokens,
+              "positions of the global tokens; those beyond the sequence and -1 stand for none");
+    bind.Choice("projections", &projections,
+                {{"shared", Projections::kShared}, {"own", Projections::kOwn}},
+                "whether global rows have queries, keys and values of their own");
+  }
+};
+
+// Self-attention only: query_tokens must equal kv_tokens.
+class Longformer : public TechniqueOf<LongformerOptions> {
+ public:
+  Longformer();
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const LongformerOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const LongformerOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  // Where `projections` is own, also q_global, k_global and v_global, of the shapes of q, k and v.
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const LongformerOptions& options) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_LONGFORMER_LONGFORMER_H_

@@ -1,0 +1,186 @@
+#include "positional/rope/rope.h"
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/definition.h"
+#include "core/flash/flash_layer.h"
+#include "core/flash/rows.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<Rope>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "rope";
+  info.family = "positional";
+  info.title = "Rotary position embedding";
+  info.citation = "Su et al. 2021, arXiv:2104.09864v5, section 3.2.2";
+  info.exactness = Exactness::kExact;
+  info.growth = 2;
+  return info;
+}
+
+absl::StatusOr<int64_t> RotaryDims(const Problem& problem, const RopeOptions& options) {
+  if (options.rotary_dims == 0) return problem.head_dim / 2 * 2;
+  if (options.rotary_dims % 2 != 0 || options.rotary_dims > problem.head_dim) {
+    return absl::InvalidArgumentError(absl::StrCat("rotary_dims is ", options.rotary_dims,
+                                                   "; allowed are even numbers up to head_dim, ",
+                                                   problem.head_dim));
+  }
+  return options.rotary_dims;
+}
+
+// Turns queries and keys into fp32 copies and attends with those.
+class RopeLayer : public FlashLayer {
+ public:
+  RopeLayer(const Problem& problem, const RopeOptions& options, int64_t rotary_dims, Device device)
+      : FlashLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device,
+                   std::make_unique<FullPattern>(problem.kv_tokens)),
+        options_(options),
+        pairs_(rotary_dims / 2) {}
+
+ protected:
+  // cos and sin of every position from the first of keys and queries to the last of both.
+  absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) override {
+    const Problem& p = problem();
+    first_ = std::min<int64_t>(0, p.causal_offset());
+    const int64_t positions = std::max<int64_t>(p.kv_tokens - first_, 0);
+    cos_.resize(positions * pairs_);
+    sin_.resize(positions * pairs_);
+    for (int64_t t = 0; t < pairs_; ++t) {
+      const double frequency =
+          std::pow(options_.base, -static_cast<double>(t) / static_cast<double>(pairs_));
+      for (int64_t n = 0; n < positions; ++n) {
+        const double angle = static_cast<double>(n + first_ + options_.position_offset) * frequency;
+        cos_[n * pairs_ + t] = static_cast<float>(std::cos(angle));
+        sin_[n * pairs_ + t] = static_cast<float>(std::sin(angle));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  size_t PrepareBytes() const override {
+    return Workspace::Measure([this](Workspace& workspace) { Take(workspace); });
+  }
+
+  absl::Status Prepare(const Inputs&, const Execution& execution, Workspace* workspace,
+                       FlashCall* call) override {
+    const auto [q, k] = Take(*workspace);
+    Turn(call->q, problem().causal_offset(), q, execution);
+    Turn(call->k, 0, k, execution);
+    call->q = q;
+    call->k = k;
+    return absl::OkStatus();
+  }
+
+ private:
+  std::pair<TensorView, TensorView> Take(Workspace& workspace) const {
+    const Problem& p = problem();
+    const Shape q = {p.batch, p.query_heads, p.query_tokens, p.head_dim};
+    const Shape k = {p.batch, p.kv_heads, p.kv_tokens, p.head_dim};
+    float* q_memory = workspace.Take<float>(NumElements(q));
+    float* k_memory = workspace.Take<float>(NumElements(k));
+    return {TensorView(q_memory, DType::kF32, q), TensorView(k_memory, DType::kF32, k)};
+  }
+
+  // Row n of `from` has the position n + offset.
+  void Turn(const ConstTensorView& from, int64_t offset, const TensorView& to,
+            const Execution& execution) const {
+    constexpr int64_t kRows =
+        64;  // a task: 64 rows x 64 channels x 4 B = 16 KiB, enough to outweigh its start
+    const int64_t heads = from.dim(1), tokens = from.dim(2), channels = from.dim(3);
+    const int64_t blocks = (tokens + kRows - 1) / kRows;
+    execution.pool->ParallelFor(from.dim(0) * heads * blocks, [&](int64_t task, int) {
+      const int64_t b = task / blocks / heads, h = task / blocks % heads;
+      const int64_t end = std::min(tokens, (task % blocks + 1) * kRows);
+      for (int64_t n = task % blocks * kRows; n < end; ++n) {
+        float* row = to.MutableAt<float>(b, h, n);
+        LoadRow(from, from.Offset(b, h, n), from.stride(3), channels, row);
+        TurnRow(n + offset - first_, row);
+      }
+    });
+  }
+
+  void TurnRow(int64_t index, float* row) const {
+    const float* c = cos_.data() + index * pairs_;
+    const float* s = sin_.data() + index * pairs_;
+    const bool half = options_.layout == RopeOptions::Layout::kHalf;
+    if (half) {
+      TurnPairs(c, s, row, row + pairs_, 1);
+    } else {
+      TurnPairs(c, s, row, row + 1, 2);
+    }
+  }
+  void TurnPairs(const float* c, const float* s, float* first, float* second, int64_t step) const {
+    for (int64_t t = 0; t < pairs_; ++t) {
+      const float a = first[t * step], b = second[t * step];
+      first[t * step] = a * c[t] - b * s[t];
+      second[t * step] = a * s[t] + b * c[t];
+    }
+  }
+
+  RopeOptions options_;
+  int64_t pairs_;
+  int64_t first_ = 0;       // position, less position_offset, of the tables' first row
+  std::vector<float> cos_;  // [positions][pairs]
+  std::vector<float> sin_;
+};
+
+// Rotates one row in place, as the formula states it.
+void RotateByDefinition(const RopeOptions& options, int64_t rotary_dims, int64_t position,
+                        double* row) {
+  for (int64_t t = 0; t < rotary_dims / 2; ++t) {
+    const double angle =
+        static_cast<double>(position) *
+        std::pow(options.base, -2.0 * static_cast<double>(t) / static_cast<double>(rotary_dims));
+    const bool half = options.layout == RopeOptions::Layout::kHalf;
+    double& a = row[half ? t : 2 * t];
+    double& b = row[half ? t + rotary_dims / 2 : 2 * t + 1];
+    const double turned_a = a * std::cos(angle) - b * std::sin(angle);
+    b = a * std::sin(angle) + b * std::cos(angle);
+    a = turned_a;
+  }
+}
+
+}  // namespace
+
+Rope::Rope() : TechniqueOf(Info()) {}
+
+absl::StatusOr<std::unique_ptr<Layer>> Rope::MakeLayer(const Problem& problem,
+                                                       const RopeOptions& options, Device device,
+                                                       uint64_t) const {
+  TFB_ASSIGN_OR_RETURN(const int64_t rotary_dims, RotaryDims(problem, options));
+  return std::make_unique<RopeLayer>(problem, options, rotary_dims, device);
+}
+
+absl::Status Rope::Definition(const Problem& problem, const RopeOptions& options,
+                              const NamedTensors&, const Inputs& inputs,
+                              const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_ASSIGN_OR_RETURN(const int64_t rotary_dims, RotaryDims(problem, options));
+  NamedTensors turned;
+  for (const char* name : {"q", "k"}) {
+    const ConstTensorView view = inputs.Get(name);
+    Tensor& rows = turned[name] = Tensor(DType::kF64, view.shape());
+    CopyElements(view, rows.view());
+    const int64_t first = options.position_offset + (name[0] == 'q' ? problem.causal_offset() : 0);
+    const int64_t count = view.dim(0) * view.dim(1) * view.dim(2);
+    for (int64_t n = 0; n < count; ++n) {
+      RotateByDefinition(options, rotary_dims, first + n % view.dim(2),
+                         rows.span<double>().data() + n * view.dim(3));
+    }
+  }
+  Inputs rotated = inputs;
+  rotated.Set("q", turned["q"].view());
+  rotated.Set("k", turned["k"].view());
+  DefineMaskedAttention(
+      problem, rotated, request, 0, [](int64_t, int64_t, int64_t) { return true; },
+      [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, outputs);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

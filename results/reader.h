@@ -1,0 +1,108 @@
+// Reads result files, and says when two cases are the same case.
+//
+// A file is read record by record at wire level, so that it may be longer than memory allows a
+// single message to be, and so that what was whole before a crash is read after it:
+//
+//   torn tail    the file ends within a record, or in zeros, as a killed process or a machine
+//                without power leaves it: the records before it are read, and the number of ignored
+//                bytes is reported. A tail that still holds a record with a valid checksum is not
+//                torn but damage.
+//   damage       a checksum that does not match, bytes that are no record, a payload that does not
+//                parse: absl::DataLossError with path and offset.
+//   not a result file   absl::InvalidArgumentError with the path.
+//   no such file        absl::NotFoundError; not readable: absl::PermissionDeniedError.
+#ifndef TFB_RESULTS_READER_H_
+#define TFB_RESULTS_READER_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "results/results.pb.h"
+
+namespace tfb {
+
+class ByteSource;  // bytes at offsets, from a file or from memory
+
+// One pass over a result file. Not thread-safe.
+class ResultReader {
+ public:
+  // Opens `path` for reading; nothing is read but the signature. An empty file has no records.
+  static absl::StatusOr<std::unique_ptr<ResultReader>> Open(const std::string& path);
+  // Reads `bytes`, which must outlive the reader; `name` stands for the path in messages.
+  static absl::StatusOr<std::unique_ptr<ResultReader>> FromBytes(absl::string_view bytes,
+                                                                 const std::string& name);
+  ~ResultReader();
+
+  // Reads the next environment, case or unknown field and merges it into `results`, which keeps
+  // what it holds. Returns false at the end of the file, a torn tail included.
+  absl::StatusOr<bool> Next(ResultSet* results);
+
+  // Offset one past the last whole record read so far: where an appender may go on.
+  int64_t whole_bytes() const { return offset_; }
+  // Bytes of the torn tail, 0 where there is none; known once Next has returned false.
+  int64_t torn_bytes() const { return torn_bytes_; }
+
+ private:
+  ResultReader(std::unique_ptr<ByteSource> source, std::string name);
+  absl::Status CheckSignature();
+  // Each ends the reading with a torn tail at offset_, or returns the damage that it is instead.
+  absl::StatusOr<bool> EndAtTornTail(int64_t field_number);
+  absl::StatusOr<bool> EndAtZeros(int64_t begin, absl::string_view otherwise);
+  absl::StatusOr<bool> TailHoldsRecord();
+  absl::StatusOr<bool> ZerosFrom(int64_t begin);
+  absl::Status Damaged(absl::string_view what) const;
+
+  std::unique_ptr<ByteSource> source_;
+  std::string name_;
+  int64_t offset_ = 0;
+  int64_t torn_bytes_ = 0;
+};
+
+// A whole file in memory.
+struct ResultFile {
+  std::string path;
+  ResultSet results;
+  int64_t whole_bytes = 0;
+  int64_t torn_bytes = 0;  // ignored at the end
+};
+absl::StatusOr<ResultFile> ReadResultFile(const std::string& path);
+absl::StatusOr<ResultFile> ReadResultBytes(absl::string_view bytes, const std::string& name);
+
+// "name=value,name=value" in the order of names, with the four characters `%,=` and space written
+// as %XX, so that different options never give the same text.
+std::string CanonicalOptions(const std::map<std::string, std::string>& options);
+std::string CanonicalOptions(const Case::Key& key);
+
+// The whole key as one line, equal for two cases exactly when their keys are: e.g.
+// "technique=longformer options=window%3D256 device=cpu dtype=f32 batch=1 ... purpose=scaling".
+// The options' map counts, and their text only where the map is empty. The environment is not
+// part of a key.
+std::string CaseKey(const Case& result);
+std::string CaseKey(const Case::Key& key);
+
+// Short names as the command line spells them: "cpu", "cuda"; "f32", "bf16"; "accuracy"; "ok",
+// "out of memory"; "exact". Unspecified, and values of a newer version, are "unspecified".
+absl::string_view Name(DeviceType device);
+absl::string_view Name(ElementType dtype);
+absl::string_view Name(Case::Purpose purpose);
+absl::string_view Name(Outcome::Status status);
+absl::string_view Name(TechniqueDescription::Exactness exactness);
+absl::string_view Name(ErrorMeasure::Metric metric);
+
+// The environment that `id` names, or null.
+const Environment* FindEnvironment(const ResultSet& results, absl::string_view id);
+
+// The cases that count, by key: of several with one key and one environment the last. Where
+// `environment_id` is empty, of several with one key whatever their environments.
+// The pointers are into `results`.
+std::map<std::string, const Case*> CasesByKey(const ResultSet& results,
+                                              absl::string_view environment_id = "");
+
+}  // namespace tfb
+
+#endif  // TFB_RESULTS_READER_H_

@@ -1,0 +1,292 @@
+#include "results/statistics.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "results/reader.h"
+
+namespace tfb {
+namespace {
+
+// Natural logarithm of the probability of `successes` in `trials` fair tosses.
+double LogBinomialHalf(int trials, int successes) {
+  return std::lgamma(trials + 1.0) - std::lgamma(successes + 1.0) -
+         std::lgamma(trials - successes + 1.0) - trials * std::log(2.0);
+}
+
+// Geometric mean of the times at each length: where a length was measured more than once.
+std::map<int64_t, double> LogTimeByLength(const std::vector<LengthTime>& points) {
+  std::map<int64_t, std::pair<double, int>> sums;
+  for (const LengthTime& point : points) {
+    if (point.tokens <= 0 || !(point.time > 0) || !std::isfinite(point.time)) continue;
+    auto& [sum, count] = sums[point.tokens];
+    sum += std::log(point.time);
+    ++count;
+  }
+  std::map<int64_t, double> means;
+  for (const auto& [tokens, sum] : sums) means[tokens] = sum.first / sum.second;
+  return means;
+}
+
+// The key of everything that a case shares with its dense partner.
+std::string PartnerKey(const Case& result) {
+  Case::Key key = result.key();
+  key.set_technique(result.technique().dense_counterpart());
+  key.clear_options();
+  key.clear_options_text();
+  key.clear_seed();
+  return CaseKey(key) + " environment=" + result.environment_id();
+}
+
+std::optional<double> RatePerSecond(const Case& result, bool known, double amount) {
+  if (!known) return std::nullopt;
+  const std::optional<MedianInterval> time = RunTime(result);
+  if (!time.has_value() || !(time->median > 0)) return std::nullopt;
+  return amount / (time->median * 1e-9);
+}
+
+bool PeakFits(const Peak& peak, const Case& result) {
+  if (peak.device() != result.key().device() || !(peak.value() > 0)) return false;
+  return peak.device() != DEVICE_TYPE_CPU || peak.threads() == result.key().threads();
+}
+
+}  // namespace
+
+double MedianInterval::relative_half_width() const {
+  return median > 0 ? (high - low) / (2 * median) : 0;
+}
+
+std::optional<MedianInterval> MedianOf(std::vector<double> samples) {
+  if (samples.empty()) return std::nullopt;
+  if (std::any_of(samples.begin(), samples.end(), [](double x) { return std::isnan(x); })) {
+    return std::nullopt;
+  }
+  std::sort(samples.begin(), samples.end());
+  const int n = static_cast<int>(samples.size());
+  MedianInterval interval;
+  interval.samples = n;
+  interval.median =
+      n % 2 == 1 ? samples[n / 2] : samples[n / 2 - 1] + (samples[n / 2] - samples[n / 2 - 1]) / 2;
+  // below: P(Bin(n, 1/2) < k). k = 1 is the whole range, whatever it covers.
+  int k = 1;
+  double below = std::exp(LogBinomialHalf(n, 0));
+  while (2 * (k + 1) <= n) {
+    const double next = below + std::exp(LogBinomialHalf(n, k));
+    if (1 - 2 * next < 0.95) break;
+    below = next;
+    ++k;
+  }
+  interval.low = samples[k - 1];
+  interval.high = samples[n - k];
+  interval.coverage = std::max(0.0, 1 - 2 * below);
+  return interval;
+}
+
+std::optional<Growth> FitGrowth(std::vector<LengthTime> points) {
+  points.erase(std::remove_if(points.begin(), points.end(),
+                              [](const LengthTime& point) {
+                                return point.tokens <= 0 || !(point.time > 0) ||
+                                       !std::isfinite(point.time);
+                              }),
+               points.end());
+  std::vector<int64_t> lengths;
+  for (const LengthTime& point : points) lengths.push_back(point.tokens);
+  std::sort(lengths.begin(), lengths.end());
+  lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
+  if (lengths.size() < 2) return std::nullopt;
+  const size_t kept = std::min(lengths.size(), std::max<size_t>(3, (lengths.size() + 1) / 2));
+  const int64_t shortest = lengths[lengths.size() - kept];
+
+  double n = 0, mean_x = 0, mean_y = 0;
+  for (const LengthTime& point : points) {
+    if (point.tokens < shortest) continue;
+    n += 1;
+    mean_x += std::log(static_cast<double>(point.tokens));
+    mean_y += std::log(point.time);
+  }
+  mean_x /= n;
+  mean_y /= n;
+  double xx = 0, xy = 0, yy = 0;
+  for (const LengthTime& point : points) {
+    if (point.tokens < shortest) continue;
+    const double x = std::log(static_cast<double>(point.tokens)) - mean_x;
+    const double y = std::log(point.time) - mean_y;
+    xx += x * x;
+    xy += x * y;
+    yy += y * y;
+  }
+  Growth growth;
+  growth.exponent = xy / xx;
+  growth.from_tokens = shortest;
+  growth.to_tokens = lengths.back();
+  if (n > 2) {
+    const double residual = std::max(0.0, yy - growth.exponent * xy);
+    growth.standard_error = std::sqrt(residual / (n - 2) / xx);
+  }
+  return growth;
+}
+
+std::optional<Crossover> FindCrossover(const std::vector<LengthTime>& technique,
+                                       const std::vector<LengthTime>& dense) {
+  const std::map<int64_t, double> technique_times = LogTimeByLength(technique);
+  const std::map<int64_t, double> dense_times = LogTimeByLength(dense);
+  std::vector<std::pair<double, double>> ratios;  // log tokens, log(technique / dense)
+  for (const auto& [tokens, log_time] : technique_times) {
+    const auto dense_time = dense_times.find(tokens);
+    if (dense_time == dense_times.end()) continue;
+    ratios.emplace_back(std::log(static_cast<double>(tokens)), log_time - dense_time->second);
+  }
+  if (ratios.empty()) return std::nullopt;
+
+  const auto faster = [](const std::pair<double, double>& ratio) { return ratio.second < 0; };
+  Crossover crossover;
+  size_t last_change = 0;
+  for (size_t i = 1; i < ratios.size(); ++i) {
+    if (faster(ratios[i]) != faster(ratios[i - 1])) {
+      ++crossover.changes;
+      last_change = i;
+    }
+  }
+  if (crossover.changes == 0) {
+    const bool always = faster(ratios[0]);
+    crossover.kind = always ? Crossover::Kind::kAlways : Crossover::Kind::kNever;
+    crossover.tokens = std::round(std::exp((always ? ratios.front() : ratios.back()).first));
+    return crossover;
+  }
+  crossover.kind = faster(ratios.back()) ? Crossover::Kind::kAt : Crossover::Kind::kOnlyBelow;
+  const auto& [x0, y0] = ratios[last_change - 1];
+  const auto& [x1, y1] = ratios[last_change];
+  crossover.tokens = std::exp(x0 + (x1 - x0) * (y0 / (y0 - y1)));
+  return crossover;
+}
+
+int64_t LengthOf(const ProblemSize& problem) {
+  return std::max(problem.query_tokens(), problem.kv_tokens());
+}
+
+bool IsBaseline(const Case& result) {
+  return !result.technique().dense_counterpart().empty() &&
+         result.technique().dense_counterpart() == result.key().technique();
+}
+
+const Case* FindDensePartner(const ResultSet& results, const Case& result) {
+  return DensePartners(results).Find(result);
+}
+
+DensePartners::DensePartners(const ResultSet& results) {
+  // Any technique may be somebody's counterpart, so each is filed under its own name.
+  for (const Case& result : results.cases()) {
+    Case::Key key = result.key();
+    key.clear_options();
+    key.clear_options_text();
+    key.clear_seed();
+    entries_.push_back({CaseKey(key) + " environment=" + result.environment_id(), &result});
+  }
+  const auto rank = [](const Case& dense) {
+    return std::make_tuple(!dense.technique().options_are_default(),
+                           dense.outcome().status() != Outcome::STATUS_OK);
+  };
+  std::reverse(entries_.begin(), entries_.end());  // later before earlier
+  std::stable_sort(entries_.begin(), entries_.end(), [&](const Entry& a, const Entry& b) {
+    return a.key != b.key ? a.key < b.key : rank(*a.dense) < rank(*b.dense);
+  });
+}
+
+const Case* DensePartners::Find(const Case& result) const {
+  if (IsBaseline(result)) return &result;
+  if (result.technique().dense_counterpart().empty()) return nullptr;
+  const std::string key = PartnerKey(result);
+  auto entry = std::lower_bound(entries_.begin(), entries_.end(), key,
+                                [](const Entry& e, const std::string& k) { return e.key < k; });
+  const Case* first = nullptr;
+  for (; entry != entries_.end() && entry->key == key; ++entry) {
+    if (first == nullptr) first = entry->dense;
+    if (entry->dense->key().seed() == result.key().seed()) return entry->dense;
+  }
+  return first;
+}
+
+std::optional<MedianInterval> RunTime(const Case& result) {
+  const Outcome::Status status = result.outcome().status();
+  if (status != Outcome::STATUS_OK && status != Outcome::STATUS_FAILED) return std::nullopt;
+  return Median(result.outcome().timing().run_ns());
+}
+
+std::optional<double> SpeedUp(const Case& result, const Case* dense) {
+  if (dense == nullptr) return std::nullopt;
+  const std::optional<MedianInterval> time = RunTime(result);
+  const std::optional<MedianInterval> dense_time = RunTime(*dense);
+  if (!time.has_value() || !dense_time.has_value() || !(time->median > 0)) return std::nullopt;
+  return dense_time->median / time->median;
+}
+
+std::optional<double> GigaflopsPerSecond(const Case& result) {
+  const std::optional<double> rate =
+      RatePerSecond(result, result.outcome().has_flops(), result.outcome().flops());
+  if (!rate.has_value()) return std::nullopt;
+  return *rate * 1e-9;
+}
+
+std::optional<double> GigabytesPerSecond(const Case& result) {
+  const std::optional<double> rate =
+      RatePerSecond(result, result.outcome().has_bytes_moved(), result.outcome().bytes_moved());
+  if (!rate.has_value()) return std::nullopt;
+  return *rate * 1e-9;
+}
+
+std::optional<double> ShareOfComputePeak(const Case& result, const Environment& environment) {
+  const std::optional<double> rate = GigaflopsPerSecond(result);
+  double highest = 0;
+  for (const Peak& peak : environment.peaks()) {
+    if (peak.kind() == Peak::KIND_COMPUTE && peak.dtype() == result.key().dtype() &&
+        PeakFits(peak, result)) {
+      highest = std::max(highest, peak.value());
+    }
+  }
+  if (!rate.has_value() || highest == 0) return std::nullopt;
+  return *rate * 1e9 / highest;
+}
+
+std::optional<double> ShareOfBandwidthPeak(const Case& result, const Environment& environment) {
+  const std::optional<double> rate = GigabytesPerSecond(result);
+  if (!rate.has_value()) return std::nullopt;
+  for (const Peak::Kind kind : {Peak::KIND_READ_BANDWIDTH, Peak::KIND_COPY_BANDWIDTH}) {
+    double highest = 0;
+    for (const Peak& peak : environment.peaks()) {
+      if (peak.kind() == kind && PeakFits(peak, result)) highest = std::max(highest, peak.value());
+    }
+    if (highest > 0) return *rate * 1e9 / highest;
+  }
+  return std::nullopt;
+}
+
+std::optional<double> WorkingMemoryBytes(const Outcome& outcome) {
+  if (!outcome.has_peak_workspace_bytes()) return std::nullopt;
+  return static_cast<double>(outcome.peak_workspace_bytes()) +
+         static_cast<double>(outcome.parameter_bytes());
+}
+
+std::optional<double> BoundedValue(const ErrorMeasure& error) {
+  const auto value = [](bool known, double number) {
+    return known ? std::optional<double>(number) : std::nullopt;
+  };
+  switch (error.bounded_metric()) {
+    case ErrorMeasure::METRIC_RELATIVE_FROBENIUS:
+      return value(error.has_relative_frobenius(), error.relative_frobenius());
+    case ErrorMeasure::METRIC_MAX_ABS:
+      return value(error.has_max_abs(), error.max_abs());
+    case ErrorMeasure::METRIC_MAX_ABS_OVER_MAX_VALUE:
+      return value(error.has_max_abs_over_max_value(), error.max_abs_over_max_value());
+    case ErrorMeasure::METRIC_COSINE_DISTANCE:
+      return value(error.has_mean_cosine(), 1 - error.mean_cosine());
+    default:
+      break;
+  }
+  if (error.has_relative_frobenius()) return error.relative_frobenius();
+  return value(error.has_max_abs(), error.max_abs());
+}
+
+}  // namespace tfb

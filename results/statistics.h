@@ -1,0 +1,129 @@
+// What is derived from samples and cases: medians with intervals, growth, crossover, shares.
+// Every number that cannot be derived is absent.
+#ifndef TFB_RESULTS_STATISTICS_H_
+#define TFB_RESULTS_STATISTICS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "results/results.pb.h"
+
+namespace tfb {
+
+// Median of a distribution, and what its samples say about where it lies.
+struct MedianInterval {
+  double median = 0;
+  double low = 0;  // order statistics, so always samples themselves
+  double high = 0;
+  double coverage = 0;  // probability that [low, high] holds the true median
+  int samples = 0;
+
+  // Six samples are the fewest with 95 %: the range of n covers 1 - 2^(1-n).
+  bool is_95_percent() const { return coverage >= 0.95; }
+  // (high - low) / (2 median): 0.05 is +-5 %.
+  double relative_half_width() const;
+};
+
+// The interval is [x(k), x(n+1-k)] with the largest k whose binomial coverage
+// 1 - 2 P(Bin(n, 1/2) < k) is at least 0.95, and the whole range where there is none. It assumes
+// independent samples and nothing of their distribution. Absent without samples, or where one is
+// NaN.
+std::optional<MedianInterval> MedianOf(std::vector<double> samples);
+template <typename Range>
+std::optional<MedianInterval> Median(const Range& samples) {
+  return MedianOf(std::vector<double>(samples.begin(), samples.end()));
+}
+
+// A time at a length.
+struct LengthTime {
+  int64_t tokens = 0;
+  double time = 0;  // any unit, the same throughout
+};
+
+// Least-squares slope of log(time) over log(tokens).
+//
+// Only the upper half of the lengths counts (of n distinct ones the ceil(n/2) longest, but three
+// where there are three): what is short measures fixed costs, and an exponent is a statement about
+// long inputs. Points at one length enter one by one.
+struct Growth {
+  double exponent = 0;
+  std::optional<double> standard_error;  // of the slope; absent for two points
+  int64_t from_tokens = 0;               // shortest and longest length that counted
+  int64_t to_tokens = 0;
+};
+// Absent with fewer than two distinct lengths, or where no two have positive finite times.
+std::optional<Growth> FitGrowth(std::vector<LengthTime> points);
+
+// Where a technique becomes faster than its dense counterpart, over the lengths that both have.
+struct Crossover {
+  enum class Kind {
+    kAt,         // faster from `tokens` on, to the longest length
+    kAlways,     // faster at every length; `tokens` is the shortest
+    kNever,      // slower at every length; `tokens` is the longest
+    kOnlyBelow,  // faster below `tokens`, slower at the longest length
+  };
+  Kind kind = Kind::kNever;
+  double tokens = 0;
+  int changes = 0;  // of who is faster; above 1 the crossover is one of several
+};
+// log(time ratio) is interpolated linearly in log(tokens) between the last two lengths at which
+// the order changes. A tie counts as slower. Absent without a length in common.
+std::optional<Crossover> FindCrossover(const std::vector<LengthTime>& technique,
+                                       const std::vector<LengthTime>& dense);
+
+// The length that a sweep varies: key tokens, or query tokens where those are more.
+int64_t LengthOf(const ProblemSize& problem);
+
+// Whether `result` is its own dense counterpart.
+bool IsBaseline(const Case& result);
+
+// The case of the dense counterpart with the same environment and the same key but for technique,
+// options and seed. Of several: the same seed before another, default options before others, ok
+// before not ok, later before earlier. Null where there is none; for a baseline the case itself.
+const Case* FindDensePartner(const ResultSet& results, const Case& result);
+
+// The same for many cases of one set: prepared once, then a lookup each. Holds pointers into
+// `results`, which must outlive it unchanged.
+class DensePartners {
+ public:
+  explicit DensePartners(const ResultSet& results);
+  const Case* Find(const Case& result) const;
+
+ private:
+  struct Entry {
+    std::string key;  // of everything that partners share
+    const Case* dense;
+  };
+  std::vector<Entry> entries_;  // sorted by key, best first within a key
+};
+
+// Median of the warm runs, ns. Absent where the case is not ok, failed bounds apart: a case that
+// ran but exceeded a bound has a time.
+std::optional<MedianInterval> RunTime(const Case& result);
+
+// Time of dense over time of `result`: above 1 is faster than dense.
+std::optional<double> SpeedUp(const Case& result, const Case* dense);
+
+// FLOPs of one run over its median time, in GFLOP/s; bytes moved, in GB/s.
+std::optional<double> GigaflopsPerSecond(const Case& result);
+std::optional<double> GigabytesPerSecond(const Case& result);
+
+// Achieved rate over the measured peak of the case's environment, 0.5 is half. Of several peaks of
+// compute that fit device, dtype and, on the CPU, threads, the highest counts; where none has the
+// case's number of threads there is no share. A bandwidth needs no dtype; read before copy.
+std::optional<double> ShareOfComputePeak(const Case& result, const Environment& environment);
+std::optional<double> ShareOfBandwidthPeak(const Case& result, const Environment& environment);
+
+// Workspace and parameters of a technique, bytes: what it needs beyond inputs and outputs.
+// Absent where the workspace is unknown.
+std::optional<double> WorkingMemoryBytes(const Outcome& outcome);
+
+// The value of the metric that `error` bounds, or of its relative Frobenius norm where it bounds
+// none, or else of its largest absolute error.
+std::optional<double> BoundedValue(const ErrorMeasure& error);
+
+}  // namespace tfb
+
+#endif  // TFB_RESULTS_STATISTICS_H_

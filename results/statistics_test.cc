@@ -1,0 +1,255 @@
+#include "results/statistics.h"
+
+#include <cmath>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "results/synthetic.h"
+
+namespace tfb {
+namespace {
+
+using ::tfb::synthetic::CaseSpec;
+using ::tfb::synthetic::MakeCase;
+using ::tfb::synthetic::MakeEnvironment;
+using ::tfb::synthetic::MakeSweep;
+using ::tfb::synthetic::MakeUnmeasured;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+std::vector<double> OneTo(int n) {
+  std::vector<double> values;
+  for (int i = 1; i <= n; ++i) values.push_back(i);
+  return values;
+}
+
+TEST(Median, OfOddAndEvenNumbersOfSamples) {
+  EXPECT_EQ(MedianOf({3, 1, 2})->median, 2);
+  EXPECT_EQ(MedianOf({4, 1, 2, 3})->median, 2.5);
+  EXPECT_EQ(MedianOf({7})->median, 7);
+}
+
+TEST(Median, IntervalsAreThoseOfThePublishedBinomialTables) {
+  // n, k of [x(k), x(n+1-k)] at 95 %: Conover, Practical Nonparametric Statistics, table A3.
+  const struct {
+    int n, k;
+  } kTable[] = {{6, 1}, {8, 1}, {9, 2}, {12, 3}, {15, 4}, {20, 6}, {25, 8}, {50, 18}, {100, 40}};
+  for (const auto& row : kTable) {
+    const MedianInterval interval = *MedianOf(OneTo(row.n));
+    EXPECT_EQ(interval.low, row.k) << row.n;
+    EXPECT_EQ(interval.high, row.n + 1 - row.k) << row.n;
+    EXPECT_TRUE(interval.is_95_percent()) << row.n;
+  }
+}
+
+TEST(Median, FewerThanSixSamplesGiveTheirRangeAndItsCoverage) {
+  const MedianInterval five = *MedianOf(OneTo(5));
+  EXPECT_EQ(five.low, 1);
+  EXPECT_EQ(five.high, 5);
+  EXPECT_DOUBLE_EQ(five.coverage, 1 - 2.0 / 32);
+  EXPECT_FALSE(five.is_95_percent());
+  EXPECT_DOUBLE_EQ(MedianOf({1})->coverage, 0);
+}
+
+TEST(Median, HoldsTheTrueMedianInNinetyFivePercentOfDraws) {
+  std::mt19937_64 random(7);
+  std::lognormal_distribution<double> distribution(0, 1);  // true median 1
+  int held = 0;
+  constexpr int kDraws = 4000;
+  for (int draw = 0; draw < kDraws; ++draw) {
+    std::vector<double> samples(25);
+    for (double& sample : samples) sample = distribution(random);
+    const MedianInterval interval = *MedianOf(samples);
+    held += interval.low <= 1 && 1 <= interval.high;
+  }
+  // 25 samples cover 0.957; three standard deviations of 4000 draws are 0.0096.
+  EXPECT_NEAR(held / double{kDraws}, 0.957, 0.0096);
+}
+
+TEST(Median, IsAbsentWithoutSamplesAndWithNan) {
+  EXPECT_FALSE(MedianOf({}).has_value());
+  EXPECT_FALSE(MedianOf({1, kNan, 2}).has_value());
+  EXPECT_EQ(MedianOf({1, kInfinity, 2})->median, 2);
+}
+
+TEST(Median, OfTenThousandSamplesIsNarrow) {
+  const MedianInterval interval = *MedianOf(OneTo(10000));
+  EXPECT_NEAR(interval.low, 5000 - 98, 2);  // 1.96 * sqrt(10000) / 2
+  EXPECT_NEAR(interval.coverage, 0.95, 0.002);
+}
+
+TEST(FitGrowth, FindsTheExponentOfAPower) {
+  const std::optional<Growth> growth =
+      FitGrowth({{256, 1e-3}, {512, 4e-3}, {1024, 16e-3}, {2048, 64e-3}});
+  ASSERT_TRUE(growth.has_value());
+  EXPECT_NEAR(growth->exponent, 2, 1e-12);
+  EXPECT_NEAR(*growth->standard_error, 0, 1e-6);
+}
+
+TEST(FitGrowth, LooksAtTheUpperHalfOfTheLengthsBecauseFixedCostsBendTheLower) {
+  std::vector<LengthTime> points;
+  for (const int64_t tokens : {64, 128, 256, 512, 1024, 2048, 4096, 8192}) {
+    points.push_back({tokens, 10.0 + 1e-4 * tokens * tokens});
+  }
+  const std::optional<Growth> growth = FitGrowth(points);
+  EXPECT_EQ(growth->from_tokens, 1024);
+  EXPECT_EQ(growth->to_tokens, 8192);
+  EXPECT_NEAR(growth->exponent, 2, 0.06);
+}
+
+TEST(FitGrowth, IsAbsentWithOneLengthOrWithoutUsableTimes) {
+  EXPECT_FALSE(FitGrowth({}).has_value());
+  EXPECT_FALSE(FitGrowth({{256, 1}, {256, 2}}).has_value());
+  EXPECT_FALSE(FitGrowth({{256, 0}, {512, kInfinity}, {1024, 3}}).has_value());
+  const std::optional<Growth> two = FitGrowth({{256, 1}, {512, 2}});
+  EXPECT_NEAR(two->exponent, 1, 1e-12);
+  EXPECT_FALSE(two->standard_error.has_value());
+}
+
+TEST(FindCrossover, InterpolatesBetweenMeasuredLengthsInLogarithms) {
+  // Technique 3 s, dense s^2, equal at s = 3.
+  const std::optional<Crossover> crossover =
+      FindCrossover({{1, 3}, {2, 6}, {4, 12}, {8, 24}}, {{1, 1}, {2, 4}, {4, 16}, {8, 64}});
+  ASSERT_TRUE(crossover.has_value());
+  EXPECT_EQ(crossover->kind, Crossover::Kind::kAt);
+  EXPECT_NEAR(crossover->tokens, 3, 1e-9);
+  EXPECT_EQ(crossover->changes, 1);
+}
+
+TEST(FindCrossover, SaysAlwaysAndNeverAndOnlyBelow) {
+  const std::vector<LengthTime> dense = {{256, 10}, {512, 40}, {1024, 160}};
+  const auto always = FindCrossover({{256, 5}, {512, 10}, {1024, 20}}, dense);
+  EXPECT_EQ(always->kind, Crossover::Kind::kAlways);
+  EXPECT_EQ(always->tokens, 256);
+  const auto never = FindCrossover({{256, 50}, {512, 100}, {1024, 200}}, dense);
+  EXPECT_EQ(never->kind, Crossover::Kind::kNever);
+  EXPECT_EQ(never->tokens, 1024);
+  const auto below = FindCrossover({{256, 5}, {512, 80}, {1024, 320}}, dense);
+  EXPECT_EQ(below->kind, Crossover::Kind::kOnlyBelow);
+  EXPECT_NEAR(below->tokens, 362, 1);  // half way in both logarithms
+}
+
+TEST(FindCrossover, TakesTheLastOfSeveralAndCountsThem) {
+  const auto crossover = FindCrossover({{1, 0.5}, {2, 2}, {4, 0.5}}, {{1, 1}, {2, 1}, {4, 1}});
+  EXPECT_EQ(crossover->kind, Crossover::Kind::kAt);
+  EXPECT_EQ(crossover->changes, 2);
+  EXPECT_NEAR(crossover->tokens, std::sqrt(8.0), 1e-9);
+}
+
+TEST(FindCrossover, ComparesOnlyLengthsThatBothHave) {
+  EXPECT_FALSE(FindCrossover({{256, 1}}, {{512, 1}}).has_value());
+  EXPECT_FALSE(FindCrossover({{256, 1}}, {}).has_value());
+  EXPECT_FALSE(FindCrossover({{256, kNan}}, {{256, 1}}).has_value());
+  const auto tie = FindCrossover({{256, 1}, {512, 9}}, {{256, 1}});
+  EXPECT_EQ(tie->kind, Crossover::Kind::kNever);
+  EXPECT_EQ(tie->tokens, 256);
+}
+
+TEST(DensePartner, SharesEverythingButTechniqueOptionsAndSeed) {
+  const ResultSet sweep = MakeSweep();
+  for (const Case& result : sweep.cases()) {
+    const Case* dense = FindDensePartner(sweep, result);
+    ASSERT_NE(dense, nullptr);
+    EXPECT_EQ(dense->key().technique(), "plain");
+    EXPECT_EQ(dense->key().problem().query_tokens(), result.key().problem().query_tokens());
+    EXPECT_EQ(dense->key().purpose(), result.key().purpose());
+  }
+  Case changed = sweep.cases(sweep.cases_size() - 1);
+  changed.mutable_key()->set_seed(99);
+  EXPECT_NE(FindDensePartner(sweep, changed), nullptr);
+  changed.mutable_key()->set_dtype(ELEMENT_TYPE_BF16);
+  EXPECT_EQ(FindDensePartner(sweep, changed), nullptr);
+  changed = sweep.cases(sweep.cases_size() - 1);
+  changed.set_environment_id("another machine");
+  EXPECT_EQ(FindDensePartner(sweep, changed), nullptr);
+}
+
+TEST(DensePartner, IsTheOneWithTheSameSeedAndThenTheOneWithDefaultOptions) {
+  ResultSet results;
+  CaseSpec spec;
+  for (const uint64_t seed : {1, 2}) {
+    spec.seed = seed;
+    spec.option_value = spec.option_name = "";
+    *results.add_cases() = MakeCase(spec);
+    spec.option_name = "tile";
+    spec.option_value = "32";
+    *results.add_cases() = MakeCase(spec);
+    results.mutable_cases(results.cases_size() - 1)
+        ->mutable_technique()
+        ->set_options_are_default(false);
+  }
+  CaseSpec other;
+  other.technique = "other";
+  other.seed = 1;
+  EXPECT_EQ(FindDensePartner(results, MakeCase(other)), &results.cases(0));
+  other.seed = 2;
+  EXPECT_EQ(FindDensePartner(results, MakeCase(other)), &results.cases(2));
+}
+
+TEST(SpeedUp, IsTimeOfDenseOverTimeOfTheTechnique) {
+  CaseSpec spec;
+  spec.median_ns = 4e6;
+  const Case dense = MakeCase(spec);
+  spec.technique = "other";
+  spec.median_ns = 1e6;
+  EXPECT_DOUBLE_EQ(*SpeedUp(MakeCase(spec), &dense), 4);
+  EXPECT_FALSE(SpeedUp(MakeCase(spec), nullptr).has_value());
+  const Case failed = MakeUnmeasured(spec, Outcome::STATUS_TIMEOUT, "60 s");
+  EXPECT_FALSE(SpeedUp(failed, &dense).has_value());
+}
+
+TEST(Rates, AreAbsentWhereTheAmountOrTheTimeOrThePeakIsUnknown) {
+  const Environment environment = MakeEnvironment();
+  CaseSpec spec;
+  spec.median_ns = 1e6;
+  Case result = MakeCase(spec);
+  result.mutable_outcome()->set_flops(100e6);
+  result.mutable_outcome()->set_bytes_moved(1e6);
+  EXPECT_DOUBLE_EQ(*GigaflopsPerSecond(result), 100);
+  EXPECT_DOUBLE_EQ(*GigabytesPerSecond(result), 1);
+  EXPECT_DOUBLE_EQ(*ShareOfComputePeak(result, environment), 0.25);  // of 2 threads' 400
+  EXPECT_DOUBLE_EQ(*ShareOfBandwidthPeak(result, environment), 0.05);
+
+  Case other = result;
+  other.mutable_key()->set_threads(1);
+  EXPECT_DOUBLE_EQ(*ShareOfComputePeak(other, environment), 0.5);
+  other.mutable_key()->set_threads(3);
+  EXPECT_FALSE(ShareOfComputePeak(other, environment).has_value());
+  other = result;
+  other.mutable_key()->set_dtype(ELEMENT_TYPE_BF16);
+  EXPECT_FALSE(ShareOfComputePeak(other, environment).has_value());
+  other = result;
+  other.mutable_outcome()->clear_flops();
+  EXPECT_FALSE(GigaflopsPerSecond(other).has_value());
+  other.mutable_outcome()->mutable_timing()->clear_run_ns();
+  EXPECT_FALSE(GigabytesPerSecond(other).has_value());
+}
+
+TEST(WorkingMemory, IsWorkspaceAndParametersAndUnknownWithoutTheFormer) {
+  Outcome outcome;
+  outcome.set_parameter_bytes(5);
+  EXPECT_FALSE(WorkingMemoryBytes(outcome).has_value());
+  outcome.set_peak_workspace_bytes(7);
+  EXPECT_EQ(WorkingMemoryBytes(outcome), 12);
+}
+
+TEST(BoundedValue, IsThatOfTheBoundedMetric) {
+  ErrorMeasure error;
+  EXPECT_FALSE(BoundedValue(error).has_value());
+  error.set_max_abs(3);
+  EXPECT_EQ(BoundedValue(error), 3);
+  error.set_relative_frobenius(2);
+  EXPECT_EQ(BoundedValue(error), 2);
+  error.set_bounded_metric(ErrorMeasure::METRIC_MAX_ABS);
+  EXPECT_EQ(BoundedValue(error), 3);
+  error.set_bounded_metric(ErrorMeasure::METRIC_COSINE_DISTANCE);
+  EXPECT_FALSE(BoundedValue(error).has_value());
+  error.set_mean_cosine(0.75);
+  EXPECT_EQ(BoundedValue(error), 0.25);
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,134 @@
+"""technique() declares one technique, technique_family() the list of a family's techniques.
+
+    technique(
+        name = "longformer",
+        cuda_srcs = ["longformer_cuda.cu"],
+        deps = ["//core/engines:flash"],
+    )
+
+makes, in a folder attention/longformer with longformer.h, longformer.cc and longformer_test.cc,
+
+    :longformer                    the library, which registers the technique wherever it is linked in
+    :longformer_cuda               its device code, where it has cuda_srcs
+    :longformer_test               its own test
+    :longformer_conformance_test   what every technique must pass; no source of its own
+    :longformer_benchmark          Google Benchmark over the usual problems; no source of its own
+
+The last two link the harness's mains, which walk the registry.
+"""
+
+load("@rules_cc//cc:defs.bzl", "cc_binary", "cc_library", "cc_test")
+load("//tools/cuda:cuda_library.bzl", "cuda_library")
+
+def technique(
+        name,
+        srcs = None,
+        hdrs = None,
+        deps = [],
+        cuda_srcs = [],
+        cuda_hdrs = [],
+        cuda_deps = [],
+        test_deps = [],
+        test_data = [],
+        test_size = "small",
+        conformance_size = "medium",
+        counterpart = "//attention/dense",
+        visibility = ["//visibility:public"]):
+    """Declares the targets of a technique (see the head of this file).
+
+    Args:
+      name: the folder's, which is the name that the technique registers.
+      srcs: C++ sources; by default NAME.cc.
+      hdrs: headers; by default NAME.h.
+      deps: libraries beside //core:technique.
+      cuda_srcs: CUDA sources, with private headers. Where they are compiled, `srcs` see the macro TFB_HAS_CUDA.
+      cuda_hdrs: plain C++ headers of the CUDA sources, which `srcs` include.
+      cuda_deps: libraries of the CUDA sources.
+      test_deps: libraries of NAME_test.cc beside this technique and GoogleTest.
+      test_data: files that NAME_test.cc reads.
+      test_size: of NAME_test.
+      conformance_size: of the conformance test.
+      counterpart: the technique that this one is held against (Technique::Counterpart), linked into the conformance test
+        and the benchmark.
+      visibility: of the library.
+    """
+    cuda_targets = []
+    if cuda_srcs:
+        cuda_library(
+            name = name + "_cuda",
+            srcs = cuda_srcs,
+            hdrs = cuda_hdrs,
+            visibility = ["//visibility:private"],
+            deps = cuda_deps,
+        )
+        cuda_targets = [":%s_cuda" % name]
+
+    cc_library(
+        name = name,
+        srcs = srcs if srcs != None else [name + ".cc"],
+        hdrs = hdrs if hdrs != None else [name + ".h"],
+        alwayslink = True,
+        local_defines = [] if not cuda_srcs else select({
+            "//tools/cuda:is_available": ["TFB_HAS_CUDA"],
+            "//conditions:default": [],
+        }),
+        visibility = visibility,
+        deps = deps + ["//core:technique"] + ([] if not cuda_srcs else select({
+            "//tools/cuda:is_available": cuda_targets,
+            "//conditions:default": [],
+        })),
+    )
+
+    cc_test(
+        name = name + "_test",
+        size = test_size,
+        srcs = [name + "_test.cc"],
+        data = test_data,
+        deps = test_deps + [
+            ":" + name,
+            "//core:technique",
+            "@com_google_googletest//:gtest_main",
+        ],
+    )
+
+    own_label = "//" + native.package_name()
+    linked = [":" + name] + ([counterpart] if counterpart not in ["", own_label] else [])
+    cc_test(
+        name = name + "_conformance_test",
+        size = conformance_size,
+        args = ["--technique=" + name],
+        deps = linked + ["//harness:conformance_main"],
+    )
+    cc_binary(
+        name = name + "_benchmark",
+        testonly = True,
+        args = ["--technique=" + name],
+        deps = linked + ["//harness:benchmark_main"],
+    )
+
+def technique_family(names):
+    """The list of a family's techniques, in the family's BUILD file.
+
+    Makes :techniques, which links all of them, and :techniques_test, which fails where the family's folder holds a
+    technique that the list lacks. (Not ":all": Bazel's command line reads that as every target of the package.)
+
+    Args:
+      names: folders of this package that call technique(), in alphabetical order.
+    """
+    if names != sorted(names):
+        fail("//%s: the techniques are not in alphabetical order" % native.package_name())
+    family = native.package_name()
+    cc_library(
+        name = "techniques",
+        visibility = ["//visibility:public"],
+        deps = ["//%s/%s" % (family, name) for name in names],
+    )
+    native.sh_test(
+        name = "techniques_test",
+        size = "small",
+        srcs = ["//tools:technique_family_test.sh"],
+        args = ["$(rootpath BUILD)"] + names,
+        data = ["BUILD"],
+        # It looks at folders that are no input of it, so a result of yesterday says nothing.
+        tags = ["external"],
+    )
