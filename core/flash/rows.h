@@ -16,6 +16,9 @@ void LoadRow(const ConstTensorView& view, int64_t offset, int64_t stride, int64_
 void StoreRow(const float* from, int64_t channels, const TensorView& view, int64_t offset,
               int64_t stride);
 
+// Whether none of the elements is an infinity or NaN.
+bool AllFinite(const float* row, int64_t channels);
+
 }  // namespace tfb
 
 #endif  // TFB_CORE_FLASH_ROWS_H_
