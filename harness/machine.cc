@@ -356,19 +356,9 @@ int64_t PeakResidentBytes() {
   return int64_t{usage.ru_maxrss} * 1024;  // Linux counts KiB
 }
 
-std::string CallersFolder() {
-  if (const char* folder = std::getenv("BUILD_WORKING_DIRECTORY"); folder != nullptr) return folder;
-  char buffer[PATH_MAX];
-  return getcwd(buffer, sizeof(buffer)) == nullptr ? "." : buffer;
-}
-
 std::string WorkspaceFolder() {
   const char* folder = std::getenv("BUILD_WORKSPACE_DIRECTORY");
   return folder == nullptr ? "" : folder;
-}
-
-std::string FromCallersFolder(absl::string_view path) {
-  return absl::StartsWith(path, "/") ? std::string(path) : absl::StrCat(CallersFolder(), "/", path);
 }
 
 Environment DescribeMachine(int threads, const std::string& workspace) {
@@ -394,7 +384,12 @@ Environment DescribeMachine(int threads, const std::string& workspace) {
   environment.set_compilation_mode(kCompilationMode);
   DescribeCommit(workspace, &environment);
   environment.set_start_unix_ns(absl::ToUnixNanos(absl::Now()));
-  environment.set_working_directory(CallersFolder());
+  char folder[PATH_MAX];
+  if (const char* callers = std::getenv("BUILD_WORKING_DIRECTORY"); callers != nullptr) {
+    environment.set_working_directory(callers);
+  } else if (getcwd(folder, sizeof(folder)) != nullptr) {
+    environment.set_working_directory(folder);
+  }
   return environment;
 }
 

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/string_view.h"
 #include "results/results.pb.h"
 
 namespace tfb {
@@ -35,13 +34,8 @@ int64_t LastLevelCacheBytes();
 // The largest resident size that this process has had.
 int64_t PeakResidentBytes();
 
-// The folder from which `bazel run` was started, else the current one: what relative paths are
-// relative to.
-std::string CallersFolder();
 // The workspace whose binary `bazel run` started; empty where it was started another way.
 std::string WorkspaceFolder();
-// `path` as seen from CallersFolder().
-std::string FromCallersFolder(absl::string_view path);
 
 // Reads 64-byte vectors of `words` in sequence, several in flight, and returns a number that
 // depends on all of them. What MeasurePeaks times.

@@ -93,12 +93,11 @@ TEST(Machine, LimitsArePlausible) {
   EXPECT_GT(PeakResidentBytes(), 1 << 20);
 }
 
-TEST(Machine, PathsAreRelativeToTheCallersFolder) {
+TEST(Machine, WorkingDirectoryIsTheCallers) {
   setenv("BUILD_WORKING_DIRECTORY", "/where/i/stand", 1);
-  EXPECT_EQ(FromCallersFolder("a.pb"), "/where/i/stand/a.pb");
-  EXPECT_EQ(FromCallersFolder("/a.pb"), "/a.pb");
+  EXPECT_EQ(DescribeMachine(1, "").working_directory(), "/where/i/stand");
   unsetenv("BUILD_WORKING_DIRECTORY");
-  EXPECT_EQ(CallersFolder().front(), '/');
+  EXPECT_EQ(DescribeMachine(1, "").working_directory().front(), '/');
 }
 
 }  // namespace
