@@ -19,8 +19,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
+#include "core/cpu/rows.h"
 #include "core/flash/flash.h"
-#include "core/flash/rows.h"
 #include "core/workspace.h"
 
 namespace tfb {
@@ -35,10 +35,6 @@ constexpr int64_t kPositionRow =
     (kChunkTiles + 2) * kTile + 16;  // offsets of a chunk in any alignment
 constexpr int64_t kPackedBytes = int64_t{32} << 20;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
-
-int64_t RoundUp(int64_t value, int64_t quantum) {
-  return (value + quantum - 1) / quantum * quantum;
-}
 
 int64_t FloorDiv(int64_t value, int64_t divisor) {
   return (value >= 0 ? value : value - divisor + 1) / divisor;

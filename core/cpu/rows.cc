@@ -1,4 +1,4 @@
-#include "core/flash/rows.h"
+#include "core/cpu/rows.h"
 
 #include <cstring>
 #include <type_traits>

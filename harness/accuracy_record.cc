@@ -1,0 +1,73 @@
+#include "harness/accuracy_record.h"
+
+#include "absl/strings/str_cat.h"
+
+namespace tfb {
+namespace {
+
+void Record(const OutputError& error, ErrorMeasure* measure) {
+  measure->set_relative_frobenius(error.relative_frobenius);
+  measure->set_max_abs(error.max_abs);
+  measure->set_max_abs_over_max_value(error.max_abs_over_max_value);
+  measure->set_mean_cosine(error.mean_cosine);
+  measure->set_rows_checked(error.rows_checked);
+  measure->set_rows(error.rows);
+}
+
+void Record(const Bounded& error, BoundedNumber* number) {
+  number->set_value(error.value);
+  number->set_bound(error.bound);
+  number->set_passed(error.passed());
+}
+
+}  // namespace
+
+void RecordAccuracy(const Accuracy& accuracy, Outcome* outcome) {
+  outcome->set_status(accuracy.passed ? Outcome::STATUS_OK : Outcome::STATUS_FAILED);
+  outcome->set_reason(accuracy.failure);
+
+  ErrorMeasure* own = outcome->mutable_against_definition();
+  Record(accuracy.against_definition, own);
+  const Bounded bounded = {accuracy.against_definition.max_abs_over_max_value,
+                           accuracy.definition_bound};
+  own->set_bounded_metric(ErrorMeasure::METRIC_MAX_ABS_OVER_MAX_VALUE);
+  own->set_bound(bounded.bound);
+  own->set_passed(bounded.passed());
+  if (accuracy.against_dense.has_value()) {
+    Record(*accuracy.against_dense, outcome->mutable_against_dense());
+  }
+  if (accuracy.ratio_to_dense_precision.has_value()) {
+    Record(*accuracy.ratio_to_dense_precision, outcome->mutable_ratio_to_dense_error());
+  }
+  if (accuracy.log_sum_exp_error.has_value()) {
+    Record(*accuracy.log_sum_exp_error, outcome->mutable_log_sum_exp_error());
+  }
+  if (accuracy.kept.has_value()) {
+    outcome->set_kept_mass(accuracy.kept->kept_mass);
+    outcome->set_kl_divergence(accuracy.kept->kl_divergence);
+    outcome->set_recall_top_k(accuracy.kept->recall);
+    outcome->set_recall_k(kRecallKeys);
+  }
+  for (const auto& [name, value] : accuracy.statistics) {
+    (*outcome->mutable_statistics())[name] = value;
+  }
+  for (const auto& [name, error] : accuracy.other_errors) {
+    (*outcome->mutable_statistics())[absl::StrCat("error_", name)] = error.value;
+  }
+  if (accuracy.cost.flops.has_value()) outcome->set_flops(*accuracy.cost.flops);
+  if (accuracy.cost.bytes.has_value()) outcome->set_bytes_moved(*accuracy.cost.bytes);
+  outcome->set_peak_workspace_bytes(accuracy.workspace_bytes);
+  outcome->set_parameter_bytes(accuracy.parameter_bytes);
+}
+
+InputProfile RecordInput(const InputSource& source) {
+  InputProfile input;
+  input.set_name(source.profile);
+  if (source.captured == nullptr) return input;
+  input.set_file(source.captured->file);
+  input.set_layer(source.captured->layer);
+  input.set_model(source.captured->model());
+  return input;
+}
+
+}  // namespace tfb

@@ -1,0 +1,190 @@
+#include "harness/errors.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+double Difference(double y, double r) {
+  if (std::isfinite(y) && std::isfinite(r)) return std::abs(y - r);
+  const bool same = y == r || (std::isnan(y) && std::isnan(r));
+  return same ? 0 : kInfinity;
+}
+
+// |a - b| / |b| of sums of squares.
+double Relative(double difference, double reference) {
+  if (difference == 0) return 0;
+  return reference == 0 ? kInfinity : std::sqrt(difference / reference);
+}
+
+// Sums over one row.
+struct RowSums {
+  double yy = 0, rr = 0, yr = 0;
+
+  void Add(double y, double r) {
+    if (!std::isfinite(y) || !std::isfinite(r)) return;
+    yy += y * y;
+    rr += r * r;
+    yr += y * r;
+  }
+  double Cosine() const {
+    if (yy == 0 && rr == 0) return 1;
+    return yy == 0 || rr == 0 ? 0 : std::clamp(yr / std::sqrt(yy) / std::sqrt(rr), -1.0, 1.0);
+  }
+};
+
+}  // namespace
+
+absl::StatusOr<ComparedRows> ComparedRows::Of(const ConstTensorView& output,
+                                              const ConstTensorView& reference,
+                                              absl::Span<const int64_t> rows) {
+  ComparedRows compared;
+  compared.output_ = output;
+  compared.reference_shape_ = reference.shape();
+  compared.rows_ = rows;
+  bool related = output.rank == reference.rank && reference.is_contiguous();
+  for (int axis = 0; related && axis < output.rank; ++axis) {
+    if (output.dim(axis) == reference.dim(axis)) continue;
+    related = compared.axis_ < 0 && !rows.empty() &&
+              reference.dim(axis) == static_cast<int64_t>(rows.size()) && rows.front() >= 0 &&
+              rows.back() < output.dim(axis);
+    compared.axis_ = axis;
+  }
+  if (!related) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("output ", ShapeString(output.shape()), " cannot be held against reference ",
+                     ShapeString(reference.shape()), " of ", rows.size(), " rows"));
+  }
+  return compared;
+}
+
+int64_t ComparedRows::OutputOffset(int64_t index) const {
+  int64_t offset = 0;
+  for (int axis = output_.rank - 1; axis >= 0; --axis) {
+    const int64_t size = reference_shape_[axis];
+    const int64_t position = index % size;
+    index /= size;
+    offset += (axis == axis_ ? rows_[position] : position) * output_.stride(axis);
+  }
+  return offset;
+}
+
+absl::StatusOr<OutputError> CompareOutput(const ConstTensorView& output,
+                                          const ConstTensorView& reference,
+                                          absl::Span<const int64_t> rows, double max_value) {
+  TFB_ASSIGN_OR_RETURN(const ComparedRows compared, ComparedRows::Of(output, reference, rows));
+  const int64_t channels = output.dim(output.rank - 1);
+  OutputError error;
+  if (channels == 0) return error;
+  error.rows = output.num_elements() / channels;
+  error.rows_checked = reference.num_elements() / channels;
+  double difference = 0, norm = 0, cosines = 0;
+  for (int64_t row = 0; row < error.rows_checked; ++row) {
+    RowSums sums;
+    const int64_t first = compared.OutputOffset(row * channels);
+    for (int64_t c = 0; c < channels; ++c) {
+      const double y = output.Get(first + c * output.stride(output.rank - 1));
+      const double r = reference.Get(row * channels + c);
+      const double off = Difference(y, r);
+      error.max_abs = std::max(error.max_abs, off);
+      difference += off * off;
+      sums.Add(y, r);
+    }
+    norm += sums.rr;
+    cosines += sums.Cosine();
+  }
+  error.relative_frobenius = Relative(difference, norm);
+  const bool none = error.max_abs == 0;
+  error.max_abs_over_max_value = none ? 0 : max_value == 0 ? kInfinity : error.max_abs / max_value;
+  if (error.rows_checked > 0) error.mean_cosine = cosines / static_cast<double>(error.rows_checked);
+  return error;
+}
+
+absl::StatusOr<double> MaxAbsError(const ConstTensorView& output, const ConstTensorView& reference,
+                                   absl::Span<const int64_t> rows) {
+  TFB_ASSIGN_OR_RETURN(const ComparedRows compared, ComparedRows::Of(output, reference, rows));
+  double largest = 0;
+  for (int64_t index = 0; index < reference.num_elements(); ++index) {
+    largest = std::max(largest,
+                       Difference(output.Get(compared.OutputOffset(index)), reference.Get(index)));
+  }
+  return largest;
+}
+
+double MaxAbs(const ConstTensorView& view) {
+  double largest = 0;
+  ForEachOffset(view, view, [&](int64_t offset, int64_t) {
+    const double value = std::abs(view.Get(offset));
+    if (std::isfinite(value)) largest = std::max(largest, value);
+  });
+  return largest;
+}
+
+absl::StatusOr<std::optional<KeptAttention>> CompareWeights(const ConstTensorView& weights,
+                                                            const ConstTensorView& dense,
+                                                            int64_t recall_keys) {
+  if (weights.rank != 4 || weights.shape() != dense.shape() || weights.dtype != DType::kF64 ||
+      dense.dtype != DType::kF64 || !weights.is_contiguous() || !dense.is_contiguous()) {
+    return absl::InvalidArgumentError(absl::StrCat("weights ", ShapeString(weights.shape()),
+                                                   " cannot be held against dense weights ",
+                                                   ShapeString(dense.shape())));
+  }
+  const int64_t keys = dense.dim(3);
+  if (keys == 0 || dense.num_elements() == 0) return std::nullopt;
+  KeptAttention sum;
+  int64_t rows = 0;
+  std::vector<int64_t> order(keys);
+  for (int64_t row = 0; row < dense.num_elements() / keys; ++row) {
+    const double* w = weights.At<double>() + row * keys;
+    const double* p = dense.At<double>() + row * keys;
+    const auto is_seen = [](double weight) { return weight > 0; };
+    const int64_t seen = std::count_if(p, p + keys, is_seen);
+    if (seen == 0 || std::none_of(w, w + keys, is_seen)) continue;
+    ++rows;
+    for (int64_t j = 0; j < keys; ++j) {
+      if (w[j] <= 0) continue;
+      sum.kept_mass += p[j];
+      sum.kl_divergence += w[j] * std::log(w[j] / p[j]);
+    }
+    std::iota(order.begin(), order.end(), 0);
+    const int64_t top = std::min(recall_keys, seen);
+    // Ties in favour of the lower index, so that the measure is the same everywhere.
+    std::partial_sort(order.begin(), order.begin() + top, order.end(),
+                      [p](int64_t a, int64_t b) { return p[a] != p[b] ? p[a] > p[b] : a < b; });
+    int64_t found = 0;
+    for (int64_t rank = 0; rank < top; ++rank) found += w[order[rank]] > 0 ? 1 : 0;
+    sum.recall += static_cast<double>(found) / static_cast<double>(top);
+  }
+  if (rows == 0) return std::nullopt;
+  const double count = static_cast<double>(rows);
+  return KeptAttention{sum.kept_mass / count, sum.kl_divergence / count, sum.recall / count};
+}
+
+double Fp32Bound(int64_t keys) {
+  return 2e-5 * std::sqrt(std::max(1.0, static_cast<double>(keys) / 16384));
+}
+
+double HalfBound(DType dtype) { return 5 * UnitRoundoff(dtype); }
+
+double AbsoluteBound(DType dtype, int64_t keys) {
+  return Fp32Bound(keys) + (dtype == DType::kF32 ? 0 : HalfBound(dtype));
+}
+
+double RatioBound(DType dtype, double dense_error) {
+  return std::max(2 * dense_error, UnitRoundoff(dtype));
+}
+
+double LogSumExpBound(int64_t keys, double largest_log_sum_exp) {
+  return Fp32Bound(keys) + 3 * UnitRoundoff(DType::kF32) * largest_log_sum_exp;
+}
+
+}  // namespace tfb

@@ -1,0 +1,244 @@
+#include "harness/evaluate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "harness/guarded.h"
+#include "harness/inputs.h"
+#include "harness/tiny_technique.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+// A registry of the tiny technique and one faulty form of it.
+class Evaluation : public ::testing::Test {
+ protected:
+  Evaluation() { registry_.Add(MakeTiny(TinyFault::kNone)); }
+
+  absl::StatusOr<Accuracy> Run(TinyFault fault, const Problem& problem, const Options& options = {},
+                               const std::vector<int64_t>& rows = {},
+                               const NamedTensors* parameters = nullptr) {
+    if (!registry_.Find(TinyName(fault)).ok()) registry_.Add(MakeTiny(fault));
+    EvaluateRequest request;
+    request.technique = *registry_.Find(TinyName(fault));
+    request.options = options;
+    request.problem = problem;
+    request.rows = rows;
+    request.pool = &pool_;
+    request.registry = &registry_;
+    request.parameters = parameters;
+    inputs_ = *MakeInputs({}, *request.technique->InputSpecs(problem, options), problem, 3);
+    request.inputs = &inputs_;
+    return Evaluate(request);
+  }
+
+  Registry registry_;
+  ThreadPool pool_{2};
+  NamedTensors inputs_;
+};
+
+const Problem kProblem = Problem::SelfAttention(2, 4, 70, 16, true);
+
+TEST_F(Evaluation, ARightLayerPassesWithSmallErrors) {
+  const auto accuracy = Run(TinyFault::kNone, kProblem);
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  EXPECT_TRUE(accuracy->passed) << accuracy->failure;
+  EXPECT_LT(accuracy->against_definition.max_abs_over_max_value, 2e-6);
+  EXPECT_GT(accuracy->against_definition.max_abs, 0);
+  EXPECT_GT(accuracy->against_definition.mean_cosine, 1 - 1e-9);
+  ASSERT_TRUE(accuracy->log_sum_exp_error.has_value());
+  EXPECT_LT(accuracy->log_sum_exp_error->value, 1e-5);
+  EXPECT_EQ(accuracy->counterpart, "tiny");
+  EXPECT_EQ(accuracy->parameters.count("gain"), 1u);
+  EXPECT_EQ(accuracy->parameter_bytes, 16u);
+  EXPECT_GT(accuracy->workspace_bytes, 0u);
+  EXPECT_EQ(accuracy->outputs.at("out").shape(), Shape({2, 4, 70, 16}));
+}
+
+TEST_F(Evaluation, TheDenseCounterpartKeepsAllOfItself) {
+  const auto accuracy = Run(TinyFault::kNone, kProblem);
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  ASSERT_TRUE(accuracy->kept.has_value());
+  EXPECT_NEAR(accuracy->kept->kept_mass, 1, 1e-12);
+  EXPECT_NEAR(accuracy->kept->kl_divergence, 0, 1e-12);
+  EXPECT_EQ(accuracy->kept->recall, 1);
+  EXPECT_EQ(accuracy->against_dense->max_abs, accuracy->against_definition.max_abs);
+}
+
+TEST_F(Evaluation, AWindowCostsAgainstDenseAndNotAgainstItsDefinition) {
+  const auto accuracy = Run(TinyFault::kNone, kProblem, {{"window", "4"}});
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  EXPECT_TRUE(accuracy->passed) << accuracy->failure;
+  EXPECT_LT(accuracy->against_definition.relative_frobenius, 1e-5);
+  EXPECT_GT(accuracy->against_dense->relative_frobenius, 0.1);
+  EXPECT_LT(accuracy->kept->kept_mass, 0.6);
+  EXPECT_GT(accuracy->kept->kept_mass, 0.05);
+  EXPECT_LT(accuracy->kept->recall, 0.6);
+  EXPECT_GT(accuracy->kept->kl_divergence, 0.1);
+}
+
+TEST_F(Evaluation, AWrongLayerDoesNotPassAndSaysByHowMuch) {
+  const auto scale = Run(TinyFault::kWrongScale, kProblem);
+  ASSERT_TRUE(scale.ok()) << scale.status();
+  EXPECT_FALSE(scale->passed);
+  EXPECT_THAT(scale->failure, AllOf(HasSubstr("max error over max value is"), HasSubstr("2e-05")));
+  const auto lse = Run(TinyFault::kWrongLogSumExp, kProblem);
+  ASSERT_TRUE(lse.ok()) << lse.status();
+  EXPECT_THAT(lse->failure, HasSubstr("error of log_sum_exp"));
+}
+
+TEST_F(Evaluation, RowsThatAreLeftUnwrittenDoNotPass) {
+  Problem problem = kProblem;
+  problem.kv_tokens = 60;  // the first ten queries see no key
+  const auto accuracy = Run(TinyFault::kLeavesEmptyRows, problem);
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  EXPECT_FALSE(accuracy->passed);
+  EXPECT_TRUE(std::isinf(accuracy->against_definition.max_abs));
+  EXPECT_TRUE(Run(TinyFault::kNone, problem)->passed);
+}
+
+TEST_F(Evaluation, WritingOutOfBoundsIsAnError) {
+  const auto out = Run(TinyFault::kWritesBehindOutput, kProblem);
+  EXPECT_EQ(out.status().code(), absl::StatusCode::kInternal);
+  EXPECT_THAT(std::string(out.status().message()),
+              HasSubstr("output out: byte 0 behind its end was written"));
+  const auto workspace = Run(TinyFault::kWorkspaceOverrun, kProblem);
+  EXPECT_THAT(std::string(workspace.status().message()), HasSubstr("workspace: byte 0 behind"));
+}
+
+TEST_F(Evaluation, ALayerThatReadsItsWorkspaceMeetsNan) {
+  const auto accuracy = Run(TinyFault::kReadsWorkspace, Problem::SelfAttention(1, 1, 1, 1));
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  EXPECT_FALSE(accuracy->passed);
+}
+
+TEST_F(Evaluation, SixteenBitErrorsAreHeldAgainstTheCounterpartInThatPrecision) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    Problem problem = kProblem;
+    problem.dtype = dtype;
+    const auto accuracy = Run(TinyFault::kNone, problem, {{"window", "16"}});
+    ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+    EXPECT_TRUE(accuracy->passed) << accuracy->failure;
+    ASSERT_TRUE(accuracy->ratio_to_dense_precision.has_value());
+    EXPECT_LT(accuracy->ratio_to_dense_precision->value, 2);
+    EXPECT_GT(accuracy->ratio_to_dense_precision->value, 0.1);
+  }
+}
+
+TEST_F(Evaluation, LessPrecisionThanDenseAttentionHasDoesNotPassIn16Bits) {
+  Problem problem = kProblem;
+  problem.dtype = DType::kF16;
+  const auto accuracy = Run(TinyFault::kRoundsScores, problem);
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  EXPECT_FALSE(accuracy->passed);
+  EXPECT_GT(accuracy->ratio_to_dense_precision->value, 2);
+}
+
+TEST_F(Evaluation, ChosenRowsGiveTheErrorsOfThoseRows) {
+  const auto all = Run(TinyFault::kNone, kProblem);
+  const auto some = Run(TinyFault::kNone, kProblem, {}, {0, 1, 69});
+  ASSERT_TRUE(some.ok()) << some.status();
+  EXPECT_TRUE(some->passed) << some->failure;
+  EXPECT_EQ(some->against_definition.rows_checked, 2 * 4 * 3);
+  EXPECT_EQ(some->against_definition.rows, 2 * 4 * 70);
+  EXPECT_LE(some->against_definition.max_abs, all->against_definition.max_abs);
+}
+
+TEST_F(Evaluation, ParametersOfTheCallerReplaceThoseOfTheSeed) {
+  NamedTensors parameters;
+  parameters["gain"] = Tensor(DType::kF32, {4});
+  Fill(parameters["gain"].view(), 2);
+  const auto own = Run(TinyFault::kNone, kProblem, {}, {}, &parameters);
+  ASSERT_TRUE(own.ok()) << own.status();
+  EXPECT_TRUE(own->passed) << own->failure;
+  EXPECT_EQ(own->parameters.at("gain").span<float>()[3], 2);
+  EXPECT_NE(Run(TinyFault::kNone, kProblem)->against_definition.max_abs,
+            own->against_definition.max_abs);
+  EXPECT_FALSE(Run(TinyFault::kIgnoresParameters, kProblem, {}, {}, &parameters)->passed);
+  NamedTensors unknown;
+  unknown["loss"] = Tensor(DType::kF32, {4});
+  EXPECT_THAT(std::string(Run(TinyFault::kNone, kProblem, {}, {}, &unknown).status().message()),
+              HasSubstr("there is no parameter \"loss\""));
+}
+
+TEST_F(Evaluation, AMissingCounterpartIsAReasonAndNotAFailure) {
+  Registry alone;
+  alone.Add(MakeTiny(TinyFault::kWindowOffByOne));
+  EvaluateRequest request;
+  request.technique = *alone.Find(TinyName(TinyFault::kWindowOffByOne));
+  request.problem = kProblem;
+  request.pool = &pool_;
+  request.registry = &alone;
+  const NamedTensors inputs = *MakeInputs({}, QkvInputs(kProblem), kProblem, 3);
+  request.inputs = &inputs;
+  const auto accuracy = Evaluate(request);
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  EXPECT_FALSE(accuracy->against_dense.has_value());
+  EXPECT_THAT(accuracy->no_dense_reason, HasSubstr("there is no technique \"tiny\""));
+}
+
+TEST_F(Evaluation, EmptyProblemsPass) {
+  for (const auto& [batch, queries, keys] :
+       std::vector<std::tuple<int64_t, int64_t, int64_t>>{{0, 8, 8}, {1, 0, 8}, {1, 8, 0}}) {
+    Problem problem = kProblem;
+    problem.batch = batch;
+    problem.query_tokens = queries;
+    problem.kv_tokens = keys;
+    const auto accuracy = Run(TinyFault::kNone, problem);
+    ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+    EXPECT_TRUE(accuracy->passed) << accuracy->failure;
+  }
+}
+
+TEST(SampledRows, HaveTheEndsAndTheEdgesOfTilesAndAreSpread) {
+  EXPECT_TRUE(SampleRows(100, 100, 1).empty());
+  const std::vector<int64_t> rows = SampleRows(4096, 128, 1);
+  EXPECT_TRUE(std::is_sorted(rows.begin(), rows.end()));
+  EXPECT_EQ(std::adjacent_find(rows.begin(), rows.end()), rows.end());
+  EXPECT_LE(rows.size(), 128u);
+  EXPECT_GE(rows.size(), 110u);  // a few draws fall together
+  EXPECT_EQ(rows.front(), 0);
+  EXPECT_EQ(rows.back(), 4095);
+  for (const int64_t edge : {255, 256, 2047, 2048}) {
+    EXPECT_TRUE(std::binary_search(rows.begin(), rows.end(), edge)) << edge;
+  }
+  for (size_t n = 1; n < rows.size(); ++n) EXPECT_LT(rows[n] - rows[n - 1], 150);
+  EXPECT_EQ(rows, SampleRows(4096, 128, 1));
+  EXPECT_NE(rows, SampleRows(4096, 128, 2));
+}
+
+TEST(Guards, FindWritesAroundATensorAndBetweenItsRows) {
+  for (const bool gaps : {false, true}) {
+    auto tensor = *GuardedTensor::Allocate(DType::kF16, {2, 3, 5}, gaps);
+    EXPECT_EQ(tensor.CountUnwritten(), 30);
+    Fill(tensor.view(), 1);
+    EXPECT_EQ(tensor.CountUnwritten(), 0);
+    EXPECT_TRUE(tensor.CheckGuards("t").ok());
+    const int64_t last = tensor.view().Offset(1, 2, 4);
+    tensor.view().Set(last + 1, 0);
+    EXPECT_FALSE(tensor.CheckGuards("t").ok());
+  }
+  auto before = *GuardedTensor::Allocate(DType::kF16, {2, 3, 5}, true);
+  before.view().Set(-1, 0);
+  EXPECT_THAT(std::string(before.CheckGuards("t").message()), HasSubstr("before its beginning"));
+  auto between = *GuardedTensor::Allocate(DType::kF16, {2, 3, 5}, true);
+  between.view().Set(between.view().Offset(0, 0, 4) + 1, 0);
+  EXPECT_THAT(std::string(between.CheckGuards("t").message()), HasSubstr("gap"));
+}
+
+TEST(Guards, ANanThatWasComputedCountsAsWritten) {
+  auto tensor = *GuardedTensor::Allocate(DType::kF32, {4});
+  Fill(tensor.view(), std::nan(""));
+  EXPECT_EQ(tensor.CountUnwritten(), 0);
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,464 @@
+#include "harness/inputs.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <map>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "core/random.h"
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+constexpr const char* kProfiles = "real, gaussian, peaked, needle";
+constexpr const char* kShipped[] = {"harness/inputs/minilm_512.safetensors",
+                                    "harness/inputs/minilm_4096.safetensors"};
+
+std::string BaseName(absl::string_view path) {
+  const size_t slash = path.rfind('/');
+  return std::string(slash == absl::string_view::npos ? path : path.substr(slash + 1));
+}
+
+// --- Drawn inputs
+// ---------------------------------------------------------------------------------
+
+struct PeakShape {
+  int64_t peaks;
+  double ratio;  // mass of the peaks over that of all other keys
+  bool distant;  // at least a quarter of the keys away
+};
+constexpr PeakShape kPeaked = {3, 4, false};
+constexpr PeakShape kNeedle = {1, 99, true};
+
+// The score c of the peaks: see the header.
+double PeakScore(int64_t keys, int64_t peaks, double ratio, int64_t head_dim) {
+  const double n = static_cast<double>(keys);
+  const double m = static_cast<double>(peaks);
+  const double d = static_cast<double>(head_dim);
+  const double wanted = std::max(0.0, std::log(ratio * n / m));
+  const double discriminant = 1 - 2 * wanted * m / d;
+  return discriminant <= 0 ? d / m : d / m * (1 - std::sqrt(discriminant));
+}
+
+// A key at least `gap` away from `position` among keys 0 to keys - 1, by a uniform draw; any key
+// where none is that far.
+int64_t DistantKey(int64_t keys, int64_t position, int64_t gap, double uniform) {
+  const int64_t before = std::clamp<int64_t>(position - gap + 1, 0, keys);
+  const int64_t behind = std::clamp<int64_t>(keys - (position + gap), 0, keys);
+  if (before + behind == 0) return static_cast<int64_t>(uniform * static_cast<double>(keys));
+  const int64_t pick = static_cast<int64_t>(uniform * static_cast<double>(before + behind));
+  return pick < before ? pick : keys - behind + (pick - before);
+}
+
+void ScaleKeysToTheSphere(const TensorView& k) {
+  const int64_t channels = k.dim(3);
+  for (int64_t row = 0; row < k.num_elements() / channels; ++row) {
+    double square = 0;
+    for (int64_t c = 0; c < channels; ++c) square += std::pow(k.Get(row * channels + c), 2);
+    const double factor = std::sqrt(static_cast<double>(channels) / square);
+    for (int64_t c = 0; c < channels; ++c) {
+      k.Set(row * channels + c, factor * k.Get(row * channels + c));
+    }
+  }
+}
+
+// Writes every query as the sum of its peaks. Queries that may see no key stay as they were drawn.
+void PointQueriesAtKeys(const PeakShape& shape, const Problem& problem, uint64_t seed,
+                        const ConstTensorView& k, const TensorView& q) {
+  const RandomStream random(seed, "input/peaks");
+  std::vector<double> sum(problem.head_dim);
+  for (int64_t row = 0; row < q.num_elements() / problem.head_dim; ++row) {
+    const int64_t i = row % problem.query_tokens;
+    const int64_t h = row / problem.query_tokens % problem.query_heads;
+    const int64_t b = row / problem.query_tokens / problem.query_heads;
+    const int64_t position = i + problem.causal_offset();
+    const int64_t keys =
+        problem.causal ? std::min(position + 1, problem.kv_tokens) : problem.kv_tokens;
+    if (keys < 1) continue;
+    const int64_t peaks = std::min(shape.peaks, keys);
+    std::fill(sum.begin(), sum.end(), 0);
+    for (int64_t p = 0; p < peaks; ++p) {
+      const double uniform = random.Uniform(row * shape.peaks + p);
+      const int64_t first = p * keys / peaks;
+      const int64_t last = (p + 1) * keys / peaks;
+      const int64_t j =
+          shape.distant
+              ? DistantKey(keys, std::clamp<int64_t>(position, 0, keys - 1), keys / 4, uniform)
+              : first + static_cast<int64_t>(uniform * static_cast<double>(last - first));
+      const int64_t offset = k.Offset(b, h / problem.group(), j);
+      for (int64_t c = 0; c < problem.head_dim; ++c) sum[c] += k.Get(offset + c);
+    }
+    const double factor = PeakScore(keys, peaks, shape.ratio, problem.head_dim) /
+                          std::sqrt(static_cast<double>(problem.head_dim));
+    for (int64_t c = 0; c < problem.head_dim; ++c) {
+      q.Set(row * problem.head_dim + c, factor * sum[c]);
+    }
+  }
+}
+
+absl::StatusOr<NamedTensors> Draw(const std::vector<TensorSpec>& specs, uint64_t seed) {
+  NamedTensors tensors;
+  for (const TensorSpec& spec : specs) {
+    if (spec.optional) continue;
+    absl::StatusOr<Tensor> tensor = Tensor::Allocate(spec.dtype, spec.shape);
+    if (!tensor.ok()) {
+      return absl::Status(tensor.status().code(),
+                          absl::StrCat("input ", spec.name, ": ", tensor.status().message()));
+    }
+    const std::string stream = absl::StrCat("input/", spec.name);
+    if (IsFloating(spec.dtype)) {
+      FillNormal(&*tensor, seed, stream);
+    } else {
+      const RandomStream random(seed, stream);
+      for (int64_t i = 0; i < tensor->num_elements(); ++i) {
+        tensor->view().Set(i, static_cast<double>(random.Bits(i) % kDrawnIds));
+      }
+    }
+    tensors[spec.name] = *std::move(tensor);
+  }
+  return tensors;
+}
+
+absl::StatusOr<NamedTensors> DrawPeaks(const PeakShape& shape, absl::string_view profile,
+                                       const std::vector<TensorSpec>& specs, const Problem& problem,
+                                       uint64_t seed) {
+  TFB_ASSIGN_OR_RETURN(NamedTensors tensors, Draw(specs, seed));
+  const auto q = tensors.find("q");
+  const auto k = tensors.find("k");
+  const Shape q_shape = {problem.batch, problem.query_heads, problem.query_tokens,
+                         problem.head_dim};
+  const Shape k_shape = {problem.batch, problem.kv_heads, problem.kv_tokens, problem.head_dim};
+  if (q == tensors.end() || k == tensors.end() || q->second.shape() != q_shape ||
+      k->second.shape() != k_shape) {
+    std::vector<std::string> names;
+    for (const TensorSpec& spec : specs) names.push_back(spec.name);
+    return absl::UnimplementedError(absl::StrCat("input profile ", profile,
+                                                 " makes queries and keys; the technique reads ",
+                                                 absl::StrJoin(names, ", ")));
+  }
+  ScaleKeysToTheSphere(k->second.view());
+  PointQueriesAtKeys(shape, problem, seed, k->second.view(), q->second.view());
+  return tensors;
+}
+
+// --- Files
+// ----------------------------------------------------------------------------------------
+
+// "layer12" of "layer12.q"; empty where the name has no layer.
+absl::string_view LayerOf(absl::string_view name) {
+  const size_t dot = name.find('.');
+  if (dot == absl::string_view::npos || !absl::StartsWith(name, "layer")) return "";
+  int64_t number;
+  if (!absl::SimpleAtoi(name.substr(5, dot - 5), &number) || number < 0) return "";
+  return name.substr(0, dot);
+}
+
+int64_t LayerNumber(absl::string_view layer) {
+  int64_t number = -1;
+  return absl::ConsumePrefix(&layer, "layer") && absl::SimpleAtoi(layer, &number) ? number : -1;
+}
+
+std::string WithTensor(const CapturedLayer& layer, absl::string_view name) {
+  return absl::StrCat(layer.path, ": tensor \"",
+                      layer.layer.empty() ? "" : absl::StrCat(layer.layer, "."), name, "\"");
+}
+
+// Reads the sizes of q, k, v and x off the layer's tensors.
+absl::Status ReadSizes(CapturedLayer* layer) {
+  const auto wrong = [layer](absl::string_view name, const Tensor& tensor,
+                             absl::string_view expected) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(WithTensor(*layer, name), " is ", Name(tensor.dtype()), " ",
+                     ShapeString(tensor.shape()), "; expected is ", expected));
+  };
+  const Tensor* q = layer->Find("q");
+  const Tensor* k = layer->Find("k");
+  const Tensor* v = layer->Find("v");
+  const Tensor* x = layer->Find("x");
+  if (q != nullptr && k != nullptr && v != nullptr) {
+    constexpr char kForm[] = "floating point [batch, heads, tokens, channels]";
+    for (const auto& [name, tensor] : {std::make_pair("q", q), {"k", k}, {"v", v}}) {
+      if (tensor->shape().size() != 4 || !IsFloating(tensor->dtype())) {
+        return wrong(name, *tensor, kForm);
+      }
+    }
+    layer->batch = q->dim(0);
+    layer->query_heads = q->dim(1);
+    layer->query_tokens = q->dim(2);
+    layer->head_dim = q->dim(3);
+    layer->kv_heads = k->dim(1);
+    layer->kv_tokens = k->dim(2);
+    layer->value_dim = v->dim(3);
+    if (k->dim(0) != q->dim(0) || k->dim(3) != q->dim(3)) {
+      return wrong("k", *k, absl::StrCat("the batch and channels of q ", ShapeString(q->shape())));
+    }
+    for (int axis : {0, 1, 2}) {
+      if (v->dim(axis) != k->dim(axis)) {
+        return wrong(
+            "v", *v,
+            absl::StrCat("the sizes of k ", ShapeString(k->shape()), " but for the channels"));
+      }
+    }
+    TFB_ASSIGN_OR_RETURN(
+        const Problem whole,
+        FitProblem({"file", std::make_shared<CapturedLayer>(*layer)}, InputKind::kQkv, Problem()));
+    const absl::Status valid = Validate(whole);
+    if (!valid.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat(layer->path, ": ", valid.message()));
+    }
+  }
+  if (x != nullptr) {
+    if (x->shape().size() != 3 || !IsFloating(x->dtype())) {
+      return wrong("x", *x, "floating point [batch, tokens, model_dim]");
+    }
+    if (layer->has_qkv() && x->dim(0) != layer->batch) {
+      return wrong("x", *x, absl::StrCat("the batch of q, ", layer->batch));
+    }
+    layer->batch = x->dim(0);
+    layer->hidden_tokens = x->dim(1);
+    layer->model_dim = x->dim(2);
+  }
+  return absl::OkStatus();
+}
+
+// Whether the layer's tensor can be cut to the spec: batch (the first dimension) and tokens (the
+// last but one, or the last of two) may be shorter.
+bool CanBeCut(const Shape& from, const Shape& to) {
+  if (from.size() != to.size()) return false;
+  const size_t token_axis = from.size() >= 3 ? from.size() - 2 : from.size() - 1;
+  for (size_t axis = 0; axis < from.size(); ++axis) {
+    const bool cut = to[axis] < from[axis] && (axis == 0 || axis == token_axis);
+    if (to[axis] != from[axis] && !cut) return false;
+  }
+  return true;
+}
+
+// Whether every element is a whole number that the integer dtype holds.
+bool Holds(DType dtype, const ConstTensorView& view) {
+  const auto [min, max] = dtype == DType::kU8    ? std::make_pair(0.0, 255.0)
+                          : dtype == DType::kI32 ? std::make_pair(-0x1p31, 0x1p31 - 1)
+                                                 : std::make_pair(-0x1p53, 0x1p53);
+  bool holds = true;
+  ForEachOffset(view, view, [&, min = min, max = max](int64_t offset, int64_t) {
+    const double value = view.Get(offset);
+    holds = holds && value >= min && value <= max;
+  });
+  return holds;
+}
+
+absl::StatusOr<Tensor> Cut(const CapturedLayer& layer, const TensorSpec& spec,
+                           const Tensor& tensor) {
+  if (!CanBeCut(tensor.shape(), spec.shape)) {
+    return absl::InvalidArgumentError(absl::StrCat(WithTensor(layer, spec.name), " has shape ",
+                                                   ShapeString(tensor.shape()), "; asked for is ",
+                                                   ShapeString(spec.shape)));
+  }
+  ConstTensorView view = tensor.view();
+  for (int axis = 0; axis < view.rank; ++axis) view = Slice(view, axis, 0, spec.shape[axis]);
+  if (IsFloating(tensor.dtype()) != IsFloating(spec.dtype) ||
+      (!IsFloating(spec.dtype) && !Holds(spec.dtype, view))) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(WithTensor(layer, spec.name), " is ", Name(tensor.dtype()),
+                     " and cannot be converted to ", Name(spec.dtype)));
+  }
+  TFB_ASSIGN_OR_RETURN(Tensor cut, Tensor::Allocate(spec.dtype, spec.shape));
+  CopyElements(view, cut.view());
+  return cut;
+}
+
+absl::StatusOr<NamedTensors> CutAll(const CapturedLayer& layer,
+                                    const std::vector<TensorSpec>& specs) {
+  NamedTensors tensors;
+  for (const TensorSpec& spec : specs) {
+    const Tensor* tensor = layer.Find(spec.name);
+    if (tensor == nullptr) {
+      if (spec.optional) continue;
+      return absl::NotFoundError(absl::StrCat(WithTensor(layer, spec.name),
+                                              " is not there; the file has ",
+                                              absl::StrJoin(layer.names(), ", ")));
+    }
+    TFB_ASSIGN_OR_RETURN(tensors[spec.name], Cut(layer, spec, *tensor));
+  }
+  return tensors;
+}
+
+absl::StatusOr<Problem> FitHidden(const CapturedLayer& layer, const Problem& wanted) {
+  Problem problem = wanted;
+  problem.batch = std::min(wanted.batch, layer.batch);
+  problem.query_tokens = problem.kv_tokens = std::min(wanted.query_tokens, layer.hidden_tokens);
+  if (layer.query_heads * layer.head_dim == layer.model_dim) {
+    problem.query_heads = layer.query_heads;
+    problem.kv_heads = layer.kv_heads;
+  }
+  if (layer.model_dim % problem.query_heads != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(WithTensor(layer, "x"), " has a model_dim of ",
+                                                   layer.model_dim, ", which ", problem.query_heads,
+                                                   " heads do not divide"));
+  }
+  problem.head_dim = problem.value_dim = layer.model_dim / problem.query_heads;
+  const absl::Status valid = Validate(problem);
+  if (!valid.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat(layer.path, ": ", valid.message()));
+  }
+  return problem;
+}
+
+}  // namespace
+
+const Tensor* CapturedLayer::Find(absl::string_view name) const {
+  if (!layer.empty()) {
+    const auto found = contents->tensors.find(absl::StrCat(layer, ".", name));
+    if (found != contents->tensors.end()) return &found->second;
+  }
+  const auto found = contents->tensors.find(name);
+  return found == contents->tensors.end() ? nullptr : &found->second;
+}
+
+std::vector<std::string> CapturedLayer::names() const {
+  std::vector<std::string> names;
+  for (const auto& entry : contents->tensors) {
+    const absl::string_view of = LayerOf(entry.first);
+    if (of.empty()) names.push_back(entry.first);
+    if (!of.empty() && of == layer) names.push_back(entry.first.substr(of.size() + 1));
+  }
+  return names;
+}
+
+std::string CapturedLayer::model() const {
+  const auto found = contents->metadata.find("model");
+  return found == contents->metadata.end() ? "" : found->second;
+}
+
+std::string InputSource::ToString() const {
+  if (captured == nullptr) return profile;
+  return absl::StrCat(profile, " ", captured->file, captured->layer.empty() ? "" : " ",
+                      captured->layer);
+}
+
+absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string& path) {
+  TFB_ASSIGN_OR_RETURN(SafetensorsFile file, ReadSafetensors(path));
+  const auto contents = std::make_shared<const SafetensorsFile>(std::move(file));
+  std::map<std::pair<int64_t, std::string>, CapturedLayer> layers;
+  for (const auto& entry : contents->tensors) {
+    const std::string name(LayerOf(entry.first));
+    CapturedLayer& layer = layers[{LayerNumber(name), name}];
+    layer.path = path;
+    layer.file = BaseName(path);
+    layer.layer = name;
+    layer.contents = contents;
+  }
+  std::vector<CapturedLayer> usable;
+  for (auto& [key, layer] : layers) {
+    TFB_RETURN_IF_ERROR(ReadSizes(&layer));
+    if (layer.has_qkv() || layer.has_hidden()) usable.push_back(std::move(layer));
+  }
+  if (usable.empty()) {
+    std::vector<std::string> names;
+    for (const auto& entry : contents->tensors) names.push_back(entry.first);
+    constexpr size_t kShown = 8;
+    const bool more = names.size() > kShown;
+    if (more) names.resize(kShown);
+    return absl::NotFoundError(absl::StrCat(
+        path, ": has neither q, k and v nor x, bare or as layer<N>.q; it has ",
+        names.empty() ? "no tensors" : absl::StrJoin(names, ", "), more ? ", ..." : ""));
+  }
+  return usable;
+}
+
+absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view word,
+                                                           absl::string_view folder) {
+  if (word == "gaussian" || word == "peaked" || word == "needle") {
+    return std::vector<InputSource>{{std::string(word), nullptr}};
+  }
+  std::vector<std::string> paths;
+  const bool real = word == "real";
+  if (real) {
+    for (const char* shipped : kShipped) {
+      TFB_ASSIGN_OR_RETURN(paths.emplace_back(), RunfilePath(shipped));
+    }
+  } else if (absl::EndsWith(word, ".safetensors")) {
+    const bool relative = word[0] != '/' && !folder.empty();
+    paths.push_back(relative ? absl::StrCat(folder, "/", word) : std::string(word));
+  } else {
+    return absl::InvalidArgumentError(absl::StrCat("input \"", word, "\" is unknown; known are ",
+                                                   kProfiles, " and FILE.safetensors"));
+  }
+  std::vector<InputSource> sources;
+  for (const std::string& path : paths) {
+    TFB_ASSIGN_OR_RETURN(std::vector<CapturedLayer> layers, ReadCapturedLayers(path));
+    for (CapturedLayer& layer : layers) {
+      sources.push_back(
+          {real ? "real" : "file", std::make_shared<CapturedLayer>(std::move(layer))});
+    }
+  }
+  return sources;
+}
+
+absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
+                                   const Problem& wanted) {
+  if (source.captured == nullptr) return wanted;
+  const CapturedLayer& layer = *source.captured;
+  const bool qkv = kind == InputKind::kQkv;
+  if (qkv ? !layer.has_qkv() : !layer.has_hidden()) {
+    return absl::NotFoundError(absl::StrCat(source.ToString(), " has no ", qkv ? "q, k and v" : "x",
+                                            "; it has ", absl::StrJoin(layer.names(), ", ")));
+  }
+  if (!qkv) return FitHidden(layer, wanted);
+  Problem problem = wanted;
+  problem.batch = std::min(wanted.batch, layer.batch);
+  problem.query_heads = layer.query_heads;
+  problem.kv_heads = layer.kv_heads;
+  problem.query_tokens = std::min(wanted.query_tokens, layer.query_tokens);
+  problem.kv_tokens = std::min(wanted.kv_tokens, layer.kv_tokens);
+  problem.head_dim = layer.head_dim;
+  problem.value_dim = layer.value_dim;
+  return problem;
+}
+
+absl::StatusOr<NamedTensors> MakeInputs(const InputSource& source,
+                                        const std::vector<TensorSpec>& specs,
+                                        const Problem& problem, uint64_t seed) {
+  if (source.captured != nullptr) return CutAll(*source.captured, specs);
+  if (source.profile == "peaked") return DrawPeaks(kPeaked, "peaked", specs, problem, seed);
+  if (source.profile == "needle") return DrawPeaks(kNeedle, "needle", specs, problem, seed);
+  if (source.profile == "gaussian") return Draw(specs, seed);
+  return absl::InvalidArgumentError(
+      absl::StrCat("input profile \"", source.profile, "\" is unknown; known are ", kProfiles));
+}
+
+absl::StatusOr<std::string> RunfilePath(const std::string& path) {
+  std::vector<std::string> roots;
+  for (const char* variable : {"RUNFILES_DIR", "TEST_SRCDIR"}) {
+    if (const char* root = std::getenv(variable); root != nullptr) roots.push_back(root);
+  }
+  char self[4096];
+  const ssize_t length = readlink("/proc/self/exe", self, sizeof(self));
+  if (length > 0 && length < static_cast<ssize_t>(sizeof(self))) {
+    roots.push_back(absl::StrCat(absl::string_view(self, length), ".runfiles"));
+  }
+  std::vector<std::string> candidates;
+  for (const std::string& root : roots) {
+    // The workspace's name, under WORKSPACE and under modules.
+    for (const char* workspace : {"transformer_family_bench", "_main"}) {
+      candidates.push_back(absl::StrCat(root, "/", workspace, "/", path));
+    }
+  }
+  candidates.push_back(path);  // `bazel run` starts a binary in its runfiles
+  for (const std::string& candidate : candidates) {
+    if (access(candidate.c_str(), R_OK) == 0) return candidate;
+  }
+  return absl::NotFoundError(absl::StrCat(path, " is not among the binary's data; looked for ",
+                                          absl::StrJoin(candidates, ", ")));
+}
+
+}  // namespace tfb

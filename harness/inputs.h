@@ -1,0 +1,108 @@
+// Inputs that techniques are run on: drawn ones, and tensors from files.
+//
+//   gaussian   every element is N(0, 1)
+//   peaked     each query has three keys that hold about 80% of its softmax mass
+//   needle     each query has one distant key that holds about 99% of it
+//   real       tensors captured from a model, shipped with the repository
+//   (harness/inputs/README.md) FILE       a safetensors file of the caller's own
+//
+// Drawn inputs. Everything is a function of (seed, tensor name, element). For peaked and needle
+// keys are N(0, 1) scaled to length sqrt(d), and
+//
+//   q_i = c / sqrt(d) * sum of k_j over j in J_i
+//
+// for a set J_i of m keys that query i may see. With the scores s_ij = q_i . k_j / sqrt(d) its keys
+// have scores of about c, and the other n - m have about N(0, c^2 m / d), whose mean exponential is
+// exp(c^2 m / 2d). So the keys of J_i hold r times the mass of all others where
+//
+//   c - c^2 m / 2d = log(r n / m).
+//
+// c is the smaller root; where there is none (few channels, many keys) it is d / m, which maximises
+// the left side, and the peaks are lower than said.
+//   peaked: m = 3, r = 4; one key drawn from each third of the keys that i may see.
+//   needle: m = 1, r = 99; drawn from those at least n / 4 tokens away from i, where there are any.
+//
+// Files. Names are q, k, v [batch, heads, tokens, channels], x [batch, tokens, model_dim] and what
+// else a technique declares, each bare or as "layer<N>.name". Sizes are the file's; batch and
+// tokens may be cut to a prefix; elements are converted to the dtype that is asked for. A tensor
+// that the file has not is NotFound: nothing is drawn in its place.
+#ifndef TFB_HARNESS_INPUTS_H_
+#define TFB_HARNESS_INPUTS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "core/problem.h"
+#include "core/safetensors.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// The tensors of one layer of a file, or those of a file without layers. Sizes are 0 where the
+// tensors that have them are not there.
+struct CapturedLayer {
+  std::string path;
+  std::string file;   // base name of the path
+  std::string layer;  // "layer2"; empty where the names have no layer
+  std::shared_ptr<const SafetensorsFile> contents;
+
+  int64_t batch = 0;
+  int64_t query_heads = 0, query_tokens = 0, head_dim = 0;  // of q
+  int64_t kv_heads = 0, kv_tokens = 0, value_dim = 0;       // of k and v
+  int64_t hidden_tokens = 0, model_dim = 0;                 // of x
+
+  bool has_qkv() const { return head_dim > 0; }
+  bool has_hidden() const { return model_dim > 0; }
+  // The tensor of that name of this layer, else of the file; null where there is none.
+  const Tensor* Find(absl::string_view name) const;
+  std::vector<std::string> names() const;  // that Find knows
+  std::string model() const;               // from the metadata; may be empty
+};
+
+struct InputSource {
+  std::string profile = "gaussian";               // "gaussian", "peaked", "needle", "real", "file"
+  std::shared_ptr<const CapturedLayer> captured;  // of "real" and "file"
+
+  std::string ToString() const;  // "gaussian", "real minilm_512.safetensors layer2"
+};
+
+// The sources that one word of --input names: a profile, or a path that ends in .safetensors, taken
+// relative to `folder`. A file gives a source for each of its layers, "real" one for each layer of
+// each shipped file, the files with fewer tokens first.
+absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view word,
+                                                           absl::string_view folder = "");
+// The layers of a file, in the order of their numbers. NotFound where it has neither q, k and v nor
+// x; InvalidArgument where their sizes contradict one another.
+absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string& path);
+
+// The problem nearest to `wanted` that the source can serve: `wanted` itself for a drawn one, else
+// the file's sizes with at most the wanted batch and tokens. Hidden states are split into the heads
+// that the layer's q has, where it has one, else into `wanted`'s. NotFound where the file has not
+// the tensors of such an input kind.
+absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
+                                   const Problem& wanted);
+
+// A tensor for each spec. Optional ones only where a file has them. Integers are drawn uniformly
+// from 0 to kDrawnIds - 1.
+//   NotFound: the file has no such tensor.
+//   InvalidArgument: it has another size, or numbers that the dtype cannot hold.
+//   Unimplemented: peaked and needle make q and k, which the specs do not have.
+//   ResourceExhausted: no memory.
+constexpr int64_t kDrawnIds = 256;
+absl::StatusOr<NamedTensors> MakeInputs(const InputSource& source,
+                                        const std::vector<TensorSpec>& specs,
+                                        const Problem& problem, uint64_t seed);
+
+// The path of a file of this repository that the running binary has as data: from Bazel's runfiles.
+// NotFound where it has not.
+absl::StatusOr<std::string> RunfilePath(const std::string& path);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_INPUTS_H_

@@ -1,0 +1,296 @@
+#include "harness/inputs.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "core/definition.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+InputSource Drawn(const std::string& profile) { return {profile, nullptr}; }
+
+Problem Small(bool causal = false, DType dtype = DType::kF32) {
+  Problem problem = Problem::SelfAttention(2, 4, 300, 64, causal, dtype);
+  problem.kv_heads = 2;
+  return problem;
+}
+
+Tensor DenseWeights(const Problem& problem, const NamedTensors& inputs) {
+  NamedTensors outputs;
+  DefinitionRequest request;
+  request.weights = true;
+  DefineMaskedAttention(
+      problem, ViewsOf(inputs), request, 0, [](int64_t, int64_t, int64_t) { return true; },
+      [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, &outputs);
+  return std::move(outputs["weights"]);
+}
+
+// The mean over rows of the sum of the `count` largest weights, rows of few keys left out.
+double MassOfLargest(const Problem& problem, const Tensor& weights, int64_t count) {
+  double total = 0;
+  int64_t rows = 0;
+  for (int64_t row = 0; row < weights.num_elements() / problem.kv_tokens; ++row) {
+    if (problem.causal && row % problem.query_tokens < 16) continue;
+    const double* first = weights.view().At<double>() + row * problem.kv_tokens;
+    std::vector<double> sorted(first, first + problem.kv_tokens);
+    std::sort(sorted.rbegin(), sorted.rend());
+    for (int64_t j = 0; j < count; ++j) total += sorted[j];
+    ++rows;
+  }
+  return total / static_cast<double>(rows);
+}
+
+NamedTensors MakeOrDie(const InputSource& source, const Problem& problem, uint64_t seed = 1) {
+  auto inputs = MakeInputs(source, QkvInputs(problem), problem, seed);
+  EXPECT_TRUE(inputs.ok()) << inputs.status();
+  return inputs.ok() ? *std::move(inputs) : NamedTensors();
+}
+
+TEST(Inputs, GaussianDrawsHaveMeanZeroAndVarianceOne) {
+  const Problem problem = Small();
+  const NamedTensors inputs = MakeOrDie(Drawn("gaussian"), problem);
+  for (const char* name : {"q", "k", "v"}) {
+    const Tensor& tensor = inputs.at(name);
+    double sum = 0, squares = 0;
+    for (float value : tensor.span<float>()) {
+      sum += value;
+      squares += double{value} * value;
+    }
+    // Five standard deviations of the mean, and of the mean square (whose variance is 2 / n).
+    const double n = static_cast<double>(tensor.num_elements());
+    EXPECT_NEAR(sum / n, 0, 5 / std::sqrt(n)) << name;
+    EXPECT_NEAR(squares / n, 1, 5 * std::sqrt(2 / n)) << name;
+  }
+  EXPECT_EQ(inputs.count("key_mask"), 0u);
+}
+
+TEST(Inputs, TheSameSeedGivesTheSameBitsAndAnotherSeedOthers) {
+  for (const char* profile : {"gaussian", "peaked", "needle"}) {
+    const NamedTensors a = MakeOrDie(Drawn(profile), Small(), 1);
+    const NamedTensors b = MakeOrDie(Drawn(profile), Small(), 1);
+    const NamedTensors c = MakeOrDie(Drawn(profile), Small(), 2);
+    for (const char* name : {"q", "k", "v"}) {
+      EXPECT_EQ(std::memcmp(a.at(name).raw(), b.at(name).raw(), a.at(name).bytes()), 0);
+      EXPECT_NE(std::memcmp(a.at(name).raw(), c.at(name).raw(), a.at(name).bytes()), 0);
+    }
+  }
+}
+
+TEST(Inputs, ThreeKeysHoldMostOfThePeakedMassButNotAll) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Small(causal);
+    const Tensor weights = DenseWeights(problem, MakeOrDie(Drawn("peaked"), problem));
+    const double mass = MassOfLargest(problem, weights, 3);
+    EXPECT_GT(mass, 0.7) << causal;  // 0.8 by design
+    EXPECT_LT(mass, 0.9) << causal;
+    EXPECT_LT(MassOfLargest(problem, weights, 1), 0.6) << causal;
+  }
+}
+
+TEST(Inputs, OneDistantKeyHoldsNearlyAllOfTheNeedleMass) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Small(causal);
+    const Tensor weights = DenseWeights(problem, MakeOrDie(Drawn("needle"), problem));
+    EXPECT_GT(MassOfLargest(problem, weights, 1), 0.97) << causal;  // 0.99 by design
+    std::vector<int64_t> found(4, 0);  // needles in each quarter of the keys
+    for (int64_t i = 32; i < problem.query_tokens; ++i) {
+      const double* row = weights.view().At<double>(1, 3, i);
+      const int64_t needle = std::max_element(row, row + problem.kv_tokens) - row;
+      const int64_t keys = causal ? i + 1 : problem.kv_tokens;
+      EXPECT_GE(std::abs(needle - i), keys / 4) << i;
+      ++found[4 * needle / problem.kv_tokens];
+    }
+    for (int64_t quarter = 0; quarter < (causal ? 3 : 4); ++quarter) {
+      EXPECT_GT(found[quarter], 5) << quarter;
+    }
+  }
+}
+
+TEST(Inputs, PeaksExistForEveryShapeThatIsLegal) {
+  for (const char* profile : {"peaked", "needle"}) {
+    for (const auto& [query_tokens, kv_tokens] :
+         std::vector<std::pair<int64_t, int64_t>>{{0, 0}, {1, 1}, {5, 2}, {2, 5}, {3, 0}}) {
+      for (const int64_t head_dim : {1, 7, 256}) {
+        Problem problem = Problem::SelfAttention(1, 2, query_tokens, head_dim, true, DType::kF16);
+        problem.kv_tokens = kv_tokens;
+        const NamedTensors inputs = MakeOrDie(Drawn(profile), problem);
+        for (const Half value : inputs.at("q").span<Half>()) {
+          EXPECT_TRUE(std::isfinite(static_cast<float>(value)));
+        }
+      }
+    }
+  }
+}
+
+TEST(Inputs, PeakedProfilesSayThatTheyNeedQueriesAndKeys) {
+  const Problem problem = Small();
+  const auto inputs = MakeInputs(Drawn("needle"), HiddenInputs(problem), problem, 1);
+  EXPECT_EQ(inputs.status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_THAT(std::string(inputs.status().message()),
+              AllOf(HasSubstr("needle"), HasSubstr("reads x")));
+}
+
+TEST(Inputs, FurtherFloatTensorsAndIdsAreDrawnByTheirSpecs) {
+  const Problem problem = Small();
+  std::vector<TensorSpec> specs = QkvInputs(problem);
+  specs.push_back({"q_global", {2, 4, 300, 64}, DType::kF32, false});
+  specs.push_back({"tokens", {2, 300}, DType::kI32, false});
+  const auto inputs = MakeInputs(Drawn("peaked"), specs, problem, 1);
+  ASSERT_TRUE(inputs.ok()) << inputs.status();
+  EXPECT_EQ(inputs->at("q_global").shape(), Shape({2, 4, 300, 64}));
+  for (int32_t id : inputs->at("tokens").span<int32_t>()) {
+    EXPECT_GE(id, 0);
+    EXPECT_LT(id, kDrawnIds);
+  }
+}
+
+TEST(Inputs, UnknownWordsAreAnsweredWithTheKnownOnes) {
+  const auto sources = ParseInputSources("gausian");
+  EXPECT_EQ(sources.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(sources.status().message()),
+              AllOf(HasSubstr("gausian"), HasSubstr("gaussian"), HasSubstr("FILE.safetensors")));
+  EXPECT_EQ(ParseInputSources("absent.safetensors", ::testing::TempDir()).status().code(),
+            absl::StatusCode::kNotFound);
+}
+
+TEST(Inputs, RealTensorsAreFoundWithTheirSizesAndModel) {
+  const auto sources = ParseInputSources("real");
+  ASSERT_TRUE(sources.ok()) << sources.status();
+  ASSERT_EQ(sources->size(), 4u);
+  EXPECT_EQ((*sources)[0].ToString(), "real minilm_512.safetensors layer0");
+  EXPECT_EQ((*sources)[3].ToString(), "real minilm_4096.safetensors layer2");
+  const CapturedLayer& first = *(*sources)[0].captured;
+  EXPECT_EQ(first.query_heads, 12);
+  EXPECT_EQ(first.query_tokens, 512);
+  EXPECT_EQ(first.head_dim, 32);
+  EXPECT_EQ(first.model_dim, 384);
+  EXPECT_THAT(first.model(), HasSubstr("MiniLM"));
+  EXPECT_FALSE((*sources)[3].captured->has_hidden());
+}
+
+TEST(Inputs, ProblemsAreFittedToWhatAFileHolds) {
+  const auto sources = ParseInputSources("real");
+  ASSERT_TRUE(sources.ok()) << sources.status();
+  const Problem wanted = Problem::SelfAttention(4, 8, 2048, 64, true, DType::kBF16);
+  for (const InputKind kind : {InputKind::kQkv, InputKind::kHidden}) {
+    const auto fitted = FitProblem((*sources)[1], kind, wanted);
+    ASSERT_TRUE(fitted.ok()) << fitted.status();
+    EXPECT_EQ(*fitted, Problem::SelfAttention(1, 12, 512, 32, true, DType::kBF16));
+  }
+  const auto none = FitProblem((*sources)[3], InputKind::kHidden, wanted);
+  EXPECT_EQ(none.status().code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(none.status().message()), HasSubstr("has no x"));
+  EXPECT_EQ(*FitProblem(Drawn("peaked"), InputKind::kQkv, wanted), wanted);
+}
+
+TEST(Inputs, APrefixOfTheTokensIsCutAndConverted) {
+  const auto sources = ParseInputSources("real");
+  ASSERT_TRUE(sources.ok()) << sources.status();
+  const InputSource& source = (*sources)[2];
+  const Problem problem = Problem::SelfAttention(1, 12, 100, 32);
+  const NamedTensors inputs = MakeOrDie(source, problem);
+  const Tensor* whole = source.captured->Find("k");
+  ASSERT_NE(whole, nullptr);
+  for (int64_t h : {0, 11}) {
+    for (int64_t j : {0, 99}) {
+      EXPECT_EQ(*inputs.at("k").view().At<float>(0, h, j, 31),
+                static_cast<float>(*whole->view().At<Half>(0, h, j, 31)));
+    }
+  }
+}
+
+TEST(Inputs, WhatAFileHasNotIsNotFoundAndNotDrawn) {
+  const auto sources = ParseInputSources("real");
+  ASSERT_TRUE(sources.ok()) << sources.status();
+  const Problem problem = Problem::SelfAttention(1, 12, 100, 32);
+  std::vector<TensorSpec> specs = QkvInputs(problem);
+  specs.push_back({"q_global", {1, 12, 100, 32}, DType::kF32, false});
+  const auto inputs = MakeInputs((*sources)[0], specs, problem, 1);
+  EXPECT_EQ(inputs.status().code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(inputs.status().message()),
+              AllOf(HasSubstr("layer0.q_global"), HasSubstr("k, q, v, x, tokens")));
+  const auto other_size =
+      MakeInputs((*sources)[0], QkvInputs(Problem::SelfAttention(1, 8, 100, 32)), problem, 1);
+  EXPECT_EQ(other_size.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(other_size.status().message()),
+              AllOf(HasSubstr("[1, 12, 512, 32]"), HasSubstr("[1, 8, 100, 32]")));
+}
+
+std::string WriteFile(const std::string& name, const NamedTensors& tensors) {
+  const std::string path = ::testing::TempDir() + "/" + name;
+  EXPECT_TRUE(WriteSafetensors(path, tensors).ok());
+  return path;
+}
+
+Tensor Filled(DType dtype, std::initializer_list<int64_t> shape, double value = 1) {
+  Tensor tensor(dtype, shape);
+  Fill(tensor.view(), value);
+  return tensor;
+}
+
+TEST(Inputs, AFileOfTheCallersOwnIsReadRelativeToItsFolder) {
+  NamedTensors tensors;
+  tensors["q"] = Filled(DType::kF64, {2, 4, 10, 8});
+  tensors["k"] = Filled(DType::kF64, {2, 2, 12, 8});
+  tensors["v"] = Filled(DType::kF64, {2, 2, 12, 5});
+  tensors["key_mask"] = Filled(DType::kU8, {2, 12}, 0);
+  tensors["tokens"] = Filled(DType::kI64, {2, 10}, 70000);
+  WriteFile("own.safetensors", tensors);
+  const auto sources = ParseInputSources("own.safetensors", ::testing::TempDir());
+  ASSERT_TRUE(sources.ok()) << sources.status();
+  ASSERT_EQ(sources->size(), 1u);
+  const auto problem = FitProblem((*sources)[0], InputKind::kQkv, Small());
+  ASSERT_TRUE(problem.ok()) << problem.status();
+  EXPECT_EQ(problem->ToString(),
+            "batch 2, 4 heads of 8 (values of 5) over 2 key-value heads, 10 tokens over 12 keys, "
+            "f32");
+  std::vector<TensorSpec> specs = QkvInputs(*problem);
+  const auto inputs = MakeInputs((*sources)[0], specs, *problem, 1);
+  ASSERT_TRUE(inputs.ok()) << inputs.status();
+  EXPECT_EQ(inputs->at("key_mask").span<uint8_t>()[0], 0);  // optional, and there
+  specs.push_back({"tokens", {2, 10}, DType::kI32, false});
+  EXPECT_TRUE(MakeInputs((*sources)[0], specs, *problem, 1).ok());
+  specs.back().dtype = DType::kU8;
+  EXPECT_THAT(std::string(MakeInputs((*sources)[0], specs, *problem, 1).status().message()),
+              HasSubstr("is i64 and cannot be converted to u8"));
+}
+
+TEST(Inputs, ContradictorySizesOfAFileAreNamed) {
+  const auto error = [](NamedTensors tensors) {
+    const auto layers = ReadCapturedLayers(WriteFile("bad.safetensors", tensors));
+    return std::string(layers.status().message());
+  };
+  NamedTensors tensors;
+  tensors["layer3.q"] = Filled(DType::kF32, {1, 4, 10, 8});
+  tensors["layer3.k"] = Filled(DType::kF32, {1, 3, 10, 8});
+  tensors["layer3.v"] = Filled(DType::kF32, {1, 3, 10, 8});
+  EXPECT_THAT(error(std::move(tensors)), HasSubstr("query_heads is 4, which kv_heads (3)"));
+  tensors.clear();
+  tensors["q"] = Filled(DType::kF32, {1, 4, 10, 300});
+  tensors["k"] = Filled(DType::kF32, {1, 4, 10, 300});
+  tensors["v"] = Filled(DType::kF32, {1, 4, 10, 8});
+  EXPECT_THAT(error(std::move(tensors)), HasSubstr("head_dim is 300"));
+  tensors.clear();
+  tensors["q"] = Filled(DType::kF32, {1, 4, 10, 8});
+  tensors["k"] = Filled(DType::kF32, {1, 4, 10, 8});
+  tensors["v"] = Filled(DType::kF32, {1, 4, 9, 8});
+  EXPECT_THAT(error(std::move(tensors)), HasSubstr("tensor \"v\" is f32 [1, 4, 9, 8]"));
+  tensors.clear();
+  tensors["layer3.x"] = Filled(DType::kI32, {1, 4, 10});
+  EXPECT_THAT(error(std::move(tensors)), HasSubstr("tensor \"layer3.x\" is i32"));
+  tensors.clear();
+  tensors["w"] = Filled(DType::kF32, {1});
+  EXPECT_THAT(error(std::move(tensors)), HasSubstr("neither q, k and v nor x"));
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,310 @@
+#include "harness/tiny_technique.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "core/definition.h"
+#include "core/random.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+const std::pair<TinyFault, const char*> kNames[] = {
+    {TinyFault::kNone, "tiny"},
+    {TinyFault::kWrongScale, "tiny_wrong_scale"},
+    {TinyFault::kWindowOffByOne, "tiny_window_off_by_one"},
+    {TinyFault::kEmptyRowIsNan, "tiny_empty_row_is_nan"},
+    {TinyFault::kFiniteSentinel, "tiny_finite_sentinel"},
+    {TinyFault::kReadsMaskedValues, "tiny_reads_masked_values"},
+    {TinyFault::kDropsNan, "tiny_drops_nan"},
+    {TinyFault::kLeavesEmptyRows, "tiny_leaves_empty_rows"},
+    {TinyFault::kNoMaxSubtracted, "tiny_no_max_subtracted"},
+    {TinyFault::kWrongLogSumExp, "tiny_wrong_log_sum_exp"},
+    {TinyFault::kIgnoresStrides, "tiny_ignores_strides"},
+    {TinyFault::kWritesBehindOutput, "tiny_writes_behind_output"},
+    {TinyFault::kWorkspaceOverrun, "tiny_workspace_overrun"},
+    {TinyFault::kReadsWorkspace, "tiny_reads_workspace"},
+    {TinyFault::kDependsOnThreads, "tiny_depends_on_threads"},
+    {TinyFault::kKeepsState, "tiny_keeps_state"},
+    {TinyFault::kSeesFuture, "tiny_sees_future"},
+    {TinyFault::kWrongGroup, "tiny_wrong_group"},
+    {TinyFault::kTopLeftCausal, "tiny_top_left_causal"},
+    {TinyFault::kAllocates, "tiny_allocates"},
+    {TinyFault::kWrongFlops, "tiny_wrong_flops"},
+    {TinyFault::kIgnoresParameters, "tiny_ignores_parameters"},
+    {TinyFault::kForgetsInAppend, "tiny_forgets_in_append"},
+    {TinyFault::kRoundsScores, "tiny_rounds_scores"},
+};
+
+// Where the tokens of q stand among those of k.
+struct Span {
+  int64_t first_query = 0;  // position of query 0
+  int64_t first_key = 0;
+};
+
+class TinyLayer : public StreamingLayer {
+ public:
+  TinyLayer(const Problem& problem, const TinyOptions& options, TinyFault fault, uint64_t seed)
+      : StreamingLayer(problem, QkvInputs(problem), AttentionOutputs(problem),
+                       SegmentInputs(problem), SegmentOutputs(problem), problem.kv_tokens),
+        options_(options),
+        fault_(fault) {
+    Tensor gain(DType::kF32, {problem.query_heads});
+    FillUniform(&gain, seed, "gain", 0.5, 1.5);
+    drawn_gain_ = gain.Clone();
+    parameters_["gain"] = std::move(gain);
+    for (Tensor* cache : {&keys_, &values_}) {
+      const int64_t channels = cache == &keys_ ? problem.head_dim : problem.value_dim;
+      *cache = Tensor(DType::kF32, {problem.batch, problem.kv_heads, problem.kv_tokens, channels});
+    }
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    return Workspace::Measure([&](Workspace& w) { Scores(w, threads); });
+  }
+
+  Cost cost() const override {
+    const Problem& p = problem();
+    double pairs = 0;
+    for (int64_t i = 0; i < p.query_tokens; ++i) {
+      for (int64_t j = 0; j < p.kv_tokens; ++j) {
+        pairs += fault_ == TinyFault::kWrongFlops || Sees(i + Whole().first_query, j) ? 1 : 0;
+      }
+    }
+    Cost cost;
+    cost.flops = 2 * pairs * static_cast<double>(p.batch * p.query_heads) *
+                 static_cast<double>(p.head_dim + p.value_dim);
+    return cost;
+  }
+
+  absl::Status Reset() override {
+    cached_ = 0;
+    return absl::OkStatus();
+  }
+
+ protected:
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    ConstTensorView k = inputs.Get("k");
+    if (fault_ == TinyFault::kIgnoresStrides) k = ConstTensorView(k.data, k.dtype, k.shape());
+    if (fault_ == TinyFault::kAllocates) delete new int(1);
+    Attend(inputs.Get("q"), k, inputs.Get("v"), inputs.Get("key_mask"), outputs, Whole(),
+           execution);
+    if (fault_ == TinyFault::kWritesBehindOutput) {
+      const TensorView out = outputs.Get("out");
+      if (out.is_contiguous()) out.Set(out.num_elements(), 0);
+    }
+    if (fault_ == TinyFault::kWorkspaceOverrun) {
+      execution.workspace.data()[workspace_bytes(execution.pool->threads())] = std::byte{0};
+    }
+    if (fault_ == TinyFault::kReadsWorkspace && outputs.Get("out").num_elements() > 0) {
+      const float found = *reinterpret_cast<const float*>(execution.workspace.data());
+      outputs.Get("out").Set(0, outputs.Get("out").Get(0) + 1e-3 * found);
+    }
+    ++runs_;
+    return absl::OkStatus();
+  }
+
+  absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
+                        const Execution& execution) override {
+    const Problem& p = problem();
+    if (cached_ + tokens > p.kv_tokens) {
+      return absl::OutOfRangeError("more tokens are appended than the layer has room for");
+    }
+    const auto store = [&](const ConstTensorView& from, Tensor* to) {
+      const TensorView room = Slice(to->view(), 2, cached_, tokens);
+      ForEachOffset(from, room, [&](int64_t a, int64_t b) { room.Set(b, from.Get(a)); });
+    };
+    store(segment.Get("k"), &keys_);
+    store(segment.Get("v"), &values_);
+    const int64_t all = cached_ + tokens;
+    const Tensor& keys = keys_;
+    const Tensor& values = values_;
+    Attend(segment.Get("q"), Slice(keys.view(), 2, 0, all), Slice(values.view(), 2, 0, all), {},
+           outputs, {cached_, 0}, execution);
+    cached_ = all - (fault_ == TinyFault::kForgetsInAppend && tokens > 1 ? 1 : 0);
+    return absl::OkStatus();
+  }
+
+ private:
+  static std::vector<TensorSpec> SegmentInputs(const Problem& p) {
+    return {{"q", {p.batch, p.query_heads, kSegmentTokens, p.head_dim}, p.dtype, false},
+            {"k", {p.batch, p.kv_heads, kSegmentTokens, p.head_dim}, p.dtype, false},
+            {"v", {p.batch, p.kv_heads, kSegmentTokens, p.value_dim}, p.dtype, false}};
+  }
+  static std::vector<TensorSpec> SegmentOutputs(const Problem& p) {
+    return {{"out", {p.batch, p.query_heads, kSegmentTokens, p.value_dim}, p.dtype, false}};
+  }
+
+  float* Scores(Workspace& workspace, int threads) const {
+    return workspace.Take<float>((problem().kv_tokens + problem().value_dim) * threads);
+  }
+
+  Span Whole() const {
+    const bool top_left = fault_ == TinyFault::kTopLeftCausal;
+    return {top_left ? 0 : problem().causal_offset(), 0};
+  }
+
+  // Whether the query at `position` sees key j, but for padding.
+  bool Sees(int64_t position, int64_t j) const {
+    const int64_t ahead = fault_ == TinyFault::kSeesFuture ? 1 : 0;
+    if (problem().causal && j > position + ahead) return false;
+    const int64_t window = options_.window - (fault_ == TinyFault::kWindowOffByOne ? 1 : 0);
+    return std::abs(position - j) <= window;
+  }
+
+  void Attend(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+              const ConstTensorView& key_mask, const Outputs& outputs, const Span& span,
+              const Execution& execution) {
+    const int64_t queries = q.dim(2);
+    Workspace workspace(execution.workspace);
+    float* const scratch = Scores(workspace, execution.pool->threads());
+    const int threads = execution.pool->threads();
+    execution.pool->ParallelFor(
+        q.dim(0) * q.dim(1) * queries, [&, q, k, v](int64_t task, int worker) {
+          const int64_t row = (problem().kv_tokens + problem().value_dim) * worker;
+          AttendRow(task / queries / q.dim(1), task / queries % q.dim(1), task % queries, q, k, v,
+                    key_mask, outputs, span, threads, scratch + row);
+        });
+  }
+
+  void AttendRow(int64_t b, int64_t h, int64_t i, const ConstTensorView& q,
+                 const ConstTensorView& k, const ConstTensorView& v,
+                 const ConstTensorView& key_mask, const Outputs& outputs, const Span& span,
+                 int threads, float* s) const {
+    const Problem& p = problem();
+    const int64_t keys = k.dim(2);
+    const int64_t kv_head =
+        fault_ == TinyFault::kWrongGroup ? h % p.kv_heads : h / (p.query_heads / p.kv_heads);
+    const Tensor& gain =
+        fault_ == TinyFault::kIgnoresParameters ? drawn_gain_ : parameters_.at("gain");
+    float scale = gain.span<float>()[h] / std::sqrt(static_cast<float>(p.head_dim));
+    if (fault_ == TinyFault::kWrongScale) scale *= 1.001f;
+    const float not_seen = fault_ == TinyFault::kFiniteSentinel ? -1e30f : kMinusInfinity;
+    float max = kMinusInfinity;
+    for (int64_t j = 0; j < keys; ++j) {
+      s[j] = not_seen;
+      const bool token = key_mask.empty() || *key_mask.At<uint8_t>(b, j) != 0;
+      if (token && Sees(i + span.first_query, j + span.first_key)) {
+        float dot = 0;
+        for (int64_t c = 0; c < p.head_dim; ++c) {
+          dot += static_cast<float>(q.Get(q.Offset(b, h, i, c))) *
+                 static_cast<float>(k.Get(k.Offset(b, kv_head, j, c)));
+        }
+        s[j] = scale * dot;
+        if (fault_ == TinyFault::kRoundsScores) s[j] = static_cast<float>(BFloat16(s[j]));
+        if (fault_ == TinyFault::kDropsNan && std::isnan(s[j])) s[j] = not_seen;
+      }
+      if (s[j] > max || std::isnan(s[j])) max = s[j];
+    }
+    if (fault_ == TinyFault::kNoMaxSubtracted) max = max == kMinusInfinity ? max : 0;
+    const TensorView out = outputs.Get("out");
+    const bool seen = max != kMinusInfinity;
+    if (!seen && fault_ == TinyFault::kLeavesEmptyRows) return;
+    float sum = 0;
+    float* const y = s + keys;
+    std::fill_n(y, p.value_dim, 0.0f);
+    const bool reversed = fault_ == TinyFault::kDependsOnThreads && threads > 1;
+    for (int64_t n = 0; n < keys; ++n) {
+      const int64_t j = reversed ? keys - 1 - n : n;
+      const bool skipped = s[j] == kMinusInfinity;
+      if (skipped && fault_ != TinyFault::kReadsMaskedValues) continue;
+      const float weight = skipped ? 0 : std::exp(s[j] - max);
+      sum += weight;
+      for (int64_t c = 0; c < p.value_dim; ++c) {
+        y[c] += weight * static_cast<float>(v.Get(v.Offset(b, kv_head, j, c)));
+      }
+    }
+    const float factor = seen || fault_ == TinyFault::kEmptyRowIsNan ? 1 / sum : 0;
+    const bool shifted = fault_ == TinyFault::kKeepsState && runs_ > 0;
+    for (int64_t c = 0; c < p.value_dim; ++c) {
+      out.Set(out.Offset(b, h, i, c), y[c] * factor * (shifted ? 1.0001f : 1.0f));
+    }
+    const TensorView lse = outputs.Get("log_sum_exp");
+    if (lse.empty()) return;
+    const float base = fault_ == TinyFault::kWrongLogSumExp ? 0 : max;
+    lse.Set(lse.Offset(b, h, i), seen ? base + std::log(sum) : kMinusInfinity);
+  }
+
+  TinyOptions options_;
+  TinyFault fault_;
+  Tensor drawn_gain_;
+  int runs_ = 0;
+  Tensor keys_;  // of appended segments
+  Tensor values_;
+  int64_t cached_ = 0;
+};
+
+class Tiny : public TechniqueOf<TinyOptions> {
+ public:
+  explicit Tiny(TinyFault fault) : TechniqueOf(Info(fault)), fault_(fault) {}
+
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem&, const Options&) const override {
+    return TechniqueSpec{TinyName(TinyFault::kNone), {}};
+  }
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const TinyOptions& options, Device,
+                                                   uint64_t seed) const override {
+    return std::make_unique<TinyLayer>(problem, options, fault_, seed);
+  }
+
+  absl::Status Definition(const Problem& problem, const TinyOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k"));
+    const DoubleTensor gain(parameters.at("gain").view());
+    const KeyMask is_token(inputs);
+    DefineAttention(
+        problem, inputs, request,
+        [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+          const int64_t position = i + problem.causal_offset();
+          if (problem.causal && j > position) return kNotSeen;
+          if (std::abs(position - j) > options.window || !is_token(b, j)) return kNotSeen;
+          return gain.at(h) / std::sqrt(static_cast<double>(problem.head_dim)) *
+                 Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), j), problem.head_dim);
+        },
+        outputs);
+    return absl::OkStatus();
+  }
+
+ private:
+  static TechniqueInfo Info(TinyFault fault) {
+    TechniqueInfo info;
+    info.name = TinyName(fault);
+    info.family = "attention";
+    info.title = "Windowed attention in plain loops";
+    info.citation = "made up for tests";
+    info.exactness = Exactness::kExact;
+    info.budget_option = "window";
+    info.growth = 2;
+    return info;
+  }
+
+  TinyFault fault_;
+};
+
+}  // namespace
+
+std::vector<TinyFault> AllTinyFaults() {
+  std::vector<TinyFault> faults;
+  for (const auto& entry : kNames) faults.push_back(entry.first);
+  return faults;
+}
+
+std::string TinyName(TinyFault fault) {
+  for (const auto& [candidate, name] : kNames) {
+    if (candidate == fault) return name;
+  }
+  return "?";
+}
+
+std::unique_ptr<Technique> MakeTiny(TinyFault fault) { return std::make_unique<Tiny>(fault); }
+
+}  // namespace tfb
