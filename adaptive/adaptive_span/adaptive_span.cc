@@ -66,6 +66,7 @@ class AdaptiveSpanLayer : public FlashLayer {
       : FlashLayer(problem, std::move(inputs), AttentionOutputs(problem), device, nullptr),
         options_(options) {
     if (options.positions) {
+      set_uses_relative_keys();
       Tensor position(DType::kF32, {options.max_span, problem.head_dim});
       FillNormal(&position, seed, "position", 0, 0.02);
       parameters_["position"] = std::move(position);

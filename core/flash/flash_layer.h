@@ -52,6 +52,9 @@ class FlashLayer : public Layer {
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override;
 
+  // For a constructor whose rule will have relative keys: they need workspace.
+  void set_uses_relative_keys() { uses_relative_keys_ = true; }
+
   const ScoreRule& rule() const { return rule_; }
   const BlockSchedule& schedule() const { return schedule_; }
 
@@ -62,10 +65,8 @@ class FlashLayer : public Layer {
   BlockSchedule schedule_;
   bool has_schedule_ = false;
   ScoreRule rule_;
+  bool uses_relative_keys_ = false;
 };
-
-// Bytes that fused attention must move: q, k, v and out once.
-double AttentionBytes(const Problem& problem);
 
 }  // namespace tfb
 
