@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "google/protobuf/stubs/common.h"
 #include "results/wire.h"
 
@@ -460,6 +461,34 @@ absl::string_view Name(TechniqueDescription::Exactness exactness) {
   }
 }
 
+absl::string_view Name(TechniqueDescription::InputKind kind) {
+  switch (kind) {
+    case TechniqueDescription::INPUT_KIND_QKV:
+      return "qkv";
+    case TechniqueDescription::INPUT_KIND_HIDDEN:
+      return "hidden";
+    case TechniqueDescription::INPUT_KIND_TOKENS:
+      return "tokens";
+    default:
+      return "unspecified";
+  }
+}
+
+absl::string_view Name(TechniqueDescription::Weights weights) {
+  switch (weights) {
+    case TechniqueDescription::WEIGHTS_NONE:
+      return "none";
+    case TechniqueDescription::WEIGHTS_SEEDED:
+      return "seeded";
+    case TechniqueDescription::WEIGHTS_FILE:
+      return "file";
+    case TechniqueDescription::WEIGHTS_TRAINED:
+      return "trained";
+    default:
+      return "unspecified";
+  }
+}
+
 absl::string_view Name(ErrorMeasure::Metric metric) {
   switch (metric) {
     case ErrorMeasure::METRIC_RELATIVE_FROBENIUS:
@@ -480,6 +509,24 @@ const Environment* FindEnvironment(const ResultSet& results, absl::string_view i
     if (environment.id() == id) return &environment;
   }
   return nullptr;
+}
+
+std::string MachineOf(const ResultSet& results, absl::string_view environment_id) {
+  const Environment* environment = FindEnvironment(results, environment_id);
+  if (environment == nullptr) return absl::StrCat("unknown ", Escape(environment_id));
+  std::string gpus;
+  for (const Gpu& gpu : environment->gpus()) {
+    absl::StrAppend(&gpus, Escape(gpu.name()), ",", Escape(gpu.driver()), ",",
+                    Escape(gpu.toolkit()), ";");
+  }
+  return absl::StrCat(
+      "host=", Escape(environment->host()), " os=", Escape(environment->os()),
+      " cpu=", Escape(environment->cpu_model()), " cores=", environment->logical_cores(),
+      " simd=", Escape(absl::StrJoin(environment->simd(), "+")), " gpus=", gpus,
+      " compiler=", Escape(environment->compiler()), " cuda=", Escape(environment->cuda_compiler()),
+      " flags=", Escape(environment->compile_flags()),
+      " mode=", Escape(environment->compilation_mode()),
+      " commit=", Escape(environment->git_commit()), " dirty=", environment->git_dirty());
 }
 
 std::map<std::string, const Case*> CasesByKey(const ResultSet& results,

@@ -79,7 +79,7 @@ std::string CanonicalOptions(const std::map<std::string, std::string>& options);
 std::string CanonicalOptions(const Case::Key& key);
 
 // The whole key as one line, equal for two cases exactly when their keys are: e.g.
-// "technique=longformer options=window%3D256 device=cpu dtype=f32 batch=1 ... purpose=scaling".
+// "technique=near options=window%3D256 device=cpu dtype=f32 batch=1 ... purpose=scaling".
 // The options' map counts, and their text only where the map is empty. The environment is not
 // part of a key.
 std::string CaseKey(const Case& result);
@@ -92,10 +92,17 @@ absl::string_view Name(ElementType dtype);
 absl::string_view Name(Case::Purpose purpose);
 absl::string_view Name(Outcome::Status status);
 absl::string_view Name(TechniqueDescription::Exactness exactness);
+absl::string_view Name(TechniqueDescription::InputKind kind);
+absl::string_view Name(TechniqueDescription::Weights weights);
 absl::string_view Name(ErrorMeasure::Metric metric);
 
 // The environment that `id` names, or null.
 const Environment* FindEnvironment(const ResultSet& results, absl::string_view id);
+
+// What a time depends on besides its case: host, processor, memory, GPUs, compiler, flags, commit.
+// Equal for the environments of a sweep and of its continuation with --resume on the same machine,
+// so that their times stand in one table. An unknown id is a machine of its own.
+std::string MachineOf(const ResultSet& results, absl::string_view environment_id);
 
 // The cases that count, by key: of several with one key and one environment the last. Where
 // `environment_id` is empty, of several with one key whatever their environments.

@@ -31,16 +31,6 @@ std::map<int64_t, double> LogTimeByLength(const std::vector<LengthTime>& points)
   return means;
 }
 
-// The key of everything that a case shares with its dense partner.
-std::string PartnerKey(const Case& result) {
-  Case::Key key = result.key();
-  key.set_technique(result.technique().dense_counterpart());
-  key.clear_options();
-  key.clear_options_text();
-  key.clear_seed();
-  return CaseKey(key) + " environment=" + result.environment_id();
-}
-
 std::optional<double> RatePerSecond(const Case& result, bool known, double amount) {
   if (!known) return std::nullopt;
   const std::optional<MedianInterval> time = RunTime(result);
@@ -172,41 +162,43 @@ bool IsBaseline(const Case& result) {
          result.technique().dense_counterpart() == result.key().technique();
 }
 
-const Case* FindDensePartner(const ResultSet& results, const Case& result) {
-  return DensePartners(results).Find(result);
+std::string DensePartners::KeyOf(const Case& result, const std::string& technique) const {
+  Case::Key key = result.key();
+  key.set_technique(technique);
+  key.clear_options();
+  key.clear_options_text();
+  key.clear_seed();
+  const auto machine = machines_.find(result.environment_id());
+  return CaseKey(key) + " on " +
+         (machine == machines_.end() ? "unknown " + result.environment_id() : machine->second);
 }
 
 DensePartners::DensePartners(const ResultSet& results) {
+  for (const Environment& environment : results.environments()) {
+    machines_[environment.id()] = MachineOf(results, environment.id());
+  }
   // Any technique may be somebody's counterpart, so each is filed under its own name.
   for (const Case& result : results.cases()) {
-    Case::Key key = result.key();
-    key.clear_options();
-    key.clear_options_text();
-    key.clear_seed();
-    entries_.push_back({CaseKey(key) + " environment=" + result.environment_id(), &result});
+    candidates_[KeyOf(result, result.key().technique())].push_back(&result);
   }
-  const auto rank = [](const Case& dense) {
-    return std::make_tuple(!dense.technique().options_are_default(),
-                           dense.outcome().status() != Outcome::STATUS_OK);
-  };
-  std::reverse(entries_.begin(), entries_.end());  // later before earlier
-  std::stable_sort(entries_.begin(), entries_.end(), [&](const Entry& a, const Entry& b) {
-    return a.key != b.key ? a.key < b.key : rank(*a.dense) < rank(*b.dense);
-  });
 }
 
 const Case* DensePartners::Find(const Case& result) const {
   if (IsBaseline(result)) return &result;
   if (result.technique().dense_counterpart().empty()) return nullptr;
-  const std::string key = PartnerKey(result);
-  auto entry = std::lower_bound(entries_.begin(), entries_.end(), key,
-                                [](const Entry& e, const std::string& k) { return e.key < k; });
-  const Case* first = nullptr;
-  for (; entry != entries_.end() && entry->key == key; ++entry) {
-    if (first == nullptr) first = entry->dense;
-    if (entry->dense->key().seed() == result.key().seed()) return entry->dense;
+  const auto found = candidates_.find(KeyOf(result, result.technique().dense_counterpart()));
+  if (found == candidates_.end()) return nullptr;
+  const auto faults = [&](const Case& dense) {
+    return std::make_tuple(dense.environment_id() != result.environment_id(),
+                           dense.key().seed() != result.key().seed(),
+                           !dense.technique().options_are_default(),
+                           dense.outcome().status() != Outcome::STATUS_OK);
+  };
+  const Case* best = nullptr;
+  for (const Case* dense : found->second) {
+    if (best == nullptr || faults(*dense) <= faults(*best)) best = dense;
   }
-  return first;
+  return best;
 }
 
 std::optional<MedianInterval> RunTime(const Case& result) {

@@ -4,6 +4,7 @@
 #define TFB_RESULTS_STATISTICS_H_
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -79,24 +80,21 @@ int64_t LengthOf(const ProblemSize& problem);
 // Whether `result` is its own dense counterpart.
 bool IsBaseline(const Case& result);
 
-// The case of the dense counterpart with the same environment and the same key but for technique,
-// options and seed. Of several: the same seed before another, default options before others, ok
-// before not ok, later before earlier. Null where there is none; for a baseline the case itself.
-const Case* FindDensePartner(const ResultSet& results, const Case& result);
-
-// The same for many cases of one set: prepared once, then a lookup each. Holds pointers into
-// `results`, which must outlive it unchanged.
+// Finds the dense counterpart of each case of `results`: same machine (MachineOf), and same key but
+// for technique, options and seed. Of several, in this order: the same environment, so the same
+// run; the same seed; default options; ok; the later. Holds pointers into `results`, which must
+// outlive it unchanged.
 class DensePartners {
  public:
   explicit DensePartners(const ResultSet& results);
+  // Null where there is none; for a baseline the case itself.
   const Case* Find(const Case& result) const;
 
  private:
-  struct Entry {
-    std::string key;  // of everything that partners share
-    const Case* dense;
-  };
-  std::vector<Entry> entries_;  // sorted by key, best first within a key
+  std::string KeyOf(const Case& result, const std::string& technique) const;
+
+  std::map<std::string, std::string> machines_;  // by environment id
+  std::map<std::string, std::vector<const Case*>> candidates_;
 };
 
 // Median of the warm runs, ns. Absent where the case is not ok, failed bounds apart: a case that

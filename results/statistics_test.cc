@@ -151,7 +151,7 @@ TEST(FindCrossover, ComparesOnlyLengthsThatBothHave) {
 TEST(DensePartner, SharesEverythingButTechniqueOptionsAndSeed) {
   const ResultSet sweep = MakeSweep();
   for (const Case& result : sweep.cases()) {
-    const Case* dense = FindDensePartner(sweep, result);
+    const Case* dense = DensePartners(sweep).Find(result);
     ASSERT_NE(dense, nullptr);
     EXPECT_EQ(dense->key().technique(), "plain");
     EXPECT_EQ(dense->key().problem().query_tokens(), result.key().problem().query_tokens());
@@ -159,12 +159,12 @@ TEST(DensePartner, SharesEverythingButTechniqueOptionsAndSeed) {
   }
   Case changed = sweep.cases(sweep.cases_size() - 1);
   changed.mutable_key()->set_seed(99);
-  EXPECT_NE(FindDensePartner(sweep, changed), nullptr);
+  EXPECT_NE(DensePartners(sweep).Find(changed), nullptr);
   changed.mutable_key()->set_dtype(ELEMENT_TYPE_BF16);
-  EXPECT_EQ(FindDensePartner(sweep, changed), nullptr);
+  EXPECT_EQ(DensePartners(sweep).Find(changed), nullptr);
   changed = sweep.cases(sweep.cases_size() - 1);
   changed.set_environment_id("another machine");
-  EXPECT_EQ(FindDensePartner(sweep, changed), nullptr);
+  EXPECT_EQ(DensePartners(sweep).Find(changed), nullptr);
 }
 
 TEST(DensePartner, IsTheOneWithTheSameSeedAndThenTheOneWithDefaultOptions) {
@@ -184,9 +184,29 @@ TEST(DensePartner, IsTheOneWithTheSameSeedAndThenTheOneWithDefaultOptions) {
   CaseSpec other;
   other.technique = "other";
   other.seed = 1;
-  EXPECT_EQ(FindDensePartner(results, MakeCase(other)), &results.cases(0));
+  EXPECT_EQ(DensePartners(results).Find(MakeCase(other)), &results.cases(0));
   other.seed = 2;
-  EXPECT_EQ(FindDensePartner(results, MakeCase(other)), &results.cases(2));
+  EXPECT_EQ(DensePartners(results).Find(MakeCase(other)), &results.cases(2));
+}
+
+TEST(DensePartner, OfAResumedSweepIsFoundInTheFirstRunAndPreferredInTheSame) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment("first");
+  *results.add_environments() = MakeEnvironment("resumed");
+  CaseSpec spec;
+  spec.environment_id = "first";
+  *results.add_cases() = MakeCase(spec);
+  CaseSpec other;
+  other.technique = "other";
+  other.environment_id = "resumed";
+  EXPECT_EQ(DensePartners(results).Find(MakeCase(other)), &results.cases(0));
+  spec.environment_id = "resumed";
+  *results.add_cases() = MakeCase(spec);
+  EXPECT_EQ(DensePartners(results).Find(MakeCase(other)), &results.cases(1));
+  results.mutable_environments(0)->set_git_commit("another");
+  results.mutable_environments(1)->set_host("elsewhere");
+  results.mutable_cases()->RemoveLast();
+  EXPECT_EQ(DensePartners(results).Find(MakeCase(other)), nullptr);
 }
 
 TEST(SpeedUp, IsTimeOfDenseOverTimeOfTheTechnique) {

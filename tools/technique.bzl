@@ -87,6 +87,7 @@ def technique(
         deps = test_deps + [
             ":" + name,
             "//core:technique",
+            "//core:testing",
             "@com_google_googletest//:gtest_main",
         ],
     )

@@ -13,7 +13,7 @@ source_folder="$(dirname "$real_build_file")"
 listed=" $* "
 status=0
 for folder in "$source_folder"/*/; do
-  [[ -d "$folder" ]] || continue  # no folder at all
+  [[ -f "$folder/BUILD" ]] || continue  # no technique, such as files of one to come
   name="$(basename "$folder")"
   if [[ "$listed" != *" $name "* ]]; then
     echo "$family/$name is not in the list of $family/BUILD: add the line \"$name\"," >&2

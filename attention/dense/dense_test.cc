@@ -2,9 +2,12 @@
 
 #include <cmath>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "core/definition.h"
 #include "core/technique.h"
+#include "core/testing.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -54,6 +57,69 @@ TEST(Dense, CausalQueriesAreAlignedWithTheLastKeys) {
   problem.query_tokens = 1;
   EXPECT_NEAR(Attend(problem, {0}, {1, 2, 3}, {3, 6, 9})[0], 6, 1e-5);
 }
+
+TEST(Dense, AddingOneVectorToEveryKeyChangesNothing) {
+  const Problem problem = Problem::SelfAttention(1, 2, 70, 16);
+  NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+  const NamedTensors before = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+  for (int64_t n = 0; n < inputs["k"].num_elements(); ++n) {
+    inputs["k"].span<float>()[n] += static_cast<float>(n % 16) / 8;
+  }
+  const NamedTensors after = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+  EXPECT_LE(MaxDifference(before.at("out").view(), after.at("out").view()),
+            Fp32Bound(inputs["v"].view()));
+}
+
+TEST(Dense, ALargeScaleReturnsTheValueOfTheBestKey) {
+  const Problem problem = Problem::SelfAttention(1, 1, 40, 8);
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+  const NamedTensors outputs =
+      RunTechnique(Dense(), problem, ViewsOf(inputs), {{{"scale", "10000"}}}).value();
+  const DoubleTensor q(inputs.at("q").view()), k(inputs.at("k").view());
+  for (int64_t i = 0; i < 40; ++i) {
+    int64_t best = 0;
+    for (int64_t j = 1; j < 40; ++j) {
+      if (Dot(q.Row(i), k.Row(j), 8) > Dot(q.Row(i), k.Row(best), 8)) best = j;
+    }
+    EXPECT_EQ(MaxDifference(Slice(outputs.at("out").view(), 2, i, 1),
+                            Slice(inputs.at("v").view(), 2, best, 1)),
+              0);
+  }
+}
+
+// PyTorch computed these in float64; how is in the files' metadata.
+class DenseGolden : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(DenseGolden, DefinitionAndEngineMatchPyTorch) {
+  const SafetensorsFile golden =
+      GoldenFile(std::string("attention/dense/testdata/") + GetParam() + ".safetensors");
+  const NamedTensors& tensors = golden.tensors;
+  Problem problem;
+  problem.batch = tensors.at("q").dim(0);
+  problem.query_heads = tensors.at("q").dim(1);
+  problem.query_tokens = tensors.at("q").dim(2);
+  problem.head_dim = tensors.at("q").dim(3);
+  problem.kv_heads = tensors.at("k").dim(1);
+  problem.kv_tokens = tensors.at("k").dim(2);
+  problem.value_dim = tensors.at("v").dim(3);
+  problem.causal = std::string(GetParam()).find("causal") != std::string::npos;
+  Inputs inputs;
+  for (const char* name : {"q", "k", "v"}) inputs.Set(name, tensors.at(name).view());
+  Tensor mask;
+  if (tensors.count("key_padding") != 0) {
+    mask = tensors.at("key_padding").CloneAs(DType::kU8);
+    inputs.Set("key_mask", mask.view());
+  }
+  const NamedTensors defined = DefineTechnique(Dense(), problem, inputs).value();
+  EXPECT_LE(MaxDifference(defined.at("out").view(), tensors.at("out").view()), 1e-12);
+  const NamedTensors ours = RunTechnique(Dense(), problem, inputs).value();
+  EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()),
+            Fp32Bound(tensors.at("v").view()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Files, DenseGolden,
+                         ::testing::Values("full", "causal_bottom_right", "key_padding",
+                                           "grouped_heads_causal"));
 
 }  // namespace
 }  // namespace tfb

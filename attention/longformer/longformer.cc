@@ -172,8 +172,8 @@ class LongformerLayer : public Layer {
   }
 
   size_t workspace_bytes(int threads) const override {
-    return std::max(FlashWorkspaceBytes(local_problem_, {}, threads),
-                    FlashWorkspaceBytes(global_problem_, {}, threads));
+    return std::max(FlashWorkspaceBytes(local_problem_, false, threads),
+                    FlashWorkspaceBytes(global_problem_, false, threads));
   }
 
   Cost cost() const override {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/flash/rows.h"
+#include "core/cpu/rows.h"
 
 namespace tfb {
 

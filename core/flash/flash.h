@@ -93,7 +93,7 @@ struct SoftSpan {
   float ramp = 1;  // > 0, in tokens
 };
 
-// What is not there does not act.
+// What is not there does not act. Tables are indexed by the offset j - i - query_position.
 struct ScoreRule {
   const float* content_bias = nullptr;   // u [query_heads, head_dim]
   const float* position_bias = nullptr;  // w [query_heads, head_dim]
@@ -101,6 +101,9 @@ struct ScoreRule {
   const DistanceTable* relu_multiplier = nullptr;
   const DistanceTable* bias = nullptr;
   SoftSpan soft_span;
+  // Of query 0 among the keys. 0 makes j - i the offset; the call's causal offset makes it minus
+  // the distance, whatever the number of keys, so that one table serves all calls of a stream.
+  int64_t query_position = 0;
 };
 
 // The schedule's row n is token tokens[b batch_stride + h / group head_stride + n] of the tensors;
@@ -117,25 +120,43 @@ struct TokenOrder {
   }
 };
 
+// Keys and values in the layout that the CPU engine computes with (see KeyValueCache), a ring of
+// tiles for each head: the call's key tile t is tile (first_tile + t) % tiles.
+struct PackedKeysAndValues {
+  const float* keys = nullptr;      // [batch * kv_heads][tiles][PackedKeyDepth(head_dim)][64 keys]
+  const float* values = nullptr;    // [batch * kv_heads][tiles][64 keys][PackedValueRow(value_dim)]
+  const uint8_t* finite = nullptr;  // [batch * kv_heads][tiles] whether all values of the tile are
+  int64_t tiles = 0;
+  int64_t first_tile = 0;
+
+  bool empty() const { return keys == nullptr; }
+};
+constexpr int64_t PackedKeyDepth(int64_t head_dim) { return (head_dim + 3) / 4 * 4; }
+constexpr int64_t PackedValueRow(int64_t value_dim) { return (value_dim + 15) / 16 * 16; }
+
 // q, k, v and out may each be f32, bf16 or f16, with any strides. The problem's tokens are the
 // schedule's rows; where there is a token order, the tensors may have more.
 struct FlashCall {
-  ConstTensorView q;         // [batch, query_heads, query_tokens, head_dim]
-  ConstTensorView k;         // [batch, kv_heads, kv_tokens, head_dim]
-  ConstTensorView v;         // [batch, kv_heads, kv_tokens, value_dim]
-  ConstTensorView key_mask;  // u8 [batch, kv_tokens], or empty
-  TensorView out;            // [batch, query_heads, query_tokens, value_dim]
-  TensorView log_sum_exp;    // f32 [batch, query_heads, query_tokens], or empty
-  TokenOrder query_order;    // of q, out and log_sum_exp
-  TokenOrder key_order;      // of k, v and key_mask
+  ConstTensorView q;           // [batch, query_heads, query_tokens, head_dim]
+  ConstTensorView k;           // [batch, kv_heads, kv_tokens, head_dim]
+  ConstTensorView v;           // [batch, kv_heads, kv_tokens, value_dim]
+  ConstTensorView key_mask;    // u8 [batch, kv_tokens], or empty
+  TensorView out;              // [batch, query_heads, query_tokens, value_dim]
+  TensorView log_sum_exp;      // f32 [batch, query_heads, query_tokens], or empty
+  TokenOrder query_order;      // of q, out and log_sum_exp
+  TokenOrder key_order;        // of k, v and key_mask
+  PackedKeysAndValues packed;  // in the place of k, v and key_order, where it is not empty
   const BlockSchedule* schedule = nullptr;
   ScoreRule rule;
   double scale = 0;  // 0: 1 / sqrt(head_dim)
 };
 
 // Scratch of one call in bytes: packed keys and values of as many heads as fit 32 MiB (at least one
-// head) and, for each thread, the scores of 64 queries against 512 keys.
-size_t FlashWorkspaceBytes(const Problem& problem, const ScoreRule& rule, int threads);
+// head) and, for each thread, the scores of 64 queries against 512 keys; twice those where the rule
+// has relative keys.
+size_t FlashWorkspaceBytes(const Problem& problem, bool relative_keys, int threads);
+// The same of calls with packed keys and values: the threads' scratch alone, whatever the tokens.
+size_t FlashWorkspaceBytesPacked(const Problem& problem, bool relative_keys, int threads);
 
 // Runs on the CPU. Arithmetic is fp32; the result does not depend on the number of threads. The
 // schedule's tiles must be 64 x 64. Allocates nothing.

@@ -11,7 +11,7 @@
 //   byte, far from any limit scores:                        64 x 528 x 4 B = 132 KiB, in L2
 //
 // so the time is that of the FMA units plus about 0.27 ns a score for the softmax (8 to 10 % of the
-// total at D64). Tiles that are full take no mask; the others get one pass over 64 x 64 scores.
+// total at D64). Tiles that are full take no mask; the others are cut to what their rows see.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -19,8 +19,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
+#include "core/cpu/rows.h"
 #include "core/flash/flash.h"
-#include "core/flash/rows.h"
 #include "core/workspace.h"
 
 namespace tfb {
@@ -28,54 +28,46 @@ namespace {
 
 constexpr int64_t kTile = kFlashTile;
 constexpr int64_t kChunkTiles = 8;
+constexpr int64_t kGroupRows = 16;
 constexpr int64_t kScoreRow =
     kChunkTiles * kTile + 16;  // not a multiple of 4 KiB, so that rows differ in cache set
-constexpr int64_t kPositionRow = (kChunkTiles + 1) * kTile + 16;
+constexpr int64_t kPositionRow =
+    (kChunkTiles + 2) * kTile + 16;  // offsets of a chunk in any alignment
 constexpr int64_t kPackedBytes = int64_t{32} << 20;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
-int64_t RoundUp(int64_t value, int64_t quantum) {
-  return (value + quantum - 1) / quantum * quantum;
-}
-
-// Whether no exponent is all ones, as that of an infinity or NaN is.
-bool AllFinite(const float* row, int64_t channels) {
-  constexpr uint32_t kExponent = 0x7F800000;
-  uint32_t found = 0;
-  for (int64_t c = 0; c < channels; ++c) {
-    uint32_t bits;
-    std::memcpy(&bits, row + c, sizeof(bits));
-    found |= (bits & kExponent) == kExponent;
-  }
-  return found == 0;
+int64_t FloorDiv(int64_t value, int64_t divisor) {
+  return (value >= 0 ? value : value - divisor + 1) / divisor;
 }
 
 // Sizes that packing, scratch and tasks share.
 struct Layout {
-  Layout(const Problem& p, const ScoreRule& rule) {
-    key_depth = RoundUp(p.head_dim, 4);  // transposed four channels at a time
-    value_row = RoundUp(p.value_dim, kColumnQuantum);
+  Layout(const Problem& p, bool relative_keys, bool is_packed) : has_positions(relative_keys) {
+    key_depth = PackedKeyDepth(p.head_dim);
+    value_row = PackedValueRow(p.value_dim);
     key_tiles = RoundUp(p.kv_tokens, kTile) / kTile;
-    has_positions = rule.relative_keys != nullptr;
     kv_heads = p.batch * p.kv_heads;
     const int64_t head_bytes =
         std::max<int64_t>(key_tiles * kTile * (key_depth + value_row) * sizeof(float), 1);
-    packed_heads =
-        std::clamp<int64_t>(kPackedBytes / head_bytes, 1, std::max<int64_t>(kv_heads, 1));
+    packed_heads = is_packed ? std::max<int64_t>(kv_heads, 1)
+                             : std::clamp<int64_t>(kPackedBytes / head_bytes, 1,
+                                                   std::max<int64_t>(kv_heads, 1));
+    owned_tiles = is_packed ? 0 : packed_heads * key_tiles;
   }
   int64_t key_depth;
   int64_t value_row;
   int64_t key_tiles;
   int64_t kv_heads;      // of all batches
   int64_t packed_heads;  // packed at a time
+  int64_t owned_tiles;   // in the workspace: none where the caller packed them
   bool has_positions;
 };
 
-// One head's keys and values as the kernels want them.
-struct PackedHead {
-  float* keys;      // [key_tiles][key_depth][64]
-  float* values;    // [key_tiles][64][value_row]
-  uint8_t* finite;  // [key_tiles] whether all values of the tile are
+// One tile of a head's keys and values as the kernels want them.
+struct PackedTile {
+  const float* keys;    // [key_depth][64]
+  const float* values;  // [64][value_row]
+  bool finite;          // whether all values are
 };
 
 // What one thread needs for one task.
@@ -101,11 +93,9 @@ struct Memory {
 
 Memory LayOut(const Layout& layout, int threads, Workspace& workspace) {
   Memory memory;
-  memory.keys =
-      workspace.Take<float>(layout.packed_heads * layout.key_tiles * layout.key_depth * kTile);
-  memory.values =
-      workspace.Take<float>(layout.packed_heads * layout.key_tiles * layout.value_row * kTile);
-  memory.finite = workspace.Take<uint8_t>(layout.packed_heads * layout.key_tiles);
+  memory.keys = workspace.Take<float>(layout.owned_tiles * layout.key_depth * kTile);
+  memory.values = workspace.Take<float>(layout.owned_tiles * layout.value_row * kTile);
+  memory.finite = workspace.Take<uint8_t>(layout.owned_tiles);
   memory.scratch = workspace.Take<Scratch>(threads);
   for (int t = 0; t < threads; ++t) {
     Scratch scratch;
@@ -138,12 +128,17 @@ class FlashRun {
         kernels_(BestCpuKernels()) {
     scale_ = static_cast<float>(
         call.scale != 0 ? call.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)));
+    const ScoreRule& rule = call.rule;
+    reads_offsets_ = rule.relative_keys != nullptr || rule.relu_multiplier != nullptr ||
+                     rule.bias != nullptr || rule.soft_span.span != nullptr;
+    packed_ = call.packed;
+    if (packed_.empty()) packed_ = {memory.keys, memory.values, memory.finite, layout.key_tiles, 0};
   }
 
   // Packs tile `tile` of the kv head `kv_head` (counted over batches) into place `slot`.
   void Pack(int64_t slot, int64_t kv_head, int64_t tile, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
-    const PackedHead head = Packed(slot);
+    const int64_t place = slot * layout_.key_tiles + tile;
     float* rows = scratch.scores;  // free between tasks: 64 rows of key_depth <= 256 floats
     for (int64_t r = 0; r < kTile; ++r) {
       const int64_t j = tile * kTile + r;
@@ -155,11 +150,11 @@ class FlashRun {
       }
     }
     kernels_.transpose64(rows, layout_.key_depth, layout_.key_depth,
-                         head.keys + tile * layout_.key_depth * kTile);
+                         memory_.keys + place * layout_.key_depth * kTile);
     bool finite = true;
     for (int64_t r = 0; r < kTile; ++r) {
       const int64_t j = tile * kTile + r;
-      float* row = head.values + (tile * kTile + r) * layout_.value_row;
+      float* row = memory_.values + (place * kTile + r) * layout_.value_row;
       std::memset(row, 0, layout_.value_row * sizeof(float));
       if (IsToken(b, h, j)) {
         LoadRow(call_.v, call_.v.Offset(b, h, call_.key_order(b, h, j)), call_.v.stride(3),
@@ -167,12 +162,12 @@ class FlashRun {
         finite = finite && AllFinite(row, problem_.value_dim);
       }
     }
-    head.finite[tile] = finite;
+    memory_.finite[place] = finite;
   }
 
   // One tile of queries of head `h`, whose keys and values are in place `slot`.
   void Attend(int64_t slot, int64_t b, int64_t h, int64_t query_tile, Scratch& scratch) const {
-    Task task{b, h, query_tile * kTile, 0, Packed(slot)};
+    Task task{b, h, query_tile * kTile, 0, slot};
     task.rows = std::min(kTile, problem_.query_tokens - task.first_query);
     LoadQueries(task, scratch);
     std::fill_n(scratch.accumulator, task.rows * layout_.value_row, 0.0f);
@@ -185,12 +180,13 @@ class FlashRun {
       const uint64_t* mask = run.mask == TileRun::kFull ? nullptr : call_.schedule->Mask(run.mask);
       for (int64_t t = run.first_tile; t < run.first_tile + run.tiles; ++t) {
         if (!WithinSpan(task, t, scratch)) continue;
-        // Tables and the ramp are read along consecutive keys, so a gap ends a chunk.
-        if (tiles == kChunkTiles || (tiles > 0 && chunk[tiles - 1].index + 1 != t)) {
+        const bool gap = tiles > 0 && chunk[tiles - 1].index + 1 != t;
+        if (tiles == kChunkTiles || (gap && reads_offsets_)) {
           Accumulate(task, chunk, tiles, scratch);
           tiles = 0;
         }
-        chunk[tiles++] = {t, mask};
+        chunk[tiles] = MakeTile(task, t, mask, scratch.visible + tiles * kTile, scratch);
+        ++tiles;
       }
     }
     if (tiles > 0) Accumulate(task, chunk, tiles, scratch);
@@ -203,17 +199,29 @@ class FlashRun {
     int64_t head;
     int64_t first_query;
     int64_t rows;
-    PackedHead packed;
+    int64_t slot;
   };
+  // Columns begin to end - 1 of a tile, in multiples of a vector.
+  struct Extent {
+    int64_t begin;
+    int64_t end;
+  };
+  // A key tile and what of it the task's queries see. Products of a tile that is not whole are cut,
+  // for 16 rows at a time, to the columns that any of those rows sees: a triangle costs 5/8 of a
+  // square, one column 1/4.
   struct Tile {
     int64_t index;
-    const uint64_t* mask;  // null: full
+    bool whole;               // every query sees every key
+    const uint64_t* visible;  // [64] words, bit c for key c; where not whole
+    Extent extents[kTile / kGroupRows];
   };
 
-  PackedHead Packed(int64_t slot) const {
-    return {memory_.keys + slot * layout_.key_tiles * layout_.key_depth * kTile,
-            memory_.values + slot * layout_.key_tiles * layout_.value_row * kTile,
-            memory_.finite + slot * layout_.key_tiles};
+  PackedTile Packed(const Task& task, int64_t tile) const {
+    const int64_t in_ring = packed_.first_tile + tile;
+    const int64_t place =
+        task.slot * packed_.tiles + (in_ring < packed_.tiles ? in_ring : in_ring - packed_.tiles);
+    return {packed_.keys + place * layout_.key_depth * kTile,
+            packed_.values + place * layout_.value_row * kTile, packed_.finite[place] != 0};
   }
   bool IsToken(int64_t b, int64_t kv_head, int64_t j) const {
     return j < problem_.kv_tokens &&
@@ -264,72 +272,162 @@ class FlashRun {
     return widest + static_cast<float>(t * kTile + kTile - 1) > 0;
   }
 
-  // Adds the keys of `tiles` consecutive tiles to the running softmax and output.
-  void Accumulate(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
-    const ScoreRows scores{scratch.scores, kScoreRow, task.rows, tiles * kTile};
-    ComputeScores(task, chunk, tiles, scores, scratch);
-
-    const SoftmaxState state{scratch.max, scratch.sum, scratch.rescale};
-    if (call_.rule.soft_span.span == nullptr) {
-      kernels_.softmax(scores, state, nullptr);
-    } else {
-      float limit[kTile];
-      for (int64_t r = 0; r < task.rows; ++r) {
-        limit[r] = scratch.limit[r] + static_cast<float>(chunk[0].index * kTile);
-      }
-      const Ramp ramp{limit, 1 / call_.rule.soft_span.ramp};
-      kernels_.softmax(scores, state, &ramp);
+  Tile MakeTile(const Task& task, int64_t index, const uint64_t* mask, uint64_t* visible,
+                const Scratch& scratch) const {
+    Tile tile{index, false, visible, {}};
+    const bool in_span = call_.rule.soft_span.span == nullptr ||
+                         *std::min_element(scratch.limit, scratch.limit + task.rows) +
+                                 static_cast<float>(index * kTile) >
+                             0;
+    const bool all_tokens = call_.key_mask.empty() && (index + 1) * kTile <= problem_.kv_tokens;
+    tile.whole = mask == nullptr && in_span && all_tokens;
+    if (tile.whole) {
+      for (Extent& extent : tile.extents) extent = {0, kTile};
+      return tile;
     }
-
-    const ScoreRows accumulator{scratch.accumulator, layout_.value_row, task.rows,
-                                layout_.value_row};
-    if (std::any_of(scratch.rescale, scratch.rescale + task.rows,
-                    [](float factor) { return factor != 1; })) {
-      kernels_.scale_rows(accumulator, scratch.rescale);
+    const uint64_t tokens = all_tokens ? ~uint64_t{0} : TokensOf(task, index);
+    for (int64_t r = 0; r < task.rows; ++r) {
+      visible[r] = tokens & (mask == nullptr ? ~uint64_t{0} : mask[r]);
+      if (!in_span) visible[r] &= WithinSpanOf(r, index, scratch);
     }
-    for (int64_t t = 0; t < tiles; ++t) {
-      const float* weights = scratch.scores + t * kTile;
-      const float* values = task.packed.values + chunk[t].index * kTile * layout_.value_row;
-      if (task.packed.finite[chunk[t].index] || FullyVisible(chunk[t])) {
-        kernels_.gemm(task.rows, layout_.value_row, kTile, weights, kScoreRow, 1, values,
-                      layout_.value_row, accumulator.scores, layout_.value_row, true);
-      } else {
-        AddVisibleValues(task, weights, values, scratch.visible + t * kTile, scratch);
+    for (int64_t g = 0; g * kGroupRows < task.rows; ++g) {
+      uint64_t any = 0;
+      const int64_t end = std::min(task.rows, (g + 1) * kGroupRows);
+      for (int64_t r = g * kGroupRows; r < end; ++r) any |= visible[r];
+      if (any == 0) continue;
+      tile.extents[g] = {__builtin_ctzll(any) / kColumnQuantum * kColumnQuantum,
+                         RoundUp(kTile - __builtin_clzll(any), kColumnQuantum)};
+    }
+    return tile;
+  }
+
+  // The keys of a tile that row r gives a weight above 0: those from -limit on.
+  uint64_t WithinSpanOf(int64_t r, int64_t tile, const Scratch& scratch) const {
+    const float first = std::floor(-scratch.limit[r] - static_cast<float>(tile * kTile)) + 1;
+    if (first <= 0) return ~uint64_t{0};
+    return first >= static_cast<float>(kTile) ? 0 : ~uint64_t{0} << static_cast<int64_t>(first);
+  }
+
+  // Calls body(first_row, rows, extent) once for the whole tile, or for each group of rows that
+  // sees any of it.
+  template <class Body>
+  void ForEachPart(const Task& task, const Tile& tile, const Body& body) const {
+    if (tile.whole) return body(int64_t{0}, task.rows, Extent{0, kTile});
+    for (int64_t first = 0; first < task.rows; first += kGroupRows) {
+      const Extent& extent = tile.extents[first / kGroupRows];
+      if (extent.end > extent.begin) {
+        body(first, std::min(kGroupRows, task.rows - first), extent);
       }
     }
   }
 
-  void ComputeScores(const Task& task, const Tile* chunk, int64_t tiles, const ScoreRows& scores,
-                     Scratch& scratch) const {
-    const ScoreRule& rule = call_.rule;
-    if (rule.relative_keys != nullptr) ComputePositions(task, chunk[0].index, tiles, scratch);
-    for (int64_t t = 0; t < tiles; ++t) {
-      float* columns = scores.scores + t * kTile;
-      kernels_.gemm(task.rows, kTile, layout_.key_depth, scratch.content_query, layout_.key_depth,
-                    1, task.packed.keys + chunk[t].index * layout_.key_depth * kTile, kTile,
-                    columns, kScoreRow, false);
+  // Adds the keys of a chunk of tiles to the running softmax and output.
+  void Accumulate(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
+    ComputeScores(task, chunk, tiles, scratch);
+    if (std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; })) {
+      Softmax(chunk[0], 0, task.rows, {0, tiles * kTile}, scratch);
+    } else {
+      for (int64_t first = 0; first < task.rows; first += kGroupRows) {
+        const int64_t rows = std::min(kGroupRows, task.rows - first);
+        Softmax(chunk[0], first, rows, ExtentOf(chunk, tiles, first / kGroupRows), scratch);
+      }
     }
+
+    if (std::any_of(scratch.rescale, scratch.rescale + task.rows,
+                    [](float factor) { return factor != 1; })) {
+      kernels_.scale_rows({scratch.accumulator, layout_.value_row, task.rows, layout_.value_row},
+                          scratch.rescale);
+    }
+    for (int64_t t = 0; t < tiles; ++t) {
+      const float* weights = scratch.scores + t * kTile;
+      const PackedTile packed = Packed(task, chunk[t].index);
+      if (!packed.finite && !chunk[t].whole) {
+        AddVisibleValues(task, weights, packed.values, chunk[t].visible, scratch);
+        continue;
+      }
+      ForEachPart(task, chunk[t], [&](int64_t first, int64_t rows, const Extent& extent) {
+        kernels_.gemm(rows, layout_.value_row, extent.end - extent.begin,
+                      weights + first * kScoreRow + extent.begin, kScoreRow, 1,
+                      packed.values + extent.begin * layout_.value_row, layout_.value_row,
+                      scratch.accumulator + first * layout_.value_row, layout_.value_row, true);
+      });
+    }
+  }
+
+  // From the first column of the chunk that the group sees to the last.
+  static Extent ExtentOf(const Tile* chunk, int64_t tiles, int64_t group) {
+    Extent all{0, 0};
+    for (int64_t t = 0; t < tiles; ++t) {
+      const Extent& extent = chunk[t].extents[group];
+      if (extent.end == extent.begin) continue;
+      if (all.end == 0) all.begin = t * kTile + extent.begin;
+      all.end = t * kTile + extent.end;
+    }
+    return all;
+  }
+
+  // Turns the scores of some rows into softmax numerators, over the chunk's columns of `extent`.
+  void Softmax(const Tile& first_tile, int64_t first, int64_t rows, const Extent& extent,
+               Scratch& scratch) const {
+    if (extent.end == extent.begin) {
+      std::fill_n(scratch.rescale + first, rows, 1.0f);
+      return;
+    }
+    const ScoreRows scores{scratch.scores + first * kScoreRow + extent.begin, kScoreRow, rows,
+                           extent.end - extent.begin};
+    const SoftmaxState state{scratch.max + first, scratch.sum + first, scratch.rescale + first};
+    if (call_.rule.soft_span.span == nullptr) {
+      kernels_.softmax(scores, state, nullptr);
+      return;
+    }
+    float limit[kTile];
+    for (int64_t r = 0; r < rows; ++r) {
+      limit[r] =
+          scratch.limit[first + r] + static_cast<float>(first_tile.index * kTile + extent.begin);
+    }
+    const Ramp ramp{limit, 1 / call_.rule.soft_span.ramp};
+    kernels_.softmax(scores, state, &ramp);
+  }
+
+  void ComputeScores(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
+    const ScoreRule& rule = call_.rule;
+    for (int64_t t = 0; t < tiles; ++t) {
+      const float* keys = Packed(task, chunk[t].index).keys;
+      ForEachPart(task, chunk[t], [&](int64_t first, int64_t rows, const Extent& extent) {
+        kernels_.gemm(rows, extent.end - extent.begin, layout_.key_depth,
+                      scratch.content_query + first * layout_.key_depth, layout_.key_depth, 1,
+                      keys + extent.begin, kTile,
+                      scratch.scores + first * kScoreRow + t * kTile + extent.begin, kScoreRow,
+                      false);
+      });
+    }
+    const ScoreRows scores{scratch.scores, kScoreRow, task.rows, tiles * kTile};
     // Row r at column 0 has the offset first; one row further down it is one less.
-    const int64_t first = chunk[0].index * kTile - task.first_query;
+    const int64_t first = chunk[0].index * kTile - task.first_query - rule.query_position;
     if (rule.relative_keys != nullptr) {
-      kernels_.add(scores, scratch.positions + kTile, kPositionRow - 1);
+      kernels_.add(scores, ComputePositions(task, first, tiles, scratch), kPositionRow - 1);
     }
     if (rule.relu_multiplier != nullptr) {
       kernels_.relu_multiply(scores, rule.relu_multiplier->At(task.head, first), -1);
     }
     if (rule.bias != nullptr) kernels_.add(scores, rule.bias->At(task.head, first), -1);
+    // Last, since it also hides what lies outside the extents, which may be anything so far.
     for (int64_t t = 0; t < tiles; ++t) {
-      if (!FullyVisible(chunk[t])) MaskTile(task, chunk[t], t, scores, scratch);
+      if (chunk[t].whole) continue;
+      kernels_.mask({scratch.scores + t * kTile, kScoreRow, task.rows, kTile}, chunk[t].visible);
     }
   }
 
-  // Scores against the relative keys of offsets first - 64 to first + 64 tiles - 1, with first = 64
-  // (tile - query_tile): row r of the chunk's column 0 is at column 64 - r.
-  void ComputePositions(const Task& task, int64_t tile, int64_t tiles, Scratch& scratch) const {
-    const int64_t first_panel = tile - task.first_query / kTile - 1;
-    for (int64_t p = 0; p <= tiles; ++p) {
-      const float* panel = call_.rule.relative_keys->Panel(task.head, first_panel + p);
-      float* columns = scratch.positions + p * kTile;
+  // Scores against the relative keys that a chunk of `tiles` tiles needs, where row r at column 0
+  // has the offset first - r. Returns where row 0's begin; each further row's begin one column
+  // earlier.
+  const float* ComputePositions(const Task& task, int64_t first, int64_t tiles,
+                                Scratch& scratch) const {
+    const int64_t first_panel = FloorDiv(first - (task.rows - 1), kTile);
+    const int64_t last_panel = FloorDiv(first + tiles * kTile - 1, kTile);
+    for (int64_t p = first_panel; p <= last_panel; ++p) {
+      const float* panel = call_.rule.relative_keys->Panel(task.head, p);
+      float* columns = scratch.positions + (p - first_panel) * kTile;
       if (panel != nullptr) {
         kernels_.gemm(task.rows, kTile, problem_.head_dim, scratch.position_query,
                       layout_.key_depth, 1, panel, kTile, columns, kPositionRow, false);
@@ -338,13 +436,7 @@ class FlashRun {
           std::fill_n(columns + r * kPositionRow, kTile, 0.0f);
       }
     }
-  }
-
-  // Whether every query sees all 64 keys of the tile: no mask bit, no padding, no end of the
-  // sequence.
-  bool FullyVisible(const Tile& tile) const {
-    return tile.mask == nullptr && call_.key_mask.empty() &&
-           (tile.index + 1) * kTile <= problem_.kv_tokens;
+    return scratch.positions + (first - first_panel * kTile);
   }
 
   // Bit c says whether key c of the tile is a token: not padding, and not beyond the sequence.
@@ -358,16 +450,6 @@ class FlashRun {
       tokens |= uint64_t{IsToken(task.batch, kv_head, tile * kTile + c)} << c;
     }
     return tokens;
-  }
-
-  void MaskTile(const Task& task, const Tile& tile, int64_t t, const ScoreRows& scores,
-                Scratch& scratch) const {
-    const uint64_t tokens = TokensOf(task, tile.index);
-    uint64_t* visible = scratch.visible + t * kTile;
-    for (int64_t r = 0; r < task.rows; ++r) {
-      visible[r] = tokens & (tile.mask == nullptr ? ~uint64_t{0} : tile.mask[r]);
-    }
-    kernels_.mask({scores.scores + t * kTile, scores.stride, scores.rows, kTile}, visible);
   }
 
   // The product with values of which some are not finite: a hidden key's weight of 0 must not meet
@@ -408,12 +490,19 @@ class FlashRun {
   const Memory& memory_;
   const CpuKernels& kernels_;
   float scale_;
+  PackedKeysAndValues packed_;  // in the workspace or the caller's
+  bool reads_offsets_;  // the rule reads tables along consecutive keys: a gap must end a chunk
 };
 
 }  // namespace
 
-size_t FlashWorkspaceBytes(const Problem& problem, const ScoreRule& rule, int threads) {
-  const Layout layout(problem, rule);
+size_t FlashWorkspaceBytes(const Problem& problem, bool relative_keys, int threads) {
+  const Layout layout(problem, relative_keys, /*is_packed=*/false);
+  return Workspace::Measure([&](Workspace& workspace) { LayOut(layout, threads, workspace); });
+}
+
+size_t FlashWorkspaceBytesPacked(const Problem& problem, bool relative_keys, int threads) {
+  const Layout layout(problem, relative_keys, /*is_packed=*/true);
   return Workspace::Measure([&](Workspace& workspace) { LayOut(layout, threads, workspace); });
 }
 
@@ -425,7 +514,7 @@ absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execu
                                             schedule.kv_tokens, " tokens does not fit the problem ",
                                             problem.ToString()));
   }
-  const Layout layout(problem, call.rule);
+  const Layout layout(problem, call.rule.relative_keys != nullptr, !call.packed.empty());
   Workspace workspace(execution.workspace);
   const Memory memory = LayOut(layout, execution.pool->threads(), workspace);
   const FlashRun run(problem, call, layout, memory);
@@ -435,7 +524,8 @@ absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execu
   const int64_t group = problem.group();
   for (int64_t first = 0; first < layout.kv_heads; first += layout.packed_heads) {
     const int64_t heads = std::min(layout.packed_heads, layout.kv_heads - first);
-    execution.pool->ParallelFor(heads * layout.key_tiles, [&](int64_t task, int worker) {
+    const int64_t tiles_to_pack = call.packed.empty() ? heads * layout.key_tiles : 0;
+    execution.pool->ParallelFor(tiles_to_pack, [&](int64_t task, int worker) {
       run.Pack(task / layout.key_tiles, first + task / layout.key_tiles, task % layout.key_tiles,
                memory.scratch[worker]);
     });

@@ -20,7 +20,7 @@ FlashLayer::FlashLayer(const Problem& problem, std::vector<TensorSpec> inputs,
       scale_(scale) {}
 
 size_t FlashLayer::workspace_bytes(int threads) const {
-  return PrepareBytes() + FlashWorkspaceBytes(problem(), rule_, threads);
+  return PrepareBytes(threads) + FlashWorkspaceBytes(problem(), uses_relative_keys_, threads);
 }
 
 Cost FlashLayer::cost() const {

@@ -41,7 +41,7 @@ class FlashLayer : public Layer {
   virtual absl::Status Prepare(const Inputs&, const Execution&, Workspace*, FlashCall*) {
     return absl::OkStatus();
   }
-  virtual size_t PrepareBytes() const { return 0; }
+  virtual size_t PrepareBytes(int) const { return 0; }  // for so many threads
 
   // FLOPs of one kept query-key pair: two products and what the rule adds to them.
   virtual double FlopsPerPair() const {
@@ -51,6 +51,9 @@ class FlashLayer : public Layer {
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override;
+
+  // For a constructor whose rule will have relative keys: they need workspace.
+  void set_uses_relative_keys() { uses_relative_keys_ = true; }
 
   const ScoreRule& rule() const { return rule_; }
   const BlockSchedule& schedule() const { return schedule_; }
@@ -62,6 +65,7 @@ class FlashLayer : public Layer {
   BlockSchedule schedule_;
   bool has_schedule_ = false;
   ScoreRule rule_;
+  bool uses_relative_keys_ = false;
 };
 
 // Bytes that fused attention must move: q, k, v and out once.

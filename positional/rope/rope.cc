@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
-#include "core/flash/rows.h"
+#include "core/cpu/rows.h"
 
 namespace tfb {
 namespace {
@@ -64,7 +64,7 @@ class RopeLayer : public FlashLayer {
     return absl::OkStatus();
   }
 
-  size_t PrepareBytes() const override {
+  size_t PrepareBytes(int) const override {
     return Workspace::Measure([this](Workspace& workspace) { Take(workspace); });
   }
 

@@ -1,4 +1,4 @@
-#include "core/flash/rows.h"
+#include "core/cpu/rows.h"
 
 #include <cstring>
 #include <type_traits>
@@ -54,6 +54,17 @@ void StoreRow(const float* from, int64_t channels, const TensorView& view, int64
     default:
       return Store<float>(from, channels, view.mutable_data(), offset, stride);
   }
+}
+
+bool AllFinite(const float* row, int64_t channels) {
+  constexpr uint32_t kExponent = 0x7F800000;  // all ones for an infinity or NaN
+  uint32_t found = 0;
+  for (int64_t c = 0; c < channels; ++c) {
+    uint32_t bits;
+    std::memcpy(&bits, row + c, sizeof(bits));
+    found |= (bits & kExponent) == kExponent;
+  }
+  return found == 0;
 }
 
 }  // namespace tfb

@@ -1,6 +1,6 @@
 // Rows of tensors of any dtype as rows of float, for engines that convert tile by tile.
-#ifndef TFB_CORE_FLASH_ROWS_H_
-#define TFB_CORE_FLASH_ROWS_H_
+#ifndef TFB_CORE_CPU_ROWS_H_
+#define TFB_CORE_CPU_ROWS_H_
 
 #include <cstdint>
 
@@ -16,6 +16,14 @@ void LoadRow(const ConstTensorView& view, int64_t offset, int64_t stride, int64_
 void StoreRow(const float* from, int64_t channels, const TensorView& view, int64_t offset,
               int64_t stride);
 
+// Whether none of the elements is an infinity or NaN.
+bool AllFinite(const float* row, int64_t channels);
+
+// The least multiple of `quantum` that is not below `value`.
+constexpr int64_t RoundUp(int64_t value, int64_t quantum) {
+  return (value + quantum - 1) / quantum * quantum;
+}
+
 }  // namespace tfb
 
-#endif  // TFB_CORE_FLASH_ROWS_H_
+#endif  // TFB_CORE_CPU_ROWS_H_

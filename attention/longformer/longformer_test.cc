@@ -1,0 +1,231 @@
+#include "attention/longformer/longformer.h"
+
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "attention/dense/dense.h"
+#include "core/testing.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr Device kCpu = Device::kCpu;
+
+NamedTensors RunOwn(const Problem& problem, const Inputs& inputs, const Options& options) {
+  return RunTechnique(Longformer(), problem, inputs, {options}).value();
+}
+NamedTensors RunDense(const Problem& problem, const Inputs& inputs) {
+  return RunTechnique(Dense(), problem, inputs).value();
+}
+NamedTensors Random(const Problem& problem, const Options& options = {}) {
+  return RandomInputs(Longformer().InputSpecs(problem, options).value(), 11);
+}
+
+// The keys that query i sees, read off a run in which value j is the j-th unit vector.
+std::vector<int64_t> KeysSeen(int64_t tokens, int64_t i, const Options& options,
+                              bool causal = false, int64_t heads = 1, int64_t head = 0) {
+  Problem problem = Problem::SelfAttention(1, heads, tokens, 8, causal);
+  problem.value_dim = tokens;
+  NamedTensors inputs = Random(problem);
+  Fill(inputs["v"].view(), 0);
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t j = 0; j < tokens; ++j) *inputs["v"].view().MutableAt<float>(0, h, j, j) = 1;
+  }
+  const NamedTensors outputs = RunOwn(problem, ViewsOf(inputs), options);
+  std::vector<int64_t> keys;
+  for (int64_t j = 0; j < tokens; ++j) {
+    if (*outputs.at("out").view().At<float>(0, head, i, j) > 0) keys.push_back(j);
+  }
+  return keys;
+}
+
+using Keys = std::vector<int64_t>;
+
+TEST(Longformer, AWindowOfFourSeesTwoKeysOnEachSideAndItself) {
+  EXPECT_EQ(KeysSeen(12, 6, {{"window", "4"}, {"globals", "-1"}}), (Keys{4, 5, 6, 7, 8}));
+  EXPECT_EQ(KeysSeen(12, 0, {{"window", "4"}, {"globals", "-1"}}), (Keys{0, 1, 2}));
+  EXPECT_EQ(KeysSeen(12, 11, {{"window", "4"}, {"globals", "-1"}}), (Keys{9, 10, 11}));
+}
+
+TEST(Longformer, ACausalWindowIsOneSided) {
+  EXPECT_EQ(KeysSeen(12, 6, {{"window", "4"}, {"globals", "-1"}}, true), (Keys{4, 5, 6}));
+  EXPECT_EQ(KeysSeen(12, 6, {{"one_sided", "4"}, {"globals", "-1"}}, true), (Keys{2, 3, 4, 5, 6}));
+}
+
+TEST(Longformer, GlobalTokensSeeAllAndAreSeenByAllOnce) {
+  const Options options = {{"window", "2"}, {"globals", "1/9"}};
+  EXPECT_EQ(KeysSeen(12, 6, options), (Keys{1, 5, 6, 7, 9}));
+  EXPECT_EQ(KeysSeen(12, 2, options), (Keys{1, 2, 3, 9}));
+  EXPECT_EQ(KeysSeen(12, 9, options).size(), 12u);
+  EXPECT_EQ(KeysSeen(12, 9, options, true), (Keys{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}));
+  EXPECT_EQ(KeysSeen(12, 6, options, true), (Keys{1, 5, 6}));
+}
+
+TEST(Longformer, DilationSkipsKeysPerHead) {
+  const Options options = {{"window", "4"}, {"dilation", "1/3"}, {"globals", "-1"}};
+  EXPECT_EQ(KeysSeen(20, 10, options, false, 2, 0), (Keys{8, 9, 10, 11, 12}));
+  EXPECT_EQ(KeysSeen(20, 10, options, false, 2, 1), (Keys{4, 7, 10, 13, 16}));
+  EXPECT_EQ(KeysSeen(20, 10, options, true, 2, 1), (Keys{4, 7, 10}));
+  EXPECT_EQ(KeysSeen(20, 10, {{"window", "4"}, {"dilation", "3"}, {"globals", "2"}}),
+            (Keys{2, 4, 7, 10, 13, 16}));
+}
+
+TEST(Longformer, AWindowCoveringTheSequenceEqualsDense) {
+  for (bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 150, 16, causal);
+    const NamedTensors inputs = Random(problem);
+    const NamedTensors dense = RunDense(problem, ViewsOf(inputs));
+    for (const Options& options : {Options{{"window", "298"}}, Options{{"window", "100000"}}}) {
+      const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options);
+      EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()),
+                Fp32Bound(inputs.at("v").view()));
+      EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), dense.at("log_sum_exp").view()), 1e-5);
+    }
+  }
+}
+
+TEST(Longformer, AllTokensGlobalEqualsDenseWithTheTensorsOfGlobals) {
+  const Problem problem = Problem::SelfAttention(1, 2, 70, 16);
+  std::string all = "0";
+  for (int i = 1; i < 70; ++i) all += "/" + std::to_string(i);
+  const Options options = {{"projections", "own"}, {"globals", all}};
+  const NamedTensors inputs = Random(problem, options);
+  const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options);
+  const NamedTensors dense = RunDense(problem, {{"q", inputs.at("q_global").view()},
+                                                {"k", inputs.at("k_global").view()},
+                                                {"v", inputs.at("v_global").view()}});
+  EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()), 1e-5);
+}
+
+TEST(Longformer, AWindowOfZeroWithoutGlobalsReturnsTheValues) {
+  const Problem problem = Problem::SelfAttention(1, 2, 130, 16);
+  const NamedTensors inputs = Random(problem);
+  const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), {{"window", "0"}, {"globals", "-1"}});
+  EXPECT_LE(MaxDifference(ours.at("out").view(), inputs.at("v").view()), 1e-6);
+}
+
+TEST(Longformer, DilationIsThatManyInterleavedProblems) {
+  const int64_t dilation = 3, tokens = 131;
+  const Problem problem = Problem::SelfAttention(1, 2, tokens, 16);
+  const NamedTensors inputs = Random(problem);
+  const Options window = {{"window", "10"}, {"globals", "-1"}};
+  Options dilated = window;
+  dilated["dilation"] = "3";
+  const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), dilated);
+  for (int64_t r = 0; r < dilation; ++r) {
+    Problem part = problem;
+    part.query_tokens = part.kv_tokens = (tokens - r + dilation - 1) / dilation;
+    Inputs views;
+    for (const char* name : {"q", "k", "v"}) {
+      views.Set(name, Slice(inputs.at(name).view(), 2, r, part.kv_tokens, dilation));
+    }
+    const NamedTensors alone = RunOwn(part, views, window);
+    EXPECT_LE(MaxDifference(Slice(ours.at("out").view(), 2, r, part.kv_tokens, dilation),
+                            alone.at("out").view()),
+              1e-5);
+  }
+}
+
+TEST(Longformer, MatchesItsDefinitionWithMixedOptions) {
+  for (bool causal : {false, true}) {
+    Problem problem = Problem::SelfAttention(2, 4, 200, 24, causal);
+    problem.kv_heads = 2;
+    for (const Options& options :
+         {Options{{"window", "64"}},
+          Options{{"window", "30"}, {"dilation", "1/4"}, {"globals", "0/77/199/5000"}},
+          Options{{"window", "16"}, {"projections", "own"}, {"globals", "3/150"}},
+          Options{{"window", "8"}, {"dilation", "500"}, {"globals", "-1"}}}) {
+      const NamedTensors inputs = Random(problem, options);
+      const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options);
+      const NamedTensors expected =
+          DefineTechnique(Longformer(), problem, ViewsOf(inputs), {options}).value();
+      EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
+                Fp32Bound(inputs.at("v").view()))
+          << ToString(options);
+      EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), expected.at("log_sum_exp").view()),
+                2e-5)
+          << ToString(options);
+    }
+  }
+}
+
+TEST(Longformer, FlopsCountEachKeptPairOnce) {
+  const Problem problem = Problem::SelfAttention(1, 2, 100, 16);
+  const Options options = {{"window", "10"}, {"globals", "0/50"}};
+  std::unique_ptr<Layer> layer = Longformer().Create(problem, options, kCpu, 1).value();
+  const NamedTensors inputs = Random(problem);
+  ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
+  int64_t pairs = 0;
+  for (int64_t i = 0; i < 100; ++i) pairs += static_cast<int64_t>(KeysSeen(100, i, options).size());
+  EXPECT_EQ(*layer->cost().flops, 2.0 * 2 * 32 * static_cast<double>(pairs));
+}
+
+TEST(Longformer, CrossAttentionAndWrongDilationListsAreRefusedWithAReason) {
+  Problem cross = Problem::SelfAttention(1, 2, 10, 8);
+  cross.kv_tokens = 20;
+  EXPECT_THAT(std::string(Longformer().Create(cross, {}, kCpu, 1).status().message()),
+              HasSubstr("query_tokens is 10, kv_tokens is 20"));
+  EXPECT_THAT(
+      std::string(Longformer()
+                      .Create(Problem::SelfAttention(1, 2, 10, 8), {{"dilation", "1/2/3"}}, kCpu, 1)
+                      .status()
+                      .message()),
+      HasSubstr("dilation has 3 entries; allowed are 1 or kv_heads, 2"));
+}
+
+// Hugging Face's LongformerSelfAttention computed these; how is in the files' metadata.
+class LongformerGolden : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(LongformerGolden, DefinitionAndEngineMatchHuggingFace) {
+  const SafetensorsFile golden =
+      GoldenFile(std::string("attention/longformer/testdata/") + GetParam() + ".safetensors");
+  const NamedTensors& tensors = golden.tensors;
+  const Shape shape = tensors.at("q").shape();
+  const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3]);
+  Options options = {
+      {"window", golden.metadata.at("window")}, {"globals", "-1"}, {"projections", "own"}};
+  if (tensors.count("global_tokens") != 0) {
+    std::string& globals = options["globals"];
+    for (int32_t g : tensors.at("global_tokens").span<int32_t>())
+      globals += "/" + std::to_string(g);
+  }
+  NamedTensors single;
+  for (const char* name : {"q", "k", "v", "q_global", "k_global", "v_global"}) {
+    single[name] = tensors.at(name).CloneAs(DType::kF32);
+  }
+  Inputs exact, rounded = ViewsOf(single);
+  for (const auto& [name, tensor] : single) exact.Set(name, tensors.at(name).view());
+  Tensor mask;
+  if (tensors.count("key_padding") != 0) {
+    mask = tensors.at("key_padding").CloneAs(DType::kU8);
+    exact.Set("key_mask", mask.view());
+    rounded.Set("key_mask", mask.view());
+  }
+  NamedTensors defined;
+  ASSERT_TRUE(Longformer().Define(problem, options, {}, exact, {}, &defined).ok());
+  NamedTensors ours = RunOwn(problem, rounded, options);
+  // They zero the rows of padded queries; we leave what such a query computes.
+  for (int64_t b = 0; b < shape[0]; ++b) {
+    for (int64_t i = 0; i < shape[2]; ++i) {
+      if (mask.empty() || *mask.view().At<uint8_t>(b, i) != 0) continue;
+      for (Tensor* out : {&defined["out"], &ours["out"]})
+        Fill(Slice(Slice(out->view(), 0, b, 1), 2, i, 1), 0);
+    }
+  }
+  EXPECT_LE(MaxDifference(defined["out"].view(), tensors.at("out").view()), 1e-12);
+  EXPECT_LE(MaxDifference(ours["out"].view(), tensors.at("out").view()),
+            Fp32Bound(single["v"].view()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Files, LongformerGolden,
+                         ::testing::Values("no_global", "global", "global_padded"));
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,389 @@
+#include "core/flash/flash.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "core/definition.h"
+#include "core/random.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+constexpr double kNone = -std::numeric_limits<double>::infinity();
+
+Problem Make(int64_t queries, int64_t keys, int64_t head_dim = 64, int64_t value_dim = 64,
+             bool causal = false, int64_t heads = 2, int64_t kv_heads = 2) {
+  Problem problem = Problem::SelfAttention(2, heads, queries, head_dim, causal);
+  problem.kv_tokens = keys;
+  problem.value_dim = value_dim;
+  problem.kv_heads = kv_heads;
+  return problem;
+}
+
+// A call with its tensors, and the plain float64 loops that it is held against: they know nothing
+// of tiles.
+class Harness {
+ public:
+  explicit Harness(const Problem& problem, const Pattern* pattern = nullptr)
+      : problem_(problem), full_(problem.kv_tokens), pattern_(pattern ? pattern : &full_) {
+    inputs_ = RandomInputs(QkvInputs(problem), 5);
+    outputs_ = NanOutputs(AttentionOutputs(problem));
+    schedule_ = BuildSchedule(problem, *pattern_);
+    call.q = inputs_["q"].view();
+    call.k = inputs_["k"].view();
+    call.v = inputs_["v"].view();
+    call.out = outputs_["out"].view();
+    call.log_sum_exp = outputs_["log_sum_exp"].view();
+    call.schedule = &schedule_;
+  }
+
+  // Adds to, or replaces, the score of a pair that the pattern lets be seen.
+  std::function<double(int64_t b, int64_t h, int64_t i, int64_t j, double score)> change =
+      [](int64_t, int64_t, int64_t, int64_t, double score) { return score; };
+  FlashCall call;
+
+  Tensor& input(const char* name) { return inputs_[name]; }
+  Tensor& out() { return outputs_["out"]; }
+  Tensor& log_sum_exp() { return outputs_["log_sum_exp"]; }
+
+  void Run(int threads = 2) {
+    ThreadPool pool(threads);
+    const size_t bytes = FlashWorkspaceBytes(problem_, call.rule.relative_keys != nullptr, threads);
+    Tensor workspace(DType::kU8, {static_cast<int64_t>(bytes) + 64});
+    std::memset(workspace.raw(), 0xFF, workspace.bytes());
+    Execution execution;
+    execution.pool = &pool;
+    execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), bytes);
+    ASSERT_TRUE(FlashCpu(problem_, call, execution).ok());
+    for (size_t n = bytes; n < workspace.bytes(); ++n) {
+      ASSERT_EQ(workspace.span<uint8_t>()[n], 0xFF) << "written beyond the workspace";
+    }
+  }
+
+  void ExpectMatchesLoops(double bound_factor = 1) {
+    Run();
+    NamedTensors expected;
+    const double scale = call.scale != 0 ? call.scale : 1 / std::sqrt(problem_.head_dim);
+    Inputs inputs{{"q", call.q}, {"k", call.k}, {"v", call.v}};
+    if (!call.key_mask.empty()) inputs.Set("key_mask", call.key_mask);
+    const KeyMask is_token(inputs);
+    const DoubleTensor q(call.q), k(call.k);
+    DefineAttention(
+        problem_, inputs, {},
+        [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+          const bool causal = !problem_.causal || j <= i + problem_.causal_offset();
+          const int64_t head = pattern_->heads() == 1 ? 0 : h;
+          if (!causal || !is_token(b, j) || !pattern_->Allows(head, i, j)) return kNone;
+          const double dot =
+              Dot(q.Row(b, h, i), k.Row(b, h / problem_.group(), j), problem_.head_dim);
+          return change(b, h, i, j, scale * dot);
+        },
+        &expected);
+    const double bound = bound_factor * Fp32Bound(call.v);
+    EXPECT_LE(MaxDifference(out().view(), expected["out"].view()), bound) << problem_.ToString();
+    // Rounding of the scores, whose size the largest log-sum-exp tells.
+    double size = 1;
+    for (double lse : expected["log_sum_exp"].span<double>()) {
+      if (std::isfinite(lse)) size = std::max(size, std::abs(lse));
+    }
+    EXPECT_LE(MaxDifference(log_sum_exp().view(), expected["log_sum_exp"].view()),
+              bound_factor * 2e-5 * size)
+        << problem_.ToString();
+  }
+
+ private:
+  Problem problem_;
+  FullPattern full_;
+  const Pattern* pattern_;
+  NamedTensors inputs_;
+  NamedTensors outputs_;
+  BlockSchedule schedule_;
+};
+
+TEST(Flash, MatchesLoopsAcrossTileEdges) {
+  for (int64_t queries : {1, 5, 63, 64, 65, 129}) {
+    for (int64_t keys : {1, 17, 64, 65, 513, 600}) {
+      for (bool causal : {false, true})
+        Harness(Make(queries, keys, 64, 64, causal)).ExpectMatchesLoops();
+    }
+  }
+}
+
+TEST(Flash, MatchesLoopsForEveryHeadDim) {
+  for (int64_t dim : {1, 3, 7, 16, 40, 64, 80, 96, 128, 256}) {
+    Harness(Make(70, 90, dim, dim)).ExpectMatchesLoops();
+    Harness(Make(70, 90, dim, 257 - dim)).ExpectMatchesLoops();
+  }
+}
+
+TEST(Flash, GroupedHeadsReadTheirKeyValueHead) {
+  Harness(Make(70, 90, 32, 32, true, 6, 2)).ExpectMatchesLoops();
+  Harness(Make(70, 90, 32, 32, false, 4, 1)).ExpectMatchesLoops();
+}
+
+TEST(Flash, EmptySequencesAndBatchesAreDefined) {
+  Harness no_keys(Make(5, 0));
+  no_keys.ExpectMatchesLoops();
+  EXPECT_EQ(MaxAbs(no_keys.out().view()), 0);
+  Harness(Make(0, 5)).ExpectMatchesLoops();
+  Problem no_batch = Make(5, 5);
+  no_batch.batch = 0;
+  Harness(no_batch).ExpectMatchesLoops();
+}
+
+TEST(Flash, BandsAndKeyMasksHideWhatTheyHide) {
+  const BandPattern band(-70, 3);
+  Harness harness(Make(150, 150), &band);
+  Tensor mask(DType::kU8, {2, 150});
+  for (int64_t n = 0; n < 300; ++n) mask.span<uint8_t>()[n] = n % 7 != 0 && (n < 100 || n > 190);
+  harness.call.key_mask = mask.view();
+  harness.ExpectMatchesLoops();
+}
+
+TEST(Flash, ResultsAreBitwiseTheSameForAnyNumberOfThreads) {
+  Harness harness(Make(200, 300, 64, 64, true, 4, 2));
+  harness.Run(1);
+  const Tensor first = harness.out().Clone();
+  for (int threads : {1, 2, 3, 7}) {
+    Fill(harness.out().view(), NAN);
+    harness.Run(threads);
+    EXPECT_EQ(std::memcmp(first.raw(), harness.out().raw(), first.bytes()), 0) << threads;
+  }
+}
+
+TEST(Flash, StridedTransposedAndBroadcastViewsGiveTheSame) {
+  const Problem problem = Make(70, 70, 8, 8);
+  Harness plain(problem);
+  plain.Run();
+  Harness strided(problem);
+  // Queries and outputs as [batch, tokens, heads, channels] and keys with channels outermost.
+  Tensor q(DType::kF32, {2, 70, 2, 8}), k(DType::kF32, {8, 2, 2, 70}),
+      out(DType::kF32, {2, 70, 2, 8});
+  strided.call.q = Transpose(q.view(), 1, 2);
+  CopyElements(strided.input("q").view(), Transpose(q.view(), 1, 2));
+  const TensorView keys(k.raw(), DType::kF32, {2, 2, 70, 8}, {140, 70, 1, 280});
+  CopyElements(strided.input("k").view(), keys);
+  strided.call.k = keys;
+  strided.call.out = Transpose(out.view(), 1, 2);
+  strided.Run();
+  EXPECT_EQ(MaxDifference(plain.out().view(), strided.call.out), 0);
+
+  Harness broadcast(problem);  // one key for all: the mean of values
+  broadcast.call.k =
+      ConstTensorView(broadcast.input("k").raw(), DType::kF32, {2, 2, 70, 8}, {0, 0, 0, 1});
+  broadcast.ExpectMatchesLoops();
+}
+
+TEST(Flash, SixteenBitInputsAreConvertedExactly) {
+  for (DType dtype : {DType::kBF16, DType::kF16}) {
+    Harness harness(Make(70, 130));
+    const Tensor q = harness.input("q").CloneAs(dtype), k = harness.input("k").CloneAs(dtype),
+                 v = harness.input("v").CloneAs(dtype);
+    harness.call.q = q.view();
+    harness.call.k = k.view();
+    harness.call.v = v.view();
+    harness.ExpectMatchesLoops();  // f32 output: only arithmetic's error is left
+    Tensor out(dtype, harness.out().shape());
+    const Tensor full = harness.out().Clone();
+    harness.call.out = out.view();
+    harness.Run();
+    EXPECT_LE(MaxDifference(out.view(), full.view()),
+              UnitRoundoff(dtype) * MaxAbs(full.view()) * 1.01);
+  }
+}
+
+TEST(Flash, NansInHiddenKeysAndValuesDoNotReachTheOutput) {
+  const BandPattern band(-5, 5);
+  Harness harness(Make(100, 100), &band);
+  harness.Run();
+  const Tensor clean = harness.out().Clone();
+  for (int64_t head = 0; head < 2; ++head) {  // seen by queries 85 to 95 only
+    for (int64_t c = 0; c < 64; ++c) {
+      *harness.input("k").view().MutableAt<float>(0, head, 90, c) = NAN;
+      *harness.input("v").view().MutableAt<float>(0, head, 90, c) = INFINITY;
+    }
+  }
+  harness.Run();
+  for (int64_t i = 0; i < 100; ++i) {
+    const float value = *harness.out().view().At<float>(0, 1, i, 7);
+    if (i >= 85 && i <= 95) {
+      EXPECT_TRUE(std::isnan(value)) << i;
+    } else {
+      EXPECT_EQ(value, *clean.view().At<float>(0, 1, i, 7)) << i;
+    }
+  }
+}
+
+TEST(Flash, NansInPaddedKeysDoNotReachTheOutput) {
+  Harness harness(Make(10, 70));
+  Tensor mask(DType::kU8, {2, 70});
+  Fill(mask.view(), 1);
+  for (int64_t b = 0; b < 2; ++b) {
+    mask.span<uint8_t>()[b * 70 + 69] = 0;
+    for (int64_t c = 0; c < 64; ++c) {
+      for (int64_t h = 0; h < 2; ++h) {
+        *harness.input("k").view().MutableAt<float>(b, h, 69, c) = NAN;
+        *harness.input("v").view().MutableAt<float>(b, h, 69, c) = NAN;
+      }
+    }
+  }
+  harness.call.key_mask = mask.view();
+  harness.Run();
+  EXPECT_TRUE(
+      std::isfinite(MaxDifference(harness.out().view(), Tensor(harness.out().Clone()).view())));
+  for (float value : harness.out().span<float>()) EXPECT_TRUE(std::isfinite(value));
+}
+
+TEST(Flash, RowsWithoutAKeyAreZeroWithALogSumExpOfMinusInfinity) {
+  Harness harness(Make(100, 30, 64, 64, /*causal=*/true));  // the first 70 rows see nothing
+  harness.ExpectMatchesLoops();
+  EXPECT_EQ(*harness.out().view().At<float>(0, 0, 69, 0), 0);
+  EXPECT_EQ(*harness.log_sum_exp().view().At<float>(0, 0, 69), -INFINITY);
+  EXPECT_NE(*harness.out().view().At<float>(0, 0, 70, 0), 0);
+}
+
+TEST(Flash, ExtremeScoresAreSubtractedBeforeTheyAreScaled) {
+  // All scores at -3.4e38, just above the lowest float: a uniform softmax, and no finite mask value
+  // would stay below them.
+  Harness low(Make(3, 70, 1, 1));
+  Fill(low.input("q").view(), -1);
+  Fill(low.input("k").view(), 3.4e38);
+  low.call.scale = 1;
+  low.ExpectMatchesLoops();
+  // Scores of +-1e4, and one that dominates by 1e5.
+  Harness wide(Make(9, 200, 1, 4));
+  wide.call.scale = 1;
+  Fill(wide.input("q").view(), 1);
+  for (int64_t n = 0; n < wide.input("k").num_elements(); ++n) {
+    wide.input("k").span<float>()[n] = n % 100 == 77 ? 1e5f : (n % 2 ? 1e4f : -1e4f);
+  }
+  wide.ExpectMatchesLoops();
+}
+
+TEST(Flash, ConstantValuesComeBackAndZeroQueriesGiveTheMean) {
+  Harness harness(Make(66, 130));
+  Fill(harness.input("v").view(), 3);
+  Fill(harness.input("q").view(), 0);
+  harness.Run();
+  for (float value : harness.out().span<float>()) EXPECT_NEAR(value, 3, 1e-5);
+}
+
+TEST(Flash, DistanceBiasesAreReadAtTheirOffset) {
+  for (auto [queries, keys] :
+       {std::pair<int64_t, int64_t>{70, 70}, {5, 200}, {200, 5}, {130, 700}}) {
+    Harness harness(Make(queries, keys, 16, 16));
+    const auto bias = [](int64_t h, int64_t offset) {
+      return std::sin(0.1f * static_cast<float>(offset)) * static_cast<float>(h + 1);
+    };
+    const DistanceTable table(2, queries, keys, bias);
+    harness.call.rule.bias = &table;
+    harness.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
+      return s + bias(h, j - i);
+    };
+    harness.ExpectMatchesLoops();
+  }
+}
+
+TEST(Flash, ReluMultipliersActOnScoresBelowAndAboveZero) {
+  Harness harness(Make(100, 150, 16, 16));
+  const auto factor = [](int64_t h, int64_t offset) {
+    return 1.0f / (1.0f + static_cast<float>(h) + 0.01f * static_cast<float>(std::abs(offset)));
+  };
+  const DistanceTable table(2, 100, 150, factor);
+  harness.call.rule.relu_multiplier = &table;
+  harness.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
+    return std::max(s, 0.0) * factor(h, j - i);
+  };
+  harness.ExpectMatchesLoops();
+}
+
+TEST(Flash, RelativeKeysAndQueryBiasesMatchAnExplicitGather) {
+  for (auto [queries, keys] :
+       {std::pair<int64_t, int64_t>{70, 70}, {64, 200}, {200, 64}, {65, 700}}) {
+    const int64_t low = -100, high = 40;  // offsets outside have a relative key of 0
+    Tensor table(DType::kF32, {2, high - low + 1, 16});
+    FillNormal(&table, 3, "table");
+    Tensor u(DType::kF32, {2, 16}), w(DType::kF32, {2, 16});
+    FillNormal(&u, 3, "u");
+    FillNormal(&w, 3, "w");
+    const RelativeKeys relative(table.view(), low, high,
+                                [&](int64_t offset) { return offset - low; });
+    Harness harness(Make(queries, keys, 16, 24));
+    harness.call.rule.relative_keys = &relative;
+    harness.call.rule.content_bias = u.span<float>().data();
+    harness.call.rule.position_bias = w.span<float>().data();
+    const DoubleTensor r(table.view()), du(u.view()), dw(w.view()), q(harness.call.q),
+        k(harness.call.k);
+    harness.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+      s += Dot(du.Row(h), k.Row(b, h, j), 16) / 4;
+      if (j - i < low || j - i > high) return s;
+      for (int64_t c = 0; c < 16; ++c) {
+        s += (q.Row(b, h, i)[c] + dw.Row(h)[c]) * r.Row(h, j - i - low)[c] / 4;
+      }
+      return s;
+    };
+    harness.ExpectMatchesLoops(3);  // three products are summed, where the bound is made for one
+  }
+}
+
+TEST(Flash, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
+  const int64_t tokens = 300;
+  Harness harness(Make(tokens, tokens, 16, 16, /*causal=*/true));
+  std::vector<float> spans(2 * 2 * tokens);
+  for (size_t n = 0; n < spans.size(); ++n) spans[n] = static_cast<float>(n * 37 % 150);
+  const float ramp = 20;
+  harness.call.rule.soft_span = {spans.data(), 2 * tokens, tokens, 1, ramp};
+  harness.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+    const double z = spans[(b * 2 + h) * tokens + i];
+    const double weight = std::min(1.0, (ramp + z - static_cast<double>(i - j)) / ramp);
+    return weight <= 0 ? kNone : s + std::log(weight);
+  };
+  // A key beyond every span may be anything, and so may its score.
+  harness.ExpectMatchesLoops();
+  Tensor before = harness.out().Clone();
+  *harness.input("k").view().MutableAt<float>(0, 0, 0, 0) = 1e30f;
+  harness.Run();
+  EXPECT_EQ(*before.view().At<float>(0, 0, 299, 3), *harness.out().view().At<float>(0, 0, 299, 3));
+}
+
+TEST(Flash, TokenOrdersGatherAndScatter) {
+  // Reversed queries over every third key: the same as attending over those keys and reversing the
+  // result.
+  const int64_t tokens = 100, keys = 34;
+  Problem problem = Make(tokens, keys, 16, 16);
+  Harness harness(problem);
+  Tensor k(DType::kF32, {2, 2, tokens, 16}), v(DType::kF32, {2, 2, tokens, 16});
+  FillNormal(&k, 9, "k");
+  FillNormal(&v, 9, "v");
+  std::vector<int32_t> query_order(tokens), key_order(keys);
+  for (int64_t n = 0; n < tokens; ++n) query_order[n] = static_cast<int32_t>(tokens - 1 - n);
+  for (int64_t n = 0; n < keys; ++n) key_order[n] = static_cast<int32_t>(3 * n);
+  harness.call.k = Slice(std::as_const(k).view(), 2, 0, keys, 3);
+  harness.call.v = Slice(std::as_const(v).view(), 2, 0, keys, 3);
+  harness.ExpectMatchesLoops();
+  const Tensor expected = harness.out().Clone();
+  Fill(harness.out().view(), NAN);
+  harness.call.k = k.view();
+  harness.call.v = v.view();
+  harness.call.query_order = {query_order.data(), 0, 0, 1};
+  harness.call.key_order = {key_order.data(), 0, 0, 1};
+  harness.Run();
+  EXPECT_LE(MaxDifference(expected.view(), harness.out().view()), 1e-6);
+}
+
+TEST(Flash, WorkspaceIsLinearInTokens) {
+  const auto bytes = [](int64_t tokens) {
+    return static_cast<double>(FlashWorkspaceBytes(Make(tokens, tokens), false, 2));
+  };
+  EXPECT_LT(bytes(1 << 20) / bytes(1 << 18), 4.1);
+}
+
+}  // namespace
+}  // namespace tfb

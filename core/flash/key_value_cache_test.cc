@@ -1,0 +1,156 @@
+// A stream through the cache against plain calls on the same keys and values, which must agree to
+// the last bit: the arithmetic is the same, only the packing differs.
+#include "core/flash/key_value_cache.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "core/random.h"
+#include "core/schedule/band_schedule.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+constexpr int64_t kWindow = 150;   // keys that a query sees, itself included
+constexpr int64_t kSegment = 130;  // at most
+constexpr int64_t kTokens = 700;
+
+// The relative key of each distance, for two heads.
+Tensor DistanceRows(int64_t head_dim) {
+  Tensor table(DType::kF32, {2, kWindow, head_dim});
+  FillNormal(&table, 7, "distances");
+  return table;
+}
+
+class Stream {
+ public:
+  Stream(int64_t head_dim, int64_t value_dim) : problem_(GroupedHeads(head_dim, value_dim)) {
+    for (Tensor* tensor : {&q_, &k_, &v_, &u_, &w_}) FillNormal(tensor, 3, "stream", 0, 1);
+    cache_ = KeyValueCache::Create(problem_, kWindow + kSegment - 1).value();
+    distances_ = DistanceRows(head_dim);
+    by_distance_ = RelativeKeys(distances_.view(), -(kWindow - 1), 0, [](int64_t o) { return -o; });
+  }
+
+  // Appends the next tokens and attends with them both ways; false where the outputs differ.
+  bool AppendAndCompare(int64_t tokens) {
+    const int64_t begin = cache_.tokens(), end = begin + tokens;
+    cache_.Append(Slice(k_.view(), 2, begin, tokens), Slice(v_.view(), 2, begin, tokens), &pool_);
+    const int64_t first_seen = std::max<int64_t>(0, begin - (kWindow - 1));
+    const int64_t first_key = KeyValueCache::TileBegin(first_seen);
+    Problem problem = problem_;
+    problem.query_tokens = tokens;
+    problem.kv_tokens = end - first_key;
+    const int64_t offset = problem.causal_offset();
+    const Band band{first_seen - first_key, offset - (kWindow - 1), offset};
+
+    FlashCall call;
+    call.q = Slice(q_.view(), 2, begin, tokens);
+    call.schedule = &schedule_.Build(tokens, problem.kv_tokens, band);
+    call.rule.content_bias = u_.span<float>().data();
+    call.rule.position_bias = w_.span<float>().data();
+    call.rule.relative_keys = &by_distance_;
+    call.rule.query_position = offset;
+    call.packed = cache_.From(first_seen);
+    const Tensor streamed = Run(
+        problem, call,
+        FlashWorkspaceBytesPacked(problem, call.rule.relative_keys != nullptr, pool_.threads()));
+
+    const RelativeKeys by_offset(distances_.view(), offset - (kWindow - 1), offset,
+                                 [=](int64_t o) { return offset - o; });
+    call.packed = {};
+    call.k = Slice(k_.view(), 2, first_key, problem.kv_tokens);
+    call.v = Slice(v_.view(), 2, first_key, problem.kv_tokens);
+    call.rule.relative_keys = &by_offset;
+    call.rule.query_position = 0;
+    const Tensor whole =
+        Run(problem, call,
+            FlashWorkspaceBytes(problem, call.rule.relative_keys != nullptr, pool_.threads()));
+    return std::memcmp(streamed.raw(), whole.raw(), whole.bytes()) == 0;
+  }
+
+  Tensor& v() { return v_; }
+  bool last_output_is_finite() const { return last_output_is_finite_; }
+  KeyValueCache& cache() { return cache_; }
+
+ private:
+  static Problem GroupedHeads(int64_t head_dim, int64_t value_dim) {
+    Problem problem = Problem::SelfAttention(2, 4, 1, head_dim);
+    problem.kv_heads = 2;
+    problem.value_dim = value_dim;
+    return problem;
+  }
+  Tensor Run(const Problem& problem, FlashCall call, size_t workspace_bytes) {
+    Tensor out(DType::kF32, {2, 4, problem.query_tokens, problem.value_dim});
+    Fill(out.view(), NAN);
+    call.out = out.view();
+    Tensor workspace(DType::kU8, {static_cast<int64_t>(workspace_bytes)});
+    std::memset(workspace.raw(), 0xFF, workspace.bytes());
+    Execution execution;
+    execution.pool = &pool_;
+    execution.workspace =
+        absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+    EXPECT_TRUE(FlashCpu(problem, call, execution).ok());
+    last_output_is_finite_ = true;
+    for (const float value : out.span<float>()) {
+      EXPECT_FALSE(std::isnan(value));
+      last_output_is_finite_ = last_output_is_finite_ && std::isfinite(value);
+    }
+    return out;
+  }
+
+  Problem problem_;
+  ThreadPool pool_{2};
+  Tensor q_{DType::kF32, {2, 4, kTokens, problem_.head_dim}};
+  Tensor k_{DType::kF32, {2, 2, kTokens, problem_.head_dim}};
+  Tensor v_{DType::kBF16, {2, 2, kTokens, problem_.value_dim}};
+  Tensor u_{DType::kF32, {4, problem_.head_dim}};
+  Tensor w_{DType::kF32, {4, problem_.head_dim}};
+  Tensor distances_;
+  RelativeKeys by_distance_;
+  KeyValueCache cache_;
+  BandSchedule schedule_{kSegment};
+  bool last_output_is_finite_ = true;
+};
+
+TEST(KeyValueCache, AStreamEqualsPlainCallsForSegmentsThatStraddleTilesAndTheRing) {
+  for (int64_t head_dim : {7, 64}) {
+    Stream stream(head_dim, 40);
+    for (int64_t tokens : {1, 5, 58, 64, 1, 130, 63, 65, 130, 2, 128, 1}) {
+      EXPECT_TRUE(stream.AppendAndCompare(tokens))
+          << tokens << " tokens up to " << stream.cache().tokens() << ", head_dim " << head_dim;
+    }
+  }
+}
+
+TEST(KeyValueCache, AnInfiniteValueDoesNotReachQueriesThatDoNotSeeIt) {
+  Stream stream(16, 16);
+  stream.v().view().Set(stream.v().view().Offset(0, 0, 3, 5), INFINITY);
+  // Token 3 is seen up to token 152; from 153 on its tile is still visited, and from 213 on not
+  // even that.
+  EXPECT_TRUE(stream.AppendAndCompare(130));
+  EXPECT_TRUE(stream.AppendAndCompare(23));
+  for (int64_t tokens : {1, 60, 100, 130}) {
+    EXPECT_TRUE(stream.AppendAndCompare(tokens));
+    EXPECT_TRUE(stream.last_output_is_finite()) << stream.cache().tokens();
+  }
+}
+
+TEST(KeyValueCache, ClearBeginsANewStream) {
+  Stream stream(16, 16);
+  EXPECT_TRUE(stream.AppendAndCompare(100));
+  stream.cache().Clear();
+  EXPECT_EQ(stream.cache().tokens(), 0);
+  EXPECT_TRUE(stream.AppendAndCompare(10));
+}
+
+TEST(KeyValueCache, AWindowThatDoesNotFitTheMemoryIsAnError) {
+  const Problem problem = Problem::SelfAttention(1, 8, 1, 64);
+  EXPECT_EQ(KeyValueCache::Create(problem, int64_t{1} << 50).status().code(),
+            absl::StatusCode::kResourceExhausted);
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,39 @@
+// The position-wise feed-forward network: Vaswani et al., arXiv:1706.03762v7, section 3.3.
+//
+//   y = activation(x W1 + b1) W2 + b2 + residual        W1 [in, inner], W2 [inner, out]
+#ifndef TFB_CORE_LAYERS_FEED_FORWARD_H_
+#define TFB_CORE_LAYERS_FEED_FORWARD_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "core/layers/activation.h"
+#include "core/layers/matmul.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+class FeedForward {
+ public:
+  FeedForward() = default;
+  FeedForward(PackedMatrix first, PackedMatrix second, Activation activation)
+      : first_(std::move(first)), second_(std::move(second)), activation_(activation) {}
+
+  // The activations of `rows` rows, [rows, inner] in fp32, and the products' scratch.
+  static size_t workspace_bytes(int64_t rows, int64_t inner, int threads);
+  // Views as in MatMulCall. Allocates nothing.
+  absl::Status Run(const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
+                   const Execution& execution) const;
+  size_t bytes() const { return first_.bytes() + second_.bytes(); }
+
+ private:
+  PackedMatrix first_;
+  PackedMatrix second_;
+  Activation activation_ = Activation::kRelu;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LAYERS_FEED_FORWARD_H_

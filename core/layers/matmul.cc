@@ -1,0 +1,183 @@
+#include "core/layers/matmul.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "core/cpu/kernels.h"
+#include "core/layers/rows_of.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+constexpr int64_t kPanel = 64;     // columns of W packed together: four vectors of 16 floats
+constexpr int64_t kRowBlock = 96;  // 16 register tiles of 6 rows
+constexpr int64_t kDepthBlock = 64;
+
+struct Scratch {
+  float* products;  // [kRowBlock][kPanel]
+  float* inputs;    // [kRowBlock][kDepthBlock]: converted, where x cannot be read as it is
+};
+
+Scratch LayOut(Workspace& workspace) {
+  return {workspace.Take<float>(kRowBlock * kPanel),
+          workspace.Take<float>(kRowBlock * kDepthBlock)};
+}
+
+size_t ThreadBytes() {
+  return Workspace::Measure([](Workspace& workspace) { LayOut(workspace); });
+}
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+absl::Status CheckSameShape(absl::string_view what, const ConstTensorView& view,
+                            absl::string_view other, const ConstTensorView& like) {
+  if (view.shape() == like.shape()) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat(what, " has shape ", ShapeString(view.shape()), "; ",
+                                          other, " has ", ShapeString(like.shape())));
+}
+
+absl::Status CheckShapes(const PackedMatrix& matrix, const MatMulCall& call) {
+  Shape expected = call.x.shape();
+  if ((call.x.rank == 2 || call.x.rank == 3) && expected.back() == matrix.in()) {
+    expected.back() = matrix.out();
+    if (call.y.shape() == expected) {
+      return call.residual.empty() ? absl::OkStatus()
+                                   : CheckSameShape("residual", call.residual, "y", call.y);
+    }
+  }
+  return absl::InternalError(absl::StrCat("a product of x ", ShapeString(call.x.shape()),
+                                          " with W [", matrix.in(), ", ", matrix.out(),
+                                          "] does not give y ", ShapeString(call.y.shape())));
+}
+
+// One call: fixed while its tasks run.
+class Product {
+ public:
+  Product(const PackedMatrix& matrix, const MatMulCall& call)
+      : matrix_(matrix),
+        call_(call),
+        x_(call_.x),
+        residual_(call_.residual.empty() ? call_.y : call_.residual),
+        y_(call_.y),
+        kernels_(BestCpuKernels()) {
+    direct_ = x_.FirstRow(&direct_stride_);
+  }
+
+  // Rows first, ..., first + rows - 1 of panel p.
+  void Compute(int64_t first, int64_t rows, int64_t p, const Scratch& scratch) const {
+    const int64_t columns = std::min(kPanel, matrix_.out() - p * kPanel);
+    const int64_t padded = CeilDiv(columns, kColumnQuantum) * kColumnQuantum;
+    if (matrix_.in() == 0) std::fill_n(scratch.products, rows * kPanel, 0.0f);
+    for (int64_t k = 0; k < matrix_.in(); k += kDepthBlock) {
+      const int64_t depth = std::min(kDepthBlock, matrix_.in() - k);
+      const float* inputs = direct_ + first * direct_stride_ + k;
+      int64_t stride = direct_stride_;
+      if (direct_ == nullptr) {
+        for (int64_t r = 0; r < rows; ++r) {
+          x_.Load(first + r, k, depth, scratch.inputs + r * kDepthBlock);
+        }
+        inputs = scratch.inputs;
+        stride = kDepthBlock;
+      }
+      kernels_.gemm(rows, padded, depth, inputs, stride, 1, matrix_.Panel(p) + k * kPanel, kPanel,
+                    scratch.products, kPanel, k > 0);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      Finish(first + r, p * kPanel, columns, scratch.products + r * kPanel);
+    }
+  }
+
+ private:
+  void Finish(int64_t row, int64_t first_column, int64_t columns, float* products) const {
+    if (matrix_.bias() != nullptr) {
+      for (int64_t c = 0; c < columns; ++c) products[c] += matrix_.bias()[first_column + c];
+    }
+    Activate(call_.activation, columns, products);
+    if (!call_.residual.empty()) {
+      float residual[kPanel];
+      residual_.Load(row, first_column, columns, residual);
+      for (int64_t c = 0; c < columns; ++c) products[c] += residual[c];
+    }
+    y_.Store(row, first_column, columns, products);
+  }
+
+  const PackedMatrix& matrix_;
+  const MatMulCall& call_;
+  RowsOf<ConstTensorView> x_;
+  RowsOf<ConstTensorView> residual_;
+  RowsOf<TensorView> y_;
+  const CpuKernels& kernels_;
+  const float* direct_;  // x's rows where they are floats, else null
+  int64_t direct_stride_ = 0;
+};
+
+}  // namespace
+
+PackedMatrix::PackedMatrix(const ConstTensorView& weights, const ConstTensorView& bias)
+    : PackedMatrix(std::vector<ConstTensorView>{weights}) {
+  if (bias.empty()) return;
+  bias_.resize(out_);
+  CopyElements(bias, TensorView(bias_.data(), DType::kF32, {out_}));
+}
+
+PackedMatrix::PackedMatrix(const std::vector<ConstTensorView>& weights) : in_(weights[0].dim(0)) {
+  for (const ConstTensorView& part : weights) out_ += part.dim(1);
+  panels_ = Tensor(DType::kF32, {CeilDiv(out_, kPanel), in_, kPanel});
+  std::fill_n(panels_.span<float>().data(), panels_.num_elements(), 0.0f);
+  int64_t first = 0;
+  for (const ConstTensorView& part : weights) {
+    for (int64_t c = 0; c < part.dim(1); ++c) {
+      for (int64_t k = 0; k < in_; ++k) {
+        *panels_.view().MutableAt<float>((first + c) / kPanel, k, (first + c) % kPanel) =
+            static_cast<float>(part.Get(part.Offset(k, c)));
+      }
+    }
+    first += part.dim(1);
+  }
+}
+
+size_t MatMulWorkspaceBytes(int threads) { return threads * ThreadBytes(); }
+
+absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call,
+                    const Execution& execution) {
+  TFB_RETURN_IF_ERROR(CheckShapes(matrix, call));
+  const Product product(matrix, call);
+  const int64_t rows = RowsOf<ConstTensorView>(call.x).rows();
+  const int64_t blocks = CeilDiv(rows, kRowBlock);
+  const size_t thread_bytes = ThreadBytes();
+  // All blocks of rows of one panel follow each other: the panel stays in L2.
+  execution.pool->ParallelFor(
+      blocks * CeilDiv(matrix.out(), kPanel), [&](int64_t task, int worker) {
+        Workspace workspace(execution.workspace.subspan(worker * thread_bytes, thread_bytes));
+        const int64_t first = task % blocks * kRowBlock;
+        product.Compute(first, std::min(kRowBlock, rows - first), task / blocks, LayOut(workspace));
+      });
+  return absl::OkStatus();
+}
+
+absl::Status Add(const ConstTensorView& a, const ConstTensorView& b, const TensorView& y,
+                 const Execution& execution) {
+  TFB_RETURN_IF_ERROR(CheckSameShape("the first summand", a, "the sum", y));
+  TFB_RETURN_IF_ERROR(CheckSameShape("the second summand", b, "the sum", y));
+  constexpr int64_t kRowsOfTask = 16;
+  const RowsOf<ConstTensorView> a_rows(a), b_rows(b);
+  const RowsOf<TensorView> y_rows(y);
+  const int64_t rows = y_rows.rows(), channels = y_rows.channels();
+  execution.pool->ParallelFor(CeilDiv(rows, kRowsOfTask), [&](int64_t task, int) {
+    const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
+    for (int64_t row = task * kRowsOfTask; row < end; ++row) {
+      for (int64_t first = 0; first < channels; first += kPanel) {
+        const int64_t count = std::min(kPanel, channels - first);
+        float sum[kPanel], term[kPanel];
+        a_rows.Load(row, first, count, sum);
+        b_rows.Load(row, first, count, term);
+        for (int64_t c = 0; c < count; ++c) sum[c] += term[c];
+        y_rows.Store(row, first, count, sum);
+      }
+    }
+  });
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

@@ -1,0 +1,104 @@
+#include "core/options.h"
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+struct ExampleOptions {
+  int64_t window = 512;
+  double base = 10000;
+  bool shared = true;
+  std::vector<int64_t> dilation = {1};
+  enum class Kind { kSoft, kHard } kind = Kind::kSoft;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("window", &window, 0, 4096, "keys seen", {64, 128});
+    bind.Real("base", &base, 1, 1e12, "base of the frequencies");
+    bind.Bool("shared", &shared, "whether tables are shared");
+    bind.Ints("dilation", &dilation, 1, 16, "gap per head");
+    bind.Choice("kind", &kind, {{"soft", Kind::kSoft}, {"hard", Kind::kHard}}, "how it weighs");
+  }
+};
+
+std::string ErrorOf(const Options& options) {
+  return std::string(ParseOptions<ExampleOptions>(options).status().message());
+}
+
+TEST(Options, EachTypeIsParsedAndTheRestKeepsItsDefault) {
+  const ExampleOptions options =
+      ParseOptions<ExampleOptions>(
+          {{"window", "64"}, {"shared", "false"}, {"dilation", "1/2/16"}, {"kind", "hard"}})
+          .value();
+  EXPECT_EQ(options.window, 64);
+  EXPECT_EQ(options.base, 10000);
+  EXPECT_FALSE(options.shared);
+  EXPECT_THAT(options.dilation, ElementsAre(1, 2, 16));
+  EXPECT_EQ(options.kind, ExampleOptions::Kind::kHard);
+}
+
+TEST(Options, ErrorsNameTheOptionTheValueAndWhatIsAllowed) {
+  EXPECT_EQ(ErrorOf({{"window", "4097"}}), "option window is \"4097\"; allowed are 0 to 4096");
+  EXPECT_EQ(ErrorOf({{"window", "many"}}), "option window is \"many\"; allowed are 0 to 4096");
+  EXPECT_EQ(ErrorOf({{"base", "nan"}}), "option base is \"nan\"; allowed are 1 to 1e+12");
+  EXPECT_EQ(ErrorOf({{"dilation", "1//2"}}),
+            "option dilation is \"1//2\"; allowed are a/b/..., each 1 to 16");
+  EXPECT_EQ(ErrorOf({{"kind", "medium"}}), "option kind is \"medium\"; allowed are soft | hard");
+  EXPECT_EQ(ErrorOf({{"width", "3"}}),
+            "unknown option \"width\"; known are window, base, shared, dilation, kind");
+}
+
+TEST(Options, SpecsShowDefaultsRangesAndSweeps) {
+  ExampleOptions options;
+  OptionBinder binder;
+  options.Describe(binder);
+  const std::vector<OptionSpec> specs = binder.Specs();
+  ASSERT_EQ(specs.size(), 5u);
+  EXPECT_EQ(specs[0].default_value, "512");
+  EXPECT_THAT(specs[0].sweep, ElementsAre("64", "128"));
+  EXPECT_EQ(specs[1].default_value, "10000");
+  EXPECT_EQ(specs[4].range, "soft | hard");
+  EXPECT_EQ(ToString(binder.Values()), "base=10000,dilation=1,kind=soft,shared=true,window=512");
+}
+
+TEST(Options, CanonicalTextReadsBackAsItself) {
+  ExampleOptions options;
+  options.base = 0.1 + 1;  // needs 17 digits or a shortest representation
+  OptionBinder binder;
+  options.Describe(binder);
+  EXPECT_EQ(ParseOptions<ExampleOptions>(binder.Values()).value().base, options.base);
+}
+
+TEST(TechniqueSpecs, ListsSplitAtCommasAndOptionsStayWithTheirTechnique) {
+  const std::vector<TechniqueSpec> specs =
+      ParseTechniqueSpecs("dense,longformer:window=256,dilation=1/2,performer:features=*").value();
+  ASSERT_EQ(specs.size(), 3u);
+  EXPECT_EQ(ToString(specs[0]), "dense");
+  EXPECT_EQ(ToString(specs[1]), "longformer:dilation=1/2,window=256");
+  EXPECT_EQ(ToString(specs[2]), "performer:features=*");
+}
+
+TEST(TechniqueSpecs, MalformedTextIsAnErrorThatQuotesIt) {
+  const auto error = [](absl::string_view text) {
+    return std::string(ParseTechniqueSpecs(text).status().message());
+  };
+  EXPECT_THAT(error("dense,,rope"), HasSubstr("empty item"));
+  EXPECT_THAT(error("window=3"), HasSubstr("no technique before it"));
+  EXPECT_THAT(error("longformer:window"), HasSubstr("not option=value"));
+  EXPECT_THAT(error("longformer:window="), HasSubstr("not option=value"));
+  EXPECT_THAT(error("longformer:window=1,window=2"), HasSubstr("given twice"));
+  EXPECT_THAT(error("long former"), HasSubstr("not a technique's name"));
+  EXPECT_THAT(std::string(ParseTechniqueSpec("a,b").status().message()), HasSubstr("names 2"));
+}
+
+TEST(NearestNames, AreOrderedByEditDistance) {
+  EXPECT_THAT(NearestNames("longfomer", {"dense", "longformer", "performer"}, 2),
+              ElementsAre("longformer", "performer"));
+}
+
+}  // namespace
+}  // namespace tfb

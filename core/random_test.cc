@@ -1,0 +1,53 @@
+#include "core/random.h"
+
+#include <cmath>
+
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+TEST(Philox, MatchesThePublishedTestVectors) {
+  // Random123's kat_vectors for philox4x32-10.
+  EXPECT_EQ(Philox({0, 0, 0, 0}, {0, 0}),
+            (std::array<uint32_t, 4>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(Philox({0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}, {0xffffffff, 0xffffffff}),
+            (std::array<uint32_t, 4>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(Philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
+            (std::array<uint32_t, 4>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+TEST(RandomStream, NormalsHaveTheMomentsOfANormal) {
+  const RandomStream stream(7, "moments");
+  constexpr int kDraws = 200000;
+  double sum[5] = {};
+  for (int i = 0; i < kDraws; ++i) {
+    const double x = stream.Normal(i);
+    for (int power = 1; power <= 4; ++power) sum[power] += std::pow(x, power) / kDraws;
+  }
+  // Five standard deviations of each moment's estimate: sqrt(1, 2, 15, 96) / sqrt(draws).
+  const double unit = 5 / std::sqrt(kDraws);
+  EXPECT_NEAR(sum[1], 0, unit);
+  EXPECT_NEAR(sum[2], 1, unit * std::sqrt(2.0));
+  EXPECT_NEAR(sum[3], 0, unit * std::sqrt(15.0));
+  EXPECT_NEAR(sum[4], 3, unit * std::sqrt(96.0));
+}
+
+TEST(RandomStream, StreamsAndSeedsDifferAndADrawIsAFunctionOfItsIndex) {
+  EXPECT_NE(RandomStream(1, "q").Bits(0), RandomStream(1, "k").Bits(0));
+  EXPECT_NE(RandomStream(1, "q").Bits(0), RandomStream(2, "q").Bits(0));
+  EXPECT_EQ(RandomStream(1, "q").Bits(5), RandomStream(1, "q").Bits(5));
+  EXPECT_NE(RandomStream(1, "q").Bits(0), RandomStream(1, "q").Bits(uint64_t{1} << 32));
+}
+
+TEST(Fill, UniformStaysInItsInterval) {
+  Tensor tensor(DType::kF32, {1000});
+  FillUniform(&tensor, 3, "u", 2, 3);
+  for (float x : tensor.span<float>()) {
+    EXPECT_GE(x, 2);
+    EXPECT_LE(x, 3);
+  }
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,128 @@
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/random.h"
+#include "core/schedule/block_schedule.h"
+#include "core/schedule/pattern.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+Problem Sizes(int64_t queries, int64_t keys, bool causal = false) {
+  Problem problem = Problem::SelfAttention(1, 2, queries, 4, causal);
+  problem.kv_tokens = keys;
+  return problem;
+}
+
+// Whether the schedule lets query i see key j, read as an engine reads it.
+bool Visible(const BlockSchedule& schedule, int64_t head, int64_t i, int64_t j) {
+  for (const TileRun& run : schedule.Row(head, i / schedule.query_tile)) {
+    const int64_t tile = j / schedule.key_tile;
+    if (tile < run.first_tile || tile >= run.first_tile + run.tiles) continue;
+    if (run.mask == TileRun::kFull) return true;
+    return schedule.Mask(run.mask)[i % schedule.query_tile] >> (j % schedule.key_tile) & 1;
+  }
+  return false;
+}
+
+// The property that every schedule must have: it shows what the predicate says, pair by pair, and
+// counts it.
+void ExpectMatches(const Problem& problem, const Pattern& pattern) {
+  const BlockSchedule schedule = BuildSchedule(problem, pattern);
+  for (int64_t head = 0; head < pattern.heads(); ++head) {
+    int64_t pairs = 0;
+    for (int64_t i = 0; i < problem.query_tokens; ++i) {
+      for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+        const bool expected =
+            pattern.Allows(head, i, j) && (!problem.causal || j <= i + problem.causal_offset());
+        ASSERT_EQ(Visible(schedule, head, i, j), expected)
+            << problem.ToString() << " head " << head << " query " << i << " key " << j;
+        pairs += expected;
+      }
+    }
+    EXPECT_EQ(schedule.pairs[head], pairs);
+  }
+  for (int64_t tile = 0; tile < schedule.query_tiles(); ++tile) {
+    int64_t next = 0;
+    for (const TileRun& run : schedule.Row(0, tile)) {
+      EXPECT_GE(run.first_tile, next) << "runs are ascending and disjoint";
+      next = run.first_tile + run.tiles;
+    }
+    EXPECT_LE(next, schedule.key_tiles());
+  }
+}
+
+// An arbitrary predicate, whose ranges say too much: everything.
+class ScatteredPattern : public Pattern {
+ public:
+  int64_t heads() const override { return 2; }
+  bool Allows(int64_t head, int64_t i, int64_t j) const override {
+    return RandomStream(head, "scattered").Uniform(i * 100003 + j) < 0.02;
+  }
+  void KeyRanges(int64_t, int64_t, int64_t, std::vector<KeyRange>* ranges) const override {
+    ranges->push_back({-50, 10000, false});
+    ranges->push_back({10, 20, false});
+  }
+};
+
+TEST(BlockSchedule, ShowsWhatTheFullPatternSaysAcrossTileEdges) {
+  for (int64_t queries : {1, 63, 64, 65, 130}) {
+    for (int64_t keys : {1, 63, 64, 65, 200}) {
+      ExpectMatches(Sizes(queries, keys), FullPattern(keys));
+      ExpectMatches(Sizes(queries, keys, /*causal=*/true), FullPattern(keys));
+    }
+  }
+}
+
+TEST(BlockSchedule, ShowsWhatBandsSayOfEveryWidth) {
+  for (int64_t low : {-200, -64, -63, -1, 0, 3}) {
+    for (int64_t high : {-3, 0, 1, 64, 300}) {
+      ExpectMatches(Sizes(150, 150), BandPattern(low, high));
+      ExpectMatches(Sizes(100, 170, /*causal=*/true), BandPattern(low, high));
+    }
+  }
+}
+
+TEST(BlockSchedule, ShowsWhatAScatteredPatternSaysPerHead) {
+  ExpectMatches(Sizes(130, 190), ScatteredPattern());
+  ExpectMatches(Sizes(190, 130, /*causal=*/true), ScatteredPattern());
+}
+
+TEST(BlockSchedule, EmptySequencesHaveNoRuns) {
+  EXPECT_TRUE(BuildSchedule(Sizes(0, 10), FullPattern(10)).runs.empty());
+  EXPECT_TRUE(BuildSchedule(Sizes(10, 0), FullPattern(0)).runs.empty());
+}
+
+TEST(BlockSchedule, CausalStoresOneMaskAndTwoRunsARow) {
+  const BlockSchedule schedule =
+      BuildSchedule(Sizes(6400, 6400, /*causal=*/true), FullPattern(6400));
+  EXPECT_EQ(schedule.masks.size(), 64u);
+  EXPECT_LE(schedule.runs.size(), 200u);
+}
+
+TEST(BlockSchedule, MemoryOfALinearPatternIsLinearInTokens) {
+  const auto bytes = [](int64_t tokens) {
+    return static_cast<double>(
+        BuildSchedule(Sizes(tokens, tokens), BandPattern(-256, 256)).bytes());
+  };
+  // Beside a constant for the masks.
+  EXPECT_NEAR((bytes(65536) - bytes(32768)) / (bytes(32768) - bytes(16384)), 2, 0.02);
+}
+
+TEST(BlockSchedule, OrderPutsTheLongestRowsFirst) {
+  const BlockSchedule schedule = BuildSchedule(Sizes(640, 640, /*causal=*/true), FullPattern(640));
+  EXPECT_EQ(schedule.order.front(), 9);
+  EXPECT_EQ(schedule.order.back(), 0);
+}
+
+TEST(BlockSchedule, VisitedPairsAreAtLeastTheKeptOnes) {
+  const BlockSchedule schedule = BuildSchedule(Sizes(100, 100, /*causal=*/true), FullPattern(100));
+  EXPECT_EQ(schedule.KeptPairs(2), 2 * 5050);
+  // Tiles (0,0), (1,0) and (1,1), cut to 100 tokens: 64 x 64 + 36 x 64 + 36 x 36.
+  EXPECT_EQ(schedule.VisitedPairs(2), 2 * (64 * 64 + 36 * 64 + 36 * 36));
+}
+
+}  // namespace
+}  // namespace tfb

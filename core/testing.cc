@@ -1,0 +1,106 @@
+#include "core/testing.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#include "absl/strings/str_cat.h"
+#include "core/random.h"
+
+namespace tfb {
+
+NamedTensors RandomInputs(const std::vector<TensorSpec>& specs, uint64_t seed) {
+  NamedTensors inputs;
+  for (const TensorSpec& spec : specs) {
+    if (spec.optional) continue;
+    Tensor tensor(spec.dtype, spec.shape);
+    if (IsFloating(spec.dtype)) {
+      FillNormal(&tensor, seed, spec.name);
+    } else {
+      Fill(tensor.view(), 1);
+    }
+    inputs[spec.name] = std::move(tensor);
+  }
+  return inputs;
+}
+
+NamedTensors NanOutputs(const std::vector<TensorSpec>& specs) {
+  NamedTensors outputs;
+  for (const TensorSpec& spec : specs) {
+    Fill((outputs[spec.name] = Tensor(spec.dtype, spec.shape)).view(), NAN);
+  }
+  return outputs;
+}
+
+absl::StatusOr<NamedTensors> RunLayer(Layer& layer, const Inputs& inputs, int threads) {
+  ThreadPool pool(threads);
+  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(threads))});
+  std::memset(workspace.raw(), 0xFF, workspace.bytes());  // NaN as floats
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+  TFB_RETURN_IF_ERROR(layer.Setup(inputs, execution));
+  NamedTensors outputs = NanOutputs(layer.outputs());
+  TFB_RETURN_IF_ERROR(layer.Run(inputs, MutableViewsOf(outputs), execution));
+  return outputs;
+}
+
+absl::StatusOr<NamedTensors> RunTechnique(const Technique& technique, const Problem& problem,
+                                          const Inputs& inputs, const RunRequest& request) {
+  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer,
+                       technique.Create(problem, request.options, request.device, request.seed));
+  if (request.parameters != nullptr) {
+    TFB_RETURN_IF_ERROR(layer->SetParameters(*request.parameters));
+  }
+  return RunLayer(*layer, inputs, request.threads);
+}
+
+absl::StatusOr<NamedTensors> DefineTechnique(const Technique& technique, const Problem& problem,
+                                             const Inputs& inputs, const RunRequest& request,
+                                             const DefinitionRequest& definition) {
+  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer,
+                       technique.Create(problem, request.options, request.device, request.seed));
+  if (request.parameters != nullptr) {
+    TFB_RETURN_IF_ERROR(layer->SetParameters(*request.parameters));
+  }
+  NamedTensors outputs;
+  TFB_RETURN_IF_ERROR(technique.Define(problem, request.options, layer->parameters(), inputs,
+                                       definition, &outputs));
+  return outputs;
+}
+
+double MaxDifference(const ConstTensorView& a, const ConstTensorView& b) {
+  if (a.shape() != b.shape()) return std::numeric_limits<double>::infinity();
+  double max = 0;
+  ForEachOffset(a, b, [&](int64_t i, int64_t j) {
+    const double x = a.Get(i), y = b.Get(j);
+    if (x == y || (std::isnan(x) && std::isnan(y))) return;
+    const double difference = std::abs(x - y);
+    if (!(difference <= max)) {
+      max = std::isnan(difference) ? std::numeric_limits<double>::infinity() : difference;
+    }
+  });
+  return max;
+}
+
+double MaxAbs(const ConstTensorView& view) {
+  double max = 0;
+  ForEachOffset(view, view,
+                [&](int64_t i, int64_t) { max = std::fmax(max, std::abs(view.Get(i))); });
+  return max;
+}
+
+SafetensorsFile GoldenFile(const std::string& path) {
+  // Bazel runs a test in the root of its runfiles, where data files have their paths in the
+  // repository.
+  absl::StatusOr<SafetensorsFile> file = ReadSafetensors(path);
+  if (!file.ok()) {
+    std::fprintf(stderr, "%s\n", file.status().ToString().c_str());
+    std::abort();
+  }
+  return *std::move(file);
+}
+
+}  // namespace tfb

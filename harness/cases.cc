@@ -1,0 +1,549 @@
+#include "harness/cases.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "harness/machine.h"
+#include "results/reader.h"
+
+namespace tfb {
+namespace {
+
+absl::Status FlagError(absl::string_view flag, absl::string_view message) {
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, ": ", message));
+}
+absl::Status FlagError(absl::string_view flag, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat("--", flag, ": ", status.message()));
+}
+
+// The words of a list; empty words are an error.
+absl::StatusOr<std::vector<std::string>> Words(absl::string_view flag, absl::string_view text) {
+  std::vector<std::string> words;
+  for (absl::string_view word : absl::StrSplit(text, ',')) {
+    word = absl::StripAsciiWhitespace(word);
+    if (word.empty()) return FlagError(flag, absl::StrCat("empty item in \"", text, "\""));
+    if (std::find(words.begin(), words.end(), word) == words.end()) words.emplace_back(word);
+  }
+  return words;
+}
+
+bool HasOption(const TechniqueInfo& info, absl::string_view name) {
+  return std::any_of(info.options.begin(), info.options.end(),
+                     [&](const OptionSpec& spec) { return spec.name == name; });
+}
+
+// The options with every * replaced by each of the option's sweep values: every combination.
+absl::StatusOr<std::vector<Options>> ExpandSweeps(const TechniqueInfo& info,
+                                                  const Options& options) {
+  std::vector<Options> expanded = {options};
+  for (const auto& [name, value] : options) {
+    if (value != "*") continue;
+    const auto spec = std::find_if(info.options.begin(), info.options.end(),
+                                   [&name = name](const OptionSpec& s) { return s.name == name; });
+    if (spec == info.options.end()) continue;  // Canonical says so
+    if (spec->sweep.empty()) {
+      std::vector<std::string> sweepable;
+      for (const OptionSpec& s : info.options) {
+        if (!s.sweep.empty()) sweepable.push_back(s.name);
+      }
+      return absl::InvalidArgumentError(absl::StrCat(
+          "option ", name, " of ", info.name, " has no values for *; ",
+          sweepable.empty()
+              ? "none of its options has: give a value"
+              : absl::StrCat("its options that have: ", absl::StrJoin(sweepable, ", "))));
+    }
+    std::vector<Options> longer;
+    for (const Options& base : expanded) {
+      for (const std::string& sweep_value : spec->sweep) {
+        longer.push_back(base);
+        longer.back()[name] = sweep_value;
+      }
+    }
+    expanded = std::move(longer);
+  }
+  return expanded;
+}
+
+absl::StatusOr<std::vector<const Technique*>> Matching(const TechniqueSpec& spec,
+                                                       const Registry& registry) {
+  if (spec.technique.find_first_of("*?") == std::string::npos) {
+    TFB_ASSIGN_OR_RETURN(const Technique* found, registry.Find(spec.technique));
+    return std::vector<const Technique*>{found};
+  }
+  std::vector<const Technique*> matching;
+  bool name_matches = false;
+  for (const Technique* technique : registry.All()) {
+    if (fnmatch(spec.technique.c_str(), technique->info().name.c_str(), 0) != 0) continue;
+    name_matches = true;
+    const bool has_all =
+        std::all_of(spec.options.begin(), spec.options.end(),
+                    [&](const auto& option) { return HasOption(technique->info(), option.first); });
+    if (has_all) matching.push_back(technique);
+  }
+  if (!name_matches) {
+    return absl::NotFoundError(
+        absl::StrCat("no technique matches \"", spec.technique, "\" (--list shows all)"));
+  }
+  if (matching.empty()) {
+    return absl::NotFoundError(absl::StrCat("no technique that matches \"", spec.technique,
+                                            "\" has the options ", ToString(spec.options),
+                                            " (--list shows all)"));
+  }
+  return matching;
+}
+
+// The values of the axes, parsed.
+struct Axes {
+  std::vector<ChosenTechnique> techniques;
+  std::vector<Device> devices;
+  bool devices_given = false;
+  std::vector<DType> dtypes;
+  std::vector<int64_t> lengths;  // empty: not given
+  std::vector<int64_t> heads, kv_heads, head_dims, batches;
+  std::vector<std::optional<bool>> causal;  // none: auto
+  std::vector<InputSource> inputs;
+  std::vector<int64_t> threads;
+};
+
+constexpr int64_t kMaxSize = int64_t{1} << 40;  // as Validate has it
+constexpr int64_t kMaxThreads = 4096;
+
+absl::Status ParseWords(const CaseFlags& flags, absl::string_view folder, Axes* axes) {
+  axes->devices_given = !flags.devices.empty();
+  TFB_ASSIGN_OR_RETURN(const auto devices,
+                       Words("devices", axes->devices_given ? flags.devices : "cpu,cuda"));
+  for (const std::string& word : devices) {
+    const absl::StatusOr<Device> device = ParseDevice(word);
+    if (!device.ok()) return FlagError("devices", device.status());
+    axes->devices.push_back(*device);
+  }
+  TFB_ASSIGN_OR_RETURN(const auto dtypes, Words("dtypes", flags.dtypes));
+  for (const std::string& word : dtypes) {
+    const absl::StatusOr<DType> dtype = ParseDType(word);
+    if (!dtype.ok() || (*dtype != DType::kF32 && *dtype != DType::kBF16 && *dtype != DType::kF16)) {
+      return FlagError("dtypes", absl::StrCat("\"", word, "\"; allowed are f32, bf16, f16"));
+    }
+    axes->dtypes.push_back(*dtype);
+  }
+  TFB_ASSIGN_OR_RETURN(const auto causal, Words("causal", flags.causal));
+  for (const std::string& word : causal) {
+    if (word == "auto") {
+      axes->causal.push_back(std::nullopt);
+    } else if (word == "true" || word == "false") {
+      axes->causal.push_back(word == "true");
+    } else {
+      return FlagError("causal", absl::StrCat("\"", word, "\"; allowed are true, false, auto"));
+    }
+  }
+  TFB_ASSIGN_OR_RETURN(const auto inputs, Words("input", flags.inputs));
+  for (const std::string& word : inputs) {
+    const absl::StatusOr<std::vector<InputSource>> sources = ParseInputSources(word, folder);
+    if (!sources.ok()) return FlagError("input", sources.status());
+    axes->inputs.insert(axes->inputs.end(), sources->begin(), sources->end());
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Axes> ParseAxes(const CaseFlags& flags, const Registry& registry,
+                               absl::string_view folder) {
+  Axes axes;
+  TFB_ASSIGN_OR_RETURN(axes.techniques, ChooseTechniques(flags.techniques, registry));
+  TFB_RETURN_IF_ERROR(ParseWords(flags, folder, &axes));
+  if (!flags.lengths.empty()) {
+    TFB_ASSIGN_OR_RETURN(axes.lengths, ParseSizes("lengths", flags.lengths, 1, kMaxSize));
+  }
+  TFB_ASSIGN_OR_RETURN(axes.heads, ParseSizes("heads", flags.heads, 1, kMaxSize));
+  if (!flags.kv_heads.empty()) {
+    TFB_ASSIGN_OR_RETURN(axes.kv_heads, ParseSizes("kv_heads", flags.kv_heads, 1, kMaxSize));
+  }
+  TFB_ASSIGN_OR_RETURN(axes.head_dims, ParseSizes("head_dims", flags.head_dims, 1, kMaxHeadDim));
+  TFB_ASSIGN_OR_RETURN(axes.batches, ParseSizes("batches", flags.batches, 1, kMaxSize));
+  if (flags.threads.empty()) {
+    axes.threads = {UsableCores()};
+  } else {
+    TFB_ASSIGN_OR_RETURN(axes.threads, ParseSizes("threads", flags.threads, 1, kMaxThreads));
+  }
+  return axes;
+}
+
+// Tokens of a captured layer for the technique's kind of input.
+int64_t CapturedTokens(const CapturedLayer& layer, InputKind kind) {
+  return kind == InputKind::kQkv ? layer.query_tokens : layer.hidden_tokens;
+}
+
+// Collects cases and answers whether one is there already.
+class CaseList {
+ public:
+  void Add(SweepCase sweep_case) {
+    if (!keys_.insert(CaseKey(MakeRecord(sweep_case))).second) return;
+    cases_.push_back(std::move(sweep_case));
+  }
+  std::vector<SweepCase>& cases() { return cases_; }
+
+ private:
+  std::vector<SweepCase> cases_;
+  std::set<std::string> keys_;
+};
+
+// The problems of the axes for one technique and input, without the direction of the mask.
+absl::StatusOr<std::vector<Problem>> Problems(const Axes& axes, const InputSource& input,
+                                              InputKind kind) {
+  std::vector<Problem> problems;
+  const bool captured = input.captured != nullptr;
+  std::vector<int64_t> lengths = axes.lengths;
+  if (lengths.empty() && captured) lengths = {kMaxSize};  // as long as the file
+  if (lengths.empty()) {
+    TFB_ASSIGN_OR_RETURN(lengths, ParseSizes("lengths", kDefaultLengths, 1, kMaxSize));
+  }
+  for (const DType dtype : axes.dtypes) {
+    for (const int64_t batch : axes.batches) {
+      for (const int64_t heads : axes.heads) {
+        for (const int64_t kv_heads :
+             axes.kv_heads.empty() ? std::vector<int64_t>{heads} : axes.kv_heads) {
+          for (const int64_t head_dim : axes.head_dims) {
+            for (const int64_t length : lengths) {
+              Problem problem = Problem::SelfAttention(batch, heads, length, head_dim);
+              problem.dtype = dtype;
+              problem.kv_heads = kv_heads;
+              if (const absl::Status status = Validate(problem); !status.ok() && !captured) {
+                return FlagError(kv_heads == heads ? "heads" : "kv_heads", status);
+              }
+              if (captured && length != kMaxSize &&
+                  length > CapturedTokens(*input.captured, kind)) {
+                continue;
+              }
+              problems.push_back(problem);
+            }
+          }
+        }
+      }
+    }
+  }
+  return problems;
+}
+
+bool IsCausal(std::optional<bool> asked, const TechniqueInfo& info, bool captured) {
+  if (asked.has_value()) return *asked;
+  return captured ? !info.supports_noncausal : info.supports_causal;
+}
+
+// Sizes and, for a captured input, whether it can serve the technique.
+void Fit(const InputSource& input, const Problem& wanted, SweepCase* sweep_case) {
+  sweep_case->problem = wanted;
+  if (input.captured == nullptr) return;
+  const InputKind kind = sweep_case->technique->info().input_kind;
+  const absl::StatusOr<Problem> fitted = FitProblem(input, kind, wanted);
+  if (fitted.ok()) {
+    sweep_case->problem = *fitted;
+    return;
+  }
+  sweep_case->obstacle = fitted.status();
+  // The key of a case that cannot run: the sizes that the file has of anything.
+  const CapturedLayer& layer = *input.captured;
+  const int64_t tokens = std::max(layer.query_tokens, layer.hidden_tokens);
+  sweep_case->problem.query_tokens = std::min(wanted.query_tokens, tokens);
+  sweep_case->problem.kv_tokens = std::min(wanted.kv_tokens, tokens);
+}
+
+bool IsWantedByDefault(const Axes& axes, const InputSource& input) {
+  // The long shipped file is for sweeps over lengths: the definitions of all its rows take minutes.
+  if (input.profile != "real" || !axes.lengths.empty()) return true;
+  return std::max(input.captured->query_tokens, input.captured->hidden_tokens) <= kRealTokens;
+}
+
+absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTechnique& chosen,
+                      const InputSource& input, CaseList* list) {
+  const TechniqueInfo& info = chosen.technique->info();
+  const bool captured = input.captured != nullptr;
+  TFB_ASSIGN_OR_RETURN(const std::vector<Problem> problems, Problems(axes, input, info.input_kind));
+  for (const Device device : axes.devices) {
+    const bool has_device =
+        std::find(info.devices.begin(), info.devices.end(), device) != info.devices.end();
+    if (!axes.devices_given && !has_device) continue;
+    for (const Problem& problem : problems) {
+      for (const std::optional<bool> causal : axes.causal) {
+        for (const int64_t threads : axes.threads) {
+          SweepCase added;
+          added.technique = chosen.technique;
+          added.options = chosen.options;
+          added.device = device;
+          added.input = input;
+          added.threads = static_cast<int>(threads);
+          added.seed = flags.seed;
+          added.purpose = captured ? Case::PURPOSE_ACCURACY : Case::PURPOSE_SCALING;
+          Problem wanted = problem;
+          wanted.causal = IsCausal(causal, info, captured);
+          Fit(input, wanted, &added);
+          list->Add(std::move(added));
+        }
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The dense counterpart of each case beside it.
+void AddCounterparts(const Registry& registry, CaseList* list) {
+  const size_t named = list->cases().size();
+  for (size_t i = 0; i < named; ++i) {
+    SweepCase beside = list->cases()[i];
+    const absl::StatusOr<TechniqueSpec> spec =
+        beside.technique->Counterpart(beside.problem, beside.options);
+    if (!spec.ok()) continue;
+    const absl::StatusOr<const Technique*> technique = registry.Find(spec->technique);
+    if (!technique.ok()) continue;  // not linked in: the case stands alone
+    const absl::StatusOr<Options> options = (*technique)->Canonical(spec->options);
+    if (!options.ok() || !beside.obstacle.ok()) continue;
+    // Another kind of input is another problem: nothing to hold times against.
+    if ((*technique)->info().input_kind != beside.technique->info().input_kind) continue;
+    beside.technique = *technique;
+    beside.options = *options;
+    beside.added = true;
+    list->Add(std::move(beside));
+  }
+}
+
+ElementType ElementTypeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return ELEMENT_TYPE_F32;
+    case DType::kBF16:
+      return ELEMENT_TYPE_BF16;
+    case DType::kF16:
+      return ELEMENT_TYPE_F16;
+    case DType::kF64:
+      return ELEMENT_TYPE_F64;
+    default:
+      return ELEMENT_TYPE_UNSPECIFIED;
+  }
+}
+
+TechniqueDescription::Exactness ExactnessOf(Exactness exactness) {
+  switch (exactness) {
+    case Exactness::kExact:
+      return TechniqueDescription::EXACTNESS_EXACT;
+    case Exactness::kApproximate:
+      return TechniqueDescription::EXACTNESS_APPROXIMATE;
+    case Exactness::kOwn:
+      return TechniqueDescription::EXACTNESS_OWN;
+  }
+  return TechniqueDescription::EXACTNESS_UNSPECIFIED;
+}
+
+TechniqueDescription::InputKind InputKindOf(InputKind kind) {
+  switch (kind) {
+    case InputKind::kQkv:
+      return TechniqueDescription::INPUT_KIND_QKV;
+    case InputKind::kHidden:
+      return TechniqueDescription::INPUT_KIND_HIDDEN;
+    case InputKind::kTokens:
+      return TechniqueDescription::INPUT_KIND_TOKENS;
+  }
+  return TechniqueDescription::INPUT_KIND_UNSPECIFIED;
+}
+
+void SetProblem(const Problem& problem, ProblemSize* size) {
+  size->set_batch(problem.batch);
+  size->set_query_heads(problem.query_heads);
+  size->set_kv_heads(problem.kv_heads);
+  size->set_query_tokens(problem.query_tokens);
+  size->set_kv_tokens(problem.kv_tokens);
+  size->set_head_dim(problem.head_dim);
+  size->set_value_dim(problem.value_dim);
+  size->set_causal(problem.causal);
+}
+
+// The options that differ from their defaults.
+Options ChangedOptions(const SweepCase& sweep_case) {
+  Options changed;
+  for (const OptionSpec& spec : sweep_case.technique->info().options) {
+    const auto found = sweep_case.options.find(spec.name);
+    if (found != sweep_case.options.end() && found->second != spec.default_value) {
+      changed.insert(*found);
+    }
+  }
+  return changed;
+}
+
+}  // namespace
+
+std::string SweepCase::DisplayName() const {
+  const Options changed = ChangedOptions(*this);
+  return absl::StrCat(technique->info().name, changed.empty() ? "" : " ",
+                      absl::StrJoin(changed, " ", absl::PairFormatter("=")));
+}
+
+std::string SweepCase::ToString() const {
+  return absl::StrCat(DisplayName(), ", ", Name(device), ", ", problem.ToString(), ", ",
+                      input.ToString());
+}
+
+absl::StatusOr<std::vector<int64_t>> ParseSizes(absl::string_view what, absl::string_view text,
+                                                int64_t min, int64_t max) {
+  std::vector<int64_t> sizes;
+  TFB_ASSIGN_OR_RETURN(const std::vector<std::string> words, Words(what, text));
+  for (const std::string& word : words) {
+    const std::vector<std::string> ends = absl::StrSplit(word, ':');
+    int64_t first = 0, last = 0;
+    const bool whole = ends.size() <= 2 && absl::SimpleAtoi(ends.front(), &first) &&
+                       absl::SimpleAtoi(ends.back(), &last);
+    if (!whole) {
+      return FlagError(
+          what, absl::StrCat("\"", word, "\" is neither a number nor a range like 256:4096"));
+    }
+    for (const int64_t end : {first, last}) {
+      if (end < min || end > max) {
+        return FlagError(what, absl::StrCat(end, "; allowed are ", min, " to ", max));
+      }
+    }
+    if (last < first) return FlagError(what, absl::StrCat("the range ", word, " is empty"));
+    for (int64_t size = first; size <= last; size *= 2) {
+      if (std::find(sizes.begin(), sizes.end(), size) == sizes.end()) sizes.push_back(size);
+    }
+  }
+  return sizes;
+}
+
+absl::StatusOr<std::vector<ChosenTechnique>> ChooseTechniques(absl::string_view text,
+                                                              const Registry& registry) {
+  const absl::StatusOr<std::vector<TechniqueSpec>> specs = ParseTechniqueSpecs(text);
+  if (!specs.ok()) return FlagError("techniques", specs.status());
+  std::vector<ChosenTechnique> chosen;
+  for (const TechniqueSpec& spec : *specs) {
+    const absl::StatusOr<std::vector<const Technique*>> matching = Matching(spec, registry);
+    if (!matching.ok()) return FlagError("techniques", matching.status());
+    for (const Technique* technique : *matching) {
+      const absl::StatusOr<std::vector<Options>> expanded =
+          ExpandSweeps(technique->info(), spec.options);
+      if (!expanded.ok()) return FlagError("techniques", expanded.status());
+      for (const Options& options : *expanded) {
+        const absl::StatusOr<Options> canonical = technique->Canonical(options);
+        if (!canonical.ok()) {
+          return FlagError("techniques", absl::StrCat(technique->info().name, ": ",
+                                                      canonical.status().message()));
+        }
+        chosen.push_back({technique, *canonical});
+      }
+    }
+  }
+  return chosen;
+}
+
+absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const Registry& registry,
+                                                 absl::string_view folder) {
+  TFB_ASSIGN_OR_RETURN(const Axes axes, ParseAxes(flags, registry, folder));
+  CaseList list;
+  for (const InputSource& input : axes.inputs) {
+    if (!IsWantedByDefault(axes, input)) continue;
+    for (const ChosenTechnique& chosen : axes.techniques) {
+      TFB_RETURN_IF_ERROR(AddCases(flags, axes, chosen, input, &list));
+    }
+  }
+  if (list.cases().empty()) {
+    return FlagError("lengths", absl::StrCat("no case is left: no input of \"", flags.inputs,
+                                             "\" has as many tokens as \"", flags.lengths, "\""));
+  }
+  if (flags.counterparts) AddCounterparts(registry, &list);
+
+  std::vector<SweepCase> cases = std::move(list.cases());
+  std::vector<std::pair<std::string, size_t>> groups;  // by first appearance
+  const auto rank = [&groups](const SweepCase& c) {
+    const std::string key = GroupKey(c);
+    const auto found = std::find_if(groups.begin(), groups.end(),
+                                    [&](const auto& group) { return group.first == key; });
+    if (found != groups.end()) return found->second;
+    groups.emplace_back(key, groups.size());
+    return groups.size() - 1;
+  };
+  using Order = std::tuple<bool, int64_t, size_t>;
+  std::vector<std::pair<Order, size_t>> order;
+  for (size_t i = 0; i < cases.size(); ++i) {
+    const SweepCase& c = cases[i];
+    const int64_t length = std::max(c.problem.query_tokens, c.problem.kv_tokens);
+    order.push_back({{c.purpose != Case::PURPOSE_ACCURACY, length, rank(c)}, i});
+  }
+  std::sort(order.begin(), order.end());
+  std::vector<SweepCase> sorted;
+  for (const auto& [key, index] : order) sorted.push_back(std::move(cases[index]));
+  return sorted;
+}
+
+Case MakeRecord(const SweepCase& sweep_case) {
+  const TechniqueInfo& info = sweep_case.technique->info();
+  Case record;
+  Case::Key* key = record.mutable_key();
+  key->set_technique(info.name);
+  key->mutable_options()->insert(sweep_case.options.begin(), sweep_case.options.end());
+  key->set_options_text(CanonicalOptions(*key));
+  key->set_device(sweep_case.device == Device::kCpu ? DEVICE_TYPE_CPU : DEVICE_TYPE_CUDA);
+  key->set_dtype(ElementTypeOf(sweep_case.problem.dtype));
+  SetProblem(sweep_case.problem, key->mutable_problem());
+  key->mutable_input()->set_name(sweep_case.input.profile);
+  if (sweep_case.input.captured != nullptr) {
+    key->mutable_input()->set_file(sweep_case.input.captured->file);
+    key->mutable_input()->set_model(sweep_case.input.captured->model());
+    key->mutable_input()->set_layer(sweep_case.input.captured->layer);
+  }
+  key->set_seed(sweep_case.seed);
+  key->set_threads(sweep_case.device == Device::kCpu ? sweep_case.threads : 0);
+  key->set_purpose(sweep_case.purpose);
+
+  TechniqueDescription* technique = record.mutable_technique();
+  technique->set_display_name(sweep_case.DisplayName());
+  technique->set_title(info.title);
+  technique->set_family(info.family);
+  technique->set_exactness(ExactnessOf(info.exactness));
+  technique->set_input_kind(InputKindOf(info.input_kind));
+  technique->set_options_are_default(ChangedOptions(sweep_case).empty());
+  technique->set_expected_growth(info.growth);
+  const absl::StatusOr<TechniqueSpec> counterpart =
+      sweep_case.technique->Counterpart(sweep_case.problem, sweep_case.options);
+  if (counterpart.ok()) technique->set_dense_counterpart(counterpart->technique);
+  return record;
+}
+
+std::string GroupKey(const SweepCase& sweep_case) {
+  Case::Key key = MakeRecord(sweep_case).key();
+  key.clear_technique();
+  key.clear_options();
+  key.clear_options_text();
+  return CaseKey(key);
+}
+
+std::string ListTechniques(const std::vector<const Technique*>& techniques) {
+  std::string text;
+  for (const Technique* technique : techniques) {
+    const TechniqueInfo& info = technique->info();
+    std::vector<absl::string_view> devices;
+    for (const Device device : info.devices) devices.push_back(Name(device));
+    absl::StrAppend(&text, info.name, "  ", info.title, "\n    family ", info.family, ", ",
+                    Name(info.exactness), ", input ", Name(info.input_kind), ", devices ",
+                    absl::StrJoin(devices, " "),
+                    !info.supports_noncausal ? ", causal only"
+                    : info.supports_causal   ? ""
+                                             : ", not causal",
+                    "\n    ", info.citation, "\n");
+    for (const OptionSpec& option : info.options) {
+      absl::StrAppend(
+          &text, "    :", option.name, "=", option.default_value, "  (", option.range, ") ",
+          option.help,
+          option.sweep.empty() ? "" : absl::StrCat("; * is ", absl::StrJoin(option.sweep, ", ")),
+          "\n");
+    }
+  }
+  return text;
+}
+
+}  // namespace tfb

@@ -1,0 +1,106 @@
+// From the flags of a sweep to the list of its cases: every technique and options at every problem,
+// on every device, for every input. Nothing runs here.
+#ifndef TFB_HARNESS_CASES_H_
+#define TFB_HARNESS_CASES_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "core/options.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "harness/inputs.h"
+#include "results/results.pb.h"
+
+namespace tfb {
+
+// What the caller typed, as flags have it. Each is a list that commas separate; the cases are every
+// combination.
+struct CaseFlags {
+  // Names or globs, each with ":option=value,option=value". A value of * takes every value that the
+  // option lists for sweeps. A glob with options takes the techniques that have all of these
+  // options.
+  std::string techniques = "*";
+  // Of cpu, cuda. Empty: the CPU, and CUDA for the techniques that have it.
+  std::string devices;
+  std::string dtypes = "f32";
+  // Tokens: numbers, and ranges "256:4096" that double. Empty: kDefaultLengths for drawn inputs,
+  // and as many tokens as the file has for captured ones ("real": of the files with at most
+  // kRealTokens). Lengths beyond a file's are left out.
+  std::string lengths;
+  std::string heads = "8";
+  std::string kv_heads;  // empty: as many as heads
+  std::string head_dims = "64";
+  std::string batches = "1";
+  // true, false, or auto: with drawn inputs causal where the technique has such a form, with
+  // captured ones (whose model saw all tokens) not causal where it has.
+  std::string causal = "auto";
+  // Profiles and files (harness/inputs.h). Captured tensors make accuracy cases of the file's
+  // sizes, drawn ones scaling cases.
+  std::string inputs = "real,gaussian";
+  std::string threads;  // sizes of the CPU pool; empty: every usable core
+  uint64_t seed = 1;
+  // Adds the dense counterpart of a technique at each of its problems where the caller did not name
+  // it.
+  bool counterparts = true;
+};
+inline constexpr absl::string_view kDefaultLengths = "256:4096";
+inline constexpr int64_t kRealTokens = 512;
+
+// One configuration: together with the seed and the purpose, the key of a result.
+struct SweepCase {
+  const Technique* technique = nullptr;
+  Options options;  // canonical
+  Device device = Device::kCpu;
+  Problem problem;
+  InputSource input;
+  int threads = 1;  // of the CPU pool
+  uint64_t seed = 1;
+  Case::Purpose purpose = Case::PURPOSE_SCALING;
+  bool added = false;  // a dense counterpart that the caller did not name
+  // Not OK where it is known without trying that the case cannot run: NotFound where the input
+  // lacks a tensor.
+  absl::Status obstacle;
+
+  // "longformer window=256": the options that differ from their defaults.
+  std::string DisplayName() const;
+  std::string ToString() const;  // the display name, device, problem and input
+};
+
+// The cases, without repetition, in the order in which to run them: accuracy before scaling, short
+// before long, and cases that differ in nothing but the technique and its options one after the
+// other. InvalidArgument, NotFound: the message begins with the flag. `folder` is what the paths in
+// `inputs` are relative to.
+absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const Registry& registry,
+                                                 absl::string_view folder);
+
+// The techniques that `text` (CaseFlags::techniques) names, with canonical options.
+struct ChosenTechnique {
+  const Technique* technique;
+  Options options;
+};
+absl::StatusOr<std::vector<ChosenTechnique>> ChooseTechniques(absl::string_view text,
+                                                              const Registry& registry);
+
+// "1,256:1024" is 1, 256, 512, 1024: in the order given, without repetition. `what` begins the
+// message.
+absl::StatusOr<std::vector<int64_t>> ParseSizes(absl::string_view what, absl::string_view text,
+                                                int64_t min, int64_t max);
+
+// The record of a case without an outcome: its key and what rendering has to know of the technique.
+Case MakeRecord(const SweepCase& sweep_case);
+// Equal for cases that differ in nothing but technique and options: those that are measured side by
+// side.
+std::string GroupKey(const SweepCase& sweep_case);
+
+// One paragraph a technique: name, family, exactness, devices, options with their defaults and
+// ranges.
+std::string ListTechniques(const std::vector<const Technique*>& techniques);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_CASES_H_

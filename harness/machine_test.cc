@@ -1,0 +1,104 @@
+#include "harness/machine.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "core/cpu/kernels.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+TEST(Machine, DescriptionNamesHostProcessorMemoryAndBuild) {
+  const Environment machine = DescribeMachine(2, "");
+  EXPECT_FALSE(machine.host().empty());
+  EXPECT_FALSE(machine.os().empty());
+  EXPECT_FALSE(machine.cpu_model().empty());
+  EXPECT_EQ(machine.threads(), 2);
+  EXPECT_GE(machine.logical_cores(), 1);
+  EXPECT_GT(machine.memory_bytes(), 1u << 20);
+  ASSERT_EQ(machine.simd_size(), 1);
+  EXPECT_FALSE(machine.simd(0).empty());
+  EXPECT_FALSE(machine.compiler().empty());
+  EXPECT_NE(machine.compile_flags().find("-std=c++17"), std::string::npos)
+      << machine.compile_flags();
+  EXPECT_FALSE(machine.compilation_mode().empty());
+  EXPECT_GT(machine.start_unix_ns(), 1'600'000'000'000'000'000);
+}
+
+TEST(Machine, GpusAreListedOrTheirAbsenceIsExplained) {
+  const Environment machine = DescribeMachine(1, "");
+  EXPECT_EQ(machine.gpus_size() == 0, !machine.no_gpu_reason().empty());
+  if (machine.gpus_size() == 0) {
+    EXPECT_EQ(machine.no_gpu_reason().rfind("no CUDA device: ", 0), 0u) << machine.no_gpu_reason();
+  }
+}
+
+TEST(Machine, CommitOutsideOfAWorkspaceIsUnknown) {
+  EXPECT_EQ(DescribeMachine(1, "").git_commit(), "");
+  const Environment elsewhere = DescribeMachine(1, "/proc");
+  EXPECT_EQ(elsewhere.git_commit(), "");
+  EXPECT_FALSE(elsewhere.has_git_dirty());
+}
+
+TEST(Machine, CommitAndUncommittedChangesAreFound) {
+  if (std::system("git --version > /dev/null 2>&1") != 0) GTEST_SKIP() << "git is not installed";
+  const std::string folder = absl::StrCat(::testing::TempDir(), "/repository_", getpid());
+  const std::vector<std::string> commands = {
+      absl::StrCat("git init -q ", folder),
+      absl::StrCat("git -C ", folder, " -c user.name=n -c user.email=e@example.org",
+                   " commit -q --allow-empty -m first")};
+  for (const std::string& command : commands) ASSERT_EQ(std::system(command.c_str()), 0) << command;
+  const Environment clean = DescribeMachine(1, folder);
+  EXPECT_EQ(clean.git_commit().size(), 40u);
+  ASSERT_TRUE(clean.has_git_dirty());
+  EXPECT_FALSE(clean.git_dirty());
+  std::ofstream(folder + "/new") << "text";
+  EXPECT_TRUE(DescribeMachine(1, folder).git_dirty());
+}
+
+TEST(Machine, PeaksAreMeasuredOncePerNumberOfThreads) {
+  Environment machine;
+  MeasurePeaks({2, 1, 2}, &machine);
+  ASSERT_EQ(machine.peaks_size(), 4);
+  EXPECT_EQ(machine.peaks(0).name(), "f32 fma, 1 thread");
+  EXPECT_EQ(machine.peaks(1).name(), "read, 1 thread");
+  EXPECT_EQ(machine.peaks(2).name(), "f32 fma, 2 threads");
+  EXPECT_EQ(machine.peaks(3).threads(), 2);
+  // Any processor that this builds for does a vector of FMAs a cycle, above 1 GHz.
+  EXPECT_GT(machine.peaks(0).value(), 2e9);
+  EXPECT_GT(machine.peaks(1).value(), 1e8);
+}
+
+TEST(Machine, EveryWordIsRead) {
+  std::vector<uint64_t> words(1000);
+  std::iota(words.begin(), words.end(), 1);
+  for (const int64_t count : {0, 1, 31, 32, 33, 1000}) {
+    EXPECT_EQ(ReadAll(words.data(), count), static_cast<uint64_t>(count * (count + 1) / 2));
+  }
+}
+
+TEST(Machine, LimitsArePlausible) {
+  EXPECT_GE(UsableCores(), 1);
+  EXPECT_GT(AvailableMemoryBytes(), 1 << 20);
+  EXPECT_GE(LastLevelCacheBytes(), 64 << 10);
+  EXPECT_GT(PeakResidentBytes(), 1 << 20);
+}
+
+TEST(Machine, WorkingDirectoryIsTheCallers) {
+  setenv("BUILD_WORKING_DIRECTORY", "/where/i/stand", 1);
+  EXPECT_EQ(DescribeMachine(1, "").working_directory(), "/where/i/stand");
+  unsetenv("BUILD_WORKING_DIRECTORY");
+  EXPECT_EQ(DescribeMachine(1, "").working_directory().front(), '/');
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,116 @@
+// Times layers side by side: setup, cold and warm runs, and the segments of streams.
+//
+// Google Benchmark is the timing loop. Each case gives it up to four benchmarks (setup, cold, run,
+// stream), whose repetitions it interleaves at random over all cases that are measured together. So
+// whatever drifts (clock, temperature, a neighbour) meets all of them alike, and a ratio of two
+// medians is honest even where the medians are not.
+//
+//   run      a sample is the mean of as many calls as last min_time; one untimed call before them
+//   warms caches and predictors cold     one call after the caches were overwritten setup    Setup,
+//   timed apart, and followed by one Run: together "end to end" stream   Reset, then Append over
+//   the whole sequence; a sample is the time of one segment
+//
+// What happens to odd samples. None is dropped for being slow: medians and their intervals cope
+// with tails, and a sample removed for its value biases both. But directly before and after each
+// sample of `run` a fixed amount of arithmetic is timed, on one thread. Where that took over
+// kDisturbedFactor of its usual time (kUsualQuantile over the samples taken together), the core
+// itself was slower then, throttled or taken away, and the sample says little of the layer: it is
+// discarded and counted, the worst first and never more than a third of a case's samples.
+#ifndef TFB_HARNESS_TIMING_H_
+#define TFB_HARNESS_TIMING_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/thread_pool.h"
+#include "results/results.pb.h"
+
+namespace tfb {
+
+constexpr double kDisturbedFactor = 1.3;
+constexpr double kUsualQuantile = 0.1;
+
+// A layer with all that a call needs. Setup has been called, and Run once.
+struct TimedCase {
+  Layer* layer = nullptr;
+  Inputs inputs;
+  Outputs outputs;
+  Execution execution;
+  // Waits for what Run has enqueued; null where Run returns when it is done, as on the CPU.
+  std::function<absl::Status()> synchronize;
+  double timeout_seconds = 0;  // for everything that is measured of this case; 0: none
+  // About as long as the measuring should take: the numbers of samples adapt, down to
+  // kFewestSamples. 0: no limit.
+  double share_seconds = 0;
+
+  // What came out.
+  Timing timing;
+  double spent_seconds = 0;
+  // Not OK where a call failed; DeadlineExceeded where the timeout came before a sample of `run`. A
+  // stream that cannot be fed is in `stream_status` alone.
+  absl::Status status;
+  absl::Status stream_status;
+};
+
+struct TimingOptions {
+  int repetitions = 11;    // samples of `run`, unless the share is too small for them
+  double min_time = 0.01;  // seconds that a sample of `run` lasts at least
+  bool setup = true, cold = true, stream = true;
+  // Overwrites the caches of the cores, or of the device; null: no cold runs.
+  std::function<void()> flush_caches;
+  // Called before each sample with the case's index and "run", "cold", "setup" or "stream".
+  std::function<void(size_t index, absl::string_view what)> on_sample;
+  // Once true, no further sample is begun. What was sampled by then is kept.
+  std::function<bool()> stopped;
+};
+// With six samples their range is a 95% interval of the median; so fewer are taken only where not
+// even those fit.
+constexpr int kIntervalSamples = 6;
+constexpr int kFewestSamples = 3;
+
+// Measures the cases together, each into its own `timing`. Not reentrant, as Google Benchmark is
+// not.
+void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cases);
+
+// Overwrites twice the last level's size, at most 256 MiB, by all threads of the pool, so that no
+// cache of any of their cores keeps what was in it.
+class CpuCacheFlusher {
+ public:
+  explicit CpuCacheFlusher(ThreadPool* pool);
+  void operator()();
+  static int64_t Bytes();
+
+ private:
+  ThreadPool* pool_;
+  Tensor memory_;
+  uint8_t value_ = 0;
+};
+
+// Seconds since some point, monotonic.
+double MonotonicSeconds();
+
+// Which samples to keep, by the time of the fixed arithmetic beside each (the policy above).
+// `usual` is that time undisturbed.
+std::vector<bool> UndisturbedSamples(const std::vector<double>& probes, double usual);
+
+// The segments of a stream: [begin, begin + tokens), whole and in order.
+struct Segment {
+  int64_t begin;
+  int64_t tokens;
+};
+// About eight of equal size, or as many as the largest segment asks for; a shorter one at the end
+// where they do not divide.
+std::vector<Segment> PlanSegments(int64_t tokens, int64_t max_segment_tokens);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_TIMING_H_

@@ -1,0 +1,243 @@
+#include "harness/toys.h"
+
+#include <csignal>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "core/definition.h"
+
+namespace tfb {
+namespace {
+
+struct ToyOptions {
+  int64_t rounds = 1;
+  int64_t shade = 0;
+  int64_t ms = 0;
+  int64_t mib = 0;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("rounds", &rounds, 1, 1000000, "times that the work is done", {1, 2, 4});
+    bind.Int("shade", &shade, 0, 2, "changes nothing", {0, 2});
+    bind.Int("ms", &ms, 0, 3600000, "milliseconds that a Run sleeps");
+    bind.Int("mib", &mib, 0, int64_t{1} << 40, "MiB that are taken");
+  }
+};
+
+enum class Deed { kNone, kWrong, kUnable, kRefuses, kHungry, kHoards, kCrashes };
+
+// y_i = mean of v_j over the keys that row i sees.
+class MeanLayer : public Layer {
+ public:
+  MeanLayer(const Problem& problem, const ToyOptions& options, Deed deed)
+      : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
+        options_(options),
+        deed_(deed) {}
+
+  size_t workspace_bytes(int threads) const override {
+    if (deed_ == Deed::kHungry) return static_cast<size_t>(options_.mib) << 20;
+    return static_cast<size_t>(threads) * 64;
+  }
+  Cost cost() const override {
+    const Problem& p = problem();
+    return {2.0 * options_.rounds * p.batch * p.query_heads * p.query_tokens * p.value_dim, {}};
+  }
+  std::map<std::string, double> statistics() const override {
+    return {{"rounds", options_.rounds}};
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs&, const Execution&) override {
+    if (deed_ == Deed::kHoards) hoard_.assign(options_.mib << 20, 1);
+    return absl::OkStatus();
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs, const Execution&) override {
+    if (deed_ == Deed::kRefuses) return absl::InternalError("the toy refuses to run");
+    if (deed_ == Deed::kCrashes) raise(SIGSEGV);
+    if (options_.ms > 0) absl::SleepFor(absl::Milliseconds(options_.ms));
+    for (int64_t round = 0; round < options_.rounds; ++round) Fill(inputs.Get("v"), outputs);
+    return absl::OkStatus();
+  }
+
+ private:
+  void Fill(const ConstTensorView& v, const Outputs& outputs) {
+    const Problem& p = problem();
+    const TensorView out = outputs.Get("out"), lse = outputs.Get("log_sum_exp");
+    std::vector<double> sum(p.value_dim);
+    for (int64_t b = 0; b < p.batch; ++b) {
+      for (int64_t h = 0; h < p.query_heads; ++h) {
+        std::fill(sum.begin(), sum.end(), 0);
+        int64_t seen = 0;
+        for (int64_t i = 0; i < p.query_tokens; ++i) {
+          const int64_t end = p.causal ? i + p.causal_offset() + 1 : p.kv_tokens;
+          for (; seen < end; ++seen) {
+            for (int64_t c = 0; c < p.value_dim; ++c) {
+              sum[c] += v.Get(v.Offset(b, h / p.group(), seen, c));
+            }
+          }
+          for (int64_t c = 0; c < p.value_dim; ++c) {
+            out.Set(out.Offset(b, h, i, c),
+                    (seen > 0 ? sum[c] / seen : 0) + (deed_ == Deed::kWrong ? 1 : 0));
+          }
+          if (!lse.empty()) lse.Set(lse.Offset(b, h, i), std::log(static_cast<double>(seen)));
+        }
+      }
+    }
+  }
+
+  ToyOptions options_;
+  Deed deed_;
+  std::vector<char> hoard_;
+};
+
+class MeanToy : public TechniqueOf<ToyOptions> {
+ public:
+  MeanToy(TechniqueInfo info, Deed deed) : TechniqueOf(std::move(info)), deed_(deed) {}
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const ToyOptions& options, Device device,
+                                                   uint64_t) const override {
+    if (deed_ == Deed::kUnable) return absl::UnimplementedError("the toy is unable to");
+    if (device != Device::kCpu) return absl::InternalError("the toy has no kernels");
+    return std::make_unique<MeanLayer>(problem, options, deed_);
+  }
+  absl::Status Definition(const Problem& problem, const ToyOptions&, const NamedTensors&,
+                          const Inputs& inputs, const DefinitionRequest& request,
+                          NamedTensors* outputs) const override {
+    DefineAttention(
+        problem, inputs, request,
+        [&](int64_t, int64_t, int64_t i, int64_t j) {
+          return problem.causal && j > i + problem.causal_offset() ? kNotSeen : 0.0;
+        },
+        outputs);
+    return absl::OkStatus();
+  }
+
+ private:
+  Deed deed_;
+};
+
+class CopyLayer : public StreamingLayer {
+ public:
+  explicit CopyLayer(const Problem& p)
+      : StreamingLayer(p, HiddenInputs(p), HiddenOutputs(p),
+                       {{"x", {p.batch, kSegmentTokens, p.model_dim()}, p.dtype, false}},
+                       {{"out", {p.batch, kSegmentTokens, p.model_dim()}, p.dtype, false}},
+                       /*max_segment_tokens=*/16) {}
+  size_t workspace_bytes(int) const override { return 0; }
+  Cost cost() const override { return {}; }
+  absl::Status Reset() override {
+    appended_ = 0;
+    return absl::OkStatus();
+  }
+
+ protected:
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs, const Execution&) override {
+    CopyElements(inputs.Get("x"), outputs.Get("out"));
+    return absl::OkStatus();
+  }
+  absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
+                        const Execution&) override {
+    appended_ += tokens;
+    if (appended_ > problem().query_tokens)
+      return absl::OutOfRangeError("more tokens than there are");
+    CopyElements(segment.Get("x"), outputs.Get("out"));
+    return absl::OkStatus();
+  }
+
+ private:
+  int64_t appended_ = 0;
+};
+
+class WholeCopyLayer : public Layer {
+ public:
+  explicit WholeCopyLayer(const Problem& p) : Layer(p, HiddenInputs(p), HiddenOutputs(p)) {}
+  size_t workspace_bytes(int) const override { return 0; }
+  Cost cost() const override { return {}; }
+
+ protected:
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs, const Execution&) override {
+    CopyElements(inputs.Get("x"), outputs.Get("out"));
+    return absl::OkStatus();
+  }
+};
+
+class CopyToy : public TechniqueOf<ToyOptions> {
+ public:
+  CopyToy(TechniqueInfo info, bool streams) : TechniqueOf(std::move(info)), streams_(streams) {}
+
+  // Its own counterpart: nothing dense is in it.
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem&, const Options&) const override {
+    return TechniqueSpec{info().name, {}};
+  }
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem, const ToyOptions&,
+                                                   Device, uint64_t) const override {
+    if (streams_) return std::make_unique<CopyLayer>(problem);
+    return std::make_unique<WholeCopyLayer>(problem);
+  }
+  absl::Status Definition(const Problem&, const ToyOptions&, const NamedTensors&,
+                          const Inputs& inputs, const DefinitionRequest&,
+                          NamedTensors* outputs) const override {
+    Tensor out(DType::kF64, inputs.Get("x").shape());
+    CopyElements(inputs.Get("x"), out.view());
+    (*outputs)["out"] = std::move(out);
+    return absl::OkStatus();
+  }
+
+ private:
+  bool streams_;
+};
+
+TechniqueInfo Info(absl::string_view name) {
+  TechniqueInfo info;
+  info.name = std::string(name);
+  info.family = "toys";
+  info.title = "A toy";
+  info.citation = "none";
+  info.exactness = Exactness::kOwn;
+  info.budget_option = "rounds";
+  info.growth = 1;
+  return info;
+}
+
+}  // namespace
+
+void AddToys(Registry& registry) {
+  const auto add_mean = [&](absl::string_view name, Deed deed) {
+    registry.Add(std::make_unique<MeanToy>(Info(name), deed));
+  };
+  add_mean("toy_mean", Deed::kNone);
+  add_mean("toy_wrong", Deed::kWrong);
+  add_mean("toy_unable", Deed::kUnable);
+  add_mean("toy_refuses", Deed::kRefuses);
+  add_mean("toy_slow", Deed::kNone);
+  add_mean("toy_hungry", Deed::kHungry);
+  add_mean("toy_hoarder", Deed::kHoards);
+  add_mean("toy_crash", Deed::kCrashes);
+  TechniqueInfo causal = Info("toy_causal");
+  causal.supports_noncausal = false;
+  registry.Add(std::make_unique<MeanToy>(causal, Deed::kNone));
+  TechniqueInfo full = Info("toy_full");
+  full.supports_causal = false;
+  registry.Add(std::make_unique<MeanToy>(full, Deed::kNone));
+  TechniqueInfo cuda = Info("toy_cuda");
+  cuda.devices = {Device::kCuda};
+  registry.Add(std::make_unique<MeanToy>(cuda, Deed::kNone));
+  TechniqueInfo hidden = Info("toy_hidden");
+  hidden.input_kind = InputKind::kHidden;
+  registry.Add(std::make_unique<CopyToy>(hidden, /*streams=*/false));
+  hidden.name = "toy_stream";
+  registry.Add(std::make_unique<CopyToy>(hidden, /*streams=*/true));
+}
+
+void AddDenseToy(Registry& registry) {
+  registry.Add(std::make_unique<MeanToy>(Info("dense"), Deed::kNone));
+}
+
+}  // namespace tfb

@@ -1,0 +1,28 @@
+// Techniques for tests of the harness: each does one thing that a sweep must cope with.
+#ifndef TFB_HARNESS_TOYS_H_
+#define TFB_HARNESS_TOYS_H_
+
+#include "core/technique.h"
+
+namespace tfb {
+
+// toy_mean         the mean of the values that a row sees; options rounds (repeats the work) and
+// shade toy_causal       the same, causal only toy_full         the same, not causal only
+// toy_hidden       copies hidden states
+// toy_stream       copies hidden states, whole or in segments
+// toy_wrong        toy_mean, off by 1
+// toy_unable       Create answers Unimplemented
+// toy_refuses      Run answers Internal
+// toy_slow         toy_mean, sleeping ms milliseconds a Run
+// toy_hungry       asks for a workspace of mib MiB
+// toy_hoarder      takes mib MiB in Setup, unannounced
+// toy_crash        ends the process by a signal in Run
+// toy_cuda         has an implementation for CUDA alone, which fails
+void AddToys(Registry& registry);
+// A toy of the name that techniques are held against by default. For registries without the real
+// one.
+void AddDenseToy(Registry& registry);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_TOYS_H_

@@ -1,0 +1,137 @@
+#include "positional/rope/rope.h"
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "attention/dense/dense.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+NamedTensors RunOwn(const Problem& problem, const Inputs& inputs, const Options& options) {
+  return RunTechnique(Rope(), problem, inputs, {options}).value();
+}
+
+TEST(Rope, AQuarterTurnSwapsTheChannelsOfAPair) {
+  // base 1 turns every pair by the position in radians. Query (1, 0) at position 1 against keys (1,
+  // 0) at 0 and 1: scores cos 1 and cos 0, over sqrt(2).
+  const Problem problem = Problem::SelfAttention(1, 1, 2, 2, /*causal=*/true);
+  NamedTensors inputs = RandomInputs(QkvInputs(problem), 1);
+  for (const char* name : {"q", "k", "v"}) {
+    for (int64_t n = 0; n < 4; ++n) inputs[name].span<float>()[n] = n % 2 == 0;
+  }
+  inputs["v"].span<float>()[0] = 0;
+  const NamedTensors out = RunOwn(problem, ViewsOf(inputs), {{"base", "1"}});
+  const double a = std::exp(std::cos(1.0) / std::sqrt(2.0)), b = std::exp(1 / std::sqrt(2.0));
+  EXPECT_NEAR(*out.at("out").view().At<float>(0, 0, 1, 0), b / (a + b), 1e-6);
+}
+
+TEST(Rope, DependsOnDistancesAlone) {
+  const Problem problem = Problem::SelfAttention(1, 2, 100, 16, /*causal=*/true);
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
+  for (const char* layout : {"interleaved", "half"}) {
+    const NamedTensors near = RunOwn(problem, ViewsOf(inputs), {{"layout", layout}});
+    const NamedTensors far =
+        RunOwn(problem, ViewsOf(inputs), {{"layout", layout}, {"position_offset", "1000000"}});
+    // At position 1e6 the tables hold correctly rounded cosines, so that only fp32 arithmetic is
+    // left.
+    EXPECT_LE(MaxDifference(near.at("out").view(), far.at("out").view()),
+              Fp32Bound(inputs.at("v").view()));
+  }
+}
+
+TEST(Rope, LayoutsAreThePermutationOfEachOther) {
+  const Problem problem = Problem::SelfAttention(1, 2, 70, 16);
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
+  NamedTensors permuted;
+  for (const char* name : {"q", "k"}) {
+    permuted[name] = Tensor(DType::kF32, inputs.at(name).shape());
+    for (int64_t n = 0; n < inputs.at(name).num_elements(); ++n) {
+      const int64_t c = n % 16;  // pair c / 2, member c % 2 goes to channel c / 2 + 8 (c % 2)
+      permuted[name].span<float>()[n - c + c / 2 + 8 * (c % 2)] = inputs.at(name).span<float>()[n];
+    }
+  }
+  permuted["v"] = inputs.at("v").Clone();
+  const NamedTensors a = RunOwn(problem, ViewsOf(inputs), {});
+  const NamedTensors b = RunOwn(problem, ViewsOf(permuted), {{"layout", "half"}});
+  EXPECT_LE(MaxDifference(a.at("out").view(), b.at("out").view()), 1e-5);
+}
+
+TEST(Rope, OneTokenIsNotTurnedAgainstItself) {
+  const Problem problem = Problem::SelfAttention(1, 1, 1, 8);
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
+  const NamedTensors out = RunOwn(problem, ViewsOf(inputs), {{"position_offset", "77"}});
+  EXPECT_EQ(MaxDifference(out.at("out").view(), inputs.at("v").view()), 0);
+}
+
+TEST(Rope, MatchesItsDefinitionInPartAndWhole) {
+  for (const Options& options :
+       {Options{}, Options{{"layout", "half"}}, Options{{"rotary_dims", "8"}, {"layout", "half"}},
+        Options{{"rotary_dims", "2"}, {"position_offset", "12345"}}, Options{{"base", "500000"}}}) {
+    for (bool causal : {false, true}) {
+      Problem problem = Problem::SelfAttention(
+          2, 4, 129, 25, causal);  // an odd head_dim leaves its last channel alone
+      problem.kv_tokens = causal ? 140 : 50;
+      problem.kv_heads = 2;
+      const NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
+      const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options);
+      const NamedTensors expected =
+          DefineTechnique(Rope(), problem, ViewsOf(inputs), {options}).value();
+      EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
+                Fp32Bound(inputs.at("v").view()))
+          << ToString(options);
+    }
+  }
+}
+
+TEST(Rope, RotaryDimsMustBeEvenAndFit) {
+  const Problem problem = Problem::SelfAttention(1, 1, 4, 16);
+  for (const char* dims : {"3", "18"}) {
+    EXPECT_EQ(
+        Rope().Create(problem, {{"rotary_dims", dims}}, Device::kCpu, 1).status().message(),
+        std::string("rotary_dims is ") + dims + "; allowed are even numbers up to head_dim, 16");
+  }
+}
+
+// GPT-J, GPT-NeoX and LLaMA of Hugging Face turned these; how is in the files' metadata. Their
+// queries and keys, turned, go through dense attention; ours go through rope untouched.
+class RopeGolden : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(RopeGolden, AttentionWithTheirTurnedRowsEqualsOurs) {
+  const SafetensorsFile golden =
+      GoldenFile(std::string("positional/rope/testdata/") + GetParam() + ".safetensors");
+  const NamedTensors& tensors = golden.tensors;
+  const Shape shape = tensors.at("q").shape();
+  const Problem problem =
+      Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3], /*causal=*/true);
+  const Options options = {
+      {"layout", golden.metadata.at("layout") == "interleaved" ? "interleaved" : "half"},
+      {"rotary_dims", golden.metadata.at("rotary_dim")},
+      {"base", golden.metadata.at("base")},
+      {"position_offset", golden.metadata.at("position_offset")}};
+  const NamedTensors values = RandomInputs({QkvInputs(problem)[2]}, 8);
+  NamedTensors theirs, defined;
+  const Inputs turned = {{"q", tensors.at("q_rotated").view()},
+                         {"k", tensors.at("k_rotated").view()},
+                         {"v", values.at("v").view()}};
+  ASSERT_TRUE(Dense().Define(problem, {}, {}, turned, {}, &theirs).ok());
+  const Inputs plain = {
+      {"q", tensors.at("q").view()}, {"k", tensors.at("k").view()}, {"v", values.at("v").view()}};
+  ASSERT_TRUE(Rope().Define(problem, options, {}, plain, {}, &defined).ok());
+  // At position 1e5 their angle, a product in another order, differs from ours in the last bit: 1e5
+  // 2^-53 = 1e-11.
+  EXPECT_LE(MaxDifference(defined["out"].view(), theirs["out"].view()), 1e-10);
+  const NamedTensors ours = RunOwn(problem, plain, options);
+  EXPECT_LE(MaxDifference(ours.at("out").view(), theirs["out"].view()),
+            Fp32Bound(values.at("v").view()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Files, RopeGolden,
+                         ::testing::Values("interleaved", "interleaved_partial", "half_split",
+                                           "half_split_far", "half_split_partial"));
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,91 @@
+// A result set put in order for showing: which cases count, which belong to one table, one row and
+// one curve, and what follows from each curve. All pointers are into the set that was given.
+#ifndef TFB_RESULTS_ANALYSIS_H_
+#define TFB_RESULTS_ANALYSIS_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "results/results.pb.h"
+#include "results/statistics.h"
+
+namespace tfb {
+
+// One technique with its options on one device: a row of a table. Cases that differ in nothing but
+// the seed share a place, and their samples are pooled.
+struct Series {
+  std::string name;  // for people: the display name, or technique and options
+  std::vector<const Case*> cases;
+  std::map<int64_t, std::vector<const Case*>> by_tokens;  // LengthOf(problem)
+
+  // Of the warm runs, at the lengths that have any.
+  std::map<int64_t, MedianInterval> run_ns;
+  std::optional<Growth> growth;
+  std::optional<Crossover> crossover;  // against dense; absent for a baseline
+  bool is_baseline = false;
+
+  // First case at the longest length that has a run time, or null.
+  const Case* longest() const;
+  const Case& first() const { return *cases.front(); }
+};
+
+// The cases of one table: equal in machine, purpose, element type and input; for accuracy in the
+// problem, for scaling in device and in the problem but for its tokens.
+struct SeriesGroup {
+  Case::Purpose purpose = Case::PURPOSE_UNSPECIFIED;
+  std::vector<Series> series;    // baselines first, then in the order of the file
+  std::vector<int64_t> lengths;  // ascending
+  const Environment* environment = nullptr;
+  const Case& first() const { return series.front().first(); }
+};
+
+class Analysis {
+ public:
+  // `results` must outlive the analysis and stay as it is.
+  explicit Analysis(const ResultSet& results);
+  Analysis(const Analysis&) = delete;
+  Analysis& operator=(const Analysis&) = delete;
+
+  const ResultSet& results() const { return results_; }
+  // In the file's order, each key once a machine: the last of several.
+  const std::vector<const Case*>& cases() const { return cases_; }
+  int64_t superseded_cases() const { return superseded_cases_; }
+  const std::vector<SeriesGroup>& groups() const { return groups_; }
+  // One environment for each machine, in the file's order.
+  const std::vector<const Environment*>& machines() const { return machines_; }
+
+  // Never null: an empty one where the file lacks it.
+  const Environment& EnvironmentOf(const Case& result) const;
+  const Case* DenseOf(const Case& result) const { return partners_.Find(result); }
+  const Series* SeriesOf(const Case& result) const;
+
+  // Dense time over the series' time at `tokens`; absent where either is unknown.
+  std::optional<double> SpeedUpAt(const Series& series, int64_t tokens) const;
+
+ private:
+  void SelectCases();
+  void Group();
+  void Finish(Series* series) const;
+
+  const ResultSet& results_;
+  DensePartners partners_;
+  Environment unknown_environment_;
+  std::map<std::string, const Environment*> environments_;  // by id
+  std::map<std::string, std::string> machine_names_;        // by environment id
+  std::vector<const Environment*> machines_;
+  std::vector<const Case*> cases_;
+  int64_t superseded_cases_ = 0;
+  std::vector<SeriesGroup> groups_;
+  std::map<const Case*, std::pair<int, int>> places_;  // group and series
+};
+
+// Name of the case's technique with its options, for people.
+std::string DisplayName(const Case& result);
+
+}  // namespace tfb
+
+#endif  // TFB_RESULTS_ANALYSIS_H_

@@ -1,0 +1,69 @@
+// libFuzzer's entry to the result reader, and to what shows and compares its results. Needs clang:
+//
+//   bazel run --config=fuzz //results:reader_fuzzer -- -max_total_time=60
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "results/appender.h"
+#include "results/comparison.h"
+#include "results/reader.h"
+#include "results/render.h"
+#include "results/wire.h"
+
+namespace {
+
+void Expect(bool holds) {
+  if (!holds) std::abort();
+}
+
+void Read(absl::string_view bytes) {
+  const absl::StatusOr<tfb::ResultFile> file = tfb::ReadResultBytes(bytes, "fuzzed");
+  if (!file.ok()) return;
+  Expect(file->whole_bytes + file->torn_bytes == static_cast<int64_t>(bytes.size()));
+  // What was read can be written and read again, and is then the same.
+  const std::string written = tfb::SerializeResults(file->results);
+  const absl::StatusOr<tfb::ResultFile> again = tfb::ReadResultBytes(written, "written");
+  Expect(again.ok() && tfb::SerializeResults(again->results) == written);
+
+  tfb::RenderOptions options;
+  options.details = true;
+  for (const tfb::RenderFormat format : {tfb::RenderFormat::kTerminal, tfb::RenderFormat::kMarkdown,
+                                         tfb::RenderFormat::kCsv, tfb::RenderFormat::kJson}) {
+    options.format = format;
+    const std::string text = tfb::Render(file->results, options);
+    // Nothing in a file controls the reader's terminal.
+    if (format == tfb::RenderFormat::kTerminal) Expect(text.find('\x1b') == std::string::npos);
+  }
+  const absl::StatusOr<tfb::Comparison> comparison =
+      tfb::Compare(file->results, file->results, tfb::CompareOptions());
+  if (comparison.ok()) {
+    tfb::RenderComparison(*comparison, false, true, tfb::TextStyle());
+    Expect(!comparison->regressed());
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  const absl::string_view bytes(reinterpret_cast<const char*>(data), size);
+  Read(bytes);
+  // The same bytes as a file with its signature, and as the cases of one with right checksums, so
+  // that the fuzzer gets past both.
+  Read(tfb::wire::Signature() + std::string(bytes));
+  if (size < 1) return 0;
+  std::string file = tfb::wire::Signature();
+  absl::string_view rest = bytes.substr(1);
+  while (!rest.empty()) {
+    std::string record;
+    const absl::string_view payload = rest.substr(0, 1 + size_t{data[0]} * 4);
+    tfb::wire::AppendLengthDelimited(tfb::wire::kCasesField, payload, &record);
+    tfb::wire::AppendChecksum(std::string(record), &record);
+    file += record;
+    rest.remove_prefix(payload.size());
+  }
+  Read(file);
+  return 0;
+}

@@ -1,0 +1,56 @@
+// Result sets as text: tables for people, CSV and JSON for programs.
+#ifndef TFB_RESULTS_RENDER_H_
+#define TFB_RESULTS_RENDER_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "results/results.pb.h"
+#include "results/table.h"
+
+namespace tfb {
+
+enum class RenderFormat { kTerminal, kMarkdown, kCsv, kJson };
+// "terminal", "markdown", "csv", "json"; InvalidArgument names what is allowed.
+absl::StatusOr<RenderFormat> ParseRenderFormat(absl::string_view name);
+
+struct RenderOptions {
+  RenderFormat format = RenderFormat::kTerminal;
+  TextStyle style;       // of the terminal
+  bool details = false;  // also costs told apart, statistics and the whole environment
+  // Shown as the last line of terminal and Markdown, "results: …"; none where empty.
+  std::vector<std::string> paths;
+  // Shown before it, e.g. that a file has a torn tail.
+  std::vector<std::string> notes;
+};
+
+// The style that suits the file descriptor: colour on a terminal where NO_COLOR is unset or empty
+// and TERM is not "dumb"; Unicode where the locale's variables say UTF-8; the terminal's width
+// where it tells one, but at least 80, and 120 otherwise.
+TextStyle StyleFor(int file_descriptor);
+
+// Terminal and Markdown: for each machine a header; a table of errors for each accuracy problem; a
+// table of times over lengths for each family of problems; the choices that nothing beats in both
+// error and time; what did not run, by reason; a count of cases. A result set without cases says
+// so.
+//
+// CSV (RFC 4180): a header line, then one line a case, in the order of the file; absent values are
+// empty fields, and numbers that are not finite are inf, -inf and nan. Times are in nanoseconds.
+//
+// JSON: {"format", "environments": [...], "cases": [...]}; absent values are left out, numbers that
+// are not finite are the strings "Infinity", "-Infinity" and "NaN", as in Protobuf's JSON, and
+// 64-bit seeds are strings.
+std::string Render(const ResultSet& results, const RenderOptions& options);
+
+// "512 tokens, 8 heads of 64, causal", without the tokens where they vary within a table.
+std::string DescribeProblem(const ProblemSize& problem, bool with_tokens);
+// "real (model, layer 3)".
+std::string DescribeInput(const InputProfile& input);
+// "near window=256, cpu f32, 512 tokens, 8 heads of 64, causal, real".
+std::string DescribeCase(const Case& result);
+
+}  // namespace tfb
+
+#endif  // TFB_RESULTS_RENDER_H_

@@ -1,0 +1,444 @@
+#include "results/render.h"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_split.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "results/reader.h"
+#include "results/synthetic.h"
+
+namespace tfb {
+namespace {
+
+using ::nlohmann::json;
+using ::tfb::synthetic::CaseSpec;
+using ::tfb::synthetic::MakeCase;
+using ::tfb::synthetic::MakeEnvironment;
+using ::tfb::synthetic::MakeSweep;
+using ::tfb::synthetic::MakeUnmeasured;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+std::string AsTerminal(const ResultSet& results, int width = 120) {
+  RenderOptions options;
+  options.style.width = width;
+  return Render(results, options);
+}
+
+std::string AsFormat(const ResultSet& results, RenderFormat format) {
+  RenderOptions options;
+  options.format = format;
+  options.details = true;
+  return Render(results, options);
+}
+
+// Fields of one CSV text by RFC 4180, line by line.
+std::vector<std::vector<std::string>> ParseCsv(const std::string& csv) {
+  std::vector<std::vector<std::string>> lines(1, {""});
+  bool quoted = false;
+  for (size_t i = 0; i < csv.size(); ++i) {
+    if (quoted) {
+      if (csv[i] != '"') {
+        lines.back().back() += csv[i];
+      } else if (i + 1 < csv.size() && csv[i + 1] == '"') {
+        lines.back().back() += csv[i++];
+      } else {
+        quoted = false;
+      }
+    } else if (csv[i] == '"') {
+      quoted = true;
+    } else if (csv[i] == ',') {
+      lines.back().emplace_back();
+    } else if (csv[i] == '\r' && i + 1 < csv.size() && csv[i + 1] == '\n') {
+      ++i;
+      lines.push_back({""});
+    } else {
+      lines.back().back() += csv[i];
+    }
+  }
+  lines.pop_back();  // behind the last line's end
+  return lines;
+}
+
+// Number of the named column in the header line.
+size_t Column(const std::vector<std::vector<std::string>>& csv, const std::string& name) {
+  for (size_t c = 0; c < csv[0].size(); ++c) {
+    if (csv[0][c] == name) return c;
+  }
+  ADD_FAILURE() << "no column " << name;
+  return 0;
+}
+
+TEST(RenderTerminal, ShowsASweepSoThatAPersonCanDecide) {
+  ResultSet sweep = MakeSweep();
+  CaseSpec cuda;
+  cuda.technique = "near";
+  cuda.device = DEVICE_TYPE_CUDA;
+  *sweep.add_cases() = MakeUnmeasured(cuda, Outcome::STATUS_SKIPPED, "cuda: no device");
+  RenderOptions options;
+  options.paths = {"results/runs/now.pb"};
+  EXPECT_EQ(
+      Render(sweep, options),
+      R"(bench-1 · Imaginary CPU 9000, 2 threads, AVX-512 · f32 peak 400 GFLOP/s, read 20 GB/s · commit 0123456789 (dirty)
+GPU: none (no driver)
+
+Accuracy: f32, 512 tokens, 8 heads of 64, causal, input real
+                                           error against  against  kept  KL from  recall,
+technique            device  exactness    its definition    dense  mass    dense   top 32  verdict
+plain                cpu     exact        2e-7 (<= 2e-6)     2e-7   1.0        0      1.0  ok
+near window=256      cpu     exact        2e-7 (<= 2e-6)     0.18  0.87     0.14     0.78  ok
+sketch features=128  cpu     approximate  2e-7 (<= 2e-6)     0.61     -        -        -  ok
+
+Scaling, ms at tokens: cpu f32, 8 heads of 64, causal, input gaussian
+                                                        growth  speed-up  faster than   memory    of
+technique              256   512  1024  2048  4096  (expected)   at 4096   dense from  at 4096  peak
+plain                0.500  2.00  8.00  32.0   128    2.00 (2)         -            -    4 MiB   67%
+near window=256       1.38  2.76  5.52  11.0  22.1    1.00 (1)      5.8x          707    4 MiB   24%
+sketch features=128   10.0  20.0  40.0  80.0   160    1.00 (1)     0.80x  not to 4096    4 MiB  3.4%
+medians of warm runs without setup; growth: exponent from 1024 to 4096 tokens; memory: workspace and parameters
+
+Choices at 4096 tokens, cpu f32, 8 heads of 64, causal: of 3, those that no other beats in both error and time
+                 error against
+technique                dense  speed-up    ms  memory
+plain                     2e-7      1.0x   128   4 MiB
+near window=256           0.18      5.8x  22.1   4 MiB
+error: median over the technique's accuracy cases
+
+skipped, 1 case: cuda: no device (near)
+19 cases: 18 ok, 0 failed, 1 skipped
+results: results/runs/now.pb
+)");
+}
+
+TEST(RenderTerminal, ZeroCasesSaySo) {
+  EXPECT_EQ(AsTerminal(ResultSet()),
+            "\nNo cases: the sweep was stopped before its first case ended, or its selection was "
+            "empty.\n0 cases: 0 ok, 0 failed\n");
+}
+
+TEST(RenderTerminal, ACaseWithoutDensePartnerHasNoSpeedUpAndNoCrossover) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec spec;
+  spec.technique = "alone";
+  *results.add_cases() = MakeCase(spec);
+  EXPECT_TRUE(absl::StrContains(AsTerminal(results),
+                                "\nalone      1000       - (2)         -            -  512 KiB"))
+      << AsTerminal(results);
+}
+
+TEST(RenderTerminal, FailedCasesStandInTheTablesAndAmongTheReasons) {
+  ResultSet sweep = MakeSweep();
+  for (Case& result : *sweep.mutable_cases()) {
+    const Case::Key& key = result.key();
+    if (key.technique() == "near" && key.purpose() == Case::PURPOSE_ACCURACY) {
+      result.mutable_outcome()->set_status(Outcome::STATUS_FAILED);
+      result.mutable_outcome()->set_reason("error 3e-3 exceeds the bound 2e-6");
+      ErrorMeasure* error = result.mutable_outcome()->mutable_against_definition();
+      error->set_relative_frobenius(3e-3);
+      error->set_passed(false);
+    } else if (key.technique() == "sketch" && key.problem().query_tokens() == 4096) {
+      CaseSpec spec;
+      spec.technique = "sketch";
+      result.mutable_outcome()->Clear();
+      result.mutable_outcome()->set_status(Outcome::STATUS_OUT_OF_MEMORY);
+      result.mutable_outcome()->set_reason("needs 40 GiB, the limit is 8 GiB");
+    }
+  }
+  const std::string text = AsTerminal(sweep);
+  EXPECT_TRUE(absl::StrContains(text,
+                                "3e-3 (<= 2e-6)     0.18  0.87     0.14     0.78  "
+                                "FAILED"))
+      << text;
+  EXPECT_TRUE(absl::StrContains(text, "80.0  no memory")) << text;
+  EXPECT_TRUE(absl::StrContains(text,
+                                "failed, 1 case: error 3e-3 exceeds the bound 2e-6 (near "
+                                "window=256, cpu f32, 512 tokens, 8 heads of 64, causal, real)"))
+      << text;
+  EXPECT_TRUE(absl::StrContains(text, "out of memory, 1 case: needs 40 GiB, the limit is 8 GiB"))
+      << text;
+  EXPECT_TRUE(absl::StrContains(text, "18 cases: 16 ok, 1 failed, 1 out of memory")) << text;
+  EXPECT_FALSE(absl::StrContains(text, "Choices")) << text;  // what failed is none
+}
+
+TEST(RenderTerminal, InfinitiesAndNansAreShownAsWhatTheyAre) {
+  ResultSet sweep = MakeSweep();
+  ErrorMeasure* error = sweep.mutable_cases(1)->mutable_outcome()->mutable_against_definition();
+  error->set_relative_frobenius(kNan);
+  sweep.mutable_cases(1)->mutable_outcome()->mutable_against_dense()->set_relative_frobenius(
+      kInfinity);
+  sweep.mutable_cases(1)->mutable_outcome()->set_kl_divergence(kInfinity);
+  const std::string text = AsTerminal(sweep);
+  EXPECT_TRUE(absl::StrContains(text, "nan (<= 2e-6)      inf  0.87      inf")) << text;
+  for (const RenderFormat format :
+       {RenderFormat::kMarkdown, RenderFormat::kCsv, RenderFormat::kJson}) {
+    AsFormat(sweep, format);
+  }
+}
+
+TEST(RenderTerminal, VeryLongNamesAreCutAndLinesStayWithinTheWidth) {
+  ResultSet sweep = MakeSweep();
+  for (Case& result : *sweep.mutable_cases()) {
+    if (result.key().technique() == "plain") continue;
+    result.mutable_technique()->set_display_name(std::string(300, 'x'));
+  }
+  for (const absl::string_view line : absl::StrSplit(AsTerminal(sweep, 120), '\n')) {
+    EXPECT_LE(DisplayWidth(line), 120) << line;
+  }
+}
+
+TEST(RenderTerminal, ManyLengthsAreShownInParts) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (int64_t tokens = 100; tokens <= 4000; tokens += 100) {
+    CaseSpec spec;
+    spec.tokens = tokens;
+    *results.add_cases() = MakeCase(spec);
+  }
+  const std::string text = AsTerminal(results);
+  for (const absl::string_view line : absl::StrSplit(text, '\n')) {
+    EXPECT_LE(DisplayWidth(line), 120) << line;
+  }
+  EXPECT_TRUE(absl::StrContains(text, " 4000")) << text;
+}
+
+TEST(RenderTerminal, DevicesHaveTablesOfTheirOwnAndThreadsRowsOfTheirOwn) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec spec;
+  *results.add_cases() = MakeCase(spec);
+  *results.add_cases() = MakeCase(spec);
+  results.mutable_cases(1)->mutable_key()->set_threads(1);
+  spec.device = DEVICE_TYPE_CUDA;
+  *results.add_cases() = MakeCase(spec);
+  const std::string text = AsTerminal(results);
+  EXPECT_TRUE(absl::StrContains(text, "plain      cpu x2  1000")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "plain      cpu x1  1000")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "at tokens: cuda f32")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "plain      1000")) << text;
+}
+
+TEST(RenderTerminal, SeedsSharePlaceAndTheWorstErrorOfThemIsShown) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (const uint64_t seed : {1, 2, 3}) {
+    CaseSpec spec;
+    spec.technique = "sketch";
+    spec.purpose = Case::PURPOSE_ACCURACY;
+    spec.seed = seed;
+    *results.add_cases() = MakeCase(spec);
+    Outcome* outcome = results.mutable_cases(results.cases_size() - 1)->mutable_outcome();
+    outcome->mutable_against_definition()->set_relative_frobenius(seed * 1e-7);
+    outcome->mutable_against_dense()->set_relative_frobenius(seed * 0.1);
+  }
+  EXPECT_TRUE(absl::StrContains(AsTerminal(results),
+                                "sketch (3 seeds)  cpu     exact      3e-7 (<= 2e-6)     0.20"))
+      << AsTerminal(results);
+}
+
+TEST(RenderTerminal, AResumedSweepIsOneTable) {
+  ResultSet sweep = MakeSweep();
+  *sweep.add_environments() = MakeEnvironment("resumed");
+  for (int i = sweep.cases_size() / 2; i < sweep.cases_size(); ++i) {
+    sweep.mutable_cases(i)->set_environment_id("resumed");
+  }
+  EXPECT_EQ(AsTerminal(sweep), AsTerminal(MakeSweep()));
+}
+
+TEST(RenderTerminal, ARepeatedCaseReplacesTheEarlierOneAndIsCounted) {
+  ResultSet sweep = MakeSweep();
+  Case again = sweep.cases(sweep.cases_size() - 1);
+  again.mutable_outcome()->mutable_timing()->clear_run_ns();
+  again.mutable_outcome()->mutable_timing()->add_run_ns(777e6);
+  *sweep.add_cases() = again;
+  const std::string text = AsTerminal(sweep);
+  EXPECT_TRUE(absl::StrContains(text, "80.0   777")) << text;
+  EXPECT_TRUE(absl::StrContains(
+      text, "18 cases: 18 ok, 0 failed; 1 repeated case left out for a later one"))
+      << text;
+}
+
+TEST(RenderTerminal, EscapeSequencesInAFileDoNotReachTheTerminal) {
+  ResultSet sweep = MakeSweep();
+  sweep.mutable_environments(0)->set_host("\x1b[2Jhost");
+  sweep.mutable_environments(0)->set_no_gpu_reason("\x1b]0;x\x07");
+  for (Case& result : *sweep.mutable_cases()) {
+    result.mutable_technique()->set_display_name("\x1b[31m" + result.key().technique());
+    result.mutable_key()->mutable_input()->set_model("\x1b[0m");
+    result.mutable_outcome()->set_status(Outcome::STATUS_TIMEOUT);
+    result.mutable_outcome()->set_reason("\x1b[5m\n");
+    (*result.mutable_outcome()->mutable_statistics())["\x1b[1m"] = 1;
+  }
+  RenderOptions options;
+  options.details = true;
+  options.paths = {"\x1b[0m.pb"};
+  options.notes = {"\x1b[0m"};
+  EXPECT_EQ(Render(sweep, options).find('\x1b'), std::string::npos);
+}
+
+TEST(RenderTerminal, StreamingAndDecodingHaveTheirTables) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec spec;
+  spec.technique = "memory";
+  spec.median_ns = 0;
+  Case streaming = MakeCase(spec);
+  for (int i = 0; i < 4; ++i) {
+    SegmentTiming* segment = streaming.mutable_outcome()->mutable_timing()->add_segments();
+    segment->set_tokens_before(i * 128);
+    segment->set_tokens(128);
+    segment->add_append_ns(1e6 * (i + 1));
+  }
+  *results.add_cases() = streaming;
+  spec.median_ns = 1e6;
+  Case decoding = MakeCase(spec);
+  decoding.mutable_key()->mutable_problem()->set_query_tokens(1);
+  *results.add_cases() = decoding;
+  const std::string text = AsTerminal(results);
+  EXPECT_TRUE(
+      absl::StrContains(text, "memory     cpu         128     1.00     4.00            384"))
+      << text;
+  EXPECT_TRUE(absl::StrContains(text, "Scaling, µs at keys: cpu f32, 1 query, 8 heads of 64"))
+      << text;
+}
+
+TEST(RenderTerminal, DetailsTellCostsApartAndGiveStatistics) {
+  ResultSet sweep = MakeSweep();
+  (*sweep.mutable_cases(2)->mutable_outcome()->mutable_statistics())["mean_layers_used"] = 3.5;
+  RenderOptions options;
+  options.details = true;
+  const std::string text = Render(sweep, options);
+  EXPECT_TRUE(absl::StrContains(text, "mean_layers_used 3.50")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "plain                cpu       4096   12.8         -   128"))
+      << text;
+  EXPECT_TRUE(absl::StrContains(text, "g++ 12.2.0")) << text;
+  for (const absl::string_view line : absl::StrSplit(text, '\n')) {
+    EXPECT_LE(DisplayWidth(line), 120) << line;
+  }
+}
+
+TEST(RenderTerminal, AsciiStyleHasNoOtherCharacters) {
+  RenderOptions options;
+  options.style.unicode = false;
+  for (const char c : Render(MakeSweep(), options)) {
+    ASSERT_LT(static_cast<unsigned char>(c), 0x80);
+  }
+}
+
+TEST(RenderTerminal, SixteenBitAccuracyFitsTheTerminalWithEveryColumn) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec spec;
+  spec.purpose = Case::PURPOSE_ACCURACY;
+  spec.dtype = ELEMENT_TYPE_BF16;
+  spec.technique = "a_technique_with_a_rather_long_name";
+  Case result = MakeCase(spec);
+  result.mutable_outcome()->mutable_against_definition()->set_bound(1e-2);
+  result.mutable_outcome()->mutable_against_definition()->set_relative_frobenius(2.3e-3);
+  result.mutable_outcome()->mutable_ratio_to_dense_error()->set_value(1.14);
+  result.mutable_outcome()->mutable_ratio_to_dense_error()->set_bound(2);
+  result.mutable_outcome()->mutable_log_sum_exp_error()->set_value(1.2e-3);
+  *results.add_cases() = result;
+  const std::string text = AsTerminal(results);
+  EXPECT_TRUE(absl::StrContains(text, "2.3e-3 (<= 0.01)     0.18  1.1 (<= 2)  1.2e-3  0.87"))
+      << text;
+  EXPECT_TRUE(absl::StrContains(text, "0.78  ok")) << text;
+}
+
+TEST(RenderMarkdown, WritesTables) {
+  RenderOptions options;
+  options.format = RenderFormat::kMarkdown;
+  const std::string text = Render(MakeSweep(), options);
+  EXPECT_TRUE(absl::StrContains(
+      text,
+      "### Accuracy: f32, 512 tokens, 8 heads of 64, causal, input real\n\n"
+      "| technique | device | exactness | error against its definition | against dense | "
+      "kept mass | KL from dense | recall, top 32 | verdict |\n"
+      "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |\n"
+      "| plain | cpu | exact | 2e-7 (<= 2e-6) | 2e-7 | 1.0 | 0 | 1.0 | ok |\n"))
+      << text;
+}
+
+TEST(RenderCsv, HasOneLineACaseWithEveryFieldOfTheHeader) {
+  ResultSet sweep = MakeSweep();
+  sweep.mutable_cases(1)->mutable_technique()->set_title("A \"quoted\", long\r\ntitle");
+  const std::vector<std::vector<std::string>> csv = ParseCsv(AsFormat(sweep, RenderFormat::kCsv));
+  ASSERT_EQ(csv.size(), 1u + sweep.cases_size());
+  for (const auto& line : csv) EXPECT_EQ(line.size(), csv[0].size());
+  EXPECT_EQ(csv[2][Column(csv, "title")], "A \"quoted\", long\r\ntitle");
+  const auto& last_near = csv[csv.size() - 2];
+  EXPECT_EQ(last_near[Column(csv, "technique")], "near");
+  EXPECT_EQ(last_near[Column(csv, "options")], "window=256");
+  EXPECT_EQ(last_near[Column(csv, "query_tokens")], "4096");
+  EXPECT_EQ(std::stod(last_near[Column(csv, "run_median_ns")]), 0.5e6 * 2.7621 * 16);
+  EXPECT_NEAR(std::stod(last_near[Column(csv, "speed_up_over_dense")]), 16 / 2.7621, 1e-9);
+  EXPECT_EQ(last_near[Column(csv, "crossover")], "at");
+  EXPECT_NEAR(std::stod(last_near[Column(csv, "crossover_tokens")]), 707.1, 0.1);
+  EXPECT_NEAR(std::stod(last_near[Column(csv, "growth")]), 1, 1e-9);
+  EXPECT_EQ(last_near[Column(csv, "kept_mass")], "");
+  EXPECT_EQ(last_near[Column(csv, "key")], CaseKey(sweep.cases(sweep.cases_size() - 2)));
+}
+
+TEST(RenderCsv, ZeroCasesAreAHeaderLine) {
+  EXPECT_EQ(ParseCsv(AsFormat(ResultSet(), RenderFormat::kCsv)).size(), 1u);
+}
+
+TEST(RenderJson, IsValidAndHasWhatIsKnownAndNothingElse) {
+  ResultSet sweep = MakeSweep();
+  Outcome* outcome = sweep.mutable_cases(1)->mutable_outcome();
+  outcome->mutable_against_dense()->set_max_abs(kInfinity);
+  outcome->set_kl_divergence(kNan);
+  (*outcome->mutable_statistics())["lowest"] = -kInfinity;
+  const json parsed = json::parse(AsFormat(sweep, RenderFormat::kJson));
+  EXPECT_EQ(parsed["format"], "tfb.results/1");
+  ASSERT_EQ(parsed["cases"].size(), static_cast<size_t>(sweep.cases_size()));
+  const json& near = parsed["cases"][1];
+  EXPECT_EQ(near["key"]["options"]["window"], "256");
+  EXPECT_EQ(near["key"]["query_tokens"], 512);
+  EXPECT_EQ(near["errors"]["dense_max_abs"], "Infinity");
+  EXPECT_EQ(near["errors"]["kl_divergence"], "NaN");
+  EXPECT_EQ(near["statistics"]["lowest"], "-Infinity");
+  EXPECT_FALSE(near["times"].contains("run_median_ns"));
+  EXPECT_EQ(near["outcome"]["status"], "ok");
+  const json& scaling = parsed["cases"][3];
+  EXPECT_EQ(scaling["samples"]["run_ns"].size(), 11u);
+  EXPECT_EQ(parsed["environments"][0]["git_dirty"], true);
+}
+
+TEST(RenderJson, ZeroCasesAreValid) {
+  const json parsed = json::parse(AsFormat(ResultSet(), RenderFormat::kJson));
+  EXPECT_TRUE(parsed["cases"].empty());
+}
+
+TEST(ParseRenderFormat, NamesWhatIsAllowed) {
+  EXPECT_EQ(*ParseRenderFormat("csv"), RenderFormat::kCsv);
+  EXPECT_EQ(std::string(ParseRenderFormat("pdf").status().message()),
+            "\"pdf\" is none of terminal, markdown, csv, json");
+}
+
+TEST(StyleFor, APipeHasNoColour) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const TextStyle style = StyleFor(ends[1]);
+  EXPECT_FALSE(style.colour);
+  EXPECT_EQ(style.width, 120);
+}
+
+TEST(StyleFor, TheLocaleDecidesAboutUnicode) {
+  setenv("LC_ALL", "C", 1);
+  EXPECT_FALSE(StyleFor(1).unicode);
+  setenv("LC_ALL", "en_GB.UTF-8", 1);
+  EXPECT_TRUE(StyleFor(1).unicode);
+  unsetenv("LC_ALL");
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,42 @@
+// The tables of the terminal and Markdown renderings, before they are text.
+#ifndef TFB_RESULTS_REPORT_H_
+#define TFB_RESULTS_REPORT_H_
+
+#include <string>
+#include <vector>
+
+#include "results/analysis.h"
+#include "results/table.h"
+
+namespace tfb {
+
+// One machine on one line each: "host · processor, 2 threads, AVX-512 · f32 peak … · commit …",
+// and a GPU where there is one or the reason why not.
+std::vector<std::string> HeaderLines(const Analysis& analysis);
+
+// Errors, by accuracy problem.
+std::vector<Table> AccuracyTables(const Analysis& analysis);
+// Times over lengths.
+std::vector<Table> ScalingTables(const Analysis& analysis);
+// Times of appended segments, where techniques stream.
+std::vector<Table> StreamingTables(const Analysis& analysis);
+// For each scaling table the techniques that no other beats in both speed and error.
+std::vector<Table> ChoiceTables(const Analysis& analysis);
+// What techniques report by name.
+std::vector<Table> StatisticsTables(const Analysis& analysis);
+// Setup, cold and warm runs, rates and memory at each technique's longest length.
+std::vector<Table> CostTables(const Analysis& analysis);
+// Everything known of each machine.
+std::vector<Table> EnvironmentTables(const Analysis& analysis);
+
+// What did not go well, by status and reason with all techniques concerned, then one line with the
+// number of cases of each status. `bad` marks lines about failures.
+struct OutcomeLine {
+  std::string text;
+  bool bad = false;
+};
+std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis);
+
+}  // namespace tfb
+
+#endif  // TFB_RESULTS_REPORT_H_

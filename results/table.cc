@@ -1,0 +1,414 @@
+#include "results/table.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+
+namespace tfb {
+namespace {
+
+constexpr int kGapColumns = 2;  // between two columns of a table
+
+// Decodes the character at the beginning of `text`; its length in bytes through `bytes`. An
+// invalid byte is itself.
+uint32_t DecodeUtf8(absl::string_view text, int* bytes) {
+  const auto at = [&](int i) { return static_cast<unsigned char>(text[i]); };
+  const int length = at(0) < 0x80   ? 1
+                     : at(0) < 0xc2 ? 0
+                     : at(0) < 0xe0 ? 2
+                     : at(0) < 0xf0 ? 3
+                     : at(0) < 0xf5 ? 4
+                                    : 0;
+  *bytes = 1;
+  if (length <= 1 || text.size() < static_cast<size_t>(length)) return at(0);
+  uint32_t code = at(0) & (0xff >> (length + 1));
+  for (int i = 1; i < length; ++i) {
+    if ((at(i) & 0xc0) != 0x80) return at(0);
+    code = code << 6 | (at(i) & 0x3f);
+  }
+  *bytes = length;
+  return code;
+}
+
+struct CodeRange {
+  uint32_t first, last;
+};
+
+// Blocks, not the whole of Unicode's tables: names in results are technique and model names.
+constexpr CodeRange kZeroWidth[] = {{0x300, 0x36f},   {0x483, 0x489},   {0x591, 0x5bd},
+                                    {0x610, 0x61a},   {0x64b, 0x65f},   {0x200b, 0x200f},
+                                    {0x202a, 0x202e}, {0x2060, 0x2064}, {0x20d0, 0x20f0},
+                                    {0xfe00, 0xfe0f}, {0xfe20, 0xfe2f}, {0xfeff, 0xfeff}};
+constexpr CodeRange kDoubleWidth[] = {{0x1100, 0x115f},   {0x2e80, 0x303e},   {0x3041, 0x33ff},
+                                      {0x3400, 0x4dbf},   {0x4e00, 0x9fff},   {0xa000, 0xa4cf},
+                                      {0xac00, 0xd7a3},   {0xf900, 0xfaff},   {0xfe30, 0xfe6f},
+                                      {0xff00, 0xff60},   {0xffe0, 0xffe6},   {0x1f300, 0x1f64f},
+                                      {0x1f680, 0x1f6ff}, {0x1f900, 0x1f9ff}, {0x20000, 0x3fffd}};
+
+template <size_t kCount>
+bool Within(const CodeRange (&ranges)[kCount], uint32_t code) {
+  return std::any_of(std::begin(ranges), std::end(ranges), [code](const CodeRange& range) {
+    return range.first <= code && code <= range.last;
+  });
+}
+
+int WidthOf(uint32_t code) {
+  if (Within(kZeroWidth, code)) return 0;
+  return Within(kDoubleWidth, code) ? 2 : 1;
+}
+
+std::string Pad(absl::string_view text, int width, bool right, absl::string_view shown) {
+  const std::string space(std::max(0, width - DisplayWidth(text)), ' ');
+  return right ? absl::StrCat(space, shown) : absl::StrCat(shown, space);
+}
+
+std::vector<std::string> HeaderLines(const TableColumn& column) {
+  return absl::StrSplit(column.header, '\n');
+}
+
+std::vector<int> NaturalWidths(const Table& table) {
+  std::vector<int> widths;
+  for (size_t c = 0; c < table.columns.size(); ++c) {
+    int width = 1;
+    for (const std::string& line : HeaderLines(table.columns[c])) {
+      width = std::max(width, DisplayWidth(line));
+    }
+    for (const auto& row : table.rows) width = std::max(width, DisplayWidth(row[c].text));
+    widths.push_back(width);
+  }
+  return widths;
+}
+
+int TotalWidth(const std::vector<int>& widths, const std::vector<int>& columns) {
+  int total = -kGapColumns;
+  for (const int c : columns) total += widths[c] + kGapColumns;
+  return total;
+}
+
+// Cuts the columns that may be cut until `columns` fit, the widest first.
+void Shrink(const Table& table, const std::vector<int>& columns, int limit,
+            std::vector<int>* widths) {
+  while (TotalWidth(*widths, columns) > limit) {
+    int widest = -1;
+    for (const int c : columns) {
+      const int least = table.columns[c].least_width;
+      if (least > 0 && (*widths)[c] > least && (widest < 0 || (*widths)[c] > (*widths)[widest])) {
+        widest = c;
+      }
+    }
+    if (widest < 0) return;
+    --(*widths)[widest];
+  }
+}
+
+// Which columns stand in which part.
+std::vector<std::vector<int>> Parts(const Table& table, std::vector<int> widths, int limit) {
+  std::vector<int> all(table.columns.size());
+  std::iota(all.begin(), all.end(), 0);
+  if (limit == 0) return {all};
+  Shrink(table, all, limit, &widths);
+  if (TotalWidth(widths, all) <= limit) return {all};
+  const int repeated = std::min<int>(table.repeated_columns, all.size());
+  const std::vector<int> head(all.begin(), all.begin() + repeated);
+  std::vector<std::vector<int>> parts;
+  std::vector<int> part = head;
+  for (size_t c = repeated; c < all.size(); ++c) {
+    part.push_back(all[c]);
+    if (TotalWidth(widths, part) > limit && part.size() > head.size() + 1) {
+      part.pop_back();
+      parts.push_back(part);
+      part = head;
+      part.push_back(all[c]);
+    }
+  }
+  parts.push_back(part);
+  return parts;
+}
+
+std::string TrimmedRight(std::string line) {
+  line.erase(line.find_last_not_of(' ') + 1);
+  return line;
+}
+
+std::string ShowPart(const Table& table, const std::vector<int>& columns,
+                     const std::vector<int>& widths, const TextStyle& style) {
+  size_t header_lines = 0;
+  for (const int c : columns) {
+    header_lines = std::max(header_lines, HeaderLines(table.columns[c]).size());
+  }
+  std::string out;
+  for (size_t l = 0; l < header_lines; ++l) {
+    std::string line;
+    for (const int c : columns) {
+      const std::vector<std::string> lines = HeaderLines(table.columns[c]);
+      const size_t missing = header_lines - lines.size();
+      const std::string text = l < missing ? "" : lines[l - missing];
+      if (c != columns.front()) line.append(kGapColumns, ' ');
+      line += Pad(text, widths[c], table.columns[c].right, text);
+    }
+    absl::StrAppend(&out, Emphasise(TrimmedRight(line), Emphasis::kFaint, style), "\n");
+  }
+  for (const auto& row : table.rows) {
+    std::string line;
+    for (const int c : columns) {
+      const std::string text = CutToWidth(row[c].text, widths[c]);
+      if (c != columns.front()) line.append(kGapColumns, ' ');
+      line += Pad(text, widths[c], table.columns[c].right, Emphasise(text, row[c].emphasis, style));
+    }
+    absl::StrAppend(&out, TrimmedRight(line), "\n");
+  }
+  return out;
+}
+
+std::string MarkdownCell(absl::string_view text) {
+  const std::string escaped = absl::StrReplaceAll(text, {{"\\", "\\\\"},
+                                                         {"|", "\\|"},
+                                                         {"\n", " "},
+                                                         {"`", "\\`"},
+                                                         {"*", "\\*"},
+                                                         {"_", "\\_"},
+                                                         {"&", "&amp;"}});
+  // Only what could begin a tag: "<= 2e-6" stays readable in the source.
+  std::string out;
+  for (size_t i = 0; i < escaped.size(); ++i) {
+    const char next = i + 1 < escaped.size() ? escaped[i + 1] : ' ';
+    const bool tag = escaped[i] == '<' && next != ' ' && next != '=';
+    absl::StrAppend(&out, tag ? "&lt;" : absl::string_view(&escaped[i], 1));
+  }
+  return out;
+}
+
+std::string WithoutExponentZeros(std::string text) {
+  return absl::StrReplaceAll(text, {{"e-0", "e-"}, {"e+0", "e"}, {"e+", "e"}});
+}
+
+// "4.00" as "4", "2.0e-7" as "2e-7".
+std::string WithoutTrailingZeros(const std::string& text) {
+  const size_t point = text.find('.');
+  if (point == std::string::npos) return text;
+  const size_t exponent = std::min(text.find('e'), text.size());
+  size_t end = exponent;
+  while (text[end - 1] == '0') --end;
+  if (text[end - 1] == '.') --end;
+  return text.substr(0, end) + text.substr(exponent);
+}
+
+}  // namespace
+
+std::string ToTerminal(const Table& table, const TextStyle& style) {
+  std::vector<int> widths = NaturalWidths(table);
+  const std::vector<std::vector<int>> parts = Parts(table, widths, style.width);
+  std::string out;
+  if (!table.title.empty()) {
+    const std::string title = style.width > 0 ? Wrap(table.title, style.width, "  ") : table.title;
+    absl::StrAppend(&out, Emphasise(title, Emphasis::kStrong, style), "\n");
+  }
+  for (size_t p = 0; p < parts.size(); ++p) {
+    std::vector<int> part_widths = widths;
+    if (style.width > 0) Shrink(table, parts[p], style.width, &part_widths);
+    if (p > 0) out += "\n";
+    out += ShowPart(table, parts[p], part_widths, style);
+  }
+  for (const std::string& note : table.notes) {
+    const std::string wrapped = style.width > 0 ? Wrap(note, style.width, "  ") : note;
+    absl::StrAppend(&out, Emphasise(wrapped, Emphasis::kFaint, style), "\n");
+  }
+  return style.unicode ? out : ToAscii(out);
+}
+
+std::string ToMarkdown(const Table& table) {
+  std::string out;
+  if (!table.title.empty()) absl::StrAppend(&out, "### ", MarkdownCell(table.title), "\n\n");
+  for (const TableColumn& column : table.columns) {
+    absl::StrAppend(&out, "| ", MarkdownCell(column.header), " ");
+  }
+  out += "|\n";
+  for (const TableColumn& column : table.columns) out += column.right ? "| ---: " : "| --- ";
+  out += "|\n";
+  for (const auto& row : table.rows) {
+    for (const TableCell& cell : row) {
+      const std::string text = MarkdownCell(cell.text);
+      const bool bold = cell.emphasis == Emphasis::kBad && !text.empty();
+      absl::StrAppend(&out, "| ", bold ? "**" : "", text, bold ? "**" : "", " ");
+    }
+    out += "|\n";
+  }
+  for (const std::string& note : table.notes) absl::StrAppend(&out, "\n", MarkdownCell(note), "\n");
+  return out;
+}
+
+int DisplayWidth(absl::string_view text) {
+  int width = 0;
+  while (!text.empty()) {
+    int bytes = 0;
+    width += WidthOf(DecodeUtf8(text, &bytes));
+    text.remove_prefix(bytes);
+  }
+  return width;
+}
+
+std::string CutToWidth(absl::string_view text, int width) {
+  if (DisplayWidth(text) <= width) return std::string(text);
+  if (width <= 0) return "";
+  int used = 0;
+  size_t end = 0;
+  while (end < text.size()) {
+    int bytes = 0;
+    const int next = WidthOf(DecodeUtf8(text.substr(end), &bytes));
+    if (used + next > width - 1) break;
+    used += next;
+    end += bytes;
+  }
+  return absl::StrCat(text.substr(0, end), "…");
+}
+
+std::string Wrap(absl::string_view text, int width, absl::string_view indent) {
+  std::string out;
+  int used = 0;
+  bool line_begins = true;
+  for (const absl::string_view word : absl::StrSplit(text, ' ')) {
+    const int needed = DisplayWidth(word);
+    if (!line_begins && used + 1 + needed > width) {
+      absl::StrAppend(&out, "\n", indent);
+      used = DisplayWidth(indent);
+      line_begins = true;
+    }
+    if (!line_begins) {
+      out += ' ';
+      ++used;
+    }
+    absl::StrAppend(&out, word);
+    used += needed;
+    line_begins = false;
+  }
+  return out;
+}
+
+std::string Emphasise(absl::string_view text, Emphasis emphasis, const TextStyle& style) {
+  if (!style.colour || emphasis == Emphasis::kNone || text.empty()) return std::string(text);
+  const char* code = "";
+  switch (emphasis) {
+    case Emphasis::kStrong:
+      code = "1";
+      break;
+    case Emphasis::kGood:
+      code = "32";
+      break;
+    case Emphasis::kBad:
+      code = "1;31";
+      break;
+    default:
+      code = "2";
+      break;
+  }
+  return absl::StrCat("\x1b[", code, "m", text, "\x1b[0m");
+}
+
+std::string Printable(absl::string_view text) {
+  std::string out;
+  while (!text.empty()) {
+    int bytes = 0;
+    const uint32_t code = DecodeUtf8(text, &bytes);
+    const bool control = code < 0x20 || (code >= 0x7f && code < 0xa0) ||
+                         (bytes == 1 && code >= 0x80) || (code >= 0x202a && code <= 0x202e) ||
+                         (code >= 0x2066 && code <= 0x2069) || code == 0x2028 || code == 0x2029;
+    absl::StrAppend(&out, control ? absl::string_view("?") : text.substr(0, bytes));
+    text.remove_prefix(bytes);
+  }
+  return out;
+}
+
+std::string ToAscii(absl::string_view text) {
+  const std::string replaced = absl::StrReplaceAll(text, {{"·", "|"}, {"…", "~"}, {"µ", "u"}});
+  std::string out;
+  for (absl::string_view rest = replaced; !rest.empty();) {
+    int bytes = 0;
+    const uint32_t code = DecodeUtf8(rest, &bytes);
+    if (code < 0x80) {
+      out += static_cast<char>(code);
+    } else {
+      out.append(WidthOf(code), '?');
+    }
+    rest.remove_prefix(bytes);
+  }
+  return out;
+}
+
+std::string FormatSignificant(std::optional<double> value, int digits) {
+  if (!value.has_value()) return "-";
+  const double x = *value;
+  if (std::isnan(x)) return "nan";
+  if (std::isinf(x)) return x > 0 ? "inf" : "-inf";
+  if (x == 0) return "0";
+  const double magnitude = std::fabs(x);
+  if (magnitude >= 1e7 || magnitude < 1e-4) {
+    return WithoutExponentZeros(absl::StrFormat("%.*e", digits - 1, x));
+  }
+  // Decimals that leave `digits` significant ones; found on the rounded number, so that 9.996 is
+  // 10.0 and not 10.00.
+  const double rounded = std::stod(absl::StrFormat("%.*e", digits - 1, magnitude));
+  const int exponent = static_cast<int>(std::floor(std::log10(rounded) + 1e-9));
+  return absl::StrFormat("%.*f", std::max(0, digits - 1 - exponent), x);
+}
+
+std::string FormatError(std::optional<double> value) {
+  if (!value.has_value()) return "-";
+  const double x = *value;
+  if (x == 0 || !std::isfinite(x) || std::fabs(x) >= 0.0095) return FormatSignificant(x, 2);
+  return WithoutTrailingZeros(WithoutExponentZeros(absl::StrFormat("%.1e", x)));
+}
+
+std::string FormatBound(std::optional<double> value) {
+  return WithoutTrailingZeros(FormatError(value));
+}
+
+std::string FormatMilliseconds(std::optional<double> ns) {
+  return ns.has_value() ? FormatSignificant(*ns * 1e-6) : "-";
+}
+
+std::string FormatBytes(std::optional<double> bytes) {
+  if (!bytes.has_value()) return "-";
+  double value = *bytes;
+  const char* const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  int unit = 0;
+  while (unit < 4 && value >= 1024) {
+    value /= 1024;
+    ++unit;
+  }
+  return absl::StrCat(
+      unit == 0 ? absl::StrFormat("%.0f", value) : WithoutTrailingZeros(FormatSignificant(value)),
+      " ", units[unit]);
+}
+
+std::string FormatPercent(std::optional<double> share) {
+  if (!share.has_value()) return "-";
+  if (!std::isfinite(*share)) return FormatSignificant(share);
+  const double percent = *share * 100;
+  return absl::StrCat(percent >= 9.5 || percent == 0 ? absl::StrFormat("%.0f", percent)
+                                                     : FormatSignificant(percent, 2),
+                      "%");
+}
+
+std::string FormatRatio(std::optional<double> ratio) {
+  return ratio.has_value() ? absl::StrCat(FormatSignificant(*ratio, 2), "x") : "-";
+}
+
+std::string FormatScaled(std::optional<double> value, absl::string_view unit) {
+  if (!value.has_value()) return "-";
+  double x = *value;
+  const char* const prefixes[] = {"", "k", "M", "G", "T", "P"};
+  int prefix = 0;
+  while (prefix < 5 && std::fabs(x) >= 1000) {
+    x /= 1000;
+    ++prefix;
+  }
+  return absl::StrCat(WithoutTrailingZeros(FormatSignificant(x)), " ", prefixes[prefix], unit);
+}
+
+}  // namespace tfb

@@ -1,0 +1,83 @@
+// Tables and numbers as text, for terminals and Markdown.
+#ifndef TFB_RESULTS_TABLE_H_
+#define TFB_RESULTS_TABLE_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+
+namespace tfb {
+
+enum class Emphasis { kNone, kStrong, kGood, kBad, kFaint };
+
+struct TableCell {
+  TableCell() = default;
+  TableCell(std::string t, Emphasis e = Emphasis::kNone)  // NOLINT: a text is a cell
+      : text(std::move(t)), emphasis(e) {}
+  TableCell(const char* t) : text(t) {}  // NOLINT
+  std::string text;
+  Emphasis emphasis = Emphasis::kNone;
+};
+
+struct TableColumn {
+  std::string header;  // lines separated by '\n', set against the bottom
+  bool right = false;  // aligned right, as numbers are
+  // Fewest characters to which the column may be cut where the table is too wide; 0: never cut.
+  int least_width = 0;
+};
+
+struct Table {
+  std::string title;
+  std::vector<TableColumn> columns;
+  std::vector<std::vector<TableCell>> rows;  // each as long as `columns`
+  std::vector<std::string> notes;            // below the table
+  // Columns from the left that stand in every part where a wide table is shown in parts.
+  int repeated_columns = 1;
+};
+
+struct TextStyle {
+  bool colour = false;  // ANSI escape sequences
+  bool unicode = true;  // otherwise the few characters beyond ASCII that we print are replaced
+  int width = 120;      // of the terminal; 0: unlimited
+};
+
+// Columns aligned by display width. Where the table is wider than the style allows, columns with a
+// least width are cut (ending in an ellipsis), and if that is not enough the table is shown in
+// parts, none of them wider unless a single column is.
+std::string ToTerminal(const Table& table, const TextStyle& style);
+std::string ToMarkdown(const Table& table);
+
+// Columns that `text`, in UTF-8, takes on a terminal: combining marks none, East Asian wide
+// characters and emoji two. An invalid byte counts one.
+int DisplayWidth(absl::string_view text);
+// The longest beginning of `text` that takes at most `width` columns, with "…" at its end where
+// something was cut.
+std::string CutToWidth(absl::string_view text, int width);
+// Breaks `text` at spaces into lines of at most `width` columns; the second and later ones begin
+// with `indent`. A word that is too long stands alone.
+std::string Wrap(absl::string_view text, int width, absl::string_view indent);
+// `text` in the colours of `emphasis`, or as it is without colour.
+std::string Emphasise(absl::string_view text, Emphasis emphasis, const TextStyle& style);
+// Text from a file or a flag made harmless: control characters, escape sequences among them,
+// become '?'.
+std::string Printable(absl::string_view text);
+// The characters beyond ASCII that this library prints, replaced by ASCII ones of equal width.
+std::string ToAscii(absl::string_view text);
+
+// Numbers for people. Not finite: "inf", "-inf", "nan"; absent: "-".
+std::string FormatSignificant(std::optional<double> value, int digits = 3);  // 0.512 12.3 1230
+std::string FormatError(std::optional<double> value);  // two digits: 0.18 2.1e-7 0
+std::string FormatBound(std::optional<double> value);  // the same without zeros at the end
+std::string FormatMilliseconds(std::optional<double> ns);
+std::string FormatBytes(std::optional<double> bytes);    // 512 B, 1.5 KiB, 12 MiB
+std::string FormatPercent(std::optional<double> share);  // 0.61: 61%
+std::string FormatRatio(std::optional<double> ratio);    // 8.1x
+// Scaled by 1000s: FormatScaled(4.2e11, "FLOP/s") is "420 GFLOP/s".
+std::string FormatScaled(std::optional<double> value, absl::string_view unit);
+
+}  // namespace tfb
+
+#endif  // TFB_RESULTS_TABLE_H_

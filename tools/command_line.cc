@@ -1,0 +1,149 @@
+#include "tools/command_line.h"
+
+#include <stdio.h>
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+
+#include "absl/flags/commandlineflag.h"
+#include "absl/flags/reflection.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+
+namespace tfb {
+namespace {
+
+constexpr size_t kHelpColumns = 100;
+
+// The flags that programs here define, without those of Abseil itself.
+std::map<std::string, absl::CommandLineFlag*> OwnFlags() {
+  std::map<std::string, absl::CommandLineFlag*> flags;
+  for (const auto& [name, flag] : absl::GetAllFlags()) {
+    if (absl::StrContains(flag->Filename(), "absl/")) continue;
+    flags.emplace(std::string(name), flag);
+  }
+  return flags;
+}
+
+// Number of characters to insert, delete or replace to get from `a` to `b`.
+size_t EditDistance(absl::string_view a, absl::string_view b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), 0);
+  for (size_t i = 1; i <= a.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({replaced, row[j] + 1, row[j - 1] + 1});
+    }
+  }
+  return row[b.size()];
+}
+
+absl::Status UnknownFlag(absl::string_view name) {
+  std::vector<std::string> known;
+  for (const auto& [flag_name, flag] : OwnFlags()) known.push_back(flag_name);
+  const std::string nearest = Nearest(name, known);
+  return absl::InvalidArgumentError(
+      absl::StrCat("unknown flag --", name,
+                   nearest.empty() ? "" : absl::StrCat(", did you mean --", nearest, "?"),
+                   nearest.empty() ? "; --help lists all" : ""));
+}
+
+absl::Status SetFlag(absl::CommandLineFlag& flag, absl::string_view value) {
+  std::string error;
+  if (flag.ParseFrom(value, &error)) return absl::OkStatus();
+  // Abseil's message may have several lines.
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--", flag.Name(), "=", value, ": ",
+      error.empty() ? "not a value of this flag" : absl::StrReplaceAll(error, {{"\n", " "}})));
+}
+
+}  // namespace
+
+absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& argv) {
+  CommandLine line;
+  const std::map<std::string, absl::CommandLineFlag*> flags = OwnFlags();
+  for (size_t i = 1; i < argv.size(); ++i) {
+    absl::string_view word = argv[i];
+    if (word == "--") {
+      line.arguments.insert(line.arguments.end(), argv.begin() + i + 1, argv.end());
+      break;
+    }
+    if (word.size() < 2 || word[0] != '-') {
+      line.arguments.push_back(argv[i]);
+      continue;
+    }
+    word.remove_prefix(word[1] == '-' ? 2 : 1);
+    const size_t equals = word.find('=');
+    const std::string name(word.substr(0, equals));
+    if (name == "help" || name == "h") {
+      line.help = true;
+      continue;
+    }
+    auto found = flags.find(name);
+    if (found == flags.end() && equals == absl::string_view::npos && absl::StartsWith(name, "no")) {
+      const auto negated = flags.find(name.substr(2));
+      if (negated != flags.end() && negated->second->IsOfType<bool>()) {
+        if (absl::Status status = SetFlag(*negated->second, "false"); !status.ok()) return status;
+        continue;
+      }
+    }
+    if (found == flags.end()) return UnknownFlag(name);
+    std::string value = "true";
+    if (equals != absl::string_view::npos) {
+      value = std::string(word.substr(equals + 1));
+    } else if (!found->second->IsOfType<bool>()) {
+      if (i + 1 == argv.size()) {
+        return absl::InvalidArgumentError(absl::StrCat("--", name, " wants a value"));
+      }
+      value = argv[++i];
+    }
+    if (absl::Status status = SetFlag(*found->second, value); !status.ok()) return status;
+  }
+  return line;
+}
+
+std::string HelpText(absl::string_view usage) {
+  std::string text = absl::StrCat(usage, "\n\nFlags:\n");
+  for (const auto& [name, flag] : OwnFlags()) {
+    const std::string fallback = flag->DefaultValue();
+    absl::StrAppend(&text, "  --", name, "  (default: ", fallback.empty() ? "none" : fallback,
+                    ")\n");
+    std::string line = "     ";
+    for (const absl::string_view word : absl::StrSplit(flag->Help(), ' ', absl::SkipEmpty())) {
+      if (line.size() + 1 + word.size() > kHelpColumns) {
+        absl::StrAppend(&text, line, "\n");
+        line = "     ";
+      }
+      absl::StrAppend(&line, " ", word);
+    }
+    absl::StrAppend(&text, line, "\n");
+  }
+  return text;
+}
+
+void PrintError(absl::string_view program, absl::string_view message) {
+  const std::string line =
+      absl::StrCat(program, ": ", absl::StrReplaceAll(message, {{"\n", " "}}), "\n");
+  fputs(line.c_str(), stderr);
+}
+
+std::string Nearest(absl::string_view given, const std::vector<std::string>& known) {
+  std::string nearest;
+  size_t least = std::max<size_t>(given.size() / 3, 1) + 1;
+  for (const std::string& candidate : known) {
+    const size_t distance = EditDistance(given, candidate);
+    if (distance < least) {
+      least = distance;
+      nearest = candidate;
+    }
+  }
+  return nearest;
+}
+
+}  // namespace tfb

@@ -1,0 +1,43 @@
+// Command lines of this repository's programs: absl flags, with exit status 2 and one line that
+// names the flag for bad usage, which absl::ParseCommandLine does not give.
+#ifndef TFB_TOOLS_COMMAND_LINE_H_
+#define TFB_TOOLS_COMMAND_LINE_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace tfb {
+
+// Exit statuses of every program here.
+inline constexpr int kExitDone = 0;
+inline constexpr int kExitCheckFailed = 1;
+inline constexpr int kExitBadUsage = 2;
+
+struct CommandLine {
+  std::vector<std::string> arguments;  // what is no flag, in order
+  bool help = false;                   // --help was given: print HelpText and exit with 0
+};
+
+// Sets the absl flags of the program from `argv` (the program's name first). Takes --name=value,
+// --name value, and for truths --name and --noname; one dash does as well. Behind "--" nothing is a
+// flag. InvalidArgument names an unknown flag with the nearest known one, or the flag whose value
+// does not parse.
+absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& argv);
+
+// `usage` (first line: the program and its arguments), then every flag with its default.
+std::string HelpText(absl::string_view usage);
+
+// "program: message" on stderr, in one line.
+void PrintError(absl::string_view program, absl::string_view message);
+
+// The known text that `given` most likely stands for, or "" where none is near: at most a third of
+// the characters differ.
+std::string Nearest(absl::string_view given, const std::vector<std::string>& known);
+
+}  // namespace tfb
+
+#endif  // TFB_TOOLS_COMMAND_LINE_H_

@@ -1,0 +1,76 @@
+#include "tools/command_line.h"
+
+#include <string>
+
+#include "absl/flags/flag.h"
+#include "gtest/gtest.h"
+
+ABSL_FLAG(std::string, colour_of_things, "blue", "What colour things have.");
+ABSL_FLAG(int, number, 7, "A number.");
+ABSL_FLAG(bool, loud, false, "Whether to be loud.");
+
+namespace tfb {
+namespace {
+
+class CommandLineTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    absl::SetFlag(&FLAGS_colour_of_things, "blue");
+    absl::SetFlag(&FLAGS_number, 7);
+    absl::SetFlag(&FLAGS_loud, false);
+  }
+};
+
+TEST_F(CommandLineTest, TakesEveryUsualSpellingOfAFlag) {
+  const auto line = ParseCommandLine(
+      {"program", "a", "--colour_of_things=red", "-number", "-3", "--loud", "b", "--", "--c"});
+  ASSERT_TRUE(line.ok()) << line.status();
+  EXPECT_EQ(line->arguments, (std::vector<std::string>{"a", "b", "--c"}));
+  EXPECT_FALSE(line->help);
+  EXPECT_EQ(absl::GetFlag(FLAGS_colour_of_things), "red");
+  EXPECT_EQ(absl::GetFlag(FLAGS_number), -3);
+  EXPECT_TRUE(absl::GetFlag(FLAGS_loud));
+  ASSERT_TRUE(ParseCommandLine({"program", "--noloud"}).ok());
+  EXPECT_FALSE(absl::GetFlag(FLAGS_loud));
+  ASSERT_TRUE(ParseCommandLine({"program", "--loud=true", "--colour_of_things="}).ok());
+  EXPECT_TRUE(absl::GetFlag(FLAGS_loud));
+  EXPECT_EQ(absl::GetFlag(FLAGS_colour_of_things), "");
+}
+
+TEST_F(CommandLineTest, ADashAloneIsAnArgument) {
+  EXPECT_EQ(ParseCommandLine({"program", "-"})->arguments, std::vector<std::string>{"-"});
+}
+
+TEST_F(CommandLineTest, AnUnknownFlagIsNamedWithTheNearestOne) {
+  EXPECT_EQ(std::string(ParseCommandLine({"program", "--nubmer=1"}).status().message()),
+            "unknown flag --nubmer, did you mean --number?");
+  EXPECT_EQ(std::string(ParseCommandLine({"program", "--zzzzzz"}).status().message()),
+            "unknown flag --zzzzzz; --help lists all");
+}
+
+TEST_F(CommandLineTest, ABadValueNamesItsFlagInOneLine) {
+  const std::string message(ParseCommandLine({"program", "--number=x"}).status().message());
+  EXPECT_EQ(message.rfind("--number=x: ", 0), 0u) << message;
+  EXPECT_EQ(message.find('\n'), std::string::npos);
+  EXPECT_EQ(std::string(ParseCommandLine({"program", "--number"}).status().message()),
+            "--number wants a value");
+}
+
+TEST_F(CommandLineTest, HelpListsEveryFlagWithItsDefaultWhateverItIsNow) {
+  absl::SetFlag(&FLAGS_number, 9);
+  EXPECT_TRUE(ParseCommandLine({"program", "--help"})->help);
+  const std::string help = HelpText("program FILE");
+  EXPECT_EQ(help.rfind("program FILE\n", 0), 0u);
+  EXPECT_NE(help.find("  --number  (default: 7)\n      A number.\n"), std::string::npos) << help;
+  EXPECT_NE(help.find("--loud  (default: false)"), std::string::npos) << help;
+}
+
+TEST(Nearest, FindsWhatWasMeantAndNothingFarFromIt) {
+  EXPECT_EQ(Nearest("fromat", {"output", "format"}), "format");
+  EXPECT_EQ(Nearest("lngwindow", {"longwindow", "widewindow"}), "longwindow");
+  EXPECT_EQ(Nearest("abc", {"xyz"}), "");
+  EXPECT_EQ(Nearest("", {}), "");
+}
+
+}  // namespace
+}  // namespace tfb

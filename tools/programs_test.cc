@@ -1,0 +1,194 @@
+// render and compare as programs: exit statuses, messages, paths.
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "results/appender.h"
+#include "results/synthetic.h"
+
+namespace tfb {
+namespace {
+
+namespace fs = std::filesystem;
+
+using ::tfb::synthetic::MakeSweep;
+
+struct Ended {
+  int exit_status = -1;
+  std::string out;
+  std::string err;
+};
+
+std::string Contents(const fs::path& path) {
+  std::stringstream contents;
+  contents << std::ifstream(path, std::ios::binary).rdbuf();
+  return contents.str();
+}
+
+class Programs : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = fs::path(::testing::TempDir()) /
+              ::testing::UnitTest::GetInstance()->current_test_info()->name();
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+    for (const char* name : {"BUILD_WORKING_DIRECTORY", "BUILD_WORKSPACE_DIRECTORY", "NO_COLOR"}) {
+      unsetenv(name);
+    }
+    setenv("LC_ALL", "C.UTF-8", 1);
+  }
+
+  // `arguments` go through the shell.
+  Ended Run(const std::string& program, const std::string& arguments) {
+    const std::string command =
+        absl::StrCat("tools/", program, " ", arguments, " >", (folder_ / "out").string(), " 2>",
+                     (folder_ / "err").string());
+    const int status = system(command.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, Contents(folder_ / "out"),
+            Contents(folder_ / "err")};
+  }
+
+  std::string Write(const std::string& name, const ResultSet& results) {
+    const std::string path = (folder_ / name).string();
+    EXPECT_TRUE(WriteResultFile(path, results).ok());
+    return path;
+  }
+
+  fs::path folder_;
+};
+
+TEST_F(Programs, RenderPrintsAFileWithoutColourIntoAPipe) {
+  const Ended outcome = Run("render", Write("a.pb", MakeSweep()));
+  EXPECT_EQ(outcome.exit_status, 0) << outcome.err;
+  EXPECT_EQ(outcome.err, "");
+  EXPECT_TRUE(absl::StrContains(outcome.out, "near window=256")) << outcome.out;
+  EXPECT_EQ(outcome.out.find('\x1b'), std::string::npos);
+  EXPECT_TRUE(absl::EndsWith(outcome.out, "a.pb\n"));
+  EXPECT_NE(Run("render", "--colour=always " + (folder_ / "a.pb").string()).out.find('\x1b'),
+            std::string::npos);
+}
+
+TEST_F(Programs, RenderTakesPathsRelativeToTheCallersFolder) {
+  Write("a.pb", MakeSweep());
+  setenv("BUILD_WORKING_DIRECTORY", folder_.c_str(), 1);
+  const Ended outcome = Run("render", "a.pb --format=csv --output=a.csv");
+  EXPECT_EQ(outcome.exit_status, 0) << outcome.err;
+  EXPECT_TRUE(absl::StartsWith(Contents(folder_ / "a.csv"), "environment,host,"));
+}
+
+TEST_F(Programs, RenderWithoutAFileTakesTheNewestRunOrSaysHowToGetOne) {
+  setenv("BUILD_WORKSPACE_DIRECTORY", folder_.c_str(), 1);
+  Ended outcome = Run("render", "");
+  EXPECT_EQ(outcome.exit_status, 2);
+  EXPECT_EQ(outcome.err,
+            absl::StrCat("render: no result file (*.pb) in ", (folder_ / "results/runs").string(),
+                         "; name a file, or run a sweep first: bazel run "
+                         "//harness:sweep\n"));
+  fs::create_directories(folder_ / "results/runs");
+  Write("results/runs/now.pb", MakeSweep());
+  outcome = Run("render", "--format=json");
+  EXPECT_EQ(outcome.exit_status, 0) << outcome.err;
+  EXPECT_EQ(outcome.out[0], '{');
+}
+
+TEST_F(Programs, RenderShowsSeveralFilesAsOne) {
+  ResultSet other = MakeSweep();
+  other.mutable_environments(0)->set_id("other");
+  other.mutable_environments(0)->set_host("bench-2");
+  for (Case& result : *other.mutable_cases()) result.set_environment_id("other");
+  const Ended outcome =
+      Run("render", absl::StrCat(Write("a.pb", MakeSweep()), " ", Write("b.pb", other)));
+  EXPECT_EQ(outcome.exit_status, 0) << outcome.err;
+  EXPECT_TRUE(absl::StrContains(outcome.out, "bench-1 ")) << outcome.out;
+  EXPECT_TRUE(absl::StrContains(outcome.out, "bench-2 ")) << outcome.out;
+  EXPECT_TRUE(absl::StrContains(outcome.out, "36 cases")) << outcome.out;
+}
+
+TEST_F(Programs, RenderSaysWhatATornTailLost) {
+  const std::string path = Write("torn.pb", MakeSweep());
+  fs::resize_file(path, fs::file_size(path) - 100);
+  const Ended outcome = Run("render", path);
+  EXPECT_EQ(outcome.exit_status, 0);
+  EXPECT_TRUE(absl::StrContains(outcome.err, "bytes of a torn last record were left out"));
+  EXPECT_TRUE(absl::StrContains(outcome.out, "17 cases")) << outcome.out;
+}
+
+TEST_F(Programs, BadUsageIsTwoAndOneLineThatNamesWhatIsWrong) {
+  const std::string path = Write("a.pb", MakeSweep());
+  const struct {
+    const char* program;
+    std::string arguments;
+    std::string message;
+  } kCases[] = {
+      {"render", "/nowhere/x.pb",
+       "render: /nowhere/x.pb: cannot open: No such file or directory\n"},
+      {"render", path + " --fromat=csv", "render: unknown flag --fromat, did you mean --format?\n"},
+      {"render", path + " --format=pdf",
+       "render: --format: \"pdf\" is none of terminal, markdown, csv, json\n"},
+      {"render", path + " --width=3", "render: --width=3: 0, -1, or at least 40 is wanted\n"},
+      {"render", path + " --colour=red",
+       "render: --colour: \"red\" is none of auto, always, never\n"},
+      {"render", path + " --output=/nowhere/x", "render: --output: cannot write /nowhere/x\n"},
+      {"compare", path, "compare: two result files are wanted, BASE and NEW, not 1; see --help\n"},
+      {"compare", path + " /nowhere/x.pb",
+       "compare: /nowhere/x.pb: cannot open: No such file or directory\n"},
+      {"compare", path + " " + path + " --threshold=0.5",
+       "compare: --threshold=0.5: a factor above 1 is wanted\n"},
+      {"compare", path + " " + path + " --metric=speed",
+       "compare: --metric: \"speed\" is none of relative_to_dense, absolute\n"},
+  };
+  for (const auto& bad : kCases) {
+    const Ended outcome = Run(bad.program, bad.arguments);
+    EXPECT_EQ(outcome.exit_status, 2) << bad.arguments;
+    EXPECT_EQ(outcome.err, bad.message);
+    EXPECT_EQ(outcome.out, "");
+  }
+}
+
+TEST_F(Programs, HelpIsExitZeroWithEveryFlag) {
+  for (const char* program : {"render", "compare"}) {
+    const Ended outcome = Run(program, "--help");
+    EXPECT_EQ(outcome.exit_status, 0);
+    EXPECT_TRUE(absl::StrContains(outcome.out, "--format  (default: terminal)")) << outcome.out;
+    EXPECT_TRUE(absl::StrContains(outcome.out, "Exit status: 0")) << outcome.out;
+  }
+}
+
+TEST_F(Programs, CompareIsZeroWithoutAndOneWithARegressionAndTwoForAnotherMachine) {
+  const std::string base = Write("base.pb", MakeSweep());
+  EXPECT_EQ(Run("compare", base + " " + base).exit_status, 0);
+
+  ResultSet slow = MakeSweep();
+  for (Case& result : *slow.mutable_cases()) {
+    if (result.key().technique() != "near") continue;
+    for (double& ns : *result.mutable_outcome()->mutable_timing()->mutable_run_ns()) ns *= 1.4;
+  }
+  const Ended red = Run("compare", base + " " + Write("slow.pb", slow));
+  EXPECT_EQ(red.exit_status, 1);
+  EXPECT_TRUE(absl::StrContains(red.out, "near window=256, cpu f32, 4096 tokens")) << red.out;
+  EXPECT_TRUE(absl::EndsWith(red.out, "\nregressed\n"));
+  EXPECT_EQ(
+      Run("compare", base + " " + (folder_ / "slow.pb").string() + " --threshold 1.5").exit_status,
+      0);
+
+  ResultSet elsewhere = MakeSweep();
+  elsewhere.mutable_environments(0)->set_cpu_model("Another");
+  const std::string other = Write("elsewhere.pb", elsewhere);
+  const Ended incomparable = Run("compare", base + " " + other);
+  EXPECT_EQ(incomparable.exit_status, 2);
+  EXPECT_TRUE(absl::StrContains(incomparable.err, "--allow_different_environment"));
+  EXPECT_EQ(Run("compare", base + " " + other + " --allow_different_environment").exit_status, 0);
+}
+
+}  // namespace
+}  // namespace tfb
