@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/cpu/rows.h"
+#include "core/flash/rows.h"
 
 namespace tfb {
 

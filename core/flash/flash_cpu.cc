@@ -19,8 +19,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
-#include "core/cpu/rows.h"
 #include "core/flash/flash.h"
+#include "core/flash/rows.h"
 #include "core/workspace.h"
 
 namespace tfb {

@@ -68,9 +68,6 @@ class FlashLayer : public Layer {
   bool uses_relative_keys_ = false;
 };
 
-// Bytes that fused attention must move: q, k, v and out once.
-double AttentionBytes(const Problem& problem);
-
 }  // namespace tfb
 
 #endif  // TFB_CORE_FLASH_FLASH_LAYER_H_

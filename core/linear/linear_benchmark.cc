@@ -14,8 +14,8 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "core/cpu/kernels.h"
-#include "core/cpu/rows.h"
 #include "core/flash/flash.h"
+#include "core/flash/rows.h"
 #include "core/linear/linear.h"
 #include "core/random.h"
 #include "core/schedule/block_schedule.h"
@@ -98,9 +98,8 @@ class Calls {
     linear_.w = w_.view();
     linear_.out = flash_.out = out_.view();
     flash_.schedule = &schedule_;
-    const size_t bytes = std::max(
-        LinearWorkspaceBytes(problem, linear_.map, pool->threads()),
-        FlashWorkspaceBytes(problem, flash_.rule.relative_keys != nullptr, pool->threads()));
+    const size_t bytes = std::max(LinearWorkspaceBytes(problem, linear_.map, pool->threads()),
+                                  FlashWorkspaceBytes(problem, false, pool->threads()));
     workspace_ = Tensor(DType::kU8, {static_cast<int64_t>(bytes)});
     state_ = Tensor(DType::kU8, {static_cast<int64_t>(LinearStateBytes(problem, linear_.map))});
     ResetState();

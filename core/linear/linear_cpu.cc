@@ -27,7 +27,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
-#include "core/cpu/rows.h"
+#include "core/flash/rows.h"
 #include "core/linear/linear.h"
 #include "core/workspace.h"
 

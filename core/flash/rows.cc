@@ -1,4 +1,4 @@
-#include "core/cpu/rows.h"
+#include "core/flash/rows.h"
 
 #include <cstring>
 #include <type_traits>

@@ -1,6 +1,6 @@
 // Rows of tensors of any dtype as rows of float, for engines that convert tile by tile.
-#ifndef TFB_CORE_CPU_ROWS_H_
-#define TFB_CORE_CPU_ROWS_H_
+#ifndef TFB_CORE_FLASH_ROWS_H_
+#define TFB_CORE_FLASH_ROWS_H_
 
 #include <cstdint>
 
@@ -26,4 +26,4 @@ constexpr int64_t RoundUp(int64_t value, int64_t quantum) {
 
 }  // namespace tfb
 
-#endif  // TFB_CORE_CPU_ROWS_H_
+#endif  // TFB_CORE_FLASH_ROWS_H_
