@@ -127,6 +127,13 @@ std::vector<TensorSpec> AttentionOutputs(const Problem& p) {
           {"log_sum_exp", {p.batch, p.query_heads, p.query_tokens}, DType::kF32, true}};
 }
 
+double AttentionBytes(const Problem& p) {
+  const double query_rows = static_cast<double>(p.batch * p.query_heads * p.query_tokens);
+  const double key_rows = static_cast<double>(p.batch * p.kv_heads * p.kv_tokens);
+  return static_cast<double>((p.head_dim + p.value_dim) * SizeOf(p.dtype)) *
+         (query_rows + key_rows);
+}
+
 std::vector<TensorSpec> HiddenOutputs(const Problem& p) {
   return {{"out", {p.batch, p.query_tokens, p.model_dim()}, p.dtype, false}};
 }

@@ -274,6 +274,8 @@ std::vector<TensorSpec> QkvInputs(const Problem& problem);
 std::vector<TensorSpec> HiddenInputs(const Problem& problem);
 // out [batch, query_heads, query_tokens, value_dim] and the optional log_sum_exp.
 std::vector<TensorSpec> AttentionOutputs(const Problem& problem);
+// Bytes that fused attention must move: q, k, v and out once.
+double AttentionBytes(const Problem& problem);
 // out [batch, query_tokens, model_dim].
 std::vector<TensorSpec> HiddenOutputs(const Problem& problem);
 

@@ -49,19 +49,24 @@ struct Span {
 
 class TinyLayer : public StreamingLayer {
  public:
-  TinyLayer(const Problem& problem, const TinyOptions& options, TinyFault fault, uint64_t seed)
+  TinyLayer(const Problem& problem, const TinyOptions& options, TinyFault fault, Tensor gain)
       : StreamingLayer(problem, QkvInputs(problem), AttentionOutputs(problem),
                        SegmentInputs(problem), SegmentOutputs(problem), problem.kv_tokens),
         options_(options),
         fault_(fault) {
-    Tensor gain(DType::kF32, {problem.query_heads});
-    FillUniform(&gain, seed, "gain", 0.5, 1.5);
     drawn_gain_ = gain.Clone();
     parameters_["gain"] = std::move(gain);
+  }
+
+  // What has the size of the problem: a status where there is no memory.
+  absl::Status Allocate() {
+    const Problem& p = problem();
     for (Tensor* cache : {&keys_, &values_}) {
-      const int64_t channels = cache == &keys_ ? problem.head_dim : problem.value_dim;
-      *cache = Tensor(DType::kF32, {problem.batch, problem.kv_heads, problem.kv_tokens, channels});
+      const int64_t channels = cache == &keys_ ? p.head_dim : p.value_dim;
+      TFB_ASSIGN_OR_RETURN(
+          *cache, Tensor::Allocate(DType::kF32, {p.batch, p.kv_heads, p.kv_tokens, channels}));
     }
+    return absl::OkStatus();
   }
 
   size_t workspace_bytes(int threads) const override {
@@ -79,6 +84,13 @@ class TinyLayer : public StreamingLayer {
     Cost cost;
     cost.flops = 2 * pairs * static_cast<double>(p.batch * p.query_heads) *
                  static_cast<double>(p.head_dim + p.value_dim);
+    double elements = 0;
+    for (const auto* specs : {&inputs(), &outputs()}) {
+      for (const TensorSpec& spec : *specs) {
+        if (!spec.optional) elements += static_cast<double>(NumElements(spec.shape));
+      }
+    }
+    cost.bytes = elements * static_cast<double>(SizeOf(p.dtype));
     return cost;
   }
 
@@ -92,7 +104,12 @@ class TinyLayer : public StreamingLayer {
                      const Execution& execution) override {
     ConstTensorView k = inputs.Get("k");
     if (fault_ == TinyFault::kIgnoresStrides) k = ConstTensorView(k.data, k.dtype, k.shape());
-    if (fault_ == TinyFault::kAllocates) delete new int(1);
+    if (fault_ == TinyFault::kAllocates) {
+      int* volatile kept = new int(1);  // not optimised away
+      delete kept;
+    }
+    const bool reads = fault_ == TinyFault::kReadsWorkspace && execution.workspace.size() >= 4;
+    const float found = reads ? *reinterpret_cast<const float*>(execution.workspace.data()) : 0;
     Attend(inputs.Get("q"), k, inputs.Get("v"), inputs.Get("key_mask"), outputs, Whole(),
            execution);
     if (fault_ == TinyFault::kWritesBehindOutput) {
@@ -102,8 +119,7 @@ class TinyLayer : public StreamingLayer {
     if (fault_ == TinyFault::kWorkspaceOverrun) {
       execution.workspace.data()[workspace_bytes(execution.pool->threads())] = std::byte{0};
     }
-    if (fault_ == TinyFault::kReadsWorkspace && outputs.Get("out").num_elements() > 0) {
-      const float found = *reinterpret_cast<const float*>(execution.workspace.data());
+    if (reads && outputs.Get("out").num_elements() > 0) {
       outputs.Get("out").Set(0, outputs.Get("out").Get(0) + 1e-3 * found);
     }
     ++runs_;
@@ -252,7 +268,11 @@ class Tiny : public TechniqueOf<TinyOptions> {
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const TinyOptions& options, Device,
                                                    uint64_t seed) const override {
-    return std::make_unique<TinyLayer>(problem, options, fault_, seed);
+    TFB_ASSIGN_OR_RETURN(Tensor gain, Tensor::Allocate(DType::kF32, {problem.query_heads}));
+    FillUniform(&gain, seed, "gain", 0.5, 1);
+    auto layer = std::make_unique<TinyLayer>(problem, options, fault_, std::move(gain));
+    TFB_RETURN_IF_ERROR(layer->Allocate());
+    return layer;
   }
 
   absl::Status Definition(const Problem& problem, const TinyOptions& options,

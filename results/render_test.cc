@@ -91,11 +91,11 @@ TEST(RenderTerminal, ShowsASweepSoThatAPersonCanDecide) {
 GPU: none (no driver)
 
 Accuracy: f32, 512 tokens, 8 heads of 64, causal, input real
-                                           error against  error against  kept  KL from  recall of
-technique            device  exactness    its definition          dense  mass    dense     top 32  verdict
-plain                cpu     exact        2e-7 (<= 2e-6)           2e-7   1.0        0        1.0  ok
-near window=256      cpu     exact        2e-7 (<= 2e-6)           0.18  0.87     0.14       0.78  ok
-sketch features=128  cpu     approximate  2e-7 (<= 2e-6)           0.61     -        -          -  ok
+                                           error against  against  kept  KL from  recall,
+technique            device  exactness    its definition    dense  mass    dense   top 32  verdict
+plain                cpu     exact        2e-7 (<= 2e-6)     2e-7   1.0        0      1.0  ok
+near window=256      cpu     exact        2e-7 (<= 2e-6)     0.18  0.87     0.14     0.78  ok
+sketch features=128  cpu     approximate  2e-7 (<= 2e-6)     0.61     -        -        -  ok
 
 Scaling, ms at tokens: cpu f32, 8 heads of 64, causal, input gaussian
                                                         growth  speed-up  faster than   memory    of
@@ -155,7 +155,7 @@ TEST(RenderTerminal, FailedCasesStandInTheTablesAndAmongTheReasons) {
   }
   const std::string text = AsTerminal(sweep);
   EXPECT_TRUE(absl::StrContains(text,
-                                "3e-3 (<= 2e-6)           0.18  0.87     0.14       0.78  "
+                                "3e-3 (<= 2e-6)     0.18  0.87     0.14     0.78  "
                                 "FAILED"))
       << text;
   EXPECT_TRUE(absl::StrContains(text, "80.0  no memory")) << text;
@@ -177,7 +177,7 @@ TEST(RenderTerminal, InfinitiesAndNansAreShownAsWhatTheyAre) {
       kInfinity);
   sweep.mutable_cases(1)->mutable_outcome()->set_kl_divergence(kInfinity);
   const std::string text = AsTerminal(sweep);
-  EXPECT_TRUE(absl::StrContains(text, "nan (<= 2e-6)            inf  0.87      inf")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "nan (<= 2e-6)      inf  0.87      inf")) << text;
   for (const RenderFormat format :
        {RenderFormat::kMarkdown, RenderFormat::kCsv, RenderFormat::kJson}) {
     AsFormat(sweep, format);
@@ -239,8 +239,8 @@ TEST(RenderTerminal, SeedsSharePlaceAndTheWorstErrorOfThemIsShown) {
     outcome->mutable_against_definition()->set_relative_frobenius(seed * 1e-7);
     outcome->mutable_against_dense()->set_relative_frobenius(seed * 0.1);
   }
-  EXPECT_TRUE(absl::StrContains(
-      AsTerminal(results), "sketch (3 seeds)  cpu     exact      3e-7 (<= 2e-6)           0.20"))
+  EXPECT_TRUE(absl::StrContains(AsTerminal(results),
+                                "sketch (3 seeds)  cpu     exact      3e-7 (<= 2e-6)     0.20"))
       << AsTerminal(results);
 }
 
@@ -333,6 +333,26 @@ TEST(RenderTerminal, AsciiStyleHasNoOtherCharacters) {
   }
 }
 
+TEST(RenderTerminal, SixteenBitAccuracyFitsTheTerminalWithEveryColumn) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec spec;
+  spec.purpose = Case::PURPOSE_ACCURACY;
+  spec.dtype = ELEMENT_TYPE_BF16;
+  spec.technique = "a_technique_with_a_rather_long_name";
+  Case result = MakeCase(spec);
+  result.mutable_outcome()->mutable_against_definition()->set_bound(1e-2);
+  result.mutable_outcome()->mutable_against_definition()->set_relative_frobenius(2.3e-3);
+  result.mutable_outcome()->mutable_ratio_to_dense_error()->set_value(1.14);
+  result.mutable_outcome()->mutable_ratio_to_dense_error()->set_bound(2);
+  result.mutable_outcome()->mutable_log_sum_exp_error()->set_value(1.2e-3);
+  *results.add_cases() = result;
+  const std::string text = AsTerminal(results);
+  EXPECT_TRUE(absl::StrContains(text, "2.3e-3 (<= 0.01)     0.18  1.1 (<= 2)  1.2e-3  0.87"))
+      << text;
+  EXPECT_TRUE(absl::StrContains(text, "0.78  ok")) << text;
+}
+
 TEST(RenderMarkdown, WritesTables) {
   RenderOptions options;
   options.format = RenderFormat::kMarkdown;
@@ -340,8 +360,8 @@ TEST(RenderMarkdown, WritesTables) {
   EXPECT_TRUE(absl::StrContains(
       text,
       "### Accuracy: f32, 512 tokens, 8 heads of 64, causal, input real\n\n"
-      "| technique | device | exactness | error against its definition | error against dense | "
-      "kept mass | KL from dense | recall of top 32 | verdict |\n"
+      "| technique | device | exactness | error against its definition | against dense | "
+      "kept mass | KL from dense | recall, top 32 | verdict |\n"
       "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |\n"
       "| plain | cpu | exact | 2e-7 (<= 2e-6) | 2e-7 | 1.0 | 0 | 1.0 | ok |\n"))
       << text;

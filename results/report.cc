@@ -196,8 +196,8 @@ std::string RecallHeader(const SeriesGroup& group) {
       if (result->outcome().has_recall_top_k()) ks.insert(result->outcome().recall_k());
     }
   }
-  return ks.size() == 1 && *ks.begin() > 0 ? absl::StrCat("recall of\ntop ", *ks.begin())
-                                           : "recall of\ntop keys";
+  return ks.size() == 1 && *ks.begin() > 0 ? absl::StrCat("recall,\ntop ", *ks.begin())
+                                           : "recall,\ntop k";
 }
 
 std::string GroupTitle(absl::string_view what, const SeriesGroup& group) {
@@ -395,7 +395,7 @@ Table AccuracyTable(const SeriesGroup& group) {
          return BoundedCell(cases, DefinitionError, DefinitionBound);
        }});
   columns.push_back(
-      {{"error against\ndense", true}, [](const std::vector<const Case*>& cases) -> TableCell {
+      {{"against\ndense", true}, [](const std::vector<const Case*>& cases) -> TableCell {
          return FormatError(MedianValue(cases, DenseError));
        }});
   if (AnyHas(group, DenseErrorRatio)) {
@@ -407,7 +407,7 @@ Table AccuracyTable(const SeriesGroup& group) {
                          });
                        }});
   }
-  add_median("log-sum-exp\nerror", LogSumExpError);
+  add_median("LSE\nerror", LogSumExpError);
   add_median("kept\nmass", KeptMass);
   add_median("KL from\ndense", KlDivergence);
   add_median(RecallHeader(group), Recall);
@@ -432,6 +432,12 @@ Table AccuracyTable(const SeriesGroup& group) {
     row.push_back(verdict);
     table.rows.push_back(std::move(row));
   }
+  std::vector<std::string> notes;
+  if (AnyHas(group, DenseErrorRatio)) {
+    notes.push_back("x dense in 16 bit: error over that of dense attention in the same precision");
+  }
+  if (AnyHas(group, LogSumExpError)) notes.push_back("LSE: log-sum-exp of the scores");
+  if (!notes.empty()) table.notes.push_back(absl::StrJoin(notes, "; "));
   return table;
 }
 

@@ -7,7 +7,7 @@
 
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
-#include "core/flash/rows.h"
+#include "core/layers/matmul.h"
 #include "core/random.h"
 
 namespace tfb {
@@ -122,7 +122,9 @@ class AdaptiveSpanLayer : public FlashLayer {
       rule->soft_span.batch_stride = p.query_heads * p.query_tokens;
       rule->soft_span.head_stride = p.query_tokens;
       rule->soft_span.query_stride = 1;
-      ComputeSpans(inputs.Get("x"), execution);
+      gate_ = PackedMatrix(Transpose(parameters_.at("span_weight").view(), 0, 1),
+                           parameters_.at("span_bias").view());
+      TFB_RETURN_IF_ERROR(ComputeSpans(inputs.Get("x"), execution));
     } else {
       rule->soft_span.head_stride = 1;
       const absl::Span<const float> span = parameters_.at("span").span<float>();
@@ -147,10 +149,13 @@ class AdaptiveSpanLayer : public FlashLayer {
     return absl::OkStatus();
   }
 
+  // The gate's scratch is dead when attention takes the same memory.
   absl::Status Prepare(const Inputs& inputs, const Execution& execution, Workspace*,
                        FlashCall*) override {
-    if (options_.dynamic) ComputeSpans(inputs.Get("x"), execution);
-    return absl::OkStatus();
+    return options_.dynamic ? ComputeSpans(inputs.Get("x"), execution) : absl::OkStatus();
+  }
+  size_t PrepareBytes(int threads) const override {
+    return options_.dynamic ? MatMulWorkspaceBytes(threads) : 0;
   }
 
   double FlopsPerPair() const override {
@@ -159,28 +164,17 @@ class AdaptiveSpanLayer : public FlashLayer {
   }
 
  private:
-  // z of every token and head. One task a token: model_dim products a head.
-  void ComputeSpans(const ConstTensorView& x, const Execution& execution) {
+  // z of every token and head, from a product with the gate's weights.
+  absl::Status ComputeSpans(const ConstTensorView& x, const Execution& execution) {
     const Problem& p = problem();
-    const absl::Span<const float> bias = parameters_.at("span_bias").span<float>();
-    const Tensor& weight = parameters_.at("span_weight");
-    execution.pool->ParallelFor(p.batch * p.query_tokens, [&](int64_t task, int) {
-      const int64_t b = task / p.query_tokens, i = task % p.query_tokens;
-      for (int64_t h = 0; h < p.query_heads; ++h) {
-        const float* w = weight.view().At<float>(h);
-        float sum = bias[h];
-        constexpr int64_t kBlock = 256;
-        float row[kBlock];
-        for (int64_t c = 0; c < p.model_dim(); c += kBlock) {
-          const int64_t channels = std::min(kBlock, p.model_dim() - c);
-          LoadRow(x, x.Offset(b, i, c), x.stride(2), channels, row);
-          for (int64_t n = 0; n < channels; ++n) sum += row[n] * w[c + n];
-        }
-        spans_[(b * p.query_heads + h) * p.query_tokens + i] =
-            static_cast<float>(options_.max_span) / (1 + std::exp(-sum));
-      }
-    });
+    MatMulCall call;
+    call.x = x;
+    call.y = TensorView(spans_.data(), DType::kF32, {p.batch, p.query_tokens, p.query_heads},
+                        {p.query_heads * p.query_tokens, 1, p.query_tokens});
+    TFB_RETURN_IF_ERROR(MatMul(gate_, call, execution));
+    for (float& z : spans_) z = static_cast<float>(options_.max_span) / (1 + std::exp(-z));
     Summarise();
+    return absl::OkStatus();
   }
 
   void Summarise() {
@@ -200,6 +194,7 @@ class AdaptiveSpanLayer : public FlashLayer {
   AdaptiveSpanOptions options_;
   std::vector<float> spans_;  // [query_heads], or [batch, query_heads, query_tokens] where dynamic
   RelativeKeys positions_;
+  PackedMatrix gate_;
   double mean_span_ = 0;
   double max_span_ = 0;
   double kept_pairs_ = 0;

@@ -255,29 +255,150 @@ void ScaleRows(const ScoreRows& rows, const float* factor) {
 }
 
 // Blocks of 4 x 4 in registers.
-void Transpose64(const float* from, int64_t from_row, int64_t columns, float* to) {
-  typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Rows become columns.
+inline void Transpose4(Four (&row)[4]) {
   typedef int32_t Index __attribute__((vector_size(16)));
+  const Four a = __builtin_shuffle(row[0], row[1], Index{0, 4, 1, 5});  // 00 10 01 11
+  const Four b = __builtin_shuffle(row[2], row[3], Index{0, 4, 1, 5});
+  const Four d = __builtin_shuffle(row[0], row[1], Index{2, 6, 3, 7});
+  const Four e = __builtin_shuffle(row[2], row[3], Index{2, 6, 3, 7});
+  row[0] = __builtin_shuffle(a, b, Index{0, 1, 4, 5});
+  row[1] = __builtin_shuffle(a, b, Index{2, 3, 6, 7});
+  row[2] = __builtin_shuffle(d, e, Index{0, 1, 4, 5});
+  row[3] = __builtin_shuffle(d, e, Index{2, 3, 6, 7});
+}
+
+void Transpose64(const float* from, int64_t from_row, int64_t columns, float* to) {
   for (int64_t c = 0; c < columns; c += 4) {
     for (int64_t r = 0; r < 64; r += 4) {
-      Four row[4];
+      Four block[4];
       for (int i = 0; i < 4; ++i) {
-        row[i] = *reinterpret_cast<const Four*>(from + (r + i) * from_row + c);
+        block[i] = *reinterpret_cast<const Four*>(from + (r + i) * from_row + c);
       }
-      const Four a = __builtin_shuffle(row[0], row[1], Index{0, 4, 1, 5});  // 00 10 01 11
-      const Four b = __builtin_shuffle(row[2], row[3], Index{0, 4, 1, 5});
-      const Four d = __builtin_shuffle(row[0], row[1], Index{2, 6, 3, 7});
-      const Four e = __builtin_shuffle(row[2], row[3], Index{2, 6, 3, 7});
-      const Four column[4] = {
-          __builtin_shuffle(a, b, Index{0, 1, 4, 5}), __builtin_shuffle(a, b, Index{2, 3, 6, 7}),
-          __builtin_shuffle(d, e, Index{0, 1, 4, 5}), __builtin_shuffle(d, e, Index{2, 3, 6, 7})};
-      for (int i = 0; i < 4; ++i) *reinterpret_cast<Four*>(to + (c + i) * 64 + r) = column[i];
+      Transpose4(block);
+      for (int i = 0; i < 4; ++i) *reinterpret_cast<Four*>(to + (c + i) * 64 + r) = block[i];
     }
   }
 }
 
 void ExpRows(const ScoreRows& rows, const float* shift) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return Exp(s - shift[r]); });
+}
+
+// kVectors vectors of tokens side by side, so that their sums stay in registers.
+template <Feature kFeature, int kVectors>
+void FeatureVectors(float* values, int64_t stride, int64_t projections, int64_t c,
+                    const FeatureSums& sums) {
+  values += c;
+  Floats max[kVectors] = {}, sum[kVectors] = {}, dot[kVectors] = {};
+  if (kFeature != Feature::kRelu) {
+    for (Floats& m : max) m = Broadcast(-kInfinity);
+    for (int64_t r = 0; r < projections; ++r) {
+      for (int u = 0; u < kVectors; ++u) {
+        const Floats p = Load(values + r * stride + u * kLanes);
+        max[u] = Max(kFeature == Feature::kExpPair ? Max(p, -p) : p, max[u]);
+      }
+    }
+  }
+  const auto store = [&](int64_t r, int u, Floats feature) {
+    Store(values + r * stride + u * kLanes, feature);
+    sum[u] += feature;
+    if (sums.weights != nullptr) dot[u] += feature * sums.weights[r];
+  };
+  for (int64_t r = 0; r < projections; ++r) {
+    for (int u = 0; u < kVectors; ++u) {
+      const Floats p = Load(values + r * stride + u * kLanes);
+      if (kFeature == Feature::kRelu) {
+        store(r, u, Max(Floats{}, p));
+      } else {
+        store(r, u, Exp(p - max[u]));
+        if (kFeature == Feature::kExpPair) store(projections + r, u, Exp(-p - max[u]));
+      }
+    }
+  }
+  for (int u = 0; u < kVectors; ++u) {
+    Store(sums.max + c + u * kLanes, max[u]);
+    Store(sums.sum + c + u * kLanes, sum[u]);
+    if (sums.weights != nullptr) Store(sums.dot + c + u * kLanes, dot[u]);
+  }
+}
+
+template <Feature kFeature>
+void FeaturesOf(const FeatureColumns& tokens, const FeatureSums& sums) {
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= tokens.columns; c += 4 * kLanes) {
+    FeatureVectors<kFeature, 4>(tokens.values, tokens.stride, tokens.projections, c, sums);
+  }
+  for (; c < tokens.columns; c += kLanes) {
+    FeatureVectors<kFeature, 1>(tokens.values, tokens.stride, tokens.projections, c, sums);
+  }
+}
+
+void Features(Feature feature, const FeatureColumns& tokens, const FeatureSums& sums) {
+  switch (feature) {
+    case Feature::kExp:
+      return FeaturesOf<Feature::kExp>(tokens, sums);
+    case Feature::kExpPair:
+      return FeaturesOf<Feature::kExpPair>(tokens, sums);
+    case Feature::kRelu:
+      return FeaturesOf<Feature::kRelu>(tokens, sums);
+  }
+}
+
+void PairWeightRows(const ScoreRows& rows, const PairWeights& w) {
+  Ints lane = {};
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  for (int64_t r = 0; r < rows.rows; ++r) {
+    float* row = rows.scores + r * rows.stride;
+    Floats sum = {};
+    for (int64_t c = 0; c < rows.columns; c += kLanes) {
+      const Floats decay = Exp(Load(w.decay + c) - w.shift[r]);
+      const Floats weight = decay * (w.product[r] * Load(row + c) + w.key[r] * Load(w.total + c)) +
+                            w.constant[r] * Load(w.seen + c);
+      const Floats kept = lane < w.visible[r] - static_cast<int32_t>(c) ? weight : Floats{};
+      Store(row + c, kept);
+      sum += kept;
+    }
+    w.sum[r] = HorizontalSum(sum);
+  }
+}
+
+// The four sums of the elements of `v`.
+inline void HorizontalSums(const Floats (&v)[4], float* sums) {
+  float part[4][kLanes];
+  Four half[4];
+  for (int r = 0; r < 4; ++r) {
+    Store(part[r], v[r]);
+    half[r] = *reinterpret_cast<const Four*>(part[r]);
+    for (int i = 4; i < kLanes; i += 4) half[r] += *reinterpret_cast<const Four*>(part[r] + i);
+  }
+  Transpose4(half);
+  *reinterpret_cast<Four*>(sums) = (half[0] + half[1]) + (half[2] + half[3]);
+}
+
+// Rows four at a time; the last rows again where their number is not a multiple of four.
+void MatrixVector(int64_t rows, int64_t columns, const float* a, int64_t a_row, const float* x,
+                  float* y, int64_t y_stride, bool accumulate) {
+  const int64_t whole = columns / kLanes * kLanes;
+  for (int64_t r = 0; r < rows; r += 4) {
+    const int64_t count = rows - r < 4 ? rows - r : 4;
+    const float* row[4];
+    for (int i = 0; i < 4; ++i) row[i] = a + (r + (i < count ? i : 0)) * a_row;
+    Floats sum[4] = {};
+    for (int64_t c = 0; c < whole; c += kLanes) {
+      const Floats value = Load(x + c);
+      for (int i = 0; i < 4; ++i) sum[i] += Load(row[i] + c) * value;
+    }
+    float total[4];
+    HorizontalSums(sum, total);
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t c = whole; c < columns; ++c) total[i] += row[i][c] * x[c];
+      float& to = y[(r + i) * y_stride];
+      to = accumulate ? to + total[i] : total[i];
+    }
+  }
 }
 
 double FmaPeak(int64_t iterations) {
@@ -316,6 +437,9 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                ScaleRows,
                                                                Transpose64,
                                                                ExpRows,
+                                                               Features,
+                                                               PairWeightRows,
+                                                               MatrixVector,
                                                                FmaPeak};
 
 }  // namespace tfb

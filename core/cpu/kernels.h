@@ -40,6 +40,45 @@ struct Ramp {
   float slope;
 };
 
+// The random features of `columns` tokens from their projections. Column c of `values`
+// [projections][stride] holds the projections p_r of token c, and then its features; what the
+// exponents are relative to goes to `max`:
+//   kExp      max = max_r p_r     values[r] = exp(p_r - max)
+//   kExpPair  max = max_r |p_r|   values[r] = exp(p_r - max), values[projections + r] = exp(-p_r -
+//   max) kRelu     max = 0             values[r] = max(p_r, 0)
+// sum[c] is the sum of the token's features and dot[c] their product with `weights`, where that is
+// not null. NaN projections give NaN features.
+enum class Feature : uint8_t { kExp, kExpPair, kRelu };
+struct FeatureColumns {
+  float* values;
+  int64_t stride;
+  int64_t projections;
+  int64_t columns;
+};
+struct FeatureSums {
+  float* max;
+  float* sum;
+  const float* weights;  // one per feature
+  float* dot;
+};
+
+// Turns products of query and key features into weights: row r sees its first visible[r] columns,
+// with
+//   scores[r][c] = exp(decay[c] - shift[r]) (product[r] scores[r][c] + key[r] total[c]) +
+//   constant[r] seen[c]
+// and 0 in the others, whatever stood there; sum[r] = sum_c scores[r][c].
+struct PairWeights {
+  const float* decay;  // per column
+  const float* total;
+  const float* seen;
+  const float* shift;  // per row
+  const float* product;
+  const float* key;
+  const float* constant;
+  const int32_t* visible;
+  float* sum;
+};
+
 struct CpuKernels {
   const char* name;  // "avx512", "avx2", "generic"
   int lanes;         // floats in a vector
@@ -67,6 +106,12 @@ struct CpuKernels {
 
   // scores[r][c] = exp(scores[r][c] - shift[r]).
   void (*exp)(const ScoreRows& rows, const float* shift);
+
+  void (*features)(Feature feature, const FeatureColumns& tokens, const FeatureSums& sums);
+  void (*pair_weights)(const ScoreRows& rows, const PairWeights& weights);
+  // y[r * y_stride] = or += sum_c a[r * a_row + c] x[c]. Any number of columns.
+  void (*matrix_vector)(int64_t rows, int64_t columns, const float* a, int64_t a_row,
+                        const float* x, float* y, int64_t y_stride, bool accumulate);
 
   // Independent fused multiply-adds in registers, `iterations` times; returns the number of FLOPs
   // done. For measuring the peak.

@@ -36,10 +36,6 @@ constexpr int64_t kPositionRow =
 constexpr int64_t kPackedBytes = int64_t{32} << 20;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
-int64_t RoundUp(int64_t value, int64_t quantum) {
-  return (value + quantum - 1) / quantum * quantum;
-}
-
 int64_t FloorDiv(int64_t value, int64_t divisor) {
   return (value >= 0 ? value : value - divisor + 1) / divisor;
 }

@@ -4,13 +4,6 @@
 
 namespace tfb {
 
-double AttentionBytes(const Problem& p) {
-  const double query_rows = static_cast<double>(p.batch * p.query_heads * p.query_tokens);
-  const double key_rows = static_cast<double>(p.batch * p.kv_heads * p.kv_tokens);
-  return static_cast<double>((p.head_dim + p.value_dim) * SizeOf(p.dtype)) *
-         (query_rows + key_rows);
-}
-
 FlashLayer::FlashLayer(const Problem& problem, std::vector<TensorSpec> inputs,
                        std::vector<TensorSpec> outputs, Device device,
                        std::unique_ptr<Pattern> pattern, double scale)
@@ -20,7 +13,7 @@ FlashLayer::FlashLayer(const Problem& problem, std::vector<TensorSpec> inputs,
       scale_(scale) {}
 
 size_t FlashLayer::workspace_bytes(int threads) const {
-  return PrepareBytes() + FlashWorkspaceBytes(problem(), uses_relative_keys_, threads);
+  return PrepareBytes(threads) + FlashWorkspaceBytes(problem(), uses_relative_keys_, threads);
 }
 
 Cost FlashLayer::cost() const {

@@ -41,7 +41,7 @@ class FlashLayer : public Layer {
   virtual absl::Status Prepare(const Inputs&, const Execution&, Workspace*, FlashCall*) {
     return absl::OkStatus();
   }
-  virtual size_t PrepareBytes() const { return 0; }
+  virtual size_t PrepareBytes(int) const { return 0; }  // for so many threads
 
   // FLOPs of one kept query-key pair: two products and what the rule adds to them.
   virtual double FlopsPerPair() const {
@@ -67,9 +67,6 @@ class FlashLayer : public Layer {
   ScoreRule rule_;
   bool uses_relative_keys_ = false;
 };
-
-// Bytes that fused attention must move: q, k, v and out once.
-double AttentionBytes(const Problem& problem);
 
 }  // namespace tfb
 

@@ -19,6 +19,11 @@ void StoreRow(const float* from, int64_t channels, const TensorView& view, int64
 // Whether none of the elements is an infinity or NaN.
 bool AllFinite(const float* row, int64_t channels);
 
+// The least multiple of `quantum` that is not below `value`.
+constexpr int64_t RoundUp(int64_t value, int64_t quantum) {
+  return (value + quantum - 1) / quantum * quantum;
+}
+
 }  // namespace tfb
 
 #endif  // TFB_CORE_FLASH_ROWS_H_

@@ -4,10 +4,9 @@
 
 namespace tfb {
 
-size_t FeedForward::workspace_bytes(int64_t rows, int threads) const {
-  return MatMulWorkspaceBytes(threads) + Workspace::Measure([=](Workspace& workspace) {
-           workspace.Take<float>(rows * first_.out());
-         });
+size_t FeedForward::workspace_bytes(int64_t rows, int64_t inner, int threads) {
+  return MatMulWorkspaceBytes(threads) +
+         Workspace::Measure([=](Workspace& workspace) { workspace.Take<float>(rows * inner); });
 }
 
 absl::Status FeedForward::Run(const ConstTensorView& x, const ConstTensorView& residual,

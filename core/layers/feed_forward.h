@@ -22,7 +22,7 @@ class FeedForward {
       : first_(std::move(first)), second_(std::move(second)), activation_(activation) {}
 
   // The activations of `rows` rows, [rows, inner] in fp32, and the products' scratch.
-  size_t workspace_bytes(int64_t rows, int threads) const;
+  static size_t workspace_bytes(int64_t rows, int64_t inner, int threads);
   // Views as in MatMulCall. Allocates nothing.
   absl::Status Run(const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
                    const Execution& execution) const;

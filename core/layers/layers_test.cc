@@ -3,14 +3,12 @@
 // Tolerances. A sum of n products in fp32, in any order and with or without fused roundings, is off
 // by at most n u sum |x_k w_k| (u = 2^-24, to first order); adding a bias and a residual makes two
 // more terms. Storing y in its own precision adds u_y |y|.
-#include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <functional>
 #include <limits>
-#include <new>
 #include <vector>
 
+#include "core/allocations.h"
 #include "core/layers/activation.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_norm.h"
@@ -20,18 +18,6 @@
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 #include "gtest/gtest.h"
-
-namespace {
-std::atomic<int64_t> allocations{0};
-}  // namespace
-
-void* operator new(size_t size) {
-  ++allocations;
-  if (void* memory = std::malloc(size)) return memory;
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace tfb {
 namespace {
@@ -317,7 +303,7 @@ TEST(FeedForward, IsTwoProductsWithTheActivationBetween) {
   for (Activation activation : kActivations) {
     const FeedForward layer(PackedMatrix(w1.view(), b1.view()), PackedMatrix(w2.view(), b2.view()),
                             activation);
-    Machine machine(2, layer.workspace_bytes(rows, 2));
+    Machine machine(2, FeedForward::workspace_bytes(rows, inner, 2));
     Tensor y(DType::kF32, {1, rows, in});
     ASSERT_TRUE(layer.Run(x.view(), x.view(), y.view(), machine.execution()).ok());
     EXPECT_TRUE(machine.guards_intact());
@@ -374,13 +360,13 @@ TEST(Layers, CallsAllocateNothing) {
   const FeedForward layer(PackedMatrix(weights.view(), bias.view()),
                           PackedMatrix(weights.view(), bias.view()), Activation::kGelu);
   Tensor y(DType::kF32, {3, 50, 130});
-  Machine machine(2, layer.workspace_bytes(150, 2) + LayerNormWorkspaceBytes(130, 2));
+  Machine machine(2, FeedForward::workspace_bytes(150, 130, 2) + LayerNormWorkspaceBytes(130, 2));
   const float* row = bias.span<float>().data();
-  const int64_t before = allocations;
+  const int64_t before = AllocationCount();
   const bool ok = layer.Run(x.view(), x.view(), y.view(), machine.execution()).ok() &&
                   LayerNorm({y.view(), row, row, y.view()}, machine.execution()).ok() &&
                   Add(x.view(), y.view(), y.view(), machine.execution()).ok();
-  EXPECT_EQ(allocations - before, 0);
+  EXPECT_EQ(AllocationCount() - before, 0);
   EXPECT_TRUE(ok);
 }
 

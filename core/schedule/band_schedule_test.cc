@@ -1,22 +1,9 @@
 #include "core/schedule/band_schedule.h"
 
-#include <cstdlib>
-#include <new>
 #include <vector>
 
+#include "core/allocations.h"
 #include "gtest/gtest.h"
-
-namespace {
-int64_t allocations = 0;
-}  // namespace
-
-void* operator new(size_t size) {
-  ++allocations;
-  if (void* memory = std::malloc(size)) return memory;
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace tfb {
 namespace {
@@ -89,9 +76,9 @@ TEST(BandSchedule, EqualsTheScheduleOfThePredicateForShapesThatStraddleTiles) {
 TEST(BandSchedule, RebuildingAllocatesNothing) {
   const std::vector<Case> cases = Cases();
   BandSchedule band_schedule(130);
-  const int64_t before = allocations;
+  const int64_t before = AllocationCount();
   for (const Case& c : cases) band_schedule.Build(c.queries, c.keys, c.band);
-  EXPECT_EQ(allocations, before);
+  EXPECT_EQ(AllocationCount(), before);
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ class RopeLayer : public FlashLayer {
     return absl::OkStatus();
   }
 
-  size_t PrepareBytes() const override {
+  size_t PrepareBytes(int) const override {
     return Workspace::Measure([this](Workspace& workspace) { Take(workspace); });
   }
 

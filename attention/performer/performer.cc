@@ -1,0 +1,233 @@
+#include "attention/performer/performer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/definition.h"
+#include "core/linear/linear_layer.h"
+#include "core/random.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<Performer>();
+
+using Kernel = PerformerOptions::Kernel;
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "performer";
+  info.family = "attention";
+  info.title = "Performer: positive orthogonal random features (FAVOR+)";
+  info.citation = "Choromanski et al. 2021, arXiv:2009.14794v4, section 2";
+  info.exactness = Exactness::kApproximate;
+  info.budget_option = "features";
+  info.growth = 1;
+  return info;
+}
+
+// Row r is Gaussian vector r of the stream, so that fewer features are the first rows of more. Its
+// direction loses what it shares with the rows before it in its block (Gram and Schmidt, which is
+// the QR of the block with a positive diagonal of R: the directions of a block are uniform over the
+// orthogonal group); its length stays that of the Gaussian vector, which is independent of all
+// directions.
+Tensor DrawW(const PerformerOptions& options, int64_t head_dim, uint64_t seed, int64_t setups) {
+  const RandomStream stream(seed, setups == 0 ? "w" : absl::StrCat("w", setups));
+  std::vector<double> rows(options.features * head_dim);
+  Tensor w(DType::kF32, {options.features, head_dim});
+  for (int64_t r = 0; r < options.features; ++r) {
+    double* row = rows.data() + r * head_dim;
+    for (int64_t c = 0; c < head_dim; ++c) row[c] = stream.Normal(r * head_dim + c);
+    const double chi = std::sqrt(Dot(row, row, head_dim));
+    const int64_t block = options.orthogonal ? r / head_dim * head_dim : r;
+    for (int pass = 0; pass < 2; ++pass) {  // the second removes what rounding left
+      for (int64_t other = block; other < r; ++other) {
+        const double* unit = rows.data() + other * head_dim;
+        const double shared = Dot(row, unit, head_dim);
+        for (int64_t c = 0; c < head_dim; ++c) row[c] -= shared * unit[c];
+      }
+    }
+    const double length = std::sqrt(Dot(row, row, head_dim));
+    const double norm = options.norms == PerformerOptions::Norms::kChi
+                            ? chi
+                            : std::sqrt(static_cast<double>(head_dim));
+    for (int64_t c = 0; c < head_dim; ++c) {
+      row[c] /= length;
+      *w.view().MutableAt<float>(r, c) = static_cast<float>(norm * row[c]);
+    }
+  }
+  return w;
+}
+
+bool HasScale(const PerformerOptions& options) {
+  return options.kernel != Kernel::kRelu || options.relu_scale;
+}
+
+FeatureMap MapOf(const PerformerOptions& options, int64_t head_dim) {
+  FeatureMap map;
+  map.projections = options.features;
+  map.feature = options.kernel == Kernel::kSoftmax      ? Feature::kExp
+                : options.kernel == Kernel::kHyperbolic ? Feature::kExpPair
+                                                        : Feature::kRelu;
+  map.stabiliser = !options.stabilise ? KeyStabiliser::kNone
+                   : options.key_maximum == PerformerOptions::KeyMaximum::kSequence
+                       ? KeyStabiliser::kSequence
+                       : KeyStabiliser::kRunning;
+  if (HasScale(options))
+    map.input_scale = static_cast<float>(std::pow(static_cast<double>(head_dim), -0.25));
+  const bool relu = options.kernel == Kernel::kRelu;
+  map.constant = relu ? 1 : 1 / std::sqrt(static_cast<double>(map.features()));
+  map.epsilon = relu ? options.relu_epsilon : options.epsilon;
+  map.denominator_epsilon = options.denominator_epsilon;
+  return map;
+}
+
+// What the formula needs of one token.
+struct Projected {
+  std::vector<double> products;  // w_r . x, and -w_r . x after them for hyperbolic
+  double half_square;            // |x|^2 / 2
+  double maximum;                // of the products
+};
+
+// The float64 definition, feature by feature.
+class Formula {
+ public:
+  Formula(const Problem& problem, const PerformerOptions& options, const ConstTensorView& w)
+      : head_dim_(problem.head_dim),
+        options_(options),
+        w_(w),
+        scale_(HasScale(options) ? std::pow(static_cast<double>(problem.head_dim), -0.25) : 1) {}
+
+  Projected Project(const double* row) const {
+    std::vector<double> x(row, row + head_dim_);
+    for (double& value : x) value *= scale_;
+    Projected projected;
+    projected.half_square = Dot(x.data(), x.data(), head_dim_) / 2;
+    for (int64_t r = 0; r < options_.features; ++r)
+      projected.products.push_back(Dot(w_.Row(r), x.data(), head_dim_));
+    for (int64_t r = 0; options_.kernel == Kernel::kHyperbolic && r < options_.features; ++r) {
+      projected.products.push_back(-projected.products[r]);
+    }
+    projected.maximum = *std::max_element(projected.products.begin(), projected.products.end());
+    return projected;
+  }
+
+  // What s is the maximum of. Where no epsilon is added any s gives the same ratio, so the largest
+  // exponent itself is taken, which underflows for no norm.
+  double StabiliserOf(const Projected& token) const {
+    if (options_.kernel == Kernel::kRelu) return 0;
+    if (options_.epsilon == 0 && options_.denominator_epsilon == 0)
+      return token.maximum - token.half_square;
+    return options_.stabilise ? token.maximum : 0;
+  }
+
+  std::vector<double> Features(const Projected& token, double s) const {
+    std::vector<double> features;
+    const double count = static_cast<double>(token.products.size());
+    for (const double product : token.products) {
+      features.push_back(options_.kernel == Kernel::kRelu
+                             ? std::max(product, 0.0) + options_.relu_epsilon
+                             : (std::exp(product - token.half_square - s) + options_.epsilon) /
+                                   std::sqrt(count));
+    }
+    return features;
+  }
+
+ private:
+  int64_t head_dim_;
+  const PerformerOptions& options_;
+  DoubleTensor w_;
+  double scale_;
+};
+
+}  // namespace
+
+Performer::Performer() : TechniqueOf(Info()) {}
+
+absl::StatusOr<std::unique_ptr<Layer>> Performer::MakeLayer(const Problem& problem,
+                                                            const PerformerOptions& options, Device,
+                                                            uint64_t seed) const {
+  return MakeLinearLayer(
+      problem, QkvInputs(problem), AttentionOutputs(problem), MapOf(options, problem.head_dim),
+      [options, head_dim = problem.head_dim, seed](int64_t setups) {
+        return DrawW(options, head_dim, seed, setups);
+      },
+      options.redraw);
+}
+
+absl::Status Performer::Definition(const Problem& problem, const PerformerOptions& options,
+                                   const NamedTensors& parameters, const Inputs& inputs,
+                                   const DefinitionRequest& request, NamedTensors* outputs) const {
+  const auto w = parameters.find("w");
+  if (w == parameters.end()) return absl::InvalidArgumentError("parameter w is missing");
+  const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), v(inputs.Get("v"));
+  const KeyMask is_token(inputs);
+  const Formula formula(problem, options, w->second.view());
+  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+  const int64_t row_count = static_cast<int64_t>(rows.size());
+  Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
+  Tensor lse(DType::kF64, {problem.batch, problem.query_heads, row_count});
+  Tensor weights(DType::kF64, {request.weights ? problem.batch : 0, problem.query_heads, row_count,
+                               problem.kv_tokens});
+  Fill(out.view(), 0);
+  Fill(lse.view(), kNotSeen);
+  Fill(weights.view(), 0);
+
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    for (int64_t kv_head = 0; kv_head < problem.kv_heads; ++kv_head) {
+      std::vector<Projected> keys;
+      for (int64_t j = 0; j < problem.kv_tokens; ++j)
+        keys.push_back(formula.Project(k.Row(b, kv_head, j)));
+      std::vector<std::vector<double>> phi_k(problem.kv_tokens);
+      double s_of_phi_k = NAN;  // those of phi_k that are there were computed with
+      for (int64_t n = 0; n < problem.group() * row_count; ++n) {
+        const int64_t h = kv_head * problem.group() + n / row_count, r = n % row_count;
+        const auto sees = [&](int64_t j) {
+          return is_token(b, j) && (!problem.causal || j <= rows[r] + problem.causal_offset());
+        };
+        const bool whole_sequence = options.key_maximum == PerformerOptions::KeyMaximum::kSequence;
+        double s = kNotSeen;
+        bool seen = false;
+        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+          seen = seen || sees(j);
+          if (whole_sequence ? is_token(b, j) : sees(j))
+            s = std::max(s, formula.StabiliserOf(keys[j]));
+        }
+        if (!seen) continue;
+        if (s != s_of_phi_k) phi_k.assign(problem.kv_tokens, {});
+        s_of_phi_k = s;
+
+        const Projected query = formula.Project(q.Row(b, h, rows[r]));
+        const double query_s = formula.StabiliserOf(query);
+        const std::vector<double> phi_q = formula.Features(query, query_s);
+        std::vector<double> a(problem.kv_tokens, 0.0);
+        double denominator = 0;
+        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+          if (!sees(j)) continue;
+          if (phi_k[j].empty()) phi_k[j] = formula.Features(keys[j], s);
+          a[j] = Dot(phi_q.data(), phi_k[j].data(), static_cast<int64_t>(phi_q.size()));
+          denominator += a[j];
+        }
+        for (const double feature : phi_q) denominator += options.denominator_epsilon * feature;
+        *lse.view().MutableAt<double>(b, h, r) = std::log(denominator) + query_s + s;
+        if (denominator == 0) continue;
+        double* y = out.view().MutableAt<double>(b, h, r);
+        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+          if (!sees(j)) continue;
+          const double weight = a[j] / denominator;
+          for (int64_t c = 0; c < problem.value_dim; ++c) y[c] += weight * v.Row(b, kv_head, j)[c];
+          if (request.weights) *weights.view().MutableAt<double>(b, h, r, j) = weight;
+        }
+      }
+    }
+  }
+  (*outputs)["out"] = std::move(out);
+  (*outputs)["log_sum_exp"] = std::move(lse);
+  if (request.weights) (*outputs)["weights"] = std::move(weights);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

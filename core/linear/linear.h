@@ -1,0 +1,128 @@
+// Engine linear: attention whose weights are products of features, in time and memory linear in
+// tokens.
+//
+//   y_i = sum_j a_ij v_j / D_i,   a_ij = phi_q(q_i) . phi_k(k_j),   D_i = sum_j a_ij + d sum_r
+//   phi_q(q_i)_r
+//
+// over the keys j that are tokens (key mask) and, where the problem is causal, j <= i + kv_tokens -
+// query_tokens. A row without any key, and a row whose D_i is 0, gives y_i = 0. log_sum_exp_i = log
+// D_i with the stabilisers below undone, -inf where D_i is 0: with the softmax maps it estimates
+// the log-sum-exp of dense attention.
+//
+// Features. x is the input times `input_scale`, w_r a row of W, c `constant`:
+//
+//   kExp       phi(x) = c [exp(w_r . x - |x|^2 / 2 - s) + epsilon]_r                  Choromanski
+//   et al., arXiv:2009.14794v4, kExpPair   phi(x) = c [exp(+-w_r . x - |x|^2 / 2 - s) +
+//   epsilon]_(r, both signs)  lemma 1 and section 2.3 kRelu      phi(x) = c [max(w_r . x, 0) +
+//   epsilon]_r                               generalised attention, section 2.2
+//
+// The stabiliser s of a query is max_r w_r . q (max_r |w_r . q| for kExpPair). That of the keys is
+// the same maximum over the rows of W *and* over keys, so that it is common to all keys of one sum:
+//
+//   kRunning   over the keys that row i sees. In a causal problem phi_k therefore depends on the
+//   row, and row i on nothing
+//              after it. Without the causal mask it is kSequence.
+//   kSequence  over all keys that are tokens, later ones too, as published codes do; not for
+//   LinearAppend. kNone      s = 0, for queries as well.
+//
+// s cancels in y_i where epsilon = d = 0.
+//
+// Evaluation. Let M_j = max_r w_r . k_j, E_jr = exp(w_r . k_j - M_j), so that max_r E_jr = 1, and
+// rho_j = M_j - |k_j|^2 / 2; the same for queries: F_ir, M_i, lambda_i. With m features, S the
+// keys' stabiliser and s that of query i,
+//
+//   a_ij / c^2 = sum_r (exp(lambda_i - s) F_ir + epsilon) (exp(rho_j - S) E_jr + epsilon)
+//              = exp(lambda_i - s) exp(rho_j - S) F_i . E_j  +  exp(lambda_i - s) epsilon sum_r
+//              F_ir
+//              + epsilon exp(rho_j - S) sum_r E_jr           +  epsilon^2 m
+//
+// So the sums over keys are kept apart: of exp(rho_j - R) E_j (v_j, 1), of v_j and 1, and of
+// exp(rho_j - R) (sum_r E_jr) (v_j, 1), where the reference R is the running maximum of rho_j (not
+// of w_r . k_j: the sums then hold a term of order 1 whatever the norm of the keys). When R grows,
+// the first and the last are multiplied by exp(R_old - R_new). S enters as one factor exp(R - S) a
+// row, so a causal row may have its own, and whatever s and S are, no exponent above 0 is taken:
+// the four terms are divided by max(exp(lambda_i - s), epsilon) max(exp(R - S), epsilon). What is
+// left to underflow is F_i . E_j itself, when no feature is within e^87 of the largest of both q_i
+// and k_j.
+//
+// Causal problems go by chunks of 64 keys: what came before is read from the sums at the chunk's
+// beginning, and within the chunk a_ij is formed pair by pair with R_i = max over j <= i. No value
+// of row i depends on a later key, so causality holds bit by bit; chunk edges change nothing but
+// the order of additions.
+//
+// FLOPs, for features m and W of r rows: 2 r head_dim a token and head to project queries and keys,
+// 2 m (value_dim + 1) to add a key and as much to read a query; causal adds 64 (m + value_dim) a
+// query. State: m (value_dim + 1) floats a head.
+#ifndef TFB_CORE_LINEAR_LINEAR_H_
+#define TFB_CORE_LINEAR_LINEAR_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "core/cpu/kernels.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+constexpr int64_t kLinearChunk = 64;  // tokens taken together
+
+enum class KeyStabiliser : uint8_t { kRunning, kSequence, kNone };
+
+// Plain data: the engines of all devices read it.
+struct FeatureMap {
+  Feature feature = Feature::kExp;
+  KeyStabiliser stabiliser = KeyStabiliser::kRunning;
+  int64_t projections = 0;  // rows of W
+  bool per_head =
+      false;  // W is [kv_heads, projections, head_dim] instead of [projections, head_dim]
+  float input_scale = 1;
+  double constant = 1;  // c
+  double epsilon = 0;   // added to each feature
+  double denominator_epsilon =
+      0;  // d, added to each entry of the sum of key features, in D_i alone
+  // |D_i| below it is raised to it, keeping the sign. kRelu alone: sums of exponentials are
+  // relative to s.
+  double denominator_floor = 0;
+
+  int64_t features() const { return feature == Feature::kExpPair ? 2 * projections : projections; }
+};
+
+struct LinearCall {
+  ConstTensorView q;         // [batch, query_heads, query_tokens, head_dim]
+  ConstTensorView k;         // [batch, kv_heads, kv_tokens, head_dim]
+  ConstTensorView v;         // [batch, kv_heads, kv_tokens, value_dim]
+  ConstTensorView key_mask;  // u8 [batch, kv_tokens], or empty
+  ConstTensorView w;         // W, f32, contiguous
+  TensorView out;            // [batch, query_heads, query_tokens, value_dim]
+  TensorView log_sum_exp;    // f32 [batch, query_heads, query_tokens], or empty
+  FeatureMap map;
+  // Where not null, raised by the number of rows that see a key and whose D_i is 0 or below the
+  // floor.
+  std::atomic<int64_t>* rows_without_weight = nullptr;
+};
+
+// Scratch of one call in bytes. Enough also for LinearAppend of at most problem.kv_tokens tokens.
+size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads);
+
+// Runs on the CPU. Tensors are of problem.dtype with any strides; arithmetic is fp32. The result
+// does not depend on the number of threads: tasks are cut by the problem alone. Allocates nothing.
+absl::Status LinearCpu(const Problem& problem, const LinearCall& call, const Execution& execution);
+
+// Decoding: the sums of all heads so far, of a size that does not depend on the number of tokens.
+size_t LinearStateBytes(const Problem& problem, const FeatureMap& map);
+// No tokens so far. `state` is aligned to 64 bytes.
+void LinearReset(const Problem& problem, const FeatureMap& map, absl::Span<std::byte> state);
+// Appends `tokens` tokens, with queries, keys and values: q, k, v, out, log_sum_exp and key_mask
+// have that many. Each sees itself and all before it, as in one causal call over all of them.
+// problem.query_tokens and kv_tokens are not looked at.
+absl::Status LinearAppend(const Problem& problem, int64_t tokens, const LinearCall& call,
+                          absl::Span<std::byte> state, const Execution& execution);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LINEAR_LINEAR_H_

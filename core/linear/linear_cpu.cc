@@ -1,0 +1,926 @@
+// Engine linear on the CPU.
+//
+// Features are kept with tokens in columns, [features][64], so that maxima, sums and exponentials
+// of 64 tokens are vertical vector operations, W is read as it is, and every product is the GEMM
+// kernel with a B operand of 64 columns and 64 rows (16 KiB, half of a 32 KiB L1). For a chunk of
+// 64 tokens of one head, head_dim = value_dim = 64, m = 256 features:
+//
+//   project keys      W [256 x 64] K^T [64 x 64]           1.05 M FMA
+//   add to the sums   E [256 x 64] V [64 x 64]             1.05 M FMA
+//   project queries   as keys                              1.05 M FMA
+//   read the sums     F^T [64 x 256] A [256 x 64]          1.05 M FMA
+//   exponentials      2 x 16 K
+//   causal            F^T [64 x 256] E [256 x 64] and weights [64 x 64] V [64 x 64], 1.3 M FMA,
+//   less what lies right of the
+//                     diagonal
+//
+// What it touches (W, E, F, A: 64 KiB each) stays in a 1 MiB L2.
+//
+// Tasks. Not causal: the sums of each key-value head, in groups of keys where there are few heads,
+// then one task per 256 queries. Causal: one task per key-value head walks its chunks; where there
+// are few heads, several chunks at once: their sums, the running sums before each, then their
+// queries.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "core/cpu/kernels.h"
+#include "core/flash/rows.h"
+#include "core/linear/linear.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+constexpr int64_t kChunk = kLinearChunk;
+constexpr int64_t kDepthBlock = 64;  // rows of B that a GEMM takes at a time
+constexpr int64_t kFewTokens = 4;    // projected one by one: 16 columns would be computed for each
+constexpr int64_t kTaskChunks = 4;   // chunks of queries in a task
+constexpr int64_t kGroupTokens = 512;     // least keys in a task
+constexpr int64_t kWantedTasks = 16;      // that few heads are cut into
+constexpr int64_t kEnoughHeads = 8;       // causal: from here on a task per head
+constexpr int64_t kPrefixSlices = 8;      // tasks of one head's running sums
+constexpr int64_t kSumsBytes = 32 << 20;  // of heads whose sums are held at a time
+constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+int64_t CeilDivide(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+struct Sizes {
+  Sizes(const Problem& p, const FeatureMap& map)
+      : depth(RoundUp(p.head_dim, 4)),
+        value_row(RoundUp(p.value_dim, kColumnQuantum)),
+        projections(map.projections),
+        features(map.features()),
+        normaliser(RoundUp(features, kColumnQuantum)),
+        scaled_sums(features * value_row + normaliser + value_row),
+        state(kColumnQuantum + scaled_sums + value_row) {}
+  int64_t depth;  // transposed four channels at a time
+  int64_t value_row;
+  int64_t projections;
+  int64_t features;
+  int64_t normaliser;
+  int64_t scaled_sums;
+  int64_t state;  // floats
+};
+
+// The sums over the keys of one head so far. Matrices of value_row columns are in panels of 64
+// columns.
+class Sums {
+ public:
+  struct Header {
+    double tokens;         // keys that are tokens
+    float reference;       // R = max_j rho_j; -inf without any
+    float maximum;         // max_j M_j
+    float scaled_feature;  // sum_j exp(rho_j - R) sum_r E_jr
+  };
+  static_assert(sizeof(Header) <= kColumnQuantum * sizeof(float));
+
+  Sums(const Sizes& sizes, float* memory) : sizes_(&sizes), memory_(memory) {}
+
+  void Reset() const {
+    std::fill_n(memory_, sizes_->state, 0.0f);
+    header() = {0, kNegativeInfinity, kNegativeInfinity, 0};
+  }
+  Sums Next(int64_t count) const { return Sums(*sizes_, memory_ + count * sizes_->state); }
+  Header& header() const { return *reinterpret_cast<Header*>(memory_); }
+  // What has the factor exp(-R): the next three.
+  float* scaled() const { return memory_ + kColumnQuantum; }
+  // sum_j exp(rho_j - R) E_jr v_j: [features][value_row]
+  float* products() const { return scaled(); }
+  // sum_j exp(rho_j - R) E_jr: [features]
+  float* normaliser() const { return products() + sizes_->features * sizes_->value_row; }
+  // sum_j exp(rho_j - R) (sum_r E_jr) v_j: [value_row]
+  float* scaled_values() const { return normaliser() + sizes_->normaliser; }
+  // sum_j v_j: [value_row]
+  float* values() const { return scaled() + sizes_->scaled_sums; }
+
+ private:
+  const Sizes* sizes_;
+  float* memory_;
+};
+
+// Factors of two sums at references a and b that bring them to the larger reference.
+struct Rescale {
+  Rescale(float a, float b) : reference(b > a ? b : a) {
+    first = Factor(a);
+    second = Factor(b);
+  }
+  float Factor(float from) const {
+    if (from == reference) return 1;
+    return from == kNegativeInfinity ? 0 : std::exp(from - reference);
+  }
+  float reference;
+  float first;
+  float second;
+};
+
+// The features of up to 64 tokens and what they are relative to: exp(w_r . x) = features[r]
+// exp(max).
+struct Tokens {
+  float* features;  // [features][64]
+  float max[kChunk];
+  float half_square[kChunk];  // |x|^2 / 2
+  float total[kChunk];        // sum of the features
+  float dot[kChunk];          // product with the normaliser, of queries
+};
+
+struct Keys {
+  Tokens tokens;
+  float* values;                    // [64][value_row] in panels of 64 columns
+  float log_scale[kChunk];          // rho_j; -inf for padding
+  float seen[kChunk];               // 1 for a token, 0 for padding
+  float running_reference[kChunk];  // R and max M over the keys before and up to this one
+  float running_maximum[kChunk];
+  int64_t count;
+  int64_t seen_count;
+  bool finite;  // all values are
+};
+
+// What one thread needs for one task.
+struct Scratch {
+  Keys keys;
+  Tokens queries;
+  float* rows;           // [64][depth], or value_row
+  float* columns;        // [depth][64]
+  float* scaled_values;  // [64][value_row] in panels
+  float* output;         // [64][value_row] in panels
+  float* weights;        // [64][64]
+  // Per row of queries.
+  float reference[kChunk];    // R over the keys that the row sees
+  float shift[kChunk];        // R, 0 where there is none
+  float key_maximum[kChunk];  // their S
+  float product[kChunk];      // factors of the four terms, see linear.h
+  float key[kChunk];
+  float constant[kChunk];
+  float carry[kChunk];   // exp(reference of the sums - reference)
+  float excess[kChunk];  // logarithm of what the four terms were divided by, less lambda_i - s and
+                         // R - S
+  float denominator[kChunk];
+  float sum[kChunk];
+  float exponent[4][kChunk];
+  int32_t visible[kChunk];  // keys of the chunk that the row sees
+};
+
+// How a call is cut into tasks: by its sizes alone.
+struct Plan {
+  Plan(const Problem& p, const Sizes& sizes) {
+    heads = p.batch * p.kv_heads;
+    chunks = CeilDivide(p.kv_tokens, kChunk);
+    if (p.causal) {
+      stepped = heads < kEnoughHeads && chunks > 1;
+      step_chunks =
+          stepped ? std::min(chunks, CeilDivide(kWantedTasks, std::max<int64_t>(heads, 1))) : 1;
+      return;
+    }
+    const int64_t most = std::max<int64_t>(CeilDivide(p.kv_tokens, kGroupTokens), 1);
+    groups = std::clamp<int64_t>(CeilDivide(kWantedTasks, std::max<int64_t>(heads, 1)), 1, most);
+    const int64_t head_bytes = groups * sizes.state * static_cast<int64_t>(sizeof(float));
+    held_heads = std::clamp<int64_t>(kSumsBytes / head_bytes, 1, std::max<int64_t>(heads, 1));
+  }
+  int64_t heads;   // key-value heads of all batches
+  int64_t chunks;  // of keys
+  // Not causal.
+  int64_t groups = 1;      // of keys, each summed by one task
+  int64_t held_heads = 1;  // whose sums are held at a time
+  // Causal.
+  bool stepped = false;     // several chunks of a head at once
+  int64_t step_chunks = 1;  // of each head
+};
+
+struct Memory {
+  float* states;  // not causal: [held_heads][groups]; causal: [heads] if stepped, else [threads]
+  float* chunk_states;      // [heads][step_chunks]
+  Keys* chunk_keys;         // [heads][step_chunks]
+  float* sequence_maximum;  // [heads]
+  Scratch* scratch;         // [threads]
+};
+
+Keys LayOutKeys(const Sizes& sizes, Workspace& workspace) {
+  Keys keys;
+  keys.tokens.features = workspace.Take<float>(sizes.features * kChunk);
+  keys.values = workspace.Take<float>(sizes.value_row * kChunk);
+  return keys;
+}
+
+// `has_states`: a causal call that starts from sums which the caller keeps needs none of its own.
+Memory LayOut(const Problem& p, const Sizes& sizes, const Plan& plan, bool has_states, int threads,
+              Workspace& workspace) {
+  Memory memory;
+  const int64_t causal_states = has_states ? 0 : plan.stepped ? plan.heads : threads;
+  memory.states = workspace.Take<float>((p.causal ? causal_states : plan.held_heads * plan.groups) *
+                                        sizes.state);
+  const int64_t slots = plan.stepped ? plan.heads * plan.step_chunks : 0;
+  memory.chunk_states = workspace.Take<float>(slots * sizes.state);
+  memory.chunk_keys = workspace.Take<Keys>(slots);
+  for (int64_t s = 0; s < slots; ++s) {
+    const Keys keys = LayOutKeys(sizes, workspace);
+    if (memory.chunk_keys != nullptr) memory.chunk_keys[s] = keys;
+  }
+  memory.sequence_maximum = workspace.Take<float>(plan.heads);
+  memory.scratch = workspace.Take<Scratch>(threads);
+  for (int t = 0; t < threads; ++t) {
+    const Keys keys = LayOutKeys(sizes, workspace);
+    float* features = workspace.Take<float>(sizes.features * kChunk);
+    float* rows = workspace.Take<float>(std::max(sizes.depth, sizes.value_row) * kChunk);
+    float* columns = workspace.Take<float>(sizes.depth * kChunk);
+    float* scaled_values = workspace.Take<float>(sizes.value_row * kChunk);
+    float* output = workspace.Take<float>(sizes.value_row * kChunk);
+    float* weights = workspace.Take<float>(kChunk * kChunk);
+    if (memory.scratch == nullptr) continue;
+    Scratch& scratch = memory.scratch[t];
+    scratch.keys = keys;
+    scratch.queries.features = features;
+    scratch.rows = rows;
+    scratch.columns = columns;
+    scratch.scaled_values = scaled_values;
+    scratch.output = output;
+    scratch.weights = weights;
+  }
+  return memory;
+}
+
+// The whole call: fixed while its tasks run.
+class LinearRun {
+ public:
+  LinearRun(const Problem& problem, const LinearCall& call, const Sizes& sizes)
+      : problem_(problem),
+        call_(call),
+        map_(call.map),
+        sizes_(sizes),
+        kernels_(BestCpuKernels()),
+        exponential_(call.map.feature != Feature::kRelu),
+        epsilon_(static_cast<float>(call.map.epsilon)),
+        log_epsilon_(std::log(epsilon_)) {}
+
+  // What the causal rows of all heads take for S, where it is not their own: the maximum of the
+  // sequence.
+  void set_sequence_maximum(const float* maximum) { sequence_maximum_ = maximum; }
+
+  // max_j M_j over all keys of a head.
+  float SequenceMaximum(int64_t kv_head, Scratch& scratch) const {
+    float maximum = kNegativeInfinity;
+    for (int64_t first = 0; first < problem_.kv_tokens; first += kChunk) {
+      LoadKeys(kv_head, first, scratch.keys, scratch);
+      const Keys& keys = scratch.keys;
+      for (int64_t j = 0; j < keys.count; ++j) {
+        if (keys.seen[j] != 0) maximum = std::max(maximum, keys.tokens.max[j]);
+      }
+    }
+    return maximum;
+  }
+
+  // Adds keys [begin, end) of a head.
+  void SumKeys(int64_t kv_head, int64_t begin, int64_t end, const Sums& sums,
+               Scratch& scratch) const {
+    for (int64_t first = begin; first < end; first += kChunk) {
+      LoadKeys(kv_head, first, scratch.keys, scratch);
+      Add(scratch.keys, sums, scratch);
+    }
+  }
+
+  // The features, values and scales of the keys from `first` to the end of their chunk.
+  void LoadKeys(int64_t kv_head, int64_t first, Keys& keys, Scratch& scratch) const {
+    const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
+    keys.count = std::min(kChunk, problem_.kv_tokens - first);
+    keys.seen_count = 0;
+    for (int64_t j = 0; j < kChunk; ++j) {
+      const bool seen = j < keys.count && IsToken(b, first + j);
+      keys.seen[j] = seen ? 1.0f : 0.0f;
+      keys.seen_count += seen;
+    }
+    LoadFeatures(call_.k, b, h, first, keys.count, h, keys.seen, nullptr, keys.tokens, scratch);
+    for (int64_t j = 0; j < kChunk; ++j) {
+      keys.log_scale[j] = keys.seen[j] == 0 ? kNegativeInfinity : LogScale(keys.tokens, j);
+    }
+    keys.finite = true;
+    for (int64_t j = 0; j < keys.count; ++j) {
+      float* row = scratch.rows;
+      std::memset(row, 0, sizes_.value_row * sizeof(float));
+      if (keys.seen[j] != 0) {
+        LoadRow(call_.v, call_.v.Offset(b, h, first + j), call_.v.stride(3), problem_.value_dim,
+                row);
+        keys.finite = keys.finite && AllFinite(row, problem_.value_dim);
+      }
+      ForEachPanel([&](int64_t panel, int64_t width) {
+        std::memcpy(keys.values + panel * kChunk + j * width, row + panel, width * sizeof(float));
+      });
+    }
+  }
+
+  // sums += keys.
+  void Add(const Keys& keys, const Sums& sums, Scratch& scratch) const {
+    if (keys.seen_count == 0) return;
+    Sums::Header& header = sums.header();
+    float reference = header.reference;
+    for (int64_t j = 0; j < keys.count; ++j) {
+      reference = std::max(reference, keys.log_scale[j]);  // what it holds where the other is NaN
+      if (keys.seen[j] != 0) header.maximum = std::max(header.maximum, keys.tokens.max[j]);
+    }
+    const Rescale rescale(header.reference, reference);
+    if (rescale.first != 1 && header.reference != kNegativeInfinity) {
+      kernels_.scale_rows({sums.scaled(), 0, 1, sizes_.scaled_sums}, &rescale.first);
+      header.scaled_feature *= rescale.first;
+    }
+    header.reference = reference;
+    header.tokens += static_cast<double>(keys.seen_count);
+
+    float* scale = scratch.sum;  // exp(rho_j - R)
+    std::copy_n(keys.log_scale, kChunk, scale);
+    const float shift = Shift(reference);
+    kernels_.exp({scale, 0, 1, kChunk}, &shift);
+    ForEachPanel([&](int64_t panel, int64_t width) {
+      const float* from = keys.values + panel * kChunk;
+      float* to = scratch.scaled_values + panel * kChunk;
+      for (int64_t j = 0; j < keys.count; ++j) {
+        for (int64_t c = 0; c < width; ++c) to[j * width + c] = scale[j] * from[j * width + c];
+      }
+      kernels_.gemm(sizes_.features, width, keys.count, keys.tokens.features, kChunk, 1, to, width,
+                    sums.products() + panel * sizes_.features, width, true);
+      if (epsilon_ == 0) return;
+      kernels_.gemm(1, width, keys.count, keys.seen, 0, 1, from, width, sums.values() + panel,
+                    width, true);
+      kernels_.gemm(1, width, keys.count, keys.tokens.total, 0, 1, to, width,
+                    sums.scaled_values() + panel, width, true);
+    });
+    kernels_.matrix_vector(sizes_.features, keys.count, keys.tokens.features, kChunk, scale,
+                           sums.normaliser(), 1, true);
+    for (int64_t j = 0; j < keys.count; ++j)
+      header.scaled_feature += scale[j] * keys.tokens.total[j];
+  }
+
+  // into += from.
+  void Merge(const Sums& into, const Sums& from) const {
+    Sums::Header& header = into.header();
+    const Sums::Header& other = from.header();
+    const Rescale rescale(header.reference, other.reference);
+    Combine(rescale, into.scaled(), from.scaled(), sizes_.scaled_sums);
+    for (int64_t c = 0; c < sizes_.value_row; ++c) into.values()[c] += from.values()[c];
+    header = Merged(header, other);
+  }
+
+  // Slice `slice` of the running sums of one head, whose chunks' sums follow one another from
+  // `chunk` on: the sums of chunk n become the running sums before it, and the running sums those
+  // after the last. Headers stay: AdvanceHeader follows.
+  void AdvanceSlice(const Sums& running, const Sums& chunk, int64_t chunks, int64_t slice) const {
+    const int64_t begin = SliceBegin(slice), end = SliceBegin(slice + 1);
+    Sums::Header header = running.header();
+    for (int64_t n = 0; n < chunks; ++n) {
+      const Sums sums = chunk.Next(n);
+      const Rescale rescale(header.reference, sums.header().reference);
+      Exchange(rescale.first, rescale.second, running.scaled() + begin, sums.scaled() + begin,
+               end - begin);
+      if (slice == 0) Exchange(1, 1, running.values(), sums.values(), sizes_.value_row);
+      header = Merged(header, sums.header());
+    }
+  }
+  void AdvanceHeader(const Sums& running, const Sums& chunk) const {
+    const Sums::Header before = running.header();
+    running.header() = Merged(before, chunk.header());
+    chunk.header() = before;
+  }
+
+  // Rows [begin, end) of query head `h`, which see all that is in the sums.
+  void ReadRows(int64_t b, int64_t h, int64_t begin, int64_t end, const Sums& sums,
+                Scratch& scratch) const {
+    const Sums::Header& header = sums.header();
+    for (int64_t first = begin; first < end; first += kChunk) {
+      const int64_t rows = std::min(kChunk, end - first);
+      std::fill_n(scratch.reference, kChunk, header.reference);
+      std::fill_n(scratch.key_maximum, kChunk, header.maximum);
+      LoadQueries(b, h, first, rows, sums, scratch);
+      ReadSums(rows, sums, scratch);
+      Finish(b, h, first, rows, scratch);
+    }
+  }
+
+  // The running maxima of a chunk's keys after those in the sums.
+  void RunMaxima(const Sums& sums, int64_t kv_head, Keys& keys) const {
+    float reference = sums.header().reference, maximum = sums.header().maximum;
+    for (int64_t j = 0; j < keys.count; ++j) {
+      reference = std::max(reference, keys.log_scale[j]);
+      if (keys.seen[j] != 0) maximum = std::max(maximum, keys.tokens.max[j]);
+      keys.running_reference[j] = reference;
+      keys.running_maximum[j] = sequence_maximum_ != nullptr ? sequence_maximum_[kv_head] : maximum;
+    }
+  }
+
+  // The queries of head h that stand at the chunk of keys from `first_key`: they see the sums and
+  // the keys up to their own.
+  void AttendChunk(int64_t b, int64_t h, int64_t first_key, const Keys& keys, const Sums& sums,
+                   Scratch& scratch) const {
+    const int64_t offset = problem_.causal_offset();
+    const int64_t first = std::max<int64_t>(first_key - offset, 0);
+    const int64_t rows = std::min(first_key + keys.count - offset, problem_.query_tokens) - first;
+    if (rows <= 0) return;
+    for (int64_t t = 0; t < kChunk; ++t) {
+      // Rows beyond the last are computed in whole vectors and not stored.
+      const int64_t last = std::min(first + t + offset - first_key, keys.count - 1);
+      scratch.visible[t] = static_cast<int32_t>(last + 1);
+      scratch.reference[t] = keys.running_reference[last];
+      scratch.key_maximum[t] = keys.running_maximum[last];
+    }
+    LoadQueries(b, h, first, rows, sums, scratch);
+    ReadSums(rows, sums, scratch);
+    AddPairs(rows, keys, scratch);
+    Finish(b, h, first, rows, scratch);
+  }
+
+  // All chunks of one head in order, starting from what is in the sums.
+  void Scan(int64_t kv_head, const Sums& sums, Scratch& scratch) const {
+    const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
+    for (int64_t first = 0; first < problem_.kv_tokens; first += kChunk) {
+      LoadKeys(kv_head, first, scratch.keys, scratch);
+      RunMaxima(sums, kv_head, scratch.keys);
+      for (int64_t g = 0; g < problem_.group(); ++g) {
+        AttendChunk(b, h * problem_.group() + g, first, scratch.keys, sums, scratch);
+      }
+      Add(scratch.keys, sums, scratch);
+    }
+  }
+
+  // Rows [begin, end) of a head that see no key.
+  void ClearRows(int64_t b, int64_t h, int64_t begin, int64_t end, Scratch& scratch) const {
+    std::memset(scratch.rows, 0, sizes_.value_row * sizeof(float));
+    for (int64_t i = begin; i < end; ++i) Store(b, h, i, scratch.rows, kNegativeInfinity);
+  }
+
+ private:
+  bool IsToken(int64_t b, int64_t j) const {
+    return call_.key_mask.empty() || *call_.key_mask.At<uint8_t>(b, j) != 0;
+  }
+  // What is subtracted for a reference: a head without keys has none.
+  static float Shift(float reference) { return reference == kNegativeInfinity ? 0 : reference; }
+  // Logarithm of the largest unstabilised feature: rho_j, lambda_i.
+  float LogScale(const Tokens& tokens, int64_t t) const {
+    return exponential_ ? tokens.max[t] - tokens.half_square[t] : 0.0f;
+  }
+
+  // body(first column, columns) for each panel of 64 value channels.
+  template <class Body>
+  void ForEachPanel(Body body) const {
+    for (int64_t panel = 0; panel < sizes_.value_row; panel += kDepthBlock) {
+      body(panel, std::min(kDepthBlock, sizes_.value_row - panel));
+    }
+  }
+
+  int64_t SliceBegin(int64_t slice) const {
+    return std::min(RoundUp(sizes_.scaled_sums / kPrefixSlices, kColumnQuantum) * slice,
+                    sizes_.scaled_sums);
+  }
+
+  static Sums::Header Merged(const Sums::Header& a, const Sums::Header& b) {
+    const Rescale rescale(a.reference, b.reference);
+    return {a.tokens + b.tokens, rescale.reference, std::max(a.maximum, b.maximum),
+            rescale.first * a.scaled_feature + rescale.second * b.scaled_feature};
+  }
+  static void Combine(const Rescale& rescale, float* into, const float* from, int64_t count) {
+    const float first = rescale.first, second = rescale.second;
+    for (int64_t n = 0; n < count; ++n) into[n] = first * into[n] + second * from[n];
+  }
+  // running, chunk <- first running + second chunk, running.
+  static void Exchange(float first, float second, float* running, float* chunk, int64_t count) {
+    for (int64_t n = 0; n < count; ++n) {
+      const float before = running[n];
+      running[n] = first * before + second * chunk[n];
+      chunk[n] = before;
+    }
+  }
+
+  // Features of `count` tokens from `first` on; those with seen 0 are read as zeros.
+  void LoadFeatures(const ConstTensorView& view, int64_t b, int64_t h, int64_t first, int64_t count,
+                    int64_t kv_head, const float* seen, const float* normaliser, Tokens& tokens,
+                    Scratch& scratch) const {
+    const int64_t head_dim = problem_.head_dim;
+    const int64_t lanes = RoundUp(count, kColumnQuantum);
+    for (int64_t t = 0; t < count; ++t) {
+      float* row = scratch.rows + t * sizes_.depth;
+      std::memset(row, 0, sizes_.depth * sizeof(float));
+      if (seen != nullptr && seen[t] == 0) continue;
+      LoadRow(view, view.Offset(b, h, first + t), view.stride(3), head_dim, row);
+    }
+    const float* w =
+        call_.w.At<float>() + (map_.per_head ? kv_head * sizes_.projections * head_dim : 0);
+    if (count <= kFewTokens) {
+      ProjectFew(w, count, lanes, tokens, scratch);
+    } else {
+      std::memset(scratch.rows + count * sizes_.depth, 0,
+                  (kChunk - count) * sizes_.depth * sizeof(float));
+      kernels_.transpose64(scratch.rows, sizes_.depth, sizes_.depth, scratch.columns);
+      float* half_square = tokens.half_square;
+      std::fill_n(half_square, kChunk, 0.0f);
+      for (int64_t c = 0; c < head_dim; ++c) {
+        float* column = scratch.columns + c * kChunk;
+        for (int64_t t = 0; t < kChunk; ++t) {
+          column[t] *= map_.input_scale;
+          half_square[t] += 0.5f * column[t] * column[t];
+        }
+      }
+      kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
+                    tokens.features, kChunk, false);
+    }
+    kernels_.features(map_.feature, {tokens.features, kChunk, sizes_.projections, lanes},
+                      {tokens.max, tokens.total, normaliser, tokens.dot});
+  }
+
+  void ProjectFew(const float* w, int64_t count, int64_t lanes, Tokens& tokens,
+                  Scratch& scratch) const {
+    for (int64_t r = 0; r < sizes_.projections; ++r)
+      std::fill_n(tokens.features + r * kChunk, lanes, 0.0f);
+    std::fill_n(tokens.half_square, lanes, 0.0f);
+    for (int64_t t = 0; t < count; ++t) {
+      float* row = scratch.rows + t * sizes_.depth;
+      for (int64_t c = 0; c < problem_.head_dim; ++c) {
+        row[c] *= map_.input_scale;
+        tokens.half_square[t] += 0.5f * row[c] * row[c];
+      }
+      kernels_.matrix_vector(sizes_.projections, problem_.head_dim, w, problem_.head_dim, row,
+                             tokens.features + t, kChunk, false);
+    }
+  }
+
+  // Features of rows of queries, and the factors of the four terms against scratch.reference and
+  // key_maximum.
+  void LoadQueries(int64_t b, int64_t h, int64_t first, int64_t rows, const Sums& sums,
+                   Scratch& scratch) const {
+    LoadFeatures(call_.q, b, h, first, rows, h / problem_.group(), nullptr, sums.normaliser(),
+                 scratch.queries, scratch);
+    ComputeCarry(rows, sums, scratch);
+    if (epsilon_ == 0) {
+      std::fill_n(scratch.product, kChunk, 1.0f);
+      std::fill_n(scratch.key, kChunk, 0.0f);
+      std::fill_n(scratch.constant, kChunk, 0.0f);
+      std::fill_n(scratch.excess, kChunk, 0.0f);
+    } else {
+      ComputeFactors(rows, scratch);
+    }
+  }
+
+  void ComputeCarry(int64_t rows, const Sums& sums, Scratch& scratch) const {
+    const float reference = sums.header().reference;
+    if (reference == kNegativeInfinity) {
+      std::fill_n(scratch.carry, rows, 0.0f);
+      return;
+    }
+    for (int64_t t = 0; t < kChunk; ++t) scratch.carry[t] = reference - scratch.reference[t];
+    const float no_shift = 0;
+    kernels_.exp({scratch.carry, 0, 1, RoundUp(rows, kColumnQuantum)}, &no_shift);
+  }
+
+  // The logarithms of the two scales of row t: exp(lambda_i - s) and exp(R - S).
+  float QueryScale(const Scratch& scratch, int64_t t) const {
+    if (!exponential_) return 0;
+    return map_.stabiliser == KeyStabiliser::kNone ? LogScale(scratch.queries, t)
+                                                   : -scratch.queries.half_square[t];
+  }
+  float KeyScale(const Scratch& scratch, int64_t t) const {
+    const float reference = scratch.reference[t];
+    if (!exponential_ || map_.stabiliser == KeyStabiliser::kNone || reference == kNegativeInfinity)
+      return reference;
+    return reference - scratch.key_maximum[t];
+  }
+
+  void ComputeFactors(int64_t rows, Scratch& scratch) const {
+    const int64_t lanes = RoundUp(rows, kColumnQuantum);
+    for (int64_t t = 0; t < lanes; ++t) {
+      const float query = QueryScale(scratch, t), key = KeyScale(scratch, t);
+      const float largest_query = std::max(query, log_epsilon_),
+                  largest_key = std::max(key, log_epsilon_);
+      scratch.exponent[0][t] = query - largest_query;
+      scratch.exponent[1][t] = log_epsilon_ - largest_query;
+      scratch.exponent[2][t] = key - largest_key;
+      scratch.exponent[3][t] = log_epsilon_ - largest_key;
+      scratch.excess[t] = -scratch.exponent[0][t] - scratch.exponent[2][t];
+    }
+    const float no_shift[4] = {};
+    kernels_.exp({scratch.exponent[0], kChunk, 4, lanes}, no_shift);
+    const float features = static_cast<float>(sizes_.features);
+    for (int64_t t = 0; t < lanes; ++t) {
+      const float query = scratch.exponent[0][t], query_epsilon = scratch.exponent[1][t];
+      const float key = scratch.exponent[2][t], key_epsilon = scratch.exponent[3][t];
+      scratch.product[t] = query * key;
+      scratch.key[t] = query_epsilon * key;
+      scratch.constant[t] =
+          key_epsilon * (query * scratch.queries.total[t] + query_epsilon * features);
+    }
+  }
+
+  // output and denominator of the rows from the sums alone.
+  void ReadSums(int64_t rows, const Sums& sums, Scratch& scratch) const {
+    const Sums::Header& header = sums.header();
+    if (header.tokens == 0) {
+      std::fill_n(scratch.output, kChunk * sizes_.value_row, 0.0f);
+      std::fill_n(scratch.denominator, kChunk, 0.0f);
+      return;
+    }
+    ForEachPanel([&](int64_t panel, int64_t width) {
+      float* output = scratch.output + panel * kChunk;
+      const float* products = sums.products() + panel * sizes_.features;
+      for (int64_t r = 0; r < sizes_.features; r += kDepthBlock) {
+        kernels_.gemm(rows, width, std::min(kDepthBlock, sizes_.features - r),
+                      scratch.queries.features + r * kChunk, 1, kChunk, products + r * width, width,
+                      output, width, r > 0);
+      }
+      for (int64_t t = 0; t < rows; ++t) {
+        const float product = scratch.carry[t] * scratch.product[t],
+                    key = scratch.carry[t] * scratch.key[t];
+        float* row = output + t * width;
+        if (epsilon_ == 0) {
+          for (int64_t c = 0; c < width; ++c) row[c] *= product;
+          continue;
+        }
+        for (int64_t c = 0; c < width; ++c) {
+          row[c] = product * row[c] + key * sums.scaled_values()[panel + c] +
+                   scratch.constant[t] * sums.values()[panel + c];
+        }
+      }
+    });
+    for (int64_t t = 0; t < rows; ++t) {
+      scratch.denominator[t] = scratch.carry[t] * (scratch.product[t] * scratch.queries.dot[t] +
+                                                   scratch.key[t] * header.scaled_feature) +
+                               scratch.constant[t] * static_cast<float>(header.tokens);
+    }
+  }
+
+  // Adds the keys of the chunk itself, pair by pair. Rows in blocks, so that what lies right of the
+  // diagonal is left out.
+  void AddPairs(int64_t rows, const Keys& keys, Scratch& scratch) const {
+    for (int64_t t = 0; t < rows; ++t) scratch.shift[t] = Shift(scratch.reference[t]);
+    const int64_t block =
+        keys.finite ? kPairRows
+                    : 1;  // a hidden value that is not finite must not meet its weight of 0
+    for (int64_t first = 0; first < rows; first += block) {
+      const int64_t count = std::min(block, rows - first);
+      const int64_t depth = scratch.visible[first + count - 1];
+      const int64_t columns = RoundUp(depth, kColumnQuantum);
+      float* weights = scratch.weights + first * kChunk;
+      for (int64_t r = 0; r < sizes_.features; r += kDepthBlock) {
+        kernels_.gemm(count, columns, std::min(kDepthBlock, sizes_.features - r),
+                      scratch.queries.features + r * kChunk + first, 1, kChunk,
+                      keys.tokens.features + r * kChunk, kChunk, weights, kChunk, r > 0);
+      }
+      kernels_.pair_weights({weights, kChunk, count, columns},
+                            {keys.log_scale, keys.tokens.total, keys.seen, scratch.shift + first,
+                             scratch.product + first, scratch.key + first, scratch.constant + first,
+                             scratch.visible + first, scratch.sum + first});
+      ForEachPanel([&](int64_t panel, int64_t width) {
+        kernels_.gemm(count, width, depth, weights, kChunk, 1, keys.values + panel * kChunk, width,
+                      scratch.output + panel * kChunk + first * width, width, true);
+      });
+    }
+    for (int64_t t = 0; t < rows; ++t) scratch.denominator[t] += scratch.sum[t];
+  }
+
+  // Divides by the denominators and writes the rows.
+  void Finish(int64_t b, int64_t h, int64_t first, int64_t rows, Scratch& scratch) const {
+    int64_t without_weight = 0;
+    for (int64_t t = 0; t < rows; ++t) {
+      const float denominator = Denominator(t, scratch, &without_weight);
+      const float inverse = denominator == 0 ? 0 : 1 / denominator;
+      ForEachPanel([&](int64_t panel, int64_t width) {
+        const float* from = scratch.output + panel * kChunk + t * width;
+        for (int64_t c = 0; c < width; ++c) scratch.rows[panel + c] = from[c] * inverse;
+      });
+      Store(b, h, first + t, scratch.rows,
+            call_.log_sum_exp.empty() ? 0 : LogSumExp(t, denominator, scratch));
+    }
+    if (without_weight != 0 && call_.rows_without_weight != nullptr) {
+      call_.rows_without_weight->fetch_add(without_weight, std::memory_order_relaxed);
+    }
+  }
+
+  float Denominator(int64_t t, const Scratch& scratch, int64_t* without_weight) const {
+    float denominator = scratch.denominator[t];
+    const bool seen = scratch.reference[t] != kNegativeInfinity;
+    if (map_.denominator_epsilon != 0 && seen) {
+      // d sum_r phi_q(q_i)_r, divided as the four terms are.
+      const float key = KeyScale(scratch, t);
+      const float largest = epsilon_ == 0 ? key : std::max(key, log_epsilon_);
+      const double query_sum = QuerySum(t, scratch);
+      denominator += static_cast<float>(map_.denominator_epsilon / map_.constant * query_sum *
+                                        std::exp(-largest));
+    }
+    const float floor =
+        static_cast<float>(map_.denominator_floor / (map_.constant * map_.constant));
+    if (seen && std::abs(denominator) <= floor) {
+      ++*without_weight;
+      return std::copysign(floor, denominator);
+    }
+    return denominator;
+  }
+
+  // sum_r phi_q(q_i)_r / c, divided by max(exp(lambda_i - s), epsilon).
+  double QuerySum(int64_t t, const Scratch& scratch) const {
+    if (epsilon_ == 0) return scratch.queries.total[t];
+    return scratch.exponent[0][t] * scratch.queries.total[t] +
+           scratch.exponent[1][t] * static_cast<double>(sizes_.features);
+  }
+
+  float LogSumExp(int64_t t, float denominator, const Scratch& scratch) const {
+    if (scratch.reference[t] == kNegativeInfinity && denominator == 0) return kNegativeInfinity;
+    return static_cast<float>(std::log(static_cast<double>(denominator)) +
+                              LogScale(scratch.queries, t) + scratch.reference[t] +
+                              scratch.excess[t] + 2 * std::log(map_.constant));
+  }
+
+  void Store(int64_t b, int64_t h, int64_t i, const float* row, float log_sum_exp) const {
+    StoreRow(row, problem_.value_dim, call_.out, call_.out.Offset(b, h, i), call_.out.stride(3));
+    if (!call_.log_sum_exp.empty()) *call_.log_sum_exp.MutableAt<float>(b, h, i) = log_sum_exp;
+  }
+
+  static constexpr int64_t kPairRows = 24;  // 4 of the GEMM kernel's 6 rows
+
+  const Problem& problem_;
+  const LinearCall& call_;
+  const FeatureMap& map_;
+  const Sizes& sizes_;
+  const CpuKernels& kernels_;
+  const bool exponential_;
+  const float epsilon_;
+  const float log_epsilon_;
+  const float* sequence_maximum_ = nullptr;
+};
+
+// Sums of all keys of each head, then all queries.
+void RunAll(const Problem& problem, const LinearRun& run, const Sizes& sizes, const Plan& plan,
+            const Memory& memory, ThreadPool& pool) {
+  const int64_t group_tokens = RoundUp(CeilDivide(problem.kv_tokens, plan.groups), kChunk);
+  const int64_t tiles = CeilDivide(problem.query_tokens, kTaskChunks * kChunk);
+  const auto sums = [&](int64_t slot, int64_t group) {
+    return Sums(sizes, memory.states + (slot * plan.groups + group) * sizes.state);
+  };
+  for (int64_t first = 0; first < plan.heads; first += plan.held_heads) {
+    const int64_t heads = std::min(plan.held_heads, plan.heads - first);
+    pool.ParallelFor(heads * plan.groups, [&](int64_t task, int worker) {
+      const int64_t slot = task / plan.groups, group = task % plan.groups;
+      sums(slot, group).Reset();
+      run.SumKeys(first + slot, group * group_tokens,
+                  std::min((group + 1) * group_tokens, problem.kv_tokens), sums(slot, group),
+                  memory.scratch[worker]);
+    });
+    if (plan.groups > 1) {
+      pool.ParallelFor(heads, [&](int64_t slot, int) {
+        for (int64_t group = 1; group < plan.groups; ++group)
+          run.Merge(sums(slot, 0), sums(slot, group));
+      });
+    }
+    pool.ParallelFor(heads * problem.group() * tiles, [&](int64_t task, int worker) {
+      const int64_t slot = task / (problem.group() * tiles);
+      const int64_t b = (first + slot) / problem.kv_heads;
+      const int64_t h =
+          (first + slot) % problem.kv_heads * problem.group() + task / tiles % problem.group();
+      const int64_t begin = task % tiles * kTaskChunks * kChunk;
+      run.ReadRows(b, h, begin, std::min(begin + kTaskChunks * kChunk, problem.query_tokens),
+                   sums(slot, 0), memory.scratch[worker]);
+    });
+  }
+}
+
+// Several chunks of each head at a time, for few heads. `states` [heads] holds the running sums.
+void RunSteps(const Problem& problem, const LinearRun& run, const Sizes& sizes, const Plan& plan,
+              const Memory& memory, float* states, ThreadPool& pool) {
+  const int64_t heads = plan.heads, group = problem.group();
+  for (int64_t step = 0; step < plan.chunks; step += plan.step_chunks) {
+    const int64_t chunks = std::min(plan.step_chunks, plan.chunks - step);
+    const auto first_key = [&](int64_t slot) { return (step + slot % chunks) * kChunk; };
+    const auto sums = [&](int64_t slot) {
+      return Sums(sizes, memory.chunk_states + slot * sizes.state);
+    };
+    const auto running = [&](int64_t head) { return Sums(sizes, states + head * sizes.state); };
+
+    pool.ParallelFor(heads * chunks, [&](int64_t slot, int worker) {
+      run.LoadKeys(slot / chunks, first_key(slot), memory.chunk_keys[slot], memory.scratch[worker]);
+      sums(slot).Reset();
+      run.Add(memory.chunk_keys[slot], sums(slot), memory.scratch[worker]);
+    });
+    pool.ParallelFor(heads * kPrefixSlices, [&](int64_t task, int) {
+      const int64_t head = task / kPrefixSlices;
+      run.AdvanceSlice(running(head), sums(head * chunks), chunks, task % kPrefixSlices);
+    });
+    for (int64_t slot = 0; slot < heads * chunks; ++slot) {
+      run.AdvanceHeader(running(slot / chunks), sums(slot));
+      run.RunMaxima(sums(slot), slot / chunks, memory.chunk_keys[slot]);
+    }
+    pool.ParallelFor(heads * chunks * group, [&](int64_t task, int worker) {
+      const int64_t slot = task / group;
+      const int64_t b = slot / chunks / problem.kv_heads, h = slot / chunks % problem.kv_heads;
+      run.AttendChunk(b, h * group + task % group, first_key(slot), memory.chunk_keys[slot],
+                      sums(slot), memory.scratch[worker]);
+    });
+  }
+}
+
+// Causal, starting from the sums in `states` [heads], or from none where it is null.
+void RunCausal(const Problem& problem, const LinearRun& run, const Sizes& sizes, const Plan& plan,
+               const Memory& memory, float* states, ThreadPool& pool) {
+  const int64_t keyless_rows =
+      std::clamp<int64_t>(-problem.causal_offset(), 0, problem.query_tokens);
+  if (keyless_rows > 0) {
+    pool.ParallelFor(problem.batch * problem.query_heads, [&](int64_t task, int worker) {
+      run.ClearRows(task / problem.query_heads, task % problem.query_heads, 0, keyless_rows,
+                    memory.scratch[worker]);
+    });
+  }
+  if (plan.stepped) {
+    for (int64_t head = 0; states == nullptr && head < plan.heads; ++head) {
+      Sums(sizes, memory.states + head * sizes.state).Reset();
+    }
+    return RunSteps(problem, run, sizes, plan, memory, states == nullptr ? memory.states : states,
+                    pool);
+  }
+  pool.ParallelFor(plan.heads, [&](int64_t head, int worker) {
+    float* state =
+        states == nullptr ? memory.states + worker * sizes.state : states + head * sizes.state;
+    const Sums sums(sizes, state);
+    if (states == nullptr) sums.Reset();
+    run.Scan(head, sums, memory.scratch[worker]);
+  });
+}
+
+absl::Status CheckCall(const Problem& problem, const LinearCall& call) {
+  const FeatureMap& map = call.map;
+  const Shape shape = map.per_head ? Shape{problem.kv_heads, map.projections, problem.head_dim}
+                                   : Shape{map.projections, problem.head_dim};
+  if (map.projections < 1 || call.w.shape() != shape || call.w.dtype != DType::kF32 ||
+      !call.w.is_contiguous()) {
+    return absl::InternalError(absl::StrCat("W is ", Name(call.w.dtype), " ",
+                                            ShapeString(call.w.shape()),
+                                            "; expected is contiguous f32 ", ShapeString(shape)));
+  }
+  if (map.denominator_floor != 0 && map.feature != Feature::kRelu) {
+    return absl::InternalError("a floor of the denominator is for kRelu features alone");
+  }
+  return absl::OkStatus();
+}
+
+size_t MeasureWorkspace(const Problem& problem, const Sizes& sizes, int threads) {
+  const Plan plan(problem, sizes);
+  return Workspace::Measure(
+      [&](Workspace& workspace) { LayOut(problem, sizes, plan, false, threads, workspace); });
+}
+
+// `states` is null, or what a causal problem starts from.
+absl::Status Run(const Problem& problem, const LinearCall& call, float* states,
+                 const Execution& execution) {
+  TFB_RETURN_IF_ERROR(CheckCall(problem, call));
+  const Sizes sizes(problem, call.map);
+  const Plan plan(problem, sizes);
+  Workspace workspace(execution.workspace);
+  const Memory memory =
+      LayOut(problem, sizes, plan, states != nullptr, execution.pool->threads(), workspace);
+  LinearRun run(problem, call, sizes);
+  if (!problem.causal) {
+    RunAll(problem, run, sizes, plan, memory, *execution.pool);
+    return absl::OkStatus();
+  }
+  if (call.map.stabiliser == KeyStabiliser::kSequence) {
+    execution.pool->ParallelFor(plan.heads, [&](int64_t head, int worker) {
+      memory.sequence_maximum[head] = run.SequenceMaximum(head, memory.scratch[worker]);
+    });
+    run.set_sequence_maximum(memory.sequence_maximum);
+  }
+  RunCausal(problem, run, sizes, plan, memory, states, *execution.pool);
+  return absl::OkStatus();
+}
+
+// Self-attention over the next `tokens` tokens.
+Problem SegmentOf(const Problem& problem, int64_t tokens) {
+  Problem segment = problem;
+  segment.query_tokens = segment.kv_tokens = tokens;
+  segment.causal = true;
+  return segment;
+}
+
+}  // namespace
+
+size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads) {
+  return MeasureWorkspace(problem, Sizes(problem, map), threads);
+}
+
+absl::Status LinearCpu(const Problem& problem, const LinearCall& call, const Execution& execution) {
+  return Run(problem, call, nullptr, execution);
+}
+
+size_t LinearStateBytes(const Problem& problem, const FeatureMap& map) {
+  return problem.batch * problem.kv_heads * Sizes(problem, map).state * sizeof(float);
+}
+
+void LinearReset(const Problem& problem, const FeatureMap& map, absl::Span<std::byte> state) {
+  const Sizes sizes(problem, map);
+  float* sums = reinterpret_cast<float*>(state.data());
+  for (int64_t head = 0; head < problem.batch * problem.kv_heads; ++head) {
+    Sums(sizes, sums + head * sizes.state).Reset();
+  }
+}
+
+absl::Status LinearAppend(const Problem& problem, int64_t tokens, const LinearCall& call,
+                          absl::Span<std::byte> state, const Execution& execution) {
+  if (call.map.stabiliser == KeyStabiliser::kSequence) {
+    return absl::InvalidArgumentError(
+        "the keys' maximum over the whole sequence is not known while tokens are appended");
+  }
+  return Run(SegmentOf(problem, tokens), call, reinterpret_cast<float*>(state.data()), execution);
+}
+
+}  // namespace tfb

@@ -1,0 +1,163 @@
+#include "core/linear/linear_layer.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstring>
+#include <map>
+#include <string>
+#include <utility>
+
+namespace tfb {
+namespace {
+
+// Query rows that see a key, over all heads.
+double SeeingRows(const Problem& p) {
+  if (p.kv_tokens == 0) return 0;
+  const int64_t keyless = p.causal ? std::clamp<int64_t>(-p.causal_offset(), 0, p.query_tokens) : 0;
+  return static_cast<double>(p.batch * p.query_heads * (p.query_tokens - keyless));
+}
+
+// The same tensors for a segment: tokens are the second dimension of a mask and the third of all
+// others.
+std::vector<TensorSpec> OfSegment(std::vector<TensorSpec> specs) {
+  for (TensorSpec& spec : specs) spec.shape[spec.shape.size() == 2 ? 1 : 2] = kSegmentTokens;
+  return specs;
+}
+
+bool SameBits(const Tensor& a, const Tensor& b) {
+  return a.bytes() == b.bytes() && std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
+}
+
+// Base is Layer or StreamingLayer.
+template <class Base>
+class LinearLayer : public Base {
+ public:
+  template <class... BaseArguments>
+  LinearLayer(const FeatureMap& map, DrawMatrix draw, bool redraw, BaseArguments&&... base)
+      : Base(std::forward<BaseArguments>(base)...),
+        map_(map),
+        draw_(std::move(draw)),
+        redraw_(redraw) {
+    drawn_ = draw_(0);
+    this->parameters_["w"] = drawn_.Clone();
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    return LinearWorkspaceBytes(this->problem(), map_, threads);
+  }
+  Cost cost() const override { return LinearCost(this->problem(), map_); }
+  std::map<std::string, double> statistics() const override {
+    std::map<std::string, double> statistics = {
+        {"state_bytes", static_cast<double>(LinearStateBytes(this->problem(), map_))}};
+    const Problem& p = this->problem();
+    const double rows = static_cast<double>(p.batch * p.query_heads * p.query_tokens);
+    if (has_run_ && rows > 0) {
+      statistics["rows_without_weight"] = static_cast<double>(rows_without_weight_.load()) / rows;
+    }
+    return statistics;
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs&, const Execution&) override {
+    Tensor& w = this->parameters_["w"];
+    if (redraw_ && SameBits(w, drawn_)) {
+      drawn_ = draw_(setups_);
+      CopyElements(drawn_.view(), w.view());
+    }
+    ++setups_;
+    return absl::OkStatus();
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    LinearCall call = CallOf(inputs, outputs);
+    rows_without_weight_ = 0;
+    call.rows_without_weight = &rows_without_weight_;
+    has_run_ = true;
+    return LinearCpu(this->problem(), call, execution);
+  }
+
+  LinearCall CallOf(const Inputs& inputs, const Outputs& outputs) const {
+    LinearCall call;
+    call.q = inputs.Get("q");
+    call.k = inputs.Get("k");
+    call.v = inputs.Get("v");
+    call.key_mask = inputs.Get("key_mask");
+    call.w = this->parameters_.find("w")->second.view();
+    call.out = outputs.Get("out");
+    call.log_sum_exp = outputs.Get("log_sum_exp");
+    call.map = map_;
+    return call;
+  }
+
+  const FeatureMap& map() const { return map_; }
+
+ private:
+  FeatureMap map_;
+  DrawMatrix draw_;
+  bool redraw_;
+  Tensor drawn_;  // what draw_ gave last
+  int64_t setups_ = 0;
+  bool has_run_ = false;
+  std::atomic<int64_t> rows_without_weight_{0};
+};
+
+class LinearStreamingLayer : public LinearLayer<StreamingLayer> {
+ public:
+  LinearStreamingLayer(const FeatureMap& map, DrawMatrix draw, bool redraw, const Problem& problem,
+                       const std::vector<TensorSpec>& inputs,
+                       const std::vector<TensorSpec>& outputs)
+      : LinearLayer(map, std::move(draw), redraw, problem, inputs, outputs, OfSegment(inputs),
+                    OfSegment(outputs), std::max<int64_t>(problem.kv_tokens, 1)),
+        state_(DType::kU8, {static_cast<int64_t>(LinearStateBytes(problem, map))}) {
+    LinearReset(problem, map, state());
+  }
+
+  absl::Status Reset() override {
+    LinearReset(problem(), map(), state());
+    return absl::OkStatus();
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    TFB_RETURN_IF_ERROR(LinearLayer::DoSetup(inputs, execution));
+    return Reset();
+  }
+  absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
+                        const Execution& execution) override {
+    return LinearAppend(problem(), tokens, CallOf(segment, outputs), state(), execution);
+  }
+
+ private:
+  absl::Span<std::byte> state() {
+    return absl::MakeSpan(static_cast<std::byte*>(state_.raw()), state_.bytes());
+  }
+  Tensor state_;
+};
+
+}  // namespace
+
+std::unique_ptr<Layer> MakeLinearLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+                                       std::vector<TensorSpec> outputs, const FeatureMap& map,
+                                       DrawMatrix draw, bool redraw) {
+  if (problem.causal && map.stabiliser != KeyStabiliser::kSequence) {
+    return std::make_unique<LinearStreamingLayer>(map, std::move(draw), redraw, problem, inputs,
+                                                  outputs);
+  }
+  return std::make_unique<LinearLayer<Layer>>(map, std::move(draw), redraw, problem,
+                                              std::move(inputs), std::move(outputs));
+}
+
+Cost LinearCost(const Problem& p, const FeatureMap& map) {
+  const double projection = 2.0 * static_cast<double>(map.projections * p.head_dim);
+  const double sums = 2.0 * static_cast<double>(map.features() * (p.value_dim + 1));
+  const double keys = static_cast<double>(p.batch * p.kv_heads * p.kv_tokens);
+  const double matrices = map.per_head ? static_cast<double>(p.kv_heads) : 1;
+  Cost cost;
+  cost.flops = (keys + SeeingRows(p)) * (projection + sums);
+  cost.bytes = AttentionBytes(p) + matrices * static_cast<double>(map.projections * p.head_dim * 4);
+  return cost;
+}
+
+}  // namespace tfb

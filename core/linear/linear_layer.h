@@ -1,0 +1,46 @@
+// A layer that is engine linear under a feature map whose matrix W is the layer's parameter "w". A
+// technique over random features brings the map and how W is drawn.
+#ifndef TFB_CORE_LINEAR_LINEAR_LAYER_H_
+#define TFB_CORE_LINEAR_LINEAR_LAYER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "core/linear/linear.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+// W for the Setup that follows `setups` others; that of the first is also the layer's from its
+// creation on.
+using DrawMatrix = std::function<Tensor(int64_t setups)>;
+
+// The layer's inputs and outputs are those of the technique, which must be attention's (QkvInputs,
+// AttentionOutputs).
+//
+// `redraw`: each Setup draws W anew, until SetParameters gives the layer one of the caller's, which
+// stays.
+//
+// Causal layers stream (StreamingLayer): a segment has tokens with q, k, v and optionally key_mask,
+// and what is kept is LinearStateBytes, whatever the number of tokens. Those whose map needs the
+// maximum of the whole sequence do not. Setup resets the stream.
+//
+// Statistics: "state_bytes", the sums of all heads; after a Run also "rows_without_weight", the
+// share of query rows that see a key and whose denominator was 0 or below the map's floor.
+std::unique_ptr<Layer> MakeLinearLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+                                       std::vector<TensorSpec> outputs, const FeatureMap& map,
+                                       DrawMatrix draw, bool redraw);
+
+// FLOPs of one run, a multiply-add counting 2 and exponentials none, with m features and r rows of
+// W:
+//   2 r head_dim                 a query row, and a key row: its projections
+//   2 m (value_dim + 1)          a key row: added to the sums
+//   2 m (value_dim + 1)          a query row: read from them
+// for query rows that see a key. Bytes: q, k, v, out and W once.
+Cost LinearCost(const Problem& problem, const FeatureMap& map);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LINEAR_LINEAR_LAYER_H_

@@ -1,0 +1,223 @@
+// What a layer promises its callers: parameters that can be replaced, costs that can be counted,
+// and calls that are refused with a reason.
+#include <unistd.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "core/safetensors.h"
+#include "gtest/gtest.h"
+#include "harness/conformance/subject.h"
+
+namespace tfb::conformance {
+namespace {
+
+// A layer given another's parameters, by way of a file, is that other layer.
+void ParametersMakeTheLayer(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem, kSeed);
+  const auto other = trial == nullptr ? nullptr : Trial::Make(subject, problem, kSeed + 1);
+  if (other == nullptr) return;
+  if (trial->layer().parameters().empty()) return Skip("the technique has no parameters");
+  const std::string path = absl::StrCat(::testing::TempDir(), "/parameters.", getpid());
+  ASSERT_TRUE(WriteSafetensors(path, other->layer().parameters()).ok());
+  const auto file = ReadSafetensors(path);
+  unlink(path.c_str());
+  ASSERT_TRUE(file.ok()) << file.status();
+  const NamedTensors before = trial->Run();
+  const absl::Status set = trial->layer().SetParameters(file->tensors);
+  ASSERT_TRUE(set.ok()) << set;
+  ExpectSameBits(trial->layer().parameters(), other->layer().parameters(), "parameters");
+  other->inputs() = Copies(trial->inputs());
+  const NamedTensors outputs = trial->Run();
+  ExpectSameBits(outputs, other->Run(), "the layer given parameters and the one they are from");
+  trial->ExpectMatchesDefinition(outputs);
+}
+
+void WrongParametersAreRefused(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  NamedTensors unknown;
+  unknown["no_such_parameter"] = Tensor(DType::kF32, {1});
+  const absl::Status status = trial->layer().SetParameters(unknown);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(absl::StrContains(status.message(), "no_such_parameter")) << status;
+  for (const auto& [name, tensor] : trial->layer().parameters()) {
+    Shape longer = tensor.shape();
+    ++longer[0];
+    NamedTensors wrong;
+    wrong[name] = Tensor(tensor.dtype(), longer);
+    Fill(wrong[name].view(), 0);
+    const absl::Status refused = trial->layer().SetParameters(wrong);
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << name;
+    EXPECT_TRUE(absl::StrContains(refused.message(), name)) << refused;
+  }
+}
+
+// 2 (head_dim + value_dim) FLOPs for every pair to which the definition gives weight are the least;
+// a rule that adds to scores may double that twice over, and what is done once a token may add to
+// it. A formula that counts masked pairs, or forgets heads or batches, is outside.
+void FlopsAreThoseOfTheKeptPairs(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  if (trial->Run().empty()) return;  // some costs are known after Setup
+  const Cost cost = trial->layer().cost();
+  if (!cost.flops.has_value()) return Skip("cost().flops is not known");
+  EXPECT_GT(*cost.flops, 0);
+  if (!trial->RequireExact()) return;
+  const NamedTensors reference = trial->Define(/*weights=*/true);
+  const auto weights = reference.find("weights");
+  if (weights == reference.end()) return Skip("the definition has no weights");
+  double pairs = 0;
+  for (const double weight : weights->second.span<double>()) pairs += weight > 0 ? 1 : 0;
+  const double least = 2 * pairs * static_cast<double>(problem.head_dim + problem.value_dim);
+  EXPECT_GE(*cost.flops, 0.999 * least) << pairs << " pairs are kept";
+  const double model_dim = static_cast<double>(problem.query_heads * problem.head_dim);
+  const double tokens =
+      static_cast<double>(problem.batch * (problem.query_tokens + problem.kv_tokens));
+  const bool projects = trial->inputs().count("q") == 0;
+  const double of_tokens = tokens * model_dim * (projects ? 32 * model_dim : 16);
+  EXPECT_LE(*cost.flops, 4 * least + of_tokens) << pairs << " pairs are kept";
+}
+
+// Inputs, outputs and parameters, once each, are what there is.
+void BytesAreThoseOfTheTensors(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr || trial->Run().empty()) return;
+  const Cost cost = trial->layer().cost();
+  if (!cost.bytes.has_value()) return Skip("cost().bytes is not known");
+  double bytes = 0;
+  for (const std::vector<TensorSpec>* specs :
+       {&trial->layer().inputs(), &trial->layer().outputs()}) {
+    for (const TensorSpec& spec : *specs) {
+      bytes += static_cast<double>(NumElements(spec.shape) * SizeOf(spec.dtype));
+    }
+  }
+  for (const auto& entry : trial->layer().parameters()) {
+    bytes += static_cast<double>(entry.second.bytes());
+  }
+  EXPECT_GT(*cost.bytes, 0);
+  EXPECT_LE(*cost.bytes, 1.001 * bytes);
+}
+
+void ExpectError(const absl::Status& status, absl::StatusCode code, absl::string_view part) {
+  EXPECT_EQ(status.code(), code) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), part)) << status;
+}
+
+void WrongCallsAreRefusedWithAReason(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  Layer& layer = trial->layer();
+  ThreadPool pool(2);
+  const int64_t needed = static_cast<int64_t>(layer.workspace_bytes(2));
+  Tensor memory(DType::kU8, {needed + 128});
+  std::byte* const bytes = static_cast<std::byte*>(memory.raw());
+  const Execution good = {&pool, absl::MakeSpan(bytes, needed), nullptr};
+  NamedTensors written;
+  for (const TensorSpec& spec : layer.outputs()) {
+    written[spec.name] = Tensor(spec.dtype, spec.shape);
+  }
+  const Inputs inputs = ViewsOf(trial->inputs());
+  const Outputs outputs = MutableViewsOf(written);
+  constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+  ExpectError(layer.Run(inputs, outputs, good), absl::StatusCode::kFailedPrecondition, "Setup");
+  ASSERT_TRUE(layer.Setup(inputs, good).ok());
+  if (needed > 0) {
+    ExpectError(layer.Run(inputs, outputs, {&pool, absl::MakeSpan(bytes, needed - 1), nullptr}),
+                kInvalid, absl::StrCat(needed));
+    ExpectError(layer.Run(inputs, outputs, {&pool, absl::MakeSpan(bytes + 1, needed), nullptr}),
+                kInvalid, "aligned");
+  }
+  ExpectError(layer.Run(inputs, outputs, {nullptr, absl::MakeSpan(bytes, needed), nullptr}),
+              kInvalid, "pool");
+  ExpectError(layer.Run({}, outputs, good), kInvalid, "missing");
+  ExpectError(layer.Run(inputs, {}, good), kInvalid, "output out");
+  Inputs more = inputs;
+  more.Set("no_such_input", inputs.begin()->second);
+  ExpectError(layer.Run(more, outputs, good), kInvalid, "no_such_input");
+  for (const auto& [name, view] : inputs) {
+    if (view.dim(0) == 0) continue;
+    Inputs wrong = inputs;
+    wrong.Set(name, Slice(view, 0, 0, view.dim(0) - 1));
+    ExpectError(layer.Run(wrong, outputs, good), kInvalid, name);
+    ConstTensorView other_type = view;
+    other_type.dtype = view.dtype == DType::kF64 ? DType::kF32 : DType::kF64;
+    wrong.Set(name, other_type);
+    ExpectError(layer.Run(wrong, outputs, good), kInvalid, "f64");
+  }
+  EXPECT_TRUE(layer.Run(inputs, outputs, good).ok());
+}
+
+void OptionalOutputsMayBeLeftOut(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  const NamedTensors all = trial->Run();
+  if (all.empty()) return;
+  Layer& layer = trial->layer();
+  NamedTensors written;
+  for (const TensorSpec& spec : layer.outputs()) {
+    if (!spec.optional) written[spec.name] = Tensor(spec.dtype, spec.shape);
+  }
+  if (written.size() == all.size()) return Skip("the technique has no optional output");
+  ThreadPool pool(2);
+  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(2)) + 1});
+  const Execution execution = {
+      &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()), nullptr};
+  const absl::Status status =
+      layer.Run(ViewsOf(trial->inputs()), MutableViewsOf(written), execution);
+  ASSERT_TRUE(status.ok()) << status;
+  NamedTensors required;
+  for (const auto& [name, tensor] : written) required[name] = all.at(name).Clone();
+  ExpectSameBits(required, written, "with and without optional outputs");
+}
+
+// The rows that are asked for are the rows of the whole.
+void ADefinitionOfSomeRowsIsPartOfTheWhole(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  const NamedTensors whole = trial->Define();
+  const std::vector<int64_t> rows = {0, 5, 64, problem.query_tokens - 1};
+  NamedTensors some;
+  DefinitionRequest request;
+  request.rows = rows;
+  const absl::Status status =
+      subject.technique->Define(problem, subject.options, trial->layer().parameters(),
+                                ViewsOf(trial->inputs()), request, &some);
+  ASSERT_TRUE(status.ok()) << status;
+  const Tensor& out = some.at("out");
+  if (out.shape() == whole.at("out").shape()) return Skip("the definition evaluates all rows");
+  const int axis = TokenAxis(out.view());
+  ASSERT_EQ(out.dim(axis), static_cast<int64_t>(rows.size()));
+  for (size_t r = 0; r < rows.size(); ++r) {
+    NamedTensors a, b;
+    Shape one = out.shape();
+    one[axis] = 1;
+    a["out"] = Tensor(DType::kF64, one);
+    b["out"] = Tensor(DType::kF64, one);
+    CopyElements(Slice(out.view(), axis, static_cast<int64_t>(r), 1), a["out"].view());
+    CopyElements(Slice(whole.at("out").view(), axis, rows[r], 1), b["out"].view());
+    ExpectSameBits(a, b, absl::StrCat("row ", rows[r]));
+  }
+}
+
+}  // namespace
+
+std::vector<Case> ContractCases() {
+  return {
+      {"ParametersMakeTheLayer", "", UsualBoth(), ParametersMakeTheLayer},
+      {"WrongParametersAreRefused", "", UsualBoth(), WrongParametersAreRefused},
+      {"FlopsAreThoseOfTheKeptPairs", "", UsualBoth(), FlopsAreThoseOfTheKeptPairs},
+      {"BytesAreThoseOfTheTensors", "", UsualBoth(), BytesAreThoseOfTheTensors},
+      {"WrongCallsAreRefusedWithAReason", "", UsualBoth(), WrongCallsAreRefusedWithAReason},
+      {"OptionalOutputsMayBeLeftOut", "", UsualBoth(), OptionalOutputsMayBeLeftOut},
+      {"ADefinitionOfSomeRowsIsPartOfTheWhole", "", UsualBoth(),
+       ADefinitionOfSomeRowsIsPartOfTheWhole},
+  };
+}
+
+}  // namespace tfb::conformance

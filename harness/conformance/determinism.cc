@@ -1,0 +1,174 @@
+// The same inputs give the same bits: twice, on any number of threads, in any company. And the
+// future does not reach the past.
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "harness/conformance/allocations.h"
+#include "harness/conformance/subject.h"
+#include "harness/inputs.h"
+
+namespace tfb::conformance {
+namespace {
+
+void TwoRunsGiveTheSameBits(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  const NamedTensors first = trial->Run();
+  ExpectSameBits(first, trial->Run(RunSettings::WithoutSetup()), "the first run and the second");
+  ExpectSameBits(first, trial->Run(), "before and after another Setup");
+}
+
+void TwoLayersOfASeedGiveTheSameBits(const Subject& subject, const Problem& problem) {
+  const auto one = Trial::Make(subject, problem);
+  const auto other = Trial::Make(subject, problem);
+  if (one == nullptr || other == nullptr) return;
+  ExpectSameBits(one->layer().parameters(), other->layer().parameters(), "parameters");
+  ExpectSameBits(one->Run(), other->Run(), "two layers of a seed");
+}
+
+void AnyNumberOfThreadsGivesTheSameBits(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  const NamedTensors one = trial->Run(RunSettings::Threads(1));
+  for (const int threads : {2, 3, 7}) {
+    ExpectSameBits(one, trial->Run(RunSettings::Threads(threads)), absl::StrCat("1 and ", threads));
+  }
+}
+
+// Batch 0 alone, and beside another: draws belong to (seed, batch, head, token).
+void ABatchDoesNotDependOnItsCompany(const Subject& subject, const Problem& problem) {
+  const auto both = Trial::Make(subject, problem);
+  Problem single = problem;
+  single.batch = 1;
+  const auto alone = both == nullptr ? nullptr : Trial::Make(subject, single);
+  if (alone == nullptr) return;
+  for (auto& [name, tensor] : alone->inputs()) {
+    ASSERT_EQ(tensor.dim(0), 1) << name << " has no batch";
+    CopyElements(Slice(std::as_const(both->inputs()).at(name).view(), 0, 0, 1), tensor.view());
+  }
+  for (const auto& [name, tensor] : alone->layer().parameters()) {
+    const Tensor& other = both->layer().parameters().at(name);
+    if (other.shape() == tensor.shape()) continue;
+    return Skip(absl::StrCat("parameter ", name, " has the batch's size"));
+  }
+  ExpectSameBits(alone->layer().parameters(), both->layer().parameters(), "parameters");
+  const NamedTensors of_both = both->Run();
+  NamedTensors of_one = alone->Run();
+  for (auto& [name, tensor] : of_one) {
+    Tensor first(tensor.dtype(), tensor.shape());
+    CopyElements(Slice(of_both.at(name).view(), 0, 0, 1), first.view());
+    NamedTensors a, b;
+    a[name] = std::move(tensor);
+    b[name] = std::move(first);
+    ExpectSameBits(a, b, "alone and beside another batch");
+  }
+}
+
+void OtherSeedsDrawOtherParameters(const Subject& subject, const Problem& problem) {
+  const auto one = Trial::Make(subject, problem, kSeed);
+  const auto other = Trial::Make(subject, problem, kSeed + 1);
+  if (one == nullptr || other == nullptr) return;
+  if (one->layer().parameters().empty()) return Skip("the technique has no parameters");
+  bool differ = false;
+  for (const auto& [name, tensor] : one->layer().parameters()) {
+    const Tensor& drawn = other->layer().parameters().at(name);
+    for (int64_t i = 0; i < tensor.num_elements(); ++i) {
+      differ |= tensor.view().Get(i) != drawn.view().Get(i);
+    }
+  }
+  EXPECT_TRUE(differ);
+}
+
+// Overwrites what comes after token t: keys and values of the future, and the queries there.
+void ChangeFuture(const Problem& problem, int64_t t, const NamedTensors& drawn,
+                  NamedTensors* inputs) {
+  for (auto& [name, tensor] : *inputs) {
+    const int axis = TokenAxis(tensor.view());
+    const bool of_keys = name == "k" || name == "v" || name == "key_mask";
+    const int64_t first = t + 1 + (of_keys ? problem.causal_offset() : 0);
+    const int64_t count = tensor.dim(axis) - first;
+    if (count <= 0) continue;
+    CopyElements(Slice(std::as_const(drawn).at(name).view(), axis, first, count),
+                 Slice(tensor.view(), axis, first, count));
+  }
+}
+
+// What Setup decided (buckets, clusters, permutations) is frozen: it may know the future.
+void TheFutureDoesNotReachThePast(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  const auto other = trial == nullptr ? nullptr : Trial::Make(subject, problem, kSeed + 1);
+  if (other == nullptr) return;
+  const NamedTensors setup_inputs = Copies(trial->inputs());
+  const NamedTensors before = trial->Run();
+  if (before.empty()) return;
+  for (const int64_t t : {int64_t{0}, int64_t{62}, int64_t{63}, int64_t{64}, int64_t{100},
+                          problem.query_tokens - 2}) {
+    trial->inputs() = Copies(setup_inputs);
+    ChangeFuture(problem, t, other->inputs(), &trial->inputs());
+    RunSettings settings;
+    settings.setup_inputs = &setup_inputs;
+    ExpectSameTokens(before, trial->Run(settings), t + 1, problem,
+                     absl::StrCat("tokens after ", t, " changed"));
+  }
+}
+
+void RunAllocatesNothing(const Subject& subject, const Problem& problem) {
+  if (!CountsAllocations()) return Skip("allocations are not counted under a sanitizer");
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  Layer& layer = trial->layer();
+  for (const int threads : {1, 2}) {
+    ThreadPool pool(threads);
+    Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(threads)) + 1});
+    const Execution execution = {
+        &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()),
+        nullptr};
+    NamedTensors written;
+    for (const TensorSpec& spec : layer.outputs()) {
+      written[spec.name] = Tensor(spec.dtype, spec.shape);
+    }
+    const Inputs inputs = ViewsOf(trial->inputs());
+    const Outputs outputs = MutableViewsOf(written);
+    ASSERT_TRUE(layer.Setup(inputs, execution).ok());
+    // The first run counts as well: nothing may be put off to it.
+    for (int run = 0; run < 2; ++run) {
+      const int64_t before = Allocations();
+      const absl::Status status = layer.Run(inputs, outputs, execution);
+      const int64_t allocations = Allocations() - before;
+      ASSERT_TRUE(status.ok()) << status;
+      EXPECT_EQ(allocations, 0) << "in run " << run << " with " << threads << " threads";
+    }
+  }
+}
+
+std::vector<Problem> CausalProblems() {
+  Problem more_keys = Usual(true);
+  more_keys.kv_tokens = 200;
+  return {Usual(true), more_keys};
+}
+
+std::vector<Problem> UsualIn16Bits() {
+  return {Usual(false, DType::kBF16), Usual(true, DType::kF16)};
+}
+
+}  // namespace
+
+std::vector<Case> DeterminismCases() {
+  std::vector<Problem> all = UsualBoth();
+  for (const Problem& problem : UsualIn16Bits()) all.push_back(problem);
+  return {
+      {"TwoRunsGiveTheSameBits", "35", all, TwoRunsGiveTheSameBits},
+      {"TwoLayersOfASeedGiveTheSameBits", "35", UsualBoth(), TwoLayersOfASeedGiveTheSameBits},
+      {"AnyNumberOfThreadsGivesTheSameBits", "35", all, AnyNumberOfThreadsGivesTheSameBits},
+      {"ABatchDoesNotDependOnItsCompany", "35", UsualBoth(), ABatchDoesNotDependOnItsCompany},
+      {"OtherSeedsDrawOtherParameters", "35", {Usual(true)}, OtherSeedsDrawOtherParameters},
+      {"TheFutureDoesNotReachThePast", "", CausalProblems(), TheFutureDoesNotReachThePast},
+      {"RunAllocatesNothing", "", all, RunAllocatesNothing},
+  };
+}
+
+}  // namespace tfb::conformance

@@ -1,0 +1,220 @@
+// Numbers that break arithmetic: large, tiny, equal, tied; 16 bits.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <string>
+
+#include "core/random.h"
+#include "gtest/gtest.h"
+#include "harness/conformance/subject.h"
+#include "harness/evaluate.h"
+
+namespace tfb::conformance {
+namespace {
+
+using Change = std::function<void(const Problem&, NamedTensors*)>;
+
+void Scale(Tensor* tensor, double factor) {
+  for (int64_t i = 0; i < tensor->num_elements(); ++i) {
+    tensor->view().Set(i, factor * tensor->view().Get(i));
+  }
+}
+
+// Changes the drawn inputs, runs, and compares.
+Case Changed(const std::string& name, const std::string& numbers, std::vector<Problem> problems,
+             const Tolerance& tolerance, const Change& change) {
+  return {name, numbers, std::move(problems), [=](const Subject& subject, const Problem& problem) {
+            const auto trial = Trial::Make(subject, problem);
+            if (trial == nullptr || !trial->RequireQkv()) return;
+            change(problem, &trial->inputs());
+            trial->ExpectRunMatchesDefinition(tolerance);
+          }};
+}
+
+// Scores of about +-1e4: both signs, since the draws have them.
+void LargeScores(const Problem& problem, NamedTensors* inputs) {
+  const double rms = std::sqrt(1e4 / std::sqrt(std::sqrt(static_cast<double>(problem.head_dim))));
+  Scale(&inputs->at("q"), rms);
+  Scale(&inputs->at("k"), rms);
+}
+
+// Key 77 has a score of 1e5 with every query, the others of about 1.
+void OneScoreOf1e5(const Problem& problem, NamedTensors* inputs) {
+  const TensorView q = inputs->at("q").view();
+  const TensorView k = inputs->at("k").view();
+  const double root = std::sqrt(static_cast<double>(problem.head_dim));
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    for (int64_t h = 0; h < problem.query_heads; ++h) {
+      for (int64_t i = 0; i < problem.query_tokens; ++i) q.Set(q.Offset(b, h, i, 0), 1);
+    }
+    for (int64_t h = 0; h < problem.kv_heads; ++h) k.Set(k.Offset(b, h, 77, 0), 1e5 * root);
+  }
+}
+
+void Denormal(const Problem&, NamedTensors* inputs) {
+  for (const char* name : {"q", "k", "v"}) Scale(&inputs->at(name), 1e-40);
+}
+
+void EqualKeys(const Problem& problem, NamedTensors* inputs) {
+  const TensorView k = inputs->at("k").view();
+  for (int64_t j = 1; j < problem.kv_tokens; ++j) {
+    CopyElements(Slice(k, 2, 0, 1), Slice(k, 2, j, 1));
+  }
+}
+
+void ZeroQueries(const Problem&, NamedTensors* inputs) { Fill(inputs->at("q").view(), 0); }
+void ZeroKeys(const Problem&, NamedTensors* inputs) { Fill(inputs->at("k").view(), 0); }
+void ConstantValues(const Problem&, NamedTensors* inputs) { Fill(inputs->at("v").view(), -3.25); }
+void ZeroValues(const Problem&, NamedTensors* inputs) { Fill(inputs->at("v").view(), 0); }
+
+// Keys 2 j and 2 j + 1 are the same, their values are not.
+void TiedKeys(const Problem& problem, NamedTensors* inputs) {
+  const TensorView k = inputs->at("k").view();
+  for (int64_t j = 0; j + 1 < problem.kv_tokens; j += 2) {
+    CopyElements(Slice(k, 2, j, 1), Slice(k, 2, j + 1, 1));
+  }
+}
+
+// Features such as exp(w.x - |x|^2 / 2) become tiny, and with them the sum that divides.
+void LongVectors(const Problem&, NamedTensors* inputs) {
+  Scale(&inputs->at("q"), 4);
+  Scale(&inputs->at("k"), 4);
+}
+
+void HugeValues(const Problem&, NamedTensors* inputs) { Scale(&inputs->at("v"), 1e30); }
+
+// Elements of +-300: products of 9e4 and sums of them overflow 16 bits, not fp32.
+void OverflowingProducts(const Problem&, NamedTensors* inputs) {
+  for (const char* name : {"q", "k"}) {
+    Tensor& tensor = inputs->at(name);
+    for (int64_t i = 0; i < tensor.num_elements(); ++i) {
+      tensor.view().Set(i, tensor.view().Get(i) < 0 ? -300 : 300);
+    }
+  }
+}
+
+// Values come back where they are all the same, whatever the weights.
+void ConstantValuesComeBack(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr || !trial->RequireQkv() || !trial->RequireExact()) return;
+  Fill(trial->inputs().at("v").view(), -3.25);
+  const NamedTensors weights = trial->Define(/*weights=*/true);
+  const NamedTensors outputs = trial->Run();
+  const auto found = weights.find("weights");
+  if (outputs.empty() || found == weights.end()) return;
+  // Only where the definition is a mean of the values: its weights sum to 1 and give its output.
+  const Tensor& out = outputs.at("out");
+  const int64_t keys = problem.kv_tokens;
+  for (int64_t row = 0; row < out.num_elements() / problem.value_dim; ++row) {
+    double sum = 0;
+    for (int64_t j = 0; j < keys; ++j) sum += found->second.view().Get(row * keys + j);
+    const double defined = weights.at("out").view().Get(row * problem.value_dim);
+    if (std::abs(sum - 1) > 1e-9 || std::abs(defined + 3.25) > 1e-9) continue;
+    for (int64_t c = 0; c < problem.value_dim; ++c) {
+      ASSERT_NEAR(out.view().Get(row * problem.value_dim + c), -3.25, 3.25 * 2e-5) << "row " << row;
+    }
+  }
+}
+
+double FastestSeconds(Trial* trial, int runs) {
+  double fastest = std::numeric_limits<double>::infinity();
+  ThreadPool pool(1);
+  Layer& layer = trial->layer();
+  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(1)) + 1});
+  const Execution execution = {
+      &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()), nullptr};
+  NamedTensors written;
+  for (const TensorSpec& spec : layer.outputs()) {
+    written[spec.name] = Tensor(spec.dtype, spec.shape);
+  }
+  const Inputs inputs = ViewsOf(trial->inputs());
+  const Outputs outputs = MutableViewsOf(written);
+  absl::Status status = layer.Setup(inputs, execution);
+  for (int run = 0; run < runs && status.ok(); ++run) {
+    const auto begin = std::chrono::steady_clock::now();
+    status = layer.Run(inputs, outputs, execution);
+    const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
+    fastest = std::min(fastest, elapsed.count());
+  }
+  EXPECT_TRUE(status.ok()) << status;
+  return fastest;
+}
+
+// Processors take over a hundred cycles for an operation on denormals. An engine that meets them in
+// its inner loops becomes slower by more than what is allowed here; one that flushes them, or meets
+// them in its inputs only, does not.
+void DenormalsAreNotSlow(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  const double usual = FastestSeconds(trial.get(), 5);
+  for (auto& [name, tensor] : trial->inputs()) {
+    if (IsFloating(tensor.dtype())) Scale(&tensor, 1e-40);
+  }
+  const double denormal = FastestSeconds(trial.get(), 5);
+  EXPECT_LT(denormal, 12 * usual + 2e-4) << "usual " << usual << " s, denormal " << denormal;
+}
+
+// The error in 16 bits is at most twice that of the dense counterpart in the same precision.
+void SixteenBitsAreAsGoodAsDenseAttention(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  ThreadPool pool(2);
+  EvaluateRequest request;
+  request.technique = subject.technique;
+  request.options = subject.options;
+  request.problem = problem;
+  request.device = subject.device;
+  request.seed = kSeed;
+  request.inputs = &trial->inputs();
+  request.pool = &pool;
+  const auto accuracy = Evaluate(request);
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  EXPECT_TRUE(accuracy->passed) << accuracy->failure;
+  if (!accuracy->no_dense_reason.empty()) {
+    std::cout << "  no ratio to dense attention: " << accuracy->no_dense_reason << "\n";
+  }
+}
+
+std::vector<Problem> SixteenBit(const std::vector<int64_t>& tokens) {
+  std::vector<Problem> problems;
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const bool causal : {false, true}) {
+      for (const int64_t count : tokens) {
+        problems.push_back(Problem::SelfAttention(2, 2, count, 16, causal, dtype));
+      }
+    }
+  }
+  return problems;
+}
+
+}  // namespace
+
+std::vector<Case> NumberCases() {
+  const Tolerance conditioned = Tolerance::Conditioned();
+  // Results as small as the smallest denormal are off by some of its units.
+  const Tolerance denormal = Tolerance::Absolute(std::ldexp(1, -144));
+  return {
+      Changed("ScoresOf1e4", "22", UsualBoth(), conditioned, LargeScores),
+      Changed("OneScoreOf1e5AmongSmallOnes", "22", UsualBoth(), conditioned, OneScoreOf1e5),
+      Changed("DenormalInputs", "23", UsualBoth(), denormal, Denormal),
+      {"DenormalsAreNotSlow", "23", {Problem::SelfAttention(1, 2, 256, 32)}, DenormalsAreNotSlow},
+      Changed("EqualKeys", "24", UsualBoth(), {}, EqualKeys),
+      Changed("ZeroQueries", "25", UsualBoth(), {}, ZeroQueries),
+      Changed("ZeroKeys", "24, 25", UsualBoth(), {}, ZeroKeys),
+      Changed("ConstantValues", "26", UsualBoth(), {}, ConstantValues),
+      Changed("ZeroValues", "26", UsualBoth(), {}, ZeroValues),
+      {"ConstantValuesComeBack", "26", UsualBoth(), ConstantValuesComeBack},
+      Changed("HugeValues", "22", UsualBoth(), {}, HugeValues),
+      Changed("ProductsThatOverflow16Bits", "27", SixteenBit({130}), conditioned,
+              OverflowingProducts),
+      Changed("LongVectorsWhoseFeaturesVanish", "28", UsualBoth(), conditioned, LongVectors),
+      Changed("TiedKeys", "29", UsualBoth(), {}, TiedKeys),
+      {"SixteenBitsAreAsGoodAsDenseAttention", "27", SixteenBit({1, 65, 130}),
+       SixteenBitsAreAsGoodAsDenseAttention},
+  };
+}
+
+}  // namespace tfb::conformance

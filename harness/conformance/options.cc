@@ -1,0 +1,216 @@
+// Options at the ends of their ranges and beyond the sequence; what is refused, and how.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "gtest/gtest.h"
+#include "harness/conformance/subject.h"
+
+namespace tfb::conformance {
+namespace {
+
+struct Range {
+  double min = 0, max = 0;
+};
+
+// "0 to 128" as two numbers.
+Range RangeOf(const OptionSpec& option) {
+  Range range;
+  const std::vector<absl::string_view> ends = absl::StrSplit(option.range, " to ");
+  EXPECT_EQ(ends.size(), 2u) << option.name << " has range " << option.range;
+  if (ends.size() != 2) return range;
+  EXPECT_TRUE(absl::SimpleAtod(ends[0], &range.min)) << option.range;
+  EXPECT_TRUE(absl::SimpleAtod(ends[1], &range.max)) << option.range;
+  return range;
+}
+
+// The values of an option worth trying with a sequence of `tokens`: its choices, or the ends of
+// its range as far as they are of the sequence's order, and what lies around its own length.
+std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens) {
+  if (option.type == "bool") return {"true", "false"};
+  if (option.type == "choice") return absl::StrSplit(option.range, " | ");
+  if (option.type == "int") {
+    const Range range = RangeOf(option);
+    std::set<int64_t> values;
+    for (const int64_t value :
+         {static_cast<int64_t>(range.min), int64_t{0}, int64_t{1}, int64_t{2}, int64_t{3},
+          int64_t{5}, int64_t{8}, tokens - 1, tokens, tokens + 1, 2 * tokens, int64_t{1000}}) {
+      const bool in_range =
+          static_cast<double>(value) >= range.min && static_cast<double>(value) <= range.max;
+      if (in_range && std::abs(value) <= 1000) values.insert(value);
+    }
+    std::vector<std::string> texts;
+    for (const int64_t value : values) texts.push_back(absl::StrCat(value));
+    return texts;
+  }
+  if (option.type == "real") {
+    std::vector<std::string> texts = option.sweep;
+    double value;
+    if (absl::SimpleAtod(option.default_value, &value) && value != 0) {
+      const Range range = RangeOf(option);
+      for (const double factor : {0.5, 2.0}) {
+        if (factor * value >= range.min && factor * value <= range.max) {
+          texts.push_back(absl::StrCat(factor * value));
+        }
+      }
+    }
+    return texts;
+  }
+  return {};  // lists are the technique's own to test
+}
+
+std::string Describe(const Options& options) { return options.empty() ? "" : ToString(options); }
+
+// Runs on every value of every option, the others as they are. What the technique refuses is said.
+void EveryOptionAtItsEndsAndBeyondTheSequence(const Subject& subject, const Problem& problem) {
+  int tried = 0;
+  for (const OptionSpec& option : subject.technique->info().options) {
+    for (const std::string& value : ValuesToTry(option, problem.query_tokens)) {
+      Subject varied = subject;
+      varied.options[option.name] = value;
+      SCOPED_TRACE(absl::StrCat("options ", Describe(varied.options)));
+      const auto layer = varied.technique->Create(problem, varied.options, varied.device, kSeed);
+      if (!layer.ok() && IsRefusal(layer.status())) {
+        EXPECT_FALSE(layer.status().message().empty());
+        std::cout << "  refused " << option.name << "=" << value << ": " << layer.status().message()
+                  << "\n";
+        continue;
+      }
+      const auto trial = Trial::Make(varied, problem);
+      if (trial == nullptr) return;
+      trial->ExpectRunMatchesDefinition();
+      ++tried;
+    }
+  }
+  if (tried == 0) Skip("no option has a value that this problem admits");
+}
+
+void UnknownOptionsAreAnsweredWithTheKnownOnes(const Subject& subject, const Problem& problem) {
+  Options options = subject.options;
+  options["no_such_option"] = "1";
+  const auto layer = subject.technique->Create(problem, options, subject.device, kSeed);
+  ASSERT_EQ(layer.status().code(), absl::StatusCode::kInvalidArgument) << layer.status();
+  const std::string message(layer.status().message());
+  EXPECT_TRUE(absl::StrContains(message, "no_such_option")) << message;
+  for (const OptionSpec& option : subject.technique->info().options) {
+    EXPECT_TRUE(absl::StrContains(message, option.name)) << message;
+  }
+  EXPECT_EQ(subject.technique->Canonical(options).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+void ValuesOutOfRangeAreRefusedWithTheRange(const Subject& subject, const Problem& problem) {
+  for (const OptionSpec& option : subject.technique->info().options) {
+    std::vector<std::string> wrong = {"", "pear", "1 2"};
+    if (option.type == "int") {
+      const Range range = RangeOf(option);
+      wrong.push_back(absl::StrCat(static_cast<int64_t>(range.min) - 1));
+      wrong.push_back(absl::StrCat(static_cast<int64_t>(range.max) + 1));
+      wrong.push_back("99999999999999999999");
+      wrong.push_back("1.5");
+    }
+    if (option.type == "real") wrong.insert(wrong.end(), {"nan", "1e999"});
+    for (const std::string& value : wrong) {
+      Options options = subject.options;
+      options[option.name] = value;
+      const auto layer = subject.technique->Create(problem, options, subject.device, kSeed);
+      ASSERT_EQ(layer.status().code(), absl::StatusCode::kInvalidArgument)
+          << option.name << "=" << value << ": " << layer.status();
+      const std::string message(layer.status().message());
+      EXPECT_TRUE(absl::StrContains(message, option.name)) << message;
+      EXPECT_TRUE(absl::StrContains(message, option.range)) << message;
+    }
+  }
+}
+
+void CanonicalOptionsAreFixedPoints(const Subject& subject, const Problem&) {
+  const Technique& technique = *subject.technique;
+  const auto canonical = technique.Canonical(subject.options);
+  ASSERT_TRUE(canonical.ok()) << canonical.status();
+  EXPECT_EQ(canonical->size(), technique.info().options.size());
+  EXPECT_EQ(ToString(*technique.Canonical(*canonical)), ToString(*canonical));
+  const auto defaults = technique.Canonical({});
+  ASSERT_TRUE(defaults.ok()) << defaults.status();
+  for (const OptionSpec& option : technique.info().options) {
+    EXPECT_EQ(defaults->at(option.name), option.default_value);
+    for (const std::string& value : option.sweep) {
+      EXPECT_TRUE(technique.Canonical({{option.name, value}}).ok()) << option.name << "=" << value;
+    }
+  }
+}
+
+// What --list prints, and what rendering needs.
+void ItsDescriptionIsComplete(const Subject& subject, const Problem&) {
+  const TechniqueInfo& info = subject.technique->info();
+  EXPECT_FALSE(info.name.empty());
+  EXPECT_FALSE(info.title.empty());
+  EXPECT_FALSE(info.citation.empty());
+  EXPECT_FALSE(info.devices.empty());
+  EXPECT_GT(info.growth, 0);
+  EXPECT_TRUE(info.supports_causal || info.supports_noncausal);
+  const std::set<std::string> families = {"attention", "positional", "memory", "adaptive"};
+  EXPECT_EQ(families.count(info.family), 1u) << info.family;
+  bool has_budget = info.budget_option.empty();
+  for (const OptionSpec& option : info.options) {
+    EXPECT_FALSE(option.help.empty()) << option.name;
+    if (option.name != info.budget_option) continue;
+    has_budget = true;
+    EXPECT_GE(option.sweep.size(), 2u) << "the budget option " << option.name << " has no sweep";
+  }
+  EXPECT_TRUE(has_budget) << "there is no option " << info.budget_option;
+}
+
+void OutputsAreDeclaredAsTheyAreWritten(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  const auto specs = subject.technique->OutputSpecs(problem, subject.options);
+  ASSERT_TRUE(specs.ok()) << specs.status();
+  ASSERT_EQ(specs->size(), trial->layer().outputs().size());
+  EXPECT_EQ(specs->at(0).name, "out");
+  EXPECT_FALSE(specs->at(0).optional);
+  for (size_t n = 0; n < specs->size(); ++n) {
+    EXPECT_EQ(specs->at(n).name, trial->layer().outputs()[n].name);
+    EXPECT_EQ(specs->at(n).shape, trial->layer().outputs()[n].shape);
+  }
+  const auto inputs = subject.technique->InputSpecs(problem, subject.options);
+  ASSERT_EQ(inputs->size(), trial->layer().inputs().size());
+  for (size_t n = 0; n < inputs->size(); ++n) {
+    EXPECT_EQ(inputs->at(n).name, trial->layer().inputs()[n].name);
+  }
+}
+
+Problem Short(bool causal) { return Problem::SelfAttention(1, 2, 40, 8, causal); }
+
+}  // namespace
+
+std::vector<Case> OptionCases() {
+  std::vector<Case> cases = {
+      {"UnknownOptionsAreAnsweredWithTheKnownOnes",
+       "21",
+       {Usual()},
+       UnknownOptionsAreAnsweredWithTheKnownOnes},
+      {"ValuesOutOfRangeAreRefusedWithTheRange",
+       "21",
+       {Usual()},
+       ValuesOutOfRangeAreRefusedWithTheRange},
+      {"CanonicalOptionsAreFixedPoints", "21", {Usual()}, CanonicalOptionsAreFixedPoints},
+      {"ItsDescriptionIsComplete", "", {Usual()}, ItsDescriptionIsComplete},
+      {"OutputsAreDeclaredAsTheyAreWritten", "", UsualBoth(), OutputsAreDeclaredAsTheyAreWritten},
+  };
+  for (Case& one : cases) one.default_options_only = true;
+  cases.push_back({"EveryOptionAtItsEndsAndBeyondTheSequence",
+                   "19, 20, 21",
+                   {Short(false), Short(true)},
+                   EveryOptionAtItsEndsAndBeyondTheSequence});
+  return cases;
+}
+
+}  // namespace tfb::conformance

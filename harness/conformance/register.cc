@@ -1,0 +1,99 @@
+#include "harness/conformance/register.h"
+
+#include <cstdint>
+
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+
+namespace tfb::conformance {
+namespace {
+
+class CaseTest : public ::testing::Test {
+ public:
+  CaseTest(const Case& one, const Subject& subject, const Problem& problem)
+      : case_(one), subject_(subject), problem_(problem) {}
+  void TestBody() override { case_.check(subject_, problem_); }
+
+ private:
+  Case case_;
+  Subject subject_;
+  Problem problem_;
+};
+
+std::vector<Case> AllCases() {
+  std::vector<Case> all;
+  for (const auto& cases : {MaskCases(), ShapeCases(), OptionCases(), NumberCases(), ScaleCases(),
+                            DeterminismCases(), ContractCases(), StreamingCases()}) {
+    all.insert(all.end(), cases.begin(), cases.end());
+  }
+  return all;
+}
+
+// Whether a layer for an ordinary problem of either kind can be made with the options.
+bool Admits(const Technique& technique, Device device, const Options& options) {
+  for (const bool causal : {false, true}) {
+    if (technique.Create(Usual(causal), options, device, kSeed).ok()) return true;
+  }
+  return false;
+}
+
+const OptionSpec* FindOption(const TechniqueInfo& info, const std::string& name) {
+  for (const OptionSpec& option : info.options) {
+    if (option.name == name) return &option;
+  }
+  return nullptr;
+}
+
+// Something that every technique must do, or its other cases could all be skipped unseen.
+void AnOrdinaryProblemIsAdmitted(const Subject& subject, const Problem&) {
+  EXPECT_TRUE(Admits(*subject.technique, subject.device, subject.options))
+      << subject.technique->Create(Usual(false), subject.options, subject.device, kSeed).status()
+      << ", causal: "
+      << subject.technique->Create(Usual(true), subject.options, subject.device, kSeed).status();
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, Options>> OptionSets(const Technique& technique, Device device) {
+  std::vector<std::pair<std::string, Options>> sets = {{"defaults", {}}};
+  const OptionSpec* budget = FindOption(technique.info(), technique.info().budget_option);
+  if (budget == nullptr) return sets;
+  std::vector<std::string> values = {"16", "8", "4", "2", "1"};
+  if (budget->type != "int") values = budget->sweep;
+  for (const std::string& value : values) {
+    const Options options = {{budget->name, value}};
+    if (value == budget->default_value || !Admits(technique, device, options)) continue;
+    sets.push_back({absl::StrCat(budget->name, "=", value), options});
+    break;
+  }
+  return sets;
+}
+
+int RegisterTests(const std::vector<const Technique*>& techniques) {
+  int count = 0;
+  std::vector<Case> cases = AllCases();
+  cases.push_back({"AnOrdinaryProblemIsAdmitted", "", {Usual()}, AnOrdinaryProblemIsAdmitted});
+  for (const Technique* technique : techniques) {
+    for (const Device device : technique->info().devices) {
+      const auto option_sets = OptionSets(*technique, device);
+      for (const Case& one : cases) {
+        for (size_t set = 0; set < option_sets.size(); ++set) {
+          if (set > 0 && one.default_options_only) break;
+          const auto& [label, options] = option_sets[set];
+          const Subject subject = {technique, options, device};
+          for (const Problem& problem : one.problems) {
+            const std::string name =
+                absl::StrCat(one.name, "/", Name(device), "/", label, "/", LabelOf(problem));
+            ::testing::RegisterTest(
+                technique->info().name.c_str(), name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
+                [=]() -> ::testing::Test* { return new CaseTest(one, subject, problem); });
+            ++count;
+          }
+        }
+      }
+    }
+  }
+  return count;
+}
+
+}  // namespace tfb::conformance

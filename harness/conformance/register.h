@@ -1,0 +1,24 @@
+// Makes a GoogleTest of every case for every technique, device and set of options.
+#ifndef TFB_HARNESS_CONFORMANCE_REGISTER_H_
+#define TFB_HARNESS_CONFORMANCE_REGISTER_H_
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/technique.h"
+#include "harness/conformance/subject.h"
+
+namespace tfb::conformance {
+
+// Sets of options that the cases run with, by label: the defaults, and for a technique with a
+// budget option one small value of it that an ordinary problem admits, so that on short sequences
+// it differs from dense attention.
+std::vector<std::pair<std::string, Options>> OptionSets(const Technique& technique, Device device);
+
+// Tests named <technique>.<case>/<device>/<options>/<problem>. Returns how many.
+int RegisterTests(const std::vector<const Technique*>& techniques);
+
+}  // namespace tfb::conformance
+
+#endif  // TFB_HARNESS_CONFORMANCE_REGISTER_H_

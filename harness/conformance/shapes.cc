@@ -1,0 +1,190 @@
+// Sizes at, below and above the tiles of engines; no tokens at all; heads in groups; views.
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "harness/conformance/subject.h"
+
+namespace tfb::conformance {
+namespace {
+
+void MatchesItsDefinition(const Subject& subject, const Problem& problem) {
+  if (const auto trial = Trial::Make(subject, problem)) trial->ExpectRunMatchesDefinition();
+}
+
+Problem Sized(int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t head_dim,
+              bool causal) {
+  Problem problem = Problem::SelfAttention(batch, heads, queries, head_dim, causal);
+  problem.kv_tokens = keys;
+  return problem;
+}
+
+// The sizes, causal and not.
+std::vector<Problem> Both(std::vector<Problem> problems) {
+  std::vector<Problem> both;
+  for (Problem problem : problems) {
+    for (const bool causal : {false, true}) {
+      problem.causal = causal;
+      both.push_back(problem);
+    }
+  }
+  return both;
+}
+
+std::vector<Problem> SelfAttentionOf(const std::vector<int64_t>& tokens) {
+  std::vector<Problem> problems;
+  for (int64_t count : tokens) problems.push_back(Sized(1, 2, count, count, 16, false));
+  return Both(std::move(problems));
+}
+
+std::vector<Problem> WithHeadDims(const std::vector<int64_t>& head_dims) {
+  std::vector<Problem> problems;
+  for (int64_t head_dim : head_dims) problems.push_back(Sized(1, 2, 70, 70, head_dim, true));
+  for (Problem& problem : problems) problem.value_dim = problem.head_dim;
+  return problems;
+}
+
+Problem WithValueDim(int64_t head_dim, int64_t value_dim) {
+  Problem problem = Sized(1, 2, 70, 70, head_dim, true);
+  problem.value_dim = value_dim;
+  return problem;
+}
+
+Problem Grouped(int64_t query_heads, int64_t kv_heads) {
+  Problem problem = Usual();
+  problem.query_heads = query_heads;
+  problem.kv_heads = kv_heads;
+  return problem;
+}
+
+// InvalidArgument or Unimplemented, and a message that names what was wrong.
+void ExpectRefusal(const Subject& subject, const Problem& problem, const std::string& size,
+                   int64_t value) {
+  const auto layer = subject.technique->Create(problem, subject.options, subject.device, kSeed);
+  ASSERT_FALSE(layer.ok()) << problem.ToString() << " was accepted";
+  EXPECT_TRUE(IsRefusal(layer.status())) << layer.status();
+  const std::string message(layer.status().message());
+  EXPECT_TRUE(absl::StrContains(message, size)) << message;
+  EXPECT_TRUE(absl::StrContains(message, absl::StrCat(value))) << message;
+}
+
+void HeadDimsOutOfRangeAreRefusedWithTheRange(const Subject& subject, const Problem& problem) {
+  for (const int64_t head_dim : {int64_t{0}, int64_t{-1}, kMaxHeadDim + 1}) {
+    Problem wrong = problem;
+    wrong.head_dim = head_dim;
+    ExpectRefusal(subject, wrong, "head_dim", head_dim);
+    wrong = problem;
+    wrong.value_dim = head_dim;
+    ExpectRefusal(subject, wrong, "value_dim", head_dim);
+  }
+}
+
+void HeadsThatDoNotDivideAreRefused(const Subject& subject, const Problem& problem) {
+  Problem wrong = problem;
+  wrong.query_heads = 4;
+  wrong.kv_heads = 3;
+  ExpectRefusal(subject, wrong, "kv_heads", 3);
+  wrong.kv_heads = 0;
+  ExpectRefusal(subject, wrong, "kv_heads", 0);
+}
+
+void NegativeSizesAreRefused(const Subject& subject, const Problem& problem) {
+  Problem wrong = problem;
+  wrong.query_tokens = wrong.kv_tokens = -5;
+  ExpectRefusal(subject, wrong, "tokens", -5);
+  wrong = problem;
+  wrong.batch = -1;
+  ExpectRefusal(subject, wrong, "batch", -1);
+}
+
+void DtypesThatNoLayerHasAreRefused(const Subject& subject, const Problem& problem) {
+  Problem wrong = problem;
+  wrong.dtype = DType::kI32;
+  const auto layer = subject.technique->Create(wrong, subject.options, subject.device, kSeed);
+  ASSERT_FALSE(layer.ok());
+  EXPECT_TRUE(absl::StrContains(layer.status().message(), "i32")) << layer.status();
+}
+
+// Copies batch 0, head 0 of the tensor over all others.
+void MakeEqualAlongBatchAndHeads(Tensor* tensor) {
+  const TensorView view = tensor->view();
+  if (view.rank != 4) return;
+  for (int64_t b = 0; b < view.dim(0); ++b) {
+    for (int64_t h = 0; h < view.dim(1); ++h) {
+      if (b == 0 && h == 0) continue;
+      CopyElements(Slice(Slice(view, 0, 0, 1), 1, 0, 1), Slice(Slice(view, 0, b, 1), 1, h, 1));
+    }
+  }
+}
+
+// Strides are not part of the arithmetic: the same numbers, to the last bit.
+void ViewsGiveWhatContiguousTensorsGive(const Subject& subject, const Problem& problem,
+                                        Layout inputs, Layout outputs) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  if (inputs == Layout::kBroadcast) {
+    for (auto& entry : trial->inputs()) MakeEqualAlongBatchAndHeads(&entry.second);
+  }
+  const NamedTensors plain = trial->Run();
+  RunSettings settings;
+  settings.inputs = inputs;
+  settings.outputs = outputs;
+  const NamedTensors strided = trial->Run(settings);
+  if (plain.empty() || strided.empty()) return;
+  ExpectSameBits(plain, strided, "strided and contiguous");
+  trial->ExpectMatchesDefinition(strided);
+}
+
+Case ViewCase(const std::string& name, std::vector<Problem> problems, Layout inputs,
+              Layout outputs) {
+  return {name, "18", std::move(problems), [=](const Subject& subject, const Problem& problem) {
+            ViewsGiveWhatContiguousTensorsGive(subject, problem, inputs, outputs);
+          }};
+}
+
+}  // namespace
+
+std::vector<Case> ShapeCases() {
+  return {
+      {"OneTokenOneHeadOneBatch", "9", Both({Sized(1, 1, 1, 1, 16, false)}), MatchesItsDefinition},
+      {"NoTokensAndNoBatch", "10",
+       Both({Sized(1, 2, 0, 0, 16, false), Sized(0, 2, 70, 70, 16, false)}), MatchesItsDefinition},
+      {"NoKeys", "11", Both({Sized(1, 2, 5, 0, 16, false)}), MatchesItsDefinition},
+      {"NoQueries", "10", Both({Sized(1, 2, 0, 5, 16, false)}), MatchesItsDefinition},
+      {"TokensBelowAtAndAboveTiles", "12", SelfAttentionOf({63, 64, 65, 127, 128, 129, 200}),
+       MatchesItsDefinition},
+      {"TokensBelowOneTile", "13", SelfAttentionOf({2, 3, 7, 17}), MatchesItsDefinition},
+      {"KeysAndQueriesOfDifferentNumber", "14",
+       Both({Sized(1, 2, 70, 130, 16, false), Sized(1, 2, 130, 70, 16, false),
+             Sized(1, 2, 1, 129, 16, false), Sized(1, 2, 64, 65, 16, false)}),
+       MatchesItsDefinition},
+      {"HeadDims", "15, 32", WithHeadDims({1, 7, 40, 64, 80, 96, 128, 256}), MatchesItsDefinition},
+      {"ValueDimsOtherThanHeadDim",
+       "15",
+       {WithValueDim(16, 24), WithValueDim(64, 7), WithValueDim(7, 64)},
+       MatchesItsDefinition},
+      {"HeadDimsOutOfRangeAreRefusedWithTheRange",
+       "16",
+       {Usual()},
+       HeadDimsOutOfRangeAreRefusedWithTheRange},
+      {"GroupedHeads", "17", Both({Grouped(4, 2), Grouped(4, 1), Grouped(6, 3)}),
+       MatchesItsDefinition},
+      {"HeadsThatDoNotDivideAreRefused", "17", {Usual()}, HeadsThatDoNotDivideAreRefused},
+      {"NegativeSizesAreRefused", "10", {Usual()}, NegativeSizesAreRefused},
+      {"DtypesThatNoLayerHasAreRefused", "16", {Usual()}, DtypesThatNoLayerHasAreRefused},
+      ViewCase("GapsBehindRowsOfInputs", UsualBoth(), Layout::kGaps, Layout::kContiguous),
+      ViewCase("GapsBehindRowsOfOutputs", UsualBoth(), Layout::kContiguous, Layout::kGaps),
+      ViewCase("TransposedInputsAndOutputs", UsualBoth(), Layout::kTransposed, Layout::kTransposed),
+      ViewCase("InputsBroadcastOverBatchAndHeads", UsualBoth(), Layout::kBroadcast,
+               Layout::kContiguous),
+      ViewCase("AnyStrideInDimensionsOfSizeOne",
+               {Sized(1, 1, 130, 130, 16, false), Sized(1, 1, 1, 1, 1, false)}, Layout::kOddStrides,
+               Layout::kOddStrides),
+  };
+}
+
+}  // namespace tfb::conformance

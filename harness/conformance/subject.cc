@@ -1,0 +1,337 @@
+#include "harness/conformance/subject.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/random.h"
+#include "core/status.h"
+#include "gtest/gtest.h"
+#include "harness/errors.h"
+#include "harness/guarded.h"
+#include "harness/inputs.h"
+
+namespace tfb::conformance {
+namespace {
+
+// The shape in memory of a transposed tensor: the dimensions before the last reversed.
+Shape Reversed(const Shape& shape) {
+  Shape reversed = shape;
+  if (reversed.size() > 1) std::reverse(reversed.begin(), reversed.end() - 1);
+  return reversed;
+}
+
+TensorView Reverse(TensorView view) {
+  for (int a = 0, b = view.rank - 2; a < b; ++a, --b) view = Transpose(view, a, b);
+  return view;
+}
+
+// A tensor in guarded memory under a layout.
+struct Placed {
+  GuardedTensor memory;
+  TensorView view;
+};
+
+absl::StatusOr<Placed> Place(DType dtype, const Shape& shape, Layout layout) {
+  Placed placed;
+  Shape stored = layout == Layout::kTransposed ? Reversed(shape) : shape;
+  const bool broadcast = layout == Layout::kBroadcast && shape.size() == 4;
+  if (broadcast && NumElements(shape) > 0) stored[0] = stored[1] = 1;
+  TFB_ASSIGN_OR_RETURN(placed.memory,
+                       GuardedTensor::Allocate(dtype, stored, layout == Layout::kGaps));
+  placed.view = placed.memory.view();
+  if (layout == Layout::kTransposed) placed.view = Reverse(placed.view);
+  if (broadcast && NumElements(shape) > 0) {
+    for (int axis : {0, 1}) {
+      placed.view.dims[axis] = shape[axis];
+      placed.view.strides[axis] = 0;
+    }
+  }
+  if (layout == Layout::kOddStrides) {
+    for (int axis = 0; axis < placed.view.rank; ++axis) {
+      if (shape[axis] == 1) placed.view.strides[axis] = 12345;
+    }
+  }
+  return placed;
+}
+
+absl::StatusOr<std::map<std::string, Placed>> PlaceInputs(const NamedTensors& inputs,
+                                                          Layout layout) {
+  std::map<std::string, Placed> placed;
+  for (const auto& [name, tensor] : inputs) {
+    TFB_ASSIGN_OR_RETURN(Placed input, Place(tensor.dtype(), tensor.shape(), layout));
+    CopyElements(tensor.view(), input.view);
+    placed[name] = std::move(input);
+  }
+  return placed;
+}
+
+Inputs ViewsOfPlaced(const std::map<std::string, Placed>& placed) {
+  Inputs views;
+  for (const auto& [name, input] : placed) views.Set(name, input.view);
+  return views;
+}
+
+bool SameBits(const ConstTensorView& a, const ConstTensorView& b) {
+  const size_t size = static_cast<size_t>(SizeOf(a.dtype));
+  bool same = a.dtype == b.dtype && a.shape() == b.shape();
+  if (!same) return false;
+  ForEachOffset(a, b, [&](int64_t from, int64_t to) {
+    same = same && std::memcmp(static_cast<const char*>(a.data) + from * size,
+                               static_cast<const char*>(b.data) + to * size, size) == 0;
+  });
+  return same;
+}
+
+// Runs a layer as RunSettings say, and checks everything that can be wrong about memory.
+absl::StatusOr<NamedTensors> GuardedRun(Layer* layer, const NamedTensors& inputs,
+                                        const RunSettings& settings) {
+  TFB_ASSIGN_OR_RETURN(const auto placed, PlaceInputs(inputs, settings.inputs));
+  std::map<std::string, Placed> written;
+  Outputs outputs;
+  for (const TensorSpec& spec : layer->outputs()) {
+    TFB_ASSIGN_OR_RETURN(written[spec.name], Place(spec.dtype, spec.shape, settings.outputs));
+    outputs.Set(spec.name, written[spec.name].view);
+  }
+  ThreadPool pool(settings.threads);
+  TFB_ASSIGN_OR_RETURN(GuardedMemory workspace,
+                       GuardedMemory::Allocate(layer->workspace_bytes(settings.threads)));
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = workspace.bytes();
+  if (settings.setup) {
+    const NamedTensors& seen = settings.setup_inputs ? *settings.setup_inputs : inputs;
+    TFB_ASSIGN_OR_RETURN(const auto setup_placed, PlaceInputs(seen, settings.inputs));
+    TFB_RETURN_IF_ERROR(layer->Setup(ViewsOfPlaced(setup_placed), execution));
+    TFB_RETURN_IF_ERROR(workspace.CheckGuards("workspace of Setup"));
+    workspace.Poison();
+  }
+  TFB_RETURN_IF_ERROR(layer->Run(ViewsOfPlaced(placed), outputs, execution));
+  TFB_RETURN_IF_ERROR(workspace.CheckGuards("workspace"));
+  for (const auto& [name, input] : placed) {
+    if (!SameBits(input.view, inputs.at(name).view())) {
+      return absl::InternalError(absl::StrCat("input ", name, " was changed"));
+    }
+    TFB_RETURN_IF_ERROR(input.memory.CheckGuards(absl::StrCat("input ", name)));
+  }
+  NamedTensors results;
+  for (const auto& [name, output] : written) {
+    TFB_RETURN_IF_ERROR(output.memory.CheckGuards(absl::StrCat("output ", name)));
+    if (const int64_t unwritten = output.memory.CountUnwritten(); unwritten > 0) {
+      return absl::InternalError(absl::StrCat("output ", name, ": ", unwritten, " of ",
+                                              output.view.num_elements(),
+                                              " elements were not written"));
+    }
+    Tensor& copy = results[name] = Tensor(output.view.dtype, output.view.shape());
+    CopyElements(output.view, copy.view());
+  }
+  return results;
+}
+
+bool HasShape(const NamedTensors& tensors, absl::string_view name, const Shape& shape) {
+  const auto found = tensors.find(name);
+  return found != tensors.end() && found->second.shape() == shape;
+}
+
+}  // namespace
+
+std::string LabelOf(const Problem& p) {
+  std::string label = absl::StrCat("b", p.batch, "_h", p.query_heads);
+  if (p.kv_heads != p.query_heads) absl::StrAppend(&label, "over", p.kv_heads);
+  absl::StrAppend(&label, "_t", p.query_tokens);
+  if (p.kv_tokens != p.query_tokens) absl::StrAppend(&label, "over", p.kv_tokens);
+  absl::StrAppend(&label, "_d", p.head_dim);
+  if (p.value_dim != p.head_dim) absl::StrAppend(&label, "v", p.value_dim);
+  if (p.causal) absl::StrAppend(&label, "_causal");
+  if (p.dtype != DType::kF32) absl::StrAppend(&label, "_", Name(p.dtype));
+  return label;
+}
+
+Problem Usual(bool causal, DType dtype) {
+  return Problem::SelfAttention(2, 2, 130, 16, causal, dtype);
+}
+
+std::vector<Problem> UsualBoth() { return {Usual(false), Usual(true)}; }
+
+void Skip(const std::string& reason) { GTEST_SKIP() << reason; }
+
+bool IsRefusal(const absl::Status& status) {
+  return absl::IsInvalidArgument(status) || absl::IsUnimplemented(status);
+}
+
+std::unique_ptr<Trial> Trial::Make(const Subject& subject, const Problem& problem, uint64_t seed) {
+  std::unique_ptr<Trial> trial(new Trial(subject, problem));
+  const auto stop = [](absl::string_view step, const absl::Status& status) {
+    if (IsRefusal(status) || absl::IsUnavailable(status)) {
+      Skip(std::string(status.message()));
+    } else {
+      ADD_FAILURE() << step << ": " << status;
+    }
+    return nullptr;
+  };
+  if (subject.device != Device::kCpu) {
+    return stop("device", absl::UnavailableError("layers of this device cannot be run here yet"));
+  }
+  auto layer = subject.technique->Create(problem, subject.options, subject.device, seed);
+  if (!layer.ok()) return stop("Create", layer.status());
+  trial->layer_ = *std::move(layer);
+  const auto specs = subject.technique->InputSpecs(problem, subject.options);
+  if (!specs.ok()) return stop("InputSpecs", specs.status());
+  auto inputs = MakeInputs({}, *specs, problem, seed);
+  if (!inputs.ok()) return stop("inputs", inputs.status());
+  trial->inputs_ = *std::move(inputs);
+  return trial;
+}
+
+bool Trial::RequireQkv() {
+  const Problem& p = problem_;
+  if (HasShape(inputs_, "q", {p.batch, p.query_heads, p.query_tokens, p.head_dim}) &&
+      HasShape(inputs_, "k", {p.batch, p.kv_heads, p.kv_tokens, p.head_dim}) &&
+      HasShape(inputs_, "v", {p.batch, p.kv_heads, p.kv_tokens, p.value_dim})) {
+    return true;
+  }
+  Skip("the technique does not read q, k and v of the problem's shapes");
+  return false;
+}
+
+bool Trial::RequireKeyMask() {
+  for (const TensorSpec& spec : layer_->inputs()) {
+    if (spec.name != "key_mask" || spec.dtype != DType::kU8) continue;
+    Tensor mask(spec.dtype, spec.shape);
+    Fill(mask.view(), 1);
+    inputs_["key_mask"] = std::move(mask);
+    return true;
+  }
+  Skip("the technique reads no key_mask");
+  return false;
+}
+
+bool Trial::RequireExact() {
+  if (subject_.technique->info().exactness == Exactness::kExact) return true;
+  Skip(absl::StrCat("the case is about exact attention; this technique is ",
+                    Name(subject_.technique->info().exactness)));
+  return false;
+}
+
+NamedTensors Trial::Run(const RunSettings& settings) {
+  auto outputs = GuardedRun(layer_.get(), inputs_, settings);
+  if (outputs.ok()) return *std::move(outputs);
+  ADD_FAILURE() << outputs.status();
+  return {};
+}
+
+NamedTensors Trial::Define(bool weights) {
+  return DefineOn(ViewsOf(inputs_), layer_->parameters(), weights);
+}
+
+NamedTensors Trial::DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights) {
+  NamedTensors reference;
+  DefinitionRequest request;
+  request.weights = weights;
+  const absl::Status status = subject_.technique->Define(problem_, subject_.options, parameters,
+                                                         inputs, request, &reference);
+  if (status.ok() && reference.count("out") > 0) return reference;
+  ADD_FAILURE() << "Define: " << (status.ok() ? "has no out" : status.ToString());
+  return {};
+}
+
+// The definition on inputs whose elements differ by about 16 roundings of fp32 (2^-20).
+std::vector<NamedTensors> Trial::DefinitionsNearby() {
+  std::vector<NamedTensors> nearby;
+  for (uint64_t variant = 0; variant < 2; ++variant) {
+    NamedTensors inputs;
+    for (const auto& [name, tensor] : inputs_) {
+      if (!IsFloating(tensor.dtype())) {
+        inputs[name] = tensor.Clone();
+        continue;
+      }
+      Tensor& moved = inputs[name] = tensor.CloneAs(DType::kF64);
+      const RandomStream random(variant, absl::StrCat("nearby/", name));
+      for (int64_t i = 0; i < moved.num_elements(); ++i) {
+        moved.span<double>()[i] *= 1 + std::ldexp(random.Normal(i), -20);
+      }
+    }
+    nearby.push_back(DefineOn(ViewsOf(inputs), layer_->parameters(), /*weights=*/false));
+  }
+  return nearby;
+}
+
+void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance) {
+  if (outputs.empty()) return;  // has failed already
+  const NamedTensors reference = Define();
+  const std::vector<NamedTensors> nearby =
+      tolerance.conditioned ? DefinitionsNearby() : std::vector<NamedTensors>();
+  const int64_t keys = std::max(problem_.kv_tokens, problem_.query_tokens);
+  for (const auto& [name, output] : outputs) {
+    const auto found = reference.find(name);
+    if (found == reference.end()) continue;
+    const Tensor& expected = found->second;
+    ASSERT_EQ(ShapeString(output.shape()), ShapeString(expected.shape())) << name;
+    double scale = MaxAbs(expected.view());
+    double bound = 0;  // of integers
+    if (name == "log_sum_exp") {
+      bound = LogSumExpBound(keys, scale);
+    } else if (IsFloating(output.dtype())) {
+      const auto v = inputs_.find("v");
+      if (v != inputs_.end()) scale = std::max(scale, MaxAbs(v->second.view()));
+      bound = AbsoluteBound(output.dtype(), keys) * scale;
+    }
+    bound = bound * tolerance.factor + tolerance.absolute;
+    int64_t reported = 0;
+    for (int64_t i = 0; i < expected.num_elements() && reported < 3; ++i) {
+      const double y = output.view().Get(i);
+      const double r = expected.view().Get(i);
+      if (y == r || (std::isnan(y) && std::isnan(r))) continue;
+      double allowed = bound;
+      for (const NamedTensors& other : nearby) {
+        const double change = std::abs(other.at(name).view().Get(i) - r);
+        if (!std::isnan(change)) allowed = std::max(allowed, bound + 4 * change);
+      }
+      if (std::abs(y - r) <= allowed) continue;
+      ++reported;
+      ADD_FAILURE() << name << " " << ShapeString(output.shape()) << ": element " << i << " is "
+                    << y << ", the definition says " << r << ", allowed is a difference of "
+                    << allowed;
+    }
+  }
+}
+
+void Trial::ExpectRunMatchesDefinition(const Tolerance& tolerance) {
+  ExpectMatchesDefinition(Run(), tolerance);
+}
+
+NamedTensors Copies(const NamedTensors& tensors) {
+  NamedTensors copies;
+  for (const auto& [name, tensor] : tensors) copies[name] = tensor.Clone();
+  return copies;
+}
+
+void ExpectSameBits(const NamedTensors& a, const NamedTensors& b, const std::string& what) {
+  ASSERT_EQ(a.size(), b.size());
+  for (const auto& [name, tensor] : a) {
+    EXPECT_TRUE(SameBits(tensor.view(), b.at(name).view())) << what << ": " << name << " differs";
+  }
+}
+
+int TokenAxis(const ConstTensorView& view) {
+  return view.rank >= 3 ? view.rank - 2 : view.rank - 1;
+}
+
+void ExpectSameTokens(const NamedTensors& a, const NamedTensors& b, int64_t tokens_below,
+                      const Problem& problem, const std::string& what) {
+  ASSERT_EQ(a.size(), b.size());
+  for (const auto& [name, tensor] : a) {
+    // log_sum_exp has no channels: its tokens are its last dimension.
+    int axis = TokenAxis(tensor.view());
+    if (name == "log_sum_exp") axis = 2;
+    if (tensor.dim(axis) != problem.query_tokens) continue;
+    EXPECT_TRUE(SameBits(Slice(tensor.view(), axis, 0, tokens_below),
+                         Slice(b.at(name).view(), axis, 0, tokens_below)))
+        << what << ": " << name << " differs before token " << tokens_below;
+  }
+}
+
+}  // namespace tfb::conformance

@@ -1,0 +1,164 @@
+// What a conformance case works with: a technique under certain options on a device, and trials of
+// it on one problem.
+#ifndef TFB_HARNESS_CONFORMANCE_SUBJECT_H_
+#define TFB_HARNESS_CONFORMANCE_SUBJECT_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/thread_pool.h"
+
+namespace tfb::conformance {
+
+constexpr uint64_t kSeed = 20240229;
+
+struct Subject {
+  const Technique* technique = nullptr;
+  Options options;
+  Device device = Device::kCpu;
+};
+
+// One test for each of the problems. Named as a sentence without spaces; `numbers` are those of the
+// cases in the project's reliability rules, for people who look for them.
+struct Case {
+  std::string name;
+  std::string numbers;
+  std::vector<Problem> problems;
+  std::function<void(const Subject&, const Problem&)> check;
+  bool default_options_only = false;
+};
+std::vector<Case> MaskCases();
+std::vector<Case> ShapeCases();
+std::vector<Case> OptionCases();
+std::vector<Case> NumberCases();
+std::vector<Case> ScaleCases();
+std::vector<Case> DeterminismCases();
+std::vector<Case> ContractCases();
+std::vector<Case> StreamingCases();
+
+// "b2_h4over2_t130_d16_causal_bf16": what distinguishes the problem, for a test's name.
+std::string LabelOf(const Problem& problem);
+
+// The problem most cases use: big enough for three tiles of 64, small enough for a float64
+// definition in plain loops.
+Problem Usual(bool causal = false, DType dtype = DType::kF32);
+// It, causal and not.
+std::vector<Problem> UsualBoth();
+
+// How an input or output lies in memory.
+enum class Layout {
+  kContiguous,
+  kGaps,        // padding behind every row
+  kTransposed,  // the dimensions before the last in reversed order
+  kBroadcast,   // stride 0 over batch and heads; the inputs must be equal along them
+  kOddStrides,  // stride 12345 in dimensions of size 1
+};
+
+struct RunSettings {
+  int threads = 2;
+  Layout inputs = Layout::kContiguous;
+  Layout outputs = Layout::kContiguous;
+  bool setup = true;                           // false: as the last run left it
+  const NamedTensors* setup_inputs = nullptr;  // what Setup sees, where that is not what Run sees
+
+  static RunSettings Threads(int threads) {
+    RunSettings settings;
+    settings.threads = threads;
+    return settings;
+  }
+  static RunSettings WithoutSetup() {
+    RunSettings settings;
+    settings.setup = false;
+    return settings;
+  }
+};
+
+struct Tolerance {
+  // Times the bound of the dtype.
+  double factor = 1;
+  // Adds, element by element, four times what the definition changes by when its floating-point
+  // inputs change by about 16 roundings of fp32. For scores so large that their own roundings
+  // decide: no fp32 implementation can do better, and where nothing hangs on them it is 0.
+  bool conditioned = false;
+  double absolute = 0;
+
+  static Tolerance Conditioned() {
+    Tolerance tolerance;
+    tolerance.conditioned = true;
+    return tolerance;
+  }
+  static Tolerance Absolute(double absolute) {
+    Tolerance tolerance;
+    tolerance.absolute = absolute;
+    return tolerance;
+  }
+};
+
+// A layer on a problem, with drawn inputs. Fails the running test where something is wrong.
+class Trial {
+ public:
+  // Null, with the running test marked as skipped and the reason said, where the technique does not
+  // do the problem; and where it fails, with the test failed.
+  static std::unique_ptr<Trial> Make(const Subject& subject, const Problem& problem,
+                                     uint64_t seed = kSeed);
+
+  const Subject& subject() const { return subject_; }
+  const Problem& problem() const { return problem_; }
+  Layer& layer() { return *layer_; }
+  NamedTensors& inputs() { return inputs_; }
+
+  // q, k and v of the usual shapes are among the inputs. Else the test is marked as skipped.
+  bool RequireQkv();
+  // The technique reads a key_mask. Adds one of ones. Else the test is marked as skipped.
+  bool RequireKeyMask();
+  // The technique is exact attention under a mask or a bias.
+  bool RequireExact();
+
+  // Sets up and runs once. All tensors lie between guards of NaN, and so does a workspace that is
+  // just as large as asked for; outputs and workspace are NaN before. Checks that the guards and
+  // the inputs are as they were and that every output was written. Empty where it failed.
+  NamedTensors Run(const RunSettings& settings = {});
+
+  // Of these inputs. Empty where the definition fails, with the test failed.
+  NamedTensors Define(bool weights = false);
+  // Of other inputs and parameters.
+  NamedTensors DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights);
+
+  void ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance = {});
+  // Run() and the above.
+  void ExpectRunMatchesDefinition(const Tolerance& tolerance = {});
+
+ private:
+  Trial(const Subject& subject, const Problem& problem) : subject_(subject), problem_(problem) {}
+  std::vector<NamedTensors> DefinitionsNearby();
+
+  Subject subject_;
+  Problem problem_;
+  std::unique_ptr<Layer> layer_;
+  NamedTensors inputs_;
+};
+
+// Marks the running test as skipped, and says why.
+void Skip(const std::string& reason);
+// Whether the status says that the technique does not do what was asked for.
+bool IsRefusal(const absl::Status& status);
+
+NamedTensors Copies(const NamedTensors& tensors);
+// Element by element and bit by bit; the first difference fails the running test.
+void ExpectSameBits(const NamedTensors& a, const NamedTensors& b, const std::string& what);
+// The same where `compare(axis-wise index of the token)` says so: rows of the token dimension.
+void ExpectSameTokens(const NamedTensors& a, const NamedTensors& b, int64_t tokens_below,
+                      const Problem& problem, const std::string& what);
+// The dimension of the tokens: the last but one of three or more, else the last.
+int TokenAxis(const ConstTensorView& view);
+
+}  // namespace tfb::conformance
+
+#endif  // TFB_HARNESS_CONFORMANCE_SUBJECT_H_

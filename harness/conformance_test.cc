@@ -1,0 +1,131 @@
+// The conformance cases themselves: a right technique passes them, and each fault is found by the
+// case that is there to find it.
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "gtest/gtest.h"
+#include "harness/inputs.h"
+#include "harness/tiny_technique.h"
+
+namespace tfb {
+namespace {
+
+struct Report {
+  int exit_code = -1;
+  std::string output;
+  std::set<std::string> failed;  // names of cases, without their parameters
+  std::set<std::string> skipped;
+};
+
+// "TwoRunsGiveTheSameBits" of "[  FAILED  ] tiny.TwoRunsGiveTheSameBits/cpu/defaults/... (1 ms)".
+std::string CaseOf(absl::string_view line) {
+  const size_t dot = line.find('.');
+  const size_t slash = line.find('/');
+  if (dot == absl::string_view::npos || slash == absl::string_view::npos) return "";
+  return std::string(line.substr(dot + 1, slash - dot - 1));
+}
+
+Report Conform(const std::string& arguments) {
+  Report report;
+  const auto binary = RunfilePath("harness/tiny_conformance");
+  EXPECT_TRUE(binary.ok()) << binary.status();
+  if (!binary.ok()) return report;
+  FILE* pipe = popen(absl::StrCat(*binary, " ", arguments, " 2>&1").c_str(), "r");
+  char buffer[4096];
+  for (size_t got; (got = fread(buffer, 1, sizeof(buffer), pipe)) > 0;) {
+    report.output.append(buffer, got);
+  }
+  const int status = pclose(pipe);
+  report.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  for (absl::string_view line : absl::StrSplit(report.output, '\n')) {
+    if (absl::StartsWith(line, "[  FAILED  ]")) report.failed.insert(CaseOf(line));
+    if (absl::StartsWith(line, "[  SKIPPED ]")) report.skipped.insert(CaseOf(line));
+  }
+  return report;
+}
+
+TEST(Conformance, ARightTechniquePassesEveryCase) {
+  const Report report = Conform("--technique=tiny");
+  EXPECT_EQ(report.exit_code, 0) << report.output;
+  EXPECT_TRUE(absl::StrContains(report.output, "window=16")) << "the budget option is not varied";
+}
+
+TEST(Conformance, ARightTechniqueIsNotSpared) {
+  // It has parameters, streams, masks keys and reads q, k and v: nothing is there to skip it for.
+  const Report report = Conform("--technique=tiny");
+  for (const std::string& name : report.skipped) {
+    EXPECT_TRUE(name.empty() || absl::StrContains(name, "Allocates")) << name << " was skipped";
+  }
+}
+
+TEST(Conformance, EachFaultIsFoundByTheCaseThatIsThereForIt) {
+  const std::vector<std::pair<TinyFault, std::vector<std::string>>> expected = {
+      {TinyFault::kWrongScale, {"HeadDims", "ScoresOf1e4", "SixteenBitsAreAsGoodAsDenseAttention"}},
+      {TinyFault::kWindowOffByOne, {"EveryOptionAtItsEndsAndBeyondTheSequence"}},
+      {TinyFault::kEmptyRowIsNan,
+       {"AFullyMaskedBatchGivesZero", "QueriesBeforeAllKeysGiveZero", "NoKeys"}},
+      {TinyFault::kFiniteSentinel,
+       {"ScoresOfMinus1e32AreNotTakenForMasked", "ScoresOfMinus3e38AreNotTakenForMasked",
+        "AFullyMaskedBatchGivesZero"}},
+      {TinyFault::kReadsMaskedValues,
+       {"ANanInAMaskedValueReachesNothing", "ANanInAValueReachesWhoSeesItAndNobodyElse"}},
+      {TinyFault::kDropsNan,
+       {"ANanInAKeyReachesWhoSeesItAndNobodyElse", "ANanInAQueryReachesItsOwnRow"}},
+      {TinyFault::kLeavesEmptyRows,
+       {"AFullyMaskedBatchGivesZero", "QueriesBeforeAllKeysGiveZero", "NoKeys"}},
+      {TinyFault::kNoMaxSubtracted, {"ScoresOf1e4", "OneScoreOf1e5AmongSmallOnes"}},
+      {TinyFault::kWrongLogSumExp, {"TokensBelowAtAndAboveTiles", "OneTokenOneHeadOneBatch"}},
+      {TinyFault::kIgnoresStrides,
+       {"GapsBehindRowsOfInputs", "TransposedInputsAndOutputs", "InputsBroadcastOverBatchAndHeads",
+        "OffsetsBeyond31Bits"}},
+      {TinyFault::kWritesBehindOutput, {"OneTokenOneHeadOneBatch", "TwoRunsGiveTheSameBits"}},
+      {TinyFault::kWorkspaceOverrun, {"OneTokenOneHeadOneBatch", "TwoRunsGiveTheSameBits"}},
+      {TinyFault::kReadsWorkspace, {"OneTokenOneHeadOneBatch"}},
+      {TinyFault::kDependsOnThreads, {"AnyNumberOfThreadsGivesTheSameBits"}},
+      {TinyFault::kKeepsState, {"TwoRunsGiveTheSameBits"}},
+      {TinyFault::kSeesFuture, {"TheFutureDoesNotReachThePast"}},
+      {TinyFault::kWrongGroup, {"GroupedHeads"}},
+      {TinyFault::kTopLeftCausal, {"KeysAndQueriesOfDifferentNumber"}},
+      {TinyFault::kAllocates, {"RunAllocatesNothing"}},
+      {TinyFault::kWrongFlops, {"FlopsAreThoseOfTheKeptPairs"}},
+      {TinyFault::kIgnoresParameters, {"ParametersMakeTheLayer"}},
+      {TinyFault::kForgetsInAppend, {"ASequenceInSegmentsIsTheWhole"}},
+      {TinyFault::kRoundsScores, {"HeadDims"}},
+  };
+  EXPECT_EQ(expected.size() + 1, AllTinyFaults().size());
+  for (const auto& [fault, cases] : expected) {
+    // The cases that are expected to fail, and no others, for time.
+    const std::string filter = absl::StrCat("*.", absl::StrJoin(cases, "/*:*."), "/*");
+    const Report report =
+        Conform(absl::StrCat("--technique=", TinyName(fault), " '--gtest_filter=", filter, "'"));
+    EXPECT_EQ(report.exit_code, 1) << TinyName(fault);
+    for (const std::string& name : cases) {
+      const bool uncounted = report.skipped.count(name) > 0 && name == "RunAllocatesNothing";
+      EXPECT_TRUE(report.failed.count(name) > 0 || uncounted)
+          << TinyName(fault) << " passed " << name;
+    }
+  }
+}
+
+TEST(Conformance, AFaultInOnePlaceDoesNotFailEverything) {
+  const Report report = Conform("--technique=tiny_forgets_in_append");
+  EXPECT_LE(report.failed.size(), 3u) << report.output;
+}
+
+TEST(Conformance, AnUnknownTechniqueIsAnsweredWithTheNearestNames) {
+  const Report report = Conform("--technique=tyny");
+  EXPECT_EQ(report.exit_code, 2);
+  EXPECT_TRUE(absl::StrContains(report.output, "nearest are tiny")) << report.output;
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,111 @@
+// One layer's attention of Transformer-XL on the CPU: queries of a segment against the keys of the
+// segment and of the tokens before it, scored by content and by distance.
+//
+//   s_ij = ((q_i + u) . k_j + (q_i + v) . (r_(i-j) W_r)) / sqrt(head_dim)
+//   y_i  = concat_heads(sum_j softmax_j(s_ij) v_j) W_o,   q = x W_q, k = x W_k, v = x W_v
+//
+// Keys and values of earlier tokens are kept, packed, in a ring (core/flash/key_value_cache.h): the
+// authors keep hidden states and project them again in every segment, which gives the same numbers
+// for 4 memory model_dim^2 more FLOPs. r_d W_r is computed once, at Setup, for every distance d;
+// the engine slides it past the queries in panels of 64, so that nothing of segment x memory is
+// stored.
+#ifndef TFB_MEMORY_TRANSFORMER_XL_RELATIVE_ATTENTION_H_
+#define TFB_MEMORY_TRANSFORMER_XL_RELATIVE_ATTENTION_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/flash/flash.h"
+#include "core/flash/key_value_cache.h"
+#include "core/layers/matmul.h"
+#include "core/problem.h"
+#include "core/schedule/band_schedule.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// Which earlier tokens a token at position p of a stream sees, where its segment began at s.
+struct MemoryReach {
+  int64_t memory = 0;        // tokens
+  bool same_length = false;  // false: max(0, s - memory) <= j <= p; true: 0 <= p - j < memory
+  int64_t max_segment = 1;   // tokens of the longest segment
+
+  int64_t max_distance() const { return same_length ? memory - 1 : memory + max_segment - 1; }
+  // The first token that a segment beginning at s sees any of.
+  int64_t FirstSeen(int64_t s) const {
+    const int64_t first = s - memory + (same_length ? 1 : 0);
+    return first > 0 ? first : 0;
+  }
+};
+
+// The next segment of a stream as the engine wants it: the same for all layers.
+class SegmentView {
+ public:
+  SegmentView() = default;
+  explicit SegmentView(const MemoryReach& reach) : reach_(reach), band_(reach.max_segment) {}
+
+  // Tokens begin to begin + tokens - 1 of the stream are the queries. Allocates nothing.
+  void Set(int64_t begin, int64_t tokens);
+
+  int64_t tokens() const { return tokens_; }
+  int64_t first_seen() const { return first_seen_; }  // keys are counted from its tile on
+  int64_t kv_tokens() const { return kv_tokens_; }
+  const BlockSchedule& schedule() const { return *schedule_; }
+
+ private:
+  MemoryReach reach_;
+  BandSchedule band_;
+  const BlockSchedule* schedule_ = nullptr;
+  int64_t tokens_ = 0;
+  int64_t first_seen_ = 0;
+  int64_t kv_tokens_ = 0;
+};
+
+class RelativeAttention {
+ public:
+  // Views of the layer's parameters, f32: matrices [model_dim, model_dim], biases [heads,
+  // head_dim].
+  struct Parameters {
+    ConstTensorView w_q, w_k, w_v, w_r, w_o, u, v;
+  };
+
+  // Takes the memory for the stream's keys and values.
+  static absl::StatusOr<RelativeAttention> Create(const Problem& problem, const MemoryReach& reach);
+
+  // Packs the matrices and projects the distances; those beyond `clamp_length` count as
+  // `clamp_length`, where it is not 0. u and v are read at every call. Begins a new stream.
+  absl::Status Setup(const Parameters& parameters, int64_t clamp_length,
+                     const Execution& execution);
+
+  void Reset() { cache_.Clear(); }
+  int64_t tokens() const { return cache_.tokens(); }
+  size_t cache_bytes() const { return cache_.bytes(); }
+
+  size_t workspace_bytes(int threads) const;
+  // y = attention(x) W_o + residual, all [batch, segment.tokens(), model_dim] of any dtype; y may
+  // be the residual, and x. The segment must be the stream's next. Allocates nothing.
+  absl::Status Append(const SegmentView& segment, const ConstTensorView& x,
+                      const ConstTensorView& residual, const TensorView& y,
+                      const Execution& execution);
+
+ private:
+  RelativeAttention(const Problem& problem, const MemoryReach& reach)
+      : problem_(problem), reach_(reach) {}
+  ScoreRule Rule() const;
+
+  Problem problem_;
+  MemoryReach reach_;
+  PackedMatrix projections_;  // of queries, keys and values side by side
+  PackedMatrix output_;
+  const float* u_ = nullptr;
+  const float* v_ = nullptr;
+  RelativeKeys distances_;  // by minus the distance
+  KeyValueCache cache_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_TRANSFORMER_XL_RELATIVE_ATTENTION_H_

@@ -1,0 +1,110 @@
+// Transformer-XL: a stack of attention and feed-forward layers that reads a sequence segment by
+// segment and lets each layer attend to what the layer below computed for earlier tokens.
+//
+// For layer n = 1 .. layers, with h^0 = x and head_dim e, per head:
+//
+//   q = h^(n-1) W_q,  k = h^(n-1) W_k,  v = h^(n-1) W_v
+//   s_pj = ((q_p + u) . k_j + (q_p + v) . (r_(p-j) W_r)) / sqrt(e)            over the keys j it
+//   sees a_p  = concat_heads(sum_j softmax_j(s_pj) v_j) W_o g    = LN(h^(n-1) + a);        h^n =
+//   LN(g + FF(g))                        post-norm, the paper's g    = h^(n-1) + a(LN(h^(n-1)));
+//   h^n = g + FF(LN(g))                    with `pre_norm` FF(g) = relu(g W_1 + b_1) W_2 + b_2
+//
+// r_d is the sinusoid of distance d (core/layers/sinusoid.h), u and v are learned. Which keys token
+// p sees, where s is the first token of the segment that p is in:
+//
+//   same_length = false   max(0, s - memory) <= j <= p      the memory, and the segment up to p
+//   same_length = true    0 <= p - j < memory               as many keys for every token
+//
+// h^(n-1)_j depends on the layers below at j alone, however the sequence was cut: so the segments
+// are one pass over the whole sequence under a banded mask, at any depth. That is the definition
+// here, and what streaming must equal. With same_length the mask knows nothing of segments, so
+// every split of a stream gives the same; without it the segments that were actually appended
+// decide the mask, and Run uses `segment`.
+//
+// Source: Dai, Yang, Yang, Carbonell, Le, Salakhutdinov 2019, "Transformer-XL: attentive language
+// models beyond a fixed-length context", arXiv:1901.02860v3, sections 3.2 and 3.3; same_length,
+// clamp_length and pre_norm as in the authors' code (github.com/kimiyoung/transformer-xl,
+// pytorch/mem_transformer.py). Where we differ from that code: keys and values are kept instead of
+// hidden states, which are projected once and not in every segment again; a query that no segment
+// precedes sees no memory (Hugging Face begins with zero vectors that are attended to); no dropout.
+//
+// Cost of a token and layer: 8 d^2 + 4 d f FLOPs (d = model_dim, f = feed_forward d) and 6 d a key
+// seen: time is linear in tokens. State: 2 (memory + segment) d floats a layer and batch row.
+#ifndef TFB_MEMORY_TRANSFORMER_XL_TRANSFORMER_XL_H_
+#define TFB_MEMORY_TRANSFORMER_XL_TRANSFORMER_XL_H_
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct TransformerXlOptions {
+  static constexpr int64_t kMaxMemory = int64_t{1} << 20;
+
+  int64_t layers = 2;
+  int64_t segment = 128;
+  int64_t memory = 128;
+  bool same_length = false;
+  int64_t clamp_length = 0;
+  int64_t feed_forward = 4;
+  bool pre_norm = false;
+  bool share_biases = true;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("layers", &layers, 1, 1000, "attention and feed-forward layers");
+    bind.Int("segment", &segment, 1, kMaxMemory, "tokens that are processed at a time");
+    bind.Int("memory", &memory, 0, kMaxMemory, "earlier tokens that a layer keeps",
+             {0, 64, 128, 256, 512, 1024});
+    bind.Bool("same_length", &same_length,
+              "every token sees `memory` keys, its own among them; else all of the memory and the "
+              "segment up to itself");
+    bind.Int("clamp_length", &clamp_length, 0, kMaxMemory,
+             "larger distances count as this one; 0 means none do");
+    bind.Int("feed_forward", &feed_forward, 1, 64,
+             "inner width of the feed-forward layers, in model_dim");
+    bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
+    // In the equations of section 3.3 u and v have no layer's index, where W_r has one; the code's
+    // untie_r is off by default (its scripts for WikiText-103 and One Billion Word turn it on).
+    bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
+  }
+};
+
+// Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
+// head_dim. Causal only.
+//
+// Parameters, f32, y = x W: layerN.w_q, w_k, w_v, w_r, w_o [model_dim, model_dim], head h owning
+// columns h head_dim to (h + 1) head_dim - 1 (rows of w_o); u, v (layerN.u, layerN.v where they are
+// not shared) [heads, head_dim]; layerN.attention_norm.gamma, .beta, layerN.ff_norm.gamma, .beta
+// [model_dim]; layerN.ff.w1 [model_dim, f], ff.b1 [f], ff.w2 [f, model_dim], ff.b2 [model_dim].
+// None depends on memory, segment or tokens. Matrices are drawn N(0, 1 / inputs), so that scores
+// are of order 1, u and v N(0, 1/4), gammas 1, the rest 0.
+//
+// The counterpart is the same network with all of the past in its memory.
+class TransformerXl : public TechniqueOf<TransformerXlOptions> {
+ public:
+  TransformerXl();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const TransformerXlOptions& options,
+                                                   Device device, uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const TransformerXlOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+};
+
+// The definition of a stream that was cut in other segments: `begins` has the first token of each,
+// ascending from 0. Returns f64 [batch, query_tokens, model_dim].
+absl::StatusOr<Tensor> DefineTransformerXl(const Problem& problem,
+                                           const TransformerXlOptions& options,
+                                           const NamedTensors& parameters, const ConstTensorView& x,
+                                           absl::Span<const int64_t> begins);
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_TRANSFORMER_XL_TRANSFORMER_XL_H_

@@ -1,0 +1,669 @@
+// Transformer-XL against its definition, streamed in every way, and against what the authors' model
+// computes in Hugging Face's port.
+//
+// Tolerance. A sublayer (attention or feed-forward, with its normalisation) is held to the bound of
+// fp32 attention, 2e-5 of the largest output: a convex combination of values, or products of up to
+// a few hundred terms. Each passes errors of its input on, multiplied by about 1 (post-norm divides
+// by the deviation of a sum of two states of deviation 1, pre-norm adds to the state), and
+// roundings are independent, so the 2 layers' sublayers add in quadrature. Measured at widths 32
+// and 128 and 1 to 6 layers: 0.7e-6 to 4.4e-6 for outputs up to 10, growing as the square root of
+// the layers.
+#include "memory/transformer_xl/transformer_xl.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "core/allocations.h"
+#include "core/random.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+#include "memory/transformer_xl/relative_attention.h"
+
+namespace tfb {
+namespace {
+
+Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
+             DType dtype = DType::kF32) {
+  return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true, dtype);
+}
+
+std::unique_ptr<StreamingLayer> MakeLayer(const Problem& problem, const Options& options) {
+  auto layer = TransformerXl().Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  return std::unique_ptr<StreamingLayer>(static_cast<StreamingLayer*>(layer->release()));
+}
+
+// The layer's parameters, with the gammas, betas and biases that begin as 1 and 0 moved off them.
+NamedTensors Perturbed(const Layer& layer) {
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : layer.parameters()) {
+    Tensor changed = tensor.Clone();
+    const RandomStream stream(2, name);
+    for (int64_t i = 0; tensor.view().rank == 1 && i < tensor.num_elements(); ++i) {
+      changed.span<float>()[i] += static_cast<float>(0.2 * stream.Normal(i));
+    }
+    parameters[name] = std::move(changed);
+  }
+  return parameters;
+}
+
+Tensor RandomHidden(const Problem& problem, uint64_t seed = 3) {
+  Tensor x(problem.dtype, {problem.batch, problem.query_tokens, problem.model_dim()});
+  FillNormal(&x, seed, "x");
+  return x;
+}
+
+double Bound(const ConstTensorView& expected, int64_t layers) {
+  return std::sqrt(2.0 * static_cast<double>(layers)) * Fp32Bound(expected);
+}
+
+// Threads and a workspace of exactly the size that the layer asks for, full of NaN.
+class Machine {
+ public:
+  Machine(const Layer& layer, int threads)
+      : pool_(threads),
+        workspace_(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(threads)) + 64}) {
+    std::memset(workspace_.raw(), 0xFF, workspace_.bytes());
+    execution_.pool = &pool_;
+    execution_.workspace =
+        absl::MakeSpan(static_cast<std::byte*>(workspace_.raw()), workspace_.bytes() - 64);
+  }
+  const Execution& execution() const { return execution_; }
+  bool guard_intact() const {
+    const absl::Span<const uint8_t> bytes = workspace_.span<uint8_t>();
+    return std::all_of(bytes.end() - 64, bytes.end(), [](uint8_t byte) { return byte == 0xFF; });
+  }
+
+ private:
+  ThreadPool pool_;
+  Tensor workspace_;
+  Execution execution_;
+};
+
+std::vector<int64_t> Repeat(int64_t segment, int64_t tokens) {
+  std::vector<int64_t> split(tokens / segment, segment);
+  if (tokens % segment != 0) split.push_back(tokens % segment);
+  return split;
+}
+std::vector<int64_t> Begins(const std::vector<int64_t>& split) {
+  std::vector<int64_t> begins(split.size());
+  std::exclusive_scan(split.begin(), split.end(), begins.begin(), int64_t{0});
+  return begins;
+}
+
+// Everything that a case needs: one layer, its parameters, one input.
+class Case {
+ public:
+  Case(const Problem& problem, const Options& options)
+      : problem_(problem),
+        options_(ParseOptions<TransformerXlOptions>(options).value()),
+        layer_(MakeLayer(problem, options)),
+        parameters_(Perturbed(*layer_)),
+        x_(RandomHidden(problem)) {
+    EXPECT_TRUE(layer_->SetParameters(parameters_).ok());
+  }
+
+  StreamingLayer& layer() { return *layer_; }
+  NamedTensors& parameters() { return parameters_; }
+  Tensor& x() { return x_; }
+  const TransformerXlOptions& options() const { return options_; }
+
+  Tensor Run(int threads = 1) {
+    auto outputs = RunLayer(*layer_, {{"x", x_.view()}}, threads);
+    EXPECT_TRUE(outputs.ok()) << outputs.status();
+    return std::move((*outputs)["out"]);
+  }
+  // The sequence appended in segments of the given lengths.
+  Tensor Stream(const std::vector<int64_t>& split, int threads = 1) {
+    Machine machine(*layer_, threads);
+    Tensor out(problem_.dtype, x_.shape());
+    Fill(out.view(), NAN);
+    EXPECT_TRUE(layer_->Setup({{"x", x_.view()}}, machine.execution()).ok());
+    int64_t begin = 0;
+    for (const int64_t tokens : split) {
+      const absl::Status status =
+          layer_->Append({{"x", Slice(x_.view(), 1, begin, tokens)}},
+                         {{"out", Slice(out.view(), 1, begin, tokens)}}, machine.execution());
+      EXPECT_TRUE(status.ok()) << status;
+      begin += tokens;
+    }
+    EXPECT_TRUE(machine.guard_intact());
+    return out;
+  }
+  Tensor Define(const std::vector<int64_t>& split) const {
+    auto out = DefineTransformerXl(problem_, options_, parameters_, x_.view(), Begins(split));
+    EXPECT_TRUE(out.ok()) << out.status();
+    return *std::move(out);
+  }
+  void ExpectStreamIsDefined(const std::vector<int64_t>& split, int threads = 1) {
+    const Tensor expected = Define(split);
+    EXPECT_LE(MaxDifference(Stream(split, threads).view(), expected.view()),
+              Bound(expected.view(), options_.layers));
+  }
+
+ private:
+  Problem problem_;
+  TransformerXlOptions options_;
+  std::unique_ptr<StreamingLayer> layer_;
+  NamedTensors parameters_;
+  Tensor x_;
+};
+
+// ---- Streaming and the definition ----
+
+TEST(TransformerXl, RunEqualsTheDefinitionWithEveryOption) {
+  const Problem problem = Make(2, 3, 150, 8);
+  for (const Options& options :
+       std::vector<Options>{{},
+                            {{"layers", "3"}, {"segment", "32"}, {"memory", "50"}},
+                            {{"segment", "32"}, {"memory", "50"}, {"same_length", "true"}},
+                            {{"segment", "40"}, {"memory", "100"}, {"clamp_length", "30"}},
+                            {{"segment", "40"}, {"memory", "100"}, {"clamp_length", "1000"}},
+                            {{"segment", "64"}, {"memory", "64"}, {"feed_forward", "1"}},
+                            {{"segment", "64"}, {"memory", "64"}, {"pre_norm", "true"}},
+                            {{"segment", "64"}, {"memory", "64"}, {"share_biases", "false"}},
+                            {{"segment", "100"}, {"memory", "0"}},
+                            {{"segment", "7"}, {"memory", "1"}, {"same_length", "true"}},
+                            {{"segment", "1"}, {"memory", "20"}},
+                            {{"segment", "1000"}, {"memory", "1000"}}}) {
+    Case test(problem, options);
+    SCOPED_TRACE(ToString(options));
+    const Tensor expected = test.Define(Repeat(test.options().segment, 150));
+    EXPECT_LE(MaxDifference(test.Run(2).view(), expected.view()),
+              Bound(expected.view(), test.options().layers));
+  }
+}
+
+TEST(TransformerXl, EverySplitOfAStreamEqualsTheDefinitionWithSameLength) {
+  const Problem problem = Make(1, 2, 200, 16);
+  for (const char* memory : {"1", "5", "64", "100", "150"}) {
+    Case test(problem, {{"memory", memory}, {"same_length", "true"}, {"segment", "130"}});
+    SCOPED_TRACE(memory);
+    const Tensor expected = test.Define({200});
+    for (const std::vector<int64_t>& split :
+         std::vector<std::vector<int64_t>>{Repeat(1, 200),
+                                           Repeat(7, 200),
+                                           Repeat(64, 200),
+                                           Repeat(128, 200),
+                                           {1, 63, 65, 64, 2, 5},
+                                           {130, 70},
+                                           {3, 130, 67}}) {
+      EXPECT_LE(MaxDifference(test.Stream(split).view(), expected.view()),
+                Bound(expected.view(), 2));
+    }
+  }
+}
+
+TEST(TransformerXl, WithoutSameLengthTheSegmentsThatWereAppendedDecideTheMask) {
+  const Problem problem = Make(1, 2, 200, 16);
+  for (const char* memory : {"0", "1", "40", "64", "100", "300"}) {
+    Case test(problem, {{"memory", memory}, {"segment", "130"}});
+    SCOPED_TRACE(memory);
+    for (const std::vector<int64_t>& split :
+         std::vector<std::vector<int64_t>>{Repeat(1, 200),
+                                           Repeat(7, 200),
+                                           Repeat(64, 200),
+                                           Repeat(128, 200),
+                                           {1, 63, 65, 64, 2, 5},
+                                           {130, 70},
+                                           {3, 130, 67}}) {
+      test.ExpectStreamIsDefined(split);
+    }
+  }
+}
+
+TEST(TransformerXl, WideModelsAndBatchesEqualTheDefinition) {
+  struct Shape {
+    int64_t batch, heads, head_dim;
+  };
+  for (const Shape& shape :
+       std::vector<Shape>{{3, 1, 16}, {1, 6, 16}, {3, 1, 64}, {1, 6, 64}, {1, 1, 7}}) {
+    Case test(Make(shape.batch, shape.heads, 90, shape.head_dim),
+              {{"segment", "32"}, {"memory", "40"}});
+    SCOPED_TRACE(testing::Message() << "batch " << shape.batch << ", " << shape.heads
+                                    << " heads of " << shape.head_dim);
+    test.ExpectStreamIsDefined(Repeat(32, 90), 2);
+  }
+}
+
+TEST(TransformerXl, AnySegmentLengthGivesTheSameWithSameLength) {
+  const Problem problem = Make(1, 2, 150, 16);
+  Case reference(problem, {{"memory", "40"}, {"same_length", "true"}, {"segment", "150"}});
+  const Tensor expected = reference.Run();
+  for (const char* segment : {"1", "10", "64", "100"}) {
+    Case test(problem, {{"memory", "40"}, {"same_length", "true"}, {"segment", segment}});
+    EXPECT_LE(MaxDifference(test.Run().view(), expected.view()), 2 * Bound(expected.view(), 2));
+  }
+}
+
+TEST(TransformerXl, WithoutMemoryEverySegmentIsASequenceOfItsOwn) {
+  Case all(Make(2, 2, 96, 16), {{"memory", "0"}, {"segment", "32"}});
+  const Tensor out = all.Run();
+  for (int64_t begin = 0; begin < 96; begin += 32) {
+    Case one(Make(2, 2, 32, 16), {{"memory", "0"}, {"segment", "32"}});
+    CopyElements(Slice(all.x().view(), 1, begin, 32), one.x().view());
+    EXPECT_EQ(MaxDifference(one.Run().view(), Slice(out.view(), 1, begin, 32)), 0) << begin;
+  }
+}
+
+TEST(TransformerXl, TheCounterpartSeesTheWholePastWithTheSameParameters) {
+  const Problem problem = Make(1, 2, 100, 16);
+  const TransformerXl technique;
+  const Options options = {
+      {"memory", "16"}, {"segment", "16"}, {"same_length", "true"}, {"layers", "3"}};
+  const TechniqueSpec counterpart = technique.Counterpart(problem, options).value();
+  EXPECT_EQ(ToString(counterpart),
+            "transformer_xl:clamp_length=0,feed_forward=4,layers=3,memory=100,pre_norm=false,"
+            "same_length=false,segment=100,share_biases=true");
+  Case small(problem, options), whole(problem, counterpart.options);
+  ASSERT_TRUE(whole.layer().SetParameters(small.parameters()).ok());
+  // As much memory as tokens is the same network, whatever the segments.
+  Case enough(problem, {{"memory", "100"}, {"segment", "16"}, {"layers", "3"}});
+  const Tensor expected = whole.Run();
+  EXPECT_LE(MaxDifference(enough.Run().view(), expected.view()), 2 * Bound(expected.view(), 3));
+}
+
+TEST(TransformerXl, AStreamMayBeLongerThanTheProblemAndLeaveOldTokensBehind) {
+  // Two streams that differ until everything different is out of reach: layers * (memory - 1) =
+  // 126.
+  Case test(Make(1, 2, 64, 16), {{"memory", "64"}, {"same_length", "true"}, {"segment", "50"}});
+  const Problem longer = Make(1, 2, 700, 16);
+  Tensor a = RandomHidden(longer, 4), b = RandomHidden(longer, 5);
+  CopyElements(Slice(a.view(), 1, 500, 200), Slice(b.view(), 1, 500, 200));
+  Machine machine(test.layer(), 1);
+  const auto stream = [&](const Tensor& x) {
+    EXPECT_TRUE(test.layer().Setup({{"x", test.x().view()}}, machine.execution()).ok());
+    Tensor out(DType::kF32, x.shape());
+    for (int64_t t = 0; t < 700; t += 50) {
+      EXPECT_TRUE(test.layer()
+                      .Append({{"x", Slice(x.view(), 1, t, 50)}},
+                              {{"out", Slice(out.view(), 1, t, 50)}}, machine.execution())
+                      .ok());
+    }
+    return out;
+  };
+  const Tensor from_a = stream(a), from_b = stream(b);
+  EXPECT_EQ(MaxDifference(Slice(from_a.view(), 1, 626, 74), Slice(from_b.view(), 1, 626, 74)), 0);
+  EXPECT_GT(MaxDifference(Slice(from_a.view(), 1, 560, 1), Slice(from_b.view(), 1, 560, 1)), 1e-3);
+}
+
+TEST(TransformerXl, ACommonOffsetOfAllPositionsChangesNothing) {
+  // The same 60 tokens at the start of a stream, and after 1, 64 and 101 others that are out of
+  // reach because memory begins anew: with memory 0 a segment sees itself alone.
+  Case test(Make(1, 2, 60, 16), {{"memory", "0"}, {"segment", "60"}});
+  const Tensor first = test.Stream({60});
+  for (const std::vector<int64_t>& prefix :
+       std::vector<std::vector<int64_t>>{{1}, {60, 4}, {60, 41}}) {
+    Machine machine(test.layer(), 1);
+    EXPECT_TRUE(test.layer().Setup({{"x", test.x().view()}}, machine.execution()).ok());
+    Tensor out(DType::kF32, test.x().shape());
+    for (const int64_t tokens : prefix) {
+      EXPECT_TRUE(test.layer()
+                      .Append({{"x", Slice(test.x().view(), 1, 0, tokens)}},
+                              {{"out", Slice(out.view(), 1, 0, tokens)}}, machine.execution())
+                      .ok());
+    }
+    EXPECT_TRUE(test.layer()
+                    .Append({{"x", test.x().view()}}, {{"out", out.view()}}, machine.execution())
+                    .ok());
+    EXPECT_LE(MaxDifference(out.view(), first.view()), 2 * Bound(first.view(), 2));
+  }
+}
+
+TEST(TransformerXl, ResetBeginsAnew) {
+  Case test(Make(1, 2, 80, 16), {{"memory", "32"}, {"segment", "32"}});
+  const Tensor first = test.Run();
+  Machine machine(test.layer(), 1);
+  Tensor again(DType::kF32, first.shape());
+  ASSERT_TRUE(test.layer().Reset().ok());
+  for (int64_t t = 0; t < 80; t += 32) {
+    const int64_t tokens = std::min<int64_t>(32, 80 - t);
+    ASSERT_TRUE(test.layer()
+                    .Append({{"x", Slice(test.x().view(), 1, t, tokens)}},
+                            {{"out", Slice(again.view(), 1, t, tokens)}}, machine.execution())
+                    .ok());
+  }
+  EXPECT_EQ(MaxDifference(first.view(), again.view()), 0);
+}
+
+// ---- Properties ----
+
+TEST(TransformerXl, LaterTokensDoNotChangeEarlierOutputs) {
+  Case test(Make(1, 2, 150, 16), {{"memory", "40"}, {"segment", "50"}, {"layers", "3"}});
+  const Tensor before = test.Run();
+  for (const int64_t changed : {1, 49, 50, 64, 149}) {
+    Case other(Make(1, 2, 150, 16), {{"memory", "40"}, {"segment", "50"}, {"layers", "3"}});
+    Fill(Slice(other.x().view(), 1, changed, 150 - changed), -3);
+    const Tensor after = other.Run();
+    EXPECT_EQ(
+        MaxDifference(Slice(before.view(), 1, 0, changed), Slice(after.view(), 1, 0, changed)), 0);
+    EXPECT_GT(
+        MaxDifference(Slice(before.view(), 1, changed, 1), Slice(after.view(), 1, changed, 1)), 0);
+  }
+}
+
+TEST(TransformerXl, ANanReachesTheTokensThatSeeItAndNoOthers) {
+  // Through two layers of 20 keys, token 30 is seen by tokens 30 to 30 + 2 * 19.
+  Case test(Make(1, 2, 150, 16), {{"memory", "20"}, {"segment", "64"}, {"same_length", "true"}});
+  test.x().view().Set(test.x().view().Offset(0, 30, 5), NAN);
+  const Tensor out = test.Run();
+  for (int64_t t = 0; t < 150; ++t) {
+    EXPECT_EQ(std::isnan(*out.view().At<float>(0, t, 0)), t >= 30 && t <= 68) << t;
+  }
+}
+
+TEST(TransformerXl, OneThreadAndTwoGiveTheSameBits) {
+  for (const char* pre_norm : {"false", "true"}) {
+    Case test(Make(2, 3, 150, 16), {{"memory", "70"}, {"segment", "60"}, {"pre_norm", pre_norm}});
+    EXPECT_EQ(MaxDifference(test.Run(1).view(), test.Run(2).view()), 0);
+    EXPECT_EQ(
+        MaxDifference(test.Stream(Repeat(1, 150), 1).view(), test.Stream(Repeat(1, 150), 2).view()),
+        0);
+  }
+}
+
+TEST(TransformerXl, HalfPrecisionIsRoundedAtTheEndsOnly) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    Case test(Make(1, 2, 100, 16, dtype), {{"memory", "32"}, {"segment", "32"}, {"layers", "3"}});
+    const Tensor expected = test.Define(Repeat(32, 100));
+    EXPECT_LE(MaxDifference(test.Run().view(), expected.view()),
+              Bound(expected.view(), 3) + UnitRoundoff(dtype) * MaxAbs(expected.view()));
+  }
+}
+
+TEST(TransformerXl, NothingIsAllocatedInRunAppendAndReset) {
+  for (const char* same_length : {"false", "true"}) {
+    Case test(Make(2, 3, 150, 16),
+              {{"memory", "70"}, {"segment", "60"}, {"same_length", same_length}});
+    StreamingLayer& layer = test.layer();
+    Machine machine(layer, 2);
+    Tensor out(DType::kF32, test.x().shape());
+    const Inputs inputs = {{"x", test.x().view()}};
+    const Outputs outputs = {{"out", out.view()}};
+    ASSERT_TRUE(layer.Setup(inputs, machine.execution()).ok());
+    std::vector<Inputs> segments;
+    std::vector<Outputs> segment_outputs;
+    for (const int64_t tokens : {1, 60, 33, 1}) {
+      segments.push_back({{"x", Slice(test.x().view(), 1, 0, tokens)}});
+      segment_outputs.push_back({{"out", Slice(out.view(), 1, 0, tokens)}});
+    }
+    const int64_t before = AllocationCount();
+    bool ok = layer.Run(inputs, outputs, machine.execution()).ok() && layer.Reset().ok();
+    for (size_t n = 0; n < segments.size(); ++n) {
+      ok = ok && layer.Append(segments[n], segment_outputs[n], machine.execution()).ok();
+    }
+    EXPECT_EQ(AllocationCount() - before, 0);
+    EXPECT_TRUE(ok);
+  }
+}
+
+TEST(TransformerXl, NoTokensAndNoBatchAreNoWork) {
+  for (const Problem& problem : {Make(1, 2, 0, 16), Make(0, 2, 40, 16)}) {
+    Case test(problem, {{"memory", "16"}, {"segment", "16"}});
+    EXPECT_EQ(test.Run().num_elements(), 0);
+    EXPECT_EQ(test.layer().cost().flops, 0);
+  }
+}
+
+// ---- The terms of the score, seen through one attention layer whose output is its weights ----
+
+// One head of 64 channels reads unit vectors with W_v = W_o = 1: row p of the output is the weights
+// of token p.
+class Weights {
+ public:
+  Weights() {
+    for (Tensor* matrix : {&w_q, &w_k, &w_r}) FillNormal(matrix, 1 + ++seed_, "w", 0, 0.3);
+    for (Tensor* bias : {&u, &v}) FillNormal(bias, 1 + ++seed_, "bias");
+    for (Tensor* matrix : {&identity_, &x_}) {
+      Fill(matrix->view(), 0);
+      for (int64_t n = 0; n < 64; ++n) matrix->span<float>()[n * 64 + n] = 1;
+    }
+  }
+  // Logarithms of the weights, [64][64], appended in segments of 16.
+  std::vector<double> Logarithms() {
+    const Problem problem = Make(1, 1, 64, 64);
+    const MemoryReach reach{64, false, 16};
+    RelativeAttention attention = RelativeAttention::Create(problem, reach).value();
+    Tensor workspace(DType::kU8, {static_cast<int64_t>(attention.workspace_bytes(1))});
+    ThreadPool pool(1);
+    Execution execution;
+    execution.pool = &pool;
+    execution.workspace =
+        absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+    EXPECT_TRUE(attention
+                    .Setup({w_q.view(), w_k.view(), identity_.view(), w_r.view(), identity_.view(),
+                            u.view(), v.view()},
+                           0, execution)
+                    .ok());
+    Tensor out(DType::kF32, x_.shape());
+    SegmentView segment(reach);
+    for (int64_t t = 0; t < 64; t += 16) {
+      segment.Set(t, 16);
+      EXPECT_TRUE(attention
+                      .Append(segment, Slice(x_.view(), 1, t, 16), {}, Slice(out.view(), 1, t, 16),
+                              execution)
+                      .ok());
+    }
+    std::vector<double> logarithms;
+    for (const float weight : out.span<float>()) logarithms.push_back(std::log(weight));
+    return logarithms;
+  }
+
+  Tensor w_q{DType::kF32, {64, 64}}, w_k{DType::kF32, {64, 64}}, w_r{DType::kF32, {64, 64}};
+  Tensor u{DType::kF32, {1, 64}}, v{DType::kF32, {1, 64}};
+
+ private:
+  uint64_t seed_ = 0;
+  Tensor identity_{DType::kF32, {64, 64}};
+  Tensor x_{DType::kF32, {1, 64, 64}};
+};
+// The difference of two scores of one row: their common log-sum-exp drops out.
+double Gap(const std::vector<double>& logarithms, int64_t p, int64_t j) {
+  return logarithms[p * 64 + j] - logarithms[p * 64 + p];
+}
+constexpr double kGapBound = 2e-5;  // scores are of order 1, their logarithms absolute
+
+TEST(TransformerXlScores, AreContentAloneWithoutDistancesAndBiases) {
+  Weights weights;
+  for (Tensor* tensor : {&weights.w_r, &weights.u, &weights.v}) Fill(tensor->view(), 0);
+  const std::vector<double> logarithms = weights.Logarithms();
+  for (int64_t p = 0; p < 64; ++p) {
+    for (int64_t j = 0; j <= p; ++j) {
+      double gap = 0;  // q_p . (k_j - k_p), where the projections of unit vectors are rows
+      for (int64_t c = 0; c < 64; ++c) {
+        gap += *weights.w_q.view().At<float>(p, c) *
+               (*weights.w_k.view().At<float>(j, c) - *weights.w_k.view().At<float>(p, c));
+      }
+      ASSERT_NEAR(Gap(logarithms, p, j), gap / 8, kGapBound) << p << " " << j;
+    }
+  }
+}
+
+TEST(TransformerXlScores, OfThePositionBiasDependOnDistanceAlone) {
+  Weights weights;
+  for (Tensor* tensor : {&weights.w_q, &weights.u}) Fill(tensor->view(), 0);
+  const std::vector<double> logarithms = weights.Logarithms();
+  for (int64_t p = 1; p < 64; ++p) {
+    for (int64_t j = 0; j <= p; ++j) {
+      ASSERT_NEAR(Gap(logarithms, p, j), Gap(logarithms, 63, 63 - (p - j)), kGapBound);
+    }
+  }
+  EXPECT_GT(std::abs(Gap(logarithms, 63, 0)), 0.01);
+}
+
+TEST(TransformerXlScores, OfTheContentBiasDependOnTheKeyAlone) {
+  Weights weights;
+  for (Tensor* tensor : {&weights.w_q, &weights.v}) Fill(tensor->view(), 0);
+  const std::vector<double> logarithms = weights.Logarithms();
+  for (int64_t p = 1; p < 64; ++p) {
+    for (int64_t j = 0; j <= p; ++j) {
+      const double of_last_row = logarithms[63 * 64 + j] - logarithms[63 * 64 + p];
+      ASSERT_NEAR(Gap(logarithms, p, j), of_last_row, kGapBound);
+    }
+  }
+}
+
+TEST(TransformerXlScores, OfDistancesEqualTheAuthorsShiftOfAPaddedProduct) {
+  // Their rel-shift in closed form: BD[i', j] = X[i', L - 1 - i' + j], X = (q + v) R^T with R's row
+  // c the distance T - 1 - c. Here the last segment: L = 16 queries, T = 64 keys.
+  Weights weights;
+  for (Tensor* tensor : {&weights.w_k, &weights.u}) Fill(tensor->view(), 0);
+  const std::vector<double> logarithms = weights.Logarithms();
+  const auto product = [&](int64_t row, int64_t c) {  // X[i', c]
+    double sum = 0;
+    for (int64_t out = 0; out < 64; ++out) {
+      double key = 0;
+      for (int64_t in = 0; in < 64; ++in) {
+        const double angle =
+            static_cast<double>(63 - c) / std::pow(10000, 2 * static_cast<double>(in % 32) / 64);
+        key +=
+            (in < 32 ? std::sin(angle) : std::cos(angle)) * *weights.w_r.view().At<float>(in, out);
+      }
+      sum += (*weights.w_q.view().At<float>(48 + row, out) + weights.v.span<float>()[out]) * key;
+    }
+    return sum / 8;
+  };
+  for (int64_t row : {0, 7, 15}) {
+    for (int64_t j = 0; j <= 48 + row; j += 5) {
+      const double shifted = product(row, 15 - row + j), own = product(row, 63);
+      ASSERT_NEAR(Gap(logarithms, 48 + row, j), shifted - own, kGapBound) << row << " " << j;
+    }
+  }
+}
+
+// ---- Costs, parameters, errors ----
+
+TEST(TransformerXl, CostCountsTheProductsOfTheDefinition) {
+  // 2 layers, width 4, inner 8, 5 tokens in segments of 2 with memory 1: keys seen per token are
+  // 1, 2; 2, 3; 2.
+  const auto layer =
+      MakeLayer(Make(3, 2, 5, 2), {{"segment", "2"}, {"memory", "1"}, {"feed_forward", "2"}});
+  const double projections = 5 * 4 * 4 * 4, feed_forward = 5 * 2 * 4 * 8;
+  const double pairs = 10 * 2 /* heads */, scores_and_values = pairs * (2 + 2 + 2);
+  EXPECT_EQ(layer->cost().flops, 2.0 * 3 * 2 * (projections + feed_forward + scores_and_values));
+  double parameters = 0;
+  for (const auto& [name, tensor] : layer->parameters()) {
+    parameters += static_cast<double>(tensor.num_elements());
+  }
+  EXPECT_EQ(layer->cost().bytes, 4 * (2 * 3 * 5 * 4 + parameters));
+  const auto statistics = layer->statistics();
+  EXPECT_EQ(statistics.at("keys_per_token"), 2);
+  EXPECT_EQ(statistics.at("reach_tokens"), 3);  // token 4 sees from 3, which sees from 1
+}
+
+TEST(TransformerXl, StatisticsKnowTheReachThroughAllLayers) {
+  const auto reach = [](const Options& options) {
+    return MakeLayer(Make(1, 1, 1000, 4), options)->statistics().at("reach_tokens");
+  };
+  EXPECT_EQ(reach({{"layers", "3"}, {"memory", "100"}, {"same_length", "true"}}), 3 * 99);
+  EXPECT_EQ(reach({{"layers", "3"}, {"memory", "100"}, {"segment", "100"}}), 99 + 3 * 100);
+  EXPECT_EQ(reach({{"layers", "3"}, {"memory", "0"}, {"segment", "100"}}), 99);
+  EXPECT_EQ(reach({{"layers", "3"}, {"memory", "900"}}), 999);
+}
+
+TEST(TransformerXl, ParametersDoNotDependOnMemoryAndSegment) {
+  const auto small = MakeLayer(Make(1, 2, 10, 4), {{"memory", "0"}, {"segment", "1"}});
+  const auto large = MakeLayer(Make(2, 2, 90, 4), {{"memory", "64"}, {"segment", "64"}});
+  ASSERT_EQ(small->parameters().size(), 2 + 2 * 13u);
+  for (const auto& [name, tensor] : small->parameters()) {
+    ASSERT_EQ(MaxDifference(tensor.view(), large->parameters().at(name).view()), 0) << name;
+  }
+  EXPECT_EQ(small->parameters().at("u").shape(), (Shape{2, 4}));
+  const auto own = MakeLayer(Make(1, 2, 10, 4), {{"share_biases", "false"}});
+  EXPECT_EQ(own->parameters().count("u"), 0u);
+  EXPECT_EQ(own->parameters().at("layer1.v").shape(), (Shape{2, 4}));
+}
+
+TEST(TransformerXl, WhatItCannotDoIsSaidInOneLine) {
+  const auto message = [](const Problem& problem, const Options& options) {
+    const auto layer = TransformerXl().Create(problem, options, Device::kCpu, 1);
+    return layer.ok() ? "ok" : std::string(layer.status().ToString());
+  };
+  Problem problem = Make(1, 4, 64, 16);
+  EXPECT_EQ(
+      message(problem, {{"same_length", "true"}, {"memory", "0"}}),
+      "INVALID_ARGUMENT: option memory is 0; allowed with same_length=true, where a token is one "
+      "of the keys it sees, are 1 to 1048576");
+  EXPECT_EQ(message(problem, {{"segment", "0"}}),
+            "INVALID_ARGUMENT: option segment is \"0\"; allowed are 1 to 1048576");
+  problem.kv_heads = 2;
+  EXPECT_EQ(message(problem, {}),
+            "INVALID_ARGUMENT: transformer_xl is self-attention: kv_heads is 2; allowed is "
+            "query_heads, 4");
+  problem = Make(1, 4, 64, 16);
+  problem.value_dim = 8;
+  EXPECT_EQ(message(problem, {}),
+            "INVALID_ARGUMENT: transformer_xl is self-attention: value_dim is 8; allowed is "
+            "head_dim, 16");
+  problem = Make(1, 4, 64, 16);
+  problem.kv_tokens = 65;
+  EXPECT_EQ(message(problem, {}),
+            "INVALID_ARGUMENT: transformer_xl is self-attention: kv_tokens is 65; allowed is "
+            "query_tokens, 64");
+  problem = Make(1, 4, 64, 16);
+  problem.causal = false;
+  EXPECT_EQ(message(problem, {}), "UNIMPLEMENTED: transformer_xl is causal only");
+}
+
+TEST(TransformerXl, ASegmentThatIsTooLongIsAnError) {
+  Case test(Make(1, 2, 64, 16), {{"segment", "16"}});
+  Machine machine(test.layer(), 1);
+  ASSERT_TRUE(test.layer().Setup({{"x", test.x().view()}}, machine.execution()).ok());
+  const absl::Status status = test.layer().Append({{"x", test.x().view()}},
+                                                  {{"out", test.x().view()}}, machine.execution());
+  EXPECT_EQ(status.message(), "segment has 64 tokens; allowed are 1 to 16");
+}
+
+TEST(TransformerXl, TheDefinitionNamesAParameterThatDoesNotFit) {
+  Case test(Make(1, 2, 8, 4), {});
+  test.parameters().erase("layer1.ff.b1");
+  const auto out = DefineTransformerXl(Make(1, 2, 8, 4), test.options(), test.parameters(),
+                                       test.x().view(), {0});
+  EXPECT_EQ(out.status().message(), "parameter layer1.ff.b1 [32] is missing");
+}
+
+// ---- Golden files ----
+
+class TransformerXlGolden : public testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Files, TransformerXlGolden,
+                         testing::Values("segments", "segments_same_length"));
+
+TEST_P(TransformerXlGolden, HuggingFacesTransfoXlModelComputesTheSame) {
+  SafetensorsFile golden =
+      GoldenFile(std::string("memory/transformer_xl/testdata/") + GetParam() + ".safetensors");
+  const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
+  const Problem problem = Make(golden.tensors.at("x").dim(0), number("heads"),
+                               golden.tensors.at("x").dim(1), number("head_dim"));
+  const Options options = {
+      {"layers", golden.metadata.at("layers")},
+      {"segment", golden.metadata.at("segment_tokens")},
+      {"memory", golden.metadata.at("memory_tokens")},
+      {"same_length", golden.metadata.at("same_length")},
+      {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))}};
+  Case test(problem, options);
+  for (auto& [name, tensor] : test.parameters()) {
+    std::string theirs = name;
+    for (const auto& [ours, other] :
+         {std::pair("attention_norm", "ln1"), std::pair("ff_norm", "ln2")}) {
+      const size_t at = theirs.find(ours);
+      if (at != std::string::npos) theirs.replace(at, std::strlen(ours), other);
+    }
+    tensor = golden.tensors.at(theirs).Clone();
+  }
+  ASSERT_TRUE(test.layer().SetParameters(test.parameters()).ok());
+  CopyElements(golden.tensors.at("x").view(), test.x().view());
+
+  const ConstTensorView out = golden.tensors.at("out").view();
+  const std::vector<int64_t> split = Repeat(number("segment_tokens"), problem.query_tokens);
+  EXPECT_LE(MaxDifference(test.Define(split).view(), out), 1e-13);
+  EXPECT_LE(MaxDifference(test.Run().view(), out), Bound(out, 2));
+  EXPECT_LE(MaxDifference(test.Stream(split).view(), out), Bound(out, 2));
+}
+
+}  // namespace
+}  // namespace tfb
