@@ -35,9 +35,9 @@ namespace tfb {
 namespace {
 
 constexpr int64_t kChunk = kLinearChunk;
-constexpr int64_t kDepthBlock = 64;  // rows of B that a GEMM takes at a time
-constexpr int64_t kFewTokens = 4;    // projected one by one: 16 columns would be computed for each
-constexpr int64_t kTaskChunks = 4;   // chunks of queries in a task
+constexpr int64_t kDepthBlock = 64;       // rows of B that a GEMM takes at a time
+constexpr int64_t kFewTokens = 4;         // taken one by one
+constexpr int64_t kTaskChunks = 4;        // chunks of queries in a task
 constexpr int64_t kGroupTokens = 512;     // least keys in a task
 constexpr int64_t kWantedTasks = 16;      // that few heads are cut into
 constexpr int64_t kEnoughHeads = 8;       // causal: from here on a task per head
@@ -142,11 +142,12 @@ struct Keys {
 struct Scratch {
   Keys keys;
   Tokens queries;
-  float* rows;           // [64][depth], or value_row
-  float* columns;        // [depth][64]
-  float* scaled_values;  // [64][value_row] in panels
-  float* output;         // [64][value_row] in panels
-  float* weights;        // [64][64]
+  float* rows;            // [64][depth], or value_row
+  float* columns;         // [depth][64]
+  float* token_features;  // [features], of one token
+  float* scaled_values;   // [64][value_row] in panels
+  float* output;          // [64][value_row] in panels
+  float* weights;         // [64][64]
   // Per row of queries.
   float reference[kChunk];    // R over the keys that the row sees
   float shift[kChunk];        // R, 0 where there is none
@@ -225,6 +226,7 @@ Memory LayOut(const Problem& p, const Sizes& sizes, const Plan& plan, bool has_s
     float* features = workspace.Take<float>(sizes.features * kChunk);
     float* rows = workspace.Take<float>(std::max(sizes.depth, sizes.value_row) * kChunk);
     float* columns = workspace.Take<float>(sizes.depth * kChunk);
+    float* token_features = workspace.Take<float>(sizes.normaliser);
     float* scaled_values = workspace.Take<float>(sizes.value_row * kChunk);
     float* output = workspace.Take<float>(sizes.value_row * kChunk);
     float* weights = workspace.Take<float>(kChunk * kChunk);
@@ -234,6 +236,7 @@ Memory LayOut(const Problem& p, const Sizes& sizes, const Plan& plan, bool has_s
     scratch.queries.features = features;
     scratch.rows = rows;
     scratch.columns = columns;
+    scratch.token_features = token_features;
     scratch.scaled_values = scaled_values;
     scratch.output = output;
     scratch.weights = weights;
@@ -503,41 +506,61 @@ class LinearRun {
     const float* w =
         call_.w.At<float>() + (map_.per_head ? kv_head * sizes_.projections * head_dim : 0);
     if (count <= kFewTokens) {
-      ProjectFew(w, count, lanes, tokens, scratch);
-    } else {
-      std::memset(scratch.rows + count * sizes_.depth, 0,
-                  (kChunk - count) * sizes_.depth * sizeof(float));
-      kernels_.transpose64(scratch.rows, sizes_.depth, sizes_.depth, scratch.columns);
-      float* half_square = tokens.half_square;
-      std::fill_n(half_square, kChunk, 0.0f);
-      for (int64_t c = 0; c < head_dim; ++c) {
-        float* column = scratch.columns + c * kChunk;
-        for (int64_t t = 0; t < kChunk; ++t) {
-          column[t] *= map_.input_scale;
-          half_square[t] += 0.5f * column[t] * column[t];
-        }
-      }
-      kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
-                    tokens.features, kChunk, false);
+      for (int64_t t = 0; t < count; ++t) OneTokensFeatures(w, t, normaliser, tokens, scratch);
+      return;
     }
+    std::memset(scratch.rows + count * sizes_.depth, 0,
+                (kChunk - count) * sizes_.depth * sizeof(float));
+    kernels_.transpose64(scratch.rows, sizes_.depth, sizes_.depth, scratch.columns);
+    float* half_square = tokens.half_square;
+    std::fill_n(half_square, kChunk, 0.0f);
+    for (int64_t c = 0; c < head_dim; ++c) {
+      float* column = scratch.columns + c * kChunk;
+      for (int64_t t = 0; t < kChunk; ++t) {
+        column[t] *= map_.input_scale;
+        half_square[t] += 0.5f * column[t] * column[t];
+      }
+    }
+    kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
+                  tokens.features, kChunk, false);
     kernels_.features(map_.feature, {tokens.features, kChunk, sizes_.projections, lanes},
                       {tokens.max, tokens.total, normaliser, tokens.dot});
   }
 
-  void ProjectFew(const float* w, int64_t count, int64_t lanes, Tokens& tokens,
-                  Scratch& scratch) const {
-    for (int64_t r = 0; r < sizes_.projections; ++r)
-      std::fill_n(tokens.features + r * kChunk, lanes, 0.0f);
-    std::fill_n(tokens.half_square, lanes, 0.0f);
-    for (int64_t t = 0; t < count; ++t) {
-      float* row = scratch.rows + t * sizes_.depth;
-      for (int64_t c = 0; c < problem_.head_dim; ++c) {
-        row[c] *= map_.input_scale;
-        tokens.half_square[t] += 0.5f * row[c] * row[c];
-      }
-      kernels_.matrix_vector(sizes_.projections, problem_.head_dim, w, problem_.head_dim, row,
-                             tokens.features + t, kChunk, false);
+  // The same for token t alone, with its features side by side: of a vector of tokens all but one
+  // would be computed in vain.
+  void OneTokensFeatures(const float* w, int64_t t, const float* normaliser, Tokens& tokens,
+                         Scratch& scratch) const {
+    float* row = scratch.rows + t * sizes_.depth;
+    tokens.half_square[t] = 0;
+    for (int64_t c = 0; c < problem_.head_dim; ++c) {
+      row[c] *= map_.input_scale;
+      tokens.half_square[t] += 0.5f * row[c] * row[c];
     }
+    float* features = scratch.token_features;
+    kernels_.matrix_vector(sizes_.projections, problem_.head_dim, w, problem_.head_dim, row,
+                           features, 1, false);
+    if (exponential_) {
+      for (int64_t r = sizes_.projections; r < sizes_.features; ++r) {
+        features[r] = -features[r - sizes_.projections];
+      }
+      std::fill(features + sizes_.features, features + sizes_.normaliser, kNegativeInfinity);
+      float unused;
+      tokens.max[t] = kNegativeInfinity;
+      tokens.total[t] = 0;
+      kernels_.softmax({features, 0, 1, sizes_.normaliser},
+                       {tokens.max + t, tokens.total + t, &unused}, nullptr);
+    } else {
+      tokens.max[t] = tokens.total[t] = 0;
+      for (int64_t r = 0; r < sizes_.features; ++r) {
+        if (features[r] < 0) features[r] = 0;
+        tokens.total[t] += features[r];
+      }
+    }
+    if (normaliser != nullptr) {
+      kernels_.matrix_vector(1, sizes_.features, features, 0, normaliser, tokens.dot + t, 1, false);
+    }
+    for (int64_t r = 0; r < sizes_.features; ++r) tokens.features[r * kChunk + t] = features[r];
   }
 
   // Features of rows of queries, and the factors of the four terms against scratch.reference and
