@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/cpu/rows.h"
+#include "core/flash/rows.h"
 #include "core/status.h"
 
 namespace tfb {

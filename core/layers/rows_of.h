@@ -5,7 +5,7 @@
 #include <cassert>
 #include <cstdint>
 
-#include "core/cpu/rows.h"
+#include "core/flash/rows.h"
 #include "core/tensor.h"
 
 namespace tfb {

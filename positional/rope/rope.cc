@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
-#include "core/cpu/rows.h"
+#include "core/flash/rows.h"
 
 namespace tfb {
 namespace {
