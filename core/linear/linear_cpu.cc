@@ -155,9 +155,8 @@ struct Scratch {
   float product[kChunk];      // factors of the four terms, see linear.h
   float key[kChunk];
   float constant[kChunk];
-  float carry[kChunk];   // exp(reference of the sums - reference)
-  float excess[kChunk];  // logarithm of what the four terms were divided by, less lambda_i - s and
-                         // R - S
+  float carry[kChunk];      // exp(reference of the sums - reference)
+  float log_scale[kChunk];  // of the denominator: log D_i = log(denominator) + log_scale + 2 log c
   float denominator[kChunk];
   float sum[kChunk];
   float exponent[4][kChunk];
@@ -574,7 +573,9 @@ class LinearRun {
       std::fill_n(scratch.product, kChunk, 1.0f);
       std::fill_n(scratch.key, kChunk, 0.0f);
       std::fill_n(scratch.constant, kChunk, 0.0f);
-      std::fill_n(scratch.excess, kChunk, 0.0f);
+      for (int64_t t = 0; t < rows; ++t) {
+        scratch.log_scale[t] = LogScale(scratch.queries, t) + scratch.reference[t];
+      }
     } else {
       ComputeFactors(rows, scratch);
     }
@@ -591,16 +592,15 @@ class LinearRun {
     kernels_.exp({scratch.carry, 0, 1, RoundUp(rows, kColumnQuantum)}, &no_shift);
   }
 
+  bool IsStabilised() const { return exponential_ && map_.stabiliser != KeyStabiliser::kNone; }
+
   // The logarithms of the two scales of row t: exp(lambda_i - s) and exp(R - S).
   float QueryScale(const Scratch& scratch, int64_t t) const {
-    if (!exponential_) return 0;
-    return map_.stabiliser == KeyStabiliser::kNone ? LogScale(scratch.queries, t)
-                                                   : -scratch.queries.half_square[t];
+    return IsStabilised() ? -scratch.queries.half_square[t] : LogScale(scratch.queries, t);
   }
   float KeyScale(const Scratch& scratch, int64_t t) const {
     const float reference = scratch.reference[t];
-    if (!exponential_ || map_.stabiliser == KeyStabiliser::kNone || reference == kNegativeInfinity)
-      return reference;
+    if (!IsStabilised() || reference == kNegativeInfinity) return reference;
     return reference - scratch.key_maximum[t];
   }
 
@@ -614,7 +614,9 @@ class LinearRun {
       scratch.exponent[1][t] = log_epsilon_ - largest_query;
       scratch.exponent[2][t] = key - largest_key;
       scratch.exponent[3][t] = log_epsilon_ - largest_key;
-      scratch.excess[t] = -scratch.exponent[0][t] - scratch.exponent[2][t];
+      // Not by way of lambda_i and R, in which large halves of squares would cancel.
+      scratch.log_scale[t] = largest_query + largest_key;
+      if (IsStabilised()) scratch.log_scale[t] += scratch.queries.max[t] + scratch.key_maximum[t];
     }
     const float no_shift[4] = {};
     kernels_.exp({scratch.exponent[0], kChunk, 4, lanes}, no_shift);
@@ -742,9 +744,8 @@ class LinearRun {
 
   float LogSumExp(int64_t t, float denominator, const Scratch& scratch) const {
     if (scratch.reference[t] == kNegativeInfinity && denominator == 0) return kNegativeInfinity;
-    return static_cast<float>(std::log(static_cast<double>(denominator)) +
-                              LogScale(scratch.queries, t) + scratch.reference[t] +
-                              scratch.excess[t] + 2 * std::log(map_.constant));
+    return static_cast<float>(std::log(static_cast<double>(denominator)) + scratch.log_scale[t] +
+                              2 * std::log(map_.constant));
   }
 
   void Store(int64_t b, int64_t h, int64_t i, const float* row, float log_sum_exp) const {
