@@ -3,8 +3,7 @@
 //   struct LongformerOptions {
 //     int64_t window = 512;
 //     void Describe(OptionBinder& bind) {
-//       bind.Int("window", &window, 0, kMaxTokens, "keys seen beside the query's own, half on each
-//       side");
+//       bind.Int("window", &window, 0, kMaxTokens, "keys seen beside the query's own");
 //     }
 //   };
 //

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "harness/accuracy_record.h"
 #include "harness/machine.h"
 #include "results/reader.h"
 
@@ -490,12 +491,7 @@ Case MakeRecord(const SweepCase& sweep_case) {
   key->set_device(sweep_case.device == Device::kCpu ? DEVICE_TYPE_CPU : DEVICE_TYPE_CUDA);
   key->set_dtype(ElementTypeOf(sweep_case.problem.dtype));
   SetProblem(sweep_case.problem, key->mutable_problem());
-  key->mutable_input()->set_name(sweep_case.input.profile);
-  if (sweep_case.input.captured != nullptr) {
-    key->mutable_input()->set_file(sweep_case.input.captured->file);
-    key->mutable_input()->set_model(sweep_case.input.captured->model());
-    key->mutable_input()->set_layer(sweep_case.input.captured->layer);
-  }
+  *key->mutable_input() = RecordInput(sweep_case.input);
   key->set_seed(sweep_case.seed);
   key->set_threads(sweep_case.device == Device::kCpu ? sweep_case.threads : 0);
   key->set_purpose(sweep_case.purpose);

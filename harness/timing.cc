@@ -6,9 +6,11 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "benchmark/benchmark.h"
 #include "core/cpu/kernels.h"
 #include "core/status.h"
@@ -22,7 +24,8 @@ constexpr int kColdSamples = kIntervalSamples;
 constexpr int kStreams = kIntervalSamples;
 constexpr size_t kSegmentsKept = 32;  // of a stream, evenly spaced
 
-// Enough arithmetic for 50 us: long against the clock's resolution, short against a time slice of some ms.
+// Enough arithmetic for 50 us: long against the clock's resolution, short against a time slice of
+// some ms.
 int64_t CalibrateProbe() {
   int64_t iterations = 64;
   for (double seconds = 0; seconds < 50e-6; iterations *= 2) {
@@ -83,7 +86,7 @@ class Measurement {
     for (int64_t calls = 1;; calls *= 2) {
       const double begin = MonotonicSeconds();
       for (int64_t i = 0; i < calls; ++i) {
-        if (!Keep(timed_.layer->Run(timed_.inputs, timed_.outputs, timed_.execution))) return;
+        if (!Keep(Run())) return;
       }
       if (!Keep(Synchronize())) return;
       const double seconds = MonotonicSeconds() - begin;
@@ -144,11 +147,12 @@ class Measurement {
     timed_.timing.set_discarded_samples(discarded);
     if (discarded > 0) timed_.timing.set_discarded_reason("the core was slower meanwhile");
     FinishStream();
-    if (timed_.status.ok() && timed_.timing.run_ns_size() == 0) {
+    if (!timed_.status.ok()) return;
+    if (stopped_ && taken < std::min<size_t>(kFewestSamples, runs.size())) {
+      timed_.status = absl::CancelledError("stopped before there were enough samples");
+    } else if (taken == 0) {
       timed_.status = absl::DeadlineExceededError(
-          timed_out_ ? absl::StrCat("no sample within ", timed_.timeout_seconds,
-                                    " s: a call takes ", call_seconds_, " s")
-                     : "stopped before the first sample");
+          absl::StrFormat("no sample: a call takes %.2g s", call_seconds_));
     }
   }
 
@@ -180,7 +184,8 @@ class Measurement {
   // where some have failed.
   void Sample(absl::string_view what, Body body, benchmark::State& state) {
     timed_out_ = timed_out_ || (timed_.timeout_seconds > 0 && spent_ > timed_.timeout_seconds);
-    if (!timed_.status.ok() || timed_out_ || (options_.stopped != nullptr && options_.stopped())) {
+    stopped_ = stopped_ || (options_.stopped != nullptr && options_.stopped());
+    if (!timed_.status.ok() || timed_out_ || stopped_) {
       if (what == "run") run_taken_.push_back(false);
       for (auto _ : state) state.SetIterationTime(0);
       return;
@@ -197,7 +202,7 @@ class Measurement {
     int64_t calls = 0;
     for (auto _ : state) {
       if (!timed_.status.ok()) continue;
-      timed_.status = timed_.layer->Run(timed_.inputs, timed_.outputs, timed_.execution);
+      timed_.status = Run();
       // Inside of the timed part, once, where a device works behind the host's back.
       if (++calls == calls_per_sample_) timed_.status.Update(Synchronize());
     }
@@ -209,7 +214,7 @@ class Measurement {
   void SetupSample(benchmark::State& state) {
     for (auto _ : state) {
       const double begin = MonotonicSeconds();
-      absl::Status status = timed_.layer->Setup(timed_.inputs, timed_.execution);
+      absl::Status status = Setup();
       if (status.ok()) status = Synchronize();
       const double middle = MonotonicSeconds();
       if (status.ok()) status = RunAndWait();
@@ -325,8 +330,25 @@ class Measurement {
     return timed_.synchronize == nullptr ? absl::OkStatus() : timed_.synchronize();
   }
   absl::Status RunAndWait() {
-    TFB_RETURN_IF_ERROR(timed_.layer->Run(timed_.inputs, timed_.outputs, timed_.execution));
+    TFB_RETURN_IF_ERROR(Run());
     return Synchronize();
+  }
+  // Layers report what they foresee; what they do not is an allocation that fails inside of a
+  // container.
+  template <class Body>
+  static absl::Status WithoutMemory(const Body& body) {
+    try {
+      return body();
+    } catch (const std::bad_alloc&) {
+      return absl::ResourceExhaustedError("an allocation failed");
+    }
+  }
+  absl::Status Run() {
+    return WithoutMemory(
+        [&] { return timed_.layer->Run(timed_.inputs, timed_.outputs, timed_.execution); });
+  }
+  absl::Status Setup() {
+    return WithoutMemory([&] { return timed_.layer->Setup(timed_.inputs, timed_.execution); });
   }
   bool Keep(const absl::Status& status) {
     timed_.status.Update(status);
@@ -343,6 +365,7 @@ class Measurement {
   double call_seconds_ = 0;
   double spent_ = 0;
   bool timed_out_ = false;
+  bool stopped_ = false;
   int64_t calls_per_sample_ = 1;
   std::vector<bool> run_taken_;  // by repetition
   std::vector<double> probes_;   // of those that were taken

@@ -55,8 +55,9 @@ struct TimedCase {
   // What came out.
   Timing timing;
   double spent_seconds = 0;
-  // Not OK where a call failed; DeadlineExceeded where the timeout came before a sample of `run`. A
-  // stream that cannot be fed is in `stream_status` alone.
+  // Not OK where a call failed; DeadlineExceeded where the timeout came before a sample of `run`;
+  // Cancelled where `stopped` came before kFewestSamples of them. A stream that cannot be fed is in
+  // `stream_status` alone.
   absl::Status status;
   absl::Status stream_status;
 };

@@ -1,9 +1,10 @@
 // Adaptive attention span: each head, or each token, learns how far it looks back, and looks no
 // further.
 //
-//   s_ij = scale q_i . (k_j + p_x),   x = i + kv_tokens - query_tokens - j,   1 <= x <= max_span,
-//   scale = 1 / sqrt(head_dim) a_ij = m(x) exp(s_ij) / sum_r m(x_r) exp(s_ir),   m(x) = clip((ramp
-//   + z - x) / ramp, 0, 1)
+//   x    = i + kv_tokens - query_tokens - j                  distance, 1 <= x <= max_span
+//   s_ij = q_i . (k_j + p_x) / sqrt(head_dim)
+//   m(x) = clip((ramp + z - x) / ramp, 0, 1)
+//   a_ij = m(x_ij) exp(s_ij) / sum_r m(x_ir) exp(s_ir),   y_i = sum_j a_ij v_j
 //
 // p is learned and shared by all heads. z is learned per head, or, where `dynamic`, z_i = max_span
 // sigmoid(w_h . x_i + b_h) of the hidden state x_i. A token does not see itself, so that the first
@@ -12,9 +13,9 @@
 //
 // Source: Sukhbaatar, Grave, Bojanowski, Joulin 2019, "Adaptive attention span in transformers",
 // ACL, arXiv:1905.07799v2, equations 3 to 5 and section 3. Deviations of the authors' code, not
-// followed: distance 1 has index 0 there, and 1e-8 is added to the normaliser. Cost: 2 pairs (2
-// head_dim + value_dim) FLOPs over the pairs of weight above 0; memory linear in tokens and
-// max_span.
+// followed: distance 1 has index 0 there, and 1e-8 is added to the normaliser.
+// Cost: 2 pairs (2 head_dim + value_dim) FLOPs over the pairs of weight above 0; memory linear in
+// tokens and max_span.
 #ifndef TFB_ADAPTIVE_ADAPTIVE_SPAN_ADAPTIVE_SPAN_H_
 #define TFB_ADAPTIVE_ADAPTIVE_SPAN_ADAPTIVE_SPAN_H_
 

@@ -1,10 +1,13 @@
 // Longformer: a sliding window, dilated per head, and a few global tokens that see and are seen by
 // all.
 //
-// Token i that is not global sees token j when j is global, or |i - j| <= d w / 2 and d divides i -
-// j; where the problem is causal, when j is global and j <= i, or 0 <= i - j <= d w_1 and d divides
-// i - j. A global token sees every token (every earlier one where causal). w is `window`, d the
-// head's dilation, w_1 `one_sided`. Then
+// Token i that is not global sees token j when
+//
+//   j is global, or |i - j| <= d w / 2 and d divides i - j                      not causal
+//   j <= i and j is global, or 0 <= i - j <= d w_1 and d divides i - j          causal
+//
+// with w the `window`, d the head's `dilation` and w_1 `one_sided`. A global token sees every token
+// (every earlier one where causal). Then
 //
 //   y_i = softmax_j(scale q_i . k_j) v_j over the tokens seen, scale = 1 / sqrt(head_dim)
 //
@@ -15,8 +18,8 @@
 // Source: Beltagy, Peters, Cohan 2020, "Longformer: the long-document transformer",
 // arXiv:2004.05150v2, sections 3.1 and 3.2. Causal windows as in its language models; globals with
 // a causal mask are ours (the paper uses none there). Deviations of others that are not followed:
-// Hugging Face and allenai mask with -10000, and zero the rows of padded queries. Cost: 2 pairs
-// (head_dim + value_dim) FLOPs, pairs = about tokens (w + 1) + 2 tokens globals; linear in tokens.
+// Hugging Face and allenai mask with -10000, and zero the rows of padded queries.
+// Cost: 2 pairs (head_dim + value_dim) FLOPs with about tokens (w + 1 + 2 globals) pairs: linear.
 #ifndef TFB_ATTENTION_LONGFORMER_LONGFORMER_H_
 #define TFB_ATTENTION_LONGFORMER_LONGFORMER_H_
 

@@ -1,17 +1,17 @@
 // Performer (FAVOR+): softmax attention estimated with positive random features, linear in tokens.
 //
-//   y_i = sum_j w_ij v_j,   w_ij = phi(q_i) . phi(k_j) / (sum_j phi(q_i) . phi(k_j) + d sum_r
-//   phi(q_i)_r)
+//   y_i  = sum_j w_ij v_j
+//   w_ij = phi(q_i) . phi(k_j) / (sum_j phi(q_i) . phi(k_j) + d sum_r phi(q_i)_r)
 //
 // over the keys j that are tokens and, where the problem is causal, j <= i + kv_tokens -
 // query_tokens. x is head_dim^(-1/4) times q_i or k_j, w_r a row of W [features, head_dim], epsilon
 // and d options (d is `denominator_epsilon`):
 //
-//   softmax     phi(x)_r = m^(-1/2) (exp(w_r . x - |x|^2 / 2 - s) + epsilon),                   m =
-//   features hyperbolic  phi(x)_(r, +-) = (2m)^(-1/2) (exp(+-w_r . x - |x|^2 / 2 - s) + epsilon)
-//   relu        phi(x)_r = max(w_r . x, 0) + relu_epsilon      a kernel of its own, which does not
-//   estimate the softmax
+//   softmax     phi(x)_r       = m^(-1/2)  (exp(  w_r . x - |x|^2 / 2 - s) + epsilon)
+//   hyperbolic  phi(x)_(r, +-) = (2m)^(-1/2) (exp(+-w_r . x - |x|^2 / 2 - s) + epsilon)
+//   relu        phi(x)_r       = max(w_r . x, 0) + relu_epsilon
 //
+// with m the number of rows of W. relu is a kernel of its own, which does not estimate the softmax.
 // The stabiliser s of a query is max_r w_r . x (of |w_r . x| for hyperbolic). That of the keys is
 // common to all keys of a sum: the maximum over r and over the keys that row i sees (`key_maximum`
 // running), so that no row depends on later keys, or over all keys of the batch and head that are

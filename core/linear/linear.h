@@ -1,8 +1,8 @@
 // Engine linear: attention whose weights are products of features, in time and memory linear in
 // tokens.
 //
-//   y_i = sum_j a_ij v_j / D_i,   a_ij = phi_q(q_i) . phi_k(k_j),   D_i = sum_j a_ij + d sum_r
-//   phi_q(q_i)_r
+//   y_i  = sum_j a_ij v_j / D_i,   a_ij = phi_q(q_i) . phi_k(k_j)
+//   D_i  = sum_j a_ij + d sum_r phi_q(q_i)_r
 //
 // over the keys j that are tokens (key mask) and, where the problem is causal, j <= i + kv_tokens -
 // query_tokens. A row without any key, and a row whose D_i is 0, gives y_i = 0. log_sum_exp_i = log
@@ -11,19 +11,21 @@
 //
 // Features. x is the input times `input_scale`, w_r a row of W, c `constant`:
 //
-//   kExp       phi(x) = c [exp(w_r . x - |x|^2 / 2 - s) + epsilon]_r                  Choromanski
-//   et al., arXiv:2009.14794v4, kExpPair   phi(x) = c [exp(+-w_r . x - |x|^2 / 2 - s) +
-//   epsilon]_(r, both signs)  lemma 1 and section 2.3 kRelu      phi(x) = c [max(w_r . x, 0) +
-//   epsilon]_r                               generalised attention, section 2.2
+//   kExp       phi(x) = c [exp(w_r . x - |x|^2 / 2 - s) + epsilon]_r
+//   kExpPair   phi(x) = c [exp(+-w_r . x - |x|^2 / 2 - s) + epsilon]_(r, both signs)
+//   kRelu      phi(x) = c [max(w_r . x, 0) + epsilon]_r
+//
+// The first two: Choromanski et al., arXiv:2009.14794v4, lemma 1 and section 2.3; the last is the
+// generalised attention of its section 2.2.
 //
 // The stabiliser s of a query is max_r w_r . q (max_r |w_r . q| for kExpPair). That of the keys is
 // the same maximum over the rows of W *and* over keys, so that it is common to all keys of one sum:
 //
 //   kRunning   over the keys that row i sees. In a causal problem phi_k therefore depends on the
-//   row, and row i on nothing
-//              after it. Without the causal mask it is kSequence.
+//              row, and row i on nothing after it. Without the causal mask it is kSequence.
 //   kSequence  over all keys that are tokens, later ones too, as published codes do; not for
-//   LinearAppend. kNone      s = 0, for queries as well.
+//              LinearAppend.
+//   kNone      s = 0, for queries as well.
 //
 // s cancels in y_i where epsilon = d = 0.
 //

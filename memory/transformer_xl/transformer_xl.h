@@ -4,10 +4,13 @@
 // For layer n = 1 .. layers, with h^0 = x and head_dim e, per head:
 //
 //   q = h^(n-1) W_q,  k = h^(n-1) W_k,  v = h^(n-1) W_v
-//   s_pj = ((q_p + u) . k_j + (q_p + v) . (r_(p-j) W_r)) / sqrt(e)            over the keys j it
-//   sees a_p  = concat_heads(sum_j softmax_j(s_pj) v_j) W_o g    = LN(h^(n-1) + a);        h^n =
-//   LN(g + FF(g))                        post-norm, the paper's g    = h^(n-1) + a(LN(h^(n-1)));
-//   h^n = g + FF(LN(g))                    with `pre_norm` FF(g) = relu(g W_1 + b_1) W_2 + b_2
+//   s_pj = ((q_p + u) . k_j + (q_p + v) . (r_(p-j) W_r)) / sqrt(e)     over the keys j that p sees
+//   a_p  = concat_heads(sum_j softmax_j(s_pj) v_j) W_o
+//
+//   g = LN(h^(n-1) + a),        h^n = LN(g + FF(g))         post-norm, the paper's
+//   g = h^(n-1) + a(LN h^(n-1)), h^n = g + FF(LN g)         with `pre_norm`
+//
+//   FF(g) = relu(g W_1 + b_1) W_2 + b_2
 //
 // r_d is the sinusoid of distance d (core/layers/sinusoid.h), u and v are learned. Which keys token
 // p sees, where s is the first token of the segment that p is in:

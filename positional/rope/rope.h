@@ -4,14 +4,14 @@
 //   theta_t = base^(-2 t / r), t = 0 .. r/2 - 1, on the first r = rotary_dims channels
 //   (a, b) -> (a cos p theta_t - b sin p theta_t, a sin p theta_t + b cos p theta_t)
 //
-// for the pair t of a row at position p: channels (2t, 2t + 1) in the interleaved layout, (t, t +
-// r/2) in the half-split one. Keys have the positions j, queries i + kv_tokens - query_tokens, both
+// for the pair t of a row at position p: channels (2t, 2t + 1) in the interleaved layout, and
+// (t, t + r/2) in the half-split one. Keys have the positions j, queries i + kv_tokens - query_tokens, both
 // plus position_offset. Then dense attention.
 //
 // Source: Su et al. 2021, "RoFormer", arXiv:2104.09864v5, section 3.2.2, equations 14 to 16
 // (interleaved); half-split as in GPT-NeoX and LLaMA. Angles are formed in float64: in fp32 the
-// cosine at position 1e5 would be wrong by 3e-3. Cost: dense attention and 3 r FLOPs a row of
-// queries and keys.
+// cosine at position 1e5 would be wrong by 3e-3.
+// Cost: dense attention and 3 r FLOPs a row of queries and keys.
 #ifndef TFB_POSITIONAL_ROPE_ROPE_H_
 #define TFB_POSITIONAL_ROPE_ROPE_H_
 

@@ -1,0 +1,377 @@
+#include "harness/measure.h"
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <cmath>
+#include <new>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "core/status.h"
+#include "harness/accuracy_record.h"
+#include "harness/evaluate.h"
+#include "harness/machine.h"
+
+namespace tfb {
+namespace {
+
+// Bytes of all tensors, infinite where the product of sizes is.
+double BytesOf(const std::vector<TensorSpec>& specs, bool optional_too) {
+  double bytes = 0;
+  for (const TensorSpec& spec : specs) {
+    if (spec.optional && !optional_too) continue;
+    double elements = 1;
+    for (const int64_t size : spec.shape) elements *= static_cast<double>(size);
+    bytes += elements * static_cast<double>(SizeOf(spec.dtype));
+  }
+  return bytes;
+}
+
+double BytesOf(const NamedTensors& tensors) {
+  double bytes = 0;
+  for (const auto& [name, tensor] : tensors) bytes += static_cast<double>(tensor.bytes());
+  return bytes;
+}
+
+std::string SpecsKey(const std::vector<TensorSpec>& specs) {
+  std::string key;
+  for (const TensorSpec& spec : specs) {
+    absl::StrAppend(&key, spec.name, Name(spec.dtype), ShapeString(spec.shape), spec.optional, ";");
+  }
+  return key;
+}
+
+std::string Gibibytes(double bytes) {
+  return absl::StrCat(std::round(bytes / (1 << 30) * 100) / 100, " GiB");
+}
+
+// What the heap holds; 0 where the C library cannot say, as under sanitizers.
+int64_t HeapBytes() {
+  const struct mallinfo2 info = mallinfo2();
+  return static_cast<int64_t>(info.uordblks + info.hblkhd);
+}
+
+// What freed chunks that the C library keeps at hand may come to.
+constexpr int64_t kHeapNoise = 64 << 10;
+
+// Judge, whose float64 copies need memory of their own.
+absl::StatusOr<Accuracy> JudgeOrRunOut(const EvaluateRequest& request,
+                                       const NamedTensors& parameters,
+                                       const NamedTensors& outputs) {
+  try {
+    return Judge(request, parameters, outputs);
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("no memory for float64");
+  }
+}
+
+}  // namespace
+
+Outcome::Status OutcomeOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+      return Outcome::STATUS_OK;
+    case absl::StatusCode::kUnimplemented:
+    case absl::StatusCode::kInvalidArgument:
+      return Outcome::STATUS_UNSUPPORTED;
+    case absl::StatusCode::kNotFound:
+    case absl::StatusCode::kUnavailable:
+      return Outcome::STATUS_SKIPPED;
+    case absl::StatusCode::kResourceExhausted:
+      return Outcome::STATUS_OUT_OF_MEMORY;
+    case absl::StatusCode::kDeadlineExceeded:
+      return Outcome::STATUS_TIMEOUT;
+    default:
+      return Outcome::STATUS_FAILED;
+  }
+}
+
+// A case on its way: what it owns while the batch is timed, and its record so far.
+struct Measurer::Prepared {
+  size_t index = 0;
+  Case record;
+  std::unique_ptr<Layer> layer;
+  const NamedTensors* inputs = nullptr;
+  NamedTensors outputs;
+  double share_seconds = 0;
+  double preparation_seconds = 0;
+  bool waits = false;  // for the next batch: it does not fit beside the cases of this one
+};
+
+// Cases that are timed together, and the memory that they share.
+struct Measurer::Batch {
+  std::map<std::string, NamedTensors>
+      inputs;  // by their specs: of one problem and seed they are the same
+  std::vector<std::unique_ptr<Prepared>> cases;
+  int threads = 1;
+  double workspace_bytes = 0;  // the largest
+  double held_bytes = 0;       // inputs, outputs and parameters of all
+};
+
+ThreadPool* Measurer::Pool(int threads) {
+  std::unique_ptr<ThreadPool>& pool = pools_[threads];
+  if (pool == nullptr) pool = std::make_unique<ThreadPool>(threads);
+  return pool.get();
+}
+
+std::function<void()> Measurer::Flusher(int threads) {
+  if (!options_.cold) return nullptr;
+  std::unique_ptr<CpuCacheFlusher>& flusher = flushers_[threads];
+  if (flusher == nullptr) flusher = std::make_unique<CpuCacheFlusher>(Pool(threads));
+  return [flusher = flusher.get()] { (*flusher)(); };
+}
+
+void Measurer::Measure(const std::vector<GroupCase>& group, const MeasureHooks& hooks) {
+  std::vector<size_t> waiting(group.size());
+  for (size_t i = 0; i < waiting.size(); ++i) waiting[i] = i;
+  while (!waiting.empty() && !hooks.stopped()) {
+    Batch batch;
+    std::vector<size_t> later;
+    for (const size_t index : waiting) {
+      if (hooks.stopped()) break;
+      if (!Prepare(group[index], index, hooks, &batch)) later.push_back(index);
+    }
+    Time(hooks, &batch);
+    waiting = std::move(later);
+  }
+}
+
+bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureHooks& hooks,
+                       Batch* batch) {
+  const double begin = MonotonicSeconds();
+  hooks.on_activity(index, "create");
+  auto prepared = std::make_unique<Prepared>();
+  prepared->index = index;
+  prepared->share_seconds = group_case.share_seconds;
+  prepared->record = MakeRecord(*group_case.sweep_case);
+  Outcome* outcome = prepared->record.mutable_outcome();
+  absl::Status status = group_case.sweep_case->obstacle;
+  try {
+    if (status.ok()) status = Fill(group_case, hooks, batch, prepared.get());
+  } catch (const std::bad_alloc&) {
+    status = absl::ResourceExhaustedError("an allocation failed");
+  }
+  if (prepared->waits) return false;
+  prepared->preparation_seconds = MonotonicSeconds() - begin;
+  outcome->set_elapsed_seconds(prepared->preparation_seconds);
+  outcome->set_process_peak_bytes(PeakResidentBytes());
+  if (!status.ok()) {
+    outcome->set_status(OutcomeOf(status));
+    outcome->set_reason(std::string(status.message()));
+    hooks.done(index, std::move(prepared->record));
+    return true;
+  }
+  batch->threads = group_case.sweep_case->threads;
+  batch->cases.push_back(std::move(prepared));
+  return true;
+}
+
+absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hooks, Batch* batch,
+                            Prepared* prepared) {
+  const SweepCase& sweep_case = *group_case.sweep_case;
+  const Technique& technique = *sweep_case.technique;
+  Outcome* outcome = prepared->record.mutable_outcome();
+  TFB_RETURN_IF_ERROR(CheckSupported(technique.info(), sweep_case.problem, sweep_case.device));
+  TFB_ASSIGN_OR_RETURN(const auto input_specs,
+                       technique.InputSpecs(sweep_case.problem, sweep_case.options));
+  TFB_ASSIGN_OR_RETURN(const auto output_specs,
+                       technique.OutputSpecs(sweep_case.problem, sweep_case.options));
+
+  // Before anything is allocated. The check has outputs of its own, guarded, and a copy of them.
+  const auto fits = [&](double more, double workspace) -> absl::Status {
+    if (options_.memory_limit <= 0) return absl::OkStatus();
+    const double limit = static_cast<double>(options_.memory_limit);
+    const double held = batch->cases.empty() ? 0 : batch->held_bytes;
+    if (more + 2 * workspace > limit) {
+      return absl::ResourceExhaustedError(absl::StrCat("needs ", Gibibytes(more + 2 * workspace),
+                                                       "; --memory_limit is ", Gibibytes(limit)));
+    }
+    if (held + more + workspace + std::max(workspace, batch->workspace_bytes) > limit) {
+      prepared->waits = true;
+      return absl::AbortedError("no memory is left beside the others");
+    }
+    return absl::OkStatus();
+  };
+  const double tensor_bytes = BytesOf(input_specs, false) + 3 * BytesOf(output_specs, true);
+  TFB_RETURN_IF_ERROR(fits(tensor_bytes, 0));
+
+  const std::string inputs_key = SpecsKey(input_specs);
+  auto inputs = batch->inputs.find(inputs_key);
+  if (inputs == batch->inputs.end()) {
+    absl::StatusOr<NamedTensors> made =
+        MakeInputs(sweep_case.input, input_specs, sweep_case.problem, sweep_case.seed);
+    // What a file has is not the technique's fault.
+    if (absl::IsInvalidArgument(made.status())) return absl::NotFoundError(made.status().message());
+    if (!made.ok()) return made.status();
+    inputs = batch->inputs.emplace(inputs_key, *std::move(made)).first;
+    batch->held_bytes += BytesOf(inputs->second);
+  }
+  prepared->inputs = &inputs->second;
+
+  const int64_t heap_before = HeapBytes();
+  TFB_ASSIGN_OR_RETURN(prepared->layer, technique.Create(sweep_case.problem, sweep_case.options,
+                                                         sweep_case.device, sweep_case.seed));
+  Layer& layer = *prepared->layer;
+  const double parameter_bytes = BytesOf(layer.parameters());
+  const double workspace = static_cast<double>(layer.workspace_bytes(sweep_case.threads));
+  TFB_RETURN_IF_ERROR(fits(tensor_bytes + parameter_bytes, workspace));
+  prepared->record.mutable_technique()->set_weights(layer.parameters().empty()
+                                                        ? TechniqueDescription::WEIGHTS_NONE
+                                                        : TechniqueDescription::WEIGHTS_SEEDED);
+
+  TFB_RETURN_IF_ERROR(Check(group_case, hooks, prepared));
+  const int64_t heap_after = HeapBytes();
+
+  for (const TensorSpec& spec : output_specs) {
+    if (spec.optional) continue;
+    TFB_ASSIGN_OR_RETURN(prepared->outputs[spec.name], Tensor::Allocate(spec.dtype, spec.shape));
+  }
+  outcome->set_peak_workspace_bytes(layer.workspace_bytes(sweep_case.threads));
+  outcome->set_parameter_bytes(static_cast<uint64_t>(parameter_bytes));
+  outcome->set_input_bytes(static_cast<uint64_t>(BytesOf(*prepared->inputs)));
+  outcome->set_output_bytes(static_cast<uint64_t>(BytesOf(prepared->outputs)));
+  const Cost cost = layer.cost();
+  if (cost.flops.has_value()) outcome->set_flops(*cost.flops);
+  if (cost.bytes.has_value()) outcome->set_bytes_moved(*cost.bytes);
+  for (const auto& [name, value] : layer.statistics())
+    (*outcome->mutable_statistics())[name] = value;
+  // Schedules, tables, indices and parameters: what the layer keeps between runs.
+  if (heap_after > heap_before + kHeapNoise) {
+    (*outcome->mutable_statistics())["layer_heap_bytes"] =
+        static_cast<double>(heap_after - heap_before);
+  }
+  batch->held_bytes += parameter_bytes + BytesOf(prepared->outputs);
+  batch->workspace_bytes =
+      std::max(batch->workspace_bytes, static_cast<double>(outcome->peak_workspace_bytes()));
+  return absl::OkStatus();
+}
+
+// Runs the layer once in guarded memory and holds it against its definition and dense attention.
+absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& hooks,
+                             Prepared* prepared) {
+  const SweepCase& sweep_case = *group_case.sweep_case;
+  Outcome* outcome = prepared->record.mutable_outcome();
+  hooks.on_activity(prepared->index, "first run");
+  const double run_begin = MonotonicSeconds();
+  absl::StatusOr<LayerRun> run = RunOnce(prepared->layer.get(), sweep_case.device,
+                                         ViewsOf(*prepared->inputs), Pool(sweep_case.threads));
+  if (!run.ok()) {
+    // From here on what the caller asked for is legal: another status is the technique's failure.
+    const bool known =
+        absl::IsUnimplemented(run.status()) || absl::IsResourceExhausted(run.status());
+    return known ? run.status() : absl::InternalError(run.status().message());
+  }
+  outcome->set_status(Outcome::STATUS_OK);
+  const double run_seconds = MonotonicSeconds() - run_begin;
+  if (options_.case_timeout > 0 && run_seconds > options_.case_timeout) {
+    return TooLong(absl::StrFormat("setup and one run took %.2g s", run_seconds));
+  }
+
+  const int64_t tokens = sweep_case.problem.query_tokens;
+  const std::string key =
+      absl::StrCat(sweep_case.DisplayName(), " ", static_cast<int>(sweep_case.purpose));
+  const auto [previous_tokens, previous_seconds] = check_seconds_[key];
+  if (previous_tokens > 0) {
+    // At most quadratic in tokens.
+    const double ratio = static_cast<double>(tokens) / static_cast<double>(previous_tokens);
+    const double expected = previous_seconds * std::max(1.0, ratio * ratio);
+    if (options_.case_timeout > 0 && expected > options_.case_timeout / 2) {
+      outcome->set_reason(absl::StrCat("errors were not measured: at ", previous_tokens,
+                                       " tokens that took ", std::round(previous_seconds), " s"));
+      return absl::OkStatus();
+    }
+  }
+  if (!group_case.check) {
+    outcome->set_reason("errors were not measured: that took longer than --case_timeout");
+    return absl::OkStatus();
+  }
+  hooks.on_activity(prepared->index, "check");
+  const double begin = MonotonicSeconds();
+  EvaluateRequest request;
+  request.technique = sweep_case.technique;
+  request.options = sweep_case.options;
+  request.problem = sweep_case.problem;
+  request.device = sweep_case.device;
+  request.seed = sweep_case.seed;
+  request.inputs = prepared->inputs;
+  if (sweep_case.purpose == Case::PURPOSE_SCALING) {
+    request.rows = SampleRows(tokens, options_.sampled_rows, sweep_case.seed);
+  }
+  request.pool = Pool(sweep_case.threads);
+  request.registry = options_.registry;
+  const absl::StatusOr<Accuracy> accuracy =
+      JudgeOrRunOut(request, prepared->layer->parameters(), run->outputs);
+  if (absl::IsResourceExhausted(accuracy.status())) {
+    outcome->set_reason(absl::StrCat("errors were not measured: ", accuracy.status().message()));
+    return absl::OkStatus();
+  }
+  if (!accuracy.ok()) {
+    return absl::InternalError(absl::StrCat("the check failed: ", accuracy.status().message()));
+  }
+  RecordAccuracy(*accuracy, outcome);
+  check_seconds_[key] = {tokens, MonotonicSeconds() - begin};
+  return absl::OkStatus();
+}
+
+absl::Status Measurer::TooLong(absl::string_view what) const {
+  return absl::DeadlineExceededError(
+      absl::StrCat(what, "; --case_timeout is ", options_.case_timeout, " s"));
+}
+
+void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
+  if (batch->cases.empty() || hooks.stopped()) return;
+  absl::StatusOr<Tensor> workspace =
+      Tensor::Allocate(DType::kU8, {static_cast<int64_t>(batch->workspace_bytes) + 1});
+  std::vector<TimedCase> timed;
+  for (const auto& prepared : batch->cases) {
+    TimedCase& one = timed.emplace_back();
+    one.layer = prepared->layer.get();
+    one.inputs = ViewsOf(*prepared->inputs);
+    one.outputs = MutableViewsOf(prepared->outputs);
+    one.execution.pool = Pool(batch->threads);
+    if (workspace.ok()) {
+      one.execution.workspace =
+          absl::MakeSpan(static_cast<std::byte*>(workspace->raw()), workspace->bytes());
+    }
+    one.status = workspace.status();
+    one.share_seconds = prepared->share_seconds;
+    if (options_.case_timeout > 0) {
+      one.timeout_seconds = std::max(options_.case_timeout - prepared->preparation_seconds, 1e-3);
+    }
+  }
+  TimingOptions options;
+  options.repetitions = options_.repetitions;
+  options.min_time = options_.min_time;
+  options.flush_caches = Flusher(batch->threads);
+  options.on_sample = [&](size_t index, absl::string_view what) {
+    hooks.on_activity(batch->cases[index]->index, what);
+  };
+  options.stopped = hooks.stopped;
+  MeasureSideBySide(options, &timed);
+  for (size_t i = 0; i < timed.size(); ++i) {
+    // Stopped too early to say anything: as if it had not been begun.
+    if (absl::IsCancelled(timed[i].status)) continue;
+    Case& record = batch->cases[i]->record;
+    Outcome* outcome = record.mutable_outcome();
+    *outcome->mutable_timing() = timed[i].timing;
+    outcome->set_elapsed_seconds(batch->cases[i]->preparation_seconds + timed[i].spent_seconds);
+    outcome->set_process_peak_bytes(PeakResidentBytes());
+    if (!timed[i].status.ok() && outcome->status() == Outcome::STATUS_OK) {
+      const absl::Status status = absl::IsDeadlineExceeded(timed[i].status)
+                                      ? TooLong(timed[i].status.message())
+                                      : timed[i].status;
+      outcome->set_status(OutcomeOf(status));
+      outcome->set_reason(std::string(status.message()));
+    }
+    if (!timed[i].stream_status.ok()) {
+      outcome->set_reason(
+          absl::StrCat(outcome->reason(), outcome->reason().empty() ? "" : "; ",
+                       "segments were not measured: ", timed[i].stream_status.message()));
+    }
+    hooks.done(batch->cases[i]->index, std::move(record));
+  }
+}
+
+}  // namespace tfb

@@ -1,0 +1,85 @@
+// Runs cases of one problem in this process: checks each against float64, then times them side by
+// side.
+#ifndef TFB_HARNESS_MEASURE_H_
+#define TFB_HARNESS_MEASURE_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "core/thread_pool.h"
+#include "harness/cases.h"
+#include "harness/timing.h"
+#include "results/results.pb.h"
+
+namespace tfb {
+
+struct MeasureOptions {
+  int repetitions = 11;
+  double min_time = 0.01;
+  double case_timeout = 60;  // seconds; 0: none
+  int64_t memory_limit = 0;  // bytes of tensors, workspace and parameters together; 0: none
+  // Rows that the errors of a scaling case are measured on; those of an accuracy case are measured
+  // on all.
+  int64_t sampled_rows = 64;
+  bool cold = true;
+  const Registry* registry = &Registry::Global();
+};
+
+// A case and how it is to be measured.
+struct GroupCase {
+  const SweepCase* sweep_case = nullptr;
+  bool check = true;         // hold it against float64
+  double share_seconds = 0;  // about as long as its timing should take; 0: no limit
+};
+
+struct MeasureHooks {
+  // Called before whatever may take long, with the index of the case in the group.
+  std::function<void(size_t index, absl::string_view what)> on_activity;
+  // Once true, no further work is begun. Cases without enough samples by then are not reported.
+  std::function<bool()> stopped;
+  // The record of a finished case. In any order.
+  std::function<void(size_t index, Case record)> done;
+};
+
+// Keeps what outlives a group: pools, the memory that flushes caches, how long checks took.
+class Measurer {
+ public:
+  explicit Measurer(const MeasureOptions& options) : options_(options) {}
+
+  // `group`: cases with equal GroupKeys.
+  void Measure(const std::vector<GroupCase>& group, const MeasureHooks& hooks);
+
+ private:
+  struct Prepared;
+  struct Batch;
+
+  ThreadPool* Pool(int threads);
+  std::function<void()> Flusher(int threads);
+  // False where the case waits for the next batch. Reports cases that cannot run.
+  bool Prepare(const GroupCase& group_case, size_t index, const MeasureHooks& hooks, Batch* batch);
+  absl::Status Fill(const GroupCase& group_case, const MeasureHooks& hooks, Batch* batch,
+                    Prepared* prepared);
+  absl::Status Check(const GroupCase& group_case, const MeasureHooks& hooks, Prepared* prepared);
+  absl::Status TooLong(absl::string_view what) const;
+  void Time(const MeasureHooks& hooks, Batch* batch);
+
+  MeasureOptions options_;
+  std::map<int, std::unique_ptr<ThreadPool>> pools_;
+  std::map<int, std::unique_ptr<CpuCacheFlusher>> flushers_;
+  // By technique, options and purpose: tokens and seconds of the last check.
+  std::map<std::string, std::pair<int64_t, double>> check_seconds_;
+};
+
+// The status of a case whose preparation ended with `status`.
+Outcome::Status OutcomeOf(const absl::Status& status);
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_MEASURE_H_

@@ -1,0 +1,175 @@
+#include "harness/measure.h"
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "harness/toys.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::HasSubstr;
+
+class MeasureTest : public ::testing::Test {
+ protected:
+  MeasureTest() {
+    AddToys(registry_);
+    AddDenseToy(registry_);
+    options_.repetitions = 4;
+    options_.min_time = 1e-4;
+    options_.cold = false;
+    options_.registry = &registry_;
+  }
+
+  // The records of the cases of one problem, by display name.
+  std::map<std::string, Case> Measure(const std::string& techniques, int64_t tokens = 16) {
+    CaseFlags flags;
+    flags.techniques = techniques;
+    flags.inputs = "gaussian";
+    flags.lengths = std::to_string(tokens);
+    flags.head_dims = "8";
+    flags.heads = "2";
+    flags.threads = "1";
+    flags.causal = "true";
+    flags.counterparts = false;
+    cases_ = MakeCases(flags, registry_, "").value();
+    std::vector<GroupCase> group;
+    for (const SweepCase& sweep_case : cases_) group.push_back({&sweep_case, check_, 0});
+    std::map<std::string, Case> records;
+    MeasureHooks hooks;
+    hooks.on_activity = [this](size_t, absl::string_view what) {
+      ++activities_[std::string(what)];
+    };
+    hooks.stopped = [this] { return stopped_; };
+    hooks.done = [&](size_t index, Case record) {
+      const std::string name = cases_[index].DisplayName();
+      EXPECT_TRUE(records.emplace(name, std::move(record)).second) << name << " is reported twice";
+    };
+    Measurer(options_).Measure(group, hooks);
+    return records;
+  }
+
+  Registry registry_;
+  MeasureOptions options_;
+  std::vector<SweepCase> cases_;
+  std::map<std::string, int> activities_;
+  bool check_ = true, stopped_ = false;
+};
+
+TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
+  const auto records = Measure("toy_mean");
+  const Outcome& outcome = records.at("toy_mean").outcome();
+  EXPECT_EQ(outcome.status(), Outcome::STATUS_OK) << outcome.reason();
+  EXPECT_EQ(outcome.timing().run_ns_size() + outcome.timing().discarded_samples(), 4);
+  EXPECT_GT(outcome.timing().setup_ns_size(), 0);
+  EXPECT_LT(outcome.against_definition().max_abs(), 1e-6);
+  EXPECT_TRUE(outcome.against_definition().passed());
+  EXPECT_TRUE(outcome.has_against_dense());
+  EXPECT_EQ(outcome.flops(), 2.0 * 2 * 16 * 8);
+  EXPECT_FALSE(outcome.has_bytes_moved());  // the toy does not know: absent, not 0
+  EXPECT_EQ(outcome.peak_workspace_bytes(), 64u);
+  EXPECT_EQ(outcome.parameter_bytes(), 0u);
+  EXPECT_EQ(outcome.input_bytes(), 3u * 2 * 16 * 8 * 4);
+  EXPECT_EQ(outcome.output_bytes(), 2u * 16 * 8 * 4);
+  EXPECT_GT(outcome.process_peak_bytes(), 1u << 20);
+  EXPECT_GT(outcome.elapsed_seconds(), 0);
+  EXPECT_EQ(outcome.statistics().at("rounds"), 1);
+  EXPECT_EQ(records.at("toy_mean").technique().weights(), TechniqueDescription::WEIGHTS_NONE);
+}
+
+TEST_F(MeasureTest, WhatCannotRunHasAStatusAndAReasonAndTheOthersRun) {
+  const auto records = Measure("toy_mean,toy_unable,toy_refuses,toy_wrong,toy_full,toy_hidden");
+  ASSERT_EQ(records.size(), 6u);
+  const auto outcome = [&](const std::string& name) { return records.at(name).outcome(); };
+  EXPECT_EQ(outcome("toy_mean").status(), Outcome::STATUS_OK);
+  EXPECT_EQ(outcome("toy_hidden").status(), Outcome::STATUS_OK) << outcome("toy_hidden").reason();
+  EXPECT_EQ(outcome("toy_unable").status(), Outcome::STATUS_UNSUPPORTED);
+  EXPECT_EQ(outcome("toy_unable").reason(), "the toy is unable to");
+  EXPECT_EQ(outcome("toy_full").status(), Outcome::STATUS_UNSUPPORTED);
+  EXPECT_EQ(outcome("toy_full").reason(), "toy_full has no causal form");
+  EXPECT_EQ(outcome("toy_refuses").status(), Outcome::STATUS_FAILED);
+  EXPECT_EQ(outcome("toy_refuses").reason(), "the toy refuses to run");
+  EXPECT_EQ(outcome("toy_wrong").status(), Outcome::STATUS_FAILED);
+  EXPECT_THAT(outcome("toy_wrong").reason(), HasSubstr("bound"));
+  EXPECT_GT(outcome("toy_wrong").timing().run_ns_size(), 0);  // it ran all the same
+}
+
+TEST_F(MeasureTest, MemoryIsCheckedBeforeItIsAllocated) {
+  options_.memory_limit = 100 << 20;
+  auto records = Measure("toy_hungry:mib=1000000000,toy_mean");  // 1 PB: to allocate it would fail
+  EXPECT_EQ(records.at("toy_hungry mib=1000000000").outcome().status(),
+            Outcome::STATUS_OUT_OF_MEMORY);
+  EXPECT_THAT(records.at("toy_hungry mib=1000000000").outcome().reason(),
+              HasSubstr("--memory_limit is 0.1 GiB"));
+  EXPECT_EQ(records.at("toy_mean").outcome().status(), Outcome::STATUS_OK);
+  records = Measure("toy_mean", int64_t{1} << 30);
+  EXPECT_EQ(records.at("toy_mean").outcome().status(), Outcome::STATUS_OUT_OF_MEMORY);
+}
+
+TEST_F(MeasureTest, CasesThatDoNotFitTogetherAreMeasuredOneAfterTheOther) {
+  // Of 2^16 tokens: 12 MiB of inputs, 4 of outputs, and three times that while they are checked.
+  options_.memory_limit = 40 << 20;
+  options_.repetitions = 1;
+  check_ = false;
+  const auto records = Measure("toy_mean,toy_causal,toy_slow,toy_hungry", 1 << 16);
+  ASSERT_EQ(records.size(), 4u);
+  for (const auto& [name, record] : records) {
+    EXPECT_EQ(record.outcome().status(), Outcome::STATUS_OK) << name << record.outcome().reason();
+  }
+}
+
+TEST_F(MeasureTest, ScalingCasesAreCheckedOnSampledRows) {
+  const Case record = Measure("toy_mean", 512).at("toy_mean");
+  const ErrorMeasure& error = record.outcome().against_definition();
+  EXPECT_EQ(error.rows(), 2 * 512);
+  EXPECT_GE(error.rows_checked(), 2 * 48);
+  EXPECT_LE(error.rows_checked(), 2 * 80);
+}
+
+TEST_F(MeasureTest, UncheckedCaseSaysSoAndHasTimes) {
+  check_ = false;
+  const Case record = Measure("toy_mean").at("toy_mean");
+  EXPECT_EQ(record.outcome().status(), Outcome::STATUS_OK);
+  EXPECT_FALSE(record.outcome().has_against_definition());
+  EXPECT_THAT(record.outcome().reason(), HasSubstr("errors were not measured"));
+  EXPECT_GT(record.outcome().timing().run_ns_size(), 0);
+}
+
+TEST_F(MeasureTest, TimeoutIsARowAndKeepsTheErrors) {
+  options_.case_timeout = 0.05;
+  auto records = Measure("toy_slow:ms=100,toy_mean");
+  const Outcome& slow = records.at("toy_slow ms=100").outcome();
+  EXPECT_EQ(slow.status(), Outcome::STATUS_TIMEOUT);
+  EXPECT_THAT(slow.reason(), HasSubstr("--case_timeout is 0.05 s"));
+  EXPECT_EQ(records.at("toy_mean").outcome().status(), Outcome::STATUS_OK);
+}
+
+TEST_F(MeasureTest, NothingIsReportedOfWhatWasStopped) {
+  stopped_ = true;
+  EXPECT_TRUE(Measure("toy_mean").empty());
+}
+
+TEST_F(MeasureTest, WhatIsGoingOnIsAnnounced) {
+  Measure("toy_mean");
+  for (const char* what : {"create", "first run", "check", "run", "setup"}) {
+    EXPECT_GT(activities_[what], 0) << what;
+  }
+}
+
+TEST(Measure, StatusOfACaseFollowsTheErrorThatEndedIt) {
+  EXPECT_EQ(OutcomeOf(absl::OkStatus()), Outcome::STATUS_OK);
+  EXPECT_EQ(OutcomeOf(absl::UnimplementedError("")), Outcome::STATUS_UNSUPPORTED);
+  EXPECT_EQ(OutcomeOf(absl::InvalidArgumentError("")), Outcome::STATUS_UNSUPPORTED);
+  EXPECT_EQ(OutcomeOf(absl::NotFoundError("")), Outcome::STATUS_SKIPPED);
+  EXPECT_EQ(OutcomeOf(absl::UnavailableError("")), Outcome::STATUS_SKIPPED);
+  EXPECT_EQ(OutcomeOf(absl::ResourceExhaustedError("")), Outcome::STATUS_OUT_OF_MEMORY);
+  EXPECT_EQ(OutcomeOf(absl::DeadlineExceededError("")), Outcome::STATUS_TIMEOUT);
+  EXPECT_EQ(OutcomeOf(absl::InternalError("")), Outcome::STATUS_FAILED);
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,100 @@
+#include "harness/progress.h"
+
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "harness/quantities.h"
+#include "results/table.h"
+
+namespace tfb {
+namespace {
+
+bool IsTerminal(std::FILE* out) {
+  if (isatty(fileno(out)) == 0) return false;
+  const char* term = std::getenv("TERM");
+  return term != nullptr && absl::string_view(term) != "dumb";
+}
+
+int WidthOf(std::FILE* out) {
+  struct winsize size;
+  if (ioctl(fileno(out), TIOCGWINSZ, &size) != 0 || size.ws_col < 20) return 80;
+  return size.ws_col;
+}
+
+std::string KeyOf(const SweepCase& sweep_case) {
+  return absl::StrCat(sweep_case.DisplayName(), " ", Name(sweep_case.device), " ",
+                      static_cast<int>(sweep_case.purpose));
+}
+
+int64_t TokensOf(const SweepCase& sweep_case) {
+  return std::max<int64_t>(1,
+                           std::max(sweep_case.problem.query_tokens, sweep_case.problem.kv_tokens));
+}
+
+}  // namespace
+
+Progress::Progress(std::FILE* out, size_t total)
+    : out_(out), terminal_(IsTerminal(out)), width_(terminal_ ? WidthOf(out) : 0), total_(total) {}
+
+void Progress::Show(absl::string_view activity, double elapsed_seconds, double left_seconds) {
+  if (!terminal_) return;
+  const std::string line =
+      absl::StrFormat("[%d/%d] %s, about %s left: %s", finished_, total_,
+                      FormatClock(elapsed_seconds), FormatClock(left_seconds), activity);
+  // Erases what is left of a longer line; one column stays free, since some terminals wrap at the
+  // last.
+  std::fprintf(out_, "\r%s\033[K", CutToWidth(line, width_ - 1).c_str());
+  std::fflush(out_);
+  drawn_ = true;
+}
+
+void Progress::Finished(absl::string_view line, bool wrong) {
+  ++finished_;
+  if (!terminal_ || wrong) Say(absl::StrFormat("[%d/%d] %s", finished_, total_, line));
+}
+
+void Progress::Say(absl::string_view line) {
+  Clear();
+  absl::FPrintF(out_, "%s\n", line);
+  std::fflush(out_);
+}
+
+void Progress::Clear() {
+  if (!drawn_) return;
+  std::fputs("\r\033[K", out_);
+  std::fflush(out_);
+  drawn_ = false;
+}
+
+double RelativeEffort(const SweepCase& sweep_case) {
+  // Checks over all rows weigh as much as the longer of the usual lengths.
+  const double fixed = sweep_case.purpose == Case::PURPOSE_ACCURACY ? 2 : 1;
+  return fixed + static_cast<double>(TokensOf(sweep_case)) / 512;
+}
+
+void CaseTimes::Add(const SweepCase& sweep_case, double seconds) {
+  last_[KeyOf(sweep_case)] = {TokensOf(sweep_case), seconds};
+  sum_seconds_ += seconds;
+  sum_weights_ += RelativeEffort(sweep_case);
+}
+
+double CaseTimes::Expected(const SweepCase& sweep_case) const {
+  const auto seen = last_.find(KeyOf(sweep_case));
+  if (seen != last_.end()) {
+    const double ratio =
+        static_cast<double>(TokensOf(sweep_case)) / static_cast<double>(seen->second.tokens);
+    // Samples become fewer as calls become longer, so the whole grows less than a call: by about
+    // half the exponent.
+    return seen->second.seconds * std::pow(ratio, sweep_case.technique->info().growth / 2);
+  }
+  if (sum_weights_ == 0) return kGuessSeconds * RelativeEffort(sweep_case);
+  return sum_seconds_ / sum_weights_ * RelativeEffort(sweep_case);
+}
+
+}  // namespace tfb

@@ -1,0 +1,558 @@
+#include "harness/sweep.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "core/status.h"
+#include "harness/machine.h"
+#include "harness/progress.h"
+#include "harness/quantities.h"
+#include "harness/timing.h"
+#include "harness/worker.h"
+#include "results/appender.h"
+#include "results/files.h"
+#include "results/reader.h"
+#include "results/render.h"
+#include "results/statistics.h"
+#include "tools/command_line.h"
+
+namespace tfb {
+namespace {
+
+// --- Signals
+
+volatile std::sig_atomic_t signals_seen = 0;
+volatile std::sig_atomic_t last_signal = 0;
+
+extern "C" void NoteSignal(int number) {
+  signals_seen = signals_seen + 1;
+  last_signal = number;
+}
+
+// While it lives, SIGINT and SIGTERM are counted instead of ending the process.
+class SignalGuard {
+ public:
+  SignalGuard() {
+    signals_seen = 0;
+    struct sigaction action = {};
+    action.sa_handler = NoteSignal;  // without SA_RESTART: waiting ends
+    sigaction(SIGINT, &action, &interrupt_);
+    sigaction(SIGTERM, &action, &terminate_);
+  }
+  ~SignalGuard() {
+    sigaction(SIGINT, &interrupt_, nullptr);
+    sigaction(SIGTERM, &terminate_, nullptr);
+  }
+
+ private:
+  struct sigaction interrupt_, terminate_;
+};
+
+// --- The worker's side. Messages to it: 'E' (describe the machine), 'G' and a group; from it: 'E'
+// and the environment, 'C', the index of a case and its record, 'D' (the group is done).
+
+constexpr char kDescribe = 'E', kGroup = 'G', kCase = 'C', kDone = 'D';
+
+// A case of a group as it travels: its index in the list of all cases.
+struct GroupItem {
+  size_t index = 0;
+  bool check = true;
+  double share_seconds = 0;
+};
+
+std::string EncodeGroup(const std::vector<GroupItem>& items) {
+  std::string text(1, kGroup);
+  for (const GroupItem& item : items) {
+    absl::StrAppend(&text, item.index, ",", item.check, ",", item.share_seconds, ";");
+  }
+  return text;
+}
+
+std::vector<GroupItem> DecodeGroup(absl::string_view text) {
+  std::vector<GroupItem> items;
+  for (absl::string_view word : absl::StrSplit(text, ';', absl::SkipEmpty())) {
+    const std::vector<absl::string_view> parts = absl::StrSplit(word, ',');
+    GroupItem item;
+    int check = 1;
+    if (parts.size() != 3 || !absl::SimpleAtoi(parts[0], &item.index) ||
+        !absl::SimpleAtoi(parts[1], &check) || !absl::SimpleAtod(parts[2], &item.share_seconds)) {
+      continue;
+    }
+    item.check = check != 0;
+    items.push_back(item);
+  }
+  return items;
+}
+
+Environment Describe(const SweepOptions& options, const std::vector<SweepCase>& cases) {
+  std::vector<int> threads = {1};
+  for (const SweepCase& sweep_case : cases) threads.push_back(sweep_case.threads);
+  Environment environment = DescribeMachine(cases.front().threads, options.workspace);
+  MeasurePeaks(threads, &environment);
+  for (const std::string& word : options.command_line) environment.add_command_line(word);
+  return environment;
+}
+
+void MeasureGroup(Measurer* measurer, const std::vector<SweepCase>& cases,
+                  const std::vector<GroupItem>& items, WorkerSide* side) {
+  std::vector<GroupCase> group;
+  for (const GroupItem& item : items) {
+    group.push_back({&cases[item.index], item.check, item.share_seconds});
+  }
+  MeasureHooks hooks;
+  hooks.on_activity = [&](size_t i, absl::string_view what) {
+    side->Announce(static_cast<int64_t>(items[i].index), what);
+  };
+  hooks.stopped = [&] { return side->stopped(); };
+  hooks.done = [&](size_t i, Case record) {
+    side->Send(
+        absl::StrCat(std::string(1, kCase), items[i].index, "\n", record.SerializeAsString()));
+  };
+  measurer->Measure(group, hooks);
+}
+
+void Work(const SweepOptions& options, const std::vector<SweepCase>& cases, WorkerSide& side) {
+  Measurer measurer(options.measure);
+  while (const std::optional<std::string> message = side.Receive()) {
+    if (message->empty()) continue;
+    if ((*message)[0] == kDescribe) {
+      side.Send(std::string(1, kDescribe) + Describe(options, cases).SerializeAsString());
+    } else {
+      MeasureGroup(&measurer, cases, DecodeGroup(absl::string_view(*message).substr(1)), &side);
+      side.Announce(-1, "");
+      side.Send(std::string(1, kDone));
+    }
+  }
+}
+
+// --- The parent's side
+
+// A case that is not measured by then: beyond its timeout by this much it is taken to hang.
+double HangGraceSeconds(double case_timeout) { return std::clamp(case_timeout / 2, 1.0, 30.0); }
+constexpr double kRedrawSeconds = 0.2;
+
+class Sweep {
+ public:
+  Sweep(const SweepOptions& options, const std::vector<SweepCase>& cases)
+      : options_(options), cases_(cases), begin_(MonotonicSeconds()) {}
+
+  int Run() {
+    if (const absl::Status status = Open(); !status.ok()) return Fail(status);
+    SignalGuard guard;
+    progress_ = std::make_unique<Progress>(stderr, CountLeft());
+    absl::Status status = CountLeft() == 0 ? absl::OkStatus() : MeasureAll();
+    progress_->Clear();
+    if (!status.ok()) return Fail(status);
+    appender_.reset();  // closes the file
+    if (const absl::Status shown = Show(); !shown.ok()) return Fail(shown);
+    if (signals_seen > 0) return Interrupted();
+    return AnyFailed() ? kExitCheckFailed : kExitDone;
+  }
+
+ private:
+  int Fail(const absl::Status& status) {
+    PrintError(options_.program, status.message());
+    return kExitBadUsage;
+  }
+
+  // --- The file, and what it has already
+
+  absl::Status Open() {
+    AppenderOptions how;
+    how.existing =
+        options_.resume ? AppenderOptions::Existing::kResume : AppenderOptions::Existing::kRefuse;
+    absl::StatusOr<std::unique_ptr<ResultAppender>> opened =
+        ResultAppender::Open(options_.output, how);
+    if (absl::IsAlreadyExists(opened.status())) {
+      return absl::AlreadyExistsError(absl::StrCat("--output: ", options_.output,
+                                                   " is there already; --resume goes on with it"));
+    }
+    if (!opened.ok()) {
+      return absl::Status(opened.status().code(),
+                          absl::StrCat("--output: ", opened.status().message()));
+    }
+    appender_ = *std::move(opened);
+    if (appender_->cut_bytes() > 0) {
+      PrintError(options_.program, absl::StrCat(options_.output, ": cut off a torn record of ",
+                                                appender_->cut_bytes(), " bytes"));
+    }
+    PlanGroups();
+    return absl::OkStatus();
+  }
+
+  // Sorts the cases that are left into groups. A case whose record says "skipped" is tried again:
+  // what kept it may be gone.
+  void PlanGroups() {
+    const std::map<std::string, const Case*> recorded = CasesByKey(appender_->existing());
+    std::vector<std::string> keys;
+    for (const SweepCase& sweep_case : cases_) keys.push_back(CaseKey(MakeRecord(sweep_case)));
+    left_.assign(cases_.size(), true);
+    for (size_t i = 0; i < cases_.size(); ++i) {
+      const auto found = recorded.find(keys[i]);
+      if (found == recorded.end()) continue;
+      const Outcome& outcome = found->second->outcome();
+      left_[i] = outcome.status() == Outcome::STATUS_SKIPPED;
+      if (left_[i]) skipped_before_[i] = outcome.reason();
+      if (outcome.status() == Outcome::STATUS_FAILED) failed_.insert(i);
+    }
+    std::string last;
+    for (size_t i = 0; i < cases_.size(); ++i) {
+      const std::string key = GroupKey(cases_[i]);
+      if (groups_.empty() || key != last) groups_.emplace_back();
+      last = key;
+      groups_.back().push_back(i);
+    }
+    for (std::vector<size_t>& group : groups_) KeepLeft(&group);
+  }
+
+  // Only what is left, and the dense counterparts of it: a ratio is of two times from one run.
+  void KeepLeft(std::vector<size_t>* group) {
+    std::set<std::string> counterparts;
+    for (const size_t i : *group) {
+      if (!left_[i]) continue;
+      const auto spec = cases_[i].technique->Counterpart(cases_[i].problem, cases_[i].options);
+      if (spec.ok()) counterparts.insert(spec->technique);
+    }
+    std::vector<size_t> kept;
+    for (const size_t i : *group) {
+      if (!left_[i] && counterparts.count(cases_[i].technique->info().name) > 0) left_[i] = true;
+      if (left_[i]) kept.push_back(i);
+    }
+    *group = std::move(kept);
+  }
+
+  size_t CountLeft() const {
+    return static_cast<size_t>(std::count(left_.begin(), left_.end(), true));
+  }
+
+  // To the file, unless it says so already: skipped for the same reason as before.
+  absl::Status Write(size_t index, const Case& record) {
+    left_[index] = false;
+    const Outcome& outcome = record.outcome();
+    const auto before = skipped_before_.find(index);
+    const bool known = before != skipped_before_.end() && before->second == outcome.reason() &&
+                       outcome.status() == Outcome::STATUS_SKIPPED;
+    return known ? absl::OkStatus() : appender_->Append(record);
+  }
+
+  absl::Status Append(size_t index, const Case& record) {
+    const Outcome& outcome = record.outcome();
+    if (outcome.status() == Outcome::STATUS_FAILED) {
+      failed_.insert(index);
+    } else {
+      failed_.erase(index);
+    }
+    times_.Add(cases_[index], outcome.elapsed_seconds());
+    progress_->Finished(absl::StrCat(cases_[index].ToString(), ": ", Summary(record)),
+                        outcome.status() == Outcome::STATUS_FAILED ||
+                            outcome.status() == Outcome::STATUS_TIMEOUT ||
+                            outcome.status() == Outcome::STATUS_OUT_OF_MEMORY);
+    return Write(index, record);
+  }
+
+  absl::Status AppendUnmeasured(size_t index, Outcome::Status status, absl::string_view reason) {
+    Case record = MakeRecord(cases_[index]);
+    record.mutable_outcome()->set_status(status);
+    record.mutable_outcome()->set_reason(std::string(reason));
+    return Append(index, record);
+  }
+
+  static std::string Summary(const Case& record) {
+    const Outcome& outcome = record.outcome();
+    std::string text;
+    if (const auto time = RunTime(record); time.has_value()) {
+      text = absl::StrCat(FormatMilliseconds(time->median), " ms");
+    }
+    if (outcome.status() == Outcome::STATUS_OK) return text.empty() ? "ok" : text;
+    absl::StrAppend(&text, text.empty() ? "" : ", ", Name(outcome.status()), ": ",
+                    outcome.reason());
+    return text;
+  }
+
+  // --- Measuring
+
+  absl::Status MeasureAll() {
+    TFB_RETURN_IF_ERROR(StartWorker());
+    TFB_RETURN_IF_ERROR(AppendEnvironment());
+    TFB_RETURN_IF_ERROR(AppendObstacles());
+    for (const std::vector<size_t>& group : groups_) {
+      if (signals_seen > 0) break;
+      TFB_RETURN_IF_ERROR(MeasureGroupOf(group));
+    }
+    worker_.reset();
+    return absl::OkStatus();
+  }
+
+  absl::Status StartWorker() {
+    TFB_ASSIGN_OR_RETURN(worker_,
+                         Worker::Start([this](WorkerSide& side) { Work(options_, cases_, side); },
+                                       options_.measure.memory_limit));
+    if (deadline() > 0) worker_->SetDeadline(deadline());
+    return absl::OkStatus();
+  }
+
+  double deadline() const { return options_.time_budget > 0 ? begin_ + options_.time_budget : 0; }
+
+  absl::Status AppendEnvironment() {
+    TFB_RETURN_IF_ERROR(worker_->Send(std::string(1, kDescribe)));
+    for (;;) {
+      progress_->Show("measuring the machine's peaks", Elapsed(), ExpectedLeft());
+      std::string message;
+      switch (worker_->Wait(kRedrawSeconds, &message)) {
+        case Worker::Event::kNothing:
+          if (signals_seen > 1) return absl::CancelledError("stopped before the first case");
+          continue;
+        case Worker::Event::kEnded:
+          return absl::InternalError(
+              absl::StrCat("describing the machine ended the process: ", worker_->HowItEnded()));
+        case Worker::Event::kMessage:
+          Environment environment;
+          if (!environment.ParseFromString(message.substr(1))) {
+            return absl::InternalError("the worker's environment does not parse");
+          }
+          no_gpu_reason_ = environment.no_gpu_reason();
+          return appender_->Append(std::move(environment));
+      }
+    }
+  }
+
+  // Records of cases that are known not to run, and one line for each reason.
+  absl::Status AppendObstacles() {
+    std::map<std::string, int> reasons;
+    for (size_t i = 0; i < cases_.size(); ++i) {
+      if (!left_[i]) continue;
+      absl::Status obstacle = cases_[i].obstacle;
+      if (cases_[i].device == Device::kCuda && !no_gpu_reason_.empty()) {
+        obstacle.Update(absl::UnavailableError(no_gpu_reason_));
+      }
+      if (obstacle.ok()) continue;
+      Case record = MakeRecord(cases_[i]);
+      record.mutable_outcome()->set_status(OutcomeOf(obstacle));
+      record.mutable_outcome()->set_reason(std::string(obstacle.message()));
+      ++reasons[record.outcome().reason()];
+      progress_->Count();
+      TFB_RETURN_IF_ERROR(Write(i, record));
+    }
+    for (const auto& [reason, count] : reasons) {
+      progress_->Say(absl::StrCat(count, count == 1 ? " case" : " cases", " skipped: ", reason));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MeasureGroupOf(const std::vector<size_t>& group) {
+    std::set<size_t> unchecked;  // whose check has hung
+    for (;;) {
+      std::vector<GroupItem> items;
+      for (const size_t i : group) {
+        if (left_[i]) items.push_back({i, unchecked.count(i) == 0, ShareOf(i)});
+      }
+      if (items.empty()) return absl::OkStatus();
+      if (deadline() > 0 && MonotonicSeconds() >= deadline()) return AppendSkipped(items);
+      if (worker_ == nullptr) TFB_RETURN_IF_ERROR(StartWorker());
+      TFB_RETURN_IF_ERROR(worker_->Send(EncodeGroup(items)));
+      TFB_ASSIGN_OR_RETURN(const bool done, Listen(items.size(), &unchecked));
+      if (signals_seen > 0) return absl::OkStatus();
+      if (!done) worker_.reset();  // and the rest of the group once more, by another worker
+    }
+  }
+
+  // Takes records until the group is done (true) or the worker has ended (false).
+  absl::StatusOr<bool> Listen(size_t size, std::set<size_t>* unchecked) {
+    bool told = false, hung = false;
+    Worker::Activity last = {-1, 0, ""};
+    for (;;) {
+      std::string message;
+      const Worker::Event event = worker_->Wait(kRedrawSeconds, &message);
+      if (event == Worker::Event::kEnded) {
+        TFB_RETURN_IF_ERROR(RecordEnd(hung ? last : worker_->activity(), hung, unchecked));
+        return false;
+      }
+      if (event == Worker::Event::kMessage) {
+        if (message[0] == kDone) return true;
+        TFB_RETURN_IF_ERROR(TakeCase(message));
+      }
+      if (signals_seen > 0 && !told) {
+        worker_->Stop();
+        progress_->Say("stopping when the samples at hand are taken; once more to stop at once");
+        told = true;
+      }
+      if (signals_seen > 1) {
+        worker_->Kill();
+        return true;
+      }
+      const Worker::Activity now = worker_->activity();
+      if (IsHung(now) && !hung) {
+        hung = true;
+        last = now;
+        worker_->Kill();
+      }
+      if (now.index >= 0) {
+        const SweepCase& at = cases_[static_cast<size_t>(now.index)];
+        progress_->Show(absl::StrCat(at.problem.query_tokens, " tokens, ", size,
+                                     " cases: ", at.DisplayName(), " (", now.what, ")"),
+                        Elapsed(), ExpectedLeft());
+      }
+    }
+  }
+
+  bool IsHung(const Worker::Activity& activity) const {
+    return options_.measure.case_timeout > 0 && activity.index >= 0 &&
+           activity.seconds >
+               options_.measure.case_timeout + HangGraceSeconds(options_.measure.case_timeout);
+  }
+
+  absl::Status TakeCase(absl::string_view message) {
+    const std::vector<absl::string_view> parts =
+        absl::StrSplit(message.substr(1), absl::MaxSplits('\n', 1));
+    size_t index = 0;
+    Case record;
+    if (parts.size() != 2 || !absl::SimpleAtoi(parts[0], &index) || index >= cases_.size() ||
+        !record.ParseFromArray(parts[1].data(), static_cast<int>(parts[1].size()))) {
+      return absl::InternalError("the worker's record does not parse");
+    }
+    return Append(index, record);
+  }
+
+  // The record of the case that a worker ended at.
+  absl::Status RecordEnd(const Worker::Activity& at, bool hung, std::set<size_t>* unchecked) {
+    if (signals_seen > 1) return absl::OkStatus();
+    if (at.index < 0) {
+      return absl::InternalError(
+          absl::StrCat("the measuring process ended between cases: ", worker_->HowItEnded()));
+    }
+    const size_t index = static_cast<size_t>(at.index);
+    if (hung && at.what == "check" && unchecked->insert(index).second) return absl::OkStatus();
+    if (hung) {
+      return AppendUnmeasured(
+          index, Outcome::STATUS_TIMEOUT,
+          absl::StrCat("\"", at.what, "\" took longer than --case_timeout=",
+                       options_.measure.case_timeout, "s; its process was ended"));
+    }
+    if (worker_->was_killed()) {
+      return AppendUnmeasured(
+          index, Outcome::STATUS_OUT_OF_MEMORY,
+          absl::StrCat("\"", at.what, "\": the system killed the process, most likely for memory"));
+    }
+    return AppendUnmeasured(
+        index, Outcome::STATUS_FAILED,
+        absl::StrCat("\"", at.what, "\" ended the process: ", worker_->HowItEnded()));
+  }
+
+  absl::Status AppendSkipped(const std::vector<GroupItem>& items) {
+    for (const GroupItem& item : items) {
+      TFB_RETURN_IF_ERROR(AppendUnmeasured(
+          item.index, Outcome::STATUS_SKIPPED,
+          absl::StrCat("the time budget of ", FormatClock(options_.time_budget), " was spent")));
+    }
+    return absl::OkStatus();
+  }
+
+  // --- Time
+
+  double Elapsed() const { return MonotonicSeconds() - begin_; }
+
+  // The part of the budget that is left which a case may take for its timing. The rest, about a
+  // third, is for creating, first runs and checks.
+  double ShareOf(size_t index) const {
+    if (deadline() == 0) return 0;
+    double efforts = 0;
+    for (size_t i = 0; i < cases_.size(); ++i) {
+      if (left_[i]) efforts += RelativeEffort(cases_[i]);
+    }
+    const double seconds = std::max(deadline() - MonotonicSeconds(), 1e-3);
+    return 0.65 * seconds * RelativeEffort(cases_[index]) / efforts;
+  }
+
+  double ExpectedLeft() const {
+    double seconds = 0;
+    for (size_t i = 0; i < cases_.size(); ++i) {
+      if (left_[i]) seconds += times_.Expected(cases_[i]);
+    }
+    return deadline() > 0 ? std::min(seconds, deadline() - MonotonicSeconds()) : seconds;
+  }
+
+  // --- The end
+
+  absl::Status Show() {
+    TFB_ASSIGN_OR_RETURN(const ResultFile file, ReadResultFile(options_.output));
+    RenderOptions how;
+    how.style = StyleFor(STDOUT_FILENO);
+    how.paths = {ShortPath(options_.output)};
+    if (progress_->finished() == 0) {
+      how.notes.push_back("nothing was left to measure: the file has every case");
+    }
+    std::fputs(Render(file.results, how).c_str(), stdout);
+    std::fflush(stdout);
+    return absl::OkStatus();
+  }
+
+  // As the caller would type it from where they stand.
+  static std::string ShortPath(const std::string& path) {
+    const std::filesystem::path folder = CallerPath(".");
+    const std::filesystem::path relative =
+        std::filesystem::path(path).lexically_relative(folder.lexically_normal());
+    const bool below = !relative.empty() && *relative.begin() != "..";
+    return below ? relative.string() : path;
+  }
+
+  int Interrupted() {
+    PrintError(options_.program,
+               absl::StrCat("stopped with ", CountLeft(), " of ", cases_.size(),
+                            " cases left; to go on: ", options_.command,
+                            " --output=", ShortPath(options_.output), " --resume"));
+    return 128 + static_cast<int>(last_signal);
+  }
+
+  bool AnyFailed() const { return !failed_.empty(); }
+
+  const SweepOptions& options_;
+  const std::vector<SweepCase>& cases_;
+  const double begin_;
+  std::unique_ptr<ResultAppender> appender_;
+  std::unique_ptr<Worker> worker_;
+  std::unique_ptr<Progress> progress_;
+  std::vector<std::vector<size_t>> groups_;
+  std::vector<bool> left_;                        // by case: no record yet
+  std::map<size_t, std::string> skipped_before_;  // by case: the reason in the file
+  std::set<size_t> failed_;
+  std::string no_gpu_reason_;
+  CaseTimes times_;
+};
+
+}  // namespace
+
+int RunSweep(const SweepOptions& options, const std::vector<SweepCase>& cases) {
+  return Sweep(options, cases).Run();
+}
+
+std::string DefaultResultPath() {
+  char host[256] = "";
+  gethostname(host, sizeof(host) - 1);
+  const std::string stem = absl::StrCat(
+      DefaultRunsFolder(), "/",
+      absl::FormatTime("%Y%m%d-%H%M%S", absl::Now(), absl::LocalTimeZone()), "-", host);
+  std::string path = stem + ".pb";
+  std::error_code error;
+  for (int n = 2; std::filesystem::exists(path, error); ++n)
+    path = absl::StrCat(stem, "-", n, ".pb");
+  return path;
+}
+
+}  // namespace tfb

@@ -1,0 +1,45 @@
+// Runs the cases of a sweep and writes their records to a result file.
+//
+// The process that calls it keeps the file; a worker process measures (harness/worker.h). A worker
+// that crashes, hangs or is killed for memory costs the case that it was at, which gets a record
+// that says so, and the next worker goes on.
+#ifndef TFB_HARNESS_SWEEP_H_
+#define TFB_HARNESS_SWEEP_H_
+
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "harness/cases.h"
+#include "harness/measure.h"
+
+namespace tfb {
+
+struct SweepOptions {
+  MeasureOptions measure;
+  double time_budget = 540;  // seconds for all cases, 0: none. Samples become fewer to keep it;
+                             // what does not fit is skipped.
+  std::string output;        // path of the result file
+  bool resume = false;  // go on with `output`: cases with a record there are not run again, unless
+                        // they were skipped
+  std::string program;  // begins messages: "sweep"
+  std::string
+      command;  // what to type to run the same sweep, for the message that says how to resume
+  std::vector<std::string> command_line;
+  std::string workspace;  // of the git commit
+};
+
+// Runs them, prints progress to stderr and, at the end, tables and the file's path to stdout.
+//
+// Returns the exit status: 0 done; 1 a case failed (an error beyond its bound, or a technique's
+// failure); 2 the file cannot be written; 128 + signal where SIGINT or SIGTERM stopped it, with a
+// message on how to go on. The first signal lets the samples at hand be recorded, a second one
+// stops at once. Needs a process with a single thread.
+int RunSweep(const SweepOptions& options, const std::vector<SweepCase>& cases);
+
+// results/runs/<time>-<host>.pb in the repository, a name that is not taken.
+std::string DefaultResultPath();
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_SWEEP_H_

@@ -1,0 +1,188 @@
+// Holds every technique against dense attention on the same inputs and sweeps how each scales.
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "core/status.h"
+#include "harness/cases.h"
+#include "harness/machine.h"
+#include "harness/quantities.h"
+#include "harness/sweep.h"
+#include "results/files.h"
+#include "tools/command_line.h"
+
+ABSL_FLAG(bool, list, false, "Print the techniques with their options and defaults, and exit.");
+ABSL_FLAG(bool, dry_run, false, "Print the cases in the order in which they would run, and exit.");
+
+ABSL_FLAG(std::string, techniques, "*",
+          "What to run: names or globs, each with options, as in "
+          "dense,longformer:window=256,performer:features=*. A value of * takes every value that "
+          "--list shows for the option.");
+ABSL_FLAG(std::string, devices, "",
+          "Of cpu, cuda. Empty: the CPU, and CUDA for the techniques that have it.");
+ABSL_FLAG(std::string, dtypes, "f32", "Of f32, bf16, f16: the type of inputs and outputs.");
+ABSL_FLAG(std::string, lengths, "",
+          "Tokens: numbers, or ranges that double, as in 100,256:4096. Empty: 256:4096 for drawn "
+          "inputs, the tensors' own for real ones and files.");
+ABSL_FLAG(std::string, heads, "8", "Query heads.");
+ABSL_FLAG(std::string, kv_heads, "", "Key-value heads. Empty: as many as query heads.");
+ABSL_FLAG(std::string, head_dims, "64", "Channels of a head, 1 to 256.");
+ABSL_FLAG(std::string, batches, "1", "Sequences in a batch.");
+ABSL_FLAG(std::string, causal, "auto",
+          "Of true, false, auto. auto: causal with drawn inputs and not causal with real ones and "
+          "files, where the technique has that form; else the other.");
+ABSL_FLAG(std::string, threads, "", "Threads on the CPU. Empty: as many as usable cores.");
+ABSL_FLAG(std::string, input, "real,gaussian",
+          "Of real, gaussian, peaked, needle, FILE.safetensors. Tensors of real models and files "
+          "make accuracy cases of their own sizes; drawn ones make scaling cases over --lengths.");
+ABSL_FLAG(uint64_t, seed, 1, "Of drawn inputs and of parameters.");
+ABSL_FLAG(bool, counterparts, true,
+          "Also run the dense counterpart of each case, so that there is a ratio.");
+
+ABSL_FLAG(int, repetitions, 11, "Samples of a steady run; fewer where the time budget is small.");
+ABSL_FLAG(std::string, min_time, "10ms", "A sample averages as many calls as last this long.");
+ABSL_FLAG(std::string, case_timeout, "60s",
+          "A case that takes longer is stopped: a row that says so. 0: no limit.");
+ABSL_FLAG(std::string, time_budget, "9m",
+          "For the whole sweep: samples become fewer to keep it, and cases that it does not "
+          "reach are skipped. 0: no limit.");
+ABSL_FLAG(std::string, memory_limit, "",
+          "Of a case, as in 16GiB: checked before it is allocated. Empty: 80% of what is free.");
+
+ABSL_FLAG(std::string, output, "",
+          "The result file. Empty: results/runs/<time>-<host>.pb in the repository.");
+ABSL_FLAG(bool, resume, false,
+          "Go on with the file of --output: cases that it has are not run again.");
+
+namespace tfb {
+namespace {
+
+constexpr char kProgram[] = "sweep";
+constexpr char kUsage[] =
+    "sweep [flags]\n"
+    "Measures error, time and memory of every technique beside dense attention: accuracy on real\n"
+    "tensors, then scaling over lengths. Without flags it takes less than ten minutes.\n\n"
+    "Exit status: 0 done, 1 a case failed (an error beyond its bound, a crash), 2 bad usage,\n"
+    "130 stopped by Ctrl-C: the file is valid and --resume goes on.";
+
+CaseFlags CaseFlagsFromFlags() {
+  CaseFlags flags;
+  flags.techniques = absl::GetFlag(FLAGS_techniques);
+  flags.devices = absl::GetFlag(FLAGS_devices);
+  flags.dtypes = absl::GetFlag(FLAGS_dtypes);
+  flags.lengths = absl::GetFlag(FLAGS_lengths);
+  flags.heads = absl::GetFlag(FLAGS_heads);
+  flags.kv_heads = absl::GetFlag(FLAGS_kv_heads);
+  flags.head_dims = absl::GetFlag(FLAGS_head_dims);
+  flags.batches = absl::GetFlag(FLAGS_batches);
+  flags.causal = absl::GetFlag(FLAGS_causal);
+  flags.inputs = absl::GetFlag(FLAGS_input);
+  flags.threads = absl::GetFlag(FLAGS_threads);
+  flags.seed = absl::GetFlag(FLAGS_seed);
+  flags.counterparts = absl::GetFlag(FLAGS_counterparts);
+  return flags;
+}
+
+absl::StatusOr<SweepOptions> OptionsFromFlags() {
+  SweepOptions options;
+  options.measure.repetitions = absl::GetFlag(FLAGS_repetitions);
+  if (options.measure.repetitions < 1 || options.measure.repetitions > 100000) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--repetitions: ", options.measure.repetitions, "; allowed are 1 to 100000"));
+  }
+  TFB_ASSIGN_OR_RETURN(options.measure.min_time,
+                       ParseSeconds("min_time", absl::GetFlag(FLAGS_min_time)));
+  TFB_ASSIGN_OR_RETURN(options.measure.case_timeout,
+                       ParseSeconds("case_timeout", absl::GetFlag(FLAGS_case_timeout)));
+  TFB_ASSIGN_OR_RETURN(options.time_budget,
+                       ParseSeconds("time_budget", absl::GetFlag(FLAGS_time_budget)));
+  const std::string memory_limit = absl::GetFlag(FLAGS_memory_limit);
+  if (memory_limit.empty()) {
+    options.measure.memory_limit = AvailableMemoryBytes() / 10 * 8;
+  } else {
+    TFB_ASSIGN_OR_RETURN(options.measure.memory_limit, ParseBytes("memory_limit", memory_limit));
+  }
+  options.resume = absl::GetFlag(FLAGS_resume);
+  const std::string output = absl::GetFlag(FLAGS_output);
+  if (options.resume && output.empty()) {
+    return absl::InvalidArgumentError("--resume: name the file to go on with by --output=FILE");
+  }
+  options.output = output.empty() ? DefaultResultPath() : CallerPath(output);
+  options.program = kProgram;
+  options.workspace = WorkspaceFolder();
+  return options;
+}
+
+// What to type for the same sweep: as it was typed, but for the two flags that say where to go on.
+std::string Command(const std::vector<std::string>& argv) {
+  std::string command =
+      WorkspaceFolder().empty() ? argv[0] : std::string("bazel run //harness:sweep --");
+  for (size_t i = 1; i < argv.size(); ++i) {
+    if (absl::StartsWith(argv[i], "--output=") || argv[i] == "--resume") continue;
+    if (argv[i] == "--output") {
+      ++i;
+      continue;
+    }
+    const bool plain = argv[i].find_first_of(" *?'\"$&;|<>()[]{}\\") == std::string::npos;
+    absl::StrAppend(&command, " ", plain ? argv[i] : absl::StrCat("'", argv[i], "'"));
+  }
+  return command;
+}
+
+absl::StatusOr<int> Sweep(const std::vector<std::string>& argv, const CommandLine& line) {
+  if (!line.arguments.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"", line.arguments[0], "\" is no flag; --help lists the flags"));
+  }
+  const Registry& registry = Registry::Global();
+  const CaseFlags flags = CaseFlagsFromFlags();
+  if (absl::GetFlag(FLAGS_list)) {
+    TFB_ASSIGN_OR_RETURN(const auto chosen, ChooseTechniques(flags.techniques, registry));
+    std::vector<const Technique*> techniques;
+    for (const ChosenTechnique& one : chosen) {
+      if (std::find(techniques.begin(), techniques.end(), one.technique) == techniques.end()) {
+        techniques.push_back(one.technique);
+      }
+    }
+    std::fputs(ListTechniques(techniques).c_str(), stdout);
+    return kExitDone;
+  }
+  TFB_ASSIGN_OR_RETURN(SweepOptions options, OptionsFromFlags());
+  TFB_ASSIGN_OR_RETURN(const std::vector<SweepCase> cases,
+                       MakeCases(flags, registry, CallerPath(".")));
+  if (absl::GetFlag(FLAGS_dry_run)) {
+    for (const SweepCase& one : cases) std::printf("%s\n", one.ToString().c_str());
+    std::printf("%zu cases\n", cases.size());
+    return kExitDone;
+  }
+  options.command = Command(argv);
+  options.command_line = argv;
+  return RunSweep(options, cases);
+}
+
+int Main(const std::vector<std::string>& argv) {
+  const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
+  if (!line.ok()) {
+    PrintError(kProgram, line.status().message());
+    return kExitBadUsage;
+  }
+  if (line->help) {
+    std::fputs(HelpText(kUsage).c_str(), stdout);
+    return kExitDone;
+  }
+  const absl::StatusOr<int> status = Sweep(argv, *line);
+  if (!status.ok()) {
+    PrintError(kProgram, status.status().message());
+    return kExitBadUsage;
+  }
+  return *status;
+}
+
+}  // namespace
+}  // namespace tfb
+
+int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }

@@ -1,0 +1,431 @@
+// Starts the sweep program, over toys, as a shell would.
+#include <fcntl.h>
+#include <pty.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "harness/timing.h"
+#include "results/reader.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+std::string Contents(const std::string& path) {
+  std::stringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+class SweepTest : public ::testing::Test {
+ protected:
+  SweepTest() {
+    const auto* test = ::testing::UnitTest::GetInstance()->current_test_info();
+    folder_ = absl::StrCat(::testing::TempDir(), "/", test->name(), "_", getpid());
+    EXPECT_EQ(system(absl::StrCat("mkdir -p ", folder_).c_str()), 0);
+  }
+
+  std::string Path(const std::string& name) const { return folder_ + "/" + name; }
+
+  struct Finished {
+    int exit_status = -1;  // 128 + signal where one ended it
+    std::string out, err;
+  };
+
+  // A running sweep. Small ones unless `arguments` say otherwise.
+  class Process {
+   public:
+    Process(const std::string& folder, const std::vector<std::string>& arguments, bool plain = true)
+        : out_(folder + "/stdout"), err_(folder + "/stderr") {
+      int terminal = -1, end = -1;
+      if (!plain) {
+        EXPECT_EQ(openpty(&terminal_, &end, nullptr, nullptr, nullptr), 0);
+      }
+      terminal = end;
+      pid_ = fork();
+      if (pid_ != 0) {
+        if (terminal >= 0) close(terminal);
+        return;
+      }
+      const int out = open(out_.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666);
+      const int err = plain ? open(err_.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0666) : terminal;
+      dup2(out, STDOUT_FILENO);
+      dup2(err, STDERR_FILENO);
+      setenv("BUILD_WORKING_DIRECTORY", folder.c_str(), 1);
+      setenv("TERM", "xterm", 1);
+      unsetenv("BUILD_WORKSPACE_DIRECTORY");
+      std::vector<std::string> words = {"harness/toy_sweep"};
+      words.insert(words.end(), arguments.begin(), arguments.end());
+      std::vector<char*> argv;
+      for (std::string& word : words) argv.push_back(word.data());
+      argv.push_back(nullptr);
+      execv(argv[0], argv.data());
+      _exit(99);
+    }
+    void Signal(int number) const { kill(pid_, number); }
+    Finished Wait() {
+      Finished finished;
+      std::string typed;
+      if (terminal_ >= 0) {
+        char buffer[4096];
+        for (ssize_t got; (got = read(terminal_, buffer, sizeof(buffer))) > 0;) {
+          typed.append(buffer, static_cast<size_t>(got));
+        }
+        close(terminal_);
+      }
+      int status = 0;
+      waitpid(pid_, &status, 0);
+      finished.exit_status = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+      finished.out = Contents(out_);
+      finished.err = terminal_ >= 0 ? typed : Contents(err_);
+      return finished;
+    }
+
+   private:
+    std::string out_, err_;
+    int terminal_ = -1;
+    pid_t pid_ = -1;
+  };
+
+  static std::vector<std::string> Small(std::vector<std::string> arguments) {
+    const std::vector<std::string> small = {
+        "--input=gaussian", "--heads=2",       "--head_dims=8",      "--threads=1",
+        "--min_time=1ms",   "--repetitions=3", "--memory_limit=1GiB"};
+    arguments.insert(arguments.begin(), small.begin(), small.end());
+    return arguments;
+  }
+  Finished Run(const std::vector<std::string>& arguments) {
+    return Process(folder_, Small(arguments)).Wait();
+  }
+
+  // Status by "technique tokens" of the records that count.
+  std::map<std::string, Outcome> Outcomes(const std::string& name) {
+    std::map<std::string, Outcome> outcomes;
+    const absl::StatusOr<ResultFile> file = ReadResultFile(Path(name));
+    EXPECT_TRUE(file.ok()) << file.status();
+    if (!file.ok()) return outcomes;
+    for (const auto& [key, record] : CasesByKey(file->results)) {
+      outcomes[absl::StrCat(record->key().technique(), " ",
+                            record->key().problem().query_tokens())] = record->outcome();
+    }
+    return outcomes;
+  }
+  std::set<std::string> Keys(const std::string& name) {
+    std::set<std::string> keys;
+    const absl::StatusOr<ResultFile> file = ReadResultFile(Path(name));
+    EXPECT_TRUE(file.ok()) << file.status();
+    if (!file.ok()) return keys;
+    for (const auto& entry : CasesByKey(file->results)) keys.insert(entry.first);
+    return keys;
+  }
+  // Waits until the file has that many cases.
+  bool Grows(const std::string& name, int cases) {
+    for (const double end = MonotonicSeconds() + 30; MonotonicSeconds() < end; usleep(2000)) {
+      const absl::StatusOr<ResultFile> file = ReadResultFile(Path(name));
+      if (file.ok() && file->results.cases_size() >= cases) return true;
+    }
+    return false;
+  }
+
+  std::string folder_;
+};
+
+TEST_F(SweepTest, SmallSweepWritesEveryCaseAndEndsWithTheFilesPath) {
+  const Finished run =
+      Run({"--techniques=toy_mean:rounds=*,toy_causal", "--lengths=16:32", "--output=new/a.pb"});
+  EXPECT_EQ(run.exit_status, 0) << run.err;
+  EXPECT_THAT(run.out, EndsWith("results: new/a.pb\n"));
+  EXPECT_THAT(run.out, HasSubstr("toy_causal"));
+  EXPECT_THAT(run.err, HasSubstr("[10/10] "));
+  EXPECT_THAT(run.err, Not(HasSubstr("\033")));  // no terminal, no escape sequences
+  EXPECT_EQ(Keys("new/a.pb").size(), 10u);       // five techniques, dense among them
+  const ResultSet results = ReadResultFile(Path("new/a.pb"))->results;
+  ASSERT_EQ(results.environments_size(), 1);
+  EXPECT_GT(results.environments(0).peaks_size(), 0);
+  EXPECT_GT(results.environments(0).command_line_size(), 3);
+  for (const Case& record : results.cases()) {
+    EXPECT_EQ(record.outcome().status(), Outcome::STATUS_OK) << record.outcome().reason();
+    EXPECT_GT(record.outcome().timing().run_ns_size(), 0);
+    EXPECT_TRUE(record.outcome().against_definition().passed());
+    EXPECT_EQ(record.environment_id(), results.environments(0).id());
+  }
+}
+
+TEST_F(SweepTest, RealTensorsAreThere) {
+  const Finished run =
+      Process(folder_, {"--techniques=toy_mean,toy_hidden", "--input=real", "--lengths=64",
+                        "--threads=1", "--repetitions=1", "--output=a.pb"})
+          .Wait();
+  EXPECT_EQ(run.exit_status, 0) << run.err;
+  // Four layers of q, k and v with dense beside, three of hidden states; the fourth file layer has
+  // no x.
+  const auto file = ReadResultFile(Path("a.pb"));
+  ASSERT_TRUE(file.ok());
+  int ok = 0, skipped = 0;
+  for (const Case& record : file->results.cases()) {
+    EXPECT_EQ(record.key().purpose(), Case::PURPOSE_ACCURACY);
+    ok += record.outcome().status() == Outcome::STATUS_OK;
+    skipped += record.outcome().status() == Outcome::STATUS_SKIPPED;
+  }
+  EXPECT_EQ(ok, 4 + 4 + 3);
+  EXPECT_LE(skipped, 1);
+}
+
+TEST_F(SweepTest, WhatGoesWrongIsARowAndTheNextCaseRuns) {
+  const Finished run = Run(
+      {"--techniques=toy_unable,toy_refuses,toy_crash,toy_wrong,toy_full,toy_cuda,toy_hungry:mib="
+       "4000,toy_mean",
+       "--lengths=16:32", "--causal=true", "--output=a.pb"});
+  EXPECT_EQ(run.exit_status, 1) << run.err;
+  auto outcomes = Outcomes("a.pb");
+  for (const std::string tokens : {" 16", " 32"}) {
+    EXPECT_EQ(outcomes["toy_mean" + tokens].status(), Outcome::STATUS_OK);
+    EXPECT_EQ(outcomes["toy_unable" + tokens].status(), Outcome::STATUS_UNSUPPORTED);
+    EXPECT_EQ(outcomes["toy_full" + tokens].reason(), "toy_full has no causal form");
+    EXPECT_EQ(outcomes["toy_refuses" + tokens].status(), Outcome::STATUS_FAILED);
+    EXPECT_EQ(outcomes["toy_wrong" + tokens].status(), Outcome::STATUS_FAILED);
+    EXPECT_EQ(outcomes["toy_crash" + tokens].status(), Outcome::STATUS_FAILED);
+    EXPECT_THAT(outcomes["toy_crash" + tokens].reason(),
+                HasSubstr("\"first run\" ended the process"));
+    EXPECT_EQ(outcomes["toy_hungry" + tokens].status(), Outcome::STATUS_OUT_OF_MEMORY);
+    // Without a GPU it is not tried; with one it fails. It does not fall back to the CPU.
+    EXPECT_NE(outcomes["toy_cuda" + tokens].status(), Outcome::STATUS_OK);
+  }
+  EXPECT_THAT(run.out, HasSubstr("FAILED"));
+}
+
+TEST_F(SweepTest, MemoryThatSetupTakesUnannouncedIsARow) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers have their own ideas of memory";
+#endif
+  const Finished run =
+      Run({"--techniques=toy_hoarder:mib=6000,toy_mean", "--lengths=16", "--output=a.pb"});
+  EXPECT_EQ(run.exit_status, 0) << run.err;
+  auto outcomes = Outcomes("a.pb");
+  EXPECT_EQ(outcomes["toy_hoarder 16"].status(), Outcome::STATUS_OUT_OF_MEMORY);
+  EXPECT_EQ(outcomes["toy_mean 16"].status(), Outcome::STATUS_OK);
+}
+
+TEST_F(SweepTest, SlowAndHangingCasesAreRows) {
+  const Finished slow = Run({"--techniques=toy_slow:ms=300,toy_mean", "--lengths=16",
+                             "--case_timeout=200ms", "--output=slow.pb"});
+  EXPECT_EQ(slow.exit_status, 0) << slow.err;
+  EXPECT_EQ(Outcomes("slow.pb")["toy_slow 16"].status(), Outcome::STATUS_TIMEOUT);
+  const Finished hanging = Run({"--techniques=toy_slow:ms=3600000,toy_mean", "--lengths=16",
+                                "--case_timeout=200ms", "--output=hanging.pb"});
+  EXPECT_EQ(hanging.exit_status, 0) << hanging.err;
+  auto outcomes = Outcomes("hanging.pb");
+  EXPECT_EQ(outcomes["toy_slow 16"].status(), Outcome::STATUS_TIMEOUT);
+  EXPECT_EQ(outcomes["toy_slow 16"].reason(),
+            "\"first run\" took longer than --case_timeout=0.2s; its process was ended");
+  EXPECT_EQ(outcomes["toy_mean 16"].status(), Outcome::STATUS_OK);
+}
+
+TEST_F(SweepTest, SpentTimeBudgetSkipsWhatIsLeftAndResumeMeasuresIt) {
+  const std::vector<std::string> sweep = {"--techniques=toy_slow:ms=120,toy_mean",
+                                          "--lengths=16:128", "--output=a.pb"};
+  std::vector<std::string> first = sweep;
+  first.push_back("--time_budget=1500ms");
+  const double begin = MonotonicSeconds();
+  const Finished run = Run(first);
+  EXPECT_EQ(run.exit_status, 0) << run.err;
+  EXPECT_LT(MonotonicSeconds() - begin, 15);
+  auto outcomes = Outcomes("a.pb");
+  EXPECT_EQ(outcomes.size(), 12u);
+  EXPECT_EQ(outcomes["toy_slow 128"].status(), Outcome::STATUS_SKIPPED);
+  EXPECT_EQ(outcomes["toy_slow 128"].reason(), "the time budget of 2 s was spent");
+  std::vector<std::string> second = sweep;
+  second.push_back("--resume");
+  EXPECT_EQ(Run(second).exit_status, 0);
+  for (const auto& [name, outcome] : Outcomes("a.pb")) {
+    EXPECT_EQ(outcome.status(), Outcome::STATUS_OK) << name << ": " << outcome.reason();
+  }
+}
+
+TEST_F(SweepTest, KilledAnywhereItResumesToTheSameCases) {
+  const std::vector<std::string> sweep = {"--techniques=toy_slow:ms=10,toy_mean,toy_stream",
+                                          "--lengths=16:256"};
+  auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), sweep.begin(), sweep.end());
+    return Small(more);
+  };
+  EXPECT_EQ(Process(folder_, with({"--output=whole.pb"})).Wait().exit_status, 0);
+  const std::set<std::string> whole = Keys("whole.pb");
+  EXPECT_EQ(whole.size(), 20u);
+  for (const int cases : {0, 1, 5, 9}) {
+    const std::string name = absl::StrCat("killed", cases, ".pb");
+    Process process(folder_, with({"--output=" + name}));
+    EXPECT_TRUE(Grows(name, cases));
+    process.Signal(SIGKILL);
+    EXPECT_EQ(process.Wait().exit_status, 128 + SIGKILL);
+    EXPECT_LT(Keys(name).size(), whole.size());
+    const Finished resumed = Process(folder_, with({"--output=" + name, "--resume"})).Wait();
+    EXPECT_EQ(resumed.exit_status, 0) << resumed.err;
+    EXPECT_EQ(Keys(name), whole);
+  }
+}
+
+TEST_F(SweepTest, TornFileIsCutAndResumed) {
+  EXPECT_EQ(Run({"--techniques=toy_mean", "--lengths=16", "--output=a.pb"}).exit_status, 0);
+  const std::set<std::string> whole = Keys("a.pb");
+  const std::string bytes = Contents(Path("a.pb"));
+  std::ofstream(Path("a.pb"), std::ios::binary) << bytes.substr(0, bytes.size() - 20);
+  const Finished resumed =
+      Run({"--techniques=toy_mean", "--lengths=16", "--output=a.pb", "--resume"});
+  EXPECT_EQ(resumed.exit_status, 0) << resumed.err;
+  EXPECT_THAT(resumed.err, HasSubstr("cut off a torn record"));
+  EXPECT_EQ(Keys("a.pb"), whole);
+}
+
+TEST_F(SweepTest, ResumeOfAFinishedSweepMeasuresNothing) {
+  const std::vector<std::string> sweep = {"--techniques=toy_mean", "--lengths=16", "--output=a.pb",
+                                          "--resume"};
+  EXPECT_EQ(Run(sweep).exit_status, 0);  // there is nothing to resume: it begins
+  const std::string before = Contents(Path("a.pb"));
+  const Finished again = Run(sweep);
+  EXPECT_EQ(again.exit_status, 0);
+  EXPECT_THAT(again.out, HasSubstr("nothing was left to measure"));
+  EXPECT_EQ(Contents(Path("a.pb")), before);
+}
+
+TEST_F(SweepTest, InterruptLeavesAValidFileAndSaysHowToGoOn) {
+  const std::vector<std::string> sweep = {"--techniques=toy_slow:ms=20,toy_mean",
+                                          "--lengths=16:4096", "--output=a.pb"};
+  for (const int number : {SIGINT, SIGTERM}) {
+    std::vector<std::string> arguments = Small(sweep);
+    if (number == SIGTERM) arguments.push_back("--resume");
+    Process process(folder_, arguments);
+    const int before = number == SIGTERM ? static_cast<int>(Keys("a.pb").size()) : 0;
+    EXPECT_TRUE(Grows("a.pb", before + 3));
+    process.Signal(number);
+    const Finished run = process.Wait();
+    EXPECT_EQ(run.exit_status, 128 + number);
+    EXPECT_THAT(run.err, HasSubstr("stopping when the samples at hand are taken"));
+    EXPECT_THAT(run.err, HasSubstr("cases left; to go on: harness/toy_sweep --input=gaussian"));
+    EXPECT_THAT(run.err, HasSubstr(" --output=a.pb --resume\n"));
+    EXPECT_THAT(run.out, EndsWith("results: a.pb\n"));
+    EXPECT_LT(Keys("a.pb").size(), 27u);
+  }
+  std::vector<std::string> rest = sweep;
+  rest.push_back("--resume");
+  EXPECT_EQ(Run(rest).exit_status, 0);
+  EXPECT_EQ(Keys("a.pb").size(), 27u);
+}
+
+TEST_F(SweepTest, SecondInterruptStopsAtOnce) {
+  Process process(folder_, Small({"--techniques=toy_mean,toy_slow:ms=3600000", "--lengths=16",
+                                  "--case_timeout=0", "--output=a.pb"}));
+  usleep(1500000);
+  process.Signal(SIGINT);
+  usleep(300000);
+  process.Signal(SIGINT);
+  const double begin = MonotonicSeconds();
+  EXPECT_EQ(process.Wait().exit_status, 130);
+  EXPECT_LT(MonotonicSeconds() - begin, 10);
+  EXPECT_TRUE(ReadResultFile(Path("a.pb")).ok());
+}
+
+TEST_F(SweepTest, ProgressIsRedrawnOnATerminal) {
+  const Finished run =
+      Process(folder_,
+              Small({"--techniques=toy_slow:ms=50,toy_crash", "--lengths=16", "--output=a.pb"}),
+              /*plain=*/false)
+          .Wait();
+  EXPECT_EQ(run.exit_status, 1);
+  EXPECT_THAT(run.err, HasSubstr("\r["));
+  EXPECT_THAT(run.err, HasSubstr("left: "));
+  // Of cases only what went wrong stays on the screen.
+  EXPECT_THAT(run.err, HasSubstr("toy_crash, cpu, "));
+  EXPECT_THAT(run.err, Not(HasSubstr("toy_slow ms=50, cpu, ")));
+}
+
+TEST_F(SweepTest, BadUsageIsOneLineThatNamesTheFlag) {
+  const std::vector<std::pair<std::vector<std::string>, std::string>> usages = {
+      {{"--techniques=toy_maen"},
+       "sweep: --techniques: there is no technique \"toy_maen\"; nearest"},
+      {{"--techniques=toy_mean:widow=1"},
+       "sweep: --techniques: toy_mean: unknown option \"widow\""},
+      {{"--lengths=0"}, "sweep: --lengths: 0; allowed are 1 to "},
+      {{"--lengths=9:3"}, "sweep: --lengths: the range 9:3 is empty"},
+      {{"--heads=3", "--kv_heads=2"}, "sweep: --kv_heads: query_heads is 3, which kv_heads (2)"},
+      {{"--devices=gpu"}, "sweep: --devices: unknown device \"gpu\"; known are cpu, cuda"},
+      {{"--dtypes=f8"}, "sweep: --dtypes: \"f8\"; allowed are f32, bf16, f16"},
+      {{"--causal=yes"}, "sweep: --causal: \"yes\"; allowed are true, false, auto"},
+      {{"--input=imaginary"}, "sweep: --input: input \"imaginary\" is unknown"},
+      {{"--input=missing.safetensors"}, "sweep: --input: "},
+      {{"--input=real", "--lengths=1000000"}, "sweep: --lengths: no case is left"},
+      {{"--repetitions=0"}, "sweep: --repetitions: 0; allowed are 1 to 100000"},
+      {{"--repetitions=few"}, "sweep: --repetitions=few: "},
+      {{"--min_time=soon"}, "sweep: --min_time: \"soon\"; write a duration"},
+      {{"--case_timeout=-1"}, "sweep: --case_timeout: \"-1\"; write a duration"},
+      {{"--memory_limit=lots"}, "sweep: --memory_limit: \"lots\"; write a size"},
+      {{"--resume"}, "sweep: --resume: name the file to go on with by --output=FILE"},
+      {{"--output=/proc/no/a.pb"}, "sweep: --output: "},
+      {{"--lenghts=16"}, "sweep: unknown flag --lenghts, did you mean --lengths?"},
+      {{"longformer"}, "sweep: \"longformer\" is no flag; --help lists the flags"},
+  };
+  for (const auto& [arguments, message] : usages) {
+    const Finished run = Run(arguments);
+    EXPECT_EQ(run.exit_status, 2) << run.err;
+    EXPECT_THAT(run.err, StartsWith(message));
+    EXPECT_EQ(std::count(run.err.begin(), run.err.end(), '\n'), 1) << run.err;
+    EXPECT_EQ(run.out, "");
+  }
+}
+
+TEST_F(SweepTest, FileThatIsThereIsNotOverwritten) {
+  std::ofstream(Path("a.pb")) << "something else";
+  const Finished fresh = Run({"--techniques=toy_mean", "--lengths=16", "--output=a.pb"});
+  EXPECT_EQ(fresh.exit_status, 2);
+  EXPECT_THAT(fresh.err, HasSubstr("a.pb is there already; --resume goes on with it"));
+  const Finished resumed =
+      Run({"--techniques=toy_mean", "--lengths=16", "--output=a.pb", "--resume"});
+  EXPECT_EQ(resumed.exit_status, 2);  // it is no result file
+  EXPECT_EQ(Contents(Path("a.pb")), "something else");
+}
+
+TEST_F(SweepTest, ListDryRunAndHelpRunNothing) {
+  const Finished list = Run({"--list"});
+  EXPECT_EQ(list.exit_status, 0);
+  EXPECT_THAT(list.out, HasSubstr("toy_mean  A toy\n"));
+  EXPECT_THAT(list.out, HasSubstr(":rounds=1  (1 to 1000000) "));
+  const Finished one = Run({"--list", "--techniques=dense"});
+  EXPECT_THAT(one.out, StartsWith("dense  "));
+  EXPECT_THAT(one.out, Not(HasSubstr("toy_")));
+  const Finished dry = Run({"--dry_run", "--techniques=toy_mean", "--lengths=16:32"});
+  EXPECT_EQ(dry.exit_status, 0);
+  EXPECT_THAT(dry.out, HasSubstr("toy_mean, cpu, batch 1, 2 heads of 8, 16 tokens, causal, f32, "));
+  EXPECT_THAT(dry.out, EndsWith("4 cases\n"));
+  const Finished help = Run({"--help"});
+  EXPECT_EQ(help.exit_status, 0);
+  EXPECT_THAT(help.out, HasSubstr("--case_timeout"));
+}
+
+TEST_F(SweepTest, DefaultFileIsBelowTheCallersFolder) {
+  const Finished run = Run({"--techniques=toy_mean", "--lengths=16"});
+  EXPECT_EQ(run.exit_status, 0) << run.err;
+  EXPECT_THAT(run.out, HasSubstr("results: results/runs/"));
+}
+
+}  // namespace
+}  // namespace tfb

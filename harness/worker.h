@@ -1,0 +1,97 @@
+// A forked process that does the work of a sweep, so that no crash, hang or exhausted memory of a
+// technique takes the sweep along: the parent keeps the result file, sees what the worker was at,
+// and starts another one.
+//
+// The parent must have one thread only, and must not have touched a GPU: a forked process cannot
+// use either.
+#ifndef TFB_HARNESS_WORKER_H_
+#define TFB_HARNESS_WORKER_H_
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace tfb {
+
+// Memory that both processes see. The worker says what it is at without waking the parent, which
+// would disturb a measurement.
+struct SharedState {
+  std::atomic<bool> stopped{false};  // parent: begin nothing more
+  std::atomic<double> deadline{0};   // parent: nor after this MonotonicSeconds(), where it is not 0
+  std::atomic<int64_t> activity_index{-1};  // worker: of the case, -1 for none
+  std::atomic<double> activity_since{0};    // worker: MonotonicSeconds()
+  char activity[32] = "";                   // worker: may be torn when read; for people only
+};
+
+// The worker's side.
+class WorkerSide {
+ public:
+  // The next message of the parent; nothing when there is none to come.
+  std::optional<std::string> Receive();
+  void Send(absl::string_view message);
+  void Announce(int64_t index, absl::string_view activity);
+  bool stopped() const;
+
+ private:
+  friend class Worker;
+  int in_ = -1, out_ = -1;
+  SharedState* shared_ = nullptr;
+};
+
+// The parent's side.
+class Worker {
+ public:
+  // Forks. `body` runs in the new process, which ends when it returns. Interrupts from the terminal
+  // are the parent's affair: the worker ignores SIGINT and SIGTERM, and is killed when the parent
+  // dies. It may take `memory_limit` bytes more than the parent has (0: any number), beyond which
+  // allocations fail.
+  static absl::StatusOr<std::unique_ptr<Worker>> Start(const std::function<void(WorkerSide&)>& body,
+                                                       int64_t memory_limit);
+  ~Worker();  // kills it
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  absl::Status Send(absl::string_view message);
+
+  enum class Event { kMessage, kNothing, kEnded };
+  // Waits for a message, the end of the worker, a signal, or `seconds`.
+  Event Wait(double seconds, std::string* message);
+
+  void Stop() { shared_->stopped = true; }
+  void SetDeadline(double monotonic_seconds) { shared_->deadline = monotonic_seconds; }
+  void Kill();
+
+  // What the worker was last at.
+  struct Activity {
+    int64_t index;  // -1: nothing
+    double seconds;
+    std::string what;
+  };
+  Activity activity() const;
+  // Once it has ended: "signal 11 (Segmentation fault)", "exit status 3".
+  std::string HowItEnded() const;
+  bool was_killed() const;  // by SIGKILL, as the system does that runs out of memory
+
+ private:
+  Worker() = default;
+  void Reap();
+
+  pid_t pid_ = -1;
+  int in_ = -1, out_ = -1;
+  SharedState* shared_ = nullptr;
+  std::string received_;  // of a message that is not whole yet
+  int status_ = 0;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_WORKER_H_

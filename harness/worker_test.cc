@@ -1,0 +1,145 @@
+#include "harness/worker.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <new>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "harness/timing.h"
+
+namespace tfb {
+namespace {
+
+// The next message, or how the worker ended.
+std::string Next(Worker& worker) {
+  std::string message;
+  for (const double end = MonotonicSeconds() + 20; MonotonicSeconds() < end;) {
+    switch (worker.Wait(0.1, &message)) {
+      case Worker::Event::kMessage:
+        return message;
+      case Worker::Event::kEnded:
+        return absl::StrCat("ended: ", worker.HowItEnded());
+      case Worker::Event::kNothing:
+        break;
+    }
+  }
+  return "nothing";
+}
+
+std::unique_ptr<Worker> Started(const std::function<void(WorkerSide&)>& body,
+                                int64_t memory_limit = 0) {
+  return Worker::Start(body, memory_limit).value();
+}
+
+TEST(Worker, MessagesOfAnySizeComeBack) {
+  auto worker = Started([](WorkerSide& side) {
+    while (const auto message = side.Receive()) side.Send(absl::StrCat(*message, "!"));
+  });
+  const std::string large(3 << 20, 'x');
+  for (const std::string& text :
+       {std::string("a"), std::string(), std::string("\n\0b", 3), large}) {
+    ASSERT_TRUE(worker->Send(text).ok());
+    EXPECT_EQ(Next(*worker), text + "!");
+  }
+}
+
+TEST(Worker, SeveralMessagesKeepTheirOrder) {
+  auto worker = Started([](WorkerSide& side) {
+    for (int i = 0; i < 100; ++i) side.Send(absl::StrCat(i));
+  });
+  for (int i = 0; i < 100; ++i) EXPECT_EQ(Next(*worker), absl::StrCat(i));
+  EXPECT_EQ(Next(*worker), "ended: exit status 0");
+}
+
+TEST(Worker, CrashIsToldWithWhatItWasAt) {
+  auto worker = Started([](WorkerSide& side) {
+    side.Announce(7, "a rather long description of some activity");
+    side.Send("before");
+    signal(SIGSEGV, SIG_DFL);  // sanitizers catch it
+    raise(SIGSEGV);
+  });
+  EXPECT_EQ(Next(*worker), "before");
+  EXPECT_EQ(Next(*worker), "ended: signal 11 (Segmentation fault)");
+  EXPECT_EQ(worker->activity().index, 7);
+  EXPECT_EQ(worker->activity().what, "a rather long description of so");
+  EXPECT_FALSE(worker->was_killed());
+  EXPECT_FALSE(worker->Send("after").ok());
+}
+
+TEST(Worker, HangingWorkerIsKilled) {
+  auto worker = Started([](WorkerSide& side) {
+    side.Announce(1, "hang");
+    for (;;) pause();
+  });
+  std::string message;
+  EXPECT_EQ(worker->Wait(0.3, &message), Worker::Event::kNothing);
+  EXPECT_GT(worker->activity().seconds, 0.1);
+  worker->Kill();
+  EXPECT_EQ(Next(*worker), "ended: signal 9 (Killed)");
+  EXPECT_TRUE(worker->was_killed());
+}
+
+TEST(Worker, StopAndDeadlineAreSeen) {
+  const auto body = [](WorkerSide& side) {
+    side.Send(side.stopped() ? "stopped" : "running");
+    while (!side.stopped()) usleep(1000);
+    side.Send("stopped");
+  };
+  auto worker = Started(body);
+  EXPECT_EQ(Next(*worker), "running");
+  worker->Stop();
+  EXPECT_EQ(Next(*worker), "stopped");
+  worker = Started(body);
+  EXPECT_EQ(Next(*worker), "running");
+  worker->SetDeadline(MonotonicSeconds() + 0.05);
+  EXPECT_EQ(Next(*worker), "stopped");
+}
+
+TEST(Worker, InterruptsAreTheParentsAffair) {
+  auto worker = Started([](WorkerSide& side) {
+    raise(SIGINT);
+    raise(SIGTERM);
+    side.Send("alive");
+  });
+  EXPECT_EQ(Next(*worker), "alive");
+}
+
+TEST(Worker, OpenFilesOfTheParentAreClosed) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  auto worker = Started([&](WorkerSide& side) {
+    const char byte = 0;
+    side.Send(write(ends[1], &byte, 1) < 0 ? "closed" : "open");
+  });
+  EXPECT_EQ(Next(*worker), "closed");
+  close(ends[0]);
+  close(ends[1]);
+}
+
+TEST(Worker, AllocationsBeyondTheLimitFail) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers have their own ideas of memory";
+#endif
+  auto worker = Started(
+      [](WorkerSide& side) {
+        try {
+          std::vector<char> fits(64 << 20, 1);
+          side.Send(absl::StrCat("took ", fits.size()));
+          std::vector<char> does_not(size_t{8} << 30, 1);
+          side.Send(absl::StrCat("took ", does_not.size()));
+        } catch (const std::bad_alloc&) {
+          side.Send("no memory");
+        }
+      },
+      /*memory_limit=*/int64_t{1} << 30);
+  EXPECT_EQ(Next(*worker), "took 67108864");
+  EXPECT_EQ(Next(*worker), "no memory");
+}
+
+}  // namespace
+}  // namespace tfb
