@@ -8,9 +8,13 @@ namespace {
 std::atomic<int64_t> count{0};
 }  // namespace
 
-void* operator new(size_t size) {
+// The forms that the library's others call, or that it calls itself.
+void* operator new(size_t size, const std::nothrow_t&) noexcept {
   count.fetch_add(1, std::memory_order_relaxed);
-  if (void* memory = std::malloc(size == 0 ? 1 : size)) return memory;
+  return std::malloc(size == 0 ? 1 : size);
+}
+void* operator new(size_t size) {
+  if (void* memory = operator new(size, std::nothrow)) return memory;
   throw std::bad_alloc();
 }
 void operator delete(void* memory) noexcept { std::free(memory); }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/layers/sinusoid.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
@@ -49,23 +48,22 @@ absl::StatusOr<RelativeAttention> RelativeAttention::Create(const Problem& probl
   return attention;
 }
 
-absl::Status RelativeAttention::Setup(const Parameters& parameters, int64_t clamp_length,
+absl::Status RelativeAttention::Setup(const Parameters& parameters,
+                                      const ConstTensorView& sinusoids,
                                       const Execution& execution) {
   projections_ = PackedMatrix({parameters.w_q, parameters.w_k, parameters.w_v});
   output_ = PackedMatrix(parameters.w_o);
   u_ = parameters.u.At<float>(0);
   v_ = parameters.v.At<float>(0);
 
-  const int64_t model_dim = problem_.model_dim(), farthest = reach_.max_distance();
-  const int64_t last_row = clamp_length == 0 ? farthest : std::min(clamp_length, farthest);
-  const Tensor sinusoids = RelativeSinusoids(last_row + 1, model_dim);
-  Tensor projected(DType::kF32, {last_row + 1, model_dim});
+  Tensor projected(DType::kF32, sinusoids.shape());
   TFB_RETURN_IF_ERROR(
-      MatMul(PackedMatrix(parameters.w_r), {sinusoids.view(), {}, projected.view()}, execution));
+      MatMul(PackedMatrix(parameters.w_r), {sinusoids, {}, projected.view()}, execution));
   const ConstTensorView by_head =
       Transpose(SplitAxis(ConstTensorView(projected.view()), 1, problem_.query_heads), 0, 1);
-  distances_ = RelativeKeys(by_head, -farthest, 0,
-                            [=](int64_t offset) { return std::min(-offset, last_row); });
+  const int64_t last = sinusoids.dim(0) - 1;
+  distances_ = RelativeKeys(by_head, -reach_.max_distance(), 0,
+                            [=](int64_t offset) { return std::min(-offset, last); });
   Reset();
   return absl::OkStatus();
 }

@@ -75,9 +75,9 @@ class RelativeAttention {
   // Takes the memory for the stream's keys and values.
   static absl::StatusOr<RelativeAttention> Create(const Problem& problem, const MemoryReach& reach);
 
-  // Packs the matrices and projects the distances; those beyond `clamp_length` count as
-  // `clamp_length`, where it is not 0. u and v are read at every call. Begins a new stream.
-  absl::Status Setup(const Parameters& parameters, int64_t clamp_length,
+  // Packs the matrices and projects `sinusoids`, r_0, r_1, ... [distances, model_dim]; distances
+  // beyond the last one count as it. u and v are read at every call. Begins a new stream.
+  absl::Status Setup(const Parameters& parameters, const ConstTensorView& sinusoids,
                      const Execution& execution);
 
   void Reset() { cache_.Clear(); }

@@ -12,6 +12,7 @@
 #include "core/definition.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_norm.h"
+#include "core/layers/sinusoid.h"
 #include "core/random.h"
 #include "core/workspace.h"
 #include "memory/transformer_xl/relative_attention.h"
@@ -190,6 +191,10 @@ class TransformerXlLayer : public StreamingLayer {
 
  protected:
   absl::Status DoSetup(const Inputs&, const Execution& execution) override {
+    const int64_t farthest = options_.clamp_length == 0
+                                 ? reach_.max_distance()
+                                 : std::min(options_.clamp_length, reach_.max_distance());
+    const Tensor sinusoids = RelativeSinusoids(farthest + 1, problem().model_dim());
     for (int64_t n = 0; n < options_.layers; ++n) {
       Block& block = blocks_[n];
       const auto parameter = [&](const std::string& prefix, absl::string_view name) {
@@ -200,7 +205,7 @@ class TransformerXlLayer : public StreamingLayer {
           {parameter(layer, "w_q"), parameter(layer, "w_k"), parameter(layer, "w_v"),
            parameter(layer, "w_r"), parameter(layer, "w_o"), parameter(biases, "u"),
            parameter(biases, "v")},
-          options_.clamp_length, execution));
+          sinusoids.view(), execution));
       block.feed_forward = FeedForward(
           PackedMatrix(parameter(layer, "ff.w1"), parameter(layer, "ff.b1")),
           PackedMatrix(parameter(layer, "ff.w2"), parameter(layer, "ff.b2")), Activation::kRelu);
@@ -259,6 +264,9 @@ class TransformerXlLayer : public StreamingLayer {
         options_(options),
         reach_{options.memory, options.same_length, max_segment_tokens()},
         segment_(reach_) {}
+
+  // Without same_length the segments decide the mask.
+  int64_t split_tokens() const override { return options_.same_length ? 0 : max_segment_tokens(); }
 
   static int64_t LongestSegment(const Problem& problem, const TransformerXlOptions& options) {
     return std::min(options.segment, std::max<int64_t>(problem.query_tokens, 1));

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/allocations.h"
+#include "core/layers/sinusoid.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -438,7 +439,7 @@ class Weights {
     EXPECT_TRUE(attention
                     .Setup({w_q.view(), w_k.view(), identity_.view(), w_r.view(), identity_.view(),
                             u.view(), v.view()},
-                           0, execution)
+                           RelativeSinusoids(reach.max_distance() + 1, 64).view(), execution)
                     .ok());
     Tensor out(DType::kF32, x_.shape());
     SegmentView segment(reach);
