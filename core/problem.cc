@@ -1,5 +1,6 @@
 #include "core/problem.h"
 
+#include <algorithm>
 #include <tuple>
 
 #include "absl/strings/str_cat.h"
@@ -67,6 +68,18 @@ absl::Status Validate(const Problem& problem) {
     return absl::InvalidArgumentError(absl::StrCat("query_heads is ", problem.query_heads,
                                                    ", which kv_heads (", problem.kv_heads,
                                                    ") does not divide"));
+  }
+  // 2^46 elements of f32 are 2^48 bytes: more than a process can address. Refused here, so that no
+  // layer has to fear for tensors of the problem's sizes.
+  constexpr double kMaxElements = 0x1p46;
+  const double elements =
+      static_cast<double>(problem.batch) * static_cast<double>(problem.query_heads) *
+      static_cast<double>(std::max({problem.query_tokens, problem.kv_tokens, int64_t{1}})) *
+      static_cast<double>(std::max(problem.head_dim, problem.value_dim));
+  if (elements > kMaxElements) {
+    return absl::InvalidArgumentError(absl::StrCat("the tensors of ", problem.ToString(), " have ",
+                                                   elements, " elements; allowed are ",
+                                                   kMaxElements));
   }
   if (problem.dtype != DType::kF32 && problem.dtype != DType::kBF16 &&
       problem.dtype != DType::kF16) {

@@ -121,10 +121,14 @@ class StreamingLayer : public Layer {
   const std::vector<TensorSpec>& segment_outputs() const { return segment_outputs_; }
   int64_t max_segment_tokens() const { return max_segment_tokens_; }
 
+  // Segments of how many tokens (the last may be shorter) give what the definition says of the
+  // whole. 0: every split does, as with all techniques whose masks know nothing of segments.
+  virtual int64_t split_tokens() const { return 0; }
+
   virtual absl::Status Reset() = 0;  // forgets everything that was appended
   // Takes the next segment, of 1 to max_segment_tokens() tokens. A sequence appended in any split
-  // gives what the definition says of the whole, unless the technique's header says otherwise.
-  // Setup must have been called. Allocates nothing.
+  // gives what the definition says of the whole; but see split_tokens(). Setup must have been
+  // called. Allocates nothing.
   absl::Status Append(const Inputs& segment, const Outputs& outputs, const Execution& execution);
 
  protected:

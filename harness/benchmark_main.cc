@@ -1,68 +1,168 @@
-// Main of every technique's benchmark: the techniques that are linked in, beside dense attention.
+// Main of every technique's benchmark: Google Benchmark over the techniques that are linked in, each beside its dense
+// counterpart at the same problem.
+//
+//   bazel run //attention/longformer:longformer_benchmark -- --technique=longformer:window=* --lengths=1024
+//
+// Times of a result file come from //harness:sweep, which interleaves what it compares; this program is for whoever works on
+// one technique, with all of Google Benchmark's flags.
+#include <algorithm>
 #include <cstddef>
+#include <cstdio>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_replace.h"
 #include "benchmark/benchmark.h"
-#include "core/random.h"
 #include "core/status.h"
 #include "core/technique.h"
+#include "harness/cases.h"
+#include "harness/inputs.h"
+#include "harness/machine.h"
+#include "harness/timing.h"
+#include "results/files.h"
+#include "tools/command_line.h"
 
-ABSL_FLAG(std::string, technique, "", "the technique to measure; empty for all that are linked in");
-ABSL_FLAG(int, threads, 1, "threads of the pool");
+ABSL_FLAG(std::string, technique, "*",
+          "What to measure, with options as //harness:sweep takes them.");
+ABSL_FLAG(std::string, lengths, "256,1024,4096", "Tokens: numbers, or ranges that double.");
+ABSL_FLAG(std::string, heads, "8", "Query heads.");
+ABSL_FLAG(std::string, kv_heads, "", "Key-value heads. Empty: as many as query heads.");
+ABSL_FLAG(std::string, head_dims, "64", "Channels of a head.");
+ABSL_FLAG(std::string, batches, "1", "Sequences in a batch.");
+ABSL_FLAG(std::string, dtypes, "f32", "Of f32, bf16, f16.");
+ABSL_FLAG(std::string, causal, "auto", "Of true, false, auto: causal where the technique can be.");
+ABSL_FLAG(std::string, input, "gaussian",
+          "Of gaussian, peaked, needle, real, FILE.safetensors: sweep explains them.");
+ABSL_FLAG(int, threads, 1, "Threads of the pool.");
+ABSL_FLAG(bool, setup, false, "Also measure Setup.");
 
 namespace tfb {
 namespace {
 
-absl::Status Measure(const Technique& technique, const Problem& problem, ThreadPool* pool,
-                     benchmark::State& state) {
-  constexpr uint64_t kSeed = 1;
-  TFB_ASSIGN_OR_RETURN(const auto input_specs, technique.InputSpecs(problem, {}));
-  TFB_ASSIGN_OR_RETURN(const auto output_specs, technique.OutputSpecs(problem, {}));
-  TFB_ASSIGN_OR_RETURN(auto layer, technique.Create(problem, {}, Device::kCpu, kSeed));
+constexpr char kProgram[] = "benchmark";
+constexpr char kUsage[] =
+    "benchmark [flags] [--benchmark_filter=… and the other flags of Google Benchmark]\n"
+    "Times techniques beside their dense counterparts.\n\n"
+    "Counters: GFLOP/s by the technique's own count of operations, of_peak: its share of the\n"
+    "measured multiply-add rate in percent, tokens/s.";
+
+// What a layer needs to be called.
+struct Callable {
   NamedTensors inputs, outputs;
-  for (const TensorSpec& spec : input_specs) {
-    if (spec.optional) continue;
-    FillNormal(&(inputs[spec.name] = Tensor(spec.dtype, spec.shape)), kSeed, spec.name);
-  }
-  for (const TensorSpec& spec : output_specs) {
-    if (!spec.optional) outputs[spec.name] = Tensor(spec.dtype, spec.shape);
-  }
-  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer->workspace_bytes(pool->threads())) + 1});
+  Tensor workspace;
+  std::unique_ptr<Layer> layer;
   Execution execution;
-  execution.pool = pool;
-  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
-  const Inputs input_views = ViewsOf(inputs);
-  const Outputs output_views = MutableViewsOf(outputs);
-  TFB_RETURN_IF_ERROR(layer->Setup(input_views, execution));
-  for (auto _ : state) TFB_RETURN_IF_ERROR(layer->Run(input_views, output_views, execution));
-  if (const auto flops = layer->cost().flops; flops.has_value()) {
-    state.counters["FLOP/s"] =
-        benchmark::Counter(*flops, benchmark::Counter::kIsIterationInvariantRate);
+};
+
+absl::StatusOr<Callable> Prepare(const SweepCase& sweep_case, ThreadPool* pool) {
+  TFB_RETURN_IF_ERROR(sweep_case.obstacle);
+  const Technique& technique = *sweep_case.technique;
+  Callable callable;
+  TFB_ASSIGN_OR_RETURN(callable.layer, technique.Create(sweep_case.problem, sweep_case.options,
+                                                        sweep_case.device, sweep_case.seed));
+  TFB_ASSIGN_OR_RETURN(callable.inputs, MakeInputs(sweep_case.input, callable.layer->inputs(),
+                                                   sweep_case.problem, sweep_case.seed));
+  for (const TensorSpec& spec : callable.layer->outputs()) {
+    if (spec.optional) continue;
+    TFB_ASSIGN_OR_RETURN(callable.outputs[spec.name], Tensor::Allocate(spec.dtype, spec.shape));
+  }
+  const auto bytes = static_cast<int64_t>(callable.layer->workspace_bytes(pool->threads()));
+  TFB_ASSIGN_OR_RETURN(callable.workspace, Tensor::Allocate(DType::kU8, {bytes + 1}));
+  callable.execution.pool = pool;
+  callable.execution.workspace =
+      absl::MakeSpan(static_cast<std::byte*>(callable.workspace.raw()), callable.workspace.bytes());
+  return callable;
+}
+
+// Times Run, or Setup, and sets the counters.
+absl::Status Measure(const SweepCase& sweep_case, bool setup, ThreadPool* pool, double peak,
+                     benchmark::State& state) {
+  TFB_ASSIGN_OR_RETURN(Callable callable, Prepare(sweep_case, pool));
+  Layer& layer = *callable.layer;
+  const Inputs inputs = ViewsOf(callable.inputs);
+  const Outputs outputs = MutableViewsOf(callable.outputs);
+  TFB_RETURN_IF_ERROR(layer.Setup(inputs, callable.execution));
+  TFB_RETURN_IF_ERROR(layer.Run(inputs, outputs, callable.execution));  // warms up
+  const double begin = MonotonicSeconds();
+  absl::Status status;
+  for (auto _ : state) {
+    status.Update(setup ? layer.Setup(inputs, callable.execution)
+                        : layer.Run(inputs, outputs, callable.execution));
+  }
+  const double seconds = (MonotonicSeconds() - begin) / static_cast<double>(state.max_iterations);
+  TFB_RETURN_IF_ERROR(status);
+  if (setup) return absl::OkStatus();
+  const Problem& problem = sweep_case.problem;
+  state.counters["tokens/s"] = static_cast<double>(problem.batch * problem.query_tokens) / seconds;
+  if (const auto flops = layer.cost().flops; flops.has_value()) {
+    state.counters["GFLOP/s"] = *flops / seconds / 1e9;
+    if (peak > 0) state.counters["of_peak"] = 100 * *flops / seconds / peak;
   }
   return absl::OkStatus();
 }
 
-}  // namespace
-}  // namespace tfb
+// "longformer:window=256/1024x8x64/causal/f32": tokens, heads and channels. Without spaces, for --benchmark_filter.
+std::string NameOf(const SweepCase& sweep_case, bool setup) {
+  const Problem& p = sweep_case.problem;
+  std::string name = absl::StrReplaceAll(sweep_case.DisplayName(), {{" ", ":"}});
+  absl::StrAppend(&name, "/", p.query_tokens, "x", p.query_heads, "x", p.head_dim);
+  if (p.kv_heads != p.query_heads) absl::StrAppend(&name, "/kv_heads:", p.kv_heads);
+  if (p.batch != 1) absl::StrAppend(&name, "/batch:", p.batch);
+  absl::StrAppend(&name, p.causal ? "/causal" : "", "/", Name(p.dtype));
+  if (sweep_case.input.captured != nullptr) {
+    absl::StrAppend(&name, "/", sweep_case.input.captured->file, ":",
+                    sweep_case.input.captured->layer);
+  }
+  return setup ? name + "/setup" : name;
+}
 
-int main(int argc, char** argv) {
-  benchmark::Initialize(&argc, argv);
-  absl::ParseCommandLine(argc, argv);
-  tfb::ThreadPool pool(absl::GetFlag(FLAGS_threads));
-  for (const tfb::Technique* technique : tfb::Registry::Global().All()) {
-    for (const int64_t tokens : {256, 1024, 4096}) {
-      const tfb::Problem problem = tfb::Problem::SelfAttention(
-          1, 8, tokens, 64, /*causal=*/technique->info().supports_causal);
-      benchmark::RegisterBenchmark(absl::StrCat(technique->info().name, "/", tokens).c_str(),
-                                   [=, &pool](benchmark::State& state) {
+absl::StatusOr<std::vector<SweepCase>> CasesFromFlags() {
+  CaseFlags flags;
+  flags.techniques = absl::GetFlag(FLAGS_technique);
+  flags.devices = "cpu";
+  flags.lengths = absl::GetFlag(FLAGS_lengths);
+  flags.heads = absl::GetFlag(FLAGS_heads);
+  flags.kv_heads = absl::GetFlag(FLAGS_kv_heads);
+  flags.head_dims = absl::GetFlag(FLAGS_head_dims);
+  flags.batches = absl::GetFlag(FLAGS_batches);
+  flags.dtypes = absl::GetFlag(FLAGS_dtypes);
+  flags.causal = absl::GetFlag(FLAGS_causal);
+  flags.inputs = absl::GetFlag(FLAGS_input);
+  flags.threads = absl::StrCat(absl::GetFlag(FLAGS_threads));
+  return MakeCases(flags, Registry::Global(), CallerPath("."));
+}
+
+double FmaPeak(int threads) {
+  Environment machine;
+  MeasurePeaks({threads}, &machine);
+  for (const Peak& peak : machine.peaks()) {
+    if (peak.kind() == Peak::KIND_COMPUTE) return peak.value();
+  }
+  return 0;
+}
+
+absl::Status RunBenchmarks() {
+  // Static: the registered functions refer to them until the program ends.
+  static const std::vector<SweepCase>* cases;
+  TFB_ASSIGN_OR_RETURN(std::vector<SweepCase> made, CasesFromFlags());
+  cases = new std::vector<SweepCase>(std::move(made));
+  const int threads = absl::GetFlag(FLAGS_threads);
+  static ThreadPool& pool = *new ThreadPool(threads);
+  const double peak = FmaPeak(threads);
+  benchmark::AddCustomContext(
+      "peak", absl::StrFormat("%.4g GFLOP/s f32 multiply-add, %d thread(s)", peak / 1e9, threads));
+  for (const SweepCase& sweep_case : *cases) {
+    for (const bool setup : {false, true}) {
+      if (setup && !absl::GetFlag(FLAGS_setup)) continue;
+      benchmark::RegisterBenchmark(NameOf(sweep_case, setup).c_str(),
+                                   [&sweep_case, setup, peak](benchmark::State& state) {
                                      const absl::Status status =
-                                         tfb::Measure(*technique, problem, &pool, state);
+                                         Measure(sweep_case, setup, &pool, peak, state);
                                      if (!status.ok())
                                        state.SkipWithError(std::string(status.message()).c_str());
                                    })
@@ -71,5 +171,30 @@ int main(int argc, char** argv) {
     }
   }
   benchmark::RunSpecifiedBenchmarks();
-  return 0;
+  return absl::OkStatus();
 }
+
+int Main(int argc, char** argv) {
+  const std::vector<std::string> words(argv, argv + argc);
+  const bool help = std::find(words.begin(), words.end(), "--help") != words.end();
+  if (!help) benchmark::Initialize(&argc, argv);  // takes its own flags out
+  const absl::StatusOr<CommandLine> line = ParseCommandLine({argv, argv + argc});
+  if (line.ok() && line->help) {
+    std::fputs(HelpText(kUsage).c_str(), stdout);
+    return kExitDone;
+  }
+  absl::Status status = line.status();
+  if (status.ok() && !line->arguments.empty()) {
+    status = absl::InvalidArgumentError(
+        absl::StrCat("\"", line->arguments[0], "\" is no flag; --help lists the flags"));
+  }
+  if (status.ok()) status = RunBenchmarks();
+  if (status.ok()) return kExitDone;
+  PrintError(kProgram, status.message());
+  return kExitBadUsage;
+}
+
+}  // namespace
+}  // namespace tfb
+
+int main(int argc, char** argv) { return tfb::Main(argc, argv); }

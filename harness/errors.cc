@@ -120,7 +120,7 @@ absl::StatusOr<double> MaxAbsError(const ConstTensorView& output, const ConstTen
   return largest;
 }
 
-double MaxAbs(const ConstTensorView& view) {
+double LargestMagnitude(const ConstTensorView& view) {
   double largest = 0;
   ForEachOffset(view, view, [&](int64_t offset, int64_t) {
     const double value = std::abs(view.Get(offset));

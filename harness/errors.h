@@ -55,7 +55,7 @@ absl::StatusOr<double> MaxAbsError(const ConstTensorView& output, const ConstTen
                                    absl::Span<const int64_t> rows);
 
 // The largest finite |element|; 0 of an empty tensor.
-double MaxAbs(const ConstTensorView& view);
+double LargestMagnitude(const ConstTensorView& view);
 
 // What a technique's weights w have of dense attention's p, both f64 [batch, heads, rows, keys]. A
 // technique attends to a key where w > 0. Means over the rows in which both see a key; absent where

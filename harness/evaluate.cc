@@ -33,8 +33,8 @@ bool WeightsFit(const EvaluateRequest& request) {
 // more (a technique may add to the values, or have none).
 double Scale(const NamedTensors& inputs, const Tensor& reference) {
   const auto v = inputs.find("v");
-  const double values = v == inputs.end() ? 0 : MaxAbs(v->second.view());
-  return std::max(values, MaxAbs(reference.view()));
+  const double values = v == inputs.end() ? 0 : LargestMagnitude(v->second.view());
+  return std::max(values, LargestMagnitude(reference.view()));
 }
 
 // The keys that a row can have.
@@ -79,7 +79,7 @@ absl::Status CompareFurtherOutputs(const EvaluateRequest& request, const NamedTe
     if (name == "out" || expected == reference.tensors.end()) continue;
     TFB_ASSIGN_OR_RETURN(const double error,
                          MaxAbsError(output.view(), expected->second.view(), request.rows));
-    const double largest = MaxAbs(expected->second.view());
+    const double largest = LargestMagnitude(expected->second.view());
     if (name == "log_sum_exp") {
       accuracy->log_sum_exp_error = {error, LogSumExpBound(keys, largest)};
     } else if (IsFloating(output.dtype())) {

@@ -8,11 +8,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -239,13 +241,24 @@ void DescribeCommit(const std::string& workspace, Environment* environment) {
 }
 
 double SecondsOf(absl::FunctionRef<void()> work) {
-  const absl::Time start = absl::Now();
+  const auto begin = std::chrono::steady_clock::now();
   work();
-  return absl::ToDoubleSeconds(absl::Now() - start);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
-// The best of several passes: a peak is what the machine does when nothing disturbs it.
-constexpr int kPasses = 7;
+// The best of many short passes: a peak is what the machine does when nothing disturbs it, and on a
+// shared machine that may be for a few milliseconds only.
+constexpr double kPassSeconds = 0.002;
+constexpr double kMeasuringSeconds = 0.15;
+constexpr int kFewestPasses = 5;
+
+double BestRate(absl::FunctionRef<double()> rate_of_a_pass) {
+  double best = 0, spent = 0;
+  for (int passes = 0; passes < kFewestPasses || spent < kMeasuringSeconds; ++passes) {
+    spent += SecondsOf([&] { best = std::max(best, rate_of_a_pass()); });
+  }
+  return best;
+}
 
 double FmaRate(int threads) {
   const CpuKernels& kernels = BestCpuKernels();
@@ -257,18 +270,13 @@ double FmaRate(int threads) {
                        [&](int64_t task, int) { flops[task] = kernels.fma_peak(iterations); });
     });
   };
-  // As many iterations as take 10 ms: long against starting the threads, short against a time
-  // slice.
+  // Long against starting the threads, short against a time slice.
   int64_t iterations = 1 << 12;
-  while (pass(iterations) < 0.01) iterations *= 2;
-  double best = 0;
-  for (int i = 0; i < kPasses; ++i) {
+  while (pass(iterations) < kPassSeconds) iterations *= 2;
+  return BestRate([&] {
     const double seconds = pass(iterations);
-    double total = 0;
-    for (const double f : flops) total += f;
-    best = std::max(best, total / seconds);
-  }
-  return best;
+    return std::accumulate(flops.begin(), flops.end(), 0.0) / seconds;
+  });
 }
 
 double ReadRate(int threads, int64_t bytes) {
@@ -283,16 +291,14 @@ double ReadRate(int threads, int64_t bytes) {
     std::fill_n(const_cast<uint64_t*>(words) + piece * kPiece / 8, kPiece / 8, piece);
   });
   std::vector<uint64_t> sums(pieces);
-  double best = 0;
-  for (int i = 0; i < kPasses; ++i) {
+  return BestRate([&] {
     const double seconds = SecondsOf([&] {
       pool.ParallelFor(pieces, [&](int64_t piece, int) {
         sums[piece] = ReadAll(words + piece * kPiece / 8, kPiece / 8);
       });
     });
-    best = std::max(best, static_cast<double>(pieces * kPiece) / seconds);
-  }
-  return best;
+    return static_cast<double>(pieces * kPiece) / seconds;
+  });
 }
 
 void AddPeak(absl::string_view what, double value, absl::string_view unit, int threads,

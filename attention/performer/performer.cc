@@ -143,6 +143,62 @@ class Formula {
   double scale_;
 };
 
+// The keys of one key-value head. Their features are kept as long as the same stabiliser is asked
+// for: a running maximum changes a few times in a sequence.
+class Keys {
+ public:
+  Keys(const Formula& formula, const DoubleTensor& k, int64_t b, int64_t head, int64_t tokens)
+      : formula_(formula), features_(tokens) {
+    for (int64_t j = 0; j < tokens; ++j) projected_.push_back(formula.Project(k.Row(b, head, j)));
+  }
+  int64_t size() const { return static_cast<int64_t>(projected_.size()); }
+  double StabiliserOf(int64_t j) const { return formula_.StabiliserOf(projected_[j]); }
+  const std::vector<double>& Features(int64_t j, double s) {
+    if (s != s_) features_.assign(features_.size(), {});
+    s_ = s;
+    if (features_[j].empty()) features_[j] = formula_.Features(projected_[j], s);
+    return features_[j];
+  }
+
+ private:
+  const Formula& formula_;
+  std::vector<Projected> projected_;
+  std::vector<std::vector<double>> features_;  // with stabiliser s_, where there are any
+  double s_ = 0;
+};
+
+struct Row {
+  std::vector<double> weights;  // w_ij
+  double log_sum_exp = kNotSeen;
+};
+
+// The row of the query `q`, which sees the keys with `sees` and subtracts the maximum over those
+// with `in_maximum`.
+Row RowOf(const Formula& formula, const double* q, Keys* keys, double denominator_epsilon,
+          const std::vector<bool>& sees, const std::vector<bool>& in_maximum) {
+  Row row;
+  row.weights.assign(keys->size(), 0.0);
+  if (std::find(sees.begin(), sees.end(), true) == sees.end()) return row;
+  double s = kNotSeen;
+  for (int64_t j = 0; j < keys->size(); ++j) {
+    if (in_maximum[j]) s = std::max(s, keys->StabiliserOf(j));
+  }
+  const Projected query = formula.Project(q);
+  const double query_s = formula.StabiliserOf(query);
+  const std::vector<double> phi_q = formula.Features(query, query_s);
+  double denominator = 0;
+  for (int64_t j = 0; j < keys->size(); ++j) {
+    if (!sees[j]) continue;
+    row.weights[j] =
+        Dot(phi_q.data(), keys->Features(j, s).data(), static_cast<int64_t>(phi_q.size()));
+    denominator += row.weights[j];
+  }
+  for (const double feature : phi_q) denominator += denominator_epsilon * feature;
+  row.log_sum_exp = std::log(denominator) + query_s + s;
+  for (double& weight : row.weights) weight = denominator == 0 ? 0 : weight / denominator;
+  return row;
+}
+
 }  // namespace
 
 Performer::Performer() : TechniqueOf(Info()) {}
@@ -170,56 +226,37 @@ absl::Status Performer::Definition(const Problem& problem, const PerformerOption
   const int64_t row_count = static_cast<int64_t>(rows.size());
   Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
   Tensor lse(DType::kF64, {problem.batch, problem.query_heads, row_count});
-  Tensor weights(DType::kF64, {request.weights ? problem.batch : 0, problem.query_heads, row_count,
-                               problem.kv_tokens});
-  Fill(out.view(), 0);
-  Fill(lse.view(), kNotSeen);
-  Fill(weights.view(), 0);
-
+  Tensor weights;
+  if (request.weights) {
+    weights =
+        Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
+  }
+  const auto define_row = [&](int64_t b, int64_t h, int64_t r, Keys* keys) {
+    std::vector<bool> sees, in_maximum;
+    for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+      const bool later = problem.causal && j > rows[r] + problem.causal_offset();
+      sees.push_back(is_token(b, j) && !later);
+      const bool all = options.key_maximum == PerformerOptions::KeyMaximum::kSequence;
+      in_maximum.push_back(is_token(b, j) && (all || !later));
+    }
+    const Row row =
+        RowOf(formula, q.Row(b, h, rows[r]), keys, options.denominator_epsilon, sees, in_maximum);
+    *lse.view().MutableAt<double>(b, h, r) = row.log_sum_exp;
+    double* y = out.view().MutableAt<double>(b, h, r);
+    std::fill_n(y, problem.value_dim, 0.0);
+    for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+      if (request.weights) *weights.view().MutableAt<double>(b, h, r, j) = row.weights[j];
+      if (!sees[j]) continue;
+      const double* value = v.Row(b, h / problem.group(), j);
+      for (int64_t c = 0; c < problem.value_dim; ++c) y[c] += row.weights[j] * value[c];
+    }
+  };
   for (int64_t b = 0; b < problem.batch; ++b) {
     for (int64_t kv_head = 0; kv_head < problem.kv_heads; ++kv_head) {
-      std::vector<Projected> keys;
-      for (int64_t j = 0; j < problem.kv_tokens; ++j)
-        keys.push_back(formula.Project(k.Row(b, kv_head, j)));
-      std::vector<std::vector<double>> phi_k(problem.kv_tokens);
-      double s_of_phi_k = NAN;  // those of phi_k that are there were computed with
-      for (int64_t n = 0; n < problem.group() * row_count; ++n) {
-        const int64_t h = kv_head * problem.group() + n / row_count, r = n % row_count;
-        const auto sees = [&](int64_t j) {
-          return is_token(b, j) && (!problem.causal || j <= rows[r] + problem.causal_offset());
-        };
-        const bool whole_sequence = options.key_maximum == PerformerOptions::KeyMaximum::kSequence;
-        double s = kNotSeen;
-        bool seen = false;
-        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-          seen = seen || sees(j);
-          if (whole_sequence ? is_token(b, j) : sees(j))
-            s = std::max(s, formula.StabiliserOf(keys[j]));
-        }
-        if (!seen) continue;
-        if (s != s_of_phi_k) phi_k.assign(problem.kv_tokens, {});
-        s_of_phi_k = s;
-
-        const Projected query = formula.Project(q.Row(b, h, rows[r]));
-        const double query_s = formula.StabiliserOf(query);
-        const std::vector<double> phi_q = formula.Features(query, query_s);
-        std::vector<double> a(problem.kv_tokens, 0.0);
-        double denominator = 0;
-        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-          if (!sees(j)) continue;
-          if (phi_k[j].empty()) phi_k[j] = formula.Features(keys[j], s);
-          a[j] = Dot(phi_q.data(), phi_k[j].data(), static_cast<int64_t>(phi_q.size()));
-          denominator += a[j];
-        }
-        for (const double feature : phi_q) denominator += options.denominator_epsilon * feature;
-        *lse.view().MutableAt<double>(b, h, r) = std::log(denominator) + query_s + s;
-        if (denominator == 0) continue;
-        double* y = out.view().MutableAt<double>(b, h, r);
-        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-          if (!sees(j)) continue;
-          const double weight = a[j] / denominator;
-          for (int64_t c = 0; c < problem.value_dim; ++c) y[c] += weight * v.Row(b, kv_head, j)[c];
-          if (request.weights) *weights.view().MutableAt<double>(b, h, r, j) = weight;
+      Keys keys(formula, k, b, kv_head, problem.kv_tokens);
+      for (int64_t g = 0; g < problem.group(); ++g) {
+        for (int64_t r = 0; r < row_count; ++r) {
+          define_row(b, kv_head * problem.group() + g, r, &keys);
         }
       }
     }

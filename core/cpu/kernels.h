@@ -44,8 +44,9 @@ struct Ramp {
 // [projections][stride] holds the projections p_r of token c, and then its features; what the
 // exponents are relative to goes to `max`:
 //   kExp      max = max_r p_r     values[r] = exp(p_r - max)
-//   kExpPair  max = max_r |p_r|   values[r] = exp(p_r - max), values[projections + r] = exp(-p_r -
-//   max) kRelu     max = 0             values[r] = max(p_r, 0)
+//   kExpPair  max = max_r |p_r|   values[r] = exp(p_r - max)
+//                                 values[projections + r] = exp(-p_r - max)
+//   kRelu     max = 0             values[r] = max(p_r, 0)
 // sum[c] is the sum of the token's features and dot[c] their product with `weights`, where that is
 // not null. NaN projections give NaN features.
 enum class Feature : uint8_t { kExp, kExpPair, kRelu };
@@ -64,8 +65,8 @@ struct FeatureSums {
 
 // Turns products of query and key features into weights: row r sees its first visible[r] columns,
 // with
-//   scores[r][c] = exp(decay[c] - shift[r]) (product[r] scores[r][c] + key[r] total[c]) +
-//   constant[r] seen[c]
+//   scores[r][c] = exp(decay[c] - shift[r]) (product[r] scores[r][c] + key[r] total[c])
+//                  + constant[r] seen[c]
 // and 0 in the others, whatever stood there; sum[r] = sum_c scores[r][c].
 struct PairWeights {
   const float* decay;  // per column

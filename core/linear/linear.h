@@ -34,9 +34,10 @@
 // keys' stabiliser and s that of query i,
 //
 //   a_ij / c^2 = sum_r (exp(lambda_i - s) F_ir + epsilon) (exp(rho_j - S) E_jr + epsilon)
-//              = exp(lambda_i - s) exp(rho_j - S) F_i . E_j  +  exp(lambda_i - s) epsilon sum_r
-//              F_ir
-//              + epsilon exp(rho_j - S) sum_r E_jr           +  epsilon^2 m
+//              = exp(lambda_i - s) exp(rho_j - S) F_i . E_j
+//                + exp(lambda_i - s) epsilon sum_r F_ir
+//                + epsilon exp(rho_j - S) sum_r E_jr
+//                + epsilon^2 m
 //
 // So the sums over keys are kept apart: of exp(rho_j - R) E_j (v_j, 1), of v_j and 1, and of
 // exp(rho_j - R) (sum_r E_jr) (v_j, 1), where the reference R is the running maximum of rho_j (not
@@ -52,9 +53,9 @@
 // of row i depends on a later key, so causality holds bit by bit; chunk edges change nothing but
 // the order of additions.
 //
-// FLOPs, for features m and W of r rows: 2 r head_dim a token and head to project queries and keys,
-// 2 m (value_dim + 1) to add a key and as much to read a query; causal adds 64 (m + value_dim) a
-// query. State: m (value_dim + 1) floats a head.
+// FLOPs, for m features and r rows of W: 2 r head_dim a token and head to project queries and keys,
+// 2 m (value_dim + 1) to add a key and as much to read for a query; causal adds some 90 (m +
+// value_dim) a query for the pairs within its chunk. Decoding keeps m (value_dim + 1) floats a head.
 #ifndef TFB_CORE_LINEAR_LINEAR_H_
 #define TFB_CORE_LINEAR_LINEAR_H_
 
@@ -80,13 +81,11 @@ struct FeatureMap {
   Feature feature = Feature::kExp;
   KeyStabiliser stabiliser = KeyStabiliser::kRunning;
   int64_t projections = 0;  // rows of W
-  bool per_head =
-      false;  // W is [kv_heads, projections, head_dim] instead of [projections, head_dim]
+  bool per_head = false;    // W is [kv_heads, projections, head_dim], not [projections, head_dim]
   float input_scale = 1;
-  double constant = 1;  // c
-  double epsilon = 0;   // added to each feature
-  double denominator_epsilon =
-      0;  // d, added to each entry of the sum of key features, in D_i alone
+  double constant = 1;             // c
+  double epsilon = 0;              // added to each feature
+  double denominator_epsilon = 0;  // d, added to each entry of the sum of key features, for D_i
   // |D_i| below it is raised to it, keeping the sign. kRelu alone: sums of exponentials are
   // relative to s.
   double denominator_floor = 0;

@@ -10,9 +10,8 @@
 //   project queries   as keys                              1.05 M FMA
 //   read the sums     F^T [64 x 256] A [256 x 64]          1.05 M FMA
 //   exponentials      2 x 16 K
-//   causal            F^T [64 x 256] E [256 x 64] and weights [64 x 64] V [64 x 64], 1.3 M FMA,
-//   less what lies right of the
-//                     diagonal
+//   causal            F^T [64 x 256] E [256 x 64]          1.05 M FMA, less what is right of the
+//                     weights [64 x 64] V [64 x 64]        0.26 M FMA  diagonal
 //
 // What it touches (W, E, F, A: 64 KiB each) stays in a 1 MiB L2.
 //
@@ -23,223 +22,23 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
 #include "core/flash/rows.h"
 #include "core/linear/linear.h"
+#include "core/linear/linear_memory.h"
 #include "core/workspace.h"
 
 namespace tfb {
+namespace linear_cpu {
 namespace {
 
-constexpr int64_t kChunk = kLinearChunk;
-constexpr int64_t kDepthBlock = 64;  // rows of B that a GEMM takes at a time
-constexpr int64_t kFewTokens = 4;    // projected one by one: 16 columns would be computed for each
-constexpr int64_t kTaskChunks = 4;   // chunks of queries in a task
-constexpr int64_t kGroupTokens = 512;     // least keys in a task
-constexpr int64_t kWantedTasks = 16;      // that few heads are cut into
-constexpr int64_t kEnoughHeads = 8;       // causal: from here on a task per head
-constexpr int64_t kPrefixSlices = 8;      // tasks of one head's running sums
-constexpr int64_t kSumsBytes = 32 << 20;  // of heads whose sums are held at a time
-constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
-
-int64_t CeilDivide(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
-
-struct Sizes {
-  Sizes(const Problem& p, const FeatureMap& map)
-      : depth(RoundUp(p.head_dim, 4)),
-        value_row(RoundUp(p.value_dim, kColumnQuantum)),
-        projections(map.projections),
-        features(map.features()),
-        normaliser(RoundUp(features, kColumnQuantum)),
-        scaled_sums(features * value_row + normaliser + value_row),
-        state(kColumnQuantum + scaled_sums + value_row) {}
-  int64_t depth;  // transposed four channels at a time
-  int64_t value_row;
-  int64_t projections;
-  int64_t features;
-  int64_t normaliser;
-  int64_t scaled_sums;
-  int64_t state;  // floats
-};
-
-// The sums over the keys of one head so far. Matrices of value_row columns are in panels of 64
-// columns.
-class Sums {
- public:
-  struct Header {
-    double tokens;         // keys that are tokens
-    float reference;       // R = max_j rho_j; -inf without any
-    float maximum;         // max_j M_j
-    float scaled_feature;  // sum_j exp(rho_j - R) sum_r E_jr
-  };
-  static_assert(sizeof(Header) <= kColumnQuantum * sizeof(float));
-
-  Sums(const Sizes& sizes, float* memory) : sizes_(&sizes), memory_(memory) {}
-
-  void Reset() const {
-    std::fill_n(memory_, sizes_->state, 0.0f);
-    header() = {0, kNegativeInfinity, kNegativeInfinity, 0};
-  }
-  Sums Next(int64_t count) const { return Sums(*sizes_, memory_ + count * sizes_->state); }
-  Header& header() const { return *reinterpret_cast<Header*>(memory_); }
-  // What has the factor exp(-R): the next three.
-  float* scaled() const { return memory_ + kColumnQuantum; }
-  // sum_j exp(rho_j - R) E_jr v_j: [features][value_row]
-  float* products() const { return scaled(); }
-  // sum_j exp(rho_j - R) E_jr: [features]
-  float* normaliser() const { return products() + sizes_->features * sizes_->value_row; }
-  // sum_j exp(rho_j - R) (sum_r E_jr) v_j: [value_row]
-  float* scaled_values() const { return normaliser() + sizes_->normaliser; }
-  // sum_j v_j: [value_row]
-  float* values() const { return scaled() + sizes_->scaled_sums; }
-
- private:
-  const Sizes* sizes_;
-  float* memory_;
-};
-
-// Factors of two sums at references a and b that bring them to the larger reference.
-struct Rescale {
-  Rescale(float a, float b) : reference(b > a ? b : a) {
-    first = Factor(a);
-    second = Factor(b);
-  }
-  float Factor(float from) const {
-    if (from == reference) return 1;
-    return from == kNegativeInfinity ? 0 : std::exp(from - reference);
-  }
-  float reference;
-  float first;
-  float second;
-};
-
-// The features of up to 64 tokens and what they are relative to: exp(w_r . x) = features[r]
-// exp(max).
-struct Tokens {
-  float* features;  // [features][64]
-  float max[kChunk];
-  float half_square[kChunk];  // |x|^2 / 2
-  float total[kChunk];        // sum of the features
-  float dot[kChunk];          // product with the normaliser, of queries
-};
-
-struct Keys {
-  Tokens tokens;
-  float* values;                    // [64][value_row] in panels of 64 columns
-  float log_scale[kChunk];          // rho_j; -inf for padding
-  float seen[kChunk];               // 1 for a token, 0 for padding
-  float running_reference[kChunk];  // R and max M over the keys before and up to this one
-  float running_maximum[kChunk];
-  int64_t count;
-  int64_t seen_count;
-  bool finite;  // all values are
-};
-
-// What one thread needs for one task.
-struct Scratch {
-  Keys keys;
-  Tokens queries;
-  float* rows;           // [64][depth], or value_row
-  float* columns;        // [depth][64]
-  float* scaled_values;  // [64][value_row] in panels
-  float* output;         // [64][value_row] in panels
-  float* weights;        // [64][64]
-  // Per row of queries.
-  float reference[kChunk];    // R over the keys that the row sees
-  float shift[kChunk];        // R, 0 where there is none
-  float key_maximum[kChunk];  // their S
-  float product[kChunk];      // factors of the four terms, see linear.h
-  float key[kChunk];
-  float constant[kChunk];
-  float carry[kChunk];   // exp(reference of the sums - reference)
-  float excess[kChunk];  // logarithm of what the four terms were divided by, less lambda_i - s and
-                         // R - S
-  float denominator[kChunk];
-  float sum[kChunk];
-  float exponent[4][kChunk];
-  int32_t visible[kChunk];  // keys of the chunk that the row sees
-};
-
-// How a call is cut into tasks: by its sizes alone.
-struct Plan {
-  Plan(const Problem& p, const Sizes& sizes) {
-    heads = p.batch * p.kv_heads;
-    chunks = CeilDivide(p.kv_tokens, kChunk);
-    if (p.causal) {
-      stepped = heads < kEnoughHeads && chunks > 1;
-      step_chunks =
-          stepped ? std::min(chunks, CeilDivide(kWantedTasks, std::max<int64_t>(heads, 1))) : 1;
-      return;
-    }
-    const int64_t most = std::max<int64_t>(CeilDivide(p.kv_tokens, kGroupTokens), 1);
-    groups = std::clamp<int64_t>(CeilDivide(kWantedTasks, std::max<int64_t>(heads, 1)), 1, most);
-    const int64_t head_bytes = groups * sizes.state * static_cast<int64_t>(sizeof(float));
-    held_heads = std::clamp<int64_t>(kSumsBytes / head_bytes, 1, std::max<int64_t>(heads, 1));
-  }
-  int64_t heads;   // key-value heads of all batches
-  int64_t chunks;  // of keys
-  // Not causal.
-  int64_t groups = 1;      // of keys, each summed by one task
-  int64_t held_heads = 1;  // whose sums are held at a time
-  // Causal.
-  bool stepped = false;     // several chunks of a head at once
-  int64_t step_chunks = 1;  // of each head
-};
-
-struct Memory {
-  float* states;  // not causal: [held_heads][groups]; causal: [heads] if stepped, else [threads]
-  float* chunk_states;      // [heads][step_chunks]
-  Keys* chunk_keys;         // [heads][step_chunks]
-  float* sequence_maximum;  // [heads]
-  Scratch* scratch;         // [threads]
-};
-
-Keys LayOutKeys(const Sizes& sizes, Workspace& workspace) {
-  Keys keys;
-  keys.tokens.features = workspace.Take<float>(sizes.features * kChunk);
-  keys.values = workspace.Take<float>(sizes.value_row * kChunk);
-  return keys;
-}
-
-// `has_states`: a causal call that starts from sums which the caller keeps needs none of its own.
-Memory LayOut(const Problem& p, const Sizes& sizes, const Plan& plan, bool has_states, int threads,
-              Workspace& workspace) {
-  Memory memory;
-  const int64_t causal_states = has_states ? 0 : plan.stepped ? plan.heads : threads;
-  memory.states = workspace.Take<float>((p.causal ? causal_states : plan.held_heads * plan.groups) *
-                                        sizes.state);
-  const int64_t slots = plan.stepped ? plan.heads * plan.step_chunks : 0;
-  memory.chunk_states = workspace.Take<float>(slots * sizes.state);
-  memory.chunk_keys = workspace.Take<Keys>(slots);
-  for (int64_t s = 0; s < slots; ++s) {
-    const Keys keys = LayOutKeys(sizes, workspace);
-    if (memory.chunk_keys != nullptr) memory.chunk_keys[s] = keys;
-  }
-  memory.sequence_maximum = workspace.Take<float>(plan.heads);
-  memory.scratch = workspace.Take<Scratch>(threads);
-  for (int t = 0; t < threads; ++t) {
-    const Keys keys = LayOutKeys(sizes, workspace);
-    float* features = workspace.Take<float>(sizes.features * kChunk);
-    float* rows = workspace.Take<float>(std::max(sizes.depth, sizes.value_row) * kChunk);
-    float* columns = workspace.Take<float>(sizes.depth * kChunk);
-    float* scaled_values = workspace.Take<float>(sizes.value_row * kChunk);
-    float* output = workspace.Take<float>(sizes.value_row * kChunk);
-    float* weights = workspace.Take<float>(kChunk * kChunk);
-    if (memory.scratch == nullptr) continue;
-    Scratch& scratch = memory.scratch[t];
-    scratch.keys = keys;
-    scratch.queries.features = features;
-    scratch.rows = rows;
-    scratch.columns = columns;
-    scratch.scaled_values = scaled_values;
-    scratch.output = output;
-    scratch.weights = weights;
-  }
-  return memory;
-}
+constexpr int64_t kDepthBlock = 64;   // rows of B that a GEMM takes at a time
+constexpr int64_t kFewTokens = 4;     // taken one by one
+constexpr int64_t kTaskChunks = 4;    // chunks of queries in a task
+constexpr int64_t kPrefixSlices = 8;  // tasks of one head's running sums
+constexpr int64_t kPairRows = 24;     // of a chunk's triangle at a time: 4 of the GEMM's 6 rows
 
 // The whole call: fixed while its tasks run.
 class LinearRun {
@@ -503,41 +302,61 @@ class LinearRun {
     const float* w =
         call_.w.At<float>() + (map_.per_head ? kv_head * sizes_.projections * head_dim : 0);
     if (count <= kFewTokens) {
-      ProjectFew(w, count, lanes, tokens, scratch);
-    } else {
-      std::memset(scratch.rows + count * sizes_.depth, 0,
-                  (kChunk - count) * sizes_.depth * sizeof(float));
-      kernels_.transpose64(scratch.rows, sizes_.depth, sizes_.depth, scratch.columns);
-      float* half_square = tokens.half_square;
-      std::fill_n(half_square, kChunk, 0.0f);
-      for (int64_t c = 0; c < head_dim; ++c) {
-        float* column = scratch.columns + c * kChunk;
-        for (int64_t t = 0; t < kChunk; ++t) {
-          column[t] *= map_.input_scale;
-          half_square[t] += 0.5f * column[t] * column[t];
-        }
-      }
-      kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
-                    tokens.features, kChunk, false);
+      for (int64_t t = 0; t < count; ++t) OneTokensFeatures(w, t, normaliser, tokens, scratch);
+      return;
     }
+    std::memset(scratch.rows + count * sizes_.depth, 0,
+                (kChunk - count) * sizes_.depth * sizeof(float));
+    kernels_.transpose64(scratch.rows, sizes_.depth, sizes_.depth, scratch.columns);
+    float* half_square = tokens.half_square;
+    std::fill_n(half_square, kChunk, 0.0f);
+    for (int64_t c = 0; c < head_dim; ++c) {
+      float* column = scratch.columns + c * kChunk;
+      for (int64_t t = 0; t < kChunk; ++t) {
+        column[t] *= map_.input_scale;
+        half_square[t] += 0.5f * column[t] * column[t];
+      }
+    }
+    kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
+                  tokens.features, kChunk, false);
     kernels_.features(map_.feature, {tokens.features, kChunk, sizes_.projections, lanes},
                       {tokens.max, tokens.total, normaliser, tokens.dot});
   }
 
-  void ProjectFew(const float* w, int64_t count, int64_t lanes, Tokens& tokens,
-                  Scratch& scratch) const {
-    for (int64_t r = 0; r < sizes_.projections; ++r)
-      std::fill_n(tokens.features + r * kChunk, lanes, 0.0f);
-    std::fill_n(tokens.half_square, lanes, 0.0f);
-    for (int64_t t = 0; t < count; ++t) {
-      float* row = scratch.rows + t * sizes_.depth;
-      for (int64_t c = 0; c < problem_.head_dim; ++c) {
-        row[c] *= map_.input_scale;
-        tokens.half_square[t] += 0.5f * row[c] * row[c];
-      }
-      kernels_.matrix_vector(sizes_.projections, problem_.head_dim, w, problem_.head_dim, row,
-                             tokens.features + t, kChunk, false);
+  // The same for token t alone, with its features side by side: of a vector of tokens all but one
+  // would be computed in vain.
+  void OneTokensFeatures(const float* w, int64_t t, const float* normaliser, Tokens& tokens,
+                         Scratch& scratch) const {
+    float* row = scratch.rows + t * sizes_.depth;
+    tokens.half_square[t] = 0;
+    for (int64_t c = 0; c < problem_.head_dim; ++c) {
+      row[c] *= map_.input_scale;
+      tokens.half_square[t] += 0.5f * row[c] * row[c];
     }
+    float* features = scratch.token_features;
+    kernels_.matrix_vector(sizes_.projections, problem_.head_dim, w, problem_.head_dim, row,
+                           features, 1, false);
+    if (exponential_) {
+      for (int64_t r = sizes_.projections; r < sizes_.features; ++r) {
+        features[r] = -features[r - sizes_.projections];
+      }
+      std::fill(features + sizes_.features, features + sizes_.normaliser, kNegativeInfinity);
+      float unused;
+      tokens.max[t] = kNegativeInfinity;
+      tokens.total[t] = 0;
+      kernels_.softmax({features, 0, 1, sizes_.normaliser},
+                       {tokens.max + t, tokens.total + t, &unused}, nullptr);
+    } else {
+      tokens.max[t] = tokens.total[t] = 0;
+      for (int64_t r = 0; r < sizes_.features; ++r) {
+        if (features[r] < 0) features[r] = 0;
+        tokens.total[t] += features[r];
+      }
+    }
+    if (normaliser != nullptr) {
+      kernels_.matrix_vector(1, sizes_.features, features, 0, normaliser, tokens.dot + t, 1, false);
+    }
+    for (int64_t r = 0; r < sizes_.features; ++r) tokens.features[r * kChunk + t] = features[r];
   }
 
   // Features of rows of queries, and the factors of the four terms against scratch.reference and
@@ -551,7 +370,9 @@ class LinearRun {
       std::fill_n(scratch.product, kChunk, 1.0f);
       std::fill_n(scratch.key, kChunk, 0.0f);
       std::fill_n(scratch.constant, kChunk, 0.0f);
-      std::fill_n(scratch.excess, kChunk, 0.0f);
+      for (int64_t t = 0; t < rows; ++t) {
+        scratch.log_scale[t] = LogScale(scratch.queries, t) + scratch.reference[t];
+      }
     } else {
       ComputeFactors(rows, scratch);
     }
@@ -568,16 +389,15 @@ class LinearRun {
     kernels_.exp({scratch.carry, 0, 1, RoundUp(rows, kColumnQuantum)}, &no_shift);
   }
 
+  bool IsStabilised() const { return exponential_ && map_.stabiliser != KeyStabiliser::kNone; }
+
   // The logarithms of the two scales of row t: exp(lambda_i - s) and exp(R - S).
   float QueryScale(const Scratch& scratch, int64_t t) const {
-    if (!exponential_) return 0;
-    return map_.stabiliser == KeyStabiliser::kNone ? LogScale(scratch.queries, t)
-                                                   : -scratch.queries.half_square[t];
+    return IsStabilised() ? -scratch.queries.half_square[t] : LogScale(scratch.queries, t);
   }
   float KeyScale(const Scratch& scratch, int64_t t) const {
     const float reference = scratch.reference[t];
-    if (!exponential_ || map_.stabiliser == KeyStabiliser::kNone || reference == kNegativeInfinity)
-      return reference;
+    if (!IsStabilised() || reference == kNegativeInfinity) return reference;
     return reference - scratch.key_maximum[t];
   }
 
@@ -591,7 +411,9 @@ class LinearRun {
       scratch.exponent[1][t] = log_epsilon_ - largest_query;
       scratch.exponent[2][t] = key - largest_key;
       scratch.exponent[3][t] = log_epsilon_ - largest_key;
-      scratch.excess[t] = -scratch.exponent[0][t] - scratch.exponent[2][t];
+      // Not by way of lambda_i and R, in which large halves of squares would cancel.
+      scratch.log_scale[t] = largest_query + largest_key;
+      if (IsStabilised()) scratch.log_scale[t] += scratch.queries.max[t] + scratch.key_maximum[t];
     }
     const float no_shift[4] = {};
     kernels_.exp({scratch.exponent[0], kChunk, 4, lanes}, no_shift);
@@ -623,8 +445,8 @@ class LinearRun {
                       output, width, r > 0);
       }
       for (int64_t t = 0; t < rows; ++t) {
-        const float product = scratch.carry[t] * scratch.product[t],
-                    key = scratch.carry[t] * scratch.key[t];
+        const float product = scratch.carry[t] * scratch.product[t];
+        const float key = scratch.carry[t] * scratch.key[t];
         float* row = output + t * width;
         if (epsilon_ == 0) {
           for (int64_t c = 0; c < width; ++c) row[c] *= product;
@@ -647,9 +469,8 @@ class LinearRun {
   // diagonal is left out.
   void AddPairs(int64_t rows, const Keys& keys, Scratch& scratch) const {
     for (int64_t t = 0; t < rows; ++t) scratch.shift[t] = Shift(scratch.reference[t]);
-    const int64_t block =
-        keys.finite ? kPairRows
-                    : 1;  // a hidden value that is not finite must not meet its weight of 0
+    // A hidden value that is not finite must not meet its weight of 0.
+    const int64_t block = keys.finite ? kPairRows : 1;
     for (int64_t first = 0; first < rows; first += block) {
       const int64_t count = std::min(block, rows - first);
       const int64_t depth = scratch.visible[first + count - 1];
@@ -719,17 +540,14 @@ class LinearRun {
 
   float LogSumExp(int64_t t, float denominator, const Scratch& scratch) const {
     if (scratch.reference[t] == kNegativeInfinity && denominator == 0) return kNegativeInfinity;
-    return static_cast<float>(std::log(static_cast<double>(denominator)) +
-                              LogScale(scratch.queries, t) + scratch.reference[t] +
-                              scratch.excess[t] + 2 * std::log(map_.constant));
+    return static_cast<float>(std::log(static_cast<double>(denominator)) + scratch.log_scale[t] +
+                              2 * std::log(map_.constant));
   }
 
   void Store(int64_t b, int64_t h, int64_t i, const float* row, float log_sum_exp) const {
     StoreRow(row, problem_.value_dim, call_.out, call_.out.Offset(b, h, i), call_.out.stride(3));
     if (!call_.log_sum_exp.empty()) *call_.log_sum_exp.MutableAt<float>(b, h, i) = log_sum_exp;
   }
-
-  static constexpr int64_t kPairRows = 24;  // 4 of the GEMM kernel's 6 rows
 
   const Problem& problem_;
   const LinearCall& call_;
@@ -854,12 +672,6 @@ absl::Status CheckCall(const Problem& problem, const LinearCall& call) {
   return absl::OkStatus();
 }
 
-size_t MeasureWorkspace(const Problem& problem, const Sizes& sizes, int threads) {
-  const Plan plan(problem, sizes);
-  return Workspace::Measure(
-      [&](Workspace& workspace) { LayOut(problem, sizes, plan, false, threads, workspace); });
-}
-
 // `states` is null, or what a causal problem starts from.
 absl::Status Run(const Problem& problem, const LinearCall& call, float* states,
                  const Execution& execution) {
@@ -893,24 +705,29 @@ Problem SegmentOf(const Problem& problem, int64_t tokens) {
 }
 
 }  // namespace
+}  // namespace linear_cpu
 
 size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads) {
-  return MeasureWorkspace(problem, Sizes(problem, map), threads);
+  const linear_cpu::Sizes sizes(problem, map);
+  const linear_cpu::Plan plan(problem, sizes);
+  return Workspace::Measure([&](Workspace& workspace) {
+    linear_cpu::LayOut(problem, sizes, plan, false, threads, workspace);
+  });
 }
 
 absl::Status LinearCpu(const Problem& problem, const LinearCall& call, const Execution& execution) {
-  return Run(problem, call, nullptr, execution);
+  return linear_cpu::Run(problem, call, nullptr, execution);
 }
 
 size_t LinearStateBytes(const Problem& problem, const FeatureMap& map) {
-  return problem.batch * problem.kv_heads * Sizes(problem, map).state * sizeof(float);
+  return problem.batch * problem.kv_heads * linear_cpu::Sizes(problem, map).state * sizeof(float);
 }
 
 void LinearReset(const Problem& problem, const FeatureMap& map, absl::Span<std::byte> state) {
-  const Sizes sizes(problem, map);
+  const linear_cpu::Sizes sizes(problem, map);
   float* sums = reinterpret_cast<float*>(state.data());
   for (int64_t head = 0; head < problem.batch * problem.kv_heads; ++head) {
-    Sums(sizes, sums + head * sizes.state).Reset();
+    linear_cpu::Sums(sizes, sums + head * sizes.state).Reset();
   }
 }
 
@@ -920,7 +737,8 @@ absl::Status LinearAppend(const Problem& problem, int64_t tokens, const LinearCa
     return absl::InvalidArgumentError(
         "the keys' maximum over the whole sequence is not known while tokens are appended");
   }
-  return Run(SegmentOf(problem, tokens), call, reinterpret_cast<float*>(state.data()), execution);
+  return linear_cpu::Run(linear_cpu::SegmentOf(problem, tokens), call,
+                         reinterpret_cast<float*>(state.data()), execution);
 }
 
 }  // namespace tfb

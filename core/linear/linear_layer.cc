@@ -8,6 +8,8 @@
 #include <string>
 #include <utility>
 
+#include "core/status.h"
+
 namespace tfb {
 namespace {
 
@@ -105,14 +107,13 @@ class LinearLayer : public Base {
 
 class LinearStreamingLayer : public LinearLayer<StreamingLayer> {
  public:
-  LinearStreamingLayer(const FeatureMap& map, DrawMatrix draw, bool redraw, const Problem& problem,
-                       const std::vector<TensorSpec>& inputs,
+  // `state` has LinearStateBytes; Setup, which comes before the first Append, resets it.
+  LinearStreamingLayer(const FeatureMap& map, DrawMatrix draw, bool redraw, Tensor state,
+                       const Problem& problem, const std::vector<TensorSpec>& inputs,
                        const std::vector<TensorSpec>& outputs)
       : LinearLayer(map, std::move(draw), redraw, problem, inputs, outputs, OfSegment(inputs),
                     OfSegment(outputs), std::max<int64_t>(problem.kv_tokens, 1)),
-        state_(DType::kU8, {static_cast<int64_t>(LinearStateBytes(problem, map))}) {
-    LinearReset(problem, map, state());
-  }
+        state_(std::move(state)) {}
 
   absl::Status Reset() override {
     LinearReset(problem(), map(), state());
@@ -138,12 +139,20 @@ class LinearStreamingLayer : public LinearLayer<StreamingLayer> {
 
 }  // namespace
 
-std::unique_ptr<Layer> MakeLinearLayer(const Problem& problem, std::vector<TensorSpec> inputs,
-                                       std::vector<TensorSpec> outputs, const FeatureMap& map,
-                                       DrawMatrix draw, bool redraw) {
+absl::StatusOr<std::unique_ptr<Layer>> MakeLinearLayer(const Problem& problem,
+                                                       std::vector<TensorSpec> inputs,
+                                                       std::vector<TensorSpec> outputs,
+                                                       const FeatureMap& map, DrawMatrix draw,
+                                                       bool redraw) {
   if (problem.causal && map.stabiliser != KeyStabiliser::kSequence) {
-    return std::make_unique<LinearStreamingLayer>(map, std::move(draw), redraw, problem, inputs,
-                                                  outputs);
+    Problem head = problem;
+    head.batch = head.kv_heads = 1;
+    TFB_ASSIGN_OR_RETURN(
+        Tensor state,
+        Tensor::Allocate(DType::kU8, Shape{problem.batch, problem.kv_heads,
+                                           static_cast<int64_t>(LinearStateBytes(head, map))}));
+    return std::make_unique<LinearStreamingLayer>(map, std::move(draw), redraw, std::move(state),
+                                                  problem, inputs, outputs);
   }
   return std::make_unique<LinearLayer<Layer>>(map, std::move(draw), redraw, problem,
                                               std::move(inputs), std::move(outputs));

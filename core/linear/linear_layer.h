@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "core/linear/linear.h"
 #include "core/technique.h"
 
@@ -27,11 +28,15 @@ using DrawMatrix = std::function<Tensor(int64_t setups)>;
 // and what is kept is LinearStateBytes, whatever the number of tokens. Those whose map needs the
 // maximum of the whole sequence do not. Setup resets the stream.
 //
+// ResourceExhausted: no memory for that state.
+//
 // Statistics: "state_bytes", the sums of all heads; after a Run also "rows_without_weight", the
 // share of query rows that see a key and whose denominator was 0 or below the map's floor.
-std::unique_ptr<Layer> MakeLinearLayer(const Problem& problem, std::vector<TensorSpec> inputs,
-                                       std::vector<TensorSpec> outputs, const FeatureMap& map,
-                                       DrawMatrix draw, bool redraw);
+absl::StatusOr<std::unique_ptr<Layer>> MakeLinearLayer(const Problem& problem,
+                                                       std::vector<TensorSpec> inputs,
+                                                       std::vector<TensorSpec> outputs,
+                                                       const FeatureMap& map, DrawMatrix draw,
+                                                       bool redraw);
 
 // FLOPs of one run, a multiply-add counting 2 and exponentials none, with m features and r rows of
 // W:

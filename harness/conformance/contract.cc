@@ -17,6 +17,29 @@
 namespace tfb::conformance {
 namespace {
 
+// Other parameters than the seed's, where the seed draws any: three quarters of each.
+NamedTensors Smaller(const NamedTensors& parameters) {
+  NamedTensors smaller = Copies(parameters);
+  for (auto& [name, tensor] : smaller) {
+    if (!IsFloating(tensor.dtype())) continue;
+    for (int64_t i = 0; i < tensor.num_elements(); ++i) {
+      tensor.view().Set(i, 0.75 * tensor.view().Get(i));
+    }
+  }
+  return smaller;
+}
+
+// Parameters that a technique computes instead of drawing are replaced like any others.
+void ChangedParametersChangeTheLayer(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  if (trial->layer().parameters().empty()) return Skip("the technique has no parameters");
+  const NamedTensors smaller = Smaller(trial->layer().parameters());
+  const absl::Status set = trial->layer().SetParameters(smaller);
+  ASSERT_TRUE(set.ok()) << set;
+  trial->ExpectRunMatchesDefinition();
+}
+
 // A layer given another's parameters, by way of a file, is that other layer.
 void ParametersMakeTheLayer(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem, kSeed);
@@ -210,6 +233,7 @@ void ADefinitionOfSomeRowsIsPartOfTheWhole(const Subject& subject, const Problem
 std::vector<Case> ContractCases() {
   return {
       {"ParametersMakeTheLayer", "", UsualBoth(), ParametersMakeTheLayer},
+      {"ChangedParametersChangeTheLayer", "", UsualBoth(), ChangedParametersChangeTheLayer},
       {"WrongParametersAreRefused", "", UsualBoth(), WrongParametersAreRefused},
       {"FlopsAreThoseOfTheKeptPairs", "", UsualBoth(), FlopsAreThoseOfTheKeptPairs},
       {"BytesAreThoseOfTheTensors", "", UsualBoth(), BytesAreThoseOfTheTensors},

@@ -85,6 +85,9 @@ void OffsetsBeyond31Bits(const Subject& subject, const Problem& problem) {
 }
 
 void ManyBatchesAndHeads(const Subject& subject, const Problem& problem) {
+  if (problem.query_heads > 1000 && subject.technique->info().input_kind != InputKind::kQkv) {
+    return Skip("the projections of so many heads would fill the memory");
+  }
   if (const auto trial = Trial::Make(subject, problem)) trial->ExpectRunMatchesDefinition();
 }
 

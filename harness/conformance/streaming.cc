@@ -141,9 +141,10 @@ void ASequenceInSegmentsIsTheWhole(const Subject& subject, const Problem& proble
   const int64_t longest = stream->layer().max_segment_tokens();
   const std::vector<std::vector<int64_t>> splits = {{1},     {16},       {64},     {1, 63, 65},
                                                     {63, 1}, {7, 30, 2}, {longest}};
+  const int64_t only = stream->layer().split_tokens();
   int appended = 0;
   for (std::vector<int64_t> split : splits) {
-    for (int64_t& size : split) size = std::min(size, longest);
+    for (int64_t& size : split) size = std::min(only > 0 ? only : size, longest);
     SCOPED_TRACE(absl::StrCat("segments of ", absl::StrJoin(split, ", ")));
     ASSERT_TRUE(stream->layer().Reset().ok());
     const absl::Status status = stream->AppendAll(split);

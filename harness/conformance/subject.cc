@@ -270,13 +270,13 @@ void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance
     if (found == reference.end()) continue;
     const Tensor& expected = found->second;
     ASSERT_EQ(ShapeString(output.shape()), ShapeString(expected.shape())) << name;
-    double scale = MaxAbs(expected.view());
+    double scale = LargestMagnitude(expected.view());
     double bound = 0;  // of integers
     if (name == "log_sum_exp") {
-      bound = LogSumExpBound(keys, scale);
+      bound = LogSumExpBound(keys, scale) + tolerance.log_sum_exp;
     } else if (IsFloating(output.dtype())) {
       const auto v = inputs_.find("v");
-      if (v != inputs_.end()) scale = std::max(scale, MaxAbs(v->second.view()));
+      if (v != inputs_.end()) scale = std::max(scale, LargestMagnitude(v->second.view()));
       bound = AbsoluteBound(output.dtype(), keys) * scale;
     }
     bound = bound * tolerance.factor + tolerance.absolute;

@@ -88,6 +88,7 @@ struct Tolerance {
   // decide: no fp32 implementation can do better, and where nothing hangs on them it is 0.
   bool conditioned = false;
   double absolute = 0;
+  double log_sum_exp = 0;  // added to the bound of log_sum_exp
 
   static Tolerance Conditioned() {
     Tolerance tolerance;

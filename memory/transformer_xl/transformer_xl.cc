@@ -265,6 +265,9 @@ class TransformerXlLayer : public StreamingLayer {
         reach_{options.memory, options.same_length, max_segment_tokens()},
         segment_(reach_) {}
 
+  // Without same_length the segments decide the mask.
+  int64_t split_tokens() const override { return options_.same_length ? 0 : max_segment_tokens(); }
+
   static int64_t LongestSegment(const Problem& problem, const TransformerXlOptions& options) {
     return std::min(options.segment, std::max<int64_t>(problem.query_tokens, 1));
   }
