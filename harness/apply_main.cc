@@ -136,6 +136,9 @@ absl::StatusOr<Plan> ReadPlan() {
   plan.device = *device;
   const absl::StatusOr<DType> dtype = ParseDType(absl::GetFlag(FLAGS_dtype));
   if (!dtype.ok()) return WithFlag("dtype", dtype.status());
+  Problem wanted;
+  wanted.dtype = *dtype;
+  if (const absl::Status valid = Validate(wanted); !valid.ok()) return WithFlag("dtype", valid);
   if (absl::GetFlag(FLAGS_heads) < 0 || absl::GetFlag(FLAGS_heads) > kMaxTokens) {
     return absl::InvalidArgumentError(
         absl::StrCat("--heads: ", absl::GetFlag(FLAGS_heads), "; allowed are 0 to ", kMaxTokens));
@@ -150,13 +153,11 @@ absl::StatusOr<Plan> ReadPlan() {
   }
   TFB_ASSIGN_OR_RETURN(plan.input, ReadInput());
   // As much as the file has.
-  Problem wanted;
   wanted.batch = wanted.query_tokens = wanted.kv_tokens = kMaxTokens;
   if (absl::GetFlag(FLAGS_heads) > 0) {
     wanted.query_heads = wanted.kv_heads = absl::GetFlag(FLAGS_heads);
   }
   wanted.causal = absl::GetFlag(FLAGS_causal);
-  wanted.dtype = *dtype;
   const absl::StatusOr<Problem> problem =
       FitProblem(plan.input, plan.technique->info().input_kind, wanted);
   if (!problem.ok()) return WithFlag("input", problem.status());
