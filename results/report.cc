@@ -286,7 +286,8 @@ std::string PeakCell(const Analysis& analysis, const Case& result) {
 
 bool ShowsInScaling(const Series& series) {
   return std::any_of(series.cases.begin(), series.cases.end(), [](const Case* result) {
-    return Ran(*result) && result->outcome().timing().segments_size() == 0;
+    const Timing& timing = result->outcome().timing();
+    return Ran(*result) && (timing.run_ns_size() > 0 || timing.segments_size() == 0);
   });
 }
 
