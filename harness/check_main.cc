@@ -1,4 +1,6 @@
 // Holds every technique's errors to their bounds: accuracy alone, without timing.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -165,8 +167,13 @@ absl::StatusOr<int> Check(const CommandLine& line) {
   ThreadPool pool(cases.front().threads);
   ResultSet results;
   results.add_environments()->set_id("check");
+  const bool shows_progress = !verbose && isatty(fileno(stderr)) != 0;
   bool failed = false;
   for (const SweepCase& one : cases) {
+    if (shows_progress) {
+      std::fprintf(stderr, "\r\033[K%d of %zu: %s", results.cases_size() + 1, cases.size(),
+                   CutToWidth(one.ToString(), 60).c_str());
+    }
     Case* record = results.add_cases();
     *record = RecordOf(one, &pool);
     record->set_environment_id("check");
@@ -178,6 +185,7 @@ absl::StatusOr<int> Check(const CommandLine& line) {
       std::fflush(stdout);
     }
   }
+  if (shows_progress) std::fputs("\r\033[K", stderr);
   Print(results);
   return failed ? kExitCheckFailed : kExitDone;
 }
