@@ -143,7 +143,7 @@ Case RecordOf(const SweepCase& one, ThreadPool* pool) {
 void Print(const ResultSet& results) {
   const TextStyle style = StyleFor(fileno(stdout));
   const Analysis analysis(results);
-  for (const Table& table : AccuracyTables(analysis)) {
+  for (const Table& table : AccuracyTables(analysis, /*details=*/false)) {
     std::printf("%s\n", ToTerminal(table, style).c_str());
   }
   for (const OutcomeLine& line : OutcomeLines(analysis)) {
