@@ -317,13 +317,14 @@ void AddPeak(absl::string_view what, double value, absl::string_view unit, int t
 }  // namespace
 
 uint64_t ReadAll(const uint64_t* words, int64_t count) {
-  typedef uint64_t Vector __attribute__((vector_size(64), aligned(8), may_alias));
+  typedef uint64_t Vector __attribute__((vector_size(64)));
+  typedef Vector UnalignedVector __attribute__((aligned(8), may_alias));
   constexpr int64_t kWide = 8, kInFlight = 4;
   Vector sums[kInFlight] = {};
   int64_t i = 0;
   for (; i + kInFlight * kWide <= count; i += kInFlight * kWide) {
     for (int64_t n = 0; n < kInFlight; ++n) {
-      sums[n] += *reinterpret_cast<const Vector*>(words + i + n * kWide);
+      sums[n] += *reinterpret_cast<const UnalignedVector*>(words + i + n * kWide);
     }
   }
   uint64_t sum = 0;
