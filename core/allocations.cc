@@ -1,16 +1,65 @@
 #include "core/allocations.h"
 
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <new>
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define TFB_HAS_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define TFB_HAS_SANITIZER 1
+#endif
+#endif
+
 namespace {
+
 std::atomic<int64_t> count{0};
+
+void CountOne() { count.fetch_add(1, std::memory_order_relaxed); }
+
 }  // namespace
+
+#if defined(__GLIBC__) && !defined(TFB_HAS_SANITIZER)
+
+// By glibc's own names for what is replaced here. Its free takes what they return.
+extern "C" {
+
+void* __libc_malloc(size_t size);
+void* __libc_calloc(size_t count, size_t size);
+void* __libc_realloc(void* memory, size_t size);
+void* __libc_memalign(size_t alignment, size_t size);
+
+void* malloc(size_t size) {
+  CountOne();
+  return __libc_malloc(size);
+}
+void* calloc(size_t elements, size_t size) {
+  CountOne();
+  return __libc_calloc(elements, size);
+}
+void* realloc(void* memory, size_t size) {
+  CountOne();
+  return __libc_realloc(memory, size);
+}
+void* memalign(size_t alignment, size_t size) {
+  CountOne();
+  return __libc_memalign(alignment, size);
+}
+void* aligned_alloc(size_t alignment, size_t size) { return memalign(alignment, size); }
+int posix_memalign(void** memory, size_t alignment, size_t size) {
+  *memory = memalign(alignment, size);
+  return *memory == nullptr ? ENOMEM : 0;
+}
+
+}  // extern "C"
+
+#else
 
 // The forms that the library's others call, or that it calls itself.
 void* operator new(size_t size, const std::nothrow_t&) noexcept {
-  count.fetch_add(1, std::memory_order_relaxed);
+  CountOne();
   return std::malloc(size == 0 ? 1 : size);
 }
 void* operator new(size_t size) {
@@ -19,6 +68,8 @@ void* operator new(size_t size) {
 }
 void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+#endif
 
 namespace tfb {
 

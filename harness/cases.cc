@@ -506,7 +506,11 @@ Case MakeRecord(const SweepCase& sweep_case) {
   technique->set_expected_growth(info.growth);
   const absl::StatusOr<TechniqueSpec> counterpart =
       sweep_case.technique->Counterpart(sweep_case.problem, sweep_case.options);
-  if (counterpart.ok()) technique->set_dense_counterpart(counterpart->technique);
+  if (counterpart.ok()) {
+    technique->set_dense_counterpart(counterpart->technique);
+    technique->mutable_dense_counterpart_options()->insert(counterpart->options.begin(),
+                                                           counterpart->options.end());
+  }
   return record;
 }
 

@@ -255,6 +255,7 @@ TEST_F(CasesTest, RecordsNameEveryOptionAndWhatRenderingNeeds) {
   EXPECT_FALSE(record.technique().options_are_default());
   EXPECT_EQ(record.technique().expected_growth(), 1);
   EXPECT_EQ(record.technique().dense_counterpart(), "dense");
+  EXPECT_TRUE(record.technique().dense_counterpart_options().empty());
 }
 
 TEST_F(CasesTest, TheDenseCounterpartIsAddedOnceBesideEachProblem) {

@@ -179,8 +179,8 @@ double AbsoluteBound(DType dtype, int64_t keys) {
   return Fp32Bound(keys) + (dtype == DType::kF32 ? 0 : HalfBound(dtype));
 }
 
-double RatioBound(DType dtype, double dense_error) {
-  return std::max(2 * dense_error, UnitRoundoff(dtype));
+double RatioBound(DType dtype, double dense_error, double largest_output) {
+  return std::max(2 * dense_error, UnitRoundoff(dtype) * largest_output);
 }
 
 double LogSumExpBound(int64_t keys, double largest_log_sum_exp) {

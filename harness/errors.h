@@ -94,11 +94,12 @@ double HalfBound(DType dtype);
 // The bound for the dtype: Fp32Bound or HalfBound with it.
 double AbsoluteBound(DType dtype, int64_t keys);
 
-// The largest error of a 16-bit implementation where plain dense attention in the same precision
-// has `dense_error` (both max |y - r| / max |v|): twice that, as FlashAttention's tests ask, and
-// never less than one rounding of the output, u, since a small case may be computed exactly by
-// chance.
-double RatioBound(DType dtype, double dense_error);
+// The largest error of a 16-bit implementation where plain dense attention in the same precision has
+// `dense_error`: twice that, as FlashAttention's tests ask. Never less than one rounding of the
+// output, u max |r|: a small case may be computed exactly by chance, and an output that averages
+// fewer values than dense attention's is larger than that, and so are its roundings. All in units
+// of max |v|, `largest_output` too.
+double RatioBound(DType dtype, double dense_error, double largest_output);
 
 // Of log-sum-exp, absolute. It is m + log(sum) with f32 scores: the error of the scores and of the
 // sum as above, Fp32Bound, and three roundings (of the largest score, of its scaled form and of the

@@ -160,8 +160,9 @@ TEST(Errors, BoundsGrowWithTheRootOfTheKeysBeyond16K) {
   EXPECT_DOUBLE_EQ(Fp32Bound(4 * 16384), 4e-5);
   EXPECT_NEAR(AbsoluteBound(DType::kBF16, 512), 2e-2, 1e-3);
   EXPECT_NEAR(AbsoluteBound(DType::kF16, 512), 2.5e-3, 1e-4);
-  EXPECT_DOUBLE_EQ(RatioBound(DType::kF16, 1e-3), 2e-3);
-  EXPECT_DOUBLE_EQ(RatioBound(DType::kF16, 0), std::ldexp(1, -11));
+  EXPECT_DOUBLE_EQ(RatioBound(DType::kF16, 1e-3, 1), 2e-3);
+  EXPECT_DOUBLE_EQ(RatioBound(DType::kF16, 0, 1), std::ldexp(1, -11));
+  EXPECT_DOUBLE_EQ(RatioBound(DType::kF16, 1e-5, 0.5), std::ldexp(1, -12));
 }
 
 }  // namespace

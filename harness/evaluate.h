@@ -53,8 +53,8 @@ struct Accuracy {
   // max |y - r| / max |r| of the further outputs that the definition has, by name.
   std::map<std::string, Bounded> other_errors;
   // 16-bit problems: against_definition.max_abs over that of the dense counterpart's layer in the
-  // same precision against its own definition. The bound is 2, or what one rounding of the output
-  // is over the counterpart's error where that is more: see RatioBound.
+  // same precision against its own definition. The bound is 2, or what one rounding of the largest
+  // output is over the counterpart's error where that is more: see RatioBound.
   std::optional<Bounded> ratio_to_dense_precision;
 
   std::optional<OutputError> against_dense;  // it has no bound: it is what a technique costs

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "results/reader.h"
 
 namespace tfb {
@@ -34,6 +36,16 @@ Case::Key TableKey(Case::Key key) {
   return key;
 }
 
+// Leaves of `key` what the tables that may be shown as one share.
+Case::Key FoldKey(const Case::Key& key) {
+  Case::Key fold = TableKey(key);
+  if (key.purpose() == Case::PURPOSE_ACCURACY) {
+    fold.mutable_input()->clear_layer();
+    fold.mutable_problem()->clear_causal();
+  }
+  return fold;
+}
+
 std::string RowKey(const Case& result) {
   Case::Key key;
   key.set_technique(result.key().technique());
@@ -41,6 +53,25 @@ std::string RowKey(const Case& result) {
   key.set_device(result.key().device());
   key.set_threads(result.key().threads());
   return CaseKey(key);
+}
+
+// The words of the display names of all of `cases` behind the technique: what their options share.
+std::vector<std::string> SharedOptions(const std::vector<const Case*>& cases) {
+  std::vector<std::string> shared;
+  for (const Case* result : cases) {
+    std::vector<std::string> words = absl::StrSplit(DisplayName(*result), ' ');
+    words.erase(words.begin());
+    if (result == cases.front()) {
+      shared = std::move(words);
+      continue;
+    }
+    shared.erase(std::remove_if(shared.begin(), shared.end(),
+                                [&words](const std::string& word) {
+                                  return std::find(words.begin(), words.end(), word) == words.end();
+                                }),
+                 shared.end());
+  }
+  return shared;
 }
 
 bool HasRunTime(const Case& result) { return RunTime(result).has_value(); }
@@ -67,6 +98,15 @@ const Case* Series::longest() const {
   return there.front();
 }
 
+bool StandsBefore(const Series& a, const Series& b) {
+  const auto place = [](const Series& series) {
+    const Case& result = series.first();
+    return std::make_tuple(!series.is_common_baseline, result.technique().family(),
+                           result.key().technique(), series.is_counterpart);
+  };
+  return place(a) < place(b);
+}
+
 Analysis::Analysis(const ResultSet& results) : results_(results), partners_(results) {
   std::set<std::string> seen;
   for (const Environment& environment : results.environments()) {
@@ -76,6 +116,7 @@ Analysis::Analysis(const ResultSet& results) : results_(results), partners_(resu
     if (seen.insert(machine).second) machines_.push_back(&environment);
   }
   SelectCases();
+  FindCounterparts();
   Group();
 }
 
@@ -98,40 +139,96 @@ void Analysis::SelectCases() {
   }
 }
 
+void Analysis::FindCounterparts() {
+  // Rows that share a counterpart lead to the same one of them.
+  std::map<std::string, std::string> leaders;
+  const auto leader = [&leaders](std::string row) {
+    for (auto found = leaders.find(row); found != leaders.end(); found = leaders.find(row)) {
+      row = found->second;
+    }
+    return row;
+  };
+  for (const Case* result : cases_) {
+    const std::string& counterpart = result->technique().dense_counterpart();
+    if (!counterpart.empty() && counterpart != result->key().technique()) {
+      common_baselines_.insert(counterpart);
+    }
+    const Case* dense = DenseOf(*result);
+    if (dense == nullptr || dense == result || dense->technique().options_are_default()) continue;
+    const std::string row = RowKey(*result);
+    if (row == RowKey(*dense)) continue;
+    const auto [place, added] = counterparts_.emplace(dense, row);
+    if (added) continue;
+    const std::string a = leader(place->second);
+    const std::string b = leader(row);
+    if (a != b) leaders[std::max(a, b)] = std::min(a, b);
+  }
+  for (auto& [dense, row] : counterparts_) row = leader(row);
+}
+
+std::string Analysis::RowKeyOf(const Case& result) const {
+  const auto counterpart = counterparts_.find(&result);
+  if (counterpart == counterparts_.end()) return RowKey(result);
+  return absl::StrCat(result.key().technique(), " counterpart of ", counterpart->second);
+}
+
+void Analysis::NameCounterparts(SeriesGroup* group) const {
+  std::map<std::string, int> rows;  // by technique
+  for (const Series& series : group->series) {
+    if (series.is_counterpart) ++rows[series.first().key().technique()];
+  }
+  for (Series& series : group->series) {
+    if (!series.is_counterpart) continue;
+    series.name = series.first().key().technique();
+    if (rows[series.name] > 1) {
+      for (const std::string& option : SharedOptions(series.cases)) {
+        absl::StrAppend(&series.name, " ", option);
+      }
+    }
+    series.name += " (dense counterpart)";
+  }
+}
+
 void Analysis::Group() {
   std::map<std::string, int> group_places;
   std::map<std::string, int> series_places;
   for (const Case* result : cases_) {
     const auto machine = machine_names_.find(result->environment_id());
-    const std::string table =
-        absl::StrCat(CaseKey(TableKey(result->key())), " on ",
-                     machine == machine_names_.end() ? result->environment_id() : machine->second);
+    const std::string& machine_name =
+        machine == machine_names_.end() ? result->environment_id() : machine->second;
+    const std::string table = absl::StrCat(CaseKey(TableKey(result->key())), " on ", machine_name);
     const auto [group_place, new_group] =
         group_places.emplace(table, static_cast<int>(groups_.size()));
     if (new_group) {
       SeriesGroup group;
       group.purpose = result->key().purpose();
       group.environment = &EnvironmentOf(*result);
+      group.fold_key = absl::StrCat(CaseKey(FoldKey(result->key())), " on ", machine_name);
       groups_.push_back(std::move(group));
     }
     SeriesGroup& group = groups_[group_place->second];
     const auto [series_place, new_series] = series_places.emplace(
-        absl::StrCat(table, "\n", RowKey(*result)), static_cast<int>(group.series.size()));
+        absl::StrCat(table, "\n", RowKeyOf(*result)), static_cast<int>(group.series.size()));
     if (new_series) {
       Series series;
       series.name = DisplayName(*result);
-      series.is_baseline = IsBaseline(*result);
+      series.row_key = RowKeyOf(*result);
+      series.is_baseline = true;
+      series.is_counterpart = counterparts_.count(result) > 0;
+      series.is_common_baseline =
+          !series.is_counterpart && common_baselines_.count(result->key().technique()) > 0;
       group.series.push_back(std::move(series));
     }
     Series& series = group.series[series_place->second];
+    series.is_baseline = series.is_baseline && IsBaseline(*result);
     series.cases.push_back(result);
     series.by_tokens[LengthOf(result->key().problem())].push_back(result);
   }
 
   for (size_t g = 0; g < groups_.size(); ++g) {
     SeriesGroup& group = groups_[g];
-    std::stable_partition(group.series.begin(), group.series.end(),
-                          [](const Series& series) { return series.is_baseline; });
+    std::stable_sort(group.series.begin(), group.series.end(), StandsBefore);
+    NameCounterparts(&group);
     std::set<int64_t> lengths;
     for (size_t s = 0; s < group.series.size(); ++s) {
       Finish(&group.series[s]);

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,12 @@ namespace tfb {
 // the seed share a place, and their samples are pooled.
 struct Series {
   std::string name;  // for people: the display name, or technique and options
+  // Technique, options, device and threads: the same in every table.
+  std::string row_key;
+  // Runs with options of its own at each length, only for others to be held against: the
+  // counterparts of the same cases are one row, "near (dense counterpart)".
+  bool is_counterpart = false;
+  bool is_common_baseline = false;  // other techniques are held against it
   std::vector<const Case*> cases;
   std::map<int64_t, std::vector<const Case*>> by_tokens;  // LengthOf(problem)
 
@@ -26,20 +33,27 @@ struct Series {
   std::map<int64_t, MedianInterval> run_ns;
   std::optional<Growth> growth;
   std::optional<Crossover> crossover;  // against dense; absent for a baseline
-  bool is_baseline = false;
+  bool is_baseline = false;            // every case is
 
   // First case at the longest length that has a run time, or null.
   const Case* longest() const;
   const Case& first() const { return *cases.front(); }
 };
 
+// The order of rows: common baselines, then by family and name, a counterpart after its technique.
+// False both ways for rows that differ in options or device: those stay as they are.
+bool StandsBefore(const Series& a, const Series& b);
+
 // The cases of one table: equal in machine, purpose, element type and input; for accuracy in the
 // problem, for scaling in device and in the problem but for its tokens.
 struct SeriesGroup {
   Case::Purpose purpose = Case::PURPOSE_UNSPECIFIED;
-  std::vector<Series> series;    // baselines first, then in the order of the file
+  std::vector<Series> series;    // by StandsBefore, then in the order of the file
   std::vector<int64_t> lengths;  // ascending
   const Environment* environment = nullptr;
+  // Equal for the groups that one table may hold together: those of accuracy that differ in nothing
+  // but the layer of the input and the mask.
+  std::string fold_key;
   const Case& first() const { return series.front().first(); }
 };
 
@@ -68,7 +82,10 @@ class Analysis {
 
  private:
   void SelectCases();
+  void FindCounterparts();
+  std::string RowKeyOf(const Case& result) const;
   void Group();
+  void NameCounterparts(SeriesGroup* group) const;
   void Finish(Series* series) const;
 
   const ResultSet& results_;
@@ -79,6 +96,10 @@ class Analysis {
   std::vector<const Environment*> machines_;
   std::vector<const Case*> cases_;
   int64_t superseded_cases_ = 0;
+  // For each case that is only there for others, the row of one of those that are held against it
+  // or against another counterpart of theirs.
+  std::map<const Case*, std::string> counterparts_;
+  std::set<std::string> common_baselines_;  // techniques
   std::vector<SeriesGroup> groups_;
   std::map<const Case*, std::pair<int, int>> places_;  // group and series
 };

@@ -150,7 +150,10 @@ Fields TechniqueFields(const Case& result) {
           {"input_kind", Value::Text(Name(technique.input_kind()))},
           {"weights", Value::Text(Name(technique.weights()))},
           {"weights_file", Value::Text(technique.weights_file())},
-          {"dense_counterpart", Value::Text(technique.dense_counterpart())}};
+          {"dense_counterpart", Value::Text(technique.dense_counterpart())},
+          {"dense_counterpart_options",
+           Value::Text(CanonicalOptions({technique.dense_counterpart_options().begin(),
+                                         technique.dense_counterpart_options().end()}))}};
 }
 
 Fields TimeFields(const Analysis& analysis, const Case& result) {

@@ -28,9 +28,9 @@ std::vector<Table> AllTables(const Analysis& analysis, bool details) {
   const auto add = [&all](std::vector<Table> tables) {
     for (Table& table : tables) all.push_back(std::move(table));
   };
-  add(AccuracyTables(analysis));
+  add(AccuracyTables(analysis, details));
   add(ScalingTables(analysis));
-  add(StreamingTables(analysis));
+  add(StreamingTables(analysis, details));
   if (details) {
     add(CostTables(analysis));
     add(StatisticsTables(analysis));
@@ -47,9 +47,15 @@ std::string RenderTerminal(const Analysis& analysis, const RenderOptions& option
     const std::string wrapped = style.width > 0 ? Wrap(line, style.width, "  ") : std::string(line);
     absl::StrAppend(&out, Emphasise(wrapped, emphasis, style), "\n");
   };
-  for (const std::string& line : HeaderLines(analysis)) add_line(line, Emphasis::kNone);
-  for (const Table& table : AllTables(analysis, options.details)) {
-    absl::StrAppend(&out, "\n", ToTerminal(table, style));
+  for (const std::string& line : HeaderLines(analysis, options.details)) {
+    add_line(line, Emphasis::kNone);
+  }
+  const std::vector<Table> tables = AllTables(analysis, options.details);
+  for (const Table& table : tables) absl::StrAppend(&out, "\n", ToTerminal(table, style));
+  const std::string legend = LegendLine(tables);
+  if (!legend.empty()) {
+    out += "\n";
+    add_line(legend, Emphasis::kFaint);
   }
   out += "\n";
   if (analysis.cases().empty()) add_line(kNoCases, Emphasis::kNone);
@@ -66,10 +72,13 @@ std::string RenderTerminal(const Analysis& analysis, const RenderOptions& option
 
 std::string RenderMarkdown(const Analysis& analysis, const RenderOptions& options) {
   std::string out = "# Results\n\n";
-  for (const std::string& line : HeaderLines(analysis)) absl::StrAppend(&out, "- ", line, "\n");
-  for (const Table& table : AllTables(analysis, options.details)) {
-    absl::StrAppend(&out, "\n", ToMarkdown(table));
+  for (const std::string& line : HeaderLines(analysis, options.details)) {
+    absl::StrAppend(&out, "- ", line, "\n");
   }
+  const std::vector<Table> tables = AllTables(analysis, options.details);
+  for (const Table& table : tables) absl::StrAppend(&out, "\n", ToMarkdown(table));
+  const std::string legend = LegendLine(tables);
+  if (!legend.empty()) absl::StrAppend(&out, "\n", legend, "\n");
   out += "\n### Outcome\n\n";
   if (analysis.cases().empty()) absl::StrAppend(&out, kNoCases, "\n\n");
   for (const OutcomeLine& line : OutcomeLines(analysis)) {
@@ -172,9 +181,8 @@ std::string DescribeProblem(const ProblemSize& problem, bool with_tokens) {
 
 std::string DescribeInput(const InputProfile& input) {
   std::vector<std::string> parts;
-  for (const std::string* part : {&input.model(), &input.file()}) {
-    if (!part->empty()) parts.push_back(Printable(*part));
-  }
+  const std::string& source = input.file().empty() ? input.model() : input.file();
+  if (!source.empty()) parts.push_back(Printable(source));
   if (!input.layer().empty()) parts.push_back("layer " + Printable(input.layer()));
   const std::string details = CanonicalOptions({input.details().begin(), input.details().end()});
   if (!details.empty()) parts.push_back(details);

@@ -19,7 +19,7 @@ absl::StatusOr<RenderFormat> ParseRenderFormat(absl::string_view name);
 struct RenderOptions {
   RenderFormat format = RenderFormat::kTerminal;
   TextStyle style;       // of the terminal
-  bool details = false;  // also costs told apart, statistics and the whole environment
+  bool details = false;  // also each layer, costs told apart, statistics and environment
   // Shown as the last line of terminal and Markdown, "results: …"; none where empty.
   std::vector<std::string> paths;
   // Shown before it, e.g. that a file has a torn tail.
@@ -31,10 +31,11 @@ struct RenderOptions {
 // where it tells one, but at least 80, and 120 otherwise.
 TextStyle StyleFor(int file_descriptor);
 
-// Terminal and Markdown: for each machine a header; a table of errors for each accuracy problem; a
-// table of times over lengths for each family of problems; the choices that nothing beats in both
-// error and time; what did not run, by reason; a count of cases. A result set without cases says
-// so.
+// Terminal and Markdown: for each machine a header; a table of errors for each element type, length
+// and input file, over its layers and both masks; a table of times over lengths for each family of
+// problems, and of segments where techniques stream; the choices that nothing beats in both error
+// and time; what the marks mean; what did not run, by reason; a count of cases. A result set
+// without cases says so.
 //
 // CSV (RFC 4180): a header line, then one line a case, in the order of the file; absent values are
 // empty fields, and numbers that are not finite are inf, -inf and nan. Times are in nanoseconds.
@@ -46,7 +47,7 @@ std::string Render(const ResultSet& results, const RenderOptions& options);
 
 // "512 tokens, 8 heads of 64, causal", without the tokens where they vary within a table.
 std::string DescribeProblem(const ProblemSize& problem, bool with_tokens);
-// "real (model, layer 3)".
+// "real (file.safetensors, layer 3)"; the model where no file is named.
 std::string DescribeInput(const InputProfile& input);
 // "near window=256, cpu f32, 512 tokens, 8 heads of 64, causal, real".
 std::string DescribeCase(const Case& result);

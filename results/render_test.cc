@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
@@ -90,12 +91,12 @@ TEST(RenderTerminal, ShowsASweepSoThatAPersonCanDecide) {
       R"(bench-1 · Imaginary CPU 9000, 2 threads, AVX-512 · f32 peak 400 GFLOP/s, read 20 GB/s · commit 0123456789 (dirty)
 GPU: none (no driver)
 
-Accuracy: f32, 512 tokens, 8 heads of 64, causal, input real
+Accuracy: cpu f32, 512 tokens, 8 heads of 64, input real
                                            error against  against  kept  KL from  recall,
-technique            device  exactness    its definition    dense  mass    dense   top 32  verdict
-plain                cpu     exact        2e-7 (<= 2e-6)     2e-7   1.0        0      1.0  ok
-near window=256      cpu     exact        2e-7 (<= 2e-6)     0.18  0.87     0.14     0.78  ok
-sketch features=128  cpu     approximate  2e-7 (<= 2e-6)     0.61     -        -        -  ok
+technique            mask    exactness    its definition    dense  mass    dense   top 32  verdict
+plain                causal  exact        2e-7 (<= 2e-6)     2e-7   1.0        0      1.0  ok
+near window=256      causal  exact        2e-7 (<= 2e-6)     0.18  0.87     0.14     0.78  ok
+sketch features=128  causal  approximate  2e-7 (<= 2e-6)     0.61     -        -        -  ok
 
 Scaling, ms at tokens: cpu f32, 8 heads of 64, causal, input gaussian
                                                         growth  speed-up  faster than   memory    of
@@ -105,12 +106,15 @@ near window=256       1.38  2.76  5.52  11.0  22.1    1.00 (1)      5.8x        
 sketch features=128   10.0  20.0  40.0  80.0   160    1.00 (1)     0.80x  not to 4096    4 MiB  3.4%
 medians of warm runs without setup; growth: exponent from 1024 to 4096 tokens; memory: workspace and parameters
 
-Choices at 4096 tokens, cpu f32, 8 heads of 64, causal: of 3, those that no other beats in both error and time
+Choices at 4096 tokens, cpu f32, 8 heads of 64, causal, input gaussian: of 3 held against plain, those that no other
+  beats in both time and error on input real
                  error against
 technique                dense  speed-up    ms  memory
 plain                     2e-7      1.0x   128   4 MiB
 near window=256           0.18      5.8x  22.1   4 MiB
-error: median over the technique's accuracy cases
+error: median over the technique's cases on that input; near window=256 beats sketch features=128
+
+-: not measured, or there is no such number
 
 skipped, 1 case: cuda: no device (near)
 19 cases: 18 ok, 0 failed, 1 skipped
@@ -240,7 +244,7 @@ TEST(RenderTerminal, SeedsSharePlaceAndTheWorstErrorOfThemIsShown) {
     outcome->mutable_against_dense()->set_relative_frobenius(seed * 0.1);
   }
   EXPECT_TRUE(absl::StrContains(AsTerminal(results),
-                                "sketch (3 seeds)  cpu     exact      3e-7 (<= 2e-6)     0.20"))
+                                "sketch (3 seeds)  causal  exact      3e-7 (<= 2e-6)     0.20"))
       << AsTerminal(results);
 }
 
@@ -303,8 +307,7 @@ TEST(RenderTerminal, StreamingAndDecodingHaveTheirTables) {
   decoding.mutable_key()->mutable_problem()->set_query_tokens(1);
   *results.add_cases() = decoding;
   const std::string text = AsTerminal(results);
-  EXPECT_TRUE(
-      absl::StrContains(text, "memory     cpu         128     1.00     4.00            384"))
+  EXPECT_TRUE(absl::StrContains(text, "memory        512      128     1.00     4.00  0.0195"))
       << text;
   EXPECT_TRUE(absl::StrContains(text, "Scaling, µs at keys: cpu f32, 1 query, 8 heads of 64"))
       << text;
@@ -317,7 +320,7 @@ TEST(RenderTerminal, DetailsTellCostsApartAndGiveStatistics) {
   options.details = true;
   const std::string text = Render(sweep, options);
   EXPECT_TRUE(absl::StrContains(text, "mean_layers_used 3.50")) << text;
-  EXPECT_TRUE(absl::StrContains(text, "plain                cpu       4096   12.8         -   128"))
+  EXPECT_TRUE(absl::StrContains(text, "plain                  4096   12.8         -   128"))
       << text;
   EXPECT_TRUE(absl::StrContains(text, "g++ 12.2.0")) << text;
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {
@@ -353,17 +356,268 @@ TEST(RenderTerminal, SixteenBitAccuracyFitsTheTerminalWithEveryColumn) {
   EXPECT_TRUE(absl::StrContains(text, "0.78  ok")) << text;
 }
 
+// Three layers of one file under both masks, of "plain" and "near".
+ResultSet MakeLayers() {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (const char* technique : {"near", "plain"}) {
+    for (const bool causal : {true, false}) {
+      for (const int layer : {0, 2, 5}) {
+        CaseSpec spec;
+        spec.technique = technique;
+        spec.purpose = Case::PURPOSE_ACCURACY;
+        spec.median_ns = 0;
+        Case result = MakeCase(spec);
+        result.mutable_key()->mutable_problem()->set_causal(causal);
+        InputProfile* input = result.mutable_key()->mutable_input();
+        input->set_file("net.safetensors");
+        input->set_model("maker/net: 6 layers; from a shop");
+        input->set_layer(absl::StrCat("layer", layer));
+        Outcome* outcome = result.mutable_outcome();
+        outcome->mutable_against_definition()->set_relative_frobenius((layer + 1) * 1e-7);
+        outcome->mutable_against_dense()->set_relative_frobenius((layer + 1) * 0.1);
+        *results.add_cases() = result;
+      }
+    }
+  }
+  return results;
+}
+
+TEST(RenderTerminal, LayersAndMasksOfAFileAreOneTableWithTheWorstErrorAndMedians) {
+  const std::string text = AsTerminal(MakeLayers());
+  EXPECT_TRUE(absl::StrContains(text, R"(
+input real (net.safetensors): maker/net
+
+Accuracy: cpu f32, 512 tokens, 8 heads of 64, input real (net.safetensors), layers 0, 2, 5: worst error against the
+  definition, medians of the rest
+                               error against  against  kept  KL from  recall,
+technique  mask    exactness  its definition    dense  mass    dense   top 32  verdict
+plain      full    exact      6e-7 (<= 2e-6)     0.30   1.0        0      1.0  ok
+plain      causal  exact      6e-7 (<= 2e-6)     0.30   1.0        0      1.0  ok
+near       full    exact      6e-7 (<= 2e-6)     0.30  0.87     0.14     0.78  ok
+near       causal  exact      6e-7 (<= 2e-6)     0.30  0.87     0.14     0.78  ok
+
+12 cases)"))
+      << text;
+}
+
+TEST(RenderTerminal, DetailsShowEachLayerAndTheWholeModel) {
+  RenderOptions options;
+  options.details = true;
+  const std::string text = Render(MakeLayers(), options);
+  EXPECT_TRUE(absl::StrContains(text, "maker/net: 6 layers; from a shop")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "\nplain      full    0      exact      1e-7")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "\nplain      full    5      exact      6e-7")) << text;
+  EXPECT_FALSE(absl::StrContains(text, "worst error")) << text;
+}
+
+TEST(RenderTerminal, TheWorstLayerDecidesTheVerdictAndItsBoundIsShown) {
+  ResultSet results = MakeLayers();
+  ErrorMeasure* loose = results.mutable_cases(0)->mutable_outcome()->mutable_against_definition();
+  loose->set_bound(1e-3);
+  loose->set_relative_frobenius(1e-4);
+  Outcome* failed = results.mutable_cases(1)->mutable_outcome();
+  failed->mutable_against_definition()->set_relative_frobenius(3e-6);
+  failed->set_status(Outcome::STATUS_FAILED);
+  EXPECT_TRUE(absl::StrContains(AsTerminal(results),
+                                "near       causal  exact      3e-6 (<= 2e-6)     0.30  0.87     "
+                                "0.14     0.78  FAILED"))
+      << AsTerminal(results);
+}
+
+TEST(RenderTerminal, ARowThatLacksALayerSaysSo) {
+  ResultSet results = MakeLayers();
+  results.mutable_cases()->DeleteSubrange(0, 1);
+  EXPECT_TRUE(absl::StrContains(AsTerminal(results), "near (2 of 3 layers)  causal"))
+      << AsTerminal(results);
+}
+
+// "chain" remembers 128 tokens; what it is held against is itself with a memory of all tokens, which
+// runs at each length but the longest.
+ResultSet MakeChain() {
+  ResultSet results = MakeSweep();
+  for (const int64_t tokens : {256, 512, 1024, 2048, 4096}) {
+    for (const bool whole : {false, true}) {
+      CaseSpec spec;
+      spec.technique = "chain";
+      spec.option_name = "memory";
+      spec.option_value = whole ? absl::StrCat(tokens) : "128";
+      spec.tokens = tokens;
+      spec.expected_growth = 1;
+      const double scale = static_cast<double>(tokens) / 256;
+      spec.median_ns = whole ? 1e6 * scale * scale : 1.5e6 * scale;
+      Case result = whole && tokens == 4096
+                        ? MakeUnmeasured(spec, Outcome::STATUS_TIMEOUT, "too slow")
+                        : MakeCase(spec);
+      TechniqueDescription* technique = result.mutable_technique();
+      if (!whole) technique->set_display_name("chain");
+      technique->set_options_are_default(!whole);
+      technique->set_dense_counterpart("chain");
+      (*technique->mutable_dense_counterpart_options())["memory"] = absl::StrCat(tokens);
+      for (int i = 0; i < 8 && !whole; ++i) {
+        SegmentTiming* segment = result.mutable_outcome()->mutable_timing()->add_segments();
+        segment->set_tokens_before(i * tokens / 8);
+        segment->set_tokens(tokens / 8);
+        for (const double ns : synthetic::Samples(1e6 * scale)) segment->add_append_ns(ns);
+      }
+      *results.add_cases() = result;
+    }
+  }
+  return results;
+}
+
+TEST(RenderTerminal, ACounterpartIsOneRowAfterItsTechniqueAndWhatThatIsHeldAgainst) {
+  const std::string text = AsTerminal(MakeChain());
+  EXPECT_TRUE(absl::StrContains(text, R"(
+technique                    256   512  1024  2048     4096  (expected)      at 4096   dense from  at 4096  peak
+plain                      0.500  2.00  8.00  32.0      128    2.00 (2)            -            -    4 MiB   67%
+chain                       1.50  3.00  6.00  12.0     24.0    1.00 (1)  5.3x (2048)          384    4 MiB   22%
+chain (dense counterpart)   1.00  4.00  16.0  64.0  timeout        2.00            -            -        -  4.2%
+near window=256             1.38  2.76  5.52  11.0     22.1    1.00 (1)         5.8x          707    4 MiB   24%
+)")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "x (n): at n tokens, the most\n  that both ran; ")) << text;
+  EXPECT_FALSE(absl::StrContains(text, "\nchain memory=")) << text;
+}
+
+TEST(RenderTerminal, CounterpartsOfTwoConfigurationsAreToldApart) {
+  ResultSet results = MakeChain();
+  const int cases = results.cases_size();
+  for (int i = 0; i < cases; ++i) {
+    if (results.cases(i).key().technique() != "chain") continue;
+    Case deep = results.cases(i);
+    (*deep.mutable_key()->mutable_options())["layers"] = "4";
+    (*deep.mutable_technique()->mutable_dense_counterpart_options())["layers"] = "4";
+    deep.mutable_technique()->set_options_are_default(false);
+    deep.mutable_technique()->set_display_name(deep.technique().display_name() + " layers=4");
+    (*results.mutable_cases(i)->mutable_key()->mutable_options())["layers"] = "2";
+    (*results.mutable_cases(i)
+          ->mutable_technique()
+          ->mutable_dense_counterpart_options())["layers"] = "2";
+    *results.add_cases() = deep;
+  }
+  const std::string text = AsTerminal(results, 0);
+  EXPECT_TRUE(absl::StrContains(text, "\nchain (dense counterpart)  ")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "\nchain layers=4 (dense counterpart)  ")) << text;
+}
+
+TEST(RenderTerminal, WhatStreamsStandsAmongTheOthersToo) {
+  const std::string text = AsTerminal(MakeChain());
+  EXPECT_TRUE(absl::StrContains(text, R"(
+Streaming, ms per appended segment: cpu f32, 8 heads of 64, causal, input gaussian
+                   segment    first     last    ms a    growth with
+technique  tokens   tokens  segment  segment   token  tokens before
+chain         256       32     1.00     1.00  0.0312              -
+chain         512       64     2.00     2.00  0.0312              -
+chain        1024      128     4.00     4.00  0.0312              -
+chain        2048      256     8.00     8.00  0.0312              -
+chain        4096      512     16.0     16.0  0.0312              -
+)")) << text;
+}
+
+TEST(RenderTerminal, StreamsOnCapturedInputsAreDetails) {
+  ResultSet results = MakeChain();
+  for (Case& result : *results.mutable_cases()) {
+    if (result.key().technique() != "chain" || result.key().problem().query_tokens() != 512) {
+      continue;
+    }
+    result.mutable_key()->set_purpose(Case::PURPOSE_ACCURACY);
+    result.mutable_key()->mutable_input()->set_name("real");
+  }
+  constexpr absl::string_view kTitle =
+      "Streaming, ms per appended segment: cpu f32, 512 tokens, 8 heads of 64, input real";
+  RenderOptions options;
+  EXPECT_FALSE(absl::StrContains(Render(results, options), kTitle));
+  options.details = true;
+  EXPECT_TRUE(absl::StrContains(Render(results, options), kTitle)) << Render(results, options);
+}
+
+TEST(RenderTerminal, GrowthOfAStreamNeedsManySteadySegments) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec spec;
+  spec.median_ns = 0;
+  Case streaming = MakeCase(spec);
+  for (int i = 0; i < 32; ++i) {
+    SegmentTiming* segment = streaming.mutable_outcome()->mutable_timing()->add_segments();
+    segment->set_tokens_before(i * 16);
+    segment->set_tokens(16);
+    for (const double ns : synthetic::Samples(1e6 * (i + 1e-3))) segment->add_append_ns(ns);
+  }
+  *results.add_cases() = streaming;
+  EXPECT_TRUE(absl::StrContains(AsTerminal(results), "1.00\n")) << AsTerminal(results);
+  for (SegmentTiming& segment :
+       *results.mutable_cases(0)->mutable_outcome()->mutable_timing()->mutable_segments()) {
+    segment.set_append_ns(0, segment.append_ns(0) * 0.5);
+    segment.set_append_ns(1, segment.append_ns(1) * 0.5);
+    segment.set_append_ns(9, segment.append_ns(9) * 1.5);
+    segment.set_append_ns(10, segment.append_ns(10) * 1.5);
+  }
+  EXPECT_FALSE(absl::StrContains(AsTerminal(results), "1.00\n")) << AsTerminal(results);
+}
+
+TEST(RenderTerminal, RowsStandByFamilyAndNameBehindTheCommonBaselineInAnyOrderOfTheFile) {
+  const ResultSet sweep = MakeSweep();
+  ResultSet turned = sweep;
+  turned.clear_cases();
+  for (int i = sweep.cases_size() - 1; i >= 0; --i) *turned.add_cases() = sweep.cases(i);
+  for (Case& result : *turned.mutable_cases()) {
+    if (result.key().technique() == "sketch") result.mutable_technique()->set_family("a family");
+  }
+  const std::string text = AsTerminal(turned);
+  const std::string scaling = text.substr(text.find("Scaling"));
+  EXPECT_LT(scaling.find("\nplain"), scaling.find("\nsketch"));
+  EXPECT_LT(scaling.find("\nsketch"), scaling.find("\nnear"));
+}
+
+TEST(RenderTerminal, ChoicesNameWhatTheyComeFromAndWhoIsBeaten) {
+  const std::string text = AsTerminal(MakeChain());
+  EXPECT_TRUE(absl::StrContains(text,
+                                "Choices at 4096 tokens, cpu f32, 8 heads of 64, causal, input "
+                                "gaussian: of 3 held against plain, those that no other\n"
+                                "  beats in both time and error on input real\n"))
+      << text;
+  EXPECT_TRUE(absl::StrContains(text, "near window=256 beats sketch features=128")) << text;
+}
+
+TEST(RenderTerminal, ChoicesWithoutAccuracyCasesTakeTheErrorsBesideTheTimes) {
+  ResultSet sweep = MakeSweep();
+  for (Case& result : *sweep.mutable_cases()) {
+    if (result.key().purpose() == Case::PURPOSE_SCALING) {
+      result.mutable_outcome()->mutable_against_dense()->set_relative_frobenius(
+          result.key().technique() == "plain" ? 1e-7 : 0.5);
+    }
+  }
+  sweep.mutable_cases()->DeleteSubrange(0, 3);
+  EXPECT_TRUE(absl::StrContains(AsTerminal(sweep), "time and error on input gaussian"))
+      << AsTerminal(sweep);
+}
+
+TEST(Render, ALegendExplainsTheMarksThatAreThere) {
+  ResultSet sweep = MakeSweep();
+  EXPECT_TRUE(
+      absl::StrContains(AsTerminal(sweep), "\n\n-: not measured, or there is no such number\n\n"));
+  Timing* timing = sweep.mutable_cases(sweep.cases_size() - 1)->mutable_outcome()->mutable_timing();
+  timing->clear_run_ns();
+  timing->add_run_ns(1e6);
+  timing->add_run_ns(3e6);
+  constexpr absl::string_view kLegend =
+      "\n~: the median's 95% interval is wider than +-5%; -: not measured, or there is no such "
+      "number\n";
+  EXPECT_TRUE(absl::StrContains(AsTerminal(sweep), kLegend)) << AsTerminal(sweep);
+  EXPECT_TRUE(absl::StrContains(AsFormat(sweep, RenderFormat::kMarkdown), kLegend));
+}
+
 TEST(RenderMarkdown, WritesTables) {
   RenderOptions options;
   options.format = RenderFormat::kMarkdown;
   const std::string text = Render(MakeSweep(), options);
   EXPECT_TRUE(absl::StrContains(
       text,
-      "### Accuracy: f32, 512 tokens, 8 heads of 64, causal, input real\n\n"
-      "| technique | device | exactness | error against its definition | against dense | "
+      "### Accuracy: cpu f32, 512 tokens, 8 heads of 64, input real\n\n"
+      "| technique | mask | exactness | error against its definition | against dense | "
       "kept mass | KL from dense | recall, top 32 | verdict |\n"
       "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |\n"
-      "| plain | cpu | exact | 2e-7 (<= 2e-6) | 2e-7 | 1.0 | 0 | 1.0 | ok |\n"))
+      "| plain | causal | exact | 2e-7 (<= 2e-6) | 2e-7 | 1.0 | 0 | 1.0 | ok |\n"))
       << text;
 }
 

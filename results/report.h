@@ -11,21 +11,27 @@
 namespace tfb {
 
 // One machine on one line each: "host · processor, 2 threads, AVX-512 · f32 peak … · commit …",
-// and a GPU where there is one or the reason why not.
-std::vector<std::string> HeaderLines(const Analysis& analysis);
+// and a GPU where there is one or the reason why not; then where the tensors of each input file come
+// from, with `details` in full.
+std::vector<std::string> HeaderLines(const Analysis& analysis, bool details);
 
-// Errors, by accuracy problem.
-std::vector<Table> AccuracyTables(const Analysis& analysis);
+// Errors, by element type, tokens, heads and input file: a row holds the layers of the file, or with
+// `details` one of them.
+std::vector<Table> AccuracyTables(const Analysis& analysis, bool details);
 // Times over lengths.
 std::vector<Table> ScalingTables(const Analysis& analysis);
-// Times of appended segments, where techniques stream.
-std::vector<Table> StreamingTables(const Analysis& analysis);
-// For each scaling table the techniques that no other beats in both speed and error.
+// Times of appended segments, where techniques stream: those of accuracy cases with `details`, or
+// where there are no others.
+std::vector<Table> StreamingTables(const Analysis& analysis, bool details);
+// For each scaling table the techniques that no other beats in both speed and error, among those that
+// are held against the same dense counterpart.
 std::vector<Table> ChoiceTables(const Analysis& analysis);
 // What techniques report by name.
 std::vector<Table> StatisticsTables(const Analysis& analysis);
 // Setup, cold and warm runs, rates and memory at each technique's longest length.
 std::vector<Table> CostTables(const Analysis& analysis);
+// The marks that stand in `tables`, explained; empty where there are none.
+std::string LegendLine(const std::vector<Table>& tables);
 // Everything known of each machine.
 std::vector<Table> EnvironmentTables(const Analysis& analysis);
 

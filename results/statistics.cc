@@ -157,9 +157,24 @@ int64_t LengthOf(const ProblemSize& problem) {
   return std::max(problem.query_tokens(), problem.kv_tokens());
 }
 
+namespace {
+
+// Whether `dense` has the options that `result` asks of its counterpart.
+bool HasOptionsAskedBy(const Case& result, const Case& dense) {
+  const auto& asked = result.technique().dense_counterpart_options();
+  const auto& options = dense.key().options();
+  return std::all_of(asked.begin(), asked.end(), [&options](const auto& option) {
+    const auto found = options.find(option.first);
+    return found != options.end() && found->second == option.second;
+  });
+}
+
+}  // namespace
+
 bool IsBaseline(const Case& result) {
   return !result.technique().dense_counterpart().empty() &&
-         result.technique().dense_counterpart() == result.key().technique();
+         result.technique().dense_counterpart() == result.key().technique() &&
+         HasOptionsAskedBy(result, result);
 }
 
 std::string DensePartners::KeyOf(const Case& result, const std::string& technique) const {
@@ -189,13 +204,17 @@ const Case* DensePartners::Find(const Case& result) const {
   const auto found = candidates_.find(KeyOf(result, result.technique().dense_counterpart()));
   if (found == candidates_.end()) return nullptr;
   const auto faults = [&](const Case& dense) {
-    return std::make_tuple(dense.environment_id() != result.environment_id(),
-                           dense.key().seed() != result.key().seed(),
-                           !dense.technique().options_are_default(),
-                           dense.outcome().status() != Outcome::STATUS_OK);
+    return std::make_tuple(
+        !HasOptionsAskedBy(result, dense), dense.environment_id() != result.environment_id(),
+        dense.key().seed() != result.key().seed(), !dense.technique().options_are_default(),
+        dense.outcome().status() != Outcome::STATUS_OK);
   };
   const Case* best = nullptr;
   for (const Case* dense : found->second) {
+    if (dense->key().technique() == result.key().technique() &&
+        !HasOptionsAskedBy(result, *dense)) {
+      continue;
+    }
     if (best == nullptr || faults(*dense) <= faults(*best)) best = dense;
   }
   return best;

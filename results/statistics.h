@@ -77,13 +77,14 @@ std::optional<Crossover> FindCrossover(const std::vector<LengthTime>& technique,
 // The length that a sweep varies: key tokens, or query tokens where those are more.
 int64_t LengthOf(const ProblemSize& problem);
 
-// Whether `result` is its own dense counterpart.
+// Whether `result` is its own dense counterpart: in name, and in the options that it asks of it.
 bool IsBaseline(const Case& result);
 
 // Finds the dense counterpart of each case of `results`: same machine (MachineOf), and same key but
-// for technique, options and seed. Of several, in this order: the same environment, so the same
-// run; the same seed; default options; ok; the later. Holds pointers into `results`, which must
-// outlive it unchanged.
+// for technique, options and seed. Of several, in this order: the options that the case asks of its
+// counterpart, without which a case of the same technique is none; the same environment, so the
+// same run; the same seed; default options; ok; the later. Holds pointers into `results`, which
+// must outlive it unchanged.
 class DensePartners {
  public:
   explicit DensePartners(const ResultSet& results);

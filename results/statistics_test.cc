@@ -189,6 +189,29 @@ TEST(DensePartner, IsTheOneWithTheSameSeedAndThenTheOneWithDefaultOptions) {
   EXPECT_EQ(DensePartners(results).Find(MakeCase(other)), &results.cases(2));
 }
 
+TEST(DensePartner, OfATechniqueThatIsHeldAgainstItselfHasTheOptionsThatItAsksFor) {
+  ResultSet results;
+  for (const char* window : {"64", "512", "128"}) {
+    CaseSpec spec;
+    spec.technique = "near";
+    spec.option_name = "window";
+    spec.option_value = window;
+    Case* result = results.add_cases();
+    *result = MakeCase(spec);
+    result->mutable_technique()->set_dense_counterpart("near");
+    (*result->mutable_technique()->mutable_dense_counterpart_options())["window"] = "512";
+  }
+  EXPECT_FALSE(IsBaseline(results.cases(0)));
+  EXPECT_TRUE(IsBaseline(results.cases(1)));
+  const DensePartners partners(results);
+  for (const Case& result : results.cases()) {
+    EXPECT_EQ(partners.Find(result), &results.cases(1));
+  }
+  (*results.mutable_cases(0)->mutable_technique()->mutable_dense_counterpart_options())["window"] =
+      "256";
+  EXPECT_EQ(DensePartners(results).Find(results.cases(0)), nullptr);
+}
+
 TEST(DensePartner, OfAResumedSweepIsFoundInTheFirstRunAndPreferredInTheSame) {
   ResultSet results;
   *results.add_environments() = MakeEnvironment("first");

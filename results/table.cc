@@ -13,7 +13,8 @@
 namespace tfb {
 namespace {
 
-constexpr int kGapColumns = 2;  // between two columns of a table
+constexpr int kGapColumns = 2;               // between two columns of a table
+constexpr absl::string_view kIndent = "  ";  // of the second and later lines of a text
 
 // Decodes the character at the beginning of `text`; its length in bytes through `bytes`. An
 // invalid byte is itself.
@@ -91,7 +92,7 @@ int TotalWidth(const std::vector<int>& widths, const std::vector<int>& columns) 
   return total;
 }
 
-// Cuts the columns that may be cut until `columns` fit, the widest first.
+// Narrows the columns that may be narrowed until `columns` fit, the widest first.
 void Shrink(const Table& table, const std::vector<int>& columns, int limit,
             std::vector<int>* widths) {
   while (TotalWidth(*widths, columns) > limit) {
@@ -131,6 +132,34 @@ std::vector<std::vector<int>> Parts(const Table& table, std::vector<int> widths,
   return parts;
 }
 
+// A cell as it stands in a column of `width`: in one line, unless the column may be narrowed.
+std::vector<std::string> CellLines(const std::string& text, const TableColumn& column, int width) {
+  if (column.least_width == 0 || DisplayWidth(text) <= width) return {CutToWidth(text, width)};
+  std::vector<std::string> lines;
+  for (const absl::string_view line : absl::StrSplit(Wrap(text, width, kIndent), '\n')) {
+    lines.push_back(CutToWidth(line, width));
+  }
+  return lines;
+}
+
+// Gives back what narrowed columns do not need once their cells are broken into lines.
+void Tighten(const Table& table, const std::vector<int>& columns, std::vector<int>* widths) {
+  for (const int c : columns) {
+    const TableColumn& column = table.columns[c];
+    if (column.least_width == 0) continue;
+    int needed = 1;
+    for (const std::string& line : HeaderLines(column)) {
+      needed = std::max(needed, DisplayWidth(line));
+    }
+    for (const auto& row : table.rows) {
+      for (const std::string& line : CellLines(row[c].text, column, (*widths)[c])) {
+        needed = std::max(needed, DisplayWidth(line));
+      }
+    }
+    (*widths)[c] = std::min(needed, (*widths)[c]);
+  }
+}
+
 std::string TrimmedRight(std::string line) {
   line.erase(line.find_last_not_of(' ') + 1);
   return line;
@@ -155,13 +184,23 @@ std::string ShowPart(const Table& table, const std::vector<int>& columns,
     absl::StrAppend(&out, Emphasise(TrimmedRight(line), Emphasis::kFaint, style), "\n");
   }
   for (const auto& row : table.rows) {
-    std::string line;
+    std::vector<std::vector<std::string>> cells;  // lines of each column
+    size_t row_lines = 1;
     for (const int c : columns) {
-      const std::string text = CutToWidth(row[c].text, widths[c]);
-      if (c != columns.front()) line.append(kGapColumns, ' ');
-      line += Pad(text, widths[c], table.columns[c].right, Emphasise(text, row[c].emphasis, style));
+      cells.push_back(CellLines(row[c].text, table.columns[c], widths[c]));
+      row_lines = std::max(row_lines, cells.back().size());
     }
-    absl::StrAppend(&out, TrimmedRight(line), "\n");
+    for (size_t l = 0; l < row_lines; ++l) {
+      std::string line;
+      for (size_t i = 0; i < columns.size(); ++i) {
+        const int c = columns[i];
+        const std::string text = l < cells[i].size() ? cells[i][l] : "";
+        if (i > 0) line.append(kGapColumns, ' ');
+        line +=
+            Pad(text, widths[c], table.columns[c].right, Emphasise(text, row[c].emphasis, style));
+      }
+      absl::StrAppend(&out, TrimmedRight(line), "\n");
+    }
   }
   return out;
 }
@@ -206,17 +245,19 @@ std::string ToTerminal(const Table& table, const TextStyle& style) {
   const std::vector<std::vector<int>> parts = Parts(table, widths, style.width);
   std::string out;
   if (!table.title.empty()) {
-    const std::string title = style.width > 0 ? Wrap(table.title, style.width, "  ") : table.title;
+    const std::string title =
+        style.width > 0 ? Wrap(table.title, style.width, kIndent) : table.title;
     absl::StrAppend(&out, Emphasise(title, Emphasis::kStrong, style), "\n");
   }
   for (size_t p = 0; p < parts.size(); ++p) {
     std::vector<int> part_widths = widths;
     if (style.width > 0) Shrink(table, parts[p], style.width, &part_widths);
+    Tighten(table, parts[p], &part_widths);
     if (p > 0) out += "\n";
     out += ShowPart(table, parts[p], part_widths, style);
   }
   for (const std::string& note : table.notes) {
-    const std::string wrapped = style.width > 0 ? Wrap(note, style.width, "  ") : note;
+    const std::string wrapped = style.width > 0 ? Wrap(note, style.width, kIndent) : note;
     absl::StrAppend(&out, Emphasise(wrapped, Emphasis::kFaint, style), "\n");
   }
   return style.unicode ? out : ToAscii(out);

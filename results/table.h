@@ -25,7 +25,8 @@ struct TableCell {
 struct TableColumn {
   std::string header;  // lines separated by '\n', set against the bottom
   bool right = false;  // aligned right, as numbers are
-  // Fewest characters to which the column may be cut where the table is too wide; 0: never cut.
+  // Fewest characters to which the column may be narrowed where the table is too wide: its cells go
+  // on in further lines, broken at spaces. 0: never.
   int least_width = 0;
 };
 
@@ -45,8 +46,9 @@ struct TextStyle {
 };
 
 // Columns aligned by display width. Where the table is wider than the style allows, columns with a
-// least width are cut (ending in an ellipsis), and if that is not enough the table is shown in
-// parts, none of them wider unless a single column is.
+// least width are narrowed: their cells are broken into lines, and only a word that is too long is
+// cut, ending in an ellipsis. If that is not enough the table is shown in parts, none of them wider
+// unless a single column is.
 std::string ToTerminal(const Table& table, const TextStyle& style);
 std::string ToMarkdown(const Table& table);
 

@@ -29,15 +29,19 @@ TEST(Table, AlignsColumnsAndSetsHeadersAgainstTheBottom) {
             "a note\n");
 }
 
-TEST(Table, CutsNamesWhereTheTerminalIsNarrow) {
+TEST(Table, BreaksNamesWhereTheTerminalIsNarrowAndCutsLongWords) {
   TextStyle style;
   style.width = 24;
-  EXPECT_EQ(ToTerminal(SmallTable(), style),
+  Table table = SmallTable();
+  table.rows.push_back({"interminable", "2", "3"});
+  EXPECT_EQ(ToTerminal(table, style),
             "Things\n"
             "           first\n"
             "name      number  second\n"
             "a              1    22.5\n"
-            "a long …    1000       -\n"
+            "a long      1000       -\n"
+            "  name\n"
+            "intermi…       2       3\n"
             "a note\n");
 }
 

@@ -24,8 +24,9 @@ ABSL_FLAG(std::string, format, "terminal",
 ABSL_FLAG(std::string, output, "",
           "File to write to, relative to the caller's folder; standard output where empty.");
 ABSL_FLAG(bool, details, false,
-          "With terminal and markdown: also setup, cold and warm times told apart with their "
-          "intervals, rates, the statistics that techniques report, and the whole environment.");
+          "With terminal and markdown: each layer of an input in a row of its own; also streams on "
+          "captured inputs, setup, cold and warm times told apart with their intervals, rates, the "
+          "statistics that techniques report, and the whole environment.");
 ABSL_FLAG(std::string, colour, "auto",
           "always, never, or auto: on a terminal where NO_COLOR is not set.");
 ABSL_FLAG(

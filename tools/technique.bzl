@@ -1,18 +1,18 @@
 """technique() declares one technique, technique_family() the list of a family's techniques.
 
     technique(
-        name = "longformer",
-        cuda_srcs = ["longformer_cuda.cu"],
-        deps = ["//core/engines:flash"],
+        name = "mine",
+        cuda_srcs = ["mine_cuda.cu"],
+        deps = ["//core/flash"],
     )
 
-makes, in a folder attention/longformer with longformer.h, longformer.cc and longformer_test.cc,
+makes, in a folder attention/mine with mine.h, mine.cc and mine_test.cc,
 
-    :longformer                    the library, which registers the technique wherever it is linked in
-    :longformer_cuda               its device code, where it has cuda_srcs
-    :longformer_test               its own test
-    :longformer_conformance_test   what every technique must pass; no source of its own
-    :longformer_benchmark          Google Benchmark over the usual problems; no source of its own
+    :mine                          the library, which registers the technique wherever it is linked in
+    :mine_cuda                     its device code, where it has cuda_srcs
+    :mine_test                     its own test
+    :mine_conformance_test         what every technique must pass; no source of its own
+    :mine_benchmark                Google Benchmark over the usual problems; no source of its own
 
 The last two link the harness's mains, which walk the registry.
 """

@@ -1,10 +1,9 @@
 // Layer normalisation: Ba, Kiros, Hinton, arXiv:1607.06450v1, section 3.
 //
 //   y_c = gamma_c (x_c - mean) / sqrt(variance + epsilon) + beta_c
-//   mean = 1/n sum_c x_c,   variance = 1/n sum_c (x_c - mean)^2          over the n channels of a
-//   row
+//   mean = 1/n sum_c x_c,   variance = 1/n sum_c (x_c - mean)^2
 //
-// The variance is the biased one, in a second pass over the row, so that a large common offset does
+// over the n channels c of a row. The variance is the biased one, in a second pass over the row, so that a large common offset does
 // not cancel. Sums are float64, the rest is fp32.
 #ifndef TFB_CORE_LAYERS_LAYER_NORM_H_
 #define TFB_CORE_LAYERS_LAYER_NORM_H_

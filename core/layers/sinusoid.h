@@ -1,7 +1,7 @@
 // Sinusoids of relative positions, as Transformer-XL and its descendants use them.
 //
-//   r_p = [sin(p f_0), sin(p f_1), ..., cos(p f_0), cos(p f_1), ...],   f_c = 10000^(-2 c /
-//   channels)
+//   r_p = [sin(p f_0), sin(p f_1), ..., cos(p f_0), cos(p f_1), ...]
+//   f_c = 10000^(-2 c / channels)
 //
 // for the distances p = 0, 1, ...: all sines, then all cosines; with an odd number of channels the
 // last cosine is missing. Vaswani et al., arXiv:1706.03762v7, section 3.5 interleave the two; Dai

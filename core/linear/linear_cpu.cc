@@ -38,6 +38,7 @@ constexpr int64_t kDepthBlock = 64;   // rows of B that a GEMM takes at a time
 constexpr int64_t kFewTokens = 4;     // taken one by one
 constexpr int64_t kTaskChunks = 4;    // chunks of queries in a task
 constexpr int64_t kPrefixSlices = 8;  // tasks of one head's running sums
+constexpr int64_t kPairRows = 24;     // of a chunk's triangle at a time: 4 of the GEMM's 6 rows
 
 // The whole call: fixed while its tasks run.
 class LinearRun {
@@ -444,8 +445,8 @@ class LinearRun {
                       output, width, r > 0);
       }
       for (int64_t t = 0; t < rows; ++t) {
-        const float product = scratch.carry[t] * scratch.product[t],
-                    key = scratch.carry[t] * scratch.key[t];
+        const float product = scratch.carry[t] * scratch.product[t];
+        const float key = scratch.carry[t] * scratch.key[t];
         float* row = output + t * width;
         if (epsilon_ == 0) {
           for (int64_t c = 0; c < width; ++c) row[c] *= product;
@@ -468,9 +469,8 @@ class LinearRun {
   // diagonal is left out.
   void AddPairs(int64_t rows, const Keys& keys, Scratch& scratch) const {
     for (int64_t t = 0; t < rows; ++t) scratch.shift[t] = Shift(scratch.reference[t]);
-    const int64_t block =
-        keys.finite ? kPairRows
-                    : 1;  // a hidden value that is not finite must not meet its weight of 0
+    // A hidden value that is not finite must not meet its weight of 0.
+    const int64_t block = keys.finite ? kPairRows : 1;
     for (int64_t first = 0; first < rows; first += block) {
       const int64_t count = std::min(block, rows - first);
       const int64_t depth = scratch.visible[first + count - 1];
@@ -548,8 +548,6 @@ class LinearRun {
     StoreRow(row, problem_.value_dim, call_.out, call_.out.Offset(b, h, i), call_.out.stride(3));
     if (!call_.log_sum_exp.empty()) *call_.log_sum_exp.MutableAt<float>(b, h, i) = log_sum_exp;
   }
-
-  static constexpr int64_t kPairRows = 24;  // 4 of the GEMM kernel's 6 rows
 
   const Problem& problem_;
   const LinearCall& call_;

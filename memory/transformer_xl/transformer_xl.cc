@@ -184,6 +184,9 @@ class TransformerXlLayer : public StreamingLayer {
             {"reach_tokens", static_cast<double>(context.reach)}};
   }
 
+  // Without same_length the segments decide the mask.
+  int64_t split_tokens() const override { return options_.same_length ? 0 : max_segment_tokens(); }
+
   absl::Status Reset() override {
     for (Block& block : blocks_) block.attention.Reset();
     return absl::OkStatus();
@@ -264,9 +267,6 @@ class TransformerXlLayer : public StreamingLayer {
         options_(options),
         reach_{options.memory, options.same_length, max_segment_tokens()},
         segment_(reach_) {}
-
-  // Without same_length the segments decide the mask.
-  int64_t split_tokens() const override { return options_.same_length ? 0 : max_segment_tokens(); }
 
   static int64_t LongestSegment(const Problem& problem, const TransformerXlOptions& options) {
     return std::min(options.segment, std::max<int64_t>(problem.query_tokens, 1));

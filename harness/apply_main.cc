@@ -1,0 +1,316 @@
+// Applies one technique to tensors of the caller's own and prints its errors.
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "core/safetensors.h"
+#include "core/status.h"
+#include "core/technique.h"
+#include "core/thread_pool.h"
+#include "harness/evaluate.h"
+#include "harness/inputs.h"
+#include "harness/machine.h"
+#include "results/files.h"
+#include "results/table.h"
+#include "tools/command_line.h"
+
+ABSL_FLAG(std::string, technique, "",
+          "The technique, as in longformer or longformer:window=256,dilation=2.");
+ABSL_FLAG(std::string, options, "", "Its options, as in window=256,dilation=2.");
+ABSL_FLAG(std::string, device, "cpu", "cpu or cuda.");
+ABSL_FLAG(
+    std::string, dtype, "f32",
+    "f32, bf16 or f16: what the file's tensors are converted to, and the type of the output.");
+ABSL_FLAG(
+    std::string, input, "",
+    "A safetensors file with q, k and v, each [batch, heads, tokens, channels], or x, [batch, "
+    "tokens, model_dim], bare or as layer<N>.q. A tensor key_mask, u8 [batch, tokens], is "
+    "read where there is one. Or \"real\": the tensors shipped with the repository.");
+ABSL_FLAG(std::string, layer, "",
+          "Which layer of the input file, as in layer2, where it has several.");
+ABSL_FLAG(int64_t, heads, 0,
+          "Heads that x is split into. 0: as many as the file's q has, or 8 where it has none.");
+ABSL_FLAG(std::string, output, "",
+          "The safetensors file to write: out and, where the technique has it, log_sum_exp. Empty: "
+          "none, the errors are printed all the same.");
+ABSL_FLAG(std::string, parameters, "",
+          "A safetensors file of parameters, which replace those drawn from the seed.");
+ABSL_FLAG(std::string, dump_parameters, "",
+          "The safetensors file to write the technique's parameters to, as used.");
+ABSL_FLAG(bool, causal, false,
+          "Query i sees keys up to i + (keys - queries), as with a key-value cache.");
+ABSL_FLAG(int64_t, rows, 256,
+          "Query tokens that are held against float64, evenly spread; 0 for all.");
+ABSL_FLAG(int, threads, 0, "Threads on the CPU. 0: as many as usable cores.");
+ABSL_FLAG(uint64_t, seed, 1, "Of the technique's parameters.");
+
+namespace tfb {
+namespace {
+
+constexpr char kProgram[] = "apply";
+constexpr char kUsage[] =
+    "apply --technique=NAME --input=FILE [--output=FILE] [flags]\n"
+    "Applies a technique to tensors of your own, writes the result, and prints its errors against\n"
+    "its definition and against dense attention, both in float64.\n\n"
+    "Exit status: 0 done, 1 an error exceeds its bound (the result is written all the same),\n"
+    "2 bad usage.";
+
+absl::Status WithFlag(absl::string_view flag, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat("--", flag, ": ", status.message()));
+}
+
+// What the flags ask for, before any tensor is read.
+struct Plan {
+  const Technique* technique = nullptr;
+  Options options;  // canonical
+  Problem problem;
+  Device device = Device::kCpu;
+  InputSource input;
+};
+
+absl::Status ReadTechnique(Plan* plan) {
+  std::string text = absl::GetFlag(FLAGS_technique);
+  if (text.empty()) {
+    std::vector<std::string> names;
+    for (const Technique* technique : Registry::Global().All()) {
+      names.push_back(technique->info().name);
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat("--technique: name one of ", absl::StrJoin(names, ", ")));
+  }
+  const std::string options = absl::GetFlag(FLAGS_options);
+  if (!options.empty()) absl::StrAppend(&text, absl::StrContains(text, ':') ? "," : ":", options);
+  absl::string_view flag = options.empty() ? "technique" : "options";
+  const absl::StatusOr<TechniqueSpec> spec = ParseTechniqueSpec(text);
+  if (!spec.ok()) return WithFlag(flag, spec.status());
+  const absl::StatusOr<const Technique*> technique = Registry::Global().Find(spec->technique);
+  if (!technique.ok()) return WithFlag("technique", technique.status());
+  const absl::StatusOr<Options> canonical = (*technique)->Canonical(spec->options);
+  if (!canonical.ok()) return WithFlag(flag, canonical.status());
+  plan->technique = *technique;
+  plan->options = *canonical;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<InputSource> ReadInput() {
+  const std::string input = absl::GetFlag(FLAGS_input);
+  if (input.empty()) return absl::InvalidArgumentError("--input: name a safetensors file");
+  const bool is_path = absl::EndsWith(input, ".safetensors");
+  const auto sources = ParseInputSources(is_path ? CallerPath(input) : input);
+  if (!sources.ok()) return WithFlag("input", sources.status());
+  if (sources->front().captured == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--input: \"", input, "\" is drawn; tensors of your own are asked for"));
+  }
+  const std::string layer = absl::GetFlag(FLAGS_layer);
+  std::vector<std::string> layers;
+  for (const InputSource& source : *sources) {
+    layers.push_back(source.captured->layer);
+    if (source.captured->layer == layer || sources->size() == 1) {
+      if (layer.empty() || source.captured->layer == layer) return source;
+    }
+  }
+  return absl::InvalidArgumentError(
+      layer.empty()
+          ? absl::StrCat("--layer: ", input, " has several; name one of ",
+                         absl::StrJoin(layers, ", "))
+          : absl::StrCat("--layer: ", input, " has no \"", layer, "\"; it has ",
+                         layers == std::vector<std::string>{""} ? "tensors without a layer"
+                                                                : absl::StrJoin(layers, ", ")));
+}
+
+absl::StatusOr<Plan> ReadPlan() {
+  Plan plan;
+  TFB_RETURN_IF_ERROR(ReadTechnique(&plan));
+  const absl::StatusOr<Device> device = ParseDevice(absl::GetFlag(FLAGS_device));
+  if (!device.ok()) return WithFlag("device", device.status());
+  plan.device = *device;
+  const absl::StatusOr<DType> dtype = ParseDType(absl::GetFlag(FLAGS_dtype));
+  if (!dtype.ok()) return WithFlag("dtype", dtype.status());
+  Problem wanted;
+  wanted.dtype = *dtype;
+  if (const absl::Status valid = Validate(wanted); !valid.ok()) return WithFlag("dtype", valid);
+  if (absl::GetFlag(FLAGS_heads) < 0 || absl::GetFlag(FLAGS_heads) > kMaxTokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--heads: ", absl::GetFlag(FLAGS_heads), "; allowed are 0 to ", kMaxTokens));
+  }
+  if (absl::GetFlag(FLAGS_rows) < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--rows: ", absl::GetFlag(FLAGS_rows), "; allowed are 0 and more"));
+  }
+  if (absl::GetFlag(FLAGS_threads) < 0 || absl::GetFlag(FLAGS_threads) > 4096) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--threads: ", absl::GetFlag(FLAGS_threads), "; allowed are 0 to 4096"));
+  }
+  TFB_ASSIGN_OR_RETURN(plan.input, ReadInput());
+  // As much as the file has.
+  wanted.batch = wanted.query_tokens = wanted.kv_tokens = kMaxTokens;
+  if (absl::GetFlag(FLAGS_heads) > 0) {
+    wanted.query_heads = wanted.kv_heads = absl::GetFlag(FLAGS_heads);
+  }
+  wanted.causal = absl::GetFlag(FLAGS_causal);
+  const absl::StatusOr<Problem> problem =
+      FitProblem(plan.input, plan.technique->info().input_kind, wanted);
+  if (!problem.ok()) return WithFlag("input", problem.status());
+  plan.problem = *problem;
+  return plan;
+}
+
+std::map<std::string, std::string> MetadataOf(const Plan& plan) {
+  return {{"technique", plan.technique->info().name},
+          {"options", ToString(plan.options)},
+          {"problem", plan.problem.ToString()},
+          {"device", std::string(Name(plan.device))},
+          {"input", plan.input.ToString()},
+          {"seed", absl::StrCat(absl::GetFlag(FLAGS_seed))},
+          {"made_by", "Transformer Family Bench, //harness:apply"}};
+}
+
+absl::Status WriteFiles(const Plan& plan, const Accuracy& accuracy) {
+  const std::string output = absl::GetFlag(FLAGS_output);
+  if (!output.empty()) {
+    const absl::Status status =
+        WriteSafetensors(CallerPath(output), accuracy.outputs, MetadataOf(plan));
+    if (!status.ok()) return WithFlag("output", status);
+  }
+  const std::string dump = absl::GetFlag(FLAGS_dump_parameters);
+  if (!dump.empty()) {
+    const absl::Status status =
+        WriteSafetensors(CallerPath(dump), accuracy.parameters, MetadataOf(plan));
+    if (!status.ok()) return WithFlag("dump_parameters", status);
+  }
+  return absl::OkStatus();
+}
+
+void PrintLine(absl::string_view what, const std::string& text) {
+  absl::PrintF("%-38s %s\n", what, text);
+}
+
+std::string Against(const Bounded& error) {
+  return absl::StrCat(FormatError(error.value), " (<= ", FormatBound(error.bound), ")",
+                      error.passed() ? "" : "  EXCEEDED");
+}
+
+void PrintErrors(const Plan& plan, const Accuracy& accuracy) {
+  absl::PrintF("%s\n%s, %s, on %s\n\n", ToString({plan.technique->info().name, plan.options}),
+               plan.problem.ToString(), plan.input.ToString(), Name(plan.device));
+  const OutputError& own = accuracy.against_definition;
+  const std::string rows =
+      own.rows_checked == own.rows
+          ? ""
+          : absl::StrCat(", ", own.rows_checked, " of ", own.rows, " rows checked");
+  PrintLine("error against its definition",
+            absl::StrCat(FormatError(own.relative_frobenius), " relative", rows));
+  PrintLine("  largest, over the largest value",
+            Against({own.max_abs_over_max_value, accuracy.definition_bound}));
+  if (accuracy.log_sum_exp_error.has_value()) {
+    PrintLine("  of log_sum_exp", Against(*accuracy.log_sum_exp_error));
+  }
+  for (const auto& [name, error] : accuracy.other_errors) {
+    PrintLine(absl::StrCat("  of ", name), Against(error));
+  }
+  if (accuracy.ratio_to_dense_precision.has_value()) {
+    PrintLine(
+        absl::StrCat("  over that of ", accuracy.counterpart, " in ", Name(plan.problem.dtype)),
+        Against(*accuracy.ratio_to_dense_precision));
+  }
+  if (accuracy.against_dense.has_value()) {
+    PrintLine(absl::StrCat("error against ", accuracy.counterpart),
+              absl::StrCat(FormatError(accuracy.against_dense->relative_frobenius),
+                           " relative, mean cosine ",
+                           FormatSignificant(accuracy.against_dense->mean_cosine, 4)));
+  } else {
+    PrintLine("error against dense attention",
+              absl::StrCat("not known: ", accuracy.no_dense_reason));
+  }
+  if (accuracy.kept.has_value()) {
+    PrintLine("kept mass of its attention", FormatSignificant(accuracy.kept->kept_mass));
+    PrintLine("divergence from it (KL, nats)", FormatSignificant(accuracy.kept->kl_divergence));
+    PrintLine(absl::StrCat("recall of its top ", kRecallKeys),
+              FormatSignificant(accuracy.kept->recall));
+  }
+  for (const auto& [name, value] : accuracy.statistics) PrintLine(name, FormatSignificant(value));
+  for (const auto& [flag, path] : {std::make_pair("output", absl::GetFlag(FLAGS_output)),
+                                   {"parameters", absl::GetFlag(FLAGS_dump_parameters)}}) {
+    if (!path.empty()) PrintLine(absl::StrCat(flag, " written to"), CallerPath(path));
+  }
+  if (accuracy.parameters.empty() && !absl::GetFlag(FLAGS_dump_parameters).empty()) {
+    absl::PrintF("%s has no parameters: that file is empty\n", plan.technique->info().name);
+  }
+  if (!accuracy.passed) absl::PrintF("FAILED: %s\n", accuracy.failure);
+}
+
+absl::StatusOr<int> Apply(const CommandLine& line) {
+  if (!line.arguments.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"", line.arguments[0], "\" is no flag; --help lists the flags"));
+  }
+  TFB_ASSIGN_OR_RETURN(const Plan plan, ReadPlan());
+  TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
+                       plan.technique->InputSpecs(plan.problem, plan.options));
+  const absl::StatusOr<NamedTensors> inputs =
+      MakeInputs(plan.input, specs, plan.problem, absl::GetFlag(FLAGS_seed));
+  if (!inputs.ok()) return WithFlag("input", inputs.status());
+
+  const int threads = absl::GetFlag(FLAGS_threads);
+  ThreadPool pool(threads == 0 ? UsableCores() : threads);
+  EvaluateRequest request;
+  request.technique = plan.technique;
+  request.options = plan.options;
+  request.problem = plan.problem;
+  request.device = plan.device;
+  request.seed = absl::GetFlag(FLAGS_seed);
+  request.inputs = &*inputs;
+  request.pool = &pool;
+  if (const int64_t rows = absl::GetFlag(FLAGS_rows); rows > 0) {
+    request.rows = SampleRows(plan.problem.query_tokens, rows, request.seed);
+  }
+  SafetensorsFile parameters;
+  if (const std::string path = absl::GetFlag(FLAGS_parameters); !path.empty()) {
+    absl::StatusOr<SafetensorsFile> file = ReadSafetensors(CallerPath(path));
+    if (!file.ok()) return WithFlag("parameters", file.status());
+    parameters = *std::move(file);
+    TFB_ASSIGN_OR_RETURN(
+        const std::unique_ptr<Layer> layer,
+        plan.technique->Create(plan.problem, plan.options, plan.device, request.seed));
+    const absl::Status fits = layer->SetParameters(parameters.tensors);
+    if (!fits.ok()) return WithFlag("parameters", fits);
+    request.parameters = &parameters.tensors;
+  }
+  TFB_ASSIGN_OR_RETURN(const Accuracy accuracy, Evaluate(request));
+  TFB_RETURN_IF_ERROR(WriteFiles(plan, accuracy));
+  PrintErrors(plan, accuracy);
+  return accuracy.passed ? kExitDone : kExitCheckFailed;
+}
+
+int Main(const std::vector<std::string>& argv) {
+  const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
+  if (!line.ok()) {
+    PrintError(kProgram, line.status().message());
+    return kExitBadUsage;
+  }
+  if (line->help) {
+    std::fputs(HelpText(kUsage).c_str(), stdout);
+    return kExitDone;
+  }
+  const absl::StatusOr<int> status = Apply(*line);
+  if (!status.ok()) {
+    PrintError(kProgram, status.status().message());
+    return kExitBadUsage;
+  }
+  return *status;
+}
+
+}  // namespace
+}  // namespace tfb
+
+int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }

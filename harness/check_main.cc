@@ -1,0 +1,214 @@
+// Holds every technique's errors to their bounds: accuracy alone, without timing.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "core/status.h"
+#include "core/thread_pool.h"
+#include "harness/accuracy_record.h"
+#include "harness/cases.h"
+#include "harness/evaluate.h"
+#include "harness/inputs.h"
+#include "harness/machine.h"
+#include "harness/measure.h"
+#include "results/analysis.h"
+#include "results/files.h"
+#include "results/reader.h"
+#include "results/render.h"
+#include "results/report.h"
+#include "results/table.h"
+#include "tools/command_line.h"
+
+ABSL_FLAG(std::string, techniques, "*",
+          "What to check: names or globs, each with options, as in "
+          "dense,longformer:window=256,performer:features=*. A value of * takes every value that "
+          "the option lists for sweeps.");
+ABSL_FLAG(std::string, devices, "",
+          "Of cpu, cuda. Empty: the CPU, and CUDA for the techniques that have it.");
+ABSL_FLAG(std::string, dtypes, "f32,bf16", "Of f32, bf16, f16: the type of inputs and outputs.");
+ABSL_FLAG(std::string, input, "real,gaussian,peaked,needle",
+          "Of real, gaussian, peaked, needle, FILE.safetensors.");
+ABSL_FLAG(std::string, lengths, "",
+          "Tokens: numbers, or ranges that double, as in 100,256:4096. Empty: 500 of drawn inputs, "
+          "the tensors' own of real ones (up to 512 tokens) and files.");
+ABSL_FLAG(std::string, heads, "4", "Query heads of drawn inputs.");
+ABSL_FLAG(std::string, kv_heads, "", "Key-value heads. Empty: as many as query heads.");
+ABSL_FLAG(std::string, head_dims, "64", "Channels of a head of drawn inputs, 1 to 256.");
+ABSL_FLAG(std::string, batches, "1", "Sequences in a batch of drawn inputs.");
+ABSL_FLAG(std::string, causal, "auto",
+          "Of true, false, auto. auto: causal with drawn inputs and not causal with real ones and "
+          "files, where the technique has that form; else the other.");
+ABSL_FLAG(int64_t, rows, 128,
+          "Query tokens of each case that are held against float64, the first, the last and those "
+          "at edges of tiles among them; 0 for all.");
+ABSL_FLAG(int, threads, 0, "Threads on the CPU. 0: as many as usable cores.");
+ABSL_FLAG(uint64_t, seed, 1, "Of drawn inputs, of parameters and of the choice of rows.");
+ABSL_FLAG(bool, verbose, false, "Print each case as it is done.");
+
+namespace tfb {
+namespace {
+
+constexpr char kProgram[] = "check";
+constexpr char kUsage[] =
+    "check [flags]\n"
+    "Runs every technique once on real and drawn tensors and holds its errors against float64 to\n"
+    "their bounds (harness/errors.h says where they are from). Nothing is timed.\n\n"
+    "Exit status: 0 all errors are within their bounds, 1 one is not or a technique failed,\n"
+    "2 bad usage.";
+
+// Tokens of drawn inputs: no multiple of a tile, so that the last tile is a part.
+constexpr char kDrawnLengths[] = "500";
+
+bool IsDrawn(absl::string_view input) {
+  const auto sources = ParseInputSources(input);
+  return sources.ok() && sources->front().captured == nullptr;
+}
+
+// The cases of all inputs, drawn ones at lengths of their own.
+absl::StatusOr<std::vector<SweepCase>> MakeAllCases() {
+  CaseFlags flags;
+  flags.techniques = absl::GetFlag(FLAGS_techniques);
+  flags.devices = absl::GetFlag(FLAGS_devices);
+  flags.dtypes = absl::GetFlag(FLAGS_dtypes);
+  flags.heads = absl::GetFlag(FLAGS_heads);
+  flags.kv_heads = absl::GetFlag(FLAGS_kv_heads);
+  flags.head_dims = absl::GetFlag(FLAGS_head_dims);
+  flags.batches = absl::GetFlag(FLAGS_batches);
+  flags.causal = absl::GetFlag(FLAGS_causal);
+  flags.seed = absl::GetFlag(FLAGS_seed);
+  const int threads = absl::GetFlag(FLAGS_threads);
+  if (threads < 0 || threads > 4096) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--threads: ", threads, "; allowed are 0 to 4096"));
+  }
+  flags.threads = absl::StrCat(threads == 0 ? UsableCores() : threads);
+  flags.counterparts = false;
+  const std::string lengths = absl::GetFlag(FLAGS_lengths);
+  std::vector<SweepCase> all;
+  for (absl::string_view input : absl::StrSplit(absl::GetFlag(FLAGS_input), ',')) {
+    flags.inputs = std::string(input);
+    flags.lengths = lengths.empty() && IsDrawn(input) ? kDrawnLengths : lengths;
+    TFB_ASSIGN_OR_RETURN(std::vector<SweepCase> cases,
+                         MakeCases(flags, Registry::Global(), CallerPath(".")));
+    for (SweepCase& one : cases) {
+      one.purpose = Case::PURPOSE_ACCURACY;
+      all.push_back(std::move(one));
+    }
+  }
+  return all;
+}
+
+absl::StatusOr<Accuracy> CheckCase(const SweepCase& one, ThreadPool* pool) {
+  TFB_RETURN_IF_ERROR(one.obstacle);
+  TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
+                       one.technique->InputSpecs(one.problem, one.options));
+  TFB_ASSIGN_OR_RETURN(const NamedTensors inputs,
+                       MakeInputs(one.input, specs, one.problem, one.seed));
+  EvaluateRequest request;
+  request.technique = one.technique;
+  request.options = one.options;
+  request.problem = one.problem;
+  request.device = one.device;
+  request.seed = one.seed;
+  request.inputs = &inputs;
+  request.pool = pool;
+  if (const int64_t rows = absl::GetFlag(FLAGS_rows); rows > 0) {
+    request.rows = SampleRows(one.problem.query_tokens, rows, one.seed);
+  }
+  return Evaluate(request);
+}
+
+Case RecordOf(const SweepCase& one, ThreadPool* pool) {
+  Case record = MakeRecord(one);
+  const absl::StatusOr<Accuracy> accuracy = CheckCase(one, pool);
+  if (accuracy.ok()) {
+    RecordAccuracy(*accuracy, record.mutable_outcome());
+  } else {
+    record.mutable_outcome()->set_status(OutcomeOf(accuracy.status()));
+    record.mutable_outcome()->set_reason(std::string(accuracy.status().message()));
+  }
+  return record;
+}
+
+void Print(const ResultSet& results) {
+  const TextStyle style = StyleFor(fileno(stdout));
+  const Analysis analysis(results);
+  for (const Table& table : AccuracyTables(analysis, /*details=*/false)) {
+    std::printf("%s\n", ToTerminal(table, style).c_str());
+  }
+  for (const OutcomeLine& line : OutcomeLines(analysis)) {
+    std::printf("%s\n",
+                Emphasise(line.text, line.bad ? Emphasis::kBad : Emphasis::kNone, style).c_str());
+  }
+}
+
+absl::StatusOr<int> Check(const CommandLine& line) {
+  if (!line.arguments.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"", line.arguments[0], "\" is no flag; --help lists the flags"));
+  }
+  if (absl::GetFlag(FLAGS_rows) < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--rows: ", absl::GetFlag(FLAGS_rows), "; allowed are 0 and more"));
+  }
+  TFB_ASSIGN_OR_RETURN(const std::vector<SweepCase> cases, MakeAllCases());
+  if (cases.empty()) return absl::InvalidArgumentError("these flags leave no case to check");
+  const bool verbose = absl::GetFlag(FLAGS_verbose);
+  ThreadPool pool(cases.front().threads);
+  ResultSet results;
+  results.add_environments()->set_id("check");
+  const bool shows_progress = !verbose && isatty(fileno(stderr)) != 0;
+  bool failed = false;
+  for (const SweepCase& one : cases) {
+    if (shows_progress) {
+      std::fprintf(stderr, "\r\033[K%d of %zu: %s", results.cases_size() + 1, cases.size(),
+                   CutToWidth(one.ToString(), 60).c_str());
+    }
+    Case* record = results.add_cases();
+    *record = RecordOf(one, &pool);
+    record->set_environment_id("check");
+    const Outcome::Status status = record->outcome().status();
+    failed |= status == Outcome::STATUS_FAILED;
+    if (verbose) {
+      std::printf("%s: %s %s\n", DescribeCase(*record).c_str(), std::string(Name(status)).c_str(),
+                  record->outcome().reason().c_str());
+      std::fflush(stdout);
+    }
+  }
+  if (shows_progress) std::fputs("\r\033[K", stderr);
+  Print(results);
+  return failed ? kExitCheckFailed : kExitDone;
+}
+
+int Main(const std::vector<std::string>& argv) {
+  const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
+  if (!line.ok()) {
+    PrintError(kProgram, line.status().message());
+    return kExitBadUsage;
+  }
+  if (line->help) {
+    std::fputs(HelpText(kUsage).c_str(), stdout);
+    return kExitDone;
+  }
+  const absl::StatusOr<int> status = Check(*line);
+  if (!status.ok()) {
+    PrintError(kProgram, status.status().message());
+    return kExitBadUsage;
+  }
+  return *status;
+}
+
+}  // namespace
+}  // namespace tfb
+
+int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }

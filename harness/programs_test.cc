@@ -1,0 +1,249 @@
+// The programs check and apply as a caller meets them, over the tiny technique and its faults.
+#include <sys/stat.h>
+#include <sys/wait.h>
+
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "core/random.h"
+#include "core/safetensors.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "harness/inputs.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+struct Finished {
+  int exit_code = -1;
+  std::string out;
+  std::string err;
+};
+
+std::string ReadAll(const std::string& path) {
+  std::string text;
+  FILE* file = fopen(path.c_str(), "r");
+  char buffer[4096];
+  for (size_t got; file != nullptr && (got = fread(buffer, 1, sizeof(buffer), file)) > 0;) {
+    text.append(buffer, got);
+  }
+  if (file != nullptr) fclose(file);
+  return text;
+}
+
+class Programs : public ::testing::Test {
+ protected:
+  Programs() : folder_(::testing::TempDir() + "/programs") { mkdir(folder_.c_str(), 0777); }
+
+  // As `bazel run` starts it: with the caller's folder in the environment.
+  Finished Run(const std::string& program, const std::string& arguments) {
+    Finished finished;
+    const auto binary = RunfilePath("harness/" + program);
+    EXPECT_TRUE(binary.ok()) << binary.status();
+    if (!binary.ok()) return finished;
+    const std::string command =
+        absl::StrCat("BUILD_WORKING_DIRECTORY='", folder_, "' ", *binary, " ", arguments, " > '",
+                     folder_, "/out' 2> '", folder_, "/err'");
+    const int status = std::system(command.c_str());
+    finished.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    finished.out = ReadAll(folder_ + "/out");
+    finished.err = ReadAll(folder_ + "/err");
+    return finished;
+  }
+  Finished Apply(const std::string& arguments) { return Run("tiny_apply", arguments); }
+
+  void ExpectBadUsage(const std::string& program, const std::string& arguments,
+                      const std::string& part) {
+    const Finished finished = Run(program, arguments);
+    EXPECT_EQ(finished.exit_code, 2) << arguments;
+    EXPECT_THAT(finished.err, HasSubstr(part)) << arguments;
+    const std::vector<std::string> lines = absl::StrSplit(finished.err, '\n');
+    EXPECT_EQ(lines.size(), 2u) << finished.err;  // one line, and nothing behind its end
+    EXPECT_EQ(finished.out, "") << arguments;
+  }
+
+  std::string Path(const std::string& name) const { return folder_ + "/" + name; }
+
+  // q, k and v of 4 heads over 2, 90 queries over 100 keys.
+  void WriteQkv(const std::string& name, const std::string& prefix = "") {
+    NamedTensors tensors;
+    tensors[prefix + "q"] = Tensor(DType::kF32, {1, 4, 90, 16});
+    tensors[prefix + "k"] = Tensor(DType::kF32, {1, 2, 100, 16});
+    tensors[prefix + "v"] = Tensor(DType::kF32, {1, 2, 100, 8});
+    for (auto& [key, tensor] : tensors) FillNormal(&tensor, 1, key);
+    ASSERT_TRUE(WriteSafetensors(Path(name), tensors).ok());
+  }
+
+  NamedTensors Read(const std::string& name) {
+    auto file = ReadSafetensors(Path(name));
+    EXPECT_TRUE(file.ok()) << file.status();
+    return file.ok() ? std::move(file->tensors) : NamedTensors();
+  }
+
+  std::string folder_;
+};
+
+TEST_F(Programs, ApplyWritesWhatTheTechniqueComputesAndPrintsItsErrors) {
+  WriteQkv("qkv.safetensors");
+  const Finished finished = Apply(
+      "--technique=tiny --options=window=8 --causal --input=qkv.safetensors "
+      "--output=out.safetensors");
+  EXPECT_EQ(finished.exit_code, 0) << finished.err;
+  EXPECT_THAT(finished.out, AllOf(HasSubstr("tiny:window=8"), HasSubstr("causal"),
+                                  HasSubstr("error against its definition"), HasSubstr("(<= 2e-5)"),
+                                  HasSubstr("error against tiny"), HasSubstr("kept mass"),
+                                  HasSubstr(Path("out.safetensors"))));
+  const auto file = ReadSafetensors(Path("out.safetensors"));
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(file->tensors.at("out").shape(), Shape({1, 4, 90, 8}));
+  EXPECT_EQ(file->tensors.at("log_sum_exp").shape(), Shape({1, 4, 90}));
+  EXPECT_EQ(file->metadata.at("technique"), "tiny");
+  EXPECT_EQ(file->metadata.at("options"), "window=8");
+}
+
+TEST_F(Programs, ApplyTakesOptionsWithTheTechniqueToo) {
+  WriteQkv("qkv.safetensors");
+  const Finished finished = Apply("--technique=tiny:window=8 --input=qkv.safetensors");
+  EXPECT_EQ(finished.exit_code, 0) << finished.err;
+  EXPECT_THAT(finished.out, HasSubstr("tiny:window=8"));
+  ExpectBadUsage("tiny_apply",
+                 "--technique=tiny:window=8 --options=window=9 --input=qkv.safetensors",
+                 "option \"window\" of tiny is given twice");
+}
+
+TEST_F(Programs, DumpedParametersMakeTheSameOutputUnderAnotherSeed) {
+  WriteQkv("qkv.safetensors");
+  const std::string common = "--technique=tiny --input=qkv.safetensors ";
+  ASSERT_EQ(
+      Apply(common + "--seed=1 --output=a.safetensors --dump_parameters=p.safetensors").exit_code,
+      0);
+  ASSERT_EQ(Apply(common + "--seed=2 --output=b.safetensors").exit_code, 0);
+  ASSERT_EQ(Apply(common + "--seed=2 --parameters=p.safetensors --output=c.safetensors").exit_code,
+            0);
+  EXPECT_EQ(Read("p.safetensors").at("gain").shape(), Shape({4}));
+  const auto a = *SerializeSafetensors(Read("a.safetensors"));
+  const auto b = *SerializeSafetensors(Read("b.safetensors"));
+  const auto c = *SerializeSafetensors(Read("c.safetensors"));
+  EXPECT_NE(a, b);
+  EXPECT_EQ(a, c);
+}
+
+TEST_F(Programs, ApplyConvertsToTheDtypeThatIsAskedFor) {
+  WriteQkv("qkv.safetensors");
+  for (const char* dtype : {"bf16", "f16"}) {
+    const Finished finished = Apply(absl::StrCat(
+        "--technique=tiny --input=qkv.safetensors --output=out.safetensors --dtype=", dtype));
+    EXPECT_EQ(finished.exit_code, 0) << finished.err;
+    EXPECT_THAT(finished.out, HasSubstr(absl::StrCat("over that of tiny in ", dtype)));
+    EXPECT_EQ(Name(Read("out.safetensors").at("out").dtype()), dtype);
+  }
+}
+
+TEST_F(Programs, ApplyReadsTheLayerThatIsNamed) {
+  const Finished finished = Apply("--technique=tiny --input=real --layer=layer2");
+  EXPECT_EQ(finished.exit_code, 0) << finished.err;
+  EXPECT_THAT(finished.out,
+              AllOf(HasSubstr("12 heads of 32, 512 tokens"), HasSubstr("rows checked")));
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=real",
+                 "--layer: real has several; name one of layer0, layer2, layer5");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=real --layer=layer7", "has no \"layer7\"");
+}
+
+TEST_F(Programs, ApplyExitsWith1WhenAnErrorExceedsItsBoundAndWritesAllTheSame) {
+  WriteQkv("qkv.safetensors");
+  const Finished finished =
+      Apply("--technique=tiny_wrong_scale --input=qkv.safetensors --output=wrong.safetensors");
+  EXPECT_EQ(finished.exit_code, 1);
+  EXPECT_THAT(finished.out, AllOf(HasSubstr("EXCEEDED"), HasSubstr("FAILED: max error")));
+  EXPECT_EQ(Read("wrong.safetensors").count("out"), 1u);
+}
+
+TEST_F(Programs, ApplyAnswersBadUsageInOneLineThatNamesTheFlag) {
+  WriteQkv("qkv.safetensors");
+  WriteQkv("named.safetensors", "query_");
+  const std::string input = " --input=qkv.safetensors";
+  ExpectBadUsage("tiny_apply", "--input=qkv.safetensors", "--technique: name one of tiny");
+  ExpectBadUsage("tiny_apply", "--technique=tyny" + input, "nearest are tiny");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --options=widow=3" + input,
+                 "--options: unknown option \"widow\"; known are window");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --options=window=-3" + input,
+                 "--options: option window is \"-3\"; allowed are 0 to");
+  ExpectBadUsage("tiny_apply", "--technique=tiny", "--input: name a safetensors file");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=absent.safetensors",
+                 Path("absent.safetensors"));
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=gaussian", "is drawn");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=qkv.bin", "FILE.safetensors");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=named.safetensors", "neither q, k and v");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --device=tpu" + input, "--device: unknown device");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --device=cuda" + input,
+                 "no implementation for device cuda");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --dtype=f8" + input, "--dtype: unknown dtype");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --dtype=i32" + input,
+                 "--dtype: dtype is i32; allowed are f32, bf16, f16");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --rows=-1" + input, "--rows: -1");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --threads=-1" + input, "--threads: -1");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --parameters=qkv.safetensors" + input,
+                 "--parameters: there is no parameter \"k\"; the layer has gain");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --output=absent/out.safetensors" + input,
+                 "--output: ");
+  ExpectBadUsage("tiny_apply", "--technique=tiny extra" + input, "\"extra\" is no flag");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --inputs=x", "did you mean --input?");
+}
+
+TEST_F(Programs, HelpExplainsEveryFlag) {
+  for (const char* program : {"tiny_apply", "tiny_check"}) {
+    const Finished finished = Run(program, "--help");
+    EXPECT_EQ(finished.exit_code, 0);
+    EXPECT_THAT(finished.out, AllOf(HasSubstr("Exit status"), HasSubstr("--input"),
+                                    HasSubstr("--seed"), HasSubstr("--threads")));
+  }
+}
+
+TEST_F(Programs, CheckPassesARightTechniqueOnAllInputs) {
+  const Finished drawn =
+      Run("tiny_check", "--techniques=tiny --rows=32 --lengths=70 --input=gaussian,peaked,needle");
+  EXPECT_EQ(drawn.exit_code, 0) << drawn.out << drawn.err;
+  EXPECT_THAT(drawn.out, AllOf(HasSubstr("input needle"), HasSubstr("input peaked"),
+                               HasSubstr("bf16"), HasSubstr("6 cases: 6 ok, 0 failed")));
+  const Finished real =
+      Run("tiny_check", "--techniques=tiny --rows=32 --lengths=100 --input=real --dtypes=f32");
+  EXPECT_EQ(real.exit_code, 0) << real.out << real.err;
+  EXPECT_THAT(real.out, AllOf(HasSubstr("layer layer5"), HasSubstr("4 cases: 4 ok")));
+}
+
+TEST_F(Programs, CheckExitsWith1WhenAnErrorExceedsItsBound) {
+  const Finished finished =
+      Run("tiny_check",
+          "--techniques=tiny,tiny_wrong_scale --input=gaussian --lengths=40 --dtypes=f32");
+  EXPECT_EQ(finished.exit_code, 1) << finished.err;
+  EXPECT_THAT(finished.out, AllOf(HasSubstr("tiny_wrong_scale"), HasSubstr("1 failed")));
+}
+
+TEST_F(Programs, CheckReadsFilesOfTheCallersOwn) {
+  WriteQkv("qkv.safetensors");
+  const Finished finished =
+      Run("tiny_check", "--techniques=tiny --input=qkv.safetensors --causal=true --dtypes=f32");
+  EXPECT_EQ(finished.exit_code, 0) << finished.err;
+  EXPECT_THAT(finished.out, AllOf(HasSubstr("90 queries, 100 keys"), HasSubstr("1 ok")));
+}
+
+TEST_F(Programs, CheckAnswersBadUsageInOneLineThatNamesTheFlag) {
+  ExpectBadUsage("tiny_check", "--techniques=tyny", "tiny");
+  ExpectBadUsage("tiny_check", "--input=gausian", "gausian");
+  ExpectBadUsage("tiny_check", "--rows=-2", "--rows: -2");
+  ExpectBadUsage("tiny_check", "--threads=-2", "--threads: -2");
+  ExpectBadUsage("tiny_check", "--lengths=none", "none");
+  ExpectBadUsage("tiny_check", "--techniqes=tiny", "--techniques");
+}
+
+}  // namespace
+}  // namespace tfb
