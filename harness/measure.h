@@ -44,6 +44,8 @@ struct MeasureHooks {
   std::function<void(size_t index, absl::string_view what)> on_activity;
   // Once true, no further work is begun. Cases without enough samples by then are not reported.
   std::function<bool()> stopped;
+  // Until `stopped` will be true for lack of time; null where there is no such limit.
+  std::function<double()> seconds_left;
   // The record of a finished case. In any order.
   std::function<void(size_t index, Case record)> done;
 };

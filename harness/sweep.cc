@@ -121,6 +121,7 @@ void MeasureGroup(Measurer* measurer, const std::vector<SweepCase>& cases,
     side->Announce(static_cast<int64_t>(items[i].index), what);
   };
   hooks.stopped = [&] { return side->stopped(); };
+  hooks.seconds_left = [&] { return side->SecondsLeft(); };
   hooks.done = [&](size_t i, Case record) {
     side->Send(
         absl::StrCat(std::string(1, kCase), items[i].index, "\n", record.SerializeAsString()));
@@ -147,6 +148,8 @@ void Work(const SweepOptions& options, const std::vector<SweepCase>& cases, Work
 // A case that is not measured by then: beyond its timeout by this much it is taken to hang.
 double HangGraceSeconds(double case_timeout) { return std::clamp(case_timeout / 2, 1.0, 30.0); }
 constexpr double kRedrawSeconds = 0.2;
+constexpr int kMostEndsBetweenCases = 3;
+constexpr double kLockSeconds = 2;
 
 class Sweep {
  public:
@@ -180,6 +183,11 @@ class Sweep {
         options_.resume ? AppenderOptions::Existing::kResume : AppenderOptions::Existing::kRefuse;
     absl::StatusOr<std::unique_ptr<ResultAppender>> opened =
         ResultAppender::Open(options_.output, how);
+    // The worker of a sweep that was just killed may not have ended yet, and have the file's lock.
+    while (absl::IsUnavailable(opened.status()) && Elapsed() < kLockSeconds) {
+      absl::SleepFor(absl::Milliseconds(50));
+      opened = ResultAppender::Open(options_.output, how);
+    }
     if (absl::IsAlreadyExists(opened.status())) {
       return absl::AlreadyExistsError(absl::StrCat("--output: ", options_.output,
                                                    " is there already; --resume goes on with it"));
@@ -364,6 +372,10 @@ class Sweep {
         if (left_[i]) items.push_back({i, unchecked.count(i) == 0, ShareOf(i)});
       }
       if (items.empty()) return absl::OkStatus();
+      // Where a group does not fit memory or time at once, the dense counterparts are in its first part.
+      std::stable_partition(items.begin(), items.end(), [this](const GroupItem& item) {
+        return IsBaseline(MakeRecord(cases_[item.index]));
+      });
       if (deadline() > 0 && MonotonicSeconds() >= deadline()) return AppendSkipped(items);
       if (worker_ == nullptr) TFB_RETURN_IF_ERROR(StartWorker());
       TFB_RETURN_IF_ERROR(worker_->Send(EncodeGroup(items)));
@@ -433,11 +445,13 @@ class Sweep {
   // The record of the case that a worker ended at.
   absl::Status RecordEnd(const Worker::Activity& at, bool hung, std::set<size_t>* unchecked) {
     if (signals_seen > 1) return absl::OkStatus();
-    if (at.index < 0) {
+    const size_t index = static_cast<size_t>(at.index);
+    if (at.index < 0 || !left_[index]) {
+      // No case to blame: the rest is tried once more, unless that keeps happening.
+      if (++ends_between_cases_ <= kMostEndsBetweenCases) return absl::OkStatus();
       return absl::InternalError(
           absl::StrCat("the measuring process ended between cases: ", worker_->HowItEnded()));
     }
-    const size_t index = static_cast<size_t>(at.index);
     if (hung && at.what == "check" && unchecked->insert(index).second) return absl::OkStatus();
     if (hung) {
       return AppendUnmeasured(
@@ -533,6 +547,7 @@ class Sweep {
   std::map<size_t, std::string> skipped_before_;  // by case: the reason in the file
   std::set<size_t> failed_;
   std::string no_gpu_reason_;
+  int ends_between_cases_ = 0;
   CaseTimes times_;
 };
 

@@ -77,21 +77,23 @@ class Measurement {
   Measurement(const TimingOptions& options, size_t index, TimedCase* timed)
       : options_(options), index_(index), timed_(*timed) {}
 
-  // Times warm calls until they last a quarter of min_time; the number of calls a sample and the
-  // number of samples follow.
+  // Times batches of calls, each twice as long as the one before; from the fastest follow the number of calls a sample and the
+  // number of samples. Several batches, since the first call is slow and any of them may be interrupted; one that lasts as long
+  // as a sample is enough.
   void Pilot() {
     timed_.timing.set_clock(Timing::CLOCK_WALL);
     Announce("run");
     const double start = MonotonicSeconds();
-    for (int64_t calls = 1;; calls *= 2) {
+    call_seconds_ = std::numeric_limits<double>::infinity();
+    for (int64_t calls = 1; calls <= kMostCalls; calls *= 2) {
       const double begin = MonotonicSeconds();
       for (int64_t i = 0; i < calls; ++i) {
         if (!Keep(Run())) return;
       }
       if (!Keep(Synchronize())) return;
       const double seconds = MonotonicSeconds() - begin;
-      call_seconds_ = seconds / static_cast<double>(calls);
-      if (seconds >= options_.min_time / 4 || calls >= kMostCalls) break;
+      call_seconds_ = std::min(call_seconds_, seconds / static_cast<double>(calls));
+      if (seconds >= options_.min_time || (seconds >= options_.min_time / 4 && calls >= 4)) break;
     }
     calls_per_sample_ = std::clamp<int64_t>(
         static_cast<int64_t>(std::ceil(options_.min_time / std::max(call_seconds_, 1e-12))), 1,

@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <limits>
 #include <new>
 #include <utility>
 #include <vector>
@@ -127,9 +128,11 @@ void WorkerSide::Announce(int64_t index, absl::string_view activity) {
   shared_->activity_index = index;
 }
 
-bool WorkerSide::stopped() const {
+bool WorkerSide::stopped() const { return shared_->stopped || SecondsLeft() < 0; }
+
+double WorkerSide::SecondsLeft() const {
   const double deadline = shared_->deadline;
-  return shared_->stopped || (deadline > 0 && MonotonicSeconds() > deadline);
+  return deadline > 0 ? deadline - MonotonicSeconds() : std::numeric_limits<double>::infinity();
 }
 
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(const std::function<void(WorkerSide&)>& body,

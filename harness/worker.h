@@ -40,6 +40,7 @@ class WorkerSide {
   void Send(absl::string_view message);
   void Announce(int64_t index, absl::string_view activity);
   bool stopped() const;
+  double SecondsLeft() const;  // until the deadline; infinite where there is none
 
  private:
   friend class Worker;
