@@ -24,8 +24,9 @@
 #include "tools/command_line.h"
 
 ABSL_FLAG(std::string, technique, "",
-          "The technique, as in longformer or longformer:window=256,dilation=2.");
-ABSL_FLAG(std::string, options, "", "Its options, as in window=256,dilation=2.");
+          "The technique: NAME, or NAME:option=value,option=value. //harness:sweep -- --list shows "
+          "them.");
+ABSL_FLAG(std::string, options, "", "Its options: option=value,option=value.");
 ABSL_FLAG(std::string, device, "cpu", "cpu or cuda.");
 ABSL_FLAG(
     std::string, dtype, "f32",

@@ -30,9 +30,9 @@
 #include "tools/command_line.h"
 
 ABSL_FLAG(std::string, techniques, "*",
-          "What to check: names or globs, each with options, as in "
-          "dense,longformer:window=256,performer:features=*. A value of * takes every value that "
-          "the option lists for sweeps.");
+          "What to check: names or globs that commas separate, each with options, as in "
+          "NAME:option=value,option=value. A value of * takes every value that the option lists "
+          "for sweeps.");
 ABSL_FLAG(std::string, devices, "",
           "Of cpu, cuda. Empty: the CPU, and CUDA for the techniques that have it.");
 ABSL_FLAG(std::string, dtypes, "f32,bf16", "Of f32, bf16, f16: the type of inputs and outputs.");
