@@ -163,6 +163,12 @@ absl::StatusOr<Plan> ReadPlan() {
       FitProblem(plan.input, plan.technique->info().input_kind, wanted);
   if (!problem.ok()) return WithFlag("input", problem.status());
   plan.problem = *problem;
+  const TechniqueInfo& info = plan.technique->info();
+  if (plan.problem.causal ? !info.supports_causal : !info.supports_noncausal) {
+    return absl::InvalidArgumentError(
+        plan.problem.causal ? absl::StrCat("--causal: ", info.name, " has no causal form")
+                            : absl::StrCat("--causal: ", info.name, " is causal only: give it"));
+  }
   return plan;
 }
 
@@ -225,10 +231,11 @@ void PrintErrors(const Plan& plan, const Accuracy& accuracy) {
         Against(*accuracy.ratio_to_dense_precision));
   }
   if (accuracy.against_dense.has_value()) {
-    PrintLine(absl::StrCat("error against ", accuracy.counterpart),
+    PrintLine("error against dense attention",
               absl::StrCat(FormatError(accuracy.against_dense->relative_frobenius),
                            " relative, mean cosine ",
-                           FormatSignificant(accuracy.against_dense->mean_cosine, 4)));
+                           FormatSignificant(accuracy.against_dense->mean_cosine, 4), " (",
+                           accuracy.counterpart, ")"));
   } else {
     PrintLine("error against dense attention",
               absl::StrCat("not known: ", accuracy.no_dense_reason));

@@ -94,18 +94,27 @@ absl::Status CompareFurtherOutputs(const EvaluateRequest& request, const NamedTe
 
 // The dense counterpart of the request's technique.
 struct Counterpart {
+  TechniqueSpec spec;  // with the options that differ from their defaults
   const Technique* technique = nullptr;
   Options options;
   bool is_self = false;
 };
 
 absl::StatusOr<Counterpart> FindCounterpart(const EvaluateRequest& request) {
-  TFB_ASSIGN_OR_RETURN(const TechniqueSpec spec,
-                       request.technique->Counterpart(request.problem, request.options));
   Counterpart counterpart;
+  TFB_ASSIGN_OR_RETURN(counterpart.spec,
+                       request.technique->Counterpart(request.problem, request.options));
+  const TechniqueSpec& spec = counterpart.spec;
   TFB_ASSIGN_OR_RETURN(counterpart.technique, request.registry->Find(spec.technique));
   TFB_ASSIGN_OR_RETURN(counterpart.options, counterpart.technique->Canonical(spec.options));
   TFB_ASSIGN_OR_RETURN(const Options own, request.technique->Canonical(request.options));
+  for (const OptionSpec& option : counterpart.technique->info().options) {
+    const auto given = counterpart.spec.options.find(option.name);
+    if (given == counterpart.spec.options.end()) continue;
+    if (counterpart.options.at(option.name) == option.default_value) {
+      counterpart.spec.options.erase(given);
+    }
+  }
   counterpart.is_self = counterpart.technique == request.technique && counterpart.options == own;
   return counterpart;
 }
@@ -146,7 +155,7 @@ absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensor
                                const NamedTensors& outputs, const Reference& own,
                                Accuracy* accuracy) {
   TFB_ASSIGN_OR_RETURN(const Counterpart counterpart, FindCounterpart(request));
-  accuracy->counterpart = counterpart.technique->info().name;
+  accuracy->counterpart = ToString(counterpart.spec);
   const bool weights = own.tensors.count("weights") > 0;
   Reference computed;
   if (!counterpart.is_self) {

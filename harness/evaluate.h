@@ -65,7 +65,7 @@ struct Accuracy {
   std::string failure;  // which bound was exceeded, in one line; empty where passed
 
   // Of the layer.
-  std::string counterpart;  // its name; empty where it is not known
+  std::string counterpart;  // "name:option=value"; empty where it is not known
   std::map<std::string, double> statistics;
   Cost cost;
   size_t workspace_bytes = 0;
