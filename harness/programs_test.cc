@@ -100,8 +100,8 @@ TEST_F(Programs, ApplyWritesWhatTheTechniqueComputesAndPrintsItsErrors) {
   EXPECT_EQ(finished.exit_code, 0) << finished.err;
   EXPECT_THAT(finished.out, AllOf(HasSubstr("tiny:window=8"), HasSubstr("causal"),
                                   HasSubstr("error against its definition"), HasSubstr("(<= 2e-5)"),
-                                  HasSubstr("error against tiny"), HasSubstr("kept mass"),
-                                  HasSubstr(Path("out.safetensors"))));
+                                  HasSubstr("error against dense attention"), HasSubstr("(tiny)"),
+                                  HasSubstr("kept mass"), HasSubstr(Path("out.safetensors"))));
   const auto file = ReadSafetensors(Path("out.safetensors"));
   ASSERT_TRUE(file.ok()) << file.status();
   EXPECT_EQ(file->tensors.at("out").shape(), Shape({1, 4, 90, 8}));
@@ -143,7 +143,7 @@ TEST_F(Programs, ApplyConvertsToTheDtypeThatIsAskedFor) {
     const Finished finished = Apply(absl::StrCat(
         "--technique=tiny --input=qkv.safetensors --output=out.safetensors --dtype=", dtype));
     EXPECT_EQ(finished.exit_code, 0) << finished.err;
-    EXPECT_THAT(finished.out, HasSubstr(absl::StrCat("over that of tiny in ", dtype)));
+    EXPECT_THAT(finished.out, HasSubstr(absl::StrCat("over that of dense attention in ", dtype)));
     EXPECT_EQ(Name(Read("out.safetensors").at("out").dtype()), dtype);
   }
 }
