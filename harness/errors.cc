@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -129,6 +130,26 @@ double LargestMagnitude(const ConstTensorView& view) {
   return largest;
 }
 
+namespace {
+
+// The `count` keys of largest weight above 0, or fewer where there are not so many, ascending. Ties
+// in favour of the lower index, so that the measure is the same everywhere.
+std::vector<int64_t> HeaviestKeys(const double* weights, int64_t keys, int64_t count) {
+  std::vector<int64_t> order;
+  for (int64_t j = 0; j < keys; ++j) {
+    if (weights[j] > 0) order.push_back(j);
+  }
+  count = std::min<int64_t>(count, static_cast<int64_t>(order.size()));
+  std::partial_sort(order.begin(), order.begin() + count, order.end(), [=](int64_t a, int64_t b) {
+    return weights[a] != weights[b] ? weights[a] > weights[b] : a < b;
+  });
+  order.resize(count);
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+}  // namespace
+
 absl::StatusOr<std::optional<KeptAttention>> CompareWeights(const ConstTensorView& weights,
                                                             const ConstTensorView& dense,
                                                             int64_t recall_keys) {
@@ -142,7 +163,6 @@ absl::StatusOr<std::optional<KeptAttention>> CompareWeights(const ConstTensorVie
   if (keys == 0 || dense.num_elements() == 0) return std::nullopt;
   KeptAttention sum;
   int64_t rows = 0;
-  std::vector<int64_t> order(keys);
   for (int64_t row = 0; row < dense.num_elements() / keys; ++row) {
     const double* w = weights.At<double>() + row * keys;
     const double* p = dense.At<double>() + row * keys;
@@ -155,14 +175,13 @@ absl::StatusOr<std::optional<KeptAttention>> CompareWeights(const ConstTensorVie
       sum.kept_mass += p[j];
       sum.kl_divergence += w[j] * std::log(w[j] / p[j]);
     }
-    std::iota(order.begin(), order.end(), 0);
     const int64_t top = std::min(recall_keys, seen);
-    // Ties in favour of the lower index, so that the measure is the same everywhere.
-    std::partial_sort(order.begin(), order.begin() + top, order.end(),
-                      [p](int64_t a, int64_t b) { return p[a] != p[b] ? p[a] > p[b] : a < b; });
-    int64_t found = 0;
-    for (int64_t rank = 0; rank < top; ++rank) found += w[order[rank]] > 0 ? 1 : 0;
-    sum.recall += static_cast<double>(found) / static_cast<double>(top);
+    const std::vector<int64_t> dense_top = HeaviestKeys(p, keys, top);
+    const std::vector<int64_t> own_top = HeaviestKeys(w, keys, top);
+    std::vector<int64_t> found;
+    std::set_intersection(dense_top.begin(), dense_top.end(), own_top.begin(), own_top.end(),
+                          std::back_inserter(found));
+    sum.recall += static_cast<double>(found.size()) / static_cast<double>(top);
   }
   if (rows == 0) return std::nullopt;
   const double count = static_cast<double>(rows);

@@ -63,7 +63,7 @@ double LargestMagnitude(const ConstTensorView& view);
 struct KeptAttention {
   double kept_mass = 0;      // sum of p over the keys that the technique attends to
   double kl_divergence = 0;  // sum of w log(w / p), nats; infinite where w > 0 = p
-  double recall = 0;         // share of the k keys of largest p that the technique attends to
+  double recall = 0;         // share of the k keys of largest p among the k of largest w
 };
 constexpr int64_t kRecallKeys = 32;  // k; or as many as dense attention sees
 absl::StatusOr<std::optional<KeptAttention>> CompareWeights(const ConstTensorView& weights,

@@ -134,6 +134,12 @@ TEST(Errors, KeptMassDivergenceAndRecallAreWhatTheyAreByHand) {
   EXPECT_DOUBLE_EQ(kept->recall, 0.5);  // of keys 0 and 1
 }
 
+TEST(Errors, RecallIsOfTheHeaviestKeysAndNotOfAllThatHaveSomeWeight) {
+  const auto kept = Kept({0.1, 0.2, 0.3, 0.4}, {0.4, 0.3, 0.2, 0.1}, 1, 3);
+  ASSERT_TRUE(kept.has_value());
+  EXPECT_DOUBLE_EQ(kept->recall, 2.0 / 3);  // keys 1 and 2 of 0, 1 and 2
+}
+
 TEST(Errors, DenseAttentionKeepsAllOfItself) {
   const std::vector<double> p = {0.4, 0.3, 0.1, 0.2, 1, 0, 0, 0};
   const auto kept = Kept(p, p, 2, 3);
