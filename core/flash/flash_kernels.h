@@ -65,10 +65,10 @@ struct DeviceTokenOrder {
 };
 
 struct FlashArguments {
-  DeviceView q;    // [batch, query_heads, query tokens, head_dim]
-  DeviceView k;    // [batch, kv_heads, kv tokens, head_dim]
-  DeviceView v;    // [batch, kv_heads, kv tokens, value_dim]
-  DeviceView out;  // [batch, query_heads, query tokens, value_dim]
+  DeviceView q;             // [batch, query_heads, query tokens, head_dim]
+  DeviceView k;             // [batch, kv_heads, kv tokens, head_dim]
+  DeviceView v;             // [batch, kv_heads, kv tokens, value_dim]
+  DeviceView out;           // [batch, query_heads, query tokens, value_dim]
   const uint8_t* key_mask;  // [batch, kv tokens], or null
   int64_t key_mask_strides[2];
   float* log_sum_exp;  // [batch, query_heads, query tokens], or null

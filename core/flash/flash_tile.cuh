@@ -28,7 +28,7 @@ struct FlashTask {
   int64_t split;
 };
 
-__device__ inline int64_t FlashTasks(const FlashArguments& a) {
+__host__ __device__ inline int64_t FlashTasks(const FlashArguments& a) {
   return a.batch * a.query_heads * a.schedule.query_tiles * a.splits;
 }
 
@@ -59,8 +59,7 @@ class TileWalk {
     last_query_ = min(first_query_ + queries, a.query_tokens) - 1;
     int64_t tiles = 0;
     if (schedule_.row_begin != nullptr) {
-      const int64_t row =
-          task.head % schedule_.heads * schedule_.query_tiles + task.query_tile;
+      const int64_t row = task.head % schedule_.heads * schedule_.query_tiles + task.query_tile;
       run_ = schedule_.row_begin[row];
       const int64_t runs_end = schedule_.row_begin[row + 1];
       for (int64_t r = run_; r < runs_end; ++r) tiles += schedule_.runs[r].tiles;
@@ -130,7 +129,7 @@ class TileWalk {
   const ScheduleView& schedule_;
   int64_t first_query_;
   int64_t last_query_;
-  int64_t left_;        // tiles
+  int64_t left_;  // tiles
   int64_t run_ = 0;
   int64_t in_run_ = 0;  // tiles of the run that are done
   int64_t tile_ = 0;
@@ -161,8 +160,8 @@ __device__ inline bool AllTokens(const FlashArguments& a, int64_t tile) {
 // clip((limit + j) / ramp, 0, 1).
 __device__ inline float RampLimit(const FlashArguments& a, const FlashTask& task, int64_t i) {
   const DeviceScoreRule& rule = a.rule;
-  const float z = rule.span[task.batch * rule.span_batch_stride + task.head * rule.span_head_stride +
-                            i * rule.span_query_stride];
+  const float z = rule.span[task.batch * rule.span_batch_stride +
+                            task.head * rule.span_head_stride + i * rule.span_query_stride];
   return rule.ramp + z - static_cast<float>(i + a.causal_offset);
 }
 // The keys of a tile that a limit gives a weight above 0: those j with limit + j > 0.
