@@ -7,13 +7,24 @@
 
 namespace tfb {
 
-absl::string_view Name(Device device) { return device == Device::kCpu ? "cpu" : "cuda"; }
+absl::string_view Name(Device device) {
+  switch (device) {
+    case Device::kCpu:
+      return "cpu";
+    case Device::kCuda:
+      return "cuda";
+    case Device::kSimulator:
+      return "simulator";
+  }
+  return "unknown";
+}
 
 absl::StatusOr<Device> ParseDevice(absl::string_view name) {
   if (name == "cpu") return Device::kCpu;
   if (name == "cuda") return Device::kCuda;
+  if (name == "simulator") return Device::kSimulator;
   return absl::InvalidArgumentError(
-      absl::StrCat("unknown device \"", name, "\"; known are cpu, cuda"));
+      absl::StrCat("unknown device \"", name, "\"; known are cpu, cuda, simulator"));
 }
 
 Problem Problem::SelfAttention(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,

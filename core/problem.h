@@ -12,9 +12,10 @@
 
 namespace tfb {
 
-enum class Device : uint8_t { kCpu, kCuda };
+// kSimulator runs the CUDA sources on the host, slowly, and checks every access: for tests.
+enum class Device : uint8_t { kCpu, kCuda, kSimulator };
 
-absl::string_view Name(Device device);  // "cpu", "cuda"
+absl::string_view Name(Device device);  // "cpu", "cuda", "simulator"
 absl::StatusOr<Device> ParseDevice(absl::string_view name);
 
 constexpr int64_t kMaxHeadDim = 256;

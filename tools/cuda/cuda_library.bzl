@@ -1,16 +1,20 @@
-"""cuda_library: CUDA sources compiled by nvcc, for C++ targets to depend on.
+"""cuda_library: CUDA sources for C++ targets to depend on, each compiled twice: by nvcc for GPUs, and by the C++
+compiler for the simulator of core/cuda/simulator.
 
     cuda_library(
-        name = "flash_cuda",
-        srcs = ["flash.cu"],
-        hdrs = ["flash_cuda.h"],
-        deps = [":tensor"],
+        name = "flash_kernels",
+        srcs = ["flash_f32.cu"],
+        hdrs = ["flash_kernels.h"],
+        deps = ["//core/cuda:kernel"],
     )
 
-It is a C++ library to its users (CcInfo) and links the static CUDA runtime. Only .cu sources can include CUDA's
-headers: what C++ includes of a cuda_library is plain C++. Where there is no toolkit the target is incompatible,
-which Bazel reports as skipped; a library that has an answer without CUDA chooses its sources with
-select({"//tools/cuda:is_available": ...}).
+It is a C++ library to its users (CcInfo). Only .cu sources can include CUDA's headers: what C++ includes of a
+cuda_library is plain C++. Where there is no toolkit it holds the simulated objects alone. With simulated = False it
+is for GPUs alone; where there is no toolkit the target is then incompatible, which Bazel reports as skipped.
+
+A simulated object is compiled with -fsanitize=thread, whose calls before every load and store are renamed to the
+simulator's. Both objects end up in one program, so a source may define with external linkage only what
+core/cuda/kernel_table.h gives two names: all else stands in an anonymous namespace, in .cuh files too.
 """
 
 load("@local_cuda//:toolkit.bzl", "NVCC", "VERSION")
@@ -90,8 +94,48 @@ def _include_flags(context):
         ["-isystem=" + path for path in context.system_includes.to_list()]
     )
 
+def _object(ctx, source, suffix):
+    return ctx.actions.declare_file("_objs/%s/%s.%s" % (ctx.label.name, source.basename[:-len(".cu")], suffix))
+
+def _compile_for_simulator(ctx, cc_toolchain, source, context):
+    cpp = ctx.fragments.cpp
+    compiled = _object(ctx, source, "instrumented.o")
+    args = ctx.actions.args()
+    args.add_all(["-x", "c++", "-std=c++17", "-O2", "-g1", "-DNDEBUG", "-fPIC", "-Wall", "-Werror"])
+    args.add_all([f for f in cpp.copts + cpp.cxxopts if not f.startswith("-std=") and not f.startswith("-fsanitize=")])
+    args.add_all(["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"])
+    args.add_all(context.quote_includes, before_each = "-iquote")
+    args.add_all(context.includes, before_each = "-I")
+    args.add_all(context.system_includes, before_each = "-isystem")
+    args.add_all(context.defines, format_each = "-D%s")
+    args.add_all(ctx.attr.local_defines, format_each = "-D%s")
+    args.add("-c", source)
+    args.add("-o", compiled)
+    ctx.actions.run(
+        executable = cc_toolchain.compiler_executable,
+        arguments = [args],
+        env = dict(ctx.configuration.default_shell_env, PATH = "/usr/bin:/bin"),
+        inputs = depset(ctx.files.srcs, transitive = [context.headers, cc_toolchain.all_files]),
+        mnemonic = "CudaSimulatorCompile",
+        outputs = [compiled],
+        progress_message = "Compiling %s for the simulator" % source.short_path,
+    )
+    renamed = _object(ctx, source, "simulated.o")
+    args = ctx.actions.args()
+    args.add(ctx.file._hook_names, format = "--redefine-syms=%s")
+    args.add_all([compiled, renamed])
+    ctx.actions.run(
+        executable = cc_toolchain.objcopy_executable,
+        arguments = [args],
+        inputs = depset([compiled, ctx.file._hook_names], transitive = [cc_toolchain.all_files]),
+        mnemonic = "CudaSimulatorHooks",
+        outputs = [renamed],
+        progress_message = "Renaming the hooks of %s" % source.short_path,
+    )
+    return renamed
+
 def _compile(ctx, cc_toolchain, source, context):
-    output = ctx.actions.declare_file("_objs/%s/%s.o" % (ctx.label.name, source.basename[:-len(".cu")]))
+    output = _object(ctx, source, "o")
     args = ctx.actions.args()
     args.add_all(["-std=c++17", "-x", "cu", "--expt-relaxed-constexpr", "-Werror=all-warnings"])
     args.add_all(_MODE_FLAGS[ctx.var["COMPILATION_MODE"]])
@@ -123,7 +167,9 @@ def _cuda_library_impl(ctx):
         requested_features = ctx.features,
         unsupported_features = ctx.disabled_features,
     )
-    deps = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps + [ctx.attr._runtime]])
+    for_gpu = bool(NVCC) and ctx.attr._enabled[EnabledInfo].value
+    linked = ([ctx.attr._runtime] if for_gpu else []) + ([ctx.attr._simulator] if ctx.attr.simulated else [])
+    deps = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps + linked])
     own = cc_common.create_compilation_context(
         headers = depset(ctx.files.hdrs),
         quote_includes = depset([".", ctx.bin_dir.path]),
@@ -132,11 +178,13 @@ def _cuda_library_impl(ctx):
         cc_infos = [CcInfo(compilation_context = own), deps],
     ).compilation_context
 
-    objects = depset([
-        _compile(ctx, cc_toolchain, source, context)
-        for source in ctx.files.srcs
-        if source.extension == "cu"
-    ])
+    sources = [source for source in ctx.files.srcs if source.extension == "cu"]
+    objects = []
+    if for_gpu:
+        objects += [_compile(ctx, cc_toolchain, source, context) for source in sources]
+    if ctx.attr.simulated:
+        objects += [_compile_for_simulator(ctx, cc_toolchain, source, context) for source in sources]
+    objects = depset(objects)
     linking, _ = cc_common.create_linking_context_from_compilation_outputs(
         actions = ctx.actions,
         alwayslink = ctx.attr.alwayslink,
@@ -159,22 +207,27 @@ _cuda_library = rule(
         "copts": attr.string_list(doc = "More flags for nvcc."),
         "deps": attr.label_list(providers = [CcInfo]),
         "hdrs": attr.label_list(allow_files = [".h", ".cuh", ".inc"]),
+        "simulated": attr.bool(default = True, doc = "Compile for the simulator too."),
         "local_defines": attr.string_list(doc = "Macros for these sources alone."),
         "srcs": attr.label_list(allow_files = [".cu", ".h", ".cuh", ".inc"], doc = "Sources and private headers."),
         "_architectures": attr.label(default = "//:cuda_archs"),
         "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
+        "_enabled": attr.label(default = "//tools/cuda:enabled"),
+        "_hook_names": attr.label(default = "//tools/cuda:simulator_hooks.txt", allow_single_file = True),
         "_runtime": attr.label(default = "@local_cuda//:runtime"),
+        "_simulator": attr.label(default = "//core/cuda/simulator"),
     },
     fragments = ["cpp"],
     provides = [CcInfo],
     toolchains = ["@bazel_tools//tools/cpp:toolchain_type"],
 )
 
-def cuda_library(name, target_compatible_with = [], **kwargs):
+def cuda_library(name, simulated = True, target_compatible_with = [], **kwargs):
     """See the head of this file."""
     _cuda_library(
         name = name,
-        target_compatible_with = target_compatible_with + REQUIRES_CUDA,
+        simulated = simulated,
+        target_compatible_with = target_compatible_with + ([] if simulated else REQUIRES_CUDA),
         **kwargs
     )
 

@@ -1,0 +1,63 @@
+#include <initializer_list>
+
+#include "core/cuda/cuda_api.h"
+#include "core/cuda/kernel.cuh"
+
+namespace tfb {
+namespace {
+
+const char* ErrorOf(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // an error that was returned must not come back from the next call
+  return cudaGetErrorString(error);
+}
+
+cudaStream_t StreamOf(void* stream) { return static_cast<cudaStream_t>(stream); }
+cudaEvent_t EventOf(void* event) { return static_cast<cudaEvent_t>(event); }
+
+const char* Allocate(void** memory, size_t bytes) {
+  const cudaError_t error = cudaMalloc(memory, bytes);
+  if (error != cudaErrorMemoryAllocation) return ErrorOf(error);
+  cudaGetLastError();
+  *memory = nullptr;
+  return nullptr;
+}
+const char* Release(void* memory) { return ErrorOf(cudaFree(memory)); }
+
+const char* Copy(void* to, const void* from, size_t bytes, CopyDirection direction, void* stream) {
+  const cudaMemcpyKind kind = direction == CopyDirection::kToDevice ? cudaMemcpyHostToDevice
+                              : direction == CopyDirection::kToHost ? cudaMemcpyDeviceToHost
+                                                                    : cudaMemcpyDeviceToDevice;
+  return ErrorOf(cudaMemcpyAsync(to, from, bytes, kind, StreamOf(stream)));
+}
+const char* Fill(void* memory, int byte, size_t bytes, void* stream) {
+  return ErrorOf(cudaMemsetAsync(memory, byte, bytes, StreamOf(stream)));
+}
+const char* Synchronize(void* stream) { return ErrorOf(cudaStreamSynchronize(StreamOf(stream))); }
+const char* FreeMemory(size_t* free_bytes, size_t* total_bytes) {
+  return ErrorOf(cudaMemGetInfo(free_bytes, total_bytes));
+}
+
+const char* CreateEvent(void** event) {
+  cudaEvent_t created;
+  if (const char* error = ErrorOf(cudaEventCreate(&created))) return error;
+  *event = created;
+  return nullptr;
+}
+const char* DestroyEvent(void* event) { return ErrorOf(cudaEventDestroy(EventOf(event))); }
+const char* RecordEvent(void* event, void* stream) {
+  return ErrorOf(cudaEventRecord(EventOf(event), StreamOf(stream)));
+}
+const char* ElapsedMs(float* ms, void* from_event, void* to_event) {
+  for (void* event : {from_event, to_event}) {
+    if (const char* error = ErrorOf(cudaEventSynchronize(EventOf(event)))) return error;
+  }
+  return ErrorOf(cudaEventElapsedTime(ms, EventOf(from_event), EventOf(to_event)));
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(CudaApi, {&Allocate, &Release, &Copy, &Fill, &Synchronize, &FreeMemory,
+                           &CreateEvent, &DestroyEvent, &RecordEvent, &ElapsedMs});
+
+}  // namespace tfb

@@ -1,0 +1,32 @@
+// The CUDA runtime's calls that core/cuda/runtime.h is made of, in plain C types. Each returns null,
+// or why it failed, in words that stay good until the next call.
+#ifndef TFB_CORE_CUDA_CUDA_API_H_
+#define TFB_CORE_CUDA_CUDA_API_H_
+
+#include <stddef.h>
+
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+
+enum class CopyDirection : unsigned char { kToDevice, kToHost, kWithinDevice };
+
+struct CudaApi {
+  // *memory is null, with no error, where there is not so much.
+  const char* (*allocate)(void** memory, size_t bytes);
+  const char* (*release)(void* memory);
+  const char* (*copy)(void* to, const void* from, size_t bytes, CopyDirection direction,
+                      void* stream);
+  const char* (*fill)(void* memory, int byte, size_t bytes, void* stream);
+  const char* (*synchronize)(void* stream);
+  const char* (*free_memory)(size_t* free_bytes, size_t* total_bytes);
+  const char* (*create_event)(void** event);
+  const char* (*destroy_event)(void* event);
+  const char* (*record_event)(void* event, void* stream);
+  // Waits for both.
+  const char* (*elapsed_ms)(float* ms, void* from_event, void* to_event);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_CUDA_CUDA_API_H_

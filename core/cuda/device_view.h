@@ -1,0 +1,21 @@
+// Tensor views as kernels take them: plain data, since nvcc sees no Abseil.
+#ifndef TFB_CORE_CUDA_DEVICE_VIEW_H_
+#define TFB_CORE_CUDA_DEVICE_VIEW_H_
+
+#include <stdint.h>
+
+namespace tfb {
+
+// The floating-point dtypes of layers.
+enum class Element : unsigned char { kF32, kBf16, kF16 };
+
+// Up to four dimensions; strides in elements. Null data: no tensor.
+struct DeviceView {
+  void* data;
+  int64_t strides[4];
+  Element element;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_CUDA_DEVICE_VIEW_H_

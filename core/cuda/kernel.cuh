@@ -1,0 +1,137 @@
+// What every .cu source includes first: CUDA, or the simulator in its place, and the few things that
+// the two spell differently.
+#ifndef TFB_CORE_CUDA_KERNEL_CUH_
+#define TFB_CORE_CUDA_KERNEL_CUH_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_pipeline.h>
+#include <cuda_runtime.h>
+#else
+#include "core/cuda/simulator/cuda_runtime.h"
+#endif
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+namespace {  // each source is compiled twice into one program
+
+// ---- Launching ----
+
+struct KernelShape {
+  dim3 grid;
+  dim3 block;
+  size_t shared_bytes = 0;  // dynamic
+};
+
+// Enqueues kernel(arguments...). Returns null, or why it could not be, in words that stay good until
+// the next launch. An empty grid is no work.
+template <class... Parameters, class... Arguments>
+const char* Launch(const char* name, void (*kernel)(Parameters...), const KernelShape& shape,
+                   void* stream, const Arguments&... arguments) {
+  if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return nullptr;
+#ifdef __CUDACC__
+  (void)name;
+  cudaError_t error = cudaSuccess;
+  if (shape.shared_bytes > 48 << 10) {  // more than every GPU has takes asking
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shape.shared_bytes));
+  }
+  if (error == cudaSuccess) {
+    kernel<<<shape.grid, shape.block, shape.shared_bytes, static_cast<cudaStream_t>(stream)>>>(
+        arguments...);
+    error = cudaGetLastError();
+  }
+#else
+  (void)stream;
+  const cudaError_t error = cuda_simulator::Launch(
+      name, kernel, {shape.grid, shape.block, shape.shared_bytes}, arguments...);
+#endif
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();  // an error that was returned must not come back from the next launch
+  return cudaGetErrorString(error);
+}
+
+// The block's dynamic shared memory, aligned to 128 bytes.
+__device__ inline unsigned char* DynamicShared() {
+#ifdef __CUDACC__
+  extern __shared__ __align__(128) unsigned char dynamic_shared[];
+  return dynamic_shared;
+#else
+  return static_cast<unsigned char*>(cuda_simulator::DynamicSharedBytes());
+#endif
+}
+
+// ---- Matrices of a warp (sm_80 on) ----
+
+#ifdef __CUDACC__
+// PTX ISA, ldmatrix.x4: lane l gives the address in shared memory of 16 bytes, row l % 8 of the 8 x 8
+// matrix l / 8. Register i receives of matrix i the elements (l / 4, 2 (l % 4)) and the next one;
+// Transposed: (2 (l % 4), l / 4) and that below it.
+__device__ inline void LdMatrixX4(unsigned registers[4], const void* row) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void LdMatrixX4Transposed(unsigned registers[4], const void* row) {
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
+               : "r"(address)
+               : "memory");
+}
+// PTX ISA, mma.sync.m16n8k16, row.col, f32 accumulators: d += a b. With g = lane / 4, t = lane % 4:
+//   a[0] = A[g][2t..], a[1] = A[g + 8][2t..], a[2] = A[g][2t + 8..], a[3] = A[g + 8][2t + 8..]
+//   b[0] = B[2t..][g], b[1] = B[2t + 8..][g]      (each two elements, along A's row and B's column)
+//   d[0], d[1] = D[g][2t..], d[2], d[3] = D[g + 8][2t..]
+__device__ inline void MmaM16N8K16Bf16(float d[4], const unsigned a[4], const unsigned b[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ inline void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+#endif
+
+// ---- Tensors of any dtype ----
+
+// Element `offset` of `data` as a float.
+__device__ inline float LoadElement(const void* data, Element type, int64_t offset) {
+  switch (type) {
+    case Element::kBf16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[offset]);
+    case Element::kF16:
+      return __half2float(static_cast<const __half*>(data)[offset]);
+    default:
+      return static_cast<const float*>(data)[offset];
+  }
+}
+__device__ inline void StoreElement(void* data, Element type, int64_t offset, float value) {
+  switch (type) {
+    case Element::kBf16:
+      static_cast<__nv_bfloat16*>(data)[offset] = __float2bfloat16_rn(value);
+      break;
+    case Element::kF16:
+      static_cast<__half*>(data)[offset] = __float2half_rn(value);
+      break;
+    default:
+      static_cast<float*>(data)[offset] = value;
+  }
+}
+
+}  // namespace
+}  // namespace tfb
+
+#endif  // TFB_CORE_CUDA_KERNEL_CUH_

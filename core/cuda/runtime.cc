@@ -1,0 +1,119 @@
+#include "core/cuda/runtime.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+CudaDevice SimulatedDevice() {
+  CudaDevice device;
+  device.name = "host simulator";
+  device.compute_capability_major = 9;
+  device.memory_bytes = int64_t{8} << 30;
+  device.l2_cache_bytes = int64_t{1} << 20;
+  device.shared_memory_bytes_per_block = 227 << 10;
+  device.multiprocessors = 4;
+  return device;
+}
+
+}  // namespace
+
+DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {
+  Release();
+  runtime_ = std::exchange(other.runtime_, nullptr);
+  data_ = std::exchange(other.data_, nullptr);
+  bytes_ = std::exchange(other.bytes_, 0);
+  return *this;
+}
+
+void DeviceBuffer::Release() {
+  if (data_ == nullptr) return;
+  // It fails where an earlier kernel has broken the context, which was reported then.
+  (void)runtime_->api().release(data_);
+  runtime_->allocated_ -= static_cast<int64_t>(bytes_);
+  data_ = nullptr;
+}
+
+absl::StatusOr<CudaRuntime*> CudaRuntime::For(Device device) {
+  if (device == Device::kSimulator) {
+    static CudaRuntime* simulator = new CudaRuntime(CudaTarget::kSimulator, SimulatedDevice());
+    return simulator;
+  }
+  if (device != Device::kCuda) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("device ", Name(device), " does not run CUDA code"));
+  }
+  static const auto* gpu = new absl::StatusOr<CudaRuntime*>([]() -> absl::StatusOr<CudaRuntime*> {
+    TFB_ASSIGN_OR_RETURN(CudaMachine machine, ProbeCudaMachine());
+    return new CudaRuntime(CudaTarget::kGpu, std::move(machine.devices[0]));
+  }());
+  return *gpu;
+}
+
+absl::StatusOr<DeviceBuffer> CudaRuntime::Allocate(size_t bytes) {
+  DeviceBuffer buffer;
+  if (bytes == 0) return buffer;
+  void* memory = nullptr;
+  TFB_RETURN_IF_ERROR(ToStatus(api().allocate(&memory, bytes)));
+  if (memory == nullptr) {
+    return absl::ResourceExhaustedError(absl::StrCat("no ", bytes, " bytes of memory on ",
+                                                     properties_.name, "; ", allocated_.load(),
+                                                     " are in use by this program"));
+  }
+  buffer.runtime_ = this;
+  buffer.data_ = memory;
+  buffer.bytes_ = bytes;
+  const int64_t now = allocated_ += static_cast<int64_t>(bytes);
+  for (int64_t peak = peak_; peak < now && !peak_.compare_exchange_weak(peak, now);) {
+  }
+  return buffer;
+}
+
+absl::StatusOr<DeviceBuffer> CudaRuntime::Upload(const void* from, size_t bytes) {
+  TFB_ASSIGN_OR_RETURN(DeviceBuffer buffer, Allocate(bytes));
+  TFB_RETURN_IF_ERROR(CopyToDevice(buffer.data(), from, bytes));
+  return buffer;
+}
+
+absl::Status CudaRuntime::CopyToDevice(void* to, const void* from, size_t bytes, void* stream) {
+  if (bytes == 0) return absl::OkStatus();
+  return ToStatus(api().copy(to, from, bytes, CopyDirection::kToDevice, stream));
+}
+absl::Status CudaRuntime::CopyToHost(void* to, const void* from, size_t bytes, void* stream) {
+  if (bytes == 0) return absl::OkStatus();
+  TFB_RETURN_IF_ERROR(ToStatus(api().copy(to, from, bytes, CopyDirection::kToHost, stream)));
+  return Synchronize(stream);
+}
+absl::Status CudaRuntime::CopyWithinDevice(void* to, const void* from, size_t bytes, void* stream) {
+  if (bytes == 0) return absl::OkStatus();
+  return ToStatus(api().copy(to, from, bytes, CopyDirection::kWithinDevice, stream));
+}
+absl::Status CudaRuntime::Fill(void* memory, int byte, size_t bytes, void* stream) {
+  if (bytes == 0) return absl::OkStatus();
+  return ToStatus(api().fill(memory, byte, bytes, stream));
+}
+absl::Status CudaRuntime::Synchronize(void* stream) { return ToStatus(api().synchronize(stream)); }
+
+absl::Status ToStatus(const char* launch_error) {
+  if (launch_error == nullptr) return absl::OkStatus();
+  return absl::InternalError(absl::StrCat("CUDA: ", launch_error));
+}
+
+DeviceView ToDeviceView(const ConstTensorView& view) {
+  DeviceView result = {};
+  if (view.empty()) return result;
+  result.data = const_cast<void*>(view.data);
+  for (int axis = 0; axis < std::min(view.rank, 4); ++axis)
+    result.strides[axis] = view.stride(axis);
+  result.element = view.dtype == DType::kBF16  ? Element::kBf16
+                   : view.dtype == DType::kF16 ? Element::kF16
+                                               : Element::kF32;
+  return result;
+}
+
+}  // namespace tfb

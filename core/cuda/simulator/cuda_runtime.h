@@ -1,0 +1,350 @@
+// CUDA's language and the part of its runtime that kernels and their launchers use, for a host
+// compiler: what <cuda_runtime.h>, <cuda_bf16.h> and <cuda_fp16.h> are to nvcc. A source includes
+// the one or the other:
+//
+//   #ifdef __CUDACC__
+//   #include <cuda_runtime.h>
+//   #else
+//   #include "core/cuda/simulator/cuda_runtime.h"
+//   #endif
+//
+// Everything has CUDA's name and meaning. Not there: <<<...>>> and `extern __shared__`, which are no
+// C++ (use cuda_simulator::Launch and DynamicShared), __activemask, cooperative groups, textures,
+// and whatever a kernel of this project has not needed yet.
+#ifndef TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
+#define TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <tuple>
+#include <type_traits>
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+// One block runs at a time, so a kernel's static variables are its shared memory. The section tells
+// the simulator where they are, as __start_ and __stop_ symbols of the linker.
+#define __shared__ static __attribute__((section("cuda_simulator_shared")))
+
+namespace cuda_simulator {
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  constexpr dim3(unsigned x_size = 1, unsigned y_size = 1, unsigned z_size = 1)
+      : x(x_size), y(y_size), z(z_size) {}
+};
+
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+// Of the running thread. Kernels read them; the simulator writes them.
+extern dim3 threadIdx;
+extern dim3 blockIdx;
+extern dim3 blockDim;
+extern dim3 gridDim;
+constexpr int warpSize = 32;
+
+// ---- Barriers and warps ----
+
+void __syncthreads();
+void __syncwarp(unsigned mask = ~0u);
+
+// Called by the last lane of `mask` that arrives, with the arguments of all of them: arguments[lane]
+// is null for the others.
+using Collective = void (*)(void* const arguments[32], unsigned mask);
+// The running lane waits until all lanes of `mask` have called it with the same `name` and mask. The
+// base of everything that a warp does together.
+void MeetInWarp(const char* name, unsigned mask, void* argument, Collective complete);
+// 0 to 31.
+int LaneId();
+
+struct ShuffleArgument {
+  uint64_t value;
+  int source_lane;  // of the warp; its own where the source would lie outside its width
+};
+uint64_t Shuffle(unsigned mask, uint64_t value, int source_lane);
+
+template <class T>
+T ShuffleFrom(unsigned mask, T value, int source_lane) {
+  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable<T>::value, "as on a GPU");
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = Shuffle(mask, bits, source_lane);
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, int width = warpSize) {
+  const int first = LaneId() / width * width;
+  return ShuffleFrom(mask, value, first + (source & (width - 1)));
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize) {
+  const int lane = LaneId(), source = lane ^ lane_mask;
+  // A later group's lane gives nothing; an earlier group's does.
+  return ShuffleFrom(mask, value, source / width > lane / width ? lane : source);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = warpSize) {
+  const int lane = LaneId(), source = lane - static_cast<int>(delta);
+  return ShuffleFrom(mask, value, source < lane / width * width ? lane : source);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = warpSize) {
+  const int lane = LaneId(), source = lane + static_cast<int>(delta);
+  return ShuffleFrom(mask, value, source >= (lane / width + 1) * width ? lane : source);
+}
+unsigned __ballot_sync(unsigned mask, int predicate);
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) {
+  return __ballot_sync(mask, predicate) == mask;
+}
+
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+// ---- Asynchronous copies: <cuda_pipeline.h> ----
+
+// Of 4, 8 or 16 bytes to shared memory, the last `zero_bytes` as zeros. Done, and to be seen by this
+// thread, when __pipeline_wait_prior says so: until then the place counts as unwritten.
+void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zero_bytes = 0);
+void __pipeline_commit();
+void __pipeline_wait_prior(size_t groups);
+
+// ---- Matrices of a warp, as PTX has them ----
+
+// ldmatrix.x4: lane l gives the address of 16 bytes, row l % 8 of matrix l / 8. Register i receives
+// of matrix i the elements (l / 4, 2 (l % 4)) and the next one; `Transposed` (2 (l % 4), l / 4) and
+// that below it.
+void LdMatrixX4(unsigned registers[4], const void* row);
+void LdMatrixX4Transposed(unsigned registers[4], const void* row);
+// mma.sync.m16n8k16, row.col, f32 accumulators: d += a b, with PTX's distribution over the lanes.
+void MmaM16N8K16Bf16(float d[4], const unsigned a[4], const unsigned b[2]);
+void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]);
+
+// ---- Atomics ----
+
+// Tells the checks of an atomic access of the running thread.
+void NoteAtomic(void* address, size_t bytes);
+
+template <class T, class Change>
+T Atomically(T* address, Change change) {
+  NoteAtomic(address, sizeof(T));
+  T old;
+  // Not an access of the kernel: NoteAtomic told of it.
+  __builtin_memcpy(&old, address, sizeof(T));
+  const T changed = change(old);
+  __builtin_memcpy(address, &changed, sizeof(T));
+  return old;
+}
+#define TFB_SIMULATOR_UNCHECKED __attribute__((no_sanitize("thread"), noinline))
+template <class T>
+TFB_SIMULATOR_UNCHECKED T atomicAdd(T* address, T value) {
+  return Atomically(address, [&](T old) { return static_cast<T>(old + value); });
+}
+template <class T>
+TFB_SIMULATOR_UNCHECKED T atomicMax(T* address, T value) {
+  return Atomically(address, [&](T old) { return old < value ? value : old; });
+}
+template <class T>
+TFB_SIMULATOR_UNCHECKED T atomicMin(T* address, T value) {
+  return Atomically(address, [&](T old) { return value < old ? value : old; });
+}
+template <class T>
+TFB_SIMULATOR_UNCHECKED T atomicExch(T* address, T value) {
+  return Atomically(address, [&](T) { return value; });
+}
+template <class T>
+TFB_SIMULATOR_UNCHECKED T atomicOr(T* address, T value) {
+  return Atomically(address, [&](T old) { return old | value; });
+}
+template <class T>
+TFB_SIMULATOR_UNCHECKED T atomicCAS(T* address, T expected, T value) {
+  return Atomically(address, [&](T old) { return old == expected ? value : old; });
+}
+
+// ---- Arithmetic ----
+
+inline float __expf(float x) { return ::expf(x); }
+inline float __logf(float x) { return ::logf(x); }
+inline float __fdividef(float x, float y) { return x / y; }
+inline float rsqrtf(float x) { return 1 / ::sqrtf(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __ffsll(long long x) { return __builtin_ffsll(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+inline int __clzll(long long x) {
+  return x == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(x));
+}
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
+inline float __int_as_float(int bits) { return __uint_as_float(static_cast<unsigned>(bits)); }
+template <class T>
+T __ldg(const T* address) {
+  return *address;
+}
+template <class T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
+using std::isfinite;
+using std::isinf;
+using std::isnan;
+
+// ---- 16-bit types ----
+
+struct __nv_bfloat16 {
+  unsigned short bits;
+};
+struct alignas(4) __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+struct __half {
+  unsigned short bits;
+};
+struct alignas(4) __half2 {
+  __half x, y;
+};
+inline float __bfloat162float(__nv_bfloat16 x) {
+  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
+// To nearest, ties to even.
+inline __nv_bfloat16 __float2bfloat16_rn(float x) {
+  const unsigned bits = __float_as_uint(x);
+  if (x != x) return {static_cast<unsigned short>(0x7fff)};
+  return {static_cast<unsigned short>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+inline float __half2float(__half x) {
+  _Float16 half;
+  std::memcpy(&half, &x, sizeof(half));
+  return static_cast<float>(half);
+}
+inline __half __float2half_rn(float x) {
+  const _Float16 half = static_cast<_Float16>(x);
+  __half bits;
+  std::memcpy(&bits, &half, sizeof(half));
+  return bits;
+}
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}
+inline __half2 __floats2half2_rn(float x, float y) {
+  return {__float2half_rn(x), __float2half_rn(y)};
+}
+
+// ---- The runtime ----
+
+enum cudaError_t : int {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorLaunchFailure = 719,  // the simulator found something wrong in a kernel
+};
+enum cudaMemcpyKind {
+  cudaMemcpyHostToDevice = 1,
+  cudaMemcpyDeviceToHost,
+  cudaMemcpyDeviceToDevice
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+struct CUstream_st;
+using cudaStream_t = CUstream_st*;
+struct CUevent_st;
+using cudaEvent_t = CUevent_st*;
+
+// Device memory is registered host memory that nothing has written.
+cudaError_t cudaMalloc(void** memory, size_t bytes);
+cudaError_t cudaFree(void* memory);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
+// The host's clock.
+cudaError_t cudaEventCreate(cudaEvent_t* event);
+cudaError_t cudaEventDestroy(cudaEvent_t event);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to);
+cudaError_t cudaGetLastError();
+// Of cudaErrorLaunchFailure: what the last failed launch found. Good until the next launch.
+const char* cudaGetErrorString(cudaError_t error);
+
+// ---- Launches ----
+
+struct LaunchShape {
+  dim3 grid;
+  dim3 block;
+  size_t shared_bytes = 0;  // dynamic
+};
+// Runs `body(context)` once for every thread of the grid. Kernels may read the context's bytes.
+cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
+                       void* context, size_t context_bytes);
+
+// kernel<<<shape.grid, shape.block, shape.shared_bytes>>>(arguments...), run to its end. The name
+// stands in findings.
+template <class... Parameters, class... Arguments>
+cudaError_t Launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
+                   const Arguments&... arguments) {
+  struct Call {
+    void (*kernel)(Parameters...);
+    std::tuple<Parameters...> arguments;
+    static void Run(void* context) {
+      const Call& call = *static_cast<const Call*>(context);
+      std::apply(call.kernel, call.arguments);
+    }
+  };
+  Call call{kernel, std::tuple<Parameters...>(arguments...)};
+  return LaunchBody(name, shape, &Call::Run, &call, sizeof(call));
+}
+
+// The block's dynamic shared memory, aligned to 128 bytes.
+void* DynamicSharedBytes();
+
+}  // namespace cuda_simulator
+
+using namespace cuda_simulator;  // CUDA's names are global
+
+#endif  // TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_

@@ -1,0 +1,17 @@
+// How the simulator sees raw accesses of unmodified kernels. Sources with kernels are compiled with
+// -fsanitize=thread, which puts a call before every load and store; the simulator's build renames
+// those calls (__tsan_read4 to cuda_simulator_read4, see hooks.cc), so that they reach it and never
+// the sanitizer's own library, which may be linked into the same program for other code.
+#ifndef TFB_CORE_CUDA_SIMULATOR_HOOKS_H_
+#define TFB_CORE_CUDA_SIMULATOR_HOOKS_H_
+
+#include <cstddef>
+
+namespace cuda_simulator {
+
+void OnRead(const void* address, size_t bytes, bool is_range = false);
+void OnWrite(void* address, size_t bytes, bool is_range = false);
+
+}  // namespace cuda_simulator
+
+#endif  // TFB_CORE_CUDA_SIMULATOR_HOOKS_H_

@@ -1,0 +1,70 @@
+// A simulator of CUDA kernels on the host: what the program that launches them sees. See README.md.
+#ifndef TFB_CORE_CUDA_SIMULATOR_SIMULATOR_H_
+#define TFB_CORE_CUDA_SIMULATOR_SIMULATOR_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace cuda_simulator {
+
+enum class FindingKind {
+  kOutOfBounds,       // neither in a registered buffer nor in the block's shared memory
+  kMisaligned,        // not at a multiple of the access's size
+  kUnwrittenRead,     // of shared or device memory that nothing has written
+  kRace,              // in shared memory: two threads, at least one writes, no barrier between
+  kDivergentBarrier,  // not all threads of a block, or lanes of a mask, reach it
+  kLaneOutsideMask,   // a shuffle from or by a lane that its mask does not name
+  kBadLaunch,         // a grid, block or shared memory beyond the limits of a GPU
+  kStackOverflow,
+};
+const char* Name(FindingKind kind);  // "out of bounds", "race", ...
+
+struct Index3 {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+struct Finding {
+  FindingKind kind;
+  std::string kernel;
+  Index3 block;
+  Index3 thread;
+  std::string message;  // "kernel, block (0, 0, 0), thread (3, 0, 0): reads 4 bytes at ..."
+};
+
+struct Settings {
+  // Of the order in which blocks, and threads between two barriers, run.
+  uint64_t seed = 1;
+  // A launch stops after so many; at once where going on would touch memory that is not the
+  // kernel's.
+  int max_findings = 8;
+  size_t stack_bytes = 64 << 10;                  // of one CUDA thread
+  size_t max_shared_bytes_per_block = 227 << 10;  // static and dynamic; Hopper's
+};
+// Of all launches from here on.
+void Configure(const Settings& settings);
+const Settings& CurrentSettings();
+
+// Of the last launch.
+const std::vector<Finding>& Findings();
+
+// Of all launches so far.
+struct Counts {
+  int64_t launches = 0;
+  int64_t blocks = 0;
+  int64_t threads = 0;
+  int64_t barriers = 0;          // of blocks
+  int64_t warp_collectives = 0;  // shuffles, votes, matrix products, __syncwarp
+  int64_t accesses = 0;          // to shared and device memory, checked one by one
+};
+Counts TotalCounts();
+
+// Memory that kernels may access, besides what cudaMalloc gives. `written` says whether its contents
+// count as written.
+void RegisterBuffer(const void* begin, size_t bytes, bool written);
+void UnregisterBuffer(const void* begin);
+
+}  // namespace cuda_simulator
+
+#endif  // TFB_CORE_CUDA_SIMULATOR_SIMULATOR_H_
