@@ -486,11 +486,11 @@ class FlashF32Block {
   float output_[8][kColumns] = {};
 };
 
-// Blocks of a multiprocessor at a time, for registers: 168 a thread up to D = 64, 255 beyond.
-constexpr int BlocksFor(int dim) { return dim <= 64 ? 3 : dim <= 128 ? 2 : 1; }
+// Blocks of a multiprocessor at a time, for registers: 168 a thread, or 255.
+constexpr int BlocksFor(int dim, bool rule) { return dim <= 64 && !rule ? 3 : dim <= 128 ? 2 : 1; }
 
 template <int kDim, bool kRule>
-__global__ void __launch_bounds__(kThreads, BlocksFor(kDim)) FlashF32(const FlashArguments a) {
+__global__ void __launch_bounds__(kThreads, BlocksFor(kDim, kRule)) FlashF32(const FlashArguments a) {
   float* memory = reinterpret_cast<float*>(DynamicShared());
   const int64_t tasks = FlashTasks(a);
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {

@@ -13,7 +13,12 @@ FlashLayer::FlashLayer(const Problem& problem, std::vector<TensorSpec> inputs,
       scale_(scale) {}
 
 size_t FlashLayer::workspace_bytes(int threads) const {
-  return PrepareBytes(threads) + FlashWorkspaceBytes(problem(), uses_relative_keys_, threads);
+  if (device_ == Device::kCpu) {
+    return PrepareBytes(threads) + FlashWorkspaceBytes(problem(), uses_relative_keys_, threads);
+  }
+  const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(device_);
+  if (!runtime.ok()) return 0;  // Setup tells
+  return PrepareBytes(threads) + FlashCuda::WorkspaceBytes(**runtime, problem());
 }
 
 Cost FlashLayer::cost() const {
@@ -28,8 +33,14 @@ Cost FlashLayer::cost() const {
 
 absl::Status FlashLayer::DoSetup(const Inputs& inputs, const Execution& execution) {
   TFB_RETURN_IF_ERROR(BuildRule(inputs, execution, &rule_));
-  schedule_ = BuildSchedule(problem(), *pattern_, kFlashTile);
+  const bool on_cpu = device_ == Device::kCpu;
+  schedule_ =
+      BuildSchedule(problem(), *pattern_, on_cpu ? kFlashTile : FlashCudaQueries(problem().dtype));
   has_schedule_ = true;
+  if (on_cpu) return absl::OkStatus();
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  TFB_ASSIGN_OR_RETURN(cuda_, FlashCuda::Create(runtime, problem(), &schedule_, rule_));
+  rule_.soft_span.span = nullptr;  // the device has a copy
   return absl::OkStatus();
 }
 
@@ -49,7 +60,8 @@ absl::Status FlashLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   TFB_RETURN_IF_ERROR(Prepare(inputs, execution, &workspace, &call));
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  return FlashCpu(problem(), call, rest);
+  return device_ == Device::kCpu ? FlashCpu(problem(), call, rest)
+                                 : cuda_.Run(problem(), call, rest);
 }
 
 }  // namespace tfb
