@@ -140,6 +140,7 @@ class Simulator {
   std::vector<Finding> findings;
   std::string error;
   cudaError_t last_error = cudaSuccess;
+  bool broken = false;  // by a kernel, where errors are deferred
   Counts counts;
 
  private:
@@ -690,10 +691,35 @@ void* DynamicSharedBytes() { return Simulator::Get().dynamic_shared(); }
 
 cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
                        void* context, size_t context_bytes) {
-  return Simulator::Get().Launch(kernel_name, shape, body, context, context_bytes);
+  Simulator& simulator = Simulator::Get();
+  const Settings settings = simulator.settings;
+  if (simulator.broken) return simulator.last_error = cudaErrorLaunchFailure;
+  if (settings.on_launch != nullptr) settings.on_launch(true);
+  cudaError_t error = simulator.Launch(kernel_name, shape, body, context, context_bytes);
+  if (settings.on_launch != nullptr) settings.on_launch(false);
+  if (settings.errors_are_deferred && error == cudaErrorLaunchFailure) {
+    simulator.broken = true;
+    error = simulator.last_error = cudaSuccess;
+  }
+  return error;
 }
 
+namespace {
+
+// What a call returns that waits for, or needs, what ran before.
+cudaError_t Deferred() {
+  Simulator& simulator = Simulator::Get();
+  return simulator.broken ? simulator.last_error = cudaErrorLaunchFailure : cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return Deferred(); }
+cudaError_t cudaDeviceSynchronize() { return Deferred(); }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return Deferred(); }
+
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  if (const cudaError_t error = Deferred(); error != cudaSuccess) return error;
   *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   if (*memory == nullptr) return cudaErrorMemoryAllocation;
   std::memset(*memory, 0xff, bytes);
@@ -728,6 +754,7 @@ bool IsWithin(const void* memory, size_t bytes, bool writes) {
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t) {
+  if (const cudaError_t error = Deferred(); error != cudaSuccess) return error;
   if (kind != cudaMemcpyHostToDevice && !IsWithin(from, bytes, false)) return cudaErrorInvalidValue;
   if (kind != cudaMemcpyDeviceToHost && !IsWithin(to, bytes, true)) return cudaErrorInvalidValue;
   if (bytes > 0) std::memmove(to, from, bytes);
@@ -735,6 +762,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 }
 
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  if (const cudaError_t error = Deferred(); error != cudaSuccess) return error;
   if (!IsWithin(memory, bytes, true)) return cudaErrorInvalidValue;
   if (bytes > 0) std::memset(memory, value, bytes);
   return cudaSuccess;
@@ -805,7 +833,10 @@ const char* Name(FindingKind kind) {
   return "unknown";
 }
 
-void Configure(const Settings& settings) { Simulator::Get().settings = settings; }
+void Configure(const Settings& settings) {
+  Simulator::Get().settings = settings;
+  Simulator::Get().broken = false;
+}
 const Settings& CurrentSettings() { return Simulator::Get().settings; }
 const std::vector<Finding>& Findings() { return Simulator::Get().findings; }
 Counts TotalCounts() { return Simulator::Get().counts; }
