@@ -26,14 +26,14 @@ class AppendBlock {
   static constexpr int kVectors = 1 + kHeads;  // the key, then the queries
 
   struct Shared {
-    float inputs[kVectors][kMaxChannels];
-    float features[kVectors][kTile];  // projections, then features
-    float scaled_key[kTile + 1];      // at the tile's reference; their sum
-    float value[kMaxRow];             // (v, 1)
-    float value_sums[kMaxRow];
-    float feature_values[kMaxRow];  // sums of all features' sums
-    float result[kHeads][kMaxRow];
-    float4 parts[kThreads];
+    alignas(16) float inputs[kVectors][kMaxChannels];
+    float features[kVectors][kTile];   // projections, then features
+    float scaled_key[kTile + 1];       // at the tile's reference; their sum
+    alignas(16) float value[kMaxRow];  // (v, 1)
+    alignas(16) float value_sums[kMaxRow];
+    alignas(16) float feature_values[kMaxRow];  // sums of all features' sums
+    alignas(16) float result[kHeads][kMaxRow];
+    alignas(16) float4 parts[kThreads];
     // Of a vector's projections so far.
     float maximum[kVectors];
     float factor[kVectors];

@@ -661,6 +661,7 @@ class AttendBlock {
     }
     __syncthreads();
     if (attends_ && DoesPairs()) StoreWeights();
+    HideInfiniteValues();
     __syncthreads();
     if (attends_ && !DoesPairs()) {
       ScaleResult();
@@ -739,34 +740,59 @@ class AttendBlock {
     weights_.Store(result_row_, result_column_, result_[0]);
   }
 
-  // Adds the weighted values of the chunk. A weight of 0 must not meet a value that is not finite
-  // and not seen.
+  // A weight of 0 must not meet a value that is not finite and not seen: such values are left out of
+  // the product, and then added to the rows that see them. The sums have had them.
+  __device__ bool HasFiniteValues() const { return numbers_.not_finite[turn_] == 0; }
+  __device__ void HideInfiniteValues() {
+    if (HasFiniteValues()) return;
+    const auto hide = [](float x) { return isfinite(x) ? x : 0; };
+    for (int n = 0; n < kTile / kRowStep; ++n) {
+      const int row = row_ + n * kRowStep;
+      for (int column = channel_; column < kColumns; column += kTile) {
+        values_.Store(
+            row, column,
+            make_float4(hide(values_.Get(row, column)), hide(values_.Get(row, column + 1)),
+                        hide(values_.Get(row, column + 2)), hide(values_.Get(row, column + 3))));
+      }
+    }
+  }
+  __device__ void AddInfiniteValues() {
+    if (HasFiniteValues()) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = result_row_ + Math::Row(i);
+#pragma unroll
+      for (int p = 0; p < kPanels; ++p) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const int column = p * kTile + result_column_ + Math::Column(j);
+          if (column < columns_) AddInfiniteValuesTo(row, column, &result_[p].at[i][j]);
+        }
+      }
+    }
+  }
+  __device__ void AddInfiniteValuesTo(int row, int column, float* y) const {
+    for (int key = 0; key <= row && key < count_; ++key) {
+      if (numbers_.seen[key] == 0) continue;
+      const float value = LoadElement(a_.v.data, a_.v.element,
+                                      batch_ * a_.v.strides[0] + kv_head_ * a_.v.strides[1] +
+                                          (first_key_ + key) * a_.v.strides[2] +
+                                          (first_column_ + column) * a_.v.strides[3]);
+      if (!isfinite(value)) *y = fmaf(weights_.Get(row, key), value, *y);
+    }
+  }
+
+  // Adds the weighted values of the chunk.
   __device__ void AddValues(float sums[4]) {
-    const bool finite = numbers_.not_finite[turn_] == 0;
     const int depth = (count_ + 15) / 16 * 16;
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
       const int first = p * kTile + result_column_;
       if (first >= columns_) break;
-      if (finite) {
-        Math::Multiply(weights_, result_row_, values_, first, depth, &result_[p],
-                       p == 0 ? sums : nullptr);
-        continue;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = result_row_ + Math::Row(i);
-        for (int key = 0; key <= row; ++key) {
-          const float weight = weights_.Get(row, key);
-          if (p == 0) sums[i] += weight;
-#pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            float& y = result_[p].at[i][j];
-            y = fmaf(weight, values_.Get(key, first + Math::Column(j)), y);
-          }
-        }
-      }
+      Math::Multiply(weights_, result_row_, values_, first, depth, &result_[p],
+                     p == 0 ? sums : nullptr);
     }
+    AddInfiniteValues();
   }
 
   const LinearArguments& a_;
