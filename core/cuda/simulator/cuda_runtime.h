@@ -9,7 +9,7 @@
 //   #endif
 //
 // Everything has CUDA's name and meaning. Not there: <<<...>>> and `extern __shared__`, which are no
-// C++ (use cuda_simulator::Launch and DynamicShared), __activemask, cooperative groups, textures,
+// C++ (use cuda_simulator::LaunchKernel and DynamicShared), __activemask, cooperative groups, textures,
 // and whatever a kernel of this project has not needed yet.
 #ifndef TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
 #define TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
@@ -303,14 +303,14 @@ cudaError_t cudaFree(void* memory);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t);
+cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
 // The host's clock.
 cudaError_t cudaEventCreate(cudaEvent_t* event);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
-inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t);
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to);
 cudaError_t cudaGetLastError();
 // Of cudaErrorLaunchFailure: what the last failed launch found. Good until the next launch.
@@ -330,8 +330,8 @@ cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (
 // kernel<<<shape.grid, shape.block, shape.shared_bytes>>>(arguments...), run to its end. The name
 // stands in findings.
 template <class... Parameters, class... Arguments>
-cudaError_t Launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
-                   const Arguments&... arguments) {
+cudaError_t LaunchKernel(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
+                         const Arguments&... arguments) {
   struct Call {
     void (*kernel)(Parameters...);
     std::tuple<Parameters...> arguments;

@@ -14,16 +14,6 @@ __thread Machine* running_machine = nullptr;
 
 namespace {
 
-Settings InitialSettings() {
-  Settings settings;
-  if (const char* text = std::getenv("CUDA_SIMULATOR_SEED")) {
-    char* end;
-    const uint64_t seed = std::strtoull(text, &end, 10);
-    if (end != text && *end == '\0') settings.seed = seed;
-  }
-  return settings;
-}
-
 // Why a GPU does not run such a grid; empty where it does.
 std::string CheckShape(const LaunchShape& shape, const Settings& settings) {
   const struct {
@@ -97,40 +87,68 @@ void RunBlocks(Machine* machine, const LaunchShape& shape) {
 }  // namespace
 
 Machine& TheMachine() {
-  static Machine* machine = [] {
-    auto* made = new Machine;
-    made->settings = InitialSettings();
-    return made;
-  }();
+  static Machine* machine = new Machine;
   return *machine;
 }
 
-cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
-                       void* context, size_t context_bytes) {
-  Machine& machine = TheMachine();
-  std::lock_guard<std::mutex> lock(machine.mutex);
-  FindingLog& findings = machine.findings;
-  findings.StartLaunch(kernel_name, machine.settings.max_findings);
-  ++machine.counts.launches;
-  const std::string wrong = CheckShape(shape, machine.settings);
+namespace {
+
+cudaError_t LaunchLocked(Machine* machine, const char* kernel_name, const LaunchShape& shape,
+                         void (*body)(void*), void* context, size_t context_bytes) {
+  if (!machine->failure.empty()) {
+    SetLaunchMessage(machine->failure);
+    return SetLastError(cudaErrorLaunchFailure);
+  }
+  FindingLog& findings = machine->findings;
+  findings.StartLaunch(kernel_name, machine->settings.max_findings);
+  ++machine->counts.launches;
+  const std::string wrong = CheckShape(shape, machine->settings);
   if (wrong.empty()) {
     current_grid_shape = shape.grid;
-    machine.checker.StartLaunch(shape.shared_bytes, context, context_bytes);
-    machine.block.StartLaunch(shape.block, body, context);
-    RunBlocks(&machine, shape);
+    machine->checker.StartLaunch(shape.shared_bytes, context, context_bytes);
+    machine->block.StartLaunch(shape.block, body, context);
+    RunBlocks(machine, shape);
   } else {
     findings.Add(FindingKind::kBadLaunch, {}, {}, nullptr, wrong);
   }
   if (findings.findings().empty()) return cudaSuccess;
   findings.FinishLaunch();
-  machine.counts.findings += static_cast<int64_t>(findings.findings().size());
-  return SetLastError(wrong.empty() ? cudaErrorLaunchFailure : cudaErrorInvalidConfiguration,
-                      findings.Summary());
+  machine->counts.findings += static_cast<int64_t>(findings.findings().size());
+  SetLaunchMessage(findings.Summary());
+  if (!wrong.empty()) return SetLastError(cudaErrorInvalidConfiguration);
+  if (!machine->settings.errors_are_deferred) return SetLastError(cudaErrorLaunchFailure);
+  machine->failure = findings.Summary();
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
+                       void* context, size_t context_bytes) {
+  Machine& machine = TheMachine();
+  const auto on_launch = CurrentSettings().on_launch;
+  if (on_launch != nullptr) on_launch(true);
+  cudaError_t error;
+  {
+    std::lock_guard<std::mutex> lock(machine.mutex);
+    error = LaunchLocked(&machine, kernel_name, shape, body, context, context_bytes);
+  }
+  if (on_launch != nullptr) on_launch(false);
+  return error;
+}
+
+uint64_t SeedOfEnvironment() {
+  const char* text = std::getenv("CUDA_SIMULATOR_SEED");
+  if (text == nullptr) return 1;
+  char* end;
+  const uint64_t seed = std::strtoull(text, &end, 10);
+  return end != text && *end == '\0' ? seed : 1;
 }
 
 void Configure(const Settings& settings) {
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
   TheMachine().settings = settings;
+  TheMachine().failure.clear();
 }
 
 Settings CurrentSettings() {

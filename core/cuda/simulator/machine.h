@@ -3,6 +3,7 @@
 #define TFB_CORE_CUDA_SIMULATOR_MACHINE_H_
 
 #include <mutex>
+#include <string>
 
 #include "core/cuda/simulator/block.h"
 #include "core/cuda/simulator/checker.h"
@@ -31,6 +32,7 @@ struct Machine {
   FindingLog findings;
   Checker checker;
   Block block;
+  std::string failure;  // of a kernel, where errors are deferred: what every call says from then on
 };
 
 Machine& TheMachine();

@@ -23,10 +23,8 @@ constexpr size_t kGapBytes = 4096;
 
 }  // namespace
 
-cudaError_t SetLastError(cudaError_t error, std::string message) {
-  launch_message = std::move(message);
-  return last_error = error;
-}
+cudaError_t SetLastError(cudaError_t error) { return last_error = error; }
+void SetLaunchMessage(std::string message) { launch_message = std::move(message); }
 
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 
@@ -43,13 +41,35 @@ const char* cudaGetErrorString(cudaError_t error) {
   }
 }
 
+namespace {
+
+// cudaSuccess, or what a kernel has done that went wrong before.
+cudaError_t Earlier(const Machine& machine) {
+  if (machine.failure.empty()) return cudaSuccess;
+  SetLaunchMessage(machine.failure);
+  return SetLastError(cudaErrorLaunchFailure);
+}
+
+cudaError_t EarlierOfAll() {
+  Machine& machine = TheMachine();
+  std::lock_guard<std::mutex> lock(machine.mutex);
+  return Earlier(machine);
+}
+
+}  // namespace
+
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return EarlierOfAll(); }
+cudaError_t cudaDeviceSynchronize() { return EarlierOfAll(); }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return EarlierOfAll(); }
+
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   constexpr size_t kAlignment = 256;
   *memory = nullptr;
-  if (bytes > SIZE_MAX - 2 * kGapBytes) return last_error = cudaErrorMemoryAllocation;
+  if (const cudaError_t error = EarlierOfAll(); error != cudaSuccess) return error;
+  if (bytes > SIZE_MAX - 2 * kGapBytes) return SetLastError(cudaErrorMemoryAllocation);
   const size_t padded = (bytes + kGapBytes + kAlignment - 1) / kAlignment * kAlignment;
   *memory = std::aligned_alloc(kAlignment, padded);
-  if (*memory == nullptr) return last_error = cudaErrorMemoryAllocation;
+  if (*memory == nullptr) return SetLastError(cudaErrorMemoryAllocation);
   std::memset(*memory, 0xff, bytes);  // as a GPU leaves it: not zero. Floats are NaN
   RegisterBuffer(*memory, bytes, /*written=*/false);
   return cudaSuccess;
@@ -61,7 +81,7 @@ cudaError_t cudaFree(void* memory) {
     Machine& machine = TheMachine();
     std::lock_guard<std::mutex> lock(machine.mutex);
     if (!machine.checker.device_memory.Remove(reinterpret_cast<uintptr_t>(memory))) {
-      return last_error = cudaErrorInvalidValue;
+      return SetLastError(cudaErrorInvalidValue);
     }
   }
   std::free(memory);
@@ -83,12 +103,13 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
                             cudaStream_t) {
   if (bytes == 0) return cudaSuccess;
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  if (const cudaError_t error = Earlier(TheMachine()); error != cudaSuccess) return error;
   if (kind != cudaMemcpyHostToDevice && BufferOf(from, bytes) == nullptr) {
-    return last_error = cudaErrorInvalidValue;
+    return SetLastError(cudaErrorInvalidValue);
   }
   if (kind != cudaMemcpyDeviceToHost) {
     DeviceBufferShadow* buffer = BufferOf(to, bytes);
-    if (buffer == nullptr) return last_error = cudaErrorInvalidValue;
+    if (buffer == nullptr) return SetLastError(cudaErrorInvalidValue);
     buffer->SetWritten(reinterpret_cast<uintptr_t>(to), bytes);
   }
   std::memmove(to, from, bytes);
@@ -98,8 +119,9 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
   if (bytes == 0) return cudaSuccess;
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  if (const cudaError_t error = Earlier(TheMachine()); error != cudaSuccess) return error;
   DeviceBufferShadow* buffer = BufferOf(memory, bytes);
-  if (buffer == nullptr) return last_error = cudaErrorInvalidValue;
+  if (buffer == nullptr) return SetLastError(cudaErrorInvalidValue);
   buffer->SetWritten(reinterpret_cast<uintptr_t>(memory), bytes);
   std::memset(memory, value, bytes);
   return cudaSuccess;

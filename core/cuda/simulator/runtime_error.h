@@ -8,8 +8,9 @@
 
 namespace cuda_simulator {
 
-// Returns `error`; `message` is what cudaGetErrorString says of launches.
-cudaError_t SetLastError(cudaError_t error, std::string message);
+cudaError_t SetLastError(cudaError_t error);  // returns it
+// What cudaGetErrorString says of launches.
+void SetLaunchMessage(std::string message);
 
 }  // namespace cuda_simulator
 

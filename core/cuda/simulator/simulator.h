@@ -40,16 +40,24 @@ struct Finding {
   std::string message;  // "Reduce, block (0, 0, 0), thread (3, 0, 0), reduce.cu:17: reads 4 ..."
 };
 
+// $CUDA_SIMULATOR_SEED where that is a number, otherwise 1.
+uint64_t SeedOfEnvironment();
+
 struct Settings {
   // Of the order in which blocks, and threads between two barriers, run. A launch's order depends on
-  // this and on its shape alone. The environment's CUDA_SIMULATOR_SEED, where it is a number, is the
-  // one that programs start with.
-  uint64_t seed = 1;
+  // this and on its shape alone.
+  uint64_t seed = SeedOfEnvironment();
   // A launch stops at the end of a block that brings it to so many; at once where going on would
   // touch memory that is not the kernel's.
   int max_findings = 8;
   size_t stack_bytes = 64 << 10;                  // of one CUDA thread
   size_t max_shared_bytes_per_block = 227 << 10;  // dynamic; Hopper's
+  // As a GPU has it: a kernel that goes wrong is not told by its launch but by the next call that
+  // waits, and by every other call from then on, until the simulator is configured anew.
+  bool errors_are_deferred = false;
+  // Called before (true) and after (false) every launch, for what counts or times a program's own
+  // doings.
+  void (*on_launch)(bool begins) = nullptr;
 };
 // Of all launches from here on.
 void Configure(const Settings& settings);
