@@ -123,8 +123,8 @@ absl::Status DeviceTwin::Download() {
   return runtime_->CopyToHost(whole_.data(), buffer_.data(), whole_.size());
 }
 
-// The simulator knows a buffer by where it begins: while kernels are admitted to the inside, that is
-// the buffer, and otherwise the whole, for copies and for its release.
+// The simulator knows a buffer by where it begins: while kernels are admitted to the inside, that
+// is the buffer, and otherwise the whole, for copies and for its release.
 void DeviceTwin::Admit(Contents contents) {
   if (runtime_->target() != CudaTarget::kSimulator) return;
   cuda_simulator::UnregisterBuffer(buffer_.data());

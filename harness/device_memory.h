@@ -23,8 +23,8 @@ namespace tfb {
 // no such device.
 absl::StatusOr<CudaRuntime*> RuntimeOf(Device device);
 
-// Waits for what layers have enqueued on the default stream. Nothing where `runtime` is null: layers
-// on the CPU return when they are done.
+// Waits for what layers have enqueued on the default stream. Nothing where `runtime` is null:
+// layers on the CPU return when they are done.
 absl::Status Synchronize(CudaRuntime* runtime);
 
 // Bytes in the memory of a device, aligned to 64. Contents are unspecified; the simulator reports a

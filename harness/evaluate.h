@@ -88,8 +88,8 @@ struct LayerRun {
   size_t workspace_bytes = 0;
 };
 // Sets the layer up and runs it once on tensors of the host, or on copies of them on its device.
-// Internal where it writes beyond its outputs or its workspace, or a kernel fails. `inputs` may lack
-// optional tensors.
+// Internal where it writes beyond its outputs or its workspace, or a kernel fails. `inputs` may
+// lack optional tensors.
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
                                  ThreadPool* pool);
 

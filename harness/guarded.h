@@ -3,8 +3,8 @@
 //
 // What a layer of a device is given is device_bytes() and device_view(), the memory's twin in the
 // memory of the device, bands included (harness/device_memory.h). Upload carries the host's bytes
-// there before a call, and Download brings them back for the checks after it. On the CPU the two are
-// one, and both do nothing.
+// there before a call, and Download brings them back for the checks after it. On the CPU the two
+// are one, and both do nothing.
 #ifndef TFB_HARNESS_GUARDED_H_
 #define TFB_HARNESS_GUARDED_H_
 

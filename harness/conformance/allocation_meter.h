@@ -9,8 +9,8 @@
 namespace tfb::conformance {
 
 // Allocations since it was made: of the host, and of the device through `runtime` (null: the CPU).
-// Not counted are those that no layer is to blame for: the simulator's while it runs a kernel, and on
-// a GPU the host's, where the driver allocates at a kernel's first launch. One at a time.
+// Not counted are those that no layer is to blame for: the simulator's while it runs a kernel, and
+// on a GPU the host's, where the driver allocates at a kernel's first launch. One at a time.
 class AllocationMeter {
  public:
   explicit AllocationMeter(CudaRuntime* runtime);

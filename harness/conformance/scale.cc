@@ -28,7 +28,8 @@ namespace tfb::conformance {
 namespace {
 
 // Four-dimensional tensors [2, 2, tokens, channels] with batches 2^31 + 8 elements apart and heads
-// 2^30 + 8: a product of 32 bits anywhere between an index and an address reads or writes elsewhere.
+// 2^30 + 8: a product of 32 bits anywhere between an index and an address reads or writes
+// elsewhere.
 constexpr int64_t kHeadStride = (int64_t{1} << 30) + 8;
 constexpr int64_t kBatchStride = (int64_t{1} << 31) + 8;
 constexpr size_t kSpreadBytes =

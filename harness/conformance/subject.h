@@ -134,8 +134,8 @@ class Trial {
 
   // Sets up and runs once. All tensors lie between guards of NaN, and so does a workspace that is
   // just as large as asked for; outputs and workspace are NaN before. Checks that the guards and
-  // the inputs are as they were and that every output was written. On a device all of that stands in
-  // its memory. Empty where it failed.
+  // the inputs are as they were and that every output was written. On a device all of that stands
+  // in its memory. Empty where it failed.
   NamedTensors Run(const RunSettings& settings = {});
 
   // Of these inputs. Empty where the definition fails, with the test failed.
