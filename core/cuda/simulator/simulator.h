@@ -30,6 +30,7 @@ struct Finding {
   std::string kernel;
   Index3 block;
   Index3 thread;
+  int64_t times = 1;    // that the kernel's same place gave it; block and thread are the first's
   std::string message;  // "kernel, block (0, 0, 0), thread (3, 0, 0): reads 4 bytes at ..."
 };
 
