@@ -11,10 +11,11 @@ makes, in a folder attention/mine with mine.h, mine.cc and mine_test.cc,
     :mine                          the library, which registers the technique wherever it is linked in
     :mine_cuda                     its device code, where it has cuda_srcs
     :mine_test                     its own test
-    :mine_conformance_test         what every technique must pass; no source of its own
+    :mine_conformance_test         what every technique must pass, on the CPU; no source of its own
+    :mine_cuda_conformance_test    the same in the simulator of GPUs, and on a GPU where there is one
     :mine_benchmark                Google Benchmark over the usual problems; no source of its own
 
-The last two link the harness's mains, which walk the registry.
+The last three link the harness's mains, which walk the registry.
 """
 
 load("@rules_cc//cc:defs.bzl", "cc_binary", "cc_library", "cc_test")
@@ -32,6 +33,7 @@ def technique(
         test_data = [],
         test_size = "small",
         conformance_size = "medium",
+        cuda_conformance_size = "large",
         counterpart = "//attention/dense",
         visibility = ["//visibility:public"]):
     """Declares the targets of a technique (see the head of this file).
@@ -47,7 +49,8 @@ def technique(
       test_deps: libraries of NAME_test.cc beside this technique and GoogleTest.
       test_data: files that NAME_test.cc reads.
       test_size: of NAME_test.
-      conformance_size: of the conformance test.
+      conformance_size: of the conformance test on the CPU.
+      cuda_conformance_size: of the conformance test on devices.
       counterpart: the technique that this one is held against (Technique::Counterpart), linked into the conformance test
         and the benchmark.
       visibility: of the library.
@@ -100,6 +103,18 @@ def technique(
         args = ["--technique=" + name],
         tags = ["gpu"],  # has cases for every device; --config=gpu wants all of them run
         deps = linked + ["//harness:conformance_main"],
+    )
+
+    # The same program: a second one would be linked, and kept, for its arguments alone.
+    native.sh_test(
+        name = name + "_cuda_conformance_test",
+        size = cuda_conformance_size,
+        srcs = [":%s_conformance_test" % name],
+        args = [
+            "--technique=" + name,
+            "--devices=simulator,cuda",
+        ],
+        tags = ["gpu"],
     )
     cc_binary(
         name = name + "_benchmark",
