@@ -140,7 +140,9 @@ std::vector<TensorSpec> HiddenOutputs(const Problem& p) {
 
 absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device) {
   TFB_RETURN_IF_ERROR(Validate(problem));
-  if (std::find(info.devices.begin(), info.devices.end(), device) == info.devices.end()) {
+  // The simulator runs what a GPU runs.
+  const Device needed = device == Device::kSimulator ? Device::kCuda : device;
+  if (std::find(info.devices.begin(), info.devices.end(), needed) == info.devices.end()) {
     return absl::UnimplementedError(
         absl::StrCat(info.name, " has no implementation for device ", Name(device)));
   }

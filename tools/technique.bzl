@@ -98,6 +98,7 @@ def technique(
         name = name + "_conformance_test",
         size = conformance_size,
         args = ["--technique=" + name],
+        tags = ["gpu"],  # has cases for every device; --config=gpu wants all of them run
         deps = linked + ["//harness:conformance_main"],
     )
     cc_binary(

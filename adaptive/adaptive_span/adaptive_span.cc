@@ -117,6 +117,7 @@ class AdaptiveSpanLayer : public FlashLayer {
     std::vector<int64_t> reach(1, options_.max_span);
     spans_.assign(p.query_heads * (options_.dynamic ? p.batch * p.query_tokens : 1), 0.0f);
     rule->soft_span.span = spans_.data();
+    rule->soft_span.count = static_cast<int64_t>(spans_.size());
     rule->soft_span.ramp = static_cast<float>(options_.ramp);
     if (options_.dynamic) {
       rule->soft_span.batch_stride = p.query_heads * p.query_tokens;

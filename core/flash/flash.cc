@@ -19,7 +19,7 @@ DistanceTable::DistanceTable(int64_t heads, int64_t query_tokens, int64_t kv_tok
 
 RelativeKeys::RelativeKeys(const ConstTensorView& table, int64_t low, int64_t high,
                            const std::function<int64_t(int64_t)>& row)
-    : heads_(table.dim(0)), head_dim_(table.dim(2)) {
+    : heads_(table.dim(0)), low_(low), high_(high), head_dim_(table.dim(2)) {
   if (high < low) return;
   const auto floor_panel = [](int64_t offset) {
     return (offset >= 0 ? offset : offset - kFlashTile + 1) / kFlashTile;

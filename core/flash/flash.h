@@ -41,6 +41,10 @@ class DistanceTable {
                 const std::function<float(int64_t head, int64_t offset)>& value);
 
   bool empty() const { return values_.empty(); }
+  int64_t heads() const { return heads_; }
+  int64_t row() const { return row_; }    // floats of a head
+  int64_t zero() const { return zero_; }  // index of offset 0 in a row
+  const std::vector<float>& values() const { return values_; }
   // Of head h % heads, for pointer arithmetic with offsets: At(h, j - i)[n] is the entry of offset
   // j - i + n.
   const float* At(int64_t head, int64_t offset) const {
@@ -66,6 +70,9 @@ class RelativeKeys {
                const std::function<int64_t(int64_t offset)>& row);
 
   bool empty() const { return panels_.empty(); }
+  int64_t heads() const { return heads_; }
+  int64_t low() const { return low_; }
+  int64_t high() const { return high_; }
   // The panel of offsets 64 p to 64 p + 63, or null where all of them are outside [low, high].
   const float* Panel(int64_t head, int64_t p) const {
     if (p < first_panel_ || p >= first_panel_ + panel_count_) return nullptr;
@@ -76,6 +83,8 @@ class RelativeKeys {
 
  private:
   int64_t heads_ = 1;
+  int64_t low_ = 0;
+  int64_t high_ = -1;
   int64_t head_dim_ = 0;
   int64_t first_panel_ = 0;
   int64_t panel_count_ = 0;
@@ -87,6 +96,7 @@ class RelativeKeys {
 // 0 are not visited.
 struct SoftSpan {
   const float* span = nullptr;  // null: none
+  int64_t count = 0;            // floats there
   int64_t batch_stride = 0;
   int64_t head_stride = 0;
   int64_t query_stride = 0;
@@ -134,6 +144,13 @@ struct PackedKeysAndValues {
 constexpr int64_t PackedKeyDepth(int64_t head_dim) { return (head_dim + 3) / 4 * 4; }
 constexpr int64_t PackedValueRow(int64_t value_dim) { return (value_dim + 15) / 16 * 16; }
 
+// CUDA: k and v are rings of tiles of 64 tokens, and key tile t of the call is tile (first_tile + t)
+// % tiles of theirs.
+struct KeyRing {
+  int64_t tiles = 0;  // 0: none
+  int64_t first_tile = 0;
+};
+
 // q, k, v and out may each be f32, bf16 or f16, with any strides. The problem's tokens are the
 // schedule's rows; where there is a token order, the tensors may have more.
 struct FlashCall {
@@ -146,7 +163,9 @@ struct FlashCall {
   TokenOrder query_order;      // of q, out and log_sum_exp
   TokenOrder key_order;        // of k, v and key_mask
   PackedKeysAndValues packed;  // in the place of k, v and key_order, where it is not empty
+  KeyRing ring;                // CUDA alone
   const BlockSchedule* schedule = nullptr;
+  const Band* band = nullptr;  // CUDA alone: in the place of a schedule
   ScoreRule rule;
   double scale = 0;  // 0: 1 / sqrt(head_dim)
 };

@@ -13,14 +13,15 @@ FlashLayer::FlashLayer(const Problem& problem, std::vector<TensorSpec> inputs,
       scale_(scale) {}
 
 size_t FlashLayer::workspace_bytes(int threads) const {
-  return PrepareBytes(threads) + FlashWorkspaceBytes(problem(), uses_relative_keys_, threads);
+  return PrepareBytes(threads) +
+         FlashEngine::WorkspaceBytes(device_, problem(), uses_relative_keys_, threads);
 }
 
 Cost FlashLayer::cost() const {
   Cost cost;
-  if (has_schedule_) {
-    cost.flops = static_cast<double>(problem().batch) * schedule_.KeptPairs(problem().query_heads) *
-                 FlopsPerPair();
+  if (is_set_up_) {
+    cost.flops = static_cast<double>(problem().batch) *
+                 schedule().KeptPairs(problem().query_heads) * FlopsPerPair();
   }
   cost.bytes = AttentionBytes(problem());
   return cost;
@@ -28,28 +29,26 @@ Cost FlashLayer::cost() const {
 
 absl::Status FlashLayer::DoSetup(const Inputs& inputs, const Execution& execution) {
   TFB_RETURN_IF_ERROR(BuildRule(inputs, execution, &rule_));
-  schedule_ = BuildSchedule(problem(), *pattern_, kFlashTile);
-  has_schedule_ = true;
+  TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::Create(device_, problem(), *pattern_, rule_));
+  is_set_up_ = true;
   return absl::OkStatus();
 }
 
 absl::Status FlashLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
                                const Execution& execution) {
-  FlashCall call;
+  FlashCall call = engine_.NewCall();
   call.q = inputs.Get("q");
   call.k = inputs.Get("k");
   call.v = inputs.Get("v");
   call.key_mask = inputs.Get("key_mask");
   call.out = outputs.Get("out");
   call.log_sum_exp = outputs.Get("log_sum_exp");
-  call.schedule = &schedule_;
-  call.rule = rule_;
   call.scale = scale_;
   Workspace workspace(execution.workspace);
   TFB_RETURN_IF_ERROR(Prepare(inputs, execution, &workspace, &call));
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  return FlashCpu(problem(), call, rest);
+  return engine_.Run(call, rest);
 }
 
 }  // namespace tfb

@@ -1,4 +1,4 @@
-// A layer that is engine flash under a pattern and a score rule. Most attention techniques are one,
+// A layer that is engine flash under a pattern and a score rule, on any device. Most attention techniques are one,
 // or derive from it to change queries, keys or the rule.
 #ifndef TFB_CORE_FLASH_FLASH_LAYER_H_
 #define TFB_CORE_FLASH_FLASH_LAYER_H_
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/flash/flash.h"
+#include "core/flash/flash_engine.h"
 #include "core/schedule/block_schedule.h"
 #include "core/schedule/pattern.h"
 #include "core/technique.h"
@@ -55,17 +56,17 @@ class FlashLayer : public Layer {
   // For a constructor whose rule will have relative keys: they need workspace.
   void set_uses_relative_keys() { uses_relative_keys_ = true; }
 
-  const ScoreRule& rule() const { return rule_; }
-  const BlockSchedule& schedule() const { return schedule_; }
+  Device device() const { return device_; }
+  const BlockSchedule& schedule() const { return engine_.schedule(); }
 
  private:
   Device device_;
   std::unique_ptr<Pattern> pattern_;
   double scale_;
-  BlockSchedule schedule_;
-  bool has_schedule_ = false;
   ScoreRule rule_;
   bool uses_relative_keys_ = false;
+  bool is_set_up_ = false;
+  FlashEngine engine_;
 };
 
 }  // namespace tfb

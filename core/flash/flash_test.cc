@@ -6,10 +6,16 @@
 #include <functional>
 #include <limits>
 #include <numeric>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "core/cuda/mirror.h"
+#include "core/cuda/simulator/simulator.h"
 #include "core/definition.h"
+#include "core/flash/flash_cuda.h"
 #include "core/random.h"
+#include "core/status.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
@@ -31,11 +37,15 @@ Problem Make(int64_t queries, int64_t keys, int64_t head_dim = 64, int64_t value
 // of tiles.
 class Harness {
  public:
-  explicit Harness(const Problem& problem, const Pattern* pattern = nullptr)
-      : problem_(problem), full_(problem.kv_tokens), pattern_(pattern ? pattern : &full_) {
+  explicit Harness(Device device, const Problem& problem, const Pattern* pattern = nullptr)
+      : device_(device),
+        problem_(problem),
+        full_(problem.kv_tokens),
+        pattern_(pattern ? pattern : &full_) {
     inputs_ = RandomInputs(QkvInputs(problem), 5);
     outputs_ = NanOutputs(AttentionOutputs(problem));
-    schedule_ = BuildSchedule(problem, *pattern_);
+    schedule_ = BuildSchedule(
+        problem, *pattern_, device == Device::kCpu ? kFlashTile : FlashCudaQueries(problem.dtype));
     call.q = inputs_["q"].view();
     call.k = inputs_["k"].view();
     call.v = inputs_["v"].view();
@@ -53,17 +63,17 @@ class Harness {
   Tensor& out() { return outputs_["out"]; }
   Tensor& log_sum_exp() { return outputs_["log_sum_exp"]; }
 
-  void Run(int threads = 2) {
-    ThreadPool pool(threads);
-    const size_t bytes = FlashWorkspaceBytes(problem_, call.rule.relative_keys != nullptr, threads);
-    Tensor workspace(DType::kU8, {static_cast<int64_t>(bytes) + 64});
-    std::memset(workspace.raw(), 0xFF, workspace.bytes());
-    Execution execution;
-    execution.pool = &pool;
-    execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), bytes);
-    ASSERT_TRUE(FlashCpu(problem_, call, execution).ok());
-    for (size_t n = bytes; n < workspace.bytes(); ++n) {
-      ASSERT_EQ(workspace.span<uint8_t>()[n], 0xFF) << "written beyond the workspace";
+  // `seed` stands for the number of threads on the CPU, and for the order of blocks and threads in
+  // the simulator.
+  void Run(int seed = 2) {
+    if (device_ == Device::kCpu) {
+      RunOnCpu(seed);
+    } else {
+      cuda_simulator::Settings settings;
+      settings.seed = seed;
+      cuda_simulator::Configure(settings);
+      const absl::Status status = RunOnCuda();
+      ASSERT_TRUE(status.ok()) << status << " " << problem_.ToString();
     }
   }
 
@@ -99,6 +109,49 @@ class Harness {
   }
 
  private:
+  void RunOnCpu(int threads) {
+    ThreadPool pool(threads);
+    const size_t bytes = FlashWorkspaceBytes(problem_, call.rule.relative_keys != nullptr, threads);
+    Tensor workspace(DType::kU8, {static_cast<int64_t>(bytes) + 64});
+    std::memset(workspace.raw(), 0xFF, workspace.bytes());
+    Execution execution;
+    execution.pool = &pool;
+    execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), bytes);
+    ASSERT_TRUE(FlashCpu(problem_, call, execution).ok());
+    for (size_t n = bytes; n < workspace.bytes(); ++n) {
+      ASSERT_EQ(workspace.span<uint8_t>()[n], 0xFF) << "written beyond the workspace";
+    }
+  }
+
+  absl::Status RunOnCuda() {
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    TFB_ASSIGN_OR_RETURN(const FlashCuda flash,
+                         FlashCuda::Create(runtime, problem_, &schedule_, call.rule));
+    DeviceMirror mirror(runtime);
+    FlashCall on_device = call;
+    on_device.rule.soft_span.span = nullptr;  // Create has taken it
+    for (ConstTensorView* view : {&on_device.q, &on_device.k, &on_device.v, &on_device.key_mask}) {
+      TFB_ASSIGN_OR_RETURN(*view, mirror.Copy(*view));
+    }
+    for (TensorView* view : {&on_device.out, &on_device.log_sum_exp}) {
+      TFB_ASSIGN_OR_RETURN(*view, mirror.CopyForWriting(*view));
+    }
+    for (auto [order, tokens] : {std::pair{&on_device.query_order, problem_.query_tokens},
+                                 {&on_device.key_order, problem_.kv_tokens}}) {
+      if (order->tokens == nullptr) continue;
+      TFB_ASSIGN_OR_RETURN(const ConstTensorView copy,
+                           mirror.Copy(ConstTensorView(order->tokens, DType::kI32, {tokens})));
+      order->tokens = copy.At<int32_t>(0);
+    }
+    const size_t bytes = FlashCuda::WorkspaceBytes(*runtime, problem_);
+    TFB_ASSIGN_OR_RETURN(const DeviceBuffer workspace, runtime->Allocate(bytes));
+    Execution execution;
+    execution.workspace = absl::MakeSpan(workspace.As<std::byte>(), bytes);
+    TFB_RETURN_IF_ERROR(flash.Run(problem_, on_device, execution));
+    return mirror.CopyBack();
+  }
+
+  Device device_;
   Problem problem_;
   FullPattern full_;
   const Pattern* pattern_;
@@ -107,48 +160,54 @@ class Harness {
   BlockSchedule schedule_;
 };
 
-TEST(Flash, MatchesLoopsAcrossTileEdges) {
+// Every test on the CPU, and with the CUDA kernels in the simulator.
+class Flash : public testing::TestWithParam<Device> {};
+INSTANTIATE_TEST_SUITE_P(On, Flash, testing::Values(Device::kCpu, Device::kSimulator),
+                         [](const auto& device) { return std::string(Name(device.param)); });
+
+TEST_P(Flash, MatchesLoopsAcrossTileEdges) {
+  const int64_t dim = GetParam() == Device::kCpu ? 64 : 8;  // the simulator takes its time
   for (int64_t queries : {1, 5, 63, 64, 65, 129}) {
     for (int64_t keys : {1, 17, 64, 65, 513, 600}) {
       for (bool causal : {false, true})
-        Harness(Make(queries, keys, 64, 64, causal)).ExpectMatchesLoops();
+        Harness(GetParam(), Make(queries, keys, dim, dim, causal)).ExpectMatchesLoops();
     }
   }
 }
 
-TEST(Flash, MatchesLoopsForEveryHeadDim) {
+TEST_P(Flash, MatchesLoopsForEveryHeadDim) {
   for (int64_t dim : {1, 3, 7, 16, 40, 64, 80, 96, 128, 256}) {
-    Harness(Make(70, 90, dim, dim)).ExpectMatchesLoops();
-    Harness(Make(70, 90, dim, 257 - dim)).ExpectMatchesLoops();
+    Harness(GetParam(), Make(70, 90, dim, dim)).ExpectMatchesLoops();
+    Harness(GetParam(), Make(70, 90, dim, 257 - dim)).ExpectMatchesLoops();
   }
 }
 
-TEST(Flash, GroupedHeadsReadTheirKeyValueHead) {
-  Harness(Make(70, 90, 32, 32, true, 6, 2)).ExpectMatchesLoops();
-  Harness(Make(70, 90, 32, 32, false, 4, 1)).ExpectMatchesLoops();
+TEST_P(Flash, GroupedHeadsReadTheirKeyValueHead) {
+  Harness(GetParam(), Make(70, 90, 32, 32, true, 6, 2)).ExpectMatchesLoops();
+  Harness(GetParam(), Make(70, 90, 32, 32, false, 4, 1)).ExpectMatchesLoops();
 }
 
-TEST(Flash, EmptySequencesAndBatchesAreDefined) {
-  Harness no_keys(Make(5, 0));
+TEST_P(Flash, EmptySequencesAndBatchesAreDefined) {
+  Harness no_keys(GetParam(), Make(5, 0));
   no_keys.ExpectMatchesLoops();
   EXPECT_EQ(MaxAbs(no_keys.out().view()), 0);
-  Harness(Make(0, 5)).ExpectMatchesLoops();
+  Harness(GetParam(), Make(0, 5)).ExpectMatchesLoops();
   Problem no_batch = Make(5, 5);
   no_batch.batch = 0;
-  Harness(no_batch).ExpectMatchesLoops();
+  Harness(GetParam(), no_batch).ExpectMatchesLoops();
 }
 
-TEST(Flash, BandsAndKeyMasksHideWhatTheyHide) {
+TEST_P(Flash, BandsAndKeyMasksHideWhatTheyHide) {
   const BandPattern band(-70, 3);
-  Harness harness(Make(150, 150), &band);
+  Harness harness(GetParam(), Make(150, 150), &band);
   Tensor mask(DType::kU8, {2, 150});
   for (int64_t n = 0; n < 300; ++n) mask.span<uint8_t>()[n] = n % 7 != 0 && (n < 100 || n > 190);
   harness.call.key_mask = mask.view();
   harness.ExpectMatchesLoops();
 }
 
-TEST(Flash, ResultsAreBitwiseTheSameForAnyNumberOfThreads) {
-  Harness harness(Make(200, 300, 64, 64, true, 4, 2));
+TEST_P(Flash, ResultsAreBitwiseTheSameForAnyNumberOfThreads) {
+  Harness harness(GetParam(), Make(200, 300, 64, 64, true, 4, 2));
   harness.Run(1);
   const Tensor first = harness.out().Clone();
   for (int threads : {1, 2, 3, 7}) {
@@ -158,11 +217,11 @@ TEST(Flash, ResultsAreBitwiseTheSameForAnyNumberOfThreads) {
   }
 }
 
-TEST(Flash, StridedTransposedAndBroadcastViewsGiveTheSame) {
+TEST_P(Flash, StridedTransposedAndBroadcastViewsGiveTheSame) {
   const Problem problem = Make(70, 70, 8, 8);
-  Harness plain(problem);
+  Harness plain(GetParam(), problem);
   plain.Run();
-  Harness strided(problem);
+  Harness strided(GetParam(), problem);
   // Queries and outputs as [batch, tokens, heads, channels] and keys with channels outermost.
   Tensor q(DType::kF32, {2, 70, 2, 8}), k(DType::kF32, {8, 2, 2, 70}),
       out(DType::kF32, {2, 70, 2, 8});
@@ -175,15 +234,15 @@ TEST(Flash, StridedTransposedAndBroadcastViewsGiveTheSame) {
   strided.Run();
   EXPECT_EQ(MaxDifference(plain.out().view(), strided.call.out), 0);
 
-  Harness broadcast(problem);  // one key for all: the mean of values
+  Harness broadcast(GetParam(), problem);  // one key for all: the mean of values
   broadcast.call.k =
       ConstTensorView(broadcast.input("k").raw(), DType::kF32, {2, 2, 70, 8}, {0, 0, 0, 1});
   broadcast.ExpectMatchesLoops();
 }
 
-TEST(Flash, SixteenBitInputsAreConvertedExactly) {
+TEST_P(Flash, SixteenBitInputsAreConvertedExactly) {
   for (DType dtype : {DType::kBF16, DType::kF16}) {
-    Harness harness(Make(70, 130));
+    Harness harness(GetParam(), Make(70, 130));
     const Tensor q = harness.input("q").CloneAs(dtype), k = harness.input("k").CloneAs(dtype),
                  v = harness.input("v").CloneAs(dtype);
     harness.call.q = q.view();
@@ -199,9 +258,9 @@ TEST(Flash, SixteenBitInputsAreConvertedExactly) {
   }
 }
 
-TEST(Flash, NansInHiddenKeysAndValuesDoNotReachTheOutput) {
+TEST_P(Flash, NansInHiddenKeysAndValuesDoNotReachTheOutput) {
   const BandPattern band(-5, 5);
-  Harness harness(Make(100, 100), &band);
+  Harness harness(GetParam(), Make(100, 100), &band);
   harness.Run();
   const Tensor clean = harness.out().Clone();
   for (int64_t head = 0; head < 2; ++head) {  // seen by queries 85 to 95 only
@@ -221,8 +280,8 @@ TEST(Flash, NansInHiddenKeysAndValuesDoNotReachTheOutput) {
   }
 }
 
-TEST(Flash, NansInPaddedKeysDoNotReachTheOutput) {
-  Harness harness(Make(10, 70));
+TEST_P(Flash, NansInPaddedKeysDoNotReachTheOutput) {
+  Harness harness(GetParam(), Make(10, 70));
   Tensor mask(DType::kU8, {2, 70});
   Fill(mask.view(), 1);
   for (int64_t b = 0; b < 2; ++b) {
@@ -241,24 +300,25 @@ TEST(Flash, NansInPaddedKeysDoNotReachTheOutput) {
   for (float value : harness.out().span<float>()) EXPECT_TRUE(std::isfinite(value));
 }
 
-TEST(Flash, RowsWithoutAKeyAreZeroWithALogSumExpOfMinusInfinity) {
-  Harness harness(Make(100, 30, 64, 64, /*causal=*/true));  // the first 70 rows see nothing
+TEST_P(Flash, RowsWithoutAKeyAreZeroWithALogSumExpOfMinusInfinity) {
+  Harness harness(GetParam(),
+                  Make(100, 30, 64, 64, /*causal=*/true));  // the first 70 rows see nothing
   harness.ExpectMatchesLoops();
   EXPECT_EQ(*harness.out().view().At<float>(0, 0, 69, 0), 0);
   EXPECT_EQ(*harness.log_sum_exp().view().At<float>(0, 0, 69), -INFINITY);
   EXPECT_NE(*harness.out().view().At<float>(0, 0, 70, 0), 0);
 }
 
-TEST(Flash, ExtremeScoresAreSubtractedBeforeTheyAreScaled) {
+TEST_P(Flash, ExtremeScoresAreSubtractedBeforeTheyAreScaled) {
   // All scores at -3.4e38, just above the lowest float: a uniform softmax, and no finite mask value
   // would stay below them.
-  Harness low(Make(3, 70, 1, 1));
+  Harness low(GetParam(), Make(3, 70, 1, 1));
   Fill(low.input("q").view(), -1);
   Fill(low.input("k").view(), 3.4e38);
   low.call.scale = 1;
   low.ExpectMatchesLoops();
   // Scores of +-1e4, and one that dominates by 1e5.
-  Harness wide(Make(9, 200, 1, 4));
+  Harness wide(GetParam(), Make(9, 200, 1, 4));
   wide.call.scale = 1;
   Fill(wide.input("q").view(), 1);
   for (int64_t n = 0; n < wide.input("k").num_elements(); ++n) {
@@ -267,18 +327,18 @@ TEST(Flash, ExtremeScoresAreSubtractedBeforeTheyAreScaled) {
   wide.ExpectMatchesLoops();
 }
 
-TEST(Flash, ConstantValuesComeBackAndZeroQueriesGiveTheMean) {
-  Harness harness(Make(66, 130));
+TEST_P(Flash, ConstantValuesComeBackAndZeroQueriesGiveTheMean) {
+  Harness harness(GetParam(), Make(66, 130));
   Fill(harness.input("v").view(), 3);
   Fill(harness.input("q").view(), 0);
   harness.Run();
   for (float value : harness.out().span<float>()) EXPECT_NEAR(value, 3, 1e-5);
 }
 
-TEST(Flash, DistanceBiasesAreReadAtTheirOffset) {
+TEST_P(Flash, DistanceBiasesAreReadAtTheirOffset) {
   for (auto [queries, keys] :
        {std::pair<int64_t, int64_t>{70, 70}, {5, 200}, {200, 5}, {130, 700}}) {
-    Harness harness(Make(queries, keys, 16, 16));
+    Harness harness(GetParam(), Make(queries, keys, 16, 16));
     const auto bias = [](int64_t h, int64_t offset) {
       return std::sin(0.1f * static_cast<float>(offset)) * static_cast<float>(h + 1);
     };
@@ -291,8 +351,8 @@ TEST(Flash, DistanceBiasesAreReadAtTheirOffset) {
   }
 }
 
-TEST(Flash, ReluMultipliersActOnScoresBelowAndAboveZero) {
-  Harness harness(Make(100, 150, 16, 16));
+TEST_P(Flash, ReluMultipliersActOnScoresBelowAndAboveZero) {
+  Harness harness(GetParam(), Make(100, 150, 16, 16));
   const auto factor = [](int64_t h, int64_t offset) {
     return 1.0f / (1.0f + static_cast<float>(h) + 0.01f * static_cast<float>(std::abs(offset)));
   };
@@ -304,7 +364,7 @@ TEST(Flash, ReluMultipliersActOnScoresBelowAndAboveZero) {
   harness.ExpectMatchesLoops();
 }
 
-TEST(Flash, RelativeKeysAndQueryBiasesMatchAnExplicitGather) {
+TEST_P(Flash, RelativeKeysAndQueryBiasesMatchAnExplicitGather) {
   for (auto [queries, keys] :
        {std::pair<int64_t, int64_t>{70, 70}, {64, 200}, {200, 64}, {65, 700}}) {
     const int64_t low = -100, high = 40;  // offsets outside have a relative key of 0
@@ -315,7 +375,7 @@ TEST(Flash, RelativeKeysAndQueryBiasesMatchAnExplicitGather) {
     FillNormal(&w, 3, "w");
     const RelativeKeys relative(table.view(), low, high,
                                 [&](int64_t offset) { return offset - low; });
-    Harness harness(Make(queries, keys, 16, 24));
+    Harness harness(GetParam(), Make(queries, keys, 16, 24));
     harness.call.rule.relative_keys = &relative;
     harness.call.rule.content_bias = u.span<float>().data();
     harness.call.rule.position_bias = w.span<float>().data();
@@ -333,13 +393,14 @@ TEST(Flash, RelativeKeysAndQueryBiasesMatchAnExplicitGather) {
   }
 }
 
-TEST(Flash, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
+TEST_P(Flash, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
   const int64_t tokens = 300;
-  Harness harness(Make(tokens, tokens, 16, 16, /*causal=*/true));
+  Harness harness(GetParam(), Make(tokens, tokens, 16, 16, /*causal=*/true));
   std::vector<float> spans(2 * 2 * tokens);
   for (size_t n = 0; n < spans.size(); ++n) spans[n] = static_cast<float>(n * 37 % 150);
   const float ramp = 20;
-  harness.call.rule.soft_span = {spans.data(), 2 * tokens, tokens, 1, ramp};
+  harness.call.rule.soft_span = {
+      spans.data(), static_cast<int64_t>(spans.size()), 2 * tokens, tokens, 1, ramp};
   harness.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
     const double z = spans[(b * 2 + h) * tokens + i];
     const double weight = std::min(1.0, (ramp + z - static_cast<double>(i - j)) / ramp);
@@ -353,12 +414,12 @@ TEST(Flash, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
   EXPECT_EQ(*before.view().At<float>(0, 0, 299, 3), *harness.out().view().At<float>(0, 0, 299, 3));
 }
 
-TEST(Flash, TokenOrdersGatherAndScatter) {
+TEST_P(Flash, TokenOrdersGatherAndScatter) {
   // Reversed queries over every third key: the same as attending over those keys and reversing the
   // result.
   const int64_t tokens = 100, keys = 34;
   Problem problem = Make(tokens, keys, 16, 16);
-  Harness harness(problem);
+  Harness harness(GetParam(), problem);
   Tensor k(DType::kF32, {2, 2, tokens, 16}), v(DType::kF32, {2, 2, tokens, 16});
   FillNormal(&k, 9, "k");
   FillNormal(&v, 9, "v");
@@ -378,7 +439,7 @@ TEST(Flash, TokenOrdersGatherAndScatter) {
   EXPECT_LE(MaxDifference(expected.view(), harness.out().view()), 1e-6);
 }
 
-TEST(Flash, WorkspaceIsLinearInTokens) {
+TEST(FlashWorkspace, IsLinearInTokens) {
   const auto bytes = [](int64_t tokens) {
     return static_cast<double>(FlashWorkspaceBytes(Make(tokens, tokens), false, 2));
   };

@@ -4,18 +4,10 @@
 #define TFB_CORE_SCHEDULE_BAND_SCHEDULE_H_
 
 #include <cstdint>
-#include <limits>
 
 #include "core/schedule/block_schedule.h"
 
 namespace tfb {
-
-// Query i sees key j when first_key <= j and low <= j - i <= high.
-struct Band {
-  int64_t first_key = 0;
-  int64_t low = std::numeric_limits<int64_t>::min() / 2;  // no limit
-  int64_t high = 0;
-};
 
 class BandSchedule {
  public:

@@ -11,19 +11,11 @@
 #include "absl/types/span.h"
 #include "core/problem.h"
 #include "core/schedule/pattern.h"
+#include "core/schedule/schedule_view.h"
 
 namespace tfb {
 
 constexpr int64_t kMaskBits = 64;
-
-// `tiles` consecutive key tiles, all of one kind.
-struct TileRun {
-  static constexpr int32_t kFull = -1;
-  int32_t first_tile;
-  int32_t tiles;
-  int32_t mask;  // kFull: every query of the tile sees every key; else the index of the mask that
-                 // each of the tiles has
-};
 
 // Tiles of `query_tile` queries and `key_tile` keys; the last of each may be short. A full run may
 // end in a short tile: its missing keys do not exist for anyone. Equal masks are stored once.

@@ -19,14 +19,20 @@ core/cuda/kernel_table.h gives two names: all else stands in an anonymous namesp
 
 load("@local_cuda//:toolkit.bzl", "NVCC", "VERSION")
 
-# --- The architectures: --//tools/cuda:architectures=sm_80,sm_90a
+# --- The architectures: --//:cuda_archs=sm_80,sm_90a
 
 ArchitecturesInfo = provider("Where device code is to run.", fields = ["names"])
 
 def _architectures_impl(ctx):
+    if not ctx.build_setting_value:
+        fail("%s names no architecture" % ctx.label)
     for name in ctx.build_setting_value:
-        if not (name.startswith("sm_") or name.startswith("compute_")):
+        kind, _, number = name.partition("_")
+        generation = number.rstrip("af")  # sm_90a: Hopper's own instructions; sm_100f: its family's
+        if kind not in ["sm", "compute"] or not generation.isdigit():
             fail("%s: \"%s\" is neither sm_NN (machine code) nor compute_NN (PTX)" % (ctx.label, name))
+        if int(generation) < 80:
+            fail("%s: \"%s\" is older than Ampere, sm_80, whose instructions the kernels use" % (ctx.label, name))
     return [ArchitecturesInfo(names = ctx.build_setting_value)]
 
 cuda_architectures = rule(
@@ -96,6 +102,7 @@ def _compile_for_simulator(ctx, cc_toolchain, source, context):
     compiled = _object(ctx, source, "instrumented.o")
     args = ctx.actions.args()
     args.add_all(["-x", "c++", "-std=c++17", "-O2", "-g1", "-DNDEBUG", "-fPIC", "-Wall", "-Werror"])
+    args.add("-Wno-unknown-pragmas")  # unroll
     args.add_all([f for f in cpp.copts + cpp.cxxopts if not f.startswith("-std=") and not f.startswith("-fsanitize=")])
     args.add_all(["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"])
     args.add_all(context.quote_includes, before_each = "-iquote")
@@ -204,7 +211,7 @@ _cuda_library = rule(
         "simulated": attr.bool(default = True, doc = "Compile for the simulator too."),
         "local_defines": attr.string_list(doc = "Macros for these sources alone."),
         "srcs": attr.label_list(allow_files = [".cu", ".h", ".cuh", ".inc"], doc = "Sources and private headers."),
-        "_architectures": attr.label(default = "//tools/cuda:architectures"),
+        "_architectures": attr.label(default = "//:cuda_archs"),
         "_cc_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
         "_enabled": attr.label(default = "//tools/cuda:enabled"),
         "_hook_names": attr.label(default = "//tools/cuda:simulator_hooks.txt", allow_single_file = True),

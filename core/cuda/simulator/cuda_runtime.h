@@ -154,39 +154,38 @@ void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]);
 // Tells the checks of an atomic access of the running thread.
 void NoteAtomic(void* address, size_t bytes);
 
+// Not an access of the kernel: NoteAtomic tells of it.
 template <class T, class Change>
-T Atomically(T* address, Change change) {
+__attribute__((no_sanitize("thread"), noinline)) T Atomically(T* address, Change change) {
   NoteAtomic(address, sizeof(T));
   T old;
-  // Not an access of the kernel: NoteAtomic told of it.
   __builtin_memcpy(&old, address, sizeof(T));
   const T changed = change(old);
   __builtin_memcpy(address, &changed, sizeof(T));
   return old;
 }
-#define TFB_SIMULATOR_UNCHECKED __attribute__((no_sanitize("thread"), noinline))
 template <class T>
-TFB_SIMULATOR_UNCHECKED T atomicAdd(T* address, T value) {
+T atomicAdd(T* address, T value) {
   return Atomically(address, [&](T old) { return static_cast<T>(old + value); });
 }
 template <class T>
-TFB_SIMULATOR_UNCHECKED T atomicMax(T* address, T value) {
+T atomicMax(T* address, T value) {
   return Atomically(address, [&](T old) { return old < value ? value : old; });
 }
 template <class T>
-TFB_SIMULATOR_UNCHECKED T atomicMin(T* address, T value) {
+T atomicMin(T* address, T value) {
   return Atomically(address, [&](T old) { return value < old ? value : old; });
 }
 template <class T>
-TFB_SIMULATOR_UNCHECKED T atomicExch(T* address, T value) {
+T atomicExch(T* address, T value) {
   return Atomically(address, [&](T) { return value; });
 }
 template <class T>
-TFB_SIMULATOR_UNCHECKED T atomicOr(T* address, T value) {
+T atomicOr(T* address, T value) {
   return Atomically(address, [&](T old) { return old | value; });
 }
 template <class T>
-TFB_SIMULATOR_UNCHECKED T atomicCAS(T* address, T expected, T value) {
+T atomicCAS(T* address, T expected, T value) {
   return Atomically(address, [&](T old) { return old == expected ? value : old; });
 }
 

@@ -1,0 +1,231 @@
+#include "core/flash/flash_cuda.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "core/status.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+// A grid has at most 2^31 - 1 blocks.
+constexpr int64_t kMaxBlocks = 0x7fffffff;
+// Splitting shorter rows than this costs more than it gives: two tiles a part.
+constexpr int64_t kTilesPerPart = 2;
+
+// How many parts the keys are cut into: enough for two blocks on every multiprocessor.
+int Splits(const CudaRuntime& runtime, const Problem& problem) {
+  const int64_t queries = FlashCudaQueries(problem.dtype);
+  const int64_t tasks =
+      problem.batch * problem.query_heads * ((problem.query_tokens + queries - 1) / queries);
+  const int64_t wanted = 2 * runtime.properties().multiprocessors;
+  if (tasks == 0 || tasks * 2 > wanted) return 1;
+  const int64_t tiles = (problem.kv_tokens + kFlashTile - 1) / kFlashTile;
+  return static_cast<int>(
+      std::clamp<int64_t>(wanted / tasks, 1, std::max<int64_t>(tiles / kTilesPerPart, 1)));
+}
+
+int64_t PartialFloats(const Problem& problem, int64_t splits) {
+  if (splits == 1) return 0;
+  return splits * problem.batch * problem.query_heads * problem.query_tokens *
+         (problem.value_dim + 2);
+}
+
+DeviceTokenOrder ToDevice(const TokenOrder& order) {
+  return {order.tokens, order.batch_stride, order.head_stride, order.group};
+}
+
+}  // namespace
+
+absl::StatusOr<FlashCuda> FlashCuda::Create(CudaRuntime* runtime, const Problem& problem,
+                                            const BlockSchedule* schedule, const ScoreRule& rule) {
+  FlashCuda flash;
+  flash.runtime_ = runtime;
+  if (schedule != nullptr) {
+    if (schedule->query_tile != FlashCudaQueries(problem.dtype) ||
+        schedule->key_tile != kFlashTile) {
+      return absl::InternalError(absl::StrCat("schedule of ", schedule->query_tile, " x ",
+                                              schedule->key_tile, " tiles; CUDA wants ",
+                                              FlashCudaQueries(problem.dtype), " x ", kFlashTile));
+    }
+    TFB_RETURN_IF_ERROR(flash.KeepSchedule(*schedule));
+  }
+  TFB_RETURN_IF_ERROR(flash.KeepRule(problem, rule));
+  return flash;
+}
+
+size_t FlashCuda::WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem) {
+  // Calls with fewer queries may be cut into more parts: as many as fill the device, of which the
+  // rows, and so the memory, are at most those of the largest call that is cut.
+  const int64_t queries = FlashCudaQueries(problem.dtype);
+  Problem call = problem;
+  int64_t floats = PartialFloats(call, Splits(runtime, call));
+  for (call.query_tokens = std::min(problem.query_tokens, queries);
+       call.query_tokens > 0 && call.query_tokens <= problem.query_tokens;
+       call.query_tokens += queries) {
+    const int splits = Splits(runtime, call);
+    floats = std::max(floats, PartialFloats(call, splits));
+    if (splits == 1) break;
+  }
+  return Workspace::Measure([&](Workspace& workspace) { workspace.Take<float>(floats); });
+}
+
+absl::StatusOr<const void*> FlashCuda::Keep(const void* from, size_t bytes) {
+  if (bytes == 0) return nullptr;
+  TFB_ASSIGN_OR_RETURN(DeviceBuffer buffer, runtime_->Upload(from, bytes));
+  buffers_.push_back(std::move(buffer));
+  return buffers_.back().data();
+}
+
+namespace {
+
+template <class T>
+size_t BytesOf(const std::vector<T>& values) {
+  return values.size() * sizeof(T);
+}
+
+}  // namespace
+
+absl::Status FlashCuda::KeepSchedule(const BlockSchedule& schedule) {
+  has_schedule_ = true;
+  schedule_.query_tiles = schedule.query_tiles();
+  schedule_.heads = schedule.heads;
+  const auto keep = [this](const auto& values, auto* to) -> absl::Status {
+    TFB_ASSIGN_OR_RETURN(const void* kept, Keep(values.data(), BytesOf(values)));
+    *to = static_cast<decltype(values.data())>(kept);
+    return absl::OkStatus();
+  };
+  TFB_RETURN_IF_ERROR(keep(schedule.row_begin, &schedule_.row_begin));
+  TFB_RETURN_IF_ERROR(keep(schedule.runs, &schedule_.runs));
+  TFB_RETURN_IF_ERROR(keep(schedule.masks, &schedule_.masks));
+  return keep(schedule.order, &schedule_.order);
+}
+
+absl::StatusOr<DeviceDistanceTable> FlashCuda::KeepTable(const DistanceTable& table) {
+  TFB_ASSIGN_OR_RETURN(const void* values, Keep(table.values().data(), table.bytes()));
+  return DeviceDistanceTable{static_cast<const float*>(values), table.heads(), table.row(),
+                             table.zero()};
+}
+
+// From panels [head_dim][64] of floats to rows of the problem's dtype.
+absl::Status FlashCuda::KeepRelativeKeys(const Problem& problem, const RelativeKeys& keys) {
+  DeviceRelativeKeys& device = rule_.relative_keys;
+  device.heads = keys.heads();
+  device.low = keys.low();
+  device.high = keys.high();
+  device.row = (problem.head_dim + 7) / 8 * 8;
+  const int64_t offsets = keys.high() - keys.low() + 1;
+  TFB_ASSIGN_OR_RETURN(Tensor rows,
+                       Tensor::Allocate(problem.dtype, Shape{keys.heads(), offsets, device.row}));
+  Fill(rows.view(), 0);
+  for (int64_t h = 0; h < keys.heads(); ++h) {
+    for (int64_t n = 0; n < offsets; ++n) {
+      const int64_t offset = keys.low() + n;
+      const int64_t panel = (offset >= 0 ? offset : offset - kFlashTile + 1) / kFlashTile;
+      const float* column = keys.Panel(h, panel) + (offset - panel * kFlashTile);
+      for (int64_t c = 0; c < problem.head_dim; ++c) {
+        rows.view().Set(rows.view().Offset(h, n, c), column[c * kFlashTile]);
+      }
+    }
+  }
+  TFB_ASSIGN_OR_RETURN(device.rows, Keep(rows.raw(), rows.bytes()));
+  return absl::OkStatus();
+}
+
+absl::Status FlashCuda::KeepRule(const Problem& problem, const ScoreRule& rule) {
+  const size_t bias_bytes =
+      static_cast<size_t>(problem.query_heads * problem.head_dim) * sizeof(float);
+  const auto keep = [this](const float* from, size_t bytes, const float** to) -> absl::Status {
+    if (from == nullptr) return absl::OkStatus();
+    TFB_ASSIGN_OR_RETURN(const void* kept, Keep(from, bytes));
+    *to = static_cast<const float*>(kept);
+    return absl::OkStatus();
+  };
+  TFB_RETURN_IF_ERROR(keep(rule.content_bias, bias_bytes, &rule_.content_bias));
+  TFB_RETURN_IF_ERROR(keep(rule.position_bias, bias_bytes, &rule_.position_bias));
+  TFB_RETURN_IF_ERROR(keep(rule.soft_span.span,
+                           static_cast<size_t>(rule.soft_span.count) * sizeof(float), &rule_.span));
+  rule_.span_batch_stride = rule.soft_span.batch_stride;
+  rule_.span_head_stride = rule.soft_span.head_stride;
+  rule_.span_query_stride = rule.soft_span.query_stride;
+  rule_.ramp = rule.soft_span.ramp;
+  if (rule.relative_keys != nullptr && !rule.relative_keys->empty()) {
+    TFB_RETURN_IF_ERROR(KeepRelativeKeys(problem, *rule.relative_keys));
+  }
+  if (rule.relu_multiplier != nullptr) {
+    TFB_ASSIGN_OR_RETURN(rule_.relu_multiplier, KeepTable(*rule.relu_multiplier));
+  }
+  if (rule.bias != nullptr) {
+    TFB_ASSIGN_OR_RETURN(rule_.bias, KeepTable(*rule.bias));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call,
+                            const Execution& execution) const {
+  FlashArguments a = {};
+  a.q = ToDeviceView(call.q);
+  a.k = ToDeviceView(call.k);
+  a.v = ToDeviceView(call.v);
+  a.out = ToDeviceView(call.out);
+  if (!call.key_mask.empty()) {
+    a.key_mask = static_cast<const uint8_t*>(call.key_mask.data);
+    std::copy_n(call.key_mask.strides.begin(), 2, a.key_mask_strides);
+  }
+  if (!call.log_sum_exp.empty()) {
+    a.log_sum_exp = static_cast<float*>(call.log_sum_exp.mutable_data());
+    std::copy_n(call.log_sum_exp.strides.begin(), 3, a.log_sum_exp_strides);
+  }
+  a.query_order = ToDevice(call.query_order);
+  a.key_order = ToDevice(call.key_order);
+  a.ring_tiles = call.ring.tiles;
+  a.first_tile = call.ring.first_tile;
+  a.batch = problem.batch;
+  a.query_heads = problem.query_heads;
+  a.kv_heads = problem.kv_heads;
+  a.query_tokens = problem.query_tokens;
+  a.kv_tokens = problem.kv_tokens;
+  a.head_dim = static_cast<int>(problem.head_dim);
+  a.value_dim = static_cast<int>(problem.value_dim);
+  a.causal_offset = problem.causal_offset();
+  if (call.band != nullptr) {
+    const int64_t queries = FlashCudaQueries(problem.dtype);
+    a.schedule.query_tiles = (problem.query_tokens + queries - 1) / queries;
+    a.schedule.heads = 1;
+    a.schedule.band = *call.band;
+  } else if (has_schedule_) {
+    a.schedule = schedule_;
+  } else {
+    return absl::InternalError("a call has neither a schedule nor a band");
+  }
+  a.rule = rule_;
+  a.rule.query_position = call.rule.query_position;
+  if (call.rule.soft_span.span != nullptr) {
+    const SoftSpan& span = call.rule.soft_span;
+    a.rule.span = span.span;
+    a.rule.span_batch_stride = span.batch_stride;
+    a.rule.span_head_stride = span.head_stride;
+    a.rule.span_query_stride = span.query_stride;
+    a.rule.ramp = span.ramp;
+  }
+  a.scale = static_cast<float>(
+      call.scale != 0 ? call.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)));
+  a.splits = Splits(*runtime_, problem);
+  Workspace workspace(execution.workspace);
+  a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
+  a.max_blocks = kMaxBlocks;
+
+  const FlashF32Kernels& kernels = KernelsOn<FlashF32Kernels>(runtime_->target());
+  TFB_RETURN_IF_ERROR(ToStatus(kernels.forward(a, execution.stream)));
+  return a.splits == 1 ? absl::OkStatus() : ToStatus(kernels.combine(a, execution.stream));
+}
+
+size_t FlashCuda::bytes() const {
+  size_t bytes = 0;
+  for (const DeviceBuffer& buffer : buffers_) bytes += buffer.bytes();
+  return bytes;
+}
+
+}  // namespace tfb

@@ -1,0 +1,66 @@
+// Engine flash on CUDA devices: the GPU or the simulator. The formula and the parts of a call are
+// those of core/flash/flash.h; views, token orders and spans of a call point to device memory.
+#ifndef TFB_CORE_FLASH_FLASH_CUDA_H_
+#define TFB_CORE_FLASH_FLASH_CUDA_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/runtime.h"
+#include "core/flash/flash.h"
+#include "core/flash/flash_kernels.h"
+#include "core/problem.h"
+#include "core/schedule/block_schedule.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+// Queries of the tiles that a schedule for CUDA must have. Keys are 64.
+constexpr int64_t FlashCudaQueries(DType dtype) {
+  return dtype == DType::kF32 ? kFlashQueriesF32 : kFlashQueries16;
+}
+
+// What calls of one problem, or of a stream, share on a device: the schedule and the tables of the
+// score rule, copied there once.
+class FlashCuda {
+ public:
+  FlashCuda() = default;
+  // `schedule` may be null: each call then brings a band. The arrays of the rule, those of its soft
+  // span included, lie in host memory, where nobody needs them afterwards. The problem's tokens are
+  // an upper bound for the calls'.
+  static absl::StatusOr<FlashCuda> Create(CudaRuntime* runtime, const Problem& problem,
+                                          const BlockSchedule* schedule, const ScoreRule& rule);
+
+  // Device memory that a call needs: the parts of keys that are split, where queries are too few to
+  // fill the device. Also of calls with fewer tokens than the problem.
+  static size_t WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem);
+
+  // Enqueues. Of the call's rule it takes query_position, and the soft span where it has one, whose
+  // pointer is then to device memory; the rest is Create's. `packed` and `scale` as in FlashCpu, but
+  // for `packed`, which must be empty: see FlashCall::ring. Arithmetic on scores and sums is fp32; of
+  // 16-bit problems, products are of 16-bit queries, keys, probabilities and values, on tensor
+  // cores. The result is the same bit by bit in every run on one device. Allocates nothing.
+  absl::Status Run(const Problem& problem, const FlashCall& call, const Execution& execution) const;
+
+  size_t bytes() const;  // of device memory held
+
+ private:
+  absl::StatusOr<const void*> Keep(const void* from, size_t bytes);
+  absl::Status KeepSchedule(const BlockSchedule& schedule);
+  absl::Status KeepRule(const Problem& problem, const ScoreRule& rule);
+  absl::StatusOr<DeviceDistanceTable> KeepTable(const DistanceTable& table);
+  absl::Status KeepRelativeKeys(const Problem& problem, const RelativeKeys& keys);
+
+  CudaRuntime* runtime_ = nullptr;
+  ScheduleView schedule_ = {};
+  bool has_schedule_ = false;
+  DeviceScoreRule rule_ = {};
+  std::vector<DeviceBuffer> buffers_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_FLASH_CUDA_H_

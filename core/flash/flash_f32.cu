@@ -1,0 +1,572 @@
+// Engine flash in fp32 on the GPU's FMA units, and the merging of split keys for all dtypes.
+//
+// A block of 128 threads does one tile of 64 queries of one head. Thread (ty, tx), 8 x 16, holds the
+// scores of queries 8 ty .. 8 ty + 7 against keys 4 tx .. 4 tx + 3, and the output of its queries in
+// kDim / 16 channels. Queries and keys lie in shared memory by channel, so that a step of the
+// product reads three float4 for 32 multiply-adds: the queries' two are the same for 16 threads, so a
+// warp's step is 4 passes over the banks against 8 cycles of the FMA units. Keys and values take the
+// same memory in turns; other blocks of the multiprocessor work while one waits for them:
+//
+//   shared memory, D = 64:   (64 + 64 + 64) x 68 x 4 B = 51 KiB, 3 blocks on sm_80, 4 on sm_90
+//                  D = 128:  (128 + 128 + 64) x 68 x 4 B = 85 KiB
+//                  D = 256:  (256 + 256 + 64) x 68 x 4 B = 153 KiB
+//   relative keys add 64 x 132 x 4 B = 33 KiB
+//
+// Sums over keys go tile by tile in the order of the schedule, whatever the number of blocks: the
+// result is the same bit by bit in every run.
+#include "core/flash/flash_tile.cuh"
+
+namespace tfb {
+namespace {
+
+constexpr int kQueries = kFlashQueriesF32;
+constexpr int kThreads = 128;
+constexpr int kStride = 68;  // of 64 floats: float4 stay aligned, rows begin in other banks
+constexpr int kPositionStride = 132;  // of 128 offsets
+static_assert(kQueries == 64 && kKeys == 64, "threads are laid out for tiles of 64 x 64");
+
+// Offsets of the block's shared memory, in floats.
+template <int kDim>
+struct Shared {
+  static constexpr int kValueStride = kDim + 4;
+  static constexpr int kKeysAndValues =
+      kDim * kStride > kKeys* kValueStride ? kDim* kStride : kKeys* kValueStride;
+
+  float* q;           // [kDim][kStride], by channel
+  float* kv;          // keys [kDim][kStride], by channel; or values [64][kValueStride]
+  float* p;           // [64 keys][kStride], by key
+  float* key_bias;    // [64] u . k
+  float* limit;       // [64] of the soft span
+  uint64_t* visible;  // [64] bit c of word r: query r sees key c
+  unsigned* flags;    // [4]: the tokens among the keys; whether a value is not finite
+  float* position;    // [64][kPositionStride], where there are relative keys
+
+  __device__ explicit Shared(float* memory)
+      : q(memory),
+        kv(q + kDim * kStride),
+        p(kv + kKeysAndValues),
+        key_bias(p + kKeys * kStride),
+        limit(key_bias + 64),
+        visible(reinterpret_cast<uint64_t*>(limit + 64)),
+        flags(reinterpret_cast<unsigned*>(visible + 64)),
+        position(reinterpret_cast<float*>(flags + 4)) {}
+
+  static size_t Bytes(bool relative_keys) {
+    const size_t floats = kDim * kStride + kKeysAndValues + kKeys * kStride + 64 + 64 + 128 + 4 +
+                          (relative_keys ? kQueries * kPositionStride : 0);
+    return floats * sizeof(float);
+  }
+};
+
+// Four channels of a row of any dtype and stride, zeros beyond the last channel.
+class RowReader {
+ public:
+  // Without a row: zeros.
+  __device__ RowReader() : data_(nullptr) {}
+  __device__ RowReader(const DeviceView& view, int64_t b, int64_t h, int64_t token, int channels)
+      : data_(view.data),
+        offset_(b * view.strides[0] + h * view.strides[1] + token * view.strides[2]),
+        stride_(view.strides[3]),
+        channels_(channels),
+        element_(view.element) {
+    const float* row = static_cast<const float*>(data_) + offset_;
+    is_vector_ = element_ == Element::kF32 && stride_ == 1 &&
+                 reinterpret_cast<uintptr_t>(row) % sizeof(float4) == 0;
+  }
+  __device__ float4 Load(int channel) const {
+    if (data_ == nullptr) return make_float4(0, 0, 0, 0);
+    if (is_vector_ && channel + 4 <= channels_) {
+      return *reinterpret_cast<const float4*>(static_cast<const float*>(data_) + offset_ + channel);
+    }
+    float4 values;
+    values.x = LoadOne(channel);
+    values.y = LoadOne(channel + 1);
+    values.z = LoadOne(channel + 2);
+    values.w = LoadOne(channel + 3);
+    return values;
+  }
+
+ private:
+  __device__ float LoadOne(int channel) const {
+    return channel < channels_ ? LoadElement(data_, element_, offset_ + channel * stride_) : 0;
+  }
+
+  const void* data_;
+  int64_t offset_ = 0;
+  int64_t stride_ = 1;
+  int channels_ = 0;
+  Element element_ = Element::kF32;
+  bool is_vector_ = false;
+};
+
+// Rows as columns: to[channel][n] for 64 rows n, of which reader_of(n) reads one. Neighbouring
+// threads store neighbouring words.
+template <int kDim, class ReaderOf>
+__device__ void LoadTransposed(float* to, int depth, const ReaderOf& reader_of) {
+  const int n = threadIdx.x % 64;
+  const RowReader reader = reader_of(n);
+#pragma unroll 4
+  for (int channel = threadIdx.x / 64 * 4; channel < depth; channel += kThreads / 64 * 4) {
+    const float4 x = reader.Load(channel);
+    to[channel * kStride + n] = x.x;
+    to[(channel + 1) * kStride + n] = x.y;
+    to[(channel + 2) * kStride + n] = x.z;
+    to[(channel + 3) * kStride + n] = x.w;
+  }
+}
+
+// product[r][c] = sum over channels of q[channel][8 ty + r] k[channel][4 tx + c].
+__device__ inline void Multiply(const float* q, const float* k, int depth, float product[8][4]) {
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+#pragma unroll
+  for (int r = 0; r < 8; ++r) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) product[r][c] = 0;
+  }
+#pragma unroll 4
+  for (int channel = 0; channel < depth; ++channel) {
+    const float4 low = *reinterpret_cast<const float4*>(q + channel * kStride + ty * 8);
+    const float4 high = *reinterpret_cast<const float4*>(q + channel * kStride + ty * 8 + 4);
+    const float4 keys = *reinterpret_cast<const float4*>(k + channel * kStride + tx * 4);
+    const float rows[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const float columns[4] = {keys.x, keys.y, keys.z, keys.w};
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) product[r][c] = fmaf(rows[r], columns[c], product[r][c]);
+    }
+  }
+}
+
+// Over the 16 threads that share queries.
+__device__ inline float MaxOfRow(float x) {
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step, 16));
+  return x;
+}
+__device__ inline float SumOfRow(float x) {
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step, 16);
+  return x;
+}
+
+template <int kDim, bool kRule>
+class FlashF32Block {
+ public:
+  static constexpr int kColumns = kDim / 16;                   // of the output, per thread
+  static constexpr int kVector = kColumns < 4 ? kColumns : 4;  // consecutive ones
+  static constexpr int kGroups = kColumns / kVector;
+
+  __device__ FlashF32Block(const FlashArguments& a, const FlashTask& task, float* memory)
+      : a_(a), task_(task), shared_(memory), tx_(threadIdx.x % 16), ty_(threadIdx.x / 16) {
+    depth_ = (a.head_dim + 3) / 4 * 4;
+    first_query_ = task.query_tile * kQueries;
+  }
+
+  __device__ void Run() {
+    LoadQueries();
+    __syncthreads();
+    FindSpan();
+    TileWalk walk(a_, task_, kQueries);
+    while (walk.Next()) {
+      if (kRule && !WithinAnySpan(walk.tile())) continue;
+      const bool whole = walk.full() && AllTokens(a_, walk.tile()) && InAllSpans(walk.tile());
+      LoadKeys(walk.tile());
+      if (!whole) FindVisible(walk);
+      __syncthreads();
+      float scores[8][4];
+      Multiply(shared_.q, shared_.kv, depth_, scores);
+      if (kRule || a_.rule.content_bias != nullptr) ApplyKeyBias(scores);
+#pragma unroll
+      for (int r = 0; r < 8; ++r) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) scores[r][c] *= a_.scale;
+      }
+      if (kRule) ApplyRule(walk.tile(), scores);
+      Softmax(walk.tile(), whole, scores);
+      __syncthreads();
+      const bool finite = LoadValues(walk.tile(), whole);
+      AddValues(finite);
+      __syncthreads();
+    }
+    Store();
+  }
+
+ private:
+  __device__ int64_t QueryToken(int row) const {
+    return TokenOf(a_.query_order, task_.batch, task_.head, first_query_ + row);
+  }
+
+  __device__ void LoadQueries() {
+    LoadTransposed<kDim>(shared_.q, depth_, [&](int row) {
+      if (first_query_ + row >= a_.query_tokens) return RowReader();
+      return RowReader(a_.q, task_.batch, task_.head, QueryToken(row), a_.head_dim);
+    });
+    if (kRule && a_.rule.span != nullptr && threadIdx.x < kQueries) {
+      const int64_t i = first_query_ + threadIdx.x;
+      // Rows that are none see nothing, and keep no tile from being whole.
+      shared_.limit[threadIdx.x] =
+          RampLimit(a_, task_, i < a_.query_tokens ? i : a_.query_tokens - 1);
+    }
+  }
+
+  __device__ void FindSpan() {
+    if (!kRule || a_.rule.span == nullptr) return;
+    widest_ = narrowest_ = shared_.limit[0];
+    for (int r = 1; r < kQueries; ++r) {
+      widest_ = fmaxf(widest_, shared_.limit[r]);
+      narrowest_ = fminf(narrowest_, shared_.limit[r]);
+    }
+  }
+  __device__ bool WithinAnySpan(int64_t tile) const {
+    return a_.rule.span == nullptr || widest_ + static_cast<float>(tile * kKeys + kKeys - 1) > 0;
+  }
+  __device__ bool InAllSpans(int64_t tile) const {
+    return !kRule || a_.rule.span == nullptr || narrowest_ + static_cast<float>(tile * kKeys) > 0;
+  }
+
+  __device__ void LoadKeys(int64_t tile) {
+    LoadTransposed<kDim>(shared_.kv, depth_, [&](int c) {
+      if (!IsToken(a_, task_, tile, c)) return RowReader();
+      return RowReader(a_.k, task_.batch, task_.kv_head, KeyToken(a_, task_, tile, c), a_.head_dim);
+    });
+  }
+
+  // Which keys of the tile each query sees.
+  __device__ void FindVisible(const TileWalk& walk) {
+    const int t = static_cast<int>(threadIdx.x);
+    if (t < kKeys) {
+      const unsigned tokens = __ballot_sync(~0u, IsToken(a_, task_, walk.tile(), t));
+      if (t % 32 == 0) shared_.flags[t / 32] = tokens;
+    }
+    if (t == kKeys) shared_.flags[2] = 0;
+    __syncthreads();
+    if (t < kQueries) {
+      uint64_t word = shared_.flags[0] | static_cast<uint64_t>(shared_.flags[1]) << 32;
+      word &= walk.Mask(t, kQueries);
+      if (kRule && a_.rule.span != nullptr) word &= WithinSpan(shared_.limit[t], walk.tile());
+      shared_.visible[t] = word;
+    }
+  }
+
+  // u . k_c joins each score of key c.
+  __device__ void ApplyKeyBias(float scores[8][4]) {
+    if (a_.rule.content_bias == nullptr) return;
+    AddColumnBias(a_.rule.content_bias, scores);
+  }
+  // bias . (column c of what kv holds), added to column c of the products. Ends with kv still being
+  // read by nobody but the caller.
+  __device__ void AddColumnBias(const float* bias, float products[8][4]) {
+    if (threadIdx.x < kKeys) {
+      const float* row = bias + task_.head * a_.head_dim;
+      float sum = 0;
+      for (int d = 0; d < a_.head_dim; ++d) {
+        sum = fmaf(row[d], shared_.kv[d * kStride + threadIdx.x], sum);
+      }
+      shared_.key_bias[threadIdx.x] = sum;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float extra = shared_.key_bias[tx_ * 4 + c];
+#pragma unroll
+      for (int r = 0; r < 8; ++r) products[r][c] += extra;
+    }
+    __syncthreads();
+  }
+
+  // Everything of the rule that acts on scores; the soft span acts on weights.
+  __device__ void ApplyRule(int64_t tile, float scores[8][4]) {
+    const DeviceScoreRule& rule = a_.rule;
+    const int64_t first = tile * kKeys - first_query_ - rule.query_position;  // of row 0, column 0
+    if (rule.relative_keys.rows != nullptr) {
+      FindPositions(first);
+#pragma unroll
+      for (int r = 0; r < 8; ++r) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int row = ty_ * 8 + r, column = tx_ * 4 + c;
+          scores[r][c] += shared_.position[row * kPositionStride + column - row + kQueries - 1];
+        }
+      }
+    }
+    if (rule.relu_multiplier.values != nullptr) {
+      ForEachEntry(rule.relu_multiplier, tile, first, [&](int r, int c, float entry) {
+        scores[r][c] = (scores[r][c] < 0 ? 0 : scores[r][c]) * entry;  // a NaN stays one
+      });
+    }
+    if (rule.bias.values != nullptr) {
+      ForEachEntry(rule.bias, tile, first,
+                   [&](int r, int c, float entry) { scores[r][c] += entry; });
+    }
+  }
+
+  // Calls act(r, c, the table's entry for score r, c). Rows and keys that are none have offsets that
+  // the table need not have.
+  template <class Act>
+  __device__ void ForEachEntry(const DeviceDistanceTable& table, int64_t tile, int64_t first,
+                               const Act& act) {
+    const int rows = static_cast<int>(min(a_.query_tokens - first_query_, int64_t{64})) - ty_ * 8;
+    const int keys = static_cast<int>(min(a_.kv_tokens - tile * kKeys, int64_t{64})) - tx_ * 4;
+    const float* entries = table.values + task_.head % table.heads * table.row + table.zero +
+                           first + (tx_ * 4 - ty_ * 8);
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (r < rows && c < keys) act(r, c, entries[c - r]);
+      }
+    }
+  }
+
+  // Scores against the relative keys of offsets first - 63 .. first + 64, into shared memory.
+  __device__ void FindPositions(int64_t first) {
+    const DeviceRelativeKeys& keys = a_.rule.relative_keys;
+    for (int half = 0; half < 2; ++half) {
+      __syncthreads();  // the keys, or the first half, have been read
+      LoadTransposed<kDim>(shared_.kv, depth_, [&](int n) {
+        const int64_t offset = first - (kQueries - 1) + half * 64 + n;
+        if (offset < keys.low || offset > keys.high) return RowReader();
+        const int64_t row =
+            task_.head % keys.heads * (keys.high - keys.low + 1) + offset - keys.low;
+        const DeviceView rows = {const_cast<void*>(keys.rows), {0, 0, keys.row, 1}, Element::kF32};
+        return RowReader(rows, 0, 0, row, a_.head_dim);
+      });
+      __syncthreads();
+      float products[8][4];
+      Multiply(shared_.q, shared_.kv, depth_, products);
+      if (a_.rule.position_bias != nullptr) AddColumnBias(a_.rule.position_bias, products);
+#pragma unroll
+      for (int r = 0; r < 8; ++r) {
+        *reinterpret_cast<float4*>(shared_.position + (ty_ * 8 + r) * kPositionStride + half * 64 +
+                                   tx_ * 4) =
+            make_float4(products[r][0] * a_.scale, products[r][1] * a_.scale,
+                        products[r][2] * a_.scale, products[r][3] * a_.scale);
+      }
+    }
+    __syncthreads();
+  }
+
+  // Scores to softmax numerators, in shared memory; rescales what was summed before.
+  __device__ void Softmax(int64_t tile, bool whole, float scores[8][4]) {
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      if (!whole) {
+        const uint64_t visible = shared_.visible[ty_ * 8 + r] >> tx_ * 4;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          if ((visible >> c & 1) == 0) scores[r][c] = NegativeInfinity();
+        }
+      }
+      float largest = max_[r];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) largest = fmaxf(largest, scores[r][c]);
+      largest = MaxOfRow(largest);
+      // Nothing seen so far: any finite shift makes all weights 0.
+      const float shift = largest == NegativeInfinity() ? 0 : largest;
+      const float rescale = ExpOf(max_[r] - shift);
+      max_[r] = largest;
+      float sum = 0;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        float weight = ExpOf(scores[r][c] - shift);
+        if (kRule && a_.rule.span != nullptr) {
+          const float ramp =
+              (shared_.limit[ty_ * 8 + r] + static_cast<float>(tile * kKeys + tx_ * 4 + c)) /
+              a_.rule.ramp;
+          weight *= fminf(fmaxf(ramp, 0), 1);
+        }
+        scores[r][c] = weight;
+        sum += weight;
+      }
+      sum_[r] = sum_[r] * rescale + sum;
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) output_[r][n] *= rescale;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      float* column = shared_.p + (tx_ * 4 + c) * kStride + ty_ * 8;
+      *reinterpret_cast<float4*>(column) =
+          make_float4(scores[0][c], scores[1][c], scores[2][c], scores[3][c]);
+      *reinterpret_cast<float4*>(column + 4) =
+          make_float4(scores[4][c], scores[5][c], scores[6][c], scores[7][c]);
+    }
+  }
+
+  // Returns whether all values are finite, or need not be, since every query sees every key. Ends
+  // with a barrier.
+  __device__ bool LoadValues(int64_t tile, bool whole) {
+    constexpr int kVectors = kDim / 4;
+    const int channel = threadIdx.x % kVectors * 4;
+    bool finite = true;
+    for (int c = threadIdx.x / kVectors; c < kKeys; c += kThreads / kVectors) {
+      float4 x = make_float4(0, 0, 0, 0);
+      if (IsToken(a_, task_, tile, c)) {
+        x = RowReader(a_.v, task_.batch, task_.kv_head, KeyToken(a_, task_, tile, c), a_.value_dim)
+                .Load(channel);
+      }
+      finite = finite && isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
+      *reinterpret_cast<float4*>(shared_.kv + c * Shared<kDim>::kValueStride + channel) = x;
+    }
+    if (!whole && !finite) atomicOr(shared_.flags + 2, 1u);
+    __syncthreads();
+    return whole || shared_.flags[2] == 0;
+  }
+
+  // Adds the tile's weighted values. A weight of 0 must not meet a NaN that its query does not see.
+  __device__ void AddValues(bool finite) {
+    if (finite) {
+#pragma unroll 2
+      for (int c = 0; c < kKeys; ++c) AddValue(c, [](int) { return true; });
+    } else {
+      for (int c = 0; c < kKeys; ++c) {
+        AddValue(c, [&](int r) { return (shared_.visible[ty_ * 8 + r] >> c & 1) != 0; });
+      }
+    }
+  }
+  template <class Sees>
+  __device__ void AddValue(int c, const Sees& sees) {
+    const float4 low = *reinterpret_cast<const float4*>(shared_.p + c * kStride + ty_ * 8);
+    const float4 high = *reinterpret_cast<const float4*>(shared_.p + c * kStride + ty_ * 8 + 4);
+    const float weights[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const float* row = shared_.kv + c * Shared<kDim>::kValueStride;
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      float values[kVector];
+      const float* from = row + g * 64 + tx_ * kVector;
+      if (kVector == 4) {
+        const float4 x = *reinterpret_cast<const float4*>(from);
+        values[0] = x.x, values[1] = x.y, values[kVector - 2] = x.z, values[kVector - 1] = x.w;
+      } else {
+        const float2 x = *reinterpret_cast<const float2*>(from);
+        values[0] = x.x, values[1] = x.y;
+      }
+#pragma unroll
+      for (int r = 0; r < 8; ++r) {
+        if (!sees(r)) continue;
+#pragma unroll
+        for (int n = 0; n < kVector; ++n) {
+          output_[r][g * kVector + n] = fmaf(weights[r], values[n], output_[r][g * kVector + n]);
+        }
+      }
+    }
+  }
+
+  __device__ void Store() {
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      const float sum = SumOfRow(sum_[r]);
+      const int row = ty_ * 8 + r;
+      const int64_t i = first_query_ + row;
+      if (i >= a_.query_tokens) continue;
+      const int64_t token = QueryToken(row);
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+        const int column = n / kVector * 64 + tx_ * kVector + n % kVector;
+        if (column < a_.value_dim) {
+          StoreElementOf(a_, task_, i, token, column, output_[r][n], sum);
+        }
+      }
+      if (tx_ == 0) StoreSums(a_, task_, i, token, max_[r], sum);
+    }
+  }
+
+  const FlashArguments& a_;
+  const FlashTask task_;
+  const Shared<kDim> shared_;
+  const int tx_;
+  const int ty_;
+  int depth_;
+  int64_t first_query_;
+  float widest_ = 0;
+  float narrowest_ = 0;
+  float max_[8] = {NegativeInfinity(), NegativeInfinity(), NegativeInfinity(), NegativeInfinity(),
+                   NegativeInfinity(), NegativeInfinity(), NegativeInfinity(), NegativeInfinity()};
+  float sum_[8] = {};  // of this thread's keys
+  float output_[8][kColumns] = {};
+};
+
+// Blocks of a multiprocessor at a time, for registers: 168 a thread, or 255.
+constexpr int BlocksFor(int dim, bool rule) { return dim <= 64 && !rule ? 3 : dim <= 128 ? 2 : 1; }
+
+template <int kDim, bool kRule>
+__global__ void __launch_bounds__(kThreads, BlocksFor(kDim, kRule)) FlashF32(const FlashArguments a) {
+  float* memory = reinterpret_cast<float*>(DynamicShared());
+  const int64_t tasks = FlashTasks(a);
+  for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
+    FlashF32Block<kDim, kRule>(a, TaskOf(a, n), memory).Run();
+    __syncthreads();
+  }
+}
+
+template <int kDim>
+const char* LaunchForward(const FlashArguments& a, void* stream) {
+  const int64_t tasks = FlashTasks(a);
+  const KernelShape shape = {
+      dim3(static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks)), dim3(kThreads),
+      Shared<kDim>::Bytes(a.rule.relative_keys.rows != nullptr)};
+  return a.rule.is_plain()
+             ? Launch("FlashF32", &FlashF32<kDim, false>, shape, stream, a)
+             : Launch("FlashF32 with a rule", &FlashF32<kDim, true>, shape, stream, a);
+}
+
+// All instantiations: two kernels for each of four head sizes.
+const char* Forward(const FlashArguments& a, void* stream) {
+  const int widest = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
+  if (widest <= 32) return LaunchForward<32>(a, stream);
+  if (widest <= 64) return LaunchForward<64>(a, stream);
+  if (widest <= 128) return LaunchForward<128>(a, stream);
+  return LaunchForward<256>(a, stream);
+}
+
+// ---- Merging the parts of split keys ----
+
+// A warp merges one row: o = sum_s e^(m_s - m) o_s / sum_s e^(m_s - m) l_s, in the order of s.
+__global__ void __launch_bounds__(kThreads) FlashCombine(const FlashArguments a) {
+  const int64_t rows = a.batch * a.query_heads * a.query_tokens;
+  const int lane = threadIdx.x % 32;
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
+  for (int64_t n = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32; n < rows;
+       n += warps) {
+    const int64_t i = n % a.query_tokens, h = n / a.query_tokens % a.query_heads;
+    const int64_t b = n / a.query_tokens / a.query_heads;
+    float maximum = NegativeInfinity();
+    for (int s = 0; s < a.splits; ++s) {
+      maximum = fmaxf(maximum, PartialRow(a, s, b, h, i)[a.value_dim]);
+    }
+    const float shift = maximum == NegativeInfinity() ? 0 : maximum;
+    float sum = 0;
+    for (int s = 0; s < a.splits; ++s) {
+      const float* part = PartialRow(a, s, b, h, i);
+      sum = fmaf(ExpOf(part[a.value_dim] - shift), part[a.value_dim + 1], sum);
+    }
+    FlashArguments whole = a;
+    whole.splits = 1;
+    const FlashTask task = {b, h, 0, 0, 0};
+    const int64_t token = TokenOf(a.query_order, b, h, i);
+    for (int column = lane; column < a.value_dim; column += 32) {
+      float output = 0;
+      for (int s = 0; s < a.splits; ++s) {
+        const float* part = PartialRow(a, s, b, h, i);
+        output = fmaf(ExpOf(part[a.value_dim] - shift), part[column], output);
+      }
+      StoreElementOf(whole, task, i, token, column, output, sum);
+    }
+    if (lane == 0) StoreSums(whole, task, i, token, maximum, sum);
+  }
+}
+
+const char* Combine(const FlashArguments& a, void* stream) {
+  const int64_t rows = a.batch * a.query_heads * a.query_tokens;
+  const int64_t blocks = (rows + kThreads / 32 - 1) / (kThreads / 32);
+  return Launch(
+      "FlashCombine", &FlashCombine,
+      {dim3(static_cast<unsigned>(blocks < a.max_blocks ? blocks : a.max_blocks)), dim3(kThreads)},
+      stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(FlashF32Kernels, {&Forward, &Combine});
+
+}  // namespace tfb

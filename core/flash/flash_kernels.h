@@ -1,0 +1,119 @@
+// The CUDA kernels of engine flash as C++ sees them: plain data and launchers.
+//
+// Every pointer is to device memory. What the formula is and what the parts of a score rule mean:
+// core/flash/flash.h.
+#ifndef TFB_CORE_FLASH_FLASH_KERNELS_H_
+#define TFB_CORE_FLASH_FLASH_KERNELS_H_
+
+#include <stdint.h>
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+#include "core/schedule/schedule_view.h"
+
+namespace tfb {
+
+// Queries of a schedule's tile: of f32 kernels, and of those on tensor cores. Keys are 64 in both.
+constexpr int kFlashQueriesF32 = 64;
+constexpr int kFlashQueries16 = 128;
+
+// A number per head and offset e = j - i - query_position: values[h % heads * row + e + zero].
+struct DeviceDistanceTable {
+  const float* values;  // null: none
+  int64_t heads;
+  int64_t row;
+  int64_t zero;
+};
+
+// A vector per head and offset: row e - low of head h % heads, zero outside [low, high]. Of the
+// problem's dtype, aligned to 16 bytes, rows padded with zeros to `row` elements, a multiple of 8.
+struct DeviceRelativeKeys {
+  const void* rows;  // [heads][high - low + 1][row]; null: none
+  int64_t heads;
+  int64_t low;
+  int64_t high;
+  int64_t row;
+};
+
+struct DeviceScoreRule {
+  const float* content_bias;   // u [query_heads, head_dim], or null
+  const float* position_bias;  // w [query_heads, head_dim], or null
+  DeviceRelativeKeys relative_keys;
+  DeviceDistanceTable relu_multiplier;
+  DeviceDistanceTable bias;
+  // As in SoftSpan.
+  const float* span;
+  int64_t span_batch_stride;
+  int64_t span_head_stride;
+  int64_t span_query_stride;
+  float ramp;
+  int64_t query_position;
+
+  // Whether scores are more than scaled products: which of two kernels runs.
+  __attribute__((always_inline)) bool is_plain() const {
+    return relative_keys.rows == nullptr && relu_multiplier.values == nullptr &&
+           bias.values == nullptr && span == nullptr;
+  }
+};
+
+// As TokenOrder.
+struct DeviceTokenOrder {
+  const int32_t* tokens;  // null: row n is token n
+  int64_t batch_stride;
+  int64_t head_stride;
+  int64_t group;
+};
+
+struct FlashArguments {
+  DeviceView q;             // [batch, query_heads, query tokens, head_dim]
+  DeviceView k;             // [batch, kv_heads, kv tokens, head_dim]
+  DeviceView v;             // [batch, kv_heads, kv tokens, value_dim]
+  DeviceView out;           // [batch, query_heads, query tokens, value_dim]
+  const uint8_t* key_mask;  // [batch, kv tokens], or null
+  int64_t key_mask_strides[2];
+  float* log_sum_exp;  // [batch, query_heads, query tokens], or null
+  int64_t log_sum_exp_strides[3];
+  DeviceTokenOrder query_order;  // of q, out, log_sum_exp
+  DeviceTokenOrder key_order;    // of k, v, key_mask
+  // Where ring_tiles > 0, k and v are rings of that many tiles of 64 tokens, and key tile t is tile
+  // (t + first_tile) % ring_tiles.
+  int64_t ring_tiles;
+  int64_t first_tile;
+
+  int64_t batch;
+  int64_t query_heads;
+  int64_t kv_heads;
+  int64_t query_tokens;
+  int64_t kv_tokens;
+  int head_dim;
+  int value_dim;
+  int64_t causal_offset;  // kv_tokens - query_tokens, for the soft span
+
+  ScheduleView schedule;
+  DeviceScoreRule rule;
+  float scale;
+
+  // The tiles of a row of the schedule are cut into `splits` parts of equal number, each done by a
+  // block of its own, which writes its part to `partial`; 1: none, and no partial.
+  int splits;
+  float* partial;  // [splits][batch][query_heads][query_tokens][value_dim + 2]: output times sum,
+                   // running maximum, sum
+  int64_t max_blocks;  // of a grid; blocks take further work in turns
+};
+
+// Each enqueues on the stream and returns null, or why not.
+struct FlashF32Kernels {
+  const char* (*forward)(const FlashArguments& arguments, void* stream);
+  // Merges the parts, in their order, for any dtype of `out`.
+  const char* (*combine)(const FlashArguments& arguments, void* stream);
+};
+struct FlashBf16Kernels {
+  const char* (*forward)(const FlashArguments& arguments, void* stream);
+};
+struct FlashF16Kernels {
+  const char* (*forward)(const FlashArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_FLASH_KERNELS_H_

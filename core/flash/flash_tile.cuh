@@ -1,0 +1,214 @@
+// What the flash kernels of all dtypes share: how the work is cut into blocks, the walk over a row
+// of the schedule, and which keys a query sees.
+#ifndef TFB_CORE_FLASH_FLASH_TILE_CUH_
+#define TFB_CORE_FLASH_FLASH_TILE_CUH_
+
+#include "core/cuda/kernel.cuh"
+#include "core/flash/flash_kernels.h"
+
+namespace tfb {
+namespace {
+
+constexpr int kKeys = 64;  // of a tile
+
+__device__ inline float NegativeInfinity() { return __int_as_float(0xff800000); }
+
+__device__ inline int64_t TokenOf(const DeviceTokenOrder& order, int64_t b, int64_t h, int64_t n) {
+  return order.tokens == nullptr
+             ? n
+             : order.tokens[b * order.batch_stride + h / order.group * order.head_stride + n];
+}
+
+// One tile of queries of one head, and which part of its keys.
+struct FlashTask {
+  int64_t batch;
+  int64_t head;
+  int64_t kv_head;
+  int64_t query_tile;
+  int64_t split;
+};
+
+__host__ __device__ inline int64_t FlashTasks(const FlashArguments& a) {
+  return a.batch * a.query_heads * a.schedule.query_tiles * a.splits;
+}
+
+// Tasks of a head follow each other, so that its keys and values are read from L2, the longest rows
+// first, so that none is left to run alone at the end.
+__device__ inline FlashTask TaskOf(const FlashArguments& a, int64_t index) {
+  FlashTask task;
+  task.split = index % a.splits;
+  index /= a.splits;
+  const int64_t rank = index % a.schedule.query_tiles;
+  index /= a.schedule.query_tiles;
+  task.head = index % a.query_heads;
+  task.batch = index / a.query_heads;
+  task.kv_head = task.head / (a.query_heads / a.kv_heads);
+  task.query_tile =
+      a.schedule.order == nullptr
+          ? rank
+          : a.schedule.order[task.head % a.schedule.heads * a.schedule.query_tiles + rank];
+  return task;
+}
+
+// Walks the key tiles of a task. The same for all threads of a block.
+class TileWalk {
+ public:
+  __device__ TileWalk(const FlashArguments& a, const FlashTask& task, int queries)
+      : schedule_(a.schedule) {
+    first_query_ = task.query_tile * queries;
+    last_query_ = min(first_query_ + queries, a.query_tokens) - 1;
+    int64_t tiles = 0;
+    if (schedule_.row_begin != nullptr) {
+      const int64_t row = task.head % schedule_.heads * schedule_.query_tiles + task.query_tile;
+      run_ = schedule_.row_begin[row];
+      const int64_t runs_end = schedule_.row_begin[row + 1];
+      for (int64_t r = run_; r < runs_end; ++r) tiles += schedule_.runs[r].tiles;
+    } else {
+      const Band& band = schedule_.band;
+      const int64_t first = max(band.first_key, max(first_query_ + band.low, int64_t{0}));
+      const int64_t end = min(a.kv_tokens, last_query_ + band.high + 1);
+      tile_ = first / kKeys;
+      tiles = end > first ? (end - 1) / kKeys + 1 - tile_ : 0;
+    }
+    // This part's tiles: skip those before it.
+    int64_t skip = tiles * task.split / a.splits;
+    left_ = tiles * (task.split + 1) / a.splits - skip;
+    if (schedule_.row_begin == nullptr) {
+      tile_ += skip - 1;
+      return;
+    }
+    if (left_ == 0) return;
+    while (skip >= schedule_.runs[run_].tiles) skip -= schedule_.runs[run_++].tiles;
+    in_run_ = skip - 1;
+  }
+
+  // Goes to the next tile. False after the last.
+  __device__ bool Next() {
+    if (left_-- <= 0) return false;
+    if (schedule_.row_begin == nullptr) {
+      ++tile_;
+      const Band& band = schedule_.band;
+      const int64_t first = tile_ * kKeys, last = first + kKeys - 1;
+      full_ = first >= band.first_key && first - last_query_ >= band.low &&
+              last - first_query_ <= band.high;
+      return true;
+    }
+    if (++in_run_ >= schedule_.runs[run_].tiles) {
+      ++run_;
+      in_run_ = 0;
+    }
+    tile_ = schedule_.runs[run_].first_tile + in_run_;
+    full_ = schedule_.runs[run_].mask == TileRun::kFull;
+    return true;
+  }
+
+  __device__ int64_t tile() const { return tile_; }
+  // Every query of the tile sees every key of it that is a token.
+  __device__ bool full() const { return full_; }
+  // Bit c: query `row` of the tile sees key c, as far as the schedule says.
+  __device__ uint64_t Mask(int row, int queries) const {
+    if (full_) return ~uint64_t{0};
+    if (schedule_.row_begin != nullptr) {
+      return schedule_.masks[static_cast<int64_t>(schedule_.runs[run_].mask) * queries + row];
+    }
+    const Band& band = schedule_.band;
+    const int64_t i = first_query_ + row, key = tile_ * kKeys;
+    const int64_t first = max(band.first_key, i + band.low) - key;
+    const int64_t end = i + band.high + 1 - key;
+    return Bits(first, end);
+  }
+  // Bits first to end - 1, of which any may lie outside the word.
+  __device__ static uint64_t Bits(int64_t first, int64_t end) {
+    if (first >= kKeys || end <= 0 || end <= first) return 0;
+    const uint64_t from = first <= 0 ? ~uint64_t{0} : ~uint64_t{0} << first;
+    const uint64_t below = end >= kKeys ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
+    return from & below;
+  }
+
+ private:
+  const ScheduleView& schedule_;
+  int64_t first_query_;
+  int64_t last_query_;
+  int64_t left_;  // tiles
+  int64_t run_ = 0;
+  int64_t in_run_ = 0;  // tiles of the run that are done
+  int64_t tile_ = 0;
+  bool full_ = false;
+};
+
+// The token of k and v that is key `c` of the tile; the caller knows that it is within the keys.
+__device__ inline int64_t KeyToken(const FlashArguments& a, const FlashTask& task, int64_t tile,
+                                   int c) {
+  if (a.ring_tiles > 0) tile = (tile + a.first_tile) % a.ring_tiles;
+  return TokenOf(a.key_order, task.batch, task.kv_head, tile * kKeys + c);
+}
+
+// Whether key c of the tile is a token: not beyond the sequence, and not padding.
+__device__ inline bool IsToken(const FlashArguments& a, const FlashTask& task, int64_t tile,
+                               int c) {
+  if (tile * kKeys + c >= a.kv_tokens) return false;
+  return a.key_mask == nullptr ||
+         a.key_mask[task.batch * a.key_mask_strides[0] +
+                    KeyToken(a, task, tile, c) * a.key_mask_strides[1]] != 0;
+}
+// Whether all of them are, as far as is known without looking.
+__device__ inline bool AllTokens(const FlashArguments& a, int64_t tile) {
+  return a.key_mask == nullptr && (tile + 1) * kKeys <= a.kv_tokens;
+}
+
+// The soft span of query i as ramp + z - (i + causal_offset): key j has the weight
+// clip((limit + j) / ramp, 0, 1).
+__device__ inline float RampLimit(const FlashArguments& a, const FlashTask& task, int64_t i) {
+  const DeviceScoreRule& rule = a.rule;
+  const float z = rule.span[task.batch * rule.span_batch_stride +
+                            task.head * rule.span_head_stride + i * rule.span_query_stride];
+  return rule.ramp + z - static_cast<float>(i + a.causal_offset);
+}
+// The keys of a tile that a limit gives a weight above 0: those j with limit + j > 0.
+__device__ inline uint64_t WithinSpan(float limit, int64_t tile) {
+  const float first = floorf(-limit - static_cast<float>(tile * kKeys)) + 1;
+  if (first <= 0) return ~uint64_t{0};
+  return first >= static_cast<float>(kKeys) ? 0 : ~uint64_t{0} << static_cast<int>(first);
+}
+
+// The floats of `partial` that a row of a part has.
+__device__ inline float* PartialRow(const FlashArguments& a, int64_t split, int64_t b, int64_t h,
+                                    int64_t i) {
+  const int64_t row = ((split * a.batch + b) * a.query_heads + h) * a.query_tokens + i;
+  return a.partial + row * (a.value_dim + 2);
+}
+
+// Writes a finished row: output times `sum`, which column c of `output` gives, the maximum of its
+// scores in nats, and `sum`. Called for a column once; `first` by one caller a row.
+__device__ inline void StoreElementOf(const FlashArguments& a, const FlashTask& task, int64_t i,
+                                      int64_t token, int column, float output, float sum) {
+  if (a.splits > 1) {
+    PartialRow(a, task.split, task.batch, task.head, i)[column] = output;
+    return;
+  }
+  const float inverse = sum == 0 ? 0 : 1 / sum;  // no key: the output is 0 and stays it
+  StoreElement(a.out.data, a.out.element,
+               task.batch * a.out.strides[0] + task.head * a.out.strides[1] +
+                   token * a.out.strides[2] + column * a.out.strides[3],
+               output * inverse);
+}
+__device__ inline void StoreSums(const FlashArguments& a, const FlashTask& task, int64_t i,
+                                 int64_t token, float maximum, float sum) {
+  if (a.splits > 1) {
+    float* row = PartialRow(a, task.split, task.batch, task.head, i);
+    row[a.value_dim] = maximum;
+    row[a.value_dim + 1] = sum;
+  } else if (a.log_sum_exp != nullptr) {
+    a.log_sum_exp[task.batch * a.log_sum_exp_strides[0] + task.head * a.log_sum_exp_strides[1] +
+                  token * a.log_sum_exp_strides[2]] =
+        sum == 0 ? NegativeInfinity() : maximum + logf(sum);
+  }
+}
+
+// exp(x) for x <= 0, or NaN.
+__device__ inline float ExpOf(float x) { return exp2f(x * 1.44269504f); }
+
+}  // namespace
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_FLASH_TILE_CUH_

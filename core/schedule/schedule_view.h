@@ -1,0 +1,38 @@
+// A schedule as kernels of every device walk it: plain data.
+#ifndef TFB_CORE_SCHEDULE_SCHEDULE_VIEW_H_
+#define TFB_CORE_SCHEDULE_SCHEDULE_VIEW_H_
+
+#include <stdint.h>
+
+namespace tfb {
+
+// `tiles` consecutive key tiles, all of one kind.
+struct TileRun {
+  static constexpr int32_t kFull = -1;
+  int32_t first_tile;
+  int32_t tiles;
+  int32_t mask;  // kFull: every query of the tile sees every key; else the index of the mask that
+                 // each of the tiles has
+};
+
+// Query i sees key j when first_key <= j and low <= j - i <= high.
+struct Band {
+  int64_t first_key = 0;
+  int64_t low = INT64_MIN / 2;  // no limit
+  int64_t high = 0;
+};
+
+// Of BlockSchedule, see there; or, where row_begin is null, of a band, which needs no tables.
+struct ScheduleView {
+  int64_t query_tiles;
+  int64_t heads;             // patterns; head h has pattern h % heads
+  const int64_t* row_begin;  // [heads * query_tiles + 1] into runs
+  const TileRun* runs;
+  const uint64_t* masks;  // [count][query_tile]
+  const int32_t* order;   // [heads][query_tiles]; null: ascending
+  Band band;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_SCHEDULE_SCHEDULE_VIEW_H_
