@@ -56,19 +56,19 @@ std::string CudaBlas::name() const {
 
 absl::Status CudaBlas::Multiply(const GemmCall& call, void* workspace, void* stream) {
   constexpr float kOne = 1, kZero = 0;
-  void* aligned = reinterpret_cast<void*>(
-      (reinterpret_cast<uintptr_t>(workspace) + kWorkspaceAlignment - 1) / kWorkspaceAlignment *
-      kWorkspaceAlignment);
+  void* aligned =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace) + kWorkspaceAlignment - 1) /
+                              kWorkspaceAlignment * kWorkspaceAlignment);
   const std::lock_guard<std::mutex> lock(mutex_);
   // In this order: setting the stream takes the workspace away.
   TFB_RETURN_IF_ERROR(CublasError(functions_, functions_.set_stream(handle_, stream)));
   TFB_RETURN_IF_ERROR(
       CublasError(functions_, functions_.set_workspace(handle_, aligned, workspace_bytes_)));
   // Read as column-major the matrices are their transposes, and c^T = b^T a^T.
-  return CublasError(
-      functions_, functions_.sgemm(handle_, kCublasNoTranspose, kCublasNoTranspose, call.columns,
-                                   call.rows, call.depth, &kOne, call.b, call.b_stride, call.a,
-                                   call.a_stride, &kZero, call.c, call.c_stride));
+  return CublasError(functions_,
+                     functions_.sgemm(handle_, kCublasNoTranspose, kCublasNoTranspose, call.columns,
+                                      call.rows, call.depth, &kOne, call.b, call.b_stride, call.a,
+                                      call.a_stride, &kZero, call.c, call.c_stride));
 }
 
 }  // namespace tfb

@@ -31,8 +31,8 @@ struct GemmCall {
 };
 
 // Thread-safe: one handle, one call at a time. Its math mode stays the default, in which fp32
-// products are fp32 throughout (no TF32). On one GPU, and with the workspace that a call brings, the
-// same call gives the same bits.
+// products are fp32 throughout (no TF32). On one GPU, and with the workspace that a call brings,
+// the same call gives the same bits.
 class CudaBlas {
  public:
   // Of the first GPU. Unavailable, with the reason, where the library or the GPU is not there.

@@ -1,5 +1,5 @@
-// Shared libraries that are opened when the program runs, so that one binary starts without them and
-// says what is missing: NVIDIA's cuBLAS and cuDNN.
+// Shared libraries that are opened when the program runs, so that one binary starts without them
+// and says what is missing: NVIDIA's cuBLAS and cuDNN.
 #ifndef TFB_CORE_CUDA_DYNAMIC_LIBRARY_H_
 #define TFB_CORE_CUDA_DYNAMIC_LIBRARY_H_
 
@@ -15,8 +15,9 @@ namespace tfb {
 // Stays open as long as the program: what it has given out may be in use anywhere.
 class DynamicLibrary {
  public:
-  // The first of `names` that opens, each looked for where the dynamic linker looks, and then in the
-  // toolkit's usual folder. Unavailable, with the linker's reason for each name, where none does.
+  // The first of `names` that opens, each looked for where the dynamic linker looks, and then in
+  // the toolkit's usual folder. Unavailable, with the linker's reason for each name, where none
+  // does.
   static absl::StatusOr<DynamicLibrary> Open(absl::Span<const absl::string_view> names);
 
   const std::string& name() const { return name_; }

@@ -11,9 +11,10 @@ namespace {
 
 // Passed alike: pointers as pointers, enumerations and integers of the same size.
 template <class A, class B>
-constexpr bool kPassedAlike = sizeof(A) == sizeof(B) &&
-                              std::is_pointer<A>::value == std::is_pointer<B>::value &&
-                              std::is_floating_point<A>::value == std::is_floating_point<B>::value;
+constexpr bool kPassedAlike =
+    sizeof(A) == sizeof(B) && std::is_pointer<A>::value
+                                  == std::is_pointer<B>::value&& std::is_floating_point<A>::value
+                                  == std::is_floating_point<B>::value;
 
 template <class A, class B>
 struct Alike : std::false_type {};  // different numbers of parameters

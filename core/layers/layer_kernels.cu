@@ -56,8 +56,8 @@ struct alignas(16) Tiles {
   float w[kTileDepth][kTileColumns];
 };
 
-// What a thread brings of the next tiles: of x rows t / 16 + 8 n of channel t % 16, so that 16 lanes
-// read consecutive channels; of W column t % 64 of channels t / 64 + 2 n.
+// What a thread brings of the next tiles: of x rows t / 16 + 8 n of channel t % 16, so that 16
+// lanes read consecutive channels; of W column t % 64 of channels t / 64 + 2 n.
 struct Fetched {
   float x[kLoads];
   float w[kLoads];

@@ -23,18 +23,19 @@ struct DeviceRows {
 
 // y = activation(x W + b) + residual, as MatMulCall; sums in the order of the input channels.
 struct MatMulArguments {
-  DeviceRows x;         // [rows, in]
+  DeviceRows x;          // [rows, in]
   const float* weights;  // W [in, out]
   const float* bias;     // b [out], or null
-  DeviceRows residual;  // [rows, out], or none
-  DeviceRows y;         // [rows, out]; may be the residual
+  DeviceRows residual;   // [rows, out], or none
+  DeviceRows y;          // [rows, out]; may be the residual
   int64_t rows;
   int64_t in;
   int64_t out;
   Activation activation;
 };
 
-// y = activation(x + b) + residual: what follows a product that a library made, a conversion, a sum.
+// y = activation(x + b) + residual: what follows a product that a library made, a conversion, a
+// sum.
 struct FinishArguments {
   DeviceRows x;         // [rows, channels]
   const float* bias;    // [channels], or null

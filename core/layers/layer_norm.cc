@@ -50,8 +50,8 @@ void NormalizeRow(const float* gamma, const float* beta, double epsilon, int64_t
 absl::StatusOr<LayerNorm> LayerNorm::Create(Device device, const ConstTensorView& gamma,
                                             const ConstTensorView& beta, double epsilon) {
   LayerNorm norm;
-  TFB_ASSIGN_OR_RETURN(norm.gamma_, DeviceFloats::Copy(device, gamma));
-  TFB_ASSIGN_OR_RETURN(norm.beta_, DeviceFloats::Copy(device, beta));
+  TFB_ASSIGN_OR_RETURN(norm.gamma_, CopyFloats(device, gamma));
+  TFB_ASSIGN_OR_RETURN(norm.beta_, CopyFloats(device, beta));
   norm.epsilon_ = epsilon;
   return norm;
 }

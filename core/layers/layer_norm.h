@@ -13,7 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "core/cuda/device_floats.h"
+#include "core/cuda/device_array.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -33,8 +33,8 @@ class LayerNorm {
   // CPU: for each thread one row. CUDA: none.
   static size_t workspace_bytes(Device device, int64_t channels, int threads);
 
-  // x is [batch, tokens, channels] or [rows, channels], y of its shape; y may be x. Each may be f32,
-  // bf16 or f16, with any strides. Allocates nothing. Internal where the shapes do not fit.
+  // x is [batch, tokens, channels] or [rows, channels], y of its shape; y may be x. Each may be
+  // f32, bf16 or f16, with any strides. Allocates nothing. Internal where the shapes do not fit.
   absl::Status Run(const ConstTensorView& x, const TensorView& y, const Execution& execution) const;
   Device device() const { return gamma_.device(); }
   size_t bytes() const { return gamma_.bytes() + beta_.bytes(); }
@@ -45,8 +45,8 @@ class LayerNorm {
   absl::Status RunCuda(const ConstTensorView& x, const TensorView& y,
                        const Execution& execution) const;
 
-  DeviceFloats gamma_;
-  DeviceFloats beta_;
+  DeviceArray<float> gamma_;
+  DeviceArray<float> beta_;
   double epsilon_ = kLayerNormEpsilon;
 };
 

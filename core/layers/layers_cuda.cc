@@ -89,8 +89,8 @@ absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const 
   if (x.first == nullptr) {
     x = {workspace.Take<float>(rows * matrix.in()), matrix.in()};
     const TensorView converted(x.first, DType::kF32, call.x.shape());
-    TFB_RETURN_IF_ERROR(FinishCuda(matrix.device(), call.x, nullptr, Activation::kNone, {},
-                                   converted, execution));
+    TFB_RETURN_IF_ERROR(
+        FinishCuda(matrix.device(), call.x, nullptr, Activation::kNone, {}, converted, execution));
   }
   // A residual may be y itself, so that the product has to wait elsewhere.
   TensorView product = call.y;

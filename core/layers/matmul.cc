@@ -115,9 +115,9 @@ class Product {
   int64_t direct_stride_ = 0;
 };
 
-// [panel][in][kPanel], zero beyond the last column.
-void Pack(const std::vector<ConstTensorView>& matrices, int64_t in, absl::Span<float> panels) {
-  std::fill(panels.begin(), panels.end(), 0.0f);
+// What PackedMatrix::weights() has on the CPU.
+std::vector<float> Panels(const std::vector<ConstTensorView>& matrices, int64_t in, int64_t out) {
+  std::vector<float> panels(CeilDiv(out, kPanel) * in * kPanel, 0.0f);
   int64_t column = 0;
   for (const ConstTensorView& matrix : matrices) {
     for (int64_t c = 0; c < matrix.dim(1); ++c, ++column) {
@@ -127,6 +127,18 @@ void Pack(const std::vector<ConstTensorView>& matrices, int64_t in, absl::Span<f
       }
     }
   }
+  return panels;
+}
+// And on CUDA.
+std::vector<float> RowMajor(const std::vector<ConstTensorView>& matrices, int64_t in, int64_t out) {
+  std::vector<float> rows(in * out);
+  const TensorView all(rows.data(), DType::kF32, {in, out});
+  int64_t column = 0;
+  for (const ConstTensorView& matrix : matrices) {
+    CopyElements(matrix, Slice(all, 1, column, matrix.dim(1)));
+    column += matrix.dim(1);
+  }
+  return rows;
 }
 
 absl::Status MatMulCpu(const PackedMatrix& matrix, const MatMulCall& call,
@@ -179,22 +191,13 @@ absl::StatusOr<PackedMatrix> PackedMatrix::Create(Device device,
   PackedMatrix matrix;
   matrix.in_ = weights[0].dim(0);
   for (const ConstTensorView& part : weights) matrix.out_ += part.dim(1);
-  if (device == Device::kCpu) {
-    TFB_ASSIGN_OR_RETURN(
-        matrix.weights_,
-        DeviceFloats::Allocate(device, CeilDiv(matrix.out_, kPanel) * matrix.in_ * kPanel));
-    Pack(weights, matrix.in_, matrix.weights_.span());
-  } else {
-    TFB_ASSIGN_OR_RETURN(Tensor rows, Tensor::Allocate(DType::kF32, {matrix.in_, matrix.out_}));
-    int64_t first = 0;
-    for (const ConstTensorView& part : weights) {
-      CopyElements(part, Slice(rows.view(), 1, first, part.dim(1)));
-      first += part.dim(1);
-    }
-    TFB_ASSIGN_OR_RETURN(matrix.weights_, DeviceFloats::Copy(device, rows.view()));
-  }
+  TFB_ASSIGN_OR_RETURN(
+      matrix.weights_,
+      DeviceArray<float>::Create(device, device == Device::kCpu
+                                             ? Panels(weights, matrix.in_, matrix.out_)
+                                             : RowMajor(weights, matrix.in_, matrix.out_)));
   if (!bias.empty()) {
-    TFB_ASSIGN_OR_RETURN(matrix.bias_, DeviceFloats::Copy(device, bias));
+    TFB_ASSIGN_OR_RETURN(matrix.bias_, CopyFloats(device, bias));
   }
   return matrix;
 }

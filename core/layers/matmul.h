@@ -8,9 +8,9 @@
 // panel for one block of rows; it sums in fp32 in the order of the input channels, so the result
 // depends neither on the number of threads nor on the other rows.
 //
-// CUDA. fp32 throughout, W row-major. On a GPU the product is cuBLAS's where that can be opened, with
-// a kernel that adds the rest; else, and in the simulator, one kernel of our own does all of it
-// (layer_kernels.cu), whose sums are in the order of the input channels too. MatMulBackend tells
+// CUDA. fp32 throughout, W row-major. On a GPU the product is cuBLAS's where that can be opened,
+// with a kernel that adds the rest; else, and in the simulator, one kernel of our own does all of
+// it (layer_kernels.cu), whose sums are in the order of the input channels too. MatMulBackend tells
 // which.
 #ifndef TFB_CORE_LAYERS_MATMUL_H_
 #define TFB_CORE_LAYERS_MATMUL_H_
@@ -22,7 +22,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "core/cuda/device_floats.h"
+#include "core/cuda/device_array.h"
 #include "core/layers/activation.h"
 #include "core/problem.h"
 #include "core/technique.h"
@@ -34,8 +34,8 @@ namespace tfb {
 class PackedMatrix {
  public:
   PackedMatrix() = default;
-  // W [in, out] and b [out], or no bias where it is empty; in host memory, of any floating dtype and
-  // strides. Errors: those of the device and of its memory.
+  // W [in, out] and b [out], or no bias where it is empty; in host memory, of any floating dtype
+  // and strides. Errors: those of the device and of its memory.
   static absl::StatusOr<PackedMatrix> Create(Device device, const ConstTensorView& weights,
                                              const ConstTensorView& bias = {});
   // The columns of several matrices side by side, such as those of queries, keys and values: x is
@@ -55,8 +55,8 @@ class PackedMatrix {
  private:
   int64_t in_ = 0;
   int64_t out_ = 0;
-  DeviceFloats weights_;
-  DeviceFloats bias_;
+  DeviceArray<float> weights_;
+  DeviceArray<float> bias_;
 };
 
 // Views of memory of the matrix's device, each f32, bf16 or f16, with any strides.
@@ -79,8 +79,8 @@ absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call, const Ex
 // "own (libcublas.so.13: cannot open ...)".
 std::string MatMulBackend(Device device);
 
-// y = a + b, of shape [batch, tokens, channels] or [rows, channels] each, in memory of the device. y
-// may be a or b.
+// y = a + b, of shape [batch, tokens, channels] or [rows, channels] each, in memory of the device.
+// y may be a or b.
 absl::Status Add(Device device, const ConstTensorView& a, const ConstTensorView& b,
                  const TensorView& y, const Execution& execution);
 
