@@ -10,8 +10,6 @@
 namespace tfb {
 namespace {
 
-// A grid has at most 2^31 - 1 blocks.
-constexpr int64_t kMaxBlocks = 0x7fffffff;
 // Splitting shorter rows than this costs more than it gives: two tiles a part.
 constexpr int64_t kTilesPerPart = 2;
 
@@ -215,7 +213,7 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call,
   a.splits = Splits(*runtime_, problem);
   Workspace workspace(execution.workspace);
   a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
-  a.max_blocks = kMaxBlocks;
+  a.max_blocks = max_blocks_;
 
   const FlashF32Kernels& kernels = KernelsOn<FlashF32Kernels>(runtime_->target());
   TFB_RETURN_IF_ERROR(ToStatus(kernels.forward(a, execution.stream)));

@@ -152,41 +152,48 @@ void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]);
 // ---- Atomics ----
 
 // Tells the checks of an atomic access of the running thread.
-void NoteAtomic(void* address, size_t bytes);
+void NoteAtomic(void* address, size_t bytes, const void* site);
 
-// Not an access of the kernel: NoteAtomic tells of it.
+// Its own accesses are no accesses of the kernel: NoteAtomic told of them.
 template <class T, class Change>
-__attribute__((no_sanitize("thread"), noinline)) T Atomically(T* address, Change change) {
-  NoteAtomic(address, sizeof(T));
-  T old;
-  __builtin_memcpy(&old, address, sizeof(T));
-  const T changed = change(old);
-  __builtin_memcpy(address, &changed, sizeof(T));
+__attribute__((no_sanitize("thread"), noinline)) T Atomically(T* address, T operand,
+                                                              Change change) {
+  NoteAtomic(address, sizeof(T), __builtin_return_address(0));
+  const T old = *address;
+  *address = change(old, operand);
   return old;
 }
+// The address alone says of which type an atomic is.
 template <class T>
-T atomicAdd(T* address, T value) {
-  return Atomically(address, [&](T old) { return static_cast<T>(old + value); });
+using Same = std::common_type_t<T>;
+template <class T>
+T atomicAdd(T* address, Same<T> value) {
+  return Atomically(address, value, [](T old, T added) { return static_cast<T>(old + added); });
 }
 template <class T>
-T atomicMax(T* address, T value) {
-  return Atomically(address, [&](T old) { return old < value ? value : old; });
+T atomicMax(T* address, Same<T> value) {
+  return Atomically(address, value, [](T old, T other) { return old < other ? other : old; });
 }
 template <class T>
-T atomicMin(T* address, T value) {
-  return Atomically(address, [&](T old) { return value < old ? value : old; });
+T atomicMin(T* address, Same<T> value) {
+  return Atomically(address, value, [](T old, T other) { return other < old ? other : old; });
 }
 template <class T>
-T atomicExch(T* address, T value) {
-  return Atomically(address, [&](T) { return value; });
+T atomicExch(T* address, Same<T> value) {
+  return Atomically(address, value, [](T, T other) { return other; });
 }
 template <class T>
-T atomicOr(T* address, T value) {
-  return Atomically(address, [&](T old) { return old | value; });
+T atomicOr(T* address, Same<T> value) {
+  return Atomically(address, value, [](T old, T other) { return static_cast<T>(old | other); });
 }
 template <class T>
-T atomicCAS(T* address, T expected, T value) {
-  return Atomically(address, [&](T old) { return old == expected ? value : old; });
+T atomicAnd(T* address, Same<T> value) {
+  return Atomically(address, value, [](T old, T other) { return static_cast<T>(old & other); });
+}
+template <class T>
+T atomicCAS(T* address, Same<T> expected, Same<T> value) {
+  return Atomically(address, value,
+                    [expected](T old, T other) { return old == expected ? other : old; });
 }
 
 // ---- Arithmetic ----
@@ -298,14 +305,14 @@ cudaError_t cudaFree(void* memory);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t stream);
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t);
+cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
 // The host's clock.
 cudaError_t cudaEventCreate(cudaEvent_t* event);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
-inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t);
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to);
 cudaError_t cudaGetLastError();
 // Of cudaErrorLaunchFailure: what the last failed launch found. Good until the next launch.

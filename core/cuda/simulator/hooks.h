@@ -9,8 +9,10 @@
 
 namespace cuda_simulator {
 
-void OnRead(const void* address, size_t bytes, bool is_range = false);
-void OnWrite(void* address, size_t bytes, bool is_range = false);
+// Tell the checks of an access of the running thread. `site` is where in the kernel it happens: a
+// return address. `aligned` says that an address which is no multiple of `bytes` is a mistake.
+void OnRead(const void* address, size_t bytes, bool aligned, const void* site);
+void OnWrite(void* address, size_t bytes, bool aligned, const void* site);
 
 }  // namespace cuda_simulator
 

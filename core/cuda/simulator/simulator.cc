@@ -120,8 +120,8 @@ class Simulator {
     SwitchToScheduler();
   }
   void MeetInWarp(const char* name, unsigned mask, void* argument, Collective complete);
-  void NoteAccess(uintptr_t address, size_t bytes, AccessKind kind, bool is_range = false);
-  void NoteFinding(FindingKind kind, const std::string& what);
+  void NoteAccess(uintptr_t address, size_t bytes, AccessKind kind, bool aligned, const void* site);
+  void NoteFinding(FindingKind kind, const std::string& what, const void* site = nullptr);
   int lane() const { return running_ % kWarp; }
   bool is_running() const { return running_ >= 0; }
   void AdvanceWarp() { ++warp_interval_[running_ / kWarp]; }
@@ -140,6 +140,7 @@ class Simulator {
   std::vector<Finding> findings;
   std::string error;
   cudaError_t last_error = cudaSuccess;
+  bool broken = false;  // by a kernel, where errors are deferred
   Counts counts;
 
  private:
@@ -176,6 +177,7 @@ class Simulator {
   std::unique_ptr<SharedShadow> dynamic_shadow_;
   std::unique_ptr<SharedShadow> static_shadow_;  // of all kernels in the program
   std::vector<Image> images_;
+  std::vector<const void*> finding_sites_;  // of each of `findings`
 };
 
 Simulator::Simulator() {
@@ -213,10 +215,12 @@ cudaError_t Simulator::Launch(const char* name, const LaunchShape& shape, void (
                               void* context, size_t context_bytes) {
   kernel_ = name;
   findings.clear();
+  finding_sites_.clear();
   abandoned_ = false;
   ++counts.launches;
   if (const std::string wrong = CheckShape(shape); !wrong.empty()) {
-    findings.push_back({FindingKind::kBadLaunch, name, {}, {}, std::string(name) + ": " + wrong});
+    findings.push_back(
+        {FindingKind::kBadLaunch, name, {}, {}, 1, std::string(name) + ": " + wrong});
     error = findings[0].message;
     return last_error = cudaErrorInvalidConfiguration;
   }
@@ -450,7 +454,8 @@ void Simulator::MeetInWarp(const char* name, unsigned mask, void* argument, Coll
 }
 
 void Simulator::CopyLater(void* to, const void* from, size_t bytes, size_t zero_bytes) {
-  NoteAccess(reinterpret_cast<uintptr_t>(from), bytes - zero_bytes, AccessKind::kRead, true);
+  NoteAccess(reinterpret_cast<uintptr_t>(from), bytes - zero_bytes, AccessKind::kRead,
+             /*aligned=*/false, nullptr);
   const uintptr_t address = reinterpret_cast<uintptr_t>(to);
   if (address % bytes != 0 ||
       (zero_bytes < bytes && reinterpret_cast<uintptr_t>(from) % bytes != 0)) {
@@ -458,7 +463,7 @@ void Simulator::CopyLater(void* to, const void* from, size_t bytes, size_t zero_
                 "copies " + std::to_string(bytes) + " bytes asynchronously, misaligned");
   }
   // It may happen at any time from now on: nobody may use the place, and what was there is gone.
-  NoteAccess(address, bytes, AccessKind::kWrite);
+  NoteAccess(address, bytes, AccessKind::kWrite, /*aligned=*/false, nullptr);
   dynamic_shadow_->Forget(address, bytes);
   static_shadow_->Forget(address, bytes);
   auto& copies = threads_[running_].copies;
@@ -479,7 +484,8 @@ void Simulator::FinishCopies(size_t groups_that_may_remain) {
   const size_t done = committed - groups_that_may_remain;
   for (size_t group = 0; group < done; ++group) {
     for (const PendingCopy& copy : copies[group]) {
-      NoteAccess(reinterpret_cast<uintptr_t>(copy.to), copy.bytes, AccessKind::kWrite);
+      NoteAccess(reinterpret_cast<uintptr_t>(copy.to), copy.bytes, AccessKind::kWrite,
+                 /*aligned=*/false, nullptr);
       char* to = static_cast<char*>(copy.to);
       std::memcpy(to, copy.from, copy.bytes - copy.zero_bytes);
       std::memset(to + copy.bytes - copy.zero_bytes, 0, copy.zero_bytes);
@@ -488,7 +494,14 @@ void Simulator::FinishCopies(size_t groups_that_may_remain) {
   copies.erase(copies.begin(), copies.begin() + static_cast<int64_t>(done));
 }
 
-void Simulator::NoteFinding(FindingKind kind, const std::string& what) {
+void Simulator::NoteFinding(FindingKind kind, const std::string& what, const void* site) {
+  for (size_t f = 0; site != nullptr && f < findings.size(); ++f) {
+    if (findings[f].kind == kind && finding_sites_[f] == site) {
+      ++findings[f].times;
+      return;
+    }
+  }
+  if (static_cast<int>(findings.size()) >= settings.max_findings) return;
   Finding finding;
   finding.kind = kind;
   finding.kernel = kernel_;
@@ -496,10 +509,12 @@ void Simulator::NoteFinding(FindingKind kind, const std::string& what) {
   finding.thread = threads_[running_].index;
   finding.message = finding.kernel + ", block " + Text(finding.block) + ", thread " +
                     Text(finding.thread) + ": " + what;
-  if (static_cast<int>(findings.size()) < settings.max_findings) findings.push_back(finding);
+  findings.push_back(std::move(finding));
+  finding_sites_.push_back(site);
 }
 
-void Simulator::NoteAccess(uintptr_t address, size_t bytes, AccessKind kind, bool is_range) {
+void Simulator::NoteAccess(uintptr_t address, size_t bytes, AccessKind kind, bool aligned,
+                           const void* site) {
   if (running_ < 0 || bytes == 0) return;
   if (address - reinterpret_cast<uintptr_t>(stacks_) < stacks_bytes_) return;
   if (address - reinterpret_cast<uintptr_t>(context_) < context_bytes_) return;
@@ -509,7 +524,7 @@ void Simulator::NoteAccess(uintptr_t address, size_t bytes, AccessKind kind, boo
                                                     : "changes atomically ";
     return verb + std::to_string(bytes) + " bytes ";
   };
-  const bool misaligned = !is_range && address % bytes != 0;
+  const bool misaligned = aligned && address % bytes != 0;
 
   SharedShadow* shared = nullptr;
   const char* kind_of_shared = "dynamic";
@@ -525,24 +540,25 @@ void Simulator::NoteAccess(uintptr_t address, size_t bytes, AccessKind kind, boo
                            " of the block's " + kind_of_shared + " shared memory";
     if (address + bytes > shared->begin() + shared->bytes()) {
       NoteFinding(FindingKind::kOutOfBounds,
-                  doing() + at + ", which ends at byte " + std::to_string(shared->bytes()));
+                  doing() + at + ", which ends at byte " + std::to_string(shared->bytes()), site);
       Abandon();
     }
-    if (misaligned) NoteFinding(FindingKind::kMisaligned, doing() + at + ", misaligned");
+    if (misaligned) NoteFinding(FindingKind::kMisaligned, doing() + at + ", misaligned", site);
     int other = -1;
     const Moment now{block_interval_, warp_interval_[running_ / kWarp],
                      static_cast<uint16_t>(running_)};
     const auto verdict = shared->Access(address, bytes, kind, now, &other);
     if (verdict == SharedShadow::Verdict::kFine) return;
     if (verdict == SharedShadow::Verdict::kUnwritten) {
-      return NoteFinding(FindingKind::kUnwrittenRead, doing() + at + ", which nothing wrote");
+      return NoteFinding(FindingKind::kUnwrittenRead, doing() + at + ", which nothing wrote", site);
     }
     const std::string who =
         other == SharedShadow::kSeveral ? "other threads" : "thread " + Text(threads_[other].index);
     const bool wrote = verdict == SharedShadow::Verdict::kRaceWithWrite;
-    return NoteFinding(FindingKind::kRace, doing() + at + ", which " + who +
-                                               (wrote ? " wrote" : " read") +
-                                               " with no barrier between");
+    return NoteFinding(
+        FindingKind::kRace,
+        doing() + at + ", which " + who + (wrote ? " wrote" : " read") + " with no barrier between",
+        site);
   }
 
   if (BufferMap::Buffer* buffer = buffers.Find(address)) {
@@ -553,15 +569,15 @@ void Simulator::NoteAccess(uintptr_t address, size_t bytes, AccessKind kind, boo
              std::to_string(buffer->bytes) + " bytes";
     };
     if (bytes > buffer->bytes - offset) {
-      NoteFinding(FindingKind::kOutOfBounds, doing() + at());
+      NoteFinding(FindingKind::kOutOfBounds, doing() + at(), site);
       Abandon();
     }
-    if (misaligned) NoteFinding(FindingKind::kMisaligned, doing() + at() + ", misaligned");
+    if (misaligned) NoteFinding(FindingKind::kMisaligned, doing() + at() + ", misaligned", site);
     if (buffer->written.empty()) return;
     uint8_t* written = buffer->written.data() + offset;
     if (kind != AccessKind::kWrite &&
         std::find(written, written + bytes, uint8_t{0}) != written + bytes) {
-      NoteFinding(FindingKind::kUnwrittenRead, doing() + at() + ", which nothing wrote");
+      NoteFinding(FindingKind::kUnwrittenRead, doing() + at() + ", which nothing wrote", site);
     }
     if (kind != AccessKind::kRead) std::memset(written, 1, bytes);
     return;
@@ -578,7 +594,8 @@ void Simulator::NoteAccess(uintptr_t address, size_t bytes, AccessKind kind, boo
                              ? "at byte " + std::to_string(after) + " of " +
                                    std::to_string(dynamic_bytes_) + " of dynamic shared memory"
                              : "at an address that is no device memory: " +
-                                   buffers.DescribeNearest(address)));
+                                   buffers.DescribeNearest(address)),
+              site);
   Abandon();
 }
 
@@ -663,8 +680,9 @@ void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t ze
 void __pipeline_commit() { Simulator::Get().CommitCopies(); }
 void __pipeline_wait_prior(size_t groups) { Simulator::Get().FinishCopies(groups); }
 
-void NoteAtomic(void* address, size_t bytes) {
-  Simulator::Get().NoteAccess(reinterpret_cast<uintptr_t>(address), bytes, AccessKind::kAtomic);
+void NoteAtomic(void* address, size_t bytes, const void* site) {
+  Simulator::Get().NoteAccess(reinterpret_cast<uintptr_t>(address), bytes, AccessKind::kAtomic,
+                              /*aligned=*/true, site);
 }
 
 void* DynamicSharedBytes() { return Simulator::Get().dynamic_shared(); }
@@ -673,10 +691,35 @@ void* DynamicSharedBytes() { return Simulator::Get().dynamic_shared(); }
 
 cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
                        void* context, size_t context_bytes) {
-  return Simulator::Get().Launch(kernel_name, shape, body, context, context_bytes);
+  Simulator& simulator = Simulator::Get();
+  const Settings settings = simulator.settings;
+  if (simulator.broken) return simulator.last_error = cudaErrorLaunchFailure;
+  if (settings.on_launch != nullptr) settings.on_launch(true);
+  cudaError_t error = simulator.Launch(kernel_name, shape, body, context, context_bytes);
+  if (settings.on_launch != nullptr) settings.on_launch(false);
+  if (settings.errors_are_deferred && error == cudaErrorLaunchFailure) {
+    simulator.broken = true;
+    error = simulator.last_error = cudaSuccess;
+  }
+  return error;
 }
 
+namespace {
+
+// What a call returns that waits for, or needs, what ran before.
+cudaError_t Deferred() {
+  Simulator& simulator = Simulator::Get();
+  return simulator.broken ? simulator.last_error = cudaErrorLaunchFailure : cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return Deferred(); }
+cudaError_t cudaDeviceSynchronize() { return Deferred(); }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return Deferred(); }
+
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  if (const cudaError_t error = Deferred(); error != cudaSuccess) return error;
   *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   if (*memory == nullptr) return cudaErrorMemoryAllocation;
   std::memset(*memory, 0xff, bytes);
@@ -711,6 +754,7 @@ bool IsWithin(const void* memory, size_t bytes, bool writes) {
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t) {
+  if (const cudaError_t error = Deferred(); error != cudaSuccess) return error;
   if (kind != cudaMemcpyHostToDevice && !IsWithin(from, bytes, false)) return cudaErrorInvalidValue;
   if (kind != cudaMemcpyDeviceToHost && !IsWithin(to, bytes, true)) return cudaErrorInvalidValue;
   if (bytes > 0) std::memmove(to, from, bytes);
@@ -718,6 +762,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 }
 
 cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  if (const cudaError_t error = Deferred(); error != cudaSuccess) return error;
   if (!IsWithin(memory, bytes, true)) return cudaErrorInvalidValue;
   if (bytes > 0) std::memset(memory, value, bytes);
   return cudaSuccess;
@@ -788,7 +833,10 @@ const char* Name(FindingKind kind) {
   return "unknown";
 }
 
-void Configure(const Settings& settings) { Simulator::Get().settings = settings; }
+void Configure(const Settings& settings) {
+  Simulator::Get().settings = settings;
+  Simulator::Get().broken = false;
+}
 const Settings& CurrentSettings() { return Simulator::Get().settings; }
 const std::vector<Finding>& Findings() { return Simulator::Get().findings; }
 Counts TotalCounts() { return Simulator::Get().counts; }
@@ -800,13 +848,13 @@ void UnregisterBuffer(const void* begin) {
   Simulator::Get().buffers.Remove(reinterpret_cast<uintptr_t>(begin));
 }
 
-void OnRead(const void* address, size_t bytes, bool is_range) {
+void OnRead(const void* address, size_t bytes, bool aligned, const void* site) {
   Simulator::Get().NoteAccess(reinterpret_cast<uintptr_t>(address), bytes, AccessKind::kRead,
-                              is_range);
+                              aligned, site);
 }
-void OnWrite(void* address, size_t bytes, bool is_range) {
+void OnWrite(void* address, size_t bytes, bool aligned, const void* site) {
   Simulator::Get().NoteAccess(reinterpret_cast<uintptr_t>(address), bytes, AccessKind::kWrite,
-                              is_range);
+                              aligned, site);
 }
 
 }  // namespace cuda_simulator

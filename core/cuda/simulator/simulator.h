@@ -30,6 +30,7 @@ struct Finding {
   std::string kernel;
   Index3 block;
   Index3 thread;
+  int64_t times = 1;    // that the kernel's same place gave it; block and thread are the first's
   std::string message;  // "kernel, block (0, 0, 0), thread (3, 0, 0): reads 4 bytes at ..."
 };
 
@@ -41,6 +42,12 @@ struct Settings {
   int max_findings = 8;
   size_t stack_bytes = 64 << 10;                  // of one CUDA thread
   size_t max_shared_bytes_per_block = 227 << 10;  // static and dynamic; Hopper's
+  // As a GPU has it: a kernel that goes wrong is not told by its launch but by the next call that
+  // waits, and by every other call from then on, until the simulator is configured anew.
+  bool errors_are_deferred = false;
+  // Called before (true) and after (false) every launch, for what counts or times a program's own
+  // doings.
+  void (*on_launch)(bool begins) = nullptr;
 };
 // Of all launches from here on.
 void Configure(const Settings& settings);

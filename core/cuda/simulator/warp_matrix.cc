@@ -32,8 +32,8 @@ struct LoadedMatrices {
 };
 
 template <bool kTransposed>
-void LoadMatrices(const char* name, unsigned registers[4], const void* row) {
-  OnRead(row, 16);
+void LoadMatrices(const char* name, unsigned registers[4], const void* row, const void* site) {
+  OnRead(row, 16, /*aligned=*/true, site);
   LoadedMatrices load{static_cast<const unsigned short*>(row), registers};
   MeetInWarp(name, ~0u, &load, &LoadedMatrices::Complete<kTransposed>);
 }
@@ -86,10 +86,10 @@ void Multiply(const char* name, float d[4], const unsigned a[4], const unsigned 
 }  // namespace
 
 void LdMatrixX4(unsigned registers[4], const void* row) {
-  LoadMatrices<false>("ldmatrix", registers, row);
+  LoadMatrices<false>("ldmatrix", registers, row, __builtin_return_address(0));
 }
 void LdMatrixX4Transposed(unsigned registers[4], const void* row) {
-  LoadMatrices<true>("ldmatrix.trans", registers, row);
+  LoadMatrices<true>("ldmatrix.trans", registers, row, __builtin_return_address(0));
 }
 void MmaM16N8K16Bf16(float d[4], const unsigned a[4], const unsigned b[2]) {
   Multiply<__nv_bfloat16>("mma.sync (bf16)", d, a, b);
