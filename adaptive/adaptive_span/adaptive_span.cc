@@ -123,8 +123,10 @@ class AdaptiveSpanLayer : public FlashLayer {
       rule->soft_span.batch_stride = p.query_heads * p.query_tokens;
       rule->soft_span.head_stride = p.query_tokens;
       rule->soft_span.query_stride = 1;
-      gate_ = PackedMatrix(Transpose(parameters_.at("span_weight").view(), 0, 1),
-                           parameters_.at("span_bias").view());
+      TFB_ASSIGN_OR_RETURN(
+          gate_,
+          PackedMatrix::Create(device(), Transpose(parameters_.at("span_weight").view(), 0, 1),
+                               parameters_.at("span_bias").view()));
       TFB_RETURN_IF_ERROR(ComputeSpans(inputs.Get("x"), execution));
     } else {
       rule->soft_span.head_stride = 1;
@@ -156,7 +158,10 @@ class AdaptiveSpanLayer : public FlashLayer {
     return options_.dynamic ? ComputeSpans(inputs.Get("x"), execution) : absl::OkStatus();
   }
   size_t PrepareBytes(int threads) const override {
-    return options_.dynamic ? MatMulWorkspaceBytes(threads) : 0;
+    const Problem& p = problem();
+    return options_.dynamic ? MatMulWorkspaceBytes(device(), p.batch * p.query_tokens,
+                                                   p.model_dim(), p.query_heads, threads)
+                            : 0;
   }
 
   double FlopsPerPair() const override {
