@@ -14,7 +14,8 @@ namespace {
 constexpr int64_t kTilesPerPart = 2;
 
 bool IsFew(const Problem& problem) {
-  return problem.query_tokens * problem.group() <= kFlashDecodeRows;
+  const int64_t rows = problem.query_tokens * problem.group();
+  return rows >= 1 && rows <= kFlashDecodeRows;
 }
 
 // How many parts the keys are cut into: enough for two blocks on every multiprocessor, four where
