@@ -8,7 +8,7 @@
 
 namespace cuda_simulator {
 
-dim3 current_grid_shape __asm__("cuda_simulator_gridDim");
+uint3 current_grid_shape __asm__("cuda_simulator_gridDim");
 
 __thread Machine* running_machine = nullptr;
 
@@ -78,6 +78,7 @@ void RunBlocks(Machine* machine, const LaunchShape& shape) {
   running_machine = machine;
   for (uint64_t n = 0; n < order.count() && !machine->findings.is_full(); ++n) {
     ++machine->counts.blocks;
+    machine->counts.threads += uint64_t{shape.block.x} * shape.block.y * shape.block.z;
     machine->checker.StartBlock();
     if (!machine->block.Run(order.At(n))) break;
   }
@@ -104,7 +105,7 @@ cudaError_t LaunchLocked(Machine* machine, const char* kernel_name, const Launch
   ++machine->counts.launches;
   const std::string wrong = CheckShape(shape, machine->settings);
   if (wrong.empty()) {
-    current_grid_shape = shape.grid;
+    current_grid_shape = {shape.grid.x, shape.grid.y, shape.grid.z};
     machine->checker.StartLaunch(shape.shared_bytes, context, context_bytes);
     machine->block.StartLaunch(shape.block, body, context);
     RunBlocks(machine, shape);

@@ -1,11 +1,16 @@
 #include "core/cuda/simulator/shared_shadow.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace cuda_simulator {
 
 SharedShadow::SharedShadow(uintptr_t begin, size_t capacity_bytes, const Order* order)
-    : begin_(begin), order_(*order), granules_((capacity_bytes + 3) / 4) {
+    : begin_(begin),
+      order_(*order),
+      granules_(static_cast<Granule*>(std::calloc(capacity_bytes / 4 + 1, sizeof(Granule))),
+                &std::free),
+      capacity_bytes_(capacity_bytes) {
   StartLaunch(capacity_bytes);
 }
 
@@ -17,7 +22,7 @@ void SharedShadow::StartLaunch(size_t bytes) {
 }
 
 void SharedShadow::Reset() {
-  std::fill(granules_.begin(), granules_.end(), Granule{});
+  std::fill_n(granules_.get(), capacity_bytes_ / 4 + 1, Granule{});
   StartLaunch(bytes_);
 }
 
@@ -74,7 +79,7 @@ SharedShadow::Verdict SharedShadow::Touch(Cell* cell, AccessKind kind, int threa
   }
   if (verdict < Verdict::kRaceWithRead && cell->read >= order_.barrier()) {
     const int reader = ReaderNotBefore(*cell, thread);
-    if (reader != kNobody) {
+    if (reader >= 0) {
       verdict = Verdict::kRaceWithRead;
       *other = reader;
     }
@@ -96,28 +101,28 @@ void SharedShadow::NoteRead(Cell* cell, int thread) {
   const uint32_t lane = 1u << thread % kWarp;
   const Stamp now = order_.Now(thread);
   if (cell->read < order_.barrier() ||
-      (cell->warp == warp && cell->stranger == kNobody && cell->read < order_.warp_barrier(warp))) {
+      (cell->warp == warp && cell->stranger == 0 && cell->read < order_.warp_barrier(warp))) {
     cell->read = now;
     cell->lanes = lane;
     cell->warp = static_cast<uint8_t>(warp);
-    cell->stranger = kNobody;
+    cell->stranger = 0;
   } else if (cell->warp == warp) {
     cell->lanes |= lane;
     cell->read = std::min(cell->read, now);
   } else {
-    cell->stranger = static_cast<uint16_t>(thread);
+    cell->stranger = static_cast<uint16_t>(thread + 1);
   }
 }
 
 int SharedShadow::ReaderNotBefore(const Cell& cell, int thread) const {
   const int warp = thread / kWarp;
   if (cell.warp != warp) return cell.warp * kWarp + __builtin_ctz(cell.lanes);
-  if (cell.stranger != kNobody) return cell.stranger;
+  if (cell.stranger != 0) return cell.stranger - 1;
   for (uint32_t lanes = cell.lanes; lanes != 0; lanes &= lanes - 1) {
     const int reader = warp * kWarp + __builtin_ctz(lanes);
     if (!order_.IsBefore(cell.read, reader, thread)) return reader;
   }
-  return kNobody;
+  return -1;
 }
 
 void SharedShadow::NoteWrite(Cell* cell, AccessKind kind, int thread) {

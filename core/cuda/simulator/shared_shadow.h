@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "core/cuda/simulator/order.h"
@@ -48,13 +49,13 @@ class SharedShadow {
  private:
   static constexpr uint16_t kLanes = 0x8000;
   static constexpr uint16_t kWarps = 0xffff;
-  static constexpr uint16_t kNobody = 0xffff;
+  // All zeros at first.
   struct Cell {
-    Stamp write = 0;              // when; before the block's start: it has not been written
-    Stamp read = 0;               // when, since that write; before the last barrier: no matter
-    uint32_t lanes = 0;           // that read, of `warp`
-    uint16_t writer = 0;          // the thread, or kLanes + warp, or kWarps
-    uint16_t stranger = kNobody;  // a reader of another warp
+    Stamp write = 0;        // when; before the block's start: it has not been written
+    Stamp read = 0;         // when, since that write; before the last barrier: no matter
+    uint32_t lanes = 0;     // that read, of `warp`
+    uint16_t writer = 0;    // the thread, or kLanes + warp, or kWarps
+    uint16_t stranger = 0;  // 1 + a reader of another warp; 0: there is none
     uint8_t warp = 0;
     bool atomic = false;
     bool in_flight = false;
@@ -68,13 +69,16 @@ class SharedShadow {
   bool WriteIsBefore(const Cell& cell, int thread) const;
   void NoteRead(Cell* cell, int thread);
   void NoteWrite(Cell* cell, AccessKind kind, int thread);
-  int ReaderNotBefore(const Cell& cell, int thread) const;  // or kNobody
+  int ReaderNotBefore(const Cell& cell, int thread) const;  // or -1
   Cell* Split(size_t granule);
 
   const uintptr_t begin_;
   size_t bytes_ = 0;
   const Order& order_;
-  std::vector<Granule> granules_;
+  // Zeros from the operating system, which gives memory only to what is touched: there may be much
+  // shared memory that no kernel uses.
+  const std::unique_ptr<Granule[], void (*)(void*)> granules_;
+  const size_t capacity_bytes_;
   std::vector<std::array<Cell, 4>> splits_;
   std::vector<size_t> split_granules_;
 };
