@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "core/cuda/simulator/simulator.h"
 #include "core/status.h"
 
@@ -14,6 +15,14 @@ absl::StatusOr<CudaRuntime*> RuntimeOf(Device device) {
 
 absl::Status Synchronize(CudaRuntime* runtime) {
   return runtime == nullptr ? absl::OkStatus() : runtime->Synchronize();
+}
+
+absl::Status DeviceStatus(Device device) {
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, RuntimeOf(device));
+  const absl::Status status = Synchronize(runtime);
+  if (status.ok()) return status;
+  return absl::UnavailableError(
+      absl::StrCat("the device is lost to this process, by a kernel before: ", status.message()));
 }
 
 absl::StatusOr<DeviceMemory> DeviceMemory::Allocate(Device device, size_t bytes) {

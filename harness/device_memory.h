@@ -27,6 +27,11 @@ absl::StatusOr<CudaRuntime*> RuntimeOf(Device device);
 // layers on the CPU return when they are done.
 absl::Status Synchronize(CudaRuntime* runtime);
 
+// OK where layers can run on the device. Unavailable or Unimplemented where there is none, as
+// RuntimeOf has it, and Unavailable where it is lost to this process: once a kernel has failed on a
+// GPU, all that comes after it fails as well, in this process and no other.
+absl::Status DeviceStatus(Device device);
+
 // Bytes in the memory of a device, aligned to 64. Contents are unspecified; the simulator reports a
 // kernel that reads them before something wrote them.
 class DeviceMemory {

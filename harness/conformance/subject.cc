@@ -365,14 +365,6 @@ absl::Status Call::Run() {
   return Synchronize(runtime_);
 }
 
-absl::Status DeviceStatus(Device device) {
-  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, RuntimeOf(device));
-  const absl::Status status = Synchronize(runtime);
-  if (status.ok()) return status;
-  return absl::UnavailableError(
-      absl::StrCat("the device is lost, by a test before this one: ", status.message()));
-}
-
 NamedTensors Copies(const NamedTensors& tensors) {
   NamedTensors copies;
   for (const auto& [name, tensor] : tensors) copies[name] = tensor.Clone();
