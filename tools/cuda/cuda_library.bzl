@@ -104,7 +104,7 @@ def _compile_for_simulator(ctx, cc_toolchain, source, context):
     args.add_all(["-x", "c++", "-std=c++17", "-O2", "-g1", "-DNDEBUG", "-fPIC", "-Wall", "-Werror"])
     args.add("-Wno-unknown-pragmas")  # unroll
     args.add_all([f for f in cpp.copts + cpp.cxxopts if not f.startswith("-std=") and not f.startswith("-fsanitize=")])
-    args.add_all(["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"])
+    args.add_all(["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-optimize-sibling-calls", "-fstack-clash-protection"])
     args.add_all(context.quote_includes, before_each = "-iquote")
     args.add_all(context.includes, before_each = "-I")
     args.add_all(context.system_includes, before_each = "-isystem")

@@ -7,12 +7,18 @@
 
 #include <cstddef>
 
+#include "core/cuda/simulator/machine.h"
+
 namespace cuda_simulator {
 
-// Tell the checks of an access of the running thread. `site` is where in the kernel it happens: a
-// return address. `aligned` says that an address which is no multiple of `bytes` is a mistake.
-void OnRead(const void* address, size_t bytes, bool aligned, const void* site);
-void OnWrite(void* address, size_t bytes, bool aligned, const void* site);
+// Checks an access of the running thread. `site` is where in the kernel it happens: a return
+// address. Code outside kernels, in the same sources, may do what it likes.
+inline void Note(AccessKind kind, const void* address, size_t bytes, bool aligned,
+                 const void* site) {
+  Machine* machine = running_machine;
+  if (machine == nullptr) return;
+  machine->checker.Check({reinterpret_cast<uintptr_t>(address), bytes, kind, aligned, site});
+}
 
 }  // namespace cuda_simulator
 
