@@ -125,11 +125,11 @@ class AppendBlock {
     const int row = Thread() / 4, quarter = Lane() % 4;
     const int64_t projection = tile * TileProjections(a_) + row;
     const bool pair = a_.map.feature == Feature::kExpPair;
-    const TensorRow w = row < TileProjections(a_) ? MatrixRow(a_, kv_head_, projection)
-                                                  : TensorRow{nullptr, 1, 0, false};
+    const TensorRows w = MatrixRows(a_, kv_head_, projection, 1);
+    const bool exists = row < TileProjections(a_) && projection < a_.map.projections;
     float dots[kVectors] = {};
     for (int c = quarter * 4; c < a_.head_dim; c += 16) {
-      const float4 x = w.Fetch<Fp32>(c);
+      const float4 x = w.Fetch<Fp32>(0, c, exists);
 #pragma unroll
       for (int vector = 0; vector < kVectors; ++vector) {
         if (vector > heads_) break;
@@ -137,7 +137,6 @@ class AppendBlock {
         dots[vector] = fmaf(x.x, y.x, fmaf(x.y, y.y, fmaf(x.z, y.z, fmaf(x.w, y.w, dots[vector]))));
       }
     }
-    const bool exists = projection < a_.map.projections;
 #pragma unroll
     for (int vector = 0; vector < kVectors; ++vector) {
       if (vector > heads_) break;
@@ -269,7 +268,7 @@ class AppendBlock {
   __device__ float ResultOf(int h, int column) const {
     const RowFactors& factors = s_.factors[h];
     float y = factors.product * s_.result[h][column];
-    if (a_.map.epsilon == 0) return y;
+    if (a_.constants.epsilon == 0) return y;
     return y + factors.key * s_.feature_values[column] + factors.constant * s_.value_sums[column];
   }
 
@@ -283,8 +282,10 @@ class AppendBlock {
             HoldDenominator(a_, ResultOf(h, a_.value_dim) + s_.factors[h].extra, Thread() == 0);
       }
       const float inverse = denominator == 0 ? 0 : 1 / denominator;
-      for (int c = Thread(); c < a_.value_dim; c += kThreads) {
-        StoreOut(a_, batch_, head, token, c, has_keys ? ResultOf(h, c) * inverse : 0);
+      for (int c = Thread() * 4; c < a_.value_dim; c += kThreads * 4) {
+        float y[4];
+        for (int n = 0; n < 4; ++n) y[n] = has_keys ? ResultOf(h, c + n) * inverse : 0;
+        StoreOut(a_, batch_, head, token, c, a_.value_dim - c, make_float4(y[0], y[1], y[2], y[3]));
       }
       if (Thread() == 0) {
         StoreLogSumExp(a_, batch_, head, token, denominator, s_.factors[h].log_scale, has_keys);

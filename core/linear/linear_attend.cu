@@ -40,15 +40,21 @@ class AttendBlock {
  public:
   static constexpr int kColumns = kTile * kPanels;
   static constexpr int kQueries = kCausal ? kTile : kRows;
-  using Rows = typename Math::template Across<kRows>;         // inputs, then features
+  using Rows = typename Math::template Inputs<kRows>;         // inputs, then features
   using Weights = typename Math::template Across<kTile>;      // of pairs, in the place of features
-  using Matrix = typename Math::template Across<kTile>;       // W
+  using Matrix = typename Math::Matrix;                       // W
   using Scaled = typename Math::template Down<kTile, kTile>;  // features of keys, in W's place
   using Columns = typename Math::template Down<kTile, kColumns>;
   static constexpr int kMatrixBytes =
       kCausal && Scaled::kBytes > Matrix::kBytes ? Scaled::kBytes : Matrix::kBytes;
   static constexpr int kTileBytes =
       Rows::kBytes + kMatrixBytes + (kCausal ? 2 : 1) * Columns::kBytes;
+
+  static constexpr int kStagedStride = (kCausal ? kColumns : kTile) + 4;
+  static_assert(kTile * kStagedStride * 4 <= Columns::kBytes || !kCausal,
+                "rows of y take the sums' place");
+  static_assert(kRows * kStagedStride * 4 <= Rows::kBytes + kMatrixBytes || kCausal,
+                "rows of y take the features' and W's place");
 
   // Numbers of rows, columns and the block.
   struct Numbers {
@@ -71,6 +77,8 @@ class AttendBlock {
     float constant[kQueries];
     float denominator[kQueries];
     float log_scale_of_row[kQueries];
+    float inverse[kQueries];  // of the denominators
+    unsigned has_keys[kQueries];
     // By which the chunk's pairs are read.
     float shift[kTile];
     float pair_product[kTile];
@@ -98,6 +106,7 @@ class AttendBlock {
         scaled_(memory + Rows::kBytes),
         sums_(memory + Rows::kBytes + kMatrixBytes),
         values_(memory + Rows::kBytes + kMatrixBytes + Columns::kBytes),
+        staged_(reinterpret_cast<float*>(kCausal ? memory + Rows::kBytes + kMatrixBytes : memory)),
         numbers_(*reinterpret_cast<Numbers*>(memory + kTileBytes)) {
     const int64_t parts = Parts(a);
     first_column_ = static_cast<int>(task % parts) * kColumns;
@@ -160,6 +169,9 @@ class AttendBlock {
  private:
   static constexpr int kRowStep = kThreads / 16;  // threads load rows row_ + 16 n
   static constexpr int kLoads = kRows / kRowStep;
+  static constexpr int kKeyLoads = kCausal ? kTile / kRowStep : 0;
+  // Where two blocks share a multiprocessor, one works while the other waits.
+  static constexpr bool kPrefetches = kCausal;
   static constexpr int kMatrixLoads = kTile / kRowStep;
 
   // ---- The head's sums ----
@@ -281,39 +293,42 @@ class AttendBlock {
       numbers_.total[Thread()] = numbers_.dot[Thread()] = 0;
     }
     for (int p = 0; p < kPanels; ++p) result_[p].Clear();
-    Fetch(0);
+    if (kCausal) {
+      keys_ = RowsOf(a_.k, batch_, kv_head_, first_key_ + row_, kRowStep, a_.head_dim, a_.vector_k);
+    }
+    queries_ = RowsOf(a_.q, batch_, head_, first_query_ + row_, kRowStep, a_.head_dim, a_.vector_q);
+    if (kPrefetches) Fetch(0, 0);
   }
 
-  // The first channels of all rows, and of a tile's rows of W.
-  __device__ void Fetch(int64_t tile) {
+  // Four channels from `depth` on of the thread's rows, and of its rows of W in a tile.
+  __device__ void Fetch(int64_t tile, int depth) {
+    const int channel = depth + channel_;
+    TensorRows keys = keys_, queries = queries_;
+    keys.data = Opaque(keys.data);
+    queries.data = Opaque(queries.data);
 #pragma unroll
-    for (int n = 0; n < kLoads; ++n) inputs_[n] = InputRow(n).template Fetch<Math>(channel_);
+    for (int n = 0; n < kLoads; ++n) {
+      const bool exists = (valid_ >> n & 1) != 0;
+      inputs_[n] = n < kKeyLoads ? keys.template Fetch<Math>(n, channel, exists)
+                                 : queries.template Fetch<Math>(n - kKeyLoads, channel, exists);
+    }
+    const int64_t projection = tile * TileProjections(a_) + row_;
+    const TensorRows w = MatrixRows(a_, kv_head_, projection, kRowStep);
 #pragma unroll
     for (int n = 0; n < kMatrixLoads; ++n) {
-      w_[n] = ProjectionRow(tile, n).template Fetch<Fp32>(channel_);
+      const int row = n * kRowStep;
+      const bool exists = row_ + row < TileProjections(a_) && projection + row < a_.map.projections;
+      w_[n] = w.template Fetch<Fp32>(n, channel, exists);
     }
-  }
-  __device__ TensorRow InputRow(int n) const {
-    const int row = row_ + n * kRowStep;
-    if ((valid_ >> n & 1) == 0) return {nullptr, 1, 0, false};
-    if (kCausal && row < kTile) {
-      return RowOf(a_.k, batch_, kv_head_, first_key_ + row, a_.head_dim, a_.vector_k);
-    }
-    const int64_t query = first_query_ + (kCausal ? row - kTile : row);
-    return RowOf(a_.q, batch_, head_, query, a_.head_dim, a_.vector_q);
-  }
-  __device__ TensorRow ProjectionRow(int64_t tile, int n) const {
-    const int row = row_ + n * kRowStep;
-    if (row >= TileProjections(a_)) return {nullptr, 1, 0, false};
-    return MatrixRow(a_, kv_head_, tile * TileProjections(a_) + row);
   }
   __device__ void Put(bool is_first_tile, int depth) {
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
       const int row = row_ + n * kRowStep;
-      const float4 x = Math::Convert(inputs_[n], a_.q.element);
-      rows_.Store(row, channel_, x);
-      if (is_first_tile) AddHalfSquare(a_, x, depth == 0, numbers_.half_square + row);
+      Math::StoreInputs(rows_, row, channel_, inputs_[n], a_.q.element);
+      if (!is_first_tile) continue;
+      AddHalfSquare(a_, Math::Convert(inputs_[n], a_.q.element), depth == 0,
+                    numbers_.half_square + row);
     }
 #pragma unroll
     for (int n = 0; n < kMatrixLoads; ++n) {
@@ -324,19 +339,17 @@ class AttendBlock {
   // The keys' values, zeros for what is no token.
   __device__ void LoadValues() {
     bool finite = true;
+    const TensorRows from =
+        RowsOf(a_.v, batch_, kv_head_, first_key_ + row_, kRowStep, a_.value_dim, a_.vector_v);
 #pragma unroll
     for (int n = 0; n < kTile / kRowStep; ++n) {
-      const int row = row_ + n * kRowStep;
-      TensorRow from = {nullptr, 1, 0, false};
-      if ((valid_ >> n & 1) != 0) {
-        from = RowOf(a_.v, batch_, kv_head_, first_key_ + row, a_.value_dim, a_.vector_v);
-      }
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
         const int column = p * kTile + channel_;
-        const float4 x = Math::Convert(from.Fetch<Math>(first_column_ + column), a_.v.element);
+        const float4 x = Math::Convert(
+            from.template Fetch<Math>(n, first_column_ + column, valid_ >> n & 1), a_.v.element);
         finite = finite && isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
-        values_.Store(row, column, x);
+        values_.Store(row_ + n * kRowStep, column, x);
       }
     }
     turn_ ^= 1;
@@ -353,7 +366,7 @@ class AttendBlock {
       Project(tile, &features);
       FindMaxima(features);
       MakeFeatures(&features);
-      if (tile + 1 < a_.sums.tiles) Fetch(tile + 1);
+      if (kPrefetches && tile + 1 < a_.sums.tiles) Fetch(tile + 1, 0);
       AddTotals();
       AddProducts();
       __syncthreads();  // the tile's sums have been read
@@ -365,6 +378,7 @@ class AttendBlock {
 
   __device__ void Project(int64_t tile, Fragment<32>* features) {
     features->Clear();
+    if (!kPrefetches) Fetch(tile, 0);
     Put(tile == 0, 0);
     for (int depth = 0;;) {
       __syncthreads();
@@ -372,14 +386,7 @@ class AttendBlock {
                            min(kTile, (a_.head_dim - depth + 15) / 16 * 16), features);
       depth += kTile;
       if (depth >= a_.head_dim) break;
-#pragma unroll
-      for (int n = 0; n < kLoads; ++n) {
-        inputs_[n] = InputRow(n).template Fetch<Math>(depth + channel_);
-      }
-#pragma unroll
-      for (int n = 0; n < kMatrixLoads; ++n) {
-        w_[n] = ProjectionRow(tile, n).template Fetch<Fp32>(depth + channel_);
-      }
+      Fetch(tile, depth);
       __syncthreads();
       Put(tile == 0, depth);
     }
@@ -495,13 +502,13 @@ class AttendBlock {
     if (!attends_) return;
     const int row = (kCausal ? kTile : 0) + result_row_;
     if (DoesPairs()) {
-      Math::Multiply(rows_, row, rows_, result_column_, kTile, &result_[0], nullptr);
+      Math::Multiply(rows_, row, rows_, result_column_, kTile, &result_[0]);
       return;
     }
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
       if (p * kTile + result_column_ >= columns_) break;
-      Math::Multiply(rows_, row, sums_, p * kTile + result_column_, kTile, &result_[p], nullptr);
+      Math::Multiply(rows_, row, sums_, p * kTile + result_column_, kTile, &result_[p]);
     }
   }
 
@@ -583,42 +590,55 @@ class AttendBlock {
           const int column = p * kTile + result_column_ + Math::Column(j);
           float& y = result_[p].at[i][j];
           y *= product;
-          if (a_.map.epsilon == 0) continue;
+          if (a_.constants.epsilon == 0) continue;
           y += key * numbers_.feature_values[column] + constant * numbers_.values[column];
         }
       }
     }
   }
 
-  // Divides rows and writes them. `more` is added to the denominators.
-  __device__ void StoreResult(const float more[4]) {
+  // The denominator of a row, to which `more` is added, and the log-sum-exp. By one thread.
+  __device__ void EndRow(int row, float more) {
+    const int64_t query = first_query_ + row;
+    if (row >= count_ || query < 0) return;
+    const bool is_first = first_column_ == 0;  // of the blocks that have parts of the row
+    const bool has_keys =
+        (kCausal ? numbers_.running_reference[row] : reference_) != NegativeInfinity();
+    float denominator = 0;
+    if (has_keys) denominator = HoldDenominator(a_, numbers_.denominator[row] + more, is_first);
+    numbers_.inverse[row] = denominator == 0 ? 0 : 1 / denominator;
+    numbers_.has_keys[row] = has_keys;
+    if (is_first) {
+      StoreLogSumExp(a_, batch_, head_, query, denominator, numbers_.log_scale_of_row[row],
+                     has_keys);
+    }
+  }
+  // A panel of rows, not divided yet, into shared memory.
+  __device__ void PutResult(int panel) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = result_row_ + Math::Row(i);
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        *reinterpret_cast<float2*>(StagedAt(panel, row, result_column_ + Math::Column(j))) =
+            make_float2(result_[panel].at[i][j], result_[panel].at[i][j + 1]);
+      }
+    }
+  }
+  // Rows of a panel: in the place of sums, which nobody reads any more; not causal there are twice as
+  // many, in that of features and W.
+  __device__ float* StagedAt(int panel, int row, int column) const {
+    return staged_ + row * kStagedStride + (kCausal ? panel * kTile : 0) + column;
+  }
+  __device__ void StoreResult(int panel) {
+    for (int row = row_; row < count_; row += kRowStep) {
+      const int column = panel * kTile + channel_;
       const int64_t query = first_query_ + row;
-      if (row >= count_ || query < 0) continue;
-      const float reference = kCausal ? numbers_.running_reference[row] : numbers_.reference;
-      const bool has_keys = reference != NegativeInfinity();
-      const bool is_first = first_column_ == 0 && result_column_ == 0 && Lane() % 4 == 0;
-      float denominator = 0;
-      if (has_keys) {
-        denominator = HoldDenominator(a_, numbers_.denominator[row] + more[i], is_first);
-      }
-      const float inverse = denominator == 0 ? 0 : 1 / denominator;
-#pragma unroll
-      for (int p = 0; p < kPanels; ++p) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const int column = p * kTile + result_column_ + Math::Column(j);
-          if (column >= columns_) continue;
-          StoreOut(a_, batch_, head_, query, first_column_ + column,
-                   has_keys ? result_[p].at[i][j] * inverse : 0);
-        }
-      }
-      if (is_first) {
-        StoreLogSumExp(a_, batch_, head_, query, denominator, numbers_.log_scale_of_row[row],
-                       has_keys);
-      }
+      if (query < 0 || column >= columns_) continue;
+      float4 y = *reinterpret_cast<const float4*>(StagedAt(panel, row, channel_));
+      if (kCausal && !HasFiniteValues()) AddInfiniteValues(row, column, &y);
+      y = numbers_.has_keys[row] != 0 ? Times(y, numbers_.inverse[row]) : make_float4(0, 0, 0, 0);
+      StoreOut(a_, batch_, head_, query, first_column_ + column, columns_ - column, y);
     }
   }
 
@@ -626,11 +646,17 @@ class AttendBlock {
   __device__ void EndRows() {
     if (Thread() < kQueries) {
       FindFactors(Thread(), numbers_.reference, numbers_.key_maximum);
+      EndRow(Thread(), 0);
     }
     __syncthreads();
     ScaleResult();
-    const float nothing[4] = {};
-    StoreResult(nothing);
+#pragma unroll
+    for (int p = 0; p < kPanels; ++p) {
+      if (p > 0) __syncthreads();
+      PutResult(p);
+      __syncthreads();
+      StoreResult(p);
+    }
   }
 
   // Causal: the pairs, the rows, and the head's numbers with the chunk.
@@ -648,7 +674,7 @@ class AttendBlock {
     }
     const float reference = numbers_.running_reference[kTile - 1];
     const float rescale = reference_ == NegativeInfinity() ? 0 : Rescale(reference_, reference);
-    const bool has_epsilon = a_.map.epsilon != 0;
+    const bool has_epsilon = a_.constants.epsilon != 0;
     float feature_values = 0, values = 0;
     if (t < kColumns && has_epsilon && updates_) {
       feature_values = rescale * numbers_.feature_values[t];
@@ -665,11 +691,14 @@ class AttendBlock {
     __syncthreads();
     if (attends_ && !DoesPairs()) {
       ScaleResult();
-      float sums[4] = {};
-      AddValues(sums);
-      StoreResult(sums);
+      AddValues();
+#pragma unroll
+      for (int p = 0; p < kPanels; ++p) PutResult(p);
+    } else if (attends_ && t < kTile) {
+      EndRow(t, numbers_.partial[0][0][t] + numbers_.partial[0][1][t]);
     }
     __syncthreads();
+    for (int p = 0; p < kPanels && attends_; ++p) StoreResult(p);
     if (t < kColumns && updates_) {
       numbers_.feature_values[t] = feature_values;
       numbers_.values[t] = values;
@@ -720,13 +749,14 @@ class AttendBlock {
     to[Lane() + 32] = high;
   }
 
-  // From products of features to what the values are weighted with.
+  // From products of features to what the values are weighted with, and its sum in each row.
   __device__ void StoreWeights() {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = result_row_ + Math::Row(i);
       const float shift = numbers_.shift[row], product = numbers_.pair_product[row];
       const float key = numbers_.pair_key[row], constant = numbers_.constant[row];
+      float sum = 0;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int column = result_column_ + Math::Column(j);
@@ -735,7 +765,10 @@ class AttendBlock {
         const float weight =
             decay * (product * x + key * numbers_.total[column]) + constant * numbers_.seen[column];
         x = column <= row ? weight : 0;
+        sum += x;
       }
+      sum = SumOfRow(sum);
+      if (Lane() % 4 == 0) numbers_.partial[0][result_column_ / 32][row] = sum;
     }
     weights_.Store(result_row_, result_column_, result_[0]);
   }
@@ -756,43 +789,30 @@ class AttendBlock {
       }
     }
   }
-  __device__ void AddInfiniteValues() {
-    if (HasFiniteValues()) return;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = result_row_ + Math::Row(i);
-#pragma unroll
-      for (int p = 0; p < kPanels; ++p) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const int column = p * kTile + result_column_ + Math::Column(j);
-          if (column < columns_) AddInfiniteValuesTo(row, column, &result_[p].at[i][j]);
-        }
-      }
-    }
-  }
-  __device__ void AddInfiniteValuesTo(int row, int column, float* y) const {
+  __device__ void AddInfiniteValues(int row, int column, float4* y) const {
     for (int key = 0; key <= row && key < count_; ++key) {
       if (numbers_.seen[key] == 0) continue;
-      const float value = LoadElement(a_.v.data, a_.v.element,
-                                      batch_ * a_.v.strides[0] + kv_head_ * a_.v.strides[1] +
-                                          (first_key_ + key) * a_.v.strides[2] +
-                                          (first_column_ + column) * a_.v.strides[3]);
-      if (!isfinite(value)) *y = fmaf(weights_.Get(row, key), value, *y);
+      const TensorRows values =
+          RowsOf(a_.v, batch_, kv_head_, first_key_ + key, 1, a_.value_dim, a_.vector_v);
+      const float4 value =
+          Math::Convert(values.template Fetch<Math>(0, first_column_ + column, true), a_.v.element);
+      const float weight = weights_.Get(row, key);
+      if (!isfinite(value.x)) y->x = fmaf(weight, value.x, y->x);
+      if (!isfinite(value.y)) y->y = fmaf(weight, value.y, y->y);
+      if (!isfinite(value.z)) y->z = fmaf(weight, value.z, y->z);
+      if (!isfinite(value.w)) y->w = fmaf(weight, value.w, y->w);
     }
   }
 
   // Adds the weighted values of the chunk.
-  __device__ void AddValues(float sums[4]) {
+  __device__ void AddValues() {
     const int depth = (count_ + 15) / 16 * 16;
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
       const int first = p * kTile + result_column_;
       if (first >= columns_) break;
-      Math::Multiply(weights_, result_row_, values_, first, depth, &result_[p],
-                     p == 0 ? sums : nullptr);
+      Math::Multiply(weights_, result_row_, values_, first, depth, &result_[p]);
     }
-    AddInfiniteValues();
   }
 
   const LinearArguments& a_;
@@ -802,6 +822,7 @@ class AttendBlock {
   const Scaled scaled_;
   const Columns sums_;
   const Columns values_;
+  float* const staged_;
   Numbers& numbers_;
   int first_column_, columns_;  // of values: this block's part
   int64_t piece_, head_, batch_, kv_head_;
@@ -824,6 +845,7 @@ class AttendBlock {
   int turn_ = 0;
   float reference_ = 0;       // R of the head's sums
   float tile_reference_ = 0;  // and of the tile's
+  TensorRows keys_ = {}, queries_ = {};
   typename Math::Raw inputs_[kLoads];
   float4 w_[kMatrixLoads];
   Fragment<32> result_[kPanels];
@@ -838,7 +860,9 @@ __device__ inline void ClearKeylessRows(const LinearArguments& a) {
        n += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t i = n % keyless, h = n / keyless % a.query_heads;
     const int64_t b = n / keyless / a.query_heads;
-    for (int c = Lane(); c < a.value_dim; c += 32) StoreOut(a, b, h, i, c, 0);
+    for (int c = Lane() * 4; c < a.value_dim; c += 128) {
+      StoreOut(a, b, h, i, c, a.value_dim - c, make_float4(0, 0, 0, 0));
+    }
     if (Lane() == 0) StoreLogSumExp(a, b, h, i, 0, 0, false);
   }
 }

@@ -1,6 +1,7 @@
 #include "core/linear/linear_cuda.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "core/status.h"
@@ -115,6 +116,18 @@ LinearArguments SizesOf(const Problem& problem, const FeatureMap& map) {
   return a;
 }
 
+LinearConstants ConstantsOf(const FeatureMap& map) {
+  LinearConstants constants = {};
+  constants.epsilon = static_cast<float>(map.epsilon);
+  constants.log_epsilon = std::log(constants.epsilon);
+  constants.features = static_cast<float>(map.features());
+  constants.denominator_epsilon = static_cast<float>(map.denominator_epsilon / map.constant);
+  constants.denominator_floor =
+      static_cast<float>(map.denominator_floor / (map.constant * map.constant));
+  constants.log_scale = 2 * std::log(map.constant);
+  return constants;
+}
+
 Problem SegmentOf(const Problem& problem, int64_t tokens) {
   Problem segment = problem;
   segment.query_tokens = segment.kv_tokens = tokens;
@@ -126,7 +139,7 @@ bool IsAppendedOneByOne(const Problem& problem, int64_t tokens) {
   return tokens <= kFewTokens && problem.group() <= kLinearAppendHeads;
 }
 
-// Whether four channels of every row lie side by side and can be read as one.
+// Whether four channels of every row lie side by side, aligned as one.
 bool IsVector(const ConstTensorView& view) {
   const int64_t bytes = SizeOf(view.dtype) * 4;
   bool aligned = view.rank == 4 && view.dim(3) % 4 == 0 && view.stride(3) == 1 &&
@@ -194,6 +207,7 @@ LinearArguments LinearCuda::ArgumentsOf(const Problem& problem, const LinearCall
   a.vector_q = IsVector(call.q);
   a.vector_k = IsVector(call.k);
   a.vector_v = IsVector(call.v);
+  a.vector_out = IsVector(call.out);
   if (!call.key_mask.empty()) {
     a.key_mask = static_cast<const uint8_t*>(call.key_mask.data);
     std::copy_n(call.key_mask.strides.begin(), 2, a.key_mask_strides);
@@ -203,6 +217,7 @@ LinearArguments LinearCuda::ArgumentsOf(const Problem& problem, const LinearCall
     std::copy_n(call.log_sum_exp.strides.begin(), 3, a.log_sum_exp_strides);
   }
   a.w = w_.As<float>();
+  a.constants = ConstantsOf(map_);
   a.max_blocks = max_blocks_;
   return a;
 }

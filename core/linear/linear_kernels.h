@@ -48,6 +48,16 @@ constexpr LinearSums LinearSumsOf(const FeatureMap& map, int64_t value_dim) {
   return sums;
 }
 
+// Numbers of a map, as fp32 needs them.
+struct LinearConstants {
+  float epsilon;
+  float log_epsilon;
+  float features;
+  float denominator_epsilon;  // d / c
+  float denominator_floor;    // relative to c^2
+  double log_scale;           // 2 log c
+};
+
 struct LinearArguments {
   DeviceView q;             // [batch, query_heads, query tokens, head_dim]
   DeviceView k;             // [batch, kv_heads, kv tokens, head_dim]
@@ -61,6 +71,7 @@ struct LinearArguments {
   unsigned long long* rows_without_weight;  // or null: see LinearCall
 
   FeatureMap map;
+  LinearConstants constants;
   int64_t batch;
   int64_t query_heads;
   int64_t kv_heads;
@@ -70,7 +81,7 @@ struct LinearArguments {
   int value_dim;
   bool causal;
   // Four channels of a row at a time: they lie side by side, aligned.
-  bool vector_q, vector_k, vector_v;
+  bool vector_q, vector_k, vector_v, vector_out;
 
   LinearSums sums;
   // Keys in groups of `group_tokens`, a multiple of 64. Those of the first `summed_groups` are summed

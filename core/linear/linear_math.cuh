@@ -1,11 +1,12 @@
 // Products of tiles in shared memory, in two arithmetics with one interface:
 //
 //   Fp32       problems in f32: FMA units
-//   SplitBf16  problems in 16 bits: tensor cores. A number x is the sum of bf16(x) and
-//              bf16(x - bf16(x)), which holds all of a bf16 or f16 number and 2^-18 |x| of any
-//              other; of the four products the least, 2^-18 of the whole, is left out. The range is
-//              that of fp32, as features need it. Sums are fp32. An infinity among W, queries or
-//              keys gives NaN.
+//   SplitBf16  problems in 16 bits: tensor cores. A number is the sum of its bf16, the bf16 of what
+//              that leaves, and so on, in as many planes: one for a bf16, two for an f16, three for
+//              W, all of which lose nothing that fp32 has, so that exponents are those of fp32; two
+//              for features, sums and weights: 2^-18 of a number is lost, and of the products of
+//              planes the least is left out. The range is that of fp32, as features need it, and
+//              sums are fp32. An infinity among W, queries or keys gives NaN.
 //
 // A block has 8 warps. A warp computes tiles of 32 rows and 16 or 32 columns; lane l holds the
 // elements (Row(i), Column(j)), i < 4, of which columns 2 n and 2 n + 1 are neighbours and rows
@@ -75,61 +76,65 @@ struct Fp32 {
   template <int kRows>
   class Across {
    public:
+    static constexpr int kStep = kRows;  // to the next of depth, within four
     static constexpr int kBytes = kTile * kRows * 4;
     __device__ explicit Across(void* memory) : data_(static_cast<float*>(memory)) {}
 
-    __device__ float4 Quad(int depth, int row) const {
-      return *reinterpret_cast<const float4*>(data_ + Index(depth, row));
+    // Of four of depth and four rows, both numbers multiples of 4, the first.
+    __device__ float* At(int depth, int row) const {
+      return data_ + depth * kRows + (row / 4 ^ depth / 4 % 8) * 4;
     }
-    __device__ float Get(int row, int depth) const { return data_[Index(depth, row)]; }
-    // Four of a row from `depth` on, a multiple of 4.
+    __device__ float Get(int row, int depth) const {
+      return At(depth / 4 * 4, row / 4 * 4)[depth % 4 * kStep + row % 4];
+    }
+    // Four of a row.
     __device__ void Store(int row, int depth, const float4& x) const {
-      float* to = data_ + Index(depth, row);
+      float* to = At(depth, row / 4 * 4) + row % 4;
       to[0] = x.x;
-      to[kRows] = x.y;
-      to[2 * kRows] = x.z;
-      to[3 * kRows] = x.w;
+      to[kStep] = x.y;
+      to[2 * kStep] = x.z;
+      to[3 * kStep] = x.w;
     }
     template <int kColumns>
     __device__ void Store(int row, int depth, const Fragment<kColumns>& x) const {
 #pragma unroll
-      for (int j = 0; j < Fragment<kColumns>::kEach; ++j) {
-        *reinterpret_cast<float4*>(data_ + Index(depth + Column(j), row + Row(0))) =
-            make_float4(x.at[0][j], x.at[1][j], x.at[2][j], x.at[3][j]);
+      for (int j = 0; j < Fragment<kColumns>::kEach; j += 4) {
+        float* to = At(depth + Column(j), row + Row(0));
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          *reinterpret_cast<float4*>(to + n * kStep) =
+              make_float4(x.at[0][j + n], x.at[1][j + n], x.at[2][j + n], x.at[3][j + n]);
+        }
       }
     }
 
    private:
-    __device__ static int Index(int depth, int row) {
-      return depth * kRows + ((row / 4) ^ (depth / 4 % 8)) * 4 + row % 4;
-    }
     float* data_;
   };
 
   template <int kDepth, int kColumns>
   class Down {
    public:
-    static constexpr int kStride = kColumns + 4;
-    static constexpr int kBytes = kDepth * kStride * 4;
+    static constexpr int kStep = kColumns + 4;
+    static constexpr int kBytes = kDepth * kStep * 4;
     __device__ explicit Down(void* memory) : data_(static_cast<float*>(memory)) {}
     // What lies from `depth` on.
-    __device__ Down From(int depth) const { return Down(data_ + depth * kStride); }
+    __device__ Down From(int depth) const { return Down(At(depth, 0)); }
 
-    __device__ float4 Quad(int depth, int column) const {
-      return *reinterpret_cast<const float4*>(data_ + depth * kStride + column);
-    }
-    __device__ float Get(int depth, int column) const { return data_[depth * kStride + column]; }
+    __device__ float* At(int depth, int column) const { return data_ + depth * kStep + column; }
+    __device__ float Get(int depth, int column) const { return *At(depth, column); }
     __device__ void Store(int depth, int column, const float4& x) const {
-      *reinterpret_cast<float4*>(data_ + depth * kStride + column) = x;
+      *reinterpret_cast<float4*>(At(depth, column)) = x;
     }
     template <int kFragmentColumns>
     __device__ void Store(int depth, int column, const Fragment<kFragmentColumns>& x) const {
+      float* to = At(depth + Row(0), column + Column(0));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int j = 0; j < Fragment<kFragmentColumns>::kEach; j += 4) {
-          Store(depth + Row(i), column + Column(j),
-                make_float4(x.at[i][j], x.at[i][j + 1], x.at[i][j + 2], x.at[i][j + 3]));
+          *reinterpret_cast<float4*>(to + i * kStep + j * 4) =
+              make_float4(x.at[i][j], x.at[i][j + 1], x.at[i][j + 2], x.at[i][j + 3]);
         }
       }
     }
@@ -142,72 +147,74 @@ struct Fp32 {
   // from `column` on; depth is a multiple of 16.
   template <int kColumns, class A, class B>
   __device__ static void Multiply(const A& a, int row, const B& b, int column, int depth,
-                                  Fragment<kColumns>* result, float sums[4]) {
-    const int first_row = row + Row(0), first_column = column + Column(0);
-#pragma unroll 4
-    for (int k = 0; k < depth; ++k) {
-      const float4 x = a.Quad(k, first_row);
-      const float rows[4] = {x.x, x.y, x.z, x.w};
+                                  Fragment<kColumns>* result, float sums[4] = nullptr) {
+#pragma unroll 1
+    for (int k = 0; k < depth; k += 4) {
+      const float* first = a.At(k, row + Row(0));
+      const float* second[kColumns / 16];
 #pragma unroll
-      for (int n = 0; n < kColumns / 16; ++n) {
-        const float4 y = b.Quad(k, first_column + 16 * n);
-        const float columns[4] = {y.x, y.y, y.z, y.w};
+      for (int n = 0; n < kColumns / 16; ++n) second[n] = b.At(k, column + Column(4 * n));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+      for (int step = 0; step < 4; ++step) {
+        const float4 x = *reinterpret_cast<const float4*>(first + step * A::kStep);
+        const float rows[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            float& sum = result->at[i][4 * n + j];
-            sum = fmaf(rows[i], columns[j], sum);
+        for (int n = 0; n < kColumns / 16; ++n) {
+          const float4 y = *reinterpret_cast<const float4*>(second[n] + step * B::kStep);
+          const float columns[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              float& sum = result->at[i][4 * n + j];
+              sum = fmaf(rows[i], columns[j], sum);
+            }
           }
         }
-      }
-      if (sums != nullptr) {
+        if (sums == nullptr) continue;
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[i] += rows[i];
       }
     }
   }
+
+  template <int kRows>
+  using Inputs = Across<kRows>;
+  using Matrix = Across<kTile>;
+  template <class Tile>
+  __device__ static void StoreInputs(const Tile& tile, int row, int channel, const Raw& raw,
+                                     Element) {
+    tile.Store(row, channel, raw);
+  }
+  template <int kColumns, class A, class B>
+  __device__ static void Project(Element, const A& inputs, int row, const B& w, int column,
+                                 int depth, Fragment<kColumns>* result) {
+    Multiply(inputs, row, w, column, depth, result);
+  }
 };
 
 // ---- 16 bits ----
 
-// (x, y) as pairs of bf16: x in the low half of a word.
-struct SplitPair {
-  unsigned high;
-  unsigned low;
-
-  __device__ SplitPair(float x, float y) {
-    high = Pack(x, y);
-    low = Pack(x - Low(high), y - High(high));
-  }
-  // Infinities stay, with nothing left to add to them.
-  __device__ static SplitPair OfAny(float x, float y) {
-    SplitPair pair(x, y);
-    const float dx = isinf(x) ? 0 : x - Low(pair.high), dy = isinf(y) ? 0 : y - High(pair.high);
-    pair.low = Pack(dx, dy);
-    return pair;
-  }
-  __device__ static unsigned Pack(float x, float y) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-    unsigned bits;
-    memcpy(&bits, &pair, sizeof(bits));
-    return bits;
-  }
-  __device__ static float Low(unsigned pair) { return __uint_as_float(pair << 16); }
-  __device__ static float High(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
-};
+// Two numbers rounded to bf16, the first in the low half of a word.
+__device__ inline unsigned PackBf16(float x, float y) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+  unsigned bits;
+  memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+__device__ inline float LowBf16(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ inline float HighBf16(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 struct SplitBf16 {
   using Raw = uint2;
-  __device__ static float Widen(unsigned bits, Element element) {
-    if (element == Element::kBf16) return __uint_as_float(bits << 16);
-    __half half;
-    memcpy(&half, &bits, sizeof(half));
-    return __half2float(half);
-  }
   __device__ static float4 Convert(const Raw& raw, Element element) {
-    return make_float4(Widen(raw.x & 0xffff, element), Widen(raw.x >> 16, element),
-                       Widen(raw.y & 0xffff, element), Widen(raw.y >> 16, element));
+    if (element == Element::kBf16) {
+      return make_float4(LowBf16(raw.x), HighBf16(raw.x), LowBf16(raw.y), HighBf16(raw.y));
+    }
+    __half2 pairs[2];
+    memcpy(pairs, &raw, sizeof(raw));
+    return make_float4(__half2float(pairs[0].x), __half2float(pairs[0].y), __half2float(pairs[1].x),
+                       __half2float(pairs[1].y));
   }
   __device__ static Raw Nothing() { return make_uint2(0, 0); }
   __device__ static Raw Gather(const void* row, int64_t stride, int count) {
@@ -220,26 +227,42 @@ struct SplitBf16 {
   __device__ static int Row(int i) { return 8 * i + Lane() / 4; }
   __device__ static int Column(int j) { return j / 2 * 8 + Lane() % 4 * 2 + j % 2; }
 
-  // Two planes of [kRows][kColumns], rows 16 bytes longer: 8 rows that follow each other begin in
-  // different banks.
-  template <int kRows, int kColumns>
+  // Planes of [kRows][kColumns], whose sum the elements are; rows are 16 bytes longer, so that 8 that
+  // follow each other begin in different banks.
+  template <int kCount, int kRows, int kColumns>
   class Planes {
    public:
+    static constexpr int kPlanes = kCount;
     static constexpr int kStride = kColumns + 8;
     static constexpr int kPlane = kRows * kStride;
-    static constexpr int kBytes = 2 * kPlane * 2;
+    static constexpr int kBytes = kPlanes * kPlane * 2;
     __device__ explicit Planes(void* memory) : data_(static_cast<unsigned short*>(memory)) {}
 
     __device__ float Get(int row, int column) const {
-      const unsigned short* at = data_ + row * kStride + column;
-      return __uint_as_float(static_cast<unsigned>(at[0]) << 16) +
-             __uint_as_float(static_cast<unsigned>(at[kPlane]) << 16);
+      float sum = 0;
+#pragma unroll
+      for (int p = 0; p < kPlanes; ++p) {
+        const unsigned bits = data_[row * kStride + column + p * kPlane];
+        sum += __uint_as_float(bits << 16);
+      }
+      return sum;
     }
-    __device__ void Store(int row, int column, const float4& x) const {
-      const SplitPair first = SplitPair::OfAny(x.x, x.y), second = SplitPair::OfAny(x.z, x.w);
+    // An infinity stays one: nothing is left to add to it.
+    __device__ void Store(int row, int column, float4 x) const {
       uint2* to = reinterpret_cast<uint2*>(data_ + row * kStride + column);
-      to[0] = make_uint2(first.high, second.high);
-      to[kPlane / 4] = make_uint2(first.low, second.low);
+#pragma unroll
+      for (int p = 0; p < kPlanes; ++p) {
+        const uint2 part = make_uint2(PackBf16(x.x, x.y), PackBf16(x.z, x.w));
+        to[p * kPlane / 4] = part;
+        x.x = isinf(x.x) ? 0 : x.x - LowBf16(part.x);
+        x.y = isinf(x.y) ? 0 : x.y - HighBf16(part.x);
+        x.z = isinf(x.z) ? 0 : x.z - LowBf16(part.y);
+        x.w = isinf(x.w) ? 0 : x.w - HighBf16(part.y);
+      }
+    }
+    // Four elements that are bf16; into the first plane alone.
+    __device__ void StoreFirst(int row, int column, const Raw& raw) const {
+      *reinterpret_cast<uint2*>(data_ + row * kStride + column) = raw;
     }
     template <int kFragmentColumns>
     __device__ void Store(int row, int column, const Fragment<kFragmentColumns>& x) const {
@@ -247,11 +270,11 @@ struct SplitBf16 {
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int j = 0; j < Fragment<kFragmentColumns>::kEach; j += 2) {
-          const SplitPair pair(x.at[i][j], x.at[i][j + 1]);
+          const unsigned high = PackBf16(x.at[i][j], x.at[i][j + 1]);
           unsigned* to =
               reinterpret_cast<unsigned*>(data_ + (row + Row(i)) * kStride + column + Column(j));
-          to[0] = pair.high;
-          to[kPlane / 2] = pair.low;
+          to[0] = high;
+          to[kPlane / 2] = PackBf16(x.at[i][j] - LowBf16(high), x.at[i][j + 1] - HighBf16(high));
         }
       }
     }
@@ -268,10 +291,10 @@ struct SplitBf16 {
     unsigned short* data_;
   };
 
-  template <int kRows>
-  class Across : public Planes<kRows, kTile> {
+  template <int kRows, int kCount = 2>
+  class Across : public Planes<kCount, kRows, kTile> {
    public:
-    using Planes<kRows, kTile>::Planes;
+    using Planes<kCount, kRows, kTile>::Planes;
     __device__ void LoadFirst(int row, int depth, int plane, unsigned a[4]) const {
       LdMatrixX4(a, this->RowOfMatrix(row, depth, true) + plane * this->kPlane);
     }
@@ -280,10 +303,13 @@ struct SplitBf16 {
       LdMatrixX4(b, this->RowOfMatrix(column, depth, false) + plane * this->kPlane);
     }
   };
+  template <int kRows>
+  using Inputs = Across<kRows>;
+  using Matrix = Across<kTile, 3>;
   template <int kDepth, int kColumns>
-  class Down : public Planes<kDepth, kColumns> {
+  class Down : public Planes<2, kDepth, kColumns> {
    public:
-    using Planes<kDepth, kColumns>::Planes;
+    using Planes<2, kDepth, kColumns>::Planes;
     __device__ Down From(int depth) const { return Down(this->data_ + depth * this->kStride); }
     __device__ void LoadFirst(int row, int depth, int plane, unsigned a[4]) const {
       LdMatrixX4Transposed(a, this->RowOfMatrix(depth, row, false) + plane * this->kPlane);
@@ -306,46 +332,68 @@ struct SplitBf16 {
     result->at[2 * half + 1][2 * n + 1] = d[3];
   }
 
-  template <int kColumns, class A, class B>
-  __device__ static void Multiply(const A& a, int row, const B& b, int column, int depth,
-                                  Fragment<kColumns>* result, float sums[4]) {
+  // With so many planes of a; planes i of a and j of b meet where i + j is below b's number.
+  template <int kPlanes, int kColumns, class A, class B>
+  __device__ static void MultiplyPlanes(const A& a, int row, const B& b, int column, int depth,
+                                        Fragment<kColumns>* result, float sums[4]) {
     const unsigned ones[2] = {0x3f803f80u, 0x3f803f80u};
 #pragma unroll 1
     for (int k = 0; k < depth; k += 16) {
-      unsigned first[2][2][4];  // [16 rows][plane]
+      unsigned first[kPlanes][2][4];  // of 16 rows each
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int plane = 0; plane < 2; ++plane) {
-          a.LoadFirst(row + 16 * half, k, plane, first[half][plane]);
-        }
+      for (int i = 0; i < kPlanes; ++i) {
+        a.LoadFirst(row, k, i, first[i][0]);
+        a.LoadFirst(row + 16, k, i, first[i][1]);
       }
 #pragma unroll
       for (int n = 0; n < kColumns / 16; ++n) {
-        unsigned second[2][4];  // [plane]
-        b.LoadSecond(k, column + 16 * n, 0, second[0]);
-        b.LoadSecond(k, column + 16 * n, 1, second[1]);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int j = 0; j < B::kPlanes; ++j) {
+          unsigned second[4];
+          b.LoadSecond(k, column + 16 * n, j, second);
 #pragma unroll
-          for (int side = 0; side < 2; ++side) {
-            const int eight = 2 * n + side;
-            MultiplyOne(first[half][0], second[0] + 2 * side, half, eight, result);
-            MultiplyOne(first[half][0], second[1] + 2 * side, half, eight, result);
-            MultiplyOne(first[half][1], second[0] + 2 * side, half, eight, result);
+          for (int i = 0; i < kPlanes; ++i) {
+            if (i + j >= B::kPlanes) continue;
+            MultiplyOne(first[i][0], second, 0, 2 * n, result);
+            MultiplyOne(first[i][1], second, 1, 2 * n, result);
+            MultiplyOne(first[i][0], second + 2, 0, 2 * n + 1, result);
+            MultiplyOne(first[i][1], second + 2, 1, 2 * n + 1, result);
           }
         }
       }
-      if (sums != nullptr) {
+      if (sums == nullptr) continue;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float d[4] = {sums[2 * half], 0, sums[2 * half + 1], 0};
-          MmaM16N8K16Bf16(d, first[half][0], ones);
-          MmaM16N8K16Bf16(d, first[half][1], ones);
-          sums[2 * half] = d[0];
-          sums[2 * half + 1] = d[2];
-        }
+      for (int half = 0; half < 2; ++half) {
+        float d[4] = {sums[2 * half], 0, sums[2 * half + 1], 0};
+#pragma unroll
+        for (int i = 0; i < kPlanes; ++i) MmaM16N8K16Bf16(d, first[i][half], ones);
+        sums[2 * half] = d[0];
+        sums[2 * half + 1] = d[2];
       }
+    }
+  }
+  template <int kColumns, class A, class B>
+  __device__ static void Multiply(const A& a, int row, const B& b, int column, int depth,
+                                  Fragment<kColumns>* result, float sums[4] = nullptr) {
+    MultiplyPlanes<2>(a, row, b, column, depth, result, sums);
+  }
+
+  template <class Tile>
+  __device__ static void StoreInputs(const Tile& tile, int row, int channel, const Raw& raw,
+                                     Element element) {
+    if (element == Element::kBf16) {
+      tile.StoreFirst(row, channel, raw);
+    } else {
+      tile.Store(row, channel, Convert(raw, element));
+    }
+  }
+  template <int kColumns, class A, class B>
+  __device__ static void Project(Element element, const A& inputs, int row, const B& w, int column,
+                                 int depth, Fragment<kColumns>* result) {
+    if (element == Element::kBf16) {
+      MultiplyPlanes<1>(inputs, row, w, column, depth, result, nullptr);
+    } else {
+      MultiplyPlanes<2>(inputs, row, w, column, depth, result, nullptr);
     }
   }
 };

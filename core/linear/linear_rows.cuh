@@ -12,38 +12,48 @@ namespace {
 
 // ---- Rows ----
 
-// A row of a tensor whose dtype is that of Math::Raw. Without data: zeros.
-struct TensorRow {
+// The same value, of which the compiler knows nothing: it computes what follows from it where it is
+// needed, not ahead of a loop into registers that the loop lacks.
+__device__ inline const char* Opaque(const char* x) {
+#ifdef __CUDACC__
+  asm volatile("" : "+l"(x));
+#endif
+  return x;
+}
+
+// The rows that a thread loads of a tensor whose dtype is that of Math::Raw: those `step` bytes apart.
+struct TensorRows {
   const char* data;
+  int64_t step;
   int64_t stride;  // of channels, in elements
   int channels;
   bool is_vector;  // four channels can be read at once
 
+  // Four channels of row n, zeros beyond the last channel, or where it does not exist.
   template <class Math>
-  __device__ typename Math::Raw Fetch(int channel) const {
+  __device__ typename Math::Raw Fetch(int n, int channel, bool exists) const {
     using Raw = typename Math::Raw;
-    if (data == nullptr || channel >= channels) return Math::Nothing();
+    if (!exists || channel >= channels) return Math::Nothing();
     constexpr int kSize = sizeof(Raw) / 4;
-    const char* from = data + channel * stride * kSize;
+    const char* from = data + n * step + channel * stride * kSize;
     if (is_vector) return *reinterpret_cast<const Raw*>(from);
     return Math::Gather(from, stride, channels - channel);
   }
 };
 
-__device__ inline TensorRow RowOf(const DeviceView& view, int64_t b, int64_t h, int64_t token,
-                                  int channels, bool is_vector) {
+__device__ inline TensorRows RowsOf(const DeviceView& view, int64_t b, int64_t h, int64_t token,
+                                    int tokens_apart, int channels, bool is_vector) {
   const int64_t size = view.element == Element::kF32 ? 4 : 2;
   const int64_t offset = b * view.strides[0] + h * view.strides[1] + token * view.strides[2];
-  return {static_cast<const char*>(view.data) + offset * size, view.strides[3], channels,
-          is_vector};
+  return {static_cast<const char*>(view.data) + offset * size,
+          tokens_apart * view.strides[2] * size, view.strides[3], channels, is_vector};
 }
-
-// Row `projection` of W for a key-value head, zeros beyond the last.
-__device__ inline TensorRow MatrixRow(const LinearArguments& a, int64_t kv_head,
-                                      int64_t projection) {
-  if (projection >= a.map.projections) return {nullptr, 1, 0, false};
+// Rows of W for a key-value head.
+__device__ inline TensorRows MatrixRows(const LinearArguments& a, int64_t kv_head,
+                                        int64_t projection, int projections_apart) {
   const int64_t row = (a.map.per_head ? kv_head * a.map.projections : 0) + projection;
-  return {reinterpret_cast<const char*>(a.w + row * a.head_dim), 1, a.head_dim,
+  return {reinterpret_cast<const char*>(a.w + row * a.head_dim),
+          static_cast<int64_t>(sizeof(float)) * projections_apart * a.head_dim, 1, a.head_dim,
           a.head_dim % 4 == 0};
 }
 
@@ -88,7 +98,7 @@ template <class Math, class Inputs, class Matrix>
 __device__ void AddProjections(const LinearArguments& a, const Inputs& inputs, int row,
                                const Matrix& w, int column, int depth, Fragment<32>* projections) {
   if (a.map.feature != Feature::kExpPair) {
-    Math::Multiply(inputs, row, w, column, depth, projections, nullptr);
+    Math::Project(a.q.element, inputs, row, w, column, depth, projections);
     return;
   }
   Fragment<16> half;
@@ -97,7 +107,7 @@ __device__ void AddProjections(const LinearArguments& a, const Inputs& inputs, i
 #pragma unroll
     for (int j = 0; j < 4; ++j) half.at[i][j] = projections->at[i][j];
   }
-  Math::Multiply(inputs, row, w, column / 2, depth, &half, nullptr);
+  Math::Project(a.q.element, inputs, row, w, column / 2, depth, &half);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -173,7 +183,7 @@ struct RowFactors {
 // `key_maximum`: S of a map that is stabilised.
 __device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow& query,
                                        float reference, float key_maximum) {
-  const float epsilon = static_cast<float>(a.map.epsilon), log_epsilon = logf(epsilon);
+  const float log_epsilon = a.constants.log_epsilon;
   const bool has_keys = reference != NegativeInfinity();
   const float log_query = IsExponential(a) ? query.maximum - query.half_square : 0;
   // The logarithms of exp(lambda_i - s) and exp(R - S).
@@ -181,16 +191,14 @@ __device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow&
   const float key_scale = IsStabilised(a) && has_keys ? reference - key_maximum : reference;
   RowFactors factors = {1, 0, 0, 0, log_query + reference};
   float largest_key = key_scale, query_sum = query.total;
-  if (epsilon != 0) {
+  if (a.constants.epsilon != 0) {
     const float largest_query = fmaxf(query_scale, log_epsilon);
     largest_key = fmaxf(key_scale, log_epsilon);
     const float of_query = ExpOf(query_scale - largest_query);
     const float epsilon_of_query = ExpOf(log_epsilon - largest_query);
     const float of_key = ExpOf(key_scale - largest_key);
     const float epsilon_of_key = ExpOf(log_epsilon - largest_key);
-    const float features = static_cast<float>(
-        a.map.feature == Feature::kExpPair ? 2 * a.map.projections : a.map.projections);
-    query_sum = of_query * query.total + epsilon_of_query * features;
+    query_sum = of_query * query.total + epsilon_of_query * a.constants.features;
     factors.product = of_query * of_key;
     factors.key = epsilon_of_query * of_key;
     factors.constant = epsilon_of_key * query_sum;
@@ -198,9 +206,8 @@ __device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow&
     factors.log_scale = largest_query + largest_key;
     if (IsStabilised(a)) factors.log_scale += query.maximum + key_maximum;
   }
-  if (a.map.denominator_epsilon != 0 && has_keys) {
-    factors.extra = static_cast<float>(a.map.denominator_epsilon / a.map.constant * query_sum *
-                                       exp(-static_cast<double>(largest_key)));
+  if (a.constants.denominator_epsilon != 0 && has_keys) {
+    factors.extra = a.constants.denominator_epsilon * query_sum * expf(-largest_key);
   }
   return factors;
 }
@@ -208,8 +215,7 @@ __device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow&
 // The denominator that divides a row which sees a key: held at the floor. `counts`: for the one caller
 // of a row that counts it.
 __device__ inline float HoldDenominator(const LinearArguments& a, float denominator, bool counts) {
-  const float floor =
-      static_cast<float>(a.map.denominator_floor / (a.map.constant * a.map.constant));
+  const float floor = a.constants.denominator_floor;
   if (!(fabsf(denominator) <= floor)) return denominator;
   if (counts && a.rows_without_weight != nullptr) atomicAdd(a.rows_without_weight, 1ull);
   return copysignf(floor, denominator);
@@ -221,17 +227,38 @@ __device__ inline void StoreLogSumExp(const LinearArguments& a, int64_t b, int64
   float result = NegativeInfinity();
   if (has_keys) {
     result = static_cast<float>(static_cast<double>(logf(denominator)) + log_scale +
-                                2 * log(a.map.constant));
+                                a.constants.log_scale);
   }
   a.log_sum_exp[b * a.log_sum_exp_strides[0] + h * a.log_sum_exp_strides[1] +
                 i * a.log_sum_exp_strides[2]] = result;
 }
+// Four columns of an output row, as far as there are so many.
 __device__ inline void StoreOut(const LinearArguments& a, int64_t b, int64_t h, int64_t i,
-                                int column, float value) {
-  StoreElement(a.out.data, a.out.element,
-               b * a.out.strides[0] + h * a.out.strides[1] + i * a.out.strides[2] +
-                   column * a.out.strides[3],
-               value);
+                                int column, int count, const float4& y) {
+  const int64_t offset = b * a.out.strides[0] + h * a.out.strides[1] + i * a.out.strides[2] +
+                         column * a.out.strides[3];
+  if (a.vector_out && count >= 4) {
+    if (a.out.element == Element::kF32) {
+      *reinterpret_cast<float4*>(static_cast<float*>(a.out.data) + offset) = y;
+      return;
+    }
+    __align__(8) unsigned short bits[4];
+    StoreElement(bits, a.out.element, 0, y.x);
+    StoreElement(bits, a.out.element, 1, y.y);
+    StoreElement(bits, a.out.element, 2, y.z);
+    StoreElement(bits, a.out.element, 3, y.w);
+    uint2 four;
+    memcpy(&four, bits, sizeof(four));
+    *reinterpret_cast<uint2*>(static_cast<unsigned short*>(a.out.data) + offset) = four;
+    return;
+  }
+  const float columns[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    if (n < count) {
+      StoreElement(a.out.data, a.out.element, offset + n * a.out.strides[3], columns[n]);
+    }
+  }
 }
 
 // ---- Work ----

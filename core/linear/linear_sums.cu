@@ -37,9 +37,9 @@ template <class Math, int kPanels>
 class SumBlock {
  public:
   static constexpr int kColumns = kTile * kPanels;
-  using Inputs = typename Math::template Across<kKeys>;
+  using Inputs = typename Math::template Inputs<kKeys>;
   using Features = typename Math::template Down<kKeys, kTile>;
-  using Matrix = typename Math::template Across<kTile>;
+  using Matrix = typename Math::Matrix;
   using Values = typename Math::template Down<kKeys, kColumns>;
   static constexpr int kInputBytes =
       Inputs::kBytes > Features::kBytes ? Inputs::kBytes : Features::kBytes;
@@ -126,18 +126,16 @@ class SumBlock {
   }
 
   __device__ void LoadValues(int64_t first, unsigned seen) {
+    const TensorRows from =
+        RowsOf(a_.v, batch_, kv_head_, first + row_, kRowStep, a_.value_dim, a_.vector_v);
 #pragma unroll
     for (int n = 0; n < kKeys / kRowStep; ++n) {
-      const int row = row_ + n * kRowStep;
-      TensorRow from = {nullptr, 1, 0, false};
-      if ((seen >> n & 1) != 0) {
-        from = RowOf(a_.v, batch_, kv_head_, first + row, a_.value_dim, a_.vector_v);
-      }
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
         const int column = p * kTile + channel_;
-        const float4 x = Math::Convert(from.Fetch<Math>(first_column_ + column), a_.v.element);
-        values_.Store(row, column, x);
+        const float4 x =
+            Math::Convert(from.Fetch<Math>(n, first_column_ + column, seen >> n & 1), a_.v.element);
+        values_.Store(row_ + n * kRowStep, column, x);
         value_sums_[p].x += x.x;
         value_sums_[p].y += x.y;
         value_sums_[p].z += x.z;
@@ -147,26 +145,27 @@ class SumBlock {
   }
 
   __device__ void LoadInputs(int64_t first, unsigned seen, int depth) {
+    const TensorRows from =
+        RowsOf(a_.k, batch_, kv_head_, first + row_, kRowStep, a_.head_dim, a_.vector_k);
 #pragma unroll
     for (int n = 0; n < kKeys / kRowStep; ++n) {
       const int row = row_ + n * kRowStep;
-      TensorRow from = {nullptr, 1, 0, false};
-      if ((seen >> n & 1) != 0) {
-        from = RowOf(a_.k, batch_, kv_head_, first + row, a_.head_dim, a_.vector_k);
-      }
-      const float4 x = Math::Convert(from.Fetch<Math>(depth + channel_), a_.k.element);
-      inputs_.Store(row, channel_, x);
-      AddHalfSquare(a_, x, depth == 0, half_square_ + row);
+      const typename Math::Raw raw = from.Fetch<Math>(n, depth + channel_, seen >> n & 1);
+      Math::StoreInputs(inputs_, row, channel_, raw, a_.k.element);
+      AddHalfSquare(a_, Math::Convert(raw, a_.k.element), depth == 0, half_square_ + row);
     }
   }
 
   __device__ void LoadMatrix(int depth) {
+    const int64_t projection = tile_ * TileProjections(a_) + row_;
+    const TensorRows from = MatrixRows(a_, kv_head_, projection, kRowStep);
 #pragma unroll
     for (int n = 0; n < kTile / kRowStep; ++n) {
       const int row = row_ + n * kRowStep;
       if (row >= TileProjections(a_)) break;
-      const TensorRow from = MatrixRow(a_, kv_head_, tile_ * TileProjections(a_) + row);
-      matrix_.Store(row, channel_, Times(from.Fetch<Fp32>(depth + channel_), a_.map.input_scale));
+      const bool exists = projection + n * kRowStep < a_.map.projections;
+      matrix_.Store(row, channel_,
+                    Times(from.Fetch<Fp32>(n, depth + channel_, exists), a_.map.input_scale));
     }
   }
 
