@@ -96,7 +96,7 @@ class AppendBlock {
         value = LoadElement(a_.v.data, a_.v.element,
                             batch_ * a_.v.strides[0] + kv_head_ * a_.v.strides[1] +
                                 token * a_.v.strides[2] + c * a_.v.strides[3]);
-      } else if (is_seen_ && c == a_.value_dim) {
+      } else if (is_seen_ && c == a_.sums.ones) {
         value = 1;
       }
       s_.value[c] = value;
@@ -125,11 +125,10 @@ class AppendBlock {
     const int row = Thread() / 4, quarter = Lane() % 4;
     const int64_t projection = tile * TileProjections(a_) + row;
     const bool pair = a_.map.feature == Feature::kExpPair;
-    const TensorRows w = MatrixRows(a_, kv_head_, projection, 1);
     const bool exists = row < TileProjections(a_) && projection < a_.map.projections;
     float dots[kVectors] = {};
-    for (int c = quarter * 4; c < a_.head_dim; c += 16) {
-      const float4 x = w.Fetch<Fp32>(0, c, exists);
+    for (int c = quarter * 4; exists && c < a_.head_dim; c += 16) {
+      const float4 x = FetchMatrix(a_, kv_head_, projection, c);
 #pragma unroll
       for (int vector = 0; vector < kVectors; ++vector) {
         if (vector > heads_) break;
@@ -278,8 +277,8 @@ class AppendBlock {
       const int64_t head = kv_head_ * heads_ + h;
       float denominator = 0;
       if (has_keys) {
-        denominator =
-            HoldDenominator(a_, ResultOf(h, a_.value_dim) + s_.factors[h].extra, Thread() == 0);
+        denominator = HoldDenominator(
+            a_, ResultOf(h, static_cast<int>(a_.sums.ones)) + s_.factors[h].extra, Thread() == 0);
       }
       const float inverse = denominator == 0 ? 0 : 1 / denominator;
       for (int c = Thread() * 4; c < a_.value_dim; c += kThreads * 4) {

@@ -93,8 +93,13 @@ class AttendBlock {
     unsigned not_finite[2];  // whether a value of the chunk is not; chunks take turns
   };
 
+  static constexpr int kNumbersBytes = (sizeof(Numbers) + 15) / 16 * 16;
+  static constexpr int kElementBytes = sizeof(typename Math::Raw) / 4;
+  // Where two blocks share a multiprocessor, one works while the other waits.
+  static constexpr bool kPrefetches = kCausal;
+
   static size_t Bytes(const LinearArguments& a) {
-    return kTileBytes + (sizeof(Numbers) + 15) / 16 * 16 +
+    return kTileBytes + kNumbersBytes +
            (kCausal && a.on_chip ? a.sums.tiles * a.sums.tile * sizeof(float) : 0);
   }
 
@@ -108,29 +113,28 @@ class AttendBlock {
         values_(memory + Rows::kBytes + kMatrixBytes + Columns::kBytes),
         staged_(reinterpret_cast<float*>(kCausal ? memory + Rows::kBytes + kMatrixBytes : memory)),
         numbers_(*reinterpret_cast<Numbers*>(memory + kTileBytes)) {
-    const int64_t parts = Parts(a);
-    first_column_ = static_cast<int>(task % parts) * kColumns;
+    const int64_t parts = Parts(a), pieces = Pieces(a);
+    const int part = static_cast<int>(task % parts);
+    first_column_ = part * kColumns;
     columns_ = min(kColumns, a.value_dim - first_column_);
     task /= parts;
-    const int64_t pieces = Pieces(a);
     piece_ = task % pieces;
-    head_ = task / pieces % a.query_heads;
-    batch_ = task / pieces / a.query_heads;
-    kv_head_ = head_ / (a.query_heads / a.kv_heads);
-    const int64_t sums_head = batch_ * a.kv_heads + kv_head_;
+    const int64_t head = task / pieces;
+    head_ = static_cast<int>(head % a.query_heads);
+    batch_ = static_cast<int>(head / a.query_heads);
+    kv_head_ = static_cast<int>(head_ / (a.query_heads / a.kv_heads));
+    const int64_t kv_head = batch_ * a.kv_heads + kv_head_;
     if (!kCausal) {
-      from_ = a.total + sums_head * a.sums.head;
+      from_ = a.total + kv_head * a.sums.head;
       return;
     }
     piece_ += a.groups - pieces;
-    if (a.has_prefixes) from_ = a.group_sums + (sums_head * a.groups + piece_) * a.sums.head;
-    held_ = a.on_chip
-                ? reinterpret_cast<float*>(memory + kTileBytes + (sizeof(Numbers) + 15) / 16 * 16)
-                : a.running + (((batch_ * a.query_heads + head_) * a.groups + piece_) * parts +
-                               first_column_ / kColumns) *
-                                  a.sums.head;
+    if (a.has_prefixes) from_ = a.group_sums + (kv_head * a.groups + piece_) * a.sums.head;
+    held_ = a.on_chip ? reinterpret_cast<float*>(memory + kTileBytes + kNumbersBytes)
+                      : a.running + ((head * a.groups + piece_) * parts + part) * a.sums.head;
   }
 
+  // Blocks have parts of the columns of values: whose features they repeat.
   static __host__ __device__ int64_t Parts(const LinearArguments& a) {
     return (a.value_dim + kColumns - 1) / kColumns;
   }
@@ -167,12 +171,21 @@ class AttendBlock {
   }
 
  private:
-  static constexpr int kRowStep = kThreads / 16;  // threads load rows row_ + 16 n
+  // A thread loads four channels of each of the rows LoadRow() + 16 n.
+  static constexpr int kRowStep = kThreads / 16;
   static constexpr int kLoads = kRows / kRowStep;
   static constexpr int kKeyLoads = kCausal ? kTile / kRowStep : 0;
-  // Where two blocks share a multiprocessor, one works while the other waits.
-  static constexpr bool kPrefetches = kCausal;
   static constexpr int kMatrixLoads = kTile / kRowStep;
+  __device__ static int LoadRow() { return Thread() / 16; }
+  __device__ static int Channel() { return Thread() % 16 * 4; }
+  // A warp's place in projections, and in its result: pairs for half of the warps where causal, else
+  // rows of y.
+  __device__ static int TokenRow() { return Warp() % 4 * 32; }
+  __device__ static int FeatureColumn() { return Warp() / 4 * 32; }
+  __device__ static int ResultRow() { return kCausal ? Warp() % 2 * 32 : TokenRow(); }
+  __device__ static int ResultColumn() { return kCausal ? Warp() / 2 % 2 * 32 : FeatureColumn(); }
+  __device__ static bool DoesPairs() { return kCausal && Warp() < kWarps / 2; }
+  static constexpr int kFirstQuery = kCausal ? kTile : 0;  // among the rows
 
   // ---- The head's sums ----
 
@@ -195,39 +208,25 @@ class AttendBlock {
   // What is known of the keys that all rows see.
   __device__ void Start() {
     const int t = Thread();
-    const float reference = from_ == nullptr ? NegativeInfinity() : MaxOfHeaders(from_, 0);
+    reference_ = from_ == nullptr ? NegativeInfinity() : MaxOfHeaders(from_, 0);
     float maximum = from_ == nullptr ? NegativeInfinity() : MaxOfHeaders(from_, 1);
     if (kCausal && a_.map.stabiliser == KeyStabiliser::kSequence) {
       maximum = MaxOfHeaders(a_.total + (batch_ * a_.kv_heads + kv_head_) * a_.sums.head, 1);
     }
-    reference_ = reference;
     if (t < kColumns) {
       numbers_.feature_values[t] = t < columns_ ? SumOfTiles(first_column_ + t) : 0;
       numbers_.values[t] = t < columns_ ? ValueSum(first_column_ + t) : 0;
     } else if (t == kThreads - 1) {
-      numbers_.normaliser_sum = SumOfTiles(a_.value_dim);
-      numbers_.tokens = ValueSum(a_.value_dim);
-      numbers_.reference = reference;
+      numbers_.normaliser_sum = SumOfTiles(a_.sums.ones);
+      numbers_.tokens = ValueSum(a_.sums.ones);
+      numbers_.reference = reference_;
       numbers_.key_maximum = maximum;
       numbers_.not_finite[0] = numbers_.not_finite[1] = 0;
     }
-    if (kCausal && a_.on_chip) {
-      const int64_t tile = a_.sums.tile, length = a_.sums.tiles * tile;
-      for (int64_t n = t * 4; n < length; n += kThreads * 4) {
-        float4 x = make_float4(0, 0, 0, 0);
-        if (from_ != nullptr) {
-          x = *reinterpret_cast<const float4*>(from_ + n);
-        } else if (n % tile == tile - 4) {
-          x.x = NegativeInfinity();
-        }
-        *reinterpret_cast<float4*>(held_ + n) = x;
-      }
-    }
     __syncthreads();
-    if (kCausal && a_.on_chip) from_ = held_;
   }
   // Of the rows that hold the sums of a tile's rows.
-  __device__ float SumOfTiles(int column) const {
+  __device__ float SumOfTiles(int64_t column) const {
     float sum = 0;
     if (from_ == nullptr || reference_ == NegativeInfinity()) return sum;
     for (int64_t tile = 0; tile < a_.sums.tiles; ++tile) {
@@ -236,7 +235,7 @@ class AttendBlock {
     }
     return sum;
   }
-  __device__ float ValueSum(int column) const {
+  __device__ float ValueSum(int64_t column) const {
     return from_ == nullptr ? 0 : from_[a_.sums.tiles * a_.sums.tile + column];
   }
 
@@ -246,27 +245,73 @@ class AttendBlock {
     tile_reference_ = from == nullptr ? NegativeInfinity() : Header(from_, tile)[0];
     const bool is_empty = tile_reference_ == NegativeInfinity();
     const float scale = is_empty ? 0 : Rescale(tile_reference_, reference_);
+    const int first_row = LoadRow(), channel = Channel();
 #pragma unroll
     for (int n = 0; n < kTile / kRowStep; ++n) {
-      const int row = row_ + n * kRowStep;
+      const int row = first_row + n * kRowStep;
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
-        const int column = p * kTile + channel_;
+        const int column = p * kTile + channel;
         float4 x = make_float4(0, 0, 0, 0);
         if (!is_empty && column < columns_) {
           x = *reinterpret_cast<const float4*>(from + row * a_.sums.row + first_column_ + column);
-          // The column of ones and what is another part's.
-          if (column + 1 >= columns_) x.y = 0;
-          if (column + 2 >= columns_) x.z = 0;
-          if (column + 3 >= columns_) x.w = 0;
         }
         sums_.Store(row, column, Times(x, scale));
       }
     }
     const int t = Thread();
     if (t < kTile) {
-      numbers_.normaliser[t] = is_empty ? 0 : scale * from[t * a_.sums.row + a_.value_dim];
+      numbers_.normaliser[t] = is_empty ? 0 : scale * from[t * a_.sums.row + a_.sums.ones];
     }
+  }
+
+  // The tile's sums with the chunk's keys: 64 x 64 of a panel, of which a warp has 32 x 16.
+  __device__ void UpdateSums(int64_t tile) {
+    const int row = Warp() % 2 * 32, column = Warp() / 2 * 16, depth = (count_ + 15) / 16 * 16;
+    const float* from = from_ == nullptr ? nullptr : from_ + tile * a_.sums.tile;
+    float* to = held_ + tile * a_.sums.tile;
+    const float rescale = from == nullptr ? 0 : numbers_.tile_rescale;
+    const int columns = (columns_ + 3) / 4 * 4;  // padding stays 0
+    const int first_row = row + Math::FirstRow();
+#pragma unroll
+    for (int p = 0; p < kPanels; ++p) {
+      const int panel_column = p * kTile + column;
+      if (panel_column >= columns_) break;
+      const int first = panel_column + Math::FirstColumn();
+      const int64_t at = first_row * a_.sums.row + first_column_ + first;
+      Fragment<16> sums;
+      float normalisers[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int64_t skip = Math::Row(i) * a_.sums.row;
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+          float2 x = make_float2(0, 0);
+          if (from != nullptr && first + Math::Column(j) < columns) {
+            x = *reinterpret_cast<const float2*>(from + at + skip + Math::Column(j));
+          }
+          sums.at[i][j] = rescale * x.x;
+          sums.at[i][j + 1] = rescale * x.y;
+        }
+        const bool has_ones = first == 0 && from != nullptr;
+        normalisers[i] =
+            has_ones ? rescale * from[first_row * a_.sums.row + skip + a_.sums.ones] : 0;
+      }
+      Math::Multiply(scaled_, row, values_, panel_column, depth, &sums,
+                     p == 0 ? normalisers : nullptr);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int64_t skip = Math::Row(i) * a_.sums.row;
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+          if (first + Math::Column(j) >= columns) continue;
+          *reinterpret_cast<float2*>(to + at + skip + Math::Column(j)) =
+              make_float2(sums.at[i][j], sums.at[i][j + 1]);
+        }
+        if (first == 0) to[first_row * a_.sums.row + skip + a_.sums.ones] = normalisers[i];
+      }
+    }
+    if (Thread() == 0) to[(kTile + 1) * a_.sums.row] = numbers_.tile_reference;
   }
 
   // ---- Rows ----
@@ -276,80 +321,114 @@ class AttendBlock {
     attends_ = first_query_ + count > 0;
     valid_ = 0;
     __syncthreads();  // what the rows before left has been read
+    const int first_row = LoadRow();
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
-      const int row = row_ + n * kRowStep;
-      if (kCausal && row < kTile) {
+      const int row = first_row + n * kRowStep;
+      if (n < kKeyLoads) {
         const bool is_seen = row < count && IsToken(a_, batch_, first_key_ + row);
         valid_ |= (is_seen ? 1u : 0u) << n;
-        if (channel_ == 0) numbers_.seen[row] = is_seen ? 1.0f : 0.0f;
+        if (Channel() == 0) numbers_.seen[row] = is_seen ? 1.0f : 0.0f;
       } else {
-        const int query = kCausal ? row - kTile : row;
+        const int query = row - kFirstQuery;
         valid_ |= (query < count && first_query_ + query >= 0 ? 1u : 0u) << n;
       }
     }
-    if (Thread() < kRows) {
-      numbers_.maximum[Thread()] = IsExponential(a_) ? NegativeInfinity() : 0;
-      numbers_.total[Thread()] = numbers_.dot[Thread()] = 0;
+    const int t = Thread();
+    if (t < kRows) {
+      numbers_.maximum[t] = IsExponential(a_) ? NegativeInfinity() : 0;
+      numbers_.total[t] = numbers_.dot[t] = 0;
     }
+    if (kCausal) keys_ = RowOf(a_.k, batch_, kv_head_, first_key_ + first_row);
+    queries_ = RowOf(a_.q, batch_, head_, first_query_ + first_row);
     for (int p = 0; p < kPanels; ++p) result_[p].Clear();
-    if (kCausal) {
-      keys_ = RowsOf(a_.k, batch_, kv_head_, first_key_ + row_, kRowStep, a_.head_dim, a_.vector_k);
-    }
-    queries_ = RowsOf(a_.q, batch_, head_, first_query_ + row_, kRowStep, a_.head_dim, a_.vector_q);
     if (kPrefetches) Fetch(0, 0);
   }
 
   // Four channels from `depth` on of the thread's rows, and of its rows of W in a tile.
   __device__ void Fetch(int64_t tile, int depth) {
-    const int channel = depth + channel_;
-    TensorRows keys = keys_, queries = queries_;
-    keys.data = Opaque(keys.data);
-    queries.data = Opaque(queries.data);
+    FetchInputs(0, kLoads, depth);
+    FetchMatrixRows(tile, depth);
+  }
+  __device__ void FetchInputs(int begin, int end, int depth) {
+    const int channel = depth + Channel();
 #pragma unroll
-    for (int n = 0; n < kLoads; ++n) {
-      const bool exists = (valid_ >> n & 1) != 0;
-      inputs_[n] = n < kKeyLoads ? keys.template Fetch<Math>(n, channel, exists)
-                                 : queries.template Fetch<Math>(n - kKeyLoads, channel, exists);
-    }
-    const int64_t projection = tile * TileProjections(a_) + row_;
-    const TensorRows w = MatrixRows(a_, kv_head_, projection, kRowStep);
-#pragma unroll
-    for (int n = 0; n < kMatrixLoads; ++n) {
-      const int row = n * kRowStep;
-      const bool exists = row_ + row < TileProjections(a_) && projection + row < a_.map.projections;
-      w_[n] = w.template Fetch<Fp32>(n, channel, exists);
+    for (int n = begin; n < end; ++n) {
+      inputs_[n] = Math::Nothing();
+      if ((valid_ >> n & 1) == 0) continue;
+      if (n < kKeyLoads) {
+        inputs_[n] = FetchFour<Math>(keys_ + n * kRowStep * kElementBytes * a_.k.strides[2],
+                                     a_.k.strides[3], channel, a_.head_dim, a_.vector_k);
+      } else {
+        const int row = (n - kKeyLoads) * kRowStep;
+        inputs_[n] = FetchFour<Math>(queries_ + row * kElementBytes * a_.q.strides[2],
+                                     a_.q.strides[3], channel, a_.head_dim, a_.vector_q);
+      }
     }
   }
-  __device__ void Put(bool is_first_tile, int depth) {
+  __device__ void FetchMatrixRows(int64_t tile, int depth) {
+    const int channel = depth + Channel(), first_row = LoadRow();
+    const int64_t projection = tile * TileProjections(a_) + first_row;
 #pragma unroll
-    for (int n = 0; n < kLoads; ++n) {
-      const int row = row_ + n * kRowStep;
-      Math::StoreInputs(rows_, row, channel_, inputs_[n], a_.q.element);
+    for (int n = 0; n < kMatrixLoads; ++n) {
+      w_[n] = make_float4(0, 0, 0, 0);
+      if (first_row + n * kRowStep >= TileProjections(a_)) continue;
+      w_[n] = FetchMatrix(a_, kv_head_, projection + n * kRowStep, channel);
+    }
+  }
+
+  __device__ void Put(bool is_first_tile, int depth) {
+    PutInputs(0, kLoads, is_first_tile, depth);
+    PutMatrixRows();
+  }
+  __device__ void PutInputs(int begin, int end, bool is_first_tile, int depth) {
+    const int first_row = LoadRow(), channel = Channel();
+#pragma unroll
+    for (int n = begin; n < end; ++n) {
+      const int row = first_row + n * kRowStep;
+      Math::StoreInputs(rows_, row, channel, inputs_[n], a_.q.element);
       if (!is_first_tile) continue;
       AddHalfSquare(a_, Math::Convert(inputs_[n], a_.q.element), depth == 0,
                     numbers_.half_square + row);
     }
+  }
+  __device__ void PutMatrixRows() {
+    const int first_row = LoadRow(), channel = Channel();
 #pragma unroll
     for (int n = 0; n < kMatrixLoads; ++n) {
-      matrix_.Store(row_ + n * kRowStep, channel_, Times(w_[n], a_.map.input_scale));
+      matrix_.Store(first_row + n * kRowStep, channel, Times(w_[n], a_.map.input_scale));
+    }
+  }
+  // Both at once, of half of the rows at a time.
+  __device__ void Load(int64_t tile, int depth) {
+    FetchMatrixRows(tile, depth);
+    PutMatrixRows();
+#pragma unroll
+    for (int begin = 0; begin < kLoads; begin += kLoads / 2) {
+      FetchInputs(begin, begin + kLoads / 2, depth);
+      PutInputs(begin, begin + kLoads / 2, tile == 0, depth);
     }
   }
 
   // The keys' values, zeros for what is no token.
   __device__ void LoadValues() {
     bool finite = true;
-    const TensorRows from =
-        RowsOf(a_.v, batch_, kv_head_, first_key_ + row_, kRowStep, a_.value_dim, a_.vector_v);
+    const int row = LoadRow(), channel = Channel();
+    const char* from = RowOf(a_.v, batch_, kv_head_, first_key_ + row);
+    const int64_t step = kRowStep * kElementBytes * a_.v.strides[2];
 #pragma unroll
-    for (int n = 0; n < kTile / kRowStep; ++n) {
+    for (int n = 0; n < kTile / kRowStep; ++n, from += step) {
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
-        const int column = p * kTile + channel_;
-        const float4 x = Math::Convert(
-            from.template Fetch<Math>(n, first_column_ + column, valid_ >> n & 1), a_.v.element);
+        const int column = p * kTile + channel;
+        typename Math::Raw raw = Math::Nothing();
+        if ((valid_ >> n & 1) != 0) {
+          raw = FetchFour<Math>(from, a_.v.strides[3], first_column_ + column, a_.value_dim,
+                                a_.vector_v);
+        }
+        const float4 x = Math::Convert(raw, a_.v.element);
         finite = finite && isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
-        values_.Store(row_ + n * kRowStep, column, x);
+        values_.Store(row + n * kRowStep, column, x);
       }
     }
     turn_ ^= 1;
@@ -360,6 +439,7 @@ class AttendBlock {
   // ---- Tiles of features ----
 
   __device__ void GoThroughTiles() {
+#pragma unroll 1
     for (int64_t tile = 0; tile < a_.sums.tiles; ++tile) {
       LoadSums(tile);
       Fragment<32> features;
@@ -378,32 +458,36 @@ class AttendBlock {
 
   __device__ void Project(int64_t tile, Fragment<32>* features) {
     features->Clear();
-    if (!kPrefetches) Fetch(tile, 0);
-    Put(tile == 0, 0);
+    if (kPrefetches) {
+      Put(tile == 0, 0);
+    } else {
+      Load(tile, 0);
+    }
+#pragma unroll 1
     for (int depth = 0;;) {
       __syncthreads();
-      AddProjections<Math>(a_, rows_, row32_, matrix_, column32_,
+      AddProjections<Math>(a_, rows_, TokenRow(), matrix_, FeatureColumn(),
                            min(kTile, (a_.head_dim - depth + 15) / 16 * 16), features);
       depth += kTile;
       if (depth >= a_.head_dim) break;
-      Fetch(tile, depth);
       __syncthreads();
-      Put(tile == 0, depth);
+      Load(tile, depth);
     }
-    HideMissingFeatures<Math>(a_, tile, column32_, features);
+    HideMissingFeatures<Math>(a_, tile, FeatureColumn(), features);
   }
 
   // The maxima of rows with this tile, and what they change.
   __device__ void FindMaxima(const Fragment<32>& features) {
-    const int half = column32_ / 32;
+    float* partial = numbers_.partial[0][FeatureColumn() / 32] + TokenRow() + Math::FirstRow();
+    const bool is_first = Lane() % 4 == 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float largest = MaxOfRow(MaxOf(features.at[i], 8));
-      if (Lane() % 4 == 0) numbers_.partial[0][half][row32_ + Math::Row(i)] = largest;
+      if (is_first) partial[Math::Row(i)] = largest;
     }
     __syncthreads();
-    if (Thread() < kRows) {
-      const int row = Thread();
+    const int row = Thread();
+    if (row < kRows) {
       const float before = numbers_.maximum[row];
       float now = before;
       if (IsExponential(a_)) {
@@ -421,139 +505,93 @@ class AttendBlock {
 
   // From projections, into shared memory. Ends with a barrier.
   __device__ void MakeFeatures(Fragment<32>* features) {
-    const bool are_keys = kCausal && row32_ < kTile;
-    const int half = column32_ / 32;
+    const int row = TokenRow(), column = FeatureColumn();
+    const bool are_keys = kCausal && row < kTile, is_first = Lane() % 4 == 0;
+    const int first_row = row + Math::FirstRow();
+    const float* maxima = numbers_.maximum + first_row;
+    const float* normaliser = numbers_.normaliser + column + Math::FirstColumn();
+    float* partial = numbers_.partial[0][column / 32] + first_row;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = row32_ + Math::Row(i);
-      const float maximum = numbers_.maximum[row];
+      const float maximum = maxima[Math::Row(i)];
       float total = 0, dot = 0;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         float& x = features->at[i][j];
         x = IsExponential(a_) ? ExpOf(x - maximum) : x < 0 ? 0 : x;
         total += x;
-        if (!are_keys) dot = fmaf(x, numbers_.normaliser[column32_ + Math::Column(j)], dot);
+        if (!are_keys) dot = fmaf(x, normaliser[Math::Column(j)], dot);
       }
       total = SumOfRow(total);
       dot = SumOfRow(dot);
-      if (Lane() % 4 == 0) {
-        numbers_.partial[0][half][row] = total;
-        numbers_.partial[1][half][row] = dot;
-      }
+      if (!is_first) continue;
+      partial[Math::Row(i)] = total;
+      partial[2 * kRows + Math::Row(i)] = dot;
     }
-    rows_.Store(row32_, column32_, *features);
-    if (are_keys && updates_) ScaleKeys(features);
+    rows_.Store(row, column, *features);
+    if (are_keys && updates_) ScaleKeys(row, column, features);
     RescaleResult();
     __syncthreads();
   }
 
   // Features of keys as the tile's sums add them: at the reference that the chunk makes.
-  __device__ void ScaleKeys(Fragment<32>* features) {
-    const float reference =
-        fmaxf(tile_reference_,
-              MaxOfWarp(fmaxf(numbers_.log_scale[Lane()], numbers_.log_scale[Lane() + 32])));
+  __device__ void ScaleKeys(int row, int column, Fragment<32>* features) {
+    const int lane = Lane();
+    const float reference = fmaxf(
+        tile_reference_, MaxOfWarp(fmaxf(numbers_.log_scale[lane], numbers_.log_scale[lane + 32])));
+    const float* log_scales = numbers_.log_scale + row + Math::FirstRow();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float scale = ExpOf(numbers_.log_scale[row32_ + Math::Row(i)] - Shift(reference));
+      const float scale = ExpOf(log_scales[Math::Row(i)] - Shift(reference));
 #pragma unroll
       for (int j = 0; j < 8; ++j) features->at[i][j] *= scale;
     }
-    scaled_.Store(row32_, column32_, *features);
+    scaled_.Store(row, column, *features);
     if (Thread() == 0) {
       numbers_.tile_rescale = Rescale(tile_reference_, reference);
       numbers_.tile_reference = reference;
     }
   }
 
-  __device__ bool DoesPairs() const { return kCausal && Warp() < kWarps / 2; }
-
   __device__ void RescaleResult() {
-    const float* of_queries = numbers_.factor + (kCausal ? kTile : 0) + result_row_;
+    const float* of_queries = numbers_.factor + kFirstQuery + ResultRow() + Math::FirstRow();
+    const float* of_keys = numbers_.factor + ResultColumn() + Math::FirstColumn();
+    const bool does_pairs = DoesPairs();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float of_row = of_queries[Math::Row(i)];
-      if (DoesPairs()) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          result_[0].at[i][j] *= of_row * numbers_.factor[result_column_ + Math::Column(j)];
-        }
-        continue;
-      }
+      for (int j = 0; j < 8; ++j) {
+        result_[0].at[i][j] *= does_pairs ? of_row * of_keys[Math::Column(j)] : of_row;
 #pragma unroll
-      for (int p = 0; p < kPanels; ++p) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) result_[p].at[i][j] *= of_row;
+        for (int p = 1; p < kPanels; ++p) result_[p].at[i][j] *= of_row;
       }
     }
   }
 
   __device__ void AddTotals() {
-    if (Thread() >= kRows) return;
     const int row = Thread();
-    const auto add = [&](float* to, const float(*partial)[kRows]) {
-      to[row] = fmaf(to[row], numbers_.factor[row], partial[0][row] + partial[1][row]);
+    if (row >= kRows) return;
+    const float factor = numbers_.factor[row];
+    const auto with = [&](float before, const float(*partial)[kRows]) {
+      return fmaf(before, factor, partial[0][row] + partial[1][row]);
     };
-    add(numbers_.total, numbers_.partial[0]);
-    if (!kCausal || row >= kTile) add(numbers_.dot, numbers_.partial[1]);
+    numbers_.total[row] = with(numbers_.total[row], numbers_.partial[0]);
+    numbers_.dot[row] = with(numbers_.dot[row], numbers_.partial[1]);
   }
 
   __device__ void AddProducts() {
     if (!attends_) return;
-    const int row = (kCausal ? kTile : 0) + result_row_;
+    const int row = kFirstQuery + ResultRow(), column = ResultColumn();
     if (DoesPairs()) {
-      Math::Multiply(rows_, row, rows_, result_column_, kTile, &result_[0]);
+      Math::Multiply(rows_, row, rows_, column, kTile, &result_[0]);
       return;
     }
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
-      if (p * kTile + result_column_ >= columns_) break;
-      Math::Multiply(rows_, row, sums_, p * kTile + result_column_, kTile, &result_[p]);
+      if (p * kTile + column >= columns_) break;
+      Math::Multiply(rows_, row, sums_, p * kTile + column, kTile, &result_[p]);
     }
-  }
-
-  // The tile's sums with the chunk's keys: 64 x 64 of a panel, of which a warp has 32 x 16.
-  __device__ void UpdateSums(int64_t tile) {
-    const int row = Warp() % 2 * 32, column = Warp() / 2 * 16, depth = (count_ + 15) / 16 * 16;
-    const float rescale = numbers_.tile_rescale;
-    const float* from = from_ == nullptr ? nullptr : from_ + tile * a_.sums.tile;
-    float* to = held_ + tile * a_.sums.tile;
-#pragma unroll
-    for (int p = 0; p < kPanels; ++p) {
-      const int first = p * kTile + column;
-      if (first >= columns_) break;
-      Fragment<16> sums;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int64_t at = SumIndex(row + Math::Row(i), first + Math::Column(j));
-          sums.at[i][j] =
-              from != nullptr && first + Math::Column(j) < columns_ ? rescale * from[at] : 0;
-        }
-      }
-      float normalisers[4] = {};
-      Math::Multiply(scaled_, row, values_, first, depth, &sums, p == 0 ? normalisers : nullptr);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (first + Math::Column(j) >= columns_) continue;
-          to[SumIndex(row + Math::Row(i), first + Math::Column(j))] = sums.at[i][j];
-        }
-        if (first > 0 || Lane() % 4 != 0) continue;
-        const int64_t at = (row + Math::Row(i)) * a_.sums.row + a_.value_dim;
-        to[at] = (from == nullptr ? 0 : rescale * from[at]) + normalisers[i];
-        if (from == to) continue;
-        for (int64_t pad = a_.value_dim + 1; pad < a_.sums.row; ++pad) {
-          to[(row + Math::Row(i)) * a_.sums.row + pad] = 0;
-        }
-      }
-    }
-    if (Thread() == 0) to[(kTile + 1) * a_.sums.row] = numbers_.tile_reference;
-  }
-  __device__ int64_t SumIndex(int row, int column) const {
-    return row * a_.sums.row + first_column_ + column;
   }
 
   // ---- The end of rows ----
@@ -561,7 +599,7 @@ class AttendBlock {
   // Factors and denominators of queries, by one thread each, `row` of the queries. `reference` and
   // `key_maximum` are those of the keys that it sees.
   __device__ RowFactors FindFactors(int row, float reference, float key_maximum) {
-    const int input = (kCausal ? kTile : 0) + row;
+    const int input = kFirstQuery + row;
     const RowFactors factors =
         FactorsOf(a_, {numbers_.maximum[input], numbers_.half_square[input], numbers_.total[input]},
                   reference, key_maximum);
@@ -576,34 +614,12 @@ class AttendBlock {
     return factors;
   }
 
-  // From the products with the sums to rows of y, times their denominators.
-  __device__ void ScaleResult() {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = result_row_ + Math::Row(i);
-      const float product = numbers_.product[row], key = numbers_.key[row];
-      const float constant = numbers_.constant[row];
-#pragma unroll
-      for (int p = 0; p < kPanels; ++p) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const int column = p * kTile + result_column_ + Math::Column(j);
-          float& y = result_[p].at[i][j];
-          y *= product;
-          if (a_.constants.epsilon == 0) continue;
-          y += key * numbers_.feature_values[column] + constant * numbers_.values[column];
-        }
-      }
-    }
-  }
-
   // The denominator of a row, to which `more` is added, and the log-sum-exp. By one thread.
-  __device__ void EndRow(int row, float more) {
+  __device__ void EndRow(int row, float reference, float more) {
     const int64_t query = first_query_ + row;
     if (row >= count_ || query < 0) return;
     const bool is_first = first_column_ == 0;  // of the blocks that have parts of the row
-    const bool has_keys =
-        (kCausal ? numbers_.running_reference[row] : reference_) != NegativeInfinity();
+    const bool has_keys = reference != NegativeInfinity();
     float denominator = 0;
     if (has_keys) denominator = HoldDenominator(a_, numbers_.denominator[row] + more, is_first);
     numbers_.inverse[row] = denominator == 0 ? 0 : 1 / denominator;
@@ -613,29 +629,55 @@ class AttendBlock {
                      has_keys);
     }
   }
-  // A panel of rows, not divided yet, into shared memory.
-  __device__ void PutResult(int panel) {
+
+  // From the products with the sums to rows of y, times their denominators.
+  __device__ void ScaleResult() {
+    const int row = ResultRow() + Math::FirstRow(), column = ResultColumn() + Math::FirstColumn();
+    const bool has_epsilon = a_.constants.epsilon != 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = result_row_ + Math::Row(i);
+      const float product = numbers_.product[row + Math::Row(i)];
+      const float key = numbers_.key[row + Math::Row(i)];
+      const float constant = numbers_.constant[row + Math::Row(i)];
+#pragma unroll
+      for (int p = 0; p < kPanels; ++p) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const int at = column + p * kTile + Math::Column(j);
+          float& y = result_[p].at[i][j];
+          y *= product;
+          if (!has_epsilon) continue;
+          y += key * numbers_.feature_values[at] + constant * numbers_.values[at];
+        }
+      }
+    }
+  }
+
+  // Rows of a panel: where causal, in the place of sums, which nobody reads any more; else, where
+  // there are twice as many, in that of features and W.
+  __device__ float* StagedAt(int panel, int row, int column) const {
+    return staged_ + row * kStagedStride + (kCausal ? panel * kTile : 0) + column;
+  }
+  // A panel of rows, not divided yet, into shared memory.
+  __device__ void PutResult(int panel) {
+    float* first =
+        StagedAt(panel, ResultRow() + Math::FirstRow(), ResultColumn() + Math::FirstColumn());
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
-        *reinterpret_cast<float2*>(StagedAt(panel, row, result_column_ + Math::Column(j))) =
+        *reinterpret_cast<float2*>(first + Math::Row(i) * kStagedStride + Math::Column(j)) =
             make_float2(result_[panel].at[i][j], result_[panel].at[i][j + 1]);
       }
     }
   }
-  // Rows of a panel: in the place of sums, which nobody reads any more; not causal there are twice as
-  // many, in that of features and W.
-  __device__ float* StagedAt(int panel, int row, int column) const {
-    return staged_ + row * kStagedStride + (kCausal ? panel * kTile : 0) + column;
-  }
   __device__ void StoreResult(int panel) {
-    for (int row = row_; row < count_; row += kRowStep) {
-      const int column = panel * kTile + channel_;
+    const int channel = Channel(), column = panel * kTile + channel;
+    if (column >= columns_) return;
+    for (int row = LoadRow(); row < count_; row += kRowStep) {
       const int64_t query = first_query_ + row;
-      if (query < 0 || column >= columns_) continue;
-      float4 y = *reinterpret_cast<const float4*>(StagedAt(panel, row, channel_));
+      if (query < 0) continue;
+      float4 y = *reinterpret_cast<const float4*>(StagedAt(panel, row, channel));
       if (kCausal && !HasFiniteValues()) AddInfiniteValues(row, column, &y);
       y = numbers_.has_keys[row] != 0 ? Times(y, numbers_.inverse[row]) : make_float4(0, 0, 0, 0);
       StoreOut(a_, batch_, head_, query, first_column_ + column, columns_ - column, y);
@@ -644,9 +686,10 @@ class AttendBlock {
 
   // Not causal.
   __device__ void EndRows() {
-    if (Thread() < kQueries) {
-      FindFactors(Thread(), numbers_.reference, numbers_.key_maximum);
-      EndRow(Thread(), 0);
+    const int t = Thread();
+    if (t < kQueries) {
+      FindFactors(t, reference_, numbers_.key_maximum);
+      EndRow(t, reference_, 0);
     }
     __syncthreads();
     ScaleResult();
@@ -661,10 +704,9 @@ class AttendBlock {
 
   // Causal: the pairs, the rows, and the head's numbers with the chunk.
   __device__ void EndChunk() {
-    const float tokens = numbers_.tokens, normaliser_sum = numbers_.normaliser_sum;
-    if (Warp() == 0) FindRunningMaxima();
-    __syncthreads();
     const int t = Thread();
+    if (t / 32 == 0) FindRunningMaxima();
+    __syncthreads();
     if (t < kTile && attends_) {
       const float reference = numbers_.running_reference[t];
       const RowFactors factors = FindFactors(t, reference, numbers_.running_maximum[t]);
@@ -674,11 +716,11 @@ class AttendBlock {
     }
     const float reference = numbers_.running_reference[kTile - 1];
     const float rescale = reference_ == NegativeInfinity() ? 0 : Rescale(reference_, reference);
-    const bool has_epsilon = a_.constants.epsilon != 0;
     float feature_values = 0, values = 0;
-    if (t < kColumns && has_epsilon && updates_) {
+    if (t < kColumns && a_.constants.epsilon != 0 && updates_) {
       feature_values = rescale * numbers_.feature_values[t];
       values = numbers_.values[t];
+#pragma unroll 4
       for (int j = 0; j < count_; ++j) {
         const float value = values_.Get(j, t);
         feature_values = fmaf(numbers_.coefficient[j], value, feature_values);
@@ -695,82 +737,102 @@ class AttendBlock {
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) PutResult(p);
     } else if (attends_ && t < kTile) {
-      EndRow(t, numbers_.partial[0][0][t] + numbers_.partial[0][1][t]);
+      EndRow(t, numbers_.running_reference[t],
+             numbers_.partial[0][0][t] + numbers_.partial[0][1][t]);
     }
     __syncthreads();
-    for (int p = 0; p < kPanels && attends_; ++p) StoreResult(p);
-    if (t < kColumns && updates_) {
+    if (attends_) {
+#pragma unroll
+      for (int p = 0; p < kPanels; ++p) StoreResult(p);
+    }
+    if (t < kColumns) {
       numbers_.feature_values[t] = feature_values;
       numbers_.values[t] = values;
     }
-    if (Warp() == kWarps - 1) {
-      const int j = Lane();
-      const float seen = SumOfWarp(numbers_.seen[j] + numbers_.seen[j + 32]);
-      const float sum = SumOfWarp(numbers_.coefficient[j] + numbers_.coefficient[j + 32]);
-      if (j == 0) {
-        numbers_.tokens = tokens + seen;
-        numbers_.normaliser_sum = rescale * normaliser_sum + sum;
-        numbers_.reference = reference;
-        numbers_.key_maximum = numbers_.running_maximum[kTile - 1];
-      }
-    }
+    if (t / 32 == kWarps - 1) CountKeys(reference, rescale);
     reference_ = reference;
+  }
+  // The head's numbers with the chunk's. By one warp.
+  __device__ void CountKeys(float reference, float rescale) {
+    const int j = Lane();
+    const float seen = SumOfWarp(numbers_.seen[j] + numbers_.seen[j + 32]);
+    const float sum = SumOfWarp(numbers_.coefficient[j] + numbers_.coefficient[j + 32]);
+    if (j > 0) return;
+    numbers_.tokens += seen;
+    numbers_.normaliser_sum = fmaf(rescale, numbers_.normaliser_sum, sum);
+    numbers_.reference = reference;
+    numbers_.key_maximum = numbers_.running_maximum[kTile - 1];
   }
 
   // Of the keys up to each one of the chunk. By one warp.
   __device__ void FindRunningMaxima() {
-    const int j = Lane();
+    const int lane = Lane();
     const bool whole = a_.map.stabiliser == KeyStabiliser::kSequence;
     const auto maximum_of = [&](int key) {
       return numbers_.seen[key] != 0 && !whole ? numbers_.maximum[key] : NegativeInfinity();
     };
-    RunMaxima(numbers_.reference, numbers_.log_scale[j], numbers_.log_scale[j + 32],
+    RunMaxima(numbers_.reference, numbers_.log_scale[lane], numbers_.log_scale[lane + 32],
               numbers_.running_reference);
-    RunMaxima(numbers_.key_maximum, maximum_of(j), maximum_of(j + 32), numbers_.running_maximum);
+    RunMaxima(numbers_.key_maximum, maximum_of(lane), maximum_of(lane + 32),
+              numbers_.running_maximum);
     __syncwarp();
     const float shift = Shift(numbers_.running_reference[kTile - 1]);
-    for (int key = j; key < kTile; key += 32) {
+    for (int key = lane; key < kTile; key += 32) {
       numbers_.coefficient[key] = ExpOf(numbers_.log_scale[key] - shift) * numbers_.total[key];
     }
   }
   // to[n] = max(before, values 0 to n), of which the lane has n = lane and lane + 32.
   __device__ void RunMaxima(float before, float low, float high, float* to) {
+    const int lane = Lane();
     low = fmaxf(before, low);
     for (int lanes = 1; lanes < 32; lanes *= 2) {
       const float other = __shfl_up_sync(~0u, low, lanes);
-      if (Lane() >= lanes) low = fmaxf(low, other);
+      if (lane >= lanes) low = fmaxf(low, other);
     }
     high = fmaxf(high, __shfl_sync(~0u, low, 31));
     for (int lanes = 1; lanes < 32; lanes *= 2) {
       const float other = __shfl_up_sync(~0u, high, lanes);
-      if (Lane() >= lanes) high = fmaxf(high, other);
+      if (lane >= lanes) high = fmaxf(high, other);
     }
-    to[Lane()] = low;
-    to[Lane() + 32] = high;
+    to[lane] = low;
+    to[lane + 32] = high;
   }
 
   // From products of features to what the values are weighted with, and its sum in each row.
   __device__ void StoreWeights() {
+    const int row = ResultRow() + Math::FirstRow(), column = ResultColumn() + Math::FirstColumn();
+    float* partial = numbers_.partial[0][ResultColumn() / 32] + row;
+    const bool is_first = Lane() % 4 == 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = result_row_ + Math::Row(i);
-      const float shift = numbers_.shift[row], product = numbers_.pair_product[row];
-      const float key = numbers_.pair_key[row], constant = numbers_.constant[row];
+      const int at = row + Math::Row(i);
+      const float shift = numbers_.shift[at], product = numbers_.pair_product[at];
+      const float key = numbers_.pair_key[at], constant = numbers_.constant[at];
       float sum = 0;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const int column = result_column_ + Math::Column(j);
+        const int of_key = column + Math::Column(j);
         float& x = result_[0].at[i][j];
-        const float decay = ExpOf(numbers_.log_scale[column] - shift);
+        const float decay = ExpOf(numbers_.log_scale[of_key] - shift);
         const float weight =
-            decay * (product * x + key * numbers_.total[column]) + constant * numbers_.seen[column];
-        x = column <= row ? weight : 0;
+            decay * (product * x + key * numbers_.total[of_key]) + constant * numbers_.seen[of_key];
+        x = of_key <= at ? weight : 0;
         sum += x;
       }
       sum = SumOfRow(sum);
-      if (Lane() % 4 == 0) numbers_.partial[0][result_column_ / 32][row] = sum;
+      if (is_first) partial[Math::Row(i)] = sum;
     }
-    weights_.Store(result_row_, result_column_, result_[0]);
+    weights_.Store(ResultRow(), ResultColumn(), result_[0]);
+  }
+
+  // Adds the weighted values of the chunk.
+  __device__ void AddValues() {
+    const int row = ResultRow(), column = ResultColumn(), depth = (count_ + 15) / 16 * 16;
+#pragma unroll
+    for (int p = 0; p < kPanels; ++p) {
+      if (p * kTile + column >= columns_) break;
+      Math::Multiply(weights_, row, values_, p * kTile + column, depth, &result_[p]);
+    }
   }
 
   // A weight of 0 must not meet a value that is not finite and not seen: such values are left out of
@@ -779,9 +841,8 @@ class AttendBlock {
   __device__ void HideInfiniteValues() {
     if (HasFiniteValues()) return;
     const auto hide = [](float x) { return isfinite(x) ? x : 0; };
-    for (int n = 0; n < kTile / kRowStep; ++n) {
-      const int row = row_ + n * kRowStep;
-      for (int column = channel_; column < kColumns; column += kTile) {
+    for (int row = LoadRow(); row < kTile; row += kRowStep) {
+      for (int column = Channel(); column < kColumns; column += kTile) {
         values_.Store(
             row, column,
             make_float4(hide(values_.Get(row, column)), hide(values_.Get(row, column + 1)),
@@ -792,26 +853,15 @@ class AttendBlock {
   __device__ void AddInfiniteValues(int row, int column, float4* y) const {
     for (int key = 0; key <= row && key < count_; ++key) {
       if (numbers_.seen[key] == 0) continue;
-      const TensorRows values =
-          RowsOf(a_.v, batch_, kv_head_, first_key_ + key, 1, a_.value_dim, a_.vector_v);
-      const float4 value =
-          Math::Convert(values.template Fetch<Math>(0, first_column_ + column, true), a_.v.element);
+      const float4 value = Math::Convert(
+          FetchFour<Math>(RowOf(a_.v, batch_, kv_head_, first_key_ + key), a_.v.strides[3],
+                          first_column_ + column, a_.value_dim, a_.vector_v),
+          a_.v.element);
       const float weight = weights_.Get(row, key);
       if (!isfinite(value.x)) y->x = fmaf(weight, value.x, y->x);
       if (!isfinite(value.y)) y->y = fmaf(weight, value.y, y->y);
       if (!isfinite(value.z)) y->z = fmaf(weight, value.z, y->z);
       if (!isfinite(value.w)) y->w = fmaf(weight, value.w, y->w);
-    }
-  }
-
-  // Adds the weighted values of the chunk.
-  __device__ void AddValues() {
-    const int depth = (count_ + 15) / 16 * 16;
-#pragma unroll
-    for (int p = 0; p < kPanels; ++p) {
-      const int first = p * kTile + result_column_;
-      if (first >= columns_) break;
-      Math::Multiply(weights_, result_row_, values_, first, depth, &result_[p]);
     }
   }
 
@@ -825,27 +875,21 @@ class AttendBlock {
   float* const staged_;
   Numbers& numbers_;
   int first_column_, columns_;  // of values: this block's part
-  int64_t piece_, head_, batch_, kv_head_;
+  int head_, batch_, kv_head_;
+  int64_t piece_;
   const float* from_ = nullptr;  // the head's sums before the chunk, or of all keys; null: none
   float* held_ = nullptr;        // where they are brought forward
 
-  // As a thread that loads, and as a warp: in projections, and in results.
-  const int row_ = Thread() / 16;
-  const int channel_ = Thread() % 16 * 4;
-  const int row32_ = Warp() % 4 * 32;
-  const int column32_ = Warp() / 4 * 32;
-  const int result_row_ = kCausal ? Warp() % 2 * 32 : row32_;
-  const int result_column_ = kCausal ? Warp() / 2 % 2 * 32 : column32_;
-
   int64_t first_query_ = 0, first_key_ = 0;
-  int count_ = 0;         // rows of queries, and of keys where causal
-  unsigned valid_ = 0;    // bit n: row row_ + 16 n of the inputs is one
-  bool attends_ = true;   // there are queries
-  bool updates_ = false;  // the chunk is not the last of the block
-  int turn_ = 0;
-  float reference_ = 0;       // R of the head's sums
-  float tile_reference_ = 0;  // and of the tile's
-  TensorRows keys_ = {}, queries_ = {};
+  int count_ = 0;               // rows of queries, and of keys where causal
+  unsigned valid_ = 0;          // bit n: the thread's row n of the inputs is one
+  bool attends_ = true;         // there are queries
+  bool updates_ = false;        // the chunk is not the last of the block
+  int turn_ = 0;                // of numbers_.not_finite
+  float reference_ = 0;         // R of the head's sums
+  float tile_reference_ = 0;    // and of the tile's
+  const char* keys_ = nullptr;  // the thread's first row
+  const char* queries_ = nullptr;
   typename Math::Raw inputs_[kLoads];
   float4 w_[kMatrixLoads];
   Fragment<32> result_[kPanels];

@@ -26,13 +26,15 @@ constexpr int kLinearAppendHeads = 8;
 //   R_t = max rho_j of the features up to tile t, or of the tile's alone; R = max_t R_t
 //
 //   tile     [65][row], R_t, max_j M_j of the same features, 2 unused
-//            row r < 64: sum_j exp(w_r . k_j - |k_j|^2 / 2 - R_t) (v_j, 1), padded with zeros
+//            row r < 64: sum_j exp(w_r . k_j - |k_j|^2 / 2 - R_t) v_j, padded with zeros to a multiple
+//            of 4, and the same with 1 for v_j, at column `ones`
 //            row 64: the sum of the rows above
-//   values   [row]: sum_j (v_j, 1)
+//   values   [row]: sum_j v_j, and at `ones` the number of tokens
 //
 // for the tiles one after the other, then the values. A tile without keys has R_t = -inf.
 struct LinearSums {
-  int64_t row;    // value_dim + 1, rounded up to 4
+  int64_t ones;   // value_dim, rounded up to 4
+  int64_t row;    // ones + 4
   int64_t tile;   // floats of a tile
   int64_t tiles;  // of a head
   int64_t head;   // floats of a head
@@ -41,7 +43,8 @@ struct LinearSums {
 constexpr LinearSums LinearSumsOf(const FeatureMap& map, int64_t value_dim) {
   const int64_t projections = map.feature == Feature::kExpPair ? kLinearTile / 2 : kLinearTile;
   LinearSums sums = {};
-  sums.row = (value_dim + 4) / 4 * 4;
+  sums.ones = (value_dim + 3) / 4 * 4;
+  sums.row = sums.ones + 4;
   sums.tile = (kLinearTile + 1) * sums.row + 4;
   sums.tiles = (map.projections + projections - 1) / projections;
   sums.head = sums.tiles * sums.tile + sums.row;

@@ -8,9 +8,9 @@
 //              planes the least is left out. The range is that of fp32, as features need it, and
 //              sums are fp32. An infinity among W, queries or keys gives NaN.
 //
-// A block has 8 warps. A warp computes tiles of 32 rows and 16 or 32 columns; lane l holds the
-// elements (Row(i), Column(j)), i < 4, of which columns 2 n and 2 n + 1 are neighbours and rows
-// depend on l / 4, columns on l % 4 alone.
+// A block has 8 warps. A warp computes tiles of 32 rows and 16 or 32 columns; a lane holds the
+// elements (FirstRow() + Row(i), FirstColumn() + Column(j)), i < 4, of which columns 2 n and 2 n + 1
+// are neighbours. Of lane l, rows depend on l / 4 alone and columns on l % 4.
 //
 // What is contracted over is called depth. Two kinds of tiles are operands:
 //
@@ -36,7 +36,16 @@ constexpr int kTile = kLinearTile;  // tokens of a chunk, features of a tile, ch
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-__device__ inline int Thread() { return static_cast<int>(threadIdx.x); }
+// The same value, of which the compiler knows nothing: it computes what follows from it where it is
+// needed, not ahead of a loop into registers that the loop lacks.
+__device__ inline int Opaque(int x) {
+#ifdef __CUDACC__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
+__device__ inline int Thread() { return Opaque(static_cast<int>(threadIdx.x)); }
 __device__ inline int Lane() { return Thread() % 32; }
 __device__ inline int Warp() { return Thread() / 32; }
 
@@ -68,8 +77,10 @@ struct Fp32 {
                        count > 3 ? from[3 * stride] : 0);
   }
 
-  __device__ static int Row(int i) { return Lane() / 4 * 4 + i; }
-  __device__ static int Column(int j) { return j / 4 * 16 + Lane() % 4 * 4 + j % 4; }
+  __device__ static int FirstRow() { return Lane() / 4 * 4; }
+  __device__ static int FirstColumn() { return Lane() % 4 * 4; }
+  static constexpr int Row(int i) { return i; }
+  static constexpr int Column(int j) { return j / 4 * 16 + j % 4; }
 
   // By depth. Which four rows lie where is exchanged from one four of depth to the next: stores of
   // rows then reach all banks.
@@ -97,9 +108,10 @@ struct Fp32 {
     }
     template <int kColumns>
     __device__ void Store(int row, int depth, const Fragment<kColumns>& x) const {
+      const int first_row = row + FirstRow(), first_depth = depth + FirstColumn();
 #pragma unroll
       for (int j = 0; j < Fragment<kColumns>::kEach; j += 4) {
-        float* to = At(depth + Column(j), row + Row(0));
+        float* to = At(first_depth + Column(j), first_row);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           *reinterpret_cast<float4*>(to + n * kStep) =
@@ -128,7 +140,7 @@ struct Fp32 {
     }
     template <int kFragmentColumns>
     __device__ void Store(int depth, int column, const Fragment<kFragmentColumns>& x) const {
-      float* to = At(depth + Row(0), column + Column(0));
+      float* to = At(depth + FirstRow(), column + FirstColumn());
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -143,17 +155,18 @@ struct Fp32 {
     float* data_;
   };
 
-  // result += a b, and sums[i] += the sum of row Row(i) of a. Rows of a from `row` on, columns of b
+  // result += a b, and sums[i] += the sum of the lane's row i of a. Rows of a from `row` on, columns of b
   // from `column` on; depth is a multiple of 16.
   template <int kColumns, class A, class B>
   __device__ static void Multiply(const A& a, int row, const B& b, int column, int depth,
                                   Fragment<kColumns>* result, float sums[4] = nullptr) {
+    const int first_row = row + FirstRow(), first_column = column + FirstColumn();
 #pragma unroll 1
     for (int k = 0; k < depth; k += 4) {
-      const float* first = a.At(k, row + Row(0));
+      const float* first = a.At(k, first_row);
       const float* second[kColumns / 16];
 #pragma unroll
-      for (int n = 0; n < kColumns / 16; ++n) second[n] = b.At(k, column + Column(4 * n));
+      for (int n = 0; n < kColumns / 16; ++n) second[n] = b.At(k, first_column + Column(4 * n));
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         const float4 x = *reinterpret_cast<const float4*>(first + step * A::kStep);
@@ -195,9 +208,15 @@ struct Fp32 {
 
 // ---- 16 bits ----
 
-// Two numbers rounded to bf16, the first in the low half of a word.
+// Two numbers rounded to 16 bits, the first in the low half of a word.
 __device__ inline unsigned PackBf16(float x, float y) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+  unsigned bits;
+  memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+__device__ inline unsigned PackF16(float x, float y) {
+  const __half2 pair = __floats2half2_rn(x, y);
   unsigned bits;
   memcpy(&bits, &pair, sizeof(bits));
   return bits;
@@ -224,16 +243,21 @@ struct SplitBf16 {
     return make_uint2(a | b << 16, c | d << 16);
   }
 
-  __device__ static int Row(int i) { return 8 * i + Lane() / 4; }
-  __device__ static int Column(int j) { return j / 2 * 8 + Lane() % 4 * 2 + j % 2; }
+  __device__ static int FirstRow() { return Lane() / 4; }
+  __device__ static int FirstColumn() { return Lane() % 4 * 2; }
+  static constexpr int Row(int i) { return 8 * i; }
+  static constexpr int Column(int j) { return j / 2 * 8 + j % 2; }
 
   // Planes of [kRows][kColumns], whose sum the elements are; rows are 16 bytes longer, so that 8 that
   // follow each other begin in different banks.
-  template <int kCount, int kRows, int kColumns>
+  template <int kCount, int kRows, int kColumns, bool kDown>
   class Planes {
    public:
     static constexpr int kPlanes = kCount;
     static constexpr int kStride = kColumns + 8;
+    // To 16 further along depth, and along the other dimension.
+    static constexpr int kDepth16 = kDown ? 16 * kStride : 16;
+    static constexpr int kOther16 = kDown ? 16 : 16 * kStride;
     static constexpr int kPlane = kRows * kStride;
     static constexpr int kBytes = kPlanes * kPlane * 2;
     __device__ explicit Planes(void* memory) : data_(static_cast<unsigned short*>(memory)) {}
@@ -266,57 +290,53 @@ struct SplitBf16 {
     }
     template <int kFragmentColumns>
     __device__ void Store(int row, int column, const Fragment<kFragmentColumns>& x) const {
+      unsigned short* first = data_ + (row + FirstRow()) * kStride + column + FirstColumn();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
         for (int j = 0; j < Fragment<kFragmentColumns>::kEach; j += 2) {
           const unsigned high = PackBf16(x.at[i][j], x.at[i][j + 1]);
-          unsigned* to =
-              reinterpret_cast<unsigned*>(data_ + (row + Row(i)) * kStride + column + Column(j));
+          unsigned* to = reinterpret_cast<unsigned*>(first + Row(i) * kStride + Column(j));
           to[0] = high;
           to[kPlane / 2] = PackBf16(x.at[i][j] - LowBf16(high), x.at[i][j + 1] - HighBf16(high));
         }
       }
     }
 
-   protected:
-    // The 8 x 8 matrices of 16 x 16 elements: lane l tells ldmatrix where row l % 8 of matrix l / 8
-    // begins. `rows_first`: matrix 1 is below matrix 0, else beside it.
-    __device__ const unsigned short* RowOfMatrix(int row, int column, bool rows_first) const {
-      const int matrix = Lane() / 8, second = matrix % 2 * 8, third = matrix / 2 * 8;
-      return data_ + (row + Lane() % 8 + (rows_first ? second : third)) * kStride + column +
-             (rows_first ? third : second);
+    // What the lane tells ldmatrix for 16 x 16 elements from `first` on, at depth 0: where row l % 8
+    // of the 8 x 8 matrix l / 8 begins. The four registers are those of mma's first operand, or of
+    // its second for 8 columns and for the next 8.
+    __device__ const unsigned short* Start(int first, bool is_first_operand) const {
+      const int lane = Lane(), matrix = lane / 8;
+      const bool second_below =
+          is_first_operand != kDown;  // matrix 1 below matrix 0, not beside it
+      const int below = second_below ? matrix % 2 : matrix / 2;
+      const int beside = second_below ? matrix / 2 : matrix % 2;
+      return data_ + ((kDown ? 0 : first) + lane % 8 + 8 * below) * kStride + (kDown ? first : 0) +
+             8 * beside;
+    }
+    __device__ static void Load(const unsigned short* from, unsigned registers[4]) {
+      if (kDown) {
+        LdMatrixX4Transposed(registers, from);
+      } else {
+        LdMatrixX4(registers, from);
+      }
     }
 
+   protected:
     unsigned short* data_;
   };
 
   template <int kRows, int kCount = 2>
-  class Across : public Planes<kCount, kRows, kTile> {
-   public:
-    using Planes<kCount, kRows, kTile>::Planes;
-    __device__ void LoadFirst(int row, int depth, int plane, unsigned a[4]) const {
-      LdMatrixX4(a, this->RowOfMatrix(row, depth, true) + plane * this->kPlane);
-    }
-    // Of 16 columns: the registers of the first 8, then of the others.
-    __device__ void LoadSecond(int depth, int column, int plane, unsigned b[4]) const {
-      LdMatrixX4(b, this->RowOfMatrix(column, depth, false) + plane * this->kPlane);
-    }
-  };
+  using Across = Planes<kCount, kRows, kTile, false>;
   template <int kRows>
   using Inputs = Across<kRows>;
   using Matrix = Across<kTile, 3>;
   template <int kDepth, int kColumns>
-  class Down : public Planes<2, kDepth, kColumns> {
+  class Down : public Planes<2, kDepth, kColumns, true> {
    public:
-    using Planes<2, kDepth, kColumns>::Planes;
+    using Planes<2, kDepth, kColumns, true>::Planes;
     __device__ Down From(int depth) const { return Down(this->data_ + depth * this->kStride); }
-    __device__ void LoadFirst(int row, int depth, int plane, unsigned a[4]) const {
-      LdMatrixX4Transposed(a, this->RowOfMatrix(depth, row, false) + plane * this->kPlane);
-    }
-    __device__ void LoadSecond(int depth, int column, int plane, unsigned b[4]) const {
-      LdMatrixX4Transposed(b, this->RowOfMatrix(depth, column, true) + plane * this->kPlane);
-    }
   };
 
   // d += a b for 16 rows: tile `half` of the fragment's rows, columns 8 n and on.
@@ -337,20 +357,22 @@ struct SplitBf16 {
   __device__ static void MultiplyPlanes(const A& a, int row, const B& b, int column, int depth,
                                         Fragment<kColumns>* result, float sums[4]) {
     const unsigned ones[2] = {0x3f803f80u, 0x3f803f80u};
+    const unsigned short* of_a = a.Start(row, true);
+    const unsigned short* of_b = b.Start(column, false);
 #pragma unroll 1
-    for (int k = 0; k < depth; k += 16) {
+    for (int k = 0; k < depth; k += 16, of_a += A::kDepth16, of_b += B::kDepth16) {
       unsigned first[kPlanes][2][4];  // of 16 rows each
 #pragma unroll
       for (int i = 0; i < kPlanes; ++i) {
-        a.LoadFirst(row, k, i, first[i][0]);
-        a.LoadFirst(row + 16, k, i, first[i][1]);
+        A::Load(of_a + i * A::kPlane, first[i][0]);
+        A::Load(of_a + i * A::kPlane + A::kOther16, first[i][1]);
       }
 #pragma unroll
       for (int n = 0; n < kColumns / 16; ++n) {
 #pragma unroll
         for (int j = 0; j < B::kPlanes; ++j) {
           unsigned second[4];
-          b.LoadSecond(k, column + 16 * n, j, second);
+          B::Load(of_b + j * B::kPlane + n * B::kOther16, second);
 #pragma unroll
           for (int i = 0; i < kPlanes; ++i) {
             if (i + j >= B::kPlanes) continue;

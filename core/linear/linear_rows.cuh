@@ -12,49 +12,31 @@ namespace {
 
 // ---- Rows ----
 
-// The same value, of which the compiler knows nothing: it computes what follows from it where it is
-// needed, not ahead of a loop into registers that the loop lacks.
-__device__ inline const char* Opaque(const char* x) {
-#ifdef __CUDACC__
-  asm volatile("" : "+l"(x));
-#endif
-  return x;
+// Four channels of a row of Math's dtype, zeros beyond the last one. `is_vector`: they lie side by
+// side, aligned.
+template <class Math>
+__device__ typename Math::Raw FetchFour(const char* row, int64_t stride, int channel, int channels,
+                                        bool is_vector) {
+  using Raw = typename Math::Raw;
+  if (channel >= channels) return Math::Nothing();
+  const char* from = row + channel * stride * (sizeof(Raw) / 4);
+  if (is_vector) return *reinterpret_cast<const Raw*>(from);
+  return Math::Gather(from, stride, channels - channel);
 }
 
-// The rows that a thread loads of a tensor whose dtype is that of Math::Raw: those `step` bytes apart.
-struct TensorRows {
-  const char* data;
-  int64_t step;
-  int64_t stride;  // of channels, in elements
-  int channels;
-  bool is_vector;  // four channels can be read at once
-
-  // Four channels of row n, zeros beyond the last channel, or where it does not exist.
-  template <class Math>
-  __device__ typename Math::Raw Fetch(int n, int channel, bool exists) const {
-    using Raw = typename Math::Raw;
-    if (!exists || channel >= channels) return Math::Nothing();
-    constexpr int kSize = sizeof(Raw) / 4;
-    const char* from = data + n * step + channel * stride * kSize;
-    if (is_vector) return *reinterpret_cast<const Raw*>(from);
-    return Math::Gather(from, stride, channels - channel);
-  }
-};
-
-__device__ inline TensorRows RowsOf(const DeviceView& view, int64_t b, int64_t h, int64_t token,
-                                    int tokens_apart, int channels, bool is_vector) {
-  const int64_t size = view.element == Element::kF32 ? 4 : 2;
+// Row `token` of a head.
+__device__ inline const char* RowOf(const DeviceView& view, int64_t b, int64_t h, int64_t token) {
   const int64_t offset = b * view.strides[0] + h * view.strides[1] + token * view.strides[2];
-  return {static_cast<const char*>(view.data) + offset * size,
-          tokens_apart * view.strides[2] * size, view.strides[3], channels, is_vector};
+  return static_cast<const char*>(view.data) + offset * (view.element == Element::kF32 ? 4 : 2);
 }
-// Rows of W for a key-value head.
-__device__ inline TensorRows MatrixRows(const LinearArguments& a, int64_t kv_head,
-                                        int64_t projection, int projections_apart) {
+
+// Four channels of row `projection` of W for a key-value head, as inputs meet them.
+__device__ inline float4 FetchMatrix(const LinearArguments& a, int64_t kv_head, int64_t projection,
+                                     int channel) {
+  if (projection >= a.map.projections) return make_float4(0, 0, 0, 0);
   const int64_t row = (a.map.per_head ? kv_head * a.map.projections : 0) + projection;
-  return {reinterpret_cast<const char*>(a.w + row * a.head_dim),
-          static_cast<int64_t>(sizeof(float)) * projections_apart * a.head_dim, 1, a.head_dim,
-          a.head_dim % 4 == 0};
+  return FetchFour<Fp32>(reinterpret_cast<const char*>(a.w + row * a.head_dim), 1, channel,
+                         a.head_dim, a.head_dim % 4 == 0);
 }
 
 // Whether key j of a batch is a token.
@@ -120,13 +102,13 @@ __device__ void AddProjections(const LinearArguments& a, const Inputs& inputs, i
 template <class Math>
 __device__ void HideMissingFeatures(const LinearArguments& a, int64_t tile, int column,
                                     Fragment<32>* projections) {
-  const bool pair = a.map.feature == Feature::kExpPair;
   const int64_t left = a.map.projections - tile * TileProjections(a);  // rows of W from the tile on
   if (left >= TileProjections(a) || !IsExponential(a)) return;
+  const bool pair = a.map.feature == Feature::kExpPair;
+  const int first = (pair ? column / 2 : column) + Math::FirstColumn();
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const int projection = pair ? column / 2 + Math::Column(j) % 16 : column + Math::Column(j);
-    if (projection < left) continue;
+    if (first + Math::Column(pair ? j % 4 : j) < left) continue;
 #pragma unroll
     for (int i = 0; i < 4; ++i) projections->at[i][j] = NegativeInfinity();
   }
@@ -242,13 +224,9 @@ __device__ inline void StoreOut(const LinearArguments& a, int64_t b, int64_t h, 
       *reinterpret_cast<float4*>(static_cast<float*>(a.out.data) + offset) = y;
       return;
     }
-    __align__(8) unsigned short bits[4];
-    StoreElement(bits, a.out.element, 0, y.x);
-    StoreElement(bits, a.out.element, 1, y.y);
-    StoreElement(bits, a.out.element, 2, y.z);
-    StoreElement(bits, a.out.element, 3, y.w);
-    uint2 four;
-    memcpy(&four, bits, sizeof(four));
+    const bool is_bf16 = a.out.element == Element::kBf16;
+    const uint2 four = is_bf16 ? make_uint2(PackBf16(y.x, y.y), PackBf16(y.z, y.w))
+                               : make_uint2(PackF16(y.x, y.y), PackF16(y.z, y.w));
     *reinterpret_cast<uint2*>(static_cast<unsigned short*>(a.out.data) + offset) = four;
     return;
   }

@@ -43,6 +43,7 @@ class SumBlock {
   using Values = typename Math::template Down<kKeys, kColumns>;
   static constexpr int kInputBytes =
       Inputs::kBytes > Features::kBytes ? Inputs::kBytes : Features::kBytes;
+  static constexpr int kElementBytes = sizeof(typename Math::Raw) / 4;
   static constexpr int kFloats = 3 * kKeys + 2 * kWarps;
   static constexpr int kBytes =
       kInputBytes + Values::kBytes + Matrix::kBytes + kFloats * static_cast<int>(sizeof(float));
@@ -61,15 +62,15 @@ class SumBlock {
         normaliser_(seen_ + kKeys),
         partial_(normaliser_ + kKeys) {
     const int64_t parts = ValueParts(a, kColumns);
-    part_ = task % parts;
+    part_ = static_cast<int>(task % parts);
     task /= parts;
     tile_ = task % a.sums.tiles;
     task /= a.sums.tiles;
     group_ = task % a.summed_groups;
     head_ = task / a.summed_groups;
-    batch_ = head_ / a.kv_heads;
-    kv_head_ = head_ % a.kv_heads;
-    first_column_ = static_cast<int>(part_) * kColumns;
+    batch_ = static_cast<int>(head_ / a.kv_heads);
+    kv_head_ = static_cast<int>(head_ % a.kv_heads);
+    first_column_ = part_ * kColumns;
     columns_ = min(kColumns, a.value_dim - first_column_);
   }
 
@@ -86,17 +87,24 @@ class SumBlock {
   }
 
  private:
-  // Threads load four channels of rows row_ + 16 n each.
+  // A thread loads four channels of each of the rows Row() + 16 n.
   static constexpr int kRowStep = kThreads / 16;
+  __device__ static int Row() { return Thread() / 16; }
+  __device__ static int Channel() { return Thread() % 16 * 4; }
+  // A warp's place in projections, and in sums.
+  __device__ static int TokenRow() { return Warp() % 4 * 32; }
+  __device__ static int FeatureColumn() { return Warp() / 4 * 32; }
+  __device__ static int ResultRow() { return Warp() % 2 * 32; }
+  __device__ static int ResultColumn() { return Warp() / 2 % 2 * 32; }
 
   __device__ void AddKeys(int64_t first, int count) {
-    unsigned seen = 0;  // bit n: row row_ + 16 n is a token
+    unsigned seen = 0;  // bit n: the thread's row n is a token
 #pragma unroll
     for (int n = 0; n < kKeys / kRowStep; ++n) {
-      const int row = row_ + n * kRowStep;
+      const int row = Row() + n * kRowStep;
       const bool is_seen = row < count && IsToken(a_, batch_, first + row);
       seen |= (is_seen ? 1u : 0u) << n;
-      if (channel_ == 0) seen_[row] = is_seen ? 1.0f : 0.0f;
+      if (Channel() == 0) seen_[row] = is_seen ? 1.0f : 0.0f;
     }
     tokens_ += __popc(seen);
     LoadValues(first, seen);
@@ -110,32 +118,37 @@ class SumBlock {
       has_matrix_ = true;
       __syncthreads();
       const int channels = min(kTile, (a_.head_dim - depth + 15) / 16 * 16);
-      AddProjections<Math>(a_, inputs_, row32_, matrix_, column32_, channels, &features);
+      AddProjections<Math>(a_, inputs_, TokenRow(), matrix_, FeatureColumn(), channels, &features);
     }
-    HideMissingFeatures<Math>(a_, tile_, column32_, &features);
+    HideMissingFeatures<Math>(a_, tile_, FeatureColumn(), &features);
     MakeFeatures(&features);
-    features_.Store(row32_, column32_, features);
+    features_.Store(TokenRow(), FeatureColumn(), features);
     __syncthreads();
     const int half = Warp() / 4 * kTile;
     const int depth = min(kTile, (max(count - half, 0) + 15) / 16 * 16);
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
-      Math::Multiply(features_.From(half), result_row_, values_.From(half),
-                     p * kTile + result_column_, depth, &sums_[p], p == 0 ? normalisers_ : nullptr);
+      Math::Multiply(features_.From(half), ResultRow(), values_.From(half),
+                     p * kTile + ResultColumn(), depth, &sums_[p], p == 0 ? normalisers_ : nullptr);
     }
   }
 
   __device__ void LoadValues(int64_t first, unsigned seen) {
-    const TensorRows from =
-        RowsOf(a_.v, batch_, kv_head_, first + row_, kRowStep, a_.value_dim, a_.vector_v);
-#pragma unroll
-    for (int n = 0; n < kKeys / kRowStep; ++n) {
+    const int row = Row(), channel = Channel();
+    const char* from = RowOf(a_.v, batch_, kv_head_, first + row);
+    const int64_t step = kRowStep * a_.v.strides[2] * kElementBytes;
+#pragma unroll 4
+    for (int n = 0; n < kKeys / kRowStep; ++n, from += step) {
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
-        const int column = p * kTile + channel_;
-        const float4 x =
-            Math::Convert(from.Fetch<Math>(n, first_column_ + column, seen >> n & 1), a_.v.element);
-        values_.Store(row_ + n * kRowStep, column, x);
+        const int column = p * kTile + channel;
+        typename Math::Raw raw = Math::Nothing();
+        if ((seen >> n & 1) != 0) {
+          raw = FetchFour<Math>(from, a_.v.strides[3], first_column_ + column, a_.value_dim,
+                                a_.vector_v);
+        }
+        const float4 x = Math::Convert(raw, a_.v.element);
+        values_.Store(row + n * kRowStep, column, x);
         value_sums_[p].x += x.x;
         value_sums_[p].y += x.y;
         value_sums_[p].z += x.z;
@@ -145,36 +158,37 @@ class SumBlock {
   }
 
   __device__ void LoadInputs(int64_t first, unsigned seen, int depth) {
-    const TensorRows from =
-        RowsOf(a_.k, batch_, kv_head_, first + row_, kRowStep, a_.head_dim, a_.vector_k);
-#pragma unroll
-    for (int n = 0; n < kKeys / kRowStep; ++n) {
-      const int row = row_ + n * kRowStep;
-      const typename Math::Raw raw = from.Fetch<Math>(n, depth + channel_, seen >> n & 1);
-      Math::StoreInputs(inputs_, row, channel_, raw, a_.k.element);
-      AddHalfSquare(a_, Math::Convert(raw, a_.k.element), depth == 0, half_square_ + row);
+    const int row = Row(), channel = Channel();
+    const char* from = RowOf(a_.k, batch_, kv_head_, first + row);
+    const int64_t step = kRowStep * a_.k.strides[2] * kElementBytes;
+#pragma unroll 4
+    for (int n = 0; n < kKeys / kRowStep; ++n, from += step) {
+      typename Math::Raw raw = Math::Nothing();
+      if ((seen >> n & 1) != 0) {
+        raw = FetchFour<Math>(from, a_.k.strides[3], depth + channel, a_.head_dim, a_.vector_k);
+      }
+      const int at = row + n * kRowStep;
+      Math::StoreInputs(inputs_, at, channel, raw, a_.k.element);
+      AddHalfSquare(a_, Math::Convert(raw, a_.k.element), depth == 0, half_square_ + at);
     }
   }
 
   __device__ void LoadMatrix(int depth) {
-    const int64_t projection = tile_ * TileProjections(a_) + row_;
-    const TensorRows from = MatrixRows(a_, kv_head_, projection, kRowStep);
-#pragma unroll
-    for (int n = 0; n < kTile / kRowStep; ++n) {
-      const int row = row_ + n * kRowStep;
-      if (row >= TileProjections(a_)) break;
-      const bool exists = projection + n * kRowStep < a_.map.projections;
-      matrix_.Store(row, channel_,
-                    Times(from.Fetch<Fp32>(n, depth + channel_, exists), a_.map.input_scale));
+    const int channel = Channel();
+    for (int row = Row(); row < TileProjections(a_); row += kRowStep) {
+      const float4 x =
+          FetchMatrix(a_, kv_head_, tile_ * TileProjections(a_) + row, depth + channel);
+      matrix_.Store(row, channel, Times(x, a_.map.input_scale));
     }
   }
 
   // From projections; brings the sums to the reference that these keys make.
   __device__ void MakeFeatures(Fragment<32>* features) {
     float reference = NegativeInfinity(), maximum = NegativeInfinity();
+    const int first_row = TokenRow() + Math::FirstRow();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = row32_ + Math::Row(i);
+      const int row = first_row + Math::Row(i);
       float largest = 0;
       if (IsExponential(a_)) largest = MaxOf(features->at[i], 8);
       if (seen_[row] == 0) continue;
@@ -203,7 +217,7 @@ class SumBlock {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       normalisers_[i] *= rescale;
-      const int row = row32_ + Math::Row(i);
+      const int row = first_row + Math::Row(i);
       const bool is_seen = seen_[row] != 0;
       const float shift = half_square_[row] + Shift(reference);
 #pragma unroll
@@ -235,36 +249,36 @@ class SumBlock {
     float* tile = head + tile_ * a_.sums.tile;
     for (int r = Warp(); r <= kTile; r += kWarps) {
       float* row = tile + r * a_.sums.row;
-      for (int c = Lane(); c < columns_; c += 32)
-        row[first_column_ + c] = result_[r * kColumns + c];
-      FinishRow(row, normaliser_[r]);
+      StoreRow(row, result_ + r * kColumns, normaliser_[r]);
     }
     if (t < 4 && part_ == 0) {
       tile[(kTile + 1) * a_.sums.row + t] = t == 0 ? reference_ : t == 1 ? maximum_ : 0;
     }
     if (tile_ == 0) StoreValueSums(head + a_.sums.tiles * a_.sums.tile);
   }
-  // The column of ones, and padding.
-  __device__ void FinishRow(float* row, float ones) {
-    const int column = a_.value_dim + Lane();
-    if (part_ == 0 && column < a_.sums.row) row[column] = Lane() == 0 ? ones : 0;
+  // This part's columns of a row, with what is beside them. By one warp.
+  __device__ void StoreRow(float* row, const float* columns, float ones) {
+    for (int c = Lane(); c < columns_; c += 32) row[first_column_ + c] = columns[c];
+    const int behind = a_.value_dim + Lane();
+    if (part_ == 0 && behind < a_.sums.row) row[behind] = behind == a_.sums.ones ? ones : 0;
   }
 
   __device__ void PutResult(bool adds) {
+    const int row = ResultRow() + Math::FirstRow(), column = ResultColumn() + Math::FirstColumn();
+    float* first = result_ + row * kColumns + column;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int r = result_row_ + Math::Row(i);
 #pragma unroll
       for (int p = 0; p < kPanels; ++p) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          float* to = result_ + r * kColumns + p * kTile + result_column_ + Math::Column(j);
+          float* to = first + Math::Row(i) * kColumns + p * kTile + Math::Column(j);
           *to = adds ? *to + sums_[p].at[i][j] : sums_[p].at[i][j];
         }
       }
-      if (result_column_ == 0 && Lane() % 4 == 0) {
-        normaliser_[r] = adds ? normaliser_[r] + normalisers_[i] : normalisers_[i];
-      }
+      if (column > 0) continue;
+      float* to = normaliser_ + row + Math::Row(i);
+      *to = adds ? *to + normalisers_[i] : normalisers_[i];
     }
   }
 
@@ -272,20 +286,21 @@ class SumBlock {
     __syncthreads();  // the result has been read
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
-      *reinterpret_cast<float4*>(result_ + row_ * kColumns + p * kTile + channel_) = value_sums_[p];
+      *reinterpret_cast<float4*>(result_ + Row() * kColumns + p * kTile + Channel()) =
+          value_sums_[p];
     }
-    if (channel_ == 0) normaliser_[row_] = static_cast<float>(tokens_);
+    if (Channel() == 0) normaliser_[Row()] = static_cast<float>(tokens_);
     __syncthreads();
     const int t = Thread();
-    if (t < columns_) {
+    if (t < kColumns) {
       float sum = 0;
       for (int r = 0; r < kRowStep; ++r) sum += result_[r * kColumns + t];
-      to[first_column_ + t] = sum;
+      result_[kRowStep * kColumns + t] = sum;
     }
-    if (Warp() == kWarps - 1) {
-      const float tokens = SumOfWarp(Lane() < kRowStep ? normaliser_[Lane()] : 0);
-      FinishRow(to, tokens);
-    }
+    __syncthreads();
+    if (Warp() > 0) return;
+    const float tokens = SumOfWarp(Lane() < kRowStep ? normaliser_[Lane()] : 0);
+    StoreRow(to, result_ + kRowStep * kColumns, tokens);
   }
 
   const LinearArguments& a_;
@@ -298,16 +313,9 @@ class SumBlock {
   float* const seen_;         // [kKeys]: 1 for a token
   float* const normaliser_;   // [65]
   float* const partial_;      // [2][kWarps]
-  int64_t part_, tile_, group_, head_, batch_, kv_head_;
+  int64_t tile_, group_, head_;
+  int part_, batch_, kv_head_;
   int first_column_, columns_;
-  // As a thread that loads, and as a warp: in projections, and in sums.
-  const int row_ = Thread() / 16;
-  const int channel_ = Thread() % 16 * 4;
-  const int row32_ = Warp() % 4 * 32;
-  const int column32_ = Warp() / 4 * 32;
-  const int result_row_ = Warp() % 2 * 32;
-  const int result_column_ = Warp() / 2 % 2 * 32;
-
   bool has_matrix_ = false;
   float reference_ = NegativeInfinity();
   float maximum_ = NegativeInfinity();
