@@ -60,6 +60,7 @@ class AppendBlock {
     for (int64_t token = 0; token < a_.kv_tokens; ++token) {
       LoadToken(token);
       for (int64_t tile = 0; tile < a_.sums.tiles; ++tile) {
+        FetchSums(tile, part_);
         Project(tile);
         __syncthreads();
         for (int vector = Warp(); vector <= heads_; vector += kWarps) MakeFeatures(tile, vector);
@@ -202,9 +203,20 @@ class AppendBlock {
     sum->w = fmaf(factor, x.w, sum->w);
   }
 
+  __device__ float4* SumsAt(int64_t tile, int row) const {
+    return reinterpret_cast<float4*>(state_ + tile * a_.sums.tile + row * a_.sums.row) + quad_;
+  }
+  // Rows from `first` on; those of the first call arrive while features are made.
+  __device__ void FetchSums(int64_t tile, int first) {
+    if (part_ >= parts_) return;
+#pragma unroll
+    for (int n = 0; n < kRowsAtOnce; ++n) {
+      const int row = first + n * parts_;
+      if (row <= kTile) rows_[n] = *SumsAt(tile, row);
+    }
+  }
   __device__ void PassOverSums(int64_t tile) {
     if (part_ >= parts_) return;
-    float* sums = state_ + tile * a_.sums.tile + quad_ * 4;
     const float4 value = *reinterpret_cast<const float4*>(s_.value + quad_ * 4);
     const float rescale = s_.tile_rescale, scale = s_.tile_scale;
 #pragma unroll
@@ -213,19 +225,14 @@ class AppendBlock {
     }
     feature_values_ = Times(feature_values_, s_.result_rescale);
     for (int first = part_; first <= kTile; first += kRowsAtOnce * parts_) {
-      float4 rows[kRowsAtOnce];
-#pragma unroll
-      for (int n = 0; n < kRowsAtOnce; ++n) {
-        const int row = first + n * parts_;
-        if (row <= kTile) rows[n] = *reinterpret_cast<const float4*>(sums + row * a_.sums.row);
-      }
+      if (first > part_) FetchSums(tile, first);
 #pragma unroll
       for (int n = 0; n < kRowsAtOnce; ++n) {
         const int row = first + n * parts_;
         if (row > kTile) break;
-        float4 sum = Times(rows[n], rescale);
+        float4 sum = Times(rows_[n], rescale);
         AddTo(&sum, s_.scaled_key[row], value);
-        *reinterpret_cast<float4*>(sums + row * a_.sums.row) = sum;
+        *SumsAt(tile, row) = sum;
         if (row == kTile) {
           AddTo(&feature_values_, scale, sum);
           break;
@@ -300,6 +307,7 @@ class AppendBlock {
   int quad_, part_;
   int heads_;
   bool is_seen_ = false;
+  float4 rows_[kRowsAtOnce] = {};  // on their way
   float4 result_[kHeads];
   float4 feature_values_;
 };
