@@ -138,9 +138,14 @@ std::vector<TensorSpec> HiddenOutputs(const Problem& p) {
   return {{"out", {p.batch, p.query_tokens, p.model_dim()}, p.dtype, false}};
 }
 
+bool RunsOn(const TechniqueInfo& info, Device device) {
+  const Device named = device == Device::kSimulator ? Device::kCuda : device;
+  return std::find(info.devices.begin(), info.devices.end(), named) != info.devices.end();
+}
+
 absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device) {
   TFB_RETURN_IF_ERROR(Validate(problem));
-  if (std::find(info.devices.begin(), info.devices.end(), device) == info.devices.end()) {
+  if (!RunsOn(info, device)) {
     return absl::UnimplementedError(
         absl::StrCat(info.name, " has no implementation for device ", Name(device)));
   }

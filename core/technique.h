@@ -61,13 +61,20 @@ struct Cost {
 
 // Where a call runs. `workspace` has at least Layer::workspace_bytes(pool->threads()) bytes,
 // aligned to 64, contents unspecified.
+//
+// For a layer on Device::kCuda or kSimulator the data of all views and the workspace are device
+// memory of CudaRuntime::For(device), which host code must not touch: only sizes, strides and
+// addresses are the host's to read. `pool` is for the host's part of Setup.
 struct Execution {
   ThreadPool* pool = nullptr;
   absl::Span<std::byte> workspace;
-  void* stream = nullptr;  // CUDA: the cudaStream_t to enqueue on
+  void* stream = nullptr;  // CUDA: the cudaStream_t to enqueue on; null is the default stream
 };
 
 // One technique on one problem and one device. Not thread-safe: one call at a time.
+//
+// On a GPU a call that returns OK has enqueued its work. What goes wrong before that, a launch that
+// is refused say, is its status; what goes wrong in a kernel is that of CudaRuntime::Synchronize.
 class Layer {
  public:
   virtual ~Layer() = default;
@@ -77,10 +84,12 @@ class Layer {
   const std::vector<TensorSpec>& outputs() const { return outputs_; }
 
   // Drawn from the seed at creation. SetParameters replaces those it is given; names and shapes
-  // must be this layer's. Call Setup afterwards.
+  // must be this layer's. Call Setup afterwards. They are tensors of the host on every device: Setup
+  // uploads them.
   const NamedTensors& parameters() const { return parameters_; }
   absl::Status SetParameters(const NamedTensors& parameters);
 
+  // Of the device's memory. On a GPU the number of threads, which is the host's, changes nothing.
   virtual size_t workspace_bytes(int threads) const = 0;
   virtual Cost cost() const = 0;
   // What the layer reports of its last Run by name, such as its mean span.
@@ -160,6 +169,7 @@ struct TechniqueInfo {
   std::vector<OptionSpec> options;
   std::string budget_option;  // the option that trades error for cost; empty where there is none
   double growth = 2;          // expected exponent of time in tokens
+  // One that names kCuda runs on kSimulator too.
   std::vector<Device> devices = {Device::kCpu};
   bool supports_causal = true;
   bool supports_noncausal = true;
@@ -283,6 +293,9 @@ double AttentionBytes(const Problem& problem);
 // out [batch, query_tokens, model_dim].
 std::vector<TensorSpec> HiddenOutputs(const Problem& problem);
 
+// Whether the technique has an implementation for the device: it says so, or, for the simulator,
+// says that it has one for CUDA.
+bool RunsOn(const TechniqueInfo& info, Device device);
 // Whether `info` admits the problem on the device: InvalidArgument or Unimplemented with the reason
 // where not.
 absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device);

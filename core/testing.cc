@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/mirror.h"
 #include "core/random.h"
 
 namespace tfb {
@@ -47,6 +48,33 @@ absl::StatusOr<NamedTensors> RunLayer(Layer& layer, const Inputs& inputs, int th
   return outputs;
 }
 
+absl::StatusOr<NamedTensors> RunCudaLayer(Layer& layer, Device device, const Inputs& inputs) {
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+  DeviceMirror mirror(runtime);
+  Inputs device_inputs;
+  for (const auto& [name, view] : inputs) {
+    TFB_ASSIGN_OR_RETURN(const ConstTensorView copy, mirror.Copy(view));
+    device_inputs.Set(name, copy);
+  }
+  NamedTensors outputs = NanOutputs(layer.outputs());
+  Outputs device_outputs;
+  for (auto& [name, tensor] : outputs) {
+    TFB_ASSIGN_OR_RETURN(const TensorView copy, mirror.CopyForWriting(tensor.view()));
+    device_outputs.Set(name, copy);
+  }
+  ThreadPool pool(1);
+  const size_t bytes = layer.workspace_bytes(1);
+  TFB_ASSIGN_OR_RETURN(const DeviceBuffer workspace, runtime->Allocate(bytes));
+  TFB_RETURN_IF_ERROR(runtime->Fill(workspace.data(), 0xFF, bytes));
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = absl::MakeSpan(workspace.As<std::byte>(), bytes);
+  TFB_RETURN_IF_ERROR(layer.Setup(device_inputs, execution));
+  TFB_RETURN_IF_ERROR(layer.Run(device_inputs, device_outputs, execution));
+  TFB_RETURN_IF_ERROR(mirror.CopyBack());
+  return outputs;
+}
+
 absl::StatusOr<NamedTensors> RunTechnique(const Technique& technique, const Problem& problem,
                                           const Inputs& inputs, const RunRequest& request) {
   TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Layer> layer,
@@ -54,6 +82,7 @@ absl::StatusOr<NamedTensors> RunTechnique(const Technique& technique, const Prob
   if (request.parameters != nullptr) {
     TFB_RETURN_IF_ERROR(layer->SetParameters(*request.parameters));
   }
+  if (request.device != Device::kCpu) return RunCudaLayer(*layer, request.device, inputs);
   return RunLayer(*layer, inputs, request.threads);
 }
 

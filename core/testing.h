@@ -24,6 +24,12 @@ NamedTensors NanOutputs(const std::vector<TensorSpec>& specs);
 // layer asks for.
 absl::StatusOr<NamedTensors> RunLayer(Layer& layer, const Inputs& inputs, int threads = 1);
 
+// The same on a GPU or in the simulator: `inputs` lie on the host, and so do the results.
+absl::StatusOr<NamedTensors> RunCudaLayer(Layer& layer, Device device, const Inputs& inputs);
+
+// Where a test can run a technique that has CUDA: everywhere.
+constexpr Device kHostDevices[] = {Device::kCpu, Device::kSimulator};
+
 struct RunRequest {
   Options options;
   Device device = Device::kCpu;

@@ -18,6 +18,7 @@ TechniqueInfo Info() {
   info.citation = "Vaswani et al. 2017, arXiv:1706.03762v7, section 3.2.1";
   info.exactness = Exactness::kExact;
   info.growth = 2;
+  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

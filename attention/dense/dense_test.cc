@@ -90,7 +90,7 @@ TEST(Dense, ALargeScaleReturnsTheValueOfTheBestKey) {
 // PyTorch computed these in float64; how is in the files' metadata.
 class DenseGolden : public ::testing::TestWithParam<const char*> {};
 
-TEST_P(DenseGolden, DefinitionAndEngineMatchPyTorch) {
+TEST_P(DenseGolden, DefinitionAndEnginesMatchPyTorch) {
   const SafetensorsFile golden =
       GoldenFile(std::string("attention/dense/testdata/") + GetParam() + ".safetensors");
   const NamedTensors& tensors = golden.tensors;
@@ -112,9 +112,12 @@ TEST_P(DenseGolden, DefinitionAndEngineMatchPyTorch) {
   }
   const NamedTensors defined = DefineTechnique(Dense(), problem, inputs).value();
   EXPECT_LE(MaxDifference(defined.at("out").view(), tensors.at("out").view()), 1e-12);
-  const NamedTensors ours = RunTechnique(Dense(), problem, inputs).value();
-  EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()),
-            Fp32Bound(tensors.at("v").view()));
+  for (const Device device : kHostDevices) {
+    const NamedTensors ours = RunTechnique(Dense(), problem, inputs, {{}, device}).value();
+    EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()),
+              Fp32Bound(tensors.at("v").view()))
+        << Name(device);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Files, DenseGolden,

@@ -6,8 +6,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/device_array.h"
 #include "core/definition.h"
-#include "core/flash/flash_layer.h"
+#include "core/flash/flash_engine.h"
 
 namespace tfb {
 namespace {
@@ -23,6 +24,7 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kExact;
   info.budget_option = "window";
   info.growth = 1;
+  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 
@@ -159,11 +161,11 @@ class GlobalPattern : public Pattern {
 class LongformerLayer : public Layer {
  public:
   LongformerLayer(const Problem& problem, std::vector<TensorSpec> inputs,
-                  const LongformerOptions& options)
+                  const LongformerOptions& options, Device device)
       : Layer(problem, std::move(inputs), AttentionOutputs(problem)),
         options_(options),
+        device_(device),
         globals_(Globals(options, problem.query_tokens)),
-        global_tokens_(globals_.begin(), globals_.end()),
         local_problem_(problem),
         global_problem_(problem) {
     // The patterns know the mask; their rows are not in the order of tokens.
@@ -172,16 +174,16 @@ class LongformerLayer : public Layer {
   }
 
   size_t workspace_bytes(int threads) const override {
-    return std::max(FlashWorkspaceBytes(local_problem_, false, threads),
-                    FlashWorkspaceBytes(global_problem_, false, threads));
+    return std::max(FlashEngine::WorkspaceBytes(device_, local_problem_, false, threads),
+                    FlashEngine::WorkspaceBytes(device_, global_problem_, false, threads));
   }
 
   Cost cost() const override {
     Cost cost;
-    if (!local_schedule_.row_begin.empty()) {
+    if (is_set_up_) {
       const Problem& p = problem();
       const double pairs =
-          local_schedule_.KeptPairs(p.query_heads) + global_schedule_.KeptPairs(p.query_heads);
+          local_.schedule().KeptPairs(p.query_heads) + global_.schedule().KeptPairs(p.query_heads);
       cost.flops = 2.0 * static_cast<double>(p.batch * (p.head_dim + p.value_dim)) * pairs;
     }
     // Where global rows have tensors of their own, all of k_global and v_global are read.
@@ -194,26 +196,32 @@ class LongformerLayer : public Layer {
   absl::Status DoSetup(const Inputs&, const Execution&) override {
     const Problem& p = problem();
     orders_.clear();
-    order_tokens_.clear();
+    std::vector<int32_t> order_tokens;
     for (int64_t dilation : options_.dilation) {
       const ResidueOrder& order = orders_.emplace_back(p.query_tokens, dilation);
-      order_tokens_.insert(order_tokens_.end(), order.tokens().begin(), order.tokens().end());
+      order_tokens.insert(order_tokens.end(), order.tokens().begin(), order.tokens().end());
     }
-    local_schedule_ = BuildSchedule(local_problem_, LocalPattern(options_, p, orders_), kFlashTile);
-    global_schedule_ = BuildSchedule(global_problem_, GlobalPattern(globals_, p), kFlashTile);
+    TFB_ASSIGN_OR_RETURN(order_tokens_,
+                         DeviceArray<int32_t>::Create(device_, std::move(order_tokens)));
+    TFB_ASSIGN_OR_RETURN(global_tokens_,
+                         DeviceArray<int32_t>::Create(device_, {globals_.begin(), globals_.end()}));
+    TFB_ASSIGN_OR_RETURN(
+        local_, FlashEngine::Create(device_, local_problem_, LocalPattern(options_, p, orders_)));
+    TFB_ASSIGN_OR_RETURN(global_,
+                         FlashEngine::Create(device_, global_problem_, GlobalPattern(globals_, p)));
+    is_set_up_ = true;
     return absl::OkStatus();
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
-    FlashCall call;
+    FlashCall call = local_.NewCall();
     call.q = inputs.Get("q");
     call.k = inputs.Get("k");
     call.v = inputs.Get("v");
     call.key_mask = inputs.Get("key_mask");
     call.out = outputs.Get("out");
     call.log_sum_exp = outputs.Get("log_sum_exp");
-    call.schedule = &local_schedule_;
     const bool dilated = std::any_of(options_.dilation.begin(), options_.dilation.end(),
                                      [](int64_t dilation) { return dilation > 1; });
     if (dilated) {
@@ -222,29 +230,31 @@ class LongformerLayer : public Layer {
       // A query head reads its key-value head's order.
       call.query_order = {order_tokens_.data(), 0, stride, problem().group()};
     }
-    TFB_RETURN_IF_ERROR(FlashCpu(local_problem_, call, execution));
+    TFB_RETURN_IF_ERROR(local_.Run(call, execution));
     if (globals_.empty()) return absl::OkStatus();
     if (OwnProjections(options_)) {
       call.q = inputs.Get("q_global");
       call.k = inputs.Get("k_global");
       call.v = inputs.Get("v_global");
     }
-    call.schedule = &global_schedule_;
+    call.schedule = &global_.schedule();
     call.key_order = {};
     call.query_order = {global_tokens_.data(), 0, 0};
-    return FlashCpu(global_problem_, call, execution);
+    return global_.Run(call, execution);
   }
 
  private:
   LongformerOptions options_;
+  Device device_;
   std::vector<int64_t> globals_;
-  std::vector<int32_t> global_tokens_;
   Problem local_problem_;
   Problem global_problem_;
   std::vector<ResidueOrder> orders_;   // one, or one per key-value head
-  std::vector<int32_t> order_tokens_;  // theirs, one after the other
-  BlockSchedule local_schedule_;
-  BlockSchedule global_schedule_;
+  DeviceArray<int32_t> order_tokens_;  // theirs, one after the other
+  DeviceArray<int32_t> global_tokens_;
+  FlashEngine local_;
+  FlashEngine global_;
+  bool is_set_up_ = false;
 };
 
 absl::Status Check(const Problem& problem, const LongformerOptions& options) {
@@ -280,9 +290,9 @@ std::vector<TensorSpec> Longformer::ReadTensors(const Problem& problem,
 
 absl::StatusOr<std::unique_ptr<Layer>> Longformer::MakeLayer(const Problem& problem,
                                                              const LongformerOptions& options,
-                                                             Device, uint64_t) const {
+                                                             Device device, uint64_t) const {
   TFB_RETURN_IF_ERROR(Check(problem, options));
-  return std::make_unique<LongformerLayer>(problem, ReadTensors(problem, options), options);
+  return std::make_unique<LongformerLayer>(problem, ReadTensors(problem, options), options, device);
 }
 
 absl::Status Longformer::Definition(const Problem& problem, const LongformerOptions& options,

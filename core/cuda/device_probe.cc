@@ -21,6 +21,8 @@ absl::Status NoDevice(const char* reason, const CudaMachine& machine) {
 CudaDevice ToDevice(const CudaDeviceQuery& query) {
   CudaDevice device;
   device.name = query.name;
+  device.pci_bus_id =
+      absl::StrFormat("%08x:%02x:%02x.0", query.pci_domain, query.pci_bus, query.pci_device);
   device.compute_capability_major = query.compute_capability_major;
   device.compute_capability_minor = query.compute_capability_minor;
   device.memory_bytes = static_cast<int64_t>(query.memory_bytes);

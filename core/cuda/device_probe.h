@@ -11,6 +11,7 @@ namespace tfb {
 
 struct CudaDevice {
   std::string name;
+  std::string pci_bus_id;  // "00000000:3b:00.0": how other tools of the driver know it
   int compute_capability_major = 0;
   int compute_capability_minor = 0;
   int64_t memory_bytes = 0;

@@ -25,6 +25,7 @@ TEST(DeviceProbe, DevicesAreDescribedOrTheirAbsenceExplained) {
   ASSERT_FALSE(machine->devices.empty());
   for (const CudaDevice& device : machine->devices) {
     EXPECT_FALSE(device.name.empty());
+    EXPECT_EQ(device.pci_bus_id.size(), 16u) << device.pci_bus_id;
     EXPECT_GE(device.compute_capability_major, 5);
     EXPECT_GT(device.memory_bytes, int64_t{1} << 30) << "in bytes, not MiB";
     EXPECT_GT(device.memory_bytes, device.l2_cache_bytes);

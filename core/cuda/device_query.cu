@@ -32,6 +32,9 @@ const char* QueryCudaDevice(int ordinal, CudaDeviceQuery* query) {
   if (const char* error = ErrorOf(cudaGetDeviceProperties(&properties, ordinal))) return error;
   static_assert(sizeof(query->name) == sizeof(properties.name), "both hold 256 characters");
   memcpy(query->name, properties.name, sizeof(query->name));
+  query->pci_domain = properties.pciDomainID;
+  query->pci_bus = properties.pciBusID;
+  query->pci_device = properties.pciDeviceID;
   query->compute_capability_major = properties.major;
   query->compute_capability_minor = properties.minor;
   query->memory_bytes = properties.totalGlobalMem;

@@ -10,6 +10,9 @@ namespace tfb {
 
 struct CudaDeviceQuery {
   char name[256];
+  int pci_domain;
+  int pci_bus;
+  int pci_device;
   int compute_capability_major;
   int compute_capability_minor;
   size_t memory_bytes;

@@ -23,6 +23,36 @@ CudaDevice SimulatedDevice() {
 
 }  // namespace
 
+absl::StatusOr<DeviceEvent> DeviceEvent::Make(CudaRuntime* runtime) {
+  DeviceEvent event;
+  TFB_RETURN_IF_ERROR(ToStatus(runtime->api().create_event(&event.event_)));
+  event.runtime_ = runtime;
+  return event;
+}
+
+DeviceEvent& DeviceEvent::operator=(DeviceEvent&& other) noexcept {
+  if (this == &other) return *this;
+  Release();
+  runtime_ = std::exchange(other.runtime_, nullptr);
+  event_ = std::exchange(other.event_, nullptr);
+  return *this;
+}
+
+void DeviceEvent::Release() {
+  if (runtime_ != nullptr) (void)runtime_->api().destroy_event(event_);
+  runtime_ = nullptr;
+}
+
+absl::Status DeviceEvent::Record(void* stream) {
+  return ToStatus(runtime_->api().record_event(event_, stream));
+}
+
+absl::StatusOr<double> DeviceEvent::SecondsSince(const DeviceEvent& earlier) const {
+  float ms = 0;
+  TFB_RETURN_IF_ERROR(ToStatus(runtime_->api().elapsed_ms(&ms, earlier.event_, event_)));
+  return ms / 1e3;
+}
+
 DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {
   Release();
   runtime_ = std::exchange(other.runtime_, nullptr);
@@ -58,6 +88,7 @@ absl::StatusOr<CudaRuntime*> CudaRuntime::For(Device device) {
 absl::StatusOr<DeviceBuffer> CudaRuntime::Allocate(size_t bytes) {
   DeviceBuffer buffer;
   if (bytes == 0) return buffer;
+  ++allocations_;
   void* memory = nullptr;
   TFB_RETURN_IF_ERROR(ToStatus(api().allocate(&memory, bytes)));
   if (memory == nullptr) {
@@ -97,7 +128,10 @@ absl::Status CudaRuntime::Fill(void* memory, int byte, size_t bytes, void* strea
   if (bytes == 0) return absl::OkStatus();
   return ToStatus(api().fill(memory, byte, bytes, stream));
 }
-absl::Status CudaRuntime::Synchronize(void* stream) { return ToStatus(api().synchronize(stream)); }
+absl::Status CudaRuntime::Synchronize(void* stream) {
+  ++waits_;
+  return ToStatus(api().synchronize(stream));
+}
 
 absl::Status ToStatus(const char* launch_error) {
   if (launch_error == nullptr) return absl::OkStatus();

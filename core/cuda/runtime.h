@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -20,6 +21,27 @@
 namespace tfb {
 
 class CudaRuntime;
+
+// A moment in the work of a stream. Movable.
+class DeviceEvent {
+ public:
+  static absl::StatusOr<DeviceEvent> Make(CudaRuntime* runtime);
+  DeviceEvent() = default;
+  DeviceEvent(DeviceEvent&& other) noexcept { *this = std::move(other); }
+  DeviceEvent& operator=(DeviceEvent&& other) noexcept;
+  ~DeviceEvent() { Release(); }
+
+  // The moment when what was enqueued before is done.
+  absl::Status Record(void* stream = nullptr);
+  // Waits for both events, of which this one was recorded later.
+  absl::StatusOr<double> SecondsSince(const DeviceEvent& earlier) const;
+
+ private:
+  void Release();
+
+  CudaRuntime* runtime_ = nullptr;
+  void* event_ = nullptr;
+};
 
 // Device memory, owned, aligned to 256 bytes. Movable.
 class DeviceBuffer {
@@ -71,6 +93,7 @@ class CudaRuntime {
   absl::Status CopyWithinDevice(void* to, const void* from, size_t bytes, void* stream = nullptr);
   absl::Status Fill(void* memory, int byte, size_t bytes, void* stream = nullptr);
   // Waits for what was enqueued. Internal where a kernel failed meanwhile.
+  // On a GPU a failed kernel takes the process's context along: every later call fails as well.
   absl::Status Synchronize(void* stream = nullptr);
 
   // Device memory that this program has allocated through the runtime, now and at most since the
@@ -78,6 +101,10 @@ class CudaRuntime {
   int64_t allocated_bytes() const { return allocated_; }
   int64_t peak_bytes() const { return peak_; }
   void ResetPeak() { peak_ = allocated_.load(); }
+  // Calls through the runtime so far that allocate, and that wait for the device: what a layer's Run
+  // must not make.
+  int64_t allocations() const { return allocations_; }
+  int64_t waits() const { return waits_; }
 
   const CudaApi& api() const { return KernelsOn<CudaApi>(target_); }
 
@@ -90,6 +117,8 @@ class CudaRuntime {
   CudaDevice properties_;
   std::atomic<int64_t> allocated_{0};
   std::atomic<int64_t> peak_{0};
+  std::atomic<int64_t> allocations_{0};
+  std::atomic<int64_t> waits_{0};
 };
 
 // What a launcher returned as a status: Internal with its words.

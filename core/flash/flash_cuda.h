@@ -47,7 +47,12 @@ class FlashCuda {
 
   size_t bytes() const;  // of device memory held
 
+  // Of a grid, 2^31 - 1 where it is not said: for tests.
+  void set_max_blocks(int64_t max_blocks) { max_blocks_ = max_blocks; }
+
  private:
+  static constexpr int64_t kMaxBlocks = 0x7fffffff;  // of a grid's x
+
   absl::StatusOr<const void*> Keep(const void* from, size_t bytes);
   absl::Status KeepSchedule(const BlockSchedule& schedule);
   absl::Status KeepRule(const Problem& problem, const ScoreRule& rule);
@@ -58,6 +63,7 @@ class FlashCuda {
   ScheduleView schedule_ = {};
   bool has_schedule_ = false;
   DeviceScoreRule rule_ = {};
+  int64_t max_blocks_ = kMaxBlocks;
   std::vector<DeviceBuffer> buffers_;
 };
 

@@ -1,11 +1,12 @@
 // Engine flash in fp32 on the GPU's FMA units, and the merging of split keys for all dtypes.
 //
-// A block of 128 threads does one tile of 64 queries of one head. Thread (ty, tx), 8 x 16, holds the
+// A block does one tile of 64 queries of one head. Of its 128 threads, (ty, tx) of 8 x 16 holds the
 // scores of queries 8 ty .. 8 ty + 7 against keys 4 tx .. 4 tx + 3, and the output of its queries in
-// kDim / 16 channels. Queries and keys lie in shared memory by channel, so that a step of the
-// product reads three float4 for 32 multiply-adds: the queries' two are the same for 16 threads, so a
-// warp's step is 4 passes over the banks against 8 cycles of the FMA units. Keys and values take the
-// same memory in turns; other blocks of the multiprocessor work while one waits for them:
+// kDim / 16 channels; at D = 256 it has 256 threads, of 4 queries each, or the output alone would
+// take 128 registers. Queries and keys lie in shared memory by channel, so that a step of the product
+// reads three float4 for 32 multiply-adds: the queries' two are the same for 16 threads, so a warp's
+// step is 4 passes over the banks against 8 cycles of the FMA units. Keys and values take the same
+// memory in turns; other blocks of the multiprocessor work while one waits for them:
 //
 //   shared memory, D = 64:   (64 + 64 + 64) x 68 x 4 B = 51 KiB, 3 blocks on sm_80, 4 on sm_90
 //                  D = 128:  (128 + 128 + 64) x 68 x 4 B = 85 KiB
@@ -20,7 +21,9 @@ namespace tfb {
 namespace {
 
 constexpr int kQueries = kFlashQueriesF32;
-constexpr int kThreads = 128;
+constexpr int kThreadsX = 16;  // that share queries
+constexpr int ThreadsFor(int dim) { return dim <= 128 ? 128 : 256; }
+constexpr int kCombineThreads = 128;
 constexpr int kStride = 68;  // of 64 floats: float4 stay aligned, rows begin in other banks
 constexpr int kPositionStride = 132;  // of 128 offsets
 static_assert(kQueries == 64 && kKeys == 64, "threads are laid out for tiles of 64 x 64");
@@ -106,7 +109,7 @@ __device__ void LoadTransposed(float* to, int depth, const ReaderOf& reader_of) 
   const int n = threadIdx.x % 64;
   const RowReader reader = reader_of(n);
 #pragma unroll 4
-  for (int channel = threadIdx.x / 64 * 4; channel < depth; channel += kThreads / 64 * 4) {
+  for (int channel = threadIdx.x / 64 * 4; channel < depth; channel += ThreadsFor(kDim) / 64 * 4) {
     const float4 x = reader.Load(channel);
     to[channel * kStride + n] = x.x;
     to[(channel + 1) * kStride + n] = x.y;
@@ -115,23 +118,32 @@ __device__ void LoadTransposed(float* to, int depth, const ReaderOf& reader_of) 
   }
 }
 
-// product[r][c] = sum over channels of q[channel][8 ty + r] k[channel][4 tx + c].
-__device__ inline void Multiply(const float* q, const float* k, int depth, float product[8][4]) {
-  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+// `count` floats from shared memory, 16 bytes at a time.
+template <int kCount>
+__device__ void LoadFloats(const float* from, float to[kCount]) {
 #pragma unroll
-  for (int r = 0; r < 8; ++r) {
+  for (int n = 0; n < kCount / 4; ++n) {
+    const float4 x = reinterpret_cast<const float4*>(from)[n];
+    to[4 * n] = x.x, to[4 * n + 1] = x.y, to[4 * n + 2] = x.z, to[4 * n + 3] = x.w;
+  }
+}
+
+// product[r][c] = sum over channels of q[channel][kRows ty + r] k[channel][4 tx + c].
+template <int kRows>
+__device__ void Multiply(const float* q, const float* k, int depth, float product[kRows][4]) {
+  const int tx = threadIdx.x % kThreadsX, ty = threadIdx.x / kThreadsX;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) product[r][c] = 0;
   }
 #pragma unroll 4
   for (int channel = 0; channel < depth; ++channel) {
-    const float4 low = *reinterpret_cast<const float4*>(q + channel * kStride + ty * 8);
-    const float4 high = *reinterpret_cast<const float4*>(q + channel * kStride + ty * 8 + 4);
-    const float4 keys = *reinterpret_cast<const float4*>(k + channel * kStride + tx * 4);
-    const float rows[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    const float columns[4] = {keys.x, keys.y, keys.z, keys.w};
+    float rows[kRows], columns[4];
+    LoadFloats<kRows>(q + channel * kStride + ty * kRows, rows);
+    LoadFloats<4>(k + channel * kStride + tx * 4, columns);
 #pragma unroll
-    for (int r = 0; r < 8; ++r) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) product[r][c] = fmaf(rows[r], columns[c], product[r][c]);
     }
@@ -153,14 +165,22 @@ __device__ inline float SumOfRow(float x) {
 template <int kDim, bool kRule>
 class FlashF32Block {
  public:
-  static constexpr int kColumns = kDim / 16;                   // of the output, per thread
-  static constexpr int kVector = kColumns < 4 ? kColumns : 4;  // consecutive ones
+  static constexpr int kThreads = ThreadsFor(kDim);
+  static constexpr int kRows = kQueries * kThreadsX / kThreads;  // per thread
+  static constexpr int kColumns = kDim / kThreadsX;              // of the output, per thread
+  static constexpr int kVector = kColumns < 4 ? kColumns : 4;    // consecutive ones
   static constexpr int kGroups = kColumns / kVector;
 
   __device__ FlashF32Block(const FlashArguments& a, const FlashTask& task, float* memory)
-      : a_(a), task_(task), shared_(memory), tx_(threadIdx.x % 16), ty_(threadIdx.x / 16) {
+      : a_(a),
+        task_(task),
+        shared_(memory),
+        tx_(threadIdx.x % kThreadsX),
+        ty_(threadIdx.x / kThreadsX) {
     depth_ = (a.head_dim + 3) / 4 * 4;
     first_query_ = task.query_tile * kQueries;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) max_[r] = NegativeInfinity();
   }
 
   __device__ void Run() {
@@ -174,11 +194,11 @@ class FlashF32Block {
       LoadKeys(walk.tile());
       if (!whole) FindVisible(walk);
       __syncthreads();
-      float scores[8][4];
-      Multiply(shared_.q, shared_.kv, depth_, scores);
+      float scores[kRows][4];
+      Multiply<kRows>(shared_.q, shared_.kv, depth_, scores);
       if (kRule || a_.rule.content_bias != nullptr) ApplyKeyBias(scores);
 #pragma unroll
-      for (int r = 0; r < 8; ++r) {
+      for (int r = 0; r < kRows; ++r) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) scores[r][c] *= a_.scale;
       }
@@ -250,13 +270,13 @@ class FlashF32Block {
   }
 
   // u . k_c joins each score of key c.
-  __device__ void ApplyKeyBias(float scores[8][4]) {
+  __device__ void ApplyKeyBias(float scores[kRows][4]) {
     if (a_.rule.content_bias == nullptr) return;
     AddColumnBias(a_.rule.content_bias, scores);
   }
   // bias . (column c of what kv holds), added to column c of the products. Ends with kv still being
   // read by nobody but the caller.
-  __device__ void AddColumnBias(const float* bias, float products[8][4]) {
+  __device__ void AddColumnBias(const float* bias, float products[kRows][4]) {
     if (threadIdx.x < kKeys) {
       const float* row = bias + task_.head * a_.head_dim;
       float sum = 0;
@@ -270,22 +290,22 @@ class FlashF32Block {
     for (int c = 0; c < 4; ++c) {
       const float extra = shared_.key_bias[tx_ * 4 + c];
 #pragma unroll
-      for (int r = 0; r < 8; ++r) products[r][c] += extra;
+      for (int r = 0; r < kRows; ++r) products[r][c] += extra;
     }
     __syncthreads();
   }
 
   // Everything of the rule that acts on scores; the soft span acts on weights.
-  __device__ void ApplyRule(int64_t tile, float scores[8][4]) {
+  __device__ void ApplyRule(int64_t tile, float scores[kRows][4]) {
     const DeviceScoreRule& rule = a_.rule;
     const int64_t first = tile * kKeys - first_query_ - rule.query_position;  // of row 0, column 0
     if (rule.relative_keys.rows != nullptr) {
       FindPositions(first);
 #pragma unroll
-      for (int r = 0; r < 8; ++r) {
+      for (int r = 0; r < kRows; ++r) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const int row = ty_ * 8 + r, column = tx_ * 4 + c;
+          const int row = ty_ * kRows + r, column = tx_ * 4 + c;
           scores[r][c] += shared_.position[row * kPositionStride + column - row + kQueries - 1];
         }
       }
@@ -306,12 +326,13 @@ class FlashF32Block {
   template <class Act>
   __device__ void ForEachEntry(const DeviceDistanceTable& table, int64_t tile, int64_t first,
                                const Act& act) {
-    const int rows = static_cast<int>(min(a_.query_tokens - first_query_, int64_t{64})) - ty_ * 8;
+    const int rows =
+        static_cast<int>(min(a_.query_tokens - first_query_, int64_t{64})) - ty_ * kRows;
     const int keys = static_cast<int>(min(a_.kv_tokens - tile * kKeys, int64_t{64})) - tx_ * 4;
     const float* entries = table.values + task_.head % table.heads * table.row + table.zero +
-                           first + (tx_ * 4 - ty_ * 8);
+                           first + (tx_ * 4 - ty_ * kRows);
 #pragma unroll
-    for (int r = 0; r < 8; ++r) {
+    for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         if (r < rows && c < keys) act(r, c, entries[c - r]);
@@ -333,13 +354,13 @@ class FlashF32Block {
         return RowReader(rows, 0, 0, row, a_.head_dim);
       });
       __syncthreads();
-      float products[8][4];
-      Multiply(shared_.q, shared_.kv, depth_, products);
+      float products[kRows][4];
+      Multiply<kRows>(shared_.q, shared_.kv, depth_, products);
       if (a_.rule.position_bias != nullptr) AddColumnBias(a_.rule.position_bias, products);
 #pragma unroll
-      for (int r = 0; r < 8; ++r) {
-        *reinterpret_cast<float4*>(shared_.position + (ty_ * 8 + r) * kPositionStride + half * 64 +
-                                   tx_ * 4) =
+      for (int r = 0; r < kRows; ++r) {
+        *reinterpret_cast<float4*>(shared_.position + (ty_ * kRows + r) * kPositionStride +
+                                   half * 64 + tx_ * 4) =
             make_float4(products[r][0] * a_.scale, products[r][1] * a_.scale,
                         products[r][2] * a_.scale, products[r][3] * a_.scale);
       }
@@ -348,11 +369,11 @@ class FlashF32Block {
   }
 
   // Scores to softmax numerators, in shared memory; rescales what was summed before.
-  __device__ void Softmax(int64_t tile, bool whole, float scores[8][4]) {
+  __device__ void Softmax(int64_t tile, bool whole, float scores[kRows][4]) {
 #pragma unroll
-    for (int r = 0; r < 8; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       if (!whole) {
-        const uint64_t visible = shared_.visible[ty_ * 8 + r] >> tx_ * 4;
+        const uint64_t visible = shared_.visible[ty_ * kRows + r] >> tx_ * 4;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           if ((visible >> c & 1) == 0) scores[r][c] = NegativeInfinity();
@@ -372,7 +393,7 @@ class FlashF32Block {
         float weight = ExpOf(scores[r][c] - shift);
         if (kRule && a_.rule.span != nullptr) {
           const float ramp =
-              (shared_.limit[ty_ * 8 + r] + static_cast<float>(tile * kKeys + tx_ * 4 + c)) /
+              (shared_.limit[ty_ * kRows + r] + static_cast<float>(tile * kKeys + tx_ * 4 + c)) /
               a_.rule.ramp;
           weight *= fminf(fmaxf(ramp, 0), 1);
         }
@@ -385,11 +406,12 @@ class FlashF32Block {
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      float* column = shared_.p + (tx_ * 4 + c) * kStride + ty_ * 8;
-      *reinterpret_cast<float4*>(column) =
-          make_float4(scores[0][c], scores[1][c], scores[2][c], scores[3][c]);
-      *reinterpret_cast<float4*>(column + 4) =
-          make_float4(scores[4][c], scores[5][c], scores[6][c], scores[7][c]);
+      float4* column = reinterpret_cast<float4*>(shared_.p + (tx_ * 4 + c) * kStride + ty_ * kRows);
+#pragma unroll
+      for (int r = 0; r < kRows; r += 4) {
+        column[r / 4] =
+            make_float4(scores[r][c], scores[r + 1][c], scores[r + 2][c], scores[r + 3][c]);
+      }
     }
   }
 
@@ -420,29 +442,27 @@ class FlashF32Block {
       for (int c = 0; c < kKeys; ++c) AddValue(c, [](int) { return true; });
     } else {
       for (int c = 0; c < kKeys; ++c) {
-        AddValue(c, [&](int r) { return (shared_.visible[ty_ * 8 + r] >> c & 1) != 0; });
+        AddValue(c, [&](int r) { return (shared_.visible[ty_ * kRows + r] >> c & 1) != 0; });
       }
     }
   }
   template <class Sees>
   __device__ void AddValue(int c, const Sees& sees) {
-    const float4 low = *reinterpret_cast<const float4*>(shared_.p + c * kStride + ty_ * 8);
-    const float4 high = *reinterpret_cast<const float4*>(shared_.p + c * kStride + ty_ * 8 + 4);
-    const float weights[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    float weights[kRows];
+    LoadFloats<kRows>(shared_.p + c * kStride + ty_ * kRows, weights);
     const float* row = shared_.kv + c * Shared<kDim>::kValueStride;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       float values[kVector];
       const float* from = row + g * 64 + tx_ * kVector;
-      if (kVector == 4) {
-        const float4 x = *reinterpret_cast<const float4*>(from);
-        values[0] = x.x, values[1] = x.y, values[kVector - 2] = x.z, values[kVector - 1] = x.w;
+      if constexpr (kVector == 4) {
+        LoadFloats<4>(from, values);
       } else {
         const float2 x = *reinterpret_cast<const float2*>(from);
         values[0] = x.x, values[1] = x.y;
       }
 #pragma unroll
-      for (int r = 0; r < 8; ++r) {
+      for (int r = 0; r < kRows; ++r) {
         if (!sees(r)) continue;
 #pragma unroll
         for (int n = 0; n < kVector; ++n) {
@@ -454,18 +474,19 @@ class FlashF32Block {
 
   __device__ void Store() {
 #pragma unroll
-    for (int r = 0; r < 8; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       const float sum = SumOfRow(sum_[r]);
-      const int row = ty_ * 8 + r;
+      const int row = ty_ * kRows + r;
       const int64_t i = first_query_ + row;
       if (i >= a_.query_tokens) continue;
       const int64_t token = QueryToken(row);
+      const OutputRow output(a_, task_, i, token, sum);
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const int column = n / kVector * 64 + tx_ * kVector + n % kVector;
-        if (column < a_.value_dim) {
-          StoreElementOf(a_, task_, i, token, column, output_[r][n], sum);
-        }
+      for (int g = 0; g < kGroups; ++g) {
+        float values[kVector];
+#pragma unroll
+        for (int n = 0; n < kVector; ++n) values[n] = output_[r][g * kVector + n];
+        output.Store(g * 64 + tx_ * kVector, values);
       }
       if (tx_ == 0) StoreSums(a_, task_, i, token, max_[r], sum);
     }
@@ -480,17 +501,17 @@ class FlashF32Block {
   int64_t first_query_;
   float widest_ = 0;
   float narrowest_ = 0;
-  float max_[8] = {NegativeInfinity(), NegativeInfinity(), NegativeInfinity(), NegativeInfinity(),
-                   NegativeInfinity(), NegativeInfinity(), NegativeInfinity(), NegativeInfinity()};
-  float sum_[8] = {};  // of this thread's keys
-  float output_[8][kColumns] = {};
+  float max_[kRows];
+  float sum_[kRows] = {};  // of this thread's keys
+  float output_[kRows][kColumns] = {};
 };
 
-// Blocks of a multiprocessor at a time, for registers: 168 a thread, or 255.
+// Blocks of a multiprocessor at a time, for registers: 168 to 255 a thread.
 constexpr int BlocksFor(int dim, bool rule) { return dim <= 64 && !rule ? 3 : dim <= 128 ? 2 : 1; }
 
 template <int kDim, bool kRule>
-__global__ void __launch_bounds__(kThreads, BlocksFor(kDim, kRule)) FlashF32(const FlashArguments a) {
+__global__ void __launch_bounds__(ThreadsFor(kDim), BlocksFor(kDim, kRule))
+    FlashF32(const FlashArguments a) {
   float* memory = reinterpret_cast<float*>(DynamicShared());
   const int64_t tasks = FlashTasks(a);
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
@@ -503,8 +524,8 @@ template <int kDim>
 const char* LaunchForward(const FlashArguments& a, void* stream) {
   const int64_t tasks = FlashTasks(a);
   const KernelShape shape = {
-      dim3(static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks)), dim3(kThreads),
-      Shared<kDim>::Bytes(a.rule.relative_keys.rows != nullptr)};
+      dim3(static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks)),
+      dim3(ThreadsFor(kDim)), Shared<kDim>::Bytes(a.rule.relative_keys.rows != nullptr)};
   return a.rule.is_plain()
              ? Launch("FlashF32", &FlashF32<kDim, false>, shape, stream, a)
              : Launch("FlashF32 with a rule", &FlashF32<kDim, true>, shape, stream, a);
@@ -522,12 +543,12 @@ const char* Forward(const FlashArguments& a, void* stream) {
 // ---- Merging the parts of split keys ----
 
 // A warp merges one row: o = sum_s e^(m_s - m) o_s / sum_s e^(m_s - m) l_s, in the order of s.
-__global__ void __launch_bounds__(kThreads) FlashCombine(const FlashArguments a) {
+__global__ void __launch_bounds__(kCombineThreads) FlashCombine(const FlashArguments a) {
   const int64_t rows = a.batch * a.query_heads * a.query_tokens;
   const int lane = threadIdx.x % 32;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
-  for (int64_t n = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32; n < rows;
-       n += warps) {
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kCombineThreads / 32);
+  for (int64_t n = static_cast<int64_t>(blockIdx.x) * (kCombineThreads / 32) + threadIdx.x / 32;
+       n < rows; n += warps) {
     const int64_t i = n % a.query_tokens, h = n / a.query_tokens % a.query_heads;
     const int64_t b = n / a.query_tokens / a.query_heads;
     float maximum = NegativeInfinity();
@@ -558,11 +579,11 @@ __global__ void __launch_bounds__(kThreads) FlashCombine(const FlashArguments a)
 
 const char* Combine(const FlashArguments& a, void* stream) {
   const int64_t rows = a.batch * a.query_heads * a.query_tokens;
-  const int64_t blocks = (rows + kThreads / 32 - 1) / (kThreads / 32);
-  return Launch(
-      "FlashCombine", &FlashCombine,
-      {dim3(static_cast<unsigned>(blocks < a.max_blocks ? blocks : a.max_blocks)), dim3(kThreads)},
-      stream, a);
+  const int64_t blocks = (rows + kCombineThreads / 32 - 1) / (kCombineThreads / 32);
+  return Launch("FlashCombine", &FlashCombine,
+                {dim3(static_cast<unsigned>(blocks < a.max_blocks ? blocks : a.max_blocks)),
+                 dim3(kCombineThreads)},
+                stream, a);
 }
 
 }  // namespace

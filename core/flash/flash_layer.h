@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/flash/flash.h"
-#include "core/flash/flash_cuda.h"
+#include "core/flash/flash_engine.h"
 #include "core/schedule/block_schedule.h"
 #include "core/schedule/pattern.h"
 #include "core/technique.h"
@@ -57,18 +57,16 @@ class FlashLayer : public Layer {
   void set_uses_relative_keys() { uses_relative_keys_ = true; }
 
   Device device() const { return device_; }
-  const ScoreRule& rule() const { return rule_; }
-  const BlockSchedule& schedule() const { return schedule_; }
+  const BlockSchedule& schedule() const { return engine_.schedule(); }
 
  private:
   Device device_;
   std::unique_ptr<Pattern> pattern_;
   double scale_;
-  BlockSchedule schedule_;
-  bool has_schedule_ = false;
   ScoreRule rule_;
   bool uses_relative_keys_ = false;
-  FlashCuda cuda_;  // on other devices than the CPU: the schedule and the rule's tables there
+  bool is_set_up_ = false;
+  FlashEngine engine_;
 };
 
 }  // namespace tfb

@@ -1,5 +1,7 @@
 #include "core/flash/flash.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -58,6 +60,10 @@ class Harness {
   std::function<double(int64_t b, int64_t h, int64_t i, int64_t j, double score)> change =
       [](int64_t, int64_t, int64_t, int64_t, double score) { return score; };
   FlashCall call;
+  // On CUDA: in the place of call.k, and in device memory already.
+  ConstTensorView device_k;
+  // On CUDA: of a grid, where not 0.
+  int64_t max_blocks = 0;
 
   Tensor& input(const char* name) { return inputs_[name]; }
   Tensor& out() { return outputs_["out"]; }
@@ -125,8 +131,9 @@ class Harness {
 
   absl::Status RunOnCuda() {
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-    TFB_ASSIGN_OR_RETURN(const FlashCuda flash,
+    TFB_ASSIGN_OR_RETURN(FlashCuda flash,
                          FlashCuda::Create(runtime, problem_, &schedule_, call.rule));
+    if (max_blocks > 0) flash.set_max_blocks(max_blocks);
     DeviceMirror mirror(runtime);
     FlashCall on_device = call;
     on_device.rule.soft_span.span = nullptr;  // Create has taken it
@@ -143,6 +150,7 @@ class Harness {
                            mirror.Copy(ConstTensorView(order->tokens, DType::kI32, {tokens})));
       order->tokens = copy.At<int32_t>(0);
     }
+    if (!device_k.empty()) on_device.k = device_k;
     const size_t bytes = FlashCuda::WorkspaceBytes(*runtime, problem_);
     TFB_ASSIGN_OR_RETURN(const DeviceBuffer workspace, runtime->Allocate(bytes));
     Execution execution;
@@ -206,6 +214,44 @@ TEST_P(Flash, BandsAndKeyMasksHideWhatTheyHide) {
   harness.ExpectMatchesLoops();
 }
 
+// On CUDA a kernel of its own does up to 8 rows of grouped heads.
+TEST_P(Flash, FewQueriesOfGroupedHeadsReadTheirKeysOnce) {
+  for (int64_t dim : {7, 24, 64, 128, 256}) {
+    for (int64_t queries : {1, 2, 3}) {  // 4, 8 and 12 rows
+      for (bool causal : {false, true}) {
+        Harness harness(GetParam(), Make(queries, 200, dim, dim, causal, 8, 2));
+        Tensor mask(DType::kU8, {2, 200});
+        for (int64_t n = 0; n < 400; ++n) mask.span<uint8_t>()[n] = n % 5 != 0;
+        harness.call.key_mask = mask.view();
+        const auto bias = [](int64_t h, int64_t offset) {
+          return -0.01f * static_cast<float>((h + 1) * std::abs(199 - offset));
+        };
+        const DistanceTable table(8, queries, 200, bias);
+        harness.call.rule.bias = &table;
+        harness.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
+          return s + bias(h, j - i);
+        };
+        harness.ExpectMatchesLoops();
+      }
+    }
+  }
+}
+
+TEST_P(Flash, NansInHiddenValuesDoNotReachFewQueries) {
+  const BandPattern band(-20, 0);
+  Harness harness(GetParam(), Make(3, 90, 64, 64), &band);
+  harness.Run();
+  const Tensor clean = harness.out().Clone();
+  for (const char* name : {"k", "v"}) {
+    *harness.input(name).view().MutableAt<float>(0, 1, 2, 5) = NAN;  // seen by query 2 alone
+  }
+  harness.Run();
+  for (int64_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(*harness.out().view().At<float>(0, 1, i, 5), *clean.view().At<float>(0, 1, i, 5));
+  }
+  EXPECT_TRUE(std::isnan(*harness.out().view().At<float>(0, 1, 2, 5)));
+}
+
 TEST_P(Flash, ResultsAreBitwiseTheSameForAnyNumberOfThreads) {
   Harness harness(GetParam(), Make(200, 300, 64, 64, true, 4, 2));
   harness.Run(1);
@@ -241,8 +287,11 @@ TEST_P(Flash, StridedTransposedAndBroadcastViewsGiveTheSame) {
 }
 
 TEST_P(Flash, SixteenBitInputsAreConvertedExactly) {
-  for (DType dtype : {DType::kBF16, DType::kF16}) {
-    Harness harness(GetParam(), Make(70, 130));
+  for (auto [dtype, queries] : {std::pair<DType, int64_t>{DType::kBF16, 70},
+                                {DType::kF16, 70},
+                                {DType::kBF16, 2},
+                                {DType::kF16, 2}}) {
+    Harness harness(GetParam(), Make(queries, 130));
     const Tensor q = harness.input("q").CloneAs(dtype), k = harness.input("k").CloneAs(dtype),
                  v = harness.input("v").CloneAs(dtype);
     harness.call.q = q.view();
@@ -437,6 +486,70 @@ TEST_P(Flash, TokenOrdersGatherAndScatter) {
   harness.call.key_order = {key_order.data(), 0, 0, 1};
   harness.Run();
   EXPECT_LE(MaxDifference(expected.view(), harness.out().view()), 1e-6);
+}
+
+// Bands in the place of schedules, and rings of keys, are for streams on CUDA.
+TEST(FlashCudaCall, ABandAndARingGiveWhatAScheduleOverAllKeysGives) {
+  const BandPattern pattern(-70, 3);
+  Harness harness(Device::kSimulator, Make(150, 150, 16, 16), &pattern);
+  harness.Run();
+  const Tensor expected = harness.out().Clone();
+  Fill(harness.out().view(), NAN);
+  const Band band{0, -70, 3};
+  harness.call.band = &band;
+  // Tile t of 4 is tile (t + 3) % 4: the second and third of three come first.
+  Tensor k(DType::kF32, {2, 2, 256, 16}), v(DType::kF32, {2, 2, 256, 16});
+  Fill(k.view(), NAN);
+  Fill(v.view(), NAN);
+  for (int64_t tile = 0; tile < 3; ++tile) {
+    const int64_t tokens = std::min<int64_t>(64, 150 - tile * 64);
+    for (auto [from, to] : {std::pair{"k", &k}, {"v", &v}}) {
+      CopyElements(Slice(harness.input(from).view(), 2, tile * 64, tokens),
+                   Slice(to->view(), 2, (tile + 3) % 4 * 64, tokens));
+    }
+  }
+  harness.call.k = k.view();
+  harness.call.v = v.view();
+  harness.call.ring = {4, 3};
+  harness.Run();
+  EXPECT_EQ(std::memcmp(expected.raw(), harness.out().raw(), expected.bytes()), 0);
+}
+
+TEST(FlashCudaCall, KeysFarApartHave64BitOffsets) {
+  // Heads lie 2^32 + 64 elements apart: 16 GiB of addresses, of which few pages exist. What the
+  // simulator takes for device memory is the host's.
+  const int64_t stride = (int64_t{1} << 32) + 64;
+  const size_t bytes = static_cast<size_t>(stride + 70 * 8) * sizeof(float);
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  ASSERT_NE(memory, MAP_FAILED);
+  Problem problem = Make(10, 70, 8, 8);
+  problem.batch = 1;
+  Harness harness(Device::kSimulator, problem);
+  harness.Run();
+  const Tensor expected = harness.out().Clone();
+  Fill(harness.out().view(), NAN);
+  const TensorView k(memory, DType::kF32, {1, 2, 70, 8}, {2 * stride, stride, 8, 1});
+  CopyElements(harness.input("k").view(), k);
+  cuda_simulator::RegisterBuffer(memory, bytes, /*written=*/true);
+  harness.device_k = k;
+  harness.Run();
+  cuda_simulator::UnregisterBuffer(memory);
+  munmap(memory, bytes);
+  EXPECT_EQ(std::memcmp(expected.raw(), harness.out().raw(), expected.bytes()), 0);
+}
+
+TEST(FlashCudaCall, BlocksTakeFurtherTilesWhereTheGridIsSmaller) {
+  // As where there are more tiles than a grid has blocks.
+  Harness harness(Device::kSimulator, Make(200, 200, 8, 8, /*causal=*/true));
+  harness.Run();
+  const Tensor expected = harness.out().Clone();
+  for (int64_t blocks : {1, 3}) {
+    Fill(harness.out().view(), NAN);
+    harness.max_blocks = blocks;
+    harness.Run();
+    EXPECT_EQ(std::memcmp(expected.raw(), harness.out().raw(), expected.bytes()), 0) << blocks;
+  }
 }
 
 TEST(FlashWorkspace, IsLinearInTokens) {

@@ -20,6 +20,7 @@ TechniqueInfo Info() {
   info.citation = "Press, Smith, Lewis 2022, arXiv:2108.12409v2, section 3";
   info.exactness = Exactness::kExact;
   info.growth = 2;
+  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

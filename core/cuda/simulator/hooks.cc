@@ -1,23 +1,18 @@
 #include "core/cuda/simulator/hooks.h"
 
+#include <cstring>
+
 // The calls that g++ and clang put before accesses, under the names that the build gives them.
 extern "C" {
 
-#define TFB_ACCESS_HOOKS(bytes)                                                                \
-  void cuda_simulator_read##bytes(void* address) { cuda_simulator::OnRead(address, bytes); }   \
-  void cuda_simulator_write##bytes(void* address) { cuda_simulator::OnWrite(address, bytes); } \
-  void cuda_simulator_unaligned_read##bytes(void* address) {                                   \
-    cuda_simulator::OnRead(address, bytes);                                                    \
-  }                                                                                            \
-  void cuda_simulator_unaligned_write##bytes(void* address) {                                  \
-    cuda_simulator::OnWrite(address, bytes);                                                   \
-  }                                                                                            \
-  void cuda_simulator_volatile_read##bytes(void* address) {                                    \
-    cuda_simulator::OnRead(address, bytes);                                                    \
-  }                                                                                            \
-  void cuda_simulator_volatile_write##bytes(void* address) {                                   \
-    cuda_simulator::OnWrite(address, bytes);                                                   \
-  }
+#define TFB_NOTE(kind, address, bytes)                                   \
+  cuda_simulator::Note(cuda_simulator::AccessKind::kind, address, bytes, \
+                       __builtin_return_address(0))
+#define TFB_ACCESS_HOOKS(bytes)                                                                 \
+  void cuda_simulator_read##bytes(void* address) { TFB_NOTE(kRead, address, bytes); }           \
+  void cuda_simulator_write##bytes(void* address) { TFB_NOTE(kWrite, address, bytes); }         \
+  void cuda_simulator_unaligned_read##bytes(void* address) { TFB_NOTE(kRead, address, bytes); } \
+  void cuda_simulator_unaligned_write##bytes(void* address) { TFB_NOTE(kWrite, address, bytes); }
 TFB_ACCESS_HOOKS(1)
 TFB_ACCESS_HOOKS(2)
 TFB_ACCESS_HOOKS(4)
@@ -26,11 +21,46 @@ TFB_ACCESS_HOOKS(16)
 #undef TFB_ACCESS_HOOKS
 
 void cuda_simulator_read_range(void* address, unsigned long bytes) {
-  cuda_simulator::OnRead(address, bytes, /*is_range=*/true);
+  if (bytes > 0) TFB_NOTE(kRead, address, bytes);
 }
 void cuda_simulator_write_range(void* address, unsigned long bytes) {
-  cuda_simulator::OnWrite(address, bytes, /*is_range=*/true);
+  if (bytes > 0) TFB_NOTE(kWrite, address, bytes);
 }
+
+// The C library's, which loops and copies of structs become.
+void* cuda_simulator_memcpy(void* to, const void* from, size_t bytes) {
+  if (bytes > 0) TFB_NOTE(kRead, from, bytes);
+  if (bytes > 0) TFB_NOTE(kWrite, to, bytes);
+  return std::memcpy(to, from, bytes);
+}
+void* cuda_simulator_memmove(void* to, const void* from, size_t bytes) {
+  if (bytes > 0) TFB_NOTE(kRead, from, bytes);
+  if (bytes > 0) TFB_NOTE(kWrite, to, bytes);
+  return std::memmove(to, from, bytes);
+}
+void* cuda_simulator_memset(void* to, int value, size_t bytes) {
+  if (bytes > 0) TFB_NOTE(kWrite, to, bytes);
+  return std::memset(to, value, bytes);
+}
+
+// -fsanitize=alignment: called where a pointer is used that is not aligned as its type wants it,
+// with what the compiler says of that. Loads and stores of structs may come to the hooks above in
+// parts, so only here is the alignment of a float4 known.
+struct TypeMismatch {
+  const char* file;
+  unsigned line, column;
+  const struct {
+    unsigned short kind, info;
+    char name[1];  // and more: "'float4'"
+  } * type;
+  unsigned char log_alignment;
+  unsigned char use;  // 0: a load, 1: a store, others: of a reference or a member
+};
+void cuda_simulator_misaligned(TypeMismatch* mismatch, void* address) {
+  cuda_simulator::NoteMisaligned(address, mismatch->type->name,
+                                 size_t{1} << mismatch->log_alignment, __builtin_return_address(0));
+}
+
 void cuda_simulator_init() {}
 void cuda_simulator_func_entry(void*) {}
 void cuda_simulator_func_exit() {}

@@ -1,0 +1,47 @@
+// Engine flash for one problem, pattern and score rule, on any device: what techniques use.
+#ifndef TFB_CORE_FLASH_FLASH_ENGINE_H_
+#define TFB_CORE_FLASH_FLASH_ENGINE_H_
+
+#include <cstddef>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/flash/flash.h"
+#include "core/flash/flash_cuda.h"
+#include "core/problem.h"
+#include "core/schedule/block_schedule.h"
+#include "core/schedule/pattern.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+class FlashEngine {
+ public:
+  FlashEngine() = default;
+  // Builds the schedule, and takes it and the rule's tables to the device. On the CPU they are used
+  // where they lie: what the rule points to must live as long as the engine.
+  static absl::StatusOr<FlashEngine> Create(Device device, const Problem& problem,
+                                            const Pattern& pattern, const ScoreRule& rule = {});
+
+  // Of a call. On a device that is not there: 0, and Create tells.
+  static size_t WorkspaceBytes(Device device, const Problem& problem, bool relative_keys,
+                               int threads);
+
+  // A call with its schedule and rule, to be completed by tensors.
+  FlashCall NewCall() const;
+  // Allocates nothing and, on a GPU, does not synchronise.
+  absl::Status Run(const FlashCall& call, const Execution& execution) const;
+
+  const BlockSchedule& schedule() const { return schedule_; }
+
+ private:
+  Device device_ = Device::kCpu;
+  Problem problem_;
+  BlockSchedule schedule_;
+  ScoreRule rule_;
+  FlashCuda cuda_;  // on other devices than the CPU
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_FLASH_ENGINE_H_
