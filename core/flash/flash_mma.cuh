@@ -833,7 +833,7 @@ class FlashMmaBlock {
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
             const float weight = (first + static_cast<float>(n * 8 + x)) * slope;
-            score[m][n][half * 2 + x] += __logf(fmaxf(fminf(weight, 1), 0));
+            score[m][n][half * 2 + x] += logf(fmaxf(fminf(weight, 1), 0));
           }
         }
       }
@@ -1074,8 +1074,10 @@ class FlashMmaBlock {
       const float* row = rows + r * Shape::kOutputRow;
       const int64_t token = QueryToken(i);
       if (lane() == 0) StoreSums(a_, common_.task, i, token, row[kDim + 1], row[kDim]);
+      const OutputRow output(a_, common_.task, i, token, row[kDim]);
       for (int c = lane(); c < a_.value_dim; c += 32) {
-        StoreElementOf(a_, common_.task, i, token, c, row[c], row[kDim]);
+        const float value[1] = {row[c]};
+        output.Store(c, value);
       }
     }
   }
