@@ -34,6 +34,7 @@ namespace {
 
 constexpr int kQueries = kFlashQueries16;
 constexpr float kLog2E = 1.44269504f;
+constexpr float kLn2 = 0.693147181f;
 
 // What a kernel makes of scaled products of queries and keys.
 enum class Rule {
@@ -101,6 +102,17 @@ __device__ inline float Exp2(float x) {
   return y;
 #else
   return exp2f(x);
+#endif
+}
+
+// log2(x), with an error of 2^-22 near 1.
+__device__ inline float Log2(float x) {
+#ifdef __CUDACC__
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return log2f(x);
 #endif
 }
 
@@ -277,7 +289,6 @@ class FlashMmaBlock {
     for (int n = 0;; ++n) {
       const MmaTile tile = common_.tiles[n % 4];
       if (tile.index < 0) break;
-      if (kRule == Rule::kRelativeKeys) thread_ = Anew(thread_);
       __pipeline_wait_prior(1);
       __syncthreads();  // keys are there; values of the last tile are done with
       const int value_slot = slot == 2 ? 0 : slot + 1, next_slot = slot == 0 ? 2 : slot - 1;
@@ -286,24 +297,19 @@ class FlashMmaBlock {
       const bool hides = HidesByRule(tile);
       const bool whole = !hides && AllTokens(a_, tile.index);
       if (kRule != Rule::kNone) FindColumnBiases(n, slot);
-      // A warp that sees nothing of the tile waits for the others.
-      const bool sees = whole || SeesAny(tile);
+      thread_ = Anew(thread_);
       Scores score;
       RowValues minus;
-      if (sees) {
-        Score(tile, slot, score);
-        if (kRule != Rule::kNone) ApplyRule(tile, score);
-        if (!whole) Hide(tile, score);
-        Shift(score, minus);
-      }
+      Score(tile, slot, score);
+      if (kRule != Rule::kNone) ApplyRule(tile, score);
+      if (!whole) Hide(tile, score);
+      Shift(score, minus);
       __pipeline_wait_prior(1);
       if (hides) NoteNonFinite(value_slot, n);
       __syncthreads();  // values are there; keys are done with
-      if (hides && common_.tile_with_non_finite == n) {
-        SetAsideNonFinite(value_slot, sees, score, minus);
-      }
+      if (hides && common_.tile_with_non_finite == n) SetAsideNonFinite(tile, value_slot);
       StartValues(n + 1, slot);
-      if (sees) AddValues(value_slot, score, minus);
+      AddValues(value_slot, score, minus);
       slot = next_slot;
     }
     Store();
@@ -582,13 +588,6 @@ class FlashMmaBlock {
     return visible;
   }
 
-  // Whether any query of the warp sees any key of the tile.
-  __device__ bool SeesAny(const MmaTile& tile) const {
-    uint64_t any = 0;
-    if (lane() < Shape::kWarpRows) any = Visible(tile, warp_row() + lane());
-    return __any_sync(~0u, (any & Tokens(tile)) != 0);
-  }
-
   __device__ void Hide(const MmaTile& tile, Scores& score) {
     const uint64_t tokens = Tokens(tile);
 #pragma unroll
@@ -834,7 +833,7 @@ class FlashMmaBlock {
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
             const float weight = (first + static_cast<float>(n * 8 + x)) * slope;
-            score[m][n][half * 2 + x] += logf(fmaxf(fminf(weight, 1), 0));
+            score[m][n][half * 2 + x] += Log2(fmaxf(fminf(weight, 1), 0)) * kLn2;
           }
         }
       }
@@ -980,16 +979,22 @@ class FlashMmaBlock {
     if (found != 0) atomicMax(&common_.tile_with_non_finite, n);
   }
 
-  // Adds the values that are not finite, of keys that are seen, one by one, and puts zeros in their
-  // place. A key whose score is -inf counts as hidden.
-  __device__ void SetAsideNonFinite(int slot, bool sees, Scores& score, const RowValues& minus) {
-    if (sees) {
+  // Adds the values that are not finite to the rows that see them, and puts zeros in their place:
+  // they stay what they are under any weight above 0.
+  __device__ void SetAsideNonFinite(const MmaTile& tile, int slot) {
+    const uint64_t tokens = Tokens(tile);
 #pragma unroll 1
-      for (int group = 0; group < kKeyTiles; ++group) {
-#pragma unroll 1
-        for (int c = 0; c < 8; ++c) AddNonFinite(Slot(slot), group * 8 + c, score, minus);
-        RotateScores(score);
+    for (int first = 0; first < kKeys; first += 32) {
+      unsigned seen[kRowTiles][2];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          seen[m][half] = static_cast<unsigned>((Visible(tile, RowOf(m, half)) & tokens) >> first);
+        }
       }
+#pragma unroll 1
+      for (int c = 0; c < 32; ++c) AddNonFinite(Slot(slot), first + c, c, seen);
     }
     __syncthreads();
     ForEachRow<kKeys>([&](int r) {
@@ -1005,22 +1010,9 @@ class FlashMmaBlock {
     });
     __syncthreads();
   }
-  // Of one key, whose group of 8 the scores have been rotated to.
-  __device__ void AddNonFinite(const unsigned char* values, int key, const Scores& score,
-                               const RowValues& minus) {
-    const int source = (lane() & ~3) | key / 2 % 4;
-    RowValues weight;
-    bool seen[kRowTiles][2];
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float own = key % 2 == 0 ? score[m][0][half * 2] : score[m][0][half * 2 + 1];
-        const float s = __shfl_sync(~0u, own, source);
-        weight[m][half] = Half<T>(Pair<T>(WeightOf(s, minus[m][half]), 0), 0);
-        seen[m][half] = s != NegativeInfinity();
-      }
-    }
+  // Of one key, which bit `bit` of `seen` stands for.
+  __device__ void AddNonFinite(const unsigned char* values, int key, int bit,
+                               const unsigned (&seen)[kRowTiles][2]) {
 #pragma unroll
     for (int n = 0; n < kOutputTiles; ++n) {
       const unsigned pair =
@@ -1029,27 +1021,13 @@ class FlashMmaBlock {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         if ((non_finite >> (15 + 16 * x) & 1) == 0) continue;
-        const float value = Half<T>(pair, x);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            if (seen[m][half]) output_[m][n][half * 2 + x] += weight[m][half] * value;
+            if ((seen[m][half] >> bit & 1) != 0) output_[m][n][half * 2 + x] += Half<T>(pair, x);
           }
         }
-      }
-    }
-  }
-  // Registers have no index: what a loop is to go through moves past it. After 8 all is as it was.
-  __device__ void RotateScores(Scores& score) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float first = score[m][0][e];
-#pragma unroll
-        for (int n = 1; n < kKeyTiles; ++n) score[m][n - 1][e] = score[m][n][e];
-        score[m][kKeyTiles - 1][e] = first;
       }
     }
   }
