@@ -103,6 +103,7 @@ int Block::PickNext() {
   running_ = chosen;
   chosen = ready_.back();
   ready_.pop_back();
+  machine_->checker.order.Resume(running_);
   const Index3& index = threads_[running_].index;
   current_thread = {index.x, index.y, index.z};
   return running_;

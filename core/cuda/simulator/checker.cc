@@ -72,37 +72,25 @@ std::string Checker::Describe(uintptr_t address) {
   return "at an address that is no device memory: " + device_memory.DescribeNearest(address);
 }
 
-void Checker::Check(const MemoryAccess& access) {
-  ++machine_->counts.accesses;
-  if (dynamic_.Contains(access.address)) return CheckShared(&dynamic_, access);
-  if (SharedShadow* shadow = StaticShared(access.address)) return CheckShared(shadow, access);
-  if (DeviceBufferShadow* buffer = device_memory.Find(access.address)) {
-    return CheckDevice(buffer, access);
-  }
-  --machine_->counts.accesses;
-  CheckElsewhere(access);
-}
-
-void Checker::Report(FindingKind kind, const MemoryAccess& access, const std::string& rest) {
+void Checker::Report(FindingKind kind, const MemoryAccess& access, const char* rest) {
   machine_->Report(kind, access.site,
                    [&] { return Doing(access) + " " + Describe(access.address) + rest; });
 }
 
-void Checker::CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
-  if (access.bytes > shadow->begin() + shadow->bytes() - access.address) {
-    Report(FindingKind::kOutOfBounds, access, Format(", which has %zu", shadow->bytes()));
-    machine_->block.Abandon();
-  }
-  int other = SharedShadow::kSeveral;
-  const auto verdict =
-      shadow->Access(access.address, access.bytes, access.kind, machine_->block.running(), &other);
-  if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
+// The access ends beyond what it begins in, or is nowhere.
+void Checker::Leave(const MemoryAccess& access) {
+  Report(FindingKind::kOutOfBounds, access, "");
+  machine_->block.Abandon();
 }
 
 void Checker::ReportShared(SharedShadow::Verdict verdict, int other, const MemoryAccess& access) {
-  const auto who = [&] {
-    return other == SharedShadow::kSeveral ? "another thread"
-                                           : "thread " + Text(machine_->block.index_of(other));
+  const auto report_race = [&](const char* did) {
+    machine_->Report(FindingKind::kRace, access.site, [&] {
+      const bool several = other == SharedShadow::kSeveral;
+      return Doing(access) + " " + Describe(access.address) + ", which " +
+             (several ? "another thread" : "thread " + Text(machine_->block.index_of(other))) +
+             did + " with no barrier between";
+    });
   };
   switch (verdict) {
     case SharedShadow::Verdict::kFine:
@@ -117,38 +105,35 @@ void Checker::ReportShared(SharedShadow::Verdict verdict, int other, const Memor
       break;
     }
     case SharedShadow::Verdict::kRaceWithRead:
-      Report(FindingKind::kRace, access, ", which " + who() + " read with no barrier between");
+      report_race(" read");
       break;
     case SharedShadow::Verdict::kRaceWithWrite:
-      Report(FindingKind::kRace, access, ", which " + who() + " wrote with no barrier between");
+      report_race(" wrote");
       break;
   }
-}
-
-void Checker::CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access) {
-  if (!buffer->ContainsAll(access.address, access.bytes)) {
-    Report(FindingKind::kOutOfBounds, access, "");
-    machine_->block.Abandon();
-  }
-  if (access.kind != AccessKind::kWrite && !buffer->IsWritten(access.address, access.bytes)) {
-    Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
-  }
-  if (access.kind != AccessKind::kRead) buffer->SetWritten(access.address, access.bytes);
 }
 
 void Checker::CheckElsewhere(const MemoryAccess& access) {
   const bool reads = access.kind == AccessKind::kRead;
   if (reads && access.address - parameters_ < parameter_bytes_) return;
-  if (const Segment* segment = SegmentOf(access.address)) {
-    if (segment->is_writable) {  // a library's first access to its shared memory
-      const size_t bytes = segment->end - segment->begin;
-      static_.push_back(std::make_unique<SharedShadow>(segment->begin, bytes, &order));
-      return Check(access);
-    }
-    if (reads) return;  // constants
+  if (DeviceBufferShadow* buffer = device_memory.Find(access.address)) {
+    return CheckDevice(buffer, access);
   }
-  Report(FindingKind::kOutOfBounds, access, "");
-  machine_->block.Abandon();
+  const Segment* segment = SegmentOf(access.address);
+  if (segment == nullptr || (!reads && !segment->is_writable)) Leave(access);
+  if (!segment->is_writable) return;  // constants
+  // The first access to an image's shared memory.
+  const size_t bytes = segment->end - segment->begin;
+  static_.push_back(std::make_unique<SharedShadow>(segment->begin, bytes, &order));
+  recent_static_ = static_.back().get();
+  CheckShared(recent_static_, access);
+}
+
+SharedShadow* Checker::FindStaticShared(uintptr_t address) {
+  for (const auto& shadow : static_) {
+    if (shadow->Contains(address)) return recent_static_ = shadow.get();
+  }
+  return nullptr;
 }
 
 bool Checker::IsShared(const void* address) {

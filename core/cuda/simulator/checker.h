@@ -33,7 +33,15 @@ class Checker {
   void StartLaunch(size_t dynamic_shared_bytes, const void* parameters, size_t parameter_bytes);
   void StartBlock() { order.StartBlock(); }
   // Of the running thread, not to its stack. Returns if the kernel is to go on.
-  void Check(const MemoryAccess& access);
+  void Check(const MemoryAccess& access) {
+    if (dynamic_.Contains(access.address)) return CheckShared(&dynamic_, access);
+    if (SharedShadow* shadow = StaticShared(access.address)) return CheckShared(shadow, access);
+    if (DeviceBufferShadow* buffer = device_memory.FindRecent(access.address)) {
+      return CheckDevice(buffer, access);
+    }
+    CheckElsewhere(access);
+  }
+  int64_t accesses() const { return accesses_; }  // checked so far
   // An address in words: "at byte 4 of a buffer of 256 bytes".
   std::string Describe(uintptr_t address);
 
@@ -44,18 +52,31 @@ class Checker {
   DeviceMemory device_memory;
 
  private:
-  void CheckShared(SharedShadow* shadow, const MemoryAccess& access);
-  void CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access);
+  void CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
+    ++accesses_;
+    if (access.bytes > shadow->begin() + shadow->bytes() - access.address) Leave(access);
+    int other = SharedShadow::kSeveral;
+    const auto verdict = shadow->Access(access.address, access.bytes, access.kind, &other);
+    if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
+  }
+  void CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access) {
+    ++accesses_;
+    if (!buffer->ContainsAll(access.address, access.bytes)) Leave(access);
+    if (access.kind != AccessKind::kWrite && !buffer->IsWritten(access.address, access.bytes)) {
+      Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
+    }
+    if (access.kind != AccessKind::kRead) buffer->SetWritten(access.address, access.bytes);
+  }
   void CheckElsewhere(const MemoryAccess& access);
-  void Report(FindingKind kind, const MemoryAccess& access, const std::string& rest);
+  [[noreturn]] void Leave(const MemoryAccess& access);
+  void Report(FindingKind kind, const MemoryAccess& access, const char* rest);
   void ReportShared(SharedShadow::Verdict verdict, int other, const MemoryAccess& access);
   // Of the static variables that the address is among; null: it is not.
   SharedShadow* StaticShared(uintptr_t address) {
-    for (const auto& shadow : static_) {
-      if (shadow->Contains(address)) return shadow.get();
-    }
-    return nullptr;
+    if (recent_static_ != nullptr && recent_static_->Contains(address)) return recent_static_;
+    return static_.size() < 2 ? nullptr : FindStaticShared(address);
   }
+  SharedShadow* FindStaticShared(uintptr_t address);
   const Segment* SegmentOf(uintptr_t address);
 
   Machine* const machine_;
@@ -64,6 +85,8 @@ class Checker {
   // Of the variables of the program, and of each library with kernels: __shared__ ones are among
   // them, and kernels can have no others.
   std::vector<std::unique_ptr<SharedShadow>> static_;
+  SharedShadow* recent_static_ = nullptr;
+  int64_t accesses_ = 0;
   uintptr_t parameters_ = 0;
   size_t parameter_bytes_ = 0;
   std::vector<Segment> segments_;

@@ -161,7 +161,9 @@ const std::vector<Finding>& Findings() { return TheMachine().findings.findings()
 
 Counts TotalCounts() {
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
-  return TheMachine().counts;
+  Counts counts = TheMachine().counts;
+  counts.accesses = TheMachine().checker.accesses();
+  return counts;
 }
 
 std::string Describe(const Counts& counts) {

@@ -2,6 +2,7 @@
 #ifndef TFB_CORE_CUDA_SIMULATOR_SHARED_SHADOW_H_
 #define TFB_CORE_CUDA_SIMULATOR_SHARED_SHADOW_H_
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -42,8 +43,14 @@ class SharedShadow {
     kRaceWithRead,   // of `*other`
     kRaceWithWrite,  // of `*other`
   };
-  // Of the worst byte. `other` receives a thread, or kSeveral; the access lies within bytes().
-  Verdict Access(uintptr_t address, size_t bytes, AccessKind kind, int thread, int* other);
+  // An access of the running thread, within bytes(). Tells of the worst byte; `other` receives a
+  // thread, or kSeveral.
+  Verdict Access(uintptr_t address, size_t bytes, AccessKind kind, int* other) {
+    const size_t at = address - begin_;
+    Granule& granule = granules_[at / 4];
+    if (bytes == 4 && at % 4 == 0 && granule.split == 0) return Touch(&granule.cell, kind, other);
+    return AccessInParts(at, bytes, kind, other);
+  }
   static constexpr int kSeveral = -1;
 
  private:
@@ -65,11 +72,36 @@ class SharedShadow {
     uint32_t split = 0;  // where in splits_ its bytes have cells of their own; 0: they have not
   };
 
-  Verdict Touch(Cell* cell, AccessKind kind, int thread, int* other);
-  bool WriteIsBefore(const Cell& cell, int thread) const;
-  void NoteRead(Cell* cell, int thread);
-  void NoteWrite(Cell* cell, AccessKind kind, int thread);
-  int ReaderNotBefore(const Cell& cell, int thread) const;  // or -1
+  Verdict Touch(Cell* cell, AccessKind kind, int* other) {
+    // Nearly always: what was written in this block, before the last barrier, is read.
+    if (kind == AccessKind::kRead && cell->write >= order_.block_start() &&
+        cell->write < order_.barrier() && !cell->in_flight) {
+      NoteRead(cell);
+      return Verdict::kFine;
+    }
+    return TouchUnusually(cell, kind, other);
+  }
+  void NoteRead(Cell* cell) {
+    const int warp = order_.warp();
+    const uint32_t lane = 1u << order_.thread() % kWarp;
+    if (cell->read < order_.barrier() ||
+        (cell->warp == warp && cell->stranger == 0 && cell->read < order_.warp_barrier())) {
+      cell->read = order_.now();
+      cell->lanes = lane;
+      cell->warp = static_cast<uint8_t>(warp);
+      cell->stranger = 0;
+    } else if (cell->warp == warp) {
+      cell->lanes |= lane;
+      cell->read = std::min(cell->read, order_.now());
+    } else {
+      cell->stranger = static_cast<uint16_t>(order_.thread() + 1);
+    }
+  }
+  Verdict AccessInParts(size_t at, size_t bytes, AccessKind kind, int* other);
+  Verdict TouchUnusually(Cell* cell, AccessKind kind, int* other);
+  bool WriteIsBefore(const Cell& cell) const;
+  void NoteWrite(Cell* cell, AccessKind kind);
+  int ReaderNotBefore(const Cell& cell) const;  // or -1
   Cell* Split(size_t granule);
 
   const uintptr_t begin_;
