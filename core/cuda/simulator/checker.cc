@@ -38,7 +38,8 @@ std::string Doing(const MemoryAccess& access) {
 Checker::Checker(Machine* machine)
     : machine_(machine),
       dynamic_shared_(MapDynamicShared()),
-      dynamic_(reinterpret_cast<uintptr_t>(dynamic_shared_), kDynamicCapacity, &order) {}
+      dynamic_(reinterpret_cast<uintptr_t>(dynamic_shared_), kDynamicCapacity, &order),
+      recent_static_(&dynamic_) {}
 
 void Checker::StartLaunch(size_t dynamic_shared_bytes, const void* parameters,
                           size_t parameter_bytes) {
@@ -113,12 +114,36 @@ void Checker::ReportShared(SharedShadow::Verdict verdict, int other, const Memor
   }
 }
 
-void Checker::CheckElsewhere(const MemoryAccess& access) {
+void Checker::Check(const MemoryAccess& access) {
+  if (dynamic_.Contains(access.address)) return CheckShared(&dynamic_, access);
+  if (SharedShadow* shadow = StaticShared(access.address)) return CheckShared(shadow, access);
   const bool reads = access.kind == AccessKind::kRead;
   if (reads && access.address - parameters_ < parameter_bytes_) return;
   if (DeviceBufferShadow* buffer = device_memory.Find(access.address)) {
     return CheckDevice(buffer, access);
   }
+  CheckElsewhere(access);
+}
+
+void Checker::CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
+  ++accesses_;
+  if (access.bytes > shadow->begin() + shadow->bytes() - access.address) Leave(access);
+  int other = SharedShadow::kSeveral;
+  const auto verdict = shadow->Access(access.address, access.bytes, access.kind, &other);
+  if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
+}
+
+void Checker::CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access) {
+  ++accesses_;
+  if (!buffer->ContainsAll(access.address, access.bytes)) Leave(access);
+  if (access.kind != AccessKind::kWrite && !buffer->IsWritten(access.address, access.bytes)) {
+    Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
+  }
+  if (access.kind != AccessKind::kRead) buffer->SetWritten(access.address, access.bytes);
+}
+
+void Checker::CheckElsewhere(const MemoryAccess& access) {
+  const bool reads = access.kind == AccessKind::kRead;
   const Segment* segment = SegmentOf(access.address);
   if (segment == nullptr || (!reads && !segment->is_writable)) Leave(access);
   if (!segment->is_writable) return;  // constants
@@ -129,7 +154,7 @@ void Checker::CheckElsewhere(const MemoryAccess& access) {
   CheckShared(recent_static_, access);
 }
 
-SharedShadow* Checker::FindStaticShared(uintptr_t address) {
+SharedShadow* Checker::StaticShared(uintptr_t address) {
   for (const auto& shadow : static_) {
     if (shadow->Contains(address)) return recent_static_ = shadow.get();
   }

@@ -33,13 +33,21 @@ class Checker {
   void StartLaunch(size_t dynamic_shared_bytes, const void* parameters, size_t parameter_bytes);
   void StartBlock() { order.StartBlock(); }
   // Of the running thread, not to its stack. Returns if the kernel is to go on.
-  void Check(const MemoryAccess& access) {
-    if (dynamic_.Contains(access.address)) return CheckShared(&dynamic_, access);
-    if (SharedShadow* shadow = StaticShared(access.address)) return CheckShared(shadow, access);
-    if (DeviceBufferShadow* buffer = device_memory.FindRecent(access.address)) {
-      return CheckDevice(buffer, access);
+  void Check(const MemoryAccess& access);
+  // True if it is in order, which most are. Otherwise Check tells.
+  template <AccessKind kKind, size_t kBytes>
+  bool CheckQuickly(uintptr_t address) {
+    SharedShadow* shared = dynamic_.Contains(address) ? &dynamic_ : recent_static_;
+    if (shared->Contains(address)) {
+      if (!shared->AccessQuickly<kKind, kBytes>(address)) return false;
+    } else {
+      DeviceBufferShadow* buffer = device_memory.FindRecent(address);
+      if (buffer == nullptr || !buffer->ContainsAll(address, kBytes)) return false;
+      if (kKind == AccessKind::kWrite) buffer->SetWritten(address, kBytes);
+      if (kKind == AccessKind::kRead && !buffer->IsWritten(address, kBytes)) return false;
     }
-    CheckElsewhere(access);
+    ++accesses_;
+    return true;
   }
   int64_t accesses() const { return accesses_; }  // checked so far
   // An address in words: "at byte 4 of a buffer of 256 bytes".
@@ -52,31 +60,14 @@ class Checker {
   DeviceMemory device_memory;
 
  private:
-  void CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
-    ++accesses_;
-    if (access.bytes > shadow->begin() + shadow->bytes() - access.address) Leave(access);
-    int other = SharedShadow::kSeveral;
-    const auto verdict = shadow->Access(access.address, access.bytes, access.kind, &other);
-    if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
-  }
-  void CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access) {
-    ++accesses_;
-    if (!buffer->ContainsAll(access.address, access.bytes)) Leave(access);
-    if (access.kind != AccessKind::kWrite && !buffer->IsWritten(access.address, access.bytes)) {
-      Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
-    }
-    if (access.kind != AccessKind::kRead) buffer->SetWritten(access.address, access.bytes);
-  }
+  void CheckShared(SharedShadow* shadow, const MemoryAccess& access);
+  void CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access);
   void CheckElsewhere(const MemoryAccess& access);
   [[noreturn]] void Leave(const MemoryAccess& access);
   void Report(FindingKind kind, const MemoryAccess& access, const char* rest);
   void ReportShared(SharedShadow::Verdict verdict, int other, const MemoryAccess& access);
   // Of the static variables that the address is among; null: it is not.
-  SharedShadow* StaticShared(uintptr_t address) {
-    if (recent_static_ != nullptr && recent_static_->Contains(address)) return recent_static_;
-    return static_.size() < 2 ? nullptr : FindStaticShared(address);
-  }
-  SharedShadow* FindStaticShared(uintptr_t address);
+  SharedShadow* StaticShared(uintptr_t address);
   const Segment* SegmentOf(uintptr_t address);
 
   Machine* const machine_;
@@ -85,7 +76,7 @@ class Checker {
   // Of the variables of the program, and of each library with kernels: __shared__ ones are among
   // them, and kernels can have no others.
   std::vector<std::unique_ptr<SharedShadow>> static_;
-  SharedShadow* recent_static_ = nullptr;
+  SharedShadow* recent_static_;  // the one of those used last; before that dynamic_
   int64_t accesses_ = 0;
   uintptr_t parameters_ = 0;
   size_t parameter_bytes_ = 0;

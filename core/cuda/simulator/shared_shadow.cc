@@ -26,8 +26,8 @@ void SharedShadow::Reset() {
   StartLaunch(bytes_);
 }
 
-SharedShadow::Verdict SharedShadow::AccessInParts(size_t at, size_t bytes, AccessKind kind,
-                                                  int* other) {
+SharedShadow::Verdict SharedShadow::Access(uintptr_t address, size_t bytes, AccessKind kind,
+                                           int* other) {
   Verdict worst = Verdict::kFine;
   const auto touch = [&](Cell* cell) {
     int whose = kSeveral;
@@ -36,6 +36,7 @@ SharedShadow::Verdict SharedShadow::AccessInParts(size_t at, size_t bytes, Acces
     worst = verdict;
     *other = whose;
   };
+  size_t at = address - begin_;
   const size_t end = at + bytes;
   while (at < end) {
     Granule& granule = granules_[at / 4];
@@ -62,7 +63,7 @@ SharedShadow::Cell* SharedShadow::Split(size_t granule) {
   return splits_[split].data();
 }
 
-SharedShadow::Verdict SharedShadow::TouchUnusually(Cell* cell, AccessKind kind, int* other) {
+SharedShadow::Verdict SharedShadow::Touch(Cell* cell, AccessKind kind, int* other) {
   Verdict verdict = Verdict::kFine;
   if (cell->write < order_.block_start()) {
     if (kind == AccessKind::kRead || kind == AccessKind::kAtomic) verdict = Verdict::kUnwritten;

@@ -45,11 +45,19 @@ class SharedShadow {
   };
   // An access of the running thread, within bytes(). Tells of the worst byte; `other` receives a
   // thread, or kSeveral.
-  Verdict Access(uintptr_t address, size_t bytes, AccessKind kind, int* other) {
+  Verdict Access(uintptr_t address, size_t bytes, AccessKind kind, int* other);
+  // True if it is one of the most usual ones, and is noted: a read of what was written in this
+  // block before the last barrier, or the first write since. Otherwise Access tells.
+  template <AccessKind kKind, size_t kBytes>
+  bool AccessQuickly(uintptr_t address) {
     const size_t at = address - begin_;
-    Granule& granule = granules_[at / 4];
-    if (bytes == 4 && at % 4 == 0 && granule.split == 0) return Touch(&granule.cell, kind, other);
-    return AccessInParts(at, bytes, kind, other);
+    if (at % kBytes != 0 || kBytes > bytes_ - at) return false;
+    Granule* granule = &granules_[at / 4];
+    if (kBytes < 4) return TouchBytesQuickly<kKind>(granule->split, at % 4, kBytes);
+    for (size_t part = 0; part < kBytes / 4; ++part, ++granule) {
+      if (granule->split != 0 || !TouchQuickly<kKind>(&granule->cell)) return false;
+    }
+    return true;
   }
   static constexpr int kSeveral = -1;
 
@@ -72,14 +80,28 @@ class SharedShadow {
     uint32_t split = 0;  // where in splits_ its bytes have cells of their own; 0: they have not
   };
 
-  Verdict Touch(Cell* cell, AccessKind kind, int* other) {
-    // Nearly always: what was written in this block, before the last barrier, is read.
-    if (kind == AccessKind::kRead && cell->write >= order_.block_start() &&
-        cell->write < order_.barrier() && !cell->in_flight) {
+  template <AccessKind kKind>
+  bool TouchQuickly(Cell* cell) {
+    if (cell->in_flight || cell->write >= order_.barrier()) return false;
+    if (kKind == AccessKind::kRead) {
+      if (cell->write < order_.block_start()) return false;
       NoteRead(cell);
-      return Verdict::kFine;
+      return true;
     }
-    return TouchUnusually(cell, kind, other);
+    if (kKind != AccessKind::kWrite || cell->read >= order_.barrier()) return false;
+    cell->write = order_.now();
+    cell->writer = static_cast<uint16_t>(order_.thread());
+    cell->atomic = false;
+    return true;
+  }
+  template <AccessKind kKind>
+  bool TouchBytesQuickly(uint32_t split, size_t first, size_t count) {
+    if (split == 0) return false;
+    Cell* cells = &splits_[split][first];
+    for (size_t byte = 0; byte < count; ++byte) {
+      if (!TouchQuickly<kKind>(&cells[byte])) return false;
+    }
+    return true;
   }
   void NoteRead(Cell* cell) {
     const int warp = order_.warp();
@@ -97,8 +119,7 @@ class SharedShadow {
       cell->stranger = static_cast<uint16_t>(order_.thread() + 1);
     }
   }
-  Verdict AccessInParts(size_t at, size_t bytes, AccessKind kind, int* other);
-  Verdict TouchUnusually(Cell* cell, AccessKind kind, int* other);
+  Verdict Touch(Cell* cell, AccessKind kind, int* other);
   bool WriteIsBefore(const Cell& cell) const;
   void NoteWrite(Cell* cell, AccessKind kind);
   int ReaderNotBefore(const Cell& cell) const;  // or -1
