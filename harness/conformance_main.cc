@@ -13,6 +13,8 @@
 #include "harness/conformance/register.h"
 
 ABSL_FLAG(std::string, technique, "", "the technique to test; empty for all that are linked in");
+ABSL_FLAG(std::vector<std::string>, devices, {"cpu"},
+          "of cpu, simulator, cuda: the simulator runs the sources for GPUs on the host");
 
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
@@ -29,7 +31,16 @@ int main(int argc, char** argv) {
     }
     techniques = {*found};
   }
-  if (tfb::conformance::RegisterTests(techniques) == 0) {
+  std::vector<tfb::Device> devices;
+  for (const std::string& name : absl::GetFlag(FLAGS_devices)) {
+    const auto device = tfb::ParseDevice(name);
+    if (!device.ok()) {
+      std::fprintf(stderr, "--devices: %s\n", std::string(device.status().message()).c_str());
+      return 2;
+    }
+    devices.push_back(*device);
+  }
+  if (tfb::conformance::RegisterTests(techniques, devices) == 0) {
     std::fprintf(stderr, "no technique is linked into this binary\n");
     return 2;
   }

@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <set>
 #include <string>
 #include <utility>
@@ -59,6 +60,21 @@ const Report& RightTechnique() {
   return report;
 }
 
+// Runs the cases that are expected to fail, and no others, for time. Returns what was printed.
+std::string ExpectFound(TinyFault fault, const std::string& device,
+                        const std::vector<std::string>& cases) {
+  const std::string filter = absl::StrCat("*.", absl::StrJoin(cases, "/*:*."), "/*");
+  const Report report = Conform(absl::StrCat("--technique=", TinyName(fault), " --devices=", device,
+                                             " '--gtest_filter=", filter, "'"));
+  EXPECT_EQ(report.exit_code, 1) << TinyName(fault);
+  for (const std::string& name : cases) {
+    // A sanitizer that sees the fault first ends the run.
+    const bool ended = absl::StrContains(report.output, "Sanitizer");
+    EXPECT_TRUE(ended || report.failed.count(name) > 0) << TinyName(fault) << " passed " << name;
+  }
+  return report.output;
+}
+
 TEST(Conformance, ARightTechniquePassesEveryCase) {
   const Report& report = RightTechnique();
   EXPECT_EQ(report.exit_code, 0) << report.output;
@@ -106,19 +122,49 @@ TEST(Conformance, EachFaultIsFoundByTheCaseThatIsThereForIt) {
       {TinyFault::kForgetsInAppend, {"ASequenceInSegmentsIsTheWhole"}},
       {TinyFault::kRoundsScores, {"HeadDims"}},
   };
-  EXPECT_EQ(expected.size() + 1, AllTinyFaults().size());
+  size_t of_the_cpu = 0;
+  for (const TinyFault fault : AllTinyFaults()) of_the_cpu += IsOfDevices(fault) ? 0 : 1;
+  EXPECT_EQ(expected.size() + 1, of_the_cpu);
+  for (const auto& [fault, cases] : expected) ExpectFound(fault, "cpu", cases);
+}
+
+TEST(Conformance, EachFaultOfADeviceIsFoundByTheCaseThatIsThereForIt) {
+  const std::vector<std::pair<TinyFault, std::vector<std::string>>> expected = {
+      {TinyFault::kKernelWritesBehindOutput, {"OneTokenOneHeadOneBatch"}},
+      {TinyFault::kKernelReadsUnwritten, {"OneTokenOneHeadOneBatch"}},
+      {TinyFault::kKernelDependsOnOrder, {"AnyOrderOfBlocksAndThreadsGivesTheSameBits"}},
+      {TinyFault::kHostPointer, {"OneTokenOneHeadOneBatch"}},
+      {TinyFault::kDeviceScale, {"TheDeviceAgreesWithTheCpu", "HeadDims"}},
+      {TinyFault::kAllocatesOnDevice, {"RunAllocatesNothing"}},
+      {TinyFault::kWaits, {"RunDoesNotWaitForTheDevice"}},
+  };
   for (const auto& [fault, cases] : expected) {
-    // The cases that are expected to fail, and no others, for time.
-    const std::string filter = absl::StrCat("*.", absl::StrJoin(cases, "/*:*."), "/*");
-    const Report report =
-        Conform(absl::StrCat("--technique=", TinyName(fault), " '--gtest_filter=", filter, "'"));
-    EXPECT_EQ(report.exit_code, 1) << TinyName(fault);
-    for (const std::string& name : cases) {
-      // A sanitizer that sees the fault first ends the run.
-      const bool ended = absl::StrContains(report.output, "Sanitizer");
-      EXPECT_TRUE(ended || report.failed.count(name) > 0) << TinyName(fault) << " passed " << name;
-    }
+    EXPECT_TRUE(IsOfDevices(fault));
+    const std::string output = ExpectFound(fault, "simulator", cases);
+    const bool wrong_access = cases[0] == "OneTokenOneHeadOneBatch";
+    EXPECT_EQ(absl::StrContains(output, "simulated kernel: Attend, block"), wrong_access) << output;
+    EXPECT_EQ(Conform(absl::StrCat("--technique=", TinyName(fault),
+                                   " --gtest_filter=*OneTokenOneHeadOneBatch*"))
+                  .exit_code,
+              0)
+        << "on the CPU " << TinyName(fault) << " is right";
   }
+}
+
+// By hand, since this machine may or may not have a GPU.
+TEST(Conformance, AMissingDeviceIsASkipOrAFailureAsTheEnvironmentSays) {
+  const std::string cuda = "--technique=tiny --devices=cuda --gtest_filter=*ThereIsADevice*";
+  setenv("CUDA_VISIBLE_DEVICES", "", /*overwrite=*/1);
+  unsetenv("TFB_REQUIRE_GPU");
+  const Report skipped = Conform(cuda);
+  EXPECT_EQ(skipped.exit_code, 0);
+  EXPECT_EQ(skipped.skipped.count("ThereIsADevice"), 1u) << skipped.output;
+  EXPECT_TRUE(absl::StrContains(skipped.output, "no CUDA device: ")) << skipped.output;
+  setenv("TFB_REQUIRE_GPU", "1", /*overwrite=*/1);
+  const Report failed = Conform(cuda);
+  EXPECT_EQ(failed.exit_code, 1);
+  EXPECT_EQ(failed.failed.count("ThereIsADevice"), 1u) << failed.output;
+  unsetenv("TFB_REQUIRE_GPU");
 }
 
 TEST(Conformance, AFaultInOnePlaceDoesNotFailEverything) {

@@ -8,6 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "core/random.h"
 #include "core/status.h"
+#include "harness/device_memory.h"
 #include "harness/guarded.h"
 
 namespace tfb {
@@ -217,28 +218,29 @@ NamedTensors Copies(const NamedTensors& tensors) {
 
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
                                  ThreadPool* pool) {
-  if (device != Device::kCpu) {
-    return absl::UnimplementedError(
-        absl::StrCat("layers on device ", Name(device), " cannot be run on tensors of the host"));
-  }
+  TFB_ASSIGN_OR_RETURN(const DeviceTensors read, DeviceTensors::Of(device, inputs));
   std::map<std::string, GuardedTensor> guarded;
   Outputs outputs;
   for (const TensorSpec& spec : layer->outputs()) {
-    TFB_ASSIGN_OR_RETURN(guarded[spec.name], GuardedTensor::Allocate(spec.dtype, spec.shape));
-    outputs.Set(spec.name, guarded[spec.name].view());
+    TFB_ASSIGN_OR_RETURN(GuardedTensor output,
+                         GuardedTensor::Allocate(spec.dtype, spec.shape, /*gaps=*/false, device));
+    TFB_RETURN_IF_ERROR(output.Upload(DeviceTwin::Contents::kUnwritten));
+    outputs.Set(spec.name, output.device_view());
+    guarded[spec.name] = std::move(output);
   }
   LayerRun run;
   run.workspace_bytes = layer->workspace_bytes(pool->threads());
-  TFB_ASSIGN_OR_RETURN(GuardedMemory workspace, GuardedMemory::Allocate(run.workspace_bytes));
+  TFB_ASSIGN_OR_RETURN(GuardedWorkspace workspace,
+                       GuardedWorkspace::Allocate(run.workspace_bytes, device));
   Execution execution;
   execution.pool = pool;
   execution.workspace = workspace.bytes();
-  TFB_RETURN_IF_ERROR(layer->Setup(inputs, execution));
-  TFB_RETURN_IF_ERROR(workspace.CheckGuards("workspace of Setup"));
-  workspace.Poison();
-  TFB_RETURN_IF_ERROR(layer->Run(inputs, outputs, execution));
-  TFB_RETURN_IF_ERROR(workspace.CheckGuards("workspace"));
-  for (const auto& [name, tensor] : guarded) {
+  TFB_RETURN_IF_ERROR(
+      workspace.Call("workspace of Setup", [&] { return layer->Setup(read.inputs(), execution); }));
+  TFB_RETURN_IF_ERROR(
+      workspace.Call("workspace", [&] { return layer->Run(read.inputs(), outputs, execution); }));
+  for (auto& [name, tensor] : guarded) {
+    TFB_RETURN_IF_ERROR(tensor.Download());
     TFB_RETURN_IF_ERROR(tensor.CheckGuards(absl::StrCat("output ", name)));
     Tensor& copy = run.outputs[name] = Tensor(tensor.view().dtype, tensor.view().shape());
     CopyElements(tensor.view(), copy.view());

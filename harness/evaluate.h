@@ -87,8 +87,9 @@ struct LayerRun {
   NamedTensors outputs;  // of every output, the optional ones included
   size_t workspace_bytes = 0;
 };
-// Sets the layer up and runs it once on tensors of the host. Internal where it writes beyond its
-// outputs or its workspace. `inputs` may lack optional tensors.
+// Sets the layer up and runs it once on tensors of the host, or on copies of them on its device.
+// Internal where it writes beyond its outputs or its workspace, or a kernel fails. `inputs` may
+// lack optional tensors.
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
                                  ThreadPool* pool);
 

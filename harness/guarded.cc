@@ -19,7 +19,7 @@ bool IsPoison(const std::byte* begin, size_t size) {
 
 }  // namespace
 
-absl::StatusOr<GuardedMemory> GuardedMemory::Allocate(size_t bytes) {
+absl::StatusOr<GuardedMemory> GuardedMemory::Allocate(size_t bytes, Device device) {
   GuardedMemory guarded;
   const int64_t whole = static_cast<int64_t>(bytes + 2 * kGuardBytes);
   TFB_ASSIGN_OR_RETURN(guarded.memory_, Tensor::Allocate(DType::kU8, {whole}));
@@ -27,6 +27,9 @@ absl::StatusOr<GuardedMemory> GuardedMemory::Allocate(size_t bytes) {
   std::memset(memory, 0xFF, static_cast<size_t>(whole));
   guarded.begin_ = memory + kGuardBytes;
   guarded.size_ = bytes;
+  TFB_ASSIGN_OR_RETURN(guarded.twin_,
+                       DeviceTwin::Make(device, absl::MakeSpan(memory, static_cast<size_t>(whole)),
+                                        guarded.bytes()));
   return guarded;
 }
 
@@ -46,12 +49,12 @@ absl::Status GuardedMemory::CheckGuards(absl::string_view what) const {
 }
 
 absl::StatusOr<GuardedTensor> GuardedTensor::Allocate(DType dtype, absl::Span<const int64_t> shape,
-                                                      bool gaps) {
+                                                      bool gaps, Device device) {
   constexpr int64_t kGapElements = 3;  // odd, so that rows are not aligned
   GuardedTensor tensor;
   if (!gaps) {
     TFB_ASSIGN_OR_RETURN(tensor.memory_,
-                         GuardedMemory::Allocate(NumElements(shape) * SizeOf(dtype)));
+                         GuardedMemory::Allocate(NumElements(shape) * SizeOf(dtype), device));
     tensor.view_ = TensorView(tensor.memory_.bytes().data(), dtype, shape);
     return tensor;
   }
@@ -61,7 +64,7 @@ absl::StatusOr<GuardedTensor> GuardedTensor::Allocate(DType dtype, absl::Span<co
     strides[axis] = elements;
     elements *= shape[axis];
   }
-  TFB_ASSIGN_OR_RETURN(tensor.memory_, GuardedMemory::Allocate(elements * SizeOf(dtype)));
+  TFB_ASSIGN_OR_RETURN(tensor.memory_, GuardedMemory::Allocate(elements * SizeOf(dtype), device));
   tensor.view_ = TensorView(tensor.memory_.bytes().data(), dtype, shape, strides);
   return tensor;
 }
@@ -90,6 +93,23 @@ int64_t GuardedTensor::CountUnwritten() const {
     unwritten += IsPoison(data + offset * size, size) ? 1 : 0;
   });
   return unwritten;
+}
+
+absl::StatusOr<GuardedWorkspace> GuardedWorkspace::Allocate(size_t bytes, Device device) {
+  GuardedWorkspace workspace;
+  TFB_ASSIGN_OR_RETURN(workspace.runtime_, RuntimeOf(device));
+  TFB_ASSIGN_OR_RETURN(workspace.memory_, GuardedMemory::Allocate(bytes, device));
+  return workspace;
+}
+
+absl::Status GuardedWorkspace::Call(absl::string_view what,
+                                    absl::FunctionRef<absl::Status()> body) {
+  memory_.Poison();
+  TFB_RETURN_IF_ERROR(memory_.Upload(DeviceTwin::Contents::kUnwritten));
+  TFB_RETURN_IF_ERROR(body());
+  TFB_RETURN_IF_ERROR(Synchronize(runtime_));
+  TFB_RETURN_IF_ERROR(memory_.Download());
+  return memory_.CheckGuards(what);
 }
 
 }  // namespace tfb

@@ -1,5 +1,10 @@
 // Memory between guard bands, for finding writes beyond a tensor's ends and elements that were
 // never written.
+//
+// What a layer of a device is given is device_bytes() and device_view(), the memory's twin in the
+// memory of the device, bands included (harness/device_memory.h). Upload carries the host's bytes
+// there before a call, and Download brings them back for the checks after it. On the CPU the two
+// are one, and both do nothing.
 #ifndef TFB_HARNESS_GUARDED_H_
 #define TFB_HARNESS_GUARDED_H_
 
@@ -8,11 +13,14 @@
 #include <memory>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "core/problem.h"
 #include "core/tensor.h"
+#include "harness/device_memory.h"
 
 namespace tfb {
 
@@ -24,9 +32,16 @@ class GuardedMemory {
   static constexpr size_t kGuardBytes = 4096;  // a tile of 16 rows of 64 floats
 
   // ResourceExhausted where there is no memory.
-  static absl::StatusOr<GuardedMemory> Allocate(size_t bytes);
+  static absl::StatusOr<GuardedMemory> Allocate(size_t bytes, Device device = Device::kCpu);
 
   absl::Span<std::byte> bytes() const { return absl::MakeSpan(begin_, size_); }
+  absl::Span<std::byte> device_bytes() const {
+    return absl::MakeSpan(static_cast<std::byte*>(twin_.On(begin_)), size_);
+  }
+  const DeviceTwin& twin() const { return twin_; }
+  absl::Status Upload(DeviceTwin::Contents contents) { return twin_.Upload(contents); }
+  absl::Status Download() { return twin_.Download(); }
+
   void Poison();  // fills the bytes, not the bands, with 0xFF again
   // Internal, with the nearest changed byte, where a band has been written to. `what` begins the
   // message: "output out".
@@ -36,6 +51,7 @@ class GuardedMemory {
   Tensor memory_;
   std::byte* begin_ = nullptr;
   size_t size_ = 0;
+  DeviceTwin twin_;  // of memory_
 };
 
 // A tensor in guarded memory. With `gaps` its rows (of the last dimension) lie further apart than
@@ -44,9 +60,15 @@ class GuardedMemory {
 class GuardedTensor {
  public:
   static absl::StatusOr<GuardedTensor> Allocate(DType dtype, absl::Span<const int64_t> shape,
-                                                bool gaps = false);
+                                                bool gaps = false, Device device = Device::kCpu);
 
   TensorView view() const { return view_; }
+  TensorView device_view() const { return On(view_); }
+  // The same elements on the device as `view`, a view of this tensor's memory, has on the host.
+  TensorView On(TensorView view) const { return memory_.twin().On(view); }
+  absl::Status Upload(DeviceTwin::Contents contents) { return memory_.Upload(contents); }
+  absl::Status Download() { return memory_.Download(); }
+
   void Poison() { memory_.Poison(); }
   // Internal where a band or a gap has been written to.
   absl::Status CheckGuards(absl::string_view what) const;
@@ -56,6 +78,21 @@ class GuardedTensor {
  private:
   GuardedMemory memory_;
   TensorView view_;
+};
+
+// The workspace of a layer of a device, and its calls.
+class GuardedWorkspace {
+ public:
+  static absl::StatusOr<GuardedWorkspace> Allocate(size_t bytes, Device device);
+
+  absl::Span<std::byte> bytes() const { return memory_.device_bytes(); }
+  // Fills it with 0xFF, calls `body`, waits for the device, and checks the bands. `what` begins the
+  // message about a band.
+  absl::Status Call(absl::string_view what, absl::FunctionRef<absl::Status()> body);
+
+ private:
+  CudaRuntime* runtime_ = nullptr;
+  GuardedMemory memory_;
 };
 
 }  // namespace tfb

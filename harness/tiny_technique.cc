@@ -5,9 +5,11 @@
 #include <limits>
 #include <utility>
 
+#include "core/cuda/runtime.h"
 #include "core/definition.h"
 #include "core/random.h"
 #include "core/workspace.h"
+#include "harness/tiny_kernels.h"
 
 namespace tfb {
 namespace {
@@ -39,6 +41,13 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kIgnoresParameters, "tiny_ignores_parameters"},
     {TinyFault::kForgetsInAppend, "tiny_forgets_in_append"},
     {TinyFault::kRoundsScores, "tiny_rounds_scores"},
+    {TinyFault::kKernelWritesBehindOutput, "tiny_kernel_writes_behind_output"},
+    {TinyFault::kKernelReadsUnwritten, "tiny_kernel_reads_unwritten"},
+    {TinyFault::kKernelDependsOnOrder, "tiny_kernel_depends_on_order"},
+    {TinyFault::kHostPointer, "tiny_host_pointer"},
+    {TinyFault::kDeviceScale, "tiny_device_scale"},
+    {TinyFault::kAllocatesOnDevice, "tiny_allocates_on_device"},
+    {TinyFault::kWaits, "tiny_waits"},
 };
 
 // Where the tokens of q stand among those of k.
@@ -59,7 +68,7 @@ class TinyLayer : public StreamingLayer {
   }
 
   // What has the size of the problem: a status where there is no memory.
-  absl::Status Allocate() {
+  virtual absl::Status Allocate() {
     const Problem& p = problem();
     for (Tensor* cache : {&keys_, &values_}) {
       const int64_t channels = cache == &keys_ ? p.head_dim : p.value_dim;
@@ -100,6 +109,10 @@ class TinyLayer : public StreamingLayer {
   }
 
  protected:
+  TinyOptions options_;
+  TinyFault fault_;
+  int64_t cached_ = 0;  // tokens
+
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
     ConstTensorView k = inputs.Get("k");
@@ -247,13 +260,129 @@ class TinyLayer : public StreamingLayer {
     lse.Set(lse.Offset(b, h, i), seen ? base + std::log(sum) : kMinusInfinity);
   }
 
-  TinyOptions options_;
-  TinyFault fault_;
   Tensor drawn_gain_;
   int runs_ = 0;
   Tensor keys_;  // of appended segments
   Tensor values_;
-  int64_t cached_ = 0;
+};
+
+TinyKernelFault KernelFault(TinyFault fault) {
+  switch (fault) {
+    case TinyFault::kKernelWritesBehindOutput:
+      return TinyKernelFault::kWritesBehindOutput;
+    case TinyFault::kKernelReadsUnwritten:
+      return TinyKernelFault::kReadsUnwritten;
+    case TinyFault::kKernelDependsOnOrder:
+      return TinyKernelFault::kDependsOnOrder;
+    default:
+      return TinyKernelFault::kNone;
+  }
+}
+
+// The same by kernels, on a GPU or in the simulator.
+class TinyDeviceLayer : public TinyLayer {
+ public:
+  TinyDeviceLayer(const Problem& problem, const TinyOptions& options, TinyFault fault, Tensor gain,
+                  CudaRuntime* runtime)
+      : TinyLayer(problem, options, fault, std::move(gain)), runtime_(runtime) {}
+
+  absl::Status Allocate() override {
+    const Problem& p = problem();
+    const size_t rows = static_cast<size_t>(p.batch * p.kv_heads * p.kv_tokens * SizeOf(p.dtype));
+    TFB_ASSIGN_OR_RETURN(keys_, runtime_->Allocate(rows * p.head_dim));
+    TFB_ASSIGN_OR_RETURN(values_, runtime_->Allocate(rows * p.value_dim));
+    TFB_ASSIGN_OR_RETURN(gain_, runtime_->Allocate(p.query_heads * sizeof(float)));
+    return absl::OkStatus();
+  }
+
+  size_t workspace_bytes(int) const override {
+    return Workspace::Measure([&](Workspace& w) { Scores(w); });
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs&, const Execution& execution) override {
+    const Tensor& gain = parameters().at("gain");
+    return runtime_->CopyToDevice(gain_.data(), gain.raw(), gain.bytes(), execution.stream);
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    if (fault_ == TinyFault::kWaits) TFB_RETURN_IF_ERROR(runtime_->Synchronize(execution.stream));
+    if (fault_ == TinyFault::kAllocatesOnDevice)
+      TFB_RETURN_IF_ERROR(runtime_->Allocate(4).status());
+    return Attend(inputs.Get("q"), inputs.Get("k"), inputs.Get("v"), inputs.Get("key_mask"),
+                  outputs, problem().causal_offset(), execution);
+  }
+
+  absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
+                        const Execution& execution) override {
+    const Problem& p = problem();
+    if (cached_ + tokens > p.kv_tokens) {
+      return absl::OutOfRangeError("more tokens are appended than the layer has room for");
+    }
+    const TensorView keys = Cached(keys_, p.head_dim), values = Cached(values_, p.value_dim);
+    const auto store = [&](const ConstTensorView& from, const TensorView& cache) {
+      const TinyCopy copy = {ToDeviceView(from),
+                             ToDeviceView(Slice(cache, 2, cached_, tokens)),
+                             p.batch,
+                             p.kv_heads,
+                             tokens,
+                             cache.dim(3)};
+      return ToStatus(KernelsOn<TinyKernels>(runtime_->target()).copy(copy, execution.stream));
+    };
+    TFB_RETURN_IF_ERROR(store(segment.Get("k"), keys));
+    TFB_RETURN_IF_ERROR(store(segment.Get("v"), values));
+    const int64_t first_query = cached_;
+    cached_ += tokens;
+    return Attend(segment.Get("q"), Slice(keys, 2, 0, cached_), Slice(values, 2, 0, cached_), {},
+                  outputs, first_query, execution);
+  }
+
+ private:
+  float* Scores(Workspace& workspace) const {
+    const Problem& p = problem();
+    return workspace.Take<float>(p.batch * p.query_heads * p.query_tokens * (p.kv_tokens + 1));
+  }
+
+  TensorView Cached(const DeviceBuffer& cache, int64_t channels) const {
+    const Problem& p = problem();
+    return {cache.data(), p.dtype, {p.batch, p.kv_heads, p.kv_tokens, channels}};
+  }
+
+  absl::Status Attend(const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                      const ConstTensorView& key_mask, const Outputs& outputs, int64_t first_query,
+                      const Execution& execution) {
+    TinyCall call = {};
+    call.q = ToDeviceView(q);
+    call.k = ToDeviceView(k);
+    call.v = ToDeviceView(v);
+    call.out = ToDeviceView(outputs.Get("out"));
+    call.log_sum_exp = ToDeviceView(outputs.Get("log_sum_exp"));
+    call.key_mask = static_cast<const unsigned char*>(key_mask.data);
+    call.mask_strides[0] = key_mask.stride(0);
+    call.mask_strides[1] = key_mask.stride(1);
+    const bool mistaken = fault_ == TinyFault::kHostPointer;
+    call.gain = mistaken ? parameters().at("gain").span<float>().data() : gain_.As<float>();
+    Workspace workspace(execution.workspace);
+    call.scores = Scores(workspace);
+    call.batch = q.dim(0);
+    call.heads = q.dim(1);
+    call.group = problem().group();
+    call.queries = q.dim(2);
+    call.keys = k.dim(2);
+    call.head_dim = q.dim(3);
+    call.value_dim = v.dim(3);
+    call.first_query = first_query;
+    call.window = options_.window;
+    call.score_factor = fault_ == TinyFault::kDeviceScale ? 1.001f : 1;
+    call.causal = problem().causal;
+    call.fault = KernelFault(fault_);
+    return ToStatus(KernelsOn<TinyKernels>(runtime_->target()).attend(call, execution.stream));
+  }
+
+  CudaRuntime* runtime_;
+  DeviceBuffer keys_, values_;  // of appended segments
+  DeviceBuffer gain_;
 };
 
 class Tiny : public TechniqueOf<TinyOptions> {
@@ -266,11 +395,17 @@ class Tiny : public TechniqueOf<TinyOptions> {
 
  protected:
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const TinyOptions& options, Device,
+                                                   const TinyOptions& options, Device device,
                                                    uint64_t seed) const override {
     TFB_ASSIGN_OR_RETURN(Tensor gain, Tensor::Allocate(DType::kF32, {problem.query_heads}));
     FillUniform(&gain, seed, "gain", 0.5, 1);
-    auto layer = std::make_unique<TinyLayer>(problem, options, fault_, std::move(gain));
+    std::unique_ptr<TinyLayer> layer;
+    if (device == Device::kCpu) {
+      layer = std::make_unique<TinyLayer>(problem, options, fault_, std::move(gain));
+    } else {
+      TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+      layer = std::make_unique<TinyDeviceLayer>(problem, options, fault_, std::move(gain), runtime);
+    }
     TFB_RETURN_IF_ERROR(layer->Allocate());
     return layer;
   }
@@ -304,6 +439,7 @@ class Tiny : public TechniqueOf<TinyOptions> {
     info.exactness = Exactness::kExact;
     info.budget_option = "window";
     info.growth = 2;
+    info.devices = {Device::kCpu, Device::kCuda};
     return info;
   }
 
@@ -317,6 +453,8 @@ std::vector<TinyFault> AllTinyFaults() {
   for (const auto& entry : kNames) faults.push_back(entry.first);
   return faults;
 }
+
+bool IsOfDevices(TinyFault fault) { return fault >= TinyFault::kKernelWritesBehindOutput; }
 
 std::string TinyName(TinyFault fault) {
   for (const auto& [candidate, name] : kNames) {

@@ -49,9 +49,19 @@ enum class TinyFault {
   kIgnoresParameters,   // that were set
   kForgetsInAppend,     // the first token of each segment
   kRoundsScores,        // to bf16
+
+  // Of the layer on a device; on the CPU there is nothing wrong with these.
+  kKernelWritesBehindOutput,  // one element
+  kKernelReadsUnwritten,      // workspace, and adds it to row 0
+  kKernelDependsOnOrder,      // of the threads of a block
+  kHostPointer,               // hands a kernel the host's parameters
+  kDeviceScale,               // of the scores, by a thousandth
+  kAllocatesOnDevice,         // in Run
+  kWaits,                     // for the device, in Run
 };
 
 std::vector<TinyFault> AllTinyFaults();
+bool IsOfDevices(TinyFault fault);
 // "tiny", "tiny_wrong_scale", ...
 std::string TinyName(TinyFault fault);
 std::unique_ptr<Technique> MakeTiny(TinyFault fault);

@@ -11,10 +11,11 @@ makes, in a folder attention/mine with mine.h, mine.cc and mine_test.cc,
     :mine                          the library, which registers the technique wherever it is linked in
     :mine_cuda                     its device code, where it has cuda_srcs
     :mine_test                     its own test
-    :mine_conformance_test         what every technique must pass; no source of its own
+    :mine_conformance_test         what every technique must pass, on the CPU; no source of its own
+    :mine_cuda_conformance_test    the same in the simulator of GPUs, and on a GPU where there is one
     :mine_benchmark                Google Benchmark over the usual problems; no source of its own
 
-The last two link the harness's mains, which walk the registry.
+The last three link the harness's mains, which walk the registry.
 """
 
 load("@rules_cc//cc:defs.bzl", "cc_binary", "cc_library", "cc_test")
@@ -32,6 +33,7 @@ def technique(
         test_data = [],
         test_size = "small",
         conformance_size = "medium",
+        cuda_conformance_size = "large",
         counterpart = "//attention/dense",
         visibility = ["//visibility:public"]):
     """Declares the targets of a technique (see the head of this file).
@@ -41,42 +43,35 @@ def technique(
       srcs: C++ sources; by default NAME.cc.
       hdrs: headers; by default NAME.h.
       deps: libraries beside //core:technique.
-      cuda_srcs: CUDA sources, with private headers. Where they are compiled, `srcs` see the macro TFB_HAS_CUDA.
+      cuda_srcs: CUDA sources, with private headers: kernels that no engine of core/ has (see core/cuda/kernel_table.h).
       cuda_hdrs: plain C++ headers of the CUDA sources, which `srcs` include.
-      cuda_deps: libraries of the CUDA sources.
+      cuda_deps: libraries of the CUDA sources, beside //core/cuda:kernel.
       test_deps: libraries of NAME_test.cc beside this technique and GoogleTest.
       test_data: files that NAME_test.cc reads.
       test_size: of NAME_test.
-      conformance_size: of the conformance test.
+      conformance_size: of the conformance test on the CPU.
+      cuda_conformance_size: of the conformance test on devices.
       counterpart: the technique that this one is held against (Technique::Counterpart), linked into the conformance test
         and the benchmark.
       visibility: of the library.
     """
-    cuda_targets = []
     if cuda_srcs:
         cuda_library(
             name = name + "_cuda",
             srcs = cuda_srcs,
             hdrs = cuda_hdrs,
             visibility = ["//visibility:private"],
-            deps = cuda_deps,
+            deps = cuda_deps + ["//core/cuda:kernel"],
         )
-        cuda_targets = [":%s_cuda" % name]
+        deps = deps + [":%s_cuda" % name]
 
     cc_library(
         name = name,
         srcs = srcs if srcs != None else [name + ".cc"],
         hdrs = hdrs if hdrs != None else [name + ".h"],
         alwayslink = True,
-        local_defines = [] if not cuda_srcs else select({
-            "//tools/cuda:is_available": ["TFB_HAS_CUDA"],
-            "//conditions:default": [],
-        }),
         visibility = visibility,
-        deps = deps + ["//core:technique"] + ([] if not cuda_srcs else select({
-            "//tools/cuda:is_available": cuda_targets,
-            "//conditions:default": [],
-        })),
+        deps = deps + ["//core:technique"],
     )
 
     cc_test(
@@ -98,8 +93,19 @@ def technique(
         name = name + "_conformance_test",
         size = conformance_size,
         args = ["--technique=" + name],
-        tags = ["gpu"],  # has cases for every device; --config=gpu wants all of them run
         deps = linked + ["//harness:conformance_main"],
+    )
+
+    # The same program: a second one would be linked, and kept, for its arguments alone.
+    native.sh_test(
+        name = name + "_cuda_conformance_test",
+        size = cuda_conformance_size,
+        srcs = [":%s_conformance_test" % name],
+        args = [
+            "--technique=" + name,
+            "--devices=simulator,cuda",
+        ],
+        tags = ["gpu"],  # what --config=gpu runs
     )
     cc_binary(
         name = name + "_benchmark",

@@ -178,20 +178,59 @@ __device__ inline float* PartialRow(const FlashArguments& a, int64_t split, int6
   return a.partial + row * (a.value_dim + 2);
 }
 
-// Writes a finished row: output times `sum`, which column c of `output` gives, the maximum of its
-// scores in nats, and `sum`. Called for a column once; `first` by one caller a row.
+// Where a finished row goes: `out`, divided by the sum of its weights, or `partial` as it is.
+class OutputRow {
+ public:
+  __device__ OutputRow(const FlashArguments& a, const FlashTask& task, int64_t i, int64_t token,
+                       float sum) {
+    channels_ = a.value_dim;
+    if (a.splits > 1) {
+      data_ = PartialRow(a, task.split, task.batch, task.head, i);
+      return;
+    }
+    factor_ = sum == 0 ? 0 : 1 / sum;  // no key: the output is 0 and stays it
+    data_ = a.out.data;
+    offset_ =
+        task.batch * a.out.strides[0] + task.head * a.out.strides[1] + token * a.out.strides[2];
+    stride_ = a.out.strides[3];
+    element_ = a.out.element;
+  }
+  // Channels `first` to first + kCount - 1, as far as there are so many. Aligned to kCount.
+  template <int kCount>
+  __device__ void Store(int first, const float (&values)[kCount]) const {
+    float* row = static_cast<float*>(data_) + offset_ + first;
+    if (kCount == 4 && element_ == Element::kF32 && stride_ == 1 && first + 4 <= channels_ &&
+        reinterpret_cast<uintptr_t>(row) % sizeof(float4) == 0) {
+      *reinterpret_cast<float4*>(row) =
+          make_float4(values[0] * factor_, values[1] * factor_, values[kCount - 2] * factor_,
+                      values[kCount - 1] * factor_);
+      return;
+    }
+#pragma unroll 1
+    for (int n = 0; n < kCount && first + n < channels_; ++n) {
+      float value = values[0];
+#pragma unroll
+      for (int m = 1; m < kCount; ++m) value = n == m ? values[m] : value;
+      StoreElement(data_, element_, offset_ + (first + n) * stride_, value * factor_);
+    }
+  }
+
+ private:
+  void* data_;
+  int64_t offset_ = 0;
+  int64_t stride_ = 1;
+  float factor_ = 1;
+  int channels_;
+  Element element_ = Element::kF32;
+};
+
+// Writes a finished element: see OutputRow.
 __device__ inline void StoreElementOf(const FlashArguments& a, const FlashTask& task, int64_t i,
                                       int64_t token, int column, float output, float sum) {
-  if (a.splits > 1) {
-    PartialRow(a, task.split, task.batch, task.head, i)[column] = output;
-    return;
-  }
-  const float inverse = sum == 0 ? 0 : 1 / sum;  // no key: the output is 0 and stays it
-  StoreElement(a.out.data, a.out.element,
-               task.batch * a.out.strides[0] + task.head * a.out.strides[1] +
-                   token * a.out.strides[2] + column * a.out.strides[3],
-               output * inverse);
+  const float values[1] = {output};
+  OutputRow(a, task, i, token, sum).Store(column, values);
 }
+// Writes the maximum of a row's scores in nats and the sum of its weights. By one caller a row.
 __device__ inline void StoreSums(const FlashArguments& a, const FlashTask& task, int64_t i,
                                  int64_t token, float maximum, float sum) {
   if (a.splits > 1) {

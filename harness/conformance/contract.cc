@@ -136,28 +136,23 @@ void WrongCallsAreRefusedWithAReason(const Subject& subject, const Problem& prob
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr) return;
   Layer& layer = trial->layer();
-  ThreadPool pool(2);
-  const int64_t needed = static_cast<int64_t>(layer.workspace_bytes(2));
-  Tensor memory(DType::kU8, {needed + 128});
-  std::byte* const bytes = static_cast<std::byte*>(memory.raw());
-  const Execution good = {&pool, absl::MakeSpan(bytes, needed), nullptr};
-  NamedTensors written;
-  for (const TensorSpec& spec : layer.outputs()) {
-    written[spec.name] = Tensor(spec.dtype, spec.shape);
-  }
-  const Inputs inputs = ViewsOf(trial->inputs());
-  const Outputs outputs = MutableViewsOf(written);
+  auto call = Call::Make(trial.get());
+  ASSERT_TRUE(call.ok()) << call.status();
+  const Execution good = call->execution();
+  const size_t needed = layer.workspace_bytes(good.pool->threads());
+  const Inputs& inputs = call->inputs();
+  const Outputs& outputs = call->outputs();
   constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
   ExpectError(layer.Run(inputs, outputs, good), absl::StatusCode::kFailedPrecondition, "Setup");
   ASSERT_TRUE(layer.Setup(inputs, good).ok());
   if (needed > 0) {
-    ExpectError(layer.Run(inputs, outputs, {&pool, absl::MakeSpan(bytes, needed - 1), nullptr}),
+    std::byte* const bytes = good.workspace.data();
+    ExpectError(layer.Run(inputs, outputs, {good.pool, absl::MakeSpan(bytes, needed - 1), nullptr}),
                 kInvalid, absl::StrCat(needed));
-    ExpectError(layer.Run(inputs, outputs, {&pool, absl::MakeSpan(bytes + 1, needed), nullptr}),
+    ExpectError(layer.Run(inputs, outputs, {good.pool, absl::MakeSpan(bytes + 1, needed), nullptr}),
                 kInvalid, "aligned");
   }
-  ExpectError(layer.Run(inputs, outputs, {nullptr, absl::MakeSpan(bytes, needed), nullptr}),
-              kInvalid, "pool");
+  ExpectError(layer.Run(inputs, outputs, {nullptr, good.workspace, nullptr}), kInvalid, "pool");
   ExpectError(layer.Run({}, outputs, good), kInvalid, "missing");
   ExpectError(layer.Run(inputs, {}, good), kInvalid, "output out");
   Inputs more = inputs;
@@ -173,7 +168,7 @@ void WrongCallsAreRefusedWithAReason(const Subject& subject, const Problem& prob
     wrong.Set(name, other_type);
     ExpectError(layer.Run(wrong, outputs, good), kInvalid, "f64");
   }
-  EXPECT_TRUE(layer.Run(inputs, outputs, good).ok());
+  EXPECT_TRUE(call->Run().ok());
 }
 
 void OptionalOutputsMayBeLeftOut(const Subject& subject, const Problem& problem) {
@@ -181,22 +176,16 @@ void OptionalOutputsMayBeLeftOut(const Subject& subject, const Problem& problem)
   if (trial == nullptr) return;
   const NamedTensors all = trial->Run();
   if (all.empty()) return;
-  Layer& layer = trial->layer();
-  NamedTensors written;
-  for (const TensorSpec& spec : layer.outputs()) {
-    if (!spec.optional) written[spec.name] = Tensor(spec.dtype, spec.shape);
-  }
-  if (written.size() == all.size()) return Skip("the technique has no optional output");
-  ThreadPool pool(2);
-  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(2)) + 1});
-  const Execution execution = {
-      &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()), nullptr};
-  const absl::Status status =
-      layer.Run(ViewsOf(trial->inputs()), MutableViewsOf(written), execution);
+  auto call = Call::Make(trial.get(), 2, /*optional_outputs=*/false);
+  ASSERT_TRUE(call.ok()) << call.status();
+  if (call->outputs().size() == all.size()) return Skip("the technique has no optional output");
+  const absl::Status status = call->Run();
   ASSERT_TRUE(status.ok()) << status;
+  const auto written = call->Results();
+  ASSERT_TRUE(written.ok()) << written.status();
   NamedTensors required;
-  for (const auto& [name, tensor] : written) required[name] = all.at(name).Clone();
-  ExpectSameBits(required, written, "with and without optional outputs");
+  for (const auto& [name, tensor] : *written) required[name] = all.at(name).Clone();
+  ExpectSameBits(required, *written, "with and without optional outputs");
 }
 
 // The rows that are asked for are the rows of the whole.

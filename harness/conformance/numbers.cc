@@ -141,21 +141,12 @@ void ConstantValuesComeBack(const Subject& subject, const Problem& problem) {
 
 double FastestSeconds(Trial* trial, int runs) {
   double fastest = std::numeric_limits<double>::infinity();
-  ThreadPool pool(1);
-  Layer& layer = trial->layer();
-  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(1)) + 1});
-  const Execution execution = {
-      &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()), nullptr};
-  NamedTensors written;
-  for (const TensorSpec& spec : layer.outputs()) {
-    written[spec.name] = Tensor(spec.dtype, spec.shape);
-  }
-  const Inputs inputs = ViewsOf(trial->inputs());
-  const Outputs outputs = MutableViewsOf(written);
-  absl::Status status = layer.Setup(inputs, execution);
+  auto call = Call::Make(trial, /*threads=*/1);
+  absl::Status status = call.status();
+  if (status.ok()) status = call->Setup();
   for (int run = 0; run < runs && status.ok(); ++run) {
     const auto begin = std::chrono::steady_clock::now();
-    status = layer.Run(inputs, outputs, execution);
+    status = call->Run();
     const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - begin;
     fastest = std::min(fastest, elapsed.count());
   }
@@ -167,6 +158,7 @@ double FastestSeconds(Trial* trial, int runs) {
 // its inner loops becomes slower by more than what is allowed here; one that flushes them, or meets
 // them in its inputs only, does not.
 void DenormalsAreNotSlow(const Subject& subject, const Problem& problem) {
+  if (subject.device == Device::kSimulator) return Skip("times in the simulator mean nothing");
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr) return;
   const double usual = FastestSeconds(trial.get(), 5);

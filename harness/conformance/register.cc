@@ -1,6 +1,8 @@
 #include "harness/conformance/register.h"
 
 #include <cstdint>
+#include <cstdlib>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
@@ -23,7 +25,7 @@ class CaseTest : public ::testing::Test {
 std::vector<Case> AllCases() {
   std::vector<Case> all;
   for (const auto& cases : {MaskCases(), ShapeCases(), OptionCases(), NumberCases(), ScaleCases(),
-                            DeterminismCases(), ContractCases(), StreamingCases()}) {
+                            DeterminismCases(), ContractCases(), StreamingCases(), DeviceCases()}) {
     all.insert(all.end(), cases.begin(), cases.end());
   }
   return all;
@@ -52,6 +54,24 @@ void AnOrdinaryProblemIsAdmitted(const Subject& subject, const Problem&) {
       << subject.technique->Create(Usual(true), subject.options, subject.device, kSeed).status();
 }
 
+// The one test that stands for all of a device that they cannot be run on: skipped with the reason,
+// or failed where the environment asks for a GPU.
+std::optional<Case> Obstacle(const TechniqueInfo& info, Device device) {
+  if (!RunsOn(info, device)) {
+    const std::string reason =
+        absl::StrCat(info.name, " has no implementation for device ", Name(device));
+    return Case{"ItRunsOnTheDevice", "", {}, [=](const Subject&, const Problem&) { Skip(reason); }};
+  }
+  const absl::Status status = DeviceStatus(device);
+  if (status.ok()) return std::nullopt;
+  const std::string reason(status.message());
+  return Case{"ThereIsADevice", "", {}, [=](const Subject&, const Problem&) {
+                const char* required = std::getenv("TFB_REQUIRE_GPU");
+                if (required == nullptr || *required == '\0') return Skip(reason);
+                FAIL() << reason << "; TFB_REQUIRE_GPU asks for one";
+              }};
+}
+
 }  // namespace
 
 std::vector<std::pair<std::string, Options>> OptionSets(const Technique& technique, Device device) {
@@ -69,25 +89,34 @@ std::vector<std::pair<std::string, Options>> OptionSets(const Technique& techniq
   return sets;
 }
 
-int RegisterTests(const std::vector<const Technique*>& techniques) {
+int RegisterTests(const std::vector<const Technique*>& techniques,
+                  const std::vector<Device>& devices) {
   int count = 0;
   std::vector<Case> cases = AllCases();
   cases.push_back({"AnOrdinaryProblemIsAdmitted", "", {Usual()}, AnOrdinaryProblemIsAdmitted});
+  const auto add = [&count](const Case& one, const Subject& subject, const std::string& options,
+                            const Problem& problem) {
+    const std::string name =
+        absl::StrCat(one.name, "/", Name(subject.device), "/", options, "/", LabelOf(problem));
+    ::testing::RegisterTest(
+        subject.technique->info().name.c_str(), name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
+        [=]() -> ::testing::Test* { return new CaseTest(one, subject, problem); });
+    ++count;
+  };
   for (const Technique* technique : techniques) {
-    for (const Device device : technique->info().devices) {
+    for (const Device device : devices) {
+      if (const std::optional<Case> obstacle = Obstacle(technique->info(), device)) {
+        add(*obstacle, {technique, {}, device}, "defaults", Usual());
+        continue;
+      }
       const auto option_sets = OptionSets(*technique, device);
       for (const Case& one : cases) {
+        if (one.of_devices && device == Device::kCpu) continue;
         for (size_t set = 0; set < option_sets.size(); ++set) {
           if (set > 0 && one.default_options_only) break;
           const auto& [label, options] = option_sets[set];
-          const Subject subject = {technique, options, device};
           for (const Problem& problem : one.problems) {
-            const std::string name =
-                absl::StrCat(one.name, "/", Name(device), "/", label, "/", LabelOf(problem));
-            ::testing::RegisterTest(
-                technique->info().name.c_str(), name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
-                [=]() -> ::testing::Test* { return new CaseTest(one, subject, problem); });
-            ++count;
+            add(one, {technique, options, device}, label, problem);
           }
         }
       }

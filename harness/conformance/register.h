@@ -16,8 +16,11 @@ namespace tfb::conformance {
 // it differs from dense attention.
 std::vector<std::pair<std::string, Options>> OptionSets(const Technique& technique, Device device);
 
-// Tests named <technique>.<case>/<device>/<options>/<problem>. Returns how many.
-int RegisterTests(const std::vector<const Technique*>& techniques);
+// Tests named <technique>.<case>/<device>/<options>/<problem>. Returns how many. Where a technique
+// has no implementation for a device, or the machine no such device, one test says so by being
+// skipped; with TFB_REQUIRE_GPU set in the environment, a missing GPU fails it.
+int RegisterTests(const std::vector<const Technique*>& techniques,
+                  const std::vector<Device>& devices);
 
 }  // namespace tfb::conformance
 

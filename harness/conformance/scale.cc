@@ -4,14 +4,21 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
+#include "absl/cleanup/cleanup.h"
+#include "core/cuda/simulator/simulator.h"
+#include "core/status.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/subject.h"
+#include "harness/device_memory.h"
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define TFB_LIMITS_MEMORY 0  // a sanitizer's shadow is larger than any limit
@@ -22,75 +29,142 @@
 namespace tfb::conformance {
 namespace {
 
-// Address space without memory: pages appear where they are touched.
-class Reserved {
+// Four-dimensional tensors [2, 2, tokens, channels] with batches 2^31 + 8 elements apart and heads
+// 2^30 + 8: a product of 32 bits anywhere between an index and an address reads or writes
+// elsewhere.
+constexpr int64_t kHeadStride = (int64_t{1} << 30) + 8;
+constexpr int64_t kBatchStride = (int64_t{1} << 31) + 8;
+constexpr size_t kSpreadBytes =
+    (2 * size_t{kBatchStride} + 2 * size_t{kHeadStride}) * sizeof(float);
+
+// Memory for one of them: tens of GiB of the GPU's, or else address space without memory, whose
+// pages appear where they are touched.
+class Spread {
  public:
-  explicit Reserved(size_t bytes) : bytes_(bytes) {
-    memory_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  // ResourceExhausted where there is none.
+  static absl::StatusOr<std::unique_ptr<Spread>> Make(Device device) {
+    std::unique_ptr<Spread> spread(new Spread);
+    if (device == Device::kCuda) {
+      TFB_ASSIGN_OR_RETURN(spread->runtime_, RuntimeOf(device));
+      TFB_ASSIGN_OR_RETURN(spread->buffer_, spread->runtime_->Allocate(kSpreadBytes));
+      spread->data_ = spread->buffer_.data();
+      return spread;
+    }
+    void* const reserved = mmap(nullptr, kSpreadBytes, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED) return absl::ResourceExhaustedError("no address space");
+    spread->data_ = spread->reserved_ = reserved;
+    spread->simulated_ = device == Device::kSimulator;
+    if (spread->simulated_) cuda_simulator::RegisterBuffer(reserved, kSpreadBytes, true);
+    return spread;
   }
-  ~Reserved() {
-    if (ok()) munmap(memory_, bytes_);
+  ~Spread() {
+    if (simulated_) cuda_simulator::UnregisterBuffer(reserved_);
+    if (reserved_ != nullptr) munmap(reserved_, kSpreadBytes);
   }
-  Reserved(const Reserved&) = delete;
-  bool ok() const { return memory_ != MAP_FAILED; }
-  void* data() const { return memory_; }
+  Spread(const Spread&) = delete;
+
+  // What a contiguous tensor becomes here.
+  TensorView On(const ConstTensorView& tensor) const {
+    return {data_, tensor.dtype, tensor.shape(), {kBatchStride, kHeadStride, tensor.dims[3], 1}};
+  }
+  // To and from a contiguous tensor of the host.
+  absl::Status Write(const ConstTensorView& from) {
+    return ForEachHead(from, [this](std::byte* here, const std::byte* there, size_t bytes) {
+      if (runtime_ != nullptr) return runtime_->CopyToDevice(here, there, bytes);
+      std::memcpy(here, there, bytes);
+      return absl::OkStatus();
+    });
+  }
+  absl::Status Read(const TensorView& to) {
+    return ForEachHead(to, [this](const std::byte* here, const std::byte* there, size_t bytes) {
+      if (runtime_ != nullptr) {
+        return runtime_->CopyToHost(const_cast<std::byte*>(there), here, bytes);
+      }
+      std::memcpy(const_cast<std::byte*>(there), here, bytes);
+      return absl::OkStatus();
+    });
+  }
 
  private:
-  size_t bytes_;
-  void* memory_;
+  Spread() = default;
+
+  // The tokens of a head lie together, here and in the contiguous tensor.
+  template <class Copy>
+  absl::Status ForEachHead(const ConstTensorView& tensor, const Copy& copy) {
+    const TensorView here = On(tensor);
+    const int64_t size = SizeOf(tensor.dtype);
+    const auto bytes = static_cast<size_t>(tensor.dim(2) * tensor.dim(3) * size);
+    for (int64_t b = 0; b < tensor.dim(0); ++b) {
+      for (int64_t h = 0; h < tensor.dim(1); ++h) {
+        TFB_RETURN_IF_ERROR(
+            copy(static_cast<std::byte*>(data_) + here.Offset(b, h) * size,
+                 static_cast<const std::byte*>(tensor.data) + tensor.Offset(b, h) * size, bytes));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  CudaRuntime* runtime_ = nullptr;  // of a GPU
+  DeviceBuffer buffer_;
+  void* reserved_ = nullptr;  // of the host
+  bool simulated_ = false;
+  void* data_ = nullptr;
 };
 
-// Every four-dimensional tensor has batches 2^31 + 8 elements apart and heads 2^30 + 8: a product
-// of 32 bits anywhere between an index and an address reads or writes elsewhere.
 void OffsetsBeyond31Bits(const Subject& subject, const Problem& problem) {
-  constexpr int64_t kHead = (int64_t{1} << 30) + 8;
-  constexpr int64_t kBatch = (int64_t{1} << 31) + 8;
-  constexpr size_t kBytes = (2 * size_t{kBatch} + 2 * size_t{kHead}) * sizeof(float);
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr || !trial->RequireQkv()) return;
   const NamedTensors plain = trial->Run();
-  Layer& layer = trial->layer();
-  Inputs inputs;
-  Outputs outputs;
-  NamedTensors small;  // what stays as it is
-  std::vector<std::unique_ptr<Reserved>> reserved;
-  const auto spread = [&](TensorView view) {
-    reserved.push_back(std::make_unique<Reserved>(kBytes));
-    if (!reserved.back()->ok()) return TensorView();
-    view.data = reserved.back()->data();
-    view.strides = {kBatch, kHead, view.dims[3], 1};
-    return view;
-  };
-  for (const auto& [name, tensor] : trial->inputs()) {
-    TensorView view = trial->inputs().at(name).view();
-    if (view.rank == 4) {
-      view = spread(view);
-      if (view.empty()) return Skip("no address space of tens of GiB");
-      CopyElements(tensor.view(), view);
+  auto call = Call::Make(trial.get());
+  ASSERT_TRUE(call.ok()) << call.status();
+  Inputs inputs = call->inputs();
+  Outputs outputs = call->outputs();
+  std::map<std::string, std::unique_ptr<Spread>> spreads;
+  for (const auto& [name, view] : call->inputs()) {
+    if (view.rank != 4) continue;
+    auto spread = Spread::Make(subject.device);
+    if (!spread.ok()) return Skip(std::string(spread.status().message()));
+    const Tensor& tensor = trial->inputs().at(name);
+    ASSERT_TRUE((*spread)->Write(tensor.view()).ok());
+    inputs.Set(name, (*spread)->On(tensor.view()));
+    spreads[name] = *std::move(spread);
+  }
+  for (const auto& [name, view] : call->outputs()) {
+    if (view.rank != 4) continue;
+    auto spread = Spread::Make(subject.device);
+    if (!spread.ok()) return Skip(std::string(spread.status().message()));
+    outputs.Set(name, (*spread)->On(view));
+    spreads[name] = *std::move(spread);
+  }
+  absl::Status status = call->layer().Setup(inputs, call->execution());
+  if (status.ok()) status = call->layer().Run(inputs, outputs, call->execution());
+  if (status.ok()) status = Synchronize(call->runtime());
+  ASSERT_TRUE(status.ok()) << status;
+  auto results = call->Results();
+  ASSERT_TRUE(results.ok()) << results.status();
+  for (auto& [name, tensor] : *results) {
+    const auto spread = spreads.find(name);
+    if (spread != spreads.end()) {
+      ASSERT_TRUE(spread->second->Read(tensor.view()).ok());
     }
-    inputs.Set(name, view);
   }
-  for (const TensorSpec& spec : layer.outputs()) {
-    small[spec.name] = Tensor(spec.dtype, spec.shape);
-    TensorView view = small[spec.name].view();
-    if (view.rank == 4) view = spread(view);
-    if (view.empty()) return Skip("no address space of tens of GiB");
-    outputs.Set(spec.name, view);
-  }
-  ThreadPool pool(2);
-  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(2)) + 1});
-  const Execution execution = {
-      &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()), nullptr};
-  ASSERT_TRUE(layer.Setup(inputs, execution).ok());
-  ASSERT_TRUE(layer.Run(inputs, outputs, execution).ok());
-  for (const auto& [name, view] : outputs) {
-    if (view.rank == 4) CopyElements(view, small[name].view());
-  }
-  ExpectSameBits(plain, small, "far apart and contiguous");
+  ExpectSameBits(plain, *results, "far apart and contiguous");
 }
 
-void ManyBatchesAndHeads(const Subject& subject, const Problem& problem) {
+// More than a grid's y and z hold. In the simulator, where each block takes its time, the limit is
+// lowered instead.
+void ManyBatchesAndHeads(const Subject& subject, Problem problem) {
+  cuda_simulator::Settings settings = cuda_simulator::CurrentSettings();
+  const cuda_simulator::Settings usual = settings;
+  const auto restore = absl::MakeCleanup([usual] { cuda_simulator::Configure(usual); });
+  if (subject.device == Device::kSimulator) {
+    settings.max_grid_yz = 8;
+    cuda_simulator::Configure(settings);
+    for (int64_t* size : {&problem.batch, &problem.query_heads, &problem.kv_heads}) {
+      *size = std::min<int64_t>(*size, 20);
+    }
+  }
   if (problem.query_heads > 1000 && subject.technique->info().input_kind != InputKind::kQkv) {
     return Skip("the projections of so many heads would fill the memory");
   }
@@ -100,6 +174,9 @@ void ManyBatchesAndHeads(const Subject& subject, const Problem& problem) {
 // In a child with little memory and time: a layer of an impossible size is refused with a status,
 // or made; it does not end the process, nor hang.
 void ImpossibleSizesAreAStatus(const Subject& subject, const Problem& problem) {
+  if (subject.device == Device::kCuda) {
+    return Skip("a forked process cannot use the GPU; the simulator's test stands for it");
+  }
   int report[2];
   ASSERT_EQ(pipe(report), 0);
   const pid_t child = fork();
@@ -134,6 +211,7 @@ void AFailedCallDoesNotPoisonTheNext(const Subject& subject, const Problem& prob
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr) return;
   const NamedTensors before = trial->Run();
+  if (before.empty()) return;
   ThreadPool pool(2);
   const Execution no_workspace = {&pool, {}, nullptr};
   NamedTensors none;

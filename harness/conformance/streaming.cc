@@ -10,10 +10,11 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "core/allocations.h"
 #include "core/status.h"
 #include "gtest/gtest.h"
+#include "harness/conformance/allocation_meter.h"
 #include "harness/conformance/subject.h"
+#include "harness/device_memory.h"
 #include "harness/guarded.h"
 
 namespace tfb::conformance {
@@ -56,27 +57,31 @@ class Stream {
   absl::Status Append(int64_t begin, int64_t count) {
     Inputs inputs;
     for (const TensorSpec& spec : layer_->segment_inputs()) {
-      const auto found = trial_->inputs().find(spec.name);
-      if (found == trial_->inputs().end()) continue;
-      inputs.Set(spec.name,
-                 Slice(std::as_const(found->second).view(), SegmentAxis(spec), begin, count));
+      const ConstTensorView* whole = whole_.inputs().Find(spec.name);
+      if (whole == nullptr) continue;
+      inputs.Set(spec.name, Slice(*whole, SegmentAxis(spec), begin, count));
     }
     std::map<std::string, GuardedTensor> written;
     Outputs outputs;
     for (const TensorSpec& spec : layer_->segment_outputs()) {
       Shape shape = spec.shape;
       std::replace(shape.begin(), shape.end(), kSegmentTokens, count);
-      TFB_ASSIGN_OR_RETURN(written[spec.name], GuardedTensor::Allocate(spec.dtype, shape));
-      outputs.Set(spec.name, written[spec.name].view());
+      TFB_ASSIGN_OR_RETURN(
+          GuardedTensor output,
+          GuardedTensor::Allocate(spec.dtype, shape, /*gaps=*/false, trial_->subject().device));
+      TFB_RETURN_IF_ERROR(output.Upload(DeviceTwin::Contents::kUnwritten));
+      outputs.Set(spec.name, output.device_view());
+      written[spec.name] = std::move(output);
     }
-    workspace_.Poison();
-    const int64_t before = AllocationCount();
-    const absl::Status status = layer_->Append(inputs, outputs, execution_);
-    allocations_ += AllocationCount() - before;
-    TFB_RETURN_IF_ERROR(status);
-    TFB_RETURN_IF_ERROR(workspace_.CheckGuards("workspace of Append"));
+    TFB_RETURN_IF_ERROR(workspace_.Call("workspace of Append", [&] {
+      const AllocationMeter meter(runtime_);
+      const absl::Status status = layer_->Append(inputs, outputs, execution_);
+      allocations_ += meter.count();
+      return status;
+    }));
     for (const TensorSpec& spec : layer_->segment_outputs()) {
-      const GuardedTensor& output = written[spec.name];
+      GuardedTensor& output = written[spec.name];
+      TFB_RETURN_IF_ERROR(output.Download());
       TFB_RETURN_IF_ERROR(output.CheckGuards(absl::StrCat("segment output ", spec.name)));
       if (output.CountUnwritten() > 0) {
         return absl::InternalError(absl::StrCat("segment output ", spec.name, " of tokens ", begin,
@@ -116,18 +121,24 @@ class Stream {
       if (std::none_of(segments.begin(), segments.end(), same)) continue;
       outputs_[spec.name] = Tensor(spec.dtype, spec.shape);
     }
-    TFB_ASSIGN_OR_RETURN(workspace_,
-                         GuardedMemory::Allocate(layer_->workspace_bytes(pool_.threads())));
+    const Device device = trial_->subject().device;
+    TFB_ASSIGN_OR_RETURN(runtime_, RuntimeOf(device));
+    TFB_ASSIGN_OR_RETURN(whole_, DeviceTensors::Of(device, ViewsOf(trial_->inputs())));
+    TFB_ASSIGN_OR_RETURN(
+        workspace_, GuardedWorkspace::Allocate(layer_->workspace_bytes(pool_.threads()), device));
     execution_.pool = &pool_;
     execution_.workspace = workspace_.bytes();
-    TFB_RETURN_IF_ERROR(layer_->Setup(ViewsOf(trial_->inputs()), execution_));
+    TFB_RETURN_IF_ERROR(workspace_.Call(
+        "workspace of Setup", [&] { return layer_->Setup(whole_.inputs(), execution_); }));
     return layer_->Reset();
   }
 
   Trial* trial_;
   StreamingLayer* layer_;
   ThreadPool pool_{2};
-  GuardedMemory workspace_;
+  CudaRuntime* runtime_ = nullptr;  // null: the CPU
+  DeviceTensors whole_;             // the trial's inputs
+  GuardedWorkspace workspace_;
   Execution execution_;
   NamedTensors outputs_;
   int64_t allocations_ = 0;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/simulator/simulator.h"
 #include "core/random.h"
 #include "core/status.h"
 #include "gtest/gtest.h"
@@ -35,13 +36,13 @@ struct Placed {
   TensorView view;
 };
 
-absl::StatusOr<Placed> Place(DType dtype, const Shape& shape, Layout layout) {
+absl::StatusOr<Placed> Place(DType dtype, const Shape& shape, Layout layout, Device device) {
   Placed placed;
   Shape stored = layout == Layout::kTransposed ? Reversed(shape) : shape;
   const bool broadcast = layout == Layout::kBroadcast && shape.size() == 4;
   if (broadcast && NumElements(shape) > 0) stored[0] = stored[1] = 1;
   TFB_ASSIGN_OR_RETURN(placed.memory,
-                       GuardedTensor::Allocate(dtype, stored, layout == Layout::kGaps));
+                       GuardedTensor::Allocate(dtype, stored, layout == Layout::kGaps, device));
   placed.view = placed.memory.view();
   if (layout == Layout::kTransposed) placed.view = Reverse(placed.view);
   if (broadcast && NumElements(shape) > 0) {
@@ -58,22 +59,57 @@ absl::StatusOr<Placed> Place(DType dtype, const Shape& shape, Layout layout) {
   return placed;
 }
 
-absl::StatusOr<std::map<std::string, Placed>> PlaceInputs(const NamedTensors& inputs,
-                                                          Layout layout) {
-  std::map<std::string, Placed> placed;
-  for (const auto& [name, tensor] : inputs) {
-    TFB_ASSIGN_OR_RETURN(Placed input, Place(tensor.dtype(), tensor.shape(), layout));
-    CopyElements(tensor.view(), input.view);
-    placed[name] = std::move(input);
+// Tensors of a layer by name, under a layout, in the memory of its device.
+class PlacedTensors {
+ public:
+  static absl::StatusOr<PlacedTensors> Of(const NamedTensors& tensors, Layout layout,
+                                          Device device) {
+    PlacedTensors all;
+    for (const auto& [name, tensor] : tensors) {
+      TFB_ASSIGN_OR_RETURN(Placed placed, Place(tensor.dtype(), tensor.shape(), layout, device));
+      CopyElements(tensor.view(), placed.view);
+      TFB_RETURN_IF_ERROR(all.Add(name, std::move(placed), DeviceTwin::Contents::kWritten));
+    }
+    return all;
   }
-  return placed;
-}
+  static absl::StatusOr<PlacedTensors> For(const std::vector<TensorSpec>& specs, Layout layout,
+                                           Device device) {
+    PlacedTensors all;
+    for (const TensorSpec& spec : specs) {
+      TFB_ASSIGN_OR_RETURN(Placed placed, Place(spec.dtype, spec.shape, layout, device));
+      TFB_RETURN_IF_ERROR(all.Add(spec.name, std::move(placed), DeviceTwin::Contents::kUnwritten));
+    }
+    return all;
+  }
 
-Inputs ViewsOfPlaced(const std::map<std::string, Placed>& placed) {
-  Inputs views;
-  for (const auto& [name, input] : placed) views.Set(name, input.view);
-  return views;
-}
+  // On the device.
+  const Inputs& inputs() const { return inputs_; }
+  const Outputs& outputs() const { return outputs_; }
+
+  // Brings all of them back to the host, and checks what lies around them.
+  absl::Status Download(absl::string_view what) {
+    for (auto& [name, placed] : placed_) {
+      TFB_RETURN_IF_ERROR(placed.memory.Download());
+      TFB_RETURN_IF_ERROR(placed.memory.CheckGuards(absl::StrCat(what, " ", name)));
+    }
+    return absl::OkStatus();
+  }
+  // By name, on the host.
+  const std::map<std::string, Placed>& placed() const { return placed_; }
+
+ private:
+  absl::Status Add(const std::string& name, Placed placed, DeviceTwin::Contents contents) {
+    TFB_RETURN_IF_ERROR(placed.memory.Upload(contents));
+    inputs_.Set(name, placed.memory.On(placed.view));
+    outputs_.Set(name, placed.memory.On(placed.view));
+    placed_[name] = std::move(placed);
+    return absl::OkStatus();
+  }
+
+  std::map<std::string, Placed> placed_;
+  Inputs inputs_;
+  Outputs outputs_;
+};
 
 bool SameBits(const ConstTensorView& a, const ConstTensorView& b) {
   const size_t size = static_cast<size_t>(SizeOf(a.dtype));
@@ -87,39 +123,38 @@ bool SameBits(const ConstTensorView& a, const ConstTensorView& b) {
 }
 
 // Runs a layer as RunSettings say, and checks everything that can be wrong about memory.
-absl::StatusOr<NamedTensors> GuardedRun(Layer* layer, const NamedTensors& inputs,
+absl::StatusOr<NamedTensors> GuardedRun(Layer* layer, Device device, const NamedTensors& inputs,
                                         const RunSettings& settings) {
-  TFB_ASSIGN_OR_RETURN(const auto placed, PlaceInputs(inputs, settings.inputs));
-  std::map<std::string, Placed> written;
-  Outputs outputs;
-  for (const TensorSpec& spec : layer->outputs()) {
-    TFB_ASSIGN_OR_RETURN(written[spec.name], Place(spec.dtype, spec.shape, settings.outputs));
-    outputs.Set(spec.name, written[spec.name].view);
-  }
+  cuda_simulator::Settings simulated = cuda_simulator::CurrentSettings();
+  simulated.seed = settings.schedule;
+  cuda_simulator::Configure(simulated);
+  TFB_ASSIGN_OR_RETURN(PlacedTensors read, PlacedTensors::Of(inputs, settings.inputs, device));
+  TFB_ASSIGN_OR_RETURN(PlacedTensors written,
+                       PlacedTensors::For(layer->outputs(), settings.outputs, device));
   ThreadPool pool(settings.threads);
-  TFB_ASSIGN_OR_RETURN(GuardedMemory workspace,
-                       GuardedMemory::Allocate(layer->workspace_bytes(settings.threads)));
+  TFB_ASSIGN_OR_RETURN(
+      GuardedWorkspace workspace,
+      GuardedWorkspace::Allocate(layer->workspace_bytes(settings.threads), device));
   Execution execution;
   execution.pool = &pool;
   execution.workspace = workspace.bytes();
   if (settings.setup) {
     const NamedTensors& seen = settings.setup_inputs ? *settings.setup_inputs : inputs;
-    TFB_ASSIGN_OR_RETURN(const auto setup_placed, PlaceInputs(seen, settings.inputs));
-    TFB_RETURN_IF_ERROR(layer->Setup(ViewsOfPlaced(setup_placed), execution));
-    TFB_RETURN_IF_ERROR(workspace.CheckGuards("workspace of Setup"));
-    workspace.Poison();
+    TFB_ASSIGN_OR_RETURN(PlacedTensors setup, PlacedTensors::Of(seen, settings.inputs, device));
+    TFB_RETURN_IF_ERROR(workspace.Call("workspace of Setup",
+                                       [&] { return layer->Setup(setup.inputs(), execution); }));
   }
-  TFB_RETURN_IF_ERROR(layer->Run(ViewsOfPlaced(placed), outputs, execution));
-  TFB_RETURN_IF_ERROR(workspace.CheckGuards("workspace"));
-  for (const auto& [name, input] : placed) {
+  TFB_RETURN_IF_ERROR(workspace.Call(
+      "workspace", [&] { return layer->Run(read.inputs(), written.outputs(), execution); }));
+  TFB_RETURN_IF_ERROR(read.Download("input"));
+  for (const auto& [name, input] : read.placed()) {
     if (!SameBits(input.view, inputs.at(name).view())) {
       return absl::InternalError(absl::StrCat("input ", name, " was changed"));
     }
-    TFB_RETURN_IF_ERROR(input.memory.CheckGuards(absl::StrCat("input ", name)));
   }
+  TFB_RETURN_IF_ERROR(written.Download("output"));
   NamedTensors results;
-  for (const auto& [name, output] : written) {
-    TFB_RETURN_IF_ERROR(output.memory.CheckGuards(absl::StrCat("output ", name)));
+  for (const auto& [name, output] : written.placed()) {
     if (const int64_t unwritten = output.memory.CountUnwritten(); unwritten > 0) {
       return absl::InternalError(absl::StrCat("output ", name, ": ", unwritten, " of ",
                                               output.view.num_elements(),
@@ -172,8 +207,8 @@ std::unique_ptr<Trial> Trial::Make(const Subject& subject, const Problem& proble
     }
     return nullptr;
   };
-  if (subject.device != Device::kCpu) {
-    return stop("device", absl::UnavailableError("layers of this device cannot be run here yet"));
+  if (const absl::Status device = DeviceStatus(subject.device); !device.ok()) {
+    return stop("device", device);
   }
   auto layer = subject.technique->Create(problem, subject.options, subject.device, seed);
   if (!layer.ok()) return stop("Create", layer.status());
@@ -217,7 +252,7 @@ bool Trial::RequireExact() {
 }
 
 NamedTensors Trial::Run(const RunSettings& settings) {
-  auto outputs = GuardedRun(layer_.get(), inputs_, settings);
+  auto outputs = GuardedRun(layer_.get(), subject_.device, inputs_, settings);
   if (outputs.ok()) return *std::move(outputs);
   ADD_FAILURE() << outputs.status();
   return {};
@@ -301,6 +336,33 @@ void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance
 
 void Trial::ExpectRunMatchesDefinition(const Tolerance& tolerance) {
   ExpectMatchesDefinition(Run(), tolerance);
+}
+
+absl::StatusOr<Call> Call::Make(Trial* trial, int threads, bool optional_outputs) {
+  Call call;
+  call.layer_ = &trial->layer();
+  const Device device = trial->subject().device;
+  TFB_ASSIGN_OR_RETURN(call.runtime_, RuntimeOf(device));
+  TFB_ASSIGN_OR_RETURN(call.inputs_, DeviceTensors::Of(device, ViewsOf(trial->inputs())));
+  TFB_ASSIGN_OR_RETURN(call.outputs_,
+                       DeviceTensors::Allocate(device, call.layer_->outputs(), optional_outputs));
+  // Never without memory, whose address would say nothing.
+  const size_t bytes = std::max<size_t>(call.layer_->workspace_bytes(threads), 1);
+  TFB_ASSIGN_OR_RETURN(call.workspace_, DeviceMemory::Allocate(device, bytes));
+  call.pool_ = std::make_unique<ThreadPool>(threads);
+  call.execution_.pool = call.pool_.get();
+  call.execution_.workspace = call.workspace_.bytes();
+  return call;
+}
+
+absl::Status Call::Setup() {
+  TFB_RETURN_IF_ERROR(layer_->Setup(inputs(), execution_));
+  return Synchronize(runtime_);
+}
+
+absl::Status Call::Run() {
+  TFB_RETURN_IF_ERROR(layer_->Run(inputs(), outputs(), execution_));
+  return Synchronize(runtime_);
 }
 
 NamedTensors Copies(const NamedTensors& tensors) {

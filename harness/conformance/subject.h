@@ -10,10 +10,12 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "harness/device_memory.h"
 
 namespace tfb::conformance {
 
@@ -33,6 +35,7 @@ struct Case {
   std::vector<Problem> problems;
   std::function<void(const Subject&, const Problem&)> check;
   bool default_options_only = false;
+  bool of_devices = false;  // it is about GPUs and their simulator: not run on the CPU
 };
 std::vector<Case> MaskCases();
 std::vector<Case> ShapeCases();
@@ -42,6 +45,7 @@ std::vector<Case> ScaleCases();
 std::vector<Case> DeterminismCases();
 std::vector<Case> ContractCases();
 std::vector<Case> StreamingCases();
+std::vector<Case> DeviceCases();
 
 // "b2_h4over2_t130_d16_causal_bf16": what distinguishes the problem, for a test's name.
 std::string LabelOf(const Problem& problem);
@@ -67,6 +71,7 @@ struct RunSettings {
   Layout outputs = Layout::kContiguous;
   bool setup = true;                           // false: as the last run left it
   const NamedTensors* setup_inputs = nullptr;  // what Setup sees, where that is not what Run sees
+  uint64_t schedule = 1;  // of blocks and threads in the simulator: the seed of their order
 
   static RunSettings Threads(int threads) {
     RunSettings settings;
@@ -76,6 +81,11 @@ struct RunSettings {
   static RunSettings WithoutSetup() {
     RunSettings settings;
     settings.setup = false;
+    return settings;
+  }
+  static RunSettings Schedule(uint64_t schedule) {
+    RunSettings settings;
+    settings.schedule = schedule;
     return settings;
   }
 };
@@ -124,7 +134,8 @@ class Trial {
 
   // Sets up and runs once. All tensors lie between guards of NaN, and so does a workspace that is
   // just as large as asked for; outputs and workspace are NaN before. Checks that the guards and
-  // the inputs are as they were and that every output was written. Empty where it failed.
+  // the inputs are as they were and that every output was written. On a device all of that stands
+  // in its memory. Empty where it failed.
   NamedTensors Run(const RunSettings& settings = {});
 
   // Of these inputs. Empty where the definition fails, with the test failed.
@@ -144,6 +155,33 @@ class Trial {
   Problem problem_;
   std::unique_ptr<Layer> layer_;
   NamedTensors inputs_;
+};
+
+// A layer with inputs, outputs and workspace in the memory of its device, for cases that call it
+// themselves. Nothing is guarded, and outputs hold anything.
+class Call {
+ public:
+  static absl::StatusOr<Call> Make(Trial* trial, int threads = 2, bool optional_outputs = true);
+
+  Layer& layer() { return *layer_; }
+  const Inputs& inputs() const { return inputs_.inputs(); }
+  const Outputs& outputs() const { return outputs_.outputs(); }
+  const Execution& execution() const { return execution_; }
+  CudaRuntime* runtime() const { return runtime_; }  // null for the CPU
+
+  // Each waits until it is done.
+  absl::Status Setup();
+  absl::Status Run();
+  // What the outputs hold.
+  absl::StatusOr<NamedTensors> Results() const { return outputs_.Download(); }
+
+ private:
+  Layer* layer_ = nullptr;
+  CudaRuntime* runtime_ = nullptr;
+  DeviceTensors inputs_, outputs_;
+  DeviceMemory workspace_;
+  std::unique_ptr<ThreadPool> pool_;
+  Execution execution_;
 };
 
 // Marks the running test as skipped, and says why.

@@ -21,8 +21,8 @@ std::string CheckShape(const LaunchShape& shape, const Settings& settings) {
     uint64_t value, most;
   } limits[] = {
       {"gridDim.x", shape.grid.x, 0x7fffffff},
-      {"gridDim.y", shape.grid.y, 65535},
-      {"gridDim.z", shape.grid.z, 65535},
+      {"gridDim.y", shape.grid.y, settings.max_grid_yz},
+      {"gridDim.z", shape.grid.z, settings.max_grid_yz},
       {"blockDim.x", shape.block.x, 1024},
       {"blockDim.y", shape.block.y, 1024},
       {"blockDim.z", shape.block.z, 64},

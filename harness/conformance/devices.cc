@@ -1,0 +1,105 @@
+// What only a device can get wrong: the order of its threads, waiting, and other results than the
+// CPU's.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "harness/conformance/subject.h"
+#include "harness/errors.h"
+
+namespace tfb::conformance {
+namespace {
+
+// Blocks come in any order, and between two barriers threads do: the simulator tries several, and a
+// GPU has its own every time.
+void AnyOrderOfBlocksAndThreadsGivesTheSameBits(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  const NamedTensors one = trial->Run(RunSettings::Schedule(1));
+  for (const uint64_t schedule : {2, 3, 4}) {
+    ExpectSameBits(one, trial->Run(RunSettings::Schedule(schedule)),
+                   absl::StrCat("schedules 1 and ", schedule));
+  }
+}
+
+// Work of several streams, or of the host, is to go on meanwhile.
+void RunDoesNotWaitForTheDevice(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  auto call = Call::Make(trial.get());
+  ASSERT_TRUE(call.ok()) << call.status();
+  ASSERT_TRUE(call->Setup().ok());
+  for (int run = 0; run < 2; ++run) {
+    const int64_t before = call->runtime()->waits();
+    const absl::Status status =
+        call->layer().Run(call->inputs(), call->outputs(), call->execution());
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_EQ(call->runtime()->waits() - before, 0) << "in run " << run;
+    ASSERT_TRUE(Synchronize(call->runtime()).ok());
+  }
+}
+
+// The CPU's layer with the same parameters on the same inputs. Each is within its bound of the
+// definition, so the two are within twice the bound of one another.
+void TheDeviceAgreesWithTheCpu(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  Subject on_cpu = subject;
+  on_cpu.device = Device::kCpu;
+  if (!RunsOn(subject.technique->info(), Device::kCpu)) return Skip("there is no layer of the CPU");
+  const auto cpu = Trial::Make(on_cpu, problem, kSeed + 1);
+  if (cpu == nullptr) return;
+  const absl::Status set = cpu->layer().SetParameters(trial->layer().parameters());
+  ASSERT_TRUE(set.ok()) << set;
+  cpu->inputs() = Copies(trial->inputs());
+  const NamedTensors expected = cpu->Run(), outputs = trial->Run();
+  ASSERT_EQ(outputs.size(), expected.size());
+  const int64_t keys = std::max(problem.kv_tokens, problem.query_tokens);
+  for (const auto& [name, output] : outputs) {
+    const ConstTensorView other = expected.at(name).view();
+    double scale = LargestMagnitude(other);
+    double bound = 0;  // of integers
+    if (name == "log_sum_exp") {
+      bound = 2 * LogSumExpBound(keys, scale);
+    } else if (IsFloating(output.dtype())) {
+      const auto v = trial->inputs().find("v");
+      if (v != trial->inputs().end()) scale = std::max(scale, LargestMagnitude(v->second.view()));
+      bound = 2 * AbsoluteBound(output.dtype(), keys) * scale;
+    }
+    double largest = 0;
+    int64_t place = -1;
+    for (int64_t i = 0; i < output.num_elements(); ++i) {
+      const double y = output.view().Get(i), r = other.Get(i);
+      if (y == r || std::abs(y - r) <= largest) continue;
+      largest = std::abs(y - r);
+      place = i;
+    }
+    EXPECT_TRUE(largest <= bound) << name << ": element " << place << " is "
+                                  << output.view().Get(place) << " on the device and "
+                                  << other.Get(place) << " on the CPU, allowed is a difference of "
+                                  << bound;
+  }
+}
+
+}  // namespace
+
+std::vector<Case> DeviceCases() {
+  std::vector<Problem> all = UsualBoth();
+  all.push_back(Usual(false, DType::kBF16));
+  all.push_back(Usual(true, DType::kF16));
+  std::vector<Case> cases = {
+      {"AnyOrderOfBlocksAndThreadsGivesTheSameBits", "35", all,
+       AnyOrderOfBlocksAndThreadsGivesTheSameBits},
+      {"RunDoesNotWaitForTheDevice", "", {Usual(true)}, RunDoesNotWaitForTheDevice},
+      {"TheDeviceAgreesWithTheCpu", "29", all, TheDeviceAgreesWithTheCpu},
+  };
+  for (Case& one : cases) one.of_devices = true;
+  return cases;
+}
+
+}  // namespace tfb::conformance

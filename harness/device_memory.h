@@ -1,0 +1,116 @@
+// Memory where a layer of a device reads and writes: the host's for the CPU, the device's for a GPU
+// and for the simulator of GPUs. What is written against it runs on all three.
+#ifndef TFB_HARNESS_DEVICE_MEMORY_H_
+#define TFB_HARNESS_DEVICE_MEMORY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/cuda/runtime.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// Null for the CPU. Unavailable or Unimplemented, worded "no CUDA device: <reason>", where there is
+// no such device.
+absl::StatusOr<CudaRuntime*> RuntimeOf(Device device);
+
+// Waits for what layers have enqueued on the default stream. Nothing where `runtime` is null:
+// layers on the CPU return when they are done.
+absl::Status Synchronize(CudaRuntime* runtime);
+
+// OK where layers can run on the device. Unavailable or Unimplemented where there is none, as
+// RuntimeOf has it, and Unavailable where it is lost to this process: once a kernel has failed on a
+// GPU, all that comes after it fails as well, in this process and no other.
+absl::Status DeviceStatus(Device device);
+
+// Bytes in the memory of a device, aligned to 64. Contents are unspecified; the simulator reports a
+// kernel that reads them before something wrote them.
+class DeviceMemory {
+ public:
+  // ResourceExhausted where there is not so much.
+  static absl::StatusOr<DeviceMemory> Allocate(Device device, size_t bytes);
+
+  absl::Span<std::byte> bytes() const { return bytes_; }
+
+ private:
+  Tensor host_;  // of the CPU
+  DeviceBuffer device_;
+  absl::Span<std::byte> bytes_;
+};
+
+// Contiguous tensors by name in the memory of a device: the inputs and outputs of a layer.
+class DeviceTensors {
+ public:
+  // On the CPU it refers to the given tensors, which must outlive it; elsewhere it copies them.
+  static absl::StatusOr<DeviceTensors> Of(Device device, const Inputs& host);
+  // A tensor for each spec, the optional ones on request. Contents as DeviceMemory has them.
+  static absl::StatusOr<DeviceTensors> Allocate(Device device, const std::vector<TensorSpec>& specs,
+                                                bool optional_too);
+
+  const Inputs& inputs() const { return inputs_; }
+  const Outputs& outputs() const { return outputs_; }  // none of Of's
+  // Copies of the tensors in the memory of the host. Waits for the device.
+  absl::StatusOr<NamedTensors> Download() const;
+
+ private:
+  CudaRuntime* runtime_ = nullptr;
+  std::map<std::string, DeviceMemory> memory_;
+  Inputs inputs_;
+  Outputs outputs_;
+};
+
+// Memory of a device that stands for memory of the host byte by byte, with what lies around and
+// between the tensors there. On the CPU it is that memory, and nothing is copied.
+class DeviceTwin {
+ public:
+  // All of `whole` stands on the device; kernels have business in `inside` alone, a part of it. The
+  // simulator refuses them the rest. The host's memory must outlive the twin.
+  static absl::StatusOr<DeviceTwin> Make(Device device, absl::Span<std::byte> whole,
+                                         absl::Span<std::byte> inside);
+  DeviceTwin() = default;
+  DeviceTwin(DeviceTwin&& other) noexcept { *this = std::move(other); }
+  DeviceTwin& operator=(DeviceTwin&& other) noexcept;
+  ~DeviceTwin() { Withdraw(); }
+
+  enum class Contents {
+    kWritten,
+    kUnwritten,  // poison: the simulator reports a kernel that reads it before it was written
+  };
+  // From the host to the device, all of it.
+  absl::Status Upload(Contents contents);
+  // From the device to the host, all of it. Waits for the device.
+  absl::Status Download();
+
+  // Where what the host has at an address of `whole`, or a view of it, is on the device.
+  void* On(const void* host) const {
+    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(host) + offset_);
+  }
+  TensorView On(TensorView view) const {
+    view.data = On(view.data);
+    return view;
+  }
+
+ private:
+  void Admit(Contents contents);  // kernels to `inside` alone
+  void Withdraw();                // that
+
+  CudaRuntime* runtime_ = nullptr;  // null: the CPU
+  DeviceBuffer buffer_;
+  absl::Span<std::byte> whole_;
+  absl::Span<std::byte> inside_;
+  uintptr_t offset_ = 0;  // from the host's addresses to the device's, modulo 2^64
+  bool admitted_ = false;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_DEVICE_MEMORY_H_
