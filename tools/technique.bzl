@@ -43,9 +43,9 @@ def technique(
       srcs: C++ sources; by default NAME.cc.
       hdrs: headers; by default NAME.h.
       deps: libraries beside //core:technique.
-      cuda_srcs: CUDA sources, with private headers. Where they are compiled, `srcs` see the macro TFB_HAS_CUDA.
+      cuda_srcs: CUDA sources, with private headers: kernels that no engine of core/ has (see core/cuda/kernel_table.h).
       cuda_hdrs: plain C++ headers of the CUDA sources, which `srcs` include.
-      cuda_deps: libraries of the CUDA sources.
+      cuda_deps: libraries of the CUDA sources, beside //core/cuda:kernel.
       test_deps: libraries of NAME_test.cc beside this technique and GoogleTest.
       test_data: files that NAME_test.cc reads.
       test_size: of NAME_test.
@@ -55,31 +55,23 @@ def technique(
         and the benchmark.
       visibility: of the library.
     """
-    cuda_targets = []
     if cuda_srcs:
         cuda_library(
             name = name + "_cuda",
             srcs = cuda_srcs,
             hdrs = cuda_hdrs,
             visibility = ["//visibility:private"],
-            deps = cuda_deps,
+            deps = cuda_deps + ["//core/cuda:kernel"],
         )
-        cuda_targets = [":%s_cuda" % name]
+        deps = deps + [":%s_cuda" % name]
 
     cc_library(
         name = name,
         srcs = srcs if srcs != None else [name + ".cc"],
         hdrs = hdrs if hdrs != None else [name + ".h"],
         alwayslink = True,
-        local_defines = [] if not cuda_srcs else select({
-            "//tools/cuda:is_available": ["TFB_HAS_CUDA"],
-            "//conditions:default": [],
-        }),
         visibility = visibility,
-        deps = deps + ["//core:technique"] + ([] if not cuda_srcs else select({
-            "//tools/cuda:is_available": cuda_targets,
-            "//conditions:default": [],
-        })),
+        deps = deps + ["//core:technique"],
     )
 
     cc_test(

@@ -90,6 +90,7 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kExact;  // equals dense attention under the mask below
   info.budget_option = "window";       // the option that trades error for cost
   info.growth = 1;                     // exponent of the time in tokens
+  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

@@ -5,6 +5,9 @@
 #include <memory>
 #include <vector>
 
+#include "adaptive/adaptive_span/adaptive_span_cuda.h"
+#include "core/cuda/device_array.h"
+#include "core/cuda/runtime.h"
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
 #include "core/layers/matmul.h"
@@ -25,6 +28,7 @@ TechniqueInfo Info() {
   info.budget_option = "span";
   info.growth = 1;
   info.supports_noncausal = false;
+  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 
@@ -92,71 +96,66 @@ class AdaptiveSpanLayer : public FlashLayer {
     }
   }
 
+  // On a GPU the last Run must be done: what was kept depends on its data.
   Cost cost() const override {
     Cost cost = FlashLayer::cost();
-    if (options_.dynamic) {  // the schedule holds max_span; what was kept depends on the data
+    if (options_.dynamic) {  // the schedule holds max_span
       cost.flops.reset();
-      if (kept_pairs_ > 0) {
+      const double pairs = KeptPairs();
+      if (pairs > 0) {
         const Problem& p = problem();
         const double gate =
             2.0 * static_cast<double>(p.batch * p.query_heads * p.query_tokens * p.model_dim());
-        cost.flops = kept_pairs_ * FlopsPerPair() + gate;
+        cost.flops = pairs * FlopsPerPair() + gate;
       }
     }
     return cost;
   }
 
+  // Likewise.
   std::map<std::string, double> statistics() const override {
-    return {{"mean_span", mean_span_}, {"max_span", max_span_}};
+    double mean = 0, max = 0;
+    const std::vector<float> spans = Spans();
+    for (const float span : spans) {
+      mean += span / static_cast<double>(spans.size());
+      max = std::max<double>(max, span);
+    }
+    return {{"mean_span", mean}, {"max_span", max}};
   }
 
  protected:
   absl::Status BuildRule(const Inputs& inputs, const Execution& execution,
                          ScoreRule* rule) override {
-    const Problem& p = problem();
     std::vector<int64_t> reach(1, options_.max_span);
-    spans_.assign(p.query_heads * (options_.dynamic ? p.batch * p.query_tokens : 1), 0.0f);
-    rule->soft_span.span = spans_.data();
-    rule->soft_span.count = static_cast<int64_t>(spans_.size());
-    rule->soft_span.ramp = static_cast<float>(options_.ramp);
     if (options_.dynamic) {
-      rule->soft_span.batch_stride = p.query_heads * p.query_tokens;
-      rule->soft_span.head_stride = p.query_tokens;
-      rule->soft_span.query_stride = 1;
-      gate_ = PackedMatrix(Transpose(parameters_.at("span_weight").view(), 0, 1),
-                           parameters_.at("span_bias").view());
+      TFB_RETURN_IF_ERROR(SetUpGate());
       TFB_RETURN_IF_ERROR(ComputeSpans(inputs.Get("x"), execution));
     } else {
-      rule->soft_span.head_stride = 1;
-      const absl::Span<const float> span = parameters_.at("span").span<float>();
       reach.clear();
-      for (int64_t h = 0; h < p.query_heads; ++h) {
-        spans_[h] = static_cast<float>(Clamp(options_, span[h]));
-        reach.push_back(Reach(options_, spans_[h]));
+      fixed_spans_.clear();
+      for (const float span : parameters_.at("span").span<float>()) {
+        fixed_spans_.push_back(static_cast<float>(Clamp(options_, span)));
+        reach.push_back(Reach(options_, fixed_spans_.back()));
       }
-      Summarise();
+      rule->soft_span = FixedSpans();
     }
-    if (options_.positions) {
-      const Tensor& position = parameters_.at("position");
-      const ConstTensorView table(position.raw(), DType::kF32, {1, options_.max_span, p.head_dim});
-      const int64_t offset = p.causal_offset();
-      positions_ = RelativeKeys(
-          table,
-          std::max(offset - *std::max_element(reach.begin(), reach.end()), 1 - p.query_tokens),
-          std::min(offset - 1, p.kv_tokens - 1), [offset](int64_t e) { return offset - e - 1; });
-      rule->relative_keys = &positions_;
-    }
-    set_pattern(std::make_unique<SpanPattern>(std::move(reach), p.causal_offset()));
+    if (options_.positions) SetUpPositions(*std::max_element(reach.begin(), reach.end()), rule);
+    set_pattern(std::make_unique<SpanPattern>(std::move(reach), problem().causal_offset()));
     return absl::OkStatus();
   }
 
   // The gate's scratch is dead when attention takes the same memory.
   absl::Status Prepare(const Inputs& inputs, const Execution& execution, Workspace*,
-                       FlashCall*) override {
-    return options_.dynamic ? ComputeSpans(inputs.Get("x"), execution) : absl::OkStatus();
+                       FlashCall* call) override {
+    if (!options_.dynamic) return absl::OkStatus();
+    call->rule.soft_span = DynamicSpans();
+    return ComputeSpans(inputs.Get("x"), execution);
   }
   size_t PrepareBytes(int threads) const override {
-    return options_.dynamic ? MatMulWorkspaceBytes(threads) : 0;
+    if (!options_.dynamic || device() != Device::kCpu) return 0;
+    const Problem& p = problem();
+    return MatMulWorkspaceBytes(device(), p.batch * p.query_tokens, p.model_dim(), p.query_heads,
+                                threads);
   }
 
   double FlopsPerPair() const override {
@@ -165,40 +164,114 @@ class AdaptiveSpanLayer : public FlashLayer {
   }
 
  private:
-  // z of every token and head, from a product with the gate's weights.
-  absl::Status ComputeSpans(const ConstTensorView& x, const Execution& execution) {
+  SoftSpan FixedSpans() const {
+    SoftSpan soft_span;
+    soft_span.span = fixed_spans_.data();
+    soft_span.count = static_cast<int64_t>(fixed_spans_.size());
+    soft_span.head_stride = 1;
+    soft_span.ramp = static_cast<float>(options_.ramp);
+    return soft_span;
+  }
+  SoftSpan DynamicSpans() const {
+    SoftSpan soft_span;
+    soft_span.span = dynamic_spans_.data();
+    soft_span.count = dynamic_spans_.size();
+    soft_span.batch_stride = problem().query_heads * problem().query_tokens;
+    soft_span.head_stride = problem().query_tokens;
+    soft_span.query_stride = 1;
+    soft_span.ramp = static_cast<float>(options_.ramp);
+    return soft_span;
+  }
+
+  void SetUpPositions(int64_t farthest, ScoreRule* rule) {
     const Problem& p = problem();
-    MatMulCall call;
-    call.x = x;
-    call.y = TensorView(spans_.data(), DType::kF32, {p.batch, p.query_tokens, p.query_heads},
-                        {p.query_heads * p.query_tokens, 1, p.query_tokens});
-    TFB_RETURN_IF_ERROR(MatMul(gate_, call, execution));
-    for (float& z : spans_) z = static_cast<float>(options_.max_span) / (1 + std::exp(-z));
-    Summarise();
+    const Tensor& position = parameters_.at("position");
+    const ConstTensorView table(position.raw(), DType::kF32, {1, options_.max_span, p.head_dim});
+    const int64_t offset = p.causal_offset();
+    positions_ = RelativeKeys(table, std::max(offset - farthest, 1 - p.query_tokens),
+                              std::min(offset - 1, p.kv_tokens - 1),
+                              [offset](int64_t e) { return offset - e - 1; });
+    rule->relative_keys = &positions_;
+  }
+
+  absl::Status SetUpGate() {
+    const Problem& p = problem();
+    const ConstTensorView weight = parameters_.at("span_weight").view();
+    const ConstTensorView bias = parameters_.at("span_bias").view();
+    TFB_ASSIGN_OR_RETURN(dynamic_spans_, DeviceArray<float>::Allocate(
+                                             device(), p.batch * p.query_heads * p.query_tokens));
+    if (device() == Device::kCpu) {
+      TFB_ASSIGN_OR_RETURN(gate_, PackedMatrix::Create(device(), Transpose(weight, 0, 1), bias));
+    } else {
+      TFB_ASSIGN_OR_RETURN(gate_weight_, CopyFloats(device(), weight));
+      TFB_ASSIGN_OR_RETURN(gate_bias_, CopyFloats(device(), bias));
+    }
     return absl::OkStatus();
   }
 
-  void Summarise() {
+  // z of every token and head.
+  absl::Status ComputeSpans(const ConstTensorView& x, const Execution& execution) {
+    return device() == Device::kCpu ? ComputeSpansOnCpu(x, execution)
+                                    : ComputeSpansOnCuda(x, execution);
+  }
+
+  absl::Status ComputeSpansOnCpu(const ConstTensorView& x, const Execution& execution) {
     const Problem& p = problem();
-    mean_span_ = max_span_ = kept_pairs_ = 0;
-    for (size_t n = 0; n < spans_.size(); ++n) {
-      mean_span_ += spans_[n] / static_cast<double>(spans_.size());
-      max_span_ = std::max<double>(max_span_, spans_[n]);
-      if (options_.dynamic) {
-        const int64_t past = static_cast<int64_t>(n) % p.query_tokens + p.causal_offset();
-        kept_pairs_ +=
-            static_cast<double>(std::clamp<int64_t>(past, 0, Reach(options_, spans_[n])));
-      }
+    float* spans = dynamic_spans_.mutable_data();
+    MatMulCall call;
+    call.x = x;
+    call.y = TensorView(spans, DType::kF32, {p.batch, p.query_tokens, p.query_heads},
+                        {p.query_heads * p.query_tokens, 1, p.query_tokens});
+    TFB_RETURN_IF_ERROR(MatMul(gate_, call, execution));
+    for (int64_t n = 0; n < dynamic_spans_.size(); ++n) {
+      spans[n] = static_cast<float>(options_.max_span) / (1 + std::exp(-spans[n]));
     }
+    return absl::OkStatus();
+  }
+
+  absl::Status ComputeSpansOnCuda(const ConstTensorView& x, const Execution& execution) {
+    const Problem& p = problem();
+    GateArguments arguments;
+    arguments.x = ToDeviceView(x);
+    arguments.weight = gate_weight_.data();
+    arguments.bias = gate_bias_.data();
+    arguments.spans = dynamic_spans_.mutable_data();
+    arguments.batch = p.batch;
+    arguments.tokens = p.query_tokens;
+    arguments.channels = p.model_dim();
+    arguments.heads = p.query_heads;
+    arguments.max_span = static_cast<float>(options_.max_span);
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
+    return ToStatus(
+        KernelsOn<AdaptiveSpanKernels>(runtime->target()).gate(arguments, execution.stream));
+  }
+
+  // Those of the last Run, on the host; none before Setup.
+  std::vector<float> Spans() const {
+    if (!options_.dynamic) return fixed_spans_;
+    std::vector<float> spans(dynamic_spans_.size());
+    if (!dynamic_spans_.Read(spans.data()).ok()) spans.clear();
+    return spans;
+  }
+  // Of all heads, where spans are dynamic.
+  double KeptPairs() const {
+    const Problem& p = problem();
+    double pairs = 0;
+    const std::vector<float> spans = Spans();
+    for (size_t n = 0; n < spans.size(); ++n) {
+      const int64_t past = static_cast<int64_t>(n) % p.query_tokens + p.causal_offset();
+      pairs += static_cast<double>(std::clamp<int64_t>(past, 0, Reach(options_, spans[n])));
+    }
+    return pairs;
   }
 
   AdaptiveSpanOptions options_;
-  std::vector<float> spans_;  // [query_heads], or [batch, query_heads, query_tokens] where dynamic
+  std::vector<float> fixed_spans_;    // [query_heads]
+  DeviceArray<float> dynamic_spans_;  // [batch, query_heads, query_tokens]
   RelativeKeys positions_;
-  PackedMatrix gate_;
-  double mean_span_ = 0;
-  double max_span_ = 0;
-  double kept_pairs_ = 0;
+  PackedMatrix gate_;  // on the CPU
+  DeviceArray<float> gate_weight_;
+  DeviceArray<float> gate_bias_;
 };
 
 }  // namespace

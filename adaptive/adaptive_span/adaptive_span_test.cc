@@ -34,19 +34,23 @@ void ExpectMatchesDefinition(const Problem& problem, const Options& options,
   RunRequest request{options};
   request.parameters = parameters;
   request.threads = 2;
-  const NamedTensors ours = RunTechnique(AdaptiveSpan(), problem, ViewsOf(inputs), request).value();
   const NamedTensors expected =
       DefineTechnique(AdaptiveSpan(), problem, ViewsOf(inputs), request).value();
-  EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
-            Fp32Bound(inputs.at("v").view()))
-      << ToString(options);
-  // Twice the products of plain attention are summed in a score.
-  EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), expected.at("log_sum_exp").view()), 4e-5)
-      << ToString(options);
+  for (const Device device : kHostDevices) {
+    request.device = device;
+    const NamedTensors ours =
+        RunTechnique(AdaptiveSpan(), problem, ViewsOf(inputs), request).value();
+    EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
+              Fp32Bound(inputs.at("v").view()))
+        << ToString(options) << " " << Name(device);
+    // Twice the products of plain attention are summed in a score.
+    EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), expected.at("log_sum_exp").view()), 4e-5)
+        << ToString(options) << " " << Name(device);
+  }
 }
 
 TEST(AdaptiveSpan, MatchesItsDefinitionForSpansOfEveryKind) {
-  Problem problem = Problem::SelfAttention(2, kHeads, 300, 24, /*causal=*/true);
+  Problem problem = Problem::SelfAttention(1, kHeads, 300, 24, /*causal=*/true);
   const Options options = {{"max_span", "200"}, {"ramp", "16"}};
   for (std::vector<float> spans :
        {std::vector<float>{0, 0.25f, 200}, {31.5f, 64, 65}, {-5, 1000, 100}}) {
@@ -130,18 +134,23 @@ TEST(AdaptiveSpan, DynamicFlopsCountTheSpansOfTheLastRun) {
   const Problem problem = Problem::SelfAttention(1, 1, 100, 8, /*causal=*/true);
   const Options options = {
       {"dynamic", "true"}, {"max_span", "64"}, {"ramp", "4"}, {"positions", "false"}};
-  std::unique_ptr<Layer> layer = AdaptiveSpan().Create(problem, options, Device::kCpu, 1).value();
   NamedTensors parameters;
   Fill((parameters["span_weight"] = Tensor(DType::kF32, {1, 8})).view(), 0);
   Fill((parameters["span_bias"] = Tensor(DType::kF32, {1})).view(),
        0);  // z = 32 everywhere: distances below 36
-  ASSERT_TRUE(layer->SetParameters(parameters).ok());
   const NamedTensors inputs = Inputs1(problem, options);
-  ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
   double pairs = 0;
   for (int64_t i = 0; i < 100; ++i) pairs += static_cast<double>(std::min<int64_t>(i, 35));
-  EXPECT_EQ(*layer->cost().flops, pairs * 2 * 16 + 2.0 * 100 * 8);
-  EXPECT_NEAR(layer->statistics().at("mean_span"), 32, 1e-4);
+  for (const Device device : kHostDevices) {
+    std::unique_ptr<Layer> layer = AdaptiveSpan().Create(problem, options, device, 1).value();
+    ASSERT_TRUE(layer->SetParameters(parameters).ok());
+    EXPECT_FALSE(layer->cost().flops.has_value());
+    const auto outputs = device == Device::kCpu ? RunLayer(*layer, ViewsOf(inputs))
+                                                : RunCudaLayer(*layer, device, ViewsOf(inputs));
+    ASSERT_TRUE(outputs.ok()) << outputs.status();
+    EXPECT_EQ(*layer->cost().flops, pairs * 2 * 16 + 2.0 * 100 * 8);
+    EXPECT_NEAR(layer->statistics().at("mean_span"), 32, 1e-4);
+  }
 }
 
 TEST(AdaptiveSpan, SeededSpansHaveTheAskedMean) {

@@ -1,39 +1,98 @@
-// Numbers that the kernels of a layer's device read, made at Setup.
+// Numbers that a layer keeps where it runs: parameters, tables, state.
 #ifndef TFB_CORE_CUDA_DEVICE_ARRAY_H_
 #define TFB_CORE_CUDA_DEVICE_ARRAY_H_
 
-#include <utility>
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "core/cuda/runtime.h"
 #include "core/problem.h"
 #include "core/status.h"
+#include "core/tensor.h"
 
 namespace tfb {
 
-// In host memory on the CPU, else a copy in the device's.
+// In host memory on the CPU, else in the device's, aligned to 64 bytes. T is a number. Movable.
 template <class T>
 class DeviceArray {
  public:
   DeviceArray() = default;
-  static absl::StatusOr<DeviceArray> Create(Device device, std::vector<T> values) {
-    DeviceArray array;
+  // A copy of host memory. ResourceExhausted where there is not so much memory; other errors are
+  // those of CudaRuntime::For.
+  static absl::StatusOr<DeviceArray> Create(Device device, const std::vector<T>& values) {
+    TFB_ASSIGN_OR_RETURN(DeviceArray array, Allocate(device, static_cast<int64_t>(values.size())));
     if (device == Device::kCpu) {
-      array.host_ = std::move(values);
+      std::copy(values.begin(), values.end(), array.mutable_data());
       return array;
     }
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
-    TFB_ASSIGN_OR_RETURN(array.device_, runtime->Upload(values.data(), values.size() * sizeof(T)));
+    TFB_RETURN_IF_ERROR(runtime->CopyToDevice(array.mutable_data(), values.data(), array.bytes()));
+    // A layer's stream need not wait for the stream of this copy.
+    TFB_RETURN_IF_ERROR(runtime->Synchronize());
+    return array;
+  }
+  // Contents are unspecified.
+  static absl::StatusOr<DeviceArray> Allocate(Device device, int64_t size) {
+    DeviceArray array;
+    array.device_ = device;
+    array.size_ = size;
+    if (device != Device::kCpu) {
+      TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+      TFB_ASSIGN_OR_RETURN(array.on_device_, runtime->Allocate(array.bytes()));
+    } else if (size > 0) {
+      array.on_host_.reset(std::aligned_alloc(
+          kAlignment, (array.bytes() + kAlignment - 1) / kAlignment * kAlignment));
+      if (array.on_host_ == nullptr) {
+        return absl::ResourceExhaustedError(absl::StrCat("no ", array.bytes(), " bytes of memory"));
+      }
+    }
     return array;
   }
 
-  const T* data() const { return host_.empty() ? device_.template As<T>() : host_.data(); }
+  Device device() const { return device_; }
+  int64_t size() const { return size_; }
+  size_t bytes() const { return static_cast<size_t>(size_) * sizeof(T); }
+  // On the device. Null where there are no numbers.
+  T* mutable_data() const {
+    return device_ == Device::kCpu ? static_cast<T*>(on_host_.get()) : on_device_.template As<T>();
+  }
+  const T* data() const { return mutable_data(); }
+
+  // To host memory, all of them, when what was enqueued on the stream is done.
+  absl::Status Read(T* to, void* stream = nullptr) const {
+    if (device_ == Device::kCpu) {
+      std::copy_n(data(), size_, to);
+      return absl::OkStatus();
+    }
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    return runtime->CopyToHost(to, data(), bytes(), stream);
+  }
 
  private:
-  std::vector<T> host_;
-  DeviceBuffer device_;
+  static constexpr size_t kAlignment = 64;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+
+  Device device_ = Device::kCpu;
+  int64_t size_ = 0;
+  std::unique_ptr<void, Free> on_host_;
+  DeviceBuffer on_device_;
 };
+
+// The elements of a view in host memory, of any floating dtype and strides, last dimension fastest.
+inline absl::StatusOr<DeviceArray<float>> CopyFloats(Device device, const ConstTensorView& view) {
+  std::vector<float> values(static_cast<size_t>(view.num_elements()));
+  CopyElements(view, TensorView(values.data(), DType::kF32, view.shape()));
+  return DeviceArray<float>::Create(device, values);
+}
 
 }  // namespace tfb
 

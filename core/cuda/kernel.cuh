@@ -49,7 +49,7 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
   }
 #else
   (void)stream;
-  const cudaError_t error = cuda_simulator::Launch(
+  const cudaError_t error = cuda_simulator::LaunchKernel(
       name, kernel, {shape.grid, shape.block, shape.shared_bytes}, arguments...);
 #endif
   if (error == cudaSuccess) return nullptr;

@@ -13,12 +13,18 @@ namespace {
 // Splitting shorter rows than this costs more than it gives: two tiles a part.
 constexpr int64_t kTilesPerPart = 2;
 
-// How many parts the keys are cut into: enough for two blocks on every multiprocessor.
+bool IsFew(const Problem& problem) {
+  const int64_t rows = problem.query_tokens * problem.group();
+  return rows >= 1 && rows <= kFlashDecodeRows;
+}
+
+// How many parts the keys are cut into: enough for two blocks on every multiprocessor, four where
+// the queries are so few that each waits for memory.
 int Splits(const CudaRuntime& runtime, const Problem& problem) {
   const int64_t queries = FlashCudaQueries(problem.dtype);
-  const int64_t tasks =
-      problem.batch * problem.query_heads * ((problem.query_tokens + queries - 1) / queries);
-  const int64_t wanted = 2 * runtime.properties().multiprocessors;
+  const int64_t tasks = problem.batch * (IsFew(problem) ? problem.kv_heads : problem.query_heads) *
+                        ((problem.query_tokens + queries - 1) / queries);
+  const int64_t wanted = (IsFew(problem) ? 4 : 2) * runtime.properties().multiprocessors;
   if (tasks == 0 || tasks * 2 > wanted) return 1;
   const int64_t tiles = (problem.kv_tokens + kFlashTile - 1) / kFlashTile;
   return static_cast<int>(
@@ -29,6 +35,23 @@ int64_t PartialFloats(const Problem& problem, int64_t splits) {
   if (splits == 1) return 0;
   return splits * problem.batch * problem.query_heads * problem.query_tokens *
          (problem.value_dim + 2);
+}
+
+// Whether 16 bytes of a row can be read at a time.
+bool HasAlignedRows(const DeviceView& view) {
+  const int64_t size = view.element == Element::kF32 ? 4 : 2;
+  bool aligned = view.strides[3] == 1 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
+  for (int axis = 0; axis < 3; ++axis) aligned = aligned && view.strides[axis] * size % 16 == 0;
+  return aligned;
+}
+
+// What the decoding kernel is for: see FlashDecodeKernels.
+bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
+  const DeviceScoreRule& rule = a.rule;
+  return IsFew(problem) && rule.content_bias == nullptr && rule.relative_keys.rows == nullptr &&
+         rule.relu_multiplier.values == nullptr && rule.span == nullptr &&
+         (a.schedule.heads == 1 || problem.group() == 1) && a.k.element == a.v.element &&
+         HasAlignedRows(a.k) && HasAlignedRows(a.v);
 }
 
 DeviceTokenOrder ToDevice(const TokenOrder& order) {
@@ -215,8 +238,13 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call,
   a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
   a.max_blocks = max_blocks_;
 
+  a.decode_queries = static_cast<int>(FlashCudaQueries(problem.dtype));
+
   const FlashF32Kernels& kernels = KernelsOn<FlashF32Kernels>(runtime_->target());
-  TFB_RETURN_IF_ERROR(ToStatus(kernels.forward(a, execution.stream)));
+  const auto forward = IsForDecoding(problem, a)
+                           ? KernelsOn<FlashDecodeKernels>(runtime_->target()).forward
+                           : kernels.forward;
+  TFB_RETURN_IF_ERROR(ToStatus(forward(a, execution.stream)));
   return a.splits == 1 ? absl::OkStatus() : ToStatus(kernels.combine(a, execution.stream));
 }
 

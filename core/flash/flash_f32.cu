@@ -480,12 +480,13 @@ class FlashF32Block {
       const int64_t i = first_query_ + row;
       if (i >= a_.query_tokens) continue;
       const int64_t token = QueryToken(row);
+      const OutputRow output(a_, task_, i, token, sum);
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const int column = n / kVector * 64 + tx_ * kVector + n % kVector;
-        if (column < a_.value_dim) {
-          StoreElementOf(a_, task_, i, token, column, output_[r][n], sum);
-        }
+      for (int g = 0; g < kGroups; ++g) {
+        float values[kVector];
+#pragma unroll
+        for (int n = 0; n < kVector; ++n) values[n] = output_[r][g * kVector + n];
+        output.Store(g * 64 + tx_ * kVector, values);
       }
       if (tx_ == 0) StoreSums(a_, task_, i, token, max_[r], sum);
     }

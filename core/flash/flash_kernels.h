@@ -16,6 +16,8 @@ namespace tfb {
 // Queries of a schedule's tile: of f32 kernels, and of those on tensor cores. Keys are 64 in both.
 constexpr int kFlashQueriesF32 = 64;
 constexpr int kFlashQueries16 = 128;
+// Rows, query heads of a key-value head times queries, that the decoding kernel takes.
+constexpr int kFlashDecodeRows = 8;
 
 // A number per head and offset e = j - i - query_position: values[h % heads * row + e + zero].
 struct DeviceDistanceTable {
@@ -99,6 +101,7 @@ struct FlashArguments {
   float* partial;  // [splits][batch][query_heads][query_tokens][value_dim + 2]: output times sum,
                    // running maximum, sum
   int64_t max_blocks;  // of a grid; blocks take further work in turns
+  int decode_queries;  // decoding: of the schedule's tiles, which have masks of so many rows
 };
 
 // Each enqueues on the stream and returns null, or why not.
@@ -106,6 +109,11 @@ struct FlashF32Kernels {
   const char* (*forward)(const FlashArguments& arguments, void* stream);
   // Merges the parts, in their order, for any dtype of `out`.
   const char* (*combine)(const FlashArguments& arguments, void* stream);
+};
+// Up to kFlashDecodeRows rows; no rule but a bias; one pattern for all heads, or no grouped heads; k
+// and v of one dtype, their channels next to each other, rows aligned to 16 bytes.
+struct FlashDecodeKernels {
+  const char* (*forward)(const FlashArguments& arguments, void* stream);
 };
 struct FlashBf16Kernels {
   const char* (*forward)(const FlashArguments& arguments, void* stream);

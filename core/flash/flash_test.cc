@@ -214,6 +214,44 @@ TEST_P(Flash, BandsAndKeyMasksHideWhatTheyHide) {
   harness.ExpectMatchesLoops();
 }
 
+// On CUDA a kernel of its own does up to 8 rows of grouped heads.
+TEST_P(Flash, FewQueriesOfGroupedHeadsReadTheirKeysOnce) {
+  for (int64_t dim : {7, 24, 64, 128, 256}) {
+    for (int64_t queries : {1, 2, 3}) {  // 4, 8 and 12 rows
+      for (bool causal : {false, true}) {
+        Harness harness(GetParam(), Make(queries, 200, dim, dim, causal, 8, 2));
+        Tensor mask(DType::kU8, {2, 200});
+        for (int64_t n = 0; n < 400; ++n) mask.span<uint8_t>()[n] = n % 5 != 0;
+        harness.call.key_mask = mask.view();
+        const auto bias = [](int64_t h, int64_t offset) {
+          return -0.01f * static_cast<float>((h + 1) * std::abs(199 - offset));
+        };
+        const DistanceTable table(8, queries, 200, bias);
+        harness.call.rule.bias = &table;
+        harness.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
+          return s + bias(h, j - i);
+        };
+        harness.ExpectMatchesLoops();
+      }
+    }
+  }
+}
+
+TEST_P(Flash, NansInHiddenValuesDoNotReachFewQueries) {
+  const BandPattern band(-20, 0);
+  Harness harness(GetParam(), Make(3, 90, 64, 64), &band);
+  harness.Run();
+  const Tensor clean = harness.out().Clone();
+  for (const char* name : {"k", "v"}) {
+    *harness.input(name).view().MutableAt<float>(0, 1, 2, 5) = NAN;  // seen by query 2 alone
+  }
+  harness.Run();
+  for (int64_t i = 0; i < 2; ++i) {
+    EXPECT_EQ(*harness.out().view().At<float>(0, 1, i, 5), *clean.view().At<float>(0, 1, i, 5));
+  }
+  EXPECT_TRUE(std::isnan(*harness.out().view().At<float>(0, 1, 2, 5)));
+}
+
 TEST_P(Flash, ResultsAreBitwiseTheSameForAnyNumberOfThreads) {
   Harness harness(GetParam(), Make(200, 300, 64, 64, true, 4, 2));
   harness.Run(1);
@@ -249,8 +287,11 @@ TEST_P(Flash, StridedTransposedAndBroadcastViewsGiveTheSame) {
 }
 
 TEST_P(Flash, SixteenBitInputsAreConvertedExactly) {
-  for (DType dtype : {DType::kBF16, DType::kF16}) {
-    Harness harness(GetParam(), Make(70, 130));
+  for (auto [dtype, queries] : {std::pair<DType, int64_t>{DType::kBF16, 70},
+                                {DType::kF16, 70},
+                                {DType::kBF16, 2},
+                                {DType::kF16, 2}}) {
+    Harness harness(GetParam(), Make(queries, 130));
     const Tensor q = harness.input("q").CloneAs(dtype), k = harness.input("k").CloneAs(dtype),
                  v = harness.input("v").CloneAs(dtype);
     harness.call.q = q.view();

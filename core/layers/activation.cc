@@ -7,7 +7,7 @@
 
 namespace tfb {
 
-absl::string_view Name(Activation activation) {
+const char* Name(Activation activation) {
   switch (activation) {
     case Activation::kNone:
       return "none";

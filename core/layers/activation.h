@@ -1,10 +1,8 @@
-// Functions applied to each channel of a hidden state.
+// Functions applied to each channel of a hidden state. Plain C++: kernels include this too.
 #ifndef TFB_CORE_LAYERS_ACTIVATION_H_
 #define TFB_CORE_LAYERS_ACTIVATION_H_
 
 #include <cstdint>
-
-#include "absl/strings/string_view.h"
 
 namespace tfb {
 
@@ -17,9 +15,9 @@ enum class Activation : uint8_t {
   kGeluTanh,     // x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
   kGeluSigmoid,  // x / (1 + exp(-1.702 x))
 };
-absl::string_view Name(Activation activation);  // "none", "relu", "gelu", "gelu_tanh", ...
+const char* Name(Activation activation);  // "none", "relu", "gelu", "gelu_tanh", ...
 
-// x[i] = activation(x[i]) for `count` values, vectorised.
+// x[i] = activation(x[i]) for `count` values in host memory, vectorised.
 void Activate(Activation activation, int64_t count, float* x);
 
 }  // namespace tfb

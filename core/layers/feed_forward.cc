@@ -1,12 +1,16 @@
 #include "core/layers/feed_forward.h"
 
+#include <algorithm>
+
 #include "core/workspace.h"
 
 namespace tfb {
 
-size_t FeedForward::workspace_bytes(int64_t rows, int64_t inner, int threads) {
-  return MatMulWorkspaceBytes(threads) +
-         Workspace::Measure([=](Workspace& workspace) { workspace.Take<float>(rows * inner); });
+size_t FeedForward::workspace_bytes(Device device, int64_t rows, const Sizes& sizes, int threads) {
+  return std::max(MatMulWorkspaceBytes(device, rows, sizes.in, sizes.inner, threads),
+                  MatMulWorkspaceBytes(device, rows, sizes.inner, sizes.out, threads)) +
+         Workspace::Measure(
+             [=](Workspace& workspace) { workspace.Take<float>(rows * sizes.inner); });
 }
 
 absl::Status FeedForward::Run(const ConstTensorView& x, const ConstTensorView& residual,

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "core/layers/activation.h"
 #include "core/layers/matmul.h"
+#include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 
@@ -18,11 +19,17 @@ namespace tfb {
 class FeedForward {
  public:
   FeedForward() = default;
+  // Two matrices on one device.
   FeedForward(PackedMatrix first, PackedMatrix second, Activation activation)
       : first_(std::move(first)), second_(std::move(second)), activation_(activation) {}
 
-  // The activations of `rows` rows, [rows, inner] in fp32, and the products' scratch.
-  static size_t workspace_bytes(int64_t rows, int64_t inner, int threads);
+  struct Sizes {
+    int64_t in = 0;
+    int64_t inner = 0;
+    int64_t out = 0;
+  };
+  // The activations of up to `rows` rows, [rows, inner] in fp32, and the products' scratch.
+  static size_t workspace_bytes(Device device, int64_t rows, const Sizes& sizes, int threads);
   // Views as in MatMulCall. Allocates nothing.
   absl::Status Run(const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
                    const Execution& execution) const;

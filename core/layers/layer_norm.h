@@ -3,8 +3,8 @@
 //   y_c = gamma_c (x_c - mean) / sqrt(variance + epsilon) + beta_c
 //   mean = 1/n sum_c x_c,   variance = 1/n sum_c (x_c - mean)^2
 //
-// over the n channels c of a row. The variance is the biased one, in a second pass over the row, so that a large common offset does
-// not cancel. Sums are float64, the rest is fp32.
+// over the n channels c of a row. The variance is the biased one, in a second pass over the row, so
+// that a large common offset does not cancel. Sums are float64, the rest is fp32, on every device.
 #ifndef TFB_CORE_LAYERS_LAYER_NORM_H_
 #define TFB_CORE_LAYERS_LAYER_NORM_H_
 
@@ -12,6 +12,9 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/device_array.h"
+#include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 
@@ -19,20 +22,33 @@ namespace tfb {
 
 constexpr double kLayerNormEpsilon = 1e-5;
 
-struct LayerNormCall {
-  ConstTensorView x;             // [batch, tokens, channels] or [rows, channels]
-  const float* gamma = nullptr;  // [channels]
-  const float* beta = nullptr;   // [channels]
-  TensorView y;                  // of x's shape; may be x itself
-  double epsilon = kLayerNormEpsilon;
+class LayerNorm {
+ public:
+  LayerNorm() = default;
+  // Copies gamma and beta, [channels], from host memory to the device.
+  static absl::StatusOr<LayerNorm> Create(Device device, const ConstTensorView& gamma,
+                                          const ConstTensorView& beta,
+                                          double epsilon = kLayerNormEpsilon);
+
+  // CPU: for each thread one row. CUDA: none.
+  static size_t workspace_bytes(Device device, int64_t channels, int threads);
+
+  // x is [batch, tokens, channels] or [rows, channels], y of its shape; y may be x. Each may be
+  // f32, bf16 or f16, with any strides. Allocates nothing. Internal where the shapes do not fit.
+  absl::Status Run(const ConstTensorView& x, const TensorView& y, const Execution& execution) const;
+  Device device() const { return gamma_.device(); }
+  size_t bytes() const { return gamma_.bytes() + beta_.bytes(); }
+
+ private:
+  absl::Status RunCpu(const ConstTensorView& x, const TensorView& y,
+                      const Execution& execution) const;
+  absl::Status RunCuda(const ConstTensorView& x, const TensorView& y,
+                       const Execution& execution) const;
+
+  DeviceArray<float> gamma_;
+  DeviceArray<float> beta_;
+  double epsilon_ = kLayerNormEpsilon;
 };
-
-// For each thread one row.
-size_t LayerNormWorkspaceBytes(int64_t channels, int threads);
-
-// x and y may each be f32, bf16 or f16, with any strides. Allocates nothing. Internal where the
-// shapes differ.
-absl::Status LayerNorm(const LayerNormCall& call, const Execution& execution);
 
 }  // namespace tfb
 

@@ -4,14 +4,23 @@
 // by at most n u sum |x_k w_k| (u = 2^-24, to first order); adding a bias and a residual makes two
 // more terms. Storing y in its own precision adds u_y |y|.
 #include <cmath>
-#include <functional>
+#include <cstring>
 #include <limits>
+#include <optional>
+#include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "core/allocations.h"
+#include "core/cuda/blas.h"
+#include "core/cuda/mirror.h"
+#include "core/cuda/runtime.h"
+#include "core/cuda/simulator/simulator.h"
 #include "core/layers/activation.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_norm.h"
+#include "core/layers/layers_cuda.h"
 #include "core/layers/matmul.h"
 #include "core/layers/sinusoid.h"
 #include "core/random.h"
@@ -22,6 +31,9 @@
 namespace tfb {
 namespace {
 
+#define ASSERT_OK(expression) ASSERT_EQ((expression), absl::OkStatus())
+#define EXPECT_OK(expression) EXPECT_EQ((expression), absl::OkStatus())
+
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 Tensor Random(DType dtype, std::initializer_list<int64_t> shape, uint64_t seed) {
@@ -30,14 +42,20 @@ Tensor Random(DType dtype, std::initializer_list<int64_t> shape, uint64_t seed) 
   return tensor;
 }
 
-// Threads and a workspace of exactly `bytes`, filled with NaN, between two guards.
+// Threads and a workspace of exactly `bytes` on a device: in host memory filled with NaN, between
+// two guards. The simulator checks bounds and unwritten reads itself.
 class Machine {
  public:
-  Machine(int threads, size_t bytes) : pool_(threads), memory_(DType::kF32, {Floats(bytes) + 32}) {
+  Machine(Device device, int threads, size_t bytes)
+      : pool_(threads), memory_(DType::kF32, {Floats(bytes) + 32}) {
     Fill(memory_.view(), kNan);
     execution_.pool = &pool_;
-    execution_.workspace =
-        absl::MakeSpan(static_cast<std::byte*>(memory_.raw()) + kGuardBytes, bytes);
+    std::byte* begin = static_cast<std::byte*>(memory_.raw()) + kGuardBytes;
+    if (device != Device::kCpu) {
+      device_memory_ = CudaRuntime::For(device).value()->Allocate(bytes).value();
+      begin = device_memory_.As<std::byte>();
+    }
+    execution_.workspace = absl::MakeSpan(begin, bytes);
   }
   const Execution& execution() const { return execution_; }
   bool guards_intact() const {
@@ -53,8 +71,51 @@ class Machine {
   static int64_t Floats(size_t bytes) { return static_cast<int64_t>(bytes / sizeof(float)); }
   ThreadPool pool_;
   Tensor memory_;
+  DeviceBuffer device_memory_;
   Execution execution_;
 };
+
+// Every test on every device that is there.
+class LayersOn : public ::testing::TestWithParam<Device> {
+ protected:
+  void SetUp() override {
+    if (device() == Device::kCpu) return;
+    const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(device());
+    if (!runtime.ok()) GTEST_SKIP() << runtime.status().message();
+    mirror_.emplace(*runtime);
+  }
+  Device device() const { return GetParam(); }
+
+  // A host tensor's copy on the device; on the CPU the tensor itself.
+  ConstTensorView In(const ConstTensorView& view) {
+    return mirror_.has_value() ? mirror_->Copy(view).value() : view;
+  }
+  // The same of one that is written.
+  TensorView Out(const TensorView& view) {
+    return mirror_.has_value() ? mirror_->CopyForWriting(view).value() : view;
+  }
+  // Brings what was written to the host, and ends all copies.
+  void Back() {
+    if (!mirror_.has_value()) return;
+    ASSERT_OK(mirror_->CopyBack());
+    mirror_.emplace(CudaRuntime::For(device()).value());
+  }
+
+  PackedMatrix Pack(const ConstTensorView& weights, const ConstTensorView& bias = {}) const {
+    return PackedMatrix::Create(device(), weights, bias).value();
+  }
+  Machine MachineFor(const PackedMatrix& matrix, int64_t rows, int threads = 1) const {
+    return Machine(device(), threads,
+                   MatMulWorkspaceBytes(device(), rows, matrix.in(), matrix.out(), threads));
+  }
+
+ private:
+  std::optional<DeviceMirror> mirror_;  // none on the CPU
+};
+class MatMulOn : public LayersOn {};
+class LayerNormOn : public LayersOn {};
+class FeedForwardOn : public LayersOn {};
+class AddOn : public LayersOn {};
 
 double Exact(Activation activation, double x) {
   switch (activation) {
@@ -101,7 +162,7 @@ void ExpectProduct(const ConstTensorView& x, const ConstTensorView& weights,
   }
 }
 
-TEST(MatMul, EqualsLoopsForShapesThatStraddleTheBlocks) {
+TEST_P(MatMulOn, EqualsLoopsForShapesThatStraddleTheBlocks) {
   struct Case {
     int64_t batch, tokens, in, out;
   };
@@ -109,116 +170,218 @@ TEST(MatMul, EqualsLoopsForShapesThatStraddleTheBlocks) {
                                          {1, 1, 64, 64},
                                          {3, 1, 65, 63},
                                          {1, 7, 130, 200},
+                                         {2, 31, 15, 68},
+                                         {2, 32, 17, 65},
+                                         {1, 65, 16, 64},
                                          {2, 95, 33, 16},
                                          {2, 96, 64, 65},
                                          {1, 97, 128, 17}}) {
     const Tensor x = Random(DType::kF32, {c.batch, c.tokens, c.in}, 1);
     const Tensor weights = Random(DType::kF32, {c.in, c.out}, 2);
     const Tensor bias = Random(DType::kF32, {c.out}, 3);
-    const PackedMatrix matrix(weights.view(), bias.view());
+    const PackedMatrix matrix = Pack(weights.view(), bias.view());
     for (int threads : {1, 2}) {
-      Machine machine(threads, MatMulWorkspaceBytes(threads));
+      Machine machine = MachineFor(matrix, c.batch * c.tokens, threads);
       Tensor y(DType::kF32, {c.batch, c.tokens, c.out});
       Fill(y.view(), kNan);
-      ASSERT_TRUE(MatMul(matrix, {x.view(), {}, y.view()}, machine.execution()).ok());
+      ASSERT_OK(MatMul(matrix, {In(x.view()), {}, Out(y.view())}, machine.execution()));
+      Back();
       ExpectProduct(x.view(), weights.view(), bias.view(), {}, Activation::kNone, y.view());
       EXPECT_TRUE(machine.guards_intact());
     }
   }
 }
 
-TEST(MatMul, ReadsAndWritesEveryDtypeAndStride) {
+TEST_P(MatMulOn, ReadsAndWritesEveryDtypeAndStride) {
   const int64_t batch = 2, tokens = 5, heads = 3, head_dim = 24, in = 70;
   const Tensor weights = Random(DType::kF32, {in, heads * head_dim}, 2);
-  const PackedMatrix matrix(weights.view());
-  Machine machine(1, MatMulWorkspaceBytes(1));
+  const PackedMatrix matrix = Pack(weights.view());
+  Machine machine = MachineFor(matrix, batch * tokens);
   for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
     // x lies [tokens][channels][batch], y [batch][heads][channels][tokens].
     const Tensor x_memory = Random(dtype, {tokens, in, batch}, 1);
     const ConstTensorView x = Transpose(Transpose(x_memory.view(), 1, 2), 0, 1);
     Tensor y_memory(dtype, {batch, heads * head_dim, tokens});
-    Tensor residual = Random(dtype, {batch, tokens, heads * head_dim}, 4);
+    const Tensor residual = Random(dtype, {batch, tokens, heads * head_dim}, 4);
     const TensorView y = Transpose(y_memory.view(), 1, 2);
     Fill(y, kNan);
-    ASSERT_TRUE(MatMul(matrix, {x, residual.view(), y}, machine.execution()).ok());
+    ASSERT_OK(MatMul(matrix, {In(x), In(residual.view()), Out(y)}, machine.execution()));
+    Back();
     ExpectProduct(x, weights.view(), {}, residual.view(), Activation::kNone, y);
   }
 }
 
-TEST(MatMul, AddsTheResidualInPlace) {
+TEST_P(MatMulOn, ReadsAndWritesRowsThatLieBesideOthersAndRowsThatAreOne) {
+  const int64_t rows = 6, in = 20, out = 36;
+  const Tensor weights = Random(DType::kF32, {in, out}, 2);
+  const PackedMatrix matrix = Pack(weights.view());
+  Machine machine = MachineFor(matrix, rows);
+  const Tensor x_memory = Random(DType::kF32, {1, rows, 3 * in}, 1);
+  const ConstTensorView part = Slice(x_memory.view(), 2, in, in);
+  ConstTensorView repeated = Slice(part, 1, 2, 1);
+  repeated.dims[1] = rows;
+  repeated.strides[1] = 0;
+  for (const ConstTensorView& x : {part, repeated}) {
+    Tensor y_memory(DType::kF32, {1, rows, 3 * out});
+    Fill(y_memory.view(), 7);
+    const TensorView y = Slice(y_memory.view(), 2, out, out);
+    ASSERT_OK(
+        MatMul(matrix, {In(x), {}, Slice(Out(y_memory.view()), 2, out, out)}, machine.execution()));
+    Back();
+    ExpectProduct(x, weights.view(), {}, {}, Activation::kNone, y);
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < out; ++c) {
+        ASSERT_EQ(*y_memory.view().At<float>(0, r, c), 7) << "written beside y";
+        ASSERT_EQ(*y_memory.view().At<float>(0, r, 2 * out + c), 7) << "written beside y";
+      }
+    }
+  }
+}
+
+TEST_P(MatMulOn, AddsTheResidualInPlace) {
   const Tensor x = Random(DType::kF32, {1, 9, 20}, 1);
   const Tensor weights = Random(DType::kF32, {20, 80}, 2);
   const Tensor before = Random(DType::kF32, {1, 9, 80}, 3);
   Tensor y = before.Clone();
-  Machine machine(2, MatMulWorkspaceBytes(2));
-  ASSERT_TRUE(
-      MatMul(PackedMatrix(weights.view()), {x.view(), y.view(), y.view()}, machine.execution())
-          .ok());
+  const PackedMatrix matrix = Pack(weights.view());
+  Machine machine = MachineFor(matrix, 9, 2);
+  const TensorView state = Out(y.view());
+  ASSERT_OK(MatMul(matrix, {In(x.view()), state, state}, machine.execution()));
+  Back();
   ExpectProduct(x.view(), weights.view(), {}, before.view(), Activation::kNone, y.view());
 }
 
-TEST(MatMul, AppliesTheActivationBetweenBiasAndResidual) {
+TEST_P(MatMulOn, AppliesTheActivationBetweenBiasAndResidual) {
   const Tensor x = Random(DType::kF32, {1, 3, 20}, 1);
   const Tensor weights = Random(DType::kF32, {20, 70}, 2);
   const Tensor bias = Random(DType::kF32, {70}, 3);
   const Tensor residual = Random(DType::kF32, {1, 3, 70}, 4);
-  const PackedMatrix matrix(weights.view(), bias.view());
-  Machine machine(1, MatMulWorkspaceBytes(1));
+  const PackedMatrix matrix = Pack(weights.view(), bias.view());
+  Machine machine = MachineFor(matrix, 3);
   for (Activation activation : kActivations) {
-    Tensor y(DType::kF32, {1, 3, 70});
-    ASSERT_TRUE(
-        MatMul(matrix, {x.view(), residual.view(), y.view(), activation}, machine.execution())
-            .ok());
-    ExpectProduct(x.view(), weights.view(), bias.view(), residual.view(), activation, y.view());
+    for (const ConstTensorView& added : {ConstTensorView(), residual.view()}) {
+      Tensor y(DType::kF32, {1, 3, 70});
+      Fill(y.view(), kNan);
+      ASSERT_OK(MatMul(matrix, {In(x.view()), In(added), Out(y.view()), activation},
+                       machine.execution()));
+      Back();
+      ExpectProduct(x.view(), weights.view(), bias.view(), added, activation, y.view());
+    }
   }
 }
 
-TEST(MatMul, MatricesSideBySideGiveTheirProductsSideBySide) {
+TEST_P(MatMulOn, MatricesSideBySideGiveTheirProductsSideBySide) {
   const Tensor x = Random(DType::kF32, {1, 4, 10}, 1);
   const Tensor a = Random(DType::kF32, {10, 5}, 2), b = Random(DType::kF32, {10, 90}, 3);
-  const PackedMatrix both(std::vector<ConstTensorView>{a.view(), b.view()});
+  const PackedMatrix both =
+      PackedMatrix::Create(device(), std::vector<ConstTensorView>{a.view(), b.view()}).value();
   Tensor y(DType::kF32, {1, 4, 95});
-  Machine machine(1, MatMulWorkspaceBytes(1));
-  ASSERT_TRUE(MatMul(both, {x.view(), {}, y.view()}, machine.execution()).ok());
+  Fill(y.view(), kNan);
+  Machine machine = MachineFor(both, 4);
+  ASSERT_OK(MatMul(both, {In(x.view()), {}, Out(y.view())}, machine.execution()));
+  Back();
   ExpectProduct(x.view(), a.view(), {}, {}, Activation::kNone, Slice(y.view(), 2, 0, 5));
   ExpectProduct(x.view(), b.view(), {}, {}, Activation::kNone, Slice(y.view(), 2, 5, 90));
 }
 
-TEST(MatMul, ARowDoesNotDependOnThreadsOrOnTheOtherRows) {
+// A library promises this of its products only for one shape.
+TEST_P(MatMulOn, ARowDoesNotDependOnThreadsOrOnTheOtherRows) {
+  const std::string backend = MatMulBackend(device());
+  if (absl::StartsWith(backend, "cuBLAS")) GTEST_SKIP() << "products are those of " << backend;
   const Tensor x = Random(DType::kF32, {1, 200, 150}, 1);
   const Tensor weights = Random(DType::kF32, {150, 130}, 2);
-  const PackedMatrix matrix(weights.view());
+  const PackedMatrix matrix = Pack(weights.view());
   Tensor all(DType::kF32, {1, 200, 130}), one(DType::kF32, {1, 1, 130});
-  Machine two(2, MatMulWorkspaceBytes(2)), single(1, MatMulWorkspaceBytes(1));
-  ASSERT_TRUE(MatMul(matrix, {x.view(), {}, all.view()}, two.execution()).ok());
-  for (int64_t t = 0; t < 200; ++t) {
-    ASSERT_TRUE(
-        MatMul(matrix, {Slice(x.view(), 1, t, 1), {}, one.view()}, single.execution()).ok());
+  Fill(all.view(), kNan);
+  Machine two = MachineFor(matrix, 200, 2), single = MachineFor(matrix, 1);
+  ASSERT_OK(MatMul(matrix, {In(x.view()), {}, Out(all.view())}, two.execution()));
+  Back();
+  for (int64_t t : {0, 1, 63, 64, 95, 96, 127, 128, 199}) {
+    Fill(one.view(), kNan);
+    ASSERT_OK(
+        MatMul(matrix, {In(Slice(x.view(), 1, t, 1)), {}, Out(one.view())}, single.execution()));
+    Back();
     for (int64_t c = 0; c < 130; ++c) {
       ASSERT_EQ(one.span<float>()[c], *all.view().At<float>(0, t, c)) << t << " " << c;
     }
   }
 }
 
-TEST(MatMul, NoRowsAreNoWorkAndNoInputsGiveTheBias) {
+TEST_P(MatMulOn, ANanStaysInItsRow) {
+  Tensor x = Random(DType::kF32, {1, 70, 20}, 1);
+  *x.view().MutableAt<float>(0, 69, 19) = std::numeric_limits<float>::quiet_NaN();
+  const Tensor weights = Random(DType::kF32, {20, 70}, 2);
+  const PackedMatrix matrix = Pack(weights.view());
+  Machine machine = MachineFor(matrix, 70);
+  Tensor y(DType::kF32, {1, 70, 70});
+  for (Activation activation : kActivations) {
+    Fill(y.view(), 7);
+    ASSERT_OK(MatMul(matrix, {In(x.view()), {}, Out(y.view()), activation}, machine.execution()));
+    Back();
+    for (int64_t t : {0, 63, 64, 68, 69}) {
+      for (int64_t c = 0; c < 70; ++c) {
+        ASSERT_EQ(std::isnan(*y.view().At<float>(0, t, c)), t == 69) << t << " " << c;
+      }
+    }
+  }
+}
+
+TEST_P(MatMulOn, NoRowsAreNoWorkAndNoInputsGiveTheBias) {
   const Tensor bias = Random(DType::kF32, {3}, 1);
   const Tensor weights(DType::kF32, {0, 3}), x(DType::kF32, {1, 2, 0}),
       none(DType::kF32, {0, 5, 0});
-  const PackedMatrix matrix(weights.view(), bias.view());
-  Machine machine(1, MatMulWorkspaceBytes(1));
+  const PackedMatrix matrix = Pack(weights.view(), bias.view());
+  Machine machine = MachineFor(matrix, 5);
   Tensor y(DType::kF32, {1, 2, 3}), empty(DType::kF32, {0, 5, 3});
-  ASSERT_TRUE(MatMul(matrix, {x.view(), {}, y.view()}, machine.execution()).ok());
+  Fill(y.view(), kNan);
+  ASSERT_OK(MatMul(matrix, {In(x.view()), {}, Out(y.view())}, machine.execution()));
+  Back();
   EXPECT_EQ(*y.view().At<float>(0, 1, 2), bias.span<float>()[2]);
-  EXPECT_TRUE(MatMul(matrix, {none.view(), {}, empty.view()}, machine.execution()).ok());
+  EXPECT_OK(MatMul(matrix, {In(none.view()), {}, Out(empty.view())}, machine.execution()));
 }
 
-TEST(MatMul, ShapesThatDoNotFitAreAnError) {
-  const Tensor x(DType::kF32, {1, 2, 4}), weights(DType::kF32, {5, 3});
+TEST_P(MatMulOn, ShapesThatDoNotFitAreAnError) {
+  const Tensor x = Random(DType::kF32, {1, 2, 4}, 1), weights = Random(DType::kF32, {5, 3}, 2);
   Tensor y(DType::kF32, {1, 2, 3});
-  Machine machine(1, MatMulWorkspaceBytes(1));
-  const absl::Status status =
-      MatMul(PackedMatrix(weights.view()), {x.view(), {}, y.view()}, machine.execution());
+  const PackedMatrix matrix = Pack(weights.view());
+  Machine machine = MachineFor(matrix, 2);
+  const absl::Status status = MatMul(matrix, {x.view(), {}, y.view()}, machine.execution());
   EXPECT_EQ(status.message(), "a product of x [1, 2, 4] with W [5, 3] does not give y [1, 2, 3]");
+}
+
+TEST(MatMulBackend, NamesWhatMultiplies) {
+  EXPECT_EQ(MatMulBackend(Device::kCpu), "own");
+  EXPECT_EQ(MatMulBackend(Device::kSimulator), "own");
+  const absl::StatusOr<CudaBlas*> blas = CudaBlas::For(Device::kCuda);
+  EXPECT_EQ(MatMulBackend(Device::kCuda),
+            blas.ok() ? (*blas)->name() : absl::StrCat("own (", blas.status().message(), ")"));
+}
+
+// What runs where there is no cuBLAS must be right where there is one, too.
+// What runs where there is no cuBLAS must be right where there is one, too.
+TEST(MatMulBackend, OurKernelAndCublasAgree) {
+  const Device device = Device::kCuda;
+  const absl::StatusOr<CudaBlas*> blas = CudaBlas::For(device);
+  if (!blas.ok()) GTEST_SKIP() << blas.status().message();
+  const Tensor x = Random(DType::kBF16, {3, 130, 200}, 1);
+  const Tensor weights = Random(DType::kF32, {200, 190}, 2), bias = Random(DType::kF32, {190}, 3);
+  const Tensor residual = Random(DType::kF32, {3, 130, 190}, 4);
+  const PackedMatrix matrix = PackedMatrix::Create(device, weights.view(), bias.view()).value();
+  Machine machine(device, 1, MatMulWorkspaceBytes(device, 390, 200, 190, 1));
+  Tensor ours(DType::kF32, {3, 130, 190}), theirs(DType::kF32, {3, 130, 190});
+  Fill(ours.view(), kNan);
+  Fill(theirs.view(), kNan);
+  DeviceMirror mirror(CudaRuntime::For(device).value());
+  MatMulCall call{mirror.Copy(x.view()).value(), mirror.Copy(residual.view()).value(),
+                  mirror.CopyForWriting(ours.view()).value(), Activation::kGelu};
+  ASSERT_OK(MultiplyWithKernel(matrix, call, machine.execution()));
+  call.y = mirror.CopyForWriting(theirs.view()).value();
+  ASSERT_OK(MultiplyWithBlas(*blas, matrix, call, machine.execution()));
+  ASSERT_OK(mirror.CopyBack());
+  for (const Tensor* y : {&ours, &theirs}) {
+    ExpectProduct(x.view(), weights.view(), bias.view(), residual.view(), Activation::kGelu,
+                  y->view());
+  }
 }
 
 TEST(Activation, IsWithinFewRoundingsOverItsWholeRange) {
@@ -236,20 +399,19 @@ TEST(Activation, IsWithinFewRoundingsOverItsWholeRange) {
   }
 }
 
-TEST(LayerNorm, EqualsLoopsAlsoWithALargeCommonOffset) {
-  for (int64_t channels : {1, 7, 8, 64, 131}) {
+TEST_P(LayerNormOn, EqualsLoopsAlsoWithALargeCommonOffset) {
+  for (int64_t channels : {1, 7, 8, 31, 32, 33, 64, 131}) {
     for (double offset : {0.0, 1000.0}) {
       Tensor x(DType::kF32, {2, 19, channels});
       FillNormal(&x, 1, "x", offset);
       const Tensor gamma = Random(DType::kF32, {channels}, 2);
       const Tensor beta = Random(DType::kF32, {channels}, 3);
+      const LayerNorm norm = LayerNorm::Create(device(), gamma.view(), beta.view()).value();
       Tensor y(DType::kF32, {2, 19, channels});
       Fill(y.view(), kNan);
-      Machine machine(2, LayerNormWorkspaceBytes(channels, 2));
-      ASSERT_TRUE(
-          LayerNorm({x.view(), gamma.span<float>().data(), beta.span<float>().data(), y.view()},
-                    machine.execution())
-              .ok());
+      Machine machine(device(), 2, LayerNorm::workspace_bytes(device(), channels, 2));
+      ASSERT_OK(norm.Run(In(x.view()), Out(y.view()), machine.execution()));
+      Back();
       EXPECT_TRUE(machine.guards_intact());
       for (int64_t row = 0; row < 38; ++row) {
         const float* values = x.span<float>().data() + row * channels;
@@ -272,13 +434,18 @@ TEST(LayerNorm, EqualsLoopsAlsoWithALargeCommonOffset) {
   }
 }
 
-TEST(LayerNorm, WorksInPlaceOnStridedHalfPrecisionRows) {
+TEST_P(LayerNormOn, WorksInPlaceOnStridedHalfPrecisionRows) {
   Tensor memory = Random(DType::kBF16, {4, 12, 6}, 1);  // channels in the middle
   const Tensor before = memory.CloneAs(DType::kF64);
+  Tensor ones(DType::kF32, {12}), zeros(DType::kF32, {12});
+  Fill(ones.view(), 1);
+  Fill(zeros.view(), 0);
+  const LayerNorm norm = LayerNorm::Create(device(), ones.view(), zeros.view()).value();
+  Machine machine(device(), 1, LayerNorm::workspace_bytes(device(), 12, 1));
   const TensorView x = Transpose(memory.view(), 1, 2);
-  const std::vector<float> gamma(12, 1), beta(12, 0);
-  Machine machine(1, LayerNormWorkspaceBytes(12, 1));
-  ASSERT_TRUE(LayerNorm({x, gamma.data(), beta.data(), x}, machine.execution()).ok());
+  const TensorView state = Out(x);
+  ASSERT_OK(norm.Run(state, state, machine.execution()));
+  Back();
   for (int64_t b = 0; b < 4; ++b) {
     for (int64_t t = 0; t < 6; ++t) {
       double mean = 0, square = 0;
@@ -295,17 +462,45 @@ TEST(LayerNorm, WorksInPlaceOnStridedHalfPrecisionRows) {
   }
 }
 
-TEST(FeedForward, IsTwoProductsWithTheActivationBetween) {
+TEST_P(LayerNormOn, ANanStaysInItsRowAndNoRowsAreNoWork) {
+  Tensor x = Random(DType::kF32, {20, 40}, 1);
+  *x.view().MutableAt<float>(13, 39) = std::numeric_limits<float>::quiet_NaN();
+  const Tensor gamma = Random(DType::kF32, {40}, 2), beta = Random(DType::kF32, {40}, 3);
+  const LayerNorm norm = LayerNorm::Create(device(), gamma.view(), beta.view()).value();
+  Machine machine(device(), 1, LayerNorm::workspace_bytes(device(), 40, 1));
+  const TensorView state = Out(x.view());
+  ASSERT_OK(norm.Run(state, state, machine.execution()));
+  Back();
+  for (int64_t row = 0; row < 20; ++row) {
+    for (int64_t c = 0; c < 40; ++c) {
+      ASSERT_EQ(std::isnan(*x.view().At<float>(row, c)), row == 13);
+    }
+  }
+  Tensor none(DType::kF32, {0, 40});
+  EXPECT_OK(norm.Run(none.view(), none.view(), machine.execution()));
+}
+
+TEST_P(LayerNormOn, ShapesThatDoNotFitAreAnError) {
+  Tensor gamma(DType::kF32, {4}), x(DType::kF32, {1, 2, 5});
+  Fill(gamma.view(), 1);
+  const LayerNorm norm = LayerNorm::Create(device(), gamma.view(), gamma.view()).value();
+  Machine machine(device(), 1, LayerNorm::workspace_bytes(device(), 5, 1));
+  EXPECT_EQ(norm.Run(x.view(), x.view(), machine.execution()).message(),
+            "layer norm of 4 channels of x [1, 2, 5] does not give y [1, 2, 5]");
+}
+
+TEST_P(FeedForwardOn, IsTwoProductsWithTheActivationBetween) {
   const int64_t in = 40, inner = 96, rows = 10;
   const Tensor x = Random(DType::kF32, {1, rows, in}, 1);
   const Tensor w1 = Random(DType::kF32, {in, inner}, 2), b1 = Random(DType::kF32, {inner}, 3);
   const Tensor w2 = Random(DType::kF32, {inner, in}, 4), b2 = Random(DType::kF32, {in}, 5);
   for (Activation activation : kActivations) {
-    const FeedForward layer(PackedMatrix(w1.view(), b1.view()), PackedMatrix(w2.view(), b2.view()),
-                            activation);
-    Machine machine(2, FeedForward::workspace_bytes(rows, inner, 2));
-    Tensor y(DType::kF32, {1, rows, in});
-    ASSERT_TRUE(layer.Run(x.view(), x.view(), y.view(), machine.execution()).ok());
+    const FeedForward layer(Pack(w1.view(), b1.view()), Pack(w2.view(), b2.view()), activation);
+    Machine machine(device(), 2, FeedForward::workspace_bytes(device(), rows, {in, inner, in}, 2));
+    Tensor y = x.Clone();  // in place, with the input as the residual
+    const TensorView state = Out(y.view());
+    ASSERT_OK(layer.Run(state, state, state, machine.execution()));
+    Back();
     EXPECT_TRUE(machine.guards_intact());
     for (int64_t r = 0; r < rows; ++r) {
       std::vector<double> hidden(inner), magnitude(inner);
@@ -331,15 +526,59 @@ TEST(FeedForward, IsTwoProductsWithTheActivationBetween) {
   }
 }
 
-TEST(Add, SumsRowsOfAnyStride) {
-  const Tensor a = Random(DType::kBF16, {2, 70, 5}, 1), b = Random(DType::kF32, {2, 5, 70}, 2);
-  Tensor y(DType::kF32, {2, 5, 70});
-  Machine machine(2, 0);
-  ASSERT_TRUE(Add(Transpose(a.view(), 1, 2), b.view(), y.view(), machine.execution()).ok());
-  ForEachOffset(b.view(), Transpose(a.view(), 1, 2), [&](int64_t at, int64_t from) {
-    EXPECT_EQ(y.view().Get(at),
-              static_cast<float>(b.view().Get(at)) + static_cast<float>(a.view().Get(from)));
-  });
+TEST_P(AddOn, SumsRowsOfAnyStride) {
+  for (int64_t channels : {70, 512, 513, 1100}) {
+    const Tensor a = Random(DType::kBF16, {2, channels, 5}, 1);
+    const Tensor b = Random(DType::kF32, {2, 5, channels}, 2);
+    Tensor y = b.Clone();  // in place
+    Machine machine(device(), 2, 0);
+    const TensorView state = Out(y.view());
+    ASSERT_OK(Add(device(), Transpose(In(a.view()), 1, 2), state, state, machine.execution()));
+    Back();
+    ForEachOffset(b.view(), Transpose(a.view(), 1, 2), [&](int64_t at, int64_t from) {
+      EXPECT_EQ(y.view().Get(at),
+                static_cast<float>(b.view().Get(at)) + static_cast<float>(a.view().Get(from)));
+    });
+  }
+}
+
+std::string DeviceName(const ::testing::TestParamInfo<Device>& info) {
+  return std::string(Name(info.param));
+}
+const Device kDevices[] = {Device::kCpu, Device::kSimulator, Device::kCuda};
+INSTANTIATE_TEST_SUITE_P(, MatMulOn, ::testing::ValuesIn(kDevices), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, LayerNormOn, ::testing::ValuesIn(kDevices), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, FeedForwardOn, ::testing::ValuesIn(kDevices), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, AddOn, ::testing::ValuesIn(kDevices), DeviceName);
+
+// The order of blocks and threads is the simulator's seed: the bits must not follow it.
+TEST(LayersInTheSimulator, BitsDoNotDependOnTheOrderOfThreads) {
+  const Tensor x = Random(DType::kBF16, {2, 50, 90}, 1);
+  const Tensor weights = Random(DType::kF32, {90, 90}, 2), row = Random(DType::kF32, {90}, 3);
+  const Device device = Device::kSimulator;
+  const FeedForward layer(PackedMatrix::Create(device, weights.view(), row.view()).value(),
+                          PackedMatrix::Create(device, weights.view(), row.view()).value(),
+                          Activation::kGeluTanh);
+  const LayerNorm norm = LayerNorm::Create(device, row.view(), row.view()).value();
+  std::vector<Tensor> results;
+  for (uint64_t seed : {1, 2, 3}) {
+    cuda_simulator::Settings settings;
+    settings.seed = seed;
+    cuda_simulator::Configure(settings);
+    Machine machine(device, 1, FeedForward::workspace_bytes(device, 100, {90, 90, 90}, 1));
+    Tensor& y = results.emplace_back(DType::kF32, Shape{2, 50, 90});
+    Fill(y.view(), kNan);
+    DeviceMirror mirror(CudaRuntime::For(device).value());
+    const ConstTensorView input = mirror.Copy(x.view()).value();
+    const TensorView state = mirror.CopyForWriting(y.view()).value();
+    ASSERT_OK(layer.Run(input, input, state, machine.execution()));
+    ASSERT_OK(norm.Run(state, state, machine.execution()));
+    ASSERT_OK(mirror.CopyBack());
+  }
+  for (const Tensor& result : results) {
+    EXPECT_EQ(std::memcmp(result.raw(), results[0].raw(), result.bytes()), 0);
+  }
+  cuda_simulator::Configure({});
 }
 
 TEST(RelativeSinusoids, AreSinesThenCosinesOfEveryDistance) {
@@ -357,15 +596,19 @@ TEST(RelativeSinusoids, AreSinesThenCosinesOfEveryDistance) {
 TEST(Layers, CallsAllocateNothing) {
   const Tensor x = Random(DType::kBF16, {3, 50, 130}, 1);
   const Tensor weights = Random(DType::kF32, {130, 130}, 2), bias = Random(DType::kF32, {130}, 3);
-  const FeedForward layer(PackedMatrix(weights.view(), bias.view()),
-                          PackedMatrix(weights.view(), bias.view()), Activation::kGelu);
+  const Device device = Device::kCpu;
+  const FeedForward layer(PackedMatrix::Create(device, weights.view(), bias.view()).value(),
+                          PackedMatrix::Create(device, weights.view(), bias.view()).value(),
+                          Activation::kGelu);
+  const LayerNorm norm = LayerNorm::Create(device, bias.view(), bias.view()).value();
   Tensor y(DType::kF32, {3, 50, 130});
-  Machine machine(2, FeedForward::workspace_bytes(150, 130, 2) + LayerNormWorkspaceBytes(130, 2));
-  const float* row = bias.span<float>().data();
+  Machine machine(device, 2,
+                  FeedForward::workspace_bytes(device, 150, {130, 130, 130}, 2) +
+                      LayerNorm::workspace_bytes(device, 130, 2));
   const int64_t before = AllocationCount();
   const bool ok = layer.Run(x.view(), x.view(), y.view(), machine.execution()).ok() &&
-                  LayerNorm({y.view(), row, row, y.view()}, machine.execution()).ok() &&
-                  Add(x.view(), y.view(), y.view(), machine.execution()).ok();
+                  norm.Run(y.view(), y.view(), machine.execution()).ok() &&
+                  Add(device, x.view(), y.view(), y.view(), machine.execution()).ok();
   EXPECT_EQ(AllocationCount() - before, 0);
   EXPECT_TRUE(ok);
 }

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
+#include "core/layers/layers_cuda.h"
 #include "core/layers/rows_of.h"
 #include "core/workspace.h"
 
@@ -80,7 +81,7 @@ class Product {
         inputs = scratch.inputs;
         stride = kDepthBlock;
       }
-      kernels_.gemm(rows, padded, depth, inputs, stride, 1, matrix_.Panel(p) + k * kPanel, kPanel,
+      kernels_.gemm(rows, padded, depth, inputs, stride, 1, Panel(p) + k * kPanel, kPanel,
                     scratch.products, kPanel, k > 0);
     }
     for (int64_t r = 0; r < rows; ++r) {
@@ -89,6 +90,8 @@ class Product {
   }
 
  private:
+  const float* Panel(int64_t p) const { return matrix_.weights() + p * matrix_.in() * kPanel; }
+
   void Finish(int64_t row, int64_t first_column, int64_t columns, float* products) const {
     if (matrix_.bias() != nullptr) {
       for (int64_t c = 0; c < columns; ++c) products[c] += matrix_.bias()[first_column + c];
@@ -112,36 +115,34 @@ class Product {
   int64_t direct_stride_ = 0;
 };
 
-}  // namespace
-
-PackedMatrix::PackedMatrix(const ConstTensorView& weights, const ConstTensorView& bias)
-    : PackedMatrix(std::vector<ConstTensorView>{weights}) {
-  if (bias.empty()) return;
-  bias_.resize(out_);
-  CopyElements(bias, TensorView(bias_.data(), DType::kF32, {out_}));
-}
-
-PackedMatrix::PackedMatrix(const std::vector<ConstTensorView>& weights) : in_(weights[0].dim(0)) {
-  for (const ConstTensorView& part : weights) out_ += part.dim(1);
-  panels_ = Tensor(DType::kF32, {CeilDiv(out_, kPanel), in_, kPanel});
-  std::fill_n(panels_.span<float>().data(), panels_.num_elements(), 0.0f);
-  int64_t first = 0;
-  for (const ConstTensorView& part : weights) {
-    for (int64_t c = 0; c < part.dim(1); ++c) {
-      for (int64_t k = 0; k < in_; ++k) {
-        *panels_.view().MutableAt<float>((first + c) / kPanel, k, (first + c) % kPanel) =
-            static_cast<float>(part.Get(part.Offset(k, c)));
+// What PackedMatrix::weights() has on the CPU.
+std::vector<float> Panels(const std::vector<ConstTensorView>& matrices, int64_t in, int64_t out) {
+  std::vector<float> panels(CeilDiv(out, kPanel) * in * kPanel, 0.0f);
+  int64_t column = 0;
+  for (const ConstTensorView& matrix : matrices) {
+    for (int64_t c = 0; c < matrix.dim(1); ++c, ++column) {
+      float* panel = panels.data() + column / kPanel * in * kPanel + column % kPanel;
+      for (int64_t k = 0; k < in; ++k) {
+        panel[k * kPanel] = static_cast<float>(matrix.Get(matrix.Offset(k, c)));
       }
     }
-    first += part.dim(1);
   }
+  return panels;
+}
+// And on CUDA.
+std::vector<float> RowMajor(const std::vector<ConstTensorView>& matrices, int64_t in, int64_t out) {
+  std::vector<float> rows(in * out);
+  const TensorView all(rows.data(), DType::kF32, {in, out});
+  int64_t column = 0;
+  for (const ConstTensorView& matrix : matrices) {
+    CopyElements(matrix, Slice(all, 1, column, matrix.dim(1)));
+    column += matrix.dim(1);
+  }
+  return rows;
 }
 
-size_t MatMulWorkspaceBytes(int threads) { return threads * ThreadBytes(); }
-
-absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call,
-                    const Execution& execution) {
-  TFB_RETURN_IF_ERROR(CheckShapes(matrix, call));
+absl::Status MatMulCpu(const PackedMatrix& matrix, const MatMulCall& call,
+                       const Execution& execution) {
   const Product product(matrix, call);
   const int64_t rows = RowsOf<ConstTensorView>(call.x).rows();
   const int64_t blocks = CeilDiv(rows, kRowBlock);
@@ -156,10 +157,8 @@ absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call,
   return absl::OkStatus();
 }
 
-absl::Status Add(const ConstTensorView& a, const ConstTensorView& b, const TensorView& y,
-                 const Execution& execution) {
-  TFB_RETURN_IF_ERROR(CheckSameShape("the first summand", a, "the sum", y));
-  TFB_RETURN_IF_ERROR(CheckSameShape("the second summand", b, "the sum", y));
+void AddCpu(const ConstTensorView& a, const ConstTensorView& b, const TensorView& y,
+            const Execution& execution) {
   constexpr int64_t kRowsOfTask = 16;
   const RowsOf<ConstTensorView> a_rows(a), b_rows(b);
   const RowsOf<TensorView> y_rows(y);
@@ -177,6 +176,58 @@ absl::Status Add(const ConstTensorView& a, const ConstTensorView& b, const Tenso
       }
     }
   });
+}
+
+}  // namespace
+
+absl::StatusOr<PackedMatrix> PackedMatrix::Create(Device device, const ConstTensorView& weights,
+                                                  const ConstTensorView& bias) {
+  return Create(device, std::vector<ConstTensorView>{weights}, bias);
+}
+
+absl::StatusOr<PackedMatrix> PackedMatrix::Create(Device device,
+                                                  const std::vector<ConstTensorView>& weights,
+                                                  const ConstTensorView& bias) {
+  PackedMatrix matrix;
+  matrix.in_ = weights[0].dim(0);
+  for (const ConstTensorView& part : weights) matrix.out_ += part.dim(1);
+  TFB_ASSIGN_OR_RETURN(
+      matrix.weights_,
+      DeviceArray<float>::Create(device, device == Device::kCpu
+                                             ? Panels(weights, matrix.in_, matrix.out_)
+                                             : RowMajor(weights, matrix.in_, matrix.out_)));
+  if (!bias.empty()) {
+    TFB_ASSIGN_OR_RETURN(matrix.bias_, CopyFloats(device, bias));
+  }
+  return matrix;
+}
+
+size_t MatMulWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out, int threads) {
+  return device == Device::kCpu ? threads * ThreadBytes()
+                                : MatMulCudaWorkspaceBytes(device, rows, in, out);
+}
+
+absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call,
+                    const Execution& execution) {
+  TFB_RETURN_IF_ERROR(CheckShapes(matrix, call));
+  return matrix.device() == Device::kCpu ? MatMulCpu(matrix, call, execution)
+                                         : MatMulCuda(matrix, call, execution);
+}
+
+std::string MatMulBackend(Device device) {
+  if (device != Device::kCuda) return "own";
+  const absl::StatusOr<CudaBlas*> blas = CudaBlas::For(device);
+  return blas.ok() ? (*blas)->name() : absl::StrCat("own (", blas.status().message(), ")");
+}
+
+absl::Status Add(Device device, const ConstTensorView& a, const ConstTensorView& b,
+                 const TensorView& y, const Execution& execution) {
+  TFB_RETURN_IF_ERROR(CheckSameShape("the first summand", a, "the sum", y));
+  TFB_RETURN_IF_ERROR(CheckSameShape("the second summand", b, "the sum", y));
+  if (device != Device::kCpu) {
+    return FinishCuda(device, a, nullptr, Activation::kNone, b, y, execution);
+  }
+  AddCpu(a, b, y, execution);
   return absl::OkStatus();
 }
 

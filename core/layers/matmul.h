@@ -1,50 +1,65 @@
-// Products of a hidden state with a weight matrix.
+// Products of a hidden state with a weight matrix, on every device.
 //
 //   y = activation(x W + b) + residual        x [rows, in], W [in, out], b [out]
 //
-// W is packed once into panels of 64 columns, [panel][in][64], so that the inner loop of
+// CPU. W is packed once into panels of 64 columns, [panel][in][64], so that the inner loop of
 // core/cpu/kernels.h reads it contiguously: 64 x 64 floats of a panel are 16 KiB, half of a 32 KiB
 // L1, and are used for all rows of a block before the next 64 channels are read. A task is one
 // panel for one block of rows; it sums in fp32 in the order of the input channels, so the result
 // depends neither on the number of threads nor on the other rows.
+//
+// CUDA. fp32 throughout, W row-major. On a GPU the product is cuBLAS's where that can be opened,
+// with a kernel that adds the rest; else, and in the simulator, one kernel of our own does all of
+// it (layer_kernels.cu), whose sums are in the order of the input channels too. MatMulBackend tells
+// which.
 #ifndef TFB_CORE_LAYERS_MATMUL_H_
 #define TFB_CORE_LAYERS_MATMUL_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/device_array.h"
 #include "core/layers/activation.h"
+#include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 
 namespace tfb {
 
-// A weight matrix as the CPU wants it: a copy, made at Setup.
+// A weight matrix as its device wants it: a copy, made at Setup.
 class PackedMatrix {
  public:
   PackedMatrix() = default;
-  // W [in, out] and b [out], or no bias where it is empty. Any floating dtype and strides.
-  explicit PackedMatrix(const ConstTensorView& weights, const ConstTensorView& bias = {});
+  // W [in, out] and b [out], or no bias where it is empty; in host memory, of any floating dtype
+  // and strides. Errors: those of the device and of its memory.
+  static absl::StatusOr<PackedMatrix> Create(Device device, const ConstTensorView& weights,
+                                             const ConstTensorView& bias = {});
   // The columns of several matrices side by side, such as those of queries, keys and values: x is
   // then read once.
-  explicit PackedMatrix(const std::vector<ConstTensorView>& weights);
+  static absl::StatusOr<PackedMatrix> Create(Device device,
+                                             const std::vector<ConstTensorView>& weights,
+                                             const ConstTensorView& bias = {});
 
+  Device device() const { return weights_.device(); }
   int64_t in() const { return in_; }
   int64_t out() const { return out_; }
-  // [in][64]: columns 64 p to 64 p + 63 of W, zero beyond the last.
-  const float* Panel(int64_t p) const { return panels_.view().At<float>(p); }
-  const float* bias() const { return bias_.empty() ? nullptr : bias_.data(); }
-  size_t bytes() const { return panels_.bytes() + bias_.size() * sizeof(float); }
+  // CPU: panels, [ceil(out / 64)][in][64], zero beyond the last column. CUDA: [in][out].
+  const float* weights() const { return weights_.data(); }
+  const float* bias() const { return bias_.data(); }  // null: none
+  size_t bytes() const { return weights_.bytes() + bias_.bytes(); }
 
  private:
   int64_t in_ = 0;
   int64_t out_ = 0;
-  Tensor panels_;
-  std::vector<float> bias_;
+  DeviceArray<float> weights_;
+  DeviceArray<float> bias_;
 };
 
+// Views of memory of the matrix's device, each f32, bf16 or f16, with any strides.
 struct MatMulCall {
   ConstTensorView x;         // [batch, tokens, in] or [rows, in]
   ConstTensorView residual;  // of y's shape, or empty
@@ -52,16 +67,22 @@ struct MatMulCall {
   Activation activation = Activation::kNone;
 };
 
-// For each thread one block of products and one of converted inputs.
-size_t MatMulWorkspaceBytes(int threads);
+// Scratch of products of up to `rows` rows in bytes. CPU: for each thread one block of products and
+// one of converted inputs. CUDA: cuBLAS's own, x and y in fp32; none for our own kernel.
+size_t MatMulWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out, int threads);
 
-// x, residual and y may each be f32, bf16 or f16, with any strides; sums are fp32. Allocates
-// nothing. Internal where the shapes do not fit the matrix.
+// Sums are fp32. Allocates nothing; on CUDA it enqueues on the stream. Internal where the shapes do
+// not fit the matrix.
 absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call, const Execution& execution);
 
-// y = a + b, of shape [batch, tokens, channels] or [rows, channels] each. y may be a or b.
-absl::Status Add(const ConstTensorView& a, const ConstTensorView& b, const TensorView& y,
-                 const Execution& execution);
+// What multiplies on the device, for reports: "own", "cuBLAS 13.1.0", or why that is not used:
+// "own (libcublas.so.13: cannot open ...)".
+std::string MatMulBackend(Device device);
+
+// y = a + b, of shape [batch, tokens, channels] or [rows, channels] each, in memory of the device.
+// y may be a or b.
+absl::Status Add(Device device, const ConstTensorView& a, const ConstTensorView& b,
+                 const TensorView& y, const Execution& execution);
 
 }  // namespace tfb
 

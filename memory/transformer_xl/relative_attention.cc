@@ -40,9 +40,9 @@ void SegmentView::Set(int64_t begin, int64_t tokens) {
   schedule_ = &band_.Build(tokens, kv_tokens_, band);
 }
 
-absl::StatusOr<RelativeAttention> RelativeAttention::Create(const Problem& problem,
+absl::StatusOr<RelativeAttention> RelativeAttention::Create(Device device, const Problem& problem,
                                                             const MemoryReach& reach) {
-  RelativeAttention attention(problem, reach);
+  RelativeAttention attention(device, problem, reach);
   TFB_ASSIGN_OR_RETURN(attention.cache_,
                        KeyValueCache::Create(problem, reach.memory + reach.max_segment));
   return attention;
@@ -51,14 +51,15 @@ absl::StatusOr<RelativeAttention> RelativeAttention::Create(const Problem& probl
 absl::Status RelativeAttention::Setup(const Parameters& parameters,
                                       const ConstTensorView& sinusoids,
                                       const Execution& execution) {
-  projections_ = PackedMatrix({parameters.w_q, parameters.w_k, parameters.w_v});
-  output_ = PackedMatrix(parameters.w_o);
+  TFB_ASSIGN_OR_RETURN(projections_, PackedMatrix::Create(device_, {parameters.w_q, parameters.w_k,
+                                                                    parameters.w_v}));
+  TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(device_, parameters.w_o));
   u_ = parameters.u.At<float>(0);
   v_ = parameters.v.At<float>(0);
 
   Tensor projected(DType::kF32, sinusoids.shape());
-  TFB_RETURN_IF_ERROR(
-      MatMul(PackedMatrix(parameters.w_r), {sinusoids, {}, projected.view()}, execution));
+  TFB_ASSIGN_OR_RETURN(const PackedMatrix w_r, PackedMatrix::Create(device_, parameters.w_r));
+  TFB_RETURN_IF_ERROR(MatMul(w_r, {sinusoids, {}, projected.view()}, execution));
   const ConstTensorView by_head =
       Transpose(SplitAxis(ConstTensorView(projected.view()), 1, problem_.query_heads), 0, 1);
   const int64_t last = sinusoids.dim(0) - 1;
@@ -77,9 +78,10 @@ ScoreRule RelativeAttention::Rule() const {
 }
 
 size_t RelativeAttention::workspace_bytes(int threads) const {
+  const int64_t rows = problem_.batch * reach_.max_segment, width = problem_.model_dim();
   return Workspace::Measure(
              [&](Workspace& workspace) { LayOut(problem_, reach_.max_segment, workspace); }) +
-         std::max(MatMulWorkspaceBytes(threads),
+         std::max(MatMulWorkspaceBytes(device_, rows, width, 3 * width, threads),
                   FlashWorkspaceBytesPacked(problem_, /*relative_keys=*/true, threads));
 }
 

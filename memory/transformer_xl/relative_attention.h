@@ -73,7 +73,8 @@ class RelativeAttention {
   };
 
   // Takes the memory for the stream's keys and values.
-  static absl::StatusOr<RelativeAttention> Create(const Problem& problem, const MemoryReach& reach);
+  static absl::StatusOr<RelativeAttention> Create(Device device, const Problem& problem,
+                                                  const MemoryReach& reach);
 
   // Packs the matrices and projects `sinusoids`, r_0, r_1, ... [distances, model_dim]; distances
   // beyond the last one count as it. u and v are read at every call. Begins a new stream.
@@ -92,10 +93,11 @@ class RelativeAttention {
                       const Execution& execution);
 
  private:
-  RelativeAttention(const Problem& problem, const MemoryReach& reach)
-      : problem_(problem), reach_(reach) {}
+  RelativeAttention(Device device, const Problem& problem, const MemoryReach& reach)
+      : device_(device), problem_(problem), reach_(reach) {}
   ScoreRule Rule() const;
 
+  Device device_;
   Problem problem_;
   MemoryReach reach_;
   PackedMatrix projections_;  // of queries, keys and values side by side

@@ -127,8 +127,9 @@ class TransformerXlLayer : public StreamingLayer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        const TransformerXlOptions& options,
-                                                       uint64_t seed) {
-    auto layer = std::unique_ptr<TransformerXlLayer>(new TransformerXlLayer(problem, options));
+                                                       Device device, uint64_t seed) {
+    auto layer =
+        std::unique_ptr<TransformerXlLayer>(new TransformerXlLayer(problem, options, device));
     for (const ParameterSpec& spec : ParameterSpecs(problem, options)) {
       TFB_ASSIGN_OR_RETURN(Tensor parameter, Tensor::Allocate(DType::kF32, spec.shape));
       FillNormal(&parameter, seed, spec.name, spec.mean, spec.deviation);
@@ -136,7 +137,7 @@ class TransformerXlLayer : public StreamingLayer {
     }
     for (int64_t n = 0; n < options.layers; ++n) {
       TFB_ASSIGN_OR_RETURN(RelativeAttention attention,
-                           RelativeAttention::Create(problem, layer->reach_));
+                           RelativeAttention::Create(device, problem, layer->reach_));
       layer->blocks_.push_back({std::move(attention), {}, {}, {}});
     }
     return layer;
@@ -144,11 +145,13 @@ class TransformerXlLayer : public StreamingLayer {
 
   size_t workspace_bytes(int threads) const override {
     const int64_t rows = problem().batch * max_segment_tokens();
+    const int64_t width = problem().model_dim();
     const size_t own =
         Workspace::Measure([&](Workspace& workspace) { LayOut(max_segment_tokens(), workspace); });
     return own + std::max({blocks_[0].attention.workspace_bytes(threads),
-                           FeedForward::workspace_bytes(rows, inner_dim(), threads),
-                           LayerNormWorkspaceBytes(problem().model_dim(), threads)});
+                           FeedForward::workspace_bytes(device_, rows, {width, inner_dim(), width},
+                                                        threads),
+                           LayerNorm::workspace_bytes(device_, width, threads)});
   }
 
   // The products of the definition: projections, the three of each kept pair (content, distance,
@@ -209,15 +212,19 @@ class TransformerXlLayer : public StreamingLayer {
            parameter(layer, "w_r"), parameter(layer, "w_o"), parameter(biases, "u"),
            parameter(biases, "v")},
           sinusoids.view(), execution));
-      block.feed_forward = FeedForward(
-          PackedMatrix(parameter(layer, "ff.w1"), parameter(layer, "ff.b1")),
-          PackedMatrix(parameter(layer, "ff.w2"), parameter(layer, "ff.b2")), Activation::kRelu);
+      TFB_ASSIGN_OR_RETURN(
+          PackedMatrix inner,
+          PackedMatrix::Create(device_, parameter(layer, "ff.w1"), parameter(layer, "ff.b1")));
+      TFB_ASSIGN_OR_RETURN(
+          PackedMatrix outer,
+          PackedMatrix::Create(device_, parameter(layer, "ff.w2"), parameter(layer, "ff.b2")));
+      block.feed_forward = FeedForward(std::move(inner), std::move(outer), Activation::kRelu);
       const auto norm = [&](absl::string_view name) {
-        return Norm{parameter(layer, absl::StrCat(name, ".gamma")).At<float>(0),
-                    parameter(layer, absl::StrCat(name, ".beta")).At<float>(0)};
+        return LayerNorm::Create(device_, parameter(layer, absl::StrCat(name, ".gamma")),
+                                 parameter(layer, absl::StrCat(name, ".beta")));
       };
-      block.attention_norm = norm("attention_norm");
-      block.feed_forward_norm = norm("ff_norm");
+      TFB_ASSIGN_OR_RETURN(block.attention_norm, norm("attention_norm"));
+      TFB_ASSIGN_OR_RETURN(block.feed_forward_norm, norm("ff_norm"));
     }
     return absl::OkStatus();
   }
@@ -243,28 +250,25 @@ class TransformerXlLayer : public StreamingLayer {
   }
 
  private:
-  struct Norm {
-    const float* gamma = nullptr;  // [model_dim]
-    const float* beta = nullptr;
-  };
   struct Block {
     RelativeAttention attention;
     FeedForward feed_forward;
-    Norm attention_norm;
-    Norm feed_forward_norm;
+    LayerNorm attention_norm;
+    LayerNorm feed_forward_norm;
   };
   struct Scratch {
     float* state;       // [batch, tokens, model_dim]: between sublayers
     float* normalized;  // the same size; null unless pre_norm
   };
 
-  TransformerXlLayer(const Problem& problem, const TransformerXlOptions& options)
+  TransformerXlLayer(const Problem& problem, const TransformerXlOptions& options, Device device)
       : StreamingLayer(
             problem, HiddenInputs(problem), HiddenOutputs(problem),
             {{"x", {problem.batch, kSegmentTokens, problem.model_dim()}, problem.dtype}},
             {{"out", {problem.batch, kSegmentTokens, problem.model_dim()}, problem.dtype}},
             LongestSegment(problem, options)),
         options_(options),
+        device_(device),
         reach_{options.memory, options.same_length, max_segment_tokens()},
         segment_(reach_) {}
 
@@ -304,26 +308,22 @@ class TransformerXlLayer : public StreamingLayer {
   absl::Status PostNorm(Block& block, const ConstTensorView& input, const TensorView& state,
                         const TensorView& output, const Execution& execution) {
     TFB_RETURN_IF_ERROR(block.attention.Append(segment_, input, input, state, execution));
-    TFB_RETURN_IF_ERROR(Normalize(block.attention_norm, state, state, execution));
+    TFB_RETURN_IF_ERROR(block.attention_norm.Run(state, state, execution));
     TFB_RETURN_IF_ERROR(block.feed_forward.Run(state, state, state, execution));
-    return Normalize(block.feed_forward_norm, state, output, execution);
+    return block.feed_forward_norm.Run(state, output, execution);
   }
 
   absl::Status PreNorm(Block& block, const ConstTensorView& input, const TensorView& normalized,
                        const TensorView& state, const TensorView& output,
                        const Execution& execution) {
-    TFB_RETURN_IF_ERROR(Normalize(block.attention_norm, input, normalized, execution));
+    TFB_RETURN_IF_ERROR(block.attention_norm.Run(input, normalized, execution));
     TFB_RETURN_IF_ERROR(block.attention.Append(segment_, normalized, input, state, execution));
-    TFB_RETURN_IF_ERROR(Normalize(block.feed_forward_norm, state, normalized, execution));
+    TFB_RETURN_IF_ERROR(block.feed_forward_norm.Run(state, normalized, execution));
     return block.feed_forward.Run(normalized, state, output, execution);
   }
 
-  static absl::Status Normalize(const Norm& norm, const ConstTensorView& x, const TensorView& y,
-                                const Execution& execution) {
-    return LayerNorm({x, norm.gamma, norm.beta, y}, execution);
-  }
-
   TransformerXlOptions options_;
+  Device device_;
   MemoryReach reach_;
   SegmentView segment_;
   std::vector<Block> blocks_;
@@ -541,9 +541,10 @@ TransformerXl::TransformerXl() : TechniqueOf(Info()) {}
 
 absl::StatusOr<std::unique_ptr<Layer>> TransformerXl::MakeLayer(const Problem& problem,
                                                                 const TransformerXlOptions& options,
-                                                                Device, uint64_t seed) const {
+                                                                Device device,
+                                                                uint64_t seed) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  return TransformerXlLayer::Create(problem, options, seed);
+  return TransformerXlLayer::Create(problem, options, device, seed);
 }
 
 absl::Status TransformerXl::Definition(const Problem& problem, const TransformerXlOptions& options,

@@ -429,7 +429,7 @@ class Weights {
   std::vector<double> Logarithms() {
     const Problem problem = Make(1, 1, 64, 64);
     const MemoryReach reach{64, false, 16};
-    RelativeAttention attention = RelativeAttention::Create(problem, reach).value();
+    RelativeAttention attention = RelativeAttention::Create(Device::kCpu, problem, reach).value();
     Tensor workspace(DType::kU8, {static_cast<int64_t>(attention.workspace_bytes(1))});
     ThreadPool pool(1);
     Execution execution;

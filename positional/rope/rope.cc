@@ -5,9 +5,12 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/device_array.h"
+#include "core/cuda/runtime.h"
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
 #include "core/flash/rows.h"
+#include "positional/rope/rope_cuda.h"
 
 namespace tfb {
 namespace {
@@ -22,6 +25,7 @@ TechniqueInfo Info() {
   info.citation = "Su et al. 2021, arXiv:2104.09864v5, section 3.2.2";
   info.exactness = Exactness::kExact;
   info.growth = 2;
+  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 
@@ -35,7 +39,7 @@ absl::StatusOr<int64_t> RotaryDims(const Problem& problem, const RopeOptions& op
   return options.rotary_dims;
 }
 
-// Turns queries and keys into fp32 copies and attends with those.
+// Turns queries and keys into copies and attends with those.
 class RopeLayer : public FlashLayer {
  public:
   RopeLayer(const Problem& problem, const RopeOptions& options, int64_t rotary_dims, Device device)
@@ -50,17 +54,18 @@ class RopeLayer : public FlashLayer {
     const Problem& p = problem();
     first_ = std::min<int64_t>(0, p.causal_offset());
     const int64_t positions = std::max<int64_t>(p.kv_tokens - first_, 0);
-    cos_.resize(positions * pairs_);
-    sin_.resize(positions * pairs_);
+    std::vector<float> cos(positions * pairs_), sin(positions * pairs_);
     for (int64_t t = 0; t < pairs_; ++t) {
       const double frequency =
           std::pow(options_.base, -static_cast<double>(t) / static_cast<double>(pairs_));
       for (int64_t n = 0; n < positions; ++n) {
         const double angle = static_cast<double>(n + first_ + options_.position_offset) * frequency;
-        cos_[n * pairs_ + t] = static_cast<float>(std::cos(angle));
-        sin_[n * pairs_ + t] = static_cast<float>(std::sin(angle));
+        cos[n * pairs_ + t] = static_cast<float>(std::cos(angle));
+        sin[n * pairs_ + t] = static_cast<float>(std::sin(angle));
       }
     }
+    TFB_ASSIGN_OR_RETURN(cos_, DeviceArray<float>::Create(device(), cos));
+    TFB_ASSIGN_OR_RETURN(sin_, DeviceArray<float>::Create(device(), sin));
     return absl::OkStatus();
   }
 
@@ -71,21 +76,49 @@ class RopeLayer : public FlashLayer {
   absl::Status Prepare(const Inputs&, const Execution& execution, Workspace* workspace,
                        FlashCall* call) override {
     const auto [q, k] = Take(*workspace);
-    Turn(call->q, problem().causal_offset(), q, execution);
-    Turn(call->k, 0, k, execution);
+    if (device() == Device::kCpu) {
+      Turn(call->q, problem().causal_offset(), q, execution);
+      Turn(call->k, 0, k, execution);
+    } else {
+      TFB_RETURN_IF_ERROR(TurnOnCuda(call->q, q, call->k, k, execution));
+    }
     call->q = q;
     call->k = k;
     return absl::OkStatus();
   }
 
  private:
+  // The CPU's engine computes in fp32 whatever it reads; tensor cores want the problem's dtype.
+  DType turned_dtype() const { return device() == Device::kCpu ? DType::kF32 : problem().dtype; }
+
   std::pair<TensorView, TensorView> Take(Workspace& workspace) const {
     const Problem& p = problem();
-    const Shape q = {p.batch, p.query_heads, p.query_tokens, p.head_dim};
-    const Shape k = {p.batch, p.kv_heads, p.kv_tokens, p.head_dim};
-    float* q_memory = workspace.Take<float>(NumElements(q));
-    float* k_memory = workspace.Take<float>(NumElements(k));
-    return {TensorView(q_memory, DType::kF32, q), TensorView(k_memory, DType::kF32, k)};
+    const auto take = [&](int64_t heads, int64_t tokens) {
+      const Shape shape = {p.batch, heads, tokens, p.head_dim};
+      std::byte* memory = workspace.Take<std::byte>(NumElements(shape) * SizeOf(turned_dtype()));
+      return TensorView(memory, turned_dtype(), shape);
+    };
+    const TensorView q = take(p.query_heads, p.query_tokens);
+    return {q, take(p.kv_heads, p.kv_tokens)};
+  }
+
+  absl::Status TurnOnCuda(const ConstTensorView& q, const TensorView& turned_q,
+                          const ConstTensorView& k, const TensorView& turned_k,
+                          const Execution& execution) const {
+    const auto rows = [](const ConstTensorView& from, const TensorView& to, int64_t first) {
+      return TurnedRows{ToDeviceView(from), ToDeviceView(to), from.dim(0),
+                        from.dim(1),        from.dim(2),      first};
+    };
+    TurnArguments arguments;
+    arguments.queries = rows(q, turned_q, problem().causal_offset() - first_);
+    arguments.keys = rows(k, turned_k, -first_);
+    arguments.cos = cos_.data();
+    arguments.sin = sin_.data();
+    arguments.channels = static_cast<int>(problem().head_dim);
+    arguments.pairs = static_cast<int>(pairs_);
+    arguments.half = options_.layout == RopeOptions::Layout::kHalf;
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
+    return ToStatus(KernelsOn<RopeKernels>(runtime->target()).turn(arguments, execution.stream));
   }
 
   // Row n of `from` has the position n + offset.
@@ -127,8 +160,8 @@ class RopeLayer : public FlashLayer {
   RopeOptions options_;
   int64_t pairs_;
   int64_t first_ = 0;       // position, less position_offset, of the tables' first row
-  std::vector<float> cos_;  // [positions][pairs]
-  std::vector<float> sin_;
+  DeviceArray<float> cos_;  // [positions][pairs]
+  DeviceArray<float> sin_;
 };
 
 // Rotates one row in place, as the formula states it.

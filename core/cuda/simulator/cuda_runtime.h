@@ -9,7 +9,7 @@
 //   #endif
 //
 // Everything has CUDA's name and meaning. Not there: <<<...>>> and `extern __shared__`, which are no
-// C++ (use cuda_simulator::Launch and DynamicShared), __activemask, cooperative groups, textures,
+// C++ (use cuda_simulator::LaunchKernel and DynamicShared), __activemask, cooperative groups, textures,
 // and whatever a kernel of this project has not needed yet.
 #ifndef TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
 #define TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
@@ -24,19 +24,23 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__ static
+#define __constant__ static const
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-// One block runs at a time, so a kernel's static variables are its shared memory. The section tells
-// the simulator where they are, as __start_ and __stop_ symbols of the linker.
-#define __shared__ static __attribute__((section("cuda_simulator_shared")))
+#define __align__(bytes) __attribute__((aligned(bytes)))
+// One block runs at a time, so a kernel's static variables are its shared memory.
+#define __shared__ static
 
 namespace cuda_simulator {
 
+struct uint3 {
+  unsigned x, y, z;
+};
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
   constexpr dim3(unsigned x_size = 1, unsigned y_size = 1, unsigned z_size = 1)
       : x(x_size), y(y_size), z(z_size) {}
+  constexpr dim3(const uint3& size) : x(size.x), y(size.y), z(size.z) {}
 };
 
 struct alignas(8) float2 {
@@ -64,11 +68,12 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-// Of the running thread. Kernels read them; the simulator writes them.
-extern dim3 threadIdx;
-extern dim3 blockIdx;
-extern dim3 blockDim;
-extern dim3 gridDim;
+// Of the running thread: constants to it, whose reads the compiler does not report. The simulator
+// writes them, under other names.
+extern const uint3 threadIdx __asm__("cuda_simulator_threadIdx");
+extern const uint3 blockIdx __asm__("cuda_simulator_blockIdx");
+extern const uint3 blockDim __asm__("cuda_simulator_blockDim");
+extern const uint3 gridDim __asm__("cuda_simulator_gridDim");
 constexpr int warpSize = 32;
 
 // ---- Barriers and warps ----
@@ -76,19 +81,16 @@ constexpr int warpSize = 32;
 void __syncthreads();
 void __syncwarp(unsigned mask = ~0u);
 
-// Called by the last lane of `mask` that arrives, with the arguments of all of them: arguments[lane]
-// is null for the others.
-using Collective = void (*)(void* const arguments[32], unsigned mask);
-// The running lane waits until all lanes of `mask` have called it with the same `name` and mask. The
-// base of everything that a warp does together.
+// Called once by one of the lanes that met, with the arguments of all of them: arguments[lane] is
+// null for the others. `lanes` are those that met.
+using Collective = void (*)(void* const arguments[32], unsigned lanes);
+// The running lane waits until all lanes of `mask` that have not finished have called it with the
+// same `name` and mask. The base of everything that a warp does together.
 void MeetInWarp(const char* name, unsigned mask, void* argument, Collective complete);
 // 0 to 31.
 int LaneId();
 
-struct ShuffleArgument {
-  uint64_t value;
-  int source_lane;  // of the warp; its own where the source would lie outside its width
-};
+// The value of that lane of the warp.
 uint64_t Shuffle(unsigned mask, uint64_t value, int source_lane);
 
 template <class T>
@@ -133,7 +135,7 @@ inline void __threadfence_block() {}
 // ---- Asynchronous copies: <cuda_pipeline.h> ----
 
 // Of 4, 8 or 16 bytes to shared memory, the last `zero_bytes` as zeros. Done, and to be seen by this
-// thread, when __pipeline_wait_prior says so: until then the place counts as unwritten.
+// thread, when __pipeline_wait_prior says so: until then nobody may use the place.
 void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zero_bytes = 0);
 void __pipeline_commit();
 void __pipeline_wait_prior(size_t groups);
@@ -332,8 +334,8 @@ cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (
 // kernel<<<shape.grid, shape.block, shape.shared_bytes>>>(arguments...), run to its end. The name
 // stands in findings.
 template <class... Parameters, class... Arguments>
-cudaError_t Launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
-                   const Arguments&... arguments) {
+cudaError_t LaunchKernel(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
+                         const Arguments&... arguments) {
   struct Call {
     void (*kernel)(Parameters...);
     std::tuple<Parameters...> arguments;

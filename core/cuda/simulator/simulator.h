@@ -1,4 +1,8 @@
-// A simulator of CUDA kernels on the host: what the program that launches them sees. See README.md.
+// A simulator of CUDA kernels on the host: what the program that launches them sees. See README.md;
+// what kernels see is cuda_runtime.h.
+//
+// Launches, and changes of device memory, wait for one another: host threads may make them at the
+// same time. What is below is for one host thread at a time.
 #ifndef TFB_CORE_CUDA_SIMULATOR_SIMULATOR_H_
 #define TFB_CORE_CUDA_SIMULATOR_SIMULATOR_H_
 
@@ -15,9 +19,9 @@ enum class FindingKind {
   kUnwrittenRead,     // of shared or device memory that nothing has written
   kRace,              // in shared memory: two threads, at least one writes, no barrier between
   kDivergentBarrier,  // not all threads of a block, or lanes of a mask, reach it
-  kLaneOutsideMask,   // a shuffle from or by a lane that its mask does not name
-  kBadLaunch,         // a grid, block or shared memory beyond the limits of a GPU
-  kStackOverflow,
+  kLaneOutsideMask,  // a shuffle from or by a lane that its mask does not name, or that has finished
+  kBadLaunch,        // a grid, block or shared memory beyond the limits of a GPU
+  kStackOverflow,    // of a thread, beyond Settings::stack_bytes
 };
 const char* Name(FindingKind kind);  // "out of bounds", "race", ...
 
@@ -25,23 +29,30 @@ struct Index3 {
   unsigned x = 0, y = 0, z = 0;
 };
 
+// A place of a kernel's code gives one finding of each kind in a launch: that of the first thread.
 struct Finding {
   FindingKind kind;
   std::string kernel;
   Index3 block;
   Index3 thread;
-  int64_t times = 1;    // that the kernel's same place gave it; block and thread are the first's
-  std::string message;  // "kernel, block (0, 0, 0), thread (3, 0, 0): reads 4 bytes at ..."
+  int64_t times = 1;
+  std::string source;   // "reduce.cu:17", "kernel.cuh:112 from flash.cu:88"; empty if not known
+  std::string message;  // "Reduce, block (0, 0, 0), thread (3, 0, 0), reduce.cu:17: reads 4 ..."
 };
 
+// $CUDA_SIMULATOR_SEED where that is a number, otherwise 1.
+uint64_t SeedOfEnvironment();
+
 struct Settings {
-  // Of the order in which blocks, and threads between two barriers, run.
-  uint64_t seed = 1;
-  // A launch stops after so many; at once where going on would touch memory that is not the
-  // kernel's.
+  // Of the order in which blocks, and threads between two barriers, run. A launch's order depends on
+  // this and on its shape alone.
+  uint64_t seed = SeedOfEnvironment();
+  // A launch stops at the end of a block that brings it to so many; at once where going on would
+  // touch memory that is not the kernel's.
   int max_findings = 8;
   size_t stack_bytes = 64 << 10;                  // of one CUDA thread
-  size_t max_shared_bytes_per_block = 227 << 10;  // static and dynamic; Hopper's
+  size_t max_shared_bytes_per_block = 227 << 10;  // dynamic; Hopper's
+  unsigned max_grid_yz = 65535;  // blocks; fewer show on a small grid who would go beyond
   // As a GPU has it: a kernel that goes wrong is not told by its launch but by the next call that
   // waits, and by every other call from then on, until the simulator is configured anew.
   bool errors_are_deferred = false;
@@ -51,7 +62,7 @@ struct Settings {
 };
 // Of all launches from here on.
 void Configure(const Settings& settings);
-const Settings& CurrentSettings();
+Settings CurrentSettings();
 
 // Of the last launch.
 const std::vector<Finding>& Findings();
@@ -63,9 +74,13 @@ struct Counts {
   int64_t threads = 0;
   int64_t barriers = 0;          // of blocks
   int64_t warp_collectives = 0;  // shuffles, votes, matrix products, __syncwarp
-  int64_t accesses = 0;          // to shared and device memory, checked one by one
+  int64_t accesses = 0;          // to shared and device memory, each checked
+  int64_t findings = 0;
 };
 Counts TotalCounts();
+// "12 launches, 48 blocks, 6144 threads, 96 barriers, 384 warp collectives, 98304 accesses checked,
+// 0 findings"
+std::string Describe(const Counts& counts);
 
 // Memory that kernels may access, besides what cudaMalloc gives. `written` says whether its contents
 // count as written.

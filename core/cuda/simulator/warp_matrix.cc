@@ -3,12 +3,11 @@
 #include <cstring>
 
 #include "core/cuda/simulator/cuda_runtime.h"
+#include "core/cuda/simulator/device.h"
 #include "core/cuda/simulator/hooks.h"
 
 namespace cuda_simulator {
 namespace {
-
-constexpr int kWarp = 32;
 
 struct LoadedMatrices {
   const unsigned short* row;
@@ -33,9 +32,16 @@ struct LoadedMatrices {
 
 template <bool kTransposed>
 void LoadMatrices(const char* name, unsigned registers[4], const void* row, const void* site) {
-  OnRead(row, 16, /*aligned=*/true, site);
+  Machine& machine = *running_machine;
+  if (!machine.checker.IsShared(row)) {
+    machine.Report(FindingKind::kOutOfBounds, site,
+                   [&] { return Format("%s of a row that is not in shared memory", name); });
+    machine.block.Abandon();
+  }
+  CheckAlignment(row, name, 16, site);
+  Note(AccessKind::kRead, row, 16, site);
   LoadedMatrices load{static_cast<const unsigned short*>(row), registers};
-  MeetInWarp(name, ~0u, &load, &LoadedMatrices::Complete<kTransposed>);
+  MeetInWholeWarp(name, &load, &LoadedMatrices::Complete<kTransposed>, site);
 }
 
 float Widen(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -78,9 +84,10 @@ struct Product {
 };
 
 template <class T>
-void Multiply(const char* name, float d[4], const unsigned a[4], const unsigned b[2]) {
+void Multiply(const char* name, float d[4], const unsigned a[4], const unsigned b[2],
+              const void* site) {
   Product product{d, a, b};
-  MeetInWarp(name, ~0u, &product, &Product::Complete<T>);
+  MeetInWholeWarp(name, &product, &Product::Complete<T>, site);
 }
 
 }  // namespace
@@ -92,10 +99,10 @@ void LdMatrixX4Transposed(unsigned registers[4], const void* row) {
   LoadMatrices<true>("ldmatrix.trans", registers, row, __builtin_return_address(0));
 }
 void MmaM16N8K16Bf16(float d[4], const unsigned a[4], const unsigned b[2]) {
-  Multiply<__nv_bfloat16>("mma.sync (bf16)", d, a, b);
+  Multiply<__nv_bfloat16>("mma.sync (bf16)", d, a, b, __builtin_return_address(0));
 }
 void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]) {
-  Multiply<__half>("mma.sync (f16)", d, a, b);
+  Multiply<__half>("mma.sync (f16)", d, a, b, __builtin_return_address(0));
 }
 
 }  // namespace cuda_simulator

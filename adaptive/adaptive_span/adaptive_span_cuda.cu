@@ -1,0 +1,86 @@
+#include "adaptive/adaptive_span/adaptive_span_cuda.h"
+#include "core/cuda/kernel.cuh"
+
+namespace tfb {
+namespace {
+
+// A warp makes the spans of 8 tokens for 4 heads at a time: its lanes divide the channels, so that
+// 12 loads serve 32 multiply-adds, and then change places: lane n ends with the sum of token n / 4
+// and head n % 4.
+constexpr int kWarp = 32;
+constexpr int kWarps = 4;
+constexpr int kTokens = 8;
+constexpr int kHeads = 4;
+static_assert(kTokens * kHeads == kWarp, "a sum for each lane");
+
+// Sums each of the values over the warp; lane n receives that of values[n].
+__device__ float SumsOfWarp(float values[kWarp]) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+  for (int step = 1; step <= 5; ++step) {
+    const int half = kWarp >> step;
+    const bool upper = (lane & half) != 0;
+#pragma unroll
+    for (int n = 0; n < kWarp / 2; ++n) {
+      if (n >= half) break;
+      const float kept = upper ? values[n + half] : values[n];
+      const float given = upper ? values[n] : values[n + half];
+      values[n] = kept + __shfl_xor_sync(~0u, given, half);
+    }
+  }
+  return values[0];
+}
+
+__global__ void __launch_bounds__(kWarp* kWarps) Gate(GateArguments a) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int64_t warp =
+      static_cast<int64_t>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t rows = a.batch * a.tokens, first_row = warp * kTokens;
+  if (first_row >= rows) return;
+  // Tokens and heads beyond the last repeat it: what comes of them is not stored.
+  int64_t x_offset[kTokens];
+#pragma unroll
+  for (int r = 0; r < kTokens; ++r) {
+    const int64_t row = min(first_row + r, rows - 1);
+    x_offset[r] = row / a.tokens * a.x.strides[0] + row % a.tokens * a.x.strides[1];
+  }
+  for (int64_t first_head = 0; first_head < a.heads; first_head += kHeads) {
+    const float* weight[kHeads];
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      weight[h] = a.weight + min(first_head + h, a.heads - 1) * a.channels;
+    }
+    float sums[kTokens * kHeads] = {};
+    for (int64_t c = lane; c < a.channels; c += kWarp) {
+      float w[kHeads];
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) w[h] = weight[h][c];
+#pragma unroll
+      for (int r = 0; r < kTokens; ++r) {
+        const float x = LoadElement(a.x.data, a.x.element, x_offset[r] + c * a.x.strides[2]);
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) sums[r * kHeads + h] += x * w[h];
+      }
+    }
+    const float sum = SumsOfWarp(sums);
+    const int64_t row = first_row + lane / kHeads, head = first_head + lane % kHeads;
+    if (row < rows && head < a.heads) {
+      a.spans[(row / a.tokens * a.heads + head) * a.tokens + row % a.tokens] =
+          a.max_span / (1 + expf(-(sum + a.bias[head])));
+    }
+  }
+}
+
+const char* LaunchGate(const GateArguments& a, void* stream) {
+  const int64_t rows_of_block = kWarps * kTokens;
+  const int64_t blocks = (a.batch * a.tokens + rows_of_block - 1) / rows_of_block;
+  if (blocks > INT32_MAX) return "more tokens than a grid has warps for";
+  return Launch("Gate", &Gate, {dim3(static_cast<unsigned>(blocks)), dim3(kWarp * kWarps)}, stream,
+                a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(AdaptiveSpanKernels, {&LaunchGate});
+
+}  // namespace tfb

@@ -1,0 +1,71 @@
+// cuBLAS, opened at run time.
+#ifndef TFB_CORE_CUDA_BLAS_H_
+#define TFB_CORE_CUDA_BLAS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/cublas_functions.h"
+#include "core/cuda/dynamic_library.h"
+#include "core/cuda/runtime.h"
+#include "core/problem.h"
+
+namespace tfb {
+
+// c = a b in fp32, row-major, in device memory. Rows lie `stride` floats apart, which is at least
+// their length.
+struct GemmCall {
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t depth = 0;
+  const float* a = nullptr;  // [rows, depth]
+  int64_t a_stride = 0;
+  const float* b = nullptr;  // [depth, columns]
+  int64_t b_stride = 0;
+  float* c = nullptr;  // [rows, columns]
+  int64_t c_stride = 0;
+};
+
+// Thread-safe: one handle, one call at a time. Its math mode stays the default, in which fp32
+// products are fp32 throughout (no TF32). On one GPU, and with the workspace that a call brings,
+// the same call gives the same bits.
+class CudaBlas {
+ public:
+  // Of the first GPU. Unavailable, with the reason, where the library or the GPU is not there.
+  // InvalidArgument for other devices. It lives as long as the program.
+  static absl::StatusOr<CudaBlas*> For(Device device);
+
+  std::string name() const;  // "cuBLAS 13.1.0"
+  // Scratch of a call in bytes: what NVIDIA recommends for the GPU, and room to align it.
+  size_t workspace_bytes() const { return workspace_bytes_ + kWorkspaceAlignment; }
+
+  // Enqueues on the stream. `workspace` is device memory of workspace_bytes().
+  absl::Status Multiply(const GemmCall& call, void* workspace, void* stream);
+
+ private:
+  static constexpr size_t kWorkspaceAlignment = 256;
+
+  CudaBlas(const CublasFunctions& functions, void* handle, int version, size_t workspace_bytes)
+      : functions_(functions),
+        handle_(handle),
+        version_(version),
+        workspace_bytes_(workspace_bytes) {}
+  static absl::StatusOr<CudaBlas*> Create(Device device);
+
+  CublasFunctions functions_;
+  void* handle_;
+  int version_;  // 10000 major + 100 minor + patch
+  size_t workspace_bytes_;
+  std::mutex mutex_;  // of the handle
+};
+
+// Finds every function of CublasFunctions. Unavailable, with what is missing, where it cannot.
+absl::StatusOr<CublasFunctions> OpenCublas();
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_CUDA_BLAS_H_

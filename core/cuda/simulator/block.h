@@ -1,0 +1,135 @@
+// The threads of the block that runs, one fibre each: who goes next, and who waits for whom.
+#ifndef TFB_CORE_CUDA_SIMULATOR_BLOCK_H_
+#define TFB_CORE_CUDA_SIMULATOR_BLOCK_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/cuda/simulator/cuda_runtime.h"
+#include "core/cuda/simulator/fibre.h"
+#include "core/cuda/simulator/order.h"
+#include "core/cuda/simulator/simulator.h"
+
+namespace cuda_simulator {
+
+struct Machine;
+
+// Splitmix64: a stream of numbers that is the same on every machine.
+class Shuffler {
+ public:
+  explicit Shuffler(uint64_t seed) : state_(seed) {}
+  uint64_t Next() {
+    uint64_t z = (state_ += 0x9e3779b97f4a7c15);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    return z ^ (z >> 31);
+  }
+  uint64_t Below(uint64_t limit) {  // 1 at least
+    return static_cast<uint64_t>(static_cast<unsigned __int128>(Next()) * limit >> 64);
+  }
+
+ private:
+  uint64_t state_;
+};
+
+// What lanes of a warp do together: they meet where all that are to come have the same name and mask.
+struct Meeting {
+  const char* name;
+  unsigned mask;
+  void* argument;
+  Collective complete;
+  const void* site;
+  // All 32 lanes must come; otherwise only those of the mask that have not finished.
+  bool needs_whole_warp = false;
+};
+
+struct PendingCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  size_t zero_bytes;  // at the end, of those
+  uint64_t group;
+};
+
+// What a thread has copied asynchronously and not yet waited for.
+struct PendingCopies {
+  std::vector<PendingCopy> copies;  // from `first` on
+  size_t first = 0;
+  uint64_t open_group = 0;  // the one that the next commit closes
+};
+
+class Block {
+ public:
+  explicit Block(Machine* machine);
+
+  // Blocks of this shape are to come, each of whose threads calls body(context).
+  void StartLaunch(const dim3& shape, void (*body)(void*), void* context);
+  // Runs one from its beginning to its end. False: it was abandoned, as a launch then is.
+  bool Run(const Index3& index);
+
+  const Stacks& stacks() const { return stacks_; }
+  Index3 index() const { return index_; }
+  Index3 index_of(int thread) const { return threads_[thread].index; }
+
+  // ---- The rest is for the thread that runs ----
+  int running() const { return running_; }
+  PendingCopies& running_copies() { return threads_[running_].copies; }
+  // Lanes of its warp that have not finished.
+  unsigned live_lanes() const { return warps_[running_ / kWarp].live; }
+  void WaitAtBarrier(const void* site);
+  void MeetInWarp(const Meeting& meeting);
+  [[noreturn]] void Abandon();  // and the block, and the launch
+  // Called where a thread has run out of its stack, on another one.
+  static void OnOverflow(const void* site);
+
+ private:
+  enum class State : uint8_t { kReady, kAtBarrier, kInWarp, kFinished };
+  struct Thread {
+    Fibre fibre;
+    State state = State::kFinished;
+    bool has_fibre = false;
+    Index3 index;
+    const void* site = nullptr;        // of the barrier where it waits
+    const Meeting* meeting = nullptr;  // where it waits
+    PendingCopies copies;
+  };
+  struct Warp {
+    unsigned live = 0;     // lanes that have not finished
+    unsigned waiting = 0;  // lanes in a meeting
+  };
+
+  static void ThreadMain();
+  void Finish();
+  void SwitchAway();
+  int PickNext();  // makes it the running one; -1: there is none, or it was abandoned
+  bool ReleaseBarrier();
+  void MakeReady(int thread);
+  bool IsComplete(int warp, const Meeting& meeting, unsigned* lanes) const;
+  void Complete(int warp, const Meeting& meeting, unsigned lanes);
+  void ReportStuckWarp();
+  std::string WhyNotThere(int warp, int lane, const Meeting& meeting) const;
+
+  Machine* const machine_;
+  Stacks stacks_;
+  Fibre caller_;
+  std::unique_ptr<Thread[]> threads_;
+  std::unique_ptr<Warp[]> warps_;
+  std::vector<int> ready_;
+  Index3 index_;
+  int count_ = 0;  // of threads
+  int running_ = -1;
+  int at_barrier_ = 0;
+  int finished_ = 0;
+  bool abandoned_ = false;
+  bool overflowed_ = false;
+  const void* overflow_site_ = nullptr;
+  Shuffler shuffler_{0};
+  void (*body_)(void*) = nullptr;
+  void* context_ = nullptr;
+};
+
+}  // namespace cuda_simulator
+
+#endif  // TFB_CORE_CUDA_SIMULATOR_BLOCK_H_

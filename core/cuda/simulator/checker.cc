@@ -1,0 +1,184 @@
+#include "core/cuda/simulator/checker.h"
+
+#include <sys/mman.h>
+
+#include <string>
+
+#include "core/cuda/simulator/machine.h"
+
+namespace cuda_simulator {
+namespace {
+
+// More than any block has: what follows its own bytes is never anybody's.
+constexpr size_t kDynamicCapacity = 512 << 10;
+
+char* MapDynamicShared() {
+  void* memory =
+      mmap(nullptr, kDynamicCapacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
+}
+
+std::string Doing(const MemoryAccess& access) {
+  switch (access.kind) {
+    case AccessKind::kRead:
+      return Format("reads %zu bytes", access.bytes);
+    case AccessKind::kWrite:
+      return Format("writes %zu bytes", access.bytes);
+    case AccessKind::kAtomic:
+      return Format("changes %zu bytes atomically", access.bytes);
+    case AccessKind::kCopyBegin:
+    case AccessKind::kCopyEnd:
+      break;
+  }
+  return Format("copies %zu bytes asynchronously", access.bytes);
+}
+
+}  // namespace
+
+Checker::Checker(Machine* machine)
+    : machine_(machine),
+      dynamic_shared_(MapDynamicShared()),
+      dynamic_(reinterpret_cast<uintptr_t>(dynamic_shared_), kDynamicCapacity, &order),
+      recent_static_(&dynamic_) {}
+
+void Checker::StartLaunch(size_t dynamic_shared_bytes, const void* parameters,
+                          size_t parameter_bytes) {
+  if (order.NeedsReset()) {
+    order.Reset();
+    dynamic_.Reset();
+    for (const auto& shadow : static_) shadow->Reset();
+  }
+  dynamic_.StartLaunch(dynamic_shared_bytes);
+  for (const auto& shadow : static_) shadow->StartLaunch(shadow->bytes());
+  parameters_ = reinterpret_cast<uintptr_t>(parameters);
+  parameter_bytes_ = parameter_bytes;
+}
+
+std::string Checker::Describe(uintptr_t address) {
+  if (StaticShared(address) != nullptr) {
+    const Variable variable = StaticVariableAt(address);
+    if (variable.name.empty()) return "in static shared memory";
+    return Format("at byte %zu of shared %s of %zu bytes", address - variable.begin,
+                  variable.name.c_str(), variable.bytes);
+  }
+  const size_t byte = address - dynamic_.begin();
+  if (byte < dynamic_.bytes()) return Format("at byte %zu of dynamic shared memory", byte);
+  if (byte < kDynamicCapacity) {
+    return Format("at byte %zu of dynamic shared memory, which has %zu", byte, dynamic_.bytes());
+  }
+  if (const DeviceBufferShadow* buffer = device_memory.Find(address)) {
+    return Format("at byte %zu of a buffer of %zu bytes", address - buffer->begin(),
+                  buffer->bytes());
+  }
+  return "at an address that is no device memory: " + device_memory.DescribeNearest(address);
+}
+
+void Checker::Report(FindingKind kind, const MemoryAccess& access, const char* rest) {
+  machine_->Report(kind, access.site,
+                   [&] { return Doing(access) + " " + Describe(access.address) + rest; });
+}
+
+// The access ends beyond what it begins in, or is nowhere.
+void Checker::Leave(const MemoryAccess& access) {
+  Report(FindingKind::kOutOfBounds, access, "");
+  machine_->block.Abandon();
+}
+
+void Checker::ReportShared(SharedShadow::Verdict verdict, int other, const MemoryAccess& access) {
+  const auto report_race = [&](const char* did) {
+    machine_->Report(FindingKind::kRace, access.site, [&] {
+      const bool several = other == SharedShadow::kSeveral;
+      return Doing(access) + " " + Describe(access.address) + ", which " +
+             (several ? "another thread" : "thread " + Text(machine_->block.index_of(other))) +
+             did + " with no barrier between";
+    });
+  };
+  switch (verdict) {
+    case SharedShadow::Verdict::kFine:
+      break;
+    case SharedShadow::Verdict::kUnwritten:
+      Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
+      break;
+    case SharedShadow::Verdict::kInFlight: {
+      const bool reads = access.kind == AccessKind::kRead;
+      Report(reads ? FindingKind::kUnwrittenRead : FindingKind::kRace, access,
+             ", to which an asynchronous copy is under way");
+      break;
+    }
+    case SharedShadow::Verdict::kRaceWithRead:
+      report_race(" read");
+      break;
+    case SharedShadow::Verdict::kRaceWithWrite:
+      report_race(" wrote");
+      break;
+  }
+}
+
+void Checker::Check(const MemoryAccess& access) {
+  if (dynamic_.Contains(access.address)) return CheckShared(&dynamic_, access);
+  if (SharedShadow* shadow = StaticShared(access.address)) return CheckShared(shadow, access);
+  const bool reads = access.kind == AccessKind::kRead;
+  if (reads && access.address - parameters_ < parameter_bytes_) return;
+  if (DeviceBufferShadow* buffer = device_memory.Find(access.address)) {
+    return CheckDevice(buffer, access);
+  }
+  CheckElsewhere(access);
+}
+
+void Checker::CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
+  ++accesses_;
+  if (access.bytes > shadow->begin() + shadow->bytes() - access.address) Leave(access);
+  int other = SharedShadow::kSeveral;
+  const auto verdict = shadow->Access(access.address, access.bytes, access.kind, &other);
+  if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
+}
+
+void Checker::CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access) {
+  ++accesses_;
+  if (!buffer->ContainsAll(access.address, access.bytes)) Leave(access);
+  if (access.kind != AccessKind::kWrite && !buffer->IsWritten(access.address, access.bytes)) {
+    Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
+  }
+  if (access.kind != AccessKind::kRead) buffer->SetWritten(access.address, access.bytes);
+}
+
+void Checker::CheckElsewhere(const MemoryAccess& access) {
+  const bool reads = access.kind == AccessKind::kRead;
+  const Segment* segment = SegmentOf(access.address);
+  if (segment == nullptr || (!reads && !segment->is_writable)) Leave(access);
+  if (!segment->is_writable) return;  // constants
+  // The first access to an image's shared memory.
+  const size_t bytes = segment->end - segment->begin;
+  static_.push_back(std::make_unique<SharedShadow>(segment->begin, bytes, &order));
+  recent_static_ = static_.back().get();
+  CheckShared(recent_static_, access);
+}
+
+SharedShadow* Checker::StaticShared(uintptr_t address) {
+  for (const auto& shadow : static_) {
+    if (shadow->Contains(address)) return recent_static_ = shadow.get();
+  }
+  return nullptr;
+}
+
+bool Checker::IsShared(const void* address) {
+  const uintptr_t place = reinterpret_cast<uintptr_t>(address);
+  if (dynamic_.Contains(place) || StaticShared(place) != nullptr) return true;
+  const Segment* segment = SegmentOf(place);
+  return segment != nullptr && segment->is_writable;
+}
+
+const Segment* Checker::SegmentOf(uintptr_t address) {
+  const auto find = [&]() -> const Segment* {
+    for (const Segment& segment : segments_) {
+      if (address - segment.begin < segment.end - segment.begin) return &segment;
+    }
+    return nullptr;
+  };
+  const Segment* segment = find();
+  if (segment != nullptr) return segment;
+  segments_ = LoadedSegments();  // a library may have been loaded since
+  return find();
+}
+
+}  // namespace cuda_simulator

@@ -1,0 +1,15 @@
+// What the parts of a kernel's side of the simulator share.
+#ifndef TFB_CORE_CUDA_SIMULATOR_DEVICE_H_
+#define TFB_CORE_CUDA_SIMULATOR_DEVICE_H_
+
+#include "core/cuda/simulator/cuda_runtime.h"
+
+namespace cuda_simulator {
+
+// MeetInWarp of all 32 lanes, none of which may have finished, as PTX's .aligned instructions want
+// it. `site` is where in the kernel: a return address.
+void MeetInWholeWarp(const char* name, void* argument, Collective complete, const void* site);
+
+}  // namespace cuda_simulator
+
+#endif  // TFB_CORE_CUDA_SIMULATOR_DEVICE_H_

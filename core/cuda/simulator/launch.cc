@@ -1,0 +1,188 @@
+// Launches, and what simulator.h declares.
+#include <cstdlib>
+#include <utility>
+
+#include "core/cuda/simulator/cuda_runtime.h"
+#include "core/cuda/simulator/machine.h"
+#include "core/cuda/simulator/runtime_error.h"
+
+namespace cuda_simulator {
+
+uint3 current_grid_shape __asm__("cuda_simulator_gridDim");
+
+__thread Machine* running_machine = nullptr;
+
+namespace {
+
+// Why a GPU does not run such a grid; empty where it does.
+std::string CheckShape(const LaunchShape& shape, const Settings& settings) {
+  const struct {
+    const char* what;
+    uint64_t value, most;
+  } limits[] = {
+      {"gridDim.x", shape.grid.x, 0x7fffffff},
+      {"gridDim.y", shape.grid.y, settings.max_grid_yz},
+      {"gridDim.z", shape.grid.z, settings.max_grid_yz},
+      {"blockDim.x", shape.block.x, 1024},
+      {"blockDim.y", shape.block.y, 1024},
+      {"blockDim.z", shape.block.z, 64},
+      {"the number of threads in a block", uint64_t{shape.block.x} * shape.block.y * shape.block.z,
+       kMaxThreads},
+  };
+  for (const auto& limit : limits) {
+    if (limit.value >= 1 && limit.value <= limit.most) continue;
+    return Format("%s is %llu; allowed is 1 to %llu", limit.what,
+                  static_cast<unsigned long long>(limit.value),
+                  static_cast<unsigned long long>(limit.most));
+  }
+  if (shape.shared_bytes <= settings.max_shared_bytes_per_block) return "";
+  return Format("dynamic shared memory is %zu bytes a block; allowed are %zu", shape.shared_bytes,
+                settings.max_shared_bytes_per_block);
+}
+
+// The blocks of a grid in the order n -> (n * step + first) mod count, step coprime to count: any
+// block may be first.
+class BlockOrder {
+ public:
+  BlockOrder(const dim3& grid, uint64_t seed)
+      : grid_(grid), count_(uint64_t{grid.x} * grid.y * grid.z) {
+    Shuffler shuffler(~seed);
+    first_ = shuffler.Below(count_);
+    step_ = shuffler.Below(count_) | 1;
+    while (CommonDivisor(step_, count_) != 1) step_ += 2;
+  }
+  uint64_t count() const { return count_; }
+  Index3 At(uint64_t n) const {
+    const auto wide = static_cast<unsigned __int128>(n) * step_ + first_;
+    const uint64_t block = static_cast<uint64_t>(wide % count_);
+    return {static_cast<unsigned>(block % grid_.x),
+            static_cast<unsigned>(block / grid_.x % grid_.y),
+            static_cast<unsigned>(block / grid_.x / grid_.y)};
+  }
+
+ private:
+  static uint64_t CommonDivisor(uint64_t a, uint64_t b) {
+    while (b != 0) a = std::exchange(b, a % b);
+    return a;
+  }
+
+  dim3 grid_;
+  uint64_t count_;
+  uint64_t first_;
+  uint64_t step_;
+};
+
+void RunBlocks(Machine* machine, const LaunchShape& shape) {
+  const BlockOrder order(shape.grid, machine->settings.seed);
+  const OverflowTrap trap(&machine->block.stacks(), &Block::OnOverflow);
+  running_machine = machine;
+  for (uint64_t n = 0; n < order.count() && !machine->findings.is_full(); ++n) {
+    ++machine->counts.blocks;
+    machine->counts.threads += uint64_t{shape.block.x} * shape.block.y * shape.block.z;
+    machine->checker.StartBlock();
+    if (!machine->block.Run(order.At(n))) break;
+  }
+  running_machine = nullptr;
+}
+
+}  // namespace
+
+Machine& TheMachine() {
+  static Machine* machine = new Machine;
+  return *machine;
+}
+
+namespace {
+
+cudaError_t LaunchLocked(Machine* machine, const char* kernel_name, const LaunchShape& shape,
+                         void (*body)(void*), void* context, size_t context_bytes) {
+  if (!machine->failure.empty()) {
+    SetLaunchMessage(machine->failure);
+    return SetLastError(cudaErrorLaunchFailure);
+  }
+  FindingLog& findings = machine->findings;
+  findings.StartLaunch(kernel_name, machine->settings.max_findings);
+  ++machine->counts.launches;
+  const std::string wrong = CheckShape(shape, machine->settings);
+  if (wrong.empty()) {
+    current_grid_shape = {shape.grid.x, shape.grid.y, shape.grid.z};
+    machine->checker.StartLaunch(shape.shared_bytes, context, context_bytes);
+    machine->block.StartLaunch(shape.block, body, context);
+    RunBlocks(machine, shape);
+  } else {
+    findings.Add(FindingKind::kBadLaunch, {}, {}, nullptr, wrong);
+  }
+  if (findings.findings().empty()) return cudaSuccess;
+  findings.FinishLaunch();
+  machine->counts.findings += static_cast<int64_t>(findings.findings().size());
+  SetLaunchMessage(findings.Summary());
+  if (!wrong.empty()) return SetLastError(cudaErrorInvalidConfiguration);
+  if (!machine->settings.errors_are_deferred) return SetLastError(cudaErrorLaunchFailure);
+  machine->failure = findings.Summary();
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
+                       void* context, size_t context_bytes) {
+  Machine& machine = TheMachine();
+  const auto on_launch = CurrentSettings().on_launch;
+  if (on_launch != nullptr) on_launch(true);
+  cudaError_t error;
+  {
+    std::lock_guard<std::mutex> lock(machine.mutex);
+    error = LaunchLocked(&machine, kernel_name, shape, body, context, context_bytes);
+  }
+  if (on_launch != nullptr) on_launch(false);
+  return error;
+}
+
+uint64_t SeedOfEnvironment() {
+  const char* text = std::getenv("CUDA_SIMULATOR_SEED");
+  if (text == nullptr) return 1;
+  char* end;
+  const uint64_t seed = std::strtoull(text, &end, 10);
+  return end != text && *end == '\0' ? seed : 1;
+}
+
+void Configure(const Settings& settings) {
+  std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  TheMachine().settings = settings;
+  TheMachine().failure.clear();
+}
+
+Settings CurrentSettings() {
+  std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  return TheMachine().settings;
+}
+
+const std::vector<Finding>& Findings() { return TheMachine().findings.findings(); }
+
+Counts TotalCounts() {
+  std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  Counts counts = TheMachine().counts;
+  counts.accesses = TheMachine().checker.accesses();
+  return counts;
+}
+
+std::string Describe(const Counts& counts) {
+  const auto count = [](int64_t n) { return static_cast<long long>(n); };
+  return Format(
+      "%lld launches, %lld blocks, %lld threads, %lld barriers, %lld warp collectives, "
+      "%lld accesses checked, %lld findings",
+      count(counts.launches), count(counts.blocks), count(counts.threads), count(counts.barriers),
+      count(counts.warp_collectives), count(counts.accesses), count(counts.findings));
+}
+
+void RegisterBuffer(const void* begin, size_t bytes, bool written) {
+  std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  TheMachine().checker.device_memory.Add(reinterpret_cast<uintptr_t>(begin), bytes, written);
+}
+
+void UnregisterBuffer(const void* begin) {
+  std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  TheMachine().checker.device_memory.Remove(reinterpret_cast<uintptr_t>(begin));
+}
+
+}  // namespace cuda_simulator

@@ -1,0 +1,45 @@
+// The simulated GPU: what the parts of the simulator share.
+#ifndef TFB_CORE_CUDA_SIMULATOR_MACHINE_H_
+#define TFB_CORE_CUDA_SIMULATOR_MACHINE_H_
+
+#include <mutex>
+#include <string>
+
+#include "core/cuda/simulator/block.h"
+#include "core/cuda/simulator/checker.h"
+#include "core/cuda/simulator/findings.h"
+#include "core/cuda/simulator/simulator.h"
+
+namespace cuda_simulator {
+
+struct Machine {
+  Machine() : checker(this), block(this) {}
+
+  // A finding of the running thread; what() says in words what it does.
+  template <class What>
+  void Report(FindingKind kind, const void* site, What what) {
+    ReportOf(block.running(), kind, site, what);
+  }
+  template <class What>
+  void ReportOf(int thread, FindingKind kind, const void* site, What what) {
+    if (!findings.Wants(kind, site)) return;
+    findings.Add(kind, block.index(), block.index_of(thread), site, what());
+  }
+
+  std::mutex mutex;  // held by launches, and changes of device memory
+  Settings settings;
+  Counts counts;  // but for accesses, which the checker counts
+  FindingLog findings;
+  Checker checker;
+  Block block;
+  std::string failure;  // of a kernel, where errors are deferred: what every call says from then on
+};
+
+Machine& TheMachine();
+
+// TheMachine() on the host thread on which a kernel runs, while it runs; null elsewhere.
+extern __thread Machine* running_machine;
+
+}  // namespace cuda_simulator
+
+#endif  // TFB_CORE_CUDA_SIMULATOR_MACHINE_H_

@@ -1,0 +1,157 @@
+// The host's side of cuda_runtime.h: memory, events, errors.
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "core/cuda/simulator/cuda_runtime.h"
+#include "core/cuda/simulator/machine.h"
+#include "core/cuda/simulator/runtime_error.h"
+
+namespace cuda_simulator {
+namespace {
+
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local std::string launch_message;
+
+// Behind every buffer, so that what runs over its end does not land in the next one.
+constexpr size_t kGapBytes = 4096;
+
+}  // namespace
+
+cudaError_t SetLastError(cudaError_t error) { return last_error = error; }
+void SetLaunchMessage(std::string message) { launch_message = std::move(message); }
+
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorInvalidValue:
+      return "simulator: a copy or fill leaves its buffer, or memory is freed that is none";
+    case cudaErrorMemoryAllocation:
+      return "simulator: out of memory";
+    default:
+      return launch_message.c_str();
+  }
+}
+
+namespace {
+
+// cudaSuccess, or what a kernel has done that went wrong before.
+cudaError_t Earlier(const Machine& machine) {
+  if (machine.failure.empty()) return cudaSuccess;
+  SetLaunchMessage(machine.failure);
+  return SetLastError(cudaErrorLaunchFailure);
+}
+
+cudaError_t EarlierOfAll() {
+  Machine& machine = TheMachine();
+  std::lock_guard<std::mutex> lock(machine.mutex);
+  return Earlier(machine);
+}
+
+}  // namespace
+
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return EarlierOfAll(); }
+cudaError_t cudaDeviceSynchronize() { return EarlierOfAll(); }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return EarlierOfAll(); }
+
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  constexpr size_t kAlignment = 256;
+  *memory = nullptr;
+  if (const cudaError_t error = EarlierOfAll(); error != cudaSuccess) return error;
+  if (bytes > SIZE_MAX - 2 * kGapBytes) return SetLastError(cudaErrorMemoryAllocation);
+  const size_t padded = (bytes + kGapBytes + kAlignment - 1) / kAlignment * kAlignment;
+  *memory = std::aligned_alloc(kAlignment, padded);
+  if (*memory == nullptr) return SetLastError(cudaErrorMemoryAllocation);
+  std::memset(*memory, 0xff, bytes);  // as a GPU leaves it: not zero. Floats are NaN
+  RegisterBuffer(*memory, bytes, /*written=*/false);
+  return cudaSuccess;
+}
+
+cudaError_t cudaFree(void* memory) {
+  if (memory == nullptr) return cudaSuccess;
+  {
+    Machine& machine = TheMachine();
+    std::lock_guard<std::mutex> lock(machine.mutex);
+    if (!machine.checker.device_memory.Remove(reinterpret_cast<uintptr_t>(memory))) {
+      return SetLastError(cudaErrorInvalidValue);
+    }
+  }
+  std::free(memory);
+  return cudaSuccess;
+}
+
+namespace {
+
+// The buffer that copies and fills of so many bytes are bound to, as kernels are; null: there is none.
+DeviceBufferShadow* BufferOf(const void* memory, size_t bytes) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory);
+  DeviceBufferShadow* buffer = TheMachine().checker.device_memory.Find(address);
+  return buffer != nullptr && buffer->ContainsAll(address, bytes) ? buffer : nullptr;
+}
+
+}  // namespace
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t) {
+  if (bytes == 0) return cudaSuccess;
+  std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  if (const cudaError_t error = Earlier(TheMachine()); error != cudaSuccess) return error;
+  if (kind != cudaMemcpyHostToDevice && BufferOf(from, bytes) == nullptr) {
+    return SetLastError(cudaErrorInvalidValue);
+  }
+  if (kind != cudaMemcpyDeviceToHost) {
+    DeviceBufferShadow* buffer = BufferOf(to, bytes);
+    if (buffer == nullptr) return SetLastError(cudaErrorInvalidValue);
+    buffer->SetWritten(reinterpret_cast<uintptr_t>(to), bytes);
+  }
+  std::memmove(to, from, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  if (bytes == 0) return cudaSuccess;
+  std::lock_guard<std::mutex> lock(TheMachine().mutex);
+  if (const cudaError_t error = Earlier(TheMachine()); error != cudaSuccess) return error;
+  DeviceBufferShadow* buffer = BufferOf(memory, bytes);
+  if (buffer == nullptr) return SetLastError(cudaErrorInvalidValue);
+  buffer->SetWritten(reinterpret_cast<uintptr_t>(memory), bytes);
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  const size_t page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  *total_bytes = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes;
+  *free_bytes = static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) * page_bytes;
+  return cudaSuccess;
+}
+
+struct CUevent_st {
+  std::chrono::steady_clock::time_point when;
+};
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = new CUevent_st;
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  event->when = std::chrono::steady_clock::now();
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+  *ms = std::chrono::duration<float, std::milli>(to->when - from->when).count();
+  return cudaSuccess;
+}
+
+}  // namespace cuda_simulator

@@ -1,0 +1,17 @@
+// The runtime's error of the calling host thread, as CUDA keeps it.
+#ifndef TFB_CORE_CUDA_SIMULATOR_RUNTIME_ERROR_H_
+#define TFB_CORE_CUDA_SIMULATOR_RUNTIME_ERROR_H_
+
+#include <string>
+
+#include "core/cuda/simulator/cuda_runtime.h"
+
+namespace cuda_simulator {
+
+cudaError_t SetLastError(cudaError_t error);  // returns it
+// What cudaGetErrorString says of launches.
+void SetLaunchMessage(std::string message);
+
+}  // namespace cuda_simulator
+
+#endif  // TFB_CORE_CUDA_SIMULATOR_RUNTIME_ERROR_H_

@@ -1,0 +1,255 @@
+#include "core/cuda/kernel.cuh"
+#include "core/layers/layer_kernels.h"
+
+namespace tfb {
+namespace {
+
+constexpr int kWarp = 32;
+
+__host__ __device__ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+__device__ int64_t RowOffset(const DeviceRows& rows, int64_t row) {
+  return row / rows.tokens * rows.batch_stride + row % rows.tokens * rows.token_stride;
+}
+__device__ float Load(const DeviceRows& rows, int64_t row_offset, int64_t channel) {
+  return LoadElement(rows.data, rows.element, row_offset + channel * rows.channel_stride);
+}
+__device__ void Store(const DeviceRows& rows, int64_t row_offset, int64_t channel, float value) {
+  StoreElement(rows.data, rows.element, row_offset + channel * rows.channel_stride, value);
+}
+
+// Formulas: activation.h. NaN gives NaN in all of them.
+__device__ float Activated(Activation activation, float x) {
+  switch (activation) {
+    case Activation::kRelu:
+      return x < 0 ? 0 : x;
+    case Activation::kGelu:
+      return x * (0.5f + 0.5f * erff(x * 0.70710678f));  // 1 / sqrt(2)
+    case Activation::kGeluTanh:
+      return x * (0.5f + 0.5f * tanhf(0.79788456f * (x + 0.044715f * x * x * x)));  // sqrt(2 / pi)
+    case Activation::kGeluSigmoid:
+      return x / (1 + expf(-1.702f * x));
+    default:
+      return x;
+  }
+}
+
+// ---- The product ----
+//
+// A block makes 64 x 64 of y with 128 threads, each 8 x 4 of it in registers: per step of the inner
+// dimension a thread reads 12 floats of shared memory for 32 multiply-adds. Tiles are 16 deep and
+// double-buffered: the next ones are on their way to registers while these are multiplied.
+//   shared memory: 2 x 16 x (68 + 64) x 4 B = 16.5 KiB
+// A row's sum does not depend on the other rows, nor on their number.
+
+constexpr int kTileRows = 64;
+constexpr int kTileColumns = 64;
+constexpr int kTileDepth = 16;
+constexpr int kMultiplyThreads = 128;
+constexpr int kThreadRows = 8;
+constexpr int kThreadColumns = 4;
+constexpr int kLoads = kTileRows * kTileDepth / kMultiplyThreads;  // of a thread, of each matrix
+static_assert(kTileRows == kTileColumns, "both tiles have as many elements");
+
+struct alignas(16) Tiles {
+  float x[kTileDepth][kTileRows + 4];  // transposed; the padding spreads its writes over banks
+  float w[kTileDepth][kTileColumns];
+};
+
+// What a thread brings of the next tiles: of x rows t / 16 + 8 n of channel t % 16, so that 16
+// lanes read consecutive channels; of W column t % 64 of channels t / 64 + 2 n.
+struct Fetched {
+  float x[kLoads];
+  float w[kLoads];
+};
+
+class TileLoader {
+ public:
+  // Rows and columns beyond the last repeat it: what comes of them is not stored.
+  __device__ TileLoader(const MatMulArguments& a, int64_t first_row, int64_t first_column)
+      : a_(a), column_(min(first_column + threadIdx.x % kTileColumns, a.out - 1)) {
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      x_offset_[n] = RowOffset(a.x, min(first_row + XRow(n), a.rows - 1));
+    }
+  }
+
+  // The tiles of the channels `depth` on; zeros beyond the last channel.
+  __device__ void Fetch(int64_t depth, Fetched* next) const {
+    const int64_t channel = depth + threadIdx.x % kTileDepth;
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      next->x[n] = channel < a_.in ? Load(a_.x, x_offset_[n], channel) : 0.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int64_t k = depth + WChannel(n);
+      next->w[n] = k < a_.in ? a_.weights[k * a_.out + column_] : 0.0f;
+    }
+  }
+
+  __device__ void Put(const Fetched& next, Tiles* tiles) const {
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      tiles->x[threadIdx.x % kTileDepth][XRow(n)] = next.x[n];
+      tiles->w[WChannel(n)][threadIdx.x % kTileColumns] = next.w[n];
+    }
+  }
+
+ private:
+  __device__ static int64_t XRow(int n) {
+    return threadIdx.x / kTileDepth + n * (kMultiplyThreads / kTileDepth);
+  }
+  __device__ static int64_t WChannel(int n) {
+    return threadIdx.x / kTileColumns + n * (kMultiplyThreads / kTileColumns);
+  }
+
+  const MatMulArguments& a_;
+  int64_t column_;
+  int64_t x_offset_[kLoads];
+};
+
+__device__ void MultiplyTiles(const Tiles& tiles, int thread_row, int thread_column,
+                              float sums[kThreadRows][kThreadColumns]) {
+#pragma unroll
+  for (int k = 0; k < kTileDepth; ++k) {
+    const float4* x = reinterpret_cast<const float4*>(&tiles.x[k][thread_row]);
+    const float4 x0 = x[0], x1 = x[1];
+    const float4 w = *reinterpret_cast<const float4*>(&tiles.w[k][thread_column]);
+    const float rows[kThreadRows] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
+    const float columns[kThreadColumns] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int r = 0; r < kThreadRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kThreadColumns; ++c) sums[r][c] += rows[r] * columns[c];
+    }
+  }
+}
+
+// Blocks of one column tile follow each other, so that its part of W stays in L2.
+__global__ void __launch_bounds__(kMultiplyThreads) Multiply(MatMulArguments a) {
+  __shared__ Tiles tiles[2];
+  const int64_t row_tiles = CeilDiv(a.rows, kTileRows);
+  const int64_t first_row = blockIdx.x % row_tiles * kTileRows;
+  const int64_t first_column = blockIdx.x / row_tiles * kTileColumns;
+  const int thread_row = threadIdx.x / (kTileColumns / kThreadColumns) * kThreadRows;
+  const int thread_column = threadIdx.x % (kTileColumns / kThreadColumns) * kThreadColumns;
+
+  float sums[kThreadRows][kThreadColumns] = {};
+  const TileLoader loader(a, first_row, first_column);
+  Fetched next;
+  if (a.in > 0) {
+    loader.Fetch(0, &next);
+    loader.Put(next, &tiles[0]);
+  }
+  int current = 0;
+  for (int64_t depth = 0; depth < a.in; depth += kTileDepth, current ^= 1) {
+    __syncthreads();  // these tiles are here, and nobody reads the others any more
+    const bool more = depth + kTileDepth < a.in;
+    if (more) loader.Fetch(depth + kTileDepth, &next);
+    MultiplyTiles(tiles[current], thread_row, thread_column, sums);
+    if (more) loader.Put(next, &tiles[current ^ 1]);
+  }
+
+#pragma unroll
+  for (int r = 0; r < kThreadRows; ++r) {
+    const int64_t row = first_row + thread_row + r;
+    if (row >= a.rows) break;
+    const int64_t y_offset = RowOffset(a.y, row);
+    const int64_t residual_offset = a.residual.data == nullptr ? 0 : RowOffset(a.residual, row);
+#pragma unroll
+    for (int c = 0; c < kThreadColumns; ++c) {
+      const int64_t column = first_column + thread_column + c;
+      if (column >= a.out) break;
+      const float bias = a.bias == nullptr ? 0.0f : a.bias[column];
+      float value = Activated(a.activation, sums[r][c] + bias);
+      if (a.residual.data != nullptr) value += Load(a.residual, residual_offset, column);
+      Store(a.y, y_offset, column, value);
+    }
+  }
+}
+
+const char* LaunchMultiply(const MatMulArguments& a, void* stream) {
+  const int64_t blocks = CeilDiv(a.rows, kTileRows) * CeilDiv(a.out, kTileColumns);
+  if (blocks > INT32_MAX) return "a product of more than 2^31 - 1 tiles of 64 x 64";
+  return Launch("Multiply", &Multiply,
+                {dim3(static_cast<unsigned>(blocks)), dim3(kMultiplyThreads)}, stream, a);
+}
+
+// ---- Work on rows, a warp each ----
+
+constexpr int kRowThreads = 256;
+constexpr int kFinishChannels = 512;  // of a warp's part of a row: 16 a lane
+
+__device__ int64_t WarpOfGrid() {
+  return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+}
+__device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+template <class... Parameters, class Arguments>
+const char* LaunchWarps(const char* name, void (*kernel)(Parameters...), int64_t warps,
+                        void* stream, const Arguments& arguments) {
+  const int64_t blocks = CeilDiv(warps, kRowThreads / kWarp);
+  if (blocks > INT32_MAX) return "more rows than a grid has warps";
+  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kRowThreads)}, stream,
+                arguments);
+}
+
+__global__ void __launch_bounds__(kRowThreads) Finish(FinishArguments a) {
+  const int64_t parts = CeilDiv(a.channels, kFinishChannels);
+  const int64_t row = WarpOfGrid() / parts;
+  if (row >= a.rows) return;
+  const int64_t first = WarpOfGrid() % parts * kFinishChannels;
+  const int64_t end = min(first + kFinishChannels, a.channels);
+  const int64_t x_offset = RowOffset(a.x, row), y_offset = RowOffset(a.y, row);
+  const int64_t residual_offset = a.residual.data == nullptr ? 0 : RowOffset(a.residual, row);
+  for (int64_t c = first + Lane(); c < end; c += kWarp) {
+    const float bias = a.bias == nullptr ? 0.0f : a.bias[c];
+    float value = Activated(a.activation, Load(a.x, x_offset, c) + bias);
+    if (a.residual.data != nullptr) value += Load(a.residual, residual_offset, c);
+    Store(a.y, y_offset, c, value);
+  }
+}
+
+const char* LaunchFinish(const FinishArguments& a, void* stream) {
+  return LaunchWarps("Finish", &Finish, a.rows * CeilDiv(a.channels, kFinishChannels), stream, a);
+}
+
+__device__ double SumOfWarp(double value) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    value += __shfl_xor_sync(~0u, value, lanes);
+  }
+  return value;
+}
+
+__global__ void __launch_bounds__(kRowThreads) NormalizeRows(LayerNormArguments a) {
+  const int64_t row = WarpOfGrid();
+  if (row >= a.rows) return;
+  const int64_t x_offset = RowOffset(a.x, row), y_offset = RowOffset(a.y, row);
+  const double channels = static_cast<double>(a.channels);
+  double sum = 0;
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) sum += Load(a.x, x_offset, c);
+  const double mean = SumOfWarp(sum) / channels;
+  double squares = 0;
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    const double difference = Load(a.x, x_offset, c) - mean;
+    squares += difference * difference;
+  }
+  const double variance = SumOfWarp(squares) / channels;
+  const float scale = static_cast<float>(1 / sqrt(variance + a.epsilon));
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    const float centred = static_cast<float>(Load(a.x, x_offset, c) - mean);
+    Store(a.y, y_offset, c, a.gamma[c] * (centred * scale) + a.beta[c]);
+  }
+}
+
+const char* LaunchLayerNorm(const LayerNormArguments& a, void* stream) {
+  return LaunchWarps("NormalizeRows", &NormalizeRows, a.rows, stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(LayerKernels, {&LaunchMultiply, &LaunchFinish, &LaunchLayerNorm});
+
+}  // namespace tfb

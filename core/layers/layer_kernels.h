@@ -1,0 +1,69 @@
+// The CUDA kernels of core/layers as C++ sees them: plain data and launchers. Every pointer is to
+// device memory.
+#ifndef TFB_CORE_LAYERS_LAYER_KERNELS_H_
+#define TFB_CORE_LAYERS_LAYER_KERNELS_H_
+
+#include <stdint.h>
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+#include "core/layers/activation.h"
+
+namespace tfb {
+
+// A hidden state as rows: row r is token r % tokens of batch row r / tokens. Strides in elements.
+struct DeviceRows {
+  void* data;  // null: no tensor
+  Element element;
+  int64_t tokens;  // at least 1
+  int64_t batch_stride;
+  int64_t token_stride;
+  int64_t channel_stride;
+};
+
+// y = activation(x W + b) + residual, as MatMulCall; sums in the order of the input channels.
+struct MatMulArguments {
+  DeviceRows x;          // [rows, in]
+  const float* weights;  // W [in, out]
+  const float* bias;     // b [out], or null
+  DeviceRows residual;   // [rows, out], or none
+  DeviceRows y;          // [rows, out]; may be the residual
+  int64_t rows;
+  int64_t in;
+  int64_t out;
+  Activation activation;
+};
+
+// y = activation(x + b) + residual: what follows a product that a library made, a conversion, a
+// sum.
+struct FinishArguments {
+  DeviceRows x;         // [rows, channels]
+  const float* bias;    // [channels], or null
+  DeviceRows residual;  // or none
+  DeviceRows y;         // may be x, or the residual
+  int64_t rows;
+  int64_t channels;
+  Activation activation;
+};
+
+// As LayerNorm; y may be x.
+struct LayerNormArguments {
+  DeviceRows x;  // [rows, channels]
+  const float* gamma;
+  const float* beta;
+  DeviceRows y;
+  int64_t rows;
+  int64_t channels;
+  double epsilon;
+};
+
+// Each enqueues on the stream and returns null, or why not.
+struct LayerKernels {
+  const char* (*multiply)(const MatMulArguments& arguments, void* stream);
+  const char* (*finish)(const FinishArguments& arguments, void* stream);
+  const char* (*layer_norm)(const LayerNormArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LAYERS_LAYER_KERNELS_H_

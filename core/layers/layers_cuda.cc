@@ -1,0 +1,138 @@
+#include "core/layers/layers_cuda.h"
+
+#include <algorithm>
+
+#include "core/cuda/runtime.h"
+#include "core/layers/rows_of.h"
+#include "core/status.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+// Null where products are our own kernel's.
+CudaBlas* BlasOf(Device device) {
+  if (device != Device::kCuda) return nullptr;
+  const absl::StatusOr<CudaBlas*> blas = CudaBlas::For(device);
+  return blas.ok() ? *blas : nullptr;
+}
+
+// Rows of floats that a library can read or write as they are.
+struct FloatRows {
+  float* first = nullptr;  // null: they are not such
+  int64_t stride = 0;
+};
+template <class View>
+FloatRows ToFloatRows(const View& view) {
+  const RowsOf<View> rows(view);
+  FloatRows result;
+  result.first = const_cast<float*>(rows.FirstRow(&result.stride));
+  if (rows.rows() == 1) result.stride = rows.channels();
+  if (result.stride < rows.channels()) result.first = nullptr;  // such as broadcast rows
+  return result;
+}
+
+}  // namespace
+
+DeviceRows ToDeviceRows(const ConstTensorView& view) {
+  DeviceRows rows = {};
+  if (view.empty()) return rows;
+  const DeviceView device_view = ToDeviceView(view);
+  rows.data = device_view.data;
+  rows.element = device_view.element;
+  const int tokens_axis = view.rank - 2;
+  rows.tokens = std::max<int64_t>(view.dim(tokens_axis), 1);
+  rows.batch_stride = view.rank == 3 ? view.stride(0) : 0;
+  rows.token_stride = view.stride(tokens_axis);
+  rows.channel_stride = view.stride(tokens_axis + 1);
+  return rows;
+}
+
+absl::Status FinishCuda(Device device, const ConstTensorView& x, const float* bias,
+                        Activation activation, const ConstTensorView& residual, const TensorView& y,
+                        const Execution& execution) {
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+  FinishArguments arguments = {};
+  arguments.x = ToDeviceRows(x);
+  arguments.bias = bias;
+  arguments.residual = ToDeviceRows(residual);
+  arguments.y = ToDeviceRows(y);
+  arguments.rows = RowsOf<TensorView>(y).rows();
+  arguments.channels = RowsOf<TensorView>(y).channels();
+  arguments.activation = activation;
+  return ToStatus(KernelsOn<LayerKernels>(runtime->target()).finish(arguments, execution.stream));
+}
+
+absl::Status MultiplyWithKernel(const PackedMatrix& matrix, const MatMulCall& call,
+                                const Execution& execution) {
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(matrix.device()));
+  MatMulArguments arguments = {};
+  arguments.x = ToDeviceRows(call.x);
+  arguments.weights = matrix.weights();
+  arguments.bias = matrix.bias();
+  arguments.residual = ToDeviceRows(call.residual);
+  arguments.y = ToDeviceRows(call.y);
+  arguments.rows = RowsOf<TensorView>(call.y).rows();
+  arguments.in = matrix.in();
+  arguments.out = matrix.out();
+  arguments.activation = call.activation;
+  return ToStatus(KernelsOn<LayerKernels>(runtime->target()).multiply(arguments, execution.stream));
+}
+
+absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const MatMulCall& call,
+                              const Execution& execution) {
+  const int64_t rows = RowsOf<TensorView>(call.y).rows();
+  Workspace workspace(execution.workspace);
+  std::byte* scratch = workspace.Take<std::byte>(static_cast<int64_t>(blas->workspace_bytes()));
+
+  FloatRows x = ToFloatRows(call.x);
+  if (x.first == nullptr) {
+    x = {workspace.Take<float>(rows * matrix.in()), matrix.in()};
+    const TensorView converted(x.first, DType::kF32, call.x.shape());
+    TFB_RETURN_IF_ERROR(
+        FinishCuda(matrix.device(), call.x, nullptr, Activation::kNone, {}, converted, execution));
+  }
+  // A residual may be y itself, so that the product has to wait elsewhere.
+  TensorView product = call.y;
+  FloatRows y = ToFloatRows(call.y);
+  if (y.first == nullptr || !call.residual.empty()) {
+    y = {workspace.Take<float>(rows * matrix.out()), matrix.out()};
+    product = TensorView(y.first, DType::kF32, call.y.shape());
+  }
+  GemmCall gemm;
+  gemm.rows = rows;
+  gemm.columns = matrix.out();
+  gemm.depth = matrix.in();
+  gemm.a = x.first;
+  gemm.a_stride = x.stride;
+  gemm.b = matrix.weights();
+  gemm.b_stride = matrix.out();
+  gemm.c = y.first;
+  gemm.c_stride = y.stride;
+  TFB_RETURN_IF_ERROR(blas->Multiply(gemm, scratch, execution.stream));
+  const bool done = product.data == call.y.data && matrix.bias() == nullptr &&
+                    call.activation == Activation::kNone;
+  if (done) return absl::OkStatus();
+  return FinishCuda(matrix.device(), product, matrix.bias(), call.activation, call.residual, call.y,
+                    execution);
+}
+
+size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out) {
+  const CudaBlas* blas = BlasOf(device);
+  if (blas == nullptr) return 0;
+  return Workspace::Measure([=](Workspace& workspace) {
+    workspace.Take<std::byte>(static_cast<int64_t>(blas->workspace_bytes()));
+    workspace.Take<float>(rows * in);
+    workspace.Take<float>(rows * out);
+  });
+}
+
+absl::Status MatMulCuda(const PackedMatrix& matrix, const MatMulCall& call,
+                        const Execution& execution) {
+  if (NumElements(call.y.shape()) == 0) return absl::OkStatus();
+  CudaBlas* blas = BlasOf(matrix.device());
+  return blas == nullptr || matrix.in() == 0 ? MultiplyWithKernel(matrix, call, execution)
+                                             : MultiplyWithBlas(blas, matrix, call, execution);
+}
+
+}  // namespace tfb

@@ -1,0 +1,38 @@
+// The CUDA half of core/layers, on a GPU and in the simulator. Shapes have been checked.
+#ifndef TFB_CORE_LAYERS_LAYERS_CUDA_H_
+#define TFB_CORE_LAYERS_LAYERS_CUDA_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "core/cuda/blas.h"
+#include "core/layers/layer_kernels.h"
+#include "core/layers/matmul.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// [rows, channels] or [batch, tokens, channels] as kernels take it; no tensor for an empty view.
+DeviceRows ToDeviceRows(const ConstTensorView& view);
+
+// The product by our kernel, and by cuBLAS with our kernel before and after it.
+absl::Status MultiplyWithKernel(const PackedMatrix& matrix, const MatMulCall& call,
+                                const Execution& execution);
+absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const MatMulCall& call,
+                              const Execution& execution);
+// By whichever MatMulBackend names.
+size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out);
+absl::Status MatMulCuda(const PackedMatrix& matrix, const MatMulCall& call,
+                        const Execution& execution);
+
+// y = activation(x + bias) + residual. `bias` [channels] and `residual` may be missing.
+absl::Status FinishCuda(Device device, const ConstTensorView& x, const float* bias,
+                        Activation activation, const ConstTensorView& residual, const TensorView& y,
+                        const Execution& execution);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LAYERS_LAYERS_CUDA_H_

@@ -1,0 +1,97 @@
+#include "core/cuda/kernel.cuh"
+#include "positional/rope/rope_cuda.h"
+
+namespace tfb {
+namespace {
+
+// One launch turns queries and keys. A thread turns four pairs of a row, or copies eight of the
+// channels behind the last pair: a row of 64 channels is 8 threads, each with 8 loads under way at
+// once. A block has rows of one head.
+constexpr int kThreads = 256;
+constexpr int kPairs = 4;
+constexpr int kChannels = 2 * kPairs;
+
+__host__ __device__ int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+// Threads of a row: at most 33 for 256 channels.
+__host__ __device__ int RowThreads(const TurnArguments& a) {
+  return CeilDiv(a.pairs, kPairs) + CeilDiv(a.channels - 2 * a.pairs, kChannels);
+}
+__host__ __device__ int64_t Blocks(const TurnedRows& rows, int block_rows) {
+  return rows.batch * rows.heads * CeilDiv(rows.tokens, block_rows);
+}
+
+// A row of `from` and the same one of `to`.
+struct Row {
+  const DeviceView& from;
+  const DeviceView& to;
+  int64_t from_offset;
+  int64_t to_offset;
+
+  __device__ float Load(int channel) const {
+    return LoadElement(from.data, from.element, from_offset + channel * from.strides[3]);
+  }
+  __device__ void Store(int channel, float value) const {
+    StoreElement(to.data, to.element, to_offset + channel * to.strides[3], value);
+  }
+};
+
+__device__ void TurnPairs(const TurnArguments& a, const Row& row, int64_t table_row, int first) {
+  const int step = a.half ? 1 : 2, second = a.half ? a.pairs : 1;
+  const float* cos = a.cos + table_row * a.pairs;
+  const float* sin = a.sin + table_row * a.pairs;
+  float x[kPairs], y[kPairs];
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) {
+    const int t = min(first + n, a.pairs - 1);
+    const float c = cos[t], s = sin[t];
+    const float left = row.Load(t * step), right = row.Load(t * step + second);
+    x[n] = left * c - right * s;
+    y[n] = left * s + right * c;
+  }
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) {
+    const int t = first + n;
+    if (t >= a.pairs) break;
+    row.Store(t * step, x[n]);
+    row.Store(t * step + second, y[n]);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) Turn(TurnArguments a) {
+  const int row_threads = RowThreads(a), block_rows = kThreads / row_threads;
+  const int64_t query_blocks = Blocks(a.queries, block_rows);
+  const bool is_key = blockIdx.x >= query_blocks;
+  const TurnedRows& rows = is_key ? a.keys : a.queries;
+  const unsigned block = blockIdx.x - static_cast<unsigned>(is_key ? query_blocks : 0);
+  const unsigned head_blocks = CeilDiv(rows.tokens, block_rows);
+  const unsigned head = block / head_blocks;
+  const int64_t b = head / static_cast<unsigned>(rows.heads);
+  const int64_t h = head % static_cast<unsigned>(rows.heads);
+
+  const int row_of_block = static_cast<int>(threadIdx.x) / row_threads;
+  const int part = static_cast<int>(threadIdx.x) % row_threads;
+  const int64_t n = static_cast<int64_t>(block % head_blocks) * block_rows + row_of_block;
+  if (row_of_block >= block_rows || n >= rows.tokens) return;
+  const auto offset = [&](const DeviceView& view) {
+    return b * view.strides[0] + h * view.strides[1] + n * view.strides[2];
+  };
+  const Row row{rows.from, rows.to, offset(rows.from), offset(rows.to)};
+  const int turning = CeilDiv(a.pairs, kPairs);
+  if (part < turning) return TurnPairs(a, row, n + rows.first, part * kPairs);
+  const int first = 2 * a.pairs + (part - turning) * kChannels;
+  for (int c = first; c < min(first + kChannels, a.channels); ++c) row.Store(c, row.Load(c));
+}
+
+const char* LaunchTurn(const TurnArguments& a, void* stream) {
+  const int block_rows = kThreads / RowThreads(a);
+  const int64_t blocks = Blocks(a.queries, block_rows) + Blocks(a.keys, block_rows);
+  if (blocks > INT32_MAX) return "more rows to turn than a grid has blocks for";
+  return Launch("Turn", &Turn, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(RopeKernels, {&LaunchTurn});
+
+}  // namespace tfb

@@ -1,0 +1,39 @@
+// The CUDA kernel of rope as C++ sees it. Pointers are to device memory.
+#ifndef TFB_POSITIONAL_ROPE_ROPE_CUDA_H_
+#define TFB_POSITIONAL_ROPE_ROPE_CUDA_H_
+
+#include <stdint.h>
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+
+// Rows to turn: those of queries, or of keys.
+struct TurnedRows {
+  DeviceView from;  // [batch, heads, tokens, channels]
+  DeviceView to;    // the same shape
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+  int64_t first;  // row n has row n + first of the tables
+};
+
+struct TurnArguments {
+  TurnedRows queries;
+  TurnedRows keys;
+  const float* cos;  // [positions, pairs]
+  const float* sin;
+  int channels;
+  int pairs;  // the channels behind them are copied
+  bool half;  // pair t is channels t and t + pairs, else 2 t and 2 t + 1
+};
+
+struct RopeKernels {
+  // Enqueues on the stream and returns null, or why not.
+  const char* (*turn)(const TurnArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_POSITIONAL_ROPE_ROPE_CUDA_H_
