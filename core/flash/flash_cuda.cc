@@ -143,13 +143,16 @@ absl::StatusOr<DeviceDistanceTable> FlashCuda::KeepTable(const DistanceTable& ta
                              table.zero()};
 }
 
-// From panels [head_dim][64] of floats to rows of the problem's dtype.
+// From panels [head_dim][64] of floats to rows of the problem's dtype, in the order of channels that
+// its kernel reads.
 absl::Status FlashCuda::KeepRelativeKeys(const Problem& problem, const RelativeKeys& keys) {
   DeviceRelativeKeys& device = rule_.relative_keys;
   device.heads = keys.heads();
   device.low = keys.low();
   device.high = keys.high();
-  device.row = (problem.head_dim + 7) / 8 * 8;
+  const bool is_16_bit = problem.dtype != DType::kF32;
+  const int64_t multiple = is_16_bit ? 32 : 8;
+  device.row = (problem.head_dim + multiple - 1) / multiple * multiple;
   const int64_t offsets = keys.high() - keys.low() + 1;
   TFB_ASSIGN_OR_RETURN(Tensor rows,
                        Tensor::Allocate(problem.dtype, Shape{keys.heads(), offsets, device.row}));
@@ -160,7 +163,8 @@ absl::Status FlashCuda::KeepRelativeKeys(const Problem& problem, const RelativeK
       const int64_t panel = (offset >= 0 ? offset : offset - kFlashTile + 1) / kFlashTile;
       const float* column = keys.Panel(h, panel) + (offset - panel * kFlashTile);
       for (int64_t c = 0; c < problem.head_dim; ++c) {
-        rows.view().Set(rows.view().Offset(h, n, c), column[c * kFlashTile]);
+        const int64_t place = is_16_bit ? RelativeKeyPlace16(c) : c;
+        rows.view().Set(rows.view().Offset(h, n, place), column[c * kFlashTile]);
       }
     }
   }
