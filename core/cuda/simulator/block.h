@@ -55,9 +55,8 @@ struct PendingCopy {
 
 // What a thread has copied asynchronously and not yet waited for.
 struct PendingCopies {
-  std::vector<PendingCopy> copies;  // from `first` on
-  size_t first = 0;
-  uint64_t open_group = 0;  // the one that the next commit closes
+  std::vector<PendingCopy> copies;  // the oldest first
+  uint64_t open_group = 0;          // the one that the next commit closes
 };
 
 class Block {
