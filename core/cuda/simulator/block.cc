@@ -128,7 +128,7 @@ void Block::WaitAtBarrier(const void* site) {
   SwitchAway();
 }
 
-// Every thread has finished or waits. Lets those at the block's barrier go on; false where none can.
+// Every thread has finished or waits. Lets those at the block's barrier go on; false if none can.
 bool Block::ReleaseBarrier() {
   if (finished_ == count_) return false;
   if (at_barrier_ + finished_ < count_) {

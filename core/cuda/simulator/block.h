@@ -34,7 +34,8 @@ class Shuffler {
   uint64_t state_;
 };
 
-// What lanes of a warp do together: they meet where all that are to come have the same name and mask.
+// What lanes of a warp do together: they meet where all that are to come give the same name and
+// mask.
 struct Meeting {
   const char* name;
   unsigned mask;

@@ -107,7 +107,7 @@ void NoteAtomic(void* address, size_t bytes, const void* site) {
 
 // ---- Asynchronous copies ----
 
-// It happens when it is waited for. Until then nobody may use the place, and what was there is gone.
+// It happens when it is waited for; until then nobody may use the place.
 void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zero_bytes) {
   Machine& machine = *running_machine;
   const void* site = __builtin_return_address(0);

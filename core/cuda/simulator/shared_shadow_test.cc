@@ -1,5 +1,5 @@
-// Random programs of a block's threads, against an oracle that keeps every access and, for every pair
-// of threads, how much of the one is before what the other does now.
+// Random programs of a block's threads, against an oracle that keeps every access and, for every
+// pair of threads, how much of the one is before what the other does now.
 #include "core/cuda/simulator/shared_shadow.h"
 
 #include <gtest/gtest.h>
@@ -67,7 +67,7 @@ class Oracle {
     return written || kind == AccessKind::kWrite ? Verdict::kFine : Verdict::kUnwritten;
   }
 
-  // The threads of [first, last) that are in `lanes`, by their number modulo 32, wait for each other.
+  // The threads of [first, last) that `lanes` names, by number modulo 32, wait for each other.
   void WaitForAll(int first, int last, unsigned lanes) {
     std::vector<int> joined(kThreads, 0), members;
     for (int t = first; t < last; ++t) {
