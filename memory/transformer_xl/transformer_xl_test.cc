@@ -442,7 +442,7 @@ class Weights {
                            RelativeSinusoids(reach.max_distance() + 1, 64).view(), execution)
                     .ok());
     Tensor out(DType::kF32, x_.shape());
-    SegmentView segment(reach);
+    SegmentView segment(Device::kCpu, reach);
     for (int64_t t = 0; t < 64; t += 16) {
       segment.Set(t, 16);
       EXPECT_TRUE(attention
