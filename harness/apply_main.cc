@@ -27,7 +27,8 @@ ABSL_FLAG(std::string, technique, "",
           "The technique: NAME, or NAME:option=value,option=value. //harness:sweep -- --list shows "
           "them.");
 ABSL_FLAG(std::string, options, "", "Its options: option=value,option=value.");
-ABSL_FLAG(std::string, device, "cpu", "cpu or cuda.");
+ABSL_FLAG(std::string, device, "cpu",
+          "cpu, cuda, or simulator, which runs the code for GPUs on the host, slowly.");
 ABSL_FLAG(
     std::string, dtype, "f32",
     "f32, bf16 or f16: what the file's tensors are converted to, and the type of the output.");

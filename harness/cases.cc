@@ -128,6 +128,10 @@ absl::Status ParseWords(const CaseFlags& flags, absl::string_view folder, Axes* 
   for (const std::string& word : devices) {
     const absl::StatusOr<Device> device = ParseDevice(word);
     if (!device.ok()) return FlagError("devices", device.status());
+    if (*device == Device::kSimulator && !flags.simulator) {
+      return FlagError("devices",
+                       "times in the simulator mean nothing; //harness:check measures its errors");
+    }
     axes->devices.push_back(*device);
   }
   TFB_ASSIGN_OR_RETURN(const auto dtypes, Words("dtypes", flags.dtypes));
@@ -270,9 +274,7 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
   const bool captured = input.captured != nullptr;
   TFB_ASSIGN_OR_RETURN(const std::vector<Problem> problems, Problems(axes, input, info.input_kind));
   for (const Device device : axes.devices) {
-    const bool has_device =
-        std::find(info.devices.begin(), info.devices.end(), device) != info.devices.end();
-    if (!axes.devices_given && !has_device) continue;
+    if (!axes.devices_given && !RunsOn(info, device)) continue;
     for (const Problem& problem : problems) {
       for (const std::optional<bool> causal : axes.causal) {
         for (const int64_t threads : axes.threads) {
@@ -314,6 +316,18 @@ void AddCounterparts(const Registry& registry, CaseList* list) {
     beside.added = true;
     list->Add(std::move(beside));
   }
+}
+
+DeviceType DeviceTypeOf(Device device) {
+  switch (device) {
+    case Device::kCpu:
+      return DEVICE_TYPE_CPU;
+    case Device::kCuda:
+      return DEVICE_TYPE_CUDA;
+    case Device::kSimulator:
+      return DEVICE_TYPE_SIMULATOR;
+  }
+  return DEVICE_TYPE_UNSPECIFIED;
 }
 
 ElementType ElementTypeOf(DType dtype) {
@@ -488,7 +502,7 @@ Case MakeRecord(const SweepCase& sweep_case) {
   key->set_technique(info.name);
   key->mutable_options()->insert(sweep_case.options.begin(), sweep_case.options.end());
   key->set_options_text(CanonicalOptions(*key));
-  key->set_device(sweep_case.device == Device::kCpu ? DEVICE_TYPE_CPU : DEVICE_TYPE_CUDA);
+  key->set_device(DeviceTypeOf(sweep_case.device));
   key->set_dtype(ElementTypeOf(sweep_case.problem.dtype));
   SetProblem(sweep_case.problem, key->mutable_problem());
   *key->mutable_input() = RecordInput(sweep_case.input);

@@ -25,8 +25,10 @@ struct CaseFlags {
   // option lists for sweeps. A glob with options takes the techniques that have all of these
   // options.
   std::string techniques = "*";
-  // Of cpu, cuda. Empty: the CPU, and CUDA for the techniques that have it.
+  // Of cpu, cuda, and simulator where `simulator` is true. Empty: the CPU, and CUDA for the
+  // techniques that have it.
   std::string devices;
+  bool simulator = false;
   std::string dtypes = "f32";
   // Tokens: numbers, and ranges "256:4096" that double. Empty: kDefaultLengths for drawn inputs,
   // and as many tokens as the file has for captured ones ("real": of the files with at most

@@ -147,7 +147,7 @@ TEST_F(CasesTest, UnknownOptionIsAnsweredWithTheList) {
 TEST_F(CasesTest, BadWordsNameTheirFlag) {
   CaseFlags flags = Drawn("toy_mean");
   flags.devices = "tpu";
-  EXPECT_EQ(Error(flags), "--devices: unknown device \"tpu\"; known are cpu, cuda");
+  EXPECT_EQ(Error(flags), "--devices: unknown device \"tpu\"; known are cpu, cuda, simulator");
   flags = Drawn("toy_mean");
   flags.dtypes = "f64";
   EXPECT_EQ(Error(flags), "--dtypes: \"f64\"; allowed are f32, bf16, f16");
@@ -181,12 +181,28 @@ TEST_F(CasesTest, ByDefaultATechniqueIsCausalWhereItCanBe) {
 }
 
 TEST_F(CasesTest, ByDefaultCudaIsForTheTechniquesThatHaveIt) {
+  std::set<std::string> on_cpu, on_cuda;
   for (const SweepCase& c : Cases(Drawn("*"))) {
-    EXPECT_EQ(c.device == Device::kCuda, c.technique->info().name == "toy_cuda") << c.ToString();
+    (c.device == Device::kCuda ? on_cuda : on_cpu).insert(c.technique->info().name);
   }
+  EXPECT_THAT(on_cuda, ElementsAre("toy_bad_kernel", "toy_bad_launch", "toy_cuda", "toy_device"));
+  EXPECT_EQ(on_cpu.count("toy_device"), 1u);
+  EXPECT_EQ(on_cpu.count("toy_cuda"), 0u);
   CaseFlags flags = Drawn("toy_mean");
   flags.devices = "cpu,cuda";
   EXPECT_EQ(Cases(flags).size(), 2u);
+}
+
+TEST_F(CasesTest, TheSimulatorIsForThoseWhoTakeNoTimes) {
+  CaseFlags flags = Drawn("toy_device,toy_mean");
+  flags.devices = "simulator";
+  EXPECT_EQ(Error(flags),
+            "--devices: times in the simulator mean nothing; //harness:check measures its errors");
+  flags.simulator = true;
+  const auto cases = Cases(flags);
+  ASSERT_EQ(cases.size(), 2u);  // one of a technique that has no such implementation: a row
+  EXPECT_EQ(MakeRecord(cases[0]).key().device(), DEVICE_TYPE_SIMULATOR);
+  EXPECT_EQ(MakeRecord(cases[0]).key().threads(), 0);
 }
 
 TEST_F(CasesTest, ThreadsAreNoAxisOfAGpu) {

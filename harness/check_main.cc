@@ -3,24 +3,26 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <map>
 #include <memory>
-#include <set>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "core/status.h"
 #include "core/thread_pool.h"
 #include "harness/accuracy_record.h"
 #include "harness/cases.h"
+#include "harness/device_memory.h"
 #include "harness/evaluate.h"
 #include "harness/inputs.h"
 #include "harness/machine.h"
 #include "harness/measure.h"
+#include "harness/worker.h"
 #include "results/analysis.h"
 #include "results/files.h"
 #include "results/reader.h"
@@ -33,8 +35,10 @@ ABSL_FLAG(std::string, techniques, "*",
           "What to check: names or globs that commas separate, each with options, as in "
           "NAME:option=value,option=value. A value of * takes every value that the option lists "
           "for sweeps.");
-ABSL_FLAG(std::string, devices, "",
-          "Of cpu, cuda. Empty: the CPU, and CUDA for the techniques that have it.");
+ABSL_FLAG(
+    std::string, devices, "",
+    "Of cpu, cuda, simulator, which runs the code for GPUs on the host: slowly, so with short "
+    "--lengths. Empty: the CPU, and CUDA for the techniques that have it.");
 ABSL_FLAG(std::string, dtypes, "f32,bf16", "Of f32, bf16, f16: the type of inputs and outputs.");
 ABSL_FLAG(std::string, input, "real,gaussian,peaked,needle",
           "Of real, gaussian, peaked, needle, FILE.safetensors.");
@@ -79,6 +83,7 @@ absl::StatusOr<std::vector<SweepCase>> MakeAllCases() {
   CaseFlags flags;
   flags.techniques = absl::GetFlag(FLAGS_techniques);
   flags.devices = absl::GetFlag(FLAGS_devices);
+  flags.simulator = true;
   flags.dtypes = absl::GetFlag(FLAGS_dtypes);
   flags.heads = absl::GetFlag(FLAGS_heads);
   flags.kv_heads = absl::GetFlag(FLAGS_kv_heads);
@@ -140,6 +145,57 @@ Case RecordOf(const SweepCase& one, ThreadPool* pool) {
   return record;
 }
 
+// Checks cases in a process of their own, so that one that crashes, or takes a GPU's context along,
+// does not take the next one with it.
+class CaseProcess {
+ public:
+  explicit CaseProcess(const std::vector<SweepCase>& cases) : cases_(cases) {}
+
+  absl::StatusOr<Case> Check(size_t index) {
+    if (worker_ == nullptr) {
+      TFB_ASSIGN_OR_RETURN(
+          worker_, Worker::Start([this](WorkerSide& side) { Work(side); }, /*memory_limit=*/0));
+    }
+    TFB_RETURN_IF_ERROR(worker_->Send(absl::StrCat(index)));
+    std::string message;
+    for (;;) {
+      const Worker::Event event = worker_->Wait(kWaitSeconds, &message);
+      if (event == Worker::Event::kNothing) continue;
+      Case record;
+      if (event == Worker::Event::kEnded) {
+        record = MakeRecord(cases_[index]);
+        record.mutable_outcome()->set_status(Outcome::STATUS_FAILED);
+        record.mutable_outcome()->set_reason(
+            absl::StrCat("it ended the process: ", worker_->HowItEnded()));
+      } else if (message.empty() || !record.ParseFromString(message.substr(1))) {
+        return absl::InternalError("the record of a case does not parse");
+      }
+      if (event == Worker::Event::kEnded || message[0] == kLost) worker_.reset();
+      return record;
+    }
+  }
+
+ private:
+  static constexpr double kWaitSeconds = 1;
+  static constexpr char kDone = 'D', kLost = 'L';  // L: and this process is of no more use
+
+  void Work(WorkerSide& side) const {
+    ThreadPool pool(cases_.front().threads);
+    while (const std::optional<std::string> message = side.Receive()) {
+      size_t index = 0;
+      if (!absl::SimpleAtoi(*message, &index) || index >= cases_.size()) return;
+      const SweepCase& one = cases_[index];
+      const Case record = RecordOf(one, &pool);
+      const bool failed = record.outcome().status() == Outcome::STATUS_FAILED;
+      const bool lost = failed && !DeviceStatus(one.device).ok();
+      side.Send(std::string(1, lost ? kLost : kDone) + record.SerializeAsString());
+    }
+  }
+
+  const std::vector<SweepCase>& cases_;
+  std::unique_ptr<Worker> worker_;
+};
+
 void Print(const ResultSet& results) {
   const TextStyle style = StyleFor(fileno(stdout));
   const Analysis analysis(results);
@@ -164,18 +220,18 @@ absl::StatusOr<int> Check(const CommandLine& line) {
   TFB_ASSIGN_OR_RETURN(const std::vector<SweepCase> cases, MakeAllCases());
   if (cases.empty()) return absl::InvalidArgumentError("these flags leave no case to check");
   const bool verbose = absl::GetFlag(FLAGS_verbose);
-  ThreadPool pool(cases.front().threads);
+  CaseProcess process(cases);
   ResultSet results;
   results.add_environments()->set_id("check");
   const bool shows_progress = !verbose && isatty(fileno(stderr)) != 0;
   bool failed = false;
-  for (const SweepCase& one : cases) {
+  for (size_t i = 0; i < cases.size(); ++i) {
     if (shows_progress) {
-      std::fprintf(stderr, "\r\033[K%d of %zu: %s", results.cases_size() + 1, cases.size(),
-                   CutToWidth(one.ToString(), 60).c_str());
+      std::fprintf(stderr, "\r\033[K%zu of %zu: %s", i + 1, cases.size(),
+                   CutToWidth(cases[i].ToString(), 60).c_str());
     }
     Case* record = results.add_cases();
-    *record = RecordOf(one, &pool);
+    TFB_ASSIGN_OR_RETURN(*record, process.Check(i));
     record->set_environment_id("check");
     const Outcome::Status status = record->outcome().status();
     failed |= status == Outcome::STATUS_FAILED;

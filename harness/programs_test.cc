@@ -184,8 +184,6 @@ TEST_F(Programs, ApplyAnswersBadUsageInOneLineThatNamesTheFlag) {
   ExpectBadUsage("tiny_apply", "--technique=tiny --input=qkv.bin", "FILE.safetensors");
   ExpectBadUsage("tiny_apply", "--technique=tiny --input=named.safetensors", "neither q, k and v");
   ExpectBadUsage("tiny_apply", "--technique=tiny --device=tpu" + input, "--device: unknown device");
-  ExpectBadUsage("tiny_apply", "--technique=tiny --device=cuda" + input,
-                 "no implementation for device cuda");
   ExpectBadUsage("tiny_apply", "--technique=tiny --dtype=f8" + input, "--dtype: unknown dtype");
   ExpectBadUsage("tiny_apply", "--technique=tiny --dtype=i32" + input,
                  "--dtype: dtype is i32; allowed are f32, bf16, f16");
@@ -199,6 +197,24 @@ TEST_F(Programs, ApplyAnswersBadUsageInOneLineThatNamesTheFlag) {
   ExpectBadUsage("tiny_apply", "--technique=tiny --inputs=x", "did you mean --input?");
 }
 
+TEST_F(Programs, ApplyRunsInTheSimulatorAndFallsBackToNothing) {
+  WriteQkv("qkv.safetensors");
+  const Finished finished =
+      Apply("--technique=tiny --device=simulator --input=qkv.safetensors --output=sim.safetensors");
+  EXPECT_EQ(finished.exit_code, 0) << finished.err;
+  EXPECT_THAT(finished.out, HasSubstr("on simulator"));
+  ASSERT_EQ(Apply("--technique=tiny --input=qkv.safetensors --output=cpu.safetensors").exit_code,
+            0);
+  const Tensor simulated = Read("sim.safetensors").at("out").Clone();
+  const Tensor on_cpu = Read("cpu.safetensors").at("out").Clone();
+  for (int64_t i = 0; i < simulated.num_elements(); ++i) {
+    EXPECT_NEAR(simulated.view().Get(i), on_cpu.view().Get(i), 1e-5);
+  }
+  setenv("CUDA_VISIBLE_DEVICES", "", /*overwrite=*/1);
+  ExpectBadUsage("tiny_apply", "--technique=tiny --device=cuda --input=qkv.safetensors",
+                 "no CUDA device: ");
+}
+
 TEST_F(Programs, HelpExplainsEveryFlag) {
   for (const char* program : {"tiny_apply", "tiny_check"}) {
     const Finished finished = Run(program, "--help");
@@ -210,12 +226,14 @@ TEST_F(Programs, HelpExplainsEveryFlag) {
 
 TEST_F(Programs, CheckPassesARightTechniqueOnAllInputs) {
   const Finished drawn =
-      Run("tiny_check", "--techniques=tiny --rows=32 --lengths=70 --input=gaussian,peaked,needle");
+      Run("tiny_check",
+          "--techniques=tiny --devices=cpu --rows=32 --lengths=70 --input=gaussian,peaked,needle");
   EXPECT_EQ(drawn.exit_code, 0) << drawn.out << drawn.err;
   EXPECT_THAT(drawn.out, AllOf(HasSubstr("input needle"), HasSubstr("input peaked"),
                                HasSubstr("bf16"), HasSubstr("6 cases: 6 ok, 0 failed")));
   const Finished real =
-      Run("tiny_check", "--techniques=tiny --rows=32 --lengths=100 --input=real --dtypes=f32");
+      Run("tiny_check",
+          "--techniques=tiny --devices=cpu --rows=32 --lengths=100 --input=real --dtypes=f32");
   EXPECT_EQ(real.exit_code, 0) << real.out << real.err;
   EXPECT_THAT(real.out, AllOf(HasSubstr("layers 0, 2, 5"), HasSubstr("4 cases: 4 ok")));
 }
@@ -223,15 +241,46 @@ TEST_F(Programs, CheckPassesARightTechniqueOnAllInputs) {
 TEST_F(Programs, CheckExitsWith1WhenAnErrorExceedsItsBound) {
   const Finished finished =
       Run("tiny_check",
-          "--techniques=tiny,tiny_wrong_scale --input=gaussian --lengths=40 --dtypes=f32");
+          "--techniques=tiny,tiny_wrong_scale --devices=cpu --input=gaussian --lengths=40 "
+          "--dtypes=f32");
   EXPECT_EQ(finished.exit_code, 1) << finished.err;
   EXPECT_THAT(finished.out, AllOf(HasSubstr("tiny_wrong_scale"), HasSubstr("1 failed")));
+}
+
+TEST_F(Programs, CheckOfDevicesSaysWhatItDidNotRun) {
+  setenv("CUDA_VISIBLE_DEVICES", "", /*overwrite=*/1);
+  const Finished finished = Run("tiny_check",
+                                "--techniques=tiny --devices=cpu,simulator,cuda --lengths=40 "
+                                "--input=gaussian --verbose");
+  EXPECT_EQ(finished.exit_code, 0) << finished.out << finished.err;
+  EXPECT_THAT(finished.out, AllOf(HasSubstr("6 cases: 4 ok"), HasSubstr("simulator"),
+                                  HasSubstr("no CUDA device: ")));
+}
+
+TEST_F(Programs, ACaseOfCheckThatEndsItsProcessIsARow) {
+  const Finished finished = Run("toy_check",
+                                "--techniques=toy_mean,toy_crash,toy_causal --devices=cpu "
+                                "--lengths=40 --input=gaussian --dtypes=f32,bf16");
+  EXPECT_EQ(finished.exit_code, 1) << finished.err;
+  EXPECT_THAT(finished.out, AllOf(HasSubstr("6 cases: 4 ok, 2 failed"),
+                                  HasSubstr("it ended the process: signal")));
+}
+
+// A GPU that a kernel has taken along is there again for the next case.
+TEST_F(Programs, ACaseOfCheckThatLosesTheDeviceIsARow) {
+  setenv("TFB_DEFER_ERRORS", "1", /*overwrite=*/1);
+  const Finished finished = Run("toy_check",
+                                "--techniques=toy_bad_kernel,toy_bad_launch,toy_device "
+                                "--devices=simulator --lengths=40 --input=gaussian --dtypes=f32");
+  EXPECT_EQ(finished.exit_code, 1) << finished.err;
+  EXPECT_THAT(finished.out, HasSubstr("3 cases: 1 ok, 2 failed"));
 }
 
 TEST_F(Programs, CheckReadsFilesOfTheCallersOwn) {
   WriteQkv("qkv.safetensors");
   const Finished finished =
-      Run("tiny_check", "--techniques=tiny --input=qkv.safetensors --causal=true --dtypes=f32");
+      Run("tiny_check",
+          "--techniques=tiny --devices=cpu --input=qkv.safetensors --causal=true --dtypes=f32");
   EXPECT_EQ(finished.exit_code, 0) << finished.err;
   EXPECT_THAT(finished.out, AllOf(HasSubstr("90 queries, 100 keys"), HasSubstr("1 ok")));
 }

@@ -1,5 +1,6 @@
 #include "harness/toys.h"
 
+#include <algorithm>
 #include <csignal>
 #include <memory>
 #include <utility>
@@ -7,7 +8,9 @@
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/cuda/runtime.h"
 #include "core/definition.h"
+#include "harness/tiny_kernels.h"
 
 namespace tfb {
 namespace {
@@ -26,7 +29,17 @@ struct ToyOptions {
   }
 };
 
-enum class Deed { kNone, kWrong, kUnable, kRefuses, kHungry, kHoards, kCrashes };
+enum class Deed {
+  kNone,
+  kWrong,
+  kUnable,
+  kRefuses,
+  kHungry,
+  kHoards,
+  kCrashes,
+  kBadLaunch,
+  kBadKernel,
+};
 
 // y_i = mean of v_j over the keys that row i sees.
 class MeanLayer : public Layer {
@@ -93,6 +106,77 @@ class MeanLayer : public Layer {
   std::vector<char> hoard_;
 };
 
+// The same on a device: attention whose scores are all 0.
+class MeanDeviceLayer : public Layer {
+ public:
+  static absl::StatusOr<std::unique_ptr<Layer>> Make(const Problem& problem,
+                                                     const ToyOptions& options, Deed deed,
+                                                     Device device) {
+    TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device));
+    std::unique_ptr<MeanDeviceLayer> layer(new MeanDeviceLayer(problem, options, deed, runtime));
+    TFB_ASSIGN_OR_RETURN(layer->gain_, runtime->Allocate(problem.query_heads * sizeof(float)));
+    TFB_RETURN_IF_ERROR(runtime->Fill(layer->gain_.data(), 0, layer->gain_.bytes()));
+    return layer;
+  }
+
+  size_t workspace_bytes(int) const override {
+    const Problem& p = problem();
+    const int64_t scores = p.batch * p.query_heads * p.query_tokens * (p.kv_tokens + 1);
+    return std::max<size_t>(scores * sizeof(float), static_cast<size_t>(options_.mib) << 20);
+  }
+  Cost cost() const override {
+    const Problem& p = problem();
+    return {2.0 * options_.rounds * p.batch * p.query_heads * p.query_tokens * p.value_dim, {}};
+  }
+
+ protected:
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    const Problem& p = problem();
+    TinyCall call = {};
+    call.q = ToDeviceView(inputs.Get("q"));
+    call.k = ToDeviceView(inputs.Get("k"));
+    call.v = ToDeviceView(inputs.Get("v"));
+    call.out = ToDeviceView(outputs.Get("out"));
+    call.log_sum_exp = ToDeviceView(outputs.Get("log_sum_exp"));
+    call.gain = gain_.As<float>();
+    call.scores = reinterpret_cast<float*>(execution.workspace.data());
+    call.batch = p.batch;
+    call.heads = p.query_heads;
+    call.group = p.group();
+    call.queries = p.query_tokens;
+    call.keys = p.kv_tokens;
+    call.head_dim = p.head_dim;
+    call.value_dim = p.value_dim;
+    call.first_query = p.causal_offset();
+    call.window = kMaxTokens;
+    call.causal = p.causal;
+    if (deed_ == Deed::kBadLaunch) {  // one block more than a grid may have
+      call.batch = int64_t{1} << 31;
+      call.heads = call.queries = 1;
+    }
+    if (deed_ == Deed::kBadKernel) call.out.data = reinterpret_cast<void*>(uintptr_t{64});
+    for (int64_t round = 0; round < options_.rounds; ++round) {
+      TFB_RETURN_IF_ERROR(
+          ToStatus(KernelsOn<TinyKernels>(runtime_->target()).attend(call, execution.stream)));
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  MeanDeviceLayer(const Problem& problem, const ToyOptions& options, Deed deed,
+                  CudaRuntime* runtime)
+      : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
+        options_(options),
+        deed_(deed),
+        runtime_(runtime) {}
+
+  ToyOptions options_;
+  Deed deed_;
+  CudaRuntime* runtime_;
+  DeviceBuffer gain_;  // 0, by head
+};
+
 class MeanToy : public TechniqueOf<ToyOptions> {
  public:
   MeanToy(TechniqueInfo info, Deed deed) : TechniqueOf(std::move(info)), deed_(deed) {}
@@ -102,8 +186,9 @@ class MeanToy : public TechniqueOf<ToyOptions> {
                                                    const ToyOptions& options, Device device,
                                                    uint64_t) const override {
     if (deed_ == Deed::kUnable) return absl::UnimplementedError("the toy is unable to");
-    if (device != Device::kCpu) return absl::InternalError("the toy has no kernels");
-    return std::make_unique<MeanLayer>(problem, options, deed_);
+    if (device == Device::kCpu) return std::make_unique<MeanLayer>(problem, options, deed_);
+    if (!RunsOn(info(), Device::kCpu)) return absl::InternalError("the toy has no kernels");
+    return MeanDeviceLayer::Make(problem, options, deed_, device);
   }
   absl::Status Definition(const Problem& problem, const ToyOptions&, const NamedTensors&,
                           const Inputs& inputs, const DefinitionRequest& request,
@@ -229,6 +314,14 @@ void AddToys(Registry& registry) {
   TechniqueInfo cuda = Info("toy_cuda");
   cuda.devices = {Device::kCuda};
   registry.Add(std::make_unique<MeanToy>(cuda, Deed::kNone));
+  const auto add_device = [&](absl::string_view name, Deed deed) {
+    TechniqueInfo info = Info(name);
+    info.devices = {Device::kCpu, Device::kCuda};
+    registry.Add(std::make_unique<MeanToy>(info, deed));
+  };
+  add_device("toy_device", Deed::kNone);
+  add_device("toy_bad_launch", Deed::kBadLaunch);
+  add_device("toy_bad_kernel", Deed::kBadKernel);
   TechniqueInfo hidden = Info("toy_hidden");
   hidden.input_kind = InputKind::kHidden;
   registry.Add(std::make_unique<CopyToy>(hidden, /*streams=*/false));

@@ -173,6 +173,8 @@ Fields TimeFields(const Analysis& analysis, const Case& result) {
   fields.emplace_back("last_segment_median_ns", Value::Number(last_segment));
   fields.emplace_back("discarded_samples", Value::Number(Known(result.outcome().has_timing(),
                                                                timing.discarded_samples())));
+  fields.emplace_back("throttled_samples", Value::Number(Known(result.outcome().has_timing(),
+                                                               timing.throttled_samples())));
   fields.emplace_back("speed_up_over_dense",
                       Value::Number(SpeedUp(result, analysis.DenseOf(result))));
   return fields;
@@ -197,6 +199,26 @@ Fields CostFields(const Analysis& analysis, const Case& result) {
       {"device_peak_bytes", Known(outcome.has_device_peak_bytes(), outcome.device_peak_bytes())}};
   Fields fields;
   for (const auto& [name, number] : numbers) fields.emplace_back(name, Value::Number(number));
+  return fields;
+}
+
+void AddDeviceState(const std::string& name, const DeviceState& state, Fields* fields) {
+  const std::pair<const char*, std::optional<double>> numbers[] = {
+      {"clock_mhz", Known(state.has_clock_mhz(), state.clock_mhz())},
+      {"memory_clock_mhz", Known(state.has_memory_clock_mhz(), state.memory_clock_mhz())},
+      {"temperature_celsius", Known(state.has_temperature_celsius(), state.temperature_celsius())},
+      {"power_watts", Known(state.has_power_watts(), state.power_watts())}};
+  for (const auto& [what, number] : numbers) {
+    fields->emplace_back(absl::StrCat(name, "_", what), Value::Number(number));
+  }
+  fields->emplace_back(name + "_throttle_reasons",
+                       Value::Text(absl::StrJoin(state.throttle_reasons(), "; ")));
+}
+
+Fields DeviceFields(const Case& result) {
+  Fields fields;
+  AddDeviceState("before", result.outcome().device_state_before(), &fields);
+  AddDeviceState("after", result.outcome().device_state_after(), &fields);
   return fields;
 }
 
@@ -376,6 +398,8 @@ Json JsonEnvironment(const Environment& environment) {
     if (gpu.has_clock_mhz()) one["clock_mhz"] = JsonNumber(gpu.clock_mhz());
     if (gpu.has_memory_clock_mhz()) one["memory_clock_mhz"] = JsonNumber(gpu.memory_clock_mhz());
     if (gpu.has_memory_bytes()) one["memory_bytes"] = gpu.memory_bytes();
+    if (gpu.has_l2_cache_bytes()) one["l2_cache_bytes"] = gpu.l2_cache_bytes();
+    if (!gpu.runtime_libraries().empty()) one["runtime_libraries"] = gpu.runtime_libraries();
     json["gpus"].push_back(one);
   }
   for (const Peak& peak : environment.peaks()) {
@@ -400,6 +424,9 @@ Json JsonCase(const Analysis& analysis, const Case& result) {
   json["outcome"] = JsonObject(StatusFields(result));
   json["times"] = JsonObject(TimeFields(analysis, result));
   json["costs"] = JsonObject(CostFields(analysis, result));
+  if (result.outcome().has_device_state_before()) {
+    json["device_state"] = JsonObject(DeviceFields(result));
+  }
   json["curve"] = JsonObject(CurveFields(analysis, result));
   json["errors"] = JsonObject(ErrorFields(result));
   json["statistics"] = Json::object();

@@ -398,6 +398,8 @@ absl::string_view Name(DeviceType device) {
       return "cpu";
     case DEVICE_TYPE_CUDA:
       return "cuda";
+    case DEVICE_TYPE_SIMULATOR:
+      return "simulator";
     default:
       return "unspecified";
   }

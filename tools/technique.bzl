@@ -93,7 +93,6 @@ def technique(
         name = name + "_conformance_test",
         size = conformance_size,
         args = ["--technique=" + name],
-        tags = ["gpu"],  # has cases for every device; --config=gpu wants all of them run
         deps = linked + ["//harness:conformance_main"],
     )
 
@@ -106,7 +105,7 @@ def technique(
             "--technique=" + name,
             "--devices=simulator,cuda",
         ],
-        tags = ["gpu"],
+        tags = ["gpu"],  # what --config=gpu runs
     )
     cc_binary(
         name = name + "_benchmark",

@@ -54,6 +54,19 @@ bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
          HasAlignedRows(a.k) && HasAlignedRows(a.v);
 }
 
+using Forward = const char* (*)(const FlashArguments&, void*);
+Forward ForwardOf(CudaTarget target, const Problem& problem, const FlashArguments& a) {
+  if (IsForDecoding(problem, a)) return KernelsOn<FlashDecodeKernels>(target).forward;
+  switch (problem.dtype) {
+    case DType::kBF16:
+      return KernelsOn<FlashBf16Kernels>(target).forward;
+    case DType::kF16:
+      return KernelsOn<FlashF16Kernels>(target).forward;
+    default:
+      return KernelsOn<FlashF32Kernels>(target).forward;
+  }
+}
+
 DeviceTokenOrder ToDevice(const TokenOrder& order) {
   return {order.tokens, order.batch_stride, order.head_stride, order.group};
 }
@@ -240,12 +253,10 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call,
 
   a.decode_queries = static_cast<int>(FlashCudaQueries(problem.dtype));
 
-  const FlashF32Kernels& kernels = KernelsOn<FlashF32Kernels>(runtime_->target());
-  const auto forward = IsForDecoding(problem, a)
-                           ? KernelsOn<FlashDecodeKernels>(runtime_->target()).forward
-                           : kernels.forward;
-  TFB_RETURN_IF_ERROR(ToStatus(forward(a, execution.stream)));
-  return a.splits == 1 ? absl::OkStatus() : ToStatus(kernels.combine(a, execution.stream));
+  const CudaTarget target = runtime_->target();
+  TFB_RETURN_IF_ERROR(ToStatus(ForwardOf(target, problem, a)(a, execution.stream)));
+  if (a.splits == 1) return absl::OkStatus();
+  return ToStatus(KernelsOn<FlashF32Kernels>(target).combine(a, execution.stream));
 }
 
 size_t FlashCuda::bytes() const {

@@ -184,10 +184,6 @@ class Call {
   Execution execution_;
 };
 
-// Why nothing can be run on the device; OK where something can. A device is lost once a kernel has
-// failed on it.
-absl::Status DeviceStatus(Device device);
-
 // Marks the running test as skipped, and says why.
 void Skip(const std::string& reason);
 // Whether the status says that the technique does not do what was asked for.

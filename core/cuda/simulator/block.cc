@@ -8,9 +8,9 @@
 namespace cuda_simulator {
 
 // Kernels see them as constants, which they are while a thread runs.
-dim3 current_thread __asm__("cuda_simulator_threadIdx");
-dim3 current_block __asm__("cuda_simulator_blockIdx");
-dim3 current_block_shape __asm__("cuda_simulator_blockDim");
+uint3 current_thread __asm__("cuda_simulator_threadIdx");
+uint3 current_block __asm__("cuda_simulator_blockIdx");
+uint3 current_block_shape __asm__("cuda_simulator_blockDim");
 
 Block::Block(Machine* machine)
     : machine_(machine), threads_(new Thread[kMaxThreads]), warps_(new Warp[kMaxThreads / kWarp]) {}
@@ -20,7 +20,7 @@ void Block::StartLaunch(const dim3& shape, void (*body)(void*), void* context) {
     for (int t = 0; t < kMaxThreads; ++t) threads_[t].has_fibre = false;
   }
   count_ = static_cast<int>(shape.x * shape.y * shape.z);
-  current_block_shape = shape;
+  current_block_shape = {shape.x, shape.y, shape.z};
   body_ = body;
   context_ = context;
   abandoned_ = overflowed_ = false;
@@ -39,7 +39,7 @@ void Block::StartLaunch(const dim3& shape, void (*body)(void*), void* context) {
 
 bool Block::Run(const Index3& index) {
   index_ = index;
-  current_block = dim3(index.x, index.y, index.z);
+  current_block = {index.x, index.y, index.z};
   at_barrier_ = 0;
   finished_ = 0;
   ready_.clear();
@@ -75,8 +75,8 @@ void Block::Finish() {
   const int warp = running_ / kWarp;
   warps_[warp].live &= ~(1u << running_ % kWarp);
   // Others may have waited for this lane.
-  for (unsigned waiting = warps_[warp].waiting; waiting != 0; waiting &= warps_[warp].waiting - 1) {
-    const Meeting& meeting = *threads_[warp * kWarp + __builtin_ctz(waiting)].meeting;
+  for (unsigned left = warps_[warp].waiting; left != 0; left &= left - 1) {
+    const Meeting& meeting = *threads_[warp * kWarp + __builtin_ctz(left)].meeting;
     unsigned lanes;
     if (!IsComplete(warp, meeting, &lanes)) continue;
     Complete(warp, meeting, lanes);
@@ -103,8 +103,9 @@ int Block::PickNext() {
   running_ = chosen;
   chosen = ready_.back();
   ready_.pop_back();
+  machine_->checker.order.Resume(running_);
   const Index3& index = threads_[running_].index;
-  current_thread = dim3(index.x, index.y, index.z);
+  current_thread = {index.x, index.y, index.z};
   return running_;
 }
 

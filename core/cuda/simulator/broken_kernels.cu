@@ -1,10 +1,12 @@
+#include <stdlib.h>
+#include <string.h>
+
 #include "core/cuda/kernel.cuh"
 #include "core/cuda/simulator/broken_kernels.h"
 
 namespace tfb {
 namespace {
 
-// Sums 64 floats; with `barrier` false, the race that a forgotten __syncthreads is.
 __global__ void Reduce(const float* values, float* sum, bool barrier) {
   __shared__ float partial[64];
   const int t = static_cast<int>(threadIdx.x);
@@ -15,13 +17,354 @@ __global__ void Reduce(const float* values, float* sum, bool barrier) {
   }
   if (t == 0) *sum = partial[0];
 }
-
 const char* LaunchReduce(const float* values, float* sum, bool barrier) {
-  return Launch("Reduce", &Reduce, {dim3(1), dim3(64)}, nullptr, values, sum, barrier);
+  return Launch("Reduce", &Reduce, KernelShape{dim3(1), dim3(64)}, nullptr, values, sum, barrier);
+}
+
+// ---- Out of bounds ----
+
+__device__ bool IsTheOne() {
+  return blockIdx.x == 1 && blockIdx.y == 2 && threadIdx.x == 5 && threadIdx.y == 1;
+}
+
+__global__ void ReadAt(float* values, int index) {
+  if (IsTheOne()) values[0] = values[index];
+}
+
+__global__ void WriteAt(float* values, int index) {
+  if (IsTheOne()) values[index] = 1;
+}
+
+__global__ void ReadVectorAt(float* values, int index) {
+  if (!IsTheOne()) return;
+  *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(values + index);
+}
+
+__global__ void ChangeAt(float* values, int index) {
+  if (IsTheOne()) atomicAdd(&values[index], 1.0f);
+}
+
+struct Row {
+  float of[40];
+};
+__global__ void CopyOverEnd(float* values, int) {
+  *reinterpret_cast<Row*>(values + 32) = *reinterpret_cast<const Row*>(values);
+}
+
+__global__ void OverrunDynamicShared(float* values, int) {
+  float* shared = reinterpret_cast<float*>(DynamicShared());
+  shared[threadIdx.x] = values[threadIdx.x];
+}
+
+__global__ void LoadMatrixFromDevice(float* values, int) {
+  unsigned registers[4];
+  LdMatrixX4(registers, values + threadIdx.x % 8 * 4);
+  values[threadIdx.x] = static_cast<float>(registers[0]);
+}
+
+__global__ void CopyAsynchronouslyToDevice(float* values, int) {
+  __pipeline_memcpy_async(values, values + 4, 16);
+}
+
+// ---- Misaligned ----
+
+__global__ void ReadMisaligned(float* values, int) {
+  const float2 pair = *reinterpret_cast<const float2*>(values + 1);
+  values[0] = pair.x + pair.y;
+}
+
+__global__ void WriteSharedMisaligned(float* values, int) {
+  float* shared = reinterpret_cast<float*>(DynamicShared());
+  *reinterpret_cast<float4*>(shared + 2) = make_float4(1, 2, 3, 4);
+  values[0] = shared[2];
+}
+
+__global__ void CopyMisaligned(float* values, int) {
+  __shared__ float4 to;
+  __pipeline_memcpy_async(&to, values + 1, sizeof(to));
+  __pipeline_commit();
+  __pipeline_wait_prior(0);
+  values[0] = to.x;
+}
+
+// ---- Reads of what nothing wrote ----
+
+__global__ void SumInto(float* values, int) { values[0] += 1; }
+
+__global__ void ReadStaticShared(float* values, int) {
+  __shared__ float shared[8];
+  if (threadIdx.x < 7) shared[threadIdx.x] = 1;
+  __syncthreads();
+  values[threadIdx.x] = shared[threadIdx.x];
+}
+
+__global__ void ReadDynamicShared(float* values, int) {
+  values[0] = reinterpret_cast<const float*>(DynamicShared())[3];
+}
+
+__global__ void KeepSharedFromBlockToBlock(float* values, int) {
+  __shared__ float first;
+  if (blockIdx.x == 0) first = 1;
+  values[blockIdx.x] = first;
+}
+
+__global__ void ReadBeforeCopyEnds(float* values, int) {
+  __shared__ float4 to[2];
+  __pipeline_memcpy_async(&to[0], values, sizeof(float4));
+  __pipeline_commit();
+  __pipeline_memcpy_async(&to[1], values + 4, sizeof(float4));
+  __pipeline_commit();
+  __pipeline_wait_prior(1);
+  values[8] = to[0].x;
+  values[9] = to[1].x;
+}
+
+// ---- Races ----
+
+__global__ void WriteAfterRead(float* values, int) {
+  __shared__ float row[64];
+  const unsigned t = threadIdx.x;
+  row[t] = values[t];
+  __syncthreads();
+  const float next = row[(t + 32) % 64];
+  row[t] = next;
+  __syncthreads();
+  values[t] = row[t];
+}
+
+__global__ void WriteSamePlace(float* values, int) {
+  __shared__ float place;
+  if (threadIdx.x == 7 || threadIdx.x == 40) place = 1;
+  __syncthreads();
+  values[threadIdx.x] = place;
+}
+
+__global__ void ExchangeInWarp(float* values, int) {
+  __shared__ float row[32];
+  const unsigned t = threadIdx.x;
+  row[t] = values[t];
+  values[t] = row[t ^ 1];
+}
+
+__global__ void ExchangeInPartOfWarp(float* values, int mask) {
+  __shared__ float row[32];
+  const unsigned t = threadIdx.x;
+  row[t] = values[t];
+  if ((static_cast<unsigned>(mask) >> t & 1) != 0) __syncwarp(static_cast<unsigned>(mask));
+  values[t] = row[t ^ 1];
+}
+
+__global__ void ReadAtomicCounter(float* values, int) {
+  __shared__ int counter;
+  if (threadIdx.x == 0) counter = 0;
+  __syncthreads();
+  atomicAdd(&counter, 1);
+  values[threadIdx.x] = static_cast<float>(counter);
+}
+
+__global__ void ReadWhatOtherCopied(float* values, int) {
+  __shared__ float4 to[2];
+  const unsigned t = threadIdx.x;
+  __pipeline_memcpy_async(&to[t], values + t * 4, sizeof(float4));
+  __pipeline_commit();
+  __pipeline_wait_prior(0);
+  values[t] = to[1 - t].x;
+}
+
+__global__ void OverwriteStage(float* values, int) {
+  __shared__ float stages[2][64];
+  const unsigned t = threadIdx.x;
+  float sum = 0;
+  __pipeline_memcpy_async(&stages[0][t], values + t, sizeof(float));
+  __pipeline_commit();
+  for (int tile = 0; tile < 4; ++tile) {
+    // The barrier that would come here lets all threads finish with the stage of the last round.
+    __pipeline_memcpy_async(&stages[(tile + 1) % 2][t], values + t, sizeof(float));
+    __pipeline_commit();
+    __pipeline_wait_prior(1);
+    __syncthreads();
+    sum += stages[tile % 2][63 - t];
+  }
+  values[t] = sum;
+}
+
+__global__ void WriteWhereCopyGoes(float* values, int) {
+  __shared__ float to;
+  __pipeline_memcpy_async(&to, values, sizeof(float));
+  to = 3;
+  __pipeline_commit();
+  __pipeline_wait_prior(0);
+  values[1] = to;
+}
+
+__global__ void WriteBytes(float* values, int) {
+  __shared__ unsigned word;
+  if (threadIdx.x == 0) word = 0;
+  if (threadIdx.x == 1) reinterpret_cast<unsigned short*>(&word)[1] = 1;
+  __syncthreads();
+  values[threadIdx.x] = static_cast<float>(word);
+}
+
+// ---- Barriers and meetings that are not reached ----
+
+__global__ void ReturnBeforeBarrier(float* values, int) {
+  if (threadIdx.x == 33) return;
+  __syncthreads();
+  values[threadIdx.x] = 1;
+}
+
+__global__ void BarrierInBranch(float* values, int) {
+  if (threadIdx.x < 16) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
+  values[threadIdx.x] = 1;
+}
+
+__global__ void DifferentMasks(float* values, int) {
+  __syncwarp(threadIdx.x == 3 ? 0x0f : 0xff);
+  values[threadIdx.x] = 1;
+}
+
+__global__ void MultiplyInHalfWarp(float* values, int) {
+  float d[4] = {};
+  const unsigned a[4] = {}, b[2] = {};
+  MmaM16N8K16Bf16(d, a, b);
+  values[threadIdx.x] = d[0];
+}
+
+__global__ void MultiplyAfterReturn(float* values, int) {
+  if (threadIdx.x == 9) return;
+  float d[4] = {};
+  const unsigned a[4] = {}, b[2] = {};
+  MmaM16N8K16F16(d, a, b);
+  values[threadIdx.x] = d[0];
+}
+
+// ---- Shuffles ----
+
+__global__ void ShuffleFromOutside(float* values, int) {
+  const unsigned t = threadIdx.x;
+  if (t < 16) values[t] = __shfl_sync(0xffff, values[t], static_cast<int>(t) + 1);
+}
+
+__global__ void ShuffleByOutsider(float* values, int) {
+  const unsigned t = threadIdx.x;
+  if (t < 17) values[t] = __shfl_xor_sync(0xffff, values[t], 1);
+}
+
+__global__ void ShuffleFromFinished(float* values, int) {
+  const unsigned t = threadIdx.x;
+  if (t == 31) return;
+  values[t] = __shfl_down_sync(~0u, values[t], 1);
+}
+
+// ---- The stack ----
+
+#ifdef __CUDACC__
+#define TFB_NOT_INLINED __noinline__
+#else
+#define TFB_NOT_INLINED __attribute__((noinline))
+#endif
+
+__device__ TFB_NOT_INLINED float Descend(float* values, int depth) {
+  if (depth == 0) return values[0];
+  return Descend(values, depth - 1) * values[depth % 64] + 1;
+}
+
+__global__ void Recurse(float* values, int depth) {
+  values[threadIdx.x] = Descend(values, threadIdx.x == 2 ? depth : 1);
+}
+
+// More than a stack and the page below it: the frame must be touched page by page.
+__global__ void BigArray(float* values, int) {
+  float numbers[64 << 10];
+  const int last = static_cast<int>(values[0]);
+  for (int i = 0; i <= last; ++i) numbers[i] = values[i];
+  values[1] = numbers[last];
+}
+
+// ---- Launches beyond the limits ----
+
+__global__ void TooManyThreads(float* values, int) { values[0] = 1; }
+
+__global__ void TooMuchShared(float* values, int) { values[0] = 1; }
+
+// ---- Results that depend on the order ----
+
+__global__ void LastWriterWins(float* values, int) {
+  values[0] = static_cast<float>(blockIdx.x * blockDim.x + threadIdx.x);
+}
+
+// ---- The table ----
+
+using Kernel = void (*)(float* values, int number);
+
+template <Kernel kKernel, unsigned kBlocks, unsigned kThreads, size_t kSharedBytes = 0>
+const char* LaunchOf(const char* name, float* values, int number) {
+  return Launch(name, kKernel, KernelShape{dim3(kBlocks), dim3(kThreads), kSharedBytes}, nullptr,
+                values, number);
+}
+
+template <Kernel kKernel>
+const char* LaunchWithTheOne(const char* name, float* values, int number) {
+  return Launch(name, kKernel, KernelShape{dim3(2, 3), dim3(16, 2)}, nullptr, values, number);
+}
+
+const struct {
+  const char* name;
+  const char* (*launch)(const char* name, float* values, int number);
+} kKernels[] = {
+    {"ReadAt", &LaunchWithTheOne<&ReadAt>},
+    {"WriteAt", &LaunchWithTheOne<&WriteAt>},
+    {"ReadVectorAt", &LaunchWithTheOne<&ReadVectorAt>},
+    {"ChangeAt", &LaunchWithTheOne<&ChangeAt>},
+    {"CopyOverEnd", &LaunchOf<&CopyOverEnd, 1, 1>},
+    {"OverrunDynamicShared", &LaunchOf<&OverrunDynamicShared, 1, 17, 16 * sizeof(float)>},
+    {"LoadMatrixFromDevice", &LaunchOf<&LoadMatrixFromDevice, 1, 32>},
+    {"CopyAsynchronouslyToDevice", &LaunchOf<&CopyAsynchronouslyToDevice, 1, 1>},
+    {"ReadMisaligned", &LaunchOf<&ReadMisaligned, 1, 1>},
+    {"WriteSharedMisaligned", &LaunchOf<&WriteSharedMisaligned, 1, 1, 64>},
+    {"CopyMisaligned", &LaunchOf<&CopyMisaligned, 1, 1>},
+    {"SumInto", &LaunchOf<&SumInto, 1, 1>},
+    {"ReadStaticShared", &LaunchOf<&ReadStaticShared, 1, 8>},
+    {"ReadDynamicShared", &LaunchOf<&ReadDynamicShared, 1, 1, 16>},
+    {"KeepSharedFromBlockToBlock", &LaunchOf<&KeepSharedFromBlockToBlock, 2, 1>},
+    {"ReadBeforeCopyEnds", &LaunchOf<&ReadBeforeCopyEnds, 1, 1>},
+    {"WriteAfterRead", &LaunchOf<&WriteAfterRead, 1, 64>},
+    {"WriteSamePlace", &LaunchOf<&WriteSamePlace, 1, 64>},
+    {"ExchangeInWarp", &LaunchOf<&ExchangeInWarp, 1, 32>},
+    {"ExchangeInPartOfWarp", &LaunchOf<&ExchangeInPartOfWarp, 1, 32>},
+    {"ReadAtomicCounter", &LaunchOf<&ReadAtomicCounter, 1, 64>},
+    {"ReadWhatOtherCopied", &LaunchOf<&ReadWhatOtherCopied, 1, 2>},
+    {"OverwriteStage", &LaunchOf<&OverwriteStage, 1, 64>},
+    {"WriteWhereCopyGoes", &LaunchOf<&WriteWhereCopyGoes, 1, 1>},
+    {"WriteBytes", &LaunchOf<&WriteBytes, 1, 2>},
+    {"ReturnBeforeBarrier", &LaunchOf<&ReturnBeforeBarrier, 1, 64>},
+    {"BarrierInBranch", &LaunchOf<&BarrierInBranch, 1, 32>},
+    {"DifferentMasks", &LaunchOf<&DifferentMasks, 1, 8>},
+    {"MultiplyInHalfWarp", &LaunchOf<&MultiplyInHalfWarp, 1, 16>},
+    {"MultiplyAfterReturn", &LaunchOf<&MultiplyAfterReturn, 1, 32>},
+    {"ShuffleFromOutside", &LaunchOf<&ShuffleFromOutside, 1, 32>},
+    {"ShuffleByOutsider", &LaunchOf<&ShuffleByOutsider, 1, 32>},
+    {"ShuffleFromFinished", &LaunchOf<&ShuffleFromFinished, 1, 32>},
+    {"Recurse", &LaunchOf<&Recurse, 1, 4>},
+    {"BigArray", &LaunchOf<&BigArray, 1, 1>},
+    {"TooManyThreads", &LaunchOf<&TooManyThreads, 1, 1025>},
+    {"TooMuchShared", &LaunchOf<&TooMuchShared, 1, 1, (227 << 10) + 1>},
+    {"LastWriterWins", &LaunchOf<&LastWriterWins, 16, 64>},
+};
+
+const char* Run(const char* name, float* values, int number) {
+  for (const auto& kernel : kKernels) {
+    if (strcmp(kernel.name, name) == 0) return kernel.launch(name, values, number);
+  }
+  abort();  // no such kernel
 }
 
 }  // namespace
 
-TFB_KERNEL_TABLE(BrokenKernels, {&LaunchReduce});
+TFB_KERNEL_TABLE(BrokenKernels, {&LaunchReduce, &Run});
 
 }  // namespace tfb

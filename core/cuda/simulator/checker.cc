@@ -1,17 +1,10 @@
 #include "core/cuda/simulator/checker.h"
 
-#include <link.h>
 #include <sys/mman.h>
 
 #include <string>
 
 #include "core/cuda/simulator/machine.h"
-
-// The linker's: where the __shared__ variables of the program lie. Null in a program without any.
-extern "C" {
-extern char __start_cuda_simulator_shared[] __attribute__((weak));
-extern char __stop_cuda_simulator_shared[] __attribute__((weak));
-}
 
 namespace cuda_simulator {
 namespace {
@@ -24,9 +17,6 @@ char* MapDynamicShared() {
       mmap(nullptr, kDynamicCapacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
 }
-
-uintptr_t StaticBegin() { return reinterpret_cast<uintptr_t>(__start_cuda_simulator_shared); }
-uintptr_t StaticEnd() { return reinterpret_cast<uintptr_t>(__stop_cuda_simulator_shared); }
 
 std::string Doing(const MemoryAccess& access) {
   switch (access.kind) {
@@ -43,140 +33,152 @@ std::string Doing(const MemoryAccess& access) {
   return Format("copies %zu bytes asynchronously", access.bytes);
 }
 
-bool IsMisaligned(const MemoryAccess& access) {
-  return access.aligned && (access.address & (access.bytes - 1)) != 0;
-}
-
 }  // namespace
 
 Checker::Checker(Machine* machine)
     : machine_(machine),
       dynamic_shared_(MapDynamicShared()),
       dynamic_(reinterpret_cast<uintptr_t>(dynamic_shared_), kDynamicCapacity, &order),
-      static_(StaticBegin(), StaticEnd() - StaticBegin(), &order) {}
+      recent_static_(&dynamic_) {}
 
 void Checker::StartLaunch(size_t dynamic_shared_bytes, const void* parameters,
                           size_t parameter_bytes) {
   if (order.NeedsReset()) {
     order.Reset();
     dynamic_.Reset();
-    static_.Reset();
+    for (const auto& shadow : static_) shadow->Reset();
   }
   dynamic_.StartLaunch(dynamic_shared_bytes);
-  static_.StartLaunch(static_.bytes());
+  for (const auto& shadow : static_) shadow->StartLaunch(shadow->bytes());
   parameters_ = reinterpret_cast<uintptr_t>(parameters);
   parameter_bytes_ = parameter_bytes;
 }
 
-void Checker::Check(const MemoryAccess& access) {
-  if (machine_->block.stacks().Contains(access.address)) return;
-  ++machine_->counts.accesses;
-  if (dynamic_.Contains(access.address)) return CheckShared(&dynamic_, "dynamic", access);
-  if (static_.Contains(access.address)) return CheckShared(&static_, "static", access);
-  if (DeviceBufferShadow* buffer = device_memory.Find(access.address)) {
-    return CheckDevice(buffer, access);
+std::string Checker::Describe(uintptr_t address) {
+  if (StaticShared(address) != nullptr) {
+    const Variable variable = StaticVariableAt(address);
+    if (variable.name.empty()) return "in static shared memory";
+    return Format("at byte %zu of shared %s of %zu bytes", address - variable.begin,
+                  variable.name.c_str(), variable.bytes);
   }
-  --machine_->counts.accesses;
-  CheckElsewhere(access);
+  const size_t byte = address - dynamic_.begin();
+  if (byte < dynamic_.bytes()) return Format("at byte %zu of dynamic shared memory", byte);
+  if (byte < kDynamicCapacity) {
+    return Format("at byte %zu of dynamic shared memory, which has %zu", byte, dynamic_.bytes());
+  }
+  if (const DeviceBufferShadow* buffer = device_memory.Find(address)) {
+    return Format("at byte %zu of a buffer of %zu bytes", address - buffer->begin(),
+                  buffer->bytes());
+  }
+  return "at an address that is no device memory: " + device_memory.DescribeNearest(address);
 }
 
-void Checker::CheckShared(SharedShadow* shadow, const char* which, const MemoryAccess& access) {
-  const auto report = [&](FindingKind kind, const std::string& rest) {
-    machine_->Report(kind, access.site, [&] {
-      return Doing(access) +
-             Format(" at byte %zu of %s shared memory", access.address - shadow->begin(), which) +
-             rest;
+void Checker::Report(FindingKind kind, const MemoryAccess& access, const char* rest) {
+  machine_->Report(kind, access.site,
+                   [&] { return Doing(access) + " " + Describe(access.address) + rest; });
+}
+
+// The access ends beyond what it begins in, or is nowhere.
+void Checker::Leave(const MemoryAccess& access) {
+  Report(FindingKind::kOutOfBounds, access, "");
+  machine_->block.Abandon();
+}
+
+void Checker::ReportShared(SharedShadow::Verdict verdict, int other, const MemoryAccess& access) {
+  const auto report_race = [&](const char* did) {
+    machine_->Report(FindingKind::kRace, access.site, [&] {
+      const bool several = other == SharedShadow::kSeveral;
+      return Doing(access) + " " + Describe(access.address) + ", which " +
+             (several ? "another thread" : "thread " + Text(machine_->block.index_of(other))) +
+             did + " with no barrier between";
     });
-  };
-  if (access.bytes > shadow->begin() + shadow->bytes() - access.address) {
-    report(FindingKind::kOutOfBounds, Format(", which has %zu", shadow->bytes()));
-    machine_->block.Abandon();
-  }
-  if (IsMisaligned(access)) report(FindingKind::kMisaligned, ", misaligned");
-  int other = SharedShadow::kSeveral;
-  const auto verdict =
-      shadow->Access(access.address, access.bytes, access.kind, machine_->block.running(), &other);
-  if (verdict == SharedShadow::Verdict::kFine) return;
-  const auto who = [&] {
-    return other == SharedShadow::kSeveral ? "another thread"
-                                           : "thread " + Text(machine_->block.index_of(other));
   };
   switch (verdict) {
     case SharedShadow::Verdict::kFine:
       break;
     case SharedShadow::Verdict::kUnwritten:
-      report(FindingKind::kUnwrittenRead, ", which nothing wrote");
+      Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
       break;
-    case SharedShadow::Verdict::kInFlight:
-      report(access.kind == AccessKind::kRead ? FindingKind::kUnwrittenRead : FindingKind::kRace,
+    case SharedShadow::Verdict::kInFlight: {
+      const bool reads = access.kind == AccessKind::kRead;
+      Report(reads ? FindingKind::kUnwrittenRead : FindingKind::kRace, access,
              ", to which an asynchronous copy is under way");
       break;
+    }
     case SharedShadow::Verdict::kRaceWithRead:
-      report(FindingKind::kRace, ", which " + who() + " read with no barrier between");
+      report_race(" read");
       break;
     case SharedShadow::Verdict::kRaceWithWrite:
-      report(FindingKind::kRace, ", which " + who() + " wrote with no barrier between");
+      report_race(" wrote");
       break;
   }
 }
 
-void Checker::CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access) {
-  const auto report = [&](FindingKind kind, const char* rest) {
-    machine_->Report(kind, access.site, [&] {
-      return Doing(access) +
-             Format(" at byte %zu of a buffer of %zu bytes", access.address - buffer->begin(),
-                    buffer->bytes()) +
-             rest;
-    });
-  };
-  if (!buffer->ContainsAll(access.address, access.bytes)) {
-    report(FindingKind::kOutOfBounds, "");
-    machine_->block.Abandon();
+void Checker::Check(const MemoryAccess& access) {
+  if (dynamic_.Contains(access.address)) return CheckShared(&dynamic_, access);
+  if (SharedShadow* shadow = StaticShared(access.address)) return CheckShared(shadow, access);
+  const bool reads = access.kind == AccessKind::kRead;
+  if (reads && access.address - parameters_ < parameter_bytes_) return;
+  if (DeviceBufferShadow* buffer = device_memory.Find(access.address)) {
+    return CheckDevice(buffer, access);
   }
-  if (IsMisaligned(access)) report(FindingKind::kMisaligned, ", misaligned");
+  CheckElsewhere(access);
+}
+
+void Checker::CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
+  ++accesses_;
+  if (access.bytes > shadow->begin() + shadow->bytes() - access.address) Leave(access);
+  int other = SharedShadow::kSeveral;
+  const auto verdict = shadow->Access(access.address, access.bytes, access.kind, &other);
+  if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
+}
+
+void Checker::CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access) {
+  ++accesses_;
+  if (!buffer->ContainsAll(access.address, access.bytes)) Leave(access);
   if (access.kind != AccessKind::kWrite && !buffer->IsWritten(access.address, access.bytes)) {
-    report(FindingKind::kUnwrittenRead, ", which nothing wrote");
+    Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
   }
   if (access.kind != AccessKind::kRead) buffer->SetWritten(access.address, access.bytes);
 }
 
 void Checker::CheckElsewhere(const MemoryAccess& access) {
-  if (access.kind == AccessKind::kRead) {
-    if (access.address - parameters_ < parameter_bytes_ || IsStaticData(access.address)) return;
-  }
-  machine_->Report(FindingKind::kOutOfBounds, access.site, [&] {
-    const size_t byte = access.address - reinterpret_cast<uintptr_t>(dynamic_shared_);
-    if (byte < kDynamicCapacity) {
-      return Doing(access) +
-             Format(" at byte %zu of dynamic shared memory, which has %zu", byte, dynamic_.bytes());
-    }
-    return Doing(access) + " at an address that is no device memory: " +
-           device_memory.DescribeNearest(access.address);
-  });
-  machine_->block.Abandon();
+  const bool reads = access.kind == AccessKind::kRead;
+  const Segment* segment = SegmentOf(access.address);
+  if (segment == nullptr || (!reads && !segment->is_writable)) Leave(access);
+  if (!segment->is_writable) return;  // constants
+  // The first access to an image's shared memory.
+  const size_t bytes = segment->end - segment->begin;
+  static_.push_back(std::make_unique<SharedShadow>(segment->begin, bytes, &order));
+  recent_static_ = static_.back().get();
+  CheckShared(recent_static_, access);
 }
 
-bool Checker::IsStaticData(uintptr_t address) {
-  const auto is_known = [&] {
-    for (const Range& image : images_) {
-      if (address - image.begin < image.end - image.begin) return true;
+SharedShadow* Checker::StaticShared(uintptr_t address) {
+  for (const auto& shadow : static_) {
+    if (shadow->Contains(address)) return recent_static_ = shadow.get();
+  }
+  return nullptr;
+}
+
+bool Checker::IsShared(const void* address) {
+  const uintptr_t place = reinterpret_cast<uintptr_t>(address);
+  if (dynamic_.Contains(place) || StaticShared(place) != nullptr) return true;
+  const Segment* segment = SegmentOf(place);
+  return segment != nullptr && segment->is_writable;
+}
+
+const Segment* Checker::SegmentOf(uintptr_t address) {
+  const auto find = [&]() -> const Segment* {
+    for (const Segment& segment : segments_) {
+      if (address - segment.begin < segment.end - segment.begin) return &segment;
     }
-    return false;
+    return nullptr;
   };
-  if (is_known()) return true;
-  images_.clear();  // a library may have been loaded since
-  dl_iterate_phdr(
-      [](dl_phdr_info* info, size_t, void* images) {
-        for (int i = 0; i < info->dlpi_phnum; ++i) {
-          const auto& segment = info->dlpi_phdr[i];
-          const uintptr_t begin = info->dlpi_addr + segment.p_vaddr;
-          if (segment.p_type != PT_LOAD) continue;
-          static_cast<std::vector<Range>*>(images)->push_back({begin, begin + segment.p_memsz});
-        }
-        return 0;
-      },
-      &images_);
-  return is_known();
+  const Segment* segment = find();
+  if (segment != nullptr) return segment;
+  segments_ = LoadedSegments();  // a library may have been loaded since
+  return find();
 }
 
 }  // namespace cuda_simulator

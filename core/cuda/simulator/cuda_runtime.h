@@ -24,19 +24,23 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__ static
+#define __constant__ static const
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-// One block runs at a time, so a kernel's static variables are its shared memory. The section tells
-// the simulator where they are, as __start_ and __stop_ symbols of the linker.
-#define __shared__ static __attribute__((section("cuda_simulator_shared")))
+#define __align__(bytes) __attribute__((aligned(bytes)))
+// One block runs at a time, so a kernel's static variables are its shared memory.
+#define __shared__ static
 
 namespace cuda_simulator {
 
+struct uint3 {
+  unsigned x, y, z;
+};
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
   constexpr dim3(unsigned x_size = 1, unsigned y_size = 1, unsigned z_size = 1)
       : x(x_size), y(y_size), z(z_size) {}
+  constexpr dim3(const uint3& size) : x(size.x), y(size.y), z(size.z) {}
 };
 
 struct alignas(8) float2 {
@@ -64,12 +68,12 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-// Of the running thread: constants to it, which take no checks. The simulator writes them, under
-// other names.
-extern const dim3 threadIdx __asm__("cuda_simulator_threadIdx");
-extern const dim3 blockIdx __asm__("cuda_simulator_blockIdx");
-extern const dim3 blockDim __asm__("cuda_simulator_blockDim");
-extern const dim3 gridDim __asm__("cuda_simulator_gridDim");
+// Of the running thread: constants to it, whose reads the compiler does not report. The simulator
+// writes them, under other names.
+extern const uint3 threadIdx __asm__("cuda_simulator_threadIdx");
+extern const uint3 blockIdx __asm__("cuda_simulator_blockIdx");
+extern const uint3 blockDim __asm__("cuda_simulator_blockDim");
+extern const uint3 gridDim __asm__("cuda_simulator_gridDim");
 constexpr int warpSize = 32;
 
 // ---- Barriers and warps ----

@@ -91,8 +91,18 @@ unsigned __ballot_sync(unsigned mask, int predicate) {
   return vote.result;
 }
 
+void NoteMisaligned(const void* address, const char* type, size_t alignment, const void* site) {
+  if (running_machine == nullptr) return;
+  running_machine->Report(FindingKind::kMisaligned, site, [&] {
+    return Format("needs %zu-byte alignment of %s ", alignment, type) +
+           running_machine->checker.Describe(reinterpret_cast<uintptr_t>(address));
+  });
+  running_machine->block.Abandon();  // it may be fatal to the host, as it is to a GPU
+}
+
 void NoteAtomic(void* address, size_t bytes, const void* site) {
-  Note(AccessKind::kAtomic, address, bytes, /*aligned=*/true, site);
+  CheckAlignment(address, "an atomic", bytes, site);
+  Note(AccessKind::kAtomic, address, bytes, site);
 }
 
 // ---- Asynchronous copies ----
@@ -112,16 +122,12 @@ void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t ze
     });
     machine.block.Abandon();
   }
+  CheckAlignment(to, "an asynchronous copy", bytes, site);
   if (zero_bytes < bytes) {
-    const bool aligned = reinterpret_cast<uintptr_t>(from) % bytes == 0;
-    if (!aligned) {
-      machine.Report(FindingKind::kMisaligned, site, [&] {
-        return Format("copies %zu bytes asynchronously from a misaligned address", bytes);
-      });
-    }
-    Note(AccessKind::kRead, from, bytes - zero_bytes, /*aligned=*/false, site);
+    CheckAlignment(from, "an asynchronous copy", bytes, site);
+    Note(AccessKind::kRead, from, bytes - zero_bytes, site);
   }
-  Note(AccessKind::kCopyBegin, to, bytes, /*aligned=*/true, site);
+  Note(AccessKind::kCopyBegin, to, bytes, site);
   PendingCopies& pending = machine.block.running_copies();
   pending.copies.push_back({to, from, bytes, zero_bytes, pending.open_group});
 }
@@ -133,7 +139,7 @@ void __pipeline_wait_prior(size_t groups) {
   for (; pending.first < pending.copies.size(); ++pending.first) {
     const PendingCopy& copy = pending.copies[pending.first];
     if (copy.group + groups >= pending.open_group) return;
-    Note(AccessKind::kCopyEnd, copy.to, copy.bytes, /*aligned=*/false, __builtin_return_address(0));
+    Note(AccessKind::kCopyEnd, copy.to, copy.bytes, __builtin_return_address(0));
     char* to = static_cast<char*>(copy.to);
     std::memcpy(to, copy.from, copy.bytes - copy.zero_bytes);
     std::memset(to + copy.bytes - copy.zero_bytes, 0, copy.zero_bytes);

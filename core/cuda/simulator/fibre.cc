@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 #ifdef __SANITIZE_THREAD__
@@ -17,6 +18,19 @@
 namespace cuda_simulator {
 
 namespace fcontext = boost::context::detail;
+
+namespace {
+
+// Of functions that were never left: what the address sanitizer knows of a stack.
+void ForgetFrames(void* stack, size_t bytes) {
+#ifdef __SANITIZE_ADDRESS__
+  __asan_unpoison_memory_region(stack, bytes);
+#else
+  (void)stack, (void)bytes;
+#endif
+}
+
+}  // namespace
 
 struct FibreEntry {
   static void Enter(fcontext::transfer_t from) {
@@ -40,6 +54,7 @@ void Fibre::Make(char* stack, size_t bytes, void (*entry)()) {
   stack_bytes_ = bytes;
   asan_stack_ = nullptr;
   context_ = fcontext::make_fcontext(stack + bytes, bytes, &FibreEntry::Enter);
+  ForgetFrames(stack, bytes);
 #ifdef __SANITIZE_THREAD__
   if (tsan_fibre_ != nullptr) __tsan_destroy_fiber(tsan_fibre_);
   tsan_fibre_ = __tsan_create_fiber(0);
@@ -116,14 +131,14 @@ OverflowTrap::OverflowTrap(const Stacks* stacks, void (*on_overflow)(const void*
     : stacks_(stacks), on_overflow_(on_overflow) {
   armed_trap = this;
   alignas(16) static char handler_stack[64 << 10];  // the fibre's is full
+  ForgetFrames(handler_stack, sizeof(handler_stack));
   stack_t stack = {};
   stack.ss_sp = handler_stack;
   stack.ss_size = sizeof(handler_stack);
   sigaltstack(&stack, &previous_stack_);
   struct sigaction action = {};
   action.sa_sigaction = &OverflowTrap::Handle;
-  // It never returns after an overflow, so the signal must not stay blocked.
-  action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &action, &previous_action_);
 }
 
@@ -136,7 +151,9 @@ OverflowTrap::~OverflowTrap() {
 void OverflowTrap::Handle(int, siginfo_t* info, void* context) {
   const OverflowTrap& trap = *armed_trap;
   if (trap.stacks_->IsGuard(reinterpret_cast<uintptr_t>(info->si_addr))) {
-    trap.on_overflow_(ReturnAddressOf(*static_cast<const ucontext_t*>(context)));
+    const ucontext_t& where = *static_cast<const ucontext_t*>(context);
+    pthread_sigmask(SIG_SETMASK, &where.uc_sigmask, nullptr);  // what a return would do
+    trap.on_overflow_(ReturnAddressOf(where));
   }
   sigaction(SIGSEGV, &trap.previous_action_, nullptr);  // the access faults again
 }

@@ -1,7 +1,8 @@
 // How the simulator sees raw accesses of unmodified kernels. Sources with kernels are compiled with
 // -fsanitize=thread, which puts a call before every load and store; the simulator's build renames
 // those calls (__tsan_read4 to cuda_simulator_read4, see hooks.cc), so that they reach it and never
-// the sanitizer's own library, which may be linked into the same program for other code.
+// the sanitizer's own library, which may be linked into the same program for other code. Misaligned
+// addresses are told in the same way by -fsanitize=alignment.
 #ifndef TFB_CORE_CUDA_SIMULATOR_HOOKS_H_
 #define TFB_CORE_CUDA_SIMULATOR_HOOKS_H_
 
@@ -12,12 +13,24 @@
 namespace cuda_simulator {
 
 // Checks an access of the running thread. `site` is where in the kernel it happens: a return
-// address. Code outside kernels, in the same sources, may do what it likes.
-inline void Note(AccessKind kind, const void* address, size_t bytes, bool aligned,
-                 const void* site) {
+// address. Code outside kernels, in the same sources, may do what it likes, and local variables are
+// the compiler's affair.
+inline void Note(AccessKind kind, const void* address, size_t bytes, const void* site) {
   Machine* machine = running_machine;
-  if (machine == nullptr) return;
-  machine->checker.Check({reinterpret_cast<uintptr_t>(address), bytes, kind, aligned, site});
+  const uintptr_t place = reinterpret_cast<uintptr_t>(address);
+  if (machine == nullptr || machine->block.stacks().Contains(place)) return;
+  machine->checker.Check({place, bytes, kind, site});
+}
+
+// The running thread uses an address as one of a type that wants this alignment, which it has not.
+void NoteMisaligned(const void* address, const char* type, size_t alignment, const void* site);
+
+// NoteMisaligned where that is so.
+inline void CheckAlignment(const void* address, const char* type, size_t alignment,
+                           const void* site) {
+  if (reinterpret_cast<uintptr_t>(address) % alignment != 0) {
+    NoteMisaligned(address, type, alignment, site);
+  }
 }
 
 }  // namespace cuda_simulator

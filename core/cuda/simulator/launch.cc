@@ -8,7 +8,7 @@
 
 namespace cuda_simulator {
 
-dim3 current_grid_shape __asm__("cuda_simulator_gridDim");
+uint3 current_grid_shape __asm__("cuda_simulator_gridDim");
 
 __thread Machine* running_machine = nullptr;
 
@@ -21,8 +21,8 @@ std::string CheckShape(const LaunchShape& shape, const Settings& settings) {
     uint64_t value, most;
   } limits[] = {
       {"gridDim.x", shape.grid.x, 0x7fffffff},
-      {"gridDim.y", shape.grid.y, 65535},
-      {"gridDim.z", shape.grid.z, 65535},
+      {"gridDim.y", shape.grid.y, settings.max_grid_yz},
+      {"gridDim.z", shape.grid.z, settings.max_grid_yz},
       {"blockDim.x", shape.block.x, 1024},
       {"blockDim.y", shape.block.y, 1024},
       {"blockDim.z", shape.block.z, 64},
@@ -78,6 +78,7 @@ void RunBlocks(Machine* machine, const LaunchShape& shape) {
   running_machine = machine;
   for (uint64_t n = 0; n < order.count() && !machine->findings.is_full(); ++n) {
     ++machine->counts.blocks;
+    machine->counts.threads += uint64_t{shape.block.x} * shape.block.y * shape.block.z;
     machine->checker.StartBlock();
     if (!machine->block.Run(order.At(n))) break;
   }
@@ -104,7 +105,7 @@ cudaError_t LaunchLocked(Machine* machine, const char* kernel_name, const Launch
   ++machine->counts.launches;
   const std::string wrong = CheckShape(shape, machine->settings);
   if (wrong.empty()) {
-    current_grid_shape = shape.grid;
+    current_grid_shape = {shape.grid.x, shape.grid.y, shape.grid.z};
     machine->checker.StartLaunch(shape.shared_bytes, context, context_bytes);
     machine->block.StartLaunch(shape.block, body, context);
     RunBlocks(machine, shape);
@@ -160,7 +161,9 @@ const std::vector<Finding>& Findings() { return TheMachine().findings.findings()
 
 Counts TotalCounts() {
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
-  return TheMachine().counts;
+  Counts counts = TheMachine().counts;
+  counts.accesses = TheMachine().checker.accesses();
+  return counts;
 }
 
 std::string Describe(const Counts& counts) {

@@ -1,11 +1,16 @@
 #include "core/cuda/simulator/shared_shadow.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace cuda_simulator {
 
 SharedShadow::SharedShadow(uintptr_t begin, size_t capacity_bytes, const Order* order)
-    : begin_(begin), order_(*order), granules_((capacity_bytes + 3) / 4) {
+    : begin_(begin),
+      order_(*order),
+      granules_(static_cast<Granule*>(std::calloc(capacity_bytes / 4 + 1, sizeof(Granule))),
+                &std::free),
+      capacity_bytes_(capacity_bytes) {
   StartLaunch(capacity_bytes);
 }
 
@@ -17,16 +22,16 @@ void SharedShadow::StartLaunch(size_t bytes) {
 }
 
 void SharedShadow::Reset() {
-  std::fill(granules_.begin(), granules_.end(), Granule{});
+  std::fill_n(granules_.get(), capacity_bytes_ / 4 + 1, Granule{});
   StartLaunch(bytes_);
 }
 
 SharedShadow::Verdict SharedShadow::Access(uintptr_t address, size_t bytes, AccessKind kind,
-                                           int thread, int* other) {
+                                           int* other) {
   Verdict worst = Verdict::kFine;
   const auto touch = [&](Cell* cell) {
     int whose = kSeveral;
-    const Verdict verdict = Touch(cell, kind, thread, &whose);
+    const Verdict verdict = Touch(cell, kind, &whose);
     if (verdict <= worst) return;
     worst = verdict;
     *other = whose;
@@ -58,75 +63,56 @@ SharedShadow::Cell* SharedShadow::Split(size_t granule) {
   return splits_[split].data();
 }
 
-SharedShadow::Verdict SharedShadow::Touch(Cell* cell, AccessKind kind, int thread, int* other) {
+SharedShadow::Verdict SharedShadow::Touch(Cell* cell, AccessKind kind, int* other) {
   Verdict verdict = Verdict::kFine;
   if (cell->write < order_.block_start()) {
     if (kind == AccessKind::kRead || kind == AccessKind::kAtomic) verdict = Verdict::kUnwritten;
-  } else if (!(kind == AccessKind::kAtomic && cell->atomic) && !WriteIsBefore(*cell, thread)) {
+  } else if (!(kind == AccessKind::kAtomic && cell->atomic) && !WriteIsBefore(*cell)) {
     verdict = Verdict::kRaceWithWrite;
     *other = cell->writer < kLanes ? cell->writer : kSeveral;
   } else if (cell->in_flight && kind != AccessKind::kCopyEnd) {
     verdict = Verdict::kInFlight;
   }
   if (kind == AccessKind::kRead) {
-    NoteRead(cell, thread);
+    NoteRead(cell);
     return verdict;
   }
   if (verdict < Verdict::kRaceWithRead && cell->read >= order_.barrier()) {
-    const int reader = ReaderNotBefore(*cell, thread);
-    if (reader != kNobody) {
+    const int reader = ReaderNotBefore(*cell);
+    if (reader >= 0) {
       verdict = Verdict::kRaceWithRead;
       *other = reader;
     }
   }
-  NoteWrite(cell, kind, thread);
+  NoteWrite(cell, kind);
   return verdict;
 }
 
-bool SharedShadow::WriteIsBefore(const Cell& cell, int thread) const {
-  if (cell.writer < kLanes) return order_.IsBefore(cell.write, cell.writer, thread);
+bool SharedShadow::WriteIsBefore(const Cell& cell) const {
+  if (cell.writer < kLanes) return order_.IsBefore(cell.write, cell.writer);
   if (cell.write < order_.barrier()) return true;
   // Of several, concurrent: whoever has not synced since knows nothing of one of them.
-  return cell.writer != kWarps && cell.writer - kLanes == thread / kWarp &&
-         cell.write < order_.Now(thread);
+  return cell.writer != kWarps && cell.writer - kLanes == order_.warp() &&
+         cell.write < order_.now();
 }
 
-void SharedShadow::NoteRead(Cell* cell, int thread) {
-  const int warp = thread / kWarp;
-  const uint32_t lane = 1u << thread % kWarp;
-  const Stamp now = order_.Now(thread);
-  if (cell->read < order_.barrier() ||
-      (cell->warp == warp && cell->stranger == kNobody && cell->read < order_.warp_barrier(warp))) {
-    cell->read = now;
-    cell->lanes = lane;
-    cell->warp = static_cast<uint8_t>(warp);
-    cell->stranger = kNobody;
-  } else if (cell->warp == warp) {
-    cell->lanes |= lane;
-    cell->read = std::min(cell->read, now);
-  } else {
-    cell->stranger = static_cast<uint16_t>(thread);
-  }
-}
-
-int SharedShadow::ReaderNotBefore(const Cell& cell, int thread) const {
-  const int warp = thread / kWarp;
+int SharedShadow::ReaderNotBefore(const Cell& cell) const {
+  const int warp = order_.warp();
   if (cell.warp != warp) return cell.warp * kWarp + __builtin_ctz(cell.lanes);
-  if (cell.stranger != kNobody) return cell.stranger;
+  if (cell.stranger != 0) return cell.stranger - 1;
   for (uint32_t lanes = cell.lanes; lanes != 0; lanes &= lanes - 1) {
     const int reader = warp * kWarp + __builtin_ctz(lanes);
-    if (!order_.IsBefore(cell.read, reader, thread)) return reader;
+    if (!order_.IsBefore(cell.read, reader)) return reader;
   }
-  return kNobody;
+  return -1;
 }
 
-void SharedShadow::NoteWrite(Cell* cell, AccessKind kind, int thread) {
+void SharedShadow::NoteWrite(Cell* cell, AccessKind kind) {
   const bool atomic = kind == AccessKind::kAtomic;
-  uint16_t writer = static_cast<uint16_t>(thread);
-  Stamp now = order_.Now(thread);
-  if (atomic && cell->atomic && cell->write >= order_.block_start() &&
-      !WriteIsBefore(*cell, thread)) {
-    const int warp = thread / kWarp;
+  uint16_t writer = static_cast<uint16_t>(order_.thread());
+  Stamp now = order_.now();
+  if (atomic && cell->atomic && cell->write >= order_.block_start() && !WriteIsBefore(*cell)) {
+    const int warp = order_.warp();
     const bool same_warp =
         cell->writer < kLanes ? cell->writer / kWarp == warp : cell->writer == kLanes + warp;
     writer = same_warp ? static_cast<uint16_t>(kLanes + warp) : kWarps;

@@ -52,6 +52,7 @@ struct Settings {
   int max_findings = 8;
   size_t stack_bytes = 64 << 10;                  // of one CUDA thread
   size_t max_shared_bytes_per_block = 227 << 10;  // dynamic; Hopper's
+  unsigned max_grid_yz = 65535;  // blocks; fewer show on a small grid who would go beyond
   // As a GPU has it: a kernel that goes wrong is not told by its launch but by the next call that
   // waits, and by every other call from then on, until the simulator is configured anew.
   bool errors_are_deferred = false;

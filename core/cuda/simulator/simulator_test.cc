@@ -1,34 +1,596 @@
 #include "core/cuda/simulator/simulator.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <set>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "core/cuda/runtime.h"
 #include "core/cuda/simulator/broken_kernels.h"
+#include "core/cuda/simulator/cuda_runtime.h"
+#include "core/cuda/simulator/sound_kernels.h"
 
 namespace tfb {
 namespace {
 
+using ::cuda_simulator::Configure;
+using ::cuda_simulator::Counts;
+using ::cuda_simulator::Finding;
 using ::cuda_simulator::FindingKind;
 using ::cuda_simulator::Findings;
+using ::cuda_simulator::Index3;
+using ::cuda_simulator::Settings;
+using ::cuda_simulator::TotalCounts;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
 
-TEST(Simulator, AReductionWithBarriersIsFineAndOneWithoutRaces) {
+constexpr int kValues = 64;
+
+// 64 floats on the device: 1, 2, 3, ... or unwritten.
+class Values {
+ public:
+  explicit Values(bool written) : runtime_(CudaRuntime::For(Device::kSimulator).value()) {
+    buffer_ = runtime_->Allocate(kValues * sizeof(float)).value();
+    if (!written) return;
+    std::vector<float> values(kValues);
+    for (int i = 0; i < kValues; ++i) values[i] = static_cast<float>(i + 1);
+    Upload(values);
+  }
+  float* data() const { return buffer_.As<float>(); }
+  void Upload(const std::vector<float>& values) {
+    ASSERT_TRUE(runtime_->CopyToDevice(data(), values.data(), buffer_.bytes()).ok());
+  }
+  std::vector<float> Download() const {
+    std::vector<float> values(kValues);
+    EXPECT_TRUE(runtime_->CopyToHost(values.data(), data(), buffer_.bytes()).ok());
+    return values;
+  }
+
+ private:
+  CudaRuntime* runtime_;
+  DeviceBuffer buffer_;
+};
+
+void ConfigureSeed(uint64_t seed) {
+  Settings settings;
+  settings.seed = seed;
+  Configure(settings);
+}
+
+// ---- Kernels that are wrong ----
+
+const char* RunBroken(const char* kernel, int number = 0, bool written = true) {
+  const Values values(written);
+  return KernelTable<BrokenKernels>::Simulated().run(kernel, values.data(), number);
+}
+
+std::vector<Finding> FindingsOf(FindingKind kind) {
+  std::vector<Finding> found;
+  for (const Finding& finding : Findings()) {
+    if (finding.kind == kind) found.push_back(finding);
+  }
+  return found;
+}
+
+// Runs it; expects a finding of this kind, and none of another unless `others`. Returns the first.
+Finding Find(const char* kernel, FindingKind kind, int number = 0, bool written = true,
+             bool others = false) {
+  SCOPED_TRACE(kernel);
+  const char* error = RunBroken(kernel, number, written);
+  EXPECT_NE(error, nullptr);
+  const std::vector<Finding> found = FindingsOf(kind);
+  EXPECT_TRUE(others || found.size() == Findings().size()) << error;
+  if (found.empty()) {
+    ADD_FAILURE() << "no finding \"" << Name(kind) << "\", but: " << (error ? error : "nothing");
+    return {};
+  }
+  EXPECT_EQ(found[0].kernel, kernel);
+  EXPECT_THAT(found[0].message, HasSubstr(kernel));
+  return found[0];
+}
+
+void ExpectAt(const Finding& finding, const Index3& block, const Index3& thread) {
+  const auto list = [](const Index3& index) {
+    return std::vector<unsigned>{index.x, index.y, index.z};
+  };
+  EXPECT_EQ(list(finding.block), list(block)) << finding.message;
+  EXPECT_EQ(list(finding.thread), list(thread)) << finding.message;
+  const std::string where = "block (" + std::to_string(block.x) + ", " + std::to_string(block.y) +
+                            ", " + std::to_string(block.z) + "), thread (" +
+                            std::to_string(thread.x) + ", " + std::to_string(thread.y) + ", " +
+                            std::to_string(thread.z) + ")";
+  EXPECT_THAT(finding.message, HasSubstr(where));
+}
+
+TEST(OutOfBounds, DeviceAccessesNameBlockThreadAndBuffer) {
+  const Index3 block{1, 2, 0}, thread{5, 1, 0};
+  Finding finding = Find("ReadAt", FindingKind::kOutOfBounds, kValues);
+  ExpectAt(finding, block, thread);
+  EXPECT_THAT(finding.message, HasSubstr("reads 4 bytes at an address that is no device memory: 0 "
+                                         "bytes behind a buffer of 256 bytes"));
+  finding = Find("ReadAt", FindingKind::kOutOfBounds, -1);
+  ExpectAt(finding, block, thread);
+  EXPECT_THAT(finding.message, HasSubstr("4 bytes before a buffer of 256 bytes"));
+  finding = Find("WriteAt", FindingKind::kOutOfBounds, kValues + 1);
+  ExpectAt(finding, block, thread);
+  EXPECT_THAT(finding.message, HasSubstr("writes 4 bytes"));
+  finding = Find("ChangeAt", FindingKind::kOutOfBounds, kValues);
+  ExpectAt(finding, block, thread);
+  EXPECT_THAT(finding.message, HasSubstr("changes 4 bytes atomically"));
+}
+
+TEST(OutOfBounds, AccessesThatBeginWithinTheBufferAreFound) {
+  EXPECT_THAT(Find("CopyOverEnd", FindingKind::kOutOfBounds).message,
+              HasSubstr("writes 160 bytes at byte 128 of a buffer of 256 bytes"));
+  const std::vector<float> registered(63);
+  cuda_simulator::RegisterBuffer(registered.data(), 63 * sizeof(float), /*written=*/true);
+  float* data = const_cast<float*>(registered.data());
+  const auto& kernels = KernelTable<BrokenKernels>::Simulated();
+  EXPECT_EQ(kernels.run("ReadAt", data, 62), nullptr);
+  EXPECT_NE(kernels.run("ReadVectorAt", data, 60), nullptr);
+  EXPECT_THAT(Findings()[0].message,
+              HasSubstr("reads 16 bytes at byte 240 of a buffer of 252 bytes"));
+  cuda_simulator::UnregisterBuffer(data);
+  EXPECT_NE(kernels.run("ReadAt", data, 62), nullptr);
+}
+
+TEST(OutOfBounds, NullPointersAndMemoryOfTheHostAreFound) {
+  const auto& kernels = KernelTable<BrokenKernels>::Simulated();
+  EXPECT_THAT(kernels.run("ReadAt", nullptr, 0), HasSubstr("a null pointer"));
+  EXPECT_THAT(kernels.run("WriteAt", nullptr, 1), HasSubstr("an offset from a null pointer"));
+  std::vector<float> host(kValues);
+  EXPECT_NE(kernels.run("ReadAt", host.data(), 0), nullptr);
+  EXPECT_EQ(Findings()[0].kind, FindingKind::kOutOfBounds);
+  static const float constants[kValues] = {1};
+  EXPECT_NE(kernels.run("WriteAt", const_cast<float*>(constants), 0), nullptr);
+}
+
+TEST(OutOfBounds, SharedMemoryHasItsEnd) {
+  const Finding finding = Find("OverrunDynamicShared", FindingKind::kOutOfBounds);
+  ExpectAt(finding, {0, 0, 0}, {16, 0, 0});
+  EXPECT_THAT(finding.message,
+              HasSubstr("writes 4 bytes at byte 64 of dynamic shared memory, which has 64"));
+}
+
+TEST(OutOfBounds, WhatMustBeSharedMemoryIs) {
+  EXPECT_THAT(Find("LoadMatrixFromDevice", FindingKind::kOutOfBounds).message,
+              HasSubstr("ldmatrix of a row that is not in shared memory"));
+  EXPECT_THAT(Find("CopyAsynchronouslyToDevice", FindingKind::kOutOfBounds).message,
+              HasSubstr("no shared memory"));
+}
+
+TEST(Misaligned, AccessesAreFound) {
+  Finding finding = Find("ReadMisaligned", FindingKind::kMisaligned);
+  ExpectAt(finding, {0, 0, 0}, {0, 0, 0});
+  EXPECT_THAT(
+      finding.message,
+      HasSubstr(
+          "needs 8-byte alignment of 'const struct float2' at byte 4 of a buffer of 256 bytes"));
+  finding = Find("WriteSharedMisaligned", FindingKind::kMisaligned);
+  EXPECT_THAT(
+      finding.message,
+      HasSubstr("needs 16-byte alignment of 'struct float4' at byte 8 of dynamic shared memory"));
+  Find("CopyMisaligned", FindingKind::kMisaligned);
+}
+
+TEST(UnwrittenRead, OfDeviceMemoryIsFound) {
+  const Finding finding = Find("SumInto", FindingKind::kUnwrittenRead, 0, /*written=*/false);
+  EXPECT_THAT(finding.message,
+              HasSubstr("at byte 0 of a buffer of 256 bytes, which nothing wrote"));
+  EXPECT_EQ(RunBroken("SumInto"), nullptr);
+}
+
+TEST(UnwrittenRead, OfSharedMemoryIsFound) {
+  Finding finding = Find("ReadStaticShared", FindingKind::kUnwrittenRead);
+  ExpectAt(finding, {0, 0, 0}, {7, 0, 0});
+  EXPECT_THAT(
+      finding.message,
+      HasSubstr("reads 4 bytes at byte 28 of shared shared of 32 bytes, which nothing wrote"));
+  Find("ReadDynamicShared", FindingKind::kUnwrittenRead);
+  for (const uint64_t seed : {1, 2, 3, 4}) {  // whichever block is first
+    ConfigureSeed(seed);
+    finding = Find("KeepSharedFromBlockToBlock", FindingKind::kUnwrittenRead);
+    ExpectAt(finding, {1, 0, 0}, {0, 0, 0});
+  }
+  Configure({});
+}
+
+TEST(UnwrittenRead, BeforeAnAsynchronousCopyEndsIsFound) {
+  const Finding finding = Find("ReadBeforeCopyEnds", FindingKind::kUnwrittenRead);
+  EXPECT_THAT(finding.message, HasSubstr("to which an asynchronous copy is under way"));
+  EXPECT_THAT(Findings(), SizeIs(1));  // the first copy had ended
+}
+
+TEST(Race, AForgottenBarrierIsFound) {
+  const Values values(true), sum(false);
+  const BrokenKernels& kernels = KernelTable<BrokenKernels>::Simulated();
+  ASSERT_EQ(kernels.reduce(values.data(), sum.data(), true), nullptr);
+  EXPECT_EQ(sum.Download()[0], 64 * 65 / 2);
+  for (uint64_t seed = 1; seed <= 16; ++seed) {
+    ConfigureSeed(seed);
+    ASSERT_NE(kernels.reduce(values.data(), sum.data(), false), nullptr);
+    EXPECT_THAT(FindingsOf(FindingKind::kRace), Not(IsEmpty())) << seed;
+  }
+  Configure({});
+}
+
+TEST(Race, WritesAfterReadsAndAfterWritesAreFoundWhateverTheOrder) {
+  for (uint64_t seed = 1; seed <= 16; ++seed) {
+    ConfigureSeed(seed);
+    Find("WriteAfterRead", FindingKind::kRace);
+    const Finding finding = Find("WriteSamePlace", FindingKind::kRace);
+    const bool first = finding.thread.x == 7;
+    EXPECT_THAT(finding.message,
+                HasSubstr(first ? "which thread (40, 0, 0) wrote with no barrier between"
+                                : "which thread (7, 0, 0) wrote with no barrier between"));
+  }
+  Configure({});
+}
+
+TEST(Race, LanesOfAWarpThatDoNotSyncAreFound) {
+  Find("ExchangeInWarp", FindingKind::kRace, 0, true, /*others=*/true);
+  for (uint64_t seed = 1; seed <= 16; ++seed) {
+    ConfigureSeed(seed);
+    // Lanes 28 to 31 sync with nobody; the others are fine.
+    Find("ExchangeInPartOfWarp", FindingKind::kRace, 0x0fffffff, true, /*others=*/true);
+    for (const Finding& finding : Findings()) EXPECT_GE(finding.thread.x, 28u) << finding.message;
+    EXPECT_EQ(RunBroken("ExchangeInPartOfWarp", -1), nullptr);
+  }
+  Configure({});
+}
+
+TEST(Race, PlainReadsBesideAtomicsAreFound) { Find("ReadAtomicCounter", FindingKind::kRace); }
+
+TEST(Race, MisusedAsynchronousCopiesAreFound) {
+  Find("ReadWhatOtherCopied", FindingKind::kRace, 0, true, /*others=*/true);
+  Find("OverwriteStage", FindingKind::kRace);
+  EXPECT_THAT(Find("WriteWhereCopyGoes", FindingKind::kRace).message,
+              HasSubstr("to which an asynchronous copy is under way"));
+}
+
+TEST(Race, OverlappingBytesAreFound) { Find("WriteBytes", FindingKind::kRace); }
+
+TEST(DivergentBarrier, AThreadThatHasReturnedIsNamed) {
+  const Finding finding = Find("ReturnBeforeBarrier", FindingKind::kDivergentBarrier);
+  EXPECT_THAT(finding.message, AllOf(HasSubstr("waits at __syncthreads, which 63 of 64 threads "),
+                                     HasSubstr("thread (33, 0, 0) has finished")));
+}
+
+TEST(DivergentBarrier, MeetingsThatCannotBeCompleteAreNamed) {
+  EXPECT_THAT(Find("BarrierInBranch", FindingKind::kDivergentBarrier).message,
+              AllOf(HasSubstr("waits at __syncwarp (mask ffffffff) for thread "),
+                    HasSubstr("which waits at __syncthreads")));
+  EXPECT_THAT(Find("DifferentMasks", FindingKind::kDivergentBarrier).message,
+              AllOf(HasSubstr("(mask 000000ff)"), HasSubstr("(mask 0000000f)")));
+}
+
+TEST(DivergentBarrier, MatrixInstructionsNeedAWholeWarp) {
+  EXPECT_THAT(
+      Find("MultiplyInHalfWarp", FindingKind::kDivergentBarrier).message,
+      HasSubstr("waits at mma.sync (bf16) (mask ffffffff) for lane 16, which the block has"));
+  EXPECT_THAT(Find("MultiplyAfterReturn", FindingKind::kDivergentBarrier).message,
+              HasSubstr("for thread (9, 0, 0), which has finished"));
+}
+
+TEST(LaneOutsideMask, ShufflesFromAndByOutsidersAreFound) {
+  Finding finding = Find("ShuffleFromOutside", FindingKind::kLaneOutsideMask);
+  ExpectAt(finding, {0, 0, 0}, {15, 0, 0});
+  EXPECT_THAT(finding.message, HasSubstr("shuffles from lane 16, which its mask does not name"));
+  finding = Find("ShuffleByOutsider", FindingKind::kLaneOutsideMask);
+  ExpectAt(finding, {0, 0, 0}, {16, 0, 0});
+  EXPECT_THAT(finding.message, HasSubstr("which does not name its own lane 16"));
+  finding = Find("ShuffleFromFinished", FindingKind::kLaneOutsideMask);
+  ExpectAt(finding, {0, 0, 0}, {30, 0, 0});
+  EXPECT_THAT(finding.message, HasSubstr("shuffles from lane 31, which has finished"));
+}
+
+TEST(BadLaunch, LimitsAreThoseOfAGpu) {
+  EXPECT_THAT(Find("TooManyThreads", FindingKind::kBadLaunch).message,
+              HasSubstr("blockDim.x is 1025; allowed is 1 to 1024"));
+  EXPECT_THAT(Find("TooMuchShared", FindingKind::kBadLaunch).message,
+              HasSubstr("dynamic shared memory is 232449 bytes a block; allowed are 232448"));
+  const auto launch = [](const dim3& grid, const dim3& block) {
+    return cuda_simulator::LaunchBody(
+        "Nothing", {grid, block, 0}, [](void*) {}, nullptr, 0);
+  };
+  EXPECT_EQ(launch(dim3(3, 2, 2), dim3(8, 8, 16)), cudaSuccess);
+  EXPECT_EQ(launch(dim3(1, 65536), dim3(1)), cudaErrorInvalidConfiguration);
+  EXPECT_EQ(launch(dim3(1, 1, 65536), dim3(1)), cudaErrorInvalidConfiguration);
+  EXPECT_EQ(launch(dim3(1), dim3(32, 33)), cudaErrorInvalidConfiguration);
+  EXPECT_EQ(launch(dim3(1), dim3(1, 1, 65)), cudaErrorInvalidConfiguration);
+  EXPECT_EQ(launch(dim3(0), dim3(1)), cudaErrorInvalidConfiguration);
+}
+
+TEST(StackOverflow, IsFoundInItsThread) {
+  EXPECT_EQ(RunBroken("Recurse", 100), nullptr);
+  const Finding finding = Find("Recurse", FindingKind::kStackOverflow, 1000000);
+  ExpectAt(finding, {0, 0, 0}, {2, 0, 0});
+  EXPECT_THAT(finding.message, HasSubstr("needs more stack than 65536 bytes"));
+  Find("BigArray", FindingKind::kStackOverflow);
+  Settings roomy;
+  roomy.stack_bytes = 1 << 20;
+  Configure(roomy);
+  EXPECT_EQ(RunBroken("BigArray"), nullptr);
+  EXPECT_EQ(RunBroken("Recurse", 1000), nullptr);
+  Configure({});
+}
+
+// ---- What is said of findings, and what follows them ----
+
+TEST(Findings, NameTheLineOfTheSource) {
+  if (std::system("addr2line --version > /dev/null 2>&1") != 0) {
+    GTEST_SKIP() << "no addr2line: binutils is not installed";
+  }
+  const auto line = [](const char* kernel, FindingKind kind, int number = 0) {
+    return Find(kernel, kind, number, true, /*others=*/true).source;
+  };
+  const std::string file = "broken_kernels.cu:";
+  const std::string read = line("ReadAt", FindingKind::kOutOfBounds, kValues);
+  const std::string write = line("WriteAt", FindingKind::kOutOfBounds, kValues);
+  EXPECT_EQ(read.rfind(file, 0), 0u) << read;
+  EXPECT_EQ(std::stoi(write.substr(file.size())) - std::stoi(read.substr(file.size())), 4);
+  EXPECT_THAT(Findings()[0].message, HasSubstr("thread (5, 1, 0), " + write + ": writes"));
+  for (const std::string& source : {line("ChangeAt", FindingKind::kOutOfBounds, kValues),
+                                    line("ReturnBeforeBarrier", FindingKind::kDivergentBarrier),
+                                    line("ShuffleFromOutside", FindingKind::kLaneOutsideMask),
+                                    line("MultiplyInHalfWarp", FindingKind::kDivergentBarrier),
+                                    line("LoadMatrixFromDevice", FindingKind::kOutOfBounds),
+                                    line("ReadBeforeCopyEnds", FindingKind::kUnwrittenRead),
+                                    line("BigArray", FindingKind::kStackOverflow)}) {
+    EXPECT_EQ(source.rfind(file, 0), 0u) << source;
+  }
+}
+
+TEST(Findings, OfOnePlaceAreCountedAndOfManyAreBounded) {
+  RunBroken("ExchangeInWarp");
+  EXPECT_THAT(FindingsOf(FindingKind::kRace), SizeIs(testing::Le(2)));  // a read, a write
+  int64_t times = 0;
+  for (const Finding& finding : Findings()) times += finding.times;
+  EXPECT_GE(times, 32);
+  Settings settings;
+  settings.max_findings = 1;
+  Configure(settings);
+  RunBroken("ExchangeInWarp");
+  EXPECT_THAT(Findings(), SizeIs(1));
+  Configure({});
+}
+
+TEST(Findings, TheNextLaunchIsAsIfThereHadBeenNone) {
+  const Values values(true), sum(false);
+  const BrokenKernels& kernels = KernelTable<BrokenKernels>::Simulated();
+  for (const char* kernel :
+       {"ReadAt", "ReturnBeforeBarrier", "BarrierInBranch", "DifferentMasks", "MultiplyInHalfWarp",
+        "ShuffleByOutsider", "TooManyThreads", "BigArray", "WriteAfterRead", "OverwriteStage"}) {
+    ASSERT_NE(RunBroken(kernel, kValues), nullptr) << kernel;
+    const Values sum(false);
+    ASSERT_EQ(kernels.reduce(values.data(), sum.data(), true), nullptr) << "after " << kernel;
+    EXPECT_EQ(sum.Download()[0], 64 * 65 / 2);
+    EXPECT_THAT(Findings(), IsEmpty());
+  }
+}
+
+TEST(Findings, AreTheSameForTheSameSeed) {
+  const auto messages = [](uint64_t seed) {
+    ConfigureSeed(seed);
+    std::vector<std::string> messages;
+    for (const char* kernel : {"WriteAfterRead", "ExchangeInWarp", "ReadAtomicCounter"}) {
+      RunBroken(kernel);
+      for (const Finding& finding : Findings()) messages.push_back(finding.message);
+    }
+    Configure({});
+    return messages;
+  };
+  EXPECT_EQ(messages(5), messages(5));
+  EXPECT_NE(messages(5), messages(6));
+}
+
+// ---- Order ----
+
+TEST(Order, AResultThatDependsOnItShows) {
+  std::set<float> results;
+  const Values values(true);
+  for (uint64_t seed = 1; seed <= 32; ++seed) {
+    ConfigureSeed(seed);
+    ASSERT_EQ(KernelTable<BrokenKernels>::Simulated().run("LastWriterWins", values.data(), 0),
+              nullptr);
+    results.insert(values.Download()[0]);
+  }
+  Configure({});
+  EXPECT_GT(results.size(), 24u);  // of 1024 that are possible
+}
+
+TEST(Order, TheEnvironmentChoosesTheSeed) {
+  const char* before = std::getenv("CUDA_SIMULATOR_SEED");
+  const std::string kept = before == nullptr ? "" : before;
+  setenv("CUDA_SIMULATOR_SEED", "77", 1);
+  EXPECT_EQ(Settings().seed, 77u);
+  setenv("CUDA_SIMULATOR_SEED", "7x", 1);
+  EXPECT_EQ(Settings().seed, 1u);
+  unsetenv("CUDA_SIMULATOR_SEED");
+  EXPECT_EQ(Settings().seed, 1u);
+  if (before != nullptr) setenv("CUDA_SIMULATOR_SEED", kept.c_str(), 1);
+}
+
+// ---- Kernels that are right ----
+
+// Runs it on 1, 2, 3, ... in several orders: nothing is found, and output[i] is expected(i).
+void ExpectSound(const char* kernel, int outputs, const std::function<float(int)>& expected) {
+  SCOPED_TRACE(kernel);
+  const Values input(true);
+  for (uint64_t seed = 1; seed <= 12; ++seed) {
+    ConfigureSeed(seed);
+    const Values output(false);
+    const char* error =
+        KernelTable<SoundKernels>::Simulated().run(kernel, input.data(), output.data());
+    ASSERT_EQ(error, nullptr) << error;
+    const std::vector<float> result = output.Download();
+    for (int i = 0; i < outputs; ++i) ASSERT_EQ(result[i], expected(i)) << "at " << i;
+  }
+  Configure({});
+}
+
+float In(int i) { return static_cast<float>(i + 1); }
+
+// The float of the second to fifth byte of 1, 2.
+float UnalignedIn() {
+  const float input[2] = {1, 2};
+  float unaligned;
+  std::memcpy(&unaligned, reinterpret_cast<const char*>(input) + 1, sizeof(unaligned));
+  return unaligned;
+}
+
+TEST(Sound, WarpsThatSyncWholeAndInPart) {
+  ExpectSound("ExchangeInWarp", 64, [](int i) { return In(i ^ 3); });
+  const auto sum = [](int i) { return In(i) + In(i ^ 3) + In(i ^ 5); };
+  ExpectSound("ExchangeInPartsOfWarp", 64, [&](int i) { return sum(i ^ 16); });
+  ExpectSound("HandOn", 1, [](int) { return 2.0f; });
+}
+
+TEST(Sound, ShufflesOfEveryKindWidthAndMask) {
+  ExpectSound("Shuffles", 64, [](int i) {
+    const auto up = [&](int delta, int width) { return In(i % width < delta ? i : i - delta); };
+    const auto down = [&](int delta, int width) {
+      return In(i % width + delta >= width ? i : i + delta);
+    };
+    float sum = In(i ^ 5) + 2 * up(3, 32) + 3 * down(7, 32) + 4 * In(i / 32 * 32 + 9);
+    sum += 5 * In(i ^ 1) + 6 * up(2, 8) + 7 * down(2, 16) + 8 * In(i / 4 * 4 + 3);
+    if (i % 32 < 12) sum += 9 * down(1, 4);
+    return sum + 10 * In(i ^ 31);
+  });
+}
+
+TEST(Sound, VotesOfWholeAndPartialMasks) {
+  ExpectSound("Votes", 64, [](int i) { return i % 32 >= 16 ? 11.0f : 3.0f; });
+}
+
+TEST(Sound, LanesAndWarpsThatReturnOrAreNotThere) {
+  Values output(false);
+  ExpectSound("LanesReturnEarly", 24, [](int i) { return In(i ^ 1); });
+  ExpectSound("WarpsReturnEarly", 32, [](int i) { return In(i + 32); });
+  ExpectSound("HalfWarpAtTheEnd", 48, [](int i) { return In(i ^ 7) + In((47 - i) ^ 8); });
+}
+
+TEST(Sound, SharedMemory) {
+  ExpectSound("StaticAndDynamicShared", 64, [](int i) { return In(63 - i) - 2 * In(i); });
+  ExpectSound("ReadByAllThenWrite", 64, [](int) { return 10.0f; });
+  ExpectSound("NeighbouringBytes", 64,
+              [](int i) { return In(i ^ 1) + 3 * In(i ^ 2) + 3 * In(i / 4 * 4); });
+}
+
+TEST(Sound, Atomics) {
+  ExpectSound("Atomics", 64, [](int i) { return 64 + 1 + 64 + 2080.0f + (i < 32 ? 64.0f : 0.0f); });
+}
+
+TEST(Sound, TheLastBlockMaySumUp) {
+  const Values input(true);
+  for (uint64_t seed = 1; seed <= 12; ++seed) {
+    ConfigureSeed(seed);
+    Values output(false);
+    output.Upload(std::vector<float>(kValues));
+    ASSERT_EQ(
+        KernelTable<SoundKernels>::Simulated().run("LastBlockSums", input.data(), output.data()),
+        nullptr);
+    EXPECT_EQ(output.Download()[0], 36);
+  }
+  Configure({});
+}
+
+TEST(Sound, AsynchronousCopies) {
+  ExpectSound("DoubleBuffered", 64, [](int i) {
+    return In(i % 16) + In(i % 16 + 16) + In(i % 16 + 32) + In(i % 16 + 48);
+  });
+  ExpectSound("CopyWithZeros", 17, [](int i) {
+    float sum = 0;
+    for (int n = 0; i < 16 && n < 4 - i % 4; ++n) sum += static_cast<float>(1 << n) * In(i * 4 + n);
+    return sum;
+  });
+}
+
+TEST(Sound, GridsOfThreeDimensionsStructsAndTheStack) {
+  ExpectSound("ThreeDimensions", 64, [](int i) { return 2 * In(i); });
+  ExpectSound("Structs", 64, [](int i) {
+    const float constants[4] = {3, 1, 4, 1};
+    if (i == 24) return UnalignedIn();
+    return i >= 48 ? constants[i % 4] : i < 24 ? In(i) : 0.0f;
+  });
+  ExpectSound("ArraysOnTheStack", 64, [](int i) {
+    int source = 0;
+    while ((source * 7 + 1) % 64 != i) ++source;
+    return In(source);
+  });
+}
+
+// Against plain loops in float64, with factors that both types hold exactly.
+TEST(Sound, MatrixInstructionsGiveTheProduct) {
   CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
-  std::vector<float> values(64, 1.5f);
-  const DeviceBuffer input = runtime->Upload(values.data(), 64 * sizeof(float)).value();
-  const DeviceBuffer sum = runtime->Allocate(sizeof(float)).value();
-  const BrokenKernels& kernels = KernelsOn<BrokenKernels>(runtime->target());
-  ASSERT_STREQ(kernels.reduce(input.As<float>(), sum.As<float>(), true), nullptr);
-  float result = 0;
-  ASSERT_TRUE(runtime->CopyToHost(&result, sum.data(), sizeof(result)).ok());
-  EXPECT_EQ(result, 96);
+  std::vector<float> a(256), a_transposed(256), b(128), c(128);
+  for (int i = 0; i < 256; ++i) a[i] = static_cast<float>(i * 37 % 101 - 50) / 8;
+  for (int i = 0; i < 128; ++i) b[i] = static_cast<float>(i * 53 % 97 - 48) / 16;
+  for (int i = 0; i < 256; ++i) a_transposed[i] = a[i % 16 * 16 + i / 16];
+  const DeviceBuffer device_b = runtime->Upload(b.data(), 128 * sizeof(float)).value();
+  for (const bool transposed : {false, true}) {
+    const std::vector<float>& source = transposed ? a_transposed : a;
+    const DeviceBuffer device_a = runtime->Upload(source.data(), 256 * sizeof(float)).value();
+    for (const bool is_bf16 : {false, true}) {
+      const DeviceBuffer device_c = runtime->Allocate(128 * sizeof(float)).value();
+      ASSERT_EQ(KernelTable<SoundKernels>::Simulated().multiply(
+                    device_a.As<float>(), device_b.As<float>(), device_c.As<float>(), is_bf16,
+                    transposed),
+                nullptr);
+      ASSERT_TRUE(runtime->CopyToHost(c.data(), device_c.data(), 128 * sizeof(float)).ok());
+      for (int i = 0; i < 128; ++i) {
+        double sum = 0;
+        for (int k = 0; k < 16; ++k)
+          sum += static_cast<double>(a[i / 8 * 16 + k]) * b[k * 8 + i % 8];
+        ASSERT_EQ(c[i], static_cast<float>(sum)) << i << (is_bf16 ? " bf16" : " f16") << transposed;
+      }
+    }
+  }
+}
 
-  const char* error = kernels.reduce(input.As<float>(), sum.As<float>(), false);
-  ASSERT_NE(error, nullptr);
-  const auto is_race = [](const auto& finding) { return finding.kind == FindingKind::kRace; };
-  EXPECT_TRUE(std::any_of(Findings().begin(), Findings().end(), is_race)) << error;
+// ---- Counts, threads of the host ----
+
+TEST(Counts, AreWhatTheKernelDoes) {
+  const Values values(true), sum(false);
+  const Counts before = TotalCounts();
+  ASSERT_EQ(KernelTable<BrokenKernels>::Simulated().reduce(values.data(), sum.data(), true),
+            nullptr);
+  const Counts after = TotalCounts();
+  EXPECT_EQ(after.launches - before.launches, 1);
+  EXPECT_EQ(after.blocks - before.blocks, 1);
+  EXPECT_EQ(after.threads - before.threads, 64);
+  EXPECT_EQ(after.barriers - before.barriers, 6);
+  EXPECT_EQ(after.warp_collectives - before.warp_collectives, 0);
+  // 64 loads and stores; 63 sums of two reads and a write; the last read and write.
+  EXPECT_EQ(after.accesses - before.accesses, 2 * 64 + 3 * 63 + 2);
+  EXPECT_EQ(after.findings - before.findings, 0);
+  EXPECT_EQ(Describe(Counts{1, 2, 3, 4, 5, 6, 7}),
+            "1 launches, 2 blocks, 3 threads, 4 barriers, 5 warp collectives, 6 accesses checked, "
+            "7 findings");
+}
+
+TEST(HostThreads, MayLaunchAtTheSameTime) {
+  std::vector<std::thread> threads;
+  for (int n = 0; n < 4; ++n) {
+    threads.emplace_back([] {
+      for (int launch = 0; launch < 20; ++launch) {
+        const Values values(true), sum(false);
+        EXPECT_EQ(KernelTable<BrokenKernels>::Simulated().reduce(values.data(), sum.data(), true),
+                  nullptr);
+        EXPECT_EQ(sum.Download()[0], 64 * 65 / 2);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace

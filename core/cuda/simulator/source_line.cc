@@ -1,7 +1,6 @@
 #include "core/cuda/simulator/source_line.h"
 
 #include <fcntl.h>
-#include <link.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -10,41 +9,10 @@
 #include <cstdio>
 #include <map>
 
+#include "core/cuda/simulator/images.h"
+
 namespace cuda_simulator {
 namespace {
-
-// The program or library that holds an address, and how far it was moved when it was loaded.
-struct Image {
-  std::string path;
-  uintptr_t base = 0;
-};
-
-Image ImageOf(uintptr_t address) {
-  struct Query {
-    uintptr_t address;
-    Image image;
-  } query{address, {}};
-  dl_iterate_phdr(
-      [](dl_phdr_info* info, size_t, void* argument) {
-        Query* query = static_cast<Query*>(argument);
-        for (int i = 0; i < info->dlpi_phnum; ++i) {
-          const auto& segment = info->dlpi_phdr[i];
-          const uintptr_t begin = info->dlpi_addr + segment.p_vaddr;
-          if (segment.p_type != PT_LOAD || query->address - begin >= segment.p_memsz) continue;
-          const bool is_program = info->dlpi_name == nullptr || info->dlpi_name[0] == '\0';
-          query->image = {is_program ? "/proc/self/exe" : info->dlpi_name, info->dlpi_addr};
-          return 1;
-        }
-        return 0;
-      },
-      &query);
-  if (query.image.path == "/proc/self/exe") {  // which is another one to addr2line
-    char path[4096];
-    const ssize_t length = readlink("/proc/self/exe", path, sizeof(path));
-    query.image.path.assign(path, length > 0 ? static_cast<size_t>(length) : 0);
-  }
-  return query.image;
-}
 
 // What a program prints when it is run, found on PATH; empty where it cannot be.
 std::string OutputOf(std::vector<std::string> arguments) {
@@ -99,8 +67,9 @@ std::vector<std::string> ParseLines(const std::string& output, size_t count) {
     if (innermost[address - 1].empty()) innermost[address - 1] = text;
     outermost[address - 1] = text;
   }
+  const auto file = [](const std::string& line) { return line.substr(0, line.find(':')); };
   for (size_t i = 0; i < count; ++i) {
-    if (innermost[i] != outermost[i]) innermost[i] += " from " + outermost[i];
+    if (file(innermost[i]) != file(outermost[i])) innermost[i] += " from " + outermost[i];
   }
   return innermost;
 }

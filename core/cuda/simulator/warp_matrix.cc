@@ -38,7 +38,8 @@ void LoadMatrices(const char* name, unsigned registers[4], const void* row, cons
                    [&] { return Format("%s of a row that is not in shared memory", name); });
     machine.block.Abandon();
   }
-  Note(AccessKind::kRead, row, 16, /*aligned=*/true, site);
+  CheckAlignment(row, name, 16, site);
+  Note(AccessKind::kRead, row, 16, site);
   LoadedMatrices load{static_cast<const unsigned short*>(row), registers};
   MeetInWholeWarp(name, &load, &LoadedMatrices::Complete<kTransposed>, site);
 }

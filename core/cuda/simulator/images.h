@@ -1,0 +1,38 @@
+// The program and its libraries as they lie in memory.
+#ifndef TFB_CORE_CUDA_SIMULATOR_IMAGES_H_
+#define TFB_CORE_CUDA_SIMULATOR_IMAGES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace cuda_simulator {
+
+// Code, constants or variables of the program or a library.
+struct Segment {
+  uintptr_t begin;
+  uintptr_t end;
+  bool is_writable;  // once the program runs: variables
+};
+std::vector<Segment> LoadedSegments();
+
+// Whose an address is: a file, and how far it was moved when it was loaded. Empty if nobody's.
+struct Image {
+  std::string path;
+  uintptr_t base = 0;
+};
+Image ImageOf(uintptr_t address);
+
+// A static variable, by its name in the source without namespaces and functions. Empty where the
+// program has been stripped of its symbols.
+struct Variable {
+  std::string name;
+  uintptr_t begin = 0;
+  size_t bytes = 0;
+};
+Variable StaticVariableAt(uintptr_t address);
+
+}  // namespace cuda_simulator
+
+#endif  // TFB_CORE_CUDA_SIMULATOR_IMAGES_H_
