@@ -26,6 +26,7 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kApproximate;
   info.budget_option = "features";
   info.growth = 1;
+  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 
@@ -204,10 +205,11 @@ Row RowOf(const Formula& formula, const double* q, Keys* keys, double denominato
 Performer::Performer() : TechniqueOf(Info()) {}
 
 absl::StatusOr<std::unique_ptr<Layer>> Performer::MakeLayer(const Problem& problem,
-                                                            const PerformerOptions& options, Device,
-                                                            uint64_t seed) const {
+                                                            const PerformerOptions& options,
+                                                            Device device, uint64_t seed) const {
   return MakeLinearLayer(
-      problem, QkvInputs(problem), AttentionOutputs(problem), MapOf(options, problem.head_dim),
+      problem, QkvInputs(problem), AttentionOutputs(problem), device,
+      MapOf(options, problem.head_dim),
       [options, head_dim = problem.head_dim, seed](int64_t setups) {
         return DrawW(options, head_dim, seed, setups);
       },

@@ -65,7 +65,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
-#include "core/cpu/kernels.h"
+#include "core/linear/feature_map.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -73,25 +73,6 @@
 namespace tfb {
 
 constexpr int64_t kLinearChunk = 64;  // tokens taken together
-
-enum class KeyStabiliser : uint8_t { kRunning, kSequence, kNone };
-
-// Plain data: the engines of all devices read it.
-struct FeatureMap {
-  Feature feature = Feature::kExp;
-  KeyStabiliser stabiliser = KeyStabiliser::kRunning;
-  int64_t projections = 0;  // rows of W
-  bool per_head = false;    // W is [kv_heads, projections, head_dim], not [projections, head_dim]
-  float input_scale = 1;
-  double constant = 1;             // c
-  double epsilon = 0;              // added to each feature
-  double denominator_epsilon = 0;  // d, added to each entry of the sum of key features, for D_i
-  // |D_i| below it is raised to it, keeping the sign. kRelu alone: sums of exponentials are
-  // relative to s.
-  double denominator_floor = 0;
-
-  int64_t features() const { return feature == Feature::kExpPair ? 2 * projections : projections; }
-};
 
 struct LinearCall {
   ConstTensorView q;         // [batch, query_heads, query_tokens, head_dim]
@@ -106,6 +87,10 @@ struct LinearCall {
   // floor.
   std::atomic<int64_t>* rows_without_weight = nullptr;
 };
+
+// Internal where W or the map is not what the engines take.
+absl::Status CheckLinearMap(const Problem& problem, const FeatureMap& map,
+                            const ConstTensorView& w);
 
 // Scratch of one call in bytes. Enough also for LinearAppend of at most problem.kv_tokens tokens.
 size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads);

@@ -656,26 +656,10 @@ void RunCausal(const Problem& problem, const LinearRun& run, const Sizes& sizes,
   });
 }
 
-absl::Status CheckCall(const Problem& problem, const LinearCall& call) {
-  const FeatureMap& map = call.map;
-  const Shape shape = map.per_head ? Shape{problem.kv_heads, map.projections, problem.head_dim}
-                                   : Shape{map.projections, problem.head_dim};
-  if (map.projections < 1 || call.w.shape() != shape || call.w.dtype != DType::kF32 ||
-      !call.w.is_contiguous()) {
-    return absl::InternalError(absl::StrCat("W is ", Name(call.w.dtype), " ",
-                                            ShapeString(call.w.shape()),
-                                            "; expected is contiguous f32 ", ShapeString(shape)));
-  }
-  if (map.denominator_floor != 0 && map.feature != Feature::kRelu) {
-    return absl::InternalError("a floor of the denominator is for kRelu features alone");
-  }
-  return absl::OkStatus();
-}
-
 // `states` is null, or what a causal problem starts from.
 absl::Status Run(const Problem& problem, const LinearCall& call, float* states,
                  const Execution& execution) {
-  TFB_RETURN_IF_ERROR(CheckCall(problem, call));
+  TFB_RETURN_IF_ERROR(CheckLinearMap(problem, call.map, call.w));
   const Sizes sizes(problem, call.map);
   const Plan plan(problem, sizes);
   Workspace workspace(execution.workspace);
@@ -706,6 +690,20 @@ Problem SegmentOf(const Problem& problem, int64_t tokens) {
 
 }  // namespace
 }  // namespace linear_cpu
+
+absl::Status CheckLinearMap(const Problem& problem, const FeatureMap& map,
+                            const ConstTensorView& w) {
+  const Shape shape = map.per_head ? Shape{problem.kv_heads, map.projections, problem.head_dim}
+                                   : Shape{map.projections, problem.head_dim};
+  if (map.projections < 1 || w.shape() != shape || w.dtype != DType::kF32 || !w.is_contiguous()) {
+    return absl::InternalError(absl::StrCat("W is ", Name(w.dtype), " ", ShapeString(w.shape()),
+                                            "; expected is contiguous f32 ", ShapeString(shape)));
+  }
+  if (map.denominator_floor != 0 && map.feature != Feature::kRelu) {
+    return absl::InternalError("a floor of the denominator is for kRelu features alone");
+  }
+  return absl::OkStatus();
+}
 
 size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads) {
   const linear_cpu::Sizes sizes(problem, map);

@@ -6,8 +6,10 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <type_traits>
 #include <utility>
 
+#include "core/linear/linear_cuda.h"
 #include "core/status.h"
 
 namespace tfb {
@@ -36,8 +38,10 @@ template <class Base>
 class LinearLayer : public Base {
  public:
   template <class... BaseArguments>
-  LinearLayer(const FeatureMap& map, DrawMatrix draw, bool redraw, BaseArguments&&... base)
+  LinearLayer(Device device, const FeatureMap& map, DrawMatrix draw, bool redraw,
+              BaseArguments&&... base)
       : Base(std::forward<BaseArguments>(base)...),
+        device_(device),
         map_(map),
         draw_(std::move(draw)),
         redraw_(redraw) {
@@ -46,16 +50,23 @@ class LinearLayer : public Base {
   }
 
   size_t workspace_bytes(int threads) const override {
-    return LinearWorkspaceBytes(this->problem(), map_, threads);
+    if (device_ == Device::kCpu) return LinearWorkspaceBytes(this->problem(), map_, threads);
+    const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(device_);
+    if (!runtime.ok()) return 0;  // Setup tells
+    return LinearCuda::WorkspaceBytes(**runtime, this->problem(), map_);
   }
   Cost cost() const override { return LinearCost(this->problem(), map_); }
   std::map<std::string, double> statistics() const override {
-    std::map<std::string, double> statistics = {
-        {"state_bytes", static_cast<double>(LinearStateBytes(this->problem(), map_))}};
     const Problem& p = this->problem();
+    const size_t state_bytes =
+        device_ == Device::kCpu ? LinearStateBytes(p, map_) : LinearCuda::StateBytes(p, map_);
+    std::map<std::string, double> statistics = {{"state_bytes", static_cast<double>(state_bytes)}};
     const double rows = static_cast<double>(p.batch * p.query_heads * p.query_tokens);
-    if (has_run_ && rows > 0) {
-      statistics["rows_without_weight"] = static_cast<double>(rows_without_weight_.load()) / rows;
+    if (!has_run_ || rows == 0) return statistics;
+    const absl::StatusOr<int64_t> without_weight =
+        device_ == Device::kCpu ? rows_without_weight_.load() : cuda_.RowsWithoutWeight();
+    if (without_weight.ok()) {
+      statistics["rows_without_weight"] = static_cast<double>(*without_weight) / rows;
     }
     return statistics;
   }
@@ -68,15 +79,21 @@ class LinearLayer : public Base {
       CopyElements(drawn_.view(), w.view());
     }
     ++setups_;
+    if (device_ == Device::kCpu) return absl::OkStatus();
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    constexpr bool kStreams = std::is_same_v<Base, StreamingLayer>;
+    TFB_ASSIGN_OR_RETURN(cuda_,
+                         LinearCuda::Create(runtime, this->problem(), map_, w.view(), kStreams));
     return absl::OkStatus();
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
     LinearCall call = CallOf(inputs, outputs);
+    has_run_ = true;
+    if (device_ != Device::kCpu) return cuda_.Run(this->problem(), call, execution);
     rows_without_weight_ = 0;
     call.rows_without_weight = &rows_without_weight_;
-    has_run_ = true;
     return LinearCpu(this->problem(), call, execution);
   }
 
@@ -93,9 +110,12 @@ class LinearLayer : public Base {
     return call;
   }
 
+  Device device() const { return device_; }
   const FeatureMap& map() const { return map_; }
+  const LinearCuda& cuda() const { return cuda_; }
 
  private:
+  Device device_;
   FeatureMap map_;
   DrawMatrix draw_;
   bool redraw_;
@@ -103,19 +123,21 @@ class LinearLayer : public Base {
   int64_t setups_ = 0;
   bool has_run_ = false;
   std::atomic<int64_t> rows_without_weight_{0};
+  LinearCuda cuda_;  // on other devices than the CPU, from Setup on
 };
 
 class LinearStreamingLayer : public LinearLayer<StreamingLayer> {
  public:
-  // `state` has LinearStateBytes; Setup, which comes before the first Append, resets it.
-  LinearStreamingLayer(const FeatureMap& map, DrawMatrix draw, bool redraw, Tensor state,
-                       const Problem& problem, const std::vector<TensorSpec>& inputs,
+  // `state`, on the CPU, has LinearStateBytes; Setup, which comes before the first Append, resets it.
+  LinearStreamingLayer(Device device, const FeatureMap& map, DrawMatrix draw, bool redraw,
+                       Tensor state, const Problem& problem, const std::vector<TensorSpec>& inputs,
                        const std::vector<TensorSpec>& outputs)
-      : LinearLayer(map, std::move(draw), redraw, problem, inputs, outputs, OfSegment(inputs),
-                    OfSegment(outputs), std::max<int64_t>(problem.kv_tokens, 1)),
+      : LinearLayer(device, map, std::move(draw), redraw, problem, inputs, outputs,
+                    OfSegment(inputs), OfSegment(outputs), std::max<int64_t>(problem.kv_tokens, 1)),
         state_(std::move(state)) {}
 
   absl::Status Reset() override {
+    if (device() != Device::kCpu) return ready() ? cuda().Reset() : absl::OkStatus();
     LinearReset(problem(), map(), state());
     return absl::OkStatus();
   }
@@ -127,7 +149,9 @@ class LinearStreamingLayer : public LinearLayer<StreamingLayer> {
   }
   absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
                         const Execution& execution) override {
-    return LinearAppend(problem(), tokens, CallOf(segment, outputs), state(), execution);
+    const LinearCall call = CallOf(segment, outputs);
+    if (device() != Device::kCpu) return cuda().Append(problem(), tokens, call, execution);
+    return LinearAppend(problem(), tokens, call, state(), execution);
   }
 
  private:
@@ -142,19 +166,22 @@ class LinearStreamingLayer : public LinearLayer<StreamingLayer> {
 absl::StatusOr<std::unique_ptr<Layer>> MakeLinearLayer(const Problem& problem,
                                                        std::vector<TensorSpec> inputs,
                                                        std::vector<TensorSpec> outputs,
-                                                       const FeatureMap& map, DrawMatrix draw,
-                                                       bool redraw) {
+                                                       Device device, const FeatureMap& map,
+                                                       DrawMatrix draw, bool redraw) {
   if (problem.causal && map.stabiliser != KeyStabiliser::kSequence) {
     Problem head = problem;
     head.batch = head.kv_heads = 1;
-    TFB_ASSIGN_OR_RETURN(
-        Tensor state,
-        Tensor::Allocate(DType::kU8, Shape{problem.batch, problem.kv_heads,
-                                           static_cast<int64_t>(LinearStateBytes(head, map))}));
-    return std::make_unique<LinearStreamingLayer>(map, std::move(draw), redraw, std::move(state),
-                                                  problem, inputs, outputs);
+    Tensor state;
+    if (device == Device::kCpu) {
+      TFB_ASSIGN_OR_RETURN(
+          state,
+          Tensor::Allocate(DType::kU8, Shape{problem.batch, problem.kv_heads,
+                                             static_cast<int64_t>(LinearStateBytes(head, map))}));
+    }
+    return std::make_unique<LinearStreamingLayer>(device, map, std::move(draw), redraw,
+                                                  std::move(state), problem, inputs, outputs);
   }
-  return std::make_unique<LinearLayer<Layer>>(map, std::move(draw), redraw, problem,
+  return std::make_unique<LinearLayer<Layer>>(device, map, std::move(draw), redraw, problem,
                                               std::move(inputs), std::move(outputs));
 }
 

@@ -1,4 +1,4 @@
-// A layer that is engine linear under a feature map whose matrix W is the layer's parameter "w". A
+// A layer that is engine linear, on any device, under a feature map whose matrix W is the layer's parameter "w". A
 // technique over random features brings the map and how W is drawn.
 #ifndef TFB_CORE_LINEAR_LINEAR_LAYER_H_
 #define TFB_CORE_LINEAR_LINEAR_LAYER_H_
@@ -25,18 +25,19 @@ using DrawMatrix = std::function<Tensor(int64_t setups)>;
 // stays.
 //
 // Causal layers stream (StreamingLayer): a segment has tokens with q, k, v and optionally key_mask,
-// and what is kept is LinearStateBytes, whatever the number of tokens. Those whose map needs the
+// and what is kept is LinearStateBytes, whatever the number of tokens, in the device's memory. Those whose map needs the
 // maximum of the whole sequence do not. Setup resets the stream.
 //
-// ResourceExhausted: no memory for that state.
+// ResourceExhausted: no memory for that state; on a GPU Setup tells.
 //
 // Statistics: "state_bytes", the sums of all heads; after a Run also "rows_without_weight", the
-// share of query rows that see a key and whose denominator was 0 or below the map's floor.
+// share of query rows that see a key and whose denominator was 0 or below the map's floor. On a GPU
+// they wait for that Run.
 absl::StatusOr<std::unique_ptr<Layer>> MakeLinearLayer(const Problem& problem,
                                                        std::vector<TensorSpec> inputs,
                                                        std::vector<TensorSpec> outputs,
-                                                       const FeatureMap& map, DrawMatrix draw,
-                                                       bool redraw);
+                                                       Device device, const FeatureMap& map,
+                                                       DrawMatrix draw, bool redraw);
 
 // FLOPs of one run, a multiply-add counting 2 and exponentials none, with m features and r rows of
 // W:

@@ -1,0 +1,32 @@
+// What engine linear is told of the features: see linear.h for the formula.
+#ifndef TFB_CORE_LINEAR_FEATURE_MAP_H_
+#define TFB_CORE_LINEAR_FEATURE_MAP_H_
+
+#include <stdint.h>
+
+#include "core/cpu/kernels.h"
+
+namespace tfb {
+
+enum class KeyStabiliser : uint8_t { kRunning, kSequence, kNone };
+
+// Plain data: the engines of all devices read it.
+struct FeatureMap {
+  Feature feature = Feature::kExp;
+  KeyStabiliser stabiliser = KeyStabiliser::kRunning;
+  int64_t projections = 0;  // rows of W
+  bool per_head = false;    // W is [kv_heads, projections, head_dim], not [projections, head_dim]
+  float input_scale = 1;
+  double constant = 1;             // c
+  double epsilon = 0;              // added to each feature
+  double denominator_epsilon = 0;  // d, added to each entry of the sum of key features, for D_i
+  // |D_i| below it is raised to it, keeping the sign. kRelu alone: sums of exponentials are
+  // relative to s.
+  double denominator_floor = 0;
+
+  int64_t features() const { return feature == Feature::kExpPair ? 2 * projections : projections; }
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LINEAR_FEATURE_MAP_H_

@@ -1,0 +1,70 @@
+// Engine linear on CUDA devices: the GPU or the simulator. The formula and the parts of a call are
+// those of core/linear/linear.h; views of a call point to device memory.
+#ifndef TFB_CORE_LINEAR_LINEAR_CUDA_H_
+#define TFB_CORE_LINEAR_LINEAR_CUDA_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/runtime.h"
+#include "core/linear/linear.h"
+#include "core/linear/linear_kernels.h"
+#include "core/problem.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+// What calls of one problem share on a device: W and, where tokens are appended, the sums so far.
+class LinearCuda {
+ public:
+  LinearCuda() = default;
+  // `w` lies in host memory: W, as in LinearCall. `streams`: for Append, with an empty state.
+  static absl::StatusOr<LinearCuda> Create(CudaRuntime* runtime, const Problem& problem,
+                                           const FeatureMap& map, const ConstTensorView& w,
+                                           bool streams);
+
+  // Device memory that a call needs. Enough also for Append of at most problem.kv_tokens tokens.
+  static size_t WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem,
+                               const FeatureMap& map);
+  // The sums of all heads, of a size that does not depend on the number of tokens.
+  static size_t StateBytes(const Problem& problem, const FeatureMap& map);
+
+  // Each enqueues. `w` and `rows_without_weight` of a call are not looked at. Arithmetic is fp32; of
+  // 16-bit problems, products are of numbers to 16 bits or more, on tensor cores. The result is the
+  // same bit by bit in every run on one device. They allocate nothing.
+  absl::Status Run(const Problem& problem, const LinearCall& call,
+                   const Execution& execution) const;
+  // As LinearAppend.
+  absl::Status Append(const Problem& problem, int64_t tokens, const LinearCall& call,
+                      const Execution& execution) const;
+  // No tokens so far.
+  absl::Status Reset(void* stream = nullptr) const;
+
+  // Of the last Run; waits for it. See LinearCall.
+  absl::StatusOr<int64_t> RowsWithoutWeight() const;
+
+  // For tests: the most blocks of a grid. More work than that they take in turns.
+  void set_max_blocks(int64_t blocks) { max_blocks_ = blocks; }
+
+ private:
+  // What does not depend on a call's tensors.
+  LinearArguments ArgumentsOf(const Problem& problem, const LinearCall& call) const;
+  absl::Status RunAll(LinearArguments* arguments, const Execution& execution) const;
+  absl::Status RunCausal(LinearArguments* arguments, const Execution& execution) const;
+  const LinearSumKernels& sums() const;
+  const LinearAttendKernels& attention() const;
+
+  CudaRuntime* runtime_ = nullptr;
+  Problem problem_;
+  FeatureMap map_;
+  DeviceBuffer w_;
+  DeviceBuffer state_;
+  DeviceBuffer rows_without_weight_;
+  int64_t max_blocks_ = 0x7fffffff;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LINEAR_LINEAR_CUDA_H_

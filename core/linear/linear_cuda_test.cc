@@ -1,0 +1,508 @@
+// Engine linear's CUDA kernels, in the simulator, against the formula in float64. Every run is also
+// checked for what the simulator finds: races, unwritten reads, accesses out of bounds.
+#include "core/linear/linear_cuda.h"
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "core/cuda/mirror.h"
+#include "core/cuda/simulator/simulator.h"
+#include "core/linear/linear_testing.h"
+#include "core/status.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+CudaRuntime* Simulator() { return CudaRuntime::For(Device::kSimulator).value(); }
+
+// Of the order of blocks and threads.
+void SetSeed(uint64_t seed) {
+  cuda_simulator::Settings settings;
+  settings.seed = seed;
+  cuda_simulator::Configure(settings);
+}
+
+// A call's tensors on the device while `run` is given it with a workspace full of NaN.
+template <class RunCall>
+absl::Status OnDevice(const LinearCase& c, LinearCall call, const RunCall& run) {
+  DeviceMirror mirror(Simulator());
+  for (ConstTensorView* view : {&call.q, &call.k, &call.v, &call.key_mask}) {
+    TFB_ASSIGN_OR_RETURN(*view, mirror.Copy(*view));
+  }
+  for (TensorView* view : {&call.out, &call.log_sum_exp}) {
+    TFB_ASSIGN_OR_RETURN(*view, mirror.CopyForWriting(*view));
+  }
+  const size_t bytes = LinearCuda::WorkspaceBytes(*Simulator(), c.problem, c.map);
+  TFB_ASSIGN_OR_RETURN(const DeviceBuffer workspace, Simulator()->Allocate(bytes));
+  Execution execution;
+  execution.workspace = absl::MakeSpan(workspace.As<std::byte>(), bytes);
+  TFB_RETURN_IF_ERROR(run(call, execution));
+  return mirror.CopyBack();
+}
+
+LinearCuda Create(const LinearCase& c, const LinearTensors& tensors, bool streams = false) {
+  return LinearCuda::Create(Simulator(), c.problem, c.map, tensors.Call(c).w, streams).value();
+}
+
+LinearResults RunEngine(const LinearCase& c, LinearCall call, int64_t* without_weight = nullptr) {
+  const LinearCuda linear =
+      LinearCuda::Create(Simulator(), c.problem, c.map, call.w, /*streams=*/false).value();
+  LinearResults results = EmptyResults(c.problem);
+  call.out = results.out.view();
+  call.log_sum_exp = results.log_sum_exp.view();
+  const absl::Status status =
+      OnDevice(c, call, [&](const LinearCall& on_device, const Execution& e) {
+        return linear.Run(c.problem, on_device, e);
+      });
+  EXPECT_TRUE(status.ok()) << status << " " << Describe(c);
+  if (without_weight != nullptr) *without_weight = linear.RowsWithoutWeight().value();
+  return results;
+}
+LinearResults RunEngine(const LinearCase& c, const LinearTensors& tensors) {
+  return RunEngine(c, tensors.Call(c));
+}
+
+// What products of 16-bit problems are rounded to: two bf16 of 8 bits each.
+double ProductUnit(const LinearCase& c) {
+  return c.problem.dtype == DType::kF32 ? 0 : std::ldexp(1, -17);
+}
+
+void ExpectEqualsFormula(const LinearCase& c) {
+  const LinearTensors tensors(c);
+  ExpectClose(c, RunEngine(c, tensors), DefineLinear(c, tensors), ProductUnit(c));
+}
+
+TEST(LinearCuda, EqualsItsFormulaOnTokensAroundTheChunkEdges) {
+  for (const int64_t tokens : {0, 1, 7, 63, 64, 65, 127, 128, 129, 200}) {
+    for (const bool causal : {false, true}) {
+      for (const double epsilon : {0.0, 1e-4}) {
+        ExpectEqualsFormula({LinearProblem(tokens, tokens, causal, 1, 8),
+                             LinearMap(Feature::kExp, 24, 8, epsilon)});
+      }
+    }
+  }
+}
+
+TEST(LinearCuda, EqualsItsFormulaWithEachFeatureStabiliserAndEpsilon) {
+  for (const Feature feature : kFeatures) {
+    for (const KeyStabiliser stabiliser :
+         {KeyStabiliser::kRunning, KeyStabiliser::kSequence, KeyStabiliser::kNone}) {
+      for (const bool causal : {false, true}) {
+        for (const double epsilon : {0.0, 1e-2}) {
+          LinearCase c{LinearProblem(130, 130, causal, 1, 8), LinearMap(feature, 40, 8, epsilon)};
+          c.map.stabiliser = stabiliser;
+          c.map.denominator_epsilon = epsilon == 0 ? 1e-3 : 0;
+          c.masked = true;
+          ExpectEqualsFormula(c);
+        }
+      }
+    }
+  }
+}
+
+TEST(LinearCuda, EqualsItsFormulaAtEveryHeadAndValueWidth) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const auto& [head_dim, value_dim] : std::vector<std::pair<int64_t, int64_t>>{
+             {1, 33}, {7, 1}, {40, 80}, {64, 64}, {80, 128}, {130, 7}, {256, 256}}) {
+      for (const bool causal : {false, true}) {
+        LinearCase c{LinearProblem(70, 70, causal, 1, head_dim),
+                     LinearMap(Feature::kExp, 24, head_dim, 1e-6)};
+        c.problem.value_dim = value_dim;
+        c.problem.dtype = dtype;
+        ExpectEqualsFormula(c);
+      }
+    }
+  }
+}
+
+TEST(LinearCuda, EqualsItsFormulaWithAnyNumberOfFeatures) {
+  for (const int64_t projections : {1, 31, 32, 33, 64, 65, 130}) {
+    for (const Feature feature : kFeatures) {
+      for (const bool causal : {false, true}) {
+        ExpectEqualsFormula(
+            {LinearProblem(66, 66, causal, 1, 8), LinearMap(feature, projections, 8, 1e-5)});
+      }
+    }
+  }
+}
+
+// As many features as do not fit on a multiprocessor, and values of more than one block's columns:
+// the walk keeps its sums in device memory.
+TEST(LinearCuda, EqualsItsFormulaWhereTheSumsDoNotFitOnChip) {
+  LinearCase many{LinearProblem(150, 150, true, 1, 4), LinearMap(Feature::kExp, 700, 4, 1e-5)};
+  many.problem.value_dim = 61;
+  ExpectEqualsFormula(many);
+  many.problem.dtype = DType::kF16;
+  ExpectEqualsFormula(many);
+  LinearCase wide{LinearProblem(140, 140, true, 1, 4), LinearMap(Feature::kExp, 260, 4, 1e-5)};
+  wide.problem.value_dim = 250;
+  ExpectEqualsFormula(wide);
+}
+
+TEST(LinearCuda, EqualsItsFormulaWhereKeysAndQueriesDifferInNumber) {
+  for (const auto& [queries, keys] : std::vector<std::pair<int64_t, int64_t>>{{1, 200},
+                                                                              {5, 130},
+                                                                              {64, 65},
+                                                                              {65, 64},
+                                                                              {130, 5},
+                                                                              {0, 9},
+                                                                              {9, 0},
+                                                                              {70, 190},
+                                                                              {190, 70}}) {
+    for (const bool causal : {false, true}) {
+      ExpectEqualsFormula(
+          {LinearProblem(queries, keys, causal, 1, 8), LinearMap(Feature::kExp, 16, 8, 1e-4)});
+    }
+  }
+}
+
+TEST(LinearCuda, EqualsItsFormulaWithGroupedHeadsBatchesAndAMatrixPerHead) {
+  for (const bool per_head : {false, true}) {
+    for (const bool causal : {false, true}) {
+      LinearCase c{LinearProblem(80, 80, causal, 4, 8), LinearMap(Feature::kExp, 16, 8, 1e-4)};
+      c.problem.batch = 2;
+      c.problem.kv_heads = 2;
+      c.map.per_head = per_head;
+      c.masked = true;
+      ExpectEqualsFormula(c);
+    }
+  }
+}
+
+TEST(LinearCuda, EqualsItsFormulaWithoutBatchesAndHeads) {
+  for (const bool causal : {false, true}) {
+    LinearCase c{LinearProblem(10, 10, causal), LinearMap(Feature::kExp, 16, 16, 1e-4)};
+    c.problem.batch = 0;
+    ExpectEqualsFormula(c);
+  }
+}
+
+// The simulator has four multiprocessors: a head of 1100 keys is cut into four groups.
+TEST(LinearCuda, EqualsItsFormulaWhereFewHeadsAreCutIntoGroups) {
+  for (const DType dtype : {DType::kF32, DType::kF16}) {
+    for (const bool causal : {false, true}) {
+      LinearCase c{LinearProblem(1100, 1100, causal, 1, 8), LinearMap(Feature::kExp, 16, 8, 1e-6)};
+      c.problem.dtype = dtype;
+      c.masked = true;
+      ExpectEqualsFormula(c);
+    }
+  }
+  for (const int64_t queries : {3, 400}) {  // behind the keys of most groups
+    ExpectEqualsFormula(
+        {LinearProblem(queries, 1100, true, 1, 8), LinearMap(Feature::kExp, 16, 8, 1e-6)});
+  }
+}
+
+TEST(LinearCuda, EqualsItsFormulaInSixteenBits) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const Feature feature : kFeatures) {
+      for (const bool causal : {false, true}) {
+        LinearCase c{LinearProblem(100, 100, causal, 1), LinearMap(feature, 70, 16, 1e-6)};
+        c.problem.dtype = dtype;
+        ExpectEqualsFormula(c);
+      }
+    }
+  }
+}
+
+// Keys grow along the sequence by e^60 or so in feature: sums kept against one fixed reference
+// would underflow or overflow.
+TEST(LinearCuda, FollowsAMaximumThatRisesAndOneThatFalls) {
+  for (const bool rising : {true, false}) {
+    for (const bool causal : {false, true}) {
+      for (const double epsilon : {0.0, 1e-6}) {
+        LinearCase c{LinearProblem(300, 300, causal, 1, 8),
+                     LinearMap(Feature::kExp, 80, 8, epsilon)};
+        LinearTensors tensors(c);
+        for (int64_t j = 0; j < 300; ++j) {
+          const double factor = 6.0 * static_cast<double>(rising ? j : 299 - j) / 300;
+          for (int64_t n = 0; n < 8; ++n) {
+            tensors.k.span<float>()[j * 8 + n] *= static_cast<float>(factor);
+            tensors.q.span<float>()[j * 8 + n] *= 2;
+          }
+        }
+        c.magnitude = 6;
+        ExpectClose(c, RunEngine(c, tensors), DefineLinear(c, tensors));
+      }
+    }
+  }
+}
+
+// exp(-|k|^2 / 2) is about e^-450, below what fp32 holds; the ratio of sums does not mind.
+TEST(LinearCuda, KeepsItsAccuracyWhereTheStabilisedFeaturesUnderflow) {
+  for (const bool causal : {false, true}) {
+    LinearCase c{LinearProblem(90, 90, causal, 1, 4), LinearMap(Feature::kExp, 16, 4, 0)};
+    LinearTensors tensors(c);
+    for (float& x : tensors.k.span<float>()) x = 20 + x;
+    for (float& x : tensors.q.span<float>()) x = 0.1f * x;
+    const LinearResults results = RunEngine(c, tensors);
+    c.magnitude = 20;
+    ExpectClose(c, results, DefineLinear(c, tensors));
+  }
+}
+
+TEST(LinearCuda, NeverReadsMaskedKeysAndValues) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const bool causal : {false, true}) {
+      LinearCase c{LinearProblem(140, 140, causal, 1), LinearMap(Feature::kExp, 16, 16, 1e-4)};
+      c.problem.dtype = dtype;
+      c.masked = true;
+      LinearTensors tensors(c);
+      const LinearResults clean = RunEngine(c, tensors);
+      for (int64_t j = 0; j < 140; ++j) {
+        if (tensors.key_mask.span<uint8_t>()[j] != 0) continue;
+        Fill(Slice(tensors.k.view(), 2, j, 1), std::nan(""));
+        Fill(Slice(tensors.v.view(), 2, j, 1), std::nan(""));
+      }
+      const LinearResults poisoned = RunEngine(c, tensors);
+      EXPECT_TRUE(SameBits(clean.out, poisoned.out));
+      EXPECT_TRUE(SameBits(clean.log_sum_exp, poisoned.log_sum_exp));
+    }
+  }
+}
+
+TEST(LinearCuda, GivesZeroAndMinusInfinityWhereNoKeyIsSeen) {
+  for (const bool causal : {false, true}) {
+    for (const double epsilon : {0.0, 1e-4}) {
+      LinearCase c{LinearProblem(70, 70, causal, 1), LinearMap(Feature::kExp, 16, 16, epsilon)};
+      c.masked = true;
+      LinearTensors tensors(c);
+      Fill(tensors.key_mask.view(), 0);
+      Fill(tensors.k.view(), std::nan(""));
+      tensors.q.span<float>()[5] = std::nanf("");
+      const LinearResults results = RunEngine(c, tensors);
+      for (const float y : results.out.span<float>()) EXPECT_EQ(y, 0);
+      for (const float l : results.log_sum_exp.span<float>()) EXPECT_EQ(l, -kInfinity);
+    }
+  }
+}
+
+TEST(LinearCuda, LetsANaNInASeenKeyOrValueReachExactlyTheRowsThatSeeIt) {
+  for (const DType dtype : {DType::kF32, DType::kF16}) {
+    for (const bool in_values : {false, true}) {
+      for (const Feature feature : kFeatures) {
+        LinearCase c{LinearProblem(200, 200, true, 1), LinearMap(feature, 16, 16, 1e-4)};
+        c.problem.dtype = dtype;
+        LinearTensors tensors(c);
+        const LinearResults clean = RunEngine(c, tensors);
+        const int64_t poisoned = 77;
+        const TensorView view = (in_values ? tensors.v : tensors.k).view();
+        view.Set(view.Offset(0, 0, poisoned, 3), std::nan(""));
+        const LinearResults results = RunEngine(c, tensors);
+        for (int64_t i = 0; i < 200; ++i) {
+          for (const int64_t column : {3, 4}) {
+            const int64_t at = i * 16 + column;
+            const double y = results.out.view().Get(at);
+            if (i < poisoned || (in_values && column != 3)) {
+              EXPECT_EQ(y, clean.out.view().Get(at)) << i;
+            } else {
+              EXPECT_TRUE(std::isnan(y)) << i;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(LinearCuda, LetsANaNInANonCausalKeyValueOrQueryReachTheOutput) {
+  for (const char which : {'q', 'k', 'v'}) {
+    LinearCase c{LinearProblem(100, 100, false), LinearMap(Feature::kExp, 16, 16, 1e-4)};
+    LinearTensors tensors(c);
+    Tensor& tensor = which == 'q' ? tensors.q : which == 'k' ? tensors.k : tensors.v;
+    tensor.span<float>()[70 * 16 + 3] = std::nanf("");
+    const LinearResults results = RunEngine(c, tensors);
+    EXPECT_TRUE(std::isnan(*results.out.view().At<float>(0, 0, 70, 3)));
+    EXPECT_EQ(std::isnan(*results.out.view().At<float>(0, 0, 71, 3)), which != 'q');
+    EXPECT_FALSE(std::isnan(*results.out.view().At<float>(0, 1, 70, 3)));
+  }
+}
+
+TEST(LinearCuda, DoesNotLookAhead) {
+  for (const Feature feature : kFeatures) {
+    LinearCase c{LinearProblem(140, 140, true, 1, 8), LinearMap(feature, 80, 8, 1e-2)};
+    const LinearResults before = RunEngine(c, LinearTensors(c));
+    for (const int64_t t : {0, 63, 64, 100}) {
+      LinearTensors changed(c);
+      for (int64_t n = (t + 1) * 8; n < 140 * 8; ++n) {
+        changed.q.span<float>()[n] = 1;
+        changed.k.span<float>()[n] *= 9;
+        changed.v.span<float>()[n] = -5;
+      }
+      const LinearResults after = RunEngine(c, changed);
+      EXPECT_EQ(std::memcmp(before.out.raw(), after.out.raw(), (t + 1) * 8 * sizeof(float)), 0)
+          << "token " << t;
+    }
+  }
+}
+
+TEST(LinearCuda, ReadsAndWritesViewsOfAnyStride) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const bool causal : {false, true}) {
+      LinearCase c{LinearProblem(70, 70, causal, 3, 12), LinearMap(Feature::kExp, 16, 12, 1e-4)};
+      c.problem.batch = 2;
+      c.problem.dtype = dtype;
+      const LinearTensors tensors(c);
+      const LinearResults expected = RunEngine(c, tensors);
+      // [batch, tokens, channels, heads]: heads fastest, as after a projection without a transpose.
+      const auto scatter = [](const Tensor& from, Tensor* storage) {
+        const Shape s = from.shape();
+        *storage = Tensor(from.dtype(), {s[0], s[2], s[3], s[1]});
+        TensorView view = Transpose(Transpose(storage->view(), 1, 3), 2, 3);
+        CopyElements(from.view(), view);
+        return view;
+      };
+      Tensor q, k, v, out;
+      LinearCall call = tensors.Call(c);
+      call.q = scatter(tensors.q, &q);
+      call.k = scatter(tensors.k, &k);
+      call.v = scatter(tensors.v, &v);
+      call.out = scatter(expected.out, &out);
+      Fill(call.out, std::nan(""));
+      const LinearCuda linear = Create(c, tensors);
+      const absl::Status status =
+          OnDevice(c, call, [&](const LinearCall& on_device, const Execution& e) {
+            return linear.Run(c.problem, on_device, e);
+          });
+      ASSERT_TRUE(status.ok()) << status;
+      Tensor gathered(dtype, expected.out.shape());
+      CopyElements(call.out, gathered.view());
+      EXPECT_TRUE(SameBits(gathered, expected.out));
+    }
+  }
+}
+
+TEST(LinearCuda, AFloorHoldsTheDenominatorAndCountsTheRowsItHeld) {
+  for (const bool causal : {false, true}) {
+    LinearCase c{LinearProblem(80, 80, causal), LinearMap(Feature::kRelu, 8, 16, 0)};
+    c.map.denominator_floor = causal ? 2 : 20;
+    const LinearTensors tensors(c);
+    int64_t held = 0;
+    ExpectClose(c, RunEngine(c, tensors.Call(c), &held), DefineLinear(c, tensors));
+    std::atomic<int64_t> expected{0};
+    LinearCall call = tensors.Call(c);
+    call.rows_without_weight = &expected;
+    LinearResults results = EmptyResults(c.problem);
+    call.out = results.out.view();
+    ThreadPool pool(1);
+    Tensor workspace(DType::kU8, {static_cast<int64_t>(LinearWorkspaceBytes(c.problem, c.map, 1))});
+    const auto memory = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+    ASSERT_TRUE(LinearCpu(c.problem, call, {&pool, memory, nullptr}).ok());
+    EXPECT_EQ(held, expected.load());
+    EXPECT_GT(held, 0);
+    EXPECT_LT(held, 160);
+  }
+}
+
+// Appends in the given segments, over again until all tokens are taken.
+LinearResults AppendAll(const LinearCase& c, const LinearTensors& tensors,
+                        const std::vector<int64_t>& segments) {
+  const LinearCuda linear = Create(c, tensors, /*streams=*/true);
+  LinearResults results = EmptyResults(c.problem);
+  size_t next = 0;
+  for (int64_t begin = 0; begin < c.problem.kv_tokens;) {
+    const int64_t tokens =
+        std::min(segments[next++ % segments.size()], c.problem.kv_tokens - begin);
+    const LinearCall call = SegmentOf(tensors.Call(c), results, begin, tokens);
+    const absl::Status status =
+        OnDevice(c, call, [&](const LinearCall& on_device, const Execution& e) {
+          return linear.Append(c.problem, tokens, on_device, e);
+        });
+    EXPECT_TRUE(status.ok()) << status << " " << Describe(c);
+    begin += tokens;
+  }
+  return results;
+}
+
+TEST(LinearCuda, AppendingInAnySplitEqualsTheWholeSequence) {
+  for (const Feature feature : kFeatures) {
+    for (const double epsilon : {0.0, 1e-3}) {
+      LinearCase c{LinearProblem(70, 70, true, 2, 8), LinearMap(feature, 40, 8, epsilon)};
+      c.masked = true;
+      const LinearTensors tensors(c);
+      const LinearResults expected = DefineLinear(c, tensors);
+      for (const auto& segments :
+           std::vector<std::vector<int64_t>>{{1}, {4}, {5, 1, 40, 2}, {70}}) {
+        ExpectClose(c, AppendAll(c, tensors, segments), expected);
+      }
+    }
+  }
+}
+
+TEST(LinearCuda, AppendingWorksInSixteenBitsForGroupedHeadsAndAllWidths) {
+  for (const auto& [heads, kv_heads, head_dim, value_dim] : std::vector<std::array<int64_t, 4>>{
+           {4, 2, 16, 16}, {9, 1, 8, 8}, {8, 1, 7, 70}, {1, 1, 130, 256}}) {
+    LinearCase c{LinearProblem(12, 12, true, heads, head_dim),
+                 LinearMap(Feature::kExp, 70, head_dim, 1e-6)};
+    c.problem.kv_heads = kv_heads;
+    c.problem.value_dim = value_dim;
+    c.problem.dtype = DType::kBF16;
+    c.problem.batch = 2;
+    const LinearTensors tensors(c);
+    ExpectClose(c, AppendAll(c, tensors, {1, 2, 5}), DefineLinear(c, tensors), ProductUnit(c));
+  }
+}
+
+TEST(LinearCuda, ResetForgetsAndTheStateDoesNotGrow) {
+  LinearCase c{LinearProblem(6, 6, true, 2, 8), LinearMap(Feature::kExp, 16, 8, 1e-4)};
+  const LinearTensors tensors(c);
+  const LinearResults expected = DefineLinear(c, tensors);
+  const LinearCuda linear = Create(c, tensors, /*streams=*/true);
+  LinearResults results = EmptyResults(c.problem);
+  for (int round = 0; round < 2; ++round) {
+    ASSERT_TRUE(linear.Reset().ok());
+    const absl::Status status = OnDevice(c, SegmentOf(tensors.Call(c), results, 0, 6),
+                                         [&](const LinearCall& on_device, const Execution& e) {
+                                           return linear.Append(c.problem, 6, on_device, e);
+                                         });
+    ASSERT_TRUE(status.ok()) << status;
+    ExpectClose(c, results, expected);
+  }
+  LinearCase longer = c;
+  longer.problem.query_tokens = longer.problem.kv_tokens = 1000000;
+  EXPECT_EQ(LinearCuda::StateBytes(c.problem, c.map),
+            LinearCuda::StateBytes(longer.problem, longer.map));
+}
+
+TEST(LinearCuda, AppendRefusesAMaximumOverTheWholeSequence) {
+  LinearCase c{LinearProblem(8, 8, true), LinearMap(Feature::kExp, 8, 16, 1e-4)};
+  c.map.stabiliser = KeyStabiliser::kSequence;
+  const LinearTensors tensors(c);
+  EXPECT_EQ(Create(c, tensors).Append(c.problem, 8, tensors.Call(c), {}).code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(LinearCuda, AnyOrderOfBlocksAndThreadsAndAnyGridGiveTheSameBits) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const bool causal : {false, true}) {
+      LinearCase c{LinearProblem(600, 600, causal, 1, 8), LinearMap(Feature::kExp, 70, 8, 1e-4)};
+      c.problem.dtype = dtype;
+      const LinearTensors tensors(c);
+      const LinearResults expected = RunEngine(c, tensors);
+      for (const uint64_t seed : {2, 3}) {
+        SetSeed(seed);
+        LinearCuda linear = Create(c, tensors);
+        linear.set_max_blocks(static_cast<int64_t>(seed) - 1);
+        LinearResults results = EmptyResults(c.problem);
+        LinearCall call = tensors.Call(c);
+        call.out = results.out.view();
+        call.log_sum_exp = results.log_sum_exp.view();
+        const absl::Status status =
+            OnDevice(c, call, [&](const LinearCall& on_device, const Execution& e) {
+              return linear.Run(c.problem, on_device, e);
+            });
+        ASSERT_TRUE(status.ok()) << status;
+        EXPECT_TRUE(SameBits(results.out, expected.out));
+        EXPECT_TRUE(SameBits(results.log_sum_exp, expected.log_sum_exp));
+      }
+      SetSeed(1);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,246 @@
+// What the kernels of engine linear share: reading rows of tensors, the factors that a query's row of
+// sums is read with, and its end.
+#ifndef TFB_CORE_LINEAR_LINEAR_ROWS_CUH_
+#define TFB_CORE_LINEAR_LINEAR_ROWS_CUH_
+
+#include "core/cuda/kernel.cuh"
+#include "core/linear/linear_kernels.h"
+#include "core/linear/linear_math.cuh"
+
+namespace tfb {
+namespace {
+
+// ---- Rows ----
+
+// A row of a tensor whose dtype is that of Math::Raw. Without data: zeros.
+struct TensorRow {
+  const char* data;
+  int64_t stride;  // of channels, in elements
+  int channels;
+  bool is_vector;  // four channels can be read at once
+
+  template <class Math>
+  __device__ typename Math::Raw Fetch(int channel) const {
+    using Raw = typename Math::Raw;
+    if (data == nullptr || channel >= channels) return Math::Nothing();
+    constexpr int kSize = sizeof(Raw) / 4;
+    const char* from = data + channel * stride * kSize;
+    if (is_vector) return *reinterpret_cast<const Raw*>(from);
+    return Math::Gather(from, stride, channels - channel);
+  }
+};
+
+__device__ inline TensorRow RowOf(const DeviceView& view, int64_t b, int64_t h, int64_t token,
+                                  int channels, bool is_vector) {
+  const int64_t size = view.element == Element::kF32 ? 4 : 2;
+  const int64_t offset = b * view.strides[0] + h * view.strides[1] + token * view.strides[2];
+  return {static_cast<const char*>(view.data) + offset * size, view.strides[3], channels,
+          is_vector};
+}
+
+// Row `projection` of W for a key-value head, zeros beyond the last.
+__device__ inline TensorRow MatrixRow(const LinearArguments& a, int64_t kv_head,
+                                      int64_t projection) {
+  if (projection >= a.map.projections) return {nullptr, 1, 0, false};
+  const int64_t row = (a.map.per_head ? kv_head * a.map.projections : 0) + projection;
+  return {reinterpret_cast<const char*>(a.w + row * a.head_dim), 1, a.head_dim,
+          a.head_dim % 4 == 0};
+}
+
+// Whether key j of a batch is a token.
+__device__ inline bool IsToken(const LinearArguments& a, int64_t b, int64_t j) {
+  return a.key_mask == nullptr ||
+         a.key_mask[b * a.key_mask_strides[0] + j * a.key_mask_strides[1]] != 0;
+}
+
+__device__ inline float4 Times(const float4& x, float factor) {
+  return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+}
+
+// |x|^2 / 2 of a row of inputs, of which 16 lanes have four channels each; `first`: of the row's first
+// channels, else added to those before.
+__device__ inline void AddHalfSquare(const LinearArguments& a, const float4& x, bool first,
+                                     float* half_square) {
+  float sum = x.x * x.x + x.y * x.y + (x.z * x.z + x.w * x.w);
+  for (int lanes = 8; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  if (Lane() % 16 != 0) return;
+  sum *= 0.5f * a.map.input_scale * a.map.input_scale;
+  *half_square = first ? sum : *half_square + sum;
+}
+
+// ---- Features ----
+
+// Rows of W in a tile of features.
+__device__ inline int TileProjections(const LinearArguments& a) {
+  return a.map.feature == Feature::kExpPair ? kTile / 2 : kTile;
+}
+__device__ inline bool IsExponential(const LinearArguments& a) {
+  return a.map.feature != Feature::kRelu;
+}
+__device__ inline bool IsStabilised(const LinearArguments& a) {
+  return IsExponential(a) && a.map.stabiliser != KeyStabiliser::kNone;
+}
+
+// The projections of 32 rows of tokens on a tile's features, of which a warp has 32 from `column` on.
+// With kExpPair columns 16 to 31 of a warp are the first 16 with the other sign. A feature that is
+// none has the projection -inf, or 0 with kRelu.
+template <class Math, class Inputs, class Matrix>
+__device__ void AddProjections(const LinearArguments& a, const Inputs& inputs, int row,
+                               const Matrix& w, int column, int depth, Fragment<32>* projections) {
+  if (a.map.feature != Feature::kExpPair) {
+    Math::Multiply(inputs, row, w, column, depth, projections, nullptr);
+    return;
+  }
+  Fragment<16> half;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) half.at[i][j] = projections->at[i][j];
+  }
+  Math::Multiply(inputs, row, w, column / 2, depth, &half, nullptr);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      projections->at[i][j] = half.at[i][j];
+      projections->at[i][4 + j] = -half.at[i][j];
+    }
+  }
+}
+template <class Math>
+__device__ void HideMissingFeatures(const LinearArguments& a, int64_t tile, int column,
+                                    Fragment<32>* projections) {
+  const bool pair = a.map.feature == Feature::kExpPair;
+  const int64_t left = a.map.projections - tile * TileProjections(a);  // rows of W from the tile on
+  if (left >= TileProjections(a) || !IsExponential(a)) return;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int projection = pair ? column / 2 + Math::Column(j) % 16 : column + Math::Column(j);
+    if (projection < left) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) projections->at[i][j] = NegativeInfinity();
+  }
+}
+
+// A maximum that NaN does not change.
+__device__ inline float MaxOf(const float* values, int count) {
+  float largest = values[0];
+#pragma unroll
+  for (int n = 1; n < count; ++n) largest = fmaxf(largest, values[n]);
+  return largest;
+}
+// Over the four lanes that share rows.
+__device__ inline float MaxOfRow(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ inline float SumOfRow(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ inline float MaxOfWarp(float x) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+  return x;
+}
+__device__ inline float SumOfWarp(float x) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
+  return x;
+}
+
+// ---- A query's row ----
+
+// Of its features: F_ir = exp(w_r . q_i - maximum), whose sum is `total`.
+struct QueryRow {
+  float maximum;
+  float half_square;
+  float total;
+};
+
+// What the sums are read with (see linear.h): for sums at the reference R of the keys that the row
+// sees, the row of y before it is divided, and with ones for values its denominator, is
+//
+//   product F . sums + key (sum of the features' sums) + constant (sum of values)
+//
+// and the denominator has `extra` more, which is d's. log D = log(denominator) + log_scale + 2 log c.
+struct RowFactors {
+  float product;
+  float key;
+  float constant;
+  float extra;
+  float log_scale;
+};
+
+// `key_maximum`: S of a map that is stabilised.
+__device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow& query,
+                                       float reference, float key_maximum) {
+  const float epsilon = static_cast<float>(a.map.epsilon), log_epsilon = logf(epsilon);
+  const bool has_keys = reference != NegativeInfinity();
+  const float log_query = IsExponential(a) ? query.maximum - query.half_square : 0;
+  // The logarithms of exp(lambda_i - s) and exp(R - S).
+  const float query_scale = IsStabilised(a) ? -query.half_square : log_query;
+  const float key_scale = IsStabilised(a) && has_keys ? reference - key_maximum : reference;
+  RowFactors factors = {1, 0, 0, 0, log_query + reference};
+  float largest_key = key_scale, query_sum = query.total;
+  if (epsilon != 0) {
+    const float largest_query = fmaxf(query_scale, log_epsilon);
+    largest_key = fmaxf(key_scale, log_epsilon);
+    const float of_query = ExpOf(query_scale - largest_query);
+    const float epsilon_of_query = ExpOf(log_epsilon - largest_query);
+    const float of_key = ExpOf(key_scale - largest_key);
+    const float epsilon_of_key = ExpOf(log_epsilon - largest_key);
+    const float features = static_cast<float>(
+        a.map.feature == Feature::kExpPair ? 2 * a.map.projections : a.map.projections);
+    query_sum = of_query * query.total + epsilon_of_query * features;
+    factors.product = of_query * of_key;
+    factors.key = epsilon_of_query * of_key;
+    factors.constant = epsilon_of_key * query_sum;
+    // Not by way of lambda_i and R, in which large halves of squares would cancel.
+    factors.log_scale = largest_query + largest_key;
+    if (IsStabilised(a)) factors.log_scale += query.maximum + key_maximum;
+  }
+  if (a.map.denominator_epsilon != 0 && has_keys) {
+    factors.extra = static_cast<float>(a.map.denominator_epsilon / a.map.constant * query_sum *
+                                       exp(-static_cast<double>(largest_key)));
+  }
+  return factors;
+}
+
+// The denominator that divides a row which sees a key: held at the floor. `counts`: for the one caller
+// of a row that counts it.
+__device__ inline float HoldDenominator(const LinearArguments& a, float denominator, bool counts) {
+  const float floor =
+      static_cast<float>(a.map.denominator_floor / (a.map.constant * a.map.constant));
+  if (!(fabsf(denominator) <= floor)) return denominator;
+  if (counts && a.rows_without_weight != nullptr) atomicAdd(a.rows_without_weight, 1ull);
+  return copysignf(floor, denominator);
+}
+
+__device__ inline void StoreLogSumExp(const LinearArguments& a, int64_t b, int64_t h, int64_t i,
+                                      float denominator, float log_scale, bool has_keys) {
+  if (a.log_sum_exp == nullptr) return;
+  float result = NegativeInfinity();
+  if (has_keys) {
+    result = static_cast<float>(static_cast<double>(logf(denominator)) + log_scale +
+                                2 * log(a.map.constant));
+  }
+  a.log_sum_exp[b * a.log_sum_exp_strides[0] + h * a.log_sum_exp_strides[1] +
+                i * a.log_sum_exp_strides[2]] = result;
+}
+__device__ inline void StoreOut(const LinearArguments& a, int64_t b, int64_t h, int64_t i,
+                                int column, float value) {
+  StoreElement(a.out.data, a.out.element,
+               b * a.out.strides[0] + h * a.out.strides[1] + i * a.out.strides[2] +
+                   column * a.out.strides[3],
+               value);
+}
+
+// ---- Work ----
+
+inline dim3 Blocks(const LinearArguments& a, int64_t tasks) {
+  return dim3(static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks));
+}
+
+}  // namespace
+}  // namespace tfb
+
+#endif  // TFB_CORE_LINEAR_LINEAR_ROWS_CUH_

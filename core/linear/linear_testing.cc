@@ -1,0 +1,195 @@
+#include "core/linear/linear_testing.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/definition.h"
+#include "core/random.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+
+Problem LinearProblem(int64_t query_tokens, int64_t kv_tokens, bool causal, int64_t heads,
+                      int64_t head_dim) {
+  Problem problem = Problem::SelfAttention(1, heads, query_tokens, head_dim, causal);
+  problem.kv_tokens = kv_tokens;
+  return problem;
+}
+
+FeatureMap LinearMap(Feature feature, int64_t projections, int64_t head_dim, double epsilon) {
+  FeatureMap map;
+  map.feature = feature;
+  map.projections = projections;
+  map.input_scale = static_cast<float>(std::pow(static_cast<double>(head_dim), -0.25));
+  map.constant = 1 / std::sqrt(static_cast<double>(map.features()));
+  map.epsilon = epsilon;
+  return map;
+}
+
+std::string Describe(const LinearCase& c) {
+  return absl::StrCat(c.problem.ToString(), ", feature ", static_cast<int>(c.map.feature), ", ",
+                      c.map.projections, " projections, epsilon ", c.map.epsilon,
+                      c.masked ? ", masked" : "", ", magnitude ", c.magnitude);
+}
+
+LinearTensors::LinearTensors(const LinearCase& c) {
+  const Problem& p = c.problem;
+  const auto draw = [&](const char* name, std::initializer_list<int64_t> shape, double deviation) {
+    Tensor tensor(DType::kF32, shape);
+    FillNormal(&tensor, c.seed, name, 0, deviation);
+    return tensor.CloneAs(p.dtype);
+  };
+  q = draw("q", {p.batch, p.query_heads, p.query_tokens, p.head_dim}, c.magnitude);
+  k = draw("k", {p.batch, p.kv_heads, p.kv_tokens, p.head_dim}, c.magnitude);
+  v = draw("v", {p.batch, p.kv_heads, p.kv_tokens, p.value_dim}, 1);
+  w = Tensor(DType::kF32, {c.map.per_head ? p.kv_heads : 1, c.map.projections, p.head_dim});
+  FillNormal(&w, c.seed, "w");
+  if (!c.masked) return;
+  key_mask = Tensor(DType::kU8, {p.batch, p.kv_tokens});
+  const RandomStream stream(c.seed, "mask");
+  for (int64_t n = 0; n < p.batch * p.kv_tokens; ++n) {
+    key_mask.span<uint8_t>()[n] = stream.Uniform(n) < 0.7;
+  }
+}
+LinearCall LinearTensors::Call(const LinearCase& c) const {
+  LinearCall call;
+  call.q = q.view();
+  call.k = k.view();
+  call.v = v.view();
+  call.key_mask = key_mask.view();
+  call.w = c.map.per_head
+               ? ConstTensorView(w.view())
+               : ConstTensorView(w.raw(), DType::kF32, {c.map.projections, c.problem.head_dim});
+  call.map = c.map;
+  return call;
+}
+LinearResults EmptyResults(const Problem& p) {
+  LinearResults results{Tensor(p.dtype, {p.batch, p.query_heads, p.query_tokens, p.value_dim}),
+                        Tensor(DType::kF32, {p.batch, p.query_heads, p.query_tokens})};
+  Fill(results.out.view(), std::nan(""));
+  Fill(results.log_sum_exp.view(), std::nan(""));
+  return results;
+}
+
+LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
+  const Problem& p = c.problem;
+  const FeatureMap& map = c.map;
+  const DoubleTensor q(tensors.q.view()), k(tensors.k.view()), v(tensors.v.view()),
+      w(tensors.w.view());
+  const double scale = map.input_scale;
+  const bool exponential = map.feature != Feature::kRelu;
+  const auto project = [&](const double* x, int64_t head, std::vector<double>* projections) {
+    projections->clear();
+    for (int64_t r = 0; r < map.projections; ++r) {
+      projections->push_back(scale * Dot(w.Row(map.per_head ? head : 0, r), x, p.head_dim));
+    }
+    for (int64_t r = 0; map.feature == Feature::kExpPair && r < map.projections; ++r) {
+      projections->push_back(-(*projections)[r]);
+    }
+  };
+  const auto feature = [&](double projection, double half_square, double s) {
+    const double value =
+        exponential ? std::exp(projection - half_square - s) : std::max(projection, 0.0);
+    return map.constant * (value + map.epsilon);
+  };
+  LinearResults results{Tensor(DType::kF64, {p.batch, p.query_heads, p.query_tokens, p.value_dim}),
+                        Tensor(DType::kF64, {p.batch, p.query_heads, p.query_tokens})};
+  for (int64_t b = 0; b < p.batch; ++b) {
+    for (int64_t h = 0; h < p.query_heads; ++h) {
+      const int64_t kv_head = h / p.group();
+      std::vector<std::vector<double>> keys(p.kv_tokens);
+      std::vector<double> half_squares(p.kv_tokens), maxima(p.kv_tokens);
+      const auto seen = [&](int64_t i, int64_t j) {
+        return (tensors.key_mask.empty() ||
+                tensors.key_mask.span<uint8_t>()[b * p.kv_tokens + j] != 0) &&
+               (!p.causal || j <= i + p.causal_offset());
+      };
+      for (int64_t j = 0; j < p.kv_tokens; ++j) {
+        const double* x = k.Row(b, kv_head, j);
+        project(x, kv_head, &keys[j]);
+        half_squares[j] = scale * scale * Dot(x, x, p.head_dim) / 2;
+        maxima[j] = *std::max_element(keys[j].begin(), keys[j].end());
+      }
+      for (int64_t i = 0; i < p.query_tokens; ++i) {
+        std::vector<double> query;
+        const double* x = q.Row(b, h, i);
+        project(x, kv_head, &query);
+        const bool stabilised = exponential && map.stabiliser != KeyStabiliser::kNone;
+        const double query_s = stabilised ? *std::max_element(query.begin(), query.end()) : 0;
+        double key_s = 0;
+        if (stabilised) {
+          key_s = -kInfinity;
+          for (int64_t j = 0; j < p.kv_tokens; ++j) {
+            const bool counts = map.stabiliser == KeyStabiliser::kSequence
+                                    ? seen(p.query_tokens - 1, j)
+                                    : seen(i, j);
+            if (counts) key_s = std::max(key_s, maxima[j]);
+          }
+        }
+        const double half_square = scale * scale * Dot(x, x, p.head_dim) / 2;
+        for (double& f : query) f = feature(f, half_square, query_s);
+        double* y = results.out.view().MutableAt<double>(b, h, i);
+        std::fill_n(y, p.value_dim, 0.0);
+        double sum = 0;
+        bool any = false;
+        for (int64_t j = 0; j < p.kv_tokens; ++j) {
+          if (!seen(i, j)) continue;
+          any = true;
+          double weight = 0;
+          for (size_t r = 0; r < query.size(); ++r) {
+            weight += query[r] * feature(keys[j][r], half_squares[j], key_s);
+          }
+          sum += weight;
+          for (int64_t n = 0; n < p.value_dim; ++n) y[n] += weight * v.Row(b, kv_head, j)[n];
+        }
+        for (double f : query) sum += any ? map.denominator_epsilon * f : 0;
+        if (map.denominator_floor > 0 && any) sum = std::max(sum, map.denominator_floor);
+        for (int64_t n = 0; n < p.value_dim; ++n) y[n] = sum == 0 ? 0 : y[n] / sum;
+        *results.log_sum_exp.view().MutableAt<double>(b, h, i) =
+            any ? std::log(sum) + query_s + key_s : -kInfinity;
+      }
+    }
+  }
+  return results;
+}
+
+LinearCall SegmentOf(LinearCall call, LinearResults& results, int64_t begin, int64_t tokens) {
+  call.q = Slice(call.q, 2, begin, tokens);
+  call.k = Slice(call.k, 2, begin, tokens);
+  call.v = Slice(call.v, 2, begin, tokens);
+  if (!call.key_mask.empty()) call.key_mask = Slice(call.key_mask, 1, begin, tokens);
+  call.out = Slice(results.out.view(), 2, begin, tokens);
+  call.log_sum_exp = Slice(results.log_sum_exp.view(), 2, begin, tokens);
+  return call;
+}
+
+bool SameBits(const Tensor& a, const Tensor& b) {
+  return a.bytes() == b.bytes() && std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
+}
+
+void ExpectClose(const LinearCase& c, const LinearResults& results, const LinearResults& expected,
+                 double unit) {
+  const double head_dim = static_cast<double>(c.problem.head_dim);
+  const double exponent =
+      std::pow(head_dim, 0.75) * c.magnitude + std::sqrt(head_dim) * c.magnitude * c.magnitude;
+  const double relative = std::max(unit, UnitRoundoff(DType::kF32)) * (10 + 2 * exponent);
+  const double rounding = c.problem.dtype == DType::kF32 ? 0 : UnitRoundoff(c.problem.dtype);
+  for (int64_t n = 0; n < expected.out.num_elements(); ++n) {
+    const double e = expected.out.view().Get(n), y = results.out.view().Get(n);
+    ASSERT_NEAR(y, e, 5 * relative + rounding * std::abs(e)) << Describe(c) << ", element " << n;
+  }
+  for (int64_t n = 0; n < expected.log_sum_exp.num_elements(); ++n) {
+    const double e = expected.log_sum_exp.view().Get(n), y = results.log_sum_exp.view().Get(n);
+    if (std::isinf(e)) {
+      ASSERT_EQ(y, e) << Describe(c) << ", row " << n;
+    } else {
+      ASSERT_NEAR(y, e, 2 * relative + UnitRoundoff(DType::kF32) * std::abs(e))
+          << Describe(c) << ", row " << n;
+    }
+  }
+}
+
+}  // namespace tfb

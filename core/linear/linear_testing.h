@@ -1,0 +1,63 @@
+// What tests of engine linear share: random cases, the formula of linear.h in float64, evaluated pair
+// by pair, and the bound that engines are held to.
+#ifndef TFB_CORE_LINEAR_LINEAR_TESTING_H_
+#define TFB_CORE_LINEAR_LINEAR_TESTING_H_
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "core/linear/linear.h"
+#include "core/problem.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr Feature kFeatures[] = {Feature::kExp, Feature::kExpPair, Feature::kRelu};
+
+struct LinearCase {
+  Problem problem;
+  FeatureMap map;
+  double magnitude = 1;  // standard deviation of queries and keys
+  bool masked = false;
+  uint64_t seed = 1;
+};
+
+// One batch of self-attention but for the number of keys.
+Problem LinearProblem(int64_t query_tokens, int64_t kv_tokens, bool causal, int64_t heads = 2,
+                      int64_t head_dim = 16);
+// Softmax's, with c as random features have it.
+FeatureMap LinearMap(Feature feature, int64_t projections, int64_t head_dim, double epsilon = 0);
+std::string Describe(const LinearCase& c);
+
+// Drawn from the case's seed.
+struct LinearTensors {
+  explicit LinearTensors(const LinearCase& c);
+  LinearCall Call(const LinearCase& c) const;
+  Tensor q, k, v, w, key_mask;
+};
+
+struct LinearResults {
+  Tensor out, log_sum_exp;
+};
+// Full of NaN.
+LinearResults EmptyResults(const Problem& problem);
+// The formula, with every feature of every pair as the header defines it.
+LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors);
+
+// The tensors of tokens begin to begin + tokens, and where their results go.
+LinearCall SegmentOf(LinearCall call, LinearResults& results, int64_t begin, int64_t tokens);
+
+bool SameBits(const Tensor& a, const Tensor& b);
+// fp32 against float64. A weight is a sum of positive products, so its relative error is that of its
+// exponents: w . x and |x|^2 / 2 round in proportion to |w| |x| = head_dim^(3/4) magnitude and
+// |x|^2 = head_dim^(1/2) magnitude^2, a few units in 2^-24 each; sums add about 10 more. Outputs are
+// means of values of up to 5; those of 16 bits are rounded once more. `unit`: of what the products
+// are rounded to, where that is not fp32.
+void ExpectClose(const LinearCase& c, const LinearResults& results, const LinearResults& expected,
+                 double unit = 0);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LINEAR_LINEAR_TESTING_H_
