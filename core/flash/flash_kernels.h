@@ -119,7 +119,7 @@ struct FlashF32Kernels {
   const char* (*combine)(const FlashArguments& arguments, void* stream);
 };
 // Up to kFlashDecodeRows rows; no rule but a bias; one pattern for all heads, or no grouped heads; k
-// and v of one dtype, their channels next to each other, rows aligned to 16 bytes.
+// and v of one dtype.
 struct FlashDecodeKernels {
   const char* (*forward)(const FlashArguments& arguments, void* stream);
 };
