@@ -25,7 +25,6 @@ void Block::StartLaunch(const dim3& shape, void (*body)(void*), void* context) {
   context_ = context;
   abandoned_ = overflowed_ = false;
   shuffler_ = Shuffler(machine_->settings.seed);
-  caller_.MakeOfCaller();
   for (int t = 0; t < count_; ++t) {
     Thread& thread = threads_[t];
     const unsigned n = static_cast<unsigned>(t);

@@ -81,7 +81,7 @@ class Block {
   void WaitAtBarrier(const void* site);
   void MeetInWarp(const Meeting& meeting);
   [[noreturn]] void Abandon();  // and the block, and the launch
-  // Called where a thread has run out of its stack, on another one.
+  // Called by a thread that has run out of its stack.
   static void OnOverflow(const void* site);
 
  private:

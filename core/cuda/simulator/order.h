@@ -16,7 +16,7 @@ constexpr int kMaxThreads = 1024;  // of a block
 using Stamp = uint32_t;
 
 // Only barriers order: those of the block, and __syncwarp among the lanes of its mask. (Shuffles
-// and votes do not, says the CUDA programming guide.) Where only whole warps sync, one time for each
+// and votes do not, says the CUDA programming guide.) Where only whole warps sync, one time for a
 // warp is enough; for syncs of a part, each lane knows until when it is after each other lane.
 class Order {
  public:
