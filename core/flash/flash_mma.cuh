@@ -34,7 +34,6 @@ namespace {
 
 constexpr int kQueries = kFlashQueries16;
 constexpr float kLog2E = 1.44269504f;
-constexpr float kLn2 = 0.693147181f;
 
 // What a kernel makes of scaled products of queries and keys.
 enum class Rule {
@@ -290,20 +289,21 @@ class FlashMmaBlock {
       // A warp that sees nothing of the tile waits for the others.
       const bool sees = whole || SeesAny(tile);
       Scores score;
+      RowValues minus;
       if (sees) {
         Score(tile, slot, score);
         if (kRule != Rule::kNone) ApplyRule(tile, score);
         if (!whole) Hide(tile, score);
-        Shift(score);
+        Shift(score, minus);
       }
       __pipeline_wait_prior(1);
       if (hides) NoteNonFinite(value_slot, n);
       __syncthreads();  // values are there; keys are done with
       if (hides && common_.tile_with_non_finite == n) {
-        SetAsideNonFinite(value_slot, sees, score);
+        SetAsideNonFinite(value_slot, sees, score, minus);
       }
       StartValues(n + 1, slot);
-      if (sees) AddValues(value_slot, score);
+      if (sees) AddValues(value_slot, score, minus);
       slot = next_slot;
     }
     Store();
@@ -321,6 +321,7 @@ class FlashMmaBlock {
                                        : kDim == 128 ? 8
                                                      : kChunks;  // of relative keys at a time
   using Scores = float[kRowTiles][kKeyTiles][4];
+  using RowValues = float[kRowTiles][2];
 
   __device__ int lane() const { return static_cast<int>(thread_ % 32); }
   __device__ int warp_row() const {  // the warp's first query
@@ -339,7 +340,7 @@ class FlashMmaBlock {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       sum_[m][0] = sum_[m][1] = 0;
-      shift_[m][0] = shift_[m][1] = NegativeInfinity();
+      maximum_[m][0] = maximum_[m][1] = NegativeInfinity();
 #pragma unroll
       for (int n = 0; n < kOutputTiles; ++n) {
 #pragma unroll
@@ -833,7 +834,7 @@ class FlashMmaBlock {
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
             const float weight = (first + static_cast<float>(n * 8 + x)) * slope;
-            score[m][n][half * 2 + x] += __logf(fmaxf(fminf(weight, 1), 0));
+            score[m][n][half * 2 + x] += logf(fmaxf(fminf(weight, 1), 0));
           }
         }
       }
@@ -866,33 +867,35 @@ class FlashMmaBlock {
 
   // ---- Softmax ----
 
-  // Brings the running maxima, and what was summed under them, up to the tile. shift_ is a maximum
-  // as exponents of 2 have it, where scores are products: the scale and log2(e) are one factor then,
-  // and joins the subtraction in one instruction; else in nats, whose difference is multiplied, so
-  // that no finite score becomes infinite.
-  __device__ void Shift(const Scores& score) {
-    float rescale[kRowTiles][2];
-    bool changed = false;
+  // Brings the running maxima, and what was summed under them, up to the tile, and prepares scores
+  // for WeightOf. A weight is 2^(s factor - minus), one multiply-add, in which the rounding of
+  // minus = maximum factor is in all weights of a row alike. Beyond 256 it would be felt from one
+  // maximum to the next, and finite scores could become infinite: there the maximum is subtracted
+  // from the scores themselves, and minus is 0.
+  __device__ void Shift(Scores& score, RowValues& minus) {
+    RowValues rescale;
+    bool changed = false, far = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float largest = NegativeInfinity();
+        float largest = maximum_[m][half];
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
           largest = fmaxf(largest, fmaxf(score[m][n][half * 2], score[m][n][half * 2 + 1]));
         }
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        const float old = shift_[m][half];
-        shift_[m][half] = fmaxf(old, kRule == Rule::kNone ? largest * ExponentScale() : largest);
-        const float fall = old - shift_[m][half];
-        rescale[m][half] =
-            old == shift_[m][half] ? 1 : Exp2(kRule == Rule::kNone ? fall : fall * kLog2E);
+        const float old = maximum_[m][half];
+        rescale[m][half] = old == largest ? 1 : Exp2((old - largest) * Factor());
         sum_[m][half] *= rescale[m][half];
+        maximum_[m][half] = largest;
+        minus[m][half] = Finite(largest) * Factor();
         changed |= rescale[m][half] != 1;
+        far |= IsFar(minus[m][half]);
       }
     }
+    if (__any_sync(~0u, far)) SubtractMaxima(score, minus);
     if (!__any_sync(~0u, changed)) return;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -903,21 +906,36 @@ class FlashMmaBlock {
       }
     }
   }
+  __device__ void SubtractMaxima(Scores& score, RowValues& minus) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!IsFar(minus[m][half])) continue;
+        minus[m][half] = 0;
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int x = 0; x < 2; ++x) score[m][n][half * 2 + x] -= maximum_[m][half];
+        }
+      }
+    }
+  }
+  __device__ static bool IsFar(float minus) { return fabsf(minus) > 256; }
 
-  __device__ float ExponentScale() const { return a_.scale * kLog2E; }
-  // A row without a key so far: a shift of 0 makes weights of 0 of its scores of -inf, where -inf -
+  // Exponents of 2 in a unit of scores: of products without their scale, or of nats.
+  __device__ float Factor() const { return kRule == Rule::kNone ? a_.scale * kLog2E : kLog2E; }
+  // A row without a key so far: a maximum of 0 makes weights of 0 of its scores of -inf, where -inf -
   // -inf would be no number.
-  __device__ static float Finite(float shift) { return shift == NegativeInfinity() ? 0 : shift; }
-  // exp(s_ij - maximum).
-  __device__ float Weight(float score, float shift) const {
-    return Exp2(kRule == Rule::kNone ? fmaf(score, ExponentScale(), -shift)
-                                     : (score - shift) * kLog2E);
+  __device__ static float Finite(float x) { return x == NegativeInfinity() ? 0 : x; }
+  __device__ float WeightOf(float score, float minus) const {
+    return Exp2(fmaf(score, Factor(), -minus));
   }
 
   // ---- Output ----
 
   // Adds the values in `slot`, weighted.
-  __device__ void AddValues(int slot, const Scores& score) {
+  __device__ void AddValues(int slot, const Scores& score, const RowValues& minus) {
     const int value_offset = ChunkOffset<kDim>(lane() % 16, lane() / 16);
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
@@ -928,10 +946,8 @@ class FlashMmaBlock {
         for (int n = 0; n < 2; ++n) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float shift = Finite(shift_[m][half]);
-            float p[2];
-#pragma unroll
-            for (int x = 0; x < 2; ++x) p[x] = Weight(score[m][k * 2 + n][half * 2 + x], shift);
+            const float* s = score[m][k * 2 + n] + half * 2;
+            const float p[2] = {WeightOf(s[0], minus[m][half]), WeightOf(s[1], minus[m][half])};
             sum_[m][half] += p[0] + p[1];
             weight[m][n * 2 + half] = Pair<T>(p[0], p[1]);
           }
@@ -966,12 +982,12 @@ class FlashMmaBlock {
 
   // Adds the values that are not finite, of keys that are seen, one by one, and puts zeros in their
   // place. A key whose score is -inf counts as hidden.
-  __device__ void SetAsideNonFinite(int slot, bool sees, Scores& score) {
+  __device__ void SetAsideNonFinite(int slot, bool sees, Scores& score, const RowValues& minus) {
     if (sees) {
 #pragma unroll 1
       for (int group = 0; group < kKeyTiles; ++group) {
 #pragma unroll 1
-        for (int c = 0; c < 8; ++c) AddNonFinite(Slot(slot), group * 8 + c, score);
+        for (int c = 0; c < 8; ++c) AddNonFinite(Slot(slot), group * 8 + c, score, minus);
         RotateScores(score);
       }
     }
@@ -990,9 +1006,10 @@ class FlashMmaBlock {
     __syncthreads();
   }
   // Of one key, whose group of 8 the scores have been rotated to.
-  __device__ void AddNonFinite(const unsigned char* values, int key, const Scores& score) {
+  __device__ void AddNonFinite(const unsigned char* values, int key, const Scores& score,
+                               const RowValues& minus) {
     const int source = (lane() & ~3) | key / 2 % 4;
-    float weight[kRowTiles][2];
+    RowValues weight;
     bool seen[kRowTiles][2];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -1000,7 +1017,7 @@ class FlashMmaBlock {
       for (int half = 0; half < 2; ++half) {
         const float own = key % 2 == 0 ? score[m][0][half * 2] : score[m][0][half * 2 + 1];
         const float s = __shfl_sync(~0u, own, source);
-        weight[m][half] = Half<T>(Pair<T>(Weight(s, Finite(shift_[m][half])), 0), 0);
+        weight[m][half] = Half<T>(Pair<T>(WeightOf(s, minus[m][half]), 0), 0);
         seen[m][half] = s != NegativeInfinity();
       }
     }
@@ -1059,7 +1076,7 @@ class FlashMmaBlock {
         }
         if (lane() % 4 == 0) {
           to[kDim] = sum;
-          to[kDim + 1] = kRule == Rule::kNone ? shift_[m][half] * kLn2 : shift_[m][half];
+          to[kDim + 1] = kRule == Rule::kNone ? maximum_[m][half] * a_.scale : maximum_[m][half];
         }
       }
     }
@@ -1074,8 +1091,10 @@ class FlashMmaBlock {
       const float* row = rows + r * Shape::kOutputRow;
       const int64_t token = QueryToken(i);
       if (lane() == 0) StoreSums(a_, common_.task, i, token, row[kDim + 1], row[kDim]);
+      const OutputRow output(a_, common_.task, i, token, row[kDim]);
       for (int c = lane(); c < a_.value_dim; c += 32) {
-        StoreElementOf(a_, common_.task, i, token, c, row[c], row[kDim]);
+        const float value[1] = {row[c]};
+        output.Store(c, value);
       }
     }
   }
@@ -1106,8 +1125,8 @@ class FlashMmaBlock {
   typename Shared::CommonOfRelativeKeys& common_;
   unsigned thread_;
   float output_[kRowTiles][kOutputTiles][4];
-  float shift_[kRowTiles][2];
-  float sum_[kRowTiles][2];  // of this lane's keys
+  RowValues maximum_;  // of scores, in nats where there is a rule
+  RowValues sum_;      // of this lane's keys
 };
 
 // ---- Launching ----
@@ -1154,10 +1173,8 @@ const char* LaunchMmaOfRule(const FlashArguments& a, void* stream) {
   if (a.rule.relative_keys.rows != nullptr) {
     return LaunchMma<T, kDim, Rule::kRelativeKeys>(a, in_chunks, stream);
   }
-  // Exponents of products are the product times scale log2(e): that grows no number where the factor
-  // is at most 1, and keeps their order where it is above 0.
-  const float factor = a.scale * kLog2E;
-  if (a.rule.is_plain() && a.rule.content_bias == nullptr && factor > 0 && factor <= 1) {
+  // The largest product has the largest score where the scale is above 0.
+  if (a.rule.is_plain() && a.rule.content_bias == nullptr && a.scale > 0) {
     return LaunchMma<T, kDim, Rule::kNone>(a, in_chunks, stream);
   }
   return LaunchMma<T, kDim, Rule::kTables>(a, in_chunks, stream);

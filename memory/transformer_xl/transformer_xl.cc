@@ -33,6 +33,7 @@ TechniqueInfo Info() {
   info.budget_option = "memory";
   info.growth = 1;
   info.supports_noncausal = false;
+  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 
@@ -270,7 +271,7 @@ class TransformerXlLayer : public StreamingLayer {
         options_(options),
         device_(device),
         reach_{options.memory, options.same_length, max_segment_tokens()},
-        segment_(reach_) {}
+        segment_(device, reach_) {}
 
   static int64_t LongestSegment(const Problem& problem, const TransformerXlOptions& options) {
     return std::min(options.segment, std::max<int64_t>(problem.query_tokens, 1));

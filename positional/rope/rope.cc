@@ -49,6 +49,10 @@ class RopeLayer : public FlashLayer {
         pairs_(rotary_dims / 2) {}
 
  protected:
+  // Turned rows are rounded nowhere: 16 bits of them would double the error of the scores. So a GPU
+  // multiplies them on its FMA units, of 16-bit problems too.
+  DType engine_dtype() const override { return DType::kF32; }
+
   // cos and sin of every position from the first of keys and queries to the last of both.
   absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) override {
     const Problem& p = problem();
@@ -88,15 +92,12 @@ class RopeLayer : public FlashLayer {
   }
 
  private:
-  // The CPU's engine computes in fp32 whatever it reads; tensor cores want the problem's dtype.
-  DType turned_dtype() const { return device() == Device::kCpu ? DType::kF32 : problem().dtype; }
-
   std::pair<TensorView, TensorView> Take(Workspace& workspace) const {
     const Problem& p = problem();
     const auto take = [&](int64_t heads, int64_t tokens) {
       const Shape shape = {p.batch, heads, tokens, p.head_dim};
-      std::byte* memory = workspace.Take<std::byte>(NumElements(shape) * SizeOf(turned_dtype()));
-      return TensorView(memory, turned_dtype(), shape);
+      std::byte* memory = workspace.Take<std::byte>(NumElements(shape) * SizeOf(DType::kF32));
+      return TensorView(memory, DType::kF32, shape);
     };
     const TensorView q = take(p.query_heads, p.query_tokens);
     return {q, take(p.kv_heads, p.kv_tokens)};

@@ -9,12 +9,9 @@
 namespace cuda_simulator {
 namespace {
 
-// More than any block has: what follows its own bytes is never anybody's.
-constexpr size_t kDynamicCapacity = 512 << 10;
-
 char* MapDynamicShared() {
-  void* memory =
-      mmap(nullptr, kDynamicCapacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* memory = mmap(nullptr, Checker::kDynamicCapacity, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
 }
 
@@ -58,7 +55,7 @@ std::string Checker::Describe(uintptr_t address) {
   if (StaticShared(address) != nullptr) {
     const Variable variable = StaticVariableAt(address);
     if (variable.name.empty()) return "in static shared memory";
-    return Format("at byte %zu of shared %s of %zu bytes", address - variable.begin,
+    return Format("at byte %zu of the shared variable %s (%zu bytes)", address - variable.begin,
                   variable.name.c_str(), variable.bytes);
   }
   const size_t byte = address - dynamic_.begin();

@@ -27,6 +27,9 @@ struct MemoryAccess {
 
 class Checker {
  public:
+  // Dynamic shared memory that can be at all. What follows a block's own is never anybody's.
+  static constexpr size_t kDynamicCapacity = 512 << 10;
+
   explicit Checker(Machine* machine);
 
   // Kernels may read their parameters' bytes.

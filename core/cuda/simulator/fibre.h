@@ -70,8 +70,8 @@ class Stacks {
   size_t stride_ = 0;
 };
 
-// While it lives, a fibre that touches the page below its stack calls on_overflow(where), which must
-// switch to another fibre for good. Faults elsewhere are left to whoever handled them before.
+// While it lives, a fibre that touches the page below its stack calls on_overflow(where), which
+// must switch to another fibre for good. Faults elsewhere are left to whoever handled them before.
 class OverflowTrap {
  public:
   OverflowTrap(const Stacks* stacks, void (*on_overflow)(const void*));

@@ -15,9 +15,9 @@ constexpr int kMaxThreads = 1024;  // of a block
 // before everything.
 using Stamp = uint32_t;
 
-// Only barriers order: those of the block, and __syncwarp among the lanes of its mask. (Shuffles and
-// votes do not, says the CUDA programming guide.) Where only whole warps sync, a time for each warp
-// says it all; for syncs of a part, each lane knows of each other lane up to when it is after it.
+// Only barriers order: those of the block, and __syncwarp among the lanes of its mask. (Shuffles
+// and votes do not, says the CUDA programming guide.) Where only whole warps sync, one time for each
+// warp is enough; for syncs of a part, each lane knows until when it is after each other lane.
 class Order {
  public:
   Order() : own_(kMaxThreads), seen_(kMaxThreads * kWarp) {}

@@ -108,18 +108,26 @@ int SharedShadow::ReaderNotBefore(const Cell& cell) const {
 }
 
 void SharedShadow::NoteWrite(Cell* cell, AccessKind kind) {
-  const bool atomic = kind == AccessKind::kAtomic;
   uint16_t writer = static_cast<uint16_t>(order_.thread());
   Stamp now = order_.now();
-  if (atomic && cell->atomic && cell->write >= order_.block_start() && !WriteIsBefore(*cell)) {
-    const int warp = order_.warp();
-    const bool same_warp =
-        cell->writer < kLanes ? cell->writer / kWarp == warp : cell->writer == kLanes + warp;
-    writer = same_warp ? static_cast<uint16_t>(kLanes + warp) : kWarps;
-    now = std::max(now, cell->write);
+  bool atomic = false;
+  if (kind != AccessKind::kAtomic) {
+    cell->read = 0;  // whoever is in order with this write is in order with those reads
+  } else if (cell->write < order_.block_start()) {
+    atomic = true;
+  } else if (!cell->atomic) {
+    atomic = cell->writer != writer || cell->write < now;  // its own plain write still counts
+  } else {
+    atomic = true;
+    if (!WriteIsBefore(*cell)) {
+      const int warp = order_.warp();
+      const bool same_warp =
+          cell->writer < kLanes ? cell->writer / kWarp == warp : cell->writer == kLanes + warp;
+      writer = same_warp ? static_cast<uint16_t>(kLanes + warp) : kWarps;
+      now = std::max(now, cell->write);
+    }
   }
   cell->write = now;
-  cell->read = 0;
   cell->writer = writer;
   cell->atomic = atomic;
   cell->in_flight = kind == AccessKind::kCopyBegin;

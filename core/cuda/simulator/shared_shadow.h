@@ -1,4 +1,4 @@
-// What the simulator knows of each byte of a block's shared memory: who wrote it, who read it since.
+// What is known of each byte of a block's shared memory: who wrote it, and who has read it since.
 #ifndef TFB_CORE_CUDA_SIMULATOR_SHARED_SHADOW_H_
 #define TFB_CORE_CUDA_SIMULATOR_SHARED_SHADOW_H_
 
