@@ -1,11 +1,10 @@
 #include "harness/device_monitor.h"
 
-#include <dlfcn.h>
-
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "core/cuda/dynamic_library.h"
 #include "core/status.h"
 
 namespace tfb {
@@ -31,16 +30,14 @@ class Nvml : public DeviceMonitor {
  public:
   static absl::StatusOr<std::unique_ptr<DeviceMonitor>> Open(const std::string& pci_bus_id,
                                                              const std::string& library) {
-    void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) return absl::UnavailableError(absl::StrCat("NVML: ", dlerror()));
-    std::unique_ptr<Nvml> nvml(new Nvml(handle));
-    TFB_RETURN_IF_ERROR(nvml->Start(pci_bus_id));
+    TFB_ASSIGN_OR_RETURN(const DynamicLibrary opened, DynamicLibrary::Open({library}));
+    std::unique_ptr<Nvml> nvml(new Nvml);
+    TFB_RETURN_IF_ERROR(nvml->Start(opened, pci_bus_id));
     return nvml;
   }
 
   ~Nvml() override {
     if (initialised_) shutdown_();
-    dlclose(handle_);
   }
 
   DeviceState Read() override {
@@ -61,26 +58,19 @@ class Nvml : public DeviceMonitor {
   }
 
  private:
-  explicit Nvml(void* handle) : handle_(handle) {}
+  Nvml() = default;
 
-  template <class Function>
-  absl::Status Find(const char* name, Function** function) {
-    *function = reinterpret_cast<Function*>(dlsym(handle_, name));
-    if (*function != nullptr) return absl::OkStatus();
-    return absl::UnavailableError(absl::StrCat("NVML has no ", name));
-  }
-
-  absl::Status Start(const std::string& pci_bus_id) {
+  absl::Status Start(const DynamicLibrary& library, const std::string& pci_bus_id) {
     int (*initialise)() = nullptr;
     int (*find)(const char*, NvmlDevice*) = nullptr;
-    TFB_RETURN_IF_ERROR(Find("nvmlInit_v2", &initialise));
-    TFB_RETURN_IF_ERROR(Find("nvmlShutdown", &shutdown_));
-    TFB_RETURN_IF_ERROR(Find("nvmlDeviceGetHandleByPciBusId_v2", &find));
-    TFB_RETURN_IF_ERROR(Find("nvmlDeviceGetClockInfo", &clock_));
-    TFB_RETURN_IF_ERROR(Find("nvmlDeviceGetTemperature", &temperature_));
-    TFB_RETURN_IF_ERROR(Find("nvmlDeviceGetPowerUsage", &power_));
+    TFB_RETURN_IF_ERROR(library.Resolve("nvmlInit_v2", &initialise));
+    TFB_RETURN_IF_ERROR(library.Resolve("nvmlShutdown", &shutdown_));
+    TFB_RETURN_IF_ERROR(library.Resolve("nvmlDeviceGetHandleByPciBusId_v2", &find));
+    TFB_RETURN_IF_ERROR(library.Resolve("nvmlDeviceGetClockInfo", &clock_));
+    TFB_RETURN_IF_ERROR(library.Resolve("nvmlDeviceGetTemperature", &temperature_));
+    TFB_RETURN_IF_ERROR(library.Resolve("nvmlDeviceGetPowerUsage", &power_));
     // Newer libraries call them event reasons, and keep the old name.
-    TFB_RETURN_IF_ERROR(Find("nvmlDeviceGetCurrentClocksThrottleReasons", &reasons_));
+    TFB_RETURN_IF_ERROR(library.Resolve("nvmlDeviceGetCurrentClocksThrottleReasons", &reasons_));
     if (const int error = initialise(); error != kSuccess) {
       return absl::UnavailableError(absl::StrCat("NVML does not start: error ", error));
     }
@@ -92,7 +82,6 @@ class Nvml : public DeviceMonitor {
     return absl::OkStatus();
   }
 
-  void* handle_;
   bool initialised_ = false;
   NvmlDevice device_ = nullptr;
   int (*shutdown_)() = nullptr;

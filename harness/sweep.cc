@@ -20,7 +20,9 @@
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/cuda/runtime.h"
 #include "core/status.h"
+#include "harness/device_peaks.h"
 #include "harness/machine.h"
 #include "harness/progress.h"
 #include "harness/quantities.h"
@@ -107,6 +109,13 @@ Environment Describe(const SweepOptions& options, const std::vector<SweepCase>& 
   for (const SweepCase& sweep_case : cases) threads.push_back(sweep_case.threads);
   Environment environment = DescribeMachine(cases.front().threads, options.workspace);
   MeasurePeaks(threads, &environment);
+  const bool on_gpu = std::any_of(cases.begin(), cases.end(), [](const SweepCase& sweep_case) {
+    return sweep_case.device == Device::kCuda;
+  });
+  if (const auto gpu = CudaRuntime::For(Device::kCuda); on_gpu && gpu.ok()) {
+    // Without them there are no shares of a peak; the cases themselves say what is wrong.
+    MeasureDevicePeaks(*gpu, &environment).IgnoreError();
+  }
   for (const std::string& word : options.command_line) environment.add_command_line(word);
   return environment;
 }
