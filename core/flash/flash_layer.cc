@@ -14,13 +14,7 @@ FlashLayer::FlashLayer(const Problem& problem, std::vector<TensorSpec> inputs,
 
 size_t FlashLayer::workspace_bytes(int threads) const {
   return PrepareBytes(threads) +
-         FlashEngine::WorkspaceBytes(device_, EngineProblem(), uses_relative_keys_, threads);
-}
-
-Problem FlashLayer::EngineProblem() const {
-  Problem engine = problem();
-  engine.dtype = engine_dtype();
-  return engine;
+         FlashEngine::WorkspaceBytes(device_, problem(), uses_relative_keys_, threads);
 }
 
 Cost FlashLayer::cost() const {
@@ -35,7 +29,7 @@ Cost FlashLayer::cost() const {
 
 absl::Status FlashLayer::DoSetup(const Inputs& inputs, const Execution& execution) {
   TFB_RETURN_IF_ERROR(BuildRule(inputs, execution, &rule_));
-  TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::Create(device_, EngineProblem(), *pattern_, rule_));
+  TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::Create(device_, problem(), *pattern_, rule_));
   is_set_up_ = true;
   return absl::OkStatus();
 }

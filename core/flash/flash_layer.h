@@ -44,10 +44,6 @@ class FlashLayer : public Layer {
   }
   virtual size_t PrepareBytes(int) const { return 0; }  // for so many threads
 
-  // The precision of queries and keys as Prepare leaves them; on tensor cores products are taken in
-  // it. kF32 for a layer whose queries and keys are more than the problem's 16 bits.
-  virtual DType engine_dtype() const { return problem().dtype; }
-
   // FLOPs of one kept query-key pair: two products and what the rule adds to them.
   virtual double FlopsPerPair() const {
     return 2.0 * static_cast<double>(problem().head_dim + problem().value_dim);
@@ -64,8 +60,6 @@ class FlashLayer : public Layer {
   const BlockSchedule& schedule() const { return engine_.schedule(); }
 
  private:
-  Problem EngineProblem() const;
-
   Device device_;
   std::unique_ptr<Pattern> pattern_;
   double scale_;
