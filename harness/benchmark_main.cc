@@ -1,13 +1,15 @@
-// Main of every technique's benchmark: Google Benchmark over the techniques that are linked in, each beside its dense
-// counterpart at the same problem.
+// Main of every technique's benchmark: Google Benchmark over the techniques that are linked in,
+// each beside its dense counterpart at the same problem.
 //
-//   bazel run //attention/longformer:longformer_benchmark -- --technique=longformer:window=* --lengths=1024
+//   bazel run //attention/longformer:longformer_benchmark -- --technique=longformer:window=*
+//       --lengths=1024 --device=cuda
 //
-// Times of a result file come from //harness:sweep, which interleaves what it compares; this program is for whoever works on
-// one technique, with all of Google Benchmark's flags.
+// Times of a result file come from //harness:sweep, which interleaves what it compares; this
+// program is for whoever works on one technique, with all of Google Benchmark's flags.
 #include <algorithm>
 #include <cstddef>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -18,17 +20,23 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_replace.h"
 #include "benchmark/benchmark.h"
+#include "core/cuda/runtime.h"
 #include "core/status.h"
 #include "core/technique.h"
 #include "harness/cases.h"
+#include "harness/device_memory.h"
+#include "harness/device_peaks.h"
 #include "harness/inputs.h"
 #include "harness/machine.h"
 #include "harness/timing.h"
 #include "results/files.h"
+#include "results/reader.h"
 #include "tools/command_line.h"
 
 ABSL_FLAG(std::string, technique, "*",
           "What to measure, with options as //harness:sweep takes them.");
+ABSL_FLAG(std::string, device, "cpu",
+          "cpu, cuda, or simulator, whose times mean nothing but to who works on the simulator.");
 ABSL_FLAG(std::string, lengths, "256,1024,4096", "Tokens: numbers, or ranges that double.");
 ABSL_FLAG(std::string, heads, "8", "Query heads.");
 ABSL_FLAG(std::string, kv_heads, "", "Key-value heads. Empty: as many as query heads.");
@@ -49,13 +57,17 @@ constexpr char kUsage[] =
     "benchmark [flags] [--benchmark_filter=… and the other flags of Google Benchmark]\n"
     "Times techniques beside their dense counterparts.\n\n"
     "Counters: GFLOP/s by the technique's own count of operations, of_peak: its share of the\n"
-    "measured multiply-add rate in percent, tokens/s.";
+    "measured rate of arithmetic in its type in percent, tokens/s. On a GPU a time is that of "
+    "many\n"
+    "calls that are enqueued together.";
 
 // What a layer needs to be called.
 struct Callable {
-  NamedTensors inputs, outputs;
-  Tensor workspace;
+  NamedTensors host;
+  DeviceTensors inputs, outputs;
+  DeviceMemory workspace;
   std::unique_ptr<Layer> layer;
+  CudaRuntime* runtime = nullptr;  // null: the CPU
   Execution execution;
 };
 
@@ -65,17 +77,17 @@ absl::StatusOr<Callable> Prepare(const SweepCase& sweep_case, ThreadPool* pool) 
   Callable callable;
   TFB_ASSIGN_OR_RETURN(callable.layer, technique.Create(sweep_case.problem, sweep_case.options,
                                                         sweep_case.device, sweep_case.seed));
-  TFB_ASSIGN_OR_RETURN(callable.inputs, MakeInputs(sweep_case.input, callable.layer->inputs(),
-                                                   sweep_case.problem, sweep_case.seed));
-  for (const TensorSpec& spec : callable.layer->outputs()) {
-    if (spec.optional) continue;
-    TFB_ASSIGN_OR_RETURN(callable.outputs[spec.name], Tensor::Allocate(spec.dtype, spec.shape));
-  }
-  const auto bytes = static_cast<int64_t>(callable.layer->workspace_bytes(pool->threads()));
-  TFB_ASSIGN_OR_RETURN(callable.workspace, Tensor::Allocate(DType::kU8, {bytes + 1}));
+  const Device device = sweep_case.device;
+  TFB_ASSIGN_OR_RETURN(callable.runtime, RuntimeOf(device));
+  TFB_ASSIGN_OR_RETURN(callable.host, MakeInputs(sweep_case.input, callable.layer->inputs(),
+                                                 sweep_case.problem, sweep_case.seed));
+  TFB_ASSIGN_OR_RETURN(callable.inputs, DeviceTensors::Of(device, ViewsOf(callable.host)));
+  TFB_ASSIGN_OR_RETURN(callable.outputs, DeviceTensors::Allocate(device, callable.layer->outputs(),
+                                                                 /*optional_too=*/false));
+  const size_t bytes = std::max<size_t>(callable.layer->workspace_bytes(pool->threads()), 1);
+  TFB_ASSIGN_OR_RETURN(callable.workspace, DeviceMemory::Allocate(device, bytes));
   callable.execution.pool = pool;
-  callable.execution.workspace =
-      absl::MakeSpan(static_cast<std::byte*>(callable.workspace.raw()), callable.workspace.bytes());
+  callable.execution.workspace = callable.workspace.bytes();
   return callable;
 }
 
@@ -84,15 +96,21 @@ absl::Status Measure(const SweepCase& sweep_case, bool setup, ThreadPool* pool, 
                      benchmark::State& state) {
   TFB_ASSIGN_OR_RETURN(Callable callable, Prepare(sweep_case, pool));
   Layer& layer = *callable.layer;
-  const Inputs inputs = ViewsOf(callable.inputs);
-  const Outputs outputs = MutableViewsOf(callable.outputs);
-  TFB_RETURN_IF_ERROR(layer.Setup(inputs, callable.execution));
-  TFB_RETURN_IF_ERROR(layer.Run(inputs, outputs, callable.execution));  // warms up
+  const auto call = [&] {
+    return setup ? layer.Setup(callable.inputs.inputs(), callable.execution)
+                 : layer.Run(callable.inputs.inputs(), callable.outputs.outputs(),
+                             callable.execution);
+  };
+  TFB_RETURN_IF_ERROR(layer.Setup(callable.inputs.inputs(), callable.execution));
+  TFB_RETURN_IF_ERROR(call());  // warms up
+  TFB_RETURN_IF_ERROR(Synchronize(callable.runtime));
   const double begin = MonotonicSeconds();
   absl::Status status;
+  benchmark::IterationCount calls = 0;
   for (auto _ : state) {
-    status.Update(setup ? layer.Setup(inputs, callable.execution)
-                        : layer.Run(inputs, outputs, callable.execution));
+    status.Update(call());
+    // Inside of what is timed, once, since a device works behind the host's back.
+    if (++calls == state.max_iterations) status.Update(Synchronize(callable.runtime));
   }
   const double seconds = (MonotonicSeconds() - begin) / static_cast<double>(state.max_iterations);
   TFB_RETURN_IF_ERROR(status);
@@ -106,7 +124,8 @@ absl::Status Measure(const SweepCase& sweep_case, bool setup, ThreadPool* pool, 
   return absl::OkStatus();
 }
 
-// "longformer:window=256/1024x8x64/causal/f32": tokens, heads and channels. Without spaces, for --benchmark_filter.
+// "longformer:window=256/1024x8x64/causal/f32": tokens, heads and channels. Without spaces, for
+// --benchmark_filter.
 std::string NameOf(const SweepCase& sweep_case, bool setup) {
   const Problem& p = sweep_case.problem;
   std::string name = absl::StrReplaceAll(sweep_case.DisplayName(), {{" ", ":"}});
@@ -114,6 +133,7 @@ std::string NameOf(const SweepCase& sweep_case, bool setup) {
   if (p.kv_heads != p.query_heads) absl::StrAppend(&name, "/kv_heads:", p.kv_heads);
   if (p.batch != 1) absl::StrAppend(&name, "/batch:", p.batch);
   absl::StrAppend(&name, p.causal ? "/causal" : "", "/", Name(p.dtype));
+  if (sweep_case.device != Device::kCpu) absl::StrAppend(&name, "/", Name(sweep_case.device));
   if (sweep_case.input.captured != nullptr) {
     absl::StrAppend(&name, "/", sweep_case.input.captured->file, ":",
                     sweep_case.input.captured->layer);
@@ -124,7 +144,8 @@ std::string NameOf(const SweepCase& sweep_case, bool setup) {
 absl::StatusOr<std::vector<SweepCase>> CasesFromFlags() {
   CaseFlags flags;
   flags.techniques = absl::GetFlag(FLAGS_technique);
-  flags.devices = "cpu";
+  flags.devices = absl::GetFlag(FLAGS_device);
+  flags.simulator = true;
   flags.lengths = absl::GetFlag(FLAGS_lengths);
   flags.heads = absl::GetFlag(FLAGS_heads);
   flags.kv_heads = absl::GetFlag(FLAGS_kv_heads);
@@ -137,13 +158,19 @@ absl::StatusOr<std::vector<SweepCase>> CasesFromFlags() {
   return MakeCases(flags, Registry::Global(), CallerPath("."));
 }
 
-double FmaPeak(int threads) {
+// The device's rates of arithmetic in FLOP/s, by type.
+std::map<ElementType, double> MeasuredPeaks(Device device, int threads) {
   Environment machine;
-  MeasurePeaks({threads}, &machine);
-  for (const Peak& peak : machine.peaks()) {
-    if (peak.kind() == Peak::KIND_COMPUTE) return peak.value();
+  if (device == Device::kCpu) {
+    MeasurePeaks({threads}, &machine);
+  } else if (const auto gpu = CudaRuntime::For(device); device == Device::kCuda && gpu.ok()) {
+    MeasureDevicePeaks(*gpu, &machine).IgnoreError();  // then there are no shares of them
   }
-  return 0;
+  std::map<ElementType, double> peaks;
+  for (const Peak& peak : machine.peaks()) {
+    if (peak.kind() == Peak::KIND_COMPUTE) peaks[peak.dtype()] = peak.value();
+  }
+  return peaks;
 }
 
 absl::Status RunBenchmarks() {
@@ -153,12 +180,20 @@ absl::Status RunBenchmarks() {
   cases = new std::vector<SweepCase>(std::move(made));
   const int threads = absl::GetFlag(FLAGS_threads);
   static ThreadPool& pool = *new ThreadPool(threads);
-  const double peak = FmaPeak(threads);
-  benchmark::AddCustomContext(
-      "peak", absl::StrFormat("%.4g GFLOP/s f32 multiply-add, %d thread(s)", peak / 1e9, threads));
+  const Device device = cases->front().device;
+  // A GPU that is not there is the program's failure, and no case's.
+  TFB_RETURN_IF_ERROR(DeviceStatus(device));
+  const std::map<ElementType, double> peaks = MeasuredPeaks(device, threads);
+  for (const auto& [dtype, peak] : peaks) {
+    benchmark::AddCustomContext(
+        absl::StrCat("peak ", Name(dtype)),
+        absl::StrFormat("%.4g GFLOP/s on device %s", peak / 1e9, Name(device)));
+  }
   for (const SweepCase& sweep_case : *cases) {
     for (const bool setup : {false, true}) {
       if (setup && !absl::GetFlag(FLAGS_setup)) continue;
+      const auto found = peaks.find(MakeRecord(sweep_case).key().dtype());
+      const double peak = found == peaks.end() ? 0 : found->second;
       benchmark::RegisterBenchmark(NameOf(sweep_case, setup).c_str(),
                                    [&sweep_case, setup, peak](benchmark::State& state) {
                                      const absl::Status status =

@@ -23,6 +23,16 @@ output="$("$benchmark" --technique=toy_mean,toy_refuses --lengths=16 --benchmark
 [[ "$output" == *"toy_refuses/16x8x64/causal/f32/real_time "*"the toy refuses to run"* ]] || fail "no reason: $output"
 [[ "$output" == *"toy_mean/16x8x64"* && "$output" != *"dense/"* ]] || fail "the filter does not hold: $output"
 
+# On a device; the CPU's techniques stay out of it, with the reason.
+output="$("$benchmark" --technique=toy_device,toy_mean --device=simulator --lengths=8 --heads=2 --head_dims=4 --setup \
+  --benchmark_min_time=0.001 2> /dev/null)" || fail "exit status $?"
+for expected in "toy_device/8x2x4/causal/f32/simulator/real_time" "toy_device/8x2x4/causal/f32/simulator/setup/real_time" \
+    "toy_mean has no implementation for device simulator" "tokens/s="; do
+  [[ "$output" == *"$expected"* ]] || fail "\"$expected\" is not in: $output"
+done
+message="$(CUDA_VISIBLE_DEVICES= "$benchmark" --technique=toy_device --device=cuda 2>&1 > /dev/null)"
+[[ $? == 2 && "$message" == "benchmark: no CUDA device: "* ]] || fail "no device: $message"
+
 for usage in --technique=toy_maen --lengths=0 --lenghts=1 --threads=none word; do
   message="$("$benchmark" "$usage" 2>&1 > /dev/null)"
   status=$?

@@ -18,7 +18,7 @@ absl::Status Synchronize(CudaRuntime* runtime) {
 }
 
 absl::Status DeviceStatus(Device device) {
-  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, RuntimeOf(device));
+  TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, RuntimeOf(device));
   const absl::Status status = Synchronize(runtime);
   if (status.ok()) return status;
   return absl::UnavailableError(
@@ -27,7 +27,7 @@ absl::Status DeviceStatus(Device device) {
 
 absl::StatusOr<DeviceMemory> DeviceMemory::Allocate(Device device, size_t bytes) {
   DeviceMemory memory;
-  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, RuntimeOf(device));
+  TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, RuntimeOf(device));
   if (runtime == nullptr) {
     TFB_ASSIGN_OR_RETURN(memory.host_, Tensor::Allocate(DType::kU8, {static_cast<int64_t>(bytes)}));
     memory.bytes_ = absl::MakeSpan(static_cast<std::byte*>(memory.host_.raw()), bytes);
@@ -94,59 +94,66 @@ absl::StatusOr<NamedTensors> DeviceTensors::Download() const {
   return host;
 }
 
+absl::StatusOr<FencedMemory> FencedMemory::Allocate(CudaRuntime* runtime, size_t bytes,
+                                                    size_t part_begin, size_t part_bytes) {
+  FencedMemory memory;
+  TFB_ASSIGN_OR_RETURN(memory.buffer_, runtime->Allocate(bytes));
+  memory.part_ = memory.whole().subspan(part_begin, part_bytes);
+  memory.simulated_ = runtime->target() == CudaTarget::kSimulator;
+  return memory;
+}
+
+FencedMemory& FencedMemory::operator=(FencedMemory&& other) noexcept {
+  TakeDown();
+  buffer_ = std::move(other.buffer_);
+  part_ = std::exchange(other.part_, {});
+  simulated_ = other.simulated_;
+  is_up_ = std::exchange(other.is_up_, false);
+  return *this;
+}
+
+// The simulator knows a buffer by where it begins: with the fence up that is the part.
+void FencedMemory::PutUp(Contents contents) {
+  if (!simulated_) return;
+  TakeDown();
+  cuda_simulator::UnregisterBuffer(buffer_.data());
+  cuda_simulator::RegisterBuffer(part_.data(), part_.size(), contents == Contents::kWritten);
+  is_up_ = true;
+}
+
+void FencedMemory::TakeDown() {
+  if (!is_up_) return;
+  cuda_simulator::UnregisterBuffer(part_.data());
+  cuda_simulator::RegisterBuffer(buffer_.data(), buffer_.bytes(), /*written=*/true);
+  is_up_ = false;
+}
+
 absl::StatusOr<DeviceTwin> DeviceTwin::Make(Device device, absl::Span<std::byte> whole,
                                             absl::Span<std::byte> inside) {
   DeviceTwin twin;
   TFB_ASSIGN_OR_RETURN(twin.runtime_, RuntimeOf(device));
   twin.whole_ = whole;
-  twin.inside_ = inside;
   if (twin.runtime_ == nullptr) return twin;
-  TFB_ASSIGN_OR_RETURN(twin.buffer_, twin.runtime_->Allocate(whole.size()));
-  twin.offset_ =
-      reinterpret_cast<uintptr_t>(twin.buffer_.data()) - reinterpret_cast<uintptr_t>(whole.data());
+  const size_t begin = static_cast<size_t>(inside.data() - whole.data());
+  TFB_ASSIGN_OR_RETURN(twin.memory_,
+                       FencedMemory::Allocate(twin.runtime_, whole.size(), begin, inside.size()));
+  twin.offset_ = reinterpret_cast<uintptr_t>(twin.memory_.whole().data()) -
+                 reinterpret_cast<uintptr_t>(whole.data());
   return twin;
-}
-
-DeviceTwin& DeviceTwin::operator=(DeviceTwin&& other) noexcept {
-  Withdraw();
-  runtime_ = other.runtime_;
-  buffer_ = std::move(other.buffer_);
-  whole_ = other.whole_;
-  inside_ = other.inside_;
-  offset_ = other.offset_;
-  admitted_ = std::exchange(other.admitted_, false);
-  return *this;
 }
 
 absl::Status DeviceTwin::Upload(Contents contents) {
   if (runtime_ == nullptr) return absl::OkStatus();
-  Withdraw();
-  TFB_RETURN_IF_ERROR(runtime_->CopyToDevice(buffer_.data(), whole_.data(), whole_.size()));
-  Admit(contents);
+  memory_.TakeDown();
+  TFB_RETURN_IF_ERROR(runtime_->CopyToDevice(memory_.whole().data(), whole_.data(), whole_.size()));
+  memory_.PutUp(contents);
   return absl::OkStatus();
 }
 
 absl::Status DeviceTwin::Download() {
   if (runtime_ == nullptr) return absl::OkStatus();
-  Withdraw();
-  return runtime_->CopyToHost(whole_.data(), buffer_.data(), whole_.size());
-}
-
-// The simulator knows a buffer by where it begins: while kernels are admitted to the inside, that
-// is the buffer, and otherwise the whole, for copies and for its release.
-void DeviceTwin::Admit(Contents contents) {
-  if (runtime_->target() != CudaTarget::kSimulator) return;
-  cuda_simulator::UnregisterBuffer(buffer_.data());
-  cuda_simulator::RegisterBuffer(On(inside_.data()), inside_.size(),
-                                 contents == Contents::kWritten);
-  admitted_ = true;
-}
-
-void DeviceTwin::Withdraw() {
-  if (!admitted_) return;
-  cuda_simulator::UnregisterBuffer(On(inside_.data()));
-  cuda_simulator::RegisterBuffer(buffer_.data(), buffer_.bytes(), /*written=*/true);
-  admitted_ = false;
+  memory_.TakeDown();
+  return runtime_->CopyToHost(whole_.data(), memory_.whole().data(), whole_.size());
 }
 
 }  // namespace tfb

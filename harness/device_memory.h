@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -68,6 +69,36 @@ class DeviceTensors {
   Outputs outputs_;
 };
 
+// What a kernel finds in memory that it is admitted to.
+enum class Contents {
+  kWritten,
+  kUnwritten,  // the simulator reports a kernel that reads it before it was written
+};
+
+// Device memory in which kernels have business in a part alone: while the fence is up, the
+// simulator refuses them the rest. On a GPU there is no fence. Copies and fills of the whole are for
+// when it is down, as it is at first.
+class FencedMemory {
+ public:
+  static absl::StatusOr<FencedMemory> Allocate(CudaRuntime* runtime, size_t bytes,
+                                               size_t part_begin, size_t part_bytes);
+  FencedMemory() = default;
+  FencedMemory(FencedMemory&& other) noexcept { *this = std::move(other); }
+  FencedMemory& operator=(FencedMemory&& other) noexcept;
+  ~FencedMemory() { TakeDown(); }
+
+  absl::Span<std::byte> whole() const { return {buffer_.As<std::byte>(), buffer_.bytes()}; }
+  absl::Span<std::byte> part() const { return part_; }
+  void PutUp(Contents contents);  // of the part
+  void TakeDown();
+
+ private:
+  DeviceBuffer buffer_;
+  absl::Span<std::byte> part_;
+  bool simulated_ = false;
+  bool is_up_ = false;
+};
+
 // Memory of a device that stands for memory of the host byte by byte, with what lies around and
 // between the tensors there. On the CPU it is that memory, and nothing is copied.
 class DeviceTwin {
@@ -76,15 +107,6 @@ class DeviceTwin {
   // simulator refuses them the rest. The host's memory must outlive the twin.
   static absl::StatusOr<DeviceTwin> Make(Device device, absl::Span<std::byte> whole,
                                          absl::Span<std::byte> inside);
-  DeviceTwin() = default;
-  DeviceTwin(DeviceTwin&& other) noexcept { *this = std::move(other); }
-  DeviceTwin& operator=(DeviceTwin&& other) noexcept;
-  ~DeviceTwin() { Withdraw(); }
-
-  enum class Contents {
-    kWritten,
-    kUnwritten,  // poison: the simulator reports a kernel that reads it before it was written
-  };
   // From the host to the device, all of it.
   absl::Status Upload(Contents contents);
   // From the device to the host, all of it. Waits for the device.
@@ -100,15 +122,10 @@ class DeviceTwin {
   }
 
  private:
-  void Admit(Contents contents);  // kernels to `inside` alone
-  void Withdraw();                // that
-
   CudaRuntime* runtime_ = nullptr;  // null: the CPU
-  DeviceBuffer buffer_;
+  FencedMemory memory_;
   absl::Span<std::byte> whole_;
-  absl::Span<std::byte> inside_;
   uintptr_t offset_ = 0;  // from the host's addresses to the device's, modulo 2^64
-  bool admitted_ = false;
 };
 
 }  // namespace tfb

@@ -79,15 +79,15 @@ TEST(DeviceTwin, OfTheCpuIsTheMemoryItself) {
   auto memory = GuardedMemory::Allocate(100);
   ASSERT_TRUE(memory.ok());
   EXPECT_EQ(memory->device_bytes().data(), memory->bytes().data());
-  EXPECT_TRUE(memory->Upload(DeviceTwin::Contents::kUnwritten).ok());
+  EXPECT_TRUE(memory->Upload(Contents::kUnwritten).ok());
   EXPECT_TRUE(memory->Download().ok());
 }
 
 // A guarded tensor in the simulator, with drawn elements.
-GuardedTensor Guarded(const Shape& shape, bool gaps, DeviceTwin::Contents contents) {
+GuardedTensor Guarded(const Shape& shape, bool gaps, Contents contents) {
   auto tensor = GuardedTensor::Allocate(DType::kF32, shape, gaps, Device::kSimulator);
   EXPECT_TRUE(tensor.ok()) << tensor.status();
-  if (contents == DeviceTwin::Contents::kWritten) CopyElements(Drawn(shape).view(), tensor->view());
+  if (contents == Contents::kWritten) CopyElements(Drawn(shape).view(), tensor->view());
   EXPECT_TRUE(tensor->Upload(contents).ok());
   return *std::move(tensor);
 }
@@ -95,8 +95,8 @@ GuardedTensor Guarded(const Shape& shape, bool gaps, DeviceTwin::Contents conten
 TEST(DeviceTwin, WhatAKernelWritesComesBackAndTheRestStays) {
   for (const bool gaps : {false, true}) {
     const Shape shape = {1, 1, 5, 33};
-    GuardedTensor from = Guarded(shape, gaps, DeviceTwin::Contents::kWritten);
-    GuardedTensor to = Guarded(shape, gaps, DeviceTwin::Contents::kUnwritten);
+    GuardedTensor from = Guarded(shape, gaps, Contents::kWritten);
+    GuardedTensor to = Guarded(shape, gaps, Contents::kUnwritten);
     ASSERT_TRUE(CopyByKernel(from.device_view(), to.device_view()).ok());
     EXPECT_EQ(to.CountUnwritten(), 5 * 33) << "the host's memory is another";
     ASSERT_TRUE(to.Download().ok());
@@ -109,15 +109,15 @@ TEST(DeviceTwin, WhatAKernelWritesComesBackAndTheRestStays) {
 }
 
 TEST(DeviceTwin, WritesToAGapAreFoundAfterwardsAndToABandAreRefused) {
-  GuardedTensor from = Guarded({1, 1, 2, 9}, false, DeviceTwin::Contents::kWritten);
-  GuardedTensor to = Guarded({1, 1, 2, 8}, true, DeviceTwin::Contents::kUnwritten);
+  GuardedTensor from = Guarded({1, 1, 2, 9}, false, Contents::kWritten);
+  GuardedTensor to = Guarded({1, 1, 2, 8}, true, Contents::kUnwritten);
   TensorView wider = to.device_view();
   wider.dims[3] = 9;
   ASSERT_TRUE(CopyByKernel(from.device_view(), wider).ok());
   ASSERT_TRUE(to.Download().ok());
   EXPECT_THAT(std::string(to.CheckGuards("to").message()), HasSubstr("to: a gap between its rows"));
 
-  GuardedTensor tight = Guarded({1, 1, 2, 8}, false, DeviceTwin::Contents::kUnwritten);
+  GuardedTensor tight = Guarded({1, 1, 2, 8}, false, Contents::kUnwritten);
   wider = tight.device_view();
   wider.dims[3] = 9;
   const absl::Status refused = CopyByKernel(from.device_view(), wider);
@@ -125,15 +125,15 @@ TEST(DeviceTwin, WritesToAGapAreFoundAfterwardsAndToABandAreRefused) {
 }
 
 TEST(DeviceTwin, ReadsOfWhatNothingWroteAreReported) {
-  GuardedTensor from = Guarded({1, 1, 2, 8}, false, DeviceTwin::Contents::kUnwritten);
-  GuardedTensor to = Guarded({1, 1, 2, 8}, false, DeviceTwin::Contents::kUnwritten);
+  GuardedTensor from = Guarded({1, 1, 2, 8}, false, Contents::kUnwritten);
+  GuardedTensor to = Guarded({1, 1, 2, 8}, false, Contents::kUnwritten);
   const absl::Status status = CopyByKernel(from.device_view(), to.device_view());
   EXPECT_THAT(std::string(status.message()), HasSubstr("which nothing wrote"));
 }
 
 TEST(DeviceTwin, TheHostsTensorsAreNoDeviceMemory) {
   const Tensor from = Drawn({1, 1, 2, 8});
-  GuardedTensor to = Guarded({1, 1, 2, 8}, false, DeviceTwin::Contents::kUnwritten);
+  GuardedTensor to = Guarded({1, 1, 2, 8}, false, Contents::kUnwritten);
   EXPECT_FALSE(CopyByKernel(from.view(), to.device_view()).ok());
 }
 

@@ -218,13 +218,15 @@ NamedTensors Copies(const NamedTensors& tensors) {
 
 absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inputs,
                                  ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(const CudaRuntime* runtime, RuntimeOf(device));
+  const int64_t allocated_before = runtime == nullptr ? 0 : runtime->allocated_bytes();
   TFB_ASSIGN_OR_RETURN(const DeviceTensors read, DeviceTensors::Of(device, inputs));
   std::map<std::string, GuardedTensor> guarded;
   Outputs outputs;
   for (const TensorSpec& spec : layer->outputs()) {
     TFB_ASSIGN_OR_RETURN(GuardedTensor output,
                          GuardedTensor::Allocate(spec.dtype, spec.shape, /*gaps=*/false, device));
-    TFB_RETURN_IF_ERROR(output.Upload(DeviceTwin::Contents::kUnwritten));
+    TFB_RETURN_IF_ERROR(output.Upload(Contents::kUnwritten));
     outputs.Set(spec.name, output.device_view());
     guarded[spec.name] = std::move(output);
   }
@@ -232,6 +234,7 @@ absl::StatusOr<LayerRun> RunOnce(Layer* layer, Device device, const Inputs& inpu
   run.workspace_bytes = layer->workspace_bytes(pool->threads());
   TFB_ASSIGN_OR_RETURN(GuardedWorkspace workspace,
                        GuardedWorkspace::Allocate(run.workspace_bytes, device));
+  if (runtime != nullptr) run.device_bytes = runtime->allocated_bytes() - allocated_before;
   Execution execution;
   execution.pool = pool;
   execution.workspace = workspace.bytes();

@@ -86,6 +86,7 @@ absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request);
 struct LayerRun {
   NamedTensors outputs;  // of every output, the optional ones included
   size_t workspace_bytes = 0;
+  size_t device_bytes = 0;  // of the device's memory, for tensors and workspace; 0 on the CPU
 };
 // Sets the layer up and runs it once on tensors of the host, or on copies of them on its device.
 // Internal where it writes beyond its outputs or its workspace, or a kernel fails. `inputs` may

@@ -17,6 +17,20 @@ bool IsPoison(const std::byte* begin, size_t size) {
   return std::all_of(begin, begin + size, [](std::byte b) { return b == kPoison; });
 }
 
+// Of memory from `begin` to `end`: the bands that end and begin there.
+absl::Status CheckBands(absl::string_view what, const std::byte* begin, const std::byte* end) {
+  for (size_t n = 0; n < GuardedMemory::kGuardBytes; ++n) {
+    if (end[n] != kPoison) {
+      return absl::InternalError(absl::StrCat(what, ": byte ", n, " behind its end was written"));
+    }
+    if (begin[-1 - static_cast<ptrdiff_t>(n)] != kPoison) {
+      return absl::InternalError(
+          absl::StrCat(what, ": byte ", n + 1, " before its beginning was written"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<GuardedMemory> GuardedMemory::Allocate(size_t bytes, Device device) {
@@ -36,16 +50,7 @@ absl::StatusOr<GuardedMemory> GuardedMemory::Allocate(size_t bytes, Device devic
 void GuardedMemory::Poison() { std::memset(begin_, 0xFF, size_); }
 
 absl::Status GuardedMemory::CheckGuards(absl::string_view what) const {
-  for (size_t n = 0; n < kGuardBytes; ++n) {
-    if (begin_[size_ + n] != kPoison) {
-      return absl::InternalError(absl::StrCat(what, ": byte ", n, " behind its end was written"));
-    }
-    if (begin_[-1 - static_cast<ptrdiff_t>(n)] != kPoison) {
-      return absl::InternalError(
-          absl::StrCat(what, ": byte ", n + 1, " before its beginning was written"));
-    }
-  }
-  return absl::OkStatus();
+  return CheckBands(what, begin_, begin_ + size_);
 }
 
 absl::StatusOr<GuardedTensor> GuardedTensor::Allocate(DType dtype, absl::Span<const int64_t> shape,
@@ -96,20 +101,43 @@ int64_t GuardedTensor::CountUnwritten() const {
 }
 
 absl::StatusOr<GuardedWorkspace> GuardedWorkspace::Allocate(size_t bytes, Device device) {
+  constexpr size_t kBand = GuardedMemory::kGuardBytes;
   GuardedWorkspace workspace;
   TFB_ASSIGN_OR_RETURN(workspace.runtime_, RuntimeOf(device));
-  TFB_ASSIGN_OR_RETURN(workspace.memory_, GuardedMemory::Allocate(bytes, device));
+  if (workspace.runtime_ == nullptr) {
+    TFB_ASSIGN_OR_RETURN(workspace.host_, GuardedMemory::Allocate(bytes));
+    workspace.bytes_ = workspace.host_.bytes();
+  } else {
+    TFB_ASSIGN_OR_RETURN(
+        workspace.device_,
+        FencedMemory::Allocate(workspace.runtime_, bytes + 2 * kBand, kBand, bytes));
+    workspace.bytes_ = workspace.device_.part();
+  }
   return workspace;
 }
 
 absl::Status GuardedWorkspace::Call(absl::string_view what,
                                     absl::FunctionRef<absl::Status()> body) {
-  memory_.Poison();
-  TFB_RETURN_IF_ERROR(memory_.Upload(DeviceTwin::Contents::kUnwritten));
+  if (runtime_ != nullptr) return CallOnDevice(what, body);
+  host_.Poison();
   TFB_RETURN_IF_ERROR(body());
-  TFB_RETURN_IF_ERROR(Synchronize(runtime_));
-  TFB_RETURN_IF_ERROR(memory_.Download());
-  return memory_.CheckGuards(what);
+  return host_.CheckGuards(what);
+}
+
+absl::Status GuardedWorkspace::CallOnDevice(absl::string_view what,
+                                            absl::FunctionRef<absl::Status()> body) {
+  const absl::Span<std::byte> whole = device_.whole();
+  device_.TakeDown();
+  TFB_RETURN_IF_ERROR(runtime_->Fill(whole.data(), 0xFF, whole.size()));
+  device_.PutUp(Contents::kUnwritten);
+  TFB_RETURN_IF_ERROR(body());
+  TFB_RETURN_IF_ERROR(runtime_->Synchronize());
+  device_.TakeDown();
+  std::vector<std::byte> before(GuardedMemory::kGuardBytes), behind(GuardedMemory::kGuardBytes);
+  TFB_RETURN_IF_ERROR(runtime_->CopyToHost(before.data(), whole.data(), before.size()));
+  TFB_RETURN_IF_ERROR(
+      runtime_->CopyToHost(behind.data(), bytes_.data() + bytes_.size(), behind.size()));
+  return CheckBands(what, before.data() + before.size(), behind.data());
 }
 
 }  // namespace tfb

@@ -39,7 +39,7 @@ class GuardedMemory {
     return absl::MakeSpan(static_cast<std::byte*>(twin_.On(begin_)), size_);
   }
   const DeviceTwin& twin() const { return twin_; }
-  absl::Status Upload(DeviceTwin::Contents contents) { return twin_.Upload(contents); }
+  absl::Status Upload(Contents contents) { return twin_.Upload(contents); }
   absl::Status Download() { return twin_.Download(); }
 
   void Poison();  // fills the bytes, not the bands, with 0xFF again
@@ -66,7 +66,7 @@ class GuardedTensor {
   TensorView device_view() const { return On(view_); }
   // The same elements on the device as `view`, a view of this tensor's memory, has on the host.
   TensorView On(TensorView view) const { return memory_.twin().On(view); }
-  absl::Status Upload(DeviceTwin::Contents contents) { return memory_.Upload(contents); }
+  absl::Status Upload(Contents contents) { return memory_.Upload(contents); }
   absl::Status Download() { return memory_.Download(); }
 
   void Poison() { memory_.Poison(); }
@@ -80,19 +80,24 @@ class GuardedTensor {
   TensorView view_;
 };
 
-// The workspace of a layer of a device, and its calls.
+// The workspace of a layer of a device between such bands, and the layer's calls. It has no twin on
+// the host: it may be larger than what the host has.
 class GuardedWorkspace {
  public:
   static absl::StatusOr<GuardedWorkspace> Allocate(size_t bytes, Device device);
 
-  absl::Span<std::byte> bytes() const { return memory_.device_bytes(); }
+  absl::Span<std::byte> bytes() const { return bytes_; }
   // Fills it with 0xFF, calls `body`, waits for the device, and checks the bands. `what` begins the
   // message about a band.
   absl::Status Call(absl::string_view what, absl::FunctionRef<absl::Status()> body);
 
  private:
+  absl::Status CallOnDevice(absl::string_view what, absl::FunctionRef<absl::Status()> body);
+
+  GuardedMemory host_;  // of the CPU
   CudaRuntime* runtime_ = nullptr;
-  GuardedMemory memory_;
+  FencedMemory device_;
+  absl::Span<std::byte> bytes_;
 };
 
 }  // namespace tfb

@@ -23,15 +23,18 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/cpu/kernels.h"
 #include "core/cuda/device_probe.h"
+#include "core/cuda/dynamic_library.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 #include "harness/build_flags.h"
+#include "harness/device_monitor.h"
 
 namespace tfb {
 namespace {
@@ -179,12 +182,33 @@ std::string CudaVersion(int version) {
   return absl::StrCat(version / 1000, ".", version % 1000 / 10);
 }
 
+// "cuBLAS 13.1.0, cuDNN 9.12.0": of what is opened at run time, that which is there.
+std::string RuntimeLibraries() {
+  std::vector<std::string> texts;
+  int (*cublas_property)(int property, int* value) = nullptr;
+  const auto cublas = DynamicLibrary::Open({"libcublas.so.13", "libcublas.so.12"});
+  if (cublas.ok() && cublas->Resolve("cublasGetProperty", &cublas_property).ok()) {
+    int version[3] = {};  // the properties 0, 1 and 2: major, minor, patch
+    for (int property = 0; property < 3; ++property) cublas_property(property, &version[property]);
+    texts.push_back(absl::StrCat("cuBLAS ", absl::StrJoin(version, ".")));
+  }
+  size_t (*cudnn_version)() = nullptr;
+  const auto cudnn = DynamicLibrary::Open({"libcudnn.so.9"});
+  if (cudnn.ok() && cudnn->Resolve("cudnnGetVersion", &cudnn_version).ok()) {
+    const size_t version = cudnn_version();  // 91200 is 9.12.0
+    texts.push_back(
+        absl::StrCat("cuDNN ", version / 10000, ".", version / 100 % 100, ".", version % 100));
+  }
+  return absl::StrJoin(texts, ", ");
+}
+
 void DescribeGpus(Environment* environment) {
   const absl::StatusOr<CudaMachine> machine = ProbeCudaMachine();
   if (!machine.ok()) {
     environment->set_no_gpu_reason(std::string(machine.status().message()));
     return;
   }
+  const std::string libraries = RuntimeLibraries();
   for (size_t i = 0; i < machine->devices.size(); ++i) {
     const CudaDevice& device = machine->devices[i];
     Gpu* gpu = environment->add_gpus();
@@ -198,6 +222,11 @@ void DescribeGpus(Environment* environment) {
     gpu->set_multiprocessors(device.multiprocessors);
     gpu->set_driver(CudaVersion(machine->driver_version));
     gpu->set_toolkit(CudaVersion(machine->runtime_version));
+    gpu->set_runtime_libraries(libraries);
+    if (device.l2_cache_bytes > 0) gpu->set_l2_cache_bytes(device.l2_cache_bytes);
+    if (const auto monitor = OpenNvml(device.pci_bus_id); monitor.ok()) {
+      *gpu->mutable_state() = (*monitor)->Read();
+    }
   }
 }
 

@@ -12,9 +12,9 @@
 namespace tfb {
 
 // Host, processor, memory, GPUs (or why there are none), compiler, commit and start time. Takes
-// milliseconds. What cannot be found out is left as results.proto says of an unknown. `threads` is
-// the default size of the pool; `workspace` is the folder whose git commit is recorded, empty for
-// none.
+// milliseconds; where there is a GPU tenths of a second, for its libraries. What cannot be found
+// out is left as results.proto says of an unknown. `threads` is the default size of the pool;
+// `workspace` is the folder whose git commit is recorded, empty for none.
 Environment DescribeMachine(int threads, const std::string& workspace);
 
 // Adds to `environment` the f32 FMA rate and the read bandwidth of a pool of each size. Takes about

@@ -12,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "core/status.h"
 #include "harness/accuracy_record.h"
+#include "harness/device_memory.h"
 #include "harness/evaluate.h"
 #include "harness/machine.h"
 
@@ -70,6 +71,36 @@ absl::StatusOr<Accuracy> JudgeOrRunOut(const EvaluateRequest& request,
 
 }  // namespace
 
+// Follows what a layer takes of a device's memory, beside the tensors of its caller.
+class DeviceBytes {
+ public:
+  // `runtime` null: the CPU, of which nothing is known here.
+  explicit DeviceBytes(CudaRuntime* runtime) : runtime_(runtime), before_(Allocated()) { Reset(); }
+
+  // The layer has been made.
+  void NoteLayer() { NoteRun(0); }
+  // It has been set up and run by a caller who held so much.
+  void NoteRun(size_t of_caller) {
+    if (runtime_ == nullptr) return;
+    peak_ = std::max(peak_, runtime_->peak_bytes() - before_ - static_cast<int64_t>(of_caller));
+    kept_ = Allocated() - before_;
+    Reset();
+  }
+
+  int64_t peak() const { return peak_; }
+  int64_t kept() const { return kept_; }
+
+ private:
+  int64_t Allocated() const { return runtime_ == nullptr ? 0 : runtime_->allocated_bytes(); }
+  void Reset() {
+    if (runtime_ != nullptr) runtime_->ResetPeak();
+  }
+
+  CudaRuntime* runtime_;
+  int64_t before_;
+  int64_t peak_ = 0, kept_ = 0;
+};
+
 Outcome::Status OutcomeOf(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kOk:
@@ -94,8 +125,9 @@ struct Measurer::Prepared {
   size_t index = 0;
   Case record;
   std::unique_ptr<Layer> layer;
-  const NamedTensors* inputs = nullptr;
-  NamedTensors outputs;
+  const NamedTensors* inputs = nullptr;  // of the host
+  Inputs device_inputs;
+  DeviceTensors outputs;
   double share_seconds = 0;
   double preparation_seconds = 0;
   bool waits = false;  // for the next batch: it does not fit beside the cases of this one
@@ -103,12 +135,15 @@ struct Measurer::Prepared {
 
 // Cases that are timed together, and the memory that they share.
 struct Measurer::Batch {
-  std::map<std::string, NamedTensors>
-      inputs;  // by their specs: of one problem and seed they are the same
+  // By their specs: of one problem and seed they are the same.
+  std::map<std::string, NamedTensors> inputs;
+  std::map<std::string, DeviceTensors> device_inputs;
   std::vector<std::unique_ptr<Prepared>> cases;
   int threads = 1;
-  double workspace_bytes = 0;  // the largest
-  double held_bytes = 0;       // inputs, outputs and parameters of all
+  CudaRuntime* runtime = nullptr;  // null: the CPU
+  DeviceMemory workspace;          // as large as any case asks for
+  double workspace_bytes = 0;
+  double held_bytes = 0;  // inputs, outputs and parameters of all
 };
 
 ThreadPool* Measurer::Pool(int threads) {
@@ -117,31 +152,55 @@ ThreadPool* Measurer::Pool(int threads) {
   return pool.get();
 }
 
-std::function<void()> Measurer::Flusher(int threads) {
+// Null where there is no memory for it on the device: then there are no cold runs.
+std::function<absl::Status()> Measurer::Flusher(const Batch& batch) {
   if (!options_.cold) return nullptr;
-  std::unique_ptr<CpuCacheFlusher>& flusher = flushers_[threads];
-  if (flusher == nullptr) flusher = std::make_unique<CpuCacheFlusher>(Pool(threads));
-  return [flusher = flusher.get()] { (*flusher)(); };
+  if (batch.runtime == nullptr) {
+    std::unique_ptr<CpuCacheFlusher>& flusher = flushers_[batch.threads];
+    if (flusher == nullptr) flusher = std::make_unique<CpuCacheFlusher>(Pool(batch.threads));
+    return [flusher = flusher.get()] { return (*flusher)(); };
+  }
+  std::unique_ptr<DeviceCacheFlusher>& flusher = device_flushers_[batch.runtime];
+  if (flusher == nullptr) {
+    absl::StatusOr<std::unique_ptr<DeviceCacheFlusher>> made =
+        DeviceCacheFlusher::Make(batch.runtime);
+    if (!made.ok()) return nullptr;
+    flusher = *std::move(made);
+  }
+  return [flusher = flusher.get()] { return (*flusher)(); };
 }
 
-void Measurer::Measure(const std::vector<GroupCase>& group, const MeasureHooks& hooks) {
+DeviceMonitor* Measurer::Monitor(CudaRuntime* runtime) {
+  if (runtime == nullptr || runtime->target() != CudaTarget::kGpu) return nullptr;
+  const auto [entry, is_new] = monitors_.emplace(runtime, nullptr);
+  if (is_new) {
+    absl::StatusOr<std::unique_ptr<DeviceMonitor>> opened =
+        OpenNvml(runtime->properties().pci_bus_id);
+    if (opened.ok()) entry->second = *std::move(opened);
+  }
+  return entry->second.get();
+}
+
+bool Measurer::Measure(const std::vector<GroupCase>& group, const MeasureHooks& hooks) {
   std::vector<size_t> waiting(group.size());
   for (size_t i = 0; i < waiting.size(); ++i) waiting[i] = i;
-  while (!waiting.empty() && !hooks.stopped()) {
+  while (!waiting.empty() && !Stopped(hooks)) {
     Batch batch;
     std::vector<size_t> later;
-    // Where time is short, what has been prepared by a third of it is timed before the rest is prepared.
+    // Where time is short, what has been prepared by a third of it is timed before the rest is
+    // prepared.
     const double prepare_until = MonotonicSeconds() + (hooks.seconds_left == nullptr
                                                            ? std::numeric_limits<double>::infinity()
                                                            : hooks.seconds_left() / 3);
     for (const size_t index : waiting) {
-      if (hooks.stopped()) break;
+      if (Stopped(hooks)) break;
       const bool late = !batch.cases.empty() && MonotonicSeconds() > prepare_until;
       if (late || !Prepare(group[index], index, hooks, &batch)) later.push_back(index);
     }
     Time(hooks, &batch);
     waiting = std::move(later);
   }
+  return !device_lost_;
 }
 
 bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureHooks& hooks,
@@ -159,7 +218,12 @@ bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureH
   } catch (const std::bad_alloc&) {
     status = absl::ResourceExhaustedError("an allocation failed");
   }
+  // What a device has no memory for beside the other cases it may have for that one alone.
+  const bool on_device = group_case.sweep_case->device != Device::kCpu;
+  prepared->waits |= on_device && absl::IsResourceExhausted(status) && !batch->cases.empty();
   if (prepared->waits) return false;
+  device_lost_ |= on_device && !status.ok() && RuntimeOf(group_case.sweep_case->device).ok() &&
+                  !DeviceStatus(group_case.sweep_case->device).ok();
   prepared->preparation_seconds = MonotonicSeconds() - begin;
   outcome->set_elapsed_seconds(prepared->preparation_seconds);
   outcome->set_process_peak_bytes(PeakResidentBytes());
@@ -180,6 +244,7 @@ absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hoo
   const Technique& technique = *sweep_case.technique;
   Outcome* outcome = prepared->record.mutable_outcome();
   TFB_RETURN_IF_ERROR(CheckSupported(technique.info(), sweep_case.problem, sweep_case.device));
+  TFB_ASSIGN_OR_RETURN(batch->runtime, RuntimeOf(sweep_case.device));
   TFB_ASSIGN_OR_RETURN(const auto input_specs,
                        technique.InputSpecs(sweep_case.problem, sweep_case.options));
   TFB_ASSIGN_OR_RETURN(const auto output_specs,
@@ -217,8 +282,10 @@ absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hoo
   prepared->inputs = &inputs->second;
 
   const int64_t heap_before = HeapBytes();
+  DeviceBytes device_bytes(batch->runtime);
   TFB_ASSIGN_OR_RETURN(prepared->layer, technique.Create(sweep_case.problem, sweep_case.options,
                                                          sweep_case.device, sweep_case.seed));
+  device_bytes.NoteLayer();
   Layer& layer = *prepared->layer;
   const double parameter_bytes = BytesOf(layer.parameters());
   const double workspace = static_cast<double>(layer.workspace_bytes(sweep_case.threads));
@@ -227,30 +294,57 @@ absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hoo
                                                         ? TechniqueDescription::WEIGHTS_NONE
                                                         : TechniqueDescription::WEIGHTS_SEEDED);
 
-  TFB_RETURN_IF_ERROR(Check(group_case, hooks, prepared));
+  TFB_RETURN_IF_ERROR(Check(group_case, hooks, prepared, &device_bytes));
   const int64_t heap_after = HeapBytes();
+  TFB_RETURN_IF_ERROR(Place(sweep_case, inputs_key, batch, prepared));
 
-  for (const TensorSpec& spec : output_specs) {
-    if (spec.optional) continue;
-    TFB_ASSIGN_OR_RETURN(prepared->outputs[spec.name], Tensor::Allocate(spec.dtype, spec.shape));
-  }
+  const double output_bytes = BytesOf(output_specs, false);
   outcome->set_peak_workspace_bytes(layer.workspace_bytes(sweep_case.threads));
   outcome->set_parameter_bytes(static_cast<uint64_t>(parameter_bytes));
   outcome->set_input_bytes(static_cast<uint64_t>(BytesOf(*prepared->inputs)));
-  outcome->set_output_bytes(static_cast<uint64_t>(BytesOf(prepared->outputs)));
+  outcome->set_output_bytes(static_cast<uint64_t>(output_bytes));
   const Cost cost = layer.cost();
   if (cost.flops.has_value()) outcome->set_flops(*cost.flops);
   if (cost.bytes.has_value()) outcome->set_bytes_moved(*cost.bytes);
-  for (const auto& [name, value] : layer.statistics())
-    (*outcome->mutable_statistics())[name] = value;
+  auto& statistics = *outcome->mutable_statistics();
+  for (const auto& [name, value] : layer.statistics()) statistics[name] = value;
   // Schedules, tables, indices and parameters: what the layer keeps between runs.
   if (heap_after > heap_before + kHeapNoise) {
-    (*outcome->mutable_statistics())["layer_heap_bytes"] =
-        static_cast<double>(heap_after - heap_before);
+    statistics["layer_heap_bytes"] = static_cast<double>(heap_after - heap_before);
   }
-  batch->held_bytes += parameter_bytes + BytesOf(prepared->outputs);
-  batch->workspace_bytes =
-      std::max(batch->workspace_bytes, static_cast<double>(outcome->peak_workspace_bytes()));
+  if (batch->runtime != nullptr) {
+    statistics["layer_device_bytes"] = static_cast<double>(device_bytes.kept());
+    outcome->set_device_peak_bytes(device_bytes.peak() + outcome->input_bytes() +
+                                   outcome->output_bytes() + outcome->peak_workspace_bytes());
+  }
+  batch->held_bytes += parameter_bytes + output_bytes;
+  return absl::OkStatus();
+}
+
+// Where the case will be timed.
+absl::Status Measurer::Place(const SweepCase& sweep_case, const std::string& inputs_key,
+                             Batch* batch, Prepared* prepared) {
+  auto inputs = batch->device_inputs.find(inputs_key);
+  if (inputs == batch->device_inputs.end()) {
+    TFB_ASSIGN_OR_RETURN(DeviceTensors placed,
+                         DeviceTensors::Of(sweep_case.device, ViewsOf(*prepared->inputs)));
+    inputs = batch->device_inputs.emplace(inputs_key, std::move(placed)).first;
+  }
+  prepared->device_inputs = inputs->second.inputs();
+  TFB_ASSIGN_OR_RETURN(prepared->outputs,
+                       DeviceTensors::Allocate(sweep_case.device, prepared->layer->outputs(),
+                                               /*optional_too=*/false));
+  // One byte at least, so that there is an address.
+  const size_t bytes = std::max<size_t>(prepared->layer->workspace_bytes(sweep_case.threads), 1);
+  if (const size_t before = batch->workspace.bytes().size(); bytes > before) {
+    batch->workspace = DeviceMemory();  // not both at once
+    absl::StatusOr<DeviceMemory> larger = DeviceMemory::Allocate(sweep_case.device, bytes);
+    const absl::Status status = larger.status();
+    if (!status.ok()) larger = DeviceMemory::Allocate(sweep_case.device, before);
+    if (larger.ok()) batch->workspace = *std::move(larger);
+    TFB_RETURN_IF_ERROR(status);
+  }
+  batch->workspace_bytes = static_cast<double>(batch->workspace.bytes().size());
   return absl::OkStatus();
 }
 
@@ -258,7 +352,7 @@ constexpr double kScalingCheckSeconds = 5;
 
 // Runs the layer once in guarded memory and holds it against its definition and dense attention.
 absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& hooks,
-                             Prepared* prepared) {
+                             Prepared* prepared, DeviceBytes* device_bytes) {
   const SweepCase& sweep_case = *group_case.sweep_case;
   Outcome* outcome = prepared->record.mutable_outcome();
   hooks.on_activity(prepared->index, "first run");
@@ -271,6 +365,7 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
         absl::IsUnimplemented(run.status()) || absl::IsResourceExhausted(run.status());
     return known ? run.status() : absl::InternalError(run.status().message());
   }
+  device_bytes->NoteRun(run->device_bytes);
   outcome->set_status(Outcome::STATUS_OK);
   const double run_seconds = MonotonicSeconds() - run_begin;
   if (options_.case_timeout > 0 && run_seconds > options_.case_timeout) {
@@ -333,21 +428,16 @@ absl::Status Measurer::TooLong(absl::string_view what) const {
 }
 
 void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
-  if (batch->cases.empty() || hooks.stopped()) return;
-  absl::StatusOr<Tensor> workspace =
-      Tensor::Allocate(DType::kU8, {static_cast<int64_t>(batch->workspace_bytes) + 1});
+  if (batch->cases.empty() || Stopped(hooks)) return;
   std::vector<TimedCase> timed;
   for (const auto& prepared : batch->cases) {
     TimedCase& one = timed.emplace_back();
     one.layer = prepared->layer.get();
-    one.inputs = ViewsOf(*prepared->inputs);
-    one.outputs = MutableViewsOf(prepared->outputs);
+    one.inputs = prepared->device_inputs;
+    one.outputs = prepared->outputs.outputs();
     one.execution.pool = Pool(batch->threads);
-    if (workspace.ok()) {
-      one.execution.workspace =
-          absl::MakeSpan(static_cast<std::byte*>(workspace->raw()), workspace->bytes());
-    }
-    one.status = workspace.status();
+    one.execution.workspace = batch->workspace.bytes();
+    one.device = batch->runtime;
     one.share_seconds = prepared->share_seconds;
     if (options_.case_timeout > 0) {
       one.timeout_seconds = std::max(options_.case_timeout - prepared->preparation_seconds, 1e-3);
@@ -356,18 +446,24 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   TimingOptions options;
   options.repetitions = options_.repetitions;
   options.min_time = options_.min_time;
-  options.flush_caches = Flusher(batch->threads);
+  options.flush_caches = Flusher(*batch);
+  options.monitor = Monitor(batch->runtime);
   options.on_sample = [&](size_t index, absl::string_view what) {
     hooks.on_activity(batch->cases[index]->index, what);
   };
   options.stopped = hooks.stopped;
   MeasureSideBySide(options, &timed);
+  device_lost_ |= batch->runtime != nullptr && !batch->runtime->Synchronize().ok();
   for (size_t i = 0; i < timed.size(); ++i) {
     // Stopped too early to say anything: as if it had not been begun.
     if (absl::IsCancelled(timed[i].status)) continue;
     Case& record = batch->cases[i]->record;
     Outcome* outcome = record.mutable_outcome();
     *outcome->mutable_timing() = timed[i].timing;
+    if (options.monitor != nullptr) {
+      *outcome->mutable_device_state_before() = timed[i].state_before;
+      *outcome->mutable_device_state_after() = timed[i].state_after;
+    }
     outcome->set_elapsed_seconds(batch->cases[i]->preparation_seconds + timed[i].spent_seconds);
     outcome->set_process_peak_bytes(PeakResidentBytes());
     if (!timed[i].status.ok() && outcome->status() == Outcome::STATUS_OK) {

@@ -13,12 +13,16 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "core/cuda/runtime.h"
 #include "core/thread_pool.h"
 #include "harness/cases.h"
+#include "harness/device_monitor.h"
 #include "harness/timing.h"
 #include "results/results.pb.h"
 
 namespace tfb {
+
+class DeviceBytes;
 
 struct MeasureOptions {
   int repetitions = 11;
@@ -55,26 +59,35 @@ class Measurer {
  public:
   explicit Measurer(const MeasureOptions& options) : options_(options) {}
 
-  // `group`: cases with equal GroupKeys.
-  void Measure(const std::vector<GroupCase>& group, const MeasureHooks& hooks);
+  // `group`: cases with equal GroupKeys. False where a case has lost their device to this process
+  // (DeviceStatus): that one has been reported, and those that have not are for another process.
+  bool Measure(const std::vector<GroupCase>& group, const MeasureHooks& hooks);
 
  private:
   struct Prepared;
   struct Batch;
 
   ThreadPool* Pool(int threads);
-  std::function<void()> Flusher(int threads);
+  std::function<absl::Status()> Flusher(const Batch& batch);
+  DeviceMonitor* Monitor(CudaRuntime* runtime);
+  bool Stopped(const MeasureHooks& hooks) const { return device_lost_ || hooks.stopped(); }
   // False where the case waits for the next batch. Reports cases that cannot run.
   bool Prepare(const GroupCase& group_case, size_t index, const MeasureHooks& hooks, Batch* batch);
   absl::Status Fill(const GroupCase& group_case, const MeasureHooks& hooks, Batch* batch,
                     Prepared* prepared);
-  absl::Status Check(const GroupCase& group_case, const MeasureHooks& hooks, Prepared* prepared);
+  absl::Status Place(const SweepCase& sweep_case, const std::string& inputs_key, Batch* batch,
+                     Prepared* prepared);
+  absl::Status Check(const GroupCase& group_case, const MeasureHooks& hooks, Prepared* prepared,
+                     DeviceBytes* device_bytes);
   absl::Status TooLong(absl::string_view what) const;
   void Time(const MeasureHooks& hooks, Batch* batch);
 
   MeasureOptions options_;
   std::map<int, std::unique_ptr<ThreadPool>> pools_;
   std::map<int, std::unique_ptr<CpuCacheFlusher>> flushers_;
+  std::map<CudaRuntime*, std::unique_ptr<DeviceCacheFlusher>> device_flushers_;
+  std::map<CudaRuntime*, std::unique_ptr<DeviceMonitor>> monitors_;  // null where there is none
+  bool device_lost_ = false;
   // By technique, options and purpose: tokens and seconds of the last check.
   std::map<std::string, std::pair<int64_t, double>> check_seconds_;
 };

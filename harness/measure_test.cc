@@ -5,8 +5,10 @@
 #include <utility>
 #include <vector>
 
+#include "core/cuda/simulator/simulator.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "harness/device_memory.h"
 #include "harness/toys.h"
 
 namespace tfb {
@@ -26,9 +28,12 @@ class MeasureTest : public ::testing::Test {
   }
 
   // The records of the cases of one problem, by display name.
-  std::map<std::string, Case> Measure(const std::string& techniques, int64_t tokens = 16) {
+  std::map<std::string, Case> Measure(const std::string& techniques, int64_t tokens = 16,
+                                      const std::string& devices = "cpu") {
     CaseFlags flags;
     flags.techniques = techniques;
+    flags.devices = devices;
+    flags.simulator = true;
     flags.inputs = "gaussian";
     flags.lengths = std::to_string(tokens);
     flags.head_dims = "8";
@@ -49,7 +54,7 @@ class MeasureTest : public ::testing::Test {
       const std::string name = cases_[index].DisplayName();
       EXPECT_TRUE(records.emplace(name, std::move(record)).second) << name << " is reported twice";
     };
-    Measurer(options_).Measure(group, hooks);
+    kept_device_ = Measurer(options_).Measure(group, hooks);
     return records;
   }
 
@@ -57,7 +62,7 @@ class MeasureTest : public ::testing::Test {
   MeasureOptions options_;
   std::vector<SweepCase> cases_;
   std::map<std::string, int> activities_;
-  bool check_ = true, stopped_ = false;
+  bool check_ = true, stopped_ = false, kept_device_ = true;
 };
 
 TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
@@ -158,6 +163,60 @@ TEST_F(MeasureTest, WhatIsGoingOnIsAnnounced) {
   for (const char* what : {"create", "first run", "check", "run", "setup"}) {
     EXPECT_GT(activities_[what], 0) << what;
   }
+}
+
+TEST_F(MeasureTest, OnADeviceItsEventsAndItsMemoryAreRecorded) {
+  options_.cold = true;
+  const Case record = Measure("toy_device", 16, "simulator").at("toy_device");
+  const Outcome& outcome = record.outcome();
+  EXPECT_EQ(outcome.status(), Outcome::STATUS_OK) << outcome.reason();
+  EXPECT_EQ(record.key().device(), DEVICE_TYPE_SIMULATOR);
+  EXPECT_EQ(outcome.timing().clock(), Timing::CLOCK_DEVICE_EVENTS);
+  EXPECT_EQ(outcome.timing().run_ns_size(), 4);
+  EXPECT_GT(outcome.timing().cold_run_ns_size(), 0);
+  EXPECT_TRUE(outcome.against_definition().passed());
+  // The layer keeps a gain for each of two heads.
+  EXPECT_EQ(outcome.statistics().at("layer_device_bytes"), 2 * sizeof(float));
+  EXPECT_EQ(outcome.peak_workspace_bytes(), 2u * 16 * 17 * sizeof(float));
+  EXPECT_EQ(outcome.device_peak_bytes(), 2 * sizeof(float) + outcome.input_bytes() +
+                                             outcome.output_bytes() +
+                                             outcome.peak_workspace_bytes());
+  EXPECT_FALSE(outcome.has_device_state_before());  // the simulator has no sensors: absent, not 0
+  EXPECT_FALSE(Measure("toy_device").at("toy_device").outcome().has_device_peak_bytes());
+  EXPECT_EQ(RuntimeOf(Device::kSimulator).value()->allocated_bytes(), 0);
+}
+
+TEST_F(MeasureTest, WhatTheDeviceHasNoMemoryForIsARowAndTheOthersRun) {
+  // 2^50 bytes: more than a process can address.
+  const auto records =
+      Measure("toy_device,toy_device:mib=1073741824,toy_device:shade=2", 16, "simulator");
+  ASSERT_EQ(records.size(), 3u);
+  const Outcome& hungry = records.at("toy_device mib=1073741824").outcome();
+  EXPECT_EQ(hungry.status(), Outcome::STATUS_OUT_OF_MEMORY);
+  EXPECT_THAT(hungry.reason(), HasSubstr("bytes of memory on host simulator"));
+  EXPECT_EQ(records.at("toy_device").outcome().status(), Outcome::STATUS_OK);
+  EXPECT_EQ(records.at("toy_device shade=2").outcome().status(), Outcome::STATUS_OK);
+}
+
+TEST_F(MeasureTest, ALaunchThatFailsIsARowAndTheOthersRun) {
+  const auto records = Measure("toy_bad_launch,toy_bad_kernel,toy_device", 16, "simulator");
+  EXPECT_TRUE(kept_device_);  // the simulator tells of a failed kernel at once
+  EXPECT_EQ(records.at("toy_bad_launch").outcome().status(), Outcome::STATUS_FAILED);
+  EXPECT_THAT(records.at("toy_bad_launch").outcome().reason(), HasSubstr("gridDim.x"));
+  EXPECT_EQ(records.at("toy_bad_kernel").outcome().status(), Outcome::STATUS_FAILED);
+  EXPECT_EQ(records.at("toy_device").outcome().status(), Outcome::STATUS_OK);
+}
+
+TEST_F(MeasureTest, ALostDeviceLeavesTheOthersForAnotherProcess) {
+  cuda_simulator::Settings settings;
+  settings.errors_are_deferred = true;
+  cuda_simulator::Configure(settings);
+  const auto records = Measure("toy_device,toy_bad_kernel,toy_causal", 16, "simulator");
+  cuda_simulator::Configure({});
+  EXPECT_FALSE(kept_device_);
+  ASSERT_EQ(records.size(), 1u);
+  EXPECT_EQ(records.at("toy_bad_kernel").outcome().status(), Outcome::STATUS_FAILED);
+  EXPECT_THAT(records.at("toy_bad_kernel").outcome().reason(), HasSubstr("Attend"));
 }
 
 TEST(Measure, StatusOfACaseFollowsTheErrorThatEndedIt) {

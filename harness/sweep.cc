@@ -20,7 +20,9 @@
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/cuda/runtime.h"
 #include "core/status.h"
+#include "harness/device_peaks.h"
 #include "harness/machine.h"
 #include "harness/progress.h"
 #include "harness/quantities.h"
@@ -66,9 +68,10 @@ class SignalGuard {
 };
 
 // --- The worker's side. Messages to it: 'E' (describe the machine), 'G' and a group; from it: 'E'
-// and the environment, 'C', the index of a case and its record, 'D' (the group is done).
+// and the environment, 'C', the index of a case and its record, 'D' (the group is done), 'L' (the
+// device is lost to this worker, which ends).
 
-constexpr char kDescribe = 'E', kGroup = 'G', kCase = 'C', kDone = 'D';
+constexpr char kDescribe = 'E', kGroup = 'G', kCase = 'C', kDone = 'D', kLost = 'L';
 
 // A case of a group as it travels: its index in the list of all cases.
 struct GroupItem {
@@ -106,11 +109,19 @@ Environment Describe(const SweepOptions& options, const std::vector<SweepCase>& 
   for (const SweepCase& sweep_case : cases) threads.push_back(sweep_case.threads);
   Environment environment = DescribeMachine(cases.front().threads, options.workspace);
   MeasurePeaks(threads, &environment);
+  const bool on_gpu = std::any_of(cases.begin(), cases.end(), [](const SweepCase& sweep_case) {
+    return sweep_case.device == Device::kCuda;
+  });
+  if (const auto gpu = CudaRuntime::For(Device::kCuda); on_gpu && gpu.ok()) {
+    // Without them there are no shares of a peak; the cases themselves say what is wrong.
+    MeasureDevicePeaks(*gpu, &environment).IgnoreError();
+  }
   for (const std::string& word : options.command_line) environment.add_command_line(word);
   return environment;
 }
 
-void MeasureGroup(Measurer* measurer, const std::vector<SweepCase>& cases,
+// False where the device is lost.
+bool MeasureGroup(Measurer* measurer, const std::vector<SweepCase>& cases,
                   const std::vector<GroupItem>& items, WorkerSide* side) {
   std::vector<GroupCase> group;
   for (const GroupItem& item : items) {
@@ -126,7 +137,7 @@ void MeasureGroup(Measurer* measurer, const std::vector<SweepCase>& cases,
     side->Send(
         absl::StrCat(std::string(1, kCase), items[i].index, "\n", record.SerializeAsString()));
   };
-  measurer->Measure(group, hooks);
+  return measurer->Measure(group, hooks);
 }
 
 void Work(const SweepOptions& options, const std::vector<SweepCase>& cases, WorkerSide& side) {
@@ -136,9 +147,11 @@ void Work(const SweepOptions& options, const std::vector<SweepCase>& cases, Work
     if ((*message)[0] == kDescribe) {
       side.Send(std::string(1, kDescribe) + Describe(options, cases).SerializeAsString());
     } else {
-      MeasureGroup(&measurer, cases, DecodeGroup(absl::string_view(*message).substr(1)), &side);
+      const bool kept =
+          MeasureGroup(&measurer, cases, DecodeGroup(absl::string_view(*message).substr(1)), &side);
       side.Announce(-1, "");
-      side.Send(std::string(1, kDone));
+      side.Send(std::string(1, kept ? kDone : kLost));
+      if (!kept) return;
     }
   }
 }
@@ -372,7 +385,8 @@ class Sweep {
         if (left_[i]) items.push_back({i, unchecked.count(i) == 0, ShareOf(i)});
       }
       if (items.empty()) return absl::OkStatus();
-      // Where a group does not fit memory or time at once, the dense counterparts are in its first part.
+      // Where a group does not fit memory or time at once, the dense counterparts are in its first
+      // part.
       std::stable_partition(items.begin(), items.end(), [this](const GroupItem& item) {
         return IsBaseline(MakeRecord(cases_[item.index]));
       });
@@ -385,9 +399,11 @@ class Sweep {
     }
   }
 
-  // Takes records until the group is done (true) or the worker has ended (false).
+  // Takes records until the group is done (true), or the worker has ended or is of no more use
+  // (false).
   absl::StatusOr<bool> Listen(size_t size, std::set<size_t>* unchecked) {
     bool told = false, hung = false;
+    int taken = 0;
     Worker::Activity last = {-1, 0, ""};
     for (;;) {
       std::string message;
@@ -398,7 +414,13 @@ class Sweep {
       }
       if (event == Worker::Event::kMessage) {
         if (message[0] == kDone) return true;
+        if (message[0] == kLost) {
+          // The case that lost the device has its record. But without any there would be no end.
+          if (taken == 0) TFB_RETURN_IF_ERROR(CountEndBetweenCases("the device was lost"));
+          return false;
+        }
         TFB_RETURN_IF_ERROR(TakeCase(message));
+        ++taken;
       }
       if (signals_seen > 0 && !told) {
         worker_->Stop();
@@ -442,15 +464,18 @@ class Sweep {
     return Append(index, record);
   }
 
+  // No case is to blame: the rest is tried once more, unless that keeps happening.
+  absl::Status CountEndBetweenCases(absl::string_view how) {
+    if (++ends_between_cases_ <= kMostEndsBetweenCases) return absl::OkStatus();
+    return absl::InternalError(absl::StrCat("the measuring process ended between cases: ", how));
+  }
+
   // The record of the case that a worker ended at.
   absl::Status RecordEnd(const Worker::Activity& at, bool hung, std::set<size_t>* unchecked) {
     if (signals_seen > 1) return absl::OkStatus();
     const size_t index = static_cast<size_t>(at.index);
     if (at.index < 0 || !left_[index]) {
-      // No case to blame: the rest is tried once more, unless that keeps happening.
-      if (++ends_between_cases_ <= kMostEndsBetweenCases) return absl::OkStatus();
-      return absl::InternalError(
-          absl::StrCat("the measuring process ended between cases: ", worker_->HowItEnded()));
+      return CountEndBetweenCases(worker_->HowItEnded());
     }
     if (hung && at.what == "check" && unchecked->insert(index).second) return absl::OkStatus();
     if (hung) {

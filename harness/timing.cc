@@ -14,6 +14,7 @@
 #include "benchmark/benchmark.h"
 #include "core/cpu/kernels.h"
 #include "core/status.h"
+#include "harness/device_memory.h"
 #include "harness/machine.h"
 
 namespace tfb {
@@ -74,14 +75,22 @@ void InitializeBenchmarkLibrary() {
 // One case while it is measured.
 class Measurement {
  public:
-  Measurement(const TimingOptions& options, size_t index, TimedCase* timed)
-      : options_(options), index_(index), timed_(*timed) {}
+  // *device_lost becomes true with a call that loses the device, and ends the samples of all.
+  Measurement(const TimingOptions& options, size_t index, TimedCase* timed, bool* device_lost)
+      : options_(options), index_(index), timed_(*timed), device_lost_(*device_lost) {}
 
-  // Times batches of calls, each twice as long as the one before; from the fastest follow the number of calls a sample and the
-  // number of samples. Several batches, since the first call is slow and any of them may be interrupted; one that lasts as long
-  // as a sample is enough.
+  // Times batches of calls, each twice as long as the one before; from the fastest follow the
+  // number of calls a sample and the number of samples. Several batches, since the first call is
+  // slow and any of them may be interrupted; one that lasts as long as a sample is enough.
   void Pilot() {
-    timed_.timing.set_clock(Timing::CLOCK_WALL);
+    if (device_lost_) {
+      timed_.status = absl::CancelledError("the device was lost before");
+      return;
+    }
+    timed_.timing.set_clock(timed_.device == nullptr ? Timing::CLOCK_WALL
+                                                     : Timing::CLOCK_DEVICE_EVENTS);
+    timed_.state_before = timed_.state_after = ReadState();
+    if (timed_.device != nullptr && !(Prepare(&begin_) && Prepare(&end_))) return;
     Announce("run");
     const double start = MonotonicSeconds();
     call_seconds_ = std::numeric_limits<double>::infinity();
@@ -109,10 +118,12 @@ class Measurement {
     // A call that is longer than the share is measured once: it costs what it costs.
     const double fit = Fitting(0.6, sample_seconds);
     const int fewest = fit >= kIntervalSamples ? kIntervalSamples : fit >= 0.5 ? kFewestSamples : 1;
-    Add("run", Clamp(fit, std::min(fewest, options_.repetitions), options_.repetitions),
-        &Measurement::RunSample)
-        ->Iterations(calls_per_sample_)
-        ->UseRealTime();
+    const int samples = Clamp(fit, std::min(fewest, options_.repetitions), options_.repetitions);
+    if (timed_.device == nullptr) {
+      Add("run", samples, &Measurement::RunSample)->Iterations(calls_per_sample_)->UseRealTime();
+    } else {
+      Add("run", samples, &Measurement::DeviceRunSample)->Iterations(1)->UseManualTime();
+    }
     // The others only where the share has room for them.
     const auto add_single = [&](absl::string_view what, int wanted, double part, double seconds,
                                 Body body) {
@@ -133,21 +144,28 @@ class Measurement {
   // What the library reports of the runs, joined with what was noted here.
   void Finish(SampleReporter* reporter, double usual_probe) {
     const auto& runs = reporter->Runs(NameOf("run"));
-    const std::vector<bool> undisturbed = UndisturbedSamples(probes_, usual_probe);
+    const bool on_device = timed_.device != nullptr;
+    const std::vector<bool> kept =
+        on_device ? UnthrottledSamples(states_) : UndisturbedSamples(probes_, usual_probe);
+    const double calls = on_device ? static_cast<double>(calls_per_sample_) : 1;  // an iteration
     size_t taken = 0;
     int64_t discarded = 0;
     for (size_t i = 0; i < std::min(runs.size(), run_taken_.size()); ++i) {
       if (!run_taken_[i]) continue;
-      if (undisturbed[taken++]) {
-        timed_.timing.add_run_ns(runs[i].real_accumulated_time / runs[i].iterations * 1e9);
+      if (kept[taken++]) {
+        timed_.timing.add_run_ns(runs[i].real_accumulated_time / runs[i].iterations / calls * 1e9);
       } else {
         ++discarded;
       }
     }
     timed_.spent_seconds = spent_;
     timed_.timing.set_calls_per_sample(calls_per_sample_);
+    timed_.timing.set_throttled_samples(std::count_if(states_.begin(), states_.end(), IsThrottled));
     timed_.timing.set_discarded_samples(discarded);
-    if (discarded > 0) timed_.timing.set_discarded_reason("the core was slower meanwhile");
+    if (discarded > 0) {
+      timed_.timing.set_discarded_reason(on_device ? "the device throttled meanwhile"
+                                                   : "the core was slower meanwhile");
+    }
     FinishStream();
     if (!timed_.status.ok()) return;
     if (stopped_ && taken < std::min<size_t>(kFewestSamples, runs.size())) {
@@ -186,7 +204,7 @@ class Measurement {
   // where some have failed.
   void Sample(absl::string_view what, Body body, benchmark::State& state) {
     timed_out_ = timed_out_ || (timed_.timeout_seconds > 0 && spent_ > timed_.timeout_seconds);
-    stopped_ = stopped_ || (options_.stopped != nullptr && options_.stopped());
+    stopped_ = stopped_ || device_lost_ || (options_.stopped != nullptr && options_.stopped());
     if (!timed_.status.ok() || timed_out_ || stopped_) {
       if (what == "run") run_taken_.push_back(false);
       for (auto _ : state) state.SetIterationTime(0);
@@ -201,16 +219,28 @@ class Measurement {
   void RunSample(benchmark::State& state) {
     const bool warm = call_seconds_ >= kWarmedSeconds || Keep(RunAndWait());
     const double before = ProbeSeconds();
-    int64_t calls = 0;
     for (auto _ : state) {
-      if (!timed_.status.ok()) continue;
-      timed_.status = Run();
-      // Inside of the timed part, once, where a device works behind the host's back.
-      if (++calls == calls_per_sample_) timed_.status.Update(Synchronize());
+      if (timed_.status.ok()) timed_.status = Run();
     }
     const double after = ProbeSeconds();
     run_taken_.push_back(warm && timed_.status.ok());
     if (run_taken_.back()) probes_.push_back(std::max(before, after));
+  }
+
+  void DeviceRunSample(benchmark::State& state) {
+    const bool warm = call_seconds_ >= kWarmedSeconds || Keep(RunAndWait());
+    const DeviceState before = ReadState();
+    for (auto _ : state) {
+      const absl::StatusOr<double> seconds = DeviceSeconds([&]() -> absl::Status {
+        for (int64_t call = 0; call < calls_per_sample_; ++call) TFB_RETURN_IF_ERROR(Run());
+        return absl::OkStatus();
+      });
+      Keep(seconds.status());
+      state.SetIterationTime(seconds.value_or(0));
+    }
+    timed_.state_after = ReadState();
+    run_taken_.push_back(warm && timed_.status.ok());
+    if (run_taken_.back()) states_.push_back(Worse(before, timed_.state_after));
   }
 
   void SetupSample(benchmark::State& state) {
@@ -230,14 +260,17 @@ class Measurement {
 
   void ColdSample(benchmark::State& state) {
     for (auto _ : state) {
-      options_.flush_caches();
-      const double begin = MonotonicSeconds();
-      const absl::Status status = RunAndWait();
-      const double seconds = MonotonicSeconds() - begin;
-      state.SetIterationTime(seconds);
-      if (!Keep(status)) continue;
-      timed_.timing.add_cold_run_ns(seconds * 1e9);
+      const absl::StatusOr<double> seconds = ColdSeconds();
+      state.SetIterationTime(seconds.value_or(0));
+      if (Keep(seconds.status())) timed_.timing.add_cold_run_ns(*seconds * 1e9);
     }
+  }
+  absl::StatusOr<double> ColdSeconds() {
+    TFB_RETURN_IF_ERROR(options_.flush_caches());
+    if (timed_.device != nullptr) return DeviceSeconds([&] { return Run(); });
+    const double begin = MonotonicSeconds();
+    TFB_RETURN_IF_ERROR(Run());
+    return MonotonicSeconds() - begin;
   }
 
   // --- Streams
@@ -247,6 +280,7 @@ class Measurement {
     Segment segment;
     Inputs inputs;
     Outputs outputs;
+    DeviceEvent end;  // on a device
     std::vector<double> append_ns;
   };
 
@@ -285,6 +319,11 @@ class Measurement {
           SliceAll(stream_->segment_inputs(), timed_.inputs, segment, &call.inputs);
       timed_.stream_status.Update(
           SliceAll(stream_->segment_outputs(), timed_.outputs, segment, &call.outputs));
+      if (timed_.device != nullptr) {
+        absl::StatusOr<DeviceEvent> end = DeviceEvent::Make(timed_.device);
+        timed_.stream_status.Update(end.status());
+        if (end.ok()) call.end = *std::move(end);
+      }
       if (!timed_.stream_status.ok()) {
         segments_.clear();
         return;
@@ -296,17 +335,39 @@ class Measurement {
   void StreamSample(benchmark::State& state) {
     for (auto _ : state) {
       const double begin = MonotonicSeconds();
-      timed_.stream_status.Update(stream_->Reset());
-      for (SegmentCall& call : segments_) {
-        if (!timed_.stream_status.ok()) break;
-        const double start = MonotonicSeconds();
-        timed_.stream_status.Update(stream_->Append(call.inputs, call.outputs, timed_.execution));
-        timed_.stream_status.Update(Synchronize());
-        call.append_ns.push_back((MonotonicSeconds() - start) * 1e9);
-      }
+      timed_.stream_status.Update(timed_.device == nullptr ? Stream() : StreamOnDevice());
       state.SetIterationTime(MonotonicSeconds() - begin);
     }
-    if (!timed_.stream_status.ok()) segments_.clear();
+    if (timed_.stream_status.ok()) return;
+    segments_.clear();
+    NoteLoss();
+    // What loses the device to all is the case's failure, not its stream's alone.
+    if (device_lost_) timed_.status.Update(timed_.stream_status);
+  }
+  absl::Status Stream() {
+    TFB_RETURN_IF_ERROR(stream_->Reset());
+    for (SegmentCall& call : segments_) {
+      const double start = MonotonicSeconds();
+      TFB_RETURN_IF_ERROR(stream_->Append(call.inputs, call.outputs, timed_.execution));
+      call.append_ns.push_back((MonotonicSeconds() - start) * 1e9);
+    }
+    return absl::OkStatus();
+  }
+  // Without waiting between the segments, as a decoder would not.
+  absl::Status StreamOnDevice() {
+    TFB_RETURN_IF_ERROR(stream_->Reset());
+    TFB_RETURN_IF_ERROR(begin_.Record(timed_.execution.stream));
+    for (SegmentCall& call : segments_) {
+      TFB_RETURN_IF_ERROR(stream_->Append(call.inputs, call.outputs, timed_.execution));
+      TFB_RETURN_IF_ERROR(call.end.Record(timed_.execution.stream));
+    }
+    const DeviceEvent* previous = &begin_;
+    for (SegmentCall& call : segments_) {
+      TFB_ASSIGN_OR_RETURN(const double seconds, call.end.SecondsSince(*previous));
+      call.append_ns.push_back(seconds * 1e9);
+      previous = &call.end;
+    }
+    return absl::OkStatus();
   }
 
   void FinishStream() {
@@ -328,9 +389,7 @@ class Measurement {
   void Announce(absl::string_view what) {
     if (options_.on_sample != nullptr) options_.on_sample(index_, what);
   }
-  absl::Status Synchronize() {
-    return timed_.synchronize == nullptr ? absl::OkStatus() : timed_.synchronize();
-  }
+  absl::Status Synchronize() { return tfb::Synchronize(timed_.device); }
   absl::Status RunAndWait() {
     TFB_RETURN_IF_ERROR(Run());
     return Synchronize();
@@ -354,7 +413,36 @@ class Measurement {
   }
   bool Keep(const absl::Status& status) {
     timed_.status.Update(status);
+    if (!status.ok()) NoteLoss();
     return status.ok();
+  }
+
+  // --- Devices
+
+  // After a call that failed.
+  void NoteLoss() {
+    if (timed_.device != nullptr && !timed_.device->Synchronize().ok()) device_lost_ = true;
+  }
+  DeviceState ReadState() const {
+    return timed_.device == nullptr || options_.monitor == nullptr ? DeviceState()
+                                                                   : options_.monitor->Read();
+  }
+  static DeviceState Worse(const DeviceState& a, const DeviceState& b) {
+    if (IsThrottled(a) != IsThrottled(b)) return IsThrottled(a) ? a : b;
+    return a.clock_mhz() < b.clock_mhz() ? a : b;
+  }
+  bool Prepare(DeviceEvent* event) {
+    absl::StatusOr<DeviceEvent> made = DeviceEvent::Make(timed_.device);
+    if (made.ok()) *event = *std::move(made);
+    return Keep(made.status());
+  }
+  // From before the first to after the last of what `body` enqueues. Waits for it.
+  template <class Body>
+  absl::StatusOr<double> DeviceSeconds(const Body& body) {
+    TFB_RETURN_IF_ERROR(begin_.Record(timed_.execution.stream));
+    TFB_RETURN_IF_ERROR(body());
+    TFB_RETURN_IF_ERROR(end_.Record(timed_.execution.stream));
+    return end_.SecondsSince(begin_);
   }
 
   // A longer call needs no warming: what caches give is lost in it.
@@ -364,13 +452,16 @@ class Measurement {
   const TimingOptions& options_;
   const size_t index_;
   TimedCase& timed_;
+  bool& device_lost_;
   double call_seconds_ = 0;
   double spent_ = 0;
   bool timed_out_ = false;
   bool stopped_ = false;
   int64_t calls_per_sample_ = 1;
-  std::vector<bool> run_taken_;  // by repetition
-  std::vector<double> probes_;   // of those that were taken
+  std::vector<bool> run_taken_;      // by repetition
+  std::vector<double> probes_;       // of those that were taken, on the CPU
+  std::vector<DeviceState> states_;  // likewise on a device: the worse about each
+  DeviceEvent begin_, end_;
   StreamingLayer* stream_ = nullptr;
   std::vector<SegmentCall> segments_;
 };
@@ -402,6 +493,15 @@ std::vector<bool> UndisturbedSamples(const std::vector<double>& probes, double u
   return keep;
 }
 
+std::vector<bool> UnthrottledSamples(const std::vector<DeviceState>& states) {
+  // As probes: undisturbed 1, throttled the more the lower the clock.
+  std::vector<double> probes;
+  for (const DeviceState& state : states) {
+    probes.push_back(IsThrottled(state) ? 2 + 1 / std::max(state.clock_mhz(), 1.0) : 1);
+  }
+  return UndisturbedSamples(probes, /*usual=*/1);
+}
+
 std::vector<Segment> PlanSegments(int64_t tokens, int64_t max_segment_tokens) {
   std::vector<Segment> segments;
   const int64_t size = std::max<int64_t>(1, std::min(max_segment_tokens, (tokens + 7) / 8));
@@ -416,10 +516,10 @@ int64_t CpuCacheFlusher::Bytes() {
 }
 
 CpuCacheFlusher::CpuCacheFlusher(ThreadPool* pool) : pool_(pool), memory_(DType::kU8, {Bytes()}) {
-  (*this)();
+  (*this)().IgnoreError();  // there is none
 }
 
-void CpuCacheFlusher::operator()() {
+absl::Status CpuCacheFlusher::operator()() {
   ++value_;
   // Pieces of 1 MiB in any order: with as many pieces as there are, each core gets its share.
   constexpr int64_t kPiece = 1 << 20;
@@ -428,14 +528,35 @@ void CpuCacheFlusher::operator()() {
     const int64_t begin = piece * kPiece;
     std::memset(memory + begin, value_, std::min(kPiece, Bytes() - begin));
   });
+  return absl::OkStatus();
+}
+
+size_t DeviceCacheFlusher::Bytes(const CudaRuntime& runtime) {
+  const int64_t l2 = runtime.properties().l2_cache_bytes;
+  // The simulator has no caches to flush.
+  const int64_t least = runtime.target() == CudaTarget::kGpu ? int64_t{256} << 20 : 0;
+  return static_cast<size_t>(
+      std::min(std::max(2 * l2, least), runtime.properties().memory_bytes / 16));
+}
+
+absl::StatusOr<std::unique_ptr<DeviceCacheFlusher>> DeviceCacheFlusher::Make(CudaRuntime* runtime) {
+  std::unique_ptr<DeviceCacheFlusher> flusher(new DeviceCacheFlusher(runtime));
+  TFB_ASSIGN_OR_RETURN(flusher->memory_, runtime->Allocate(Bytes(*runtime)));
+  TFB_RETURN_IF_ERROR((*flusher)());
+  return flusher;
+}
+
+absl::Status DeviceCacheFlusher::operator()() {
+  return runtime_->Fill(memory_.data(), ++value_, memory_.bytes());
 }
 
 void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cases) {
   InitializeBenchmarkLibrary();
   benchmark::ClearRegisteredBenchmarks();
+  bool device_lost = false;
   std::vector<std::unique_ptr<Measurement>> measurements;
   for (size_t i = 0; i < cases->size(); ++i) {
-    measurements.push_back(std::make_unique<Measurement>(options, i, &(*cases)[i]));
+    measurements.push_back(std::make_unique<Measurement>(options, i, &(*cases)[i], &device_lost));
     measurements.back()->Pilot();
     measurements.back()->Register();
   }

@@ -6,9 +6,10 @@
 // medians is honest even where the medians are not.
 //
 //   run      a sample is the mean of as many calls as last min_time; one untimed call before them
-//   warms caches and predictors cold     one call after the caches were overwritten setup    Setup,
-//   timed apart, and followed by one Run: together "end to end" stream   Reset, then Append over
-//   the whole sequence; a sample is the time of one segment
+//            warms caches and predictors
+//   cold     one call after the caches were overwritten
+//   setup    Setup, timed apart, and followed by one Run: together "end to end"
+//   stream   Reset, then Append over the whole sequence; a sample is the time of one segment
 //
 // What happens to odd samples. None is dropped for being slow: medians and their intervals cope
 // with tails, and a sample removed for its value biases both. But directly before and after each
@@ -16,6 +17,11 @@
 // kDisturbedFactor of its usual time (kUsualQuantile over the samples taken together), the core
 // itself was slower then, throttled or taken away, and the sample says little of the layer: it is
 // discarded and counted, the worst first and never more than a third of a case's samples.
+//
+// On a device runs, cold ones and segments are timed between events of the stream, and instead of
+// the arithmetic the GPU's own sensors are read before and after each sample of `run`: those taken
+// while it throttled are discarded and counted, those at the lowest clock first, and never more
+// than a third; how many of them there were in all is in Timing::throttled_samples.
 #ifndef TFB_HARNESS_TIMING_H_
 #define TFB_HARNESS_TIMING_H_
 
@@ -28,10 +34,13 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "core/cuda/runtime.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "harness/device_monitor.h"
 #include "results/results.pb.h"
 
 namespace tfb {
@@ -45,15 +54,15 @@ struct TimedCase {
   Inputs inputs;
   Outputs outputs;
   Execution execution;
-  // Waits for what Run has enqueued; null where Run returns when it is done, as on the CPU.
-  std::function<absl::Status()> synchronize;
-  double timeout_seconds = 0;  // for everything that is measured of this case; 0: none
+  CudaRuntime* device = nullptr;  // whose memory it all is in; null: the CPU
+  double timeout_seconds = 0;     // for everything that is measured of this case; 0: none
   // About as long as the measuring should take: the numbers of samples adapt, down to
   // kFewestSamples. 0: no limit.
   double share_seconds = 0;
 
   // What came out.
   Timing timing;
+  DeviceState state_before, state_after;  // of the device, by TimingOptions::monitor
   double spent_seconds = 0;
   // Not OK where a call failed; DeadlineExceeded where the timeout came before a sample of `run`;
   // Cancelled where `stopped` came before kFewestSamples of them. A stream that cannot be fed is in
@@ -66,8 +75,9 @@ struct TimingOptions {
   int repetitions = 11;    // samples of `run`, unless the share is too small for them
   double min_time = 0.01;  // seconds that a sample of `run` lasts at least
   bool setup = true, cold = true, stream = true;
-  // Overwrites the caches of the cores, or of the device; null: no cold runs.
-  std::function<void()> flush_caches;
+  // Overwrites the caches of the cores, or enqueues that on the device; null: no cold runs.
+  std::function<absl::Status()> flush_caches;
+  DeviceMonitor* monitor = nullptr;  // of the device; null: nothing is known of it
   // Called before each sample with the case's index and "run", "cold", "setup" or "stream".
   std::function<void(size_t index, absl::string_view what)> on_sample;
   // Once true, no further sample is begun. What was sampled by then is kept.
@@ -79,7 +89,8 @@ constexpr int kIntervalSamples = 6;
 constexpr int kFewestSamples = 3;
 
 // Measures the cases together, each into its own `timing`. Not reentrant, as Google Benchmark is
-// not.
+// not. Where one of them loses the device to this process (DeviceStatus), that one has the status,
+// and for the others it is as if `stopped` were true from then on.
 void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cases);
 
 // Overwrites twice the last level's size, at most 256 MiB, by all threads of the pool, so that no
@@ -87,12 +98,28 @@ void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cas
 class CpuCacheFlusher {
  public:
   explicit CpuCacheFlusher(ThreadPool* pool);
-  void operator()();
+  absl::Status operator()();  // OK
   static int64_t Bytes();
 
  private:
   ThreadPool* pool_;
   Tensor memory_;
+  uint8_t value_ = 0;
+};
+
+// Overwrites memory of twice the size of a GPU's second-level cache and at least 256 MiB, of a
+// sixteenth of the GPU's memory at most.
+class DeviceCacheFlusher {
+ public:
+  static absl::StatusOr<std::unique_ptr<DeviceCacheFlusher>> Make(CudaRuntime* runtime);
+  absl::Status operator()();  // enqueues it on the default stream
+  static size_t Bytes(const CudaRuntime& runtime);
+
+ private:
+  explicit DeviceCacheFlusher(CudaRuntime* runtime) : runtime_(runtime) {}
+
+  CudaRuntime* runtime_;
+  DeviceBuffer memory_;
   uint8_t value_ = 0;
 };
 
@@ -102,6 +129,9 @@ double MonotonicSeconds();
 // Which samples to keep, by the time of the fixed arithmetic beside each (the policy above).
 // `usual` is that time undisturbed.
 std::vector<bool> UndisturbedSamples(const std::vector<double>& probes, double usual);
+
+// Likewise on a device, by the states that its monitor read about each sample.
+std::vector<bool> UnthrottledSamples(const std::vector<DeviceState>& states);
 
 // The segments of a stream: [begin, begin + tokens), whole and in order.
 struct Segment {

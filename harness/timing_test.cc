@@ -1,14 +1,19 @@
 #include "harness/timing.h"
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "core/cuda/simulator/simulator.h"
 #include "core/random.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "harness/device_memory.h"
+#include "harness/tiny_technique.h"
 #include "harness/toys.h"
 
 namespace tfb {
@@ -24,34 +29,38 @@ class TimingTest : public ::testing::Test {
  protected:
   struct Prepared {
     std::unique_ptr<Layer> layer;
-    NamedTensors inputs, outputs;
-    Tensor workspace;
+    NamedTensors host;
+    DeviceTensors inputs, outputs;
+    DeviceMemory workspace;
   };
 
-  TimingTest() : pool_(2) { AddToys(registry_); }
+  TimingTest() : pool_(2) {
+    AddToys(registry_);
+    registry_.Add(MakeTiny(TinyFault::kNone));
+  }
 
-  TimedCase Prepare(const std::string& name, const Options& options, int64_t tokens) {
+  TimedCase Prepare(const std::string& name, const Options& options, int64_t tokens,
+                    Device device = Device::kCpu) {
     const Technique* technique = *registry_.Find(name);
     const Problem problem = Problem::SelfAttention(1, 2, tokens, 8);
     prepared_.push_back(std::make_unique<Prepared>());
     Prepared& p = *prepared_.back();
-    p.layer = technique->Create(problem, options, Device::kCpu, 1).value();
+    p.layer = technique->Create(problem, options, device, 1).value();
     for (const TensorSpec& spec : p.layer->inputs()) {
       if (spec.optional) continue;
-      FillNormal(&(p.inputs[spec.name] = Tensor(spec.dtype, spec.shape)), 1, spec.name);
+      FillNormal(&(p.host[spec.name] = Tensor(spec.dtype, spec.shape)), 1, spec.name);
     }
-    for (const TensorSpec& spec : p.layer->outputs()) {
-      p.outputs[spec.name] = Tensor(spec.dtype, spec.shape);
-    }
+    p.inputs = DeviceTensors::Of(device, ViewsOf(p.host)).value();
+    p.outputs = DeviceTensors::Allocate(device, p.layer->outputs(), true).value();
     p.workspace =
-        Tensor(DType::kU8, {static_cast<int64_t>(p.layer->workspace_bytes(pool_.threads())) + 64});
+        DeviceMemory::Allocate(device, p.layer->workspace_bytes(pool_.threads()) + 64).value();
     TimedCase timed;
     timed.layer = p.layer.get();
-    timed.inputs = ViewsOf(p.inputs);
-    timed.outputs = MutableViewsOf(p.outputs);
+    timed.inputs = p.inputs.inputs();
+    timed.outputs = p.outputs.outputs();
     timed.execution.pool = &pool_;
-    timed.execution.workspace =
-        absl::MakeSpan(static_cast<std::byte*>(p.workspace.raw()), p.workspace.bytes());
+    timed.execution.workspace = p.workspace.bytes();
+    timed.device = RuntimeOf(device).value();
     EXPECT_TRUE(p.layer->Setup(timed.inputs, timed.execution).ok());
     return timed;
   }
@@ -78,7 +87,7 @@ TEST_F(TimingTest, EverySampleIsKept) {
   cases.push_back(Prepare("toy_mean", {{"rounds", "50"}}, 16));
   CpuCacheFlusher flusher(&pool_);
   TimingOptions options = Quick();
-  options.flush_caches = [&] { flusher(); };
+  options.flush_caches = [&] { return flusher(); };
   MeasureSideBySide(options, &cases);
   for (const TimedCase& timed : cases) {
     EXPECT_TRUE(timed.status.ok()) << timed.status;
@@ -181,6 +190,115 @@ TEST_F(TimingTest, SegmentsOfAStreamAreTimedByPosition) {
   EXPECT_EQ(cases[1].timing.segments(31).tokens_before(), 992);
   EXPECT_EQ(cases[1].timing.segments(31).tokens(), 8);
   EXPECT_EQ(cases[2].timing.segments_size(), 0);
+}
+
+// Sensors that say what they are told to.
+class FakeMonitor : public DeviceMonitor {
+ public:
+  explicit FakeMonitor(std::function<DeviceState(int)> state) : state_(std::move(state)) {}
+  DeviceState Read() override { return state_(reads_++); }
+  int reads() const { return reads_; }
+
+ private:
+  std::function<DeviceState(int)> state_;
+  int reads_ = 0;
+};
+
+DeviceState Clocked(double mhz, bool throttled) {
+  DeviceState state;
+  state.set_clock_mhz(mhz);
+  if (throttled) state.add_throttle_reasons("power cap");
+  return state;
+}
+
+TEST_F(TimingTest, OnADeviceEventsTellTheTime) {
+  CudaRuntime* const runtime = RuntimeOf(Device::kSimulator).value();
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_device", {}, 8, Device::kSimulator));
+  cases.push_back(Prepare("toy_device", {{"rounds", "20"}}, 8, Device::kSimulator));
+  const auto flusher = DeviceCacheFlusher::Make(runtime);
+  ASSERT_TRUE(flusher.ok()) << flusher.status();
+  FakeMonitor monitor([](int) { return Clocked(1700, false); });
+  TimingOptions options = Quick();
+  options.flush_caches = [&] { return (**flusher)(); };
+  options.monitor = &monitor;
+  MeasureSideBySide(options, &cases);
+  for (const TimedCase& timed : cases) {
+    EXPECT_TRUE(timed.status.ok()) << timed.status;
+    EXPECT_EQ(timed.timing.clock(), Timing::CLOCK_DEVICE_EVENTS);
+    EXPECT_EQ(timed.timing.run_ns_size(), 7);
+    EXPECT_EQ(timed.timing.discarded_samples(), 0);
+    EXPECT_EQ(timed.timing.cold_run_ns_size(), kIntervalSamples);
+    EXPECT_EQ(timed.timing.setup_ns_size(), kIntervalSamples);
+    EXPECT_THAT(timed.timing.run_ns(), Each(Gt(0)));
+    EXPECT_THAT(timed.timing.cold_run_ns(), Each(Gt(0)));
+    EXPECT_EQ(timed.state_before.clock_mhz(), 1700);
+    EXPECT_EQ(timed.state_after.clock_mhz(), 1700);
+  }
+  EXPECT_EQ(monitor.reads(), 2 * (1 + 2 * 7));
+  EXPECT_GT(Fastest(cases[1]), 5 * Fastest(cases[0]));
+}
+
+TEST_F(TimingTest, SamplesOfAThrottledDeviceAreDiscardedAndCounted) {
+  // The third reading of each sample's two, and so one sample in three.
+  FakeMonitor monitor([](int n) { return Clocked(1700 - n, n % 6 == 3); });
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
+  TimingOptions options = Quick();
+  options.repetitions = 9;
+  options.monitor = &monitor;
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(cases[0].timing.throttled_samples(), 3);
+  EXPECT_EQ(cases[0].timing.discarded_samples(), 3);
+  EXPECT_EQ(cases[0].timing.run_ns_size(), 6);
+  EXPECT_EQ(cases[0].timing.discarded_reason(), "the device throttled meanwhile");
+}
+
+TEST_F(TimingTest, SegmentsOfAStreamOnADeviceAreTimedToo) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("tiny", {}, 40, Device::kSimulator));
+  TimingOptions options = Quick();
+  options.cold = options.setup = false;
+  MeasureSideBySide(options, &cases);
+  EXPECT_TRUE(cases[0].stream_status.ok()) << cases[0].stream_status;
+  ASSERT_EQ(cases[0].timing.segments_size(), 8);
+  EXPECT_EQ(cases[0].timing.segments(7).tokens_before(), 35);
+  EXPECT_EQ(cases[0].timing.segments(7).append_ns_size(), kIntervalSamples);
+  EXPECT_THAT(cases[0].timing.segments(7).append_ns(), Each(Gt(0)));
+}
+
+TEST_F(TimingTest, ALostDeviceIsTheFaultOfWhoLostIt) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
+  cases.push_back(Prepare("toy_bad_launch", {}, 4, Device::kSimulator));
+  cases.push_back(Prepare("toy_bad_kernel", {}, 4, Device::kSimulator));
+  cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
+  cuda_simulator::Settings settings;
+  settings.errors_are_deferred = true;
+  cuda_simulator::Configure(settings);
+  MeasureSideBySide(Quick(), &cases);
+  EXPECT_FALSE(DeviceStatus(Device::kSimulator).ok());
+  cuda_simulator::Configure({});
+  EXPECT_TRUE(absl::IsCancelled(cases[0].status)) << cases[0].status;
+  EXPECT_THAT(std::string(cases[1].status.message()), HasSubstr("gridDim"));
+  EXPECT_TRUE(absl::IsInternal(cases[2].status)) << cases[2].status;
+  EXPECT_TRUE(absl::IsCancelled(cases[3].status)) << cases[3].status;
+}
+
+TEST(Timing, TheFlusherOutgrowsTheSecondLevelCache) {
+  const CudaRuntime& simulator = *RuntimeOf(Device::kSimulator).value();
+  EXPECT_EQ(DeviceCacheFlusher::Bytes(simulator), 2u * simulator.properties().l2_cache_bytes);
+  EXPECT_LE(DeviceCacheFlusher::Bytes(simulator), simulator.properties().memory_bytes / 16u);
+}
+
+TEST(Timing, ThrottledSamplesAreDiscardedSlowestFirstAndAtMostAThird) {
+  const auto fine = Clocked(1000, false);
+  EXPECT_THAT(UnthrottledSamples({fine, Clocked(900, true), fine}), ElementsAre(true, false, true));
+  EXPECT_THAT(
+      UnthrottledSamples({Clocked(900, true), Clocked(800, true), fine, Clocked(700, true)}),
+      ElementsAre(true, true, true, false));
+  EXPECT_THAT(UnthrottledSamples({DeviceState(), DeviceState(), DeviceState()}),
+              ElementsAre(true, true, true));
 }
 
 TEST(Timing, DisturbedSamplesAreDiscardedWorstFirstAndAtMostAThird) {

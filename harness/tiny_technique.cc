@@ -403,7 +403,7 @@ class Tiny : public TechniqueOf<TinyOptions> {
     if (device == Device::kCpu) {
       layer = std::make_unique<TinyLayer>(problem, options, fault_, std::move(gain));
     } else {
-      TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+      TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device));
       layer = std::make_unique<TinyDeviceLayer>(problem, options, fault_, std::move(gain), runtime);
     }
     TFB_RETURN_IF_ERROR(layer->Allocate());

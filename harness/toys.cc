@@ -1,5 +1,6 @@
 #include "harness/toys.h"
 
+#include <algorithm>
 #include <csignal>
 #include <memory>
 #include <utility>
@@ -111,7 +112,7 @@ class MeanDeviceLayer : public Layer {
   static absl::StatusOr<std::unique_ptr<Layer>> Make(const Problem& problem,
                                                      const ToyOptions& options, Deed deed,
                                                      Device device) {
-    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+    TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device));
     std::unique_ptr<MeanDeviceLayer> layer(new MeanDeviceLayer(problem, options, deed, runtime));
     TFB_ASSIGN_OR_RETURN(layer->gain_, runtime->Allocate(problem.query_heads * sizeof(float)));
     TFB_RETURN_IF_ERROR(runtime->Fill(layer->gain_.data(), 0, layer->gain_.bytes()));
@@ -120,7 +121,8 @@ class MeanDeviceLayer : public Layer {
 
   size_t workspace_bytes(int) const override {
     const Problem& p = problem();
-    return p.batch * p.query_heads * p.query_tokens * (p.kv_tokens + 1) * sizeof(float);
+    const int64_t scores = p.batch * p.query_heads * p.query_tokens * (p.kv_tokens + 1);
+    return std::max<size_t>(scores * sizeof(float), static_cast<size_t>(options_.mib) << 20);
   }
   Cost cost() const override {
     const Problem& p = problem();
@@ -149,7 +151,10 @@ class MeanDeviceLayer : public Layer {
     call.first_query = p.causal_offset();
     call.window = kMaxTokens;
     call.causal = p.causal;
-    if (deed_ == Deed::kBadLaunch) call.batch = int64_t{1} << 31;
+    if (deed_ == Deed::kBadLaunch) {  // one block more than a grid may have
+      call.batch = int64_t{1} << 31;
+      call.heads = call.queries = 1;
+    }
     if (deed_ == Deed::kBadKernel) call.out.data = reinterpret_cast<void*>(uintptr_t{64});
     for (int64_t round = 0; round < options_.rounds; ++round) {
       TFB_RETURN_IF_ERROR(

@@ -19,10 +19,10 @@ namespace tfb {
 // toy_hoarder      takes mib MiB in Setup, unannounced
 // toy_crash        ends the process by a signal in Run
 // toy_cuda         has an implementation for CUDA alone, which fails
-// toy_device       toy_mean, on the CPU and on devices
+// toy_device       toy_mean, on the CPU and on devices, there with a workspace of mib MiB or more
 // toy_bad_launch   toy_mean on the CPU; on a device Run answers that a kernel cannot be launched
-// toy_bad_kernel   toy_mean on the CPU; on a device its kernel touches memory that is nobody's, which
-//                  loses a GPU to the process
+// toy_bad_kernel   toy_mean on the CPU; on a device its kernel touches memory that is nobody's,
+//                  which loses a GPU to the process
 void AddToys(Registry& registry);
 // A toy of the name that techniques are held against by default. For registries without the real
 // one.

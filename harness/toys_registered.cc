@@ -1,5 +1,5 @@
-// Registers the toys. With TFB_DEFER_ERRORS in the environment the simulator tells of a failed kernel
-// as late as a GPU does, and is lost by it.
+// Registers the toys. With TFB_DEFER_ERRORS in the environment the simulator tells of a failed
+// kernel as late as a GPU does, and is lost by it.
 #include <cstdlib>
 
 #include "core/cuda/simulator/simulator.h"

@@ -73,7 +73,8 @@ class AdaptiveSpanLayer : public FlashLayer {
       set_uses_relative_keys();
       Tensor position(DType::kF32, {options.max_span, problem.head_dim});
       FillNormal(&position, seed, "position", 0, 0.02);
-      parameters_["position"] = std::move(position);
+      // Of the queries' precision, as everything that is multiplied by them.
+      parameters_["position"] = position.CloneAs(problem.dtype);
     }
     if (options.dynamic) {
       Tensor weight(DType::kF32, {problem.query_heads, problem.model_dim()});
@@ -186,7 +187,8 @@ class AdaptiveSpanLayer : public FlashLayer {
   void SetUpPositions(int64_t farthest, ScoreRule* rule) {
     const Problem& p = problem();
     const Tensor& position = parameters_.at("position");
-    const ConstTensorView table(position.raw(), DType::kF32, {1, options_.max_span, p.head_dim});
+    const ConstTensorView table(position.raw(), position.dtype(),
+                                {1, options_.max_span, p.head_dim});
     const int64_t offset = p.causal_offset();
     positions_ = RelativeKeys(table, std::max(offset - farthest, 1 - p.query_tokens),
                               std::min(offset - 1, p.kv_tokens - 1),

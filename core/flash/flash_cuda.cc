@@ -37,21 +37,26 @@ int64_t PartialFloats(const Problem& problem, int64_t splits) {
          (problem.value_dim + 2);
 }
 
-// Whether 16 bytes of a row can be read at a time.
-bool HasAlignedRows(const DeviceView& view) {
-  const int64_t size = view.element == Element::kF32 ? 4 : 2;
-  bool aligned = view.strides[3] == 1 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
-  for (int axis = 0; axis < 3; ++axis) aligned = aligned && view.strides[axis] * size % 16 == 0;
-  return aligned;
-}
-
-// What the decoding kernel is for: see FlashDecodeKernels.
+// What the decoding kernel is for, see FlashDecodeKernels: whatever the strides, so that they change
+// no bit.
 bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
   const DeviceScoreRule& rule = a.rule;
   return IsFew(problem) && rule.content_bias == nullptr && rule.relative_keys.rows == nullptr &&
          rule.relu_multiplier.values == nullptr && rule.span == nullptr &&
-         (a.schedule.heads == 1 || problem.group() == 1) && a.k.element == a.v.element &&
-         HasAlignedRows(a.k) && HasAlignedRows(a.v);
+         (a.schedule.heads == 1 || problem.group() == 1) && a.k.element == a.v.element;
+}
+
+using Forward = const char* (*)(const FlashArguments&, void*);
+Forward ForwardOf(CudaTarget target, const Problem& problem, const FlashArguments& a) {
+  if (IsForDecoding(problem, a)) return KernelsOn<FlashDecodeKernels>(target).forward;
+  switch (problem.dtype) {
+    case DType::kBF16:
+      return KernelsOn<FlashBf16Kernels>(target).forward;
+    case DType::kF16:
+      return KernelsOn<FlashF16Kernels>(target).forward;
+    default:
+      return KernelsOn<FlashF32Kernels>(target).forward;
+  }
 }
 
 DeviceTokenOrder ToDevice(const TokenOrder& order) {
@@ -130,13 +135,16 @@ absl::StatusOr<DeviceDistanceTable> FlashCuda::KeepTable(const DistanceTable& ta
                              table.zero()};
 }
 
-// From panels [head_dim][64] of floats to rows of the problem's dtype.
+// From panels [head_dim][64] of floats to rows of the problem's dtype, in the order of channels that
+// its kernel reads.
 absl::Status FlashCuda::KeepRelativeKeys(const Problem& problem, const RelativeKeys& keys) {
   DeviceRelativeKeys& device = rule_.relative_keys;
   device.heads = keys.heads();
   device.low = keys.low();
   device.high = keys.high();
-  device.row = (problem.head_dim + 7) / 8 * 8;
+  const bool is_16_bit = problem.dtype != DType::kF32;
+  const int64_t multiple = is_16_bit ? 32 : 8;
+  device.row = (problem.head_dim + multiple - 1) / multiple * multiple;
   const int64_t offsets = keys.high() - keys.low() + 1;
   TFB_ASSIGN_OR_RETURN(Tensor rows,
                        Tensor::Allocate(problem.dtype, Shape{keys.heads(), offsets, device.row}));
@@ -147,7 +155,8 @@ absl::Status FlashCuda::KeepRelativeKeys(const Problem& problem, const RelativeK
       const int64_t panel = (offset >= 0 ? offset : offset - kFlashTile + 1) / kFlashTile;
       const float* column = keys.Panel(h, panel) + (offset - panel * kFlashTile);
       for (int64_t c = 0; c < problem.head_dim; ++c) {
-        rows.view().Set(rows.view().Offset(h, n, c), column[c * kFlashTile]);
+        const int64_t place = is_16_bit ? RelativeKeyPlace16(c) : c;
+        rows.view().Set(rows.view().Offset(h, n, place), column[c * kFlashTile]);
       }
     }
   }
@@ -240,12 +249,10 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call,
 
   a.decode_queries = static_cast<int>(FlashCudaQueries(problem.dtype));
 
-  const FlashF32Kernels& kernels = KernelsOn<FlashF32Kernels>(runtime_->target());
-  const auto forward = IsForDecoding(problem, a)
-                           ? KernelsOn<FlashDecodeKernels>(runtime_->target()).forward
-                           : kernels.forward;
-  TFB_RETURN_IF_ERROR(ToStatus(forward(a, execution.stream)));
-  return a.splits == 1 ? absl::OkStatus() : ToStatus(kernels.combine(a, execution.stream));
+  const CudaTarget target = runtime_->target();
+  TFB_RETURN_IF_ERROR(ToStatus(ForwardOf(target, problem, a)(a, execution.stream)));
+  if (a.splits == 1) return absl::OkStatus();
+  return ToStatus(KernelsOn<FlashF32Kernels>(target).combine(a, execution.stream));
 }
 
 size_t FlashCuda::bytes() const {

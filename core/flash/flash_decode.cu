@@ -43,9 +43,10 @@ struct Piece {
   static constexpr int kVectors = kChannels * sizeof(T) / sizeof(uint4);
   uint4 vectors[kVectors];
 
-  // From a row aligned to 16 bytes of `channels` channels; zeros beyond.
-  __device__ void Load(const T* row, int first, int channels) {
-    if (first + kChannels <= channels) {
+  // Channels `first` on of a row, zeros beyond its `channels`.
+  __device__ void Load(const T* row, int64_t stride, int first, int channels) {
+    if (first + kChannels <= channels && stride == 1 &&
+        reinterpret_cast<uintptr_t>(row + first) % sizeof(uint4) == 0) {
 #pragma unroll
       for (int n = 0; n < kVectors; ++n) {
         vectors[n] = reinterpret_cast<const uint4*>(row + first)[n];
@@ -56,7 +57,7 @@ struct Piece {
     Clear();
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      if (first + c < channels) elements[c] = row[first + c];
+      if (first + c < channels) elements[c] = row[(first + c) * stride];
     }
   }
   __device__ void Clear() {
@@ -140,8 +141,8 @@ class FlashDecodeBlock {
       if (IsToken(a_, task_, walk.tile(), c)) {
         is_token |= 1u << p;
         const int64_t token = KeyToken(a_, task_, walk.tile(), c);
-        keys[p].Load(RowOf(a_.k, token), lane_ * kChannels, a_.head_dim);
-        values[p].Load(RowOf(a_.v, token), lane_ * kChannels, a_.value_dim);
+        keys[p].Load(RowOf(a_.k, token), a_.k.strides[3], lane_ * kChannels, a_.head_dim);
+        values[p].Load(RowOf(a_.v, token), a_.v.strides[3], lane_ * kChannels, a_.value_dim);
       } else {
         keys[p].Clear();
         values[p].Clear();

@@ -11,12 +11,25 @@ absl::StatusOr<FlashEngine> FlashEngine::Create(Device device, const Problem& pr
   engine.problem_ = problem;
   engine.rule_ = rule;
   const bool on_cpu = device == Device::kCpu;
+  engine.has_schedule_ = true;
   engine.schedule_ =
       BuildSchedule(problem, pattern, on_cpu ? kFlashTile : FlashCudaQueries(problem.dtype));
   if (on_cpu) return engine;
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
   TFB_ASSIGN_OR_RETURN(engine.cuda_, FlashCuda::Create(runtime, problem, &engine.schedule_, rule));
   engine.rule_.soft_span.span = nullptr;  // the device has a copy
+  return engine;
+}
+
+absl::StatusOr<FlashEngine> FlashEngine::CreateForStream(Device device, const Problem& largest,
+                                                         const ScoreRule& rule) {
+  FlashEngine engine;
+  engine.device_ = device;
+  engine.problem_ = largest;
+  engine.rule_ = rule;
+  if (device == Device::kCpu) return engine;
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+  TFB_ASSIGN_OR_RETURN(engine.cuda_, FlashCuda::Create(runtime, largest, nullptr, rule));
   return engine;
 }
 
@@ -27,16 +40,23 @@ size_t FlashEngine::WorkspaceBytes(Device device, const Problem& problem, bool r
   return runtime.ok() ? FlashCuda::WorkspaceBytes(**runtime, problem) : 0;
 }
 
+size_t FlashEngine::StreamWorkspaceBytes(Device device, const Problem& largest, bool relative_keys,
+                                         int threads) {
+  return device == Device::kCpu ? FlashWorkspaceBytesPacked(largest, relative_keys, threads)
+                                : WorkspaceBytes(device, largest, relative_keys, threads);
+}
+
 FlashCall FlashEngine::NewCall() const {
   FlashCall call;
-  call.schedule = &schedule_;
+  if (has_schedule_) call.schedule = &schedule_;
   call.rule = rule_;
   return call;
 }
 
-absl::Status FlashEngine::Run(const FlashCall& call, const Execution& execution) const {
-  return device_ == Device::kCpu ? FlashCpu(problem_, call, execution)
-                                 : cuda_.Run(problem_, call, execution);
+absl::Status FlashEngine::Run(const Problem& problem, const FlashCall& call,
+                              const Execution& execution) const {
+  return device_ == Device::kCpu ? FlashCpu(problem, call, execution)
+                                 : cuda_.Run(problem, call, execution);
 }
 
 }  // namespace tfb

@@ -23,14 +23,26 @@ class FlashEngine {
   static absl::StatusOr<FlashEngine> Create(Device device, const Problem& problem,
                                             const Pattern& pattern, const ScoreRule& rule = {});
 
+  // For a stream, whose calls differ in their tokens: at most those of `largest`. Each brings its
+  // keys (see KeyValueCache), and a schedule on the CPU or a band on CUDA.
+  static absl::StatusOr<FlashEngine> CreateForStream(Device device, const Problem& largest,
+                                                     const ScoreRule& rule = {});
+
   // Of a call. On a device that is not there: 0, and Create tells.
   static size_t WorkspaceBytes(Device device, const Problem& problem, bool relative_keys,
                                int threads);
+  // Of any call of a stream.
+  static size_t StreamWorkspaceBytes(Device device, const Problem& largest, bool relative_keys,
+                                     int threads);
 
-  // A call with its schedule and rule, to be completed by tensors.
+  // A call with its rule and, but for streams, its schedule, to be completed by tensors.
   FlashCall NewCall() const;
   // Allocates nothing and, on a GPU, does not synchronise.
-  absl::Status Run(const FlashCall& call, const Execution& execution) const;
+  absl::Status Run(const FlashCall& call, const Execution& execution) const {
+    return Run(problem_, call, execution);
+  }
+  // A call of a stream, with its own numbers of tokens.
+  absl::Status Run(const Problem& problem, const FlashCall& call, const Execution& execution) const;
 
   const BlockSchedule& schedule() const { return schedule_; }
 
@@ -38,6 +50,7 @@ class FlashEngine {
   Device device_ = Device::kCpu;
   Problem problem_;
   BlockSchedule schedule_;
+  bool has_schedule_ = false;
   ScoreRule rule_;
   FlashCuda cuda_;  // on other devices than the CPU
 };

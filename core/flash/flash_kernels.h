@@ -28,7 +28,8 @@ struct DeviceDistanceTable {
 };
 
 // A vector per head and offset: row e - low of head h % heads, zero outside [low, high]. Of the
-// problem's dtype, aligned to 16 bytes, rows padded with zeros to `row` elements, a multiple of 8.
+// problem's dtype, aligned to 16 bytes, rows padded with zeros to `row` elements, a multiple of 8; of
+// 16-bit dtypes a multiple of 32, with channel c at RelativeKeyPlace16(c).
 struct DeviceRelativeKeys {
   const void* rows;  // [heads][high - low + 1][row]; null: none
   int64_t heads;
@@ -36,6 +37,13 @@ struct DeviceRelativeKeys {
   int64_t high;
   int64_t row;
 };
+
+// Of every 32 channels, the 8 that a lane needs for two steps of mma.m16n8k16 follow each other, so
+// that it reads them at once: 0 1 8 9 16 17 24 25, 2 3 10 11 18 19 26 27, ...
+constexpr int64_t RelativeKeyPlace16(int64_t c) {
+  const int64_t pair = c % 32 / 8, lane = c % 8 / 2;
+  return c / 32 * 32 + lane * 8 + pair * 2 + c % 2;
+}
 
 struct DeviceScoreRule {
   const float* content_bias;   // u [query_heads, head_dim], or null
@@ -111,7 +119,7 @@ struct FlashF32Kernels {
   const char* (*combine)(const FlashArguments& arguments, void* stream);
 };
 // Up to kFlashDecodeRows rows; no rule but a bias; one pattern for all heads, or no grouped heads; k
-// and v of one dtype, their channels next to each other, rows aligned to 16 bytes.
+// and v of one dtype.
 struct FlashDecodeKernels {
   const char* (*forward)(const FlashArguments& arguments, void* stream);
 };

@@ -50,97 +50,136 @@ __device__ inline FlashTask TaskOf(const FlashArguments& a, int64_t index) {
   return task;
 }
 
+// A tile of keys as a row of the schedule has it.
+struct KeyTile {
+  static constexpr int32_t kBand = -2;  // `mask` of a tile that the schedule's band cuts
+
+  int32_t index;
+  int32_t mask;  // as in TileRun, or kBand
+};
+
+// Bits first to end - 1 of a word, of which any may lie outside it.
+__device__ inline uint64_t Bits(int64_t first, int64_t end) {
+  if (first >= kKeys || end <= 0 || end <= first) return 0;
+  const uint64_t from = first <= 0 ? ~uint64_t{0} : ~uint64_t{0} << first;
+  const uint64_t below = end >= kKeys ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
+  return from & below;
+}
+
+// Bit c: query `row` of the `queries` from first_query on sees key c of the tile, as far as the
+// schedule says.
+__device__ inline uint64_t MaskOf(const ScheduleView& schedule, const KeyTile& tile,
+                                  int64_t first_query, int row, int queries) {
+  if (tile.mask == TileRun::kFull) return ~uint64_t{0};
+  if (tile.mask != KeyTile::kBand) {
+    return schedule.masks[static_cast<int64_t>(tile.mask) * queries + row];
+  }
+  const Band& band = schedule.band;
+  const int64_t i = first_query + row, key = static_cast<int64_t>(tile.index) * kKeys;
+  return Bits(max(band.first_key, i + band.low) - key, i + band.high + 1 - key);
+}
+
+// Where a walk over the key tiles of a task stands. Plain data, for shared memory too.
+struct WalkState {
+  int64_t first_query;
+  int64_t last_query;
+  int64_t left;  // tiles
+  int64_t run;
+  int64_t in_run;  // tiles of the run that are done
+  int64_t tile;
+  bool full;
+
+  // Before the first tile.
+  __device__ void Begin(const FlashArguments& a, const FlashTask& task, int queries) {
+    const ScheduleView& schedule = a.schedule;
+    first_query = task.query_tile * queries;
+    last_query = min(first_query + queries, a.query_tokens) - 1;
+    run = in_run = tile = 0;
+    full = false;
+    int64_t tiles = 0;
+    if (schedule.row_begin != nullptr) {
+      const int64_t row = task.head % schedule.heads * schedule.query_tiles + task.query_tile;
+      run = schedule.row_begin[row];
+      const int64_t runs_end = schedule.row_begin[row + 1];
+      for (int64_t r = run; r < runs_end; ++r) tiles += schedule.runs[r].tiles;
+    } else {
+      const Band& band = schedule.band;
+      const int64_t first = max(band.first_key, max(first_query + band.low, int64_t{0}));
+      const int64_t end = min(a.kv_tokens, last_query + band.high + 1);
+      tile = first / kKeys;
+      tiles = end > first ? (end - 1) / kKeys + 1 - tile : 0;
+    }
+    // This part's tiles: skip those before it.
+    int64_t skip = tiles * task.split / a.splits;
+    left = tiles * (task.split + 1) / a.splits - skip;
+    if (schedule.row_begin == nullptr) {
+      tile += skip - 1;
+      return;
+    }
+    if (left == 0) return;
+    while (skip >= schedule.runs[run].tiles) skip -= schedule.runs[run++].tiles;
+    in_run = skip - 1;
+  }
+
+  // Goes to the next tile. False after the last.
+  __device__ bool Next(const ScheduleView& schedule) {
+    if (left-- <= 0) return false;
+    if (schedule.row_begin == nullptr) {
+      ++tile;
+      const Band& band = schedule.band;
+      const int64_t first = tile * kKeys, last = first + kKeys - 1;
+      full = first >= band.first_key && first - last_query >= band.low &&
+             last - first_query <= band.high;
+      return true;
+    }
+    if (++in_run >= schedule.runs[run].tiles) {
+      ++run;
+      in_run = 0;
+    }
+    tile = schedule.runs[run].first_tile + in_run;
+    full = schedule.runs[run].mask == TileRun::kFull;
+    return true;
+  }
+
+  __device__ KeyTile key_tile(const ScheduleView& schedule) const {
+    const int32_t mask = full                            ? TileRun::kFull
+                         : schedule.row_begin != nullptr ? schedule.runs[run].mask
+                                                         : KeyTile::kBand;
+    return {static_cast<int32_t>(tile), mask};
+  }
+};
+
 // Walks the key tiles of a task. The same for all threads of a block.
 class TileWalk {
  public:
   __device__ TileWalk(const FlashArguments& a, const FlashTask& task, int queries)
       : schedule_(a.schedule) {
-    first_query_ = task.query_tile * queries;
-    last_query_ = min(first_query_ + queries, a.query_tokens) - 1;
-    int64_t tiles = 0;
-    if (schedule_.row_begin != nullptr) {
-      const int64_t row = task.head % schedule_.heads * schedule_.query_tiles + task.query_tile;
-      run_ = schedule_.row_begin[row];
-      const int64_t runs_end = schedule_.row_begin[row + 1];
-      for (int64_t r = run_; r < runs_end; ++r) tiles += schedule_.runs[r].tiles;
-    } else {
-      const Band& band = schedule_.band;
-      const int64_t first = max(band.first_key, max(first_query_ + band.low, int64_t{0}));
-      const int64_t end = min(a.kv_tokens, last_query_ + band.high + 1);
-      tile_ = first / kKeys;
-      tiles = end > first ? (end - 1) / kKeys + 1 - tile_ : 0;
-    }
-    // This part's tiles: skip those before it.
-    int64_t skip = tiles * task.split / a.splits;
-    left_ = tiles * (task.split + 1) / a.splits - skip;
-    if (schedule_.row_begin == nullptr) {
-      tile_ += skip - 1;
-      return;
-    }
-    if (left_ == 0) return;
-    while (skip >= schedule_.runs[run_].tiles) skip -= schedule_.runs[run_++].tiles;
-    in_run_ = skip - 1;
+    state_.Begin(a, task, queries);
   }
 
   // Goes to the next tile. False after the last.
-  __device__ bool Next() {
-    if (left_-- <= 0) return false;
-    if (schedule_.row_begin == nullptr) {
-      ++tile_;
-      const Band& band = schedule_.band;
-      const int64_t first = tile_ * kKeys, last = first + kKeys - 1;
-      full_ = first >= band.first_key && first - last_query_ >= band.low &&
-              last - first_query_ <= band.high;
-      return true;
-    }
-    if (++in_run_ >= schedule_.runs[run_].tiles) {
-      ++run_;
-      in_run_ = 0;
-    }
-    tile_ = schedule_.runs[run_].first_tile + in_run_;
-    full_ = schedule_.runs[run_].mask == TileRun::kFull;
-    return true;
-  }
-
-  __device__ int64_t tile() const { return tile_; }
+  __device__ bool Next() { return state_.Next(schedule_); }
+  __device__ int64_t tile() const { return state_.tile; }
   // Every query of the tile sees every key of it that is a token.
-  __device__ bool full() const { return full_; }
+  __device__ bool full() const { return state_.full; }
   // Bit c: query `row` of the tile sees key c, as far as the schedule says.
   __device__ uint64_t Mask(int row, int queries) const {
-    if (full_) return ~uint64_t{0};
-    if (schedule_.row_begin != nullptr) {
-      return schedule_.masks[static_cast<int64_t>(schedule_.runs[run_].mask) * queries + row];
-    }
-    const Band& band = schedule_.band;
-    const int64_t i = first_query_ + row, key = tile_ * kKeys;
-    const int64_t first = max(band.first_key, i + band.low) - key;
-    const int64_t end = i + band.high + 1 - key;
-    return Bits(first, end);
-  }
-  // Bits first to end - 1, of which any may lie outside the word.
-  __device__ static uint64_t Bits(int64_t first, int64_t end) {
-    if (first >= kKeys || end <= 0 || end <= first) return 0;
-    const uint64_t from = first <= 0 ? ~uint64_t{0} : ~uint64_t{0} << first;
-    const uint64_t below = end >= kKeys ? ~uint64_t{0} : (uint64_t{1} << end) - 1;
-    return from & below;
+    return MaskOf(schedule_, state_.key_tile(schedule_), state_.first_query, row, queries);
   }
 
  private:
   const ScheduleView& schedule_;
-  int64_t first_query_;
-  int64_t last_query_;
-  int64_t left_;  // tiles
-  int64_t run_ = 0;
-  int64_t in_run_ = 0;  // tiles of the run that are done
-  int64_t tile_ = 0;
-  bool full_ = false;
+  WalkState state_;
 };
 
+// The row of k and v that is key 0 of the tile, where there is no order of keys.
+__device__ inline int64_t FirstKeyRow(const FlashArguments& a, int64_t tile) {
+  return (a.ring_tiles > 0 ? (tile + a.first_tile) % a.ring_tiles : tile) * kKeys;
+}
 // The token of k and v that is key `c` of the tile; the caller knows that it is within the keys.
 __device__ inline int64_t KeyToken(const FlashArguments& a, const FlashTask& task, int64_t tile,
                                    int c) {
-  if (a.ring_tiles > 0) tile = (tile + a.first_tile) % a.ring_tiles;
-  return TokenOf(a.key_order, task.batch, task.kv_head, tile * kKeys + c);
+  return TokenOf(a.key_order, task.batch, task.kv_head, FirstKeyRow(a, tile) + c);
 }
 
 // Whether key c of the tile is a token: not beyond the sequence, and not padding.

@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 #include <vector>
 
+#include "core/cuda/mirror.h"
+#include "core/flash/flash_engine.h"
 #include "core/random.h"
 #include "core/schedule/band_schedule.h"
 #include "gtest/gtest.h"
@@ -29,7 +32,7 @@ class Stream {
  public:
   Stream(int64_t head_dim, int64_t value_dim) : problem_(GroupedHeads(head_dim, value_dim)) {
     for (Tensor* tensor : {&q_, &k_, &v_, &u_, &w_}) FillNormal(tensor, 3, "stream", 0, 1);
-    cache_ = KeyValueCache::Create(problem_, kWindow + kSegment - 1).value();
+    cache_ = KeyValueCache::Create(Device::kCpu, problem_, kWindow + kSegment - 1).value();
     distances_ = DistanceRows(head_dim);
     by_distance_ = RelativeKeys(distances_.view(), -(kWindow - 1), 0, [](int64_t o) { return -o; });
   }
@@ -37,7 +40,12 @@ class Stream {
   // Appends the next tokens and attends with them both ways; false where the outputs differ.
   bool AppendAndCompare(int64_t tokens) {
     const int64_t begin = cache_.tokens(), end = begin + tokens;
-    cache_.Append(Slice(k_.view(), 2, begin, tokens), Slice(v_.view(), 2, begin, tokens), &pool_);
+    Execution execution;
+    execution.pool = &pool_;
+    EXPECT_TRUE(cache_
+                    .Append(Slice(k_.view(), 2, begin, tokens), Slice(v_.view(), 2, begin, tokens),
+                            execution)
+                    .ok());
     const int64_t first_seen = std::max<int64_t>(0, begin - (kWindow - 1));
     const int64_t first_key = KeyValueCache::TileBegin(first_seen);
     Problem problem = problem_;
@@ -53,7 +61,7 @@ class Stream {
     call.rule.position_bias = w_.span<float>().data();
     call.rule.relative_keys = &by_distance_;
     call.rule.query_position = offset;
-    call.packed = cache_.From(first_seen);
+    cache_.SetKeys(first_seen, &call);
     const Tensor streamed = Run(
         problem, call,
         FlashWorkspaceBytesPacked(problem, call.rule.relative_keys != nullptr, pool_.threads()));
@@ -146,10 +154,121 @@ TEST(KeyValueCache, ClearBeginsANewStream) {
   EXPECT_TRUE(stream.AppendAndCompare(10));
 }
 
+// On CUDA the keys of a call are a ring in the place of contiguous rows, and a band is its
+// schedule.
+class CudaStream {
+ public:
+  CudaStream(DType dtype, int64_t head_dim, int64_t value_dim) {
+    largest_.dtype = dtype;
+    largest_.head_dim = head_dim;
+    largest_.value_dim = value_dim;
+    largest_.query_tokens = kSegment;
+    largest_.kv_tokens = kWindow + kSegment + kFlashTile;
+    for (auto [tensor, heads, channels] :
+         {std::tuple{&q_, int64_t{2}, head_dim}, {&k_, 1, head_dim}, {&v_, 1, value_dim}}) {
+      // Tokens before heads, as projections of a hidden state lie.
+      *tensor = Tensor(dtype, Shape{2, kTokens, heads, channels});
+      FillNormal(tensor, 3, "stream");
+    }
+    const Tensor table = DistanceRows(head_dim);
+    distances_ =
+        RelativeKeys(table.view(), -(kWindow - 1), 0, [](int64_t offset) { return -offset; });
+    ScoreRule rule;
+    rule.relative_keys = &distances_;
+    engine_ = FlashEngine::CreateForStream(kDevice, largest_, rule).value();
+    cache_ = KeyValueCache::Create(kDevice, largest_, kWindow + kSegment - 1).value();
+    runtime_ = CudaRuntime::For(kDevice).value();
+    workspace_ =
+        runtime_->Allocate(FlashEngine::StreamWorkspaceBytes(kDevice, largest_, true, 1)).value();
+    q_on_device_ = ByHead(mirror_.Copy(q_.view()).value());
+    k_on_device_ = ByHead(mirror_.Copy(k_.view()).value());
+    v_on_device_ = ByHead(mirror_.Copy(v_.view()).value());
+  }
+
+  bool AppendAndCompare(int64_t tokens) {
+    const int64_t begin = cache_.tokens(), end = begin + tokens;
+    const absl::Status appended = cache_.Append(Slice(k_on_device_, 2, begin, tokens),
+                                                Slice(v_on_device_, 2, begin, tokens), execution_);
+    EXPECT_TRUE(appended.ok()) << appended;
+    const int64_t first_seen = std::max<int64_t>(0, begin - (kWindow - 1));
+    const int64_t first_key = KeyValueCache::TileBegin(first_seen);
+    Problem problem = largest_;
+    problem.query_tokens = tokens;
+    problem.kv_tokens = end - first_key;
+    const int64_t offset = problem.causal_offset();
+    const Band band{first_seen - first_key, offset - (kWindow - 1), offset};
+    FlashCall call = engine_.NewCall();
+    call.q = Slice(q_on_device_, 2, begin, tokens);
+    call.band = &band;
+    call.rule.query_position = offset;
+    cache_.SetKeys(first_seen, &call);
+    const Tensor streamed = Run(problem, call);
+    call.ring = {};
+    call.k = Slice(k_on_device_, 2, first_key, problem.kv_tokens);
+    call.v = Slice(v_on_device_, 2, first_key, problem.kv_tokens);
+    const Tensor whole = Run(problem, call);
+    return std::memcmp(streamed.raw(), whole.raw(), whole.bytes()) == 0;
+  }
+  KeyValueCache& cache() { return cache_; }
+
+ private:
+  static constexpr Device kDevice = Device::kSimulator;
+  static constexpr int64_t kWindow = 70;
+  static constexpr int64_t kSegment = 66;
+  static constexpr int64_t kTokens = 330;
+
+  static ConstTensorView ByHead(const ConstTensorView& view) { return Transpose(view, 1, 2); }
+  Tensor Run(const Problem& problem, FlashCall call) {
+    Tensor out(DType::kF32, {2, 2, problem.query_tokens, problem.value_dim});
+    Fill(out.view(), NAN);
+    DeviceMirror mirror(runtime_);
+    call.out = mirror.CopyForWriting(out.view()).value();
+    Execution execution;
+    execution.workspace = absl::MakeSpan(workspace_.As<std::byte>(), workspace_.bytes());
+    const absl::Status status = engine_.Run(problem, call, execution);
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(mirror.CopyBack().ok());
+    for (const float value : out.span<float>()) EXPECT_FALSE(std::isnan(value));
+    return out;
+  }
+
+  Problem largest_ = [] {
+    Problem problem = Problem::SelfAttention(2, 2, 1, 1);
+    problem.kv_heads = 1;
+    return problem;
+  }();
+  Tensor q_, k_, v_;
+  RelativeKeys distances_;
+  FlashEngine engine_;
+  KeyValueCache cache_;
+  CudaRuntime* runtime_ = nullptr;
+  DeviceBuffer workspace_;
+  DeviceMirror mirror_{CudaRuntime::For(kDevice).value()};
+  ConstTensorView q_on_device_, k_on_device_, v_on_device_;
+  Execution execution_;
+};
+
+TEST(KeyValueCache, OnCudaAStreamEqualsPlainCallsForSegmentsThatStraddleTilesAndTheRing) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (int64_t head_dim : {7, 16}) {
+      CudaStream stream(dtype, head_dim, 24);
+      for (int64_t tokens : {1, 5, 58, 64, 1, 66, 63, 65}) {
+        EXPECT_TRUE(stream.AppendAndCompare(tokens))
+            << Name(dtype) << ", " << tokens << " tokens up to " << stream.cache().tokens()
+            << ", head_dim " << head_dim;
+      }
+      stream.cache().Clear();
+      EXPECT_TRUE(stream.AppendAndCompare(3));
+    }
+  }
+}
+
 TEST(KeyValueCache, AWindowThatDoesNotFitTheMemoryIsAnError) {
   const Problem problem = Problem::SelfAttention(1, 8, 1, 64);
-  EXPECT_EQ(KeyValueCache::Create(problem, int64_t{1} << 50).status().code(),
-            absl::StatusCode::kResourceExhausted);
+  for (const Device device : {Device::kCpu, Device::kSimulator}) {
+    EXPECT_EQ(KeyValueCache::Create(device, problem, int64_t{1} << 50).status().code(),
+              absl::StatusCode::kResourceExhausted);
+  }
 }
 
 }  // namespace

@@ -12,9 +12,7 @@ namespace {
 
 // Null where products are our own kernel's.
 CudaBlas* BlasOf(Device device) {
-  if (device != Device::kCuda) return nullptr;
-  const absl::StatusOr<CudaBlas*> blas = CudaBlas::For(device);
-  return blas.ok() ? *blas : nullptr;
+  return MatMulUsesCublas(device) ? *CudaBlas::For(device) : nullptr;
 }
 
 // Rows of floats that a library can read or write as they are.

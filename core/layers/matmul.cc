@@ -214,6 +214,10 @@ absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call,
                                          : MatMulCuda(matrix, call, execution);
 }
 
+bool MatMulUsesCublas(Device device) {
+  return device == Device::kCuda && CudaBlas::For(device).ok();
+}
+
 std::string MatMulBackend(Device device) {
   if (device != Device::kCuda) return "own";
   const absl::StatusOr<CudaBlas*> blas = CudaBlas::For(device);

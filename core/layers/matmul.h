@@ -78,6 +78,7 @@ absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call, const Ex
 // What multiplies on the device, for reports: "own", "cuBLAS 13.1.0", or why that is not used:
 // "own (libcublas.so.13: cannot open ...)".
 std::string MatMulBackend(Device device);
+bool MatMulUsesCublas(Device device);
 
 // y = a + b, of shape [batch, tokens, channels] or [rows, channels] each, in memory of the device.
 // y may be a or b.

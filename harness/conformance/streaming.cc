@@ -69,7 +69,7 @@ class Stream {
       TFB_ASSIGN_OR_RETURN(
           GuardedTensor output,
           GuardedTensor::Allocate(spec.dtype, shape, /*gaps=*/false, trial_->subject().device));
-      TFB_RETURN_IF_ERROR(output.Upload(DeviceTwin::Contents::kUnwritten));
+      TFB_RETURN_IF_ERROR(output.Upload(Contents::kUnwritten));
       outputs.Set(spec.name, output.device_view());
       written[spec.name] = std::move(output);
     }

@@ -68,7 +68,7 @@ class PlacedTensors {
     for (const auto& [name, tensor] : tensors) {
       TFB_ASSIGN_OR_RETURN(Placed placed, Place(tensor.dtype(), tensor.shape(), layout, device));
       CopyElements(tensor.view(), placed.view);
-      TFB_RETURN_IF_ERROR(all.Add(name, std::move(placed), DeviceTwin::Contents::kWritten));
+      TFB_RETURN_IF_ERROR(all.Add(name, std::move(placed), Contents::kWritten));
     }
     return all;
   }
@@ -77,7 +77,7 @@ class PlacedTensors {
     PlacedTensors all;
     for (const TensorSpec& spec : specs) {
       TFB_ASSIGN_OR_RETURN(Placed placed, Place(spec.dtype, spec.shape, layout, device));
-      TFB_RETURN_IF_ERROR(all.Add(spec.name, std::move(placed), DeviceTwin::Contents::kUnwritten));
+      TFB_RETURN_IF_ERROR(all.Add(spec.name, std::move(placed), Contents::kUnwritten));
     }
     return all;
   }
@@ -98,7 +98,7 @@ class PlacedTensors {
   const std::map<std::string, Placed>& placed() const { return placed_; }
 
  private:
-  absl::Status Add(const std::string& name, Placed placed, DeviceTwin::Contents contents) {
+  absl::Status Add(const std::string& name, Placed placed, Contents contents) {
     TFB_RETURN_IF_ERROR(placed.memory.Upload(contents));
     inputs_.Set(name, placed.memory.On(placed.view));
     outputs_.Set(name, placed.memory.On(placed.view));

@@ -15,15 +15,19 @@ View Heads(const View& view, int64_t heads) {
   return Transpose(SplitAxis(view, 2, heads), 1, 2);
 }
 
-struct Scratch {
-  float* projections;  // [batch, tokens, 3 model_dim]: queries, keys, values
-  float* context;      // [batch, tokens, model_dim]
-};
-
-Scratch LayOut(const Problem& problem, int64_t tokens, Workspace& workspace) {
-  const int64_t rows = problem.batch * tokens;
-  return {workspace.Take<float>(rows * 3 * problem.model_dim()),
-          workspace.Take<float>(rows * problem.model_dim())};
+// `sinusoids` times W_r, on the host: a part of Setup.
+absl::StatusOr<Tensor> ProjectOnHost(const ConstTensorView& sinusoids, const ConstTensorView& w_r,
+                                     ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(const PackedMatrix matrix, PackedMatrix::Create(Device::kCpu, w_r));
+  TFB_ASSIGN_OR_RETURN(Tensor projected, Tensor::Allocate(DType::kF32, sinusoids.shape()));
+  const size_t bytes = MatMulWorkspaceBytes(Device::kCpu, sinusoids.dim(0), matrix.in(),
+                                            matrix.out(), pool->threads());
+  Tensor scratch(DType::kU8, {static_cast<int64_t>(bytes)});
+  Execution execution;
+  execution.pool = pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), bytes);
+  TFB_RETURN_IF_ERROR(MatMul(matrix, {sinusoids, {}, projected.view()}, execution));
+  return projected;
 }
 
 }  // namespace
@@ -33,18 +37,18 @@ void SegmentView::Set(int64_t begin, int64_t tokens) {
   first_seen_ = reach_.FirstSeen(begin);
   const int64_t first_key = KeyValueCache::TileBegin(first_seen_);
   kv_tokens_ = begin + tokens - first_key;
-  Band band;
-  band.first_key = first_seen_ - first_key;
-  band.high = begin - first_key;  // query i is key i + begin - first_key
-  if (reach_.same_length) band.low = band.high - (reach_.memory - 1);
-  schedule_ = &band_.Build(tokens, kv_tokens_, band);
+  band_ = {};
+  band_.first_key = first_seen_ - first_key;
+  band_.high = begin - first_key;  // query i is key i + begin - first_key
+  if (reach_.same_length) band_.low = band_.high - (reach_.memory - 1);
+  if (device_ == Device::kCpu) schedule_ = &schedules_.Build(tokens, kv_tokens_, band_);
 }
 
 absl::StatusOr<RelativeAttention> RelativeAttention::Create(Device device, const Problem& problem,
                                                             const MemoryReach& reach) {
   RelativeAttention attention(device, problem, reach);
   TFB_ASSIGN_OR_RETURN(attention.cache_,
-                       KeyValueCache::Create(problem, reach.memory + reach.max_segment));
+                       KeyValueCache::Create(device, problem, reach.memory + reach.max_segment));
   return attention;
 }
 
@@ -54,66 +58,74 @@ absl::Status RelativeAttention::Setup(const Parameters& parameters,
   TFB_ASSIGN_OR_RETURN(projections_, PackedMatrix::Create(device_, {parameters.w_q, parameters.w_k,
                                                                     parameters.w_v}));
   TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(device_, parameters.w_o));
-  u_ = parameters.u.At<float>(0);
-  v_ = parameters.v.At<float>(0);
 
-  Tensor projected(DType::kF32, sinusoids.shape());
-  TFB_ASSIGN_OR_RETURN(const PackedMatrix w_r, PackedMatrix::Create(device_, parameters.w_r));
-  TFB_RETURN_IF_ERROR(MatMul(w_r, {sinusoids, {}, projected.view()}, execution));
+  TFB_ASSIGN_OR_RETURN(const Tensor projected,
+                       ProjectOnHost(sinusoids, parameters.w_r, execution.pool));
   const ConstTensorView by_head =
-      Transpose(SplitAxis(ConstTensorView(projected.view()), 1, problem_.query_heads), 0, 1);
+      Transpose(SplitAxis(projected.view(), 1, problem_.query_heads), 0, 1);
   const int64_t last = sinusoids.dim(0) - 1;
-  distances_ = RelativeKeys(by_head, -reach_.max_distance(), 0,
-                            [=](int64_t offset) { return std::min(-offset, last); });
+  distances_ = std::make_unique<RelativeKeys>(
+      by_head, -reach_.max_distance(), 0, [=](int64_t offset) { return std::min(-offset, last); });
+  ScoreRule rule;
+  rule.content_bias = parameters.u.At<float>(0);
+  rule.position_bias = parameters.v.At<float>(0);
+  rule.relative_keys = distances_.get();
+  TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::CreateForStream(device_, LargestCall(), rule));
   Reset();
   return absl::OkStatus();
 }
 
-ScoreRule RelativeAttention::Rule() const {
-  ScoreRule rule;
-  rule.content_bias = u_;
-  rule.position_bias = v_;
-  rule.relative_keys = &distances_;
-  return rule;
+Problem RelativeAttention::LargestCall() const {
+  Problem largest = problem_;
+  largest.query_tokens = reach_.max_segment;
+  // A window begins within its first tile.
+  largest.kv_tokens = reach_.memory + reach_.max_segment + kFlashTile - 1;
+  return largest;
+}
+
+RelativeAttention::Scratch RelativeAttention::LayOut(int64_t tokens, Workspace& workspace) const {
+  const auto take = [&](DType dtype, int64_t channels) {
+    const Shape shape = {problem_.batch, tokens, channels};
+    return TensorView(workspace.Take<std::byte>(NumElements(shape) * SizeOf(dtype)), dtype, shape);
+  };
+  const TensorView projections = take(projected_dtype(), 3 * problem_.model_dim());
+  return {projections, take(DType::kF32, problem_.model_dim())};
 }
 
 size_t RelativeAttention::workspace_bytes(int threads) const {
   const int64_t rows = problem_.batch * reach_.max_segment, width = problem_.model_dim();
-  return Workspace::Measure(
-             [&](Workspace& workspace) { LayOut(problem_, reach_.max_segment, workspace); }) +
+  return Workspace::Measure([&](Workspace& workspace) { LayOut(reach_.max_segment, workspace); }) +
          std::max(MatMulWorkspaceBytes(device_, rows, width, 3 * width, threads),
-                  FlashWorkspaceBytesPacked(problem_, /*relative_keys=*/true, threads));
+                  FlashEngine::StreamWorkspaceBytes(device_, LargestCall(), /*relative_keys=*/true,
+                                                    threads));
 }
 
 absl::Status RelativeAttention::Append(const SegmentView& segment, const ConstTensorView& x,
                                        const ConstTensorView& residual, const TensorView& y,
                                        const Execution& execution) {
-  const int64_t batch = problem_.batch, tokens = segment.tokens(), width = problem_.model_dim();
   Workspace workspace(execution.workspace);
-  const Scratch scratch = LayOut(problem_, tokens, workspace);
+  const Scratch scratch = LayOut(segment.tokens(), workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  const TensorView projections(scratch.projections, DType::kF32, {batch, tokens, 3 * width});
-  const TensorView context(scratch.context, DType::kF32, {batch, tokens, width});
   const auto projection = [&](int64_t n) {
-    return Heads(Slice(projections, 2, n * width, width), problem_.query_heads);
+    const int64_t width = problem_.model_dim();
+    return Heads(Slice(scratch.projections, 2, n * width, width), problem_.query_heads);
   };
 
-  TFB_RETURN_IF_ERROR(MatMul(projections_, {x, {}, projections}, rest));
-  cache_.Append(projection(1), projection(2), execution.pool);
+  TFB_RETURN_IF_ERROR(MatMul(projections_, {x, {}, scratch.projections}, rest));
+  TFB_RETURN_IF_ERROR(cache_.Append(projection(1), projection(2), rest));
 
   Problem problem = problem_;
-  problem.query_tokens = tokens;
+  problem.query_tokens = segment.tokens();
   problem.kv_tokens = segment.kv_tokens();
-  FlashCall call;
+  FlashCall call = engine_.NewCall();
   call.q = projection(0);
-  call.packed = cache_.From(segment.first_seen());
-  call.out = Heads(context, problem_.query_heads);
-  call.schedule = &segment.schedule();
-  call.rule = Rule();
+  call.out = Heads(scratch.context, problem_.query_heads);
   call.rule.query_position = problem.causal_offset();
-  TFB_RETURN_IF_ERROR(FlashCpu(problem, call, rest));
-  return MatMul(output_, {context, residual, y}, rest);
+  cache_.SetKeys(segment.first_seen(), &call);
+  segment.SetMask(&call);
+  TFB_RETURN_IF_ERROR(engine_.Run(problem, call, rest));
+  return MatMul(output_, {scratch.context, residual, y}, rest);
 }
 
 }  // namespace tfb

@@ -1,29 +1,34 @@
-// One layer's attention of Transformer-XL on the CPU: queries of a segment against the keys of the
-// segment and of the tokens before it, scored by content and by distance.
+// One layer's attention of Transformer-XL: queries of a segment against the keys of the segment and
+// of the tokens before it, scored by content and by distance.
 //
 //   s_ij = ((q_i + u) . k_j + (q_i + v) . (r_(i-j) W_r)) / sqrt(head_dim)
 //   y_i  = concat_heads(sum_j softmax_j(s_ij) v_j) W_o,   q = x W_q, k = x W_k, v = x W_v
 //
-// Keys and values of earlier tokens are kept, packed, in a ring (core/flash/key_value_cache.h): the
-// authors keep hidden states and project them again in every segment, which gives the same numbers
-// for 4 memory model_dim^2 more FLOPs. r_d W_r is computed once, at Setup, for every distance d;
-// the engine slides it past the queries in panels of 64, so that nothing of segment x memory is
-// stored.
+// Keys and values of earlier tokens are kept in a ring (core/flash/key_value_cache.h): the authors
+// keep hidden states and project them again in every segment, which gives the same numbers for 4
+// memory model_dim^2 more FLOPs. r_d W_r is computed once, at Setup, for every distance d; the
+// engine slides it past the queries, so that nothing of segment x memory is stored.
+//
+// Queries, keys and values are fp32 on the CPU; on CUDA they have the problem's dtype, which is
+// what tensor cores multiply. All else is fp32 between the layer's input and output.
 #ifndef TFB_MEMORY_TRANSFORMER_XL_RELATIVE_ATTENTION_H_
 #define TFB_MEMORY_TRANSFORMER_XL_RELATIVE_ATTENTION_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/flash/flash.h"
+#include "core/flash/flash_engine.h"
 #include "core/flash/key_value_cache.h"
 #include "core/layers/matmul.h"
 #include "core/problem.h"
 #include "core/schedule/band_schedule.h"
 #include "core/technique.h"
 #include "core/tensor.h"
+#include "core/workspace.h"
 
 namespace tfb {
 
@@ -41,11 +46,11 @@ struct MemoryReach {
   }
 };
 
-// The next segment of a stream as the engine wants it: the same for all layers.
+// The next segment of a stream as the engine of a device wants it: the same for all layers.
 class SegmentView {
  public:
-  SegmentView() = default;
-  explicit SegmentView(const MemoryReach& reach) : reach_(reach), band_(reach.max_segment) {}
+  SegmentView(Device device, const MemoryReach& reach)
+      : device_(device), reach_(reach), schedules_(reach.max_segment) {}
 
   // Tokens begin to begin + tokens - 1 of the stream are the queries. Allocates nothing.
   void Set(int64_t begin, int64_t tokens);
@@ -53,12 +58,18 @@ class SegmentView {
   int64_t tokens() const { return tokens_; }
   int64_t first_seen() const { return first_seen_; }  // keys are counted from its tile on
   int64_t kv_tokens() const { return kv_tokens_; }
-  const BlockSchedule& schedule() const { return *schedule_; }
+  // What the call's queries see: its schedule or its band. Good until the next Set.
+  void SetMask(FlashCall* call) const {
+    call->schedule = schedule_;
+    if (schedule_ == nullptr) call->band = &band_;
+  }
 
  private:
+  Device device_;
   MemoryReach reach_;
-  BandSchedule band_;
-  const BlockSchedule* schedule_ = nullptr;
+  Band band_;
+  BandSchedule schedules_;
+  const BlockSchedule* schedule_ = nullptr;  // null on CUDA
   int64_t tokens_ = 0;
   int64_t first_seen_ = 0;
   int64_t kv_tokens_ = 0;
@@ -77,7 +88,8 @@ class RelativeAttention {
                                                   const MemoryReach& reach);
 
   // Packs the matrices and projects `sinusoids`, r_0, r_1, ... [distances, model_dim]; distances
-  // beyond the last one count as it. u and v are read at every call. Begins a new stream.
+  // beyond the last one count as it. All of it lies in host memory; u and v must stay there. Begins
+  // a new stream.
   absl::Status Setup(const Parameters& parameters, const ConstTensorView& sinusoids,
                      const Execution& execution);
 
@@ -86,8 +98,9 @@ class RelativeAttention {
   size_t cache_bytes() const { return cache_.bytes(); }
 
   size_t workspace_bytes(int threads) const;
-  // y = attention(x) W_o + residual, all [batch, segment.tokens(), model_dim] of any dtype; y may
-  // be the residual, and x. The segment must be the stream's next. Allocates nothing.
+  // y = attention(x) W_o + residual, all [batch, segment.tokens(), model_dim] of any dtype in
+  // memory of the device; y may be the residual, and x. The segment must be the stream's next.
+  // Allocates nothing; on CUDA it enqueues on the stream.
   absl::Status Append(const SegmentView& segment, const ConstTensorView& x,
                       const ConstTensorView& residual, const TensorView& y,
                       const Execution& execution);
@@ -95,16 +108,23 @@ class RelativeAttention {
  private:
   RelativeAttention(Device device, const Problem& problem, const MemoryReach& reach)
       : device_(device), problem_(problem), reach_(reach) {}
-  ScoreRule Rule() const;
+  // Of the longest segment.
+  Problem LargestCall() const;
+  DType projected_dtype() const { return device_ == Device::kCpu ? DType::kF32 : problem_.dtype; }
+
+  struct Scratch {
+    TensorView projections;  // [batch, tokens, 3 model_dim]: queries, keys, values
+    TensorView context;      // [batch, tokens, model_dim]
+  };
+  Scratch LayOut(int64_t tokens, Workspace& workspace) const;
 
   Device device_;
   Problem problem_;
   MemoryReach reach_;
   PackedMatrix projections_;  // of queries, keys and values side by side
   PackedMatrix output_;
-  const float* u_ = nullptr;
-  const float* v_ = nullptr;
-  RelativeKeys distances_;  // by minus the distance
+  std::unique_ptr<RelativeKeys> distances_;  // by minus the distance; the engine points to it
+  FlashEngine engine_;
   KeyValueCache cache_;
 };
 

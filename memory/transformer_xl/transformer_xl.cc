@@ -33,6 +33,7 @@ TechniqueInfo Info() {
   info.budget_option = "memory";
   info.growth = 1;
   info.supports_noncausal = false;
+  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 
@@ -174,7 +175,7 @@ class TransformerXlLayer : public StreamingLayer {
 
   // reach_tokens: earlier tokens that can change the last one, through all layers. keys_per_token:
   // those that a token sees in one layer, on average, itself included. cache_bytes: the keys and
-  // values of all layers.
+  // values of all layers. cublas: on a GPU, 1 where cuBLAS makes the products with matrices, else 0.
   std::map<std::string, double> statistics() const override {
     const int64_t tokens = problem().query_tokens;
     const Context context = ContextOf(tokens, options_);
@@ -182,9 +183,12 @@ class TransformerXlLayer : public StreamingLayer {
     for (const Block& block : blocks_) {
       cache_bytes += static_cast<double>(block.attention.cache_bytes());
     }
-    return {{"cache_bytes", cache_bytes},
-            {"keys_per_token", context.pairs / static_cast<double>(std::max<int64_t>(tokens, 1))},
-            {"reach_tokens", static_cast<double>(context.reach)}};
+    std::map<std::string, double> statistics = {
+        {"cache_bytes", cache_bytes},
+        {"keys_per_token", context.pairs / static_cast<double>(std::max<int64_t>(tokens, 1))},
+        {"reach_tokens", static_cast<double>(context.reach)}};
+    if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+    return statistics;
   }
 
   // Without same_length the segments decide the mask.
@@ -270,7 +274,7 @@ class TransformerXlLayer : public StreamingLayer {
         options_(options),
         device_(device),
         reach_{options.memory, options.same_length, max_segment_tokens()},
-        segment_(reach_) {}
+        segment_(device, reach_) {}
 
   static int64_t LongestSegment(const Problem& problem, const TransformerXlOptions& options) {
     return std::min(options.segment, std::max<int64_t>(problem.query_tokens, 1));

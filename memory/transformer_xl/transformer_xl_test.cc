@@ -19,6 +19,8 @@
 #include <vector>
 
 #include "core/allocations.h"
+#include "core/cuda/mirror.h"
+#include "core/cuda/runtime.h"
 #include "core/layers/sinusoid.h"
 #include "core/random.h"
 #include "core/testing.h"
@@ -33,8 +35,9 @@ Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
   return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true, dtype);
 }
 
-std::unique_ptr<StreamingLayer> MakeLayer(const Problem& problem, const Options& options) {
-  auto layer = TransformerXl().Create(problem, options, Device::kCpu, 1);
+std::unique_ptr<StreamingLayer> MakeLayer(const Problem& problem, const Options& options,
+                                          Device device = Device::kCpu) {
+  auto layer = TransformerXl().Create(problem, options, device, 1);
   EXPECT_TRUE(layer.ok()) << layer.status();
   return std::unique_ptr<StreamingLayer>(static_cast<StreamingLayer*>(layer->release()));
 }
@@ -100,10 +103,11 @@ std::vector<int64_t> Begins(const std::vector<int64_t>& split) {
 // Everything that a case needs: one layer, its parameters, one input.
 class Case {
  public:
-  Case(const Problem& problem, const Options& options)
+  Case(const Problem& problem, const Options& options, Device device = Device::kCpu)
       : problem_(problem),
         options_(ParseOptions<TransformerXlOptions>(options).value()),
-        layer_(MakeLayer(problem, options)),
+        device_(device),
+        layer_(MakeLayer(problem, options, device)),
         parameters_(Perturbed(*layer_)),
         x_(RandomHidden(problem)) {
     EXPECT_TRUE(layer_->SetParameters(parameters_).ok());
@@ -115,24 +119,18 @@ class Case {
   const TransformerXlOptions& options() const { return options_; }
 
   Tensor Run(int threads = 1) {
-    auto outputs = RunLayer(*layer_, {{"x", x_.view()}}, threads);
+    auto outputs = device_ == Device::kCpu ? RunLayer(*layer_, {{"x", x_.view()}}, threads)
+                                           : RunCudaLayer(*layer_, device_, {{"x", x_.view()}});
     EXPECT_TRUE(outputs.ok()) << outputs.status();
     return std::move((*outputs)["out"]);
   }
   // The sequence appended in segments of the given lengths.
   Tensor Stream(const std::vector<int64_t>& split, int threads = 1) {
+    if (device_ != Device::kCpu) return StreamOnDevice(split);
     Machine machine(*layer_, threads);
     Tensor out(problem_.dtype, x_.shape());
     Fill(out.view(), NAN);
-    EXPECT_TRUE(layer_->Setup({{"x", x_.view()}}, machine.execution()).ok());
-    int64_t begin = 0;
-    for (const int64_t tokens : split) {
-      const absl::Status status =
-          layer_->Append({{"x", Slice(x_.view(), 1, begin, tokens)}},
-                         {{"out", Slice(out.view(), 1, begin, tokens)}}, machine.execution());
-      EXPECT_TRUE(status.ok()) << status;
-      begin += tokens;
-    }
+    Append(split, x_.view(), out.view(), machine.execution());
     EXPECT_TRUE(machine.guard_intact());
     return out;
   }
@@ -148,8 +146,37 @@ class Case {
   }
 
  private:
+  void Append(const std::vector<int64_t>& split, const ConstTensorView& x, const TensorView& out,
+              const Execution& execution) {
+    const absl::Status setup = layer_->Setup({{"x", x}}, execution);
+    EXPECT_TRUE(setup.ok()) << setup;
+    int64_t begin = 0;
+    for (const int64_t tokens : split) {
+      const absl::Status status = layer_->Append(
+          {{"x", Slice(x, 1, begin, tokens)}}, {{"out", Slice(out, 1, begin, tokens)}}, execution);
+      EXPECT_TRUE(status.ok()) << status;
+      begin += tokens;
+    }
+  }
+  Tensor StreamOnDevice(const std::vector<int64_t>& split) {
+    CudaRuntime* runtime = CudaRuntime::For(device_).value();
+    Tensor out(problem_.dtype, x_.shape());
+    Fill(out.view(), NAN);
+    DeviceMirror mirror(runtime);
+    const DeviceBuffer workspace = runtime->Allocate(layer_->workspace_bytes(1)).value();
+    ThreadPool pool(1);
+    Execution execution;
+    execution.pool = &pool;
+    execution.workspace = absl::MakeSpan(workspace.As<std::byte>(), workspace.bytes());
+    Append(split, mirror.Copy(x_.view()).value(), mirror.CopyForWriting(out.view()).value(),
+           execution);
+    EXPECT_TRUE(mirror.CopyBack().ok());
+    return out;
+  }
+
   Problem problem_;
   TransformerXlOptions options_;
+  Device device_;
   std::unique_ptr<StreamingLayer> layer_;
   NamedTensors parameters_;
   Tensor x_;
@@ -177,6 +204,26 @@ TEST(TransformerXl, RunEqualsTheDefinitionWithEveryOption) {
     const Tensor expected = test.Define(Repeat(test.options().segment, 150));
     EXPECT_LE(MaxDifference(test.Run(2).view(), expected.view()),
               Bound(expected.view(), test.options().layers));
+  }
+}
+
+// The options, and the edges of tiles and of the ring, in few and small cases: the simulator is slow,
+// and the conformance test runs it too.
+TEST(TransformerXl, InTheSimulatorRunAndStreamsEqualTheDefinition) {
+  const Problem problem = Make(2, 2, 100, 8);
+  for (const Options& options :
+       std::vector<Options>{{{"segment", "70"}, {"memory", "50"}},
+                            {{"segment", "70"}, {"memory", "50"}, {"same_length", "true"}},
+                            {{"segment", "40"}, {"memory", "100"}, {"clamp_length", "30"}},
+                            {{"segment", "66"}, {"memory", "0"}, {"pre_norm", "true"}}}) {
+    SCOPED_TRACE(ToString(options));
+    Case test(problem, options, Device::kSimulator);
+    const std::vector<int64_t> segments = Repeat(test.options().segment, 100);
+    const Tensor expected = test.Define(segments);
+    EXPECT_LE(MaxDifference(test.Run().view(), expected.view()), Bound(expected.view(), 2));
+    const std::vector<int64_t> odd = {1, test.options().segment - 1, 26,
+                                      74 - test.options().segment};
+    test.ExpectStreamIsDefined(odd);
   }
 }
 
@@ -442,7 +489,7 @@ class Weights {
                            RelativeSinusoids(reach.max_distance() + 1, 64).view(), execution)
                     .ok());
     Tensor out(DType::kF32, x_.shape());
-    SegmentView segment(reach);
+    SegmentView segment(Device::kCpu, reach);
     for (int64_t t = 0; t < 64; t += 16) {
       segment.Set(t, 16);
       EXPECT_TRUE(attention
@@ -646,24 +693,27 @@ TEST_P(TransformerXlGolden, HuggingFacesTransfoXlModelComputesTheSame) {
       {"memory", golden.metadata.at("memory_tokens")},
       {"same_length", golden.metadata.at("same_length")},
       {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))}};
-  Case test(problem, options);
-  for (auto& [name, tensor] : test.parameters()) {
-    std::string theirs = name;
-    for (const auto& [ours, other] :
-         {std::pair("attention_norm", "ln1"), std::pair("ff_norm", "ln2")}) {
-      const size_t at = theirs.find(ours);
-      if (at != std::string::npos) theirs.replace(at, std::strlen(ours), other);
+  for (const Device device : kHostDevices) {
+    SCOPED_TRACE(Name(device));
+    Case test(problem, options, device);
+    for (auto& [name, tensor] : test.parameters()) {
+      std::string theirs = name;
+      for (const auto& [ours, other] :
+           {std::pair("attention_norm", "ln1"), std::pair("ff_norm", "ln2")}) {
+        const size_t at = theirs.find(ours);
+        if (at != std::string::npos) theirs.replace(at, std::strlen(ours), other);
+      }
+      tensor = golden.tensors.at(theirs).Clone();
     }
-    tensor = golden.tensors.at(theirs).Clone();
-  }
-  ASSERT_TRUE(test.layer().SetParameters(test.parameters()).ok());
-  CopyElements(golden.tensors.at("x").view(), test.x().view());
+    ASSERT_TRUE(test.layer().SetParameters(test.parameters()).ok());
+    CopyElements(golden.tensors.at("x").view(), test.x().view());
 
-  const ConstTensorView out = golden.tensors.at("out").view();
-  const std::vector<int64_t> split = Repeat(number("segment_tokens"), problem.query_tokens);
-  EXPECT_LE(MaxDifference(test.Define(split).view(), out), 1e-13);
-  EXPECT_LE(MaxDifference(test.Run().view(), out), Bound(out, 2));
-  EXPECT_LE(MaxDifference(test.Stream(split).view(), out), Bound(out, 2));
+    const ConstTensorView out = golden.tensors.at("out").view();
+    const std::vector<int64_t> split = Repeat(number("segment_tokens"), problem.query_tokens);
+    EXPECT_LE(MaxDifference(test.Define(split).view(), out), 1e-13);
+    EXPECT_LE(MaxDifference(test.Run().view(), out), Bound(out, 2));
+    EXPECT_LE(MaxDifference(test.Stream(split).view(), out), Bound(out, 2));
+  }
 }
 
 }  // namespace

@@ -39,7 +39,10 @@ absl::StatusOr<int64_t> RotaryDims(const Problem& problem, const RopeOptions& op
   return options.rotary_dims;
 }
 
-// Turns queries and keys into copies and attends with those.
+// Turns queries and keys into copies of the problem's dtype and attends with those. `Real` is what
+// it computes in: float in fp32, and double in 16 bits, where the copies are rounded as the
+// definition has it: fp32 would round one of some 2^16 elements the other way.
+template <class Real>
 class RopeLayer : public FlashLayer {
  public:
   RopeLayer(const Problem& problem, const RopeOptions& options, int64_t rotary_dims, Device device)
@@ -54,18 +57,18 @@ class RopeLayer : public FlashLayer {
     const Problem& p = problem();
     first_ = std::min<int64_t>(0, p.causal_offset());
     const int64_t positions = std::max<int64_t>(p.kv_tokens - first_, 0);
-    std::vector<float> cos(positions * pairs_), sin(positions * pairs_);
+    std::vector<Real> cos(positions * pairs_), sin(positions * pairs_);
     for (int64_t t = 0; t < pairs_; ++t) {
       const double frequency =
           std::pow(options_.base, -static_cast<double>(t) / static_cast<double>(pairs_));
       for (int64_t n = 0; n < positions; ++n) {
         const double angle = static_cast<double>(n + first_ + options_.position_offset) * frequency;
-        cos[n * pairs_ + t] = static_cast<float>(std::cos(angle));
-        sin[n * pairs_ + t] = static_cast<float>(std::sin(angle));
+        cos[n * pairs_ + t] = static_cast<Real>(std::cos(angle));
+        sin[n * pairs_ + t] = static_cast<Real>(std::sin(angle));
       }
     }
-    TFB_ASSIGN_OR_RETURN(cos_, DeviceArray<float>::Create(device(), cos));
-    TFB_ASSIGN_OR_RETURN(sin_, DeviceArray<float>::Create(device(), sin));
+    TFB_ASSIGN_OR_RETURN(cos_, DeviceArray<Real>::Create(device(), cos));
+    TFB_ASSIGN_OR_RETURN(sin_, DeviceArray<Real>::Create(device(), sin));
     return absl::OkStatus();
   }
 
@@ -88,15 +91,12 @@ class RopeLayer : public FlashLayer {
   }
 
  private:
-  // The CPU's engine computes in fp32 whatever it reads; tensor cores want the problem's dtype.
-  DType turned_dtype() const { return device() == Device::kCpu ? DType::kF32 : problem().dtype; }
-
   std::pair<TensorView, TensorView> Take(Workspace& workspace) const {
     const Problem& p = problem();
     const auto take = [&](int64_t heads, int64_t tokens) {
       const Shape shape = {p.batch, heads, tokens, p.head_dim};
-      std::byte* memory = workspace.Take<std::byte>(NumElements(shape) * SizeOf(turned_dtype()));
-      return TensorView(memory, turned_dtype(), shape);
+      std::byte* memory = workspace.Take<std::byte>(NumElements(shape) * SizeOf(p.dtype));
+      return TensorView(memory, p.dtype, shape);
     };
     const TensorView q = take(p.query_heads, p.query_tokens);
     return {q, take(p.kv_heads, p.kv_tokens)};
@@ -109,7 +109,7 @@ class RopeLayer : public FlashLayer {
       return TurnedRows{ToDeviceView(from), ToDeviceView(to), from.dim(0),
                         from.dim(1),        from.dim(2),      first};
     };
-    TurnArguments arguments;
+    TurnArguments<Real> arguments;
     arguments.queries = rows(q, turned_q, problem().causal_offset() - first_);
     arguments.keys = rows(k, turned_k, -first_);
     arguments.cos = cos_.data();
@@ -118,7 +118,8 @@ class RopeLayer : public FlashLayer {
     arguments.pairs = static_cast<int>(pairs_);
     arguments.half = options_.layout == RopeOptions::Layout::kHalf;
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
-    return ToStatus(KernelsOn<RopeKernels>(runtime->target()).turn(arguments, execution.stream));
+    return ToStatus(
+        KernelsOn<RopeKernels<Real>>(runtime->target()).turn(arguments, execution.stream));
   }
 
   // Row n of `from` has the position n + offset.
@@ -131,17 +132,18 @@ class RopeLayer : public FlashLayer {
     execution.pool->ParallelFor(from.dim(0) * heads * blocks, [&](int64_t task, int) {
       const int64_t b = task / blocks / heads, h = task / blocks % heads;
       const int64_t end = std::min(tokens, (task % blocks + 1) * kRows);
+      float row[kMaxHeadDim];
       for (int64_t n = task % blocks * kRows; n < end; ++n) {
-        float* row = to.MutableAt<float>(b, h, n);
         LoadRow(from, from.Offset(b, h, n), from.stride(3), channels, row);
         TurnRow(n + offset - first_, row);
+        StoreRow(row, channels, to, to.Offset(b, h, n), to.stride(3));
       }
     });
   }
 
   void TurnRow(int64_t index, float* row) const {
-    const float* c = cos_.data() + index * pairs_;
-    const float* s = sin_.data() + index * pairs_;
+    const Real* c = cos_.data() + index * pairs_;
+    const Real* s = sin_.data() + index * pairs_;
     const bool half = options_.layout == RopeOptions::Layout::kHalf;
     if (half) {
       TurnPairs(c, s, row, row + pairs_, 1);
@@ -149,19 +151,19 @@ class RopeLayer : public FlashLayer {
       TurnPairs(c, s, row, row + 1, 2);
     }
   }
-  void TurnPairs(const float* c, const float* s, float* first, float* second, int64_t step) const {
+  void TurnPairs(const Real* c, const Real* s, float* first, float* second, int64_t step) const {
     for (int64_t t = 0; t < pairs_; ++t) {
-      const float a = first[t * step], b = second[t * step];
-      first[t * step] = a * c[t] - b * s[t];
-      second[t * step] = a * s[t] + b * c[t];
+      const Real a = first[t * step], b = second[t * step];
+      first[t * step] = static_cast<float>(a * c[t] - b * s[t]);
+      second[t * step] = static_cast<float>(a * s[t] + b * c[t]);
     }
   }
 
   RopeOptions options_;
   int64_t pairs_;
-  int64_t first_ = 0;       // position, less position_offset, of the tables' first row
-  DeviceArray<float> cos_;  // [positions][pairs]
-  DeviceArray<float> sin_;
+  int64_t first_ = 0;      // position, less position_offset, of the tables' first row
+  DeviceArray<Real> cos_;  // [positions][pairs]
+  DeviceArray<Real> sin_;
 };
 
 // Rotates one row in place, as the formula states it.
@@ -188,7 +190,10 @@ absl::StatusOr<std::unique_ptr<Layer>> Rope::MakeLayer(const Problem& problem,
                                                        const RopeOptions& options, Device device,
                                                        uint64_t) const {
   TFB_ASSIGN_OR_RETURN(const int64_t rotary_dims, RotaryDims(problem, options));
-  return std::make_unique<RopeLayer>(problem, options, rotary_dims, device);
+  if (problem.dtype == DType::kF32) {
+    return std::make_unique<RopeLayer<float>>(problem, options, rotary_dims, device);
+  }
+  return std::make_unique<RopeLayer<double>>(problem, options, rotary_dims, device);
 }
 
 absl::Status Rope::Definition(const Problem& problem, const RopeOptions& options,
@@ -206,6 +211,7 @@ absl::Status Rope::Definition(const Problem& problem, const RopeOptions& options
       RotateByDefinition(options, rotary_dims, first + n % view.dim(2),
                          rows.span<double>().data() + n * view.dim(3));
     }
+    if (problem.dtype != DType::kF32) rows = rows.CloneAs(problem.dtype);
   }
   Inputs rotated = inputs;
   rotated.Set("q", turned["q"].view());

@@ -6,7 +6,9 @@
 //
 // for the pair t of a row at position p: channels (2t, 2t + 1) in the interleaved layout, and
 // (t, t + r/2) in the half-split one. Keys have the positions j, queries i + kv_tokens -
-// query_tokens, both plus position_offset. Then dense attention.
+// query_tokens, both plus position_offset. Then dense attention. In 16-bit problems turned queries
+// and keys are rounded to the problem's dtype before they meet, as models of that precision do;
+// what is lost so is a part of the definition.
 //
 // Source: Su et al. 2021, "RoFormer", arXiv:2104.09864v5, section 3.2.2, equations 14 to 16
 // (interleaved); half-split as in GPT-NeoX and LLaMA. Angles are formed in float64: in fp32 the

@@ -14,7 +14,8 @@ constexpr int kChannels = 2 * kPairs;
 __host__ __device__ int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // Threads of a row: at most 33 for 256 channels.
-__host__ __device__ int RowThreads(const TurnArguments& a) {
+template <class Real>
+__host__ __device__ int RowThreads(const TurnArguments<Real>& a) {
   return CeilDiv(a.pairs, kPairs) + CeilDiv(a.channels - 2 * a.pairs, kChannels);
 }
 __host__ __device__ int64_t Blocks(const TurnedRows& rows, int block_rows) {
@@ -36,18 +37,20 @@ struct Row {
   }
 };
 
-__device__ void TurnPairs(const TurnArguments& a, const Row& row, int64_t table_row, int first) {
+template <class Real>
+__device__ void TurnPairs(const TurnArguments<Real>& a, const Row& row, int64_t table_row,
+                          int first) {
   const int step = a.half ? 1 : 2, second = a.half ? a.pairs : 1;
-  const float* cos = a.cos + table_row * a.pairs;
-  const float* sin = a.sin + table_row * a.pairs;
+  const Real* cos = a.cos + table_row * a.pairs;
+  const Real* sin = a.sin + table_row * a.pairs;
   float x[kPairs], y[kPairs];
 #pragma unroll
   for (int n = 0; n < kPairs; ++n) {
     const int t = min(first + n, a.pairs - 1);
-    const float c = cos[t], s = sin[t];
-    const float left = row.Load(t * step), right = row.Load(t * step + second);
-    x[n] = left * c - right * s;
-    y[n] = left * s + right * c;
+    const Real c = cos[t], s = sin[t];
+    const Real left = row.Load(t * step), right = row.Load(t * step + second);
+    x[n] = static_cast<float>(left * c - right * s);
+    y[n] = static_cast<float>(left * s + right * c);
   }
 #pragma unroll
   for (int n = 0; n < kPairs; ++n) {
@@ -58,7 +61,8 @@ __device__ void TurnPairs(const TurnArguments& a, const Row& row, int64_t table_
   }
 }
 
-__global__ void __launch_bounds__(kThreads) Turn(TurnArguments a) {
+template <class Real>
+__global__ void __launch_bounds__(kThreads) Turn(TurnArguments<Real> a) {
   const int row_threads = RowThreads(a), block_rows = kThreads / row_threads;
   const int64_t query_blocks = Blocks(a.queries, block_rows);
   const bool is_key = blockIdx.x >= query_blocks;
@@ -83,15 +87,18 @@ __global__ void __launch_bounds__(kThreads) Turn(TurnArguments a) {
   for (int c = first; c < min(first + kChannels, a.channels); ++c) row.Store(c, row.Load(c));
 }
 
-const char* LaunchTurn(const TurnArguments& a, void* stream) {
+template <class Real>
+const char* LaunchTurn(const TurnArguments<Real>& a, void* stream) {
   const int block_rows = kThreads / RowThreads(a);
   const int64_t blocks = Blocks(a.queries, block_rows) + Blocks(a.keys, block_rows);
   if (blocks > INT32_MAX) return "more rows to turn than a grid has blocks for";
-  return Launch("Turn", &Turn, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream, a);
+  return Launch("Turn", &Turn<Real>, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream,
+                a);
 }
 
 }  // namespace
 
-TFB_KERNEL_TABLE(RopeKernels, {&LaunchTurn});
+TFB_KERNEL_TABLE(RopeKernels<float>, {&LaunchTurn<float>});
+TFB_KERNEL_TABLE(RopeKernels<double>, {&LaunchTurn<double>});
 
 }  // namespace tfb

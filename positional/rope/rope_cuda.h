@@ -19,19 +19,22 @@ struct TurnedRows {
   int64_t first;  // row n has row n + first of the tables
 };
 
+// Computed in Real, float or double.
+template <class Real>
 struct TurnArguments {
   TurnedRows queries;
   TurnedRows keys;
-  const float* cos;  // [positions, pairs]
-  const float* sin;
+  const Real* cos;  // [positions, pairs]
+  const Real* sin;
   int channels;
   int pairs;  // the channels behind them are copied
   bool half;  // pair t is channels t and t + pairs, else 2 t and 2 t + 1
 };
 
+template <class Real>
 struct RopeKernels {
   // Enqueues on the stream and returns null, or why not.
-  const char* (*turn)(const TurnArguments& arguments, void* stream);
+  const char* (*turn)(const TurnArguments<Real>& arguments, void* stream);
 };
 
 }  // namespace tfb

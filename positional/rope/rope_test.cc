@@ -90,6 +90,27 @@ TEST(Rope, MatchesItsDefinitionInPartAndWhole) {
   }
 }
 
+TEST(Rope, InSixteenBitsTurnedRowsAreRoundedAsTheDefinitionHasIt) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const Options& options : {Options{}, Options{{"layout", "half"}, {"rotary_dims", "8"}}}) {
+      const Problem problem = Problem::SelfAttention(1, 2, 100, 16, /*causal=*/true, dtype);
+      const NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
+      const NamedTensors expected =
+          DefineTechnique(Rope(), problem, ViewsOf(inputs), {options}).value();
+      for (const Device device : kHostDevices) {
+        const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options, device);
+        // The log-sum-exp is fp32: one element of a row rounded the other way would show.
+        EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), expected.at("log_sum_exp").view()),
+                  2e-6)
+            << Name(dtype) << " " << ToString(options) << " " << Name(device);
+        EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
+                  5 * UnitRoundoff(dtype) * MaxAbs(inputs.at("v").view()))
+            << Name(dtype) << " " << ToString(options) << " " << Name(device);
+      }
+    }
+  }
+}
+
 TEST(Rope, RotaryDimsMustBeEvenAndFit) {
   const Problem problem = Problem::SelfAttention(1, 1, 4, 16);
   for (const char* dims : {"3", "18"}) {

@@ -25,7 +25,6 @@ void Block::StartLaunch(const dim3& shape, void (*body)(void*), void* context) {
   context_ = context;
   abandoned_ = overflowed_ = false;
   shuffler_ = Shuffler(machine_->settings.seed);
-  caller_.MakeOfCaller();
   for (int t = 0; t < count_; ++t) {
     Thread& thread = threads_[t];
     const unsigned n = static_cast<unsigned>(t);
@@ -47,7 +46,6 @@ bool Block::Run(const Index3& index) {
     if (t % kWarp == 0) warps_[t / kWarp] = {};
     warps_[t / kWarp].live |= 1u << t % kWarp;
     threads_[t].copies.copies.clear();
-    threads_[t].copies.first = 0;
     MakeReady(t);
   }
   caller_.SwitchTo(&threads_[PickNext()].fibre);
@@ -74,13 +72,12 @@ void Block::Finish() {
   ++finished_;
   const int warp = running_ / kWarp;
   warps_[warp].live &= ~(1u << running_ % kWarp);
-  // Others may have waited for this lane.
-  for (unsigned left = warps_[warp].waiting; left != 0; left &= left - 1) {
-    const Meeting& meeting = *threads_[warp * kWarp + __builtin_ctz(left)].meeting;
+  // Others may have waited for this lane alone.
+  for (int lane = 0; lane < kWarp && warps_[warp].waiting != 0; ++lane) {
+    if ((warps_[warp].waiting >> lane & 1) == 0) continue;
+    const Meeting& meeting = *threads_[warp * kWarp + lane].meeting;
     unsigned lanes;
-    if (!IsComplete(warp, meeting, &lanes)) continue;
-    Complete(warp, meeting, lanes);
-    break;
+    if (IsComplete(warp, meeting, &lanes)) Complete(warp, meeting, lanes);
   }
   SwitchAway();
 }
@@ -103,6 +100,7 @@ int Block::PickNext() {
   running_ = chosen;
   chosen = ready_.back();
   ready_.pop_back();
+  machine_->checker.order.Resume(running_);
   const Index3& index = threads_[running_].index;
   current_thread = {index.x, index.y, index.z};
   return running_;
@@ -129,7 +127,7 @@ void Block::WaitAtBarrier(const void* site) {
   SwitchAway();
 }
 
-// Every thread has finished or waits. Lets those at the block's barrier go on; false where none can.
+// Every thread has finished or waits. Lets those at the block's barrier go on; false if none can.
 bool Block::ReleaseBarrier() {
   if (finished_ == count_) return false;
   if (at_barrier_ + finished_ < count_) {
@@ -200,19 +198,20 @@ void Block::Complete(int warp, const Meeting& meeting, unsigned lanes) {
 }
 
 void Block::ReportStuckWarp() {
-  for (int t = 0; t < count_; ++t) {
+  int stuck = 0;
+  std::string why;
+  for (int t = 0; t < count_ && why.empty(); ++t) {
     if (threads_[t].state != State::kInWarp) continue;
+    stuck = t;
     const Meeting& meeting = *threads_[t].meeting;
-    for (int lane = 0; lane < kWarp; ++lane) {
-      if ((meeting.mask >> lane & 1) == 0) continue;
-      const std::string why = WhyNotThere(t / kWarp, lane, meeting);
-      if (why.empty()) continue;
-      machine_->ReportOf(t, FindingKind::kDivergentBarrier, meeting.site, [&] {
-        return Format("waits at %s (mask %08x) for ", meeting.name, meeting.mask) + why;
-      });
-      return;
+    for (unsigned left = meeting.mask; left != 0 && why.empty(); left &= left - 1) {
+      why = WhyNotThere(t / kWarp, __builtin_ctz(left), meeting);
     }
   }
+  const Meeting& meeting = *threads_[stuck].meeting;
+  machine_->ReportOf(stuck, FindingKind::kDivergentBarrier, meeting.site, [&] {
+    return Format("waits at %s (mask %08x) for ", meeting.name, meeting.mask) + why;
+  });
 }
 
 std::string Block::WhyNotThere(int warp, int lane, const Meeting& meeting) const {

@@ -34,7 +34,8 @@ class Shuffler {
   uint64_t state_;
 };
 
-// What lanes of a warp do together: they meet where all that are to come have the same name and mask.
+// What lanes of a warp do together: they meet where all that are to come give the same name and
+// mask.
 struct Meeting {
   const char* name;
   unsigned mask;
@@ -55,9 +56,8 @@ struct PendingCopy {
 
 // What a thread has copied asynchronously and not yet waited for.
 struct PendingCopies {
-  std::vector<PendingCopy> copies;  // from `first` on
-  size_t first = 0;
-  uint64_t open_group = 0;  // the one that the next commit closes
+  std::vector<PendingCopy> copies;  // the oldest first
+  uint64_t open_group = 0;          // the one that the next commit closes
 };
 
 class Block {
@@ -81,7 +81,7 @@ class Block {
   void WaitAtBarrier(const void* site);
   void MeetInWarp(const Meeting& meeting);
   [[noreturn]] void Abandon();  // and the block, and the launch
-  // Called where a thread has run out of its stack, on another one.
+  // Called by a thread that has run out of its stack.
   static void OnOverflow(const void* site);
 
  private:

@@ -92,10 +92,10 @@ __global__ void CopyMisaligned(float* values, int) {
 __global__ void SumInto(float* values, int) { values[0] += 1; }
 
 __global__ void ReadStaticShared(float* values, int) {
-  __shared__ float shared[8];
-  if (threadIdx.x < 7) shared[threadIdx.x] = 1;
+  __shared__ float row[8];
+  if (threadIdx.x < 7) row[threadIdx.x] = 1;
   __syncthreads();
-  values[threadIdx.x] = shared[threadIdx.x];
+  values[threadIdx.x] = row[threadIdx.x];
 }
 
 __global__ void ReadDynamicShared(float* values, int) {

@@ -1,5 +1,5 @@
-// Kernels that are wrong, each in one way that the simulator finds. For tests alone: nobody launches
-// them on a GPU.
+// Kernels that are wrong, each in one way that the simulator finds. For tests alone: nobody
+// launches them on a GPU.
 #ifndef TFB_CORE_CUDA_SIMULATOR_BROKEN_KERNELS_H_
 #define TFB_CORE_CUDA_SIMULATOR_BROKEN_KERNELS_H_
 

@@ -9,12 +9,9 @@
 namespace cuda_simulator {
 namespace {
 
-// More than any block has: what follows its own bytes is never anybody's.
-constexpr size_t kDynamicCapacity = 512 << 10;
-
 char* MapDynamicShared() {
-  void* memory =
-      mmap(nullptr, kDynamicCapacity, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* memory = mmap(nullptr, Checker::kDynamicCapacity, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);
 }
 
@@ -38,7 +35,8 @@ std::string Doing(const MemoryAccess& access) {
 Checker::Checker(Machine* machine)
     : machine_(machine),
       dynamic_shared_(MapDynamicShared()),
-      dynamic_(reinterpret_cast<uintptr_t>(dynamic_shared_), kDynamicCapacity, &order) {}
+      dynamic_(reinterpret_cast<uintptr_t>(dynamic_shared_), kDynamicCapacity, &order),
+      recent_static_(&dynamic_) {}
 
 void Checker::StartLaunch(size_t dynamic_shared_bytes, const void* parameters,
                           size_t parameter_bytes) {
@@ -57,7 +55,7 @@ std::string Checker::Describe(uintptr_t address) {
   if (StaticShared(address) != nullptr) {
     const Variable variable = StaticVariableAt(address);
     if (variable.name.empty()) return "in static shared memory";
-    return Format("at byte %zu of shared %s of %zu bytes", address - variable.begin,
+    return Format("at byte %zu of the shared variable %s (%zu bytes)", address - variable.begin,
                   variable.name.c_str(), variable.bytes);
   }
   const size_t byte = address - dynamic_.begin();
@@ -72,37 +70,25 @@ std::string Checker::Describe(uintptr_t address) {
   return "at an address that is no device memory: " + device_memory.DescribeNearest(address);
 }
 
-void Checker::Check(const MemoryAccess& access) {
-  ++machine_->counts.accesses;
-  if (dynamic_.Contains(access.address)) return CheckShared(&dynamic_, access);
-  if (SharedShadow* shadow = StaticShared(access.address)) return CheckShared(shadow, access);
-  if (DeviceBufferShadow* buffer = device_memory.Find(access.address)) {
-    return CheckDevice(buffer, access);
-  }
-  --machine_->counts.accesses;
-  CheckElsewhere(access);
-}
-
-void Checker::Report(FindingKind kind, const MemoryAccess& access, const std::string& rest) {
+void Checker::Report(FindingKind kind, const MemoryAccess& access, const char* rest) {
   machine_->Report(kind, access.site,
                    [&] { return Doing(access) + " " + Describe(access.address) + rest; });
 }
 
-void Checker::CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
-  if (access.bytes > shadow->begin() + shadow->bytes() - access.address) {
-    Report(FindingKind::kOutOfBounds, access, Format(", which has %zu", shadow->bytes()));
-    machine_->block.Abandon();
-  }
-  int other = SharedShadow::kSeveral;
-  const auto verdict =
-      shadow->Access(access.address, access.bytes, access.kind, machine_->block.running(), &other);
-  if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
+// The access ends beyond what it begins in, or is nowhere.
+void Checker::Leave(const MemoryAccess& access) {
+  Report(FindingKind::kOutOfBounds, access, "");
+  machine_->block.Abandon();
 }
 
 void Checker::ReportShared(SharedShadow::Verdict verdict, int other, const MemoryAccess& access) {
-  const auto who = [&] {
-    return other == SharedShadow::kSeveral ? "another thread"
-                                           : "thread " + Text(machine_->block.index_of(other));
+  const auto report_race = [&](const char* did) {
+    machine_->Report(FindingKind::kRace, access.site, [&] {
+      const bool several = other == SharedShadow::kSeveral;
+      return Doing(access) + " " + Describe(access.address) + ", which " +
+             (several ? "another thread" : "thread " + Text(machine_->block.index_of(other))) +
+             did + " with no barrier between";
+    });
   };
   switch (verdict) {
     case SharedShadow::Verdict::kFine:
@@ -117,19 +103,36 @@ void Checker::ReportShared(SharedShadow::Verdict verdict, int other, const Memor
       break;
     }
     case SharedShadow::Verdict::kRaceWithRead:
-      Report(FindingKind::kRace, access, ", which " + who() + " read with no barrier between");
+      report_race(" read");
       break;
     case SharedShadow::Verdict::kRaceWithWrite:
-      Report(FindingKind::kRace, access, ", which " + who() + " wrote with no barrier between");
+      report_race(" wrote");
       break;
   }
 }
 
-void Checker::CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access) {
-  if (!buffer->ContainsAll(access.address, access.bytes)) {
-    Report(FindingKind::kOutOfBounds, access, "");
-    machine_->block.Abandon();
+void Checker::Check(const MemoryAccess& access) {
+  if (dynamic_.Contains(access.address)) return CheckShared(&dynamic_, access);
+  if (SharedShadow* shadow = StaticShared(access.address)) return CheckShared(shadow, access);
+  const bool reads = access.kind == AccessKind::kRead;
+  if (reads && access.address - parameters_ < parameter_bytes_) return;
+  if (DeviceBufferShadow* buffer = device_memory.Find(access.address)) {
+    return CheckDevice(buffer, access);
   }
+  CheckElsewhere(access);
+}
+
+void Checker::CheckShared(SharedShadow* shadow, const MemoryAccess& access) {
+  ++accesses_;
+  if (access.bytes > shadow->begin() + shadow->bytes() - access.address) Leave(access);
+  int other = SharedShadow::kSeveral;
+  const auto verdict = shadow->Access(access.address, access.bytes, access.kind, &other);
+  if (verdict != SharedShadow::Verdict::kFine) ReportShared(verdict, other, access);
+}
+
+void Checker::CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access) {
+  ++accesses_;
+  if (!buffer->ContainsAll(access.address, access.bytes)) Leave(access);
   if (access.kind != AccessKind::kWrite && !buffer->IsWritten(access.address, access.bytes)) {
     Report(FindingKind::kUnwrittenRead, access, ", which nothing wrote");
   }
@@ -138,17 +141,21 @@ void Checker::CheckDevice(DeviceBufferShadow* buffer, const MemoryAccess& access
 
 void Checker::CheckElsewhere(const MemoryAccess& access) {
   const bool reads = access.kind == AccessKind::kRead;
-  if (reads && access.address - parameters_ < parameter_bytes_) return;
-  if (const Segment* segment = SegmentOf(access.address)) {
-    if (segment->is_writable) {  // a library's first access to its shared memory
-      const size_t bytes = segment->end - segment->begin;
-      static_.push_back(std::make_unique<SharedShadow>(segment->begin, bytes, &order));
-      return Check(access);
-    }
-    if (reads) return;  // constants
+  const Segment* segment = SegmentOf(access.address);
+  if (segment == nullptr || (!reads && !segment->is_writable)) Leave(access);
+  if (!segment->is_writable) return;  // constants
+  // The first access to an image's shared memory.
+  const size_t bytes = segment->end - segment->begin;
+  static_.push_back(std::make_unique<SharedShadow>(segment->begin, bytes, &order));
+  recent_static_ = static_.back().get();
+  CheckShared(recent_static_, access);
+}
+
+SharedShadow* Checker::StaticShared(uintptr_t address) {
+  for (const auto& shadow : static_) {
+    if (shadow->Contains(address)) return recent_static_ = shadow.get();
   }
-  Report(FindingKind::kOutOfBounds, access, "");
-  machine_->block.Abandon();
+  return nullptr;
 }
 
 bool Checker::IsShared(const void* address) {

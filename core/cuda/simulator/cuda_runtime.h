@@ -8,9 +8,9 @@
 //   #include "core/cuda/simulator/cuda_runtime.h"
 //   #endif
 //
-// Everything has CUDA's name and meaning. Not there: <<<...>>> and `extern __shared__`, which are no
-// C++ (use cuda_simulator::LaunchKernel and DynamicShared), __activemask, cooperative groups, textures,
-// and whatever a kernel of this project has not needed yet.
+// Everything has CUDA's name and meaning. Not there: <<<...>>> and `extern __shared__`, which are
+// no C++ (use cuda_simulator::LaunchKernel and DynamicShared), __activemask, cooperative groups,
+// textures, and whatever a kernel of this project has not needed yet.
 #ifndef TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
 #define TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
 
@@ -134,8 +134,8 @@ inline void __threadfence_block() {}
 
 // ---- Asynchronous copies: <cuda_pipeline.h> ----
 
-// Of 4, 8 or 16 bytes to shared memory, the last `zero_bytes` as zeros. Done, and to be seen by this
-// thread, when __pipeline_wait_prior says so: until then nobody may use the place.
+// Of 4, 8 or 16 bytes to shared memory, the last `zero_bytes` as zeros. Done, and to be seen by
+// this thread, when __pipeline_wait_prior says so: until then nobody may use the place.
 void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zero_bytes = 0);
 void __pipeline_commit();
 void __pipeline_wait_prior(size_t groups);

@@ -107,7 +107,7 @@ void NoteAtomic(void* address, size_t bytes, const void* site) {
 
 // ---- Asynchronous copies ----
 
-// It happens when it is waited for. Until then nobody may use the place, and what was there is gone.
+// It happens when it is waited for; until then nobody may use the place.
 void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zero_bytes) {
   Machine& machine = *running_machine;
   const void* site = __builtin_return_address(0);
@@ -136,16 +136,16 @@ void __pipeline_commit() { ++running_machine->block.running_copies().open_group;
 
 void __pipeline_wait_prior(size_t groups) {
   PendingCopies& pending = running_machine->block.running_copies();
-  for (; pending.first < pending.copies.size(); ++pending.first) {
-    const PendingCopy& copy = pending.copies[pending.first];
-    if (copy.group + groups >= pending.open_group) return;
+  size_t done = 0;
+  for (const PendingCopy& copy : pending.copies) {
+    if (copy.group + groups >= pending.open_group) break;
     Note(AccessKind::kCopyEnd, copy.to, copy.bytes, __builtin_return_address(0));
     char* to = static_cast<char*>(copy.to);
     std::memcpy(to, copy.from, copy.bytes - copy.zero_bytes);
     std::memset(to + copy.bytes - copy.zero_bytes, 0, copy.zero_bytes);
+    ++done;
   }
-  pending.copies.clear();
-  pending.first = 0;
+  pending.copies.erase(pending.copies.begin(), pending.copies.begin() + static_cast<long>(done));
 }
 
 }  // namespace cuda_simulator

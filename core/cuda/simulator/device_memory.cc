@@ -1,28 +1,15 @@
 #include "core/cuda/simulator/device_memory.h"
 
-#include <cstring>
 #include <iterator>
 
 namespace cuda_simulator {
 
-bool DeviceBufferShadow::IsWritten(uintptr_t address, size_t bytes) const {
-  if (written_.empty()) return true;
-  const uint8_t* written = written_.data() + (address - begin_);
-  if (bytes == 4) {  // by far the most
-    uint32_t all;
-    std::memcpy(&all, written, 4);
-    return all == 0x01010101;
-  }
-  return std::memchr(written, 0, bytes) == nullptr;
-}
-
-void DeviceBufferShadow::SetWritten(uintptr_t address, size_t bytes) {
-  if (written_.empty()) return;
+void DeviceBufferShadow::MarkWritten(size_t offset, size_t bytes) {
   if (bytes == bytes_) {
     written_.clear();
-    return;
+  } else {
+    std::memset(written_.data() + offset, 1, bytes);
   }
-  std::memset(written_.data() + (address - begin_), 1, bytes);
 }
 
 void DeviceMemory::Add(uintptr_t begin, size_t bytes, bool written) {
@@ -35,7 +22,7 @@ bool DeviceMemory::Remove(uintptr_t begin) {
   return buffers_.erase(begin) > 0;
 }
 
-DeviceBufferShadow* DeviceMemory::FindInMap(uintptr_t address) {
+DeviceBufferShadow* DeviceMemory::Find(uintptr_t address) {
   auto next = buffers_.upper_bound(address);
   if (next == buffers_.begin()) return nullptr;
   DeviceBufferShadow& buffer = std::prev(next)->second;

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <string>
 #include <vector>
@@ -25,10 +26,21 @@ class DeviceBufferShadow {
   bool ContainsAll(uintptr_t address, size_t bytes) const {
     return bytes <= bytes_ - (address - begin_);
   }
-  bool IsWritten(uintptr_t address, size_t bytes) const;
-  void SetWritten(uintptr_t address, size_t bytes);
+  bool IsWritten(uintptr_t address, size_t bytes) const {
+    if (written_.empty()) return true;
+    const uint8_t* written = written_.data() + (address - begin_);
+    if (bytes != 4) return std::memchr(written, 0, bytes) == nullptr;
+    uint32_t all;  // by far the most
+    std::memcpy(&all, written, 4);
+    return all == 0x01010101;
+  }
+  void SetWritten(uintptr_t address, size_t bytes) {
+    if (!written_.empty()) MarkWritten(address - begin_, bytes);
+  }
 
  private:
+  void MarkWritten(size_t offset, size_t bytes);
+
   uintptr_t begin_ = 0;
   size_t bytes_ = 0;
   std::vector<uint8_t> written_;  // one a byte; empty: all are
@@ -39,17 +51,18 @@ class DeviceMemory {
   void Add(uintptr_t begin, size_t bytes, bool written);
   bool Remove(uintptr_t begin);  // false: there is no such buffer
 
-  // The one that contains the address, or null.
-  DeviceBufferShadow* Find(uintptr_t address) {
+  // The one that contains the address, or null; that only if it was found there lately.
+  DeviceBufferShadow* FindRecent(uintptr_t address) const {
     DeviceBufferShadow* recent = recent_[address / kLine % recent_.size()];
-    return recent != nullptr && recent->Contains(address) ? recent : FindInMap(address);
+    return recent != nullptr && recent->Contains(address) ? recent : nullptr;
   }
+  // The one that contains the address, or null.
+  DeviceBufferShadow* Find(uintptr_t address);
   // The nearest in words, for messages: "12 bytes behind a buffer of 1024 bytes".
   std::string DescribeNearest(uintptr_t address) const;
 
  private:
   static constexpr size_t kLine = 1024;
-  DeviceBufferShadow* FindInMap(uintptr_t address);
 
   std::map<uintptr_t, DeviceBufferShadow> buffers_;  // by begin
   // Those found last, by address: what an address was found in, its neighbours will be.

@@ -11,9 +11,6 @@
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
-#ifdef __SANITIZE_THREAD__
-#include <sanitizer/tsan_interface.h>
-#endif
 
 namespace cuda_simulator {
 
@@ -42,12 +39,6 @@ struct FibreEntry {
   }
 };
 
-Fibre::~Fibre() {
-#ifdef __SANITIZE_THREAD__
-  if (tsan_fibre_ != nullptr && !is_callers_) __tsan_destroy_fiber(tsan_fibre_);
-#endif
-}
-
 void Fibre::Make(char* stack, size_t bytes, void (*entry)()) {
   entry_ = entry;
   stack_ = stack;
@@ -55,26 +46,12 @@ void Fibre::Make(char* stack, size_t bytes, void (*entry)()) {
   asan_stack_ = nullptr;
   context_ = fcontext::make_fcontext(stack + bytes, bytes, &FibreEntry::Enter);
   ForgetFrames(stack, bytes);
-#ifdef __SANITIZE_THREAD__
-  if (tsan_fibre_ != nullptr) __tsan_destroy_fiber(tsan_fibre_);
-  tsan_fibre_ = __tsan_create_fiber(0);
-#endif
-}
-
-void Fibre::MakeOfCaller() {
-  is_callers_ = true;
-#ifdef __SANITIZE_THREAD__
-  tsan_fibre_ = __tsan_get_current_fiber();
-#endif
 }
 
 void Fibre::SwitchTo(Fibre* next) {
   const Switch jump{this, next};
 #ifdef __SANITIZE_ADDRESS__
   __sanitizer_start_switch_fiber(&asan_stack_, next->stack_, next->stack_bytes_);
-#endif
-#ifdef __SANITIZE_THREAD__
-  __tsan_switch_to_fiber(next->tsan_fibre_, 0);
 #endif
   const fcontext::transfer_t back =
       fcontext::jump_fcontext(next->context_, const_cast<Switch*>(&jump));
@@ -113,15 +90,24 @@ namespace {
 
 const OverflowTrap* armed_trap = nullptr;  // one launch runs at a time
 
-// As if the instruction that faulted were a call; null where the processor is not known.
-const void* ReturnAddressOf(const ucontext_t& context) {
+// Makes the thread that was interrupted go on with function(where), on an empty stack. `where` is
+// what it was at, as if that were a call. False where the processor is not known.
+bool GoOnWith(void (*function)(const void*), char* stack_top, ucontext_t* context) {
+  mcontext_t& machine = context->uc_mcontext;
+  const uintptr_t top = reinterpret_cast<uintptr_t>(stack_top) / 16 * 16;
 #if defined(__x86_64__)
-  return reinterpret_cast<const char*>(context.uc_mcontext.gregs[REG_RIP]) + 1;
+  machine.gregs[REG_RDI] = machine.gregs[REG_RIP] + 1;
+  machine.gregs[REG_RSP] = static_cast<greg_t>(top - 8);  // as a call leaves it
+  machine.gregs[REG_RIP] = static_cast<greg_t>(reinterpret_cast<uintptr_t>(function));
+  return true;
 #elif defined(__aarch64__)
-  return reinterpret_cast<const char*>(context.uc_mcontext.pc) + 1;
+  machine.regs[0] = machine.pc + 1;
+  machine.sp = top;
+  machine.pc = reinterpret_cast<uintptr_t>(function);
+  return true;
 #else
-  (void)context;
-  return nullptr;
+  (void)function, (void)machine, (void)top;
+  return false;
 #endif
 }
 
@@ -131,7 +117,6 @@ OverflowTrap::OverflowTrap(const Stacks* stacks, void (*on_overflow)(const void*
     : stacks_(stacks), on_overflow_(on_overflow) {
   armed_trap = this;
   alignas(16) static char handler_stack[64 << 10];  // the fibre's is full
-  ForgetFrames(handler_stack, sizeof(handler_stack));
   stack_t stack = {};
   stack.ss_sp = handler_stack;
   stack.ss_size = sizeof(handler_stack);
@@ -150,10 +135,12 @@ OverflowTrap::~OverflowTrap() {
 
 void OverflowTrap::Handle(int, siginfo_t* info, void* context) {
   const OverflowTrap& trap = *armed_trap;
-  if (trap.stacks_->IsGuard(reinterpret_cast<uintptr_t>(info->si_addr))) {
-    const ucontext_t& where = *static_cast<const ucontext_t*>(context);
-    pthread_sigmask(SIG_SETMASK, &where.uc_sigmask, nullptr);  // what a return would do
-    trap.on_overflow_(ReturnAddressOf(where));
+  const int index = trap.stacks_->IndexBelow(reinterpret_cast<uintptr_t>(info->si_addr));
+  if (index >= 0) {
+    char* stack = trap.stacks_->stack(index);
+    const size_t bytes = trap.stacks_->bytes(index);
+    ForgetFrames(stack, bytes);
+    if (GoOnWith(trap.on_overflow_, stack + bytes, static_cast<ucontext_t*>(context))) return;
   }
   sigaction(SIGSEGV, &trap.previous_action_, nullptr);  // the access faults again
 }

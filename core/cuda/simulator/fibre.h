@@ -1,5 +1,6 @@
 // Fibres, on which CUDA threads run: their stacks, and the switch from one to another. What the
-// sanitizers and the operating system must be told of them, they are told here.
+// address sanitizer and the operating system must be told of them, they are told here. (The thread
+// sanitizer is not told: see BUILD.)
 #ifndef TFB_CORE_CUDA_SIMULATOR_FIBRE_H_
 #define TFB_CORE_CUDA_SIMULATOR_FIBRE_H_
 
@@ -15,14 +16,12 @@ class Fibre {
   Fibre() = default;
   Fibre(const Fibre&) = delete;
   Fibre& operator=(const Fibre&) = delete;
-  ~Fibre();
 
   // The first switch to it calls `entry`, which must not return, on the given stack. A fibre may be
   // made anew at any time when it does not run: what it was doing is forgotten.
   void Make(char* stack, size_t bytes, void (*entry)());
-  // The caller itself, on the stack that it has.
-  void MakeOfCaller();
-  // To be called on this fibre. Returns when another one switches to it.
+  // To be called on this fibre, or by a host thread on a fibre that was not made and stands for it
+  // from then on. Returns when another one switches to it.
   void SwitchTo(Fibre* next);
 
  private:
@@ -38,8 +37,6 @@ class Fibre {
   const void* stack_ = nullptr;
   size_t stack_bytes_ = 0;
   void* asan_stack_ = nullptr;  // the address sanitizer's
-  void* tsan_fibre_ = nullptr;  // the thread sanitizer's
-  bool is_callers_ = false;     // which that one owns
 };
 
 // Stacks in one piece of memory, each with a page below it that nobody may touch.
@@ -57,10 +54,11 @@ class Stacks {
   bool Contains(uintptr_t address) const {
     return address - reinterpret_cast<uintptr_t>(begin_) < total_bytes_;
   }
-  // Below one.
-  bool IsGuard(uintptr_t address) const {
-    return Contains(address) &&
-           (address - reinterpret_cast<uintptr_t>(begin_)) % stride_ < kPageBytes;
+  // Below which one it is; -1: below none.
+  int IndexBelow(uintptr_t address) const {
+    const uintptr_t offset = address - reinterpret_cast<uintptr_t>(begin_);
+    const bool is_below = offset < total_bytes_ && offset % stride_ < kPageBytes;
+    return is_below ? static_cast<int>(offset / stride_) : -1;
   }
 
  private:
@@ -70,8 +68,9 @@ class Stacks {
   size_t stride_ = 0;
 };
 
-// While it lives, a fibre that touches the page below its stack calls on_overflow(where), which must
-// switch to another fibre for good. Faults elsewhere are left to whoever handled them before.
+// While it lives, a fibre that touches the page below its stack goes on, on the stack as it was at
+// first, with on_overflow(where), which must not return. Faults elsewhere are left to whoever
+// handled them before. On other processors than x86-64 and AArch64 all are.
 class OverflowTrap {
  public:
   OverflowTrap(const Stacks* stacks, void (*on_overflow)(const void*));

@@ -2,17 +2,48 @@
 
 #include <cstring>
 
+namespace cuda_simulator {
+namespace {
+
+// Not inlined, so that the usual way needs no more registers than a caller leaves.
+__attribute__((noinline)) void NoteUnusual(AccessKind kind, uintptr_t address, size_t bytes,
+                                           const void* site) {
+  running_machine->checker.Check({address, bytes, kind, site});
+}
+
+template <AccessKind kKind, size_t kBytes>
+inline void NoteQuickly(void* address, const void* site) {
+  Machine* machine = running_machine;
+  const uintptr_t place = reinterpret_cast<uintptr_t>(address);
+  if (machine == nullptr || machine->block.stacks().Contains(place)) return;
+  if (machine->checker.CheckQuickly<kKind, kBytes>(place)) return;
+  NoteUnusual(kKind, place, kBytes, site);
+}
+
+}  // namespace
+}  // namespace cuda_simulator
+
+using cuda_simulator::AccessKind;
+using cuda_simulator::Note;
+using cuda_simulator::NoteQuickly;
+
 // The calls that g++ and clang put before accesses, under the names that the build gives them.
 extern "C" {
 
-#define TFB_NOTE(kind, address, bytes)                                   \
-  cuda_simulator::Note(cuda_simulator::AccessKind::kind, address, bytes, \
-                       __builtin_return_address(0))
-#define TFB_ACCESS_HOOKS(bytes)                                                                 \
-  void cuda_simulator_read##bytes(void* address) { TFB_NOTE(kRead, address, bytes); }           \
-  void cuda_simulator_write##bytes(void* address) { TFB_NOTE(kWrite, address, bytes); }         \
-  void cuda_simulator_unaligned_read##bytes(void* address) { TFB_NOTE(kRead, address, bytes); } \
-  void cuda_simulator_unaligned_write##bytes(void* address) { TFB_NOTE(kWrite, address, bytes); }
+#define TFB_SITE __builtin_return_address(0)
+#define TFB_ACCESS_HOOKS(bytes)                                \
+  void cuda_simulator_read##bytes(void* address) {             \
+    NoteQuickly<AccessKind::kRead, bytes>(address, TFB_SITE);  \
+  }                                                            \
+  void cuda_simulator_write##bytes(void* address) {            \
+    NoteQuickly<AccessKind::kWrite, bytes>(address, TFB_SITE); \
+  }                                                            \
+  void cuda_simulator_unaligned_read##bytes(void* address) {   \
+    Note(AccessKind::kRead, address, bytes, TFB_SITE);         \
+  }                                                            \
+  void cuda_simulator_unaligned_write##bytes(void* address) {  \
+    Note(AccessKind::kWrite, address, bytes, TFB_SITE);        \
+  }
 TFB_ACCESS_HOOKS(1)
 TFB_ACCESS_HOOKS(2)
 TFB_ACCESS_HOOKS(4)
@@ -20,26 +51,26 @@ TFB_ACCESS_HOOKS(8)
 TFB_ACCESS_HOOKS(16)
 #undef TFB_ACCESS_HOOKS
 
-void cuda_simulator_read_range(void* address, unsigned long bytes) {
-  if (bytes > 0) TFB_NOTE(kRead, address, bytes);
+void cuda_simulator_read_range(void* address, size_t bytes) {
+  if (bytes > 0) Note(AccessKind::kRead, address, bytes, TFB_SITE);
 }
-void cuda_simulator_write_range(void* address, unsigned long bytes) {
-  if (bytes > 0) TFB_NOTE(kWrite, address, bytes);
+void cuda_simulator_write_range(void* address, size_t bytes) {
+  if (bytes > 0) Note(AccessKind::kWrite, address, bytes, TFB_SITE);
 }
 
 // The C library's, which loops and copies of structs become.
 void* cuda_simulator_memcpy(void* to, const void* from, size_t bytes) {
-  if (bytes > 0) TFB_NOTE(kRead, from, bytes);
-  if (bytes > 0) TFB_NOTE(kWrite, to, bytes);
+  if (bytes > 0) Note(AccessKind::kRead, from, bytes, TFB_SITE);
+  if (bytes > 0) Note(AccessKind::kWrite, to, bytes, TFB_SITE);
   return std::memcpy(to, from, bytes);
 }
 void* cuda_simulator_memmove(void* to, const void* from, size_t bytes) {
-  if (bytes > 0) TFB_NOTE(kRead, from, bytes);
-  if (bytes > 0) TFB_NOTE(kWrite, to, bytes);
+  if (bytes > 0) Note(AccessKind::kRead, from, bytes, TFB_SITE);
+  if (bytes > 0) Note(AccessKind::kWrite, to, bytes, TFB_SITE);
   return std::memmove(to, from, bytes);
 }
 void* cuda_simulator_memset(void* to, int value, size_t bytes) {
-  if (bytes > 0) TFB_NOTE(kWrite, to, bytes);
+  if (bytes > 0) Note(AccessKind::kWrite, to, bytes, TFB_SITE);
   return std::memset(to, value, bytes);
 }
 

@@ -13,12 +13,12 @@
 namespace cuda_simulator {
 
 // Checks an access of the running thread. `site` is where in the kernel it happens: a return
-// address. Code outside kernels, in the same sources, may do what it likes.
+// address. Code outside kernels, in the same sources, may do what it likes, and local variables are
+// the compiler's affair.
 inline void Note(AccessKind kind, const void* address, size_t bytes, const void* site) {
   Machine* machine = running_machine;
-  if (machine == nullptr) return;
   const uintptr_t place = reinterpret_cast<uintptr_t>(address);
-  if (machine->block.stacks().Contains(place)) return;  // local variables are the compiler's
+  if (machine == nullptr || machine->block.stacks().Contains(place)) return;
   machine->checker.Check({place, bytes, kind, site});
 }
 

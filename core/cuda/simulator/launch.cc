@@ -1,4 +1,5 @@
 // Launches, and what simulator.h declares.
+#include <algorithm>
 #include <cstdlib>
 #include <utility>
 
@@ -35,9 +36,10 @@ std::string CheckShape(const LaunchShape& shape, const Settings& settings) {
                   static_cast<unsigned long long>(limit.value),
                   static_cast<unsigned long long>(limit.most));
   }
-  if (shape.shared_bytes <= settings.max_shared_bytes_per_block) return "";
+  const size_t most = std::min(settings.max_shared_bytes_per_block, Checker::kDynamicCapacity);
+  if (shape.shared_bytes <= most) return "";
   return Format("dynamic shared memory is %zu bytes a block; allowed are %zu", shape.shared_bytes,
-                settings.max_shared_bytes_per_block);
+                most);
 }
 
 // The blocks of a grid in the order n -> (n * step + first) mod count, step coprime to count: any
@@ -161,7 +163,9 @@ const std::vector<Finding>& Findings() { return TheMachine().findings.findings()
 
 Counts TotalCounts() {
   std::lock_guard<std::mutex> lock(TheMachine().mutex);
-  return TheMachine().counts;
+  Counts counts = TheMachine().counts;
+  counts.accesses = TheMachine().checker.accesses();
+  return counts;
 }
 
 std::string Describe(const Counts& counts) {

@@ -28,7 +28,7 @@ struct Machine {
 
   std::mutex mutex;  // held by launches, and changes of device memory
   Settings settings;
-  Counts counts;
+  Counts counts;  // but for accesses, which the checker counts
   FindingLog findings;
   Checker checker;
   Block block;

@@ -14,7 +14,7 @@ void Order::SyncWarp(int warp, unsigned lanes, unsigned live_lanes) {
     for (int other = 0; other < kWarp; ++other) {
       joined[other] = std::max(joined[other], seen_[(first + lane) * kWarp + other]);
     }
-    joined[lane] = std::max(joined[lane], Now(first + lane));
+    joined[lane] = std::max(joined[lane], TimeOf(first + lane));
   }
   ++last_;
   for (int lane = 0; lane < kWarp; ++lane) {

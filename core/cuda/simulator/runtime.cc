@@ -90,7 +90,7 @@ cudaError_t cudaFree(void* memory) {
 
 namespace {
 
-// The buffer that copies and fills of so many bytes are bound to, as kernels are; null: there is none.
+// The buffer that these bytes are in, which copies and fills must not leave; null: there is none.
 DeviceBufferShadow* BufferOf(const void* memory, size_t bytes) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(memory);
   DeviceBufferShadow* buffer = TheMachine().checker.device_memory.Find(address);

@@ -27,11 +27,11 @@ void SharedShadow::Reset() {
 }
 
 SharedShadow::Verdict SharedShadow::Access(uintptr_t address, size_t bytes, AccessKind kind,
-                                           int thread, int* other) {
+                                           int* other) {
   Verdict worst = Verdict::kFine;
   const auto touch = [&](Cell* cell) {
     int whose = kSeveral;
-    const Verdict verdict = Touch(cell, kind, thread, &whose);
+    const Verdict verdict = Touch(cell, kind, &whose);
     if (verdict <= worst) return;
     worst = verdict;
     *other = whose;
@@ -63,82 +63,71 @@ SharedShadow::Cell* SharedShadow::Split(size_t granule) {
   return splits_[split].data();
 }
 
-SharedShadow::Verdict SharedShadow::Touch(Cell* cell, AccessKind kind, int thread, int* other) {
+SharedShadow::Verdict SharedShadow::Touch(Cell* cell, AccessKind kind, int* other) {
   Verdict verdict = Verdict::kFine;
   if (cell->write < order_.block_start()) {
     if (kind == AccessKind::kRead || kind == AccessKind::kAtomic) verdict = Verdict::kUnwritten;
-  } else if (!(kind == AccessKind::kAtomic && cell->atomic) && !WriteIsBefore(*cell, thread)) {
+  } else if (!(kind == AccessKind::kAtomic && cell->atomic) && !WriteIsBefore(*cell)) {
     verdict = Verdict::kRaceWithWrite;
     *other = cell->writer < kLanes ? cell->writer : kSeveral;
   } else if (cell->in_flight && kind != AccessKind::kCopyEnd) {
     verdict = Verdict::kInFlight;
   }
   if (kind == AccessKind::kRead) {
-    NoteRead(cell, thread);
+    NoteRead(cell);
     return verdict;
   }
   if (verdict < Verdict::kRaceWithRead && cell->read >= order_.barrier()) {
-    const int reader = ReaderNotBefore(*cell, thread);
+    const int reader = ReaderNotBefore(*cell);
     if (reader >= 0) {
       verdict = Verdict::kRaceWithRead;
       *other = reader;
     }
   }
-  NoteWrite(cell, kind, thread);
+  NoteWrite(cell, kind);
   return verdict;
 }
 
-bool SharedShadow::WriteIsBefore(const Cell& cell, int thread) const {
-  if (cell.writer < kLanes) return order_.IsBefore(cell.write, cell.writer, thread);
+bool SharedShadow::WriteIsBefore(const Cell& cell) const {
+  if (cell.writer < kLanes) return order_.IsBefore(cell.write, cell.writer);
   if (cell.write < order_.barrier()) return true;
   // Of several, concurrent: whoever has not synced since knows nothing of one of them.
-  return cell.writer != kWarps && cell.writer - kLanes == thread / kWarp &&
-         cell.write < order_.Now(thread);
+  return cell.writer != kWarps && cell.writer - kLanes == order_.warp() &&
+         cell.write < order_.now();
 }
 
-void SharedShadow::NoteRead(Cell* cell, int thread) {
-  const int warp = thread / kWarp;
-  const uint32_t lane = 1u << thread % kWarp;
-  const Stamp now = order_.Now(thread);
-  if (cell->read < order_.barrier() ||
-      (cell->warp == warp && cell->stranger == 0 && cell->read < order_.warp_barrier(warp))) {
-    cell->read = now;
-    cell->lanes = lane;
-    cell->warp = static_cast<uint8_t>(warp);
-    cell->stranger = 0;
-  } else if (cell->warp == warp) {
-    cell->lanes |= lane;
-    cell->read = std::min(cell->read, now);
-  } else {
-    cell->stranger = static_cast<uint16_t>(thread + 1);
-  }
-}
-
-int SharedShadow::ReaderNotBefore(const Cell& cell, int thread) const {
-  const int warp = thread / kWarp;
+int SharedShadow::ReaderNotBefore(const Cell& cell) const {
+  const int warp = order_.warp();
   if (cell.warp != warp) return cell.warp * kWarp + __builtin_ctz(cell.lanes);
   if (cell.stranger != 0) return cell.stranger - 1;
   for (uint32_t lanes = cell.lanes; lanes != 0; lanes &= lanes - 1) {
     const int reader = warp * kWarp + __builtin_ctz(lanes);
-    if (!order_.IsBefore(cell.read, reader, thread)) return reader;
+    if (!order_.IsBefore(cell.read, reader)) return reader;
   }
   return -1;
 }
 
-void SharedShadow::NoteWrite(Cell* cell, AccessKind kind, int thread) {
-  const bool atomic = kind == AccessKind::kAtomic;
-  uint16_t writer = static_cast<uint16_t>(thread);
-  Stamp now = order_.Now(thread);
-  if (atomic && cell->atomic && cell->write >= order_.block_start() &&
-      !WriteIsBefore(*cell, thread)) {
-    const int warp = thread / kWarp;
-    const bool same_warp =
-        cell->writer < kLanes ? cell->writer / kWarp == warp : cell->writer == kLanes + warp;
-    writer = same_warp ? static_cast<uint16_t>(kLanes + warp) : kWarps;
-    now = std::max(now, cell->write);
+void SharedShadow::NoteWrite(Cell* cell, AccessKind kind) {
+  uint16_t writer = static_cast<uint16_t>(order_.thread());
+  Stamp now = order_.now();
+  bool atomic = false;
+  if (kind != AccessKind::kAtomic) {
+    cell->read = 0;  // whoever is in order with this write is in order with those reads
+  } else if (cell->write < order_.block_start()) {
+    atomic = true;
+  } else if (!cell->atomic) {
+    atomic = cell->writer != writer || cell->write < now;  // its own plain write still counts
+  } else {
+    atomic = true;
+    if (!WriteIsBefore(*cell)) {
+      const int warp = order_.warp();
+      const bool same_warp =
+          cell->writer < kLanes ? cell->writer / kWarp == warp : cell->writer == kLanes + warp;
+      writer = same_warp ? static_cast<uint16_t>(kLanes + warp) : kWarps;
+      now = std::max(now, cell->write);
+    }
   }
   cell->write = now;
-  cell->read = 0;
   cell->writer = writer;
   cell->atomic = atomic;
   cell->in_flight = kind == AccessKind::kCopyBegin;

@@ -1,7 +1,8 @@
-// What the simulator knows of each byte of a block's shared memory: who wrote it, who read it since.
+// What is known of each byte of a block's shared memory: who wrote it, and who has read it since.
 #ifndef TFB_CORE_CUDA_SIMULATOR_SHARED_SHADOW_H_
 #define TFB_CORE_CUDA_SIMULATOR_SHARED_SHADOW_H_
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -42,8 +43,22 @@ class SharedShadow {
     kRaceWithRead,   // of `*other`
     kRaceWithWrite,  // of `*other`
   };
-  // Of the worst byte. `other` receives a thread, or kSeveral; the access lies within bytes().
-  Verdict Access(uintptr_t address, size_t bytes, AccessKind kind, int thread, int* other);
+  // An access of the running thread, within bytes(). Tells of the worst byte; `other` receives a
+  // thread, or kSeveral.
+  Verdict Access(uintptr_t address, size_t bytes, AccessKind kind, int* other);
+  // True if it is one of the most usual ones, and is noted: a read of what was written in this
+  // block before the last barrier, or the first write since. Otherwise Access tells.
+  template <AccessKind kKind, size_t kBytes>
+  bool AccessQuickly(uintptr_t address) {
+    const size_t at = address - begin_;
+    if (at % kBytes != 0 || kBytes > bytes_ - at) return false;
+    Granule* granule = &granules_[at / 4];
+    if (kBytes < 4) return TouchBytesQuickly<kKind>(granule->split, at % 4, kBytes);
+    for (size_t part = 0; part < kBytes / 4; ++part, ++granule) {
+      if (granule->split != 0 || !TouchQuickly<kKind>(&granule->cell)) return false;
+    }
+    return true;
+  }
   static constexpr int kSeveral = -1;
 
  private:
@@ -65,11 +80,49 @@ class SharedShadow {
     uint32_t split = 0;  // where in splits_ its bytes have cells of their own; 0: they have not
   };
 
-  Verdict Touch(Cell* cell, AccessKind kind, int thread, int* other);
-  bool WriteIsBefore(const Cell& cell, int thread) const;
-  void NoteRead(Cell* cell, int thread);
-  void NoteWrite(Cell* cell, AccessKind kind, int thread);
-  int ReaderNotBefore(const Cell& cell, int thread) const;  // or -1
+  template <AccessKind kKind>
+  bool TouchQuickly(Cell* cell) {
+    if (cell->in_flight || cell->write >= order_.barrier()) return false;
+    if (kKind == AccessKind::kRead) {
+      if (cell->write < order_.block_start()) return false;
+      NoteRead(cell);
+      return true;
+    }
+    if (kKind != AccessKind::kWrite || cell->read >= order_.barrier()) return false;
+    cell->write = order_.now();
+    cell->writer = static_cast<uint16_t>(order_.thread());
+    cell->atomic = false;
+    return true;
+  }
+  template <AccessKind kKind>
+  bool TouchBytesQuickly(uint32_t split, size_t first, size_t count) {
+    if (split == 0) return false;
+    Cell* cells = &splits_[split][first];
+    for (size_t byte = 0; byte < count; ++byte) {
+      if (!TouchQuickly<kKind>(&cells[byte])) return false;
+    }
+    return true;
+  }
+  void NoteRead(Cell* cell) {
+    const int warp = order_.warp();
+    const uint32_t lane = 1u << order_.thread() % kWarp;
+    if (cell->read < order_.barrier() ||
+        (cell->warp == warp && cell->stranger == 0 && cell->read < order_.warp_barrier())) {
+      cell->read = order_.now();
+      cell->lanes = lane;
+      cell->warp = static_cast<uint8_t>(warp);
+      cell->stranger = 0;
+    } else if (cell->warp == warp) {
+      cell->lanes |= lane;
+      cell->read = std::min(cell->read, order_.now());
+    } else {
+      cell->stranger = static_cast<uint16_t>(order_.thread() + 1);
+    }
+  }
+  Verdict Touch(Cell* cell, AccessKind kind, int* other);
+  bool WriteIsBefore(const Cell& cell) const;
+  void NoteWrite(Cell* cell, AccessKind kind);
+  int ReaderNotBefore(const Cell& cell) const;  // or -1
   Cell* Split(size_t granule);
 
   const uintptr_t begin_;

@@ -19,9 +19,9 @@ enum class FindingKind {
   kUnwrittenRead,     // of shared or device memory that nothing has written
   kRace,              // in shared memory: two threads, at least one writes, no barrier between
   kDivergentBarrier,  // not all threads of a block, or lanes of a mask, reach it
-  kLaneOutsideMask,  // a shuffle from or by a lane that its mask does not name, or that has finished
-  kBadLaunch,        // a grid, block or shared memory beyond the limits of a GPU
-  kStackOverflow,    // of a thread, beyond Settings::stack_bytes
+  kLaneOutsideMask,   // a shuffle by or from a lane that its mask does not name, or that is gone
+  kBadLaunch,         // a grid, block or shared memory beyond the limits of a GPU
+  kStackOverflow,     // of a thread, beyond Settings::stack_bytes
 };
 const char* Name(FindingKind kind);  // "out of bounds", "race", ...
 
@@ -44,8 +44,8 @@ struct Finding {
 uint64_t SeedOfEnvironment();
 
 struct Settings {
-  // Of the order in which blocks, and threads between two barriers, run. A launch's order depends on
-  // this and on its shape alone.
+  // Of the order in which blocks, and threads between two barriers, run. A launch's order depends
+  // on this and on its shape alone.
   uint64_t seed = SeedOfEnvironment();
   // A launch stops at the end of a block that brings it to so many; at once where going on would
   // touch memory that is not the kernel's.
@@ -82,8 +82,8 @@ Counts TotalCounts();
 // 0 findings"
 std::string Describe(const Counts& counts);
 
-// Memory that kernels may access, besides what cudaMalloc gives. `written` says whether its contents
-// count as written.
+// Memory that kernels may access, besides what cudaMalloc gives. `written` says whether its
+// contents count as written.
 void RegisterBuffer(const void* begin, size_t bytes, bool written);
 void UnregisterBuffer(const void* begin);
 

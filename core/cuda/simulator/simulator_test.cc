@@ -194,7 +194,8 @@ TEST(UnwrittenRead, OfSharedMemoryIsFound) {
   ExpectAt(finding, {0, 0, 0}, {7, 0, 0});
   EXPECT_THAT(
       finding.message,
-      HasSubstr("reads 4 bytes at byte 28 of shared shared of 32 bytes, which nothing wrote"));
+      HasSubstr(
+          "reads 4 bytes at byte 28 of the shared variable row (32 bytes), which nothing wrote"));
   Find("ReadDynamicShared", FindingKind::kUnwrittenRead);
   for (const uint64_t seed : {1, 2, 3, 4}) {  // whichever block is first
     ConfigureSeed(seed);
@@ -473,8 +474,8 @@ TEST(Sound, VotesOfWholeAndPartialMasks) {
 }
 
 TEST(Sound, LanesAndWarpsThatReturnOrAreNotThere) {
-  Values output(false);
   ExpectSound("LanesReturnEarly", 24, [](int i) { return In(i ^ 1); });
+  ExpectSound("OneReturnsTwoWait", 31, [](int i) { return In(i < 16 ? 15 - i : 46 - i); });
   ExpectSound("WarpsReturnEarly", 32, [](int i) { return In(i + 32); });
   ExpectSound("HalfWarpAtTheEnd", 48, [](int i) { return In(i ^ 7) + In((47 - i) ^ 8); });
 }

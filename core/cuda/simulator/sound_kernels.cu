@@ -91,6 +91,17 @@ __global__ void LanesReturnEarly(const float* input, float* output) {
   output[t] = __shfl_xor_sync(~0u, input[t], 1);
 }
 
+// Two groups wait for a lane that then returns.
+__global__ void OneReturnsTwoWait(const float* input, float* output) {
+  __shared__ float row[32];
+  const unsigned t = threadIdx.x;
+  if (t == 31) return;
+  const unsigned mask = t < 16 ? 0x8000ffffu : 0xffff0000u;
+  row[t] = input[t];
+  __syncwarp(mask);
+  output[t] = row[t < 16 ? 15 - t : 46 - t];
+}
+
 // The block has a warp and a half.
 __global__ void HalfWarpAtTheEnd(const float* input, float* output) {
   __shared__ float row[48];
@@ -391,6 +402,7 @@ const struct {
     {"Shuffles", &LaunchOf<&Shuffles, 1, 64>},
     {"Votes", &LaunchOf<&Votes, 1, 64>},
     {"LanesReturnEarly", &LaunchOf<&LanesReturnEarly, 1, 64>},
+    {"OneReturnsTwoWait", &LaunchOf<&OneReturnsTwoWait, 1, 32>},
     {"HalfWarpAtTheEnd", &LaunchOf<&HalfWarpAtTheEnd, 1, 48>},
     {"WarpsReturnEarly", &LaunchOf<&WarpsReturnEarly, 1, 64>},
     {"StaticAndDynamicShared", &LaunchOf<&StaticAndDynamicShared, 1, 64, 64 * sizeof(float)>},

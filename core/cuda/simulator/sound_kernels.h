@@ -10,11 +10,11 @@ namespace tfb {
 struct SoundKernels {
   // The kernel of sound_kernels.cu that has this name, on buffers of 64 floats.
   const char* (*run)(const char* name, const float* input, float* output);
-  // c = a b, of 16 x 16 and 16 x 8 row-major float32 numbers rounded to bf16 or f16, in ldmatrix and
-  // mma. With `transposed`, a is given as its transpose.
+  // c = a b, of 16 x 16 and 16 x 8 row-major float32 numbers rounded to bf16 or f16, in ldmatrix
+  // and mma. With `transposed`, a is given as its transpose.
   const char* (*multiply)(const float* a, const float* b, float* c, bool is_bf16, bool transposed);
-  // What the benchmark times: c = a b of n x n floats, n a multiple of 32, in tiles of shared memory;
-  // `count` barriers in blocks of 256 threads; `count` shuffles in them.
+  // What the benchmark times: c = a b of n x n floats, n a multiple of 32, in tiles of shared
+  // memory; `count` barriers in blocks of 256 threads; `count` shuffles in them.
   const char* (*multiply_in_tiles)(const float* a, const float* b, float* c, int n);
   const char* (*sync_often)(float* output, int count);
   const char* (*shuffle_often)(float* output, int count);

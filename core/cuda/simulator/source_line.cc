@@ -40,8 +40,8 @@ std::string OutputOf(std::vector<std::string> arguments) {
   return output;
 }
 
-// "/a/b/flash.cu:88 (discriminator 2)" as "flash.cu:88"; empty for "??:0" and for what is no line of
-// a kernel: CUDA's language as the simulator has it.
+// "/a/b/flash.cu:88 (discriminator 2)" as "flash.cu:88"; empty for "??:0" and for what is no line
+// of a kernel: CUDA's language as the simulator has it.
 std::string ShortLine(const std::string& line) {
   const size_t slash = line.rfind('/');
   std::string text = slash == std::string::npos ? line : line.substr(slash + 1);

@@ -1,0 +1,1174 @@
+// Engine flash on tensor cores, for bf16 and f16: mma.sync m16n8k16 with f32 sums, sm_80 and later.
+//
+// A block does one tile of 128 queries of one head, the way of FlashAttention-2 (Dao,
+// arXiv:2307.08691v1, section 3.3): each warp has queries of its own and all 64 keys of a tile, so
+// that scores, probabilities and the output never leave its registers. Accumulators of scores are
+// laid out as the left operand of the next product wants probabilities.
+//
+//   shared memory   queries 128 x D, and a ring of three tiles of 64 x D. While a warp multiplies
+//                   with keys t, values t and keys t + 1 are on their way; while it multiplies with
+//                   values t, keys t + 1 and values t + 1 are. 640 D bytes: 20, 40, 80, 160 KiB
+//   reading it      a warp of 32 queries reads 2 x 64 D x 2 B of keys and values and 32 D x 2 B of
+//                   queries, for 2 x 32 x 64 x D multiply-adds: 10 D cycles a block's tile, at 128 B
+//                   a cycle, against 16 D of sm_80's tensor cores. With 16 queries a warp it would
+//                   be 18 D; D = 256 has them since its output takes 128 registers so, and so have
+//                   relative keys at D = 128
+//   registers       of 32 queries: output D, scores 64 a thread. Two blocks of a multiprocessor, of
+//                   which one multiplies while the other exponentiates
+//
+// 16-byte chunks of a row are exchanged by the row's number, so that neither copies nor ldmatrix
+// meet two rows in a bank.
+//
+// What is rounded to 16 bits: the inputs, probabilities (in [0, 1]; their sum is of what they were
+// before, as FlashAttention has it), and the output. Sums over keys go tile by tile in the order of
+// the schedule: the result is the same bit by bit in every run.
+#ifndef TFB_CORE_FLASH_FLASH_MMA_CUH_
+#define TFB_CORE_FLASH_FLASH_MMA_CUH_
+
+#include <string.h>
+
+#include "core/flash/flash_tile.cuh"
+
+namespace tfb {
+namespace {
+
+constexpr int kQueries = kFlashQueries16;
+constexpr float kLog2E = 1.44269504f;
+constexpr float kLn2 = 0.693147181f;
+
+// What a kernel makes of scaled products of queries and keys.
+enum class Rule {
+  kNone,          // nothing
+  kTables,        // any part of a score rule but
+  kRelativeKeys,  // these
+};
+
+// ---- What bf16 and f16 differ in ----
+
+template <class T>
+struct Sixteen;
+
+template <>
+struct Sixteen<__nv_bfloat16> {
+  static constexpr Element kElement = Element::kBf16;
+  static constexpr unsigned kExponent = 0x7f80;  // all ones: infinite, or no number
+  __device__ static float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
+  __device__ static __nv_bfloat162 Round(float x, float y) { return __floats2bfloat162_rn(x, y); }
+  __device__ static void Multiply(float d[4], const unsigned a[4], const unsigned b[2]) {
+    MmaM16N8K16Bf16(d, a, b);
+  }
+};
+
+template <>
+struct Sixteen<__half> {
+  static constexpr Element kElement = Element::kF16;
+  static constexpr unsigned kExponent = 0x7c00;
+  __device__ static float ToFloat(__half x) { return __half2float(x); }
+  __device__ static __half2 Round(float x, float y) { return __floats2half2_rn(x, y); }
+  __device__ static void Multiply(float d[4], const unsigned a[4], const unsigned b[2]) {
+    MmaM16N8K16F16(d, a, b);
+  }
+};
+
+// Two numbers as operands of products have them, the first in the low half.
+template <class T>
+__device__ inline unsigned Pair(float low, float high) {
+  const auto rounded = Sixteen<T>::Round(low, high);
+  unsigned pair;
+  memcpy(&pair, &rounded, sizeof(pair));
+  return pair;
+}
+template <class T>
+__device__ inline float Half(unsigned pair, int which) {
+  const unsigned short bits = static_cast<unsigned short>(pair >> 16 * which);
+  T half;
+  memcpy(&half, &bits, sizeof(half));
+  return Sixteen<T>::ToFloat(half);
+}
+// Bit 15 and bit 31 of the result: whether the low and the high number are infinite or none. Adding
+// one to an exponent of ones carries into the sign's place, which was cleared.
+template <class T>
+__device__ inline unsigned NonFinite(unsigned pair) {
+  constexpr unsigned kExponents = Sixteen<T>::kExponent * 0x10001u;
+  constexpr unsigned kOnes = (0x8000u - Sixteen<T>::kExponent) * 0x10001u;
+  return ((pair & kExponents) + kOnes) & 0x80008000u;
+}
+
+// 2^x, to two units in the last place; results below 2^-126 are 0.
+__device__ inline float Exp2(float x) {
+#ifdef __CUDACC__
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return exp2f(x);
+#endif
+}
+
+// log2(x), with an error of 2^-22 near 1.
+__device__ inline float Log2(float x) {
+#ifdef __CUDACC__
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return log2f(x);
+#endif
+}
+
+// 16 bytes to shared memory, begun but not done: see __pipeline_commit. Zeros where they do not
+// exist. Both addresses are multiples of 16.
+__device__ inline void CopyAsync(void* to, const void* from, bool exist) {
+#ifdef __CUDACC__
+  const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               :
+               : "r"(address), "l"(from), "r"(exist ? 16 : 0)
+               : "memory");
+#else
+  __pipeline_memcpy_async(to, from, 16, exist ? 0 : 16);
+#endif
+}
+
+// x. What follows from it is computed here, not before a loop and kept in registers through it.
+__device__ inline unsigned Anew(unsigned x) {
+#ifdef __CUDACC__
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
+// ---- Shapes ----
+
+template <int kDim, Rule kRule>
+struct MmaShape {
+  static constexpr int kWarps =
+      kDim == 256 || (kDim == 128 && kRule == Rule::kRelativeKeys) ? 8 : 4;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kBlocks = kWarps == 8 ? 1 : kDim == 32 ? 3 : 2;  // of a multiprocessor
+  static constexpr int kWarpRows = kQueries / kWarps;
+  static constexpr int kRowTiles = kWarpRows / 16;  // of products, one above the other
+
+  static constexpr int kRowBytes = kDim * 2;
+  static constexpr int kTileBytes = kKeys * kRowBytes;
+  static constexpr int kRingBytes = 3 * kTileBytes;
+  // The output, when all is done, takes the place of queries and ring. A row's pad keeps rows of
+  // neighbouring lanes in other banks, and holds the row's sum and maximum.
+  static constexpr int kOutputRow = kDim + 8;  // floats
+  static_assert(kQueries * kOutputRow * 4 <= kQueries * kRowBytes + kRingBytes, "no room");
+};
+
+// Offset of 16-byte chunk `chunk` of row `row` in rows of kDim 16-bit numbers.
+template <int kDim>
+__device__ inline int ChunkOffset(int row, int chunk) {
+  const int exchange = kDim == 32 ? row >> 1 & 3 : row & 7;
+  return row * (kDim * 2) + (chunk ^ exchange) * 16;
+}
+// From the offset of chunk 0 or 1 of a row, that of the chunk `chunks` further on, an even number:
+// with a constant, one instruction or none.
+template <int kDim>
+__device__ inline int ChunksOn(int offset, int chunks) {
+  constexpr int kExchanged = kDim == 32 ? 3 : 7;
+  return (offset ^ (chunks & kExchanged) * 16) + (chunks & ~kExchanged) * 16;
+}
+
+// A tile of keys as a block wants it.
+struct alignas(16) MmaTile {
+  int index;           // -1: none, the last one is done
+  int mask;            // as in KeyTile
+  unsigned first_row;  // of k and v, or of their order
+  int unused;
+};
+
+// A block's shared memory. What its threads have in common lies there, since registers are scarce:
+// all that takes a division, found once a task by one thread.
+template <int kDim, Rule kRule>
+struct MmaShared {
+  using Shape = MmaShape<kDim, kRule>;
+  struct Common {
+    MmaTile tiles[4];  // n at n % 4, from the tile that is worked on to two further on
+    int64_t index;     // of the task
+    FlashTask task;
+    WalkState walk;  // thread 0's
+    // Of the task's head.
+    int64_t keys;  // offset in k, in elements
+    int64_t values;
+    const int32_t* query_order;  // null: token n
+    const int32_t* key_order;
+    const uint8_t* key_mask;
+    int64_t ring_begin;  // the tile of the ring that is the first one's place
+    int first_query;
+    int tile_with_non_finite;  // the last
+  };
+  struct CommonOfRule : Common {
+    const float* multipliers;  // of offset e at e + query_position
+    const float* biases;
+    float slope;   // 1 / ramp
+    float widest;  // of the limits
+    float narrowest;
+    float limit[kQueries];  // of the soft span
+    float key_bias[kKeys];  // u . k
+  };
+  struct CommonOfRelativeKeys : CommonOfRule {
+    const uint4* relative_keys;
+    float offset_bias[256];  // w . r of offset e + query_position at that modulo 256
+  };
+
+  unsigned char* queries;
+  unsigned char* ring;
+  CommonOfRelativeKeys* common;  // as much of it as the rule has
+
+  __device__ explicit MmaShared(unsigned char* memory)
+      : queries(memory),
+        ring(memory + kQueries * Shape::kRowBytes),
+        common(reinterpret_cast<CommonOfRelativeKeys*>(ring + Shape::kRingBytes)) {}
+  static constexpr size_t Bytes() {
+    return kQueries * Shape::kRowBytes + Shape::kRingBytes +
+           (kRule == Rule::kNone     ? sizeof(Common)
+            : kRule == Rule::kTables ? sizeof(CommonOfRule)
+                                     : sizeof(CommonOfRelativeKeys));
+  }
+};
+
+// Whether rows of a tensor are whole 16-byte chunks of the kernel's type, for copies as they are.
+struct InChunks {
+  bool q;
+  bool k;
+  bool v;
+  bool out;
+};
+
+// The rows of a head's relative keys from one offset on, zeros where there is none.
+class RelativeRows {
+ public:
+  // `offset` + query_position is that of the first row.
+  __device__ RelativeRows(const DeviceScoreRule& rule, const uint4* rows, int offset) {
+    const DeviceRelativeKeys& keys = rule.relative_keys;
+    rows_ = static_cast<int>(keys.high - keys.low) + 1;
+    chunks_ = static_cast<int>(keys.row) / 8;
+    row_ = static_cast<int>(offset - rule.query_position - keys.low);
+    chunk_ = rows + static_cast<int64_t>(row_) * chunks_;
+  }
+  __device__ uint4 Chunk(int chunk) const {
+    const bool exists =
+        static_cast<unsigned>(row_) < static_cast<unsigned>(rows_) && chunk < chunks_;
+    return exists ? __ldg(chunk_ + chunk) : make_uint4(0, 0, 0, 0);
+  }
+  __device__ void Advance(int rows) {
+    row_ += rows;
+    chunk_ += rows * chunks_;
+  }
+
+ private:
+  const uint4* chunk_;
+  int row_;
+  int rows_;
+  int chunks_;
+};
+
+// ---- One task ----
+
+template <class T, int kDim, Rule kRule>
+class FlashMmaBlock {
+ public:
+  using Shape = MmaShape<kDim, kRule>;
+  using Shared = MmaShared<kDim, kRule>;
+
+  __device__ FlashMmaBlock(const FlashArguments& a, const InChunks& in_chunks, const Shared& shared)
+      : a_(a),
+        in_chunks_(in_chunks),
+        shared_(shared),
+        common_(*shared.common),
+        thread_(threadIdx.x) {}
+
+  __device__ void Run(int64_t task) {
+    Begin(task);
+    Clear();
+    // Keys of tile n are in slot 2 n of the ring, values in slot 2 n + 1, modulo 3.
+    int slot = 0;
+    for (int n = 0;; ++n) {
+      const MmaTile tile = common_.tiles[n % 4];
+      if (tile.index < 0) break;
+      __pipeline_wait_prior(1);
+      __syncthreads();  // keys are there; values of the last tile are done with
+      const int value_slot = slot == 2 ? 0 : slot + 1, next_slot = slot == 0 ? 2 : slot - 1;
+      StartKeys(n + 1, next_slot);
+      if (thread_ == 0) common_.tiles[(n + 2) % 4] = NextTile();
+      const bool hides = HidesByRule(tile);
+      const bool whole = !hides && AllTokens(a_, tile.index);
+      if (kRule != Rule::kNone) FindColumnBiases(n, slot);
+      thread_ = Anew(thread_);
+      Scores score;
+      RowValues minus;
+      Score(tile, slot, score);
+      if (kRule != Rule::kNone) ApplyRule(tile, score);
+      if (!whole) Hide(tile, score);
+      Shift(score, minus);
+      __pipeline_wait_prior(1);
+      if (hides) NoteNonFinite(value_slot, n);
+      __syncthreads();  // values are there; keys are done with
+      if (hides && common_.tile_with_non_finite == n) SetAsideNonFinite(tile, value_slot);
+      StartValues(n + 1, slot);
+      AddValues(value_slot, score, minus);
+      slot = next_slot;
+    }
+    Store();
+  }
+
+ private:
+  static constexpr int kRowTiles = Shape::kRowTiles;
+  static constexpr int kKeyTiles = kKeys / 8;                        // of products, side by side
+  static constexpr int kOutputTiles = kDim / 8;                      // the same of the output
+  static constexpr int kChunks = kDim / 8;                           // of a row
+  static constexpr int kRowThreads = kChunks < 8 ? kChunks : 8;      // that copy a row
+  static constexpr int kCopiedRows = Shape::kThreads / kRowThreads;  // at a time
+
+  static constexpr int kOffsetChunks = kDim == 256   ? 4
+                                       : kDim == 128 ? 8
+                                                     : kChunks;  // of relative keys at a time
+  using Scores = float[kRowTiles][kKeyTiles][4];
+  using RowValues = float[kRowTiles][2];
+
+  __device__ int lane() const { return static_cast<int>(thread_ % 32); }
+  __device__ int warp_row() const {  // the warp's first query
+    return static_cast<int>(thread_ / 32) * Shape::kWarpRows;
+  }
+  // Of the products of 16 rows, a lane has row() and that 8 below; of every 8 columns, column() and
+  // the next one.
+  __device__ int row() const { return lane() / 4; }
+  __device__ int column() const { return lane() % 4 * 2; }
+  __device__ int RowOf(int row_tile, int half) const {
+    return warp_row() + row_tile * 16 + half * 8 + row();
+  }
+  __device__ unsigned char* Slot(int slot) const { return shared_.ring + slot * Shape::kTileBytes; }
+
+  __device__ void Clear() {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      sum_[m][0] = sum_[m][1] = 0;
+      maximum_[m][0] = maximum_[m][1] = NegativeInfinity();
+#pragma unroll
+      for (int n = 0; n < kOutputTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output_[m][n][e] = 0;
+      }
+    }
+  }
+
+  // ---- What is to be done ----
+
+  __device__ void Begin(int64_t index) {
+    if (thread_ == 0) FindTask(index);
+    __syncthreads();
+    FindSpan();
+    if (thread_ == 0) {
+      common_.tiles[0] = NextTile();
+      common_.tiles[1] = NextTile();
+    }
+    __syncthreads();
+    StartQueries();
+    StartKeys(0, 0);
+    StartValues(0, 1);
+  }
+
+  __device__ void FindTask(int64_t index) {
+    const FlashTask task = TaskOf(a_, index);
+    common_.index = index;
+    common_.task = task;
+    common_.walk.Begin(a_, task, kQueries);
+    common_.keys = task.batch * a_.k.strides[0] + task.kv_head * a_.k.strides[1];
+    common_.values = task.batch * a_.v.strides[0] + task.kv_head * a_.v.strides[1];
+    common_.query_order = OrderOf(a_.query_order, task.batch, task.head);
+    common_.key_order = OrderOf(a_.key_order, task.batch, task.kv_head);
+    common_.key_mask =
+        a_.key_mask == nullptr ? nullptr : a_.key_mask + task.batch * a_.key_mask_strides[0];
+    common_.ring_begin = a_.ring_tiles > 0 ? a_.first_tile % a_.ring_tiles : 0;
+    common_.first_query = static_cast<int>(task.query_tile) * kQueries;
+    common_.tile_with_non_finite = -1;
+    const DeviceScoreRule& rule = a_.rule;
+    if (kRule != Rule::kNone) {
+      common_.multipliers = EntriesOf(rule.relu_multiplier);
+      common_.biases = EntriesOf(rule.bias);
+      common_.slope = 1 / rule.ramp;
+    }
+    if (kRule == Rule::kRelativeKeys) {
+      const DeviceRelativeKeys& keys = rule.relative_keys;
+      common_.relative_keys = static_cast<const uint4*>(keys.rows) +
+                              task.head % keys.heads * (keys.high - keys.low + 1) * (keys.row / 8);
+    }
+  }
+  __device__ static const int32_t* OrderOf(const DeviceTokenOrder& order, int64_t b, int64_t h) {
+    if (order.tokens == nullptr) return nullptr;
+    return order.tokens + b * order.batch_stride + h / order.group * order.head_stride;
+  }
+  __device__ const float* EntriesOf(const DeviceDistanceTable& table) const {
+    if (table.values == nullptr) return nullptr;
+    return table.values + common_.task.head % table.heads * table.row;
+  }
+
+  // The next tile of which any query sees a key, as far as spans are concerned.
+  __device__ MmaTile NextTile() {
+    WalkState& walk = common_.walk;
+    while (walk.Next(a_.schedule)) {
+      const KeyTile tile = walk.key_tile(a_.schedule);
+      if (has_span() && WithinSpan(common_.widest, tile.index) == 0) continue;
+      return {tile.index, tile.mask, FirstRow(tile.index), 0};
+    }
+    walk.left = 0;
+    return {-1, TileRun::kFull, 0, 0};
+  }
+
+  // As FirstKeyRow, without a division.
+  __device__ unsigned FirstRow(int64_t tile) const {
+    if (a_.ring_tiles > 0) {
+      tile += common_.ring_begin;
+      if (tile >= a_.ring_tiles) tile -= a_.ring_tiles;
+    }
+    return static_cast<unsigned>(tile * kKeys);
+  }
+
+  // ---- Copies ----
+
+  // Calls act(row) for the rows, of kRows, of which this thread copies chunks.
+  template <int kRows, class Act>
+  __device__ void ForEachRow(const Act& act) {
+#pragma unroll
+    for (int r = 0; r < kRows; r += kCopiedRows) {
+      act(r + static_cast<int>(thread_ / kRowThreads));
+    }
+  }
+  // Calls act(chunk) for those of a row.
+  template <class Act>
+  __device__ void ForEachChunk(const Act& act) {
+#pragma unroll
+    for (int c = 0; c < kChunks; c += kRowThreads) {
+      act(c + static_cast<int>(thread_ % kRowThreads));
+    }
+  }
+
+  // Copies rows from `offset` elements into the tensor on, of which row r is that of token
+  // token_of(r): zeros where that is below 0, and beyond the last channel.
+  template <int kRows, class TokenOfRow>
+  __device__ void StartRows(unsigned char* to, const DeviceView& view, int64_t offset, int channels,
+                            const TokenOfRow& token_of) {
+    const T* rows = static_cast<const T*>(view.data) + offset;
+    ForEachRow<kRows>([&](int r) {
+      const int64_t token = token_of(r);
+      const T* from = rows + (token < 0 ? 0 : token) * view.strides[2];
+      ForEachChunk([&](int c) {
+        CopyAsync(to + ChunkOffset<kDim>(r, c), from + c * 8, token >= 0 && c * 8 < channels);
+      });
+    });
+  }
+  // The same of the rows of a tile of keys that are all there, one after the other.
+  __device__ void StartConsecutiveRows(unsigned char* to, const DeviceView& view, int64_t offset,
+                                       int channels, unsigned first) {
+    const int64_t row = first + thread_ / kRowThreads;
+    const T* from = static_cast<const T*>(view.data) + offset + row * view.strides[2];
+    ForEachRow<kKeys>([&](int r) {
+      ForEachChunk(
+          [&](int c) { CopyAsync(to + ChunkOffset<kDim>(r, c), from + c * 8, c * 8 < channels); });
+      from += kCopiedRows * view.strides[2];
+    });
+  }
+  // As StartRows, of a tensor that is not in chunks, or of another dtype.
+  template <int kRows, class TokenOfRow>
+  __device__ void ConvertRows(unsigned char* to, const DeviceView& view, int64_t offset,
+                              int channels, const TokenOfRow& token_of) {
+#pragma unroll 1
+    for (int r = thread_ / kRowThreads; r < kRows; r += kCopiedRows) {
+      const int64_t token = token_of(r);
+#pragma unroll 1
+      for (int c = thread_ % kRowThreads; c < kChunks; c += kRowThreads) {
+        unsigned* pairs = reinterpret_cast<unsigned*>(to + ChunkOffset<kDim>(r, c));
+#pragma unroll 1
+        for (int p = 0; p < 4; ++p) {
+          const auto at = [&](int channel) {
+            return token >= 0 && channel < channels
+                       ? LoadElement(view.data, view.element,
+                                     offset + token * view.strides[2] + channel * view.strides[3])
+                       : 0;
+          };
+          pairs[p] = Pair<T>(at(c * 8 + p * 2), at(c * 8 + p * 2 + 1));
+        }
+      }
+    }
+  }
+
+  // Queries and keys of the first tile are one group of copies; each further tile of keys, and each
+  // of values, is one of its own, also where there is nothing to copy.
+  __device__ void StartQueries() {
+    const auto token_of = [&](int r) {
+      const int64_t i = common_.first_query + r;
+      return i < a_.query_tokens ? QueryToken(i) : -1;
+    };
+    const int64_t offset =
+        common_.task.batch * a_.q.strides[0] + common_.task.head * a_.q.strides[1];
+    if (in_chunks_.q) {
+      StartRows<kQueries>(shared_.queries, a_.q, offset, a_.head_dim, token_of);
+    } else {
+      ConvertRows<kQueries>(shared_.queries, a_.q, offset, a_.head_dim, token_of);
+    }
+  }
+  __device__ void StartKeys(int n, int slot) {
+    StartTile(n, slot, a_.k, common_.keys, a_.head_dim, in_chunks_.k);
+  }
+  __device__ void StartValues(int n, int slot) {
+    StartTile(n, slot, a_.v, common_.values, a_.value_dim, in_chunks_.v);
+  }
+  __device__ void StartTile(int n, int slot, const DeviceView& view, int64_t offset, int channels,
+                            bool in_chunks) {
+    const MmaTile& tile = common_.tiles[n % 4];
+    if (tile.index >= 0) {
+      const unsigned first = tile.first_row;
+      const auto token_of = [&](int r) { return KeyTokenOrNone(tile, r); };
+      if (!in_chunks) {
+        ConvertRows<kKeys>(Slot(slot), view, offset, channels, token_of);
+      } else if (a_.key_order.tokens != nullptr || !AllTokens(a_, tile.index)) {
+        StartRows<kKeys>(Slot(slot), view, offset, channels, token_of);
+      } else {
+        StartConsecutiveRows(Slot(slot), view, offset, channels, first);
+      }
+    }
+    __pipeline_commit();
+  }
+
+  __device__ int64_t QueryToken(int64_t i) const {
+    return common_.query_order == nullptr ? i : common_.query_order[i];
+  }
+  // The token of k and v that is key c of the tile; -1 where that is none, or padding.
+  __device__ int64_t KeyTokenOrNone(const MmaTile& tile, int c) const {
+    if (int64_t{tile.index} * kKeys + c >= a_.kv_tokens) return -1;
+    const int64_t row = tile.first_row + c;
+    const int64_t token = common_.key_order == nullptr ? row : common_.key_order[row];
+    if (common_.key_mask == nullptr) return token;
+    return common_.key_mask[token * a_.key_mask_strides[1]] != 0 ? token : -1;
+  }
+
+  // ---- Which keys a query sees ----
+
+  __device__ bool has_span() const { return kRule != Rule::kNone && a_.rule.span != nullptr; }
+
+  // The spans of the block's queries, the widest and the narrowest.
+  __device__ void FindSpan() {
+    if (!has_span()) return;
+    for (int r = thread_; r < kQueries; r += Shape::kThreads) {
+      // Rows beyond the last query see nothing, and keep no tile from being whole.
+      const int64_t i = min(int64_t{common_.first_query} + r, a_.query_tokens - 1);
+      common_.limit[r] = RampLimit(a_, common_.task, i);
+    }
+    __syncthreads();
+    if (thread_ > 0) return;
+    float widest = common_.limit[0], narrowest = widest;
+    for (int r = 1; r < kQueries; ++r) {
+      widest = fmaxf(widest, common_.limit[r]);
+      narrowest = fminf(narrowest, common_.limit[r]);
+    }
+    common_.widest = widest;
+    common_.narrowest = narrowest;
+  }
+
+  // Whether the schedule or a span hides tokens of the tile.
+  __device__ bool HidesByRule(const MmaTile& tile) const {
+    return tile.mask != TileRun::kFull ||
+           (has_span() && WithinSpan(common_.narrowest, tile.index) != ~uint64_t{0});
+  }
+
+  __device__ uint64_t Tokens(const MmaTile& tile) const {
+    if (a_.key_mask == nullptr) return Bits(0, a_.kv_tokens - int64_t{tile.index} * kKeys);
+    const unsigned low = __ballot_sync(~0u, KeyTokenOrNone(tile, lane()) >= 0);
+    const unsigned high = __ballot_sync(~0u, KeyTokenOrNone(tile, lane() + 32) >= 0);
+    return low | static_cast<uint64_t>(high) << 32;
+  }
+  // Bit c: query `row` of the block sees key c of the tile, if that is a token.
+  __device__ uint64_t Visible(const MmaTile& tile, int row) const {
+    uint64_t visible =
+        MaskOf(a_.schedule, {tile.index, tile.mask}, common_.first_query, row, kQueries);
+    if (has_span()) visible &= WithinSpan(common_.limit[row], tile.index);
+    return visible;
+  }
+
+  __device__ void Hide(const MmaTile& tile, Scores& score) {
+    const uint64_t tokens = Tokens(tile);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint64_t visible = (Visible(tile, RowOf(m, half)) & tokens) >> column();
+        const unsigned low = static_cast<unsigned>(visible);
+        const unsigned high = static_cast<unsigned>(visible >> 32);
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            const unsigned bit = 1u << (n % 4 * 8 + x);
+            if (((n < 4 ? low : high) & bit) == 0) score[m][n][half * 2 + x] = NegativeInfinity();
+          }
+        }
+      }
+    }
+  }
+
+  // ---- Scores ----
+
+  // Products of the warp's queries and the keys in `slot`.
+  __device__ void Score(const MmaTile& tile, int slot, Scores& score) {
+    if (kRule == Rule::kRelativeKeys) {
+      ScoreOffsets(tile, score);
+    } else {
+      ForEachScore(score, [](float& s, int, int) { s = 0; });
+    }
+    if (kRule != Rule::kNone && a_.rule.content_bias != nullptr) {
+      ForEachScore(score,
+                   [&](float& s, int n, int x) { s += common_.key_bias[n * 8 + column() + x]; });
+    }
+    const int query_offset = ChunkOffset<kDim>(warp_row() + lane() % 16, lane() / 16);
+    const int key_offset = ChunkOffset<kDim>(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2);
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      unsigned query[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        LdMatrixX4(query[m], shared_.queries + ChunksOn<kDim>(query_offset, k * 2) +
+                                 m * 16 * Shape::kRowBytes);
+      }
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n += 2) {
+        unsigned key[4];
+        LdMatrixX4(key, Slot(slot) + ChunksOn<kDim>(key_offset, k * 2) + n * 8 * Shape::kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          Sixteen<T>::Multiply(score[m][n], query[m], key);
+          Sixteen<T>::Multiply(score[m][n + 1], query[m], key + 2);
+        }
+      }
+    }
+  }
+  // act(score, n, x) for the scores of columns 8 n + column() + x.
+  template <class Act>
+  __device__ void ForEachScore(Scores& score, const Act& act) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) act(score[m][n][e], n, e % 2);
+      }
+    }
+  }
+
+  // e + query_position of query 0 of the block and key 0 of the tile, a multiple of 64.
+  __device__ int FirstOffset(const MmaTile& tile) const {
+    return tile.index * kKeys - common_.first_query;
+  }
+
+  // The dot products of biases with the tile's keys and with the relative keys of its offsets, one a
+  // thread: u . k_c, and w . r_e of those offsets that the tile before had not. Biases are not added
+  // to queries, which would round them.
+  __device__ void FindColumnBiases(int n, int slot) {
+    const bool of_keys = a_.rule.content_bias != nullptr;
+    const bool of_offsets = kRule == Rule::kRelativeKeys && a_.rule.position_bias != nullptr;
+    if (!of_keys && !of_offsets) return;
+    const int end = FirstOffset(common_.tiles[n % 4]) + kKeys + 1;
+    int begin = end - (kQueries + kKeys);
+    if (n > 0) begin = max(begin, FirstOffset(common_.tiles[(n + 3) % 4]) + kKeys + 1);
+    const int items = kKeys + (of_offsets ? end - begin : 0);
+#pragma unroll 1
+    for (int item = thread_; item < items; item += Shape::kThreads) {
+      if (item < kKeys) {
+        if (!of_keys) continue;
+        const unsigned char* keys = Slot(slot);
+        common_.key_bias[item] = Dot(
+            a_.rule.content_bias, kChunks, [&](int c) { return ChunkOf(keys, item, c); },
+            [](int c, int pair) { return c * 8 + pair * 2; });
+      } else {
+        const int offset = begin + item - kKeys;
+        const RelativeRows rows(a_.rule, common_.relative_keys, offset);
+        common_.offset_bias[offset & 255] = Dot(
+            a_.rule.position_bias, kChunks, [&](int c) { return rows.Chunk(c); },
+            [](int c, int pair) { return c / 4 * 32 + pair * 8 + c % 4 * 2; });
+      }
+    }
+    __syncthreads();
+  }
+  __device__ static uint4 ChunkOf(const unsigned char* rows, int row, int chunk) {
+    return *reinterpret_cast<const uint4*>(rows + ChunkOffset<kDim>(row, chunk));
+  }
+  // bias . row, of which chunk_of(c) has pairs of channels, pair p of it from channel_of(c, p) on.
+  template <class ChunkOfRow, class ChannelOf>
+  __device__ float Dot(const float* bias, int chunks, const ChunkOfRow& chunk_of,
+                       const ChannelOf& channel_of) const {
+    bias += common_.task.head * a_.head_dim;
+    float sum = 0;
+#pragma unroll 1
+    for (int c = 0; c < chunks; ++c) {
+      const uint4 chunk = chunk_of(c);
+      const unsigned pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const int channel = channel_of(c, n / 2) + n % 2;
+        if (channel < a_.head_dim) sum = fmaf(bias[channel], Half<T>(pairs[n / 2], n % 2), sum);
+      }
+    }
+    return sum;
+  }
+
+  // score = (q + w) . r, for the offset of each of the warp's pairs.
+  //
+  // 16 queries against 64 keys have 79 offsets. Where query 0 of them and key 0 have offset e, the
+  // products with relative keys e - 15 ... e + 64 make rows of 80 columns, and key c of query r is in
+  // column c - r + 15: row r is shifted by 15 - r. The next 16 queries want relative keys from 16
+  // further back on. These come straight from memory, 16 bytes a lane, since 192 rows of them would
+  // not fit beside keys and values at D = 256; blocks of a head have them in common, and a tile has
+  // all but 64 in common with the one before.
+  __device__ void ScoreOffsets(const MmaTile& tile, Scores& score) {
+    ForEachScore(score, [](float& s, int, int) { s = 0; });
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; chunk += kOffsetChunks) AddOffsets(tile, chunk, score);
+  }
+  // Of the part of the channels that begins with `first_chunk`.
+  __device__ void AddOffsets(const MmaTile& tile, int first_chunk, Scores& score) {
+    unsigned query[kRowTiles][kOffsetChunks / 2][4];
+    const int query_offset = ChunkOffset<kDim>(warp_row() + lane() % 16, lane() / 16);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int k = 0; k < kOffsetChunks / 2; ++k) {
+        LdMatrixX4(query[m][k], shared_.queries +
+                                    ChunksOn<kDim>(query_offset, first_chunk + k * 2) +
+                                    m * 16 * Shape::kRowBytes);
+      }
+    }
+    const int first = FirstOffset(tile) - warp_row() - (Shape::kWarpRows - 1);
+    const bool has_bias = first_chunk == 0 && a_.rule.position_bias != nullptr;
+    RelativeRows keys(a_.rule, common_.relative_keys, first + row());
+    float product[kRowTiles][2][4];
+#pragma unroll
+    for (int c = 0; c < kKeyTiles + kRowTiles * 2; ++c) {
+      float bias[2] = {0, 0};
+      if (has_bias) {
+#pragma unroll
+        for (int x = 0; x < 2; ++x) {
+          bias[x] = common_.offset_bias[(first + c * 8 + column() + x) & 255];
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) product[m][c % 2][e] = bias[e % 2];
+      }
+#pragma unroll
+      for (int k = 0; k < kOffsetChunks / 2; k += 2) {
+        const uint4 x = keys.Chunk(first_chunk + lane() % 4 + k * 2);
+        const unsigned key[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          const int n = c - (kRowTiles - 1 - m) * 2;
+          if (n < 0 || n >= kKeyTiles + 2) continue;
+          Sixteen<T>::Multiply(product[m][c % 2], query[m][k], key);
+          Sixteen<T>::Multiply(product[m][c % 2], query[m][k + 1], key + 2);
+        }
+      }
+      keys.Advance(8);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        const int n = c - (kRowTiles - 1 - m) * 2;
+        const float(&near)[4] = product[m][(c + 1) % 2];
+        const float(&far)[4] = product[m][c % 2];
+        // The rows 8 further down are shifted by 8 columns less.
+        if (n >= 2 && n < kKeyTiles + 2) AddShifted(near, far, 0, score[m][n - 2]);
+        if (n >= 1 && n < kKeyTiles + 1) AddShifted(near, far, 1, score[m][n - 1]);
+      }
+    }
+  }
+
+  // score[r][c] += product[r][c - r + 15] for rows r of one half and 8 columns, where `near` and
+  // `far` are the 16 columns of products that those can come from; rows and columns are spread over
+  // the warp as results of products are. A lane's columns 2 t and 2 t + 1 come from columns that are
+  // a pair of one lane of the row where r is odd, and of two where it is even.
+  __device__ void AddShifted(const float (&near)[4], const float (&far)[4], int half,
+                             float (&score)[4]) {
+    const int t = lane() % 4, r = row();
+    const bool odd = r % 2 != 0;
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int shift = (15 - r + x) / 2 - 4;  // 0 to 4 lanes
+      const int source = (lane() & ~3) | ((t + shift) & 3);
+      // Whether the lane that receives from this one wants what it has of `far`.
+      const bool is_far = ((t - shift) & 3) + shift >= 4;
+      const float from_near = odd ? near[half * 2 + x] : near[half * 2 + 1 - x];
+      const float from_far = odd ? far[half * 2 + x] : far[half * 2 + 1 - x];
+      score[half * 2 + x] += __shfl_sync(~0u, is_far ? from_far : from_near, source);
+    }
+  }
+
+  // Products to scores in nats.
+  __device__ void ApplyRule(const MmaTile& tile, Scores& score) {
+    ForEachScore(score, [&](float& s, int, int) { s *= a_.scale; });
+    if (a_.rule.relu_multiplier.values != nullptr) {
+      ForEachEntry(a_.rule.relu_multiplier, common_.multipliers, tile, score,
+                   [](float& s, float entry) {
+                     s = (s < 0 ? 0 : s) * entry;  // a NaN stays one
+                   });
+    }
+    if (a_.rule.bias.values != nullptr) {
+      ForEachEntry(a_.rule.bias, common_.biases, tile, score,
+                   [](float& s, float entry) { s += entry; });
+    }
+    if (has_span() && common_.narrowest + static_cast<float>(tile.index * kKeys) < a_.rule.ramp) {
+      AddRamp(tile, score);
+    }
+  }
+  // The soft span's weights, as what they add to scores.
+  __device__ void AddRamp(const MmaTile& tile, Scores& score) {
+    const float slope = common_.slope;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float first =
+            common_.limit[RowOf(m, half)] + static_cast<float>(tile.index * kKeys + column());
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            const float weight = (first + static_cast<float>(n * 8 + x)) * slope;
+            score[m][n][half * 2 + x] += Log2(fmaxf(fminf(weight, 1), 0)) * kLn2;
+          }
+        }
+      }
+    }
+  }
+  // Calls act(score, the table's entry for it). Scores 8 rows and 8 columns apart share an entry, so
+  // that a lane reads 22 for 64 scores. Rows and keys that are none get any.
+  template <class Act>
+  __device__ void ForEachEntry(const DeviceDistanceTable& table, const float* entries,
+                               const MmaTile& tile, Scores& score, const Act& act) {
+    const int first = static_cast<int>(FirstOffset(tile) - a_.rule.query_position + table.zero) +
+                      column() - RowOf(0, 0);
+    const int last = static_cast<int>(table.row) - 1;
+#pragma unroll
+    for (int d = 1 - kRowTiles * 2; d < kKeyTiles; ++d) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const float entry = __ldg(entries + min(max(first + d * 8 + x, 0), last));
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int n = d + m * 2 + half;
+            if (n >= 0 && n < kKeyTiles) act(score[m][n][half * 2 + x], entry);
+          }
+        }
+      }
+    }
+  }
+
+  // ---- Softmax ----
+
+  // Brings the running maxima, and what was summed under them, up to the tile, and prepares scores
+  // for WeightOf. A weight is 2^(s factor - minus), one multiply-add, in which the rounding of
+  // minus = maximum factor is in all weights of a row alike. Beyond 256 it would be felt from one
+  // maximum to the next, and finite scores could become infinite: there the maximum is subtracted
+  // from the scores themselves, and minus is 0.
+  __device__ void Shift(Scores& score, RowValues& minus) {
+    RowValues rescale;
+    bool changed = false, far = false;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float largest = maximum_[m][half];
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+          largest = fmaxf(largest, fmaxf(score[m][n][half * 2], score[m][n][half * 2 + 1]));
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        const float old = maximum_[m][half];
+        rescale[m][half] = old == largest ? 1 : Exp2((old - largest) * Factor());
+        sum_[m][half] *= rescale[m][half];
+        maximum_[m][half] = largest;
+        minus[m][half] = Finite(largest) * Factor();
+        changed |= rescale[m][half] != 1;
+        far |= IsFar(minus[m][half]);
+      }
+    }
+    if (__any_sync(~0u, far)) SubtractMaxima(score, minus);
+    if (!__any_sync(~0u, changed)) return;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kOutputTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) output_[m][n][e] *= rescale[m][e / 2];
+      }
+    }
+  }
+  __device__ void SubtractMaxima(Scores& score, RowValues& minus) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!IsFar(minus[m][half])) continue;
+        minus[m][half] = 0;
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int x = 0; x < 2; ++x) score[m][n][half * 2 + x] -= maximum_[m][half];
+        }
+      }
+    }
+  }
+  __device__ static bool IsFar(float minus) { return fabsf(minus) > 256; }
+
+  // Exponents of 2 in a unit of scores: of products without their scale, or of nats.
+  __device__ float Factor() const { return kRule == Rule::kNone ? a_.scale * kLog2E : kLog2E; }
+  // A row without a key so far: a maximum of 0 makes weights of 0 of its scores of -inf, where -inf -
+  // -inf would be no number.
+  __device__ static float Finite(float x) { return x == NegativeInfinity() ? 0 : x; }
+  __device__ float WeightOf(float score, float minus) const {
+    return Exp2(fmaf(score, Factor(), -minus));
+  }
+
+  // ---- Output ----
+
+  // Adds the values in `slot`, weighted.
+  __device__ void AddValues(int slot, const Scores& score, const RowValues& minus) {
+    const int value_offset = ChunkOffset<kDim>(lane() % 16, lane() / 16);
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      unsigned weight[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float* s = score[m][k * 2 + n] + half * 2;
+            const float p[2] = {WeightOf(s[0], minus[m][half]), WeightOf(s[1], minus[m][half])};
+            sum_[m][half] += p[0] + p[1];
+            weight[m][n * 2 + half] = Pair<T>(p[0], p[1]);
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kOutputTiles; n += 2) {
+        unsigned value[4];
+        LdMatrixX4Transposed(
+            value, Slot(slot) + ChunksOn<kDim>(value_offset, n) + k * 16 * Shape::kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          Sixteen<T>::Multiply(output_[m][n], weight[m], value);
+          Sixteen<T>::Multiply(output_[m][n + 1], weight[m], value + 2);
+        }
+      }
+    }
+  }
+
+  // Says that a value that this thread has copied is not finite: then a hidden key's weight of 0
+  // must not meet it.
+  __device__ void NoteNonFinite(int slot, int n) {
+    unsigned found = 0;
+    ForEachRow<kKeys>([&](int r) {
+      ForEachChunk([&](int c) {
+        const uint4 x = ChunkOf(Slot(slot), r, c);
+        found |= NonFinite<T>(x.x) | NonFinite<T>(x.y) | NonFinite<T>(x.z) | NonFinite<T>(x.w);
+      });
+    });
+    if (found != 0) atomicMax(&common_.tile_with_non_finite, n);
+  }
+
+  // Adds the values that are not finite to the rows that see them, and puts zeros in their place:
+  // they stay what they are under any weight above 0.
+  __device__ void SetAsideNonFinite(const MmaTile& tile, int slot) {
+    const uint64_t tokens = Tokens(tile);
+#pragma unroll 1
+    for (int first = 0; first < kKeys; first += 32) {
+      unsigned seen[kRowTiles][2];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          seen[m][half] = static_cast<unsigned>((Visible(tile, RowOf(m, half)) & tokens) >> first);
+        }
+      }
+#pragma unroll 1
+      for (int c = 0; c < 32; ++c) AddNonFinite(Slot(slot), first + c, c, seen);
+    }
+    __syncthreads();
+    ForEachRow<kKeys>([&](int r) {
+#pragma unroll 1
+      for (int c = thread_ % kRowThreads; c < kChunks; c += kRowThreads) {
+        unsigned* pairs = reinterpret_cast<unsigned*>(Slot(slot) + ChunkOffset<kDim>(r, c));
+        for (int n = 0; n < 4; ++n) {
+          const unsigned non_finite = NonFinite<T>(pairs[n]);
+          if ((non_finite & 0x8000u) != 0) pairs[n] &= 0xffff0000u;
+          if ((non_finite & 0x80000000u) != 0) pairs[n] &= 0x0000ffffu;
+        }
+      }
+    });
+    __syncthreads();
+  }
+  // Of one key, which bit `bit` of `seen` stands for.
+  __device__ void AddNonFinite(const unsigned char* values, int key, int bit,
+                               const unsigned (&seen)[kRowTiles][2]) {
+#pragma unroll
+    for (int n = 0; n < kOutputTiles; ++n) {
+      const unsigned pair =
+          *reinterpret_cast<const unsigned*>(values + ChunkOffset<kDim>(key, n) + column() * 2);
+      const unsigned non_finite = NonFinite<T>(pair);
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        if ((non_finite >> (15 + 16 * x) & 1) == 0) continue;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            if ((seen[m][half] >> bit & 1) != 0) output_[m][n][half * 2 + x] += Half<T>(pair, x);
+          }
+        }
+      }
+    }
+  }
+
+  // ---- Results ----
+
+  // By way of shared memory, from where rows are written in one go.
+  __device__ void Store() {
+    __pipeline_wait_prior(0);
+    __syncthreads();  // the last values are done with; nothing is on its way
+    float* rows = reinterpret_cast<float*>(shared_.queries) + warp_row() * Shape::kOutputRow;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = sum_[m][half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        float* to = rows + (m * 16 + half * 8 + row()) * Shape::kOutputRow;
+#pragma unroll
+        for (int n = 0; n < kOutputTiles; ++n) {
+          *reinterpret_cast<float2*>(to + n * 8 + column()) =
+              make_float2(output_[m][n][half * 2], output_[m][n][half * 2 + 1]);
+        }
+        if (lane() % 4 == 0) {
+          to[kDim] = sum;
+          to[kDim + 1] = kRule == Rule::kNone ? maximum_[m][half] * a_.scale : maximum_[m][half];
+        }
+      }
+    }
+    __syncwarp();
+    if (in_chunks_.out) {
+      StoreInChunks(rows);
+      return;
+    }
+    for (int r = 0; r < Shape::kWarpRows; ++r) {
+      const int64_t i = common_.first_query + warp_row() + r;
+      if (i >= a_.query_tokens) return;
+      const float* row = rows + r * Shape::kOutputRow;
+      const int64_t token = QueryToken(i);
+      if (lane() == 0) StoreSums(a_, common_.task, i, token, row[kDim + 1], row[kDim]);
+      const OutputRow output(a_, common_.task, i, token, row[kDim]);
+      for (int c = lane(); c < a_.value_dim; c += 32) {
+        const float value[1] = {row[c]};
+        output.Store(c, value);
+      }
+    }
+  }
+  __device__ void StoreInChunks(const float* rows) const {
+    T* to = static_cast<T*>(a_.out.data) + common_.task.batch * a_.out.strides[0] +
+            common_.task.head * a_.out.strides[1];
+    for (int n = lane(); n < Shape::kWarpRows * kChunks; n += 32) {
+      const int r = n / kChunks, c = n % kChunks * 8;
+      const int64_t i = common_.first_query + warp_row() + r;
+      if (i >= a_.query_tokens) return;
+      const int64_t token = QueryToken(i);
+      const float* row = rows + r * Shape::kOutputRow;
+      const float sum = row[kDim];
+      if (c == 0) StoreSums(a_, common_.task, i, token, row[kDim + 1], sum);
+      if (c >= a_.value_dim) continue;
+      const float inverse = sum == 0 ? 0 : 1 / sum;
+      const float4 x = *reinterpret_cast<const float4*>(row + c);
+      const float4 y = *reinterpret_cast<const float4*>(row + c + 4);
+      *reinterpret_cast<uint4*>(to + token * a_.out.strides[2] + c) =
+          make_uint4(Pair<T>(x.x * inverse, x.y * inverse), Pair<T>(x.z * inverse, x.w * inverse),
+                     Pair<T>(y.x * inverse, y.y * inverse), Pair<T>(y.z * inverse, y.w * inverse));
+    }
+  }
+
+  const FlashArguments& a_;
+  const InChunks& in_chunks_;
+  const Shared shared_;
+  typename Shared::CommonOfRelativeKeys& common_;
+  unsigned thread_;
+  float output_[kRowTiles][kOutputTiles][4];
+  RowValues maximum_;  // of scores, in nats where there is a rule
+  RowValues sum_;      // of this lane's keys
+};
+
+// ---- Launching ----
+
+template <class T, int kDim, Rule kRule>
+__global__ void __launch_bounds__(MmaShape<kDim, kRule>::kThreads, MmaShape<kDim, kRule>::kBlocks)
+    FlashMma(const FlashArguments a, const InChunks in_chunks) {
+  const MmaShared<kDim, kRule> shared(DynamicShared());
+  const int64_t tasks = FlashTasks(a);
+  for (int64_t n = blockIdx.x; n < tasks;) {
+    FlashMmaBlock<T, kDim, kRule>(a, in_chunks, shared).Run(n);
+    n = shared.common->index + gridDim.x;
+    __syncthreads();
+  }
+}
+
+template <class T, int kDim, Rule kRule>
+const char* LaunchMma(const FlashArguments& a, const InChunks& in_chunks, void* stream) {
+  const int64_t tasks = FlashTasks(a);
+  const unsigned blocks = static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks);
+  return Launch(
+      "FlashMma", &FlashMma<T, kDim, kRule>,
+      {dim3(blocks), dim3(MmaShape<kDim, kRule>::kThreads), MmaShared<kDim, kRule>::Bytes()},
+      stream, a, in_chunks);
+}
+
+// Whether every row [b, h, token] begins at a multiple of 16 bytes and is whole chunks of the type.
+template <class T>
+bool IsInChunks(const DeviceView& view, int64_t batch, int64_t heads, int channels) {
+  constexpr int kChunk = 16 / sizeof(T);
+  return view.element == Sixteen<T>::kElement && view.strides[3] == 1 && channels % kChunk == 0 &&
+         reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.strides[2] % kChunk == 0 &&
+         (heads == 1 || view.strides[1] % kChunk == 0) &&
+         (batch == 1 || view.strides[0] % kChunk == 0);
+}
+
+template <class T, int kDim>
+const char* LaunchMmaOfRule(const FlashArguments& a, void* stream) {
+  const InChunks in_chunks = {
+      IsInChunks<T>(a.q, a.batch, a.query_heads, a.head_dim),
+      IsInChunks<T>(a.k, a.batch, a.kv_heads, a.head_dim),
+      IsInChunks<T>(a.v, a.batch, a.kv_heads, a.value_dim),
+      a.splits == 1 && IsInChunks<T>(a.out, a.batch, a.query_heads, a.value_dim)};
+  if (a.rule.relative_keys.rows != nullptr) {
+    return LaunchMma<T, kDim, Rule::kRelativeKeys>(a, in_chunks, stream);
+  }
+  // The largest product has the largest score where the scale is above 0.
+  if (a.rule.is_plain() && a.rule.content_bias == nullptr && a.scale > 0) {
+    return LaunchMma<T, kDim, Rule::kNone>(a, in_chunks, stream);
+  }
+  return LaunchMma<T, kDim, Rule::kTables>(a, in_chunks, stream);
+}
+
+// All instantiations: three kernels for each of four head sizes.
+template <class T>
+const char* LaunchFlashMma(const FlashArguments& a, void* stream) {
+  const int widest = a.head_dim > a.value_dim ? a.head_dim : a.value_dim;
+  if (widest <= 32) return LaunchMmaOfRule<T, 32>(a, stream);
+  if (widest <= 64) return LaunchMmaOfRule<T, 64>(a, stream);
+  if (widest <= 128) return LaunchMmaOfRule<T, 128>(a, stream);
+  return LaunchMmaOfRule<T, 256>(a, stream);
+}
+
+}  // namespace
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_FLASH_MMA_CUH_

@@ -1,0 +1,824 @@
+// The tensor-core kernels, called through their tables in the simulator, against float64 loops over
+// the same 16-bit numbers. The engine around them: flash_test.cc.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/cuda/runtime.h"
+#include "core/cuda/simulator/simulator.h"
+#include "core/definition.h"
+#include "core/flash/flash.h"
+#include "core/flash/flash_kernels.h"
+#include "core/random.h"
+#include "core/schedule/block_schedule.h"
+#include "core/status.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+struct Sizes {
+  int64_t queries;
+  int64_t keys;
+  int64_t head_dim;
+  int64_t value_dim;
+  int64_t heads = 1;
+  int64_t kv_heads = 1;
+  int64_t batch = 1;
+};
+Problem Make(DType dtype, const Sizes& sizes, bool causal = false) {
+  Problem problem = Problem::SelfAttention(sizes.batch, sizes.heads, sizes.queries, sizes.head_dim,
+                                           causal, dtype);
+  problem.kv_tokens = sizes.keys;
+  problem.value_dim = sizes.value_dim;
+  problem.kv_heads = sizes.kv_heads;
+  return problem;
+}
+
+// A call with its tensors on the host, and what it gives on the simulated device.
+class Subject {
+ public:
+  explicit Subject(const Problem& p, const Pattern* of_keys = nullptr)
+      : problem(p), full_(p.kv_tokens), pattern_(of_keys != nullptr ? of_keys : &full_) {
+    inputs_ = RandomInputs(QkvInputs(p), 5);
+    outputs_ = NanOutputs(AttentionOutputs(p));
+    schedule_ = BuildSchedule(p, *pattern_, kFlashQueries16);
+    call.q = inputs_["q"].view();
+    call.k = inputs_["k"].view();
+    call.v = inputs_["v"].view();
+    call.out = outputs_["out"].view();
+    call.log_sum_exp = outputs_["log_sum_exp"].view();
+  }
+
+  const Problem problem;
+  FlashCall call;  // no packed keys, no relative keys
+  // Relative keys [table heads, high - low + 1, head_dim] of the problem's dtype, for offsets from
+  // `low` on.
+  Tensor relative_keys;
+  int64_t low = 0;
+  const Band* band = nullptr;  // in the place of the pattern's schedule
+  int splits = 1;
+  int64_t max_blocks = 1 << 20;
+  int64_t shift = 0;  // elements that tensors begin behind an aligned address
+  // Adds to, or replaces, the score of a pair that the pattern lets be seen.
+  std::function<double(int64_t b, int64_t h, int64_t i, int64_t j, double score)> change =
+      [](int64_t, int64_t, int64_t, int64_t, double score) { return score; };
+
+  Tensor& input(const char* name) { return inputs_[name]; }
+  Tensor& out() { return outputs_["out"]; }
+  Tensor& log_sum_exp() { return outputs_["log_sum_exp"]; }
+  double Out(int64_t b, int64_t h, int64_t i, int64_t c) const {
+    return call.out.Get(call.out.Offset(b, h, i, c));
+  }
+
+  // `seed` is of the order of blocks and threads. Fails where the simulator finds anything.
+  void Run(uint64_t seed = 1) {
+    cuda_simulator::Settings settings;
+    settings.seed = seed;
+    cuda_simulator::Configure(settings);
+    const absl::Status status = RunOnDevice();
+    ASSERT_TRUE(status.ok()) << status << " " << problem.ToString();
+    ASSERT_TRUE(cuda_simulator::Findings().empty());
+  }
+
+  // Rounding probabilities changes an output by at most the unit roundoff times sum_j p_ij |v_j|,
+  // rounding it by as much of itself: the error of plain attention with 16-bit probabilities. The
+  // rest is fp32's.
+  void ExpectMatchesLoops(double fp32_factor = 1) {
+    Run();
+    const NamedTensors expected = Loops();
+    const double unit = UnitRoundoff(problem.dtype);
+    const double out_unit = UnitRoundoff(call.out.dtype);
+    const double fp32 = fp32_factor * Fp32Bound(call.v) +
+                        // f16's smallest numbers are 2^-24 apart.
+                        std::ldexp(MaxAbs(call.v), -25) * static_cast<double>(problem.kv_tokens) +
+                        std::ldexp(1, -25);
+    const DoubleTensor v(call.v), y(expected.at("out").view()), p(expected.at("weights").view());
+    double worst = 0;  // as a share of the bound
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      for (int64_t h = 0; h < problem.query_heads; ++h) {
+        for (int64_t i = 0; i < problem.query_tokens; ++i) {
+          for (int64_t c = 0; c < problem.value_dim; ++c) {
+            double size = 0;
+            for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+              const double weight = p.Row(b, h, i)[j];
+              if (weight > 0) size += weight * std::abs(v.Row(b, h / problem.group(), j)[c]);
+            }
+            const double value = y.Row(b, h, i)[c];
+            const double bound = unit * size + out_unit * (std::abs(value) + unit * size) + fp32;
+            const double error = std::abs(Out(b, h, i, c) - value);
+            worst = std::max(worst, std::isnan(error) ? INFINITY : error / bound);
+          }
+        }
+      }
+    }
+    EXPECT_LE(worst, 1) << problem.ToString();
+    double size = 1;
+    for (double lse : expected.at("log_sum_exp").span<double>()) {
+      if (std::isfinite(lse)) size = std::max(size, std::abs(lse));
+    }
+    EXPECT_LE(MaxDifference(call.log_sum_exp, expected.at("log_sum_exp").view()),
+              fp32_factor * 2e-5 * size)
+        << problem.ToString();
+  }
+
+ private:
+  NamedTensors Loops() const {
+    NamedTensors expected;
+    const double scale = call.scale != 0 ? call.scale : 1 / std::sqrt(problem.head_dim);
+    Inputs inputs{{"q", call.q}, {"k", call.k}, {"v", call.v}};
+    if (!call.key_mask.empty()) inputs.Set("key_mask", call.key_mask);
+    const KeyMask is_token(inputs);
+    const DoubleTensor q(call.q), k(call.k);
+    DefinitionRequest request;
+    request.weights = true;
+    DefineAttention(
+        problem, inputs, request,
+        [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+          const bool causal = !problem.causal || j <= i + problem.causal_offset();
+          const int64_t head = h % pattern_->heads();
+          if (!causal || !is_token(b, j) || !pattern_->Allows(head, i, j)) return kNotSeen;
+          const double dot =
+              Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), j), problem.head_dim);
+          return change(b, h, i, j, scale * dot);
+        },
+        &expected);
+    return expected;
+  }
+
+  // ---- On the device ----
+
+  template <class T>
+  absl::StatusOr<const T*> Upload(const T* from, int64_t count) {
+    if (from == nullptr) return nullptr;
+    TFB_ASSIGN_OR_RETURN(DeviceBuffer buffer, runtime_->Upload(from, count * sizeof(T)));
+    buffers_.push_back(std::move(buffer));
+    return buffers_.back().As<T>();
+  }
+  absl::StatusOr<DeviceView> UploadView(const ConstTensorView& view) {
+    DeviceView device = ToDeviceView(view);
+    int64_t elements = view.num_elements() == 0 ? 0 : 1;
+    for (int axis = 0; axis < view.rank && elements > 0; ++axis) {
+      elements += (view.dim(axis) - 1) * view.stride(axis);
+    }
+    std::vector<std::byte> bytes((elements + shift) * SizeOf(view.dtype));
+    if (elements > 0) {
+      std::memcpy(bytes.data() + shift * SizeOf(view.dtype), view.data,
+                  elements * SizeOf(view.dtype));
+    }
+    TFB_ASSIGN_OR_RETURN(const std::byte* data,
+                         Upload(bytes.data(), static_cast<int64_t>(bytes.size())));
+    device.data = const_cast<std::byte*>(data) + shift * SizeOf(view.dtype);
+    return device;
+  }
+  absl::Status Download(const DeviceView& device, const TensorView& view) {
+    int64_t elements = view.num_elements() == 0 ? 0 : 1;
+    for (int axis = 0; axis < view.rank && elements > 0; ++axis) {
+      elements += (view.dim(axis) - 1) * view.stride(axis);
+    }
+    return runtime_->CopyToHost(view.mutable_data(), device.data, elements * SizeOf(view.dtype));
+  }
+  absl::StatusOr<DeviceTokenOrder> UploadOrder(const TokenOrder& order, int64_t count) {
+    TFB_ASSIGN_OR_RETURN(const int32_t* tokens, Upload(order.tokens, count));
+    return DeviceTokenOrder{tokens, order.batch_stride, order.head_stride, order.group};
+  }
+  absl::StatusOr<DeviceDistanceTable> UploadTable(const DistanceTable* table) {
+    if (table == nullptr) return DeviceDistanceTable{};
+    TFB_ASSIGN_OR_RETURN(const float* values, Upload(table->values().data(),
+                                                     static_cast<int64_t>(table->values().size())));
+    return DeviceDistanceTable{values, table->heads(), table->row(), table->zero()};
+  }
+
+  absl::Status FillRule(DeviceScoreRule* device) {
+    const ScoreRule& rule = call.rule;
+    const int64_t bias = problem.query_heads * problem.head_dim;
+    TFB_ASSIGN_OR_RETURN(device->content_bias, Upload(rule.content_bias, bias));
+    TFB_ASSIGN_OR_RETURN(device->position_bias, Upload(rule.position_bias, bias));
+    TFB_ASSIGN_OR_RETURN(device->relu_multiplier, UploadTable(rule.relu_multiplier));
+    TFB_ASSIGN_OR_RETURN(device->bias, UploadTable(rule.bias));
+    const SoftSpan& span = rule.soft_span;
+    TFB_ASSIGN_OR_RETURN(device->span, Upload(span.span, span.count));
+    device->span_batch_stride = span.batch_stride;
+    device->span_head_stride = span.head_stride;
+    device->span_query_stride = span.query_stride;
+    device->ramp = span.ramp;
+    device->query_position = rule.query_position;
+    if (relative_keys.empty()) return absl::OkStatus();
+    DeviceRelativeKeys& keys = device->relative_keys;
+    keys.heads = relative_keys.dim(0);
+    keys.low = low;
+    keys.high = low + relative_keys.dim(1) - 1;
+    keys.row = (problem.head_dim + 31) / 32 * 32;
+    Tensor rows(problem.dtype, {keys.heads, relative_keys.dim(1), keys.row});
+    Fill(rows.view(), 0);
+    for (int64_t h = 0; h < keys.heads; ++h) {
+      for (int64_t n = 0; n < relative_keys.dim(1); ++n) {
+        for (int64_t c = 0; c < problem.head_dim; ++c) {
+          rows.view().Set(rows.view().Offset(h, n, RelativeKeyPlace16(c)),
+                          relative_keys.view().Get(relative_keys.view().Offset(h, n, c)));
+        }
+      }
+    }
+    TFB_ASSIGN_OR_RETURN(keys.rows, Upload(static_cast<const std::byte*>(rows.raw()),
+                                           static_cast<int64_t>(rows.bytes())));
+    return absl::OkStatus();
+  }
+
+  absl::Status FillSchedule(ScheduleView* view) {
+    view->query_tiles = schedule_.query_tiles();
+    view->heads = schedule_.heads;
+    if (band != nullptr) {
+      view->band = *band;
+      return absl::OkStatus();
+    }
+    const auto upload = [this](const auto& values) {
+      return Upload(values.data(), static_cast<int64_t>(values.size()));
+    };
+    TFB_ASSIGN_OR_RETURN(view->row_begin, upload(schedule_.row_begin));
+    TFB_ASSIGN_OR_RETURN(view->runs, upload(schedule_.runs));
+    TFB_ASSIGN_OR_RETURN(view->masks, upload(schedule_.masks));
+    TFB_ASSIGN_OR_RETURN(view->order, upload(schedule_.order));
+    return absl::OkStatus();
+  }
+
+  absl::Status RunOnDevice() {
+    TFB_ASSIGN_OR_RETURN(runtime_, CudaRuntime::For(Device::kSimulator));
+    buffers_.clear();
+    FlashArguments a = {};
+    TFB_ASSIGN_OR_RETURN(a.q, UploadView(call.q));
+    TFB_ASSIGN_OR_RETURN(a.k, UploadView(call.k));
+    TFB_ASSIGN_OR_RETURN(a.v, UploadView(call.v));
+    TFB_ASSIGN_OR_RETURN(a.out, UploadView(call.out));
+    if (!call.key_mask.empty()) {
+      TFB_ASSIGN_OR_RETURN(a.key_mask,
+                           Upload(call.key_mask.At<uint8_t>(), call.key_mask.num_elements()));
+      std::copy_n(call.key_mask.strides.begin(), 2, a.key_mask_strides);
+    }
+    if (!call.log_sum_exp.empty()) {
+      TFB_ASSIGN_OR_RETURN(a.log_sum_exp, UploadFloats(call.log_sum_exp));
+      std::copy_n(call.log_sum_exp.strides.begin(), 3, a.log_sum_exp_strides);
+    }
+    TFB_ASSIGN_OR_RETURN(a.query_order, UploadOrder(call.query_order, problem.query_tokens));
+    TFB_ASSIGN_OR_RETURN(a.key_order, UploadOrder(call.key_order, problem.kv_tokens));
+    a.ring_tiles = call.ring.tiles;
+    a.first_tile = call.ring.first_tile;
+    a.batch = problem.batch;
+    a.query_heads = problem.query_heads;
+    a.kv_heads = problem.kv_heads;
+    a.query_tokens = problem.query_tokens;
+    a.kv_tokens = problem.kv_tokens;
+    a.head_dim = static_cast<int>(problem.head_dim);
+    a.value_dim = static_cast<int>(problem.value_dim);
+    a.causal_offset = problem.causal_offset();
+    TFB_RETURN_IF_ERROR(FillSchedule(&a.schedule));
+    TFB_RETURN_IF_ERROR(FillRule(&a.rule));
+    a.scale = static_cast<float>(call.scale != 0 ? call.scale : 1 / std::sqrt(problem.head_dim));
+    a.splits = splits;
+    const int64_t rows = problem.batch * problem.query_heads * problem.query_tokens;
+    TFB_ASSIGN_OR_RETURN(
+        const DeviceBuffer partial,
+        runtime_->Allocate(splits == 1 ? 0
+                                       : splits * rows * (problem.value_dim + 2) * sizeof(float)));
+    a.partial = partial.As<float>();
+    a.max_blocks = max_blocks;
+    const auto forward = problem.dtype == DType::kBF16
+                             ? KernelsOn<FlashBf16Kernels>(CudaTarget::kSimulator).forward
+                             : KernelsOn<FlashF16Kernels>(CudaTarget::kSimulator).forward;
+    TFB_RETURN_IF_ERROR(ToStatus(forward(a, nullptr)));
+    if (splits > 1) {
+      TFB_RETURN_IF_ERROR(
+          ToStatus(KernelsOn<FlashF32Kernels>(CudaTarget::kSimulator).combine(a, nullptr)));
+    }
+    TFB_RETURN_IF_ERROR(Download(a.out, call.out));
+    DeviceView sums = {a.log_sum_exp, {}, Element::kF32};
+    return Download(sums, call.log_sum_exp);
+  }
+  absl::StatusOr<float*> UploadFloats(const ConstTensorView& view) {
+    TFB_ASSIGN_OR_RETURN(const float* data, Upload(view.At<float>(), view.num_elements()));
+    return const_cast<float*>(data);
+  }
+
+  FullPattern full_;
+  const Pattern* pattern_;
+  NamedTensors inputs_;
+  NamedTensors outputs_;
+  BlockSchedule schedule_;
+  CudaRuntime* runtime_ = nullptr;
+  std::vector<DeviceBuffer> buffers_;
+};
+
+class FlashMma : public testing::TestWithParam<DType> {};
+INSTANTIATE_TEST_SUITE_P(In, FlashMma, testing::Values(DType::kBF16, DType::kF16),
+                         [](const auto& dtype) { return std::string(Name(dtype.param)); });
+
+TEST_P(FlashMma, MatchesLoopsForEveryHeadDim) {
+  for (int64_t dim : {1, 7, 32, 40, 64, 80, 128, 256}) {
+    Subject(Make(GetParam(), {70, 90, dim, dim})).ExpectMatchesLoops();
+    Subject(Make(GetParam(), {70, 90, dim, 257 - dim})).ExpectMatchesLoops();
+  }
+}
+
+TEST_P(FlashMma, MatchesLoopsAcrossTileEdges) {
+  for (int64_t queries : {1, 16, 127, 128, 129, 257}) {
+    for (int64_t keys : {1, 17, 63, 64, 65, 128, 300}) {
+      for (bool causal : {false, true}) {
+        Subject(Make(GetParam(), {queries, keys, 16, 24}, causal)).ExpectMatchesLoops();
+      }
+    }
+  }
+}
+
+TEST_P(FlashMma, GroupedHeadsReadTheirKeyValueHead) {
+  Subject(Make(GetParam(), {70, 90, 32, 32, 6, 2, 2}, true)).ExpectMatchesLoops();
+  Subject(Make(GetParam(), {70, 90, 64, 32, 4, 1}, false)).ExpectMatchesLoops();
+}
+
+TEST_P(FlashMma, EmptySequencesAndBatchesAreDefined) {
+  Subject no_keys(Make(GetParam(), {5, 0, 16, 16}));
+  no_keys.ExpectMatchesLoops();
+  EXPECT_EQ(MaxAbs(no_keys.out().view()), 0);
+  Subject(Make(GetParam(), {0, 5, 16, 16})).ExpectMatchesLoops();
+  Problem no_batch = Make(GetParam(), {5, 5, 16, 16});
+  no_batch.batch = 0;
+  Subject(no_batch).ExpectMatchesLoops();
+}
+
+TEST_P(FlashMma, BandsAndKeyMasksHideWhatTheyHide) {
+  const BandPattern band(-70, 3);
+  Subject subject(Make(GetParam(), {150, 150, 40, 40, 2, 2, 2}), &band);
+  Tensor mask(DType::kU8, {2, 150});
+  for (int64_t n = 0; n < 300; ++n) mask.span<uint8_t>()[n] = n % 7 != 0 && (n < 100 || n > 190);
+  subject.call.key_mask = mask.view();
+  subject.ExpectMatchesLoops();
+}
+
+TEST_P(FlashMma, BandsWithoutTablesGiveTheSameBits) {
+  const BandPattern pattern(-100, 20);
+  Subject subject(Make(GetParam(), {300, 300, 64, 64}), &pattern);
+  subject.ExpectMatchesLoops();
+  const Tensor expected = subject.out().Clone();
+  const Band band = {0, -100, 20};
+  subject.band = &band;
+  Fill(subject.out().view(), NAN);
+  subject.ExpectMatchesLoops();
+  EXPECT_EQ(std::memcmp(expected.raw(), subject.out().raw(), expected.bytes()), 0);
+}
+
+// Each head sees other keys.
+class OwnPattern : public Pattern {
+ public:
+  int64_t heads() const override { return 2; }
+  bool Allows(int64_t head, int64_t i, int64_t j) const override {
+    return head == 0 ? j / 64 % 2 == i / 128 % 2 : j % 3 == 0;
+  }
+  void KeyRanges(int64_t, int64_t, int64_t, std::vector<KeyRange>* ranges) const override {
+    ranges->push_back({0, 1 << 20, false});
+  }
+};
+TEST_P(FlashMma, HeadsHavePatternsOfTheirOwn) {
+  const OwnPattern pattern;
+  Subject(Make(GetParam(), {200, 300, 32, 32, 4, 2}), &pattern).ExpectMatchesLoops();
+}
+
+TEST_P(FlashMma, SplitKeysAreMerged) {
+  for (int splits : {2, 3, 7}) {
+    Subject subject(Make(GetParam(), {130, 500, 32, 40, 2, 1}, /*causal=*/true));
+    subject.splits = splits;
+    subject.ExpectMatchesLoops();
+  }
+  // Rows that see nothing, and parts that have nothing.
+  Subject few(Make(GetParam(), {200, 100, 16, 16}, /*causal=*/true));
+  few.splits = 5;
+  few.ExpectMatchesLoops();
+}
+
+TEST_P(FlashMma, ResultsAreBitwiseTheSameInAnyOrderAndOnAnyGrid) {
+  Subject subject(Make(GetParam(), {200, 300, 64, 64, 4, 2}, /*causal=*/true));
+  subject.Run(1);
+  const Tensor first = subject.out().Clone(), sums = subject.log_sum_exp().Clone();
+  for (auto [seed, max_blocks] : {std::pair<int, int>{2, 1 << 20}, {3, 1}, {4, 3}}) {
+    Fill(subject.out().view(), NAN);
+    subject.max_blocks = max_blocks;
+    subject.Run(seed);
+    EXPECT_EQ(std::memcmp(first.raw(), subject.out().raw(), first.bytes()), 0) << seed;
+    EXPECT_EQ(std::memcmp(sums.raw(), subject.log_sum_exp().raw(), sums.bytes()), 0) << seed;
+  }
+}
+
+TEST_P(FlashMma, StridedTransposedAndMisalignedViewsGiveTheSameBits) {
+  const Problem problem = Make(GetParam(), {70, 150, 24, 16, 2, 2, 2});
+  Subject plain(problem);
+  plain.ExpectMatchesLoops();
+  Subject strided(problem);
+  // Queries and outputs as [batch, tokens, heads, channels] and keys with channels outermost.
+  Tensor q(GetParam(), {2, 70, 2, 24}), k(GetParam(), {24, 2, 2, 150}),
+      out(GetParam(), {2, 70, 2, 16});
+  CopyElements(strided.call.q, Transpose(q.view(), 1, 2));
+  strided.call.q = Transpose(std::as_const(q).view(), 1, 2);
+  const TensorView keys(k.raw(), GetParam(), {2, 2, 150, 24}, {300, 150, 1, 600});
+  CopyElements(strided.call.k, keys);
+  strided.call.k = keys;
+  strided.call.out = Transpose(out.view(), 1, 2);
+  strided.Run();
+  EXPECT_EQ(MaxDifference(plain.call.out, strided.call.out), 0);
+
+  Subject misaligned(problem);
+  misaligned.shift = 3;
+  misaligned.Run();
+  EXPECT_EQ(MaxDifference(plain.call.out, misaligned.call.out), 0);
+
+  // One key for all; and fp32 tensors of the same numbers, with an fp32 result.
+  Subject broadcast(problem);
+  broadcast.call.k =
+      ConstTensorView(broadcast.input("k").raw(), GetParam(), {2, 2, 150, 24}, {0, 0, 0, 1});
+  broadcast.ExpectMatchesLoops();
+  Subject converted(problem);
+  const Tensor wide_q = plain.input("q").CloneAs(DType::kF32),
+               wide_v = plain.input("v").CloneAs(DType::kF32);
+  Tensor wide_out(DType::kF32, {2, 2, 70, 16});
+  converted.call.q = wide_q.view();
+  converted.call.v = wide_v.view();
+  converted.call.out = wide_out.view();
+  converted.ExpectMatchesLoops();
+  EXPECT_LE(MaxDifference(plain.call.out, wide_out.view()),
+            UnitRoundoff(GetParam()) * MaxAbs(wide_out.view()) * 1.01);
+}
+
+TEST_P(FlashMma, TokenOrdersGatherAndScatter) {
+  // Reversed queries over every third key: the same as attending over those keys and reversing the
+  // result.
+  const int64_t tokens = 150, keys = 70;
+  Subject subject(Make(GetParam(), {tokens, keys, 32, 16, 2, 2, 2}));
+  Tensor k(GetParam(), {2, 2, 210, 32}), v(GetParam(), {2, 2, 210, 16});
+  FillNormal(&k, 9, "k");
+  FillNormal(&v, 9, "v");
+  subject.call.k = Slice(std::as_const(k).view(), 2, 0, keys, 3);
+  subject.call.v = Slice(std::as_const(v).view(), 2, 0, keys, 3);
+  Tensor mask(DType::kU8, {2, 210});
+  for (int64_t n = 0; n < 420; ++n) mask.span<uint8_t>()[n] = n % 11 != 0;
+  subject.call.key_mask = Slice(std::as_const(mask).view(), 1, 0, keys, 3);
+  Tensor own_mask(DType::kU8, {2, keys});
+  CopyElements(subject.call.key_mask, own_mask.view());
+  subject.call.key_mask = own_mask.view();
+  subject.ExpectMatchesLoops();
+  const Tensor expected = subject.out().Clone(), sums = subject.log_sum_exp().Clone();
+
+  std::vector<int32_t> query_order(tokens), key_order(keys);
+  for (int64_t n = 0; n < tokens; ++n) query_order[n] = static_cast<int32_t>(tokens - 1 - n);
+  for (int64_t n = 0; n < keys; ++n) key_order[n] = static_cast<int32_t>(3 * n);
+  Tensor q(GetParam(), {2, 2, tokens, 32});
+  for (int64_t i = 0; i < tokens; ++i) {
+    CopyElements(Slice(subject.call.q, 2, i, 1), Slice(q.view(), 2, tokens - 1 - i, 1));
+  }
+  subject.call.q = q.view();
+  subject.call.k = k.view();
+  subject.call.v = v.view();
+  subject.call.key_mask = mask.view();
+  subject.call.query_order = {query_order.data(), 0, 0, 1};
+  subject.call.key_order = {key_order.data(), 0, 0, 1};
+  Fill(subject.out().view(), NAN);
+  subject.Run();
+  for (int64_t i = 0; i < tokens; ++i) {
+    EXPECT_EQ(MaxDifference(Slice(expected.view(), 2, i, 1),
+                            Slice(std::as_const(subject.out()).view(), 2, tokens - 1 - i, 1)),
+              0)
+        << i;
+    EXPECT_EQ(
+        MaxDifference(Slice(sums.view(), 2, i, 1),
+                      Slice(std::as_const(subject.log_sum_exp()).view(), 2, tokens - 1 - i, 1)),
+        0)
+        << i;
+  }
+}
+
+TEST_P(FlashMma, RingsOfTilesAreReadFromTheirFirst) {
+  const int64_t keys = 300, tiles = 6;
+  Subject subject(Make(GetParam(), {130, keys, 32, 32, 2, 2, 2}, /*causal=*/true));
+  subject.ExpectMatchesLoops();
+  const Tensor expected = subject.out().Clone();
+  for (int64_t first : {2, 5, 6}) {
+    Tensor ring[2];
+    for (int which = 0; which < 2; ++which) {
+      ConstTensorView& view = which == 0 ? subject.call.k : subject.call.v;
+      const Tensor& own = subject.input(which == 0 ? "k" : "v");
+      ring[which] = Tensor(GetParam(), {2, 2, tiles * 64, 32});
+      Fill(ring[which].view(), NAN);
+      for (int64_t j = 0; j < keys; ++j) {
+        const int64_t place = (j / 64 + first) % tiles * 64 + j % 64;
+        CopyElements(Slice(own.view(), 2, j, 1), Slice(ring[which].view(), 2, place, 1));
+      }
+      view = ring[which].view();
+    }
+    subject.call.ring = {tiles, first};
+    Fill(subject.out().view(), NAN);
+    subject.Run();
+    EXPECT_EQ(MaxDifference(expected.view(), subject.call.out), 0) << first;
+  }
+}
+
+// ---- Score rules ----
+
+TEST_P(FlashMma, DistanceBiasesAreReadAtTheirOffset) {
+  const auto bias = [](int64_t h, int64_t offset) {
+    return std::sin(0.1f * static_cast<float>(offset)) * static_cast<float>(h + 1);
+  };
+  for (auto [queries, keys, dim] :
+       {std::array<int64_t, 3>{70, 70, 16}, {5, 200, 64}, {200, 5, 128}, {130, 300, 256}}) {
+    Subject subject(Make(GetParam(), {queries, keys, dim, dim, 2, 2}));
+    const DistanceTable table(2, queries, keys, bias);
+    subject.call.rule.bias = &table;
+    subject.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
+      return s + bias(h, j - i);
+    };
+    subject.ExpectMatchesLoops();
+  }
+  // A stream's: query 0 is key 230 of the table's positions.
+  Subject stream(Make(GetParam(), {70, 300, 16, 16, 2, 2}, /*causal=*/true));
+  const DistanceTable table(2, 300, 300, bias);
+  stream.call.rule.bias = &table;
+  stream.call.rule.query_position = 230;
+  stream.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
+    return s + bias(h, j - i - 230);
+  };
+  stream.ExpectMatchesLoops();
+}
+
+TEST_P(FlashMma, ReluMultipliersActOnScoresBelowAndAboveZero) {
+  Subject subject(Make(GetParam(), {150, 150, 32, 16, 2, 2}));
+  const auto factor = [](int64_t h, int64_t offset) {
+    return 1.0f / (1.0f + static_cast<float>(h) + 0.01f * static_cast<float>(std::abs(offset)));
+  };
+  const DistanceTable table(2, 150, 150, factor);
+  subject.call.rule.relu_multiplier = &table;
+  subject.change = [&](int64_t, int64_t h, int64_t i, int64_t j, double s) {
+    return std::max(s, 0.0) * factor(h, j - i);
+  };
+  subject.ExpectMatchesLoops();
+}
+
+TEST_P(FlashMma, RelativeKeysAndQueryBiasesMatchAnExplicitGather) {
+  for (auto [queries, keys, dim] : {std::array<int64_t, 3>{70, 200, 16},
+                                    {200, 64, 64},
+                                    {129, 400, 40},
+                                    {130, 130, 128},
+                                    {70, 130, 256}}) {
+    const int64_t low = -100, high = 40, d = dim;  // offsets outside have a relative key of 0
+    Subject subject(Make(GetParam(), {queries, keys, dim, 24, 2, 2}));
+    subject.relative_keys = Tensor(GetParam(), {2, high - low + 1, dim});
+    subject.low = low;
+    FillNormal(&subject.relative_keys, 3, "table");
+    Tensor u(DType::kF32, {2, dim}), w(DType::kF32, {2, dim});
+    FillNormal(&u, 3, "u");
+    FillNormal(&w, 3, "w");
+    for (const bool with_biases : {false, true}) {
+      subject.call.rule.content_bias = with_biases ? u.span<float>().data() : nullptr;
+      subject.call.rule.position_bias = with_biases ? w.span<float>().data() : nullptr;
+      const DoubleTensor r(subject.relative_keys.view()), du(u.view()), dw(w.view()),
+          q(subject.call.q), k(subject.call.k);
+      subject.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+        const double scale = 1 / std::sqrt(static_cast<double>(d));
+        if (with_biases) s += Dot(du.Row(h), k.Row(b, h, j), d) * scale;
+        if (j - i < low || j - i > high) return s;
+        for (int64_t c = 0; c < d; ++c) {
+          const double query = q.Row(b, h, i)[c] + (with_biases ? dw.Row(h)[c] : 0);
+          s += query * r.Row(h, j - i - low)[c] * scale;
+        }
+        return s;
+      };
+      subject.ExpectMatchesLoops(3);  // three products are summed, where the bound is made for one
+    }
+  }
+}
+
+TEST_P(FlashMma, ContentBiasesAloneMatchLoops) {
+  Subject subject(Make(GetParam(), {70, 200, 48, 24, 4, 2}));
+  Tensor u(DType::kF32, {4, 48});
+  FillNormal(&u, 3, "u");
+  subject.call.rule.content_bias = u.span<float>().data();
+  const DoubleTensor du(u.view()), k(subject.call.k);
+  subject.change = [&](int64_t b, int64_t h, int64_t, int64_t j, double s) {
+    return s + Dot(du.Row(h), k.Row(b, h / 2, j), 48) / std::sqrt(48.0);
+  };
+  subject.ExpectMatchesLoops(2);
+}
+
+TEST_P(FlashMma, RelativeKeysAreFoundAgainBehindGapsOfTheSchedule) {
+  const OwnPattern pattern;  // skips tiles
+  Subject subject(Make(GetParam(), {300, 500, 16, 16, 2, 2}), &pattern);
+  subject.low = -299;
+  subject.relative_keys = Tensor(GetParam(), {1, 799, 16});
+  FillNormal(&subject.relative_keys, 3, "table");
+  Tensor w(DType::kF32, {2, 16});
+  FillNormal(&w, 3, "w");
+  subject.call.rule.position_bias = w.span<float>().data();
+  const DoubleTensor r(subject.relative_keys.view()), dw(w.view()), q(subject.call.q);
+  subject.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+    for (int64_t c = 0; c < 16; ++c) {
+      s += (q.Row(b, h, i)[c] + dw.Row(h)[c]) * r.Row(0, j - i + 299)[c] / 4;
+    }
+    return s;
+  };
+  subject.ExpectMatchesLoops(3);
+}
+
+TEST_P(FlashMma, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
+  const int64_t tokens = 300;
+  Subject subject(Make(GetParam(), {tokens, tokens, 16, 16, 2, 2, 2}, /*causal=*/true));
+  std::vector<float> spans(2 * 2 * tokens);
+  for (size_t n = 0; n < spans.size(); ++n) spans[n] = static_cast<float>(n * 37 % 150);
+  const float ramp = 20;
+  SoftSpan& span = subject.call.rule.soft_span;
+  span.span = spans.data();
+  span.count = static_cast<int64_t>(spans.size());
+  span.batch_stride = 2 * tokens;
+  span.head_stride = tokens;
+  span.query_stride = 1;
+  span.ramp = ramp;
+  subject.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+    const double z = spans[(b * 2 + h) * tokens + i];
+    const double weight = std::min(1.0, (ramp + z - static_cast<double>(i - j)) / ramp);
+    return weight <= 0 ? kNotSeen : s + std::log(weight);
+  };
+  subject.ExpectMatchesLoops();
+  // A key beyond every span may be anything, and so may its score.
+  const Tensor before = subject.out().Clone();
+  *static_cast<uint16_t*>(subject.input("k").raw()) = 0x7fff;  // a NaN in both dtypes
+  *static_cast<uint16_t*>(subject.input("v").raw()) = 0x7fff;
+  subject.Run();
+  for (int64_t c = 0; c < 16; ++c) {
+    EXPECT_EQ(before.view().Get(before.view().Offset(0, 0, 299, c)), subject.Out(0, 0, 299, c));
+  }
+}
+
+TEST_P(FlashMma, AllPartsOfARuleActTogether) {
+  const int64_t queries = 140, keys = 200, position = 60;
+  Subject subject(Make(GetParam(), {queries, keys, 32, 32, 2, 2}, /*causal=*/true));
+  const auto bias = [](int64_t h, int64_t offset) {
+    return 0.01f * static_cast<float>((offset + 1000) % 17) * static_cast<float>(h + 1);
+  };
+  const auto factor = [](int64_t, int64_t offset) {
+    return 1.0f + 0.1f * static_cast<float>((offset + 1000) % 5);
+  };
+  const DistanceTable biases(2, 200, 200, bias), factors(1, 200, 200, factor);
+  subject.call.rule.bias = &biases;
+  subject.call.rule.relu_multiplier = &factors;
+  subject.call.rule.query_position = position;
+  subject.low = -199;
+  subject.relative_keys = Tensor(GetParam(), {2, 200, 32});
+  FillNormal(&subject.relative_keys, 3, "table");
+  Tensor u(DType::kF32, {2, 32}), w(DType::kF32, {2, 32});
+  FillNormal(&u, 3, "u");
+  FillNormal(&w, 3, "w");
+  subject.call.rule.content_bias = u.span<float>().data();
+  subject.call.rule.position_bias = w.span<float>().data();
+  const float span = 90.5f, ramp = 32;
+  subject.call.rule.soft_span.span = &span;
+  subject.call.rule.soft_span.count = 1;
+  subject.call.rule.soft_span.ramp = ramp;
+  Tensor mask(DType::kU8, {1, keys});
+  for (int64_t n = 0; n < keys; ++n) mask.span<uint8_t>()[n] = n % 5 != 0;
+  subject.call.key_mask = mask.view();
+  const DoubleTensor r(subject.relative_keys.view()), du(u.view()), dw(w.view()), q(subject.call.q),
+      k(subject.call.k);
+  subject.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+    const int64_t offset = j - i - position;
+    const double scale = 1 / std::sqrt(32.0);
+    s += Dot(du.Row(h), k.Row(b, h, j), 32) * scale;
+    for (int64_t c = 0; c < 32 && offset >= -199 && offset <= 0; ++c) {
+      s += (q.Row(b, h, i)[c] + dw.Row(h)[c]) * r.Row(h, offset + 199)[c] * scale;
+    }
+    s = std::max(s, 0.0) * factor(h, offset) + bias(h, offset);
+    const double weight =
+        std::min(1.0, (ramp + span - static_cast<double>(i + position - j)) / ramp);
+    return weight <= 0 ? kNotSeen : s + std::log(weight);
+  };
+  for (int splits : {1, 2}) {
+    subject.splits = splits;
+    subject.ExpectMatchesLoops(4);  // the multiplier makes more of the products' error
+  }
+}
+
+// ---- Numbers ----
+
+TEST_P(FlashMma, NansInHiddenKeysAndValuesDoNotReachTheOutput) {
+  const BandPattern band(-5, 5);
+  for (int64_t dim : {32, 256}) {  // 32 queries a warp, and 16
+    Subject subject(Make(GetParam(), {150, 150, dim, dim, 2, 2}), &band);
+    subject.Run();
+    const Tensor clean = subject.out().Clone();
+    for (int64_t c = 0; c < dim; ++c) {  // seen by queries 85 to 95 only
+      subject.input("k").view().Set((150 + 90) * dim + c, NAN);
+      subject.input("v").view().Set((150 + 90) * dim + c, INFINITY);
+    }
+    subject.Run();
+    for (int64_t i = 0; i < 150; ++i) {
+      for (int64_t c : {int64_t{0}, int64_t{7}, dim - 1}) {
+        const double value = subject.Out(0, 1, i, c);
+        if (i >= 85 && i <= 95) {
+          EXPECT_TRUE(std::isnan(value)) << i;
+        } else {
+          EXPECT_EQ(value, clean.view().Get(clean.view().Offset(0, 1, i, c))) << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(FlashMma, InfiniteValuesReachWhoSeesThemWithTheirSign) {
+  const BandPattern band(-40, 40);
+  for (int64_t dim : {64, 256}) {
+    Subject subject(Make(GetParam(), {140, 140, dim, dim}), &band);
+    subject.Run();
+    const Tensor clean = subject.out().Clone();
+    subject.input("v").view().Set(20 * dim + 3, INFINITY);
+    subject.input("v").view().Set(70 * dim + 4, -INFINITY);
+    subject.input("v").view().Set(100 * dim + 3, NAN);
+    subject.input("v").view().Set(30 * dim + 9, INFINITY);
+    subject.input("v").view().Set(33 * dim + 9, -INFINITY);
+    subject.Run();
+    const auto sees = [](int64_t i, int64_t j) { return std::abs(i - j) <= 40; };
+    for (int64_t i = 0; i < 140; ++i) {
+      for (int64_t c = 0; c < 12; ++c) {
+        double expected = clean.view().Get(clean.view().Offset(0, 0, i, c));
+        if (c == 3 && sees(i, 20)) expected = INFINITY;
+        if (c == 3 && sees(i, 100)) expected = NAN;
+        if (c == 4 && sees(i, 70)) expected = -INFINITY;
+        if (c == 9 && sees(i, 30)) expected = INFINITY;
+        if (c == 9 && sees(i, 33)) expected = sees(i, 30) ? NAN : -INFINITY;
+        const double value = subject.Out(0, 0, i, c);
+        EXPECT_TRUE(value == expected || (std::isnan(value) && std::isnan(expected)))
+            << i << " " << c << ": " << value << ", not " << expected;
+      }
+    }
+  }
+}
+
+TEST_P(FlashMma, NansInPaddedKeysDoNotReachTheOutput) {
+  Subject subject(Make(GetParam(), {10, 70, 16, 16}));
+  Tensor mask(DType::kU8, {1, 70});
+  Fill(mask.view(), 1);
+  mask.span<uint8_t>()[69] = 0;
+  for (int64_t c = 0; c < 16; ++c) {
+    subject.input("k").view().Set(69 * 16 + c, NAN);
+    subject.input("v").view().Set(69 * 16 + c, NAN);
+  }
+  subject.call.key_mask = mask.view();
+  subject.Run();
+  for (int64_t n = 0; n < 160; ++n) EXPECT_TRUE(std::isfinite(subject.call.out.Get(n))) << n;
+}
+
+TEST_P(FlashMma, RowsWithoutAKeyAreZeroWithALogSumExpOfMinusInfinity) {
+  Subject subject(Make(GetParam(), {200, 30, 64, 64}, /*causal=*/true));  // 170 rows see nothing
+  subject.ExpectMatchesLoops();
+  EXPECT_EQ(subject.Out(0, 0, 169, 0), 0);
+  EXPECT_EQ(subject.call.log_sum_exp.Get(169), -INFINITY);
+  EXPECT_NE(subject.Out(0, 0, 170, 0), 0);
+}
+
+TEST_P(FlashMma, ExtremeScoresAreSubtractedBeforeTheyAreScaled) {
+  // All scores near the lowest float: a uniform softmax, and no finite mask value would stay below.
+  const double largest = GetParam() == DType::kBF16 ? 3.38e38 : 65504;
+  Subject low(Make(GetParam(), {3, 70, 1, 1}));
+  Fill(low.input("q").view(), -1);
+  Fill(low.input("k").view(), largest);
+  low.call.scale = GetParam() == DType::kBF16 ? 1 : 5e33;
+  low.ExpectMatchesLoops();
+  // Products that f16 could not hold.
+  Subject products(Make(GetParam(), {3, 70, 16, 1}));
+  Fill(products.input("q").view(), 60000);
+  for (int64_t n = 0; n < 70 * 16; ++n)
+    products.input("k").view().Set(n, n / 16 == 9 ? 60000 : 59000);
+  products.ExpectMatchesLoops();
+  // Scores of +-1e4, and one that dominates.
+  Subject wide(Make(GetParam(), {9, 200, 1, 4}));
+  wide.call.scale = 1;
+  Fill(wide.input("q").view(), 1);
+  for (int64_t n = 0; n < 200; ++n) {
+    wide.input("k").view().Set(n, n % 100 == 77 ? 6e4 : (n % 2 != 0 ? 1e4 : -1e4));
+  }
+  wide.ExpectMatchesLoops();
+  // Scaled by less than 0.
+  Subject reversed(Make(GetParam(), {40, 100, 16, 16}));
+  reversed.call.scale = -0.3;
+  reversed.ExpectMatchesLoops();
+}
+
+TEST_P(FlashMma, ConstantValuesComeBackAndZeroQueriesGiveTheMean) {
+  Subject subject(Make(GetParam(), {66, 130, 64, 64}));
+  Fill(subject.input("v").view(), 3);
+  Fill(subject.input("q").view(), 0);
+  subject.Run();
+  for (int64_t n = 0; n < subject.out().num_elements(); ++n) {
+    ASSERT_EQ(subject.call.out.Get(n), 3) << n;  // weights of 1 are exact
+  }
+}
+
+}  // namespace
+}  // namespace tfb
