@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "attention/dense/dense_cudnn.h"
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
 
@@ -29,6 +30,9 @@ Dense::Dense() : TechniqueOf(Info()) {}
 absl::StatusOr<std::unique_ptr<Layer>> Dense::MakeLayer(const Problem& problem,
                                                         const DenseOptions& options, Device device,
                                                         uint64_t) const {
+  if (options.backend == DenseOptions::Backend::kCudnn) {
+    return MakeCudnnDense(problem, options.scale, device);
+  }
   return std::make_unique<FlashLayer>(problem, QkvInputs(problem), AttentionOutputs(problem),
                                       device, std::make_unique<FullPattern>(problem.kv_tokens),
                                       options.scale);

@@ -16,10 +16,14 @@
 namespace tfb {
 
 struct DenseOptions {
+  enum class Backend { kOwn, kCudnn };
   double scale = 0;
+  Backend backend = Backend::kOwn;
 
   void Describe(OptionBinder& bind) {
     bind.Real("scale", &scale, 0, 1e6, "factor on the scores; 0 means 1/sqrt(head_dim)");
+    bind.Choice("backend", &backend, {{"own", Backend::kOwn}, {"cudnn", Backend::kCudnn}},
+                "whose kernel: engine flash, or on a GPU that of NVIDIA's cuDNN (bf16 and f16)");
   }
 };
 

@@ -1,0 +1,194 @@
+// Whether cuDNN takes the graph of attention for what it is can be asked without a GPU: it plans
+// for device properties as well, up to where it loads the kernel it compiled. Only execution needs
+// one.
+#include "attention/dense/dense_cudnn.h"
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "attention/dense/dense.h"
+#include "core/testing.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::HasSubstr;
+
+Problem Make(int64_t heads, int64_t kv_heads, int64_t query_tokens, int64_t kv_tokens,
+             int64_t head_dim, int64_t value_dim, bool causal, DType dtype) {
+  Problem problem = Problem::SelfAttention(2, heads, query_tokens, head_dim, causal, dtype);
+  problem.kv_heads = kv_heads;
+  problem.kv_tokens = kv_tokens;
+  problem.value_dim = value_dim;
+  return problem;
+}
+
+std::vector<Problem> Problems() {
+  return {Make(8, 8, 512, 512, 64, 64, false, DType::kBF16),
+          Make(8, 8, 512, 512, 64, 64, true, DType::kF16),
+          Make(4, 4, 100, 100, 128, 128, true, DType::kBF16),
+          Make(8, 2, 512, 512, 128, 128, false, DType::kF16),  // grouped heads
+          Make(4, 4, 100, 200, 64, 64, true, DType::kBF16),    // the last keys' diagonal
+          Make(4, 4, 100, 77, 64, 64, false, DType::kBF16),
+          Make(4, 4, 1, 300, 64, 64, true, DType::kBF16),  // decoding
+          Make(2, 2, 65, 65, 40, 24, true, DType::kF16)};
+}
+
+absl::Status Refusal(const Problem& problem, Device device) {
+  return Dense().Create(problem, {{"backend", "cudnn"}}, device, 1).status();
+}
+
+TEST(DenseCudnn, OtherDevicesThanAGpuAreRefused) {
+  const Problem problem = Problems()[0];
+  for (const Device device : {Device::kCpu, Device::kSimulator}) {
+    const absl::Status status = Refusal(problem, device);
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+    EXPECT_EQ(status.message(),
+              absl::StrCat("dense: backend cudnn is for device cuda; this one is ", Name(device)));
+  }
+}
+
+TEST(DenseCudnn, ProblemsThatItDoesNotDoAreRefusedWithTheReason) {
+  const auto reason = [](const Problem& problem) {
+    const absl::Status status = Refusal(problem, Device::kCuda);
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << status;
+    return std::string(status.message());
+  };
+  Problem problem = Problems()[0];
+  problem.dtype = DType::kF32;
+  EXPECT_EQ(reason(problem), "dense: backend cudnn is for bf16 and f16; dtype is f32");
+  problem = Problems()[0];
+  problem.value_dim = 7;
+  EXPECT_EQ(reason(problem),
+            "dense: backend cudnn has multiples of 8 as head_dim and value_dim; they are 64 and 7");
+  problem = Problems()[0];
+  problem.kv_tokens = 0;
+  EXPECT_EQ(reason(problem), "dense: backend cudnn has at least one key; kv_tokens is 0");
+  problem = Problems()[1];
+  problem.kv_tokens = 511;
+  EXPECT_EQ(reason(problem),
+            "dense: backend cudnn has at most as many queries as keys where they are causal; there "
+            "are 512 and 511");
+}
+
+TEST(DenseCudnn, IsThereOrSaysWhyNot) {
+  const absl::Status status = Refusal(Problems()[0], Device::kCuda);
+  if (!status.ok()) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    GTEST_SKIP() << status.message();
+  }
+}
+
+// ---- Plans without a GPU ----
+
+struct Gpu {
+  const char* name;
+  const char* properties;
+};
+// As cuDNN writes them.
+constexpr Gpu kGpus[] = {
+    {"H200",
+     R"({"maxGridSize":[2147483647,65535,65535],"maxBlockSize":[1024,1024,64],"regsPerBlock":65536,
+         "multiProcessorCount":132,"warpSize":32,"maxSharedMemoryPerBlock":49152,
+         "maxSharedMemoryPerBlockOptin":232448,"reservedSharedMemoryPerBlock":1024,
+         "maxRegistersPerSM":65536,"maxCtasPerSM":32,"maxThreadsPerBlock":1024,
+         "maxThreadsPerSM":2048,"pciDeviceId":0,"isTccDriver":0,"supportCoopLaunch":1,
+         "smClockRateKHz":1980000,"memClockRateKHz":3201000,"l2CacheSize":62914560,
+         "deviceName":"NVIDIA H200","deviceVer":900,"driverVer":13000,
+         "totalGlobalMem":150000000000,"cudaDeviceId":0})"},
+    {"A100",
+     R"({"maxGridSize":[2147483647,65535,65535],"maxBlockSize":[1024,1024,64],"regsPerBlock":65536,
+         "multiProcessorCount":108,"warpSize":32,"maxSharedMemoryPerBlock":49152,
+         "maxSharedMemoryPerBlockOptin":166912,"reservedSharedMemoryPerBlock":1024,
+         "maxRegistersPerSM":65536,"maxCtasPerSM":32,"maxThreadsPerBlock":1024,
+         "maxThreadsPerSM":2048,"pciDeviceId":0,"isTccDriver":0,"supportCoopLaunch":1,
+         "smClockRateKHz":1410000,"memClockRateKHz":1215000,"l2CacheSize":41943040,
+         "deviceName":"NVIDIA A100","deviceVer":800,"driverVer":13000,
+         "totalGlobalMem":80000000000,"cudaDeviceId":0})"}};
+
+// Null where graphs cannot be planned for device properties.
+const Cudnn* CudnnThatPlans() {
+  const absl::StatusOr<const Cudnn*> cudnn = Cudnn::Open();
+  if (!cudnn.ok()) {
+    std::printf("%s\n", std::string(cudnn.status().message()).c_str());
+    return nullptr;
+  }
+  return (*cudnn)->version() >= 91100 ? *cudnn : nullptr;
+}
+
+absl::Status PlanFor(const Gpu& gpu, CudnnGraph graph) {
+  CudnnTarget target;
+  target.device_properties = gpu.properties;
+  return graph.Plan(target).status();
+}
+
+// The graph was accepted, and all that failed is what takes a driver or a GPU.
+bool LacksOnlyTheGpu(const absl::Status& status) {
+  return status.ok() || absl::StrContains(status.message(), "libcuda") ||
+         absl::StrContains(status.message(), "cuLibraryLoadData");
+}
+
+TEST(DenseCudnn, TheGraphIsAcceptedForEveryProblem) {
+  const Cudnn* cudnn = CudnnThatPlans();
+  if (cudnn == nullptr) GTEST_SKIP() << "no cuDNN of 9.11 or later";
+  for (const Gpu& gpu : kGpus) {
+    for (const Problem& problem : Problems()) {
+      const absl::Status status = PlanFor(gpu, CudnnAttentionGraph(cudnn, problem));
+      EXPECT_TRUE(LacksOnlyTheGpu(status))
+          << gpu.name << ", " << problem.ToString() << ": " << status;
+    }
+  }
+}
+
+// That the check above can fail: products alone are not attention.
+TEST(DenseCudnn, AnotherGraphIsNotAccepted) {
+  const Cudnn* cudnn = CudnnThatPlans();
+  if (cudnn == nullptr) GTEST_SKIP() << "no cuDNN of 9.11 or later";
+  const auto memory = [](CudnnGraph& graph, int64_t id) {
+    return graph.Memory(id, cudnn::kDataHalf, {1, 1, 64, 64}, {4096, 4096, 64, 1});
+  };
+  CudnnGraph products(cudnn);
+  const CudnnGraph::Tensor square = products.MatMul(
+      memory(products, 1), memory(products, 2), products.Virtual(cudnn::kDataHalf, {1, 1, 64, 64}));
+  products.MatMul(square, memory(products, 3), memory(products, 4));
+  absl::Status status = PlanFor(kGpus[0], std::move(products));
+  EXPECT_FALSE(LacksOnlyTheGpu(status)) << status;
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << status;
+
+  CudnnGraph mismatched(cudnn);
+  mismatched.MatMul(memory(mismatched, 1),
+                    mismatched.Memory(2, cudnn::kDataHalf, {1, 1, 32, 64}, {2048, 2048, 64, 1}),
+                    memory(mismatched, 3));
+  status = PlanFor(kGpus[0], std::move(mismatched));
+  EXPECT_FALSE(LacksOnlyTheGpu(status)) << status;
+}
+
+// ---- On a GPU ----
+
+TEST(DenseCudnn, EqualsTheDefinition) {
+  for (const Problem& problem : Problems()) {
+    const NamedTensors inputs = RandomInputs(QkvInputs(problem), 5);
+    RunRequest request;
+    request.options = {{"backend", "cudnn"}};
+    request.device = Device::kCuda;
+    const absl::StatusOr<NamedTensors> ours =
+        RunTechnique(Dense(), problem, ViewsOf(inputs), request);
+    if (absl::IsUnavailable(ours.status())) GTEST_SKIP() << ours.status().message();
+    ASSERT_TRUE(ours.ok()) << problem.ToString() << ": " << ours.status();
+    const NamedTensors expected = DefineTechnique(Dense(), problem, ViewsOf(inputs), {{}}).value();
+    // The bounds of the harness for 16 bits: five roundings of a value; scores are fp32.
+    EXPECT_LE(MaxDifference(ours->at("out").view(), expected.at("out").view()),
+              5 * UnitRoundoff(problem.dtype) * MaxAbs(inputs.at("v").view()))
+        << problem.ToString();
+    EXPECT_LE(MaxDifference(ours->at("log_sum_exp").view(), expected.at("log_sum_exp").view()),
+              1e-4)
+        << problem.ToString();
+  }
+}
+
+}  // namespace
+}  // namespace tfb
