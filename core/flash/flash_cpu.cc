@@ -1,10 +1,11 @@
 // Engine flash on the CPU.
 //
 // Keys are packed once per key-value head into panels [head_dim][64 keys] and values into [64
-// keys][value_dim rounded to 16], so that both products are one GEMM kernel whose B operand is
-// contiguous and, at head_dim 64, 16 KiB: half of a 32 KiB L1. A task is one tile of 64 queries of
-// one head. It gathers up to 8 key tiles, computes their scores side by side, runs one softmax pass
-// over all of them, and adds the weighted values:
+// keys][value_dim rounded to 16], so that both products are one GEMM kernel whose B operand is, at
+// head_dim 64, 16 KiB: half of a 32 KiB L1. The first task that wants a tile packs it, while the
+// rows that it reads are about to be used; values that lie as the kernel wants them are used where
+// they are. A task is one tile of 64 queries of one head. It gathers up to 8 key tiles, computes
+// their scores side by side, runs one softmax pass over all of them, and adds the weighted values:
 //
 //   work of a chunk, D = Dv = 64:  64 x 512 scores x 128 multiply-adds = 4.2 M FMA
 //   memory it reads:               512 keys x 128 channels x 4 B = 256 KiB, from L2 or L3: 16 FMA a
@@ -13,9 +14,12 @@
 // so the time is that of the FMA units plus about 0.27 ns a score for the softmax (8 to 10 % of the
 // total at D64). Tiles that are full take no mask; the others are cut to what their rows see.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
@@ -33,7 +37,11 @@ constexpr int64_t kScoreRow =
     kChunkTiles * kTile + 16;  // not a multiple of 4 KiB, so that rows differ in cache set
 constexpr int64_t kPositionRow =
     (kChunkTiles + 2) * kTile + 16;  // offsets of a chunk in any alignment
-constexpr int64_t kPackedBytes = int64_t{32} << 20;
+// Packed keys and values that tasks share: few enough to stay in the last cache, and enough heads
+// for the threads to run out of work together.
+constexpr int64_t kPackedBytes = int64_t{8} << 20;
+constexpr int64_t kTilesAtATime = 4;
+constexpr int64_t kTasksPerThread = 16;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
 int64_t FloorDiv(int64_t value, int64_t divisor) {
@@ -63,10 +71,16 @@ struct Layout {
   bool has_positions;
 };
 
+// What has become of a tile's place in the workspace.
+enum class Packing : uint8_t { kNotYet, kUnderWay, kDone, kDoneNotFinite };
+using PackingState = std::atomic<uint8_t>;
+static_assert(sizeof(PackingState) == 1 && PackingState::is_always_lock_free);
+
 // One tile of a head's keys and values as the kernels want them.
 struct PackedTile {
   const float* keys;    // [key_depth][64]
   const float* values;  // [64][value_row]
+  int64_t value_row;    // floats
   bool finite;          // whether all values are
 };
 
@@ -87,15 +101,15 @@ struct Scratch {
 struct Memory {
   float* keys;
   float* values;
-  uint8_t* finite;
-  Scratch* scratch;  // [threads]
+  PackingState* packing;  // [owned_tiles]
+  Scratch* scratch;       // [threads]
 };
 
 Memory LayOut(const Layout& layout, int threads, Workspace& workspace) {
   Memory memory;
   memory.keys = workspace.Take<float>(layout.owned_tiles * layout.key_depth * kTile);
   memory.values = workspace.Take<float>(layout.owned_tiles * layout.value_row * kTile);
-  memory.finite = workspace.Take<uint8_t>(layout.owned_tiles);
+  memory.packing = workspace.Take<PackingState>(layout.owned_tiles);
   memory.scratch = workspace.Take<Scratch>(threads);
   for (int t = 0; t < threads; ++t) {
     Scratch scratch;
@@ -131,38 +145,17 @@ class FlashRun {
     const ScoreRule& rule = call.rule;
     reads_offsets_ = rule.relative_keys != nullptr || rule.relu_multiplier != nullptr ||
                      rule.bias != nullptr || rule.soft_span.span != nullptr;
-    packed_ = call.packed;
-    if (packed_.empty()) packed_ = {memory.keys, memory.values, memory.finite, layout.key_tiles, 0};
+    const auto is_plain = [](const ConstTensorView& view) {
+      return view.dtype == DType::kF32 && view.stride(3) == 1;
+    };
+    const bool in_order = call.packed.empty() && call.key_order.tokens == nullptr;
+    keys_in_rows_ = in_order && is_plain(call.k) && problem.head_dim == layout.key_depth;
+    values_in_rows_ = in_order && is_plain(call.v) && problem.value_dim == layout.value_row;
   }
 
-  // Packs tile `tile` of the kv head `kv_head` (counted over batches) into place `slot`.
-  void Pack(int64_t slot, int64_t kv_head, int64_t tile, Scratch& scratch) const {
-    const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
-    const int64_t place = slot * layout_.key_tiles + tile;
-    float* rows = scratch.scores;  // free between tasks: 64 rows of key_depth <= 256 floats
-    for (int64_t r = 0; r < kTile; ++r) {
-      const int64_t j = tile * kTile + r;
-      float* row = rows + r * layout_.key_depth;
-      std::memset(row, 0, layout_.key_depth * sizeof(float));
-      if (IsToken(b, h, j)) {
-        LoadRow(call_.k, call_.k.Offset(b, h, call_.key_order(b, h, j)), call_.k.stride(3),
-                problem_.head_dim, row);
-      }
-    }
-    kernels_.transpose64(rows, layout_.key_depth, layout_.key_depth,
-                         memory_.keys + place * layout_.key_depth * kTile);
-    bool finite = true;
-    for (int64_t r = 0; r < kTile; ++r) {
-      const int64_t j = tile * kTile + r;
-      float* row = memory_.values + (place * kTile + r) * layout_.value_row;
-      std::memset(row, 0, layout_.value_row * sizeof(float));
-      if (IsToken(b, h, j)) {
-        LoadRow(call_.v, call_.v.Offset(b, h, call_.key_order(b, h, j)), call_.v.stride(3),
-                problem_.value_dim, row);
-        finite = finite && AllFinite(row, problem_.value_dim);
-      }
-    }
-    memory_.finite[place] = finite;
+  // Forgets what is packed: before the tasks of other heads.
+  void ForgetPacked() const {
+    std::uninitialized_value_construct_n(memory_.packing, layout_.owned_tiles);
   }
 
   // One tile of queries of head `h`, whose keys and values are in place `slot`.
@@ -186,6 +179,7 @@ class FlashRun {
           tiles = 0;
         }
         chunk[tiles] = MakeTile(task, t, mask, scratch.visible + tiles * kTile, scratch);
+        if (call_.packed.empty()) PackIfNobodyHas(task, t, scratch);
         ++tiles;
       }
     }
@@ -216,12 +210,104 @@ class FlashRun {
     Extent extents[kTile / kGroupRows];
   };
 
+  int64_t KvHead(const Task& task) const { return task.head / problem_.group(); }
+
+  // Packs key tile `tile` of the task's head, unless it is packed or another task is at it. Uses the
+  // scores' memory.
+  void PackIfNobodyHas(const Task& task, int64_t tile, Scratch& scratch) const {
+    const int64_t place = task.slot * layout_.key_tiles + tile;
+    PackingState& state = memory_.packing[place];
+    uint8_t expected = static_cast<uint8_t>(Packing::kNotYet);
+    if (state.load(std::memory_order_relaxed) != expected ||
+        !state.compare_exchange_strong(expected, static_cast<uint8_t>(Packing::kUnderWay))) {
+      return;
+    }
+    PackKeys(task, tile, memory_.keys + place * layout_.key_depth * kTile, scratch.scores);
+    float* values = memory_.values + place * layout_.value_row * kTile;
+    const bool finite = AreValuesInRows(tile) ? AllRowsFinite(task, tile)
+                                              : PackValues(task, tile, values);
+    state.store(static_cast<uint8_t>(finite ? Packing::kDone : Packing::kDoneNotFinite),
+                std::memory_order_release);
+  }
+
+  // The rows of a whole tile where they are, or null where they must be gathered or converted.
+  const float* RowsInPlace(const ConstTensorView& view, const Task& task, int64_t tile) const {
+    return view.At<float>(task.batch, KvHead(task), tile * kTile);
+  }
+  bool IsWholeTile(int64_t tile) const { return (tile + 1) * kTile <= problem_.kv_tokens; }
+  bool AreValuesInRows(int64_t tile) const { return values_in_rows_ && IsWholeTile(tile); }
+
+  // to[head_dim][64]; `rows` has room for 64 x key_depth floats. Keys that are no tokens may be
+  // anything: their scores are masked.
+  void PackKeys(const Task& task, int64_t tile, float* to, float* rows) const {
+    if (keys_in_rows_ && IsWholeTile(tile)) {
+      kernels_.transpose64(RowsInPlace(call_.k, task, tile), call_.k.stride(2), layout_.key_depth,
+                           to);
+      return;
+    }
+    for (int64_t r = 0; r < kTile; ++r) {
+      float* row = rows + r * layout_.key_depth;
+      std::memset(row, 0, layout_.key_depth * sizeof(float));
+      LoadTokenRow(call_.k, task, tile * kTile + r, problem_.head_dim, row);
+    }
+    kernels_.transpose64(rows, layout_.key_depth, layout_.key_depth, to);
+  }
+
+  // to[64][value_row]. Whether all of them are finite.
+  bool PackValues(const Task& task, int64_t tile, float* to) const {
+    bool finite = true;
+    for (int64_t r = 0; r < kTile; ++r) {
+      float* row = to + r * layout_.value_row;
+      std::memset(row, 0, layout_.value_row * sizeof(float));
+      LoadTokenRow(call_.v, task, tile * kTile + r, problem_.value_dim, row);
+      finite = finite && AllFinite(row, problem_.value_dim);
+    }
+    return finite;
+  }
+  bool AllRowsFinite(const Task& task, int64_t tile) const {
+    const float* rows = RowsInPlace(call_.v, task, tile);
+    bool finite = true;
+    for (int64_t r = 0; r < kTile; ++r) {
+      finite &= AllFinite(rows + r * call_.v.stride(2), problem_.value_dim);
+    }
+    return finite;
+  }
+  // Key j of the task's head as floats; nothing where it is no token.
+  void LoadTokenRow(const ConstTensorView& view, const Task& task, int64_t j, int64_t channels,
+                    float* to) const {
+    const int64_t h = KvHead(task);
+    if (!IsToken(task.batch, h, j)) return;
+    LoadRow(view, view.Offset(task.batch, h, call_.key_order(task.batch, h, j)), view.stride(3),
+            channels, to);
+  }
+
+  // Waits where another task is still packing it.
   PackedTile Packed(const Task& task, int64_t tile) const {
-    const int64_t in_ring = packed_.first_tile + tile;
+    if (!call_.packed.empty()) return CallersPacked(task, tile);
+    const int64_t place = task.slot * layout_.key_tiles + tile;
+    const PackingState& state = memory_.packing[place];
+    Packing packing;
+    while ((packing = static_cast<Packing>(state.load(std::memory_order_acquire))) ==
+           Packing::kUnderWay) {
+      std::this_thread::yield();
+    }
+    PackedTile packed{memory_.keys + place * layout_.key_depth * kTile,
+                      memory_.values + place * layout_.value_row * kTile, layout_.value_row,
+                      packing == Packing::kDone};
+    if (AreValuesInRows(tile)) {
+      packed.values = RowsInPlace(call_.v, task, tile);
+      packed.value_row = call_.v.stride(2);
+    }
+    return packed;
+  }
+  PackedTile CallersPacked(const Task& task, int64_t tile) const {
+    const PackedKeysAndValues& packed = call_.packed;
+    const int64_t in_ring = packed.first_tile + tile;
     const int64_t place =
-        task.slot * packed_.tiles + (in_ring < packed_.tiles ? in_ring : in_ring - packed_.tiles);
-    return {packed_.keys + place * layout_.key_depth * kTile,
-            packed_.values + place * layout_.value_row * kTile, packed_.finite[place] != 0};
+        task.slot * packed.tiles + (in_ring < packed.tiles ? in_ring : in_ring - packed.tiles);
+    return {packed.keys + place * layout_.key_depth * kTile,
+            packed.values + place * layout_.value_row * kTile, layout_.value_row,
+            packed.finite[place] != 0};
   }
   bool IsToken(int64_t b, int64_t kv_head, int64_t j) const {
     return j < problem_.kv_tokens &&
@@ -342,13 +428,13 @@ class FlashRun {
       const float* weights = scratch.scores + t * kTile;
       const PackedTile packed = Packed(task, chunk[t].index);
       if (!packed.finite && !chunk[t].whole) {
-        AddVisibleValues(task, weights, packed.values, chunk[t].visible, scratch);
+        AddVisibleValues(task, weights, packed, chunk[t].visible, scratch);
         continue;
       }
       ForEachPart(task, chunk[t], [&](int64_t first, int64_t rows, const Extent& extent) {
         kernels_.gemm(rows, layout_.value_row, extent.end - extent.begin,
                       weights + first * kScoreRow + extent.begin, kScoreRow, 1,
-                      packed.values + extent.begin * layout_.value_row, layout_.value_row,
+                      packed.values + extent.begin * packed.value_row, packed.value_row,
                       scratch.accumulator + first * layout_.value_row, layout_.value_row, true);
       });
     }
@@ -445,23 +531,22 @@ class FlashRun {
     const uint64_t exist = keys == kTile ? ~uint64_t{0} : (uint64_t{1} << keys) - 1;
     if (call_.key_mask.empty()) return exist;
     uint64_t tokens = 0;
-    const int64_t kv_head = task.head / problem_.group();
     for (int64_t c = 0; c < keys; ++c) {
-      tokens |= uint64_t{IsToken(task.batch, kv_head, tile * kTile + c)} << c;
+      tokens |= uint64_t{IsToken(task.batch, KvHead(task), tile * kTile + c)} << c;
     }
     return tokens;
   }
 
   // The product with values of which some are not finite: a hidden key's weight of 0 must not meet
   // its NaN.
-  void AddVisibleValues(const Task& task, const float* weights, const float* values,
+  void AddVisibleValues(const Task& task, const float* weights, const PackedTile& packed,
                         const uint64_t* visible, Scratch& scratch) const {
     for (int64_t r = 0; r < task.rows; ++r) {
       float* row = scratch.accumulator + r * layout_.value_row;
       for (int64_t j = 0; j < kTile; ++j) {
         if ((visible[r] >> j & 1) == 0) continue;
         const float weight = weights[r * kScoreRow + j];
-        const float* value = values + j * layout_.value_row;
+        const float* value = packed.values + j * packed.value_row;
         for (int64_t c = 0; c < problem_.value_dim; ++c) row[c] += weight * value[c];
       }
     }
@@ -490,8 +575,9 @@ class FlashRun {
   const Memory& memory_;
   const CpuKernels& kernels_;
   float scale_;
-  PackedKeysAndValues packed_;  // in the workspace or the caller's
-  bool reads_offsets_;  // the rule reads tables along consecutive keys: a gap must end a chunk
+  bool reads_offsets_;   // the rule reads tables along consecutive keys: a gap must end a chunk
+  bool keys_in_rows_;    // of floats, one after the other: no copy before they are transposed
+  bool values_in_rows_;  // used where they are, but for a short last tile
 };
 
 }  // namespace
@@ -519,23 +605,24 @@ absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execu
   const Memory memory = LayOut(layout, execution.pool->threads(), workspace);
   const FlashRun run(problem, call, layout, memory);
 
-  // Heads in groups whose packed keys and values fit the workspace: pack them, then attend with
-  // them.
-  const int64_t group = problem.group();
+  // Heads in groups whose packed keys and values fit the workspace. A thread takes a few query tiles
+  // at a time, which mostly see the same keys.
+  const int64_t query_tiles = schedule.query_tiles(), group = problem.group();
   for (int64_t first = 0; first < layout.kv_heads; first += layout.packed_heads) {
     const int64_t heads = std::min(layout.packed_heads, layout.kv_heads - first);
-    const int64_t tiles_to_pack = call.packed.empty() ? heads * layout.key_tiles : 0;
-    execution.pool->ParallelFor(tiles_to_pack, [&](int64_t task, int worker) {
-      run.Pack(task / layout.key_tiles, first + task / layout.key_tiles, task % layout.key_tiles,
-               memory.scratch[worker]);
-    });
-    const int64_t query_tiles = schedule.query_tiles();
-    execution.pool->ParallelFor(heads * group * query_tiles, [&](int64_t task, int worker) {
-      const int64_t slot = task / (group * query_tiles);
-      const int64_t b = (first + slot) / problem.kv_heads;
-      const int64_t h = (first + slot) % problem.kv_heads * group + task / query_tiles % group;
-      const int64_t rank = h % schedule.heads * query_tiles + task % query_tiles;
-      run.Attend(slot, b, h, schedule.order[rank], memory.scratch[worker]);
+    run.ForgetPacked();
+    const int64_t tiles = heads * group * query_tiles;
+    const int64_t at_a_time =
+        std::clamp<int64_t>(tiles / (kTasksPerThread * execution.pool->threads()), 1, kTilesAtATime);
+    const int64_t tasks = (tiles + at_a_time - 1) / at_a_time;
+    execution.pool->ParallelFor(tasks, [&](int64_t task, int worker) {
+      for (int64_t n = task * at_a_time; n < std::min(tiles, (task + 1) * at_a_time); ++n) {
+        const int64_t slot = n / (group * query_tiles);
+        const int64_t b = (first + slot) / problem.kv_heads;
+        const int64_t h = (first + slot) % problem.kv_heads * group + n / query_tiles % group;
+        const int64_t rank = h % schedule.heads * query_tiles + n % query_tiles;
+        run.Attend(slot, b, h, schedule.order[rank], memory.scratch[worker]);
+      }
     });
   }
   return absl::OkStatus();
