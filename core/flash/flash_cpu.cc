@@ -224,8 +224,8 @@ class FlashRun {
     }
     PackKeys(task, tile, memory_.keys + place * layout_.key_depth * kTile, scratch.scores);
     float* values = memory_.values + place * layout_.value_row * kTile;
-    const bool finite = AreValuesInRows(tile) ? AllRowsFinite(task, tile)
-                                              : PackValues(task, tile, values);
+    const bool finite =
+        AreValuesInRows(tile) ? AllRowsFinite(task, tile) : PackValues(task, tile, values);
     state.store(static_cast<uint8_t>(finite ? Packing::kDone : Packing::kDoneNotFinite),
                 std::memory_order_release);
   }
@@ -552,8 +552,46 @@ class FlashRun {
     }
   }
 
-  void StoreResults(const Task& task, Scratch& scratch) const {
+  // Of the row of the tensors that is row r of the task.
+  float* PartRow(const Task& task, int64_t r, int64_t slot) const {
+    const int64_t head = (slot * problem_.batch + task.batch) * problem_.query_heads + task.head;
+    return call_.part.rows +
+           (head * problem_.query_tokens + QueryToken(task, r)) * (problem_.value_dim + 2);
+  }
+
+  void StorePart(const Task& task, const Scratch& scratch) const {
     for (int64_t r = 0; r < task.rows; ++r) {
+      float* row = PartRow(task, r, call_.part.slot);
+      std::memcpy(row, scratch.accumulator + r * layout_.value_row,
+                  problem_.value_dim * sizeof(float));
+      row[problem_.value_dim] = scratch.max[r];
+      row[problem_.value_dim + 1] = scratch.sum[r];
+    }
+  }
+
+  // Adds what the calls before this one found for row r.
+  void AddEarlierParts(const Task& task, int64_t r, Scratch& scratch) const {
+    float* output = scratch.accumulator + r * layout_.value_row;
+    for (int64_t slot = 0; slot < call_.part.slot; ++slot) {
+      const float* part = PartRow(task, r, slot);
+      const float max = part[problem_.value_dim], sum = part[problem_.value_dim + 1];
+      if (sum == 0) continue;  // it saw no key
+      const bool is_first = scratch.sum[r] == 0;
+      const float both = is_first ? max : std::max(scratch.max[r], max);
+      const float own_factor = is_first ? 0 : std::exp(scratch.max[r] - both);
+      const float factor = std::exp(max - both);
+      for (int64_t c = 0; c < problem_.value_dim; ++c) {
+        output[c] = own_factor * output[c] + factor * part[c];
+      }
+      scratch.max[r] = both;
+      scratch.sum[r] = own_factor * scratch.sum[r] + factor * sum;
+    }
+  }
+
+  void StoreResults(const Task& task, Scratch& scratch) const {
+    if (call_.part.rows != nullptr && !call_.part.last) return StorePart(task, scratch);
+    for (int64_t r = 0; r < task.rows; ++r) {
+      if (call_.part.rows != nullptr) AddEarlierParts(task, r, scratch);
       const float sum = scratch.sum[r];
       scratch.rescale[r] = sum == 0 ? 0 : 1 / sum;  // no key: the accumulator is 0 and stays it
       if (!call_.log_sum_exp.empty()) {
@@ -612,8 +650,8 @@ absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execu
     const int64_t heads = std::min(layout.packed_heads, layout.kv_heads - first);
     run.ForgetPacked();
     const int64_t tiles = heads * group * query_tiles;
-    const int64_t at_a_time =
-        std::clamp<int64_t>(tiles / (kTasksPerThread * execution.pool->threads()), 1, kTilesAtATime);
+    const int64_t at_a_time = std::clamp<int64_t>(
+        tiles / (kTasksPerThread * execution.pool->threads()), 1, kTilesAtATime);
     const int64_t tasks = (tiles + at_a_time - 1) / at_a_time;
     execution.pool->ParallelFor(tasks, [&](int64_t task, int worker) {
       for (int64_t n = task * at_a_time; n < std::min(tiles, (task + 1) * at_a_time); ++n) {

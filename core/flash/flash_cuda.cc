@@ -18,23 +18,8 @@ bool IsFew(const Problem& problem) {
   return rows >= 1 && rows <= kFlashDecodeRows;
 }
 
-// How many parts the keys are cut into: enough for two blocks on every multiprocessor, four where
-// the queries are so few that each waits for memory.
-int Splits(const CudaRuntime& runtime, const Problem& problem) {
-  const int64_t queries = FlashCudaQueries(problem.dtype);
-  const int64_t tasks = problem.batch * (IsFew(problem) ? problem.kv_heads : problem.query_heads) *
-                        ((problem.query_tokens + queries - 1) / queries);
-  const int64_t wanted = (IsFew(problem) ? 4 : 2) * runtime.properties().multiprocessors;
-  if (tasks == 0 || tasks * 2 > wanted) return 1;
-  const int64_t tiles = (problem.kv_tokens + kFlashTile - 1) / kFlashTile;
-  return static_cast<int>(
-      std::clamp<int64_t>(wanted / tasks, 1, std::max<int64_t>(tiles / kTilesPerPart, 1)));
-}
-
 int64_t PartialFloats(const Problem& problem, int64_t splits) {
-  if (splits == 1) return 0;
-  return splits * problem.batch * problem.query_heads * problem.query_tokens *
-         (problem.value_dim + 2);
+  return splits == 1 ? 0 : splits * SoftmaxPartFloats(problem);
 }
 
 // What the decoding kernel is for, see FlashDecodeKernels: whatever the strides, so that they change
@@ -82,16 +67,28 @@ absl::StatusOr<FlashCuda> FlashCuda::Create(CudaRuntime* runtime, const Problem&
   return flash;
 }
 
+// Enough for two blocks on every multiprocessor, four where the queries are so few that each waits
+// for memory.
+int64_t FlashCuda::Slots(const CudaRuntime& runtime, const Problem& problem) {
+  const int64_t queries = FlashCudaQueries(problem.dtype);
+  const int64_t tasks = problem.batch * (IsFew(problem) ? problem.kv_heads : problem.query_heads) *
+                        ((problem.query_tokens + queries - 1) / queries);
+  const int64_t wanted = (IsFew(problem) ? 4 : 2) * runtime.properties().multiprocessors;
+  if (tasks == 0 || tasks * 2 > wanted) return 1;
+  const int64_t tiles = (problem.kv_tokens + kFlashTile - 1) / kFlashTile;
+  return std::clamp<int64_t>(wanted / tasks, 1, std::max<int64_t>(tiles / kTilesPerPart, 1));
+}
+
 size_t FlashCuda::WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem) {
   // Calls with fewer queries may be cut into more parts: as many as fill the device, of which the
   // rows, and so the memory, are at most those of the largest call that is cut.
   const int64_t queries = FlashCudaQueries(problem.dtype);
   Problem call = problem;
-  int64_t floats = PartialFloats(call, Splits(runtime, call));
+  int64_t floats = PartialFloats(call, Slots(runtime, call));
   for (call.query_tokens = std::min(problem.query_tokens, queries);
        call.query_tokens > 0 && call.query_tokens <= problem.query_tokens;
        call.query_tokens += queries) {
-    const int splits = Splits(runtime, call);
+    const int64_t splits = Slots(runtime, call);
     floats = std::max(floats, PartialFloats(call, splits));
     if (splits == 1) break;
   }
@@ -242,16 +239,24 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call,
   }
   a.scale = static_cast<float>(
       call.scale != 0 ? call.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)));
-  a.splits = Splits(*runtime_, problem);
+  a.splits = static_cast<int>(Slots(*runtime_, problem));
   Workspace workspace(execution.workspace);
-  a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
+  if (call.part.rows != nullptr) {
+    a.partial = call.part.rows;
+    a.first_slot = static_cast<int>(call.part.slot);
+    a.slots_by_token = true;
+  } else if (a.splits > 1) {
+    a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
+  }
   a.max_blocks = max_blocks_;
-
   a.decode_queries = static_cast<int>(FlashCudaQueries(problem.dtype));
 
   const CudaTarget target = runtime_->target();
   TFB_RETURN_IF_ERROR(ToStatus(ForwardOf(target, problem, a)(a, execution.stream)));
-  if (a.splits == 1) return absl::OkStatus();
+  if (a.partial == nullptr || (call.part.rows != nullptr && !call.part.last)) {
+    return absl::OkStatus();
+  }
+  if (call.part.rows != nullptr) a.splits = static_cast<int>(call.part.slots);
   return ToStatus(KernelsOn<FlashF32Kernels>(target).combine(a, execution.stream));
 }
 

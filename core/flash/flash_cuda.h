@@ -34,6 +34,10 @@ class FlashCuda {
   static absl::StatusOr<FlashCuda> Create(CudaRuntime* runtime, const Problem& problem,
                                           const BlockSchedule* schedule, const ScoreRule& rule);
 
+  // How many parts the keys of a call are cut into: more than one where queries are too few to fill
+  // the device.
+  static int64_t Slots(const CudaRuntime& runtime, const Problem& problem);
+
   // Device memory that a call needs: the parts of keys that are split, where queries are too few to
   // fill the device. Also of calls with fewer tokens than the problem.
   static size_t WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem);

@@ -31,6 +31,8 @@ class FlashEngine {
   // Of a call. On a device that is not there: 0, and Create tells.
   static size_t WorkspaceBytes(Device device, const Problem& problem, bool relative_keys,
                                int threads);
+  // Of a part of a softmax that a call of the problem is: see flash_parts.h.
+  static int64_t PartSlots(Device device, const Problem& problem);
   // Of any call of a stream.
   static size_t StreamWorkspaceBytes(Device device, const Problem& largest, bool relative_keys,
                                      int threads);
@@ -44,6 +46,7 @@ class FlashEngine {
   // A call of a stream, with its own numbers of tokens.
   absl::Status Run(const Problem& problem, const FlashCall& call, const Execution& execution) const;
 
+  const Problem& problem() const { return problem_; }
   const BlockSchedule& schedule() const { return schedule_; }
 
  private:

@@ -562,16 +562,17 @@ __global__ void __launch_bounds__(kCombineThreads) FlashCombine(const FlashArgum
       sum = fmaf(ExpOf(part[a.value_dim] - shift), part[a.value_dim + 1], sum);
     }
     FlashArguments whole = a;
-    whole.splits = 1;
+    whole.partial = nullptr;
     const FlashTask task = {b, h, 0, 0, 0};
-    const int64_t token = TokenOf(a.query_order, b, h, i);
+    const int64_t token = a.slots_by_token ? i : TokenOf(a.query_order, b, h, i);
+    const OutputRow row(whole, task, i, token, sum);
     for (int column = lane; column < a.value_dim; column += 32) {
-      float output = 0;
+      float output[1] = {0};
       for (int s = 0; s < a.splits; ++s) {
         const float* part = PartialRow(a, s, b, h, i);
-        output = fmaf(ExpOf(part[a.value_dim] - shift), part[column], output);
+        output[0] = fmaf(ExpOf(part[a.value_dim] - shift), part[column], output[0]);
       }
-      StoreElementOf(whole, task, i, token, column, output, sum);
+      row.Store(column, output);
     }
     if (lane == 0) StoreSums(whole, task, i, token, maximum, sum);
   }

@@ -104,10 +104,12 @@ struct FlashArguments {
   float scale;
 
   // The tiles of a row of the schedule are cut into `splits` parts of equal number, each done by a
-  // block of its own, which writes its part to `partial`; 1: none, and no partial.
+  // block of its own. Where `partial` is not null, part n writes to slot first_slot + n of it.
   int splits;
-  float* partial;  // [splits][batch][query_heads][query_tokens][value_dim + 2]: output times sum,
+  float* partial;  // [slots][batch][query_heads][query_tokens][value_dim + 2]: output times sum,
                    // running maximum, sum
+  int first_slot;
+  bool slots_by_token;  // a slot's rows are tokens of `out`, not rows of the call
   int64_t max_blocks;  // of a grid; blocks take further work in turns
   int decode_queries;  // decoding: of the schedule's tiles, which have masks of so many rows
 };

@@ -1147,7 +1147,7 @@ const char* LaunchMmaOfRule(const FlashArguments& a, void* stream) {
       IsInChunks<T>(a.q, a.batch, a.query_heads, a.head_dim),
       IsInChunks<T>(a.k, a.batch, a.kv_heads, a.head_dim),
       IsInChunks<T>(a.v, a.batch, a.kv_heads, a.value_dim),
-      a.splits == 1 && IsInChunks<T>(a.out, a.batch, a.query_heads, a.value_dim)};
+      a.partial == nullptr && IsInChunks<T>(a.out, a.batch, a.query_heads, a.value_dim)};
   if (a.rule.relative_keys.rows != nullptr) {
     return LaunchMma<T, kDim, Rule::kRelativeKeys>(a, in_chunks, stream);
   }

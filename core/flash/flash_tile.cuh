@@ -210,11 +210,17 @@ __device__ inline uint64_t WithinSpan(float limit, int64_t tile) {
   return first >= static_cast<float>(kKeys) ? 0 : ~uint64_t{0} << static_cast<int>(first);
 }
 
-// The floats of `partial` that a row of a part has.
-__device__ inline float* PartialRow(const FlashArguments& a, int64_t split, int64_t b, int64_t h,
-                                    int64_t i) {
-  const int64_t row = ((split * a.batch + b) * a.query_heads + h) * a.query_tokens + i;
+// The floats of `partial` that a row of a slot has.
+__device__ inline float* PartialRow(const FlashArguments& a, int64_t slot, int64_t b, int64_t h,
+                                    int64_t n) {
+  const int64_t row = ((slot * a.batch + b) * a.query_heads + h) * a.query_tokens + n;
   return a.partial + row * (a.value_dim + 2);
+}
+// Of row i of a task, which is token `token` of `out`.
+__device__ inline float* PartialRow(const FlashArguments& a, const FlashTask& task, int64_t i,
+                                    int64_t token) {
+  return PartialRow(a, a.first_slot + task.split, task.batch, task.head,
+                    a.slots_by_token ? token : i);
 }
 
 // Where a finished row goes: `out`, divided by the sum of its weights, or `partial` as it is.
@@ -223,8 +229,8 @@ class OutputRow {
   __device__ OutputRow(const FlashArguments& a, const FlashTask& task, int64_t i, int64_t token,
                        float sum) {
     channels_ = a.value_dim;
-    if (a.splits > 1) {
-      data_ = PartialRow(a, task.split, task.batch, task.head, i);
+    if (a.partial != nullptr) {
+      data_ = PartialRow(a, task, i, token);
       return;
     }
     factor_ = sum == 0 ? 0 : 1 / sum;  // no key: the output is 0 and stays it
@@ -263,17 +269,11 @@ class OutputRow {
   Element element_ = Element::kF32;
 };
 
-// Writes a finished element: see OutputRow.
-__device__ inline void StoreElementOf(const FlashArguments& a, const FlashTask& task, int64_t i,
-                                      int64_t token, int column, float output, float sum) {
-  const float values[1] = {output};
-  OutputRow(a, task, i, token, sum).Store(column, values);
-}
 // Writes the maximum of a row's scores in nats and the sum of its weights. By one caller a row.
 __device__ inline void StoreSums(const FlashArguments& a, const FlashTask& task, int64_t i,
                                  int64_t token, float maximum, float sum) {
-  if (a.splits > 1) {
-    float* row = PartialRow(a, task.split, task.batch, task.head, i);
+  if (a.partial != nullptr) {
+    float* row = PartialRow(a, task, i, token);
     row[a.value_dim] = maximum;
     row[a.value_dim + 1] = sum;
   } else if (a.log_sum_exp != nullptr) {
