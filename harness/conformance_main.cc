@@ -8,6 +8,7 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "core/cuda/simulator/simulator.h"
 #include "core/technique.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/register.h"
@@ -44,5 +45,9 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "no technique is linked into this binary\n");
     return 2;
   }
-  return RUN_ALL_TESTS();
+  const int result = RUN_ALL_TESTS();
+  if (const auto counts = cuda_simulator::TotalCounts(); counts.launches > 0) {
+    std::printf("simulator of CUDA: %s\n", cuda_simulator::Describe(counts).c_str());
+  }
+  return result;
 }
