@@ -322,7 +322,7 @@ class AttendBlock {
     valid_ = 0;
     __syncthreads();  // what the rows before left has been read
     const int first_row = LoadRow();
-#pragma unroll
+#pragma unroll 1  // once a chunk: the addresses of all rows at once would spill
     for (int n = 0; n < kLoads; ++n) {
       const int row = first_row + n * kRowStep;
       if (n < kKeyLoads) {
