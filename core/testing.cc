@@ -100,6 +100,23 @@ absl::StatusOr<NamedTensors> DefineTechnique(const Technique& technique, const P
   return outputs;
 }
 
+std::vector<int64_t> KeysSeen(const Technique& technique, Problem problem, const Options& options,
+                              int64_t head, int64_t i) {
+  problem.value_dim = problem.kv_tokens;
+  NamedTensors inputs = RandomInputs(technique.InputSpecs(problem, options).value(), 11);
+  const TensorView v = inputs.at("v").view();
+  Fill(v, 0);
+  for (int64_t h = 0; h < problem.kv_heads; ++h) {
+    for (int64_t j = 0; j < problem.kv_tokens; ++j) *v.MutableAt<float>(0, h, j, j) = 1;
+  }
+  const NamedTensors outputs = RunTechnique(technique, problem, ViewsOf(inputs), {options}).value();
+  std::vector<int64_t> keys;
+  for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+    if (*outputs.at("out").view().At<float>(0, head, i, j) > 0) keys.push_back(j);
+  }
+  return keys;
+}
+
 double MaxDifference(const ConstTensorView& a, const ConstTensorView& b) {
   if (a.shape() != b.shape()) return std::numeric_limits<double>::infinity();
   double max = 0;

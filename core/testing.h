@@ -46,6 +46,12 @@ absl::StatusOr<NamedTensors> DefineTechnique(const Technique& technique, const P
                                              const Inputs& inputs, const RunRequest& request = {},
                                              const DefinitionRequest& definition = {});
 
+// The keys that query i of a head sees, ascending, read off a run in which value j is the j-th unit
+// vector and the rest random. The problem has one batch row and an input v; its value_dim is made
+// kv_tokens.
+std::vector<int64_t> KeysSeen(const Technique& technique, Problem problem, const Options& options,
+                              int64_t head, int64_t i);
+
 // Largest |a - b|; infinite where one is NaN and the other is not, or where the shapes differ;
 // equal infinities differ by 0.
 double MaxDifference(const ConstTensorView& a, const ConstTensorView& b);

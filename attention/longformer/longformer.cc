@@ -9,6 +9,7 @@
 #include "core/cuda/device_array.h"
 #include "core/definition.h"
 #include "core/flash/flash_engine.h"
+#include "core/schedule/residue_order.h"
 
 namespace tfb {
 namespace {
@@ -51,33 +52,6 @@ struct Window {
         high(causal ? 0 : options.window / 2) {}
   int64_t low;
   int64_t high;
-};
-
-// Tokens by their residue of the dilation: 0, d, 2d, ..., 1, d + 1, .... In that order a dilated
-// window is a plain band inside each residue, so that its tiles are full and not one key in d.
-class ResidueOrder {
- public:
-  ResidueOrder(int64_t tokens, int64_t dilation)
-      : dilation_(std::min(dilation, std::max<int64_t>(tokens, 1))) {
-    for (int64_t r = 0; r < dilation_; ++r) {
-      begin_.push_back(static_cast<int64_t>(tokens_.size()));
-      for (int64_t j = r; j < tokens; j += dilation_) tokens_.push_back(static_cast<int32_t>(j));
-    }
-    begin_.push_back(tokens);
-  }
-  int64_t Token(int64_t place) const { return tokens_[place]; }
-  int64_t Place(int64_t token) const { return begin_[token % dilation_] + token / dilation_; }
-  // First place and one past the last of the residue that `place` is in.
-  std::pair<int64_t, int64_t> Residue(int64_t place) const {
-    const int64_t r = tokens_[place] % dilation_;
-    return {begin_[r], begin_[r + 1]};
-  }
-  const std::vector<int32_t>& tokens() const { return tokens_; }
-
- private:
-  int64_t dilation_;
-  std::vector<int64_t> begin_;
-  std::vector<int32_t> tokens_;
 };
 
 // What tokens that are not global see, over places of the residue order of each key-value head.

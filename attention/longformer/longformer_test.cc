@@ -29,22 +29,10 @@ NamedTensors Random(const Problem& problem, const Options& options = {}) {
   return RandomInputs(Longformer().InputSpecs(problem, options).value(), 11);
 }
 
-// The keys that query i sees, read off a run in which value j is the j-th unit vector.
 std::vector<int64_t> KeysSeen(int64_t tokens, int64_t i, const Options& options,
                               bool causal = false, int64_t heads = 1, int64_t head = 0) {
-  Problem problem = Problem::SelfAttention(1, heads, tokens, 8, causal);
-  problem.value_dim = tokens;
-  NamedTensors inputs = Random(problem);
-  Fill(inputs["v"].view(), 0);
-  for (int64_t h = 0; h < heads; ++h) {
-    for (int64_t j = 0; j < tokens; ++j) *inputs["v"].view().MutableAt<float>(0, h, j, j) = 1;
-  }
-  const NamedTensors outputs = RunOwn(problem, ViewsOf(inputs), options);
-  std::vector<int64_t> keys;
-  for (int64_t j = 0; j < tokens; ++j) {
-    if (*outputs.at("out").view().At<float>(0, head, i, j) > 0) keys.push_back(j);
-  }
-  return keys;
+  const Problem problem = Problem::SelfAttention(1, heads, tokens, 8, causal);
+  return KeysSeen(Longformer(), problem, options, head, i);
 }
 
 using Keys = std::vector<int64_t>;

@@ -71,8 +71,14 @@ struct Layout {
   bool has_positions;
 };
 
-// What has become of a tile's place in the workspace.
-enum class Packing : uint8_t { kNotYet, kUnderWay, kDone, kDoneNotFinite };
+// What has become of a tile's place in the workspace: one of the first two, or kPacked with flags.
+enum Packing : uint8_t {
+  kNotPacked = 0,
+  kUnderWay = 1,
+  kPacked = 2,
+  kValuesInPlace = 4,  // values are used where the caller has them
+  kFiniteValues = 8,
+};
 using PackingState = std::atomic<uint8_t>;
 static_assert(sizeof(PackingState) == 1 && PackingState::is_always_lock_free);
 
@@ -148,9 +154,8 @@ class FlashRun {
     const auto is_plain = [](const ConstTensorView& view) {
       return view.dtype == DType::kF32 && view.stride(3) == 1;
     };
-    const bool in_order = call.packed.empty() && call.key_order.tokens == nullptr;
-    keys_in_rows_ = in_order && is_plain(call.k) && problem.head_dim == layout.key_depth;
-    values_in_rows_ = in_order && is_plain(call.v) && problem.value_dim == layout.value_row;
+    keys_are_plain_ = is_plain(call.k) && problem.head_dim == layout.key_depth;
+    values_are_plain_ = is_plain(call.v) && problem.value_dim == layout.value_row;
   }
 
   // Forgets what is packed: before the tasks of other heads.
@@ -217,30 +222,43 @@ class FlashRun {
   void PackIfNobodyHas(const Task& task, int64_t tile, Scratch& scratch) const {
     const int64_t place = task.slot * layout_.key_tiles + tile;
     PackingState& state = memory_.packing[place];
-    uint8_t expected = static_cast<uint8_t>(Packing::kNotYet);
+    uint8_t expected = kNotPacked;
     if (state.load(std::memory_order_relaxed) != expected ||
-        !state.compare_exchange_strong(expected, static_cast<uint8_t>(Packing::kUnderWay))) {
+        !state.compare_exchange_strong(expected, kUnderWay)) {
       return;
     }
-    PackKeys(task, tile, memory_.keys + place * layout_.key_depth * kTile, scratch.scores);
+    const bool in_place = AreNeighbours(task, tile);
+    PackKeys(task, tile, in_place, memory_.keys + place * layout_.key_depth * kTile,
+             scratch.scores);
+    const bool values_in_place = in_place && values_are_plain_;
     float* values = memory_.values + place * layout_.value_row * kTile;
     const bool finite =
-        AreValuesInRows(tile) ? AllRowsFinite(task, tile) : PackValues(task, tile, values);
-    state.store(static_cast<uint8_t>(finite ? Packing::kDone : Packing::kDoneNotFinite),
+        values_in_place ? AllRowsFinite(task, tile) : PackValues(task, tile, values);
+    state.store(static_cast<uint8_t>(kPacked | (values_in_place ? kValuesInPlace : 0) |
+                                     (finite ? kFiniteValues : 0)),
                 std::memory_order_release);
   }
 
-  // The rows of a whole tile where they are, or null where they must be gathered or converted.
-  const float* RowsInPlace(const ConstTensorView& view, const Task& task, int64_t tile) const {
-    return view.At<float>(task.batch, KvHead(task), tile * kTile);
+  // Whether the tile is whole and its tokens follow each other in the tensors.
+  bool AreNeighbours(const Task& task, int64_t tile) const {
+    if ((tile + 1) * kTile > problem_.kv_tokens) return false;
+    if (call_.key_order.tokens == nullptr) return true;
+    const int64_t h = KvHead(task), first = call_.key_order(task.batch, h, tile * kTile);
+    for (int64_t r = 1; r < kTile; ++r) {
+      if (call_.key_order(task.batch, h, tile * kTile + r) != first + r) return false;
+    }
+    return true;
   }
-  bool IsWholeTile(int64_t tile) const { return (tile + 1) * kTile <= problem_.kv_tokens; }
-  bool AreValuesInRows(int64_t tile) const { return values_in_rows_ && IsWholeTile(tile); }
+  // The rows of such a tile, where the tensor is plain.
+  const float* RowsInPlace(const ConstTensorView& view, const Task& task, int64_t tile) const {
+    const int64_t h = KvHead(task);
+    return view.At<float>(task.batch, h, call_.key_order(task.batch, h, tile * kTile));
+  }
 
   // to[head_dim][64]; `rows` has room for 64 x key_depth floats. Keys that are no tokens may be
   // anything: their scores are masked.
-  void PackKeys(const Task& task, int64_t tile, float* to, float* rows) const {
-    if (keys_in_rows_ && IsWholeTile(tile)) {
+  void PackKeys(const Task& task, int64_t tile, bool in_place, float* to, float* rows) const {
+    if (in_place && keys_are_plain_) {
       kernels_.transpose64(RowsInPlace(call_.k, task, tile), call_.k.stride(2), layout_.key_depth,
                            to);
       return;
@@ -286,15 +304,14 @@ class FlashRun {
     if (!call_.packed.empty()) return CallersPacked(task, tile);
     const int64_t place = task.slot * layout_.key_tiles + tile;
     const PackingState& state = memory_.packing[place];
-    Packing packing;
-    while ((packing = static_cast<Packing>(state.load(std::memory_order_acquire))) ==
-           Packing::kUnderWay) {
+    uint8_t packing;
+    while ((packing = state.load(std::memory_order_acquire)) == kUnderWay) {
       std::this_thread::yield();
     }
     PackedTile packed{memory_.keys + place * layout_.key_depth * kTile,
                       memory_.values + place * layout_.value_row * kTile, layout_.value_row,
-                      packing == Packing::kDone};
-    if (AreValuesInRows(tile)) {
+                      (packing & kFiniteValues) != 0};
+    if ((packing & kValuesInPlace) != 0) {
       packed.values = RowsInPlace(call_.v, task, tile);
       packed.value_row = call_.v.stride(2);
     }
@@ -613,9 +630,11 @@ class FlashRun {
   const Memory& memory_;
   const CpuKernels& kernels_;
   float scale_;
-  bool reads_offsets_;   // the rule reads tables along consecutive keys: a gap must end a chunk
-  bool keys_in_rows_;    // of floats, one after the other: no copy before they are transposed
-  bool values_in_rows_;  // used where they are, but for a short last tile
+  bool reads_offsets_;  // the rule reads tables along consecutive keys: a gap must end a chunk
+  // Rows are of adjacent floats, as many as the kernels want: where they follow each other, keys are
+  // transposed from them and values used as they are.
+  bool keys_are_plain_;
+  bool values_are_plain_;
 };
 
 }  // namespace
