@@ -144,8 +144,18 @@ void Gemm(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t 
     GemmColumns<kTileVectors>(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row,
                               accumulate);
   }
-  for (; j < columns; j += kLanes) {
-    GemmColumns<1>(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row, accumulate);
+  const auto rest = [&](auto gemm) {
+    gemm(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row, accumulate);
+  };
+  switch ((columns - j + kLanes - 1) / kLanes) {
+    case 3:
+      return rest(GemmColumns<3>);
+    case 2:
+      return rest(GemmColumns<2>);
+    case 1:
+      return rest(GemmColumns<1>);
+    default:
+      return;
   }
 }
 

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/types/span.h"
 #include "core/problem.h"
 #include "core/schedule/block_schedule.h"
 #include "core/technique.h"
@@ -151,20 +152,6 @@ struct KeyRing {
   int64_t first_tile = 0;
 };
 
-// Where a call is a part of a softmax over the keys of several calls: see flash_parts.h. A part's
-// rows are the tokens of `out`, all of them: [slots][batch][query_heads][query_tokens] rows of
-// value_dim outputs not yet divided by their sum, the running maximum, and the sum.
-struct SoftmaxPart {
-  float* rows = nullptr;  // null: the call is the whole
-  int64_t slot = 0;       // where this call's part begins; those before it are done
-  int64_t slots = 1;
-  bool last = false;  // writes the whole to out and log_sum_exp; others write to `rows` alone
-};
-// Of a slot.
-constexpr int64_t SoftmaxPartFloats(const Problem& problem) {
-  return problem.batch * problem.query_heads * problem.query_tokens * (problem.value_dim + 2);
-}
-
 // q, k, v and out may each be f32, bf16 or f16, with any strides. The problem's tokens are the
 // schedule's rows; where there is a token order, the tensors may have more.
 struct FlashCall {
@@ -182,7 +169,6 @@ struct FlashCall {
   const Band* band = nullptr;  // CUDA alone: in the place of a schedule
   ScoreRule rule;
   double scale = 0;  // 0: 1 / sqrt(head_dim)
-  SoftmaxPart part;
 };
 
 // Scratch of one call in bytes: packed keys and values of as many heads as fit 32 MiB (at least one
@@ -195,6 +181,15 @@ size_t FlashWorkspaceBytesPacked(const Problem& problem, bool relative_keys, int
 // Runs on the CPU. Arithmetic is fp32; the result does not depend on the number of threads. The
 // schedule's tiles must be 64 x 64. Allocates nothing.
 absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execution& execution);
+
+// One softmax over the keys of all calls: see flash_parts.h. The problems differ in kv_tokens alone,
+// the calls not in out and log_sum_exp; each call's query order names every token of theirs once.
+struct FlashPartCall {
+  const Problem* problem;
+  const FlashCall* call;
+};
+size_t FlashWorkspaceBytesOfParts(absl::Span<const Problem> parts, bool relative_keys, int threads);
+absl::Status FlashCpu(absl::Span<const FlashPartCall> parts, const Execution& execution);
 
 }  // namespace tfb
 

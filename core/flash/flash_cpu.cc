@@ -22,9 +22,11 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 #include "core/cpu/kernels.h"
 #include "core/flash/flash.h"
 #include "core/flash/rows.h"
+#include "core/status.h"
 #include "core/workspace.h"
 
 namespace tfb {
@@ -40,7 +42,7 @@ constexpr int64_t kPositionRow =
 // Packed keys and values that tasks share: few enough to stay in the last cache, and enough heads
 // for the threads to run out of work together.
 constexpr int64_t kPackedBytes = int64_t{8} << 20;
-constexpr int64_t kTilesAtATime = 4;
+constexpr int64_t kTilesAtATime = 8;
 constexpr int64_t kTasksPerThread = 16;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
@@ -62,6 +64,8 @@ struct Layout {
                                                    std::max<int64_t>(kv_heads, 1));
     owned_tiles = is_packed ? 0 : packed_heads * key_tiles;
   }
+  int64_t part_row() const { return value_row + 16; }  // output, maximum, sum, in whole cache lines
+
   int64_t key_depth;
   int64_t value_row;
   int64_t key_tiles;
@@ -136,15 +140,25 @@ Memory LayOut(const Layout& layout, int threads, Workspace& workspace) {
   return memory;
 }
 
-// The whole call: fixed while its tasks run.
+// What the parts of a softmax but the last leave of each row of a group of heads: [parts][heads]
+// [query tokens] rows of the outputs not yet divided by their sum, the maximum and the sum.
+struct PartRows {
+  float* rows = nullptr;  // null: there is one part
+  int64_t part = 0;       // this one
+  bool is_last = true;    // adds those before it to its own
+  int64_t heads = 0;
+};
+
+// A call: fixed while its tasks run.
 class FlashRun {
  public:
   FlashRun(const Problem& problem, const FlashCall& call, const Layout& layout,
-           const Memory& memory)
+           const Memory& memory, const PartRows& parts)
       : problem_(problem),
         call_(call),
         layout_(layout),
         memory_(memory),
+        parts_(parts),
         kernels_(BestCpuKernels()) {
     scale_ = static_cast<float>(
         call.scale != 0 ? call.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)));
@@ -154,6 +168,8 @@ class FlashRun {
     const auto is_plain = [](const ConstTensorView& view) {
       return view.dtype == DType::kF32 && view.stride(3) == 1;
     };
+    queries_are_plain_ = is_plain(call.q);
+    out_is_plain_ = call.out.dtype == DType::kF32 && call.out.stride(3) == 1;
     keys_are_plain_ = is_plain(call.k) && problem.head_dim == layout.key_depth;
     values_are_plain_ = is_plain(call.v) && problem.value_dim == layout.value_row;
   }
@@ -163,10 +179,20 @@ class FlashRun {
     std::uninitialized_value_construct_n(memory_.packing, layout_.owned_tiles);
   }
 
-  // One tile of queries of head `h`, whose keys and values are in place `slot`.
-  void Attend(int64_t slot, int64_t b, int64_t h, int64_t query_tile, Scratch& scratch) const {
-    Task task{b, h, query_tile * kTile, 0, slot};
-    task.rows = std::min(kTile, problem_.query_tokens - task.first_query);
+  // One tile of queries of a head.
+  struct Task {
+    int64_t batch;
+    int64_t head;
+    int64_t first_query;
+    int64_t rows;
+    int64_t slot;  // where the keys and values of the head are packed
+  };
+  Task MakeTask(int64_t b, int64_t h, int64_t query_tile, int64_t slot) const {
+    const int64_t first_query = query_tile * kTile;
+    return {b, h, first_query, std::min(kTile, problem_.query_tokens - first_query), slot};
+  }
+
+  void Attend(const Task& task, Scratch& scratch) const {
     LoadQueries(task, scratch);
     std::fill_n(scratch.accumulator, task.rows * layout_.value_row, 0.0f);
     std::fill_n(scratch.max, task.rows, kNegativeInfinity);
@@ -174,7 +200,7 @@ class FlashRun {
 
     Tile chunk[kChunkTiles];
     int64_t tiles = 0;
-    for (const TileRun& run : call_.schedule->Row(h, query_tile)) {
+    for (const TileRun& run : TileRuns(task)) {
       const uint64_t* mask = run.mask == TileRun::kFull ? nullptr : call_.schedule->Mask(run.mask);
       for (int64_t t = run.first_tile; t < run.first_tile + run.tiles; ++t) {
         if (!WithinSpan(task, t, scratch)) continue;
@@ -193,13 +219,6 @@ class FlashRun {
   }
 
  private:
-  struct Task {
-    int64_t batch;
-    int64_t head;
-    int64_t first_query;
-    int64_t rows;
-    int64_t slot;
-  };
   // Columns begin to end - 1 of a tile, in multiples of a vector.
   struct Extent {
     int64_t begin;
@@ -215,13 +234,16 @@ class FlashRun {
     Extent extents[kTile / kGroupRows];
   };
 
+  absl::Span<const TileRun> TileRuns(const Task& task) const {
+    return call_.schedule->Row(task.head, task.first_query / kTile);
+  }
   int64_t KvHead(const Task& task) const { return task.head / problem_.group(); }
 
   // Packs key tile `tile` of the task's head, unless it is packed or another task is at it. Uses the
   // scores' memory.
   void PackIfNobodyHas(const Task& task, int64_t tile, Scratch& scratch) const {
     const int64_t place = task.slot * layout_.key_tiles + tile;
-    PackingState& state = memory_.packing[place];
+    PackingState& state = StateOf(task, tile);
     uint8_t expected = kNotPacked;
     if (state.load(std::memory_order_relaxed) != expected ||
         !state.compare_exchange_strong(expected, kUnderWay)) {
@@ -237,6 +259,10 @@ class FlashRun {
     state.store(static_cast<uint8_t>(kPacked | (values_in_place ? kValuesInPlace : 0) |
                                      (finite ? kFiniteValues : 0)),
                 std::memory_order_release);
+  }
+
+  PackingState& StateOf(const Task& task, int64_t tile) const {
+    return memory_.packing[task.slot * layout_.key_tiles + tile];
   }
 
   // Whether the tile is whole and its tokens follow each other in the tensors.
@@ -303,7 +329,7 @@ class FlashRun {
   PackedTile Packed(const Task& task, int64_t tile) const {
     if (!call_.packed.empty()) return CallersPacked(task, tile);
     const int64_t place = task.slot * layout_.key_tiles + tile;
-    const PackingState& state = memory_.packing[place];
+    const PackingState& state = StateOf(task, tile);
     uint8_t packing;
     while ((packing = state.load(std::memory_order_acquire)) == kUnderWay) {
       std::this_thread::yield();
@@ -339,17 +365,23 @@ class FlashRun {
   void LoadQueries(const Task& task, Scratch& scratch) const {
     const ScoreRule& rule = call_.rule;
     const auto load = [&](const float* bias, float* to) {
+      const int64_t channels = problem_.head_dim;
       for (int64_t r = 0; r < task.rows; ++r) {
+        const int64_t offset = call_.q.Offset(task.batch, task.head, QueryToken(task, r));
         float* row = to + r * layout_.key_depth;
-        std::fill(row + problem_.head_dim, row + layout_.key_depth, 0.0f);
-        LoadRow(call_.q, call_.q.Offset(task.batch, task.head, QueryToken(task, r)),
-                call_.q.stride(3), problem_.head_dim, row);
-        if (bias != nullptr) {
-          for (int64_t c = 0; c < problem_.head_dim; ++c) {
-            row[c] += bias[task.head * problem_.head_dim + c];
-          }
+        const float* query = row;
+        if (queries_are_plain_) {
+          query = static_cast<const float*>(call_.q.data) + offset;
+        } else {
+          LoadRow(call_.q, offset, call_.q.stride(3), channels, row);
         }
-        for (int64_t c = 0; c < problem_.head_dim; ++c) row[c] *= scale_;
+        if (bias != nullptr) {
+          const float* of_head = bias + task.head * channels;
+          for (int64_t c = 0; c < channels; ++c) row[c] = (query[c] + of_head[c]) * scale_;
+        } else {
+          for (int64_t c = 0; c < channels; ++c) row[c] = query[c] * scale_;
+        }
+        std::fill(row + channels, row + layout_.key_depth, 0.0f);
       }
     };
     load(rule.content_bias, scratch.content_query);
@@ -569,46 +601,51 @@ class FlashRun {
     }
   }
 
-  // Of the row of the tensors that is row r of the task.
-  float* PartRow(const Task& task, int64_t r, int64_t slot) const {
-    const int64_t head = (slot * problem_.batch + task.batch) * problem_.query_heads + task.head;
-    return call_.part.rows +
-           (head * problem_.query_tokens + QueryToken(task, r)) * (problem_.value_dim + 2);
+  // Of the token that is row r of the task.
+  float* PartRow(const Task& task, int64_t r, int64_t part) const {
+    const int64_t group = problem_.group();
+    const int64_t head = part * parts_.heads + task.slot * group + task.head % group;
+    return parts_.rows + (head * problem_.query_tokens + QueryToken(task, r)) * layout_.part_row();
   }
 
   void StorePart(const Task& task, const Scratch& scratch) const {
     for (int64_t r = 0; r < task.rows; ++r) {
-      float* row = PartRow(task, r, call_.part.slot);
+      float* row = PartRow(task, r, parts_.part);
       std::memcpy(row, scratch.accumulator + r * layout_.value_row,
-                  problem_.value_dim * sizeof(float));
-      row[problem_.value_dim] = scratch.max[r];
-      row[problem_.value_dim + 1] = scratch.sum[r];
+                  layout_.value_row * sizeof(float));
+      row[layout_.value_row] = scratch.max[r];
+      row[layout_.value_row + 1] = scratch.sum[r];
     }
   }
 
-  // Adds what the calls before this one found for row r.
+  // Adds what the parts before this one found for row r.
   void AddEarlierParts(const Task& task, int64_t r, Scratch& scratch) const {
     float* output = scratch.accumulator + r * layout_.value_row;
-    for (int64_t slot = 0; slot < call_.part.slot; ++slot) {
-      const float* part = PartRow(task, r, slot);
-      const float max = part[problem_.value_dim], sum = part[problem_.value_dim + 1];
+    for (int64_t earlier = 0; earlier < parts_.part; ++earlier) {
+      const float* part = PartRow(task, r, earlier);
+      const float max = part[layout_.value_row], sum = part[layout_.value_row + 1];
       if (sum == 0) continue;  // it saw no key
-      const bool is_first = scratch.sum[r] == 0;
-      const float both = is_first ? max : std::max(scratch.max[r], max);
-      const float own_factor = is_first ? 0 : std::exp(scratch.max[r] - both);
-      const float factor = std::exp(max - both);
-      for (int64_t c = 0; c < problem_.value_dim; ++c) {
+      float own_factor = 1, factor = 1;
+      if (scratch.sum[r] == 0) {
+        own_factor = 0;
+        scratch.max[r] = max;
+      } else if (max > scratch.max[r]) {
+        own_factor = std::exp(scratch.max[r] - max);
+        scratch.max[r] = max;
+      } else {
+        factor = std::exp(max - scratch.max[r]);
+      }
+      for (int64_t c = 0; c < layout_.value_row; ++c) {
         output[c] = own_factor * output[c] + factor * part[c];
       }
-      scratch.max[r] = both;
       scratch.sum[r] = own_factor * scratch.sum[r] + factor * sum;
     }
   }
 
   void StoreResults(const Task& task, Scratch& scratch) const {
-    if (call_.part.rows != nullptr && !call_.part.last) return StorePart(task, scratch);
+    if (!parts_.is_last) return StorePart(task, scratch);
     for (int64_t r = 0; r < task.rows; ++r) {
-      if (call_.part.rows != nullptr) AddEarlierParts(task, r, scratch);
+      AddEarlierParts(task, r, scratch);
       const float sum = scratch.sum[r];
       scratch.rescale[r] = sum == 0 ? 0 : 1 / sum;  // no key: the accumulator is 0 and stays it
       if (!call_.log_sum_exp.empty()) {
@@ -616,11 +653,15 @@ class FlashRun {
             sum == 0 ? kNegativeInfinity : scratch.max[r] + std::log(sum);
       }
     }
-    kernels_.scale_rows({scratch.accumulator, layout_.value_row, task.rows, layout_.value_row},
-                        scratch.rescale);
     for (int64_t r = 0; r < task.rows; ++r) {
-      StoreRow(scratch.accumulator + r * layout_.value_row, problem_.value_dim, call_.out,
-               call_.out.Offset(task.batch, task.head, QueryToken(task, r)), call_.out.stride(3));
+      const int64_t offset = call_.out.Offset(task.batch, task.head, QueryToken(task, r));
+      const float factor = scratch.rescale[r];
+      float* row = scratch.accumulator + r * layout_.value_row;
+      float* to = out_is_plain_ ? static_cast<float*>(call_.out.mutable_data()) + offset : row;
+      for (int64_t c = 0; c < problem_.value_dim; ++c) to[c] = row[c] * factor;
+      if (!out_is_plain_) {
+        StoreRow(row, problem_.value_dim, call_.out, offset, call_.out.stride(3));
+      }
     }
   }
 
@@ -628,6 +669,7 @@ class FlashRun {
   const FlashCall& call_;
   const Layout& layout_;
   const Memory& memory_;
+  const PartRows& parts_;
   const CpuKernels& kernels_;
   float scale_;
   bool reads_offsets_;  // the rule reads tables along consecutive keys: a gap must end a chunk
@@ -635,13 +677,63 @@ class FlashRun {
   // transposed from them and values used as they are.
   bool keys_are_plain_;
   bool values_are_plain_;
+  bool queries_are_plain_;  // their rows are of adjacent floats
+  bool out_is_plain_;
 };
+
+float* TakePartRows(size_t parts, const Problem& problem, int64_t kv_heads, int64_t row,
+                    Workspace& workspace) {
+  const int64_t heads = kv_heads * problem.group();
+  return workspace.Take<float>((static_cast<int64_t>(parts) - 1) * heads * problem.query_tokens *
+                               row);
+}
+
+absl::Status CheckSchedule(const Problem& problem, const BlockSchedule& schedule) {
+  if (schedule.query_tile == kTile && schedule.key_tile == kTile &&
+      schedule.query_tokens == problem.query_tokens && schedule.kv_tokens == problem.kv_tokens) {
+    return absl::OkStatus();
+  }
+  return absl::InternalError(absl::StrCat("schedule of ", schedule.query_tokens, " x ",
+                                          schedule.kv_tokens, " tokens does not fit the problem ",
+                                          problem.ToString()));
+}
+
+// The part's call for key-value heads first, first + 1, ..., counted over batches, whose packed keys
+// and values fit the memory. A thread takes a few query tiles at a time, which mostly see the same
+// keys.
+void AttendHeads(const FlashPartCall& part, const PartRows& rows, int64_t first, int64_t heads,
+                 absl::Span<std::byte> memory_of_part, ThreadPool* pool) {
+  const Problem& problem = *part.problem;
+  const FlashCall& call = *part.call;
+  const Layout layout(problem, call.rule.relative_keys != nullptr, !call.packed.empty());
+  Workspace workspace(memory_of_part);
+  const Memory memory = LayOut(layout, pool->threads(), workspace);
+  const FlashRun run(problem, call, layout, memory, rows);
+  run.ForgetPacked();
+
+  const BlockSchedule& schedule = *call.schedule;
+  const int64_t query_tiles = schedule.query_tiles(), group = problem.group();
+  const int64_t tiles = heads * group * query_tiles;
+  const int64_t at_a_time =
+      std::clamp<int64_t>(tiles / (kTasksPerThread * pool->threads()), 1, kTilesAtATime);
+  const auto task_of = [&](int64_t n) {
+    const int64_t slot = n / (group * query_tiles);
+    const int64_t b = (first + slot) / problem.kv_heads;
+    const int64_t h = (first + slot) % problem.kv_heads * group + n / query_tiles % group;
+    const int64_t rank = h % schedule.heads * query_tiles + n % query_tiles;
+    return run.MakeTask(b, h, schedule.order[rank], slot);
+  };
+  pool->ParallelFor((tiles + at_a_time - 1) / at_a_time, [&](int64_t task, int worker) {
+    for (int64_t n = task * at_a_time; n < std::min(tiles, (task + 1) * at_a_time); ++n) {
+      run.Attend(task_of(n), memory.scratch[worker]);
+    }
+  });
+}
 
 }  // namespace
 
 size_t FlashWorkspaceBytes(const Problem& problem, bool relative_keys, int threads) {
-  const Layout layout(problem, relative_keys, /*is_packed=*/false);
-  return Workspace::Measure([&](Workspace& workspace) { LayOut(layout, threads, workspace); });
+  return FlashWorkspaceBytesOfParts({&problem, 1}, relative_keys, threads);
 }
 
 size_t FlashWorkspaceBytesPacked(const Problem& problem, bool relative_keys, int threads) {
@@ -649,38 +741,49 @@ size_t FlashWorkspaceBytesPacked(const Problem& problem, bool relative_keys, int
   return Workspace::Measure([&](Workspace& workspace) { LayOut(layout, threads, workspace); });
 }
 
-absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execution& execution) {
-  const BlockSchedule& schedule = *call.schedule;
-  if (schedule.query_tile != kTile || schedule.key_tile != kTile ||
-      schedule.query_tokens != problem.query_tokens || schedule.kv_tokens != problem.kv_tokens) {
-    return absl::InternalError(absl::StrCat("schedule of ", schedule.query_tokens, " x ",
-                                            schedule.kv_tokens, " tokens does not fit the problem ",
-                                            problem.ToString()));
+size_t FlashWorkspaceBytesOfParts(absl::Span<const Problem> parts, bool relative_keys,
+                                  int threads) {
+  size_t bytes = 0;
+  int64_t heads = std::numeric_limits<int64_t>::max(), row = 0;
+  for (const Problem& problem : parts) {
+    const Layout layout(problem, relative_keys, /*is_packed=*/false);
+    bytes = std::max(bytes, Workspace::Measure(
+                                [&](Workspace& workspace) { LayOut(layout, threads, workspace); }));
+    heads = std::min(heads, layout.packed_heads);
+    row = layout.part_row();
   }
-  const Layout layout(problem, call.rule.relative_keys != nullptr, !call.packed.empty());
-  Workspace workspace(execution.workspace);
-  const Memory memory = LayOut(layout, execution.pool->threads(), workspace);
-  const FlashRun run(problem, call, layout, memory);
+  return bytes + Workspace::Measure([&](Workspace& workspace) {
+           TakePartRows(parts.size(), parts[0], heads, row, workspace);
+         });
+}
 
-  // Heads in groups whose packed keys and values fit the workspace. A thread takes a few query tiles
-  // at a time, which mostly see the same keys.
-  const int64_t query_tiles = schedule.query_tiles(), group = problem.group();
-  for (int64_t first = 0; first < layout.kv_heads; first += layout.packed_heads) {
-    const int64_t heads = std::min(layout.packed_heads, layout.kv_heads - first);
-    run.ForgetPacked();
-    const int64_t tiles = heads * group * query_tiles;
-    const int64_t at_a_time = std::clamp<int64_t>(
-        tiles / (kTasksPerThread * execution.pool->threads()), 1, kTilesAtATime);
-    const int64_t tasks = (tiles + at_a_time - 1) / at_a_time;
-    execution.pool->ParallelFor(tasks, [&](int64_t task, int worker) {
-      for (int64_t n = task * at_a_time; n < std::min(tiles, (task + 1) * at_a_time); ++n) {
-        const int64_t slot = n / (group * query_tiles);
-        const int64_t b = (first + slot) / problem.kv_heads;
-        const int64_t h = (first + slot) % problem.kv_heads * group + n / query_tiles % group;
-        const int64_t rank = h % schedule.heads * query_tiles + n % query_tiles;
-        run.Attend(slot, b, h, schedule.order[rank], memory.scratch[worker]);
-      }
-    });
+absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execution& execution) {
+  const FlashPartCall whole{&problem, &call};
+  return FlashCpu({&whole, 1}, execution);
+}
+
+absl::Status FlashCpu(absl::Span<const FlashPartCall> parts, const Execution& execution) {
+  int64_t at_a_time = std::numeric_limits<int64_t>::max(), part_row = 0;
+  for (const auto [problem, call] : parts) {
+    TFB_RETURN_IF_ERROR(CheckSchedule(*problem, *call->schedule));
+    const Layout layout(*problem, call->rule.relative_keys != nullptr, !call->packed.empty());
+    at_a_time = std::min(at_a_time, layout.packed_heads);
+    part_row = layout.part_row();
+  }
+  // What a part leaves of a group of heads the next takes up at once, while it is in the caches.
+  const Problem& problem = *parts[0].problem;
+  Workspace workspace(execution.workspace);
+  PartRows rows;
+  rows.rows = TakePartRows(parts.size(), problem, at_a_time, part_row, workspace);
+  rows.heads = at_a_time * problem.group();
+  const int64_t kv_heads = problem.batch * problem.kv_heads;
+  for (int64_t first = 0; first < kv_heads; first += at_a_time) {
+    const int64_t heads = std::min(at_a_time, kv_heads - first);
+    for (size_t n = 0; n < parts.size(); ++n) {
+      rows.part = static_cast<int64_t>(n);
+      rows.is_last = n + 1 == parts.size();
+      AttendHeads(parts[n], rows, first, heads, workspace.Rest(), execution.pool);
+    }
   }
   return absl::OkStatus();
 }

@@ -19,7 +19,7 @@ bool IsFew(const Problem& problem) {
 }
 
 int64_t PartialFloats(const Problem& problem, int64_t splits) {
-  return splits == 1 ? 0 : splits * SoftmaxPartFloats(problem);
+  return splits == 1 ? 0 : splits * FlashCuda::SlotFloats(problem);
 }
 
 // What the decoding kernel is for, see FlashDecodeKernels: whatever the strides, so that they change
@@ -190,7 +190,7 @@ absl::Status FlashCuda::KeepRule(const Problem& problem, const ScoreRule& rule) 
   return absl::OkStatus();
 }
 
-absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call,
+absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const SoftmaxPart& part,
                             const Execution& execution) const {
   FlashArguments a = {};
   a.q = ToDeviceView(call.q);
@@ -241,9 +241,9 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call,
       call.scale != 0 ? call.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)));
   a.splits = static_cast<int>(Slots(*runtime_, problem));
   Workspace workspace(execution.workspace);
-  if (call.part.rows != nullptr) {
-    a.partial = call.part.rows;
-    a.first_slot = static_cast<int>(call.part.slot);
+  if (part.rows != nullptr) {
+    a.partial = part.rows;
+    a.first_slot = static_cast<int>(part.slot);
     a.slots_by_token = true;
   } else if (a.splits > 1) {
     a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
@@ -253,10 +253,10 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call,
 
   const CudaTarget target = runtime_->target();
   TFB_RETURN_IF_ERROR(ToStatus(ForwardOf(target, problem, a)(a, execution.stream)));
-  if (a.partial == nullptr || (call.part.rows != nullptr && !call.part.last)) {
+  if (a.partial == nullptr || (part.rows != nullptr && !part.is_last)) {
     return absl::OkStatus();
   }
-  if (call.part.rows != nullptr) a.splits = static_cast<int>(call.part.slots);
+  if (part.rows != nullptr) a.splits = static_cast<int>(part.slots);
   return ToStatus(KernelsOn<FlashF32Kernels>(target).combine(a, execution.stream));
 }
 

@@ -37,6 +37,7 @@ class FlashCuda {
   // How many parts the keys of a call are cut into: more than one where queries are too few to fill
   // the device.
   static int64_t Slots(const CudaRuntime& runtime, const Problem& problem);
+  int64_t Slots(const Problem& problem) const { return Slots(*runtime_, problem); }
 
   // Device memory that a call needs: the parts of keys that are split, where queries are too few to
   // fill the device. Also of calls with fewer tokens than the problem.
@@ -47,7 +48,25 @@ class FlashCuda {
   // for `packed`, which must be empty: see FlashCall::ring. Arithmetic on scores and sums is fp32; of
   // 16-bit problems, products are of 16-bit queries, keys, probabilities and values, on tensor
   // cores. The result is the same bit by bit in every run on one device. Allocates nothing.
-  absl::Status Run(const Problem& problem, const FlashCall& call, const Execution& execution) const;
+  absl::Status Run(const Problem& problem, const FlashCall& call,
+                   const Execution& execution) const {
+    return Run(problem, call, SoftmaxPart(), execution);
+  }
+
+  // A part of a softmax over the keys of several calls, see flash_parts.h: [slots][batch]
+  // [query_heads][query_tokens] rows, by their token, of value_dim outputs not yet divided by their
+  // sum, the maximum, and the sum.
+  struct SoftmaxPart {
+    float* rows = nullptr;  // null: the call is the whole
+    int64_t slot = 0;       // where this call's Slots() begin; those before it are done
+    int64_t slots = 1;      // of all parts
+    bool is_last = true;    // merges all slots
+  };
+  static constexpr int64_t SlotFloats(const Problem& problem) {
+    return problem.batch * problem.query_heads * problem.query_tokens * (problem.value_dim + 2);
+  }
+  absl::Status Run(const Problem& problem, const FlashCall& call, const SoftmaxPart& part,
+                   const Execution& execution) const;
 
   size_t bytes() const;  // of device memory held
 

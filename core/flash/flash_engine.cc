@@ -40,12 +40,6 @@ size_t FlashEngine::WorkspaceBytes(Device device, const Problem& problem, bool r
   return runtime.ok() ? FlashCuda::WorkspaceBytes(**runtime, problem) : 0;
 }
 
-int64_t FlashEngine::PartSlots(Device device, const Problem& problem) {
-  if (device == Device::kCpu) return 1;
-  const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(device);
-  return runtime.ok() ? FlashCuda::Slots(**runtime, problem) : 1;
-}
-
 size_t FlashEngine::StreamWorkspaceBytes(Device device, const Problem& largest, bool relative_keys,
                                          int threads) {
   return device == Device::kCpu ? FlashWorkspaceBytesPacked(largest, relative_keys, threads)

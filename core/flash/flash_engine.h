@@ -31,8 +31,6 @@ class FlashEngine {
   // Of a call. On a device that is not there: 0, and Create tells.
   static size_t WorkspaceBytes(Device device, const Problem& problem, bool relative_keys,
                                int threads);
-  // Of a part of a softmax that a call of the problem is: see flash_parts.h.
-  static int64_t PartSlots(Device device, const Problem& problem);
   // Of any call of a stream.
   static size_t StreamWorkspaceBytes(Device device, const Problem& largest, bool relative_keys,
                                      int threads);
@@ -47,6 +45,7 @@ class FlashEngine {
   absl::Status Run(const Problem& problem, const FlashCall& call, const Execution& execution) const;
 
   const Problem& problem() const { return problem_; }
+  const FlashCuda& cuda() const { return cuda_; }
   const BlockSchedule& schedule() const { return schedule_; }
 
  private:

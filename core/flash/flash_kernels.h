@@ -110,8 +110,8 @@ struct FlashArguments {
                    // running maximum, sum
   int first_slot;
   bool slots_by_token;  // a slot's rows are tokens of `out`, not rows of the call
-  int64_t max_blocks;  // of a grid; blocks take further work in turns
-  int decode_queries;  // decoding: of the schedule's tiles, which have masks of so many rows
+  int64_t max_blocks;   // of a grid; blocks take further work in turns
+  int decode_queries;   // decoding: of the schedule's tiles, which have masks of so many rows
 };
 
 // Each enqueues on the stream and returns null, or why not.

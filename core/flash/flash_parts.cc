@@ -3,51 +3,61 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/container/inlined_vector.h"
 #include "core/status.h"
 #include "core/workspace.h"
 
 namespace tfb {
 namespace {
 
-// Slots that the parts need: none for one alone; on the CPU none for the last, which adds the
-// others to its own as it ends.
-int64_t SlotsOf(Device device, absl::Span<const Problem> parts) {
-  if (parts.size() == 1) return 0;
-  if (device == Device::kCpu) return static_cast<int64_t>(parts.size()) - 1;
+// Room for the calls of a softmax, so that running them allocates nothing.
+using PartCalls = absl::InlinedVector<FlashPartCall, 8>;
+
+int64_t CudaSlots(const CudaRuntime& runtime, absl::Span<const Problem> parts) {
   int64_t slots = 0;
-  for (const Problem& problem : parts) slots += FlashEngine::PartSlots(device, problem);
+  for (const Problem& problem : parts) slots += FlashCuda::Slots(runtime, problem);
   return slots;
 }
 
 }  // namespace
 
-size_t FlashPartsWorkspaceBytes(Device device, absl::Span<const Problem> parts, bool relative_keys,
-                                int threads) {
+size_t FlashParts::WorkspaceBytes(Device device, absl::Span<const Problem> parts,
+                                  bool relative_keys, int threads) {
+  if (device == Device::kCpu) return FlashWorkspaceBytesOfParts(parts, relative_keys, threads);
+  const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(device);
+  if (!runtime.ok()) return 0;  // Create tells
   size_t call = 0;
   for (const Problem& problem : parts) {
-    call = std::max(call, FlashEngine::WorkspaceBytes(device, problem, relative_keys, threads));
+    call = std::max(call, FlashCuda::WorkspaceBytes(**runtime, problem));
   }
+  if (parts.size() == 1) return call;
   return call + Workspace::Measure([&](Workspace& workspace) {
-           workspace.Take<float>(SlotsOf(device, parts) * SoftmaxPartFloats(parts[0]));
+           workspace.Take<float>(CudaSlots(**runtime, parts) * FlashCuda::SlotFloats(parts[0]));
          });
 }
 
-absl::Status RunFlashParts(Device device, absl::Span<FlashPart> parts, const Execution& execution) {
-  if (parts.size() == 1) return parts[0].engine->Run(parts[0].call, execution);
-  int64_t slots = 0;
-  for (const FlashPart& part : parts) {
-    slots += FlashEngine::PartSlots(device, part.engine->problem());
-  }
-  const int64_t kept = device == Device::kCpu ? slots - 1 : slots;
+absl::Status FlashParts::Run(absl::Span<const FlashCall> calls, const Execution& execution) const {
+  if (calls.size() == 1) return engines_[0].Run(calls[0], execution);
+  if (device_ != Device::kCpu) return RunOnCuda(calls, execution);
+  PartCalls parts;
+  for (size_t n = 0; n < calls.size(); ++n) parts.push_back({&engines_[n].problem(), &calls[n]});
+  return FlashCpu(parts, execution);
+}
+
+absl::Status FlashParts::RunOnCuda(absl::Span<const FlashCall> calls,
+                                   const Execution& execution) const {
+  FlashCuda::SoftmaxPart part;
+  part.slots = 0;
+  for (const FlashEngine& engine : engines_) part.slots += engine.cuda().Slots(engine.problem());
   Workspace workspace(execution.workspace);
-  float* rows = workspace.Take<float>(kept * SoftmaxPartFloats(parts[0].engine->problem()));
+  part.rows = workspace.Take<float>(part.slots * FlashCuda::SlotFloats(engines_[0].problem()));
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  int64_t slot = 0;
-  for (FlashPart& part : parts) {
-    part.call.part = {rows, slot, slots, &part == &parts.back()};
-    TFB_RETURN_IF_ERROR(part.engine->Run(part.call, rest));
-    slot += FlashEngine::PartSlots(device, part.engine->problem());
+  for (size_t n = 0; n < calls.size(); ++n) {
+    const FlashEngine& engine = engines_[n];
+    part.is_last = n + 1 == calls.size();
+    TFB_RETURN_IF_ERROR(engine.cuda().Run(engine.problem(), calls[n], part, rest));
+    part.slot += engine.cuda().Slots(engine.problem());
   }
   return absl::OkStatus();
 }
@@ -60,15 +70,17 @@ FlashPartsLayer::FlashPartsLayer(const Problem& problem, Device device, std::vec
 }
 
 size_t FlashPartsLayer::workspace_bytes(int threads) const {
-  return FlashPartsWorkspaceBytes(device_, problems_, /*relative_keys=*/false, threads);
+  return FlashParts::WorkspaceBytes(device_, problems_, /*relative_keys=*/false, threads);
 }
 
 Cost FlashPartsLayer::cost() const {
   Cost cost;
   const Problem& p = problem();
-  if (!parts_.empty()) {
+  if (!calls_.empty()) {
     double pairs = 0;
-    for (const Part& part : parts_) pairs += part.engine.schedule().KeptPairs(p.query_heads);
+    for (const FlashEngine& engine : parts_.engines()) {
+      pairs += engine.schedule().KeptPairs(p.query_heads);
+    }
     cost.flops = 2.0 * static_cast<double>(p.batch * (p.head_dim + p.value_dim)) * pairs;
   }
   cost.bytes = AttentionBytes(p);
@@ -76,18 +88,21 @@ Cost FlashPartsLayer::cost() const {
 }
 
 absl::Status FlashPartsLayer::DoSetup(const Inputs&, const Execution&) {
-  parts_.clear();
+  orders_.clear();
+  std::vector<FlashEngine> engines;
   const std::vector<FlashPartSpec> specs = DescribeParts();
   for (size_t n = 0; n < specs.size(); ++n) {
-    Part part;
-    TFB_ASSIGN_OR_RETURN(part.engine,
+    TFB_ASSIGN_OR_RETURN(FlashEngine engine,
                          FlashEngine::Create(device_, problems_[n], *specs[n].pattern));
-    TFB_ASSIGN_OR_RETURN(part.query_order,
+    engines.push_back(std::move(engine));
+    Orders orders;
+    TFB_ASSIGN_OR_RETURN(orders.queries,
                          DeviceArray<int32_t>::Create(device_, specs[n].query_order));
-    TFB_ASSIGN_OR_RETURN(part.key_order, DeviceArray<int32_t>::Create(device_, specs[n].key_order));
-    parts_.push_back(std::move(part));
+    TFB_ASSIGN_OR_RETURN(orders.keys, DeviceArray<int32_t>::Create(device_, specs[n].key_order));
+    orders_.push_back(std::move(orders));
   }
-  calls_.resize(parts_.size());
+  parts_ = FlashParts(device_, std::move(engines));
+  calls_.resize(specs.size());
   return absl::OkStatus();
 }
 
@@ -97,20 +112,19 @@ absl::Status FlashPartsLayer::DoRun(const Inputs& inputs, const Outputs& outputs
     if (tokens.size() == 0) return TokenOrder();
     return TokenOrder{tokens.data(), 0, tokens.size() > places ? places : 0, group};
   };
-  for (size_t n = 0; n < parts_.size(); ++n) {
-    const Part& part = parts_[n];
-    FlashCall call = part.engine.NewCall();
+  for (size_t n = 0; n < calls_.size(); ++n) {
+    FlashCall& call = calls_[n];
+    call = parts_.engines()[n].NewCall();
     call.q = inputs.Get("q");
     call.k = inputs.Get("k");
     call.v = inputs.Get("v");
     call.key_mask = inputs.Get("key_mask");
     call.out = outputs.Get("out");
     call.log_sum_exp = outputs.Get("log_sum_exp");
-    call.query_order = order_of(part.query_order, problems_[n].query_tokens, problem().group());
-    call.key_order = order_of(part.key_order, problems_[n].kv_tokens, 1);
-    calls_[n] = {&part.engine, call};
+    call.query_order = order_of(orders_[n].queries, problems_[n].query_tokens, problem().group());
+    call.key_order = order_of(orders_[n].keys, problems_[n].kv_tokens, 1);
   }
-  return RunFlashParts(device_, absl::MakeSpan(calls_), execution);
+  return parts_.Run(calls_, execution);
 }
 
 }  // namespace tfb

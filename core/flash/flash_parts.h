@@ -17,7 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -30,20 +30,29 @@
 
 namespace tfb {
 
-// A call of `engine`. All parts write the same out and log_sum_exp; a query order names each of its
-// tokens once.
-struct FlashPart {
-  const FlashEngine* engine;
-  FlashCall call;
+class FlashParts {
+ public:
+  FlashParts() = default;
+  // One engine a part. Their problems differ in kv_tokens alone.
+  FlashParts(Device device, std::vector<FlashEngine> engines)
+      : device_(device), engines_(std::move(engines)) {}
+
+  // Scratch of a Run for parts of these problems: what a call needs, and the parts' results: on the
+  // CPU of a few heads at a time.
+  static size_t WorkspaceBytes(Device device, absl::Span<const Problem> parts, bool relative_keys,
+                               int threads);
+
+  const std::vector<FlashEngine>& engines() const { return engines_; }
+  // Of one call a part, made by its engine's NewCall. All write the same out and log_sum_exp, and a
+  // query order names each of its tokens once. Allocates nothing and, on a GPU, does not synchronise.
+  absl::Status Run(absl::Span<const FlashCall> calls, const Execution& execution) const;
+
+ private:
+  absl::Status RunOnCuda(absl::Span<const FlashCall> calls, const Execution& execution) const;
+
+  Device device_ = Device::kCpu;
+  std::vector<FlashEngine> engines_;
 };
-
-// Scratch of RunFlashParts for parts of these problems: their results, [slots][batch][query_heads]
-// [query_tokens][value_dim + 2] floats, and the most that one call needs.
-size_t FlashPartsWorkspaceBytes(Device device, absl::Span<const Problem> parts, bool relative_keys,
-                                int threads);
-
-// Allocates nothing and, on a GPU, does not synchronise.
-absl::Status RunFlashParts(Device device, absl::Span<FlashPart> parts, const Execution& execution);
 
 // A part as a technique says it.
 struct FlashPartSpec {
@@ -73,16 +82,16 @@ class FlashPartsLayer : public Layer {
                      const Execution& execution) override;
 
  private:
-  struct Part {
-    FlashEngine engine;
-    DeviceArray<int32_t> query_order;
-    DeviceArray<int32_t> key_order;
+  struct Orders {
+    DeviceArray<int32_t> queries;
+    DeviceArray<int32_t> keys;
   };
 
   Device device_;
   std::vector<Problem> problems_;
-  std::vector<Part> parts_;
-  std::vector<FlashPart> calls_;  // room for those of a Run
+  std::vector<Orders> orders_;
+  FlashParts parts_;
+  std::vector<FlashCall> calls_;  // room for those of a Run
 };
 
 }  // namespace tfb

@@ -49,7 +49,7 @@ class ThirdsLayer : public Layer {
     }
   }
   size_t workspace_bytes(int threads) const override {
-    return FlashPartsWorkspaceBytes(device_, problems_, false, threads);
+    return FlashParts::WorkspaceBytes(device_, problems_, false, threads);
   }
   Cost cost() const override { return {}; }
 
@@ -60,6 +60,7 @@ class ThirdsLayer : public Layer {
       reversed.push_back(static_cast<int32_t>(i - 1));
     }
     TFB_ASSIGN_OR_RETURN(reversed_, DeviceArray<int32_t>::Create(device_, reversed));
+    std::vector<FlashEngine> engines;
     for (int64_t r = 0; r < 3; ++r) {
       std::vector<int32_t> keys;
       for (int64_t j = r; j < problem().kv_tokens; j += 3) keys.push_back(static_cast<int32_t>(j));
@@ -67,15 +68,16 @@ class ThirdsLayer : public Layer {
       orders_.push_back(std::move(order));
       const ResiduePattern pattern(problems_[r], r, r == 1, problem().causal);
       TFB_ASSIGN_OR_RETURN(FlashEngine engine, FlashEngine::Create(device_, problems_[r], pattern));
-      engines_.push_back(std::move(engine));
+      engines.push_back(std::move(engine));
     }
+    parts_ = FlashParts(device_, std::move(engines));
     return absl::OkStatus();
   }
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
-    std::vector<FlashPart> parts;
+    std::vector<FlashCall> calls;
     for (int64_t r = 0; r < 3; ++r) {
-      FlashCall call = engines_[r].NewCall();
+      FlashCall call = parts_.engines()[r].NewCall();
       call.q = inputs.Get("q");
       call.k = inputs.Get("k");
       call.v = inputs.Get("v");
@@ -84,9 +86,9 @@ class ThirdsLayer : public Layer {
       call.log_sum_exp = outputs.Get("log_sum_exp");
       call.key_order = {orders_[r].data(), 0, 0};
       if (r == 1) call.query_order = {reversed_.data(), 0, 0};
-      parts.push_back({&engines_[r], call});
+      calls.push_back(call);
     }
-    return RunFlashParts(device_, absl::MakeSpan(parts), execution);
+    return parts_.Run(calls, execution);
   }
 
  private:
@@ -94,10 +96,10 @@ class ThirdsLayer : public Layer {
   std::vector<Problem> problems_;
   DeviceArray<int32_t> reversed_;
   std::vector<DeviceArray<int32_t>> orders_;
-  std::vector<FlashEngine> engines_;
+  FlashParts parts_;
 };
 
-class FlashParts : public testing::TestWithParam<Device> {
+class Parts : public testing::TestWithParam<Device> {
  protected:
   NamedTensors Run(const Problem& problem, const Inputs& inputs, int threads = 2) {
     ThirdsLayer layer(problem, GetParam());
@@ -120,10 +122,10 @@ class FlashParts : public testing::TestWithParam<Device> {
     }
   }
 };
-INSTANTIATE_TEST_SUITE_P(On, FlashParts, testing::ValuesIn(kHostDevices),
+INSTANTIATE_TEST_SUITE_P(On, Parts, testing::ValuesIn(kHostDevices),
                          [](const auto& device) { return std::string(Name(device.param)); });
 
-TEST_P(FlashParts, TogetherAreOneSoftmax) {
+TEST_P(Parts, TogetherAreOneSoftmax) {
   for (const bool causal : {false, true}) {
     for (const int64_t tokens : {1, 2, 63, 64, 200}) {
       const Problem problem = Problem::SelfAttention(2, 2, tokens, 24, causal);
@@ -133,7 +135,7 @@ TEST_P(FlashParts, TogetherAreOneSoftmax) {
   }
 }
 
-TEST_P(FlashParts, SixteenBitOutputsAreRoundedOnce) {
+TEST_P(Parts, SixteenBitOutputsAreRoundedOnce) {
   Problem problem = Problem::SelfAttention(1, 2, 150, 32, true);
   problem.dtype = DType::kBF16;
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
@@ -143,7 +145,7 @@ TEST_P(FlashParts, SixteenBitOutputsAreRoundedOnce) {
   ExpectMatchesLoops(problem, ViewsOf(inputs), bound);
 }
 
-TEST_P(FlashParts, FewQueriesSplitEachPartOnceMore) {
+TEST_P(Parts, FewQueriesSplitEachPartOnceMore) {
   for (const int64_t queries : {1, 3}) {
     Problem problem = Problem::SelfAttention(1, 1, queries, 32, false);
     problem.kv_tokens = 1500;
@@ -152,7 +154,7 @@ TEST_P(FlashParts, FewQueriesSplitEachPartOnceMore) {
   }
 }
 
-TEST_P(FlashParts, RowsWithoutAKeyInAnyAreEmpty) {
+TEST_P(Parts, RowsWithoutAKeyInAnyAreEmpty) {
   const Problem problem = Problem::SelfAttention(2, 1, 70, 16, true);
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
   Tensor mask(DType::kU8, {2, 70});
@@ -166,7 +168,7 @@ TEST_P(FlashParts, RowsWithoutAKeyInAnyAreEmpty) {
   EXPECT_TRUE(std::isfinite(outputs.at("log_sum_exp").span<float>()[40]));
 }
 
-TEST_P(FlashParts, AreTheSameForAnyNumberOfThreads) {
+TEST_P(Parts, AreTheSameForAnyNumberOfThreads) {
   const Problem problem = Problem::SelfAttention(2, 3, 130, 16, true);
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
   const NamedTensors one = Run(problem, ViewsOf(inputs), 1),
@@ -174,7 +176,7 @@ TEST_P(FlashParts, AreTheSameForAnyNumberOfThreads) {
   EXPECT_EQ(MaxDifference(one.at("out").view(), many.at("out").view()), 0);
 }
 
-TEST_P(FlashParts, ANanInAVisibleKeyReachesTheOutput) {
+TEST_P(Parts, ANanInAVisibleKeyReachesTheOutput) {
   const Problem problem = Problem::SelfAttention(1, 1, 40, 16, true);
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
   inputs["k"].span<float>()[20 * 16] = std::numeric_limits<float>::quiet_NaN();
