@@ -254,6 +254,79 @@ def longformer_global_padded():
     return longformer_case(2, 64, 16, [0, 37], [51, 64])
 
 
+# ---- attention/bigbird ----
+
+BIGBIRD = "transformers.models.big_bird.modeling_big_bird.BigBirdBlockSparseAttention"
+
+
+def bigbird_case(batch, heads, blocks, block, random, padded_from, training):
+    """`training` false: their table is then 0 throughout, and block 0 is counted 1 + random times."""
+    from transformers import BigBirdConfig
+    from transformers.models.big_bird import modeling_big_bird as package
+    tokens, head_dim = blocks * block, 8
+    config = BigBirdConfig(hidden_size=heads * head_dim, num_attention_heads=heads,
+                           block_size=block, num_random_blocks=random)
+    q, k, v = (draw(batch, heads, tokens, head_dim) for _ in range(3))
+    padding = torch.ones(batch, tokens, dtype=torch.float64)
+    for row, first in enumerate(padded_from):
+        padding[row, first:] = 0
+    seed = 5
+    with in_float64():
+        module = package.BigBirdBlockSparseAttention(config, seed).train(training)
+        # The layer draws its table inside; drawn again from the same seed it is the same.
+        np.random.seed(seed)
+        plan = module._get_rand_attn_plan(tokens, block, random)
+        table = np.stack(module._bigbird_block_rand_mask_with_head(
+            tokens, tokens, block, block, heads, *plan))
+        blocked, band, from_mask, to_mask = (
+            package.BigBirdModel.create_masks_for_block_sparse_attn(padding, block))
+        out, _ = module.bigbird_block_sparse_attention(
+            q, k, v, band, from_mask, to_mask, blocked, blocked, heads, random, head_dim, block,
+            block, batch, tokens, tokens, seed, None, None, False)
+
+    def formula(t):
+        """With log n added to the score of a key that the lists of a row name n times."""
+        count = np.zeros((heads, blocks, blocks))
+        count[:, [0, -1], :] = 1
+        for u in range(1, blocks - 1):
+            count[:, u, [0, blocks - 1]] = 1
+            count[:, u, u - 1:u + 2] = 1
+            for h in range(heads):
+                np.add.at(count[h, u], table[h, u - 1], 1)
+        count = count.repeat(block, 1).repeat(block, 2)
+        if training:
+            assert count.max() == 1, "their draw repeats a block: choose another seed"
+        real = padding.numpy()[:, None, None, :] > 0
+        with np.errstate(divide="ignore"):
+            expected = attend(t["q"], t["k"], t["v"], real & (count > 0), np.log(count))
+        return {"out": expected * real.swapaxes(2, 3)}
+
+    return {
+        "q": f32(q), "k": f32(k), "v": f32(v), "key_padding": padding.numpy().astype(np.int32),
+        "random_blocks": table.astype(np.int32), "out": f64(out.transpose(1, 2)),
+    }, {
+        "block": block, "random": random, "causal": "false", "training": str(training).lower(),
+        "formula": "query block 0 and the last one see all keys; query block u between them sees "
+                   "blocks 0, u - 1, u, u + 1, the last one and random_blocks[head][u - 1]; softmax of "
+                   "q k / sqrt(head_dim) over the keys listed, one that is listed n times counted n "
+                   "times (here: " + ("each is listed once" if training else
+                                      "block 0 is listed 1 + random times") + ")",
+        "mask": "key_padding [batch, tokens]: 1 a real token, 0 a padded one; rows of padded tokens "
+                "are 0 in `out`, which is that implementation's choice",
+    }, formula
+
+
+# Not of 1024, 3072 or 4096 tokens, for which that code draws from the first 1,024 positions only.
+@case("attention/bigbird/testdata/block_sparse", BIGBIRD, 71)
+def bigbird_block_sparse():
+    return bigbird_case(2, 2, 10, 8, 2, [80, 59], training=True)
+
+
+@case("attention/bigbird/testdata/repeated_blocks", BIGBIRD, 72)
+def bigbird_repeated_blocks():
+    return bigbird_case(1, 1, 8, 8, 2, [], training=False)
+
+
 # ---- attention/performer ----
 
 PERFORMER = "performer_pytorch.performer_pytorch"
