@@ -327,6 +327,112 @@ def bigbird_repeated_blocks():
     return bigbird_case(1, 1, 8, 8, 2, [], training=False)
 
 
+# ---- attention/image_local ----
+#
+# tensor2tensor itself needs TensorFlow 1. Its masks are built here again, over blocks of queries and
+# the memory gathered for each, as tensor2tensor/layers/common_attention.py does.
+
+
+def t2t_scatter(tokens, queries, memories, visible):
+    """[tokens, tokens] from [blocks][query], [blocks][memory] with -1 for padding, and who sees whom."""
+    allowed = np.zeros((tokens, tokens), bool)
+    for query, memory in zip(queries, memories):
+        for row, i in enumerate(query):
+            if i >= 0:
+                allowed[i, memory[visible[row] & (memory >= 0)]] = True
+    return torch.from_numpy(allowed)
+
+
+def t2t_1d_mask(tokens, block, memory, causal):
+    """masked_local_attention_1d, where memory is block; local_attention_1d."""
+    padded = -(-tokens // block) * block
+    places = np.where(np.arange(padded) < tokens, np.arange(padded), -1)
+    queries = places.reshape(-1, block)
+    sides = np.pad(places, memory, constant_values=-1)
+    if causal:
+        memories = [sides[start:start + memory + block] for start in range(0, padded, block)]
+        visible = np.concatenate(
+            (np.ones((block, memory), bool), np.tril(np.ones((block, block), bool))), 1)
+    else:
+        memories = [sides[start:start + 2 * memory + block] for start in range(0, padded, block)]
+        visible = np.ones((block, block + 2 * memory), bool)
+    return t2t_scatter(tokens, queries, memories, visible)
+
+
+def t2t_2d_mask(height, width, block, flange):
+    """make_2d_block_raster_mask over the memory of each block, flange rows first."""
+    (h, w), (f_h, f_w) = block, flange
+    size = h * w
+    triangle = np.tril(np.ones((size, size), bool))
+    rows = [np.concatenate((np.ones((size, f_w), bool), part, np.zeros((size, f_w), bool)), 1)
+            for part in np.split(triangle, h, 1)]
+    visible = np.concatenate([np.ones((size, f_h * (w + 2 * f_w)), bool)] + rows, 1)
+    image = np.arange(height * width).reshape(height, width)
+    image = np.pad(image, ((f_h, -height % h), (f_w, -width % w + f_w)), constant_values=-1)
+    queries, memories = [], []
+    for top in range(0, height, h):
+        for left in range(0, width, w):
+            memory = image[top:top + f_h + h, left:left + w + 2 * f_w]
+            memories.append(memory.reshape(-1))
+            queries.append(memory[f_h:, f_w:f_w + w].reshape(-1))
+    return t2t_scatter(height * width, queries, memories, visible)
+
+
+def image_local_case(tokens, mask, predicate, metadata):
+    q, k, v = (draw(1, 2, tokens, 8) for _ in range(3))
+    out, _ = torch.nn.functional._scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None])
+    allowed = predicate(*np.mgrid[:tokens, :tokens])
+    return {"q": f32(q), "k": f32(k), "v": f32(v), "out": f64(out)}, {
+        "formula": "softmax(q k^T / sqrt(head_dim)) v over the keys of the mask",
+        **metadata,
+    }, lambda t: {"out": attend(t["q"], t["k"], t["v"], allowed)}
+
+
+@case("attention/image_local/testdata/causal_1d", SDPA, 81)
+def image_local_causal_1d():
+    block = 16
+    return image_local_case(
+        75, t2t_1d_mask(75, block, block, causal=True),
+        lambda i, j: (j <= i) & (j >= i // block * block - block),
+        {"form": "1d", "query_block": block, "memory": block, "causal": "true",
+         "mask": "of tensor2tensor's masked_local_attention_1d, block_length = query_block: a query "
+                 "sees its block up to itself, and the block before"})
+
+
+@case("attention/image_local/testdata/both_sides_1d", SDPA, 82)
+def image_local_both_sides_1d():
+    block, memory = 16, 10
+    return image_local_case(
+        75, t2t_1d_mask(75, block, memory, causal=False),
+        lambda i, j: ((j >= i // block * block - memory) &
+                      (j < i // block * block + block + memory)),
+        {"form": "1d", "query_block": block, "memory": memory, "causal": "false",
+         "mask": "of tensor2tensor's local_attention_1d, block_length = query_block, filter_width = "
+                 "memory: a query sees its block and as many keys on each side"})
+
+
+@case("attention/image_local/testdata/block_raster_2d", SDPA, 83)
+def image_local_block_raster_2d():
+    height, width, h, w, f_h, f_w = 10, 15, 4, 6, 3, 2
+
+    def predicate(i, j):
+        (r, c), (key_r, key_c) = divmod(i, width), divmod(j, width)
+        r0, c0 = r // h * h, c // w * w
+        above = (r0 - f_h <= key_r) & (key_r < r0) & (c0 - f_w <= key_c) & (key_c < c0 + w + f_w)
+        beside = (r0 <= key_r) & (key_r < r0 + h) & (c0 - f_w <= key_c) & (key_c < c0)
+        within = (key_r // h == r // h) & (key_c // w == c // w) & (j <= i)
+        return above | beside | within
+
+    return image_local_case(
+        height * width, t2t_2d_mask(height, width, (h, w), (f_h, f_w)), predicate,
+        {"form": "2d", "width": width, "block_height": h, "block_width": w, "flange_height": f_h,
+         "flange_width": f_w, "causal": "true",
+         "mask": "of tensor2tensor's make_2d_block_raster_mask, query_shape = (block_height, "
+                 "block_width), memory_flange = (flange_height, flange_width): a query sees the flange "
+                 "above its block, which is wider by flange_width columns on each side, the one to the "
+                 "left, and its block up to itself in raster order"})
+
+
 # ---- attention/performer ----
 
 PERFORMER = "performer_pytorch.performer_pytorch"
