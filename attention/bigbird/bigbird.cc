@@ -71,30 +71,39 @@ class Blocks {
   int64_t count_;
 };
 
-// Each row without repetition from the blocks that are neither global nor in the window. More
-// random blocks begin with those of fewer.
-Tensor DrawTable(const BigBirdOptions& options, const Blocks& blocks, int64_t heads,
-                 uint64_t seed) {
-  Tensor table(DType::kI32, {heads, blocks.count(), options.random});
+// The blocks that block u sees in any table.
+std::set<int64_t> SeenAnyway(const Blocks& blocks, int64_t u) {
+  std::set<int64_t> seen;
+  for (int64_t t = std::max<int64_t>(u - 1, 0); t <= u + 1 && t < blocks.count(); ++t) {
+    seen.insert(t);
+  }
+  for (const int64_t t : {int64_t{0}, blocks.count() - 1}) {
+    if (blocks.IsGlobalBlock(t)) seen.insert(t);
+  }
+  return seen;
+}
+
+// Rows without repetition from the blocks that are not seen anyway; -1 where there are no more, and
+// for global blocks, which see all. More random blocks begin with those of fewer.
+absl::StatusOr<Tensor> DrawTable(const BigBirdOptions& options, const Blocks& blocks, int64_t heads,
+                                 uint64_t seed) {
+  TFB_ASSIGN_OR_RETURN(Tensor table,
+                       Tensor::Allocate(DType::kI32, Shape{heads, blocks.count(), options.random}));
   Fill(table.view(), -1);
   const RandomStream stream(seed, "random");
   for (int64_t h = 0; h < heads; ++h) {
     for (int64_t u = 0; u < blocks.count(); ++u) {
       if (blocks.IsGlobalBlock(u)) continue;
-      std::set<int64_t> seen;
-      for (int64_t t : {int64_t{0}, blocks.count() - 1}) {
-        if (blocks.IsGlobalBlock(t)) seen.insert(t);
-      }
-      for (int64_t t = std::max<int64_t>(u - 1, 0); t <= u + 1 && t < blocks.count(); ++t) {
-        seen.insert(t);
-      }
+      std::set<int64_t> seen = SeenAnyway(blocks, u);
       for (int64_t r = 0; r < options.random; ++r) {
         const int64_t legal = blocks.count() - static_cast<int64_t>(seen.size());
         if (legal == 0) break;
-        const int64_t draw = (h * blocks.count() + u) * BigBirdOptions::kMaxRandom + r;
-        int64_t block = std::min(
-            legal - 1, static_cast<int64_t>(stream.Uniform(draw) * static_cast<double>(legal)));
-        for (const int64_t t : seen) block += t <= block;  // the block-th of those not seen
+        const double uniform =
+            stream.Uniform((h * blocks.count() + u) * BigBirdOptions::kMaxRandom + r);
+        // One of the legal blocks by its rank among them, then by its number.
+        int64_t block =
+            std::min(legal - 1, static_cast<int64_t>(uniform * static_cast<double>(legal)));
+        for (const int64_t t : seen) block += t <= block;
         *table.view().MutableAt<int32_t>(h, u, r) = static_cast<int32_t>(block);
         seen.insert(block);
       }
@@ -176,13 +185,11 @@ class BigBirdPattern : public Pattern {
 // into parts.
 class BigBirdLayer : public FlashLayer {
  public:
-  BigBirdLayer(const Problem& problem, const BigBirdOptions& options, Device device, uint64_t seed)
+  BigBirdLayer(const Problem& problem, const Blocks& blocks, NamedTensors parameters, Device device)
       : FlashLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device, nullptr),
-        blocks_(options, problem.kv_tokens),
+        blocks_(blocks),
         globals_problem_(problem) {
-    if (options.random > 0) {
-      parameters_["random"] = DrawTable(options, blocks_, problem.query_heads, seed);
-    }
+    parameters_ = std::move(parameters);
     if (device != Device::kCpu) globals_ = blocks_.GlobalTokens();
     globals_problem_.query_tokens = static_cast<int64_t>(globals_.size());
   }
@@ -260,7 +267,13 @@ absl::StatusOr<std::unique_ptr<Layer>> BigBird::MakeLayer(const Problem& problem
                                                           const BigBirdOptions& options,
                                                           Device device, uint64_t seed) const {
   TFB_RETURN_IF_ERROR(Check(problem));
-  return std::make_unique<BigBirdLayer>(problem, options, device, seed);
+  const Blocks blocks(options, problem.kv_tokens);
+  NamedTensors parameters;
+  if (options.random > 0) {
+    TFB_ASSIGN_OR_RETURN(parameters["random"],
+                         DrawTable(options, blocks, problem.query_heads, seed));
+  }
+  return std::make_unique<BigBirdLayer>(problem, blocks, std::move(parameters), device);
 }
 
 absl::Status BigBird::Definition(const Problem& problem, const BigBirdOptions& options,

@@ -155,11 +155,15 @@ TEST(BigBird, RandomBlocksAreCappedAtTheLegalOnesAndExtendFewer) {
 void ExpectEqualsDense(const Problem& problem, const Options& options,
                        const NamedTensors* parameters = nullptr) {
   const NamedTensors inputs = Random(problem);
-  const NamedTensors ours = RunOwn(problem, inputs, options, parameters);
   const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
-  EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()),
-            Fp32Bound(inputs.at("v").view()));
-  EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), dense.at("log_sum_exp").view()), 1e-5);
+  for (const Device device : kHostDevices) {
+    const NamedTensors ours = RunOwn(problem, inputs, options, parameters, device);
+    EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()),
+              Fp32Bound(inputs.at("v").view()))
+        << Name(device);
+    EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), dense.at("log_sum_exp").view()), 1e-5)
+        << Name(device);
+  }
 }
 
 TEST(BigBird, UpToFourBlocksEqualDenseWithoutRandomBlocks) {
