@@ -149,19 +149,15 @@ absl::Status Blockwise::Definition(const Problem& problem, const BlockwiseOption
                                    const DefinitionRequest& request, NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(Check(problem, options));
   const int64_t n = options.blocks;
-  // pi[h n + u] is the key block of head h and query block u.
-  std::vector<int64_t> pi;
-  for (int64_t h = 0; h < problem.query_heads; ++h) {
-    const int64_t shift = BlockwiseShifts(options, problem.query_heads)[h];
-    const int64_t size = static_cast<int64_t>(options.permutation.size());
-    for (int64_t u = 0; u < n; ++u) {
-      pi.push_back(HasShifts(options) ? (u + shift) % n : options.permutation[(h * n + u) % size]);
-    }
-  }
+  const std::vector<int64_t> shifts = BlockwiseShifts(options, problem.query_heads);
+  const int64_t listed = static_cast<int64_t>(options.permutation.size());
+  const auto pi = [&](int64_t h, int64_t u) {
+    return HasShifts(options) ? (u + shifts[h]) % n : options.permutation[(h * n + u) % listed];
+  };
   DefineMaskedAttention(
       problem, inputs, request, /*scale=*/0,
       [&](int64_t h, int64_t i, int64_t j) {
-        return pi[h * n + i * n / problem.query_tokens] == j * n / problem.kv_tokens;
+        return pi(h, i * n / problem.query_tokens) == j * n / problem.kv_tokens;
       },
       [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, outputs);
   return absl::OkStatus();
