@@ -254,6 +254,185 @@ def longformer_global_padded():
     return longformer_case(2, 64, 16, [0, 37], [51, 64])
 
 
+# ---- attention/bigbird ----
+
+BIGBIRD = "transformers.models.big_bird.modeling_big_bird.BigBirdBlockSparseAttention"
+
+
+def bigbird_case(batch, heads, blocks, block, random, padded_from, training):
+    """`training` false: their table is then 0 throughout, and block 0 is counted 1 + random times."""
+    from transformers import BigBirdConfig
+    from transformers.models.big_bird import modeling_big_bird as package
+    tokens, head_dim = blocks * block, 8
+    config = BigBirdConfig(hidden_size=heads * head_dim, num_attention_heads=heads,
+                           block_size=block, num_random_blocks=random)
+    q, k, v = (draw(batch, heads, tokens, head_dim) for _ in range(3))
+    padding = torch.ones(batch, tokens, dtype=torch.float64)
+    for row, first in enumerate(padded_from):
+        padding[row, first:] = 0
+    seed = 5
+    with in_float64():
+        module = package.BigBirdBlockSparseAttention(config, seed).train(training)
+        # The layer draws its table inside; drawn again from the same seed it is the same.
+        np.random.seed(seed)
+        plan = module._get_rand_attn_plan(tokens, block, random)
+        table = np.stack(module._bigbird_block_rand_mask_with_head(
+            tokens, tokens, block, block, heads, *plan))
+        blocked, band, from_mask, to_mask = (
+            package.BigBirdModel.create_masks_for_block_sparse_attn(padding, block))
+        out, _ = module.bigbird_block_sparse_attention(
+            q, k, v, band, from_mask, to_mask, blocked, blocked, heads, random, head_dim, block,
+            block, batch, tokens, tokens, seed, None, None, False)
+
+    def formula(t):
+        """With log n added to the score of a key that the lists of a row name n times."""
+        count = np.zeros((heads, blocks, blocks))
+        count[:, [0, -1], :] = 1
+        for u in range(1, blocks - 1):
+            count[:, u, [0, blocks - 1]] = 1
+            count[:, u, u - 1:u + 2] = 1
+            for h in range(heads):
+                np.add.at(count[h, u], table[h, u - 1], 1)
+        count = count.repeat(block, 1).repeat(block, 2)
+        if training:
+            assert count.max() == 1, "their draw repeats a block: choose another seed"
+        real = padding.numpy()[:, None, None, :] > 0
+        with np.errstate(divide="ignore"):
+            expected = attend(t["q"], t["k"], t["v"], real & (count > 0), np.log(count))
+        return {"out": expected * real.swapaxes(2, 3)}
+
+    return {
+        "q": f32(q), "k": f32(k), "v": f32(v), "key_padding": padding.numpy().astype(np.int32),
+        "random_blocks": table.astype(np.int32), "out": f64(out.transpose(1, 2)),
+    }, {
+        "block": block, "random": random, "causal": "false", "training": str(training).lower(),
+        "formula": "query block 0 and the last one see all keys; query block u between them sees "
+                   "blocks 0, u - 1, u, u + 1, the last one and random_blocks[head][u - 1]; softmax of "
+                   "q k / sqrt(head_dim) over the keys listed, one that is listed n times counted n "
+                   "times (here: " + ("each is listed once" if training else
+                                      "block 0 is listed 1 + random times") + ")",
+        "mask": "key_padding [batch, tokens]: 1 a real token, 0 a padded one; rows of padded tokens "
+                "are 0 in `out`, which is that implementation's choice",
+    }, formula
+
+
+# Not of 1024, 3072 or 4096 tokens, for which that code draws from the first 1,024 positions only.
+@case("attention/bigbird/testdata/block_sparse", BIGBIRD, 71)
+def bigbird_block_sparse():
+    return bigbird_case(2, 2, 10, 8, 2, [80, 59], training=True)
+
+
+@case("attention/bigbird/testdata/repeated_blocks", BIGBIRD, 72)
+def bigbird_repeated_blocks():
+    return bigbird_case(1, 1, 8, 8, 2, [], training=False)
+
+
+# ---- attention/image_local ----
+#
+# tensor2tensor itself needs TensorFlow 1. Its masks are built here again, over blocks of queries and
+# the memory gathered for each, as tensor2tensor/layers/common_attention.py does.
+
+
+def t2t_scatter(tokens, queries, memories, visible):
+    """[tokens, tokens] from [blocks][query], [blocks][memory] with -1 for padding, and who sees whom."""
+    allowed = np.zeros((tokens, tokens), bool)
+    for query, memory in zip(queries, memories):
+        for row, i in enumerate(query):
+            if i >= 0:
+                allowed[i, memory[visible[row] & (memory >= 0)]] = True
+    return torch.from_numpy(allowed)
+
+
+def t2t_1d_mask(tokens, block, memory, causal):
+    """masked_local_attention_1d, where memory is block; local_attention_1d."""
+    padded = -(-tokens // block) * block
+    places = np.where(np.arange(padded) < tokens, np.arange(padded), -1)
+    queries = places.reshape(-1, block)
+    sides = np.pad(places, memory, constant_values=-1)
+    if causal:
+        memories = [sides[start:start + memory + block] for start in range(0, padded, block)]
+        visible = np.concatenate(
+            (np.ones((block, memory), bool), np.tril(np.ones((block, block), bool))), 1)
+    else:
+        memories = [sides[start:start + 2 * memory + block] for start in range(0, padded, block)]
+        visible = np.ones((block, block + 2 * memory), bool)
+    return t2t_scatter(tokens, queries, memories, visible)
+
+
+def t2t_2d_mask(height, width, block, flange):
+    """make_2d_block_raster_mask over the memory of each block, flange rows first."""
+    (h, w), (f_h, f_w) = block, flange
+    size = h * w
+    triangle = np.tril(np.ones((size, size), bool))
+    rows = [np.concatenate((np.ones((size, f_w), bool), part, np.zeros((size, f_w), bool)), 1)
+            for part in np.split(triangle, h, 1)]
+    visible = np.concatenate([np.ones((size, f_h * (w + 2 * f_w)), bool)] + rows, 1)
+    image = np.arange(height * width).reshape(height, width)
+    image = np.pad(image, ((f_h, -height % h), (f_w, -width % w + f_w)), constant_values=-1)
+    queries, memories = [], []
+    for top in range(0, height, h):
+        for left in range(0, width, w):
+            memory = image[top:top + f_h + h, left:left + w + 2 * f_w]
+            memories.append(memory.reshape(-1))
+            queries.append(memory[f_h:, f_w:f_w + w].reshape(-1))
+    return t2t_scatter(height * width, queries, memories, visible)
+
+
+def image_local_case(tokens, mask, predicate, metadata):
+    q, k, v = (draw(1, 2, tokens, 8) for _ in range(3))
+    out, _ = torch.nn.functional._scaled_dot_product_attention(q, k, v, attn_mask=mask[None, None])
+    allowed = predicate(*np.mgrid[:tokens, :tokens])
+    return {"q": f32(q), "k": f32(k), "v": f32(v), "out": f64(out)}, {
+        "formula": "softmax(q k^T / sqrt(head_dim)) v over the keys of the mask",
+        **metadata,
+    }, lambda t: {"out": attend(t["q"], t["k"], t["v"], allowed)}
+
+
+@case("attention/image_local/testdata/causal_1d", SDPA, 81)
+def image_local_causal_1d():
+    block = 16
+    return image_local_case(
+        75, t2t_1d_mask(75, block, block, causal=True),
+        lambda i, j: (j <= i) & (j >= i // block * block - block),
+        {"form": "1d", "query_block": block, "memory": block, "causal": "true",
+         "mask": "of tensor2tensor's masked_local_attention_1d, block_length = query_block: a query "
+                 "sees its block up to itself, and the block before"})
+
+
+@case("attention/image_local/testdata/both_sides_1d", SDPA, 82)
+def image_local_both_sides_1d():
+    block, memory = 16, 10
+    return image_local_case(
+        75, t2t_1d_mask(75, block, memory, causal=False),
+        lambda i, j: ((j >= i // block * block - memory) &
+                      (j < i // block * block + block + memory)),
+        {"form": "1d", "query_block": block, "memory": memory, "causal": "false",
+         "mask": "of tensor2tensor's local_attention_1d, block_length = query_block, filter_width = "
+                 "memory: a query sees its block and as many keys on each side"})
+
+
+@case("attention/image_local/testdata/block_raster_2d", SDPA, 83)
+def image_local_block_raster_2d():
+    height, width, h, w, f_h, f_w = 10, 15, 4, 6, 3, 2
+
+    def predicate(i, j):
+        (r, c), (key_r, key_c) = divmod(i, width), divmod(j, width)
+        r0, c0 = r // h * h, c // w * w
+        above = (r0 - f_h <= key_r) & (key_r < r0) & (c0 - f_w <= key_c) & (key_c < c0 + w + f_w)
+        beside = (r0 <= key_r) & (key_r < r0 + h) & (c0 - f_w <= key_c) & (key_c < c0)
+        within = (key_r // h == r // h) & (key_c // w == c // w) & (j <= i)
+        return above | beside | within
+
+    return image_local_case(
+        height * width, t2t_2d_mask(height, width, (h, w), (f_h, f_w)), predicate,
+        {"form": "2d", "width": width, "block_height": h, "block_width": w, "flange_height": f_h,
+         "flange_width": f_w, "causal": "true",
+         "mask": "of tensor2tensor's make_2d_block_raster_mask, query_shape = (block_height, "
+                 "block_width), memory_flange = (flange_height, flange_width): a query sees the flange "
+                 "above its block, which is wider by flange_width columns on each side, the one to the "
+                 "left, and its block up to itself in raster order"})
+
+
 # ---- attention/performer ----
 
 PERFORMER = "performer_pytorch.performer_pytorch"

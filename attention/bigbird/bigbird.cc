@@ -1,0 +1,309 @@
+#include "attention/bigbird/bigbird.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/cuda/device_array.h"
+#include "core/definition.h"
+#include "core/flash/flash_layer.h"
+#include "core/random.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<BigBird>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "bigbird";
+  info.family = "attention";
+  info.title = "BigBird: window, global and random blocks";
+  info.citation = "Zaheer et al. 2020, arXiv:2007.14062v2, section 2";
+  info.exactness = Exactness::kExact;
+  info.budget_option = "block";
+  info.growth = 1;
+  info.devices = {Device::kCpu, Device::kCuda};
+  info.supports_causal = false;
+  return info;
+}
+
+// How the tokens are cut.
+class Blocks {
+ public:
+  Blocks(const BigBirdOptions& options, int64_t tokens)
+      : size_(options.block),
+        tokens_(tokens),
+        is_internal_(options.globals == BigBirdOptions::Globals::kInternal),
+        begin_(is_internal_ ? 0 : std::min(options.global_tokens, tokens)),
+        count_((tokens - begin_ + size_ - 1) / size_) {}
+
+  int64_t count() const { return count_; }
+  int64_t begin() const { return begin_; }  // the first token that is in a block
+  int64_t Of(int64_t token) const { return (token - begin_) / size_; }
+  int64_t Begin(int64_t block) const { return begin_ + block * size_; }
+  int64_t End(int64_t block) const { return std::min(tokens_, Begin(block + 1)); }
+  bool IsGlobalBlock(int64_t block) const {
+    return is_internal_ && (block == 0 || block == count_ - 1);
+  }
+  bool IsGlobal(int64_t token) const { return token < begin_ || IsGlobalBlock(Of(token)); }
+  std::vector<KeyRange> Globals() const {
+    if (count_ == 0 || !is_internal_) return {{0, begin_, false}};
+    return {{0, End(0), false}, {Begin(count_ - 1), tokens_, false}};
+  }
+  // Global tokens, ascending.
+  std::vector<int32_t> GlobalTokens() const {
+    std::vector<int32_t> tokens;
+    for (int64_t i = 0; i < tokens_; ++i) {
+      if (IsGlobal(i)) tokens.push_back(static_cast<int32_t>(i));
+    }
+    return tokens;
+  }
+
+ private:
+  int64_t size_;
+  int64_t tokens_;
+  bool is_internal_;
+  int64_t begin_;
+  int64_t count_;
+};
+
+// The blocks that block u sees in any table.
+std::set<int64_t> SeenAnyway(const Blocks& blocks, int64_t u) {
+  std::set<int64_t> seen;
+  for (int64_t t = std::max<int64_t>(u - 1, 0); t <= u + 1 && t < blocks.count(); ++t) {
+    seen.insert(t);
+  }
+  for (const int64_t t : {int64_t{0}, blocks.count() - 1}) {
+    if (blocks.IsGlobalBlock(t)) seen.insert(t);
+  }
+  return seen;
+}
+
+// Rows without repetition from the blocks that are not seen anyway; -1 where there are no more, and
+// for global blocks, which see all. More random blocks begin with those of fewer.
+absl::StatusOr<Tensor> DrawTable(const BigBirdOptions& options, const Blocks& blocks, int64_t heads,
+                                 uint64_t seed) {
+  TFB_ASSIGN_OR_RETURN(Tensor table,
+                       Tensor::Allocate(DType::kI32, Shape{heads, blocks.count(), options.random}));
+  Fill(table.view(), -1);
+  const RandomStream stream(seed, "random");
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t u = 0; u < blocks.count(); ++u) {
+      if (blocks.IsGlobalBlock(u)) continue;
+      std::set<int64_t> seen = SeenAnyway(blocks, u);
+      for (int64_t r = 0; r < options.random; ++r) {
+        const int64_t legal = blocks.count() - static_cast<int64_t>(seen.size());
+        if (legal == 0) break;
+        const double uniform =
+            stream.Uniform((h * blocks.count() + u) * BigBirdOptions::kMaxRandom + r);
+        // One of the legal blocks by its rank among them, then by its number.
+        int64_t block =
+            std::min(legal - 1, static_cast<int64_t>(uniform * static_cast<double>(legal)));
+        for (const int64_t t : seen) block += t <= block;
+        *table.view().MutableAt<int32_t>(h, u, r) = static_cast<int32_t>(block);
+        seen.insert(block);
+      }
+    }
+  }
+  return table;
+}
+
+absl::Status CheckTable(const Tensor& table) {
+  const int64_t blocks = table.dim(1);
+  for (int64_t n = 0; n < table.num_elements(); ++n) {
+    const int32_t block = table.span<int32_t>()[n];
+    if (block >= -1 && block < blocks) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "parameter random names block ", block, " for block ", n / table.dim(2) % blocks,
+        " of head ", n / table.dim(2) / blocks, "; allowed are -1 to ", blocks - 1));
+  }
+  return absl::OkStatus();
+}
+
+class BigBirdPattern : public Pattern {
+ public:
+  // Without a table there are no random blocks. `rows_of_globals` false leaves those rows empty.
+  BigBirdPattern(const Blocks& blocks, const Tensor* table, bool rows_of_globals)
+      : blocks_(blocks), table_(table), rows_of_globals_(rows_of_globals) {}
+
+  int64_t heads() const override { return table_ == nullptr ? 1 : table_->dim(0); }
+
+  bool Allows(int64_t head, int64_t i, int64_t j) const override {
+    if (blocks_.IsGlobal(i)) return rows_of_globals_;
+    if (blocks_.IsGlobal(j)) return true;
+    const int64_t u = blocks_.Of(i), t = blocks_.Of(j);
+    if (std::abs(u - t) <= 1) return true;
+    const absl::Span<const int32_t> random = Random(head, u);
+    return std::find(random.begin(), random.end(), t) != random.end();
+  }
+
+  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
+                 std::vector<KeyRange>* ranges) const override {
+    for (int64_t i = query_begin; i < query_end;) {  // one block of queries after the other
+      const int64_t end =
+          std::min(query_end, i < blocks_.begin() ? blocks_.begin() : blocks_.End(blocks_.Of(i)));
+      const bool is_only_block = i == query_begin && end == query_end;
+      const size_t first = ranges->size();
+      AddRangesOf(head, i, ranges);
+      for (size_t r = first; r < ranges->size(); ++r) (*ranges)[r].all = is_only_block;
+      i = end;
+    }
+  }
+
+ private:
+  absl::Span<const int32_t> Random(int64_t head, int64_t block) const {
+    if (table_ == nullptr) return {};
+    return {table_->view().At<int32_t>(head, block), static_cast<size_t>(table_->dim(2))};
+  }
+
+  // What query i, and every other of its block, sees.
+  void AddRangesOf(int64_t head, int64_t i, std::vector<KeyRange>* ranges) const {
+    if (blocks_.IsGlobal(i)) {
+      if (rows_of_globals_) ranges->push_back({0, kMaxTokens, false});
+      return;
+    }
+    for (const KeyRange& range : blocks_.Globals()) ranges->push_back(range);
+    const int64_t u = blocks_.Of(i);
+    ranges->push_back({blocks_.Begin(std::max<int64_t>(u - 1, 0)), blocks_.End(u + 1), false});
+    for (const int32_t t : Random(head, u)) {
+      if (t >= 0) ranges->push_back({blocks_.Begin(t), blocks_.End(t), false});
+    }
+  }
+
+  Blocks blocks_;
+  const Tensor* table_;
+  bool rows_of_globals_;
+};
+
+// On the CPU one call of engine flash, which begins with the long rows of the global tokens. On
+// CUDA, where one block of threads would walk such a row while all others are done (64 tiles against
+// 8 at 4,096 tokens), those rows are a call of their own: the engine cuts the keys of few queries
+// into parts.
+class BigBirdLayer : public FlashLayer {
+ public:
+  BigBirdLayer(const Problem& problem, const Blocks& blocks, NamedTensors parameters, Device device)
+      : FlashLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device, nullptr),
+        blocks_(blocks),
+        globals_problem_(problem) {
+    parameters_ = std::move(parameters);
+    if (device != Device::kCpu) globals_ = blocks_.GlobalTokens();
+    globals_problem_.query_tokens = static_cast<int64_t>(globals_.size());
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    return std::max(FlashLayer::workspace_bytes(threads),
+                    FlashEngine::WorkspaceBytes(device(), globals_problem_, false, threads));
+  }
+
+  Cost cost() const override {
+    Cost cost = FlashLayer::cost();
+    if (cost.flops.has_value() && !globals_.empty()) {
+      const Problem& p = problem();
+      *cost.flops += static_cast<double>(p.batch) * FlopsPerPair() *
+                     globals_engine_.schedule().KeptPairs(p.query_heads);
+    }
+    return cost;
+  }
+
+ protected:
+  absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) override {
+    const auto table = parameters_.find("random");
+    const bool has_table = table != parameters_.end();
+    if (has_table) TFB_RETURN_IF_ERROR(CheckTable(table->second));
+    set_pattern(std::make_unique<BigBirdPattern>(blocks_, has_table ? &table->second : nullptr,
+                                                 /*rows_of_globals=*/globals_.empty()));
+    return absl::OkStatus();
+  }
+
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    TFB_RETURN_IF_ERROR(FlashLayer::DoSetup(inputs, execution));
+    if (globals_.empty()) return absl::OkStatus();
+    TFB_ASSIGN_OR_RETURN(global_tokens_, DeviceArray<int32_t>::Create(device(), globals_));
+    TFB_ASSIGN_OR_RETURN(globals_engine_, FlashEngine::Create(device(), globals_problem_,
+                                                              FullPattern(problem().kv_tokens)));
+    return absl::OkStatus();
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    TFB_RETURN_IF_ERROR(FlashLayer::DoRun(inputs, outputs, execution));
+    if (globals_.empty()) return absl::OkStatus();
+    FlashCall call = globals_engine_.NewCall();
+    call.q = inputs.Get("q");
+    call.k = inputs.Get("k");
+    call.v = inputs.Get("v");
+    call.key_mask = inputs.Get("key_mask");
+    call.out = outputs.Get("out");
+    call.log_sum_exp = outputs.Get("log_sum_exp");
+    call.query_order = {global_tokens_.data(), 0, 0};
+    return globals_engine_.Run(call, execution);
+  }
+
+ private:
+  Blocks blocks_;
+  // Of the call for global rows, where there is one.
+  Problem globals_problem_;
+  std::vector<int32_t> globals_;
+  DeviceArray<int32_t> global_tokens_;
+  FlashEngine globals_engine_;
+};
+
+absl::Status Check(const Problem& problem) {
+  if (problem.query_tokens == problem.kv_tokens) return absl::OkStatus();
+  return absl::UnimplementedError(absl::StrCat("bigbird is self-attention: query_tokens is ",
+                                               problem.query_tokens, ", kv_tokens is ",
+                                               problem.kv_tokens));
+}
+
+}  // namespace
+
+BigBird::BigBird() : TechniqueOf(Info()) {}
+
+absl::StatusOr<std::unique_ptr<Layer>> BigBird::MakeLayer(const Problem& problem,
+                                                          const BigBirdOptions& options,
+                                                          Device device, uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(Check(problem));
+  const Blocks blocks(options, problem.kv_tokens);
+  NamedTensors parameters;
+  if (options.random > 0) {
+    TFB_ASSIGN_OR_RETURN(parameters["random"],
+                         DrawTable(options, blocks, problem.query_heads, seed));
+  }
+  return std::make_unique<BigBirdLayer>(problem, blocks, std::move(parameters), device);
+}
+
+absl::Status BigBird::Definition(const Problem& problem, const BigBirdOptions& options,
+                                 const NamedTensors& parameters, const Inputs& inputs,
+                                 const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(Check(problem));
+  const bool is_internal = options.globals == BigBirdOptions::Globals::kInternal;
+  const int64_t g = is_internal ? 0 : options.global_tokens;
+  const int64_t b = options.block;
+  const int64_t last_block = (problem.kv_tokens - 1 - g) / b;
+  ConstTensorView table;
+  if (options.random > 0) {
+    TFB_RETURN_IF_ERROR(CheckTable(parameters.at("random")));
+    table = parameters.at("random").view();
+  }
+  const auto is_global = [&](int64_t i) {
+    return i < g || (is_internal && (i / b == 0 || i / b == last_block));
+  };
+  const auto sees = [&](int64_t h, int64_t i, int64_t j) {
+    if (is_global(i) || is_global(j)) return true;
+    const int64_t u = (i - g) / b, t = (j - g) / b;
+    for (int64_t r = 0; r < options.random; ++r) {
+      if (*table.At<int32_t>(h, u, r) == t) return true;
+    }
+    return t >= u - 1 && t <= u + 1;
+  };
+  DefineMaskedAttention(
+      problem, inputs, request, /*scale=*/0, sees,
+      [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, outputs);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

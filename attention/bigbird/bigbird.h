@@ -1,0 +1,70 @@
+// BigBird: a window of three blocks, global tokens, and a few random blocks of each head.
+//
+// Behind the first g tokens the sequence is cut into n blocks of b tokens, the last of which may be
+// short: token i is in block u(i) = floor((i - g) / b). Query i of head h sees key j when
+//
+//   i is global, or j is global, or |u(i) - u(j)| <= 1, or u(j) is in R_h(u(i))
+//
+//   internal: g = 0, and the tokens of blocks 0 and n - 1 are global           the paper's ITC
+//   extended: the first g = `global_tokens` tokens are global, no block is     the paper's ETC
+//
+// y_i = softmax_j(scale q_i . k_j) v_j over those keys, scale = 1 / sqrt(head_dim). R is the
+// parameter `random`, i32 [query_heads, n, `random`]; -1 stands for no block. The seed draws each
+// row without repetition from the blocks that the query does not see anyway, as many as there are.
+// Any other table is as good: a key that it names twice, or that is seen anyway, counts once.
+//
+// Source: Zaheer et al. 2020, "Big Bird: transformers for longer sequences", NeurIPS,
+// arXiv:2007.14062v2, section 2 and appendix D. Encoders only: the paper has no causal form.
+// Deviations of Hugging Face's and the authors' code that are not followed: tokens in whole blocks,
+// and enough of them; random blocks of the first 1,024 positions alone for some lengths, or of the
+// first 2r + 5 blocks; when not training, block 0 in the place of every random block; keys that are
+// seen more than once count more than once (those of block 0 then 1 + r times, and where the last
+// two rows draw a block of their window); padding by -10000; padded queries give 0.
+// Cost: 2 pairs (head_dim + value_dim) FLOPs with about tokens b (3 + 2 + r) + 2 b tokens pairs.
+#ifndef TFB_ATTENTION_BIGBIRD_BIGBIRD_H_
+#define TFB_ATTENTION_BIGBIRD_BIGBIRD_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "core/technique.h"
+
+namespace tfb {
+
+struct BigBirdOptions {
+  static constexpr int64_t kMaxRandom = 1024;
+
+  int64_t block = 64;
+  int64_t random = 3;
+  enum class Globals { kInternal, kExtended };
+  Globals globals = Globals::kInternal;
+  int64_t global_tokens = 128;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("block", &block, 1, kMaxTokens, "tokens of a block", {16, 32, 64, 128, 256});
+    bind.Int("random", &random, 0, kMaxRandom, "random blocks seen by each block of queries");
+    bind.Choice("globals", &globals,
+                {{"internal", Globals::kInternal}, {"extended", Globals::kExtended}},
+                "what is global: the first and the last block, or tokens before all blocks");
+    bind.Int("global_tokens", &global_tokens, 0, kMaxTokens,
+             "where extended, the global tokens that the sequence begins with");
+  }
+};
+
+// Self-attention only: query_tokens must equal kv_tokens.
+class BigBird : public TechniqueOf<BigBirdOptions> {
+ public:
+  BigBird();
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const BigBirdOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const BigBirdOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_BIGBIRD_BIGBIRD_H_
