@@ -14,9 +14,13 @@ metadata states, in NumPy; a difference above 1e-12 of the largest value (3e-11 
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import math
 import pathlib
 import platform
+import subprocess
+import sys
+import types
 
 import numpy as np
 import torch
@@ -27,6 +31,9 @@ TOLERANCE = 1e-12
 MAX_FILE_BYTES = 200 * 1024
 
 CASES = []
+
+# What no package has: clones, by the flag that names their folder.
+SOURCES = {"sparse_attention": "https://github.com/openai/sparse_attention"}
 
 
 def case(path, made_by, seed, tolerance=TOLERANCE):
@@ -433,6 +440,91 @@ def image_local_block_raster_2d():
                  "left, and its block up to itself in raster order"})
 
 
+# ---- attention/strided and attention/fixed ----
+
+SPARSE = "sparse_attention.attention"
+
+
+def sparse_attention_module():
+    """The published file, whose masks need none of what it imports but arrays."""
+    class Transformer:
+        def __init__(self, layout, block_size, mask_callback, heads):
+            self.layout, self.block, self.callback, self.heads = layout, block_size, mask_callback, heads
+
+    def band(x, below, above):
+        i, j = np.indices(x.shape)
+        return np.where((j >= i - (below if below >= 0 else len(x))) & (j <= i + above), x, 0)
+
+    arrays = types.SimpleNamespace(
+        ones=np.ones, zeros=np.zeros, reshape=np.reshape, transpose=np.transpose, equal=np.equal,
+        minimum=min, floormod=np.mod, logical_and=np.logical_and, matrix_band_part=band,
+        range=np.arange, cast=lambda x, dtype: x.astype(dtype), int32=np.int32, float32=np.float32)
+    np.bool = bool  # NumPy's name for it when the file was written
+    stubs = {
+        "tensorflow": arrays,
+        "blocksparse": types.SimpleNamespace(BlocksparseTransformer=Transformer),
+        "utils": types.SimpleNamespace(shape_list=None, recomputable=lambda name: lambda f: f),
+    }
+    sys.modules.update(stubs)
+    try:
+        spec = importlib.util.spec_from_file_location(
+            "sparse_attention", SOURCES["sparse_attention"] / "attention.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+    return module
+
+
+@case("attention/strided/testdata/masks", SPARSE, 91)
+def strided_masks():
+    tokens, stride = 40, 8
+    module = sparse_attention_module()
+    tensors = {
+        mode: module.get_attn_mask(tokens, mode, stride)[0, 0].astype(np.int32)
+        for mode in ("local", "strided")
+    }
+
+    def formula(t):
+        i, j = np.mgrid[:tokens, :tokens]
+        return {"local": 1.0 * ((j <= i) & (j > i - stride)),
+                "strided": 1.0 * ((j <= i) & ((i - j) % stride == 0))}
+
+    metadata = {
+        "stride": stride,
+        "formula": "[query i, key j]: local i - stride < j <= i; strided j <= i and stride divides "
+                   "i - j",
+    }
+    return tensors, metadata, formula
+
+
+@case("attention/fixed/testdata/masks", SPARSE, 92)
+def fixed_masks():
+    tokens, stride, block, runs, heads = 48, 16, 2, 4, 4
+    sparse = sparse_attention_module().get_blocksparse_obj(
+        tokens, heads, "fixed", blocksize=block, local_attn_ctx=stride, num_verts=runs, vertsize=1)
+    masks = np.zeros((heads, tokens, tokens), np.int32)
+    for h, q, k in np.ndindex(heads, tokens // block, tokens // block):
+        if sparse.layout[h, q, k]:
+            masks[h, q * block:(q + 1) * block, k * block:(k + 1) * block] = sparse.callback(
+                (block, block), h, q, k, 0)
+
+    def formula(t):
+        h, i, j = np.mgrid[:heads, :tokens, :tokens]
+        run = h % runs
+        summary = (j % stride >= stride - (run + 1) * block) & (j % stride < stride - run * block)
+        return {"fixed": 1.0 * ((j <= i) & ((j // stride == i // stride) | summary))}
+
+    metadata = {
+        "stride": stride, "summary": block, "summaries": runs,
+        "formula": "[head h, query i, key j], s = h mod summaries: j <= i and (floor(j / stride) = "
+                   "floor(i / stride) or stride - (s + 1) summary <= j mod stride < stride - s "
+                   "summary)",
+    }
+    return {"fixed": masks}, metadata, formula
+
+
 # ---- attention/performer ----
 
 PERFORMER = "performer_pytorch.performer_pytorch"
@@ -828,18 +920,32 @@ def worst_difference(tensors, formula):
     return worst
 
 
+def commit(clone):
+    return subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], check=True, text=True,
+                          capture_output=True).stdout.strip()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=pathlib.Path, required=True, help="the repository's root")
+    for name, address in SOURCES.items():
+        parser.add_argument(f"--{name}", type=pathlib.Path, help=f"a clone of {address}; without it "
+                            "the files that it makes are left as they are")
     flags = parser.parse_args()
+    for name in SOURCES:
+        SOURCES[name] = getattr(flags, name)
 
     torch.set_num_threads(1)
     for path, made_by, seed, tolerance, function in CASES:
+        if SOURCES.get(made_by.split(".")[0], flags.output) is None:
+            print(f"{path:<58} left as it is: no --{made_by.split('.')[0]}")
+            continue
         torch.manual_seed(seed)
         tensors, metadata, formula = function()
         package = made_by.split(".")[0]
         # Debian's build of torch calls itself by another name in its metadata.
         version = (torch.__version__ if package == "torch" else
+                   commit(SOURCES[package]) if package in SOURCES else
                    importlib.metadata.version(package.replace("_", "-")))
         worst = worst_difference(tensors, formula)
         if worst > tolerance:
