@@ -254,6 +254,77 @@ def longformer_global_padded():
     return longformer_case(2, 64, 16, [0, 37], [51, 64])
 
 
+# ---- attention/multi_head ----
+
+MULTI_HEAD = "torch.nn.MultiheadAttention"
+
+
+def attention_parameters(module):
+    """Of a torch.nn.MultiheadAttention, as y = x W + b."""
+    names = "qkv"
+    parameters = {f"w_{n}": w.T for n, w in zip(names, module.in_proj_weight.chunk(3))}
+    parameters.update({f"b_{n}": b for n, b in zip(names, module.in_proj_bias.chunk(3))})
+    return {**parameters, "w_o": module.out_proj.weight.T, "b_o": module.out_proj.bias}
+
+
+def attention_formula(p, x, memory, heads, allowed=None):
+    q = split_heads(x @ p["w_q"] + p["b_q"], heads)
+    k, v = (split_heads(memory @ p[f"w_{n}"] + p[f"b_{n}"], heads) for n in "kv")
+    return merge_heads(attend(q, k, v, allowed)) @ p["w_o"] + p["b_o"]
+
+
+def multi_head_case(batch, heads, head_dim, tokens, kv_tokens=None, causal=False, padding=None):
+    width = heads * head_dim
+    x = draw(batch, tokens, width)
+    memory = x if kv_tokens is None else draw(batch, kv_tokens, width)
+    keys = memory.shape[1]
+    hidden = torch.ones(tokens, keys, dtype=torch.bool).triu(1) if causal else None
+    real = torch.ones(batch, keys, dtype=torch.bool)
+    for row, first, last in padding or []:
+        real[row, first:last] = False
+    with in_float64():
+        module = torch.nn.MultiheadAttention(width, heads, batch_first=True).eval()
+        redraw_parameters(module, 0.3)
+        out, _ = module(x, memory, memory, key_padding_mask=~real if padding else None,
+                        attn_mask=hidden, need_weights=True)
+    tensors = {"x": f32(x)}
+    if kv_tokens is not None:
+        tensors["memory"] = f32(memory)
+    if padding:
+        tensors["key_padding"] = real.numpy().astype(np.int32)
+    tensors.update({name: f32(p) for name, p in attention_parameters(module).items()})
+    tensors["out"] = f64(out)
+
+    def formula(t):
+        allowed = real.numpy()[:, None, None, :] & (True if hidden is None else ~hidden.numpy())
+        return {"out": attention_formula(t, t["x"], t.get("memory", t["x"]), heads, allowed)}
+
+    return tensors, {
+        "heads": heads, "head_dim": head_dim, "causal": str(causal).lower(),
+        "cross": str(kv_tokens is not None).lower(),
+        "orientation": "y = x W + b, W [in, out]; head h owns columns h head_dim to (h + 1) head_dim "
+                       "- 1 of w_q, w_k, w_v and those rows of w_o",
+        "formula": "concat over heads of softmax(q k^T / sqrt(head_dim)) v, times w_o, plus b_o; q = x "
+                   "w_q + b_q; k and v are of the memory where there is one, else of x",
+        "mask": "key_padding [batch, kv_tokens], where it is there: 1 a real key, 0 a padded one",
+    }, formula
+
+
+@case("attention/multi_head/testdata/self", MULTI_HEAD, 71)
+def multi_head_self():
+    return multi_head_case(2, 3, 8, 21)
+
+
+@case("attention/multi_head/testdata/self_causal_padded", MULTI_HEAD, 72)
+def multi_head_self_causal():
+    return multi_head_case(2, 3, 8, 21, causal=True, padding=[(0, 17, 21), (1, 5, 6)])
+
+
+@case("attention/multi_head/testdata/cross_padded", MULTI_HEAD, 73)
+def multi_head_cross():
+    return multi_head_case(2, 3, 8, 13, kv_tokens=34, padding=[(0, 29, 34), (1, 0, 7)])
+
+
 # ---- attention/performer ----
 
 PERFORMER = "performer_pytorch.performer_pytorch"
