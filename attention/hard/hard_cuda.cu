@@ -115,6 +115,7 @@ __device__ void Multiply(const Tiles& tiles, float (&scores)[kRows][kColumns]) {
 }
 
 // Adds the noise, and hides what a query does not see, and NaN, behind -inf.
+template <HardSample kSample>
 __device__ void Finish(const HardArguments& a, const Task& task, int64_t first_key,
                        float (&scores)[kRows][kColumns]) {
   bool is_token[kColumns];
@@ -133,7 +134,7 @@ __device__ void Finish(const HardArguments& a, const Task& task, int64_t first_k
     for (int n = 0; n < kColumns; ++n) {
       float& score = scores[r][n];
       const bool sees = is_token[n] && first_key + n < end;
-      if (sees && a.sample == HardSample::kGumbel) {
+      if (sees && kSample == HardSample::kGumbel) {
         score += LoadElement(a.noise.data, a.noise.element,
                              task.batch * a.noise.strides[0] + task.head * a.noise.strides[1] +
                                  i * a.noise.strides[2] + (first_key + n) * a.noise.strides[3]);
@@ -145,7 +146,7 @@ __device__ void Finish(const HardArguments& a, const Task& task, int64_t first_k
 
 // Calls body(first_key, scores) for each tile of keys, where a thread's keys are first_key, ...,
 // first_key + 3.
-template <class Body>
+template <HardSample kSample, class Body>
 __device__ void ForEachTile(const HardArguments& a, const Task& task, Tiles (&tiles)[2],
                             const Body& body) {
   const int64_t last_query = min(task.first_query + kTile, a.query_tokens) - 1;
@@ -170,7 +171,7 @@ __device__ void ForEachTile(const HardArguments& a, const Task& task, Tiles (&ti
     if (step + 1 < steps) loader.Put(next_q, next_k, &tiles[(step + 1) % 2]);
     if (last_slab) {
       const int64_t first_key = key_tile * kTile + TeamMember() * kColumns;
-      Finish(a, task, first_key, scores);
+      Finish<kSample>(a, task, first_key, scores);
       body(first_key, scores);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -183,23 +184,25 @@ __device__ void ForEachTile(const HardArguments& a, const Task& task, Tiles (&ti
   }
 }
 
+template <HardSample kSample>
 __device__ void TakeMaxima(const HardArguments& a, const Task& task, Tiles (&tiles)[2],
                            unsigned (&index)[kRows]) {
   float max[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) max[r] = NegativeInfinity();
-  ForEachTile(a, task, tiles, [&](int64_t first_key, const float(&scores)[kRows][kColumns]) {
+  ForEachTile<kSample>(a, task, tiles,
+                       [&](int64_t first_key, const float(&scores)[kRows][kColumns]) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
+                         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        if (scores[r][n] > max[r]) {
-          max[r] = scores[r][n];
-          index[r] = static_cast<unsigned>(first_key) + n;
-        }
-      }
-    }
-  });
+                           for (int n = 0; n < kColumns; ++n) {
+                             if (scores[r][n] > max[r]) {
+                               max[r] = scores[r][n];
+                               index[r] = static_cast<unsigned>(first_key) + n;
+                             }
+                           }
+                         }
+                       });
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -222,19 +225,22 @@ __device__ void SumWeights(const HardArguments& a, const Task& task, Tiles (&til
     max[r] = NegativeInfinity();
     sum[r] = 0;
   }
-  ForEachTile(a, task, tiles, [&](int64_t, const float(&scores)[kRows][kColumns]) {
+  ForEachTile<HardSample::kInverseCdf>(a, task, tiles,
+                                       [&](int64_t, const float(&scores)[kRows][kColumns]) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float larger = max[r];
+                                         for (int r = 0; r < kRows; ++r) {
+                                           float larger = max[r];
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) larger = fmaxf(larger, scores[r][n]);
-      if (larger == NegativeInfinity()) continue;
-      sum[r] *= Weight(max[r] - larger);
-      max[r] = larger;
+                                           for (int n = 0; n < kColumns; ++n)
+                                             larger = fmaxf(larger, scores[r][n]);
+                                           if (larger == NegativeInfinity()) continue;
+                                           sum[r] *= Weight(max[r] - larger);
+                                           max[r] = larger;
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) sum[r] += Weight(scores[r][n] - larger);
-    }
-  });
+                                           for (int n = 0; n < kColumns; ++n)
+                                             sum[r] += Weight(scores[r][n] - larger);
+                                         }
+                                       });
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     float largest = max[r];
@@ -268,33 +274,34 @@ __device__ void Draw(const HardArguments& a, const Task& task, Tiles (&tiles)[2]
     passed[r] = 0;
     last[r] = 0;
   }
-  ForEachTile(a, task, tiles, [&](int64_t first_key, const float(&scores)[kRows][kColumns]) {
+  ForEachTile<HardSample::kInverseCdf>(
+      a, task, tiles, [&](int64_t first_key, const float(&scores)[kRows][kColumns]) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float weights[kColumns], own = 0;
+        for (int r = 0; r < kRows; ++r) {
+          float weights[kColumns], own = 0;
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        weights[n] = sum[r] == 0 ? 0 : Weight(scores[r][n] - largest[r]);
-        own += weights[n];
-      }
-      float upto = own;  // the sum of this thread's weights and those before it
+          for (int n = 0; n < kColumns; ++n) {
+            weights[n] = sum[r] == 0 ? 0 : Weight(scores[r][n] - largest[r]);
+            own += weights[n];
+          }
+          float upto = own;  // the sum of this thread's weights and those before it
 #pragma unroll
-      for (int lanes = 1; lanes < kTeam; lanes *= 2) {
-        const float below = __shfl_up_sync(~0u, upto, lanes, kTeam);
-        if (TeamMember() >= lanes) upto += below;
-      }
-      const float below = __shfl_up_sync(~0u, upto, 1, kTeam);
-      double before = passed[r] + (TeamMember() == 0 ? 0.0 : static_cast<double>(below));
+          for (int lanes = 1; lanes < kTeam; lanes *= 2) {
+            const float below = __shfl_up_sync(~0u, upto, lanes, kTeam);
+            if (TeamMember() >= lanes) upto += below;
+          }
+          const float below = __shfl_up_sync(~0u, upto, 1, kTeam);
+          double before = passed[r] + (TeamMember() == 0 ? 0.0 : static_cast<double>(below));
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-        const unsigned key = static_cast<unsigned>(first_key) + n;
-        before += weights[n];
-        if (weights[n] > 0) last[r] = key + 1;
-        if (weights[n] > 0 && before > target[r] && index[r] == kNoKey) index[r] = key;
-      }
-      passed[r] += __shfl_sync(~0u, upto, kTeam - 1, kTeam);
-    }
-  });
+          for (int n = 0; n < kColumns; ++n) {
+            const unsigned key = static_cast<unsigned>(first_key) + n;
+            before += weights[n];
+            if (weights[n] > 0) last[r] = key + 1;
+            if (weights[n] > 0 && before > target[r] && index[r] == kNoKey) index[r] = key;
+          }
+          passed[r] += __shfl_sync(~0u, upto, kTeam - 1, kTeam);
+        }
+      });
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -320,16 +327,17 @@ __device__ void CopyValue(const HardArguments& a, const Task& task, int64_t i, u
   }
 }
 
+template <HardSample kSample>
 __global__ void __launch_bounds__(kThreads) Choose(HardArguments a) {
   __shared__ Tiles tiles[2];
   const Task task = TaskOf(a);
   unsigned index[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) index[r] = kNoKey;
-  if (a.sample == HardSample::kInverseCdf) {
+  if (kSample == HardSample::kInverseCdf) {
     Draw(a, task, tiles, index);
   } else {
-    TakeMaxima(a, task, tiles, index);
+    TakeMaxima<kSample>(a, task, tiles, index);
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -350,8 +358,15 @@ __global__ void __launch_bounds__(kThreads) Choose(HardArguments a) {
 const char* LaunchChoose(const HardArguments& a, void* stream) {
   const int64_t blocks = a.batch * a.query_heads * ((a.query_tokens + kTile - 1) / kTile);
   if (blocks > INT32_MAX) return "more tiles of 64 queries than a grid has blocks";
-  return Launch("Choose", &Choose, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream,
-                a);
+  const KernelShape shape = {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)};
+  switch (a.sample) {
+    case HardSample::kInverseCdf:
+      return Launch("Choose", &Choose<HardSample::kInverseCdf>, shape, stream, a);
+    case HardSample::kGumbel:
+      return Launch("Choose", &Choose<HardSample::kGumbel>, shape, stream, a);
+    default:
+      return Launch("Choose", &Choose<HardSample::kNone>, shape, stream, a);
+  }
 }
 
 }  // namespace
