@@ -130,6 +130,12 @@ class HardLayer : public Layer {
 
 // ---- The definition ----
 
+// What one query makes of the keys: kNotSeen where it does not see one.
+struct Scores {
+  std::vector<double> score;
+  std::vector<double> error;  // an implementation's, in fp32, is at most this
+};
+
 // The lowest key of the largest score, -1 where none is above -inf.
 int64_t ArgMax(const std::vector<double>& scores) {
   int64_t best = -1;
@@ -140,8 +146,9 @@ int64_t ArgMax(const std::vector<double>& scores) {
   return best;
 }
 
-// The first key at which the weights from the left exceed u of their sum.
-int64_t DrawFrom(const std::vector<double>& scores, double u) {
+// The first key at which the weights from the left exceed u of their sum; or `computed`, where it is
+// that within `tolerance` of the sum.
+int64_t DrawFrom(const std::vector<double>& scores, double u, int64_t computed, double tolerance) {
   const int64_t best = ArgMax(scores);
   if (best < 0) return -1;
   std::vector<double> weights;
@@ -151,15 +158,96 @@ int64_t DrawFrom(const std::vector<double>& scores, double u) {
     weights.push_back(counts ? std::exp(score - scores[best]) : 0);
     sum += weights.back();
   }
+  const double target = std::max(u, 0.0) * sum;
   double passed = 0;
-  int64_t last = -1;
-  for (size_t j = 0; j < weights.size(); ++j) {
+  int64_t drawn = -1, last = -1;
+  for (int64_t j = 0; j < static_cast<int64_t>(weights.size()); ++j) {
+    const double before = passed;
     passed += weights[j];
-    if (weights[j] > 0) last = static_cast<int64_t>(j);
-    if (passed > std::max(u, 0.0) * sum) break;
+    if (weights[j] == 0) continue;
+    last = j;
+    if (drawn < 0 && passed > target) drawn = j;
+    const bool near = before <= target + tolerance * sum && passed >= target - tolerance * sum;
+    if (j == computed && near) return computed;
   }
-  return last;
+  return drawn < 0 ? last : drawn;
 }
+
+// The definition's loops for one query.
+class Choices {
+ public:
+  Choices(const Problem& problem, const HardOptions& options, const Inputs& inputs)
+      : problem_(problem),
+        options_(options),
+        q_(inputs.Get("q")),
+        k_(inputs.Get("k")),
+        noise_(inputs.Get(NoiseName(options))),
+        is_token_(inputs) {}
+
+  // The key that query i takes. `computed` is what a layer took, or -1: see DefinitionRequest.
+  int64_t Choose(int64_t b, int64_t h, int64_t i, int64_t computed) const {
+    const Scores scores = ScoresOf(b, h, i);
+    if (options_.sample == Sample::kInverseCdf) {
+      const double u = noise_.Get(noise_.Offset(b, h, i));
+      return DrawFrom(scores.score, u, computed, kWeightTolerance);
+    }
+    const int64_t best = ArgMax(scores.score);
+    return best >= 0 && computed >= 0 && MayTake(b, h, scores, best, computed) ? computed : best;
+  }
+
+ private:
+  // Of sums of fp32 weights, relative: as harness/errors.h has it for their means.
+  static constexpr double kWeightTolerance = 2e-5;
+
+  const double* Key(int64_t b, int64_t h, int64_t j) const {
+    return k_.Row(b, h / problem_.group(), j);
+  }
+
+  // A sum of n products has an error of at most n roundings of the sum of their magnitudes; the
+  // scale and the noise are three more, and products below the smallest denormal one of that each.
+  Scores ScoresOf(int64_t b, int64_t h, int64_t i) const {
+    const double scale = Scale(problem_, options_);
+    const double roundings = static_cast<double>(problem_.head_dim + 3) * UnitRoundoff(DType::kF32);
+    const double* query = q_.Row(b, h, i);
+    Scores scores;
+    scores.score.assign(problem_.kv_tokens, kNotSeen);
+    scores.error.assign(problem_.kv_tokens, 0);
+    for (int64_t j = 0; j < problem_.kv_tokens; ++j) {
+      if (!is_token_(b, j) || (problem_.causal && j > i + problem_.causal_offset())) continue;
+      const double* key = Key(b, h, j);
+      const double g =
+          options_.sample == Sample::kGumbel ? noise_.Get(noise_.Offset(b, h, i, j)) : 0;
+      double magnitude = std::abs(g), denormal = 0;
+      for (int64_t c = 0; c < problem_.head_dim; ++c) {
+        magnitude += scale * std::abs(query[c] * key[c]);
+        denormal += std::ldexp(1 + std::abs(key[c]), -149);
+      }
+      scores.score[j] = scale * Dot(query, key, problem_.head_dim) + g;
+      scores.error[j] = roundings * magnitude + denormal;
+    }
+    return scores;
+  }
+
+  // Whether fp32 may find the score of `computed` the largest. Of equal keys it must be the first.
+  bool MayTake(int64_t b, int64_t h, const Scores& scores, int64_t best, int64_t computed) const {
+    const bool ties =
+        scores.score[computed] + scores.error[computed] >= scores.score[best] - scores.error[best];
+    if (!ties) return false;
+    for (int64_t j = 0; j < computed; ++j) {
+      if (scores.score[j] != scores.score[computed]) continue;
+      if (std::equal(Key(b, h, j), Key(b, h, j) + problem_.head_dim, Key(b, h, computed))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  const Problem& problem_;
+  const HardOptions& options_;
+  const DoubleTensor q_, k_;
+  const ConstTensorView noise_;
+  const KeyMask is_token_;
+};
 
 }  // namespace
 
@@ -195,10 +283,8 @@ absl::StatusOr<std::unique_ptr<Layer>> Hard::MakeLayer(const Problem& problem,
 absl::Status Hard::Definition(const Problem& problem, const HardOptions& options,
                               const NamedTensors&, const Inputs& inputs,
                               const DefinitionRequest& request, NamedTensors* outputs) const {
-  const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), v(inputs.Get("v"));
-  const ConstTensorView noise = inputs.Get(NoiseName(options));
-  const KeyMask is_token(inputs);
-  const double scale = Scale(problem, options);
+  const Choices choices(problem, options, inputs);
+  const DoubleTensor v(inputs.Get("v"));
   const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
   const int64_t row_count = static_cast<int64_t>(rows.size());
   Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
@@ -210,22 +296,17 @@ absl::Status Hard::Definition(const Problem& problem, const HardOptions& options
     Fill(weights.view(), 0);
   }
   Fill(out.view(), 0);
-  std::vector<double> scores(problem.kv_tokens);
+  const Tensor* computed = nullptr;
+  if (request.computed != nullptr && request.computed->count("index") > 0) {
+    computed = &request.computed->at("index");
+  }
   for (int64_t b = 0; b < problem.batch; ++b) {
     for (int64_t h = 0; h < problem.query_heads; ++h) {
       for (int64_t r = 0; r < row_count; ++r) {
-        const int64_t i = rows[r];
-        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-          scores[j] = kNotSeen;
-          if (!is_token(b, j) || (problem.causal && j > i + problem.causal_offset())) continue;
-          const double* key = k.Row(b, h / problem.group(), j);
-          double score = scale * Dot(q.Row(b, h, i), key, problem.head_dim);
-          if (options.sample == Sample::kGumbel) score += noise.Get(noise.Offset(b, h, i, j));
-          scores[j] = static_cast<float>(score);
-        }
-        const int64_t chosen = options.sample == Sample::kInverseCdf
-                                   ? DrawFrom(scores, noise.Get(noise.Offset(b, h, i)))
-                                   : ArgMax(scores);
+        const int64_t given =
+            computed == nullptr ? -1 : *computed->view().At<int32_t>(b, h, rows[r]);
+        const int64_t chosen =
+            choices.Choose(b, h, rows[r], given < problem.kv_tokens ? given : -1);
         *index.view().MutableAt<double>(b, h, r) = static_cast<double>(chosen);
         if (chosen < 0) continue;
         std::copy_n(v.Row(b, h / problem.group(), chosen), problem.value_dim,

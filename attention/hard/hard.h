@@ -13,14 +13,15 @@
 // -log(-log u). Either draws j with the probability that soft attention gives it, so that y is an
 // unbiased estimate of soft attention, of mean squared error tr Cov_p(v).
 //
-// Scores that are compared are fp32 numbers, in the definition too, so that scores which fp32 does
-// not tell apart are ties. CPU and CUDA compute the same ones, and so choose the same keys: the
-// products of channels 0, 1, 2, ... are added to 0 in this order by fused multiply-adds; where there
-// is a scale, the query's channels are multiplied by it before, and g is added behind. (A CPU
-// without fused multiply-adds rounds products too, and may choose another of two keys that tie
-// within that.) The weights of inverse_cdf are fp32 exponentials, which devices round each their
-// way: a u within about 1e-6 of the boundary between two keys may draw either of them. Weights below
-// e^-87.33 of the largest are 0.
+// CPU and CUDA compute the same scores in fp32, and so choose the same keys: the products of channels
+// 0, 1, 2, ... are added to 0 in this order by fused multiply-adds; where there is a scale, the
+// query's channels are multiplied by it before, and g is added behind. (A CPU without fused
+// multiply-adds rounds products too, and may choose another of two keys that tie within that.) Which
+// of two scores is larger that fp32 cannot tell apart, by the bound of its error, is not defined: the
+// definition takes the layer's word for it. Of equal keys it is the first, however.
+// The weights of inverse_cdf are fp32 exponentials, which devices round each their way: a u within
+// about 1e-6 of the boundary between two keys may draw either of them. Weights below e^-87.33 of the
+// largest are 0.
 //
 // A row that sees no key gives 0 and the index -1. A score that is NaN or -inf is never chosen. A u
 // below 0 counts as 0; one that is not below 1 draws the last key of a weight above 0.

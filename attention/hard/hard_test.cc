@@ -209,6 +209,32 @@ TEST(Hard, NearTiesDependOnTheOrderOfAdditions) {
   EXPECT_GT(others, 15);
 }
 
+TEST(Hard, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
+  const Problem problem = Problem::SelfAttention(1, 1, 150, 64);
+  NamedTensors inputs = NearTies(problem, {});
+  const auto defined = [&](const NamedTensors* computed) {
+    DefinitionRequest request;
+    request.computed = computed;
+    return Indices(DefineTechnique(Hard(), problem, ViewsOf(inputs), {}, request).value());
+  };
+  NamedTensors cpu = RunOwn(problem, inputs);
+  EXPECT_EQ(defined(&cpu), Indices(cpu));
+  // Not for a key that is far behind, nor for the second of two equal ones.
+  const TensorView k = inputs["k"].view();
+  for (int64_t c = 0; c < 64; ++c) *k.MutableAt<float>(0, 0, 149, c) *= 0.5f;
+  CopyElements(Slice(k, 2, 3, 1), Slice(k, 2, 8, 1));
+  for (const int other : {149, 8, 150, -1}) {
+    const std::vector<int> own = defined(nullptr);
+    for (int& index : cpu["index"].span<int>()) index = other;
+    const std::vector<int> choices = defined(&cpu);
+    for (size_t i = 0; i < own.size(); ++i) {
+      // Half of a key's score is the largest where all are below 0.
+      if (other == 149 && own[i] == 149) continue;
+      ASSERT_EQ(choices[i], own[i]) << other;
+    }
+  }
+}
+
 TEST(Hard, OfEqualKeysTheFirstThatIsSeenIsChosen) {
   const Problem problem = Problem::SelfAttention(2, 2, 140, 16);
   NamedTensors inputs = Random(problem);
