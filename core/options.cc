@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -51,6 +52,21 @@ bool IsIdentifier(absl::string_view text) {
   });
 }
 
+// The items between commas that are not in brackets. False where brackets do not match.
+bool SplitAtCommas(absl::string_view text, std::vector<absl::string_view>* items) {
+  int depth = 0;
+  size_t begin = 0;
+  for (size_t i = 0; i < text.size(); ++i) {
+    depth += (text[i] == '[') - (text[i] == ']');
+    if (depth < 0) return false;
+    if (text[i] != ',' || depth > 0) continue;
+    items->push_back(text.substr(begin, i - begin));
+    begin = i + 1;
+  }
+  items->push_back(text.substr(begin));
+  return depth == 0;
+}
+
 // Adds "name=value" to the options of `spec`.
 absl::Status AddOption(absl::string_view item, TechniqueSpec* spec) {
   const std::pair<absl::string_view, absl::string_view> parts =
@@ -66,12 +82,30 @@ absl::Status AddOption(absl::string_view item, TechniqueSpec* spec) {
   return absl::OkStatus();
 }
 
+// "longformer[window=64,dilation=1/2]".
+bool ParseBracketed(absl::string_view text, TechniqueSpec* spec) {
+  const size_t open = text.find('[');
+  TechniqueSpec parsed;
+  parsed.technique = std::string(text.substr(0, open));
+  if (!IsIdentifier(parsed.technique)) return false;
+  if (open != absl::string_view::npos) {
+    if (!absl::EndsWith(text, "]")) return false;
+    std::vector<absl::string_view> items;
+    if (!SplitAtCommas(text.substr(open + 1, text.size() - open - 2), &items)) return false;
+    for (const absl::string_view item : items) {
+      if (!AddOption(item, &parsed).ok()) return false;
+    }
+  }
+  *spec = std::move(parsed);
+  return true;
+}
+
 }  // namespace
 
 void OptionBinder::Add(OptionSpec spec, std::function<bool(absl::string_view)> parse,
                        std::function<std::string()> print) {
   spec.default_value = print();
-  entries_.push_back({std::move(spec), std::move(parse), std::move(print)});
+  entries_.push_back({std::move(spec), std::move(parse), std::move(print), nullptr});
 }
 
 void OptionBinder::Int(absl::string_view name, int64_t* value, int64_t min, int64_t max,
@@ -131,6 +165,16 @@ void OptionBinder::Ints(absl::string_view name, std::vector<int64_t>* value, int
       [=] { return absl::StrJoin(*value, "/"); });
 }
 
+void OptionBinder::Technique(absl::string_view name, TechniqueSpec* value, absl::string_view range,
+                             const std::function<absl::Status(TechniqueSpec*)>& check,
+                             absl::string_view help) {
+  Add(
+      {std::string(name), "technique", "", std::string(range), std::string(help), {}},
+      [=](absl::string_view text) { return ParseBracketed(text, value); },
+      [=] { return ToBracketedString(*value); });
+  entries_.back().check = [=] { return check(value); };
+}
+
 void OptionBinder::AddChoice(absl::string_view name, const std::vector<std::string>& names,
                              absl::string_view help, std::function<void(size_t)> set,
                              std::function<size_t()> get) {
@@ -161,6 +205,12 @@ absl::Status OptionBinder::Parse(const Options& options) {
       return absl::InvalidArgumentError(
           absl::StrCat("option ", name, " is \"", value, "\"; allowed are ", entry->spec.range));
     }
+    const absl::Status status = entry->check ? entry->check() : absl::OkStatus();
+    if (!status.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat("option ", name, " is \"", value,
+                                                     "\"; allowed are ", entry->spec.range, "; ",
+                                                     status.message()));
+    }
   }
   return absl::OkStatus();
 }
@@ -188,13 +238,17 @@ absl::StatusOr<TechniqueSpec> ParseTechniqueSpec(absl::string_view text) {
 
 absl::StatusOr<std::vector<TechniqueSpec>> ParseTechniqueSpecs(absl::string_view text) {
   std::vector<TechniqueSpec> specs;
-  for (absl::string_view item : absl::StrSplit(text, ',')) {
+  std::vector<absl::string_view> items;
+  if (!SplitAtCommas(text, &items)) {
+    return absl::InvalidArgumentError(absl::StrCat("the brackets in \"", text, "\" do not match"));
+  }
+  for (absl::string_view item : items) {
     item = absl::StripAsciiWhitespace(item);
     if (item.empty()) {
       return absl::InvalidArgumentError(absl::StrCat("empty item in \"", text, "\""));
     }
-    const size_t colon = item.find(':');
     const size_t equals = item.find('=');
+    const size_t colon = item.substr(0, equals).find(':');
     if (colon == absl::string_view::npos && equals != absl::string_view::npos) {
       if (specs.empty()) {
         return absl::InvalidArgumentError(absl::StrCat(
@@ -222,6 +276,11 @@ std::string ToString(const Options& options) {
 std::string ToString(const TechniqueSpec& spec) {
   return spec.options.empty() ? spec.technique
                               : absl::StrCat(spec.technique, ":", ToString(spec.options));
+}
+
+std::string ToBracketedString(const TechniqueSpec& spec) {
+  return spec.options.empty() ? spec.technique
+                              : absl::StrCat(spec.technique, "[", ToString(spec.options), "]");
 }
 
 std::vector<std::string> NearestNames(absl::string_view name, const std::vector<std::string>& known,

@@ -34,11 +34,17 @@ using Options = std::map<std::string, std::string, std::less<>>;
 // One option as a user sees it.
 struct OptionSpec {
   std::string name;
-  std::string type;           // "int", "real", "bool", "choice", "ints"
+  std::string type;           // "int", "real", "bool", "choice", "ints", "technique"
   std::string default_value;  // canonical text
   std::string range;          // "0 to 1099511627776", "softmax | relu"
   std::string help;
   std::vector<std::string> sweep;  // what `name=*` expands to; empty where it cannot be swept
+};
+
+// A technique and its options as written on a command line: "longformer:window=256,dilation=1/2".
+struct TechniqueSpec {
+  std::string technique;
+  Options options;
 };
 
 // Collects an options struct's fields. The pointers must outlive the binder.
@@ -52,6 +58,10 @@ class OptionBinder {
   // A list of integers, written 1/1/2/4.
   void Ints(absl::string_view name, std::vector<int64_t>* value, int64_t min, int64_t max,
             absl::string_view help);
+  // A technique that this one is made with, its options in brackets: longformer[window=64]. `check`
+  // says what is wrong with it, and may put its options into canonical form.
+  void Technique(absl::string_view name, TechniqueSpec* value, absl::string_view range,
+                 const std::function<absl::Status(TechniqueSpec*)>& check, absl::string_view help);
   template <class Enum>
   void Choice(absl::string_view name, Enum* value,
               const std::vector<std::pair<std::string, Enum>>& choices, absl::string_view help) {
@@ -77,6 +87,7 @@ class OptionBinder {
     OptionSpec spec;
     std::function<bool(absl::string_view)> parse;  // false: not of the type or out of range
     std::function<std::string()> print;
+    std::function<absl::Status()> check;  // of what was parsed; may be empty
   };
   void Add(OptionSpec spec, std::function<bool(absl::string_view)> parse,
            std::function<std::string()> print);
@@ -95,17 +106,14 @@ absl::StatusOr<T> ParseOptions(const Options& text) {
   return options;
 }
 
-// A technique and its options as written on a command line: "longformer:window=256,dilation=1/2".
-struct TechniqueSpec {
-  std::string technique;
-  Options options;
-};
 absl::StatusOr<TechniqueSpec> ParseTechniqueSpec(absl::string_view text);
 // Splits "dense,longformer:window=256,dilation=2,performer" into its three techniques: an item with
-// '=' but no ':' before it belongs to the technique before it.
+// '=' but no ':' before it belongs to the technique before it. Commas in brackets do not split.
 absl::StatusOr<std::vector<TechniqueSpec>> ParseTechniqueSpecs(absl::string_view text);
 std::string ToString(const TechniqueSpec& spec);
 std::string ToString(const Options& options);  // "dilation=1,window=256"
+// "longformer[dilation=1,window=256]", as the value of an option.
+std::string ToBracketedString(const TechniqueSpec& spec);
 
 // The known names nearest to `name` by edit distance, best first, for "did you mean".
 std::vector<std::string> NearestNames(absl::string_view name, const std::vector<std::string>& known,

@@ -82,6 +82,56 @@ TEST(TechniqueSpecs, ListsSplitAtCommasAndOptionsStayWithTheirTechnique) {
   EXPECT_EQ(ToString(specs[2]), "performer:features=*");
 }
 
+// A technique that is made with another one, of which there are "near" and "far".
+struct OuterOptions {
+  TechniqueSpec inner = {"near", {}};
+  void Describe(OptionBinder& bind) {
+    const auto check = [](TechniqueSpec* spec) {
+      if (spec->technique != "near" && spec->technique != "far") {
+        return absl::NotFoundError("nearest are far, near");
+      }
+      spec->options.erase("default");
+      return absl::OkStatus();
+    };
+    bind.Technique("inner", &inner, "near or far", check, "what is inside");
+  }
+};
+
+TEST(Options, ATechniqueHasItsOptionsInBrackets) {
+  const auto inner = [](absl::string_view text) {
+    return ParseOptions<OuterOptions>({{"inner", std::string(text)}})->inner;
+  };
+  EXPECT_EQ(ToBracketedString(OuterOptions().inner), "near");
+  EXPECT_EQ(ToBracketedString(inner("far")), "far");
+  EXPECT_EQ(ToBracketedString(inner("far[b=1/2,a=x[y=1,z=2],default=0]")),
+            "far[a=x[y=1,z=2],b=1/2]");
+  EXPECT_EQ(inner("far[a=x[y=1,z=2]]").options.at("a"), "x[y=1,z=2]");
+  EXPECT_TRUE(inner("far[default=0]").options.empty());
+}
+
+TEST(Options, AnUnfitTechniqueIsAnErrorWithTheReason) {
+  const auto error = [](absl::string_view text) {
+    return std::string(
+        ParseOptions<OuterOptions>({{"inner", std::string(text)}}).status().message());
+  };
+  EXPECT_EQ(error("fear"),
+            "option inner is \"fear\"; allowed are near or far; nearest are far, near");
+  for (const char* text :
+       {"far[", "far]", "far[]", "far[a]", "far[a=1,a=2]", "far[a=1]b", "[a=1]", "far[a=1]]"}) {
+    EXPECT_EQ(error(text),
+              std::string("option inner is \"") + text + "\"; allowed are near or far");
+  }
+}
+
+TEST(TechniqueSpecs, CommasAndColonsInBracketsBelongToTheOption) {
+  const std::vector<TechniqueSpec> specs =
+      ParseTechniqueSpecs("outer:bias=true,inner=longformer[window=64,dilation=1/2],dense").value();
+  ASSERT_EQ(specs.size(), 2u);
+  EXPECT_EQ(specs[0].options.at("inner"), "longformer[window=64,dilation=1/2]");
+  EXPECT_EQ(ToString(specs[0]), "outer:bias=true,inner=longformer[window=64,dilation=1/2]");
+  EXPECT_EQ(ToString(specs[1]), "dense");
+}
+
 TEST(TechniqueSpecs, MalformedTextIsAnErrorThatQuotesIt) {
   const auto error = [](absl::string_view text) {
     return std::string(ParseTechniqueSpecs(text).status().message());
@@ -91,6 +141,8 @@ TEST(TechniqueSpecs, MalformedTextIsAnErrorThatQuotesIt) {
   EXPECT_THAT(error("longformer:window"), HasSubstr("not option=value"));
   EXPECT_THAT(error("longformer:window="), HasSubstr("not option=value"));
   EXPECT_THAT(error("longformer:window=1,window=2"), HasSubstr("given twice"));
+  EXPECT_THAT(error("outer:inner=dense[scale=1"), HasSubstr("brackets"));
+  EXPECT_THAT(error("outer:inner=dense]"), HasSubstr("brackets"));
   EXPECT_THAT(error("long former"), HasSubstr("not a technique's name"));
   EXPECT_THAT(std::string(ParseTechniqueSpec("a,b").status().message()), HasSubstr("names 2"));
 }

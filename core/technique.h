@@ -179,6 +179,10 @@ struct TechniqueInfo {
 struct DefinitionRequest {
   absl::Span<const int64_t> rows;  // query tokens to evaluate, ascending; empty for all
   bool weights = false;            // also "weights", where the technique has attention weights
+  // What a layer wrote for these inputs, all rows of it, or null. A definition that chooses by the
+  // order of scores, an argmax or the largest few, may choose as the layer did among those that
+  // fp32 cannot tell apart, and has to show that they are such. Nothing else of it may look there.
+  const NamedTensors* computed = nullptr;
 };
 
 class Technique {

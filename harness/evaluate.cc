@@ -14,10 +14,12 @@
 namespace tfb {
 namespace {
 
-DefinitionRequest RequestOf(const EvaluateRequest& request, bool weights) {
+DefinitionRequest RequestOf(const EvaluateRequest& request, bool weights,
+                            const NamedTensors* computed = nullptr) {
   DefinitionRequest definition;
   definition.rows = request.rows;
   definition.weights = weights;
+  definition.computed = computed;
   return definition;
 }
 
@@ -53,11 +55,10 @@ struct Reference {
 
 absl::StatusOr<Reference> Define(const EvaluateRequest& request, const Technique& technique,
                                  const Options& options, const NamedTensors& parameters,
-                                 bool weights) {
+                                 const DefinitionRequest& definition) {
   Reference reference;
   TFB_RETURN_IF_ERROR(technique.Define(request.problem, options, parameters,
-                                       ViewsOf(*request.inputs), RequestOf(request, weights),
-                                       &reference.tensors));
+                                       ViewsOf(*request.inputs), definition, &reference.tensors));
   const auto out = reference.tensors.find("out");
   if (out == reference.tensors.end()) return Missing(technique.info().name, "out");
   reference.scale = Scale(*request.inputs, out->second);
@@ -146,9 +147,10 @@ absl::StatusOr<OutputError> CounterpartPrecision(const EvaluateRequest& request,
   }
   TFB_ASSIGN_OR_RETURN(const LayerRun run,
                        RunOnce(layer.get(), request.device, inputs, request.pool));
-  TFB_ASSIGN_OR_RETURN(const Reference reference,
-                       Define(request, *counterpart.technique, counterpart.options,
-                              layer->parameters(), /*weights=*/false));
+  TFB_ASSIGN_OR_RETURN(
+      const Reference reference,
+      Define(request, *counterpart.technique, counterpart.options, layer->parameters(),
+             RequestOf(request, /*weights=*/false, &run.outputs)));
   return CompareOut(request, run.outputs, reference);
 }
 
@@ -161,7 +163,7 @@ absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensor
   Reference computed;
   if (!counterpart.is_self) {
     TFB_ASSIGN_OR_RETURN(computed, Define(request, *counterpart.technique, counterpart.options,
-                                          parameters, weights));
+                                          parameters, RequestOf(request, weights)));
   }
   const Reference& dense = counterpart.is_self ? own : computed;
   TFB_ASSIGN_OR_RETURN(accuracy->against_dense, CompareOut(request, outputs, dense));
@@ -256,7 +258,8 @@ absl::StatusOr<Accuracy> Judge(const EvaluateRequest& request, const NamedTensor
   Accuracy accuracy;
   const bool weights = request.against_dense && WeightsFit(request);
   TFB_ASSIGN_OR_RETURN(const Reference own,
-                       Define(request, *request.technique, request.options, parameters, weights));
+                       Define(request, *request.technique, request.options, parameters,
+                              RequestOf(request, weights, &outputs)));
   TFB_ASSIGN_OR_RETURN(accuracy.against_definition, CompareOut(request, outputs, own));
   accuracy.definition_bound = AbsoluteBound(request.problem.dtype, Keys(request.problem));
   TFB_RETURN_IF_ERROR(CompareFurtherOutputs(request, outputs, own, &accuracy));

@@ -234,6 +234,19 @@ TEST(Guards, FindWritesAroundATensorAndBetweenItsRows) {
   EXPECT_THAT(std::string(between.CheckGuards("t").message()), HasSubstr("gap"));
 }
 
+TEST(Guards, MinusOneIsANumberThatWasWritten) {
+  for (const bool gaps : {false, true}) {
+    auto tensor = *GuardedTensor::Allocate(DType::kI32, {2, 3, 5}, gaps);
+    EXPECT_EQ(tensor.CountUnwritten(), 30);
+    Fill(tensor.view(), -1);
+    EXPECT_EQ(tensor.CountUnwritten(), 0);
+    EXPECT_TRUE(tensor.CheckGuards("t").ok());
+    tensor.Poison();
+    EXPECT_EQ(tensor.CountUnwritten(), 30);
+    EXPECT_TRUE(tensor.CheckGuards("t").ok());
+  }
+}
+
 TEST(Guards, ANanThatWasComputedCountsAsWritten) {
   auto tensor = *GuardedTensor::Allocate(DType::kF32, {4});
   Fill(tensor.view(), std::nan(""));

@@ -12,10 +12,14 @@ namespace tfb {
 namespace {
 
 constexpr std::byte kPoison{0xFF};
+constexpr std::byte kIntegerPoison{0x80};
 
-bool IsPoison(const std::byte* begin, size_t size) {
-  return std::all_of(begin, begin + size, [](std::byte b) { return b == kPoison; });
+bool IsPoison(const std::byte* begin, size_t size, std::byte poison = kPoison) {
+  return std::all_of(begin, begin + size, [poison](std::byte b) { return b == poison; });
 }
+
+// Of the elements of a tensor.
+std::byte PoisonOf(DType dtype) { return IsFloating(dtype) ? kPoison : kIntegerPoison; }
 
 // Of memory from `begin` to `end`: the bands that end and begin there.
 absl::Status CheckBands(absl::string_view what, const std::byte* begin, const std::byte* end) {
@@ -61,6 +65,7 @@ absl::StatusOr<GuardedTensor> GuardedTensor::Allocate(DType dtype, absl::Span<co
     TFB_ASSIGN_OR_RETURN(tensor.memory_,
                          GuardedMemory::Allocate(NumElements(shape) * SizeOf(dtype), device));
     tensor.view_ = TensorView(tensor.memory_.bytes().data(), dtype, shape);
+    tensor.Poison();
     return tensor;
   }
   Shape strides(shape.size(), 1);
@@ -71,7 +76,17 @@ absl::StatusOr<GuardedTensor> GuardedTensor::Allocate(DType dtype, absl::Span<co
   }
   TFB_ASSIGN_OR_RETURN(tensor.memory_, GuardedMemory::Allocate(elements * SizeOf(dtype), device));
   tensor.view_ = TensorView(tensor.memory_.bytes().data(), dtype, shape, strides);
+  tensor.Poison();
   return tensor;
+}
+
+void GuardedTensor::Poison() {
+  memory_.Poison();
+  if (PoisonOf(view_.dtype) == kPoison) return;
+  const size_t size = static_cast<size_t>(SizeOf(view_.dtype));
+  ForEachOffset(view_, view_, [&](int64_t offset, int64_t) {
+    std::memset(memory_.bytes().data() + offset * size, static_cast<int>(kIntegerPoison), size);
+  });
 }
 
 absl::Status GuardedTensor::CheckGuards(absl::string_view what) const {
@@ -95,7 +110,7 @@ int64_t GuardedTensor::CountUnwritten() const {
   const std::byte* data = memory_.bytes().data();
   int64_t unwritten = 0;
   ForEachOffset(view_, view_, [&](int64_t offset, int64_t) {
-    unwritten += IsPoison(data + offset * size, size) ? 1 : 0;
+    unwritten += IsPoison(data + offset * size, size, PoisonOf(view_.dtype)) ? 1 : 0;
   });
   return unwritten;
 }

@@ -56,7 +56,8 @@ class GuardedMemory {
 
 // A tensor in guarded memory. With `gaps` its rows (of the last dimension) lie further apart than
 // they are long and the dimensions before them are in reversed order of memory, so that no stride
-// is what a contiguous tensor has; the gaps are guarded as well.
+// is what a contiguous tensor has; the gaps are guarded as well. Elements of integers hold 0x80 in
+// every byte instead, since -1 is a number that layers write.
 class GuardedTensor {
  public:
   static absl::StatusOr<GuardedTensor> Allocate(DType dtype, absl::Span<const int64_t> shape,
@@ -69,7 +70,7 @@ class GuardedTensor {
   absl::Status Upload(Contents contents) { return memory_.Upload(contents); }
   absl::Status Download() { return memory_.Download(); }
 
-  void Poison() { memory_.Poison(); }
+  void Poison();
   // Internal where a band or a gap has been written to.
   absl::Status CheckGuards(absl::string_view what) const;
   // Elements that still are what Poison wrote. A NaN that was computed has other bits.

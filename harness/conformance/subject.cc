@@ -262,10 +262,12 @@ NamedTensors Trial::Define(bool weights) {
   return DefineOn(ViewsOf(inputs_), layer_->parameters(), weights);
 }
 
-NamedTensors Trial::DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights) {
+NamedTensors Trial::DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights,
+                             const NamedTensors* computed) {
   NamedTensors reference;
   DefinitionRequest request;
   request.weights = weights;
+  request.computed = computed;
   const absl::Status status = subject_.technique->Define(problem_, subject_.options, parameters,
                                                          inputs, request, &reference);
   if (status.ok() && reference.count("out") > 0) return reference;
@@ -296,7 +298,8 @@ std::vector<NamedTensors> Trial::DefinitionsNearby() {
 
 void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance) {
   if (outputs.empty()) return;  // has failed already
-  const NamedTensors reference = Define();
+  const NamedTensors reference =
+      DefineOn(ViewsOf(inputs_), layer_->parameters(), /*weights=*/false, &outputs);
   const std::vector<NamedTensors> nearby =
       tolerance.conditioned ? DefinitionsNearby() : std::vector<NamedTensors>();
   const int64_t keys = std::max(problem_.kv_tokens, problem_.query_tokens);

@@ -140,8 +140,9 @@ class Trial {
 
   // Of these inputs. Empty where the definition fails, with the test failed.
   NamedTensors Define(bool weights = false);
-  // Of other inputs and parameters.
-  NamedTensors DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights);
+  // Of other inputs and parameters. `computed` as in DefinitionRequest.
+  NamedTensors DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights,
+                        const NamedTensors* computed = nullptr);
 
   void ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance = {});
   // Run() and the above.

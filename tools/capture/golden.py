@@ -523,6 +523,266 @@ def fixed_masks():
                    "summary)",
     }
     return {"fixed": masks}, metadata, formula
+# ---- attention/multi_head ----
+
+MULTI_HEAD = "torch.nn.MultiheadAttention"
+
+
+def attention_parameters(module):
+    """Of a torch.nn.MultiheadAttention, as y = x W + b."""
+    names = "qkv"
+    parameters = {f"w_{n}": w.T for n, w in zip(names, module.in_proj_weight.chunk(3))}
+    parameters.update({f"b_{n}": b for n, b in zip(names, module.in_proj_bias.chunk(3))})
+    return {**parameters, "w_o": module.out_proj.weight.T, "b_o": module.out_proj.bias}
+
+
+def attention_formula(p, x, memory, heads, allowed=None):
+    q = split_heads(x @ p["w_q"] + p["b_q"], heads)
+    k, v = (split_heads(memory @ p[f"w_{n}"] + p[f"b_{n}"], heads) for n in "kv")
+    return merge_heads(attend(q, k, v, allowed)) @ p["w_o"] + p["b_o"]
+
+
+def multi_head_case(batch, heads, head_dim, tokens, kv_tokens=None, causal=False, padding=None):
+    width = heads * head_dim
+    x = draw(batch, tokens, width)
+    memory = x if kv_tokens is None else draw(batch, kv_tokens, width)
+    keys = memory.shape[1]
+    hidden = torch.ones(tokens, keys, dtype=torch.bool).triu(1) if causal else None
+    real = torch.ones(batch, keys, dtype=torch.bool)
+    for row, first, last in padding or []:
+        real[row, first:last] = False
+    with in_float64():
+        module = torch.nn.MultiheadAttention(width, heads, batch_first=True).eval()
+        redraw_parameters(module, 0.3)
+        out, _ = module(x, memory, memory, key_padding_mask=~real if padding else None,
+                        attn_mask=hidden, need_weights=True)
+    tensors = {"x": f32(x)}
+    if kv_tokens is not None:
+        tensors["memory"] = f32(memory)
+    if padding:
+        tensors["key_padding"] = real.numpy().astype(np.int32)
+    tensors.update({name: f32(p) for name, p in attention_parameters(module).items()})
+    tensors["out"] = f64(out)
+
+    def formula(t):
+        allowed = real.numpy()[:, None, None, :] & (True if hidden is None else ~hidden.numpy())
+        return {"out": attention_formula(t, t["x"], t.get("memory", t["x"]), heads, allowed)}
+
+    return tensors, {
+        "heads": heads, "head_dim": head_dim, "causal": str(causal).lower(),
+        "cross": str(kv_tokens is not None).lower(),
+        "orientation": "y = x W + b, W [in, out]; head h owns columns h head_dim to (h + 1) head_dim "
+                       "- 1 of w_q, w_k, w_v and those rows of w_o",
+        "formula": "concat over heads of softmax(q k^T / sqrt(head_dim)) v, times w_o, plus b_o; q = x "
+                   "w_q + b_q; k and v are of the memory where there is one, else of x",
+        "mask": "key_padding [batch, kv_tokens], where it is there: 1 a real key, 0 a padded one",
+    }, formula
+
+
+@case("attention/multi_head/testdata/self", MULTI_HEAD, 71)
+def multi_head_self():
+    return multi_head_case(2, 3, 8, 21)
+
+
+@case("attention/multi_head/testdata/self_causal_padded", MULTI_HEAD, 72)
+def multi_head_self_causal():
+    return multi_head_case(2, 3, 8, 21, causal=True, padding=[(0, 17, 21), (1, 5, 6)])
+
+
+@case("attention/multi_head/testdata/cross_padded", MULTI_HEAD, 73)
+def multi_head_cross():
+    return multi_head_case(2, 3, 8, 13, kv_tokens=34, padding=[(0, 29, 34), (1, 0, 7)])
+
+
+# ---- attention/encoder_decoder ----
+
+# Where PyTorch's layers and ours keep what belongs together.
+ENCODER_NAMES = {"attention": "self_attn", "attention_norm": "norm1", "ff_norm": "norm2"}
+DECODER_NAMES = {"self": "self_attn", "self_norm": "norm1", "cross": "multihead_attn",
+                 "cross_norm": "norm2", "ff_norm": "norm3"}
+
+
+def stack_parameters(prefix, module, names):
+    """Of a torch.nn.TransformerEncoder or TransformerDecoder, by our names."""
+    parameters = {}
+    for n, layer in enumerate(module.layers):
+        for ours, theirs in names.items():
+            part = getattr(layer, theirs)
+            values = ({"gamma": part.weight, "beta": part.bias} if ours.endswith("norm") else
+                      attention_parameters(part))
+            parameters.update({f"{prefix}{n}.{ours}.{name}": p for name, p in values.items()})
+        parameters.update({
+            f"{prefix}{n}.ff.w1": layer.linear1.weight.T, f"{prefix}{n}.ff.b1": layer.linear1.bias,
+            f"{prefix}{n}.ff.w2": layer.linear2.weight.T, f"{prefix}{n}.ff.b2": layer.linear2.bias,
+        })
+    if module.norm is not None:
+        parameters.update({f"{prefix}_norm.gamma": module.norm.weight,
+                           f"{prefix}_norm.beta": module.norm.bias})
+    return parameters
+
+
+ACTIVATIONS = {
+    "relu": lambda x: np.maximum(x, 0),
+    "gelu": lambda x: x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2,
+    "gelu_sigmoid": lambda x: x / (1 + np.exp(-1.702 * x)),
+}
+
+
+def stack_formula(t, prefix, x, heads, layers, pre_norm, activation, allowed, memory=None,
+                  memory_allowed=None):
+    """One stack; `allowed` of self-attention, `memory_allowed` of attention to the memory."""
+    def norm(h, name):
+        return layer_norm(h, t[f"{name}.gamma"], t[f"{name}.beta"], 1e-5)
+
+    def attention(name, h, other, mask):
+        p = {key: t[f"{name}.{key}"] for key in
+             ("w_q", "w_k", "w_v", "w_o", "b_q", "b_k", "b_v", "b_o")}
+        return attention_formula(p, h, h if other is None else other, heads, mask)
+
+    def feed_forward(name, h):
+        return ACTIVATIONS[activation](h @ t[f"{name}.w1"] + t[f"{name}.b1"]) @ t[f"{name}.w2"] + \
+            t[f"{name}.b2"]
+
+    h = x
+    for n in range(layers):
+        first = "attention" if memory is None else "self"
+        sublayers = [(first, lambda name, h: attention(name, h, None, allowed))]
+        if memory is not None:
+            sublayers.append(("cross", lambda name, h: attention(name, h, memory, memory_allowed)))
+        sublayers.append(("ff", feed_forward))
+        for name, compute in sublayers:
+            name = f"{prefix}{n}.{name}"
+            h = (h + compute(name, norm(h, f"{name}_norm")) if pre_norm else
+                 norm(h + compute(name, h), f"{name}_norm"))
+    return norm(h, f"{prefix}_norm") if pre_norm else h
+
+
+def stack_metadata(part, block, activation, heads, head_dim, inner, layers, causal):
+    return {
+        "part": part, "block": block, "activation": activation, "heads": heads,
+        "head_dim": head_dim, "inner_dim": inner, "layers": layers, "causal": str(causal).lower(),
+        "layer_norm_epsilon": 1e-5,
+        "orientation": "y = x W + b, W [in, out]; head h owns columns h head_dim to (h + 1) head_dim "
+                       "- 1 of w_q, w_k, w_v and those rows of w_o",
+        "formula": "per sublayer S (attention, in a decoder attention to the memory, feed-forward) "
+                   "post_norm h <- norm(h + S(h)), else h <- h + S(norm(h)) and a last norm; "
+                   "feed-forward activation(h w1 + b1) w2 + b2; gelu_sigmoid is x sigmoid(1.702 x)",
+        "mask": "causal: of attention over x; key_padding [batch, kv_tokens], where it is there: 1 a "
+                "real key of the memory, or of x where there is no memory, 0 a padded one",
+    }
+
+
+def stack_case(decodes, pre_norm, activation, tokens, kv_tokens=None, causal=False, padding=None):
+    batch, heads, head_dim, layers = 2, 3, 8, 2
+    width, inner = heads * head_dim, 2 * heads * head_dim
+    x = draw(batch, tokens, width)
+    memory = draw(batch, kv_tokens, width) if decodes else None
+    real = torch.ones(batch, kv_tokens if decodes else tokens, dtype=torch.bool)
+    for row, first, last in padding or []:
+        real[row, first:last] = False
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1) if causal else None
+    settings = {"dropout": 0.0, "activation": activation, "batch_first": True,
+                "norm_first": pre_norm}
+    with in_float64():
+        last = torch.nn.LayerNorm(width) if pre_norm else None
+        if decodes:
+            layer = torch.nn.TransformerDecoderLayer(width, heads, inner, **settings)
+            module = torch.nn.TransformerDecoder(layer, layers, norm=last)
+        else:
+            layer = torch.nn.TransformerEncoderLayer(width, heads, inner, **settings)
+            module = torch.nn.TransformerEncoder(layer, layers, norm=last,
+                                                 enable_nested_tensor=False)
+        redraw_parameters(module, 0.2)
+        ignored = ~real if padding else None
+        out = (module(x, memory, tgt_mask=hidden, memory_key_padding_mask=ignored) if decodes else
+               module(x, mask=hidden, src_key_padding_mask=ignored))
+    prefix, names = ("decoder", DECODER_NAMES) if decodes else ("encoder", ENCODER_NAMES)
+    tensors = {"x": f32(x)}
+    if decodes:
+        tensors["memory"] = f32(memory)
+    if padding:
+        tensors["key_padding"] = real.numpy().astype(np.int32)
+    tensors.update({n: f32(p) for n, p in stack_parameters(prefix, module, names).items()})
+    tensors["out"] = f64(out)
+
+    def formula(t):
+        keys = real.numpy()[:, None, None, :]
+        over_x = np.ones((1, 1, tokens, tokens), bool) if hidden is None else ~hidden.numpy()
+        return {"out": stack_formula(t, prefix, t["x"], heads, layers, pre_norm, activation,
+                                     over_x if decodes else over_x & keys, t.get("memory"), keys)}
+
+    return tensors, stack_metadata(prefix, "pre_norm" if pre_norm else "post_norm", activation,
+                                   heads, head_dim, inner, layers, causal), formula
+
+
+@case("attention/encoder_decoder/testdata/encoder_post_norm", "torch.nn.TransformerEncoderLayer", 81)
+def encoder_post_norm():
+    return stack_case(False, False, "relu", 19, padding=[(0, 15, 19), (1, 2, 3)])
+
+
+@case("attention/encoder_decoder/testdata/encoder_pre_norm", "torch.nn.TransformerEncoderLayer", 82)
+def encoder_pre_norm():
+    return stack_case(False, True, "gelu", 19, causal=True)
+
+
+@case("attention/encoder_decoder/testdata/decoder_post_norm", "torch.nn.TransformerDecoderLayer", 83)
+def decoder_post_norm():
+    return stack_case(True, False, "gelu", 13, kv_tokens=22, causal=True)
+
+
+@case("attention/encoder_decoder/testdata/decoder_pre_norm", "torch.nn.TransformerDecoderLayer", 84)
+def decoder_pre_norm():
+    return stack_case(True, True, "relu", 13, kv_tokens=22, causal=True,
+                      padding=[(0, 17, 22), (1, 0, 4)])
+
+
+@case("attention/encoder_decoder/testdata/sparse",
+      "torch.nn.functional.layer_norm, linear, softmax (in the formulas of arXiv:1904.10509v1, "
+      "section 5.2)", 85)
+def sparse_block():
+    """H_k = H_(k-1) + a + b with a = attention(LN(H)), b = FF(LN(H + a)), as the paper writes it."""
+    from torch.nn import functional
+    batch, heads, head_dim, layers, tokens = 2, 3, 8, 2, 19
+    width, inner = heads * head_dim, 2 * heads * head_dim
+    x = draw(batch, tokens, width)
+    p = {}
+    for n in range(layers):
+        for name in "qkvo":
+            p[f"encoder{n}.attention.w_{name}"] = draw(width, width, scale=0.2)
+            p[f"encoder{n}.attention.b_{name}"] = draw(width, scale=0.2)
+        p[f"encoder{n}.ff.w1"], p[f"encoder{n}.ff.b1"] = draw(width, inner, scale=0.2), draw(inner)
+        p[f"encoder{n}.ff.w2"], p[f"encoder{n}.ff.b2"] = draw(inner, width, scale=0.2), draw(width)
+    norms = [f"encoder{n}.{part}_norm" for n in range(layers) for part in ("attention", "ff")]
+    for name in norms + ["encoder_norm"]:
+        p[f"{name}.gamma"] = rounded(1 + draw(width, scale=0.2))
+        p[f"{name}.beta"] = draw(width, scale=0.2)
+
+    def norm(h, name):
+        return functional.layer_norm(h, (width,), p[f"{name}.gamma"], p[f"{name}.beta"], 1e-5)
+
+    def linear(h, name, which):
+        return functional.linear(h, p[f"{name}.w{which}"].T, p[f"{name}.b{which}"])
+
+    def attention(h, name):
+        q, k, v = (linear(h, name, f"_{n}").reshape(batch, tokens, heads, head_dim).transpose(1, 2)
+                   for n in "qkv")
+        scores = q @ k.transpose(2, 3) / math.sqrt(head_dim)
+        scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -math.inf)
+        mixed = functional.softmax(scores, -1) @ v
+        return linear(mixed.transpose(1, 2).reshape(batch, tokens, width), name, "_o")
+
+    h = x
+    for n in range(layers):
+        a = attention(norm(h, f"encoder{n}.attention_norm"), f"encoder{n}.attention")
+        f = linear(norm(h + a, f"encoder{n}.ff_norm"), f"encoder{n}.ff", "1")
+        b = linear(f * torch.sigmoid(1.702 * f), f"encoder{n}.ff", "2")
+        h = h + a + b
+    out = norm(h, "encoder_norm")
+    tensors = {"x": f32(x), **{name: f32(value) for name, value in p.items()}, "out": f64(out)}
+    allowed = np.tril(np.ones((tokens, tokens), bool))
+    return tensors, stack_metadata("encoder", "sparse", "gelu_sigmoid", heads, head_dim, inner,
+                                   layers, True), lambda t: {
+        "out": stack_formula(t, "encoder", t["x"], heads, layers, True, "gelu_sigmoid", allowed)}
 
 
 # ---- attention/performer ----

@@ -1,0 +1,587 @@
+#include "attention/encoder_decoder/encoder_decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/definition.h"
+#include "core/layers/feed_forward.h"
+#include "core/layers/layer_norm.h"
+#include "core/random.h"
+#include "core/status.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+using Part = EncoderDecoderOptions::Part;
+using BlockKind = EncoderDecoderOptions::BlockKind;
+
+const bool registered = RegisterTechnique<EncoderDecoder>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "encoder_decoder";
+  info.family = "attention";
+  info.title = "Transformer encoder and decoder stacks";
+  info.citation = "Vaswani et al. 2017, arXiv:1706.03762v7, section 3";
+  info.input_kind = InputKind::kHidden;
+  info.exactness = Exactness::kOwn;
+  info.growth = 2;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+absl::Status CheckProblem(const Problem& problem, const EncoderDecoderOptions& options) {
+  const bool self_only = options.part == Part::kEncoder;
+  if (!self_only || problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("with part=encoder keys are of the same tokens as queries: kv_tokens is ",
+                   problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
+}
+
+Activation ActivationOf(const EncoderDecoderOptions& options) {
+  if (options.activation != Activation::kNone) return options.activation;
+  return options.block == BlockKind::kSparse ? Activation::kGeluSigmoid : Activation::kRelu;
+}
+
+// ---- What the network is made of, for the layer, the definition and the parameters ----
+
+// One sublayer of attention.
+struct AttentionPlace {
+  std::string name;  // "encoder0.attention"
+  Problem problem;
+  TechniqueSpec inner;
+  bool cross;
+};
+// One layer, whose feed-forward sublayer is the last.
+struct LayerPlace {
+  std::vector<AttentionPlace> attention;
+  std::string ff;  // "encoder0.ff"
+};
+struct StackPlace {
+  std::vector<LayerPlace> layers;
+  std::string last_norm;  // empty: none
+  bool on_memory;         // it transforms the memory, not x
+};
+
+// The stacks in the order that they run in.
+std::vector<StackPlace> StacksOf(const Problem& problem, const EncoderDecoderOptions& options) {
+  Problem memory = problem, x = problem, cross = problem;
+  memory.query_tokens = problem.kv_tokens;
+  memory.causal = cross.causal = false;
+  x.kv_tokens = problem.query_tokens;
+  const auto stack = [&](const std::string& name, const Problem& self, bool decodes,
+                         bool on_memory) {
+    StackPlace result;
+    result.on_memory = on_memory;
+    for (int64_t n = 0; n < options.layers; ++n) {
+      const std::string layer = absl::StrCat(name, n, ".");
+      LayerPlace place;
+      place.attention.push_back(
+          {layer + (decodes ? "self" : "attention"), self, options.inner, false});
+      if (decodes) place.attention.push_back({layer + "cross", cross, {"dense", {}}, true});
+      place.ff = layer + "ff";
+      result.layers.push_back(std::move(place));
+    }
+    if (options.block != BlockKind::kPostNorm) result.last_norm = name + "_norm";
+    return result;
+  };
+  std::vector<StackPlace> stacks;
+  if (options.part == Part::kEncoder) stacks.push_back(stack("encoder", x, false, false));
+  if (options.part == Part::kBoth) stacks.push_back(stack("encoder", memory, false, true));
+  if (options.part != Part::kEncoder) stacks.push_back(stack("decoder", x, true, false));
+  return stacks;
+}
+
+std::vector<ParameterSpec> NormSpecs(const std::string& name, int64_t width) {
+  return {{name + ".gamma", {width}, 1, 0}, {name + ".beta", {width}, 0, 0}};
+}
+
+std::vector<ParameterSpec> FeedForwardSpecs(int64_t width, int64_t inner) {
+  const double of_width = 1 / std::sqrt(static_cast<double>(width));
+  const double of_inner = 1 / std::sqrt(static_cast<double>(inner));
+  return {{"w1", {width, inner}, 0, of_width},
+          {"b1", {inner}, 0, of_width},
+          {"w2", {inner, width}, 0, of_inner},
+          {"b2", {width}, 0, of_inner}};
+}
+
+// All but those of the inner techniques.
+std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
+                                          const EncoderDecoderOptions& options) {
+  const int64_t width = problem.model_dim();
+  const double residual_scale = options.block == BlockKind::kSparse
+                                    ? 1 / std::sqrt(2.0 * static_cast<double>(options.layers))
+                                    : 1;
+  std::vector<ParameterSpec> all;
+  const auto add = [&](const std::string& prefix, const std::vector<ParameterSpec>& specs) {
+    for (ParameterSpec spec : specs) {
+      if (spec.name == "w_o" || spec.name == "w2") spec.deviation *= residual_scale;
+      spec.name = prefix + spec.name;
+      all.push_back(std::move(spec));
+    }
+  };
+  for (const StackPlace& stack : StacksOf(problem, options)) {
+    for (const LayerPlace& layer : stack.layers) {
+      for (const AttentionPlace& attention : layer.attention) {
+        add(attention.name + ".", ProjectionSpecs(attention.problem, options.bias));
+        add("", NormSpecs(attention.name + "_norm", width));
+      }
+      add(layer.ff + ".", FeedForwardSpecs(width, options.feed_forward * width));
+      add("", NormSpecs(layer.ff + "_norm", width));
+    }
+    if (!stack.last_norm.empty()) add("", NormSpecs(stack.last_norm, width));
+  }
+  return all;
+}
+
+// ---- The layer ----
+
+class EncoderDecoderLayer : public Layer {
+ public:
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       std::vector<TensorSpec> inputs,
+                                                       const EncoderDecoderOptions& options,
+                                                       Device device, uint64_t seed) {
+    std::unique_ptr<EncoderDecoderLayer> layer(
+        new EncoderDecoderLayer(problem, std::move(inputs), options, device));
+    TFB_RETURN_IF_ERROR(
+        DrawParameters(ParameterSpecs(problem, options), "", seed, &layer->parameters_));
+    for (StackPlace& place : StacksOf(problem, options)) {
+      Stack& stack = layer->stacks_.emplace_back();
+      for (const LayerPlace& layer_place : place.layers) {
+        Block& block = stack.blocks.emplace_back();
+        for (const AttentionPlace& attention : layer_place.attention) {
+          // Hidden states between the layers are fp32.
+          const bool gives_x = problem.dtype == DType::kF32;
+          TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> inner,
+                               CreateInner(attention.inner, attention.problem, device,
+                                           RandomStream(seed, attention.name).Bits(0), gives_x));
+          AddInnerParameters(*inner, attention.name + ".inner.", &layer->parameters_);
+          block.attention.push_back(
+              {attention,
+               ProjectedAttention(device, attention.problem, attention.cross, std::move(inner)),
+               {}});
+        }
+      }
+      stack.place = std::move(place);
+    }
+    return layer;
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    const int64_t width = problem().model_dim();
+    const int64_t rows = problem().batch * std::max(problem().query_tokens, problem().kv_tokens);
+    size_t largest =
+        std::max(FeedForward::workspace_bytes(device_, rows, {width, inner_dim(), width}, threads),
+                 LayerNorm::workspace_bytes(device_, width, threads));
+    for (const Stack& stack : stacks_) {
+      for (const Block& block : stack.blocks) {
+        for (const Attention& one : block.attention) {
+          largest = std::max(largest, one.attention.workspace_bytes(threads));
+        }
+      }
+    }
+    return largest + Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); });
+  }
+
+  Cost cost() const override {
+    Cost cost;
+    double flops = 0;
+    bool is_known = true;
+    for (const Stack& stack : stacks_) {
+      for (const Block& block : stack.blocks) {
+        for (const Attention& one : block.attention) {
+          const Cost inner = one.attention.inner().cost();
+          is_known = is_known && inner.flops.has_value();
+          flops += one.attention.projection_flops() + inner.flops.value_or(0);
+        }
+        const Problem& of_rows = block.attention[0].place.problem;
+        flops += 4 * static_cast<double>(of_rows.batch * of_rows.query_tokens) *
+                 static_cast<double>(problem().model_dim() * inner_dim());
+      }
+    }
+    if (is_known) cost.flops = flops;
+    double bytes = 0;
+    for (const auto* specs : {&inputs(), &outputs()}) {
+      for (const TensorSpec& spec : *specs) {
+        if (spec.optional) continue;
+        bytes += static_cast<double>(NumElements(spec.shape) * SizeOf(spec.dtype));
+      }
+    }
+    for (const auto& entry : parameters_) bytes += static_cast<double>(entry.second.bytes());
+    cost.bytes = bytes;
+    return cost;
+  }
+
+  // On a GPU cublas: 1 where cuBLAS makes the products with matrices, else 0.
+  std::map<std::string, double> statistics() const override {
+    if (device_ != Device::kCuda) return {};
+    return {{"cublas", MatMulUsesCublas(device_) ? 1 : 0}};
+  }
+
+ protected:
+  // Runs up to the last attention: what that in a layer is to know of its input, the layers below
+  // make.
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    const auto norm = [this](const std::string& name) {
+      return LayerNorm::Create(device_, Parameter(name + ".gamma"), Parameter(name + ".beta"));
+    };
+    for (Stack& stack : stacks_) {
+      for (size_t n = 0; n < stack.blocks.size(); ++n) {
+        Block& block = stack.blocks[n];
+        for (Attention& one : block.attention) {
+          TFB_ASSIGN_OR_RETURN(one.norm, norm(one.place.name + "_norm"));
+        }
+        const std::string& ff = stack.place.layers[n].ff;
+        TFB_ASSIGN_OR_RETURN(
+            PackedMatrix first,
+            PackedMatrix::Create(device_, Parameter(ff + ".w1"), Parameter(ff + ".b1")));
+        TFB_ASSIGN_OR_RETURN(
+            PackedMatrix second,
+            PackedMatrix::Create(device_, Parameter(ff + ".w2"), Parameter(ff + ".b2")));
+        block.feed_forward =
+            FeedForward(std::move(first), std::move(second), ActivationOf(options_));
+        TFB_ASSIGN_OR_RETURN(block.feed_forward_norm, norm(ff + "_norm"));
+      }
+      if (stack.place.last_norm.empty()) continue;
+      TFB_ASSIGN_OR_RETURN(stack.last_norm, norm(stack.place.last_norm));
+    }
+    return RunStacks(inputs, {}, /*sets_up=*/true, execution);
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    return RunStacks(inputs, outputs.Get("out"), /*sets_up=*/false, execution);
+  }
+
+ private:
+  struct Attention {
+    AttentionPlace place;
+    ProjectedAttention attention;
+    LayerNorm norm;
+  };
+  struct Block {
+    std::vector<Attention> attention;
+    FeedForward feed_forward;
+    LayerNorm feed_forward_norm;
+  };
+  struct Stack {
+    StackPlace place;
+    std::vector<Block> blocks;
+    LayerNorm last_norm;
+  };
+  struct Scratch {
+    TensorView state;   // [batch, query_tokens, model_dim], f32: x between sublayers
+    TensorView memory;  // [batch, kv_tokens, model_dim], f32: the memory between those of `both`
+    TensorView normalized;  // as the larger of them; empty for post_norm
+  };
+  // What the sublayers of one stack share in one run.
+  struct Walk {
+    TensorView state;
+    TensorView normalized;
+    ConstTensorView memory;
+    ConstTensorView self_mask;
+    ConstTensorView cross_mask;
+    bool sets_up;
+    Execution execution;
+  };
+
+  EncoderDecoderLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+                      const EncoderDecoderOptions& options, Device device)
+      : Layer(problem, std::move(inputs), HiddenOutputs(problem)),
+        options_(options),
+        device_(device) {}
+
+  int64_t inner_dim() const { return options_.feed_forward * problem().model_dim(); }
+  bool pre_norm() const { return options_.block != BlockKind::kPostNorm; }
+  ConstTensorView Parameter(const std::string& name) const { return parameters_.at(name).view(); }
+
+  Scratch LayOut(Workspace& workspace) const {
+    const Problem& p = problem();
+    const auto take = [&](int64_t tokens) {
+      const Shape shape = {p.batch, tokens, p.model_dim()};
+      return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+    };
+    Scratch scratch;
+    scratch.state = take(p.query_tokens);
+    const bool both = options_.part == Part::kBoth;
+    if (both) scratch.memory = take(p.kv_tokens);
+    if (pre_norm()) {
+      scratch.normalized = take(both ? std::max(p.query_tokens, p.kv_tokens) : p.query_tokens);
+    }
+    return scratch;
+  }
+
+  // `out` is empty in Setup.
+  absl::Status RunStacks(const Inputs& inputs, const TensorView& out, bool sets_up,
+                         const Execution& execution) {
+    Workspace workspace(execution.workspace);
+    const Scratch scratch = LayOut(workspace);
+    Walk walk;
+    walk.sets_up = sets_up;
+    walk.execution = execution;
+    walk.execution.workspace = workspace.Rest();
+    walk.memory = inputs.Get("memory");
+    for (Stack& stack : stacks_) {
+      const bool on_memory = stack.place.on_memory;
+      walk.state = on_memory ? scratch.memory : scratch.state;
+      if (pre_norm()) {
+        walk.normalized =
+            TensorView(scratch.normalized.mutable_data(), DType::kF32, walk.state.shape());
+      }
+      const bool masks_self = on_memory || options_.part == Part::kEncoder;
+      walk.self_mask = masks_self ? inputs.Get("key_mask") : ConstTensorView();
+      walk.cross_mask = inputs.Get("key_mask");
+      TFB_RETURN_IF_ERROR(RunStack(stack, on_memory ? inputs.Get("memory") : inputs.Get("x"),
+                                   on_memory ? walk.state : out, walk));
+      if (on_memory) walk.memory = walk.state;
+    }
+    return absl::OkStatus();
+  }
+
+  // Setup ends with the last attention of the last stack.
+  absl::Status RunStack(Stack& stack, const ConstTensorView& x, const TensorView& out,
+                        const Walk& walk) {
+    ConstTensorView input = x;
+    for (Block& block : stack.blocks) {
+      const bool is_last = &block == &stack.blocks.back();
+      for (Attention& one : block.attention) {
+        if (walk.sets_up) {
+          TFB_RETURN_IF_ERROR(SetUpAttention(one, input, walk));
+          const bool is_all = is_last && &one == &block.attention.back();
+          if (is_all && &stack == &stacks_.back()) return absl::OkStatus();
+        }
+        const auto attend = [&](const ConstTensorView& from, const ConstTensorView& residual,
+                                const TensorView& to) {
+          return one.attention.Run(CallOf(one, from, residual, to, walk), walk.execution);
+        };
+        TFB_RETURN_IF_ERROR(RunSublayer(one.norm, attend, input, walk.state, walk));
+        input = walk.state;
+      }
+      const auto feed_forward = [&](const ConstTensorView& from, const ConstTensorView& residual,
+                                    const TensorView& to) {
+        return block.feed_forward.Run(from, residual, to, walk.execution);
+      };
+      TFB_RETURN_IF_ERROR(RunSublayer(block.feed_forward_norm, feed_forward, input,
+                                      is_last && !pre_norm() ? out : walk.state, walk));
+    }
+    return pre_norm() ? stack.last_norm.Run(walk.state, out, walk.execution) : absl::OkStatus();
+  }
+
+  static ProjectedAttention::Call CallOf(const Attention& one, const ConstTensorView& from,
+                                         const ConstTensorView& residual, const TensorView& to,
+                                         const Walk& walk) {
+    const bool cross = one.place.cross;
+    return {from, cross ? walk.memory : ConstTensorView(), cross ? walk.cross_mask : walk.self_mask,
+            residual, to};
+  }
+
+  absl::Status SetUpAttention(Attention& one, const ConstTensorView& input, const Walk& walk) {
+    if (pre_norm()) TFB_RETURN_IF_ERROR(one.norm.Run(input, walk.normalized, walk.execution));
+    const ConstTensorView from = pre_norm() ? walk.normalized : input;
+    return one.attention.Setup(parameters_, one.place.name + ".", CallOf(one, from, {}, {}, walk),
+                               walk.execution);
+  }
+
+  // One residual sublayer, of which compute(from, residual, to) is `to` = S(from) + residual.
+  template <class Compute>
+  absl::Status RunSublayer(const LayerNorm& norm, const Compute& compute,
+                           const ConstTensorView& input, const TensorView& output,
+                           const Walk& walk) {
+    if (pre_norm()) {
+      TFB_RETURN_IF_ERROR(norm.Run(input, walk.normalized, walk.execution));
+      return compute(walk.normalized, input, output);
+    }
+    TFB_RETURN_IF_ERROR(compute(input, input, walk.state));
+    return norm.Run(walk.state, output, walk.execution);
+  }
+
+  EncoderDecoderOptions options_;
+  Device device_;
+  std::vector<Stack> stacks_;
+};
+
+// ---- The definition ----
+
+// The formulas of the header on hidden states, f64 [batch, tokens, model_dim].
+class Network {
+ public:
+  Network(const EncoderDecoderOptions& options, const NamedTensors& parameters)
+      : options_(options), parameters_(parameters) {}
+
+  // `mask` is that of self-attention, `memory_mask` of attention to the memory.
+  absl::StatusOr<Tensor> Forward(const StackPlace& stack, const ConstTensorView& x,
+                                 const ConstTensorView& mask, const ConstTensorView& memory,
+                                 const ConstTensorView& memory_mask) const {
+    Tensor h(DType::kF64, x.shape());
+    CopyElements(x, h.view());
+    for (const LayerPlace& layer : stack.layers) {
+      for (const AttentionPlace& place : layer.attention) {
+        const bool pre_norm = options_.block != BlockKind::kPostNorm;
+        const Tensor input = pre_norm ? Norm(h, place.name + "_norm") : h.Clone();
+        NamedTensors attended;
+        TFB_RETURN_IF_ERROR(
+            DefineProjectedAttention(place.problem, place.inner, parameters_, place.name + ".",
+                                     input.view(), place.cross ? memory : ConstTensorView(),
+                                     place.cross ? memory_mask : mask, {}, &attended));
+        h = Plus(h, attended.at("out"));
+        if (!pre_norm) h = Norm(h, place.name + "_norm");
+      }
+      if (options_.block == BlockKind::kPostNorm) {
+        h = Norm(Plus(h, FeedForwardOf(h, layer.ff)), layer.ff + "_norm");
+      } else {
+        h = Plus(h, FeedForwardOf(Norm(h, layer.ff + "_norm"), layer.ff));
+      }
+    }
+    return stack.last_norm.empty() ? std::move(h) : Norm(h, stack.last_norm);
+  }
+
+ private:
+  DoubleTensor Parameter(const std::string& name) const {
+    return DoubleTensor(parameters_.at(name).view());
+  }
+
+  static Tensor Plus(const Tensor& a, const Tensor& b) {
+    Tensor sum = a.Clone();
+    for (int64_t n = 0; n < sum.num_elements(); ++n) sum.span<double>()[n] += b.span<double>()[n];
+    return sum;
+  }
+
+  Tensor Norm(const Tensor& h, const std::string& name) const {
+    const DoubleTensor gamma = Parameter(name + ".gamma"), beta = Parameter(name + ".beta");
+    const int64_t width = gamma.size();
+    const double n = static_cast<double>(width);
+    Tensor result = h.Clone();
+    for (int64_t first = 0; first < h.num_elements(); first += width) {
+      double* row = result.span<double>().data() + first;
+      double mean = 0, variance = 0;
+      for (int64_t c = 0; c < width; ++c) mean += row[c] / n;
+      for (int64_t c = 0; c < width; ++c) variance += (row[c] - mean) * (row[c] - mean) / n;
+      for (int64_t c = 0; c < width; ++c) {
+        row[c] = gamma.at(c) * (row[c] - mean) / std::sqrt(variance + 1e-5) + beta.at(c);
+      }
+    }
+    return result;
+  }
+
+  double Activated(double x) const {
+    switch (ActivationOf(options_)) {
+      case Activation::kGelu:
+        return x * (1 + std::erf(x / std::sqrt(2.0))) / 2;
+      case Activation::kGeluTanh:
+        return x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) / 2;
+      case Activation::kGeluSigmoid:
+        return x / (1 + std::exp(-1.702 * x));
+      default:
+        return x < 0 ? 0 : x;
+    }
+  }
+
+  Tensor FeedForwardOf(const Tensor& h, const std::string& name) const {
+    const DoubleTensor w1 = Parameter(name + ".w1"), b1 = Parameter(name + ".b1");
+    const DoubleTensor w2 = Parameter(name + ".w2"), b2 = Parameter(name + ".b2");
+    const int64_t width = b2.size();
+    std::vector<double> inner(b1.size());
+    Tensor result(DType::kF64, h.shape());
+    for (int64_t first = 0; first < h.num_elements(); first += width) {
+      const double* row = h.span<double>().data() + first;
+      double* y = result.span<double>().data() + first;
+      std::copy_n(b1.data(), b1.size(), inner.begin());
+      for (int64_t k = 0; k < width; ++k) {
+        for (int64_t c = 0; c < b1.size(); ++c) inner[c] += row[k] * w1.Row(k)[c];
+      }
+      std::copy_n(b2.data(), width, y);
+      for (int64_t k = 0; k < b1.size(); ++k) {
+        const double active = Activated(inner[k]);
+        for (int64_t c = 0; c < width; ++c) y[c] += active * w2.Row(k)[c];
+      }
+    }
+    return result;
+  }
+
+  const EncoderDecoderOptions& options_;
+  const NamedTensors& parameters_;
+};
+
+}  // namespace
+
+EncoderDecoder::EncoderDecoder() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> EncoderDecoder::ReadTensors(const Problem& problem,
+                                                    const EncoderDecoderOptions& options) const {
+  std::vector<TensorSpec> tensors = HiddenInputs(problem);
+  if (options.part != Part::kEncoder) {
+    tensors.push_back(
+        {"memory", {problem.batch, problem.kv_tokens, problem.model_dim()}, problem.dtype});
+  }
+  tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+  return tensors;
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> EncoderDecoder::MakeLayer(
+    const Problem& problem, const EncoderDecoderOptions& options, Device device,
+    uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  return EncoderDecoderLayer::Create(problem, ReadTensors(problem, options), options, device, seed);
+}
+
+absl::Status EncoderDecoder::Definition(const Problem& problem,
+                                        const EncoderDecoderOptions& options,
+                                        const NamedTensors& parameters, const Inputs& inputs,
+                                        const DefinitionRequest&, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  const Network network(options, parameters);
+  const ConstTensorView key_mask = inputs.Get("key_mask");
+  Tensor encoded;
+  for (const StackPlace& stack : StacksOf(problem, options)) {
+    const ConstTensorView memory = encoded.empty() ? inputs.Get("memory") : encoded.view();
+    const bool masks_self = stack.on_memory || options.part == Part::kEncoder;
+    TFB_ASSIGN_OR_RETURN(
+        Tensor h, network.Forward(stack, stack.on_memory ? memory : inputs.Get("x"),
+                                  masks_self ? key_mask : ConstTensorView(), memory, key_mask));
+    (stack.on_memory ? encoded : (*outputs)["out"]) = std::move(h);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TechniqueSpec> EncoderDecoder::Counterpart(const Problem& problem,
+                                                          const Options& options) const {
+  TFB_ASSIGN_OR_RETURN(EncoderDecoderOptions parsed, ParseOptions<EncoderDecoderOptions>(options));
+  TFB_ASSIGN_OR_RETURN(const Technique* inner, Registry::Global().Find(parsed.inner.technique));
+  TFB_ASSIGN_OR_RETURN(parsed.inner, inner->Counterpart(problem, parsed.inner.options));
+  OptionBinder binder;
+  parsed.Describe(binder);
+  return TechniqueSpec{info().name, binder.Values()};
+}
+
+int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& options) {
+  const int64_t width = problem.model_dim(), inner = options.feed_forward * width;
+  const int64_t queries = problem.query_heads * problem.head_dim;
+  const int64_t keys = problem.kv_heads * problem.head_dim;
+  const int64_t values = problem.kv_heads * problem.value_dim;
+  const int64_t context = problem.query_heads * problem.value_dim;
+  const int64_t attention = width * (queries + keys + values + context) +
+                            (options.bias ? queries + keys + values + width : 0);
+  const int64_t feed_forward = 2 * width * inner + inner + width;
+  const int64_t norm = 2 * width;
+  const int64_t encoder = attention + feed_forward + 2 * norm;
+  const int64_t decoder = 2 * attention + feed_forward + 3 * norm;
+  const int64_t last_norm = options.block == BlockKind::kPostNorm ? 0 : norm;
+  int64_t count = 0;
+  if (options.part != Part::kDecoder) count += options.layers * encoder + last_norm;
+  if (options.part != Part::kEncoder) count += options.layers * decoder + last_norm;
+  return count;
+}
+
+int64_t LanguageModelParameterCount(const Problem& problem, const EncoderDecoderOptions& options,
+                                    int64_t vocabulary, int64_t positions) {
+  return ParameterCount(problem, options) + (vocabulary + positions) * problem.model_dim();
+}
+
+}  // namespace tfb

@@ -1,0 +1,122 @@
+// Transformer blocks: a stack of encoder layers, of decoder layers, or both as one network.
+//
+//   encoder layer   attention over x itself, feed-forward
+//   decoder layer   attention over x itself, attention to the memory, feed-forward
+//
+// where attention is multi-head (attention/multi_head) and each sublayer S is residual:
+//
+//   h <- LN(h + S(h))           post_norm, the original
+//   h <- h + S(LN(h))           pre_norm; a last LN follows the stack
+//
+//   FF(h) = activation(h W_1 + b_1) W_2 + b_2,   LN as in core/layers/layer_norm.h, epsilon 1e-5
+//
+// The Sparse Transformer's residual block, H <- H + a + b with a = attention(LN(H)) and b = FF(LN(H +
+// a)), is the pre_norm layer written in one line. `sparse` is that, with its activation x sigmoid(1.702
+// x) as the default, and with W_2 and W_o drawn smaller by 1/sqrt(2 layers).
+//
+// `part` says what runs:
+//   encoder   out = encoder(x); kv_tokens must be query_tokens
+//   decoder   out = decoder(x, memory), memory an input [batch, kv_tokens, model_dim]
+//   both      out = decoder(x, encoder(memory))
+// Where the problem is causal, self-attention over x is; that over the memory and attention to it
+// are not. So a language model such as GPT is the causal encoder, and the original Transformer is
+// `both`, causal. key_mask [batch, kv_tokens] hides padded keys of the memory in all attention that
+// reads it, or of x where there is no memory.
+//
+// `inner` is the attention in all self-attention, any technique on q, k, v; attention to the memory
+// is dense. In 16-bit problems each attention rounds as multi_head does; all else is fp32 between
+// the network's input and output. Embeddings, dropout and the output projection are the caller's.
+//
+// Sources: Vaswani et al. 2017, arXiv:1706.03762v7, sections 3.1 and 3.3; pre-norm: Xiong et al.
+// 2020, "On layer normalization in the Transformer architecture", arXiv:2002.04745v2, Table 1;
+// sparse: Child et al. 2019, "Generating long sequences with Sparse Transformers",
+// arXiv:1904.10509v1, section 5.2. Projections have biases by default, as in PyTorch and GPT-2; the
+// authors of the first had none (`bias`). Tensor2Tensor has epsilon 1e-6.
+//
+// Cost of a layer and token, d = model_dim, dense, feed_forward 4: 24 d^2 FLOPs and 4 d a key seen;
+// a decoder layer has 4 d^2 more for it, 4 d^2 for each token of the memory, and 4 d a key of that.
+#ifndef TFB_ATTENTION_ENCODER_DECODER_ENCODER_DECODER_H_
+#define TFB_ATTENTION_ENCODER_DECODER_ENCODER_DECODER_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/multi_head/projected_attention.h"
+#include "core/layers/activation.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct EncoderDecoderOptions {
+  enum class Part { kEncoder, kDecoder, kBoth };
+  enum class BlockKind { kPostNorm, kPreNorm, kSparse };
+  Part part = Part::kEncoder;
+  BlockKind block = BlockKind::kPostNorm;
+  int64_t layers = 2;
+  int64_t feed_forward = 4;
+  Activation activation = Activation::kNone;  // that of the block
+  TechniqueSpec inner = {"dense", {}};
+  bool bias = true;
+
+  void Describe(OptionBinder& bind) {
+    bind.Choice(
+        "part", &part,
+        {{"encoder", Part::kEncoder}, {"decoder", Part::kDecoder}, {"both", Part::kBoth}},
+        "layers on x; on x with attention to the input memory; or both, with encoder layers "
+        "on the memory");
+    bind.Choice("block", &block,
+                {{"post_norm", BlockKind::kPostNorm},
+                 {"pre_norm", BlockKind::kPreNorm},
+                 {"sparse", BlockKind::kSparse}},
+                "where layers normalise; sparse is the Sparse Transformer's residual block");
+    bind.Int("layers", &layers, 1, 128, "of each stack");
+    bind.Int("feed_forward", &feed_forward, 1, 16,
+             "inner width of the feed-forward sublayers, in model_dim");
+    bind.Choice("activation", &activation,
+                {{"auto", Activation::kNone},
+                 {"relu", Activation::kRelu},
+                 {"gelu", Activation::kGelu},
+                 {"gelu_tanh", Activation::kGeluTanh},
+                 {"gelu_sigmoid", Activation::kGeluSigmoid}},
+                "of the feed-forward sublayers; auto is gelu_sigmoid for block=sparse, else relu");
+    BindInner(bind, &inner);
+    bind.Bool("bias", &bias, "attention's projections add biases");
+  }
+};
+
+// Parameters, f32: encoderN.attention, decoderN.self and decoderN.cross with .w_q, ... of
+// ProjectionSpecs and .inner.NAME; encoderN.ff and decoderN.ff with .w1 [model_dim, f], .b1 [f], .w2
+// [f, model_dim], .b2 [model_dim]; a norm beside each of them, encoderN.attention_norm, decoderN.
+// ff_norm, with .gamma and .beta [model_dim]; encoder_norm and decoder_norm, the last ones, unless
+// post_norm. Matrices and biases are drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
+//
+// The counterpart is the same network with the inner technique's counterpart inside.
+class EncoderDecoder : public TechniqueOf<EncoderDecoderOptions> {
+ public:
+  EncoderDecoder();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const EncoderDecoderOptions& options,
+                                                   Device device, uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const EncoderDecoderOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const EncoderDecoderOptions& options) const override;
+};
+
+// Numbers in the parameters above, without those of `inner`. For an encoder with biases, equal
+// heads, feed_forward 4 and d = model_dim: 12 d^2 + 13 d a layer, and 2 d for the last norm.
+int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& options);
+// Of a language model: with an embedding of the vocabulary, which is the output projection too, and
+// a learned one of the positions. GPT-2 small (12 pre_norm layers of 768, 50257 tokens, 1024
+// positions) has 124,439,808.
+int64_t LanguageModelParameterCount(const Problem& problem, const EncoderDecoderOptions& options,
+                                    int64_t vocabulary, int64_t positions);
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_ENCODER_DECODER_ENCODER_DECODER_H_

@@ -1,0 +1,440 @@
+// Tolerance. As memory/transformer_xl's: a sublayer is held to the bound of fp32 attention, 2e-5 of
+// the largest output, and the errors of several, which are independent, add in quadrature.
+#include "attention/encoder_decoder/encoder_decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/allocations.h"
+#include "core/random.h"
+#include "core/testing.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+Problem Make(int64_t tokens, int64_t kv_tokens, bool causal = false, DType dtype = DType::kF32) {
+  Problem problem = Problem::SelfAttention(2, 2, tokens, 8, causal, dtype);
+  problem.kv_tokens = kv_tokens;
+  return problem;
+}
+
+NamedTensors Random(const Problem& problem, const Options& options = {}, uint64_t seed = 5) {
+  return RandomInputs(EncoderDecoder().InputSpecs(problem, options).value(), seed);
+}
+
+// The parameters of a layer, with gammas and betas moved off 1 and 0.
+NamedTensors Parameters(const Problem& problem, const Options& options = {}) {
+  const auto layer = EncoderDecoder().Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : (*layer)->parameters()) {
+    Tensor& copy = parameters[name] = tensor.Clone();
+    if (name.find("_norm.") == std::string::npos) continue;
+    const RandomStream stream(2, name);
+    for (int64_t i = 0; i < copy.num_elements(); ++i) {
+      copy.span<float>()[i] += static_cast<float>(0.2 * stream.Normal(i));
+    }
+  }
+  return parameters;
+}
+
+Tensor RunOwn(const Problem& problem, const NamedTensors& inputs, const Options& options,
+              const NamedTensors& parameters, Device device = Device::kCpu) {
+  auto outputs = RunTechnique(EncoderDecoder(), problem, ViewsOf(inputs),
+                              {options, device, 1, &parameters, 2});
+  EXPECT_TRUE(outputs.ok()) << outputs.status();
+  return outputs.ok() ? std::move(outputs->at("out")) : Tensor();
+}
+
+double Bound(const ConstTensorView& expected, DType dtype = DType::kF32) {
+  // Of up to two stacks of two layers of three sublayers; in 16 bits as HalfBound, 5 roundings.
+  return std::sqrt(12.0) * Fp32Bound(expected) +
+         (dtype == DType::kF32 ? 0 : 5 * UnitRoundoff(dtype)) * MaxAbs(expected);
+}
+
+void ExpectMatchesDefinition(const Problem& problem, const Options& options,
+                             NamedTensors inputs = {}) {
+  if (inputs.empty()) inputs = Random(problem, options);
+  const NamedTensors parameters = Parameters(problem, options);
+  RunRequest request{options};
+  request.parameters = &parameters;
+  const auto expected = DefineTechnique(EncoderDecoder(), problem, ViewsOf(inputs), request);
+  ASSERT_TRUE(expected.ok()) << expected.status();
+  const ConstTensorView out = expected->at("out").view();
+  for (const Device device : kHostDevices) {
+    EXPECT_LE(MaxDifference(RunOwn(problem, inputs, options, parameters, device).view(), out),
+              Bound(out, problem.dtype))
+        << problem.ToString() << ", " << ToString(options) << ", " << Name(device);
+  }
+}
+
+// Sets all that is not of a norm to 0, so that sublayers add nothing.
+NamedTensors OnlyNorms(const Problem& problem, const Options& options) {
+  NamedTensors parameters = Parameters(problem, options);
+  for (auto& [name, tensor] : parameters) {
+    if (name.find("_norm.") == std::string::npos) Fill(tensor.view(), 0);
+  }
+  return parameters;
+}
+
+Tensor Normalized(const Tensor& x, const Tensor& gamma, const Tensor& beta) {
+  const int64_t width = gamma.num_elements();
+  const double n = static_cast<double>(width);
+  Tensor result = x.CloneAs(DType::kF64);
+  for (int64_t first = 0; first < x.num_elements(); first += width) {
+    double* row = result.span<double>().data() + first;
+    double mean = 0, square = 0;
+    for (int64_t c = 0; c < width; ++c) mean += row[c] / n;
+    for (int64_t c = 0; c < width; ++c) square += (row[c] - mean) * (row[c] - mean) / n;
+    for (int64_t c = 0; c < width; ++c) {
+      row[c] =
+          (row[c] - mean) / std::sqrt(square + 1e-5) * gamma.view().Get(c) + beta.view().Get(c);
+    }
+  }
+  return result;
+}
+
+// ---- Every part and block ----
+
+TEST(EncoderDecoder, EveryPartAndBlockMatchesTheDefinition) {
+  for (const char* block : {"post_norm", "pre_norm", "sparse"}) {
+    ExpectMatchesDefinition(Make(33, 33, true), {{"block", block}});
+    ExpectMatchesDefinition(Make(33, 70, true), {{"block", block}, {"part", "decoder"}});
+    ExpectMatchesDefinition(Make(33, 70, true), {{"block", block}, {"part", "both"}});
+    ExpectMatchesDefinition(Make(20, 7), {{"block", block}, {"part", "both"}});
+  }
+}
+
+TEST(EncoderDecoder, EveryActivationMatchesTheDefinition) {
+  for (const char* activation : {"relu", "gelu", "gelu_tanh", "gelu_sigmoid"}) {
+    ExpectMatchesDefinition(Make(20, 20),
+                            {{"activation", activation}, {"layers", "1"}, {"feed_forward", "2"}});
+  }
+}
+
+TEST(EncoderDecoder, OtherShapesAndPrecisionsMatchTheDefinition) {
+  Problem problem = Make(21, 35, true);
+  problem.query_heads = 4;
+  problem.value_dim = 5;
+  ExpectMatchesDefinition(problem, {{"part", "both"}, {"bias", "false"}});
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const char* block : {"post_norm", "pre_norm"}) {
+      ExpectMatchesDefinition(Make(33, 21, true, dtype), {{"part", "both"}, {"block", block}});
+    }
+  }
+  for (const int64_t keys : {0, 1}) {
+    ExpectMatchesDefinition(Make(9, keys, true), {{"part", "both"}});
+  }
+}
+
+TEST(EncoderDecoder, TechniquesInsideAreThoseOfSelfAttention) {
+  ExpectMatchesDefinition(Make(90, 90), {{"inner", "longformer[window=8]"}});
+  ExpectMatchesDefinition(
+      Make(40, 70, true),
+      {{"inner", "longformer[window=8]"}, {"part", "both"}, {"block", "sparse"}});
+  const Options performer = {{"inner", "performer[features=16]"}};
+  ExpectMatchesDefinition(Make(40, 40, true), performer);
+  const NamedTensors parameters = Parameters(Make(40, 40), performer);
+  ASSERT_EQ(parameters.count("encoder1.attention.inner.w"), 1u);
+  EXPECT_GT(MaxDifference(parameters.at("encoder0.attention.inner.w").view(),
+                          parameters.at("encoder1.attention.inner.w").view()),
+            0.1);
+  std::vector<std::string> names;
+  for (const auto& entry :
+       Parameters(Make(40, 70), {{"inner", "performer"}, {"part", "decoder"}})) {
+    names.push_back(entry.first);
+  }
+  EXPECT_THAT(names, Contains(StartsWith("decoder0.self.inner.")));
+  EXPECT_THAT(names, Not(Contains(StartsWith("decoder0.cross.inner."))));
+}
+
+TEST(EncoderDecoder, PaddedTokensAreHiddenWhereverTheyAreKeys) {
+  for (const char* part : {"encoder", "decoder", "both"}) {
+    const Problem problem = Make(40, 40);
+    const Options options = {{"part", part}, {"block", "pre_norm"}};
+    NamedTensors inputs = Random(problem, options);
+    Tensor mask(DType::kU8, {2, 40});
+    Fill(mask.view(), 1);
+    Fill(Slice(mask.view(), 1, 30, 10), 0);
+    inputs["key_mask"] = std::move(mask);
+    const NamedTensors parameters = Parameters(problem, options);
+    const Tensor before = RunOwn(problem, inputs, options, parameters);
+    const char* keys = std::strcmp(part, "encoder") == 0 ? "x" : "memory";
+    Fill(Slice(inputs[keys].view(), 1, 30, 10), 3);
+    const Tensor after = RunOwn(problem, inputs, options, parameters);
+    // In an encoder tokens that are padding are computed all the same.
+    EXPECT_EQ(MaxDifference(Slice(before.view(), 1, 0, 30), Slice(after.view(), 1, 0, 30)), 0)
+        << part;
+    ExpectMatchesDefinition(problem, options, std::move(inputs));
+  }
+}
+
+// ---- Invariants ----
+
+TEST(EncoderDecoder, PreNormLayersThatAddNothingLeaveTheLastNorm) {
+  const Problem problem = Make(30, 20);
+  for (const char* block : {"pre_norm", "sparse"}) {
+    const Options options = {{"block", block}, {"part", "decoder"}, {"layers", "3"}};
+    const NamedTensors inputs = Random(problem, options);
+    const NamedTensors parameters = OnlyNorms(problem, options);
+    const Tensor expected = Normalized(inputs.at("x"), parameters.at("decoder_norm.gamma"),
+                                       parameters.at("decoder_norm.beta"));
+    EXPECT_LE(MaxDifference(RunOwn(problem, inputs, options, parameters).view(), expected.view()),
+              Fp32Bound(expected.view()));
+  }
+}
+
+TEST(EncoderDecoder, PostNormLayersThatAddNothingNormaliseAgainAndAgain) {
+  const Problem problem = Make(30, 30);
+  const Options options = {{"layers", "1"}};
+  const NamedTensors inputs = Random(problem, options);
+  const NamedTensors parameters = OnlyNorms(problem, options);
+  const Tensor once = Normalized(inputs.at("x"), parameters.at("encoder0.attention_norm.gamma"),
+                                 parameters.at("encoder0.attention_norm.beta"));
+  const Tensor twice = Normalized(once, parameters.at("encoder0.ff_norm.gamma"),
+                                  parameters.at("encoder0.ff_norm.beta"));
+  EXPECT_LE(MaxDifference(RunOwn(problem, inputs, options, parameters).view(), twice.view()),
+            Bound(twice.view()));
+}
+
+TEST(EncoderDecoder, ATokenOfEqualChannelsBecomesTheLastNormsBeta) {
+  const Problem problem = Make(5, 5);
+  const Options options = {{"block", "pre_norm"}};
+  NamedTensors inputs = Random(problem, options);
+  Fill(inputs["x"].view(), 7);
+  const NamedTensors parameters = OnlyNorms(problem, options);
+  const Tensor out = RunOwn(problem, inputs, options, parameters);
+  for (int64_t n = 0; n < out.num_elements(); ++n) {
+    ASSERT_EQ(out.span<float>()[n], parameters.at("encoder_norm.beta").span<float>()[n % 16]);
+  }
+}
+
+TEST(EncoderDecoder, AnEncoderDoesNotKnowTheOrderOfItsTokens) {
+  const Problem problem = Make(50, 50);
+  NamedTensors inputs = Random(problem);
+  const NamedTensors parameters = Parameters(problem);
+  const Tensor out = RunOwn(problem, inputs, {}, parameters);
+  const Tensor x = inputs.at("x").Clone();
+  Tensor expected(DType::kF32, out.shape());
+  for (int64_t t = 0; t < 50; ++t) {
+    CopyElements(Slice(x.view(), 1, t, 1), Slice(inputs["x"].view(), 1, t * 7 % 50, 1));
+    CopyElements(Slice(out.view(), 1, t, 1), Slice(expected.view(), 1, t * 7 % 50, 1));
+  }
+  EXPECT_LE(MaxDifference(RunOwn(problem, inputs, {}, parameters).view(), expected.view()),
+            Bound(expected.view()));
+}
+
+TEST(EncoderDecoder, TheFutureOfXDoesNotReachItsPastButAllOfTheMemoryDoes) {
+  const Problem problem = Make(30, 12, /*causal=*/true);
+  for (const char* part : {"decoder", "both"}) {
+    const Options options = {{"part", part}};
+    NamedTensors inputs = Random(problem, options);
+    const NamedTensors parameters = Parameters(problem, options);
+    const Tensor before = RunOwn(problem, inputs, options, parameters);
+    Fill(Slice(inputs["x"].view(), 1, 20, 10), 1);
+    const Tensor after = RunOwn(problem, inputs, options, parameters);
+    EXPECT_EQ(MaxDifference(Slice(before.view(), 1, 0, 20), Slice(after.view(), 1, 0, 20)), 0);
+    EXPECT_GT(MaxDifference(Slice(before.view(), 1, 20, 1), Slice(after.view(), 1, 20, 1)), 1e-3);
+    Fill(Slice(inputs["memory"].view(), 1, 11, 1), 1);  // the last one, and the first row
+    const Tensor other = RunOwn(problem, inputs, options, parameters);
+    EXPECT_GT(MaxDifference(Slice(after.view(), 1, 0, 1), Slice(other.view(), 1, 0, 1)), 1e-4);
+  }
+}
+
+TEST(EncoderDecoder, BothIsTheDecoderOnWhatTheEncoderMakesOfTheMemory) {
+  const Problem problem = Make(30, 44, /*causal=*/true);
+  const Options both = {{"part", "both"}, {"block", "pre_norm"}};
+  const Options decoder = {{"part", "decoder"}, {"block", "pre_norm"}};
+  const Options encoder = {{"block", "pre_norm"}};
+  NamedTensors inputs = Random(problem, both);
+  const NamedTensors parameters = Parameters(problem, both);
+  NamedTensors of_encoder, of_decoder;
+  for (const auto& [name, tensor] : parameters) {
+    (name[0] == 'e' ? of_encoder : of_decoder)[name] = tensor.Clone();
+  }
+  const Tensor expected = RunOwn(problem, inputs, both, parameters);
+  NamedTensors source;
+  source["x"] = inputs.at("memory").Clone();
+  inputs["memory"] = RunOwn(Make(44, 44), source, encoder, of_encoder);
+  EXPECT_EQ(MaxDifference(RunOwn(problem, inputs, decoder, of_decoder).view(), expected.view()), 0);
+}
+
+TEST(EncoderDecoder, ASparseBlockIsAPreNormLayerDrawnSmaller) {
+  const Problem problem = Make(30, 30, /*causal=*/true);
+  const Options sparse = {{"block", "sparse"}, {"layers", "8"}};
+  const Options pre_norm = {{"block", "pre_norm"}, {"layers", "8"}, {"activation", "gelu_sigmoid"}};
+  const NamedTensors inputs = Random(problem);
+  const NamedTensors parameters = Parameters(problem, sparse),
+                     usual = Parameters(problem, pre_norm);
+  EXPECT_EQ(MaxDifference(RunOwn(problem, inputs, sparse, parameters).view(),
+                          RunOwn(problem, inputs, pre_norm, parameters).view()),
+            0);
+  for (const auto& [name, tensor] : parameters) {
+    const bool is_residual =
+        name.find("w_o") != std::string::npos || name.find("ff.w2") != std::string::npos;
+    for (int64_t n = 0; n < tensor.num_elements(); ++n) {
+      ASSERT_NEAR(tensor.span<float>()[n], usual.at(name).span<float>()[n] / (is_residual ? 4 : 1),
+                  1e-7)
+          << name;  // sqrt(2 * 8) = 4
+    }
+  }
+}
+
+// ---- What tools ask ----
+
+TEST(EncoderDecoder, GptTwoSmallHas124439808Parameters) {
+  EncoderDecoderOptions options;
+  options.block = EncoderDecoderOptions::BlockKind::kPreNorm;
+  options.layers = 12;
+  const Problem problem = Problem::SelfAttention(1, 12, 1024, 64, /*causal=*/true);
+  EXPECT_EQ(LanguageModelParameterCount(problem, options, 50257, 1024), 124'439'808);
+  // 12 l d^2 + 13 l d, the embeddings, and the last norm.
+  EXPECT_EQ(LanguageModelParameterCount(problem, options, 50257, 1024),
+            12 * 12 * 768 * 768 + 13 * 12 * 768 + 50257 * 768 + 1024 * 768 + 2 * 768);
+}
+
+TEST(EncoderDecoder, TheCountOfParametersIsThatOfTheTensors) {
+  Problem grouped = Make(10, 10);
+  grouped.query_heads = 4;
+  grouped.value_dim = 3;
+  for (const Problem& problem : {Make(10, 10), grouped}) {
+    for (const char* part : {"encoder", "decoder", "both"}) {
+      for (const char* block : {"post_norm", "pre_norm", "sparse"}) {
+        for (const char* bias : {"true", "false"}) {
+          const Options options = {{"part", part},
+                                   {"block", block},
+                                   {"bias", bias},
+                                   {"layers", "3"},
+                                   {"feed_forward", "2"}};
+          int64_t count = 0;
+          for (const auto& entry : Parameters(problem, options)) {
+            count += entry.second.num_elements();
+          }
+          EXPECT_EQ(ParameterCount(problem, *ParseOptions<EncoderDecoderOptions>(options)), count)
+              << ToString(options);
+        }
+      }
+    }
+  }
+}
+
+TEST(EncoderDecoder, CostCountsEverySublayer) {
+  // Width 16, feed-forward 32, batch 2; 5 queries, 15 causal pairs a head, and 3 keys of memory.
+  const Problem problem = Make(5, 3, /*causal=*/true);
+  const Options options = {{"part", "both"}, {"layers", "1"}, {"feed_forward", "2"}};
+  const auto layer = EncoderDecoder().Create(problem, options, Device::kCpu, 1).value();
+  const NamedTensors inputs = Random(problem, options);
+  ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
+  const double square = 16 * 16, pair = 2 * 16;  // of both heads
+  const double encoder = 3 * (4 * square + 2 * 16 * 32) + 3 * 3 * pair;
+  const double decoder =
+      5 * (4 * square + 2 * square + 2 * 16 * 32) + 3 * 2 * square + (15 + 5 * 3) * pair;
+  EXPECT_EQ(layer->cost().flops, 2 * 2 * (encoder + decoder));
+  double parameters = 0;
+  for (const auto& [name, tensor] : layer->parameters()) {
+    parameters += static_cast<double>(tensor.num_elements());
+  }
+  EXPECT_EQ(layer->cost().bytes, 4 * (2 * (5 + 3 + 5) * 16 + parameters));
+}
+
+TEST(EncoderDecoder, RunAllocatesNothingInAnyPartAndBlock) {
+  for (const char* part : {"decoder", "both"}) {
+    for (const char* block : {"post_norm", "pre_norm"}) {
+      const Options options = {{"part", part}, {"block", block}};
+      const Problem problem = Make(70, 90, true);
+      const auto layer = EncoderDecoder().Create(problem, options, Device::kCpu, 1).value();
+      const NamedTensors inputs = Random(problem, options);
+      NamedTensors outputs = NanOutputs(layer->outputs());
+      const Inputs read = ViewsOf(inputs);
+      const Outputs written = MutableViewsOf(outputs);
+      ThreadPool pool(2);
+      Tensor workspace(DType::kU8, {static_cast<int64_t>(layer->workspace_bytes(2))});
+      Execution execution;
+      execution.pool = &pool;
+      execution.workspace =
+          absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+      ASSERT_TRUE(layer->Setup(read, execution).ok());
+      const int64_t before = AllocationCount();
+      const bool ok = layer->Run(read, written, execution).ok();
+      EXPECT_EQ(AllocationCount() - before, 0) << ToString(options);
+      EXPECT_TRUE(ok);
+    }
+  }
+}
+
+TEST(EncoderDecoder, TheCounterpartHasDenseAttentionInside) {
+  EXPECT_EQ(ToString(EncoderDecoder()
+                         .Counterpart(Make(40, 40),
+                                      {{"inner", "longformer[window=8]"}, {"block", "sparse"}})
+                         .value()),
+            "encoder_decoder:activation=auto,bias=true,block=sparse,feed_forward=4,inner=dense,"
+            "layers=2,part=encoder");
+}
+
+TEST(EncoderDecoder, WhatItCannotDoIsSaidWithTheReason) {
+  const auto error = [](const Problem& problem, const Options& options) {
+    const auto layer = EncoderDecoder().Create(problem, options, Device::kCpu, 1);
+    return layer.ok() ? "ok" : std::string(layer.status().message());
+  };
+  EXPECT_EQ(error(Make(40, 41), {}),
+            "with part=encoder keys are of the same tokens as queries: kv_tokens is 41; allowed is "
+            "query_tokens, 40");
+  EXPECT_THAT(error(Make(40, 40), {{"inner", "dense[skale=1]"}}), HasSubstr("known are scale"));
+  EXPECT_THAT(error(Make(40, 40), {{"inner", "longformer[dilation=1/2/3]"}}),
+              HasSubstr("dilation has 3 entries"));
+}
+
+// ---- Golden files ----
+
+class EncoderDecoderGolden : public testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Files, EncoderDecoderGolden,
+                         testing::Values("encoder_post_norm", "encoder_pre_norm",
+                                         "decoder_post_norm", "decoder_pre_norm", "sparse"));
+
+TEST_P(EncoderDecoderGolden, TorchComputesTheSame) {
+  const SafetensorsFile golden =
+      GoldenFile(std::string("attention/encoder_decoder/testdata/") + GetParam() + ".safetensors");
+  const auto text = [&](const char* name) { return golden.metadata.at(name); };
+  const int64_t heads = std::stoll(text("heads")), head_dim = std::stoll(text("head_dim"));
+  NamedTensors inputs, parameters;
+  for (const auto& [name, tensor] : golden.tensors) {
+    if (name == "x" || name == "memory") inputs[name] = tensor.Clone();
+    if (name == "key_padding") inputs["key_mask"] = tensor.CloneAs(DType::kU8);
+    if (name.find('.') != std::string::npos) parameters[name] = tensor.Clone();
+  }
+  Problem problem =
+      Problem::SelfAttention(2, heads, inputs.at("x").dim(1), head_dim, text("causal") == "true");
+  if (inputs.count("memory") > 0) problem.kv_tokens = inputs.at("memory").dim(1);
+  const int64_t inner = std::stoll(text("inner_dim")) / (heads * head_dim);
+  RunRequest request{{{"part", text("part")},
+                      {"block", text("block")},
+                      {"activation", text("activation")},
+                      {"layers", text("layers")},
+                      {"feed_forward", std::to_string(inner)}}};
+  ASSERT_EQ(parameters.size(), Parameters(problem, request.options).size());
+  request.parameters = &parameters;
+  const ConstTensorView out = golden.tensors.at("out").view();
+  const auto defined = DefineTechnique(EncoderDecoder(), problem, ViewsOf(inputs), request);
+  ASSERT_TRUE(defined.ok()) << defined.status();
+  EXPECT_LE(MaxDifference(defined->at("out").view(), out), 1e-13);
+  for (const Device device : kHostDevices) {
+    EXPECT_LE(
+        MaxDifference(RunOwn(problem, inputs, request.options, parameters, device).view(), out),
+        Bound(out))
+        << Name(device);
+  }
+}
+
+}  // namespace
+}  // namespace tfb

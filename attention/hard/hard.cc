@@ -1,0 +1,324 @@
+#include "attention/hard/hard.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "attention/hard/hard_cpu.h"
+#include "attention/hard/hard_cuda.h"
+#include "core/cuda/runtime.h"
+#include "core/definition.h"
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+using Sample = HardOptions::Sample;
+
+const bool registered = RegisterTechnique<Hard>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "hard";
+  info.family = "attention";
+  info.title = "Hard attention: the value of one key";
+  info.citation = "Xu et al. 2015, arXiv:1502.03044v3, section 4.1";
+  info.exactness = Exactness::kOwn;
+  info.growth = 2;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+// What scores are multiplied by: nothing where only their order counts.
+double Scale(const Problem& problem, const HardOptions& options) {
+  if (options.sample == Sample::kNone) return 1;
+  return options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim));
+}
+
+const char* NoiseName(const HardOptions& options) {
+  return options.sample == Sample::kGumbel ? "g" : "u";
+}
+
+class HardLayer : public Layer {
+ public:
+  HardLayer(const Problem& problem, std::vector<TensorSpec> inputs, std::vector<TensorSpec> outputs,
+            const HardOptions& options, Device device)
+      : Layer(problem, std::move(inputs), std::move(outputs)), options_(options), device_(device) {}
+
+  size_t workspace_bytes(int threads) const override {
+    return device_ == Device::kCpu ? HardCpuWorkspaceBytes(problem(), threads) : 0;
+  }
+
+  Cost cost() const override {
+    const Problem& p = problem();
+    double pairs = 0;  // of a head
+    for (int64_t i = 0; i < p.query_tokens; ++i) {
+      const int64_t seen = p.causal ? i + p.causal_offset() + 1 : p.kv_tokens;
+      pairs += static_cast<double>(std::clamp<int64_t>(seen, 0, p.kv_tokens));
+    }
+    const double rows = static_cast<double>(p.batch * p.query_heads * p.query_tokens);
+    Cost cost;
+    cost.flops = 2.0 * static_cast<double>(p.batch * p.query_heads * p.head_dim) * pairs;
+    // With its noise and index, of four bytes each.
+    const double noise = options_.sample == Sample::kNone ? 0
+                         : options_.sample == Sample::kInverseCdf
+                             ? 1
+                             : static_cast<double>(p.kv_tokens);
+    cost.bytes = AttentionBytes(p) + 4 * rows * (noise + 1);
+    return cost;
+  }
+
+ protected:
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    HardCall call;
+    call.q = inputs.Get("q");
+    call.k = inputs.Get("k");
+    call.v = inputs.Get("v");
+    call.key_mask = inputs.Get("key_mask");
+    call.noise = inputs.Get(NoiseName(options_));
+    call.out = outputs.Get("out");
+    call.index = outputs.Get("index");
+    call.sample = options_.sample;
+    call.scale = static_cast<float>(Scale(problem(), options_));
+    if (device_ != Device::kCpu) return RunCuda(call, execution);
+    HardCpu(problem(), call, execution);
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status RunCuda(const HardCall& call, const Execution& execution) const {
+    const Problem& p = problem();
+    HardArguments arguments = {};
+    arguments.q = ToDeviceView(call.q);
+    arguments.k = ToDeviceView(call.k);
+    arguments.v = ToDeviceView(call.v);
+    arguments.out = ToDeviceView(call.out);
+    if (!call.noise.empty()) arguments.noise = ToDeviceView(call.noise);
+    if (!call.key_mask.empty()) {
+      arguments.key_mask = static_cast<const uint8_t*>(call.key_mask.data);
+      std::copy_n(call.key_mask.strides.data(), 2, arguments.key_mask_strides);
+    }
+    if (!call.index.empty()) {
+      arguments.index = static_cast<int32_t*>(call.index.mutable_data());
+      std::copy_n(call.index.strides.data(), 3, arguments.index_strides);
+    }
+    arguments.batch = p.batch;
+    arguments.query_heads = p.query_heads;
+    arguments.group = p.group();
+    arguments.query_tokens = p.query_tokens;
+    arguments.kv_tokens = p.kv_tokens;
+    arguments.head_dim = static_cast<int>(p.head_dim);
+    arguments.value_dim = static_cast<int>(p.value_dim);
+    arguments.causal = p.causal;
+    arguments.sample = call.sample == Sample::kNone         ? HardSample::kNone
+                       : call.sample == Sample::kInverseCdf ? HardSample::kInverseCdf
+                                                            : HardSample::kGumbel;
+    arguments.scale = call.scale;
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    return ToStatus(KernelsOn<HardKernels>(runtime->target()).choose(arguments, execution.stream));
+  }
+
+  HardOptions options_;
+  Device device_;
+};
+
+// ---- The definition ----
+
+// What one query makes of the keys: kNotSeen where it does not see one.
+struct Scores {
+  std::vector<double> score;
+  std::vector<double> error;  // an implementation's, in fp32, is at most this
+};
+
+// The lowest key of the largest score, -1 where none is above -inf.
+int64_t ArgMax(const std::vector<double>& scores) {
+  int64_t best = -1;
+  for (size_t j = 0; j < scores.size(); ++j) {
+    const double max = best < 0 ? kNotSeen : scores[best];
+    if (scores[j] > max) best = static_cast<int64_t>(j);
+  }
+  return best;
+}
+
+// The first key at which the weights from the left exceed u of their sum; or `computed`, where it is
+// that within `tolerance` of the sum.
+int64_t DrawFrom(const std::vector<double>& scores, double u, int64_t computed, double tolerance) {
+  const int64_t best = ArgMax(scores);
+  if (best < 0) return -1;
+  std::vector<double> weights;
+  double sum = 0;
+  for (const double score : scores) {
+    const bool counts = score - scores[best] >= -87.33;  // false for NaN and -inf
+    weights.push_back(counts ? std::exp(score - scores[best]) : 0);
+    sum += weights.back();
+  }
+  const double target = std::max(u, 0.0) * sum;
+  double passed = 0;
+  int64_t drawn = -1, last = -1;
+  for (int64_t j = 0; j < static_cast<int64_t>(weights.size()); ++j) {
+    const double before = passed;
+    passed += weights[j];
+    if (weights[j] == 0) continue;
+    last = j;
+    if (drawn < 0 && passed > target) drawn = j;
+    const bool near = before <= target + tolerance * sum && passed >= target - tolerance * sum;
+    if (j == computed && near) return computed;
+  }
+  return drawn < 0 ? last : drawn;
+}
+
+// The definition's loops for one query.
+class Choices {
+ public:
+  Choices(const Problem& problem, const HardOptions& options, const Inputs& inputs)
+      : problem_(problem),
+        options_(options),
+        q_(inputs.Get("q")),
+        k_(inputs.Get("k")),
+        noise_(inputs.Get(NoiseName(options))),
+        is_token_(inputs) {}
+
+  // The key that query i takes. `computed` is what a layer took, or -1: see DefinitionRequest.
+  int64_t Choose(int64_t b, int64_t h, int64_t i, int64_t computed) const {
+    const Scores scores = ScoresOf(b, h, i);
+    if (options_.sample == Sample::kInverseCdf) {
+      const double u = noise_.Get(noise_.Offset(b, h, i));
+      return DrawFrom(scores.score, u, computed, kWeightTolerance);
+    }
+    const int64_t best = ArgMax(scores.score);
+    return best >= 0 && computed >= 0 && MayTake(b, h, scores, best, computed) ? computed : best;
+  }
+
+ private:
+  // Of sums of fp32 weights, relative: as harness/errors.h has it for their means.
+  static constexpr double kWeightTolerance = 2e-5;
+
+  const double* Key(int64_t b, int64_t h, int64_t j) const {
+    return k_.Row(b, h / problem_.group(), j);
+  }
+
+  // A sum of n products has an error of at most n roundings of the sum of their magnitudes; the
+  // scale and the noise are three more, and products below the smallest denormal one of that each.
+  Scores ScoresOf(int64_t b, int64_t h, int64_t i) const {
+    const double scale = Scale(problem_, options_);
+    const double roundings = static_cast<double>(problem_.head_dim + 3) * UnitRoundoff(DType::kF32);
+    const double* query = q_.Row(b, h, i);
+    Scores scores;
+    scores.score.assign(problem_.kv_tokens, kNotSeen);
+    scores.error.assign(problem_.kv_tokens, 0);
+    for (int64_t j = 0; j < problem_.kv_tokens; ++j) {
+      if (!is_token_(b, j) || (problem_.causal && j > i + problem_.causal_offset())) continue;
+      const double* key = Key(b, h, j);
+      const double g =
+          options_.sample == Sample::kGumbel ? noise_.Get(noise_.Offset(b, h, i, j)) : 0;
+      double magnitude = std::abs(g), denormal = 0;
+      for (int64_t c = 0; c < problem_.head_dim; ++c) {
+        magnitude += scale * std::abs(query[c] * key[c]);
+        denormal += std::ldexp(1 + std::abs(key[c]), -149);
+      }
+      scores.score[j] = scale * Dot(query, key, problem_.head_dim) + g;
+      scores.error[j] = roundings * magnitude + denormal;
+    }
+    return scores;
+  }
+
+  // Whether fp32 may find the score of `computed` the largest. Of equal keys it must be the first.
+  bool MayTake(int64_t b, int64_t h, const Scores& scores, int64_t best, int64_t computed) const {
+    const bool ties =
+        scores.score[computed] + scores.error[computed] >= scores.score[best] - scores.error[best];
+    if (!ties) return false;
+    for (int64_t j = 0; j < computed; ++j) {
+      if (scores.score[j] != scores.score[computed]) continue;
+      if (std::equal(Key(b, h, j), Key(b, h, j) + problem_.head_dim, Key(b, h, computed))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  const Problem& problem_;
+  const HardOptions& options_;
+  const DoubleTensor q_, k_;
+  const ConstTensorView noise_;
+  const KeyMask is_token_;
+};
+
+}  // namespace
+
+Hard::Hard() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> Hard::ReadTensors(const Problem& p, const HardOptions& options) const {
+  std::vector<TensorSpec> tensors = QkvInputs(p);
+  if (options.sample == Sample::kNone) return tensors;
+  Shape shape = {p.batch, p.query_heads, p.query_tokens};
+  if (options.sample == Sample::kGumbel) shape.push_back(p.kv_tokens);
+  tensors.push_back({NoiseName(options), shape, DType::kF32, false});
+  return tensors;
+}
+
+std::vector<TensorSpec> Hard::WrittenTensors(const Problem& p, const HardOptions&) const {
+  return {AttentionOutputs(p)[0],
+          {"index", {p.batch, p.query_heads, p.query_tokens}, DType::kI32, true}};
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> Hard::MakeLayer(const Problem& problem,
+                                                       const HardOptions& options, Device device,
+                                                       uint64_t) const {
+  constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max();
+  if (problem.kv_tokens > kMaxKeys) {
+    return absl::InvalidArgumentError(absl::StrCat("kv_tokens is ", problem.kv_tokens,
+                                                   "; allowed are 0 to ", kMaxKeys,
+                                                   ", since the index is i32"));
+  }
+  return std::make_unique<HardLayer>(problem, ReadTensors(problem, options),
+                                     WrittenTensors(problem, options), options, device);
+}
+
+absl::Status Hard::Definition(const Problem& problem, const HardOptions& options,
+                              const NamedTensors&, const Inputs& inputs,
+                              const DefinitionRequest& request, NamedTensors* outputs) const {
+  const Choices choices(problem, options, inputs);
+  const DoubleTensor v(inputs.Get("v"));
+  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+  const int64_t row_count = static_cast<int64_t>(rows.size());
+  Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
+  Tensor index(DType::kF64, {problem.batch, problem.query_heads, row_count});
+  Tensor weights;
+  if (request.weights) {
+    weights =
+        Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
+    Fill(weights.view(), 0);
+  }
+  Fill(out.view(), 0);
+  const Tensor* computed = nullptr;
+  if (request.computed != nullptr && request.computed->count("index") > 0) {
+    computed = &request.computed->at("index");
+  }
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    for (int64_t h = 0; h < problem.query_heads; ++h) {
+      for (int64_t r = 0; r < row_count; ++r) {
+        const int64_t given =
+            computed == nullptr ? -1 : *computed->view().At<int32_t>(b, h, rows[r]);
+        const int64_t chosen =
+            choices.Choose(b, h, rows[r], given < problem.kv_tokens ? given : -1);
+        *index.view().MutableAt<double>(b, h, r) = static_cast<double>(chosen);
+        if (chosen < 0) continue;
+        std::copy_n(v.Row(b, h / problem.group(), chosen), problem.value_dim,
+                    out.view().MutableAt<double>(b, h, r));
+        if (request.weights) *weights.view().MutableAt<double>(b, h, r, chosen) = 1;
+      }
+    }
+  }
+  (*outputs)["out"] = std::move(out);
+  (*outputs)["index"] = std::move(index);
+  if (request.weights) (*outputs)["weights"] = std::move(weights);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

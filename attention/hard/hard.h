@@ -1,0 +1,80 @@
+// Hard attention: each query takes the value of one key, which it chooses or draws.
+//
+//   s_ij = q_i . k_j                                     sample=none
+//          scale q_i . k_j                               inverse_cdf
+//          scale q_i . k_j + g_ij                        gumbel
+//   j*   = argmax_j s_ij, the lowest such j              none, gumbel
+//          min { j : sum_(r <= j) p_ir > u_i sum_r p_ir },  p_ij = exp(s_ij - max_r s_ir)
+//                                                        inverse_cdf
+//   y_i  = v_j*                                          bit by bit; `index` is j*
+//
+// over the keys j that are tokens and, where the problem is causal, j <= i + kv_tokens -
+// query_tokens. The noise is an input: u, uniform in [0, 1), or g, of the Gumbel distribution
+// -log(-log u). Either draws j with the probability that soft attention gives it, so that y is an
+// unbiased estimate of soft attention, of mean squared error tr Cov_p(v).
+//
+// CPU and CUDA compute the same scores in fp32, and so choose the same keys: the products of channels
+// 0, 1, 2, ... are added to 0 in this order by fused multiply-adds; where there is a scale, the
+// query's channels are multiplied by it before, and g is added behind. (A CPU without fused
+// multiply-adds rounds products too, and may choose another of two keys that tie within that.) Which
+// of two scores is larger that fp32 cannot tell apart, by the bound of its error, is not defined: the
+// definition takes the layer's word for it. Of equal keys it is the first, however.
+// The weights of inverse_cdf are fp32 exponentials, which devices round each their way: a u within
+// about 1e-6 of the boundary between two keys may draw either of them. Weights below e^-87.33 of the
+// largest are 0.
+//
+// A row that sees no key gives 0 and the index -1. A score that is NaN or -inf is never chosen. A u
+// below 0 counts as 0; one that is not below 1 draws the last key of a weight above 0.
+//
+// Source: Xu et al. 2015, "Show, attend and tell", arXiv:1502.03044v3, section 4.1 (sampling; there
+// learned by REINFORCE); scores as in dense attention. Gumbel-max: Maddison, Tarlow, Minka 2014,
+// arXiv:1411.0030v2, section 2.
+// Cost: 2 pairs head_dim FLOPs, no exponentials unless inverse_cdf, which computes every score twice.
+#ifndef TFB_ATTENTION_HARD_HARD_H_
+#define TFB_ATTENTION_HARD_HARD_H_
+
+#include <vector>
+
+#include "core/technique.h"
+
+namespace tfb {
+
+struct HardOptions {
+  enum class Sample { kNone, kInverseCdf, kGumbel };
+  Sample sample = Sample::kNone;
+  double scale = 0;
+
+  void Describe(OptionBinder& bind) {
+    bind.Choice("sample", &sample,
+                {{"none", Sample::kNone},
+                 {"inverse_cdf", Sample::kInverseCdf},
+                 {"gumbel", Sample::kGumbel}},
+                "the key of the largest score, or one drawn by the noise in the input u or g");
+    bind.Real("scale", &scale, 0, 1e6,
+              "factor on the scores that are drawn from; 0 means 1/sqrt(head_dim)");
+  }
+};
+
+// Reads q, k, v, the optional key_mask, and u f32 [batch, query_heads, query_tokens] or g f32
+// [batch, query_heads, query_tokens, kv_tokens]. Writes out and the optional index, i32 [batch,
+// query_heads, query_tokens].
+class Hard : public TechniqueOf<HardOptions> {
+ public:
+  Hard();
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const HardOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const HardOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const HardOptions& options) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const HardOptions& options) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_HARD_HARD_H_

@@ -1,0 +1,376 @@
+#include "attention/hard/hard_cuda.h"
+#include "core/cuda/kernel.cuh"
+
+namespace tfb {
+namespace {
+
+// A block chooses for 64 queries of one head. It makes scores of 64 keys at a time with 128
+// threads, each 8 queries x 4 keys in registers, summed in the order of the channels by fp32 fused
+// multiply-adds, as on the CPU; tensor cores have an order of their own. Tiles are 16 channels deep
+// and double-buffered: the next ones are on their way to registers while these are multiplied.
+//   shared memory: 2 x 16 x (68 + 68) x 4 B = 17 KiB
+// The 16 threads that share queries each keep the best of the keys that they see, and agree at the
+// end: the larger score, and of equal ones the lower key.
+
+constexpr int kTile = 64;  // queries, and keys
+constexpr int kDepth = 16;
+constexpr int kThreads = 128;
+constexpr int kRows = 8;  // of a thread
+constexpr int kColumns = 4;
+constexpr int kTeam = kTile / kColumns;  // threads that share rows: half a warp
+constexpr int kLoads = kTile * kDepth / kThreads;
+constexpr unsigned kNoKey = 0xffffffffu;  // as int32: -1; above all keys
+
+__device__ float NegativeInfinity() { return __int_as_float(0xff800000); }
+// exp(x) for x <= 0, which is 0 where the result would be denormal.
+__device__ float Weight(float x) { return x < -87.33f ? 0.0f : expf(x); }
+
+struct alignas(16) Tiles {
+  float q[kDepth][kTile + 4];  // transposed; the padding spreads its writes over banks
+  float k[kDepth][kTile + 4];
+};
+
+struct Task {
+  int64_t batch;
+  int64_t head;
+  int64_t first_query;
+};
+
+// Blocks of a head follow each other, its last queries first: where the problem is causal, they see
+// most.
+__device__ Task TaskOf(const HardArguments& a) {
+  const int64_t tiles = (a.query_tokens + kTile - 1) / kTile;
+  const int64_t head = blockIdx.x / tiles;
+  return {head / a.query_heads, head % a.query_heads, (tiles - 1 - blockIdx.x % tiles) * kTile};
+}
+
+__device__ int TeamMember() { return static_cast<int>(threadIdx.x) % kTeam; }
+__device__ int ThreadRow() { return static_cast<int>(threadIdx.x) / kTeam * kRows; }
+
+// Keys that query i may see are below this.
+__device__ int64_t KeysEnd(const HardArguments& a, int64_t i) {
+  if (!a.causal) return a.kv_tokens;
+  return min(max(i + a.kv_tokens - a.query_tokens + 1, int64_t{0}), a.kv_tokens);
+}
+
+// Brings tiles of queries and keys from wherever they lie: a thread channel t % 16 of the rows t /
+// 16 + 8 n, so that 16 lanes read consecutive channels.
+class TileLoader {
+ public:
+  __device__ TileLoader(const HardArguments& a, const Task& task)
+      : a_(a),
+        task_(task),
+        k_base_(task.batch * a.k.strides[0] + task.head / a.group * a.k.strides[1]) {}
+
+  // Rows beyond the last repeat it: what comes of them is not used. Channels beyond the last are 0.
+  __device__ void Fetch(int64_t key_tile, int depth, float (&q)[kLoads], float (&k)[kLoads]) const {
+    const int channel = depth + static_cast<int>(threadIdx.x) % kDepth;
+    const bool exists = channel < a_.head_dim;
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int64_t i = min(task_.first_query + Row(n), a_.query_tokens - 1);
+      const int64_t j = min(key_tile * kTile + Row(n), a_.kv_tokens - 1);
+      q[n] = exists ? a_.scale * LoadElement(a_.q.data, a_.q.element, QueryOffset(i, channel)) : 0;
+      k[n] = exists ? LoadElement(a_.k.data, a_.k.element,
+                                  k_base_ + j * a_.k.strides[2] + channel * a_.k.strides[3])
+                    : 0;
+    }
+  }
+  __device__ void Put(const float (&q)[kLoads], const float (&k)[kLoads], Tiles* tiles) const {
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      tiles->q[threadIdx.x % kDepth][Row(n)] = q[n];
+      tiles->k[threadIdx.x % kDepth][Row(n)] = k[n];
+    }
+  }
+
+ private:
+  __device__ static int Row(int n) {
+    return static_cast<int>(threadIdx.x) / kDepth + n * (kThreads / kDepth);
+  }
+  __device__ int64_t QueryOffset(int64_t i, int channel) const {
+    return task_.batch * a_.q.strides[0] + task_.head * a_.q.strides[1] + i * a_.q.strides[2] +
+           channel * a_.q.strides[3];
+  }
+
+  const HardArguments& a_;
+  const Task& task_;
+  int64_t k_base_;
+};
+
+__device__ void Multiply(const Tiles& tiles, float (&scores)[kRows][kColumns]) {
+#pragma unroll
+  for (int c = 0; c < kDepth; ++c) {
+    const float4* q = reinterpret_cast<const float4*>(&tiles.q[c][ThreadRow()]);
+    const float4 q0 = q[0], q1 = q[1];
+    const float4 k = *reinterpret_cast<const float4*>(&tiles.k[c][TeamMember() * kColumns]);
+    const float rows[kRows] = {q0.x, q0.y, q0.z, q0.w, q1.x, q1.y, q1.z, q1.w};
+    const float columns[kColumns] = {k.x, k.y, k.z, k.w};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) scores[r][n] = fmaf(rows[r], columns[n], scores[r][n]);
+    }
+  }
+}
+
+// Adds the noise, and hides what a query does not see, and NaN, behind -inf.
+template <HardSample kSample>
+__device__ void Finish(const HardArguments& a, const Task& task, int64_t first_key,
+                       float (&scores)[kRows][kColumns]) {
+  bool is_token[kColumns];
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+    const int64_t j = first_key + n;
+    is_token[n] = j < a.kv_tokens &&
+                  (a.key_mask == nullptr ||
+                   a.key_mask[task.batch * a.key_mask_strides[0] + j * a.key_mask_strides[1]] != 0);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t i = min(task.first_query + ThreadRow() + r, a.query_tokens - 1);
+    const int64_t end = KeysEnd(a, i);
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      float& score = scores[r][n];
+      const bool sees = is_token[n] && first_key + n < end;
+      if (sees && kSample == HardSample::kGumbel) {
+        score += LoadElement(a.noise.data, a.noise.element,
+                             task.batch * a.noise.strides[0] + task.head * a.noise.strides[1] +
+                                 i * a.noise.strides[2] + (first_key + n) * a.noise.strides[3]);
+      }
+      score = sees && score == score ? score : NegativeInfinity();
+    }
+  }
+}
+
+// Calls body(first_key, scores) for each tile of keys, where a thread's keys are first_key, ...,
+// first_key + 3.
+template <HardSample kSample, class Body>
+__device__ void ForEachTile(const HardArguments& a, const Task& task, Tiles (&tiles)[2],
+                            const Body& body) {
+  const int64_t last_query = min(task.first_query + kTile, a.query_tokens) - 1;
+  const int slabs = (a.head_dim + kDepth - 1) / kDepth;
+  const int64_t steps = (KeysEnd(a, last_query) + kTile - 1) / kTile * slabs;
+  if (steps == 0) return;
+  const TileLoader loader(a, task);
+  float next_q[kLoads], next_k[kLoads];
+  float scores[kRows][kColumns] = {};
+  __syncthreads();  // an earlier walk is done with the tiles
+  loader.Fetch(0, 0, next_q, next_k);
+  loader.Put(next_q, next_k, &tiles[0]);
+  int slab = 0;
+  int64_t key_tile = 0;
+  for (int64_t step = 0; step < steps; ++step) {
+    __syncthreads();  // these tiles are here, and nobody reads the others any more
+    const bool last_slab = slab + 1 == slabs;
+    const int next_slab = last_slab ? 0 : slab + 1;
+    const int64_t next_tile = key_tile + last_slab;
+    if (step + 1 < steps) loader.Fetch(next_tile, next_slab * kDepth, next_q, next_k);
+    Multiply(tiles[step % 2], scores);
+    if (step + 1 < steps) loader.Put(next_q, next_k, &tiles[(step + 1) % 2]);
+    if (last_slab) {
+      const int64_t first_key = key_tile * kTile + TeamMember() * kColumns;
+      Finish<kSample>(a, task, first_key, scores);
+      body(first_key, scores);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) scores[r][n] = 0;
+      }
+    }
+    slab = next_slab;
+    key_tile = next_tile;
+  }
+}
+
+template <HardSample kSample>
+__device__ void TakeMaxima(const HardArguments& a, const Task& task, Tiles (&tiles)[2],
+                           unsigned (&index)[kRows]) {
+  float max[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) max[r] = NegativeInfinity();
+  ForEachTile<kSample>(a, task, tiles,
+                       [&](int64_t first_key, const float(&scores)[kRows][kColumns]) {
+#pragma unroll
+                         for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+                           for (int n = 0; n < kColumns; ++n) {
+                             if (scores[r][n] > max[r]) {
+                               max[r] = scores[r][n];
+                               index[r] = static_cast<unsigned>(first_key) + n;
+                             }
+                           }
+                         }
+                       });
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int lanes = kTeam / 2; lanes > 0; lanes /= 2) {
+      const float other_max = __shfl_xor_sync(~0u, max[r], lanes);
+      const unsigned other = __shfl_xor_sync(~0u, index[r], lanes);
+      if (other_max > max[r] || (other_max == max[r] && other < index[r])) {
+        max[r] = other_max;
+        index[r] = other;
+      }
+    }
+  }
+}
+
+// The largest score of each row, and the sum of all weights against it.
+__device__ void SumWeights(const HardArguments& a, const Task& task, Tiles (&tiles)[2],
+                           float (&max)[kRows], float (&sum)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    max[r] = NegativeInfinity();
+    sum[r] = 0;
+  }
+  ForEachTile<HardSample::kInverseCdf>(a, task, tiles,
+                                       [&](int64_t, const float(&scores)[kRows][kColumns]) {
+#pragma unroll
+                                         for (int r = 0; r < kRows; ++r) {
+                                           float larger = max[r];
+#pragma unroll
+                                           for (int n = 0; n < kColumns; ++n)
+                                             larger = fmaxf(larger, scores[r][n]);
+                                           if (larger == NegativeInfinity()) continue;
+                                           sum[r] *= Weight(max[r] - larger);
+                                           max[r] = larger;
+#pragma unroll
+                                           for (int n = 0; n < kColumns; ++n)
+                                             sum[r] += Weight(scores[r][n] - larger);
+                                         }
+                                       });
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float largest = max[r];
+#pragma unroll
+    for (int lanes = kTeam / 2; lanes > 0; lanes /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+    }
+    sum[r] = max[r] == NegativeInfinity() ? 0 : sum[r] * Weight(max[r] - largest);
+    max[r] = largest;
+#pragma unroll
+    for (int lanes = kTeam / 2; lanes > 0; lanes /= 2) {
+      sum[r] += __shfl_xor_sync(~0u, sum[r], lanes);
+    }
+  }
+}
+
+// Once over the keys for the sum of their weights, and again up to u of it.
+__device__ void Draw(const HardArguments& a, const Task& task, Tiles (&tiles)[2],
+                     unsigned (&index)[kRows]) {
+  float largest[kRows], sum[kRows];
+  SumWeights(a, task, tiles, largest, sum);
+  double target[kRows], passed[kRows];
+  unsigned last[kRows];  // key + 1 of a weight above 0; 0: none
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t i = min(task.first_query + ThreadRow() + r, a.query_tokens - 1);
+    const float u = LoadElement(
+        a.noise.data, a.noise.element,
+        task.batch * a.noise.strides[0] + task.head * a.noise.strides[1] + i * a.noise.strides[2]);
+    target[r] = (u < 0 ? 0.0 : static_cast<double>(u)) * sum[r];
+    passed[r] = 0;
+    last[r] = 0;
+  }
+  ForEachTile<HardSample::kInverseCdf>(
+      a, task, tiles, [&](int64_t first_key, const float(&scores)[kRows][kColumns]) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          float weights[kColumns], own = 0;
+#pragma unroll
+          for (int n = 0; n < kColumns; ++n) {
+            weights[n] = sum[r] == 0 ? 0 : Weight(scores[r][n] - largest[r]);
+            own += weights[n];
+          }
+          float upto = own;  // the sum of this thread's weights and those before it
+#pragma unroll
+          for (int lanes = 1; lanes < kTeam; lanes *= 2) {
+            const float below = __shfl_up_sync(~0u, upto, lanes, kTeam);
+            if (TeamMember() >= lanes) upto += below;
+          }
+          const float below = __shfl_up_sync(~0u, upto, 1, kTeam);
+          double before = passed[r] + (TeamMember() == 0 ? 0.0 : static_cast<double>(below));
+#pragma unroll
+          for (int n = 0; n < kColumns; ++n) {
+            const unsigned key = static_cast<unsigned>(first_key) + n;
+            before += weights[n];
+            if (weights[n] > 0) last[r] = key + 1;
+            if (weights[n] > 0 && before > target[r] && index[r] == kNoKey) index[r] = key;
+          }
+          passed[r] += __shfl_sync(~0u, upto, kTeam - 1, kTeam);
+        }
+      });
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int lanes = kTeam / 2; lanes > 0; lanes /= 2) {
+      index[r] = min(index[r], __shfl_xor_sync(~0u, index[r], lanes));
+      last[r] = max(last[r], __shfl_xor_sync(~0u, last[r], lanes));
+    }
+    if (index[r] == kNoKey) index[r] = last[r] - 1;  // u of 1, or just below it
+  }
+}
+
+// As bits, so that they stay what they are. 0 for no key.
+template <class Bits>
+__device__ void CopyValue(const HardArguments& a, const Task& task, int64_t i, unsigned key) {
+  const Bits* v = static_cast<const Bits*>(a.v.data);
+  Bits* out = static_cast<Bits*>(a.out.data);
+  const int64_t from = task.batch * a.v.strides[0] + task.head / a.group * a.v.strides[1] +
+                       static_cast<int64_t>(key) * a.v.strides[2];
+  const int64_t to =
+      task.batch * a.out.strides[0] + task.head * a.out.strides[1] + i * a.out.strides[2];
+  for (int c = TeamMember(); c < a.value_dim; c += kTeam) {
+    out[to + c * a.out.strides[3]] = key == kNoKey ? Bits{0} : v[from + c * a.v.strides[3]];
+  }
+}
+
+template <HardSample kSample>
+__global__ void __launch_bounds__(kThreads) Choose(HardArguments a) {
+  __shared__ Tiles tiles[2];
+  const Task task = TaskOf(a);
+  unsigned index[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) index[r] = kNoKey;
+  if (kSample == HardSample::kInverseCdf) {
+    Draw(a, task, tiles, index);
+  } else {
+    TakeMaxima<kSample>(a, task, tiles, index);
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t i = task.first_query + ThreadRow() + r;
+    if (i >= a.query_tokens) break;
+    if (a.index != nullptr && TeamMember() == 0) {
+      a.index[task.batch * a.index_strides[0] + task.head * a.index_strides[1] +
+              i * a.index_strides[2]] = static_cast<int32_t>(index[r]);
+    }
+    if (a.v.element == Element::kF32) {
+      CopyValue<uint32_t>(a, task, i, index[r]);
+    } else {
+      CopyValue<uint16_t>(a, task, i, index[r]);
+    }
+  }
+}
+
+const char* LaunchChoose(const HardArguments& a, void* stream) {
+  const int64_t blocks = a.batch * a.query_heads * ((a.query_tokens + kTile - 1) / kTile);
+  if (blocks > INT32_MAX) return "more tiles of 64 queries than a grid has blocks";
+  const KernelShape shape = {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)};
+  switch (a.sample) {
+    case HardSample::kInverseCdf:
+      return Launch("Choose", &Choose<HardSample::kInverseCdf>, shape, stream, a);
+    case HardSample::kGumbel:
+      return Launch("Choose", &Choose<HardSample::kGumbel>, shape, stream, a);
+    default:
+      return Launch("Choose", &Choose<HardSample::kNone>, shape, stream, a);
+  }
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(HardKernels, {&LaunchChoose});
+
+}  // namespace tfb

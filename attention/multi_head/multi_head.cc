@@ -1,0 +1,142 @@
+#include "attention/multi_head/multi_head.h"
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<MultiHead>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "multi_head";
+  info.family = "attention";
+  info.title = "Multi-head attention on hidden states";
+  info.citation = "Vaswani et al. 2017, arXiv:1706.03762v7, section 3.2.2";
+  info.input_kind = InputKind::kHidden;
+  info.exactness = Exactness::kExact;
+  info.growth = 2;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+absl::Status CheckProblem(const Problem& problem, const MultiHeadOptions& options) {
+  if (options.cross || problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("without cross, keys are of the same tokens as queries: kv_tokens is ",
+                   problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
+}
+
+ProjectedAttention::Call CallOf(const Inputs& inputs, const TensorView& out) {
+  return {inputs.Get("x"), inputs.Get("memory"), inputs.Get("key_mask"), {}, out};
+}
+
+class MultiHeadLayer : public Layer {
+ public:
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       std::vector<TensorSpec> inputs,
+                                                       const MultiHeadOptions& options,
+                                                       Device device, uint64_t seed) {
+    NamedTensors parameters;
+    TFB_RETURN_IF_ERROR(
+        DrawParameters(ProjectionSpecs(problem, options.bias), "", seed, &parameters));
+    TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> inner,
+                         CreateInner(options.inner, problem, device, seed, /*gives_x=*/true));
+    AddInnerParameters(*inner, "inner.", &parameters);
+    std::unique_ptr<MultiHeadLayer> layer(
+        new MultiHeadLayer(problem, std::move(inputs), options, device, std::move(inner)));
+    layer->parameters_ = std::move(parameters);
+    return layer;
+  }
+
+  size_t workspace_bytes(int threads) const override { return attention_.workspace_bytes(threads); }
+
+  Cost cost() const override {
+    Cost cost;
+    const Cost inner = attention_.inner().cost();
+    if (inner.flops.has_value()) cost.flops = attention_.projection_flops() + *inner.flops;
+    double bytes = 0;
+    for (const auto* specs : {&inputs(), &outputs()}) {
+      for (const TensorSpec& spec : *specs) {
+        if (spec.optional) continue;
+        bytes += static_cast<double>(NumElements(spec.shape) * SizeOf(spec.dtype));
+      }
+    }
+    for (const auto& entry : parameters_) bytes += static_cast<double>(entry.second.bytes());
+    cost.bytes = bytes;
+    return cost;
+  }
+
+  std::map<std::string, double> statistics() const override {
+    std::map<std::string, double> statistics = attention_.inner().statistics();
+    if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+    return statistics;
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    return attention_.Setup(parameters_, "", CallOf(inputs, {}), execution);
+  }
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    return attention_.Run(CallOf(inputs, outputs.Get("out")), execution);
+  }
+
+ private:
+  MultiHeadLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+                 const MultiHeadOptions& options, Device device, std::unique_ptr<Layer> inner)
+      : Layer(problem, std::move(inputs), HiddenOutputs(problem)),
+        device_(device),
+        attention_(device, problem, options.cross, std::move(inner)) {}
+
+  Device device_;
+  ProjectedAttention attention_;
+};
+
+}  // namespace
+
+MultiHead::MultiHead() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> MultiHead::ReadTensors(const Problem& problem,
+                                               const MultiHeadOptions& options) const {
+  std::vector<TensorSpec> tensors = HiddenInputs(problem);
+  if (options.cross) {
+    tensors.push_back(
+        {"memory", {problem.batch, problem.kv_tokens, problem.model_dim()}, problem.dtype});
+  }
+  tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+  return tensors;
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> MultiHead::MakeLayer(const Problem& problem,
+                                                            const MultiHeadOptions& options,
+                                                            Device device, uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  return MultiHeadLayer::Create(problem, ReadTensors(problem, options), options, device, seed);
+}
+
+absl::Status MultiHead::Definition(const Problem& problem, const MultiHeadOptions& options,
+                                   const NamedTensors& parameters, const Inputs& inputs,
+                                   const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  return DefineProjectedAttention(problem, options.inner, parameters, "", inputs.Get("x"),
+                                  inputs.Get("memory"), inputs.Get("key_mask"), request, outputs);
+}
+
+absl::StatusOr<TechniqueSpec> MultiHead::Counterpart(const Problem& problem,
+                                                     const Options& options) const {
+  TFB_ASSIGN_OR_RETURN(MultiHeadOptions parsed, ParseOptions<MultiHeadOptions>(options));
+  TFB_ASSIGN_OR_RETURN(const Technique* inner, Registry::Global().Find(parsed.inner.technique));
+  TFB_ASSIGN_OR_RETURN(parsed.inner, inner->Counterpart(problem, parsed.inner.options));
+  OptionBinder binder;
+  parsed.Describe(binder);
+  return TechniqueSpec{info().name, binder.Values()};
+}
+
+}  // namespace tfb

@@ -1,0 +1,368 @@
+// Tolerance. Attention is held to the bound of fp32, 2e-5 of the largest value it mixes; the output
+// projection adds up as many products of order 1 / sqrt(rows) as there are rows, so that an error
+// passes through it unchanged in size: 2e-5 of the largest output, or of 1 where that is more.
+#include "attention/multi_head/multi_head.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/dense/dense.h"
+#include "attention/longformer/longformer.h"
+#include "core/random.h"
+#include "core/testing.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::HasSubstr;
+
+Problem Self(int64_t heads, int64_t tokens, int64_t head_dim, bool causal = false,
+             DType dtype = DType::kF32) {
+  return Problem::SelfAttention(2, heads, tokens, head_dim, causal, dtype);
+}
+
+NamedTensors Random(const Problem& problem, const Options& options = {}) {
+  return RandomInputs(MultiHead().InputSpecs(problem, options).value(), 5);
+}
+
+NamedTensors Parameters(const Problem& problem, const Options& options = {}) {
+  const auto layer = MultiHead().Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : (*layer)->parameters()) parameters[name] = tensor.Clone();
+  return parameters;
+}
+
+Tensor RunOwn(const Problem& problem, const Inputs& inputs, const Options& options = {},
+              const NamedTensors* parameters = nullptr, Device device = Device::kCpu) {
+  RunRequest request{options, device};
+  request.parameters = parameters;
+  auto outputs = RunTechnique(MultiHead(), problem, inputs, request);
+  EXPECT_TRUE(outputs.ok()) << outputs.status();
+  return outputs.ok() ? std::move(outputs->at("out")) : Tensor();
+}
+
+double Bound(const ConstTensorView& expected, DType dtype = DType::kF32) {
+  return Fp32Bound(expected) + 2e-5 +
+         (dtype == DType::kF32 ? 0 : 5 * UnitRoundoff(dtype)) * std::max(1.0, MaxAbs(expected));
+}
+
+void ExpectMatchesDefinition(const Problem& problem, const Options& options) {
+  const NamedTensors inputs = Random(problem, options);
+  const auto expected = DefineTechnique(MultiHead(), problem, ViewsOf(inputs), {options});
+  ASSERT_TRUE(expected.ok()) << expected.status();
+  const Tensor& out = expected->at("out");
+  for (const Device device : kHostDevices) {
+    EXPECT_LE(MaxDifference(RunOwn(problem, ViewsOf(inputs), options, nullptr, device).view(),
+                            out.view()),
+              Bound(out.view(), problem.dtype))
+        << problem.ToString() << ", " << ToString(options) << ", " << Name(device);
+  }
+}
+
+std::string Error(const Problem& problem, const Options& options) {
+  const auto layer = MultiHead().Create(problem, options, Device::kCpu, 1);
+  return layer.ok() ? "ok" : std::string(layer.status().message());
+}
+
+// The identity, [size, size].
+Tensor Identity(int64_t size) {
+  Tensor matrix(DType::kF32, {size, size});
+  Fill(matrix.view(), 0);
+  for (int64_t n = 0; n < size; ++n) *matrix.view().MutableAt<float>(n, n) = 1;
+  return matrix;
+}
+
+// x W of a hidden state as the heads of q, k or v.
+Tensor Project(const Tensor& x, const Tensor& w, int64_t heads) {
+  const int64_t batch = x.dim(0), tokens = x.dim(1), channels = w.dim(1) / heads;
+  Tensor result(DType::kF32, {batch, heads, tokens, channels});
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t c = 0; c < w.dim(1); ++c) {
+        double sum = 0;
+        for (int64_t k = 0; k < w.dim(0); ++k) {
+          sum += static_cast<double>(*x.view().At<float>(b, t, k)) * *w.view().At<float>(k, c);
+        }
+        *result.view().MutableAt<float>(b, c / channels, t, c % channels) = static_cast<float>(sum);
+      }
+    }
+  }
+  return result;
+}
+
+// ---- The formula ----
+
+TEST(MultiHead, OneHeadWithoutProjectionsIsDenseAttention) {
+  const Problem problem = Self(1, 50, 16, /*causal=*/true);
+  NamedTensors parameters;
+  for (const char* name : {"w_q", "w_k", "w_v", "w_o"}) parameters[name] = Identity(16);
+  const NamedTensors inputs = Random(problem);
+  const Tensor& x = inputs.at("x");
+  const ConstTensorView head(x.raw(), x.dtype(), {2, 1, 50, 16});
+  const NamedTensors dense =
+      RunTechnique(Dense(), problem, {{"q", head}, {"k", head}, {"v", head}}).value();
+  const ConstTensorView expected(dense.at("out").raw(), DType::kF32, {2, 50, 16});
+  EXPECT_EQ(MaxDifference(RunOwn(problem, ViewsOf(inputs), {}, &parameters).view(), expected), 0);
+}
+
+TEST(MultiHead, TwoTokensByHand) {
+  // One head of one channel, scale 1: x = 1, 2; q = 2 x, k = x, v = 3 x, y = -attention + 0.5.
+  Problem problem = Problem::SelfAttention(1, 1, 2, 1);
+  NamedTensors parameters;
+  for (const auto& [name, value] : std::vector<std::pair<std::string, double>>{
+           {"w_q", 2}, {"w_k", 1}, {"w_v", 3}, {"w_o", -1}}) {
+    Fill((parameters[name] = Tensor(DType::kF32, {1, 1})).view(), value);
+  }
+  for (const char* name : {"b_q", "b_k", "b_v", "b_o"}) {
+    Fill((parameters[name] = Tensor(DType::kF32, {1})).view(), name[2] == 'o' ? 0.5 : 0);
+  }
+  Tensor x(DType::kF32, {1, 2, 1});
+  x.span<float>()[0] = 1;
+  x.span<float>()[1] = 2;
+  const Tensor out = RunOwn(problem, {{"x", x.view()}}, {{"bias", "true"}}, &parameters);
+  for (int64_t i = 0; i < 2; ++i) {
+    // Scores of token i: 2 (i + 1) and 4 (i + 1); values 3 and 6.
+    const double first = std::exp(2.0 * static_cast<double>(i + 1));
+    const double second = std::exp(4.0 * static_cast<double>(i + 1));
+    EXPECT_NEAR(out.span<float>()[i], 0.5 - (3 * first + 6 * second) / (first + second), 2e-6);
+  }
+}
+
+TEST(MultiHead, HeadsMayChangePlacesTogetherWithTheRowsOfTheOutputMatrix) {
+  const Problem problem = Self(3, 40, 8);
+  const NamedTensors inputs = Random(problem);
+  const NamedTensors parameters = Parameters(problem);
+  NamedTensors permuted;
+  for (const auto& [name, tensor] : parameters) {
+    Tensor& to = permuted[name] = Tensor(DType::kF32, tensor.shape());
+    const int axis = name == "w_o" ? 0 : 1;
+    for (int64_t h = 0; h < 3; ++h) {
+      CopyElements(Slice(tensor.view(), axis, h * 8, 8),
+                   Slice(to.view(), axis, (h + 1) % 3 * 8, 8));
+    }
+  }
+  const Tensor out = RunOwn(problem, ViewsOf(inputs), {}, &parameters);
+  EXPECT_LE(MaxDifference(RunOwn(problem, ViewsOf(inputs), {}, &permuted).view(), out.view()),
+            Bound(out.view()));
+}
+
+TEST(MultiHead, TheOutputIsTheSumOfWhatEachHeadGivesAlone) {
+  const Problem problem = Self(3, 40, 8, /*causal=*/true);
+  const NamedTensors inputs = Random(problem);
+  const Tensor whole = RunOwn(problem, ViewsOf(inputs));
+  Tensor sum(DType::kF32, whole.shape());
+  Fill(sum.view(), 0);
+  for (int64_t h = 0; h < 3; ++h) {
+    NamedTensors parameters = Parameters(problem);
+    for (int64_t other = 0; other < 3; ++other) {
+      if (other != h) Fill(Slice(parameters["w_o"].view(), 0, other * 8, 8), 0);
+    }
+    const Tensor part = RunOwn(problem, ViewsOf(inputs), {}, &parameters);
+    for (int64_t n = 0; n < sum.num_elements(); ++n) sum.span<float>()[n] += part.span<float>()[n];
+  }
+  EXPECT_LE(MaxDifference(sum.view(), whole.view()), Bound(whole.view()));
+}
+
+TEST(MultiHead, EqualTokensGiveEqualRows) {
+  const Problem problem = Self(2, 70, 16);
+  NamedTensors inputs = Random(problem);
+  const TensorView x = inputs["x"].view();
+  for (int64_t t = 1; t < 70; ++t) CopyElements(Slice(x, 1, 0, 1), Slice(x, 1, t, 1));
+  const Tensor out = RunOwn(problem, ViewsOf(inputs));
+  for (int64_t t = 1; t < 70; ++t) {
+    EXPECT_EQ(MaxDifference(Slice(out.view(), 1, t, 1), Slice(out.view(), 1, 0, 1)), 0);
+  }
+}
+
+TEST(MultiHead, WithoutAnOutputMatrixOrAKeyItsBiasIsLeft) {
+  const Problem problem = Self(2, 30, 8, /*causal=*/true);
+  const Options options = {{"bias", "true"}};
+  NamedTensors inputs = Random(problem);
+  NamedTensors parameters = Parameters(problem, options);
+  const auto expect_bias = [&](const Tensor& out, int64_t batch) {
+    for (int64_t t = 0; t < 30; ++t) {
+      for (int64_t c = 0; c < 16; ++c) {
+        ASSERT_EQ(*out.view().At<float>(batch, t, c), parameters.at("b_o").span<float>()[c]);
+      }
+    }
+  };
+  Tensor mask(DType::kU8, {2, 30});
+  Fill(mask.view(), 1);
+  Fill(Slice(mask.view(), 0, 1, 1), 0);
+  inputs["key_mask"] = std::move(mask);
+  for (const Device device : kHostDevices) {
+    expect_bias(RunOwn(problem, ViewsOf(inputs), options, &parameters, device), 1);
+  }
+  Fill(parameters["w_o"].view(), 0);
+  expect_bias(RunOwn(problem, ViewsOf(inputs), options, &parameters), 0);
+}
+
+TEST(MultiHead, CrossAttentionToTheInputItselfIsSelfAttention) {
+  const Problem problem = Self(2, 45, 8, /*causal=*/true);
+  NamedTensors inputs = Random(problem);
+  const Tensor self = RunOwn(problem, ViewsOf(inputs));
+  inputs["memory"] = inputs.at("x").Clone();
+  EXPECT_EQ(
+      MaxDifference(RunOwn(problem, ViewsOf(inputs), {{"cross", "true"}}).view(), self.view()), 0);
+}
+
+// ---- Shapes, precisions, techniques inside ----
+
+TEST(MultiHead, EveryShapeMatchesTheDefinition) {
+  Problem grouped = Self(6, 33, 8);
+  grouped.kv_heads = 2;
+  ExpectMatchesDefinition(grouped, {{"bias", "true"}});
+  grouped.value_dim = 5;
+  ExpectMatchesDefinition(grouped, {});
+  for (const int64_t keys : {1, 0, 70, 129}) {
+    Problem cross = grouped;
+    cross.kv_tokens = keys;
+    ExpectMatchesDefinition(cross, {{"cross", "true"}, {"bias", "true"}});
+  }
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    ExpectMatchesDefinition(Self(2, 70, 16, true, dtype), {{"bias", "true"}});
+    ExpectMatchesDefinition(Self(2, 70, 16, false, dtype), {{"cross", "true"}});
+  }
+}
+
+TEST(MultiHead, EveryTechniqueOnQueriesKeysAndValuesWorksInside) {
+  for (const char* inner :
+       {"dense[scale=0.25]", "longformer[window=8,globals=0/40]", "longformer[window=6]", "alibi",
+        "performer[features=32]", "adaptive_span[max_span=40,span=10]",
+        "adaptive_span[dynamic=true,max_span=40,span=10]"}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      ExpectMatchesDefinition(Self(2, 70, 16, /*causal=*/true, dtype), {{"inner", inner}});
+    }
+  }
+  ExpectMatchesDefinition(Self(2, 70, 16), {{"inner", "performer[features=32]"}});
+}
+
+TEST(MultiHead, ItsHeadsAreTheTechniqueInsideOnTheProjections) {
+  const Problem problem = Self(2, 90, 8);
+  const NamedTensors inputs = Random(problem);
+  NamedTensors parameters = Parameters(problem);
+  parameters["w_o"] = Identity(16);
+  const Tensor out =
+      RunOwn(problem, ViewsOf(inputs), {{"inner", "longformer[window=10]"}}, &parameters);
+  NamedTensors projected;
+  for (const char* name : {"q", "k", "v"}) {
+    projected[name] = Project(inputs.at("x"), parameters.at(std::string("w_") + name), 2);
+  }
+  const NamedTensors longformer =
+      RunTechnique(Longformer(), problem, ViewsOf(projected), {{{"window", "10"}}}).value();
+  const ConstTensorView heads = Transpose(SplitAxis(out.view(), 2, 2), 1, 2);
+  EXPECT_LE(MaxDifference(heads, longformer.at("out").view()), 1e-5);
+}
+
+TEST(MultiHead, ParametersOfTheTechniqueInsideAreItsOwn) {
+  const Problem problem = Self(2, 40, 8);
+  const Options options = {{"inner", "performer[features=16]"}};
+  NamedTensors parameters = Parameters(problem, options);
+  std::vector<std::string> names;
+  for (const auto& entry : parameters) names.push_back(entry.first);
+  EXPECT_THAT(names, testing::ElementsAre("inner.w", "w_k", "w_o", "w_q", "w_v"));
+  const NamedTensors inputs = Random(problem);
+  const Tensor before = RunOwn(problem, ViewsOf(inputs), options, &parameters);
+  Tensor& projection = parameters["inner.w"];
+  for (float& value : projection.span<float>()) value = -value;
+  EXPECT_GT(
+      MaxDifference(RunOwn(problem, ViewsOf(inputs), options, &parameters).view(), before.view()),
+      1e-3);
+}
+
+// ---- What tools ask ----
+
+TEST(MultiHead, TheCounterpartHasDenseAttentionInside) {
+  const auto counterpart = [](const Options& options) {
+    return ToString(MultiHead().Counterpart(Self(2, 40, 8), options).value());
+  };
+  EXPECT_EQ(counterpart({}), "multi_head:bias=false,cross=false,inner=dense");
+  EXPECT_EQ(counterpart({{"inner", "longformer[window=8]"}, {"bias", "true"}}),
+            "multi_head:bias=true,cross=false,inner=dense");
+}
+
+TEST(MultiHead, OptionsInsideAreCanonicalAsWell) {
+  const auto canonical = [](const char* inner) {
+    return MultiHead().Canonical({{"inner", inner}}).value().at("inner");
+  };
+  EXPECT_EQ(canonical("longformer[window=512]"), "longformer");  // the default
+  EXPECT_EQ(canonical("longformer[window=064,dilation=1/2]"), "longformer[dilation=1/2,window=64]");
+}
+
+TEST(MultiHead, WhatItCannotDoIsSaidWithTheReason) {
+  const Problem problem = Self(2, 40, 8);
+  EXPECT_THAT(Error(problem, {{"inner", "longfromer"}}),
+              HasSubstr("there is no technique \"longfromer\"; nearest are longformer"));
+  EXPECT_THAT(Error(problem, {{"inner", "longformer[width=3]"}}),
+              HasSubstr("unknown option \"width\"; known are window"));
+  EXPECT_THAT(Error(problem, {{"inner", "dense[scale=-1]"}}),
+              HasSubstr("option scale is \"-1\"; allowed are 0 to 1e+06"));
+  EXPECT_THAT(Error(problem, {{"inner", "transformer_xl"}}),
+              HasSubstr("the input of transformer_xl is hidden"));
+  EXPECT_EQ(Error(problem, {{"inner", "adaptive_span"}}),
+            "inner adaptive_span: adaptive_span is causal only");
+  EXPECT_EQ(Error(problem, {{"inner", "longformer[projections=own]"}}),
+            "inner longformer[projections=own]: it reads q_global too; given are q, k, v and "
+            "key_mask, and the hidden state x");
+  Problem cross = problem;
+  cross.kv_tokens = 41;
+  EXPECT_EQ(Error(cross, {}),
+            "without cross, keys are of the same tokens as queries: kv_tokens is 41; allowed is "
+            "query_tokens, 40");
+  EXPECT_THAT(Error(cross, {{"cross", "true"}, {"inner", "longformer"}}),
+              HasSubstr("longformer is self-attention"));
+}
+
+TEST(MultiHead, CostCountsProjectionsAndPairs) {
+  Problem problem = Problem::SelfAttention(3, 4, 5, 2, /*causal=*/true);
+  problem.kv_heads = 2;
+  problem.value_dim = 3;
+  const auto layer = MultiHead().Create(problem, {{"bias", "true"}}, Device::kCpu, 1).value();
+  const NamedTensors inputs = Random(problem);
+  ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
+  // Width 8: q 8 x 8, k 8 x 4, v 8 x 6, o 12 x 8; 15 pairs a head.
+  const double weights = 8 * 8 + 8 * 4 + 8 * 6 + 12 * 8, biases = 8 + 4 + 6 + 8;
+  EXPECT_EQ(layer->cost().flops, 2 * 3 * (5 * weights + 4 * 15 * (2 + 3)));
+  EXPECT_EQ(layer->cost().bytes, 4 * (2 * 3 * 5 * 8 + weights + biases));
+}
+
+// ---- Golden files ----
+
+class MultiHeadGolden : public testing::TestWithParam<const char*> {};
+INSTANTIATE_TEST_SUITE_P(Files, MultiHeadGolden,
+                         testing::Values("self", "self_causal_padded", "cross_padded"));
+
+TEST_P(MultiHeadGolden, TorchsMultiheadAttentionComputesTheSame) {
+  const SafetensorsFile golden =
+      GoldenFile(std::string("attention/multi_head/testdata/") + GetParam() + ".safetensors");
+  const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
+  const bool cross = golden.metadata.at("cross") == "true";
+  const Tensor& x = golden.tensors.at("x");
+  Problem problem = Problem::SelfAttention(x.dim(0), number("heads"), x.dim(1), number("head_dim"),
+                                           golden.metadata.at("causal") == "true");
+  NamedTensors inputs, parameters;
+  for (const auto& [name, tensor] : golden.tensors) {
+    if (name == "x" || name == "memory") inputs[name] = tensor.Clone();
+    if (name[0] == 'w' || name[0] == 'b') parameters[name] = tensor.Clone();
+    if (name == "key_padding") inputs["key_mask"] = tensor.CloneAs(DType::kU8);
+  }
+  if (cross) problem.kv_tokens = inputs.at("memory").dim(1);
+  RunRequest request{{{"bias", "true"}, {"cross", cross ? "true" : "false"}}};
+  request.parameters = &parameters;
+  const ConstTensorView out = golden.tensors.at("out").view();
+  const auto defined = DefineTechnique(MultiHead(), problem, ViewsOf(inputs), request);
+  EXPECT_LE(MaxDifference(defined->at("out").view(), out), 1e-13);
+  for (const Device device : kHostDevices) {
+    const Tensor ours = RunOwn(problem, ViewsOf(inputs), request.options, &parameters, device);
+    EXPECT_LE(MaxDifference(ours.view(), out), Bound(out)) << Name(device);
+  }
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,131 @@
+// Attention between hidden states: any attention on queries, keys and values, with the projections
+// before and after it.
+//
+//   q = x W_q + b_q,  k = m W_k + b_k,  v = m W_v + b_v     m = x, or the memory of cross attention
+//   y = concat_heads(inner(q, k, v)) W_o + b_o + residual
+//
+// W_q, W_k and W_v lie side by side, so that self-attention projects x by one product, and cross
+// attention x by one and the memory by another. Heads are views of the products' rows: nothing is
+// transposed. q, k, v and the heads' results are rounded to the problem's dtype, which is what the
+// inner attention reads and writes; products sum in fp32 (core/layers/matmul.h).
+#ifndef TFB_ATTENTION_MULTI_HEAD_PROJECTED_ATTENTION_H_
+#define TFB_ATTENTION_MULTI_HEAD_PROJECTED_ATTENTION_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/layers/matmul.h"
+#include "core/options.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+
+namespace tfb {
+
+// ---- The attention inside ----
+
+// An option of that name for the inner technique: one of the registry on q, k and v.
+void BindInner(OptionBinder& bind, TechniqueSpec* inner);
+
+// Its layer for the problem. What the technique says where it refuses is passed on, and so is that
+// it reads more than there is here: q, k, v, key_mask and, where `gives_x`, the hidden state x.
+absl::StatusOr<std::unique_ptr<Layer>> CreateInner(const TechniqueSpec& inner,
+                                                   const Problem& problem, Device device,
+                                                   uint64_t seed, bool gives_x);
+
+// ---- Parameters ----
+
+// A parameter and how it is drawn.
+struct ParameterSpec {
+  std::string name;
+  Shape shape;
+  double mean;
+  double deviation;
+};
+// w_q [model_dim, query_heads head_dim], w_k [model_dim, kv_heads head_dim], w_v [model_dim,
+// kv_heads value_dim], w_o [query_heads value_dim, model_dim], where y = x W and head h owns columns
+// h head_dim to (h + 1) head_dim - 1 (rows of w_o), and with `bias` b_q, b_k, b_v, b_o. All are
+// N(0, 1 / rows of the matrix), so that q and k of hidden states N(0, 1) give scores N(0, 1).
+std::vector<ParameterSpec> ProjectionSpecs(const Problem& problem, bool bias);
+// Adds each, drawn from the seed and its name with the prefix, in f32. ResourceExhausted where there
+// is no memory.
+absl::Status DrawParameters(const std::vector<ParameterSpec>& specs, absl::string_view prefix,
+                            uint64_t seed, NamedTensors* parameters);
+// Those of the inner layer, with the prefix.
+void AddInnerParameters(const Layer& inner, absl::string_view prefix, NamedTensors* parameters);
+// Those whose names have the prefix, without it.
+NamedTensors WithoutPrefix(const NamedTensors& parameters, absl::string_view prefix);
+
+// ---- The layer's part ----
+
+class ProjectedAttention {
+ public:
+  // `inner` is a layer for the problem on the device.
+  ProjectedAttention(Device device, const Problem& problem, bool cross,
+                     std::unique_ptr<Layer> inner);
+
+  // Views of the device's memory.
+  struct Call {
+    ConstTensorView x;         // [batch, query_tokens, model_dim] of any dtype
+    ConstTensorView memory;    // [batch, kv_tokens, model_dim]; empty unless cross
+    ConstTensorView key_mask;  // u8 [batch, kv_tokens], or empty
+    ConstTensorView residual;  // as y, or empty
+    TensorView y;              // [batch, query_tokens, model_dim]; may be x, and the residual
+  };
+
+  // `parameters` in host memory: those of ProjectionSpecs, and the inner layer's as inner.NAME,
+  // each with the prefix. The inner layer sees the call's inputs, as its Setup may need.
+  absl::Status Setup(const NamedTensors& parameters, absl::string_view prefix, const Call& call,
+                     const Execution& execution);
+  size_t workspace_bytes(int threads) const;
+  // Allocates nothing; on CUDA it enqueues on the stream.
+  absl::Status Run(const Call& call, const Execution& execution);
+
+  double projection_flops() const;
+  const Layer& inner() const { return *inner_; }
+
+ private:
+  struct Scratch {
+    TensorView queries;      // [batch, query_tokens, query_width]
+    TensorView keys_values;  // [batch, kv_tokens, key_width + value_width]
+    TensorView packed;       // unless cross: both of them side by side
+    TensorView context;      // [batch, query_tokens, context_width]
+  };
+  Scratch LayOut(Workspace& workspace) const;
+  absl::Status Project(const Call& call, const Scratch& scratch, const Execution& execution);
+
+  Device device_;
+  Problem problem_;
+  bool cross_;
+  int64_t query_width_;
+  int64_t key_width_;
+  int64_t value_width_;
+  int64_t context_width_;
+  PackedMatrix queries_;      // cross: W_q; else W_q, W_k, W_v
+  PackedMatrix keys_values_;  // cross: W_k, W_v
+  PackedMatrix output_;
+  std::unique_ptr<Layer> inner_;
+  Inputs inner_inputs_;  // their names are here before a Run, which must not allocate
+  Outputs inner_outputs_;
+};
+
+// ---- The definition, in float64 ----
+
+// y without the residual, f64 [batch, rows, model_dim], by the formula above, with the same
+// roundings to the problem's dtype and the inner technique's own definition. `x` and `memory` are of
+// any dtype, `memory` empty unless cross. With request.weights also the inner's weights.
+absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpec& inner,
+                                      const NamedTensors& parameters, absl::string_view prefix,
+                                      const ConstTensorView& x, const ConstTensorView& memory,
+                                      const ConstTensorView& key_mask,
+                                      const DefinitionRequest& request, NamedTensors* outputs);
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_MULTI_HEAD_PROJECTED_ATTENTION_H_
