@@ -523,6 +523,8 @@ def fixed_masks():
                    "summary)",
     }
     return {"fixed": masks}, metadata, formula
+
+
 # ---- attention/multi_head ----
 
 MULTI_HEAD = "torch.nn.MultiheadAttention"
