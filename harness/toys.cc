@@ -69,7 +69,10 @@ class MeanLayer : public Layer {
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs, const Execution&) override {
     if (deed_ == Deed::kRefuses) return absl::InternalError("the toy refuses to run");
-    if (deed_ == Deed::kCrashes) raise(SIGSEGV);
+    if (deed_ == Deed::kCrashes) {
+      signal(SIGSEGV, SIG_DFL);  // sanitizers catch it
+      raise(SIGSEGV);
+    }
     if (options_.ms > 0) absl::SleepFor(absl::Milliseconds(options_.ms));
     for (int64_t round = 0; round < options_.rounds; ++round) Fill(inputs.Get("v"), outputs);
     return absl::OkStatus();

@@ -6,6 +6,10 @@
 #include <string>
 #include <vector>
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/lsan_interface.h>
+#endif
+
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "attention/dense/dense.h"
@@ -120,7 +124,17 @@ const Cudnn* CudnnThatPlans() {
   return (*cudnn)->version() >= 91100 ? *cudnn : nullptr;
 }
 
+// What cuDNN allocates and keeps is not for the leak sanitizer to judge.
+class WithoutLeakChecks {
+ public:
+#ifdef __SANITIZE_ADDRESS__
+  WithoutLeakChecks() { __lsan_disable(); }
+  ~WithoutLeakChecks() { __lsan_enable(); }
+#endif
+};
+
 absl::Status PlanFor(const Gpu& gpu, CudnnGraph graph) {
+  [[maybe_unused]] const WithoutLeakChecks plans;
   CudnnTarget target;
   target.device_properties = gpu.properties;
   return graph.Plan(target).status();
