@@ -60,6 +60,25 @@ void FillNormal(Tensor* tensor, uint64_t seed, absl::string_view name, double me
   }
 }
 
+void FillDrawn(Tensor* tensor, Distribution distribution, uint64_t seed, absl::string_view name) {
+  const RandomStream stream(seed, name);
+  for (int64_t i = 0; i < tensor->num_elements(); ++i) {
+    double value = 0;
+    switch (distribution) {
+      case Distribution::kNormal:
+        value = stream.Normal(i);
+        break;
+      case Distribution::kUniform:
+        value = stream.Uniform(i);
+        break;
+      case Distribution::kGumbel:
+        value = -std::log(-std::log(stream.Uniform(i)));
+        break;
+    }
+    tensor->view().Set(i, value);
+  }
+}
+
 void FillUniform(Tensor* tensor, uint64_t seed, absl::string_view name, double min, double max) {
   const RandomStream stream(seed, name);
   for (int64_t i = 0; i < tensor->num_elements(); ++i) {

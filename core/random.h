@@ -34,6 +34,13 @@ class RandomStream {
 // Element i (row-major) is draw i of the stream.
 void FillNormal(Tensor* tensor, uint64_t seed, absl::string_view name, double mean = 0,
                 double deviation = 1);
+// The same by the standard form of a distribution.
+enum class Distribution : uint8_t {
+  kNormal,   // mean 0, variance 1
+  kUniform,  // between 0 and 1
+  kGumbel,   // -log(-log u) of a uniform u
+};
+void FillDrawn(Tensor* tensor, Distribution distribution, uint64_t seed, absl::string_view name);
 void FillUniform(Tensor* tensor, uint64_t seed, absl::string_view name, double min, double max);
 
 }  // namespace tfb

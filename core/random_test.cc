@@ -49,5 +49,19 @@ TEST(Fill, UniformStaysInItsInterval) {
   }
 }
 
+// The Gumbel distribution has the mean 0.5772 and the variance pi^2 / 6.
+TEST(Fill, GumbelHasItsMoments) {
+  Tensor tensor(DType::kF64, {100000});
+  FillDrawn(&tensor, Distribution::kGumbel, 3, "g");
+  double mean = 0, square = 0;
+  for (double g : tensor.span<double>()) {
+    mean += g / 1e5;
+    square += g * g / 1e5;
+  }
+  const double variance = M_PI * M_PI / 6, fourth = 5.4 * variance * variance;  // kurtosis 12/5 + 3
+  EXPECT_NEAR(mean, 0.5772156649, 4 * std::sqrt(variance / 1e5));
+  EXPECT_NEAR(square - mean * mean, variance, 4 * std::sqrt(fourth / 1e5));
+}
+
 }  // namespace
 }  // namespace tfb

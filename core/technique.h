@@ -21,6 +21,7 @@
 #include "absl/types/span.h"
 #include "core/options.h"
 #include "core/problem.h"
+#include "core/random.h"
 #include "core/status.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
@@ -50,6 +51,9 @@ struct TensorSpec {
   Shape shape;
   DType dtype = DType::kF32;
   bool optional = false;
+  // The input is noise of this distribution: drawn, where the caller's tensors do not have it. Other
+  // inputs that a harness draws are normal.
+  std::optional<Distribution> noise = std::nullopt;
 };
 
 // Work of one Run. Unknown is absent, never 0.

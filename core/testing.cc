@@ -18,7 +18,7 @@ NamedTensors RandomInputs(const std::vector<TensorSpec>& specs, uint64_t seed) {
     if (spec.optional) continue;
     Tensor tensor(spec.dtype, spec.shape);
     if (IsFloating(spec.dtype)) {
-      FillNormal(&tensor, seed, spec.name);
+      FillDrawn(&tensor, spec.noise.value_or(Distribution::kNormal), seed, spec.name);
     } else {
       Fill(tensor.view(), 1);
     }

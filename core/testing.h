@@ -13,8 +13,8 @@
 
 namespace tfb {
 
-// A tensor for each spec that is not optional: floats drawn N(0, 1) from the seed and the name,
-// masks all 1.
+// A tensor for each spec that is not optional: floats drawn from the seed and the name, N(0, 1) or
+// as the noise they are; masks all 1.
 NamedTensors RandomInputs(const std::vector<TensorSpec>& specs, uint64_t seed);
 
 // Tensors for the specs, filled with NaN, optional ones included.

@@ -106,25 +106,29 @@ void PointQueriesAtKeys(const PeakShape& shape, const Problem& problem, uint64_t
   }
 }
 
+absl::StatusOr<Tensor> DrawOne(const TensorSpec& spec, uint64_t seed) {
+  absl::StatusOr<Tensor> tensor = Tensor::Allocate(spec.dtype, spec.shape);
+  if (!tensor.ok()) {
+    return absl::Status(tensor.status().code(),
+                        absl::StrCat("input ", spec.name, ": ", tensor.status().message()));
+  }
+  const std::string stream = absl::StrCat("input/", spec.name);
+  if (IsFloating(spec.dtype)) {
+    FillDrawn(&*tensor, spec.noise.value_or(Distribution::kNormal), seed, stream);
+  } else {
+    const RandomStream random(seed, stream);
+    for (int64_t i = 0; i < tensor->num_elements(); ++i) {
+      tensor->view().Set(i, static_cast<double>(random.Bits(i) % kDrawnIds));
+    }
+  }
+  return tensor;
+}
+
 absl::StatusOr<NamedTensors> Draw(const std::vector<TensorSpec>& specs, uint64_t seed) {
   NamedTensors tensors;
   for (const TensorSpec& spec : specs) {
     if (spec.optional) continue;
-    absl::StatusOr<Tensor> tensor = Tensor::Allocate(spec.dtype, spec.shape);
-    if (!tensor.ok()) {
-      return absl::Status(tensor.status().code(),
-                          absl::StrCat("input ", spec.name, ": ", tensor.status().message()));
-    }
-    const std::string stream = absl::StrCat("input/", spec.name);
-    if (IsFloating(spec.dtype)) {
-      FillNormal(&*tensor, seed, stream);
-    } else {
-      const RandomStream random(seed, stream);
-      for (int64_t i = 0; i < tensor->num_elements(); ++i) {
-        tensor->view().Set(i, static_cast<double>(random.Bits(i) % kDrawnIds));
-      }
-    }
-    tensors[spec.name] = *std::move(tensor);
+    TFB_ASSIGN_OR_RETURN(tensors[spec.name], DrawOne(spec, seed));
   }
   return tensors;
 }
@@ -277,12 +281,16 @@ absl::StatusOr<Tensor> Cut(const CapturedLayer& layer, const TensorSpec& spec,
 }
 
 absl::StatusOr<NamedTensors> CutAll(const CapturedLayer& layer,
-                                    const std::vector<TensorSpec>& specs) {
+                                    const std::vector<TensorSpec>& specs, uint64_t seed) {
   NamedTensors tensors;
   for (const TensorSpec& spec : specs) {
     const Tensor* tensor = layer.Find(spec.name);
     if (tensor == nullptr) {
       if (spec.optional) continue;
+      if (spec.noise.has_value()) {
+        TFB_ASSIGN_OR_RETURN(tensors[spec.name], DrawOne(spec, seed));
+        continue;
+      }
       return absl::NotFoundError(absl::StrCat(WithTensor(layer, spec.name),
                                               " is not there; the file has ",
                                               absl::StrJoin(layer.names(), ", ")));
@@ -428,7 +436,7 @@ absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
 absl::StatusOr<NamedTensors> MakeInputs(const InputSource& source,
                                         const std::vector<TensorSpec>& specs,
                                         const Problem& problem, uint64_t seed) {
-  if (source.captured != nullptr) return CutAll(*source.captured, specs);
+  if (source.captured != nullptr) return CutAll(*source.captured, specs, seed);
   if (source.profile == "peaked") return DrawPeaks(kPeaked, "peaked", specs, problem, seed);
   if (source.profile == "needle") return DrawPeaks(kNeedle, "needle", specs, problem, seed);
   if (source.profile == "gaussian") return Draw(specs, seed);

@@ -25,7 +25,8 @@
 // Files. Names are q, k, v [batch, heads, tokens, channels], x [batch, tokens, model_dim] and what
 // else a technique declares, each bare or as "layer<N>.name". Sizes are the file's; batch and
 // tokens may be cut to a prefix; elements are converted to the dtype that is asked for. A tensor
-// that the file has not is NotFound: nothing is drawn in its place.
+// that the file has not is NotFound: nothing is drawn in its place, but for noise, which is an input
+// that no file need have.
 #ifndef TFB_HARNESS_INPUTS_H_
 #define TFB_HARNESS_INPUTS_H_
 

@@ -225,6 +225,25 @@ TEST(Inputs, WhatAFileHasNotIsNotFoundAndNotDrawn) {
               AllOf(HasSubstr("[1, 12, 512, 32]"), HasSubstr("[1, 8, 100, 32]")));
 }
 
+TEST(Inputs, NoiseIsDrawnFromItsDistributionForAFileToo) {
+  const auto sources = ParseInputSources("real");
+  ASSERT_TRUE(sources.ok()) << sources.status();
+  const Problem problem = Problem::SelfAttention(1, 12, 100, 32);
+  std::vector<TensorSpec> specs = QkvInputs(problem);
+  specs.push_back({"u", {1, 12, 100}, DType::kF32, false, Distribution::kUniform});
+  for (const InputSource& source : {Drawn("gaussian"), (*sources)[0]}) {
+    const auto inputs = MakeInputs(source, specs, problem, 1);
+    ASSERT_TRUE(inputs.ok()) << inputs.status();
+    double mean = 0;
+    for (float u : inputs->at("u").span<float>()) {
+      EXPECT_GE(u, 0);
+      EXPECT_LE(u, 1);
+      mean += u / 1200;
+    }
+    EXPECT_NEAR(mean, 0.5, 4 * std::sqrt(1.0 / 12 / 1200));
+  }
+}
+
 std::string WriteFile(const std::string& name, const NamedTensors& tensors) {
   const std::string path = ::testing::TempDir() + "/" + name;
   EXPECT_TRUE(WriteSafetensors(path, tensors).ok());

@@ -256,9 +256,13 @@ Hard::Hard() : TechniqueOf(Info()) {}
 std::vector<TensorSpec> Hard::ReadTensors(const Problem& p, const HardOptions& options) const {
   std::vector<TensorSpec> tensors = QkvInputs(p);
   if (options.sample == Sample::kNone) return tensors;
-  Shape shape = {p.batch, p.query_heads, p.query_tokens};
-  if (options.sample == Sample::kGumbel) shape.push_back(p.kv_tokens);
-  tensors.push_back({NoiseName(options), shape, DType::kF32, false});
+  TensorSpec noise{NoiseName(options), {p.batch, p.query_heads, p.query_tokens}};
+  noise.noise = Distribution::kUniform;
+  if (options.sample == Sample::kGumbel) {
+    noise.shape.push_back(p.kv_tokens);
+    noise.noise = Distribution::kGumbel;
+  }
+  tensors.push_back(std::move(noise));
   return tensors;
 }
 

@@ -19,15 +19,8 @@ namespace {
 
 const float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// Noise as its distribution has it, other inputs N(0, 1).
 NamedTensors Random(const Problem& problem, const Options& options = {}, uint64_t seed = 7) {
-  NamedTensors inputs = RandomInputs(Hard().InputSpecs(problem, options).value(), seed);
-  if (inputs.count("u") > 0) FillUniform(&inputs["u"], seed, "u", 0, 1);
-  if (inputs.count("g") > 0) {
-    FillUniform(&inputs["g"], seed, "g", 0, 1);
-    for (float& g : inputs["g"].span<float>()) g = -std::log(-std::log(g));
-  }
-  return inputs;
+  return RandomInputs(Hard().InputSpecs(problem, options).value(), seed);
 }
 
 NamedTensors RunOwn(const Problem& problem, const NamedTensors& inputs, const Options& options = {},
