@@ -57,6 +57,18 @@ absl::Status Layer::SetParameters(const NamedTensors& parameters) {
   return absl::OkStatus();
 }
 
+double Layer::TensorBytes() const {
+  double bytes = 0;
+  for (const auto* specs : {&inputs_, &outputs_}) {
+    for (const TensorSpec& spec : *specs) {
+      if (!spec.optional)
+        bytes += static_cast<double>(NumElements(spec.shape) * SizeOf(spec.dtype));
+    }
+  }
+  for (const auto& entry : parameters_) bytes += static_cast<double>(entry.second.bytes());
+  return bytes;
+}
+
 absl::Status Layer::CheckCall(const Execution& execution) const {
   if (execution.pool == nullptr) return absl::InvalidArgumentError("execution has no thread pool");
   const size_t needed = workspace_bytes(execution.pool->threads());

@@ -114,6 +114,9 @@ class Layer {
   virtual absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                              const Execution& execution) = 0;
 
+  // What a Run must move: inputs and outputs, optional ones left out, and parameters once.
+  double TensorBytes() const;
+
   absl::Status CheckCall(const Execution& execution) const;
   bool ready() const { return ready_; }
 

@@ -207,15 +207,7 @@ class EncoderDecoderLayer : public Layer {
       }
     }
     if (is_known) cost.flops = flops;
-    double bytes = 0;
-    for (const auto* specs : {&inputs(), &outputs()}) {
-      for (const TensorSpec& spec : *specs) {
-        if (spec.optional) continue;
-        bytes += static_cast<double>(NumElements(spec.shape) * SizeOf(spec.dtype));
-      }
-    }
-    for (const auto& entry : parameters_) bytes += static_cast<double>(entry.second.bytes());
-    cost.bytes = bytes;
+    cost.bytes = TensorBytes();
     return cost;
   }
 

@@ -61,15 +61,7 @@ class MultiHeadLayer : public Layer {
     Cost cost;
     const Cost inner = attention_.inner().cost();
     if (inner.flops.has_value()) cost.flops = attention_.projection_flops() + *inner.flops;
-    double bytes = 0;
-    for (const auto* specs : {&inputs(), &outputs()}) {
-      for (const TensorSpec& spec : *specs) {
-        if (spec.optional) continue;
-        bytes += static_cast<double>(NumElements(spec.shape) * SizeOf(spec.dtype));
-      }
-    }
-    for (const auto& entry : parameters_) bytes += static_cast<double>(entry.second.bytes());
-    cost.bytes = bytes;
+    cost.bytes = TensorBytes();
     return cost;
   }
 

@@ -162,14 +162,11 @@ class TransformerXlLayer : public StreamingLayer {
     const double width = static_cast<double>(p.model_dim());
     const double rows = static_cast<double>(p.batch * p.query_tokens);
     const double pairs = static_cast<double>(p.batch) * ContextOf(p.query_tokens, options_).pairs;
-    double parameter_bytes = 0;
-    for (const auto& [name, tensor] : parameters_)
-      parameter_bytes += static_cast<double>(tensor.bytes());
     Cost cost;
     cost.flops =
         2 * static_cast<double>(options_.layers) *
         (rows * width * (4 * width + 2 * static_cast<double>(inner_dim())) + pairs * 3 * width);
-    cost.bytes = 2 * rows * width * static_cast<double>(SizeOf(p.dtype)) + parameter_bytes;
+    cost.bytes = TensorBytes();
     return cost;
   }
 
