@@ -1,13 +1,13 @@
 #include "attention/image_local/image_local.h"
 
 #include <algorithm>
-#include <utility>
+#include <memory>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "core/cuda/device_array.h"
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
+#include "core/flash/flash_parts.h"
 
 namespace tfb {
 namespace {
@@ -206,38 +206,21 @@ class Pattern2d : public Pattern {
   const Image& image_;
 };
 
-// The pattern knows the mask, and its rows are not in the order of tokens.
-Problem NotCausal(Problem problem) {
-  problem.causal = false;
-  return problem;
-}
-
-class Layer2d : public FlashLayer {
+class Layer2d : public FlashPartsLayer {
  public:
   Layer2d(const Problem& problem, const ImageLocalOptions& options, Device device)
-      : FlashLayer(NotCausal(problem), QkvInputs(problem), AttentionOutputs(problem), device,
-                   nullptr),
-        image_(options, problem.kv_tokens) {
-    set_pattern(std::make_unique<Pattern2d>(image_));
-  }
+      : FlashPartsLayer(problem, device, {problem}), image_(options, problem.kv_tokens) {}
 
  protected:
-  absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) override {
-    TFB_ASSIGN_OR_RETURN(query_order_,
-                         DeviceArray<int32_t>::Create(device(), image_.query_order()));
-    TFB_ASSIGN_OR_RETURN(key_order_, DeviceArray<int32_t>::Create(device(), image_.key_order()));
-    return absl::OkStatus();
-  }
-  absl::Status Prepare(const Inputs&, const Execution&, Workspace*, FlashCall* call) override {
-    call->query_order = {query_order_.data(), 0, 0};
-    call->key_order = {key_order_.data(), 0, 0};
-    return absl::OkStatus();
+  std::vector<FlashPartSpec> DescribeParts() override {
+    std::vector<FlashPartSpec> parts;
+    parts.push_back(
+        {std::make_unique<Pattern2d>(image_), image_.query_order(), image_.key_order()});
+    return parts;
   }
 
  private:
   Image image_;
-  DeviceArray<int32_t> query_order_;
-  DeviceArray<int32_t> key_order_;
 };
 
 absl::Status Check(const Problem& problem, const ImageLocalOptions& options) {
@@ -294,7 +277,9 @@ absl::Status ImageLocal::Definition(const Problem& problem, const ImageLocalOpti
         key_r / h == r / h && key_c / w == c / w && (key_r < r || (key_r == r && key_c <= c));
     return above || left || within;
   };
-  DefineMaskedAttention(NotCausal(problem), inputs, request, /*scale=*/0, sees, no_bias, outputs);
+  Problem block_raster = problem;  // whose order is not the tokens'
+  block_raster.causal = false;
+  DefineMaskedAttention(block_raster, inputs, request, /*scale=*/0, sees, no_bias, outputs);
   return absl::OkStatus();
 }
 
