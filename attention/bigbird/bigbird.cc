@@ -232,13 +232,7 @@ class BigBirdLayer : public FlashLayer {
                      const Execution& execution) override {
     TFB_RETURN_IF_ERROR(FlashLayer::DoRun(inputs, outputs, execution));
     if (globals_.empty()) return absl::OkStatus();
-    FlashCall call = globals_engine_.NewCall();
-    call.q = inputs.Get("q");
-    call.k = inputs.Get("k");
-    call.v = inputs.Get("v");
-    call.key_mask = inputs.Get("key_mask");
-    call.out = outputs.Get("out");
-    call.log_sum_exp = outputs.Get("log_sum_exp");
+    FlashCall call = globals_engine_.NewCall(inputs, outputs);
     call.query_order = {global_tokens_.data(), 0, 0};
     return globals_engine_.Run(call, execution);
   }

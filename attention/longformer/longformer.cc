@@ -189,13 +189,7 @@ class LongformerLayer : public Layer {
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
-    FlashCall call = local_.NewCall();
-    call.q = inputs.Get("q");
-    call.k = inputs.Get("k");
-    call.v = inputs.Get("v");
-    call.key_mask = inputs.Get("key_mask");
-    call.out = outputs.Get("out");
-    call.log_sum_exp = outputs.Get("log_sum_exp");
+    FlashCall call = local_.NewCall(inputs, outputs);
     const bool dilated = std::any_of(options_.dilation.begin(), options_.dilation.end(),
                                      [](int64_t dilation) { return dilation > 1; });
     if (dilated) {

@@ -53,6 +53,17 @@ FlashCall FlashEngine::NewCall() const {
   return call;
 }
 
+FlashCall FlashEngine::NewCall(const Inputs& inputs, const Outputs& outputs) const {
+  FlashCall call = NewCall();
+  call.q = inputs.Get("q");
+  call.k = inputs.Get("k");
+  call.v = inputs.Get("v");
+  call.key_mask = inputs.Get("key_mask");
+  call.out = outputs.Get("out");
+  call.log_sum_exp = outputs.Get("log_sum_exp");
+  return call;
+}
+
 absl::Status FlashEngine::Run(const Problem& problem, const FlashCall& call,
                               const Execution& execution) const {
   return device_ == Device::kCpu ? FlashCpu(problem, call, execution)

@@ -37,6 +37,8 @@ class FlashEngine {
 
   // A call with its rule and, but for streams, its schedule, to be completed by tensors.
   FlashCall NewCall() const;
+  // With the tensors of attention by their usual names: q, k, v, key_mask, out and log_sum_exp.
+  FlashCall NewCall(const Inputs& inputs, const Outputs& outputs) const;
   // Allocates nothing and, on a GPU, does not synchronise.
   absl::Status Run(const FlashCall& call, const Execution& execution) const {
     return Run(problem_, call, execution);

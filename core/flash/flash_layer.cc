@@ -36,13 +36,7 @@ absl::Status FlashLayer::DoSetup(const Inputs& inputs, const Execution& executio
 
 absl::Status FlashLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
                                const Execution& execution) {
-  FlashCall call = engine_.NewCall();
-  call.q = inputs.Get("q");
-  call.k = inputs.Get("k");
-  call.v = inputs.Get("v");
-  call.key_mask = inputs.Get("key_mask");
-  call.out = outputs.Get("out");
-  call.log_sum_exp = outputs.Get("log_sum_exp");
+  FlashCall call = engine_.NewCall(inputs, outputs);
   call.scale = scale_;
   Workspace workspace(execution.workspace);
   TFB_RETURN_IF_ERROR(Prepare(inputs, execution, &workspace, &call));

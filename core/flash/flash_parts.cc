@@ -114,13 +114,7 @@ absl::Status FlashPartsLayer::DoRun(const Inputs& inputs, const Outputs& outputs
   };
   for (size_t n = 0; n < calls_.size(); ++n) {
     FlashCall& call = calls_[n];
-    call = parts_.engines()[n].NewCall();
-    call.q = inputs.Get("q");
-    call.k = inputs.Get("k");
-    call.v = inputs.Get("v");
-    call.key_mask = inputs.Get("key_mask");
-    call.out = outputs.Get("out");
-    call.log_sum_exp = outputs.Get("log_sum_exp");
+    call = parts_.engines()[n].NewCall(inputs, outputs);
     call.query_order = order_of(orders_[n].queries, problems_[n].query_tokens, problem().group());
     call.key_order = order_of(orders_[n].keys, problems_[n].kv_tokens, 1);
   }

@@ -77,13 +77,7 @@ class ThirdsLayer : public Layer {
                      const Execution& execution) override {
     std::vector<FlashCall> calls;
     for (int64_t r = 0; r < 3; ++r) {
-      FlashCall call = parts_.engines()[r].NewCall();
-      call.q = inputs.Get("q");
-      call.k = inputs.Get("k");
-      call.v = inputs.Get("v");
-      call.key_mask = inputs.Get("key_mask");
-      call.out = outputs.Get("out");
-      call.log_sum_exp = outputs.Get("log_sum_exp");
+      FlashCall call = parts_.engines()[r].NewCall(inputs, outputs);
       call.key_order = {orders_[r].data(), 0, 0};
       if (r == 1) call.query_order = {reversed_.data(), 0, 0};
       calls.push_back(call);
