@@ -40,4 +40,9 @@ RelativeKeys::RelativeKeys(const ConstTensorView& table, int64_t low, int64_t hi
   }
 }
 
+absl::Status CheckIds(const FlashCall& call) {
+  if (!call.query_ids.empty() && !call.key_ids.empty()) return absl::OkStatus();
+  return absl::InternalError("a call whose rule has label keys has no ids of queries or keys");
+}
+
 }  // namespace tfb

@@ -96,12 +96,14 @@ struct PackedTile {
 
 // What one thread needs for one task.
 struct Scratch {
-  float* content_query;   // [64][key_depth]
-  float* position_query;  // [64][key_depth]
-  float* scores;          // [64][kScoreRow]
-  float* positions;       // [64][kPositionRow]
-  float* accumulator;     // [64][value_row]
-  float* max;             // [64]
+  float* content_query;      // [64][key_depth]
+  float* position_query;     // [64][key_depth]
+  float* scores;             // [64][kScoreRow]
+  float* positions;          // [64][kPositionRow]
+  float (*label_scores)[2];  // [64] against the label keys
+  int32_t* query_ids;        // [64]
+  float* accumulator;        // [64][value_row]
+  float* max;                // [64]
   float* sum;
   float* rescale;
   float* limit;
@@ -129,6 +131,8 @@ Memory LayOut(const Layout& layout, int threads, Workspace& workspace) {
     scratch.scores = workspace.Take<float>(kTile * kScoreRow);
     scratch.positions =
         layout.has_positions ? workspace.Take<float>(kTile * kPositionRow) : nullptr;
+    scratch.label_scores = workspace.Take<float[2]>(kTile);
+    scratch.query_ids = workspace.Take<int32_t>(kTile);
     scratch.accumulator = workspace.Take<float>(kTile * layout.value_row);
     scratch.max = workspace.Take<float>(kTile);
     scratch.sum = workspace.Take<float>(kTile);
@@ -386,8 +390,27 @@ class FlashRun {
     };
     load(rule.content_bias, scratch.content_query);
     if (rule.relative_keys != nullptr) load(rule.position_bias, scratch.position_query);
+    if (rule.label_keys.keys != nullptr) {
+      float* rows = scratch.scores;  // whose memory is free
+      load(rule.position_bias, rows);
+      ScoreLabels(task, rows, scratch);
+    }
     if (rule.soft_span.span == nullptr) return;
     for (int64_t r = 0; r < task.rows; ++r) scratch.limit[r] = RampLimit(task, r);
+  }
+
+  // Scores of the queries in `rows` against the label keys, which each pair has one of.
+  void ScoreLabels(const Task& task, const float* rows, Scratch& scratch) const {
+    const LabelKeys& labels = call_.rule.label_keys;
+    const int64_t channels = problem_.head_dim;
+    for (int64_t label = 0; label < 2; ++label) {
+      const float* key = labels.keys + (task.head % labels.heads * 2 + label) * channels;
+      kernels_.matrix_vector(task.rows, channels, rows, layout_.key_depth, key,
+                             scratch.label_scores[0] + label, 2, false);
+    }
+    for (int64_t r = 0; r < task.rows; ++r) {
+      scratch.query_ids[r] = *call_.query_ids.At<int32_t>(task.batch, QueryToken(task, r));
+    }
   }
 
   // The soft span of row r as ramp + z - (i + causal_offset): the weight of key j is then
@@ -542,6 +565,9 @@ class FlashRun {
     if (rule.relative_keys != nullptr) {
       kernels_.add(scores, ComputePositions(task, first, tiles, scratch), kPositionRow - 1);
     }
+    if (rule.label_keys.keys != nullptr) {
+      for (int64_t t = 0; t < tiles; ++t) AddLabels(task, chunk[t], t, scratch);
+    }
     if (rule.relu_multiplier != nullptr) {
       kernels_.relu_multiply(scores, rule.relu_multiplier->At(task.head, first), -1);
     }
@@ -551,6 +577,22 @@ class FlashRun {
       if (chunk[t].whole) continue;
       kernels_.mask({scratch.scores + t * kTile, kScoreRow, task.rows, kTile}, chunk[t].visible);
     }
+  }
+
+  // To the scores of tile t of the chunk.
+  void AddLabels(const Task& task, const Tile& tile, int64_t t, Scratch& scratch) const {
+    int32_t key_ids[kTile] = {};  // keys that do not exist may have any
+    const int64_t first = tile.index * kTile;
+    for (int64_t c = 0; c < std::min(kTile, problem_.kv_tokens - first); ++c) {
+      const int64_t token = call_.key_order(task.batch, KvHead(task), first + c);
+      key_ids[c] = *call_.key_ids.At<int32_t>(task.batch, token);
+    }
+    ForEachPart(task, tile, [&](int64_t row, int64_t rows, const Extent& extent) {
+      const int64_t column = extent.begin;
+      kernels_.add_by_label({scratch.scores + row * kScoreRow + t * kTile + column, kScoreRow, rows,
+                             extent.end - column},
+                            scratch.query_ids + row, key_ids + column, scratch.label_scores + row);
+    });
   }
 
   // Scores against the relative keys that a chunk of `tiles` tiles needs, where row r at column 0
@@ -766,6 +808,7 @@ absl::Status FlashCpu(absl::Span<const FlashPartCall> parts, const Execution& ex
   int64_t at_a_time = std::numeric_limits<int64_t>::max(), part_row = 0;
   for (const auto [problem, call] : parts) {
     TFB_RETURN_IF_ERROR(CheckSchedule(*problem, *call->schedule));
+    if (call->rule.label_keys.keys != nullptr) TFB_RETURN_IF_ERROR(CheckIds(*call));
     const Layout layout(*problem, call->rule.relative_keys != nullptr, !call->packed.empty());
     at_a_time = std::min(at_a_time, layout.packed_heads);
     part_row = layout.part_row();
