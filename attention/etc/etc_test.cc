@@ -233,6 +233,33 @@ TEST(Etc, MatchesItsDefinitionWithMixedOptions) {
   }
 }
 
+// Computed by pieces as the authors' code does; how is in the file's metadata.
+TEST(Etc, DefinitionAndEnginesMatchThePiecesOfTheAuthorsCode) {
+  const SafetensorsFile golden = GoldenFile("attention/etc/testdata/pieces.safetensors");
+  const NamedTensors& tensors = golden.tensors;
+  const Shape shape = tensors.at("q").shape();
+  const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3]);
+  Options options = {{"projections", "separate"}, {"segments", "true"}};
+  for (const char* name : {"radius", "global_tokens", "max_distance"}) {
+    options[name] = golden.metadata.at(name);
+  }
+  NamedTensors inputs, tables;
+  for (const char* name : {"q", "k", "v", "k_global", "v_global", "segment"}) {
+    inputs[name] = tensors.at(name).Clone();
+  }
+  inputs["key_mask"] = tensors.at("key_padding").CloneAs(DType::kU8);
+  for (const char* name : {"g2g", "g2l", "l2g", "l2l"}) tables[name] = tensors.at(name).Clone();
+  NamedTensors defined;
+  ASSERT_TRUE(Etc().Define(problem, options, tables, ViewsOf(inputs), {}, &defined).ok());
+  EXPECT_LE(MaxDifference(defined.at("out").view(), tensors.at("out").view()), 1e-12);
+  for (const Device device : kHostDevices) {
+    const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), options, device, &tables);
+    EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()),
+              Fp32Bound(inputs.at("v").view()))
+        << Name(device);
+  }
+}
+
 TEST(Etc, FlopsCountPairsAndLabels) {
   const Problem problem = Problem::SelfAttention(1, 2, 60, 16);
   for (const bool labels : {false, true}) {

@@ -216,7 +216,7 @@ struct MmaShared {
 
   // Where there are label keys.
   struct Labels {
-    float2 scores[kQueries];  // of queries against them
+    float products[kQueries][2];  // of queries with them
     int query_ids[kQueries];
     int key_ids[kKeys];
   };
@@ -818,8 +818,8 @@ class FlashMmaBlock {
 
   // Products to scores in nats.
   __device__ void ApplyRule(const MmaTile& tile, Scores& score) {
-    ForEachScore(score, [&](float& s, int, int) { s *= a_.scale; });
     if (has_labels()) AddLabels(score);
+    ForEachScore(score, [&](float& s, int, int) { s *= a_.scale; });
     if (a_.rule.relu_multiplier.values != nullptr) {
       ForEachEntry(a_.rule.relu_multiplier, common_.multipliers, tile, score,
                    [](float& s, float entry) {
@@ -851,7 +851,7 @@ class FlashMmaBlock {
 #pragma unroll 1
       for (int item = static_cast<int>(thread_); item < kQueries * 2; item += Shape::kThreads) {
         const int row = item % kQueries, label = item / kQueries;
-        reinterpret_cast<float*>(labels.scores)[row * 2 + label] = LabelScore(row, label);
+        labels.products[row][label] = LabelProduct(row, label);
         const int64_t i = common_.first_query + row;
         if (label == 0) {
           labels.query_ids[row] =
@@ -861,7 +861,7 @@ class FlashMmaBlock {
     }
     __syncthreads();
   }
-  __device__ float LabelScore(int row, int label) const {
+  __device__ float LabelProduct(int row, int label) const {
     const int64_t head = common_.task.head;
     const float* key =
         a_.rule.label_keys.keys + (head % a_.rule.label_keys.heads * 2 + label) * a_.head_dim;
@@ -875,22 +875,22 @@ class FlashMmaBlock {
       const float query = Half<T>(pair, c % 2);
       sum = fmaf(bias == nullptr ? query : query + bias[c], key[c], sum);
     }
-    return sum * a_.scale;
+    return sum;
   }
   __device__ void AddLabels(Scores& score) {
     const typename Shared::Labels& labels = shared_.labels();
+    const int* key_ids = labels.key_ids + column();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float2 scores = labels.scores[RowOf(m, half)];
         const int id = labels.query_ids[RowOf(m, half)];
+        const float* products = labels.products[RowOf(m, half)];
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
-            const bool same = labels.key_ids[n * 8 + column() + x] == id;
-            score[m][n][half * 2 + x] += same ? scores.y : scores.x;
+            score[m][n][half * 2 + x] += key_ids[n * 8 + x] == id ? products[1] : products[0];
           }
         }
       }
