@@ -260,11 +260,12 @@ void ReluMultiply(const ScoreRows& rows, const float* table, int64_t table_row) 
   });
 }
 
-void Mask(const ScoreRows& rows, const uint64_t* masks) {
+void Mask(const ScoreRows& rows, const uint64_t* masks, int64_t first_bit) {
   Ints lane_bit = {};
   for (int i = 0; i < kLanes; ++i) lane_bit[i] = 1 << i;
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t c) {
-    const Ints bits = (static_cast<int32_t>(masks[r] >> c & 0xFFFF) - Ints{}) & lane_bit;
+    const Ints bits =
+        (static_cast<int32_t>(masks[r] >> (first_bit + c) & 0xFFFF) - Ints{}) & lane_bit;
     return bits == 0 ? Broadcast(-kInfinity) : s;
   });
 }
