@@ -38,6 +38,14 @@ RelativeKeys::RelativeKeys(const ConstTensorView& table, int64_t low, int64_t hi
       for (int64_t c = 0; c < head_dim_; ++c) panel[c * kFlashTile] = values[c];
     }
   }
+  for (int64_t n = 0; n < heads_ * panel_count_; ++n) {
+    const float* panel = panels_.data() + n * head_dim_ * kFlashTile;
+    bool uniform = true;
+    for (int64_t c = 0; c < head_dim_ * kFlashTile && uniform; ++c) {
+      uniform = panel[c] == panel[c / kFlashTile * kFlashTile];
+    }
+    uniform_.push_back(uniform);
+  }
 }
 
 absl::Status CheckIds(const FlashCall& call) {

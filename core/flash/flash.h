@@ -81,6 +81,10 @@ class RelativeKeys {
     return panels_.data() +
            ((head % heads_) * panel_count_ + (p - first_panel_)) * head_dim_ * kFlashTile;
   }
+  // Whether all offsets of a panel have the same vector, as those beyond a clipped distance do.
+  bool IsUniform(int64_t head, int64_t p) const {
+    return uniform_[head % heads_ * panel_count_ + (p - first_panel_)];
+  }
   size_t bytes() const { return panels_.size() * sizeof(float); }
 
  private:
@@ -91,6 +95,7 @@ class RelativeKeys {
   int64_t first_panel_ = 0;
   int64_t panel_count_ = 0;
   std::vector<float> panels_;
+  std::vector<bool> uniform_;  // [heads][panels]
 };
 
 // Two vectors per head: one for pairs of a query and a key of different ids, one for pairs of the

@@ -592,7 +592,7 @@ class FlashRun {
     // Row r at column 0 has the offset first; one row further down it is one less.
     const int64_t first = chunk[0].index * kTile - task.first_query - rule.query_position;
     if (rule.relative_keys != nullptr) {
-      kernels_.add(scores, ComputePositions(task, first, tiles, scratch), kPositionRow - 1);
+      AddPositions(task, chunk, tiles, first, scratch);
     }
     if (rule.label_keys.keys != nullptr) {
       for (int64_t t = 0; t < tiles; ++t) AddLabels(task, chunk[t], scratch);
@@ -633,25 +633,46 @@ class FlashRun {
     });
   }
 
-  // Scores against the relative keys that a chunk of `tiles` tiles needs, where row r at column 0
-  // has the offset first - r. Returns where row 0's begin; each further row's begin one column
-  // earlier.
-  const float* ComputePositions(const Task& task, int64_t first, int64_t tiles,
-                                Scratch& scratch) const {
-    const int64_t first_panel = FloorDiv(first - (task.rows - 1), kTile);
-    const int64_t last_panel = FloorDiv(first + tiles * kTile - 1, kTile);
+  // Adds scores against the relative keys. Of rows that see different columns, those of 16 at a time.
+  void AddPositions(const Task& task, const Tile* chunk, int64_t tiles, int64_t first,
+                    Scratch& scratch) const {
+    const bool whole =
+        std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; });
+    const int64_t at_a_time = whole ? task.rows : kGroupRows;
+    for (int64_t row = 0; row < task.rows; row += at_a_time) {
+      const int64_t rows = std::min(at_a_time, task.rows - row);
+      const Extent extent =
+          whole ? Extent{0, tiles * kTile} : ExtentOf(chunk, tiles, row / kGroupRows);
+      if (extent.end > extent.begin) AddPositions(task, row, rows, extent, first - row, scratch);
+    }
+  }
+  // To columns `extent` of some rows, of which the first has the offset `first` at column 0.
+  void AddPositions(const Task& task, int64_t row, int64_t rows, const Extent& extent,
+                    int64_t first, Scratch& scratch) const {
+    const RelativeKeys& keys = *call_.rule.relative_keys;
+    const int64_t first_panel = FloorDiv(first + extent.begin - (rows - 1), kTile);
+    const int64_t last_panel = FloorDiv(first + extent.end - 1, kTile);
     for (int64_t p = first_panel; p <= last_panel; ++p) {
-      const float* panel = call_.rule.relative_keys->Panel(task.head, p);
+      const float* panel = keys.Panel(task.head, p);
       float* columns = scratch.positions + (p - first_panel) * kTile;
+      // Of equal keys, and of none, the first few stand for all.
+      int64_t computed = 0;
       if (panel != nullptr) {
-        kernels_.gemm(task.rows, kTile, problem_.head_dim, scratch.position_query,
-                      layout_.key_depth, 1, panel, kTile, columns, kPositionRow, false);
-      } else {
-        for (int64_t r = 0; r < task.rows; ++r)
-          std::fill_n(columns + r * kPositionRow, kTile, 0.0f);
+        computed = keys.IsUniform(task.head, p) ? kColumnQuantum : kTile;
+        kernels_.gemm(rows, computed, problem_.head_dim,
+                      scratch.position_query + row * layout_.key_depth, layout_.key_depth, 1, panel,
+                      kTile, columns, kPositionRow, false);
+      }
+      for (int64_t r = 0; r < rows && computed < kTile; ++r) {
+        float* to = columns + r * kPositionRow;
+        std::fill(to + computed, to + kTile, computed == 0 ? 0.0f : to[0]);
       }
     }
-    return scratch.positions + (first - first_panel * kTile);
+    // Each further row's begin one column earlier.
+    kernels_.add({scratch.scores + row * kScoreRow + extent.begin, kScoreRow, rows,
+                  extent.end - extent.begin},
+                 scratch.positions + (first + extent.begin - first_panel * kTile),
+                 kPositionRow - 1);
   }
 
   // Bit c says whether key c of the tile is a token: not padding, and not beyond the sequence.
