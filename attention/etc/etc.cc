@@ -222,12 +222,10 @@ class EtcLayer : public Layer {
 
   bool IsGlobal(const Tokens& tokens) const { return tokens.begin < globals_; }
 
-  // Of pairs at most `reach` apart; in whole panels, of which the engine computes those of one label
-  // once.
+  // Of pairs at most `reach` apart.
   RelativeKeys Distances(const char* table, int64_t reach) const {
     const int64_t m = options_.max_distance;
-    const int64_t panels = (reach + kFlashTile - 1) / kFlashTile * kFlashTile;
-    return RelativeKeys(parameters_.at(table).view(), -panels, panels + kFlashTile - 1,
+    return RelativeKeys(parameters_.at(table).view(), -reach, reach,
                         [m](int64_t distance) { return std::clamp(distance, -m, m) + m; });
   }
 

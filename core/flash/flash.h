@@ -81,13 +81,18 @@ class RelativeKeys {
     return panels_.data() +
            ((head % heads_) * panel_count_ + (p - first_panel_)) * head_dim_ * kFlashTile;
   }
-  // Whether all offsets of a panel have the same vector, as those beyond a clipped distance do.
-  bool IsUniform(int64_t head, int64_t p) const {
-    return uniform_[head % heads_ * panel_count_ + (p - first_panel_)];
+  // Whether offsets 16 n to 16 n + 15, of a panel that exists, all have the vector of the offset
+  // before them, as those beyond a clipped distance do.
+  bool Repeats(int64_t head, int64_t n) const {
+    constexpr int64_t kOfPanel = kFlashTile / kBlock;
+    return repeats_[(head % heads_ * panel_count_ - first_panel_) * kOfPanel + n];
   }
+  static constexpr int64_t kBlock = 16;
   size_t bytes() const { return panels_.size() * sizeof(float); }
 
  private:
+  bool BlockRepeats(int64_t head, int64_t index) const;
+
   int64_t heads_ = 1;
   int64_t low_ = 0;
   int64_t high_ = -1;
@@ -95,7 +100,7 @@ class RelativeKeys {
   int64_t first_panel_ = 0;
   int64_t panel_count_ = 0;
   std::vector<float> panels_;
-  std::vector<bool> uniform_;  // [heads][panels]
+  std::vector<bool> repeats_;  // [heads][panels][kFlashTile / kBlock]
 };
 
 // Two vectors per head: one for pairs of a query and a key of different ids, one for pairs of the

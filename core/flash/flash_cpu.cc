@@ -650,28 +650,29 @@ class FlashRun {
   void AddPositions(const Task& task, int64_t row, int64_t rows, const Extent& extent,
                     int64_t first, Scratch& scratch) const {
     const RelativeKeys& keys = *call_.rule.relative_keys;
-    const int64_t first_panel = FloorDiv(first + extent.begin - (rows - 1), kTile);
-    const int64_t last_panel = FloorDiv(first + extent.end - 1, kTile);
-    for (int64_t p = first_panel; p <= last_panel; ++p) {
+    constexpr int64_t kBlock = RelativeKeys::kBlock, kOfPanel = kTile / kBlock;
+    const int64_t first_block = FloorDiv(first + extent.begin - (rows - 1), kBlock);
+    const int64_t end_block = FloorDiv(first + extent.end - 1, kBlock) + 1;
+    for (int64_t block = first_block, end; block < end_block; block = end) {
+      const int64_t p = FloorDiv(block, kOfPanel);
       const float* panel = keys.Panel(task.head, p);
-      float* columns = scratch.positions + (p - first_panel) * kTile;
-      // Of equal keys, and of none, the first few stand for all.
-      int64_t computed = 0;
-      if (panel != nullptr) {
-        computed = keys.IsUniform(task.head, p) ? kColumnQuantum : kTile;
-        kernels_.gemm(rows, computed, problem_.head_dim,
-                      scratch.position_query + row * layout_.key_depth, layout_.key_depth, 1, panel,
-                      kTile, columns, kPositionRow, false);
+      float* columns = scratch.positions + (block - first_block) * kBlock;
+      end = block + 1;
+      if (panel == nullptr || (block > first_block && keys.Repeats(task.head, block))) {
+        for (int64_t r = 0; r < rows; ++r, columns += kPositionRow) {
+          std::fill_n(columns, kBlock, panel == nullptr ? 0.0f : columns[-1]);
+        }
+        continue;
       }
-      for (int64_t r = 0; r < rows && computed < kTile; ++r) {
-        float* to = columns + r * kPositionRow;
-        std::fill(to + computed, to + kTile, computed == 0 ? 0.0f : to[0]);
-      }
+      while (end < std::min(end_block, (p + 1) * kOfPanel) && !keys.Repeats(task.head, end)) ++end;
+      kernels_.gemm(rows, (end - block) * kBlock, problem_.head_dim,
+                    scratch.position_query + row * layout_.key_depth, layout_.key_depth, 1,
+                    panel + (block - p * kOfPanel) * kBlock, kTile, columns, kPositionRow, false);
     }
     // Each further row's begin one column earlier.
     kernels_.add({scratch.scores + row * kScoreRow + extent.begin, kScoreRow, rows,
                   extent.end - extent.begin},
-                 scratch.positions + (first + extent.begin - first_panel * kTile),
+                 scratch.positions + (first + extent.begin - first_block * kBlock),
                  kPositionRow - 1);
   }
 

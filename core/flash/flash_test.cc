@@ -443,6 +443,26 @@ TEST_P(Flash, RelativeKeysAndQueryBiasesMatchAnExplicitGather) {
   }
 }
 
+TEST_P(Flash, RelativeKeysOfClippedDistancesRepeatTheirEnds) {
+  for (const int64_t clip : {0, 7, 20}) {
+    for (const int64_t reach : {0, 50, 400}) {  // beyond, they are 0
+      const BandPattern band(-70, 90);
+      Tensor table(DType::kF32, {1, 2 * clip + 1, 8});
+      FillNormal(&table, 3, "table");
+      const auto row = [&](int64_t offset) { return std::clamp(offset, -clip, clip) + clip; };
+      const RelativeKeys relative(table.view(), -reach, reach, row);
+      Harness harness(GetParam(), Make(200, 260, 8, 8), &band);
+      harness.call.rule.relative_keys = &relative;
+      const DoubleTensor r(table.view()), q(harness.call.q);
+      harness.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+        if (std::abs(j - i) > reach) return s;
+        return s + Dot(q.Row(b, h, i), r.Row(row(j - i)), 8) / std::sqrt(8.0);
+      };
+      harness.ExpectMatchesLoops(2);
+    }
+  }
+}
+
 // Ids of `tokens` tokens of two batch rows: few different ones, and another order in each row.
 Tensor IdsOf(int64_t tokens) {
   Tensor ids(DType::kI32, {2, tokens});
