@@ -646,6 +646,16 @@ TEST(FlashCudaCall, BlocksTakeFurtherTilesWhereTheGridIsSmaller) {
   }
 }
 
+TEST(FlashCall, LabelKeysWithoutIdsAreRefused) {
+  const float labels[2 * 8] = {};
+  FlashCall call;
+  call.rule.label_keys.keys = labels;
+  Problem problem = Make(5, 5, 8, 8);
+  const BlockSchedule schedule = BuildSchedule(problem, FullPattern(5));
+  call.schedule = &schedule;
+  EXPECT_EQ(FlashCpu(problem, call, Execution()).code(), absl::StatusCode::kInternal);
+}
+
 TEST(FlashWorkspace, IsLinearInTokens) {
   const auto bytes = [](int64_t tokens) {
     return static_cast<double>(FlashWorkspaceBytes(Make(tokens, tokens), false, 2));
