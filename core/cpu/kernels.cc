@@ -27,6 +27,7 @@ constexpr int kTileVectors = 2;
 typedef float Floats __attribute__((vector_size(kLanes * 4), may_alias));
 typedef float UnalignedFloats __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4), may_alias));
+typedef int32_t UnalignedInts __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 constexpr float kInfinity = __builtin_inff();
 
@@ -245,17 +246,26 @@ void Add(const ScoreRows& rows, const float* table, int64_t table_row) {
       rows, [=](Floats s, int64_t r, int64_t c) { return s + Load(table + r * table_row + c); });
 }
 
+void AddByLabel(const ScoreRows& rows, const int32_t* row_ids, const int32_t* column_ids,
+                const float (*terms)[2]) {
+  ForEachVector(rows, [=](Floats s, int64_t r, int64_t c) {
+    const Ints same = *reinterpret_cast<const UnalignedInts*>(column_ids + c) == row_ids[r];
+    return s + (same ? Broadcast(terms[r][1]) : Broadcast(terms[r][0]));
+  });
+}
+
 void ReluMultiply(const ScoreRows& rows, const float* table, int64_t table_row) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t c) {
     return Max(Floats{}, s) * Load(table + r * table_row + c);
   });
 }
 
-void Mask(const ScoreRows& rows, const uint64_t* masks) {
+void Mask(const ScoreRows& rows, const uint64_t* masks, int64_t first_bit) {
   Ints lane_bit = {};
   for (int i = 0; i < kLanes; ++i) lane_bit[i] = 1 << i;
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t c) {
-    const Ints bits = (static_cast<int32_t>(masks[r] >> c & 0xFFFF) - Ints{}) & lane_bit;
+    const Ints bits =
+        (static_cast<int32_t>(masks[r] >> (first_bit + c) & 0xFFFF) - Ints{}) & lane_bit;
     return bits == 0 ? Broadcast(-kInfinity) : s;
   });
 }
@@ -442,6 +452,7 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                Gemm,
                                                                Softmax,
                                                                Add,
+                                                               AddByLabel,
                                                                ReluMultiply,
                                                                Mask,
                                                                ScaleRows,

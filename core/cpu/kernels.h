@@ -95,10 +95,13 @@ struct CpuKernels {
 
   // scores[r][c] += table[r * table_row + c].
   void (*add)(const ScoreRows& rows, const float* table, int64_t table_row);
+  // scores[r][c] += terms[r][row_ids[r] == column_ids[c]].
+  void (*add_by_label)(const ScoreRows& rows, const int32_t* row_ids, const int32_t* column_ids,
+                       const float (*terms)[2]);
   // scores[r][c] = max(scores[r][c], 0) * table[r * table_row + c].
   void (*relu_multiply)(const ScoreRows& rows, const float* table, int64_t table_row);
-  // scores[r][c] = -inf where bit c of masks[r] is 0; columns is 64 at most.
-  void (*mask)(const ScoreRows& rows, const uint64_t* masks);
+  // scores[r][c] = -inf where bit first_bit + c of masks[r] is 0; first_bit + columns is 64 at most.
+  void (*mask)(const ScoreRows& rows, const uint64_t* masks, int64_t first_bit);
   // row[r][c] *= factor[r].
   void (*scale_rows)(const ScoreRows& rows, const float* factor);
 

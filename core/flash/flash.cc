@@ -38,6 +38,29 @@ RelativeKeys::RelativeKeys(const ConstTensorView& table, int64_t low, int64_t hi
       for (int64_t c = 0; c < head_dim_; ++c) panel[c * kFlashTile] = values[c];
     }
   }
+  for (int64_t h = 0; h < heads_; ++h) {
+    for (int64_t n = 0; n < panel_count_ * kFlashTile; n += kBlock) {
+      repeats_.push_back(n > 0 && BlockRepeats(h, n));
+    }
+  }
+}
+
+// Of the offsets that begin `index` behind the first panel's.
+bool RelativeKeys::BlockRepeats(int64_t head, int64_t index) const {
+  const auto channel = [&](int64_t n, int64_t c) {
+    return Panel(head, first_panel_ + n / kFlashTile)[c * kFlashTile + n % kFlashTile];
+  };
+  for (int64_t c = 0; c < head_dim_; ++c) {
+    for (int64_t n = index; n < index + kBlock; ++n) {
+      if (channel(n, c) != channel(index - 1, c)) return false;
+    }
+  }
+  return true;
+}
+
+absl::Status CheckIds(const FlashCall& call) {
+  if (!call.query_ids.empty() && !call.key_ids.empty()) return absl::OkStatus();
+  return absl::InternalError("a call whose rule has label keys has no ids of queries or keys");
 }
 
 }  // namespace tfb

@@ -3,6 +3,7 @@
 //
 //   s_ij = scale (q_i + u) . k_j                                content
 //        + scale (q_i + w) . r_(j-i)                            relative keys, where there are any
+//        + scale (q_i + w) . l_[a_i = b_j]                      label keys, by the tokens' ids a, b
 //   s_ij = relu(s_ij) multiplier_(j-i)                          where there is a ReLU multiplier
 //   s_ij = s_ij + bias_(j-i)                                    where there is a distance bias
 //   y_i  = sum_j m_ij exp(s_ij) v_j / sum_j m_ij exp(s_ij)      m_ij = 1, or the soft span's ramp
@@ -80,9 +81,18 @@ class RelativeKeys {
     return panels_.data() +
            ((head % heads_) * panel_count_ + (p - first_panel_)) * head_dim_ * kFlashTile;
   }
+  // Whether offsets 16 n to 16 n + 15, of a panel that exists, all have the vector of the offset
+  // before them, as those beyond a clipped distance do.
+  bool Repeats(int64_t head, int64_t n) const {
+    constexpr int64_t kOfPanel = kFlashTile / kBlock;
+    return repeats_[(head % heads_ * panel_count_ - first_panel_) * kOfPanel + n];
+  }
+  static constexpr int64_t kBlock = 16;
   size_t bytes() const { return panels_.size() * sizeof(float); }
 
  private:
+  bool BlockRepeats(int64_t head, int64_t index) const;
+
   int64_t heads_ = 1;
   int64_t low_ = 0;
   int64_t high_ = -1;
@@ -90,6 +100,14 @@ class RelativeKeys {
   int64_t first_panel_ = 0;
   int64_t panel_count_ = 0;
   std::vector<float> panels_;
+  std::vector<bool> repeats_;  // [heads][panels][kFlashTile / kBlock]
+};
+
+// Two vectors per head: one for pairs of a query and a key of different ids, one for pairs of the
+// same. The ids are the call's.
+struct LabelKeys {
+  const float* keys = nullptr;  // [heads][2][head_dim], that of equal ids second; null: none
+  int64_t heads = 1;            // head h reads h % heads
 };
 
 // Query i of head h sees key j at distance x = i + causal_offset - j with weight clip((ramp + z -
@@ -109,6 +127,7 @@ struct ScoreRule {
   const float* content_bias = nullptr;   // u [query_heads, head_dim]
   const float* position_bias = nullptr;  // w [query_heads, head_dim]
   const RelativeKeys* relative_keys = nullptr;
+  LabelKeys label_keys;
   const DistanceTable* relu_multiplier = nullptr;
   const DistanceTable* bias = nullptr;
   SoftSpan soft_span;
@@ -159,10 +178,12 @@ struct FlashCall {
   ConstTensorView k;           // [batch, kv_heads, kv_tokens, head_dim]
   ConstTensorView v;           // [batch, kv_heads, kv_tokens, value_dim]
   ConstTensorView key_mask;    // u8 [batch, kv_tokens], or empty
+  ConstTensorView query_ids;   // i32 [batch, query_tokens], where the rule has label keys
+  ConstTensorView key_ids;     // i32 [batch, kv_tokens], where it has
   TensorView out;              // [batch, query_heads, query_tokens, value_dim]
   TensorView log_sum_exp;      // f32 [batch, query_heads, query_tokens], or empty
-  TokenOrder query_order;      // of q, out and log_sum_exp
-  TokenOrder key_order;        // of k, v and key_mask
+  TokenOrder query_order;      // of q, query_ids, out and log_sum_exp
+  TokenOrder key_order;        // of k, v, key_mask and key_ids
   PackedKeysAndValues packed;  // in the place of k, v and key_order, where it is not empty
   KeyRing ring;                // CUDA alone
   const BlockSchedule* schedule = nullptr;
@@ -170,6 +191,9 @@ struct FlashCall {
   ScoreRule rule;
   double scale = 0;  // 0: 1 / sqrt(head_dim)
 };
+
+// Whether the call brings the ids that label keys go by.
+absl::Status CheckIds(const FlashCall& call);
 
 // Scratch of one call in bytes: packed keys and values of as many heads as fit 32 MiB (at least one
 // head) and, for each thread, the scores of 64 queries against 512 keys; twice those where the rule

@@ -96,12 +96,14 @@ struct PackedTile {
 
 // What one thread needs for one task.
 struct Scratch {
-  float* content_query;   // [64][key_depth]
-  float* position_query;  // [64][key_depth]
-  float* scores;          // [64][kScoreRow]
-  float* positions;       // [64][kPositionRow]
-  float* accumulator;     // [64][value_row]
-  float* max;             // [64]
+  float* content_query;      // [64][key_depth]
+  float* position_query;     // [64][key_depth]
+  float* scores;             // [64][kScoreRow]
+  float* positions;          // [64][kPositionRow]
+  float (*label_scores)[2];  // [64] against the label keys
+  int32_t* query_ids;        // [64]
+  float* accumulator;        // [64][value_row]
+  float* max;                // [64]
   float* sum;
   float* rescale;
   float* limit;
@@ -129,6 +131,8 @@ Memory LayOut(const Layout& layout, int threads, Workspace& workspace) {
     scratch.scores = workspace.Take<float>(kTile * kScoreRow);
     scratch.positions =
         layout.has_positions ? workspace.Take<float>(kTile * kPositionRow) : nullptr;
+    scratch.label_scores = workspace.Take<float[2]>(kTile);
+    scratch.query_ids = workspace.Take<int32_t>(kTile);
     scratch.accumulator = workspace.Take<float>(kTile * layout.value_row);
     scratch.max = workspace.Take<float>(kTile);
     scratch.sum = workspace.Take<float>(kTile);
@@ -199,22 +203,28 @@ class FlashRun {
     std::fill_n(scratch.sum, task.rows, 0.0f);
 
     Tile chunk[kChunkTiles];
-    int64_t tiles = 0;
+    int64_t tiles = 0, columns = 0;
+    bool is_first = true;
     for (const TileRun& run : TileRuns(task)) {
       const uint64_t* mask = run.mask == TileRun::kFull ? nullptr : call_.schedule->Mask(run.mask);
       for (int64_t t = run.first_tile; t < run.first_tile + run.tiles; ++t) {
         if (!WithinSpan(task, t, scratch)) continue;
         const bool gap = tiles > 0 && chunk[tiles - 1].index + 1 != t;
         if (tiles == kChunkTiles || (gap && reads_offsets_)) {
-          Accumulate(task, chunk, tiles, scratch);
-          tiles = 0;
+          Accumulate(task, chunk, tiles, is_first, scratch);
+          tiles = columns = 0;
+          is_first = false;
         }
-        chunk[tiles] = MakeTile(task, t, mask, scratch.visible + tiles * kTile, scratch);
+        Tile& tile = chunk[tiles];
+        tile = MakeTile(task, t, mask, scratch.visible + tiles * kTile, scratch);
+        if (tile.seen.end == 0) continue;
+        tile.column = columns - tile.seen.begin;
+        columns += tile.seen.end - tile.seen.begin;
         if (call_.packed.empty()) PackIfNobodyHas(task, t, scratch);
         ++tiles;
       }
     }
-    if (tiles > 0) Accumulate(task, chunk, tiles, scratch);
+    if (tiles > 0) Accumulate(task, chunk, tiles, is_first, scratch);
     StoreResults(task, scratch);
   }
 
@@ -222,16 +232,20 @@ class FlashRun {
   // Columns begin to end - 1 of a tile, in multiples of a vector.
   struct Extent {
     int64_t begin;
-    int64_t end;
+    int64_t end;  // 0: none
   };
   // A key tile and what of it the task's queries see. Products of a tile that is not whole are cut,
   // for 16 rows at a time, to the columns that any of those rows sees: a triangle costs 5/8 of a
-  // square, one column 1/4.
+  // square, one column 1/4. Of the chunk's scores a tile has the columns that any row sees, so that
+  // a few keys of a tile do not cost a softmax over all; or all, where the rule reads offsets.
   struct Tile {
     int64_t index;
     bool whole;               // every query sees every key
     const uint64_t* visible;  // [64] words, bit c for key c; where not whole
+    Extent seen;              // the columns that are in the chunk's scores
+    int64_t column;           // of the chunk's scores, that key 0 has or would have
     Extent extents[kTile / kGroupRows];
+    bool all_seen[kTile / kGroupRows];  // each of the rows sees all of `seen`
   };
 
   absl::Span<const TileRun> TileRuns(const Task& task) const {
@@ -386,8 +400,27 @@ class FlashRun {
     };
     load(rule.content_bias, scratch.content_query);
     if (rule.relative_keys != nullptr) load(rule.position_bias, scratch.position_query);
+    if (rule.label_keys.keys != nullptr) {
+      float* rows = scratch.scores;  // whose memory is free
+      load(rule.position_bias, rows);
+      ScoreLabels(task, rows, scratch);
+    }
     if (rule.soft_span.span == nullptr) return;
     for (int64_t r = 0; r < task.rows; ++r) scratch.limit[r] = RampLimit(task, r);
+  }
+
+  // Scores of the queries in `rows` against the label keys, which each pair has one of.
+  void ScoreLabels(const Task& task, const float* rows, Scratch& scratch) const {
+    const LabelKeys& labels = call_.rule.label_keys;
+    const int64_t channels = problem_.head_dim;
+    for (int64_t label = 0; label < 2; ++label) {
+      const float* key = labels.keys + (task.head % labels.heads * 2 + label) * channels;
+      kernels_.matrix_vector(task.rows, channels, rows, layout_.key_depth, key,
+                             scratch.label_scores[0] + label, 2, false);
+    }
+    for (int64_t r = 0; r < task.rows; ++r) {
+      scratch.query_ids[r] = *call_.query_ids.At<int32_t>(task.batch, QueryToken(task, r));
+    }
   }
 
   // The soft span of row r as ramp + z - (i + causal_offset): the weight of key j is then
@@ -409,7 +442,9 @@ class FlashRun {
 
   Tile MakeTile(const Task& task, int64_t index, const uint64_t* mask, uint64_t* visible,
                 const Scratch& scratch) const {
-    Tile tile{index, false, visible, {}};
+    Tile tile{};
+    tile.index = index;
+    tile.visible = visible;
     const bool in_span = call_.rule.soft_span.span == nullptr ||
                          *std::min_element(scratch.limit, scratch.limit + task.rows) +
                                  static_cast<float>(index * kTile) >
@@ -417,6 +452,7 @@ class FlashRun {
     const bool all_tokens = call_.key_mask.empty() && (index + 1) * kTile <= problem_.kv_tokens;
     tile.whole = mask == nullptr && in_span && all_tokens;
     if (tile.whole) {
+      tile.seen = {0, kTile};
       for (Extent& extent : tile.extents) extent = {0, kTile};
       return tile;
     }
@@ -425,15 +461,30 @@ class FlashRun {
       visible[r] = tokens & (mask == nullptr ? ~uint64_t{0} : mask[r]);
       if (!in_span) visible[r] &= WithinSpanOf(r, index, scratch);
     }
+    uint64_t any_row = 0, all_rows[kTile / kGroupRows];
     for (int64_t g = 0; g * kGroupRows < task.rows; ++g) {
-      uint64_t any = 0;
+      uint64_t any = 0, all = ~uint64_t{0};
       const int64_t end = std::min(task.rows, (g + 1) * kGroupRows);
-      for (int64_t r = g * kGroupRows; r < end; ++r) any |= visible[r];
-      if (any == 0) continue;
-      tile.extents[g] = {__builtin_ctzll(any) / kColumnQuantum * kColumnQuantum,
-                         RoundUp(kTile - __builtin_clzll(any), kColumnQuantum)};
+      for (int64_t r = g * kGroupRows; r < end; ++r) {
+        any |= visible[r];
+        all &= visible[r];
+      }
+      tile.extents[g] = ExtentOf(any);
+      all_rows[g] = all;
+      any_row |= any;
+    }
+    if (any_row == 0) return tile;
+    tile.seen = reads_offsets_ ? Extent{0, kTile} : ExtentOf(any_row);
+    const uint64_t seen = ~uint64_t{0} >> (kTile - tile.seen.end) & ~uint64_t{0} << tile.seen.begin;
+    for (int64_t g = 0; g * kGroupRows < task.rows; ++g) {
+      tile.all_seen[g] = (seen & ~all_rows[g]) == 0;
     }
     return tile;
+  }
+  static Extent ExtentOf(uint64_t keys) {
+    if (keys == 0) return {0, 0};
+    return {__builtin_ctzll(keys) / kColumnQuantum * kColumnQuantum,
+            RoundUp(kTile - __builtin_clzll(keys), kColumnQuantum)};
   }
 
   // The keys of a tile that row r gives a weight above 0: those from -limit on.
@@ -457,7 +508,8 @@ class FlashRun {
   }
 
   // Adds the keys of a chunk of tiles to the running softmax and output.
-  void Accumulate(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
+  void Accumulate(const Task& task, const Tile* chunk, int64_t tiles, bool is_first,
+                  Scratch& scratch) const {
     ComputeScores(task, chunk, tiles, scratch);
     if (std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; })) {
       Softmax(chunk[0], 0, task.rows, {0, tiles * kTile}, scratch);
@@ -468,13 +520,13 @@ class FlashRun {
       }
     }
 
-    if (std::any_of(scratch.rescale, scratch.rescale + task.rows,
-                    [](float factor) { return factor != 1; })) {
+    if (!is_first && std::any_of(scratch.rescale, scratch.rescale + task.rows,
+                                 [](float factor) { return factor != 1; })) {
       kernels_.scale_rows({scratch.accumulator, layout_.value_row, task.rows, layout_.value_row},
                           scratch.rescale);
     }
     for (int64_t t = 0; t < tiles; ++t) {
-      const float* weights = scratch.scores + t * kTile;
+      const float* weights = scratch.scores + chunk[t].column;
       const PackedTile packed = Packed(task, chunk[t].index);
       if (!packed.finite && !chunk[t].whole) {
         AddVisibleValues(task, weights, packed, chunk[t].visible, scratch);
@@ -495,8 +547,8 @@ class FlashRun {
     for (int64_t t = 0; t < tiles; ++t) {
       const Extent& extent = chunk[t].extents[group];
       if (extent.end == extent.begin) continue;
-      if (all.end == 0) all.begin = t * kTile + extent.begin;
-      all.end = t * kTile + extent.end;
+      if (all.end == 0) all.begin = chunk[t].column + extent.begin;
+      all.end = chunk[t].column + extent.end;
     }
     return all;
   }
@@ -532,15 +584,18 @@ class FlashRun {
         kernels_.gemm(rows, extent.end - extent.begin, layout_.key_depth,
                       scratch.content_query + first * layout_.key_depth, layout_.key_depth, 1,
                       keys + extent.begin, kTile,
-                      scratch.scores + first * kScoreRow + t * kTile + extent.begin, kScoreRow,
-                      false);
+                      scratch.scores + first * kScoreRow + chunk[t].column + extent.begin,
+                      kScoreRow, false);
       });
     }
     const ScoreRows scores{scratch.scores, kScoreRow, task.rows, tiles * kTile};
     // Row r at column 0 has the offset first; one row further down it is one less.
     const int64_t first = chunk[0].index * kTile - task.first_query - rule.query_position;
     if (rule.relative_keys != nullptr) {
-      kernels_.add(scores, ComputePositions(task, first, tiles, scratch), kPositionRow - 1);
+      AddPositions(task, chunk, tiles, first, scratch);
+    }
+    if (rule.label_keys.keys != nullptr) {
+      for (int64_t t = 0; t < tiles; ++t) AddLabels(task, chunk[t], scratch);
     }
     if (rule.relu_multiplier != nullptr) {
       kernels_.relu_multiply(scores, rule.relu_multiplier->At(task.head, first), -1);
@@ -548,30 +603,77 @@ class FlashRun {
     if (rule.bias != nullptr) kernels_.add(scores, rule.bias->At(task.head, first), -1);
     // Last, since it also hides what lies outside the extents, which may be anything so far.
     for (int64_t t = 0; t < tiles; ++t) {
-      if (chunk[t].whole) continue;
-      kernels_.mask({scratch.scores + t * kTile, kScoreRow, task.rows, kTile}, chunk[t].visible);
+      if (!chunk[t].whole) Hide(task, chunk[t], scratch);
     }
   }
 
-  // Scores against the relative keys that a chunk of `tiles` tiles needs, where row r at column 0
-  // has the offset first - r. Returns where row 0's begin; each further row's begin one column
-  // earlier.
-  const float* ComputePositions(const Task& task, int64_t first, int64_t tiles,
-                                Scratch& scratch) const {
-    const int64_t first_panel = FloorDiv(first - (task.rows - 1), kTile);
-    const int64_t last_panel = FloorDiv(first + tiles * kTile - 1, kTile);
-    for (int64_t p = first_panel; p <= last_panel; ++p) {
-      const float* panel = call_.rule.relative_keys->Panel(task.head, p);
-      float* columns = scratch.positions + (p - first_panel) * kTile;
-      if (panel != nullptr) {
-        kernels_.gemm(task.rows, kTile, problem_.head_dim, scratch.position_query,
-                      layout_.key_depth, 1, panel, kTile, columns, kPositionRow, false);
-      } else {
-        for (int64_t r = 0; r < task.rows; ++r)
-          std::fill_n(columns + r * kPositionRow, kTile, 0.0f);
-      }
+  // Where not all rows see all of the tile that is in the chunk's scores.
+  void Hide(const Task& task, const Tile& tile, Scratch& scratch) const {
+    const auto [begin, end] = tile.seen;
+    for (int64_t first = 0; first < task.rows; first += kGroupRows) {
+      if (tile.all_seen[first / kGroupRows]) continue;
+      kernels_.mask({scratch.scores + first * kScoreRow + tile.column + begin, kScoreRow,
+                     std::min(kGroupRows, task.rows - first), end - begin},
+                    tile.visible + first, begin);
     }
-    return scratch.positions + (first - first_panel * kTile);
+  }
+
+  void AddLabels(const Task& task, const Tile& tile, Scratch& scratch) const {
+    int32_t key_ids[kTile] = {};  // keys that do not exist may have any
+    const int64_t first = tile.index * kTile;
+    for (int64_t c = 0; c < std::min(kTile, problem_.kv_tokens - first); ++c) {
+      const int64_t token = call_.key_order(task.batch, KvHead(task), first + c);
+      key_ids[c] = *call_.key_ids.At<int32_t>(task.batch, token);
+    }
+    ForEachPart(task, tile, [&](int64_t row, int64_t rows, const Extent& extent) {
+      const int64_t column = extent.begin;
+      kernels_.add_by_label({scratch.scores + row * kScoreRow + tile.column + column, kScoreRow,
+                             rows, extent.end - column},
+                            scratch.query_ids + row, key_ids + column, scratch.label_scores + row);
+    });
+  }
+
+  // Adds scores against the relative keys. Of rows that see different columns, those of 16 at a time.
+  void AddPositions(const Task& task, const Tile* chunk, int64_t tiles, int64_t first,
+                    Scratch& scratch) const {
+    const bool whole =
+        std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; });
+    const int64_t at_a_time = whole ? task.rows : kGroupRows;
+    for (int64_t row = 0; row < task.rows; row += at_a_time) {
+      const int64_t rows = std::min(at_a_time, task.rows - row);
+      const Extent extent =
+          whole ? Extent{0, tiles * kTile} : ExtentOf(chunk, tiles, row / kGroupRows);
+      if (extent.end > extent.begin) AddPositions(task, row, rows, extent, first - row, scratch);
+    }
+  }
+  // To columns `extent` of some rows, of which the first has the offset `first` at column 0.
+  void AddPositions(const Task& task, int64_t row, int64_t rows, const Extent& extent,
+                    int64_t first, Scratch& scratch) const {
+    const RelativeKeys& keys = *call_.rule.relative_keys;
+    constexpr int64_t kBlock = RelativeKeys::kBlock, kOfPanel = kTile / kBlock;
+    const int64_t first_block = FloorDiv(first + extent.begin - (rows - 1), kBlock);
+    const int64_t end_block = FloorDiv(first + extent.end - 1, kBlock) + 1;
+    for (int64_t block = first_block, end; block < end_block; block = end) {
+      const int64_t p = FloorDiv(block, kOfPanel);
+      const float* panel = keys.Panel(task.head, p);
+      float* columns = scratch.positions + (block - first_block) * kBlock;
+      end = block + 1;
+      if (panel == nullptr || (block > first_block && keys.Repeats(task.head, block))) {
+        for (int64_t r = 0; r < rows; ++r, columns += kPositionRow) {
+          std::fill_n(columns, kBlock, panel == nullptr ? 0.0f : columns[-1]);
+        }
+        continue;
+      }
+      while (end < std::min(end_block, (p + 1) * kOfPanel) && !keys.Repeats(task.head, end)) ++end;
+      kernels_.gemm(rows, (end - block) * kBlock, problem_.head_dim,
+                    scratch.position_query + row * layout_.key_depth, layout_.key_depth, 1,
+                    panel + (block - p * kOfPanel) * kBlock, kTile, columns, kPositionRow, false);
+    }
+    // Each further row's begin one column earlier.
+    kernels_.add({scratch.scores + row * kScoreRow + extent.begin, kScoreRow, rows,
+                  extent.end - extent.begin},
+                 scratch.positions + (first + extent.begin - first_block * kBlock),
+                 kPositionRow - 1);
   }
 
   // Bit c says whether key c of the tile is a token: not padding, and not beyond the sequence.
@@ -766,6 +868,7 @@ absl::Status FlashCpu(absl::Span<const FlashPartCall> parts, const Execution& ex
   int64_t at_a_time = std::numeric_limits<int64_t>::max(), part_row = 0;
   for (const auto [problem, call] : parts) {
     TFB_RETURN_IF_ERROR(CheckSchedule(*problem, *call->schedule));
+    if (call->rule.label_keys.keys != nullptr) TFB_RETURN_IF_ERROR(CheckIds(*call));
     const Layout layout(*problem, call->rule.relative_keys != nullptr, !call->packed.empty());
     at_a_time = std::min(at_a_time, layout.packed_heads);
     part_row = layout.part_row();

@@ -27,8 +27,9 @@ int64_t PartialFloats(const Problem& problem, int64_t splits) {
 bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
   const DeviceScoreRule& rule = a.rule;
   return IsFew(problem) && rule.content_bias == nullptr && rule.relative_keys.rows == nullptr &&
-         rule.relu_multiplier.values == nullptr && rule.span == nullptr &&
-         (a.schedule.heads == 1 || problem.group() == 1) && a.k.element == a.v.element;
+         rule.label_keys.keys == nullptr && rule.relu_multiplier.values == nullptr &&
+         rule.span == nullptr && (a.schedule.heads == 1 || problem.group() == 1) &&
+         a.k.element == a.v.element;
 }
 
 using Forward = const char* (*)(const FlashArguments&, void*);
@@ -46,6 +47,9 @@ Forward ForwardOf(CudaTarget target, const Problem& problem, const FlashArgument
 
 DeviceTokenOrder ToDevice(const TokenOrder& order) {
   return {order.tokens, order.batch_stride, order.head_stride, order.group};
+}
+DeviceIds ToDeviceIds(const ConstTensorView& ids) {
+  return {static_cast<const int32_t*>(ids.data), ids.stride(0), ids.stride(1)};
 }
 
 }  // namespace
@@ -181,6 +185,11 @@ absl::Status FlashCuda::KeepRule(const Problem& problem, const ScoreRule& rule) 
   if (rule.relative_keys != nullptr && !rule.relative_keys->empty()) {
     TFB_RETURN_IF_ERROR(KeepRelativeKeys(problem, *rule.relative_keys));
   }
+  const LabelKeys& labels = rule.label_keys;
+  rule_.label_keys.heads = labels.heads;
+  TFB_RETURN_IF_ERROR(keep(labels.keys,
+                           static_cast<size_t>(labels.heads * 2 * problem.head_dim) * sizeof(float),
+                           &rule_.label_keys.keys));
   if (rule.relu_multiplier != nullptr) {
     TFB_ASSIGN_OR_RETURN(rule_.relu_multiplier, KeepTable(*rule.relu_multiplier));
   }
@@ -200,6 +209,11 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   if (!call.key_mask.empty()) {
     a.key_mask = static_cast<const uint8_t*>(call.key_mask.data);
     std::copy_n(call.key_mask.strides.begin(), 2, a.key_mask_strides);
+  }
+  if (rule_.label_keys.keys != nullptr) {
+    TFB_RETURN_IF_ERROR(CheckIds(call));
+    a.query_ids = ToDeviceIds(call.query_ids);
+    a.key_ids = ToDeviceIds(call.key_ids);
   }
   if (!call.log_sum_exp.empty()) {
     a.log_sum_exp = static_cast<float*>(call.log_sum_exp.mutable_data());

@@ -11,7 +11,7 @@
 //   shared memory, D = 64:   (64 + 64 + 64) x 68 x 4 B = 51 KiB, 3 blocks on sm_80, 4 on sm_90
 //                  D = 128:  (128 + 128 + 64) x 68 x 4 B = 85 KiB
 //                  D = 256:  (256 + 256 + 64) x 68 x 4 B = 153 KiB
-//   relative keys add 64 x 132 x 4 B = 33 KiB
+//   label keys add 1 KiB, relative keys that and 64 x 132 x 4 B = 33 KiB
 //
 // Sums over keys go tile by tile in the order of the schedule, whatever the number of blocks: the
 // result is the same bit by bit in every run.
@@ -42,7 +42,11 @@ struct Shared {
   float* limit;       // [64] of the soft span
   uint64_t* visible;  // [64] bit c of word r: query r sees key c
   unsigned* flags;    // [4]: the tokens among the keys; whether a value is not finite
-  float* position;    // [64][kPositionStride], where there are relative keys
+  // Where there are label or relative keys.
+  float2* label_scores;  // [64] queries against the label keys
+  int* query_ids;        // [64]
+  int* key_ids;          // [64]
+  float* position;       // [64][kPositionStride], where there are relative keys
 
   __device__ explicit Shared(float* memory)
       : q(memory),
@@ -52,10 +56,14 @@ struct Shared {
         limit(key_bias + 64),
         visible(reinterpret_cast<uint64_t*>(limit + 64)),
         flags(reinterpret_cast<unsigned*>(visible + 64)),
-        position(reinterpret_cast<float*>(flags + 4)) {}
+        label_scores(reinterpret_cast<float2*>(flags + 4)),
+        query_ids(reinterpret_cast<int*>(label_scores + 64)),
+        key_ids(query_ids + 64),
+        position(reinterpret_cast<float*>(key_ids + 64)) {}
 
-  static size_t Bytes(bool relative_keys) {
+  static size_t Bytes(bool label_keys, bool relative_keys) {
     const size_t floats = kDim * kStride + kKeysAndValues + kKeys * kStride + 64 + 64 + 128 + 4 +
+                          (label_keys || relative_keys ? 128 + 64 + 64 : 0) +
                           (relative_keys ? kQueries * kPositionStride : 0);
     return floats * sizeof(float);
   }
@@ -187,11 +195,13 @@ class FlashF32Block {
     LoadQueries();
     __syncthreads();
     FindSpan();
+    if (kRule && a_.rule.label_keys.keys != nullptr) ScoreLabels();
     TileWalk walk(a_, task_, kQueries);
     while (walk.Next()) {
       if (kRule && !WithinAnySpan(walk.tile())) continue;
       const bool whole = walk.full() && AllTokens(a_, walk.tile()) && InAllSpans(walk.tile());
       LoadKeys(walk.tile());
+      if (kRule && a_.rule.label_keys.keys != nullptr) LoadKeyIds(walk.tile());
       if (!whole) FindVisible(walk);
       __syncthreads();
       float scores[kRows][4];
@@ -243,6 +253,43 @@ class FlashF32Block {
   }
   __device__ bool InAllSpans(int64_t tile) const {
     return !kRule || a_.rule.span == nullptr || narrowest_ + static_cast<float>(tile * kKeys) > 0;
+  }
+
+  // The queries' ids, and their scores against the two label keys. Those of rows that are no queries
+  // are any.
+  __device__ void ScoreLabels() {
+    if (threadIdx.x >= 2 * kQueries) return;
+    const int row = threadIdx.x % kQueries, label = threadIdx.x / kQueries;
+    const DeviceLabelKeys& labels = a_.rule.label_keys;
+    const float* key = labels.keys + (task_.head % labels.heads * 2 + label) * a_.head_dim;
+    const float* bias = a_.rule.position_bias;
+    if (bias != nullptr) bias += task_.head * a_.head_dim;
+    float sum = 0;
+    for (int c = 0; c < a_.head_dim; ++c) {
+      const float query = shared_.q[c * kStride + row];
+      sum = fmaf(bias == nullptr ? query : query + bias[c], key[c], sum);
+    }
+    reinterpret_cast<float*>(shared_.label_scores)[row * 2 + label] = sum * a_.scale;
+    if (label != 0) return;
+    const bool exists = first_query_ + row < a_.query_tokens;
+    shared_.query_ids[row] = exists ? IdOf(a_.query_ids, task_.batch, QueryToken(row)) : 0;
+  }
+  __device__ void LoadKeyIds(int64_t tile) {
+    const int c = threadIdx.x;
+    if (c >= kKeys) return;
+    const bool exists = tile * kKeys + c < a_.kv_tokens;
+    shared_.key_ids[c] = exists ? IdOf(a_.key_ids, task_.batch, KeyToken(a_, task_, tile, c)) : 0;
+  }
+  __device__ void AddLabels(float scores[kRows][4]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = ty_ * kRows + r, id = shared_.query_ids[row];
+      const float2 score = shared_.label_scores[row];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        scores[r][c] += shared_.key_ids[tx_ * 4 + c] == id ? score.y : score.x;
+      }
+    }
   }
 
   __device__ void LoadKeys(int64_t tile) {
@@ -310,6 +357,7 @@ class FlashF32Block {
         }
       }
     }
+    if (rule.label_keys.keys != nullptr) AddLabels(scores);
     if (rule.relu_multiplier.values != nullptr) {
       ForEachEntry(rule.relu_multiplier, tile, first, [&](int r, int c, float entry) {
         scores[r][c] = (scores[r][c] < 0 ? 0 : scores[r][c]) * entry;  // a NaN stays one
@@ -525,7 +573,8 @@ const char* LaunchForward(const FlashArguments& a, void* stream) {
   const int64_t tasks = FlashTasks(a);
   const KernelShape shape = {
       dim3(static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks)),
-      dim3(ThreadsFor(kDim)), Shared<kDim>::Bytes(a.rule.relative_keys.rows != nullptr)};
+      dim3(ThreadsFor(kDim)),
+      Shared<kDim>::Bytes(a.rule.label_keys.keys != nullptr, a.rule.relative_keys.rows != nullptr)};
   return a.rule.is_plain()
              ? Launch("FlashF32", &FlashF32<kDim, false>, shape, stream, a)
              : Launch("FlashF32 with a rule", &FlashF32<kDim, true>, shape, stream, a);

@@ -45,10 +45,17 @@ constexpr int64_t RelativeKeyPlace16(int64_t c) {
   return c / 32 * 32 + lane * 8 + pair * 2 + c % 2;
 }
 
+// As LabelKeys.
+struct DeviceLabelKeys {
+  const float* keys;  // null: none
+  int64_t heads;
+};
+
 struct DeviceScoreRule {
   const float* content_bias;   // u [query_heads, head_dim], or null
   const float* position_bias;  // w [query_heads, head_dim], or null
   DeviceRelativeKeys relative_keys;
+  DeviceLabelKeys label_keys;
   DeviceDistanceTable relu_multiplier;
   DeviceDistanceTable bias;
   // As in SoftSpan.
@@ -61,8 +68,8 @@ struct DeviceScoreRule {
 
   // Whether scores are more than scaled products: which of two kernels runs.
   __attribute__((always_inline)) bool is_plain() const {
-    return relative_keys.rows == nullptr && relu_multiplier.values == nullptr &&
-           bias.values == nullptr && span == nullptr;
+    return relative_keys.rows == nullptr && label_keys.keys == nullptr &&
+           relu_multiplier.values == nullptr && bias.values == nullptr && span == nullptr;
   }
 };
 
@@ -74,6 +81,13 @@ struct DeviceTokenOrder {
   int64_t group;
 };
 
+// Ids of tokens, for label keys.
+struct DeviceIds {
+  const int32_t* ids;  // [batch, tokens]
+  int64_t batch_stride;
+  int64_t stride;
+};
+
 struct FlashArguments {
   DeviceView q;             // [batch, query_heads, query tokens, head_dim]
   DeviceView k;             // [batch, kv_heads, kv tokens, head_dim]
@@ -81,10 +95,12 @@ struct FlashArguments {
   DeviceView out;           // [batch, query_heads, query tokens, value_dim]
   const uint8_t* key_mask;  // [batch, kv tokens], or null
   int64_t key_mask_strides[2];
+  DeviceIds query_ids;
+  DeviceIds key_ids;
   float* log_sum_exp;  // [batch, query_heads, query tokens], or null
   int64_t log_sum_exp_strides[3];
-  DeviceTokenOrder query_order;  // of q, out, log_sum_exp
-  DeviceTokenOrder key_order;    // of k, v, key_mask
+  DeviceTokenOrder query_order;  // of q, query_ids, out, log_sum_exp
+  DeviceTokenOrder key_order;    // of k, v, key_mask, key_ids
   // Where ring_tiles > 0, k and v are rings of that many tiles of 64 tokens, and key tile t is tile
   // (t + first_tile) % ring_tiles.
   int64_t ring_tiles;

@@ -214,6 +214,13 @@ struct MmaShared {
     float offset_bias[256];  // w . r of offset e + query_position at that modulo 256
   };
 
+  // Where there are label keys.
+  struct Labels {
+    float products[kQueries][2];  // of queries with them
+    int query_ids[kQueries];
+    int key_ids[kKeys];
+  };
+
   unsigned char* queries;
   unsigned char* ring;
   CommonOfRelativeKeys* common;  // as much of it as the rule has
@@ -222,11 +229,15 @@ struct MmaShared {
       : queries(memory),
         ring(memory + kQueries * Shape::kRowBytes),
         common(reinterpret_cast<CommonOfRelativeKeys*>(ring + Shape::kRingBytes)) {}
-  static constexpr size_t Bytes() {
+  __device__ Labels& labels() const {
+    return *reinterpret_cast<Labels*>(queries + Bytes(/*label_keys=*/false));
+  }
+  __host__ __device__ static constexpr size_t Bytes(bool label_keys) {
     return kQueries * Shape::kRowBytes + Shape::kRingBytes +
            (kRule == Rule::kNone     ? sizeof(Common)
             : kRule == Rule::kTables ? sizeof(CommonOfRule)
-                                     : sizeof(CommonOfRelativeKeys));
+                                     : sizeof(CommonOfRelativeKeys)) +
+           (label_keys ? sizeof(Labels) : 0);
   }
 };
 
@@ -296,7 +307,10 @@ class FlashMmaBlock {
       if (thread_ == 0) common_.tiles[(n + 2) % 4] = NextTile();
       const bool hides = HidesByRule(tile);
       const bool whole = !hides && AllTokens(a_, tile.index);
-      if (kRule != Rule::kNone) FindColumnBiases(n, slot);
+      if (kRule != Rule::kNone) {
+        FindColumnBiases(n, slot);
+        if (has_labels()) FindLabels(n, tile);
+      }
       thread_ = Anew(thread_);
       Scores score;
       RowValues minus;
@@ -804,6 +818,7 @@ class FlashMmaBlock {
 
   // Products to scores in nats.
   __device__ void ApplyRule(const MmaTile& tile, Scores& score) {
+    if (has_labels()) AddLabels(score);
     ForEachScore(score, [&](float& s, int, int) { s *= a_.scale; });
     if (a_.rule.relu_multiplier.values != nullptr) {
       ForEachEntry(a_.rule.relu_multiplier, common_.multipliers, tile, score,
@@ -817,6 +832,68 @@ class FlashMmaBlock {
     }
     if (has_span() && common_.narrowest + static_cast<float>(tile.index * kKeys) < a_.rule.ramp) {
       AddRamp(tile, score);
+    }
+  }
+
+  __device__ bool has_labels() const {
+    return kRule != Rule::kNone && a_.rule.label_keys.keys != nullptr;
+  }
+  // The ids of the tile's keys, and, before the first tile, those of queries and their scores
+  // against the two label keys. Those of rows that are none are any.
+  __device__ void FindLabels(int n, const MmaTile& tile) {
+    typename Shared::Labels& labels = shared_.labels();
+    const int64_t batch = common_.task.batch;
+    if (thread_ < kKeys) {
+      const int64_t token = KeyTokenOrNone(tile, static_cast<int>(thread_));
+      labels.key_ids[thread_] = token < 0 ? 0 : IdOf(a_.key_ids, batch, token);
+    }
+    if (n == 0) {
+#pragma unroll 1
+      for (int item = static_cast<int>(thread_); item < kQueries * 2; item += Shape::kThreads) {
+        const int row = item % kQueries, label = item / kQueries;
+        labels.products[row][label] = LabelProduct(row, label);
+        const int64_t i = common_.first_query + row;
+        if (label == 0) {
+          labels.query_ids[row] =
+              i < a_.query_tokens ? IdOf(a_.query_ids, batch, QueryToken(i)) : 0;
+        }
+      }
+    }
+    __syncthreads();
+  }
+  __device__ float LabelProduct(int row, int label) const {
+    const int64_t head = common_.task.head;
+    const float* key =
+        a_.rule.label_keys.keys + (head % a_.rule.label_keys.heads * 2 + label) * a_.head_dim;
+    const float* bias = a_.rule.position_bias;
+    if (bias != nullptr) bias += head * a_.head_dim;
+    float sum = 0;
+#pragma unroll 1
+    for (int c = 0; c < a_.head_dim; ++c) {
+      const unsigned pair = *reinterpret_cast<const unsigned*>(
+          shared_.queries + ChunkOffset<kDim>(row, c / 8) + c % 8 / 2 * 4);
+      const float query = Half<T>(pair, c % 2);
+      sum = fmaf(bias == nullptr ? query : query + bias[c], key[c], sum);
+    }
+    return sum;
+  }
+  __device__ void AddLabels(Scores& score) {
+    const typename Shared::Labels& labels = shared_.labels();
+    const int* key_ids = labels.key_ids + column();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int id = labels.query_ids[RowOf(m, half)];
+        const float* products = labels.products[RowOf(m, half)];
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            score[m][n][half * 2 + x] += key_ids[n * 8 + x] == id ? products[1] : products[0];
+          }
+        }
+      }
     }
   }
   // The soft span's weights, as what they add to scores.
@@ -1125,10 +1202,10 @@ template <class T, int kDim, Rule kRule>
 const char* LaunchMma(const FlashArguments& a, const InChunks& in_chunks, void* stream) {
   const int64_t tasks = FlashTasks(a);
   const unsigned blocks = static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks);
-  return Launch(
-      "FlashMma", &FlashMma<T, kDim, kRule>,
-      {dim3(blocks), dim3(MmaShape<kDim, kRule>::kThreads), MmaShared<kDim, kRule>::Bytes()},
-      stream, a, in_chunks);
+  return Launch("FlashMma", &FlashMma<T, kDim, kRule>,
+                {dim3(blocks), dim3(MmaShape<kDim, kRule>::kThreads),
+                 MmaShared<kDim, kRule>::Bytes(a.rule.label_keys.keys != nullptr)},
+                stream, a, in_chunks);
 }
 
 // Whether every row [b, h, token] begins at a multiple of 16 bytes and is whole chunks of the type.

@@ -189,6 +189,11 @@ class Subject {
     TFB_ASSIGN_OR_RETURN(const int32_t* tokens, Upload(order.tokens, count));
     return DeviceTokenOrder{tokens, order.batch_stride, order.head_stride, order.group};
   }
+  absl::StatusOr<DeviceIds> UploadIds(const ConstTensorView& ids) {
+    if (ids.empty()) return DeviceIds{};
+    TFB_ASSIGN_OR_RETURN(const int32_t* data, Upload(ids.At<int32_t>(), ids.num_elements()));
+    return DeviceIds{data, ids.stride(0), ids.stride(1)};
+  }
   absl::StatusOr<DeviceDistanceTable> UploadTable(const DistanceTable* table) {
     if (table == nullptr) return DeviceDistanceTable{};
     TFB_ASSIGN_OR_RETURN(const float* values, Upload(table->values().data(),
@@ -210,6 +215,10 @@ class Subject {
     device->span_query_stride = span.query_stride;
     device->ramp = span.ramp;
     device->query_position = rule.query_position;
+    const LabelKeys& labels = rule.label_keys;
+    device->label_keys.heads = labels.heads;
+    TFB_ASSIGN_OR_RETURN(device->label_keys.keys,
+                         Upload(labels.keys, labels.heads * 2 * problem.head_dim));
     if (relative_keys.empty()) return absl::OkStatus();
     DeviceRelativeKeys& keys = device->relative_keys;
     keys.heads = relative_keys.dim(0);
@@ -265,6 +274,8 @@ class Subject {
       TFB_ASSIGN_OR_RETURN(a.log_sum_exp, UploadFloats(call.log_sum_exp));
       std::copy_n(call.log_sum_exp.strides.begin(), 3, a.log_sum_exp_strides);
     }
+    TFB_ASSIGN_OR_RETURN(a.query_ids, UploadIds(call.query_ids));
+    TFB_ASSIGN_OR_RETURN(a.key_ids, UploadIds(call.key_ids));
     TFB_ASSIGN_OR_RETURN(a.query_order, UploadOrder(call.query_order, problem.query_tokens));
     TFB_ASSIGN_OR_RETURN(a.key_order, UploadOrder(call.key_order, problem.kv_tokens));
     a.ring_tiles = call.ring.tiles;
@@ -657,6 +668,38 @@ TEST_P(FlashMma, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
   }
 }
 
+// Few different ids, in [batch, tokens].
+Tensor IdsOf(int64_t batch, int64_t tokens) {
+  Tensor ids(DType::kI32, {batch, tokens});
+  for (int64_t n = 0; n < ids.num_elements(); ++n) {
+    ids.span<int32_t>()[n] = static_cast<int32_t>(n * n % 11 % 4) - 1;
+  }
+  return ids;
+}
+
+TEST_P(FlashMma, LabelKeysGoByTheIdsOfQueryAndKey) {
+  for (const int64_t dim : {16, 40, 128, 256}) {
+    Subject subject(Make(GetParam(), {150, 90, dim, 32, 2, 1, 2}));
+    Tensor labels(DType::kF32, {2, 2, dim}), w(DType::kF32, {2, dim});
+    FillNormal(&labels, 3, "labels");
+    FillNormal(&w, 3, "w");
+    const Tensor query_ids = IdsOf(2, 150), key_ids = IdsOf(2, 90);
+    subject.call.rule.label_keys = {labels.span<float>().data(), 2};
+    subject.call.rule.position_bias = w.span<float>().data();
+    subject.call.query_ids = query_ids.view();
+    subject.call.key_ids = key_ids.view();
+    const DoubleTensor l(labels.view()), dw(w.view()), q(subject.call.q);
+    subject.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+      const int64_t same =
+          *query_ids.view().At<int32_t>(b, i) == *key_ids.view().At<int32_t>(b, j) ? 1 : 0;
+      const double dot =
+          Dot(q.Row(b, h, i), l.Row(h, same), dim) + Dot(dw.Row(h), l.Row(h, same), dim);
+      return s + dot / std::sqrt(static_cast<double>(dim));
+    };
+    subject.ExpectMatchesLoops(3);
+  }
+}
+
 TEST_P(FlashMma, AllPartsOfARuleActTogether) {
   const int64_t queries = 140, keys = 200, position = 60;
   Subject subject(Make(GetParam(), {queries, keys, 32, 32, 2, 2}, /*causal=*/true));
@@ -678,6 +721,12 @@ TEST_P(FlashMma, AllPartsOfARuleActTogether) {
   FillNormal(&w, 3, "w");
   subject.call.rule.content_bias = u.span<float>().data();
   subject.call.rule.position_bias = w.span<float>().data();
+  Tensor labels(DType::kF32, {1, 2, 32});
+  FillNormal(&labels, 3, "labels");
+  const Tensor query_ids = IdsOf(1, queries), key_ids = IdsOf(1, keys);
+  subject.call.rule.label_keys = {labels.span<float>().data(), 1};
+  subject.call.query_ids = query_ids.view();
+  subject.call.key_ids = key_ids.view();
   const float span = 90.5f, ramp = 32;
   subject.call.rule.soft_span.span = &span;
   subject.call.rule.soft_span.count = 1;
@@ -686,14 +735,17 @@ TEST_P(FlashMma, AllPartsOfARuleActTogether) {
   for (int64_t n = 0; n < keys; ++n) mask.span<uint8_t>()[n] = n % 5 != 0;
   subject.call.key_mask = mask.view();
   const DoubleTensor r(subject.relative_keys.view()), du(u.view()), dw(w.view()), q(subject.call.q),
-      k(subject.call.k);
+      k(subject.call.k), l(labels.view());
   subject.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
     const int64_t offset = j - i - position;
+    const double* label =
+        l.Row(*query_ids.view().At<int32_t>(b, i) == *key_ids.view().At<int32_t>(b, j) ? 1 : 0);
     const double scale = 1 / std::sqrt(32.0);
     s += Dot(du.Row(h), k.Row(b, h, j), 32) * scale;
     for (int64_t c = 0; c < 32 && offset >= -199 && offset <= 0; ++c) {
       s += (q.Row(b, h, i)[c] + dw.Row(h)[c]) * r.Row(h, offset + 199)[c] * scale;
     }
+    s += (Dot(q.Row(b, h, i), label, 32) + Dot(dw.Row(h), label, 32)) * scale;
     s = std::max(s, 0.0) * factor(h, offset) + bias(h, offset);
     const double weight =
         std::min(1.0, (ramp + span - static_cast<double>(i + position - j)) / ramp);

@@ -9,6 +9,7 @@
 
 #include "core/cuda/device_array.h"
 #include "core/definition.h"
+#include "core/random.h"
 #include "core/status.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -177,6 +178,124 @@ TEST_P(Parts, ANanInAVisibleKeyReachesTheOutput) {
   const NamedTensors outputs = Run(problem, ViewsOf(inputs));
   for (int64_t i = 0; i < 40; ++i) {
     EXPECT_EQ(std::isnan(outputs.at("out").span<float>()[i * 16]), i >= 20) << i;
+  }
+}
+
+// Queries over two tensors of keys: k with relative keys, and, in a band, k2 with label keys.
+class TwoRulesLayer : public Layer {
+ public:
+  TwoRulesLayer(const Problem& problem, int64_t more_keys, Device device)
+      : Layer(problem, InputsOf(problem, more_keys), AttentionOutputs(problem)), device_(device) {
+    problems_ = {problem, problem};
+    problems_[1].kv_tokens = more_keys;
+    const int64_t heads = problem.query_heads, head_dim = problem.head_dim;
+    FillNormal(&(parameters_["offsets"] = Tensor(DType::kF32, {heads, 11, head_dim})), 3, "a");
+    FillNormal(&(parameters_["labels"] = Tensor(DType::kF32, {heads, 2, head_dim})), 3, "b");
+  }
+  size_t workspace_bytes(int threads) const override {
+    return FlashParts::WorkspaceBytes(device_, problems_, /*relative_keys=*/true, threads);
+  }
+  Cost cost() const override { return {}; }
+
+ protected:
+  absl::Status DoSetup(const Inputs&, const Execution&) override {
+    offsets_ = RelativeKeys(parameters_.at("offsets").view(), -5, 5,
+                            [](int64_t offset) { return offset + 5; });
+    ScoreRule by_offset, by_label;
+    by_offset.relative_keys = &offsets_;
+    by_label.label_keys = {parameters_.at("labels").span<float>().data(), problem().query_heads};
+    TFB_ASSIGN_OR_RETURN(
+        FlashEngine first,
+        FlashEngine::Create(device_, problems_[0], FullPattern(problem().kv_tokens), by_offset));
+    TFB_ASSIGN_OR_RETURN(FlashEngine second, FlashEngine::Create(device_, problems_[1],
+                                                                 BandPattern(-20, 70), by_label));
+    std::vector<FlashEngine> engines;
+    engines.push_back(std::move(first));
+    engines.push_back(std::move(second));
+    parts_ = FlashParts(device_, std::move(engines));
+    return absl::OkStatus();
+  }
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    std::vector<FlashCall> calls;
+    for (const FlashEngine& engine : parts_.engines()) {
+      FlashCall call = engine.NewCall();
+      call.q = inputs.Get("q");
+      call.out = outputs.Get("out");
+      call.log_sum_exp = outputs.Get("log_sum_exp");
+      calls.push_back(call);
+    }
+    calls[0].k = inputs.Get("k");
+    calls[0].v = inputs.Get("v");
+    calls[1].k = inputs.Get("k2");
+    calls[1].v = inputs.Get("v2");
+    calls[1].query_ids = inputs.Get("query_ids");
+    calls[1].key_ids = inputs.Get("key_ids");
+    return parts_.Run(calls, execution);
+  }
+
+ private:
+  static std::vector<TensorSpec> InputsOf(const Problem& p, int64_t more_keys) {
+    std::vector<TensorSpec> inputs = QkvInputs(p);
+    inputs.push_back({"k2", {p.batch, p.kv_heads, more_keys, p.head_dim}, p.dtype});
+    inputs.push_back({"v2", {p.batch, p.kv_heads, more_keys, p.value_dim}, p.dtype});
+    inputs.push_back({"query_ids", {p.batch, p.query_tokens}, DType::kI32});
+    inputs.push_back({"key_ids", {p.batch, more_keys}, DType::kI32});
+    return inputs;
+  }
+
+  Device device_;
+  std::vector<Problem> problems_;
+  RelativeKeys offsets_;
+  FlashParts parts_;
+};
+
+TEST_P(Parts, HaveRulesAndKeysOfTheirOwn) {
+  for (const int64_t queries : {3, 150}) {  // few on CUDA: their keys are split
+    Problem problem = Problem::SelfAttention(2, 2, queries, 16);
+    problem.kv_tokens = 200;
+    const int64_t more_keys = 90;
+    TwoRulesLayer layer(problem, more_keys, GetParam());
+    NamedTensors inputs = RandomInputs(layer.inputs(), 3);
+    for (const char* name : {"query_ids", "key_ids"}) {
+      const absl::Span<int32_t> ids = inputs[name].span<int32_t>();
+      for (size_t n = 0; n < ids.size(); ++n) ids[n] = static_cast<int32_t>(n * n % 3);
+    }
+    const absl::StatusOr<NamedTensors> outputs =
+        GetParam() == Device::kCpu ? RunLayer(layer, ViewsOf(inputs), 2)
+                                   : RunCudaLayer(layer, GetParam(), ViewsOf(inputs));
+    ASSERT_TRUE(outputs.ok()) << outputs.status();
+
+    // All keys in one tensor.
+    Problem all = problem;
+    all.kv_tokens += more_keys;
+    Tensor v(DType::kF32, {2, 2, all.kv_tokens, 16});
+    CopyElements(inputs["v"].view(), Slice(v.view(), 2, 0, 200));
+    CopyElements(inputs["v2"].view(), Slice(v.view(), 2, 200, more_keys));
+    const DoubleTensor q(inputs["q"].view()), k(inputs["k"].view()), k2(inputs["k2"].view()),
+        offsets(layer.parameters().at("offsets").view()),
+        labels(layer.parameters().at("labels").view());
+    NamedTensors expected;
+    DefineAttention(
+        all, {{"v", v.view()}}, {},
+        [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+          const double* const query = q.Row(b, h, i);
+          if (j < 200) {
+            const bool near = std::abs(j - i) <= 5;
+            return (Dot(query, k.Row(b, h, j), 16) +
+                    (near ? Dot(query, offsets.Row(h, j - i + 5), 16) : 0)) /
+                   4;
+          }
+          j -= 200;
+          if (j - i < -20 || j - i > 70) return kNotSeen;
+          const bool same = *inputs["query_ids"].view().At<int32_t>(b, i) ==
+                            *inputs["key_ids"].view().At<int32_t>(b, j);
+          return (Dot(query, k2.Row(b, h, j), 16) + Dot(query, labels.Row(h, same), 16)) / 4;
+        },
+        &expected);
+    for (const char* name : {"out", "log_sum_exp"}) {
+      EXPECT_LE(MaxDifference(outputs->at(name).view(), expected.at(name).view()), 4e-5) << name;
+    }
   }
 }
 

@@ -137,7 +137,8 @@ class Harness {
     DeviceMirror mirror(runtime);
     FlashCall on_device = call;
     on_device.rule.soft_span.span = nullptr;  // Create has taken it
-    for (ConstTensorView* view : {&on_device.q, &on_device.k, &on_device.v, &on_device.key_mask}) {
+    for (ConstTensorView* view : {&on_device.q, &on_device.k, &on_device.v, &on_device.key_mask,
+                                  &on_device.query_ids, &on_device.key_ids}) {
       TFB_ASSIGN_OR_RETURN(*view, mirror.Copy(*view));
     }
     for (TensorView* view : {&on_device.out, &on_device.log_sum_exp}) {
@@ -442,6 +443,99 @@ TEST_P(Flash, RelativeKeysAndQueryBiasesMatchAnExplicitGather) {
   }
 }
 
+TEST_P(Flash, RelativeKeysOfClippedDistancesRepeatTheirEnds) {
+  for (const int64_t clip : {0, 7, 20}) {
+    for (const int64_t reach : {0, 50, 400}) {  // beyond, they are 0
+      const BandPattern band(-70, 90);
+      Tensor table(DType::kF32, {1, 2 * clip + 1, 8});
+      FillNormal(&table, 3, "table");
+      const auto row = [&](int64_t offset) { return std::clamp(offset, -clip, clip) + clip; };
+      const RelativeKeys relative(table.view(), -reach, reach, row);
+      Harness harness(GetParam(), Make(200, 260, 8, 8), &band);
+      harness.call.rule.relative_keys = &relative;
+      const DoubleTensor r(table.view()), q(harness.call.q);
+      harness.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+        if (std::abs(j - i) > reach) return s;
+        return s + Dot(q.Row(b, h, i), r.Row(row(j - i)), 8) / std::sqrt(8.0);
+      };
+      harness.ExpectMatchesLoops(2);
+    }
+  }
+}
+
+// Ids of `tokens` tokens of two batch rows: few different ones, and another order in each row.
+Tensor IdsOf(int64_t tokens) {
+  Tensor ids(DType::kI32, {2, tokens});
+  for (int64_t n = 0; n < ids.num_elements(); ++n) {
+    ids.span<int32_t>()[n] = static_cast<int32_t>(n * n % 11 % 4) - 1;
+  }
+  return ids;
+}
+
+TEST_P(Flash, LabelKeysGoByTheIdsOfQueryAndKey) {
+  for (const int64_t dim : {16, 30, 150}) {
+    for (auto [queries, keys] : {std::pair<int64_t, int64_t>{70, 70}, {2, 200}, {130, 30}}) {
+      const BandPattern band(-60, 150);
+      Harness harness(GetParam(), Make(queries, keys, dim, 16), &band);
+      Tensor labels(DType::kF32, {1, 2, dim}), w(DType::kF32, {2, dim});
+      FillNormal(&labels, 3, "labels");
+      FillNormal(&w, 3, "w");
+      const Tensor query_ids = IdsOf(queries), key_ids = IdsOf(keys);
+      harness.call.rule.label_keys = {labels.span<float>().data(), 1};
+      harness.call.rule.position_bias = w.span<float>().data();
+      harness.call.query_ids = query_ids.view();
+      harness.call.key_ids = key_ids.view();
+      const DoubleTensor l(labels.view()), dw(w.view()), q(harness.call.q);
+      harness.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+        const bool same = *query_ids.view().At<int32_t>(b, i) == *key_ids.view().At<int32_t>(b, j);
+        double dot = Dot(q.Row(b, h, i), l.Row(same ? 1 : 0), dim);
+        dot += Dot(dw.Row(h), l.Row(same ? 1 : 0), dim);
+        return s + dot / std::sqrt(static_cast<double>(dim));
+      };
+      harness.ExpectMatchesLoops(3);
+    }
+  }
+}
+
+TEST_P(Flash, LabelKeysActBeforeAReluAndGoByTokensOfAnOrder) {
+  const int64_t tokens = 100;
+  Harness harness(GetParam(), Make(tokens, tokens, 8, 8));
+  Tensor labels(DType::kF32, {2, 2, 8}), table(DType::kF32, {2, 21, 8});
+  FillNormal(&labels, 3, "labels");
+  FillNormal(&table, 3, "table");
+  const RelativeKeys relative(table.view(), -10, 10, [](int64_t offset) { return offset + 10; });
+  const DistanceTable halves(1, tokens, tokens, [](int64_t, int64_t) { return 0.5f; });
+  const Tensor ids = IdsOf(tokens);
+  harness.call.rule.label_keys = {labels.span<float>().data(), 2};
+  harness.call.rule.relative_keys = &relative;
+  harness.call.rule.relu_multiplier = &halves;
+  harness.call.query_ids = harness.call.key_ids = ids.view();
+  const DoubleTensor l(labels.view()), r(table.view()), q(harness.call.q);
+  harness.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
+    const int64_t same = *ids.view().At<int32_t>(b, i) == *ids.view().At<int32_t>(b, j) ? 1 : 0;
+    s += Dot(q.Row(b, h, i), l.Row(h, same), 8) / std::sqrt(8.0);
+    if (std::abs(j - i) <= 10) s += Dot(q.Row(b, h, i), r.Row(h, j - i + 10), 8) / std::sqrt(8.0);
+    return std::max(s, 0.0) / 2;
+  };
+  harness.ExpectMatchesLoops(3);
+
+  // Any order of keys gives the same sums.
+  Harness ordered(GetParam(), Make(tokens, tokens, 8, 8));
+  ordered.call.rule.label_keys = harness.call.rule.label_keys;
+  ordered.call.query_ids = ordered.call.key_ids = ids.view();
+  ordered.Run();
+  const Tensor expected = ordered.out().Clone();
+  std::vector<int32_t> reversed(tokens), sevenths(tokens);
+  for (int64_t n = 0; n < tokens; ++n) {
+    reversed[n] = static_cast<int32_t>(tokens - 1 - n);
+    sevenths[n] = static_cast<int32_t>(n * 7 % tokens);
+  }
+  ordered.call.query_order = {reversed.data(), 0, 0, 1};
+  ordered.call.key_order = {sevenths.data(), 0, 0, 1};
+  ordered.Run();
+  EXPECT_LE(MaxDifference(expected.view(), ordered.out().view()), 1e-5);
+}
+
 TEST_P(Flash, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
   const int64_t tokens = 300;
   Harness harness(GetParam(), Make(tokens, tokens, 16, 16, /*causal=*/true));
@@ -550,6 +644,16 @@ TEST(FlashCudaCall, BlocksTakeFurtherTilesWhereTheGridIsSmaller) {
     harness.Run();
     EXPECT_EQ(std::memcmp(expected.raw(), harness.out().raw(), expected.bytes()), 0) << blocks;
   }
+}
+
+TEST(FlashCall, LabelKeysWithoutIdsAreRefused) {
+  const float labels[2 * 8] = {};
+  FlashCall call;
+  call.rule.label_keys.keys = labels;
+  Problem problem = Make(5, 5, 8, 8);
+  const BlockSchedule schedule = BuildSchedule(problem, FullPattern(5));
+  call.schedule = &schedule;
+  EXPECT_EQ(FlashCpu(problem, call, Execution()).code(), absl::StatusCode::kInternal);
 }
 
 TEST(FlashWorkspace, IsLinearInTokens) {

@@ -210,6 +210,10 @@ __device__ inline uint64_t WithinSpan(float limit, int64_t tile) {
   return first >= static_cast<float>(kKeys) ? 0 : ~uint64_t{0} << static_cast<int>(first);
 }
 
+__device__ inline int IdOf(const DeviceIds& ids, int64_t b, int64_t token) {
+  return ids.ids[b * ids.batch_stride + token * ids.stride];
+}
+
 // The floats of `partial` that a row of a slot has.
 __device__ inline float* PartialRow(const FlashArguments& a, int64_t slot, int64_t b, int64_t h,
                                     int64_t n) {

@@ -440,6 +440,102 @@ def image_local_block_raster_2d():
                  "left, and its block up to itself in raster order"})
 
 
+# ---- attention/etc ----
+
+
+def etc_distance_ids(distances, largest):
+    """etcmodel's: 0 .. largest to the right, then 1 .. largest to the left."""
+    ahead, behind = distances.clamp(0, largest), (-distances).clamp(0, largest)
+    return torch.where(distances >= 0, ahead, largest + behind)
+
+
+def etc_attend(queries, keys, values, ids, seen, table):
+    """A query type over keys of its own for each query: [batch, heads, queries, keys, channels]."""
+    content = torch.einsum("bhnc,bhnkc->bhnk", queries, keys)
+    of_labels = torch.einsum("bhnc,hrc->bhnr", queries, table)
+    relative = of_labels.gather(3, ids[:, None].expand(content.shape))
+    logits = (content + relative) / math.sqrt(queries.shape[-1]) - 10000.0 * ~seen[:, None]
+    return torch.einsum("bhnk,bhnkc->bhnc", torch.softmax(logits, -1), values)
+
+
+@case("attention/etc/testdata/pieces", "torch.softmax", 95)
+def etc_pieces():
+    """By pieces as google-research/etcmodel has them: windows of long keys, then the global ones."""
+    batch, heads, first, tokens, channels, radius, m = 2, 2, 3, 33, 8, 4, 3
+    drawn = {name: draw(batch, heads, tokens, channels)
+             for name in ("q", "k", "v", "k_global", "v_global")}
+    q, k, v, k_global, v_global = drawn.values()
+    # Of each query type: its distances, then a pair of different segments, then one of the same.
+    tables = {name: draw(heads, 2 * m + 3, channels, scale=0.5) for name in ("g", "l")}
+    token = torch.arange(tokens)
+    segment = torch.stack([torch.where(token < first, token, (token - first) // 10),
+                           torch.where(token < first, token, (token * 7) % 4 - 1)])
+    is_token = torch.ones(batch, tokens, dtype=torch.bool)
+    is_token[0, 1] = False  # a global token
+    is_token[1, 27:] = False
+    labels = 2 * m + 1 + (segment[:, :, None] == segment[:, None, :]).long()
+
+    def per_query(x, index):  # rows of [batch, heads, tokens, channels] or [batch, tokens]
+        return x[:, :, index] if x.dim() == 4 else x[:, index]
+
+    long, window = token[first:, None], torch.arange(-radius, radius + 1)
+    index = long + window
+    inside = (index >= first) & (index < tokens)
+    index = index.clamp(first, tokens - 1)
+    count = tokens - first
+    side = token[:first].expand(count, first)
+    both = torch.cat([index, side], 1)
+    ids = torch.cat([etc_distance_ids(window, m).expand(batch, count, -1),
+                     labels[:, first:, :first]], 2)
+    seen = torch.cat([per_query(is_token, index) & inside, per_query(is_token, side)], 2)
+    of_long = etc_attend(q[:, :, first:], per_query(k, both), per_query(v, both), ids, seen,
+                         tables["l"])
+
+    every = token.expand(first, tokens)
+    between = token[None, :first] - token[:first, None]
+    ids = torch.cat([etc_distance_ids(between, m).expand(batch, -1, -1),
+                     labels[:, :first, first:]], 2)
+    of_global = etc_attend(q[:, :, :first], per_query(k_global, every), per_query(v_global, every),
+                           ids, per_query(is_token, every), tables["g"])
+
+    ascending = etc_distance_ids(torch.arange(-m, m + 1), m)
+    tensors = {name: f32(x) for name, x in drawn.items()}
+    tensors |= {"g2g": f32(tables["g"][:, ascending]), "g2l": f32(tables["g"][:, 2 * m + 1:]),
+                "l2l": f32(tables["l"][:, ascending]), "l2g": f32(tables["l"][:, 2 * m + 1:]),
+                "segment": segment.numpy().astype(np.int32),
+                "key_padding": is_token.numpy().astype(np.int32),
+                "out": f64(torch.cat([of_global, of_long], 2))}
+
+    def formula(t):
+        i, j = np.mgrid[:tokens, :tokens]
+        same = (t["segment"][:, :, None] == t["segment"][:, None, :]).astype(int)
+        near = np.broadcast_to(np.clip(j - i, -m, m) + m, same.shape)
+        allowed = ((i < first) | (j < first) | (abs(i - j) <= radius)) & (t["key_padding"] > 0)[:, None]
+
+        def attention(keys, values, inside, across):
+            def products(table, rows):
+                return np.take_along_axis(np.einsum("bhic,hrc->bhir", t["q"], table),
+                                          np.broadcast_to(rows[:, None], (batch, heads) + i.shape), 3)
+            relative = np.where((i < first) == (j < first), products(inside, near),
+                                products(across, same))
+            return attend(t["q"], keys, values, allowed[:, None], relative / math.sqrt(channels))
+
+        of_global = attention(t["k_global"], t["v_global"], t["g2g"], t["g2l"])
+        of_long = attention(t["k"], t["v"], t["l2l"], t["l2g"])
+        return {"out": np.concatenate([of_global[:, :, :first], of_long[:, :, first:]], 2)}
+
+    metadata = {
+        "global_tokens": first, "radius": radius, "max_distance": m,
+        "formula": "softmax_j(q_i . (k_j + P_ij) / sqrt(head_dim)) v_j over j with i < g or j < g or "
+                   "|i - j| <= radius; P_ij is row clip(j - i, -m, m) + m of g2g or l2l, row "
+                   "(segment_i = segment_j) of g2l or l2g; k_global and v_global where i < g",
+        "after": "google-research/etcmodel: layers/attention.py, feature_utils.py; without its number "
+                 "a label, which is 0",
+        "mask": "key_padding [batch, tokens]: 1 a real key, 0 a padded one",
+    }
+    return tensors, metadata, formula
+
+
 # ---- attention/strided and attention/fixed ----
 
 SPARSE = "sparse_attention.attention"

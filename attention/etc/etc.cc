@@ -1,0 +1,352 @@
+#include "attention/etc/etc.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/definition.h"
+#include "core/flash/flash_parts.h"
+#include "core/random.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<Etc>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "etc";
+  info.family = "attention";
+  info.title = "ETC global-local attention";
+  info.citation = "Ainslie, Ontanon et al. 2020, arXiv:2004.08483, section 3";
+  info.exactness = Exactness::kExact;
+  info.budget_option = "radius";
+  info.growth = 1;
+  info.devices = {Device::kCpu, Device::kCuda};
+  info.supports_causal = false;
+  return info;
+}
+
+bool HasDistances(const EtcOptions& options) { return options.max_distance >= 0; }
+bool HasLabels(const EtcOptions& options) { return HasDistances(options) || options.segments; }
+bool IsSeparate(const EtcOptions& options) {
+  return options.projections == EtcOptions::Projections::kSeparate;
+}
+
+// Tokens begin to end - 1.
+struct Tokens {
+  int64_t begin;
+  int64_t end;
+  int64_t size() const { return end - begin; }
+};
+
+// What queries that begin at one token see of keys that begin at another.
+class EtcPattern : public Pattern {
+ public:
+  EtcPattern(int64_t global_tokens, int64_t radius, const Tokens& queries, const Tokens& keys)
+      : globals_(global_tokens), radius_(radius), queries_(queries), keys_(keys) {}
+
+  bool Allows(int64_t, int64_t query, int64_t key) const override {
+    const int64_t i = queries_.begin + query, j = keys_.begin + key;
+    return i < globals_ || j < globals_ || std::abs(i - j) <= radius_;
+  }
+  void KeyRanges(int64_t, int64_t query_begin, int64_t query_end,
+                 std::vector<KeyRange>* ranges) const override {
+    const int64_t first = queries_.begin + query_begin, last = queries_.begin + query_end - 1;
+    if (first < globals_) {
+      ranges->push_back({0, keys_.size(), last < globals_});
+      return;
+    }
+    ranges->push_back(Range({0, globals_}, true));
+    ranges->push_back(Range({std::max(globals_, first - radius_), last + radius_ + 1}, false));
+    ranges->push_back(Range({std::max(globals_, last - radius_), first + radius_ + 1}, true));
+  }
+
+ private:
+  KeyRange Range(const Tokens& tokens, bool all) const {
+    return {tokens.begin - keys_.begin, tokens.end - keys_.begin, all};
+  }
+
+  int64_t globals_;
+  int64_t radius_;
+  Tokens queries_;
+  Tokens keys_;
+};
+
+// Queries that share a softmax's parts: calls of engine flash over the same queries.
+struct QueryGroup {
+  Tokens queries;
+  std::vector<Tokens> keys;  // of each part
+  std::vector<Problem> problems;
+  FlashParts softmax;
+  std::vector<FlashCall> calls;  // room for those of a Run
+};
+
+// Labels differ from piece to piece, so that each piece is a part of its query's softmax. Without
+// labels a query type is one part; and on the CPU, where the long rows of global tokens keep no
+// other waiting, both types are one call if they have the same keys.
+class EtcLayer : public Layer {
+ public:
+  EtcLayer(const Problem& problem, std::vector<TensorSpec> inputs, const EtcOptions& options,
+           NamedTensors parameters, Device device)
+      : Layer(problem, std::move(inputs), AttentionOutputs(problem)),
+        options_(options),
+        device_(device) {
+    parameters_ = std::move(parameters);
+    const int64_t tokens = problem.query_tokens;
+    globals_ = std::min(options.global_tokens, tokens);
+    const Tokens all = {0, tokens}, global = {0, globals_}, local = {globals_, tokens};
+    if (device == Device::kCpu && !HasLabels(options) && !IsSeparate(options)) {
+      AddGroup(all, {all});
+      return;
+    }
+    for (const Tokens& queries : {global, local}) {
+      if (HasLabels(options)) {
+        AddGroup(queries, {global, local});
+      } else {
+        AddGroup(queries, {all});
+      }
+    }
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    size_t bytes = 0;
+    for (const QueryGroup& group : groups_) {
+      bytes = std::max(bytes, FlashParts::WorkspaceBytes(device_, group.problems,
+                                                         HasDistances(options_), threads));
+    }
+    return bytes;
+  }
+
+  Cost cost() const override {
+    const Problem& p = problem();
+    Cost cost;
+    if (is_set_up_) cost.flops = 2.0 * static_cast<double>(p.batch) * MultiplyAdds();
+    cost.bytes = TensorBytes();
+    return cost;
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs&, const Execution&) override {
+    if (HasDistances(options_)) {
+      within_globals_ = Distances("g2g", globals_ - 1);
+      within_long_ =
+          Distances("l2l", std::min(options_.radius, problem().kv_tokens - globals_ - 1));
+    }
+    if (options_.segments) {
+      global_to_long_ = parameters_.at("g2l").CloneAs(DType::kF32);
+      long_to_global_ = parameters_.at("l2g").CloneAs(DType::kF32);
+    }
+    for (QueryGroup& group : groups_) {
+      std::vector<FlashEngine> engines;
+      for (size_t n = 0; n < group.keys.size(); ++n) {
+        const EtcPattern pattern(globals_, options_.radius, group.queries, group.keys[n]);
+        TFB_ASSIGN_OR_RETURN(FlashEngine engine,
+                             FlashEngine::Create(device_, group.problems[n], pattern,
+                                                 RuleOf(group.queries, group.keys[n])));
+        engines.push_back(std::move(engine));
+      }
+      group.softmax = FlashParts(device_, std::move(engines));
+    }
+    is_set_up_ = true;
+    return absl::OkStatus();
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    for (QueryGroup& group : groups_) {
+      const bool own_keys = IsSeparate(options_) && IsGlobal(group.queries);
+      const ConstTensorView k = inputs.Get(own_keys ? "k_global" : "k");
+      const ConstTensorView v = inputs.Get(own_keys ? "v_global" : "v");
+      for (size_t n = 0; n < group.calls.size(); ++n) {
+        FlashCall& call = group.calls[n];
+        call = group.softmax.engines()[n].NewCall();
+        call.q = Of(group.queries, 2, inputs.Get("q"));
+        call.k = Of(group.keys[n], 2, k);
+        call.v = Of(group.keys[n], 2, v);
+        call.key_mask = Of(group.keys[n], 1, inputs.Get("key_mask"));
+        call.query_ids = Of(group.queries, 1, inputs.Get("segment"));
+        call.key_ids = Of(group.keys[n], 1, inputs.Get("segment"));
+        call.out = Of(group.queries, 2, outputs.Get("out"));
+        call.log_sum_exp = Of(group.queries, 2, outputs.Get("log_sum_exp"));
+      }
+      TFB_RETURN_IF_ERROR(group.softmax.Run(group.calls, execution));
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  // Without those parts that have no keys, and not at all where there are no queries.
+  void AddGroup(const Tokens& queries, const std::vector<Tokens>& keys) {
+    if (queries.size() == 0) return;
+    QueryGroup group;
+    group.queries = queries;
+    for (const Tokens& part : keys) {
+      if (part.size() == 0) continue;
+      group.keys.push_back(part);
+      Problem& of_part = group.problems.emplace_back(problem());
+      of_part.query_tokens = queries.size();
+      of_part.kv_tokens = part.size();
+    }
+    group.calls.resize(group.keys.size());
+    groups_.push_back(std::move(group));
+  }
+
+  // Of a batch row: two products a pair, and one of each query with each label's vector.
+  double MultiplyAdds() const {
+    const Problem& p = problem();
+    double pairs = 0, labels = 0;
+    for (const QueryGroup& group : groups_) {
+      for (const FlashEngine& engine : group.softmax.engines()) {
+        pairs += engine.schedule().KeptPairs(p.query_heads);
+        const ScoreRule rule = engine.NewCall().rule;
+        const int64_t vectors = (rule.relative_keys ? 2 * options_.max_distance + 1 : 0) +
+                                (rule.label_keys.keys ? 2 : 0);
+        labels += static_cast<double>(p.query_heads * group.queries.size() * vectors);
+      }
+    }
+    return static_cast<double>(p.head_dim + p.value_dim) * pairs +
+           static_cast<double>(p.head_dim) * labels;
+  }
+  bool IsGlobal(const Tokens& tokens) const { return tokens.begin < globals_; }
+
+  // Of pairs at most `reach` apart.
+  RelativeKeys Distances(const char* table, int64_t reach) const {
+    const int64_t m = options_.max_distance;
+    return RelativeKeys(parameters_.at(table).view(), -reach, reach,
+                        [m](int64_t distance) { return std::clamp(distance, -m, m) + m; });
+  }
+
+  ScoreRule RuleOf(const Tokens& queries, const Tokens& keys) const {
+    ScoreRule rule;
+    if (!HasLabels(options_)) return rule;
+    if (IsGlobal(queries) == IsGlobal(keys)) {
+      if (HasDistances(options_)) {
+        rule.relative_keys = IsGlobal(queries) ? &within_globals_ : &within_long_;
+      }
+    } else if (options_.segments) {
+      const Tensor& table = IsGlobal(queries) ? global_to_long_ : long_to_global_;
+      rule.label_keys = {table.span<float>().data(), table.dim(0)};
+    }
+    return rule;
+  }
+
+  template <class View>
+  static View Of(const Tokens& tokens, int axis, const View& view) {
+    return view.empty() ? view : Slice(view, axis, tokens.begin, tokens.size());
+  }
+
+  EtcOptions options_;
+  Device device_;
+  int64_t globals_;
+  std::vector<QueryGroup> groups_;
+  RelativeKeys within_globals_;
+  RelativeKeys within_long_;
+  Tensor global_to_long_;  // f32
+  Tensor long_to_global_;
+  bool is_set_up_ = false;
+};
+
+absl::Status Check(const Problem& problem) {
+  if (problem.query_tokens == problem.kv_tokens) return absl::OkStatus();
+  return absl::UnimplementedError(absl::StrCat("etc is self-attention: query_tokens is ",
+                                               problem.query_tokens, ", kv_tokens is ",
+                                               problem.kv_tokens));
+}
+
+// Of the problem's dtype, as the keys are that its vectors are added to.
+absl::Status DrawTable(const char* name, const Problem& problem, int64_t labels, uint64_t seed,
+                       NamedTensors* parameters) {
+  const Shape shape = {problem.query_heads, labels, problem.head_dim};
+  TFB_ASSIGN_OR_RETURN(Tensor table, Tensor::Allocate(problem.dtype, shape));
+  FillNormal(&table, seed, name, /*mean=*/0, /*deviation=*/0.5);
+  (*parameters)[name] = std::move(table);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+Etc::Etc() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> Etc::ReadTensors(const Problem& problem, const EtcOptions& options) const {
+  std::vector<TensorSpec> tensors = QkvInputs(problem);
+  if (IsSeparate(options)) {
+    for (const size_t n : {1, 2}) {
+      TensorSpec own = tensors[n];
+      own.name += "_global";
+      tensors.push_back(std::move(own));
+    }
+  }
+  if (options.segments) {
+    tensors.push_back({"segment", {problem.batch, problem.kv_tokens}, DType::kI32});
+  }
+  return tensors;
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> Etc::MakeLayer(const Problem& problem,
+                                                      const EtcOptions& options, Device device,
+                                                      uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(Check(problem));
+  NamedTensors parameters;
+  if (HasDistances(options)) {
+    const int64_t labels = 2 * options.max_distance + 1;
+    for (const char* name : {"g2g", "l2l"}) {
+      TFB_RETURN_IF_ERROR(DrawTable(name, problem, labels, seed, &parameters));
+    }
+  }
+  if (options.segments) {
+    for (const char* name : {"g2l", "l2g"}) {
+      TFB_RETURN_IF_ERROR(DrawTable(name, problem, 2, seed, &parameters));
+    }
+  }
+  return std::make_unique<EtcLayer>(problem, ReadTensors(problem, options), options,
+                                    std::move(parameters), device);
+}
+
+absl::Status Etc::Definition(const Problem& problem, const EtcOptions& options,
+                             const NamedTensors& parameters, const Inputs& inputs,
+                             const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(Check(problem));
+  const int64_t g = options.global_tokens, m = options.max_distance;
+  DoubleTensor tables[2][2];  // [query is long][key is long]
+  const char* const names[2][2] = {{"g2g", "g2l"}, {"l2g", "l2l"}};
+  for (int query = 0; query < 2; ++query) {
+    for (int key = 0; key < 2; ++key) {
+      const auto table = parameters.find(names[query][key]);
+      if (table != parameters.end()) tables[query][key] = DoubleTensor(table->second.view());
+    }
+  }
+  const DoubleTensor q(inputs.Get("q"));
+  const ConstTensorView segment = inputs.Get("segment");
+  const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
+  const auto sees = [&](int64_t, int64_t i, int64_t j) {
+    return i < g || j < g || std::abs(i - j) <= options.radius;
+  };
+  const auto label_score = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    const bool same_input = (i >= g) == (j >= g);
+    if (same_input ? m < 0 : !options.segments) return 0.0;
+    const int64_t label = same_input ? std::min(std::max(j - i, -m), m) + m
+                                     : *segment.At<int32_t>(b, i) == *segment.At<int32_t>(b, j);
+    return scale * Dot(q.Row(b, h, i), tables[i >= g][j >= g].Row(h, label), problem.head_dim);
+  };
+  DefineMaskedAttention(problem, inputs, request, scale, sees, label_score, outputs);
+  if (!IsSeparate(options)) return absl::OkStatus();
+
+  // Global rows again with their keys and values.
+  Inputs own = inputs;
+  for (const char* name : {"k", "v"}) own.Set(name, inputs.Get(absl::StrCat(name, "_global")));
+  NamedTensors global;
+  DefineMaskedAttention(problem, own, request, scale, sees, label_score, &global);
+  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+  const int64_t global_rows = std::lower_bound(rows.begin(), rows.end(), g) - rows.begin();
+  for (auto& [name, tensor] : *outputs) {
+    CopyElements(Slice(std::as_const(global.at(name)).view(), 2, 0, global_rows),
+                 Slice(tensor.view(), 2, 0, global_rows));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

@@ -1,0 +1,99 @@
+// ETC: a long input whose tokens see their neighbours, and a few global tokens that see, and are seen
+// by, all.
+//
+// The sequence is [global; long]: its first g = min(`global_tokens`, tokens) tokens are the global
+// input, the others the long one. Query i sees key j when
+//
+//   g2g, g2l   i < g                       a global query sees everything
+//   l2g        i >= g, j < g
+//   l2l        i, j >= g, |i - j| <= w     w is the `radius`
+//
+// and with scale = 1 / sqrt(head_dim) one softmax over both pieces of a query is
+//
+//   y_i = softmax_j(scale q_i . (k_j + P_ij)) v_j
+//
+// where the label of a pair selects the vector P_ij from the table of its piece and head:
+//
+//   g2g, l2l   row clip(j - i, -m, m) + m of `g2g` or `l2l` [query_heads, 2 m + 1, head_dim], with m
+//              the `max_distance`; 0 where that is -1
+//   g2l, l2g   row 1 of `g2l` or `l2g` [query_heads, 2, head_dim] where segment_i = segment_j, else
+//              row 0, with the input segment, i32 [batch, tokens]: a long token has the id of the
+//              global token whose segment it belongs to, -1 if it belongs to none, and global tokens
+//              have ids of their own, say their positions; 0 without `segments`
+//
+// The tables have the problem's dtype, as keys do, and are drawn N(0, 0.5^2), the deviation that the
+// authors' code begins with.
+//
+// The paper's four pieces can have projections of their own. A query's projection is that of its
+// type, so q has them all. Where `projections` is separate, the keys and values of long queries are
+// k = [l2g; l2l] and v, and those of global queries are k_global = [g2g; g2l] and v_global; where it
+// is shared, k and v are both.
+//
+// Source: Ainslie, Ontanon, Alberti, Cvicek, Fisher, Pham, Ravula, Sanghai, Wang, Yang 2020, "ETC:
+// encoding long and structured inputs in transformers", EMNLP, arXiv:2004.08483, section 3. No causal
+// form. Deviations of the authors' code (google-research/etcmodel) that are not followed: hidden keys
+// have -10000 added, which a row without any other key cancels; a number per label is added to q_i .
+// P_ij; labels of other structure than these; the pieces of a query type share one table, whose rows
+// they divide between them, and rows of distances are in the order 0 .. m, -1 .. -m.
+// Cost: 2 pairs (head_dim + value_dim) FLOPs with n (2 w + 1) + 2 n g + g^2 pairs for n long tokens,
+// and 2 labels head_dim a query.
+#ifndef TFB_ATTENTION_ETC_ETC_H_
+#define TFB_ATTENTION_ETC_ETC_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/technique.h"
+
+namespace tfb {
+
+struct EtcOptions {
+  static constexpr int64_t kMaxDistance = 4096;
+
+  int64_t radius = 84;
+  int64_t global_tokens = 16;
+  int64_t max_distance = 12;
+  bool segments = false;
+  enum class Projections { kShared, kSeparate };
+  Projections projections = Projections::kShared;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("radius", &radius, 0, kMaxTokens,
+             "long tokens seen by a long query on each side of its own", {16, 32, 84, 169, 512});
+    bind.Int("global_tokens", &global_tokens, 0, kMaxTokens,
+             "global tokens that the sequence begins with; all tokens where it is shorter");
+    bind.Int(
+        "max_distance", &max_distance, -1, kMaxDistance,
+        "distances inside the global and inside the long input have labels up to this one, and "
+        "those beyond have its; -1 means no labels");
+    bind.Bool(
+        "segments", &segments,
+        "whether pairs of a global and a long token have labels, which go by the input segment");
+    bind.Choice("projections", &projections,
+                {{"shared", Projections::kShared}, {"separate", Projections::kSeparate}},
+                "whether global queries have keys and values of their own");
+  }
+};
+
+// Self-attention only: query_tokens must equal kv_tokens.
+class Etc : public TechniqueOf<EtcOptions> {
+ public:
+  Etc();
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const EtcOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const EtcOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  // Where `projections` is separate, also k_global and v_global, of the shapes of k and v; with
+  // `segments` also segment.
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const EtcOptions& options) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_ETC_ETC_H_

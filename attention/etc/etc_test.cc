@@ -1,0 +1,294 @@
+#include "attention/etc/etc.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/dense/dense.h"
+#include "core/testing.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::HasSubstr;
+using Keys = std::vector<int64_t>;
+
+const Options kNoLabels = {{"max_distance", "-1"}};
+
+Options With(Options options, const Options& more) {
+  options.insert(more.begin(), more.end());
+  return options;
+}
+
+NamedTensors RunEtc(const Problem& problem, const Inputs& inputs, const Options& options,
+                    Device device = Device::kCpu, const NamedTensors* parameters = nullptr) {
+  RunRequest request{options, device};
+  request.parameters = parameters;
+  return RunTechnique(Etc(), problem, inputs, request).value();
+}
+NamedTensors RunDense(const Problem& problem, const Inputs& inputs) {
+  return RunTechnique(Dense(), problem, inputs).value();
+}
+
+// Long tokens belong to the global ones in runs of equal length, every seventh to none.
+NamedTensors Random(const Problem& problem, const Options& options, int64_t globals) {
+  NamedTensors inputs = RandomInputs(Etc().InputSpecs(problem, options).value(), 11);
+  const auto segment = inputs.find("segment");
+  if (segment == inputs.end()) return inputs;
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    for (int64_t i = 0; i < problem.kv_tokens; ++i) {
+      int64_t id = i;
+      if (i >= globals) id = (i - globals) * globals / (problem.kv_tokens - globals);
+      if (i >= globals && (i + b) % 7 == 0) id = -1;
+      *segment->second.view().MutableAt<int32_t>(b, i) = static_cast<int32_t>(id);
+    }
+  }
+  return inputs;
+}
+
+void ExpectNear(const NamedTensors& ours, const NamedTensors& expected, double bound = 1e-5) {
+  for (const char* name : {"out", "log_sum_exp"}) {
+    EXPECT_LE(MaxDifference(ours.at(name).view(), expected.at(name).view()), bound) << name;
+  }
+}
+
+Keys Seen(int64_t tokens, int64_t i, const Options& options) {
+  return KeysSeen(Etc(), Problem::SelfAttention(1, 1, tokens, 8), options, 0, i);
+}
+
+TEST(Etc, LongTokensSeeGlobalOnesAndTheirNeighbours) {
+  for (const char* max_distance : {"-1", "3"}) {
+    const Options options = {
+        {"global_tokens", "2"}, {"radius", "1"}, {"max_distance", max_distance}};
+    EXPECT_EQ(Seen(10, 0, options).size(), 10u);
+    EXPECT_EQ(Seen(10, 1, options).size(), 10u);
+    EXPECT_EQ(Seen(10, 2, options), (Keys{0, 1, 2, 3}));
+    EXPECT_EQ(Seen(10, 5, options), (Keys{0, 1, 4, 5, 6}));
+    EXPECT_EQ(Seen(10, 9, options), (Keys{0, 1, 8, 9}));
+  }
+}
+
+TEST(Etc, ARadiusCoveringTheLongInputEqualsDense) {
+  const Problem problem = Problem::SelfAttention(2, 2, 150, 16);
+  const NamedTensors inputs = Random(problem, kNoLabels, 0);
+  for (const char* radius : {"145", "1000000"}) {
+    for (const char* globals : {"0", "5", "150", "1000"}) {
+      const Options options = With(kNoLabels, {{"radius", radius}, {"global_tokens", globals}});
+      if (std::string(globals) == "0" && std::string(radius) == "145") continue;
+      ExpectNear(RunEtc(problem, ViewsOf(inputs), options), RunDense(problem, ViewsOf(inputs)));
+    }
+  }
+}
+
+TEST(Etc, ZeroTablesEqualNoLabels) {
+  const Problem problem = Problem::SelfAttention(2, 2, 200, 16);
+  const Options plain = {{"radius", "20"}, {"global_tokens", "9"}};
+  for (const Device device : kHostDevices) {
+    const Options labelled = With(plain, {{"segments", "true"}});
+    const NamedTensors inputs = Random(problem, labelled, 9);
+    NamedTensors zeros;
+    for (const auto& [name, rows] : {std::pair{"g2g", 25}, {"l2l", 25}, {"g2l", 2}, {"l2g", 2}}) {
+      Fill((zeros[name] = Tensor(DType::kF32, {2, rows, 16})).view(), 0);
+    }
+    Inputs of_plain;
+    for (const char* name : {"q", "k", "v"}) of_plain.Set(name, inputs.at(name).view());
+    ExpectNear(RunEtc(problem, ViewsOf(inputs), labelled, device, &zeros),
+               RunEtc(problem, of_plain, With(kNoLabels, plain), device));
+  }
+}
+
+TEST(Etc, HiddenGlobalTokensDoNotReachLongOnes) {
+  const Problem problem = Problem::SelfAttention(1, 2, 100, 16);
+  const Options options = {{"radius", "10"}, {"global_tokens", "7"}};
+  NamedTensors inputs = Random(problem, options, 7);
+  Tensor mask(DType::kU8, {1, 100});
+  for (int64_t j = 0; j < 100; ++j) mask.span<uint8_t>()[j] = j >= 7;
+  inputs["key_mask"] = std::move(mask);
+  const NamedTensors before = RunEtc(problem, ViewsOf(inputs), options);
+  for (const char* name : {"k", "v"}) Fill(Slice(inputs[name].view(), 2, 0, 7), 100);
+  const NamedTensors after = RunEtc(problem, ViewsOf(inputs), options);
+  EXPECT_EQ(MaxDifference(Slice(before.at("out").view(), 2, 7, 93),
+                          Slice(after.at("out").view(), 2, 7, 93)),
+            0);
+}
+
+TEST(Etc, WithoutGlobalTokensItIsLocalAttention) {
+  const Problem problem = Problem::SelfAttention(1, 2, 100, 16);
+  const Options options = With(kNoLabels, {{"radius", "10"}, {"global_tokens", "0"}});
+  const NamedTensors inputs = Random(problem, options, 0);
+  const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), options);
+  for (const int64_t i : {0, 3, 50, 99}) {
+    const int64_t first = std::max<int64_t>(0, i - 10);
+    Problem alone = problem;
+    alone.query_tokens = 1;
+    alone.kv_tokens = std::min<int64_t>(99, i + 10) - first + 1;
+    const NamedTensors dense =
+        RunDense(alone, {{"q", Slice(inputs.at("q").view(), 2, i, 1)},
+                         {"k", Slice(inputs.at("k").view(), 2, first, alone.kv_tokens)},
+                         {"v", Slice(inputs.at("v").view(), 2, first, alone.kv_tokens)}});
+    EXPECT_LE(MaxDifference(Slice(ours.at("out").view(), 2, i, 1), dense.at("out").view()), 1e-5);
+  }
+}
+
+TEST(Etc, SeparateProjectionsAreOneCallForEachTypeOfQuery) {
+  const Problem problem = Problem::SelfAttention(2, 2, 150, 16);
+  const Options shared = {{"radius", "10"}, {"global_tokens", "7"}, {"segments", "true"}};
+  const Options separate = With(shared, {{"projections", "separate"}});
+  const NamedTensors inputs = Random(problem, separate, 7);
+  const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), separate);
+  Inputs local, global;
+  for (const char* name : {"q", "segment"}) {
+    local.Set(name, inputs.at(name).view());
+    global.Set(name, inputs.at(name).view());
+  }
+  for (const std::string name : {"k", "v"}) {
+    local.Set(name, inputs.at(name).view());
+    global.Set(name, inputs.at(name + "_global").view());
+  }
+  const NamedTensors of_local = RunEtc(problem, local, shared);
+  const NamedTensors of_global = RunEtc(problem, global, shared);
+  for (const char* name : {"out", "log_sum_exp"}) {
+    const ConstTensorView view = ours.at(name).view();
+    EXPECT_EQ(MaxDifference(Slice(view, 2, 0, 7), Slice(of_global.at(name).view(), 2, 0, 7)), 0);
+    EXPECT_EQ(MaxDifference(Slice(view, 2, 7, 143), Slice(of_local.at(name).view(), 2, 7, 143)), 0);
+  }
+}
+
+TEST(Etc, SequencesUpToTheGlobalTokensAreAllGlobal) {
+  for (const int64_t tokens : {1, 4, 16}) {
+    const Problem problem = Problem::SelfAttention(1, 2, tokens, 16);
+    const Options options = {{"radius", "0"}, {"segments", "true"}};
+    const NamedTensors inputs = Random(problem, options, tokens);
+    for (int64_t i = 0; i < tokens; ++i) {
+      EXPECT_EQ(
+          static_cast<int64_t>(Seen(tokens, i, {{"radius", "0"}, {"max_distance", "2"}}).size()),
+          tokens);
+    }
+    ExpectNear(RunEtc(problem, ViewsOf(inputs), options),
+               DefineTechnique(Etc(), problem, ViewsOf(inputs), {options}).value(), 2e-5);
+  }
+}
+
+// With q = (2, 0, 0, 0), head_dim 4 and keys of 0 the score of a pair is the first number of its
+// label's vector. Two global tokens and three long ones, of which the last belongs to none.
+TEST(Etc, LabelsAreThoseOfTheirPiece) {
+  const Problem problem = Problem::SelfAttention(1, 1, 5, 4);
+  const Options options = {
+      {"radius", "1"}, {"global_tokens", "2"}, {"max_distance", "1"}, {"segments", "true"}};
+  NamedTensors inputs = Random(problem, options, 2);
+  Fill(inputs["q"].view(), 0);
+  Fill(Slice(inputs["q"].view(), 3, 0, 1), 2);
+  Fill(inputs["k"].view(), 0);
+  const int32_t segments[] = {0, 1, 0, 1, -1};
+  std::copy_n(segments, 5, inputs["segment"].span<int32_t>().data());
+  NamedTensors tables;
+  const auto set = [&](const char* name, const std::vector<float>& values) {
+    Tensor& table = tables[name] = Tensor(DType::kF32, {1, static_cast<int64_t>(values.size()), 4});
+    Fill(table.view(), 0);
+    for (size_t n = 0; n < values.size(); ++n) table.span<float>()[n * 4] = values[n];
+  };
+  set("g2g", {-1, 0.5f, 1});
+  set("l2l", {-2, 0.25f, 2});
+  set("g2l", {0.1f, 0.7f});
+  set("l2g", {0.2f, 0.9f});
+  const std::vector<std::vector<double>> scores = {{0.5, 1, 0.7, 0.1, 0.1},
+                                                   {-1, 0.5, 0.1, 0.7, 0.1},
+                                                   {0.9, 0.2, 0.25, 2},
+                                                   {0.2, 0.9, -2, 0.25, 2},
+                                                   {0.2, 0.2, -2, 0.25}};
+  for (const Device device : kHostDevices) {
+    const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), options, device, &tables);
+    for (int64_t i = 0; i < 5; ++i) {
+      double sum = 0;
+      for (const double score : scores[i]) sum += std::exp(score);
+      EXPECT_NEAR(ours.at("log_sum_exp").span<float>()[i], std::log(sum), 1e-6) << i;
+    }
+  }
+}
+
+TEST(Etc, MatchesItsDefinitionWithMixedOptions) {
+  Problem problem = Problem::SelfAttention(2, 4, 200, 24);
+  problem.kv_heads = 2;
+  for (const Options& options :
+       {Options{{"radius", "32"}, {"max_distance", "-1"}},
+        Options{{"radius", "32"}, {"max_distance", "-1"}, {"segments", "true"}},
+        Options{{"radius", "90"}, {"max_distance", "70"}, {"global_tokens", "70"}},
+        Options{{"radius", "5"}, {"projections", "separate"}, {"segments", "true"}},
+        Options{{"radius", "9"}, {"max_distance", "0"}, {"global_tokens", "1"}}}) {
+    NamedTensors inputs = Random(problem, options, 16);
+    Tensor mask(DType::kU8, {2, 200});
+    for (int64_t n = 0; n < 400; ++n) mask.span<uint8_t>()[n] = n % 5 != 3 && n % 200 < 170;
+    inputs["key_mask"] = std::move(mask);
+    const NamedTensors expected =
+        DefineTechnique(Etc(), problem, ViewsOf(inputs), {options}).value();
+    for (const Device device : kHostDevices) {
+      SCOPED_TRACE(ToString(options));
+      ExpectNear(RunEtc(problem, ViewsOf(inputs), options, device), expected,
+                 2 * Fp32Bound(inputs.at("v").view()));
+    }
+  }
+}
+
+// Computed by pieces as the authors' code does; how is in the file's metadata.
+TEST(Etc, DefinitionAndEnginesMatchThePiecesOfTheAuthorsCode) {
+  const SafetensorsFile golden = GoldenFile("attention/etc/testdata/pieces.safetensors");
+  const NamedTensors& tensors = golden.tensors;
+  const Shape shape = tensors.at("q").shape();
+  const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3]);
+  Options options = {{"projections", "separate"}, {"segments", "true"}};
+  for (const char* name : {"radius", "global_tokens", "max_distance"}) {
+    options[name] = golden.metadata.at(name);
+  }
+  NamedTensors inputs, tables;
+  for (const char* name : {"q", "k", "v", "k_global", "v_global", "segment"}) {
+    inputs[name] = tensors.at(name).Clone();
+  }
+  inputs["key_mask"] = tensors.at("key_padding").CloneAs(DType::kU8);
+  for (const char* name : {"g2g", "g2l", "l2g", "l2l"}) tables[name] = tensors.at(name).Clone();
+  NamedTensors defined;
+  ASSERT_TRUE(Etc().Define(problem, options, tables, ViewsOf(inputs), {}, &defined).ok());
+  EXPECT_LE(MaxDifference(defined.at("out").view(), tensors.at("out").view()), 1e-12);
+  for (const Device device : kHostDevices) {
+    const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), options, device, &tables);
+    EXPECT_LE(MaxDifference(ours.at("out").view(), tensors.at("out").view()),
+              Fp32Bound(inputs.at("v").view()))
+        << Name(device);
+  }
+}
+
+TEST(Etc, FlopsCountPairsAndLabels) {
+  const Problem problem = Problem::SelfAttention(1, 2, 60, 16);
+  for (const bool labels : {false, true}) {
+    const Options options = {{"radius", "3"},
+                             {"global_tokens", "4"},
+                             {"max_distance", labels ? "5" : "-1"},
+                             {"segments", labels ? "true" : "false"}};
+    std::unique_ptr<Layer> layer = Etc().Create(problem, options, Device::kCpu, 1).value();
+    const NamedTensors inputs = Random(problem, options, 4);
+    ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
+    // Pairs, less the corners that the window has beyond the ends.
+    const double pairs = 56 * 7 - 2 * (1 + 2 + 3) + 2 * 56 * 4 + 4 * 4;
+    const double of_labels = labels ? 60 * (11 + 2) : 0;
+    EXPECT_EQ(*layer->cost().flops, 2.0 * 2 * (32 * pairs + 16 * of_labels));
+  }
+}
+
+TEST(Etc, CausalAndCrossAttentionAreRefusedWithAReason) {
+  EXPECT_THAT(
+      std::string(Etc()
+                      .Create(Problem::SelfAttention(1, 2, 10, 8, true), {}, Device::kCpu, 1)
+                      .status()
+                      .message()),
+      HasSubstr("causal"));
+  Problem cross = Problem::SelfAttention(1, 2, 10, 8);
+  cross.kv_tokens = 20;
+  EXPECT_THAT(std::string(Etc().Create(cross, {}, Device::kCpu, 1).status().message()),
+              HasSubstr("query_tokens is 10, kv_tokens is 20"));
+}
+
+}  // namespace
+}  // namespace tfb
