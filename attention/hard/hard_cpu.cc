@@ -226,7 +226,7 @@ class HardRun {
       const int64_t seen = std::clamp<int64_t>(KeysEnd(task.first_query + r) - first, 0, kTile);
       scratch.visible[r] = seen == kTile ? tokens : tokens & ((uint64_t{1} << seen) - 1);
     }
-    kernels_.mask({scratch.scores + column, kScoreRow, task.rows, kTile}, scratch.visible);
+    kernels_.mask({scratch.scores + column, kScoreRow, task.rows, kTile}, scratch.visible, 0);
   }
 
   static void TakeMaximum(int64_t r, int64_t first_key, int64_t columns, Scratch& scratch) {
