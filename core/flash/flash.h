@@ -195,7 +195,7 @@ struct FlashCall {
 // Whether the call brings the ids that label keys go by.
 absl::Status CheckIds(const FlashCall& call);
 
-// Scratch of one call in bytes: packed keys and values of as many heads as fit 32 MiB (at least one
+// Scratch of one call in bytes: packed keys and values of as many heads as fit 8 MiB (at least one
 // head) and, for each thread, the scores of 64 queries against 512 keys; twice those where the rule
 // has relative keys.
 size_t FlashWorkspaceBytes(const Problem& problem, bool relative_keys, int threads);
