@@ -331,6 +331,71 @@ void Mask(const ScoreRows& rows, const uint64_t* masks, int64_t first_bit) {
   });
 }
 
+// Bit i says whether lane i of `mask`, all ones or zeros, is set.
+inline uint64_t BitsOf(Ints mask) {
+#if defined(__AVX512F__)
+  typedef int32_t Plain __attribute__((vector_size(kLanes * 4)));
+  return static_cast<uint16_t>(__builtin_ia32_cvtd2mask512((Plain)mask));
+#else
+  typedef float Plain __attribute__((vector_size(kLanes * 4)));
+#if defined(__AVX2__)
+  return static_cast<uint64_t>(__builtin_ia32_movmskps256((Plain)mask));
+#else
+  return static_cast<uint64_t>(__builtin_ia32_movmskps((Plain)mask));
+#endif
+#endif
+}
+inline Ints LoadInts(const int32_t* p) { return *reinterpret_cast<const UnalignedInts*>(p); }
+// All ones in lanes where 0 <= row - column <= 1.
+inline Ints HasPair(int32_t row, Ints column) {
+  const Ints difference = row - column;
+  return (difference & ~1) == 0;
+}
+
+void HidePairs(int64_t rows, const TokenPairs& pairs, bool causal, uint64_t* masks) {
+  for (int64_t r = 0; r < rows; ++r) {
+    uint64_t seen = 0;
+    for (int64_t c = 0; c < kPairColumns; c += kLanes) {
+      Ints kept = Ints{} == 0;
+      if (causal) kept &= LoadInts(pairs.column_tokens + c) <= pairs.row_tokens[r];
+      for (int64_t n = 0; n < pairs.slots; ++n) {
+        kept &= HasPair(pairs.row_codes[n * kPairColumns + r],
+                        LoadInts(pairs.column_codes + n * kPairColumns + c));
+      }
+      seen |= BitsOf(kept) << c;
+    }
+    masks[r] &= seen;
+  }
+}
+
+// log(n) of small numbers n >= 1, to 3e-7: with n = 2^e m, m in [2/3, 4/3), the series of
+// 2 artanh(t), t = (m - 1) / (m + 1), |t| <= 1/5.
+inline Floats LogOfCount(Ints n) {
+  const Floats value = __builtin_convertvector(n, Floats);
+  const Ints bits = reinterpret_cast<const Ints&>(value);
+  const Ints exponent = (bits - 0x3F2AAAAB) >> 23;
+  const Ints mantissa = bits - (exponent << 23);
+  const Floats m = reinterpret_cast<const Floats&>(mantissa);
+  const Floats t = (m - 1.0f) / (m + 1.0f), t2 = t * t;
+  const Floats series = t * (2.0f + t2 * (2.0f / 3 + t2 * (2.0f / 5 + t2 * (2.0f / 7))));
+  return __builtin_convertvector(exponent, Floats) * 0.693147181f + series;
+}
+
+void AdjustPairs(const ScoreRows& rows, const TokenPairs& pairs, float self_bias) {
+  ForEachVector(rows, [=](Floats s, int64_t r, int64_t c) {
+    if (pairs.slots > 0) {
+      Ints count = {};
+      for (int64_t n = 0; n < pairs.slots; ++n) {
+        count -= HasPair(pairs.row_codes[n * kPairColumns + r],
+                         LoadInts(pairs.column_codes + n * kPairColumns + c));
+      }
+      s -= LogOfCount(count > 1 ? count : 1 - Ints{});
+    }
+    const Ints same = LoadInts(pairs.column_tokens + c) == pairs.row_tokens[r];
+    return s + (same ? Broadcast(self_bias) : Floats{});
+  });
+}
+
 void ScaleRows(const ScoreRows& rows, const float* factor) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return s * factor[r]; });
 }
@@ -487,6 +552,8 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                AddByLabel,
                                                                ReluMultiply,
                                                                Mask,
+                                                               HidePairs,
+                                                               AdjustPairs,
                                                                ScaleRows,
                                                                Transpose64,
                                                                ExpRows,

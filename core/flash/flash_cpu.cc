@@ -94,6 +94,13 @@ struct PackedTile {
   bool finite;          // whether all values are
 };
 
+// The queries or keys of a tile, where the call has a token rule.
+struct TokenSide {
+  int32_t tokens[kTile];
+  int32_t codes[kMaxTokenSlots][kTile];
+};
+static_assert(kTile == kPairColumns, "");
+
 // What one thread needs for one task.
 struct Scratch {
   float* content_query;      // [64][key_depth]
@@ -102,6 +109,7 @@ struct Scratch {
   float* positions;          // [64][kPositionRow]
   float (*label_scores)[2];  // [64] against the label keys
   int32_t* query_ids;        // [64]
+  TokenSide* queries;        // null where the call has no token rule
   float* accumulator;        // [64][value_row]
   float* max;                // [64]
   float* sum;
@@ -198,6 +206,12 @@ class FlashRun {
 
   void Attend(const Task& task, Scratch& scratch) const {
     LoadQueries(task, scratch);
+    TokenSide queries;
+    scratch.queries = &queries;
+    if (call_.tokens.hides() || call_.tokens.adjusts()) {
+      LoadSide(task, task.head, task.first_query, task.rows, call_.query_order,
+               call_.tokens.query_codes, {0, call_.tokens.slots}, &queries);
+    }
     std::fill_n(scratch.accumulator, task.rows * layout_.value_row, 0.0f);
     std::fill_n(scratch.max, task.rows, kNegativeInfinity);
     std::fill_n(scratch.sum, task.rows, 0.0f);
@@ -229,6 +243,11 @@ class FlashRun {
   }
 
  private:
+  // Slots begin to end - 1 of the token rule.
+  struct Slots {
+    int64_t begin;
+    int64_t end;
+  };
   // Columns begin to end - 1 of a tile, in multiples of a vector.
   struct Extent {
     int64_t begin;
@@ -371,6 +390,9 @@ class FlashRun {
            (call_.key_mask.empty() ||
             *call_.key_mask.At<uint8_t>(b, call_.key_order(b, kv_head, j)) != 0);
   }
+  int64_t OutRow(const Task& task, int64_t r) const {
+    return call_.out_by_row ? task.first_query + r : QueryToken(task, r);
+  }
   int64_t QueryToken(const Task& task, int64_t r) const {
     return call_.query_order(task.batch, task.head, task.first_query + r);
   }
@@ -450,7 +472,7 @@ class FlashRun {
                                  static_cast<float>(index * kTile) >
                              0;
     const bool all_tokens = call_.key_mask.empty() && (index + 1) * kTile <= problem_.kv_tokens;
-    tile.whole = mask == nullptr && in_span && all_tokens;
+    tile.whole = mask == nullptr && in_span && all_tokens && !call_.tokens.hides();
     if (tile.whole) {
       tile.seen = {0, kTile};
       for (Extent& extent : tile.extents) extent = {0, kTile};
@@ -461,6 +483,7 @@ class FlashRun {
       visible[r] = tokens & (mask == nullptr ? ~uint64_t{0} : mask[r]);
       if (!in_span) visible[r] &= WithinSpanOf(r, index, scratch);
     }
+    if (call_.tokens.hides() && !HidePairs(task, index, *scratch.queries, visible)) return tile;
     uint64_t any_row = 0, all_rows[kTile / kGroupRows];
     for (int64_t g = 0; g * kGroupRows < task.rows; ++g) {
       uint64_t any = 0, all = ~uint64_t{0};
@@ -481,6 +504,72 @@ class FlashRun {
     }
     return tile;
   }
+
+  // `rows` places of an order from `first` on, with their codes of some slots.
+  void LoadSide(const Task& task, int64_t head, int64_t first, int64_t rows,
+                const TokenOrder& order, const int32_t* codes, Slots slots, TokenSide* side) const {
+    const TokenRule& rule = call_.tokens;
+    for (int64_t r = 0; r < rows; ++r) {
+      side->tokens[r] = static_cast<int32_t>(order(task.batch, head, first + r));
+    }
+    for (int64_t n = slots.begin; n < slots.end; ++n) {
+      const int64_t offset =
+          n * rule.slot_stride + task.batch * rule.batch_stride + head * rule.head_stride;
+      for (int64_t r = 0; r < rows; ++r) side->codes[n][r] = codes[offset + side->tokens[r]];
+    }
+  }
+  void LoadKeySide(const Task& task, int64_t tile, Slots slots, TokenSide* side) const {
+    const int64_t first = tile * kTile, keys = std::min(kTile, problem_.kv_tokens - first);
+    LoadSide(task, KvHead(task), first, keys, call_.key_order, call_.tokens.key_codes, slots, side);
+    for (int64_t r = keys; r < kTile; ++r) {  // as the last: hidden anyway
+      side->tokens[r] = side->tokens[keys - 1];
+      for (int64_t n = slots.begin; n < slots.end; ++n)
+        side->codes[n][r] = side->codes[n][keys - 1];
+    }
+  }
+
+  // Clears the bits of pairs that the token rule hides. False where it hides all, which sorted codes
+  // mostly show at a glance.
+  bool HidePairs(const Task& task, int64_t tile, const TokenSide& queries,
+                 uint64_t* visible) const {
+    const TokenRule& rule = call_.tokens;
+    const Slots own = rule.own < 0 ? Slots{0, 0} : Slots{rule.own, rule.own + 1};
+    TokenSide keys;
+    LoadKeySide(task, tile, own, &keys);
+    if (rule.causal && *std::min_element(keys.tokens, keys.tokens + kTile) >
+                           *std::max_element(queries.tokens, queries.tokens + task.rows)) {
+      return false;
+    }
+    TokenPairs pairs = {queries.tokens, keys.tokens, nullptr, nullptr, 0};
+    if (rule.own >= 0) {
+      pairs.row_codes = queries.codes[rule.own];
+      pairs.column_codes = keys.codes[rule.own];
+      pairs.slots = 1;
+      const auto [low, high] = std::minmax_element(pairs.row_codes, pairs.row_codes + task.rows);
+      const auto [first, last] =
+          std::minmax_element(pairs.column_codes, pairs.column_codes + kTile);
+      if (*high < *first || *low > *last + 1) return false;
+    }
+    kernels_.hide_pairs(task.rows, pairs, rule.causal, visible);
+    return true;
+  }
+
+  void AdjustPairs(const Task& task, const Tile& tile, Scratch& scratch) const {
+    const TokenRule& rule = call_.tokens;
+    const Slots counted = {0, rule.counts ? rule.slots : 0};
+    TokenSide keys;
+    LoadKeySide(task, tile.index, counted, &keys);
+    const TokenSide& queries = *scratch.queries;
+    ForEachPart(task, tile, [&](int64_t row, int64_t rows, const Extent& extent) {
+      const int64_t column = extent.begin;
+      kernels_.adjust_pairs({scratch.scores + row * kScoreRow + tile.column + column, kScoreRow,
+                             rows, extent.end - column},
+                            {queries.tokens + row, keys.tokens + column, queries.codes[0] + row,
+                             keys.codes[0] + column, counted.end},
+                            rule.self_bias);
+    });
+  }
+
   static Extent ExtentOf(uint64_t keys) {
     if (keys == 0) return {0, 0};
     return {__builtin_ctzll(keys) / kColumnQuantum * kColumnQuantum,
@@ -601,6 +690,9 @@ class FlashRun {
       kernels_.relu_multiply(scores, rule.relu_multiplier->At(task.head, first), -1);
     }
     if (rule.bias != nullptr) kernels_.add(scores, rule.bias->At(task.head, first), -1);
+    if (call_.tokens.adjusts()) {
+      for (int64_t t = 0; t < tiles; ++t) AdjustPairs(task, chunk[t], scratch);
+    }
     // Last, since it also hides what lies outside the extents, which may be anything so far.
     for (int64_t t = 0; t < tiles; ++t) {
       if (!chunk[t].whole) Hide(task, chunk[t], scratch);
@@ -751,12 +843,12 @@ class FlashRun {
       const float sum = scratch.sum[r];
       scratch.rescale[r] = sum == 0 ? 0 : 1 / sum;  // no key: the accumulator is 0 and stays it
       if (!call_.log_sum_exp.empty()) {
-        *call_.log_sum_exp.MutableAt<float>(task.batch, task.head, QueryToken(task, r)) =
+        *call_.log_sum_exp.MutableAt<float>(task.batch, task.head, OutRow(task, r)) =
             sum == 0 ? kNegativeInfinity : scratch.max[r] + std::log(sum);
       }
     }
     for (int64_t r = 0; r < task.rows; ++r) {
-      const int64_t offset = call_.out.Offset(task.batch, task.head, QueryToken(task, r));
+      const int64_t offset = call_.out.Offset(task.batch, task.head, OutRow(task, r));
       const float factor = scratch.rescale[r];
       float* row = scratch.accumulator + r * layout_.value_row;
       float* to = out_is_plain_ ? static_cast<float*>(call_.out.mutable_data()) + offset : row;
@@ -869,6 +961,7 @@ absl::Status FlashCpu(absl::Span<const FlashPartCall> parts, const Execution& ex
   for (const auto [problem, call] : parts) {
     TFB_RETURN_IF_ERROR(CheckSchedule(*problem, *call->schedule));
     if (call->rule.label_keys.keys != nullptr) TFB_RETURN_IF_ERROR(CheckIds(*call));
+    TFB_RETURN_IF_ERROR(CheckTokenRule(call->tokens));
     const Layout layout(*problem, call->rule.relative_keys != nullptr, !call->packed.empty());
     at_a_time = std::min(at_a_time, layout.packed_heads);
     part_row = layout.part_row();
