@@ -396,6 +396,27 @@ void AdjustPairs(const ScoreRows& rows, const TokenPairs& pairs, float self_bias
   });
 }
 
+void SignedArgmax(int64_t rows, const float* values, int32_t* index) {
+  constexpr int kVectors = 64 / kLanes;
+  Floats largest[kVectors];
+  Ints at[kVectors] = {};
+  for (Floats& x : largest) x = Broadcast(-kInfinity);
+  for (int sign = 0; sign < 2; ++sign) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int u = 0; u < kVectors; ++u) {
+        const Floats v = Load(values + r * 64 + u * kLanes);
+        const Floats x = sign == 0 ? v : -v;
+        const Ints larger = x > largest[u];
+        largest[u] = larger ? x : largest[u];
+        at[u] = larger ? static_cast<int32_t>(sign * rows + r) - Ints{} : at[u];
+      }
+    }
+  }
+  for (int u = 0; u < kVectors; ++u) {
+    *reinterpret_cast<UnalignedInts*>(index + u * kLanes) = at[u];
+  }
+}
+
 void ScaleRows(const ScoreRows& rows, const float* factor) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return s * factor[r]; });
 }
@@ -554,6 +575,7 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                Mask,
                                                                HidePairs,
                                                                AdjustPairs,
+                                                               SignedArgmax,
                                                                ScaleRows,
                                                                Transpose64,
                                                                ExpRows,

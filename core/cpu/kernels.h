@@ -119,6 +119,9 @@ struct CpuKernels {
   // scores[r][c] += self_bias where the tokens are the same; -= log of the number of slots that have
   // the pair, 1 at least.
   void (*adjust_pairs)(const ScoreRows& rows, const TokenPairs& pairs, float self_bias);
+  // index[c] = the least n at which [v ; -v] is largest, with v_r = values[r * 64 + c], for 64 columns
+  // c. NaN are smaller than all numbers.
+  void (*signed_argmax)(int64_t rows, const float* values, int32_t* index);
   // row[r][c] *= factor[r].
   void (*scale_rows)(const ScoreRows& rows, const float* factor);
 
