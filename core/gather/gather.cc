@@ -36,52 +36,54 @@ namespace {
 
 constexpr int64_t kNormChannels = 512;  // of a part of a row, on the stack
 
-// The sum over the channels of a row of what `term` makes of parts of it. Sixteen sums side by side
-// are one vector.
-template <class Term>
-float SumOfRow(const ConstTensorView& x, int64_t offset, const Term& term) {
-  constexpr int64_t kLanes = 16;
-  float sums[kLanes] = {}, part[kNormChannels];
+// Calls act(first, part, count) for the parts of a row of x as floats.
+template <class Act>
+void ForEachPart(const ConstTensorView& x, int64_t offset, const Act& act) {
+  float part[kNormChannels];
   const int64_t channels = x.dim(3), stride = x.stride(3);
   for (int64_t first = 0; first < channels; first += kNormChannels) {
     const int64_t count = std::min(kNormChannels, channels - first);
     LoadRow(x, offset + first * stride, stride, count, part);
-    std::fill(part + count, part + RoundUp(count, kLanes), term.neutral);
-    for (int64_t c = 0; c < count; c += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += term(part[c + lane]);
-    }
+    act(first, part, count);
   }
+}
+
+// The sum of term(channel) over a row, sixteen sums side by side.
+template <class Real, class Term>
+Real SumOfRow(const ConstTensorView& x, int64_t offset, const Term& term) {
+  constexpr int64_t kLanes = 16;
+  Real sums[kLanes] = {};
+  ForEachPart(x, offset, [&](int64_t, const float* part, int64_t count) {
+    int64_t c = 0;
+    for (; c + kLanes <= count; c += kLanes) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += term(Real{part[c + lane]});
+    }
+    for (; c < count; ++c) sums[c % kLanes] += term(Real{part[c]});
+  });
   for (int64_t width = kLanes / 2; width > 0; width /= 2) {
     for (int64_t lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
   }
   return sums[0];
 }
-struct Itself {
-  float neutral = 0;
-  float operator()(float x) const { return x; }
-};
-struct SquareFrom {
-  explicit SquareFrom(float mean) : neutral(mean), mean(mean) {}
-  float neutral;
-  float mean;
-  float operator()(float x) const { return (x - mean) * (x - mean); }
-};
 
+// In Real arithmetic.
+template <class Real>
 void NormalizeRow(const RowNorm& norm, const ConstTensorView& x, int64_t from, const TensorView& y,
                   int64_t to) {
-  const int64_t channels = x.dim(3);
-  const float count = static_cast<float>(channels);
-  const float mean = norm.centered ? SumOfRow(x, from, Itself()) / count : 0;
-  const float squares = SumOfRow(x, from, SquareFrom(mean)) / (norm.mean_square ? count : 1);
-  const float root = std::sqrt(squares + static_cast<float>(norm.epsilon));
-  const float factor = root == 0 ? 0 : 1 / root;
-  float part[kNormChannels];
-  for (int64_t first = 0; first < channels; first += kNormChannels) {
-    const int64_t in_part = std::min(kNormChannels, channels - first);
-    LoadRow(x, from + first * x.stride(3), x.stride(3), in_part, part);
-    for (int64_t c = 0; c < in_part; ++c) part[c] = (part[c] - mean) * factor;
+  const Real count = static_cast<Real>(x.dim(3));
+  Real mean = 0;
+  if (norm.centered) mean = SumOfRow<Real>(x, from, [](Real value) { return value; }) / count;
+  Real squares =
+      SumOfRow<Real>(x, from, [mean](Real value) { return (value - mean) * (value - mean); });
+  if (norm.mean_square) squares /= count;
+  const Real root = std::sqrt(squares + static_cast<Real>(norm.epsilon));
+  const Real factor = root == 0 ? 0 : 1 / root;
+  ForEachPart(x, from, [&](int64_t first, float* part, int64_t in_part) {
+    for (int64_t c = 0; c < in_part; ++c) {
+      part[c] = static_cast<float>((Real{part[c]} - mean) * factor);
+    }
     StoreRow(part, in_part, y, to + first * y.stride(3), y.stride(3));
-  }
+  });
 }
 
 }  // namespace
@@ -100,14 +102,19 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
     a.channels = static_cast<int>(x.dim(3));
     a.centered = norm.centered;
     a.mean_square = norm.mean_square;
-    a.epsilon = static_cast<float>(norm.epsilon);
+    a.epsilon = norm.epsilon;
     return ToStatus(kernels->normalize(a, execution.stream));
   }
   const int64_t tiles = CeilDiv(tokens, kTile);
   execution.pool->ParallelFor(batch * heads * tiles, [&](int64_t task, int) {
     const int64_t b = task / tiles / heads, h = task / tiles % heads, first = task % tiles * kTile;
     for (int64_t i = first; i < std::min(first + kTile, tokens); ++i) {
-      NormalizeRow(norm, x, x.Offset(b, h, i), y, y.Offset(b, h, i));
+      const int64_t from = x.Offset(b, h, i), to = y.Offset(b, h, i);
+      if (y.dtype == DType::kF32) {
+        NormalizeRow<float>(norm, x, from, y, to);
+      } else {
+        NormalizeRow<double>(norm, x, from, y, to);
+      }
     }
   });
   return absl::OkStatus();
@@ -209,7 +216,7 @@ absl::Status AngularHash::RunCpu(const ConstTensorView& x, int32_t* buckets,
                  kTile, scratch.products, kTile, false);
     const float* of_factor = scratch.products;
     for (int64_t round = 0; round < rounds_; ++round) {
-      int32_t* to = buckets + (round * batch * heads + row) * tokens + first;
+      int32_t* to = buckets + (row * rounds_ + round) * tokens + first;
       std::fill_n(to, count, 0);
       int32_t step = 1;
       for (const int64_t columns : factors_) {

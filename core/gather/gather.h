@@ -26,7 +26,8 @@ namespace tfb {
 
 // y = (x - m) / sqrt(s sum_c (x_c - m)^2 + epsilon) for every row x [batch, heads, tokens, channels],
 // with m the mean of its channels where `centered`, else 0, and s = 1 / channels where `mean_square`,
-// else 1. A root of 0 gives 0. y has the shape of x; both may be of any floating dtype.
+// else 1. A root of 0 gives 0. y has the shape of x; both may be of any floating dtype. Where y is of
+// 16 bits it is computed in float64.
 struct RowNorm {
   bool centered = false;
   bool mean_square = false;
@@ -54,7 +55,7 @@ class AngularHash {
   int64_t rounds() const { return rounds_; }
   static size_t WorkspaceBytes(Device device, int64_t head_dim, int64_t rounds, int64_t columns,
                                int threads);
-  // buckets [rounds][batch][heads][tokens] of x [batch, heads, tokens, head_dim].
+  // buckets [batch][heads][rounds][tokens] of x [batch, heads, tokens, head_dim].
   absl::Status Run(const ConstTensorView& x, int32_t* buckets, const Execution& execution) const;
 
  private:

@@ -21,7 +21,8 @@ __device__ int64_t RowOffset(const DeviceView& view, int64_t heads, int64_t toke
          n % tokens * view.strides[2];
 }
 
-__device__ float WarpSum(float x) {
+template <class Real>
+__device__ Real WarpSum(Real x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   return x;
@@ -29,39 +30,38 @@ __device__ float WarpSum(float x) {
 
 // ---- Normalised rows: a warp each ----
 
+template <class Real>
 __global__ void __launch_bounds__(kThreads) Normalize(const NormalizeArguments a) {
   const int64_t rows = a.batch * a.heads * a.tokens;
   for (int64_t n = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); n < rows;
        n += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t from = RowOffset(a.x, a.heads, a.tokens, n);
     const auto at = [&](int c) {
-      return LoadElement(a.x.data, a.x.element, from + c * a.x.strides[3]);
+      return static_cast<Real>(LoadElement(a.x.data, a.x.element, from + c * a.x.strides[3]));
     };
-    float mean = 0;
+    Real mean = 0;
     if (a.centered) {
       for (int c = Lane(); c < a.channels; c += 32) mean += at(c);
-      mean = WarpSum(mean) / static_cast<float>(a.channels);
+      mean = WarpSum(mean) / static_cast<Real>(a.channels);
     }
-    float squares = 0;
-    for (int c = Lane(); c < a.channels; c += 32) {
-      const float x = at(c) - mean;
-      squares = fmaf(x, x, squares);
-    }
+    Real squares = 0;
+    for (int c = Lane(); c < a.channels; c += 32) squares += (at(c) - mean) * (at(c) - mean);
     squares = WarpSum(squares);
-    if (a.mean_square) squares /= static_cast<float>(a.channels);
-    const float root = sqrtf(squares + a.epsilon);
-    const float factor = root == 0 ? 0 : 1 / root;
+    if (a.mean_square) squares /= static_cast<Real>(a.channels);
+    const Real root = sqrt(squares + static_cast<Real>(a.epsilon));
+    const Real factor = root == 0 ? 0 : 1 / root;
     const int64_t to = RowOffset(a.y, a.heads, a.tokens, n);
     for (int c = Lane(); c < a.channels; c += 32) {
-      StoreElement(a.y.data, a.y.element, to + c * a.y.strides[3], (at(c) - mean) * factor);
+      StoreElement(a.y.data, a.y.element, to + c * a.y.strides[3],
+                   static_cast<float>((at(c) - mean) * factor));
     }
   }
 }
 
 const char* LaunchNormalize(const NormalizeArguments& a, void* stream) {
   const int64_t rows = a.batch * a.heads * a.tokens;
-  return Launch("Normalize", &Normalize, {Blocks((rows + kWarps - 1) / kWarps), dim3(kThreads)},
-                stream, a);
+  return Launch("Normalize", a.y.element == Element::kF32 ? &Normalize<float> : &Normalize<double>,
+                {Blocks((rows + kWarps - 1) / kWarps), dim3(kThreads)}, stream, a);
 }
 
 // ---- Angular hashing ----
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) Hash(const HashArguments a) {
         first += columns;
       }
       if (team == 0 && exists) {
-        a.buckets[(round * a.batch * a.heads + row) * a.tokens + token] = bucket;
+        a.buckets[(row * a.rounds + round) * a.tokens + token] = bucket;
       }
     }
   }

@@ -19,14 +19,14 @@ struct NormalizeArguments {
   int channels;
   bool centered;
   bool mean_square;
-  float epsilon;
+  double epsilon;
 };
 
 struct HashArguments {
   DeviceView x;            // [batch, heads, tokens, head_dim]
   const float* rotations;  // [rounds * columns][head_dim]
   const int32_t* factors;  // the columns of each
-  int32_t* buckets;        // [rounds][batch][heads][tokens]
+  int32_t* buckets;        // [batch][heads][rounds][tokens]
   int64_t batch;
   int64_t heads;
   int64_t tokens;
