@@ -226,7 +226,7 @@ absl::Status CheckIds(const FlashCall& call);
 // Whether the rule's slots are what the engines take.
 absl::Status CheckTokenRule(const TokenRule& rule);
 
-// Scratch of one call in bytes: packed keys and values of as many heads as fit 8 MiB (at least one
+// Scratch of one call in bytes: packed keys and values of as many heads as fit 4 MiB (at least one
 // head) and, for each thread, the scores of 64 queries against 512 keys; twice those where the rule
 // has relative keys.
 size_t FlashWorkspaceBytes(const Problem& problem, bool relative_keys, int threads);

@@ -41,7 +41,7 @@ constexpr int64_t kPositionRow =
     (kChunkTiles + 2) * kTile + 16;  // offsets of a chunk in any alignment
 // Packed keys and values that tasks share: few enough to stay in the last cache, and enough heads
 // for the threads to run out of work together.
-constexpr int64_t kPackedBytes = int64_t{8} << 20;
+constexpr int64_t kPackedBytes = int64_t{4} << 20;
 constexpr int64_t kTilesAtATime = 8;
 constexpr int64_t kTasksPerThread = 16;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
@@ -152,13 +152,12 @@ Memory LayOut(const Layout& layout, int threads, Workspace& workspace) {
   return memory;
 }
 
-// What the parts of a softmax but the last leave of each row of a group of heads: [parts][heads]
-// [query tokens] rows of the outputs not yet divided by their sum, the maximum and the sum.
+// What the parts of a softmax so far leave of each row of a group of heads: [heads][query tokens] rows
+// of the outputs not yet divided by their sum, the maximum and the sum.
 struct PartRows {
   float* rows = nullptr;  // null: there is one part
-  int64_t part = 0;       // this one
-  bool is_last = true;    // adds those before it to its own
-  int64_t heads = 0;
+  bool is_first = true;
+  bool is_last = true;
 };
 
 // A call: fixed while its tasks run.
@@ -202,6 +201,25 @@ class FlashRun {
   Task MakeTask(int64_t b, int64_t h, int64_t query_tile, int64_t slot) const {
     const int64_t first_query = query_tile * kTile;
     return {b, h, first_query, std::min(kTile, problem_.query_tokens - first_query), slot};
+  }
+
+  // Asks for the rows that a task gathers: nothing but a task's own order says where they are.
+  void Prefetch(const Task& task) const {
+    if (call_.query_order.tokens != nullptr) {
+      PrefetchRows(call_.q, task, task.head, call_.query_order, task.first_query, task.rows);
+      for (int64_t r = 0; parts_.rows != nullptr && r < task.rows; ++r) {
+        PrefetchBytes(PartRow(task, r), layout_.part_row() * sizeof(float));
+      }
+    }
+    // Mostly, the keys that nobody has packed are those in the queries' places.
+    const int64_t tile = task.first_query / kTile;
+    if (call_.key_order.tokens == nullptr || !call_.packed.empty() || tile >= layout_.key_tiles ||
+        StateOf(task, tile).load(std::memory_order_relaxed) != kNotPacked) {
+      return;
+    }
+    const int64_t first = tile * kTile, keys = std::min(kTile, problem_.kv_tokens - first);
+    PrefetchRows(call_.k, task, KvHead(task), call_.key_order, first, keys);
+    PrefetchRows(call_.v, task, KvHead(task), call_.key_order, first, keys);
   }
 
   void Attend(const Task& task, Scratch& scratch) const {
@@ -271,6 +289,21 @@ class FlashRun {
     return call_.schedule->Row(task.head, task.first_query / kTile);
   }
   int64_t KvHead(const Task& task) const { return task.head / problem_.group(); }
+
+  static void PrefetchBytes(const void* begin, int64_t bytes) {
+    constexpr int64_t kLine = 64;
+    for (int64_t n = 0; n < bytes; n += kLine) {
+      __builtin_prefetch(static_cast<const std::byte*>(begin) + n, 0, 2);
+    }
+  }
+  void PrefetchRows(const ConstTensorView& view, const Task& task, int64_t head,
+                    const TokenOrder& order, int64_t first, int64_t rows) const {
+    const int64_t element = SizeOf(view.dtype), bytes = view.dim(3) * view.stride(3) * element;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t offset = view.Offset(task.batch, head, order(task.batch, head, first + r));
+      PrefetchBytes(static_cast<const std::byte*>(view.data) + offset * element, bytes);
+    }
+  }
 
   // Packs key tile `tile` of the task's head, unless it is packed or another task is at it. Uses the
   // scores' memory.
@@ -796,15 +829,15 @@ class FlashRun {
   }
 
   // Of the token that is row r of the task.
-  float* PartRow(const Task& task, int64_t r, int64_t part) const {
+  float* PartRow(const Task& task, int64_t r) const {
     const int64_t group = problem_.group();
-    const int64_t head = part * parts_.heads + task.slot * group + task.head % group;
+    const int64_t head = task.slot * group + task.head % group;
     return parts_.rows + (head * problem_.query_tokens + QueryToken(task, r)) * layout_.part_row();
   }
 
   void StorePart(const Task& task, const Scratch& scratch) const {
     for (int64_t r = 0; r < task.rows; ++r) {
-      float* row = PartRow(task, r, parts_.part);
+      float* row = PartRow(task, r);
       std::memcpy(row, scratch.accumulator + r * layout_.value_row,
                   layout_.value_row * sizeof(float));
       row[layout_.value_row] = scratch.max[r];
@@ -815,31 +848,29 @@ class FlashRun {
   // Adds what the parts before this one found for row r.
   void AddEarlierParts(const Task& task, int64_t r, Scratch& scratch) const {
     float* output = scratch.accumulator + r * layout_.value_row;
-    for (int64_t earlier = 0; earlier < parts_.part; ++earlier) {
-      const float* part = PartRow(task, r, earlier);
-      const float max = part[layout_.value_row], sum = part[layout_.value_row + 1];
-      if (sum == 0) continue;  // it saw no key
-      float own_factor = 1, factor = 1;
-      if (scratch.sum[r] == 0) {
-        own_factor = 0;
-        scratch.max[r] = max;
-      } else if (max > scratch.max[r]) {
-        own_factor = std::exp(scratch.max[r] - max);
-        scratch.max[r] = max;
-      } else {
-        factor = std::exp(max - scratch.max[r]);
-      }
-      for (int64_t c = 0; c < layout_.value_row; ++c) {
-        output[c] = own_factor * output[c] + factor * part[c];
-      }
-      scratch.sum[r] = own_factor * scratch.sum[r] + factor * sum;
+    const float* part = PartRow(task, r);
+    const float max = part[layout_.value_row], sum = part[layout_.value_row + 1];
+    if (sum == 0) return;  // they saw no key
+    float own_factor = 1, factor = 1;
+    if (scratch.sum[r] == 0) {
+      own_factor = 0;
+      scratch.max[r] = max;
+    } else if (max > scratch.max[r]) {
+      own_factor = std::exp(scratch.max[r] - max);
+      scratch.max[r] = max;
+    } else {
+      factor = std::exp(max - scratch.max[r]);
     }
+    for (int64_t c = 0; c < layout_.value_row; ++c) {
+      output[c] = own_factor * output[c] + factor * part[c];
+    }
+    scratch.sum[r] = own_factor * scratch.sum[r] + factor * sum;
   }
 
   void StoreResults(const Task& task, Scratch& scratch) const {
+    for (int64_t r = 0; !parts_.is_first && r < task.rows; ++r) AddEarlierParts(task, r, scratch);
     if (!parts_.is_last) return StorePart(task, scratch);
     for (int64_t r = 0; r < task.rows; ++r) {
-      AddEarlierParts(task, r, scratch);
       const float sum = scratch.sum[r];
       scratch.rescale[r] = sum == 0 ? 0 : 1 / sum;  // no key: the accumulator is 0 and stays it
       if (!call_.log_sum_exp.empty()) {
@@ -877,9 +908,8 @@ class FlashRun {
 
 float* TakePartRows(size_t parts, const Problem& problem, int64_t kv_heads, int64_t row,
                     Workspace& workspace) {
-  const int64_t heads = kv_heads * problem.group();
-  return workspace.Take<float>((static_cast<int64_t>(parts) - 1) * heads * problem.query_tokens *
-                               row);
+  const int64_t heads = parts > 1 ? kv_heads * problem.group() : 0;
+  return workspace.Take<float>(heads * problem.query_tokens * row);
 }
 
 absl::Status CheckSchedule(const Problem& problem, const BlockSchedule& schedule) {
@@ -919,6 +949,7 @@ void AttendHeads(const FlashPartCall& part, const PartRows& rows, int64_t first,
   };
   pool->ParallelFor((tiles + at_a_time - 1) / at_a_time, [&](int64_t task, int worker) {
     for (int64_t n = task * at_a_time; n < std::min(tiles, (task + 1) * at_a_time); ++n) {
+      if (n + 1 < tiles) run.Prefetch(task_of(n + 1));
       run.Attend(task_of(n), memory.scratch[worker]);
     }
   });
@@ -971,12 +1002,11 @@ absl::Status FlashCpu(absl::Span<const FlashPartCall> parts, const Execution& ex
   Workspace workspace(execution.workspace);
   PartRows rows;
   rows.rows = TakePartRows(parts.size(), problem, at_a_time, part_row, workspace);
-  rows.heads = at_a_time * problem.group();
   const int64_t kv_heads = problem.batch * problem.kv_heads;
   for (int64_t first = 0; first < kv_heads; first += at_a_time) {
     const int64_t heads = std::min(at_a_time, kv_heads - first);
     for (size_t n = 0; n < parts.size(); ++n) {
-      rows.part = static_cast<int64_t>(n);
+      rows.is_first = n == 0;
       rows.is_last = n + 1 == parts.size();
       AttendHeads(parts[n], rows, first, heads, workspace.Rest(), execution.pool);
     }
