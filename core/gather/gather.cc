@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "core/cpu/kernels.h"
@@ -124,16 +125,34 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
 
 namespace {
 
+// The vectors of 64 tokens, by channel.
+struct Columns {
+  float* rows;     // [64][head_dim rounded to 4]
+  float* columns;  // [head_dim rounded to 4][64]
+};
+Columns ColumnsLayout(int64_t head_dim, Workspace& workspace) {
+  const int64_t depth = RoundUp(head_dim, 4);
+  return {workspace.Take<float>(kTile * depth), workspace.Take<float>(depth * kTile)};
+}
+// Zeros beyond the last token.
+void LoadColumns(const ConstTensorView& x, int64_t b, int64_t h, int64_t first,
+                 const Columns& columns) {
+  const int64_t depth = RoundUp(x.dim(3), 4);
+  std::memset(columns.rows, 0, kTile * depth * sizeof(float));
+  for (int64_t r = 0; r < std::min(kTile, x.dim(2) - first); ++r) {
+    LoadRow(x, x.Offset(b, h, first + r), x.stride(3), x.dim(3), columns.rows + r * depth);
+  }
+  BestCpuKernels().transpose64(columns.rows, depth, depth, columns.columns);
+}
+
 struct HashScratch {
-  float* rows;      // [64][head_dim rounded to 4]
-  float* columns;   // [head_dim rounded to 4][64]
+  Columns columns;
   float* products;  // [rounds * columns][64]
   int32_t* index;   // [64]
 };
 HashScratch HashLayout(int64_t head_dim, int64_t products, Workspace& workspace) {
-  const int64_t depth = RoundUp(head_dim, 4);
-  return {workspace.Take<float>(kTile * depth), workspace.Take<float>(depth * kTile),
-          workspace.Take<float>(products * kTile), workspace.Take<int32_t>(kTile)};
+  return {ColumnsLayout(head_dim, workspace), workspace.Take<float>(products * kTile),
+          workspace.Take<int32_t>(kTile)};
 }
 
 }  // namespace
@@ -197,7 +216,7 @@ absl::Status AngularHash::Run(const ConstTensorView& x, int32_t* buckets,
 absl::Status AngularHash::RunCpu(const ConstTensorView& x, int32_t* buckets,
                                  const Execution& execution) const {
   const int64_t batch = x.dim(0), heads = x.dim(1), tokens = x.dim(2);
-  const int64_t tiles = CeilDiv(tokens, kTile), depth = RoundUp(head_dim_, 4);
+  const int64_t tiles = CeilDiv(tokens, kTile);
   const int64_t products = rotations_.size() / std::max<int64_t>(head_dim_, 1);
   const size_t bytes = WorkspaceBytes(Device::kCpu, head_dim_, rounds_, products / rounds_, 1);
   const CpuKernels& kernels = BestCpuKernels();
@@ -206,14 +225,9 @@ absl::Status AngularHash::RunCpu(const ConstTensorView& x, int32_t* buckets,
     const int64_t count = std::min(kTile, tokens - first);
     Workspace workspace(Of(execution, worker, bytes));
     const HashScratch scratch = HashLayout(head_dim_, products, workspace);
-    std::memset(scratch.rows, 0, kTile * depth * sizeof(float));
-    for (int64_t r = 0; r < count; ++r) {
-      LoadRow(x, x.Offset(row / heads, row % heads, first + r), x.stride(3), head_dim_,
-              scratch.rows + r * depth);
-    }
-    kernels.transpose64(scratch.rows, depth, depth, scratch.columns);
-    kernels.gemm(products, kTile, head_dim_, rotations_.data(), head_dim_, 1, scratch.columns,
-                 kTile, scratch.products, kTile, false);
+    LoadColumns(x, row / heads, row % heads, first, scratch.columns);
+    kernels.gemm(products, kTile, head_dim_, rotations_.data(), head_dim_, 1,
+                 scratch.columns.columns, kTile, scratch.products, kTile, false);
     const float* of_factor = scratch.products;
     for (int64_t round = 0; round < rounds_; ++round) {
       int32_t* to = buckets + (row * rounds_ + round) * tokens + first;
@@ -224,6 +238,58 @@ absl::Status AngularHash::RunCpu(const ConstTensorView& x, int32_t* buckets,
         for (int64_t r = 0; r < count; ++r) to[r] += step * scratch.index[r];
         step *= static_cast<int32_t>(2 * columns);
         of_factor += columns * kTile;
+      }
+    }
+  });
+  return absl::OkStatus();
+}
+
+// ---- Scores against vectors ----
+
+int64_t ScoreStride(int64_t tokens) { return RoundUp(tokens, kTile); }
+
+size_t VectorScoreWorkspaceBytes(Device device, int64_t head_dim, int threads) {
+  if (device != Device::kCpu) return 0;
+  return threads *
+         Workspace::Measure([=](Workspace& workspace) { ColumnsLayout(head_dim, workspace); });
+}
+
+absl::Status ScoreVectors(Device device, const VectorScoreCall& call, const Execution& execution) {
+  const int64_t batch = call.x.dim(0), heads = call.x.dim(1), tokens = call.x.dim(2);
+  const int64_t head_dim = call.x.dim(3);
+  if (device != Device::kCpu) {
+    TFB_ASSIGN_OR_RETURN(const GatherKernels* kernels, KernelsFor(device));
+    VectorScoreArguments a = {};
+    a.x = ToDeviceView(call.x);
+    a.vectors = call.vectors;
+    if (!call.key_mask.empty()) {
+      a.key_mask = static_cast<const uint8_t*>(call.key_mask.data);
+      std::copy_n(call.key_mask.strides.data(), 2, a.key_mask_strides);
+    }
+    a.scores = call.scores;
+    a.batch = batch;
+    a.heads = heads;
+    a.tokens = tokens;
+    a.count = call.count;
+    a.stride = call.stride;
+    a.head_dim = static_cast<int>(head_dim);
+    return ToStatus(kernels->score(a, execution.stream));
+  }
+  const int64_t tiles = CeilDiv(tokens, kTile);
+  const size_t bytes = VectorScoreWorkspaceBytes(device, head_dim, 1);
+  const CpuKernels& kernels = BestCpuKernels();
+  execution.pool->ParallelFor(batch * heads * tiles, [&](int64_t task, int worker) {
+    const int64_t head = task / tiles, b = head / heads, first = task % tiles * kTile;
+    Workspace workspace(Of(execution, worker, bytes));
+    const Columns columns = ColumnsLayout(head_dim, workspace);
+    LoadColumns(call.x, b, head % heads, first, columns);
+    float* scores = call.scores + head * call.count * call.stride + first;
+    kernels.gemm(call.count, kTile, head_dim, call.vectors + head % heads * call.count * head_dim,
+                 head_dim, 1, columns.columns, kTile, scores, call.stride, false);
+    for (int64_t i = first; !call.key_mask.empty() && i < std::min(first + kTile, tokens); ++i) {
+      if (*call.key_mask.At<uint8_t>(b, i) != 0) continue;
+      for (int64_t n = 0; n < call.count; ++n) {
+        scores[n * call.stride + i - first] = -std::numeric_limits<float>::infinity();
       }
     }
   });
@@ -336,26 +402,27 @@ size_t LargestWorkspaceBytes(Device device, int64_t tokens, int threads) {
          Workspace::Measure([=](Workspace& workspace) { workspace.Take<uint32_t>(tokens); });
 }
 
-absl::Status LargestTokens(Device device, int64_t rows, int64_t tokens, int64_t count,
-                           const float* scores, int32_t* members, const Execution& execution) {
-  if (count < 0 || count > tokens) {
-    return absl::InternalError(absl::StrCat("the ", count, " largest of ", tokens, " tokens"));
+absl::Status LargestTokens(Device device, const LargestCall& call, const Execution& execution) {
+  if (call.count < 0 || call.count > call.tokens) {
+    return absl::InternalError(
+        absl::StrCat("the ", call.count, " largest of ", call.tokens, " tokens"));
   }
   if (device != Device::kCpu) {
     TFB_ASSIGN_OR_RETURN(const GatherKernels* kernels, KernelsFor(device));
     LargestArguments a = {};
-    a.scores = scores;
-    a.members = members;
-    a.rows = rows;
-    a.tokens = tokens;
-    a.count = count;
+    a.scores = call.scores;
+    a.members = call.members;
+    a.rows = call.rows;
+    a.tokens = call.tokens;
+    a.stride = call.stride;
+    a.count = call.count;
     return ToStatus(kernels->largest(a, execution.stream));
   }
-  const size_t bytes = LargestWorkspaceBytes(device, tokens, 1);
-  execution.pool->ParallelFor(rows, [&](int64_t row, int worker) {
+  const size_t bytes = LargestWorkspaceBytes(device, call.tokens, 1);
+  execution.pool->ParallelFor(call.rows, [&](int64_t row, int worker) {
     Workspace workspace(Of(execution, worker, bytes));
-    SelectLargest(scores + row * tokens, tokens, count, workspace.Take<uint32_t>(tokens),
-                  members + row * count);
+    SelectLargest(call.scores + row * call.stride, call.tokens, call.count,
+                  workspace.Take<uint32_t>(call.tokens), call.members + row * call.count);
   });
   return absl::OkStatus();
 }

@@ -68,6 +68,22 @@ class AngularHash {
   DeviceArray<int32_t> on_device_;  // factors_, where that is not the CPU
 };
 
+// ---- Scores against vectors ----
+
+// scores[b, h, n, i] = vectors[h, n] . x[b, h, i], in fp32 in the order of the channels; -inf where
+// key_mask [batch, tokens] says that token i is none.
+struct VectorScoreCall {
+  ConstTensorView x;     // [batch, heads, tokens, head_dim]
+  const float* vectors;  // [heads][count][head_dim]
+  int64_t count;
+  ConstTensorView key_mask;  // u8, or empty
+  float* scores;             // [batch][heads][count][stride]
+  int64_t stride;            // ScoreStride(tokens)
+};
+int64_t ScoreStride(int64_t tokens);
+size_t VectorScoreWorkspaceBytes(Device device, int64_t head_dim, int threads);
+absl::Status ScoreVectors(Device device, const VectorScoreCall& call, const Execution& execution);
+
 // ---- Sorting ----
 
 // Tokens by ascending key, those of one key in their order: a counting sort.
@@ -86,10 +102,17 @@ absl::Status SortTokens(Device device, const SortCall& call, const Execution& ex
 // ---- The largest ----
 
 // The `count` tokens of largest score, in their order. Of equal scores the first, -0 equals 0, and
-// NaN are below -inf. scores [rows][tokens], members [rows][count], count <= tokens.
+// NaN are below -inf.
+struct LargestCall {
+  const float* scores;  // [rows][stride], of which `tokens` are scores
+  int64_t rows;
+  int64_t tokens;
+  int64_t stride;
+  int64_t count;     // tokens at most
+  int32_t* members;  // [rows][count]
+};
 size_t LargestWorkspaceBytes(Device device, int64_t tokens, int threads);
-absl::Status LargestTokens(Device device, int64_t rows, int64_t tokens, int64_t count,
-                           const float* scores, int32_t* members, const Execution& execution);
+absl::Status LargestTokens(Device device, const LargestCall& call, const Execution& execution);
 
 // ---- Means over groups ----
 

@@ -73,6 +73,18 @@ const char* LaunchNormalize(const NormalizeArguments& a, void* stream) {
 constexpr int kHashTokens = 64;
 constexpr int kHashTeams = kThreads / kHashTokens;
 
+// Vectors lie in shared memory by channel, for 64 tokens of a head; zeros beyond the last token.
+__device__ void LoadTokens(const DeviceView& view, int64_t heads, int64_t tokens, int64_t head,
+                           int64_t first, int head_dim, float* x) {
+  const int slot = static_cast<int>(threadIdx.x) % kHashTokens;
+  const bool exists = first + slot < tokens;
+  const int64_t from = RowOffset(view, heads, tokens, head * tokens + (exists ? first + slot : 0));
+  for (int c = static_cast<int>(threadIdx.x) / kHashTokens; c < head_dim; c += kHashTeams) {
+    x[c * kHashTokens + slot] =
+        exists ? LoadElement(view.data, view.element, from + c * view.strides[3]) : 0;
+  }
+}
+
 // The larger number, of equal ones that of the lower index.
 struct Best {
   float value;
@@ -95,11 +107,7 @@ __global__ void __launch_bounds__(kThreads) Hash(const HashArguments a) {
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
     const int64_t row = task / tiles, token = task % tiles * kHashTokens + slot;
     const bool exists = token < a.tokens;
-    const int64_t from = RowOffset(a.x, a.heads, a.tokens, row * a.tokens + (exists ? token : 0));
-    for (int c = team; c < a.head_dim; c += kHashTeams) {
-      x[c * kHashTokens + slot] =
-          exists ? LoadElement(a.x.data, a.x.element, from + c * a.x.strides[3]) : 0;
-    }
+    LoadTokens(a.x, a.heads, a.tokens, row, task % tiles * kHashTokens, a.head_dim, x);
     __syncthreads();
     for (int64_t round = 0; round < a.rounds; ++round) {
       int bucket = 0, step = 1, first = 0;
@@ -139,6 +147,38 @@ const char* LaunchHash(const HashArguments& a, void* stream) {
       static_cast<size_t>(a.head_dim) * kHashTokens * sizeof(float) + kThreads * sizeof(Best);
   return Launch("Hash", &Hash, {Blocks(a.batch * a.heads * tiles), dim3(kThreads), shared}, stream,
                 a);
+}
+
+// ---- Scores against vectors: a block 64 tokens of a head, a thread a token and every fourth vector ----
+
+__global__ void __launch_bounds__(kThreads) Score(const VectorScoreArguments a) {
+  float* x = reinterpret_cast<float*>(DynamicShared());  // [head_dim][64]
+  const int slot = static_cast<int>(threadIdx.x) % kHashTokens;
+  const int64_t tiles = (a.tokens + kHashTokens - 1) / kHashTokens;
+  const int64_t tasks = a.batch * a.heads * tiles;
+  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
+    const int64_t head = task / tiles, token = task % tiles * kHashTokens + slot;
+    LoadTokens(a.x, a.heads, a.tokens, head, task % tiles * kHashTokens, a.head_dim, x);
+    __syncthreads();
+    const bool hidden =
+        token < a.tokens && a.key_mask != nullptr &&
+        a.key_mask[head / a.heads * a.key_mask_strides[0] + token * a.key_mask_strides[1]] == 0;
+    for (int64_t n = static_cast<int>(threadIdx.x) / kHashTokens; n < a.count; n += kHashTeams) {
+      const float* vector = a.vectors + (head % a.heads * a.count + n) * a.head_dim;
+      float sum = 0;
+      for (int c = 0; c < a.head_dim; ++c) sum = fmaf(vector[c], x[c * kHashTokens + slot], sum);
+      if (token >= a.tokens) continue;
+      a.scores[(head * a.count + n) * a.stride + token] = hidden ? __int_as_float(0xff800000) : sum;
+    }
+    __syncthreads();
+  }
+}
+
+const char* LaunchScore(const VectorScoreArguments& a, void* stream) {
+  const int64_t tiles = (a.tokens + kHashTokens - 1) / kHashTokens;
+  const size_t shared = static_cast<size_t>(a.head_dim) * kHashTokens * sizeof(float);
+  return Launch("Score", &Score, {Blocks(a.batch * a.heads * tiles), dim3(kThreads), shared},
+                stream, a);
 }
 
 // ---- Sorting: a block a row ----
@@ -234,7 +274,7 @@ __global__ void __launch_bounds__(kThreads) Largest(const LargestArguments a) {
   __shared__ int64_t shared_wanted;
   const int t = static_cast<int>(threadIdx.x);
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    const float* scores = a.scores + row * a.tokens;
+    const float* scores = a.scores + row * a.stride;
     unsigned prefix = 0;       // the bits of the count-th largest that are known
     int64_t wanted = a.count;  // of those that begin with it
     for (int shift = 24; shift >= 0; shift -= 8) {
@@ -338,7 +378,7 @@ const char* LaunchGroupMean(const GroupMeanArguments& a, void* stream) {
 
 }  // namespace
 
-TFB_KERNEL_TABLE(GatherKernels,
-                 {&LaunchNormalize, &LaunchHash, &LaunchSort, &LaunchLargest, &LaunchGroupMean});
+TFB_KERNEL_TABLE(GatherKernels, {&LaunchNormalize, &LaunchHash, &LaunchScore, &LaunchSort,
+                                 &LaunchLargest, &LaunchGroupMean});
 
 }  // namespace tfb

@@ -48,11 +48,26 @@ struct SortArguments {
 };
 
 struct LargestArguments {
-  const float* scores;  // [rows][tokens]
+  const float* scores;  // [rows][stride]
   int32_t* members;     // [rows][count]
   int64_t rows;
   int64_t tokens;
+  int64_t stride;
   int64_t count;
+};
+
+struct VectorScoreArguments {
+  DeviceView x;             // [batch, heads, tokens, head_dim]
+  const float* vectors;     // [heads][count][head_dim]
+  const uint8_t* key_mask;  // [batch, tokens], or null
+  int64_t key_mask_strides[2];
+  float* scores;  // [batch][heads][count][stride]
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+  int64_t count;
+  int64_t stride;
+  int head_dim;
 };
 
 struct GroupMeanArguments {
@@ -71,6 +86,7 @@ struct GroupMeanArguments {
 struct GatherKernels {
   const char* (*normalize)(const NormalizeArguments& arguments, void* stream);
   const char* (*hash)(const HashArguments& arguments, void* stream);
+  const char* (*score)(const VectorScoreArguments& arguments, void* stream);
   const char* (*sort)(const SortArguments& arguments, void* stream);
   const char* (*largest)(const LargestArguments& arguments, void* stream);
   const char* (*group_mean)(const GroupMeanArguments& arguments, void* stream);

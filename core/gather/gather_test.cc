@@ -142,6 +142,45 @@ TEST(SignedArgmax, PrefersTheLowestAndIgnoresNan) {
   }
 }
 
+TEST_P(Gather, ScoresAreProductsWithAHeadsVectors) {
+  constexpr int64_t kCount = 7, kTokens = 100, kHeadDim = 20;
+  Tensor x(DType::kF32, {2, 2, kTokens, kHeadDim}), vectors(DType::kF32, {2, kCount, kHeadDim});
+  FillNormal(&x, 1, "x");
+  FillNormal(&vectors, 1, "vectors");
+  const int64_t stride = ScoreStride(kTokens);
+  ASSERT_GE(stride, kTokens);
+  std::vector<uint8_t> is_token(2 * kTokens, 1);
+  for (const int64_t n : {3, 99, 100, 164}) is_token[n] = 0;
+  const DeviceArray<float> of_heads = CopyFloats(device(), vectors.view()).value();
+  const DeviceArray<uint8_t> mask = Upload(is_token);
+  DeviceArray<float> scores = DeviceArray<float>::Allocate(device(), 4 * kCount * stride).value();
+  Tensor unused(DType::kF32, {1});
+  OnDevice(x, &unused, [&](const ConstTensorView& from, const TensorView&) {
+    const VectorScoreCall call = {from,
+                                  of_heads.data(),
+                                  kCount,
+                                  ConstTensorView(mask.data(), DType::kU8, {2, kTokens}),
+                                  scores.mutable_data(),
+                                  stride};
+    const size_t bytes = VectorScoreWorkspaceBytes(device(), kHeadDim, 2);
+    EXPECT_TRUE(ScoreVectors(device(), call, With(bytes)).ok());
+  });
+  const std::vector<float> found = Download(scores);
+  for (int64_t head = 0; head < 4; ++head) {
+    for (int64_t n = 0; n < kCount; ++n) {
+      for (int64_t i = 0; i < kTokens; ++i) {
+        float sum = 0;
+        for (int64_t c = 0; c < kHeadDim; ++c) {
+          sum = std::fma(vectors.span<float>()[(head % 2 * kCount + n) * kHeadDim + c],
+                         x.span<float>()[(head * kTokens + i) * kHeadDim + c], sum);
+        }
+        if (is_token[head / 2 * kTokens + i] == 0) sum = -std::numeric_limits<float>::infinity();
+        EXPECT_EQ(found[(head * kCount + n) * stride + i], sum) << head << " " << n << " " << i;
+      }
+    }
+  }
+}
+
 TEST_P(Gather, SortingIsStable) {
   constexpr int64_t kRows = 3;
   for (const int64_t tokens : {0, 1, 63, 300, 1000}) {
@@ -181,6 +220,7 @@ TEST_P(Gather, SortingIsStable) {
 
 TEST_P(Gather, TheLargestAreInOrderAndTiesAreTheFirst) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr int64_t kStride = 704;
   std::vector<std::vector<float>> rows;
   std::vector<float> drawn, coarse, special;
   const RandomStream random(1, "scores");
@@ -195,15 +235,18 @@ TEST_P(Gather, TheLargestAreInOrderAndTiesAreTheFirst) {
   }
   rows = {drawn, coarse, special, std::vector<float>(700, 1.5f), std::vector<float>(700, kNan)};
   std::vector<float> scores;
-  for (const auto& row : rows) scores.insert(scores.end(), row.begin(), row.end());
+  for (const auto& row : rows) {
+    scores.insert(scores.end(), row.begin(), row.end());
+    scores.insert(scores.end(), kStride - 700, kInfinity);  // no scores
+  }
   const DeviceArray<float> on_device = Upload(scores);
   const int64_t count_of_rows = static_cast<int64_t>(rows.size());
   for (const int64_t count : {0, 1, 64, 333, 699, 700}) {
     const DeviceArray<int32_t> members =
         Upload(std::vector<int32_t>(std::max<int64_t>(count_of_rows * count, 1), -1));
-    EXPECT_TRUE(LargestTokens(device(), count_of_rows, 700, count, on_device.data(),
-                              members.mutable_data(), With(LargestWorkspaceBytes(device(), 700, 2)))
-                    .ok());
+    const LargestCall call = {on_device.data(), count_of_rows, 700,
+                              kStride,          count,         members.mutable_data()};
+    EXPECT_TRUE(LargestTokens(device(), call, With(LargestWorkspaceBytes(device(), 700, 2))).ok());
     const std::vector<int32_t> found = Download(members);
     for (size_t r = 0; r < rows.size(); ++r) {
       std::vector<int32_t> expected(700);
@@ -219,7 +262,7 @@ TEST_P(Gather, TheLargestAreInOrderAndTiesAreTheFirst) {
           << count << " of row " << r;
     }
   }
-  EXPECT_FALSE(LargestTokens(device(), 1, 5, 6, nullptr, nullptr, With(0)).ok());
+  EXPECT_FALSE(LargestTokens(device(), {nullptr, 1, 5, 5, 6, nullptr}, With(0)).ok());
 }
 
 TEST_P(Gather, MeansAreOverTheGroupsThatHaveAToken) {
