@@ -1,0 +1,702 @@
+#include "attention/sinkhorn/sinkhorn.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "attention/sinkhorn/sinkhorn_cpu.h"
+#include "attention/sinkhorn/sinkhorn_cuda.h"
+#include "core/cuda/device_array.h"
+#include "core/definition.h"
+#include "core/flash/flash_parts.h"
+#include "core/random.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+using Pooled = SinkhornOptions::Pooled;
+
+const bool registered = RegisterTechnique<Sinkhorn>();
+
+constexpr int64_t kMaxBlocks = 4096;  // a head's matrix of logarithms is then 128 MiB
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "sinkhorn";
+  info.family = "attention";
+  info.title = "Sparse Sinkhorn attention: sorted blocks";
+  info.citation = "Tay, Bahri, Yang, Metzler, Juan 2020, arXiv:2002.11296, sections 3 and 4";
+  info.exactness = Exactness::kOwn;
+  info.budget_option = "block";
+  info.growth = 1;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+int64_t WidthOf(const Problem& problem, const SinkhornOptions& options) {
+  switch (options.pooled) {
+    case Pooled::kQueriesAndKeys:
+      return 2 * problem.head_dim;
+    case Pooled::kHidden:
+      return problem.model_dim();
+    default:
+      return problem.head_dim;
+  }
+}
+
+SinkhornSizes SizesOf(const Problem& problem, const SinkhornOptions& options) {
+  SinkhornSizes sizes = {};
+  sizes.batch = problem.batch;
+  sizes.heads = problem.kv_heads;
+  sizes.tokens = problem.kv_tokens;
+  sizes.block = std::min(options.block, std::max<int64_t>(problem.kv_tokens, 1));
+  sizes.blocks = std::max<int64_t>((problem.kv_tokens + sizes.block - 1) / sizes.block, 1);
+  sizes.mixed_blocks =
+      options.sorted_blocks == 0 ? sizes.blocks : std::min(options.sorted_blocks, sizes.blocks);
+  sizes.width = WidthOf(problem, options);
+  sizes.hidden = options.hidden;
+  sizes.iterations = options.iterations;
+  sizes.temperature = options.temperature;
+  sizes.scores = options.scores;
+  sizes.causal = problem.causal;
+  return sizes;
+}
+
+TensorSpec MatrixSpec(const char* name, const SinkhornSizes& sizes) {
+  return {name, {sizes.batch, sizes.heads, sizes.blocks, sizes.blocks}};
+}
+
+// A query sees the keys of the sorted block in the place of its own.
+class SortedBlockPattern : public Pattern {
+ public:
+  explicit SortedBlockPattern(const SinkhornSizes& sizes) : sizes_(sizes) {}
+  bool Allows(int64_t, int64_t i, int64_t j) const override {
+    const int64_t u = i / sizes_.block;
+    return u == j / sizes_.block && sizes_.Support(u) > 0;
+  }
+  void KeyRanges(int64_t, int64_t query_begin, int64_t query_end,
+                 std::vector<KeyRange>* ranges) const override {
+    const int64_t block = sizes_.block;
+    const int64_t first = std::max<int64_t>(query_begin / block, sizes_.causal ? 1 : 0);
+    const int64_t last = (query_end - 1) / block;
+    if (first > last) return;
+    const bool all = query_begin / block == last;
+    ranges->push_back({first * block, (last + 1) * block, all});
+  }
+
+ private:
+  SinkhornSizes sizes_;
+};
+
+// And those of its own block.
+class OwnBlockPattern : public Pattern {
+ public:
+  explicit OwnBlockPattern(const SinkhornSizes& sizes) : sizes_(sizes) {}
+  bool Allows(int64_t, int64_t i, int64_t j) const override {
+    return i / sizes_.block == j / sizes_.block && (!sizes_.causal || j <= i);
+  }
+  void KeyRanges(int64_t, int64_t query_begin, int64_t query_end,
+                 std::vector<KeyRange>* ranges) const override {
+    const int64_t block = sizes_.block;
+    const int64_t first = query_begin / block, last = (query_end - 1) / block;
+    const int64_t end = sizes_.causal ? query_end : (last + 1) * block;
+    ranges->push_back({first * block, end, !sizes_.causal && first == last});
+    if (sizes_.causal && first == last) ranges->push_back({first * block, query_begin + 1, true});
+  }
+
+ private:
+  SinkhornSizes sizes_;
+};
+
+template <class T>
+T* Data(const TensorView& view) {
+  return static_cast<T*>(view.mutable_data());
+}
+
+class SinkhornLayer : public Layer {
+ public:
+  SinkhornLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+                std::vector<TensorSpec> outputs, const SinkhornOptions& options,
+                NamedTensors parameters, Device device)
+      : Layer(problem, std::move(inputs), std::move(outputs)),
+        options_(options),
+        sizes_(SizesOf(problem, options)),
+        device_(device) {
+    parameters_ = std::move(parameters);
+    Problem part = problem;
+    part.causal = false;  // the patterns know
+    parts_.push_back(part);
+    parts_[0].kv_tokens = sizes_.mixed_blocks * sizes_.block;
+    if (!IsSortCut()) parts_.push_back(part);
+    calls_.resize(parts_.size());
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    const size_t kept = Workspace::Measure([this](Workspace& workspace) { Take(workspace); });
+    return kept +
+           std::max(SortBytes(threads),
+                    FlashParts::WorkspaceBytes(device_, parts_, /*relative_keys=*/false, threads));
+  }
+
+  Cost cost() const override {
+    const Problem& p = problem();
+    const SinkhornSizes& s = sizes_;
+    const auto product = [](auto... sizes) { return (1.0 * ... * static_cast<double>(sizes)); };
+    double sums = 0;  // pairs of blocks
+    for (int64_t u = 0; u < s.mixed_blocks; ++u) sums += static_cast<double>(s.Support(u));
+    const double units = s.hidden == 0 ? product(s.width, s.blocks)
+                                       : product(s.hidden, s.width) + product(s.hidden, s.blocks);
+    double of_head = product(s.tokens, s.width) + 2 * product(s.blocks) * units +
+                     product(s.iterations, 4, s.blocks, s.blocks);
+    of_head += 2 * sums * product(s.block, p.head_dim + p.value_dim);
+    Cost cost;
+    if (is_set_up_) {
+      double pairs = 0;
+      for (const FlashEngine& engine : softmax_.engines()) {
+        pairs += engine.schedule().KeptPairs(p.query_heads);
+      }
+      cost.flops = product(p.batch) *
+                   (product(p.kv_heads) * of_head + 2 * pairs * product(p.head_dim + p.value_dim));
+    }
+    cost.bytes = TensorBytes();
+    return cost;
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs&, const Execution&) override {
+    for (const auto& [name, tensor] : parameters_) {
+      TFB_ASSIGN_OR_RETURN(network_[name], CopyFloats(device_, tensor.view()));
+    }
+    std::vector<FlashEngine> engines;
+    for (size_t n = 0; n < parts_.size(); ++n) {
+      TFB_ASSIGN_OR_RETURN(FlashEngine engine,
+                           FlashEngine::Create(device_, parts_[n], *PatternOf(n)));
+      engines.push_back(std::move(engine));
+    }
+    softmax_ = FlashParts(device_, std::move(engines));
+    is_set_up_ = true;
+    return absl::OkStatus();
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    const Sorted sorted = Take(workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    if (device_ == Device::kCpu) {
+      SortAndMix(inputs, outputs, sorted, rest);
+    } else {
+      TFB_RETURN_IF_ERROR(SortAndMixOnCuda(inputs, outputs, sorted, rest));
+    }
+    for (size_t n = 0; n < calls_.size(); ++n) {
+      calls_[n] = softmax_.engines()[n].NewCall(inputs, outputs);
+    }
+    calls_[0].k = sorted.keys;
+    calls_[0].v = sorted.values;
+    if (!calls_[0].key_mask.empty()) calls_[0].key_mask = sorted.key_mask;
+    return softmax_.Run(calls_, rest);
+  }
+
+ private:
+  // What is made from the inputs.
+  struct Sorted {
+    TensorView sort;      // f32 [batch, kv_heads, N, N]
+    TensorView keys;      // [batch, kv_heads, mixed_blocks block, head_dim]
+    TensorView values;    // [batch, kv_heads, mixed_blocks block, value_dim]
+    TensorView key_mask;  // u8 [batch, mixed_blocks block]
+  };
+
+  bool IsSortCut() const { return options_.sorted_blocks > 0; }
+  int64_t MixedRows() const { return sizes_.mixed_blocks * sizes_.block; }
+
+  Sorted Take(Workspace& workspace) const {
+    const Problem& p = problem();
+    const auto take = [&workspace](DType dtype, const Shape& shape) {
+      std::byte* memory = workspace.Take<std::byte>(NumElements(shape) * SizeOf(dtype));
+      return TensorView(memory, dtype, shape);
+    };
+    Sorted sorted;
+    sorted.sort = take(DType::kF32, {p.batch, p.kv_heads, sizes_.blocks, sizes_.blocks});
+    sorted.keys = take(p.dtype, {p.batch, p.kv_heads, MixedRows(), p.head_dim});
+    sorted.values = take(p.dtype, {p.batch, p.kv_heads, MixedRows(), p.value_dim});
+    sorted.key_mask = take(DType::kU8, {p.batch, MixedRows()});
+    return sorted;
+  }
+
+  std::unique_ptr<Pattern> PatternOf(size_t part) const {
+    if (part == 1) return std::make_unique<OwnBlockPattern>(sizes_);
+    if (IsSortCut()) return std::make_unique<FullPattern>(MixedRows());
+    return std::make_unique<SortedBlockPattern>(sizes_);
+  }
+
+  struct CudaScratch {
+    double* pooled;
+    double* logits;
+  };
+  CudaScratch TakeCudaScratch(Workspace& workspace) const {
+    const int64_t rows = sizes_.batch * sizes_.heads * sizes_.blocks;
+    return {workspace.Take<double>(rows * sizes_.width),
+            workspace.Take<double>(rows * sizes_.blocks)};
+  }
+  size_t SortBytes(int threads) const {
+    if (device_ != Device::kCpu) {
+      return Workspace::Measure([this](Workspace& workspace) { TakeCudaScratch(workspace); });
+    }
+    return std::max(SortCpuWorkspaceBytes(sizes_, threads), MixCpuWorkspaceBytes(sizes_, threads));
+  }
+
+  SortNetwork Network() const {
+    const auto data = [this](const char* name) {
+      const auto found = network_.find(name);
+      return found == network_.end() ? nullptr : found->second.data();
+    };
+    return {data("hidden_weights"), data("hidden_bias"), data("score_weights"), data("score_bias")};
+  }
+
+  std::array<PooledRows, 2> PooledRowsOf(const Inputs& inputs) const {
+    const PooledRows keys = {inputs.Get("k"), 1};
+    switch (options_.pooled) {
+      case Pooled::kQueriesAndKeys:
+        return {PooledRows{inputs.Get("q"), problem().group()}, keys};
+      case Pooled::kHidden: {
+        const ConstTensorView x = inputs.Get("x");  // the same for all heads
+        const Shape shape = {x.dim(0), sizes_.heads, x.dim(1), x.dim(2)};
+        const Shape strides = {x.stride(0), 0, x.stride(1), x.stride(2)};
+        return {PooledRows{ConstTensorView(x.data, x.dtype, shape, strides), 1}, PooledRows()};
+      }
+      default:
+        return {keys, PooledRows()};
+    }
+  }
+
+  void SortAndMix(const Inputs& inputs, const Outputs& outputs, const Sorted& sorted,
+                  const Execution& execution) const {
+    const ConstTensorView key_mask = inputs.Get("key_mask"), given = inputs.Get("sort");
+    if (given.empty()) {
+      SortCpu({sizes_, Network(), PooledRowsOf(inputs), key_mask, inputs.Get("g"), sorted.sort},
+              execution);
+    } else {
+      CopySortCpu(sizes_, given, sorted.sort);
+    }
+    const TensorView asked = outputs.Get("sort");
+    if (!asked.empty()) CopySortCpu(sizes_, sorted.sort, asked);
+    MixCpu(sizes_, sorted.sort, inputs.Get("k"), key_mask, sorted.keys, execution);
+    MixCpu(sizes_, sorted.sort, inputs.Get("v"), key_mask, sorted.values, execution);
+    if (!key_mask.empty()) MaskMixedCpu(sizes_, key_mask, Data<uint8_t>(sorted.key_mask));
+  }
+
+  absl::Status SortAndMixOnCuda(const Inputs& inputs, const Outputs& outputs, const Sorted& sorted,
+                                const Execution& execution) const {
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    const SinkhornKernels& kernels = KernelsOn<SinkhornKernels>(runtime->target());
+    const ConstTensorView key_mask = inputs.Get("key_mask"), given = inputs.Get("sort");
+    SinkhornMask mask = {};
+    if (!key_mask.empty()) {
+      mask = {static_cast<const uint8_t*>(key_mask.data), {key_mask.stride(0), key_mask.stride(1)}};
+    }
+    const auto copy = [&](const ConstTensorView& from, const ConstTensorView& to) {
+      const CopySortArguments arguments = {sizes_, ToDeviceView(from), ToDeviceView(to)};
+      return ToStatus(kernels.copy_sort(arguments, execution.stream));
+    };
+    const auto mix = [&](const char* name, const TensorView& to) {
+      const ConstTensorView from = inputs.Get(name);
+      const MixArguments arguments = {
+          sizes_, Data<float>(sorted.sort), ToDeviceView(from), ToDeviceView(to), from.dim(3),
+          mask};
+      return ToStatus(kernels.mix(arguments, execution.stream));
+    };
+    if (given.empty()) {
+      const SortArguments arguments = ArgumentsOf(inputs, mask, sorted, execution);
+      TFB_RETURN_IF_ERROR(ToStatus(kernels.sort(arguments, execution.stream)));
+    } else {
+      TFB_RETURN_IF_ERROR(copy(given, sorted.sort));
+    }
+    const TensorView asked = outputs.Get("sort");
+    if (!asked.empty()) TFB_RETURN_IF_ERROR(copy(sorted.sort, asked));
+    TFB_RETURN_IF_ERROR(mix("k", sorted.keys));
+    TFB_RETURN_IF_ERROR(mix("v", sorted.values));
+    if (mask.data == nullptr) return absl::OkStatus();
+    const MaskArguments arguments = {sizes_, mask, Data<uint8_t>(sorted.key_mask)};
+    return ToStatus(kernels.mask(arguments, execution.stream));
+  }
+
+  SortArguments ArgumentsOf(const Inputs& inputs, const SinkhornMask& mask, const Sorted& sorted,
+                            const Execution& execution) const {
+    Workspace workspace(execution.workspace);
+    const CudaScratch scratch = TakeCudaScratch(workspace);
+    SortArguments arguments = {};
+    arguments.sizes = sizes_;
+    arguments.network = Network();
+    const std::array<PooledRows, 2> pooled = PooledRowsOf(inputs);
+    for (size_t n = 0; n < pooled.size() && !pooled[n].rows.empty(); ++n) {
+      arguments.pooled_rows[n] = ToDeviceView(pooled[n].rows);
+      arguments.channels[n] = pooled[n].rows.dim(3);
+      arguments.heads_summed[n] = pooled[n].heads_summed;
+    }
+    arguments.key_mask = mask;
+    arguments.noise = ToDeviceView(inputs.Get("g"));
+    arguments.pooled = scratch.pooled;
+    arguments.logits = scratch.logits;
+    arguments.sort = Data<float>(sorted.sort);
+    return arguments;
+  }
+
+  SinkhornOptions options_;
+  SinkhornSizes sizes_;
+  Device device_;
+  std::vector<Problem> parts_;  // the sorted blocks; and, without SortCut, the queries' own
+  FlashParts softmax_;
+  std::vector<FlashCall> calls_;  // room for those of a Run
+  std::map<std::string, DeviceArray<float>, std::less<>> network_;
+  bool is_set_up_ = false;
+};
+
+absl::Status Check(const Problem& problem, const SinkhornOptions& options) {
+  if (problem.query_tokens != problem.kv_tokens) {
+    return absl::UnimplementedError(absl::StrCat("sinkhorn is self-attention: query_tokens is ",
+                                                 problem.query_tokens, ", kv_tokens is ",
+                                                 problem.kv_tokens));
+  }
+  if (problem.causal && options.sorted_blocks > 0) {
+    return absl::UnimplementedError(
+        absl::StrCat("sorted_blocks is ", options.sorted_blocks,
+                     ": all queries would see blocks of the future; causal needs 0"));
+  }
+  const SinkhornSizes sizes = SizesOf(problem, options);
+  if (sizes.blocks <= kMaxBlocks) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("kv_tokens ", problem.kv_tokens, " with block ",
+                                                 options.block, " are ", sizes.blocks,
+                                                 " blocks; allowed are 1 to ", kMaxBlocks));
+}
+
+absl::Status DrawParameter(const char* name, const Shape& shape, int64_t inputs, uint64_t seed,
+                           NamedTensors* parameters) {
+  TFB_ASSIGN_OR_RETURN(Tensor tensor, Tensor::Allocate(DType::kF32, shape));
+  FillNormal(&tensor, seed, name, 0, 1 / std::sqrt(static_cast<double>(inputs)));
+  (*parameters)[name] = std::move(tensor);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<NamedTensors> DrawParameters(const SinkhornSizes& s, uint64_t seed) {
+  NamedTensors parameters;
+  int64_t depth = s.width;
+  if (s.hidden > 0) {
+    TFB_RETURN_IF_ERROR(
+        DrawParameter("hidden_weights", {s.heads, s.width, s.hidden}, s.width, seed, &parameters));
+    TFB_RETURN_IF_ERROR(
+        DrawParameter("hidden_bias", {s.heads, s.hidden}, s.width, seed, &parameters));
+    depth = s.hidden;
+  }
+  TFB_RETURN_IF_ERROR(
+      DrawParameter("score_weights", {s.heads, depth, s.blocks}, depth, seed, &parameters));
+  TFB_RETURN_IF_ERROR(DrawParameter("score_bias", {s.heads, s.blocks}, depth, seed, &parameters));
+  return parameters;
+}
+
+// ---- The definition ----
+
+using Matrix = std::vector<std::vector<double>>;
+
+double LogSumExp(const std::vector<double>& x) {
+  double max = kNotSeen, sum = 0;
+  for (const double value : x) max = value > max ? value : max;
+  for (const double value : x) sum += std::exp(value - max);
+  return max + std::log(sum);
+}
+
+// The formula of one key-value head of one batch row.
+class Formula {
+ public:
+  Formula(const Problem& problem, const SinkhornOptions& options, const NamedTensors& parameters,
+          const Inputs& inputs, int64_t b, int64_t h)
+      : problem_(problem),
+        options_(options),
+        parameters_(parameters),
+        inputs_(inputs),
+        b_(b),
+        h_(h),
+        tokens_(problem.kv_tokens),
+        block_(std::min(options.block, std::max<int64_t>(tokens_, 1))),
+        blocks_(std::max<int64_t>((tokens_ + block_ - 1) / block_, 1)),
+        is_token_(inputs) {}
+
+  int64_t block() const { return block_; }
+  int64_t blocks() const { return blocks_; }
+  // Whether S_ut is more than 0.
+  bool Takes(int64_t u, int64_t t) const { return !problem_.causal || t < u; }
+  bool HasToken(int64_t t, int64_t r) const {
+    const int64_t j = t * block_ + r;
+    return j < tokens_ && is_token_(b_, j);
+  }
+  // Whether row r of sorted block u is a key.
+  bool IsKey(int64_t u, int64_t r) const {
+    bool is_key = false;
+    for (int64_t t = 0; t < blocks_; ++t) is_key |= Takes(u, t) && HasToken(t, r);
+    return is_key;
+  }
+
+  // S.
+  Matrix Sort() const {
+    Matrix s(blocks_, std::vector<double>(blocks_, 0.0));
+    const ConstTensorView given = inputs_.Get("sort");
+    if (given.empty()) s = Balanced();
+    for (int64_t u = 0; u < blocks_; ++u) {
+      for (int64_t t = 0; t < blocks_; ++t) {
+        if (!given.empty()) s[u][t] = given.Get(given.Offset(b_, h_, u, t));
+        if (!Takes(u, t)) s[u][t] = 0;
+      }
+    }
+    return s;
+  }
+
+  // sum_t S_ut K_t, row r, of a tensor with rows of tokens.
+  std::vector<double> SortedRow(const Matrix& s, const DoubleTensor& of, int64_t channels,
+                                int64_t u, int64_t r) const {
+    std::vector<double> sum(channels, 0.0);
+    for (int64_t t = 0; t < blocks_; ++t) {
+      if (!Takes(u, t) || !HasToken(t, r)) continue;
+      const double* row = of.Row(b_, h_, t * block_ + r);
+      for (int64_t c = 0; c < channels; ++c) sum[c] += s[u][t] * row[c];
+    }
+    return sum;
+  }
+
+ private:
+  double Parameter(const char* name, int64_t row, int64_t column) const {
+    const ConstTensorView view = parameters_.at(name).view();
+    return view.Get(view.rank == 3 ? view.Offset(h_, row, column) : view.Offset(h_, column));
+  }
+
+  // x_j.
+  std::vector<double> TokenRow(int64_t j) const {
+    std::vector<double> x;
+    const ConstTensorView q = inputs_.Get("q"), k = inputs_.Get("k"), hidden = inputs_.Get("x");
+    if (options_.pooled == Pooled::kHidden) {
+      for (int64_t c = 0; c < hidden.dim(2); ++c) x.push_back(hidden.Get(hidden.Offset(b_, j, c)));
+      return x;
+    }
+    for (int64_t c = 0; c < problem_.head_dim && options_.pooled == Pooled::kQueriesAndKeys; ++c) {
+      x.push_back(0);
+      for (int64_t g = 0; g < problem_.group(); ++g) {
+        x.back() += q.Get(q.Offset(b_, h_ * problem_.group() + g, j, c));
+      }
+    }
+    for (int64_t c = 0; c < problem_.head_dim; ++c) x.push_back(k.Get(k.Offset(b_, h_, j, c)));
+    return x;
+  }
+
+  std::vector<double> PooledRow(int64_t u) const {
+    const int64_t first = problem_.causal ? 0 : u * block_;
+    const int64_t last = problem_.causal ? u * block_ : (u + 1) * block_ - 1;
+    std::vector<double> sum(WidthOf(problem_, options_), 0.0);
+    for (int64_t j = first; j <= std::min(last, tokens_ - 1); ++j) {
+      if (!is_token_(b_, j)) continue;
+      const std::vector<double> x = TokenRow(j);
+      for (size_t c = 0; c < x.size(); ++c) sum[c] += x[c];
+    }
+    return sum;
+  }
+
+  std::vector<double> Layer(const std::vector<double>& x, const char* weights, const char* bias,
+                            int64_t units, bool relu) const {
+    std::vector<double> y;
+    for (int64_t n = 0; n < units; ++n) {
+      double sum = Parameter(bias, 0, n);
+      for (size_t c = 0; c < x.size(); ++c) {
+        sum += Parameter(weights, static_cast<int64_t>(c), n) * x[c];
+      }
+      y.push_back(relu && sum < 0 ? 0 : sum);
+    }
+    return y;
+  }
+
+  // (R_u + g_u) / temperature.
+  std::vector<double> Scores(int64_t u) const {
+    std::vector<double> x = PooledRow(u);
+    if (options_.hidden > 0) {
+      x = Layer(x, "hidden_weights", "hidden_bias", options_.hidden, /*relu=*/true);
+    }
+    std::vector<double> scores =
+        Layer(x, "score_weights", "score_bias", blocks_, options_.scores != SortScores::kLinear);
+    const ConstTensorView g = inputs_.Get("g");
+    for (int64_t t = 0; t < blocks_; ++t) {
+      if (options_.scores == SortScores::kLogRelu) scores[t] = std::log(scores[t] + 1e-6);
+      if (options_.gumbel) scores[t] += g.Get(g.Offset(b_, h_, u, t));
+      scores[t] /= options_.temperature;
+    }
+    return scores;
+  }
+
+  // By its sum; where causal, row u by the sum of the rows up to u.
+  void NormaliseColumn(int64_t t, Matrix* a) const {
+    double log_sum = kNotSeen;
+    for (int64_t u = 0; u < blocks_; ++u) {
+      if (!Takes(u, t)) continue;
+      log_sum = LogSumExp({log_sum, (*a)[u][t]});
+      if (problem_.causal) (*a)[u][t] -= log_sum;
+    }
+    for (int64_t u = 0; u < blocks_ && !problem_.causal; ++u) (*a)[u][t] -= log_sum;
+  }
+
+  Matrix Balanced() const {
+    Matrix a;
+    for (int64_t u = 0; u < blocks_; ++u) {
+      a.push_back(Scores(u));
+      for (int64_t t = 0; t < blocks_; ++t) {
+        if (!Takes(u, t)) a[u][t] = kNotSeen;
+      }
+    }
+    for (int64_t n = 0; n < options_.iterations; ++n) {
+      for (int64_t u = 0; u < blocks_; ++u) {
+        if (!Takes(u, 0)) continue;
+        const double log_sum_exp = LogSumExp(a[u]);
+        for (double& logit : a[u]) logit -= log_sum_exp;
+      }
+      for (int64_t t = 0; t < blocks_; ++t) NormaliseColumn(t, &a);
+    }
+    for (std::vector<double>& row : a) {
+      for (double& logit : row) logit = std::exp(logit);
+    }
+    return a;
+  }
+
+  const Problem& problem_;
+  const SinkhornOptions& options_;
+  const NamedTensors& parameters_;
+  const Inputs& inputs_;
+  int64_t b_, h_;
+  int64_t tokens_, block_, blocks_;
+  KeyMask is_token_;
+};
+
+// [sorted blocks; own tokens] of every head, what the definition attends to.
+struct SortedTensors {
+  Tensor k, v;
+  Tensor sort;
+  std::vector<std::vector<bool>> is_key;  // [batch], of the sorted rows
+};
+
+// Rounds the first `rows` rows to the dtype.
+void RoundRows(Tensor* tensor, int64_t rows, DType dtype) {
+  if (dtype == DType::kF32) return;
+  const TensorView view = Slice(tensor->view(), 2, 0, rows);
+  Tensor rounded(dtype, view.shape());
+  CopyElements(view, rounded.view());
+  CopyElements(rounded.view(), view);
+}
+
+SortedTensors SortByDefinition(const Problem& p, const SinkhornOptions& options,
+                               const NamedTensors& parameters, const Inputs& inputs) {
+  const DoubleTensor k(inputs.Get("k")), v(inputs.Get("v"));
+  const Formula sizes(p, options, parameters, inputs, 0, 0);
+  const int64_t n = sizes.blocks(), rows = n * sizes.block();
+  const auto with_room = [&](const ConstTensorView& own) {
+    Tensor all(DType::kF64, {p.batch, p.kv_heads, rows + p.kv_tokens, own.dim(3)});
+    CopyElements(own, Slice(all.view(), 2, rows, p.kv_tokens));
+    return all;
+  };
+  SortedTensors sorted;
+  sorted.k = with_room(inputs.Get("k"));
+  sorted.v = with_room(inputs.Get("v"));
+  sorted.sort = Tensor(DType::kF64, {p.batch, p.kv_heads, n, n});
+  sorted.is_key.assign(p.batch, std::vector<bool>(rows));
+  for (int64_t head = 0; head < p.batch * p.kv_heads; ++head) {
+    const int64_t b = head / p.kv_heads, h = head % p.kv_heads;
+    const Formula formula(p, options, parameters, inputs, b, h);
+    const Matrix s = formula.Sort();
+    for (int64_t u = 0; u < n; ++u) {
+      std::copy(s[u].begin(), s[u].end(), sorted.sort.view().MutableAt<double>(b, h, u));
+      for (int64_t r = 0; r < sizes.block(); ++r) {
+        const int64_t row = u * sizes.block() + r;
+        const auto key = formula.SortedRow(s, k, p.head_dim, u, r);
+        const auto value = formula.SortedRow(s, v, p.value_dim, u, r);
+        std::copy(key.begin(), key.end(), sorted.k.view().MutableAt<double>(b, h, row));
+        std::copy(value.begin(), value.end(), sorted.v.view().MutableAt<double>(b, h, row));
+        sorted.is_key[b][row] = formula.IsKey(u, r);
+      }
+    }
+  }
+  RoundRows(&sorted.k, rows, p.dtype);
+  RoundRows(&sorted.v, rows, p.dtype);
+  return sorted;
+}
+
+}  // namespace
+
+Sinkhorn::Sinkhorn() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> Sinkhorn::ReadTensors(const Problem& problem,
+                                              const SinkhornOptions& options) const {
+  const SinkhornSizes sizes = SizesOf(problem, options);
+  std::vector<TensorSpec> tensors = QkvInputs(problem);
+  if (options.pooled == Pooled::kHidden) {
+    tensors.push_back(
+        {"x", {problem.batch, problem.kv_tokens, problem.model_dim()}, problem.dtype});
+  }
+  if (options.gumbel) {
+    tensors.push_back(MatrixSpec("g", sizes));
+    tensors.back().noise = Distribution::kGumbel;
+  }
+  tensors.push_back(MatrixSpec("sort", sizes));
+  tensors.back().optional = true;
+  return tensors;
+}
+
+std::vector<TensorSpec> Sinkhorn::WrittenTensors(const Problem& problem,
+                                                 const SinkhornOptions& options) const {
+  std::vector<TensorSpec> tensors = AttentionOutputs(problem);
+  tensors.push_back(MatrixSpec("sort", SizesOf(problem, options)));
+  tensors.back().optional = true;
+  return tensors;
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> Sinkhorn::MakeLayer(const Problem& problem,
+                                                           const SinkhornOptions& options,
+                                                           Device device, uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(Check(problem, options));
+  TFB_ASSIGN_OR_RETURN(NamedTensors parameters, DrawParameters(SizesOf(problem, options), seed));
+  return std::make_unique<SinkhornLayer>(problem, ReadTensors(problem, options),
+                                         WrittenTensors(problem, options), options,
+                                         std::move(parameters), device);
+}
+
+absl::Status Sinkhorn::Definition(const Problem& problem, const SinkhornOptions& options,
+                                  const NamedTensors& parameters, const Inputs& inputs,
+                                  const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(Check(problem, options));
+  SortedTensors sorted = SortByDefinition(problem, options, parameters, inputs);
+  const int64_t block = std::min(options.block, std::max<int64_t>(problem.kv_tokens, 1));
+  const int64_t rows = sorted.k.dim(2) - problem.kv_tokens;
+  Problem whole = problem;
+  whole.kv_tokens = rows + problem.kv_tokens;
+  Inputs of_whole;
+  of_whole.Set("v", sorted.v.view());
+  const DoubleTensor q(inputs.Get("q")), k(sorted.k.view());
+  const KeyMask is_token(inputs);
+  const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
+  const auto sees = [&](int64_t b, int64_t i, int64_t key) {
+    const int64_t j = key - rows;  // its token, where it is not of a sorted block
+    if (j < 0 && !sorted.is_key[b][key]) return false;
+    if (options.sorted_blocks > 0) return j < 0 && key / block < options.sorted_blocks;
+    if (j < 0) return key / block == i / block;
+    return j / block == i / block && is_token(b, j) && (!problem.causal || j <= i);
+  };
+  DefinitionRequest of_rows = request;
+  of_rows.weights = false;  // sorted rows are no tokens
+  DefineAttention(
+      whole, of_whole, of_rows,
+      [&](int64_t b, int64_t h, int64_t i, int64_t key) {
+        if (!sees(b, i, key)) return kNotSeen;
+        return scale * Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), key), problem.head_dim);
+      },
+      outputs);
+  (*outputs)["sort"] = std::move(sorted.sort);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

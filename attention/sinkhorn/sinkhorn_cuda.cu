@@ -1,0 +1,329 @@
+#include "attention/sinkhorn/sinkhorn_cuda.h"
+#include "core/cuda/kernel.cuh"
+
+namespace tfb {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+
+__device__ double NegativeInfinity() { return __int_as_float(0xff800000); }
+
+__device__ bool IsToken(const SinkhornSizes& sizes, const SinkhornMask& mask, int64_t b,
+                        int64_t j) {
+  return j < sizes.tokens &&
+         (mask.data == nullptr || mask.data[b * mask.strides[0] + j * mask.strides[1]] != 0);
+}
+__device__ int64_t OffsetOf(const DeviceView& view, int64_t b, int64_t h, int64_t n) {
+  return b * view.strides[0] + h * view.strides[1] + n * view.strides[2];
+}
+
+// ---- Pooled rows: a block for each block of tokens, a thread for each channel ----
+
+// Channel c of x_j; 0 where j is no token.
+__device__ double PooledChannel(const SortArguments& a, int64_t b, int64_t h, int64_t j,
+                                int64_t c) {
+  if (!IsToken(a.sizes, a.key_mask, b, j)) return 0;
+  const int part = c < a.channels[0] ? 0 : 1;
+  const DeviceView& rows = a.pooled_rows[part];
+  const int64_t channel = c - (part == 0 ? 0 : a.channels[0]);
+  double sum = 0;
+  for (int64_t g = 0; g < a.heads_summed[part]; ++g) {
+    const int64_t row = OffsetOf(rows, b, h * a.heads_summed[part] + g, j);
+    sum += LoadElement(rows.data, rows.element, row + channel * rows.strides[3]);
+  }
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads) Pool(SortArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t u = blockIdx.x % s.blocks, head = blockIdx.x / s.blocks;
+  const int64_t end = min((u + 1) * s.block, s.tokens);
+  for (int64_t c = threadIdx.x; c < s.width; c += kThreads) {
+    double sum = 0;
+    for (int64_t j = u * s.block; j < end; ++j) {
+      sum += PooledChannel(a, head / s.heads, head % s.heads, j, c);
+    }
+    a.pooled[(head * s.blocks + u) * s.width + c] = sum;
+  }
+}
+
+// From the sums of blocks to those of all tokens up to a block's first.
+__global__ void __launch_bounds__(kThreads) SumPrefixes(SortArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t head = blockIdx.x;
+  for (int64_t c = threadIdx.x; c < s.width; c += kThreads) {
+    double sum = 0;
+    for (int64_t u = 0; u < s.blocks; ++u) {
+      double& pooled = a.pooled[(head * s.blocks + u) * s.width + c];
+      const double of_block = pooled;
+      pooled = sum + PooledChannel(a, head / s.heads, head % s.heads, u * s.block, c);
+      sum += of_block;
+    }
+  }
+}
+
+// ---- Scores: a block for each row of the matrix, a thread for each unit and each score ----
+
+__device__ double Relu(double x) { return x < 0 ? 0 : x; }
+
+// bias[n] + sum_c in[c] weights[c][n].
+__device__ double Unit(int64_t depth, int64_t columns, int64_t n, const double* in,
+                       const float* weights, const float* bias) {
+  double sum = bias[n];
+  for (int64_t c = 0; c < depth; ++c) sum += in[c] * weights[c * columns + n];
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads) Score(SortArguments a) {
+  double* hidden = reinterpret_cast<double*>(DynamicShared());
+  const SinkhornSizes& s = a.sizes;
+  const int64_t u = blockIdx.x % s.blocks, head = blockIdx.x / s.blocks;
+  const int64_t h = head % s.heads;
+  const double* in = a.pooled + (head * s.blocks + u) * s.width;
+  int64_t depth = s.width;
+  if (s.hidden > 0) {
+    for (int64_t n = threadIdx.x; n < s.hidden; n += kThreads) {
+      hidden[n] = Relu(Unit(depth, s.hidden, n, in, a.network.hidden_weights + h * depth * s.hidden,
+                            a.network.hidden_bias + h * s.hidden));
+    }
+    __syncthreads();
+    in = hidden;
+    depth = s.hidden;
+  }
+  const int64_t support = s.Support(u);
+  for (int64_t t = threadIdx.x; t < support; t += kThreads) {
+    double score = Unit(depth, s.blocks, t, in, a.network.score_weights + h * depth * s.blocks,
+                        a.network.score_bias + h * s.blocks);
+    if (s.scores != SortScores::kLinear) score = Relu(score);
+    if (s.scores == SortScores::kLogRelu) score = log(score + 1e-6);
+    if (a.noise.data != nullptr) {
+      score += static_cast<const float*>(
+          a.noise.data)[OffsetOf(a.noise, head / s.heads, h, u) + t * a.noise.strides[3]];
+    }
+    a.logits[(head * s.blocks + u) * s.blocks + t] = score / s.temperature;
+  }
+}
+
+// ---- The balance: a block for each head, a warp for a row, a thread for a column ----
+
+__device__ void NormaliseRow(double* logits, int64_t support) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  double max = NegativeInfinity();
+  for (int64_t t = lane; t < support; t += kWarp) max = fmax(max, logits[t]);
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    max = fmax(max, __shfl_xor_sync(~0u, max, lanes));
+  }
+  double sum = 0;
+  for (int64_t t = lane; t < support; t += kWarp) sum += expf(static_cast<float>(logits[t] - max));
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  const double log_sum_exp = max + log(sum);
+  for (int64_t t = lane; t < support; t += kWarp) logits[t] -= log_sum_exp;
+}
+
+// The sum of a column so far is exp(max) sum. Where causal each row has that of the rows up to it.
+__device__ void NormaliseColumn(double* logits, const SinkhornSizes& s, int64_t t) {
+  const int64_t first = s.causal ? t + 1 : 0;
+  double max = NegativeInfinity(), sum = 0;
+  for (int64_t u = first; u < s.blocks; ++u) {
+    double& logit = logits[u * s.blocks + t];
+    const double smaller = expf(static_cast<float>(-fabs(logit - max)));
+    sum = logit > max ? sum * smaller + 1 : sum + smaller;
+    max = logit > max ? logit : max;
+    if (s.causal) logit -= max + logf(static_cast<float>(sum));
+  }
+  if (s.causal) return;
+  const double log_sum_exp = max + log(sum);
+  for (int64_t u = first; u < s.blocks; ++u) logits[u * s.blocks + t] -= log_sum_exp;
+}
+
+__global__ void __launch_bounds__(kThreads) Balance(SortArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  double* logits = a.logits + blockIdx.x * s.blocks * s.blocks;
+  for (int64_t n = 0; n < s.iterations; ++n) {
+    for (int64_t u = threadIdx.x / kWarp; u < s.blocks; u += kWarps) {
+      NormaliseRow(logits + u * s.blocks, s.Support(u));
+    }
+    __syncthreads();
+    for (int64_t t = threadIdx.x; t < s.blocks; t += kThreads) NormaliseColumn(logits, s, t);
+    __syncthreads();
+  }
+  float* sort = a.sort + blockIdx.x * s.blocks * s.blocks;
+  for (int64_t n = threadIdx.x; n < s.blocks * s.blocks; n += kThreads) {
+    sort[n] = n % s.blocks < s.Support(n / s.blocks) ? expf(static_cast<float>(logits[n])) : 0;
+  }
+}
+
+// ---- Sums of blocks ----
+//
+// A block makes 64 sorted blocks x 64 of their block x channels numbers with 256 threads, each 4 x 4
+// of it in registers, over 16 blocks at a time.
+//   shared memory: 16 x (68 + 64) x 4 B = 8.25 KiB
+
+constexpr int kTile = 64;
+constexpr int kDepth = 16;
+constexpr int kPart = 4;  // rows and columns of a thread
+constexpr int kLoads = kTile * kDepth / kThreads;
+
+struct alignas(16) MixTiles {
+  float sort[kDepth][kTile + 4];  // transposed
+  float rows[kDepth][kTile];
+};
+
+// Where the tile's numbers are.
+struct MixTask {
+  int64_t b, h;
+  int64_t first_row;     // sorted blocks
+  int64_t first_column;  // of block x channels
+};
+
+__device__ void LoadTiles(const MixArguments& a, const MixTask& task, int64_t first_block,
+                          MixTiles* tiles) {
+  const SinkhornSizes& s = a.sizes;
+#pragma unroll
+  for (int n = 0; n < kLoads; ++n) {
+    const int index = static_cast<int>(threadIdx.x) + n * kThreads;
+    const int64_t u = task.first_row + index / kDepth, of_sort = first_block + index % kDepth;
+    const float* sort = a.sort + (task.b * s.heads + task.h) * s.blocks * s.blocks;
+    tiles->sort[index % kDepth][index / kDepth] =
+        u < s.mixed_blocks && of_sort < s.blocks ? sort[u * s.blocks + of_sort] : 0;
+    const int64_t t = first_block + index / kTile, column = task.first_column + index % kTile;
+    const int64_t j = t * s.block + column / a.channels;
+    const bool exists = t < s.blocks && column < s.block * a.channels;
+    tiles->rows[index / kTile][index % kTile] =
+        exists && IsToken(s, a.key_mask, task.b, j)
+            ? LoadElement(
+                  a.from.data, a.from.element,
+                  OffsetOf(a.from, task.b, task.h, j) + column % a.channels * a.from.strides[3])
+            : 0;
+  }
+}
+
+// Where the tile has blocks outside of the support, they are passed over: a product with 0 would let
+// a NaN of the future through.
+template <bool kWhole>
+__device__ void AddTiles(const MixTiles& tiles, int row, int column, int64_t first_support,
+                         float (&sums)[kPart][kPart]) {
+#pragma unroll
+  for (int t = 0; t < kDepth; ++t) {
+    const float4 x = *reinterpret_cast<const float4*>(&tiles.sort[t][row]);
+    const float4 y = *reinterpret_cast<const float4*>(&tiles.rows[t][column]);
+    const float rows[kPart] = {x.x, x.y, x.z, x.w}, columns[kPart] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int r = 0; r < kPart; ++r) {
+      if (!kWhole && t >= first_support + r) continue;
+#pragma unroll
+      for (int c = 0; c < kPart; ++c) sums[r][c] += rows[r] * columns[c];
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
+  __shared__ MixTiles tiles;
+  const SinkhornSizes& s = a.sizes;
+  const int64_t row_tiles = (s.mixed_blocks + kTile - 1) / kTile;
+  const int64_t column_tiles = (s.block * a.channels + kTile - 1) / kTile;
+  const int64_t head = blockIdx.x / (row_tiles * column_tiles);
+  const MixTask task = {head / s.heads, head % s.heads, blockIdx.x % row_tiles * kTile,
+                        blockIdx.x / row_tiles % column_tiles * kTile};
+  const int row = static_cast<int>(threadIdx.x) / (kTile / kPart) * kPart;
+  const int column = static_cast<int>(threadIdx.x) % (kTile / kPart) * kPart;
+  float sums[kPart][kPart] = {};
+  const int64_t end = s.causal ? min(task.first_row + kTile, s.blocks) : s.blocks;
+  for (int64_t t = 0; t < end; t += kDepth) {
+    __syncthreads();  // nobody reads the tiles any more
+    LoadTiles(a, task, t, &tiles);
+    __syncthreads();
+    if (s.causal && t + kDepth > task.first_row) {
+      AddTiles<false>(tiles, row, column, task.first_row + row - t, sums);
+    } else {
+      AddTiles<true>(tiles, row, column, 0, sums);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kPart; ++r) {
+#pragma unroll
+    for (int c = 0; c < kPart; ++c) {
+      const int64_t u = task.first_row + row + r, n = task.first_column + column + c;
+      if (u >= s.mixed_blocks || n >= s.block * a.channels) continue;
+      StoreElement(a.to.data, a.to.element,
+                   OffsetOf(a.to, task.b, task.h, u * s.block + n / a.channels) +
+                       n % a.channels * a.to.strides[3],
+                   sums[r][c]);
+    }
+  }
+}
+
+// A thread for a row of all blocks of a batch row.
+__global__ void __launch_bounds__(kThreads) Mask(MaskArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (n >= s.batch * s.block) return;
+  const int64_t b = n / s.block, r = n % s.block;
+  int64_t first = 0;  // the first block with a token in row r
+  while (first < s.blocks && !IsToken(s, a.key_mask, b, first * s.block + r)) ++first;
+  for (int64_t u = 0; u < s.mixed_blocks; ++u) {
+    a.mask[(b * s.mixed_blocks + u) * s.block + r] = first < s.Support(u);
+  }
+}
+
+// A block for a row.
+__global__ void __launch_bounds__(kThreads) CopySort(CopySortArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t u = blockIdx.x % s.blocks, head = blockIdx.x / s.blocks;
+  const float* from =
+      static_cast<const float*>(a.from.data) + OffsetOf(a.from, head / s.heads, head % s.heads, u);
+  float* to = static_cast<float*>(a.to.data) + OffsetOf(a.to, head / s.heads, head % s.heads, u);
+  for (int64_t t = threadIdx.x; t < s.blocks; t += kThreads) {
+    to[t * a.to.strides[3]] = t < s.Support(u) ? from[t * a.from.strides[3]] : 0;
+  }
+}
+
+// ---- Launching ----
+
+constexpr const char* kTooManyBlocks = "more blocks of tokens than a grid has";
+
+template <class Arguments>
+const char* LaunchBlocks(const char* name, void (*kernel)(Arguments), int64_t blocks, void* stream,
+                         const Arguments& a, int64_t shared_doubles = 0) {
+  if (blocks > INT32_MAX) return kTooManyBlocks;
+  const KernelShape shape = {dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
+                             static_cast<size_t>(shared_doubles) * sizeof(double)};
+  return Launch(name, kernel, shape, stream, a);
+}
+
+const char* LaunchSort(const SortArguments& a, void* stream) {
+  const int64_t heads = a.sizes.batch * a.sizes.heads;
+  const char* error = LaunchBlocks("Pool", &Pool, heads * a.sizes.blocks, stream, a);
+  if (error == nullptr && a.sizes.causal) {
+    error = LaunchBlocks("SumPrefixes", &SumPrefixes, heads, stream, a);
+  }
+  if (error == nullptr) {
+    error = LaunchBlocks("Score", &Score, heads * a.sizes.blocks, stream, a, a.sizes.hidden);
+  }
+  return error == nullptr ? LaunchBlocks("Balance", &Balance, heads, stream, a) : error;
+}
+
+const char* LaunchCopySort(const CopySortArguments& a, void* stream) {
+  const int64_t rows = a.sizes.batch * a.sizes.heads * a.sizes.blocks;
+  return LaunchBlocks("CopySort", &CopySort, rows, stream, a);
+}
+
+const char* LaunchMix(const MixArguments& a, void* stream) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t row_tiles = (s.mixed_blocks + kTile - 1) / kTile;
+  const int64_t column_tiles = (s.block * a.channels + kTile - 1) / kTile;
+  return LaunchBlocks("Mix", &Mix, s.batch * s.heads * row_tiles * column_tiles, stream, a);
+}
+
+const char* LaunchMask(const MaskArguments& a, void* stream) {
+  const int64_t threads = a.sizes.batch * a.sizes.block;
+  return LaunchBlocks("Mask", &Mask, (threads + kThreads - 1) / kThreads, stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(SinkhornKernels, {&LaunchSort, &LaunchCopySort, &LaunchMix, &LaunchMask});
+
+}  // namespace tfb
