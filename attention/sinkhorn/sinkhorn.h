@@ -48,8 +48,9 @@
 // instead of the balance, and half of the heads on rotated tokens.
 //
 // Cost, a head of d: tokens d for X, 2 N (width hidden + hidden N) for R, 4 N^2 for each iteration, 4
-// N tokens d for the sums, half of that where causal, and 8 tokens b d for attention: linear in tokens
-// while N is below 2 b. SortCut: n instead of N for the sums, 4 tokens n b d for attention.
+// N tokens d for the sums, half of that where causal, and 8 tokens b d for attention. That is linear in
+// tokens while N is below 2 b, and tokens^(3/2) with blocks of b = sqrt(tokens / 2). SortCut: n instead
+// of N for the sums, 4 tokens n b d for attention.
 #ifndef TFB_ATTENTION_SINKHORN_SINKHORN_H_
 #define TFB_ATTENTION_SINKHORN_SINKHORN_H_
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "Eigen/Core"
 #include "core/cpu/kernels.h"
 #include "core/flash/rows.h"
 #include "core/workspace.h"
@@ -21,7 +22,7 @@ bool IsToken(const SinkhornSizes& sizes, const ConstTensorView& key_mask, int64_
 
 struct SortScratch {
   double* pooled;      // [blocks][width]
-  double* sum;         // [width] of the blocks before
+  double* before;      // [width]: the sum of the blocks before
   double* hidden;      // [hidden]
   double* logits;      // [blocks][blocks]: A
   double* column_max;  // [blocks]
@@ -33,7 +34,7 @@ struct SortScratch {
 SortScratch LayOutSort(const SinkhornSizes& sizes, Workspace& workspace) {
   SortScratch scratch;
   scratch.pooled = workspace.Take<double>(sizes.blocks * sizes.width);
-  scratch.sum = workspace.Take<double>(sizes.width);
+  scratch.before = workspace.Take<double>(sizes.width);
   scratch.hidden = workspace.Take<double>(sizes.hidden);
   scratch.logits = workspace.Take<double>(sizes.blocks * sizes.blocks);
   scratch.column_max = workspace.Take<double>(sizes.blocks);
@@ -46,6 +47,10 @@ SortScratch LayOutSort(const SinkhornSizes& sizes, Workspace& workspace) {
 size_t SortThreadBytes(const SinkhornSizes& sizes) {
   return Workspace::Measure([&](Workspace& workspace) { LayOutSort(sizes, workspace); });
 }
+
+using Doubles = Eigen::Map<Eigen::ArrayXd>;
+using Floats = Eigen::Map<Eigen::ArrayXf>;
+using ConstDoubles = Eigen::Map<const Eigen::ArrayXd>;
 
 class Sorter {
  public:
@@ -68,7 +73,13 @@ class Sorter {
   }
 
  private:
-  double* Logits(int64_t u) const { return scratch_.logits + u * sizes_.blocks; }
+  // A_u over its support.
+  Doubles Logits(int64_t u) const {
+    return Doubles(scratch_.logits + u * sizes_.blocks, sizes_.Support(u));
+  }
+  Doubles Pooled(int64_t u) const {
+    return Doubles(scratch_.pooled + u * sizes_.width, sizes_.width);
+  }
 
   // sum += x_j, where j is a token.
   void AddToken(int64_t j, double* sum) const {
@@ -79,7 +90,7 @@ class Sorter {
       for (int64_t g = 0; g < part.heads_summed; ++g) {
         LoadRow(part.rows, part.rows.Offset(b_, h_ * part.heads_summed + g, j), part.rows.stride(3),
                 channels, scratch_.row);
-        for (int64_t c = 0; c < channels; ++c) sum[c] += static_cast<double>(scratch_.row[c]);
+        Doubles(sum, channels) += Floats(scratch_.row, channels).cast<double>();
       }
       sum += channels;
     }
@@ -87,132 +98,99 @@ class Sorter {
 
   void Pool() const {
     std::fill_n(scratch_.pooled, sizes_.blocks * sizes_.width, 0.0);
-    for (int64_t j = 0; j < sizes_.tokens; ++j) {
-      AddToken(j, scratch_.pooled + j / sizes_.block * sizes_.width);
-    }
+    for (int64_t j = 0; j < sizes_.tokens; ++j) AddToken(j, Pooled(j / sizes_.block).data());
   }
   // From the sums of blocks to those of all tokens up to a block's first.
   void SumPrefixes() const {
-    std::fill_n(scratch_.sum, sizes_.width, 0.0);
+    Doubles before(scratch_.before, sizes_.width);
+    before.setZero();
     for (int64_t u = 0; u < sizes_.blocks; ++u) {
-      double* pooled = scratch_.pooled + u * sizes_.width;
-      for (int64_t c = 0; c < sizes_.width; ++c) {
-        const double before = scratch_.sum[c];
-        scratch_.sum[c] += pooled[c];
-        pooled[c] = before;
-      }
-      AddToken(u * sizes_.block, pooled);
+      before.swap(Pooled(u));
+      before += Pooled(u);
+      AddToken(u * sizes_.block, Pooled(u).data());
     }
   }
 
-  // out[n] = bias[n] + sum_c in[c] weights[c][n] for the first `count` of `columns` n.
-  static void Multiply(int64_t depth, int64_t columns, int64_t count, const double* in,
-                       const float* weights, const float* bias, double* out) {
-    for (int64_t n = 0; n < count; ++n) out[n] = static_cast<double>(bias[n]);
-    for (int64_t c = 0; c < depth; ++c) {
-      const float* row = weights + c * columns;
-      for (int64_t n = 0; n < count; ++n) out[n] += in[c] * static_cast<double>(row[n]);
+  // out[n] = bias[n] + sum_c in[c] weights[c][n], for some of the `columns` n.
+  static void Multiply(const Doubles& in, const double* weights, int64_t columns,
+                       const double* bias, Doubles out) {
+    out = ConstDoubles(bias, out.size());
+    for (int64_t c = 0; c < in.size(); ++c) {
+      out += in[c] * ConstDoubles(weights + c * columns, out.size());
     }
   }
-  static double Relu(double x) { return x < 0 ? 0 : x; }
+
+  // relu(W_1' X_u + b_1).
+  Doubles Hidden(int64_t u) const {
+    const int64_t units = sizes_.hidden;
+    Doubles hidden(scratch_.hidden, units);
+    Multiply(Pooled(u), call_.network.hidden_weights + h_ * sizes_.width * units, units,
+             call_.network.hidden_bias + h_ * units, hidden);
+    hidden = (hidden < 0).select(0, hidden);
+    return hidden;
+  }
 
   void Score(int64_t u) const {
     const SortNetwork& network = call_.network;
-    const double* in = scratch_.pooled + u * sizes_.width;
-    int64_t depth = sizes_.width;
-    if (sizes_.hidden > 0) {
-      Multiply(depth, sizes_.hidden, sizes_.hidden, in,
-               network.hidden_weights + h_ * depth * sizes_.hidden,
-               network.hidden_bias + h_ * sizes_.hidden, scratch_.hidden);
-      for (int64_t n = 0; n < sizes_.hidden; ++n) scratch_.hidden[n] = Relu(scratch_.hidden[n]);
-      in = scratch_.hidden;
-      depth = sizes_.hidden;
-    }
-    double* logits = Logits(u);
-    const int64_t support = sizes_.Support(u);
-    Multiply(depth, sizes_.blocks, support, in, network.score_weights + h_ * depth * sizes_.blocks,
+    const Doubles in = sizes_.hidden > 0 ? Hidden(u) : Pooled(u);
+    Doubles logits = Logits(u);
+    Multiply(in, network.score_weights + h_ * in.size() * sizes_.blocks, sizes_.blocks,
              network.score_bias + h_ * sizes_.blocks, logits);
-    for (int64_t t = 0; t < support; ++t) {
+    for (int64_t t = 0; t < logits.size(); ++t) {
       double score = logits[t];
-      if (sizes_.scores != SortScores::kLinear) score = Relu(score);
+      if (sizes_.scores != SortScores::kLinear && score < 0) score = 0;
       if (sizes_.scores == SortScores::kLogRelu) score = std::log(score + 1e-6);
       if (!call_.noise.empty()) score += static_cast<double>(*call_.noise.At<float>(b_, h_, u, t));
       logits[t] = score / sizes_.temperature;
     }
   }
 
-  // Pads on the right.
-  void Exp(int64_t count, float* exponents) const {
-    const int64_t padded = RoundUp(count, kColumnQuantum);
-    std::fill(exponents + count, exponents + padded, -std::numeric_limits<float>::infinity());
+  // In fp32.
+  template <class Exponents>
+  Floats Exp(const Exponents& exponents) const {
+    const int64_t count = exponents.size(), padded = RoundUp(count, kColumnQuantum);
+    Floats exps(scratch_.exps, count);
+    exps = exponents.template cast<float>();
+    std::fill(exps.data() + count, exps.data() + padded, -std::numeric_limits<float>::infinity());
     const float no_shift = 0;
-    kernels_.exp({exponents, padded, 1, padded}, &no_shift);
+    kernels_.exp({exps.data(), padded, 1, padded}, &no_shift);
+    return exps;
   }
 
   void NormaliseRow(int64_t u) const {
-    double* logits = Logits(u);
-    const int64_t support = sizes_.Support(u);
-    if (support == 0) return;
-    double max = -kInfinity;
-    for (int64_t t = 0; t < support; ++t) max = std::max(max, logits[t]);
-    float* exps = scratch_.exps;
-    for (int64_t t = 0; t < support; ++t) exps[t] = static_cast<float>(logits[t] - max);
-    Exp(support, exps);
-    double sum = 0;
-    for (int64_t t = 0; t < support; ++t) sum += static_cast<double>(exps[t]);
-    const double log_sum_exp = max + std::log(sum);
-    for (int64_t t = 0; t < support; ++t) logits[t] -= log_sum_exp;
+    Doubles logits = Logits(u);
+    if (logits.size() == 0) return;
+    const double max = logits.maxCoeff();
+    logits -= max + std::log(Exp(logits - max).template cast<double>().sum());
   }
 
   void NormaliseColumns() const {
-    const int64_t blocks = sizes_.blocks;
-    double* max = scratch_.column_max;
-    double* sum = scratch_.column_sum;
-    float* exps = scratch_.exps;
-    std::fill_n(max, blocks, -kInfinity);
-    std::fill_n(sum, blocks, 0.0);
-    for (int64_t u = 0; u < blocks; ++u) {
-      for (int64_t t = 0; t < blocks; ++t) max[t] = std::max(max[t], Logits(u)[t]);
-    }
-    for (int64_t u = 0; u < blocks; ++u) {
-      for (int64_t t = 0; t < blocks; ++t) exps[t] = static_cast<float>(Logits(u)[t] - max[t]);
-      Exp(blocks, exps);
-      for (int64_t t = 0; t < blocks; ++t) sum[t] += static_cast<double>(exps[t]);
-    }
-    for (int64_t t = 0; t < blocks; ++t) max[t] += std::log(sum[t]);
-    for (int64_t u = 0; u < blocks; ++u) {
-      for (int64_t t = 0; t < blocks; ++t) Logits(u)[t] -= max[t];
-    }
+    Doubles max(scratch_.column_max, sizes_.blocks), sum(scratch_.column_sum, sizes_.blocks);
+    max.setConstant(-kInfinity);
+    sum.setZero();
+    for (int64_t u = 0; u < sizes_.blocks; ++u) max = max.max(Logits(u));
+    for (int64_t u = 0; u < sizes_.blocks; ++u) sum += Exp(Logits(u) - max).cast<double>();
+    max += sum.log();
+    for (int64_t u = 0; u < sizes_.blocks; ++u) Logits(u) -= max;
   }
 
   // The sum of a column so far is exp(max) sum.
   void NormalisePrefixesOfColumns() const {
-    double* max = scratch_.column_max;
-    double* sum = scratch_.column_sum;
-    float* exps = scratch_.exps;
-    std::fill_n(max, sizes_.blocks, -kInfinity);
-    std::fill_n(sum, sizes_.blocks, 0.0);
+    Doubles(scratch_.column_max, sizes_.blocks).setConstant(-kInfinity);
+    Doubles(scratch_.column_sum, sizes_.blocks).setZero();
     for (int64_t u = 1; u < sizes_.blocks; ++u) {
-      double* logits = Logits(u);
-      for (int64_t t = 0; t < u; ++t) exps[t] = static_cast<float>(-std::abs(logits[t] - max[t]));
-      Exp(u, exps);
-      for (int64_t t = 0; t < u; ++t) {
-        const double smaller = static_cast<double>(exps[t]);
-        const bool is_max = logits[t] > max[t];
-        sum[t] = is_max ? sum[t] * smaller + 1 : sum[t] + smaller;
-        if (is_max) max[t] = logits[t];
-        logits[t] -= max[t] + static_cast<double>(std::log(static_cast<float>(sum[t])));
-      }
+      Doubles logits = Logits(u), max(scratch_.column_max, u), sum(scratch_.column_sum, u);
+      const Floats smaller = Exp(-(logits - max).abs());
+      sum = (logits > max).select(sum * smaller.cast<double>() + 1, sum + smaller.cast<double>());
+      max = (logits > max).select(logits, max);
+      logits -= max + sum.cast<float>().log().cast<double>();
     }
   }
 
   void StoreRow(int64_t u) const {
-    const int64_t support = sizes_.Support(u);
-    float* exps = scratch_.exps;
-    for (int64_t t = 0; t < support; ++t) exps[t] = static_cast<float>(Logits(u)[t]);
-    Exp(support, exps);
+    const Floats exps = Exp(Logits(u));
     for (int64_t t = 0; t < sizes_.blocks; ++t) {
-      *call_.sort.MutableAt<float>(b_, h_, u, t) = t < support ? exps[t] : 0;
+      *call_.sort.MutableAt<float>(b_, h_, u, t) = t < exps.size() ? exps[t] : 0;
     }
   }
 
@@ -284,17 +262,17 @@ void SortCpu(const SortCall& call, const Execution& execution) {
   });
 }
 
-void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const TensorView& to) {
-  for (int64_t b = 0; b < sizes.batch; ++b) {
-    for (int64_t h = 0; h < sizes.heads; ++h) {
-      for (int64_t u = 0; u < sizes.blocks; ++u) {
-        const int64_t support = sizes.Support(u);
-        for (int64_t t = 0; t < sizes.blocks; ++t) {
-          *to.MutableAt<float>(b, h, u, t) = t < support ? *from.At<float>(b, h, u, t) : 0;
-        }
+void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const TensorView& to,
+                 const Execution& execution) {
+  execution.pool->ParallelFor(sizes.batch * sizes.heads, [&](int64_t task, int) {
+    const int64_t b = task / sizes.heads, h = task % sizes.heads;
+    for (int64_t u = 0; u < sizes.blocks; ++u) {
+      const int64_t support = sizes.Support(u);
+      for (int64_t t = 0; t < sizes.blocks; ++t) {
+        *to.MutableAt<float>(b, h, u, t) = t < support ? *from.At<float>(b, h, u, t) : 0;
       }
     }
-  }
+  });
 }
 
 size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, int threads) {

@@ -38,7 +38,8 @@ size_t SortCpuWorkspaceBytes(const SinkhornSizes& sizes, int threads);
 void SortCpu(const SortCall& call, const Execution& execution);
 
 // Copies a matrix, but for what is outside of the support, which becomes 0.
-void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const TensorView& to);
+void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const TensorView& to,
+                 const Execution& execution);
 
 // to [batch, heads, mixed_blocks block, channels]: sum_t S_ut of the blocks of `from` [batch, heads,
 // tokens, channels].

@@ -70,7 +70,7 @@ __device__ double Relu(double x) { return x < 0 ? 0 : x; }
 
 // bias[n] + sum_c in[c] weights[c][n].
 __device__ double Unit(int64_t depth, int64_t columns, int64_t n, const double* in,
-                       const float* weights, const float* bias) {
+                       const double* weights, const double* bias) {
   double sum = bias[n];
   for (int64_t c = 0; c < depth; ++c) sum += in[c] * weights[c * columns + n];
   return sum;
@@ -171,34 +171,55 @@ struct alignas(16) MixTiles {
   float rows[kDepth][kTile];
 };
 
-// Where the tile's numbers are.
+// Where the block's numbers are.
 struct MixTask {
   int64_t b, h;
   int64_t first_row;     // sorted blocks
   int64_t first_column;  // of block x channels
 };
 
-__device__ void LoadTiles(const MixArguments& a, const MixTask& task, int64_t first_block,
-                          MixTiles* tiles) {
-  const SinkhornSizes& s = a.sizes;
-#pragma unroll
-  for (int n = 0; n < kLoads; ++n) {
-    const int index = static_cast<int>(threadIdx.x) + n * kThreads;
-    const int64_t u = task.first_row + index / kDepth, of_sort = first_block + index % kDepth;
-    const float* sort = a.sort + (task.b * s.heads + task.h) * s.blocks * s.blocks;
-    tiles->sort[index % kDepth][index / kDepth] =
-        u < s.mixed_blocks && of_sort < s.blocks ? sort[u * s.blocks + of_sort] : 0;
-    const int64_t t = first_block + index / kTile, column = task.first_column + index % kTile;
-    const int64_t j = t * s.block + column / a.channels;
-    const bool exists = t < s.blocks && column < s.block * a.channels;
-    tiles->rows[index / kTile][index % kTile] =
-        exists && IsToken(s, a.key_mask, task.b, j)
-            ? LoadElement(
-                  a.from.data, a.from.element,
-                  OffsetOf(a.from, task.b, task.h, j) + column % a.channels * a.from.strides[3])
-            : 0;
+// A thread brings entry t % 16 of the rows t / 16 + 16 n of S, and number t % 64 of the blocks t / 64 +
+// 4 n.
+class MixLoader {
+ public:
+  __device__ MixLoader(const MixArguments& a, const MixTask& task)
+      : a_(a),
+        task_(task),
+        sort_(a.sort + (task.b * a.sizes.heads + task.h) * a.sizes.blocks * a.sizes.blocks) {
+    const int64_t column = task.first_column + threadIdx.x % kTile;
+    row_of_block_ = column / a.channels;
+    channel_offset_ = column % a.channels * a.from.strides[3];
   }
-}
+
+  // Of the blocks from `first_block` on; zeros beyond the last.
+  __device__ void Load(int64_t first_block, MixTiles* tiles) const {
+    const SinkhornSizes& s = a_.sizes;
+    const int entry = static_cast<int>(threadIdx.x) % kDepth;
+    const int column = static_cast<int>(threadIdx.x) % kTile;
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int row = static_cast<int>(threadIdx.x) / kDepth + n * (kThreads / kDepth);
+      const int64_t u = task_.first_row + row;
+      const bool exists = u < s.mixed_blocks && first_block + entry < s.blocks;
+      tiles->sort[entry][row] = exists ? sort_[u * s.blocks + first_block + entry] : 0;
+    }
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int row = static_cast<int>(threadIdx.x) / kTile + n * (kThreads / kTile);
+      const int64_t j = (first_block + row) * s.block + row_of_block_;
+      const bool exists = row_of_block_ < s.block && IsToken(s, a_.key_mask, task_.b, j);
+      const int64_t offset = OffsetOf(a_.from, task_.b, task_.h, j) + channel_offset_;
+      tiles->rows[row][column] = exists ? LoadElement(a_.from.data, a_.from.element, offset) : 0;
+    }
+  }
+
+ private:
+  const MixArguments& a_;
+  const MixTask& task_;
+  const float* sort_;
+  int64_t row_of_block_;
+  int64_t channel_offset_;
+};
 
 // Where the tile has blocks outside of the support, they are passed over: a product with 0 would let
 // a NaN of the future through.
@@ -229,11 +250,12 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
                         blockIdx.x / row_tiles % column_tiles * kTile};
   const int row = static_cast<int>(threadIdx.x) / (kTile / kPart) * kPart;
   const int column = static_cast<int>(threadIdx.x) % (kTile / kPart) * kPart;
+  const MixLoader loader(a, task);
   float sums[kPart][kPart] = {};
   const int64_t end = s.causal ? min(task.first_row + kTile, s.blocks) : s.blocks;
   for (int64_t t = 0; t < end; t += kDepth) {
     __syncthreads();  // nobody reads the tiles any more
-    LoadTiles(a, task, t, &tiles);
+    loader.Load(t, &tiles);
     __syncthreads();
     if (s.causal && t + kDepth > task.first_row) {
       AddTiles<false>(tiles, row, column, task.first_row + row - t, sums);

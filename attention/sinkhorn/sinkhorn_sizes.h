@@ -29,10 +29,10 @@ struct SinkhornSizes {
 
 // Of all heads, one after the other. Where `hidden` is 0, score_weights takes pooled rows.
 struct SortNetwork {
-  const float* hidden_weights;  // [width][hidden]
-  const float* hidden_bias;     // [hidden]
-  const float* score_weights;   // [hidden][blocks]
-  const float* score_bias;      // [blocks]
+  const double* hidden_weights;  // [width][hidden]
+  const double* hidden_bias;     // [hidden]
+  const double* score_weights;   // [hidden][blocks]
+  const double* score_bias;      // [blocks]
 };
 
 }  // namespace tfb
