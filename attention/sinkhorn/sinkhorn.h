@@ -12,7 +12,7 @@
 //   S   = exp of A, after `iterations` times
 //           A_ut -= log sum_t' exp A_ut'                            rows, then columns
 //           A_ut -= log sum_u' exp A_u't                            where causal only over u' <= u
-//   K^s_u = sum_t S_ut K_t, V^s_u = sum_t S_ut V_t                  rounded to the problem's dtype
+//   K^s_u = sum_t S_ut K_t, V^s_u = sum_t S_ut V_t                  rounded to a dtype of 16 bits
 //
 // over all t, or where causal over t < u: there block u depends on tokens up to its first alone, and
 // block 0 has nothing to sort. A query i of block u then attends, in one softmax with the scale
@@ -123,6 +123,9 @@ class Sinkhorn : public TechniqueOf<SinkhornOptions> {
                                       const SinkhornOptions& options) const override;
   std::vector<TensorSpec> WrittenTensors(const Problem& problem,
                                          const SinkhornOptions& options) const override;
+
+ private:
+  static absl::Status Check(const Problem& problem, const SinkhornOptions& options);
 };
 
 }  // namespace tfb
