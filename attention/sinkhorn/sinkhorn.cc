@@ -110,9 +110,10 @@ class OwnBlockPattern : public Pattern {
   SinkhornSizes sizes_;
 };
 
-template <class T>
-T* Data(const TensorView& view) {
-  return static_cast<T*>(view.mutable_data());
+SortMatrix ToSortMatrix(const ConstTensorView& view) {
+  SortMatrix sort = {const_cast<void*>(view.data), {}, view.dtype == DType::kF64};
+  std::copy_n(view.strides.data(), 4, sort.strides);
+  return sort;
 }
 
 class SinkhornLayer : public Layer {
@@ -205,13 +206,15 @@ class SinkhornLayer : public Layer {
  private:
   // What is made from the inputs.
   struct Sorted {
-    TensorView sort;      // f32 [batch, kv_heads, N, N]
+    TensorView sort;      // [batch, kv_heads, N, N]
     TensorView keys;      // [batch, kv_heads, mixed_blocks block, head_dim]
     TensorView values;    // [batch, kv_heads, mixed_blocks block, value_dim]
     TensorView key_mask;  // u8 [batch, mixed_blocks block]
   };
 
   bool IsSortCut() const { return options_.sorted_blocks > 0; }
+  // Of S: what is rounded to 16 bits is computed in float64.
+  DType SortType() const { return problem().dtype == DType::kF32 ? DType::kF32 : DType::kF64; }
   int64_t MixedRows() const { return sizes_.mixed_blocks * sizes_.block; }
 
   Sorted Take(Workspace& workspace) const {
@@ -221,7 +224,7 @@ class SinkhornLayer : public Layer {
       return TensorView(memory, dtype, shape);
     };
     Sorted sorted;
-    sorted.sort = take(DType::kF32, {p.batch, p.kv_heads, sizes_.blocks, sizes_.blocks});
+    sorted.sort = take(SortType(), {p.batch, p.kv_heads, sizes_.blocks, sizes_.blocks});
     sorted.keys = take(p.dtype, {p.batch, p.kv_heads, MixedRows(), p.head_dim});
     sorted.values = take(p.dtype, {p.batch, p.kv_heads, MixedRows(), p.value_dim});
     sorted.key_mask = take(DType::kU8, {p.batch, MixedRows()});
@@ -247,7 +250,8 @@ class SinkhornLayer : public Layer {
     if (device_ != Device::kCpu) {
       return Workspace::Measure([this](Workspace& workspace) { TakeCudaScratch(workspace); });
     }
-    return std::max(SortCpuWorkspaceBytes(sizes_, threads), MixCpuWorkspaceBytes(sizes_, threads));
+    return std::max(SortCpuWorkspaceBytes(sizes_, threads),
+                    MixCpuWorkspaceBytes(sizes_, SortType(), threads));
   }
 
   SortNetwork Network() const {
@@ -287,7 +291,7 @@ class SinkhornLayer : public Layer {
     if (!asked.empty()) CopySortCpu(sizes_, sorted.sort, asked, execution);
     MixCpu(sizes_, sorted.sort, inputs.Get("k"), key_mask, sorted.keys, execution);
     MixCpu(sizes_, sorted.sort, inputs.Get("v"), key_mask, sorted.values, execution);
-    if (!key_mask.empty()) MaskMixedCpu(sizes_, key_mask, Data<uint8_t>(sorted.key_mask));
+    if (!key_mask.empty()) MaskMixedCpu(sizes_, key_mask, sorted.key_mask.MutableAt<uint8_t>(0));
   }
 
   absl::Status SortAndMixOnCuda(const Inputs& inputs, const Outputs& outputs, const Sorted& sorted,
@@ -300,13 +304,13 @@ class SinkhornLayer : public Layer {
       mask = {static_cast<const uint8_t*>(key_mask.data), {key_mask.stride(0), key_mask.stride(1)}};
     }
     const auto copy = [&](const ConstTensorView& from, const ConstTensorView& to) {
-      const CopySortArguments arguments = {sizes_, ToDeviceView(from), ToDeviceView(to)};
+      const CopySortArguments arguments = {sizes_, ToSortMatrix(from), ToSortMatrix(to)};
       return ToStatus(kernels.copy_sort(arguments, execution.stream));
     };
     const auto mix = [&](const char* name, const TensorView& to) {
       const ConstTensorView from = inputs.Get(name);
       const MixArguments arguments = {
-          sizes_, Data<float>(sorted.sort), ToDeviceView(from), ToDeviceView(to), from.dim(3),
+          sizes_, ToSortMatrix(sorted.sort), ToDeviceView(from), ToDeviceView(to), from.dim(3),
           mask};
       return ToStatus(kernels.mix(arguments, execution.stream));
     };
@@ -321,7 +325,7 @@ class SinkhornLayer : public Layer {
     TFB_RETURN_IF_ERROR(mix("k", sorted.keys));
     TFB_RETURN_IF_ERROR(mix("v", sorted.values));
     if (mask.data == nullptr) return absl::OkStatus();
-    const MaskArguments arguments = {sizes_, mask, Data<uint8_t>(sorted.key_mask)};
+    const MaskArguments arguments = {sizes_, mask, sorted.key_mask.MutableAt<uint8_t>(0)};
     return ToStatus(kernels.mask(arguments, execution.stream));
   }
 
@@ -342,7 +346,7 @@ class SinkhornLayer : public Layer {
     arguments.noise = ToDeviceView(inputs.Get("g"));
     arguments.pooled = scratch.pooled;
     arguments.logits = scratch.logits;
-    arguments.sort = Data<float>(sorted.sort);
+    arguments.sort = ToSortMatrix(sorted.sort);
     return arguments;
   }
 

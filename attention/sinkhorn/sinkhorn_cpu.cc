@@ -27,8 +27,8 @@ struct SortScratch {
   double* logits;      // [blocks][blocks]: A
   double* column_max;  // [blocks]
   double* column_sum;  // [blocks]
+  double* new_max;     // [blocks]
   float* row;          // [width]
-  float* exps;         // [blocks], padded
 };
 
 SortScratch LayOutSort(const SinkhornSizes& sizes, Workspace& workspace) {
@@ -39,8 +39,8 @@ SortScratch LayOutSort(const SinkhornSizes& sizes, Workspace& workspace) {
   scratch.logits = workspace.Take<double>(sizes.blocks * sizes.blocks);
   scratch.column_max = workspace.Take<double>(sizes.blocks);
   scratch.column_sum = workspace.Take<double>(sizes.blocks);
+  scratch.new_max = workspace.Take<double>(sizes.blocks);
   scratch.row = workspace.Take<float>(sizes.width);
-  scratch.exps = workspace.Take<float>(RoundUp(sizes.blocks, kColumnQuantum));
   return scratch;
 }
 
@@ -49,7 +49,6 @@ size_t SortThreadBytes(const SinkhornSizes& sizes) {
 }
 
 using Doubles = Eigen::Map<Eigen::ArrayXd>;
-using Floats = Eigen::Map<Eigen::ArrayXf>;
 using ConstDoubles = Eigen::Map<const Eigen::ArrayXd>;
 
 class Sorter {
@@ -90,7 +89,7 @@ class Sorter {
       for (int64_t g = 0; g < part.heads_summed; ++g) {
         LoadRow(part.rows, part.rows.Offset(b_, h_ * part.heads_summed + g, j), part.rows.stride(3),
                 channels, scratch_.row);
-        Doubles(sum, channels) += Floats(scratch_.row, channels).cast<double>();
+        Doubles(sum, channels) += Eigen::Map<Eigen::ArrayXf>(scratch_.row, channels).cast<double>();
       }
       sum += channels;
     }
@@ -145,23 +144,11 @@ class Sorter {
     }
   }
 
-  // In fp32.
-  template <class Exponents>
-  Floats Exp(const Exponents& exponents) const {
-    const int64_t count = exponents.size(), padded = RoundUp(count, kColumnQuantum);
-    Floats exps(scratch_.exps, count);
-    exps = exponents.template cast<float>();
-    std::fill(exps.data() + count, exps.data() + padded, -std::numeric_limits<float>::infinity());
-    const float no_shift = 0;
-    kernels_.exp({exps.data(), padded, 1, padded}, &no_shift);
-    return exps;
-  }
-
   void NormaliseRow(int64_t u) const {
     Doubles logits = Logits(u);
     if (logits.size() == 0) return;
     const double max = logits.maxCoeff();
-    logits -= max + std::log(Exp(logits - max).template cast<double>().sum());
+    logits -= max + std::log((logits - max).exp().sum());
   }
 
   void NormaliseColumns() const {
@@ -169,7 +156,7 @@ class Sorter {
     max.setConstant(-kInfinity);
     sum.setZero();
     for (int64_t u = 0; u < sizes_.blocks; ++u) max = max.max(Logits(u));
-    for (int64_t u = 0; u < sizes_.blocks; ++u) sum += Exp(Logits(u) - max).cast<double>();
+    for (int64_t u = 0; u < sizes_.blocks; ++u) sum += (Logits(u) - max).exp();
     max += sum.log();
     for (int64_t u = 0; u < sizes_.blocks; ++u) Logits(u) -= max;
   }
@@ -180,17 +167,21 @@ class Sorter {
     Doubles(scratch_.column_sum, sizes_.blocks).setZero();
     for (int64_t u = 1; u < sizes_.blocks; ++u) {
       Doubles logits = Logits(u), max(scratch_.column_max, u), sum(scratch_.column_sum, u);
-      const Floats smaller = Exp(-(logits - max).abs());
-      sum = (logits > max).select(sum * smaller.cast<double>() + 1, sum + smaller.cast<double>());
-      max = (logits > max).select(logits, max);
-      logits -= max + sum.cast<float>().log().cast<double>();
+      Doubles new_max(scratch_.new_max, u);
+      new_max = max.max(logits);
+      sum = sum * (max - new_max).exp() + (logits - new_max).exp();
+      max = new_max;
+      logits -= max + sum.log();
     }
   }
 
+  // S_u. What is denormal in fp32 would make its products slow, and changes no sum.
   void StoreRow(int64_t u) const {
-    const Floats exps = Exp(Logits(u));
+    Doubles logits = Logits(u);
+    logits = logits.exp();
     for (int64_t t = 0; t < sizes_.blocks; ++t) {
-      *call_.sort.MutableAt<float>(b_, h_, u, t) = t < exps.size() ? exps[t] : 0;
+      const bool counts = t < logits.size() && !(logits[t] < std::numeric_limits<float>::min());
+      call_.sort.Set(call_.sort.Offset(b_, h_, u, t), counts ? logits[t] : 0);
     }
   }
 
@@ -199,7 +190,6 @@ class Sorter {
   const SortScratch& scratch_;
   int64_t b_;
   int64_t h_;
-  const CpuKernels& kernels_ = BestCpuKernels();
 };
 
 // ---- Sums of blocks ----
@@ -207,25 +197,29 @@ class Sorter {
 constexpr int64_t kChannels = 64;  // of a task: 128 blocks of 64 floats are 32 KiB
 constexpr int64_t kCausalRows = 16;
 
+template <class Real>
 struct MixScratch {
-  float* rows;  // [blocks][kChannels]: one row of every block
-  float* sums;  // [mixed_blocks][kChannels]
+  Real* rows;  // [blocks][kChannels]: one row of every block
+  Real* sums;  // [mixed_blocks][kChannels]
+  float* row;  // [kChannels]
 };
 
-MixScratch LayOutMix(const SinkhornSizes& sizes, Workspace& workspace) {
-  return {workspace.Take<float>(sizes.blocks * kChannels),
-          workspace.Take<float>(sizes.mixed_blocks * kChannels)};
+template <class Real>
+MixScratch<Real> LayOutMix(const SinkhornSizes& sizes, Workspace& workspace) {
+  return {workspace.Take<Real>(sizes.blocks * kChannels),
+          workspace.Take<Real>(sizes.mixed_blocks * kChannels), workspace.Take<float>(kChannels)};
 }
 
+template <class Real>
 size_t MixThreadBytes(const SinkhornSizes& sizes) {
-  return Workspace::Measure([&](Workspace& workspace) { LayOutMix(sizes, workspace); });
+  return Workspace::Measure([&](Workspace& workspace) { LayOutMix<Real>(sizes, workspace); });
 }
 
 // sums[u] = sum_t S_ut rows[t] over the support of u. Where causal, rows of S are taken by 16: what
 // all of them sum is one product, and the last few blocks are each row's own, since a product with
 // zeros there would let a NaN of the future through.
 void SumBlocks(const SinkhornSizes& sizes, const float* sort, int64_t columns,
-               const MixScratch& scratch) {
+               const MixScratch<float>& scratch) {
   const CpuKernels& kernels = BestCpuKernels();
   const auto add = [&](int64_t u, int64_t rows, int64_t first, int64_t last, bool accumulate) {
     kernels.gemm(rows, columns, last - first, sort + u * sizes.blocks + first, sizes.blocks, 1,
@@ -245,6 +239,52 @@ void SumBlocks(const SinkhornSizes& sizes, const float* sort, int64_t columns,
     }
     for (int64_t u = first + 1; u < first + rows; ++u) add(u, 1, first, u, true);
   }
+}
+// The same, of which a row's sums stay in registers.
+void SumBlocks(const SinkhornSizes& sizes, const double* sort, int64_t,
+               const MixScratch<double>& scratch) {
+  using Row = Eigen::Array<double, kChannels, 1>;
+  for (int64_t u = 0; u < sizes.mixed_blocks; ++u) {
+    Row sum = Row::Zero();
+    for (int64_t t = 0; t < sizes.Support(u); ++t) {
+      sum += sort[u * sizes.blocks + t] * Eigen::Map<const Row>(scratch.rows + t * kChannels);
+    }
+    Eigen::Map<Row>(scratch.sums + u * kChannels) = sum;
+  }
+}
+
+// A task is a chunk of channels of row r of all blocks of a head.
+template <class Real>
+void Mix(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorView& from,
+         const ConstTensorView& key_mask, const TensorView& to, const Execution& execution) {
+  const size_t bytes = MixThreadBytes<Real>(sizes);
+  const int64_t channels = from.dim(3);
+  const int64_t chunks = (channels + kChannels - 1) / kChannels;
+  const int64_t tasks = sizes.batch * sizes.heads * sizes.block * chunks;
+  execution.pool->ParallelFor(tasks, [&](int64_t task, int worker) {
+    Workspace workspace(execution.workspace.subspan(worker * bytes, bytes));
+    const MixScratch<Real> scratch = LayOutMix<Real>(sizes, workspace);
+    const int64_t first = task % chunks * kChannels, r = task / chunks % sizes.block;
+    const int64_t head = task / chunks / sizes.block;
+    const int64_t b = head / sizes.heads, h = head % sizes.heads;
+    const int64_t count = std::min(kChannels, channels - first);
+    std::fill_n(scratch.row, kChannels, 0.0f);
+    for (int64_t t = 0; t < sizes.blocks; ++t) {
+      const int64_t j = t * sizes.block + r;
+      Real* row = scratch.rows + t * kChannels;
+      if (!IsToken(sizes, key_mask, b, j)) {
+        std::fill_n(row, kChannels, Real{0});
+        continue;
+      }
+      LoadRow(from, from.Offset(b, h, j, first), from.stride(3), count, scratch.row);
+      std::copy_n(scratch.row, kChannels, row);
+    }
+    SumBlocks(sizes, sort.At<Real>(b, h), RoundUp(count, kColumnQuantum), scratch);
+    for (int64_t u = 0; u < sizes.mixed_blocks; ++u) {
+      std::copy_n(scratch.sums + u * kChannels, count, scratch.row);
+      StoreRow(scratch.row, count, to, to.Offset(b, h, u * sizes.block + r, first), to.stride(3));
+    }
+  });
 }
 
 }  // namespace
@@ -269,44 +309,24 @@ void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const 
     for (int64_t u = 0; u < sizes.blocks; ++u) {
       const int64_t support = sizes.Support(u);
       for (int64_t t = 0; t < sizes.blocks; ++t) {
-        *to.MutableAt<float>(b, h, u, t) = t < support ? *from.At<float>(b, h, u, t) : 0;
+        to.Set(to.Offset(b, h, u, t), t < support ? from.Get(from.Offset(b, h, u, t)) : 0);
       }
     }
   });
 }
 
-size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, int threads) {
-  return threads * MixThreadBytes(sizes);
+size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, DType sort, int threads) {
+  return threads *
+         (sort == DType::kF64 ? MixThreadBytes<double>(sizes) : MixThreadBytes<float>(sizes));
 }
 
 void MixCpu(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorView& from,
             const ConstTensorView& key_mask, const TensorView& to, const Execution& execution) {
-  const size_t bytes = MixThreadBytes(sizes);
-  const int64_t channels = from.dim(3);
-  const int64_t chunks = (channels + kChannels - 1) / kChannels;
-  // A task is a chunk of channels of row r of all blocks of a head.
-  const int64_t tasks = sizes.batch * sizes.heads * sizes.block * chunks;
-  execution.pool->ParallelFor(tasks, [&](int64_t task, int worker) {
-    Workspace workspace(execution.workspace.subspan(worker * bytes, bytes));
-    const MixScratch scratch = LayOutMix(sizes, workspace);
-    const int64_t first = task % chunks * kChannels, r = task / chunks % sizes.block;
-    const int64_t head = task / chunks / sizes.block;
-    const int64_t b = head / sizes.heads, h = head % sizes.heads;
-    const int64_t count = std::min(kChannels, channels - first);
-    const int64_t columns = RoundUp(count, kColumnQuantum);
-    for (int64_t t = 0; t < sizes.blocks; ++t) {
-      const int64_t j = t * sizes.block + r;
-      float* row = scratch.rows + t * kChannels;
-      const int64_t loaded = IsToken(sizes, key_mask, b, j) ? count : 0;
-      if (loaded > 0) LoadRow(from, from.Offset(b, h, j, first), from.stride(3), loaded, row);
-      std::fill(row + loaded, row + columns, 0.0f);
-    }
-    SumBlocks(sizes, sort.At<float>(b, h), columns, scratch);
-    for (int64_t u = 0; u < sizes.mixed_blocks; ++u) {
-      StoreRow(scratch.sums + u * kChannels, count, to, to.Offset(b, h, u * sizes.block + r, first),
-               to.stride(3));
-    }
-  });
+  if (sort.dtype == DType::kF64) {
+    Mix<double>(sizes, sort, from, key_mask, to, execution);
+  } else {
+    Mix<float>(sizes, sort, from, key_mask, to, execution);
+  }
 }
 
 void MaskMixedCpu(const SinkhornSizes& sizes, const ConstTensorView& key_mask, uint8_t* mask) {

@@ -1,8 +1,9 @@
 // The sorting of sparse Sinkhorn attention on the CPU.
 //
-// A head's matrix is one thread's work. Pooled rows, scores and logarithms are float64, since scores
-// grow with the tokens that are added up, and exp of them would lose what fp32 rounds; exponentials
-// are fp32 of differences.
+// A head's matrix is one thread's work, in float64: scores grow with the tokens that are added up, and
+// exp would make much of their roundings. It is kept in fp32 for the sums of blocks of fp32; where
+// those are rounded to 16 bits the matrix and the sums stay float64, as the definition has them: fp32
+// would round one of some 10^4 elements the other way.
 #ifndef TFB_ATTENTION_SINKHORN_SINKHORN_CPU_H_
 #define TFB_ATTENTION_SINKHORN_SINKHORN_CPU_H_
 
@@ -29,7 +30,7 @@ struct SortCall {
   std::array<PooledRows, 2> pooled;  // side by side
   ConstTensorView key_mask;          // or empty
   ConstTensorView noise;             // f32 [batch, heads, N, N], or empty
-  TensorView sort;                   // f32 [batch, heads, N, N]: S, and 0 outside of the support
+  TensorView sort;  // f32 or f64 [batch, heads, N, N]: S, and 0 outside of the support
 };
 
 // All of these allocate nothing, and their results do not depend on the number of threads.
@@ -42,8 +43,8 @@ void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const 
                  const Execution& execution);
 
 // to [batch, heads, mixed_blocks block, channels]: sum_t S_ut of the blocks of `from` [batch, heads,
-// tokens, channels].
-size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, int threads);
+// tokens, channels]. `sort` is contiguous.
+size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, DType sort, int threads);
 void MixCpu(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorView& from,
             const ConstTensorView& key_mask, const TensorView& to, const Execution& execution);
 

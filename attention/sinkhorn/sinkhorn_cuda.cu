@@ -19,6 +19,18 @@ __device__ int64_t OffsetOf(const DeviceView& view, int64_t b, int64_t h, int64_
   return b * view.strides[0] + h * view.strides[1] + n * view.strides[2];
 }
 
+__device__ double LoadSort(const SortMatrix& sort, int64_t offset) {
+  return sort.is_double ? static_cast<const double*>(sort.data)[offset]
+                        : static_cast<const float*>(sort.data)[offset];
+}
+__device__ void StoreSort(const SortMatrix& sort, int64_t offset, double value) {
+  if (sort.is_double) {
+    static_cast<double*>(sort.data)[offset] = value;
+  } else {
+    static_cast<float*>(sort.data)[offset] = static_cast<float>(value);
+  }
+}
+
 // ---- Pooled rows: a block for each block of tokens, a thread for each channel ----
 
 // Channel c of x_j; 0 where j is no token.
@@ -116,7 +128,7 @@ __device__ void NormaliseRow(double* logits, int64_t support) {
     max = fmax(max, __shfl_xor_sync(~0u, max, lanes));
   }
   double sum = 0;
-  for (int64_t t = lane; t < support; t += kWarp) sum += expf(static_cast<float>(logits[t] - max));
+  for (int64_t t = lane; t < support; t += kWarp) sum += exp(logits[t] - max);
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
   const double log_sum_exp = max + log(sum);
   for (int64_t t = lane; t < support; t += kWarp) logits[t] -= log_sum_exp;
@@ -128,10 +140,10 @@ __device__ void NormaliseColumn(double* logits, const SinkhornSizes& s, int64_t 
   double max = NegativeInfinity(), sum = 0;
   for (int64_t u = first; u < s.blocks; ++u) {
     double& logit = logits[u * s.blocks + t];
-    const double smaller = expf(static_cast<float>(-fabs(logit - max)));
+    const double smaller = exp(-fabs(logit - max));
     sum = logit > max ? sum * smaller + 1 : sum + smaller;
     max = logit > max ? logit : max;
-    if (s.causal) logit -= max + logf(static_cast<float>(sum));
+    if (s.causal) logit -= max + log(sum);
   }
   if (s.causal) return;
   const double log_sum_exp = max + log(sum);
@@ -149,9 +161,10 @@ __global__ void __launch_bounds__(kThreads) Balance(SortArguments a) {
     for (int64_t t = threadIdx.x; t < s.blocks; t += kThreads) NormaliseColumn(logits, s, t);
     __syncthreads();
   }
-  float* sort = a.sort + blockIdx.x * s.blocks * s.blocks;
+  // What is denormal in fp32 changes no sum.
   for (int64_t n = threadIdx.x; n < s.blocks * s.blocks; n += kThreads) {
-    sort[n] = n % s.blocks < s.Support(n / s.blocks) ? expf(static_cast<float>(logits[n])) : 0;
+    const double entry = n % s.blocks < s.Support(n / s.blocks) ? exp(logits[n]) : 0;
+    StoreSort(a.sort, blockIdx.x * s.blocks * s.blocks + n, entry < 1.17549435e-38 ? 0 : entry);
   }
 }
 
@@ -159,16 +172,21 @@ __global__ void __launch_bounds__(kThreads) Balance(SortArguments a) {
 //
 // A block makes 64 sorted blocks x 64 of their block x channels numbers with 256 threads, each 4 x 4
 // of it in registers, over 16 blocks at a time.
-//   shared memory: 16 x (68 + 64) x 4 B = 8.25 KiB
+//   shared memory: 16 x (68 + 64) x 4 B = 8.25 KiB; twice that in float64
 
 constexpr int kTile = 64;
 constexpr int kDepth = 16;
 constexpr int kPart = 4;  // rows and columns of a thread
 constexpr int kLoads = kTile * kDepth / kThreads;
 
+template <class Real>
 struct alignas(16) MixTiles {
-  float sort[kDepth][kTile + 4];  // transposed
-  float rows[kDepth][kTile];
+  Real sort[kDepth][kTile + 4];  // transposed
+  Real rows[kDepth][kTile];
+};
+template <class Real>
+struct alignas(16) Part {
+  Real values[kPart];
 };
 
 // Where the block's numbers are.
@@ -180,19 +198,21 @@ struct MixTask {
 
 // A thread brings entry t % 16 of the rows t / 16 + 16 n of S, and number t % 64 of the blocks t / 64 +
 // 4 n.
+template <class Real>
 class MixLoader {
  public:
   __device__ MixLoader(const MixArguments& a, const MixTask& task)
       : a_(a),
         task_(task),
-        sort_(a.sort + (task.b * a.sizes.heads + task.h) * a.sizes.blocks * a.sizes.blocks) {
+        sort_(static_cast<const Real*>(a.sort.data) +
+              (task.b * a.sizes.heads + task.h) * a.sizes.blocks * a.sizes.blocks) {
     const int64_t column = task.first_column + threadIdx.x % kTile;
     row_of_block_ = column / a.channels;
     channel_offset_ = column % a.channels * a.from.strides[3];
   }
 
   // Of the blocks from `first_block` on; zeros beyond the last.
-  __device__ void Load(int64_t first_block, MixTiles* tiles) const {
+  __device__ void Load(int64_t first_block, MixTiles<Real>* tiles) const {
     const SinkhornSizes& s = a_.sizes;
     const int entry = static_cast<int>(threadIdx.x) % kDepth;
     const int column = static_cast<int>(threadIdx.x) % kTile;
@@ -216,32 +236,32 @@ class MixLoader {
  private:
   const MixArguments& a_;
   const MixTask& task_;
-  const float* sort_;
+  const Real* sort_;
   int64_t row_of_block_;
   int64_t channel_offset_;
 };
 
 // Where the tile has blocks outside of the support, they are passed over: a product with 0 would let
 // a NaN of the future through.
-template <bool kWhole>
-__device__ void AddTiles(const MixTiles& tiles, int row, int column, int64_t first_support,
-                         float (&sums)[kPart][kPart]) {
+template <bool kWhole, class Real>
+__device__ void AddTiles(const MixTiles<Real>& tiles, int row, int column, int64_t first_support,
+                         Real (&sums)[kPart][kPart]) {
 #pragma unroll
   for (int t = 0; t < kDepth; ++t) {
-    const float4 x = *reinterpret_cast<const float4*>(&tiles.sort[t][row]);
-    const float4 y = *reinterpret_cast<const float4*>(&tiles.rows[t][column]);
-    const float rows[kPart] = {x.x, x.y, x.z, x.w}, columns[kPart] = {y.x, y.y, y.z, y.w};
+    const Part<Real> rows = *reinterpret_cast<const Part<Real>*>(&tiles.sort[t][row]);
+    const Part<Real> columns = *reinterpret_cast<const Part<Real>*>(&tiles.rows[t][column]);
 #pragma unroll
     for (int r = 0; r < kPart; ++r) {
       if (!kWhole && t >= first_support + r) continue;
 #pragma unroll
-      for (int c = 0; c < kPart; ++c) sums[r][c] += rows[r] * columns[c];
+      for (int c = 0; c < kPart; ++c) sums[r][c] += rows.values[r] * columns.values[c];
     }
   }
 }
 
+template <class Real>
 __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
-  __shared__ MixTiles tiles;
+  __shared__ MixTiles<Real> tiles;
   const SinkhornSizes& s = a.sizes;
   const int64_t row_tiles = (s.mixed_blocks + kTile - 1) / kTile;
   const int64_t column_tiles = (s.block * a.channels + kTile - 1) / kTile;
@@ -250,8 +270,8 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
                         blockIdx.x / row_tiles % column_tiles * kTile};
   const int row = static_cast<int>(threadIdx.x) / (kTile / kPart) * kPart;
   const int column = static_cast<int>(threadIdx.x) % (kTile / kPart) * kPart;
-  const MixLoader loader(a, task);
-  float sums[kPart][kPart] = {};
+  const MixLoader<Real> loader(a, task);
+  Real sums[kPart][kPart] = {};
   const int64_t end = s.causal ? min(task.first_row + kTile, s.blocks) : s.blocks;
   for (int64_t t = 0; t < end; t += kDepth) {
     __syncthreads();  // nobody reads the tiles any more
@@ -272,7 +292,7 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
       StoreElement(a.to.data, a.to.element,
                    OffsetOf(a.to, task.b, task.h, u * s.block + n / a.channels) +
                        n % a.channels * a.to.strides[3],
-                   sums[r][c]);
+                   static_cast<float>(sums[r][c]));
     }
   }
 }
@@ -294,11 +314,14 @@ __global__ void __launch_bounds__(kThreads) Mask(MaskArguments a) {
 __global__ void __launch_bounds__(kThreads) CopySort(CopySortArguments a) {
   const SinkhornSizes& s = a.sizes;
   const int64_t u = blockIdx.x % s.blocks, head = blockIdx.x / s.blocks;
-  const float* from =
-      static_cast<const float*>(a.from.data) + OffsetOf(a.from, head / s.heads, head % s.heads, u);
-  float* to = static_cast<float*>(a.to.data) + OffsetOf(a.to, head / s.heads, head % s.heads, u);
+  const auto row_of = [&](const SortMatrix& sort) {
+    return head / s.heads * sort.strides[0] + head % s.heads * sort.strides[1] +
+           u * sort.strides[2];
+  };
   for (int64_t t = threadIdx.x; t < s.blocks; t += kThreads) {
-    to[t * a.to.strides[3]] = t < s.Support(u) ? from[t * a.from.strides[3]] : 0;
+    const double entry =
+        t < s.Support(u) ? LoadSort(a.from, row_of(a.from) + t * a.from.strides[3]) : 0;
+    StoreSort(a.to, row_of(a.to) + t * a.to.strides[3], entry);
   }
 }
 
@@ -336,7 +359,9 @@ const char* LaunchMix(const MixArguments& a, void* stream) {
   const SinkhornSizes& s = a.sizes;
   const int64_t row_tiles = (s.mixed_blocks + kTile - 1) / kTile;
   const int64_t column_tiles = (s.block * a.channels + kTile - 1) / kTile;
-  return LaunchBlocks("Mix", &Mix, s.batch * s.heads * row_tiles * column_tiles, stream, a);
+  const int64_t blocks = s.batch * s.heads * row_tiles * column_tiles;
+  return a.sort.is_double ? LaunchBlocks("Mix", &Mix<double>, blocks, stream, a)
+                          : LaunchBlocks("Mix", &Mix<float>, blocks, stream, a);
 }
 
 const char* LaunchMask(const MaskArguments& a, void* stream) {

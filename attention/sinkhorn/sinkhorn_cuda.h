@@ -16,6 +16,13 @@ struct SinkhornMask {
   int64_t strides[2];
 };
 
+// S [batch, heads, blocks, blocks], of floats or doubles.
+struct SortMatrix {
+  void* data;
+  int64_t strides[4];
+  bool is_double;
+};
+
 // As SortCall of sinkhorn_cpu.h.
 struct SortArguments {
   SinkhornSizes sizes;
@@ -27,21 +34,21 @@ struct SortArguments {
   DeviceView noise;  // null data: none
   double* pooled;    // scratch [batch][heads][blocks][width]
   double* logits;    // scratch [batch][heads][blocks][blocks]
-  float* sort;       // [batch][heads][blocks][blocks]
+  SortMatrix sort;   // contiguous
 };
 
 struct CopySortArguments {
   SinkhornSizes sizes;
-  DeviceView from;
-  DeviceView to;
+  SortMatrix from;
+  SortMatrix to;
 };
 
 // As MixCpu.
 struct MixArguments {
   SinkhornSizes sizes;
-  const float* sort;  // [batch][heads][blocks][blocks]
-  DeviceView from;    // [batch, heads, tokens, channels]
-  DeviceView to;      // [batch, heads, mixed_blocks block, channels]
+  SortMatrix sort;  // contiguous
+  DeviceView from;  // [batch, heads, tokens, channels]
+  DeviceView to;    // [batch, heads, mixed_blocks block, channels]
   int64_t channels;
   SinkhornMask key_mask;
 };
