@@ -201,13 +201,12 @@ template <class Real>
 struct MixScratch {
   Real* rows;  // [blocks][kChannels]: one row of every block
   Real* sums;  // [mixed_blocks][kChannels]
-  float* row;  // [kChannels]
 };
 
 template <class Real>
 MixScratch<Real> LayOutMix(const SinkhornSizes& sizes, Workspace& workspace) {
   return {workspace.Take<Real>(sizes.blocks * kChannels),
-          workspace.Take<Real>(sizes.mixed_blocks * kChannels), workspace.Take<float>(kChannels)};
+          workspace.Take<Real>(sizes.mixed_blocks * kChannels)};
 }
 
 template <class Real>
@@ -253,7 +252,30 @@ void SumBlocks(const SinkhornSizes& sizes, const double* sort, int64_t,
   }
 }
 
-// A task is a chunk of channels of row r of all blocks of a head.
+// Channels of a task's row.
+struct RowPart {
+  int64_t first;
+  int64_t count;
+};
+
+void LoadPart(const ConstTensorView& view, int64_t offset, const RowPart& part, float* to) {
+  LoadRow(view, offset + part.first * view.stride(3), view.stride(3), part.count, to);
+}
+void LoadPart(const ConstTensorView& view, int64_t offset, const RowPart& part, double* to) {
+  float row[kChannels];
+  LoadPart(view, offset, part, row);
+  std::copy_n(row, part.count, to);
+}
+void StorePart(const float* from, const RowPart& part, const TensorView& view, int64_t offset) {
+  StoreRow(from, part.count, view, offset + part.first * view.stride(3), view.stride(3));
+}
+void StorePart(const double* from, const RowPart& part, const TensorView& view, int64_t offset) {
+  float row[kChannels];
+  std::copy_n(from, part.count, row);
+  StorePart(row, part, view, offset);
+}
+
+// A task is a part of the channels of row r of all blocks of a head.
 template <class Real>
 void Mix(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorView& from,
          const ConstTensorView& key_mask, const TensorView& to, const Execution& execution) {
@@ -267,22 +289,17 @@ void Mix(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorVi
     const int64_t first = task % chunks * kChannels, r = task / chunks % sizes.block;
     const int64_t head = task / chunks / sizes.block;
     const int64_t b = head / sizes.heads, h = head % sizes.heads;
-    const int64_t count = std::min(kChannels, channels - first);
-    std::fill_n(scratch.row, kChannels, 0.0f);
+    const RowPart part = {first, std::min(kChannels, channels - first)};
     for (int64_t t = 0; t < sizes.blocks; ++t) {
       const int64_t j = t * sizes.block + r;
       Real* row = scratch.rows + t * kChannels;
-      if (!IsToken(sizes, key_mask, b, j)) {
-        std::fill_n(row, kChannels, Real{0});
-        continue;
-      }
-      LoadRow(from, from.Offset(b, h, j, first), from.stride(3), count, scratch.row);
-      std::copy_n(scratch.row, kChannels, row);
+      const int64_t count = IsToken(sizes, key_mask, b, j) ? part.count : 0;
+      if (count > 0) LoadPart(from, from.Offset(b, h, j), part, row);
+      std::fill(row + count, row + kChannels, Real{0});
     }
-    SumBlocks(sizes, sort.At<Real>(b, h), RoundUp(count, kColumnQuantum), scratch);
+    SumBlocks(sizes, sort.At<Real>(b, h), RoundUp(part.count, kColumnQuantum), scratch);
     for (int64_t u = 0; u < sizes.mixed_blocks; ++u) {
-      std::copy_n(scratch.sums + u * kChannels, count, scratch.row);
-      StoreRow(scratch.row, count, to, to.Offset(b, h, u * sizes.block + r, first), to.stride(3));
+      StorePart(scratch.sums + u * kChannels, part, to, to.Offset(b, h, u * sizes.block + r));
     }
   });
 }

@@ -4,6 +4,8 @@
 namespace tfb {
 namespace {
 
+// The matrix is made in float64, and kept in fp32 or float64, as on the CPU: see sinkhorn_cpu.h.
+
 constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
