@@ -42,10 +42,12 @@
 //
 // sinkhorn-transformer 0.11.4 (lucidrains) is this with `pooled` queries_and_keys, `hidden` 0,
 // `scores` log_relu, `gumbel` and zero biases where it sorts by SimpleSortNet and Sinkhorn. Not
-// followed: without SortCut it takes sorted keys for sorted values; by default it keeps of a softmax
-// over R the largest entry of each row (such an S can be given as `sort`), or scores blocks by their
-// mean queries and keys; where causal it has null keys instead of an empty block 0, a masked softmax
-// instead of the balance, and half of the heads on rotated tokens.
+// followed: without SortCut it takes sorted keys for sorted values; with SortCut queries see their own
+// block too, unless blocks of keys have another size; a masked key counts in the sums, and hides
+// those that S takes most of; by default it keeps of a softmax over R the largest entry of each row
+// (such an S can be given as `sort`), or scores blocks by their mean queries and keys; where causal it
+// has null keys instead of an empty block 0, a masked softmax instead of the balance, and half of the
+// heads on rotated tokens.
 //
 // Cost, a head of d: tokens d for X, 2 N (width hidden + hidden N) for R, 4 N^2 for each iteration, 4
 // N tokens d for the sums, half of that where causal, and 8 tokens b d for attention. That is linear in
