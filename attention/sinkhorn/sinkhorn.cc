@@ -27,7 +27,7 @@ TechniqueInfo Info() {
   info.name = "sinkhorn";
   info.family = "attention";
   info.title = "Sparse Sinkhorn attention: sorted blocks";
-  info.citation = "Tay, Bahri, Yang, Metzler, Juan 2020, arXiv:2002.11296, sections 3 and 4";
+  info.citation = "Tay, Bahri, Yang, Metzler, Juan 2020, arXiv:2002.11296";
   info.exactness = Exactness::kOwn;
   info.budget_option = "block";
   info.growth = 1.5;  // with the block that suits each length; with one block, from 1 to 2

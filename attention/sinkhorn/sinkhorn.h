@@ -36,9 +36,10 @@
 // causal doubly stochastic matrix could only be I, and whole columns would show the future: hence sums
 // over u' <= u, whose S has S_(u,u-1) = 1 and is not doubly stochastic.
 //
-// Source: Tay, Bahri, Yang, Metzler, Juan 2020, "Sparse Sinkhorn attention", arXiv:2002.11296,
-// sections 3 and 4; the balance with noise: Mena et al. 2018, arXiv:1802.08665. Which blocks the causal
-// S is over, and its columns, are a choice of ours. Mixing with dense attention is not here.
+// Source: Tay, Bahri, Yang, Metzler, Juan 2020, "Sparse Sinkhorn attention", arXiv:2002.11296; the
+// balance with noise: Mena et al. 2018, arXiv:1802.08665. Choices of ours: a last ReLU, since accounts
+// of the paper call its scores non-negative; which blocks the causal S is over, and its columns. Mixing
+// with dense attention is not here.
 //
 // sinkhorn-transformer 0.11.4 (lucidrains) is this with `pooled` queries_and_keys, `hidden` 0,
 // `scores` log_relu, `gumbel` and zero biases where it sorts by SimpleSortNet and Sinkhorn. Not
