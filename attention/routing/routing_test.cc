@@ -1,11 +1,992 @@
 #include "attention/routing/routing.h"
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/dense/dense.h"
+#include "core/definition.h"
+#include "core/random.h"
+#include "core/testing.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
 namespace {
 
-TEST(Routing, Exists) { EXPECT_EQ(Routing().info().name, "routing"); }
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+const float kNan = std::numeric_limits<float>::quiet_NaN();
+
+Options With(Options options, const Options& more) {
+  options.insert(more.begin(), more.end());
+  return options;
+}
+// All heads have clusters.
+Options Clusters(int64_t clusters, const Options& more = {}) {
+  return With(more, {{"clusters", std::to_string(clusters)}, {"local_heads", "0"}});
+}
+
+NamedTensors Random(const Problem& problem, uint64_t seed = 7) {
+  NamedTensors inputs = RandomInputs(QkvInputs(problem), seed);
+  if (problem.causal) inputs.erase("k");
+  return inputs;
+}
+NamedTensors RunRouting(const Problem& problem, const NamedTensors& inputs, const Options& options,
+                        Device device = Device::kCpu, const NamedTensors* parameters = nullptr) {
+  return RunTechnique(Routing(), problem, ViewsOf(inputs), {options, device, 1, parameters, 2})
+      .value();
+}
+NamedTensors Parameters(Tensor centroids) {
+  NamedTensors parameters;
+  parameters["centroids"] = std::move(centroids);
+  return parameters;
+}
+
+Tensor Numbers(const Shape& shape, const std::vector<double>& values) {
+  Tensor tensor(DType::kF32, shape);
+  for (int64_t i = 0; i < tensor.num_elements(); ++i) tensor.view().Set(i, values[i]);
+  return tensor;
+}
+// [1, 1, tokens, tokens]: a row of the output is a row of weights.
+Tensor UnitVectors(int64_t tokens) {
+  Tensor v(DType::kF32, {1, 1, tokens, tokens});
+  Fill(v.view(), 0);
+  for (int64_t j = 0; j < tokens; ++j) *v.view().MutableAt<float>(0, 0, j, j) = 1;
+  return v;
+}
+std::vector<double> Row(const Tensor& tensor, int64_t i, int64_t h = 0) {
+  std::vector<double> row;
+  const ConstTensorView view = tensor.view();
+  for (int64_t c = 0; c < view.dim(3); ++c) row.push_back(view.Get(view.Offset(0, h, i, c)));
+  return row;
+}
+testing::Matcher<std::vector<double>> Near(const std::vector<double>& values) {
+  return testing::Pointwise(testing::DoubleNear(1e-6), values);
+}
+
+// Marks of one batch row and head: a string a cluster, "1" where a token is a member.
+Tensor Marks(const std::vector<std::string>& clusters) {
+  const auto count = static_cast<int64_t>(clusters.size());
+  const auto tokens = static_cast<int64_t>(clusters[0].size());
+  Tensor marks(DType::kU8, {1, 1, tokens, count});
+  for (int64_t c = 0; c < count; ++c) {
+    for (int64_t i = 0; i < tokens; ++i) {
+      *marks.view().MutableAt<uint8_t>(0, 0, i, c) = clusters[c][i] == '1' ? 1 : 0;
+    }
+  }
+  return marks;
+}
+std::vector<std::string> Strings(const Tensor& marks, int64_t b = 0, int64_t h = 0) {
+  std::vector<std::string> clusters(marks.dim(3));
+  for (int64_t c = 0; c < marks.dim(3); ++c) {
+    for (int64_t i = 0; i < marks.dim(2); ++i) {
+      clusters[c] += *marks.view().At<uint8_t>(b, h, i, c) != 0 ? '1' : '0';
+    }
+  }
+  return clusters;
+}
+
+// Rows of a layer norm in float64.
+DoubleTensor Normalized(const Tensor& tensor) {
+  DoubleTensor rows(tensor.view());
+  const int64_t channels = tensor.dim(3);
+  for (double* x = rows.data(); x < rows.data() + rows.size(); x += channels) {
+    const double mean = std::accumulate(x, x + channels, 0.0) / static_cast<double>(channels);
+    double square = 0;
+    for (int64_t c = 0; c < channels; ++c) square += (x[c] - mean) * (x[c] - mean);
+    const double root = std::sqrt(square / static_cast<double>(channels) + 1e-5);
+    for (int64_t c = 0; c < channels; ++c) x[c] = (x[c] - mean) / root;
+  }
+  return rows;
+}
+Tensor NormalizedTensor(const Tensor& tensor) {
+  const DoubleTensor rows = Normalized(tensor);
+  return Numbers(tensor.shape(), std::vector<double>(rows.data(), rows.data() + rows.size()));
+}
+std::vector<std::vector<double>> RowsOfHead(const DoubleTensor& rows, const Problem& p, int64_t h) {
+  std::vector<std::vector<double>> of_head;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    for (int64_t i = 0; i < p.query_tokens; ++i) {
+      of_head.emplace_back(rows.Row(b, h, i), rows.Row(b, h, i) + p.head_dim);
+    }
+  }
+  return of_head;
+}
+
+// ---- By hand ----
+
+// Eight tokens of scores 0, or 0 where they are equal, under marks.
+NamedTensors Given(const std::vector<std::string>& marks, bool causal) {
+  NamedTensors inputs;
+  inputs["q"] = Tensor(DType::kF32, {1, 1, 8, 2});
+  Fill(inputs["q"].view(), 0);
+  if (!causal) inputs["k"] = inputs["q"].Clone();
+  inputs["v"] = UnitVectors(8);
+  inputs["members"] = Marks(marks);
+  return inputs;
+}
+Problem GivenProblem(bool causal) {
+  Problem problem = Problem::SelfAttention(1, 1, 8, 2, causal);
+  problem.value_dim = 8;
+  return problem;
+}
+
+TEST(Routing, ATokensOutputIsTheMeanOverItsClusters) {
+  // Tokens 1 and 4 are in none.
+  const std::vector<std::string> marks = {"10100100", "00110001", "00100110"};
+  std::vector<std::string> both = marks;
+  both.insert(both.end(), marks.begin(), marks.end());
+  const NamedTensors inputs = Given(both, false);
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunRouting(GivenProblem(false), inputs, Clusters(3), device);
+    const double a = 1.0 / 3, b = 1.0 / 9;
+    EXPECT_THAT(Row(run.at("out"), 0), Near({a, 0, a, 0, 0, a, 0, 0}));
+    EXPECT_THAT(Row(run.at("out"), 1), Near({0, 0, 0, 0, 0, 0, 0, 0}));
+    EXPECT_THAT(Row(run.at("out"), 2), Near({b, 0, 3 * b, b, 0, 2 * b, b, b}));
+    EXPECT_THAT(Row(run.at("out"), 3), Near({0, 0, a, a, 0, 0, 0, a}));
+    EXPECT_THAT(Row(run.at("out"), 4), Near({0, 0, 0, 0, 0, 0, 0, 0}));
+    EXPECT_THAT(Row(run.at("out"), 5), Near({a / 2, 0, a, 0, 0, a, a / 2, 0}));
+    EXPECT_THAT(Row(run.at("out"), 6), Near({0, 0, a, 0, 0, a, a, 0}));
+    EXPECT_THAT(Row(run.at("out"), 7), Near({0, 0, a, a, 0, 0, 0, a}));
+    EXPECT_EQ(Strings(run.at("members")), both);
+  }
+}
+
+TEST(Routing, CausalTokensSeeTheEarlierOnesOfTheirClusters) {
+  const std::vector<std::string> marks = {"10100100", "00110001", "00100110"};
+  const NamedTensors inputs = Given(marks, true);
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunRouting(GivenProblem(true), inputs, Clusters(3), device);
+    const double a = 1.0 / 3, b = 1.0 / 6;
+    EXPECT_THAT(Row(run.at("out"), 0), Near({1, 0, 0, 0, 0, 0, 0, 0}));
+    EXPECT_THAT(Row(run.at("out"), 1), Near({0, 0, 0, 0, 0, 0, 0, 0}));
+    EXPECT_THAT(Row(run.at("out"), 2), Near({b, 0, 5 * b, 0, 0, 0, 0, 0}));
+    EXPECT_THAT(Row(run.at("out"), 3), Near({0, 0, 0.5, 0.5, 0, 0, 0, 0}));
+    EXPECT_THAT(Row(run.at("out"), 4), Near({0, 0, 0, 0, 0, 0, 0, 0}));
+    EXPECT_THAT(Row(run.at("out"), 5), Near({b, 0, 2.5 * b, 0, 0, 2.5 * b, 0, 0}));
+    EXPECT_THAT(Row(run.at("out"), 6), Near({0, 0, a, 0, 0, a, a, 0}));
+    EXPECT_THAT(Row(run.at("out"), 7), Near({0, 0, a, a, 0, 0, 0, a}));
+    EXPECT_EQ(Strings(run.at("members")), marks);
+  }
+}
+
+TEST(Routing, QueriesAndKeysOfAClusterAreChosenApart) {
+  // Two clusters of 4: queries 0, 1, 2, 3 on keys 4 to 7, and 0, 2, 4, 6 on keys 1, 3, 5, 7.
+  const NamedTensors inputs = Given({"11110000", "10101010", "00001111", "01010101"}, false);
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunRouting(GivenProblem(false), inputs, Clusters(2), device);
+    const double a = 1.0 / 4, b = 1.0 / 8;
+    for (const int i : {0, 2}) {
+      EXPECT_THAT(Row(run.at("out"), i), Near({0, b, 0, b, b, 2 * b, b, 2 * b}));
+    }
+    for (const int i : {1, 3}) EXPECT_THAT(Row(run.at("out"), i), Near({0, 0, 0, 0, a, a, a, a}));
+    for (const int i : {4, 6}) EXPECT_THAT(Row(run.at("out"), i), Near({0, a, 0, a, 0, a, 0, a}));
+    for (const int i : {5, 7}) EXPECT_THAT(Row(run.at("out"), i), Near({0, 0, 0, 0, 0, 0, 0, 0}));
+  }
+}
+
+TEST(Routing, ScoresAreOfLayerNormsAndUnscaled) {
+  // Of two channels a layer norm leaves the sign of their difference: scores are 2 and -2.
+  NamedTensors inputs = Given({"11000110", "00111001", "11000110", "00111001"}, false);
+  inputs["q"] = Numbers({1, 1, 8, 2}, {900, 100, 5, 905, 0, 900, 3000, 0,  //
+                                       -900, 0, 0, -900, 500, -500, 1, 901});
+  inputs["k"] = Numbers({1, 1, 8, 2}, {0, 900, 900, 0, 0, 900, 900, 0,  //
+                                       0, 900, 0, 900, 900, 0, 900, 0});
+  for (const Device device : kHostDevices) {
+    // Token 0 is (1, -1), and so are keys 1 and 6 of its cluster; keys 0 and 5 are (-1, 1).
+    const double far = 1 / (2 + 2 * std::exp(4)), near = std::exp(4) * far;
+    const NamedTensors run = RunRouting(GivenProblem(false), inputs, Clusters(2), device);
+    EXPECT_THAT(Row(run.at("out"), 0), Near({far, near, 0, 0, 0, far, near, 0}));
+    EXPECT_THAT(Row(run.at("out"), 1), Near({near, far, 0, 0, 0, near, far, 0}));
+    // Scores 2 s and -2 s of s = log(3) / 4: weights of 3 to 1.
+    const Options scale = {{"scale", std::to_string(std::log(3) / 4)}};
+    const NamedTensors scaled = RunRouting(GivenProblem(false), inputs, Clusters(2, scale), device);
+    EXPECT_THAT(Row(scaled.at("out"), 7), Near({0, 0, 0.375, 0.125, 0.375, 0, 0, 0.125}));
+    const double root = std::exp(std::sqrt(8));  // by the scale 1 / sqrt(2)
+    const NamedTensors usual =
+        RunRouting(GivenProblem(false), inputs, Clusters(2, {{"scale", "0"}}), device);
+    EXPECT_NEAR(Row(usual.at("out"), 0)[1] / Row(usual.at("out"), 0)[0], root, 1e-3);
+  }
+}
+
+TEST(Routing, OfGivenMarksTheFirstCountAndFirstTokensFillUp) {
+  // Of 4 each: six are too many, two too few, and none.
+  for (const Device device : kHostDevices) {
+    const NamedTensors many =
+        RunRouting(GivenProblem(true), Given({"01101111", "00010001"}, true), Clusters(2), device);
+    EXPECT_THAT(Strings(many.at("members")), ElementsAre("01101100", "11010001"));
+    EXPECT_THAT(Row(many.at("out"), 5), Near({0, 0.25, 0.25, 0, 0.25, 0.25, 0, 0}));
+    EXPECT_THAT(Row(many.at("out"), 6), Near({0, 0, 0, 0, 0, 0, 0, 0}));
+    EXPECT_THAT(Row(many.at("out"), 7), Near({0.25, 0.25, 0, 0.25, 0, 0, 0, 0.25}));
+    const NamedTensors none =
+        RunRouting(GivenProblem(true), Given({"00000000", "11111111"}, true), Clusters(2), device);
+    EXPECT_THAT(Strings(none.at("members")), ElementsAre("11110000", "11110000"));
+  }
+}
+
+TEST(Routing, MembersThatWereWrittenMayBeGiven) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 3, 77, 8, causal);
+    const Options options = {{"clusters", "5"}, {"local_heads", "1"}};
+    for (const Device device : kHostDevices) {
+      const NamedTensors computed = RunRouting(problem, Random(problem), options, device);
+      NamedTensors inputs = Random(problem);
+      inputs["members"] = computed.at("members").Clone();
+      const NamedTensors given = RunRouting(problem, inputs, options, device);
+      for (const char* name : {"out", "members"}) {
+        EXPECT_EQ(MaxDifference(computed.at(name).view(), given.at(name).view()), 0) << name;
+      }
+    }
+  }
+}
+
+// ---- Which tokens are members ----
+
+TEST(Routing, AClusterHasTheTokensOfLargestScore) {
+  // Layer norms (1, -1) s and centroids (c, 0): scores of token i are c s_i.
+  NamedTensors inputs = Given({"00000000"}, true);
+  inputs.erase("members");
+  inputs["q"] = Numbers({1, 1, 8, 2}, {1, -1, -1, 1, 1, -1, -1, 1, -1, 1, 1, -1, -1, 1, 1, -1});
+  const NamedTensors parameters = Parameters(Numbers({1, 2, 2}, {1, 0, -1, 0}));
+  for (const Device device : kHostDevices) {
+    EXPECT_THAT(
+        Strings(
+            RunRouting(GivenProblem(true), inputs, Clusters(2), device, &parameters).at("members")),
+        ElementsAre("10100101", "01011010"));
+  }
+}
+
+TEST(Routing, OfEqualScoresTheEarlierTokenIsAMember) {
+  const Problem problem = Problem::SelfAttention(2, 2, 70, 16);
+  NamedTensors inputs = Random(problem);
+  for (const char* name : {"q", "k"}) {
+    const TensorView x = inputs[name].view();
+    for (int64_t i = 1; i < 70; ++i) CopyElements(Slice(x, 2, 0, 1), Slice(x, 2, i, 1));
+  }
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunRouting(problem, inputs, Clusters(7), device);
+    for (int64_t b = 0; b < 2; ++b) {
+      for (int64_t h = 0; h < 2; ++h) {
+        for (const std::string& cluster : Strings(run.at("members"), b, h)) {
+          EXPECT_EQ(cluster, std::string(10, '1') + std::string(60, '0'));
+        }
+      }
+    }
+  }
+}
+
+TEST(Routing, CpuAndCudaChooseTheSameMembers) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const bool causal : {false, true}) {
+      const Problem problem = Problem::SelfAttention(2, 2, 210, 24, causal, dtype);
+      const NamedTensors inputs = Random(problem);
+      EXPECT_EQ(
+          MaxDifference(
+              RunRouting(problem, inputs, Clusters(9)).at("members").view(),
+              RunRouting(problem, inputs, Clusters(9), Device::kSimulator).at("members").view()),
+          0);
+    }
+  }
+}
+
+TEST(Routing, ClustersAreOfOneSizeAndTheCoverageSumsToTheirs) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 50, 8, causal);
+    const NamedTensors run = RunRouting(problem, Random(problem), Clusters(7));
+    for (int64_t head = 0; head < 4; ++head) {
+      const std::vector<std::string> clusters = Strings(run.at("members"), head / 2, head % 2);
+      ASSERT_EQ(clusters.size(), causal ? 7 : 14);
+      for (size_t set = 0; set < clusters.size(); set += 7) {
+        std::vector<int64_t> tokens_in(8);  // that many clusters
+        for (int64_t i = 0; i < 50; ++i) {
+          int64_t count = 0;
+          for (size_t c = set; c < set + 7; ++c) count += clusters[c][i] == '1';
+          ++tokens_in[count];
+        }
+        int64_t members = 0;
+        for (int64_t n = 0; n < 8; ++n) members += n * tokens_in[n];
+        EXPECT_EQ(members, 7 * 8);
+        EXPECT_GT(tokens_in[0], 0);
+      }
+      for (const std::string& cluster : clusters) {
+        EXPECT_EQ(std::count(cluster.begin(), cluster.end(), '1'), 8);
+      }
+    }
+  }
+}
+
+TEST(Routing, ATokenInNoClusterHasAnOutputOfZero) {
+  const Problem problem = Problem::SelfAttention(1, 1, 50, 8);
+  const NamedTensors run = RunRouting(problem, Random(problem), Clusters(7));
+  int64_t uncovered = 0;
+  for (int64_t i = 0; i < 50; ++i) {
+    int64_t count = 0;
+    for (int64_t c = 0; c < 7; ++c) count += *run.at("members").view().At<uint8_t>(0, 0, i, c);
+    const std::vector<double> row = Row(run.at("out"), i);
+    const bool zero = std::all_of(row.begin(), row.end(), [](double y) { return y == 0; });
+    EXPECT_EQ(zero, count == 0) << i;
+    uncovered += count == 0;
+  }
+  EXPECT_GT(uncovered, 0);
+}
+
+TEST(Routing, MoreClustersThanTokensAreOneATokenEach) {
+  for (const int64_t tokens : {1, 3}) {
+    const Problem problem = Problem::SelfAttention(1, 2, tokens, 8, /*causal=*/true);
+    const NamedTensors inputs = Random(problem);
+    for (const Device device : kHostDevices) {
+      const NamedTensors run = RunRouting(problem, inputs, Clusters(8), device);
+      ASSERT_EQ(run.at("members").dim(3), tokens);
+      for (int64_t h = 0; h < 2; ++h) {
+        std::vector<bool> covered(tokens);
+        for (const std::string& cluster : Strings(run.at("members"), 0, h)) {
+          EXPECT_EQ(std::count(cluster.begin(), cluster.end(), '1'), 1);
+          covered[cluster.find('1')] = true;
+        }
+        for (int64_t i = 0; i < tokens; ++i) {  // which see themselves alone
+          std::vector<double> expected = Row(inputs.at("v"), i, h);
+          if (!covered[i]) std::fill(expected.begin(), expected.end(), 0);
+          EXPECT_THAT(Row(run.at("out"), i, h), Near(expected));
+        }
+      }
+    }
+  }
+}
+
+TEST(Routing, ByDefaultAClusterHasUpTo256Tokens) {
+  const auto clusters = [](int64_t tokens) {
+    const Problem problem = Problem::SelfAttention(1, 1, tokens, 4, /*causal=*/true);
+    return Routing()
+        .Create(problem, {}, Device::kCpu, 1)
+        .value()
+        ->parameters()
+        .at("centroids")
+        .dim(1);
+  };
+  EXPECT_EQ(clusters(1), 1);
+  EXPECT_EQ(clusters(256), 1);
+  EXPECT_EQ(clusters(257), 2);
+  EXPECT_EQ(clusters(2560), 10);
+}
+
+// ---- Exact cases ----
+
+TEST(Routing, OneClusterIsDenseAttentionOnLayerNorms) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 60, 16, causal);
+    const NamedTensors inputs = Random(problem);
+    NamedTensors normalized;
+    normalized["q"] = NormalizedTensor(inputs.at("q"));
+    normalized["k"] = NormalizedTensor(inputs.at(causal ? "q" : "k"));
+    normalized["v"] = inputs.at("v").Clone();
+    const NamedTensors dense =
+        RunTechnique(Dense(), problem, ViewsOf(normalized), {{{"scale", "1"}}}).value();
+    for (const Device device : kHostDevices) {
+      const NamedTensors run = RunRouting(problem, inputs, Clusters(1), device);
+      EXPECT_LE(MaxDifference(run.at("out").view(), dense.at("out").view()),
+                Fp32Bound(inputs.at("v").view()));
+    }
+  }
+}
+
+// Row n + 1 of the Hadamard matrix of 8: of sum 0, variance 1, orthogonal to the others.
+double Direction(int64_t n, int64_t c) {
+  const int64_t common = (n + 1) & c;
+  return ((common & 1) + (common >> 1 & 1) + (common >> 2 & 1)) % 2 == 0 ? 1 : -1;
+}
+Tensor Directions(int64_t heads, int64_t count) {
+  Tensor centroids(DType::kF32, {heads, count, 8});
+  for (int64_t i = 0; i < centroids.num_elements(); ++i) {
+    centroids.view().Set(i, Direction(i / 8 % count, i % 8));
+  }
+  return centroids;
+}
+// Tokens near direction `first` + i % 4, of whatever length.
+Tensor NearDirections(const Problem& p, const std::string& name, int64_t first, double noise) {
+  Tensor x(DType::kF32, {p.batch, p.query_heads, p.query_tokens, 8});
+  FillNormal(&x, 3, name, 0, noise);
+  for (int64_t i = 0; i < x.num_elements(); ++i) {
+    const int64_t token = i / 8 % p.query_tokens;
+    const double length = 0.5 + static_cast<double>(token % 7);
+    x.view().Set(i, length * (x.view().Get(i) + Direction(first + token % 4, i % 8)));
+  }
+  return x;
+}
+
+TEST(Routing, SeparableClustersGiveTheBlockMaskExactly) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 64, 8, causal);
+    NamedTensors inputs = Random(problem);
+    inputs["q"] = NearDirections(problem, "q", 0, 0.2);
+    if (!causal) inputs["k"] = NearDirections(problem, "k", 0, 0.2);
+    NamedTensors normalized, expected;
+    normalized["q"] = NormalizedTensor(inputs.at("q"));
+    normalized["k"] = NormalizedTensor(inputs.at(causal ? "q" : "k"));
+    normalized["v"] = inputs.at("v").Clone();
+    DefineMaskedAttention(
+        problem, ViewsOf(normalized), DefinitionRequest(), 1,
+        [](int64_t, int64_t i, int64_t j) { return i % 4 == j % 4; },
+        [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, &expected);
+    const NamedTensors parameters = Parameters(Directions(2, 4));
+    for (const Device device : kHostDevices) {
+      const NamedTensors run = RunRouting(problem, inputs, Clusters(4), device, &parameters);
+      for (int64_t set = 0; set < (causal ? 1 : 2); ++set) {
+        for (int64_t c = 0; c < 4; ++c) {
+          const std::string cluster = Strings(run.at("members"), 1, 1)[set * 4 + c];
+          for (int64_t i = 0; i < 64; ++i) ASSERT_EQ(cluster[i] == '1', i % 4 == c);
+        }
+      }
+      EXPECT_LE(MaxDifference(run.at("out").view(), expected.at("out").view()),
+                Fp32Bound(inputs.at("v").view()));
+    }
+  }
+}
+
+// ---- Padding and NaN ----
+
+TEST(Routing, PaddedTokensAreMembersAfterAllOthersAndNeverKeys) {
+  // All scores are equal, so that only padding keeps the first tokens out.
+  const NamedTensors parameters = Parameters(Numbers({1, 2, 2}, {1, 0, -1, 0}));
+  const auto run = [&](const std::string& is_token, Device device) {
+    NamedTensors inputs = Given({"00000000"}, false);
+    inputs.erase("members");
+    inputs["key_mask"] = Tensor(DType::kU8, {1, 8});
+    for (int64_t i = 0; i < 8; ++i) {
+      inputs["key_mask"].span<uint8_t>()[i] = is_token[i] == '1';
+      if (is_token[i] == '1') continue;
+      for (const char* name : {"q", "k", "v"}) Fill(Slice(inputs[name].view(), 2, i, 1), kNan);
+    }
+    return RunRouting(GivenProblem(false), inputs, Clusters(2), device, &parameters);
+  };
+  for (const Device device : kHostDevices) {
+    const NamedTensors enough = run("01111111", device);
+    EXPECT_THAT(Strings(enough.at("members")), Each("01111000"));
+    EXPECT_THAT(Row(enough.at("out"), 0), Near({0, 0, 0, 0, 0, 0, 0, 0}));
+    const NamedTensors few = run("01000100", device);
+    EXPECT_THAT(Strings(few.at("members")), Each("11100100"));  // and the first padded ones
+    EXPECT_THAT(Row(few.at("out"), 5), Near({0, 0.5, 0, 0, 0, 0.5, 0, 0}));
+    EXPECT_EQ(MaxAbs(run("00000000", device).at("out").view()), 0);
+  }
+}
+
+TEST(Routing, NanInAValueReachesOnlyTheRowsThatSeeIt) {
+  const Problem problem = Problem::SelfAttention(1, 1, 90, 8);
+  NamedTensors inputs = Random(problem);
+  DefinitionRequest request;
+  request.weights = true;
+  const NamedTensors defined =
+      DefineTechnique(Routing(), problem, ViewsOf(inputs), {Clusters(6)}, request).value();
+  const auto sees = [&](int64_t i, int64_t j) {
+    return *defined.at("weights").view().At<double>(0, 0, i, j) > 0;
+  };
+  // The first key of the first cluster: columns of members are 6 of queries, then 6 of keys.
+  const auto nan =
+      static_cast<int64_t>(Strings(defined.at("members").CloneAs(DType::kU8))[6].find('1'));
+  *inputs["v"].view().MutableAt<float>(0, 0, nan, 3) = kNan;
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunRouting(problem, inputs, Clusters(6), device);
+    int64_t rows = 0;
+    for (int64_t i = 0; i < 90; ++i) {
+      const std::vector<double> row = Row(run.at("out"), i);
+      for (int64_t c = 0; c < 8; ++c) EXPECT_EQ(std::isnan(row[c]), sees(i, nan) && c == 3);
+      rows += sees(i, nan);
+    }
+    EXPECT_LT(rows, 90);
+  }
+}
+
+TEST(Routing, ATokenWhoseScoresAreNoNumbersIsInNoCluster) {
+  const Problem problem = Problem::SelfAttention(1, 1, 40, 8, /*causal=*/true);
+  NamedTensors inputs = Random(problem);
+  *inputs["q"].view().MutableAt<float>(0, 0, 11, 2) = kNan;
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunRouting(problem, inputs, Clusters(4), device);
+    for (const std::string& cluster : Strings(run.at("members"))) EXPECT_EQ(cluster[11], '0');
+    for (const float y : run.at("out").span<float>()) ASSERT_FALSE(std::isnan(y));
+  }
+}
+
+// ---- Local heads ----
+
+std::vector<int64_t> Range(int64_t begin, int64_t end) {
+  std::vector<int64_t> range(end - begin);
+  std::iota(range.begin(), range.end(), begin);
+  return range;
+}
+
+TEST(Routing, LocalHeadsSeeTheirBlockAndTheNextOnes) {
+  const Options options = {{"local_heads", "1"}, {"local_block", "4"}, {"clusters", "1"}};
+  for (int64_t i = 0; i < 14; ++i) {
+    const int64_t block = i / 4;
+    const int64_t first = std::max<int64_t>((block - 1) * 4, 0);
+    EXPECT_EQ(KeysSeen(Routing(), Problem::SelfAttention(1, 2, 14, 8), options, 0, i),
+              Range(first, std::min<int64_t>((block + 2) * 4, 14)))
+        << i;
+    EXPECT_EQ(KeysSeen(Routing(), Problem::SelfAttention(1, 2, 14, 8, true), options, 0, i),
+              Range(first, i + 1))
+        << i;
+  }
+}
+
+TEST(Routing, LocalHeadsOfOneBlockAreDenseOnPlainScores) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 60, 16, causal);
+    NamedTensors inputs = Random(problem);
+    const Options options = {{"local_heads", "2"}, {"local_block", "60"}, {"scale", "5"}};
+    const NamedTensors run = RunRouting(problem, inputs, options);
+    const NamedTensors cuda = RunRouting(problem, inputs, options, Device::kSimulator);
+    if (causal) inputs["k"] = inputs.at("q").Clone();
+    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    for (const NamedTensors* outputs : {&run, &cuda}) {
+      EXPECT_LE(MaxDifference(outputs->at("out").view(), dense.at("out").view()),
+                Fp32Bound(inputs.at("v").view()));
+      EXPECT_EQ(MaxAbs(outputs->at("members").view()), 0);
+    }
+  }
+}
+
+TEST(Routing, HalfOfTheHeadsAreLocalUnlessSaidOtherwise) {
+  const auto local_heads = [](int64_t heads, const Options& options) {
+    const Problem problem = Problem::SelfAttention(1, heads, 30, 8, /*causal=*/true);
+    const NamedTensors run = RunRouting(problem, Random(problem), options);
+    int64_t local = 0;
+    for (int64_t h = 0; h < heads; ++h) {
+      const ConstTensorView marks = Slice(run.at("members").view(), 1, h, 1);
+      if (MaxAbs(marks) > 0) continue;
+      EXPECT_EQ(local, h);  // the first ones
+      ++local;
+    }
+    return local;
+  };
+  EXPECT_EQ(local_heads(4, {}), 2);
+  EXPECT_EQ(local_heads(5, {}), 2);
+  EXPECT_EQ(local_heads(1, {}), 0);
+  EXPECT_EQ(local_heads(4, {{"local_heads", "0"}}), 0);
+  EXPECT_EQ(local_heads(4, {{"local_heads", "3"}}), 3);
+  EXPECT_EQ(local_heads(4, {{"local_heads", "9"}}), 4);
+}
+
+TEST(Routing, AHeadKnowsNothingOfWhatTheOthersAre) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 4, 70, 8, causal);
+    const NamedTensors inputs = Random(problem);
+    const auto run = [&](const char* local_heads, Device device) {
+      const Options options = {
+          {"local_heads", local_heads}, {"local_block", "16"}, {"clusters", "3"}};
+      return RunRouting(problem, inputs, options, device);
+    };
+    for (const Device device : kHostDevices) {
+      const NamedTensors none = run("0", device), half = run("2", device), all = run("4", device);
+      EXPECT_EQ(MaxDifference(Slice(half.at("out").view(), 1, 2, 2),
+                              Slice(none.at("out").view(), 1, 2, 2)),
+                0);
+      EXPECT_EQ(MaxDifference(Slice(half.at("members").view(), 1, 2, 2),
+                              Slice(none.at("members").view(), 1, 2, 2)),
+                0);
+      EXPECT_EQ(MaxDifference(Slice(half.at("out").view(), 1, 0, 2),
+                              Slice(all.at("out").view(), 1, 0, 2)),
+                0);
+    }
+  }
+}
+
+// ---- Centroids ----
+
+RoutingOptions Updates(double decay, bool mean) {
+  RoutingOptions options;
+  options.decay = decay;
+  options.update_mean = mean;
+  return options;
+}
+
+TEST(Routing, AnUpdateByHand) {
+  const std::vector<std::vector<double>> queries = {{1, 0}, {0, 2}}, keys = {{3, 1}, {0, -1}};
+  const std::vector<double> centroids = {1, 0, 0, 1, -5, -5};
+  // Nearest to the first are (1, 0) and (3, 1), to the second (0, 2), to the third (0, -1).
+  std::vector<double> moved = centroids;
+  UpdateCentroids(Updates(0.5, false), 3, 2, queries, keys, &moved);
+  EXPECT_THAT(moved, Near({1.5, 0.25, 0, 1, -2.5, -2.75}));
+  moved = centroids;
+  UpdateCentroids(Updates(0.5, true), 3, 2, queries, keys, &moved);
+  EXPECT_THAT(moved, Near({1.5, 0.25, 0, 1.5, -2.5, -3}));
+}
+
+TEST(Routing, ATokenAsNearToTwoCentroidsIsTheFirstOnesAndOneNearestToNoneStays) {
+  std::vector<double> moved = {0, 1, 0, 1, -1, 0};
+  UpdateCentroids(Updates(0, true), 3, 2, {{2, 3}}, {{4, 5}}, &moved);
+  EXPECT_THAT(moved, Near({3, 4, 0, 1, -1, 0}));
+  moved = {0, 1, 0, 1, -1, 0};
+  UpdateCentroids(Updates(0.25, false), 3, 2, {{2, 3}}, {{4, 5}}, &moved);
+  EXPECT_THAT(moved, Near({2.25, 3.25, 0, 0.25, -0.25, 0}));  // a sum of none is 0
+}
+
+std::vector<std::vector<double>> RandomVectors(int64_t count, int64_t channels, const char* name) {
+  const RandomStream stream(5, name);
+  std::vector<std::vector<double>> vectors(count);
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t c = 0; c < channels; ++c) vectors[i].push_back(stream.Normal(i * channels + c));
+  }
+  return vectors;
+}
+std::vector<double> Flat(const std::vector<std::vector<double>>& vectors) {
+  std::vector<double> flat;
+  for (const std::vector<double>& x : vectors) flat.insert(flat.end(), x.begin(), x.end());
+  return flat;
+}
+
+// A mean does not leave the hull of the centroid and the tokens: in no direction does it pass all.
+TEST(Routing, AnUpdateByMeansIsAConvexMoveAndOneBySumsIsNot) {
+  const auto queries = RandomVectors(60, 6, "q"), keys = RandomVectors(60, 6, "k");
+  const std::vector<double> centroids = Flat(RandomVectors(5, 6, "centroids"));
+  for (const bool mean : {true, false}) {
+    std::vector<double> moved = centroids;
+    UpdateCentroids(Updates(0.3, mean), 5, 6, queries, keys, &moved);
+    int64_t passed = 0;
+    for (const std::vector<double>& direction : RandomVectors(200, 6, "directions")) {
+      double furthest = kNotSeen;
+      for (const auto* vectors : {&queries, &keys}) {
+        for (const std::vector<double>& x : *vectors) {
+          furthest = std::max(furthest, Dot(x.data(), direction.data(), 6));
+        }
+      }
+      for (int64_t c = 0; c < 5; ++c) {
+        const double before = Dot(&centroids[c * 6], direction.data(), 6);
+        passed += Dot(&moved[c * 6], direction.data(), 6) > std::max(before, furthest) + 1e-12;
+      }
+    }
+    EXPECT_EQ(passed > 0, !mean) << passed;
+  }
+}
+
+// The centroids that a layer has after Setup.
+Tensor Moved(const Problem& problem, const NamedTensors& inputs, const Options& options,
+             Device device = Device::kCpu) {
+  const std::unique_ptr<Layer> layer = Routing().Create(problem, options, device, 1).value();
+  const auto run = device == Device::kCpu ? RunLayer(*layer, ViewsOf(inputs), 2)
+                                          : RunCudaLayer(*layer, device, ViewsOf(inputs));
+  EXPECT_TRUE(run.ok()) << run.status();
+  return layer->parameters().at("centroids").Clone();
+}
+Tensor Drawn(const Problem& problem, const Options& options) {
+  return Routing()
+      .Create(problem, options, Device::kCpu, 1)
+      .value()
+      ->parameters()
+      .at("centroids")
+      .Clone();
+}
+
+TEST(Routing, SetupMovesTheCentroidsOfClustersByAllItsTokens) {
+  for (const bool causal : {false, true}) {
+    for (const bool mean : {false, true}) {
+      const Problem problem = Problem::SelfAttention(2, 3, 40, 8, causal);
+      const NamedTensors inputs = Random(problem);
+      const Options options = {{"clusters", "4"},
+                               {"local_heads", "1"},
+                               {"updates", "3"},
+                               {"decay", "0.75"},
+                               {"update_mean", mean ? "true" : "false"}};
+      const Tensor drawn = Drawn(problem, options), moved = Moved(problem, inputs, options);
+      EXPECT_EQ(MaxDifference(Slice(moved.view(), 0, 0, 1), Slice(drawn.view(), 0, 0, 1)), 0);
+      const DoubleTensor q = Normalized(inputs.at("q"));
+      const DoubleTensor k = Normalized(inputs.at(causal ? "q" : "k"));
+      for (int64_t h = 1; h < 3; ++h) {
+        std::vector<double> expected;
+        for (int64_t i = 0; i < 32; ++i) expected.push_back(drawn.view().Get(h * 32 + i));
+        for (int64_t n = 0; n < 3; ++n) {
+          UpdateCentroids(Updates(0.75, mean), 4, 8, RowsOfHead(q, problem, h),
+                          RowsOfHead(k, problem, h), &expected);
+        }
+        for (int64_t i = 0; i < 32; ++i) {
+          ASSERT_FLOAT_EQ(moved.span<float>()[h * 32 + i], static_cast<float>(expected[i]));
+        }
+      }
+      const Tensor cuda = Moved(problem, inputs, options, Device::kSimulator);
+      EXPECT_EQ(MaxDifference(moved.view(), cuda.view()), 0);
+      // And the run that follows is one of the moved centroids.
+      const NamedTensors parameters = Parameters(moved.Clone());
+      Options without = options;
+      without["updates"] = "0";
+      for (const Device device : kHostDevices) {
+        EXPECT_EQ(MaxDifference(
+                      RunRouting(problem, inputs, options, device).at("out").view(),
+                      RunRouting(problem, inputs, without, device, &parameters).at("out").view()),
+                  0);
+      }
+    }
+  }
+}
+
+TEST(Routing, PaddedTokensMoveNoCentroid) {
+  const Problem longer = Problem::SelfAttention(2, 1, 40, 8);
+  const Problem shorter = Problem::SelfAttention(2, 1, 31, 8);
+  NamedTensors inputs = Random(longer), cut;
+  for (const char* name : {"q", "k", "v"}) {
+    cut[name] = Tensor(DType::kF32, {2, 1, 31, 8});
+    CopyElements(Slice(inputs[name].view(), 2, 0, 31), cut[name].view());
+    Fill(Slice(inputs[name].view(), 2, 31, 9), kNan);
+  }
+  inputs["key_mask"] = Tensor(DType::kU8, {2, 40});
+  for (int64_t n = 0; n < 80; ++n) inputs["key_mask"].span<uint8_t>()[n] = n % 40 < 31;
+  const Options options = Clusters(3, {{"updates", "2"}, {"decay", "0.5"}});
+  for (const Device device : kHostDevices) {
+    EXPECT_EQ(MaxDifference(Moved(longer, inputs, options, device).view(),
+                            Moved(shorter, cut, options, device).view()),
+              0);
+  }
+}
+
+TEST(Routing, ADecayOfOneChangesNothing) {
+  const Problem problem = Problem::SelfAttention(1, 2, 40, 8);
+  for (const char* mean : {"false", "true"}) {
+    const Options options = Clusters(4, {{"updates", "5"}, {"decay", "1"}, {"update_mean", mean}});
+    EXPECT_EQ(MaxDifference(Moved(problem, Random(problem), options).view(),
+                            Drawn(problem, options).view()),
+              0);
+  }
+}
+
+// How much of the dense counterpart's weight lies on pairs that share a cluster.
+double KeptMass(const Problem& problem, const NamedTensors& inputs, const Options& options,
+                const NamedTensors& parameters) {
+  DefinitionRequest request;
+  request.weights = true;
+  const auto weights = [&](const Options& of, const NamedTensors* centroids) {
+    RunRequest run{of};
+    run.parameters = centroids;
+    return std::move(
+        DefineTechnique(Routing(), problem, ViewsOf(inputs), run, request).value().at("weights"));
+  };
+  const TechniqueSpec whole = Routing().Counterpart(problem, options).value();
+  EXPECT_EQ(whole.technique, "routing");
+  const Tensor kept = weights(options, &parameters), dense = weights(whole.options, nullptr);
+  double mass = 0;
+  for (int64_t n = 0; n < dense.num_elements(); ++n) {
+    if (kept.span<double>()[n] > 0) mass += dense.span<double>()[n];
+  }
+  return mass / static_cast<double>(problem.batch * problem.query_heads * problem.query_tokens);
+}
+
+TEST(Routing, UpdatesByMeansSettleOnClustersAndKeepMoreOfTheMass) {
+  const Problem problem = Problem::SelfAttention(1, 2, 128, 8);
+  NamedTensors inputs = Random(problem);
+  inputs["q"] = NearDirections(problem, "q", 0, 0.4);
+  inputs["k"] = NearDirections(problem, "k", 0, 0.4);
+  const auto after = [&](const char* updates) {
+    return Parameters(
+        Moved(problem, inputs,
+              Clusters(4, {{"updates", updates}, {"decay", "0"}, {"update_mean", "true"}})));
+  };
+  const NamedTensors none = after("0"), some = after("20"), more = after("21");
+  EXPECT_GT(MaxDifference(none.at("centroids").view(), some.at("centroids").view()), 0.5);
+  EXPECT_EQ(MaxDifference(some.at("centroids").view(), more.at("centroids").view()), 0);
+  const double before = KeptMass(problem, inputs, Clusters(4), none);
+  const double settled = KeptMass(problem, inputs, Clusters(4), some);
+  EXPECT_GT(settled, before + 0.1) << before;
+}
+
+TEST(Routing, MoreClustersKeepLessOfTheMass) {
+  const Problem problem = Problem::SelfAttention(1, 2, 128, 8);
+  NamedTensors inputs = Random(problem);
+  inputs["q"] = NearDirections(problem, "q", 0, 0.7);
+  inputs["k"] = NearDirections(problem, "k", 0, 0.7);
+  double last = 1 + 1e-9;
+  for (const int64_t clusters : {1, 2, 4, 8, 16, 32}) {
+    const Options options = Clusters(clusters);
+    const double mass = KeptMass(problem, inputs, options, Parameters(Drawn(problem, options)));
+    EXPECT_LT(mass, last) << clusters;
+    if (clusters == 1) {
+      EXPECT_NEAR(mass, 1, 1e-9);
+    }
+    last = mass;
+  }
+}
+
+// ---- Other implementations ----
+
+const char* const kGolden[] = {"clusters", "clusters_causal", "clusters_padded"};
+
+// A file of routing-transformer.
+struct Golden {
+  explicit Golden(const std::string& name)
+      : file(GoldenFile("attention/routing/testdata/" + name + ".safetensors")) {
+    const Tensor& out = file.tensors.at("out");
+    problem =
+        Problem::SelfAttention(2, 2, out.dim(2), out.dim(3), file.metadata.at("causal") == "true");
+    for (const char* input : {"q", "k", "v"}) inputs[input] = file.tensors.at(input).Clone();
+    if (problem.causal) inputs.erase("k");
+    if (file.tensors.count("key_padding") > 0) {
+      inputs["key_mask"] = file.tensors.at("key_padding").CloneAs(DType::kU8);
+    }
+    parameters = Parameters(file.tensors.at("centroids").Clone());
+    options = {{"clusters", file.metadata.at("clusters")},
+               {"scale", file.metadata.at("scale")},
+               {"local_heads", "0"}};
+  }
+  // Marks of queries and, where keys are others, of keys.
+  Tensor Members() const {
+    const Tensor& queries = file.tensors.at("query_members");
+    const int64_t clusters = queries.dim(3), sets = problem.causal ? 1 : 2;
+    Tensor members(DType::kU8, {2, 2, problem.query_tokens, sets * clusters});
+    CopyElements(queries.view(), Slice(members.view(), 3, 0, clusters));
+    if (sets == 2) {
+      CopyElements(file.tensors.at("key_members").view(),
+                   Slice(members.view(), 3, clusters, clusters));
+    }
+    return members;
+  }
+  // What `out` is where, as there, a sum over n clusters is divided by n + mean_epsilon, and where
+  // rows of padded tokens are 0.
+  Tensor AsThere(const Tensor& out) const {
+    const double epsilon = std::stod(file.metadata.at("mean_epsilon"));
+    const DoubleTensor marks(file.tensors.at("query_members").view());
+    Tensor there = out.CloneAs(DType::kF64);
+    const int64_t clusters = file.tensors.at("query_members").dim(3);
+    for (int64_t row = 0; row < there.num_elements() / out.dim(3); ++row) {
+      double count = 0;
+      for (int64_t c = 0; c < clusters; ++c) count += marks.at(row * clusters + c);
+      const int64_t b = row / 2 / problem.query_tokens, i = row % problem.query_tokens;
+      const bool is_token =
+          inputs.count("key_mask") == 0 || *inputs.at("key_mask").view().At<uint8_t>(b, i) != 0;
+      for (int64_t c = 0; c < out.dim(3); ++c) {
+        double& y = there.span<double>()[row * out.dim(3) + c];
+        y *= is_token ? count / (count + epsilon) : 0;
+      }
+    }
+    return there;
+  }
+
+  SafetensorsFile file;
+  Problem problem;
+  NamedTensors inputs;
+  NamedTensors parameters;
+  Options options;
+};
+
+TEST(Routing, ClustersMatchRoutingTransformer) {
+  for (const char* name : kGolden) {
+    Golden golden(name);
+    golden.inputs["members"] = golden.Members();
+    const ConstTensorView expected = golden.file.tensors.at("out").view();
+    RunRequest request{golden.options};
+    request.parameters = &golden.parameters;
+    const NamedTensors defined =
+        DefineTechnique(Routing(), golden.problem, ViewsOf(golden.inputs), request).value();
+    EXPECT_LE(MaxDifference(golden.AsThere(defined.at("out")).view(), expected), 1e-12) << name;
+    for (const Device device : kHostDevices) {
+      const NamedTensors run =
+          RunRouting(golden.problem, golden.inputs, golden.options, device, &golden.parameters);
+      EXPECT_LE(MaxDifference(golden.AsThere(run.at("out")).view(), expected),
+                Fp32Bound(golden.inputs.at("v").view()))
+          << name << " " << Name(device);
+    }
+  }
+}
+
+// Which, of vectors of one length, do not depend on the norm. There padded tokens are as good as
+// others, so that the padded file says nothing here.
+TEST(Routing, MembersAreThoseOfRoutingTransformer) {
+  for (const char* name : {"clusters", "clusters_causal"}) {
+    const Golden golden(name);
+    for (const Device device : kHostDevices) {
+      const NamedTensors run =
+          RunRouting(golden.problem, golden.inputs, golden.options, device, &golden.parameters);
+      EXPECT_EQ(MaxDifference(run.at("members").view(), golden.Members().view()), 0)
+          << name << " " << Name(device);
+    }
+  }
+}
+
+// There a sum of vectors is made one of unit length before the centroid moves towards it.
+TEST(Routing, CentroidsMoveInTheDirectionsOfRoutingTransformer) {
+  for (const char* name : kGolden) {
+    const Golden golden(name);
+    const Problem& p = golden.problem;
+    const Tensor& centroids = golden.file.tensors.at("centroids");
+    const int64_t clusters = centroids.dim(1), d = p.head_dim;
+    const double decay = std::stod(golden.file.metadata.at("decay"));
+    const DoubleTensor q = Normalized(golden.inputs.at("q"));
+    const DoubleTensor k = Normalized(golden.file.tensors.at("k"));
+    const DoubleTensor there(golden.file.tensors.at("new_centroids").view());
+    const DoubleTensor moved(golden.file.tensors.at("moved_centroids").view());
+    const DoubleTensor old(centroids.view());
+    for (int64_t h = 0; h < 2; ++h) {
+      for (const bool mean : {false, true}) {
+        std::vector<double> ours(old.Row(h, 0), old.Row(h, 0) + clusters * d);
+        UpdateCentroids(Updates(0, mean), clusters, d, RowsOfHead(q, p, h), RowsOfHead(k, p, h),
+                        &ours);
+        for (int64_t c = 0; c < clusters; ++c) {
+          const double length = std::sqrt(Dot(&ours[c * d], &ours[c * d], d));
+          for (int64_t n = 0; n < d; ++n) {
+            const double direction = ours[c * d + n] / length;
+            EXPECT_NEAR(direction, there.Row(h, c)[n], 1e-12);
+            EXPECT_NEAR(decay * old.Row(h, c)[n] + (1 - decay) * direction, moved.Row(h, c)[n],
+                        1e-12);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Routing, LocalHeadsMatchLocalAttention) {
+  const SafetensorsFile file = GoldenFile("attention/routing/testdata/local.safetensors");
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 40, 8, causal);
+    const Options options = {{"local_heads", "2"},
+                             {"local_block", file.metadata.at("local_block")}};
+    NamedTensors inputs;
+    for (const char* name : {"q", "k", "v"}) inputs[name] = file.tensors.at(name).Clone();
+    if (causal) inputs.erase("k");
+    const ConstTensorView expected = file.tensors.at(causal ? "causal_out" : "out").view();
+    const NamedTensors defined =
+        DefineTechnique(Routing(), problem, ViewsOf(inputs), {options}).value();
+    EXPECT_LE(MaxDifference(defined.at("out").view(), expected), 1e-12);
+    for (const Device device : kHostDevices) {
+      EXPECT_LE(
+          MaxDifference(RunRouting(problem, inputs, options, device).at("out").view(), expected),
+          Fp32Bound(inputs.at("v").view()));
+    }
+  }
+}
+
+// ---- Cost, errors ----
+
+TEST(Routing, CostCountsAssignmentAndPairsOfClustersAndBlocks) {
+  for (const bool causal : {false, true}) {
+    Problem problem = Problem::SelfAttention(2, 3, 10, 5, causal);
+    problem.value_dim = 6;
+    const Options options = {{"clusters", "3"}, {"local_heads", "1"}, {"local_block", "4"}};
+    const auto layer = Routing().Create(problem, options, Device::kCpu, 1).value();
+    EXPECT_FALSE(layer->cost().flops.has_value());
+    ASSERT_TRUE(RunLayer(*layer, ViewsOf(Random(problem))).ok());
+    // Clusters of 4. Blocks of 4, 4 and 2.
+    const double assigned = (causal ? 1 : 2) * 2 * 3 * 10 * 5;
+    const double in_clusters = 2 * 3 * (causal ? 10 : 16);
+    const double in_blocks = causal ? 10 + (10 + 16) + (3 + 8) : 4 * 8 + 4 * 10 + 2 * 6;
+    EXPECT_EQ(*layer->cost().flops, 2 * 2 * (assigned + (in_clusters + in_blocks) * (5 + 6)));
+  }
+}
+
+TEST(Routing, WhatItDoesNotDoIsRefused) {
+  const auto refusal = [](const Problem& problem) {
+    return std::string(Routing().Create(problem, {}, Device::kCpu, 1).status().message());
+  };
+  Problem cross = Problem::SelfAttention(1, 2, 30, 8);
+  cross.kv_tokens = 31;
+  EXPECT_THAT(refusal(cross), HasSubstr("query_tokens is 30, kv_tokens is 31"));
+  Problem grouped = Problem::SelfAttention(1, 2, 30, 8);
+  grouped.kv_heads = 1;
+  EXPECT_THAT(refusal(grouped), HasSubstr("query_heads is 2, kv_heads is 1"));
+}
 
 }  // namespace
 }  // namespace tfb
