@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -422,15 +423,18 @@ absl::Status RoutingLayer::Update(const Inputs& inputs, const Execution& executi
 // The clusters of one batch row and head, for queries or for keys.
 class Members {
  public:
+  // Whether two tokens are the same, so that their scores are in any precision.
+  using Same = std::function<bool(int64_t i, int64_t j)>;
+
   // scores[c][i], and how far fp32 may be off them; of what a layer computed, `computed[c]` says
   // whether token i is a member, and counts where fp32 may find it so. Empty: nothing computed.
   static std::vector<std::vector<bool>> Choose(const std::vector<std::vector<double>>& scores,
                                                const std::vector<std::vector<double>>& error,
                                                const std::vector<std::vector<bool>>& computed,
-                                               int64_t size) {
+                                               int64_t size, const Same& same) {
     std::vector<std::vector<bool>> members;
     for (size_t c = 0; c < scores.size(); ++c) {
-      const bool given = !computed.empty() && MayBe(scores[c], error[c], computed[c], size);
+      const bool given = !computed.empty() && MayBe(scores[c], error[c], computed[c], size, same);
       members.push_back(given ? computed[c] : Largest(scores[c], size));
     }
     return members;
@@ -448,16 +452,24 @@ class Members {
     return is_member;
   }
   // Whether no token outside has a score above that of one inside by more than fp32's errors, and
-  // equal scores were taken in the order of the tokens.
+  // of tokens that are the same the first are inside.
   static bool MayBe(const std::vector<double>& scores, const std::vector<double>& error,
-                    const std::vector<bool>& computed, int64_t size) {
+                    const std::vector<bool>& computed, int64_t size, const Same& same) {
     if (std::count(computed.begin(), computed.end(), true) != size) return false;
     double least = std::numeric_limits<double>::infinity(), most = kNotSeen;
     for (size_t i = 0; i < scores.size(); ++i) {
       if (computed[i]) least = std::min(least, scores[i] + error[i]);
       if (!computed[i]) most = std::max(most, scores[i] - error[i]);
     }
-    return least >= most;
+    if (least < most) return false;
+    for (size_t j = 0; j < scores.size(); ++j) {
+      // Same tokens have the same bound, and no member's is below `least`.
+      if (computed[j] || scores[j] + error[j] < least) continue;
+      for (size_t i = j + 1; i < scores.size(); ++i) {
+        if (computed[i] && scores[i] == scores[j] && same(i, j)) return false;
+      }
+    }
+    return true;
   }
 };
 
@@ -485,7 +497,12 @@ class Assignment {
       }
     }
     if (!computed_.empty() && given_.empty()) computed = Marks(computed_, b, h);
-    return Members::Choose(scores, error, computed, sizes_.size);
+    const auto same = [&](int64_t i, int64_t j) {
+      const double* x = vectors_.Row(b, h, i);
+      return (!is_token_(b, i) && !is_token_(b, j)) ||
+             std::equal(x, x + problem_.head_dim, vectors_.Row(b, h, j));
+    };
+    return Members::Choose(scores, error, computed, sizes_.size, same);
   }
 
  private:

@@ -288,13 +288,63 @@ TEST(Routing, CpuAndCudaChooseTheSameMembers) {
     for (const bool causal : {false, true}) {
       const Problem problem = Problem::SelfAttention(2, 2, 210, 24, causal, dtype);
       const NamedTensors inputs = Random(problem);
-      EXPECT_EQ(
-          MaxDifference(
-              RunRouting(problem, inputs, Clusters(9)).at("members").view(),
-              RunRouting(problem, inputs, Clusters(9), Device::kSimulator).at("members").view()),
-          0);
+      const NamedTensors cpu = RunRouting(problem, inputs, Clusters(9));
+      const NamedTensors cuda = RunRouting(problem, inputs, Clusters(9), Device::kSimulator);
+      EXPECT_EQ(MaxDifference(cpu.at("members").view(), cuda.at("members").view()), 0);
     }
   }
+}
+
+// Tokens that differ by a few roundings, so that these decide which scores are largest.
+NamedTensors NearTies(const Problem& problem) {
+  NamedTensors inputs = Random(problem);
+  const RandomStream stream(1, "near");
+  const TensorView q = inputs["q"].view();
+  for (int64_t i = 0; i < problem.query_tokens; ++i) {
+    for (int64_t c = 0; c < problem.head_dim; ++c) {
+      const auto roundings = static_cast<float>(stream.Bits(i * problem.head_dim + c) % 5);
+      *q.MutableAt<float>(0, 0, i, c) = *q.At<float>(0, 0, 0, c) * (1 + std::ldexp(roundings, -23));
+    }
+  }
+  return inputs;
+}
+
+TEST(Routing, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
+  const Problem problem = Problem::SelfAttention(1, 1, 150, 64, /*causal=*/true);
+  NamedTensors inputs = NearTies(problem);
+  // Tokens 8 and 3 are equal, and 149 is the opposite of all.
+  const TensorView q = inputs["q"].view();
+  CopyElements(Slice(q, 2, 3, 1), Slice(q, 2, 8, 1));
+  for (int64_t c = 0; c < 64; ++c) *q.MutableAt<float>(0, 0, 149, c) *= -1;
+  const auto defined = [&](const NamedTensors* computed) {
+    DefinitionRequest request;
+    request.computed = computed;
+    const NamedTensors outputs =
+        DefineTechnique(Routing(), problem, ViewsOf(inputs), {Clusters(75)}, request).value();
+    return Strings(outputs.at("members").CloneAs(DType::kU8));
+  };
+  const std::vector<std::string> own = defined(nullptr);
+  NamedTensors computed;
+  computed["members"] = RunRouting(problem, inputs, Clusters(75)).at("members").Clone();
+  EXPECT_NE(own, Strings(computed["members"]));
+  EXPECT_EQ(defined(&computed), Strings(computed["members"]));
+  // Of a cluster from which 149 is far, and whose 2 members are said to be a and b.
+  size_t c = 0;
+  while (own[c][149] == '1') ++c;
+  const auto takes_the_word = [&](int64_t a, int64_t b) {
+    std::string said(150, '0');
+    said[a] = said[b] = '1';
+    for (int64_t i = 0; i < 150; ++i) {
+      *computed["members"].view().MutableAt<uint8_t>(0, 0, i, c) = said[i] == '1' ? 1 : 0;
+    }
+    return defined(&computed)[c] == said;
+  };
+  EXPECT_TRUE(takes_the_word(40, 41));
+  EXPECT_FALSE(takes_the_word(40, 149));
+  EXPECT_FALSE(takes_the_word(40, 40));  // one too few
+  EXPECT_TRUE(takes_the_word(3, 8));
+  EXPECT_TRUE(takes_the_word(3, 40));
+  EXPECT_FALSE(takes_the_word(8, 40));  // without the first of two equal ones
 }
 
 TEST(Routing, ClustersAreOfOneSizeAndTheCoverageSumsToTheirs) {
