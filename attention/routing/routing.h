@@ -30,8 +30,11 @@
 // published code averages counts and sums separately with Laplace smoothing (`update_mean` is the
 // nearest to it), masks by rank in the cluster, which is the same where keys are queries, and divides
 // by n_i + 0.01; its layer norm comes after 1/sqrt(head_dim), which that cancels, so that scores are
-// unscaled as here. routing-transformer (lucidrains) makes vectors of unit length, scales by
-// 1/sqrt(head_dim), and hides the token itself.
+// unscaled as here. routing-transformer 1.6.1 (lucidrains) finds members by vectors of unit length,
+// but scores those that it is given, by q_i . k_j / sqrt(head_dim); where keys are queries, keys have
+// unit length and a token does not see itself. Its centroids begin with 10 k-means steps from tokens
+// and move towards sums that are made of unit length. It divides by n_i + 1e-5, lets padded tokens
+// compete with others, and has learned keys and, in local heads, rotary positions.
 //
 // Cost: 4 L C head_dim FLOPs to assign queries and keys (2 where causal) and 4 L w head_dim for the
 // attention, half of which are kept where causal: least at C = sqrt(L), and linear in L for a w of
@@ -75,9 +78,9 @@ struct RoutingOptions {
 // those of local heads are not read. Reads q, k unless causal, v, the optional key_mask and the
 // optional members, u8 [batch, query_heads, query_tokens, clusters], or twice as many where the
 // problem is not causal, those of queries first: 1 where the token is one of the cluster's. Of given
-// members the first w count, and where there are fewer, the first of the other tokens as well. Tokens
-// that key_mask says are none are members after all others. Writes out and members (0 for local
-// heads).
+// members the first w count, and where there are fewer, the first of the other tokens as well. Where
+// none are given, tokens that key_mask says are none are members after all others, and only those
+// whose scores are NaN come later. Writes out and members (0 for local heads).
 class Routing : public TechniqueOf<RoutingOptions> {
  public:
   Routing();
