@@ -123,7 +123,7 @@ std::vector<std::vector<double>> RowsOfHead(const DoubleTensor& rows, const Prob
 
 // ---- By hand ----
 
-// Eight tokens of scores 0, or 0 where they are equal, under marks.
+// Eight tokens under marks, of which all scores are 0.
 NamedTensors Given(const std::vector<std::string>& marks, bool causal) {
   NamedTensors inputs;
   inputs["q"] = Tensor(DType::kF32, {1, 1, 8, 2});
@@ -544,7 +544,7 @@ TEST(Routing, NanInAValueReachesOnlyTheRowsThatSeeIt) {
   }
 }
 
-// Of 40 tokens 35 are padding, so that those come before one of NaN.
+// Even padded tokens, 35 of 40, are members before it.
 TEST(Routing, ATokenWhoseScoresAreNanIsTheLastOfAll) {
   const Problem problem = Problem::SelfAttention(1, 1, 40, 8, /*causal=*/true);
   NamedTensors inputs = Random(problem);
