@@ -304,7 +304,7 @@ size_t SortWorkspaceBytes(Device device, int64_t rows, int64_t key_count, int th
          Workspace::Measure([=](Workspace& workspace) { workspace.Take<int32_t>(key_count); });
 }
 
-absl::Status SortTokens(Device device, const SortCall& call, const Execution& execution) {
+absl::Status SortTokens(Device device, const TokenSortCall& call, const Execution& execution) {
   if (device != Device::kCpu) {
     TFB_ASSIGN_OR_RETURN(const GatherKernels* kernels, KernelsFor(device));
     Workspace workspace(execution.workspace);

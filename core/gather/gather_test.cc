@@ -194,7 +194,7 @@ TEST_P(Gather, SortingIsStable) {
       const DeviceArray<int32_t> on_device = Upload(keys);
       const DeviceArray<int32_t> order = Upload(std::vector<int32_t>(kRows * stride, -7));
       const DeviceArray<int32_t> places = Upload(std::vector<int32_t>(kRows * tokens, -7));
-      const SortCall call = {
+      const TokenSortCall call = {
           on_device.data(),     kRows, tokens, key_count, order.mutable_data(), stride,
           places.mutable_data()};
       EXPECT_TRUE(
