@@ -1,0 +1,107 @@
+#include "attention/linformer/fit.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "Eigen/Dense"
+
+namespace tfb {
+namespace {
+
+using Eigen::MatrixXd;
+using Eigen::VectorXd;
+
+// Squares of singular values below this, relative to the largest, are of rounding: inputs are fp32.
+constexpr double kNoSquare = 1e-12;
+
+// Rows of the tensors' tokens side by side.
+MatrixXd Gather(const std::vector<ConstTensorView>& tensors, const std::vector<int64_t>& tokens) {
+  int64_t columns = 0;
+  for (const ConstTensorView& tensor : tensors) columns += tensor.dim(1);
+  MatrixXd rows(tokens.size(), columns);
+  int64_t column = 0;
+  for (const ConstTensorView& tensor : tensors) {
+    for (int64_t c = 0; c < tensor.dim(1); ++c, ++column) {
+      for (size_t n = 0; n < tokens.size(); ++n) {
+        rows(n, column) = tensor.Get(tensor.Offset(tokens[n], c));
+      }
+    }
+  }
+  return rows;
+}
+
+// The left singular vectors of the `most` largest singular values, by the eigenvectors of whichever
+// of M^T M and M M^T is smaller.
+MatrixXd LeftSingularVectors(const MatrixXd& m, int64_t most) {
+  const bool is_tall = m.rows() > m.cols();
+  MatrixXd squares;
+  if (is_tall) {
+    squares.noalias() = m.transpose() * m;
+  } else {
+    squares.noalias() = m * m.transpose();
+  }
+  const Eigen::SelfAdjointEigenSolver<MatrixXd> solver(squares);  // ascending
+  const VectorXd& values = solver.eigenvalues();
+  int64_t rank = 0;
+  const double least = kNoSquare * values(values.size() - 1);
+  while (rank < std::min<int64_t>(most, values.size()) &&
+         values(values.size() - 1 - rank) > std::max(least, 0.0)) {
+    ++rank;
+  }
+  MatrixXd vectors = solver.eigenvectors().rightCols(rank);
+  if (is_tall) {
+    vectors = m * vectors;
+    for (int64_t c = 0; c < rank; ++c) {
+      vectors.col(c) /= std::sqrt(values(values.size() - rank + c));
+    }
+  }
+  return vectors;
+}
+
+// R of linformer.h: of the orthonormal matrices with the first column 1 / sqrt(slots) the nearest to
+// the basis' rows at so many tokens.
+MatrixXd Rotation(const MatrixXd& vectors, int64_t slots) {
+  const int64_t tokens = vectors.rows();
+  MatrixXd rows(slots, vectors.cols() + 1);
+  rows.col(0).setConstant(1 / std::sqrt(static_cast<double>(slots)));
+  for (int64_t s = 0; s < slots; ++s) {
+    rows.row(s).rightCols(vectors.cols()) = vectors.row(s * tokens / slots);
+  }
+  for (int64_t c = 1; c < rows.cols(); ++c) rows.col(c).array() -= rows.col(c).mean();
+  const Eigen::BDCSVD<MatrixXd> svd(rows, Eigen::ComputeThinU | Eigen::ComputeThinV);
+  return svd.matrixU() * svd.matrixV().transpose();
+}
+
+}  // namespace
+
+absl::Status FitTable(const std::vector<ConstTensorView>& keys_and_values,
+                      const std::vector<bool>& is_token, const TensorView& e) {
+  Fill(e, 0);
+  std::vector<int64_t> tokens;
+  for (size_t t = 0; t < is_token.size(); ++t) {
+    if (is_token[t]) tokens.push_back(static_cast<int64_t>(t));
+  }
+  if (tokens.empty() || e.dim(0) == 0) return absl::OkStatus();
+  const double n = static_cast<double>(tokens.size());
+  const int64_t slots = e.dim(0);
+
+  MatrixXd rows = Gather(keys_and_values, tokens);
+  if (!rows.allFinite()) {
+    return absl::InvalidArgumentError(
+        "projection=fit needs finite keys and values; there is an infinity or NaN among them");
+  }
+  rows.rowwise() -= rows.colwise().mean().eval();
+  const MatrixXd vectors = LeftSingularVectors(rows, slots - 1);
+  const MatrixXd rotation = Rotation(vectors, slots);
+  MatrixXd fitted = rotation.rightCols(vectors.cols()) * vectors.transpose();
+  fitted.array() += 1 / std::sqrt(static_cast<double>(slots) * n);  // of the two constant columns
+  fitted *= std::sqrt(static_cast<double>(slots) / n);
+  for (int64_t s = 0; s < slots; ++s) {
+    for (size_t t = 0; t < tokens.size(); ++t) {
+      *e.MutableAt<float>(s, tokens[t]) = static_cast<float>(fitted(s, t));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

@@ -1,0 +1,3 @@
+#include "attention/linformer/linformer.h"
+
+#include "gtest/gtest.h"
