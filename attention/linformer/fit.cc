@@ -11,8 +11,10 @@ namespace {
 using Eigen::MatrixXd;
 using Eigen::VectorXd;
 
-// Squares of singular values below this, relative to the largest, are of rounding: inputs are fp32.
-constexpr double kNoSquare = 1e-12;
+// Squares of singular values that are of rounding: below this to the largest, since inputs are fp32,
+// or to the squares of all rows before their mean was taken off.
+constexpr double kLeastSquare = 1e-12;
+constexpr double kLeastSquareOfRows = 1e-24;
 
 // Rows of the tensors' tokens side by side.
 MatrixXd Gather(const std::vector<ConstTensorView>& tensors, const std::vector<int64_t>& tokens) {
@@ -30,9 +32,9 @@ MatrixXd Gather(const std::vector<ConstTensorView>& tensors, const std::vector<i
   return rows;
 }
 
-// The left singular vectors of the `most` largest singular values, by the eigenvectors of whichever
-// of M^T M and M M^T is smaller.
-MatrixXd LeftSingularVectors(const MatrixXd& m, int64_t most) {
+// The left singular vectors of the `most` largest singular values whose squares exceed `least`, by
+// the eigenvectors of whichever of M^T M and M M^T is smaller.
+MatrixXd LeftSingularVectors(const MatrixXd& m, int64_t most, double least) {
   const bool is_tall = m.rows() > m.cols();
   MatrixXd squares;
   if (is_tall) {
@@ -42,12 +44,8 @@ MatrixXd LeftSingularVectors(const MatrixXd& m, int64_t most) {
   }
   const Eigen::SelfAdjointEigenSolver<MatrixXd> solver(squares);  // ascending
   const VectorXd& values = solver.eigenvalues();
-  int64_t rank = 0;
-  const double least = kNoSquare * values(values.size() - 1);
-  while (rank < std::min<int64_t>(most, values.size()) &&
-         values(values.size() - 1 - rank) > std::max(least, 0.0)) {
-    ++rank;
-  }
+  least = std::max(least, kLeastSquare * values(values.size() - 1));
+  const int64_t rank = std::min<int64_t>(most, (values.array() > least).count());
   MatrixXd vectors = solver.eigenvectors().rightCols(rank);
   if (is_tall) {
     vectors = m * vectors;
@@ -90,8 +88,9 @@ absl::Status FitTable(const std::vector<ConstTensorView>& keys_and_values,
     return absl::InvalidArgumentError(
         "projection=fit needs finite keys and values; there is an infinity or NaN among them");
   }
+  const double least = kLeastSquareOfRows * rows.squaredNorm();
   rows.rowwise() -= rows.colwise().mean().eval();
-  const MatrixXd vectors = LeftSingularVectors(rows, slots - 1);
+  const MatrixXd vectors = LeftSingularVectors(rows, slots - 1, least);
   const MatrixXd rotation = Rotation(vectors, slots);
   MatrixXd fitted = rotation.rightCols(vectors.cols()) * vectors.transpose();
   fitted.array() += 1 / std::sqrt(static_cast<double>(slots) * n);  // of the two constant columns
