@@ -129,6 +129,41 @@ absl::StatusOr<HostCopy> CopyToHost(Device device, const ConstTensorView& view,
   return copy;
 }
 
+// [tokens, channels] of one head.
+ConstTensorView OfHead(const ConstTensorView& view, int64_t b, int64_t h) {
+  const char* first = static_cast<const char*>(view.data) + view.Offset(b, h) * SizeOf(view.dtype);
+  return ConstTensorView(first, view.dtype, Shape{view.dim(2), view.dim(3)},
+                         Shape{view.stride(2), view.stride(3)});
+}
+
+// Fits all tables of e to keys, values and mask in host memory.
+absl::Status FitTables(const Plan& plan, const ConstTensorView& k, const ConstTensorView& v,
+                       const ConstTensorView& key_mask, Tensor* e) {
+  const int64_t heads = k.dim(1), tokens = k.dim(2);
+  for (int64_t table = 0; table < plan.tables; ++table) {
+    const int64_t b = table / plan.tables_of_sequence;
+    std::vector<bool> is_token(tokens, true);
+    for (int64_t j = 0; !key_mask.empty() && j < tokens; ++j) {
+      is_token[j] = *key_mask.At<uint8_t>(b, j) != 0;
+    }
+    std::vector<ConstTensorView> shared;
+    for (int64_t h = 0; h < heads; ++h) {
+      if (plan.table_of_head != 0 && h != table % heads) continue;
+      shared.push_back(OfHead(k, b, h));
+      shared.push_back(OfHead(v, b, h));
+    }
+    const TensorView own(e->view().MutableAt<float>(table), DType::kF32, {plan.slots, tokens});
+    TFB_RETURN_IF_ERROR(FitTable(shared, is_token, own));
+  }
+  return absl::OkStatus();
+}
+
+// Nobody has given it: it is as drawn.
+bool IsUnfitted(const Tensor& e) {
+  const auto values = e.span<float>();
+  return std::all_of(values.begin(), values.end(), [](float value) { return value == 0; });
+}
+
 bool SameBits(const Tensor& a, const Tensor& b) {
   return a.bytes() == b.bytes() && std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
 }
@@ -146,7 +181,6 @@ class LinformerLayer : public Layer {
         values_(device, kind_, SizesOf(problem.value_dim)),
         of_slots_(problem) {
     parameters_ = std::move(parameters);
-    if (plan_.is_fitted) fitted_ = parameters_.at("e").Clone();
     of_slots_.kv_tokens = plan_.slots;
     of_slots_.dtype = DType::kF32;  // what slots are
   }
@@ -177,7 +211,9 @@ class LinformerLayer : public Layer {
 
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
-    if (plan_.is_fitted && SameBits(parameters_.at("e"), fitted_)) {
+    const bool refits = plan_.is_fitted &&
+                        (IsUnfitted(parameters_.at("e")) || SameBits(parameters_.at("e"), fitted_));
+    if (refits) {
       TFB_RETURN_IF_ERROR(Fit(inputs, execution));
       fitted_ = parameters_.at("e").Clone();
     }
@@ -223,35 +259,11 @@ class LinformerLayer : public Layer {
   }
 
   absl::Status Fit(const Inputs& inputs, const Execution& execution) {
-    const Problem& p = problem();
     TFB_ASSIGN_OR_RETURN(const HostCopy k, CopyToHost(device_, inputs.Get("k"), execution));
     TFB_ASSIGN_OR_RETURN(const HostCopy v, CopyToHost(device_, inputs.Get("v"), execution));
     TFB_ASSIGN_OR_RETURN(const HostCopy mask,
                          CopyToHost(device_, inputs.Get("key_mask"), execution));
-    const TensorView e = parameters_.at("e").view();
-    for (int64_t table = 0; table < plan_.tables; ++table) {
-      const int64_t b = table / plan_.tables_of_sequence;
-      std::vector<bool> is_token(p.kv_tokens, true);
-      for (int64_t j = 0; !mask.view.empty() && j < p.kv_tokens; ++j) {
-        is_token[j] = *mask.view.At<uint8_t>(b, j) != 0;
-      }
-      std::vector<ConstTensorView> shared;
-      for (int64_t h = 0; h < p.kv_heads; ++h) {
-        if (plan_.table_of_head != 0 && h != table % p.kv_heads) continue;
-        shared.push_back(Of(k.view, b, h));
-        shared.push_back(Of(v.view, b, h));
-      }
-      const TensorView own(e.MutableAt<float>(table), DType::kF32, {plan_.slots, p.kv_tokens});
-      TFB_RETURN_IF_ERROR(FitTable(shared, is_token, own));
-    }
-    return absl::OkStatus();
-  }
-  // [tokens, channels] of one head.
-  static ConstTensorView Of(const ConstTensorView& view, int64_t b, int64_t h) {
-    const char* first =
-        static_cast<const char*>(view.data) + view.Offset(b, h) * SizeOf(view.dtype);
-    return ConstTensorView(first, view.dtype, Shape{view.dim(2), view.dim(3)},
-                           Shape{view.stride(2), view.stride(3)});
+    return FitTables(plan_, k.view, v.view, mask.view, &parameters_.at("e"));
   }
 
   Device device_;
@@ -349,6 +361,13 @@ absl::Status Linformer::Definition(const Problem& problem, const LinformerOption
   const Plan plan(options, problem);
   const KeyMask is_token(inputs);
   const Tensor* e = plan.has_e ? &parameters.at("e") : nullptr;
+  Tensor fitted;
+  if (plan.is_fitted && IsUnfitted(*e)) {  // of a layer before its Setup, or inside another layer
+    fitted = e->Clone();
+    TFB_RETURN_IF_ERROR(
+        FitTables(plan, inputs.Get("k"), inputs.Get("v"), inputs.Get("key_mask"), &fitted));
+    e = &fitted;
+  }
   const Tensor* f = plan.has_f ? &parameters.at("f") : e;
   const Tensor keys = DefineSlots(options, plan, inputs.Get("k"), is_token, e);
   const Tensor values = DefineSlots(options, plan, inputs.Get("v"), is_token, f);

@@ -100,7 +100,8 @@ struct LinformerOptions {
 
 // Parameters e and, unless shared, f, f32: learned [tables, k, kv_tokens]; convolution [tables,
 // channels, channels, w] as [out, in, kernel]; fit [batch * tables, slots, kv_tokens], 0 until Setup
-// has fitted it, which it does unless the caller has given one. Statistics: slots.
+// has fitted it, which it does unless the caller has given one. The definition takes the E that it
+// is given, and fits it by the same code where that is 0. Statistics: slots.
 class Linformer : public TechniqueOf<LinformerOptions> {
  public:
   Linformer();

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "attention/dense/dense.h"
+#include "attention/multi_head/multi_head.h"
 #include "core/definition.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
@@ -584,6 +585,21 @@ TEST(Linformer, AFitIsToEachSequenceItsTokensAndTheSameOnEveryDevice) {
   EXPECT_EQ(MaxDifference(Fitted(single, second, options).view(),
                           Slice(std::as_const(both).view(), 0, 2, 2)),
             0);
+}
+
+TEST(Linformer, AFitInsideAnotherLayerIsToItsKeysAndValues) {
+  const Problem problem = Problem::SelfAttention(2, 2, 30, 8);
+  const NamedTensors inputs = RandomInputs(HiddenInputs(problem), 5);
+  const auto error = [&](const char* inner) {
+    RunRequest request;
+    request.options = {{"inner", inner}};
+    const NamedTensors run = RunTechnique(MultiHead(), problem, ViewsOf(inputs), request).value();
+    const NamedTensors defined =
+        DefineTechnique(MultiHead(), problem, ViewsOf(inputs), request).value();
+    return MaxDifference(run.at("out").view(), defined.at("out").view());
+  };
+  EXPECT_LE(error("linformer[k=12,projection=fit]"), 2e-5);
+  EXPECT_LE(error("linformer[k=12]"), 2e-5);
 }
 
 TEST(Linformer, AFitFollowsTheInputsOfSetupUnlessTheCallerGaveMatrices) {
