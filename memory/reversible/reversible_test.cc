@@ -1,0 +1,3 @@
+#include "memory/reversible/reversible.h"
+
+#include "gtest/gtest.h"
