@@ -209,7 +209,7 @@ void AddTo(const Tensor& update, double sign, Tensor* stream) {
 }  // namespace
 
 void ReversibleOptions::Describe(OptionBinder& bind) {
-  bind.Int("layers", &layers, 1, 128, "reversible blocks");
+  bind.Int("layers", &layers, 1, 64, "reversible blocks");
   bind.Technique("f", &f, "techniques on hidden states, as multi_head[inner=longformer]", CheckF,
                  "the attention of the blocks, as a layer");
   bind.Int("feed_forward", &feed_forward, 1, 16,

@@ -537,7 +537,7 @@ TEST(Reversible, AnFThatIsNoLayerOnHiddenStatesIsRefusedWithTheReason) {
   Problem cross = problem;
   cross.kv_tokens = 12;
   EXPECT_THAT(message(cross, {}), HasSubstr("kv_tokens is 12; allowed is query_tokens, 10"));
-  EXPECT_THAT(message(problem, {{"layers", "0"}}), HasSubstr("1 to 128"));
+  EXPECT_THAT(message(problem, {{"layers", "0"}}), HasSubstr("1 to 64"));
 }
 
 TEST(Reversible, TheCounterpartHasThatOfFInside) {
