@@ -15,7 +15,9 @@
 namespace tfb {
 namespace {
 
-constexpr int64_t kChunkTokens = 1024;
+// Of a product's sums. Blocks of a grid are 64 slots of a chunk: short ones, to have many.
+constexpr int64_t kCpuChunk = 1024;
+constexpr int64_t kCudaChunk = 256;
 constexpr int64_t kBlockTokens = 128;
 constexpr int64_t kBlockSlots = 64;
 
@@ -70,8 +72,12 @@ Compressor::Compressor(Device device, Compression kind, const Sizes& sizes)
 
 int64_t Compressor::row() const { return PackedValueRow(sizes_.channels); }
 
+int64_t Compressor::chunk_tokens() const {
+  return device_ == Device::kCpu ? kCpuChunk : kCudaChunk;
+}
+
 int64_t Compressor::chunks() const {
-  return kind_ == Compression::kProduct ? CeilDiv(sizes_.tokens, kChunkTokens) : 1;
+  return kind_ == Compression::kProduct ? CeilDiv(sizes_.tokens, chunk_tokens()) : 1;
 }
 
 // `head` counts through all sequences: b heads + h.
@@ -174,8 +180,8 @@ Compressor::Rows Compressor::TokenRows(const Call& call, int64_t head, int64_t f
 void Compressor::Multiply(const Call& call, int64_t chunk, int64_t head, float* scratch) const {
   const float* e = TableOf(head);
   float* sums = SlotRow(call.memory, chunk, head, 0);
-  const int64_t begin = chunk * kChunkTokens;
-  const int64_t end = std::min(begin + kChunkTokens, sizes_.tokens);
+  const int64_t begin = chunk * chunk_tokens();
+  const int64_t end = std::min(begin + chunk_tokens(), sizes_.tokens);
   for (int64_t first = begin; first < end; first += kBlockTokens) {
     const int64_t count = std::min(kBlockTokens, end - first);
     const Rows rows = TokenRows(call, head, first, 1, count, scratch);
@@ -244,7 +250,7 @@ absl::Status Compressor::RunCuda(const Call& call, const Execution& execution) c
   a.tokens = sizes_.tokens;
   a.slot_count = sizes_.slots;
   a.window = sizes_.window;
-  a.chunk_tokens = kChunkTokens;
+  a.chunk_tokens = chunk_tokens();
   a.chunks = chunks();
   a.channels = sizes_.channels;
   a.row = row();

@@ -91,6 +91,7 @@ class Compressor {
   };
 
   int64_t row() const;  // floats
+  int64_t chunk_tokens() const;
   int64_t chunks() const;
   const float* TableOf(int64_t head) const;
   float* SlotRow(const Memory& memory, int64_t chunk, int64_t head, int64_t slot) const;

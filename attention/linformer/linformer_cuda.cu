@@ -32,19 +32,93 @@ __device__ const float* TableOf(const CompressionArguments& a, int64_t b, int64_
 
 // ---- The product with E ----
 //
-// A block makes 64 slots x 64 channels of one chunk of tokens, each of its threads 4 x 4 of them in
-// registers, 16 tokens at a time from shared memory: 8 floats read for 16 multiply-adds.
+// A block makes 64 slots x 64 channels of one chunk of tokens, each of its threads 8 x 4 of them in
+// registers: per token a thread reads 12 floats of shared memory for 32 multiply-adds. Tiles of 16
+// tokens are double-buffered: the next are on their way to registers while these are multiplied.
+//   shared memory: 2 x 16 x (64 + 64) x 4 B = 16 KiB
 
 constexpr int kTile = 64;
 constexpr int kDepth = 16;
-constexpr int kOfThread = 4;
-constexpr int kLoads = kTile * kDepth / kThreads;
+constexpr int kMultiplyThreads = 128;
+constexpr int kThreadSlots = 8;
+constexpr int kThreadChannels = 4;
+constexpr int kLoads = kTile * kDepth / kMultiplyThreads;  // of a thread, of each matrix
+static_assert(kTile / kThreadSlots * (kTile / kThreadChannels) == kMultiplyThreads, "a tile");
 
-__global__ void __launch_bounds__(kThreads) Multiply(CompressionArguments a) {
-  __shared__ float e[kDepth][kTile];
-  __shared__ float x[kDepth][kTile];
-  const int64_t channel_tiles = CeilDiv(a.channels, kTile),
-                slot_tiles = CeilDiv(a.slot_count, kTile);
+struct alignas(16) Tiles {
+  float e[kDepth][kTile];
+  float x[kDepth][kTile];
+};
+
+// Brings tokens of E and x: a thread the slot and the channel of its column, of every second token.
+class TileLoader {
+ public:
+  // Of the tokens up to `end`; for head h of sequence b.
+  __device__ TileLoader(const CompressionArguments& a, int64_t b, int64_t h, int64_t first_slot,
+                        int64_t first_channel, int64_t end)
+      : a_(a),
+        table_(TableOf(a, b, h)),
+        b_(b),
+        h_(h),
+        slot_(first_slot + threadIdx.x % kTile),
+        channel_(first_channel + threadIdx.x % kTile),
+        end_(end) {}
+
+  // Zeros for what is no token, slot or channel.
+  __device__ void Fetch(int64_t first) {
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int64_t token = first + Depth(n);
+      const bool is_token = token < end_ && IsToken(a_, b_, token);
+      e_[n] = is_token && slot_ < a_.slot_count ? table_[token * a_.slot_count + slot_] : 0.0f;
+      x_[n] = is_token && channel_ < a_.channels ? Load(a_, b_, h_, token, channel_) : 0.0f;
+    }
+  }
+  __device__ void Put(Tiles* tiles) const {
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      tiles->e[Depth(n)][threadIdx.x % kTile] = e_[n];
+      tiles->x[Depth(n)][threadIdx.x % kTile] = x_[n];
+    }
+  }
+
+ private:
+  __device__ static int Depth(int n) {
+    return static_cast<int>(threadIdx.x) / kTile + n * (kMultiplyThreads / kTile);
+  }
+
+  const CompressionArguments& a_;
+  const float* table_;
+  int64_t b_;
+  int64_t h_;
+  int64_t slot_;
+  int64_t channel_;
+  int64_t end_;
+  float e_[kLoads];
+  float x_[kLoads];
+};
+
+__device__ void MultiplyTiles(const Tiles& tiles, int thread_slot, int thread_channel,
+                              float sums[kThreadSlots][kThreadChannels]) {
+#pragma unroll
+  for (int depth = 0; depth < kDepth; ++depth) {
+    const float4* e = reinterpret_cast<const float4*>(&tiles.e[depth][thread_slot]);
+    const float4 e0 = e[0], e1 = e[1];
+    const float4 x = *reinterpret_cast<const float4*>(&tiles.x[depth][thread_channel]);
+    const float slots[kThreadSlots] = {e0.x, e0.y, e0.z, e0.w, e1.x, e1.y, e1.z, e1.w};
+    const float channels[kThreadChannels] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int s = 0; s < kThreadSlots; ++s) {
+#pragma unroll
+      for (int c = 0; c < kThreadChannels; ++c) sums[s][c] += slots[s] * channels[c];
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kMultiplyThreads) Multiply(CompressionArguments a) {
+  __shared__ Tiles tiles[2];
+  const int64_t channel_tiles = CeilDiv(a.channels, kTile);
+  const int64_t slot_tiles = CeilDiv(a.slot_count, kTile);
   int64_t block = blockIdx.x;
   const int64_t first_channel = block % channel_tiles * kTile;
   block /= channel_tiles;
@@ -52,44 +126,31 @@ __global__ void __launch_bounds__(kThreads) Multiply(CompressionArguments a) {
   block /= slot_tiles;
   const int64_t head = block % (a.batch * a.heads), chunk = block / (a.batch * a.heads);
   const int64_t b = head / a.heads, h = head % a.heads;
-  const float* table = TableOf(a, b, h);
   const int64_t begin = chunk * a.chunk_tokens;
   const int64_t end = min(begin + a.chunk_tokens, a.tokens);
-  const int thread_slot = static_cast<int>(threadIdx.x) / (kTile / kOfThread) * kOfThread;
-  const int thread_channel = static_cast<int>(threadIdx.x) % (kTile / kOfThread) * kOfThread;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int thread_slot = thread / (kTile / kThreadChannels) * kThreadSlots;
+  const int thread_channel = thread % (kTile / kThreadChannels) * kThreadChannels;
 
-  float sums[kOfThread][kOfThread] = {};
-  for (int64_t first = begin; first < end; first += kDepth) {
-#pragma unroll
-    for (int n = 0; n < kLoads; ++n) {
-      const int depth = static_cast<int>(threadIdx.x) / kTile + n * (kThreads / kTile);
-      const int column = static_cast<int>(threadIdx.x) % kTile;
-      const int64_t token = first + depth, slot = first_slot + column;
-      const int64_t channel = first_channel + column;
-      const bool is_token = token < end && IsToken(a, b, token);
-      e[depth][column] =
-          is_token && slot < a.slot_count ? table[token * a.slot_count + slot] : 0.0f;
-      x[depth][column] = is_token && channel < a.channels ? Load(a, b, h, token, channel) : 0.0f;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int depth = 0; depth < kDepth; ++depth) {
-#pragma unroll
-      for (int s = 0; s < kOfThread; ++s) {
-#pragma unroll
-        for (int c = 0; c < kOfThread; ++c) {
-          sums[s][c] += e[depth][thread_slot + s] * x[depth][thread_channel + c];
-        }
-      }
-    }
-    __syncthreads();
+  float sums[kThreadSlots][kThreadChannels] = {};
+  TileLoader loader(a, b, h, first_slot, first_channel, end);
+  loader.Fetch(begin);
+  loader.Put(&tiles[0]);
+  int current = 0;
+  for (int64_t first = begin; first < end; first += kDepth, current ^= 1) {
+    __syncthreads();  // these tiles are here, and nobody reads the others any more
+    const bool more = first + kDepth < end;
+    if (more) loader.Fetch(first + kDepth);
+    MultiplyTiles(tiles[current], thread_slot, thread_channel, sums);
+    if (more) loader.Put(&tiles[current ^ 1]);
   }
-  for (int s = 0; s < kOfThread; ++s) {
+  for (int s = 0; s < kThreadSlots; ++s) {
     const int64_t slot = first_slot + thread_slot + s;
     if (slot >= a.slot_count) break;
-    float* to = SlotRow(a, b, h, slot) + chunk * ChunkFloats(a) + first_channel;
-    for (int c = thread_channel; c < thread_channel + kOfThread; ++c) {
-      if (first_channel + c < a.channels) to[c] = sums[s][c - thread_channel];
+    float* to = SlotRow(a, b, h, slot) + chunk * ChunkFloats(a);
+    for (int c = 0; c < kThreadChannels; ++c) {
+      const int64_t channel = first_channel + thread_channel + c;
+      if (channel < a.channels) to[channel] = sums[s][c];
     }
   }
 }
@@ -98,8 +159,8 @@ const char* LaunchMultiply(const CompressionArguments& a, void* stream) {
   const int64_t blocks =
       CeilDiv(a.channels, kTile) * CeilDiv(a.slot_count, kTile) * a.batch * a.heads * a.chunks;
   if (blocks > INT32_MAX) return "more than 2^31 - 1 tiles of slots";
-  return Launch("Multiply", &Multiply, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)},
-                stream, a);
+  return Launch("Multiply", &Multiply,
+                {dim3(static_cast<unsigned>(blocks)), dim3(kMultiplyThreads)}, stream, a);
 }
 
 // ---- A thread for each element of the slots ----
