@@ -3,10 +3,12 @@
 //
 // A product with E sums the tokens of a chunk in fp32 in their order, and then the chunks in theirs,
 // so that the result depends neither on threads nor on the other sequences of a batch. Rows are
-// read once, E once for each of them:
+// read once, E once for each head and tensor. CPU:
 //
 //   a block of 128 tokens at 64 channels is 32 KiB of rows, which stay in L1 while E's 128 x slots
 //   and the slots' sums, 64 KiB at 256 slots, pass by from L2
+//
+// CUDA: linformer_cuda.cu.
 #ifndef TFB_ATTENTION_LINFORMER_COMPRESSION_H_
 #define TFB_ATTENTION_LINFORMER_COMPRESSION_H_
 

@@ -32,40 +32,47 @@ MatrixXd Gather(const std::vector<ConstTensorView>& tensors, const std::vector<i
   return rows;
 }
 
-// The left singular vectors of the `most` largest singular values whose squares exceed `least`, by
-// the eigenvectors of whichever of M^T M and M M^T is smaller.
-MatrixXd LeftSingularVectors(const MatrixXd& m, int64_t most, double least) {
+// U and the squares of S of a truncated singular value decomposition.
+struct LeftSingular {
+  MatrixXd vectors;
+  VectorXd squares;
+};
+
+// Of the `most` largest singular values whose squares exceed `least`, by the eigenvectors of
+// whichever of M^T M and M M^T is smaller.
+LeftSingular Decompose(const MatrixXd& m, int64_t most, double least) {
   const bool is_tall = m.rows() > m.cols();
-  MatrixXd squares;
+  MatrixXd products;
   if (is_tall) {
-    squares.noalias() = m.transpose() * m;
+    products.noalias() = m.transpose() * m;
   } else {
-    squares.noalias() = m * m.transpose();
+    products.noalias() = m * m.transpose();
   }
-  const Eigen::SelfAdjointEigenSolver<MatrixXd> solver(squares);  // ascending
+  const Eigen::SelfAdjointEigenSolver<MatrixXd> solver(products);  // ascending
   const VectorXd& values = solver.eigenvalues();
   least = std::max(least, kLeastSquare * values(values.size() - 1));
   const int64_t rank = std::min<int64_t>(most, (values.array() > least).count());
-  MatrixXd vectors = solver.eigenvectors().rightCols(rank);
+  LeftSingular left{solver.eigenvectors().rightCols(rank), values.tail(rank)};
   if (is_tall) {
-    vectors = m * vectors;
-    for (int64_t c = 0; c < rank; ++c) {
-      vectors.col(c) /= std::sqrt(values(values.size() - rank + c));
-    }
+    left.vectors = m * left.vectors;
+    left.vectors.array().rowwise() /= left.squares.array().sqrt().transpose();
   }
-  return vectors;
+  return left;
 }
 
-// R of linformer.h: of the orthonormal matrices with the first column 1 / sqrt(slots) the nearest to
-// the basis' rows at so many tokens.
-MatrixXd Rotation(const MatrixXd& vectors, int64_t slots) {
-  const int64_t tokens = vectors.rows();
-  MatrixXd rows(slots, vectors.cols() + 1);
+// R of linformer.h. |sqrt(slots / n) R S - rows S|^2 over the orthonormal R is least for the polar
+// factor of rows S^2 (Schoenemann's orthogonal Procrustes problem).
+MatrixXd Rotation(const LeftSingular& left, int64_t slots) {
+  const int64_t tokens = left.vectors.rows(), rank = left.vectors.cols();
+  MatrixXd rows(slots, rank + 1);
   rows.col(0).setConstant(1 / std::sqrt(static_cast<double>(slots)));
   for (int64_t s = 0; s < slots; ++s) {
-    rows.row(s).rightCols(vectors.cols()) = vectors.row(s * tokens / slots);
+    rows.row(s).rightCols(rank) = left.vectors.row(s * tokens / slots);
   }
-  for (int64_t c = 1; c < rows.cols(); ++c) rows.col(c).array() -= rows.col(c).mean();
+  for (int64_t c = 1; c <= rank; ++c) {
+    rows.col(c).array() -= rows.col(c).mean();
+    rows.col(c) *= left.squares(c - 1) / left.squares(rank - 1);
+  }
   const Eigen::BDCSVD<MatrixXd> svd(rows, Eigen::ComputeThinU | Eigen::ComputeThinV);
   return svd.matrixU() * svd.matrixV().transpose();
 }
@@ -90,9 +97,9 @@ absl::Status FitTable(const std::vector<ConstTensorView>& keys_and_values,
   }
   const double least = kLeastSquareOfRows * rows.squaredNorm();
   rows.rowwise() -= rows.colwise().mean().eval();
-  const MatrixXd vectors = LeftSingularVectors(rows, slots - 1, least);
-  const MatrixXd rotation = Rotation(vectors, slots);
-  MatrixXd fitted = rotation.rightCols(vectors.cols()) * vectors.transpose();
+  const LeftSingular left = Decompose(rows, slots - 1, least);
+  const MatrixXd rotation = Rotation(left, slots);
+  MatrixXd fitted = rotation.rightCols(left.vectors.cols()) * left.vectors.transpose();
   fitted.array() += 1 / std::sqrt(static_cast<double>(slots) * n);  // of the two constant columns
   fitted *= std::sqrt(static_cast<double>(slots) / n);
   for (int64_t s = 0; s < slots; ++s) {

@@ -29,18 +29,18 @@
 // The fit. M = [K V], the rows of the n tokens that are not padding, m their mean, M - 1 m = U S W^T
 // cut to its r <= slots - 1 largest singular values, and the tokens' basis B = [1 / sqrt(n), U]:
 //
-//   E = F = sqrt(slots / n) R B^T,   R = [1 / sqrt(slots), polar factor of U's rows at tokens
-//                                         floor(s n / slots), less their mean]
+//   E = F = sqrt(slots / n) R B^T      R [slots, 1 + r] with orthonormal columns, the first of them
+//                                      1 / sqrt(slots)
 //
-// R has orthonormal columns, so that the slots [K' V'] have the tokens' mean, and as their
-// covariance the best one of rank r to the tokens' (Eckart and Young): the whole of it where slots >
-// head_dim + value_dim. R is the one such rotation that leaves slots nearest to so many tokens of
-// the sequence. What that gives: for small scores y is dense attention's to first order in q; with
-// slots = kv_tokens it is dense attention. What it does not give: a least error of the softmax,
-// which depends on all moments of the keys and on the queries. (Rows of U^T for E, the low-rank
-// factors themselves, reproduce K and V too, but a softmax over principal directions has nothing to
-// do with one over tokens: on real inputs its output is an order of magnitude too large.) With
-// `sharing` other than none M has the columns of all heads. f does not exist.
+// so that the slots [K' V'] have the tokens' mean, and as covariance the best one of rank r to the
+// tokens' (Eckart and Young): the whole of it where slots > head_dim + value_dim. Of all such R it
+// is the one whose slots are nearest to the tokens floor(s n / slots). What that gives: where the
+// covariance is whole, y is dense attention's to first order in q, and with slots = kv_tokens it is
+// dense attention. What it does not give: a least error of the softmax, which depends on all moments
+// of the keys and on the queries; means of windows can have less, where neighbours are alike. (Rows
+// of U^T themselves for E keep K and V as well, but a softmax over principal directions is none over
+// tokens: on real inputs of 512 tokens its error is 10 to 20 times the output.) With `sharing` other
+// than none M has the columns of all heads. f does not exist.
 //
 // Source: Wang, Li, Khabsa, Fang, Ma 2020, "Linformer: self-attention with linear complexity",
 // arXiv:2006.04768v3, equation 7 and section 4. Deviations that are not followed: fairseq's layer
@@ -54,7 +54,8 @@
 //
 // Cost: 2 slots (head_dim + value_dim) FLOPs a token and key-value head to compress (a convolution:
 // 2 (head_dim^2 + value_dim^2); a window: one an element), and as many a token and query head to
-// attend. K and V are read once; slots kv_tokens parameters a table.
+// attend. K and V are read once; slots kv_tokens parameters a table. Slots are fp32 on every device,
+// and attended to in fp32, in 16-bit problems too.
 #ifndef TFB_ATTENTION_LINFORMER_LINFORMER_H_
 #define TFB_ATTENTION_LINFORMER_LINFORMER_H_
 
