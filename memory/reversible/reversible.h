@@ -24,9 +24,11 @@
 // Sources: Gomez, Ren, Urtasun, Grosse 2017, "The reversible residual network: backpropagation
 // without storing activations", arXiv:1707.04585v1, section 3.1 and algorithm 1; the Transformer's
 // form: Kitaev, Kaiser, Levskaya 2020, "Reformer: the efficient Transformer", arXiv:2001.04451v2,
-// section 3. RevNet splits x into the two streams where Reformer duplicates it. Neither Reformer's
-// LSH attention nor dropout is here: randomness in F or G would have to be replayed. No layer norm
-// follows the last block; trax has one after the concatenation.
+// section 3. RevNet splits x into the two streams where Reformer duplicates it. Reformer's own f is
+// multi_head[inner=lsh]. What selects by content may select otherwise for an x_2 with other
+// roundings, and F with it; Reformer's authors store what was selected, and dropout's draws, which
+// there are none of here. No layer norm follows the last block; trax has one after the
+// concatenation.
 //
 // Cost of a block and token, d = model_dim: f's, and 4 feed_forward d^2 FLOPs. A backward pass takes
 // one more forward. Activations: 2 tokens d floats a sequence, whatever the number of blocks (where a
