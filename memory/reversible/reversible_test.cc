@@ -192,6 +192,21 @@ TEST(Reversible, LayerEqualsDefinitionUnderEveryOption) {
   }
 }
 
+TEST(Reversible, ReformersBlocksHashTheirTokens) {
+  const Problem problem = Problem::SelfAttention(1, 2, 37, 8, /*causal=*/true);
+  const NamedTensors inputs = Random(problem);
+  RunRequest request;
+  request.options = {{"f", "multi_head[inner=lsh[chunk=8,rounds=2]]"}, {"chunks", "4"}};
+  const NamedTensors defined =
+      DefineTechnique(Reversible(), problem, ViewsOf(inputs), request).value();
+  for (const Device device : kHostDevices) {
+    request.device = device;
+    const NamedTensors run = RunTechnique(Reversible(), problem, ViewsOf(inputs), request).value();
+    EXPECT_LE(MaxDifference(run.at("out").view(), defined.at("out").view()),
+              2e-5 * MaxAbs(defined.at("out").view()));
+  }
+}
+
 TEST(Reversible, EqualsReformerPytorchInBothDirections) {
   for (const char* name : {"two_blocks", "three_causal_blocks"}) {
     const SafetensorsFile file =
