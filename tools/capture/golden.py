@@ -1376,7 +1376,7 @@ def commit(clone):
                           capture_output=True).stdout.strip()
 
 
-def main():
+def main(cases=CASES, script="golden.py"):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=pathlib.Path, required=True, help="the repository's root")
     for name, address in SOURCES.items():
@@ -1387,7 +1387,7 @@ def main():
         SOURCES[name] = getattr(flags, name)
 
     torch.set_num_threads(1)
-    for path, made_by, seed, tolerance, function in CASES:
+    for path, made_by, seed, tolerance, function in cases:
         if SOURCES.get(made_by.split(".")[0], flags.output) is None:
             print(f"{path:<58} left as it is: no --{made_by.split('.')[0]}")
             continue
@@ -1408,7 +1408,7 @@ def main():
             "made_by": made_by,
             "package": f"{package} {version}",
             "seed": seed,
-            "command": "python3 tools/capture/golden.py --output=.",
+            "command": f"python3 tools/capture/{script} --output=.",
             "versions": f"Python {platform.python_version()}, torch {torch.__version__}, numpy "
                         f"{np.__version__}",
             "precision": "inputs and parameters drawn in float32; computed in float64, with the "
