@@ -269,8 +269,8 @@ class LshLayer : public Layer {
   }
 
   absl::Status Sort(const Memory& memory, const Execution& execution) const {
-    SortCall sort = {memory.buckets, rows(),       sizes_.tokens, sizes_.buckets + 1,
-                     memory.orders,  sizes_.order, memory.places};
+    TokenSortCall sort = {memory.buckets, rows(),       sizes_.tokens, sizes_.buckets + 1,
+                          memory.orders,  sizes_.order, memory.places};
     TFB_RETURN_IF_ERROR(SortTokens(device_, sort, execution));
     LshCodeArguments a = {sizes_,        memory.buckets,     memory.places,
                           memory.orders, memory.query_codes, memory.key_codes};

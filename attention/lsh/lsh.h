@@ -69,7 +69,7 @@ struct LshOptions {
 
   void Describe(OptionBinder& bind) {
     bind.Int("rounds", &rounds, 1, 32, "hashings, each of which finds other keys",
-             {1, 2, 4, 8, 16});
+             {1, 2, 4, 8});
     bind.Int("chunk", &chunk, 1, 65536,
              "tokens of a chunk of the sorted sequence; a query sees its own and the one before");
     bind.Int("buckets", &buckets, 0, 65536,

@@ -35,63 +35,48 @@ absl::StatusOr<const GatherKernels*> KernelsFor(Device device) {
 
 namespace {
 
-constexpr int64_t kNormChannels = 512;  // of a part of a row, on the stack
-
-// Calls act(first, part, count) for the parts of a row of x as floats.
-template <class Act>
-void ForEachPart(const ConstTensorView& x, int64_t offset, const Act& act) {
-  float part[kNormChannels];
-  const int64_t channels = x.dim(3), stride = x.stride(3);
-  for (int64_t first = 0; first < channels; first += kNormChannels) {
-    const int64_t count = std::min(kNormChannels, channels - first);
-    LoadRow(x, offset + first * stride, stride, count, part);
-    act(first, part, count);
-  }
-}
-
 // The sum of term(channel) over a row, sixteen sums side by side.
 template <class Real, class Term>
-Real SumOfRow(const ConstTensorView& x, int64_t offset, const Term& term) {
+Real SumOfRow(const float* row, int64_t channels, const Term& term) {
   constexpr int64_t kLanes = 16;
   Real sums[kLanes] = {};
-  ForEachPart(x, offset, [&](int64_t, const float* part, int64_t count) {
-    int64_t c = 0;
-    for (; c + kLanes <= count; c += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += term(Real{part[c + lane]});
-    }
-    for (; c < count; ++c) sums[c % kLanes] += term(Real{part[c]});
-  });
+  int64_t c = 0;
+  for (; c + kLanes <= channels; c += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += term(Real{row[c + lane]});
+  }
+  for (; c < channels; ++c) sums[c % kLanes] += term(Real{row[c]});
   for (int64_t width = kLanes / 2; width > 0; width /= 2) {
     for (int64_t lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
   }
   return sums[0];
 }
 
-// In Real arithmetic.
+// In place, in Real arithmetic.
 template <class Real>
-void NormalizeRow(const RowNorm& norm, const ConstTensorView& x, int64_t from, const TensorView& y,
-                  int64_t to) {
-  const Real count = static_cast<Real>(x.dim(3));
+void NormalizeRow(const RowNorm& norm, int64_t channels, float* row) {
+  const Real count = static_cast<Real>(channels);
   Real mean = 0;
-  if (norm.centered) mean = SumOfRow<Real>(x, from, [](Real value) { return value; }) / count;
+  if (norm.centered) {
+    mean = SumOfRow<Real>(row, channels, [](Real value) { return value; }) / count;
+  }
   Real squares =
-      SumOfRow<Real>(x, from, [mean](Real value) { return (value - mean) * (value - mean); });
+      SumOfRow<Real>(row, channels, [mean](Real value) { return (value - mean) * (value - mean); });
   if (norm.mean_square) squares /= count;
   const Real root = std::sqrt(squares + static_cast<Real>(norm.epsilon));
   const Real factor = root == 0 ? 0 : 1 / root;
-  ForEachPart(x, from, [&](int64_t first, float* part, int64_t in_part) {
-    for (int64_t c = 0; c < in_part; ++c) {
-      part[c] = static_cast<float>((Real{part[c]} - mean) * factor);
-    }
-    StoreRow(part, in_part, y, to + first * y.stride(3), y.stride(3));
-  });
+  for (int64_t c = 0; c < channels; ++c) {
+    row[c] = static_cast<float>((Real{row[c]} - mean) * factor);
+  }
 }
 
 }  // namespace
 
 absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensorView& x,
                            const TensorView& y, const Execution& execution) {
-  const int64_t batch = x.dim(0), heads = x.dim(1), tokens = x.dim(2);
+  const int64_t batch = x.dim(0), heads = x.dim(1), tokens = x.dim(2), channels = x.dim(3);
+  if (channels > kMaxHeadDim) {
+    return absl::InternalError(absl::StrCat("rows of ", channels, " channels to normalize"));
+  }
   if (device != Device::kCpu) {
     TFB_ASSIGN_OR_RETURN(const GatherKernels* kernels, KernelsFor(device));
     NormalizeArguments a = {};
@@ -100,7 +85,7 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
     a.batch = batch;
     a.heads = heads;
     a.tokens = tokens;
-    a.channels = static_cast<int>(x.dim(3));
+    a.channels = static_cast<int>(channels);
     a.centered = norm.centered;
     a.mean_square = norm.mean_square;
     a.epsilon = norm.epsilon;
@@ -110,12 +95,14 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
   execution.pool->ParallelFor(batch * heads * tiles, [&](int64_t task, int) {
     const int64_t b = task / tiles / heads, h = task / tiles % heads, first = task % tiles * kTile;
     for (int64_t i = first; i < std::min(first + kTile, tokens); ++i) {
-      const int64_t from = x.Offset(b, h, i), to = y.Offset(b, h, i);
+      float row[kMaxHeadDim];
+      LoadRow(x, x.Offset(b, h, i), x.stride(3), channels, row);
       if (y.dtype == DType::kF32) {
-        NormalizeRow<float>(norm, x, from, y, to);
+        NormalizeRow<float>(norm, channels, row);
       } else {
-        NormalizeRow<double>(norm, x, from, y, to);
+        NormalizeRow<double>(norm, channels, row);
       }
+      StoreRow(row, channels, y, y.Offset(b, h, i), y.stride(3));
     }
   });
   return absl::OkStatus();
@@ -304,7 +291,7 @@ size_t SortWorkspaceBytes(Device device, int64_t rows, int64_t key_count, int th
          Workspace::Measure([=](Workspace& workspace) { workspace.Take<int32_t>(key_count); });
 }
 
-absl::Status SortTokens(Device device, const SortCall& call, const Execution& execution) {
+absl::Status SortTokens(Device device, const TokenSortCall& call, const Execution& execution) {
   if (device != Device::kCpu) {
     TFB_ASSIGN_OR_RETURN(const GatherKernels* kernels, KernelsFor(device));
     Workspace workspace(execution.workspace);
@@ -346,18 +333,24 @@ absl::Status SortTokens(Device device, const SortCall& call, const Execution& ex
 
 namespace {
 
-// Unsigned numbers in the order of the floats; NaN below all.
-uint32_t Ordered(float x) {
-  const float positive_zero = x + 0.0f;
-  uint32_t bits;
-  std::memcpy(&bits, &positive_zero, sizeof(bits));
-  const uint32_t ordered = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
-  return x != x ? 0 : ordered;
+// Unsigned numbers in the order of the floats; -0 as 0, and NaN below all.
+void OrderedKeys(const float* scores, int64_t tokens, uint32_t* keys) {
+  std::memcpy(keys, scores, tokens * sizeof(float));
+  for (int64_t i = 0; i < tokens; ++i) {
+    const uint32_t bits = keys[i], magnitude = bits & 0x7FFFFFFF, negative = 0u - (bits >> 31);
+    const uint32_t ordered = magnitude == 0 ? 0x80000000u : bits ^ (negative | 0x80000000u);
+    keys[i] = magnitude > 0x7F800000 ? 0 : ordered;
+  }
 }
 
 int64_t CountFrom(const uint32_t* keys, int64_t tokens, uint32_t least) {
   int64_t count = 0;
-  for (int64_t i = 0; i < tokens; ++i) count += keys[i] >= least;
+  constexpr int64_t kBlock = 1024;
+  for (int64_t first = 0; first < tokens; first += kBlock) {
+    uint32_t in_block = 0;  // as wide as the keys, for vectors
+    for (int64_t i = first; i < std::min(first + kBlock, tokens); ++i) in_block += keys[i] >= least;
+    count += in_block;
+  }
   return count;
 }
 
@@ -365,12 +358,10 @@ int64_t CountFrom(const uint32_t* keys, int64_t tokens, uint32_t least) {
 // does as well.
 void SelectLargest(const float* scores, int64_t tokens, int64_t count, uint32_t* keys,
                    int32_t* members) {
+  OrderedKeys(scores, tokens, keys);
   uint32_t low = ~uint32_t{0}, high = 0;  // all keys reach low, fewer than `count` reach high + 1
-  for (int64_t i = 0; i < tokens; ++i) {
-    keys[i] = Ordered(scores[i]);
-    low = std::min(low, keys[i]);
-    high = std::max(high, keys[i]);
-  }
+  for (int64_t i = 0; i < tokens; ++i) low = std::min(low, keys[i]);
+  for (int64_t i = 0; i < tokens; ++i) high = std::max(high, keys[i]);
   int64_t reach = tokens;  // low
   while (low < high && reach != count) {
     const uint32_t middle = low + (high - low) / 2 + 1;
@@ -383,14 +374,17 @@ void SelectLargest(const float* scores, int64_t tokens, int64_t count, uint32_t*
     }
   }
   // Where more reach the bound than are wanted, what is too much equals it.
-  int64_t equals = 0;
-  for (int64_t i = 0; reach != count && i < tokens; ++i) equals += keys[i] == low;
-  int64_t left = equals - (reach - count), kept = 0;
-  for (int64_t i = 0; i < tokens && kept < count; ++i) {
-    const bool equal = keys[i] == low;
-    const bool keep = keys[i] >= low && (!equal || reach == count || left-- > 0);
-    members[kept] = static_cast<int32_t>(i);
-    kept += keep;
+  int64_t equals = std::numeric_limits<int64_t>::max();
+  if (reach != count) equals = count - CountFrom(keys, tokens, low + 1);
+  int64_t kept = 0;
+  constexpr int64_t kBlock = 16;  // most have no member
+  for (int64_t first = 0; first < tokens; first += kBlock) {
+    const int64_t size = std::min(kBlock, tokens - first);
+    if (CountFrom(keys + first, size, low) == 0) continue;
+    for (int64_t i = first; i < first + size; ++i) {
+      if (keys[i] < low || (keys[i] == low && equals-- <= 0)) continue;
+      members[kept++] = static_cast<int32_t>(i);
+    }
   }
 }
 

@@ -87,7 +87,7 @@ absl::Status ScoreVectors(Device device, const VectorScoreCall& call, const Exec
 // ---- Sorting ----
 
 // Tokens by ascending key, those of one key in their order: a counting sort.
-struct SortCall {
+struct TokenSortCall {
   const int32_t* keys;  // [rows][tokens], in [0, key_count)
   int64_t rows;
   int64_t tokens;
@@ -97,7 +97,7 @@ struct SortCall {
   int32_t* places;  // [rows][tokens] where each token is in the order; null: not wanted
 };
 size_t SortWorkspaceBytes(Device device, int64_t rows, int64_t key_count, int threads);
-absl::Status SortTokens(Device device, const SortCall& call, const Execution& execution);
+absl::Status SortTokens(Device device, const TokenSortCall& call, const Execution& execution);
 
 // ---- The largest ----
 
