@@ -68,8 +68,7 @@ struct LshOptions {
   KeyNorm key_norm = KeyNorm::kUnit;
 
   void Describe(OptionBinder& bind) {
-    bind.Int("rounds", &rounds, 1, 32, "hashings, each of which finds other keys",
-             {1, 2, 4, 8});
+    bind.Int("rounds", &rounds, 1, 32, "hashings, each of which finds other keys", {1, 2, 4, 8});
     bind.Int("chunk", &chunk, 1, 65536,
              "tokens of a chunk of the sorted sequence; a query sees its own and the one before");
     bind.Int("buckets", &buckets, 0, 65536,
@@ -92,7 +91,8 @@ struct LshOptions {
 // query_heads kv_heads. Parameter rotations [head_dim, rounds, columns] f32, of all heads: R_r, and
 // of factors one after the other. Reads q, v, the optional key_mask and the optional buckets, i32
 // [batch, query_heads, query_tokens, rounds]; those out of range count as the nearest one. Writes
-// out, log_sum_exp and buckets.
+// out, log_sum_exp and buckets. Statistics, on the CPU: grouping_share, the share of
+// a Run that hashing and sorting take.
 class Lsh : public TechniqueOf<LshOptions> {
  public:
   Lsh();

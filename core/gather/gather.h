@@ -8,8 +8,12 @@
 #ifndef TFB_CORE_GATHER_GATHER_H_
 #define TFB_CORE_GATHER_GATHER_H_
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -21,6 +25,26 @@
 #include "core/tensor.h"
 
 namespace tfb {
+
+// How much of a layer's Runs on the CPU it takes to find the groups; a device works behind the host's
+// back.
+class GroupingShare {
+ public:
+  void Begin() { begin_ = Clock::now(); }
+  void GroupsAreFound() { grouping_ += Clock::now() - begin_; }
+  void End() { all_ += Clock::now() - begin_; }
+  // Under its name, for a layer's statistics.
+  std::map<std::string, double> statistics(Device device) const {
+    if (device != Device::kCpu) return {};
+    const double ticks = static_cast<double>(std::max<int64_t>(all_.count(), 1));
+    return {{"grouping_share", static_cast<double>(grouping_.count()) / ticks}};
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point begin_;
+  Clock::duration grouping_{0}, all_{0};
+};
 
 // ---- Normalised rows ----
 
