@@ -586,6 +586,24 @@ TEST(Lsh, WhatIsNoNumberReachesOnlyThoseThatSeeIt) {
   }
 }
 
+TEST(Lsh, AKeyIsAUnitVectorHoweverShortOrLongItsQueryIs) {
+  const Problem problem = Problem::SelfAttention(1, 2, 60, 16);
+  NamedTensors inputs = Random(problem);
+  const float lengths[] = {1, 1e-25f, 1e-20f, 1e20f, 1e30f};
+  for (int64_t n = 0; n < inputs.at("q").num_elements(); ++n) {
+    inputs["q"].span<float>()[n] *= lengths[n / 16 % 5];
+  }
+  for (const Options& options : {Options{{"chunk", "8"}}, Options{{"buckets", "1"}}}) {
+    const NamedTensors defined = DefineLsh(problem, inputs, options);
+    for (const Device device : kHostDevices) {
+      EXPECT_LE(MaxDifference(RunLsh(problem, inputs, options, device).at("out").view(),
+                              defined.at("out").view()),
+                Fp32Bound(inputs.at("v").view()))
+          << Name(device);
+    }
+  }
+}
+
 // ---- What rounds find ----
 
 TEST(Lsh, MoreRoundsFindMoreKeysAndMissLessOfTheSoftmax) {
