@@ -46,9 +46,9 @@ NamedTensors DefineLsh(const Problem& problem, const NamedTensors& inputs, const
 // scores are here.
 constexpr double kNear = 1e-5;
 
-// Largest difference of outputs and of log-sum-exps, those of `other` plus `more`. A token that sees
-// itself alone has one of -1e5, which is known to 2^-24 of itself: differences there are divided by
-// |log_sum_exp| / 64.
+// Largest difference of outputs and of log-sum-exps, those of `other` plus `more`. A token that
+// sees itself alone has one of -1e5, which is known to 2^-24 of itself: differences there are
+// divided by |log_sum_exp| / 64.
 double Difference(const NamedTensors& ours, const NamedTensors& other, double more = 0) {
   double largest = MaxDifference(ours.at("out").view(), other.at("out").view());
   const ConstTensorView a = ours.at("log_sum_exp").view(), b = other.at("log_sum_exp").view();
@@ -88,8 +88,8 @@ struct HandCase {
   std::vector<int> padding = {};  // tokens that are none
 };
 
-// A row of digits N_ij for each query. Where all queries are 0, so are all scores, and the output is
-// N_ij / sum_j N_ij, the log-sum-exp the logarithm of that sum.
+// A row of digits N_ij for each query. Where all queries are 0, so are all scores, and the output
+// is N_ij / sum_j N_ij, the log-sum-exp the logarithm of that sum.
 std::vector<std::string> Digits(const NamedTensors& outputs) {
   const ConstTensorView out = outputs.at("out").view(), lse = outputs.at("log_sum_exp").view();
   std::vector<std::string> rows(out.dim(2));
@@ -586,6 +586,24 @@ TEST(Lsh, WhatIsNoNumberReachesOnlyThoseThatSeeIt) {
   }
 }
 
+TEST(Lsh, KeyNormSaysWhatKeysAreDividedBy) {
+  // One token of |x|^2 = 4e-6: its score is 4e-6 scale / sqrt(4e-6), or / sqrt(4e-6 + 4e-6).
+  const Problem problem = Problem::SelfAttention(1, 1, 1, 4);
+  NamedTensors inputs = Random(problem);
+  Fill(inputs["q"].view(), 1e-3);
+  for (const Device device : kHostDevices) {
+    Options options = {{"scale", "1000"}, {"self_bias", "0"}};
+    const auto score = [&] {
+      return RunLsh(problem, inputs, options, device).at("log_sum_exp").span<float>()[0];
+    };
+    EXPECT_NEAR(score(), 2, 1e-6);
+    options["key_norm"] = "epsilon";
+    EXPECT_NEAR(score(), std::sqrt(2.0), 1e-6);
+    options["scale"] = "0";
+    EXPECT_NEAR(score(), 5e-4 * std::sqrt(2.0), 1e-6);  // as exactly as a sum near 1 is known
+  }
+}
+
 TEST(Lsh, AKeyIsAUnitVectorHoweverShortOrLongItsQueryIs) {
   const Problem problem = Problem::SelfAttention(1, 2, 60, 16);
   NamedTensors inputs = Random(problem);
@@ -730,9 +748,9 @@ TEST(Lsh, APairIsMissedByAllRoundsAsOftenAsThePowerSays) {
   }
 }
 
-// Andoni et al., theorem 1: ln(1 / p) = t^2 / (4 - t^2) ln B + O(ln ln B), so that the first term is
-// off by at most some ln ln B, all of it, and by less of itself with more buckets. Vectors at a right
-// angle are hashed independently: p = 1 / B.
+// Andoni et al., theorem 1: ln(1 / p) = t^2 / (4 - t^2) ln B + O(ln ln B). Below a right angle the
+// first term is too small, by less than one ln ln B, and by an ever smaller part of itself. Vectors
+// at a right angle are hashed independently: p = 1 / B.
 TEST(Lsh, TheChanceOfACommonBucketFallsWithTheDistance) {
   EXPECT_NEAR(CollisionProbability(8, std::sqrt(2.0)), 1.0 / 16, 1e-5);
   EXPECT_NEAR(CollisionProbability(32, std::sqrt(2.0)), 1.0 / 64, 1e-5);

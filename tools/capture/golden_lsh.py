@@ -48,7 +48,7 @@ def times_seen(buckets, chunk, bucket_mask, wrap):
     return count
 
 
-def lsh_case(package, q, v, rotations, factors, options, out, buckets, padding=None):
+def lsh_case(self_score, q, v, rotations, factors, options, out, buckets, padding=None):
     """The tensors, metadata and formula of a file; `buckets` [batch, heads, tokens, rounds]."""
     batch, heads, tokens, channels = q.shape
     flags = {name: options[name] == "true" for name in ("causal", "bucket_mask", "dedup", "wrap")}
@@ -72,16 +72,15 @@ def lsh_case(package, q, v, rotations, factors, options, out, buckets, padding=N
 
     tensors = {"q": f32(q), "v": f32(v), "rotations": f32(rotations),
                "buckets": buckets.numpy().astype(np.int32)}
+    count_term = f", times N / (N + {DUPLICATES_EPSILON})" if flags["dedup"] else " + log N"
     metadata = {
         **options, "buckets": math.prod(factors), "factors": factors,
         "formula": "bucket h_1 + factor_1 h_2 of hashes argmax [q R; -q R], R the next factor / 2 "
-                   "columns of rotations [head_dim, rounds, columns]; keys q / |q|, or q / sqrt(|q|^2 "
-                   "+ head_dim 1e-6) where key_norm is epsilon; softmax over keys that N > 0 rounds "
-                   "show, of scale q k" + (
-                       f", times N / (N + {DUPLICATES_EPSILON})" if flags["dedup"] else " + log N") +
-                   "; scale 0 is 1 / sqrt(head_dim)",
-        "self": package + " in the place of a token's score with itself; the formula adds -1e5, which "
-                "gives the same output: weight 0 beside other keys, 1 alone",
+                   "columns of rotations [head_dim, rounds, columns]; keys q / |q|, or q / "
+                   "sqrt(|q|^2 + head_dim 1e-6) where key_norm is epsilon; softmax over keys that "
+                   f"N > 0 rounds show, of scale q k{count_term}; scale 0 is 1 / sqrt(head_dim)",
+        "self": f"{self_score} in the place of a token's score with itself; the formula adds -1e5, "
+                "which gives the same output: weight 0 beside other keys, 1 alone",
     }
     if padding is not None:
         tensors["key_padding"] = padding.numpy().astype(np.int32)
