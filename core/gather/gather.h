@@ -50,8 +50,8 @@ class GroupingShare {
 
 // y = (x - m) / sqrt(s sum_c (x_c - m)^2 + epsilon) for every row x [batch, heads, tokens, channels],
 // with m the mean of its channels where `centered`, else 0, and s = 1 / channels where `mean_square`,
-// else 1. A root of 0 gives 0. y has the shape of x; both may be of any floating dtype. Where y is of
-// 16 bits it is computed in float64.
+// else 1. A root of 0 gives 0. y has the shape of x; both may be of any floating dtype. Computed in
+// float64, so that no square leaves the range.
 struct RowNorm {
   bool centered = false;
   bool mean_square = false;
