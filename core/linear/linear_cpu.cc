@@ -36,6 +36,8 @@ namespace {
 
 constexpr int64_t kDepthBlock = 64;   // rows of B that a GEMM takes at a time
 constexpr int64_t kFewTokens = 4;     // taken one by one
+// A gate below e^-18, a quarter of a rounding of 1, has forgotten all: sums of logarithms stay short.
+constexpr float kLeastLogGate = -18;
 constexpr int64_t kTaskChunks = 4;    // chunks of queries in a task
 constexpr int64_t kPrefixSlices = 8;  // tasks of one head's running sums
 constexpr int64_t kPairRows = 24;     // of a chunk's triangle at a time: 4 of the GEMM's 6 rows
@@ -49,7 +51,7 @@ class LinearRun {
         map_(call.map),
         sizes_(sizes),
         kernels_(BestCpuKernels()),
-        exponential_(call.map.feature != Feature::kRelu),
+        exponential_(IsExponential(call.map.feature)),
         epsilon_(static_cast<float>(call.map.epsilon)),
         log_epsilon_(std::log(epsilon_)) {}
 
@@ -89,9 +91,17 @@ class LinearRun {
       keys.seen[j] = seen ? 1.0f : 0.0f;
       keys.seen_count += seen;
     }
-    LoadFeatures(call_.k, b, h, first, keys.count, h, keys.seen, nullptr, keys.tokens, scratch);
+    LoadInputs(call_.k, b, h, first, keys.count, keys.seen, scratch);
+    if (map_.gated) LoadGates(h, keys, scratch);
+    MakeFeatures(keys.count, h, nullptr, keys.tokens, scratch);
     for (int64_t j = 0; j < kChunk; ++j) {
-      keys.log_scale[j] = keys.seen[j] == 0 ? kNegativeInfinity : LogScale(keys.tokens, j);
+      if (keys.seen[j] == 0) {
+        keys.log_scale[j] = kNegativeInfinity;
+      } else if (map_.gated) {
+        keys.log_scale[j] += LogScale(keys.tokens, j);
+      } else {
+        keys.log_scale[j] = LogScale(keys.tokens, j);
+      }
     }
     keys.finite = true;
     for (int64_t j = 0; j < keys.count; ++j) {
@@ -122,7 +132,10 @@ class LinearRun {
       kernels_.scale_rows({sums.scaled(), 0, 1, sizes_.scaled_sums}, &rescale.first);
       header.scaled_feature *= rescale.first;
     }
-    header.reference = reference;
+    // From here on relative to the chunk's end, where there are gates.
+    const float decay = DecayOf(keys);
+    header.reference = reference + decay;
+    header.decay += decay;
     header.tokens += static_cast<double>(keys.seen_count);
 
     float* scale = scratch.sum;  // exp(rho_j - R)
@@ -167,7 +180,7 @@ class LinearRun {
     Sums::Header header = running.header();
     for (int64_t n = 0; n < chunks; ++n) {
       const Sums sums = chunk.Next(n);
-      const Rescale rescale(header.reference, sums.header().reference);
+      const Rescale rescale(header.reference + sums.header().decay, sums.header().reference);
       Exchange(rescale.first, rescale.second, running.scaled() + begin, sums.scaled() + begin,
                end - begin);
       if (slice == 0) Exchange(1, 1, running.values(), sums.values(), sizes_.value_row);
@@ -219,6 +232,7 @@ class LinearRun {
       scratch.visible[t] = static_cast<int32_t>(last + 1);
       scratch.reference[t] = keys.running_reference[last];
       scratch.key_maximum[t] = keys.running_maximum[last];
+      if (map_.gated) scratch.decay[t] = keys.decay[last];
     }
     LoadQueries(b, h, first, rows, sums, scratch);
     ReadSums(rows, sums, scratch);
@@ -269,10 +283,12 @@ class LinearRun {
                     sizes_.scaled_sums);
   }
 
+  // Of the keys of `a` and then those of `b`.
   static Sums::Header Merged(const Sums::Header& a, const Sums::Header& b) {
-    const Rescale rescale(a.reference, b.reference);
+    const Rescale rescale(a.reference + b.decay, b.reference);
     return {a.tokens + b.tokens, rescale.reference, std::max(a.maximum, b.maximum),
-            rescale.first * a.scaled_feature + rescale.second * b.scaled_feature};
+            rescale.first * a.scaled_feature + rescale.second * b.scaled_feature,
+            a.decay + b.decay};
   }
   static void Combine(const Rescale& rescale, float* into, const float* from, int64_t count) {
     const float first = rescale.first, second = rescale.second;
@@ -287,18 +303,55 @@ class LinearRun {
     }
   }
 
-  // Features of `count` tokens from `first` on; those with seen 0 are read as zeros.
-  void LoadFeatures(const ConstTensorView& view, int64_t b, int64_t h, int64_t first, int64_t count,
-                    int64_t kv_head, const float* seen, const float* normaliser, Tokens& tokens,
-                    Scratch& scratch) const {
-    const int64_t head_dim = problem_.head_dim;
-    const int64_t lanes = RoundUp(count, kColumnQuantum);
+  // G of the chunk's last key.
+  float DecayOf(const Keys& keys) const { return map_.gated ? keys.decay[keys.count - 1] : 0; }
+
+  // `count` rows of inputs from `first` on, into scratch.rows; those with seen 0 are zeros.
+  void LoadInputs(const ConstTensorView& view, int64_t b, int64_t h, int64_t first, int64_t count,
+                  const float* seen, Scratch& scratch) const {
     for (int64_t t = 0; t < count; ++t) {
       float* row = scratch.rows + t * sizes_.depth;
       std::memset(row, 0, sizes_.depth * sizeof(float));
       if (seen != nullptr && seen[t] == 0) continue;
-      LoadRow(view, view.Offset(b, h, first + t), view.stride(3), head_dim, row);
+      LoadRow(view, view.Offset(b, h, first + t), view.stride(3), problem_.head_dim, row);
     }
+  }
+
+  // Of the keys in scratch.rows: G, and log(1 - g_j) - G_j in log_scale.
+  void LoadGates(int64_t kv_head, Keys& keys, Scratch& scratch) const {
+    const float* gate = call_.gate.At<float>(kv_head);
+    float logits[kChunk];
+    kernels_.matrix_vector(keys.count, problem_.head_dim, scratch.rows, sizes_.depth, gate, logits, 1,
+                           false);
+    float decay = 0;
+    for (int64_t j = 0; j < keys.count; ++j) {
+      if (keys.seen[j] != 0) {
+        const float logit = logits[j] + gate[problem_.head_dim];
+        const float log_gate = LogSigmoid(logit);
+        decay += log_gate < kLeastLogGate ? kLeastLogGate : log_gate;
+        keys.log_scale[j] = LogSigmoid(-logit) - decay;
+      }
+      keys.decay[j] = decay;
+    }
+  }
+  // log(1 / (1 + exp(-x))).
+  static float LogSigmoid(float x) {
+    return std::min(x, 0.0f) - std::log1p(std::exp(-std::abs(x)));
+  }
+
+  // What inputs whose squares sum to `square` are multiplied by.
+  float InputFactor(float square) const {
+    if (!map_.unit) return map_.input_scale;
+    if (square < kLeastLength * kLeastLength) return 0;
+    // The last term is NaN where the square is no number.
+    return map_.input_scale / (std::sqrt(square) + map_.length_epsilon) + 0 * square;
+  }
+
+  // Features of the `count` tokens in scratch.rows.
+  void MakeFeatures(int64_t count, int64_t kv_head, const float* normaliser, Tokens& tokens,
+                    Scratch& scratch) const {
+    const int64_t head_dim = problem_.head_dim;
+    const int64_t lanes = RoundUp(count, kColumnQuantum);
     const float* w =
         call_.w.At<float>() + (map_.per_head ? kv_head * sizes_.projections * head_dim : 0);
     if (count <= kFewTokens) {
@@ -308,19 +361,35 @@ class LinearRun {
     std::memset(scratch.rows + count * sizes_.depth, 0,
                 (kChunk - count) * sizes_.depth * sizeof(float));
     kernels_.transpose64(scratch.rows, sizes_.depth, sizes_.depth, scratch.columns);
-    float* half_square = tokens.half_square;
-    std::fill_n(half_square, kChunk, 0.0f);
-    for (int64_t c = 0; c < head_dim; ++c) {
-      float* column = scratch.columns + c * kChunk;
-      for (int64_t t = 0; t < kChunk; ++t) {
-        column[t] *= map_.input_scale;
-        half_square[t] += 0.5f * column[t] * column[t];
-      }
-    }
+    ScaleColumns(tokens, scratch);
     kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
                   tokens.features, kChunk, false);
     kernels_.features(map_.feature, {tokens.features, kChunk, sizes_.projections, lanes},
                       {tokens.max, tokens.total, normaliser, tokens.dot});
+  }
+
+  // Inputs as features take them, in scratch.columns.
+  void ScaleColumns(Tokens& tokens, Scratch& scratch) const {
+    float factor[kChunk];
+    float* half_square = tokens.half_square;
+    if (map_.unit) {
+      std::fill_n(factor, kChunk, 0.0f);
+      for (int64_t c = 0; c < problem_.head_dim; ++c) {
+        const float* column = scratch.columns + c * kChunk;
+        for (int64_t t = 0; t < kChunk; ++t) factor[t] += column[t] * column[t];
+      }
+      for (int64_t t = 0; t < kChunk; ++t) factor[t] = InputFactor(factor[t]);
+    } else {
+      std::fill_n(factor, kChunk, map_.input_scale);
+    }
+    std::fill_n(half_square, kChunk, 0.0f);
+    for (int64_t c = 0; c < problem_.head_dim; ++c) {
+      float* column = scratch.columns + c * kChunk;
+      for (int64_t t = 0; t < kChunk; ++t) {
+        column[t] *= factor[t];
+        half_square[t] += 0.5f * column[t] * column[t];
+      }
+    }
   }
 
   // The same for token t alone, with its features side by side: of a vector of tokens all but one
@@ -328,11 +397,11 @@ class LinearRun {
   void OneTokensFeatures(const float* w, int64_t t, const float* normaliser, Tokens& tokens,
                          Scratch& scratch) const {
     float* row = scratch.rows + t * sizes_.depth;
-    tokens.half_square[t] = 0;
-    for (int64_t c = 0; c < problem_.head_dim; ++c) {
-      row[c] *= map_.input_scale;
-      tokens.half_square[t] += 0.5f * row[c] * row[c];
-    }
+    float square = 0;
+    for (int64_t c = 0; c < problem_.head_dim; ++c) square += row[c] * row[c];
+    const float factor = InputFactor(square);
+    for (int64_t c = 0; c < problem_.head_dim; ++c) row[c] *= factor;
+    tokens.half_square[t] = 0.5f * factor * factor * square;
     float* features = scratch.token_features;
     kernels_.matrix_vector(sizes_.projections, problem_.head_dim, w, problem_.head_dim, row,
                            features, 1, false);
@@ -346,6 +415,9 @@ class LinearRun {
       tokens.total[t] = 0;
       kernels_.softmax({features, 0, 1, sizes_.normaliser},
                        {tokens.max + t, tokens.total + t, &unused}, nullptr);
+    } else if (map_.feature == Feature::kSinCos) {
+      kernels_.sin_cos(sizes_.projections, features, features, features + sizes_.projections);
+      tokens.max[t] = tokens.total[t] = 0;
     } else {
       tokens.max[t] = tokens.total[t] = 0;
       for (int64_t r = 0; r < sizes_.features; ++r) {
@@ -363,8 +435,8 @@ class LinearRun {
   // key_maximum.
   void LoadQueries(int64_t b, int64_t h, int64_t first, int64_t rows, const Sums& sums,
                    Scratch& scratch) const {
-    LoadFeatures(call_.q, b, h, first, rows, h / problem_.group(), nullptr, sums.normaliser(),
-                 scratch.queries, scratch);
+    LoadInputs(call_.q, b, h, first, rows, nullptr, scratch);
+    MakeFeatures(rows, h / problem_.group(), sums.normaliser(), scratch.queries, scratch);
     ComputeCarry(rows, sums, scratch);
     if (epsilon_ == 0) {
       std::fill_n(scratch.product, kChunk, 1.0f);
@@ -372,6 +444,7 @@ class LinearRun {
       std::fill_n(scratch.constant, kChunk, 0.0f);
       for (int64_t t = 0; t < rows; ++t) {
         scratch.log_scale[t] = LogScale(scratch.queries, t) + scratch.reference[t];
+        if (map_.gated) scratch.log_scale[t] += scratch.decay[t];
       }
     } else {
       ComputeFactors(rows, scratch);
@@ -522,13 +595,11 @@ class LinearRun {
       denominator += static_cast<float>(map_.denominator_epsilon / map_.constant * query_sum *
                                         std::exp(-largest));
     }
-    const float floor =
-        static_cast<float>(map_.denominator_floor / (map_.constant * map_.constant));
-    if (seen && std::abs(denominator) <= floor) {
-      ++*without_weight;
-      return std::copysign(floor, denominator);
-    }
-    return denominator;
+    float floor = static_cast<float>(map_.denominator_floor / (map_.constant * map_.constant));
+    if (map_.gated) floor *= std::exp(-scratch.log_scale[t]);
+    if (!seen || !(denominator <= floor)) return denominator;
+    ++*without_weight;
+    return std::abs(denominator) <= floor ? std::copysign(floor, denominator) : denominator;
   }
 
   // sum_r phi_q(q_i)_r / c, divided by max(exp(lambda_i - s), epsilon).
@@ -540,7 +611,8 @@ class LinearRun {
 
   float LogSumExp(int64_t t, float denominator, const Scratch& scratch) const {
     if (scratch.reference[t] == kNegativeInfinity && denominator == 0) return kNegativeInfinity;
-    return static_cast<float>(std::log(static_cast<double>(denominator)) + scratch.log_scale[t] +
+    return static_cast<float>(std::log(std::abs(static_cast<double>(denominator))) +
+                              scratch.log_scale[t] +
                               2 * std::log(map_.constant));
   }
 
@@ -699,8 +771,13 @@ absl::Status CheckLinearMap(const Problem& problem, const FeatureMap& map,
     return absl::InternalError(absl::StrCat("W is ", Name(w.dtype), " ", ShapeString(w.shape()),
                                             "; expected is contiguous f32 ", ShapeString(shape)));
   }
-  if (map.denominator_floor != 0 && map.feature != Feature::kRelu) {
-    return absl::InternalError("a floor of the denominator is for kRelu features alone");
+  if (map.denominator_floor != 0 && IsExponential(map.feature)) {
+    return absl::InternalError("a floor of the denominator is not for exponential features");
+  }
+  if (!map.gated) return absl::OkStatus();
+  if (!problem.causal || IsExponential(map.feature) || map.epsilon != 0 ||
+      map.denominator_epsilon != 0) {
+    return absl::InternalError("gates are for causal problems, without epsilon or exponentials");
   }
   return absl::OkStatus();
 }

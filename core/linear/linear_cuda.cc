@@ -168,13 +168,17 @@ const LinearAttendKernels& LinearCuda::attention() const {
 
 absl::StatusOr<LinearCuda> LinearCuda::Create(CudaRuntime* runtime, const Problem& problem,
                                               const FeatureMap& map, const ConstTensorView& w,
-                                              bool streams) {
+                                              bool streams, const ConstTensorView& gate) {
   TFB_RETURN_IF_ERROR(CheckLinearMap(problem, map, w));
   LinearCuda linear;
   linear.runtime_ = runtime;
   linear.problem_ = problem;
   linear.map_ = map;
   TFB_ASSIGN_OR_RETURN(linear.w_, runtime->Upload(w.data, w.num_elements() * sizeof(float)));
+  if (map.gated) {
+    TFB_ASSIGN_OR_RETURN(linear.gate_,
+                         runtime->Upload(gate.data, gate.num_elements() * sizeof(float)));
+  }
   const int64_t none = 0;
   TFB_ASSIGN_OR_RETURN(linear.rows_without_weight_, runtime->Upload(&none, sizeof(none)));
   if (streams) {

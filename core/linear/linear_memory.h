@@ -50,6 +50,7 @@ class Sums {
     float reference;       // R = max_j rho_j; -inf without any
     float maximum;         // max_j M_j
     float scaled_feature;  // sum_j exp(rho_j - R) sum_r E_jr
+    float decay;           // logarithm of what the keys' gates leave of sums before them
   };
   static_assert(sizeof(Header) <= kColumnQuantum * sizeof(float));
 
@@ -57,7 +58,7 @@ class Sums {
 
   void Reset() const {
     std::fill_n(memory_, sizes_->state, 0.0f);
-    header() = {0, kNegativeInfinity, kNegativeInfinity, 0};
+    header() = {0, kNegativeInfinity, kNegativeInfinity, 0, 0};
   }
   Sums Next(int64_t count) const { return Sums(*sizes_, memory_ + count * sizes_->state); }
   Header& header() const { return *reinterpret_cast<Header*>(memory_); }
@@ -106,6 +107,7 @@ struct Keys {
   Tokens tokens;
   float* values;                    // [64][value_row] in panels of 64 columns
   float log_scale[kChunk];          // rho_j; -inf for padding
+  float decay[kChunk];              // G_j, from the chunk's beginning on; 0 without gates
   float seen[kChunk];               // 1 for a token, 0 for padding
   float running_reference[kChunk];  // R and max M over the keys before and up to this one
   float running_maximum[kChunk];
@@ -128,6 +130,7 @@ struct Scratch {
   float reference[kChunk];    // R over the keys that the row sees
   float shift[kChunk];        // R, 0 where there is none
   float key_maximum[kChunk];  // their S
+  float decay[kChunk];        // G of the last of them
   float product[kChunk];      // factors of the four terms, see linear.h
   float key[kChunk];
   float constant[kChunk];

@@ -1,0 +1,2 @@
+#include "attention/rfa/rfa.h"
+#include "gtest/gtest.h"
