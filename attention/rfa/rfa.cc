@@ -100,6 +100,11 @@ struct Parameters {
   DoubleTensor w, channel_scale, gate;
 };
 
+struct KeyGate {
+  double keeps;  // g
+  double takes;  // 1 - g
+};
+
 // The float64 definition of one key-value head's features and gates.
 class Formula {
  public:
@@ -135,8 +140,9 @@ class Formula {
     return features;
   }
 
-  double GateOf(const double* key) const {
-    return 1 / (1 + std::exp(-Dot(gate_.data(), key, head_dim_) - gate_[head_dim_]));
+  KeyGate GateOf(const double* key) const {
+    const double logit = Dot(gate_.data(), key, head_dim_) + gate_[head_dim_];
+    return {1 / (1 + std::exp(-logit)), 1 / (1 + std::exp(logit))};
   }
 
  private:
@@ -147,7 +153,7 @@ class Formula {
 };
 
 // c_ij of the keys j before `end`, where end - 1 is the last that row i sees.
-std::vector<double> KeyFactors(const std::vector<bool>& is_token, const std::vector<double>& gates,
+std::vector<double> KeyFactors(const std::vector<bool>& is_token, const std::vector<KeyGate>& gates,
                                int64_t end) {
   std::vector<double> factors(is_token.size(), 0.0);
   for (int64_t t = 0; t < end; ++t) {
@@ -156,8 +162,8 @@ std::vector<double> KeyFactors(const std::vector<bool>& is_token, const std::vec
       factors[t] = 1;
       continue;
     }
-    for (int64_t j = 0; j < t; ++j) factors[j] *= gates[t];
-    factors[t] = 1 - gates[t];
+    for (int64_t j = 0; j < t; ++j) factors[j] *= gates[t].keeps;
+    factors[t] = gates[t].takes;
   }
   return factors;
 }
@@ -213,7 +219,7 @@ absl::Status Rfa::Definition(const Problem& problem, const RfaOptions& options,
       const Formula formula(options, read, kv_head, problem.head_dim);
       std::vector<bool> is_token(keys);
       std::vector<std::vector<double>> phi_k;
-      std::vector<double> gates;
+      std::vector<KeyGate> gates;
       for (int64_t j = 0; j < keys; ++j) {
         is_token[j] = mask(b, j);
         phi_k.push_back(formula.Features(k.Row(b, kv_head, j)));
