@@ -16,9 +16,9 @@
 // What it touches (W, E, F, A: 64 KiB each) stays in a 1 MiB L2.
 //
 // Tasks. Not causal: the sums of each key-value head, in groups of keys where there are few heads,
-// then one task per 256 queries. Causal: one task per key-value head walks its chunks; where there
-// are few heads, several chunks at once: their sums, the running sums before each, then their
-// queries.
+// then one task per 256 queries. Causal: one task per key-value head walks its chunks; where threads
+// would wait for each other's heads, several chunks at once: their features, the running sums before
+// each, then their queries. Both ways compute the same numbers in the same order.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -39,7 +39,8 @@ constexpr int64_t kFewTokens = 4;     // taken one by one
 // A gate below e^-18, a quarter of a rounding of 1, has forgotten all: sums of logarithms stay short.
 constexpr float kLeastLogGate = -18;
 constexpr int64_t kTaskChunks = 4;    // chunks of queries in a task
-constexpr int64_t kPrefixSlices = 8;  // tasks of one head's running sums
+constexpr int64_t kSumSlices = 4;     // tasks of one head's running sums
+constexpr int64_t kTileRows = 6;      // of the GEMM
 constexpr int64_t kPairRows = 24;     // of a chunk's triangle at a time: 4 of the GEMM's 6 rows
 
 // The whole call: fixed while its tasks run.
@@ -103,63 +104,64 @@ class LinearRun {
         keys.log_scale[j] = LogScale(keys.tokens, j);
       }
     }
-    keys.finite = true;
-    for (int64_t j = 0; j < keys.count; ++j) {
-      float* row = scratch.rows;
-      std::memset(row, 0, sizes_.value_row * sizeof(float));
-      if (keys.seen[j] != 0) {
-        LoadRow(call_.v, call_.v.Offset(b, h, first + j), call_.v.stride(3), problem_.value_dim,
-                row);
-        keys.finite = keys.finite && AllFinite(row, problem_.value_dim);
-      }
-      ForEachPanel([&](int64_t panel, int64_t width) {
-        std::memcpy(keys.values + panel * kChunk + j * width, row + panel, width * sizeof(float));
-      });
-    }
+    LoadValues(b, h, first, keys);
   }
 
   // sums += keys.
-  void Add(const Keys& keys, const Sums& sums, Scratch& scratch) const {
+  void Add(Keys& keys, const Sums& sums, Scratch& scratch) const {
+    AdvanceHeader(sums.header(), keys);
+    if (keys.seen_count != 0) AddToSlice(keys, sums, 0, sizes_.features, scratch);
+  }
+
+  // The header of sums with the keys, and what the keys and the sums so far are scaled by.
+  void AdvanceHeader(Sums::Header& header, Keys& keys) const {
     if (keys.seen_count == 0) return;
-    Sums::Header& header = sums.header();
     float reference = header.reference;
     for (int64_t j = 0; j < keys.count; ++j) {
       reference = std::max(reference, keys.log_scale[j]);  // what it holds where the other is NaN
       if (keys.seen[j] != 0) header.maximum = std::max(header.maximum, keys.tokens.max[j]);
     }
-    const Rescale rescale(header.reference, reference);
-    if (rescale.first != 1 && header.reference != kNegativeInfinity) {
-      kernels_.scale_rows({sums.scaled(), 0, 1, sizes_.scaled_sums}, &rescale.first);
-      header.scaled_feature *= rescale.first;
+    // Sums that hold nothing are zeros at any scale.
+    const bool is_empty = header.reference == kNegativeInfinity;
+    keys.rescale = is_empty ? 1 : Rescale(header.reference, reference).first;
+    std::copy_n(keys.log_scale, kChunk, keys.scale);
+    const float shift = Shift(reference);
+    kernels_.exp({keys.scale, 0, 1, kChunk}, &shift);
+    header.scaled_feature *= keys.rescale;
+    for (int64_t j = 0; j < keys.count; ++j) {
+      header.scaled_feature += keys.scale[j] * keys.tokens.total[j];
     }
     // From here on relative to the chunk's end, where there are gates.
     const float decay = DecayOf(keys);
     header.reference = reference + decay;
     header.decay += decay;
     header.tokens += static_cast<double>(keys.seen_count);
+  }
 
-    float* scale = scratch.sum;  // exp(rho_j - R)
-    std::copy_n(keys.log_scale, kChunk, scale);
-    const float shift = Shift(reference);
-    kernels_.exp({scale, 0, 1, kChunk}, &shift);
+  // The part of sums += keys that is of features [begin, end); of the first, also what is of none.
+  void AddToSlice(const Keys& keys, const Sums& sums, int64_t begin, int64_t end,
+                  Scratch& scratch) const {
     ForEachPanel([&](int64_t panel, int64_t width) {
       const float* from = keys.values + panel * kChunk;
       float* to = scratch.scaled_values + panel * kChunk;
       for (int64_t j = 0; j < keys.count; ++j) {
-        for (int64_t c = 0; c < width; ++c) to[j * width + c] = scale[j] * from[j * width + c];
+        for (int64_t c = 0; c < width; ++c) to[j * width + c] = keys.scale[j] * from[j * width + c];
       }
-      kernels_.gemm(sizes_.features, width, keys.count, keys.tokens.features, kChunk, 1, to, width,
-                    sums.products() + panel * sizes_.features, width, true);
-      if (epsilon_ == 0) return;
+      float* products = sums.products() + panel * sizes_.features + begin * width;
+      ScaleRow(keys.rescale, products, (end - begin) * width);
+      kernels_.gemm(end - begin, width, keys.count, keys.tokens.features + begin * kChunk, kChunk,
+                    1, to, width, products, width, true);
+      if (epsilon_ == 0 || begin > 0) return;
+      ScaleRow(keys.rescale, sums.scaled_values() + panel, width);
       kernels_.gemm(1, width, keys.count, keys.seen, 0, 1, from, width, sums.values() + panel,
                     width, true);
       kernels_.gemm(1, width, keys.count, keys.tokens.total, 0, 1, to, width,
                     sums.scaled_values() + panel, width, true);
     });
-    kernels_.matrix_vector(sizes_.features, keys.count, keys.tokens.features, kChunk, scale,
-                           sums.normaliser(), 1, true);
-    for (int64_t j = 0; j < keys.count; ++j)
-      header.scaled_feature += scale[j] * keys.tokens.total[j];
+    float* normaliser = sums.normaliser() + begin;
+    for (int64_t r = 0; keys.rescale != 1 && r < end - begin; ++r) normaliser[r] *= keys.rescale;
+    kernels_.matrix_vector(end - begin, keys.count, keys.tokens.features + begin * kChunk, kChunk,
+                           keys.scale, normaliser, 1, true);
   }
 
   // into += from.
@@ -172,25 +174,25 @@ class LinearRun {
     header = Merged(header, other);
   }
 
-  // Slice `slice` of the running sums of one head, whose chunks' sums follow one another from
-  // `chunk` on: the sums of chunk n become the running sums before it, and the running sums those
-  // after the last. Headers stay: AdvanceHeader follows.
-  void AdvanceSlice(const Sums& running, const Sums& chunk, int64_t chunks, int64_t slice) const {
+  // Slice `slice` of the running sums of one head, with the keys of each of its chunks in turn. The sums
+  // before chunk n are left in `before` n. Headers are AdvanceHeader's.
+  void AdvanceSlice(const Keys* keys, int64_t chunks, int64_t slice, const Sums& running,
+                    const Sums& before, Scratch& scratch) const {
     const int64_t begin = SliceBegin(slice), end = SliceBegin(slice + 1);
-    Sums::Header header = running.header();
+    if (begin == end) return;
     for (int64_t n = 0; n < chunks; ++n) {
-      const Sums sums = chunk.Next(n);
-      const Rescale rescale(header.reference + sums.header().decay, sums.header().reference);
-      Exchange(rescale.first, rescale.second, running.scaled() + begin, sums.scaled() + begin,
-               end - begin);
-      if (slice == 0) Exchange(1, 1, running.values(), sums.values(), sizes_.value_row);
-      header = Merged(header, sums.header());
+      const Sums copy = before.Next(n);
+      ForEachPanel([&](int64_t panel, int64_t width) {
+        const int64_t offset = panel * sizes_.features + begin * width;
+        std::copy_n(running.products() + offset, (end - begin) * width, copy.products() + offset);
+      });
+      std::copy_n(running.normaliser() + begin, end - begin, copy.normaliser() + begin);
+      if (slice == 0) {
+        std::copy_n(running.scaled_values(), sizes_.value_row, copy.scaled_values());
+        std::copy_n(running.values(), sizes_.value_row, copy.values());
+      }
+      if (keys[n].seen_count != 0) AddToSlice(keys[n], running, begin, end, scratch);
     }
-  }
-  void AdvanceHeader(const Sums& running, const Sums& chunk) const {
-    const Sums::Header before = running.header();
-    running.header() = Merged(before, chunk.header());
-    chunk.header() = before;
   }
 
   // Rows [begin, end) of query head `h`, which see all that is in the sums.
@@ -240,8 +242,9 @@ class LinearRun {
     Finish(b, h, first, rows, scratch);
   }
 
-  // All chunks of one head in order, starting from what is in the sums.
-  void Scan(int64_t kv_head, const Sums& sums, Scratch& scratch) const {
+  // All chunks of one head in order, starting from what is in the sums. `keeps`: the last is added to
+  // them, too.
+  void Scan(int64_t kv_head, const Sums& sums, bool keeps, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
     for (int64_t first = 0; first < problem_.kv_tokens; first += kChunk) {
       LoadKeys(kv_head, first, scratch.keys, scratch);
@@ -249,14 +252,19 @@ class LinearRun {
       for (int64_t g = 0; g < problem_.group(); ++g) {
         AttendChunk(b, h * problem_.group() + g, first, scratch.keys, sums, scratch);
       }
-      Add(scratch.keys, sums, scratch);
+      if (keeps || first + kChunk < problem_.kv_tokens) Add(scratch.keys, sums, scratch);
     }
   }
 
   // Rows [begin, end) of a head that see no key.
   void ClearRows(int64_t b, int64_t h, int64_t begin, int64_t end, Scratch& scratch) const {
     std::memset(scratch.rows, 0, sizes_.value_row * sizeof(float));
-    for (int64_t i = begin; i < end; ++i) Store(b, h, i, scratch.rows, kNegativeInfinity);
+    for (int64_t i = begin; i < end; ++i) {
+      StoreRow(scratch.rows, problem_.value_dim, call_.out, call_.out.Offset(b, h, i),
+               call_.out.stride(3));
+      if (call_.log_sum_exp.empty()) continue;
+      *call_.log_sum_exp.MutableAt<float>(b, h, i) = kNegativeInfinity;
+    }
   }
 
  private:
@@ -278,9 +286,32 @@ class LinearRun {
     }
   }
 
+  // The first feature of a slice: whole tiles of the GEMM.
   int64_t SliceBegin(int64_t slice) const {
-    return std::min(RoundUp(sizes_.scaled_sums / kPrefixSlices, kColumnQuantum) * slice,
-                    sizes_.scaled_sums);
+    return std::min(RoundUp(CeilDivide(sizes_.features, kSumSlices), kTileRows) * slice,
+                    sizes_.features);
+  }
+
+  void ScaleRow(float factor, float* row, int64_t columns) const {
+    if (factor != 1) kernels_.scale_rows({row, 0, 1, columns}, &factor);
+  }
+
+  // Of the keys from `first` on, zeros for padding.
+  void LoadValues(int64_t b, int64_t h, int64_t first, Keys& keys) const {
+    keys.finite = true;
+    ForEachPanel([&](int64_t panel, int64_t width) {
+      const int64_t channels = std::min(width, problem_.value_dim - panel);
+      float* rows = keys.values + panel * kChunk;
+      for (int64_t j = 0; j < keys.count; ++j) {
+        float* row = rows + j * width;
+        const int64_t loaded = keys.seen[j] != 0 ? channels : 0;
+        if (loaded > 0) {
+          LoadRow(call_.v, call_.v.Offset(b, h, first + j, panel), call_.v.stride(3), channels, row);
+        }
+        std::fill(row + loaded, row + width, 0.0f);
+      }
+      keys.finite = keys.finite && AllFinite(rows, keys.count * width);
+    });
   }
 
   // Of the keys of `a` and then those of `b`.
@@ -294,14 +325,6 @@ class LinearRun {
     const float first = rescale.first, second = rescale.second;
     for (int64_t n = 0; n < count; ++n) into[n] = first * into[n] + second * from[n];
   }
-  // running, chunk <- first running + second chunk, running.
-  static void Exchange(float first, float second, float* running, float* chunk, int64_t count) {
-    for (int64_t n = 0; n < count; ++n) {
-      const float before = running[n];
-      running[n] = first * before + second * chunk[n];
-      chunk[n] = before;
-    }
-  }
 
   // G of the chunk's last key.
   float DecayOf(const Keys& keys) const { return map_.gated ? keys.decay[keys.count - 1] : 0; }
@@ -311,9 +334,9 @@ class LinearRun {
                   const float* seen, Scratch& scratch) const {
     for (int64_t t = 0; t < count; ++t) {
       float* row = scratch.rows + t * sizes_.depth;
-      std::memset(row, 0, sizes_.depth * sizeof(float));
-      if (seen != nullptr && seen[t] == 0) continue;
-      LoadRow(view, view.Offset(b, h, first + t), view.stride(3), problem_.head_dim, row);
+      const int64_t loaded = seen == nullptr || seen[t] != 0 ? problem_.head_dim : 0;
+      if (loaded > 0) LoadRow(view, view.Offset(b, h, first + t), view.stride(3), loaded, row);
+      std::fill(row + loaded, row + sizes_.depth, 0.0f);
     }
   }
 
@@ -573,11 +596,13 @@ class LinearRun {
       const float denominator = Denominator(t, scratch, &without_weight);
       const float inverse = denominator == 0 ? 0 : 1 / denominator;
       ForEachPanel([&](int64_t panel, int64_t width) {
-        const float* from = scratch.output + panel * kChunk + t * width;
-        for (int64_t c = 0; c < width; ++c) scratch.rows[panel + c] = from[c] * inverse;
+        float* row = scratch.output + panel * kChunk + t * width;
+        for (int64_t c = 0; c < width; ++c) row[c] *= inverse;
+        StoreRow(row, std::min(width, problem_.value_dim - panel), call_.out,
+                 call_.out.Offset(b, h, first + t, panel), call_.out.stride(3));
       });
-      Store(b, h, first + t, scratch.rows,
-            call_.log_sum_exp.empty() ? 0 : LogSumExp(t, denominator, scratch));
+      if (call_.log_sum_exp.empty()) continue;
+      *call_.log_sum_exp.MutableAt<float>(b, h, first + t) = LogSumExp(t, denominator, scratch);
     }
     if (without_weight != 0 && call_.rows_without_weight != nullptr) {
       call_.rows_without_weight->fetch_add(without_weight, std::memory_order_relaxed);
@@ -614,11 +639,6 @@ class LinearRun {
     return static_cast<float>(std::log(std::abs(static_cast<double>(denominator))) +
                               scratch.log_scale[t] +
                               2 * std::log(map_.constant));
-  }
-
-  void Store(int64_t b, int64_t h, int64_t i, const float* row, float log_sum_exp) const {
-    StoreRow(row, problem_.value_dim, call_.out, call_.out.Offset(b, h, i), call_.out.stride(3));
-    if (!call_.log_sum_exp.empty()) *call_.log_sum_exp.MutableAt<float>(b, h, i) = log_sum_exp;
   }
 
   const Problem& problem_;
@@ -681,17 +701,17 @@ void RunSteps(const Problem& problem, const LinearRun& run, const Sizes& sizes, 
 
     pool.ParallelFor(heads * chunks, [&](int64_t slot, int worker) {
       run.LoadKeys(slot / chunks, first_key(slot), memory.chunk_keys[slot], memory.scratch[worker]);
-      sums(slot).Reset();
-      run.Add(memory.chunk_keys[slot], sums(slot), memory.scratch[worker]);
-    });
-    pool.ParallelFor(heads * kPrefixSlices, [&](int64_t task, int) {
-      const int64_t head = task / kPrefixSlices;
-      run.AdvanceSlice(running(head), sums(head * chunks), chunks, task % kPrefixSlices);
     });
     for (int64_t slot = 0; slot < heads * chunks; ++slot) {
-      run.AdvanceHeader(running(slot / chunks), sums(slot));
+      sums(slot).header() = running(slot / chunks).header();
       run.RunMaxima(sums(slot), slot / chunks, memory.chunk_keys[slot]);
+      run.AdvanceHeader(running(slot / chunks).header(), memory.chunk_keys[slot]);
     }
+    pool.ParallelFor(heads * kSumSlices, [&](int64_t task, int worker) {
+      const int64_t head = task / kSumSlices;
+      run.AdvanceSlice(memory.chunk_keys + head * chunks, chunks, task % kSumSlices, running(head),
+                       sums(head * chunks), memory.scratch[worker]);
+    });
     pool.ParallelFor(heads * chunks * group, [&](int64_t task, int worker) {
       const int64_t slot = task / group;
       const int64_t b = slot / chunks / problem.kv_heads, h = slot / chunks % problem.kv_heads;
@@ -724,7 +744,7 @@ void RunCausal(const Problem& problem, const LinearRun& run, const Sizes& sizes,
         states == nullptr ? memory.states + worker * sizes.state : states + head * sizes.state;
     const Sums sums(sizes, state);
     if (states == nullptr) sums.Reset();
-    run.Scan(head, sums, memory.scratch[worker]);
+    run.Scan(head, sums, states != nullptr, memory.scratch[worker]);
   });
 }
 
@@ -733,7 +753,7 @@ absl::Status Run(const Problem& problem, const LinearCall& call, float* states,
                  const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckLinearMap(problem, call.map, call.w));
   const Sizes sizes(problem, call.map);
-  const Plan plan(problem, sizes);
+  const Plan plan(problem, sizes, execution.pool->threads());
   Workspace workspace(execution.workspace);
   const Memory memory =
       LayOut(problem, sizes, plan, states != nullptr, execution.pool->threads(), workspace);
@@ -784,7 +804,7 @@ absl::Status CheckLinearMap(const Problem& problem, const FeatureMap& map,
 
 size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads) {
   const linear_cpu::Sizes sizes(problem, map);
-  const linear_cpu::Plan plan(problem, sizes);
+  const linear_cpu::Plan plan(problem, sizes, threads);
   return Workspace::Measure([&](Workspace& workspace) {
     linear_cpu::LayOut(problem, sizes, plan, false, threads, workspace);
   });

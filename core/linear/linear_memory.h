@@ -114,6 +114,9 @@ struct Keys {
   int64_t count;
   int64_t seen_count;
   bool finite;  // all values are
+  // Of sums += keys: exp(rho_j - R) with R after it, and what the sums before it are scaled by.
+  float scale[kChunk];
+  float rescale;
 };
 
 // What one thread needs for one task.
@@ -142,9 +145,9 @@ struct Scratch {
   int32_t visible[kChunk];  // keys of the chunk that the row sees
 };
 
-// How a call is cut into tasks: by its sizes alone.
+// How a call is cut into tasks: by its sizes alone where that shows in the result.
 struct Plan {
-  Plan(const Problem& problem, const Sizes& sizes);
+  Plan(const Problem& problem, const Sizes& sizes, int threads);
 
   int64_t heads;   // key-value heads of all batches
   int64_t chunks;  // of keys
