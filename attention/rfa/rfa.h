@@ -83,7 +83,8 @@ struct RfaOptions {
              {32, 64, 128, 256, 512, 1024});
     bind.Choice("kernel", &kernel, {{"gaussian", Kernel::kGaussian}, {"arccos", Kernel::kArccos}},
                 "feature map: sin(w u) and cos(w u), or max(w u, 0)");
-    bind.Real("sigma", &sigma, 0.05, 20, "square root of the temperature: scores are u u' / sigma^2");
+    bind.Real("sigma", &sigma, 0.05, 20,
+              "square root of the temperature: scores are u u' / sigma^2");
     bind.Choice("gate", &gate, {{"none", Gate::kNone}, {"key", Gate::kKey}},
                 "what makes earlier keys fade, where causal: nothing, or a gate on each key");
     bind.Real("gate_bias", &gate_bias, -20, 20, "gate_b of a fresh layer: 2 keeps 0.88 a token");

@@ -87,7 +87,8 @@ inline Floats SinCos(Floats x, Floats* cos) {
   constexpr float kRound = 12582912.0f;  // as in Exp
   const Floats shifted = x * kTwoOverPi + kRound;
   const Floats n = shifted - kRound;
-  const Floats r = ((x - n * 1.5703125f) - n * 4.837512969970703125e-4f) - n * 7.549789948768648e-8f;
+  const Floats r =
+      ((x - n * 1.5703125f) - n * 4.837512969970703125e-4f) - n * 7.549789948768648e-8f;
   const Floats square = r * r;
   Floats s = Broadcast(1.0f / 362880);
   s = s * square - 1.0f / 5040;
@@ -403,8 +404,8 @@ void FeatureVectors(float* values, int64_t stride, int64_t projections, int64_t 
     sum[u] += feature;
     if (sums.weights != nullptr) dot[u] += feature * sums.weights[r];
   };
-  const bool wide =
-      kFeature == Feature::kSinCos && !(LargestOf<kVectors>(values, stride, projections) <= kSinCosRange);
+  const bool wide = kFeature == Feature::kSinCos &&
+                    !(LargestOf<kVectors>(values, stride, projections) <= kSinCosRange);
   for (int64_t r = 0; r < projections; ++r) {
     for (int u = 0; u < kVectors; ++u) {
       const Floats p = Load(values + r * stride + u * kLanes);

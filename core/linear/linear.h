@@ -97,9 +97,9 @@ struct LinearCall {
   ConstTensorView v;         // [batch, kv_heads, kv_tokens, value_dim]
   ConstTensorView key_mask;  // u8 [batch, kv_tokens], or empty
   ConstTensorView w;         // W, f32, contiguous
-  ConstTensorView gate;      // of a gated map: u and then b, f32 [kv_heads, head_dim + 1], contiguous
-  TensorView out;            // [batch, query_heads, query_tokens, value_dim]
-  TensorView log_sum_exp;    // f32 [batch, query_heads, query_tokens], or empty
+  ConstTensorView gate;    // of a gated map: u and then b, f32 [kv_heads, head_dim + 1], contiguous
+  TensorView out;          // [batch, query_heads, query_tokens, value_dim]
+  TensorView log_sum_exp;  // f32 [batch, query_heads, query_tokens], or empty
   FeatureMap map;
   // Where not null, raised by the number of rows that see a key and whose D_i is 0 or below, or not
   // above the floor.

@@ -297,9 +297,9 @@ class AppendBlock {
       const int64_t head = kv_head_ * heads_ + h;
       float denominator = 0;
       if (has_keys) {
-        denominator = HoldDenominator(
-            a_, ResultOf(h, static_cast<int>(a_.sums.ones)) + s_.factors[h].extra,
-            s_.factors[h].log_scale, Thread() == 0);
+        denominator =
+            HoldDenominator(a_, ResultOf(h, static_cast<int>(a_.sums.ones)) + s_.factors[h].extra,
+                            s_.factors[h].log_scale, Thread() == 0);
       }
       const float inverse = denominator == 0 ? 0 : 1 / denominator;
       for (int c = Thread() * 4; c < a_.value_dim; c += kThreads * 4) {
@@ -322,7 +322,7 @@ class AppendBlock {
   int heads_;
   bool is_seen_ = false;
   float log_gate_ = 0, log_input_gate_ = 0;  // of the token: log g, log(1 - g)
-  float4 rows_[kRowsAtOnce] = {};  // on their way
+  float4 rows_[kRowsAtOnce] = {};            // on their way
   float4 result_[kHeads];
   float4 feature_values_;
 };

@@ -215,8 +215,8 @@ void PrintStages() {
   sum += row(3, product, 1);
   std::printf("%-26s %10s %9.2f %6d %5.1f%%\n", "rest", "", (whole - sum) * 1e6, 1,
               100 * (1 - sum / whole));
-  std::printf("%-26s %10.2f %9.2f\n", "whole run", (2 * product + 2 * projections + 2 * exponentials) * 1e6,
-              whole * 1e6);
+  std::printf("%-26s %10.2f %9.2f\n", "whole run",
+              (2 * product + 2 * projections + 2 * exponentials) * 1e6, whole * 1e6);
   std::printf("%-26s %10.2f %9.2f  (all 64 x 64 pairs; a run leaves out what a row does not see)\n",
               "pairs", product * kChunk / static_cast<double>(d) * 1e6, stages[4].seconds * 1e6);
   std::printf("%-26s %10s %9.2f  rate over not causal %.2f\n\n", "whole run, causal", "",

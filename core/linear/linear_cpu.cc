@@ -10,8 +10,12 @@
 //   project queries   as keys                              1.05 M FMA
 //   read the sums     F^T [64 x 256] A [256 x 64]          1.05 M FMA
 //   exponentials      2 x 16 K
-//   causal            F^T [64 x 256] E [256 x 64]          1.05 M FMA, less what is right of the
-//                     weights [64 x 64] V [64 x 64]        0.26 M FMA  diagonal
+//   causal, twice     F^T [32 x 256] E [256 x 32]          0.26 M FMA, less what is right of the
+//                     weights [32 x 32] V [32 x 64]        0.07 M FMA  diagonal
+//
+// Causal chunks are added and read in two parts, which halves the pairs within them: adding 32 keys at
+// a time costs 5% more than 64 for the sums that are read and written twice, the pairs of 64 cost 40%
+// more than those of two 32.
 //
 // What it touches (W, E, F, A: 64 KiB each) stays in a 1 MiB L2.
 //
@@ -34,14 +38,14 @@ namespace tfb {
 namespace linear_cpu {
 namespace {
 
-constexpr int64_t kDepthBlock = 64;   // rows of B that a GEMM takes at a time
-constexpr int64_t kFewTokens = 4;     // taken one by one
+constexpr int64_t kDepthBlock = 64;  // rows of B that a GEMM takes at a time
+constexpr int64_t kFewTokens = 4;    // taken one by one
 // A gate below e^-18, a quarter of a rounding of 1, has forgotten all: sums of logarithms stay short.
 constexpr float kLeastLogGate = -18;
-constexpr int64_t kTaskChunks = 4;    // chunks of queries in a task
-constexpr int64_t kSumSlices = 4;     // tasks of one head's running sums
-constexpr int64_t kTileRows = 6;      // of the GEMM
-constexpr int64_t kPairRows = 24;     // of a chunk's triangle at a time: 4 of the GEMM's 6 rows
+constexpr int64_t kTaskChunks = 4;  // chunks of queries in a task
+constexpr int64_t kSumSlices = 4;   // tasks of one head's running sums
+constexpr int64_t kTileRows = 6;    // of the GEMM
+constexpr int64_t kPairRows = 16;   // of a triangle of pairs at a time
 
 // The whole call: fixed while its tasks run.
 class LinearRun {
@@ -78,7 +82,7 @@ class LinearRun {
                Scratch& scratch) const {
     for (int64_t first = begin; first < end; first += kChunk) {
       LoadKeys(kv_head, first, scratch.keys, scratch);
-      Add(scratch.keys, sums, scratch);
+      Add(scratch.keys, 0, scratch.keys.count, sums, scratch);
     }
   }
 
@@ -86,11 +90,9 @@ class LinearRun {
   void LoadKeys(int64_t kv_head, int64_t first, Keys& keys, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
     keys.count = std::min(kChunk, problem_.kv_tokens - first);
-    keys.seen_count = 0;
     for (int64_t j = 0; j < kChunk; ++j) {
       const bool seen = j < keys.count && IsToken(b, first + j);
       keys.seen[j] = seen ? 1.0f : 0.0f;
-      keys.seen_count += seen;
     }
     LoadInputs(call_.k, b, h, first, keys.count, keys.seen, scratch);
     if (map_.gated) LoadGates(h, keys, scratch);
@@ -107,61 +109,64 @@ class LinearRun {
     LoadValues(b, h, first, keys);
   }
 
-  // sums += keys.
-  void Add(Keys& keys, const Sums& sums, Scratch& scratch) const {
-    AdvanceHeader(sums.header(), keys);
-    if (keys.seen_count != 0) AddToSlice(keys, sums, 0, sizes_.features, scratch);
+  // sums += keys [begin, end) of the chunk.
+  void Add(Keys& keys, int64_t begin, int64_t end, const Sums& sums, Scratch& scratch) const {
+    AdvanceHeader(sums.header(), begin, end, keys);
+    AddToSlice(keys, begin, end, sums, 0, sizes_.features, scratch);
   }
 
-  // The header of sums with the keys, and what the keys and the sums so far are scaled by.
-  void AdvanceHeader(Sums::Header& header, Keys& keys) const {
-    if (keys.seen_count == 0) return;
+  // The header of sums with those keys, and what the keys and the sums so far are scaled by.
+  void AdvanceHeader(Sums::Header& header, int64_t begin, int64_t end, Keys& keys) const {
     float reference = header.reference;
-    for (int64_t j = 0; j < keys.count; ++j) {
+    for (int64_t j = begin; j < end; ++j) {
       reference = std::max(reference, keys.log_scale[j]);  // what it holds where the other is NaN
       if (keys.seen[j] != 0) header.maximum = std::max(header.maximum, keys.tokens.max[j]);
     }
     // Sums that hold nothing are zeros at any scale.
     const bool is_empty = header.reference == kNegativeInfinity;
-    keys.rescale = is_empty ? 1 : Rescale(header.reference, reference).first;
-    std::copy_n(keys.log_scale, kChunk, keys.scale);
+    const float rescale = is_empty ? 1 : Rescale(header.reference, reference).first;
+    keys.rescale[begin / kPart] = rescale;
+    std::copy(keys.log_scale + begin, keys.log_scale + end, keys.scale + begin);
     const float shift = Shift(reference);
-    kernels_.exp({keys.scale, 0, 1, kChunk}, &shift);
-    header.scaled_feature *= keys.rescale;
-    for (int64_t j = 0; j < keys.count; ++j) {
+    kernels_.exp({keys.scale + begin, 0, 1, RoundUp(end - begin, kColumnQuantum)}, &shift);
+    header.scaled_feature *= rescale;
+    for (int64_t j = begin; j < end; ++j) {
       header.scaled_feature += keys.scale[j] * keys.tokens.total[j];
+      header.tokens += keys.seen[j];
     }
-    // From here on relative to the chunk's end, where there are gates.
-    const float decay = DecayOf(keys);
-    header.reference = reference + decay;
-    header.decay += decay;
-    header.tokens += static_cast<double>(keys.seen_count);
+    // After the chunk it is relative to the chunk's end.
+    header.reference = reference + (end == keys.count ? DecayOf(keys) : 0);
   }
 
-  // The part of sums += keys that is of features [begin, end); of the first, also what is of none.
-  void AddToSlice(const Keys& keys, const Sums& sums, int64_t begin, int64_t end,
-                  Scratch& scratch) const {
+  // The part of sums += keys [begin, end) that is of features [first, last); of the first, also what is
+  // of none.
+  void AddToSlice(const Keys& keys, int64_t begin, int64_t end, const Sums& sums, int64_t first,
+                  int64_t last, Scratch& scratch) const {
+    const int64_t count = end - begin;
+    const float rescale = keys.rescale[begin / kPart];
+    const float* features = keys.tokens.features + first * kChunk + begin;
     ForEachPanel([&](int64_t panel, int64_t width) {
-      const float* from = keys.values + panel * kChunk;
+      const float* from = keys.values + panel * kChunk + begin * width;
       float* to = scratch.scaled_values + panel * kChunk;
-      for (int64_t j = 0; j < keys.count; ++j) {
-        for (int64_t c = 0; c < width; ++c) to[j * width + c] = keys.scale[j] * from[j * width + c];
+      for (int64_t j = 0; j < count; ++j) {
+        const float scale = keys.scale[begin + j];
+        for (int64_t c = 0; c < width; ++c) to[j * width + c] = scale * from[j * width + c];
       }
-      float* products = sums.products() + panel * sizes_.features + begin * width;
-      ScaleRow(keys.rescale, products, (end - begin) * width);
-      kernels_.gemm(end - begin, width, keys.count, keys.tokens.features + begin * kChunk, kChunk,
-                    1, to, width, products, width, true);
-      if (epsilon_ == 0 || begin > 0) return;
-      ScaleRow(keys.rescale, sums.scaled_values() + panel, width);
-      kernels_.gemm(1, width, keys.count, keys.seen, 0, 1, from, width, sums.values() + panel,
+      float* products = sums.products() + panel * sizes_.features + first * width;
+      ScaleRow(rescale, products, (last - first) * width);
+      kernels_.gemm(last - first, width, count, features, kChunk, 1, to, width, products, width,
+                    true);
+      if (epsilon_ == 0 || first > 0) return;
+      ScaleRow(rescale, sums.scaled_values() + panel, width);
+      kernels_.gemm(1, width, count, keys.seen + begin, 0, 1, from, width, sums.values() + panel,
                     width, true);
-      kernels_.gemm(1, width, keys.count, keys.tokens.total, 0, 1, to, width,
+      kernels_.gemm(1, width, count, keys.tokens.total + begin, 0, 1, to, width,
                     sums.scaled_values() + panel, width, true);
     });
-    float* normaliser = sums.normaliser() + begin;
-    for (int64_t r = 0; keys.rescale != 1 && r < end - begin; ++r) normaliser[r] *= keys.rescale;
-    kernels_.matrix_vector(end - begin, keys.count, keys.tokens.features + begin * kChunk, kChunk,
-                           keys.scale, normaliser, 1, true);
+    float* normaliser = sums.normaliser() + first;
+    for (int64_t r = 0; rescale != 1 && r < last - first; ++r) normaliser[r] *= rescale;
+    kernels_.matrix_vector(last - first, count, features, kChunk, keys.scale + begin, normaliser, 1,
+                           true);
   }
 
   // into += from.
@@ -175,24 +180,20 @@ class LinearRun {
   }
 
   // Slice `slice` of the running sums of one head, with the keys of each of its chunks in turn. The sums
-  // before chunk n are left in `before` n. Headers are AdvanceHeader's.
+  // before part p of chunk n are left in `before` kParts n + p. Headers are AdvanceHeader's.
   void AdvanceSlice(const Keys* keys, int64_t chunks, int64_t slice, const Sums& running,
                     const Sums& before, Scratch& scratch) const {
-    const int64_t begin = SliceBegin(slice), end = SliceBegin(slice + 1);
-    if (begin == end) return;
+    const int64_t first = SliceBegin(slice), last = SliceBegin(slice + 1);
+    if (first == last) return;
     for (int64_t n = 0; n < chunks; ++n) {
-      const Sums copy = before.Next(n);
-      ForEachPanel([&](int64_t panel, int64_t width) {
-        const int64_t offset = panel * sizes_.features + begin * width;
-        std::copy_n(running.products() + offset, (end - begin) * width, copy.products() + offset);
-      });
-      std::copy_n(running.normaliser() + begin, end - begin, copy.normaliser() + begin);
-      if (slice == 0) {
-        std::copy_n(running.scaled_values(), sizes_.value_row, copy.scaled_values());
-        std::copy_n(running.values(), sizes_.value_row, copy.values());
+      for (int64_t begin = 0; begin < keys[n].count; begin += kPart) {
+        CopySlice(running, first, last, before.Next(n * kParts + begin / kPart));
+        AddToSlice(keys[n], begin, EndOfPart(keys[n], begin), running, first, last, scratch);
       }
-      if (keys[n].seen_count != 0) AddToSlice(keys[n], running, begin, end, scratch);
     }
+  }
+  static int64_t EndOfPart(const Keys& keys, int64_t begin) {
+    return std::min(begin + kPart, keys.count);
   }
 
   // Rows [begin, end) of query head `h`, which see all that is in the sums.
@@ -220,39 +221,42 @@ class LinearRun {
     }
   }
 
-  // The queries of head h that stand at the chunk of keys from `first_key`: they see the sums and
-  // the keys up to their own.
-  void AttendChunk(int64_t b, int64_t h, int64_t first_key, const Keys& keys, const Sums& sums,
-                   Scratch& scratch) const {
-    const int64_t offset = problem_.causal_offset();
-    const int64_t first = std::max<int64_t>(first_key - offset, 0);
-    const int64_t rows = std::min(first_key + keys.count - offset, problem_.query_tokens) - first;
+  // The queries of head h that stand at the part from `begin` on of the chunk of keys from `first_key`:
+  // they see the sums and the keys of the part up to their own.
+  void AttendPart(int64_t b, int64_t h, int64_t first_key, int64_t begin, const Keys& keys,
+                  const Sums& sums, Scratch& scratch) const {
+    const int64_t offset = problem_.causal_offset(), end = EndOfPart(keys, begin);
+    const int64_t first = std::max<int64_t>(first_key + begin - offset, 0);
+    const int64_t rows = std::min(first_key + end - offset, problem_.query_tokens) - first;
     if (rows <= 0) return;
     for (int64_t t = 0; t < kChunk; ++t) {
       // Rows beyond the last are computed in whole vectors and not stored.
-      const int64_t last = std::min(first + t + offset - first_key, keys.count - 1);
-      scratch.visible[t] = static_cast<int32_t>(last + 1);
+      const int64_t last = std::min(first + t + offset - first_key, end - 1);
+      scratch.visible[t] = static_cast<int32_t>(last + 1 - begin);
       scratch.reference[t] = keys.running_reference[last];
       scratch.key_maximum[t] = keys.running_maximum[last];
       if (map_.gated) scratch.decay[t] = keys.decay[last];
     }
     LoadQueries(b, h, first, rows, sums, scratch);
     ReadSums(rows, sums, scratch);
-    AddPairs(rows, keys, scratch);
+    AddPairs(rows, begin, keys, scratch);
     Finish(b, h, first, rows, scratch);
   }
 
-  // All chunks of one head in order, starting from what is in the sums. `keeps`: the last is added to
-  // them, too.
+  // All chunks of one head in order, starting from what is in the sums. `keeps`: the last keys are added
+  // to them, too.
   void Scan(int64_t kv_head, const Sums& sums, bool keeps, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
     for (int64_t first = 0; first < problem_.kv_tokens; first += kChunk) {
       LoadKeys(kv_head, first, scratch.keys, scratch);
       RunMaxima(sums, kv_head, scratch.keys);
-      for (int64_t g = 0; g < problem_.group(); ++g) {
-        AttendChunk(b, h * problem_.group() + g, first, scratch.keys, sums, scratch);
+      for (int64_t begin = 0; begin < scratch.keys.count; begin += kPart) {
+        for (int64_t g = 0; g < problem_.group(); ++g) {
+          AttendPart(b, h * problem_.group() + g, first, begin, scratch.keys, sums, scratch);
+        }
+        const int64_t end = EndOfPart(scratch.keys, begin);
+        if (keeps || first + end < problem_.kv_tokens) Add(scratch.keys, begin, end, sums, scratch);
       }
-      if (keeps || first + kChunk < problem_.kv_tokens) Add(scratch.keys, sums, scratch);
     }
   }
 
@@ -292,6 +296,17 @@ class LinearRun {
                     sizes_.features);
   }
 
+  void CopySlice(const Sums& from, int64_t first, int64_t last, const Sums& to) const {
+    ForEachPanel([&](int64_t panel, int64_t width) {
+      const int64_t offset = panel * sizes_.features + first * width;
+      std::copy_n(from.products() + offset, (last - first) * width, to.products() + offset);
+    });
+    std::copy_n(from.normaliser() + first, last - first, to.normaliser() + first);
+    if (first > 0) return;
+    std::copy_n(from.scaled_values(), sizes_.value_row, to.scaled_values());
+    std::copy_n(from.values(), sizes_.value_row, to.values());
+  }
+
   void ScaleRow(float factor, float* row, int64_t columns) const {
     if (factor != 1) kernels_.scale_rows({row, 0, 1, columns}, &factor);
   }
@@ -306,7 +321,8 @@ class LinearRun {
         float* row = rows + j * width;
         const int64_t loaded = keys.seen[j] != 0 ? channels : 0;
         if (loaded > 0) {
-          LoadRow(call_.v, call_.v.Offset(b, h, first + j, panel), call_.v.stride(3), channels, row);
+          LoadRow(call_.v, call_.v.Offset(b, h, first + j, panel), call_.v.stride(3), channels,
+                  row);
         }
         std::fill(row + loaded, row + width, 0.0f);
       }
@@ -314,12 +330,10 @@ class LinearRun {
     });
   }
 
-  // Of the keys of `a` and then those of `b`.
   static Sums::Header Merged(const Sums::Header& a, const Sums::Header& b) {
-    const Rescale rescale(a.reference + b.decay, b.reference);
+    const Rescale rescale(a.reference, b.reference);
     return {a.tokens + b.tokens, rescale.reference, std::max(a.maximum, b.maximum),
-            rescale.first * a.scaled_feature + rescale.second * b.scaled_feature,
-            a.decay + b.decay};
+            rescale.first * a.scaled_feature + rescale.second * b.scaled_feature};
   }
   static void Combine(const Rescale& rescale, float* into, const float* from, int64_t count) {
     const float first = rescale.first, second = rescale.second;
@@ -344,8 +358,8 @@ class LinearRun {
   void LoadGates(int64_t kv_head, Keys& keys, Scratch& scratch) const {
     const float* gate = call_.gate.At<float>(kv_head);
     float logits[kChunk];
-    kernels_.matrix_vector(keys.count, problem_.head_dim, scratch.rows, sizes_.depth, gate, logits, 1,
-                           false);
+    kernels_.matrix_vector(keys.count, problem_.head_dim, scratch.rows, sizes_.depth, gate, logits,
+                           1, false);
     float decay = 0;
     for (int64_t j = 0; j < keys.count; ++j) {
       if (keys.seen[j] != 0) {
@@ -382,9 +396,9 @@ class LinearRun {
       return;
     }
     std::memset(scratch.rows + count * sizes_.depth, 0,
-                (kChunk - count) * sizes_.depth * sizeof(float));
+                (lanes - count) * sizes_.depth * sizeof(float));
     kernels_.transpose64(scratch.rows, sizes_.depth, sizes_.depth, scratch.columns);
-    ScaleColumns(tokens, scratch);
+    ScaleColumns(lanes, tokens, scratch);
     kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
                   tokens.features, kChunk, false);
     kernels_.features(map_.feature, {tokens.features, kChunk, sizes_.projections, lanes},
@@ -392,23 +406,23 @@ class LinearRun {
   }
 
   // Inputs as features take them, in scratch.columns.
-  void ScaleColumns(Tokens& tokens, Scratch& scratch) const {
+  void ScaleColumns(int64_t lanes, Tokens& tokens, Scratch& scratch) const {
     float factor[kChunk];
     float* half_square = tokens.half_square;
     if (map_.unit) {
       std::fill_n(factor, kChunk, 0.0f);
       for (int64_t c = 0; c < problem_.head_dim; ++c) {
         const float* column = scratch.columns + c * kChunk;
-        for (int64_t t = 0; t < kChunk; ++t) factor[t] += column[t] * column[t];
+        for (int64_t t = 0; t < lanes; ++t) factor[t] += column[t] * column[t];
       }
-      for (int64_t t = 0; t < kChunk; ++t) factor[t] = InputFactor(factor[t]);
+      for (int64_t t = 0; t < lanes; ++t) factor[t] = InputFactor(factor[t]);
     } else {
       std::fill_n(factor, kChunk, map_.input_scale);
     }
     std::fill_n(half_square, kChunk, 0.0f);
     for (int64_t c = 0; c < problem_.head_dim; ++c) {
       float* column = scratch.columns + c * kChunk;
-      for (int64_t t = 0; t < kChunk; ++t) {
+      for (int64_t t = 0; t < lanes; ++t) {
         column[t] *= factor[t];
         half_square[t] += 0.5f * column[t] * column[t];
       }
@@ -561,9 +575,9 @@ class LinearRun {
     }
   }
 
-  // Adds the keys of the chunk itself, pair by pair. Rows in blocks, so that what lies right of the
+  // Adds the keys of the part itself, which begins at `begin`, pair by pair. Rows in blocks, so that what lies right of the
   // diagonal is left out.
-  void AddPairs(int64_t rows, const Keys& keys, Scratch& scratch) const {
+  void AddPairs(int64_t rows, int64_t begin, const Keys& keys, Scratch& scratch) const {
     for (int64_t t = 0; t < rows; ++t) scratch.shift[t] = Shift(scratch.reference[t]);
     // A hidden value that is not finite must not meet its weight of 0.
     const int64_t block = keys.finite ? kPairRows : 1;
@@ -575,14 +589,16 @@ class LinearRun {
       for (int64_t r = 0; r < sizes_.features; r += kDepthBlock) {
         kernels_.gemm(count, columns, std::min(kDepthBlock, sizes_.features - r),
                       scratch.queries.features + r * kChunk + first, 1, kChunk,
-                      keys.tokens.features + r * kChunk, kChunk, weights, kChunk, r > 0);
+                      keys.tokens.features + r * kChunk + begin, kChunk, weights, kChunk, r > 0);
       }
-      kernels_.pair_weights({weights, kChunk, count, columns},
-                            {keys.log_scale, keys.tokens.total, keys.seen, scratch.shift + first,
-                             scratch.product + first, scratch.key + first, scratch.constant + first,
-                             scratch.visible + first, scratch.sum + first});
+      kernels_.pair_weights(
+          {weights, kChunk, count, columns},
+          {keys.log_scale + begin, keys.tokens.total + begin, keys.seen + begin,
+           scratch.shift + first, scratch.product + first, scratch.key + first,
+           scratch.constant + first, scratch.visible + first, scratch.sum + first});
       ForEachPanel([&](int64_t panel, int64_t width) {
-        kernels_.gemm(count, width, depth, weights, kChunk, 1, keys.values + panel * kChunk, width,
+        kernels_.gemm(count, width, depth, weights, kChunk, 1,
+                      keys.values + panel * kChunk + begin * width, width,
                       scratch.output + panel * kChunk + first * width, width, true);
       });
     }
@@ -637,8 +653,7 @@ class LinearRun {
   float LogSumExp(int64_t t, float denominator, const Scratch& scratch) const {
     if (scratch.reference[t] == kNegativeInfinity && denominator == 0) return kNegativeInfinity;
     return static_cast<float>(std::log(std::abs(static_cast<double>(denominator))) +
-                              scratch.log_scale[t] +
-                              2 * std::log(map_.constant));
+                              scratch.log_scale[t] + 2 * std::log(map_.constant));
   }
 
   const Problem& problem_;
@@ -694,8 +709,8 @@ void RunSteps(const Problem& problem, const LinearRun& run, const Sizes& sizes, 
   for (int64_t step = 0; step < plan.chunks; step += plan.step_chunks) {
     const int64_t chunks = std::min(plan.step_chunks, plan.chunks - step);
     const auto first_key = [&](int64_t slot) { return (step + slot % chunks) * kChunk; };
-    const auto sums = [&](int64_t slot) {
-      return Sums(sizes, memory.chunk_states + slot * sizes.state);
+    const auto sums = [&](int64_t slot, int64_t begin) {  // before the part from `begin` on
+      return Sums(sizes, memory.chunk_states + (slot * kParts + begin / kPart) * sizes.state);
     };
     const auto running = [&](int64_t head) { return Sums(sizes, states + head * sizes.state); };
 
@@ -703,20 +718,27 @@ void RunSteps(const Problem& problem, const LinearRun& run, const Sizes& sizes, 
       run.LoadKeys(slot / chunks, first_key(slot), memory.chunk_keys[slot], memory.scratch[worker]);
     });
     for (int64_t slot = 0; slot < heads * chunks; ++slot) {
-      sums(slot).header() = running(slot / chunks).header();
-      run.RunMaxima(sums(slot), slot / chunks, memory.chunk_keys[slot]);
-      run.AdvanceHeader(running(slot / chunks).header(), memory.chunk_keys[slot]);
+      Keys& keys = memory.chunk_keys[slot];
+      Sums::Header& header = running(slot / chunks).header();
+      run.RunMaxima(running(slot / chunks), slot / chunks, keys);
+      for (int64_t begin = 0; begin < keys.count; begin += kPart) {
+        sums(slot, begin).header() = header;
+        run.AdvanceHeader(header, begin, run.EndOfPart(keys, begin), keys);
+      }
     }
     pool.ParallelFor(heads * kSumSlices, [&](int64_t task, int worker) {
       const int64_t head = task / kSumSlices;
       run.AdvanceSlice(memory.chunk_keys + head * chunks, chunks, task % kSumSlices, running(head),
-                       sums(head * chunks), memory.scratch[worker]);
+                       sums(head * chunks, 0), memory.scratch[worker]);
     });
     pool.ParallelFor(heads * chunks * group, [&](int64_t task, int worker) {
       const int64_t slot = task / group;
       const int64_t b = slot / chunks / problem.kv_heads, h = slot / chunks % problem.kv_heads;
-      run.AttendChunk(b, h * group + task % group, first_key(slot), memory.chunk_keys[slot],
-                      sums(slot), memory.scratch[worker]);
+      const Keys& keys = memory.chunk_keys[slot];
+      for (int64_t begin = 0; begin < keys.count; begin += kPart) {
+        run.AttendPart(b, h * group + task % group, first_key(slot), begin, keys, sums(slot, begin),
+                       memory.scratch[worker]);
+      }
     });
   }
 }

@@ -88,8 +88,8 @@ class LinearLayer : public Base {
     if (device_ == Device::kCpu) return absl::OkStatus();
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     constexpr bool kStreams = std::is_same_v<Base, StreamingLayer>;
-    TFB_ASSIGN_OR_RETURN(cuda_,
-                         LinearCuda::Create(runtime, this->problem(), map_, matrix(), kStreams, gate()));
+    TFB_ASSIGN_OR_RETURN(
+        cuda_, LinearCuda::Create(runtime, this->problem(), map_, matrix(), kStreams, gate()));
     return absl::OkStatus();
   }
 
@@ -148,7 +148,7 @@ class LinearLayer : public Base {
   bool redraw_;
   bool has_channel_scale_;
   Tensor scaled_;  // with it, from Setup on
-  Tensor drawn_;  // what draw_ gave last
+  Tensor drawn_;   // what draw_ gave last
   int64_t setups_ = 0;
   bool has_run_ = false;
   std::atomic<int64_t> rows_without_weight_{0};
@@ -161,8 +161,8 @@ class LinearStreamingLayer : public LinearLayer<StreamingLayer> {
   LinearStreamingLayer(Device device, const FeatureMap& map, LinearParameters parameters,
                        Tensor state, const Problem& problem, const std::vector<TensorSpec>& inputs,
                        const std::vector<TensorSpec>& outputs)
-      : LinearLayer(device, map, std::move(parameters), problem, inputs, outputs,
-                    OfSegment(inputs), OfSegment(outputs), std::max<int64_t>(problem.kv_tokens, 1)),
+      : LinearLayer(device, map, std::move(parameters), problem, inputs, outputs, OfSegment(inputs),
+                    OfSegment(outputs), std::max<int64_t>(problem.kv_tokens, 1)),
         state_(std::move(state)) {}
 
   absl::Status Reset() override {

@@ -59,7 +59,7 @@ Memory LayOut(const Problem& p, const Sizes& sizes, const Plan& plan, bool has_s
   memory.states = workspace.Take<float>((p.causal ? causal_states : plan.held_heads * plan.groups) *
                                         sizes.state);
   const int64_t slots = plan.stepped ? plan.heads * plan.step_chunks : 0;
-  memory.chunk_states = workspace.Take<float>(slots * sizes.state);
+  memory.chunk_states = workspace.Take<float>(slots * kParts * sizes.state);
   memory.chunk_keys = workspace.Take<Keys>(slots);
   for (int64_t s = 0; s < slots; ++s) {
     LayOutKeys(sizes, workspace, memory.chunk_keys == nullptr ? nullptr : memory.chunk_keys + s);

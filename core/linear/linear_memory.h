@@ -17,6 +17,8 @@
 namespace tfb::linear_cpu {
 
 constexpr int64_t kChunk = kLinearChunk;
+constexpr int64_t kPart = kChunk / 2;  // causal: keys added, and queries at them, at a time
+constexpr int64_t kParts = kChunk / kPart;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
 inline int64_t CeilDivide(int64_t value, int64_t divisor) {
@@ -50,7 +52,6 @@ class Sums {
     float reference;       // R = max_j rho_j; -inf without any
     float maximum;         // max_j M_j
     float scaled_feature;  // sum_j exp(rho_j - R) sum_r E_jr
-    float decay;           // logarithm of what the keys' gates leave of sums before them
   };
   static_assert(sizeof(Header) <= kColumnQuantum * sizeof(float));
 
@@ -58,7 +59,7 @@ class Sums {
 
   void Reset() const {
     std::fill_n(memory_, sizes_->state, 0.0f);
-    header() = {0, kNegativeInfinity, kNegativeInfinity, 0, 0};
+    header() = {0, kNegativeInfinity, kNegativeInfinity, 0};
   }
   Sums Next(int64_t count) const { return Sums(*sizes_, memory_ + count * sizes_->state); }
   Header& header() const { return *reinterpret_cast<Header*>(memory_); }
@@ -112,11 +113,10 @@ struct Keys {
   float running_reference[kChunk];  // R and max M over the keys before and up to this one
   float running_maximum[kChunk];
   int64_t count;
-  int64_t seen_count;
   bool finite;  // all values are
   // Of sums += keys: exp(rho_j - R) with R after it, and what the sums before it are scaled by.
   float scale[kChunk];
-  float rescale;
+  float rescale[kParts];  // for each part
 };
 
 // What one thread needs for one task.
@@ -161,7 +161,7 @@ struct Plan {
 
 struct Memory {
   float* states;  // not causal: [held_heads][groups]; causal: [heads] if stepped, else [threads]
-  float* chunk_states;      // [heads][step_chunks]
+  float* chunk_states;      // [heads][step_chunks][kParts]
   Keys* chunk_keys;         // [heads][step_chunks]
   float* sequence_maximum;  // [heads]
   Scratch* scratch;         // [threads]

@@ -147,7 +147,8 @@ __device__ void MakePlainFeatures(const LinearArguments& a, int64_t tile, int co
   for (int i = 0; i < 4; ++i) {
     if (a.map.feature == Feature::kRelu) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) features->at[i][j] = features->at[i][j] < 0 ? 0 : features->at[i][j];
+      for (int j = 0; j < 8; ++j)
+        features->at[i][j] = features->at[i][j] < 0 ? 0 : features->at[i][j];
       continue;
     }
 #pragma unroll
