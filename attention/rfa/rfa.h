@@ -35,14 +35,14 @@
 // `channel_scale`: a parameter [kv_heads, head_dim], 1 until it is set, multiplies the columns of W: a
 // learned sigma for each channel, w_r = scale * w~_r.
 //
-// Source: Peng et al. 2021, "Random Feature Attention", arXiv:2103.02143v2, section 3.1 (rfa), 3.2
-// (gate), 2.2 and appendix (features; channel_scale). It prints w ~ N(0, sigma^2 I), with which the kernel would be
-// exp(-sigma^2 |u - u'|^2 / 2); what it means, and its code has, is N(0, sigma^(-2) I). Its code
-// (Noahs-ARK/RFA) divides by |x| + 1e-3 (`length_epsilon`) and draws W from a pool of 500 (`redraw`
-// draws it anew). Not followed: it scales features by 0.1, which the ratio cancels, and
-// then holds D_i at 1 from below (its masked form |D_i| at 1e-3), which is not small; its orthogonal
-// matrices have orthogonal columns and norms of chi(rows), which are not those of Gaussian rows. Here
-// `orthogonal` is as Performer's: rows orthogonal in blocks of head_dim, lengths chi(head_dim).
+// Source: Peng et al. 2021, "Random Feature Attention", arXiv:2103.02143v2, sections 2.2 (features), 3.1
+// (attention) and 3.2 (gate). w_r / sigma is N(0, sigma^(-2) I), as its code has it too; with
+// N(0, sigma^2 I), which is also found in print, the kernel would be exp(-sigma^2 |u - u'|^2 / 2). The
+// code (Noahs-ARK/RFA) divides by |x| + 1e-3 (`length_epsilon`) and draws W from a pool of 500 (`redraw`
+// draws it anew). Not followed: it scales features by 0.1, which the ratio cancels, and then holds D_i
+// at 1 from below (its masked form |D_i| at 1e-3), which is not small; its orthogonal matrices have
+// orthogonal columns and norms of chi(rows), which are not those of Gaussian rows. Here `orthogonal` is
+// as Performer's: rows orthogonal in blocks of head_dim, lengths chi(head_dim).
 //
 // Cost for r rows of W: 2 r head_dim FLOPs a token for its projections and 2 features (value_dim + 1)
 // to add a key or to read for a query, linear in tokens: 6 tokens features head_dim a head in all

@@ -72,7 +72,8 @@
 //
 // FLOPs, for m features and r rows of W: 2 r head_dim a token and head to project queries and keys,
 // 2 m (value_dim + 1) to add a key and as much to read for a query; causal adds some 90 (m +
-// value_dim) a query for the pairs within its chunk. Decoding keeps m (value_dim + 1) floats a head.
+// value_dim) a query for the pairs within its chunk, or 50 on the CPU, where chunks are halved.
+// Decoding keeps m (value_dim + 1) floats a head.
 #ifndef TFB_CORE_LINEAR_LINEAR_H_
 #define TFB_CORE_LINEAR_LINEAR_H_
 

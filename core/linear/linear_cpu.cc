@@ -58,7 +58,9 @@ class LinearRun {
         kernels_(BestCpuKernels()),
         exponential_(IsExponential(call.map.feature)),
         epsilon_(static_cast<float>(call.map.epsilon)),
-        log_epsilon_(std::log(epsilon_)) {}
+        log_epsilon_(std::log(epsilon_)),
+        floor_(static_cast<float>(map_.denominator_floor / (map_.constant * map_.constant))),
+        log_constants_(2 * std::log(map_.constant)) {}
 
   // What the causal rows of all heads take for S, where it is not their own: the maximum of the
   // sequence.
@@ -636,8 +638,7 @@ class LinearRun {
       denominator += static_cast<float>(map_.denominator_epsilon / map_.constant * query_sum *
                                         std::exp(-largest));
     }
-    float floor = static_cast<float>(map_.denominator_floor / (map_.constant * map_.constant));
-    if (map_.gated) floor *= std::exp(-scratch.log_scale[t]);
+    const float floor = map_.gated ? floor_ * std::exp(-scratch.log_scale[t]) : floor_;
     if (!seen || !(denominator <= floor)) return denominator;
     ++*without_weight;
     return std::abs(denominator) <= floor ? std::copysign(floor, denominator) : denominator;
@@ -652,8 +653,8 @@ class LinearRun {
 
   float LogSumExp(int64_t t, float denominator, const Scratch& scratch) const {
     if (scratch.reference[t] == kNegativeInfinity && denominator == 0) return kNegativeInfinity;
-    return static_cast<float>(std::log(std::abs(static_cast<double>(denominator))) +
-                              scratch.log_scale[t] + 2 * std::log(map_.constant));
+    return static_cast<float>(std::log(std::abs(denominator)) + log_constants_ +
+                              scratch.log_scale[t]);
   }
 
   const Problem& problem_;
@@ -664,6 +665,8 @@ class LinearRun {
   const bool exponential_;
   const float epsilon_;
   const float log_epsilon_;
+  const float floor_;           // relative to c^2
+  const double log_constants_;  // 2 log c
   const float* sequence_maximum_ = nullptr;
 };
 

@@ -33,14 +33,14 @@ struct LinearParameters {
 // AttentionOutputs).
 //
 // Causal layers stream (StreamingLayer): a segment has tokens with q, k, v and optionally key_mask,
-// and what is kept is LinearStateBytes, whatever the number of tokens, in the device's memory. Those whose map needs the
-// maximum of the whole sequence do not. Setup resets the stream.
+// and what is kept is LinearStateBytes, whatever the number of tokens, in the device's memory. Those
+// whose map needs the maximum of the whole sequence do not. Setup resets the stream.
 //
 // ResourceExhausted: no memory for that state; on a GPU Setup tells.
 //
 // Statistics: "state_bytes", the sums of all heads; after a Run also "rows_without_weight", the
-// share of query rows that see a key and whose denominator was 0 or below the map's floor. On a GPU
-// they wait for that Run.
+// share of query rows that see a key and whose denominator was 0 or below, or not above the map's
+// floor. On a GPU they wait for that Run.
 absl::StatusOr<std::unique_ptr<Layer>> MakeLinearLayer(const Problem& problem,
                                                        std::vector<TensorSpec> inputs,
                                                        std::vector<TensorSpec> outputs,
