@@ -28,7 +28,8 @@
 //
 // D_i can be 0 or negative: where |D_i| < denominator_floor, that takes its place, with the sign of
 // D_i. The statistic rows_without_weight is the share of rows whose D_i is not above it. A sum that may
-// be negative has no logarithm, so there is no log_sum_exp.
+// be negative has no logarithm, so there is no log_sum_exp. Where D_i is small beside sum_j |a_ij|, as
+// a small sigma with few features makes it, errors and roundings grow in that proportion.
 //
 // A vector shorter than 2^-60 has no direction: u = 0. One longer than 2^63 gives NaN.
 //
@@ -80,7 +81,7 @@ struct RfaOptions {
   void Describe(OptionBinder& bind) {
     bind.Int("features", &features, 32, 65536,
              "length of phi; gaussian has two features a row of W, so an even number",
-             {32, 64, 128, 256, 512, 1024});
+             {64, 128, 256, 512, 1024});
     bind.Choice("kernel", &kernel, {{"gaussian", Kernel::kGaussian}, {"arccos", Kernel::kArccos}},
                 "feature map: sin(w u) and cos(w u), or max(w u, 0)");
     bind.Real("sigma", &sigma, 0.05, 20,
