@@ -435,6 +435,9 @@ void FeaturesOf(const FeatureColumns& tokens, const FeatureSums& sums) {
   for (; c + 4 * kLanes <= tokens.columns; c += 4 * kLanes) {
     FeatureVectors<kFeature, 4>(tokens.values, tokens.stride, tokens.projections, c, sums);
   }
+  for (; c + 2 * kLanes <= tokens.columns; c += 2 * kLanes) {
+    FeatureVectors<kFeature, 2>(tokens.values, tokens.stride, tokens.projections, c, sums);
+  }
   for (; c < tokens.columns; c += kLanes) {
     FeatureVectors<kFeature, 1>(tokens.values, tokens.stride, tokens.projections, c, sums);
   }

@@ -96,9 +96,9 @@ class LinearRun {
       const bool seen = j < keys.count && IsToken(b, first + j);
       keys.seen[j] = seen ? 1.0f : 0.0f;
     }
-    LoadInputs(call_.k, b, h, first, keys.count, keys.seen, scratch);
-    if (map_.gated) LoadGates(h, keys, scratch);
-    MakeFeatures(keys.count, h, nullptr, keys.tokens, scratch);
+    const Rows rows = LoadInputs(call_.k, b, h, first, keys.count, keys.seen, scratch);
+    if (map_.gated) LoadGates(h, rows, keys);
+    MakeFeatures(rows, keys.count, h, nullptr, keys.tokens, scratch);
     for (int64_t j = 0; j < kChunk; ++j) {
       if (keys.seen[j] == 0) {
         keys.log_scale[j] = kNegativeInfinity;
@@ -345,23 +345,37 @@ class LinearRun {
   // G of the chunk's last key.
   float DecayOf(const Keys& keys) const { return map_.gated ? keys.decay[keys.count - 1] : 0; }
 
-  // `count` rows of inputs from `first` on, into scratch.rows; those with seen 0 are zeros.
-  void LoadInputs(const ConstTensorView& view, int64_t b, int64_t h, int64_t first, int64_t count,
+  // 64 rows of inputs.
+  struct Rows {
+    const float* data;
+    int64_t stride;
+  };
+  // `count` rows of inputs from `first` on; those with seen 0 are zeros, and what lies beyond them is
+  // anything. Where they lie if they can be read there, else in scratch.rows.
+  Rows LoadInputs(const ConstTensorView& view, int64_t b, int64_t h, int64_t first, int64_t count,
                   const float* seen, Scratch& scratch) const {
+    const bool all_seen = seen == nullptr || std::count(seen, seen + count, 0.0f) == 0;
+    if (view.dtype == DType::kF32 && view.stride(3) == 1 && problem_.head_dim == sizes_.depth &&
+        first + kChunk <= view.dim(2) && count > kFewTokens && all_seen) {
+      return {view.At<float>(b, h, first), view.stride(2)};
+    }
     for (int64_t t = 0; t < count; ++t) {
       float* row = scratch.rows + t * sizes_.depth;
       const int64_t loaded = seen == nullptr || seen[t] != 0 ? problem_.head_dim : 0;
       if (loaded > 0) LoadRow(view, view.Offset(b, h, first + t), view.stride(3), loaded, row);
       std::fill(row + loaded, row + sizes_.depth, 0.0f);
     }
+    std::fill_n(scratch.rows + count * sizes_.depth,
+                (RoundUp(count, kColumnQuantum) - count) * sizes_.depth, 0.0f);
+    return {scratch.rows, sizes_.depth};
   }
 
-  // Of the keys in scratch.rows: G, and log(1 - g_j) - G_j in log_scale.
-  void LoadGates(int64_t kv_head, Keys& keys, Scratch& scratch) const {
+  // Of the keys in `rows`: G, and log(1 - g_j) - G_j in log_scale.
+  void LoadGates(int64_t kv_head, const Rows& rows, Keys& keys) const {
     const float* gate = call_.gate.At<float>(kv_head);
     float logits[kChunk];
-    kernels_.matrix_vector(keys.count, problem_.head_dim, scratch.rows, sizes_.depth, gate, logits,
-                           1, false);
+    kernels_.matrix_vector(keys.count, problem_.head_dim, rows.data, rows.stride, gate, logits, 1,
+                           false);
     float decay = 0;
     for (int64_t j = 0; j < keys.count; ++j) {
       if (keys.seen[j] != 0) {
@@ -386,9 +400,9 @@ class LinearRun {
     return map_.input_scale / (std::sqrt(square) + map_.length_epsilon) + 0 * square;
   }
 
-  // Features of the `count` tokens in scratch.rows.
-  void MakeFeatures(int64_t count, int64_t kv_head, const float* normaliser, Tokens& tokens,
-                    Scratch& scratch) const {
+  // Features of `count` tokens, of which few are in scratch.rows.
+  void MakeFeatures(const Rows& rows, int64_t count, int64_t kv_head, const float* normaliser,
+                    Tokens& tokens, Scratch& scratch) const {
     const int64_t head_dim = problem_.head_dim;
     const int64_t lanes = RoundUp(count, kColumnQuantum);
     const float* w =
@@ -397,9 +411,7 @@ class LinearRun {
       for (int64_t t = 0; t < count; ++t) OneTokensFeatures(w, t, normaliser, tokens, scratch);
       return;
     }
-    std::memset(scratch.rows + count * sizes_.depth, 0,
-                (lanes - count) * sizes_.depth * sizeof(float));
-    kernels_.transpose64(scratch.rows, sizes_.depth, sizes_.depth, scratch.columns);
+    kernels_.transpose64(rows.data, rows.stride, sizes_.depth, scratch.columns);
     ScaleColumns(lanes, tokens, scratch);
     kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
                   tokens.features, kChunk, false);
@@ -474,8 +486,8 @@ class LinearRun {
   // key_maximum.
   void LoadQueries(int64_t b, int64_t h, int64_t first, int64_t rows, const Sums& sums,
                    Scratch& scratch) const {
-    LoadInputs(call_.q, b, h, first, rows, nullptr, scratch);
-    MakeFeatures(rows, h / problem_.group(), sums.normaliser(), scratch.queries, scratch);
+    const Rows inputs = LoadInputs(call_.q, b, h, first, rows, nullptr, scratch);
+    MakeFeatures(inputs, rows, h / problem_.group(), sums.normaliser(), scratch.queries, scratch);
     ComputeCarry(rows, sums, scratch);
     if (epsilon_ == 0) {
       std::fill_n(scratch.product, kChunk, 1.0f);
