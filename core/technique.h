@@ -180,6 +180,10 @@ struct TechniqueInfo {
   std::vector<Device> devices = {Device::kCpu};
   bool supports_causal = true;
   bool supports_noncausal = true;
+  // Where a layer groups tokens by their content: the optional output that says how it did, which is
+  // also an optional input that makes it do so. With it frozen, causal attention is causal; what a
+  // group has room for may depend on later tokens.
+  std::string selection;
 };
 
 // Which outputs of a definition are asked for.

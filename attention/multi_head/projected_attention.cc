@@ -209,7 +209,9 @@ absl::Status ProjectedAttention::Project(const Call& call, const Scratch& scratc
     TFB_RETURN_IF_ERROR(MatMul(queries_, {call.x, {}, scratch.packed}, execution));
   }
   inner_inputs_.Set("q", Heads(scratch.queries, problem_.query_heads));
-  inner_inputs_.Set("k", Heads(Slice(scratch.keys_values, 2, 0, key_width_), problem_.kv_heads));
+  if (inner_inputs_.Find("k") != nullptr) {  // queries are keys where it has none
+    inner_inputs_.Set("k", Heads(Slice(scratch.keys_values, 2, 0, key_width_), problem_.kv_heads));
+  }
   inner_inputs_.Set(
       "v", Heads(Slice(scratch.keys_values, 2, key_width_, value_width_), problem_.kv_heads));
   if (inner_inputs_.Find("key_mask") != nullptr) inner_inputs_.Set("key_mask", call.key_mask);

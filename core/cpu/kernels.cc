@@ -37,11 +37,6 @@ inline Floats Broadcast(float value) { return value - Floats{}; }
 inline Floats Max(Floats a, Floats b) { return a > b ? a : b; }  // b where either is NaN
 inline Floats Min(Floats a, Floats b) { return a < b ? a : b; }
 
-inline float HorizontalMax(Floats v) {
-  float max = v[0];
-  for (int i = 1; i < kLanes; ++i) max = v[i] > max ? v[i] : max;
-  return max;
-}
 inline float HorizontalSum(Floats v) {
   float part[kLanes];
   Store(part, v);
@@ -49,6 +44,46 @@ inline float HorizontalSum(Floats v) {
     for (int i = 0; i < width; ++i) part[i] += part[i + width];
   }
   return part[0];
+}
+
+// Blocks of 4 x 4 in registers.
+typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+// Rows become columns.
+inline void Transpose4(Four (&row)[4]) {
+  typedef int32_t Index __attribute__((vector_size(16)));
+  const Four a = __builtin_shuffle(row[0], row[1], Index{0, 4, 1, 5});  // 00 10 01 11
+  const Four b = __builtin_shuffle(row[2], row[3], Index{0, 4, 1, 5});
+  const Four d = __builtin_shuffle(row[0], row[1], Index{2, 6, 3, 7});
+  const Four e = __builtin_shuffle(row[2], row[3], Index{2, 6, 3, 7});
+  row[0] = __builtin_shuffle(a, b, Index{0, 1, 4, 5});
+  row[1] = __builtin_shuffle(a, b, Index{2, 3, 6, 7});
+  row[2] = __builtin_shuffle(d, e, Index{0, 1, 4, 5});
+  row[3] = __builtin_shuffle(d, e, Index{2, 3, 6, 7});
+}
+
+// The elements of each of four vectors made one: four reductions for little more than one.
+template <class Combine>
+inline void ReduceFour(const Floats (&v)[4], const Combine& combine, float* reduced) {
+  float part[4][kLanes];
+  Four half[4];
+  for (int r = 0; r < 4; ++r) {
+    Store(part[r], v[r]);
+    half[r] = *reinterpret_cast<const Four*>(part[r]);
+    for (int i = 4; i < kLanes; i += 4) {
+      half[r] = combine(half[r], *reinterpret_cast<const Four*>(part[r] + i));
+    }
+  }
+  Transpose4(half);
+  *reinterpret_cast<Four*>(reduced) = combine(combine(half[0], half[1]), combine(half[2], half[3]));
+}
+inline void HorizontalSums(const Floats (&v)[4], float* sums) {
+  ReduceFour(
+      v, [](Four a, Four b) { return a + b; }, sums);
+}
+inline void HorizontalMaxs(const Floats (&v)[4], float* maxs) {
+  ReduceFour(
+      v, [](Four a, Four b) { return a > b ? a : b; }, maxs);
 }
 
 // exp(x) for x <= 0 or so: 2^n p(f) with n + f = x log2(e), |f| <= 1/2. Relative error
@@ -178,6 +213,13 @@ template <int kVectors>
 void GemmColumns(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_depth,
                  const float* b, int64_t b_row, float* c, int64_t c_row, bool accumulate) {
   int64_t i = 0;
+  // One column of vectors: enough rows to hide the latency of an addition.
+  if (kVectors == 1) {
+    for (; i + 8 <= rows; i += 8) {
+      GemmTile<8, kVectors>(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row,
+                            accumulate);
+    }
+  }
   for (; i + kTileRows <= rows; i += kTileRows) {
     GemmTile<kTileRows, kVectors>(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row,
                                   c_row, accumulate);
@@ -243,10 +285,10 @@ void HideBeyondRamp(float* row, int64_t columns, float limit, float slope) {
   }
 }
 
-// Numerators of one row against `max`; returns their sum. Four accumulators hide the latency of the
-// addition.
+// Numerators of one row against `max`; returns vectors' sum. Four accumulators hide the latency of
+// the addition.
 template <bool kRamp>
-float ExpRow(float* row, int64_t columns, float max, float limit, float slope) {
+Floats ExpRow(float* row, int64_t columns, float max, float limit, float slope) {
   const Floats lane = Lane();
   const auto numerators = [&](int64_t c) {
     Floats p = Exp(Load(row + c) - max);
@@ -262,10 +304,10 @@ float ExpRow(float* row, int64_t columns, float max, float limit, float slope) {
     for (int u = 0; u < 4; ++u) sum[u] += numerators(c + u * kLanes);
   }
   for (; c < columns; c += kLanes) sum[0] += numerators(c);
-  return HorizontalSum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-float MaxRow(const float* row, int64_t columns) {
+Floats MaxRow(const float* row, int64_t columns) {
   Floats max[4];
   for (Floats& m : max) m = Broadcast(-kInfinity);
   int64_t c = 0;
@@ -273,26 +315,45 @@ float MaxRow(const float* row, int64_t columns) {
     for (int u = 0; u < 4; ++u) max[u] = Max(Load(row + c + u * kLanes), max[u]);
   }
   for (; c < columns; c += kLanes) max[0] = Max(Load(row + c), max[0]);
-  return HorizontalMax(Max(Max(max[0], max[1]), Max(max[2], max[3])));
+  return Max(Max(max[0], max[1]), Max(max[2], max[3]));
 }
 
-void Softmax(const ScoreRows& rows, const SoftmaxState& state, const Ramp* ramp) {
-  for (int64_t r = 0; r < rows.rows; ++r) {
-    float* row = rows.scores + r * rows.stride;
-    if (ramp != nullptr) HideBeyondRamp(row, rows.columns, ramp->limit[r], ramp->slope);
-    const float old_max = state.max[r];
-    const float row_max = MaxRow(row, rows.columns);
-    const float new_max = row_max > old_max ? row_max : old_max;
+// Up to four rows, so that what is done once a row is done for all at once.
+void SoftmaxOfRows(float* scores, int64_t stride, int64_t rows, int64_t columns, float* max,
+                   float* sum, float* rescale, const Ramp* ramp, int64_t first) {
+  Floats part[4] = {};
+  for (int64_t r = 0; r < rows; ++r) {
+    float* row = scores + r * stride;
+    if (ramp != nullptr) HideBeyondRamp(row, columns, ramp->limit[first + r], ramp->slope);
+    part[r] = MaxRow(row, columns);
+  }
+  float row_max[4], row_sum[4];
+  HorizontalMaxs(part, row_max);
+  Floats change = {};
+  for (int64_t r = 0; r < rows; ++r) {
+    const float new_max = row_max[r] > max[r] ? row_max[r] : max[r];
     // A row without a key so far: subtracting 0 turns its -inf into 0, where -inf - -inf would be
     // NaN.
     const float shift = new_max == -kInfinity ? 0.0f : new_max;
-    const float sum = ramp == nullptr
-                          ? ExpRow<false>(row, rows.columns, shift, 0, 0)
-                          : ExpRow<true>(row, rows.columns, shift, ramp->limit[r], ramp->slope);
-    const float rescale = new_max == old_max ? 1.0f : Exp(Broadcast(old_max - new_max))[0];
-    state.rescale[r] = rescale;
-    state.sum[r] = state.sum[r] * rescale + sum;
-    state.max[r] = new_max;
+    float* row = scores + r * stride;
+    part[r] = ramp == nullptr
+                  ? ExpRow<false>(row, columns, shift, 0, 0)
+                  : ExpRow<true>(row, columns, shift, ramp->limit[first + r], ramp->slope);
+    change[r] = new_max == max[r] ? 0.0f : max[r] - new_max;
+    max[r] = new_max;
+  }
+  HorizontalSums(part, row_sum);
+  const Floats factor = Exp(change);  // Exp(0) is 1
+  for (int64_t r = 0; r < rows; ++r) {
+    rescale[r] = factor[r];
+    sum[r] = sum[r] * factor[r] + row_sum[r];
+  }
+}
+
+void Softmax(const ScoreRows& rows, const SoftmaxState& state, const Ramp* ramp) {
+  for (int64_t r = 0; r < rows.rows; r += 4) {
+    SoftmaxOfRows(rows.scores + r * rows.stride, rows.stride, rows.rows - r < 4 ? rows.rows - r : 4,
+                  rows.columns, state.max + r, state.sum + r, state.rescale + r, ramp, r);
   }
 }
 
@@ -334,24 +395,94 @@ void Mask(const ScoreRows& rows, const uint64_t* masks, int64_t first_bit) {
   });
 }
 
-void ScaleRows(const ScoreRows& rows, const float* factor) {
-  ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return s * factor[r]; });
+// Bit i says whether lane i of `mask`, all ones or zeros, is set.
+inline uint64_t BitsOf(Ints mask) {
+#if defined(__AVX512F__)
+  typedef int32_t Plain __attribute__((vector_size(kLanes * 4)));
+  return static_cast<uint16_t>(__builtin_ia32_cvtd2mask512((Plain)mask));
+#else
+  typedef float Plain __attribute__((vector_size(kLanes * 4)));
+#if defined(__AVX2__)
+  return static_cast<uint64_t>(__builtin_ia32_movmskps256((Plain)mask));
+#else
+  return static_cast<uint64_t>(__builtin_ia32_movmskps((Plain)mask));
+#endif
+#endif
+}
+inline Ints LoadInts(const int32_t* p) { return *reinterpret_cast<const UnalignedInts*>(p); }
+// All ones in lanes where 0 <= row - column <= 1.
+inline Ints HasPair(int32_t row, Ints column) {
+  const Ints difference = row - column;
+  return (difference & ~1) == 0;
 }
 
-// Blocks of 4 x 4 in registers.
-typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+void HidePairs(int64_t rows, const TokenPairs& pairs, bool causal, uint64_t* masks) {
+  for (int64_t r = 0; r < rows; ++r) {
+    uint64_t seen = 0;
+    for (int64_t c = 0; c < kPairColumns; c += kLanes) {
+      Ints kept = Ints{} == 0;
+      if (causal) kept &= LoadInts(pairs.column_tokens + c) <= pairs.row_tokens[r];
+      for (int64_t n = 0; n < pairs.slots; ++n) {
+        kept &= HasPair(pairs.row_codes[n * kPairColumns + r],
+                        LoadInts(pairs.column_codes + n * kPairColumns + c));
+      }
+      seen |= BitsOf(kept) << c;
+    }
+    masks[r] &= seen;
+  }
+}
 
-// Rows become columns.
-inline void Transpose4(Four (&row)[4]) {
-  typedef int32_t Index __attribute__((vector_size(16)));
-  const Four a = __builtin_shuffle(row[0], row[1], Index{0, 4, 1, 5});  // 00 10 01 11
-  const Four b = __builtin_shuffle(row[2], row[3], Index{0, 4, 1, 5});
-  const Four d = __builtin_shuffle(row[0], row[1], Index{2, 6, 3, 7});
-  const Four e = __builtin_shuffle(row[2], row[3], Index{2, 6, 3, 7});
-  row[0] = __builtin_shuffle(a, b, Index{0, 1, 4, 5});
-  row[1] = __builtin_shuffle(a, b, Index{2, 3, 6, 7});
-  row[2] = __builtin_shuffle(d, e, Index{0, 1, 4, 5});
-  row[3] = __builtin_shuffle(d, e, Index{2, 3, 6, 7});
+// log(n) of small numbers n >= 1, to 3e-7: with n = 2^e m, m in [2/3, 4/3), the series of
+// 2 artanh(t), t = (m - 1) / (m + 1), |t| <= 1/5.
+inline Floats LogOfCount(Ints n) {
+  const Floats value = __builtin_convertvector(n, Floats);
+  const Ints bits = reinterpret_cast<const Ints&>(value);
+  const Ints exponent = (bits - 0x3F2AAAAB) >> 23;
+  const Ints mantissa = bits - (exponent << 23);
+  const Floats m = reinterpret_cast<const Floats&>(mantissa);
+  const Floats t = (m - 1.0f) / (m + 1.0f), t2 = t * t;
+  const Floats series = t * (2.0f + t2 * (2.0f / 3 + t2 * (2.0f / 5 + t2 * (2.0f / 7))));
+  return __builtin_convertvector(exponent, Floats) * 0.693147181f + series;
+}
+
+void AdjustPairs(const ScoreRows& rows, const TokenPairs& pairs, float self_bias) {
+  ForEachVector(rows, [=](Floats s, int64_t r, int64_t c) {
+    if (pairs.slots > 0) {
+      Ints count = {};
+      for (int64_t n = 0; n < pairs.slots; ++n) {
+        count -= HasPair(pairs.row_codes[n * kPairColumns + r],
+                         LoadInts(pairs.column_codes + n * kPairColumns + c));
+      }
+      s -= LogOfCount(count > 1 ? count : 1 - Ints{});
+    }
+    const Ints same = LoadInts(pairs.column_tokens + c) == pairs.row_tokens[r];
+    return s + (same ? Broadcast(self_bias) : Floats{});
+  });
+}
+
+void SignedArgmax(int64_t rows, const float* values, int32_t* index) {
+  constexpr int kVectors = 64 / kLanes;
+  Floats largest[kVectors];
+  Ints at[kVectors] = {};
+  for (Floats& x : largest) x = Broadcast(-kInfinity);
+  for (int sign = 0; sign < 2; ++sign) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int u = 0; u < kVectors; ++u) {
+        const Floats v = Load(values + r * 64 + u * kLanes);
+        const Floats x = sign == 0 ? v : -v;
+        const Ints larger = x > largest[u];
+        largest[u] = larger ? x : largest[u];
+        at[u] = larger ? static_cast<int32_t>(sign * rows + r) - Ints{} : at[u];
+      }
+    }
+  }
+  for (int u = 0; u < kVectors; ++u) {
+    *reinterpret_cast<UnalignedInts*>(index + u * kLanes) = at[u];
+  }
+}
+
+void ScaleRows(const ScoreRows& rows, const float* factor) {
+  ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return s * factor[r]; });
 }
 
 void Transpose64(const float* from, int64_t from_row, int64_t columns, float* to) {
@@ -474,19 +605,6 @@ void PairWeightRows(const ScoreRows& rows, const PairWeights& w) {
   }
 }
 
-// The four sums of the elements of `v`.
-inline void HorizontalSums(const Floats (&v)[4], float* sums) {
-  float part[4][kLanes];
-  Four half[4];
-  for (int r = 0; r < 4; ++r) {
-    Store(part[r], v[r]);
-    half[r] = *reinterpret_cast<const Four*>(part[r]);
-    for (int i = 4; i < kLanes; i += 4) half[r] += *reinterpret_cast<const Four*>(part[r] + i);
-  }
-  Transpose4(half);
-  *reinterpret_cast<Four*>(sums) = (half[0] + half[1]) + (half[2] + half[3]);
-}
-
 // Rows four at a time; the last rows again where their number is not a multiple of four.
 void MatrixVector(int64_t rows, int64_t columns, const float* a, int64_t a_row, const float* x,
                   float* y, int64_t y_stride, bool accumulate) {
@@ -544,6 +662,9 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                AddByLabel,
                                                                ReluMultiply,
                                                                Mask,
+                                                               HidePairs,
+                                                               AdjustPairs,
+                                                               SignedArgmax,
                                                                ScaleRows,
                                                                Transpose64,
                                                                ExpRows,

@@ -81,6 +81,17 @@ struct PairWeights {
   float* sum;
 };
 
+// Pairs of tokens that rows and columns stand for. Codes are [slots][kPairColumns]: slot n has a pair
+// where 0 <= row code - column code <= 1.
+constexpr int64_t kPairColumns = 64;
+struct TokenPairs {
+  const int32_t* row_tokens;
+  const int32_t* column_tokens;
+  const int32_t* row_codes;
+  const int32_t* column_codes;
+  int64_t slots;
+};
+
 struct CpuKernels {
   const char* name;  // "avx512", "avx2", "generic"
   int lanes;         // floats in a vector
@@ -103,6 +114,15 @@ struct CpuKernels {
   void (*relu_multiply)(const ScoreRows& rows, const float* table, int64_t table_row);
   // scores[r][c] = -inf where bit first_bit + c of masks[r] is 0; first_bit + columns is 64 at most.
   void (*mask)(const ScoreRows& rows, const uint64_t* masks, int64_t first_bit);
+  // Of 64 columns: clears bit c of masks[r] where the column's token is after the row's, if `causal`,
+  // and where any slot does not have the pair.
+  void (*hide_pairs)(int64_t rows, const TokenPairs& pairs, bool causal, uint64_t* masks);
+  // scores[r][c] += self_bias where the tokens are the same; -= log of the number of slots that have
+  // the pair, 1 at least.
+  void (*adjust_pairs)(const ScoreRows& rows, const TokenPairs& pairs, float self_bias);
+  // index[c] = the least n at which [v ; -v] is largest, with v_r = values[r * 64 + c], for 64 columns
+  // c. NaN are smaller than all numbers.
+  void (*signed_argmax)(int64_t rows, const float* values, int32_t* index);
   // row[r][c] *= factor[r].
   void (*scale_rows)(const ScoreRows& rows, const float* factor);
 

@@ -1,5 +1,6 @@
 // The kernels of engine flash that change scores by their row and column, in every instruction set
 // that this machine runs.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -68,6 +69,85 @@ TEST_P(ScoreKernels, MasksBeginAtTheirFirstBit) {
         }
       }
     }
+  }
+}
+
+// Tokens and codes of rows and columns: small numbers, so that many are equal.
+struct Pairs {
+  Pairs() {
+    uint32_t random = 1;
+    for (std::vector<int32_t>* values : {&row_tokens, &column_tokens, &row_codes, &column_codes}) {
+      for (int64_t n = 0; n < kSlots * kPairColumns; ++n) {
+        random = random * 1664525 + 1013904223;
+        values->push_back(static_cast<int32_t>(random >> 24) % 5);
+      }
+    }
+  }
+  TokenPairs view(int64_t slots) const {
+    return {row_tokens.data(), column_tokens.data(), row_codes.data(), column_codes.data(), slots};
+  }
+  int Count(int64_t r, int64_t c, int64_t slots) const {
+    int count = 0;
+    for (int64_t n = 0; n < slots; ++n) {
+      const int32_t difference =
+          row_codes[n * kPairColumns + r] - column_codes[n * kPairColumns + c];
+      count += difference == 0 || difference == 1;
+    }
+    return count;
+  }
+  static constexpr int64_t kSlots = 9;
+  std::vector<int32_t> row_tokens, column_tokens, row_codes, column_codes;
+};
+
+TEST_P(ScoreKernels, PairsAreHiddenByTokensAndCodes) {
+  const Pairs pairs;
+  for (const bool causal : {false, true}) {
+    for (const int64_t slots : {0, 1, 2}) {
+      uint64_t masks[kRows];
+      for (int64_t r = 0; r < kRows; ++r) masks[r] = ~(uint64_t{0xFF} << r * 8);
+      kernels_->hide_pairs(kRows, pairs.view(slots), causal, masks);
+      for (int64_t r = 0; r < kRows; ++r) {
+        for (int64_t c = 0; c < kPairColumns; ++c) {
+          const bool seen = c / 8 != r && pairs.Count(r, c, slots) == slots &&
+                            !(causal && pairs.column_tokens[c] > pairs.row_tokens[r]);
+          EXPECT_EQ(masks[r] >> c & 1, seen) << r << " " << c << " of " << slots;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(ScoreKernels, PairsGetTheSelfBiasAndAreDividedByTheirSlots) {
+  const Pairs pairs;
+  for (const int64_t slots : {0, 1, 9}) {
+    for (const int64_t columns : {16, 64}) {
+      std::vector<float> scores(kRows * kStride, 3);
+      kernels_->adjust_pairs({scores.data(), kStride, kRows, columns}, pairs.view(slots), -100);
+      for (int64_t r = 0; r < kRows; ++r) {
+        for (int64_t c = 0; c < kStride; ++c) {
+          double expected = 3;
+          if (c < columns) {
+            if (pairs.row_tokens[r] == pairs.column_tokens[c]) expected -= 100;
+            expected -= std::log(std::max(pairs.Count(r, c, slots), 1));
+          }
+          EXPECT_NEAR(scores[r * kStride + c], expected, 1e-6 * std::abs(expected))
+              << r << " " << c;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(ScoreKernels, LogarithmsOfAllCountsOfSlotsAreExactInFp32) {
+  for (int32_t count = 1; count <= 64; ++count) {
+    std::vector<int32_t> row(64 * kPairColumns, 0), column(64 * kPairColumns, 7);
+    for (int64_t n = 0; n < count; ++n) column[n * kPairColumns] = 0;
+    std::vector<float> scores(16, 0);
+    const int32_t tokens[kPairColumns] = {1};
+    const int32_t others[kPairColumns] = {};
+    kernels_->adjust_pairs({scores.data(), 16, 1, 16},
+                           {tokens, others, row.data(), column.data(), 64}, 0);
+    EXPECT_NEAR(scores[0], -std::log(static_cast<double>(count)), 4e-7) << count;
   }
 }
 

@@ -94,6 +94,27 @@ inline absl::StatusOr<DeviceArray<float>> CopyFloats(Device device, const ConstT
   return DeviceArray<float>::Create(device, values);
 }
 
+// A copy in host memory of a tensor that lies in the device's, when what was enqueued on the stream is
+// done.
+inline absl::StatusOr<Tensor> CopyToHost(Device device, ConstTensorView view,
+                                         void* stream = nullptr) {
+  TFB_ASSIGN_OR_RETURN(Tensor copy, Tensor::Allocate(view.dtype, view.shape()));
+  if (view.num_elements() == 0) return copy;
+  std::vector<std::byte> memory;  // what the view spans, gaps between its elements included
+  if (device != Device::kCpu) {
+    int64_t elements = 1;
+    for (int axis = 0; axis < view.rank; ++axis) {
+      elements += (view.dim(axis) - 1) * view.stride(axis);
+    }
+    memory.resize(static_cast<size_t>(elements * SizeOf(view.dtype)));
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+    TFB_RETURN_IF_ERROR(runtime->CopyToHost(memory.data(), view.data, memory.size(), stream));
+    view.data = memory.data();
+  }
+  CopyElements(view, copy.view());
+  return copy;
+}
+
 }  // namespace tfb
 
 #endif  // TFB_CORE_CUDA_DEVICE_ARRAY_H_

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
 #include "core/flash/rows.h"
 
 namespace tfb {
@@ -61,6 +62,17 @@ bool RelativeKeys::BlockRepeats(int64_t head, int64_t index) const {
 absl::Status CheckIds(const FlashCall& call) {
   if (!call.query_ids.empty() && !call.key_ids.empty()) return absl::OkStatus();
   return absl::InternalError("a call whose rule has label keys has no ids of queries or keys");
+}
+
+absl::Status CheckTokenRule(const TokenRule& rule) {
+  if (rule.own < 0 && !rule.counts) return absl::OkStatus();
+  if (rule.slots <= kMaxTokenSlots && rule.own < rule.slots && rule.query_codes != nullptr &&
+      rule.key_codes != nullptr) {
+    return absl::OkStatus();
+  }
+  return absl::InternalError(absl::StrCat("a token rule of ", rule.slots, " slots, of which slot ",
+                                          rule.own, " is the call's own; allowed are 1 to ",
+                                          kMaxTokenSlots, " slots with codes"));
 }
 
 }  // namespace tfb

@@ -6,6 +6,7 @@
 //        + scale (q_i + w) . l_[a_i = b_j]                      label keys, by the tokens' ids a, b
 //   s_ij = relu(s_ij) multiplier_(j-i)                          where there is a ReLU multiplier
 //   s_ij = s_ij + bias_(j-i)                                    where there is a distance bias
+//   s_ij = s_ij + self_bias [i = j] - log N_ij                  of tokens, where the call says so
 //   y_i  = sum_j m_ij exp(s_ij) v_j / sum_j m_ij exp(s_ij)      m_ij = 1, or the soft span's ramp
 //
 // over the keys j that the schedule, the key mask and the soft span let query i see. A row without
@@ -150,6 +151,31 @@ struct TokenOrder {
   }
 };
 
+// What a call says of pairs of tokens by which they are, not by where they stand in its orders: for
+// calls that gather tokens by content. i and j are the tokens that the orders name.
+//
+// Slot n shows key j to query i where 0 <= a_n(i) - b_n(j) <= 1, with codes a of queries and b of
+// keys: their chunks, say, in the n-th of several sortings.
+struct TokenRule {
+  bool causal = false;  // hides keys j > i
+  int64_t own = -1;     // hides keys that slot `own` does not show; -1: none
+  float self_bias = 0;  // joins the score of i = j
+  // Divides the weight by the number of slots that show j to i, at least 1: of a key that as many
+  // calls or places of one softmax have, the copies count as one.
+  bool counts = false;
+  // Codes of a slot, batch and query head or key-value head, one a token.
+  const int32_t* query_codes = nullptr;
+  const int32_t* key_codes = nullptr;
+  int64_t slots = 0;  // kMaxTokenSlots at most
+  int64_t slot_stride = 0;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+
+  bool hides() const { return causal || own >= 0; }
+  bool adjusts() const { return self_bias != 0 || counts; }
+};
+constexpr int64_t kMaxTokenSlots = 64;
+
 // Keys and values in the layout that the CPU engine computes with (see KeyValueCache), a ring of
 // tiles for each head: the call's key tile t is tile (first_tile + t) % tiles.
 struct PackedKeysAndValues {
@@ -183,19 +209,24 @@ struct FlashCall {
   TensorView out;              // [batch, query_heads, query_tokens, value_dim]
   TensorView log_sum_exp;      // f32 [batch, query_heads, query_tokens], or empty
   TokenOrder query_order;      // of q, query_ids, out and log_sum_exp
+  bool out_by_row = false;     // rows of out and log_sum_exp are the schedule's, not tokens
   TokenOrder key_order;        // of k, v, key_mask and key_ids
   PackedKeysAndValues packed;  // in the place of k, v and key_order, where it is not empty
   KeyRing ring;                // CUDA alone
   const BlockSchedule* schedule = nullptr;
   const Band* band = nullptr;  // CUDA alone: in the place of a schedule
   ScoreRule rule;
+  TokenRule tokens;
   double scale = 0;  // 0: 1 / sqrt(head_dim)
 };
 
 // Whether the call brings the ids that label keys go by.
 absl::Status CheckIds(const FlashCall& call);
 
-// Scratch of one call in bytes: packed keys and values of as many heads as fit 8 MiB (at least one
+// Whether the rule's slots are what the engines take.
+absl::Status CheckTokenRule(const TokenRule& rule);
+
+// Scratch of one call in bytes: packed keys and values of as many heads as fit 4 MiB (at least one
 // head) and, for each thread, the scores of 64 queries against 512 keys; twice those where the rule
 // has relative keys.
 size_t FlashWorkspaceBytes(const Problem& problem, bool relative_keys, int threads);

@@ -41,7 +41,7 @@ constexpr int64_t kPositionRow =
     (kChunkTiles + 2) * kTile + 16;  // offsets of a chunk in any alignment
 // Packed keys and values that tasks share: few enough to stay in the last cache, and enough heads
 // for the threads to run out of work together.
-constexpr int64_t kPackedBytes = int64_t{8} << 20;
+constexpr int64_t kPackedBytes = int64_t{4} << 20;
 constexpr int64_t kTilesAtATime = 8;
 constexpr int64_t kTasksPerThread = 16;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
@@ -94,6 +94,13 @@ struct PackedTile {
   bool finite;          // whether all values are
 };
 
+// The queries or keys of a tile, where the call has a token rule.
+struct TokenSide {
+  int32_t tokens[kTile];
+  int32_t codes[kMaxTokenSlots][kTile];
+};
+static_assert(kTile == kPairColumns, "");
+
 // What one thread needs for one task.
 struct Scratch {
   float* content_query;      // [64][key_depth]
@@ -102,6 +109,7 @@ struct Scratch {
   float* positions;          // [64][kPositionRow]
   float (*label_scores)[2];  // [64] against the label keys
   int32_t* query_ids;        // [64]
+  TokenSide* queries;        // null where the call has no token rule
   float* accumulator;        // [64][value_row]
   float* max;                // [64]
   float* sum;
@@ -144,13 +152,12 @@ Memory LayOut(const Layout& layout, int threads, Workspace& workspace) {
   return memory;
 }
 
-// What the parts of a softmax but the last leave of each row of a group of heads: [parts][heads]
-// [query tokens] rows of the outputs not yet divided by their sum, the maximum and the sum.
+// What the parts of a softmax so far leave of each row of a group of heads: [heads][query tokens] rows
+// of the outputs not yet divided by their sum, the maximum and the sum.
 struct PartRows {
   float* rows = nullptr;  // null: there is one part
-  int64_t part = 0;       // this one
-  bool is_last = true;    // adds those before it to its own
-  int64_t heads = 0;
+  bool is_first = true;
+  bool is_last = true;
 };
 
 // A call: fixed while its tasks run.
@@ -196,8 +203,33 @@ class FlashRun {
     return {b, h, first_query, std::min(kTile, problem_.query_tokens - first_query), slot};
   }
 
+  // Asks for the rows that a task gathers: nothing but a task's own order says where they are.
+  void Prefetch(const Task& task) const {
+    if (call_.query_order.tokens != nullptr) {
+      PrefetchRows(call_.q, task, task.head, call_.query_order, task.first_query, task.rows);
+      for (int64_t r = 0; parts_.rows != nullptr && r < task.rows; ++r) {
+        PrefetchBytes(PartRow(task, r), layout_.part_row() * sizeof(float));
+      }
+    }
+    // Mostly, the keys that nobody has packed are those in the queries' places.
+    const int64_t tile = task.first_query / kTile;
+    if (call_.key_order.tokens == nullptr || !call_.packed.empty() || tile >= layout_.key_tiles ||
+        StateOf(task, tile).load(std::memory_order_relaxed) != kNotPacked) {
+      return;
+    }
+    const int64_t first = tile * kTile, keys = std::min(kTile, problem_.kv_tokens - first);
+    PrefetchRows(call_.k, task, KvHead(task), call_.key_order, first, keys);
+    PrefetchRows(call_.v, task, KvHead(task), call_.key_order, first, keys);
+  }
+
   void Attend(const Task& task, Scratch& scratch) const {
     LoadQueries(task, scratch);
+    TokenSide queries;
+    scratch.queries = &queries;
+    if (call_.tokens.hides() || call_.tokens.adjusts()) {
+      LoadSide(task, task.head, task.first_query, task.rows, call_.query_order,
+               call_.tokens.query_codes, {0, call_.tokens.slots}, &queries);
+    }
     std::fill_n(scratch.accumulator, task.rows * layout_.value_row, 0.0f);
     std::fill_n(scratch.max, task.rows, kNegativeInfinity);
     std::fill_n(scratch.sum, task.rows, 0.0f);
@@ -229,6 +261,11 @@ class FlashRun {
   }
 
  private:
+  // Slots begin to end - 1 of the token rule.
+  struct Slots {
+    int64_t begin;
+    int64_t end;
+  };
   // Columns begin to end - 1 of a tile, in multiples of a vector.
   struct Extent {
     int64_t begin;
@@ -252,6 +289,21 @@ class FlashRun {
     return call_.schedule->Row(task.head, task.first_query / kTile);
   }
   int64_t KvHead(const Task& task) const { return task.head / problem_.group(); }
+
+  static void PrefetchBytes(const void* begin, int64_t bytes) {
+    constexpr int64_t kLine = 64;
+    for (int64_t n = 0; n < bytes; n += kLine) {
+      __builtin_prefetch(static_cast<const std::byte*>(begin) + n, 0, 2);
+    }
+  }
+  void PrefetchRows(const ConstTensorView& view, const Task& task, int64_t head,
+                    const TokenOrder& order, int64_t first, int64_t rows) const {
+    const int64_t element = SizeOf(view.dtype), bytes = view.dim(3) * view.stride(3) * element;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t offset = view.Offset(task.batch, head, order(task.batch, head, first + r));
+      PrefetchBytes(static_cast<const std::byte*>(view.data) + offset * element, bytes);
+    }
+  }
 
   // Packs key tile `tile` of the task's head, unless it is packed or another task is at it. Uses the
   // scores' memory.
@@ -371,6 +423,9 @@ class FlashRun {
            (call_.key_mask.empty() ||
             *call_.key_mask.At<uint8_t>(b, call_.key_order(b, kv_head, j)) != 0);
   }
+  int64_t OutRow(const Task& task, int64_t r) const {
+    return call_.out_by_row ? task.first_query + r : QueryToken(task, r);
+  }
   int64_t QueryToken(const Task& task, int64_t r) const {
     return call_.query_order(task.batch, task.head, task.first_query + r);
   }
@@ -450,7 +505,7 @@ class FlashRun {
                                  static_cast<float>(index * kTile) >
                              0;
     const bool all_tokens = call_.key_mask.empty() && (index + 1) * kTile <= problem_.kv_tokens;
-    tile.whole = mask == nullptr && in_span && all_tokens;
+    tile.whole = mask == nullptr && in_span && all_tokens && !call_.tokens.hides();
     if (tile.whole) {
       tile.seen = {0, kTile};
       for (Extent& extent : tile.extents) extent = {0, kTile};
@@ -461,6 +516,7 @@ class FlashRun {
       visible[r] = tokens & (mask == nullptr ? ~uint64_t{0} : mask[r]);
       if (!in_span) visible[r] &= WithinSpanOf(r, index, scratch);
     }
+    if (call_.tokens.hides() && !HidePairs(task, index, *scratch.queries, visible)) return tile;
     uint64_t any_row = 0, all_rows[kTile / kGroupRows];
     for (int64_t g = 0; g * kGroupRows < task.rows; ++g) {
       uint64_t any = 0, all = ~uint64_t{0};
@@ -481,6 +537,72 @@ class FlashRun {
     }
     return tile;
   }
+
+  // `rows` places of an order from `first` on, with their codes of some slots.
+  void LoadSide(const Task& task, int64_t head, int64_t first, int64_t rows,
+                const TokenOrder& order, const int32_t* codes, Slots slots, TokenSide* side) const {
+    const TokenRule& rule = call_.tokens;
+    for (int64_t r = 0; r < rows; ++r) {
+      side->tokens[r] = static_cast<int32_t>(order(task.batch, head, first + r));
+    }
+    for (int64_t n = slots.begin; n < slots.end; ++n) {
+      const int64_t offset =
+          n * rule.slot_stride + task.batch * rule.batch_stride + head * rule.head_stride;
+      for (int64_t r = 0; r < rows; ++r) side->codes[n][r] = codes[offset + side->tokens[r]];
+    }
+  }
+  void LoadKeySide(const Task& task, int64_t tile, Slots slots, TokenSide* side) const {
+    const int64_t first = tile * kTile, keys = std::min(kTile, problem_.kv_tokens - first);
+    LoadSide(task, KvHead(task), first, keys, call_.key_order, call_.tokens.key_codes, slots, side);
+    for (int64_t r = keys; r < kTile; ++r) {  // as the last: hidden anyway
+      side->tokens[r] = side->tokens[keys - 1];
+      for (int64_t n = slots.begin; n < slots.end; ++n)
+        side->codes[n][r] = side->codes[n][keys - 1];
+    }
+  }
+
+  // Clears the bits of pairs that the token rule hides. False where it hides all, which sorted codes
+  // mostly show at a glance.
+  bool HidePairs(const Task& task, int64_t tile, const TokenSide& queries,
+                 uint64_t* visible) const {
+    const TokenRule& rule = call_.tokens;
+    const Slots own = rule.own < 0 ? Slots{0, 0} : Slots{rule.own, rule.own + 1};
+    TokenSide keys;
+    LoadKeySide(task, tile, own, &keys);
+    if (rule.causal && *std::min_element(keys.tokens, keys.tokens + kTile) >
+                           *std::max_element(queries.tokens, queries.tokens + task.rows)) {
+      return false;
+    }
+    TokenPairs pairs = {queries.tokens, keys.tokens, nullptr, nullptr, 0};
+    if (rule.own >= 0) {
+      pairs.row_codes = queries.codes[rule.own];
+      pairs.column_codes = keys.codes[rule.own];
+      pairs.slots = 1;
+      const auto [low, high] = std::minmax_element(pairs.row_codes, pairs.row_codes + task.rows);
+      const auto [first, last] =
+          std::minmax_element(pairs.column_codes, pairs.column_codes + kTile);
+      if (*high < *first || *low > *last + 1) return false;
+    }
+    kernels_.hide_pairs(task.rows, pairs, rule.causal, visible);
+    return true;
+  }
+
+  void AdjustPairs(const Task& task, const Tile& tile, Scratch& scratch) const {
+    const TokenRule& rule = call_.tokens;
+    const Slots counted = {0, rule.counts ? rule.slots : 0};
+    TokenSide keys;
+    LoadKeySide(task, tile.index, counted, &keys);
+    const TokenSide& queries = *scratch.queries;
+    ForEachPart(task, tile, [&](int64_t row, int64_t rows, const Extent& extent) {
+      const int64_t column = extent.begin;
+      kernels_.adjust_pairs({scratch.scores + row * kScoreRow + tile.column + column, kScoreRow,
+                             rows, extent.end - column},
+                            {queries.tokens + row, keys.tokens + column, queries.codes[0] + row,
+                             keys.codes[0] + column, counted.end},
+                            rule.self_bias);
+    });
+  }
+
   static Extent ExtentOf(uint64_t keys) {
     if (keys == 0) return {0, 0};
     return {__builtin_ctzll(keys) / kColumnQuantum * kColumnQuantum,
@@ -601,6 +723,9 @@ class FlashRun {
       kernels_.relu_multiply(scores, rule.relu_multiplier->At(task.head, first), -1);
     }
     if (rule.bias != nullptr) kernels_.add(scores, rule.bias->At(task.head, first), -1);
+    if (call_.tokens.adjusts()) {
+      for (int64_t t = 0; t < tiles; ++t) AdjustPairs(task, chunk[t], scratch);
+    }
     // Last, since it also hides what lies outside the extents, which may be anything so far.
     for (int64_t t = 0; t < tiles; ++t) {
       if (!chunk[t].whole) Hide(task, chunk[t], scratch);
@@ -704,15 +829,15 @@ class FlashRun {
   }
 
   // Of the token that is row r of the task.
-  float* PartRow(const Task& task, int64_t r, int64_t part) const {
+  float* PartRow(const Task& task, int64_t r) const {
     const int64_t group = problem_.group();
-    const int64_t head = part * parts_.heads + task.slot * group + task.head % group;
+    const int64_t head = task.slot * group + task.head % group;
     return parts_.rows + (head * problem_.query_tokens + QueryToken(task, r)) * layout_.part_row();
   }
 
   void StorePart(const Task& task, const Scratch& scratch) const {
     for (int64_t r = 0; r < task.rows; ++r) {
-      float* row = PartRow(task, r, parts_.part);
+      float* row = PartRow(task, r);
       std::memcpy(row, scratch.accumulator + r * layout_.value_row,
                   layout_.value_row * sizeof(float));
       row[layout_.value_row] = scratch.max[r];
@@ -723,40 +848,38 @@ class FlashRun {
   // Adds what the parts before this one found for row r.
   void AddEarlierParts(const Task& task, int64_t r, Scratch& scratch) const {
     float* output = scratch.accumulator + r * layout_.value_row;
-    for (int64_t earlier = 0; earlier < parts_.part; ++earlier) {
-      const float* part = PartRow(task, r, earlier);
-      const float max = part[layout_.value_row], sum = part[layout_.value_row + 1];
-      if (sum == 0) continue;  // it saw no key
-      float own_factor = 1, factor = 1;
-      if (scratch.sum[r] == 0) {
-        own_factor = 0;
-        scratch.max[r] = max;
-      } else if (max > scratch.max[r]) {
-        own_factor = std::exp(scratch.max[r] - max);
-        scratch.max[r] = max;
-      } else {
-        factor = std::exp(max - scratch.max[r]);
-      }
-      for (int64_t c = 0; c < layout_.value_row; ++c) {
-        output[c] = own_factor * output[c] + factor * part[c];
-      }
-      scratch.sum[r] = own_factor * scratch.sum[r] + factor * sum;
+    const float* part = PartRow(task, r);
+    const float max = part[layout_.value_row], sum = part[layout_.value_row + 1];
+    if (sum == 0) return;  // they saw no key
+    float own_factor = 1, factor = 1;
+    if (scratch.sum[r] == 0) {
+      own_factor = 0;
+      scratch.max[r] = max;
+    } else if (max > scratch.max[r]) {
+      own_factor = std::exp(scratch.max[r] - max);
+      scratch.max[r] = max;
+    } else {
+      factor = std::exp(max - scratch.max[r]);
     }
+    for (int64_t c = 0; c < layout_.value_row; ++c) {
+      output[c] = own_factor * output[c] + factor * part[c];
+    }
+    scratch.sum[r] = own_factor * scratch.sum[r] + factor * sum;
   }
 
   void StoreResults(const Task& task, Scratch& scratch) const {
+    for (int64_t r = 0; !parts_.is_first && r < task.rows; ++r) AddEarlierParts(task, r, scratch);
     if (!parts_.is_last) return StorePart(task, scratch);
     for (int64_t r = 0; r < task.rows; ++r) {
-      AddEarlierParts(task, r, scratch);
       const float sum = scratch.sum[r];
       scratch.rescale[r] = sum == 0 ? 0 : 1 / sum;  // no key: the accumulator is 0 and stays it
       if (!call_.log_sum_exp.empty()) {
-        *call_.log_sum_exp.MutableAt<float>(task.batch, task.head, QueryToken(task, r)) =
+        *call_.log_sum_exp.MutableAt<float>(task.batch, task.head, OutRow(task, r)) =
             sum == 0 ? kNegativeInfinity : scratch.max[r] + std::log(sum);
       }
     }
     for (int64_t r = 0; r < task.rows; ++r) {
-      const int64_t offset = call_.out.Offset(task.batch, task.head, QueryToken(task, r));
+      const int64_t offset = call_.out.Offset(task.batch, task.head, OutRow(task, r));
       const float factor = scratch.rescale[r];
       float* row = scratch.accumulator + r * layout_.value_row;
       float* to = out_is_plain_ ? static_cast<float*>(call_.out.mutable_data()) + offset : row;
@@ -785,9 +908,8 @@ class FlashRun {
 
 float* TakePartRows(size_t parts, const Problem& problem, int64_t kv_heads, int64_t row,
                     Workspace& workspace) {
-  const int64_t heads = kv_heads * problem.group();
-  return workspace.Take<float>((static_cast<int64_t>(parts) - 1) * heads * problem.query_tokens *
-                               row);
+  const int64_t heads = parts > 1 ? kv_heads * problem.group() : 0;
+  return workspace.Take<float>(heads * problem.query_tokens * row);
 }
 
 absl::Status CheckSchedule(const Problem& problem, const BlockSchedule& schedule) {
@@ -827,6 +949,7 @@ void AttendHeads(const FlashPartCall& part, const PartRows& rows, int64_t first,
   };
   pool->ParallelFor((tiles + at_a_time - 1) / at_a_time, [&](int64_t task, int worker) {
     for (int64_t n = task * at_a_time; n < std::min(tiles, (task + 1) * at_a_time); ++n) {
+      if (n + 1 < tiles) run.Prefetch(task_of(n + 1));
       run.Attend(task_of(n), memory.scratch[worker]);
     }
   });
@@ -869,6 +992,7 @@ absl::Status FlashCpu(absl::Span<const FlashPartCall> parts, const Execution& ex
   for (const auto [problem, call] : parts) {
     TFB_RETURN_IF_ERROR(CheckSchedule(*problem, *call->schedule));
     if (call->rule.label_keys.keys != nullptr) TFB_RETURN_IF_ERROR(CheckIds(*call));
+    TFB_RETURN_IF_ERROR(CheckTokenRule(call->tokens));
     const Layout layout(*problem, call->rule.relative_keys != nullptr, !call->packed.empty());
     at_a_time = std::min(at_a_time, layout.packed_heads);
     part_row = layout.part_row();
@@ -878,12 +1002,11 @@ absl::Status FlashCpu(absl::Span<const FlashPartCall> parts, const Execution& ex
   Workspace workspace(execution.workspace);
   PartRows rows;
   rows.rows = TakePartRows(parts.size(), problem, at_a_time, part_row, workspace);
-  rows.heads = at_a_time * problem.group();
   const int64_t kv_heads = problem.batch * problem.kv_heads;
   for (int64_t first = 0; first < kv_heads; first += at_a_time) {
     const int64_t heads = std::min(at_a_time, kv_heads - first);
     for (size_t n = 0; n < parts.size(); ++n) {
-      rows.part = static_cast<int64_t>(n);
+      rows.is_first = n == 0;
       rows.is_last = n + 1 == parts.size();
       AttendHeads(parts[n], rows, first, heads, workspace.Rest(), execution.pool);
     }

@@ -28,8 +28,8 @@ bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
   const DeviceScoreRule& rule = a.rule;
   return IsFew(problem) && rule.content_bias == nullptr && rule.relative_keys.rows == nullptr &&
          rule.label_keys.keys == nullptr && rule.relu_multiplier.values == nullptr &&
-         rule.span == nullptr && (a.schedule.heads == 1 || problem.group() == 1) &&
-         a.k.element == a.v.element;
+         rule.span == nullptr && !rule.tokens.acts &&
+         (a.schedule.heads == 1 || problem.group() == 1) && a.k.element == a.v.element;
 }
 
 using Forward = const char* (*)(const FlashArguments&, void*);
@@ -47,6 +47,24 @@ Forward ForwardOf(CudaTarget target, const Problem& problem, const FlashArgument
 
 DeviceTokenOrder ToDevice(const TokenOrder& order) {
   return {order.tokens, order.batch_stride, order.head_stride, order.group};
+}
+static_assert(kFlashTokenSlots == kMaxTokenSlots, "one limit for all devices");
+DeviceTokenRule ToDevice(const TokenRule& rule) {
+  DeviceTokenRule device = {};
+  device.hides = rule.hides();
+  device.adjusts = rule.adjusts();
+  device.acts = device.hides || device.adjusts;
+  device.causal = rule.causal;
+  device.counts = rule.counts;
+  device.own = static_cast<int>(rule.own);
+  device.slots = static_cast<int>(rule.slots);
+  device.self_bias = rule.self_bias;
+  device.query_codes = rule.query_codes;
+  device.key_codes = rule.key_codes;
+  device.slot_stride = rule.slot_stride;
+  device.batch_stride = rule.batch_stride;
+  device.head_stride = rule.head_stride;
+  return device;
 }
 DeviceIds ToDeviceIds(const ConstTensorView& ids) {
   return {static_cast<const int32_t*>(ids.data), ids.stride(0), ids.stride(1)};
@@ -221,6 +239,7 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   }
   a.query_order = ToDevice(call.query_order);
   a.key_order = ToDevice(call.key_order);
+  a.out_by_row = call.out_by_row;
   a.ring_tiles = call.ring.tiles;
   a.first_tile = call.ring.first_tile;
   a.batch = problem.batch;
@@ -251,6 +270,8 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
     a.rule.span_query_stride = span.query_stride;
     a.rule.ramp = span.ramp;
   }
+  TFB_RETURN_IF_ERROR(CheckTokenRule(call.tokens));
+  a.rule.tokens = ToDevice(call.tokens);
   a.scale = static_cast<float>(
       call.scale != 0 ? call.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)));
   a.splits = static_cast<int>(Slots(*runtime_, problem));

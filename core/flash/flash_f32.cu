@@ -11,7 +11,7 @@
 //   shared memory, D = 64:   (64 + 64 + 64) x 68 x 4 B = 51 KiB, 3 blocks on sm_80, 4 on sm_90
 //                  D = 128:  (128 + 128 + 64) x 68 x 4 B = 85 KiB
 //                  D = 256:  (256 + 256 + 64) x 68 x 4 B = 153 KiB
-//   label keys add 1 KiB, relative keys that and 64 x 132 x 4 B = 33 KiB
+//   label keys add 1 KiB, relative keys that and 64 x 132 x 4 B = 33 KiB, a token rule 5.5 KiB
 //
 // Sums over keys go tile by tile in the order of the schedule, whatever the number of blocks: the
 // result is the same bit by bit in every run.
@@ -43,12 +43,13 @@ struct Shared {
   uint64_t* visible;  // [64] bit c of word r: query r sees key c
   unsigned* flags;    // [4]: the tokens among the keys; whether a value is not finite
   // Where there are label or relative keys.
-  float2* label_scores;  // [64] queries against the label keys
-  int* query_ids;        // [64]
-  int* key_ids;          // [64]
-  float* position;       // [64][kPositionStride], where there are relative keys
+  float2* label_scores;         // [64] queries against the label keys
+  int* query_ids;               // [64]
+  int* key_ids;                 // [64]
+  float* position;              // [64][kPositionStride], where there are relative keys
+  TokenPairs<kQueries>* pairs;  // where there is a token rule
 
-  __device__ explicit Shared(float* memory)
+  __device__ Shared(float* memory, const DeviceScoreRule& rule)
       : q(memory),
         kv(q + kDim * kStride),
         p(kv + kKeysAndValues),
@@ -59,13 +60,18 @@ struct Shared {
         label_scores(reinterpret_cast<float2*>(flags + 4)),
         query_ids(reinterpret_cast<int*>(label_scores + 64)),
         key_ids(query_ids + 64),
-        position(reinterpret_cast<float*>(key_ids + 64)) {}
+        position(reinterpret_cast<float*>(key_ids + 64)),
+        pairs(reinterpret_cast<TokenPairs<kQueries>*>(memory + Floats(rule))) {}
 
-  static size_t Bytes(bool label_keys, bool relative_keys) {
-    const size_t floats = kDim * kStride + kKeysAndValues + kKeys * kStride + 64 + 64 + 128 + 4 +
-                          (label_keys || relative_keys ? 128 + 64 + 64 : 0) +
-                          (relative_keys ? kQueries * kPositionStride : 0);
-    return floats * sizeof(float);
+  // Of all but `pairs`: an even number.
+  __host__ __device__ static constexpr size_t Floats(const DeviceScoreRule& rule) {
+    const bool relative_keys = rule.relative_keys.rows != nullptr;
+    return kDim * kStride + kKeysAndValues + kKeys * kStride + 64 + 64 + 128 + 4 +
+           (relative_keys || rule.label_keys.keys != nullptr ? 128 + 64 + 64 : 0) +
+           (relative_keys ? kQueries * kPositionStride : 0);
+  }
+  static size_t Bytes(const DeviceScoreRule& rule) {
+    return Floats(rule) * sizeof(float) + (rule.tokens.acts ? sizeof(TokenPairs<kQueries>) : 0);
   }
 };
 
@@ -182,7 +188,7 @@ class FlashF32Block {
   __device__ FlashF32Block(const FlashArguments& a, const FlashTask& task, float* memory)
       : a_(a),
         task_(task),
-        shared_(memory),
+        shared_(memory, a.rule),
         tx_(threadIdx.x % kThreadsX),
         ty_(threadIdx.x / kThreadsX) {
     depth_ = (a.head_dim + 3) / 4 * 4;
@@ -196,10 +202,13 @@ class FlashF32Block {
     __syncthreads();
     FindSpan();
     if (kRule && a_.rule.label_keys.keys != nullptr) ScoreLabels();
+    if (has_pairs()) LoadQueryTokens<kThreads>(a_, task_, first_query_, *shared_.pairs);
     TileWalk walk(a_, task_, kQueries);
     while (walk.Next()) {
       if (kRule && !WithinAnySpan(walk.tile())) continue;
-      const bool whole = walk.full() && AllTokens(a_, walk.tile()) && InAllSpans(walk.tile());
+      const bool whole = walk.full() && AllTokens(a_, walk.tile()) && InAllSpans(walk.tile()) &&
+                         !(kRule && a_.rule.tokens.hides);
+      if (has_pairs()) FindPairs<kThreads>(a_, task_, walk.tile(), *shared_.pairs);
       LoadKeys(walk.tile());
       if (kRule && a_.rule.label_keys.keys != nullptr) LoadKeyIds(walk.tile());
       if (!whole) FindVisible(walk);
@@ -223,6 +232,7 @@ class FlashF32Block {
   }
 
  private:
+  __device__ bool has_pairs() const { return kRule && a_.rule.tokens.acts; }
   __device__ int64_t QueryToken(int row) const {
     return TokenOf(a_.query_order, task_.batch, task_.head, first_query_ + row);
   }
@@ -312,6 +322,7 @@ class FlashF32Block {
       uint64_t word = shared_.flags[0] | static_cast<uint64_t>(shared_.flags[1]) << 32;
       word &= walk.Mask(t, kQueries);
       if (kRule && a_.rule.span != nullptr) word &= WithinSpan(shared_.limit[t], walk.tile());
+      if (kRule && a_.rule.tokens.hides) word &= shared_.pairs->visible[t];
       shared_.visible[t] = word;
     }
   }
@@ -366,6 +377,16 @@ class FlashF32Block {
     if (rule.bias.values != nullptr) {
       ForEachEntry(rule.bias, tile, first,
                    [&](int r, int c, float entry) { scores[r][c] += entry; });
+    }
+    if (rule.tokens.adjusts) AddPairTerms(scores);
+  }
+  __device__ void AddPairTerms(float scores[kRows][4]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        scores[r][c] += PairTerm(a_.rule.tokens, *shared_.pairs, ty_ * kRows + r, tx_ * 4 + c);
+      }
     }
   }
 
@@ -573,8 +594,7 @@ const char* LaunchForward(const FlashArguments& a, void* stream) {
   const int64_t tasks = FlashTasks(a);
   const KernelShape shape = {
       dim3(static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks)),
-      dim3(ThreadsFor(kDim)),
-      Shared<kDim>::Bytes(a.rule.label_keys.keys != nullptr, a.rule.relative_keys.rows != nullptr)};
+      dim3(ThreadsFor(kDim)), Shared<kDim>::Bytes(a.rule)};
   return a.rule.is_plain()
              ? Launch("FlashF32", &FlashF32<kDim, false>, shape, stream, a)
              : Launch("FlashF32 with a rule", &FlashF32<kDim, true>, shape, stream, a);

@@ -51,6 +51,24 @@ struct DeviceLabelKeys {
   int64_t heads;
 };
 
+// As TokenRule.
+constexpr int kFlashTokenSlots = 64;  // at most
+struct DeviceTokenRule {
+  bool hides;
+  bool adjusts;
+  bool acts;  // either
+  bool causal;
+  bool counts;
+  int own;
+  int slots;
+  float self_bias;
+  const int32_t* query_codes;
+  const int32_t* key_codes;
+  int64_t slot_stride;
+  int64_t batch_stride;
+  int64_t head_stride;
+};
+
 struct DeviceScoreRule {
   const float* content_bias;   // u [query_heads, head_dim], or null
   const float* position_bias;  // w [query_heads, head_dim], or null
@@ -65,11 +83,13 @@ struct DeviceScoreRule {
   int64_t span_query_stride;
   float ramp;
   int64_t query_position;
+  DeviceTokenRule tokens;
 
   // Whether scores are more than scaled products: which of two kernels runs.
   __attribute__((always_inline)) bool is_plain() const {
     return relative_keys.rows == nullptr && label_keys.keys == nullptr &&
-           relu_multiplier.values == nullptr && bias.values == nullptr && span == nullptr;
+           relu_multiplier.values == nullptr && bias.values == nullptr && span == nullptr &&
+           !tokens.acts;
   }
 };
 
@@ -100,6 +120,7 @@ struct FlashArguments {
   float* log_sum_exp;  // [batch, query_heads, query tokens], or null
   int64_t log_sum_exp_strides[3];
   DeviceTokenOrder query_order;  // of q, query_ids, out, log_sum_exp
+  bool out_by_row;               // but not of out and log_sum_exp: theirs are rows of the call
   DeviceTokenOrder key_order;    // of k, v, key_mask, key_ids
   // Where ring_tiles > 0, k and v are rings of that many tiles of 64 tokens, and key tile t is tile
   // (t + first_tile) % ring_tiles.

@@ -229,15 +229,23 @@ struct MmaShared {
       : queries(memory),
         ring(memory + kQueries * Shape::kRowBytes),
         common(reinterpret_cast<CommonOfRelativeKeys*>(ring + Shape::kRingBytes)) {}
-  __device__ Labels& labels() const {
-    return *reinterpret_cast<Labels*>(queries + Bytes(/*label_keys=*/false));
+  // One of them at most, or the labels before the pairs.
+  __device__ Labels& labels() const { return *reinterpret_cast<Labels*>(queries + BytesOfAll()); }
+  __device__ TokenPairs<kQueries>& pairs(const DeviceScoreRule& rule) const {
+    return *reinterpret_cast<TokenPairs<kQueries>*>(queries + BytesOfAll() + BytesOfLabels(rule));
   }
-  __host__ __device__ static constexpr size_t Bytes(bool label_keys) {
+  __host__ __device__ static constexpr size_t BytesOfAll() {
     return kQueries * Shape::kRowBytes + Shape::kRingBytes +
            (kRule == Rule::kNone     ? sizeof(Common)
             : kRule == Rule::kTables ? sizeof(CommonOfRule)
-                                     : sizeof(CommonOfRelativeKeys)) +
-           (label_keys ? sizeof(Labels) : 0);
+                                     : sizeof(CommonOfRelativeKeys));
+  }
+  __host__ __device__ static constexpr size_t BytesOfLabels(const DeviceScoreRule& rule) {
+    return rule.label_keys.keys != nullptr ? sizeof(Labels) : 0;
+  }
+  static size_t Bytes(const DeviceScoreRule& rule) {
+    return BytesOfAll() + BytesOfLabels(rule) +
+           (rule.tokens.acts ? sizeof(TokenPairs<kQueries>) : 0);
   }
 };
 
@@ -310,6 +318,7 @@ class FlashMmaBlock {
       if (kRule != Rule::kNone) {
         FindColumnBiases(n, slot);
         if (has_labels()) FindLabels(n, tile);
+        if (has_pairs()) FindTokenPairs(n, tile);
       }
       thread_ = Anew(thread_);
       Scores score;
@@ -585,7 +594,8 @@ class FlashMmaBlock {
   // Whether the schedule or a span hides tokens of the tile.
   __device__ bool HidesByRule(const MmaTile& tile) const {
     return tile.mask != TileRun::kFull ||
-           (has_span() && WithinSpan(common_.narrowest, tile.index) != ~uint64_t{0});
+           (has_span() && WithinSpan(common_.narrowest, tile.index) != ~uint64_t{0}) ||
+           (kRule != Rule::kNone && a_.rule.tokens.hides);
   }
 
   __device__ uint64_t Tokens(const MmaTile& tile) const {
@@ -599,6 +609,9 @@ class FlashMmaBlock {
     uint64_t visible =
         MaskOf(a_.schedule, {tile.index, tile.mask}, common_.first_query, row, kQueries);
     if (has_span()) visible &= WithinSpan(common_.limit[row], tile.index);
+    if (kRule != Rule::kNone && a_.rule.tokens.hides) {
+      visible &= shared_.pairs(a_.rule).visible[row];
+    }
     return visible;
   }
 
@@ -830,8 +843,35 @@ class FlashMmaBlock {
       ForEachEntry(a_.rule.bias, common_.biases, tile, score,
                    [](float& s, float entry) { s += entry; });
     }
+    if (a_.rule.tokens.adjusts) AddPairTerms(score);
     if (has_span() && common_.narrowest + static_cast<float>(tile.index * kKeys) < a_.rule.ramp) {
       AddRamp(tile, score);
+    }
+  }
+
+  __device__ bool has_pairs() const { return kRule != Rule::kNone && a_.rule.tokens.acts; }
+  __device__ void FindTokenPairs(int n, const MmaTile& tile) {
+    TokenPairs<kQueries>& pairs = shared_.pairs(a_.rule);
+    if (n == 0) {
+      LoadQueryTokens<Shape::kThreads>(a_, common_.task, common_.first_query, pairs);
+    }
+    FindPairs<Shape::kThreads>(a_, common_.task, tile.index, pairs);
+  }
+  __device__ void AddPairTerms(Scores& score) {
+    const TokenPairs<kQueries>& pairs = shared_.pairs(a_.rule);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int x = 0; x < 2; ++x) {
+            score[m][n][half * 2 + x] +=
+                PairTerm(a_.rule.tokens, pairs, RowOf(m, half), n * 8 + column() + x);
+          }
+        }
+      }
     }
   }
 
@@ -1168,7 +1208,7 @@ class FlashMmaBlock {
       const float inverse = sum == 0 ? 0 : 1 / sum;
       const float4 x = *reinterpret_cast<const float4*>(row + c);
       const float4 y = *reinterpret_cast<const float4*>(row + c + 4);
-      *reinterpret_cast<uint4*>(to + token * a_.out.strides[2] + c) =
+      *reinterpret_cast<uint4*>(to + OutRow(a_, i, token) * a_.out.strides[2] + c) =
           make_uint4(Pair<T>(x.x * inverse, x.y * inverse), Pair<T>(x.z * inverse, x.w * inverse),
                      Pair<T>(y.x * inverse, y.y * inverse), Pair<T>(y.z * inverse, y.w * inverse));
     }
@@ -1202,10 +1242,10 @@ template <class T, int kDim, Rule kRule>
 const char* LaunchMma(const FlashArguments& a, const InChunks& in_chunks, void* stream) {
   const int64_t tasks = FlashTasks(a);
   const unsigned blocks = static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks);
-  return Launch("FlashMma", &FlashMma<T, kDim, kRule>,
-                {dim3(blocks), dim3(MmaShape<kDim, kRule>::kThreads),
-                 MmaShared<kDim, kRule>::Bytes(a.rule.label_keys.keys != nullptr)},
-                stream, a, in_chunks);
+  return Launch(
+      "FlashMma", &FlashMma<T, kDim, kRule>,
+      {dim3(blocks), dim3(MmaShape<kDim, kRule>::kThreads), MmaShared<kDim, kRule>::Bytes(a.rule)},
+      stream, a, in_chunks);
 }
 
 // Whether every row [b, h, token] begins at a multiple of 16 bytes and is whole chunks of the type.

@@ -10,8 +10,8 @@
 namespace tfb {
 namespace {
 
-// Room for the calls of a softmax, so that running them allocates nothing.
-using PartCalls = absl::InlinedVector<FlashPartCall, 8>;
+// Room for the calls of a softmax, so that running them allocates nothing: as many as any technique's.
+using PartCalls = absl::InlinedVector<FlashPartCall, 32>;
 
 int64_t CudaSlots(const CudaRuntime& runtime, absl::Span<const Problem> parts) {
   int64_t slots = 0;

@@ -214,6 +214,99 @@ __device__ inline int IdOf(const DeviceIds& ids, int64_t b, int64_t token) {
   return ids.ids[b * ids.batch_stride + token * ids.stride];
 }
 
+// The row of `out` and `log_sum_exp` that row i of the call, of this token, has.
+__device__ inline int64_t OutRow(const FlashArguments& a, int64_t i, int64_t token) {
+  return a.out_by_row ? i : token;
+}
+
+// What a block knows of its tile's tokens where the call has a token rule, in shared memory.
+template <int kRows>
+struct TokenPairs {
+  uint64_t visible[kRows];  // bit c: the rule does not hide key c from the query
+  int query_tokens[kRows];
+  int key_tokens[kKeys];
+  int own_codes[kKeys];
+  float logs[kFlashTokenSlots + 1];  // of counts
+  unsigned char counts[kRows][kKeys];
+};
+
+// Whether 0 <= query code - key code <= 1.
+__device__ inline bool HasPair(int query, int key) {
+  return static_cast<unsigned>(query - key) <= 1;
+}
+// The codes of slot 0 of a batch row and head.
+__device__ inline const int32_t* CodesOf(const DeviceTokenRule& rule, const int32_t* codes,
+                                         int64_t b, int64_t h) {
+  return codes + b * rule.batch_stride + h * rule.head_stride;
+}
+
+// Of a block's queries, in `kThreads` threads. The caller's barrier makes them visible.
+template <int kThreads, int kRows>
+__device__ void LoadQueryTokens(const FlashArguments& a, const FlashTask& task, int64_t first,
+                                TokenPairs<kRows>& pairs) {
+  for (int r = threadIdx.x; r < kRows; r += kThreads) {
+    const int64_t i = min(first + r, a.query_tokens - 1);
+    pairs.query_tokens[r] = static_cast<int>(TokenOf(a.query_order, task.batch, task.head, i));
+  }
+  for (int n = threadIdx.x; n <= kFlashTokenSlots; n += kThreads) {
+    pairs.logs[n] = n > 1 ? logf(static_cast<float>(n)) : 0;
+  }
+}
+// Of a tile's keys, and what the rule hides of them. Begins and ends with a barrier.
+template <int kThreads, int kRows>
+__device__ void FindPairs(const FlashArguments& a, const FlashTask& task, int64_t tile,
+                          TokenPairs<kRows>& pairs) {
+  const DeviceTokenRule& rule = a.rule.tokens;
+  const bool has_codes = rule.own >= 0;
+  const int64_t own = rule.own * rule.slot_stride;
+  __syncthreads();
+  if (threadIdx.x < kKeys) {
+    const int64_t last = a.kv_tokens - 1 - tile * kKeys;
+    const int c = static_cast<int>(min(int64_t{threadIdx.x}, last));
+    const int64_t token = KeyToken(a, task, tile, c);
+    pairs.key_tokens[threadIdx.x] = static_cast<int>(token);
+    if (has_codes) {
+      pairs.own_codes[threadIdx.x] =
+          CodesOf(rule, rule.key_codes, task.batch, task.kv_head)[own + token];
+    }
+  }
+  __syncthreads();
+  for (int r = threadIdx.x; rule.hides && r < kRows; r += kThreads) {
+    const int token = pairs.query_tokens[r];
+    const int code =
+        has_codes ? CodesOf(rule, rule.query_codes, task.batch, task.head)[own + token] : 0;
+    uint64_t visible = 0;
+    for (int c = 0; c < kKeys; ++c) {
+      const bool sees = (!rule.causal || pairs.key_tokens[c] <= token) &&
+                        (!has_codes || HasPair(code, pairs.own_codes[c]));
+      visible |= static_cast<uint64_t>(sees) << c;
+    }
+    pairs.visible[r] = visible;
+  }
+  for (int n = threadIdx.x; rule.counts && n < kRows * kKeys; n += kThreads) {
+    const int row = n / kKeys, column = n % kKeys;
+    const int32_t* of_query =
+        CodesOf(rule, rule.query_codes, task.batch, task.head) + pairs.query_tokens[row];
+    const int32_t* of_key =
+        CodesOf(rule, rule.key_codes, task.batch, task.kv_head) + pairs.key_tokens[column];
+    int count = 0;
+    for (int slot = 0; slot < rule.slots; ++slot) {
+      count += HasPair(of_query[slot * rule.slot_stride], of_key[slot * rule.slot_stride]);
+    }
+    pairs.counts[row][column] = static_cast<unsigned char>(count);
+  }
+  __syncthreads();
+}
+
+// What the rule adds to the score of query `row` of the block and key `column` of the tile.
+template <int kRows>
+__device__ inline float PairTerm(const DeviceTokenRule& rule, const TokenPairs<kRows>& pairs,
+                                 int row, int column) {
+  const bool same = pairs.query_tokens[row] == pairs.key_tokens[column];
+  const float term = same ? rule.self_bias : 0;
+  return rule.counts ? term - pairs.logs[pairs.counts[row][column]] : term;
+}
+
 // The floats of `partial` that a row of a slot has.
 __device__ inline float* PartialRow(const FlashArguments& a, int64_t slot, int64_t b, int64_t h,
                                     int64_t n) {
@@ -239,8 +332,8 @@ class OutputRow {
     }
     factor_ = sum == 0 ? 0 : 1 / sum;  // no key: the output is 0 and stays it
     data_ = a.out.data;
-    offset_ =
-        task.batch * a.out.strides[0] + task.head * a.out.strides[1] + token * a.out.strides[2];
+    offset_ = task.batch * a.out.strides[0] + task.head * a.out.strides[1] +
+              OutRow(a, i, token) * a.out.strides[2];
     stride_ = a.out.strides[3];
     element_ = a.out.element;
   }
@@ -282,7 +375,7 @@ __device__ inline void StoreSums(const FlashArguments& a, const FlashTask& task,
     row[a.value_dim + 1] = sum;
   } else if (a.log_sum_exp != nullptr) {
     a.log_sum_exp[task.batch * a.log_sum_exp_strides[0] + task.head * a.log_sum_exp_strides[1] +
-                  token * a.log_sum_exp_strides[2]] =
+                  OutRow(a, i, token) * a.log_sum_exp_strides[2]] =
         sum == 0 ? NegativeInfinity() : maximum + logf(sum);
   }
 }

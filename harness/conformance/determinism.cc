@@ -90,6 +90,7 @@ void OtherSeedsDrawOtherParameters(const Subject& subject, const Problem& proble
 void ChangeFuture(const Problem& problem, int64_t t, const NamedTensors& drawn,
                   NamedTensors* inputs) {
   for (auto& [name, tensor] : *inputs) {
+    if (drawn.count(name) == 0) continue;  // the selection
     const int axis = TokenAxis(tensor.view());
     const bool of_keys = name == "k" || name == "v" || name == "key_mask";
     const int64_t first = t + 1 + (of_keys ? problem.causal_offset() : 0);
@@ -100,14 +101,20 @@ void ChangeFuture(const Problem& problem, int64_t t, const NamedTensors& drawn,
   }
 }
 
-// What Setup decided (buckets, clusters, permutations) is frozen: it may know the future.
+// What Setup decided, and how tokens are grouped by content, is frozen: it may know the future.
 void TheFutureDoesNotReachThePast(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   const auto other = trial == nullptr ? nullptr : Trial::Make(subject, problem, kSeed + 1);
   if (other == nullptr) return;
-  const NamedTensors setup_inputs = Copies(trial->inputs());
-  const NamedTensors before = trial->Run();
+  NamedTensors before = trial->Run();
   if (before.empty()) return;
+  const std::string& selection = subject.technique->info().selection;
+  if (!selection.empty()) {
+    trial->inputs()[selection] = before.at(selection).Clone();
+    before = trial->Run();
+    if (before.empty()) return;
+  }
+  const NamedTensors setup_inputs = Copies(trial->inputs());
   for (const int64_t t : {int64_t{0}, int64_t{62}, int64_t{63}, int64_t{64}, int64_t{100},
                           problem.query_tokens - 2}) {
     trial->inputs() = Copies(setup_inputs);

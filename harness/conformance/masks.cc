@@ -76,7 +76,7 @@ void ScoresBelowEveryFiniteSentinel(const Subject& subject, const Problem& probl
   if (trial == nullptr || !trial->RequireExact() || !trial->RequireQkv()) return;
   const float root = std::sqrt(-score);
   Fill(trial->inputs()["q"].view(), -root);
-  Fill(trial->inputs()["k"].view(), root);
+  Fill(KeysOf(trial->inputs()).view(), root);
   bool has_mask = false;
   for (const TensorSpec& spec : trial->layer().inputs()) has_mask |= spec.name == "key_mask";
   if (has_mask && trial->RequireKeyMask()) MaskKeys(trial.get(), 0, 5, 69);
@@ -94,6 +94,7 @@ void NansReachWhatTheDefinitionSays(const Subject& subject, const Problem& probl
                                     const char* name, int64_t token, bool masked) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr || !trial->RequireQkv()) return;
+  if (trial->inputs().count(name) == 0) return Skip("the keys are the queries");
   // Where keys decide who attends to whom, the order of a NaN among numbers is nobody's promise.
   if (*name != 'v' && !masked && !trial->RequireExact()) return;
   if (masked) {

@@ -224,7 +224,8 @@ std::unique_ptr<Trial> Trial::Make(const Subject& subject, const Problem& proble
 bool Trial::RequireQkv() {
   const Problem& p = problem_;
   if (HasShape(inputs_, "q", {p.batch, p.query_heads, p.query_tokens, p.head_dim}) &&
-      HasShape(inputs_, "k", {p.batch, p.kv_heads, p.kv_tokens, p.head_dim}) &&
+      (inputs_.count("k") == 0 ||
+       HasShape(inputs_, "k", {p.batch, p.kv_heads, p.kv_tokens, p.head_dim})) &&
       HasShape(inputs_, "v", {p.batch, p.kv_heads, p.kv_tokens, p.value_dim})) {
     return true;
   }
@@ -367,6 +368,8 @@ absl::Status Call::Run() {
   TFB_RETURN_IF_ERROR(layer_->Run(inputs(), outputs(), execution_));
   return Synchronize(runtime_);
 }
+
+Tensor& KeysOf(NamedTensors& inputs) { return inputs.at(inputs.count("k") > 0 ? "k" : "q"); }
 
 NamedTensors Copies(const NamedTensors& tensors) {
   NamedTensors copies;

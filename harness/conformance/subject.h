@@ -125,7 +125,8 @@ class Trial {
   Layer& layer() { return *layer_; }
   NamedTensors& inputs() { return inputs_; }
 
-  // q, k and v of the usual shapes are among the inputs. Else the test is marked as skipped.
+  // q and v of the usual shapes are among the inputs, and so is k, unless the queries are the keys.
+  // Else the test is marked as skipped.
   bool RequireQkv();
   // The technique reads a key_mask. Adds one of ones. Else the test is marked as skipped.
   bool RequireKeyMask();
@@ -189,6 +190,9 @@ class Call {
 void Skip(const std::string& reason);
 // Whether the status says that the technique does not do what was asked for.
 bool IsRefusal(const absl::Status& status);
+
+// The input that the keys come from: k, or q where the technique has no other.
+Tensor& KeysOf(NamedTensors& inputs);
 
 NamedTensors Copies(const NamedTensors& tensors);
 // Element by element and bit by bit; the first difference fails the running test.

@@ -1091,6 +1091,99 @@ def rfa_gaussian():
     }, formula
 
 
+# ---- attention/sinkhorn ----
+
+SINKHORN = "sinkhorn_transformer.sinkhorn_transformer.SinkhornAttention"
+
+
+def sinkhorn_attend(t, block, sorted_blocks):
+    """Each block of queries on [its sorted block; its own], or all on the first sorted blocks."""
+    batch, heads, tokens, channels = t["q"].shape
+    blocks = tokens // block
+    sorted_k, sorted_v = (
+        np.einsum("bhut,bhtrc->bhurc", t["sort"],
+                  t[name].reshape(batch, heads, blocks, block, channels)).reshape(t["q"].shape)
+        for name in ("k", "v"))
+    i = np.arange(tokens) // block
+    own = i[:, None] == i
+    if sorted_blocks > 0:
+        return attend(t["q"], sorted_k, sorted_v, np.broadcast_to(i < sorted_blocks, own.shape))
+    return attend(t["q"], np.concatenate((sorted_k, t["k"]), 2),
+                  np.concatenate((sorted_v, t["v"]), 2), np.concatenate((own, own), 1))
+
+
+def sinkhorn_sort(t, block, iterations, temperature):
+    rows = np.concatenate((t["q"], t["k"]), -1)
+    batch, heads, tokens, width = rows.shape
+    pooled = rows.reshape(batch, heads, tokens // block, block, width).sum(3)
+    scores = np.maximum(np.einsum("bhuc,hct->bhut", pooled, t["score_weights"]), 0)
+    a = (np.log(scores + 1e-6) + t["g"]) / temperature
+    for _ in range(iterations):
+        for axis in (-1, -2):
+            a = a - np.log(np.exp(a - a.max(axis, keepdims=True)).sum(axis, keepdims=True)) \
+                - a.max(axis, keepdims=True)
+    return np.exp(a)
+
+
+def sinkhorn_case(balanced, sorted_blocks=0):
+    from sinkhorn_transformer import sinkhorn_transformer as package
+    batch, heads, tokens, head_dim, block, temperature, iterations = 2, 2, 48, 8, 8, 0.75, 7
+    q, k = (draw(batch, heads, tokens, head_dim) for _ in range(2))
+    # Without SortCut the function takes sorted keys for sorted values, so values are the keys.
+    v = draw(batch, heads, tokens, head_dim) if sorted_blocks > 0 else k
+    g = rounded(-torch.log(-torch.log(torch.rand(batch, heads, tokens // block, tokens // block,
+                                                 dtype=torch.float64))))
+    recorded = []
+    with in_float64():
+        package.sample_gumbel = lambda *_: g.reshape(-1, *g.shape[2:])
+        # With key blocks of the queries' size SortCut would add the queries' own block.
+        module = package.SinkhornAttention(
+            block * 2 if sorted_blocks > 0 else block, heads * head_dim, head_dim, heads, tokens,
+            temperature=temperature, non_permutative=not balanced, sinkhorn_iter=iterations,
+            n_sortcut=sorted_blocks, kv_bucket_size=block, use_simple_sort_net=balanced)
+        redraw_parameters(module, 0.3)
+        module.sort_net.register_forward_hook(lambda *args: recorded.append(args[-1]))
+        out = module(q, k, v)
+    sort = recorded[0].reshape(batch, heads, *recorded[0].shape[1:])
+    tensors = {"q": f32(q), "k": f32(k), "v": f32(v), "sort": f64(sort), "out": f64(out)}
+    if balanced:
+        tensors.update({"g": f32(g), "score_weights": f32(module.sort_net.linear[0])})
+
+    def formula(t):
+        expected = {"out": sinkhorn_attend(t, block, sorted_blocks)}
+        if balanced:
+            expected["sort"] = sinkhorn_sort(t, block, iterations, temperature)
+        return expected
+
+    return tensors, {
+        "block": block, "sorted_blocks": sorted_blocks, "iterations": iterations,
+        "temperature": temperature,
+        "sort": ("rows of sums of a block's [q, k] times score_weights [heads, 2 head_dim, blocks]; "
+                 "(log(relu + 1e-6) + g) / temperature, rows and columns normalised by turns"
+                 if balanced else
+                 "of a softmax over blocks' mean queries by mean keys, the largest entry of each row"),
+        "formula": "sorted block u of k and v: sum_t sort[u, t] block t; softmax(q k^T / "
+                   "sqrt(head_dim)) v over " +
+                   ("the first sorted_blocks sorted blocks" if sorted_blocks > 0 else
+                    "sorted block u and block u, for queries of block u"),
+    }, formula
+
+
+@case("attention/sinkhorn/testdata/balanced", SINKHORN, 71)
+def sinkhorn_balanced():
+    return sinkhorn_case(balanced=True)
+
+
+@case("attention/sinkhorn/testdata/sortcut", SINKHORN, 72)
+def sinkhorn_sortcut():
+    return sinkhorn_case(balanced=True, sorted_blocks=2)
+
+
+@case("attention/sinkhorn/testdata/largest_entries", SINKHORN, 73)
+def sinkhorn_largest_entries():
+    return sinkhorn_case(balanced=False)
+
+
 # ---- positional/rope ----
 
 
@@ -1381,7 +1474,7 @@ def commit(clone):
                           capture_output=True).stdout.strip()
 
 
-def main():
+def main(cases=CASES, script="golden.py"):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=pathlib.Path, required=True, help="the repository's root")
     for name, address in SOURCES.items():
@@ -1392,7 +1485,7 @@ def main():
         SOURCES[name] = getattr(flags, name)
 
     torch.set_num_threads(1)
-    for path, made_by, seed, tolerance, function in CASES:
+    for path, made_by, seed, tolerance, function in cases:
         if SOURCES.get(made_by.split(".")[0], flags.output) is None:
             print(f"{path:<58} left as it is: no --{made_by.split('.')[0]}")
             continue
@@ -1413,7 +1506,7 @@ def main():
             "made_by": made_by,
             "package": f"{package} {version}",
             "seed": seed,
-            "command": "python3 tools/capture/golden.py --output=.",
+            "command": f"python3 tools/capture/{script} --output=.",
             "versions": f"Python {platform.python_version()}, torch {torch.__version__}, numpy "
                         f"{np.__version__}",
             "precision": "inputs and parameters drawn in float32; computed in float64, with the "

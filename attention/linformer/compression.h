@@ -1,0 +1,121 @@
+// Keys or values compressed along the sequence, on every device: slots [batch, heads, slots,
+// channels] of rows [batch, heads, tokens, channels], as linformer.h says.
+//
+// A product with E sums the tokens of a chunk in fp32 in their order, and then the chunks in theirs,
+// so that the result depends neither on threads nor on the other sequences of a batch. Rows are
+// read once, E once for each head and tensor. CPU:
+//
+//   a block of 128 tokens at 64 channels is 32 KiB of rows, which stay in L1 while E's 128 x slots
+//   and the slots' sums, 64 KiB at 256 slots, pass by from L2
+//
+// CUDA: linformer_cuda.cu.
+#ifndef TFB_ATTENTION_LINFORMER_COMPRESSION_H_
+#define TFB_ATTENTION_LINFORMER_COMPRESSION_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/device_array.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+
+namespace tfb {
+
+enum class Compression : uint8_t { kProduct, kMean, kMax, kConvolution };
+
+// Matrices E, or a convolution's, where they are multiplied: products [table][tokens][slots],
+// convolutions [table][window][in][PackedValueRow(out)].
+class CompressionTables {
+ public:
+  // From the parameters of linformer.h.
+  static absl::StatusOr<std::shared_ptr<const CompressionTables>> Create(
+      Device device, Compression kind, const ConstTensorView& parameters);
+
+  const float* Table(int64_t table) const { return numbers_.data() + table * table_floats_; }
+  int64_t table_floats() const { return table_floats_; }
+
+ private:
+  int64_t table_floats_ = 0;
+  DeviceArray<float> numbers_;
+};
+
+class Compressor {
+ public:
+  struct Sizes {
+    int64_t batch = 0;
+    int64_t heads = 0;
+    int64_t tokens = 0;
+    int64_t channels = 0;
+    int64_t slots = 0;
+    int64_t window = 1;  // tokens of a slot, unless it is a product
+  };
+
+  Compressor() = default;
+  Compressor(Device device, Compression kind, const Sizes& sizes);
+  // Head h of sequence b has table b * of_batch + h * of_head.
+  void set_tables(std::shared_ptr<const CompressionTables> tables, int64_t of_batch,
+                  int64_t of_head) {
+    tables_ = std::move(tables);
+    table_of_batch_ = of_batch;
+    table_of_head_ = of_head;
+  }
+
+  struct Memory {
+    float* sums = nullptr;  // [chunks][batch * heads][slots][row]
+    TensorView slots;       // f32, in the first chunk's memory
+  };
+  Memory LayOut(Workspace& workspace) const;
+  // Scratch of a Run beside that.
+  size_t workspace_bytes(int threads) const;
+
+  // x [batch, heads, tokens, channels] of any dtype and strides; key_mask u8 [batch, tokens], or
+  // empty. Allocates nothing; on CUDA it enqueues on the stream.
+  absl::Status Run(const ConstTensorView& x, const ConstTensorView& key_mask, const Memory& memory,
+                   const Execution& execution) const;
+  double flops() const;
+
+ private:
+  // Rows of floats.
+  struct Rows {
+    const float* first;
+    int64_t stride;
+  };
+  struct Call {
+    const ConstTensorView& x;
+    const ConstTensorView& key_mask;
+    const Memory& memory;
+    bool is_plain;  // rows can be read where they are
+  };
+
+  int64_t row() const;  // floats
+  int64_t chunk_tokens() const;
+  int64_t chunks() const;
+  const float* TableOf(int64_t head) const;
+  float* SlotRow(const Memory& memory, int64_t chunk, int64_t head, int64_t slot) const;
+  bool IsToken(const Call& call, int64_t b, int64_t token) const;
+  Rows TokenRows(const Call& call, int64_t head, int64_t first, int64_t step, int64_t count,
+                 float* scratch) const;
+
+  absl::Status RunCpu(const Call& call, const Execution& execution) const;
+  void Multiply(const Call& call, int64_t chunk, int64_t head, float* scratch) const;
+  void AddChunks(const Call& call, int64_t head) const;
+  void Pool(const Call& call, int64_t head, int64_t slot, float* scratch) const;
+  void Convolve(const Call& call, int64_t head, int64_t first_slot, float* scratch) const;
+  absl::Status RunCuda(const Call& call, const Execution& execution) const;
+
+  Device device_ = Device::kCpu;
+  Compression kind_ = Compression::kProduct;
+  Sizes sizes_;
+  std::shared_ptr<const CompressionTables> tables_;  // null: mean and max have none
+  int64_t table_of_batch_ = 0;
+  int64_t table_of_head_ = 0;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_LINFORMER_COMPRESSION_H_

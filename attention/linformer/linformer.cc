@@ -1,0 +1,376 @@
+#include "attention/linformer/linformer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "attention/linformer/compression.h"
+#include "attention/linformer/fit.h"
+#include "core/cuda/device_array.h"
+#include "core/cuda/runtime.h"
+#include "core/definition.h"
+#include "core/flash/flash_engine.h"
+#include "core/random.h"
+#include "core/schedule/pattern.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<Linformer>();
+
+using Projection = LinformerOptions::Projection;
+using Sharing = LinformerOptions::Sharing;
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "linformer";
+  info.family = "attention";
+  info.title = "Linformer: keys and values projected along the sequence";
+  info.citation = "Wang et al. 2020, arXiv:2006.04768v3, equation 7";
+  info.exactness = Exactness::kOwn;
+  info.budget_option = "k";
+  info.growth = 1;
+  info.devices = {Device::kCpu, Device::kCuda};
+  info.supports_causal = false;
+  return info;
+}
+
+// What options and problem make together.
+struct Plan {
+  Plan(const LinformerOptions& options, const Problem& problem)
+      : has_windows(options.projection == Projection::kMean ||
+                    options.projection == Projection::kMax ||
+                    options.projection == Projection::kConvolution),
+        is_fitted(options.projection == Projection::kFit) {
+    const int64_t k = std::max<int64_t>(options.k - options.layer * options.k_step, 1);
+    const int64_t tokens = problem.kv_tokens;
+    if (tokens > 0) {
+      window = (tokens + k - 1) / k;
+      slots = has_windows ? (tokens + window - 1) / window : is_fitted ? std::min(k, tokens) : k;
+    }
+    const bool of_each_head = options.sharing == Sharing::kNone;
+    table_of_head = of_each_head ? 1 : 0;
+    tables_of_sequence = of_each_head ? problem.kv_heads : 1;
+    table_of_batch = is_fitted ? tables_of_sequence : 0;
+    tables = is_fitted ? problem.batch * tables_of_sequence : tables_of_sequence;
+    has_e = options.projection != Projection::kMean && options.projection != Projection::kMax;
+    has_f = has_e && !is_fitted &&
+            (options.sharing == Sharing::kNone || options.sharing == Sharing::kHeadwise);
+  }
+
+  bool has_windows;
+  bool is_fitted;
+  int64_t window = 1;
+  int64_t slots = 0;  // none where there are no tokens
+  // Head h of sequence b has table b table_of_batch + h table_of_head.
+  int64_t table_of_batch;
+  int64_t table_of_head;
+  int64_t tables_of_sequence;
+  int64_t tables;  // all of them
+  bool has_e;
+  bool has_f;  // else it is e
+};
+
+Compression KindOf(const LinformerOptions& options) {
+  switch (options.projection) {
+    case Projection::kMean:
+      return Compression::kMean;
+    case Projection::kMax:
+      return Compression::kMax;
+    case Projection::kConvolution:
+      return Compression::kConvolution;
+    default:
+      return Compression::kProduct;
+  }
+}
+
+// Of e (of keys) or f (of values).
+absl::StatusOr<Tensor> DrawTables(const LinformerOptions& options, const Problem& problem,
+                                  const char* name, int64_t channels, uint64_t seed) {
+  const Plan plan(options, problem);
+  const bool convolves = options.projection == Projection::kConvolution;
+  Shape shape = {plan.tables, plan.slots, problem.kv_tokens};
+  if (convolves) shape = {plan.tables, channels, channels, plan.window};
+  TFB_ASSIGN_OR_RETURN(Tensor tables, Tensor::Allocate(DType::kF32, shape));
+  if (plan.is_fitted) {
+    Fill(tables.view(), 0);
+    return tables;
+  }
+  const std::string stream =
+      options.sharing == Sharing::kLayerwise ? name : absl::StrCat(name, options.layer);
+  const int64_t terms = convolves ? plan.window * channels : problem.kv_tokens;
+  const double variance = 1 / static_cast<double>(std::max<int64_t>(terms, 1));
+  FillNormal(&tables, seed, stream, /*mean=*/0, std::sqrt(variance));
+  return tables;
+}
+
+// [tokens, channels] of one head.
+ConstTensorView OfHead(const ConstTensorView& view, int64_t b, int64_t h) {
+  const char* first = static_cast<const char*>(view.data) + view.Offset(b, h) * SizeOf(view.dtype);
+  return ConstTensorView(first, view.dtype, Shape{view.dim(2), view.dim(3)},
+                         Shape{view.stride(2), view.stride(3)});
+}
+
+// Fits all tables of e to keys, values and mask in host memory.
+absl::Status FitTables(const Plan& plan, const ConstTensorView& k, const ConstTensorView& v,
+                       const ConstTensorView& key_mask, Tensor* e) {
+  const int64_t heads = k.dim(1), tokens = k.dim(2);
+  for (int64_t table = 0; table < plan.tables; ++table) {
+    const int64_t b = table / plan.tables_of_sequence;
+    std::vector<bool> is_token(tokens, true);
+    for (int64_t j = 0; !key_mask.empty() && j < tokens; ++j) {
+      is_token[j] = *key_mask.At<uint8_t>(b, j) != 0;
+    }
+    std::vector<ConstTensorView> shared;
+    for (int64_t h = 0; h < heads; ++h) {
+      if (plan.table_of_head != 0 && h != table % heads) continue;
+      shared.push_back(OfHead(k, b, h));
+      shared.push_back(OfHead(v, b, h));
+    }
+    const TensorView own(e->view().MutableAt<float>(table), DType::kF32, {plan.slots, tokens});
+    TFB_RETURN_IF_ERROR(FitTable(shared, is_token, own));
+  }
+  return absl::OkStatus();
+}
+
+// Nobody has given it: it is as drawn.
+bool IsUnfitted(const Tensor& e) {
+  const auto values = e.span<float>();
+  return std::all_of(values.begin(), values.end(), [](float value) { return value == 0; });
+}
+
+bool SameBits(const Tensor& a, const Tensor& b) {
+  return a.bytes() == b.bytes() && std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
+}
+
+// Compresses, and attends to the slots.
+class LinformerLayer : public Layer {
+ public:
+  LinformerLayer(const Problem& problem, const LinformerOptions& options, NamedTensors parameters,
+                 Device device)
+      : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
+        device_(device),
+        kind_(KindOf(options)),
+        plan_(options, problem),
+        keys_(device, kind_, SizesOf(problem.head_dim)),
+        values_(device, kind_, SizesOf(problem.value_dim)),
+        of_slots_(problem) {
+    parameters_ = std::move(parameters);
+    of_slots_.kv_tokens = plan_.slots;
+    of_slots_.dtype = DType::kF32;  // what slots are
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    const size_t slots = Workspace::Measure([&](Workspace& workspace) {
+      keys_.LayOut(workspace);
+      values_.LayOut(workspace);
+    });
+    return slots + std::max({keys_.workspace_bytes(threads), values_.workspace_bytes(threads),
+                             FlashEngine::WorkspaceBytes(device_, of_slots_, false, threads)});
+  }
+
+  Cost cost() const override {
+    const Problem& p = problem();
+    const double pairs =
+        static_cast<double>(p.batch * p.query_heads * p.query_tokens * plan_.slots);
+    Cost cost;
+    cost.flops =
+        keys_.flops() + values_.flops() + 2 * pairs * static_cast<double>(p.head_dim + p.value_dim);
+    cost.bytes = TensorBytes();
+    return cost;
+  }
+
+  std::map<std::string, double> statistics() const override {
+    return {{"slots", static_cast<double>(plan_.slots)}};
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    const bool refits = plan_.is_fitted &&
+                        (IsUnfitted(parameters_.at("e")) || SameBits(parameters_.at("e"), fitted_));
+    if (refits) {
+      TFB_RETURN_IF_ERROR(Fit(inputs, execution));
+      fitted_ = parameters_.at("e").Clone();
+    }
+    if (plan_.has_e) {
+      TFB_ASSIGN_OR_RETURN(const auto e,
+                           CompressionTables::Create(device_, kind_, parameters_.at("e").view()));
+      keys_.set_tables(e, plan_.table_of_batch, plan_.table_of_head);
+      values_.set_tables(e, plan_.table_of_batch, plan_.table_of_head);
+    }
+    if (plan_.has_f) {
+      TFB_ASSIGN_OR_RETURN(const auto f,
+                           CompressionTables::Create(device_, kind_, parameters_.at("f").view()));
+      values_.set_tables(f, plan_.table_of_batch, plan_.table_of_head);
+    }
+    TFB_ASSIGN_OR_RETURN(engine_,
+                         FlashEngine::Create(device_, of_slots_, FullPattern(plan_.slots)));
+    return absl::OkStatus();
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    const Compressor::Memory keys = keys_.LayOut(workspace);
+    const Compressor::Memory values = values_.LayOut(workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    const ConstTensorView key_mask = inputs.Get("key_mask");
+    TFB_RETURN_IF_ERROR(keys_.Run(inputs.Get("k"), key_mask, keys, rest));
+    TFB_RETURN_IF_ERROR(values_.Run(inputs.Get("v"), key_mask, values, rest));
+    FlashCall call = engine_.NewCall();
+    call.q = inputs.Get("q");
+    call.k = keys.slots;
+    call.v = values.slots;
+    call.out = outputs.Get("out");
+    call.log_sum_exp = outputs.Get("log_sum_exp");
+    return engine_.Run(call, rest);
+  }
+
+ private:
+  Compressor::Sizes SizesOf(int64_t channels) const {
+    const Problem& p = problem();
+    return {p.batch, p.kv_heads, p.kv_tokens, channels, plan_.slots, plan_.window};
+  }
+
+  absl::Status Fit(const Inputs& inputs, const Execution& execution) {
+    const auto copy = [&](const char* name) {
+      return CopyToHost(device_, inputs.Get(name), execution.stream);
+    };
+    TFB_ASSIGN_OR_RETURN(const Tensor k, copy("k"));
+    TFB_ASSIGN_OR_RETURN(const Tensor v, copy("v"));
+    if (inputs.Get("key_mask").empty()) {
+      return FitTables(plan_, k.view(), v.view(), {}, &parameters_.at("e"));
+    }
+    TFB_ASSIGN_OR_RETURN(const Tensor mask, copy("key_mask"));
+    return FitTables(plan_, k.view(), v.view(), mask.view(), &parameters_.at("e"));
+  }
+
+  Device device_;
+  Compression kind_;
+  Plan plan_;
+  Compressor keys_;
+  Compressor values_;
+  Problem of_slots_;
+  Tensor fitted_;  // what Fit gave last
+  FlashEngine engine_;
+};
+
+absl::Status Check(const Problem& problem, const LinformerOptions& options) {
+  const Plan plan(options, problem);
+  if (options.projection != Projection::kConvolution || plan.has_f ||
+      problem.head_dim == problem.value_dim) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("one convolution for keys and values: value_dim is ", problem.value_dim,
+                   "; allowed is head_dim, ", problem.head_dim));
+}
+
+// ---- The definition ----
+
+// E K or F V, or what stands for it, f64 [batch, heads, slots, channels], row by row.
+Tensor DefineSlots(const LinformerOptions& options, const Plan& plan, const ConstTensorView& x,
+                   const KeyMask& is_token, const Tensor* tables) {
+  const DoubleTensor rows(x);
+  const DoubleTensor table = tables == nullptr ? DoubleTensor() : DoubleTensor(tables->view());
+  const int64_t batch = x.dim(0), heads = x.dim(1), tokens = x.dim(2), channels = x.dim(3);
+  Tensor slots(DType::kF64, {batch, heads, plan.slots, channels});
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t of = b * plan.table_of_batch + h * plan.table_of_head;
+      for (int64_t s = 0; s < plan.slots; ++s) {
+        double* to = slots.view().MutableAt<double>(b, h, s);
+        const bool is_max = options.projection == Projection::kMax;
+        std::fill_n(to, channels, is_max ? kNotSeen : 0.0);
+        const int64_t begin = plan.has_windows ? s * plan.window : 0;
+        const int64_t end = plan.has_windows ? std::min(begin + plan.window, tokens) : tokens;
+        for (int64_t j = begin; j < end; ++j) {
+          const double* row = rows.Row(b, h, j);
+          const bool real = is_token(b, j);
+          for (int64_t c = 0; c < channels; ++c) {
+            const double element = real ? row[c] : 0;
+            switch (options.projection) {
+              case Projection::kMean:
+                to[c] += element / static_cast<double>(end - begin);
+                break;
+              case Projection::kMax:
+                if (!(element <= to[c]) && !std::isnan(to[c])) to[c] = element;
+                break;
+              case Projection::kConvolution:
+                for (int64_t out = 0; real && out < channels; ++out) {
+                  to[out] += table.Row(of, out, c)[j - begin] * element;
+                }
+                break;
+              default:
+                if (real) to[c] += table.Row(of, s)[j] * element;
+            }
+          }
+        }
+      }
+    }
+  }
+  return slots;
+}
+
+}  // namespace
+
+Linformer::Linformer() : TechniqueOf(Info()) {}
+
+absl::StatusOr<std::unique_ptr<Layer>> Linformer::MakeLayer(const Problem& problem,
+                                                            const LinformerOptions& options,
+                                                            Device device, uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(Check(problem, options));
+  const Plan plan(options, problem);
+  NamedTensors parameters;
+  if (plan.has_e) {
+    TFB_ASSIGN_OR_RETURN(parameters["e"],
+                         DrawTables(options, problem, "e", problem.head_dim, seed));
+  }
+  if (plan.has_f) {
+    TFB_ASSIGN_OR_RETURN(parameters["f"],
+                         DrawTables(options, problem, "f", problem.value_dim, seed));
+  }
+  return std::make_unique<LinformerLayer>(problem, options, std::move(parameters), device);
+}
+
+absl::Status Linformer::Definition(const Problem& problem, const LinformerOptions& options,
+                                   const NamedTensors& parameters, const Inputs& inputs,
+                                   const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(Check(problem, options));
+  const Plan plan(options, problem);
+  const KeyMask is_token(inputs);
+  const Tensor* e = plan.has_e ? &parameters.at("e") : nullptr;
+  Tensor fitted;
+  if (plan.is_fitted && IsUnfitted(*e)) {  // of a layer before its Setup, or inside another layer
+    fitted = e->Clone();
+    TFB_RETURN_IF_ERROR(
+        FitTables(plan, inputs.Get("k"), inputs.Get("v"), inputs.Get("key_mask"), &fitted));
+    e = &fitted;
+  }
+  const Tensor* f = plan.has_f ? &parameters.at("f") : e;
+  const Tensor keys = DefineSlots(options, plan, inputs.Get("k"), is_token, e);
+  const Tensor values = DefineSlots(options, plan, inputs.Get("v"), is_token, f);
+
+  Problem of_slots = problem;
+  of_slots.kv_tokens = plan.slots;
+  DefinitionRequest without_weights = request;  // those of slots are not of keys
+  without_weights.weights = false;
+  const DoubleTensor q(inputs.Get("q")), k(keys.view());
+  const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
+  DefineAttention(
+      of_slots, Inputs{{"v", values.view()}}, without_weights,
+      [&](int64_t b, int64_t h, int64_t i, int64_t s) {
+        return scale * Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), s), problem.head_dim);
+      },
+      outputs);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

@@ -1,0 +1,121 @@
+// Linformer: attention to a fixed number of slots, which keys and values are compressed into along
+// the sequence.
+//
+//   y_i = sum_s p_is V'_s,   p_is = exp(q_i . K'_s / sqrt(head_dim)) / sum_r exp(q_i . K'_r / ...)
+//   K' = E K   [slots, head_dim],   V' = F V   [slots, value_dim],   E, F   [slots, kv_tokens]
+//
+// for each key-value head. Rows of K and V that are padding are 0 before they are compressed; a slot
+// of nothing but padding is 0 and has its weight like any other. log_sum_exp is that over the slots.
+// Every slot may mix all tokens, so there is no causal form: a causal problem is refused.
+//
+// What compresses (`projection`), with w = ceil(kv_tokens / k), as many slots as there are windows
+// of w tokens, the last of which may be shorter:
+//
+//   learned      E and F are parameters, k slots
+//   mean, max    of the window's rows, channel by channel
+//   convolution  K'_s = sum_t C_t K_(s w + t): kernel and stride w, all channels into all, no bias
+//   fit          E = F, fitted to the keys and values that Setup sees; at most kv_tokens slots
+//
+// Who has parameters of its own (`sharing`), of this one layer's tensors e and f:
+//
+//   none         each key-value head, for keys and for values: e and f have kv_heads tables
+//   headwise     keys and values: one table each, for all heads
+//   key_value    nobody: e alone, for all heads, keys and values
+//   layerwise    likewise, and all layers of a stack: e is drawn without regard to `layer`
+//
+// `layer` counts from 0; a layer has k - layer * k_step slots, at least 1, as deeper layers need
+// fewer (section 4, "Nonuniform projected dimension").
+//
+// The fit. M = [K V], the rows of the n tokens that are not padding, m their mean, M - 1 m = U S W^T
+// cut to its r <= slots - 1 largest singular values, and the tokens' basis B = [1 / sqrt(n), U]:
+//
+//   E = F = sqrt(slots / n) R B^T      R [slots, 1 + r] with orthonormal columns, the first of them
+//                                      1 / sqrt(slots)
+//
+// so that the slots [K' V'] have the tokens' mean, and as covariance the best one of rank r to the
+// tokens' (Eckart and Young): the whole of it where slots > head_dim + value_dim. Of all such R it
+// is the one whose slots are nearest to the tokens floor(s n / slots). What that gives: where the
+// covariance is whole, y is dense attention's to first order in q, and with slots = kv_tokens it is
+// dense attention. What it does not give: a least error of the softmax, which depends on all moments
+// of the keys and on the queries; means of windows can have less, where neighbours are alike. (Rows
+// of U^T themselves for E keep K and V as well, but a softmax over principal directions is none over
+// tokens: on real inputs of 512 tokens its error is 10 to 20 times the output.) With `sharing` other
+// than none M has the columns of all heads. f does not exist.
+//
+// Source: Wang, Li, Khabsa, Fang, Ma 2020, "Linformer: self-attention with linear complexity",
+// arXiv:2006.04768v3, equation 7 and section 4. Deviations that are not followed: fairseq's layer
+// compresses hidden states before it projects them, so that a bias of keys is not multiplied by E,
+// shares among heads always, and ignores padding; linformer-pytorch adds biases to E, F and the
+// convolution, and cuts off what a window of floor(kv_tokens / k) leaves over. Shorter inputs take
+// the first columns of E, as lucidrains' code does: that is the caller's to cut.
+//
+// Seeded entries are N(0, 1 / kv_tokens), those of a convolution N(0, 1 / (w channels)), so that
+// slots of N(0, 1) keys are N(0, 1): the scale of the authors' code. Untrained, it estimates nothing.
+//
+// Cost: 2 slots (head_dim + value_dim) FLOPs a token and key-value head to compress (a convolution:
+// 2 (head_dim^2 + value_dim^2); a window: one an element), and as many a token and query head to
+// attend. K and V are read once; slots kv_tokens parameters a table. Slots are fp32 on every device,
+// and attended to in fp32, in 16-bit problems too.
+#ifndef TFB_ATTENTION_LINFORMER_LINFORMER_H_
+#define TFB_ATTENTION_LINFORMER_LINFORMER_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "core/technique.h"
+
+namespace tfb {
+
+struct LinformerOptions {
+  enum class Projection { kLearned, kMean, kMax, kConvolution, kFit };
+  enum class Sharing { kNone, kHeadwise, kKeyValue, kLayerwise };
+
+  int64_t k = 256;
+  Projection projection = Projection::kLearned;
+  Sharing sharing = Sharing::kNone;
+  int64_t layer = 0;
+  int64_t k_step = 0;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("k", &k, 1, 65536, "slots that keys and values are compressed into",
+             {32, 64, 128, 256, 512});
+    bind.Choice(
+        "projection", &projection,
+        {{"learned", Projection::kLearned},
+         {"mean", Projection::kMean},
+         {"max", Projection::kMax},
+         {"convolution", Projection::kConvolution},
+         {"fit", Projection::kFit}},
+        "what compresses: matrices E and F, windows of ceil(kv_tokens / k) tokens, or E = F "
+        "fitted to the keys and values by a singular value decomposition");
+    bind.Choice("sharing", &sharing,
+                {{"none", Sharing::kNone},
+                 {"headwise", Sharing::kHeadwise},
+                 {"key_value", Sharing::kKeyValue},
+                 {"layerwise", Sharing::kLayerwise}},
+                "what is one for all heads; for keys and values; for all layers");
+    bind.Int("layer", &layer, 0, 1024, "this layer's place in its stack, from 0");
+    bind.Int("k_step", &k_step, 0, 65536, "slots that each layer has fewer than the one before it");
+  }
+};
+
+// Parameters e and, unless shared, f, f32: learned [tables, k, kv_tokens]; convolution [tables,
+// channels, channels, w] as [out, in, kernel]; fit [batch * tables, slots, kv_tokens], 0 until Setup
+// has fitted it, which it does unless the caller has given one. The definition takes the E that it
+// is given, and fits it by the same code where that is 0. Statistics: slots.
+class Linformer : public TechniqueOf<LinformerOptions> {
+ public:
+  Linformer();
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const LinformerOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const LinformerOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_LINFORMER_LINFORMER_H_

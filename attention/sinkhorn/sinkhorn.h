@@ -1,0 +1,136 @@
+// Sparse Sinkhorn attention: blocks of keys and values are sorted, softly, by a matrix that a small
+// network makes from the blocks' sums; a block of queries sees the sorted block in its place and its
+// own.
+//
+// Tokens form N blocks of b = min(`block`, tokens) rows; token j is row j mod b of block j / b. Rows
+// that do not exist, at the end of the last block, and tokens that the key mask hides are rows of
+// zeros in every sum. For a key-value head, with blocks u and t,
+//
+//   X_u = sum of x_j over the tokens j of block u, or where causal over j <= u b
+//   R_u = relu(W_2' relu(W_1' X_u + b_1) + b_2)                     N scores, see `scores`
+//   A   = (R + g) / temperature                                     g: Gumbel noise, or 0
+//   S   = exp of A, after `iterations` times
+//           A_ut -= log sum_t' exp A_ut'                            rows, then columns
+//           A_ut -= log sum_u' exp A_u't                            where causal only over u' <= u
+//   K^s_u = sum_t S_ut K_t, V^s_u = sum_t S_ut V_t                  rounded to a dtype of 16 bits
+//
+// over all t, or where causal over t < u: there block u depends on tokens up to its first alone, and
+// block 0 has nothing to sort. A query i of block u then attends, in one softmax with the scale
+// head_dim^(-1/2), to
+//
+//   the rows of K^s_u, and the tokens of K_u (where causal up to i)       sorted_blocks = 0
+//   the rows of K^s_0, ..., K^s_(n-1) for all queries (SortCut)           sorted_blocks = n > 0
+//
+// Row r of K^s_u is a key where a block t of its sum has a token in row r. What comes of padding
+// alone nobody sees; a matrix S that is given and takes a block whose row r is missing gives a key and
+// a value of 0, which count.
+//
+// x_j is row j of the head's k (`pooled` keys), of q and k side by side (queries_and_keys; queries that
+// share a key-value head are added up), or of the hidden states x, which is the paper's and which the
+// other two are projections of. S is written to the optional output `sort`; where the optional input
+// `sort` is there, it is S.
+//
+// Without causality columns of S sum to 1, and rows ever more nearly. N = 1 makes S = 1: attention to
+// every key twice, which is dense attention. With S = I it is attention within blocks, and with S a
+// permutation SortCut of n = N is dense attention. As the temperature falls S becomes a permutation. A
+// causal doubly stochastic matrix could only be I, and whole columns would show the future: hence sums
+// over u' <= u, whose S has S_(u,u-1) = 1 and is not doubly stochastic.
+//
+// Source: Tay, Bahri, Yang, Metzler, Juan 2020, "Sparse Sinkhorn attention", arXiv:2002.11296; the
+// balance with noise: Mena et al. 2018, arXiv:1802.08665. Choices of ours: a last ReLU, since accounts
+// of the paper call its scores non-negative; which blocks the causal S is over, and its columns. Mixing
+// with dense attention is not here.
+//
+// sinkhorn-transformer 0.11.4 (lucidrains) is this with `pooled` queries_and_keys, `hidden` 0,
+// `scores` log_relu, `gumbel` and zero biases where it sorts by SimpleSortNet and Sinkhorn. Not
+// followed: without SortCut it takes sorted keys for sorted values; with SortCut queries see their own
+// block too, unless blocks of keys have another size; a masked key counts in the sums, and hides
+// those that S takes most of; by default it keeps of a softmax over R the largest entry of each row
+// (such an S can be given as `sort`), or scores blocks by their mean queries and keys; where causal it
+// has null keys instead of an empty block 0, a masked softmax instead of the balance, and half of the
+// heads on rotated tokens.
+//
+// Cost, a head of d: tokens d for X, 2 N (width hidden + hidden N) for R, 4 N^2 for each iteration, 4
+// N tokens d for the sums, half of that where causal, and 8 tokens b d for attention. That is linear in
+// tokens while N is below 2 b, and tokens^(3/2) with blocks of b = sqrt(tokens / 2). SortCut: n instead
+// of N for the sums, 4 tokens n b d for attention.
+#ifndef TFB_ATTENTION_SINKHORN_SINKHORN_H_
+#define TFB_ATTENTION_SINKHORN_SINKHORN_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention/sinkhorn/sinkhorn_sizes.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct SinkhornOptions {
+  enum class Pooled { kKeys, kQueriesAndKeys, kHidden };
+
+  int64_t block = 64;
+  int64_t sorted_blocks = 0;
+  int64_t iterations = 8;
+  double temperature = 0.75;
+  bool gumbel = false;
+  Pooled pooled = Pooled::kKeys;
+  int64_t hidden = 64;
+  SortScores scores = SortScores::kRelu;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("block", &block, 1, 65536, "tokens of a block; all of them where they are fewer",
+             {16, 32, 64, 128, 256});
+    bind.Int(
+        "sorted_blocks", &sorted_blocks, 0, 65536,
+        "SortCut: the first sorted blocks, which all queries see; 0: each block of queries sees "
+        "its own sorted block and its own tokens");
+    bind.Int("iterations", &iterations, 1, 100, "times that rows and columns are normalised");
+    bind.Real("temperature", &temperature, 1e-3, 1e3, "divides the scores of blocks");
+    bind.Bool("gumbel", &gumbel, "add the noise in the input g to the scores of blocks");
+    bind.Choice("pooled", &pooled,
+                {{"keys", Pooled::kKeys},
+                 {"queries_and_keys", Pooled::kQueriesAndKeys},
+                 {"hidden", Pooled::kHidden}},
+                "what a block's score is made from: its keys, its queries and keys, or its hidden "
+                "states in the input x");
+    bind.Int("hidden", &hidden, 0, 4096, "units of the scoring network; 0: one matrix, no layer");
+    bind.Choice("scores", &scores,
+                {{"relu", SortScores::kRelu},
+                 {"linear", SortScores::kLinear},
+                 {"log_relu", SortScores::kLogRelu}},
+                "the network's last step: relu(y), y, or log(relu(y) + 1e-6)");
+  }
+};
+
+// Reads q, k, v, the optional key_mask; x [batch, tokens, model_dim] and g f32 [batch, kv_heads, N,
+// N] where options say so; the optional sort f32 [batch, kv_heads, N, N]. Writes out and the optional
+// log_sum_exp and sort. Self-attention only, of at most 4096 blocks; SortCut is not causal.
+//
+// Parameters, f32, of deviation 1 / sqrt(inputs), with width head_dim, twice that, or model_dim:
+// hidden_weights [kv_heads, width, hidden], hidden_bias [kv_heads, hidden], score_weights [kv_heads,
+// hidden, N] and score_bias [kv_heads, N]. Where `hidden` is 0, the first two are not there and
+// score_weights is [kv_heads, width, N].
+class Sinkhorn : public TechniqueOf<SinkhornOptions> {
+ public:
+  Sinkhorn();
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const SinkhornOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const SinkhornOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const SinkhornOptions& options) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const SinkhornOptions& options) const override;
+
+ private:
+  static absl::Status Check(const Problem& problem, const SinkhornOptions& options);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_SINKHORN_SINKHORN_H_

@@ -1,0 +1,378 @@
+#include "attention/sinkhorn/sinkhorn_cuda.h"
+#include "core/cuda/kernel.cuh"
+
+namespace tfb {
+namespace {
+
+// The matrix is made in float64, and kept in fp32 or float64, as on the CPU: see sinkhorn_cpu.h.
+
+constexpr int kWarp = 32;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+
+__device__ double NegativeInfinity() { return __int_as_float(0xff800000); }
+
+__device__ bool IsToken(const SinkhornSizes& sizes, const SinkhornMask& mask, int64_t b,
+                        int64_t j) {
+  return j < sizes.tokens &&
+         (mask.data == nullptr || mask.data[b * mask.strides[0] + j * mask.strides[1]] != 0);
+}
+__device__ int64_t OffsetOf(const DeviceView& view, int64_t b, int64_t h, int64_t n) {
+  return b * view.strides[0] + h * view.strides[1] + n * view.strides[2];
+}
+
+__device__ double LoadSort(const SortMatrix& sort, int64_t offset) {
+  return sort.is_double ? static_cast<const double*>(sort.data)[offset]
+                        : static_cast<const float*>(sort.data)[offset];
+}
+__device__ void StoreSort(const SortMatrix& sort, int64_t offset, double value) {
+  if (sort.is_double) {
+    static_cast<double*>(sort.data)[offset] = value;
+  } else {
+    static_cast<float*>(sort.data)[offset] = static_cast<float>(value);
+  }
+}
+
+// ---- Pooled rows: a block for each block of tokens, a thread for each channel ----
+
+// Channel c of x_j; 0 where j is no token.
+__device__ double PooledChannel(const SortArguments& a, int64_t b, int64_t h, int64_t j,
+                                int64_t c) {
+  if (!IsToken(a.sizes, a.key_mask, b, j)) return 0;
+  const int part = c < a.channels[0] ? 0 : 1;
+  const DeviceView& rows = a.pooled_rows[part];
+  const int64_t channel = c - (part == 0 ? 0 : a.channels[0]);
+  double sum = 0;
+  for (int64_t g = 0; g < a.heads_summed[part]; ++g) {
+    const int64_t row = OffsetOf(rows, b, h * a.heads_summed[part] + g, j);
+    sum += LoadElement(rows.data, rows.element, row + channel * rows.strides[3]);
+  }
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads) Pool(SortArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t u = blockIdx.x % s.blocks, head = blockIdx.x / s.blocks;
+  const int64_t end = min((u + 1) * s.block, s.tokens);
+  for (int64_t c = threadIdx.x; c < s.width; c += kThreads) {
+    double sum = 0;
+    for (int64_t j = u * s.block; j < end; ++j) {
+      sum += PooledChannel(a, head / s.heads, head % s.heads, j, c);
+    }
+    a.pooled[(head * s.blocks + u) * s.width + c] = sum;
+  }
+}
+
+// From the sums of blocks to those of all tokens up to a block's first.
+__global__ void __launch_bounds__(kThreads) SumPrefixes(SortArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t head = blockIdx.x;
+  for (int64_t c = threadIdx.x; c < s.width; c += kThreads) {
+    double sum = 0;
+    for (int64_t u = 0; u < s.blocks; ++u) {
+      double& pooled = a.pooled[(head * s.blocks + u) * s.width + c];
+      const double of_block = pooled;
+      pooled = sum + PooledChannel(a, head / s.heads, head % s.heads, u * s.block, c);
+      sum += of_block;
+    }
+  }
+}
+
+// ---- Scores: a block for each row of the matrix, a thread for each unit and each score ----
+
+__device__ double Relu(double x) { return x < 0 ? 0 : x; }
+
+// bias[n] + sum_c in[c] weights[c][n].
+__device__ double Unit(int64_t depth, int64_t columns, int64_t n, const double* in,
+                       const double* weights, const double* bias) {
+  double sum = bias[n];
+  for (int64_t c = 0; c < depth; ++c) sum += in[c] * weights[c * columns + n];
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads) Score(SortArguments a) {
+  double* hidden = reinterpret_cast<double*>(DynamicShared());
+  const SinkhornSizes& s = a.sizes;
+  const int64_t u = blockIdx.x % s.blocks, head = blockIdx.x / s.blocks;
+  const int64_t h = head % s.heads;
+  const double* in = a.pooled + (head * s.blocks + u) * s.width;
+  int64_t depth = s.width;
+  if (s.hidden > 0) {
+    for (int64_t n = threadIdx.x; n < s.hidden; n += kThreads) {
+      hidden[n] = Relu(Unit(depth, s.hidden, n, in, a.network.hidden_weights + h * depth * s.hidden,
+                            a.network.hidden_bias + h * s.hidden));
+    }
+    __syncthreads();
+    in = hidden;
+    depth = s.hidden;
+  }
+  const int64_t support = s.Support(u);
+  for (int64_t t = threadIdx.x; t < support; t += kThreads) {
+    double score = Unit(depth, s.blocks, t, in, a.network.score_weights + h * depth * s.blocks,
+                        a.network.score_bias + h * s.blocks);
+    if (s.scores != SortScores::kLinear) score = Relu(score);
+    if (s.scores == SortScores::kLogRelu) score = log(score + 1e-6);
+    if (a.noise.data != nullptr) {
+      score += static_cast<const float*>(
+          a.noise.data)[OffsetOf(a.noise, head / s.heads, h, u) + t * a.noise.strides[3]];
+    }
+    a.logits[(head * s.blocks + u) * s.blocks + t] = score / s.temperature;
+  }
+}
+
+// ---- The balance: a block for each head, a warp for a row, a thread for a column ----
+
+__device__ void NormaliseRow(double* logits, int64_t support) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  double max = NegativeInfinity();
+  for (int64_t t = lane; t < support; t += kWarp) max = fmax(max, logits[t]);
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    max = fmax(max, __shfl_xor_sync(~0u, max, lanes));
+  }
+  double sum = 0;
+  for (int64_t t = lane; t < support; t += kWarp) sum += exp(logits[t] - max);
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  const double log_sum_exp = max + log(sum);
+  for (int64_t t = lane; t < support; t += kWarp) logits[t] -= log_sum_exp;
+}
+
+// The sum of a column so far is exp(max) sum. Where causal each row has that of the rows up to it.
+__device__ void NormaliseColumn(double* logits, const SinkhornSizes& s, int64_t t) {
+  const int64_t first = s.causal ? t + 1 : 0;
+  double max = NegativeInfinity(), sum = 0;
+  for (int64_t u = first; u < s.blocks; ++u) {
+    double& logit = logits[u * s.blocks + t];
+    const double smaller = exp(-fabs(logit - max));
+    sum = logit > max ? sum * smaller + 1 : sum + smaller;
+    max = logit > max ? logit : max;
+    if (s.causal) logit -= max + log(sum);
+  }
+  if (s.causal) return;
+  const double log_sum_exp = max + log(sum);
+  for (int64_t u = first; u < s.blocks; ++u) logits[u * s.blocks + t] -= log_sum_exp;
+}
+
+__global__ void __launch_bounds__(kThreads) Balance(SortArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  double* logits = a.logits + blockIdx.x * s.blocks * s.blocks;
+  for (int64_t n = 0; n < s.iterations; ++n) {
+    for (int64_t u = threadIdx.x / kWarp; u < s.blocks; u += kWarps) {
+      NormaliseRow(logits + u * s.blocks, s.Support(u));
+    }
+    __syncthreads();
+    for (int64_t t = threadIdx.x; t < s.blocks; t += kThreads) NormaliseColumn(logits, s, t);
+    __syncthreads();
+  }
+  // What is denormal in fp32 changes no sum.
+  for (int64_t n = threadIdx.x; n < s.blocks * s.blocks; n += kThreads) {
+    const double entry = n % s.blocks < s.Support(n / s.blocks) ? exp(logits[n]) : 0;
+    StoreSort(a.sort, blockIdx.x * s.blocks * s.blocks + n, entry < 1.17549435e-38 ? 0 : entry);
+  }
+}
+
+// ---- Sums of blocks ----
+//
+// A block makes 64 sorted blocks x 64 of their block x channels numbers with 256 threads, each 4 x 4
+// of it in registers, over 16 blocks at a time.
+//   shared memory: 16 x (68 + 64) x 4 B = 8.25 KiB; twice that in float64
+
+constexpr int kTile = 64;
+constexpr int kDepth = 16;
+constexpr int kPart = 4;  // rows and columns of a thread
+constexpr int kLoads = kTile * kDepth / kThreads;
+
+template <class Real>
+struct alignas(16) MixTiles {
+  Real sort[kDepth][kTile + 4];  // transposed
+  Real rows[kDepth][kTile];
+};
+template <class Real>
+struct alignas(16) Part {
+  Real values[kPart];
+};
+
+// Where the block's numbers are.
+struct MixTask {
+  int64_t b, h;
+  int64_t first_row;     // sorted blocks
+  int64_t first_column;  // of block x channels
+};
+
+// A thread brings entry t % 16 of the rows t / 16 + 16 n of S, and number t % 64 of the blocks t / 64 +
+// 4 n.
+template <class Real>
+class MixLoader {
+ public:
+  __device__ MixLoader(const MixArguments& a, const MixTask& task)
+      : a_(a),
+        task_(task),
+        sort_(static_cast<const Real*>(a.sort.data) +
+              (task.b * a.sizes.heads + task.h) * a.sizes.blocks * a.sizes.blocks) {
+    const int64_t column = task.first_column + threadIdx.x % kTile;
+    row_of_block_ = column / a.channels;
+    channel_offset_ = column % a.channels * a.from.strides[3];
+  }
+
+  // Of the blocks from `first_block` on; zeros beyond the last.
+  __device__ void Load(int64_t first_block, MixTiles<Real>* tiles) const {
+    const SinkhornSizes& s = a_.sizes;
+    const int entry = static_cast<int>(threadIdx.x) % kDepth;
+    const int column = static_cast<int>(threadIdx.x) % kTile;
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int row = static_cast<int>(threadIdx.x) / kDepth + n * (kThreads / kDepth);
+      const int64_t u = task_.first_row + row;
+      const bool exists = u < s.mixed_blocks && first_block + entry < s.blocks;
+      tiles->sort[entry][row] = exists ? sort_[u * s.blocks + first_block + entry] : 0;
+    }
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int row = static_cast<int>(threadIdx.x) / kTile + n * (kThreads / kTile);
+      const int64_t j = (first_block + row) * s.block + row_of_block_;
+      const bool exists = row_of_block_ < s.block && IsToken(s, a_.key_mask, task_.b, j);
+      const int64_t offset = OffsetOf(a_.from, task_.b, task_.h, j) + channel_offset_;
+      tiles->rows[row][column] = exists ? LoadElement(a_.from.data, a_.from.element, offset) : 0;
+    }
+  }
+
+ private:
+  const MixArguments& a_;
+  const MixTask& task_;
+  const Real* sort_;
+  int64_t row_of_block_;
+  int64_t channel_offset_;
+};
+
+// Where the tile has blocks outside of the support, they are passed over: a product with 0 would let
+// a NaN of the future through.
+template <bool kWhole, class Real>
+__device__ void AddTiles(const MixTiles<Real>& tiles, int row, int column, int64_t first_support,
+                         Real (&sums)[kPart][kPart]) {
+#pragma unroll
+  for (int t = 0; t < kDepth; ++t) {
+    const Part<Real> rows = *reinterpret_cast<const Part<Real>*>(&tiles.sort[t][row]);
+    const Part<Real> columns = *reinterpret_cast<const Part<Real>*>(&tiles.rows[t][column]);
+#pragma unroll
+    for (int r = 0; r < kPart; ++r) {
+      if (!kWhole && t >= first_support + r) continue;
+#pragma unroll
+      for (int c = 0; c < kPart; ++c) sums[r][c] += rows.values[r] * columns.values[c];
+    }
+  }
+}
+
+template <class Real>
+__global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
+  __shared__ MixTiles<Real> tiles;
+  const SinkhornSizes& s = a.sizes;
+  const int64_t row_tiles = (s.mixed_blocks + kTile - 1) / kTile;
+  const int64_t column_tiles = (s.block * a.channels + kTile - 1) / kTile;
+  const int64_t head = blockIdx.x / (row_tiles * column_tiles);
+  const MixTask task = {head / s.heads, head % s.heads, blockIdx.x % row_tiles * kTile,
+                        blockIdx.x / row_tiles % column_tiles * kTile};
+  const int row = static_cast<int>(threadIdx.x) / (kTile / kPart) * kPart;
+  const int column = static_cast<int>(threadIdx.x) % (kTile / kPart) * kPart;
+  const MixLoader<Real> loader(a, task);
+  Real sums[kPart][kPart] = {};
+  const int64_t end = s.causal ? min(task.first_row + kTile, s.blocks) : s.blocks;
+  for (int64_t t = 0; t < end; t += kDepth) {
+    __syncthreads();  // nobody reads the tiles any more
+    loader.Load(t, &tiles);
+    __syncthreads();
+    if (s.causal && t + kDepth > task.first_row) {
+      AddTiles<false>(tiles, row, column, task.first_row + row - t, sums);
+    } else {
+      AddTiles<true>(tiles, row, column, 0, sums);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kPart; ++r) {
+#pragma unroll
+    for (int c = 0; c < kPart; ++c) {
+      const int64_t u = task.first_row + row + r, n = task.first_column + column + c;
+      if (u >= s.mixed_blocks || n >= s.block * a.channels) continue;
+      StoreElement(a.to.data, a.to.element,
+                   OffsetOf(a.to, task.b, task.h, u * s.block + n / a.channels) +
+                       n % a.channels * a.to.strides[3],
+                   static_cast<float>(sums[r][c]));
+    }
+  }
+}
+
+// A thread for a row of all blocks of a batch row.
+__global__ void __launch_bounds__(kThreads) Mask(MaskArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (n >= s.batch * s.block) return;
+  const int64_t b = n / s.block, r = n % s.block;
+  int64_t first = 0;  // the first block with a token in row r
+  while (first < s.blocks && !IsToken(s, a.key_mask, b, first * s.block + r)) ++first;
+  for (int64_t u = 0; u < s.mixed_blocks; ++u) {
+    a.mask[(b * s.mixed_blocks + u) * s.block + r] = first < s.Support(u);
+  }
+}
+
+// A block for a row.
+__global__ void __launch_bounds__(kThreads) CopySort(CopySortArguments a) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t u = blockIdx.x % s.blocks, head = blockIdx.x / s.blocks;
+  const auto row_of = [&](const SortMatrix& sort) {
+    return head / s.heads * sort.strides[0] + head % s.heads * sort.strides[1] +
+           u * sort.strides[2];
+  };
+  for (int64_t t = threadIdx.x; t < s.blocks; t += kThreads) {
+    const double entry =
+        t < s.Support(u) ? LoadSort(a.from, row_of(a.from) + t * a.from.strides[3]) : 0;
+    StoreSort(a.to, row_of(a.to) + t * a.to.strides[3], entry);
+  }
+}
+
+// ---- Launching ----
+
+constexpr const char* kTooManyBlocks = "more blocks of tokens than a grid has";
+
+template <class Arguments>
+const char* LaunchBlocks(const char* name, void (*kernel)(Arguments), int64_t blocks, void* stream,
+                         const Arguments& a, int64_t shared_doubles = 0) {
+  if (blocks > INT32_MAX) return kTooManyBlocks;
+  const KernelShape shape = {dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
+                             static_cast<size_t>(shared_doubles) * sizeof(double)};
+  return Launch(name, kernel, shape, stream, a);
+}
+
+const char* LaunchSort(const SortArguments& a, void* stream) {
+  const int64_t heads = a.sizes.batch * a.sizes.heads;
+  const char* error = LaunchBlocks("Pool", &Pool, heads * a.sizes.blocks, stream, a);
+  if (error == nullptr && a.sizes.causal) {
+    error = LaunchBlocks("SumPrefixes", &SumPrefixes, heads, stream, a);
+  }
+  if (error == nullptr) {
+    error = LaunchBlocks("Score", &Score, heads * a.sizes.blocks, stream, a, a.sizes.hidden);
+  }
+  return error == nullptr ? LaunchBlocks("Balance", &Balance, heads, stream, a) : error;
+}
+
+const char* LaunchCopySort(const CopySortArguments& a, void* stream) {
+  const int64_t rows = a.sizes.batch * a.sizes.heads * a.sizes.blocks;
+  return LaunchBlocks("CopySort", &CopySort, rows, stream, a);
+}
+
+const char* LaunchMix(const MixArguments& a, void* stream) {
+  const SinkhornSizes& s = a.sizes;
+  const int64_t row_tiles = (s.mixed_blocks + kTile - 1) / kTile;
+  const int64_t column_tiles = (s.block * a.channels + kTile - 1) / kTile;
+  const int64_t blocks = s.batch * s.heads * row_tiles * column_tiles;
+  return a.sort.is_double ? LaunchBlocks("Mix", &Mix<double>, blocks, stream, a)
+                          : LaunchBlocks("Mix", &Mix<float>, blocks, stream, a);
+}
+
+const char* LaunchMask(const MaskArguments& a, void* stream) {
+  const int64_t threads = a.sizes.batch * a.sizes.block;
+  return LaunchBlocks("Mask", &Mask, (threads + kThreads - 1) / kThreads, stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(SinkhornKernels, {&LaunchSort, &LaunchCopySort, &LaunchMix, &LaunchMask});
+
+}  // namespace tfb

@@ -1,0 +1,72 @@
+// The CUDA kernels of sparse Sinkhorn attention as C++ sees them. Pointers are to device memory.
+#ifndef TFB_ATTENTION_SINKHORN_SINKHORN_CUDA_H_
+#define TFB_ATTENTION_SINKHORN_SINKHORN_CUDA_H_
+
+#include <stdint.h>
+
+#include "attention/sinkhorn/sinkhorn_sizes.h"
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+
+// u8 [batch, tokens], or null.
+struct SinkhornMask {
+  const uint8_t* data;
+  int64_t strides[2];
+};
+
+// S [batch, heads, blocks, blocks], of floats or doubles.
+struct SortMatrix {
+  void* data;
+  int64_t strides[4];
+  bool is_double;
+};
+
+// As SortCall of sinkhorn_cpu.h.
+struct SortArguments {
+  SinkhornSizes sizes;
+  SortNetwork network;
+  DeviceView pooled_rows[2];  // null data: none
+  int64_t channels[2];
+  int64_t heads_summed[2];
+  SinkhornMask key_mask;
+  DeviceView noise;  // null data: none
+  double* pooled;    // scratch [batch][heads][blocks][width]
+  double* logits;    // scratch [batch][heads][blocks][blocks]
+  SortMatrix sort;   // contiguous
+};
+
+struct CopySortArguments {
+  SinkhornSizes sizes;
+  SortMatrix from;
+  SortMatrix to;
+};
+
+// As MixCpu.
+struct MixArguments {
+  SinkhornSizes sizes;
+  SortMatrix sort;  // contiguous
+  DeviceView from;  // [batch, heads, tokens, channels]
+  DeviceView to;    // [batch, heads, mixed_blocks block, channels]
+  int64_t channels;
+  SinkhornMask key_mask;
+};
+
+struct MaskArguments {
+  SinkhornSizes sizes;
+  SinkhornMask key_mask;
+  uint8_t* mask;  // [batch][mixed_blocks block]
+};
+
+// Each enqueues on the stream and returns null, or why not.
+struct SinkhornKernels {
+  const char* (*sort)(const SortArguments& arguments, void* stream);
+  const char* (*copy_sort)(const CopySortArguments& arguments, void* stream);
+  const char* (*mix)(const MixArguments& arguments, void* stream);
+  const char* (*mask)(const MaskArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_SINKHORN_SINKHORN_CUDA_H_

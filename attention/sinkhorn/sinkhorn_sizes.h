@@ -1,0 +1,40 @@
+// The sizes of a sorting and the network that scores blocks, for the CPU's and CUDA's code: plain
+// data.
+#ifndef TFB_ATTENTION_SINKHORN_SINKHORN_SIZES_H_
+#define TFB_ATTENTION_SINKHORN_SINKHORN_SIZES_H_
+
+#include <stdint.h>
+
+namespace tfb {
+
+enum class SortScores : unsigned char { kRelu, kLinear, kLogRelu };
+
+struct SinkhornSizes {
+  int64_t batch;
+  int64_t heads;  // of keys and values
+  int64_t tokens;
+  int64_t block;         // rows
+  int64_t blocks;        // N
+  int64_t mixed_blocks;  // of K^s and V^s
+  int64_t width;         // of pooled rows
+  int64_t hidden;
+  int64_t iterations;
+  double temperature;
+  SortScores scores;
+  bool causal;
+
+  // Blocks t that sorted block u is a sum of: the first so many.
+  constexpr int64_t Support(int64_t u) const { return causal ? u : blocks; }
+};
+
+// Of all heads, one after the other. Where `hidden` is 0, score_weights takes pooled rows.
+struct SortNetwork {
+  const double* hidden_weights;  // [width][hidden]
+  const double* hidden_bias;     // [hidden]
+  const double* score_weights;   // [hidden][blocks]
+  const double* score_bias;      // [blocks]
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_SINKHORN_SINKHORN_SIZES_H_

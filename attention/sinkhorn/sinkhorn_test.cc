@@ -1,0 +1,597 @@
+#include "attention/sinkhorn/sinkhorn.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/dense/dense.h"
+#include "core/testing.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::HasSubstr;
+
+Options With(Options options, const Options& more) {
+  options.insert(more.begin(), more.end());
+  return options;
+}
+Options Block(int64_t tokens) { return {{"block", std::to_string(tokens)}}; }
+// R is the input g.
+Options ScoresAreNoise(int64_t block) {
+  return With(Block(block), {{"gumbel", "true"}, {"temperature", "1"}});
+}
+
+NamedTensors RunSinkhorn(const Problem& problem, const NamedTensors& inputs, const Options& options,
+                         Device device = Device::kCpu, const NamedTensors* parameters = nullptr) {
+  RunRequest request{options, device};
+  request.parameters = parameters;
+  return RunTechnique(Sinkhorn(), problem, ViewsOf(inputs), request).value();
+}
+NamedTensors RunDense(const Problem& problem, const NamedTensors& inputs) {
+  return RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+}
+NamedTensors Random(const Problem& problem, const Options& options = {}) {
+  return RandomInputs(Sinkhorn().InputSpecs(problem, options).value(), 11);
+}
+
+Tensor Numbers(const Shape& shape, const std::vector<double>& values) {
+  Tensor tensor(DType::kF32, shape);
+  for (int64_t i = 0; i < tensor.num_elements(); ++i) tensor.view().Set(i, values[i]);
+  return tensor;
+}
+std::vector<double> Values(const Tensor& tensor) {
+  std::vector<double> values;
+  for (int64_t i = 0; i < tensor.num_elements(); ++i) values.push_back(tensor.view().Get(i));
+  return values;
+}
+testing::Matcher<std::vector<double>> Near(const std::vector<double>& values) {
+  return testing::Pointwise(testing::DoubleNear(1e-6), values);
+}
+
+// S for all heads: sorted block u is block order[u].
+Tensor Permutation(const Problem& problem, const std::vector<int64_t>& order) {
+  const auto blocks = static_cast<int64_t>(order.size());
+  Tensor sort(DType::kF32, {problem.batch, problem.kv_heads, blocks, blocks});
+  Fill(sort.view(), 0);
+  for (int64_t head = 0; head < problem.batch * problem.kv_heads; ++head) {
+    for (int64_t u = 0; u < blocks; ++u) {
+      sort.view().Set((head * blocks + u) * blocks + order[u], 1);
+    }
+  }
+  return sort;
+}
+
+// Parameters of a layer, all 0.
+NamedTensors Zeros(const Problem& problem, const Options& options) {
+  const auto layer = Sinkhorn().Create(problem, options, Device::kCpu, 1).value();
+  NamedTensors zeros;
+  for (const auto& [name, tensor] : layer->parameters()) {
+    zeros[name] = tensor.Clone();
+    Fill(zeros[name].view(), 0);
+  }
+  return zeros;
+}
+
+// S of float64, of the scores `g` [N, N].
+std::vector<double> Balanced(const std::vector<double>& g, const Options& more,
+                             bool causal = false) {
+  const auto blocks = static_cast<int64_t>(std::lround(std::sqrt(g.size())));
+  const Problem problem = Problem::SelfAttention(1, 1, blocks, 1, causal);
+  const Options options = With(more, ScoresAreNoise(1));
+  NamedTensors inputs = Random(problem, options);
+  inputs["g"] = Numbers({1, 1, blocks, blocks}, g);
+  const NamedTensors parameters = Zeros(problem, options);
+  NamedTensors outputs;
+  const absl::Status status = Sinkhorn().Define(problem, options, parameters, ViewsOf(inputs),
+                                                DefinitionRequest(), &outputs);
+  EXPECT_TRUE(status.ok()) << status;
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunSinkhorn(problem, inputs, options, device, &parameters);
+    EXPECT_LE(MaxDifference(run.at("sort").view(), outputs.at("sort").view()), 2e-6)
+        << Name(device);
+  }
+  return Values(outputs.at("sort"));
+}
+
+// Of the sums of rows, from 1.
+double RowError(const std::vector<double>& sort, int64_t blocks) {
+  double error = 0;
+  for (int64_t u = 0; u < blocks; ++u) {
+    double sum = 0;
+    for (int64_t t = 0; t < blocks; ++t) sum += sort[u * blocks + t];
+    error = std::max(error, std::abs(sum - 1));
+  }
+  return error;
+}
+
+void ExpectNear(const NamedTensors& ours, const NamedTensors& expected, double more_log_sum_exp) {
+  EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()), 1e-5);
+  for (int64_t i = 0; i < ours.at("log_sum_exp").num_elements(); ++i) {
+    ASSERT_NEAR(ours.at("log_sum_exp").view().Get(i),
+                expected.at("log_sum_exp").view().Get(i) + more_log_sum_exp, 1e-5);
+  }
+}
+
+void ExpectSameRows(const NamedTensors& a, const NamedTensors& b, int64_t rows) {
+  EXPECT_EQ(
+      MaxDifference(Slice(a.at("out").view(), 2, 0, rows), Slice(b.at("out").view(), 2, 0, rows)),
+      0);
+}
+
+// ---- By hand ----
+
+TEST(Sinkhorn, TwoBlocksOfOneTokenByHand) {
+  const Problem problem = Problem::SelfAttention(1, 1, 2, 1);
+  NamedTensors inputs;
+  inputs["q"] = Numbers({1, 1, 2, 1}, {std::log(2), 0});
+  inputs["k"] = Numbers({1, 1, 2, 1}, {0, 4.0 / 3});
+  inputs["v"] = Numbers({1, 1, 2, 1}, {2, 6});
+  inputs["sort"] = Numbers({1, 1, 2, 2}, {0.25, 0.75, 1, 0});
+  // Sorted keys are 1 and 0, sorted values 5 and 2.
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunSinkhorn(problem, inputs, Block(1), device);
+    EXPECT_THAT(Values(run.at("out")), Near({(2 * 5 + 2) / 3.0, (2 + 6) / 2.0})) << Name(device);
+    EXPECT_THAT(Values(run.at("log_sum_exp")), Near({std::log(3), std::log(2)})) << Name(device);
+    EXPECT_THAT(Values(run.at("sort")), Near({0.25, 0.75, 1, 0})) << Name(device);
+  }
+}
+
+TEST(Sinkhorn, OneIterationByHand) {
+  EXPECT_THAT(Balanced({0, std::log(3), 0, 0}, {{"iterations", "1"}}),
+              Near({1.0 / 3, 3.0 / 5, 2.0 / 3, 2.0 / 5}));
+}
+
+// Rows are 1 and (1/4, 3/4); the first column's sums are 1 and 5/4.
+TEST(Sinkhorn, OneCausalIterationByHand) {
+  EXPECT_THAT(Balanced({9, 9, 9, 7, 9, 9, 0, std::log(3), 9}, {{"iterations", "1"}},
+                       /*causal=*/true),
+              Near({0, 0, 0, 1, 0, 0, 0.2, 1, 0}));
+}
+
+// The same matrix from keys whose sum up to the last block's first token is log 3; the token after it
+// does not count.
+TEST(Sinkhorn, CausalScoresComeFromTheTokensUpToABlocksFirst) {
+  const Problem problem = Problem::SelfAttention(1, 1, 6, 1, /*causal=*/true);
+  const Options options = With(
+      Block(2), {{"hidden", "0"}, {"temperature", "1"}, {"iterations", "1"}, {"scores", "linear"}});
+  NamedTensors inputs = Random(problem);
+  inputs["k"] = Numbers({1, 1, 6, 1}, {1, -2, 3, -4, 2 + std::log(3), 50});
+  NamedTensors parameters = Zeros(problem, options);
+  parameters["score_weights"] = Numbers({1, 1, 3}, {0, 1, 5});
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunSinkhorn(problem, inputs, options, device, &parameters);
+    EXPECT_THAT(Values(run.at("sort")), Near({0, 0, 0, 1, 0, 0, 0.2, 1, 0})) << Name(device);
+  }
+}
+
+// relu(2 x) for the sums 3 and -1 of two blocks, of which the hidden layer makes 3 and 0.
+TEST(Sinkhorn, TheNetworkByHand) {
+  const Problem problem = Problem::SelfAttention(1, 1, 4, 1);
+  const Options options =
+      With(Block(2), {{"hidden", "1"}, {"temperature", "2"}, {"iterations", "1"}});
+  NamedTensors inputs = Random(problem);
+  inputs["k"] = Numbers({1, 1, 4, 1}, {1, 2, 3, -4});
+  NamedTensors parameters = Zeros(problem, options);
+  parameters["hidden_weights"] = Numbers({1, 1, 1}, {1});
+  parameters["score_weights"] = Numbers({1, 1, 2}, {2, -1});
+  parameters["score_bias"] = Numbers({1, 2}, {-4, 2});
+  // Scores are (2, 0) and (0, 2), logits (1, 0) and (0, 1).
+  const double larger = std::exp(1) / (std::exp(1) + 1);
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunSinkhorn(problem, inputs, options, device, &parameters);
+    EXPECT_THAT(Values(run.at("sort")), Near({larger, 1 - larger, 1 - larger, larger}))
+        << Name(device);
+  }
+}
+
+// ---- The matrix ----
+
+std::vector<double> RandomScores(int64_t blocks, double scale) {
+  Tensor scores(DType::kF32, {blocks, blocks});
+  FillNormal(&scores, 5, "scores", 0, scale);
+  return Values(scores);
+}
+
+TEST(Sinkhorn, ColumnsSumToOneAndRowErrorsFallGeometrically) {
+  std::vector<double> error;
+  for (const char* iterations : {"5", "10", "20"}) {
+    const std::vector<double> sort = Balanced(RandomScores(6, 1), {{"iterations", iterations}});
+    for (int64_t t = 0; t < 6; ++t) {
+      double sum = 0;
+      for (int64_t u = 0; u < 6; ++u) {
+        EXPECT_GE(sort[u * 6 + t], 0);
+        sum += sort[u * 6 + t];
+      }
+      EXPECT_NEAR(sum, 1, 1e-12);
+    }
+    error.push_back(RowError(sort, 6));
+  }
+  EXPECT_LT(error[0], 0.1);
+  EXPECT_LT(error[2], 1e-6);
+  EXPECT_NEAR(std::log(error[2] / error[1]) / std::log(error[1] / error[0]), 2, 0.1);
+}
+
+TEST(Sinkhorn, NumbersAddedToRowsAndColumnsOfScoresLeaveTheLimit) {
+  const std::vector<double> scores = RandomScores(5, 1);
+  std::vector<double> moved = scores;
+  for (int64_t i = 0; i < 25; ++i) moved[i] += 0.7 * static_cast<double>(i / 5) - 0.4 * (i % 5);
+  EXPECT_THAT(Balanced(moved, {{"iterations", "100"}}),
+              Near(Balanced(scores, {{"iterations", "100"}})));
+}
+
+TEST(Sinkhorn, ALowTemperatureMakesAPermutation) {
+  std::vector<double> scores = RandomScores(5, 0.1);
+  const int64_t order[] = {3, 0, 4, 1, 2};
+  std::vector<double> permutation(25, 0.0);
+  for (int64_t u = 0; u < 5; ++u) {
+    scores[u * 5 + order[u]] += 1;
+    permutation[u * 5 + order[u]] = 1;
+  }
+  EXPECT_THAT(Balanced(scores, {{"temperature", "0.02"}, {"iterations", "100"}}),
+              Near(permutation));
+}
+
+TEST(Sinkhorn, ScoresFarApartNeitherOverflowNorVanish) {
+  const std::vector<double> scores = {0, 3000, -2000, 5000, 1000, 0, -4000, 800, 700};
+  for (const bool causal : {false, true}) {
+    for (const double entry : Balanced(scores, {}, causal)) EXPECT_TRUE(entry >= 0 && entry <= 1);
+  }
+}
+
+TEST(Sinkhorn, ALoneHeadsHiddenStatesMayBeItsKeys) {
+  const Problem problem = Problem::SelfAttention(2, 1, 40, 8);
+  NamedTensors inputs = Random(problem);
+  const NamedTensors of_keys = RunSinkhorn(problem, inputs, Block(8));
+  inputs["x"] = Tensor(DType::kF32, {2, 40, 8});
+  std::copy_n(inputs["k"].span<float>().data(), 2 * 40 * 8, inputs["x"].span<float>().data());
+  const NamedTensors of_x = RunSinkhorn(problem, inputs, With(Block(8), {{"pooled", "hidden"}}));
+  EXPECT_EQ(MaxDifference(of_keys.at("sort").view(), of_x.at("sort").view()), 0);
+  EXPECT_EQ(MaxDifference(of_keys.at("out").view(), of_x.at("out").view()), 0);
+}
+
+TEST(Sinkhorn, TheMatrixThatWasWrittenMayBeGiven) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 77, 8, causal);
+    NamedTensors inputs = Random(problem);
+    for (const Device device : kHostDevices) {
+      const NamedTensors computed = RunSinkhorn(problem, inputs, Block(16), device);
+      NamedTensors with_matrix = Random(problem);
+      with_matrix["sort"] = computed.at("sort").Clone();
+      const NamedTensors given = RunSinkhorn(problem, with_matrix, Block(16), device);
+      for (const char* name : {"out", "log_sum_exp", "sort"}) {
+        EXPECT_EQ(MaxDifference(computed.at(name).view(), given.at(name).view()), 0) << name;
+      }
+    }
+  }
+}
+
+// ---- Attention ----
+
+TEST(Sinkhorn, OneBlockIsDenseAttentionWithEveryKeyTwice) {
+  const Problem problem = Problem::SelfAttention(2, 2, 50, 16);
+  const NamedTensors inputs = Random(problem);
+  const NamedTensors dense = RunDense(problem, inputs);
+  for (const int64_t block : {50, 51, 1000}) {
+    ExpectNear(RunSinkhorn(problem, inputs, Block(block)), dense, std::log(2));
+  }
+}
+
+// Queries of a block on the keys of blocks, in a dense problem of their own.
+NamedTensors DenseOnBlocks(const NamedTensors& inputs, int64_t block, int64_t queries,
+                           const std::vector<int64_t>& blocks) {
+  const int64_t keys = block * static_cast<int64_t>(blocks.size());
+  NamedTensors part;
+  Problem problem = Problem::SelfAttention(2, 2, block, 16);
+  problem.kv_tokens = keys;
+  part["q"] = Tensor(DType::kF32, {2, 2, block, 16});
+  CopyElements(Slice(inputs.at("q").view(), 2, queries * block, block), part["q"].view());
+  for (const char* name : {"k", "v"}) {
+    part[name] = Tensor(DType::kF32, {2, 2, keys, 16});
+    for (size_t n = 0; n < blocks.size(); ++n) {
+      CopyElements(Slice(inputs.at(name).view(), 2, blocks[n] * block, block),
+                   Slice(part[name].view(), 2, static_cast<int64_t>(n) * block, block));
+    }
+  }
+  return RunDense(problem, part);
+}
+
+TEST(Sinkhorn, APermutationMakesABlockSeeTwo) {
+  const Problem problem = Problem::SelfAttention(2, 2, 64, 16);
+  const std::vector<int64_t> order = {2, 1, 3, 0};  // block 1 stays: its keys count twice
+  NamedTensors inputs = Random(problem);
+  inputs["sort"] = Permutation(problem, order);
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunSinkhorn(problem, inputs, Block(16), device);
+    for (int64_t u = 0; u < 4; ++u) {
+      const NamedTensors expected = DenseOnBlocks(inputs, 16, u, {order[u], u});
+      EXPECT_LE(
+          MaxDifference(Slice(run.at("out").view(), 2, u * 16, 16), expected.at("out").view()),
+          1e-5);
+      EXPECT_LE(MaxDifference(Slice(run.at("log_sum_exp").view(), 2, u * 16, 16),
+                              expected.at("log_sum_exp").view()),
+                1e-5);
+    }
+  }
+}
+
+TEST(Sinkhorn, TheIdentityIsAttentionWithinBlocksWithEveryKeyTwice) {
+  const Problem problem = Problem::SelfAttention(2, 2, 64, 16);
+  NamedTensors inputs = Random(problem);
+  inputs["sort"] = Permutation(problem, {0, 1, 2, 3});
+  const NamedTensors run = RunSinkhorn(problem, inputs, Block(16));
+  for (int64_t u = 0; u < 4; ++u) {
+    const NamedTensors expected = DenseOnBlocks(inputs, 16, u, {u});
+    EXPECT_LE(MaxDifference(Slice(run.at("out").view(), 2, u * 16, 16), expected.at("out").view()),
+              1e-5);
+  }
+}
+
+TEST(Sinkhorn, SortCutOfAllBlocksOfAPermutationIsDense) {
+  const Problem problem = Problem::SelfAttention(2, 2, 64, 16);
+  NamedTensors inputs = Random(problem);
+  const NamedTensors dense = RunDense(problem, inputs);
+  inputs["sort"] = Permutation(problem, {2, 1, 3, 0});
+  for (const char* sorted_blocks : {"4", "9"}) {
+    for (const Device device : kHostDevices) {
+      ExpectNear(
+          RunSinkhorn(problem, inputs, With(Block(16), {{"sorted_blocks", sorted_blocks}}), device),
+          dense, 0);
+    }
+  }
+}
+
+TEST(Sinkhorn, SortCutSeesTheFirstSortedBlocks) {
+  const Problem problem = Problem::SelfAttention(2, 2, 64, 16);
+  NamedTensors inputs = Random(problem);
+  inputs["sort"] = Permutation(problem, {2, 1, 3, 0});
+  const NamedTensors run = RunSinkhorn(problem, inputs, With(Block(16), {{"sorted_blocks", "2"}}));
+  for (int64_t u = 0; u < 4; ++u) {
+    const NamedTensors expected = DenseOnBlocks(inputs, 16, u, {2, 1});
+    EXPECT_LE(MaxDifference(Slice(run.at("out").view(), 2, u * 16, 16), expected.at("out").view()),
+              1e-5);
+  }
+}
+
+// ---- Causality ----
+
+void ChangeTokensFrom(int64_t first, NamedTensors* inputs, const NamedTensors& other) {
+  for (const char* name : {"q", "k", "v"}) {
+    const TensorView view = (*inputs)[name].view();
+    const int64_t count = view.dim(2) - first;
+    CopyElements(Slice(other.at(name).view(), 2, first, count), Slice(view, 2, first, count));
+  }
+}
+
+TEST(Sinkhorn, TheFutureDoesNotReachThePastWithTheMatrixFrozenOrNot) {
+  const Problem problem = Problem::SelfAttention(1, 2, 40, 8, /*causal=*/true);
+  const std::vector<TensorSpec> specs = Sinkhorn().InputSpecs(problem, {}).value();
+  const NamedTensors other = RandomInputs(specs, 12);
+  for (const bool frozen : {false, true}) {
+    NamedTensors inputs = Random(problem);
+    const NamedTensors before = RunSinkhorn(problem, inputs, Block(8));
+    if (frozen) inputs["sort"] = before.at("sort").Clone();
+    for (const int64_t first : {1, 7, 8, 9, 24, 39}) {
+      NamedTensors changed = Random(problem);
+      if (frozen) changed["sort"] = before.at("sort").Clone();
+      ChangeTokensFrom(first, &changed, other);
+      const NamedTensors after = RunSinkhorn(problem, changed, Block(8));
+      ExpectSameRows(before, after, first);
+    }
+  }
+}
+
+TEST(Sinkhorn, CausalMatricesHaveNoEntriesOfThePresentOrFuture) {
+  const Problem problem = Problem::SelfAttention(1, 1, 48, 8, /*causal=*/true);
+  NamedTensors inputs = Random(problem);
+  const NamedTensors run = RunSinkhorn(problem, inputs, Block(8));
+  inputs["sort"] = run.at("sort").Clone();
+  for (int64_t u = 0; u < 6; ++u) {
+    for (int64_t t = 0; t < 6; ++t) {
+      const float entry = *run.at("sort").view().At<float>(0, 0, u, t);
+      if (t + 1 == u) {
+        EXPECT_NEAR(entry, 1, 1e-6);  // the first entry of its column
+      } else if (t >= u) {
+        EXPECT_EQ(entry, 0);
+        // And none that is given is read.
+        *inputs["sort"].view().MutableAt<float>(0, 0, u, t) =
+            std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+  }
+  for (const Device device : kHostDevices) {
+    EXPECT_LE(MaxDifference(RunSinkhorn(problem, inputs, Block(8), device).at("out").view(),
+                            run.at("out").view()),
+              1e-6);
+  }
+}
+
+TEST(Sinkhorn, TheFirstCausalBlockIsAttentionWithinIt) {
+  const Problem problem = Problem::SelfAttention(2, 2, 64, 16, /*causal=*/true);
+  const NamedTensors inputs = Random(problem);
+  ExpectSameRows(RunSinkhorn(problem, inputs, Block(16)),
+                 RunSinkhorn(problem, inputs, With(Block(16), {{"temperature", "5"}})), 16);
+  const Problem one = Problem::SelfAttention(2, 2, 16, 16, /*causal=*/true);
+  NamedTensors first;
+  for (const char* name : {"q", "k", "v"}) {
+    first[name] = Tensor(DType::kF32, {2, 2, 16, 16});
+    CopyElements(Slice(inputs.at(name).view(), 2, 0, 16), first[name].view());
+  }
+  // Alone it is a problem of one block.
+  ExpectNear(RunSinkhorn(one, first, Block(16)), RunDense(one, first), 0);
+}
+
+// ---- Padding ----
+
+// The tokens that a last block lacks are as good as masked ones.
+TEST(Sinkhorn, ARaggedBlockIsAMaskedOne) {
+  for (const bool causal : {false, true}) {
+    const Problem longer = Problem::SelfAttention(2, 2, 48, 8, causal);
+    const Problem shorter = Problem::SelfAttention(2, 2, 41, 8, causal);
+    NamedTensors inputs = Random(longer), cut;
+    for (const char* name : {"q", "k", "v"}) {
+      cut[name] = Tensor(DType::kF32, {2, 2, 41, 8});
+      CopyElements(Slice(inputs[name].view(), 2, 0, 41), cut[name].view());
+      Fill(Slice(inputs[name].view(), 2, 41, 7), std::numeric_limits<float>::quiet_NaN());
+    }
+    inputs["key_mask"] = Tensor(DType::kU8, {2, 48});
+    for (int64_t n = 0; n < 96; ++n) inputs["key_mask"].span<uint8_t>()[n] = n % 48 < 41;
+    for (const Device device : kHostDevices) {
+      const NamedTensors ragged = RunSinkhorn(shorter, cut, Block(16), device);
+      const NamedTensors masked = RunSinkhorn(longer, inputs, Block(16), device);
+      EXPECT_EQ(MaxDifference(ragged.at("sort").view(), masked.at("sort").view()), 0);
+      EXPECT_LE(MaxDifference(ragged.at("out").view(), Slice(masked.at("out").view(), 2, 0, 41)),
+                1e-6);
+    }
+  }
+}
+
+// Row 1 of all blocks is padding, row 0 of the first: where causal, sorted block 1 has no key in
+// either.
+TEST(Sinkhorn, RowsOfPaddingAloneAreNoKeys) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(1, 1, 6, 1, causal);
+    NamedTensors inputs = Random(problem);
+    for (const char* name : {"q", "k"}) Fill(inputs[name].view(), 0);
+    inputs["key_mask"] = Tensor(DType::kU8, {1, 6});
+    const uint8_t is_token[] = {0, 0, 1, 0, 1, 0};
+    std::copy_n(is_token, 6, inputs["key_mask"].span<uint8_t>().data());
+    // All scores are 0: a row's keys are exp(log_sum_exp).
+    for (const Device device : kHostDevices) {
+      const NamedTensors run = RunSinkhorn(problem, inputs, Block(2), device);
+      std::vector<double> keys = Values(run.at("log_sum_exp"));
+      for (double& log_sum_exp : keys) log_sum_exp = std::exp(log_sum_exp);
+      EXPECT_THAT(keys, causal ? Near({0, 0, 1, 1, 2, 2}) : Near({1, 1, 2, 2, 2, 2}));
+      if (causal) {
+        EXPECT_EQ(run.at("out").view().Get(0), 0);
+      }
+    }
+  }
+}
+
+// ---- The definition, other implementations ----
+
+void ExpectRunMatchesDefinition(const Problem& problem, const Options& options, Device device) {
+  const NamedTensors inputs = Random(problem, options);
+  const NamedTensors run = RunSinkhorn(problem, inputs, options, device);
+  const NamedTensors defined =
+      DefineTechnique(Sinkhorn(), problem, ViewsOf(inputs), {options}).value();
+  const double fp32 = Fp32Bound(inputs.at("v").view());
+  for (const char* name : {"out", "log_sum_exp", "sort"}) {
+    const bool rounded = problem.dtype != DType::kF32 && name == std::string("out");
+    EXPECT_LE(MaxDifference(run.at(name).view(), defined.at(name).view()), rounded ? 0.02 : fp32)
+        << name << " of " << problem.ToString() << ", " << ToString(options) << ", "
+        << Name(device);
+  }
+}
+
+TEST(Sinkhorn, GroupedHeadsPoolTheQueriesOfTheirGroup) {
+  for (const bool causal : {false, true}) {
+    Problem problem = Problem::SelfAttention(2, 6, 50, 8, causal);
+    problem.kv_heads = 2;
+    for (const char* pooled : {"keys", "queries_and_keys", "hidden"}) {
+      for (const Device device : kHostDevices) {
+        ExpectRunMatchesDefinition(problem, With(Block(8), {{"pooled", pooled}}), device);
+      }
+    }
+  }
+}
+
+TEST(Sinkhorn, MoreBlocksThanATileSums) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(1, 1, 150, 4, causal);
+    for (const Device device : kHostDevices) ExpectRunMatchesDefinition(problem, Block(1), device);
+  }
+  const Problem problem = Problem::SelfAttention(1, 1, 150, 72);
+  ExpectRunMatchesDefinition(problem, With(Block(1), {{"sorted_blocks", "70"}}), Device::kCpu);
+}
+
+// Scores, and with them log_sum_exp, are of the same rounded keys.
+TEST(Sinkhorn, SortedBlocksOf16BitsAreRoundedAsTheDefinitionRoundsThem) {
+  const Options options = With(Block(8), {{"gumbel", "true"}, {"scores", "log_relu"}});
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const Device device : kHostDevices) {
+      ExpectRunMatchesDefinition(Problem::SelfAttention(2, 2, 50, 16, /*causal=*/false, dtype),
+                                 options, device);
+    }
+  }
+}
+
+// Held against a file of sinkhorn-transformer.
+void ExpectGolden(const std::string& name, bool balanced) {
+  const SafetensorsFile file = GoldenFile("attention/sinkhorn/testdata/" + name + ".safetensors");
+  Options options = {{"hidden", "0"}, {"scores", "log_relu"}, {"pooled", "queries_and_keys"}};
+  for (const char* option : {"block", "sorted_blocks", "iterations", "temperature"}) {
+    options[option] = file.metadata.at(option);
+  }
+  NamedTensors inputs;
+  for (const char* input : {"q", "k", "v"}) inputs[input] = file.tensors.at(input).Clone();
+  const Problem problem = Problem::SelfAttention(2, 2, 48, 8);
+  NamedTensors parameters = Zeros(problem, options);
+  if (balanced) {
+    options["gumbel"] = "true";
+    inputs["g"] = file.tensors.at("g").Clone();
+    parameters["score_weights"] = file.tensors.at("score_weights").Clone();
+  } else {
+    inputs["sort"] = file.tensors.at("sort").CloneAs(DType::kF32);
+  }
+  RunRequest request{options};
+  request.parameters = &parameters;
+  const NamedTensors defined =
+      DefineTechnique(Sinkhorn(), problem, ViewsOf(inputs), request).value();
+  // A matrix that is given has been rounded to fp32.
+  const double exact = balanced ? 1e-12 : 1e-6;
+  for (const char* output : {"out", "sort"}) {
+    const ConstTensorView expected = file.tensors.at(output).view();
+    EXPECT_LE(MaxDifference(defined.at(output).view(), expected), exact) << name << " " << output;
+    for (const Device device : kHostDevices) {
+      EXPECT_LE(MaxDifference(
+                    RunSinkhorn(problem, inputs, options, device, &parameters).at(output).view(),
+                    expected),
+                Fp32Bound(inputs.at("v").view()))
+          << name << " " << output << " " << Name(device);
+    }
+  }
+}
+
+TEST(Sinkhorn, BalancedMatricesMatchSinkhornTransformer) { ExpectGolden("balanced", true); }
+TEST(Sinkhorn, SortCutMatchesSinkhornTransformer) { ExpectGolden("sortcut", true); }
+TEST(Sinkhorn, ItsLargestEntriesMayBeTheMatrix) { ExpectGolden("largest_entries", false); }
+
+// ---- Cost, errors ----
+
+TEST(Sinkhorn, CostCountsEveryStep) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 3, 12, 5, causal);
+    const Options options = With(Block(4), {{"hidden", "7"}, {"iterations", "2"}});
+    const auto layer = Sinkhorn().Create(problem, options, Device::kCpu, 1).value();
+    EXPECT_FALSE(layer->cost().flops.has_value());
+    ASSERT_TRUE(RunLayer(*layer, ViewsOf(Random(problem))).ok());
+    const double pooled = 12 * 5, network = 2 * 3 * (5 * 7 + 7 * 3), balance = 2 * 4 * 9;
+    const double sums = 2 * (causal ? 3 : 9) * 4 * 10;
+    // A block's queries see 4 sorted keys, where causal not those of block 0, and 4 or 10 / 4 own.
+    const double pairs = causal ? 2 * 16 + 3 * 10 : 3 * 32;
+    EXPECT_EQ(*layer->cost().flops, 6 * (pooled + network + balance + sums + 2 * pairs * 10));
+  }
+}
+
+TEST(Sinkhorn, WhatItDoesNotDoIsRefused) {
+  const auto refusal = [](const Problem& problem, const Options& options) {
+    return std::string(Sinkhorn().Create(problem, options, Device::kCpu, 1).status().message());
+  };
+  Problem cross = Problem::SelfAttention(1, 1, 30, 8);
+  cross.kv_tokens = 31;
+  EXPECT_THAT(refusal(cross, {}), HasSubstr("query_tokens is 30, kv_tokens is 31"));
+  EXPECT_THAT(refusal(Problem::SelfAttention(1, 1, 30, 8, true), {{"sorted_blocks", "2"}}),
+              HasSubstr("sorted_blocks is 2"));
+  EXPECT_THAT(refusal(Problem::SelfAttention(1, 1, 8195, 8), Block(2)),
+              HasSubstr("are 4098 blocks; allowed are 1 to 4096"));
+}
+
+}  // namespace
+}  // namespace tfb

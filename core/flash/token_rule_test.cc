@@ -1,0 +1,248 @@
+// What calls say of pairs of tokens, on all devices of this machine, against loops.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/cuda/device_array.h"
+#include "core/definition.h"
+#include "core/flash/flash_parts.h"
+#include "core/random.h"
+#include "core/status.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+constexpr int64_t kRounds = 3, kChunk = 40, kBuckets = 5;
+
+struct Rule {
+  bool causal;
+  bool own;
+  bool counts;
+  float self_bias;
+};
+
+// Of every batch row, head and round: tokens in the order of drawn buckets, in chunks. A query sees
+// its chunk and the one before, and slots count those of its bucket there.
+struct Sortings {
+  explicit Sortings(const Problem& problem) : problem(problem) {
+    const int64_t rows = kRounds * problem.batch * problem.query_heads;
+    for (int64_t row = 0; row < rows; ++row) {
+      Tensor drawn(DType::kF32, {problem.query_tokens});
+      FillUniform(&drawn, 5 + row, "buckets", 0, 1);
+      std::vector<int32_t> bucket, order, code(problem.query_tokens);
+      for (int64_t n = 0; n < problem.query_tokens; ++n) {
+        bucket.push_back(std::min<int32_t>(drawn.span<float>()[n] * kBuckets, kBuckets - 1));
+        order.push_back(static_cast<int32_t>(n));
+      }
+      std::stable_sort(order.begin(), order.end(),
+                       [&](int32_t a, int32_t b) { return bucket[a] < bucket[b]; });
+      for (int64_t n = 0; n < problem.query_tokens; ++n) {
+        code[order[n]] = static_cast<int32_t>(1000 * bucket[order[n]] + n / kChunk);
+      }
+      orders.insert(orders.end(), order.begin(), order.end());
+      codes.insert(codes.end(), code.begin(), code.end());
+    }
+  }
+  int32_t Code(int64_t round, int64_t b, int64_t h, int64_t token) const {
+    return codes[((round * problem.batch + b) * problem.query_heads + h) * problem.query_tokens +
+                 token];
+  }
+  bool Shows(int64_t round, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const int32_t difference = Code(round, b, h, i) - Code(round, b, h, j);
+    return difference == 0 || difference == 1;
+  }
+  bool IsInWindow(int64_t round, int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const int32_t difference = Code(round, b, h, i) % 1000 - Code(round, b, h, j) % 1000;
+    return difference == 0 || difference == 1;
+  }
+
+  Problem problem;
+  std::vector<int32_t> orders;  // [rounds][batch][heads][tokens]
+  std::vector<int32_t> codes;
+};
+
+class ChunkPattern : public Pattern {
+ public:
+  bool Allows(int64_t, int64_t i, int64_t j) const override {
+    const int64_t difference = i / kChunk - j / kChunk;
+    return difference == 0 || difference == 1;
+  }
+  void KeyRanges(int64_t, int64_t begin, int64_t end,
+                 std::vector<KeyRange>* ranges) const override {
+    ranges->push_back({(begin / kChunk - 1) * kChunk, ((end - 1) / kChunk + 1) * kChunk, false});
+  }
+};
+
+class SortedLayer : public Layer {
+ public:
+  SortedLayer(const Problem& problem, const Rule& rule, const Sortings& sortings, Device device)
+      : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
+        rule_(rule),
+        sortings_(sortings),
+        device_(device),
+        problems_(kRounds, problem) {}
+  size_t workspace_bytes(int threads) const override {
+    return FlashParts::WorkspaceBytes(device_, problems_, false, threads);
+  }
+  Cost cost() const override { return {}; }
+
+ protected:
+  absl::Status DoSetup(const Inputs&, const Execution&) override {
+    TFB_ASSIGN_OR_RETURN(orders_, DeviceArray<int32_t>::Create(device_, sortings_.orders));
+    TFB_ASSIGN_OR_RETURN(codes_, DeviceArray<int32_t>::Create(device_, sortings_.codes));
+    std::vector<FlashEngine> engines;
+    for (const Problem& part : problems_) {
+      TFB_ASSIGN_OR_RETURN(FlashEngine engine, FlashEngine::Create(device_, part, ChunkPattern()));
+      engines.push_back(std::move(engine));
+    }
+    parts_ = FlashParts(device_, std::move(engines));
+    return absl::OkStatus();
+  }
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    const int64_t head = problem().query_tokens, batch = head * problem().query_heads;
+    const int64_t round = batch * problem().batch;
+    std::vector<FlashCall> calls;
+    for (int64_t n = 0; n < kRounds; ++n) {
+      FlashCall call = parts_.engines()[n].NewCall(inputs, outputs);
+      call.query_order = {orders_.data() + n * round, batch, head};
+      call.key_order = call.query_order;
+      call.tokens.causal = rule_.causal;
+      call.tokens.self_bias = rule_.self_bias;
+      call.tokens.counts = rule_.counts;
+      if (rule_.own) call.tokens.own = n;
+      call.tokens.query_codes = call.tokens.key_codes = codes_.data();
+      call.tokens.slots = kRounds;
+      call.tokens.slot_stride = round;
+      call.tokens.batch_stride = batch;
+      call.tokens.head_stride = head;
+      calls.push_back(call);
+    }
+    return parts_.Run(calls, execution);
+  }
+
+ private:
+  Rule rule_;
+  Sortings sortings_;
+  Device device_;
+  std::vector<Problem> problems_;
+  DeviceArray<int32_t> orders_, codes_;
+  FlashParts parts_;
+};
+
+// Each round that shows a key to a query counts, or all of them as one.
+NamedTensors ByLoops(const Problem& problem, const Rule& rule, const Sortings& sortings,
+                     const Inputs& inputs) {
+  NamedTensors outputs;
+  const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k"));
+  const auto score = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    int shown = 0, counted = 0;
+    for (int64_t n = 0; n < kRounds; ++n) {
+      shown += rule.own ? sortings.Shows(n, b, h, i, j) : sortings.IsInWindow(n, b, h, i, j);
+      counted += sortings.Shows(n, b, h, i, j);
+    }
+    if (shown == 0 || (rule.causal && j > i)) return kNotSeen;
+    double s = Dot(q.Row(b, h, i), k.Row(b, h, j), problem.head_dim) / std::sqrt(problem.head_dim);
+    if (i == j) s += rule.self_bias;
+    if (rule.counts) s -= std::log(std::max(counted, 1));
+    return s + std::log(shown);
+  };
+  DefineAttention(problem, inputs, {}, score, &outputs);
+  return outputs;
+}
+
+class TokenRules : public testing::TestWithParam<std::tuple<Device, DType>> {
+ protected:
+  NamedTensors Run(const Problem& problem, const Rule& rule, const Inputs& inputs,
+                   int threads = 2) {
+    const Device device = std::get<0>(GetParam());
+    SortedLayer layer(problem, rule, Sortings(problem), device);
+    absl::StatusOr<NamedTensors> outputs = device == Device::kCpu
+                                               ? RunLayer(layer, inputs, threads)
+                                               : RunCudaLayer(layer, device, inputs);
+    EXPECT_TRUE(outputs.ok()) << outputs.status();
+    return outputs.ok() ? *std::move(outputs) : NamedTensors();
+  }
+  DType dtype() const { return std::get<1>(GetParam()); }
+};
+INSTANTIATE_TEST_SUITE_P(On, TokenRules,
+                         testing::Combine(testing::ValuesIn(kHostDevices),
+                                          testing::Values(DType::kF32, DType::kBF16)),
+                         [](const auto& test) {
+                           return absl::StrCat(Name(std::get<0>(test.param)), "_",
+                                               Name(std::get<1>(test.param)));
+                         });
+
+constexpr Rule kRules[] = {{false, false, false, 0},   {true, false, false, 0},
+                           {false, true, false, 0},    {true, true, false, -1e5f},
+                           {false, false, false, 0.5}, {true, true, true, -1e5f},
+                           {false, true, true, -2}};
+
+TEST_P(TokenRules, AgreeWithLoops) {
+  const Problem problem = Problem::SelfAttention(2, 2, 230, 16, false, dtype());
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
+  const double bound = dtype() == DType::kF32 ? 3e-6 : 2e-2;
+  for (const Rule& rule : kRules) {
+    SCOPED_TRACE(testing::Message() << "causal " << rule.causal << ", own " << rule.own
+                                    << ", counts " << rule.counts << ", self " << rule.self_bias);
+    const NamedTensors outputs = Run(problem, rule, ViewsOf(inputs));
+    const NamedTensors expected = ByLoops(problem, rule, Sortings(problem), ViewsOf(inputs));
+    EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.at("out").view()), bound);
+    // A row that sees itself alone has a log-sum-exp of about -1e5.
+    EXPECT_LE(MaxDifference(outputs.at("log_sum_exp").view(), expected.at("log_sum_exp").view()),
+              rule.self_bias < -100 ? 2e-2 : bound);
+  }
+}
+
+TEST_P(TokenRules, AHiddenNanDoesNotReachTheOutput) {
+  const Problem problem = Problem::SelfAttention(1, 1, 230, 16, false, dtype());
+  NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
+  const Rule rule = {true, true, true, 0};
+  const NamedTensors before = Run(problem, rule, ViewsOf(inputs));
+  const int64_t last = 229;
+  for (const char* name : {"k", "v"}) {
+    const TensorView row = Slice(inputs[name].view(), 2, last, 1);
+    Fill(row, std::numeric_limits<double>::quiet_NaN());
+  }
+  const NamedTensors after = Run(problem, rule, ViewsOf(inputs));
+  for (int64_t i = 0; i < last; ++i) {
+    for (int64_t c = 0; c < 16; ++c) {
+      const int64_t n = i * 16 + c;
+      EXPECT_EQ(before.at("out").view().Get(n), after.at("out").view().Get(n)) << i;
+    }
+  }
+  EXPECT_TRUE(std::isnan(after.at("out").view().Get(last * 16)));
+}
+
+TEST_P(TokenRules, AreTheSameForAnyNumberOfThreads) {
+  const Problem problem = Problem::SelfAttention(1, 2, 230, 16, false, dtype());
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
+  const NamedTensors one = Run(problem, kRules[5], ViewsOf(inputs), 1);
+  const NamedTensors two = Run(problem, kRules[5], ViewsOf(inputs), 2);
+  const Tensor &a = one.at("out"), &b = two.at("out");
+  for (int64_t n = 0; n < a.num_elements(); ++n) EXPECT_EQ(a.view().Get(n), b.view().Get(n));
+}
+
+TEST(TokenRule, OfSlotsWithoutCodesIsRefused) {
+  TokenRule rule;
+  EXPECT_TRUE(CheckTokenRule(rule).ok());
+  rule.counts = true;
+  rule.slots = 2;
+  EXPECT_FALSE(CheckTokenRule(rule).ok());
+  const int32_t code = 0;
+  rule.query_codes = rule.key_codes = &code;
+  EXPECT_TRUE(CheckTokenRule(rule).ok());
+  rule.own = 2;
+  EXPECT_FALSE(CheckTokenRule(rule).ok());
+  rule.own = 0;
+  rule.slots = kMaxTokenSlots + 1;
+  EXPECT_FALSE(CheckTokenRule(rule).ok());
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,136 @@
+// Engine gather: what techniques that group tokens by content do before and after attention, on
+// every device. The attention within the groups is engine flash's: its token orders gather the rows,
+// its token rules see to pairs, and core/flash/flash_parts.h merges several groupings.
+//
+// Integer arrays lie in the memory of the device, rows after each other; a row is one batch row,
+// head and, where there are several, round. Nothing here allocates or, on a GPU, synchronises, and no
+// result depends on the number of threads or on the order in which a device works.
+#ifndef TFB_CORE_GATHER_GATHER_H_
+#define TFB_CORE_GATHER_GATHER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/device_array.h"
+#include "core/gather/gather_kernels.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// ---- Normalised rows ----
+
+// y = (x - m) / sqrt(s sum_c (x_c - m)^2 + epsilon) for every row x [batch, heads, tokens, channels],
+// with m the mean of its channels where `centered`, else 0, and s = 1 / channels where `mean_square`,
+// else 1. A root of 0 gives 0. y has the shape of x; both may be of any floating dtype. Where y is of
+// 16 bits it is computed in float64.
+struct RowNorm {
+  bool centered = false;
+  bool mean_square = false;
+  double epsilon = 0;
+};
+absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensorView& x,
+                           const TensorView& y, const Execution& execution);
+
+// ---- Angular hashing ----
+
+// Buckets of vectors x by random rotations: Andoni et al. 2015, arXiv:1509.02897v1, section 3.
+//
+//   h(x) = argmax [x R ; -x R]           of 2 n numbers where R has n columns; ties: the lowest
+//   bucket = h_1 + 2 n_1 (h_2 + 2 n_2 (h_3 + ...))    where a hash is a product of smaller ones
+//
+// with sums in fp32. NaN are smaller than all numbers.
+class AngularHash {
+ public:
+  AngularHash() = default;
+  // rotations [head_dim, rounds, columns]; the columns of a round are those of its factors, n_1 +
+  // n_2 + ... .
+  static absl::StatusOr<AngularHash> Create(Device device, const ConstTensorView& rotations,
+                                            const std::vector<int64_t>& columns_of_factors);
+
+  int64_t rounds() const { return rounds_; }
+  static size_t WorkspaceBytes(Device device, int64_t head_dim, int64_t rounds, int64_t columns,
+                               int threads);
+  // buckets [batch][heads][rounds][tokens] of x [batch, heads, tokens, head_dim].
+  absl::Status Run(const ConstTensorView& x, int32_t* buckets, const Execution& execution) const;
+
+ private:
+  absl::Status RunCpu(const ConstTensorView& x, int32_t* buckets, const Execution& execution) const;
+
+  int64_t head_dim_ = 0;
+  int64_t rounds_ = 0;
+  std::vector<int64_t> factors_;    // their columns
+  DeviceArray<float> rotations_;    // [rounds * columns][head_dim]
+  DeviceArray<int32_t> on_device_;  // factors_, where that is not the CPU
+};
+
+// ---- Scores against vectors ----
+
+// scores[b, h, n, i] = vectors[h, n] . x[b, h, i], in fp32 in the order of the channels; -inf where
+// key_mask [batch, tokens] says that token i is none.
+struct VectorScoreCall {
+  ConstTensorView x;     // [batch, heads, tokens, head_dim]
+  const float* vectors;  // [heads][count][head_dim]
+  int64_t count;
+  ConstTensorView key_mask;  // u8, or empty
+  float* scores;             // [batch][heads][count][stride]
+  int64_t stride;            // ScoreStride(tokens)
+};
+int64_t ScoreStride(int64_t tokens);
+size_t VectorScoreWorkspaceBytes(Device device, int64_t head_dim, int threads);
+absl::Status ScoreVectors(Device device, const VectorScoreCall& call, const Execution& execution);
+
+// ---- Sorting ----
+
+// Tokens by ascending key, those of one key in their order: a counting sort.
+struct TokenSortCall {
+  const int32_t* keys;  // [rows][tokens], in [0, key_count)
+  int64_t rows;
+  int64_t tokens;
+  int64_t key_count;
+  int32_t* order;  // of each row `tokens` numbers, then whatever its stride leaves
+  int64_t order_stride;
+  int32_t* places;  // [rows][tokens] where each token is in the order; null: not wanted
+};
+size_t SortWorkspaceBytes(Device device, int64_t rows, int64_t key_count, int threads);
+absl::Status SortTokens(Device device, const TokenSortCall& call, const Execution& execution);
+
+// ---- The largest ----
+
+// The `count` tokens of largest score, in their order. Of equal scores the first, -0 equals 0, and
+// NaN are below -inf.
+struct LargestCall {
+  const float* scores;  // [rows][stride], of which `tokens` are scores
+  int64_t rows;
+  int64_t tokens;
+  int64_t stride;
+  int64_t count;     // tokens at most
+  int32_t* members;  // [rows][count]
+};
+size_t LargestWorkspaceBytes(Device device, int64_t tokens, int threads);
+absl::Status LargestTokens(Device device, const LargestCall& call, const Execution& execution);
+
+// ---- Means over groups ----
+
+// What a token is given in all groups that have it, divided by their number; 0 where none has.
+//
+//   out[b, h, i] = sum over n, r with members[b, h, n, r] = i of rows[b, h, n, r] / their number
+//
+// in the order of n. Members of a group are ascending.
+struct GroupMeanCall {
+  const int32_t* members;  // [batch][heads][groups][size]
+  int64_t groups;
+  int64_t size;
+  ConstTensorView rows;  // f32 [batch, heads, groups * size, channels]
+  TensorView out;        // [batch, heads, tokens, channels]
+};
+size_t GroupMeanWorkspaceBytes(Device device, int64_t channels, int threads);
+absl::Status MeanOfGroups(Device device, const GroupMeanCall& call, const Execution& execution);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_GATHER_GATHER_H_

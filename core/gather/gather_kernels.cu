@@ -1,0 +1,384 @@
+#include "core/cuda/kernel.cuh"
+#include "core/gather/gather_kernels.h"
+
+namespace tfb {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int64_t kMaxBlocks = 65535;
+
+__device__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
+__device__ int Warp() { return static_cast<int>(threadIdx.x) / 32; }
+
+dim3 Blocks(int64_t tasks) {
+  return dim3(static_cast<unsigned>(tasks < kMaxBlocks ? tasks : kMaxBlocks));
+}
+
+// Row n of a tensor's first three dimensions.
+__device__ int64_t RowOffset(const DeviceView& view, int64_t heads, int64_t tokens, int64_t n) {
+  return n / tokens / heads * view.strides[0] + n / tokens % heads * view.strides[1] +
+         n % tokens * view.strides[2];
+}
+
+template <class Real>
+__device__ Real WarpSum(Real x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// ---- Normalised rows: a warp each ----
+
+template <class Real>
+__global__ void __launch_bounds__(kThreads) Normalize(const NormalizeArguments a) {
+  const int64_t rows = a.batch * a.heads * a.tokens;
+  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); n < rows;
+       n += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const int64_t from = RowOffset(a.x, a.heads, a.tokens, n);
+    const auto at = [&](int c) {
+      return static_cast<Real>(LoadElement(a.x.data, a.x.element, from + c * a.x.strides[3]));
+    };
+    Real mean = 0;
+    if (a.centered) {
+      for (int c = Lane(); c < a.channels; c += 32) mean += at(c);
+      mean = WarpSum(mean) / static_cast<Real>(a.channels);
+    }
+    Real squares = 0;
+    for (int c = Lane(); c < a.channels; c += 32) squares += (at(c) - mean) * (at(c) - mean);
+    squares = WarpSum(squares);
+    if (a.mean_square) squares /= static_cast<Real>(a.channels);
+    const Real root = sqrt(squares + static_cast<Real>(a.epsilon));
+    const Real factor = root == 0 ? 0 : 1 / root;
+    const int64_t to = RowOffset(a.y, a.heads, a.tokens, n);
+    for (int c = Lane(); c < a.channels; c += 32) {
+      StoreElement(a.y.data, a.y.element, to + c * a.y.strides[3],
+                   static_cast<float>((at(c) - mean) * factor));
+    }
+  }
+}
+
+const char* LaunchNormalize(const NormalizeArguments& a, void* stream) {
+  const int64_t rows = a.batch * a.heads * a.tokens;
+  return Launch("Normalize", a.y.element == Element::kF32 ? &Normalize<float> : &Normalize<double>,
+                {Blocks((rows + kWarps - 1) / kWarps), dim3(kThreads)}, stream, a);
+}
+
+// ---- Angular hashing ----
+//
+// A block hashes 64 tokens of a head; a thread has one token and every fourth of a factor's columns,
+// and the four threads of a token then agree. Vectors lie in shared memory by channel, so that
+// neighbouring threads read neighbouring words; a rotation's element is the same for a warp.
+
+constexpr int kHashTokens = 64;
+constexpr int kHashTeams = kThreads / kHashTokens;
+
+// Vectors lie in shared memory by channel, for 64 tokens of a head; zeros beyond the last token.
+__device__ void LoadTokens(const DeviceView& view, int64_t heads, int64_t tokens, int64_t head,
+                           int64_t first, int head_dim, float* x) {
+  const int slot = static_cast<int>(threadIdx.x) % kHashTokens;
+  const bool exists = first + slot < tokens;
+  const int64_t from = RowOffset(view, heads, tokens, head * tokens + (exists ? first + slot : 0));
+  for (int c = static_cast<int>(threadIdx.x) / kHashTokens; c < head_dim; c += kHashTeams) {
+    x[c * kHashTokens + slot] =
+        exists ? LoadElement(view.data, view.element, from + c * view.strides[3]) : 0;
+  }
+}
+
+// The larger number, of equal ones that of the lower index.
+struct Best {
+  float value;
+  int index;
+  __device__ void Take(float other, int at) {
+    if (other > value || (other == value && at < index)) {
+      value = other;
+      index = at;
+    }
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) Hash(const HashArguments a) {
+  float* x = reinterpret_cast<float*>(DynamicShared());                 // [head_dim][64]
+  Best* bests = reinterpret_cast<Best*>(x + a.head_dim * kHashTokens);  // [teams][64]
+  const int slot = static_cast<int>(threadIdx.x) % kHashTokens;
+  const int team = static_cast<int>(threadIdx.x) / kHashTokens;
+  const int64_t tiles = (a.tokens + kHashTokens - 1) / kHashTokens;
+  const int64_t tasks = a.batch * a.heads * tiles;
+  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
+    const int64_t row = task / tiles, token = task % tiles * kHashTokens + slot;
+    const bool exists = token < a.tokens;
+    LoadTokens(a.x, a.heads, a.tokens, row, task % tiles * kHashTokens, a.head_dim, x);
+    __syncthreads();
+    for (int64_t round = 0; round < a.rounds; ++round) {
+      int bucket = 0, step = 1, first = 0;
+      for (int f = 0; f < a.factor_count; ++f) {
+        const int columns = a.factors[f];
+        Best best = {__int_as_float(0xff800000), 0x7fffffff};
+        for (int n = team; n < columns; n += kHashTeams) {
+          const float* rotation = a.rotations + (round * a.columns + first + n) * a.head_dim;
+          float sum = 0;
+          for (int c = 0; c < a.head_dim; ++c) {
+            sum = fmaf(rotation[c], x[c * kHashTokens + slot], sum);
+          }
+          best.Take(sum, n);
+          best.Take(-sum, columns + n);
+        }
+        bests[team * kHashTokens + slot] = best;
+        __syncthreads();
+        for (int t = 0; t < kHashTeams; ++t) {
+          const Best& other = bests[t * kHashTokens + slot];
+          best.Take(other.value, other.index);
+        }
+        __syncthreads();
+        bucket += step * (best.index == 0x7fffffff ? 0 : best.index);
+        step *= columns * 2;
+        first += columns;
+      }
+      if (team == 0 && exists) {
+        a.buckets[(row * a.rounds + round) * a.tokens + token] = bucket;
+      }
+    }
+  }
+}
+
+const char* LaunchHash(const HashArguments& a, void* stream) {
+  const int64_t tiles = (a.tokens + kHashTokens - 1) / kHashTokens;
+  const size_t shared =
+      static_cast<size_t>(a.head_dim) * kHashTokens * sizeof(float) + kThreads * sizeof(Best);
+  return Launch("Hash", &Hash, {Blocks(a.batch * a.heads * tiles), dim3(kThreads), shared}, stream,
+                a);
+}
+
+// ---- Scores against vectors: a block 64 tokens of a head, a thread a token and every fourth vector ----
+
+__global__ void __launch_bounds__(kThreads) Score(const VectorScoreArguments a) {
+  float* x = reinterpret_cast<float*>(DynamicShared());  // [head_dim][64]
+  const int slot = static_cast<int>(threadIdx.x) % kHashTokens;
+  const int64_t tiles = (a.tokens + kHashTokens - 1) / kHashTokens;
+  const int64_t tasks = a.batch * a.heads * tiles;
+  for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
+    const int64_t head = task / tiles, token = task % tiles * kHashTokens + slot;
+    LoadTokens(a.x, a.heads, a.tokens, head, task % tiles * kHashTokens, a.head_dim, x);
+    __syncthreads();
+    const bool hidden =
+        token < a.tokens && a.key_mask != nullptr &&
+        a.key_mask[head / a.heads * a.key_mask_strides[0] + token * a.key_mask_strides[1]] == 0;
+    for (int64_t n = static_cast<int>(threadIdx.x) / kHashTokens; n < a.count; n += kHashTeams) {
+      const float* vector = a.vectors + (head % a.heads * a.count + n) * a.head_dim;
+      float sum = 0;
+      for (int c = 0; c < a.head_dim; ++c) sum = fmaf(vector[c], x[c * kHashTokens + slot], sum);
+      if (token >= a.tokens) continue;
+      a.scores[(head * a.count + n) * a.stride + token] = hidden ? __int_as_float(0xff800000) : sum;
+    }
+    __syncthreads();
+  }
+}
+
+const char* LaunchScore(const VectorScoreArguments& a, void* stream) {
+  const int64_t tiles = (a.tokens + kHashTokens - 1) / kHashTokens;
+  const size_t shared = static_cast<size_t>(a.head_dim) * kHashTokens * sizeof(float);
+  return Launch("Score", &Score, {Blocks(a.batch * a.heads * tiles), dim3(kThreads), shared},
+                stream, a);
+}
+
+// ---- Sorting: a block a row ----
+//
+// Counts, then where each key begins, then tile by tile: a token's place is its key's next one and
+// the number of tokens of that key before it in the tile.
+
+// The sum of what threads before this one bring, and of all in *total.
+__device__ int ExclusiveSum(int x, int* of_warps, int* total) {
+  int sum = x;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(~0u, sum, step);
+    if (Lane() >= step) sum += before;
+  }
+  if (Lane() == 31) of_warps[Warp()] = sum;
+  __syncthreads();
+  int before = 0, all = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < Warp()) before += of_warps[w];
+    all += of_warps[w];
+  }
+  __syncthreads();
+  *total = all;
+  return before + sum - x;
+}
+
+__global__ void __launch_bounds__(kThreads) Sort(const SortArguments a) {
+  __shared__ int of_warps[kWarps];
+  __shared__ int32_t tile[kThreads];
+  const int t = static_cast<int>(threadIdx.x);
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const int32_t* keys = a.keys + row * a.tokens;
+    int32_t* counts = a.counts + row * a.key_count;
+    for (int64_t k = t; k < a.key_count; k += kThreads) counts[k] = 0;
+    __syncthreads();
+    for (int64_t n = t; n < a.tokens; n += kThreads) atomicAdd(counts + keys[n], 1);
+    __syncthreads();
+    int begin = 0;
+    for (int64_t first = 0; first < a.key_count; first += kThreads) {
+      const int64_t k = first + t;
+      int total;
+      const int before = ExclusiveSum(k < a.key_count ? counts[k] : 0, of_warps, &total);
+      if (k < a.key_count) counts[k] = begin + before;
+      begin += total;
+    }
+    __syncthreads();
+    for (int64_t first = 0; first < a.tokens; first += kThreads) {
+      const int64_t n = first + t;
+      const int in_tile = static_cast<int>(min(a.tokens - first, int64_t{kThreads}));
+      const int32_t key = t < in_tile ? keys[n] : 0;
+      tile[t] = key;
+      __syncthreads();
+      int rank = 0, later = 0;
+      for (int other = 0; other < in_tile; ++other) {
+        const bool same = tile[other] == key;
+        rank += same && other < t;
+        later += same && other > t;
+      }
+      int place = 0;
+      if (t < in_tile) {
+        place = counts[key] + rank;
+        a.order[row * a.order_stride + place] = static_cast<int32_t>(n);
+        if (a.places != nullptr) a.places[row * a.tokens + n] = place;
+      }
+      __syncthreads();  // counts have been read
+      if (t < in_tile && later == 0) counts[key] = place + 1;
+      __syncthreads();
+    }
+  }
+}
+
+const char* LaunchSort(const SortArguments& a, void* stream) {
+  return Launch("Sort", &Sort, {Blocks(a.rows), dim3(kThreads)}, stream, a);
+}
+
+// ---- The largest: a block a row ----
+//
+// Radix selection of the count-th largest, 8 bits at a time from the top, then one pass that keeps
+// what is larger, and of what equals it the first.
+
+// Unsigned numbers in the order of the floats; NaN below all.
+__device__ unsigned Ordered(float x) {
+  if (isnan(x)) return 0;
+  const unsigned bits = static_cast<unsigned>(__float_as_int(x + 0.0f));  // -0 becomes 0
+  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+__global__ void __launch_bounds__(kThreads) Largest(const LargestArguments a) {
+  __shared__ int of_warps[kWarps];
+  __shared__ int histogram[256];
+  __shared__ unsigned shared_prefix;
+  __shared__ int64_t shared_wanted;
+  const int t = static_cast<int>(threadIdx.x);
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const float* scores = a.scores + row * a.stride;
+    unsigned prefix = 0;       // the bits of the count-th largest that are known
+    int64_t wanted = a.count;  // of those that begin with it
+    for (int shift = 24; shift >= 0; shift -= 8) {
+      histogram[t] = 0;
+      __syncthreads();
+      for (int64_t n = t; n < a.tokens; n += kThreads) {
+        const unsigned key = Ordered(scores[n]);
+        const bool candidate = shift == 24 || key >> (shift + 8) == prefix >> (shift + 8);
+        if (candidate) atomicAdd(histogram + (key >> shift & 255), 1);
+      }
+      __syncthreads();
+      if (t == 0) {
+        int digit = 255;
+        while (digit > 0 && histogram[digit] < wanted) wanted -= histogram[digit--];
+        shared_prefix = prefix | static_cast<unsigned>(digit) << shift;
+        shared_wanted = wanted;
+      }
+      __syncthreads();
+      prefix = shared_prefix;
+      wanted = shared_wanted;
+    }
+    int64_t kept = 0, equals = 0;
+    for (int64_t first = 0; first < a.tokens; first += kThreads) {
+      const int64_t n = first + t;
+      const unsigned key = n < a.tokens ? Ordered(scores[n]) : 0;
+      const bool equal = n < a.tokens && key == prefix;
+      int total;
+      const int64_t rank = equals + ExclusiveSum(equal, of_warps, &total);
+      equals += total;
+      const bool keep = (n < a.tokens && key > prefix) || (equal && rank < wanted);
+      const int64_t place = kept + ExclusiveSum(keep, of_warps, &total);
+      kept += total;
+      if (keep) a.members[row * a.count + place] = static_cast<int32_t>(n);
+    }
+    __syncthreads();
+  }
+}
+
+const char* LaunchLargest(const LargestArguments& a, void* stream) {
+  if (a.count == 0) return nullptr;
+  return Launch("Largest", &Largest, {Blocks(a.rows), dim3(kThreads)}, stream, a);
+}
+
+// ---- Means over groups: a warp a token ----
+
+// Where `token` is among the ascending members; -1 where it is not.
+__device__ int64_t Find(const int32_t* members, int64_t size, int64_t token) {
+  int64_t begin = 0, end = size;
+  while (begin < end) {
+    const int64_t middle = (begin + end) / 2;
+    if (members[middle] < token) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin < size && members[begin] == token ? begin : -1;
+}
+
+__global__ void __launch_bounds__(kThreads) GroupMean(const GroupMeanArguments a) {
+  const int64_t tokens = a.batch * a.heads * a.tokens;
+  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); n < tokens;
+       n += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const int64_t head = n / a.tokens, token = n % a.tokens;
+    const int32_t* members = a.members + head * a.groups * a.size;
+    const int64_t from = head / a.heads * a.rows.strides[0] + head % a.heads * a.rows.strides[1];
+    // 32 groups are searched at once; their rows are added in order. The first round of channels
+    // counts the groups.
+    const int64_t to = RowOffset(a.out, a.heads, a.tokens, n);
+    for (int first = 0; first < a.channels; first += 32) {
+      const int c = first + Lane();
+      float sum = 0;
+      int count = 0;
+      for (int64_t g = 0; g < a.groups; g += 32) {
+        const int64_t group = g + Lane();
+        const int64_t found = group < a.groups ? Find(members + group * a.size, a.size, token) : -1;
+        for (unsigned left = __ballot_sync(~0u, found >= 0); left != 0; left &= left - 1) {
+          const int source = __ffs(static_cast<int>(left)) - 1;
+          const int64_t place =
+              (g + source) * a.size + __shfl_sync(~0u, static_cast<int>(found), source);
+          if (c < a.channels) {
+            sum += LoadElement(a.rows.data, a.rows.element,
+                               from + place * a.rows.strides[2] + c * a.rows.strides[3]);
+          }
+          ++count;
+        }
+      }
+      if (c < a.channels) {
+        StoreElement(a.out.data, a.out.element, to + c * a.out.strides[3],
+                     count == 0 ? 0 : sum / static_cast<float>(count));
+      }
+    }
+  }
+}
+
+const char* LaunchGroupMean(const GroupMeanArguments& a, void* stream) {
+  const int64_t tokens = a.batch * a.heads * a.tokens;
+  return Launch("GroupMean", &GroupMean, {Blocks((tokens + kWarps - 1) / kWarps), dim3(kThreads)},
+                stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(GatherKernels, {&LaunchNormalize, &LaunchHash, &LaunchScore, &LaunchSort,
+                                 &LaunchLargest, &LaunchGroupMean});
+
+}  // namespace tfb

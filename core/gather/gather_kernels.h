@@ -1,0 +1,97 @@
+// The CUDA kernels of engine gather as C++ sees them: plain data and launchers. Every pointer is to
+// device memory; what they do is said in gather.h.
+#ifndef TFB_CORE_GATHER_GATHER_KERNELS_H_
+#define TFB_CORE_GATHER_GATHER_KERNELS_H_
+
+#include <stdint.h>
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+
+struct NormalizeArguments {
+  DeviceView x;  // [batch, heads, tokens, channels]
+  DeviceView y;
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+  int channels;
+  bool centered;
+  bool mean_square;
+  double epsilon;
+};
+
+struct HashArguments {
+  DeviceView x;            // [batch, heads, tokens, head_dim]
+  const float* rotations;  // [rounds * columns][head_dim]
+  const int32_t* factors;  // the columns of each
+  int32_t* buckets;        // [batch][heads][rounds][tokens]
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+  int64_t rounds;
+  int columns;  // of a round
+  int factor_count;
+  int head_dim;
+};
+
+struct SortArguments {
+  const int32_t* keys;  // [rows][tokens]
+  int32_t* counts;      // [rows][key_count], scratch
+  int32_t* order;
+  int32_t* places;  // or null
+  int64_t rows;
+  int64_t tokens;
+  int64_t key_count;
+  int64_t order_stride;
+};
+
+struct LargestArguments {
+  const float* scores;  // [rows][stride]
+  int32_t* members;     // [rows][count]
+  int64_t rows;
+  int64_t tokens;
+  int64_t stride;
+  int64_t count;
+};
+
+struct VectorScoreArguments {
+  DeviceView x;             // [batch, heads, tokens, head_dim]
+  const float* vectors;     // [heads][count][head_dim]
+  const uint8_t* key_mask;  // [batch, tokens], or null
+  int64_t key_mask_strides[2];
+  float* scores;  // [batch][heads][count][stride]
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+  int64_t count;
+  int64_t stride;
+  int head_dim;
+};
+
+struct GroupMeanArguments {
+  const int32_t* members;  // [batch][heads][groups][size]
+  DeviceView rows;         // [batch, heads, groups * size, channels]
+  DeviceView out;          // [batch, heads, tokens, channels]
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+  int64_t groups;
+  int64_t size;
+  int channels;
+};
+
+// Each enqueues on the stream and returns null, or why not.
+struct GatherKernels {
+  const char* (*normalize)(const NormalizeArguments& arguments, void* stream);
+  const char* (*hash)(const HashArguments& arguments, void* stream);
+  const char* (*score)(const VectorScoreArguments& arguments, void* stream);
+  const char* (*sort)(const SortArguments& arguments, void* stream);
+  const char* (*largest)(const LargestArguments& arguments, void* stream);
+  const char* (*group_mean)(const GroupMeanArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_GATHER_GATHER_KERNELS_H_

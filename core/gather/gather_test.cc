@@ -1,0 +1,313 @@
+// The steps of engine gather against loops, on all devices of this machine.
+#include "core/gather/gather.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/allocations.h"
+#include "core/cpu/kernels.h"
+#include "core/cuda/mirror.h"
+#include "core/random.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+class Gather : public testing::TestWithParam<Device> {
+ protected:
+  Device device() const { return GetParam(); }
+
+  // Two threads and a workspace of `bytes`.
+  Execution With(size_t bytes) {
+    memory_ = DeviceArray<std::byte>::Allocate(device(), static_cast<int64_t>(bytes)).value();
+    Execution execution;
+    execution.pool = &pool_;
+    execution.workspace = absl::MakeSpan(memory_.mutable_data(), bytes);
+    return execution;
+  }
+  template <class T>
+  DeviceArray<T> Upload(const std::vector<T>& values) {
+    return DeviceArray<T>::Create(device(), values).value();
+  }
+  template <class T>
+  std::vector<T> Download(const DeviceArray<T>& array) {
+    std::vector<T> values(array.size());
+    EXPECT_TRUE(array.Read(values.data()).ok());
+    return values;
+  }
+  // Runs act(x, y) with the tensors' views on the device, and brings y back.
+  template <class Act>
+  void OnDevice(const Tensor& x, Tensor* y, const Act& act) {
+    if (device() == Device::kCpu) return act(x.view(), y->view());
+    DeviceMirror mirror(CudaRuntime::For(device()).value());
+    const ConstTensorView from = mirror.Copy(x.view()).value();
+    const TensorView to = mirror.CopyForWriting(y->view()).value();
+    act(from, to);
+    EXPECT_TRUE(mirror.CopyBack().ok());
+  }
+
+  ThreadPool pool_{2};
+  DeviceArray<std::byte> memory_;
+};
+INSTANTIATE_TEST_SUITE_P(On, Gather, testing::ValuesIn(kHostDevices),
+                         [](const auto& device) { return std::string(Name(device.param)); });
+
+TEST_P(Gather, RowsAreNormalized) {
+  const RowNorm norms[] = {{false, false, 0}, {false, false, 1e-2}, {true, true, 1e-5}};
+  for (const int64_t channels : {1, 7, 64, 256}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      Tensor x(dtype, {2, 2, 67, channels});
+      FillNormal(&x, 3, "x", 0.5, 2);
+      Fill(Slice(x.view(), 2, 5, 1), 0);
+      for (const RowNorm& norm : norms) {
+        Tensor y(DType::kF32, x.shape());
+        OnDevice(x, &y, [&](const ConstTensorView& from, const TensorView& to) {
+          EXPECT_TRUE(NormalizeRows(device(), norm, from, to, With(0)).ok());
+        });
+        for (int64_t row = 0; row < 2 * 2 * 67; ++row) {
+          double mean = 0, squares = 0;
+          const auto at = [&](int64_t c) { return x.view().Get(row * channels + c); };
+          for (int64_t c = 0; c < channels && norm.centered; ++c) mean += at(c) / channels;
+          for (int64_t c = 0; c < channels; ++c) squares += (at(c) - mean) * (at(c) - mean);
+          if (norm.mean_square) squares /= channels;
+          const double root = std::sqrt(squares + norm.epsilon);
+          for (int64_t c = 0; c < channels; ++c) {
+            const double expected = root == 0 ? 0 : (at(c) - mean) / root;
+            EXPECT_NEAR(y.view().Get(row * channels + c), expected, 3e-6) << row << " " << c;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Gather, AHashIsTheLargestOfProductsAndTheirNegatives) {
+  for (const int64_t head_dim : {1, 7, 64}) {
+    Tensor x(DType::kF32, {2, 3, 100, head_dim}), rotations(DType::kF32, {head_dim, 2, 3 + 5});
+    FillNormal(&x, 1, "x");
+    FillNormal(&rotations, 1, "r");
+    const AngularHash hash = AngularHash::Create(device(), rotations.view(), {3, 5}).value();
+    DeviceArray<int32_t> buckets = DeviceArray<int32_t>::Allocate(device(), 2 * 600).value();
+    Tensor unused(DType::kF32, {1});
+    OnDevice(x, &unused, [&](const ConstTensorView& from, const TensorView&) {
+      const size_t bytes = AngularHash::WorkspaceBytes(device(), head_dim, 2, 8, 2);
+      EXPECT_TRUE(hash.Run(from, buckets.mutable_data(), With(bytes)).ok());
+    });
+    const std::vector<int32_t> found = Download(buckets);
+    for (int64_t n = 0; n < 2 * 600; ++n) {
+      const int64_t round = n / 100 % 2, row = n / 200 * 100 + n % 100;
+      // Sums as the engines make them, so that near ties fall the same way.
+      std::vector<float> products(16);
+      for (int64_t m = 0; m < 8; ++m) {
+        float sum = 0;
+        for (int64_t c = 0; c < head_dim; ++c) {
+          sum = std::fma(rotations.span<float>()[(c * 2 + round) * 8 + m],
+                         x.span<float>()[row * head_dim + c], sum);
+        }
+        const int64_t first = m < 3 ? 0 : 6, columns = m < 3 ? 3 : 5, in = m < 3 ? m : m - 3;
+        products[first + in] = sum;
+        products[first + columns + in] = -sum;
+      }
+      const auto argmax = [&](int64_t begin, int64_t end) {
+        return std::max_element(products.begin() + begin, products.begin() + end) -
+               products.begin() - begin;
+      };
+      EXPECT_EQ(found[n], argmax(0, 6) + 6 * argmax(6, 16)) << n;
+    }
+  }
+}
+
+TEST(SignedArgmax, PrefersTheLowestAndIgnoresNan) {
+  for (const char* set : {"generic", "avx2", "avx512"}) {
+    const CpuKernels* kernels = FindCpuKernels(set);
+    if (kernels == nullptr) continue;
+    std::vector<float> values(4 * 64, 0);
+    values[0 * 64 + 1] = -3, values[2 * 64 + 1] = 3;    // 3 at 2, and of -v at 4 + 0
+    values[1 * 64 + 2] = -5, values[2 * 64 + 2] = 4;    // 5 at 4 + 1
+    values[0 * 64 + 3] = kNan, values[3 * 64 + 3] = 1;  // 1 at 3
+    for (int64_t r = 0; r < 4; ++r) values[r * 64 + 4] = kNan;
+    std::vector<int32_t> index(64, -1);
+    kernels->signed_argmax(4, values.data(), index.data());
+    EXPECT_EQ(std::vector<int32_t>(index.begin(), index.begin() + 5),
+              (std::vector<int32_t>{0, 2, 5, 3, 0}))
+        << set;
+  }
+}
+
+TEST_P(Gather, ScoresAreProductsWithAHeadsVectors) {
+  constexpr int64_t kCount = 7, kTokens = 100, kHeadDim = 20;
+  Tensor x(DType::kF32, {2, 2, kTokens, kHeadDim}), vectors(DType::kF32, {2, kCount, kHeadDim});
+  FillNormal(&x, 1, "x");
+  FillNormal(&vectors, 1, "vectors");
+  const int64_t stride = ScoreStride(kTokens);
+  ASSERT_GE(stride, kTokens);
+  std::vector<uint8_t> is_token(2 * kTokens, 1);
+  for (const int64_t n : {3, 99, 100, 164}) is_token[n] = 0;
+  const DeviceArray<float> of_heads = CopyFloats(device(), vectors.view()).value();
+  const DeviceArray<uint8_t> mask = Upload(is_token);
+  DeviceArray<float> scores = DeviceArray<float>::Allocate(device(), 4 * kCount * stride).value();
+  Tensor unused(DType::kF32, {1});
+  OnDevice(x, &unused, [&](const ConstTensorView& from, const TensorView&) {
+    const VectorScoreCall call = {from,
+                                  of_heads.data(),
+                                  kCount,
+                                  ConstTensorView(mask.data(), DType::kU8, {2, kTokens}),
+                                  scores.mutable_data(),
+                                  stride};
+    const size_t bytes = VectorScoreWorkspaceBytes(device(), kHeadDim, 2);
+    EXPECT_TRUE(ScoreVectors(device(), call, With(bytes)).ok());
+  });
+  const std::vector<float> found = Download(scores);
+  for (int64_t head = 0; head < 4; ++head) {
+    for (int64_t n = 0; n < kCount; ++n) {
+      for (int64_t i = 0; i < kTokens; ++i) {
+        float sum = 0;
+        for (int64_t c = 0; c < kHeadDim; ++c) {
+          sum = std::fma(vectors.span<float>()[(head % 2 * kCount + n) * kHeadDim + c],
+                         x.span<float>()[(head * kTokens + i) * kHeadDim + c], sum);
+        }
+        if (is_token[head / 2 * kTokens + i] == 0) sum = -std::numeric_limits<float>::infinity();
+        EXPECT_EQ(found[(head * kCount + n) * stride + i], sum) << head << " " << n << " " << i;
+      }
+    }
+  }
+}
+
+TEST_P(Gather, SortingIsStable) {
+  constexpr int64_t kRows = 3;
+  for (const int64_t tokens : {0, 1, 63, 300, 1000}) {
+    for (const int64_t key_count : {1, 5, 700}) {
+      std::vector<int32_t> keys;
+      const RandomStream random(1, "keys");
+      for (int64_t n = 0; n < kRows * tokens; ++n) {
+        keys.push_back(static_cast<int32_t>(random.Bits(n) % key_count));
+      }
+      const int64_t stride = tokens + 2;
+      const DeviceArray<int32_t> on_device = Upload(keys);
+      const DeviceArray<int32_t> order = Upload(std::vector<int32_t>(kRows * stride, -7));
+      const DeviceArray<int32_t> places = Upload(std::vector<int32_t>(kRows * tokens, -7));
+      const TokenSortCall call = {
+          on_device.data(),     kRows, tokens, key_count, order.mutable_data(), stride,
+          places.mutable_data()};
+      EXPECT_TRUE(
+          SortTokens(device(), call, With(SortWorkspaceBytes(device(), kRows, key_count, 2))).ok());
+      const std::vector<int32_t> found = Download(order), where = Download(places);
+      for (int64_t row = 0; row < kRows; ++row) {
+        std::vector<int32_t> expected(tokens);
+        std::iota(expected.begin(), expected.end(), 0);
+        std::stable_sort(expected.begin(), expected.end(), [&](int32_t a, int32_t b) {
+          return keys[row * tokens + a] < keys[row * tokens + b];
+        });
+        expected.insert(expected.end(), 2, -7);
+        EXPECT_EQ(
+            std::vector<int32_t>(found.begin() + row * stride, found.begin() + (row + 1) * stride),
+            expected);
+        for (int64_t place = 0; place < tokens; ++place) {
+          EXPECT_EQ(where[row * tokens + expected[place]], place);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Gather, TheLargestAreInOrderAndTiesAreTheFirst) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr int64_t kStride = 704;
+  std::vector<std::vector<float>> rows;
+  std::vector<float> drawn, coarse, special;
+  const RandomStream random(1, "scores");
+  for (int64_t n = 0; n < 700; ++n) {
+    drawn.push_back(static_cast<float>(random.Normal(n)));
+    coarse.push_back(std::floor(drawn.back()));
+    special.push_back(n % 5 == 0   ? kNan
+                      : n % 7 == 0 ? -kInfinity
+                      : n % 9 == 0 ? kInfinity
+                      : n % 2 == 0 ? 0.0f
+                                   : -0.0f);
+  }
+  rows = {drawn, coarse, special, std::vector<float>(700, 1.5f), std::vector<float>(700, kNan)};
+  std::vector<float> scores;
+  for (const auto& row : rows) {
+    scores.insert(scores.end(), row.begin(), row.end());
+    scores.insert(scores.end(), kStride - 700, kInfinity);  // no scores
+  }
+  const DeviceArray<float> on_device = Upload(scores);
+  const int64_t count_of_rows = static_cast<int64_t>(rows.size());
+  for (const int64_t count : {0, 1, 64, 333, 699, 700}) {
+    const DeviceArray<int32_t> members =
+        Upload(std::vector<int32_t>(std::max<int64_t>(count_of_rows * count, 1), -1));
+    const LargestCall call = {on_device.data(), count_of_rows, 700,
+                              kStride,          count,         members.mutable_data()};
+    EXPECT_TRUE(LargestTokens(device(), call, With(LargestWorkspaceBytes(device(), 700, 2))).ok());
+    const std::vector<int32_t> found = Download(members);
+    for (size_t r = 0; r < rows.size(); ++r) {
+      std::vector<int32_t> expected(700);
+      std::iota(expected.begin(), expected.end(), 0);
+      std::stable_sort(expected.begin(), expected.end(), [&](int32_t a, int32_t b) {
+        const float x = rows[r][a], y = rows[r][b];
+        return std::isnan(y) ? !std::isnan(x) : x > y;
+      });
+      expected.resize(count);
+      std::sort(expected.begin(), expected.end());
+      EXPECT_EQ(std::vector<int32_t>(found.begin() + r * count, found.begin() + (r + 1) * count),
+                expected)
+          << count << " of row " << r;
+    }
+  }
+  EXPECT_FALSE(LargestTokens(device(), {nullptr, 1, 5, 5, 6, nullptr}, With(0)).ok());
+}
+
+TEST_P(Gather, MeansAreOverTheGroupsThatHaveAToken) {
+  constexpr int64_t kBatch = 2, kHeads = 2, kGroups = 40, kSize = 9, kTokens = 150, kChannels = 40;
+  const RandomStream random(1, "members");
+  std::vector<int32_t> members;
+  for (int64_t g = 0; g < kBatch * kHeads * kGroups; ++g) {
+    // Ascending and without repetition; the last tokens are in no group.
+    int32_t token = static_cast<int32_t>(random.Bits(g) % 50);
+    for (int64_t r = 0; r < kSize; ++r) {
+      members.push_back(token);
+      token += 1 + static_cast<int32_t>(random.Bits(g * kSize + r + 1000) % 10);
+    }
+  }
+  const DeviceArray<int32_t> on_device = Upload(members);
+  for (const DType dtype : {DType::kF32, DType::kF16}) {
+    Tensor rows(DType::kF32, {kBatch, kHeads, kGroups * kSize, kChannels});
+    FillNormal(&rows, 1, "rows");
+    Tensor out(dtype, {kBatch, kHeads, kTokens, kChannels});
+    Fill(out.view(), kNan);
+    OnDevice(rows, &out, [&](const ConstTensorView& from, const TensorView& to) {
+      const GroupMeanCall call = {on_device.data(), kGroups, kSize, from, to};
+      const size_t bytes = GroupMeanWorkspaceBytes(device(), kChannels, 2);
+      EXPECT_TRUE(MeanOfGroups(device(), call, With(bytes)).ok());
+    });
+    int64_t of_none = 0;
+    for (int64_t n = 0; n < kBatch * kHeads * kTokens; ++n) {
+      const int64_t head = n / kTokens;
+      std::vector<double> sum(kChannels, 0);
+      int64_t count = 0;
+      for (int64_t m = 0; m < kGroups * kSize; ++m) {
+        const int64_t place = head * kGroups * kSize + m;
+        if (members[place] != n % kTokens) continue;
+        ++count;
+        for (int64_t c = 0; c < kChannels; ++c) sum[c] += rows.view().Get(place * kChannels + c);
+      }
+      of_none += count == 0;
+      for (int64_t c = 0; c < kChannels; ++c) {
+        EXPECT_NEAR(out.view().Get(n * kChannels + c), count == 0 ? 0 : sum[c] / count,
+                    dtype == DType::kF32 ? 1e-6 : 2e-3);
+      }
+    }
+    EXPECT_GT(of_none, 0);
+  }
+}
+
+}  // namespace
+}  // namespace tfb

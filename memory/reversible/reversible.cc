@@ -1,0 +1,333 @@
+#include "memory/reversible/reversible.h"
+
+#include <cmath>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "attention/multi_head/projected_attention.h"
+#include "core/definition.h"
+#include "core/status.h"
+#include "core/workspace.h"
+#include "memory/reversible/reversible_stack.h"
+
+namespace tfb {
+namespace {
+
+using Output = ReversibleOptions::Output;
+
+const bool registered = RegisterTechnique<Reversible>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "reversible";
+  info.family = "memory";
+  info.title = "Reversible residual layers with chunked feed-forward";
+  info.citation = "Gomez et al. 2017, arXiv:1707.04585v1; Kitaev et al. 2020, arXiv:2001.04451v2";
+  info.input_kind = InputKind::kHidden;
+  info.exactness = Exactness::kOwn;
+  info.growth = 2;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+// The registered technique, with the options that differ from its defaults.
+absl::Status CheckF(TechniqueSpec* f) {
+  TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f->technique));
+  if (technique->info().input_kind != InputKind::kHidden) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the input of ", f->technique, " is ", Name(technique->info().input_kind),
+                     "; as a layer it is multi_head[inner=", f->technique, "]"));
+  }
+  TFB_ASSIGN_OR_RETURN(f->options, technique->Canonical(f->options));
+  for (const OptionSpec& option : technique->info().options) {
+    const auto found = f->options.find(option.name);
+    if (found->second == option.default_value) f->options.erase(found);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckProblem(const Problem& problem) {
+  if (problem.kv_tokens == problem.query_tokens) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("reversible is self-attention: kv_tokens is ",
+                                                 problem.kv_tokens, "; allowed is query_tokens, ",
+                                                 problem.query_tokens));
+}
+
+class ReversibleLayer : public Layer {
+ public:
+  ReversibleLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+                  std::vector<TensorSpec> outputs, Output output, Device device,
+                  ReversibleStack stack, NamedTensors parameters)
+      : Layer(problem, std::move(inputs), std::move(outputs)),
+        output_(output),
+        device_(device),
+        stack_(std::move(stack)) {
+    parameters_ = std::move(parameters);
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    return stack_.workspace_bytes(threads) +
+           Workspace::Measure([this](Workspace& workspace) { TakeStreams(workspace); });
+  }
+
+  Cost cost() const override {
+    Cost cost;
+    cost.flops = stack_.flops();
+    cost.bytes = TensorBytes();
+    return cost;
+  }
+
+  // Of the first block's f.
+  std::map<std::string, double> statistics() const override { return stack_.f(0).statistics(); }
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    TFB_ASSIGN_OR_RETURN(const ReversibleStack::Streams streams,
+                         Begin(inputs.Get("x"), workspace, execution));
+    return stack_.Setup(parameters_, streams, inputs.Get("key_mask"), Rest(execution, workspace));
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    TFB_ASSIGN_OR_RETURN(const ReversibleStack::Streams streams,
+                         Begin(inputs.Get("x"), workspace, execution));
+    TFB_RETURN_IF_ERROR(
+        stack_.Forward(streams, inputs.Get("key_mask"), Rest(execution, workspace)));
+    const TensorView out = outputs.Get("out");
+    if (output_ != Output::kConcatenate) {
+      const float share = output_ == Output::kMean ? 0.5f : 1;
+      return Combine(device_, share, streams.first, share, streams.second, out, execution);
+    }
+    const int64_t width = problem().model_dim();
+    TFB_RETURN_IF_ERROR(Copy(streams.first, Slice(out, 2, 0, width), execution));
+    return Copy(streams.second, Slice(out, 2, width, width), execution);
+  }
+
+ private:
+  ReversibleStack::Streams TakeStreams(Workspace& workspace) const {
+    const Problem& p = problem();
+    const Shape shape = {p.batch, p.query_tokens, p.model_dim()};
+    const auto take = [&] {
+      return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+    };
+    const TensorView first = take();
+    return {first, take()};
+  }
+  absl::StatusOr<ReversibleStack::Streams> Begin(const ConstTensorView& x, Workspace& workspace,
+                                                 const Execution& execution) const {
+    const ReversibleStack::Streams streams = TakeStreams(workspace);
+    TFB_RETURN_IF_ERROR(Copy(x, streams.first, execution));
+    TFB_RETURN_IF_ERROR(Copy(x, streams.second, execution));
+    return streams;
+  }
+  absl::Status Copy(const ConstTensorView& from, const TensorView& to,
+                    const Execution& execution) const {
+    return Combine(device_, 1, from, 0, from, to, execution);
+  }
+  static Execution Rest(const Execution& execution, const Workspace& workspace) {
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    return rest;
+  }
+
+  Output output_;
+  Device device_;
+  ReversibleStack stack_;
+};
+
+// ---- The definition ----
+
+std::string Prefix(int64_t block) { return absl::StrCat("layer", block, "."); }
+
+DoubleTensor Parameter(const ReversibleNetwork& network, const std::string& name) {
+  return DoubleTensor(network.parameters.at(name).view());
+}
+
+Tensor Normalized(const ReversibleNetwork& network, const std::string& name, const Tensor& x) {
+  const DoubleTensor gamma = Parameter(network, name + ".gamma");
+  const DoubleTensor beta = Parameter(network, name + ".beta");
+  const int64_t width = gamma.size();
+  const double n = static_cast<double>(width);
+  Tensor result = x.Clone();
+  for (int64_t first = 0; first < x.num_elements(); first += width) {
+    double* row = result.span<double>().data() + first;
+    double mean = 0, variance = 0;
+    for (int64_t c = 0; c < width; ++c) mean += row[c] / n;
+    for (int64_t c = 0; c < width; ++c) variance += (row[c] - mean) * (row[c] - mean) / n;
+    for (int64_t c = 0; c < width; ++c) {
+      row[c] = gamma.at(c) * (row[c] - mean) / std::sqrt(variance + 1e-5) + beta.at(c);
+    }
+  }
+  return result;
+}
+
+double Activated(Activation activation, double x) {
+  switch (activation) {
+    case Activation::kGelu:
+      return x * (1 + std::erf(x / std::sqrt(2.0))) / 2;
+    case Activation::kGeluTanh:
+      return x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) / 2;
+    case Activation::kGeluSigmoid:
+      return x / (1 + std::exp(-1.702 * x));
+    default:
+      return x < 0 ? 0 : x;
+  }
+}
+
+Tensor FeedForwardOf(const ReversibleNetwork& network, const std::string& name, const Tensor& x) {
+  const DoubleTensor w1 = Parameter(network, name + ".w1"), b1 = Parameter(network, name + ".b1");
+  const DoubleTensor w2 = Parameter(network, name + ".w2"), b2 = Parameter(network, name + ".b2");
+  const int64_t width = b2.size();
+  Tensor result(DType::kF64, x.shape());
+  for (int64_t first = 0; first < x.num_elements(); first += width) {
+    const double* row = x.span<double>().data() + first;
+    double* y = result.span<double>().data() + first;
+    std::vector<double> inner(b1.data(), b1.data() + b1.size());
+    for (int64_t k = 0; k < width; ++k) {
+      for (int64_t c = 0; c < b1.size(); ++c) inner[c] += row[k] * w1.Row(k)[c];
+    }
+    std::copy_n(b2.data(), width, y);
+    for (int64_t k = 0; k < b1.size(); ++k) {
+      const double active = Activated(network.options.activation, inner[k]);
+      for (int64_t c = 0; c < width; ++c) y[c] += active * w2.Row(k)[c];
+    }
+  }
+  return result;
+}
+
+void AddTo(const Tensor& update, double sign, Tensor* stream) {
+  for (int64_t n = 0; n < update.num_elements(); ++n) {
+    stream->span<double>()[n] += sign * update.span<double>()[n];
+  }
+}
+
+}  // namespace
+
+void ReversibleOptions::Describe(OptionBinder& bind) {
+  bind.Int("layers", &layers, 1, 64, "reversible blocks");
+  bind.Technique("f", &f, "techniques on hidden states, as multi_head[inner=longformer]", CheckF,
+                 "the attention of the blocks, as a layer");
+  bind.Int("feed_forward", &feed_forward, 1, 16,
+           "inner width of the feed-forward network, in model_dim");
+  bind.Choice("activation", &activation,
+              {{"relu", Activation::kRelu},
+               {"gelu", Activation::kGelu},
+               {"gelu_tanh", Activation::kGeluTanh},
+               {"gelu_sigmoid", Activation::kGeluSigmoid}},
+              "of the feed-forward network");
+  bind.Int("chunks", &chunks, 1, 65536,
+           "parts of the tokens that the feed-forward network is computed for in turn");
+  bind.Choice(
+      "output", &output,
+      {{"concatenate", Output::kConcatenate}, {"mean", Output::kMean}, {"sum", Output::kSum}},
+      "what becomes of the two streams: out has 2 model_dim channels where concatenated");
+}
+
+absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t block, Branch branch,
+                                    const Tensor& x) {
+  const std::string prefix = Prefix(block);
+  if (branch == Branch::kG) {
+    return FeedForwardOf(network, prefix + "g", Normalized(network, prefix + "g_norm", x));
+  }
+  const DType dtype = network.problem.dtype;
+  const auto rounded = [dtype](Tensor tensor) {
+    return dtype == DType::kF32 ? std::move(tensor) : tensor.CloneAs(dtype);
+  };
+  const Tensor normalized = rounded(Normalized(network, prefix + "f_norm", x));
+  const TechniqueSpec& f = network.options.f;
+  TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f.technique));
+  NamedTensors outputs;
+  TFB_RETURN_IF_ERROR(technique->Define(
+      network.problem, f.options, WithoutPrefix(network.parameters, prefix + "f."),
+      {{"x", normalized.view()}, {"key_mask", network.key_mask}}, {}, &outputs));
+  return rounded(std::move(outputs.at("out"))).CloneAs(DType::kF64);
+}
+
+absl::Status DefineForward(const ReversibleNetwork& network, Tensor* first, Tensor* second) {
+  for (int64_t n = 0; n < network.options.layers; ++n) {
+    TFB_ASSIGN_OR_RETURN(const Tensor f, DefineBranch(network, n, Branch::kF, *second));
+    AddTo(f, 1, first);
+    TFB_ASSIGN_OR_RETURN(const Tensor g, DefineBranch(network, n, Branch::kG, *first));
+    AddTo(g, 1, second);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DefineInverse(const ReversibleNetwork& network, Tensor* first, Tensor* second) {
+  for (int64_t n = network.options.layers - 1; n >= 0; --n) {
+    TFB_ASSIGN_OR_RETURN(const Tensor g, DefineBranch(network, n, Branch::kG, *first));
+    AddTo(g, -1, second);
+    TFB_ASSIGN_OR_RETURN(const Tensor f, DefineBranch(network, n, Branch::kF, *second));
+    AddTo(f, -1, first);
+  }
+  return absl::OkStatus();
+}
+
+Reversible::Reversible() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> Reversible::ReadTensors(const Problem& problem,
+                                                const ReversibleOptions&) const {
+  std::vector<TensorSpec> tensors = HiddenInputs(problem);
+  tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+  return tensors;
+}
+
+std::vector<TensorSpec> Reversible::WrittenTensors(const Problem& problem,
+                                                   const ReversibleOptions& options) const {
+  std::vector<TensorSpec> tensors = HiddenOutputs(problem);
+  if (options.output == Output::kConcatenate) tensors[0].shape.back() *= 2;
+  return tensors;
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> Reversible::MakeLayer(const Problem& problem,
+                                                             const ReversibleOptions& options,
+                                                             Device device, uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckProblem(problem));
+  NamedTensors parameters;
+  TFB_ASSIGN_OR_RETURN(ReversibleStack stack,
+                       ReversibleStack::Create(problem, options, device, seed, &parameters));
+  return std::make_unique<ReversibleLayer>(problem, ReadTensors(problem, options),
+                                           WrittenTensors(problem, options), options.output, device,
+                                           std::move(stack), std::move(parameters));
+}
+
+absl::Status Reversible::Definition(const Problem& problem, const ReversibleOptions& options,
+                                    const NamedTensors& parameters, const Inputs& inputs,
+                                    const DefinitionRequest&, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(CheckProblem(problem));
+  const ReversibleNetwork network = {problem, options, parameters, inputs.Get("key_mask")};
+  const ConstTensorView x = inputs.Get("x");
+  Tensor first(DType::kF64, x.shape());
+  CopyElements(x, first.view());
+  Tensor second = first.Clone();
+  TFB_RETURN_IF_ERROR(DefineForward(network, &first, &second));
+  if (options.output != Output::kConcatenate) {
+    AddTo(second, 1, &first);
+    for (double& y : first.span<double>()) y *= options.output == Output::kMean ? 0.5 : 1;
+    (*outputs)["out"] = std::move(first);
+    return absl::OkStatus();
+  }
+  Tensor out(DType::kF64, WrittenTensors(problem, options)[0].shape);
+  const int64_t width = problem.model_dim();
+  CopyElements(first.view(), Slice(out.view(), 2, 0, width));
+  CopyElements(second.view(), Slice(out.view(), 2, width, width));
+  (*outputs)["out"] = std::move(out);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TechniqueSpec> Reversible::Counterpart(const Problem& problem,
+                                                      const Options& options) const {
+  TFB_ASSIGN_OR_RETURN(ReversibleOptions parsed, ParseOptions<ReversibleOptions>(options));
+  TFB_ASSIGN_OR_RETURN(const Technique* f, Registry::Global().Find(parsed.f.technique));
+  TFB_ASSIGN_OR_RETURN(parsed.f, f->Counterpart(problem, parsed.f.options));
+  OptionBinder binder;
+  parsed.Describe(binder);
+  return TechniqueSpec{info().name, binder.Values()};
+}
+
+}  // namespace tfb

@@ -1,0 +1,263 @@
+#include "memory/reversible/reversible_stack.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "attention/multi_head/projected_attention.h"
+#include "core/cuda/runtime.h"
+#include "core/flash/rows.h"
+#include "core/random.h"
+#include "core/status.h"
+#include "memory/reversible/reversible_cuda.h"
+
+namespace tfb {
+namespace {
+
+std::string Prefix(int64_t block) { return absl::StrCat("layer", block, "."); }
+
+std::vector<ParameterSpec> FeedForwardSpecs(int64_t width, int64_t inner) {
+  const double of_width = 1 / std::sqrt(static_cast<double>(width));
+  const double of_inner = 1 / std::sqrt(static_cast<double>(inner));
+  return {{"g.w1", {width, inner}, 0, of_width}, {"g.b1", {inner}, 0, of_width},
+          {"g.w2", {inner, width}, 0, of_inner}, {"g.b2", {width}, 0, of_inner},
+          {"f_norm.gamma", {width}, 1, 0},       {"f_norm.beta", {width}, 0, 0},
+          {"g_norm.gamma", {width}, 1, 0},       {"g_norm.beta", {width}, 0, 0}};
+}
+
+absl::Status OfF(const TechniqueSpec& f, const absl::Status& status) {
+  return absl::Status(status.code(),
+                      absl::StrCat("f ", ToBracketedString(f), ": ", status.message()));
+}
+
+// The layer of f, if it reads no more than there is and writes a hidden state.
+absl::StatusOr<std::unique_ptr<Layer>> CreateF(const TechniqueSpec& f, const Problem& problem,
+                                               Device device, uint64_t seed) {
+  TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f.technique));
+  auto layer = technique->Create(problem, f.options, device, seed);
+  if (!layer.ok()) return OfF(f, layer.status());
+  for (const TensorSpec& spec : (*layer)->inputs()) {
+    if (spec.optional || spec.name == "x") continue;
+    return OfF(f, absl::UnimplementedError(
+                      absl::StrCat("it reads ", spec.name, " too; given are x and key_mask")));
+  }
+  const Shape wanted = HiddenOutputs(problem)[0].shape;
+  const TensorSpec& out = (*layer)->outputs()[0];
+  if (out.shape != wanted) {
+    return OfF(f, absl::InvalidArgumentError(absl::StrCat("its out is ", ShapeString(out.shape),
+                                                          "; allowed is ", ShapeString(wanted))));
+  }
+  return layer;
+}
+
+void CombineOnCpu(float a, const ConstTensorView& x, float b, const ConstTensorView& z,
+                  const TensorView& y, const Execution& execution) {
+  constexpr int64_t kRowsOfTask = 16, kChannels = 64;
+  const int64_t rows = y.dim(0) * y.dim(1), channels = y.dim(2);
+  execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
+    const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
+    for (int64_t row = task * kRowsOfTask; row < end; ++row) {
+      const int64_t n = row / y.dim(1), t = row % y.dim(1);
+      for (int64_t c = 0; c < channels; c += kChannels) {
+        const int64_t count = std::min(kChannels, channels - c);
+        float sum[kChannels], term[kChannels];
+        LoadRow(x, x.Offset(n, t, c), x.stride(2), count, sum);
+        LoadRow(z, z.Offset(n, t, c), z.stride(2), count, term);
+        for (int64_t k = 0; k < count; ++k) {
+          const float first = a * sum[k], second = b * term[k];
+          sum[k] = first + second;
+        }
+        StoreRow(sum, count, y, y.Offset(n, t, c), y.stride(2));
+      }
+    }
+  });
+}
+
+}  // namespace
+
+absl::Status Combine(Device device, float a, const ConstTensorView& x, float b,
+                     const ConstTensorView& z, const TensorView& y, const Execution& execution) {
+  if (device == Device::kCpu) {
+    CombineOnCpu(a, x, b, z, y, execution);
+    return absl::OkStatus();
+  }
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+  CombineArguments arguments = {};
+  arguments.a = a;
+  arguments.x = ToDeviceView(x);
+  arguments.b = b;
+  arguments.z = ToDeviceView(z);
+  arguments.y = ToDeviceView(y);
+  arguments.batch = y.dim(0);
+  arguments.tokens = y.dim(1);
+  arguments.channels = y.dim(2);
+  return ToStatus(
+      KernelsOn<ReversibleKernels>(runtime->target()).combine(arguments, execution.stream));
+}
+
+absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
+                                                        const ReversibleOptions& options,
+                                                        Device device, uint64_t seed,
+                                                        NamedTensors* parameters) {
+  ReversibleStack stack;
+  stack.problem_ = problem;
+  stack.options_ = options;
+  stack.device_ = device;
+  const int64_t width = problem.model_dim();
+  for (int64_t n = 0; n < options.layers; ++n) {
+    const std::string prefix = Prefix(n);
+    TFB_RETURN_IF_ERROR(DrawParameters(FeedForwardSpecs(width, options.feed_forward * width),
+                                       prefix, seed, parameters));
+    Block& block = stack.blocks_.emplace_back();
+    TFB_ASSIGN_OR_RETURN(block.f, CreateF(options.f, problem, device,
+                                          RandomStream(seed, absl::StrCat(prefix, "f")).Bits(0)));
+    AddInnerParameters(*block.f, absl::StrCat(prefix, "f."), parameters);
+    for (const TensorSpec& spec : block.f->inputs()) {
+      if (spec.name == "x" || spec.name == "key_mask") block.f_inputs.Set(spec.name, {});
+    }
+    block.f_outputs.Set("out", {});
+  }
+  return stack;
+}
+
+absl::Status ReversibleStack::Setup(const NamedTensors& parameters, const Streams& streams,
+                                    const ConstTensorView& key_mask, const Execution& execution) {
+  for (int64_t n = 0; n < blocks(); ++n) {
+    Block& block = blocks_[n];
+    const std::string prefix = Prefix(n);
+    const auto parameter = [&](absl::string_view name) -> ConstTensorView {
+      return parameters.find(absl::StrCat(prefix, name))->second.view();
+    };
+    const auto norm = [&](const char* name) {
+      return LayerNorm::Create(device_, parameter(absl::StrCat(name, ".gamma")),
+                               parameter(absl::StrCat(name, ".beta")));
+    };
+    TFB_ASSIGN_OR_RETURN(block.f_norm, norm("f_norm"));
+    TFB_ASSIGN_OR_RETURN(block.g_norm, norm("g_norm"));
+    TFB_ASSIGN_OR_RETURN(PackedMatrix first,
+                         PackedMatrix::Create(device_, parameter("g.w1"), parameter("g.b1")));
+    TFB_ASSIGN_OR_RETURN(PackedMatrix second,
+                         PackedMatrix::Create(device_, parameter("g.w2"), parameter("g.b2")));
+    block.g = FeedForward(std::move(first), std::move(second), options_.activation);
+    TFB_RETURN_IF_ERROR(
+        block.f->SetParameters(WithoutPrefix(parameters, absl::StrCat(prefix, "f."))));
+    TFB_RETURN_IF_ERROR(AddF(block, 1, streams, key_mask, /*sets_up=*/true, execution));
+    TFB_RETURN_IF_ERROR(AddG(block, 1, streams, execution));
+  }
+  return absl::OkStatus();
+}
+
+int64_t ReversibleStack::chunk_tokens() const {
+  return std::max<int64_t>((problem_.query_tokens + options_.chunks - 1) / options_.chunks, 1);
+}
+
+ReversibleStack::Scratch ReversibleStack::LayOut(int64_t tokens, DType dtype,
+                                                 Workspace& workspace) const {
+  const Shape shape = {problem_.batch, tokens, problem_.model_dim()};
+  const auto take = [&] {
+    return TensorView(workspace.Take<std::byte>(NumElements(shape) * SizeOf(dtype)), dtype, shape);
+  };
+  Scratch scratch;
+  scratch.normalized = take();
+  scratch.update = take();
+  return scratch;
+}
+
+size_t ReversibleStack::workspace_bytes(int threads) const {
+  const int64_t width = problem_.model_dim(), tokens = chunk_tokens();
+  const size_t norm = LayerNorm::workspace_bytes(device_, width, threads);
+  size_t f = norm;
+  for (const Block& block : blocks_) f = std::max(f, block.f->workspace_bytes(threads));
+  const size_t g = std::max(
+      norm, FeedForward::workspace_bytes(device_, problem_.batch * tokens,
+                                         {width, options_.feed_forward * width, width}, threads));
+  const auto scratch = [&](int64_t count, DType dtype) {
+    return Workspace::Measure([&](Workspace& workspace) { LayOut(count, dtype, workspace); });
+  };
+  return std::max(f + scratch(problem_.query_tokens, problem_.dtype),
+                  g + scratch(tokens, DType::kF32));
+}
+
+// first += sign F(second). Setup sets f up before.
+absl::Status ReversibleStack::AddF(Block& block, float sign, const Streams& streams,
+                                   const ConstTensorView& key_mask, bool sets_up,
+                                   const Execution& execution) {
+  Workspace workspace(execution.workspace);
+  const Scratch scratch = LayOut(problem_.query_tokens, problem_.dtype, workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(block.f_norm.Run(streams.second, scratch.normalized, rest));
+  block.f_inputs.Set("x", scratch.normalized);
+  if (block.f_inputs.Find("key_mask") != nullptr) block.f_inputs.Set("key_mask", key_mask);
+  block.f_outputs.Set("out", scratch.update);
+  if (sets_up) TFB_RETURN_IF_ERROR(block.f->Setup(block.f_inputs, rest));
+  TFB_RETURN_IF_ERROR(block.f->Run(block.f_inputs, block.f_outputs, rest));
+  return Combine(device_, 1, streams.first, sign, scratch.update, streams.first, rest);
+}
+
+// second += sign G(first), some tokens at a time.
+absl::Status ReversibleStack::AddG(const Block& block, float sign, const Streams& streams,
+                                   const Execution& execution) const {
+  for (int64_t begin = 0; begin < problem_.query_tokens; begin += chunk_tokens()) {
+    const int64_t tokens = std::min(chunk_tokens(), problem_.query_tokens - begin);
+    Workspace workspace(execution.workspace);
+    const Scratch scratch = LayOut(tokens, DType::kF32, workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    const TensorView second = Slice(streams.second, 1, begin, tokens);
+    TFB_RETURN_IF_ERROR(
+        block.g_norm.Run(Slice(streams.first, 1, begin, tokens), scratch.normalized, rest));
+    TFB_RETURN_IF_ERROR(block.g.Run(scratch.normalized, {}, scratch.update, rest));
+    TFB_RETURN_IF_ERROR(Combine(device_, 1, second, sign, scratch.update, second, rest));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReversibleStack::Forward(const Streams& streams, const ConstTensorView& key_mask,
+                                      const Execution& execution) {
+  for (Block& block : blocks_) {
+    TFB_RETURN_IF_ERROR(AddF(block, 1, streams, key_mask, /*sets_up=*/false, execution));
+    TFB_RETURN_IF_ERROR(AddG(block, 1, streams, execution));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReversibleStack::Inverse(const Streams& streams, const ConstTensorView& key_mask,
+                                      const Execution& execution) {
+  for (int64_t n = blocks() - 1; n >= 0; --n) {
+    TFB_RETURN_IF_ERROR(AddG(blocks_[n], -1, streams, execution));
+    TFB_RETURN_IF_ERROR(AddF(blocks_[n], -1, streams, key_mask, /*sets_up=*/false, execution));
+  }
+  return absl::OkStatus();
+}
+
+// With x_1, x_2 and y_1, y_2 as in reversible.h, and dy their cotangents:
+//   dx_1 = dy_1 + G'(y_1)^T dy_2,   dx_2 = dy_2 + F'(x_2)^T dx_1
+absl::Status ReversibleStack::Backward(const Streams& streams, const Streams& cotangents,
+                                       const ConstTensorView& key_mask,
+                                       AddVectorJacobianProduct add_product,
+                                       const Execution& execution) {
+  for (int64_t n = blocks() - 1; n >= 0; --n) {
+    TFB_RETURN_IF_ERROR(
+        add_product(n, Branch::kG, streams.first, cotangents.second, cotangents.first));
+    TFB_RETURN_IF_ERROR(AddG(blocks_[n], -1, streams, execution));
+    TFB_RETURN_IF_ERROR(
+        add_product(n, Branch::kF, streams.second, cotangents.first, cotangents.second));
+    TFB_RETURN_IF_ERROR(AddF(blocks_[n], -1, streams, key_mask, /*sets_up=*/false, execution));
+  }
+  return absl::OkStatus();
+}
+
+std::optional<double> ReversibleStack::flops() const {
+  const double rows = static_cast<double>(problem_.batch * problem_.query_tokens);
+  const double width = static_cast<double>(problem_.model_dim());
+  double flops = 0;
+  for (const Block& block : blocks_) {
+    const Cost f = block.f->cost();
+    if (!f.flops.has_value()) return std::nullopt;
+    flops += *f.flops + 4 * rows * width * width * static_cast<double>(options_.feed_forward);
+  }
+  return flops;
+}
+
+}  // namespace tfb

@@ -1,0 +1,100 @@
+// Reversible blocks on every device, in both directions: see reversible.h.
+#ifndef TFB_MEMORY_REVERSIBLE_REVERSIBLE_STACK_H_
+#define TFB_MEMORY_REVERSIBLE_REVERSIBLE_STACK_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/layers/feed_forward.h"
+#include "core/layers/layer_norm.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+#include "memory/reversible/reversible.h"
+
+namespace tfb {
+
+// y = a x + b z. Views [batch, tokens, channels] of the device's memory, of any floating dtype and
+// strides; y may be x or z. Each product and the sum are fp32.
+absl::Status Combine(Device device, float a, const ConstTensorView& x, float b,
+                     const ConstTensorView& z, const TensorView& y, const Execution& execution);
+
+class ReversibleStack {
+ public:
+  // f32 [batch, tokens, model_dim] each, of the device, apart from each other.
+  struct Streams {
+    TensorView first;
+    TensorView second;
+  };
+  // Adds to `sum` the product of `cotangent` with the Jacobian of F_block or G_block at `input`. All
+  // are of the device, as streams are. What is needed of the branch is computed again, from `input`.
+  using AddVectorJacobianProduct =
+      absl::FunctionRef<absl::Status(int64_t block, Branch branch, const ConstTensorView& input,
+                                     const ConstTensorView& cotangent, const TensorView& sum)>;
+
+  // Adds the parameters of all blocks, drawn from the seed.
+  static absl::StatusOr<ReversibleStack> Create(const Problem& problem,
+                                                const ReversibleOptions& options, Device device,
+                                                uint64_t seed, NamedTensors* parameters);
+
+  // f's layers see what a Forward from the streams would give them; the streams are lost.
+  absl::Status Setup(const NamedTensors& parameters, const Streams& streams,
+                     const ConstTensorView& key_mask, const Execution& execution);
+  // Scratch of any call, the streams not counted; the same for any number of blocks.
+  size_t workspace_bytes(int threads) const;
+
+  // In place, from the first block's inputs to the last one's outputs, and back. They allocate
+  // nothing and, on a GPU, enqueue on the stream.
+  absl::Status Forward(const Streams& streams, const ConstTensorView& key_mask,
+                       const Execution& execution);
+  absl::Status Inverse(const Streams& streams, const ConstTensorView& key_mask,
+                       const Execution& execution);
+  // From outputs and their cotangents to inputs and theirs, in place. Nothing is stored of the
+  // forward pass: each block computes its inputs from its outputs, and G and F once more.
+  absl::Status Backward(const Streams& streams, const Streams& cotangents,
+                        const ConstTensorView& key_mask, AddVectorJacobianProduct add_product,
+                        const Execution& execution);
+
+  // Absent where that of an f is.
+  std::optional<double> flops() const;
+  int64_t blocks() const { return static_cast<int64_t>(blocks_.size()); }
+  const Layer& f(int64_t block) const { return *blocks_[block].f; }
+
+ private:
+  struct Block {
+    std::unique_ptr<Layer> f;
+    Inputs f_inputs;  // their names are here before a Run, which must not allocate
+    Outputs f_outputs;
+    LayerNorm f_norm;
+    LayerNorm g_norm;
+    FeedForward g;
+  };
+  // Of some tokens: LN's results and the branch's.
+  struct Scratch {
+    TensorView normalized;
+    TensorView update;
+  };
+
+  int64_t chunk_tokens() const;
+  Scratch LayOut(int64_t tokens, DType dtype, Workspace& workspace) const;
+  absl::Status AddF(Block& block, float sign, const Streams& streams,
+                    const ConstTensorView& key_mask, bool sets_up, const Execution& execution);
+  absl::Status AddG(const Block& block, float sign, const Streams& streams,
+                    const Execution& execution) const;
+
+  Problem problem_;
+  ReversibleOptions options_;
+  Device device_ = Device::kCpu;
+  std::vector<Block> blocks_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_REVERSIBLE_REVERSIBLE_STACK_H_
