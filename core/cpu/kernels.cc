@@ -157,6 +157,11 @@ inline Floats WideSinCos(Floats x, Floats* cos) {
 }
 
 inline Floats Abs(Floats x) { return Max(x, -x); }
+inline float HorizontalMax(Floats v) {
+  float max = v[0];
+  for (int i = 1; i < kLanes; ++i) max = v[i] > max ? v[i] : max;
+  return max;
+}
 
 void SinCosOf(int64_t count, const float* x, float* sin, float* cos) {
   for (int64_t n = 0; n < count; n += kLanes) {
