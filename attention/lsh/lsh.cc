@@ -152,6 +152,10 @@ class LshLayer : public Layer {
     return cost;
   }
 
+  std::map<std::string, double> statistics() const override {
+    return IsWhole(options_) ? std::map<std::string, double>() : grouping_.statistics(device_);
+  }
+
  protected:
   absl::Status DoSetup(const Inputs&, const Execution&) override {
     if (!IsWhole(options_)) {
@@ -182,8 +186,10 @@ class LshLayer : public Layer {
                           {p.batch, p.query_heads, p.query_tokens, p.head_dim});
     const RowNorm norm = {false, false, KeyEpsilon(p, options_)};
     TFB_RETURN_IF_ERROR(NormalizeRows(device_, norm, q, keys, step));
+    grouping_.Begin();
     TFB_RETURN_IF_ERROR(FindBuckets(inputs, outputs, memory, step));
     if (!IsWhole(options_)) TFB_RETURN_IF_ERROR(Sort(memory, step));
+    grouping_.GroupsAreFound();
     for (size_t n = 0; n < calls_.size(); ++n) {
       calls_[n] = softmax_.engines()[n].NewCall(inputs, outputs);
       calls_[n].k = keys;
@@ -191,7 +197,9 @@ class LshLayer : public Layer {
       calls_[n].tokens.self_bias = static_cast<float>(options_.self_bias);
       if (!IsWhole(options_)) AddOrders(memory, static_cast<int64_t>(n), &calls_[n]);
     }
-    return softmax_.Run(calls_, step);
+    TFB_RETURN_IF_ERROR(softmax_.Run(calls_, step));
+    grouping_.End();
+    return absl::OkStatus();
   }
 
  private:
@@ -326,6 +334,7 @@ class LshLayer : public Layer {
   std::vector<int64_t> factors_;
   LshSizes sizes_;
   AngularHash hash_;
+  GroupingShare grouping_;
   std::vector<Problem> parts_;
   FlashParts softmax_;
   std::vector<FlashCall> calls_;  // room for those of a Run

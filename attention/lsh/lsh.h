@@ -23,8 +23,9 @@
 // N_ij > 0 exactly; each counts once where `dedup`, and else N_ij times. self_bias lets a token see
 // itself only where it sees nothing else. What the softmax misses of the attention over all keys, the
 // counterpart (`buckets` 1: one bucket, one chunk, no hashing), falls with rounds: a pair with
-// probability p of a common bucket is missed by all with (1 - p)^R, where for unit vectors at
-// distance t about ln(1 / p) = t^2 / (4 - t^2) ln B.
+// probability p of a common bucket is missed by all with (1 - p)^R, where no bucket outgrows its
+// chunks. For unit vectors at distance t ln(1 / p) is t^2 / (4 - t^2) ln B and O(ln ln B) more: of 64
+// buckets 2.8 times the first term at t = 0.5, 1.5 times it at t = 1, and it alone at t = sqrt(2).
 //
 // More than 128 buckets are, where `factorize`, a product of two hashes of about sqrt(B) each.
 // Tokens that key_mask says are none are sorted behind all others, and no key.
@@ -34,10 +35,14 @@
 // later ones; with buckets and tokens' places given, no row depends on a later one.
 //
 // Source: Kitaev, Kaiser, Levskaya 2020, "Reformer", arXiv:2001.04451v2, section 2 and appendix A
-// (dedup: its equation for N_ij); hashing: Andoni et al. 2015, arXiv:1509.02897v1. Its published code
-// (trax) has no bucket mask and no dedup, but `wrap`; so have Hugging Face transformers, and both
-// scale keys by 1 / sqrt(|x|^2 + head_dim 1e-6) (`key_norm` epsilon). reformer-pytorch has `scale`
-// 1 / sqrt(head_dim) besides unit keys, and hides the token itself by -5e4, in the place of its score.
+// (dedup: its equation for N_ij); hashing: Andoni et al. 2015, arXiv:1509.02897v1, theorem 1.
+// Reformer's published code (trax) has no bucket mask and no dedup, but `wrap`; so have Hugging Face
+// transformers, and both scale keys by 1 / sqrt(|x|^2 + head_dim 1e-6) (`key_norm` epsilon).
+// reformer-pytorch has `scale` 1 / sqrt(head_dim) besides unit keys, tokens / chunk buckets, and
+// `wrap` or, where tokens keep to their buckets, the bucket mask. It and transformers put -5e4 and
+// -1e5 in the place of a token's score with itself: the same output, another log-sum-exp of tokens
+// that see nothing else. Not followed: reformer-pytorch's dedup with wrap, in several rounds, does
+// not count what the first chunk sees of the round before, and divides its weight by 1e-9.
 //
 // Cost: R tokens head_dim B FLOPs to hash (factorized: 2 sqrt(B) for B), a counting sort, and 8 R
 // tokens chunk head_dim for the attention: linear in tokens with chunks of one size. cost() counts
@@ -68,8 +73,7 @@ struct LshOptions {
   KeyNorm key_norm = KeyNorm::kUnit;
 
   void Describe(OptionBinder& bind) {
-    bind.Int("rounds", &rounds, 1, 32, "hashings, each of which finds other keys",
-             {1, 2, 4, 8});
+    bind.Int("rounds", &rounds, 1, 32, "hashings, each of which finds other keys", {1, 2, 4, 8});
     bind.Int("chunk", &chunk, 1, 65536,
              "tokens of a chunk of the sorted sequence; a query sees its own and the one before");
     bind.Int("buckets", &buckets, 0, 65536,
@@ -92,7 +96,8 @@ struct LshOptions {
 // query_heads kv_heads. Parameter rotations [head_dim, rounds, columns] f32, of all heads: R_r, and
 // of factors one after the other. Reads q, v, the optional key_mask and the optional buckets, i32
 // [batch, query_heads, query_tokens, rounds]; those out of range count as the nearest one. Writes
-// out, log_sum_exp and buckets.
+// out, log_sum_exp and buckets. Statistics, on the CPU: grouping_share, the share of
+// a Run that hashing and sorting take.
 class Lsh : public TechniqueOf<LshOptions> {
  public:
   Lsh();

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/definition.h"
+#include "core/linear/feature_matrix.h"
 #include "core/linear/linear_layer.h"
 #include "core/random.h"
 
@@ -30,36 +31,10 @@ TechniqueInfo Info() {
   return info;
 }
 
-// Row r is Gaussian vector r of the stream, so that fewer features are the first rows of more. Its
-// direction loses what it shares with the rows before it in its block (Gram and Schmidt, which is
-// the QR of the block with a positive diagonal of R: the directions of a block are uniform over the
-// orthogonal group); its length stays that of the Gaussian vector, which is independent of all
-// directions.
 Tensor DrawW(const PerformerOptions& options, int64_t head_dim, uint64_t seed, int64_t setups) {
   const RandomStream stream(seed, setups == 0 ? "w" : absl::StrCat("w", setups));
-  std::vector<double> rows(options.features * head_dim);
   Tensor w(DType::kF32, {options.features, head_dim});
-  for (int64_t r = 0; r < options.features; ++r) {
-    double* row = rows.data() + r * head_dim;
-    for (int64_t c = 0; c < head_dim; ++c) row[c] = stream.Normal(r * head_dim + c);
-    const double chi = std::sqrt(Dot(row, row, head_dim));
-    const int64_t block = options.orthogonal ? r / head_dim * head_dim : r;
-    for (int pass = 0; pass < 2; ++pass) {  // the second removes what rounding left
-      for (int64_t other = block; other < r; ++other) {
-        const double* unit = rows.data() + other * head_dim;
-        const double shared = Dot(row, unit, head_dim);
-        for (int64_t c = 0; c < head_dim; ++c) row[c] -= shared * unit[c];
-      }
-    }
-    const double length = std::sqrt(Dot(row, row, head_dim));
-    const double norm = options.norms == PerformerOptions::Norms::kChi
-                            ? chi
-                            : std::sqrt(static_cast<double>(head_dim));
-    for (int64_t c = 0; c < head_dim; ++c) {
-      row[c] /= length;
-      *w.view().MutableAt<float>(r, c) = static_cast<float>(norm * row[c]);
-    }
-  }
+  DrawFeatureRows(stream, options.orthogonal, options.norms, w.view());
   return w;
 }
 
@@ -207,13 +182,13 @@ Performer::Performer() : TechniqueOf(Info()) {}
 absl::StatusOr<std::unique_ptr<Layer>> Performer::MakeLayer(const Problem& problem,
                                                             const PerformerOptions& options,
                                                             Device device, uint64_t seed) const {
-  return MakeLinearLayer(
-      problem, QkvInputs(problem), AttentionOutputs(problem), device,
-      MapOf(options, problem.head_dim),
-      [options, head_dim = problem.head_dim, seed](int64_t setups) {
-        return DrawW(options, head_dim, seed, setups);
-      },
-      options.redraw);
+  LinearParameters parameters;
+  parameters.draw = [options, head_dim = problem.head_dim, seed](int64_t setups) {
+    return DrawW(options, head_dim, seed, setups);
+  };
+  parameters.redraw = options.redraw;
+  return MakeLinearLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device,
+                         MapOf(options, problem.head_dim), std::move(parameters));
 }
 
 absl::Status Performer::Definition(const Problem& problem, const PerformerOptions& options,

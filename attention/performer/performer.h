@@ -49,13 +49,14 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/linear/feature_matrix.h"
 #include "core/technique.h"
 
 namespace tfb {
 
 struct PerformerOptions {
   enum class Kernel { kSoftmax, kHyperbolic, kRelu };
-  enum class Norms { kChi, kSqrtD };
+  using Norms = RowNorms;
   enum class KeyMaximum { kRunning, kSequence };
 
   int64_t features = 256;

@@ -169,6 +169,10 @@ class RoutingLayer : public Layer {
     return cost;
   }
 
+  std::map<std::string, double> statistics() const override {
+    return grouping_.statistics(device_);
+  }
+
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     if (options_.updates > 0) TFB_RETURN_IF_ERROR(Update(inputs, execution));
@@ -195,12 +199,16 @@ class RoutingLayer : public Layer {
     const Memory memory = LayOut(workspace);
     Execution step = execution;
     step.workspace = workspace.Rest();
-    TFB_RETURN_IF_ERROR(AttendLocally(inputs, outputs, step));
+    grouping_.Begin();
     for (int64_t set = 0; set < sizes_.sets; ++set) {
       if (sizes_.heads > 0) TFB_RETURN_IF_ERROR(Assign(inputs, set, memory, step));
       TFB_RETURN_IF_ERROR(WriteMembers(outputs, set, memory, step));
     }
-    return sizes_.heads > 0 ? AttendInClusters(inputs, outputs, memory, step) : absl::OkStatus();
+    grouping_.GroupsAreFound();
+    if (sizes_.heads > 0) TFB_RETURN_IF_ERROR(AttendInClusters(inputs, outputs, memory, step));
+    TFB_RETURN_IF_ERROR(AttendLocally(inputs, outputs, step));
+    grouping_.End();
+    return absl::OkStatus();
   }
 
  private:
@@ -359,6 +367,7 @@ class RoutingLayer : public Layer {
   DeviceArray<float> centroids_;
   FlashEngine clusters_;
   FlashEngine blocks_;
+  GroupingShare grouping_;
   bool is_set_up_ = false;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "core/cpu/kernels.h"
 #include "core/definition.h"
 #include "core/random.h"
 #include "core/testing.h"
@@ -313,6 +315,20 @@ NamedTensors NearTies(const Problem& problem) {
     }
   }
   return inputs;
+}
+
+TEST(Routing, CpuAndCudaResolveNearTiesTheSame) {
+  if (std::strcmp(BestCpuKernels().name, "generic") == 0) {
+    GTEST_SKIP() << "this CPU has no fused multiply-add";
+  }
+  for (const int64_t head_dim : {2, 24, 64, 100}) {
+    const Problem problem = Problem::SelfAttention(1, 1, 150, head_dim, /*causal=*/true);
+    const NamedTensors inputs = NearTies(problem);
+    const auto members = [&](Device device) {
+      return Strings(RunRouting(problem, inputs, Clusters(5), device).at("members"));
+    };
+    EXPECT_EQ(members(Device::kCpu), members(Device::kSimulator)) << head_dim;
+  }
 }
 
 TEST(Routing, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
@@ -1027,6 +1043,14 @@ TEST(Routing, CostCountsAssignmentAndPairsOfClustersAndBlocks) {
     const double in_blocks = causal ? 10 + (10 + 16) + (3 + 8) : 4 * 8 + 4 * 10 + 2 * 6;
     EXPECT_EQ(*layer->cost().flops, 2 * 2 * (assigned + (in_clusters + in_blocks) * (5 + 6)));
   }
+}
+
+TEST(Routing, ReportsTheShareOfFindingMembers) {
+  const Problem problem = Problem::SelfAttention(1, 2, 60, 8);
+  const auto layer = Routing().Create(problem, {}, Device::kCpu, 1).value();
+  ASSERT_TRUE(RunLayer(*layer, ViewsOf(Random(problem))).ok());
+  EXPECT_GT(layer->statistics().at("grouping_share"), 0);
+  EXPECT_LT(layer->statistics().at("grouping_share"), 1);
 }
 
 TEST(Routing, WhatItDoesNotDoIsRefused) {

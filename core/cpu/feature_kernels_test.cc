@@ -65,6 +65,44 @@ TEST_P(FeatureKernels, FeaturesMaximaAndSumsAreThoseOfEachColumn) {
   }
 }
 
+TEST_P(FeatureKernels, SinesAndCosinesOfNumbersOfAnySize) {
+  std::vector<float> x = {0, -0.0f, 1e-40f, 8192, -8192, 8193, 1e6f, -3e9f, 1e20f, 3.4e38f};
+  for (int n = 1; n < 5200; ++n) {  // around the multiples of pi / 4, where quadrants change
+    const float edge = static_cast<float>(n * M_PI / 4);
+    for (const float value : {edge, std::nextafter(edge, 0.0f), -edge}) x.push_back(value);
+  }
+  const RandomStream stream(1, "x");
+  for (int n = 0; n < 100000; ++n) {
+    x.push_back(static_cast<float>(std::exp(9 * stream.Uniform(2 * n)) * stream.Normal(2 * n + 1)));
+  }
+  const int64_t count = static_cast<int64_t>(x.size());
+  std::vector<float> sine(count), cosine(count);
+  kernels_->sin_cos(count, x.data(), sine.data(), cosine.data());
+  for (int64_t n = 0; n < count; ++n) {
+    ASSERT_NEAR(sine[n], std::sin(double{x[n]}), std::ldexp(1, -23)) << x[n];
+    ASSERT_NEAR(cosine[n], std::cos(double{x[n]}), std::ldexp(1, -23)) << x[n];
+  }
+  const std::vector<float> values = x;
+  kernels_->sin_cos(count, x.data(), x.data(), cosine.data());  // in place
+  EXPECT_EQ(x, sine);
+  // As features of 16 tokens at a time, of which one is large.
+  for (const int64_t first : {0, 16, 3200}) {
+    std::vector<float> features(values.begin() + first, values.begin() + first + 16), sum(16);
+    features.resize(32);
+    kernels_->features(Feature::kSinCos, {features.data(), 16, 1, 16},
+                       {sum.data(), sum.data(), nullptr, nullptr});
+    for (int64_t n = 0; n < 16; ++n) {
+      EXPECT_NEAR(features[n], std::sin(double{values[first + n]}), std::ldexp(1, -23));
+      EXPECT_NEAR(features[16 + n], std::cos(double{values[first + n]}), std::ldexp(1, -23));
+    }
+  }
+  for (float nothing : {NAN, INFINITY, -INFINITY}) {
+    kernels_->sin_cos(1, &nothing, &nothing, cosine.data());
+    EXPECT_TRUE(std::isnan(nothing));
+    EXPECT_TRUE(std::isnan(cosine[0]));
+  }
+}
+
 TEST_P(FeatureKernels, ANaNProjectionMakesItsTokensFeatureNaN) {
   for (const Feature feature : {Feature::kExp, Feature::kExpPair, Feature::kRelu}) {
     std::vector<float> values = Normal(8 * 16, "p"), max(16), sum(16);

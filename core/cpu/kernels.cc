@@ -112,6 +112,75 @@ inline Floats Exp(Floats x) {
   return x < -87.33f ? Floats{} : result;
 }
 
+// sin(x) and cos(x) for |x| <= kSinCosRange, NaN for NaN and infinities. x = n pi / 2 + r with |r| <=
+// pi / 4; pi / 2 in three parts (Cody and Waite), of which the first two have 8 and 9 bits, so that
+// their products with n < 2^13 are exact. The polynomials are the Taylor series to r^9 and r^10, whose
+// remainders at pi / 4 are (pi / 4)^11 / 11! = 2e-9 and (pi / 4)^12 / 12! = 1e-10.
+constexpr float kSinCosRange = 8192;
+inline Floats SinCos(Floats x, Floats* cos) {
+  constexpr float kTwoOverPi = 0.636619772367581343f;
+  constexpr float kRound = 12582912.0f;  // as in Exp
+  const Floats shifted = x * kTwoOverPi + kRound;
+  const Floats n = shifted - kRound;
+  const Floats r =
+      ((x - n * 1.5703125f) - n * 4.837512969970703125e-4f) - n * 7.549789948768648e-8f;
+  const Floats square = r * r;
+  Floats s = Broadcast(1.0f / 362880);
+  s = s * square - 1.0f / 5040;
+  s = s * square + 1.0f / 120;
+  s = s * square - 1.0f / 6;
+  s = s * square * r + r;
+  Floats c = Broadcast(-1.0f / 3628800);
+  c = c * square + 1.0f / 40320;
+  c = c * square - 1.0f / 720;
+  c = c * square + 1.0f / 24;
+  c = c * square - 0.5f;
+  c = c * square + 1.0f;
+  // A quarter turn swaps the two; signs are those of the quadrant n mod 4.
+  const Ints quadrant = reinterpret_cast<const Ints&>(shifted);
+  const Ints swapped = (quadrant & 1) != 0;
+  const Floats sine = swapped ? c : s, cosine = swapped ? s : c;
+  const Ints sine_bits = reinterpret_cast<const Ints&>(sine) ^ ((quadrant & 2) << 30);
+  const Ints cosine_bits = reinterpret_cast<const Ints&>(cosine) ^ (((quadrant + 1) & 2) << 30);
+  *cos = reinterpret_cast<const Floats&>(cosine_bits);
+  return reinterpret_cast<const Floats&>(sine_bits);
+}
+
+// The same for numbers of any size, one by one.
+inline Floats WideSinCos(Floats x, Floats* cos) {
+  Floats sin;
+  for (int i = 0; i < kLanes; ++i) {
+    sin[i] = static_cast<float>(__builtin_sin(x[i]));
+    (*cos)[i] = static_cast<float>(__builtin_cos(x[i]));
+  }
+  return sin;
+}
+
+inline Floats Abs(Floats x) { return Max(x, -x); }
+inline float HorizontalMax(Floats v) {
+  float max = v[0];
+  for (int i = 1; i < kLanes; ++i) max = v[i] > max ? v[i] : max;
+  return max;
+}
+
+void SinCosOf(int64_t count, const float* x, float* sin, float* cos) {
+  for (int64_t n = 0; n < count; n += kLanes) {
+    float part[2][kLanes] = {};
+    const int64_t left = count - n < kLanes ? count - n : kLanes;
+    for (int64_t i = 0; i < left; ++i) part[0][i] = x[n + i];
+    const Floats values = Load(part[0]);
+    Floats cosine;
+    const Floats sine = HorizontalMax(Abs(values)) <= kSinCosRange ? SinCos(values, &cosine)
+                                                                   : WideSinCos(values, &cosine);
+    Store(part[0], sine);
+    Store(part[1], cosine);
+    for (int64_t i = 0; i < left; ++i) {
+      sin[n + i] = part[0][i];
+      cos[n + i] = part[1][i];
+    }
+  }
+}
+
 // C[kRows][kVectors * kLanes] (+)= A B, with the whole block of C in registers.
 template <int kRows, int kVectors>
 void GemmTile(int64_t depth, const float* a, int64_t a_row, int64_t a_depth, const float* b,
@@ -438,13 +507,26 @@ void ExpRows(const ScoreRows& rows, const float* shift) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return Exp(s - shift[r]); });
 }
 
+// The largest magnitude of kVectors vectors of each row; NaN does not count.
+template <int kVectors>
+float LargestOf(const float* values, int64_t stride, int64_t rows) {
+  Floats largest[kVectors] = {};
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int u = 0; u < kVectors; ++u) {
+      largest[u] = Max(Abs(Load(values + r * stride + u * kLanes)), largest[u]);
+    }
+  }
+  for (int u = 1; u < kVectors; ++u) largest[0] = Max(largest[u], largest[0]);
+  return HorizontalMax(largest[0]);
+}
+
 // kVectors vectors of tokens side by side, so that their sums stay in registers.
 template <Feature kFeature, int kVectors>
 void FeatureVectors(float* values, int64_t stride, int64_t projections, int64_t c,
                     const FeatureSums& sums) {
   values += c;
   Floats max[kVectors] = {}, sum[kVectors] = {}, dot[kVectors] = {};
-  if (kFeature != Feature::kRelu) {
+  if (kFeature == Feature::kExp || kFeature == Feature::kExpPair) {
     for (Floats& m : max) m = Broadcast(-kInfinity);
     for (int64_t r = 0; r < projections; ++r) {
       for (int u = 0; u < kVectors; ++u) {
@@ -458,10 +540,17 @@ void FeatureVectors(float* values, int64_t stride, int64_t projections, int64_t 
     sum[u] += feature;
     if (sums.weights != nullptr) dot[u] += feature * sums.weights[r];
   };
+  const bool wide = kFeature == Feature::kSinCos &&
+                    !(LargestOf<kVectors>(values, stride, projections) <= kSinCosRange);
   for (int64_t r = 0; r < projections; ++r) {
     for (int u = 0; u < kVectors; ++u) {
       const Floats p = Load(values + r * stride + u * kLanes);
-      if (kFeature == Feature::kRelu) {
+      if (kFeature == Feature::kSinCos) {
+        Floats cosine;
+        const Floats sine = wide ? WideSinCos(p, &cosine) : SinCos(p, &cosine);
+        store(r, u, sine);
+        store(projections + r, u, cosine);
+      } else if (kFeature == Feature::kRelu) {
         store(r, u, Max(Floats{}, p));
       } else {
         store(r, u, Exp(p - max[u]));
@@ -482,6 +571,9 @@ void FeaturesOf(const FeatureColumns& tokens, const FeatureSums& sums) {
   for (; c + 4 * kLanes <= tokens.columns; c += 4 * kLanes) {
     FeatureVectors<kFeature, 4>(tokens.values, tokens.stride, tokens.projections, c, sums);
   }
+  for (; c + 2 * kLanes <= tokens.columns; c += 2 * kLanes) {
+    FeatureVectors<kFeature, 2>(tokens.values, tokens.stride, tokens.projections, c, sums);
+  }
   for (; c < tokens.columns; c += kLanes) {
     FeatureVectors<kFeature, 1>(tokens.values, tokens.stride, tokens.projections, c, sums);
   }
@@ -495,6 +587,8 @@ void Features(Feature feature, const FeatureColumns& tokens, const FeatureSums& 
       return FeaturesOf<Feature::kExpPair>(tokens, sums);
     case Feature::kRelu:
       return FeaturesOf<Feature::kRelu>(tokens, sums);
+    case Feature::kSinCos:
+      return FeaturesOf<Feature::kSinCos>(tokens, sums);
   }
 }
 
@@ -580,6 +674,7 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                Transpose64,
                                                                ExpRows,
                                                                Features,
+                                                               SinCosOf,
                                                                PairWeightRows,
                                                                MatrixVector,
                                                                FmaPeak};

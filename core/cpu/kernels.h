@@ -47,9 +47,10 @@ struct Ramp {
 //   kExpPair  max = max_r |p_r|   values[r] = exp(p_r - max)
 //                                 values[projections + r] = exp(-p_r - max)
 //   kRelu     max = 0             values[r] = max(p_r, 0)
+//   kSinCos   max = 0             values[r] = sin(p_r), values[projections + r] = cos(p_r)
 // sum[c] is the sum of the token's features and dot[c] their product with `weights`, where that is
 // not null. NaN projections give NaN features.
-enum class Feature : uint8_t { kExp, kExpPair, kRelu };
+enum class Feature : uint8_t { kExp, kExpPair, kRelu, kSinCos };
 struct FeatureColumns {
   float* values;
   int64_t stride;
@@ -132,6 +133,9 @@ struct CpuKernels {
   void (*exp)(const ScoreRows& rows, const float* shift);
 
   void (*features)(Feature feature, const FeatureColumns& tokens, const FeatureSums& sums);
+  // Of `count` numbers, any number of them; of finite ones to 2^-23, whatever their size. `sin` may be
+  // `x`.
+  void (*sin_cos)(int64_t count, const float* x, float* sin, float* cos);
   void (*pair_weights)(const ScoreRows& rows, const PairWeights& weights);
   // y[r * y_stride] = or += sum_c a[r * a_row + c] x[c]. Any number of columns.
   void (*matrix_vector)(int64_t rows, int64_t columns, const float* a, int64_t a_row,

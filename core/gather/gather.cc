@@ -36,36 +36,35 @@ absl::StatusOr<const GatherKernels*> KernelsFor(Device device) {
 namespace {
 
 // The sum of term(channel) over a row, sixteen sums side by side.
-template <class Real, class Term>
-Real SumOfRow(const float* row, int64_t channels, const Term& term) {
+template <class Term>
+double SumOfRow(const float* row, int64_t channels, const Term& term) {
   constexpr int64_t kLanes = 16;
-  Real sums[kLanes] = {};
+  double sums[kLanes] = {};
   int64_t c = 0;
   for (; c + kLanes <= channels; c += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += term(Real{row[c + lane]});
+    for (int64_t lane = 0; lane < kLanes; ++lane) sums[lane] += term(double{row[c + lane]});
   }
-  for (; c < channels; ++c) sums[c % kLanes] += term(Real{row[c]});
+  for (; c < channels; ++c) sums[c % kLanes] += term(double{row[c]});
   for (int64_t width = kLanes / 2; width > 0; width /= 2) {
     for (int64_t lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
   }
   return sums[0];
 }
 
-// In place, in Real arithmetic.
-template <class Real>
+// In place; in float64, so that no square leaves the range.
 void NormalizeRow(const RowNorm& norm, int64_t channels, float* row) {
-  const Real count = static_cast<Real>(channels);
-  Real mean = 0;
+  const double count = static_cast<double>(channels);
+  double mean = 0;
   if (norm.centered) {
-    mean = SumOfRow<Real>(row, channels, [](Real value) { return value; }) / count;
+    mean = SumOfRow(row, channels, [](double value) { return value; }) / count;
   }
-  Real squares =
-      SumOfRow<Real>(row, channels, [mean](Real value) { return (value - mean) * (value - mean); });
+  double squares =
+      SumOfRow(row, channels, [mean](double value) { return (value - mean) * (value - mean); });
   if (norm.mean_square) squares /= count;
-  const Real root = std::sqrt(squares + static_cast<Real>(norm.epsilon));
-  const Real factor = root == 0 ? 0 : 1 / root;
+  const double root = std::sqrt(squares + norm.epsilon);
+  const double factor = root == 0 ? 0 : 1 / root;
   for (int64_t c = 0; c < channels; ++c) {
-    row[c] = static_cast<float>((Real{row[c]} - mean) * factor);
+    row[c] = static_cast<float>((double{row[c]} - mean) * factor);
   }
 }
 
@@ -97,11 +96,7 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
     for (int64_t i = first; i < std::min(first + kTile, tokens); ++i) {
       float row[kMaxHeadDim];
       LoadRow(x, x.Offset(b, h, i), x.stride(3), channels, row);
-      if (y.dtype == DType::kF32) {
-        NormalizeRow<float>(norm, channels, row);
-      } else {
-        NormalizeRow<double>(norm, channels, row);
-      }
+      NormalizeRow(norm, channels, row);
       StoreRow(row, channels, y, y.Offset(b, h, i), y.stride(3));
     }
   });

@@ -8,8 +8,12 @@
 #ifndef TFB_CORE_GATHER_GATHER_H_
 #define TFB_CORE_GATHER_GATHER_H_
 
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -22,12 +26,32 @@
 
 namespace tfb {
 
+// How much of a layer's Runs on the CPU it takes to find the groups; a device works behind the host's
+// back.
+class GroupingShare {
+ public:
+  void Begin() { begin_ = Clock::now(); }
+  void GroupsAreFound() { grouping_ += Clock::now() - begin_; }
+  void End() { all_ += Clock::now() - begin_; }
+  // Under its name, for a layer's statistics.
+  std::map<std::string, double> statistics(Device device) const {
+    if (device != Device::kCpu) return {};
+    const double ticks = static_cast<double>(std::max<int64_t>(all_.count(), 1));
+    return {{"grouping_share", static_cast<double>(grouping_.count()) / ticks}};
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point begin_;
+  Clock::duration grouping_{0}, all_{0};
+};
+
 // ---- Normalised rows ----
 
 // y = (x - m) / sqrt(s sum_c (x_c - m)^2 + epsilon) for every row x [batch, heads, tokens, channels],
 // with m the mean of its channels where `centered`, else 0, and s = 1 / channels where `mean_square`,
-// else 1. A root of 0 gives 0. y has the shape of x; both may be of any floating dtype. Where y is of
-// 16 bits it is computed in float64.
+// else 1. A root of 0 gives 0. y has the shape of x; both may be of any floating dtype. Computed in
+// float64, so that no square leaves the range.
 struct RowNorm {
   bool centered = false;
   bool mean_square = false;

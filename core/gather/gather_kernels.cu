@@ -21,8 +21,7 @@ __device__ int64_t RowOffset(const DeviceView& view, int64_t heads, int64_t toke
          n % tokens * view.strides[2];
 }
 
-template <class Real>
-__device__ Real WarpSum(Real x) {
+__device__ double WarpSum(double x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   return x;
@@ -30,26 +29,25 @@ __device__ Real WarpSum(Real x) {
 
 // ---- Normalised rows: a warp each ----
 
-template <class Real>
 __global__ void __launch_bounds__(kThreads) Normalize(const NormalizeArguments a) {
   const int64_t rows = a.batch * a.heads * a.tokens;
   for (int64_t n = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); n < rows;
        n += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t from = RowOffset(a.x, a.heads, a.tokens, n);
     const auto at = [&](int c) {
-      return static_cast<Real>(LoadElement(a.x.data, a.x.element, from + c * a.x.strides[3]));
+      return static_cast<double>(LoadElement(a.x.data, a.x.element, from + c * a.x.strides[3]));
     };
-    Real mean = 0;
+    double mean = 0;
     if (a.centered) {
       for (int c = Lane(); c < a.channels; c += 32) mean += at(c);
-      mean = WarpSum(mean) / static_cast<Real>(a.channels);
+      mean = WarpSum(mean) / a.channels;
     }
-    Real squares = 0;
+    double squares = 0;
     for (int c = Lane(); c < a.channels; c += 32) squares += (at(c) - mean) * (at(c) - mean);
     squares = WarpSum(squares);
-    if (a.mean_square) squares /= static_cast<Real>(a.channels);
-    const Real root = sqrt(squares + static_cast<Real>(a.epsilon));
-    const Real factor = root == 0 ? 0 : 1 / root;
+    if (a.mean_square) squares /= a.channels;
+    const double root = sqrt(squares + a.epsilon);
+    const double factor = root == 0 ? 0 : 1 / root;
     const int64_t to = RowOffset(a.y, a.heads, a.tokens, n);
     for (int c = Lane(); c < a.channels; c += 32) {
       StoreElement(a.y.data, a.y.element, to + c * a.y.strides[3],
@@ -60,8 +58,8 @@ __global__ void __launch_bounds__(kThreads) Normalize(const NormalizeArguments a
 
 const char* LaunchNormalize(const NormalizeArguments& a, void* stream) {
   const int64_t rows = a.batch * a.heads * a.tokens;
-  return Launch("Normalize", a.y.element == Element::kF32 ? &Normalize<float> : &Normalize<double>,
-                {Blocks((rows + kWarps - 1) / kWarps), dim3(kThreads)}, stream, a);
+  return Launch("Normalize", &Normalize, {Blocks((rows + kWarps - 1) / kWarps), dim3(kThreads)},
+                stream, a);
 }
 
 // ---- Angular hashing ----

@@ -89,6 +89,25 @@ TEST_P(Gather, RowsAreNormalized) {
   }
 }
 
+TEST_P(Gather, RowsWhoseSquaresFloatsDoNotHoldAreNormalized) {
+  Tensor x(DType::kF32, {1, 1, 4, 64});
+  FillNormal(&x, 3, "x");
+  const float lengths[] = {1e-37f, 1e-22f, 1e20f, 1e37f};
+  for (int64_t n = 0; n < x.num_elements(); ++n) x.span<float>()[n] *= lengths[n / 64];
+  Tensor y(DType::kF32, x.shape());
+  OnDevice(x, &y, [&](const ConstTensorView& from, const TensorView& to) {
+    EXPECT_TRUE(NormalizeRows(device(), {}, from, to, With(0)).ok());
+  });
+  for (int64_t row = 0; row < 4; ++row) {
+    double squares = 0;
+    for (int64_t c = 0; c < 64; ++c) squares += std::pow(x.view().Get(row * 64 + c), 2);
+    for (int64_t c = 0; c < 64; ++c) {
+      EXPECT_NEAR(y.view().Get(row * 64 + c), x.view().Get(row * 64 + c) / std::sqrt(squares),
+                  1e-7);
+    }
+  }
+}
+
 TEST_P(Gather, AHashIsTheLargestOfProductsAndTheirNegatives) {
   for (const int64_t head_dim : {1, 7, 64}) {
     Tensor x(DType::kF32, {2, 3, 100, head_dim}), rotations(DType::kF32, {head_dim, 2, 3 + 5});

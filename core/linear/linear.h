@@ -14,9 +14,21 @@
 //   kExp       phi(x) = c [exp(w_r . x - |x|^2 / 2 - s) + epsilon]_r
 //   kExpPair   phi(x) = c [exp(+-w_r . x - |x|^2 / 2 - s) + epsilon]_(r, both signs)
 //   kRelu      phi(x) = c [max(w_r . x, 0) + epsilon]_r
+//   kSinCos    phi(x) = c [sin(w_r . x), cos(w_r . x)]_r
 //
-// The first two: Choromanski et al., arXiv:2009.14794v4, lemma 1 and section 2.3; the last is the
-// generalised attention of its section 2.2.
+// The first two: Choromanski et al., arXiv:2009.14794v4, lemma 1 and section 2.3; kRelu is the
+// generalised attention of its section 2.2; kSinCos: Peng et al., arXiv:2103.02143v2, section 2.2.
+// With `unit`, x is divided by its length plus `length_epsilon` before it is scaled; an input shorter
+// than 2^-60 counts as zero, and one longer than 2^63, whose square is no fp32 number, gives NaN.
+//
+// Weights of kSinCos have either sign, and so have D_i, whose logarithm is that of |D_i|.
+//
+// Gates, of causal problems: g_j = sigmoid(u . k_j + b) of a key's input as it is, with u and b those
+// of its head, makes sums decay:
+//
+//   a_ij = prod_(j < l <= i') g_l (1 - g_j) phi_q(q_i) . phi_k(k_j)
+//
+// where i' is the last key that row i sees. Padding has no gate.
 //
 // The stabiliser s of a query is max_r w_r . q (max_r |w_r . q| for kExpPair). That of the keys is
 // the same maximum over the rows of W *and* over keys, so that it is common to all keys of one sum:
@@ -53,9 +65,15 @@
 // of row i depends on a later key, so causality holds bit by bit; chunk edges change nothing but
 // the order of additions.
 //
+// Gates are scales of keys. With G_j = sum of log g_l from the chunk's first key to j, the factor above
+// is exp(log(1 - g_j) - G_j) exp(G_i'): the first joins exp(rho_j), the second is common to all keys of
+// a row and enters log D_i and the floor alone. A chunk's sums are then brought to its end: R falls by
+// its G.
+//
 // FLOPs, for m features and r rows of W: 2 r head_dim a token and head to project queries and keys,
 // 2 m (value_dim + 1) to add a key and as much to read for a query; causal adds some 90 (m +
-// value_dim) a query for the pairs within its chunk. Decoding keeps m (value_dim + 1) floats a head.
+// value_dim) a query for the pairs within its chunk, or 50 on the CPU, where chunks are halved.
+// Decoding keeps m (value_dim + 1) floats a head.
 #ifndef TFB_CORE_LINEAR_LINEAR_H_
 #define TFB_CORE_LINEAR_LINEAR_H_
 
@@ -80,11 +98,12 @@ struct LinearCall {
   ConstTensorView v;         // [batch, kv_heads, kv_tokens, value_dim]
   ConstTensorView key_mask;  // u8 [batch, kv_tokens], or empty
   ConstTensorView w;         // W, f32, contiguous
-  TensorView out;            // [batch, query_heads, query_tokens, value_dim]
-  TensorView log_sum_exp;    // f32 [batch, query_heads, query_tokens], or empty
+  ConstTensorView gate;    // of a gated map: u and then b, f32 [kv_heads, head_dim + 1], contiguous
+  TensorView out;          // [batch, query_heads, query_tokens, value_dim]
+  TensorView log_sum_exp;  // f32 [batch, query_heads, query_tokens], or empty
   FeatureMap map;
-  // Where not null, raised by the number of rows that see a key and whose D_i is 0 or below the
-  // floor.
+  // Where not null, raised by the number of rows that see a key and whose D_i is 0 or below, or not
+  // above the floor.
   std::atomic<int64_t>* rows_without_weight = nullptr;
 };
 

@@ -86,8 +86,9 @@ class AppendBlock {
         const int64_t offset = batch_ * view.strides[0] + head * view.strides[1] +
                                token * view.strides[2] + c * view.strides[3];
         const bool is_channel = exists && c < a_.head_dim;
+        const float scale = a_.map.unit ? 1 : a_.map.input_scale;
         s_.inputs[vector][c] =
-            is_channel ? a_.map.input_scale * LoadElement(view.data, view.element, offset) : 0;
+            is_channel ? scale * LoadElement(view.data, view.element, offset) : 0;
       }
     }
     float* value_sums = state_ + a_.sums.tiles * a_.sums.tile;
@@ -110,11 +111,21 @@ class AppendBlock {
         square = fmaf(s_.inputs[vector][c], s_.inputs[vector][c], square);
       }
       square = SumOfWarp(square);
+      if (a_.map.unit) {
+        const float factor = a_.map.input_scale * InverseLength(a_, square / 2);
+        for (int c = Lane(); c < a_.head_dim; c += 32) s_.inputs[vector][c] *= factor;
+      }
       if (Lane() != 0) continue;
       s_.half_square[vector] = square / 2;
       s_.maximum[vector] = IsExponential(a_) ? NegativeInfinity() : 0;
       s_.total[vector] = 0;
       if (vector == 0) s_.reference = s_.key_maximum = NegativeInfinity();
+    }
+    if (a_.map.unit) __syncthreads();  // inputs have changed
+    if (a_.map.gated) {
+      const float* gates = GatesOf(a_, batch_ * a_.kv_heads + kv_head_, token);
+      log_gate_ = gates[1] - (token == 0 ? 0 : gates[-1]);
+      log_input_gate_ = gates[0] + gates[1];
     }
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) result_[h] = make_float4(0, 0, 0, 0);
@@ -125,7 +136,7 @@ class AppendBlock {
   __device__ void Project(int64_t tile) {
     const int row = Thread() / 4, quarter = Lane() % 4;
     const int64_t projection = tile * TileProjections(a_) + row;
-    const bool pair = a_.map.feature == Feature::kExpPair;
+    const bool pair = IsPair(a_), is_sin_cos = a_.map.feature == Feature::kSinCos;
     const bool exists = row < TileProjections(a_) && projection < a_.map.projections;
     float dots[kVectors] = {};
     for (int c = quarter * 4; exists && c < a_.head_dim; c += 16) {
@@ -143,10 +154,12 @@ class AppendBlock {
       const float dot = SumOfRow(dots[vector]);
       if (quarter != 0 || row >= TileProjections(a_)) continue;
       const float none = IsExponential(a_) ? NegativeInfinity() : 0;
+      float second = -dot, first = dot;
+      if (is_sin_cos) sincosf(dot, &first, &second);
       // Where AddProjections has it.
       float* to = s_.features[vector] + (pair ? row / 16 * 32 + row % 16 : row);
-      to[0] = exists ? dot : none;
-      if (pair) to[16] = exists ? -dot : none;
+      to[0] = exists ? first : none;
+      if (pair) to[16] = exists ? second : none;
     }
   }
 
@@ -160,7 +173,7 @@ class AppendBlock {
       now = fmaxf(now, MaxOfWarp(fmaxf(low, high)));
       low = ExpOf(low - now);
       high = ExpOf(high - now);
-    } else {
+    } else if (a_.map.feature == Feature::kRelu) {
       low = low < 0 ? 0 : low;
       high = high < 0 ? 0 : high;
     }
@@ -177,8 +190,8 @@ class AppendBlock {
   }
   __device__ void ScaleKey(int64_t tile, float maximum, float low, float high, float sum) {
     float* header = state_ + tile * a_.sums.tile + (kTile + 1) * a_.sums.row;
-    const float before = header[0], largest = header[1];
-    const float log_scale = IsExponential(a_) ? maximum - s_.half_square[0] : 0;
+    const float before = header[0] + log_gate_, largest = header[1];
+    const float log_scale = IsExponential(a_) ? maximum - s_.half_square[0] : log_input_gate_;
     const float reference = is_seen_ ? fmaxf(before, log_scale) : before;
     const float scale = is_seen_ ? ExpOf(log_scale - Shift(reference)) : 0;
     s_.scaled_key[Lane()] = scale * low;
@@ -284,8 +297,9 @@ class AppendBlock {
       const int64_t head = kv_head_ * heads_ + h;
       float denominator = 0;
       if (has_keys) {
-        denominator = HoldDenominator(
-            a_, ResultOf(h, static_cast<int>(a_.sums.ones)) + s_.factors[h].extra, Thread() == 0);
+        denominator =
+            HoldDenominator(a_, ResultOf(h, static_cast<int>(a_.sums.ones)) + s_.factors[h].extra,
+                            s_.factors[h].log_scale, Thread() == 0);
       }
       const float inverse = denominator == 0 ? 0 : 1 / denominator;
       for (int c = Thread() * 4; c < a_.value_dim; c += kThreads * 4) {
@@ -307,7 +321,8 @@ class AppendBlock {
   int quad_, part_;
   int heads_;
   bool is_seen_ = false;
-  float4 rows_[kRowsAtOnce] = {};  // on their way
+  float log_gate_ = 0, log_input_gate_ = 0;  // of the token: log g, log(1 - g)
+  float4 rows_[kRowsAtOnce] = {};            // on their way
   float4 result_[kHeads];
   float4 feature_values_;
 };

@@ -71,6 +71,8 @@ class AttendBlock {
     float running_reference[kTile];
     float running_maximum[kTile];
     float coefficient[kTile];  // exp(rho_j - R) times the sum of the features
+    float gate[kTile];         // key_gates, 0 without gates; decay of the last key beyond it
+    float decay[kTile];
     // Queries, after the last tile.
     float product[kQueries];
     float key[kQueries];
@@ -328,7 +330,10 @@ class AttendBlock {
       if (n < kKeyLoads) {
         const bool is_seen = row < count && IsToken(a_, batch_, first_key_ + row);
         valid_ |= (is_seen ? 1u : 0u) << n;
-        if (Channel() == 0) numbers_.seen[row] = is_seen ? 1.0f : 0.0f;
+        if (Channel() == 0) {
+          numbers_.seen[row] = is_seen ? 1.0f : 0.0f;
+          LoadGates(row, count);
+        }
       } else {
         const int query = row - kFirstQuery;
         valid_ |= (query < count && first_query_ + query >= 0 ? 1u : 0u) << n;
@@ -343,6 +348,15 @@ class AttendBlock {
     queries_ = RowOf(a_.q, batch_, head_, first_query_ + first_row);
     for (int p = 0; p < kPanels; ++p) result_[p].Clear();
     if (kPrefetches) Fetch(0, 0);
+  }
+
+  __device__ void LoadGates(int row, int count) {
+    numbers_.gate[row] = numbers_.decay[row] = 0;
+    if (!a_.map.gated) return;
+    const float* gates =
+        GatesOf(a_, batch_ * a_.kv_heads + kv_head_, first_key_ + min(row, count - 1));
+    numbers_.gate[row] = gates[0];
+    numbers_.decay[row] = gates[1];
   }
 
   // Four channels from `depth` on of the thread's rows, and of its rows of W in a tile.
@@ -473,7 +487,9 @@ class AttendBlock {
       __syncthreads();
       Load(tile, depth);
     }
+    BringToUnitLength<Math>(a_, numbers_.half_square + TokenRow(), features);
     HideMissingFeatures<Math>(a_, tile, FeatureColumn(), features);
+    MakePlainFeatures<Math>(a_, tile, FeatureColumn(), features);
   }
 
   // The maxima of rows with this tile, and what they change.
@@ -496,7 +512,8 @@ class AttendBlock {
       numbers_.maximum[row] = now;
       numbers_.factor[row] = Rescale(before, now);
       if (kCausal && row < kTile) {
-        const float log_scale = IsExponential(a_) ? now - numbers_.half_square[row] : 0;
+        const float log_scale =
+            IsExponential(a_) ? now - numbers_.half_square[row] : numbers_.gate[row];
         numbers_.log_scale[row] = numbers_.seen[row] != 0 ? log_scale : NegativeInfinity();
       }
     }
@@ -518,7 +535,7 @@ class AttendBlock {
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         float& x = features->at[i][j];
-        x = IsExponential(a_) ? ExpOf(x - maximum) : x < 0 ? 0 : x;
+        if (IsExponential(a_)) x = ExpOf(x - maximum);
         total += x;
         if (!are_keys) dot = fmaf(x, normaliser[Math::Column(j)], dot);
       }
@@ -549,7 +566,7 @@ class AttendBlock {
     scaled_.Store(row, column, *features);
     if (Thread() == 0) {
       numbers_.tile_rescale = Rescale(tile_reference_, reference);
-      numbers_.tile_reference = reference;
+      numbers_.tile_reference = reference + numbers_.decay[kTile - 1];
     }
   }
 
@@ -610,7 +627,7 @@ class AttendBlock {
     numbers_.denominator[row] =
         carry * (factors.product * numbers_.dot[input] + factors.key * numbers_.normaliser_sum) +
         factors.constant * numbers_.tokens + factors.extra;
-    numbers_.log_scale_of_row[row] = factors.log_scale;
+    numbers_.log_scale_of_row[row] = factors.log_scale + (kCausal ? numbers_.decay[row] : 0);
     return factors;
   }
 
@@ -621,7 +638,10 @@ class AttendBlock {
     const bool is_first = first_column_ == 0;  // of the blocks that have parts of the row
     const bool has_keys = reference != NegativeInfinity();
     float denominator = 0;
-    if (has_keys) denominator = HoldDenominator(a_, numbers_.denominator[row] + more, is_first);
+    if (has_keys) {
+      denominator = HoldDenominator(a_, numbers_.denominator[row] + more,
+                                    numbers_.log_scale_of_row[row], is_first);
+    }
     numbers_.inverse[row] = denominator == 0 ? 0 : 1 / denominator;
     numbers_.has_keys[row] = has_keys;
     if (is_first) {
@@ -750,7 +770,7 @@ class AttendBlock {
       numbers_.values[t] = values;
     }
     if (t / 32 == kWarps - 1) CountKeys(reference, rescale);
-    reference_ = reference;
+    reference_ = reference + numbers_.decay[kTile - 1];
   }
   // The head's numbers with the chunk's. By one warp.
   __device__ void CountKeys(float reference, float rescale) {
@@ -760,7 +780,7 @@ class AttendBlock {
     if (j > 0) return;
     numbers_.tokens += seen;
     numbers_.normaliser_sum = fmaf(rescale, numbers_.normaliser_sum, sum);
-    numbers_.reference = reference;
+    numbers_.reference = reference + numbers_.decay[kTile - 1];
     numbers_.key_maximum = numbers_.running_maximum[kTile - 1];
   }
 

@@ -22,7 +22,8 @@
 #include "core/schedule/pattern.h"
 
 ABSL_FLAG(int, threads, 1, "threads of the pool");
-ABSL_FLAG(int64_t, features, 256, "rows of W");
+ABSL_FLAG(int64_t, features, 256, "length of phi: rows of W, or twice them for sin_cos");
+ABSL_FLAG(std::string, feature, "exp", "exp, or sin_cos of unit vectors");
 ABSL_FLAG(int64_t, heads, 8, "query and key-value heads");
 ABSL_FLAG(int64_t, head_dim, 64, "channels of a head");
 ABSL_FLAG(double, epsilon, 1e-6, "added to each feature");
@@ -70,9 +71,18 @@ Tensor Normal(std::initializer_list<int64_t> shape, const char* name) {
   return tensor;
 }
 
+bool IsSinCos() { return absl::GetFlag(FLAGS_feature) == "sin_cos"; }
+int64_t Rows() { return absl::GetFlag(FLAGS_features) / (IsSinCos() ? 2 : 1); }
+
 FeatureMap Map(int64_t head_dim) {
   FeatureMap map;
-  map.projections = absl::GetFlag(FLAGS_features);
+  map.projections = Rows();
+  if (IsSinCos()) {
+    map.feature = Feature::kSinCos;
+    map.stabiliser = KeyStabiliser::kNone;
+    map.unit = true;
+    return map;
+  }
   map.input_scale = static_cast<float>(std::pow(static_cast<double>(head_dim), -0.25));
   map.constant = 1 / std::sqrt(static_cast<double>(map.projections));
   map.epsilon = absl::GetFlag(FLAGS_epsilon);
@@ -88,7 +98,7 @@ class Calls {
         q_(Normal({1, problem.query_heads, problem.query_tokens, problem.head_dim}, "q")),
         k_(Normal({1, problem.kv_heads, problem.kv_tokens, problem.head_dim}, "k")),
         v_(Normal({1, problem.kv_heads, problem.kv_tokens, problem.value_dim}, "v")),
-        w_(Normal({absl::GetFlag(FLAGS_features), problem.head_dim}, "w")),
+        w_(Normal({Rows(), problem.head_dim}, "w")),
         out_(DType::kF32, {1, problem.query_heads, problem.query_tokens, problem.value_dim}),
         schedule_(BuildSchedule(problem, FullPattern(problem.kv_tokens))) {
     linear_.map = Map(problem.head_dim);
@@ -152,6 +162,7 @@ void PrintStages() {
   Tensor features = Normal({m, kChunk}, "f"), keys = Normal({m, kChunk}, "e");
   Tensor sums = Normal({m, d}, "s"), out = Normal({kChunk, d}, "o"), pairs(DType::kF32, {64, 64});
   std::vector<float> max(kChunk), total(kChunk), dot(kChunk);
+  const FeatureMap map = Map(d);
   const auto data = [](Tensor& tensor) { return tensor.span<float>().data(); };
   ThreadPool pool(1);
   Calls all(SelfAttention(kTokens, false), &pool), causal(SelfAttention(kTokens, true), &pool);
@@ -159,11 +170,12 @@ void PrintStages() {
   std::vector<Timed> stages = {
       {"project",
        [&] {
-         kernels.gemm(m, kChunk, d, data(w), d, 1, data(x), kChunk, data(features), kChunk, false);
+         kernels.gemm(Rows(), kChunk, d, data(w), d, 1, data(x), kChunk, data(features), kChunk,
+                      false);
        }},
       {"features",
        [&] {
-         kernels.features(Feature::kExp, {data(features), kChunk, m, kChunk},
+         kernels.features(map.feature, {data(features), kChunk, map.projections, kChunk},
                           {max.data(), total.data(), data(w), dot.data()});
        }},
       {"add keys",
@@ -187,6 +199,7 @@ void PrintStages() {
   };
   const double peak = Measure(&stages);
   const double product = 2.0 * static_cast<double>(m * d * kChunk) / (0.87 * peak);
+  const double projections = product * static_cast<double>(Rows()) / static_cast<double>(m);
   const double exponentials = 0.27e-9 * static_cast<double>(m * kChunk);
   const double chunks = static_cast<double>(kTokens / kChunk * absl::GetFlag(FLAGS_heads));
   const double whole = stages[5].seconds / chunks, whole_causal = stages[6].seconds / chunks;
@@ -198,12 +211,12 @@ void PrintStages() {
                 seconds * 1e6, times, 100 * times * seconds / whole);
     return times * seconds;
   };
-  double sum = row(0, product, 2) + row(1, exponentials, 2) + row(2, product, 1);
+  double sum = row(0, projections, 2) + row(1, exponentials, 2) + row(2, product, 1);
   sum += row(3, product, 1);
   std::printf("%-26s %10s %9.2f %6d %5.1f%%\n", "rest", "", (whole - sum) * 1e6, 1,
               100 * (1 - sum / whole));
-  std::printf("%-26s %10.2f %9.2f\n", "whole run", (4 * product + 2 * exponentials) * 1e6,
-              whole * 1e6);
+  std::printf("%-26s %10.2f %9.2f\n", "whole run",
+              (2 * product + 2 * projections + 2 * exponentials) * 1e6, whole * 1e6);
   std::printf("%-26s %10.2f %9.2f  (all 64 x 64 pairs; a run leaves out what a row does not see)\n",
               "pairs", product * kChunk / static_cast<double>(d) * 1e6, stages[4].seconds * 1e6);
   std::printf("%-26s %10s %9.2f  rate over not causal %.2f\n\n", "whole run, causal", "",
@@ -224,7 +237,8 @@ void PrintLengths(ThreadPool* pool) {
       const double n = static_cast<double>(tokens);
       const double heads = static_cast<double>(absl::GetFlag(FLAGS_heads));
       const double dense = 4 * d * heads * (causal ? n * (n + 1) / 2 : n * n);
-      const double linear = heads * n * (4 * m * d + 4 * m * (d + 1));
+      const double rows = static_cast<double>(Rows());
+      const double linear = heads * n * (4 * rows * d + 4 * m * (d + 1));
       std::printf("%6lld  %6s  %9.3f  %9.3f  %14.2f  %20.2f  %6.2f\n",
                   static_cast<long long>(tokens), causal ? "yes" : "no", entries[0].seconds * 1e3,
                   entries[1].seconds * 1e3, entries[0].seconds / entries[1].seconds,

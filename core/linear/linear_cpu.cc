@@ -10,15 +10,19 @@
 //   project queries   as keys                              1.05 M FMA
 //   read the sums     F^T [64 x 256] A [256 x 64]          1.05 M FMA
 //   exponentials      2 x 16 K
-//   causal            F^T [64 x 256] E [256 x 64]          1.05 M FMA, less what is right of the
-//                     weights [64 x 64] V [64 x 64]        0.26 M FMA  diagonal
+//   causal, twice     F^T [32 x 256] E [256 x 32]          0.26 M FMA, less what is right of the
+//                     weights [32 x 32] V [32 x 64]        0.07 M FMA  diagonal
+//
+// Causal chunks are added and read in two parts, which halves the pairs within them: adding 32 keys at
+// a time costs 5% more than 64 for the sums that are read and written twice, the pairs of 64 cost 40%
+// more than those of two 32.
 //
 // What it touches (W, E, F, A: 64 KiB each) stays in a 1 MiB L2.
 //
 // Tasks. Not causal: the sums of each key-value head, in groups of keys where there are few heads,
-// then one task per 256 queries. Causal: one task per key-value head walks its chunks; where there
-// are few heads, several chunks at once: their sums, the running sums before each, then their
-// queries.
+// then one task per 256 queries. Causal: one task per key-value head walks its chunks; where threads
+// would wait for each other's heads, several chunks at once: their features, the running sums before
+// each, then their queries. Both ways compute the same numbers in the same order.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -34,11 +38,14 @@ namespace tfb {
 namespace linear_cpu {
 namespace {
 
-constexpr int64_t kDepthBlock = 64;   // rows of B that a GEMM takes at a time
-constexpr int64_t kFewTokens = 4;     // taken one by one
-constexpr int64_t kTaskChunks = 4;    // chunks of queries in a task
-constexpr int64_t kPrefixSlices = 8;  // tasks of one head's running sums
-constexpr int64_t kPairRows = 24;     // of a chunk's triangle at a time: 4 of the GEMM's 6 rows
+constexpr int64_t kDepthBlock = 64;  // rows of B that a GEMM takes at a time
+constexpr int64_t kFewTokens = 4;    // taken one by one
+// A gate below e^-18, a quarter of a rounding of 1, has forgotten all: sums of logarithms stay short.
+constexpr float kLeastLogGate = -18;
+constexpr int64_t kTaskChunks = 4;  // chunks of queries in a task
+constexpr int64_t kSumSlices = 4;   // tasks of one head's running sums
+constexpr int64_t kTileRows = 6;    // of the GEMM
+constexpr int64_t kPairRows = 16;   // of a triangle of pairs at a time
 
 // The whole call: fixed while its tasks run.
 class LinearRun {
@@ -49,9 +56,11 @@ class LinearRun {
         map_(call.map),
         sizes_(sizes),
         kernels_(BestCpuKernels()),
-        exponential_(call.map.feature != Feature::kRelu),
+        exponential_(IsExponential(call.map.feature)),
         epsilon_(static_cast<float>(call.map.epsilon)),
-        log_epsilon_(std::log(epsilon_)) {}
+        log_epsilon_(std::log(epsilon_)),
+        floor_(static_cast<float>(map_.denominator_floor / (map_.constant * map_.constant))),
+        log_constants_(2 * std::log(map_.constant)) {}
 
   // What the causal rows of all heads take for S, where it is not their own: the maximum of the
   // sequence.
@@ -75,7 +84,7 @@ class LinearRun {
                Scratch& scratch) const {
     for (int64_t first = begin; first < end; first += kChunk) {
       LoadKeys(kv_head, first, scratch.keys, scratch);
-      Add(scratch.keys, sums, scratch);
+      Add(scratch.keys, 0, scratch.keys.count, sums, scratch);
     }
   }
 
@@ -83,70 +92,83 @@ class LinearRun {
   void LoadKeys(int64_t kv_head, int64_t first, Keys& keys, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
     keys.count = std::min(kChunk, problem_.kv_tokens - first);
-    keys.seen_count = 0;
     for (int64_t j = 0; j < kChunk; ++j) {
       const bool seen = j < keys.count && IsToken(b, first + j);
       keys.seen[j] = seen ? 1.0f : 0.0f;
-      keys.seen_count += seen;
     }
-    LoadFeatures(call_.k, b, h, first, keys.count, h, keys.seen, nullptr, keys.tokens, scratch);
+    const Rows rows = LoadInputs(call_.k, b, h, first, keys.count, keys.seen, scratch);
+    if (map_.gated) LoadGates(h, rows, keys);
+    MakeFeatures(rows, keys.count, h, nullptr, keys.tokens, scratch);
     for (int64_t j = 0; j < kChunk; ++j) {
-      keys.log_scale[j] = keys.seen[j] == 0 ? kNegativeInfinity : LogScale(keys.tokens, j);
-    }
-    keys.finite = true;
-    for (int64_t j = 0; j < keys.count; ++j) {
-      float* row = scratch.rows;
-      std::memset(row, 0, sizes_.value_row * sizeof(float));
-      if (keys.seen[j] != 0) {
-        LoadRow(call_.v, call_.v.Offset(b, h, first + j), call_.v.stride(3), problem_.value_dim,
-                row);
-        keys.finite = keys.finite && AllFinite(row, problem_.value_dim);
+      if (keys.seen[j] == 0) {
+        keys.log_scale[j] = kNegativeInfinity;
+      } else if (map_.gated) {
+        keys.log_scale[j] += LogScale(keys.tokens, j);
+      } else {
+        keys.log_scale[j] = LogScale(keys.tokens, j);
       }
-      ForEachPanel([&](int64_t panel, int64_t width) {
-        std::memcpy(keys.values + panel * kChunk + j * width, row + panel, width * sizeof(float));
-      });
     }
+    LoadValues(b, h, first, keys);
   }
 
-  // sums += keys.
-  void Add(const Keys& keys, const Sums& sums, Scratch& scratch) const {
-    if (keys.seen_count == 0) return;
-    Sums::Header& header = sums.header();
+  // sums += keys [begin, end) of the chunk.
+  void Add(Keys& keys, int64_t begin, int64_t end, const Sums& sums, Scratch& scratch) const {
+    AdvanceHeader(sums.header(), begin, end, keys);
+    AddToSlice(keys, begin, end, sums, 0, sizes_.features, scratch);
+  }
+
+  // The header of sums with those keys, and what the keys and the sums so far are scaled by.
+  void AdvanceHeader(Sums::Header& header, int64_t begin, int64_t end, Keys& keys) const {
     float reference = header.reference;
-    for (int64_t j = 0; j < keys.count; ++j) {
+    for (int64_t j = begin; j < end; ++j) {
       reference = std::max(reference, keys.log_scale[j]);  // what it holds where the other is NaN
       if (keys.seen[j] != 0) header.maximum = std::max(header.maximum, keys.tokens.max[j]);
     }
-    const Rescale rescale(header.reference, reference);
-    if (rescale.first != 1 && header.reference != kNegativeInfinity) {
-      kernels_.scale_rows({sums.scaled(), 0, 1, sizes_.scaled_sums}, &rescale.first);
-      header.scaled_feature *= rescale.first;
-    }
-    header.reference = reference;
-    header.tokens += static_cast<double>(keys.seen_count);
-
-    float* scale = scratch.sum;  // exp(rho_j - R)
-    std::copy_n(keys.log_scale, kChunk, scale);
+    // Sums that hold nothing are zeros at any scale.
+    const bool is_empty = header.reference == kNegativeInfinity;
+    const float rescale = is_empty ? 1 : Rescale(header.reference, reference).first;
+    keys.rescale[begin / kPart] = rescale;
+    std::copy(keys.log_scale + begin, keys.log_scale + end, keys.scale + begin);
     const float shift = Shift(reference);
-    kernels_.exp({scale, 0, 1, kChunk}, &shift);
+    kernels_.exp({keys.scale + begin, 0, 1, RoundUp(end - begin, kColumnQuantum)}, &shift);
+    header.scaled_feature *= rescale;
+    for (int64_t j = begin; j < end; ++j) {
+      header.scaled_feature += keys.scale[j] * keys.tokens.total[j];
+      header.tokens += keys.seen[j];
+    }
+    // After the chunk it is relative to the chunk's end.
+    header.reference = reference + (end == keys.count ? DecayOf(keys) : 0);
+  }
+
+  // The part of sums += keys [begin, end) that is of features [first, last); of the first, also what is
+  // of none.
+  void AddToSlice(const Keys& keys, int64_t begin, int64_t end, const Sums& sums, int64_t first,
+                  int64_t last, Scratch& scratch) const {
+    const int64_t count = end - begin;
+    const float rescale = keys.rescale[begin / kPart];
+    const float* features = keys.tokens.features + first * kChunk + begin;
     ForEachPanel([&](int64_t panel, int64_t width) {
-      const float* from = keys.values + panel * kChunk;
+      const float* from = keys.values + panel * kChunk + begin * width;
       float* to = scratch.scaled_values + panel * kChunk;
-      for (int64_t j = 0; j < keys.count; ++j) {
-        for (int64_t c = 0; c < width; ++c) to[j * width + c] = scale[j] * from[j * width + c];
+      for (int64_t j = 0; j < count; ++j) {
+        const float scale = keys.scale[begin + j];
+        for (int64_t c = 0; c < width; ++c) to[j * width + c] = scale * from[j * width + c];
       }
-      kernels_.gemm(sizes_.features, width, keys.count, keys.tokens.features, kChunk, 1, to, width,
-                    sums.products() + panel * sizes_.features, width, true);
-      if (epsilon_ == 0) return;
-      kernels_.gemm(1, width, keys.count, keys.seen, 0, 1, from, width, sums.values() + panel,
+      float* products = sums.products() + panel * sizes_.features + first * width;
+      ScaleRow(rescale, products, (last - first) * width);
+      kernels_.gemm(last - first, width, count, features, kChunk, 1, to, width, products, width,
+                    true);
+      if (epsilon_ == 0 || first > 0) return;
+      ScaleRow(rescale, sums.scaled_values() + panel, width);
+      kernels_.gemm(1, width, count, keys.seen + begin, 0, 1, from, width, sums.values() + panel,
                     width, true);
-      kernels_.gemm(1, width, keys.count, keys.tokens.total, 0, 1, to, width,
+      kernels_.gemm(1, width, count, keys.tokens.total + begin, 0, 1, to, width,
                     sums.scaled_values() + panel, width, true);
     });
-    kernels_.matrix_vector(sizes_.features, keys.count, keys.tokens.features, kChunk, scale,
-                           sums.normaliser(), 1, true);
-    for (int64_t j = 0; j < keys.count; ++j)
-      header.scaled_feature += scale[j] * keys.tokens.total[j];
+    float* normaliser = sums.normaliser() + first;
+    for (int64_t r = 0; rescale != 1 && r < last - first; ++r) normaliser[r] *= rescale;
+    kernels_.matrix_vector(last - first, count, features, kChunk, keys.scale + begin, normaliser, 1,
+                           true);
   }
 
   // into += from.
@@ -159,25 +181,21 @@ class LinearRun {
     header = Merged(header, other);
   }
 
-  // Slice `slice` of the running sums of one head, whose chunks' sums follow one another from
-  // `chunk` on: the sums of chunk n become the running sums before it, and the running sums those
-  // after the last. Headers stay: AdvanceHeader follows.
-  void AdvanceSlice(const Sums& running, const Sums& chunk, int64_t chunks, int64_t slice) const {
-    const int64_t begin = SliceBegin(slice), end = SliceBegin(slice + 1);
-    Sums::Header header = running.header();
+  // Slice `slice` of the running sums of one head, with the keys of each of its chunks in turn. The sums
+  // before part p of chunk n are left in `before` kParts n + p. Headers are AdvanceHeader's.
+  void AdvanceSlice(const Keys* keys, int64_t chunks, int64_t slice, const Sums& running,
+                    const Sums& before, Scratch& scratch) const {
+    const int64_t first = SliceBegin(slice), last = SliceBegin(slice + 1);
+    if (first == last) return;
     for (int64_t n = 0; n < chunks; ++n) {
-      const Sums sums = chunk.Next(n);
-      const Rescale rescale(header.reference, sums.header().reference);
-      Exchange(rescale.first, rescale.second, running.scaled() + begin, sums.scaled() + begin,
-               end - begin);
-      if (slice == 0) Exchange(1, 1, running.values(), sums.values(), sizes_.value_row);
-      header = Merged(header, sums.header());
+      for (int64_t begin = 0; begin < keys[n].count; begin += kPart) {
+        CopySlice(running, first, last, before.Next(n * kParts + begin / kPart));
+        AddToSlice(keys[n], begin, EndOfPart(keys[n], begin), running, first, last, scratch);
+      }
     }
   }
-  void AdvanceHeader(const Sums& running, const Sums& chunk) const {
-    const Sums::Header before = running.header();
-    running.header() = Merged(before, chunk.header());
-    chunk.header() = before;
+  static int64_t EndOfPart(const Keys& keys, int64_t begin) {
+    return std::min(begin + kPart, keys.count);
   }
 
   // Rows [begin, end) of query head `h`, which see all that is in the sums.
@@ -205,44 +223,54 @@ class LinearRun {
     }
   }
 
-  // The queries of head h that stand at the chunk of keys from `first_key`: they see the sums and
-  // the keys up to their own.
-  void AttendChunk(int64_t b, int64_t h, int64_t first_key, const Keys& keys, const Sums& sums,
-                   Scratch& scratch) const {
-    const int64_t offset = problem_.causal_offset();
-    const int64_t first = std::max<int64_t>(first_key - offset, 0);
-    const int64_t rows = std::min(first_key + keys.count - offset, problem_.query_tokens) - first;
+  // The queries of head h that stand at the part from `begin` on of the chunk of keys from `first_key`:
+  // they see the sums and the keys of the part up to their own.
+  void AttendPart(int64_t b, int64_t h, int64_t first_key, int64_t begin, const Keys& keys,
+                  const Sums& sums, Scratch& scratch) const {
+    const int64_t offset = problem_.causal_offset(), end = EndOfPart(keys, begin);
+    const int64_t first = std::max<int64_t>(first_key + begin - offset, 0);
+    const int64_t rows = std::min(first_key + end - offset, problem_.query_tokens) - first;
     if (rows <= 0) return;
     for (int64_t t = 0; t < kChunk; ++t) {
       // Rows beyond the last are computed in whole vectors and not stored.
-      const int64_t last = std::min(first + t + offset - first_key, keys.count - 1);
-      scratch.visible[t] = static_cast<int32_t>(last + 1);
+      const int64_t last = std::min(first + t + offset - first_key, end - 1);
+      scratch.visible[t] = static_cast<int32_t>(last + 1 - begin);
       scratch.reference[t] = keys.running_reference[last];
       scratch.key_maximum[t] = keys.running_maximum[last];
+      if (map_.gated) scratch.decay[t] = keys.decay[last];
     }
     LoadQueries(b, h, first, rows, sums, scratch);
     ReadSums(rows, sums, scratch);
-    AddPairs(rows, keys, scratch);
+    AddPairs(rows, begin, keys, scratch);
     Finish(b, h, first, rows, scratch);
   }
 
-  // All chunks of one head in order, starting from what is in the sums.
-  void Scan(int64_t kv_head, const Sums& sums, Scratch& scratch) const {
+  // All chunks of one head in order, starting from what is in the sums. `keeps`: the last keys are added
+  // to them, too.
+  void Scan(int64_t kv_head, const Sums& sums, bool keeps, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
     for (int64_t first = 0; first < problem_.kv_tokens; first += kChunk) {
       LoadKeys(kv_head, first, scratch.keys, scratch);
       RunMaxima(sums, kv_head, scratch.keys);
-      for (int64_t g = 0; g < problem_.group(); ++g) {
-        AttendChunk(b, h * problem_.group() + g, first, scratch.keys, sums, scratch);
+      for (int64_t begin = 0; begin < scratch.keys.count; begin += kPart) {
+        for (int64_t g = 0; g < problem_.group(); ++g) {
+          AttendPart(b, h * problem_.group() + g, first, begin, scratch.keys, sums, scratch);
+        }
+        const int64_t end = EndOfPart(scratch.keys, begin);
+        if (keeps || first + end < problem_.kv_tokens) Add(scratch.keys, begin, end, sums, scratch);
       }
-      Add(scratch.keys, sums, scratch);
     }
   }
 
   // Rows [begin, end) of a head that see no key.
   void ClearRows(int64_t b, int64_t h, int64_t begin, int64_t end, Scratch& scratch) const {
     std::memset(scratch.rows, 0, sizes_.value_row * sizeof(float));
-    for (int64_t i = begin; i < end; ++i) Store(b, h, i, scratch.rows, kNegativeInfinity);
+    for (int64_t i = begin; i < end; ++i) {
+      StoreRow(scratch.rows, problem_.value_dim, call_.out, call_.out.Offset(b, h, i),
+               call_.out.stride(3));
+      if (call_.log_sum_exp.empty()) continue;
+      *call_.log_sum_exp.MutableAt<float>(b, h, i) = kNegativeInfinity;
+    }
   }
 
  private:
@@ -264,9 +292,44 @@ class LinearRun {
     }
   }
 
+  // The first feature of a slice: whole tiles of the GEMM.
   int64_t SliceBegin(int64_t slice) const {
-    return std::min(RoundUp(sizes_.scaled_sums / kPrefixSlices, kColumnQuantum) * slice,
-                    sizes_.scaled_sums);
+    return std::min(RoundUp(CeilDivide(sizes_.features, kSumSlices), kTileRows) * slice,
+                    sizes_.features);
+  }
+
+  void CopySlice(const Sums& from, int64_t first, int64_t last, const Sums& to) const {
+    ForEachPanel([&](int64_t panel, int64_t width) {
+      const int64_t offset = panel * sizes_.features + first * width;
+      std::copy_n(from.products() + offset, (last - first) * width, to.products() + offset);
+    });
+    std::copy_n(from.normaliser() + first, last - first, to.normaliser() + first);
+    if (first > 0) return;
+    std::copy_n(from.scaled_values(), sizes_.value_row, to.scaled_values());
+    std::copy_n(from.values(), sizes_.value_row, to.values());
+  }
+
+  void ScaleRow(float factor, float* row, int64_t columns) const {
+    if (factor != 1) kernels_.scale_rows({row, 0, 1, columns}, &factor);
+  }
+
+  // Of the keys from `first` on, zeros for padding.
+  void LoadValues(int64_t b, int64_t h, int64_t first, Keys& keys) const {
+    keys.finite = true;
+    ForEachPanel([&](int64_t panel, int64_t width) {
+      const int64_t channels = std::min(width, problem_.value_dim - panel);
+      float* rows = keys.values + panel * kChunk;
+      for (int64_t j = 0; j < keys.count; ++j) {
+        float* row = rows + j * width;
+        const int64_t loaded = keys.seen[j] != 0 ? channels : 0;
+        if (loaded > 0) {
+          LoadRow(call_.v, call_.v.Offset(b, h, first + j, panel), call_.v.stride(3), channels,
+                  row);
+        }
+        std::fill(row + loaded, row + width, 0.0f);
+      }
+      keys.finite = keys.finite && AllFinite(rows, keys.count * width);
+    });
   }
 
   static Sums::Header Merged(const Sums::Header& a, const Sums::Header& b) {
@@ -278,49 +341,106 @@ class LinearRun {
     const float first = rescale.first, second = rescale.second;
     for (int64_t n = 0; n < count; ++n) into[n] = first * into[n] + second * from[n];
   }
-  // running, chunk <- first running + second chunk, running.
-  static void Exchange(float first, float second, float* running, float* chunk, int64_t count) {
-    for (int64_t n = 0; n < count; ++n) {
-      const float before = running[n];
-      running[n] = first * before + second * chunk[n];
-      chunk[n] = before;
-    }
-  }
 
-  // Features of `count` tokens from `first` on; those with seen 0 are read as zeros.
-  void LoadFeatures(const ConstTensorView& view, int64_t b, int64_t h, int64_t first, int64_t count,
-                    int64_t kv_head, const float* seen, const float* normaliser, Tokens& tokens,
-                    Scratch& scratch) const {
-    const int64_t head_dim = problem_.head_dim;
-    const int64_t lanes = RoundUp(count, kColumnQuantum);
+  // G of the chunk's last key.
+  float DecayOf(const Keys& keys) const { return map_.gated ? keys.decay[keys.count - 1] : 0; }
+
+  // 64 rows of inputs.
+  struct Rows {
+    const float* data;
+    int64_t stride;
+  };
+  // `count` rows of inputs from `first` on; those with seen 0 are zeros, and what lies beyond them is
+  // anything. Where they lie if they can be read there, else in scratch.rows.
+  Rows LoadInputs(const ConstTensorView& view, int64_t b, int64_t h, int64_t first, int64_t count,
+                  const float* seen, Scratch& scratch) const {
+    const bool all_seen = seen == nullptr || std::count(seen, seen + count, 0.0f) == 0;
+    if (view.dtype == DType::kF32 && view.stride(3) == 1 && problem_.head_dim == sizes_.depth &&
+        first + kChunk <= view.dim(2) && count > kFewTokens && all_seen) {
+      return {view.At<float>(b, h, first), view.stride(2)};
+    }
     for (int64_t t = 0; t < count; ++t) {
       float* row = scratch.rows + t * sizes_.depth;
-      std::memset(row, 0, sizes_.depth * sizeof(float));
-      if (seen != nullptr && seen[t] == 0) continue;
-      LoadRow(view, view.Offset(b, h, first + t), view.stride(3), head_dim, row);
+      const int64_t loaded = seen == nullptr || seen[t] != 0 ? problem_.head_dim : 0;
+      if (loaded > 0) LoadRow(view, view.Offset(b, h, first + t), view.stride(3), loaded, row);
+      std::fill(row + loaded, row + sizes_.depth, 0.0f);
     }
+    std::fill_n(scratch.rows + count * sizes_.depth,
+                (RoundUp(count, kColumnQuantum) - count) * sizes_.depth, 0.0f);
+    return {scratch.rows, sizes_.depth};
+  }
+
+  // Of the keys in `rows`: G, and log(1 - g_j) - G_j in log_scale.
+  void LoadGates(int64_t kv_head, const Rows& rows, Keys& keys) const {
+    const float* gate = call_.gate.At<float>(kv_head);
+    float logits[kChunk];
+    kernels_.matrix_vector(keys.count, problem_.head_dim, rows.data, rows.stride, gate, logits, 1,
+                           false);
+    float decay = 0;
+    for (int64_t j = 0; j < keys.count; ++j) {
+      if (keys.seen[j] != 0) {
+        const float logit = logits[j] + gate[problem_.head_dim];
+        const float log_gate = LogSigmoid(logit);
+        decay += log_gate < kLeastLogGate ? kLeastLogGate : log_gate;
+        keys.log_scale[j] = LogSigmoid(-logit) - decay;
+      }
+      keys.decay[j] = decay;
+    }
+  }
+  // log(1 / (1 + exp(-x))).
+  static float LogSigmoid(float x) {
+    return std::min(x, 0.0f) - std::log1p(std::exp(-std::abs(x)));
+  }
+
+  // What inputs whose squares sum to `square` are multiplied by.
+  float InputFactor(float square) const {
+    if (!map_.unit) return map_.input_scale;
+    if (square < kLeastLength * kLeastLength) return 0;
+    // The last term is NaN where the square is no number.
+    return map_.input_scale / (std::sqrt(square) + map_.length_epsilon) + 0 * square;
+  }
+
+  // Features of `count` tokens, of which few are in scratch.rows.
+  void MakeFeatures(const Rows& rows, int64_t count, int64_t kv_head, const float* normaliser,
+                    Tokens& tokens, Scratch& scratch) const {
+    const int64_t head_dim = problem_.head_dim;
+    const int64_t lanes = RoundUp(count, kColumnQuantum);
     const float* w =
         call_.w.At<float>() + (map_.per_head ? kv_head * sizes_.projections * head_dim : 0);
     if (count <= kFewTokens) {
       for (int64_t t = 0; t < count; ++t) OneTokensFeatures(w, t, normaliser, tokens, scratch);
       return;
     }
-    std::memset(scratch.rows + count * sizes_.depth, 0,
-                (kChunk - count) * sizes_.depth * sizeof(float));
-    kernels_.transpose64(scratch.rows, sizes_.depth, sizes_.depth, scratch.columns);
-    float* half_square = tokens.half_square;
-    std::fill_n(half_square, kChunk, 0.0f);
-    for (int64_t c = 0; c < head_dim; ++c) {
-      float* column = scratch.columns + c * kChunk;
-      for (int64_t t = 0; t < kChunk; ++t) {
-        column[t] *= map_.input_scale;
-        half_square[t] += 0.5f * column[t] * column[t];
-      }
-    }
+    kernels_.transpose64(rows.data, rows.stride, sizes_.depth, scratch.columns);
+    ScaleColumns(lanes, tokens, scratch);
     kernels_.gemm(sizes_.projections, lanes, head_dim, w, head_dim, 1, scratch.columns, kChunk,
                   tokens.features, kChunk, false);
     kernels_.features(map_.feature, {tokens.features, kChunk, sizes_.projections, lanes},
                       {tokens.max, tokens.total, normaliser, tokens.dot});
+  }
+
+  // Inputs as features take them, in scratch.columns.
+  void ScaleColumns(int64_t lanes, Tokens& tokens, Scratch& scratch) const {
+    float factor[kChunk];
+    float* half_square = tokens.half_square;
+    if (map_.unit) {
+      std::fill_n(factor, kChunk, 0.0f);
+      for (int64_t c = 0; c < problem_.head_dim; ++c) {
+        const float* column = scratch.columns + c * kChunk;
+        for (int64_t t = 0; t < lanes; ++t) factor[t] += column[t] * column[t];
+      }
+      for (int64_t t = 0; t < lanes; ++t) factor[t] = InputFactor(factor[t]);
+    } else {
+      std::fill_n(factor, kChunk, map_.input_scale);
+    }
+    std::fill_n(half_square, kChunk, 0.0f);
+    for (int64_t c = 0; c < problem_.head_dim; ++c) {
+      float* column = scratch.columns + c * kChunk;
+      for (int64_t t = 0; t < lanes; ++t) {
+        column[t] *= factor[t];
+        half_square[t] += 0.5f * column[t] * column[t];
+      }
+    }
   }
 
   // The same for token t alone, with its features side by side: of a vector of tokens all but one
@@ -328,11 +448,11 @@ class LinearRun {
   void OneTokensFeatures(const float* w, int64_t t, const float* normaliser, Tokens& tokens,
                          Scratch& scratch) const {
     float* row = scratch.rows + t * sizes_.depth;
-    tokens.half_square[t] = 0;
-    for (int64_t c = 0; c < problem_.head_dim; ++c) {
-      row[c] *= map_.input_scale;
-      tokens.half_square[t] += 0.5f * row[c] * row[c];
-    }
+    float square = 0;
+    for (int64_t c = 0; c < problem_.head_dim; ++c) square += row[c] * row[c];
+    const float factor = InputFactor(square);
+    for (int64_t c = 0; c < problem_.head_dim; ++c) row[c] *= factor;
+    tokens.half_square[t] = 0.5f * factor * factor * square;
     float* features = scratch.token_features;
     kernels_.matrix_vector(sizes_.projections, problem_.head_dim, w, problem_.head_dim, row,
                            features, 1, false);
@@ -346,6 +466,9 @@ class LinearRun {
       tokens.total[t] = 0;
       kernels_.softmax({features, 0, 1, sizes_.normaliser},
                        {tokens.max + t, tokens.total + t, &unused}, nullptr);
+    } else if (map_.feature == Feature::kSinCos) {
+      kernels_.sin_cos(sizes_.projections, features, features, features + sizes_.projections);
+      tokens.max[t] = tokens.total[t] = 0;
     } else {
       tokens.max[t] = tokens.total[t] = 0;
       for (int64_t r = 0; r < sizes_.features; ++r) {
@@ -363,8 +486,8 @@ class LinearRun {
   // key_maximum.
   void LoadQueries(int64_t b, int64_t h, int64_t first, int64_t rows, const Sums& sums,
                    Scratch& scratch) const {
-    LoadFeatures(call_.q, b, h, first, rows, h / problem_.group(), nullptr, sums.normaliser(),
-                 scratch.queries, scratch);
+    const Rows inputs = LoadInputs(call_.q, b, h, first, rows, nullptr, scratch);
+    MakeFeatures(inputs, rows, h / problem_.group(), sums.normaliser(), scratch.queries, scratch);
     ComputeCarry(rows, sums, scratch);
     if (epsilon_ == 0) {
       std::fill_n(scratch.product, kChunk, 1.0f);
@@ -372,6 +495,7 @@ class LinearRun {
       std::fill_n(scratch.constant, kChunk, 0.0f);
       for (int64_t t = 0; t < rows; ++t) {
         scratch.log_scale[t] = LogScale(scratch.queries, t) + scratch.reference[t];
+        if (map_.gated) scratch.log_scale[t] += scratch.decay[t];
       }
     } else {
       ComputeFactors(rows, scratch);
@@ -465,9 +589,9 @@ class LinearRun {
     }
   }
 
-  // Adds the keys of the chunk itself, pair by pair. Rows in blocks, so that what lies right of the
+  // Adds the keys of the part itself, which begins at `begin`, pair by pair. Rows in blocks, so that what lies right of the
   // diagonal is left out.
-  void AddPairs(int64_t rows, const Keys& keys, Scratch& scratch) const {
+  void AddPairs(int64_t rows, int64_t begin, const Keys& keys, Scratch& scratch) const {
     for (int64_t t = 0; t < rows; ++t) scratch.shift[t] = Shift(scratch.reference[t]);
     // A hidden value that is not finite must not meet its weight of 0.
     const int64_t block = keys.finite ? kPairRows : 1;
@@ -479,14 +603,16 @@ class LinearRun {
       for (int64_t r = 0; r < sizes_.features; r += kDepthBlock) {
         kernels_.gemm(count, columns, std::min(kDepthBlock, sizes_.features - r),
                       scratch.queries.features + r * kChunk + first, 1, kChunk,
-                      keys.tokens.features + r * kChunk, kChunk, weights, kChunk, r > 0);
+                      keys.tokens.features + r * kChunk + begin, kChunk, weights, kChunk, r > 0);
       }
-      kernels_.pair_weights({weights, kChunk, count, columns},
-                            {keys.log_scale, keys.tokens.total, keys.seen, scratch.shift + first,
-                             scratch.product + first, scratch.key + first, scratch.constant + first,
-                             scratch.visible + first, scratch.sum + first});
+      kernels_.pair_weights(
+          {weights, kChunk, count, columns},
+          {keys.log_scale + begin, keys.tokens.total + begin, keys.seen + begin,
+           scratch.shift + first, scratch.product + first, scratch.key + first,
+           scratch.constant + first, scratch.visible + first, scratch.sum + first});
       ForEachPanel([&](int64_t panel, int64_t width) {
-        kernels_.gemm(count, width, depth, weights, kChunk, 1, keys.values + panel * kChunk, width,
+        kernels_.gemm(count, width, depth, weights, kChunk, 1,
+                      keys.values + panel * kChunk + begin * width, width,
                       scratch.output + panel * kChunk + first * width, width, true);
       });
     }
@@ -500,11 +626,13 @@ class LinearRun {
       const float denominator = Denominator(t, scratch, &without_weight);
       const float inverse = denominator == 0 ? 0 : 1 / denominator;
       ForEachPanel([&](int64_t panel, int64_t width) {
-        const float* from = scratch.output + panel * kChunk + t * width;
-        for (int64_t c = 0; c < width; ++c) scratch.rows[panel + c] = from[c] * inverse;
+        float* row = scratch.output + panel * kChunk + t * width;
+        for (int64_t c = 0; c < width; ++c) row[c] *= inverse;
+        StoreRow(row, std::min(width, problem_.value_dim - panel), call_.out,
+                 call_.out.Offset(b, h, first + t, panel), call_.out.stride(3));
       });
-      Store(b, h, first + t, scratch.rows,
-            call_.log_sum_exp.empty() ? 0 : LogSumExp(t, denominator, scratch));
+      if (call_.log_sum_exp.empty()) continue;
+      *call_.log_sum_exp.MutableAt<float>(b, h, first + t) = LogSumExp(t, denominator, scratch);
     }
     if (without_weight != 0 && call_.rows_without_weight != nullptr) {
       call_.rows_without_weight->fetch_add(without_weight, std::memory_order_relaxed);
@@ -522,13 +650,10 @@ class LinearRun {
       denominator += static_cast<float>(map_.denominator_epsilon / map_.constant * query_sum *
                                         std::exp(-largest));
     }
-    const float floor =
-        static_cast<float>(map_.denominator_floor / (map_.constant * map_.constant));
-    if (seen && std::abs(denominator) <= floor) {
-      ++*without_weight;
-      return std::copysign(floor, denominator);
-    }
-    return denominator;
+    const float floor = map_.gated ? floor_ * std::exp(-scratch.log_scale[t]) : floor_;
+    if (!seen || !(denominator <= floor)) return denominator;
+    ++*without_weight;
+    return std::abs(denominator) <= floor ? std::copysign(floor, denominator) : denominator;
   }
 
   // sum_r phi_q(q_i)_r / c, divided by max(exp(lambda_i - s), epsilon).
@@ -540,13 +665,8 @@ class LinearRun {
 
   float LogSumExp(int64_t t, float denominator, const Scratch& scratch) const {
     if (scratch.reference[t] == kNegativeInfinity && denominator == 0) return kNegativeInfinity;
-    return static_cast<float>(std::log(static_cast<double>(denominator)) + scratch.log_scale[t] +
-                              2 * std::log(map_.constant));
-  }
-
-  void Store(int64_t b, int64_t h, int64_t i, const float* row, float log_sum_exp) const {
-    StoreRow(row, problem_.value_dim, call_.out, call_.out.Offset(b, h, i), call_.out.stride(3));
-    if (!call_.log_sum_exp.empty()) *call_.log_sum_exp.MutableAt<float>(b, h, i) = log_sum_exp;
+    return static_cast<float>(std::log(std::abs(denominator)) + log_constants_ +
+                              scratch.log_scale[t]);
   }
 
   const Problem& problem_;
@@ -557,6 +677,8 @@ class LinearRun {
   const bool exponential_;
   const float epsilon_;
   const float log_epsilon_;
+  const float floor_;           // relative to c^2
+  const double log_constants_;  // 2 log c
   const float* sequence_maximum_ = nullptr;
 };
 
@@ -602,29 +724,36 @@ void RunSteps(const Problem& problem, const LinearRun& run, const Sizes& sizes, 
   for (int64_t step = 0; step < plan.chunks; step += plan.step_chunks) {
     const int64_t chunks = std::min(plan.step_chunks, plan.chunks - step);
     const auto first_key = [&](int64_t slot) { return (step + slot % chunks) * kChunk; };
-    const auto sums = [&](int64_t slot) {
-      return Sums(sizes, memory.chunk_states + slot * sizes.state);
+    const auto sums = [&](int64_t slot, int64_t begin) {  // before the part from `begin` on
+      return Sums(sizes, memory.chunk_states + (slot * kParts + begin / kPart) * sizes.state);
     };
     const auto running = [&](int64_t head) { return Sums(sizes, states + head * sizes.state); };
 
     pool.ParallelFor(heads * chunks, [&](int64_t slot, int worker) {
       run.LoadKeys(slot / chunks, first_key(slot), memory.chunk_keys[slot], memory.scratch[worker]);
-      sums(slot).Reset();
-      run.Add(memory.chunk_keys[slot], sums(slot), memory.scratch[worker]);
-    });
-    pool.ParallelFor(heads * kPrefixSlices, [&](int64_t task, int) {
-      const int64_t head = task / kPrefixSlices;
-      run.AdvanceSlice(running(head), sums(head * chunks), chunks, task % kPrefixSlices);
     });
     for (int64_t slot = 0; slot < heads * chunks; ++slot) {
-      run.AdvanceHeader(running(slot / chunks), sums(slot));
-      run.RunMaxima(sums(slot), slot / chunks, memory.chunk_keys[slot]);
+      Keys& keys = memory.chunk_keys[slot];
+      Sums::Header& header = running(slot / chunks).header();
+      run.RunMaxima(running(slot / chunks), slot / chunks, keys);
+      for (int64_t begin = 0; begin < keys.count; begin += kPart) {
+        sums(slot, begin).header() = header;
+        run.AdvanceHeader(header, begin, run.EndOfPart(keys, begin), keys);
+      }
     }
+    pool.ParallelFor(heads * kSumSlices, [&](int64_t task, int worker) {
+      const int64_t head = task / kSumSlices;
+      run.AdvanceSlice(memory.chunk_keys + head * chunks, chunks, task % kSumSlices, running(head),
+                       sums(head * chunks, 0), memory.scratch[worker]);
+    });
     pool.ParallelFor(heads * chunks * group, [&](int64_t task, int worker) {
       const int64_t slot = task / group;
       const int64_t b = slot / chunks / problem.kv_heads, h = slot / chunks % problem.kv_heads;
-      run.AttendChunk(b, h * group + task % group, first_key(slot), memory.chunk_keys[slot],
-                      sums(slot), memory.scratch[worker]);
+      const Keys& keys = memory.chunk_keys[slot];
+      for (int64_t begin = 0; begin < keys.count; begin += kPart) {
+        run.AttendPart(b, h * group + task % group, first_key(slot), begin, keys, sums(slot, begin),
+                       memory.scratch[worker]);
+      }
     });
   }
 }
@@ -652,7 +781,7 @@ void RunCausal(const Problem& problem, const LinearRun& run, const Sizes& sizes,
         states == nullptr ? memory.states + worker * sizes.state : states + head * sizes.state;
     const Sums sums(sizes, state);
     if (states == nullptr) sums.Reset();
-    run.Scan(head, sums, memory.scratch[worker]);
+    run.Scan(head, sums, states != nullptr, memory.scratch[worker]);
   });
 }
 
@@ -661,7 +790,7 @@ absl::Status Run(const Problem& problem, const LinearCall& call, float* states,
                  const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckLinearMap(problem, call.map, call.w));
   const Sizes sizes(problem, call.map);
-  const Plan plan(problem, sizes);
+  const Plan plan(problem, sizes, execution.pool->threads());
   Workspace workspace(execution.workspace);
   const Memory memory =
       LayOut(problem, sizes, plan, states != nullptr, execution.pool->threads(), workspace);
@@ -699,15 +828,20 @@ absl::Status CheckLinearMap(const Problem& problem, const FeatureMap& map,
     return absl::InternalError(absl::StrCat("W is ", Name(w.dtype), " ", ShapeString(w.shape()),
                                             "; expected is contiguous f32 ", ShapeString(shape)));
   }
-  if (map.denominator_floor != 0 && map.feature != Feature::kRelu) {
-    return absl::InternalError("a floor of the denominator is for kRelu features alone");
+  if (map.denominator_floor != 0 && IsExponential(map.feature)) {
+    return absl::InternalError("a floor of the denominator is not for exponential features");
+  }
+  if (!map.gated) return absl::OkStatus();
+  if (!problem.causal || IsExponential(map.feature) || map.epsilon != 0 ||
+      map.denominator_epsilon != 0) {
+    return absl::InternalError("gates are for causal problems, without epsilon or exponentials");
   }
   return absl::OkStatus();
 }
 
 size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads) {
   const linear_cpu::Sizes sizes(problem, map);
-  const linear_cpu::Plan plan(problem, sizes);
+  const linear_cpu::Plan plan(problem, sizes, threads);
   return Workspace::Measure([&](Workspace& workspace) {
     linear_cpu::LayOut(problem, sizes, plan, false, threads, workspace);
   });

@@ -29,6 +29,7 @@ struct Plan {
   bool has_total = false;  // of the workspace
   bool on_chip = false;
   // Of the workspace, in floats.
+  int64_t key_gates = 0;
   int64_t group_sums = 0;
   int64_t total = 0;
   int64_t running = 0;
@@ -44,6 +45,7 @@ Plan PlanOf(const CudaRuntime& runtime, const LinearArguments& a, bool continues
   const int64_t heads = a.batch * a.kv_heads, queries = a.batch * a.query_heads;
   const int64_t multiprocessors = runtime.properties().multiprocessors;
   Plan plan;
+  plan.key_gates = a.map.gated ? heads * a.kv_tokens * 2 : 0;
   // Not causal: summing has two blocks a multiprocessor. Causal: the walk has one, and where its
   // blocks are enough, no group is summed before it.
   const int64_t blocks = ValueParts(a) * (a.causal ? queries : heads * a.sums.tiles);
@@ -90,6 +92,7 @@ void LayOut(const Plan& plan, Workspace& workspace, LinearArguments* a) {
   a->groups = plan.groups;
   a->summed_groups = plan.summed_groups;
   a->has_prefixes = plan.has_prefixes;
+  a->key_gates = workspace.Take<float>(plan.key_gates);
   float* group_sums = workspace.Take<float>(plan.group_sums);
   float* total = workspace.Take<float>(plan.total);
   a->running = workspace.Take<float>(plan.running);
@@ -168,13 +171,17 @@ const LinearAttendKernels& LinearCuda::attention() const {
 
 absl::StatusOr<LinearCuda> LinearCuda::Create(CudaRuntime* runtime, const Problem& problem,
                                               const FeatureMap& map, const ConstTensorView& w,
-                                              bool streams) {
+                                              bool streams, const ConstTensorView& gate) {
   TFB_RETURN_IF_ERROR(CheckLinearMap(problem, map, w));
   LinearCuda linear;
   linear.runtime_ = runtime;
   linear.problem_ = problem;
   linear.map_ = map;
   TFB_ASSIGN_OR_RETURN(linear.w_, runtime->Upload(w.data, w.num_elements() * sizeof(float)));
+  if (map.gated) {
+    TFB_ASSIGN_OR_RETURN(linear.gate_,
+                         runtime->Upload(gate.data, gate.num_elements() * sizeof(float)));
+  }
   const int64_t none = 0;
   TFB_ASSIGN_OR_RETURN(linear.rows_without_weight_, runtime->Upload(&none, sizeof(none)));
   if (streams) {
@@ -217,6 +224,7 @@ LinearArguments LinearCuda::ArgumentsOf(const Problem& problem, const LinearCall
     std::copy_n(call.log_sum_exp.strides.begin(), 3, a.log_sum_exp_strides);
   }
   a.w = w_.As<float>();
+  a.gate = gate_.As<float>();
   a.constants = ConstantsOf(map_);
   a.max_blocks = max_blocks_;
   return a;
@@ -236,6 +244,7 @@ absl::Status LinearCuda::RunCausal(LinearArguments* a, const Execution& executio
   PlaceSums(*runtime_, attention(), a, &plan);
   Workspace workspace(execution.workspace);
   LayOut(plan, workspace, a);
+  if (map_.gated) TFB_RETURN_IF_ERROR(ToStatus(sums().gates(*a, execution.stream)));
   if (plan.merges) {
     TFB_RETURN_IF_ERROR(ToStatus(sums().sum(*a, execution.stream)));
     TFB_RETURN_IF_ERROR(ToStatus(sums().merge(*a, execution.stream)));
@@ -262,6 +271,11 @@ absl::Status LinearCuda::Append(const Problem& problem, int64_t tokens, const Li
   a.total = state_.As<float>();
   a.continues = true;
   if (!IsAppendedOneByOne(problem, tokens)) return RunCausal(&a, execution);
+  if (map_.gated) {
+    Workspace workspace(execution.workspace);
+    a.key_gates = workspace.Take<float>(problem.batch * problem.kv_heads * tokens * 2);
+    TFB_RETURN_IF_ERROR(ToStatus(sums().gates(a, execution.stream)));
+  }
   return ToStatus(KernelsOn<LinearAppendKernels>(runtime_->target()).append(a, execution.stream));
 }
 

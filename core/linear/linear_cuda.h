@@ -20,10 +20,10 @@ namespace tfb {
 class LinearCuda {
  public:
   LinearCuda() = default;
-  // `w` lies in host memory: W, as in LinearCall. `streams`: for Append, with an empty state.
+  // `w` and, of a gated map, `gate` lie in host memory: as in LinearCall. `streams`: for Append, with an empty state.
   static absl::StatusOr<LinearCuda> Create(CudaRuntime* runtime, const Problem& problem,
                                            const FeatureMap& map, const ConstTensorView& w,
-                                           bool streams);
+                                           bool streams, const ConstTensorView& gate = {});
 
   // Device memory that a call needs. Enough also for Append of at most problem.kv_tokens tokens.
   static size_t WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem,
@@ -60,6 +60,7 @@ class LinearCuda {
   Problem problem_;
   FeatureMap map_;
   DeviceBuffer w_;
+  DeviceBuffer gate_;
   DeviceBuffer state_;
   DeviceBuffer rows_without_weight_;
   int64_t max_blocks_ = 0x7fffffff;

@@ -19,13 +19,13 @@ constexpr int kLinearGroups = 128;
 // Query heads of a key-value head; with more, tokens are appended as chunks.
 constexpr int kLinearAppendHeads = 8;
 
-// The sums over the keys of one key-value head so far, in floats. Features come in tiles of 64 (with
-// kExpPair both signs of 32 rows of W), each with a reference of its own, so that tiles are summed
+// The sums over the keys of one key-value head so far, in floats. Features come in tiles of 64 (of
+// pairs both of 32 rows of W), each with a reference of its own, so that tiles are summed
 // independently:
 //
 //   R_t = max rho_j of the features up to tile t, or of the tile's alone; R = max_t R_t
 //
-//   tile     [65][row], R_t, max_j M_j of the same features, 2 unused
+//   tile     [65][row], R_t, max_j M_j of the same features, G of the last key, 1 unused
 //            row r < 64: sum_j exp(w_r . k_j - |k_j|^2 / 2 - R_t) v_j, padded with zeros to a multiple
 //            of 4, and the same with 1 for v_j, at column `ones`
 //            row 64: the sum of the rows above
@@ -41,7 +41,7 @@ struct LinearSums {
 };
 
 constexpr LinearSums LinearSumsOf(const FeatureMap& map, int64_t value_dim) {
-  const int64_t projections = map.feature == Feature::kExpPair ? kLinearTile / 2 : kLinearTile;
+  const int64_t projections = IsPair(map.feature) ? kLinearTile / 2 : kLinearTile;
   LinearSums sums = {};
   sums.ones = (value_dim + 3) / 4 * 4;
   sums.row = sums.ones + 4;
@@ -71,6 +71,8 @@ struct LinearArguments {
   float* log_sum_exp;  // [batch, query_heads, query tokens], or null
   int64_t log_sum_exp_strides[3];
   const float* w;                           // [kv_heads or 1, projections, head_dim]
+  const float* gate;                        // of a gated map [kv_heads, head_dim + 1]
+  float* key_gates;                         // see LinearSumKernels
   unsigned long long* rows_without_weight;  // or null: see LinearCall
 
   FeatureMap map;
@@ -107,6 +109,9 @@ struct LinearArguments {
 
 // Each enqueues on the stream and returns null, or why not.
 struct LinearSumKernels {
+  // Of a gated map, before all others: key_gates [batch * kv_heads][kv tokens][2], log(1 - g_j) - G_j and
+  // G_j of each key j, where G begins anew every 64 keys.
+  const char* (*gates)(const LinearArguments& arguments, void* stream);
   // The sums of the keys of each group.
   const char* (*sum)(const LinearArguments& arguments, void* stream);
   // Merges groups in their order: each group's sums become those of what precedes it, and `total`

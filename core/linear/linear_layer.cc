@@ -38,15 +38,20 @@ template <class Base>
 class LinearLayer : public Base {
  public:
   template <class... BaseArguments>
-  LinearLayer(Device device, const FeatureMap& map, DrawMatrix draw, bool redraw,
+  LinearLayer(Device device, const FeatureMap& map, LinearParameters parameters,
               BaseArguments&&... base)
       : Base(std::forward<BaseArguments>(base)...),
         device_(device),
         map_(map),
-        draw_(std::move(draw)),
-        redraw_(redraw) {
+        draw_(std::move(parameters.draw)),
+        redraw_(parameters.redraw),
+        has_channel_scale_(!parameters.channel_scale.empty()) {
     drawn_ = draw_(0);
     this->parameters_["w"] = drawn_.Clone();
+    if (map.gated) this->parameters_["gate"] = std::move(parameters.gate);
+    if (!has_channel_scale_) return;
+    this->parameters_["channel_scale"] = std::move(parameters.channel_scale);
+    scaled_ = drawn_.Clone();
   }
 
   size_t workspace_bytes(int threads) const override {
@@ -79,11 +84,12 @@ class LinearLayer : public Base {
       CopyElements(drawn_.view(), w.view());
     }
     ++setups_;
+    if (has_channel_scale_) ScaleChannels();
     if (device_ == Device::kCpu) return absl::OkStatus();
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     constexpr bool kStreams = std::is_same_v<Base, StreamingLayer>;
-    TFB_ASSIGN_OR_RETURN(cuda_,
-                         LinearCuda::Create(runtime, this->problem(), map_, w.view(), kStreams));
+    TFB_ASSIGN_OR_RETURN(
+        cuda_, LinearCuda::Create(runtime, this->problem(), map_, matrix(), kStreams, gate()));
     return absl::OkStatus();
   }
 
@@ -103,7 +109,8 @@ class LinearLayer : public Base {
     call.k = inputs.Get("k");
     call.v = inputs.Get("v");
     call.key_mask = inputs.Get("key_mask");
-    call.w = this->parameters_.find("w")->second.view();
+    call.w = matrix();
+    call.gate = gate();
     call.out = outputs.Get("out");
     call.log_sum_exp = outputs.Get("log_sum_exp");
     call.map = map_;
@@ -115,11 +122,33 @@ class LinearLayer : public Base {
   const LinearCuda& cuda() const { return cuda_; }
 
  private:
+  ConstTensorView ParameterOf(absl::string_view name) const {
+    return this->parameters_.find(name)->second.view();
+  }
+  // W as the engine takes it.
+  ConstTensorView matrix() const {
+    return has_channel_scale_ ? ConstTensorView(scaled_.view()) : ParameterOf("w");
+  }
+  ConstTensorView gate() const { return map_.gated ? ParameterOf("gate") : ConstTensorView(); }
+  void ScaleChannels() {
+    const ConstTensorView w = ParameterOf("w"), scale = ParameterOf("channel_scale");
+    for (int64_t h = 0; h < w.dim(0); ++h) {
+      for (int64_t r = 0; r < w.dim(1); ++r) {
+        for (int64_t c = 0; c < w.dim(2); ++c) {
+          *scaled_.view().template MutableAt<float>(h, r, c) =
+              *w.At<float>(h, r, c) * *scale.At<float>(h, c);
+        }
+      }
+    }
+  }
+
   Device device_;
   FeatureMap map_;
   DrawMatrix draw_;
   bool redraw_;
-  Tensor drawn_;  // what draw_ gave last
+  bool has_channel_scale_;
+  Tensor scaled_;  // with it, from Setup on
+  Tensor drawn_;   // what draw_ gave last
   int64_t setups_ = 0;
   bool has_run_ = false;
   std::atomic<int64_t> rows_without_weight_{0};
@@ -129,11 +158,11 @@ class LinearLayer : public Base {
 class LinearStreamingLayer : public LinearLayer<StreamingLayer> {
  public:
   // `state`, on the CPU, has LinearStateBytes; Setup, which comes before the first Append, resets it.
-  LinearStreamingLayer(Device device, const FeatureMap& map, DrawMatrix draw, bool redraw,
+  LinearStreamingLayer(Device device, const FeatureMap& map, LinearParameters parameters,
                        Tensor state, const Problem& problem, const std::vector<TensorSpec>& inputs,
                        const std::vector<TensorSpec>& outputs)
-      : LinearLayer(device, map, std::move(draw), redraw, problem, inputs, outputs,
-                    OfSegment(inputs), OfSegment(outputs), std::max<int64_t>(problem.kv_tokens, 1)),
+      : LinearLayer(device, map, std::move(parameters), problem, inputs, outputs, OfSegment(inputs),
+                    OfSegment(outputs), std::max<int64_t>(problem.kv_tokens, 1)),
         state_(std::move(state)) {}
 
   absl::Status Reset() override {
@@ -167,7 +196,7 @@ absl::StatusOr<std::unique_ptr<Layer>> MakeLinearLayer(const Problem& problem,
                                                        std::vector<TensorSpec> inputs,
                                                        std::vector<TensorSpec> outputs,
                                                        Device device, const FeatureMap& map,
-                                                       DrawMatrix draw, bool redraw) {
+                                                       LinearParameters parameters) {
   if (problem.causal && map.stabiliser != KeyStabiliser::kSequence) {
     Problem head = problem;
     head.batch = head.kv_heads = 1;
@@ -178,10 +207,10 @@ absl::StatusOr<std::unique_ptr<Layer>> MakeLinearLayer(const Problem& problem,
           Tensor::Allocate(DType::kU8, Shape{problem.batch, problem.kv_heads,
                                              static_cast<int64_t>(LinearStateBytes(head, map))}));
     }
-    return std::make_unique<LinearStreamingLayer>(device, map, std::move(draw), redraw,
+    return std::make_unique<LinearStreamingLayer>(device, map, std::move(parameters),
                                                   std::move(state), problem, inputs, outputs);
   }
-  return std::make_unique<LinearLayer<Layer>>(device, map, std::move(draw), redraw, problem,
+  return std::make_unique<LinearLayer<Layer>>(device, map, std::move(parameters), problem,
                                               std::move(inputs), std::move(outputs));
 }
 

@@ -1,5 +1,5 @@
-// A layer that is engine linear, on any device, under a feature map whose matrix W is the layer's parameter "w". A
-// technique over random features brings the map and how W is drawn.
+// A layer that is engine linear, on any device, under a feature map whose matrix W is the layer's
+// parameter "w". A technique over random features brings the map and how W is drawn.
 #ifndef TFB_CORE_LINEAR_LINEAR_LAYER_H_
 #define TFB_CORE_LINEAR_LINEAR_LAYER_H_
 
@@ -18,26 +18,34 @@ namespace tfb {
 // creation on.
 using DrawMatrix = std::function<Tensor(int64_t setups)>;
 
+struct LinearParameters {
+  DrawMatrix draw;
+  // Each Setup draws W anew, until SetParameters gives the layer one of the caller's, which stays.
+  bool redraw = false;
+  // Unless empty, the parameter "gate" of a gated map: see LinearCall.
+  Tensor gate;
+  // Unless empty, the parameter "channel_scale", f32 [kv_heads, head_dim], which multiplies the
+  // columns of each head's W; the map is per head.
+  Tensor channel_scale;
+};
+
 // The layer's inputs and outputs are those of the technique, which must be attention's (QkvInputs,
 // AttentionOutputs).
 //
-// `redraw`: each Setup draws W anew, until SetParameters gives the layer one of the caller's, which
-// stays.
-//
 // Causal layers stream (StreamingLayer): a segment has tokens with q, k, v and optionally key_mask,
-// and what is kept is LinearStateBytes, whatever the number of tokens, in the device's memory. Those whose map needs the
-// maximum of the whole sequence do not. Setup resets the stream.
+// and what is kept is LinearStateBytes, whatever the number of tokens, in the device's memory. Those
+// whose map needs the maximum of the whole sequence do not. Setup resets the stream.
 //
 // ResourceExhausted: no memory for that state; on a GPU Setup tells.
 //
 // Statistics: "state_bytes", the sums of all heads; after a Run also "rows_without_weight", the
-// share of query rows that see a key and whose denominator was 0 or below the map's floor. On a GPU
-// they wait for that Run.
+// share of query rows that see a key and whose denominator was 0 or below, or not above the map's
+// floor. On a GPU they wait for that Run.
 absl::StatusOr<std::unique_ptr<Layer>> MakeLinearLayer(const Problem& problem,
                                                        std::vector<TensorSpec> inputs,
                                                        std::vector<TensorSpec> outputs,
                                                        Device device, const FeatureMap& map,
-                                                       DrawMatrix draw, bool redraw);
+                                                       LinearParameters parameters);
 
 // FLOPs of one run, a multiply-add counting 2 and exponentials none, with m features and r rows of
 // W:

@@ -5,7 +5,7 @@ namespace {
 
 constexpr int64_t kGroupTokens = 512;     // least keys in a task
 constexpr int64_t kWantedTasks = 16;      // that few heads are cut into
-constexpr int64_t kEnoughHeads = 8;       // causal: from here on a task per head
+constexpr int64_t kEnoughRounds = 4;      // causal: of heads for each thread; then a task per head
 constexpr int64_t kSumsBytes = 32 << 20;  // of heads whose sums are held at a time
 
 // `keys` is null while the workspace only counts.
@@ -38,11 +38,11 @@ void LayOutScratch(const Sizes& sizes, Workspace& workspace, Scratch* scratch) {
 
 }  // namespace
 
-Plan::Plan(const Problem& p, const Sizes& sizes)
+Plan::Plan(const Problem& p, const Sizes& sizes, int threads)
     : heads(p.batch * p.kv_heads), chunks(CeilDivide(p.kv_tokens, kChunk)) {
   const int64_t tasks_of_head = CeilDivide(kWantedTasks, std::max<int64_t>(heads, 1));
   if (p.causal) {
-    stepped = heads < kEnoughHeads && chunks > 1;
+    stepped = heads % threads != 0 && heads < kEnoughRounds * threads && chunks > 1;
     step_chunks = stepped ? std::min(chunks, tasks_of_head) : 1;
     return;
   }
@@ -59,7 +59,7 @@ Memory LayOut(const Problem& p, const Sizes& sizes, const Plan& plan, bool has_s
   memory.states = workspace.Take<float>((p.causal ? causal_states : plan.held_heads * plan.groups) *
                                         sizes.state);
   const int64_t slots = plan.stepped ? plan.heads * plan.step_chunks : 0;
-  memory.chunk_states = workspace.Take<float>(slots * sizes.state);
+  memory.chunk_states = workspace.Take<float>(slots * kParts * sizes.state);
   memory.chunk_keys = workspace.Take<Keys>(slots);
   for (int64_t s = 0; s < slots; ++s) {
     LayOutKeys(sizes, workspace, memory.chunk_keys == nullptr ? nullptr : memory.chunk_keys + s);

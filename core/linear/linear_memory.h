@@ -17,6 +17,8 @@
 namespace tfb::linear_cpu {
 
 constexpr int64_t kChunk = kLinearChunk;
+constexpr int64_t kPart = kChunk / 2;  // causal: keys added, and queries at them, at a time
+constexpr int64_t kParts = kChunk / kPart;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
 inline int64_t CeilDivide(int64_t value, int64_t divisor) {
@@ -106,12 +108,15 @@ struct Keys {
   Tokens tokens;
   float* values;                    // [64][value_row] in panels of 64 columns
   float log_scale[kChunk];          // rho_j; -inf for padding
+  float decay[kChunk];              // G_j, from the chunk's beginning on; 0 without gates
   float seen[kChunk];               // 1 for a token, 0 for padding
   float running_reference[kChunk];  // R and max M over the keys before and up to this one
   float running_maximum[kChunk];
   int64_t count;
-  int64_t seen_count;
   bool finite;  // all values are
+  // Of sums += keys: exp(rho_j - R) with R after it, and what the sums before it are scaled by.
+  float scale[kChunk];
+  float rescale[kParts];  // for each part
 };
 
 // What one thread needs for one task.
@@ -128,6 +133,7 @@ struct Scratch {
   float reference[kChunk];    // R over the keys that the row sees
   float shift[kChunk];        // R, 0 where there is none
   float key_maximum[kChunk];  // their S
+  float decay[kChunk];        // G of the last of them
   float product[kChunk];      // factors of the four terms, see linear.h
   float key[kChunk];
   float constant[kChunk];
@@ -139,9 +145,9 @@ struct Scratch {
   int32_t visible[kChunk];  // keys of the chunk that the row sees
 };
 
-// How a call is cut into tasks: by its sizes alone.
+// How a call is cut into tasks: by its sizes alone where that shows in the result.
 struct Plan {
-  Plan(const Problem& problem, const Sizes& sizes);
+  Plan(const Problem& problem, const Sizes& sizes, int threads);
 
   int64_t heads;   // key-value heads of all batches
   int64_t chunks;  // of keys
@@ -155,7 +161,7 @@ struct Plan {
 
 struct Memory {
   float* states;  // not causal: [held_heads][groups]; causal: [heads] if stepped, else [threads]
-  float* chunk_states;      // [heads][step_chunks]
+  float* chunk_states;      // [heads][step_chunks][kParts]
   Keys* chunk_keys;         // [heads][step_chunks]
   float* sequence_maximum;  // [heads]
   Scratch* scratch;         // [threads]

@@ -49,37 +49,40 @@ __device__ inline float4 Times(const float4& x, float factor) {
   return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
 }
 
-// |x|^2 / 2 of a row of inputs, of which 16 lanes have four channels each; `first`: of the row's first
+// |x|^2 / 2 of a row of inputs (before they are brought to unit length, where the map does), of which 16 lanes have four channels each; `first`: of the row's first
 // channels, else added to those before.
 __device__ inline void AddHalfSquare(const LinearArguments& a, const float4& x, bool first,
                                      float* half_square) {
   float sum = x.x * x.x + x.y * x.y + (x.z * x.z + x.w * x.w);
   for (int lanes = 8; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
   if (Lane() % 16 != 0) return;
-  sum *= 0.5f * a.map.input_scale * a.map.input_scale;
+  sum *= a.map.unit ? 0.5f : 0.5f * a.map.input_scale * a.map.input_scale;
   *half_square = first ? sum : *half_square + sum;
 }
 
 // ---- Features ----
 
 // Rows of W in a tile of features.
+__device__ inline bool IsPair(const LinearArguments& a) {
+  return a.map.feature == Feature::kExpPair || a.map.feature == Feature::kSinCos;
+}
 __device__ inline int TileProjections(const LinearArguments& a) {
-  return a.map.feature == Feature::kExpPair ? kTile / 2 : kTile;
+  return IsPair(a) ? kTile / 2 : kTile;
 }
 __device__ inline bool IsExponential(const LinearArguments& a) {
-  return a.map.feature != Feature::kRelu;
+  return a.map.feature == Feature::kExp || a.map.feature == Feature::kExpPair;
 }
 __device__ inline bool IsStabilised(const LinearArguments& a) {
   return IsExponential(a) && a.map.stabiliser != KeyStabiliser::kNone;
 }
 
 // The projections of 32 rows of tokens on a tile's features, of which a warp has 32 from `column` on.
-// With kExpPair columns 16 to 31 of a warp are the first 16 with the other sign. A feature that is
-// none has the projection -inf, or 0 with kRelu.
+// Of pairs columns 16 to 31 of a warp are the first 16 again, with kExpPair with the other sign. A
+// feature that is none has the projection -inf, or 0 where the map is not exponential.
 template <class Math, class Inputs, class Matrix>
 __device__ void AddProjections(const LinearArguments& a, const Inputs& inputs, int row,
                                const Matrix& w, int column, int depth, Fragment<32>* projections) {
-  if (a.map.feature != Feature::kExpPair) {
+  if (!IsPair(a)) {
     Math::Project(a.q.element, inputs, row, w, column, depth, projections);
     return;
   }
@@ -95,7 +98,8 @@ __device__ void AddProjections(const LinearArguments& a, const Inputs& inputs, i
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       projections->at[i][j] = half.at[i][j];
-      projections->at[i][4 + j] = -half.at[i][j];
+      projections->at[i][4 + j] =
+          a.map.feature == Feature::kExpPair ? -half.at[i][j] : half.at[i][j];
     }
   }
 }
@@ -104,13 +108,57 @@ __device__ void HideMissingFeatures(const LinearArguments& a, int64_t tile, int 
                                     Fragment<32>* projections) {
   const int64_t left = a.map.projections - tile * TileProjections(a);  // rows of W from the tile on
   if (left >= TileProjections(a) || !IsExponential(a)) return;
-  const bool pair = a.map.feature == Feature::kExpPair;
+  const bool pair = IsPair(a);
   const int first = (pair ? column / 2 : column) + Math::FirstColumn();
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     if (first + Math::Column(pair ? j % 4 : j) < left) continue;
 #pragma unroll
     for (int i = 0; i < 4; ++i) projections->at[i][j] = NegativeInfinity();
+  }
+}
+
+// What brings inputs to unit length, from half of their square.
+__device__ inline float InverseLength(const LinearArguments& a, float half_square) {
+  const float square = 2 * half_square;
+  if (square < kLeastLength * kLeastLength) return 0;
+  // The last term is NaN where the square is no number.
+  return 1 / (sqrtf(square) + a.map.length_epsilon) + 0 * square;
+}
+// Projections of 32 rows, to those of unit vectors; `half_squares` of the warp's rows.
+template <class Math>
+__device__ void BringToUnitLength(const LinearArguments& a, const float* half_squares,
+                                  Fragment<32>* projections) {
+  if (!a.map.unit) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float factor = InverseLength(a, half_squares[Math::FirstRow() + Math::Row(i)]);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) projections->at[i][j] *= factor;
+  }
+}
+// From projections to features that are not exponential.
+template <class Math>
+__device__ void MakePlainFeatures(const LinearArguments& a, int64_t tile, int column,
+                                  Fragment<32>* features) {
+  if (IsExponential(a)) return;
+  const int64_t left = a.map.projections - tile * TileProjections(a) - column / 2;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (a.map.feature == Feature::kRelu) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+        features->at[i][j] = features->at[i][j] < 0 ? 0 : features->at[i][j];
+      continue;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const bool exists = Math::FirstColumn() + Math::Column(j) < left;
+      float sine, cosine;
+      sincosf(features->at[i][j], &sine, &cosine);
+      features->at[i][j] = exists ? sine : 0;
+      features->at[i][4 + j] = exists ? cosine : 0;
+    }
   }
 }
 
@@ -194,13 +242,22 @@ __device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow&
   return factors;
 }
 
-// The denominator that divides a row which sees a key: held at the floor. `counts`: for the one caller
-// of a row that counts it.
-__device__ inline float HoldDenominator(const LinearArguments& a, float denominator, bool counts) {
-  const float floor = a.constants.denominator_floor;
-  if (!(fabsf(denominator) <= floor)) return denominator;
+// The denominator that divides a row which sees a key: held at the floor. `log_scale`: of what it is
+// relative to, see RowFactors. `counts`: for the one caller of a row that counts it.
+__device__ inline float HoldDenominator(const LinearArguments& a, float denominator,
+                                        float log_scale, bool counts) {
+  float floor = a.constants.denominator_floor;
+  if (a.map.gated) floor *= expf(-log_scale);
+  if (!(denominator <= floor)) return denominator;
   if (counts && a.rows_without_weight != nullptr) atomicAdd(a.rows_without_weight, 1ull);
-  return copysignf(floor, denominator);
+  return fabsf(denominator) <= floor ? copysignf(floor, denominator) : denominator;
+}
+
+// ---- Gates ----
+
+// The two numbers of key_gates of a key.
+__device__ inline const float* GatesOf(const LinearArguments& a, int64_t head, int64_t key) {
+  return a.key_gates + (head * a.kv_tokens + key) * 2;
 }
 
 __device__ inline void StoreLogSumExp(const LinearArguments& a, int64_t b, int64_t h, int64_t i,
@@ -208,7 +265,7 @@ __device__ inline void StoreLogSumExp(const LinearArguments& a, int64_t b, int64
   if (a.log_sum_exp == nullptr) return;
   float result = NegativeInfinity();
   if (has_keys) {
-    result = static_cast<float>(static_cast<double>(logf(denominator)) + log_scale +
+    result = static_cast<float>(static_cast<double>(logf(fabsf(denominator))) + log_scale +
                                 a.constants.log_scale);
   }
   a.log_sum_exp[b * a.log_sum_exp_strides[0] + h * a.log_sum_exp_strides[1] +

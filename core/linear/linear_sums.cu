@@ -120,8 +120,10 @@ class SumBlock {
       const int channels = min(kTile, (a_.head_dim - depth + 15) / 16 * 16);
       AddProjections<Math>(a_, inputs_, TokenRow(), matrix_, FeatureColumn(), channels, &features);
     }
+    BringToUnitLength<Math>(a_, half_square_ + TokenRow(), &features);
     HideMissingFeatures<Math>(a_, tile_, FeatureColumn(), &features);
-    MakeFeatures(&features);
+    MakePlainFeatures<Math>(a_, tile_, FeatureColumn(), &features);
+    MakeFeatures(first, count, &features);
     features_.Store(TokenRow(), FeatureColumn(), features);
     __syncthreads();
     const int half = Warp() / 4 * kTile;
@@ -183,8 +185,10 @@ class SumBlock {
   }
 
   // From projections; brings the sums to the reference that these keys make.
-  __device__ void MakeFeatures(Fragment<32>* features) {
+  __device__ void MakeFeatures(int64_t first, int count, Fragment<32>* features) {
     float reference = NegativeInfinity(), maximum = NegativeInfinity();
+    float gates[4] = {};
+    const float decay = LoadGates(first, count, gates);
     const int first_row = TokenRow() + Math::FirstRow();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -192,7 +196,7 @@ class SumBlock {
       float largest = 0;
       if (IsExponential(a_)) largest = MaxOf(features->at[i], 8);
       if (seen_[row] == 0) continue;
-      reference = fmaxf(reference, IsExponential(a_) ? largest - half_square_[row] : 0);
+      reference = fmaxf(reference, IsExponential(a_) ? largest - half_square_[row] : gates[i]);
       maximum = fmaxf(maximum, largest);
     }
     reference = MaxOfWarp(reference);
@@ -205,7 +209,8 @@ class SumBlock {
     reference = fmaxf(reference_, MaxOf(partial_, kWarps));
     maximum_ = fmaxf(maximum_, MaxOf(partial_ + kWarps, kWarps));
     const float rescale = Rescale(reference_, reference);
-    reference_ = reference;
+    reference_ = reference + decay;
+    decay_ += decay;
 #pragma unroll
     for (int p = 0; p < kPanels; ++p) {
 #pragma unroll
@@ -220,13 +225,28 @@ class SumBlock {
       const int row = first_row + Math::Row(i);
       const bool is_seen = seen_[row] != 0;
       const float shift = half_square_[row] + Shift(reference);
+      const float scale = a_.map.gated ? ExpOf(gates[i] - Shift(reference)) : 1;
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float x = features->at[i][j];
-        const float feature = IsExponential(a_) ? ExpOf(x - shift) : x < 0 ? 0 : x;
+        const float feature = IsExponential(a_) ? ExpOf(x - shift) : scale * x;
         features->at[i][j] = is_seen ? feature : 0;
       }
     }
+  }
+
+  // key_gates of the lane's rows, and what it returns, G of the last key, from the first of these 128
+  // keys on.
+  __device__ float LoadGates(int64_t first, int count, float gates[4]) const {
+    if (!a_.map.gated) return 0;
+    const bool second = TokenRow() >= kTile;  // of two chunks
+    const float half = count > kTile ? GatesOf(a_, head_, first + kTile - 1)[1] : 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = TokenRow() + Math::FirstRow() + Math::Row(i);
+      gates[i] = GatesOf(a_, head_, first + min(row, count - 1))[0] - (second ? half : 0);
+    }
+    return half + GatesOf(a_, head_, first + count - 1)[1];
   }
 
   // Adds the halves of the warps, and writes.
@@ -252,7 +272,8 @@ class SumBlock {
       StoreRow(row, result_ + r * kColumns, normaliser_[r]);
     }
     if (t < 4 && part_ == 0) {
-      tile[(kTile + 1) * a_.sums.row + t] = t == 0 ? reference_ : t == 1 ? maximum_ : 0;
+      const float header[4] = {reference_, maximum_, decay_, 0};
+      tile[(kTile + 1) * a_.sums.row + t] = header[t];
     }
     if (tile_ == 0) StoreValueSums(head + a_.sums.tiles * a_.sums.tile);
   }
@@ -319,6 +340,7 @@ class SumBlock {
   bool has_matrix_ = false;
   float reference_ = NegativeInfinity();
   float maximum_ = NegativeInfinity();
+  float decay_ = 0;  // G of the last key
   Fragment<32> sums_[kPanels];
   float normalisers_[4] = {};
   float4 value_sums_[kPanels] = {};  // of this thread's rows
@@ -362,7 +384,7 @@ const char* Sum(const LinearArguments& a, void* stream) {
 constexpr int kMergedGroups = kLinearGroups;
 
 __global__ void __launch_bounds__(kThreads) LinearMerge(const LinearArguments a) {
-  __shared__ float references[kMergedGroups], maxima[kMergedGroups];
+  __shared__ float references[kMergedGroups], maxima[kMergedGroups], decays[kMergedGroups];
   __shared__ float of_before[kMergedGroups], of_group[kMergedGroups];
   const int64_t tasks = a.batch * a.kv_heads * a.sums.tiles;
   const int t = Thread();
@@ -379,12 +401,13 @@ __global__ void __launch_bounds__(kThreads) LinearMerge(const LinearArguments a)
     if (t < summed) {
       references[t] = first[t * a.sums.head + at + length];
       maxima[t] = first[t * a.sums.head + at + length + 1];
+      decays[t] = first[t * a.sums.head + at + length + 2];
     }
     __syncthreads();
     for (int g = t; g <= groups; g += kThreads) {
       float before = reference, largest = maximum;
       for (int n = 0; n < min(g, summed); ++n) {
-        before = fmaxf(before, references[n]);
+        before = fmaxf(before + decays[n], references[n]);
         largest = fmaxf(largest, maxima[n]);
       }
       float* header = (g < groups ? first + g * a.sums.head : total) + at + length;
@@ -394,8 +417,8 @@ __global__ void __launch_bounds__(kThreads) LinearMerge(const LinearArguments a)
         header[2] = header[3] = 0;
       }
       if (g >= summed) continue;
-      const float after = fmaxf(before, references[g]);
-      of_before[g] = Rescale(before, after);
+      const float faded = before + decays[g], after = fmaxf(faded, references[g]);
+      of_before[g] = Rescale(faded, after);
       of_group[g] = Rescale(references[g], after);
     }
     __syncthreads();
@@ -423,6 +446,71 @@ __global__ void __launch_bounds__(kThreads) LinearMerge(const LinearArguments a)
   }
 }
 
+// ---- Gates ----
+
+// A gate below e^-18, a quarter of a rounding of 1, has forgotten all: sums of logarithms stay short.
+constexpr float kLeastLogGate = -18;
+
+// log(1 / (1 + exp(-x))).
+__device__ inline float LogSigmoid(float x) { return fminf(x, 0) - log1pf(expf(-fabsf(x))); }
+
+// u . k_j + b of a key, in all lanes.
+__device__ inline float GateLogit(const LinearArguments& a, int64_t head, int64_t key) {
+  const int64_t b = head / a.kv_heads, h = head % a.kv_heads;
+  const int64_t row = b * a.k.strides[0] + h * a.k.strides[1] + key * a.k.strides[2];
+  const float* gate = a.gate + h * (a.head_dim + 1);
+  float sum = 0;
+  for (int c = Lane(); c < a.head_dim; c += 32) {
+    sum = fmaf(gate[c], LoadElement(a.k.data, a.k.element, row + c * a.k.strides[3]), sum);
+  }
+  return SumOfWarp(sum) + gate[a.head_dim];
+}
+
+// The sum of the lanes up to this one's.
+__device__ inline float RunningSum(float x) {
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const float other = __shfl_up_sync(~0u, x, lanes);
+    if (Lane() >= lanes) x += other;
+  }
+  return x;
+}
+
+// A warp takes 64 keys of a head, of which a lane has key `lane` of each half.
+__global__ void __launch_bounds__(kThreads) LinearGates(const LinearArguments a) {
+  const int64_t chunks = (a.kv_tokens + kTile - 1) / kTile;
+  const int64_t tasks = a.batch * a.kv_heads * chunks;
+  for (int64_t task = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); task < tasks;
+       task += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const int64_t head = task / chunks, first = task % chunks * kTile;
+    float before = 0;
+    for (int half = 0; half < kTile; half += 32) {
+      float logit = 0;
+      for (int n = 0; n < 32; ++n) {
+        const int64_t key = first + half + n;
+        if (key >= a.kv_tokens || !IsToken(a, head / a.kv_heads, key)) continue;
+        const float of_key = GateLogit(a, head, key);
+        if (Lane() == n) logit = of_key;
+      }
+      const int64_t key = first + half + Lane();
+      const bool is_seen = key < a.kv_tokens && IsToken(a, head / a.kv_heads, key);
+      const float log_gate = LogSigmoid(logit);
+      const float kept = !is_seen ? 0 : log_gate < kLeastLogGate ? kLeastLogGate : log_gate;
+      const float decay = before + RunningSum(kept);
+      before = __shfl_sync(~0u, decay, 31);
+      if (key >= a.kv_tokens) continue;
+      float* to = a.key_gates + (head * a.kv_tokens + key) * 2;
+      to[0] = LogSigmoid(-logit) - decay;
+      to[1] = decay;
+    }
+  }
+}
+
+const char* Gates(const LinearArguments& a, void* stream) {
+  const int64_t chunks = a.batch * a.kv_heads * ((a.kv_tokens + kTile - 1) / kTile);
+  return Launch("LinearGates", &LinearGates,
+                {Blocks(a, (chunks + kWarps - 1) / kWarps), dim3(kThreads)}, stream, a);
+}
+
 const char* Merge(const LinearArguments& a, void* stream) {
   return Launch("LinearMerge", &LinearMerge,
                 {Blocks(a, a.batch * a.kv_heads * a.sums.tiles), dim3(kThreads)}, stream, a);
@@ -430,6 +518,6 @@ const char* Merge(const LinearArguments& a, void* stream) {
 
 }  // namespace
 
-TFB_KERNEL_TABLE(LinearSumKernels, {&Sum, &Merge});
+TFB_KERNEL_TABLE(LinearSumKernels, {&Gates, &Sum, &Merge});
 
 }  // namespace tfb

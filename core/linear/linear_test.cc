@@ -168,6 +168,52 @@ TEST(Linear, EqualsItsFormulaInSixteenBits) {
 
 // Keys grow along the sequence by e^60 or so in feature: sums kept against one fixed reference
 // would underflow or overflow.
+TEST(Linear, EqualsItsFormulaOnDirectionsWithGatesAndWithout) {
+  for (const Feature feature : {Feature::kSinCos, Feature::kRelu}) {
+    for (const bool gated : {false, true}) {
+      for (const int64_t tokens : {1, 64, 130, 1300}) {
+        for (const int64_t heads : {1, 9}) {
+          LinearCase c{LinearProblem(tokens, tokens, true, heads, 8),
+                       DirectionMap(feature, 70, gated)};
+          c.masked = tokens == 130;
+          c.magnitude = 3;
+          ExpectEqualsFormula(c);
+          if (gated) continue;
+          c.problem.causal = false;
+          ExpectEqualsFormula(c);
+        }
+      }
+    }
+  }
+}
+
+TEST(Linear, GatesWorkWhereKeysAndQueriesDifferInNumberInSixteenBitsAndPerHead) {
+  for (const int64_t queries : {30, 150}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      LinearCase c{LinearProblem(queries, 100, true, 4, 16),
+                   DirectionMap(Feature::kSinCos, 40, true)};
+      c.problem.kv_heads = 2;
+      c.problem.value_dim = 24;
+      c.problem.batch = 2;
+      c.problem.dtype = dtype;
+      c.map.per_head = true;
+      ExpectEqualsFormula(c);
+    }
+  }
+}
+
+TEST(Linear, GatesThatForgetAllAndGatesThatKeepAll) {
+  for (const float bias : {-30.0f, 30.0f}) {
+    LinearCase c{LinearProblem(200, 200, true, 2, 8), DirectionMap(Feature::kSinCos, 70, true)};
+    LinearTensors tensors(c);
+    for (int64_t h = 0; h < 2; ++h) *tensors.gate.view().MutableAt<float>(h, 8) = bias;
+    if (bias > 0) c.map.denominator_floor = 0;  // below which all sums are
+    // Logarithms of 64 gates sum to 64 x 18, of which exponents keep 2^-14; few keys weigh at all.
+    ExpectClose(c, RunEngine(c, tensors), DefineLinear(c, tensors),
+                bias < 0 ? std::ldexp(1, -20) : 0);
+  }
+}
+
 TEST(Linear, FollowsAMaximumThatRisesAndOneThatFalls) {
   for (const bool rising : {true, false}) {
     for (const bool causal : {false, true}) {
@@ -396,6 +442,18 @@ TEST(Linear, AppendingInAnySplitEqualsTheWholeSequence) {
           EXPECT_TRUE(SameBits(one.out, AppendAll(c, tensors, segments, 3).out));
         }
       }
+    }
+  }
+}
+
+TEST(Linear, AppendingUnderGatesEqualsTheWholeSequence) {
+  for (const Feature feature : {Feature::kSinCos, Feature::kRelu}) {
+    LinearCase c{LinearProblem(260, 260, true, 2, 8), DirectionMap(feature, 40, true)};
+    c.masked = true;
+    const LinearTensors tensors(c);
+    const LinearResults expected = DefineLinear(c, tensors);
+    for (const auto& segments : std::vector<std::vector<int64_t>>{{1}, {4}, {5, 1, 40, 2}, {260}}) {
+      ExpectClose(c, AppendAll(c, tensors, segments, 2), expected);
     }
   }
 }

@@ -29,10 +29,24 @@ FeatureMap LinearMap(Feature feature, int64_t projections, int64_t head_dim, dou
   return map;
 }
 
+FeatureMap DirectionMap(Feature feature, int64_t projections, bool gated) {
+  FeatureMap map;
+  map.feature = feature;
+  map.projections = projections;
+  map.stabiliser = KeyStabiliser::kNone;
+  map.unit = true;
+  map.input_scale = 1.25;
+  map.gated = gated;
+  map.constant = 1 / std::sqrt(static_cast<double>(projections));
+  map.denominator_floor = 1e-6;
+  return map;
+}
+
 std::string Describe(const LinearCase& c) {
   return absl::StrCat(c.problem.ToString(), ", feature ", static_cast<int>(c.map.feature), ", ",
                       c.map.projections, " projections, epsilon ", c.map.epsilon,
-                      c.masked ? ", masked" : "", ", magnitude ", c.magnitude);
+                      c.masked ? ", masked" : "", c.map.gated ? ", gated" : "", ", magnitude ",
+                      c.magnitude);
 }
 
 LinearTensors::LinearTensors(const LinearCase& c) {
@@ -47,6 +61,11 @@ LinearTensors::LinearTensors(const LinearCase& c) {
   v = draw("v", {p.batch, p.kv_heads, p.kv_tokens, p.value_dim}, 1);
   w = Tensor(DType::kF32, {c.map.per_head ? p.kv_heads : 1, c.map.projections, p.head_dim});
   FillNormal(&w, c.seed, "w");
+  if (c.map.gated) {
+    gate = Tensor(DType::kF32, {p.kv_heads, p.head_dim + 1});
+    FillNormal(&gate, c.seed, "gate", 0, 1 / (c.magnitude * std::sqrt(double(p.head_dim))));
+    for (int64_t h = 0; h < p.kv_heads; ++h) *gate.view().MutableAt<float>(h, p.head_dim) += 1.5f;
+  }
   if (!c.masked) return;
   key_mask = Tensor(DType::kU8, {p.batch, p.kv_tokens});
   const RandomStream stream(c.seed, "mask");
@@ -63,6 +82,7 @@ LinearCall LinearTensors::Call(const LinearCase& c) const {
   call.w = c.map.per_head
                ? ConstTensorView(w.view())
                : ConstTensorView(w.raw(), DType::kF32, {c.map.projections, c.problem.head_dim});
+  call.gate = gate.view();
   call.map = c.map;
   return call;
 }
@@ -79,21 +99,34 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
   const FeatureMap& map = c.map;
   const DoubleTensor q(tensors.q.view()), k(tensors.k.view()), v(tensors.v.view()),
       w(tensors.w.view());
-  const double scale = map.input_scale;
-  const bool exponential = map.feature != Feature::kRelu;
+  const bool exponential = IsExponential(map.feature);
   const auto project = [&](const double* x, int64_t head, std::vector<double>* projections) {
+    const double length = map.unit ? std::sqrt(Dot(x, x, p.head_dim)) + map.length_epsilon : 1;
+    const double scale = map.input_scale / length;
     projections->clear();
     for (int64_t r = 0; r < map.projections; ++r) {
       projections->push_back(scale * Dot(w.Row(map.per_head ? head : 0, r), x, p.head_dim));
+    }
+    for (int64_t r = 0; map.feature == Feature::kSinCos && r < map.projections; ++r) {
+      projections->push_back(std::cos((*projections)[r]));
+      (*projections)[r] = std::sin((*projections)[r]);
     }
     for (int64_t r = 0; map.feature == Feature::kExpPair && r < map.projections; ++r) {
       projections->push_back(-(*projections)[r]);
     }
   };
   const auto feature = [&](double projection, double half_square, double s) {
-    const double value =
-        exponential ? std::exp(projection - half_square - s) : std::max(projection, 0.0);
+    const double value = exponential                     ? std::exp(projection - half_square - s)
+                         : map.feature == Feature::kRelu ? std::max(projection, 0.0)
+                                                         : projection;
     return map.constant * (value + map.epsilon);
+  };
+  // `sign` 1: g_j; -1: 1 - g_j.
+  const auto gate_of = [&](int64_t b, int64_t head, int64_t j, int sign) {
+    const float* gate = tensors.gate.view().At<float>(head);
+    double logit = gate[p.head_dim];
+    for (int64_t n = 0; n < p.head_dim; ++n) logit += gate[n] * k.Row(b, head, j)[n];
+    return 1 / (1 + std::exp(-sign * logit));
   };
   LinearResults results{Tensor(DType::kF64, {p.batch, p.query_heads, p.query_tokens, p.value_dim}),
                         Tensor(DType::kF64, {p.batch, p.query_heads, p.query_tokens})};
@@ -110,7 +143,7 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
       for (int64_t j = 0; j < p.kv_tokens; ++j) {
         const double* x = k.Row(b, kv_head, j);
         project(x, kv_head, &keys[j]);
-        half_squares[j] = scale * scale * Dot(x, x, p.head_dim) / 2;
+        half_squares[j] = map.input_scale * map.input_scale * Dot(x, x, p.head_dim) / 2;
         maxima[j] = *std::max_element(keys[j].begin(), keys[j].end());
       }
       for (int64_t i = 0; i < p.query_tokens; ++i) {
@@ -129,7 +162,7 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
             if (counts) key_s = std::max(key_s, maxima[j]);
           }
         }
-        const double half_square = scale * scale * Dot(x, x, p.head_dim) / 2;
+        const double half_square = map.input_scale * map.input_scale * Dot(x, x, p.head_dim) / 2;
         for (double& f : query) f = feature(f, half_square, query_s);
         double* y = results.out.view().MutableAt<double>(b, h, i);
         std::fill_n(y, p.value_dim, 0.0);
@@ -138,18 +171,24 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
         for (int64_t j = 0; j < p.kv_tokens; ++j) {
           if (!seen(i, j)) continue;
           any = true;
+          const double gate = map.gated ? gate_of(b, kv_head, j, 1) : 0;
+          for (int64_t n = 0; map.gated && n < p.value_dim; ++n) y[n] *= gate;
+          if (map.gated) sum *= gate;
           double weight = 0;
           for (size_t r = 0; r < query.size(); ++r) {
             weight += query[r] * feature(keys[j][r], half_squares[j], key_s);
           }
+          if (map.gated) weight *= gate_of(b, kv_head, j, -1);
           sum += weight;
           for (int64_t n = 0; n < p.value_dim; ++n) y[n] += weight * v.Row(b, kv_head, j)[n];
         }
         for (double f : query) sum += any ? map.denominator_epsilon * f : 0;
-        if (map.denominator_floor > 0 && any) sum = std::max(sum, map.denominator_floor);
+        if (any && std::abs(sum) < map.denominator_floor) {
+          sum = sum < 0 ? -map.denominator_floor : map.denominator_floor;
+        }
         for (int64_t n = 0; n < p.value_dim; ++n) y[n] = sum == 0 ? 0 : y[n] / sum;
         *results.log_sum_exp.view().MutableAt<double>(b, h, i) =
-            any ? std::log(sum) + query_s + key_s : -kInfinity;
+            any ? std::log(std::abs(sum)) + query_s + key_s : -kInfinity;
       }
     }
   }
@@ -173,20 +212,26 @@ bool SameBits(const Tensor& a, const Tensor& b) {
 void ExpectClose(const LinearCase& c, const LinearResults& results, const LinearResults& expected,
                  double unit) {
   const double head_dim = static_cast<double>(c.problem.head_dim);
-  const double exponent =
-      std::pow(head_dim, 0.75) * c.magnitude + std::sqrt(head_dim) * c.magnitude * c.magnitude;
+  const double of_gates = c.map.gated ? 0.5 * static_cast<double>(kLinearChunk) : 0;
+  const double exponent = std::pow(head_dim, 0.75) * c.magnitude +
+                          std::sqrt(head_dim) * c.magnitude * c.magnitude + of_gates;
   const double relative = std::max(unit, UnitRoundoff(DType::kF32)) * (10 + 2 * exponent);
   const double rounding = c.problem.dtype == DType::kF32 ? 0 : UnitRoundoff(c.problem.dtype);
+  const auto size = [&](double e) {
+    return c.map.feature == Feature::kSinCos ? 5 * std::max(1.0, std::abs(e)) : 5;
+  };
   for (int64_t n = 0; n < expected.out.num_elements(); ++n) {
     const double e = expected.out.view().Get(n), y = results.out.view().Get(n);
-    ASSERT_NEAR(y, e, 5 * relative + rounding * std::abs(e)) << Describe(c) << ", element " << n;
+    ASSERT_NEAR(y, e, size(e) * relative + rounding * std::abs(e))
+        << Describe(c) << ", element " << n;
   }
   for (int64_t n = 0; n < expected.log_sum_exp.num_elements(); ++n) {
     const double e = expected.log_sum_exp.view().Get(n), y = results.log_sum_exp.view().Get(n);
     if (std::isinf(e)) {
       ASSERT_EQ(y, e) << Describe(c) << ", row " << n;
     } else {
-      ASSERT_NEAR(y, e, 2 * relative + UnitRoundoff(DType::kF32) * std::abs(e))
+      const double small = c.map.feature == Feature::kSinCos ? std::max(1.0, std::exp(-e)) : 1;
+      ASSERT_NEAR(y, e, 2 * small * relative + UnitRoundoff(DType::kF32) * std::abs(e))
           << Describe(c) << ", row " << n;
     }
   }

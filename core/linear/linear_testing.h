@@ -29,13 +29,15 @@ Problem LinearProblem(int64_t query_tokens, int64_t kv_tokens, bool causal, int6
                       int64_t head_dim = 16);
 // Softmax's, with c as random features have it.
 FeatureMap LinearMap(Feature feature, int64_t projections, int64_t head_dim, double epsilon = 0);
+// Of unit vectors, for kSinCos and kRelu.
+FeatureMap DirectionMap(Feature feature, int64_t projections, bool gated);
 std::string Describe(const LinearCase& c);
 
 // Drawn from the case's seed.
 struct LinearTensors {
   explicit LinearTensors(const LinearCase& c);
   LinearCall Call(const LinearCase& c) const;
-  Tensor q, k, v, w, key_mask;
+  Tensor q, k, v, w, gate, key_mask;
 };
 
 struct LinearResults {
@@ -52,8 +54,10 @@ LinearCall SegmentOf(LinearCall call, LinearResults& results, int64_t begin, int
 bool SameBits(const Tensor& a, const Tensor& b);
 // fp32 against float64. A weight is a sum of positive products, so its relative error is that of its
 // exponents: w . x and |x|^2 / 2 round in proportion to |w| |x| = head_dim^(3/4) magnitude and
-// |x|^2 = head_dim^(1/2) magnitude^2, a few units in 2^-24 each; sums add about 10 more. Outputs are
-// means of values of up to 5; those of 16 bits are rounded once more. `unit`: of what the products
+// |x|^2 = head_dim^(1/2) magnitude^2, a few units in 2^-24 each, and the logarithms of a chunk's gates
+// add up to some 32; sums add about 10 more. Outputs are
+// means of values of up to 5, or, where weights have signs and their sum may be small, larger in
+// the proportion in which errors are; those of 16 bits are rounded once more. `unit`: of what the products
 // are rounded to, where that is not fp32.
 void ExpectClose(const LinearCase& c, const LinearResults& results, const LinearResults& expected,
                  double unit = 0);

@@ -21,6 +21,7 @@ import platform
 import subprocess
 import sys
 import types
+import typing
 
 import numpy as np
 import torch
@@ -33,7 +34,10 @@ MAX_FILE_BYTES = 200 * 1024
 CASES = []
 
 # What no package has: clones, by the flag that names their folder.
-SOURCES = {"sparse_attention": "https://github.com/openai/sparse_attention"}
+SOURCES = {
+    "sparse_attention": "https://github.com/openai/sparse_attention",
+    "random_feature_attention": "https://github.com/Noahs-ARK/RFA",
+}
 
 
 def case(path, made_by, seed, tolerance=TOLERANCE):
@@ -990,6 +994,100 @@ def performer_relu():
         "kernel_epsilon": epsilon, "cumsum_epsilon": CUMSUM_EPSILON,
         "formula": "f(x) = relu(w x head_dim^(-1/4)) + kernel_epsilon, w a row of projection [m, "
                    "head_dim]; the outputs under unscaled. leave out head_dim^(-1/4); " + LINEAR_FORMULA,
+    }, formula
+
+
+# ---- attention/rfa ----
+
+RFA = "random_feature_attention.causal_attention"
+RFA_LENGTH_EPSILON = 1e-3  # of utils._normalize
+RFA_FEATURE_SCALE, RFA_FLOOR = 0.1, 1.0  # utils.SCALE and EPS
+
+
+def rfa_modules():
+    """The authors' utils and causal_attention, with what those two lack or need not have here.
+
+    utils names NamedTuple and upgrade_state_dict_named without importing them; causal_attention
+    imports the CUDA extension.
+    """
+    folder = SOURCES["random_feature_attention"] / "random_feature_attention"
+    package = types.ModuleType("random_feature_attention")
+    package.__path__ = []
+    sys.modules["random_feature_attention"] = package
+    sys.modules["random_feature_attention.rfa"] = types.ModuleType("rfa")
+    sys.modules["random_feature_attention.rfa"].RFA = None
+    modules = []
+    for name in ("utils", "causal_attention"):
+        full_name = f"random_feature_attention.{name}"
+        spec = importlib.util.spec_from_file_location(full_name, folder / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full_name] = module
+        if name == "utils":
+            module.NamedTuple = typing.NamedTuple
+            module.upgrade_state_dict_named = None
+        spec.loader.exec_module(module)
+        modules.append(module)
+    return modules
+
+
+@case("attention/rfa/testdata/gaussian",
+      f"{RFA}.masked_rfa, incremental_rfa, utils.random_project, build_random_matrices", 33)
+def rfa_gaussian():
+    batch, heads, tokens, channels, rows, tau = 2, 2, 30, 8, 32, 0.8
+    utils, attention = rfa_modules()
+    q, k, v = (draw(batch, heads, tokens, channels) for _ in range(3))
+    w = draw(heads, rows, channels)
+    sigma = rounded(1 + 0.2 * torch.randn(heads, 1, channels, dtype=torch.float64))
+    padding = torch.zeros(batch, tokens)
+    padding[0, 23:] = 1
+    padding[1, 5] = 1
+    later = torch.full((tokens, tokens), -1.0).triu(1)
+    with in_float64():
+        matrices = utils.build_random_matrices(w, tau, sigma, reparam_proj=True)
+        by_token = [x.permute(2, 0, 1, 3) for x in (q, k, v)]  # [tokens, batch, heads, channels]
+        phi_q, phi_k = (utils.random_project(x=x, random_matrices=matrices) for x in by_token[:2])
+        args = {"phi_q": phi_q, "phi_k": phi_k, "v": by_token[2]}
+
+        def to_heads(out):
+            return f64(out.view(tokens, batch, heads, channels).permute(1, 2, 0, 3).contiguous())
+        outputs = {
+            "out": to_heads(attention.masked_rfa(**args)),
+            "padded_out": to_heads(attention.masked_rfa(**args, key_padding_mask=padding)),
+            "causal_out": to_heads(attention.masked_rfa(**args, attn_mask=later)),
+            "incremental_out": to_heads(attention.incremental_rfa(**args)[0]),
+        }
+        sums = torch.einsum("tbhk,tbhk->tbh", phi_q, phi_k.cumsum(0)).permute(1, 2, 0)
+
+    def formula(t):
+        matrices = t["w"] * t["channel_scale"][:, None, :] / tau
+
+        def features(x):
+            x = x / (np.sqrt((x**2).sum(-1, keepdims=True)) + RFA_LENGTH_EPSILON)
+            x = np.einsum("bhtd,hkd->bhtk", x, matrices)
+            return RFA_FEATURE_SCALE * np.concatenate([np.sin(x), np.cos(x)], -1)
+        products = np.einsum("bhik,bhjk->bhij", features(t["q"]), features(t["k"]))
+        padded = products * (1 - t["padding"][:, None, None, :])
+        earlier = np.tril(products)
+
+        def mean(weights, hold):
+            return weights @ t["v"] / hold(weights.sum(-1, keepdims=True))
+        masked = [mean(w, lambda x: np.maximum(abs(x), 1e-3)) for w in (products, padded, earlier)]
+        return {"out": masked[0], "padded_out": masked[1], "causal_out": masked[2],
+                "incremental_out": mean(earlier, lambda x: np.maximum(x, RFA_FLOOR)),
+                "incremental_sums": earlier.sum(-1)}
+
+    return {
+        "q": f32(q), "k": f32(k), "v": f32(v), "w": f32(w),
+        "channel_scale": f32(sigma[:, 0, :].contiguous()),
+        "padding": padding.numpy().astype(np.int32),
+        **outputs, "incremental_sums": f64(sums.contiguous()),
+    }, {
+        "tau": tau, "length_epsilon": RFA_LENGTH_EPSILON,
+        "formula": "u = x / (|x| + length_epsilon); f(x) = 0.1 [sin(w channel_scale u / tau), "
+                   "cos(w channel_scale u / tau)], w a row of a head's [rows, head_dim]; out = sum_j f_q "
+                   "f_k_j v_j / max(|sum_j f_q f_k_j|, 1e-3) over all j; padded_out: over j whose padding "
+                   "[batch, tokens] is 0; causal_out: over j <= i; incremental_out: the same divided by "
+                   "max(incremental_sums, 1)",
     }, formula
 
 
