@@ -36,8 +36,8 @@ Options Clusters(int64_t clusters, const Options& more = {}) {
   return With(more, {{"clusters", std::to_string(clusters)}, {"local_heads", "0"}});
 }
 
-NamedTensors Random(const Problem& problem, uint64_t seed = 7) {
-  NamedTensors inputs = RandomInputs(QkvInputs(problem), seed);
+NamedTensors Random(const Problem& problem) {
+  NamedTensors inputs = RandomInputs(QkvInputs(problem), 7);
   if (problem.causal) inputs.erase("k");
   return inputs;
 }
@@ -50,6 +50,16 @@ NamedTensors Parameters(Tensor centroids) {
   NamedTensors parameters;
   parameters["centroids"] = std::move(centroids);
   return parameters;
+}
+
+// The centroids of a new layer.
+Tensor Drawn(const Problem& problem, const Options& options) {
+  return Routing()
+      .Create(problem, options, Device::kCpu, 1)
+      .value()
+      ->parameters()
+      .at("centroids")
+      .Clone();
 }
 
 Tensor Numbers(const Shape& shape, const std::vector<double>& values) {
@@ -96,6 +106,17 @@ std::vector<std::string> Strings(const Tensor& marks, int64_t b = 0, int64_t h =
   return clusters;
 }
 
+// "1" where there is a token, the same for all batch rows.
+Tensor KeyMaskOf(const std::string& is_token, int64_t batch = 1) {
+  const auto tokens = static_cast<int64_t>(is_token.size());
+  Tensor mask(DType::kU8, {batch, tokens});
+  for (int64_t n = 0; n < batch * tokens; ++n) {
+    mask.span<uint8_t>()[n] = is_token[n % tokens] == '1' ? 1 : 0;
+  }
+  return mask;
+}
+std::string Repeat(int64_t count, char mark) { return std::string(count, mark); }
+
 // Rows of a layer norm in float64.
 DoubleTensor Normalized(const Tensor& tensor) {
   DoubleTensor rows(tensor.view());
@@ -109,9 +130,16 @@ DoubleTensor Normalized(const Tensor& tensor) {
   }
   return rows;
 }
-Tensor NormalizedTensor(const Tensor& tensor) {
-  const DoubleTensor rows = Normalized(tensor);
-  return Numbers(tensor.shape(), std::vector<double>(rows.data(), rows.data() + rows.size()));
+// Queries and keys of a problem's inputs as clusters see them, and the values.
+NamedTensors WithLayerNorms(const NamedTensors& inputs) {
+  const Tensor& q = inputs.at("q");
+  const Tensor& k = inputs.count("k") > 0 ? inputs.at("k") : q;
+  const DoubleTensor queries = Normalized(q), keys = Normalized(k);
+  NamedTensors normalized;
+  normalized["q"] = Numbers(q.shape(), {queries.data(), queries.data() + queries.size()});
+  normalized["k"] = Numbers(k.shape(), {keys.data(), keys.data() + keys.size()});
+  normalized["v"] = inputs.at("v").Clone();
+  return normalized;
 }
 std::vector<std::vector<double>> RowsOfHead(const DoubleTensor& rows, const Problem& p, int64_t h) {
   std::vector<std::vector<double>> of_head;
@@ -232,8 +260,7 @@ TEST(Routing, OfGivenMarksTheFirstCountAndFirstTokensFillUp) {
         RunRouting(GivenProblem(true), Given({"00000000", "11111111"}, true), Clusters(2), device);
     EXPECT_THAT(Strings(none.at("members")), ElementsAre("11110000", "11110000"));
     NamedTensors inputs = Given({"00000000", "11111111"}, true);
-    inputs["key_mask"] = Tensor(DType::kU8, {1, 8});
-    for (int64_t i = 0; i < 8; ++i) inputs["key_mask"].span<uint8_t>()[i] = i != 1;
+    inputs["key_mask"] = KeyMaskOf("10111111");
     const NamedTensors padded = RunRouting(GivenProblem(true), inputs, Clusters(2), device);
     EXPECT_THAT(Strings(padded.at("members")), ElementsAre("11110000", "11110000"));
     EXPECT_THAT(Row(padded.at("out"), 2), Near({0.5, 0, 0.5, 0, 0, 0, 0, 0}));
@@ -284,7 +311,7 @@ TEST(Routing, OfEqualScoresTheEarlierTokenIsAMember) {
     for (int64_t b = 0; b < 2; ++b) {
       for (int64_t h = 0; h < 2; ++h) {
         for (const std::string& cluster : Strings(run.at("members"), b, h)) {
-          EXPECT_EQ(cluster, std::string(10, '1') + std::string(60, '0'));
+          EXPECT_EQ(cluster, Repeat(10, '1') + Repeat(60, '0'));
         }
       }
     }
@@ -421,12 +448,7 @@ TEST(Routing, MoreClustersThanTokensAreOneATokenEach) {
 TEST(Routing, ByDefaultAClusterHasUpTo256Tokens) {
   const auto clusters = [](int64_t tokens) {
     const Problem problem = Problem::SelfAttention(1, 1, tokens, 4, /*causal=*/true);
-    return Routing()
-        .Create(problem, {}, Device::kCpu, 1)
-        .value()
-        ->parameters()
-        .at("centroids")
-        .dim(1);
+    return Drawn(problem, {}).dim(1);
   };
   EXPECT_EQ(clusters(1), 1);
   EXPECT_EQ(clusters(256), 1);
@@ -440,10 +462,7 @@ TEST(Routing, OneClusterIsDenseAttentionOnLayerNorms) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(2, 2, 60, 16, causal);
     const NamedTensors inputs = Random(problem);
-    NamedTensors normalized;
-    normalized["q"] = NormalizedTensor(inputs.at("q"));
-    normalized["k"] = NormalizedTensor(inputs.at(causal ? "q" : "k"));
-    normalized["v"] = inputs.at("v").Clone();
+    const NamedTensors normalized = WithLayerNorms(inputs);
     const NamedTensors dense =
         RunTechnique(Dense(), problem, ViewsOf(normalized), {{{"scale", "1"}}}).value();
     for (const Device device : kHostDevices) {
@@ -466,14 +485,14 @@ Tensor Directions(int64_t heads, int64_t count) {
   }
   return centroids;
 }
-// Tokens near direction `first` + i % 4, of whatever length.
-Tensor NearDirections(const Problem& p, const std::string& name, int64_t first, double noise) {
+// Tokens i near direction i % 4, of several lengths.
+Tensor NearDirections(const Problem& p, const std::string& name, double noise) {
   Tensor x(DType::kF32, {p.batch, p.query_heads, p.query_tokens, 8});
   FillNormal(&x, 3, name, 0, noise);
   for (int64_t i = 0; i < x.num_elements(); ++i) {
     const int64_t token = i / 8 % p.query_tokens;
     const double length = 0.5 + static_cast<double>(token % 7);
-    x.view().Set(i, length * (x.view().Get(i) + Direction(first + token % 4, i % 8)));
+    x.view().Set(i, length * (x.view().Get(i) + Direction(token % 4, i % 8)));
   }
   return x;
 }
@@ -482,14 +501,11 @@ TEST(Routing, SeparableClustersGiveTheBlockMaskExactly) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(2, 2, 64, 8, causal);
     NamedTensors inputs = Random(problem);
-    inputs["q"] = NearDirections(problem, "q", 0, 0.2);
-    if (!causal) inputs["k"] = NearDirections(problem, "k", 0, 0.2);
-    NamedTensors normalized, expected;
-    normalized["q"] = NormalizedTensor(inputs.at("q"));
-    normalized["k"] = NormalizedTensor(inputs.at(causal ? "q" : "k"));
-    normalized["v"] = inputs.at("v").Clone();
+    inputs["q"] = NearDirections(problem, "q", 0.2);
+    if (!causal) inputs["k"] = NearDirections(problem, "k", 0.2);
+    NamedTensors expected;
     DefineMaskedAttention(
-        problem, ViewsOf(normalized), DefinitionRequest(), 1,
+        problem, ViewsOf(WithLayerNorms(inputs)), DefinitionRequest(), 1,
         [](int64_t, int64_t i, int64_t j) { return i % 4 == j % 4; },
         [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, &expected);
     const NamedTensors parameters = Parameters(Directions(2, 4));
@@ -515,9 +531,8 @@ TEST(Routing, PaddedTokensAreMembersAfterAllOthersAndNeverKeys) {
   const auto run = [&](const std::string& is_token, Device device) {
     NamedTensors inputs = Given({"00000000"}, false);
     inputs.erase("members");
-    inputs["key_mask"] = Tensor(DType::kU8, {1, 8});
+    inputs["key_mask"] = KeyMaskOf(is_token);
     for (int64_t i = 0; i < 8; ++i) {
-      inputs["key_mask"].span<uint8_t>()[i] = is_token[i] == '1';
       if (is_token[i] == '1') continue;
       for (const char* name : {"q", "k", "v"}) Fill(Slice(inputs[name].view(), 2, i, 1), kNan);
     }
@@ -566,10 +581,7 @@ TEST(Routing, ATokenWhoseScoresAreNanIsTheLastOfAll) {
   NamedTensors inputs = Random(problem);
   *inputs["q"].view().MutableAt<float>(0, 0, 3, 2) = kNan;
   for (const bool padded : {false, true}) {
-    if (padded) {
-      inputs["key_mask"] = Tensor(DType::kU8, {1, 40});
-      for (int64_t i = 0; i < 40; ++i) inputs["key_mask"].span<uint8_t>()[i] = i < 5;
-    }
+    if (padded) inputs["key_mask"] = KeyMaskOf(Repeat(5, '1') + Repeat(35, '0'));
     for (const Device device : kHostDevices) {
       const NamedTensors run = RunRouting(problem, inputs, Clusters(4), device);
       for (const std::string& cluster : Strings(run.at("members"))) {
@@ -744,14 +756,6 @@ Tensor Moved(const Problem& problem, const NamedTensors& inputs, const Options& 
   EXPECT_TRUE(run.ok()) << run.status();
   return layer->parameters().at("centroids").Clone();
 }
-Tensor Drawn(const Problem& problem, const Options& options) {
-  return Routing()
-      .Create(problem, options, Device::kCpu, 1)
-      .value()
-      ->parameters()
-      .at("centroids")
-      .Clone();
-}
 
 TEST(Routing, SetupMovesTheCentroidsOfClustersByAllItsTokens) {
   for (const bool causal : {false, true}) {
@@ -803,8 +807,7 @@ TEST(Routing, PaddedTokensMoveNoCentroid) {
     CopyElements(Slice(inputs[name].view(), 2, 0, 31), cut[name].view());
     Fill(Slice(inputs[name].view(), 2, 31, 9), kNan);
   }
-  inputs["key_mask"] = Tensor(DType::kU8, {2, 40});
-  for (int64_t n = 0; n < 80; ++n) inputs["key_mask"].span<uint8_t>()[n] = n % 40 < 31;
+  inputs["key_mask"] = KeyMaskOf(Repeat(31, '1') + Repeat(9, '0'), 2);
   const Options options = Clusters(3, {{"updates", "2"}, {"decay", "0.5"}});
   for (const Device device : kHostDevices) {
     EXPECT_EQ(MaxDifference(Moved(longer, inputs, options, device).view(),
@@ -847,8 +850,8 @@ double KeptMass(const Problem& problem, const NamedTensors& inputs, const Option
 TEST(Routing, UpdatesByMeansSettleOnClustersAndKeepMoreOfTheMass) {
   const Problem problem = Problem::SelfAttention(1, 2, 128, 8);
   NamedTensors inputs = Random(problem);
-  inputs["q"] = NearDirections(problem, "q", 0, 0.4);
-  inputs["k"] = NearDirections(problem, "k", 0, 0.4);
+  inputs["q"] = NearDirections(problem, "q", 0.4);
+  inputs["k"] = NearDirections(problem, "k", 0.4);
   const auto after = [&](const char* updates) {
     return Parameters(
         Moved(problem, inputs,
@@ -865,8 +868,8 @@ TEST(Routing, UpdatesByMeansSettleOnClustersAndKeepMoreOfTheMass) {
 TEST(Routing, MoreClustersKeepLessOfTheMass) {
   const Problem problem = Problem::SelfAttention(1, 2, 128, 8);
   NamedTensors inputs = Random(problem);
-  inputs["q"] = NearDirections(problem, "q", 0, 0.7);
-  inputs["k"] = NearDirections(problem, "k", 0, 0.7);
+  inputs["q"] = NearDirections(problem, "q", 0.7);
+  inputs["k"] = NearDirections(problem, "k", 0.7);
   double last = 1 + 1e-9;
   for (const int64_t clusters : {1, 2, 4, 8, 16, 32}) {
     const Options options = Clusters(clusters);
