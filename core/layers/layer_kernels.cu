@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kRowThreads) Finish(FinishArguments a) {
   const int64_t residual_offset = a.residual.data == nullptr ? 0 : RowOffset(a.residual, row);
   for (int64_t c = first + Lane(); c < end; c += kWarp) {
     const float bias = a.bias == nullptr ? 0.0f : a.bias[c];
-    float value = Activated(a.activation, Load(a.x, x_offset, c) + bias);
+    float value = Activated(a.activation, a.scale * Load(a.x, x_offset, c) + bias);
     if (a.residual.data != nullptr) value += Load(a.residual, residual_offset, c);
     Store(a.y, y_offset, c, value);
   }

@@ -34,10 +34,11 @@ struct MatMulArguments {
   Activation activation;
 };
 
-// y = activation(x + b) + residual: what follows a product that a library made, a conversion, a
-// sum.
+// y = activation(scale x + b) + residual: what follows a product that a library made, a conversion,
+// a sum.
 struct FinishArguments {
-  DeviceRows x;         // [rows, channels]
+  DeviceRows x;  // [rows, channels]
+  float scale;
   const float* bias;    // [channels], or null
   DeviceRows residual;  // or none
   DeviceRows y;         // may be x, or the residual

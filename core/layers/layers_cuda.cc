@@ -46,12 +46,13 @@ DeviceRows ToDeviceRows(const ConstTensorView& view) {
   return rows;
 }
 
-absl::Status FinishCuda(Device device, const ConstTensorView& x, const float* bias,
+absl::Status FinishCuda(Device device, float scale, const ConstTensorView& x, const float* bias,
                         Activation activation, const ConstTensorView& residual, const TensorView& y,
                         const Execution& execution) {
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
   FinishArguments arguments = {};
   arguments.x = ToDeviceRows(x);
+  arguments.scale = scale;
   arguments.bias = bias;
   arguments.residual = ToDeviceRows(residual);
   arguments.y = ToDeviceRows(y);
@@ -87,8 +88,8 @@ absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const 
   if (x.first == nullptr) {
     x = {workspace.Take<float>(rows * matrix.in()), matrix.in()};
     const TensorView converted(x.first, DType::kF32, call.x.shape());
-    TFB_RETURN_IF_ERROR(
-        FinishCuda(matrix.device(), call.x, nullptr, Activation::kNone, {}, converted, execution));
+    TFB_RETURN_IF_ERROR(FinishCuda(matrix.device(), 1, call.x, nullptr, Activation::kNone, {},
+                                   converted, execution));
   }
   // A residual may be y itself, so that the product has to wait elsewhere.
   TensorView product = call.y;
@@ -111,8 +112,8 @@ absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const 
   const bool done = product.data == call.y.data && matrix.bias() == nullptr &&
                     call.activation == Activation::kNone;
   if (done) return absl::OkStatus();
-  return FinishCuda(matrix.device(), product, matrix.bias(), call.activation, call.residual, call.y,
-                    execution);
+  return FinishCuda(matrix.device(), 1, product, matrix.bias(), call.activation, call.residual,
+                    call.y, execution);
 }
 
 size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out) {

@@ -28,8 +28,8 @@ size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t
 absl::Status MatMulCuda(const PackedMatrix& matrix, const MatMulCall& call,
                         const Execution& execution);
 
-// y = activation(x + bias) + residual. `bias` [channels] and `residual` may be missing.
-absl::Status FinishCuda(Device device, const ConstTensorView& x, const float* bias,
+// y = activation(scale x + bias) + residual. `bias` [channels] and `residual` may be missing.
+absl::Status FinishCuda(Device device, float scale, const ConstTensorView& x, const float* bias,
                         Activation activation, const ConstTensorView& residual, const TensorView& y,
                         const Execution& execution);
 

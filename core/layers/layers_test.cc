@@ -542,6 +542,23 @@ TEST_P(AddOn, SumsRowsOfAnyStride) {
   }
 }
 
+TEST_P(AddOn, ScalesTheFirstAndBroadcastsTheSecondSummand) {
+  const Tensor a = Random(DType::kF16, {2, 5, 70}, 1), rows = Random(DType::kF32, {5, 70}, 2);
+  for (const int64_t token_stride : {70, 0}) {
+    Tensor y(DType::kF32, {2, 5, 70});
+    Machine machine(device(), 2, 0);
+    const ConstTensorView row = In(rows.view());
+    const ConstTensorView b(row.data, DType::kF32, {2, 5, 70}, {0, token_stride, 1});
+    ASSERT_OK(AddScaled(device(), 1.5f, In(a.view()), b, Out(y.view()), machine.execution()));
+    Back();
+    const ConstTensorView expected(rows.raw(), DType::kF32, {2, 5, 70}, {0, token_stride, 1});
+    ForEachOffset(y.view(), expected, [&](int64_t at, int64_t from) {
+      const double product = 1.5 * a.view().Get(at);  // exact, so that fused and unfused agree
+      EXPECT_EQ(y.view().Get(at), static_cast<float>(product + expected.Get(from)));
+    });
+  }
+}
+
 std::string DeviceName(const ::testing::TestParamInfo<Device>& info) {
   return std::string(Name(info.param));
 }
@@ -591,6 +608,16 @@ TEST(RelativeSinusoids, AreSinesThenCosinesOfEveryDistance) {
     }
   }
   EXPECT_EQ(RelativeSinusoids(2, 3).shape(), (Shape{2, 3}));  // two sines, one cosine
+}
+
+TEST(Sinusoids, TheRowsOfLaterPositionsAreTheEndOfALongerTable) {
+  const SinusoidForm form = {SinusoidLayout::kInterleaved, SinusoidFrequencies::kInclusive, 50};
+  const Tensor all = Sinusoids(0, 40, 7, form).value(), end = Sinusoids(33, 7, 7, form).value();
+  ForEachOffset(Slice(all.view(), 0, 33, 7), end.view(), [&](int64_t at, int64_t to) {
+    EXPECT_EQ(Slice(all.view(), 0, 33, 7).Get(at), end.view().Get(to));
+  });
+  EXPECT_EQ(Sinusoids(0, int64_t{1} << 50, 64, form).status().code(),
+            absl::StatusCode::kResourceExhausted);
 }
 
 TEST(Layers, CallsAllocateNothing) {

@@ -157,7 +157,7 @@ absl::Status MatMulCpu(const PackedMatrix& matrix, const MatMulCall& call,
   return absl::OkStatus();
 }
 
-void AddCpu(const ConstTensorView& a, const ConstTensorView& b, const TensorView& y,
+void AddCpu(float scale, const ConstTensorView& a, const ConstTensorView& b, const TensorView& y,
             const Execution& execution) {
   constexpr int64_t kRowsOfTask = 16;
   const RowsOf<ConstTensorView> a_rows(a), b_rows(b);
@@ -171,7 +171,7 @@ void AddCpu(const ConstTensorView& a, const ConstTensorView& b, const TensorView
         float sum[kPanel], term[kPanel];
         a_rows.Load(row, first, count, sum);
         b_rows.Load(row, first, count, term);
-        for (int64_t c = 0; c < count; ++c) sum[c] += term[c];
+        for (int64_t c = 0; c < count; ++c) sum[c] = scale * sum[c] + term[c];
         y_rows.Store(row, first, count, sum);
       }
     }
@@ -226,12 +226,17 @@ std::string MatMulBackend(Device device) {
 
 absl::Status Add(Device device, const ConstTensorView& a, const ConstTensorView& b,
                  const TensorView& y, const Execution& execution) {
+  return AddScaled(device, 1, a, b, y, execution);
+}
+
+absl::Status AddScaled(Device device, float scale, const ConstTensorView& a,
+                       const ConstTensorView& b, const TensorView& y, const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckSameShape("the first summand", a, "the sum", y));
   TFB_RETURN_IF_ERROR(CheckSameShape("the second summand", b, "the sum", y));
   if (device != Device::kCpu) {
-    return FinishCuda(device, a, nullptr, Activation::kNone, b, y, execution);
+    return FinishCuda(device, scale, a, nullptr, Activation::kNone, b, y, execution);
   }
-  AddCpu(a, b, y, execution);
+  AddCpu(scale, a, b, y, execution);
   return absl::OkStatus();
 }
 

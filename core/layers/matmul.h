@@ -81,9 +81,12 @@ std::string MatMulBackend(Device device);
 bool MatMulUsesCublas(Device device);
 
 // y = a + b, of shape [batch, tokens, channels] or [rows, channels] each, in memory of the device.
-// y may be a or b.
+// y may be a or b, which may have strides of 0.
 absl::Status Add(Device device, const ConstTensorView& a, const ConstTensorView& b,
                  const TensorView& y, const Execution& execution);
+// y = scale a + b
+absl::Status AddScaled(Device device, float scale, const ConstTensorView& a,
+                       const ConstTensorView& b, const TensorView& y, const Execution& execution);
 
 }  // namespace tfb
 

@@ -1,23 +1,45 @@
-// Sinusoids of relative positions, as Transformer-XL and its descendants use them.
+// Sinusoids of positions.
 //
-//   r_p = [sin(p f_0), sin(p f_1), ..., cos(p f_0), cos(p f_1), ...]
-//   f_c = 10000^(-2 c / channels)
+//   channel a_j of position p   sin(p f_j)    j = 0 .. ceil(channels / 2) - 1
+//   channel b_j of position p   cos(p f_j)    j = 0 .. floor(channels / 2) - 1
 //
-// for the distances p = 0, 1, ...: all sines, then all cosines; with an odd number of channels the
-// last cosine is missing. Vaswani et al., arXiv:1706.03762v7, section 3.5 interleave the two; Dai
-// et al., arXiv:1901.02860v3, section 3.3 refer to them, and the authors' code (mem_transformer.py,
-// PositionalEmbedding) puts them in this order, which is the same up to a permutation of the rows
-// of the matrix that r_p is multiplied by.
+//   interleaved    a_j = 2 j, b_j = 2 j + 1: Vaswani et al., arXiv:1706.03762v7, section 3.5
+//   concatenated   a_j = j, b_j = ceil(channels / 2) + j: all sines, then all cosines
+//
+//   paper          f_j = base^(-2 j / channels), base 10000: the same section
+//   inclusive      f_j = base^(-j / (n - 1)), n = ceil(channels / 2), so that 1 / base is the last
+//                  one; f_0 = 1 where n is 1. As tensor2tensor and fairseq have it.
+//
+// With an odd number of channels the last cosine is missing. (tensor2tensor and fairseq leave the
+// last channel 0 instead, with floor(channels / 2) sines.) Dai et al., arXiv:1901.02860v3, section
+// 3.3 refer to the paper's; their code (mem_transformer.py, PositionalEmbedding) concatenates, which
+// is the same up to a permutation of the rows of the matrix that a row is multiplied by.
 #ifndef TFB_CORE_LAYERS_SINUSOID_H_
 #define TFB_CORE_LAYERS_SINUSOID_H_
 
 #include <cstdint>
 
+#include "absl/status/statusor.h"
 #include "core/tensor.h"
 
 namespace tfb {
 
-// r_0 to r_(distances - 1), f32 [distances, channels]; angles are in double.
+enum class SinusoidLayout { kInterleaved, kConcatenated };
+enum class SinusoidFrequencies { kPaper, kInclusive };
+
+struct SinusoidForm {
+  SinusoidLayout layout = SinusoidLayout::kInterleaved;
+  SinusoidFrequencies frequencies = SinusoidFrequencies::kPaper;
+  double base = 10000;
+};
+
+// Rows of the positions `first` to `first` + `positions` - 1, f32 [positions, channels]; angles are
+// in double. ResourceExhausted where there is no memory.
+absl::StatusOr<Tensor> Sinusoids(int64_t first, int64_t positions, int64_t channels,
+                                 const SinusoidForm& form);
+
+// The distances 0 to `distances` - 1, concatenated, with the paper's frequencies: as Transformer-XL
+// and its descendants use them.
 Tensor RelativeSinusoids(int64_t distances, int64_t channels);
 
 }  // namespace tfb

@@ -1,0 +1,85 @@
+// Self-attention on hidden states to which an encoding of positions has been added: what the
+// techniques share that tell a token its place in this way.
+//
+//   h^0 = x
+//   u_p = scale h^(n-1)_p + P^n_p + t^n,   h^n = multi_head(u)       n = 1 .. applications
+//   y = h^applications
+//
+// P^n has a row for each token, t^n is one row for all tokens. multi_head is the technique of that
+// name; each application has projections of its own, or all have the same. u and the h between
+// applications are fp32; attention in 16-bit problems rounds as multi_head does.
+#ifndef TFB_ATTENTION_MULTI_HEAD_ENCODED_ATTENTION_H_
+#define TFB_ATTENTION_MULTI_HEAD_ENCODED_ATTENTION_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "attention/multi_head/projected_attention.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// The same for all applications but for what Encodings holds.
+struct EncodedAttentionPlan {
+  TechniqueSpec inner = {"dense", {}};
+  bool bias = false;
+  double scale = 1;  // only with positions for every application
+  int64_t applications = 1;
+  bool shared = false;     // all applications have the same projections
+  int64_t rows_added = 0;  // of the encodings' parameters, in a Run
+};
+
+// What is added, f32, in host memory.
+struct Encodings {
+  // [tables, tokens, model_dim]: application n adds table n, and nothing where there is none.
+  Tensor positions;
+  bool repeat = false;  // the only table is added before every application
+  Tensor times;         // [applications, model_dim], or empty
+};
+// From a layer's parameters, at Setup.
+using MakeEncodings = std::function<absl::StatusOr<Encodings>(const NamedTensors& parameters)>;
+
+// x and the optional key_mask.
+std::vector<TensorSpec> EncodedAttentionInputs(const Problem& problem);
+
+// The layer. Parameters: `own`, which are those of the encodings; those of ProjectionSpecs, and
+// inner.NAME, which begin with applicationN. where there are several with projections of their own.
+// InvalidArgument where keys are not of the queries' tokens. Statistics are those of multi_head, of
+// the first application.
+absl::StatusOr<std::unique_ptr<Layer>> CreateEncodedAttention(const Problem& problem,
+                                                              const EncodedAttentionPlan& plan,
+                                                              const std::vector<ParameterSpec>& own,
+                                                              MakeEncodings make_encodings,
+                                                              Device device, uint64_t seed);
+
+// Channel c of P^n_p + t^n in float64, n from 0.
+using DefineEncoding = absl::FunctionRef<double(int64_t n, int64_t p, int64_t c)>;
+
+// y in float64. With request.weights also those of the last application.
+absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttentionPlan& plan,
+                                    DefineEncoding encoding, const NamedTensors& parameters,
+                                    const Inputs& inputs, const DefinitionRequest& request,
+                                    NamedTensors* outputs);
+
+// The technique's counterpart with the options: the same with the counterpart of `inner` inside,
+// which is the options' field.
+template <class OptionsT>
+absl::StatusOr<TechniqueSpec> CounterpartOfInner(const Technique& technique, const Problem& problem,
+                                                 const Options& options) {
+  TFB_ASSIGN_OR_RETURN(OptionsT parsed, ParseOptions<OptionsT>(options));
+  TFB_ASSIGN_OR_RETURN(const Technique* inner, Registry::Global().Find(parsed.inner.technique));
+  TFB_ASSIGN_OR_RETURN(parsed.inner, inner->Counterpart(problem, parsed.inner.options));
+  OptionBinder binder;
+  parsed.Describe(binder);
+  return TechniqueSpec{technique.info().name, binder.Values()};
+}
+
+}  // namespace tfb
+
+#endif  // TFB_ATTENTION_MULTI_HEAD_ENCODED_ATTENTION_H_

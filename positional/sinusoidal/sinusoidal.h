@@ -1,0 +1,89 @@
+// Sinusoidal encoding: a hidden state becomes one that knows its position, and multi-head attention
+// follows.
+//
+//   u_p = scale x_p + PE[p + position_offset],   y = multi_head(u)
+//   PE[p, 2 j] = sin(p w_j),  PE[p, 2 j + 1] = cos(p w_j),   w_j = base^(-2 j / d),  d = model_dim
+//
+// so that |PE[p]|^2 = d / 2, PE[p] . PE[q] depends on p - q alone, and PE[p + k] is PE[p] with each
+// pair of channels turned by k w_j. With an odd d the last cosine is missing, and these hold no
+// more. Nothing is learned: any offset, any length.
+//
+// Source: Vaswani et al. 2017, "Attention is all you need", arXiv:1706.03762v7, section 3.5, base
+// 10000; the scale sqrt(d) is that of embeddings, section 3.4. Embeddings drawn N(0, 1 / d) are N(0,
+// 1) by it, which hidden states here are from the start: so embedding_scale is `one` by default, and
+// sqrt_model_dim is the paper's, for embeddings as inputs.
+//
+// Where known code differs, an option has it. Marian and Transformer-XL put all sines before all
+// cosines (layout=concatenated), the same up to the order of channels. tensor2tensor and fairseq do
+// so too, and divide by d / 2 - 1 instead of d / 2 (frequencies=inclusive), so that all wavelengths
+// but the first differ. Not followed: these two leave the last channel of an odd d 0 where we have
+// a sine; and their tables begin at a padding index (position_offset does that).
+//
+// Cost: that of multi_head, and a table of tokens x d floats, made at Setup with angles in double.
+#ifndef TFB_POSITIONAL_SINUSOIDAL_SINUSOIDAL_H_
+#define TFB_POSITIONAL_SINUSOIDAL_SINUSOIDAL_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/multi_head/projected_attention.h"
+#include "core/layers/sinusoid.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct SinusoidalOptions {
+  // Of positions whose angles are right to 1e-6: 2^30 radians times the 2^-53 of a double's rounding.
+  static constexpr int64_t kMaxOffset = int64_t{1} << 30;
+  enum class Scale { kOne, kSqrtModelDim };
+
+  SinusoidForm form;
+  int64_t position_offset = 0;
+  Scale embedding_scale = Scale::kOne;
+  TechniqueSpec inner = {"dense", {}};
+  bool bias = false;
+
+  void Describe(OptionBinder& bind) {
+    bind.Choice("layout", &form.layout,
+                {{"interleaved", SinusoidLayout::kInterleaved},
+                 {"concatenated", SinusoidLayout::kConcatenated}},
+                "sines and cosines in turn, or all sines before all cosines");
+    bind.Choice(
+        "frequencies", &form.frequencies,
+        {{"paper", SinusoidFrequencies::kPaper}, {"inclusive", SinusoidFrequencies::kInclusive}},
+        "base^(-2 j / model_dim), or up to 1 / base inclusive, as tensor2tensor has it");
+    bind.Real("base", &form.base, 1, 1e9, "of the frequencies");
+    bind.Int("position_offset", &position_offset, 0, kMaxOffset, "position of token 0");
+    bind.Choice("embedding_scale", &embedding_scale,
+                {{"one", Scale::kOne}, {"sqrt_model_dim", Scale::kSqrtModelDim}},
+                "factor of x; sqrt_model_dim is for embeddings of variance 1 / model_dim");
+    BindInner(bind, &inner);
+    bind.Bool("bias", &bias, "projections add biases");
+  }
+};
+
+// Self-attention on x [batch, tokens, model_dim], with the optional key_mask. Parameters: those of
+// multi_head. The counterpart has the inner technique's counterpart inside.
+class Sinusoidal : public TechniqueOf<SinusoidalOptions> {
+ public:
+  Sinusoidal();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const SinusoidalOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const SinusoidalOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const SinusoidalOptions& options) const override;
+};
+
+// PE[p, c] of `channels` channels, in float64.
+double DefineSinusoid(const SinusoidForm& form, int64_t channels, int64_t p, int64_t c);
+
+}  // namespace tfb
+
+#endif  // TFB_POSITIONAL_SINUSOIDAL_SINUSOIDAL_H_
