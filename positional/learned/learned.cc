@@ -1,0 +1,100 @@
+#include "positional/learned/learned.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "attention/multi_head/encoded_attention.h"
+#include "core/definition.h"
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<Learned>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "learned";
+  info.family = "positional";
+  info.title = "Learned absolute position encoding";
+  info.citation =
+      "Gehring et al. 2017, arXiv:1705.03122v3; Al-Rfou et al. 2019, arXiv:1808.04444v2";
+  info.input_kind = InputKind::kHidden;
+  info.exactness = Exactness::kExact;
+  info.growth = 2;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+absl::Status CheckPositions(const Problem& problem, const LearnedOptions& options) {
+  if (options.position_offset + problem.query_tokens <= options.max_tokens) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "positions up to ", options.position_offset + problem.query_tokens - 1,
+      " are beyond the table: with position_offset ", options.position_offset, ", tokens are ",
+      problem.query_tokens, "; allowed by max_tokens ", options.max_tokens, " are at most ",
+      std::max<int64_t>(options.max_tokens - options.position_offset, 0)));
+}
+
+EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOptions& options) {
+  EncodedAttentionPlan plan;
+  plan.inner = options.inner;
+  plan.bias = options.bias;
+  plan.applications = options.layers;
+  plan.rows_added = options.tables() * problem.query_tokens;
+  return plan;
+}
+
+// The rows of the problem's tokens.
+absl::StatusOr<Encodings> RowsOfTokens(const Problem& problem, const LearnedOptions& options,
+                                       const NamedTensors& parameters) {
+  const ConstTensorView rows = Slice(ConstTensorView(parameters.at("p").view()), 1,
+                                     options.position_offset, problem.query_tokens);
+  Encodings encodings;
+  TFB_ASSIGN_OR_RETURN(encodings.positions, Tensor::Allocate(DType::kF32, rows.shape()));
+  CopyElements(rows, encodings.positions.view());
+  return encodings;
+}
+
+}  // namespace
+
+Learned::Learned() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> Learned::ReadTensors(const Problem& problem, const LearnedOptions&) const {
+  return EncodedAttentionInputs(problem);
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> Learned::MakeLayer(const Problem& problem,
+                                                          const LearnedOptions& options,
+                                                          Device device, uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckPositions(problem, options));
+  const ParameterSpec tables = {
+      "p", {options.tables(), options.max_tokens, problem.model_dim()}, 0, 0.02};
+  const auto encode = [=](const NamedTensors& parameters) {
+    return RowsOfTokens(problem, options, parameters);
+  };
+  return CreateEncodedAttention(problem, PlanOf(problem, options), {tables}, encode, device, seed);
+}
+
+absl::Status Learned::Definition(const Problem& problem, const LearnedOptions& options,
+                                 const NamedTensors& parameters, const Inputs& inputs,
+                                 const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(CheckPositions(problem, options));
+  const DoubleTensor tables(parameters.at("p").view());
+  const auto encoding = [&](int64_t n, int64_t p, int64_t c) {
+    if (n > 0 && !options.per_layer) return 0.0;
+    return tables.Row(n, options.position_offset + p)[c];
+  };
+  return DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters, inputs,
+                                request, outputs);
+}
+
+absl::StatusOr<TechniqueSpec> Learned::Counterpart(const Problem& problem,
+                                                   const Options& options) const {
+  return CounterpartOfInner<LearnedOptions>(*this, problem, options);
+}
+
+}  // namespace tfb

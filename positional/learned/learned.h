@@ -1,0 +1,77 @@
+// Learned absolute position encoding: a hidden state has the row of its position added, and
+// multi-head attention follows.
+//
+//   h^0 = x,   h^n = multi_head_n(h^(n-1)_p + P^n[p + position_offset]),   y = h^layers
+//
+// P^n is a parameter [max_tokens, model_dim], drawn N(0, 0.02^2). By default one layer. In a stack
+// the first layer alone has a table, added to its input as if to an embedding, or with per_layer
+// each has its own; multi_head_n have parameters of their own, and nothing else is between them: no
+// residual, no normalisation. There are no positions beyond the table: a problem that needs them is
+// refused.
+//
+// Sources: Gehring et al. 2017, "Convolutional sequence to sequence learning", arXiv:1705.03122v3,
+// section 3.1; a table for each layer: Al-Rfou et al. 2019, "Character-level language modeling with
+// deeper self-attention", arXiv:1808.04444v2, section 2.2. The deviation 0.02 is GPT-2's.
+//
+// max_tokens is 4096 by default, more than the 1024 of GPT-2 and the 512 of BERT. Code with a row
+// for padding before the others, as fairseq and OPT have it, is position_offset=2. Not followed:
+// OPT counts positions without padded tokens.
+//
+// Cost: that of multi_head a layer, and max_tokens model_dim parameters a table.
+#ifndef TFB_POSITIONAL_LEARNED_LEARNED_H_
+#define TFB_POSITIONAL_LEARNED_LEARNED_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/multi_head/projected_attention.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct LearnedOptions {
+  static constexpr int64_t kMaxPositions = int64_t{1} << 20;
+
+  int64_t max_tokens = 4096;
+  int64_t layers = 1;
+  bool per_layer = false;
+  int64_t position_offset = 0;
+  TechniqueSpec inner = {"dense", {}};
+  bool bias = false;
+
+  int64_t tables() const { return per_layer ? layers : 1; }
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("max_tokens", &max_tokens, 1, kMaxPositions, "rows of a table");
+    bind.Int("layers", &layers, 1, 16, "multi-head attention layers, one on the other");
+    bind.Bool("per_layer", &per_layer, "each layer adds a table of its own; else only the first");
+    bind.Int("position_offset", &position_offset, 0, kMaxPositions, "row of token 0");
+    BindInner(bind, &inner);
+    bind.Bool("bias", &bias, "projections add biases");
+  }
+};
+
+// Self-attention on x [batch, tokens, model_dim], with the optional key_mask. Parameters: p [tables,
+// max_tokens, model_dim], and those of multi_head, as applicationN.NAME where there are several
+// layers. InvalidArgument where a token is beyond the tables. The counterpart has the inner technique's
+// counterpart inside.
+class Learned : public TechniqueOf<LearnedOptions> {
+ public:
+  Learned();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const LearnedOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const LearnedOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const LearnedOptions& options) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_POSITIONAL_LEARNED_LEARNED_H_
