@@ -1,0 +1,88 @@
+// The Universal Transformer's encoding of position and time: before each application of one
+// multi-head attention the sum of two encodings is added, of the token's position and of the step.
+//
+//   h^0 = x,   h^n = multi_head(h^(n-1)_p + PE[p + position_offset] + T[n - 1 + first_step])
+//   y = h^steps,    n = 1 .. steps
+//   T = PE, the same sinusoids, or with time=learned a parameter with a row for each step
+//
+// PE as in positional/sinusoidal. So P^t[p] = PE[p] + PE[t] is separable, and differs from the
+// sinusoidal encoding by one row that all tokens have in common.
+//
+// Source: Dehghani et al. 2019, "Universal Transformers", arXiv:1807.03819v3, section 2.1: steps
+// count from 1 and sinusoids are the original's. This is the part of that network which concerns
+// positions: residuals, layer norms, the transition function and halting are those of the whole. So
+// the one multi-head attention, whose parameters all steps share, is applied to its own output.
+//
+// Where known code differs, an option has it: tensor2tensor learns T by default (time=learned) and
+// has its own sinusoids (layout=concatenated, frequencies=inclusive); ports of it to PyTorch count
+// steps from 0 (first_step=0). T is drawn N(0, 1 / model_dim), as tensor2tensor's.
+//
+// Cost: that of multi_head a step; tables of tokens x model_dim and steps x model_dim, and never of
+// their product.
+#ifndef TFB_POSITIONAL_UNIVERSAL_UNIVERSAL_H_
+#define TFB_POSITIONAL_UNIVERSAL_UNIVERSAL_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/multi_head/projected_attention.h"
+#include "core/layers/sinusoid.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct UniversalOptions {
+  static constexpr int64_t kMaxOffset = int64_t{1} << 30;  // see positional/sinusoidal
+  enum class Time { kSinusoid, kLearned };
+
+  int64_t steps = 2;
+  Time time = Time::kSinusoid;
+  int64_t first_step = 1;
+  SinusoidForm form;
+  int64_t position_offset = 0;
+  TechniqueSpec inner = {"dense", {}};
+  bool bias = false;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("steps", &steps, 1, 16, "applications of the attention");
+    bind.Choice("time", &time, {{"sinusoid", Time::kSinusoid}, {"learned", Time::kLearned}},
+                "the encoding of the step");
+    bind.Int("first_step", &first_step, 0, kMaxOffset, "number of the first step; of sinusoids");
+    bind.Choice("layout", &form.layout,
+                {{"interleaved", SinusoidLayout::kInterleaved},
+                 {"concatenated", SinusoidLayout::kConcatenated}},
+                "sines and cosines in turn, or all sines before all cosines");
+    bind.Choice(
+        "frequencies", &form.frequencies,
+        {{"paper", SinusoidFrequencies::kPaper}, {"inclusive", SinusoidFrequencies::kInclusive}},
+        "base^(-2 j / model_dim), or up to 1 / base inclusive, as tensor2tensor has it");
+    bind.Real("base", &form.base, 1, 1e9, "of the frequencies");
+    bind.Int("position_offset", &position_offset, 0, kMaxOffset, "position of token 0");
+    BindInner(bind, &inner);
+    bind.Bool("bias", &bias, "projections add biases");
+  }
+};
+
+// Self-attention on x [batch, tokens, model_dim], with the optional key_mask. Parameters: those of
+// multi_head, and with time=learned t [steps, model_dim]. The counterpart has the inner technique's
+// counterpart inside.
+class Universal : public TechniqueOf<UniversalOptions> {
+ public:
+  Universal();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const UniversalOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const UniversalOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const UniversalOptions& options) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_POSITIONAL_UNIVERSAL_UNIVERSAL_H_
