@@ -544,12 +544,7 @@ absl::Status EncoderDecoder::Definition(const Problem& problem,
 
 absl::StatusOr<TechniqueSpec> EncoderDecoder::Counterpart(const Problem& problem,
                                                           const Options& options) const {
-  TFB_ASSIGN_OR_RETURN(EncoderDecoderOptions parsed, ParseOptions<EncoderDecoderOptions>(options));
-  TFB_ASSIGN_OR_RETURN(const Technique* inner, Registry::Global().Find(parsed.inner.technique));
-  TFB_ASSIGN_OR_RETURN(parsed.inner, inner->Counterpart(problem, parsed.inner.options));
-  OptionBinder binder;
-  parsed.Describe(binder);
-  return TechniqueSpec{info().name, binder.Values()};
+  return WithCounterpartInside<EncoderDecoderOptions>(*this, problem, options);
 }
 
 int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& options) {

@@ -67,19 +67,6 @@ absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttenti
                                     const Inputs& inputs, const DefinitionRequest& request,
                                     NamedTensors* outputs);
 
-// The technique's counterpart with the options: the same with the counterpart of `inner` inside,
-// which is the options' field.
-template <class OptionsT>
-absl::StatusOr<TechniqueSpec> CounterpartOfInner(const Technique& technique, const Problem& problem,
-                                                 const Options& options) {
-  TFB_ASSIGN_OR_RETURN(OptionsT parsed, ParseOptions<OptionsT>(options));
-  TFB_ASSIGN_OR_RETURN(const Technique* inner, Registry::Global().Find(parsed.inner.technique));
-  TFB_ASSIGN_OR_RETURN(parsed.inner, inner->Counterpart(problem, parsed.inner.options));
-  OptionBinder binder;
-  parsed.Describe(binder);
-  return TechniqueSpec{technique.info().name, binder.Values()};
-}
-
 }  // namespace tfb
 
 #endif  // TFB_ATTENTION_MULTI_HEAD_ENCODED_ATTENTION_H_

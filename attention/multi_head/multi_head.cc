@@ -123,12 +123,7 @@ absl::Status MultiHead::Definition(const Problem& problem, const MultiHeadOption
 
 absl::StatusOr<TechniqueSpec> MultiHead::Counterpart(const Problem& problem,
                                                      const Options& options) const {
-  TFB_ASSIGN_OR_RETURN(MultiHeadOptions parsed, ParseOptions<MultiHeadOptions>(options));
-  TFB_ASSIGN_OR_RETURN(const Technique* inner, Registry::Global().Find(parsed.inner.technique));
-  TFB_ASSIGN_OR_RETURN(parsed.inner, inner->Counterpart(problem, parsed.inner.options));
-  OptionBinder binder;
-  parsed.Describe(binder);
-  return TechniqueSpec{info().name, binder.Values()};
+  return WithCounterpartInside<MultiHeadOptions>(*this, problem, options);
 }
 
 }  // namespace tfb

@@ -22,6 +22,7 @@
 #include "core/layers/matmul.h"
 #include "core/options.h"
 #include "core/problem.h"
+#include "core/status.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
@@ -38,6 +39,19 @@ void BindInner(OptionBinder& bind, TechniqueSpec* inner);
 absl::StatusOr<std::unique_ptr<Layer>> CreateInner(const TechniqueSpec& inner,
                                                    const Problem& problem, Device device,
                                                    uint64_t seed, bool gives_x);
+
+// The technique of the options, with the counterpart of their field `inner` in its place.
+template <class OptionsT>
+absl::StatusOr<TechniqueSpec> WithCounterpartInside(const Technique& technique,
+                                                    const Problem& problem,
+                                                    const Options& options) {
+  TFB_ASSIGN_OR_RETURN(OptionsT parsed, ParseOptions<OptionsT>(options));
+  TFB_ASSIGN_OR_RETURN(const Technique* inner, Registry::Global().Find(parsed.inner.technique));
+  TFB_ASSIGN_OR_RETURN(parsed.inner, inner->Counterpart(problem, parsed.inner.options));
+  OptionBinder binder;
+  parsed.Describe(binder);
+  return TechniqueSpec{technique.info().name, binder.Values()};
+}
 
 // ---- Parameters ----
 

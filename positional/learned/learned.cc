@@ -94,7 +94,7 @@ absl::Status Learned::Definition(const Problem& problem, const LearnedOptions& o
 
 absl::StatusOr<TechniqueSpec> Learned::Counterpart(const Problem& problem,
                                                    const Options& options) const {
-  return CounterpartOfInner<LearnedOptions>(*this, problem, options);
+  return WithCounterpartInside<LearnedOptions>(*this, problem, options);
 }
 
 }  // namespace tfb

@@ -83,7 +83,7 @@ absl::Status Sinusoidal::Definition(const Problem& problem, const SinusoidalOpti
 
 absl::StatusOr<TechniqueSpec> Sinusoidal::Counterpart(const Problem& problem,
                                                       const Options& options) const {
-  return CounterpartOfInner<SinusoidalOptions>(*this, problem, options);
+  return WithCounterpartInside<SinusoidalOptions>(*this, problem, options);
 }
 
 }  // namespace tfb

@@ -1,6 +1,5 @@
 #include "positional/universal/universal.h"
 
-#include <cmath>
 #include <memory>
 #include <utility>
 
@@ -69,8 +68,7 @@ absl::StatusOr<std::unique_ptr<Layer>> Universal::MakeLayer(const Problem& probl
                                                             Device device, uint64_t seed) const {
   std::vector<ParameterSpec> own;
   if (options.time == Time::kLearned) {
-    const int64_t width = problem.model_dim();
-    own.push_back({"t", {options.steps, width}, 0, 1 / std::sqrt(static_cast<double>(width))});
+    own.push_back({"t", {options.steps, problem.model_dim()}, 0, 1});
   }
   const auto encode = [=](const NamedTensors& parameters) {
     return PositionsAndTimes(problem, options, parameters);
@@ -96,7 +94,7 @@ absl::Status Universal::Definition(const Problem& problem, const UniversalOption
 
 absl::StatusOr<TechniqueSpec> Universal::Counterpart(const Problem& problem,
                                                      const Options& options) const {
-  return CounterpartOfInner<UniversalOptions>(*this, problem, options);
+  return WithCounterpartInside<UniversalOptions>(*this, problem, options);
 }
 
 }  // namespace tfb

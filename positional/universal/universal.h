@@ -13,9 +13,10 @@
 // positions: residuals, layer norms, the transition function and halting are those of the whole. So
 // the one multi-head attention, whose parameters all steps share, is applied to its own output.
 //
-// Where known code differs, an option has it: tensor2tensor learns T by default (time=learned) and
-// has its own sinusoids (layout=concatenated, frequencies=inclusive); ports of it to PyTorch count
-// steps from 0 (first_step=0). T is drawn N(0, 1 / model_dim), as tensor2tensor's.
+// Where known code differs, an option has it: tensor2tensor (universal_transformer_util.py) learns T
+// by default (time=learned), counts steps from 0 (first_step=0), and has its own sinusoids
+// (layout=concatenated, frequencies=inclusive). T is drawn N(0, 1), as large as tensor2tensor's,
+// which is N(0, 1 / model_dim) times sqrt(model_dim).
 //
 // Cost: that of multi_head a step; tables of tokens x model_dim and steps x model_dim, and never of
 // their product.
