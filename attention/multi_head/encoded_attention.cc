@@ -47,7 +47,7 @@ class EncodedAttentionLayer : public Layer {
     for (const ParameterSpec& spec : own) {
       own_bytes_ += 4 * static_cast<double>(NumElements(spec.shape));
     }
-    // Hidden states are fp32 here, which is not what an inner technique would be given.
+    // u is fp32: an inner technique that reads it expects the problem's dtype.
     const bool gives_x = problem().dtype == DType::kF32;
     for (int64_t n = 0; n < ProjectionCount(plan_); ++n) {
       const std::string prefix = Prefix(plan_, n);
@@ -78,7 +78,7 @@ class EncodedAttentionLayer : public Layer {
                  4 * static_cast<double>(plan_.rows_added * problem().model_dim());
     double flops = 0;
     for (int64_t n = 0; n < plan_.applications; ++n) {
-      const ProjectedAttention& attention = AttentionOf(n);
+      const ProjectedAttention& attention = attention_[IndexOf(n)];
       const Cost inner = attention.inner().cost();
       if (!inner.flops.has_value()) return cost;
       flops += attention.projection_flops() + *inner.flops;
@@ -111,9 +111,7 @@ class EncodedAttentionLayer : public Layer {
     if (tensor.empty()) return DeviceArray<float>();
     return CopyFloats(device_, tensor.view());
   }
-  const ProjectedAttention& AttentionOf(int64_t n) const {
-    return attention_[plan_.shared ? 0 : n];
-  }
+  int64_t IndexOf(int64_t n) const { return plan_.shared ? 0 : n; }  // in attention_
   TensorView TakeState(Workspace& workspace) const {
     const Problem& p = problem();
     const Shape shape = {p.batch, p.query_tokens, p.model_dim()};
@@ -163,7 +161,7 @@ class EncodedAttentionLayer : public Layer {
     const int64_t applications = sets_up ? ProjectionCount(plan_) : plan_.applications;
     for (int64_t n = 0; n < applications; ++n) {
       TFB_ASSIGN_OR_RETURN(h, Encode(n, h, state, rest));
-      ProjectedAttention& attention = attention_[plan_.shared ? 0 : n];
+      ProjectedAttention& attention = attention_[IndexOf(n)];
       const bool last = n == applications - 1;
       const ProjectedAttention::Call call = {h, {}, inputs.Get("key_mask"), {}, last ? out : state};
       if (sets_up) TFB_RETURN_IF_ERROR(attention.Setup(parameters_, Prefix(plan_, n), call, rest));

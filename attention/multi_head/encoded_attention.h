@@ -61,7 +61,9 @@ absl::StatusOr<std::unique_ptr<Layer>> CreateEncodedAttention(const Problem& pro
 // Channel c of P^n_p + t^n in float64, n from 0.
 using DefineEncoding = absl::FunctionRef<double(int64_t n, int64_t p, int64_t c)>;
 
-// y in float64. With request.weights also those of the last application.
+// y in float64. With request.weights also those of the last application. Where an inner technique
+// chooses by the order of scores, a near tie before the last application may fall otherwise than in a
+// layer, whose y is then another: with several applications in 16 bits that is usual.
 absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttentionPlan& plan,
                                     DefineEncoding encoding, const NamedTensors& parameters,
                                     const Inputs& inputs, const DefinitionRequest& request,

@@ -33,7 +33,7 @@
 namespace tfb {
 
 struct SinusoidalOptions {
-  // Of positions whose angles are right to 1e-6: 2^30 radians times the 2^-53 of a double's rounding.
+  // Angles up to 2^30 radians are right to 2^-22, 2.4e-7, since a frequency in double has 2^-52.
   static constexpr int64_t kMaxOffset = int64_t{1} << 30;
   enum class Scale { kOne, kSqrtModelDim };
 
