@@ -26,7 +26,7 @@ namespace {
 
 const bool registered = RegisterTechnique<Routing>();
 
-constexpr int64_t kTokensOfCluster = 256;
+constexpr int64_t kTokensOfCluster = 512;
 constexpr double kNormEpsilon = 1e-5;
 
 TechniqueInfo Info() {
