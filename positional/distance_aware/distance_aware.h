@@ -4,21 +4,19 @@
 //   f_h(n) = (1 + exp(beta_h)) / (1 + exp(beta_h - alpha_h n))
 //          = exp(softplus(beta_h) - softplus(beta_h - alpha_h n))
 //
-// and y_i is the mean of the values under softmax_j(s_ij). f(0) = 1. With alpha > 0 distance
-// multiplies scores by up to 1 + exp(beta), with alpha < 0 it takes them to 0. A score of 0 keeps the
-// weight exp(0): f -> 0 flattens attention over far keys, it does not hide them, and so does the
-// ReLU with keys of a negative product. Masks act after the product. The second form of f, which the
-// layer computes, stays finite wherever f does.
+// f(0) = 1. With distance, alpha > 0 multiplies scores by up to 1 + exp(beta), and alpha < 0 takes
+// them to 0. A score of 0 keeps the weight exp(0): neither f -> 0 nor the ReLU of a negative product
+// hides a key, they flatten attention. Masks act after the product. The layer computes f in its
+// second form, which does not overflow before f does.
 //
 // Source: Wu, Wu, Huang 2021, "DA-Transformer: distance-aware transformer", NAACL,
-// arXiv:2010.06925v2, sections 3.1 to 3.3; alpha and beta are its w and v. The paper's model is an
-// encoder, without a causal mask.
-// Where the paper is silent: d under the root is head_dim. alpha is drawn from N(0, 0.1^2), so that
-// half of the heads prefer far keys and half near ones and f changes over some ten tokens, and beta
-// from N(0, 1). No code of the authors is public.
+// arXiv:2010.06925v2, section 3. Its model is an encoder, without a causal mask, and its queries and
+// keys are of the same tokens: p_i = i. No code of the authors is public.
+// Ours where the paper is silent: d under the root is head_dim, not model_dim. alpha is drawn from
+// N(0, 0.1^2), so that half of the heads prefer far keys, half near ones, and f changes over tens of
+// tokens; beta from N(0, 1).
 //
-// Cost: dense attention, and a comparison and a product a score; memory heads (query_tokens +
-// kv_tokens) floats.
+// Cost: dense attention and two operations a score; memory heads (query_tokens + kv_tokens) floats.
 #ifndef TFB_POSITIONAL_DISTANCE_AWARE_DISTANCE_AWARE_H_
 #define TFB_POSITIONAL_DISTANCE_AWARE_DISTANCE_AWARE_H_
 

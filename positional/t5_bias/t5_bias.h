@@ -8,21 +8,21 @@
 //   b(n) = n                                                       n < m
 //   b(n) = min(n' - 1, m + floor((n' - m) ln(n/m) / ln(D/m)))      n >= m
 //
-//   causal         bucket(x) = b(max(x, 0))             n' = num_buckets
+//   causal         bucket(x) = b(max(x, 0))                n' = num_buckets
 //   bidirectional  bucket(x) = b(|x|) + (x < 0 ? n' : 0)   n' = floor(num_buckets / 2)
 //
 // b(n) >= m + r means (n/m)^(n'-m) >= (D/m)^r. Bucket starts are computed from this in integers, so
 // no logarithm is rounded to the wrong side of one.
 //
 // Source: Raffel et al. 2020, "Exploring the limits of transfer learning with a unified text-to-text
-// transformer", JMLR 21, arXiv:1910.10683v4, section 2.1; the buckets, which the paper does not
-// spell out, are those of the authors' code (github.com/tensorflow/mesh, mesh_tensorflow/transformer/
-// transformer_layers.py). T5 does not divide scores by sqrt(head_dim): its initial queries are
-// smaller instead, so `scale` is 1 by default. One table serves all layers of T5's stack, and its
-// cross-attention has none; a layer here is one attention with a table.
-// Where other code differs: Hugging Face's and the authors' buckets round a logarithm in fp32, which
-// gives the same buckets for 32 and 128. beta is drawn with deviation 1/sqrt(query_heads head_dim),
-// as in Hugging Face's.
+// transformer", JMLR 21, arXiv:1910.10683v4, section 2.1. It does not spell out the buckets: they
+// are those of the authors' code (github.com/tensorflow/mesh,
+// mesh_tensorflow/transformer/transformer_layers.py). T5 does not divide scores by sqrt(head_dim),
+// its initial queries are smaller instead: so `scale` is 1 by default. One table serves all layers
+// of a stack of T5's, and its cross-attention has none; here each layer has its own.
+// Where we differ from that code and from Hugging Face's: both round a logarithm in fp32, which for
+// 32 buckets up to 128 gives the same. beta is drawn with Hugging Face's deviation,
+// 1/sqrt(model_dim).
 //
 // Cost: dense attention and one addition a score; memory heads (query_tokens + kv_tokens) floats.
 #ifndef TFB_POSITIONAL_T5_BIAS_T5_BIAS_H_
@@ -42,10 +42,10 @@ struct T5BiasOptions {
 
   void Describe(OptionBinder& bind) {
     bind.Int("num_buckets", &num_buckets, 4, 512,
-             "rows of the table; without a causal mask half of them for each side");
+             "rows of the table; without a causal mask half of them, rounded down, for each side");
     bind.Int(
         "max_distance", &max_distance, 2, int64_t{1} << 20,
-        "distances from here on share a bucket; above a quarter of the buckets, causally half");
+        "distances from here on share a bucket; more than a quarter of num_buckets, causally half");
     bind.Real("scale", &scale, 0, 1e6, "factor on q . k; 0 means 1/sqrt(head_dim)");
   }
 };

@@ -187,8 +187,10 @@ TEST(T5Bias, KeysBehindAndAheadHaveTablesOfTheirOwn) {
 TEST(T5Bias, MatchesItsDefinitionOfAllBucketsBidirectionallyAndCausally) {
   for (bool causal : {false, true}) {
     for (auto [queries, keys] : {std::pair<int64_t, int64_t>{257, 257}, {30, 300}, {300, 30}}) {
-      for (const auto& [buckets, distance] :
-           {std::pair<std::string, std::string>{"32", "128"}, {"7", "300"}, {"40", "21"}}) {
+      for (const auto& [buckets, distance] : {std::pair<std::string, std::string>{"32", "128"},
+                                              {"7", "300"},
+                                              {"40", "21"},
+                                              {"512", "1000"}}) {
         Problem problem = Problem::SelfAttention(2, 6, queries, 40, causal);
         problem.kv_tokens = keys;
         problem.kv_heads = 3;
