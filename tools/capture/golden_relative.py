@@ -137,5 +137,92 @@ def xlnet_clamped():
     return xlnet_case(5, 19)
 
 
+# ---- positional/shaw ----
+
+T2T = "torch.softmax, in tensor2tensor's dot_product_attention_relative (common_attention.py)"
+# Its functions by name, restated in PyTorch: tensor2tensor itself needs TensorFlow 1. With tables
+# that the heads share, or one of each head as its heads_share_relative_embedding=False has them.
+
+
+def generate_relative_positions_matrix(length, max_relative_position):
+    range_vec = torch.arange(length)
+    distance_mat = range_vec[None, :] - range_vec[:, None]
+    return distance_mat.clamp(-max_relative_position, max_relative_position) + max_relative_position
+
+
+def relative_attention_inner(x, y, z, transpose):
+    """x [batch, heads, length, depth or length], z [heads, length, length, depth]."""
+    if transpose:
+        return x @ y.transpose(-1, -2) + torch.einsum("bhid,hijd->bhij", x, z)
+    return x @ y + torch.einsum("bhij,hijd->bhid", x, z)
+
+
+def dot_product_attention_relative(q, k, v, bias, tables_keys, tables_values, k_max):
+    matrix = generate_relative_positions_matrix(q.shape[2], k_max)
+
+    def embeddings(tables):
+        return tables.expand(q.shape[1], -1, -1)[:, matrix]
+
+    logits = relative_attention_inner(q, k, embeddings(tables_keys), True) + bias
+    weights = torch.softmax(logits, -1)
+    return relative_attention_inner(weights, v, embeddings(tables_values), False)
+
+
+def shaw_formula(causal, k_max):
+    def formula(t):
+        q, k, v = t["q"], t["k"], t["v"]
+        batch, heads, tokens, channels = q.shape
+        keys, values = t["key_positions"], t["value_positions"]
+        out = np.zeros(v.shape)
+        for b, h, i in np.ndindex(batch, heads, tokens):
+            seen = range(i + 1 if causal else tokens)
+            rows = [min(max(j - i, -k_max), k_max) + k_max for j in seen]
+            table = h % len(keys)
+            scores = np.array([q[b, h, i] @ (k[b, h, j] + keys[table, r])
+                               for j, r in zip(seen, rows)]) / math.sqrt(channels)
+            weights = np.exp(scores - scores.max())
+            weights /= weights.sum()
+            out[b, h, i] = sum(w * (v[b, h, j] + values[table, r])
+                               for w, j, r in zip(weights, seen, rows))
+        return {"out": out}
+    return formula
+
+
+def shaw_case(causal, k_max, tokens, per_head, has_values=True):
+    batch, heads, channels = 2, 3, 8
+    q, k, v = (draw(batch, heads, tokens, channels) for _ in range(3))
+    shape = (heads if per_head else 1, 2 * k_max + 1, channels)
+    keys, values = draw(*shape), draw(*shape, scale=1.0 if has_values else 0.0)
+    with in_float64():
+        bias = torch.zeros(tokens, tokens)
+        if causal:
+            bias = torch.triu(torch.full((tokens, tokens), -1e9), 1)
+        # It scales queries before, in multihead_attention.
+        out = dot_product_attention_relative(q * channels**-0.5, k, v, bias, keys, values, k_max)
+    tensors = {"q": f32(q), "k": f32(k), "v": f32(v), "key_positions": f32(keys),
+               "value_positions": f32(values), "out": f64(out)}
+    return tensors, {
+        "causal": str(causal), "max_distance": str(k_max), "per_head": str(per_head).lower(),
+        "values": str(has_values).lower(),
+        "formula": "s_ij = q_i . (k_j + key_positions[r]) / sqrt(head_dim), r = clip(j - i, -k, k) "
+                   "+ k; sum_j softmax_j(s_ij) (v_j + value_positions[r])",
+    }, shaw_formula(causal, k_max)
+
+
+@case("positional/shaw/testdata/causal", T2T, 311)
+def causal():
+    return shaw_case(True, 4, 19, per_head=True)
+
+
+@case("positional/shaw/testdata/both_sides", T2T, 312)
+def both_sides():
+    return shaw_case(False, 5, 21, per_head=False)
+
+
+@case("positional/shaw/testdata/keys_only", T2T, 313)
+def keys_only():
+    return shaw_case(False, 3, 17, per_head=True, has_values=False)
+
+
 if __name__ == "__main__":
     golden.main(golden.CASES[FIRST:], pathlib.Path(__file__).name)
