@@ -18,8 +18,8 @@
 // head, its big one k = 8 and tables that the heads share, as tensor2tensor's code has them. The
 // authors found (table 3) that P^V may be left out.
 //
-// Cost: dense attention, and 2 (head_dim + value_dim) (2k + 1) FLOPs a query twice. Memory: a copy
-// of the output in fp32 for each side that has far keys.
+// Cost: dense attention and 2 (2k + 1) (head_dim + value_dim) FLOPs a query. Memory: a copy of the
+// output in fp32 for each side that has far keys.
 #ifndef TFB_POSITIONAL_SHAW_SHAW_H_
 #define TFB_POSITIONAL_SHAW_SHAW_H_
 

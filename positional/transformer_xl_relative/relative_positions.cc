@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <utility>
 
+#include "Eigen/Core"
 #include "core/layers/matmul.h"
 #include "core/layers/sinusoid.h"
 #include "core/status.h"
@@ -27,6 +28,23 @@ absl::StatusOr<Tensor> Project(const ConstTensorView& sinusoids, const ConstTens
   execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), bytes);
   TFB_RETURN_IF_ERROR(MatMul(matrix, {sinusoids, {}, projected.view()}, execution));
   return projected;
+}
+
+// The same in float64, rounded to a 16-bit dtype once. Which way a number is rounded must not depend
+// on the order of a sum: neighbouring numbers of 16 bits differ too much.
+absl::StatusOr<Tensor> ProjectAndRound(const ConstTensorView& sinusoids, const ConstTensorView& w_r,
+                                       DType dtype) {
+  using Matrix = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  const auto matrix = [](const ConstTensorView& view) {
+    Matrix copy(view.dim(0), view.dim(1));
+    CopyElements(view, TensorView(copy.data(), DType::kF64, view.shape()));
+    return copy;
+  };
+  const Matrix product = matrix(sinusoids) * matrix(w_r);
+  const Shape shape = {product.rows(), product.cols()};
+  TFB_ASSIGN_OR_RETURN(Tensor rounded, Tensor::Allocate(dtype, shape));
+  CopyElements(ConstTensorView(product.data(), DType::kF64, shape), rounded.view());
+  return rounded;
 }
 
 }  // namespace
@@ -59,10 +77,11 @@ absl::StatusOr<RelativePositions> RelativePositions::Create(const Parameters& pa
   positions.u_ = parameters.u.At<float>(0);
   positions.v_ = parameters.v.At<float>(0);
   if (range.rows() == 0) return positions;
-  TFB_ASSIGN_OR_RETURN(const Tensor projected, Project(sinusoids, parameters.w_r, pool));
-  const Tensor rounded = projected.CloneAs(dtype);
+  TFB_ASSIGN_OR_RETURN(const Tensor projected,
+                       dtype == DType::kF32 ? Project(sinusoids, parameters.w_r, pool)
+                                            : ProjectAndRound(sinusoids, parameters.w_r, dtype));
   const ConstTensorView by_head =
-      Transpose(SplitAxis(rounded.view(), 1, parameters.u.dim(0)), 0, 1);
+      Transpose(SplitAxis(projected.view(), 1, parameters.u.dim(0)), 0, 1);
   positions.distances_ =
       std::make_unique<RelativeKeys>(by_head, here - range.last, here - range.first,
                                      [&](int64_t offset) { return range.Row(here - offset); });

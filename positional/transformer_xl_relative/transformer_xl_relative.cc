@@ -71,12 +71,13 @@ class TransformerXlRelativeLayer : public FlashLayer {
   RelativePositions positions_;
 };
 
-// r_d W_r for the distances first, first + 1, ..., [heads, distances, head_dim]. In 16 bits it is
-// rounded to the problem's dtype.
+// r_d W_r for the distances first, first + 1, ..., [heads, distances, head_dim]. Of 16-bit problems
+// r_d is rounded to fp32, and the product to the problem's dtype.
 DoubleTensor DefinePositions(const Problem& problem, int64_t clamp, const DoubleTensor& w_r,
                              int64_t first, int64_t distances) {
   const int64_t width = problem.model_dim(), sines = (width + 1) / 2;
-  Tensor table(problem.dtype == DType::kF32 ? DType::kF64 : problem.dtype,
+  const bool rounds = problem.dtype != DType::kF32;
+  Tensor table(rounds ? problem.dtype : DType::kF64,
                {problem.query_heads, distances, problem.head_dim});
   for (int64_t n = 0; n < distances; ++n) {
     int64_t d = first + n;
@@ -85,7 +86,8 @@ DoubleTensor DefinePositions(const Problem& problem, int64_t clamp, const Double
     for (int64_t m = 0; m < width; ++m) {
       const double exponent = 2 * static_cast<double>(m % sines) / static_cast<double>(width);
       const double angle = static_cast<double>(d) / std::pow(10000, exponent);
-      const double r = m < sines ? std::sin(angle) : std::cos(angle);
+      double r = m < sines ? std::sin(angle) : std::cos(angle);
+      if (rounds) r = static_cast<float>(r);
       for (int64_t c = 0; c < width; ++c) product[c] += r * w_r.Row(m)[c];
     }
     for (int64_t c = 0; c < width; ++c) {
@@ -121,7 +123,7 @@ absl::Status TransformerXlRelative::Definition(const Problem& problem,
       u(parameters.at("u").view()), v(parameters.at("v").view());
   const KeyMask is_token(inputs);
   const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
-  const int64_t nearest = -problem.query_tokens;
+  const int64_t nearest = problem.causal ? 0 : -problem.query_tokens;
   const DoubleTensor positions =
       DefinePositions(problem, options.clamp_length, w_r, nearest, problem.kv_tokens - nearest + 1);
   DefineAttention(

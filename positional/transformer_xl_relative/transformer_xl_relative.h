@@ -9,11 +9,12 @@
 // mask r of a later key, d < 0, is the same formula: its sines change sign, as in XLNet.
 //
 // Source: Dai, Yang, Yang, Carbonell, Le, Salakhutdinov 2019, "Transformer-XL: attentive language
-// models beyond a fixed-length context", arXiv:1901.02860v3, section 3.3 and appendix B; XLNet: Yang
-// et al., arXiv:1906.08237v2, appendix A. clamp_length as in the authors' codes. What the paper
-// writes W_E and W_q is the caller's: queries and keys come projected. In 16 bits r_d W_r, which meets
-// the queries as keys do, is rounded as they are. Segments and their memory are
-// memory/transformer_xl, which shares relative_positions.h.
+// models beyond a fixed-length context", arXiv:1901.02860v3, section 3.3 and appendix B; XLNet:
+// Yang et al., arXiv:1906.08237v2, section 2.4. The negative distances and clamp_length are as in
+// the authors' codes. What the paper writes W_E and W_q is the caller's: queries and keys come
+// projected. Of 16-bit problems r_d W_r is rounded to their dtype, as the keys are that it is added
+// to (r_d itself is fp32, as W_r is). Segments and their memory are memory/transformer_xl, which
+// shares relative_positions.h.
 //
 // Cost: a product of head_dim more a score: 1.5 times dense attention. Setup, 2 model_dim^2 FLOPs a
 // distance. Memory: heads (query_tokens + kv_tokens) head_dim floats.

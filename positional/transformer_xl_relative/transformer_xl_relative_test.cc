@@ -210,6 +210,28 @@ TEST(TransformerXlRelative, MatchesItsDefinitionBidirectionallyAndCausally) {
   }
 }
 
+TEST(TransformerXlRelative, InSixteenBitsPositionsAreRounded) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    const Problem problem = Problem::SelfAttention(1, 4, 300, 32, /*causal=*/false, dtype);
+    const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+    const NamedTensors parameters = LargeParameters(problem);
+    const RunRequest request = With(parameters);
+    const NamedTensors ours =
+        RunTechnique(TransformerXlRelative(), problem, ViewsOf(inputs), request).value();
+    const NamedTensors expected =
+        DefineTechnique(TransformerXlRelative(), problem, ViewsOf(inputs), request).value();
+    Problem unrounded = problem;
+    unrounded.dtype = DType::kF32;
+    const NamedTensors exact =
+        DefineTechnique(TransformerXlRelative(), unrounded, ViewsOf(inputs), request).value();
+    const auto difference = [](const NamedTensors& a, const NamedTensors& b) {
+      return MaxDifference(a.at("log_sum_exp").view(), b.at("log_sum_exp").view());
+    };
+    EXPECT_LE(difference(ours, expected), 5e-6) << Name(dtype);
+    EXPECT_GT(difference(exact, expected), 1e-4) << Name(dtype);
+  }
+}
+
 // Hugging Face's Transformer-XL, causal with a memory, and its XLNet, bidirectional.
 TEST(TransformerXlRelative, MatchesHuggingFace) {
   for (const char* name : {"transfo_xl", "transfo_xl_clamped", "xlnet", "xlnet_clamped"}) {
