@@ -203,7 +203,7 @@ double RatioBound(DType dtype, double dense_error, double largest_output) {
 }
 
 double LogSumExpBound(int64_t keys, double largest_log_sum_exp) {
-  return Fp32Bound(keys) + 3 * UnitRoundoff(DType::kF32) * largest_log_sum_exp;
+  return Fp32Bound(keys) + (8 + 3) * UnitRoundoff(DType::kF32) * largest_log_sum_exp;
 }
 
 }  // namespace tfb

@@ -101,10 +101,11 @@ double AbsoluteBound(DType dtype, int64_t keys);
 // of max |v|, `largest_output` too.
 double RatioBound(DType dtype, double dense_error, double largest_output);
 
-// Of log-sum-exp, absolute. It is m + log(sum) with f32 scores: the error of the scores and of the
-// sum as above, Fp32Bound, and three roundings (of the largest score, of its scaled form and of the
-// result) relative to the largest |log_sum_exp|. In 16 bits the scores are still fp32, since q and
-// k enter as they are.
+// Of log-sum-exp, absolute. It is m + log(sum) with f32 scores: the error of scores below 10 and of
+// the sum as above, Fp32Bound; what larger scores add to it, u sqrt(d) |q||k| scale with |q||k| scale
+// no less than the largest score, 8 u of that for d = 64; and three roundings of it (of the score, of
+// its scaled form and of the result). That score is the largest |log_sum_exp| or so. In 16 bits the
+// scores are still fp32, since q and k enter as they are.
 double LogSumExpBound(int64_t keys, double largest_log_sum_exp);
 
 }  // namespace tfb

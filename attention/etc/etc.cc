@@ -85,9 +85,11 @@ struct QueryGroup {
   std::vector<FlashCall> calls;  // room for those of a Run
 };
 
-// Labels differ from piece to piece, so that each piece is a part of its query's softmax. Without
-// labels a query type is one part; and on the CPU, where the long rows of global tokens keep no
-// other waiting, both types are one call if they have the same keys.
+// Labels differ from piece to piece, so that each piece is a part of its query's softmax. But where
+// only distances have labels and a long query is beyond the radius of all global tokens, the zeros of
+// relative keys beyond it are what those want, and one call has both pieces. Without labels a query
+// type is one part; and on the CPU, where the long rows of global tokens keep no other waiting, both
+// types are one call if they have the same keys.
 class EtcLayer : public Layer {
  public:
   EtcLayer(const Problem& problem, std::vector<TensorSpec> inputs, const EtcOptions& options,
@@ -103,13 +105,14 @@ class EtcLayer : public Layer {
       AddGroup(all, {all});
       return;
     }
-    for (const Tokens& queries : {global, local}) {
-      if (HasLabels(options)) {
-        AddGroup(queries, {global, local});
-      } else {
-        AddGroup(queries, {all});
-      }
+    if (!HasLabels(options)) {
+      for (const Tokens& queries : {global, local}) AddGroup(queries, {all});
+      return;
     }
+    const int64_t far = options.segments ? tokens : std::min(tokens, globals_ + options.radius);
+    AddGroup(global, {global, local});
+    AddGroup({globals_, far}, {global, local});
+    AddGroup({far, tokens}, {all});
   }
 
   size_t workspace_bytes(int threads) const override {
@@ -223,9 +226,11 @@ class EtcLayer : public Layer {
   ScoreRule RuleOf(const Tokens& queries, const Tokens& keys) const {
     ScoreRule rule;
     if (!HasLabels(options_)) return rule;
-    if (IsGlobal(queries) == IsGlobal(keys)) {
+    const bool has_both = keys.begin < globals_ && keys.end > globals_;
+    if (has_both || IsGlobal(queries) == IsGlobal(keys)) {
       if (HasDistances(options_)) {
         rule.relative_keys = IsGlobal(queries) ? &within_globals_ : &within_long_;
+        rule.query_position = queries.begin - keys.begin;
       }
     } else if (options_.segments) {
       const Tensor& table = IsGlobal(queries) ? global_to_long_ : long_to_global_;

@@ -11,8 +11,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "attention/lsh/lsh_cuda.h"
+#include "attention/lsh/lsh_sizes.h"
 #include "core/cuda/runtime.h"
-#include "core/definition.h"
 #include "core/flash/flash_parts.h"
 #include "core/gather/gather.h"
 #include "core/random.h"
@@ -21,8 +21,6 @@
 
 namespace tfb {
 namespace {
-
-using KeyNorm = LshOptions::KeyNorm;
 
 const bool registered = RegisterTechnique<Lsh>();
 
@@ -40,25 +38,6 @@ TechniqueInfo Info() {
   info.devices = {Device::kCpu, Device::kCuda};
   info.selection = "buckets";
   return info;
-}
-
-bool IsWhole(const LshOptions& options) { return options.buckets == 1; }
-bool Wraps(const LshOptions& options) { return options.wrap && !IsWhole(options); }
-int64_t RoundsOf(const LshOptions& options) { return IsWhole(options) ? 1 : options.rounds; }
-int64_t ChunkOf(const LshOptions& options, int64_t tokens) {
-  return IsWhole(options) ? std::max<int64_t>(tokens, 1) : options.chunk;
-}
-double ScaleOf(const Problem& problem, const LshOptions& options) {
-  return options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim));
-}
-double KeyEpsilon(const Problem& problem, const LshOptions& options) {
-  return options.key_norm == KeyNorm::kUnit ? 0 : 1e-6 * static_cast<double>(problem.head_dim);
-}
-
-int64_t BucketCount(const std::vector<int64_t>& factors) {
-  int64_t buckets = 1;
-  for (const int64_t columns : factors) buckets *= 2 * columns;
-  return buckets;
 }
 
 // Over places of a round's order: those of a query's chunk and of the one before. Places from
@@ -104,27 +83,27 @@ class LshLayer : public Layer {
         device_(device),
         factors_(LshFactors(options, problem.query_tokens)) {
     parameters_ = std::move(parameters);
-    const int64_t tokens = problem.query_tokens, chunk = ChunkOf(options, tokens);
+    const int64_t tokens = problem.query_tokens, chunk = LshChunk(options, tokens);
     sizes_ = {problem.batch,
               problem.query_heads,
-              RoundsOf(options),
+              LshRounds(options),
               tokens,
               chunk,
-              static_cast<int32_t>(BucketCount(factors_)),
+              static_cast<int32_t>(LshBuckets(factors_)),
               tokens,
               options.bucket_mask};
     // The last chunk, which the first one sees.
-    if (Wraps(options) && tokens > 0) sizes_.order += (tokens - 1) % chunk + 1;
+    if (LshWraps(options) && tokens > 0) sizes_.order += (tokens - 1) % chunk + 1;
     Problem part = problem;
     part.kv_tokens = sizes_.order;
-    part.causal = IsWhole(options) && problem.causal;  // else by token, not by place
+    part.causal = LshIsWhole(options) && problem.causal;  // else by token, not by place
     parts_.assign(sizes_.rounds, part);
     calls_.resize(parts_.size());
   }
 
   size_t workspace_bytes(int threads) const override {
     size_t steps = FlashParts::WorkspaceBytes(device_, parts_, /*relative_keys=*/false, threads);
-    if (!IsWhole(options_)) {
+    if (!LshIsWhole(options_)) {
       const int64_t columns = std::accumulate(factors_.begin(), factors_.end(), int64_t{0});
       steps = std::max(steps, AngularHash::WorkspaceBytes(device_, problem().head_dim,
                                                           sizes_.rounds, columns, threads));
@@ -153,12 +132,12 @@ class LshLayer : public Layer {
   }
 
   std::map<std::string, double> statistics() const override {
-    return IsWhole(options_) ? std::map<std::string, double>() : grouping_.statistics(device_);
+    return LshIsWhole(options_) ? std::map<std::string, double>() : grouping_.statistics(device_);
   }
 
  protected:
   absl::Status DoSetup(const Inputs&, const Execution&) override {
-    if (!IsWhole(options_)) {
+    if (!LshIsWhole(options_)) {
       TFB_ASSIGN_OR_RETURN(
           hash_, AngularHash::Create(device_, parameters_.at("rotations").view(), factors_));
     }
@@ -184,18 +163,18 @@ class LshLayer : public Layer {
     const ConstTensorView q = inputs.Get("q");
     const TensorView keys(memory.keys, p.dtype,
                           {p.batch, p.query_heads, p.query_tokens, p.head_dim});
-    const RowNorm norm = {false, false, KeyEpsilon(p, options_)};
+    const RowNorm norm = {false, false, LshKeyEpsilon(p, options_)};
     TFB_RETURN_IF_ERROR(NormalizeRows(device_, norm, q, keys, step));
     grouping_.Begin();
     TFB_RETURN_IF_ERROR(FindBuckets(inputs, outputs, memory, step));
-    if (!IsWhole(options_)) TFB_RETURN_IF_ERROR(Sort(memory, step));
+    if (!LshIsWhole(options_)) TFB_RETURN_IF_ERROR(Sort(memory, step));
     grouping_.GroupsAreFound();
     for (size_t n = 0; n < calls_.size(); ++n) {
       calls_[n] = softmax_.engines()[n].NewCall(inputs, outputs);
       calls_[n].k = keys;
-      calls_[n].scale = ScaleOf(p, options_);
+      calls_[n].scale = LshScale(p, options_);
       calls_[n].tokens.self_bias = static_cast<float>(options_.self_bias);
-      if (!IsWhole(options_)) AddOrders(memory, static_cast<int64_t>(n), &calls_[n]);
+      if (!LshIsWhole(options_)) AddOrders(memory, static_cast<int64_t>(n), &calls_[n]);
     }
     TFB_RETURN_IF_ERROR(softmax_.Run(calls_, step));
     grouping_.End();
@@ -205,20 +184,20 @@ class LshLayer : public Layer {
  private:
   int64_t heads() const { return sizes_.batch * sizes_.heads; }
   int64_t rows() const { return heads() * sizes_.rounds; }
-  int64_t slots() const { return sizes_.rounds * (Wraps(options_) ? 2 : 1); }
+  int64_t slots() const { return sizes_.rounds * (LshWraps(options_) ? 2 : 1); }
 
   Memory LayOut(Workspace& workspace) const {
     const Problem& p = problem();
-    const int64_t tokens = sizes_.tokens, sorted = IsWhole(options_) ? 0 : rows();
+    const int64_t tokens = sizes_.tokens, sorted = LshIsWhole(options_) ? 0 : rows();
     Memory memory;
     memory.keys = workspace.Take<std::byte>(heads() * tokens * p.head_dim *
                                             static_cast<int64_t>(SizeOf(p.dtype)));
     memory.buckets = workspace.Take<int32_t>(rows() * tokens);
     memory.places = workspace.Take<int32_t>(sorted * tokens);
     memory.orders = workspace.Take<int32_t>(sorted * sizes_.order);
-    const int64_t codes = IsWhole(options_) ? 0 : slots() * heads() * tokens;
+    const int64_t codes = LshIsWhole(options_) ? 0 : slots() * heads() * tokens;
     memory.query_codes = workspace.Take<int32_t>(codes);
-    memory.key_codes = Wraps(options_) ? workspace.Take<int32_t>(codes) : memory.query_codes;
+    memory.key_codes = LshWraps(options_) ? workspace.Take<int32_t>(codes) : memory.query_codes;
     return memory;
   }
 
@@ -241,7 +220,7 @@ class LshLayer : public Layer {
       a.key_mask = static_cast<const uint8_t*>(key_mask.data);
       std::copy_n(key_mask.strides.data(), 2, a.key_mask_strides);
     }
-    if (given.empty() && !IsWhole(options_)) {
+    if (given.empty() && !LshIsWhole(options_)) {
       TFB_RETURN_IF_ERROR(hash_.Run(inputs.Get("q"), memory.buckets, execution));
     }
     if (device_ == Device::kCpu) {
@@ -341,136 +320,9 @@ class LshLayer : public Layer {
   bool is_set_up_ = false;
 };
 
-// ---- The definition ----
+}  // namespace
 
-// One head: buckets of its tokens, and in how many ways each sees another.
-class Head {
- public:
-  Head(const Problem& problem, const LshOptions& options) : problem_(problem), options_(options) {}
-
-  // Appends a round, whose buckets are given; a token that is none is behind all others.
-  void AddRound(std::vector<int64_t> bucket) {
-    const int64_t tokens = problem_.query_tokens;
-    std::vector<int64_t> order(tokens), chunk(tokens);
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int64_t i, int64_t j) { return bucket[i] < bucket[j]; });
-    for (int64_t place = 0; place < tokens; ++place) {
-      chunk[order[place]] = place / ChunkOf(options_, tokens);
-      last_chunk_ = place / ChunkOf(options_, tokens);
-    }
-    bucket_.push_back(std::move(bucket));
-    chunk_.push_back(std::move(chunk));
-  }
-
-  // N_ij.
-  int64_t Count(int64_t i, int64_t j) const {
-    int64_t count = 0;
-    const size_t rounds = chunk_.size();
-    for (size_t r = 0; r < rounds; ++r) {
-      const int64_t back = chunk_[r][i] - chunk_[r][j];
-      if (back == 0 || back == 1) {
-        count += !options_.bucket_mask || bucket_[r][i] == bucket_[r][j];
-      }
-      if (!Wraps(options_) || chunk_[r][i] != 0) continue;
-      count += chunk_[(r + rounds - 1) % rounds][j] == last_chunk_;
-    }
-    return count;
-  }
-
- private:
-  const Problem& problem_;
-  const LshOptions& options_;
-  int64_t last_chunk_ = 0;
-  std::vector<std::vector<int64_t>> bucket_, chunk_;  // [rounds][tokens]
-};
-
-// The hashes of all tokens: those given, or by the formula. Where fp32 cannot tell which product is
-// the largest, those that a layer computed, if they are such.
-class Hashes {
- public:
-  Hashes(const Problem& problem, const LshOptions& options, const NamedTensors& parameters,
-         const Inputs& inputs, const DefinitionRequest& request)
-      : problem_(problem),
-        factors_(LshFactors(options, problem.query_tokens)),
-        q_(inputs.Get("q")),
-        given_(inputs.Get("buckets")) {
-    if (!factors_.empty()) rotations_ = DoubleTensor(parameters.at("rotations").view());
-    if (request.computed != nullptr && request.computed->count("buckets") > 0) {
-      computed_ = request.computed->at("buckets").view();
-    }
-  }
-
-  int64_t buckets() const { return BucketCount(factors_); }
-  int64_t Of(int64_t b, int64_t h, int64_t i, int64_t round) const {
-    if (!given_.empty()) {
-      return std::clamp<int64_t>(*given_.At<int32_t>(b, h, i, round), 0, buckets() - 1);
-    }
-    int64_t computed = computed_.empty() ? 0 : *computed_.At<int32_t>(b, h, i, round);
-    int64_t bucket = 0, step = 1, first = 0;
-    for (const int64_t columns : factors_) {
-      const int64_t word = computed % (2 * columns);
-      bucket +=
-          step * OfFactor(q_.Row(b, h, i), round, first, columns, computed_.empty() ? -1 : word);
-      computed /= 2 * columns;
-      step *= 2 * columns;
-      first += columns;
-    }
-    return bucket;
-  }
-
- private:
-  int64_t OfFactor(const double* x, int64_t round, int64_t first, int64_t columns,
-                   int64_t computed) const {
-    std::vector<double> product, error;
-    for (int64_t n = 0; n < columns; ++n) {
-      double sum = 0, magnitude = 0;
-      for (int64_t c = 0; c < problem_.head_dim; ++c) {
-        const double term = x[c] * rotations_.Row(c, round)[first + n];
-        sum += term;
-        magnitude += std::abs(term);
-      }
-      product.push_back(sum);
-      error.push_back(static_cast<double>(problem_.head_dim) * UnitRoundoff(DType::kF32) *
-                          magnitude +
-                      std::ldexp(static_cast<double>(problem_.head_dim), -149));
-    }
-    for (int64_t n = 0; n < columns; ++n) {
-      product.push_back(-product[n]);
-      error.push_back(error[n]);
-    }
-    int64_t best = 0;
-    for (int64_t n = 1; n < 2 * columns; ++n) {
-      if (product[n] > product[best]) best = n;
-    }
-    const bool ties = computed >= 0 && computed < 2 * columns &&
-                      product[computed] + error[computed] >= product[best] - error[best];
-    return ties ? computed : best;
-  }
-
-  const Problem& problem_;
-  std::vector<int64_t> factors_;
-  DoubleTensor q_, rotations_;
-  ConstTensorView given_, computed_;
-};
-
-// The normalised vectors, in 16 bits where the problem is.
-DoubleTensor KeysOf(const Problem& problem, const LshOptions& options, const DoubleTensor& q) {
-  Tensor keys(DType::kF64,
-              {problem.batch, problem.query_heads, problem.query_tokens, problem.head_dim});
-  const int64_t channels = problem.head_dim;
-  for (int64_t row = 0; row * channels < keys.num_elements(); ++row) {
-    const double* x = q.data() + row * channels;
-    const double norm = std::sqrt(Dot(x, x, channels) + KeyEpsilon(problem, options));
-    for (int64_t c = 0; c < channels; ++c) {
-      keys.view().Set(row * channels + c, norm == 0 ? 0 : x[c] / norm);
-    }
-  }
-  if (problem.dtype != DType::kF32) keys = keys.CloneAs(problem.dtype);
-  return DoubleTensor(keys.view());
-}
-
-absl::Status Check(const Problem& problem, const LshOptions& options) {
+absl::Status CheckLsh(const Problem& problem, const LshOptions& options) {
   if (problem.query_tokens != problem.kv_tokens) {
     return absl::UnimplementedError(absl::StrCat("lsh is self-attention: query_tokens is ",
                                                  problem.query_tokens, ", kv_tokens is ",
@@ -490,9 +342,9 @@ absl::Status Check(const Problem& problem, const LshOptions& options) {
         "lsh: wrap shows keys of another round's buckets, which bucket_mask hides; allowed is "
         "wrap with bucket_mask=false");
   }
-  const int64_t chunks = problem.query_tokens / ChunkOf(options, problem.query_tokens) + 3;
+  const int64_t chunks = problem.query_tokens / LshChunk(options, problem.query_tokens) + 3;
   const int64_t most = std::numeric_limits<int32_t>::max() / chunks;
-  const int64_t buckets = BucketCount(LshFactors(options, problem.query_tokens));
+  const int64_t buckets = LshBuckets(LshFactors(options, problem.query_tokens));
   if (options.bucket_mask && buckets >= most) {
     return absl::InvalidArgumentError(absl::StrCat("lsh: buckets is ", buckets, ", with ",
                                                    chunks - 2, " chunks; allowed are less than ",
@@ -500,8 +352,6 @@ absl::Status Check(const Problem& problem, const LshOptions& options) {
   }
   return absl::OkStatus();
 }
-
-}  // namespace
 
 std::vector<int64_t> LshFactors(const LshOptions& options, int64_t tokens) {
   if (options.buckets == 1) return {};
@@ -530,7 +380,7 @@ std::vector<TensorSpec> Lsh::ReadTensors(const Problem& problem, const LshOption
 std::vector<TensorSpec> Lsh::WrittenTensors(const Problem& p, const LshOptions& options) const {
   std::vector<TensorSpec> tensors = AttentionOutputs(p);
   tensors.push_back({"buckets",
-                     {p.batch, p.query_heads, p.query_tokens, RoundsOf(options)},
+                     {p.batch, p.query_heads, p.query_tokens, LshRounds(options)},
                      DType::kI32,
                      /*optional=*/true});
   return tensors;
@@ -550,7 +400,7 @@ absl::StatusOr<TechniqueSpec> Lsh::Counterpart(const Problem&, const Options& op
 absl::StatusOr<std::unique_ptr<Layer>> Lsh::MakeLayer(const Problem& problem,
                                                       const LshOptions& options, Device device,
                                                       uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(Check(problem, options));
+  TFB_RETURN_IF_ERROR(CheckLsh(problem, options));
   const std::vector<int64_t> factors = LshFactors(options, problem.query_tokens);
   NamedTensors parameters;
   if (!factors.empty()) {
@@ -564,50 +414,6 @@ absl::StatusOr<std::unique_ptr<Layer>> Lsh::MakeLayer(const Problem& problem,
   return std::make_unique<LshLayer>(problem, ReadTensors(problem, options),
                                     WrittenTensors(problem, options), options, device,
                                     std::move(parameters));
-}
-
-absl::Status Lsh::Definition(const Problem& problem, const LshOptions& options,
-                             const NamedTensors& parameters, const Inputs& inputs,
-                             const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(Check(problem, options));
-  const int64_t tokens = problem.query_tokens, rounds = RoundsOf(options);
-  const Hashes hashes(problem, options, parameters, inputs, request);
-  const KeyMask is_token(inputs);
-  const DoubleTensor q(inputs.Get("q"));
-  const std::vector<int64_t> rows = RowsOf(request, tokens);
-  Tensor buckets(DType::kF64,
-                 {problem.batch, problem.query_heads, static_cast<int64_t>(rows.size()), rounds});
-  std::vector<Head> heads;
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    for (int64_t h = 0; h < problem.query_heads; ++h) {
-      Head& head = heads.emplace_back(problem, options);
-      for (int64_t r = 0; r < rounds; ++r) {
-        std::vector<int64_t> bucket;
-        for (int64_t i = 0; i < tokens; ++i) bucket.push_back(hashes.Of(b, h, i, r));
-        for (size_t n = 0; n < rows.size(); ++n) {
-          *buckets.view().MutableAt<double>(b, h, static_cast<int64_t>(n), r) =
-              static_cast<double>(bucket[rows[n]]);
-        }
-        for (int64_t i = 0; i < tokens; ++i) {
-          if (!is_token(b, i)) bucket[i] = hashes.buckets();
-        }
-        head.AddRound(std::move(bucket));
-      }
-    }
-  }
-  const double scale = ScaleOf(problem, options);
-  const DoubleTensor keys = KeysOf(problem, options, q);
-  const auto score = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
-    if (!is_token(b, j) || (problem.causal && j > i)) return kNotSeen;
-    const int64_t count = heads[b * problem.query_heads + h].Count(i, j);
-    if (count == 0) return kNotSeen;
-    double s = scale * Dot(q.Row(b, h, i), keys.Row(b, h, j), problem.head_dim);
-    if (i == j) s += options.self_bias;
-    return options.dedup ? s : s + std::log(static_cast<double>(count));
-  };
-  DefineAttention(problem, inputs, request, score, outputs);
-  (*outputs)["buckets"] = std::move(buckets);
-  return absl::OkStatus();
 }
 
 }  // namespace tfb

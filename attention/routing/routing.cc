@@ -2,16 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
-#include <limits>
 #include <memory>
-#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "attention/routing/routing_cuda.h"
+#include "attention/routing/routing_sizes.h"
 #include "core/cuda/device_array.h"
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
@@ -26,9 +24,6 @@ namespace {
 
 const bool registered = RegisterTechnique<Routing>();
 
-constexpr int64_t kTokensOfCluster = 256;
-constexpr double kNormEpsilon = 1e-5;
-
 TechniqueInfo Info() {
   TechniqueInfo info;
   info.name = "routing";
@@ -41,30 +36,6 @@ TechniqueInfo Info() {
   info.devices = {Device::kCpu, Device::kCuda};
   info.selection = "members";
   return info;
-}
-
-// What options mean for a problem.
-struct Sizes {
-  Sizes(const Problem& problem, const RoutingOptions& options) {
-    const int64_t tokens = std::max<int64_t>(problem.query_tokens, 1);
-    clusters = options.clusters != 0 ? options.clusters
-                                     : (tokens + kTokensOfCluster - 1) / kTokensOfCluster;
-    clusters = std::min(clusters, tokens);
-    size = (problem.query_tokens + clusters - 1) / clusters;
-    sets = problem.causal ? 1 : 2;
-    local_heads = options.local_heads < 0 ? problem.query_heads / 2
-                                          : std::min(options.local_heads, problem.query_heads);
-    heads = problem.query_heads - local_heads;
-  }
-  int64_t clusters;
-  int64_t size;         // w
-  int64_t sets;         // of members: of queries, and of keys where those are others
-  int64_t local_heads;  // the first ones
-  int64_t heads;        // the others
-};
-
-double ScaleOf(const Problem& problem, const RoutingOptions& options) {
-  return options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim));
 }
 
 // Over the members of all clusters, one cluster after the other, in the order of their tokens.
@@ -258,7 +229,7 @@ class RoutingLayer : public Layer {
                       const Execution& execution) const {
     const Problem& p = problem();
     const TensorView normalized = Normalized(memory, set);
-    TFB_RETURN_IF_ERROR(NormalizeRows(device_, {true, true, kNormEpsilon},
+    TFB_RETURN_IF_ERROR(NormalizeRows(device_, {true, true, kRoutingNormEpsilon},
                                       Clustered(Vectors(inputs, set)), normalized, execution));
     const int64_t stride = ScoreStride(p.query_tokens);
     const ConstTensorView given = inputs.Get("members");
@@ -349,7 +320,7 @@ class RoutingLayer : public Layer {
     call.key_order = {memory.members[keys], sizes_.heads * places, places};
     call.out_by_row = true;
     call.out = TensorView(memory.rows, DType::kF32, {p.batch, sizes_.heads, places, p.value_dim});
-    call.scale = ScaleOf(p, options_);
+    call.scale = RoutingScale(p, options_);
     TFB_RETURN_IF_ERROR(clusters_.Run(call, execution));
     const GroupMeanCall mean = {memory.members[0], sizes_.clusters, sizes_.size, call.out,
                                 Clustered(outputs.Get("out"))};
@@ -361,7 +332,7 @@ class RoutingLayer : public Layer {
 
   RoutingOptions options_;
   Device device_;
-  Sizes sizes_;
+  RoutingSizes sizes_;
   Problem in_clusters_;
   Problem in_blocks_;
   DeviceArray<float> centroids_;
@@ -371,27 +342,6 @@ class RoutingLayer : public Layer {
   bool is_set_up_ = false;
 };
 
-// ---- The definition's steps, and the updates ----
-
-// (x - mean) / sqrt(variance + 1e-5) of all rows, in 16 bits where the problem is.
-DoubleTensor NormalizedByDefinition(const Problem& problem, const ConstTensorView& view) {
-  Tensor rows(DType::kF64, view.shape());
-  CopyElements(view, rows.view());
-  const int64_t channels = view.dim(3);
-  for (int64_t n = 0; n < rows.num_elements(); n += channels) {
-    double* x = rows.span<double>().data() + n;
-    double mean = 0, variance = 0;
-    for (int64_t c = 0; c < channels; ++c) mean += x[c] / static_cast<double>(channels);
-    for (int64_t c = 0; c < channels; ++c) {
-      variance += (x[c] - mean) * (x[c] - mean) / static_cast<double>(channels);
-    }
-    const double root = std::sqrt(variance + kNormEpsilon);
-    for (int64_t c = 0; c < channels; ++c) x[c] = (x[c] - mean) / root;
-  }
-  if (problem.dtype != DType::kF32) rows = rows.CloneAs(problem.dtype);
-  return DoubleTensor(rows.view());
-}
-
 absl::Status RoutingLayer::Update(const Inputs& inputs, const Execution& execution) {
   const Problem& p = problem();
   const Shape shape = {p.batch, p.query_heads, p.query_tokens, p.head_dim};
@@ -399,7 +349,7 @@ absl::Status RoutingLayer::Update(const Inputs& inputs, const Execution& executi
   for (int64_t set = 0; set < sizes_.sets; ++set) {
     const ConstTensorView view = Vectors(inputs, set);
     TFB_ASSIGN_OR_RETURN(const Tensor on_host, CopyToHost(device_, view, execution.stream));
-    sets.push_back(NormalizedByDefinition(p, on_host.view()));
+    sets.push_back(RoutingNormalized(p, on_host.view()));
   }
   const ConstTensorView key_mask = inputs.Get("key_mask");
   Tensor tokens(DType::kU8, {p.batch, p.query_tokens});
@@ -429,176 +379,9 @@ absl::Status RoutingLayer::Update(const Inputs& inputs, const Execution& executi
   return absl::OkStatus();
 }
 
-// The clusters of one batch row and head, for queries or for keys.
-class Members {
- public:
-  // Whether two tokens are the same, so that their scores are in any precision.
-  using Same = std::function<bool(int64_t i, int64_t j)>;
+}  // namespace
 
-  // scores[c][i], and how far fp32 may be off them; of what a layer computed, `computed[c]` says
-  // whether token i is a member, and counts where fp32 may find it so. Empty: nothing computed.
-  static std::vector<std::vector<bool>> Choose(const std::vector<std::vector<double>>& scores,
-                                               const std::vector<std::vector<double>>& error,
-                                               const std::vector<std::vector<bool>>& computed,
-                                               int64_t size, const Same& same) {
-    std::vector<std::vector<bool>> members;
-    for (size_t c = 0; c < scores.size(); ++c) {
-      const bool given = !computed.empty() && MayBe(scores[c], error[c], computed[c], size, same);
-      members.push_back(given ? computed[c] : Largest(scores[c], size));
-    }
-    return members;
-  }
-
- private:
-  static std::vector<bool> Largest(const std::vector<double>& scores, int64_t size) {
-    std::vector<int64_t> order(scores.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t j) {
-      return std::isnan(scores[j]) ? !std::isnan(scores[i]) : scores[i] > scores[j];
-    });
-    std::vector<bool> is_member(scores.size());
-    for (int64_t n = 0; n < size; ++n) is_member[order[n]] = true;
-    return is_member;
-  }
-  // Whether no token outside has a score above that of one inside by more than fp32's errors, and
-  // of tokens that are the same the first are inside.
-  static bool MayBe(const std::vector<double>& scores, const std::vector<double>& error,
-                    const std::vector<bool>& computed, int64_t size, const Same& same) {
-    if (std::count(computed.begin(), computed.end(), true) != size) return false;
-    double least = std::numeric_limits<double>::infinity(), most = kNotSeen;
-    for (size_t i = 0; i < scores.size(); ++i) {
-      if (computed[i]) least = std::min(least, scores[i] + error[i]);
-      if (!computed[i]) most = std::max(most, scores[i] - error[i]);
-    }
-    if (least < most) return false;
-    for (size_t j = 0; j < scores.size(); ++j) {
-      // Same tokens have the same bound, and no member's is below `least`.
-      if (computed[j] || scores[j] + error[j] < least) continue;
-      for (size_t i = j + 1; i < scores.size(); ++i) {
-        if (computed[i] && scores[i] == scores[j] && same(i, j)) return false;
-      }
-    }
-    return true;
-  }
-};
-
-// Memberships by the definition: [batch][heads] of [clusters][tokens].
-class Assignment {
- public:
-  Assignment(const Problem& problem, const RoutingOptions& options, const NamedTensors& parameters,
-             const Inputs& inputs, const DefinitionRequest& request, int64_t set)
-      : problem_(problem), sizes_(problem, options), set_(set), is_token_(inputs) {
-    vectors_ = NormalizedByDefinition(problem, inputs.Get(set == 0 ? "q" : "k"));
-    centroids_ = DoubleTensor(parameters.at("centroids").view());
-    given_ = inputs.Get("members");
-    if (request.computed != nullptr && request.computed->count("members") > 0) {
-      computed_ = request.computed->at("members").view();
-    }
-  }
-
-  const DoubleTensor& vectors() const { return vectors_; }
-  std::vector<std::vector<bool>> Of(int64_t b, int64_t h) const {
-    std::vector<std::vector<double>> scores(sizes_.clusters), error(sizes_.clusters);
-    std::vector<std::vector<bool>> computed;
-    for (int64_t c = 0; c < sizes_.clusters; ++c) {
-      for (int64_t i = 0; i < problem_.query_tokens; ++i) {
-        AddScore(b, h, c, i, &scores[c], &error[c]);
-      }
-    }
-    if (!computed_.empty() && given_.empty()) computed = Marks(computed_, b, h);
-    const auto same = [&](int64_t i, int64_t j) {
-      const double* x = vectors_.Row(b, h, i);
-      return (!is_token_(b, i) && !is_token_(b, j)) ||
-             std::equal(x, x + problem_.head_dim, vectors_.Row(b, h, j));
-    };
-    return Members::Choose(scores, error, computed, sizes_.size, same);
-  }
-
- private:
-  void AddScore(int64_t b, int64_t h, int64_t c, int64_t i, std::vector<double>* scores,
-                std::vector<double>* error) const {
-    if (!given_.empty()) {
-      scores->push_back(*given_.At<uint8_t>(b, h, i, set_ * sizes_.clusters + c) != 0 ? 1 : 0);
-      return error->push_back(0);
-    }
-    const double* x = vectors_.Row(b, h, i);
-    const double* mu = centroids_.Row(h, c);
-    double magnitude = 0;
-    for (int64_t n = 0; n < problem_.head_dim; ++n) magnitude += std::abs(x[n] * mu[n]);
-    // As many roundings of products and of the norm.
-    const double roundings = static_cast<double>(2 * problem_.head_dim + 8);
-    scores->push_back(is_token_(b, i) ? Dot(x, mu, problem_.head_dim) : kNotSeen);
-    error->push_back(is_token_(b, i) ? roundings * UnitRoundoff(DType::kF32) * magnitude : 0);
-  }
-  std::vector<std::vector<bool>> Marks(const ConstTensorView& view, int64_t b, int64_t h) const {
-    std::vector<std::vector<bool>> marks(sizes_.clusters);
-    for (int64_t c = 0; c < sizes_.clusters; ++c) {
-      for (int64_t i = 0; i < problem_.query_tokens; ++i) {
-        marks[c].push_back(*view.At<uint8_t>(b, h, i, set_ * sizes_.clusters + c) != 0);
-      }
-    }
-    return marks;
-  }
-
-  const Problem& problem_;
-  Sizes sizes_;
-  int64_t set_;
-  KeyMask is_token_;
-  DoubleTensor vectors_, centroids_;
-  ConstTensorView given_, computed_;
-};
-
-// out and weights of a definition, for some rows.
-struct Result {
-  Tensor out, weights, members;
-};
-
-// One head's rows: the mean over clusters of attention within them.
-class ClusterRows {
- public:
-  ClusterRows(const Problem& problem, const RoutingOptions& options, const Inputs& inputs,
-              const Assignment& queries, const Assignment& keys)
-      : problem_(problem),
-        scale_(ScaleOf(problem, options)),
-        queries_(queries),
-        keys_(keys),
-        v_(inputs.Get("v")),
-        is_token_(inputs) {}
-
-  void Add(int64_t b, int64_t h, int64_t i, const std::vector<std::vector<bool>>& query_members,
-           const std::vector<std::vector<bool>>& key_members, double* y, double* weights) const {
-    double clusters = 0;
-    for (const auto& members : query_members) clusters += members[i];
-    for (size_t c = 0; c < query_members.size(); ++c) {
-      if (!query_members[c][i]) continue;
-      std::vector<double> score(problem_.kv_tokens, kNotSeen);
-      double max = kNotSeen, sum = 0;
-      for (int64_t j = 0; j < problem_.kv_tokens; ++j) {
-        if (!key_members[c][j] || !is_token_(b, j) || (problem_.causal && j > i)) continue;
-        score[j] = scale_ * Dot(queries_.vectors().Row(b, h, i), keys_.vectors().Row(b, h, j),
-                                problem_.head_dim);
-        max = score[j] > max ? score[j] : max;
-      }
-      for (const double s : score) sum += s == kNotSeen ? 0 : std::exp(s - max);
-      for (int64_t j = 0; j < problem_.kv_tokens; ++j) {
-        if (score[j] == kNotSeen) continue;
-        const double weight = std::exp(score[j] - max) / sum / clusters;
-        if (weights != nullptr) weights[j] += weight;
-        for (int64_t n = 0; n < problem_.value_dim; ++n) y[n] += weight * v_.Row(b, h, j)[n];
-      }
-    }
-  }
-
- private:
-  const Problem& problem_;
-  double scale_;
-  const Assignment& queries_;
-  const Assignment& keys_;
-  DoubleTensor v_;
-  KeyMask is_token_;
-};
-
-absl::Status Check(const Problem& problem) {
+absl::Status CheckRouting(const Problem& problem) {
   if (problem.query_tokens != problem.kv_tokens) {
     return absl::UnimplementedError(absl::StrCat("routing is self-attention: query_tokens is ",
                                                  problem.query_tokens, ", kv_tokens is ",
@@ -611,8 +394,6 @@ absl::Status Check(const Problem& problem) {
   }
   return absl::OkStatus();
 }
-
-}  // namespace
 
 void UpdateCentroids(const RoutingOptions& options, int64_t clusters, int64_t head_dim,
                      const std::vector<std::vector<double>>& queries,
@@ -657,7 +438,7 @@ std::vector<TensorSpec> Routing::ReadTensors(const Problem& problem,
 
 std::vector<TensorSpec> Routing::WrittenTensors(const Problem& p,
                                                 const RoutingOptions& options) const {
-  const Sizes sizes(p, options);
+  const RoutingSizes sizes(p, options);
   return {AttentionOutputs(p)[0],
           {"members",
            {p.batch, p.query_heads, p.query_tokens, sizes.sets * sizes.clusters},
@@ -678,8 +459,8 @@ absl::StatusOr<TechniqueSpec> Routing::Counterpart(const Problem& problem,
 absl::StatusOr<std::unique_ptr<Layer>> Routing::MakeLayer(const Problem& problem,
                                                           const RoutingOptions& options,
                                                           Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(Check(problem));
-  const Sizes sizes(problem, options);
+  TFB_RETURN_IF_ERROR(CheckRouting(problem));
+  const RoutingSizes sizes(problem, options);
   TFB_ASSIGN_OR_RETURN(
       Tensor centroids,
       Tensor::Allocate(DType::kF32, Shape{problem.query_heads, sizes.clusters, problem.head_dim}));
@@ -689,54 +470,6 @@ absl::StatusOr<std::unique_ptr<Layer>> Routing::MakeLayer(const Problem& problem
   return std::make_unique<RoutingLayer>(problem, ReadTensors(problem, options),
                                         WrittenTensors(problem, options), options, device,
                                         std::move(parameters));
-}
-
-absl::Status Routing::Definition(const Problem& problem, const RoutingOptions& options,
-                                 const NamedTensors& parameters, const Inputs& inputs,
-                                 const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(Check(problem));
-  const Sizes sizes(problem, options);
-  const Assignment queries(problem, options, parameters, inputs, request, 0);
-  const Assignment other(problem, options, parameters, inputs, request, sizes.sets - 1);
-  const ClusterRows in_clusters(problem, options, inputs, queries, other);
-  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
-  const int64_t row_count = static_cast<int64_t>(rows.size());
-
-  // All heads as if local, then those that are not over it.
-  Inputs local = inputs;
-  if (problem.causal) local.Set("k", inputs.Get("q"));
-  DefineMaskedAttention(
-      problem, local, request, 0,
-      [&](int64_t, int64_t i, int64_t j) {
-        return std::abs(i / options.local_block - j / options.local_block) <= 1;
-      },
-      [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, outputs);
-  outputs->erase("log_sum_exp");  // a mean of softmaxes has none
-  Tensor members(DType::kF64,
-                 {problem.batch, problem.query_heads, row_count, sizes.sets * sizes.clusters});
-  Fill(members.view(), 0);
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    for (int64_t h = sizes.local_heads; h < problem.query_heads; ++h) {
-      const auto of_queries = queries.Of(b, h), of_keys = other.Of(b, h);
-      for (int64_t r = 0; r < row_count; ++r) {
-        double* y = outputs->at("out").view().MutableAt<double>(b, h, r);
-        std::fill_n(y, problem.value_dim, 0.0);
-        double* weights = nullptr;
-        if (request.weights) {
-          weights = outputs->at("weights").view().MutableAt<double>(b, h, r);
-          std::fill_n(weights, problem.kv_tokens, 0.0);
-        }
-        in_clusters.Add(b, h, rows[r], of_queries, of_keys, y, weights);
-        double* mark = members.view().MutableAt<double>(b, h, r);
-        for (int64_t c = 0; c < sizes.clusters; ++c) {
-          mark[c] = of_queries[c][rows[r]];
-          if (sizes.sets == 2) mark[sizes.clusters + c] = of_keys[c][rows[r]];
-        }
-      }
-    }
-  }
-  (*outputs)["members"] = std::move(members);
-  return absl::OkStatus();
 }
 
 }  // namespace tfb

@@ -61,7 +61,7 @@ struct RoutingOptions {
 
   void Describe(OptionBinder& bind) {
     bind.Int("clusters", &clusters, 0, 4096,
-             "clusters, at most one a token; 0 means one for 256 tokens", {1, 2, 4, 8, 16, 32});
+             "clusters, at most one a token; 0 means one for 512 tokens", {1, 2, 4, 8, 16, 32});
     bind.Int("local_heads", &local_heads, -1, 4096,
              "heads that attend locally instead, at most all; -1 means half of them");
     bind.Int("local_block", &local_block, 1, kMaxTokens,

@@ -445,15 +445,15 @@ TEST(Routing, MoreClustersThanTokensAreOneATokenEach) {
   }
 }
 
-TEST(Routing, ByDefaultAClusterHasUpTo256Tokens) {
+TEST(Routing, ByDefaultAClusterHasUpTo512Tokens) {
   const auto clusters = [](int64_t tokens) {
     const Problem problem = Problem::SelfAttention(1, 1, tokens, 4, /*causal=*/true);
     return Drawn(problem, {}).dim(1);
   };
   EXPECT_EQ(clusters(1), 1);
-  EXPECT_EQ(clusters(256), 1);
-  EXPECT_EQ(clusters(257), 2);
-  EXPECT_EQ(clusters(2560), 10);
+  EXPECT_EQ(clusters(512), 1);
+  EXPECT_EQ(clusters(513), 2);
+  EXPECT_EQ(clusters(5120), 10);
 }
 
 // ---- Exact cases ----

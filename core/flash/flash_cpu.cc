@@ -775,9 +775,11 @@ class FlashRun {
   void AddPositions(const Task& task, int64_t row, int64_t rows, const Extent& extent,
                     int64_t first, Scratch& scratch) const {
     const RelativeKeys& keys = *call_.rule.relative_keys;
+    const int64_t lowest = first + extent.begin - (rows - 1), highest = first + extent.end - 1;
+    if (highest < keys.low() || lowest > keys.high()) return;  // zeros
     constexpr int64_t kBlock = RelativeKeys::kBlock, kOfPanel = kTile / kBlock;
-    const int64_t first_block = FloorDiv(first + extent.begin - (rows - 1), kBlock);
-    const int64_t end_block = FloorDiv(first + extent.end - 1, kBlock) + 1;
+    const int64_t first_block = FloorDiv(lowest, kBlock);
+    const int64_t end_block = FloorDiv(highest, kBlock) + 1;
     for (int64_t block = first_block, end; block < end_block; block = end) {
       const int64_t p = FloorDiv(block, kOfPanel);
       const float* panel = keys.Panel(task.head, p);

@@ -1,7 +1,6 @@
 #include "memory/transformer_xl/relative_attention.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "core/status.h"
 #include "core/workspace.h"
@@ -13,21 +12,6 @@ namespace {
 template <class View>
 View Heads(const View& view, int64_t heads) {
   return Transpose(SplitAxis(view, 2, heads), 1, 2);
-}
-
-// `sinusoids` times W_r, on the host: a part of Setup.
-absl::StatusOr<Tensor> ProjectOnHost(const ConstTensorView& sinusoids, const ConstTensorView& w_r,
-                                     ThreadPool* pool) {
-  TFB_ASSIGN_OR_RETURN(const PackedMatrix matrix, PackedMatrix::Create(Device::kCpu, w_r));
-  TFB_ASSIGN_OR_RETURN(Tensor projected, Tensor::Allocate(DType::kF32, sinusoids.shape()));
-  const size_t bytes = MatMulWorkspaceBytes(Device::kCpu, sinusoids.dim(0), matrix.in(),
-                                            matrix.out(), pool->threads());
-  Tensor scratch(DType::kU8, {static_cast<int64_t>(bytes)});
-  Execution execution;
-  execution.pool = pool;
-  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), bytes);
-  TFB_RETURN_IF_ERROR(MatMul(matrix, {sinusoids, {}, projected.view()}, execution));
-  return projected;
 }
 
 }  // namespace
@@ -52,24 +36,17 @@ absl::StatusOr<RelativeAttention> RelativeAttention::Create(Device device, const
   return attention;
 }
 
-absl::Status RelativeAttention::Setup(const Parameters& parameters,
+absl::Status RelativeAttention::Setup(const Parameters& parameters, const DistanceRange& range,
                                       const ConstTensorView& sinusoids,
                                       const Execution& execution) {
   TFB_ASSIGN_OR_RETURN(projections_, PackedMatrix::Create(device_, {parameters.w_q, parameters.w_k,
                                                                     parameters.w_v}));
   TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(device_, parameters.w_o));
-
-  TFB_ASSIGN_OR_RETURN(const Tensor projected,
-                       ProjectOnHost(sinusoids, parameters.w_r, execution.pool));
-  const ConstTensorView by_head =
-      Transpose(SplitAxis(projected.view(), 1, problem_.query_heads), 0, 1);
-  const int64_t last = sinusoids.dim(0) - 1;
-  distances_ = std::make_unique<RelativeKeys>(
-      by_head, -reach_.max_distance(), 0, [=](int64_t offset) { return std::min(-offset, last); });
+  TFB_ASSIGN_OR_RETURN(positions_,
+                       RelativePositions::Create(parameters.positions, range, sinusoids,
+                                                 /*here=*/0, DType::kF32, execution.pool));
   ScoreRule rule;
-  rule.content_bias = parameters.u.At<float>(0);
-  rule.position_bias = parameters.v.At<float>(0);
-  rule.relative_keys = distances_.get();
+  positions_.AddTo(&rule);
   TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::CreateForStream(device_, LargestCall(), rule));
   Reset();
   return absl::OkStatus();

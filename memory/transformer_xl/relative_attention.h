@@ -6,8 +6,7 @@
 //
 // Keys and values of earlier tokens are kept in a ring (core/flash/key_value_cache.h): the authors
 // keep hidden states and project them again in every segment, which gives the same numbers for 4
-// memory model_dim^2 more FLOPs. r_d W_r is computed once, at Setup, for every distance d; the
-// engine slides it past the queries, so that nothing of segment x memory is stored.
+// memory model_dim^2 more FLOPs. Scores: positional/transformer_xl_relative/relative_positions.h.
 //
 // Queries, keys and values are fp32 on the CPU; on CUDA they have the problem's dtype, which is
 // what tensor cores multiply. All else is fp32 between the layer's input and output.
@@ -16,7 +15,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -29,6 +27,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
+#include "positional/transformer_xl_relative/relative_positions.h"
 
 namespace tfb {
 
@@ -77,21 +76,20 @@ class SegmentView {
 
 class RelativeAttention {
  public:
-  // Views of the layer's parameters, f32: matrices [model_dim, model_dim], biases [heads,
-  // head_dim].
+  // Views of the layer's parameters, f32: matrices [model_dim, model_dim].
   struct Parameters {
-    ConstTensorView w_q, w_k, w_v, w_r, w_o, u, v;
+    ConstTensorView w_q, w_k, w_v, w_o;
+    RelativePositions::Parameters positions;
   };
 
   // Takes the memory for the stream's keys and values.
   static absl::StatusOr<RelativeAttention> Create(Device device, const Problem& problem,
                                                   const MemoryReach& reach);
 
-  // Packs the matrices and projects `sinusoids`, r_0, r_1, ... [distances, model_dim]; distances
-  // beyond the last one count as it. All of it lies in host memory; u and v must stay there. Begins
-  // a new stream.
-  absl::Status Setup(const Parameters& parameters, const ConstTensorView& sinusoids,
-                     const Execution& execution);
+  // Packs the matrices and projects `sinusoids`, those of the range. All of it lies in host memory;
+  // u and v must stay there. Begins a new stream.
+  absl::Status Setup(const Parameters& parameters, const DistanceRange& range,
+                     const ConstTensorView& sinusoids, const Execution& execution);
 
   void Reset() { cache_.Clear(); }
   int64_t tokens() const { return cache_.tokens(); }
@@ -123,7 +121,7 @@ class RelativeAttention {
   MemoryReach reach_;
   PackedMatrix projections_;  // of queries, keys and values side by side
   PackedMatrix output_;
-  std::unique_ptr<RelativeKeys> distances_;  // by minus the distance; the engine points to it
+  RelativePositions positions_;  // the engine points to it
   FlashEngine engine_;
   KeyValueCache cache_;
 };

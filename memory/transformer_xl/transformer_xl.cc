@@ -12,10 +12,10 @@
 #include "core/definition.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_norm.h"
-#include "core/layers/sinusoid.h"
 #include "core/random.h"
 #include "core/workspace.h"
 #include "memory/transformer_xl/relative_attention.h"
+#include "positional/transformer_xl_relative/relative_positions.h"
 
 namespace tfb {
 namespace {
@@ -198,10 +198,8 @@ class TransformerXlLayer : public StreamingLayer {
 
  protected:
   absl::Status DoSetup(const Inputs&, const Execution& execution) override {
-    const int64_t farthest = options_.clamp_length == 0
-                                 ? reach_.max_distance()
-                                 : std::min(options_.clamp_length, reach_.max_distance());
-    const Tensor sinusoids = RelativeSinusoids(farthest + 1, problem().model_dim());
+    const DistanceRange range = {0, reach_.max_distance(), options_.clamp_length};
+    const Tensor sinusoids = SinusoidsOf(range, problem().model_dim());
     for (int64_t n = 0; n < options_.layers; ++n) {
       Block& block = blocks_[n];
       const auto parameter = [&](const std::string& prefix, absl::string_view name) {
@@ -209,10 +207,12 @@ class TransformerXlLayer : public StreamingLayer {
       };
       const std::string layer = LayerPrefix(n), biases = BiasPrefix(options_, n);
       TFB_RETURN_IF_ERROR(block.attention.Setup(
-          {parameter(layer, "w_q"), parameter(layer, "w_k"), parameter(layer, "w_v"),
-           parameter(layer, "w_r"), parameter(layer, "w_o"), parameter(biases, "u"),
-           parameter(biases, "v")},
-          sinusoids.view(), execution));
+          {parameter(layer, "w_q"),
+           parameter(layer, "w_k"),
+           parameter(layer, "w_v"),
+           parameter(layer, "w_o"),
+           {parameter(layer, "w_r"), parameter(biases, "u"), parameter(biases, "v")}},
+          range, sinusoids.view(), execution));
       TFB_ASSIGN_OR_RETURN(
           PackedMatrix inner,
           PackedMatrix::Create(device_, parameter(layer, "ff.w1"), parameter(layer, "ff.b1")));

@@ -21,7 +21,6 @@
 #include "core/allocations.h"
 #include "core/cuda/mirror.h"
 #include "core/cuda/runtime.h"
-#include "core/layers/sinusoid.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -483,10 +482,14 @@ class Weights {
     execution.pool = &pool;
     execution.workspace =
         absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+    const DistanceRange range = {0, reach.max_distance(), 0};
     EXPECT_TRUE(attention
-                    .Setup({w_q.view(), w_k.view(), identity_.view(), w_r.view(), identity_.view(),
-                            u.view(), v.view()},
-                           RelativeSinusoids(reach.max_distance() + 1, 64).view(), execution)
+                    .Setup({w_q.view(),
+                            w_k.view(),
+                            identity_.view(),
+                            identity_.view(),
+                            {w_r.view(), u.view(), v.view()}},
+                           range, SinusoidsOf(range, 64).view(), execution)
                     .ok());
     Tensor out(DType::kF32, x_.shape());
     SegmentView segment(Device::kCpu, reach);

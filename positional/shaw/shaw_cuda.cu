@@ -1,0 +1,212 @@
+#include "core/cuda/kernel.cuh"
+#include "positional/shaw/shaw_cuda.h"
+
+namespace tfb {
+namespace {
+
+// A warp has a query, whose channels its lanes divide. It begins with the bins of the far keys and
+// adds the near ones, 32 at a time: each lane makes its share of 32 scores, which 31 shuffles then
+// add up, one score to a lane.
+constexpr int kWarp = 32;
+constexpr int kWarps = 4;
+constexpr int kShare = 8;  // channels of a lane, of 256 at most
+constexpr unsigned kAll = ~0u;
+
+// Sums each of the values over the warp; lane n receives that of values[n].
+__device__ float SumsOfWarp(float values[kWarp]) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+#pragma unroll
+  for (int step = 1; step <= 5; ++step) {
+    const int half = kWarp >> step;
+    const bool upper = (lane & half) != 0;
+#pragma unroll
+    for (int n = 0; n < kWarp / 2; ++n) {
+      if (n >= half) break;
+      const float kept = upper ? values[n + half] : values[n];
+      const float given = upper ? values[n] : values[n + half];
+      values[n] = kept + __shfl_xor_sync(kAll, given, half);
+    }
+  }
+  return values[0];
+}
+__device__ float Sum(float value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAll, value, step);
+  return value;
+}
+__device__ float Max(float value) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kAll, value, step));
+  }
+  return value;
+}
+
+// The softmax of one query so far: what of its channels is this lane's, and the whole maximum and
+// sum.
+class Query {
+ public:
+  __device__ Query(const ShawArguments& a, int64_t b, int64_t h, int64_t i)
+      : a_(a), lane_(static_cast<int>(threadIdx.x) % kWarp), b_(b), h_(h), i_(i) {
+    const int64_t table = h % a.sizes.table_heads * a.sizes.bins();
+    key_table_ = a.key_table + table * a.sizes.head_dim;
+    if (a.value_table != nullptr) value_table_ = a.value_table + table * a.sizes.value_row;
+    const int64_t from = Offset(a.q, h, i);
+#pragma unroll
+    for (int n = 0; n < kShare; ++n) {
+      query_[n] = Has(n, a.sizes.head_dim)
+                      ? LoadElement(a.q.data, a.q.element, from + Channel(n) * a.q.strides[3])
+                      : 0;
+    }
+  }
+
+  __device__ void AddFarKeys() {
+    const ShawSizes& s = a_.sizes;
+    for (int64_t part = 0; part < s.far_parts; ++part) {
+      const int64_t row = part * s.rows() + (b_ * s.query_heads + h_) * s.query_tokens + i_;
+      const int64_t bin = part * (s.bins() - 1);
+      const float content = a_.far_log_sum_exp[row];
+      float position = 0;
+#pragma unroll
+      for (int n = 0; n < kShare; ++n) {
+        if (Has(n, s.head_dim)) position += query_[n] * Key(bin, n);
+      }
+      const float logit = content == -INFINITY ? content : content + s.scale * Sum(position);
+      if (logit == -INFINITY) continue;  // NaN go on
+      const float weight = Admit(logit);
+      sum_ += weight;
+#pragma unroll
+      for (int n = 0; n < kShare; ++n) {
+        if (!Has(n, s.value_dim)) break;
+        output_[n] += weight * (a_.far_rows[row * s.value_dim + Channel(n)] + Value(bin, n));
+      }
+    }
+  }
+
+  __device__ void AddNearKeys() {
+    const ShawSizes& s = a_.sizes;
+    const int64_t position = s.Position(i_), last = s.LastNear(position);
+    for (int64_t first = s.FirstNear(position); first <= last; first += kWarp) {
+      const int count = static_cast<int>(min(last - first + 1, static_cast<int64_t>(kWarp)));
+      AddNearKeys(first, count, first - position + s.max_distance);
+    }
+  }
+
+  __device__ void Store() const {
+    const float inverse = sum_ == 0 ? 0 : 1 / sum_;
+    const int64_t to = Offset(a_.out, h_, i_);
+#pragma unroll
+    for (int n = 0; n < kShare; ++n) {
+      if (!Has(n, a_.sizes.value_dim)) break;
+      StoreElement(a_.out.data, a_.out.element, to + Channel(n) * a_.out.strides[3],
+                   output_[n] * inverse);
+    }
+    if (a_.log_sum_exp == nullptr || lane_ > 0) return;
+    const int64_t* strides = a_.log_sum_exp_strides;
+    a_.log_sum_exp[b_ * strides[0] + h_ * strides[1] + i_ * strides[2]] =
+        sum_ == 0 ? -INFINITY : max_ + logf(sum_);
+  }
+
+ private:
+  __device__ int64_t Channel(int n) const { return lane_ + n * kWarp; }
+  __device__ bool Has(int n, int64_t channels) const { return Channel(n) < channels; }
+  __device__ int64_t Offset(const DeviceView& view, int64_t head, int64_t token) const {
+    return b_ * view.strides[0] + head * view.strides[1] + token * view.strides[2];
+  }
+  __device__ float Key(int64_t bin, int n) const {
+    return key_table_[bin * a_.sizes.head_dim + Channel(n)];
+  }
+  __device__ float Value(int64_t bin, int n) const {
+    return value_table_ == nullptr ? 0 : value_table_[bin * a_.sizes.value_row + Channel(n)];
+  }
+
+  // Raises the maximum to the logit, if that is larger, and returns the logit's weight.
+  __device__ float Admit(float logit) {
+    const float max = fmaxf(max_, logit), rescale = max_ == -INFINITY ? 0 : expf(max_ - max);
+    max_ = max;
+    sum_ *= rescale;
+#pragma unroll
+    for (int n = 0; n < kShare; ++n) output_[n] *= rescale;
+    return expf(logit - max);
+  }
+
+  // Keys first, first + 1, ..., `count` of them, whose bins begin with `bin`.
+  __device__ void AddNearKeys(int64_t first, int count, int64_t bin) {
+    const ShawSizes& s = a_.sizes;
+    const int64_t head = h_ / s.group;
+    float scores[kWarp] = {};
+#pragma unroll
+    for (int j = 0; j < kWarp; ++j) {
+      if (j >= count) break;
+      const int64_t from = Offset(a_.k, head, first + j);
+#pragma unroll
+      for (int n = 0; n < kShare; ++n) {
+        if (!Has(n, s.head_dim)) break;
+        scores[j] +=
+            query_[n] * (LoadElement(a_.k.data, a_.k.element, from + Channel(n) * a_.k.strides[3]) +
+                         Key(bin + j, n));
+      }
+    }
+    float logit = s.scale * SumsOfWarp(scores);
+    if (lane_ >= count || !IsToken(first + lane_)) logit = -INFINITY;
+    const unsigned seen = __ballot_sync(kAll, logit != -INFINITY);
+    if (seen == 0) return;
+    const float max = Max(logit);
+    Admit(max);
+    const float weight = expf(logit - max_);
+    sum_ += Sum(weight);
+    for (int j = 0; j < count; ++j) {
+      const float of_key = __shfl_sync(kAll, weight, j);
+      if ((seen >> j & 1) == 0) continue;
+      const int64_t from = Offset(a_.v, head, first + j);
+#pragma unroll
+      for (int n = 0; n < kShare; ++n) {
+        if (!Has(n, s.value_dim)) break;
+        output_[n] +=
+            of_key * (LoadElement(a_.v.data, a_.v.element, from + Channel(n) * a_.v.strides[3]) +
+                      Value(bin + j, n));
+      }
+    }
+  }
+  __device__ bool IsToken(int64_t j) const {
+    return a_.key_mask == nullptr ||
+           a_.key_mask[b_ * a_.mask_strides[0] + j * a_.mask_strides[1]] != 0;
+  }
+
+  const ShawArguments& a_;
+  int lane_;
+  int64_t b_;
+  int64_t h_;
+  int64_t i_;
+  const float* key_table_;
+  const float* value_table_ = nullptr;
+  float query_[kShare];
+  float output_[kShare] = {};
+  float max_ = -INFINITY;
+  float sum_ = 0;
+};
+
+__global__ void __launch_bounds__(kWarps* kWarp) SoftmaxOfBins(ShawArguments a) {
+  const ShawSizes& s = a.sizes;
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+  if (row >= s.rows()) return;
+  const int64_t head = row / s.query_tokens;
+  Query query(a, head / s.query_heads, head % s.query_heads, row % s.query_tokens);
+  query.AddFarKeys();
+  query.AddNearKeys();
+  query.Store();
+}
+
+const char* LaunchSoftmaxOfBins(const ShawArguments& a, void* stream) {
+  const int64_t blocks = (a.sizes.rows() + kWarps - 1) / kWarps;
+  if (blocks > INT32_MAX) return "more queries than a grid has warps for";
+  return Launch("SoftmaxOfBins", &SoftmaxOfBins,
+                {dim3(static_cast<unsigned>(blocks)), dim3(kWarps * kWarp)}, stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(ShawKernels, {&LaunchSoftmaxOfBins});
+
+}  // namespace tfb

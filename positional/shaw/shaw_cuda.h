@@ -1,0 +1,37 @@
+// The CUDA kernel of shaw as C++ sees it. Pointers are to device memory.
+#ifndef TFB_POSITIONAL_SHAW_SHAW_CUDA_H_
+#define TFB_POSITIONAL_SHAW_SHAW_CUDA_H_
+
+#include <stdint.h>
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+#include "positional/shaw/shaw_sizes.h"
+
+namespace tfb {
+
+// As ShawCall.
+struct ShawArguments {
+  ShawSizes sizes;
+  DeviceView q;  // [batch, heads, tokens, channels]
+  DeviceView k;
+  DeviceView v;
+  DeviceView out;
+  const uint8_t* key_mask;  // or null
+  int64_t mask_strides[2];
+  const float* far_rows;
+  const float* far_log_sum_exp;
+  const float* key_table;
+  const float* value_table;  // or null
+  float* log_sum_exp;        // or null
+  int64_t log_sum_exp_strides[3];
+};
+
+struct ShawKernels {
+  // Enqueues on the stream and returns null, or why not.
+  const char* (*softmax_of_bins)(const ShawArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_POSITIONAL_SHAW_SHAW_CUDA_H_

@@ -1,0 +1,211 @@
+#include "positional/shaw/shaw.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "attention/dense/dense.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+Options K(int64_t max_distance) { return {{"max_distance", std::to_string(max_distance)}}; }
+
+// N(0, 1), so that an error in any of them shows.
+NamedTensors LargeTables(int64_t heads, int64_t k, int64_t head_dim, int64_t value_dim) {
+  return RandomInputs({{"key_positions", {heads, 2 * k + 1, head_dim}},
+                       {"value_positions", {heads, 2 * k + 1, value_dim}}},
+                      3);
+}
+
+RunRequest With(const NamedTensors& parameters, const Options& options,
+                Device device = Device::kCpu) {
+  RunRequest request;
+  request.parameters = &parameters;
+  request.options = options;
+  request.device = device;
+  return request;
+}
+
+TEST(Shaw, ThreeTokensAreWhatTheFormulaSaysByHand) {
+  // One channel, one head, k = 1: keys 0, so that q_i P^K alone decides; P^K = (0, log 2, log 4) for
+  // the key before, the same and the one behind, P^V = (10, 20, 30), v = (1, 2, 3), q = 1.
+  const Problem problem = Problem::SelfAttention(1, 1, 3, 1);
+  NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+  Fill(inputs["q"].view(), 1);
+  Fill(inputs["k"].view(), 0);
+  for (int j = 0; j < 3; ++j) inputs["v"].view().Set(j, j + 1);
+  NamedTensors tables = LargeTables(1, 1, 1, 1);
+  for (int n = 0; n < 3; ++n) {
+    tables["key_positions"].view().Set(n, n * std::log(2.0));
+    tables["value_positions"].view().Set(n, 10 * (n + 1));
+  }
+  // Weights 2 : 4 : 4, 1 : 2 : 4 and 1 : 1 : 2.
+  const double expected[] = {(2 * 21 + 4 * 32 + 4 * 33) / 10.0, (1 * 11 + 2 * 22 + 4 * 33) / 7.0,
+                             (1 * 11 + 1 * 12 + 2 * 23) / 4.0};
+  for (const Device device : kHostDevices) {
+    const NamedTensors run =
+        RunTechnique(Shaw(), problem, ViewsOf(inputs), With(tables, K(1), device)).value();
+    for (int i = 0; i < 3; ++i) {
+      EXPECT_NEAR(run.at("out").view().Get(i), expected[i], 1e-5) << Name(device) << " " << i;
+    }
+    EXPECT_NEAR(run.at("log_sum_exp").view().Get(1), std::log(7.0), 1e-6);
+  }
+}
+
+TEST(Shaw, TablesOfZeroEqualDense) {
+  for (bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 3, 150, 16, causal);
+    const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+    NamedTensors tables = LargeTables(3, 16, 16, 16);
+    for (auto& [name, table] : tables) Fill(table.view(), 0);
+    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const NamedTensors ours =
+        RunTechnique(Shaw(), problem, ViewsOf(inputs), With(tables, {})).value();
+    EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()), 1e-6);
+    EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), dense.at("log_sum_exp").view()), 2e-6);
+  }
+}
+
+TEST(Shaw, ADistanceOfZeroShiftsTheOutputByTheOnlyValueVector) {
+  for (bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(1, 2, 70, 8, causal);
+    const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+    const NamedTensors tables = LargeTables(2, 0, 8, 8);
+    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const NamedTensors ours =
+        RunTechnique(Shaw(), problem, ViewsOf(inputs), With(tables, K(0))).value();
+    for (int64_t h = 0; h < 2; ++h) {
+      for (int64_t i = 0; i < 70; ++i) {
+        for (int64_t c = 0; c < 8; ++c) {
+          EXPECT_NEAR(*ours.at("out").view().At<float>(0, h, i, c),
+                      *dense.at("out").view().At<float>(0, h, i, c) +
+                          *tables.at("value_positions").view().At<float>(h, 0, c),
+                      2e-6);
+        }
+      }
+    }
+  }
+}
+
+TEST(Shaw, ShiftingQueriesAndKeysTogetherChangesNothing) {
+  // The last 40 queries over 100 keys are the last 40 of 100 queries.
+  for (bool causal : {false, true}) {
+    const Problem all = Problem::SelfAttention(1, 4, 100, 16, causal);
+    Problem last = all;
+    last.query_tokens = 40;
+    const NamedTensors inputs = RandomInputs(QkvInputs(all), 2);
+    const NamedTensors tables = LargeTables(4, 5, 16, 16);
+    const RunRequest request = With(tables, K(5));
+    const NamedTensors whole = RunTechnique(Shaw(), all, ViewsOf(inputs), request).value();
+    Inputs tail = ViewsOf(inputs);
+    tail.Set("q", Slice(inputs.at("q").view(), 2, 60, 40));
+    const NamedTensors part = RunTechnique(Shaw(), last, tail, request).value();
+    EXPECT_LE(MaxDifference(Slice(whole.at("out").view(), 2, 60, 40), part.at("out").view()), 5e-6);
+  }
+}
+
+TEST(Shaw, KeysFartherThanTheDistanceAreIndistinguishable) {
+  // Exchanging two far keys with their values changes the queries that are far from both in nothing.
+  const Problem problem = Problem::SelfAttention(1, 2, 80, 8);
+  NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+  const NamedTensors tables = LargeTables(2, 6, 8, 8);
+  const RunRequest request = With(tables, K(6));
+  const NamedTensors before = RunTechnique(Shaw(), problem, ViewsOf(inputs), request).value();
+  for (const char* name : {"k", "v"}) {
+    const TensorView rows = inputs[name].view();
+    for (int64_t h = 0; h < 2; ++h) {
+      std::swap_ranges(rows.MutableAt<float>(0, h, 3), rows.MutableAt<float>(0, h, 4),
+                       rows.MutableAt<float>(0, h, 20));
+    }
+  }
+  const NamedTensors after = RunTechnique(Shaw(), problem, ViewsOf(inputs), request).value();
+  const auto difference = [&](int64_t first, int64_t rows) {
+    return MaxDifference(Slice(before.at("out").view(), 2, first, rows),
+                         Slice(after.at("out").view(), 2, first, rows));
+  };
+  EXPECT_LE(difference(26, 54), 5e-6);  // distances 23 and 6, and larger
+  EXPECT_GT(difference(25, 1), 1e-3);   // distance 5
+}
+
+TEST(Shaw, OneTableForAllHeadsEqualsTheSameTableForEach) {
+  const Problem problem = Problem::SelfAttention(1, 3, 50, 8);
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+  const NamedTensors shared = LargeTables(1, 4, 8, 8);
+  NamedTensors each = LargeTables(3, 4, 8, 8);
+  for (auto& [name, table] : each) {
+    for (int64_t h = 0; h < 3; ++h) {
+      CopyElements(shared.at(name).view(), Slice(table.view(), 0, h, 1));
+    }
+  }
+  Options options = K(4);
+  const NamedTensors expected =
+      RunTechnique(Shaw(), problem, ViewsOf(inputs), With(each, options)).value();
+  options["per_head"] = "false";
+  const NamedTensors run =
+      RunTechnique(Shaw(), problem, ViewsOf(inputs), With(shared, options)).value();
+  EXPECT_EQ(MaxDifference(run.at("out").view(), expected.at("out").view()), 0);
+}
+
+TEST(Shaw, MatchesItsDefinitionWhateverTheDistance) {
+  for (const Device device : kHostDevices) {
+    for (bool causal : {false, true}) {
+      for (auto [queries, keys] : {std::pair<int64_t, int64_t>{129, 129}, {30, 200}, {200, 30}}) {
+        for (const int64_t k : {0, 1, 2, 20, 33, 250}) {
+          Problem problem = Problem::SelfAttention(1, 2, queries, 13, causal);
+          problem.kv_tokens = keys;
+          problem.kv_heads = 1;
+          problem.value_dim = 37;
+          const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
+          const NamedTensors tables = LargeTables(2, k, 13, 37);
+          const RunRequest request = With(tables, K(k), device);
+          const NamedTensors ours = RunTechnique(Shaw(), problem, ViewsOf(inputs), request).value();
+          const NamedTensors expected =
+              DefineTechnique(Shaw(), problem, ViewsOf(inputs), request).value();
+          // Values and vectors are both of order 1.
+          EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
+                    2 * Fp32Bound(inputs.at("v").view()))
+              << Name(device) << " k " << k << " " << problem.ToString();
+        }
+      }
+    }
+  }
+}
+
+TEST(Shaw, MatchesTensor2tensor) {
+  for (const char* name : {"causal", "both_sides", "keys_only"}) {
+    const SafetensorsFile golden =
+        GoldenFile(std::string("positional/shaw/testdata/") + name + ".safetensors");
+    const NamedTensors& tensors = golden.tensors;
+    const Shape shape = tensors.at("q").shape();
+    const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3],
+                                                   golden.metadata.at("causal") == "True");
+    Options options;
+    for (const char* option : {"max_distance", "per_head", "values"}) {
+      options[option] = golden.metadata.at(option);
+    }
+    Inputs inputs;
+    for (const char* tensor : {"q", "k", "v"}) inputs.Set(tensor, tensors.at(tensor).view());
+    NamedTensors tables;
+    tables["key_positions"] = tensors.at("key_positions").Clone();
+    if (options["values"] == "true") {
+      tables["value_positions"] = tensors.at("value_positions").Clone();
+    }
+    NamedTensors defined;
+    ASSERT_TRUE(Shaw().Define(problem, options, tables, inputs, {}, &defined).ok());
+    EXPECT_LE(MaxDifference(defined["out"].view(), tensors.at("out").view()), 1e-12) << name;
+    for (const Device device : kHostDevices) {
+      const NamedTensors run =
+          RunTechnique(Shaw(), problem, inputs, With(tables, options, device)).value();
+      EXPECT_LE(MaxDifference(run.at("out").view(), tensors.at("out").view()),
+                2 * Fp32Bound(tensors.at("v").view()))
+          << name << " " << Name(device);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tfb

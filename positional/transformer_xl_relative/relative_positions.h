@@ -1,0 +1,66 @@
+// Transformer-XL's relative positions as a score rule of engine flash, for all layers that score
+// with them:
+//
+//   s_ij = ((q_i + u) . k_j + (q_i + v) . (r_(i-j) W_r)) / sqrt(head_dim)
+//
+// r_d W_r is made once for every distance d that a call can meet. The engine slides it past the
+// queries, each of which reads it one distance further on: the paper's appendix B shifts a product
+// of all tokens x tokens for that, which is never stored here.
+#ifndef TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_RELATIVE_POSITIONS_H_
+#define TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_RELATIVE_POSITIONS_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "core/flash/flash.h"
+#include "core/tensor.h"
+#include "core/thread_pool.h"
+
+namespace tfb {
+
+// The distances i - j from `first` to `last`, negative ones being those of later keys.
+struct DistanceRange {
+  int64_t first = 0;
+  int64_t last = 0;
+  int64_t clamp = 0;  // distances beyond +-clamp count as it; 0: none do
+
+  int64_t Clamped(int64_t distance) const;
+  // The row of SinusoidsOf that a distance has.
+  int64_t Row(int64_t distance) const { return Clamped(distance) - Clamped(first); }
+  int64_t rows() const { return last < first ? 0 : Row(last) + 1; }
+};
+
+// r_d of the clamped distances, ascending, f32 [range.rows(), channels]. See core/layers/sinusoid.h;
+// that of -d has the sines' signs turned.
+Tensor SinusoidsOf(const DistanceRange& range, int64_t channels);
+
+class RelativePositions {
+ public:
+  // f32, in host memory.
+  struct Parameters {
+    ConstTensorView w_r;  // [channels, heads * head_dim]
+    ConstTensorView u;    // [heads, head_dim]
+    ConstTensorView v;    // [heads, head_dim]
+  };
+
+  RelativePositions() = default;
+  // Multiplies `sinusoids`, those of the range, by W_r, and rounds the product to `dtype`. A key at
+  // the offset `here` from its query, in the engine's count, is at distance 0.
+  static absl::StatusOr<RelativePositions> Create(const Parameters& parameters,
+                                                  const DistanceRange& range,
+                                                  const ConstTensorView& sinusoids, int64_t here,
+                                                  DType dtype, ThreadPool* pool);
+
+  // Points to u, v and to what this object holds, which may be moved.
+  void AddTo(ScoreRule* rule) const;
+
+ private:
+  const float* u_ = nullptr;
+  const float* v_ = nullptr;
+  std::unique_ptr<RelativeKeys> distances_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_RELATIVE_POSITIONS_H_

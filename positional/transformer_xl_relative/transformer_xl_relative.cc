@@ -1,0 +1,147 @@
+#include "positional/transformer_xl_relative/transformer_xl_relative.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/definition.h"
+#include "core/flash/flash_layer.h"
+#include "core/random.h"
+#include "positional/transformer_xl_relative/relative_positions.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<TransformerXlRelative>();
+
+constexpr int64_t kMaxWidth = 16384;  // W_r is then 1 GiB
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "transformer_xl_relative";
+  info.family = "positional";
+  info.title = "Transformer-XL relative positions";
+  info.citation = "Dai et al. 2019, arXiv:1901.02860v3, section 3.3";
+  info.exactness = Exactness::kExact;
+  info.growth = 2;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+class TransformerXlRelativeLayer : public FlashLayer {
+ public:
+  TransformerXlRelativeLayer(const Problem& problem, const TransformerXlRelativeOptions& options,
+                             Device device, uint64_t seed)
+      : FlashLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device,
+                   std::make_unique<FullPattern>(problem.kv_tokens)),
+        options_(options) {
+    set_uses_relative_keys();
+    const int64_t width = problem.model_dim();
+    parameters_["w_r"] = Tensor(DType::kF32, {width, width});
+    for (const char* name : {"u", "v"}) {
+      parameters_[name] = Tensor(DType::kF32, {problem.query_heads, problem.head_dim});
+    }
+    for (auto& [name, parameter] : parameters_) FillNormal(&parameter, seed, name, 0, 0.02);
+  }
+
+ protected:
+  absl::Status BuildRule(const Inputs&, const Execution& execution, ScoreRule* rule) override {
+    const Problem& p = problem();
+    DistanceRange range;
+    range.first = p.causal ? std::max<int64_t>(0, 1 - p.query_tokens) : 1 - p.query_tokens;
+    range.last = p.kv_tokens - 1;
+    range.clamp = options_.clamp_length;
+    const Tensor sinusoids = SinusoidsOf(range, p.model_dim());
+    TFB_ASSIGN_OR_RETURN(
+        positions_,
+        RelativePositions::Create(
+            {parameters_.at("w_r").view(), parameters_.at("u").view(), parameters_.at("v").view()},
+            range, sinusoids.view(), p.causal_offset(), p.dtype, execution.pool));
+    positions_.AddTo(rule);
+    return absl::OkStatus();
+  }
+  double FlopsPerPair() const override {
+    return FlashLayer::FlopsPerPair() + 2.0 * static_cast<double>(problem().head_dim);
+  }
+
+ private:
+  TransformerXlRelativeOptions options_;
+  RelativePositions positions_;
+};
+
+// r_d W_r for the distances first, first + 1, ..., [heads, distances, head_dim]. Of 16-bit problems
+// r_d is rounded to fp32, and the product to the problem's dtype.
+DoubleTensor DefinePositions(const Problem& problem, int64_t clamp, const DoubleTensor& w_r,
+                             int64_t first, int64_t distances) {
+  const int64_t width = problem.model_dim(), sines = (width + 1) / 2;
+  const bool rounds = problem.dtype != DType::kF32;
+  Tensor table(rounds ? problem.dtype : DType::kF64,
+               {problem.query_heads, distances, problem.head_dim});
+  for (int64_t n = 0; n < distances; ++n) {
+    int64_t d = first + n;
+    if (clamp > 0) d = std::min(std::max(d, -clamp), clamp);
+    std::vector<double> product(width);
+    for (int64_t m = 0; m < width; ++m) {
+      const double exponent = 2 * static_cast<double>(m % sines) / static_cast<double>(width);
+      const double angle = static_cast<double>(d) / std::pow(10000, exponent);
+      double r = m < sines ? std::sin(angle) : std::cos(angle);
+      if (rounds) r = static_cast<float>(r);
+      for (int64_t c = 0; c < width; ++c) product[c] += r * w_r.Row(m)[c];
+    }
+    for (int64_t c = 0; c < width; ++c) {
+      const int64_t h = c / problem.head_dim;
+      table.view().Set(table.view().Offset(h, n, c % problem.head_dim), product[c]);
+    }
+  }
+  return DoubleTensor(table.view());
+}
+
+}  // namespace
+
+TransformerXlRelative::TransformerXlRelative() : TechniqueOf(Info()) {}
+
+absl::StatusOr<std::unique_ptr<Layer>> TransformerXlRelative::MakeLayer(
+    const Problem& problem, const TransformerXlRelativeOptions& options, Device device,
+    uint64_t seed) const {
+  if (problem.query_heads > kMaxWidth / problem.head_dim) {
+    return absl::UnimplementedError(absl::StrCat(
+        "transformer_xl_relative has a matrix of (query_heads head_dim)^2 numbers: query_heads is ",
+        problem.query_heads, "; allowed with head_dim ", problem.head_dim, " are 1 to ",
+        kMaxWidth / problem.head_dim));
+  }
+  return std::make_unique<TransformerXlRelativeLayer>(problem, options, device, seed);
+}
+
+absl::Status TransformerXlRelative::Definition(const Problem& problem,
+                                               const TransformerXlRelativeOptions& options,
+                                               const NamedTensors& parameters, const Inputs& inputs,
+                                               const DefinitionRequest& request,
+                                               NamedTensors* outputs) const {
+  const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), w_r(parameters.at("w_r").view()),
+      u(parameters.at("u").view()), v(parameters.at("v").view());
+  const KeyMask is_token(inputs);
+  const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
+  const int64_t nearest = problem.causal ? 0 : -problem.query_tokens;
+  const DoubleTensor positions =
+      DefinePositions(problem, options.clamp_length, w_r, nearest, problem.kv_tokens - nearest + 1);
+  DefineAttention(
+      problem, inputs, request,
+      [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+        const int64_t d = i + problem.causal_offset() - j;
+        if ((problem.causal && d < 0) || !is_token(b, j)) return kNotSeen;
+        const double* query = q.Row(b, h, i);
+        const double* key = k.Row(b, h / problem.group(), j);
+        const double* position = positions.Row(h, d - nearest);
+        double score = 0;
+        for (int64_t c = 0; c < problem.head_dim; ++c) {
+          score += (query[c] + u.Row(h)[c]) * key[c] + (query[c] + v.Row(h)[c]) * position[c];
+        }
+        return scale * score;
+      },
+      outputs);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

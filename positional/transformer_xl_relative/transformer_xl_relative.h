@@ -1,0 +1,58 @@
+// Transformer-XL's relative positions: a query scores a key by content and by distance, both with a
+// learned bias in the query's place.
+//
+//   s_ij  = ((q_i + u) . k_j + (q_i + v) . (r_d W_r)) / sqrt(head_dim),   d = p_i - j
+//   p_i   = i + kv_tokens - query_tokens
+//   r_d   = [sin(d f_0), sin(d f_1), ..., cos(d f_0), cos(d f_1), ...],   f_c = 10000^(-2c/model_dim)
+//
+// with u and v per head, and head h's columns of W_r. The paper is causal, d >= 0. Without a causal
+// mask r of a later key, d < 0, is the same formula: its sines change sign, as in XLNet.
+//
+// Source: Dai, Yang, Yang, Carbonell, Le, Salakhutdinov 2019, "Transformer-XL: attentive language
+// models beyond a fixed-length context", arXiv:1901.02860v3, section 3.3 and appendix B; XLNet:
+// Yang et al., arXiv:1906.08237v2, section 2.4. The negative distances and clamp_length are as in
+// the authors' codes. What the paper writes W_E and W_q is the caller's: queries and keys come
+// projected. Of 16-bit problems r_d W_r is rounded to their dtype, as the keys are that it is added
+// to (r_d itself is fp32, as W_r is). Segments and their memory are memory/transformer_xl, which
+// shares relative_positions.h.
+//
+// Cost: a product of head_dim more a score: 1.5 times dense attention. Setup, 2 model_dim^2 FLOPs a
+// distance. Memory: heads (query_tokens + kv_tokens) head_dim floats.
+#ifndef TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_TRANSFORMER_XL_RELATIVE_H_
+#define TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_TRANSFORMER_XL_RELATIVE_H_
+
+#include <cstdint>
+
+#include "core/technique.h"
+
+namespace tfb {
+
+struct TransformerXlRelativeOptions {
+  static constexpr int64_t kMaxClamp = int64_t{1} << 20;
+
+  int64_t clamp_length = 0;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("clamp_length", &clamp_length, 0, kMaxClamp,
+             "larger distances count as this one; 0 means none do");
+  }
+};
+
+// Parameters, f32, of H = query_heads: w_r [H head_dim, H head_dim], y = r W_r, u and v
+// [H, head_dim]; drawn N(0, 0.02^2), as the authors' code does.
+class TransformerXlRelative : public TechniqueOf<TransformerXlRelativeOptions> {
+ public:
+  TransformerXlRelative();
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const TransformerXlRelativeOptions& options,
+                                                   Device device, uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const TransformerXlRelativeOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_TRANSFORMER_XL_RELATIVE_H_
