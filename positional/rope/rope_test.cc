@@ -1,9 +1,11 @@
 #include "positional/rope/rope.h"
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "attention/dense/dense.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -59,6 +61,28 @@ TEST(Rope, LayoutsAreThePermutationOfEachOther) {
   const NamedTensors a = RunOwn(problem, ViewsOf(inputs), {});
   const NamedTensors b = RunOwn(problem, ViewsOf(permuted), {{"layout", "half"}});
   EXPECT_LE(MaxDifference(a.at("out").view(), b.at("out").view()), 1e-5);
+}
+
+TEST(Rope, AnglesOfAMillionPositionsAreThoseOfFloat64) {
+  // Two tokens of the same vector, base 10000's first pair: a row sees the scores 1 / sqrt(2) and
+  // cos(1) / sqrt(2) at any position. Angles whose difference is off by e change the log-sum-exp by
+  // 0.25 e, so that 2e-7 of it are 8e-7 of an angle.
+  const Problem problem = Problem::SelfAttention(1, 1, 2, 2);
+  NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
+  const float rows[] = {1, 0, 1, 0};
+  std::copy(rows, rows + 4, inputs["q"].span<float>().begin());
+  std::copy(rows, rows + 4, inputs["k"].span<float>().begin());
+  for (const int64_t p : {0, 1000, 99999, 999999}) {
+    for (const Device device : kHostDevices) {
+      const NamedTensors run =
+          RunOwn(problem, ViewsOf(inputs), {{"position_offset", absl::StrCat(p)}}, device);
+      const double root = std::sqrt(2.0);
+      const double expected = std::log(std::exp(1 / root) + std::exp(std::cos(1.0) / root));
+      for (const float lse : run.at("log_sum_exp").span<float>()) {
+        EXPECT_NEAR(lse, expected, 2e-7) << p << " " << Name(device);
+      }
+    }
+  }
 }
 
 TEST(Rope, OneTokenIsNotTurnedAgainstItself) {
