@@ -133,6 +133,23 @@ absl::StatusOr<NamedTensors> Draw(const std::vector<TensorSpec>& specs, uint64_t
   return tensors;
 }
 
+// The same where queries are the keys: each token's vector is that of those a whole number of periods
+// away, as many as there are peaks, scaled to the length that makes their score.
+void RepeatQueries(const PeakShape& shape, const Problem& problem, const TensorView& q) {
+  const int64_t tokens = problem.query_tokens;
+  const int64_t period = std::max<int64_t>(1, (tokens + shape.peaks) / (shape.peaks + 1));
+  const double peaks = static_cast<double>(shape.peaks);
+  const double length = PeakScore(tokens, 1, shape.ratio / peaks, problem.head_dim);
+  for (int64_t row = 0; row < q.num_elements() / problem.head_dim; ++row) {
+    const int64_t i = row % tokens, first = (row - i + i % period) * problem.head_dim;
+    double square = 0;
+    for (int64_t c = 0; c < problem.head_dim; ++c) square += std::pow(q.Get(first + c), 2);
+    for (int64_t c = 0; c < problem.head_dim; ++c) {
+      q.Set(row * problem.head_dim + c, length / std::sqrt(square) * q.Get(first + c));
+    }
+  }
+}
+
 absl::StatusOr<NamedTensors> DrawPeaks(const PeakShape& shape, absl::string_view profile,
                                        const std::vector<TensorSpec>& specs, const Problem& problem,
                                        uint64_t seed) {
@@ -142,6 +159,10 @@ absl::StatusOr<NamedTensors> DrawPeaks(const PeakShape& shape, absl::string_view
   const Shape q_shape = {problem.batch, problem.query_heads, problem.query_tokens,
                          problem.head_dim};
   const Shape k_shape = {problem.batch, problem.kv_heads, problem.kv_tokens, problem.head_dim};
+  if (q != tensors.end() && k == tensors.end() && q->second.shape() == q_shape) {
+    RepeatQueries(shape, problem, q->second.view());
+    return tensors;
+  }
   if (q == tensors.end() || k == tensors.end() || q->second.shape() != q_shape ||
       k->second.shape() != k_shape) {
     std::vector<std::string> names;

@@ -21,6 +21,9 @@
 // the left side, and the peaks are lower than said.
 //   peaked: m = 3, r = 4; one key drawn from each third of the keys that i may see.
 //   needle: m = 1, r = 99; drawn from those at least n / 4 tokens away from i, where there are any.
+// Where queries are the keys (there is no k), tokens n / (m + 1) apart have one direction, and the
+// length c with c - c^2 / 2d = log(r n / m): by scores q_i . q_j / |q_j| the m others then hold r
+// times the mass of all further ones, i itself not counted. A causal query sees those before it.
 //
 // Files. Names are q, k, v [batch, heads, tokens, channels], x [batch, tokens, model_dim] and what
 // else a technique declares, each bare or as "layer<N>.name". Sizes are the file's; batch and

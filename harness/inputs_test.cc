@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/definition.h"
@@ -128,6 +129,38 @@ TEST(Inputs, PeaksExistForEveryShapeThatIsLegal) {
         }
       }
     }
+  }
+}
+
+TEST(Inputs, PeaksAmongQueriesThatAreTheKeysHoldTheirMass) {
+  const Problem problem = Problem::SelfAttention(1, 2, 512, 64);
+  std::vector<TensorSpec> specs = QkvInputs(problem);
+  specs.erase(specs.begin() + 1);
+  ASSERT_EQ(specs[1].name, "v");
+  for (const auto& [profile, peers, least, most] :
+       {std::tuple("peaked", 3, 0.7, 0.9), std::tuple("needle", 1, 0.97, 1.0)}) {
+    const NamedTensors inputs = MakeInputs({profile, nullptr}, specs, problem, 3).value();
+    const Tensor& q = inputs.at("q");
+    const int64_t period = 512 / (peers + 1);
+    double mean = 0;
+    for (int64_t i = 0; i < 512; ++i) {
+      double held = 0, all = 0;
+      for (int64_t j = 0; j < 512; ++j) {
+        if (j == i) continue;
+        double dot = 0, square = 0;
+        for (int64_t c = 0; c < 64; ++c) {
+          const double key = q.view().Get(j * 64 + c);
+          dot += q.view().Get(i * 64 + c) * key;
+          square += key * key;
+        }
+        const double weight = std::exp(dot / std::sqrt(square));
+        all += weight;
+        if ((i - j) % period == 0) held += weight;
+      }
+      mean += held / all / 512;
+    }
+    EXPECT_GT(mean, least) << profile;
+    EXPECT_LE(mean, most) << profile;
   }
 }
 
