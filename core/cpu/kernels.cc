@@ -181,19 +181,18 @@ void SinCosOf(int64_t count, const float* x, float* sin, float* cos) {
   }
 }
 
-// C[kRows][kVectors * kLanes] (+)= A B, with the whole block of C in registers.
+// C[kRows][kVectors * kLanes] = A B + D, with the whole block of C in registers; D is 0 where d is
+// null.
 template <int kRows, int kVectors>
 void GemmTile(int64_t depth, const float* a, int64_t a_row, int64_t a_depth, const float* b,
-              int64_t b_row, float* c, int64_t c_row, bool accumulate) {
+              int64_t b_row, float* c, int64_t c_row, const float* d, int64_t d_row) {
   // The unroll pragmas make the compiler see each element of `sum` as a register before it decides
   // where arrays live.
   Floats sum[kRows][kVectors];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) {
-      sum[i][j] = accumulate ? Load(c + i * c_row + j * kLanes) : Floats{};
-    }
+    for (int j = 0; j < kVectors; ++j) sum[i][j] = Floats{};
   }
   for (int64_t k = 0; k < depth; ++k) {
     Floats column[kVectors];
@@ -206,6 +205,13 @@ void GemmTile(int64_t depth, const float* a, int64_t a_row, int64_t a_depth, con
       for (int j = 0; j < kVectors; ++j) sum[i][j] += value * column[j];
     }
   }
+  if (d != nullptr) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kVectors; ++j) sum[i][j] += Load(d + i * d_row + j * kLanes);
+    }
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
@@ -216,33 +222,53 @@ void GemmTile(int64_t depth, const float* a, int64_t a_row, int64_t a_depth, con
 // All rows of one group of kVectors columns.
 template <int kVectors>
 void GemmColumns(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_depth,
-                 const float* b, int64_t b_row, float* c, int64_t c_row, bool accumulate) {
+                 const float* b, int64_t b_row, float* c, int64_t c_row, const float* d,
+                 int64_t d_row) {
   int64_t i = 0;
+  const auto next = [&](auto tile, int64_t tile_rows) {
+    tile(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row,
+         d == nullptr ? nullptr : d + i * d_row, d_row);
+    i += tile_rows;
+  };
   // One column of vectors: enough rows to hide the latency of an addition.
   if (kVectors == 1) {
-    for (; i + 8 <= rows; i += 8) {
-      GemmTile<8, kVectors>(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row,
-                            accumulate);
-    }
+    while (i + 8 <= rows) next(GemmTile<8, kVectors>, 8);
   }
-  for (; i + kTileRows <= rows; i += kTileRows) {
-    GemmTile<kTileRows, kVectors>(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row,
-                                  c_row, accumulate);
-  }
-  const auto tail = [&](auto tile) {
-    tile(depth, a + i * a_row, a_row, a_depth, b, b_row, c + i * c_row, c_row, accumulate);
-  };
+  while (i + kTileRows <= rows) next(GemmTile<kTileRows, kVectors>, kTileRows);
   switch (rows - i) {
     case 5:
-      return tail(GemmTile<5, kVectors>);
+      return next(GemmTile<5, kVectors>, 5);
     case 4:
-      return tail(GemmTile<4, kVectors>);
+      return next(GemmTile<4, kVectors>, 4);
     case 3:
-      return tail(GemmTile<3, kVectors>);
+      return next(GemmTile<3, kVectors>, 3);
     case 2:
-      return tail(GemmTile<2, kVectors>);
+      return next(GemmTile<2, kVectors>, 2);
     case 1:
-      return tail(GemmTile<1, kVectors>);
+      return next(GemmTile<1, kVectors>, 1);
+    default:
+      return;
+  }
+}
+
+void GemmPlus(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
+              int64_t a_depth, const float* b, int64_t b_row, const float* d, int64_t d_row,
+              float* c, int64_t c_row) {
+  int64_t j = 0;
+  const auto next = [&](auto gemm) {
+    gemm(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row, d == nullptr ? nullptr : d + j,
+         d_row);
+  };
+  for (; j + kTileVectors * kLanes <= columns; j += kTileVectors * kLanes) {
+    next(GemmColumns<kTileVectors>);
+  }
+  switch ((columns - j + kLanes - 1) / kLanes) {
+    case 3:
+      return next(GemmColumns<3>);
+    case 2:
+      return next(GemmColumns<2>);
+    case 1:
+      return next(GemmColumns<1>);
     default:
       return;
   }
@@ -251,24 +277,8 @@ void GemmColumns(int64_t rows, int64_t depth, const float* a, int64_t a_row, int
 void Gemm(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
           int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row,
           bool accumulate) {
-  int64_t j = 0;
-  for (; j + kTileVectors * kLanes <= columns; j += kTileVectors * kLanes) {
-    GemmColumns<kTileVectors>(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row,
-                              accumulate);
-  }
-  const auto rest = [&](auto gemm) {
-    gemm(rows, depth, a, a_row, a_depth, b + j, b_row, c + j, c_row, accumulate);
-  };
-  switch ((columns - j + kLanes - 1) / kLanes) {
-    case 3:
-      return rest(GemmColumns<3>);
-    case 2:
-      return rest(GemmColumns<2>);
-    case 1:
-      return rest(GemmColumns<1>);
-    default:
-      return;
-  }
+  GemmPlus(rows, columns, depth, a, a_row, a_depth, b, b_row, accumulate ? c : nullptr, c_row, c,
+           c_row);
 }
 
 // The weights of a ramp at columns c, c + 1, ...; `lane` is {0, 1, 2, ...}.
@@ -662,6 +672,7 @@ extern const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME);
 const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KERNELS_NAME),
                                                                kLanes,
                                                                Gemm,
+                                                               GemmPlus,
                                                                Softmax,
                                                                Add,
                                                                AddByLabel,

@@ -100,6 +100,11 @@ struct CpuKernels {
   void (*gemm)(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
                int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row,
                bool accumulate);
+  // C = A B + D, at the price of C = A B: D is added in registers. Its rows may overlap, as those of
+  // a table of distances do (d_row = -1); 0 where d is null.
+  void (*gemm_plus)(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
+                    int64_t a_depth, const float* b, int64_t b_row, const float* d, int64_t d_row,
+                    float* c, int64_t c_row);
 
   // Softmax numerators in place (above). With a ramp the weights multiply the numerators and enter
   // the sum.

@@ -266,6 +266,15 @@ class FlashRun {
     int64_t begin;
     int64_t end;
   };
+  // Something to add to scores; nothing where first is null.
+  struct ScoreTerm {
+    const float* first = nullptr;  // of row 0, column 0
+    int64_t row = 0;               // from a row to the next
+
+    const float* At(int64_t r, int64_t column) const {
+      return first == nullptr ? nullptr : first + r * row + column;
+    }
+  };
   // Columns begin to end - 1 of a tile, in multiples of a vector.
   struct Extent {
     int64_t begin;
@@ -700,29 +709,39 @@ class FlashRun {
 
   void ComputeScores(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
     const ScoreRule& rule = call_.rule;
-    for (int64_t t = 0; t < tiles; ++t) {
-      const float* keys = Packed(task, chunk[t].index).keys;
-      ForEachPart(task, chunk[t], [&](int64_t first, int64_t rows, const Extent& extent) {
-        kernels_.gemm(rows, extent.end - extent.begin, layout_.key_depth,
-                      scratch.content_query + first * layout_.key_depth, layout_.key_depth, 1,
-                      keys + extent.begin, kTile,
-                      scratch.scores + first * kScoreRow + chunk[t].column + extent.begin,
-                      kScoreRow, false);
-      });
-    }
     const ScoreRows scores{scratch.scores, kScoreRow, task.rows, tiles * kTile};
     // Row r at column 0 has the offset first; one row further down it is one less.
     const int64_t first = chunk[0].index * kTile - task.first_query - rule.query_position;
-    if (rule.relative_keys != nullptr) {
-      AddPositions(task, chunk, tiles, first, scratch);
+    const bool whole =
+        std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; });
+    // One term that depends on the distance is added where the products are still in registers.
+    ScoreTerm term;
+    const bool adds_positions = rule.relative_keys != nullptr && !whole;
+    const bool adds_bias =
+        rule.bias != nullptr && (rule.relative_keys != nullptr || rule.relu_multiplier != nullptr);
+    if (rule.relative_keys != nullptr && whole) {
+      term = PositionScores(task, 0, task.rows, {0, tiles * kTile}, first, scratch);
+    } else if (rule.bias != nullptr && !adds_bias) {
+      term = {rule.bias->At(task.head, first), -1};
     }
+    for (int64_t t = 0; t < tiles; ++t) {
+      const float* keys = Packed(task, chunk[t].index).keys;
+      ForEachPart(task, chunk[t], [&](int64_t row, int64_t rows, const Extent& extent) {
+        const int64_t column = chunk[t].column + extent.begin;
+        kernels_.gemm_plus(rows, extent.end - extent.begin, layout_.key_depth,
+                           scratch.content_query + row * layout_.key_depth, layout_.key_depth, 1,
+                           keys + extent.begin, kTile, term.At(row, column), term.row,
+                           scratch.scores + row * kScoreRow + column, kScoreRow);
+      });
+    }
+    if (adds_positions) AddPositions(task, chunk, tiles, first, scratch);
     if (rule.label_keys.keys != nullptr) {
       for (int64_t t = 0; t < tiles; ++t) AddLabels(task, chunk[t], scratch);
     }
     if (rule.relu_multiplier != nullptr) {
       kernels_.relu_multiply(scores, rule.relu_multiplier->At(task.head, first), -1);
     }
-    if (rule.bias != nullptr) kernels_.add(scores, rule.bias->At(task.head, first), -1);
+    if (adds_bias) kernels_.add(scores, rule.bias->At(task.head, first), -1);
     if (call_.tokens.adjusts()) {
       for (int64_t t = 0; t < tiles; ++t) AdjustPairs(task, chunk[t], scratch);
     }
@@ -758,25 +777,27 @@ class FlashRun {
     });
   }
 
-  // Adds scores against the relative keys. Of rows that see different columns, those of 16 at a time.
+  // Adds scores against the relative keys to rows that see different columns, 16 of them at a time.
   void AddPositions(const Task& task, const Tile* chunk, int64_t tiles, int64_t first,
                     Scratch& scratch) const {
-    const bool whole =
-        std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; });
-    const int64_t at_a_time = whole ? task.rows : kGroupRows;
-    for (int64_t row = 0; row < task.rows; row += at_a_time) {
-      const int64_t rows = std::min(at_a_time, task.rows - row);
-      const Extent extent =
-          whole ? Extent{0, tiles * kTile} : ExtentOf(chunk, tiles, row / kGroupRows);
-      if (extent.end > extent.begin) AddPositions(task, row, rows, extent, first - row, scratch);
+    for (int64_t row = 0; row < task.rows; row += kGroupRows) {
+      const int64_t rows = std::min(kGroupRows, task.rows - row);
+      const Extent extent = ExtentOf(chunk, tiles, row / kGroupRows);
+      if (extent.end == extent.begin) continue;
+      const ScoreTerm positions = PositionScores(task, row, rows, extent, first - row, scratch);
+      if (positions.first == nullptr) continue;
+      kernels_.add({scratch.scores + row * kScoreRow + extent.begin, kScoreRow, rows,
+                    extent.end - extent.begin},
+                   positions.first, positions.row);
     }
   }
-  // To columns `extent` of some rows, of which the first has the offset `first` at column 0.
-  void AddPositions(const Task& task, int64_t row, int64_t rows, const Extent& extent,
-                    int64_t first, Scratch& scratch) const {
+  // Scores against the relative keys of some rows, from column extent.begin on; the first row has
+  // the offset `first` at column 0. Good until the next call.
+  ScoreTerm PositionScores(const Task& task, int64_t row, int64_t rows, const Extent& extent,
+                           int64_t first, Scratch& scratch) const {
     const RelativeKeys& keys = *call_.rule.relative_keys;
     const int64_t lowest = first + extent.begin - (rows - 1), highest = first + extent.end - 1;
-    if (highest < keys.low() || lowest > keys.high()) return;  // zeros
+    if (highest < keys.low() || lowest > keys.high()) return {};  // zeros
     constexpr int64_t kBlock = RelativeKeys::kBlock, kOfPanel = kTile / kBlock;
     const int64_t first_block = FloorDiv(lowest, kBlock);
     const int64_t end_block = FloorDiv(highest, kBlock) + 1;
@@ -797,10 +818,7 @@ class FlashRun {
                     panel + (block - p * kOfPanel) * kBlock, kTile, columns, kPositionRow, false);
     }
     // Each further row's begin one column earlier.
-    kernels_.add({scratch.scores + row * kScoreRow + extent.begin, kScoreRow, rows,
-                  extent.end - extent.begin},
-                 scratch.positions + (first + extent.begin - first_block * kBlock),
-                 kPositionRow - 1);
+    return {scratch.positions + (first + extent.begin - first_block * kBlock), kPositionRow - 1};
   }
 
   // Bit c says whether key c of the tile is a token: not padding, and not beyond the sequence.
@@ -816,17 +834,19 @@ class FlashRun {
   }
 
   // The product with values of which some are not finite: a hidden key's weight of 0 must not meet
-  // its NaN.
+  // its NaN. In the order of gemm's additions, so that the visible ones give the same bits.
   void AddVisibleValues(const Task& task, const float* weights, const PackedTile& packed,
                         const uint64_t* visible, Scratch& scratch) const {
     for (int64_t r = 0; r < task.rows; ++r) {
-      float* row = scratch.accumulator + r * layout_.value_row;
+      float sum[kMaxHeadDim] = {};
       for (int64_t j = 0; j < kTile; ++j) {
         if ((visible[r] >> j & 1) == 0) continue;
         const float weight = weights[r * kScoreRow + j];
         const float* value = packed.values + j * packed.value_row;
-        for (int64_t c = 0; c < problem_.value_dim; ++c) row[c] += weight * value[c];
+        for (int64_t c = 0; c < problem_.value_dim; ++c) sum[c] += weight * value[c];
       }
+      float* row = scratch.accumulator + r * layout_.value_row;
+      for (int64_t c = 0; c < problem_.value_dim; ++c) row[c] += sum[c];
     }
   }
 
