@@ -51,6 +51,10 @@ void RecordAccuracy(const Accuracy& accuracy, Outcome* outcome) {
   for (const auto& [name, value] : accuracy.statistics) {
     (*outcome->mutable_statistics())[name] = value;
   }
+  if (accuracy.extrapolation.has_value()) {
+    (*outcome->mutable_statistics())["extrapolation_change"] = accuracy.extrapolation->change;
+    (*outcome->mutable_statistics())["extrapolation_reshape"] = accuracy.extrapolation->reshape;
+  }
   for (const auto& [name, error] : accuracy.other_errors) {
     (*outcome->mutable_statistics())[absl::StrCat("error_", name)] = error.value;
   }

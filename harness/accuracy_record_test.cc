@@ -16,6 +16,7 @@ TEST(AccuracyRecord, HasEveryNumberWithItsBound) {
   accuracy.against_dense = OutputError();
   accuracy.against_dense->relative_frobenius = 0.25;
   accuracy.kept = {0.75, 0.5, 0.25};
+  accuracy.extrapolation = {0.5, 0.125};
   accuracy.other_errors["halting"] = {0.5, 1};
   accuracy.statistics["mean_span"] = 17;
   accuracy.cost.flops = 100;
@@ -38,6 +39,8 @@ TEST(AccuracyRecord, HasEveryNumberWithItsBound) {
   EXPECT_EQ(outcome.recall_k(), 32);
   EXPECT_EQ(outcome.statistics().at("mean_span"), 17);
   EXPECT_EQ(outcome.statistics().at("error_halting"), 0.5);
+  EXPECT_EQ(outcome.statistics().at("extrapolation_change"), 0.5);
+  EXPECT_EQ(outcome.statistics().at("extrapolation_reshape"), 0.125);
   EXPECT_EQ(outcome.flops(), 100);
   EXPECT_FALSE(outcome.has_bytes_moved());
 }
@@ -50,6 +53,7 @@ TEST(AccuracyRecord, WhatIsNotKnownIsAbsent) {
   EXPECT_EQ(outcome.status(), Outcome::STATUS_OK);
   EXPECT_FALSE(outcome.has_against_dense());
   EXPECT_FALSE(outcome.has_kept_mass());
+  EXPECT_TRUE(outcome.statistics().empty());
   EXPECT_FALSE(outcome.has_ratio_to_dense_error());
   EXPECT_FALSE(outcome.has_flops());
 }

@@ -154,6 +154,15 @@ absl::StatusOr<OutputError> CounterpartPrecision(const EvaluateRequest& request,
   return CompareOut(request, run.outputs, reference);
 }
 
+absl::StatusOr<std::optional<Extrapolation>> ExtrapolationOf(const EvaluateRequest& request,
+                                                             const NamedTensors& parameters,
+                                                             const Reference& own) {
+  const auto weights = own.tensors.find("weights");
+  if (weights == own.tensors.end()) return std::optional<Extrapolation>();
+  return MeasureExtrapolation({request.technique, request.options, request.problem, request.device,
+                               request.inputs, &parameters, request.rows, weights->second.view()});
+}
+
 absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensors& parameters,
                                const NamedTensors& outputs, const Reference& own,
                                Accuracy* accuracy) {
@@ -269,6 +278,7 @@ absl::StatusOr<Accuracy> Judge(const EvaluateRequest& request, const NamedTensor
   } else {
     accuracy.no_dense_reason = "not asked for";
   }
+  TFB_ASSIGN_OR_RETURN(accuracy.extrapolation, ExtrapolationOf(request, parameters, own));
   Pass(&accuracy);
   return accuracy;
 }

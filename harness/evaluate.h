@@ -19,6 +19,7 @@
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 #include "harness/errors.h"
+#include "harness/extrapolation.h"
 
 namespace tfb {
 
@@ -60,6 +61,7 @@ struct Accuracy {
   std::optional<OutputError> against_dense;  // it has no bound: it is what a technique costs
   std::optional<KeptAttention> kept;  // where both sides have weights of at most kMaxWeightBytes
   std::string no_dense_reason;        // why against_dense is absent
+  std::optional<Extrapolation> extrapolation;
 
   bool passed = false;
   std::string failure;  // which bound was exceeded, in one line; empty where passed

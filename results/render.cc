@@ -33,6 +33,7 @@ std::vector<Table> AllTables(const Analysis& analysis, bool details) {
   add(StreamingTables(analysis, details));
   if (details) {
     add(CostTables(analysis));
+    add(ExtrapolationTables(analysis));
     add(StatisticsTables(analysis));
   }
   add(ChoiceTables(analysis));

@@ -303,6 +303,21 @@ std::optional<double> KeptMass(const Case& result) {
   return outcome.has_kept_mass() ? std::optional<double>(outcome.kept_mass()) : std::nullopt;
 }
 
+// Of what a technique or the harness reports by name.
+std::optional<double> Statistic(const Case& result, absl::string_view name) {
+  const auto& statistics = result.outcome().statistics();
+  const auto found = statistics.find(std::string(name));
+  return found == statistics.end() ? std::nullopt : std::optional<double>(found->second);
+}
+
+// harness/extrapolation.h defines the two.
+std::optional<double> ExtrapolationChange(const Case& result) {
+  return Statistic(result, "extrapolation_change");
+}
+std::optional<double> ExtrapolationReshape(const Case& result) {
+  return Statistic(result, "extrapolation_reshape");
+}
+
 std::optional<double> KlDivergence(const Case& result) {
   const Outcome& outcome = result.outcome();
   return outcome.has_kl_divergence() ? std::optional<double>(outcome.kl_divergence())
@@ -558,6 +573,49 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
   return table;
 }
 
+// "0.88", or "0.88 (0.21)" where attention among the shorter sequence's tokens changed too.
+TableCell ExtrapolationCell(const std::vector<const Case*>& cases) {
+  const std::optional<double> reshape = MedianValue(cases, ExtrapolationReshape);
+  std::string text = FormatError(MedianValue(cases, ExtrapolationChange));
+  constexpr double kRounding = 1e-9;
+  if (reshape.value_or(0) > kRounding) absl::StrAppend(&text, " (", FormatError(reshape), ")");
+  return text;
+}
+
+Table ExtrapolationTable(const TableGroup& group) {
+  Table table;
+  table.title = GroupTitle(
+      absl::StrCat("Extrapolation, change of attention from an eighth of the tokens to all, at ",
+                   LengthName(group)),
+      group);
+  std::vector<Row> rows = RowsOf(group, true);
+  rows.erase(std::remove_if(rows.begin(), rows.end(),
+                            [](const Row& row) {
+                              return !MedianValue(row.cases, ExtrapolationChange).has_value();
+                            }),
+             rows.end());
+  std::set<int64_t> lengths;
+  for (const Row& row : rows) {
+    for (const auto& [tokens, cases] : row.series->by_tokens) lengths.insert(tokens);
+  }
+  const RowHead head(group, true);
+  head.AddColumns(&table);
+  for (const int64_t tokens : lengths) table.columns.push_back({absl::StrCat(tokens), true});
+  for (const Row& row : rows) {
+    std::vector<TableCell> cells = head.Cells(row);
+    for (const int64_t tokens : lengths) {
+      const auto found = row.series->by_tokens.find(tokens);
+      cells.push_back(found == row.series->by_tokens.end() ? TableCell("-")
+                                                           : ExtrapolationCell(found->second));
+    }
+    table.rows.push_back(std::move(cells));
+  }
+  table.notes.push_back(
+      "of the last tokens, 0: none to 1: all of it; in brackets what changes among the keys that "
+      "both lengths have");
+  return table;
+}
+
 Table AccuracyTable(const TableGroup& group, bool by_layer) {
   Table table;
   table.title = GroupTitle("Accuracy", group);
@@ -606,6 +664,7 @@ Table AccuracyTable(const TableGroup& group, bool by_layer) {
   add_median("kept\nmass", KeptMass);
   add_median("KL from\ndense", KlDivergence);
   add_median(RecallHeader(group), Recall);
+  add_median("change\nat 8x", ExtrapolationChange);
 
   const RowHead head(group, by_layer);
   head.AddColumns(&table);
@@ -634,6 +693,11 @@ Table AccuracyTable(const TableGroup& group, bool by_layer) {
         "x dense in 16 bit: error over that of dense attention in the same precision, worst");
   }
   if (AnyHas(group, LogSumExpError)) notes.push_back("LSE: log-sum-exp of the scores, worst");
+  if (AnyHas(group, ExtrapolationChange)) {
+    notes.push_back(
+        "change at 8x: share of the last tokens' attention that goes elsewhere than where the last "
+        "eighth of the tokens alone have it");
+  }
   if (!notes.empty()) table.notes.push_back(absl::StrJoin(notes, "; "));
   return table;
 }
@@ -1175,6 +1239,15 @@ std::vector<Table> ChoiceTables(const Analysis& analysis) {
   return WithRows(tables);
 }
 
+std::vector<Table> ExtrapolationTables(const Analysis& analysis) {
+  std::vector<Table> tables;
+  for (const TableGroup& group : TableGroups(analysis)) {
+    if (group.purpose() == Case::PURPOSE_ACCURACY || !AnyHas(group, ExtrapolationChange)) continue;
+    tables.push_back(ExtrapolationTable(group));
+  }
+  return WithRows(tables);
+}
+
 std::vector<Table> StatisticsTables(const Analysis& analysis) {
   std::vector<Table> tables;
   for (const TableGroup& group : TableGroups(analysis)) {
@@ -1194,12 +1267,8 @@ std::vector<Table> StatisticsTables(const Analysis& analysis) {
         for (const std::string& name : names) {
           values.push_back(absl::StrCat(
               Printable(name), " ",
-              FormatSignificant(MedianValue(cases, [&name](const Case& result) {
-                const auto& statistics = result.outcome().statistics();
-                const auto found = statistics.find(name);
-                return found == statistics.end() ? std::nullopt
-                                                 : std::optional<double>(found->second);
-              }))));
+              FormatSignificant(MedianValue(
+                  cases, [&name](const Case& result) { return Statistic(result, name); }))));
         }
         if (values.empty()) continue;
         std::vector<TableCell> cells = head.Cells(row);

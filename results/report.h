@@ -26,6 +26,8 @@ std::vector<Table> StreamingTables(const Analysis& analysis, bool details);
 // For each scaling table the techniques that no other beats in both speed and error, among those that
 // are held against the same dense counterpart.
 std::vector<Table> ChoiceTables(const Analysis& analysis);
+// How far attention changes when sequences grow, over lengths (harness/extrapolation.h).
+std::vector<Table> ExtrapolationTables(const Analysis& analysis);
 // What techniques report by name.
 std::vector<Table> StatisticsTables(const Analysis& analysis);
 // Setup, cold and warm runs, rates and memory at each technique's longest length.
