@@ -22,7 +22,7 @@ absl::Status FeedForward::Run(const ConstTensorView& x, const ConstTensorView& r
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(MatMul(first_, {x, {}, inner, activation_}, rest));
-  return MatMul(second_, {inner, residual, y}, rest);
+  return MatMul(second_, {inner, residual, y, output_}, rest);
 }
 
 }  // namespace tfb

@@ -1,6 +1,6 @@
 // The position-wise feed-forward network: Vaswani et al., arXiv:1706.03762v7, section 3.3.
 //
-//   y = activation(x W1 + b1) W2 + b2 + residual        W1 [in, inner], W2 [inner, out]
+//   y = output(activation(x W1 + b1) W2 + b2) + residual        W1 [in, inner], W2 [inner, out]
 #ifndef TFB_CORE_LAYERS_FEED_FORWARD_H_
 #define TFB_CORE_LAYERS_FEED_FORWARD_H_
 
@@ -20,8 +20,12 @@ class FeedForward {
  public:
   FeedForward() = default;
   // Two matrices on one device.
-  FeedForward(PackedMatrix first, PackedMatrix second, Activation activation)
-      : first_(std::move(first)), second_(std::move(second)), activation_(activation) {}
+  FeedForward(PackedMatrix first, PackedMatrix second, Activation activation,
+              Activation output = Activation::kNone)
+      : first_(std::move(first)),
+        second_(std::move(second)),
+        activation_(activation),
+        output_(output) {}
 
   struct Sizes {
     int64_t in = 0;
@@ -39,6 +43,7 @@ class FeedForward {
   PackedMatrix first_;
   PackedMatrix second_;
   Activation activation_ = Activation::kRelu;
+  Activation output_ = Activation::kNone;
 };
 
 }  // namespace tfb

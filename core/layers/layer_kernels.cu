@@ -1,22 +1,9 @@
 #include "core/cuda/kernel.cuh"
 #include "core/layers/layer_kernels.h"
+#include "core/layers/layer_rows.cuh"
 
 namespace tfb {
 namespace {
-
-constexpr int kWarp = 32;
-
-__host__ __device__ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-__device__ int64_t RowOffset(const DeviceRows& rows, int64_t row) {
-  return row / rows.tokens * rows.batch_stride + row % rows.tokens * rows.token_stride;
-}
-__device__ float Load(const DeviceRows& rows, int64_t row_offset, int64_t channel) {
-  return LoadElement(rows.data, rows.element, row_offset + channel * rows.channel_stride);
-}
-__device__ void Store(const DeviceRows& rows, int64_t row_offset, int64_t channel, float value) {
-  StoreElement(rows.data, rows.element, row_offset + channel * rows.channel_stride, value);
-}
 
 // Formulas: activation.h. NaN gives NaN in all of them.
 __device__ float Activated(Activation activation, float x) {
@@ -178,32 +165,13 @@ const char* LaunchMultiply(const MatMulArguments& a, void* stream) {
 
 // ---- Work on rows, a warp each ----
 
-constexpr int kRowThreads = 256;
-constexpr int kFinishChannels = 512;  // of a warp's part of a row: 16 a lane
-
-__device__ int64_t WarpOfGrid() {
-  return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
-}
-__device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
-
-template <class... Parameters, class Arguments>
-const char* LaunchWarps(const char* name, void (*kernel)(Parameters...), int64_t warps,
-                        void* stream, const Arguments& arguments) {
-  const int64_t blocks = CeilDiv(warps, kRowThreads / kWarp);
-  if (blocks > INT32_MAX) return "more rows than a grid has warps";
-  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kRowThreads)}, stream,
-                arguments);
-}
-
 __global__ void __launch_bounds__(kRowThreads) Finish(FinishArguments a) {
-  const int64_t parts = CeilDiv(a.channels, kFinishChannels);
-  const int64_t row = WarpOfGrid() / parts;
+  const RowPart part = RowPartOfWarp(a.channels);
+  const int64_t row = part.row;
   if (row >= a.rows) return;
-  const int64_t first = WarpOfGrid() % parts * kFinishChannels;
-  const int64_t end = min(first + kFinishChannels, a.channels);
   const int64_t x_offset = RowOffset(a.x, row), y_offset = RowOffset(a.y, row);
   const int64_t residual_offset = a.residual.data == nullptr ? 0 : RowOffset(a.residual, row);
-  for (int64_t c = first + Lane(); c < end; c += kWarp) {
+  for (int64_t c = part.begin + Lane(); c < part.end; c += kWarp) {
     const float bias = a.bias == nullptr ? 0.0f : a.bias[c];
     float value = Activated(a.activation, a.scale * Load(a.x, x_offset, c) + bias);
     if (a.residual.data != nullptr) value += Load(a.residual, residual_offset, c);
@@ -212,7 +180,7 @@ __global__ void __launch_bounds__(kRowThreads) Finish(FinishArguments a) {
 }
 
 const char* LaunchFinish(const FinishArguments& a, void* stream) {
-  return LaunchWarps("Finish", &Finish, a.rows * CeilDiv(a.channels, kFinishChannels), stream, a);
+  return LaunchWarps("Finish", &Finish, RowParts(a.rows, a.channels), stream, a);
 }
 
 __device__ double SumOfWarp(double value) {

@@ -19,6 +19,7 @@
 #include "core/cuda/simulator/simulator.h"
 #include "core/layers/activation.h"
 #include "core/layers/feed_forward.h"
+#include "core/layers/gate.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/layers_cuda.h"
 #include "core/layers/matmul.h"
@@ -116,6 +117,7 @@ class MatMulOn : public LayersOn {};
 class LayerNormOn : public LayersOn {};
 class FeedForwardOn : public LayersOn {};
 class AddOn : public LayersOn {};
+class GateOn : public LayersOn {};
 
 double Exact(Activation activation, double x) {
   switch (activation) {
@@ -559,6 +561,142 @@ TEST_P(AddOn, ScalesTheFirstAndBroadcastsTheSecondSummand) {
   }
 }
 
+// ---- Gates ----
+
+constexpr GateKind kGateKinds[] = {GateKind::kInput, GateKind::kOutput, GateKind::kHighway,
+                                   GateKind::kSigmoidTanh, GateKind::kGru};
+
+// The matrices of a gate, and its formula in float64.
+struct GateCase {
+  explicit GateCase(int64_t channels) {
+    for (Tensor* matrix : {&w_r, &w_z, &w_g, &u_r, &u_z, &u_g}) {
+      *matrix = Tensor(DType::kF32, {channels, channels});
+      FillNormal(matrix, ++seed, "gate", 0, 1 / std::sqrt(static_cast<double>(channels)));
+    }
+    b_g = Random(DType::kF32, {channels}, ++seed);
+  }
+  Gate Make(Device device, GateKind kind) const {
+    return Gate::Create(
+               device, kind,
+               {w_r.view(), w_z.view(), w_g.view(), u_r.view(), u_z.view(), u_g.view(), b_g.view()})
+        .value();
+  }
+  static std::vector<double> Times(const std::vector<double>& row, const Tensor& matrix) {
+    std::vector<double> product(row.size());
+    for (size_t k = 0; k < row.size(); ++k) {
+      for (size_t c = 0; c < row.size(); ++c) product[c] += row[k] * *matrix.view().At<float>(k, c);
+    }
+    return product;
+  }
+  std::vector<double> Define(GateKind kind, const std::vector<double>& x,
+                             const std::vector<double>& y) const {
+    const auto logistic = [](double value) { return 1 / (1 + std::exp(-value)); };
+    const size_t n = x.size();
+    const std::vector<double> x_g = Times(x, w_g), y_g = Times(y, w_g), y_u = Times(y, u_g);
+    const std::vector<double> y_r = Times(y, w_r), x_r = Times(x, u_r);
+    const std::vector<double> y_z = Times(y, w_z), x_z = Times(x, u_z);
+    std::vector<double> reset(n), g(n);
+    for (size_t c = 0; c < n; ++c) reset[c] = logistic(y_r[c] + x_r[c]) * x[c];
+    const std::vector<double> reset_u = Times(reset, u_g);
+    for (size_t c = 0; c < n; ++c) {
+      const double b = b_g.span<float>()[c];
+      switch (kind) {
+        case GateKind::kInput:
+          g[c] = logistic(x_g[c]) * x[c] + y[c];
+          break;
+        case GateKind::kOutput:
+          g[c] = x[c] + logistic(x_g[c] - b) * y[c];
+          break;
+        case GateKind::kHighway:
+          g[c] = logistic(x_g[c] + b) * x[c] + (1 - logistic(x_g[c] + b)) * y[c];
+          break;
+        case GateKind::kSigmoidTanh:
+          g[c] = x[c] + logistic(y_g[c] - b) * std::tanh(y_u[c]);
+          break;
+        case GateKind::kGru: {
+          const double z = logistic(y_z[c] + x_z[c] - b);
+          g[c] = (1 - z) * x[c] + z * std::tanh(y_g[c] + reset_u[c]);
+          break;
+        }
+      }
+    }
+    return g;
+  }
+
+  uint64_t seed = 0;
+  Tensor w_r, w_z, w_g, u_r, u_z, u_g, b_g;
+};
+
+TEST_P(GateOn, EveryKindEqualsItsFormulaInPlaceToo) {
+  for (const int64_t channels : {1, 7, 64, 90}) {
+    const GateCase gates(channels);
+    for (const GateKind kind : kGateKinds) {
+      const Gate gate = gates.Make(device(), kind);
+      const Tensor x = Random(DType::kF32, {2, 19, channels}, 20);
+      const Tensor y = Random(DType::kF32, {2, 19, channels}, 21);
+      for (const char* where : {"apart", "x", "y"}) {
+        SCOPED_TRACE(absl::StrCat("kind ", static_cast<int>(kind), ", ", channels, ", ", where));
+        Tensor out(DType::kF32, x.shape());
+        Fill(out.view(), kNan);
+        const std::string place = where;
+        if (place != "apart") CopyElements(place == "x" ? x.view() : y.view(), out.view());
+        Machine machine(device(), 2, Gate::workspace_bytes(device(), kind, 38, channels, 2));
+        const TensorView to = Out(out.view());
+        const ConstTensorView from_x = In(x.view()), from_y = In(y.view()), in_place = to;
+        ASSERT_OK(gate.Run(place == "x" ? in_place : from_x, place == "y" ? in_place : from_y, to,
+                           machine.execution()));
+        Back();
+        EXPECT_TRUE(machine.guards_intact());
+        for (int64_t row = 0; row < 38; ++row) {
+          const auto of = [&](const Tensor& tensor) {
+            const auto values = tensor.span<float>().subspan(row * channels, channels);
+            return std::vector<double>(values.begin(), values.end());
+          };
+          const std::vector<double> expected = gates.Define(kind, of(x), of(y));
+          // Sums of up to 3 n products of order n^(-1/2), whose slopes are at most 1, times values
+          // of up to 4.
+          for (int64_t c = 0; c < channels; ++c) {
+            ASSERT_NEAR(of(out)[c], expected[c], 2e-5) << row << " " << c;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_P(GateOn, ALargeBiasIsTheIdentityOfXBitByBit) {
+  GateCase gates(33);
+  Fill(gates.b_g.view(), 1e4);
+  const Tensor x = Random(DType::kBF16, {40, 33}, 1), y = Random(DType::kF32, {40, 33}, 2);
+  for (const GateKind kind :
+       {GateKind::kOutput, GateKind::kHighway, GateKind::kSigmoidTanh, GateKind::kGru}) {
+    Tensor out(DType::kBF16, {40, 33});
+    Machine machine(device(), 1, Gate::workspace_bytes(device(), kind, 40, 33, 1));
+    ASSERT_OK(gates.Make(device(), kind)
+                  .Run(In(x.view()), In(y.view()), Out(out.view()), machine.execution()));
+    Back();
+    EXPECT_EQ(std::memcmp(out.raw(), x.raw(), x.bytes()), 0) << static_cast<int>(kind);
+  }
+}
+
+TEST_P(GateOn, ANanStaysInItsRow) {
+  const GateCase gates(70);
+  for (const GateKind kind : kGateKinds) {
+    for (const bool in_x : {false, true}) {
+      Tensor x = Random(DType::kF32, {20, 70}, 1), y = Random(DType::kF32, {20, 70}, 2);
+      (in_x ? x : y).view().Set(13 * 70 + 69, kNan);
+      Tensor out(DType::kF32, {20, 70});
+      Machine machine(device(), 1, Gate::workspace_bytes(device(), kind, 20, 70, 1));
+      ASSERT_OK(gates.Make(device(), kind)
+                    .Run(In(x.view()), In(y.view()), Out(out.view()), machine.execution()));
+      Back();
+      for (int64_t row = 0; row < 20; ++row) {
+        EXPECT_EQ(std::isnan(*out.view().At<float>(row, 69)), row == 13) << static_cast<int>(kind);
+      }
+    }
+  }
+}
+
 std::string DeviceName(const ::testing::TestParamInfo<Device>& info) {
   return std::string(Name(info.param));
 }
@@ -566,6 +704,7 @@ const Device kDevices[] = {Device::kCpu, Device::kSimulator, Device::kCuda};
 INSTANTIATE_TEST_SUITE_P(, MatMulOn, ::testing::ValuesIn(kDevices), DeviceName);
 INSTANTIATE_TEST_SUITE_P(, LayerNormOn, ::testing::ValuesIn(kDevices), DeviceName);
 INSTANTIATE_TEST_SUITE_P(, FeedForwardOn, ::testing::ValuesIn(kDevices), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, GateOn, ::testing::ValuesIn(kDevices), DeviceName);
 INSTANTIATE_TEST_SUITE_P(, AddOn, ::testing::ValuesIn(kDevices), DeviceName);
 
 // The order of blocks and threads is the simulator's seed: the bits must not follow it.
@@ -628,13 +767,16 @@ TEST(Layers, CallsAllocateNothing) {
                           PackedMatrix::Create(device, weights.view(), bias.view()).value(),
                           Activation::kGelu);
   const LayerNorm norm = LayerNorm::Create(device, bias.view(), bias.view()).value();
+  const Gate gate = GateCase(130).Make(device, GateKind::kGru);
   Tensor y(DType::kF32, {3, 50, 130});
   Machine machine(device, 2,
                   FeedForward::workspace_bytes(device, 150, {130, 130, 130}, 2) +
+                      Gate::workspace_bytes(device, GateKind::kGru, 150, 130, 2) +
                       LayerNorm::workspace_bytes(device, 130, 2));
   const int64_t before = AllocationCount();
   const bool ok = layer.Run(x.view(), x.view(), y.view(), machine.execution()).ok() &&
                   norm.Run(y.view(), y.view(), machine.execution()).ok() &&
+                  gate.Run(x.view(), y.view(), y.view(), machine.execution()).ok() &&
                   Add(device, x.view(), y.view(), y.view(), machine.execution()).ok();
   EXPECT_EQ(AllocationCount() - before, 0);
   EXPECT_TRUE(ok);

@@ -27,6 +27,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
+#include "memory/transformer_xl/stack.h"
 #include "positional/transformer_xl_relative/relative_positions.h"
 
 namespace tfb {
@@ -43,6 +44,14 @@ struct MemoryReach {
     const int64_t first = s - memory + (same_length ? 1 : 0);
     return first > 0 ? first : 0;
   }
+
+  // What the tokens of a stream see that is appended in the longest segments, for costs and
+  // statistics.
+  struct Context {
+    double pairs = 0;   // query-key pairs of one head and batch row
+    int64_t reach = 0;  // tokens before the last one that can change it, through all layers
+  };
+  Context ContextOf(int64_t tokens, int64_t layers) const;
 };
 
 // The next segment of a stream as the engine of a device wants it: the same for all layers.
@@ -82,6 +91,9 @@ class RelativeAttention {
     RelativePositions::Parameters positions;
   };
 
+  static Parameters ParametersOf(const NamedTensors& parameters, const StackSizes& sizes,
+                                 int64_t layer);
+
   // Takes the memory for the stream's keys and values.
   static absl::StatusOr<RelativeAttention> Create(Device device, const Problem& problem,
                                                   const MemoryReach& reach);
@@ -102,6 +114,21 @@ class RelativeAttention {
   absl::Status Append(const SegmentView& segment, const ConstTensorView& x,
                       const ConstTensorView& residual, const TensorView& y,
                       const Execution& execution);
+
+  // Append in two steps, for layers that put something between them. Attend takes its results from
+  // the execution's workspace and leaves the rest of it; they are good while the caller works there.
+  struct Attended {
+    TensorView q, k, v;  // [batch, heads, tokens, head_dim], the segment's
+    TensorView heads;    // of that shape, f32: what each head's weights make of the values
+    TensorView context;  // the same elements as [batch, tokens, model_dim], the input of W_o
+    Execution rest;
+  };
+  absl::StatusOr<Attended> Attend(const SegmentView& segment, const ConstTensorView& x,
+                                  const Execution& execution);
+  // y = activation(context W_o) + residual
+  absl::Status Project(const ConstTensorView& context, const ConstTensorView& residual,
+                       const TensorView& y, const Execution& execution,
+                       Activation activation = Activation::kNone) const;
 
  private:
   RelativeAttention(Device device, const Problem& problem, const MemoryReach& reach)

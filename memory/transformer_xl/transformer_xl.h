@@ -37,6 +37,7 @@
 #define TFB_MEMORY_TRANSFORMER_XL_TRANSFORMER_XL_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
@@ -85,6 +86,10 @@ struct TransformerXlOptions {
 // None depends on memory, segment or tokens. Matrices are drawn N(0, 1 / inputs), so that scores
 // are of order 1, u and v N(0, 1/4), gammas 1, the rest 0.
 //
+// Writes out and the optional context, [batch, query_tokens, model_dim] both: g of the last layer, or
+// LN g with pre_norm, which is what its feed-forward network reads. Techniques that look up memories
+// of whole texts use it as their key.
+//
 // The counterpart is the same network with all of the past in its memory.
 class TransformerXl : public TechniqueOf<TransformerXlOptions> {
  public:
@@ -99,14 +104,17 @@ class TransformerXl : public TechniqueOf<TransformerXlOptions> {
   absl::Status Definition(const Problem& problem, const TransformerXlOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const TransformerXlOptions& options) const override;
 };
 
 // The definition of a stream that was cut in other segments: `begins` has the first token of each,
-// ascending from 0. Returns f64 [batch, query_tokens, model_dim].
-absl::StatusOr<Tensor> DefineTransformerXl(const Problem& problem,
-                                           const TransformerXlOptions& options,
-                                           const NamedTensors& parameters, const ConstTensorView& x,
-                                           absl::Span<const int64_t> begins);
+// ascending from 0. Returns out and context in f64.
+absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
+                                                 const TransformerXlOptions& options,
+                                                 const NamedTensors& parameters,
+                                                 const ConstTensorView& x,
+                                                 absl::Span<const int64_t> begins);
 
 }  // namespace tfb
 

@@ -25,6 +25,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 #include "memory/transformer_xl/relative_attention.h"
+#include "memory/transformer_xl/stack_definition.h"
 
 namespace tfb {
 namespace {
@@ -117,26 +118,32 @@ class Case {
   Tensor& x() { return x_; }
   const TransformerXlOptions& options() const { return options_; }
 
-  Tensor Run(int threads = 1) {
+  Tensor Run(int threads = 1, const char* output = "out") {
     auto outputs = device_ == Device::kCpu ? RunLayer(*layer_, {{"x", x_.view()}}, threads)
                                            : RunCudaLayer(*layer_, device_, {{"x", x_.view()}});
     EXPECT_TRUE(outputs.ok()) << outputs.status();
-    return std::move((*outputs)["out"]);
+    return std::move((*outputs)[output]);
   }
   // The sequence appended in segments of the given lengths.
-  Tensor Stream(const std::vector<int64_t>& split, int threads = 1) {
-    if (device_ != Device::kCpu) return StreamOnDevice(split);
-    Machine machine(*layer_, threads);
-    Tensor out(problem_.dtype, x_.shape());
-    Fill(out.view(), NAN);
-    Append(split, x_.view(), out.view(), machine.execution());
-    EXPECT_TRUE(machine.guard_intact());
-    return out;
+  Tensor Stream(const std::vector<int64_t>& split, int threads = 1, const char* output = "out") {
+    NamedTensors written;
+    for (const char* name : {"out", "context"}) {
+      written[name] = Tensor(problem_.dtype, x_.shape());
+      Fill(written[name].view(), NAN);
+    }
+    if (device_ != Device::kCpu) {
+      StreamOnDevice(split, &written);
+    } else {
+      Machine machine(*layer_, threads);
+      Append(split, x_.view(), MutableViewsOf(written), machine.execution());
+      EXPECT_TRUE(machine.guard_intact());
+    }
+    return std::move(written[output]);
   }
-  Tensor Define(const std::vector<int64_t>& split) const {
+  Tensor Define(const std::vector<int64_t>& split, const char* output = "out") const {
     auto out = DefineTransformerXl(problem_, options_, parameters_, x_.view(), Begins(split));
     EXPECT_TRUE(out.ok()) << out.status();
-    return *std::move(out);
+    return std::move(out->at(output));
   }
   void ExpectStreamIsDefined(const std::vector<int64_t>& split, int threads = 1) {
     const Tensor expected = Define(split);
@@ -145,32 +152,34 @@ class Case {
   }
 
  private:
-  void Append(const std::vector<int64_t>& split, const ConstTensorView& x, const TensorView& out,
+  void Append(const std::vector<int64_t>& split, const ConstTensorView& x, const Outputs& whole,
               const Execution& execution) {
     const absl::Status setup = layer_->Setup({{"x", x}}, execution);
     EXPECT_TRUE(setup.ok()) << setup;
     int64_t begin = 0;
     for (const int64_t tokens : split) {
-      const absl::Status status = layer_->Append(
-          {{"x", Slice(x, 1, begin, tokens)}}, {{"out", Slice(out, 1, begin, tokens)}}, execution);
+      Outputs outputs;
+      for (const auto& [name, view] : whole) outputs.Set(name, Slice(view, 1, begin, tokens));
+      const absl::Status status =
+          layer_->Append({{"x", Slice(x, 1, begin, tokens)}}, outputs, execution);
       EXPECT_TRUE(status.ok()) << status;
       begin += tokens;
     }
   }
-  Tensor StreamOnDevice(const std::vector<int64_t>& split) {
+  void StreamOnDevice(const std::vector<int64_t>& split, NamedTensors* written) {
     CudaRuntime* runtime = CudaRuntime::For(device_).value();
-    Tensor out(problem_.dtype, x_.shape());
-    Fill(out.view(), NAN);
     DeviceMirror mirror(runtime);
     const DeviceBuffer workspace = runtime->Allocate(layer_->workspace_bytes(1)).value();
     ThreadPool pool(1);
     Execution execution;
     execution.pool = &pool;
     execution.workspace = absl::MakeSpan(workspace.As<std::byte>(), workspace.bytes());
-    Append(split, mirror.Copy(x_.view()).value(), mirror.CopyForWriting(out.view()).value(),
-           execution);
+    Outputs outputs;
+    for (auto& [name, tensor] : *written) {
+      outputs.Set(name, mirror.CopyForWriting(tensor.view()).value());
+    }
+    Append(split, mirror.Copy(x_.view()).value(), outputs, execution);
     EXPECT_TRUE(mirror.CopyBack().ok());
-    return out;
   }
 
   Problem problem_;
@@ -376,6 +385,41 @@ TEST(TransformerXl, ResetBeginsAnew) {
                     .ok());
   }
   EXPECT_EQ(MaxDifference(first.view(), again.view()), 0);
+}
+
+TEST(TransformerXl, TheContextIsWhatTheLastFeedForwardNetworkReads) {
+  // Without its feed-forward network the last layer gives LN(context), or g with pre_norm, whose
+  // normalisation is the context.
+  for (const Device device : kHostDevices) {
+    for (const char* pre_norm : {"false", "true"}) {
+      SCOPED_TRACE(testing::Message() << Name(device) << ", pre_norm=" << pre_norm);
+      Case test(Make(2, 2, 70, 8), {{"memory", "20"}, {"segment", "32"}, {"pre_norm", pre_norm}},
+                device);
+      for (const char* name : {"layer1.ff.w2", "layer1.ff.b2"}) {
+        Fill(test.parameters()[name].view(), 0);
+      }
+      for (const char* name : {"layer1.ff_norm.gamma", "layer1.ff_norm.beta"}) {
+        Fill(test.parameters()[name].view(), std::strstr(name, "gamma") != nullptr ? 1 : 0);
+      }
+      ASSERT_TRUE(test.layer().SetParameters(test.parameters()).ok());
+      const Tensor out = test.Run(), context = test.Run(1, "context");
+      const bool pre = std::strcmp(pre_norm, "true") == 0;
+      const ConstTensorView from = pre ? out.view() : context.view();
+      const ConstTensorView normalized = pre ? context.view() : out.view();
+      for (int64_t b = 0; b < 2; ++b) {
+        const Rows expected =
+            SequenceOf(from, b).Normalized(std::vector<double>(16, 1), std::vector<double>(16, 0));
+        for (int64_t t = 0; t < 70; ++t) {
+          for (int64_t c = 0; c < 16; ++c) {
+            ASSERT_NEAR(*normalized.At<float>(b, t, c), expected[t][c], 2e-5) << t;
+          }
+        }
+      }
+      const Tensor defined = test.Define(Repeat(32, 70), "context");
+      EXPECT_LE(MaxDifference(context.view(), defined.view()), Bound(defined.view(), 2));
+      EXPECT_EQ(MaxDifference(test.Stream(Repeat(32, 70), 1, "context").view(), context.view()), 0);
+    }
+  }
 }
 
 // ---- Properties ----

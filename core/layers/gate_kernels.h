@@ -1,0 +1,39 @@
+// The passes of gates over rows, as kernels and C++ see them: plain data and launchers. See gate.h.
+#ifndef TFB_CORE_LAYERS_GATE_KERNELS_H_
+#define TFB_CORE_LAYERS_GATE_KERNELS_H_
+
+#include <stdint.h>
+
+#include "core/layers/layer_kernels.h"
+
+namespace tfb {
+
+// Of sums a and b, channel by channel; s is the logistic function.
+enum class GateStep : unsigned char {
+  kReset,        // s(a) x
+  kInput,        // s(a) x + y
+  kOutput,       // x + s(a) y
+  kHighway,      // s(a) x + (1 - s(a)) y
+  kSigmoidTanh,  // x + s(a) tanh(b)
+  kGru,          // (1 - s(a)) x + s(a) tanh(b)
+};
+
+struct GateArguments {
+  DeviceRows a;  // [rows, channels], as all
+  DeviceRows b;  // none where the step has no use for it
+  DeviceRows x;
+  DeviceRows y;    // likewise
+  DeviceRows out;  // may be any of them
+  int64_t rows;
+  int64_t channels;
+  GateStep step;
+};
+
+struct GateKernels {
+  // Enqueues on the stream and returns null, or why not.
+  const char* (*pass)(const GateArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LAYERS_GATE_KERNELS_H_

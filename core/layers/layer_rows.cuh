@@ -1,0 +1,61 @@
+// Rows of a hidden state in kernels, and work on them with a warp each.
+#ifndef TFB_CORE_LAYERS_LAYER_ROWS_CUH_
+#define TFB_CORE_LAYERS_LAYER_ROWS_CUH_
+
+#include "core/cuda/kernel.cuh"
+#include "core/layers/layer_kernels.h"
+
+namespace tfb {
+namespace {  // as kernel.cuh
+
+constexpr int kWarp = 32;
+
+__host__ __device__ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+__device__ inline int64_t RowOffset(const DeviceRows& rows, int64_t row) {
+  return row / rows.tokens * rows.batch_stride + row % rows.tokens * rows.token_stride;
+}
+__device__ inline float Load(const DeviceRows& rows, int64_t row_offset, int64_t channel) {
+  return LoadElement(rows.data, rows.element, row_offset + channel * rows.channel_stride);
+}
+__device__ inline void Store(const DeviceRows& rows, int64_t row_offset, int64_t channel,
+                             float value) {
+  StoreElement(rows.data, rows.element, row_offset + channel * rows.channel_stride, value);
+}
+
+constexpr int kRowThreads = 256;
+constexpr int kPartChannels = 512;  // of a warp's part of a row: 16 a lane
+
+__device__ inline int64_t WarpOfGrid() {
+  return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
+}
+__device__ inline int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+template <class... Parameters, class Arguments>
+const char* LaunchWarps(const char* name, void (*kernel)(Parameters...), int64_t warps,
+                        void* stream, const Arguments& arguments) {
+  const int64_t blocks = CeilDiv(warps, kRowThreads / kWarp);
+  if (blocks > INT32_MAX) return "more rows than a grid has warps";
+  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kRowThreads)}, stream,
+                arguments);
+}
+
+// Rows cut into parts of kPartChannels, one for each warp of a grid of RowParts.
+struct RowPart {
+  int64_t row;  // beyond the last one: no work
+  int64_t begin;
+  int64_t end;
+};
+inline int64_t RowParts(int64_t rows, int64_t channels) {
+  return rows * CeilDiv(channels, kPartChannels);
+}
+__device__ inline RowPart RowPartOfWarp(int64_t channels) {
+  const int64_t parts = CeilDiv(channels, kPartChannels);
+  const int64_t begin = WarpOfGrid() % parts * kPartChannels;
+  return {WarpOfGrid() / parts, begin, min(begin + kPartChannels, channels)};
+}
+
+}  // namespace
+}  // namespace tfb
+
+#endif  // TFB_CORE_LAYERS_LAYER_ROWS_CUH_

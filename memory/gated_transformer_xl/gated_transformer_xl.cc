@@ -1,0 +1,346 @@
+#include "memory/gated_transformer_xl/gated_transformer_xl.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/layers/gate.h"
+#include "core/layers/layer_norm.h"
+#include "core/workspace.h"
+#include "memory/transformer_xl/relative_stack.h"
+#include "memory/transformer_xl/stack_definition.h"
+
+namespace tfb {
+namespace {
+
+using GateOption = GatedTransformerXlOptions::Gate;
+
+const bool registered = RegisterTechnique<GatedTransformerXl>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "gated_transformer_xl";
+  info.family = "memory";
+  info.title = "Gated Transformer-XL (GTrXL)";
+  info.citation = "Parisotto et al. 2020, arXiv:1910.06764v1, section 3";
+  info.input_kind = InputKind::kHidden;
+  info.exactness = Exactness::kOwn;
+  info.budget_option = "memory";
+  info.growth = 1;
+  info.supports_noncausal = false;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+RelativeStackShape ShapeOf(const Problem& problem, const GatedTransformerXlOptions& options) {
+  return {{options.layers, problem.query_heads, problem.head_dim,
+           options.feed_forward * problem.model_dim(), options.share_biases},
+          options.segment,
+          options.memory,
+          options.same_length,
+          options.clamp_length};
+}
+
+absl::Status CheckProblem(const Problem& problem, const GatedTransformerXlOptions& options) {
+  return CheckRelativeStack("gated_transformer_xl", problem, ShapeOf(problem, options),
+                            GatedTransformerXlOptions::kMaxMemory);
+}
+
+// ---- Parameters ----
+
+constexpr const char* kGateNames[] = {"attention_gate.", "ff_gate."};
+
+std::vector<std::string> GateMatrices(GateOption gate) {
+  switch (gate) {
+    case GateOption::kGru:
+      return {"w_r", "w_z", "w_g", "u_r", "u_z", "u_g"};
+    case GateOption::kSigmoidTanh:
+      return {"w_g", "u_g"};
+    case GateOption::kSum:
+      return {};
+    default:
+      return {"w_g"};
+  }
+}
+bool HasBias(GateOption gate) { return gate != GateOption::kInput && gate != GateOption::kSum; }
+
+std::vector<ParameterSpec> ParametersOf(const StackSizes& sizes,
+                                        const GatedTransformerXlOptions& options) {
+  std::vector<ParameterSpec> specs = StackParameters(sizes);
+  for (int64_t n = 0; n < sizes.layers; ++n) {
+    for (const char* gate : kGateNames) {
+      const std::string prefix = LayerPrefix(n) + gate;
+      for (const std::string& matrix : GateMatrices(options.gate)) {
+        specs.push_back(MatrixSpec(prefix + matrix, sizes.width(), sizes.width()));
+      }
+      if (HasBias(options.gate)) {
+        specs.push_back({prefix + "b_g", {sizes.width()}, options.gate_bias, 0});
+      }
+    }
+  }
+  return specs;
+}
+
+// ---- The layer ----
+
+std::optional<GateKind> KindOf(GateOption gate) {
+  switch (gate) {
+    case GateOption::kGru:
+      return GateKind::kGru;
+    case GateOption::kInput:
+      return GateKind::kInput;
+    case GateOption::kOutput:
+      return GateKind::kOutput;
+    case GateOption::kHighway:
+      return GateKind::kHighway;
+    case GateOption::kSigmoidTanh:
+      return GateKind::kSigmoidTanh;
+    case GateOption::kSum:
+      break;
+  }
+  return std::nullopt;
+}
+
+class GatedTransformerXlLayer : public RelativeStackLayer {
+ public:
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       const GatedTransformerXlOptions& options,
+                                                       Device device, uint64_t seed) {
+    auto layer = std::unique_ptr<GatedTransformerXlLayer>(
+        new GatedTransformerXlLayer(problem, options, device));
+    TFB_RETURN_IF_ERROR(layer->Initialize(ParametersOf(layer->sizes(), options), seed));
+    return layer;
+  }
+
+  // With the gates' products.
+  Cost cost() const override {
+    const double rows = static_cast<double>(problem().batch * problem().query_tokens);
+    const double width = static_cast<double>(problem().model_dim());
+    const double matrices = static_cast<double>(2 * GateMatrices(options_.gate).size());
+    Cost cost = RelativeStackLayer::cost();
+    *cost.flops += 2 * rows * static_cast<double>(options_.layers) * matrices * width * width;
+    return cost;
+  }
+
+ protected:
+  Activation feed_forward_output() const override {
+    return options_.relu ? Activation::kRelu : Activation::kNone;
+  }
+
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    gates_.clear();
+    for (int64_t n = 0; n < options_.layers && kind_.has_value(); ++n) {
+      for (const char* name : kGateNames) {
+        const auto parameter = [&](const char* matrix) {
+          const auto found = parameters_.find(absl::StrCat(LayerPrefix(n), name, matrix));
+          return found == parameters_.end() ? ConstTensorView() : found->second.view();
+        };
+        TFB_ASSIGN_OR_RETURN(
+            Gate gate,
+            Gate::Create(device(), *kind_,
+                         {parameter("w_r"), parameter("w_z"), parameter("w_g"), parameter("u_r"),
+                          parameter("u_z"), parameter("u_g"), parameter("b_g")}));
+        gates_.push_back(std::move(gate));
+      }
+    }
+    return RelativeStackLayer::DoSetup(inputs, execution);
+  }
+
+  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+                        const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    const Scratch scratch = LayOut(call.state.num_elements(), workspace);
+    const TensorView normalized(scratch.normalized, DType::kF32, call.state.shape());
+    const TensorView update(scratch.update, DType::kF32, call.state.shape());
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    const DecoderLayer& own = layer(n);
+
+    TFB_RETURN_IF_ERROR(own.attention_norm.Run(call.input, normalized, rest));
+    TFB_ASSIGN_OR_RETURN(const RelativeAttention::Attended attended,
+                         attention(n).Attend(segment(), normalized, rest));
+    // Without gates the sum is part of the product: its residual.
+    const bool sums = !kind_.has_value();
+    TFB_RETURN_IF_ERROR(
+        attention(n).Project(attended.context, sums ? call.input : ConstTensorView(),
+                             sums ? call.state : update, attended.rest, feed_forward_output()));
+    if (!sums) {
+      TFB_RETURN_IF_ERROR(gates_[2 * n].Run(call.input, update, call.state, rest));
+    }
+    if (!call.context.empty()) {
+      TFB_RETURN_IF_ERROR(own.feed_forward_norm.Run(call.state, call.context, rest));
+    }
+    TFB_RETURN_IF_ERROR(own.feed_forward_norm.Run(call.state, normalized, rest));
+    if (sums) return own.feed_forward.Run(normalized, call.state, call.output, rest);
+    TFB_RETURN_IF_ERROR(own.feed_forward.Run(normalized, {}, update, rest));
+    return gates_[2 * n + 1].Run(call.state, update, call.output, rest);
+  }
+
+  size_t layer_workspace_bytes(int threads) const override {
+    const int64_t width = problem().model_dim();
+    const size_t own =
+        Workspace::Measure([&](Workspace& workspace) { LayOut(max_rows() * width, workspace); });
+    const size_t gates =
+        kind_.has_value() ? Gate::workspace_bytes(device(), *kind_, max_rows(), width, threads) : 0;
+    return own + std::max(gates, DecoderLayer::workspace_bytes(
+                                     device(), sizes(), max_rows(), /*pre_norm=*/false,
+                                     attention(0).workspace_bytes(threads), threads));
+  }
+
+ private:
+  struct Scratch {
+    float* normalized;  // [batch, tokens, model_dim]
+    float* update;      // the same: what a gate gets of its sublayer
+  };
+
+  GatedTransformerXlLayer(const Problem& problem, const GatedTransformerXlOptions& options,
+                          Device device)
+      : RelativeStackLayer(problem, SegmentedOutputs(problem), ShapeOf(problem, options), device),
+        options_(options),
+        kind_(KindOf(options.gate)) {}
+
+  Scratch LayOut(int64_t elements, Workspace& workspace) const {
+    return {workspace.Take<float>(elements),
+            kind_.has_value() ? workspace.Take<float>(elements) : nullptr};
+  }
+
+  GatedTransformerXlOptions options_;
+  std::optional<GateKind> kind_;  // none: sums
+  std::vector<Gate> gates_;       // two a layer, attention's first
+};
+
+// ---- The definition ----
+
+// The formulas of the header, for one sequence.
+class GatedDefinition {
+ public:
+  GatedDefinition(const StackDefinition& stack, const GatedTransformerXlOptions& options)
+      : stack_(stack), options_(options) {}
+
+  // `context`: the input of the last feed-forward network.
+  Rows Forward(const Rows& x, const std::function<int64_t(int64_t)>& first_seen,
+               Rows* context) const {
+    Rows h = x;
+    for (int64_t n = 0; n < options_.layers; ++n) {
+      const Rows attended = stack_.Attention(n, stack_.AttentionNorm(n, h), first_seen);
+      const Rows g = Gated(LayerPrefix(n) + "attention_gate.", h, Update(attended));
+      *context = stack_.FeedForwardNorm(n, g);
+      h = Gated(LayerPrefix(n) + "ff_gate.", g, Update(stack_.FeedForward(n, *context)));
+    }
+    return h;
+  }
+
+ private:
+  static double Logistic(double value) { return 1 / (1 + std::exp(-value)); }
+
+  Rows Update(const Rows& of_sublayer) const {
+    return options_.relu ? of_sublayer.Relu() : of_sublayer;
+  }
+
+  Rows Gated(const std::string& gate, const Rows& x, const Rows& y) const {
+    const auto matrix = [&](const char* name) { return stack_.Matrix(gate + name); };
+    if (options_.gate == GateOption::kSum) return x.Plus(y);
+    if (options_.gate == GateOption::kGru) return Gru(gate, x, y);
+    const bool of_y = options_.gate == GateOption::kSigmoidTanh;
+    const Rows a = (of_y ? y : x).Times(matrix("w_g"));
+    const Rows u = of_y ? y.Times(matrix("u_g")) : y;
+    std::vector<double> b(x.channels(), 0);
+    if (HasBias(options_.gate)) b = stack_.Vector(gate + "b_g");
+    Rows g = x;
+    for (int64_t t = 0; t < x.rows(); ++t) {
+      for (int64_t c = 0; c < x.channels(); ++c) {
+        if (options_.gate == GateOption::kInput) {
+          g[t][c] = Logistic(a[t][c]) * x[t][c] + y[t][c];
+        } else if (options_.gate == GateOption::kOutput) {
+          g[t][c] = x[t][c] + Logistic(a[t][c] - b[c]) * y[t][c];
+        } else if (options_.gate == GateOption::kHighway) {
+          const double open = Logistic(a[t][c] + b[c]);
+          g[t][c] = open * x[t][c] + (1 - open) * y[t][c];
+        } else {
+          g[t][c] = x[t][c] + Logistic(a[t][c] - b[c]) * std::tanh(u[t][c]);
+        }
+      }
+    }
+    return g;
+  }
+
+  Rows Gru(const std::string& gate, const Rows& x, const Rows& y) const {
+    const auto sum = [&](const char* w, const Rows& of_y, const char* u, const Rows& of_x) {
+      return of_y.Times(stack_.Matrix(gate + w)).Plus(of_x.Times(stack_.Matrix(gate + u)));
+    };
+    const std::vector<double> b = stack_.Vector(gate + "b_g");
+    Rows reset = sum("w_r", y, "u_r", x).Map(Logistic);
+    for (int64_t t = 0; t < x.rows(); ++t) {
+      for (int64_t c = 0; c < x.channels(); ++c) reset[t][c] *= x[t][c];
+    }
+    const Rows z = sum("w_z", y, "u_z", x), candidate = sum("w_g", y, "u_g", reset);
+    Rows g = x;
+    for (int64_t t = 0; t < x.rows(); ++t) {
+      for (int64_t c = 0; c < x.channels(); ++c) {
+        const double open = Logistic(z[t][c] - b[c]);
+        g[t][c] = (1 - open) * x[t][c] + open * std::tanh(candidate[t][c]);
+      }
+    }
+    return g;
+  }
+
+  const StackDefinition& stack_;
+  const GatedTransformerXlOptions& options_;
+};
+
+}  // namespace
+
+GatedTransformerXl::GatedTransformerXl() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> GatedTransformerXl::WrittenTensors(const Problem& problem,
+                                                           const GatedTransformerXlOptions&) const {
+  return SegmentedOutputs(problem);
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> GatedTransformerXl::MakeLayer(
+    const Problem& problem, const GatedTransformerXlOptions& options, Device device,
+    uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  return GatedTransformerXlLayer::Create(problem, options, device, seed);
+}
+
+absl::Status GatedTransformerXl::Definition(const Problem& problem,
+                                            const GatedTransformerXlOptions& options,
+                                            const NamedTensors& parameters, const Inputs& inputs,
+                                            const DefinitionRequest&, NamedTensors* outputs) const {
+  const StackSizes sizes = ShapeOf(problem, options).sizes;
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  TFB_RETURN_IF_ERROR(CheckParameters(ParametersOf(sizes, options), parameters));
+  const StackDefinition stack(sizes, parameters, options.clamp_length);
+  const GatedDefinition definition(stack, options);
+  const auto first_seen = [&](int64_t p) {
+    const int64_t from = options.same_length ? p + 1 : p / options.segment * options.segment;
+    return std::max<int64_t>(from - options.memory, 0);
+  };
+  const ConstTensorView x = inputs.Get("x");
+  for (const char* name : {"out", "context"}) (*outputs)[name] = Tensor(DType::kF64, x.shape());
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    Rows context(0, problem.model_dim());
+    StoreSequence(definition.Forward(SequenceOf(x, b), first_seen, &context), b,
+                  (*outputs)["out"].view());
+    StoreSequence(context, b, (*outputs)["context"].view());
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TechniqueSpec> GatedTransformerXl::Counterpart(const Problem& problem,
+                                                              const Options& options) const {
+  TFB_ASSIGN_OR_RETURN(Options whole_past, Canonical(options));
+  const std::string tokens = absl::StrCat(std::max<int64_t>(problem.query_tokens, 1));
+  whole_past["memory"] = tokens;
+  whole_past["segment"] = tokens;
+  whole_past["same_length"] = "false";
+  return TechniqueSpec{info().name, std::move(whole_past)};
+}
+
+}  // namespace tfb

@@ -1,0 +1,293 @@
+// GTrXL against its definition, its gates' limits, and RLlib's network.
+//
+// Tolerance. As in transformer_xl's test: each sublayer is held to the bound of fp32 attention, 2e-5
+// of the largest output, and sublayers add in quadrature. A gate is a mean of the state and the
+// sublayer's output, or their sum, so it passes errors on as a residual connection does; its own
+// products are of order 1 in fp32.
+#include "memory/gated_transformer_xl/gated_transformer_xl.h"
+
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/random.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+#include "memory/transformer_xl/transformer_xl.h"
+
+namespace tfb {
+namespace {
+
+constexpr const char* kGates[] = {"gru", "input", "output", "highway", "sigmoid_tanh", "sum"};
+
+Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim) {
+  return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true);
+}
+
+Tensor RandomHidden(const Problem& problem) {
+  Tensor x(problem.dtype, {problem.batch, problem.query_tokens, problem.model_dim()});
+  FillNormal(&x, 3, "x");
+  return x;
+}
+
+double Bound(const ConstTensorView& expected, int64_t layers) {
+  return std::sqrt(2.0 * static_cast<double>(layers)) * Fp32Bound(expected);
+}
+
+// A layer's parameters, vectors moved off the values that they begin with.
+NamedTensors ParametersOf(const Technique& technique, const Problem& problem,
+                          const Options& options) {
+  const auto layer = technique.Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : (*layer)->parameters()) {
+    Tensor changed = tensor.Clone();
+    const RandomStream stream(2, name);
+    for (int64_t i = 0; tensor.view().rank == 1 && i < tensor.num_elements(); ++i) {
+      changed.span<float>()[i] += static_cast<float>(0.2 * stream.Normal(i));
+    }
+    parameters[name] = std::move(changed);
+  }
+  return parameters;
+}
+
+struct Outcome {
+  NamedTensors computed;
+  NamedTensors defined;
+};
+
+Outcome Evaluate(const Technique& technique, const Problem& problem, const Options& options,
+                 const NamedTensors& parameters, const Tensor& x, Device device = Device::kCpu) {
+  RunRequest request;
+  request.options = options;
+  request.parameters = &parameters;
+  request.device = device;
+  const Inputs inputs = {{"x", x.view()}};
+  auto computed = RunTechnique(technique, problem, inputs, request);
+  auto defined = DefineTechnique(technique, problem, inputs, request);
+  EXPECT_TRUE(computed.ok()) << computed.status();
+  EXPECT_TRUE(defined.ok()) << defined.status();
+  return {*std::move(computed), *std::move(defined)};
+}
+
+TEST(GatedTransformerXl, EveryGateEqualsTheDefinition) {
+  const GatedTransformerXl technique;
+  const Problem problem = Make(2, 3, 100, 8);
+  const Tensor x = RandomHidden(problem);
+  for (const char* gate : kGates) {
+    for (const Options& more : std::vector<Options>{
+             {{"segment", "32"}, {"memory", "50"}},
+             {{"segment", "40"}, {"memory", "30"}, {"same_length", "true"}},
+             {{"segment", "64"}, {"memory", "0"}, {"relu", "false"}},
+             {{"clamp_length", "20"}, {"share_biases", "false"}, {"layers", "3"}}}) {
+      Options options = more;
+      options["gate"] = gate;
+      SCOPED_TRACE(ToString(options));
+      const NamedTensors parameters = ParametersOf(technique, problem, options);
+      const Outcome outcome = Evaluate(technique, problem, options, parameters, x);
+      for (const char* output : {"out", "context"}) {
+        EXPECT_LE(
+            MaxDifference(outcome.computed.at(output).view(), outcome.defined.at(output).view()),
+            Bound(outcome.defined.at(output).view(), 3))
+            << output;
+      }
+    }
+  }
+}
+
+TEST(GatedTransformerXl, InTheSimulatorEveryGateEqualsTheDefinition) {
+  const GatedTransformerXl technique;
+  const Problem problem = Make(1, 2, 70, 8);
+  const Tensor x = RandomHidden(problem);
+  for (const char* gate : kGates) {
+    SCOPED_TRACE(gate);
+    const Options options = {{"gate", gate}, {"segment", "40"}, {"memory", "20"}, {"layers", "2"}};
+    const NamedTensors parameters = ParametersOf(technique, problem, options);
+    const Outcome outcome =
+        Evaluate(technique, problem, options, parameters, x, Device::kSimulator);
+    EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), outcome.defined.at("out").view()),
+              Bound(outcome.defined.at("out").view(), 2));
+  }
+}
+
+// ---- The gates' limits ----
+
+TEST(GatedTransformerXl, AtALargeBiasEveryGateWithOneIsTheIdentityBitByBit) {
+  const GatedTransformerXl technique;
+  const Problem problem = Make(2, 2, 60, 8);
+  const Tensor x = RandomHidden(problem);
+  for (const char* gate : {"gru", "output", "highway", "sigmoid_tanh"}) {
+    for (const Device device : kHostDevices) {
+      RunRequest request;
+      request.options = {
+          {"gate", gate}, {"gate_bias", "10000"}, {"segment", "32"}, {"layers", "2"}};
+      request.device = device;
+      const NamedTensors outputs =
+          RunTechnique(technique, problem, {{"x", x.view()}}, request).value();
+      EXPECT_EQ(MaxDifference(outputs.at("out").view(), x.view()), 0) << gate;
+      const NamedTensors defined =
+          DefineTechnique(technique, problem, {{"x", x.view()}}, request).value();
+      EXPECT_EQ(MaxDifference(defined.at("out").view(), x.view()), 0) << gate;
+    }
+  }
+}
+
+TEST(GatedTransformerXl, WithZeroMatricesTheGruGateKeepsAShareOfItsStateThatItsBiasDecides) {
+  const GatedTransformerXl technique;
+  const Problem problem = Make(1, 2, 40, 8);
+  const Tensor x = RandomHidden(problem);
+  NamedTensors parameters = ParametersOf(technique, problem, {});
+  for (auto& [name, tensor] : parameters) {
+    if (name.find("gate.") == std::string::npos) continue;
+    Fill(tensor.view(), tensor.view().rank == 1 ? 2 : 0);
+  }
+  const Outcome outcome = Evaluate(technique, problem, {}, parameters, x);
+  const double kept = 1 - 1 / (1 + std::exp(2.0));
+  EXPECT_NEAR(kept, 0.881, 5e-4);
+  for (int64_t i = 0; i < x.num_elements(); ++i) {
+    const double expected = kept * kept * x.span<float>()[i];  // two gates
+    ASSERT_NEAR(outcome.computed.at("out").span<float>()[i], expected, 1e-6);
+    ASSERT_NEAR(outcome.defined.at("out").span<double>()[i], expected, 1e-15);
+  }
+}
+
+TEST(GatedTransformerXl, SumsWithoutReluArePreNormTransformerXl) {
+  const GatedTransformerXl technique;
+  const TransformerXl transformer_xl;
+  const Problem problem = Make(2, 2, 90, 16);
+  const Tensor x = RandomHidden(problem);
+  const Options shared = {{"segment", "32"}, {"memory", "40"}, {"layers", "3"}};
+  Options options = shared, theirs = shared;
+  options["gate"] = "sum";
+  options["relu"] = "false";
+  theirs["pre_norm"] = "true";
+  const NamedTensors parameters = ParametersOf(transformer_xl, problem, theirs);
+  const Outcome ours = Evaluate(technique, problem, options, parameters, x);
+  const Outcome pre_norm = Evaluate(transformer_xl, problem, theirs, parameters, x);
+  for (const char* output : {"out", "context"}) {
+    EXPECT_EQ(MaxDifference(ours.computed.at(output).view(), pre_norm.computed.at(output).view()),
+              0);
+    EXPECT_LE(MaxDifference(ours.defined.at(output).view(), pre_norm.defined.at(output).view()),
+              1e-14);
+  }
+}
+
+TEST(GatedTransformerXl, SumsWithReluOnlyAdd) {
+  const GatedTransformerXl technique;
+  const Problem problem = Make(1, 2, 50, 8);
+  const Tensor x = RandomHidden(problem);
+  RunRequest request;
+  request.options = {{"gate", "sum"}};
+  const NamedTensors outputs = RunTechnique(technique, problem, {{"x", x.view()}}, request).value();
+  double largest = 0;
+  for (int64_t i = 0; i < x.num_elements(); ++i) {
+    const float added = outputs.at("out").span<float>()[i] - x.span<float>()[i];
+    EXPECT_GE(added, -1e-6f);
+    largest = std::max<double>(largest, added);
+  }
+  EXPECT_GT(largest, 0.1);
+}
+
+TEST(GatedTransformerXl, TheGateOfOneTokenIsWhatItsFormulaGivesByHand) {
+  // One channel, one token: attention returns the value, LN of one channel is beta, and with all
+  // matrices 1, betas 1 and b_g = 0 the ReLUs pass y = 1: x = 2 gives r = s(1 + 2),
+  // z = s(3), g = (1 - z) 2 + z tanh(1 + r 2).
+  const GatedTransformerXl technique;
+  const Problem problem = Make(1, 1, 1, 1);
+  const Options options = {{"feed_forward", "1"}};
+  NamedTensors parameters = ParametersOf(technique, problem, options);
+  for (auto& [name, tensor] : parameters) {
+    const bool zero =
+        name.find("b_g") != std::string::npos || name.find("ff.b") != std::string::npos;
+    Fill(tensor.view(), zero ? 0 : 1);
+  }
+  Tensor x(DType::kF32, {1, 1, 1});
+  Fill(x.view(), 2);
+  const auto gate = [](double state) {
+    const double open = 1 / (1 + std::exp(-(1 + state)));
+    return (1 - open) * state + open * std::tanh(1 + open * state);
+  };
+  const Outcome outcome = Evaluate(technique, problem, options, parameters, x);
+  EXPECT_NEAR(outcome.defined.at("out").span<double>()[0], gate(gate(2)), 1e-15);
+  EXPECT_NEAR(outcome.computed.at("out").span<float>()[0], gate(gate(2)), 1e-6);
+  EXPECT_NEAR(gate(2), 1.0417, 1e-4);  // 0.0474 * 2 + 0.9526 * tanh(2.9051)
+}
+
+// ---- Costs, parameters, errors ----
+
+TEST(GatedTransformerXl, CostCountsTheGatesProducts) {
+  const GatedTransformerXl technique;
+  const TransformerXl transformer_xl;
+  const Problem problem = Make(3, 2, 5, 4);
+  const double plain =
+      transformer_xl.Create(problem, {}, Device::kCpu, 1).value()->cost().flops.value();
+  const double matrix = 2.0 * 3 * 5 * 8 * 8;  // one product of 15 rows
+  const std::vector<std::pair<const char*, int>> matrices = {
+      {"gru", 6}, {"input", 1}, {"output", 1}, {"highway", 1}, {"sigmoid_tanh", 2}, {"sum", 0}};
+  for (const auto& [gate, count] : matrices) {
+    const auto layer =
+        technique.Create(problem, {{"gate", gate}, {"layers", "2"}}, Device::kCpu, 1).value();
+    EXPECT_EQ(layer->cost().flops.value(), plain + 2 * 2 * count * matrix) << gate;
+    EXPECT_EQ(layer->parameters().count("layer1.ff_gate.w_g"), count > 0 ? 1u : 0u);
+  }
+}
+
+TEST(GatedTransformerXl, TheBiasBeginsWithTheOption) {
+  const GatedTransformerXl technique;
+  const auto layer =
+      technique.Create(Make(1, 2, 8, 4), {{"gate_bias", "-0.5"}, {"layers", "2"}}, Device::kCpu, 1)
+          .value();
+  for (const char* name : {"layer0.attention_gate.b_g", "layer1.ff_gate.b_g"}) {
+    for (const float value : layer->parameters().at(name).span<float>()) EXPECT_EQ(value, -0.5f);
+  }
+}
+
+TEST(GatedTransformerXl, WhatItCannotDoIsSaidInOneLine) {
+  const auto message = [](const Problem& problem, const Options& options) {
+    const auto layer = GatedTransformerXl().Create(problem, options, Device::kCpu, 1);
+    return layer.ok() ? "ok" : std::string(layer.status().ToString());
+  };
+  Problem problem = Make(1, 4, 64, 16);
+  EXPECT_EQ(
+      message(problem, {{"gate", "lstm"}}),
+      "INVALID_ARGUMENT: option gate is \"lstm\"; allowed are gru | input | output | highway | "
+      "sigmoid_tanh | sum");
+  problem.kv_heads = 2;
+  EXPECT_EQ(message(problem, {}),
+            "INVALID_ARGUMENT: gated_transformer_xl is self-attention: kv_heads is 2; allowed is "
+            "query_heads, 4");
+}
+
+// ---- Golden file ----
+
+TEST(GatedTransformerXl, RllibsNetworkComputesTheSame) {
+  SafetensorsFile golden = GoldenFile("memory/gated_transformer_xl/testdata/rllib.safetensors");
+  const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
+  const Tensor& x = golden.tensors.at("x");
+  const Problem problem = Make(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+  const Options options = {
+      {"layers", golden.metadata.at("layers")},
+      {"segment", golden.metadata.at("segment_tokens")},
+      {"memory", golden.metadata.at("memory_tokens")},
+      {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))},
+      {"share_biases", "false"}};
+  const GatedTransformerXl technique;
+  NamedTensors parameters = ParametersOf(technique, problem, options);
+  for (auto& [name, tensor] : parameters) {
+    if (name.find("ff.b") != std::string::npos) {
+      Fill(tensor.view(), 0);
+    } else {
+      tensor = golden.tensors.at(name).Clone();
+    }
+  }
+  const ConstTensorView out = golden.tensors.at("out").view();
+  for (const Device device : kHostDevices) {
+    const Outcome outcome = Evaluate(technique, problem, options, parameters, x, device);
+    EXPECT_LE(MaxDifference(outcome.defined.at("out").view(), out), 1e-13);
+    EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), out), Bound(out, 2));
+  }
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,77 @@
+#include "memory/transformer_xl/decoder_layer.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/status.h"
+#include "core/workspace.h"
+
+namespace tfb {
+
+absl::StatusOr<DecoderLayer> DecoderLayer::Create(Device device, const NamedTensors& parameters,
+                                                  int64_t n, Activation output) {
+  const auto parameter = [&](absl::string_view name) {
+    return ConstTensorView(parameters.at(absl::StrCat(LayerPrefix(n), name)).view());
+  };
+  const auto norm = [&](absl::string_view name) {
+    return LayerNorm::Create(device, parameter(absl::StrCat(name, ".gamma")),
+                             parameter(absl::StrCat(name, ".beta")));
+  };
+  TFB_ASSIGN_OR_RETURN(PackedMatrix inner,
+                       PackedMatrix::Create(device, parameter("ff.w1"), parameter("ff.b1")));
+  TFB_ASSIGN_OR_RETURN(PackedMatrix outer,
+                       PackedMatrix::Create(device, parameter("ff.w2"), parameter("ff.b2")));
+  DecoderLayer layer;
+  layer.feed_forward = FeedForward(std::move(inner), std::move(outer), Activation::kRelu, output);
+  TFB_ASSIGN_OR_RETURN(layer.attention_norm, norm("attention_norm"));
+  TFB_ASSIGN_OR_RETURN(layer.feed_forward_norm, norm("ff_norm"));
+  return layer;
+}
+
+size_t DecoderLayer::workspace_bytes(Device device, const StackSizes& sizes, int64_t rows,
+                                     bool pre_norm, size_t attention_bytes, int threads) {
+  const int64_t width = sizes.width();
+  const size_t normalized = Workspace::Measure(
+      [&](Workspace& workspace) { workspace.Take<float>(pre_norm ? rows * width : 0); });
+  return normalized +
+         std::max({attention_bytes,
+                   FeedForward::workspace_bytes(device, rows, {width, sizes.inner, width}, threads),
+                   LayerNorm::workspace_bytes(device, width, threads)});
+}
+
+absl::Status DecoderLayer::Run(bool pre_norm, const Call& call, Attention attention,
+                               const Execution& execution) const {
+  return pre_norm ? PreNorm(call, attention, execution) : PostNorm(call, attention, execution);
+}
+
+absl::Status DecoderLayer::PostNorm(const Call& call, Attention attention,
+                                    const Execution& execution) const {
+  const TensorView& state = call.state;
+  TFB_RETURN_IF_ERROR(attention(call.input, call.input, state, execution));
+  if (!call.context.empty()) {
+    TFB_RETURN_IF_ERROR(attention_norm.Run(state, call.context, execution));
+  }
+  TFB_RETURN_IF_ERROR(attention_norm.Run(state, state, execution));
+  TFB_RETURN_IF_ERROR(feed_forward.Run(state, state, state, execution));
+  return feed_forward_norm.Run(state, call.output, execution);
+}
+
+absl::Status DecoderLayer::PreNorm(const Call& call, Attention attention,
+                                   const Execution& execution) const {
+  Workspace workspace(execution.workspace);
+  const TensorView normalized(workspace.Take<float>(call.state.num_elements()), DType::kF32,
+                              call.state.shape());
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(attention_norm.Run(call.input, normalized, rest));
+  TFB_RETURN_IF_ERROR(attention(normalized, call.input, call.state, rest));
+  if (!call.context.empty()) {
+    TFB_RETURN_IF_ERROR(feed_forward_norm.Run(call.state, call.context, rest));
+  }
+  TFB_RETURN_IF_ERROR(feed_forward_norm.Run(call.state, normalized, rest));
+  return feed_forward.Run(normalized, call.state, call.output, rest);
+}
+
+}  // namespace tfb

@@ -1,0 +1,47 @@
+// Rows of float64, and the formulas of definitions on them: plain loops, which share nothing with an
+// engine.
+#ifndef TFB_MEMORY_TRANSFORMER_XL_DOUBLE_ROWS_H_
+#define TFB_MEMORY_TRANSFORMER_XL_DOUBLE_ROWS_H_
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "core/tensor.h"
+
+namespace tfb {
+
+class Rows {
+ public:
+  Rows(int64_t rows, int64_t channels) : channels_(channels), values_(rows * channels) {}
+  // Of a view [rows, channels].
+  explicit Rows(const ConstTensorView& view);
+
+  int64_t rows() const {
+    return channels_ == 0 ? 0 : static_cast<int64_t>(values_.size()) / channels_;
+  }
+  int64_t channels() const { return channels_; }
+  double* operator[](int64_t row) { return values_.data() + row * channels_; }
+  const double* operator[](int64_t row) const { return values_.data() + row * channels_; }
+
+  void Append(const Rows& more) {
+    values_.insert(values_.end(), more.values_.begin(), more.values_.end());
+  }
+  Rows Sub(int64_t begin, int64_t count) const;
+
+  Rows Times(const Rows& matrix) const;
+  Rows Plus(const Rows& other) const;
+  Rows PlusEach(const std::vector<double>& row) const;  // the same added to each row
+  Rows Map(const std::function<double(double)>& function) const;
+  Rows Relu() const;
+  // Layer normalisation of each row, with an epsilon of 1e-5.
+  Rows Normalized(const std::vector<double>& gamma, const std::vector<double>& beta) const;
+
+ private:
+  int64_t channels_;
+  std::vector<double> values_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_TRANSFORMER_XL_DOUBLE_ROWS_H_

@@ -1,0 +1,97 @@
+#include "memory/transformer_xl/relative_stack.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/status.h"
+#include "positional/transformer_xl_relative/relative_positions.h"
+
+namespace tfb {
+
+absl::Status CheckRelativeStack(absl::string_view technique, const Problem& problem,
+                                const RelativeStackShape& shape, int64_t max_memory) {
+  TFB_RETURN_IF_ERROR(CheckSelfAttention(technique, problem));
+  if (!shape.same_length || shape.memory > 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "option memory is 0; allowed with same_length=true, where a token is one of the keys it "
+      "sees, are 1 to ",
+      max_memory));
+}
+
+RelativeStackLayer::RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,
+                                       const RelativeStackShape& shape, Device device)
+    : SegmentedLayer(problem, std::move(outputs), shape.sizes.layers, shape.segment),
+      shape_(shape),
+      device_(device),
+      reach_{shape.memory, shape.same_length, max_segment_tokens()},
+      segment_(device, reach_) {}
+
+absl::Status RelativeStackLayer::Initialize(const std::vector<ParameterSpec>& parameters,
+                                            uint64_t seed) {
+  TFB_ASSIGN_OR_RETURN(parameters_, DrawParameters(parameters, seed));
+  for (int64_t n = 0; n < sizes().layers; ++n) {
+    TFB_ASSIGN_OR_RETURN(RelativeAttention attention,
+                         RelativeAttention::Create(device_, problem(), reach_));
+    attentions_.push_back(std::move(attention));
+  }
+  return absl::OkStatus();
+}
+
+MemoryReach::Context RelativeStackLayer::ContextOfSequence() const {
+  return reach_.ContextOf(problem().query_tokens, sizes().layers);
+}
+
+Cost RelativeStackLayer::cost() const {
+  const double batch = static_cast<double>(problem().batch);
+  const double tokens = static_cast<double>(problem().query_tokens);
+  Cost cost;
+  cost.flops = StackFlops(sizes(), batch * tokens, batch * ContextOfSequence().pairs);
+  cost.bytes = TensorBytes();
+  return cost;
+}
+
+std::map<std::string, double> RelativeStackLayer::statistics() const {
+  const MemoryReach::Context context = ContextOfSequence();
+  const int64_t tokens = std::max<int64_t>(problem().query_tokens, 1);
+  double cache_bytes = 0;
+  for (const RelativeAttention& attention : attentions_) {
+    cache_bytes += static_cast<double>(attention.cache_bytes());
+  }
+  std::map<std::string, double> statistics = {
+      {"cache_bytes", cache_bytes},
+      {"keys_per_token", context.pairs / static_cast<double>(tokens)},
+      {"reach_tokens", static_cast<double>(context.reach)}};
+  if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+  return statistics;
+}
+
+int64_t RelativeStackLayer::split_tokens() const {
+  return shape_.same_length ? 0 : SegmentedLayer::split_tokens();
+}
+
+absl::Status RelativeStackLayer::Reset() {
+  for (RelativeAttention& attention : attentions_) attention.Reset();
+  return absl::OkStatus();
+}
+
+absl::Status RelativeStackLayer::DoSetup(const Inputs&, const Execution& execution) {
+  const DistanceRange range = {0, reach_.max_distance(), shape_.clamp_length};
+  const Tensor sinusoids = SinusoidsOf(range, problem().model_dim());
+  layers_.clear();
+  for (int64_t n = 0; n < sizes().layers; ++n) {
+    TFB_RETURN_IF_ERROR(
+        attentions_[n].Setup(RelativeAttention::ParametersOf(parameters_, sizes(), n), range,
+                             sinusoids.view(), execution));
+    TFB_ASSIGN_OR_RETURN(DecoderLayer layer,
+                         DecoderLayer::Create(device_, parameters_, n, feed_forward_output()));
+    layers_.push_back(std::move(layer));
+  }
+  return absl::OkStatus();
+}
+
+void RelativeStackLayer::BeginSegment(int64_t tokens) {
+  segment_.Set(attentions_[0].tokens(), tokens);
+}
+
+}  // namespace tfb

@@ -1,0 +1,79 @@
+// A stack whose layers have Transformer-XL's attention and memory: all of transformer_xl's layer but
+// how attention and feed-forward network are joined to the state.
+#ifndef TFB_MEMORY_TRANSFORMER_XL_RELATIVE_STACK_H_
+#define TFB_MEMORY_TRANSFORMER_XL_RELATIVE_STACK_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "core/layers/activation.h"
+#include "core/technique.h"
+#include "memory/transformer_xl/decoder_layer.h"
+#include "memory/transformer_xl/relative_attention.h"
+#include "memory/transformer_xl/segmented_layer.h"
+#include "memory/transformer_xl/stack.h"
+
+namespace tfb {
+
+// As the options of transformer_xl.
+struct RelativeStackShape {
+  StackSizes sizes;
+  int64_t segment = 1;
+  int64_t memory = 0;
+  bool same_length = false;
+  int64_t clamp_length = 0;
+};
+
+// InvalidArgument where the problem or the memory does not fit the technique.
+absl::Status CheckRelativeStack(absl::string_view technique, const Problem& problem,
+                                const RelativeStackShape& shape, int64_t max_memory);
+
+class RelativeStackLayer : public SegmentedLayer {
+ public:
+  Cost cost() const override;
+  // reach_tokens: earlier tokens that can change the last one, through all layers. keys_per_token:
+  // those that a token sees in one layer, on average, itself included. cache_bytes: the keys and
+  // values of all layers. cublas: on a GPU, 1 where cuBLAS makes the products with matrices, else 0.
+  std::map<std::string, double> statistics() const override;
+  // With same_length the mask knows nothing of segments.
+  int64_t split_tokens() const override;
+  absl::Status Reset() override;
+
+ protected:
+  RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,
+                     const RelativeStackShape& shape, Device device);
+  // For the factory: draws the parameters and takes the memory for keys and values.
+  absl::Status Initialize(const std::vector<ParameterSpec>& parameters, uint64_t seed);
+
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
+  void BeginSegment(int64_t tokens) override;
+
+  // What a feed-forward network's output goes through.
+  virtual Activation feed_forward_output() const { return Activation::kNone; }
+
+  Device device() const { return device_; }
+  const StackSizes& sizes() const { return shape_.sizes; }
+  int64_t max_rows() const { return problem().batch * max_segment_tokens(); }
+  const SegmentView& segment() const { return segment_; }
+  RelativeAttention& attention(int64_t n) { return attentions_[n]; }
+  const RelativeAttention& attention(int64_t n) const { return attentions_[n]; }
+  const DecoderLayer& layer(int64_t n) const { return layers_[n]; }
+
+ private:
+  MemoryReach::Context ContextOfSequence() const;
+
+  RelativeStackShape shape_;
+  Device device_;
+  MemoryReach reach_;
+  SegmentView segment_;
+  std::vector<RelativeAttention> attentions_;
+  std::vector<DecoderLayer> layers_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_TRANSFORMER_XL_RELATIVE_STACK_H_

@@ -1,0 +1,85 @@
+#include "memory/transformer_xl/segmented_layer.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+TensorSpec SegmentSpec(const Problem& problem, const char* name, bool optional = false) {
+  return {name, {problem.batch, kSegmentTokens, problem.model_dim()}, problem.dtype, optional};
+}
+
+// Of the tokens begin, ..., begin + count - 1; empty where there is no tensor.
+TensorView Tokens(const TensorView& view, int64_t begin, int64_t count) {
+  return view.empty() ? view : Slice(view, 1, begin, count);
+}
+
+}  // namespace
+
+std::vector<TensorSpec> SegmentedOutputs(const Problem& problem) {
+  std::vector<TensorSpec> outputs = HiddenOutputs(problem);
+  outputs.push_back(
+      {"context", {problem.batch, problem.query_tokens, problem.model_dim()}, problem.dtype, true});
+  return outputs;
+}
+
+SegmentedLayer::SegmentedLayer(const Problem& problem, std::vector<TensorSpec> outputs,
+                               int64_t layers, int64_t segment)
+    : StreamingLayer(problem, HiddenInputs(problem), std::move(outputs),
+                     {SegmentSpec(problem, "x")},
+                     {SegmentSpec(problem, "out"), SegmentSpec(problem, "context", true)},
+                     std::min(segment, std::max<int64_t>(problem.query_tokens, 1))),
+      layers_(layers) {}
+
+TensorView SegmentedLayer::LayOutState(int64_t tokens, Workspace& workspace) const {
+  const Shape shape = {problem().batch, tokens, problem().model_dim()};
+  return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+}
+
+size_t SegmentedLayer::workspace_bytes(int threads) const {
+  return layer_workspace_bytes(threads) + Workspace::Measure([&](Workspace& workspace) {
+           LayOutState(max_segment_tokens(), workspace);
+         });
+}
+
+absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
+                                   const Execution& execution) {
+  TFB_RETURN_IF_ERROR(Reset());
+  const int64_t total = problem().query_tokens;
+  for (int64_t begin = 0; begin < total; begin += max_segment_tokens()) {
+    const int64_t tokens = std::min(max_segment_tokens(), total - begin);
+    TFB_RETURN_IF_ERROR(AppendSegment(Slice(inputs.Get("x"), 1, begin, tokens),
+                                      Tokens(outputs.Get("out"), begin, tokens),
+                                      Tokens(outputs.Get("context"), begin, tokens), execution));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SegmentedLayer::DoAppend(int64_t, const Inputs& segment, const Outputs& outputs,
+                                      const Execution& execution) {
+  return AppendSegment(segment.Get("x"), outputs.Get("out"), outputs.Get("context"), execution);
+}
+
+absl::Status SegmentedLayer::AppendSegment(const ConstTensorView& x, const TensorView& out,
+                                           const TensorView& context, const Execution& execution) {
+  BeginSegment(x.dim(1));
+  Workspace workspace(execution.workspace);
+  const TensorView state = LayOutState(x.dim(1), workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  for (int64_t n = 0; n < layers_; ++n) {
+    const bool is_last = n + 1 == layers_;
+    DecoderLayer::Call call;
+    call.input = n == 0 ? x : state;
+    call.state = state;
+    call.output = is_last ? out : state;
+    if (is_last) call.context = context;
+    TFB_RETURN_IF_ERROR(RunLayer(n, call, rest));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

@@ -1,0 +1,57 @@
+// A stack of layers that reads its hidden states segment by segment, in a Run as in a stream.
+#ifndef TFB_MEMORY_TRANSFORMER_XL_SEGMENTED_LAYER_H_
+#define TFB_MEMORY_TRANSFORMER_XL_SEGMENTED_LAYER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+#include "memory/transformer_xl/decoder_layer.h"
+
+namespace tfb {
+
+// out, and the optional context: [batch, query_tokens, model_dim], the input of the last layer's
+// feed-forward network.
+std::vector<TensorSpec> SegmentedOutputs(const Problem& problem);
+
+class SegmentedLayer : public StreamingLayer {
+ public:
+  size_t workspace_bytes(int threads) const override;
+  // The segments decide the mask, unless a technique says otherwise.
+  int64_t split_tokens() const override { return max_segment_tokens(); }
+
+ protected:
+  // `segment` tokens at a time, or all where there are fewer. A segment's outputs are out and
+  // context, whatever else `outputs`, those of a Run, has.
+  SegmentedLayer(const Problem& problem, std::vector<TensorSpec> outputs, int64_t layers,
+                 int64_t segment);
+
+  // The next segment begins, of so many tokens.
+  virtual void BeginSegment(int64_t tokens) = 0;
+  // Layer n on the segment. The call's context is there in the last layer alone.
+  virtual absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+                                const Execution& execution) = 0;
+  virtual size_t layer_workspace_bytes(int threads) const = 0;
+
+  // Leaves the stream at the end of the sequence, as appending it would.
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override;
+  absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
+                        const Execution& execution) override;
+
+ private:
+  TensorView LayOutState(int64_t tokens, Workspace& workspace) const;
+  absl::Status AppendSegment(const ConstTensorView& x, const TensorView& out,
+                             const TensorView& context, const Execution& execution);
+
+  int64_t layers_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_TRANSFORMER_XL_SEGMENTED_LAYER_H_

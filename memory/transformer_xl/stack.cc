@@ -1,0 +1,93 @@
+#include "memory/transformer_xl/stack.h"
+
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "core/random.h"
+#include "core/status.h"
+
+namespace tfb {
+
+ParameterSpec MatrixSpec(const std::string& name, int64_t in, int64_t out) {
+  return {name, {in, out}, 0, 1 / std::sqrt(static_cast<double>(in))};
+}
+
+std::string LayerPrefix(int64_t layer) { return absl::StrCat("layer", layer, "."); }
+std::string BiasPrefix(const StackSizes& sizes, int64_t layer) {
+  return sizes.share_biases ? "" : LayerPrefix(layer);
+}
+
+std::vector<ParameterSpec> StackParameters(const StackSizes& sizes) {
+  const int64_t width = sizes.width();
+  std::vector<ParameterSpec> specs;
+  const auto biases = [&](const std::string& prefix) {
+    for (const char* name : {"u", "v"}) {
+      specs.push_back({prefix + name, {sizes.heads, sizes.head_dim}, 0, 0.5});
+    }
+  };
+  const auto norm = [&](const std::string& name) {
+    specs.push_back({name + ".gamma", {width}, 1, 0});
+    specs.push_back({name + ".beta", {width}, 0, 0});
+  };
+  if (sizes.share_biases) biases("");
+  for (int64_t n = 0; n < sizes.layers; ++n) {
+    const std::string layer = LayerPrefix(n);
+    for (const char* name : {"w_q", "w_k", "w_v", "w_r", "w_o"}) {
+      specs.push_back(MatrixSpec(layer + name, width, width));
+    }
+    if (!sizes.share_biases) biases(layer);
+    norm(layer + "attention_norm");
+    specs.push_back(MatrixSpec(layer + "ff.w1", width, sizes.inner));
+    specs.push_back({layer + "ff.b1", {sizes.inner}, 0, 0});
+    specs.push_back(MatrixSpec(layer + "ff.w2", sizes.inner, width));
+    specs.push_back({layer + "ff.b2", {width}, 0, 0});
+    norm(layer + "ff_norm");
+  }
+  return specs;
+}
+
+absl::StatusOr<NamedTensors> DrawParameters(const std::vector<ParameterSpec>& specs,
+                                            uint64_t seed) {
+  NamedTensors parameters;
+  for (const ParameterSpec& spec : specs) {
+    TFB_ASSIGN_OR_RETURN(Tensor parameter, Tensor::Allocate(DType::kF32, spec.shape));
+    FillNormal(&parameter, seed, spec.name, spec.mean, spec.deviation);
+    parameters[spec.name] = std::move(parameter);
+  }
+  return parameters;
+}
+
+absl::Status CheckParameters(const std::vector<ParameterSpec>& specs,
+                             const NamedTensors& parameters) {
+  for (const ParameterSpec& spec : specs) {
+    const auto found = parameters.find(spec.name);
+    if (found == parameters.end() || found->second.shape() != spec.shape) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter ", spec.name, " ", ShapeString(spec.shape), " is ",
+                       found == parameters.end() ? "missing" : ShapeString(found->second.shape())));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckSelfAttention(absl::string_view technique, const Problem& problem) {
+  const auto same = [&](absl::string_view name, int64_t value, absl::string_view other,
+                        int64_t allowed) {
+    if (value == allowed) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(technique, " is self-attention: ", name, " is ",
+                                                   value, "; allowed is ", other, ", ", allowed));
+  };
+  TFB_RETURN_IF_ERROR(same("kv_tokens", problem.kv_tokens, "query_tokens", problem.query_tokens));
+  TFB_RETURN_IF_ERROR(same("kv_heads", problem.kv_heads, "query_heads", problem.query_heads));
+  return same("value_dim", problem.value_dim, "head_dim", problem.head_dim);
+}
+
+double StackFlops(const StackSizes& sizes, double rows, double pairs) {
+  const double width = static_cast<double>(sizes.width());
+  const double inner = static_cast<double>(sizes.inner);
+  return 2 * static_cast<double>(sizes.layers) *
+         (rows * width * (4 * width + 2 * inner) + pairs * 3 * width);
+}
+
+}  // namespace tfb

@@ -1,0 +1,60 @@
+// A stack of layers of attention and a feed-forward network, with Transformer-XL's scores: its sizes,
+// the names of its parameters, its products. What transformer_xl and the techniques made of it share.
+#ifndef TFB_MEMORY_TRANSFORMER_XL_STACK_H_
+#define TFB_MEMORY_TRANSFORMER_XL_STACK_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "core/problem.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+struct StackSizes {
+  int64_t layers = 1;
+  int64_t heads = 1;
+  int64_t head_dim = 1;
+  int64_t inner = 1;         // of the feed-forward networks
+  bool share_biases = true;  // one u and one v for all layers
+
+  int64_t width() const { return heads * head_dim; }
+};
+
+// Drawn N(mean, deviation^2), f32.
+struct ParameterSpec {
+  std::string name;
+  Shape shape;
+  double mean = 0;
+  double deviation = 0;
+};
+
+// N(0, 1 / in): a product with it keeps the scale of its input.
+ParameterSpec MatrixSpec(const std::string& name, int64_t in, int64_t out);
+
+std::string LayerPrefix(int64_t layer);                          // "layer3."
+std::string BiasPrefix(const StackSizes& sizes, int64_t layer);  // of u and v
+// With their distributions, as transformer_xl.h lists them.
+std::vector<ParameterSpec> StackParameters(const StackSizes& sizes);
+
+// ResourceExhausted where there is no memory for them.
+absl::StatusOr<NamedTensors> DrawParameters(const std::vector<ParameterSpec>& specs, uint64_t seed);
+// InvalidArgument with the name of one that is missing or has another shape.
+absl::Status CheckParameters(const std::vector<ParameterSpec>& specs,
+                             const NamedTensors& parameters);
+
+// InvalidArgument where the problem is not self-attention with as many heads of keys as of queries.
+absl::Status CheckSelfAttention(absl::string_view technique, const Problem& problem);
+
+// FLOPs of the definition: projections, the three products of each kept pair (content, distance,
+// values), feed-forward. `rows` are tokens of all batch rows, `pairs` query-key pairs of one head in
+// one layer and all batch rows.
+double StackFlops(const StackSizes& sizes, double rows, double pairs);
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_TRANSFORMER_XL_STACK_H_

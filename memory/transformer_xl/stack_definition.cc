@@ -1,0 +1,121 @@
+#include "memory/transformer_xl/stack_definition.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/definition.h"
+
+namespace tfb {
+
+std::vector<double> StackDefinition::Vector(const std::string& name) const {
+  const ConstTensorView view = parameters_.at(name).view();
+  std::vector<double> values(view.num_elements());
+  for (size_t c = 0; c < values.size(); ++c) values[c] = view.Get(static_cast<int64_t>(c));
+  return values;
+}
+
+Rows StackDefinition::AttentionNorm(int64_t n, const Rows& x) const {
+  const std::string norm = LayerPrefix(n) + "attention_norm";
+  return x.Normalized(Vector(norm + ".gamma"), Vector(norm + ".beta"));
+}
+
+Rows StackDefinition::FeedForwardNorm(int64_t n, const Rows& x) const {
+  const std::string norm = LayerPrefix(n) + "ff_norm";
+  return x.Normalized(Vector(norm + ".gamma"), Vector(norm + ".beta"));
+}
+
+Rows StackDefinition::FeedForward(int64_t n, const Rows& x) const {
+  const std::string ff = LayerPrefix(n) + "ff.";
+  return x.Times(Matrix(ff + "w1"))
+      .PlusEach(Vector(ff + "b1"))
+      .Relu()
+      .Times(Matrix(ff + "w2"))
+      .PlusEach(Vector(ff + "b2"));
+}
+
+Rows StackDefinition::Sinusoids(int64_t distances) const {
+  const int64_t width = sizes_.width(), sines = (width + 1) / 2;
+  Rows r(distances, width);
+  for (int64_t d = 0; d < distances; ++d) {
+    const double distance =
+        static_cast<double>(clamp_length_ == 0 ? d : std::min(d, clamp_length_));
+    for (int64_t c = 0; c < width; ++c) {
+      const double exponent = 2 * static_cast<double>(c % sines) / static_cast<double>(width);
+      const double angle = distance / std::pow(10000, exponent);
+      r[d][c] = c < sines ? std::sin(angle) : std::cos(angle);
+    }
+  }
+  return r;
+}
+
+Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
+                              std::vector<double>* received) const {
+  const std::string biases = BiasPrefix(sizes_, n);
+  const Rows distances = Project(n, "w_r", Sinusoids(keys.k.rows()));
+  const Rows content_bias = Matrix(biases + "u"), position_bias = Matrix(biases + "v");
+  const int64_t e = sizes_.head_dim, first_query = keys.k.rows() - q.rows();
+  if (received != nullptr) received->assign(keys.k.rows(), 0);
+  Rows context(q.rows(), q.channels());
+  for (int64_t h = 0; h < sizes_.heads; ++h) {
+    for (int64_t p = 0; p < q.rows(); ++p) {
+      const int64_t here = first_query + p, first = keys.first_seen(p);
+      std::vector<double> s(here + 1, kNotSeen);
+      double max = kNotSeen, sum = 0;
+      for (int64_t j = first; j <= here; ++j) {
+        double content = 0, position = 0;
+        for (int64_t c = 0; c < e; ++c) {
+          content += (q[p][h * e + c] + content_bias[h][c]) * keys.k[j][h * e + c];
+          position += (q[p][h * e + c] + position_bias[h][c]) * distances[here - j][h * e + c];
+        }
+        s[j] = (content + position) / std::sqrt(static_cast<double>(e));
+        max = std::max(max, s[j]);
+      }
+      for (int64_t j = first; j <= here; ++j) {
+        const double weight = std::exp(s[j] - max);
+        sum += weight;
+        for (int64_t c = 0; c < e; ++c) context[p][h * e + c] += weight * keys.v[j][h * e + c];
+      }
+      for (int64_t c = 0; c < e; ++c) context[p][h * e + c] /= sum;
+      for (int64_t j = first; received != nullptr && j <= here; ++j) {
+        (*received)[j] += std::exp(s[j] - max) / sum;
+      }
+    }
+  }
+  return context;
+}
+
+Rows StackDefinition::Attention(int64_t n, const Rows& x,
+                                const std::function<int64_t(int64_t p)>& first_seen) const {
+  const Keys keys = {Project(n, "w_k", x), Project(n, "w_v", x), first_seen};
+  return Project(n, "w_o", Context(n, Project(n, "w_q", x), keys));
+}
+
+Rows StackDefinition::Forward(const Rows& x, bool pre_norm, const AttentionOf& attention,
+                              Rows* context) const {
+  Rows h = x;
+  for (int64_t n = 0; n < sizes_.layers; ++n) {
+    Rows g = h.Plus(attention(n, h, pre_norm ? AttentionNorm(n, h) : h));
+    if (!pre_norm) g = AttentionNorm(n, g);
+    const Rows input = pre_norm ? FeedForwardNorm(n, g) : g;
+    h = g.Plus(FeedForward(n, input));
+    if (!pre_norm) h = FeedForwardNorm(n, h);
+    if (context != nullptr) *context = input;
+  }
+  return h;
+}
+
+Rows SequenceOf(const ConstTensorView& x, int64_t b) {
+  Rows rows(x.dim(1), x.dim(2));
+  for (int64_t t = 0; t < x.dim(1); ++t) {
+    for (int64_t c = 0; c < x.dim(2); ++c) rows[t][c] = x.Get(x.Offset(b, t, c));
+  }
+  return rows;
+}
+
+void StoreSequence(const Rows& rows, int64_t b, const TensorView& to) {
+  for (int64_t t = 0; t < rows.rows(); ++t) {
+    std::copy_n(rows[t], rows.channels(), to.MutableAt<double>(b, t));
+  }
+}
+
+}  // namespace tfb

@@ -1,0 +1,73 @@
+// The stack of transformer_xl.h in float64, for one sequence: what definitions of techniques made of
+// it share. Plain loops in the order of the formulas.
+#ifndef TFB_MEMORY_TRANSFORMER_XL_STACK_DEFINITION_H_
+#define TFB_MEMORY_TRANSFORMER_XL_STACK_DEFINITION_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/tensor.h"
+#include "memory/transformer_xl/double_rows.h"
+#include "memory/transformer_xl/stack.h"
+
+namespace tfb {
+
+class StackDefinition {
+ public:
+  // `clamp_length` 0: distances are not clamped. The parameters have been checked, and outlive this.
+  StackDefinition(const StackSizes& sizes, const NamedTensors& parameters, int64_t clamp_length)
+      : sizes_(sizes), parameters_(parameters), clamp_length_(clamp_length) {}
+
+  // ---- The formulas of layer n ----
+
+  Rows Matrix(const std::string& name) const { return Rows(parameters_.at(name).view()); }
+  std::vector<double> Vector(const std::string& name) const;
+  Rows AttentionNorm(int64_t n, const Rows& x) const;
+  Rows FeedForwardNorm(int64_t n, const Rows& x) const;
+  Rows FeedForward(int64_t n, const Rows& x) const;
+  Rows Project(int64_t n, const std::string& matrix, const Rows& x) const {  // "w_q"
+    return x.Times(Matrix(LayerPrefix(n) + matrix));
+  }
+
+  // What queries see of keys in a list, of which they are the last: query p is key p + first_query()
+  // and sees the keys first_seen(p), ..., p + first_query().
+  struct Keys {
+    Rows k;
+    Rows v;
+    std::function<int64_t(int64_t p)> first_seen;
+  };
+  // concat_heads(sum_j softmax_j(s_pj) v_j), before W_o: positions are places in the list of keys.
+  // `received`, if not null, becomes each key's weight, summed over queries and heads.
+  Rows Context(int64_t n, const Rows& q, const Keys& keys,
+               std::vector<double>* received = nullptr) const;
+  // The queries' and the keys' input is x.
+  Rows Attention(int64_t n, const Rows& x,
+                 const std::function<int64_t(int64_t p)>& first_seen) const;
+
+  // ---- All layers ----
+
+  // attention(n, h, x): with its W_o, of the input x, which is the state h or its normalisation.
+  using AttentionOf = std::function<Rows(int64_t n, const Rows& h, const Rows& x)>;
+  // `context`, if not null, becomes the input of the last feed-forward network.
+  Rows Forward(const Rows& x, bool pre_norm, const AttentionOf& attention,
+               Rows* context = nullptr) const;
+
+  const StackSizes& sizes() const { return sizes_; }
+
+ private:
+  Rows Sinusoids(int64_t distances) const;  // r_d, [distances, model_dim]
+
+  StackSizes sizes_;
+  const NamedTensors& parameters_;
+  int64_t clamp_length_;
+};
+
+// The tokens of one batch row of x [batch, tokens, model_dim], and the reverse into f64.
+Rows SequenceOf(const ConstTensorView& x, int64_t b);
+void StoreSequence(const Rows& rows, int64_t b, const TensorView& to);
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_TRANSFORMER_XL_STACK_DEFINITION_H_
