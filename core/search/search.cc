@@ -4,7 +4,10 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "core/cuda/runtime.h"
 #include "core/search/search_cpu.h"
+#include "core/status.h"
+#include "core/workspace.h"
 
 namespace tfb {
 namespace {
@@ -49,18 +52,88 @@ absl::Status Check(const SearchCall& call) {
   return CheckRange("k", call.k, 1, kMaxSlots);
 }
 
+// ---- CUDA ----
+
+constexpr int64_t kBlocksOfMultiprocessor = 2;
+constexpr int64_t kPartEntries = 4096;       // at least
+constexpr int64_t kSlack = 4 * kSearchKeys;  // candidates beyond the hits, at least
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The sizes of a call on a GPU of so many multiprocessors, without its tensors.
+SearchArguments PlanCuda(const SearchSizes& sizes, int64_t multiprocessors) {
+  SearchArguments a = {};
+  a.key_heads = sizes.key_heads;
+  a.heads = sizes.heads;
+  a.query_count = sizes.queries;
+  a.slots = sizes.slots;
+  a.dim = sizes.dim;
+  a.k = sizes.k;
+  a.score_error = ScoreError(sizes.dim);
+  a.bucketed = sizes.selection == SearchSelection::kBucketed;
+  a.hits = a.bucketed ? 1 : std::min(sizes.k, sizes.slots);
+  a.capacity = std::min(a.hits + std::max(a.hits, kSlack), sizes.slots + kSearchKeys);
+  const int64_t at_once = kBlocksOfMultiprocessor * multiprocessors;
+  const int64_t tiles = std::max<int64_t>(sizes.heads * CeilDiv(sizes.queries, kSearchQueries), 1);
+  const int64_t most = sizes.slots / std::max(kPartEntries, 4 * a.hits);
+  a.parts = a.bucketed ? sizes.k : std::max<int64_t>(std::min(CeilDiv(at_once, tiles), most), 1);
+  a.blocks = std::min(tiles * a.parts, at_once);
+  return a;
+}
+
+void LayOut(Workspace& workspace, SearchArguments* a) {
+  const int64_t candidates = a->blocks * kSearchQueries * a->capacity;
+  a->max_squares = workspace.Take<int32_t>(a->key_heads);
+  a->half_norms = workspace.Take<float>(a->key_heads * a->slots);
+  a->candidate_scores = workspace.Take<float>(candidates);
+  a->candidate_ages = workspace.Take<int32_t>(candidates);
+  a->exact = workspace.Take<double>(a->blocks * kSearchWarps * a->capacity);
+  a->found = workspace.Take<SearchHit>(a->heads * a->query_count * a->parts * a->hits);
+}
+
+absl::Status SearchCuda(CudaRuntime* runtime, const SearchCall& call, const Execution& execution) {
+  const SearchSizes sizes = {call.keys.dim(0), call.queries.dim(0), call.queries.dim(1),
+                             call.keys.dim(2), call.keys.dim(1),    call.k,
+                             call.selection};
+  SearchArguments a = PlanCuda(sizes, runtime->properties().multiprocessors);
+  Workspace workspace(execution.workspace);
+  LayOut(workspace, &a);
+  a.keys = ToDeviceView(call.keys);
+  a.queries = ToDeviceView(call.queries);
+  a.entries = call.entries;
+  a.oldest = call.oldest;
+  a.metric = call.metric;
+  a.result_slots = call.slots;
+  a.result_scores = call.scores;
+  const auto& kernels = KernelsOn<SearchKernels>(runtime->target());
+  void* stream = execution.stream;
+  TFB_RETURN_IF_ERROR(
+      runtime->Fill(a.max_squares, 0, a.key_heads * sizeof(*a.max_squares), stream));
+  TFB_RETURN_IF_ERROR(ToStatus(kernels.measure(a, stream)));
+  TFB_RETURN_IF_ERROR(ToStatus(kernels.search(a, stream)));
+  return ToStatus(kernels.merge(a, stream));
+}
+
 }  // namespace
 
 size_t SearchWorkspaceBytes(Device device, const SearchSizes& sizes, int threads) {
-  (void)device;
-  return SearchCpuWorkspaceBytes(sizes, threads);
+  if (device == Device::kCpu) return SearchCpuWorkspaceBytes(sizes, threads);
+  const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(device);
+  if (!runtime.ok()) return 0;  // a search says why
+  return Workspace::Measure([&](Workspace& workspace) {
+    SearchArguments a = PlanCuda(sizes, (*runtime)->properties().multiprocessors);
+    LayOut(workspace, &a);
+  });
 }
 
 absl::Status Search(Device device, const SearchCall& call, const Execution& execution) {
   TFB_RETURN_IF_ERROR(Check(call));
-  (void)device;
-  SearchCpu(call, execution);
-  return absl::OkStatus();
+  if (device == Device::kCpu) {
+    SearchCpu(call, execution);
+    return absl::OkStatus();
+  }
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
+  return SearchCuda(runtime, call, execution);
 }
 
 }  // namespace tfb

@@ -43,30 +43,31 @@ struct SearchArguments {
   int64_t oldest;
   int64_t dim;
   int64_t k;
-  int64_t parts;  // of the entries, each searched by itself
-  int64_t hits;   // of a query in a part: k, or 1 in a bucket
-  bool bucketed;  // part n has the slots n, n + parts, ...; else consecutive ages
   SearchMetric metric;
+  bool bucketed;       // part n has the slots n, n + parts, ...; else ages that follow each other
+  int64_t parts;       // of the entries, each searched by itself
+  int64_t hits;        // of a query in a part
+  int64_t blocks;      // that search
+  int64_t capacity;    // candidates of a query: hits and kSearchKeys at least
+  double score_error;  // ScoreError(dim)
   // Scratch.
-  float* half_norms;        // [key_heads][slots in use]: |e|^2 / 2, infinite of what is no entry
-  int32_t* max_norms;       // [key_heads]: bits of the largest |e|, rounded up
-  int64_t blocks;           // that search, each with candidates of kSearchQueries queries
-  int64_t capacity;         // candidates of a query
+  int32_t* max_squares;     // [key_heads]: bits of the largest |e|^2; zeros before `measure`
+  float* half_norms;        // [key_heads][slots]: |e|^2 / 2, or 0; infinite of what is no entry
   float* candidate_scores;  // [blocks][kSearchQueries][capacity]
-  int32_t* candidate_ages;
-  double* exact;     // [blocks][warps][capacity]
-  SearchHit* found;  // [heads][queries][parts][hits]
-  // Results.
+  int32_t* candidate_ages;  // likewise
+  double* exact;            // [blocks][kSearchWarps][capacity]
+  SearchHit* found;         // [heads][queries][parts][hits]
+  // Results: [heads][queries][k].
   int32_t* result_slots;
   float* result_scores;
 };
 
-constexpr int kSearchThreads = 256;
+constexpr int kSearchWarps = 8;     // of a block
 constexpr int kSearchQueries = 64;  // of a block
-constexpr int kSearchKeys = 64;     // of a tile
+constexpr int kSearchKeys = 128;    // of a tile
 
+// Each enqueues on the stream and returns null, or why not. To be called in this order.
 struct SearchKernels {
-  // Each enqueues on the stream and returns null, or why not. In this order.
   const char* (*measure)(const SearchArguments& arguments, void* stream);
   const char* (*search)(const SearchArguments& arguments, void* stream);
   const char* (*merge)(const SearchArguments& arguments, void* stream);
