@@ -643,6 +643,114 @@ void MatrixVector(int64_t rows, int64_t columns, const float* a, int64_t a_row, 
   }
 }
 
+// As MatrixVector, with each row also against itself.
+void Dots(int64_t rows, int64_t columns, const float* a, int64_t a_row, const float* x, float* dots,
+          float* squares) {
+  const int64_t whole = columns / kLanes * kLanes;
+  for (int64_t r = 0; r < rows; r += 4) {
+    const int64_t count = rows - r < 4 ? rows - r : 4;
+    const float* row[4];
+    for (int i = 0; i < 4; ++i) row[i] = a + (r + (i < count ? i : 0)) * a_row;
+    Floats dot[4] = {}, square[4] = {};
+    for (int64_t c = 0; c < whole; c += kLanes) {
+      const Floats value = Load(x + c);
+      for (int i = 0; i < 4; ++i) {
+        const Floats y = Load(row[i] + c);
+        dot[i] += y * value;
+        square[i] += y * y;
+      }
+    }
+    float of_dots[4], of_squares[4];
+    HorizontalSums(dot, of_dots);
+    HorizontalSums(square, of_squares);
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t c = whole; c < columns; ++c) {
+        of_dots[i] += row[i][c] * x[c];
+        of_squares[i] += row[i][c] * row[i][c];
+      }
+      dots[r + i] = of_dots[i];
+      squares[r + i] = of_squares[i];
+    }
+  }
+}
+
+int64_t Reaching(const ScoreRows& rows, const float* offset, const float* bound, int32_t* places) {
+  int64_t count = 0;
+  for (int64_t r = 0; r < rows.rows; ++r) {
+    const float* row = rows.scores + r * rows.stride;
+    for (int64_t first = 0; first < rows.columns; first += 64) {
+      const int64_t columns = rows.columns - first < 64 ? rows.columns - first : 64;
+      uint64_t reached = 0;
+      for (int64_t c = 0; c < columns; c += kLanes) {
+        reached |= BitsOf(Load(row + first + c) - offset[r] >= Load(bound + first + c)) << c;
+      }
+      for (; reached != 0; reached &= reached - 1) {
+        places[count++] = static_cast<int32_t>(r * rows.stride + first + __builtin_ctzll(reached));
+      }
+    }
+  }
+  return count;
+}
+
+// Sixteen sums in float64, as doubles have half as many lanes as floats.
+constexpr int kHalfLanes = kLanes / 2;
+constexpr int kSums = 16;
+constexpr int kSumVectors = kSums / kHalfLanes;
+typedef float HalfFloats __attribute__((vector_size(kHalfLanes * 4), aligned(4), may_alias));
+typedef double Doubles __attribute__((vector_size(kLanes * 4), may_alias));
+
+inline double PairwiseSum(const Doubles (&sum)[kSumVectors]) {
+  double part[kSums];
+  for (int v = 0; v < kSumVectors; ++v) {
+    for (int i = 0; i < kHalfLanes; ++i) part[v * kHalfLanes + i] = sum[v][i];
+  }
+  for (int width = kSums / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) part[i] += part[i + width];
+  }
+  return part[0];
+}
+
+// Adds sixteen columns of a row.
+template <bool kDistance>
+inline void AddColumns(const float* x, const float* y, Doubles (&score)[kSumVectors],
+                       Doubles (&square)[kSumVectors]) {
+  for (int v = 0; v < kSumVectors; ++v) {
+    const HalfFloats from = *reinterpret_cast<const HalfFloats*>(y + v * kHalfLanes);
+    const HalfFloats to = *reinterpret_cast<const HalfFloats*>(x + v * kHalfLanes);
+    const Doubles value = __builtin_convertvector(from, Doubles);
+    square[v] += value * value;
+    if (kDistance) {
+      const Doubles difference = __builtin_convertvector(to - from, Doubles);
+      score[v] += difference * difference;
+    } else {
+      score[v] += __builtin_convertvector(to, Doubles) * value;
+    }
+  }
+}
+
+template <bool kDistance>
+void ExactScoresOf(const IndexedRows& rows, const float* x, double* scores, double* squares) {
+  const int64_t whole = rows.columns / kSums * kSums;
+  float x_tail[kSums] = {}, y_tail[kSums] = {};
+  for (int64_t c = whole; c < rows.columns; ++c) x_tail[c - whole] = x[c];
+  for (int64_t n = 0; n < rows.count; ++n) {
+    const float* y = rows.rows + (rows.index == nullptr ? n : rows.index[n]) * rows.stride;
+    Doubles score[kSumVectors] = {}, square[kSumVectors] = {};
+    for (int64_t c = 0; c < whole; c += kSums) AddColumns<kDistance>(x + c, y + c, score, square);
+    if (whole < rows.columns) {
+      for (int64_t c = whole; c < rows.columns; ++c) y_tail[c - whole] = y[c];
+      AddColumns<kDistance>(x_tail, y_tail, score, square);
+    }
+    scores[n] = PairwiseSum(score);
+    squares[n] = PairwiseSum(square);
+  }
+}
+
+void ExactScores(bool distance, const IndexedRows& rows, const float* x, double* scores,
+                 double* squares) {
+  (distance ? ExactScoresOf<true> : ExactScoresOf<false>)(rows, x, scores, squares);
+}
+
 double FmaPeak(int64_t iterations) {
   // 12 chains: more than latency (4 or 5) x throughput (2) needs. No compiler may shorten a chain
   // of roundings.
@@ -681,6 +789,7 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                HidePairs,
                                                                AdjustPairs,
                                                                SignedArgmax,
+                                                               Reaching,
                                                                ScaleRows,
                                                                Transpose64,
                                                                ExpRows,
@@ -688,6 +797,8 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                SinCosOf,
                                                                PairWeightRows,
                                                                MatrixVector,
+                                                               Dots,
+                                                               ExactScores,
                                                                FmaPeak};
 
 }  // namespace tfb

@@ -92,6 +92,16 @@ struct TokenPairs {
   int64_t slots;
 };
 
+// Rows of floats to be held against one vector: rows index[0], index[1], ..., or 0, 1, ... where that
+// is null.
+struct IndexedRows {
+  const float* rows;
+  int64_t stride;
+  const int32_t* index;
+  int64_t count;
+  int64_t columns;
+};
+
 struct CpuKernels {
   const char* name;  // "avx512", "avx2", "generic"
   int lanes;         // floats in a vector
@@ -128,6 +138,10 @@ struct CpuKernels {
   // index[c] = the least n at which [v ; -v] is largest, with v_r = values[r * 64 + c], for 64 columns
   // c. NaN are smaller than all numbers.
   void (*signed_argmax)(int64_t rows, const float* values, int32_t* index);
+  // The places r * stride + c, in their order, of scores with scores[r][c] - offset[r] >= bound[c].
+  // Returns how many there are; `places` has room for all.
+  int64_t (*reaching)(const ScoreRows& rows, const float* offset, const float* bound,
+                      int32_t* places);
   // row[r][c] *= factor[r].
   void (*scale_rows)(const ScoreRows& rows, const float* factor);
 
@@ -145,6 +159,17 @@ struct CpuKernels {
   // y[r * y_stride] = or += sum_c a[r * a_row + c] x[c]. Any number of columns.
   void (*matrix_vector)(int64_t rows, int64_t columns, const float* a, int64_t a_row,
                         const float* x, float* y, int64_t y_stride, bool accumulate);
+
+  // dots[r] = sum_c a[r * a_row + c] x[c] and squares[r] = sum_c a[r * a_row + c]^2. Any number of
+  // columns.
+  void (*dots)(int64_t rows, int64_t columns, const float* a, int64_t a_row, const float* x,
+               float* dots, float* squares);
+  // In float64, for each row y, whatever the instruction set, bit for bit: squares[n] = sum_c y_c^2
+  // and scores[n] = sum_c x_c y_c, or sum_c fl(x_c - y_c)^2 where `distance`, with fl rounding to
+  // float, so that products and squares are exact. Column c is in sum c % 16; sum i + 8 is added to
+  // sum i, then i + 4, i + 2, i + 1. Any number of columns.
+  void (*exact_scores)(bool distance, const IndexedRows& rows, const float* x, double* scores,
+                       double* squares);
 
   // Independent fused multiply-adds in registers, `iterations` times; returns the number of FLOPs
   // done. For measuring the peak.
