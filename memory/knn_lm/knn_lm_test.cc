@@ -1,0 +1,1 @@
+#include "memory/knn_lm/knn_lm.h"
