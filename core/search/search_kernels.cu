@@ -188,8 +188,9 @@ __device__ Candidates CandidatesOf(const SearchArguments& a, int query) {
           a.exact + (static_cast<int64_t>(blockIdx.x) * kWarps + Warp()) * a.capacity};
 }
 
-// Keeps the candidates for which keep(i), in their order; returns how many.
-template <class Keep>
+// Keeps the candidates for which keep(i), in their order, with c.exact where that is `scored`; returns
+// how many.
+template <bool scored, class Keep>
 __device__ int Compress(const Candidates& c, int count, const Keep& keep) {
   int kept = 0;
   for (int first = 0; first < count; first += 32) {
@@ -201,14 +202,14 @@ __device__ int Compress(const Candidates& c, int count, const Keep& keep) {
     if (mine) {
       score = c.scores[i];
       age = c.ages[i];
-      exact = c.exact[i];
+      if (scored) exact = c.exact[i];
     }
     const unsigned all = __ballot_sync(~0u, mine);
     if (mine) {
       const int to = kept + __popc(all & ((1u << Lane()) - 1));
       c.scores[to] = score;
       c.ages[to] = age;
-      c.exact[to] = exact;
+      if (scored) c.exact[to] = exact;
     }
     kept += __popc(all);
     __syncwarp();
@@ -238,7 +239,7 @@ __device__ void Shrink(const SearchArguments& a, const Task& task, Block& block,
                                                 [&](int i) { return Ordered(c.scores[i]); }));
   RaiseLower(a, task, block, q, best - ErrorOf(a, task, block.norms[q]), count);
   const float bound = block.bounds[q];
-  const int kept = Compress(c, count, [&](int i) { return c.scores[i] >= bound; });
+  const int kept = Compress<false>(c, count, [&](int i) { return c.scores[i] >= bound; });
   RaiseLower(a, task, block, q, block.lower[q], kept);
 }
 
@@ -263,7 +264,7 @@ __device__ void Resolve(const SearchArguments& a, const Task& task, Block& block
     return order(i) == worst ? uint64_t{0xffffffff} - static_cast<uint64_t>(c.ages[i]) : 0;
   };
   const uint64_t youngest = BoundOfLargest(count, hits - better, 32, youth);
-  const int kept = Compress(c, count, [&](int i) {
+  const int kept = Compress<true>(c, count, [&](int i) {
     return order(i) > worst || (order(i) == worst && youth(i) >= youngest);
   });
   const double square = block.norms[q] * block.norms[q];
