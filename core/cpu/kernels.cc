@@ -643,14 +643,17 @@ void MatrixVector(int64_t rows, int64_t columns, const float* a, int64_t a_row, 
   }
 }
 
+inline const float* RowOf(const IndexedRows& rows, int64_t n) {
+  return rows.rows + (rows.index == nullptr ? n : rows.index[n]) * rows.stride;
+}
+
 // As MatrixVector, with each row also against itself.
-void Dots(int64_t rows, int64_t columns, const float* a, int64_t a_row, const float* x, float* dots,
-          float* squares) {
-  const int64_t whole = columns / kLanes * kLanes;
-  for (int64_t r = 0; r < rows; r += 4) {
-    const int64_t count = rows - r < 4 ? rows - r : 4;
+void Dots(const IndexedRows& rows, const float* x, float* dots, float* squares) {
+  const int64_t whole = rows.columns / kLanes * kLanes;
+  for (int64_t n = 0; n < rows.count; n += 4) {
+    const int64_t count = rows.count - n < 4 ? rows.count - n : 4;
     const float* row[4];
-    for (int i = 0; i < 4; ++i) row[i] = a + (r + (i < count ? i : 0)) * a_row;
+    for (int i = 0; i < 4; ++i) row[i] = RowOf(rows, n + (i < count ? i : 0));
     Floats dot[4] = {}, square[4] = {};
     for (int64_t c = 0; c < whole; c += kLanes) {
       const Floats value = Load(x + c);
@@ -664,12 +667,12 @@ void Dots(int64_t rows, int64_t columns, const float* a, int64_t a_row, const fl
     HorizontalSums(dot, of_dots);
     HorizontalSums(square, of_squares);
     for (int64_t i = 0; i < count; ++i) {
-      for (int64_t c = whole; c < columns; ++c) {
+      for (int64_t c = whole; c < rows.columns; ++c) {
         of_dots[i] += row[i][c] * x[c];
         of_squares[i] += row[i][c] * row[i][c];
       }
-      dots[r + i] = of_dots[i];
-      squares[r + i] = of_squares[i];
+      dots[n + i] = of_dots[i];
+      squares[n + i] = of_squares[i];
     }
   }
 }
@@ -734,7 +737,7 @@ void ExactScoresOf(const IndexedRows& rows, const float* x, double* scores, doub
   float x_tail[kSums] = {}, y_tail[kSums] = {};
   for (int64_t c = whole; c < rows.columns; ++c) x_tail[c - whole] = x[c];
   for (int64_t n = 0; n < rows.count; ++n) {
-    const float* y = rows.rows + (rows.index == nullptr ? n : rows.index[n]) * rows.stride;
+    const float* y = RowOf(rows, n);
     Doubles score[kSumVectors] = {}, square[kSumVectors] = {};
     for (int64_t c = 0; c < whole; c += kSums) AddColumns<kDistance>(x + c, y + c, score, square);
     if (whole < rows.columns) {

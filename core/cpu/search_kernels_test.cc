@@ -59,16 +59,19 @@ TEST_P(SearchKernels, ScoresReachTheirColumnsBound) {
 TEST_P(SearchKernels, DotsAndSquaresOfRows) {
   for (const int64_t columns : kColumns) {
     float dots[kRows], squares[kRows];
-    kernels_->dots(kRows, columns, a(), kStride, x(), dots, squares);
-    for (int64_t r = 0; r < kRows; ++r) {
+    const int32_t index[kRows] = {6, 0, 6, 3, 2, 1, 5};
+    kernels_->dots({a(), kStride, columns % 2 == 0 ? index : nullptr, kRows, columns}, x(), dots,
+                   squares);
+    for (int64_t n = 0; n < kRows; ++n) {
+      const int64_t r = columns % 2 == 0 ? index[n] : n;
       double dot = 0, square = 0;
       for (int64_t c = 0; c < columns; ++c) {
         dot += double{a()[r * kStride + c]} * x()[c];
         square += double{a()[r * kStride + c]} * a()[r * kStride + c];
       }
       // columns u |x||y|, and both norms are below 20.
-      EXPECT_NEAR(dots[r], dot, columns * 0x1p-24 * 400);
-      EXPECT_NEAR(squares[r], square, columns * 0x1p-24 * 400);
+      EXPECT_NEAR(dots[n], dot, columns * 0x1p-24 * 400);
+      EXPECT_NEAR(squares[n], square, columns * 0x1p-24 * 400);
     }
   }
 }
