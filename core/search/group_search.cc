@@ -75,7 +75,6 @@ GroupScratch LayOut(const GroupSizes& sizes, Workspace& workspace) {
   s.squares = workspace.Take<float>(kBlock);
   s.places = workspace.Take<int32_t>(kBlock * kPanel);
   s.exact = workspace.Take<double>(sizes.capacity);
-  s.exact_squares = workspace.Take<double>(sizes.capacity);
   s.slots = workspace.Take<int32_t>(sizes.capacity);
   s.order = workspace.Take<int32_t>(sizes.capacity);
   s.hits = workspace.Take<SearchHit>(sizes.capacity);
@@ -134,8 +133,8 @@ void GroupSearch::LoadKey(int64_t slot, float* to) const {
 }
 
 double GroupSearch::SquaredNorm(const float* row) const {
-  double unused, square;
-  kernels_.exact_scores(false, {row, dim_, nullptr, 1, dim_}, row, &unused, &square);
+  double square;
+  kernels_.exact_scores(/*distance=*/false, {row, dim_, nullptr, 1, dim_}, row, &square);
   return square;
 }
 
@@ -182,37 +181,43 @@ void GroupSearch::Scan(const EntryRun& run) {
 }
 
 void GroupSearch::ScanBlock(const EntryRun& block, const IndexedRows& keys) {
+  const auto age = [&block](int64_t r) { return block.age + r * block.step; };
+  if (!sizes_.panels) {
+    for (int64_t q = 0; q < count_; ++q) ScanWith(q, keys, /*measure=*/q == 0, age);
+    return;
+  }
   kernels_.dots(keys, s_.queries, s_.dots, s_.squares);
   MeasureKeys(keys);
   for (int64_t p = 0; p < count_; p += kPanel) {
-    Multiply(keys, p);
-    const int64_t reached = kernels_.reaching({s_.products, kPanel, block.count, PanelColumns(p)},
+    const int64_t columns = RoundUp(std::min(kPanel, count_ - p), kColumnQuantum);
+    for (int64_t c = 0; c < dim_; c += kDepth) {
+      kernels_.gemm(keys.count, columns, std::min(kDepth, dim_ - c), keys.rows + c, keys.stride, 1,
+                    s_.panels + p * depth_ + c * kPanel, kPanel, s_.products, kPanel, c > 0);
+    }
+    const int64_t reached = kernels_.reaching({s_.products, kPanel, block.count, columns},
                                               s_.half_norms, s_.bounds + p, s_.places);
     for (int64_t n = 0; n < reached; ++n) {
       const int64_t r = s_.places[n] / kPanel, q = p + s_.places[n] % kPanel;
-      Add(q, s_.products[s_.places[n]] - s_.half_norms[r], block.age + r * block.step);
+      Add(q, s_.products[s_.places[n]] - s_.half_norms[r], age(r));
     }
   }
 }
 
-int64_t GroupSearch::PanelColumns(int64_t p) const {
-  return RoundUp(std::min(kPanel, count_ - p), kColumnQuantum);
-}
-
-// Products of the keys with the queries p, p + 1, ... of a panel.
-void GroupSearch::Multiply(const IndexedRows& keys, int64_t p) {
-  if (sizes_.panels) {
-    for (int64_t c = 0; c < dim_; c += kDepth) {
-      kernels_.gemm(keys.count, PanelColumns(p), std::min(kDepth, dim_ - c), keys.rows + c,
-                    keys.stride, 1, s_.panels + p * depth_ + c * kPanel, kPanel, s_.products,
-                    kPanel, c > 0);
+// One query against a block; the block's first has to measure the keys.
+template <class Age>
+void GroupSearch::ScanWith(int64_t q, const IndexedRows& keys, bool measure, const Age& age) {
+  kernels_.dots(keys, s_.queries + q * depth_, s_.dots, s_.squares);
+  if (measure) MeasureKeys(keys);
+  constexpr int64_t kRows = 16;  // most of which reach nothing
+  for (int64_t first = 0; first < keys.count; first += kRows) {
+    const int64_t end = std::min(first + kRows, keys.count);
+    const float bound = s_.bounds[q];
+    int32_t reached = 0;  // as wide as the scores, for vectors
+    for (int64_t r = first; r < end; ++r) reached |= s_.dots[r] - s_.half_norms[r] >= bound;
+    for (int64_t r = first; reached != 0 && r < end; ++r) {
+      const float score = s_.dots[r] - s_.half_norms[r];
+      if (score >= s_.bounds[q]) Add(q, score, age(r));
     }
-    return;
-  }
-  std::fill_n(s_.products, keys.count * kPanel, 0.0f);
-  for (int64_t q = p; q < std::min(p + kPanel, count_); ++q) {
-    kernels_.dots(keys, s_.queries + q * depth_, s_.dots, s_.squares);
-    for (int64_t r = 0; r < keys.count; ++r) s_.products[r * kPanel + q - p] = s_.dots[r];
   }
 }
 
@@ -244,12 +249,7 @@ void GroupSearch::ScanSlots(absl::Span<const int32_t> slots, absl::Span<const in
       for (int64_t r = 0; r < rows; ++r) LoadKey(block[r], s_.keys + r * depth_);
     }
     for (const int32_t q : queries) {
-      kernels_.dots(keys, s_.queries + q * depth_, s_.dots, s_.squares);
-      if (q == queries.front()) MeasureKeys(keys);
-      for (int64_t r = 0; r < rows; ++r) {
-        const float score = s_.dots[r] - s_.half_norms[r];
-        if (score >= s_.bounds[q]) Add(q, score, block[r]);
-      }
+      ScanWith(q, keys, /*measure=*/q == queries.front(), [&block](int64_t r) { return block[r]; });
     }
   }
 }
@@ -313,12 +313,11 @@ void GroupSearch::Rescore(int64_t q) {
   }
   if (float_keys_ != nullptr) {
     kernels_.exact_scores(distance_, {float_keys_, call_.keys.stride(1), s_.slots, count, dim_},
-                          query, s_.exact, s_.exact_squares);
+                          query, s_.exact);
   } else {
     for (int64_t i = 0; i < count; ++i) {
       LoadKey(s_.slots[i], s_.keys);
-      kernels_.exact_scores(distance_, {s_.keys, depth_, nullptr, 1, dim_}, query, s_.exact + i,
-                            s_.exact_squares + i);
+      kernels_.exact_scores(distance_, {s_.keys, depth_, nullptr, 1, dim_}, query, s_.exact + i);
     }
   }
   for (int64_t i = 0; i < count; ++i) {

@@ -35,25 +35,24 @@ int64_t CandidateCapacity(int64_t hits, int64_t slots);
 
 // Of one thread.
 struct GroupScratch {
-  float* queries;         // [queries][depth]: zeros where a query is none
-  double* query_norms;    // [queries]
-  float* panels;          // [queries / 64][depth][64]
-  double* lower;          // [queries]: what at least `hits` candidates reach; -inf: nothing known
-  float* bounds;          // [queries]: what a score must reach to be kept
-  int32_t* counts;        // [queries]: candidates
-  float* scores;          // [queries][capacity]: of candidates
-  int32_t* ages;          // [queries][capacity]
-  float* keys;            // [96][depth]: converted, where they cannot be read as they are
-  float* products;        // [96][64]
-  float* half_norms;      // [96]
-  float* dots;            // [96]
-  float* squares;         // [96]
-  int32_t* places;        // [96 * 64]
-  double* exact;          // [capacity]
-  double* exact_squares;  // [capacity]
-  int32_t* slots;         // [capacity]
-  int32_t* order;         // [capacity]: scores as integers
-  SearchHit* hits;        // [capacity]
+  float* queries;       // [queries][depth]: zeros where a query is none
+  double* query_norms;  // [queries]
+  float* panels;        // [queries / 64][depth][64]
+  double* lower;        // [queries]: what at least `hits` candidates reach; -inf: nothing known
+  float* bounds;        // [queries]: what a score must reach to be kept
+  int32_t* counts;      // [queries]: candidates
+  float* scores;        // [queries][capacity]: of candidates
+  int32_t* ages;        // [queries][capacity]
+  float* keys;          // [96][depth]: converted, where they cannot be read as they are
+  float* products;      // [96][64]
+  float* half_norms;    // [96]
+  float* dots;          // [96]
+  float* squares;       // [96]
+  int32_t* places;      // [96 * 64]
+  double* exact;        // [capacity]
+  int32_t* slots;       // [capacity]
+  int32_t* order;       // [capacity]: scores as integers
+  SearchHit* hits;      // [capacity]
 };
 GroupScratch LayOut(const GroupSizes& sizes, Workspace& workspace);
 
@@ -81,7 +80,6 @@ class GroupSearch {
   void Finish(SearchHit* found, int64_t stride);
 
  private:
-  int64_t PanelColumns(int64_t p) const;
   void LoadQueries(int64_t head, int64_t first);
   void LoadKey(int64_t slot, float* to) const;
   double SquaredNorm(const float* row) const;
@@ -92,7 +90,8 @@ class GroupSearch {
   void RaiseLower(int64_t q, double lower);
 
   void ScanBlock(const EntryRun& block, const IndexedRows& keys);
-  void Multiply(const IndexedRows& keys, int64_t p);
+  template <class Age>
+  void ScanWith(int64_t q, const IndexedRows& keys, bool measure, const Age& age);
   void MeasureKeys(const IndexedRows& keys);
 
   void Add(int64_t q, float score, int64_t age);
