@@ -502,5 +502,37 @@ TEST(Compressive, WhatItCannotDoIsSaidInOneLine) {
             "query_heads, 4");
 }
 
+// ---- Golden file ----
+
+TEST(Compressive, LabmlsNetworkComputesTheSame) {
+  SafetensorsFile golden = GoldenFile("memory/compressive/testdata/labml.safetensors");
+  const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
+  const Tensor& x = golden.tensors.at("x");
+  const Problem problem = Make(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+  const Options options = {
+      {"layers", golden.metadata.at("layers")},
+      {"segment", golden.metadata.at("segment_tokens")},
+      {"memory", golden.metadata.at("memory_tokens")},
+      {"compressed_memory", golden.metadata.at("compressed_rows")},
+      {"compression", golden.metadata.at("compression")},
+      {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))},
+      {"function", "convolution"},
+      {"pre_norm", "true"}};
+  NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+  for (auto& [name, tensor] : parameters) {  // it has no decoder
+    if (name.find("decoder") == std::string::npos) tensor = golden.tensors.at(name).Clone();
+  }
+  for (const Device device : kHostDevices) {
+    SCOPED_TRACE(Name(device));
+    const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x, device);
+    for (const char* output : {"out", "attention_loss"}) {
+      const ConstTensorView theirs = golden.tensors.at(output).view();
+      EXPECT_LE(MaxDifference(outcome.defined.at(output).view(), theirs), 1e-13) << output;
+      EXPECT_LE(MaxDifference(outcome.computed.at(output).view(), theirs), Bound(theirs, 2))
+          << output;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tfb
