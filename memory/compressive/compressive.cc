@@ -56,6 +56,7 @@ class CompressiveLayer : public SegmentedLayer {
                            CompressiveAttention::Create(device, problem, options, longest));
       layer->attentions_.push_back(std::move(attention));
     }
+    if (!layer->queues_.compresses()) return layer;
     TFB_ASSIGN_OR_RETURN(
         ContentAttention content,
         ContentAttention::Create(device, problem, longest,
@@ -144,16 +145,18 @@ class CompressiveLayer : public SegmentedLayer {
         [&](const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
             const Execution& rest) {
           const LayerNorm* norm = options_.pre_norm ? &layers_[n].attention_norm : nullptr;
-          return attentions_[n].Append(
-              {segment_, call.input, x, residual, y, norm, OutputsOf(n), &*content_}, rest);
+          return attentions_[n].Append({segment_, call.input, x, residual, y, norm, OutputsOf(n),
+                                        content_.has_value() ? &*content_ : nullptr},
+                                       rest);
         },
         execution);
   }
 
   size_t layer_workspace_bytes(int threads) const override {
-    return DecoderLayer::workspace_bytes(
-        device_, sizes_, problem().batch * max_segment_tokens(), options_.pre_norm,
-        attentions_[0].workspace_bytes(content_->workspace_bytes(threads), threads), threads);
+    const size_t content = content_.has_value() ? content_->workspace_bytes(threads) : 0;
+    return DecoderLayer::workspace_bytes(device_, sizes_, problem().batch * max_segment_tokens(),
+                                         options_.pre_norm,
+                                         attentions_[0].workspace_bytes(content, threads), threads);
   }
 
  private:
@@ -241,7 +244,7 @@ class CompressiveLayer : public SegmentedLayer {
   MemoryQueues queues_;
   CompressiveSegment segment_;
   std::vector<CompressiveAttention> attentions_;
-  std::optional<ContentAttention> content_;
+  std::optional<ContentAttention> content_;  // where rows are compressed
   std::vector<DecoderLayer> layers_;
   const Outputs* run_outputs_ = nullptr;  // during a Run
   int64_t next_token_ = 0;                // as the queues count

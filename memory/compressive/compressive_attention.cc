@@ -31,9 +31,8 @@ TensorView Repeated(TensorView token, int64_t count) {
 }
 
 // r_d W_r of every distance of the table, f32 [distances, model_dim].
-absl::StatusOr<DeviceArray<float>> ProjectDistances(Device device, const ConstTensorView& w_r,
-                                                    const ConstTensorView& sinusoids,
-                                                    ThreadPool* pool) {
+absl::StatusOr<Tensor> ProjectDistances(const ConstTensorView& w_r,
+                                        const ConstTensorView& sinusoids, ThreadPool* pool) {
   TFB_ASSIGN_OR_RETURN(const PackedMatrix matrix, PackedMatrix::Create(Device::kCpu, w_r));
   TFB_ASSIGN_OR_RETURN(Tensor projected,
                        Tensor::Allocate(DType::kF32, Shape{sinusoids.dim(0), matrix.out()}));
@@ -44,7 +43,7 @@ absl::StatusOr<DeviceArray<float>> ProjectDistances(Device device, const ConstTe
   execution.pool = pool;
   execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), bytes);
   TFB_RETURN_IF_ERROR(MatMul(matrix, {sinusoids, {}, projected.view()}, execution));
-  return CopyFloats(device, projected.view());
+  return projected;
 }
 
 }  // namespace
@@ -152,16 +151,33 @@ absl::Status CompressiveAttention::Setup(const NamedTensors& parameters, int64_t
   positions_.AddTo(&rule);
   TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::CreateForStream(device_, LargestCall(), rule));
   if (chooses() && queues_.compresses()) {
-    TFB_ASSIGN_OR_RETURN(distances_,
-                         ProjectDistances(device_, own.positions.w_r, sinusoids, execution.pool));
-    TFB_ASSIGN_OR_RETURN(u_, CopyFloats(device_, own.positions.u));
-    TFB_ASSIGN_OR_RETURN(v_, CopyFloats(device_, own.positions.v));
+    TFB_RETURN_IF_ERROR(SetupUse(own.positions, sinusoids, execution.pool));
   }
   if (queues_.starts_full()) {
     TFB_ASSIGN_OR_RETURN(zeros_, DeviceArray<float>::Create(
                                      device_, std::vector<float>(problem_.model_dim(), 0.0f)));
   }
   Reset();
+  return absl::OkStatus();
+}
+
+absl::Status CompressiveAttention::SetupUse(const RelativePositions::Parameters& parameters,
+                                            const ConstTensorView& sinusoids, ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(const Tensor distances, ProjectDistances(parameters.w_r, sinusoids, pool));
+  const int64_t heads = problem_.query_heads, e = problem_.head_dim;
+  Tensor biases(DType::kF32, {distances.dim(0), heads});
+  for (int64_t d = 0; d < distances.dim(0); ++d) {
+    for (int64_t h = 0; h < heads; ++h) {
+      double sum = 0;
+      for (int64_t c = 0; c < e; ++c) {
+        sum += *parameters.v.At<float>(h, c) * *distances.view().At<float>(d, h * e + c);
+      }
+      *biases.view().MutableAt<float>(d, h) = static_cast<float>(sum);
+    }
+  }
+  TFB_ASSIGN_OR_RETURN(distances_, CopyFloats(device_, distances.view()));
+  TFB_ASSIGN_OR_RETURN(distance_biases_, CopyFloats(device_, biases.view()));
+  TFB_ASSIGN_OR_RETURN(u_, CopyFloats(device_, parameters.u));
   return absl::OkStatus();
 }
 
@@ -355,9 +371,9 @@ absl::Status CompressiveAttention::MeasureUse(const Call& call, const Scratch& s
   received.k = Heads(Part(projected, 0, width), heads);
   received.log_sum_exp = scratch.own.log_sum_exp;
   received.distances = distances_.data();
+  received.distance_biases = distance_biases_.data();
   received.distance_rows = range_.rows();
   received.u = u_.data();
-  received.v = v_.data();
   received.first_distance = call.segment.begin() - first;
   received.use = use_view();
   received.first = first;

@@ -165,6 +165,8 @@ class CompressiveAttention {
   bool chooses() const { return options_.function == CompressiveOptions::Function::kMostUsed; }
   int64_t max_old() const { return queues_.max_blocks() * queues_.rate(); }
 
+  absl::Status SetupUse(const RelativePositions::Parameters& parameters,
+                        const ConstTensorView& sinusoids, ThreadPool* pool);
   // The stream's first rows, with start_zero.
   absl::Status AppendZeros(const Call& call, const Scratch& scratch, const Execution& execution);
   absl::Status Remember(const ConstTensorView& rows, int64_t count, int64_t first_token,
@@ -207,8 +209,8 @@ class CompressiveAttention {
   DeviceArray<float> hidden_;  // [batch, places, model_dim]
   DeviceArray<float> use_;     // [batch, places], with most_used
   DeviceArray<float> zeros_;   // [model_dim], with start_zero
-  // With most_used: r_d W_r by distance, u, v.
-  DeviceArray<float> distances_, u_, v_;
+  // With most_used: r_d W_r by distance, v . (r_d W_r) of each head, u.
+  DeviceArray<float> distances_, distance_biases_, u_;
   DistanceRange range_;
 };
 

@@ -117,13 +117,13 @@ __global__ void __launch_bounds__(kThreads) Received(ReceivedArguments a) {
     const int64_t h = n / a.tokens, i = n % a.tokens;
     const int64_t distance = a.first_distance + i - key;
     if (distance < 0) continue;
-    const int64_t row = min(distance, a.distance_rows - 1);
-    const float* r = a.distances + (row * a.heads + h) * a.head_dim;
-    const float *u = a.u + h * a.head_dim, *v = a.v + h * a.head_dim;
-    float score = 0;
+    const int64_t row = min(distance, a.distance_rows - 1) * a.heads + h;
+    const float *r = a.distances + row * a.head_dim, *u = a.u + h * a.head_dim;
+    float score = a.distance_biases[row];
     for (int64_t c = 0; c < a.head_dim; ++c) {
       const float q = Load(a.q, Offset(a.q, b, h, i, c));
-      score += (q + u[c]) * Load(a.k, Offset(a.k, b, h, key, c)) + (q + v[c]) * r[c];
+      const float k = Load(a.k, Offset(a.k, b, h, key, c));
+      score += q * (k + r[c]) + u[c] * k;
     }
     sum += expf(a.scale * score - a.log_sum_exp[(b * a.heads + h) * a.tokens + i]);
   }

@@ -49,13 +49,13 @@ struct MergePartsArguments {
 };
 
 struct ReceivedArguments {
-  DeviceView q;              // [batch, heads, tokens, head_dim]
-  DeviceView k;              // [batch, heads, keys, head_dim]
-  const float* log_sum_exp;  // [batch][heads][tokens]
-  const float* distances;    // [distance_rows][heads][head_dim]
-  const float* u;            // [heads][head_dim]
-  const float* v;
-  float* use;  // [batch][places], of key n at (first + n) % places
+  DeviceView q;                  // [batch, heads, tokens, head_dim]
+  DeviceView k;                  // [batch, heads, keys, head_dim]
+  const float* log_sum_exp;      // [batch][heads][tokens]
+  const float* distances;        // [distance_rows][heads][head_dim]
+  const float* distance_biases;  // [distance_rows][heads]
+  const float* u;                // [heads][head_dim]
+  float* use;                    // [batch][places], of key n at (first + n) % places
   int64_t batch;
   int64_t heads;
   int64_t tokens;

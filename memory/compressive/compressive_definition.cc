@@ -250,6 +250,11 @@ absl::StatusOr<NamedTensors> DefineCompressive(
     const ConstTensorView& x, absl::Span<const int64_t> segments, const NamedTensors* computed) {
   TFB_RETURN_IF_ERROR(CheckSelfAttention("compressive", problem));
   TFB_RETURN_IF_ERROR(CheckParameters(CompressiveParameters(problem, options), parameters));
+  const int64_t tokens = std::accumulate(segments.begin(), segments.end(), int64_t{0});
+  if (tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("segments have ", tokens, " tokens; allowed are ", problem.query_tokens));
+  }
   const StackDefinition stack(CompressiveSizes(problem, options), parameters, options.clamp_length);
   const int64_t count = static_cast<int64_t>(segments.size());
   const int64_t longest =

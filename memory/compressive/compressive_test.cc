@@ -16,7 +16,6 @@
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
-#include "memory/transformer_xl/stack_definition.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
 namespace tfb {
@@ -291,41 +290,78 @@ TEST(Compressive, AMemoryThatHoldsEverythingIsNeverCompressed) {
 
 // ---- The queues ----
 
-TEST(Compressive, ContextsAreMeansOverTheRowsThatTheQueuesHold) {
-  // With W_v = W_o = 1 and all else 0 every visible row has the same weight, and out - x is the mean of
-  // the normalised rows.
-  const Problem problem = Make(1, 1, 40, 4);
-  const Options options = {
-      {"layers", "1"},      {"segment", "4"},     {"memory", "4"},      {"compressed_memory", "3"},
-      {"compression", "2"}, {"pre_norm", "true"}, {"feed_forward", "1"}};
-  NamedTensors parameters = ParametersOf(Compressive(), problem, options);
-  for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
-  Fill(parameters["layer0.attention_norm.gamma"].view(), 1);
-  for (int64_t c = 0; c < 4; ++c) {
-    for (const char* name : {"layer0.w_v", "layer0.w_o"}) {
-      *parameters[name].view().MutableAt<float>(c, c) = 1;
+// With W_v = W_o = 1 and all else 0 every row of the list has the same weight, and out - x is the mean
+// of the normalised rows. Token t is sign(t) (1, 1, -1, -1), so that the mean of some tokens is m (1, 1,
+// -1, -1), and normalised m / sqrt(m^2 + 1e-5) of it.
+class MeansOfRows {
+ public:
+  explicit MeansOfRows(Options options) : options_(std::move(options)) {
+    for (const auto& [name, value] :
+         {std::pair("layers", "1"), std::pair("segment", "4"), std::pair("memory", "4"),
+          std::pair("compressed_memory", "3"), std::pair("pre_norm", "true"),
+          std::pair("feed_forward", "1")}) {
+      options_[name] = value;
+    }
+    NamedTensors parameters = ParametersOf(Compressive(), problem_, options_);
+    for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
+    Fill(parameters["layer0.attention_norm.gamma"].view(), 1);
+    for (int64_t c = 0; c < 4; ++c) {
+      for (const char* name : {"layer0.w_v", "layer0.w_o"}) {
+        *parameters[name].view().MutableAt<float>(c, c) = 1;
+      }
+    }
+    Tensor x(DType::kF32, {1, kTokens, 4});
+    for (int64_t t = 0; t < kTokens; ++t) {
+      for (int64_t c = 0; c < 4; ++c) x.view().Set(t * 4 + c, c < 2 ? Sign(t) : -Sign(t));
+    }
+    outcome_ = Evaluate(Compressive(), problem_, options_, parameters, x);
+  }
+  static constexpr int64_t kTokens = 40;
+  static double Sign(int64_t t) { return (t * t + t / 3) % 5 < 2 ? -1 : 1; }
+  static double Normalized(double m) { return m / std::sqrt(m * m + 1e-5); }
+
+  // The mean over the list that token t sees.
+  void ExpectMean(int64_t t, const std::vector<double>& rows) const {
+    double sum = 0;
+    for (const double m : rows) sum += Normalized(m);
+    const double expected = Sign(t) + sum / static_cast<double>(rows.size());
+    EXPECT_NEAR(outcome_.computed.at("out").span<float>()[t * 4], expected, 1e-6) << t;
+    EXPECT_NEAR(outcome_.defined.at("out").span<double>()[t * 4], expected, 1e-12) << t;
+  }
+
+ private:
+  Problem problem_ = Make(1, 1, kTokens, 4);
+  Options options_;
+  Outcome outcome_;
+};
+
+TEST(Compressive, QueuesHoldTheLastTokensAndTheLastBlocksAndTheRestWaits) {
+  for (const int64_t c : {1, 2, 3, 5}) {
+    const MeansOfRows means({{"compression", std::to_string(c)}});
+    for (int64_t t = 0; t < MeansOfRows::kTokens; ++t) {
+      const int64_t left = std::max<int64_t>(t / 4 * 4 - 4, 0), blocks = left / c;
+      std::vector<double> rows;
+      for (int64_t block = std::max<int64_t>(blocks - 3, 0); block < blocks; ++block) {
+        double sum = 0;
+        for (int64_t j = block * c; j < (block + 1) * c; ++j) sum += MeansOfRows::Sign(j);
+        rows.push_back(sum / static_cast<double>(c));
+      }
+      for (int64_t j = left; j <= t; ++j) rows.push_back(MeansOfRows::Sign(j));
+      means.ExpectMean(t, rows);
     }
   }
-  // Token t is the vector LN leaves alone, (1, 1, -1, -1) or its negative: row means stay 0 and their
-  // LN is +-1 or, where the two cancel, 0.
-  Tensor x(DType::kF32, {1, 40, 4});
-  const auto sign = [](int64_t t) { return (t * t + t / 3) % 5 < 2 ? -1.0 : 1.0; };
-  for (int64_t t = 0; t < 40; ++t) {
-    for (int64_t c = 0; c < 4; ++c) x.view().Set(t * 4 + c, c < 2 ? sign(t) : -sign(t));
-  }
-  const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x);
-  for (int64_t t = 0; t < 40; ++t) {
-    const int64_t s = t / 4 * 4, left = std::max<int64_t>(s - 4, 0);
-    double sum = 0, rows = 0;
-    for (int64_t j = left; j <= t; ++j, ++rows) sum += sign(j);
-    const int64_t blocks = left / 2;  // first in, first out: the last three
-    for (int64_t block = std::max<int64_t>(blocks - 3, 0); block < blocks; ++block, ++rows) {
-      sum += (sign(2 * block) + sign(2 * block + 1)) / 2;
-    }
-    const double expected = sign(t) + sum / rows;
-    ASSERT_NEAR(outcome.computed.at("out").span<float>()[t * 4], expected, 2e-5) << t;
-    ASSERT_NEAR(outcome.defined.at("out").span<double>()[t * 4], expected, 2e-5) << t;
-  }
+}
+
+TEST(Compressive, QueuesThatStartWithZerosAreSeenFromTheFirstTokenOn) {
+  const MeansOfRows means({{"compression", "2"}, {"start_zero", "true"}});
+  const auto sign = MeansOfRows::Sign;
+  means.ExpectMean(0, {0, 0, 0, 0, 0, 0, 0, sign(0)});
+  means.ExpectMean(1, {0, 0, 0, 0, 0, 0, 0, sign(0), sign(1)});
+  // After the first segment four zeros are two compressed ones, after the second two pairs of tokens
+  // follow them.
+  means.ExpectMean(4, {0, 0, 0, sign(0), sign(1), sign(2), sign(3), sign(4)});
+  means.ExpectMean(8, {0, (sign(0) + sign(1)) / 2, (sign(2) + sign(3)) / 2, sign(4), sign(5),
+                       sign(6), sign(7), sign(8)});
 }
 
 TEST(Compressive, RowsOfOneValueAreCompressedToIt) {

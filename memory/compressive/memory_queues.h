@@ -40,7 +40,6 @@ class MemoryQueues {
   // Places for the tokens that are not yet compressed, in whole blocks.
   int64_t places() const { return (memory_ + segment_ + 2 * rate_ - 2) / rate_ * rate_; }
   int64_t max_blocks() const { return (segment_ + rate_ - 1) / rate_; }
-  int64_t max_rows() const { return compressed_; }
   int64_t max_distance() const { return compressed_ + memory_ + segment_ - 1; }
   int64_t rate() const { return rate_; }
   bool starts_full() const { return starts_full_; }

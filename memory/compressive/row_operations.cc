@@ -63,20 +63,19 @@ void PoolBlock(bool max, int64_t rate, const TensorView& from, const TensorView&
 }
 
 float ReceivedBy(const ReceivedCall& call, int64_t b, int64_t key) {
-  using Vector = Eigen::Map<const Eigen::VectorXf>;
+  using Vector = Eigen::Map<const Eigen::ArrayXf>;
   const int64_t heads = call.q.dim(1), tokens = call.q.dim(2), e = call.q.dim(3);
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(e)));
   double sum = 0;
   for (int64_t h = 0; h < heads; ++h) {
     const Vector k(call.k.At<float>(b, h, key), e);
-    const Vector u(call.u + h * e, e), v(call.v + h * e, e);
-    const float content_bias = u.dot(k);
+    const float content_bias = (Vector(call.u + h * e, e) * k).sum();
     const float* log_sum_exp = call.log_sum_exp.At<float>(b, h);
     for (int64_t i = std::max<int64_t>(0, key - call.first_distance); i < tokens; ++i) {
       const int64_t distance = std::min(call.first_distance + i - key, call.distance_rows - 1);
-      const Vector r(call.distances + (distance * heads + h) * e, e);
-      const Vector q(call.q.At<float>(b, h, i), e);
-      const float score = q.dot(k) + q.dot(r) + content_bias + v.dot(r);
+      const int64_t row = distance * heads + h;
+      const Vector r(call.distances + row * e, e), q(call.q.At<float>(b, h, i), e);
+      const float score = (q * (k + r)).sum() + content_bias + call.distance_biases[row];
       sum += std::exp(scale * score - log_sum_exp[i]);
     }
   }
@@ -182,8 +181,8 @@ absl::Status ReceivedAttention(Device device, const ReceivedCall& call,
   arguments.k = ToDeviceView(call.k);
   arguments.log_sum_exp = call.log_sum_exp.At<float>(0);
   arguments.distances = call.distances;
+  arguments.distance_biases = call.distance_biases;
   arguments.u = call.u;
-  arguments.v = call.v;
   arguments.use = call.use.MutableAt<float>(0);
   arguments.batch = batch;
   arguments.heads = call.q.dim(1);

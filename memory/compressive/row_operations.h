@@ -52,10 +52,10 @@ struct ReceivedCall {
   TensorView q;  // [batch, heads, tokens, head_dim]
   TensorView k;  // [batch, heads, keys, head_dim]
   TensorView log_sum_exp;
-  const float* distances = nullptr;
+  const float* distances = nullptr;        // r [distances, heads, head_dim]
+  const float* distance_biases = nullptr;  // v . r [distances, heads]
   int64_t distance_rows = 0;
   const float* u = nullptr;  // [heads, head_dim]
-  const float* v = nullptr;
   int64_t first_distance = 0;
   TensorView use;  // f32
   int64_t first = 0;
