@@ -1,11 +1,11 @@
 #include "harness/language_model.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <utility>
@@ -56,6 +56,33 @@ double Surprise(const float* scores, int64_t vocabulary, uint8_t byte) {
   double sum = 0;
   for (int64_t y = 0; y < vocabulary; ++y) sum += std::exp(static_cast<double>(scores[y] - max));
   return std::log(sum) - static_cast<double>(scores[byte] - max);
+}
+
+Tensor Copy(const ConstTensorView& view) {
+  Tensor copy(view.dtype, view.shape());
+  CopyElements(view, copy.view());
+  return copy;
+}
+
+// Where a datastore is kept from one run to the next.
+std::string CachePath(const DatastoreFormat& format, int64_t entries) {
+  const char* cache = std::getenv("XDG_CACHE_HOME");
+  const char* home = std::getenv("HOME");
+  std::string folder = "/tmp";
+  if (home != nullptr) folder = absl::StrCat(home, "/.cache");
+  if (cache != nullptr && cache[0] == '/') folder = cache;
+  absl::StrAppend(&folder, "/transformer-family-bench");
+  return absl::StrCat(folder, "/datastore-", absl::Hex(format.model, absl::kZeroPad16), "-",
+                      absl::Hex(*format.text, absl::kZeroPad16), "-", entries, ".safetensors");
+}
+
+absl::Status Save(const std::string& path, const DatastoreFormat& format,
+                  const NamedTensors& tensors) {
+  std::error_code ignored;  // the writer says what is wrong with the folder
+  std::filesystem::create_directories(std::filesystem::path(path).parent_path(), ignored);
+  TFB_ASSIGN_OR_RETURN(const auto writer, DatastoreWriter::Create(path, format));
+  TFB_RETURN_IF_ERROR(writer->Append(tensors.at(kKeys).view(), tensors.at(kValues).view()));
+  return writer->Finish();
 }
 
 // A layer that reads a text of any length, segment by segment.
@@ -264,7 +291,7 @@ absl::StatusOr<NamedTensors> LanguageModel::ParametersOf(const Layer& layer) con
   for (const auto& [name, tensor] : layer.parameters()) {
     if (name == kKeys || name == kValues) {
       if (parameters.count(name) > 0) continue;
-      TFB_ASSIGN_OR_RETURN(NamedTensors datastore, Datastore(tensor.dim(0)));
+      TFB_ASSIGN_OR_RETURN(NamedTensors datastore, DatastoreOf(tensor.dim(0)));
       for (auto& [part, contents] : datastore) {
         parameters[part] = contents.CloneAs(layer.parameters().at(part).dtype());
       }
@@ -283,7 +310,7 @@ absl::StatusOr<NamedTensors> LanguageModel::ParametersOf(const Layer& layer) con
   return parameters;
 }
 
-absl::StatusOr<NamedTensors> LanguageModel::Datastore(int64_t entries) const {
+absl::StatusOr<NamedTensors> LanguageModel::DatastoreOf(int64_t entries) const {
   const int64_t bytes = static_cast<int64_t>(datastore_text_.size());
   if (entries >= bytes) {
     return absl::InvalidArgumentError(
@@ -291,12 +318,27 @@ absl::StatusOr<NamedTensors> LanguageModel::Datastore(int64_t entries) const {
                      " bytes, so that allowed are 1 to ", bytes - 1));
   }
   const absl::string_view text = absl::string_view(datastore_text_).substr(bytes - entries - 1);
+  DatastoreFormat format;
+  format.dim = model_dim();
+  format.model = fingerprint_;
+  format.text = Fingerprint(text);
+  const std::string path = CachePath(format, entries);
+  NamedTensors tensors;
+  if (const auto saved = Datastore::Open(path, format); saved.ok() && saved->entries() == entries) {
+    tensors[kKeys] = Copy(saved->keys());
+    tensors[kValues] = Copy(saved->values());
+    return tensors;
+  }
   TFB_ASSIGN_OR_RETURN(ModelStates states, StatesOf(text.substr(0, entries)));
-  NamedTensors datastore;
-  datastore[kKeys] = std::move(states.context);
-  datastore[kValues] = Tensor(DType::kU8, {entries});
-  std::memcpy(datastore[kValues].raw(), text.data() + 1, entries);
-  return datastore;
+  tensors[kKeys] = std::move(states.context);
+  tensors[kValues] = Tensor(DType::kU8, {entries});
+  std::memcpy(tensors[kValues].raw(), text.data() + 1, entries);
+  const absl::Status saved = Save(path, format, tensors);
+  if (!saved.ok()) {
+    std::fprintf(stderr, "the datastore is not kept for the next run: %s\n",
+                 std::string(saved.message()).c_str());
+  }
+  return tensors;
 }
 
 absl::StatusOr<double> LanguageModel::BitsPerByte(InputKind kind, const Problem& problem,

@@ -69,7 +69,8 @@ class LanguageModel {
                                           const Problem& problem) const;
   // The model's tensors for all parameters of a layer; "datastore.keys" [entries, model_dim] and
   // "datastore.values" [entries] are the contexts of the last bytes of datastore.txt and what followed
-  // each. Unimplemented: the layer has others.
+  // each: built once, and kept in $XDG_CACHE_HOME/transformer-family-bench (core/search/datastore.h).
+  // Unimplemented: the layer has others.
   absl::StatusOr<NamedTensors> ParametersOf(const Layer& layer) const;
   // Of a layer's output: hidden states, or logarithms of probabilities of a technique on tokens.
   absl::StatusOr<double> BitsPerByte(InputKind kind, const Problem& problem,
@@ -84,7 +85,7 @@ class LanguageModel {
   // In place, [tokens, model_dim].
   void Normalise(float* h, int64_t tokens) const;
   absl::StatusOr<ModelStates> StatesOf(absl::string_view bytes) const;
-  absl::StatusOr<NamedTensors> Datastore(int64_t entries) const;
+  absl::StatusOr<NamedTensors> DatastoreOf(int64_t entries) const;
 
   std::string path_;  // of the model's file
   TechniqueSpec stack_;
