@@ -23,22 +23,27 @@ struct Candidate {
 };
 
 // The `count` best of the candidates, of equal scores the lower token first; or those of `computed`
-// that are candidates, if they are the best within the tolerance.
+// that are candidates, if they are the best within the tolerance, and of equal scores the first.
 std::vector<Candidate> Best(std::vector<Candidate> candidates, int64_t count,
                             const std::vector<int64_t>& computed, double tolerance) {
-  count = std::min(count, static_cast<int64_t>(candidates.size()));
   std::stable_sort(candidates.begin(), candidates.end(),
                    [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
+  count = std::min(count, static_cast<int64_t>(candidates.size()));
   if (count == 0) return {};
   const double last = candidates[count - 1].score;
   std::vector<Candidate> taken;
+  double passed_over = std::nan("");
   bool may_take = true;
   for (const Candidate& candidate : candidates) {
     const bool takes =
         std::find(computed.begin(), computed.end(), candidate.token) != computed.end();
-    if (takes) taken.push_back(candidate);
-    const double missed = takes ? last - candidate.score : candidate.score - last;
-    may_take = may_take && missed <= tolerance;
+    if (takes) {
+      taken.push_back(candidate);
+      may_take = may_take && candidate.score >= last - tolerance && candidate.score != passed_over;
+    } else {
+      passed_over = candidate.score;
+      may_take = may_take && candidate.score <= last + tolerance;
+    }
   }
   if (may_take && static_cast<int64_t>(taken.size()) == count) return taken;
   candidates.resize(count);
