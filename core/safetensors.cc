@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
@@ -226,7 +227,14 @@ absl::StatusOr<std::map<std::string, std::string>> ParseMetadata(absl::string_vi
   return metadata;
 }
 
-absl::StatusOr<SafetensorsFile> Parse(absl::string_view file, int64_t file_bytes, ReadAt read) {
+// The header's tensors, with offsets that count from its end, which is `data_begin`.
+struct Header {
+  int64_t data_begin = 0;
+  std::vector<Entry> entries;
+  std::map<std::string, std::string> metadata;
+};
+
+absl::StatusOr<Header> ReadHeader(absl::string_view file, int64_t file_bytes, ReadAt read) {
   if (file_bytes < kLengthBytes) {
     return Bad(file, absl::StrCat("is ", file_bytes, " bytes long, too short for safetensors"));
   }
@@ -240,31 +248,36 @@ absl::StatusOr<SafetensorsFile> Parse(absl::string_view file, int64_t file_bytes
     return Bad(file, absl::StrCat("header has ", length, " bytes; allowed are up to ",
                                   kMaxSafetensorsHeaderBytes));
   }
-  const int64_t data_begin = kLengthBytes + static_cast<int64_t>(length);
+  Header header;
+  header.data_begin = kLengthBytes + static_cast<int64_t>(length);
   std::string text(length, '\0');
   TFB_RETURN_IF_ERROR(read(kLengthBytes, static_cast<int64_t>(length), text.data()));
-  TFB_ASSIGN_OR_RETURN(const Json header, ParseHeader(file, text));
-
-  SafetensorsFile contents;
-  std::vector<Entry> entries;
-  for (const auto& [name, json] : header.items()) {
+  TFB_ASSIGN_OR_RETURN(const Json json, ParseHeader(file, text));
+  const int64_t data_bytes = file_bytes - header.data_begin;
+  for (const auto& [name, value] : json.items()) {
     if (name == kMetadata) {
-      TFB_ASSIGN_OR_RETURN(contents.metadata, ParseMetadata(file, json));
+      TFB_ASSIGN_OR_RETURN(header.metadata, ParseMetadata(file, value));
       continue;
     }
-    TFB_ASSIGN_OR_RETURN(entries.emplace_back(),
-                         ParseEntry(file, name, json, file_bytes - data_begin));
+    TFB_ASSIGN_OR_RETURN(header.entries.emplace_back(), ParseEntry(file, name, value, data_bytes));
   }
-  TFB_RETURN_IF_ERROR(CheckCoverage(file, entries, file_bytes - data_begin));
-  for (const Entry& entry : entries) {
+  TFB_RETURN_IF_ERROR(CheckCoverage(file, header.entries, data_bytes));
+  return header;
+}
+
+absl::StatusOr<SafetensorsFile> Parse(absl::string_view file, int64_t file_bytes, ReadAt read) {
+  TFB_ASSIGN_OR_RETURN(Header header, ReadHeader(file, file_bytes, read));
+  SafetensorsFile contents;
+  contents.metadata = std::move(header.metadata);
+  for (const Entry& entry : header.entries) {
     absl::StatusOr<Tensor> tensor = Tensor::Allocate(entry.dtype, entry.shape);
     if (!tensor.ok()) {
       return absl::Status(
           tensor.status().code(),
           absl::StrCat(file, ": tensor ", Quoted(entry.name), ": ", tensor.status().message()));
     }
-    TFB_RETURN_IF_ERROR(
-        read(data_begin + entry.begin, entry.end - entry.begin, static_cast<char*>(tensor->raw())));
+    TFB_RETURN_IF_ERROR(read(header.data_begin + entry.begin, entry.end - entry.begin,
+                             static_cast<char*>(tensor->raw())));
     contents.tensors[entry.name] = *std::move(tensor);
   }
   return contents;
@@ -294,9 +307,9 @@ std::vector<NamedTensors::const_iterator> FileOrder(const NamedTensors& tensors)
   return order;
 }
 
-// The length and the header of the file, padded so that the tensors begin at a multiple of 8.
-absl::StatusOr<std::string> SerializeHeader(const NamedTensors& tensors,
-                                            const std::map<std::string, std::string>& metadata) {
+// The header of tensors in this order, with offsets that count from its end.
+absl::StatusOr<std::string> HeaderText(const std::vector<Entry>& entries,
+                                       const std::map<std::string, std::string>& metadata) {
   Json header = Json::object();
   for (const auto& [key, value] : metadata) {
     if (!IsUtf8(key) || !IsUtf8(value)) {
@@ -304,28 +317,41 @@ absl::StatusOr<std::string> SerializeHeader(const NamedTensors& tensors,
     }
     header[kMetadata][key] = value;
   }
+  for (const Entry& entry : entries) {
+    if (!IsUtf8(entry.name) || entry.name == kMetadata) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("tensor ", Quoted(entry.name), " has a name that safetensors cannot hold"));
+    }
+    header[entry.name] = {{"dtype", ElementTypeName(entry.dtype)},
+                          {"shape", std::vector<int64_t>(entry.shape.begin(), entry.shape.end())},
+                          {"data_offsets", {entry.begin, entry.end}}};
+  }
+  return header.dump();
+}
+
+std::string WithLength(const std::string& header) {
+  const uint64_t length = header.size();
+  return absl::StrCat(absl::string_view(reinterpret_cast<const char*>(&length), sizeof(length)),
+                      header);
+}
+
+// The length and the header of the file, padded so that the tensors begin at a multiple of 8.
+absl::StatusOr<std::string> SerializeHeader(const NamedTensors& tensors,
+                                            const std::map<std::string, std::string>& metadata) {
+  std::vector<Entry> entries;
   int64_t offset = 0;
   for (const auto& it : FileOrder(tensors)) {
     const auto& [name, tensor] = *it;
-    if (!IsUtf8(name) || name == kMetadata) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("tensor ", Quoted(name), " has a name that safetensors cannot hold"));
-    }
     if (tensor.empty()) {
       return absl::InvalidArgumentError(absl::StrCat("tensor ", Quoted(name), " is empty"));
     }
-    const Shape shape = tensor.shape();
     const int64_t end = offset + static_cast<int64_t>(tensor.bytes());
-    header[name] = {{"dtype", ElementTypeName(tensor.dtype())},
-                    {"shape", std::vector<int64_t>(shape.begin(), shape.end())},
-                    {"data_offsets", {offset, end}}};
+    entries.push_back({name, tensor.dtype(), tensor.shape(), offset, end});
     offset = end;
   }
-  std::string text = header.dump();
+  TFB_ASSIGN_OR_RETURN(std::string text, HeaderText(entries, metadata));
   text.resize((text.size() + 7) / 8 * 8, ' ');
-  const uint64_t length = text.size();
-  return absl::StrCat(absl::string_view(reinterpret_cast<const char*>(&length), sizeof(length)),
-                      text);
+  return WithLength(text);
 }
 
 absl::Status WriteAll(int descriptor, const char* data, size_t size, absl::string_view path) {
@@ -372,6 +398,40 @@ absl::StatusOr<SafetensorsFile> ParseSafetensors(absl::string_view bytes, const 
                  bytes.copy(to, static_cast<size_t>(size), static_cast<size_t>(offset));
                  return absl::OkStatus();
                });
+}
+
+absl::StatusOr<SafetensorsLayout> ParseSafetensorsLayout(absl::string_view bytes,
+                                                         const std::string& name) {
+  TFB_ASSIGN_OR_RETURN(Header header, ReadHeader(name, static_cast<int64_t>(bytes.size()),
+                                                 [bytes](int64_t offset, int64_t size, char* to) {
+                                                   bytes.copy(to, static_cast<size_t>(size),
+                                                              static_cast<size_t>(offset));
+                                                   return absl::OkStatus();
+                                                 }));
+  SafetensorsLayout layout;
+  layout.metadata = std::move(header.metadata);
+  for (Entry& entry : header.entries) {
+    layout.tensors[entry.name] = {entry.dtype, std::move(entry.shape),
+                                  header.data_begin + entry.begin, header.data_begin + entry.end};
+  }
+  return layout;
+}
+
+absl::StatusOr<std::string> SerializeSafetensorsLayout(const SafetensorsLayout& layout) {
+  int64_t begin = std::numeric_limits<int64_t>::max();
+  for (const auto& [name, entry] : layout.tensors) begin = std::min(begin, entry.begin);
+  std::vector<Entry> entries;
+  for (const auto& [name, entry] : layout.tensors) {
+    entries.push_back({name, entry.dtype, entry.shape, entry.begin - begin, entry.end - begin});
+  }
+  TFB_ASSIGN_OR_RETURN(std::string text, HeaderText(entries, layout.metadata));
+  const int64_t room = begin - kLengthBytes;
+  if (entries.empty() || static_cast<int64_t>(text.size()) > room) {
+    return absl::InvalidArgumentError(absl::StrCat("a header of ", text.size(), " bytes for ",
+                                                   entries.size(), " tensors has room for ", room));
+  }
+  text.resize(static_cast<size_t>(room), ' ');
+  return WithLength(text);
 }
 
 absl::StatusOr<std::string> SerializeSafetensors(

@@ -15,6 +15,7 @@
 #define TFB_CORE_SAFETENSORS_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 
@@ -39,6 +40,24 @@ struct SafetensorsFile {
 absl::StatusOr<SafetensorsFile> ReadSafetensors(const std::string& path);
 // The same of bytes in memory; `name` stands for the path in messages.
 absl::StatusOr<SafetensorsFile> ParseSafetensors(absl::string_view bytes, const std::string& name);
+
+// Where the tensors of a file lie, for a reader that maps it.
+struct SafetensorsEntry {
+  DType dtype = DType::kF32;
+  Shape shape;
+  int64_t begin = 0;  // bytes from the beginning of the file
+  int64_t end = 0;
+};
+struct SafetensorsLayout {
+  std::map<std::string, SafetensorsEntry, std::less<>> tensors;
+  std::map<std::string, std::string> metadata;
+};
+// Of a whole file's bytes, of which only the header is read.
+absl::StatusOr<SafetensorsLayout> ParseSafetensorsLayout(absl::string_view bytes,
+                                                         const std::string& name);
+// The length and header of a file whose tensors lie so, padded up to the first of them, for a writer
+// that comes to know their sizes last. InvalidArgument where it does not fit before them.
+absl::StatusOr<std::string> SerializeSafetensorsLayout(const SafetensorsLayout& layout);
 
 // Replaces `path` at once (a temporary file beside it is renamed), so that a reader finds the old
 // file or the new one, whole. Metadata and tensors are in the order of their names, so equal

@@ -1,0 +1,113 @@
+// The kernels of engine search, in every instruction set that this machine runs.
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/cpu/kernels.h"
+#include "core/random.h"
+#include "core/tensor.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+constexpr int64_t kRows = 7, kColumns[] = {1, 3, 15, 16, 17, 64, 83}, kStride = 90;
+
+class SearchKernels : public testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    kernels_ = FindCpuKernels(GetParam());
+    if (kernels_ == nullptr) GTEST_SKIP() << "this machine does not run " << GetParam();
+    FillNormal(&a_, 1, "a");
+    FillNormal(&x_, 1, "x");
+  }
+  const float* a() const { return a_.span<float>().data(); }
+  const float* x() const { return x_.span<float>().data(); }
+
+  const CpuKernels* kernels_ = nullptr;
+  Tensor a_{DType::kF32, {kRows, kStride}};
+  Tensor x_{DType::kF32, {kStride}};
+};
+INSTANTIATE_TEST_SUITE_P(In, SearchKernels, testing::Values("generic", "avx2", "avx512"),
+                         [](const auto& name) { return std::string(name.param); });
+
+TEST_P(SearchKernels, ScoresReachTheirColumnsBound) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const int64_t columns : {16, 48, 80}) {
+    std::vector<float> offset(kRows, 0.25f), bound(columns, -0.5f);
+    offset[2] = kInfinity;
+    bound[1] = kInfinity;
+    bound[5] = std::numeric_limits<float>::lowest();
+    std::vector<float> scores(a(), a() + kRows * kStride);
+    scores[3 * kStride + 5] = std::numeric_limits<float>::quiet_NaN();
+    scores[4 * kStride + 7] = -0.25f;  // just so
+    std::vector<int32_t> expected, places(kRows * columns);
+    for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) {
+        const auto place = static_cast<int32_t>(r * kStride + c);
+        if (scores[place] - offset[r] >= bound[c]) expected.push_back(place);
+      }
+    }
+    places.resize(kernels_->reaching({scores.data(), kStride, kRows, columns}, offset.data(),
+                                     bound.data(), places.data()));
+    EXPECT_EQ(places, expected);
+  }
+}
+
+TEST_P(SearchKernels, DotsAndSquaresOfRows) {
+  for (const int64_t columns : kColumns) {
+    float dots[kRows], squares[kRows];
+    const int32_t index[kRows] = {6, 0, 6, 3, 2, 1, 5};
+    kernels_->dots({a(), kStride, columns % 2 == 0 ? index : nullptr, kRows, columns}, x(), dots,
+                   squares);
+    for (int64_t n = 0; n < kRows; ++n) {
+      const int64_t r = columns % 2 == 0 ? index[n] : n;
+      double dot = 0, square = 0;
+      for (int64_t c = 0; c < columns; ++c) {
+        dot += double{a()[r * kStride + c]} * x()[c];
+        square += double{a()[r * kStride + c]} * a()[r * kStride + c];
+      }
+      // columns u |x||y|, and both norms are below 20.
+      EXPECT_NEAR(dots[n], dot, columns * 0x1p-24 * 400);
+      EXPECT_NEAR(squares[n], square, columns * 0x1p-24 * 400);
+    }
+  }
+}
+
+// The sixteen sums of kernels.h, one by one.
+double SumBySixteen(const std::vector<double>& terms) {
+  double sums[16] = {};
+  for (size_t c = 0; c < terms.size(); ++c) sums[c % 16] += terms[c];
+  for (int width = 8; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+  }
+  return sums[0];
+}
+
+TEST_P(SearchKernels, ExactScoresAreTheSameBitForBit) {
+  const int32_t index[] = {6, 0, 6, 3};
+  for (const int64_t columns : kColumns) {
+    for (const bool distance : {false, true}) {
+      for (const bool indexed : {false, true}) {
+        const int64_t count = indexed ? 4 : kRows;
+        double scores[kRows];
+        kernels_->exact_scores(distance, {a(), kStride, indexed ? index : nullptr, count, columns},
+                               x(), scores);
+        for (int64_t n = 0; n < count; ++n) {
+          const float* row = a() + (indexed ? index[n] : n) * kStride;
+          std::vector<double> terms;
+          for (int64_t c = 0; c < columns; ++c) {
+            const double difference = x()[c] - row[c], value = row[c];
+            terms.push_back(distance ? difference * difference : x()[c] * value);
+          }
+          EXPECT_EQ(scores[n], SumBySixteen(terms)) << columns << " " << n;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,101 @@
+// A datastore: what a language model's hidden states were, and which token followed each. It is built
+// once, saved, and mapped from disk: Khandelwal et al. 2020, arXiv:1911.00172v2, section 2.
+//
+// The file is a safetensors file:
+//
+//   "keys"    [entries, dim], f32 or f16; begins at a multiple of 4,096 bytes
+//   "values"  [entries], u8 or i32; before them "padding", u8, where they would not be aligned else
+//   metadata  "format": "datastore 1", "model" and "text": 16 hexadecimal digits each
+//
+// "model" is a fingerprint of the model whose states the keys are, since those of another mean
+// nothing to its queries; "text" one of what the model read.
+#ifndef TFB_CORE_SEARCH_DATASTORE_H_
+#define TFB_CORE_SEARCH_DATASTORE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// 64 bits (FNV-1a) of names, dtypes, shapes and contents, and of a text.
+uint64_t Fingerprint(const NamedTensors& tensors);
+uint64_t Fingerprint(absl::string_view text);
+
+struct DatastoreFormat {
+  int64_t dim = 0;
+  DType key_dtype = DType::kF32;
+  DType value_dtype = DType::kU8;
+  uint64_t model = 0;
+  std::optional<uint64_t> text;  // a reader without one takes any
+};
+
+// Writes a datastore entry by entry. It appears under its path when it is whole, and not before.
+class DatastoreWriter {
+ public:
+  // InvalidArgument: a format that there is not. Others: the file cannot be written.
+  static absl::StatusOr<std::unique_ptr<DatastoreWriter>> Create(const std::string& path,
+                                                                 const DatastoreFormat& format);
+  ~DatastoreWriter();  // leaves no file behind where Finish was not called
+
+  // keys [n, dim] of any floating dtype, rounded to the format's; values [n] of the format's dtype.
+  // InvalidArgument: a key that is not finite, or not so as f16. After an error nothing is appended.
+  absl::Status Append(const ConstTensorView& keys, const ConstTensorView& values);
+  // To be called once, after the last entry, of which there must be one.
+  absl::Status Finish();
+
+  int64_t entries() const { return entries_; }
+
+ private:
+  DatastoreWriter(std::string path, const DatastoreFormat& format);
+  absl::Status Write(const void* data, size_t bytes);
+  absl::Status WriteHeaderAndValues();
+
+  std::string path_;
+  std::string temporary_;
+  DatastoreFormat format_;
+  int file_ = -1;
+  int64_t entries_ = 0;
+  std::vector<std::byte> values_;  // they come behind the last key
+};
+
+// A mapped datastore. Its pages are read when they are looked at, and shared between processes; a
+// file that another program cuts short meanwhile ends this one (SIGBUS). Movable.
+class Datastore {
+ public:
+  // InvalidArgument, with the file and the field: no datastore, a truncated one, one of another
+  // model, text, dtype or number of channels, or one without entries. NotFound and the like: it
+  // cannot be opened.
+  static absl::StatusOr<Datastore> Open(const std::string& path, const DatastoreFormat& expected);
+  // The same of bytes in memory, aligned to 4 bytes, which the caller keeps; `name` stands for the
+  // path in messages.
+  static absl::StatusOr<Datastore> Parse(absl::string_view bytes, const std::string& name,
+                                         const DatastoreFormat& expected);
+
+  int64_t entries() const { return keys_.dim(0); }
+  const ConstTensorView& keys() const { return keys_; }
+  const ConstTensorView& values() const { return values_; }
+  uint64_t text() const { return text_; }
+
+ private:
+  struct Unmap {
+    size_t bytes;
+    void operator()(void* memory) const;
+  };
+  std::unique_ptr<void, Unmap> mapped_;
+  ConstTensorView keys_;
+  ConstTensorView values_;
+  uint64_t text_ = 0;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_SEARCH_DATASTORE_H_
