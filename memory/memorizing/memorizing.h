@@ -113,7 +113,7 @@ struct MemorizingOptions {
 //
 // Writes out and the optional context, as transformer_xl does, and, where there is a store, the
 // optional retrieved, i64 [batch, heads, query_tokens, min(k, store)]: the tokens that were read,
-// best first, -1 behind the last.
+// ascending, -1 behind the last.
 //
 // The counterpart is the same network with all of the past in its memory, and nothing in the store.
 class Memorizing : public TechniqueOf<MemorizingOptions> {

@@ -61,10 +61,22 @@ const char* LaunchCopyRows(const CopyRowsArguments& a, void* stream) {
 
 // ---- Attention over what was found ----
 
+__device__ int64_t AgeIn(const MixArguments& a, int slot) {
+  const int64_t age = slot - a.oldest;
+  return age < 0 ? age + a.places : age;
+}
+
+// Each token goes where as many older ones are before it.
 __device__ void WriteRetrieved(const MixArguments& a, const int32_t* slots, int64_t to) {
   for (int64_t n = Lane(); n < a.k; n += kWarp) {
-    const int64_t age = (slots[n] - a.oldest + a.places) % a.places;
-    a.retrieved[to + n * a.retrieved_strides[3]] = slots[n] < 0 ? -1 : a.first_token + age;
+    int64_t token = -1, place = n;
+    if (slots[n] >= 0) {
+      const int64_t age = AgeIn(a, slots[n]);
+      token = a.first_token + age;
+      place = 0;
+      for (int64_t m = 0; m < a.k && slots[m] >= 0; ++m) place += AgeIn(a, slots[m]) < age;
+    }
+    a.retrieved[to + place * a.retrieved_strides[3]] = token;
   }
 }
 

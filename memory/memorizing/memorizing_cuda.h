@@ -33,7 +33,8 @@ struct MixArguments {
   DeviceView out;     // [batch, heads, tokens, channels]
   const float* gates;
   const float* scales;
-  int64_t* retrieved;  // null, or with its strides [batch, heads, tokens, k]: the slots' tokens
+  int64_t* retrieved;  // null, or with its strides [batch, heads, tokens, k]: the slots' tokens,
+                       // ascending, and -1 behind the last
   int64_t retrieved_strides[4];
   int64_t first_token;  // of slot `oldest`
   int64_t oldest;

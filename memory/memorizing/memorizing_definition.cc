@@ -80,14 +80,16 @@ class MemorizingDefinition {
       const Rows unit_q = UnitRows(q, h * e, e), unit_k = UnitRows(k, h * e, e);
       const double g = 1 / (1 + std::exp(-gate[h]));
       for (int64_t p = 0; p < x.rows(); ++p) {
-        const std::vector<int64_t> wanted = ComputedAt(b, h, p);
-        const std::vector<Candidate> taken = Retrieve(unit_q[p], unit_k, p, wanted);
-        StoreTokens(taken, wanted, retrieved_.MutableAt<int64_t>(b, h, p));
+        const std::vector<Candidate> taken = Retrieve(unit_q[p], unit_k, p, ComputedAt(b, h, p));
+        int64_t* tokens = retrieved_.MutableAt<int64_t>(b, h, p);
+        std::fill_n(tokens, options_.retrieved(), -1);
+        for (size_t n = 0; n < taken.size(); ++n) tokens[n] = taken[n].token;
         if (taken.empty()) continue;
-        double sum = 0;
+        double largest = kNotSeen, sum = 0;
+        for (const Candidate& one : taken) largest = std::max(largest, one.score);
         std::vector<double> o(e, 0);
         for (const Candidate& one : taken) {
-          const double weight = std::exp(std::abs(scale[h]) * (one.score - taken[0].score));
+          const double weight = std::exp(std::abs(scale[h]) * (one.score - largest));
           sum += weight;
           for (int64_t c = 0; c < e; ++c) o[c] += weight * v[one.token][h * e + c];
         }
@@ -113,7 +115,7 @@ class MemorizingDefinition {
     return unit;
   }
 
-  // The best first, of all or of each bucket.
+  // The best of all or of each bucket, by their tokens.
   std::vector<Candidate> Retrieve(const double* q, const Rows& keys, int64_t p,
                                   const std::vector<int64_t>& computed) const {
     const int64_t end = std::max<int64_t>(BeginOfSegment(p) - options_.lag(), 0);
@@ -131,9 +133,8 @@ class MemorizingDefinition {
           Best(std::move(bucket), bucketed ? 1 : k, computed, tolerance_);
       taken.insert(taken.end(), best.begin(), best.end());
     }
-    std::sort(taken.begin(), taken.end(), [](const Candidate& a, const Candidate& b) {
-      return a.score > b.score || (a.score == b.score && a.token < b.token);
-    });
+    std::sort(taken.begin(), taken.end(),
+              [](const Candidate& a, const Candidate& b) { return a.token < b.token; });
     return taken;
   }
 
@@ -141,16 +142,6 @@ class MemorizingDefinition {
     if (computed_.empty()) return {};
     const int64_t* begin = computed_.At<int64_t>(b, h, p);
     return std::vector<int64_t>(begin, begin + options_.retrieved());
-  }
-
-  // In the order of `computed` where that has the same tokens: near ties come in any.
-  void StoreTokens(const std::vector<Candidate>& taken, const std::vector<int64_t>& computed,
-                   int64_t* to) const {
-    std::vector<int64_t> tokens(options_.retrieved(), -1);
-    for (size_t n = 0; n < taken.size(); ++n) tokens[n] = taken[n].token;
-    const bool same =
-        std::is_permutation(tokens.begin(), tokens.end(), computed.begin(), computed.end());
-    std::copy_n(same ? computed.begin() : tokens.begin(), tokens.size(), to);
   }
 
   const StackDefinition& stack_;

@@ -49,7 +49,8 @@ NamedTensors ParametersOf(const Technique& technique, const Problem& problem,
 }
 
 NamedTensors Compute(const Technique& technique, const Problem& problem, const Options& options,
-                 const NamedTensors& parameters, const Tensor& x, Device device = Device::kCpu) {
+                     const NamedTensors& parameters, const Tensor& x,
+                     Device device = Device::kCpu) {
   RunRequest request;
   request.options = options;
   request.parameters = &parameters;
@@ -504,6 +505,34 @@ TEST(Memorizing, WhatItCannotDoIsSaidInOneLine) {
   EXPECT_EQ(message(problem, {}),
             "INVALID_ARGUMENT: memorizing is self-attention: kv_heads is 2; allowed is "
             "query_heads, 4");
+}
+
+// ---- Golden file ----
+
+// Hugging Face's Transformer-XL with the authors' store and their attention over it; the file's
+// metadata says how.
+TEST(Memorizing, TheAuthorsStoreInTransformerXlComputesTheSame) {
+  const SafetensorsFile golden = GoldenFile("memory/memorizing/testdata/buckets.safetensors");
+  const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
+  const Tensor& x = golden.tensors.at("x");
+  const Problem problem = Make(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+  const Options options = {
+      {"layers", golden.metadata.at("layers")},
+      {"segment", golden.metadata.at("segment_tokens")},
+      {"memory", golden.metadata.at("memory_tokens")},
+      {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))},
+      {"memory_layer", golden.metadata.at("store_layer")},
+      {"store", golden.metadata.at("store_tokens")},
+      {"k", golden.metadata.at("neighbours")},
+      {"selection", "bucketed"}};
+  NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  for (auto& [name, tensor] : parameters) tensor = golden.tensors.at(name).Clone();
+  const ConstTensorView out = golden.tensors.at("out").view();
+  EXPECT_LE(MaxDifference(Define(problem, options, parameters, x).at("out").view(), out), 1e-13);
+  for (const Device device : kHostDevices) {
+    const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
+    EXPECT_LE(MaxDifference(computed.at("out").view(), out), Bound(out, 2));
+  }
 }
 
 }  // namespace

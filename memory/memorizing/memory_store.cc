@@ -58,9 +58,16 @@ absl::Status MemoryStore::Setup(const ConstTensorView& gate, const ConstTensorVi
 
 int64_t MemoryStore::entries() const { return std::max<int64_t>(kept() - shape_.lag, 0); }
 
-int64_t MemoryStore::TokenIn(int32_t slot) const {
-  const int64_t age = (slot - oldest() + shape_.slots()) % shape_.slots();
-  return slot < 0 ? -1 : tokens_ - kept() + age;
+void MemoryStore::StoreTokens(int32_t* slots, const TensorView& retrieved, int64_t offset) const {
+  int32_t* const end = std::find(slots, slots + shape_.k, -1);
+  const auto age = [this](int32_t slot) {
+    return slot < oldest() ? slot - oldest() + shape_.slots() : slot - oldest();
+  };
+  std::sort(slots, end, [&age](int32_t a, int32_t b) { return age(a) < age(b); });
+  int64_t* to = static_cast<int64_t*>(retrieved.mutable_data()) + offset;
+  for (int64_t n = 0; n < shape_.k; ++n, to += retrieved.stride(3)) {
+    *to = slots[n] < 0 ? -1 : tokens_ - kept() + age(slots[n]);
+  }
 }
 
 TensorView MemoryStore::Ring(const DeviceArray<std::byte>& memory) const {
@@ -160,15 +167,14 @@ void MemoryStore::MixOnCpu(const Scratch& found, const TensorView& heads,
     const float gate = 1 / (1 + std::exp(-gates_.data()[h]));
     const float scale = std::abs(scales_.data()[h]);
     for (int64_t t = first; t < std::min(first + kTokensOfTask, tokens); ++t) {
-      const int32_t* slots = found.slots + (row * tokens + t) * k;
+      int32_t* slots = found.slots + (row * tokens + t) * k;
       const float* scores = found.scores + (row * tokens + t) * k;
-      for (int64_t n = 0; n < k && !retrieved.empty(); ++n) {
-        *retrieved.MutableAt<int64_t>(b, h, t, n) = TokenIn(slots[n]);
+      if (ReadSlots(slots, scores, k, scale, values.At<float>(row), of_memory)) {
+        Eigen::Map<Eigen::ArrayXf, 0, Eigen::InnerStride<>> out(
+            heads.MutableAt<float>(b, h, t), channels, Eigen::InnerStride<>(heads.stride(3)));
+        out = gate * of_memory + (1 - gate) * out;
       }
-      if (!ReadSlots(slots, scores, k, scale, values.At<float>(row), of_memory)) continue;
-      Eigen::Map<Eigen::ArrayXf, 0, Eigen::InnerStride<>> out(
-          heads.MutableAt<float>(b, h, t), channels, Eigen::InnerStride<>(heads.stride(3)));
-      out = gate * of_memory + (1 - gate) * out;
+      if (!retrieved.empty()) StoreTokens(slots, retrieved, retrieved.Offset(b, h, t));
     }
   });
 }

@@ -49,7 +49,7 @@ class MemoryStore {
   // heads = g o + (1 - g) heads, where o is what the queries read in the store, g = sigmoid(gate);
   // heads stay as they are where it is empty. q of any floating dtype and heads, f32, are [batch,
   // heads, tokens, head_dim]. `retrieved`, i64 [batch, heads, tokens, k] unless empty, becomes the
-  // tokens that were read, best first, counted from the first Append; -1 where there are fewer.
+  // tokens that were read, ascending, counted from the first Append; -1 behind the last.
   absl::Status Read(const ConstTensorView& q, const TensorView& heads, const TensorView& retrieved,
                     const Execution& execution) const;
   // The next tokens: k and v, [batch, heads, tokens, head_dim] of any floating dtype.
@@ -63,7 +63,6 @@ class MemoryStore {
   int64_t rows() const { return problem_.batch * problem_.query_heads; }
   int64_t kept() const { return std::min(tokens_, shape_.slots()); }
   int64_t oldest() const { return tokens_ <= shape_.slots() ? 0 : tokens_ % shape_.slots(); }
-  int64_t TokenIn(int32_t slot) const;                          // -1 of slot -1
   TensorView Ring(const DeviceArray<std::byte>& memory) const;  // [rows, slots, head_dim]
   SearchSizes LargestSearch() const;
 
@@ -78,6 +77,8 @@ class MemoryStore {
   // first_place, first_place + 1, ... of the ring `to`, of unit length where `unit`.
   absl::Status CopyRows(const ConstTensorView& from, int64_t skip, bool unit, const TensorView& to,
                         int64_t first_place, const Execution& execution) const;
+  // The tokens in k slots, which it sorts.
+  void StoreTokens(int32_t* slots, const TensorView& retrieved, int64_t offset) const;
   void MixOnCpu(const Scratch& found, const TensorView& heads, const TensorView& retrieved,
                 const Execution& execution) const;
   absl::Status MixOnCuda(const Scratch& found, const TensorView& heads, const TensorView& retrieved,
