@@ -72,6 +72,7 @@ struct SearchCall {
   float* scores;
 };
 
+// Of a call with up to so many queries.
 size_t SearchWorkspaceBytes(Device device, const SearchSizes& sizes, int threads);
 // Allocates nothing; on CUDA it enqueues on the stream. InvalidArgument where sizes do not fit each
 // other.

@@ -46,7 +46,8 @@ class RelativeStackLayer : public SegmentedLayer {
 
  protected:
   RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,
-                     const RelativeStackShape& shape, Device device);
+                     const RelativeStackShape& shape, Device device,
+                     const std::vector<TensorSpec>& more_of_segments = {});
   // For the factory: draws the parameters and takes the memory for keys and values.
   absl::Status Initialize(const std::vector<ParameterSpec>& parameters, uint64_t seed);
 
