@@ -643,33 +643,49 @@ void MatrixVector(int64_t rows, int64_t columns, const float* a, int64_t a_row, 
   }
 }
 
+inline const float* RowOf(const IndexedRows& rows, int64_t n) {
+  return rows.rows + (rows.index == nullptr ? n : rows.index[n]) * rows.stride;
+}
+
+// Where rows are indexed they lie anywhere, and the processor cannot guess which is next.
+inline void PrefetchRow(const IndexedRows& rows, int64_t n) {
+  const float* row = RowOf(rows, n);
+  for (int64_t c = 0; c < rows.columns; c += 16) __builtin_prefetch(row + c);
+}
+
 // As MatrixVector, with each row also against itself.
-void Dots(int64_t rows, int64_t columns, const float* a, int64_t a_row, const float* x, float* dots,
-          float* squares) {
-  const int64_t whole = columns / kLanes * kLanes;
-  for (int64_t r = 0; r < rows; r += 4) {
-    const int64_t count = rows - r < 4 ? rows - r : 4;
+void Dots(const IndexedRows& rows, const float* x, float* dots, float* squares) {
+  const int64_t whole = rows.columns / kLanes * kLanes;
+  for (int64_t n = 0; n < rows.count; n += 4) {
+    const int64_t count = rows.count - n < 4 ? rows.count - n : 4;
     const float* row[4];
-    for (int i = 0; i < 4; ++i) row[i] = a + (r + (i < count ? i : 0)) * a_row;
-    Floats dot[4] = {}, square[4] = {};
-    for (int64_t c = 0; c < whole; c += kLanes) {
-      const Floats value = Load(x + c);
-      for (int i = 0; i < 4; ++i) {
-        const Floats y = Load(row[i] + c);
-        dot[i] += y * value;
-        square[i] += y * y;
+    for (int i = 0; i < 4; ++i) row[i] = RowOf(rows, n + (i < count ? i : 0));
+    if (rows.index != nullptr) {
+      for (int64_t ahead = n + 4; ahead < n + 8 && ahead < rows.count; ++ahead) {
+        PrefetchRow(rows, ahead);
       }
+    }
+    Floats dot[4], square[4];
+    for (int i = 0; i < 4; ++i) {  // row by row, as memory likes it
+      Floats d = {}, s = {};
+      for (int64_t c = 0; c < whole; c += kLanes) {
+        const Floats y = Load(row[i] + c);
+        d += y * Load(x + c);
+        s += y * y;
+      }
+      dot[i] = d;
+      square[i] = s;
     }
     float of_dots[4], of_squares[4];
     HorizontalSums(dot, of_dots);
     HorizontalSums(square, of_squares);
     for (int64_t i = 0; i < count; ++i) {
-      for (int64_t c = whole; c < columns; ++c) {
+      for (int64_t c = whole; c < rows.columns; ++c) {
         of_dots[i] += row[i][c] * x[c];
         of_squares[i] += row[i][c] * row[i][c];
       }
-      dots[r + i] = of_dots[i];
-      squares[r + i] = of_squares[i];
+      dots[n + i] = of_dots[i];
+      squares[n + i] = of_squares[i];
     }
   }
 }
@@ -699,12 +715,13 @@ constexpr int kSumVectors = kSums / kHalfLanes;
 typedef float HalfFloats __attribute__((vector_size(kHalfLanes * 4), aligned(4), may_alias));
 typedef double Doubles __attribute__((vector_size(kLanes * 4), may_alias));
 
-inline double PairwiseSum(const Doubles (&sum)[kSumVectors]) {
-  double part[kSums];
-  for (int v = 0; v < kSumVectors; ++v) {
-    for (int i = 0; i < kHalfLanes; ++i) part[v * kHalfLanes + i] = sum[v][i];
+inline double PairwiseSum(Doubles (&sum)[kSumVectors]) {
+  for (int width = kSumVectors / 2; width > 0; width /= 2) {
+    for (int v = 0; v < width; ++v) sum[v] += sum[v + width];
   }
-  for (int width = kSums / 2; width > 0; width /= 2) {
+  double part[kHalfLanes];
+  __builtin_memcpy(part, &sum[0], sizeof(part));
+  for (int width = kHalfLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) part[i] += part[i + width];
   }
   return part[0];
@@ -712,43 +729,41 @@ inline double PairwiseSum(const Doubles (&sum)[kSumVectors]) {
 
 // Adds sixteen columns of a row.
 template <bool kDistance>
-inline void AddColumns(const float* x, const float* y, Doubles (&score)[kSumVectors],
-                       Doubles (&square)[kSumVectors]) {
+inline void AddColumns(const float* x, const float* y, Doubles (&sum)[kSumVectors]) {
+#pragma GCC unroll 8
   for (int v = 0; v < kSumVectors; ++v) {
     const HalfFloats from = *reinterpret_cast<const HalfFloats*>(y + v * kHalfLanes);
     const HalfFloats to = *reinterpret_cast<const HalfFloats*>(x + v * kHalfLanes);
-    const Doubles value = __builtin_convertvector(from, Doubles);
-    square[v] += value * value;
     if (kDistance) {
       const Doubles difference = __builtin_convertvector(to - from, Doubles);
-      score[v] += difference * difference;
+      sum[v] += difference * difference;
     } else {
-      score[v] += __builtin_convertvector(to, Doubles) * value;
+      sum[v] += __builtin_convertvector(to, Doubles) * __builtin_convertvector(from, Doubles);
     }
   }
 }
 
 template <bool kDistance>
-void ExactScoresOf(const IndexedRows& rows, const float* x, double* scores, double* squares) {
+void ExactScoresOf(const IndexedRows& rows, const float* x, double* scores) {
+  constexpr int64_t kAhead = 4;
   const int64_t whole = rows.columns / kSums * kSums;
   float x_tail[kSums] = {}, y_tail[kSums] = {};
   for (int64_t c = whole; c < rows.columns; ++c) x_tail[c - whole] = x[c];
   for (int64_t n = 0; n < rows.count; ++n) {
-    const float* y = rows.rows + (rows.index == nullptr ? n : rows.index[n]) * rows.stride;
-    Doubles score[kSumVectors] = {}, square[kSumVectors] = {};
-    for (int64_t c = 0; c < whole; c += kSums) AddColumns<kDistance>(x + c, y + c, score, square);
+    const float* y = RowOf(rows, n);
+    if (rows.index != nullptr && n + kAhead < rows.count) PrefetchRow(rows, n + kAhead);
+    Doubles sum[kSumVectors] = {};
+    for (int64_t c = 0; c < whole; c += kSums) AddColumns<kDistance>(x + c, y + c, sum);
     if (whole < rows.columns) {
       for (int64_t c = whole; c < rows.columns; ++c) y_tail[c - whole] = y[c];
-      AddColumns<kDistance>(x_tail, y_tail, score, square);
+      AddColumns<kDistance>(x_tail, y_tail, sum);
     }
-    scores[n] = PairwiseSum(score);
-    squares[n] = PairwiseSum(square);
+    scores[n] = PairwiseSum(sum);
   }
 }
 
-void ExactScores(bool distance, const IndexedRows& rows, const float* x, double* scores,
-                 double* squares) {
-  (distance ? ExactScoresOf<true> : ExactScoresOf<false>)(rows, x, scores, squares);
+void ExactScores(bool distance, const IndexedRows& rows, const float* x, double* scores) {
+  (distance ? ExactScoresOf<true> : ExactScoresOf<false>)(rows, x, scores);
 }
 
 double FmaPeak(int64_t iterations) {

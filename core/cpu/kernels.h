@@ -160,16 +160,13 @@ struct CpuKernels {
   void (*matrix_vector)(int64_t rows, int64_t columns, const float* a, int64_t a_row,
                         const float* x, float* y, int64_t y_stride, bool accumulate);
 
-  // dots[r] = sum_c a[r * a_row + c] x[c] and squares[r] = sum_c a[r * a_row + c]^2. Any number of
-  // columns.
-  void (*dots)(int64_t rows, int64_t columns, const float* a, int64_t a_row, const float* x,
-               float* dots, float* squares);
-  // In float64, for each row y, whatever the instruction set, bit for bit: squares[n] = sum_c y_c^2
-  // and scores[n] = sum_c x_c y_c, or sum_c fl(x_c - y_c)^2 where `distance`, with fl rounding to
-  // float, so that products and squares are exact. Column c is in sum c % 16; sum i + 8 is added to
-  // sum i, then i + 4, i + 2, i + 1. Any number of columns.
-  void (*exact_scores)(bool distance, const IndexedRows& rows, const float* x, double* scores,
-                       double* squares);
+  // Of each row y: dots[n] = sum_c x_c y_c and squares[n] = sum_c y_c^2. Any number of columns.
+  void (*dots)(const IndexedRows& rows, const float* x, float* dots, float* squares);
+  // In float64, for each row y, whatever the instruction set, bit for bit: scores[n] = sum_c x_c y_c,
+  // or sum_c fl(x_c - y_c)^2 where `distance`, with fl rounding to float, so that products and
+  // squares are exact. Column c is in sum c % 16; sum i + 8 is added to sum i, then i + 4, i + 2,
+  // i + 1. Any number of columns.
+  void (*exact_scores)(bool distance, const IndexedRows& rows, const float* x, double* scores);
 
   // Independent fused multiply-adds in registers, `iterations` times; returns the number of FLOPs
   // done. For measuring the peak.

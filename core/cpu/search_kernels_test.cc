@@ -59,16 +59,19 @@ TEST_P(SearchKernels, ScoresReachTheirColumnsBound) {
 TEST_P(SearchKernels, DotsAndSquaresOfRows) {
   for (const int64_t columns : kColumns) {
     float dots[kRows], squares[kRows];
-    kernels_->dots(kRows, columns, a(), kStride, x(), dots, squares);
-    for (int64_t r = 0; r < kRows; ++r) {
+    const int32_t index[kRows] = {6, 0, 6, 3, 2, 1, 5};
+    kernels_->dots({a(), kStride, columns % 2 == 0 ? index : nullptr, kRows, columns}, x(), dots,
+                   squares);
+    for (int64_t n = 0; n < kRows; ++n) {
+      const int64_t r = columns % 2 == 0 ? index[n] : n;
       double dot = 0, square = 0;
       for (int64_t c = 0; c < columns; ++c) {
         dot += double{a()[r * kStride + c]} * x()[c];
         square += double{a()[r * kStride + c]} * a()[r * kStride + c];
       }
       // columns u |x||y|, and both norms are below 20.
-      EXPECT_NEAR(dots[r], dot, columns * 0x1p-24 * 400);
-      EXPECT_NEAR(squares[r], square, columns * 0x1p-24 * 400);
+      EXPECT_NEAR(dots[n], dot, columns * 0x1p-24 * 400);
+      EXPECT_NEAR(squares[n], square, columns * 0x1p-24 * 400);
     }
   }
 }
@@ -89,19 +92,17 @@ TEST_P(SearchKernels, ExactScoresAreTheSameBitForBit) {
     for (const bool distance : {false, true}) {
       for (const bool indexed : {false, true}) {
         const int64_t count = indexed ? 4 : kRows;
-        double scores[kRows], squares[kRows];
+        double scores[kRows];
         kernels_->exact_scores(distance, {a(), kStride, indexed ? index : nullptr, count, columns},
-                               x(), scores, squares);
+                               x(), scores);
         for (int64_t n = 0; n < count; ++n) {
           const float* row = a() + (indexed ? index[n] : n) * kStride;
-          std::vector<double> of_score, of_square;
+          std::vector<double> terms;
           for (int64_t c = 0; c < columns; ++c) {
             const double difference = x()[c] - row[c], value = row[c];
-            of_score.push_back(distance ? difference * difference : x()[c] * value);
-            of_square.push_back(value * value);
+            terms.push_back(distance ? difference * difference : x()[c] * value);
           }
-          EXPECT_EQ(scores[n], SumBySixteen(of_score)) << columns << " " << n;
-          EXPECT_EQ(squares[n], SumBySixteen(of_square)) << columns << " " << n;
+          EXPECT_EQ(scores[n], SumBySixteen(terms)) << columns << " " << n;
         }
       }
     }

@@ -117,13 +117,28 @@ absl::Status SearchCuda(CudaRuntime* runtime, const SearchCall& call, const Exec
 }  // namespace
 
 size_t SearchWorkspaceBytes(Device device, const SearchSizes& sizes, int threads) {
-  if (device == Device::kCpu) return SearchCpuWorkspaceBytes(sizes, threads);
-  const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(device);
-  if (!runtime.ok()) return 0;  // a search says why
-  return Workspace::Measure([&](Workspace& workspace) {
-    SearchArguments a = PlanCuda(sizes, (*runtime)->properties().multiprocessors);
-    LayOut(workspace, &a);
-  });
+  CudaRuntime* runtime = nullptr;
+  if (device != Device::kCpu) {
+    const absl::StatusOr<CudaRuntime*> found = CudaRuntime::For(device);
+    if (!found.ok()) return 0;  // a search says why
+    runtime = *found;
+  }
+  const auto bytes_of = [&](const SearchSizes& call) {
+    if (runtime == nullptr) return SearchCpuWorkspaceBytes(call, threads);
+    return Workspace::Measure([&](Workspace& workspace) {
+      SearchArguments a = PlanCuda(call, runtime->properties().multiprocessors);
+      LayOut(workspace, &a);
+    });
+  };
+  // Fewer queries may take more: the entries are cut into more parts. Plans change between multiples
+  // of kSearchQueries, and the last of those that share one take most.
+  size_t bytes = bytes_of(sizes);
+  SearchSizes fewer = sizes;
+  for (int64_t tiles = (sizes.queries - 1) / kSearchQueries; tiles > 0; --tiles) {
+    fewer.queries = tiles * kSearchQueries;
+    bytes = std::max(bytes, bytes_of(fewer));
+  }
+  return bytes;
 }
 
 absl::Status Search(Device device, const SearchCall& call, const Execution& execution) {

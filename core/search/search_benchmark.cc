@@ -1,13 +1,14 @@
 // Times engine search: batches beside the matrix product of the same shape, one query beside reading
 // the keys.
 //
-// Every figure is a median of ratios within rounds: a round runs what is compared in turn, so that
-// shares mean something on a shared machine.
+// Every figure is the best of several samples, taken in turn with those of what it is compared with,
+// so that shares mean something on a shared machine.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <functional>
 #include <numeric>
 #include <string>
@@ -18,11 +19,26 @@
 #include "core/cpu/kernels.h"
 #include "core/layers/matmul.h"
 #include "core/random.h"
+#include "core/safetensors.h"
+#include "core/search/inverted_lists.h"
 #include "core/search/search.h"
 
 ABSL_FLAG(int, threads, 2, "threads of the pool");
-ABSL_FLAG(int, rounds, 9, "of which the medians count");
+ABSL_FLAG(int, rounds, 9, "of which the best counts");
+ABSL_FLAG(bool, cpu_time, false,
+          "count the processor's time, not the clock's: for one thread on a shared machine");
+ABSL_FLAG(std::vector<std::string>, tables, std::vector<std::string>({"batch", "few", "lists"}),
+          "what to measure");
 ABSL_FLAG(int64_t, queries, 512, "of a batch");
+ABSL_FLAG(std::vector<std::string>, entries, std::vector<std::string>({"65536", "262144"}), "keys");
+ABSL_FLAG(std::vector<std::string>, dims, std::vector<std::string>({"64", "192"}), "channels");
+ABSL_FLAG(std::vector<std::string>, k, std::vector<std::string>({"32", "1024"}), "neighbours");
+ABSL_FLAG(std::vector<std::string>, lists, std::vector<std::string>({"256", "1024"}),
+          "of an index");
+ABSL_FLAG(
+    std::string, states, "",
+    "safetensors file with keys [entries, dim] and queries [queries, dim] in the place of the "
+    "synthetic ones");
 ABSL_FLAG(int64_t, centers, 1024, "around which the synthetic keys and queries lie");
 
 namespace tfb {
@@ -31,40 +47,40 @@ namespace {
 using Work = std::function<void()>;
 
 double Seconds(const Work& work) {
-  const auto begin = std::chrono::steady_clock::now();
+  const auto now = [] {
+    if (absl::GetFlag(FLAGS_cpu_time)) {
+      return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
+    }
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration<double>(since).count();
+  };
+  const double begin = now();
   work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return now() - begin;
 }
 
-double Median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
-// seconds[n][round] of each work; one round before is not counted.
-std::vector<std::vector<double>> Measure(const std::vector<Work>& works) {
-  std::vector<std::vector<double>> seconds(works.size());
+// The best time of each work, in seconds; one round before is not counted.
+std::vector<double> Measure(const std::vector<Work>& works) {
+  std::vector<double> best(works.size(), INFINITY);
   for (int round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {
     for (size_t n = 0; n < works.size(); ++n) {
       const double once = Seconds(works[n]);
-      if (round > 0) seconds[n].push_back(once);
+      if (round > 0) best[n] = std::min(best[n], once);
     }
   }
-  return seconds;
-}
-
-// rate_a / rate_b, the median over the rounds.
-double Share(double work_a, const std::vector<double>& a, double work_b,
-             const std::vector<double>& b) {
-  std::vector<double> shares;
-  for (size_t n = 0; n < a.size(); ++n) shares.push_back(work_a / a[n] / (work_b / b[n]));
-  return Median(shares);
+  return best;
 }
 
 void Check(const absl::Status& status) {
   if (status.ok()) return;
   std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
   std::exit(1);
+}
+
+std::vector<int64_t> Numbers(const std::vector<std::string>& texts) {
+  std::vector<int64_t> numbers;
+  for (const std::string& text : texts) numbers.push_back(std::atoll(text.c_str()));
+  return numbers;
 }
 
 // Rows around `centers` points, of the same distribution for every name.
@@ -107,6 +123,7 @@ class Searcher {
         absl::MakeSpan(static_cast<std::byte*>(workspace_.raw()), workspace_.bytes());
     Check(Search(Device::kCpu, call_, execution));
   }
+  const std::vector<int32_t>& slots() const { return slots_; }
 
  private:
   SearchCall call_ = {};
@@ -116,114 +133,214 @@ class Searcher {
   Tensor workspace_;
 };
 
-// The project's own matrix product of 4,096 keys with all queries: what it writes stays in cache.
+// The matrix product of all keys with all queries by the kernel that search uses, block by block in
+// cache; what it computes is dropped.
 class Product {
  public:
-  Product(const Tensor& keys, const Tensor& queries, ThreadPool* pool) : pool_(pool) {
-    x_ = Slice(keys.view(), 1, 0, kRows);
-    const auto of_queries = Slice(queries.view(), 1, 0, queries.dim(1));
-    ConstTensorView weights = Transpose(of_queries, 1, 2);
+  Product(const Tensor& keys, const Tensor& queries, ThreadPool* pool)
+      : pool_(pool), keys_(keys), blocks_(pool->threads() * kRows * kPanel) {
+    ConstTensorView weights = Transpose(queries.view(), 1, 2);
     weights.rank = 2;
     weights.dims = {queries.dim(2), queries.dim(1)};
     weights.strides = {1, queries.dim(2)};
-    matrix_ = PackedMatrix::Create(Device::kCpu, weights).value();
-    y_ = Tensor(DType::kF32, {1, kRows, queries.dim(1)});
-    workspace_ = Tensor(
-        DType::kU8, {static_cast<int64_t>(MatMulWorkspaceBytes(Device::kCpu, kRows, matrix_.in(),
-                                                               matrix_.out(), pool->threads()))});
+    queries_ = PackedMatrix::Create(Device::kCpu, weights).value();
   }
   void Run() {
-    Execution execution;
-    execution.pool = pool_;
-    execution.workspace =
-        absl::MakeSpan(static_cast<std::byte*>(workspace_.raw()), workspace_.bytes());
-    MatMulCall call;
-    call.x = x_;
-    call.y = y_.view();
-    for (int n = 0; n < 8; ++n) Check(MatMul(matrix_, call, execution));
+    const int64_t rows = keys_.dim(1), dim = keys_.dim(2);
+    pool_->ParallelFor((rows + kRows - 1) / kRows, [&](int64_t task, int worker) {
+      const float* keys = keys_.span<float>().data() + task * kRows * dim;
+      float* block = blocks_.data() + worker * kRows * kPanel;
+      for (int64_t p = 0; p < queries_.out(); p += kPanel) {
+        for (int64_t c = 0; c < dim; c += kDepth) {
+          BestCpuKernels().gemm(
+              std::min(kRows, rows - task * kRows), kPanel, std::min(kDepth, dim - c), keys + c,
+              dim, 1, queries_.weights() + p * dim + c * kPanel, kPanel, block, kPanel, c > 0);
+        }
+      }
+    });
   }
-  double flops() const { return 8.0 * 2 * kRows * matrix_.in() * matrix_.out(); }
 
  private:
-  static constexpr int64_t kRows = 4096;
+  static constexpr int64_t kRows = 96, kPanel = 64, kDepth = 64;
   ThreadPool* pool_;
-  ConstTensorView x_;
-  PackedMatrix matrix_;
-  Tensor y_, workspace_;
+  const Tensor& keys_;
+  PackedMatrix queries_;
+  std::vector<float> blocks_;
 };
 
+// Synthetic, or those of --states.
+struct States {
+  Tensor keys;     // [1, entries, dim]
+  Tensor queries;  // [1, queries, dim]
+};
+States MakeStates(int64_t entries, int64_t queries, int64_t dim) {
+  const std::string path = absl::GetFlag(FLAGS_states);
+  if (path.empty()) {
+    return {Clustered(entries, dim, "keys"), Clustered(queries, dim, "queries")};
+  }
+  static const auto* file = new SafetensorsFile(ReadSafetensors(path).value());
+  const auto part = [&](const char* name, int64_t rows) {
+    const Tensor& from = file->tensors.at(name);
+    rows = std::min(rows, from.dim(0));
+    Tensor tensor(DType::kF32, {1, rows, from.dim(1)});
+    CopyElements(Slice(from.view(), 0, 0, rows),
+                 TensorView(tensor.raw(), DType::kF32, {rows, from.dim(1)}));
+    return tensor;
+  };
+  return {part("keys", entries), part("queries", queries)};
+}
+
+long long Number(int64_t number) { return number; }  // for printf
+
+void PrintBatch(const States& states, int64_t k, SearchMetric metric, SearchSelection selection,
+                ThreadPool* pool) {
+  constexpr int64_t kPeakIterations = 1'000'000;
+  const int64_t queries = states.queries.dim(1), entries = states.keys.dim(1);
+  Searcher searcher(states.keys, states.queries, queries, k, metric, selection, pool);
+  Product product(states.keys, states.queries, pool);
+  std::vector<double> peak_flops(pool->threads());
+  const std::vector<double> seconds =
+      Measure({[&] { searcher.Run(); }, [&] { product.Run(); },
+               [&] {
+                 pool->ParallelFor(pool->threads(), [&](int64_t n, int) {
+                   peak_flops[n] = BestCpuKernels().fma_peak(kPeakIterations);
+                 });
+               }});
+  const double flops = 2.0 * static_cast<double>(queries * entries * states.keys.dim(2));
+  const double peak = std::accumulate(peak_flops.begin(), peak_flops.end(), 0.0) / seconds[2];
+  std::printf("%7lld  %3lld  %4lld  %-8s  %-9s %7.2f  %7.1f  %9.0f%%  %10.0f%%\n", Number(entries),
+              Number(states.keys.dim(2)), Number(k),
+              metric == SearchMetric::kInnerProduct ? "product" : "distance",
+              selection == SearchSelection::kExact ? "exact" : "bucketed", seconds[0] * 1e3,
+              flops / seconds[0] * 1e-9, 100 * seconds[1] / seconds[0],
+              100 * flops / seconds[0] / peak);
+  std::fflush(stdout);
+}
+
 void PrintBatches(ThreadPool* pool) {
-  const int64_t count = absl::GetFlag(FLAGS_queries);
-  constexpr int64_t kPeakIterations = 2'000'000;
-  std::printf("%lld queries, clustered synthetic keys\n", static_cast<long long>(count));
-  std::printf("entries  dim     k  metric    selection      ms  GFLOP/s  of SGEMM  of FMA peak\n");
-  for (const int64_t entries : {65536, 262144}) {
-    for (const int64_t dim : {64, 192}) {
-      const Tensor keys = Clustered(entries, dim, "keys"),
-                   queries = Clustered(count, dim, "queries");
-      for (const int64_t k : {32, 1024}) {
-        for (const auto& [metric, selection] :
-             {std::pair(SearchMetric::kSquaredDistance, SearchSelection::kExact),
-              std::pair(SearchMetric::kInnerProduct, SearchSelection::kExact),
-              std::pair(SearchMetric::kInnerProduct, SearchSelection::kBucketed)}) {
-          Searcher searcher(keys, queries, count, k, metric, selection, pool);
-          Product product(keys, queries, pool);
-          double peak_flops = 0;
-          const auto seconds =
-              Measure({[&] { searcher.Run(); }, [&] { product.Run(); },
-                       [&] {
-                         std::vector<double> of_thread(pool->threads());
-                         pool->ParallelFor(pool->threads(), [&](int64_t n, int) {
-                           of_thread[n] = BestCpuKernels().fma_peak(kPeakIterations);
-                         });
-                         peak_flops = std::accumulate(of_thread.begin(), of_thread.end(), 0.0);
-                       }});
-          const double flops = 2.0 * static_cast<double>(count * entries * dim);
-          std::printf("%7lld  %3lld  %4lld  %-8s  %-9s %7.2f  %7.1f  %7.0f%%  %10.0f%%\n",
-                      static_cast<long long>(entries), static_cast<long long>(dim),
-                      static_cast<long long>(k),
-                      metric == SearchMetric::kInnerProduct ? "product" : "distance",
-                      selection == SearchSelection::kExact ? "exact" : "bucketed",
-                      Median(seconds[0]) * 1e3, flops / Median(seconds[0]) * 1e-9,
-                      100 * Share(flops, seconds[0], product.flops(), seconds[1]),
-                      100 * Share(flops, seconds[0], peak_flops, seconds[2]));
-          std::fflush(stdout);
-        }
+  const int64_t queries = absl::GetFlag(FLAGS_queries);
+  std::printf("%lld queries\n", Number(queries));
+  std::printf(
+      "entries  dim     k  metric    selection      ms  GFLOP/s  of product  of FMA peak\n");
+  for (const int64_t entries : Numbers(absl::GetFlag(FLAGS_entries))) {
+    for (const int64_t dim : Numbers(absl::GetFlag(FLAGS_dims))) {
+      const States states = MakeStates(entries, queries, dim);
+      for (const int64_t k : Numbers(absl::GetFlag(FLAGS_k))) {
+        PrintBatch(states, k, SearchMetric::kSquaredDistance, SearchSelection::kExact, pool);
+        PrintBatch(states, k, SearchMetric::kInnerProduct, SearchSelection::kExact, pool);
+        PrintBatch(states, k, SearchMetric::kInnerProduct, SearchSelection::kBucketed, pool);
       }
     }
   }
 }
 
+// Reads all of the keys and does next to nothing with them.
+void ReadAll(const Tensor& keys, ThreadPool* pool) {
+  constexpr int64_t kPiece = 1 << 14, kSums = 32;
+  const int64_t words = static_cast<int64_t>(keys.bytes() / sizeof(uint64_t));
+  pool->ParallelFor((words + kPiece - 1) / kPiece, [&](int64_t n, int) {
+    const auto* from = static_cast<const uint64_t*>(keys.raw()) + n * kPiece;
+    uint64_t sums[kSums] = {};
+    const int64_t count = std::min(kPiece, words - n * kPiece) / kSums * kSums;
+    for (int64_t i = 0; i < count; i += kSums) {
+      for (int64_t j = 0; j < kSums; ++j) sums[j] ^= from[i + j];
+    }
+    asm volatile("" : : "m"(sums));
+  });
+}
+
 void PrintFewQueries(ThreadPool* pool) {
+  std::printf("\nfew queries, k = 32, squared distance\n");
+  std::printf("entries  dim  queries       ms     GB/s  of reading\n");
+  for (const int64_t entries : Numbers(absl::GetFlag(FLAGS_entries))) {
+    for (const int64_t dim : Numbers(absl::GetFlag(FLAGS_dims))) {
+      const States states = MakeStates(entries, 8, dim);
+      for (const int64_t queries : {1, 2, 4, 8}) {
+        Searcher searcher(states.keys, states.queries, queries, 32, SearchMetric::kSquaredDistance,
+                          SearchSelection::kExact, pool);
+        const std::vector<double> seconds =
+            Measure({[&] { searcher.Run(); }, [&] { ReadAll(states.keys, pool); }});
+        std::printf("%7lld  %3lld  %7lld  %7.3f  %7.2f  %9.0f%%\n", Number(states.keys.dim(1)),
+                    Number(states.keys.dim(2)), Number(queries), seconds[0] * 1e3,
+                    static_cast<double>(states.keys.bytes()) / seconds[0] * 1e-9,
+                    100 * seconds[1] / seconds[0]);
+        std::fflush(stdout);
+      }
+    }
+  }
+}
+
+// ---- Inverted lists ----
+
+// The share of the queries whose best entry was found, and of their k best.
+std::pair<double, double> Recall(const std::vector<int32_t>& found,
+                                 const std::vector<int32_t>& exact, int64_t k) {
+  int64_t best = 0, all = 0;
+  for (size_t row = 0; row < exact.size(); row += k) {
+    const auto begin = found.begin() + static_cast<int64_t>(row), end = begin + k;
+    best += std::find(begin, end, exact[row]) != end;
+    for (int64_t n = 0; n < k; ++n) all += std::find(begin, end, exact[row + n]) != end;
+  }
+  const auto size = static_cast<double>(exact.size());
+  return {static_cast<double>(best * k) / size, static_cast<double>(all) / size};
+}
+
+void PrintLists(const States& states, int64_t k, int64_t lists, ThreadPool* pool) {
+  const int64_t queries = states.queries.dim(1), entries = states.keys.dim(1);
+  const int64_t dim = states.keys.dim(2);
+  InvertedListsOptions options;
+  options.lists = lists;
+  const ConstTensorView keys(states.keys.raw(), DType::kF32, {entries, dim});
+  absl::StatusOr<InvertedLists> index;
+  const double building = Seconds([&] { index = InvertedLists::Build(keys, options, pool); });
+  Check(index.status());
+  Searcher batch(states.keys, states.queries, queries, k, SearchMetric::kSquaredDistance,
+                 SearchSelection::kExact, pool);
+  Searcher one(states.keys, states.queries, 1, k, SearchMetric::kSquaredDistance,
+               SearchSelection::kExact, pool);
+  std::vector<int32_t> slots(queries * k);
+  std::vector<float> scores(queries * k);
+  for (int64_t probes = 1; probes <= lists / 8; probes *= 2) {
+    Tensor workspace(
+        DType::kU8,
+        {static_cast<int64_t>(index->WorkspaceBytes(queries, k, probes, pool->threads()))});
+    Execution execution;
+    execution.pool = pool;
+    execution.workspace =
+        absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+    const auto search = [&](int64_t count) {
+      const ConstTensorView some(states.queries.raw(), DType::kF32, {count, dim});
+      Check(index->Search({some, k, probes, slots.data(), scores.data()}, execution));
+    };
+    const std::vector<double> seconds = Measure(
+        {[&] { batch.Run(); }, [&] { search(queries); }, [&] { one.Run(); }, [&] { search(1); }});
+    search(queries);
+    const auto [best, all] = Recall(slots, batch.slots(), k);
+    std::printf(
+        "%7lld  %3lld  %5lld  %5lld  %6lld  %6.2f  %8.2f  %5.1fx  %8.3f  %5.1fx  %6.3f  %6.3f\n",
+        Number(entries), Number(dim), Number(k), Number(lists), Number(probes), building,
+        seconds[1] * 1e3, seconds[0] / seconds[1], seconds[3] * 1e3, seconds[2] / seconds[3], best,
+        all);
+    std::fflush(stdout);
+    if (best > 0.999) break;
+  }
+}
+
+void PrintAllLists(ThreadPool* pool) {
+  std::printf("\ninverted lists, squared distance; times as fast as exact search\n");
   std::printf(
-      "\nfew queries, k = 32, squared distance\nentries  dim  queries       ms     GB/s  of "
-      "reading\n");
-  for (const auto& [entries, dim] :
-       {std::pair<int64_t, int64_t>{65536, 64}, {262144, 64}, {262144, 192}, {1048576, 192}}) {
-    const Tensor keys = Clustered(entries, dim, "keys"), queries = Clustered(8, dim, "queries");
-    const auto* bytes = static_cast<const int64_t*>(keys.raw());
-    const auto words = static_cast<int64_t>(keys.bytes() / 8);
-    for (const int64_t count : {1, 2, 4, 8}) {
-      Searcher searcher(keys, queries, count, 32, SearchMetric::kSquaredDistance,
-                        SearchSelection::kExact, pool);
-      std::vector<int64_t> sums(pool->threads() * 8);
-      const auto read = [&] {
-        constexpr int64_t kPiece = 1 << 15;
-        pool->ParallelFor(words / kPiece, [&](int64_t n, int worker) {
-          int64_t sum[8] = {};
-          for (int64_t i = n * kPiece; i < (n + 1) * kPiece; i += 8) {
-            for (int64_t j = 0; j < 8; ++j) sum[j] ^= bytes[i + j];
-          }
-          sums[worker * 8] += std::accumulate(sum, sum + 8, int64_t{0});
-        });
-      };
-      const auto seconds = Measure({[&] { searcher.Run(); }, read});
-      const auto size = static_cast<double>(keys.bytes());
-      std::printf("%7lld  %3lld  %7lld  %7.3f  %7.2f  %9.0f%%\n", static_cast<long long>(entries),
-                  static_cast<long long>(dim), static_cast<long long>(count),
-                  Median(seconds[0]) * 1e3, size / Median(seconds[0]) * 1e-9,
-                  100 * Share(size, seconds[0], size, seconds[1]));
-      std::fflush(stdout);
+      "                                        batch             one query         recall\n");
+  std::printf(
+      "entries  dim      k  lists  probes  build s        ms               ms          @1      "
+      "@k\n");
+  for (const int64_t entries : Numbers(absl::GetFlag(FLAGS_entries))) {
+    for (const int64_t dim : Numbers(absl::GetFlag(FLAGS_dims))) {
+      const States states = MakeStates(entries, absl::GetFlag(FLAGS_queries), dim);
+      for (const int64_t k : Numbers(absl::GetFlag(FLAGS_k))) {
+        for (const int64_t lists : Numbers(absl::GetFlag(FLAGS_lists))) {
+          PrintLists(states, k, lists, pool);
+        }
+      }
     }
   }
 }
@@ -234,7 +351,10 @@ void PrintFewQueries(ThreadPool* pool) {
 int main(int argc, char** argv) {
   absl::ParseCommandLine(argc, argv);
   tfb::ThreadPool pool(absl::GetFlag(FLAGS_threads));
-  tfb::PrintBatches(&pool);
-  tfb::PrintFewQueries(&pool);
+  for (const std::string& table : absl::GetFlag(FLAGS_tables)) {
+    if (table == "batch") tfb::PrintBatches(&pool);
+    if (table == "few") tfb::PrintFewQueries(&pool);
+    if (table == "lists") tfb::PrintAllLists(&pool);
+  }
   return 0;
 }

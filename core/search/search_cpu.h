@@ -3,6 +3,7 @@
 #define TFB_CORE_SEARCH_SEARCH_CPU_H_
 
 #include <cstddef>
+#include <cstdint>
 
 #include "core/search/search.h"
 #include "core/technique.h"
@@ -11,6 +12,19 @@ namespace tfb {
 
 size_t SearchCpuWorkspaceBytes(const SearchSizes& sizes, int threads);
 void SearchCpu(const SearchCall& call, const Execution& execution);
+
+// The k best entries of some lists of slots: those that a query probes.
+struct ProbedLists {
+  const int32_t* begins;  // [lists + 1]: where each list begins in `slots`
+  const int32_t* slots;
+  int64_t lists;
+  const int32_t* probes;  // [queries][count]: lists; -1: none
+  int64_t count;
+};
+// Of keys and queries with one head, and a ring that begins in slot 0.
+size_t SearchListsWorkspaceBytes(const SearchSizes& sizes, int64_t lists, int64_t probes,
+                                 int threads);
+void SearchLists(const SearchCall& call, const ProbedLists& lists, const Execution& execution);
 
 }  // namespace tfb
 

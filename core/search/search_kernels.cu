@@ -180,7 +180,7 @@ __device__ float BoundOf(const SearchArguments& a, const Task& task, double quer
 struct Candidates {
   float* scores;
   int32_t* ages;
-  double* exact;
+  double* exact;  // null: not scored in float64 yet
 };
 __device__ Candidates CandidatesOf(const SearchArguments& a, int query) {
   const int64_t from = (static_cast<int64_t>(blockIdx.x) * kQueries + query) * a.capacity;
@@ -188,9 +188,8 @@ __device__ Candidates CandidatesOf(const SearchArguments& a, int query) {
           a.exact + (static_cast<int64_t>(blockIdx.x) * kWarps + Warp()) * a.capacity};
 }
 
-// Keeps the candidates for which keep(i), in their order, with c.exact where that is `scored`; returns
-// how many.
-template <bool scored, class Keep>
+// Keeps the candidates for which keep(i), in their order; returns how many.
+template <class Keep>
 __device__ int Compress(const Candidates& c, int count, const Keep& keep) {
   int kept = 0;
   for (int first = 0; first < count; first += 32) {
@@ -202,14 +201,14 @@ __device__ int Compress(const Candidates& c, int count, const Keep& keep) {
     if (mine) {
       score = c.scores[i];
       age = c.ages[i];
-      if (scored) exact = c.exact[i];
+      if (c.exact != nullptr) exact = c.exact[i];
     }
     const unsigned all = __ballot_sync(~0u, mine);
     if (mine) {
       const int to = kept + __popc(all & ((1u << Lane()) - 1));
       c.scores[to] = score;
       c.ages[to] = age;
-      if (scored) c.exact[to] = exact;
+      if (c.exact != nullptr) c.exact[to] = exact;
     }
     kept += __popc(all);
     __syncwarp();
@@ -233,13 +232,14 @@ __device__ void RaiseLower(const SearchArguments& a, const Task& task, Block& bl
 
 // Drops candidates that `hits` others are certainly better than.
 __device__ void Shrink(const SearchArguments& a, const Task& task, Block& block, int q) {
-  const Candidates c = CandidatesOf(a, q);
+  Candidates c = CandidatesOf(a, q);
+  c.exact = nullptr;
   const int count = block.counts[q];
   const float best = FromOrdered(BoundOfLargest(count, static_cast<int>(a.hits), 32,
                                                 [&](int i) { return Ordered(c.scores[i]); }));
   RaiseLower(a, task, block, q, best - ErrorOf(a, task, block.norms[q]), count);
   const float bound = block.bounds[q];
-  const int kept = Compress<false>(c, count, [&](int i) { return c.scores[i] >= bound; });
+  const int kept = Compress(c, count, [&](int i) { return c.scores[i] >= bound; });
   RaiseLower(a, task, block, q, block.lower[q], kept);
 }
 
@@ -264,7 +264,7 @@ __device__ void Resolve(const SearchArguments& a, const Task& task, Block& block
     return order(i) == worst ? uint64_t{0xffffffff} - static_cast<uint64_t>(c.ages[i]) : 0;
   };
   const uint64_t youngest = BoundOfLargest(count, hits - better, 32, youth);
-  const int kept = Compress<true>(c, count, [&](int i) {
+  const int kept = Compress(c, count, [&](int i) {
     return order(i) > worst || (order(i) == worst && youth(i) >= youngest);
   });
   const double square = block.norms[q] * block.norms[q];
@@ -454,6 +454,15 @@ const char* LaunchSearch(const SearchArguments& a, void* stream) {
 
 // ---- Results: a block a query ----
 
+__device__ void Exchange(SearchHit& a, SearchHit& b) {
+  const double score = a.score;
+  const int32_t age = a.age;
+  a.score = b.score;
+  a.age = b.age;
+  b.score = score;
+  b.age = age;
+}
+
 __device__ bool Before(const SearchHit& a, const SearchHit& b) {
   return a.score > b.score || (a.score == b.score && a.age < b.age);
 }
@@ -464,10 +473,9 @@ __device__ void Sort(SearchHit* hits, int64_t count) {
   const auto exchange = [&](int64_t distance_mask) {
     for (int64_t i = threadIdx.x; i < count; i += kThreads) {
       const int64_t other = i ^ distance_mask;
-      if (other <= i || other >= count || !Before(hits[other], hits[i])) continue;
-      const SearchHit hit = hits[i];
-      hits[i] = hits[other];
-      hits[other] = hit;
+      if (other > i && other < count && Before(hits[other], hits[i])) {
+        Exchange(hits[i], hits[other]);
+      }
     }
     __syncthreads();
   };

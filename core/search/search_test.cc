@@ -200,8 +200,9 @@ TEST_P(SearchTest, FindsWhatLoopsFind) {
   for (const Sizes& sizes : cases) {
     for (const SearchMetric metric : kMetrics) {
       Case c;
-      c.keys = Normal(DType::kF32, {2, sizes.slots, sizes.dim}, "keys");
-      c.queries = Normal(DType::kF32, {4, sizes.queries, sizes.dim}, "queries");
+      const int64_t heads = sizes.slots < 1000 ? 2 : 1;
+      c.keys = Normal(DType::kF32, {heads, sizes.slots, sizes.dim}, "keys");
+      c.queries = Normal(DType::kF32, {2 * heads, sizes.queries, sizes.dim}, "queries");
       c.k = sizes.k;
       c.metric = metric;
       ExpectAsDefined(c, absl::StrCat(sizes.queries, "x", sizes.slots, "x", sizes.dim,
@@ -326,20 +327,44 @@ TEST_P(SearchTest, ABucketGivesItsBest) {
   for (const int64_t queries : {1, 30}) {
     for (const SearchMetric metric : kMetrics) {
       Case c;
-      c.keys = Normal(DType::kF32, {2, 1024, 16}, "keys");
-      c.queries = Normal(DType::kF32, {2, queries, 16}, "queries");
-      c.k = 32;
+      c.keys = Normal(DType::kF32, {1, 1200, 16}, "keys");
+      c.queries = Normal(DType::kF32, {1, queries, 16}, "queries");
+      c.k = 6;
       c.metric = metric;
       c.selection = SearchSelection::kBucketed;
       ExpectAsDefined(c, "full");
       c.entries = 1000;
       c.oldest = 500;
       ExpectAsDefined(c, "ring");
-      c.entries = 10;
-      ExpectAsDefined(c, "more buckets than entries");
-      c.k = 37;
-      c.entries = 1000;
+      c.k = 7;
       ExpectAsDefined(c, "a number of buckets that does not divide the slots");
+      c.entries = 5;
+      ExpectAsDefined(c, "more buckets than entries");
+    }
+  }
+}
+
+// Small whole numbers: scores are often equal.
+TEST(SearchCuda, FindsWhatTheCpuFindsBitForBit) {
+  for (const SearchMetric metric : kMetrics) {
+    for (const SearchSelection selection : {SearchSelection::kExact, SearchSelection::kBucketed}) {
+      for (const int64_t dim : {2, 33}) {
+        Case c;
+        c.keys = Normal(DType::kF32, {1, 900, dim}, "keys");
+        c.queries = Normal(DType::kF32, {2, 9, dim}, "queries");
+        for (Tensor* tensor : {&c.keys, &c.queries}) {
+          for (float& x : tensor->span<float>()) x = dim == 2 ? std::round(2 * x) : x;
+        }
+        c.k = 11;
+        c.metric = metric;
+        c.selection = selection;
+        c.entries = 850;
+        c.oldest = 300;
+        const Found cpu = RunSearch(Device::kCpu, c).value();
+        const Found simulator = RunSearch(Device::kSimulator, c).value();
+        EXPECT_EQ(cpu.slots, simulator.slots);
+        EXPECT_EQ(cpu.scores, simulator.scores);
+      }
     }
   }
 }

@@ -97,12 +97,12 @@ RelativeAttention::Scratch RelativeAttention::LayOut(int64_t tokens, Workspace& 
   return {projections, take(DType::kF32, problem_.model_dim())};
 }
 
-size_t RelativeAttention::workspace_bytes(int threads) const {
+size_t RelativeAttention::workspace_bytes(int threads, size_t rest_bytes) const {
   const int64_t rows = problem_.batch * reach_.max_segment, width = problem_.model_dim();
   return Workspace::Measure([&](Workspace& workspace) { LayOut(reach_.max_segment, workspace); }) +
-         std::max(MatMulWorkspaceBytes(device_, rows, width, 3 * width, threads),
-                  FlashEngine::StreamWorkspaceBytes(device_, LargestCall(), /*relative_keys=*/true,
-                                                    threads));
+         std::max({rest_bytes, MatMulWorkspaceBytes(device_, rows, width, 3 * width, threads),
+                   FlashEngine::StreamWorkspaceBytes(device_, LargestCall(), /*relative_keys=*/true,
+                                                     threads)});
 }
 
 absl::StatusOr<RelativeAttention::Attended> RelativeAttention::Attend(const SegmentView& segment,

@@ -107,7 +107,8 @@ class RelativeAttention {
   int64_t tokens() const { return cache_.tokens(); }
   size_t cache_bytes() const { return cache_.bytes(); }
 
-  size_t workspace_bytes(int threads) const;
+  // `rest_bytes` are what the caller of Attend takes of its rest.
+  size_t workspace_bytes(int threads, size_t rest_bytes = 0) const;
   // y = attention(x) W_o + residual, all [batch, segment.tokens(), model_dim] of any dtype in
   // memory of the device; y may be the residual, and x. The segment must be the stream's next.
   // Allocates nothing; on CUDA it enqueues on the stream.

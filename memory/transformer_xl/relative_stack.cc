@@ -20,8 +20,10 @@ absl::Status CheckRelativeStack(absl::string_view technique, const Problem& prob
 }
 
 RelativeStackLayer::RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,
-                                       const RelativeStackShape& shape, Device device)
-    : SegmentedLayer(problem, std::move(outputs), shape.sizes.layers, shape.segment),
+                                       const RelativeStackShape& shape, Device device,
+                                       const std::vector<TensorSpec>& more_of_segments)
+    : SegmentedLayer(problem, std::move(outputs), shape.sizes.layers, shape.segment,
+                     more_of_segments),
       shape_(shape),
       device_(device),
       reach_{shape.memory, shape.same_length, max_segment_tokens()},

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "core/layers/activation.h"
 #include "core/technique.h"
 #include "memory/transformer_xl/decoder_layer.h"
@@ -45,7 +46,8 @@ class RelativeStackLayer : public SegmentedLayer {
 
  protected:
   RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,
-                     const RelativeStackShape& shape, Device device);
+                     const RelativeStackShape& shape, Device device,
+                     const std::vector<TensorSpec>& more_of_segments = {});
   // For the factory: draws the parameters and takes the memory for keys and values.
   absl::Status Initialize(const std::vector<ParameterSpec>& parameters, uint64_t seed);
 

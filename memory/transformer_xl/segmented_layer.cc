@@ -12,6 +12,14 @@ TensorSpec SegmentSpec(const Problem& problem, const char* name, bool optional =
   return {name, {problem.batch, kSegmentTokens, problem.model_dim()}, problem.dtype, optional};
 }
 
+std::vector<TensorSpec> SegmentOutputs(const Problem& problem,
+                                       const std::vector<TensorSpec>& more) {
+  std::vector<TensorSpec> outputs = {SegmentSpec(problem, "out"),
+                                     SegmentSpec(problem, "context", true)};
+  outputs.insert(outputs.end(), more.begin(), more.end());
+  return outputs;
+}
+
 // Of the tokens begin, ..., begin + count - 1; empty where there is no tensor.
 TensorView Tokens(const TensorView& view, int64_t begin, int64_t count) {
   return view.empty() ? view : Slice(view, 1, begin, count);
@@ -27,10 +35,9 @@ std::vector<TensorSpec> SegmentedOutputs(const Problem& problem) {
 }
 
 SegmentedLayer::SegmentedLayer(const Problem& problem, std::vector<TensorSpec> outputs,
-                               int64_t layers, int64_t segment)
+                               int64_t layers, int64_t segment, const std::vector<TensorSpec>& more)
     : StreamingLayer(problem, HiddenInputs(problem), std::move(outputs),
-                     {SegmentSpec(problem, "x")},
-                     {SegmentSpec(problem, "out"), SegmentSpec(problem, "context", true)},
+                     {SegmentSpec(problem, "x")}, SegmentOutputs(problem, more),
                      std::min(segment, std::max<int64_t>(problem.query_tokens, 1))),
       layers_(layers) {}
 
@@ -51,6 +58,7 @@ absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   const int64_t total = problem().query_tokens;
   for (int64_t begin = 0; begin < total; begin += max_segment_tokens()) {
     const int64_t tokens = std::min(max_segment_tokens(), total - begin);
+    SetOutputs(outputs, begin);
     TFB_RETURN_IF_ERROR(AppendSegment(Slice(inputs.Get("x"), 1, begin, tokens),
                                       Tokens(outputs.Get("out"), begin, tokens),
                                       Tokens(outputs.Get("context"), begin, tokens), execution));
@@ -60,6 +68,7 @@ absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
 
 absl::Status SegmentedLayer::DoAppend(int64_t, const Inputs& segment, const Outputs& outputs,
                                       const Execution& execution) {
+  SetOutputs(outputs, 0);
   return AppendSegment(segment.Get("x"), outputs.Get("out"), outputs.Get("context"), execution);
 }
 

@@ -26,11 +26,13 @@ class SegmentedLayer : public StreamingLayer {
   int64_t split_tokens() const override { return max_segment_tokens(); }
 
  protected:
-  // `segment` tokens at a time, or all where there are fewer. A segment's outputs are out and
-  // context, whatever else `outputs`, those of a Run, has.
+  // `segment` tokens at a time, or all where there are fewer. A segment's outputs are out, context
+  // and `more`, whatever else `outputs`, those of a Run, has.
   SegmentedLayer(const Problem& problem, std::vector<TensorSpec> outputs, int64_t layers,
-                 int64_t segment);
+                 int64_t segment, const std::vector<TensorSpec>& more = {});
 
+  // Where the next segment's `more` goes: to the tokens of `outputs` from `begin` on.
+  virtual void SetOutputs(const Outputs& /*outputs*/, int64_t /*begin*/) {}
   // The next segment begins, of so many tokens.
   virtual void BeginSegment(int64_t tokens) = 0;
   // Layer n on the segment. The call's context is there in the last layer alone.

@@ -1,0 +1,78 @@
+// Approximate nearest neighbours by inverted lists (Jegou, Douze, Schmid 2011, section IV, without
+// their codes; faiss::IndexIVFFlat): k-means parts the entries, and a query sees those of the few
+// clusters whose centroids are best for it.
+//
+// What a search finds are the k best entries of the lists that it probes, in the order and with the
+// scores of search.h; probing all lists is exact search. The lists and so the results depend on the
+// keys, the options and the seed, not on the number of threads.
+//
+// Cost of a query: a product with all centroids, and entries * probes / lists dots; a batch reads each
+// list once for up to 256 queries. Keys stay where they are: an index holds centroids and 4 bytes an
+// entry. CPU only, as k-means and lists of different lengths have no CUDA kernels here.
+//
+// Why not a library: Debian's FAISS (1.7.3) is built without AVX and for any BLAS, of which a plain
+// installation has the reference one. Measured with core/search:search_benchmark beside it, its
+// IndexIVFFlat is no faster in batches than exact search is here.
+#ifndef TFB_CORE_SEARCH_INVERTED_LISTS_H_
+#define TFB_CORE_SEARCH_INVERTED_LISTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/search/search.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/thread_pool.h"
+
+namespace tfb {
+
+struct InvertedListsOptions {
+  int64_t lists = 1024;
+  int64_t iterations = 10;       // of k-means
+  int64_t sample_per_list = 64;  // keys that k-means looks at, for each list
+  uint64_t seed = 1;             // draws them
+  SearchMetric metric = SearchMetric::kSquaredDistance;  // of searches; clusters are of distance
+};
+
+class InvertedLists {
+ public:
+  // keys [entries, dim] as of a SearchCall, in host memory, which the caller keeps as it is. Entries
+  // that are none (search.h) are in no list. Lists are no more than the entries. InvalidArgument:
+  // options out of their range.
+  static absl::StatusOr<InvertedLists> Build(const ConstTensorView& keys,
+                                             const InvertedListsOptions& options, ThreadPool* pool);
+
+  int64_t lists() const { return centroids_.dim(1); }
+  // The slots of a list, ascending.
+  absl::Span<const int32_t> list(int64_t n) const;
+  size_t bytes() const;
+
+  // As Search of one head: slots and scores are [queries][k]. queries [queries, dim]; `probes` lists
+  // are looked at, all of them where there are fewer. Allocates nothing.
+  struct Call {
+    ConstTensorView queries;
+    int64_t k;
+    int64_t probes;
+    int32_t* slots;
+    float* scores;
+  };
+  size_t WorkspaceBytes(int64_t queries, int64_t k, int64_t probes, int threads) const;
+  absl::Status Search(const Call& call, const Execution& execution) const;
+
+ private:
+  SearchSizes Sizes(int64_t rows, int64_t queries, int64_t k) const;
+  void Fill(const std::vector<int32_t>& list_of_slot);
+
+  ConstTensorView keys_;  // [1, entries, dim]
+  SearchMetric metric_ = SearchMetric::kSquaredDistance;
+  Tensor centroids_;             // [1, lists, dim]
+  std::vector<int32_t> begins_;  // [lists + 1]
+  std::vector<int32_t> slots_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_SEARCH_INVERTED_LISTS_H_

@@ -1,0 +1,241 @@
+#include "memory/memorizing/memorizing.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "memory/memorizing/memorizing_definition.h"
+#include "memory/memorizing/memory_store.h"
+#include "memory/transformer_xl/decoder_layer.h"
+#include "memory/transformer_xl/relative_stack.h"
+#include "memory/transformer_xl/segmented_layer.h"
+#include "memory/transformer_xl/stack.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<Memorizing>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "memorizing";
+  info.family = "memory";
+  info.title = "Memorizing Transformer";
+  info.citation = "Wu et al. 2022, arXiv:2203.08913v1, section 3";
+  info.input_kind = InputKind::kHidden;
+  info.exactness = Exactness::kOwn;
+  info.budget_option = "store";
+  info.growth = 1;
+  info.supports_noncausal = false;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+RelativeStackShape ShapeOf(const Problem& problem, const MemorizingOptions& options) {
+  return {{options.layers, problem.query_heads, problem.head_dim,
+           options.feed_forward * problem.model_dim(), options.share_biases},
+          options.segment,
+          options.memory,
+          options.same_length,
+          options.clamp_length};
+}
+
+absl::Status CheckProblem(const Problem& problem, const MemorizingOptions& options) {
+  if (options.memory_layer >= options.layers) {
+    return absl::InvalidArgumentError(absl::StrCat("option memory_layer is ", options.memory_layer,
+                                                   "; allowed with layers=", options.layers,
+                                                   " are -1 to ", options.layers - 1));
+  }
+  return CheckRelativeStack("memorizing", problem, ShapeOf(problem, options),
+                            MemorizingOptions::kMaxMemory);
+}
+
+std::string StorePrefix(const MemorizingOptions& options) {
+  return absl::StrCat(LayerPrefix(options.layer_with_store()), "memory.");
+}
+
+std::vector<ParameterSpec> ParametersOf(const StackSizes& sizes, const MemorizingOptions& options) {
+  std::vector<ParameterSpec> specs = StackParameters(sizes);
+  if (options.store == 0) return specs;
+  const double scale = std::sqrt(static_cast<double>(sizes.head_dim));
+  specs.push_back({StorePrefix(options) + "gate", {sizes.heads}, 0, 1});
+  specs.push_back({StorePrefix(options) + "scale", {sizes.heads}, scale, 1});
+  return specs;
+}
+
+// Of the tokens of a Run, or of a segment.
+std::vector<TensorSpec> RetrievedOutput(const Problem& problem, const MemorizingOptions& options,
+                                        int64_t tokens) {
+  if (options.store == 0) return {};
+  return {{"retrieved",
+           {problem.batch, problem.query_heads, tokens, options.retrieved()},
+           DType::kI64,
+           true}};
+}
+
+std::vector<TensorSpec> OutputsOf(const Problem& problem, const MemorizingOptions& options) {
+  std::vector<TensorSpec> outputs = SegmentedOutputs(problem);
+  for (TensorSpec& spec : RetrievedOutput(problem, options, problem.query_tokens)) {
+    outputs.push_back(std::move(spec));
+  }
+  return outputs;
+}
+
+// ---- The layer ----
+
+class MemorizingLayer : public RelativeStackLayer {
+ public:
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       const MemorizingOptions& options,
+                                                       Device device, uint64_t seed) {
+    auto layer = std::unique_ptr<MemorizingLayer>(new MemorizingLayer(problem, options, device));
+    TFB_RETURN_IF_ERROR(layer->Initialize(ParametersOf(layer->sizes(), options), seed));
+    if (options.store > 0) {
+      TFB_ASSIGN_OR_RETURN(layer->store_, MemoryStore::Create(device, problem, layer->StoreOf()));
+    }
+    return layer;
+  }
+
+  // With the products that score the store's tokens and mix those that were retrieved.
+  Cost cost() const override {
+    double pairs = 0;
+    for (int64_t begin = 0; begin < problem().query_tokens; begin += max_segment_tokens()) {
+      const int64_t stored = std::clamp<int64_t>(begin - options_.lag(), 0, options_.store);
+      const int64_t tokens = std::min(max_segment_tokens(), problem().query_tokens - begin);
+      pairs += static_cast<double>(tokens * (stored + std::min(stored, options_.retrieved())));
+    }
+    Cost cost = RelativeStackLayer::cost();
+    *cost.flops += 2 * pairs * static_cast<double>(problem().batch * problem().model_dim());
+    return cost;
+  }
+
+  // Beside those of the stack, store_entries, that the next segment finds, and store_bytes.
+  std::map<std::string, double> statistics() const override {
+    std::map<std::string, double> statistics = RelativeStackLayer::statistics();
+    statistics["store_bytes"] = static_cast<double>(store_.bytes());
+    statistics["store_entries"] = static_cast<double>(store_.entries());
+    return statistics;
+  }
+
+  // Which tokens a segment finds in the store depends on where it begins.
+  int64_t split_tokens() const override {
+    return options_.store > 0 ? max_segment_tokens() : RelativeStackLayer::split_tokens();
+  }
+
+  absl::Status Reset() override {
+    store_.Clear();
+    return RelativeStackLayer::Reset();
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    if (options_.store > 0) {
+      const std::string prefix = StorePrefix(options_);
+      TFB_RETURN_IF_ERROR(store_.Setup(parameters_.at(prefix + "gate").view(),
+                                       parameters_.at(prefix + "scale").view()));
+      store_.Clear();
+    }
+    return RelativeStackLayer::DoSetup(inputs, execution);
+  }
+
+  void SetOutputs(const Outputs& outputs, int64_t begin) override {
+    retrieved_ = outputs.Get("retrieved");
+    first_retrieved_ = begin;
+  }
+
+  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+                        const Execution& execution) override {
+    const bool reads = options_.store > 0 && n == options_.layer_with_store();
+    return layer(n).Run(
+        options_.pre_norm, call,
+        [&](const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
+            const Execution& rest) {
+          return reads ? Attend(x, residual, y, rest)
+                       : attention(n).Append(segment(), x, residual, y, rest);
+        },
+        execution);
+  }
+
+  size_t layer_workspace_bytes(int threads) const override {
+    const size_t store_bytes = options_.store > 0 ? store_.workspace_bytes(threads) : 0;
+    return DecoderLayer::workspace_bytes(device(), sizes(), max_rows(), options_.pre_norm,
+                                         attention(0).workspace_bytes(threads, store_bytes),
+                                         threads);
+  }
+
+ private:
+  MemorizingLayer(const Problem& problem, const MemorizingOptions& options, Device device)
+      : RelativeStackLayer(problem, OutputsOf(problem, options), ShapeOf(problem, options), device,
+                           RetrievedOutput(problem, options, kSegmentTokens)),
+        options_(options) {}
+
+  StoreShape StoreOf() const {
+    StoreShape shape = {options_.store, options_.lag(), options_.retrieved(), max_segment_tokens()};
+    if (options_.selection == MemorizingOptions::Selection::kBucketed) {
+      shape.selection = SearchSelection::kBucketed;
+    }
+    return shape;
+  }
+
+  // The attention of the layer with the store. It reads, and then writes.
+  absl::Status Attend(const ConstTensorView& x, const ConstTensorView& residual,
+                      const TensorView& y, const Execution& execution) {
+    RelativeAttention& own = attention(options_.layer_with_store());
+    TFB_ASSIGN_OR_RETURN(const RelativeAttention::Attended attended,
+                         own.Attend(segment(), x, execution));
+    TensorView retrieved = retrieved_;
+    if (!retrieved.empty()) retrieved = Slice(retrieved, 2, first_retrieved_, x.dim(1));
+    TFB_RETURN_IF_ERROR(store_.Read(attended.q, attended.heads, retrieved, attended.rest));
+    TFB_RETURN_IF_ERROR(store_.Append(attended.k, attended.v, attended.rest));
+    return own.Project(attended.context, residual, y, attended.rest);
+  }
+
+  MemorizingOptions options_;
+  MemoryStore store_;     // nothing, where the option is 0
+  TensorView retrieved_;  // of the whole call, empty where nobody wants it
+  int64_t first_retrieved_ = 0;
+};
+
+}  // namespace
+
+Memorizing::Memorizing() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> Memorizing::WrittenTensors(const Problem& problem,
+                                                   const MemorizingOptions& options) const {
+  return OutputsOf(problem, options);
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> Memorizing::MakeLayer(const Problem& problem,
+                                                             const MemorizingOptions& options,
+                                                             Device device, uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  return MemorizingLayer::Create(problem, options, device, seed);
+}
+
+absl::Status Memorizing::Definition(const Problem& problem, const MemorizingOptions& options,
+                                    const NamedTensors& parameters, const Inputs& inputs,
+                                    const DefinitionRequest& request, NamedTensors* outputs) const {
+  const StackSizes sizes = ShapeOf(problem, options).sizes;
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  TFB_RETURN_IF_ERROR(CheckParameters(ParametersOf(sizes, options), parameters));
+  *outputs =
+      DefineMemorizing(problem, options, sizes, parameters, inputs.Get("x"), request.computed);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TechniqueSpec> Memorizing::Counterpart(const Problem& problem,
+                                                      const Options& options) const {
+  TFB_ASSIGN_OR_RETURN(Options whole_past, Canonical(options));
+  const std::string tokens = absl::StrCat(std::max<int64_t>(problem.query_tokens, 1));
+  whole_past["memory"] = tokens;
+  whole_past["segment"] = tokens;
+  whole_past["same_length"] = "false";
+  return TechniqueSpec{info().name, std::move(whole_past)};
+}
+
+}  // namespace tfb

@@ -1,0 +1,138 @@
+// Memorizing Transformer: a Transformer-XL of which one layer also reads a large store of the keys
+// and values of past tokens, of which each query takes the k nearest.
+//
+// All layers are those of memory/transformer_xl/transformer_xl.h. In layer `memory_layer`, for each
+// head h and with q, k, v the queries, keys and values that its own attention has:
+//
+//   unit(x) = x / max(|x|, 1e-12)
+//   s_pj  = |scale_h| unit(q_p) . unit(k_j)                   so that |s_pj| <= |scale_h|
+//   o_p   = sum_j softmax_j(s_pj) v_j                         over the tokens j that p retrieves
+//   y_p   = g_h o_p + (1 - g_h) local_p,  g_h = 1 / (1 + exp(-gate_h))
+//
+// and concat_heads(y_p) W_o takes the place of concat_heads(local_p) W_o, where local_p is what the
+// layer's own attention gives, relative positions and all. Where the store is empty, y_p = local_p.
+// With the whole store retrieved this is still two softmaxes mixed by g, not one over both.
+//
+// The store is read before it is written: while a segment that begins at token s is read, it holds
+// the newest `store` tokens before s, first in, first out, for each head and batch row by itself.
+// Tokens that the layer's own memory has as well are among them, as in the paper; with
+// `beyond_memory` it holds the newest `store` tokens before s - memory, those that the segment's
+// first token cannot see otherwise. Reset empties it: at the beginning of a document.
+//
+// Which tokens of the store p retrieves:
+//
+//   selection = exact      the k of the largest s_pj, of equal ones the older first
+//   selection = bucketed   of each of k buckets the token of the largest s_pj; token j is in bucket
+//                          (j mod slots) mod k, where slots is `store`, and `memory` more with
+//                          beyond_memory: what the authors' code runs on TPUs
+//
+// Which of two scores is larger that the precision of queries and keys cannot tell apart (2e-5 in
+// f32, 5 roundings in 16 bits; scores without the scale) is not defined: the definition takes the
+// layer's word for it. CPU and CUDA choose by float64 scores of the queries and keys that they have.
+// A key with a NaN is not retrieved.
+//
+// Source: Wu, Rabe, Hutchins, Szegedy 2022, "Memorizing Transformers", arXiv:2203.08913v1, section
+// 3; the scale, the gate's bias that begins at 0 and the buckets as in the authors' code
+// (github.com/google-research/meliad, transformer/attention.py, memory_layer.py). Where that code
+// differs and is not followed: it normalises the keys and queries of the local attention too; it
+// adds 1e-6 to the norm; slots not written yet are retrieved as zeros, which dilutes the softmax;
+// its local attention has no relative positions in this layer. memorizing-transformers-pytorch has
+// one head of keys and values, multiplies the local side by sigmoid(gate), normalises stored values,
+// does not normalise queries, and adds a learned key and value to what is retrieved. The Hugging Face
+// of the trade has no port.
+//
+// Cost beside Transformer-XL's, of a token and n = min(store, tokens before): 2 n d FLOPs to score
+// (d = model_dim) and 2 k d to read. Store: 2 `store` d numbers a batch row, fp32 on the CPU.
+#ifndef TFB_MEMORY_MEMORIZING_MEMORIZING_H_
+#define TFB_MEMORY_MEMORIZING_MEMORIZING_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct MemorizingOptions {
+  enum class Selection { kExact, kBucketed };
+  static constexpr int64_t kMaxMemory = int64_t{1} << 20;
+  static constexpr int64_t kMaxLayers = 32;
+  static constexpr int64_t kMaxStore = int64_t{1} << 18;  // the paper's largest
+
+  int64_t layers = 2;
+  int64_t segment = 128;
+  int64_t memory = 128;
+  bool same_length = false;
+  int64_t clamp_length = 0;
+  int64_t feed_forward = 4;
+  bool pre_norm = false;
+  bool share_biases = true;
+  int64_t memory_layer = -1;
+  int64_t store = 8192;
+  int64_t k = 32;
+  Selection selection = Selection::kExact;
+  bool beyond_memory = false;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("layers", &layers, 1, kMaxLayers, "attention and feed-forward layers");
+    bind.Int("segment", &segment, 1, kMaxMemory, "tokens that are processed at a time");
+    bind.Int("memory", &memory, 0, kMaxMemory, "earlier tokens that a layer keeps");
+    bind.Bool("same_length", &same_length,
+              "every token sees `memory` keys, its own among them; else all of the memory and the "
+              "segment up to itself");
+    bind.Int("clamp_length", &clamp_length, 0, kMaxMemory,
+             "larger distances count as this one; 0 means none do");
+    bind.Int("feed_forward", &feed_forward, 1, 64,
+             "inner width of the feed-forward layers, in model_dim");
+    bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
+    bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
+    // The paper's is the 9th of 12.
+    bind.Int("memory_layer", &memory_layer, -1, kMaxLayers - 1,
+             "the layer that reads the store, from 0; -1 means three quarters of the way up");
+    bind.Int("store", &store, 0, kMaxStore, "tokens in the store", {0, 1024, 4096, 16384, 65536});
+    // As in the paper; the authors' code has 128.
+    bind.Int("k", &k, 1, kMaxStore, "tokens that a query retrieves");
+    bind.Choice("selection", &selection,
+                {{"exact", Selection::kExact}, {"bucketed", Selection::kBucketed}},
+                "the k nearest tokens, or the nearest of each of k buckets");
+    bind.Bool("beyond_memory", &beyond_memory,
+              "the store has no tokens that the layer's own memory still has");
+  }
+
+  int64_t layer_with_store() const { return memory_layer >= 0 ? memory_layer : 3 * layers / 4; }
+  int64_t retrieved() const { return k < store ? k : store; }
+  int64_t lag() const { return beyond_memory ? memory : 0; }
+};
+
+// Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
+// head_dim. Causal only.
+//
+// Parameters: transformer_xl's, and, where there is a store, layerN.memory.gate, drawn N(0, 1), and
+// layerN.memory.scale, drawn N(sqrt(head_dim), 1), both [heads], of the layer that reads it.
+//
+// Writes out and the optional context, as transformer_xl does, and, where there is a store, the
+// optional retrieved, i64 [batch, heads, query_tokens, min(k, store)]: the tokens that were read,
+// ascending, -1 behind the last.
+//
+// The counterpart is the same network with all of the past in its memory, and nothing in the store.
+class Memorizing : public TechniqueOf<MemorizingOptions> {
+ public:
+  Memorizing();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const MemorizingOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const MemorizingOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const MemorizingOptions& options) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_MEMORIZING_MEMORIZING_H_

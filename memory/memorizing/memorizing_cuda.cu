@@ -1,0 +1,139 @@
+// A warp has a row of a tensor or one query of a head, each lane every 32nd channel.
+#include "core/cuda/kernel.cuh"
+#include "memory/memorizing/memorizing_cuda.h"
+
+namespace tfb {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * kWarp;
+constexpr int kMaxChannels = 256;  // kMaxHeadDim
+constexpr int kOfLane = kMaxChannels / kWarp;
+
+__device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+__device__ int64_t RowOfWarp() {
+  return static_cast<int64_t>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+}
+
+template <class Arguments>
+const char* LaunchWarps(const char* name, void (*kernel)(Arguments), const Arguments& a,
+                        void* stream) {
+  const int64_t blocks = (a.batch * a.heads * a.tokens + kWarps - 1) / kWarps;
+  if (blocks > INT32_MAX) return "more rows than a grid has warps";
+  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream, a);
+}
+
+// ---- Rows into a ring ----
+
+__device__ double NormOf(const DeviceView& view, int64_t row, int64_t stride, int64_t channels) {
+  double square = 0;
+  for (int64_t c = Lane(); c < channels; c += kWarp) {
+    const double x = LoadElement(view.data, view.element, row + c * stride);
+    square += x * x;
+  }
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
+  return sqrt(square);
+}
+
+__global__ void __launch_bounds__(kThreads) CopyRows(CopyRowsArguments a) {
+  const int64_t n = RowOfWarp();
+  if (n >= a.batch * a.heads * a.tokens) return;
+  const int64_t t = n % a.tokens, head = n / a.tokens;
+  const int64_t from = head / a.heads * a.from.strides[0] + head % a.heads * a.from.strides[1] +
+                       t * a.from.strides[2];
+  const int64_t to = head * a.to.strides[0] + (a.first_place + t) % a.places * a.to.strides[1];
+  double norm = 1;
+  if (a.unit) {
+    norm = NormOf(a.from, from, a.from.strides[3], a.channels);
+    if (norm < kLeastNorm) norm = kLeastNorm;
+  }
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    const float x = LoadElement(a.from.data, a.from.element, from + c * a.from.strides[3]);
+    StoreElement(a.to.data, a.to.element, to + c * a.to.strides[2], static_cast<float>(x / norm));
+  }
+}
+
+const char* LaunchCopyRows(const CopyRowsArguments& a, void* stream) {
+  return LaunchWarps("CopyRows", &CopyRows, a, stream);
+}
+
+// ---- Attention over what was found ----
+
+__device__ int64_t AgeIn(const MixArguments& a, int slot) {
+  const int64_t age = slot - a.oldest;
+  return age < 0 ? age + a.places : age;
+}
+
+// Each token goes where as many older ones are before it.
+__device__ void WriteRetrieved(const MixArguments& a, const int32_t* slots, int64_t to) {
+  for (int64_t n = Lane(); n < a.k; n += kWarp) {
+    int64_t token = -1, place = n;
+    if (slots[n] >= 0) {
+      const int64_t age = AgeIn(a, slots[n]);
+      token = a.first_token + age;
+      place = 0;
+      for (int64_t m = 0; m < a.k && slots[m] >= 0; ++m) place += AgeIn(a, slots[m]) < age;
+    }
+    a.retrieved[to + place * a.retrieved_strides[3]] = token;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
+  const int64_t row = RowOfWarp();
+  if (row >= a.batch * a.heads * a.tokens) return;
+  const int64_t t = row % a.tokens, head = row / a.tokens;
+  const int64_t h = head % a.heads, b = head / a.heads;
+  const int32_t* slots = a.slots + row * a.k;
+  const float* scores = a.scores + row * a.k;
+  if (a.retrieved != nullptr) {
+    WriteRetrieved(
+        a, slots,
+        b * a.retrieved_strides[0] + h * a.retrieved_strides[1] + t * a.retrieved_strides[2]);
+  }
+  if (slots[0] < 0) return;
+
+  const float scale = fabsf(a.scales[h]), largest = scores[0];
+  const int64_t values = head * a.values.strides[0];
+  float weights = 0, sum[kOfLane] = {};
+  for (int64_t first = 0; first < a.k; first += kWarp) {
+    const int64_t n = first + Lane();
+    const int slot = n < a.k ? slots[n] : -1;
+    const float weight = slot < 0 ? 0 : expf(scale * (scores[n] - largest));
+    for (int i = 0; i < kWarp; ++i) {
+      const int of_entry = __shfl_sync(~0u, slot, i);
+      const float share = __shfl_sync(~0u, weight, i);
+      if (of_entry < 0) break;  // for all lanes
+      weights += share;
+#pragma unroll
+      for (int part = 0; part < kOfLane; ++part) {
+        const int64_t c = Lane() + part * kWarp;
+        if (c >= a.channels) break;
+        sum[part] +=
+            share * LoadElement(a.values.data, a.values.element,
+                                values + of_entry * a.values.strides[1] + c * a.values.strides[2]);
+      }
+    }
+  }
+  const float gate = 1 / (1 + expf(-a.gates[h]));
+  const int64_t out = b * a.out.strides[0] + h * a.out.strides[1] + t * a.out.strides[2];
+#pragma unroll
+  for (int part = 0; part < kOfLane; ++part) {
+    const int64_t c = Lane() + part * kWarp;
+    if (c >= a.channels) break;
+    const int64_t at = out + c * a.out.strides[3];
+    const float local = LoadElement(a.out.data, a.out.element, at);
+    StoreElement(a.out.data, a.out.element, at, gate * (sum[part] / weights) + (1 - gate) * local);
+  }
+}
+
+const char* LaunchMix(const MixArguments& a, void* stream) {
+  return LaunchWarps("Mix", &Mix, a, stream);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(MemorizingKernels, {&LaunchCopyRows, &LaunchMix});
+
+}  // namespace tfb

@@ -1,0 +1,57 @@
+// The CUDA kernels of memorizing as C++ sees them. Pointers are to device memory.
+#ifndef TFB_MEMORY_MEMORIZING_MEMORIZING_CUDA_H_
+#define TFB_MEMORY_MEMORIZING_MEMORIZING_CUDA_H_
+
+#include <stdint.h>
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+
+constexpr double kLeastNorm = 1e-12;  // of what is divided by its norm
+
+// Token n goes to place (first_place + n) % places, divided by its norm where `unit`.
+struct CopyRowsArguments {
+  DeviceView from;  // [batch, heads, tokens, channels]
+  DeviceView to;    // [batch * heads, places, channels]
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+  int64_t channels;
+  int64_t first_place;
+  int64_t places;
+  bool unit;
+};
+
+// out = g o + (1 - g) out, where o is the softmax of the scores over the values in the slots that
+// were found, best first; out is left alone where none was.
+struct MixArguments {
+  const int32_t* slots;  // [batch][heads][tokens][k]; -1 behind the last
+  const float* scores;
+  DeviceView values;  // [batch * heads, places, channels]
+  DeviceView out;     // [batch, heads, tokens, channels]
+  const float* gates;
+  const float* scales;
+  int64_t* retrieved;  // null, or with its strides [batch, heads, tokens, k]: the slots' tokens,
+                       // ascending, and -1 behind the last
+  int64_t retrieved_strides[4];
+  int64_t first_token;  // of slot `oldest`
+  int64_t oldest;
+  int64_t places;
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+  int64_t k;
+  int64_t channels;  // 256 at most
+};
+
+// Each enqueues on the stream and returns null, or why not.
+struct MemorizingKernels {
+  const char* (*copy_rows)(const CopyRowsArguments& arguments, void* stream);
+  const char* (*mix)(const MixArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_MEMORIZING_MEMORIZING_CUDA_H_

@@ -1,0 +1,188 @@
+#include "memory/memorizing/memorizing_definition.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "core/definition.h"
+#include "core/dtype.h"
+#include "memory/transformer_xl/stack_definition.h"
+
+namespace tfb {
+namespace {
+
+// How far a score q . k of unit vectors may be off in an implementation, which takes them from
+// hidden states whose own errors are of this size: see the bounds of harness/errors.h.
+double ScoreTolerance(DType dtype) { return dtype == DType::kF32 ? 2e-5 : 5 * UnitRoundoff(dtype); }
+
+// Tokens with their scores, of which a query takes the best.
+struct Candidate {
+  int64_t token;
+  double score;
+};
+
+// The `count` best of the candidates, of equal scores the lower token first; or those of `computed`
+// that are candidates, if they are the best within the tolerance, and of equal scores the first.
+std::vector<Candidate> Best(std::vector<Candidate> candidates, int64_t count,
+                            const std::vector<int64_t>& computed, double tolerance) {
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
+  count = std::min(count, static_cast<int64_t>(candidates.size()));
+  if (count == 0) return {};
+  const double last = candidates[count - 1].score;
+  std::vector<Candidate> taken;
+  double passed_over = std::nan("");
+  bool may_take = true;
+  for (const Candidate& candidate : candidates) {
+    const bool takes =
+        std::find(computed.begin(), computed.end(), candidate.token) != computed.end();
+    if (takes) {
+      taken.push_back(candidate);
+      may_take = may_take && candidate.score >= last - tolerance && candidate.score != passed_over;
+    } else {
+      passed_over = candidate.score;
+      may_take = may_take && candidate.score <= last + tolerance;
+    }
+  }
+  if (may_take && static_cast<int64_t>(taken.size()) == count) return taken;
+  candidates.resize(count);
+  return candidates;
+}
+
+class MemorizingDefinition {
+ public:
+  // `computed` and `retrieved` are [batch, heads, tokens, k], the former empty where there is none.
+  MemorizingDefinition(const StackDefinition& stack, const MemorizingOptions& options, DType dtype,
+                       const ConstTensorView& computed, const TensorView& retrieved)
+      : stack_(stack),
+        options_(options),
+        tolerance_(ScoreTolerance(dtype)),
+        computed_(computed),
+        retrieved_(retrieved) {}
+
+  // The first key that token p sees in its own attention.
+  int64_t FirstSeen(int64_t p) const {
+    const int64_t from = options_.same_length ? p + 1 : BeginOfSegment(p);
+    return std::max<int64_t>(from - options_.memory, 0);
+  }
+
+  // The attention of layer n, which has the store, in batch row b, with its W_o.
+  Rows Attention(int64_t n, int64_t b, const Rows& x) const {
+    const Rows q = stack_.Project(n, "w_q", x), k = stack_.Project(n, "w_k", x),
+               v = stack_.Project(n, "w_v", x);
+    Rows y = stack_.Context(n, q, {k, v, [this](int64_t p) { return FirstSeen(p); }});
+    const std::string prefix = LayerPrefix(n) + "memory.";
+    const std::vector<double> gate = stack_.Vector(prefix + "gate");
+    const std::vector<double> scale = stack_.Vector(prefix + "scale");
+    const int64_t e = stack_.sizes().head_dim;
+    for (int64_t h = 0; h < stack_.sizes().heads; ++h) {
+      const Rows unit_q = UnitRows(q, h * e, e), unit_k = UnitRows(k, h * e, e);
+      const double g = 1 / (1 + std::exp(-gate[h]));
+      for (int64_t p = 0; p < x.rows(); ++p) {
+        const std::vector<Candidate> taken = Retrieve(unit_q[p], unit_k, p, ComputedAt(b, h, p));
+        int64_t* tokens = retrieved_.MutableAt<int64_t>(b, h, p);
+        std::fill_n(tokens, options_.retrieved(), -1);
+        for (size_t n = 0; n < taken.size(); ++n) tokens[n] = taken[n].token;
+        if (taken.empty()) continue;
+        double largest = kNotSeen, sum = 0;
+        for (const Candidate& one : taken) largest = std::max(largest, one.score);
+        std::vector<double> o(e, 0);
+        for (const Candidate& one : taken) {
+          const double weight = std::exp(std::abs(scale[h]) * (one.score - largest));
+          sum += weight;
+          for (int64_t c = 0; c < e; ++c) o[c] += weight * v[one.token][h * e + c];
+        }
+        for (int64_t c = 0; c < e; ++c) {
+          y[p][h * e + c] = g * o[c] / sum + (1 - g) * y[p][h * e + c];
+        }
+      }
+    }
+    return stack_.Project(n, "w_o", y);
+  }
+
+ private:
+  int64_t BeginOfSegment(int64_t p) const { return p / options_.segment * options_.segment; }
+
+  // One head's channels, each row divided by its norm.
+  static Rows UnitRows(const Rows& x, int64_t first, int64_t channels) {
+    Rows unit(x.rows(), channels);
+    for (int64_t t = 0; t < x.rows(); ++t) {
+      const double* row = x[t] + first;
+      const double norm = std::max(std::sqrt(Dot(row, row, channels)), 1e-12);
+      for (int64_t c = 0; c < channels; ++c) unit[t][c] = row[c] / norm;
+    }
+    return unit;
+  }
+
+  // The best of all or of each bucket, by their tokens.
+  std::vector<Candidate> Retrieve(const double* q, const Rows& keys, int64_t p,
+                                  const std::vector<int64_t>& computed) const {
+    const int64_t end = std::max<int64_t>(BeginOfSegment(p) - options_.lag(), 0);
+    const bool bucketed = options_.selection == MemorizingOptions::Selection::kBucketed;
+    const int64_t k = options_.retrieved(), slots = options_.store + options_.lag();
+    std::vector<std::vector<Candidate>> buckets(bucketed ? k : 1);
+    for (int64_t j = std::max<int64_t>(end - options_.store, 0); j < end; ++j) {
+      const double score = Dot(q, keys[j], keys.channels());
+      if (std::isnan(score)) continue;
+      buckets[bucketed ? j % slots % k : 0].push_back({j, score});
+    }
+    std::vector<Candidate> taken;
+    for (std::vector<Candidate>& bucket : buckets) {
+      const std::vector<Candidate> best =
+          Best(std::move(bucket), bucketed ? 1 : k, computed, tolerance_);
+      taken.insert(taken.end(), best.begin(), best.end());
+    }
+    std::sort(taken.begin(), taken.end(),
+              [](const Candidate& a, const Candidate& b) { return a.token < b.token; });
+    return taken;
+  }
+
+  std::vector<int64_t> ComputedAt(int64_t b, int64_t h, int64_t p) const {
+    if (computed_.empty()) return {};
+    const int64_t* begin = computed_.At<int64_t>(b, h, p);
+    return std::vector<int64_t>(begin, begin + options_.retrieved());
+  }
+
+  const StackDefinition& stack_;
+  const MemorizingOptions& options_;
+  double tolerance_;
+  ConstTensorView computed_;
+  TensorView retrieved_;
+};
+
+}  // namespace
+
+NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
+                              const StackSizes& sizes, const NamedTensors& parameters,
+                              const ConstTensorView& x, const NamedTensors* computed) {
+  NamedTensors outputs;
+  for (const char* name : {"out", "context"}) outputs[name] = Tensor(DType::kF64, x.shape());
+  ConstTensorView wanted;
+  TensorView retrieved;
+  if (options.store > 0) {
+    outputs["retrieved"] = Tensor(DType::kI64, {problem.batch, problem.query_heads,
+                                                problem.query_tokens, options.retrieved()});
+    retrieved = outputs["retrieved"].view();
+    if (computed != nullptr && computed->count("retrieved") > 0) {
+      wanted = computed->at("retrieved").view();
+    }
+  }
+  const StackDefinition stack(sizes, parameters, options.clamp_length);
+  const MemorizingDefinition definition(stack, options, problem.dtype, wanted, retrieved);
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    const auto attention = [&](int64_t n, const Rows&, const Rows& input) {
+      if (options.store > 0 && n == options.layer_with_store()) {
+        return definition.Attention(n, b, input);
+      }
+      return stack.Attention(n, input, [&](int64_t p) { return definition.FirstSeen(p); });
+    };
+    Rows context(0, problem.model_dim());
+    const Rows out = stack.Forward(SequenceOf(x, b), options.pre_norm, attention, &context);
+    StoreSequence(out, b, outputs["out"].view());
+    StoreSequence(context, b, outputs["context"].view());
+  }
+  return outputs;
+}
+
+}  // namespace tfb

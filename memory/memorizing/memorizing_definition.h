@@ -1,0 +1,20 @@
+// The definition of memorizing.h in float64. Plain loops in the order of the formulas.
+#ifndef TFB_MEMORY_MEMORIZING_MEMORIZING_DEFINITION_H_
+#define TFB_MEMORY_MEMORIZING_MEMORIZING_DEFINITION_H_
+
+#include "core/problem.h"
+#include "core/tensor.h"
+#include "memory/memorizing/memorizing.h"
+#include "memory/transformer_xl/stack.h"
+
+namespace tfb {
+
+// out, context and, where there is a store, retrieved. The parameters have been checked. `computed` as
+// in DefinitionRequest.
+NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
+                              const StackSizes& sizes, const NamedTensors& parameters,
+                              const ConstTensorView& x, const NamedTensors* computed);
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_MEMORIZING_MEMORIZING_DEFINITION_H_

@@ -1,0 +1,539 @@
+// Memorizing against its definition, by hand, and at the limits of its gate, store and k.
+//
+// Tolerance. As in transformer_xl's test: each sublayer is held to the bound of fp32 attention, 2e-5
+// of the largest output, and sublayers add in quadrature. What is read in the store is a mean of
+// values as attention is.
+#include "memory/memorizing/memorizing.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention/dense/dense.h"
+#include "core/random.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+#include "memory/memorizing/memory_store.h"
+#include "memory/transformer_xl/transformer_xl.h"
+
+namespace tfb {
+namespace {
+
+Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim) {
+  return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true);
+}
+
+Tensor Normal(const Shape& shape, const char* name) {
+  Tensor tensor(DType::kF32, shape);
+  FillNormal(&tensor, 3, name);
+  return tensor;
+}
+
+Tensor RandomHidden(const Problem& problem) {
+  return Normal({problem.batch, problem.query_tokens, problem.model_dim()}, "x");
+}
+
+double Bound(const ConstTensorView& expected, int64_t layers) {
+  return std::sqrt(2.0 * static_cast<double>(layers)) * Fp32Bound(expected);
+}
+
+NamedTensors ParametersOf(const Technique& technique, const Problem& problem,
+                          const Options& options) {
+  const auto layer = technique.Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : (*layer)->parameters()) parameters[name] = tensor.Clone();
+  return parameters;
+}
+
+NamedTensors Compute(const Technique& technique, const Problem& problem, const Options& options,
+                     const NamedTensors& parameters, const Tensor& x,
+                     Device device = Device::kCpu) {
+  RunRequest request;
+  request.options = options;
+  request.parameters = &parameters;
+  request.device = device;
+  auto computed = RunTechnique(technique, problem, {{"x", x.view()}}, request);
+  EXPECT_TRUE(computed.ok()) << computed.status();
+  return *std::move(computed);
+}
+
+NamedTensors Define(const Problem& problem, const Options& options, const NamedTensors& parameters,
+                    const Tensor& x, const NamedTensors* computed = nullptr) {
+  RunRequest request;
+  request.options = options;
+  request.parameters = &parameters;
+  DefinitionRequest definition;
+  definition.computed = computed;
+  auto defined = DefineTechnique(Memorizing(), problem, {{"x", x.view()}}, request, definition);
+  EXPECT_TRUE(defined.ok()) << defined.status();
+  return *std::move(defined);
+}
+
+void ExpectSame(const NamedTensors& a, const NamedTensors& b) {
+  for (const char* output : {"out", "context"}) {
+    EXPECT_EQ(MaxDifference(a.at(output).view(), b.at(output).view()), 0) << output;
+  }
+}
+
+void ExpectAsDefined(const Problem& problem, const Options& options, Device device) {
+  SCOPED_TRACE(ToString(options));
+  const Tensor x = RandomHidden(problem);
+  const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
+  const NamedTensors defined = Define(problem, options, parameters, x, &computed);
+  for (const char* output : {"out", "context"}) {
+    EXPECT_LE(MaxDifference(computed.at(output).view(), defined.at(output).view()),
+              Bound(defined.at(output).view(), 3))
+        << output;
+  }
+  EXPECT_EQ(MaxDifference(computed.at("retrieved").view(), defined.at("retrieved").view()), 0);
+}
+
+TEST(Memorizing, EveryOptionEqualsTheDefinition) {
+  for (const Options& options : std::vector<Options>{
+           {{"segment", "16"}, {"memory", "10"}, {"store", "40"}, {"k", "5"}},
+           {{"segment", "7"}, {"memory", "0"}, {"store", "200"}, {"k", "200"}},
+           {{"segment", "30"}, {"store", "20"}, {"k", "3"}, {"same_length", "true"}},
+           {{"segment", "16"}, {"memory", "20"}, {"store", "30"}, {"beyond_memory", "true"}},
+           {{"segment", "50"}, {"memory", "5"}, {"store", "10"}, {"beyond_memory", "true"}},
+           {{"segment", "9"}, {"selection", "bucketed"}, {"store", "37"}, {"k", "4"}},
+           {{"segment", "9"},
+            {"selection", "bucketed"},
+            {"store", "30"},
+            {"k", "8"},
+            {"memory", "11"},
+            {"beyond_memory", "true"}},
+           {{"segment", "1"}, {"store", "1"}, {"k", "32"}},
+           {{"segment", "20"}, {"layers", "3"}, {"memory_layer", "0"}, {"pre_norm", "true"}},
+           {{"segment", "20"}, {"share_biases", "false"}, {"clamp_length", "9"}},
+           {{"segment", "128"}}}) {
+    ExpectAsDefined(Make(2, 3, 100, 8), options, Device::kCpu);
+  }
+}
+
+TEST(Memorizing, InTheSimulatorItEqualsTheDefinition) {
+  for (const Options& options : std::vector<Options>{
+           {{"segment", "20"}, {"memory", "10"}, {"store", "40"}, {"k", "5"}},
+           {{"segment", "16"}, {"memory", "9"}, {"store", "30"}, {"beyond_memory", "true"}},
+           {{"segment", "20"}, {"selection", "bucketed"}, {"store", "37"}, {"k", "4"}},
+           {{"segment", "50"}, {"store", "30"}, {"k", "40"}}}) {
+    ExpectAsDefined(Make(2, 2, 70, 8), options, Device::kSimulator);
+  }
+}
+
+// ---- By hand ----
+
+// One head of one layer, whose matrices are identities and whose feed-forward network gives 0. The
+// tokens' channels have mean 0 and variance 1, so that LN x = x / sqrt(1 + 1e-5): a, b, a, with a and
+// b orthogonal. A segment has one token, which is all that it sees beside the store, so local = LN x.
+TEST(Memorizing, ThreeTokensGiveWhatTheFormulaGivesByHand) {
+  const Problem problem = Make(1, 1, 3, 4);
+  const Options options = {{"layers", "1"}, {"pre_norm", "true"},  {"segment", "1"},
+                           {"memory", "0"}, {"feed_forward", "1"}, {"k", "2"}};
+  NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  for (const char* name : {"w_q", "w_k", "w_v", "w_o"}) {
+    Tensor& matrix = parameters.at(std::string("layer0.") + name);
+    Fill(matrix.view(), 0);
+    for (int64_t c = 0; c < 4; ++c) matrix.span<float>()[5 * c] = 1;
+  }
+  Fill(parameters.at("layer0.ff.w2").view(), 0);
+  Fill(parameters.at("layer0.memory.gate").view(), 0);  // g = 1/2
+  Fill(parameters.at("layer0.memory.scale").view(), std::log(3.0));
+  const double a[] = {1, 1, -1, -1}, b[] = {1, -1, 1, -1};
+  Tensor x(DType::kF32, {1, 3, 4});
+  for (int64_t c = 0; c < 4; ++c) {
+    x.span<float>()[c] = x.span<float>()[8 + c] = static_cast<float>(a[c]);
+    x.span<float>()[4 + c] = static_cast<float>(b[c]);
+  }
+  const NamedTensors defined = Define(problem, options, parameters, x);
+  const double norm = std::sqrt(1 + 1e-5);
+  for (const Device device : kHostDevices) {
+    const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
+    for (int64_t c = 0; c < 4; ++c) {
+      const double expected[] = {
+          a[c] + a[c] / norm,                        // nothing is stored
+          b[c] + (a[c] + b[c]) / 2 / norm,           // a is
+          a[c] + (7 * a[c] / 8 + b[c] / 8) / norm};  // a and b: scores ln 3 and 0
+      for (int64_t p = 0; p < 3; ++p) {
+        EXPECT_NEAR(defined.at("out").span<double>()[4 * p + c], expected[p], 1e-7);
+        EXPECT_NEAR(computed.at("out").span<float>()[4 * p + c], expected[p], 1e-6);
+      }
+    }
+    const std::vector<int64_t> retrieved = {-1, -1, 0, -1, 0, 1};
+    for (size_t n = 0; n < retrieved.size(); ++n) {
+      EXPECT_EQ(computed.at("retrieved").span<int64_t>()[n], retrieved[n]);
+      EXPECT_EQ(defined.at("retrieved").span<int64_t>()[n], retrieved[n]);
+    }
+  }
+}
+
+// ---- The gate's limits ----
+
+TEST(Memorizing, AClosedGateIsTransformerXlBitByBit) {
+  const Problem problem = Make(2, 2, 90, 16);
+  const Options shared = {{"segment", "32"}, {"memory", "40"}, {"layers", "3"}};
+  const Tensor x = RandomHidden(problem);
+  NamedTensors parameters = ParametersOf(TransformerXl(), problem, shared);
+  for (const Device device : kHostDevices) {
+    const NamedTensors plain = Compute(TransformerXl(), problem, shared, parameters, x, device);
+    NamedTensors with_gate = ParametersOf(Memorizing(), problem, shared);
+    Fill(with_gate.at("layer2.memory.gate").view(), -INFINITY);
+    ExpectSame(Compute(Memorizing(), problem, shared, with_gate, x, device), plain);
+    Options without_store = shared;
+    without_store["store"] = "0";
+    ExpectSame(Compute(Memorizing(), problem, without_store, parameters, x, device), plain);
+  }
+}
+
+TEST(Memorizing, AnOpenGateHidesLengthsOfKeys) {
+  const Problem problem = Make(1, 2, 80, 8);
+  const Options options = {{"segment", "16"}, {"k", "4"}};
+  const Tensor x = RandomHidden(problem);
+  NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  const auto tail = [&] {  // of the tokens that find something in the store
+    const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x);
+    Tensor rows(DType::kF32, {1, 64, problem.model_dim()});
+    CopyElements(Slice(computed.at("out").view(), 1, 16, 64), rows.view());
+    return rows;
+  };
+  const auto lengthen = [&](double factor) {
+    for (float& w : parameters.at("layer1.w_k").span<float>()) w *= static_cast<float>(factor);
+  };
+  const Tensor half_open = tail();
+  lengthen(4);
+  EXPECT_GT(MaxDifference(half_open.view(), tail().view()), 1e-3);
+  Fill(parameters.at("layer1.memory.gate").view(), 100);
+  const Tensor open = tail();
+  lengthen(0.0625);
+  EXPECT_EQ(MaxDifference(open.view(), tail().view()), 0);  // powers of two round nothing
+}
+
+// ---- The store by itself ----
+
+constexpr int64_t kHeads = 2, kHeadDim = 8;
+
+struct StoreTensors {
+  Tensor k, v, q, heads;
+};
+StoreTensors RandomTensors(int64_t tokens, int64_t queries) {
+  return {Normal({1, kHeads, tokens, kHeadDim}, "k"), Normal({1, kHeads, tokens, kHeadDim}, "v"),
+          Normal({1, kHeads, queries, kHeadDim}, "q"),
+          Normal({1, kHeads, queries, kHeadDim}, "heads")};
+}
+
+// What the queries read after the tokens were appended in two parts.
+Tensor ReadAfter(const StoreTensors& tensors, const StoreShape& shape, double gate, double scale) {
+  const Problem problem = Make(1, kHeads, tensors.q.dim(2), kHeadDim);
+  MemoryStore store = MemoryStore::Create(Device::kCpu, problem, shape).value();
+  Tensor gates(DType::kF32, {kHeads}), scales(DType::kF32, {kHeads});
+  Fill(gates.view(), gate);
+  Fill(scales.view(), scale);
+  EXPECT_TRUE(store.Setup(gates.view(), scales.view()).ok());
+  ThreadPool pool(2);
+  Tensor memory(DType::kU8, {static_cast<int64_t>(store.workspace_bytes(2))});
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(memory.raw()), memory.bytes());
+  const int64_t tokens = tensors.k.dim(2), first = tokens / 3;
+  for (const auto& [begin, count] : {std::make_pair(int64_t{0}, first), {first, tokens - first}}) {
+    EXPECT_TRUE(store
+                    .Append(Slice(tensors.k.view(), 2, begin, count),
+                            Slice(tensors.v.view(), 2, begin, count), execution)
+                    .ok());
+  }
+  Tensor heads = tensors.heads.Clone();
+  EXPECT_TRUE(store.Read(tensors.q.view(), heads.view(), {}, execution).ok());
+  return heads;
+}
+
+StoreShape ShapeOf(int64_t capacity, int64_t k, int64_t queries) {
+  StoreShape shape;
+  shape.capacity = capacity;
+  shape.k = k;
+  shape.max_segment = queries;
+  return shape;
+}
+
+TEST(Memorizing, ReadingTheWholeStoreIsDenseAttentionOverIt) {
+  const double scale = 3;
+  for (const int64_t kept : {50, 30}) {  // of 50 tokens
+    const StoreTensors tensors = RandomTensors(50, 20);
+    Problem problem = Problem::SelfAttention(1, kHeads, 20, kHeadDim);
+    problem.kv_tokens = kept;
+    NamedTensors inputs;
+    inputs["q"] = tensors.q.Clone();
+    inputs["k"] = Tensor(DType::kF32, {1, kHeads, kept, kHeadDim});
+    inputs["v"] = Tensor(DType::kF32, {1, kHeads, kept, kHeadDim});
+    CopyElements(Slice(tensors.k.view(), 2, 50 - kept, kept), inputs["k"].view());
+    CopyElements(Slice(tensors.v.view(), 2, 50 - kept, kept), inputs["v"].view());
+    for (const char* name : {"q", "k"}) {
+      Tensor& rows = inputs[name];
+      const double length = *name == 'q' ? scale * std::sqrt(kHeadDim) : 1;  // dense divides by it
+      for (int64_t r = 0; r < rows.num_elements(); r += kHeadDim) {
+        float* row = &rows.span<float>()[r];
+        double square = 0;
+        for (int64_t c = 0; c < kHeadDim; ++c) square += row[c] * row[c];
+        for (int64_t c = 0; c < kHeadDim; ++c) {
+          row[c] = static_cast<float>(row[c] * length / std::sqrt(square));
+        }
+      }
+    }
+    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const Tensor read = ReadAfter(tensors, ShapeOf(kept, kept, 20), /*gate=*/100, scale);
+    EXPECT_LE(MaxDifference(read.view(), dense.at("out").view()), Fp32Bound(tensors.v.view()));
+  }
+}
+
+TEST(Memorizing, AScaleOfZeroReadsTheMeanAndItsSignDoesNotCount) {
+  const StoreTensors tensors = RandomTensors(40, 5);
+  const Tensor mean = ReadAfter(tensors, ShapeOf(40, 40, 5), /*gate=*/100, 0);
+  for (int64_t h = 0; h < kHeads; ++h) {
+    for (int64_t c = 0; c < kHeadDim; ++c) {
+      double sum = 0;
+      for (int64_t j = 0; j < 40; ++j) sum += *tensors.v.view().At<float>(0, h, j, c);
+      for (int64_t p = 0; p < 5; ++p) {
+        EXPECT_NEAR(*mean.view().At<float>(0, h, p, c), sum / 40, 1e-6);
+      }
+    }
+  }
+  EXPECT_EQ(MaxDifference(ReadAfter(tensors, ShapeOf(40, 7, 5), 0, 4).view(),
+                          ReadAfter(tensors, ShapeOf(40, 7, 5), 0, -4).view()),
+            0);
+}
+
+// Scores lie between -|scale| and |scale|, so no weight is below e^(-2 |scale|) of another's.
+TEST(Memorizing, ScoresAreAtMostTheScale) {
+  StoreTensors tensors = RandomTensors(2, 1);
+  for (int64_t h = 0; h < kHeads; ++h) {
+    for (int64_t c = 0; c < kHeadDim; ++c) {
+      const float q = 1e6f * *tensors.q.view().At<float>(0, h, 0, c);
+      *tensors.q.view().MutableAt<float>(0, h, 0, c) = q;
+      *tensors.k.view().MutableAt<float>(0, h, 0, c) = 100 * q;
+      *tensors.k.view().MutableAt<float>(0, h, 1, c) = -q / 100;
+    }
+  }
+  const Tensor read = ReadAfter(tensors, ShapeOf(2, 2, 1), /*gate=*/100, 1.5);
+  const double first = 1 / (1 + std::exp(-3.0));
+  for (int64_t h = 0; h < kHeads; ++h) {
+    for (int64_t c = 0; c < kHeadDim; ++c) {
+      const double expected = first * *tensors.v.view().At<float>(0, h, 0, c) +
+                              (1 - first) * *tensors.v.view().At<float>(0, h, 1, c);
+      EXPECT_NEAR(*read.view().At<float>(0, h, 0, c), expected, 1e-6);
+    }
+  }
+}
+
+TEST(Memorizing, ZeroAndNanVectorsLeaveNoNan) {
+  StoreTensors tensors = RandomTensors(6, 2);
+  Fill(Slice(tensors.q.view(), 2, 0, 1), 0);
+  Fill(Slice(tensors.k.view(), 2, 1, 1), 0);
+  Fill(Slice(tensors.k.view(), 2, 4, 1), NAN);
+  Fill(Slice(tensors.v.view(), 2, 4, 1), NAN);
+  const Tensor read = ReadAfter(tensors, ShapeOf(6, 6, 2), 0, 2);
+  for (const float value : read.span<float>()) EXPECT_TRUE(std::isfinite(value));
+}
+
+// ---- What is in the store ----
+
+// The tokens that each token retrieves where k is the whole store, of a head.
+void ExpectRetrieved(const Options& options, int64_t tokens, int64_t lag) {
+  const Problem problem = Make(1, 2, tokens, 4);
+  const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  const int64_t segment = std::stoll(options.at("segment")),
+                store = std::stoll(options.at("store"));
+  for (const Device device : kHostDevices) {
+    const NamedTensors computed =
+        Compute(Memorizing(), problem, options, parameters, RandomHidden(problem), device);
+    const ConstTensorView retrieved = computed.at("retrieved").view();
+    for (int64_t p = 0; p < tokens; ++p) {
+      std::vector<int64_t> expected;
+      const int64_t end = std::max<int64_t>(p / segment * segment - lag, 0);
+      for (int64_t j = std::max<int64_t>(end - store, 0); j < end; ++j) expected.push_back(j);
+      std::vector<int64_t> found;
+      for (int64_t n = 0; n < retrieved.dim(3); ++n) {
+        const int64_t token = *retrieved.At<int64_t>(0, 1, p, n);
+        if (token >= 0) found.push_back(token);
+      }
+      std::sort(found.begin(), found.end());
+      EXPECT_EQ(found, expected) << "token " << p;
+    }
+  }
+}
+
+TEST(Memorizing, TheStoreHasTheNewestTokensBeforeTheSegment) {
+  ExpectRetrieved({{"segment", "8"}, {"store", "20"}, {"k", "20"}, {"memory", "6"}}, 60, 0);
+  ExpectRetrieved({{"segment", "20"}, {"store", "7"}, {"k", "50"}, {"memory", "6"}}, 60, 0);
+}
+
+TEST(Memorizing, BeyondTheMemoryItHasThoseThatLeftIt) {
+  const Options options = {
+      {"segment", "8"}, {"store", "20"}, {"k", "20"}, {"memory", "13"}, {"beyond_memory", "true"}};
+  ExpectRetrieved(options, 60, 13);
+}
+
+TEST(Memorizing, TheBestOfOneBucketIsTheNearest) {
+  const Problem problem = Make(2, 2, 60, 8);
+  const Tensor x = RandomHidden(problem);
+  Options options = {{"segment", "16"}, {"store", "30"}, {"k", "1"}};
+  const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  const NamedTensors exact = Compute(Memorizing(), problem, options, parameters, x);
+  options["selection"] = "bucketed";
+  ExpectSame(exact, Compute(Memorizing(), problem, options, parameters, x));
+}
+
+// ---- Near ties ----
+
+TEST(Memorizing, TheDefinitionTakesTheLayersWordForNearTiesAlone) {
+  // Tokens 0 and 1 of the first layer, which are what the store has, differ by 1e-7 or by 1.
+  const Problem problem = Make(1, 1, 3, 16);
+  const Options options = {{"layers", "1"}, {"segment", "2"}, {"k", "1"}};
+  const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  for (const double difference : {1e-7, 1.0}) {
+    Tensor x = RandomHidden(problem);
+    CopyElements(Slice(x.view(), 1, 0, 1), Slice(x.view(), 1, 1, 1));
+    x.span<float>()[16] += static_cast<float>(difference);
+    const int64_t best = Define(problem, options, parameters, x).at("retrieved").span<int64_t>()[2];
+    ASSERT_GE(best, 0);
+    NamedTensors computed;
+    computed["retrieved"] = Tensor(DType::kI64, {1, 1, 3, 1});
+    Fill(computed["retrieved"].view(), -1);
+    computed["retrieved"].span<int64_t>()[2] = 1 - best;
+    const NamedTensors defined = Define(problem, options, parameters, x, &computed);
+    EXPECT_EQ(defined.at("retrieved").span<int64_t>()[2], difference < 1 ? 1 - best : best);
+    computed["retrieved"].span<int64_t>()[2] = 2;  // the token itself is not in the store
+    EXPECT_EQ(Define(problem, options, parameters, x, &computed).at("retrieved").span<int64_t>()[2],
+              best);
+  }
+}
+
+TEST(Memorizing, OfEqualKeysTheOlderIsRetrieved) {
+  const Problem problem = Make(1, 2, 40, 8);
+  const Options options = {{"layers", "1"}, {"segment", "10"}, {"k", "3"}, {"store", "20"}};
+  Tensor x = RandomHidden(problem);
+  for (int64_t t = 1; t < 40; ++t) {
+    CopyElements(Slice(x.view(), 1, 0, 1), Slice(x.view(), 1, t, 1));
+  }
+  const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  for (const Device device : kHostDevices) {
+    const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
+    for (const auto& [p, oldest] : {std::make_pair(15, 0), {29, 0}, {35, 10}}) {
+      for (int64_t n = 0; n < 3; ++n) {
+        EXPECT_EQ(*computed.at("retrieved").view().At<int64_t>(0, 1, p, n), oldest + n);
+      }
+    }
+  }
+}
+
+// ---- Streams, costs, errors ----
+
+TEST(Memorizing, SegmentsOfAStreamEqualARunAndResetEmptiesTheStore) {
+  const Problem problem = Make(2, 2, 70, 8);
+  const Options options = {{"segment", "16"}, {"store", "25"}, {"k", "6"}};
+  const Tensor x = RandomHidden(problem);
+  auto layer = Memorizing().Create(problem, options, Device::kCpu, 1).value();
+  auto* stream = dynamic_cast<StreamingLayer*>(layer.get());
+  ASSERT_NE(stream, nullptr);
+  EXPECT_EQ(stream->split_tokens(), 16);
+  const NamedTensors whole = RunLayer(*layer, {{"x", x.view()}}).value();
+  EXPECT_EQ(layer->statistics().at("store_entries"), 25);
+  EXPECT_EQ(layer->statistics().at("store_bytes"), 2 * 2 * 25 * 16 * 4);
+
+  ThreadPool pool(1);
+  Tensor memory(DType::kU8, {static_cast<int64_t>(layer->workspace_bytes(1))});
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(memory.raw()), memory.bytes());
+  for (int again = 0; again < 2; ++again) {
+    ASSERT_TRUE(stream->Reset().ok());
+    EXPECT_EQ(layer->statistics().at("store_entries"), 0);
+    NamedTensors streamed = NanOutputs(layer->outputs());
+    for (int64_t begin = 0; begin < 70; begin += 16) {
+      const int64_t tokens = std::min<int64_t>(16, 70 - begin);
+      Outputs outputs;
+      outputs.Set("out", Slice(streamed["out"].view(), 1, begin, tokens));
+      outputs.Set("context", Slice(streamed["context"].view(), 1, begin, tokens));
+      outputs.Set("retrieved", Slice(streamed["retrieved"].view(), 2, begin, tokens));
+      ASSERT_TRUE(
+          stream->Append({{"x", Slice(x.view(), 1, begin, tokens)}}, outputs, execution).ok());
+    }
+    ExpectSame(whole, streamed);
+    EXPECT_EQ(MaxDifference(whole.at("retrieved").view(), streamed.at("retrieved").view()), 0);
+  }
+}
+
+TEST(Memorizing, CostCountsTheScoresAndWhatIsRead) {
+  const Problem problem = Make(3, 2, 11, 4);
+  const Options shared = {{"segment", "4"}, {"memory", "2"}};
+  const auto flops = [&](const Technique& technique, Options options) {
+    for (const auto& [name, value] : shared) options[name] = value;
+    return technique.Create(problem, options, Device::kCpu, 1).value()->cost().flops.value();
+  };
+  const double plain = flops(TransformerXl(), {});
+  const double token = 2.0 * 3 * 2 * 4;  // of both heads and all batch rows
+  // Segments of 4, 4 and 3 tokens find 0, 4 and 6 tokens.
+  EXPECT_EQ(flops(Memorizing(), {{"store", "6"}, {"k", "2"}}),
+            plain + token * (4 * (4 + 2) + 3 * (6 + 2)));
+  EXPECT_EQ(flops(Memorizing(), {{"store", "6"}, {"k", "5"}, {"beyond_memory", "true"}}),
+            plain + token * (4 * (2 + 2) + 3 * (6 + 5)));
+  EXPECT_EQ(flops(Memorizing(), {{"store", "0"}}), plain);
+}
+
+TEST(Memorizing, TheStoreIsReadThreeQuartersOfTheWayUp) {
+  const Problem problem = Make(1, 2, 8, 4);
+  for (const auto& [layers, expected] :
+       {std::make_pair("1", "layer0"), {"2", "layer1"}, {"6", "layer4"}, {"12", "layer9"}}) {
+    const NamedTensors parameters = ParametersOf(Memorizing(), problem, {{"layers", layers}});
+    EXPECT_EQ(parameters.count(std::string(expected) + ".memory.gate"), 1u) << layers;
+    EXPECT_EQ(parameters.count(std::string(expected) + ".memory.scale"), 1u) << layers;
+  }
+}
+
+TEST(Memorizing, WhatItCannotDoIsSaidInOneLine) {
+  const auto message = [](const Problem& problem, const Options& options) {
+    const auto layer = Memorizing().Create(problem, options, Device::kCpu, 1);
+    return layer.ok() ? "ok" : std::string(layer.status().ToString());
+  };
+  Problem problem = Make(1, 4, 64, 16);
+  EXPECT_EQ(message(problem, {{"memory_layer", "2"}}),
+            "INVALID_ARGUMENT: option memory_layer is 2; allowed with layers=2 are -1 to 1");
+  EXPECT_EQ(message(problem, {{"store", "262145"}}),
+            "INVALID_ARGUMENT: option store is \"262145\"; allowed are 0 to 262144");
+  problem.kv_heads = 2;
+  EXPECT_EQ(message(problem, {}),
+            "INVALID_ARGUMENT: memorizing is self-attention: kv_heads is 2; allowed is "
+            "query_heads, 4");
+}
+
+// ---- Golden file ----
+
+// Hugging Face's Transformer-XL with the authors' store and their attention over it; the file's
+// metadata says how.
+TEST(Memorizing, TheAuthorsStoreInTransformerXlComputesTheSame) {
+  const SafetensorsFile golden = GoldenFile("memory/memorizing/testdata/buckets.safetensors");
+  const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
+  const Tensor& x = golden.tensors.at("x");
+  const Problem problem = Make(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+  const Options options = {
+      {"layers", golden.metadata.at("layers")},
+      {"segment", golden.metadata.at("segment_tokens")},
+      {"memory", golden.metadata.at("memory_tokens")},
+      {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))},
+      {"memory_layer", golden.metadata.at("store_layer")},
+      {"store", golden.metadata.at("store_tokens")},
+      {"k", golden.metadata.at("neighbours")},
+      {"selection", "bucketed"}};
+  NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  for (auto& [name, tensor] : parameters) tensor = golden.tensors.at(name).Clone();
+  const ConstTensorView out = golden.tensors.at("out").view();
+  EXPECT_LE(MaxDifference(Define(problem, options, parameters, x).at("out").view(), out), 1e-13);
+  for (const Device device : kHostDevices) {
+    const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
+    EXPECT_LE(MaxDifference(computed.at("out").view(), out), Bound(out, 2));
+  }
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,100 @@
+// The store of a memorizing layer: normalised keys and values of past tokens, first in, first out,
+// and what queries read in it.
+//
+// For each batch row and head a ring of slots: token j lies in slot j mod (capacity + lag), so that a
+// token is written once and never moved, and the oldest makes room for the newest. The newest `lag`
+// tokens are kept but not searched. The CPU keeps fp32, CUDA the problem's dtype.
+#ifndef TFB_MEMORY_MEMORIZING_MEMORY_STORE_H_
+#define TFB_MEMORY_MEMORIZING_MEMORY_STORE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/device_array.h"
+#include "core/problem.h"
+#include "core/search/search.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+
+namespace tfb {
+
+struct StoreShape {
+  int64_t capacity = 1;     // entries that a search sees
+  int64_t lag = 0;          // newer tokens that it does not
+  int64_t k = 1;            // entries that a query reads, at most `capacity`
+  int64_t max_segment = 1;  // queries of a Read
+  SearchSelection selection = SearchSelection::kExact;
+
+  int64_t slots() const { return capacity + lag; }
+};
+
+class MemoryStore {
+ public:
+  MemoryStore() = default;
+  // Takes the memory. ResourceExhausted where there is not so much.
+  static absl::StatusOr<MemoryStore> Create(Device device, const Problem& problem,
+                                            const StoreShape& shape);
+
+  // Takes gate and scale, both f32 [heads] in host memory, to the device.
+  absl::Status Setup(const ConstTensorView& gate, const ConstTensorView& scale);
+
+  void Clear() { tokens_ = 0; }
+  int64_t entries() const;  // that a Read searches
+  size_t bytes() const { return keys_.bytes() + values_.bytes(); }
+  size_t workspace_bytes(int threads) const;
+
+  // heads = g o + (1 - g) heads, where o is what the queries read in the store, g = sigmoid(gate);
+  // heads stay as they are where it is empty. q of any floating dtype and heads, f32, are [batch,
+  // heads, tokens, head_dim]. `retrieved`, i64 [batch, heads, tokens, k] unless empty, becomes the
+  // tokens that were read, ascending, counted from the first Append; -1 behind the last.
+  absl::Status Read(const ConstTensorView& q, const TensorView& heads, const TensorView& retrieved,
+                    const Execution& execution) const;
+  // The next tokens: k and v, [batch, heads, tokens, head_dim] of any floating dtype.
+  absl::Status Append(const ConstTensorView& k, const ConstTensorView& v,
+                      const Execution& execution);
+
+ private:
+  MemoryStore(Device device, const Problem& problem, const StoreShape& shape)
+      : device_(device), problem_(problem), shape_(shape) {}
+
+  int64_t rows() const { return problem_.batch * problem_.query_heads; }
+  int64_t kept() const { return std::min(tokens_, shape_.slots()); }
+  int64_t oldest() const { return tokens_ <= shape_.slots() ? 0 : tokens_ % shape_.slots(); }
+  TensorView Ring(const DeviceArray<std::byte>& memory) const;  // [rows, slots, head_dim]
+  SearchSizes LargestSearch() const;
+
+  struct Scratch {
+    TensorView queries;  // f32 [rows, tokens, head_dim]: of unit length
+    int32_t* slots;      // [rows][tokens][k]
+    float* scores;       // [rows][tokens][k]
+  };
+  Scratch LayOut(int64_t tokens, Workspace& workspace) const;
+
+  // Rows of `from` [batch, heads, tokens, head_dim], the first `skip` tokens left out, to places
+  // first_place, first_place + 1, ... of the ring `to`, of unit length where `unit`.
+  absl::Status CopyRows(const ConstTensorView& from, int64_t skip, bool unit, const TensorView& to,
+                        int64_t first_place, const Execution& execution) const;
+  // The tokens in k slots, which it sorts.
+  void StoreTokens(int32_t* slots, const TensorView& retrieved, int64_t offset) const;
+  void MixOnCpu(const Scratch& found, const TensorView& heads, const TensorView& retrieved,
+                const Execution& execution) const;
+  absl::Status MixOnCuda(const Scratch& found, const TensorView& heads, const TensorView& retrieved,
+                         const Execution& execution) const;
+
+  Device device_ = Device::kCpu;
+  Problem problem_;
+  StoreShape shape_;
+  DType dtype_ = DType::kF32;  // of keys and values
+  DeviceArray<std::byte> keys_;
+  DeviceArray<std::byte> values_;
+  DeviceArray<float> gates_;  // [heads]
+  DeviceArray<float> scales_;
+  int64_t tokens_ = 0;  // since the last Clear
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_MEMORIZING_MEMORY_STORE_H_
