@@ -33,7 +33,7 @@ absl::string_view Name(Exactness exactness) {
   return "?";
 }
 
-absl::Status Layer::SetParameters(const NamedTensors& parameters) {
+absl::Status Layer::CheckParameters(const NamedTensors& parameters) const {
   for (const auto& [name, tensor] : parameters) {
     const auto own = parameters_.find(name);
     if (own == parameters_.end()) {
@@ -50,8 +50,27 @@ absl::Status Layer::SetParameters(const NamedTensors& parameters) {
                                                      ShapeString(own->second.shape())));
     }
   }
+  return absl::OkStatus();
+}
+
+absl::Status Layer::SetParameters(const NamedTensors& parameters) {
+  TFB_RETURN_IF_ERROR(CheckParameters(parameters));
   for (const auto& [name, tensor] : parameters) {
     CopyElements(tensor.view(), parameters_.find(name)->second.view());
+  }
+  ready_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status Layer::SetParameters(NamedTensors&& parameters) {
+  TFB_RETURN_IF_ERROR(CheckParameters(parameters));
+  for (auto& [name, tensor] : parameters) {
+    Tensor& own = parameters_.find(name)->second;
+    if (tensor.dtype() == own.dtype()) {
+      own = std::move(tensor);
+    } else {
+      CopyElements(tensor.view(), own.view());
+    }
   }
   ready_ = false;
   return absl::OkStatus();

@@ -32,7 +32,8 @@ enum class InputKind : uint8_t {
   kQkv,     // q [batch, query_heads, query_tokens, head_dim], k and v [batch, kv_heads, kv_tokens,
             // head_dim | value_dim]
   kHidden,  // x [batch, query_tokens, model_dim], projected inside
-  kTokens,  // token ids, or hidden states with token ids: language-model techniques
+  kTokens,  // x [batch, query_tokens, model_dim], a language model's last hidden states, and what
+            // else the technique reads of it
 };
 enum class Exactness : uint8_t {
   kExact,        // equals dense attention under a stated mask or bias
@@ -92,6 +93,8 @@ class Layer {
   // uploads them.
   const NamedTensors& parameters() const { return parameters_; }
   absl::Status SetParameters(const NamedTensors& parameters);
+  // The same without copying those that have the dtype of the layer's own: a mapped datastore, say.
+  absl::Status SetParameters(NamedTensors&& parameters);
 
   // Of the device's memory. On a GPU the number of threads, which is the host's, changes nothing.
   virtual size_t workspace_bytes(int threads) const = 0;
@@ -118,6 +121,7 @@ class Layer {
   double TensorBytes() const;
 
   absl::Status CheckCall(const Execution& execution) const;
+  absl::Status CheckParameters(const NamedTensors& parameters) const;
   bool ready() const { return ready_; }
 
   NamedTensors parameters_;

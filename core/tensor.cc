@@ -186,12 +186,20 @@ absl::StatusOr<Tensor> Tensor::Allocate(DType dtype, absl::Span<const int64_t> s
   }
   const size_t padded = (static_cast<size_t>(bytes) + kAlignment) / kAlignment * kAlignment;
   Tensor tensor;
-  tensor.memory_.reset(std::aligned_alloc(kAlignment, padded));
+  tensor.memory_.reset(std::aligned_alloc(kAlignment, padded), std::free);
   if (tensor.memory_ == nullptr) {
     return absl::ResourceExhaustedError(
         absl::StrCat("no memory for a tensor ", ShapeString(shape), " of ", bytes, " bytes"));
   }
   tensor.view_ = TensorView(tensor.memory_.get(), dtype, shape);
+  return tensor;
+}
+
+Tensor Tensor::Sharing(std::shared_ptr<void> owner, const TensorView& view) {
+  assert(view.is_contiguous());
+  Tensor tensor;
+  tensor.memory_ = std::move(owner);
+  tensor.view_ = view;
   return tensor;
 }
 

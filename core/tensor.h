@@ -112,7 +112,8 @@ void ForEachOffset(const ConstTensorView& a, const ConstTensorView& b,
 void CopyElements(const ConstTensorView& from, const TensorView& to);
 void Fill(const TensorView& view, double value);
 
-// Owns contiguous host memory, aligned to 64 bytes. Movable; Clone() copies.
+// Owns contiguous host memory, aligned to 64 bytes, or a share of somebody else's. Movable; Clone()
+// copies.
 class Tensor {
  public:
   Tensor() = default;
@@ -126,6 +127,9 @@ class Tensor {
   // As the constructor, for sizes that a caller chose: ResourceExhausted instead of an abort,
   // InvalidArgument where the product of the sizes overflows.
   static absl::StatusOr<Tensor> Allocate(DType dtype, absl::Span<const int64_t> shape);
+
+  // Of contiguous memory that `owner` keeps, such as a mapped file; aligned as that is.
+  static Tensor Sharing(std::shared_ptr<void> owner, const TensorView& view);
 
   Tensor Clone() const;
   Tensor CloneAs(DType dtype) const;
@@ -152,10 +156,7 @@ class Tensor {
   }
 
  private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<void, Free> memory_;
+  std::shared_ptr<void> memory_;
   TensorView view_;
 };
 

@@ -226,8 +226,6 @@ absl::Status DatastoreWriter::Finish() {
 
 // ---- Reading ----
 
-void Datastore::Unmap::operator()(void* memory) const { munmap(memory, bytes); }
-
 absl::StatusOr<Datastore> Datastore::Parse(absl::string_view bytes, const std::string& name,
                                            const DatastoreFormat& expected) {
   TFB_RETURN_IF_ERROR(CheckFormat(name, expected));
@@ -259,14 +257,24 @@ absl::StatusOr<Datastore> Datastore::Open(const std::string& path,
   if (!S_ISREG(info.st_mode)) return Bad(path, "is not a regular file");
   if (info.st_size == 0) return Bad(path, "is empty");
   const auto size = static_cast<size_t>(info.st_size);
-  void* memory = mmap(nullptr, size, PROT_READ, MAP_SHARED, file, 0);
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file, 0);
   if (memory == MAP_FAILED) return SystemError(path, "cannot map");
-  std::unique_ptr<void, Unmap> mapped(memory, Unmap{size});
+  std::shared_ptr<void> mapped(memory, [size](void* begin) { munmap(begin, size); });
   TFB_ASSIGN_OR_RETURN(
       Datastore store,
       Parse(absl::string_view(static_cast<const char*>(memory), size), path, expected));
   store.mapped_ = std::move(mapped);
   return store;
+}
+
+NamedTensors Datastore::Tensors() const {
+  NamedTensors tensors;
+  for (const auto& [name, view] : {std::pair("keys", keys_), std::pair("values", values_)}) {
+    const TensorView all(const_cast<void*>(view.data), view.dtype, view.shape());
+    Tensor tensor = Tensor::Sharing(mapped_, all);
+    tensors[name] = mapped_ == nullptr ? tensor.Clone() : std::move(tensor);
+  }
+  return tensors;
 }
 
 }  // namespace tfb

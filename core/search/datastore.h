@@ -67,8 +67,9 @@ class DatastoreWriter {
   std::vector<std::byte> values_;  // they come behind the last key
 };
 
-// A mapped datastore. Its pages are read when they are looked at, and shared between processes; a
-// file that another program cuts short meanwhile ends this one (SIGBUS). Movable.
+// A mapped datastore. Its pages are read when they are looked at, and shared between processes as
+// long as nobody writes to them; a file that another program cuts short meanwhile ends this one
+// (SIGBUS). Movable.
 class Datastore {
  public:
   // InvalidArgument, with the file and the field: no datastore, a truncated one, one of another
@@ -85,12 +86,12 @@ class Datastore {
   const ConstTensorView& values() const { return values_; }
   uint64_t text() const { return text_; }
 
+  // "keys" and "values", which keep the file mapped: nothing is copied (what was parsed is). What is
+  // written to them stays in this process, and changes no file.
+  NamedTensors Tensors() const;
+
  private:
-  struct Unmap {
-    size_t bytes;
-    void operator()(void* memory) const;
-  };
-  std::unique_ptr<void, Unmap> mapped_;
+  std::shared_ptr<void> mapped_;
   ConstTensorView keys_;
   ConstTensorView values_;
   uint64_t text_ = 0;

@@ -102,6 +102,23 @@ TEST(Datastore, WhatIsAppendedIsMapped) {
   }
 }
 
+TEST(Datastore, TensorsAreTheMappedFileAndOutliveTheDatastore) {
+  const std::string path = Path("tensors.safetensors");
+  ASSERT_TRUE(WriteStore(path, Format(), 6).ok());
+  const std::string bytes = Contents(path);
+  auto store = std::make_unique<Datastore>(Datastore::Open(path, Format()).value());
+  NamedTensors tensors = store->Tensors();
+  EXPECT_EQ(tensors.at("keys").raw(), store->keys().data);
+  EXPECT_EQ(tensors.at("values").raw(), store->values().data);
+  store.reset();
+  const Datastore again = Datastore::Open(path, Format()).value();
+  EXPECT_EQ(MaxDifference(tensors.at("keys").view(), again.keys()), 0);
+  Fill(tensors.at("keys").view(), 7);
+  EXPECT_EQ(tensors.at("keys").view().Get(3), 7);
+  EXPECT_NE(again.keys().Get(3), 7);
+  EXPECT_EQ(Contents(path), bytes);
+}
+
 TEST(Datastore, EveryTruncationIsAnError) {
   const std::string path = Path("whole.safetensors"), cut = Path("cut.safetensors");
   ASSERT_TRUE(WriteStore(path, Format(), 6).ok());

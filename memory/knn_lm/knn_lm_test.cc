@@ -383,6 +383,21 @@ TEST(KnnLm, WhatItCannotDoIsSaidInOneLine) {
             "query_tokens, 8");
 }
 
+TEST(KnnLm, ADatastoreThatIsGivenAwayIsNotCopied) {
+  const Line line({0}, {0, 1, 3}, {2, 0, 2});
+  NamedTensors expected = line.Run();
+  const auto layer = KnnLm().Create(line.problem, line.options, Device::kCpu, 1).value();
+  NamedTensors given;
+  for (const auto& [name, tensor] : line.parameters) given[name] = tensor.Clone();
+  given["datastore.values"] = given["datastore.values"].CloneAs(DType::kI32);
+  const void* keys = given.at("datastore.keys").raw();
+  ASSERT_TRUE(layer->SetParameters(std::move(given)).ok());
+  EXPECT_EQ(layer->parameters().at("datastore.keys").raw(), keys);
+  EXPECT_EQ(layer->parameters().at("datastore.values").dtype(), DType::kU8);  // was converted
+  const NamedTensors outputs = RunLayer(*layer, ViewsOf(line.inputs)).value();
+  EXPECT_EQ(MaxDifference(outputs.at("out").view(), expected.at("out").view()), 0);
+}
+
 TEST(KnnLm, LargeVocabulariesHaveWideValues) {
   const auto dtype = [](const char* vocabulary) {
     const auto layer = KnnLm().Create(Problem::SelfAttention(1, 1, 4, 8),
