@@ -38,7 +38,7 @@ struct RetrievalSizes {
   static constexpr int64_t kMaxNeighbours = 1024;
 
   int64_t vocabulary = 256;
-  int64_t entries = 1024;  // of the datastore
+  int64_t entries = 512;  // of the datastore; a real one has many more
   int64_t k = 8;           // neighbours of a token
 
   // Bytes are u8; larger vocabularies need i32.

@@ -114,7 +114,6 @@ class KnnLmLayer : public RetrievalLayer {
     float* context;     // [model_dim]
     int32_t* entries;   // [k]
     double* distances;  // [k]
-    double* squares;    // [k]
     float* weights;     // [k]
   };
 
@@ -133,7 +132,6 @@ class KnnLmLayer : public RetrievalLayer {
             workspace.Take<float>(problem().model_dim()),
             workspace.Take<int32_t>(k),
             workspace.Take<double>(k),
-            workspace.Take<double>(k),
             workspace.Take<float>(k)};
   }
   size_t MixBytes() const {
@@ -149,7 +147,7 @@ class KnnLmLayer : public RetrievalLayer {
     }
     const int64_t dim = problem().model_dim();
     BestCpuKernels().exact_scores(/*distance=*/true, {keys(), dim, scratch.entries, given, dim},
-                                  scratch.context, scratch.distances, scratch.squares);
+                                  scratch.context, scratch.distances);
     for (int64_t n = 0; n < given; ++n) {
       if (!std::isfinite(scratch.distances[n])) continue;
       scratch.entries[count] = scratch.entries[n];

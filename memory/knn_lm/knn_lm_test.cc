@@ -393,5 +393,33 @@ TEST(KnnLm, LargeVocabulariesHaveWideValues) {
   EXPECT_EQ(dtype("257"), DType::kI32);
 }
 
+// ---- Golden file ----
+
+TEST(KnnLm, TheAuthorsCodeGivesEveryTokenTheSameProbability) {
+  const SafetensorsFile golden = GoldenFile("memory/knn_lm/testdata/knnlm.safetensors");
+  const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
+  const Tensor& x = golden.tensors.at("x");
+  const Problem problem =
+      Problem::SelfAttention(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+  RunRequest request;
+  for (const char* option : {"vocabulary", "entries", "k", "lambda"}) {
+    request.options[option] = golden.metadata.at(option);
+  }
+  NamedTensors parameters;
+  for (const char* name : {"output", "datastore.keys", "datastore.values"}) {
+    parameters[name] = golden.tensors.at(name).Clone();
+  }
+  request.parameters = &parameters;
+  const Inputs inputs = {{"x", x.view()}, {"context", golden.tensors.at("context").view()}};
+  const ConstTensorView out = golden.tensors.at("out").view();
+  const auto defined = DefineTechnique(KnnLm(), problem, inputs, request).value();
+  EXPECT_LE(MaxDifference(defined.at("out").view(), out), 1e-14);
+  for (const Device device : kHostDevices) {
+    request.device = device;
+    const auto computed = RunTechnique(KnnLm(), problem, inputs, request).value();
+    EXPECT_LE(MaxDifference(computed.at("out").view(), out), Fp32Bound(out));
+  }
+}
+
 }  // namespace
 }  // namespace tfb

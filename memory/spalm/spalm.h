@@ -30,7 +30,7 @@
 namespace tfb {
 
 struct SpalmOptions {
-  RetrievalSizes sizes = {256, 1024, 4};
+  RetrievalSizes sizes = {256, 512, 4};
 
   void Describe(OptionBinder& bind) {
     bind.Int("vocabulary", &sizes.vocabulary, 2, RetrievalSizes::kMaxVocabulary,

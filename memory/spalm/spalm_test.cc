@@ -1,1 +1,215 @@
+// SPALM against numbers by hand and its limits.
 #include "memory/spalm/spalm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/random.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+#include "memory/knn_lm/knn_lm.h"
+
+namespace tfb {
+namespace {
+
+const float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// One token of a model of two channels and three tokens; a datastore in which the context is nearest
+// to entry 0, then 1, and so on.
+struct Plane {
+  Problem problem = Problem::SelfAttention(1, 1, 1, 2);
+  NamedTensors inputs;
+  NamedTensors parameters;
+  Options options = {{"vocabulary", "3"}};
+
+  Plane(const std::vector<float>& x, const std::vector<float>& output,
+        const std::vector<int>& values, const std::vector<float>& gate) {
+    const auto entries = static_cast<int64_t>(values.size());
+    options["entries"] = options["k"] = std::to_string(entries);
+    const auto set = [](NamedTensors* tensors, const char* name, const Shape& shape,
+                        const std::vector<float>& numbers) {
+      Tensor& tensor = (*tensors)[name] = Tensor(DType::kF32, shape);
+      std::copy(numbers.begin(), numbers.end(), tensor.span<float>().begin());
+    };
+    set(&inputs, "x", {1, 1, 2}, x);
+    set(&inputs, "context", {1, 1, 2}, {0, 0});
+    set(&parameters, "output", {3, 2}, output);
+    set(&parameters, "spalm.gate", {2}, gate);
+    std::vector<float> keys;
+    for (int64_t e = 0; e < entries; ++e) keys.insert(keys.end(), {static_cast<float>(e), 1});
+    set(&parameters, "datastore.keys", {entries, 2}, keys);
+    Tensor& tokens = parameters["datastore.values"] = Tensor(DType::kU8, {entries});
+    std::copy(values.begin(), values.end(), tokens.span<uint8_t>().begin());
+  }
+
+  NamedTensors Run(Device device = Device::kCpu) const {
+    return RunTechnique(Spalm(), problem, ViewsOf(inputs), {options, device, 1, &parameters, 2})
+        .value();
+  }
+
+  // The layer on both devices and the definition predict softmax(output z).
+  void ExpectState(double z0, double z1) const {
+    const float* rows = parameters.at("output").span<float>().data();
+    std::vector<double> logits;
+    for (int y = 0; y < 3; ++y) logits.push_back(rows[2 * y] * z0 + rows[2 * y + 1] * z1);
+    const double max = *std::max_element(logits.begin(), logits.end());
+    double sum = 0;
+    for (const double logit : logits) sum += std::exp(logit - max);
+    const NamedTensors defined = DefineTechnique(Spalm(), problem, ViewsOf(inputs),
+                                                 {options, Device::kCpu, 1, &parameters, 1})
+                                     .value();
+    for (int y = 0; y < 3; ++y) {
+      const double expected = logits[y] - max - std::log(sum);
+      const double scale = std::max(1.0, std::abs(expected));
+      EXPECT_NEAR(defined.at("out").span<double>()[y], expected, 1e-14 * scale);
+      for (const Device device : kHostDevices) {
+        EXPECT_NEAR(Run(device).at("out").span<float>()[y], expected, 2e-6 * scale) << Name(device);
+      }
+    }
+  }
+};
+
+double Logistic(double x) { return 1 / (1 + std::exp(-x)); }
+
+struct Random {
+  Problem problem = Problem::SelfAttention(2, 2, 37, 8);
+  Options options = {{"vocabulary", "40"}, {"entries", "300"}, {"k", "6"}};
+  NamedTensors inputs = RandomInputs(Spalm().InputSpecs(problem, options).value(), 5);
+
+  NamedTensors Parameters() const {
+    const auto layer = Spalm().Create(problem, options, Device::kCpu, 1).value();
+    NamedTensors copies;
+    for (const auto& [name, tensor] : layer->parameters()) copies[name] = tensor.Clone();
+    return copies;
+  }
+  NamedTensors Run(const Options& more = {}, const NamedTensors* parameters = nullptr,
+                   Device device = Device::kCpu) const {
+    Options all = options;
+    for (const auto& [name, value] : more) all[name] = value;
+    return RunTechnique(Spalm(), problem, ViewsOf(inputs), {all, device, 1, parameters, 2}).value();
+  }
+};
+
+// ---- The formula ----
+
+TEST(Spalm, AveragesEmbeddingsBySoftmaxAndGatesThemWithTheState) {
+  // Neighbours 0 and 1 have tokens 1 and 2, whose embeddings score 1 and 2 with x; the gate's 0.5.
+  const Plane plane({1, 2}, {0.5f, 0.5f, 1, 0, 0, 1}, {1, 2}, {-0.5f, 0.5f});
+  const double first = Logistic(1 - 2), second = 1 - first, g = Logistic(0.5);
+  plane.ExpectState((1 - g) * first + g * 1, (1 - g) * second + g * 2);
+}
+
+TEST(Spalm, OfOneNeighbourTheAverageIsItsEmbedding) {
+  const Plane plane({1, 2}, {3, -1, 1, 0, 0, 1}, {0}, {-1000, 0});  // g = 0
+  plane.ExpectState(3, -1);
+}
+
+TEST(Spalm, OfEqualEmbeddingsTheAverageIsThatOne) {
+  const Plane plane({1, 2}, {3, -1, 1, 0, 0, 1}, {0, 0, 0, 0, 0}, {-1000, 0});
+  plane.ExpectState(3, -1);
+}
+
+TEST(Spalm, AnOpenGateIsTheModel) {
+  const Plane plane({1, 2}, {3, -1, 1, 0, 0, 1}, {0, 1}, {1000, 0});  // g = 1
+  plane.ExpectState(1, 2);
+}
+
+TEST(Spalm, ScoresThatOverflowTheExponentialDoNot) {
+  const Plane plane({100, 200}, {0.01f, 0.005f, 10, 0, 0, 10}, {1, 2}, {0, 0});  // 1000 and 2000
+  plane.ExpectState(0.5 * 0 + 0.5 * 100, 0.5 * 10 + 0.5 * 200);
+}
+
+// ---- Its limits ----
+
+TEST(Spalm, WithoutNeighboursItIsTheModelAsKnnLmIs) {
+  const Random random;
+  const NamedTensors parameters = random.Parameters();
+  NamedTensors shared = random.Parameters();
+  shared.erase("spalm.gate");
+  for (const Device device : kHostDevices) {
+    const Tensor model = random.Run({{"k", "0"}}, &parameters, device).at("out").Clone();
+    Options alone = random.options;
+    alone["lambda"] = "0";
+    const auto knn = RunTechnique(KnnLm(), random.problem, ViewsOf(random.inputs),
+                                  {alone, device, 1, &shared, 2})
+                         .value();
+    EXPECT_EQ(MaxDifference(knn.at("out").view(), model.view()), 0);
+  }
+  Random lost;
+  Fill(lost.inputs.at("context").view(), kNan);  // finds nothing
+  EXPECT_EQ(MaxDifference(lost.Run({}, &parameters).at("out").view(),
+                          lost.Run({{"k", "0"}}, &parameters).at("out").view()),
+            0);
+  EXPECT_TRUE(lost.Run().at("neighbours").span<int32_t>()[0] == -1);
+}
+
+TEST(Spalm, TheOrderOfTheNeighboursDoesNotMatter) {
+  Random random;
+  const NamedTensors found = random.Run();
+  Tensor reversed(DType::kI32, found.at("neighbours").shape());
+  for (int64_t n = 0; n < 6; ++n) {
+    CopyElements(Slice(found.at("neighbours").view(), 2, n, 1),
+                 Slice(reversed.view(), 2, 5 - n, 1));
+  }
+  random.inputs["neighbours"] = std::move(reversed);
+  for (const Device device : kHostDevices) {
+    EXPECT_LE(
+        MaxDifference(random.Run({}, nullptr, device).at("out").view(), found.at("out").view()),
+        Fp32Bound(found.at("out").view()));
+  }
+}
+
+TEST(Spalm, ProbabilitiesSumToOne) {
+  const Tensor out = Random().Run().at("out").Clone();
+  for (int64_t row = 0; row < 2 * 37; ++row) {
+    double sum = 0;
+    for (int64_t y = 0; y < 40; ++y) sum += std::exp(out.span<float>()[40 * row + y]);
+    EXPECT_NEAR(sum, 1, 1e-5);
+  }
+}
+
+TEST(Spalm, MissingNeighboursAreLeftOutOfTheAverage) {
+  Plane plane({1, 2}, {3, -1, 1, 0, 0, 1}, {0, 1, 2}, {-1000, 0});
+  Tensor given(DType::kI32, {1, 1, 3});
+  const std::vector<int> entries = {-1, 2, 99};
+  std::copy(entries.begin(), entries.end(), given.span<int32_t>().begin());
+  plane.inputs["neighbours"] = std::move(given);
+  plane.ExpectState(0, 1);
+}
+
+// ---- What it reports, costs and refuses ----
+
+TEST(Spalm, TheStatisticIsTheMeanGate) {
+  const Plane plane({1, 2}, {0.5f, 0.5f, 1, 0, 0, 1}, {1, 2}, {-0.5f, 0.5f});
+  for (const Device device : kHostDevices) {
+    const auto layer = Spalm().Create(plane.problem, plane.options, device, 1).value();
+    ASSERT_TRUE(layer->SetParameters(plane.parameters).ok());
+    ASSERT_TRUE((device == Device::kCpu ? RunLayer(*layer, ViewsOf(plane.inputs))
+                                        : RunCudaLayer(*layer, device, ViewsOf(plane.inputs)))
+                    .ok());
+    EXPECT_NEAR(layer->statistics().at("gate"), Logistic(0.5), 1e-6);
+  }
+}
+
+TEST(Spalm, CostCountsTheSearchTheModelAndTheAverage) {
+  const Random random;
+  const double rows = 2 * 37, dim = 16;
+  const auto layer = Spalm().Create(random.problem, random.options, Device::kCpu, 1).value();
+  EXPECT_EQ(*layer->cost().flops, rows * (2 * 40 + 2 * 300 + 4 * 6 + 5) * dim);
+}
+
+TEST(Spalm, WhatItCannotDoIsSaidInOneLine) {
+  Problem problem = Problem::SelfAttention(1, 4, 8, 4);
+  problem.kv_heads = 2;
+  EXPECT_EQ(Spalm().Create(problem, {}, Device::kCpu, 1).status().ToString(),
+            "INVALID_ARGUMENT: spalm has no keys but the datastore's: kv_heads is 2; allowed is "
+            "query_heads, 4");
+}
+
+}  // namespace
+}  // namespace tfb
