@@ -67,6 +67,10 @@ void RecordAccuracy(const Accuracy& accuracy, Outcome* outcome) {
 InputProfile RecordInput(const InputSource& source) {
   InputProfile input;
   input.set_name(source.profile);
+  if (source.text != nullptr) {
+    input.set_file(source.text->file().substr(source.text->file().rfind('/') + 1));
+    input.set_model(source.text->data());
+  }
   if (source.captured == nullptr) return input;
   input.set_file(source.captured->file);
   input.set_layer(source.captured->layer);

@@ -210,7 +210,9 @@ absl::StatusOr<std::vector<Problem>> Problems(const Axes& axes, const InputSourc
   std::vector<int64_t> lengths = axes.lengths;
   if (lengths.empty() && captured) lengths = {kMaxSize};  // as long as the file
   if (lengths.empty()) {
-    TFB_ASSIGN_OR_RETURN(lengths, ParseSizes("lengths", kDefaultLengths, 1, kMaxSize));
+    TFB_ASSIGN_OR_RETURN(
+        lengths,
+        ParseSizes("lengths", input.text != nullptr ? kTextLengths : kDefaultLengths, 1, kMaxSize));
   }
   for (const DType dtype : axes.dtypes) {
     for (const int64_t batch : axes.batches) {
@@ -244,11 +246,20 @@ bool IsCausal(std::optional<bool> asked, const TechniqueInfo& info, bool capture
   return captured ? !info.supports_noncausal : info.supports_causal;
 }
 
-// Sizes and, for a captured input, whether it can serve the technique.
+// Sizes and, for a captured input or text, whether it can serve the technique.
 void Fit(const InputSource& input, const Problem& wanted, SweepCase* sweep_case) {
   sweep_case->problem = wanted;
-  if (input.captured == nullptr) return;
   const InputKind kind = sweep_case->technique->info().input_kind;
+  if (input.text != nullptr) {
+    sweep_case->problem = input.text->Fit(wanted);
+    sweep_case->obstacle = FitProblem(input, kind, wanted).status();
+    if (sweep_case->obstacle.ok() && !wanted.causal) {
+      sweep_case->obstacle =
+          absl::UnimplementedError("text is foretold from what is before it: causal only");
+    }
+    return;
+  }
+  if (input.captured == nullptr) return;
   const absl::StatusOr<Problem> fitted = FitProblem(input, kind, wanted);
   if (fitted.ok()) {
     sweep_case->problem = *fitted;
@@ -273,6 +284,18 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
   const TechniqueInfo& info = chosen.technique->info();
   const bool captured = input.captured != nullptr;
   TFB_ASSIGN_OR_RETURN(const std::vector<Problem> problems, Problems(axes, input, info.input_kind));
+  Options options = chosen.options;
+  if (input.text != nullptr) {
+    const absl::StatusOr<Options> fitted =
+        chosen.technique->Canonical(input.text->FitOptions(info, chosen.given));
+    if (!fitted.ok()) {
+      return FlagError("techniques", absl::StrCat(info.name,
+                                                  ", with the options of the language "
+                                                  "model: ",
+                                                  fitted.status().message()));
+    }
+    options = *fitted;
+  }
   for (const Device device : axes.devices) {
     if (!axes.devices_given && !RunsOn(info, device)) continue;
     for (const Problem& problem : problems) {
@@ -280,7 +303,7 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
         for (const int64_t threads : axes.threads) {
           SweepCase added;
           added.technique = chosen.technique;
-          added.options = chosen.options;
+          added.options = options;
           added.device = device;
           added.input = input;
           added.threads = static_cast<int>(threads);
@@ -289,6 +312,11 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
           Problem wanted = problem;
           wanted.causal = IsCausal(causal, info, captured);
           Fit(input, wanted, &added);
+          list->Add(added);
+          if (input.text == nullptr) continue;
+          added.purpose = Case::PURPOSE_ACCURACY;
+          added.problem.query_tokens = added.problem.kv_tokens =
+              std::min(kRealTokens, added.problem.query_tokens);
           list->Add(std::move(added));
         }
       }
@@ -380,12 +408,15 @@ void SetProblem(const Problem& problem, ProblemSize* size) {
   size->set_causal(problem.causal);
 }
 
-// The options that differ from their defaults.
+// The options that differ from their defaults, or from the language model's.
 Options ChangedOptions(const SweepCase& sweep_case) {
-  Options changed;
-  for (const OptionSpec& spec : sweep_case.technique->info().options) {
+  Options defaults, changed;
+  const TechniqueInfo& info = sweep_case.technique->info();
+  if (sweep_case.input.text != nullptr) defaults = sweep_case.input.text->FitOptions(info, {});
+  for (const OptionSpec& spec : info.options) {
+    defaults.emplace(spec.name, spec.default_value);
     const auto found = sweep_case.options.find(spec.name);
-    if (found != sweep_case.options.end() && found->second != spec.default_value) {
+    if (found != sweep_case.options.end() && found->second != defaults.at(spec.name)) {
       changed.insert(*found);
     }
   }
@@ -449,7 +480,7 @@ absl::StatusOr<std::vector<ChosenTechnique>> ChooseTechniques(absl::string_view 
           return FlagError("techniques", absl::StrCat(technique->info().name, ": ",
                                                       canonical.status().message()));
         }
-        chosen.push_back({technique, *canonical});
+        chosen.push_back({technique, *canonical, options});
       }
     }
   }
@@ -526,6 +557,13 @@ Case MakeRecord(const SweepCase& sweep_case) {
                                                            counterpart->options.end());
   }
   return record;
+}
+
+void RecordText(const SweepCase& sweep_case, const NamedTensors& outputs, Outcome* outcome) {
+  if (sweep_case.input.text == nullptr) return;
+  const absl::StatusOr<double> bits = sweep_case.input.text->BitsPerByte(
+      sweep_case.technique->info().input_kind, sweep_case.problem, outputs.at("out").view());
+  if (bits.ok()) (*outcome->mutable_statistics())["bits_per_byte"] = *bits;
 }
 
 std::string GroupKey(const SweepCase& sweep_case) {

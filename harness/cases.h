@@ -31,8 +31,8 @@ struct CaseFlags {
   bool simulator = false;
   std::string dtypes = "f32";
   // Tokens: numbers, and ranges "256:4096" that double. Empty: kDefaultLengths for drawn inputs,
-  // and as many tokens as the file has for captured ones ("real": of the files with at most
-  // kRealTokens). Lengths beyond a file's are left out.
+  // as many tokens as the file has for captured ones ("real": of the files with at most
+  // kRealTokens), kTextLengths for text. Lengths beyond a file's are left out.
   std::string lengths;
   std::string heads = "8";
   std::string kv_heads;  // empty: as many as heads
@@ -42,7 +42,9 @@ struct CaseFlags {
   // captured ones (whose model saw all tokens) not causal where it has.
   std::string causal = "auto";
   // Profiles and files (harness/inputs.h). Captured tensors make accuracy cases of the file's
-  // sizes, drawn ones scaling cases.
+  // sizes, drawn ones scaling cases, and text scaling cases with an accuracy case of kRealTokens
+  // beside them, since the definitions of networks take minutes at such lengths. Options that are not
+  // given are those of the language model, where it has them.
   std::string inputs = "real,gaussian";
   std::string threads;  // sizes of the CPU pool; empty: every usable core
   uint64_t seed = 1;
@@ -51,6 +53,7 @@ struct CaseFlags {
   bool counterparts = true;
 };
 inline constexpr absl::string_view kDefaultLengths = "256:4096";
+inline constexpr absl::string_view kTextLengths = "16384";
 inline constexpr int64_t kRealTokens = 512;
 
 // One configuration: together with the seed and the purpose, the key of a result.
@@ -84,6 +87,7 @@ absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const R
 struct ChosenTechnique {
   const Technique* technique;
   Options options;
+  Options given;  // those of them that `text` has
 };
 absl::StatusOr<std::vector<ChosenTechnique>> ChooseTechniques(absl::string_view text,
                                                               const Registry& registry);
@@ -95,6 +99,8 @@ absl::StatusOr<std::vector<int64_t>> ParseSizes(absl::string_view what, absl::st
 
 // The record of a case without an outcome: its key and what rendering has to know of the technique.
 Case MakeRecord(const SweepCase& sweep_case);
+// Where the case is one of text: "bits_per_byte" among the statistics.
+void RecordText(const SweepCase& sweep_case, const NamedTensors& outputs, Outcome* outcome);
 // Equal for cases that differ in nothing but technique and options: those that are measured side by
 // side.
 std::string GroupKey(const SweepCase& sweep_case);

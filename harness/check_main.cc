@@ -41,7 +41,7 @@ ABSL_FLAG(
     "--lengths. Empty: the CPU, and CUDA for the techniques that have it.");
 ABSL_FLAG(std::string, dtypes, "f32,bf16", "Of f32, bf16, f16: the type of inputs and outputs.");
 ABSL_FLAG(std::string, input, "real,gaussian,peaked,needle",
-          "Of real, gaussian, peaked, needle, FILE.safetensors.");
+          "Of real, gaussian, peaked, needle, text, FILE.safetensors.");
 ABSL_FLAG(std::string, lengths, "",
           "Tokens: numbers, or ranges that double, as in 100,256:4096. Empty: 500 of drawn inputs, "
           "the tensors' own of real ones (up to 512 tokens) and files.");
@@ -106,6 +106,8 @@ absl::StatusOr<std::vector<SweepCase>> MakeAllCases() {
     TFB_ASSIGN_OR_RETURN(std::vector<SweepCase> cases,
                          MakeCases(flags, Registry::Global(), CallerPath(".")));
     for (SweepCase& one : cases) {
+      // Text makes an accuracy case beside each of these.
+      if (one.input.text != nullptr && one.purpose == Case::PURPOSE_SCALING) continue;
       one.purpose = Case::PURPOSE_ACCURACY;
       all.push_back(std::move(one));
     }
@@ -126,6 +128,13 @@ absl::StatusOr<Accuracy> CheckCase(const SweepCase& one, ThreadPool* pool) {
   request.device = one.device;
   request.seed = one.seed;
   request.inputs = &inputs;
+  NamedTensors parameters;
+  if (one.input.text != nullptr) {
+    TFB_ASSIGN_OR_RETURN(const auto layer,
+                         one.technique->Create(one.problem, one.options, one.device, one.seed));
+    TFB_ASSIGN_OR_RETURN(parameters, one.input.text->ParametersOf(*layer));
+    request.parameters = &parameters;
+  }
   request.pool = pool;
   if (const int64_t rows = absl::GetFlag(FLAGS_rows); rows > 0) {
     request.rows = SampleRows(one.problem.query_tokens, rows, one.seed);
@@ -138,6 +147,7 @@ Case RecordOf(const SweepCase& one, ThreadPool* pool) {
   const absl::StatusOr<Accuracy> accuracy = CheckCase(one, pool);
   if (accuracy.ok()) {
     RecordAccuracy(*accuracy, record.mutable_outcome());
+    RecordText(one, accuracy->outputs, record.mutable_outcome());
   } else {
     record.mutable_outcome()->set_status(OutcomeOf(accuracy.status()));
     record.mutable_outcome()->set_reason(std::string(accuracy.status().message()));

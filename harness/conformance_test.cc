@@ -14,7 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "gtest/gtest.h"
-#include "harness/inputs.h"
+#include "harness/runfiles.h"
 #include "harness/tiny_technique.h"
 
 namespace tfb {

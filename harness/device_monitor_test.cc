@@ -6,7 +6,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "harness/inputs.h"
+#include "harness/runfiles.h"
 
 namespace tfb {
 namespace {

@@ -1,7 +1,5 @@
 #include "harness/inputs.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -16,11 +14,12 @@
 #include "absl/strings/strip.h"
 #include "core/random.h"
 #include "core/status.h"
+#include "harness/runfiles.h"
 
 namespace tfb {
 namespace {
 
-constexpr const char* kProfiles = "real, gaussian, peaked, needle";
+constexpr const char* kProfiles = "real, gaussian, peaked, needle, text";
 constexpr const char* kShipped[] = {"harness/inputs/minilm_512.safetensors",
                                     "harness/inputs/minilm_4096.safetensors"};
 
@@ -409,6 +408,10 @@ absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view wor
   if (word == "gaussian" || word == "peaked" || word == "needle") {
     return std::vector<InputSource>{{std::string(word), nullptr}};
   }
+  if (word == "text") {
+    TFB_ASSIGN_OR_RETURN(auto model, ShippedLanguageModel());
+    return std::vector<InputSource>{{std::string(word), nullptr, std::move(model)}};
+  }
   std::vector<std::string> paths;
   const bool real = word == "real";
   if (real) {
@@ -435,6 +438,10 @@ absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view wor
 
 absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
                                    const Problem& wanted) {
+  if (source.text != nullptr) {
+    if (kind != InputKind::kQkv) return source.text->Fit(wanted);
+    return absl::NotFoundError("text makes hidden states; the technique reads q, k and v");
+  }
   if (source.captured == nullptr) return wanted;
   const CapturedLayer& layer = *source.captured;
   const bool qkv = kind == InputKind::kQkv;
@@ -458,36 +465,12 @@ absl::StatusOr<NamedTensors> MakeInputs(const InputSource& source,
                                         const std::vector<TensorSpec>& specs,
                                         const Problem& problem, uint64_t seed) {
   if (source.captured != nullptr) return CutAll(*source.captured, specs, seed);
+  if (source.text != nullptr) return source.text->MakeInputs(specs, problem);
   if (source.profile == "peaked") return DrawPeaks(kPeaked, "peaked", specs, problem, seed);
   if (source.profile == "needle") return DrawPeaks(kNeedle, "needle", specs, problem, seed);
   if (source.profile == "gaussian") return Draw(specs, seed);
   return absl::InvalidArgumentError(
       absl::StrCat("input profile \"", source.profile, "\" is unknown; known are ", kProfiles));
-}
-
-absl::StatusOr<std::string> RunfilePath(const std::string& path) {
-  std::vector<std::string> roots;
-  for (const char* variable : {"RUNFILES_DIR", "TEST_SRCDIR"}) {
-    if (const char* root = std::getenv(variable); root != nullptr) roots.push_back(root);
-  }
-  char self[4096];
-  const ssize_t length = readlink("/proc/self/exe", self, sizeof(self));
-  if (length > 0 && length < static_cast<ssize_t>(sizeof(self))) {
-    roots.push_back(absl::StrCat(absl::string_view(self, length), ".runfiles"));
-  }
-  std::vector<std::string> candidates;
-  for (const std::string& root : roots) {
-    // The workspace's name, under WORKSPACE and under modules.
-    for (const char* workspace : {"transformer_family_bench", "_main"}) {
-      candidates.push_back(absl::StrCat(root, "/", workspace, "/", path));
-    }
-  }
-  candidates.push_back(path);  // `bazel run` starts a binary in its runfiles
-  for (const std::string& candidate : candidates) {
-    if (access(candidate.c_str(), R_OK) == 0) return candidate;
-  }
-  return absl::NotFoundError(absl::StrCat(path, " is not among the binary's data; looked for ",
-                                          absl::StrJoin(candidates, ", ")));
 }
 
 }  // namespace tfb

@@ -4,7 +4,10 @@
 //   peaked     each query has three keys that hold about 80% of its softmax mass
 //   needle     each query has one distant key that holds about 99% of it
 //   real       tensors captured from a model, shipped with the repository
-//   (harness/inputs/README.md) FILE       a safetensors file of the caller's own
+//   (harness/inputs/README.md)
+//   text       hidden states that a language model makes of text, for techniques with its parameters
+//              (harness/language_model.h)
+//   FILE       a safetensors file of the caller's own
 //
 // Drawn inputs. Everything is a function of (seed, tensor name, element). For peaked and needle
 // keys are N(0, 1) scaled to length sqrt(d), and
@@ -45,6 +48,7 @@
 #include "core/safetensors.h"
 #include "core/technique.h"
 #include "core/tensor.h"
+#include "harness/language_model.h"
 
 namespace tfb {
 
@@ -70,8 +74,10 @@ struct CapturedLayer {
 };
 
 struct InputSource {
-  std::string profile = "gaussian";               // "gaussian", "peaked", "needle", "real", "file"
-  std::shared_ptr<const CapturedLayer> captured;  // of "real" and "file"
+  // "gaussian", "peaked", "needle", "real", "text", "file"
+  std::string profile = "gaussian";
+  std::shared_ptr<const CapturedLayer> captured;        // of "real" and "file"
+  std::shared_ptr<const LanguageModel> text = nullptr;  // of "text"
 
   std::string ToString() const;  // "gaussian", "real minilm_512.safetensors layer2"
 };
@@ -85,8 +91,8 @@ absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view wor
 // x; InvalidArgument where their sizes contradict one another.
 absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string& path);
 
-// The problem nearest to `wanted` that the source can serve: `wanted` itself for a drawn one, else
-// the file's sizes with at most the wanted batch and tokens. Hidden states are split into the heads
+// The problem nearest to `wanted` that the source can serve: `wanted` itself for a drawn one, that with
+// the model's heads for text, else the file's sizes with at most the wanted batch and tokens. Hidden states are split into the heads
 // that the layer's q has, where it has one, else into `wanted`'s. NotFound where the file has not
 // the tensors of such an input kind.
 absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
@@ -102,10 +108,6 @@ constexpr int64_t kDrawnIds = 256;
 absl::StatusOr<NamedTensors> MakeInputs(const InputSource& source,
                                         const std::vector<TensorSpec>& specs,
                                         const Problem& problem, uint64_t seed);
-
-// The path of a file of this repository that the running binary has as data: from Bazel's runfiles.
-// NotFound where it has not.
-absl::StatusOr<std::string> RunfilePath(const std::string& path);
 
 }  // namespace tfb
 

@@ -287,13 +287,19 @@ absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hoo
                                                          sweep_case.device, sweep_case.seed));
   device_bytes.NoteLayer();
   Layer& layer = *prepared->layer;
+  auto& description = *prepared->record.mutable_technique();
+  description.set_weights(layer.parameters().empty() ? TechniqueDescription::WEIGHTS_NONE
+                                                     : TechniqueDescription::WEIGHTS_SEEDED);
+  if (const auto& text = sweep_case.input.text; text != nullptr) {
+    hooks.on_activity(prepared->index, "parameters");
+    TFB_ASSIGN_OR_RETURN(const NamedTensors trained, text->ParametersOf(layer));
+    TFB_RETURN_IF_ERROR(layer.SetParameters(trained));
+    description.set_weights(TechniqueDescription::WEIGHTS_TRAINED);
+    description.set_weights_file(text->file());
+  }
   const double parameter_bytes = BytesOf(layer.parameters());
   const double workspace = static_cast<double>(layer.workspace_bytes(sweep_case.threads));
   TFB_RETURN_IF_ERROR(fits(tensor_bytes + parameter_bytes, workspace));
-  prepared->record.mutable_technique()->set_weights(layer.parameters().empty()
-                                                        ? TechniqueDescription::WEIGHTS_NONE
-                                                        : TechniqueDescription::WEIGHTS_SEEDED);
-
   TFB_RETURN_IF_ERROR(Check(group_case, hooks, prepared, &device_bytes));
   const int64_t heap_after = HeapBytes();
   TFB_RETURN_IF_ERROR(Place(sweep_case, inputs_key, batch, prepared));
@@ -367,14 +373,16 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
   }
   device_bytes->NoteRun(run->device_bytes);
   outcome->set_status(Outcome::STATUS_OK);
+  RecordText(sweep_case, run->outputs, outcome);
   const double run_seconds = MonotonicSeconds() - run_begin;
   if (options_.case_timeout > 0 && run_seconds > options_.case_timeout) {
     return TooLong(absl::StrFormat("setup and one run took %.2g s", run_seconds));
   }
 
   const int64_t tokens = sweep_case.problem.query_tokens;
-  const std::string key =
-      absl::StrCat(sweep_case.DisplayName(), " ", static_cast<int>(sweep_case.purpose));
+  // All rows of a text are checked, whatever the purpose.
+  const int purpose = sweep_case.input.text != nullptr ? 0 : static_cast<int>(sweep_case.purpose);
+  const std::string key = absl::StrCat(sweep_case.DisplayName(), " ", purpose);
   const auto [previous_tokens, previous_seconds] = check_seconds_[key];
   if (previous_tokens > 0) {
     // At most quadratic in tokens.

@@ -14,7 +14,7 @@
 #include "core/safetensors.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "harness/inputs.h"
+#include "harness/runfiles.h"
 
 namespace tfb {
 namespace {

@@ -36,9 +36,10 @@ ABSL_FLAG(std::string, causal, "auto",
           "Of true, false, auto. auto: causal with drawn inputs and not causal with real ones and "
           "files, where the technique has that form; else the other.");
 ABSL_FLAG(std::string, threads, "", "Threads on the CPU. Empty: as many as usable cores.");
-ABSL_FLAG(std::string, input, "real,gaussian",
-          "Of real, gaussian, peaked, needle, FILE.safetensors. Tensors of real models and files "
-          "make accuracy cases of their own sizes; drawn ones make scaling cases over --lengths.");
+ABSL_FLAG(
+    std::string, input, "real,gaussian",
+    "Of real, gaussian, peaked, needle, text, FILE.safetensors. Tensors of real models and files "
+    "make accuracy cases of their own sizes; drawn ones make scaling cases over --lengths.");
 ABSL_FLAG(uint64_t, seed, 1, "Of drawn inputs and of parameters.");
 ABSL_FLAG(bool, counterparts, true,
           "Also run the dense counterpart of each case, so that there is a ratio.");

@@ -310,6 +310,8 @@ std::optional<double> Statistic(const Case& result, absl::string_view name) {
   return found == statistics.end() ? std::nullopt : std::optional<double>(found->second);
 }
 
+// harness/language_model.h defines it.
+std::optional<double> BitsPerByte(const Case& result) { return Statistic(result, "bits_per_byte"); }
 // harness/extrapolation.h defines the two.
 std::optional<double> ExtrapolationChange(const Case& result) {
   return Statistic(result, "extrapolation_change");
@@ -513,6 +515,11 @@ std::string ScalingNotes(const TableGroup& group, const ScalingMarks& marks) {
   return absl::StrJoin(notes, "; ");
 }
 
+TableCell BitsPerByteCell(const std::vector<const Case*>& cases) {
+  const std::optional<double> bits = MedianValue(cases, BitsPerByte);
+  return bits.has_value() ? absl::StrFormat("%.4f", *bits) : "-";
+}
+
 Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
   Table table;
   const TimeUnit unit = UnitOf(group);
@@ -536,6 +543,8 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
   table.columns.push_back({"faster than\ndense from", true});
   table.columns.push_back({absl::StrCat("memory\nat ", longest), true});
   table.columns.push_back({"of\npeak", true});
+  const bool has_bits = AnyHas(group, BitsPerByte);
+  if (has_bits) table.columns.push_back({absl::StrCat("bits per byte\nat ", longest), true});
 
   ScalingMarks marks;
   for (const Row& row : rows) {
@@ -567,6 +576,10 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
                                       })));
     cells.push_back(series.longest() == nullptr ? "-" : PeakCell(analysis, *series.longest()));
     marks.bandwidth = marks.bandwidth || cells.back().text.find("bw") != std::string::npos;
+    if (has_bits) {
+      cells.push_back(at_longest == series.by_tokens.end() ? TableCell("-")
+                                                           : BitsPerByteCell(at_longest->second));
+    }
     table.rows.push_back(std::move(cells));
   }
   table.notes.push_back(ScalingNotes(group, marks));
@@ -665,6 +678,9 @@ Table AccuracyTable(const TableGroup& group, bool by_layer) {
   add_median("KL from\ndense", KlDivergence);
   add_median(RecallHeader(group), Recall);
   add_median("change\nat 8x", ExtrapolationChange);
+  if (AnyHas(group, BitsPerByte)) {
+    columns.push_back({{"bits per\nbyte", true}, BitsPerByteCell});
+  }
 
   const RowHead head(group, by_layer);
   head.AddColumns(&table);

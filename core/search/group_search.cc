@@ -293,7 +293,7 @@ void GroupSearch::Resolve(int64_t q) {
   Rescore(q);
   SearchHit* end = s_.hits + s_.counts[q];
   if (s_.counts[q] < sizes_.hits) return;
-  std::nth_element(s_.hits, s_.hits + sizes_.hits - 1, end, Before);
+  std::nth_element(s_.hits, s_.hits + sizes_.hits - 1, end, Before());
   s_.counts[q] = static_cast<int32_t>(sizes_.hits);
   for (int64_t i = 0; i < sizes_.hits; ++i) {
     s_.scores[q * sizes_.capacity + i] = ScoreOf(q, s_.hits[i].score);
@@ -327,7 +327,7 @@ void GroupSearch::Rescore(int64_t q) {
 
 void GroupSearch::Finish(SearchHit* found, int64_t stride) {
   for (int64_t q = 0; q < count_; ++q, found += stride) {
-    if (s_.counts[q] > sizes_.hits) Shrink(q, 0);
+    if (s_.counts[q] > sizes_.hits) Shrink(q, sizes_.hits / 16);
     Resolve(q);
     std::copy_n(s_.hits, s_.counts[q], found);
     std::fill(found + s_.counts[q], found + sizes_.hits, kNoHit);

@@ -18,10 +18,12 @@
 
 namespace tfb {
 
-// The better of two hits; of equal ones the older.
-inline bool Before(const SearchHit& a, const SearchHit& b) {
-  return a.score > b.score || (a.score == b.score && a.age < b.age);
-}
+// The better of two hits is before the other; of equal ones the older.
+struct Before {
+  bool operator()(const SearchHit& a, const SearchHit& b) const {
+    return a.score > b.score || (a.score == b.score && a.age < b.age);
+  }
+};
 
 struct GroupSizes {
   int64_t queries;  // of a group at most, a multiple of 64

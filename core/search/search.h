@@ -37,10 +37,11 @@ namespace tfb {
 
 // How entries are selected.
 //   kExact     the k best.
-//   kBucketed  the best of each of k buckets, of which slot n is in bucket n % k: approximate, and
-//              what the authors of the Memorizing Transformer ran (google-research/meliad,
-//              transformer/memory_layer.py). Of the k best it finds on average, where slots are in
-//              random order, the share (1 - (1 - 1 / k)^k), 63%; of the best one, always.
+//   kBucketed  the best of each of k buckets, of which slot n is in bucket n % k: what the authors of
+//              the Memorizing Transformer ran (google-research/meliad, transformer/memory_layer.py).
+//              It finds the best entry, and of the k best on average, where slots are in random
+//              order, the share 1 - (1 - 1 / k)^k, 64%. The product is all of the work here, so it
+//              is no faster than kExact.
 enum class SearchSelection : uint8_t { kExact, kBucketed };
 
 // The sizes that a workspace depends on.

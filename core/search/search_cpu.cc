@@ -89,8 +89,8 @@ void Merge(const SearchCall& call, SearchHit* found, int64_t count, int32_t* slo
   SearchHit* end =
       std::partition(found, found + count, [](const SearchHit& hit) { return hit.age >= 0; });
   const int64_t wanted = std::min<int64_t>(call.k, end - found);
-  if (found + wanted < end) std::nth_element(found, found + wanted, end, Before);
-  std::sort(found, found + wanted, Before);
+  if (found + wanted < end) std::nth_element(found, found + wanted, end, Before());
+  std::sort(found, found + wanted, Before());
   for (int64_t n = 0; n < wanted; ++n) {
     slots[n] = static_cast<int32_t>((call.oldest + found[n].age) % call.keys.dim(1));
     scores[n] = static_cast<float>(distance ? -found[n].score : found[n].score);

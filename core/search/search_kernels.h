@@ -29,7 +29,7 @@ constexpr double kTinyScoreError = 0x1p-110;
 // are negative here. Entries are told by age; none is -1, behind all others.
 struct SearchHit {
   double score;
-  int32_t age;
+  int64_t age;  // wide, so that a hit has no padding that copies would read
 };
 
 struct SearchArguments {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "core/layers/activation.h"
 #include "core/technique.h"
 #include "memory/transformer_xl/decoder_layer.h"

@@ -763,5 +763,40 @@ TEST_P(TransformerXlGolden, HuggingFacesTransfoXlModelComputesTheSame) {
   }
 }
 
+// The reference model's float16 weights, applied to the first bytes of its held-out text.
+TEST(TransformerXlGolden, TheTrainedLanguageModelComputesWhatPyTorchDoes) {
+  const SafetensorsFile golden =
+      GoldenFile("memory/transformer_xl/testdata/language_model.safetensors");
+  const SafetensorsFile model = GoldenFile("harness/inputs/language_model/model.safetensors");
+  const Tensor& tokens = golden.tensors.at("tokens");
+  const Tensor& embedding = model.tensors.at("embedding");
+  const ConstTensorView out = golden.tensors.at("out").view();
+  const std::string segment = golden.metadata.at("segment_tokens");
+  Case test(Make(1, 6, tokens.dim(1), embedding.dim(1) / 6),
+            {{"layers", "6"},
+             {"segment", segment},
+             {"memory", golden.metadata.at("memory_tokens")},
+             {"pre_norm", "true"},
+             {"share_biases", "false"}});
+  for (auto& [name, tensor] : test.parameters()) tensor = model.tensors.at(name).Clone();
+  ASSERT_TRUE(test.layer().SetParameters(test.parameters()).ok());
+  for (int64_t t = 0; t < tokens.dim(1); ++t) {
+    for (int64_t c = 0; c < embedding.dim(1); ++c) {
+      const ConstTensorView row = embedding.view();
+      const TensorView x = test.x().view();
+      x.Set(x.Offset(0, t, c), row.Get(row.Offset(tokens.span<int32_t>()[t], c)));
+    }
+  }
+
+  const std::vector<int64_t> split = Repeat(std::stoll(segment), tokens.dim(1));
+  const auto last = [&](const Tensor& rows) {
+    return Slice(rows.view(), 1, rows.dim(1) - out.dim(1), out.dim(1));
+  };
+  const Tensor defined = test.Define(split), run = test.Run(), streamed = test.Stream(split);
+  EXPECT_LE(MaxDifference(last(defined), out), 1e-12 * MaxAbs(out));
+  EXPECT_LE(MaxDifference(last(run), out), Bound(out, 6));
+  EXPECT_LE(MaxDifference(last(streamed), out), Bound(out, 6));
+}
+
 }  // namespace
 }  // namespace tfb

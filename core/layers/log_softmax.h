@@ -1,0 +1,30 @@
+// The logarithm of a softmax over channels, on every device:
+//
+//   y_c = (x_c - max) - log sum_e exp(x_e - max)        max = max_e x_e, natural logarithm
+//
+// in fp32. A row with a NaN, or with nothing above -inf, has no softmax: it becomes NaN.
+#ifndef TFB_CORE_LAYERS_LOG_SOFTMAX_H_
+#define TFB_CORE_LAYERS_LOG_SOFTMAX_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// CPU: for each thread a row and its exponentials. CUDA: none.
+size_t LogSoftmaxWorkspaceBytes(Device device, int64_t channels, int threads);
+
+// x is [batch, tokens, channels] or [rows, channels], y of its shape; y may be x. In memory of the
+// device, each f32, bf16 or f16, with any strides. Allocates nothing. Internal where the shapes do
+// not fit.
+absl::Status LogSoftmax(Device device, const ConstTensorView& x, const TensorView& y,
+                        const Execution& execution);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LAYERS_LOG_SOFTMAX_H_

@@ -1,0 +1,44 @@
+#include "core/cuda/kernel.cuh"
+#include "core/layers/layer_rows.cuh"
+#include "core/layers/log_softmax_kernels.h"
+
+namespace tfb {
+namespace {
+
+// A warp has a row: lane l its channels l, l + 32, ..., which it alone reads and writes.
+
+__device__ float WarpMax(float x) {
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+  }
+  return x;
+}
+__device__ float WarpSum(float x) {
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+
+__global__ void __launch_bounds__(kRowThreads) LogSoftmaxRows(LogSoftmaxArguments a) {
+  const int64_t row = WarpOfGrid();
+  if (row >= a.rows) return;
+  const int64_t x = RowOffset(a.x, row), y = RowOffset(a.y, row);
+  float max = __int_as_float(0xff800000);  // -inf
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) max = fmaxf(max, Load(a.x, x, c));
+  max = WarpMax(max);  // which ignores NaN; the sum does not
+  float sum = 0;
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) sum += expf(Load(a.x, x, c) - max);
+  const float log_sum = logf(WarpSum(sum));
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    Store(a.y, y, c, (Load(a.x, x, c) - max) - log_sum);
+  }
+}
+
+const char* LaunchLogSoftmax(const LogSoftmaxArguments& a, void* stream) {
+  return LaunchWarps("LogSoftmaxRows", &LogSoftmaxRows, a.rows, stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(LogSoftmaxKernels, {&LaunchLogSoftmax});
+
+}  // namespace tfb

@@ -1,0 +1,131 @@
+#include "core/retrieval/retrieval_definition.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace tfb {
+namespace {
+
+constexpr double kNotFound = std::numeric_limits<double>::infinity();
+constexpr double kMaxSquare = 0x1p120;  // of states that find or are found
+// A difference of floats is rounded once, its square has twice that error (and a little).
+constexpr double kRounding = 2.01 * 0x1p-24;
+
+}  // namespace
+
+NeighbourDefinition::NeighbourDefinition(const RetrievalSizes& sizes,
+                                         const NamedTensors& parameters, const Inputs& inputs,
+                                         const DefinitionRequest& request)
+    : sizes_(sizes),
+      keys_(parameters.at("datastore.keys").view()),
+      context_(inputs.Get("context")),
+      given_(inputs.Get("neighbours")) {
+  if (request.computed == nullptr) return;
+  const auto found = request.computed->find("neighbours");
+  if (found != request.computed->end()) computed_ = found->second.view();
+}
+
+std::vector<Neighbour> NeighbourDefinition::Find(int64_t b, int64_t i) const {
+  std::vector<Neighbour> neighbours(sizes_.k);
+  if (sizes_.k == 0) return neighbours;
+  if (!given_.empty()) {
+    for (int64_t n = 0; n < sizes_.k; ++n) {
+      const int64_t entry = *given_.At<int32_t>(b, i, n);
+      if (entry < 0 || entry >= sizes_.entries) continue;
+      neighbours[n] = {entry, Distance(context_.Row(b, i), entry)};
+    }
+    return neighbours;
+  }
+  const std::vector<double> distances = DistancesTo(context_.Row(b, i));
+  std::vector<int64_t> found = Nearest(distances);
+  const int32_t* computed = computed_.empty() ? nullptr : computed_.At<int32_t>(b, i);
+  if (computed != nullptr && IsRight(distances, found, computed)) {
+    found.assign(computed, computed + sizes_.k);
+  }
+  for (int64_t n = 0; n < sizes_.k; ++n) {
+    if (found[n] >= 0) neighbours[n] = {found[n], distances[found[n]]};
+  }
+  return neighbours;
+}
+
+std::vector<int64_t> NeighbourDefinition::Nearest(const std::vector<double>& distances) const {
+  std::vector<int64_t> order(distances.size());
+  std::iota(order.begin(), order.end(), 0);
+  const int64_t count = std::min(sizes_.k, sizes_.entries);
+  std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int64_t a, int64_t b) {
+    return distances[a] != distances[b] ? distances[a] < distances[b] : a < b;
+  });
+  order.resize(count);
+  for (int64_t& entry : order) {
+    if (distances[entry] == kNotFound) entry = -1;
+  }
+  order.resize(sizes_.k, -1);
+  return order;
+}
+
+double NeighbourDefinition::Distance(const double* context, int64_t entry) const {
+  double distance = 0;
+  for (int64_t c = 0; c < keys_.dim(1); ++c) {
+    distance += (context[c] - Key(entry)[c]) * (context[c] - Key(entry)[c]);
+  }
+  return distance;
+}
+
+std::vector<double> NeighbourDefinition::DistancesTo(const double* context) const {
+  const int64_t dim = keys_.dim(1);
+  const double context_square = Dot(context, context, dim);
+  std::vector<double> distances;
+  for (int64_t e = 0; e < sizes_.entries; ++e) {
+    double key_square = 0;
+    for (int64_t c = 0; c < dim; ++c) key_square += static_cast<double>(Key(e)[c]) * Key(e)[c];
+    const bool is_one = context_square <= kMaxSquare && key_square <= kMaxSquare;  // NaN is not
+    distances.push_back(is_one ? Distance(context, e) : kNotFound);
+  }
+  return distances;
+}
+
+bool NeighbourDefinition::MayPrecede(const std::vector<double>& distances, int64_t a,
+                                     int64_t b) const {
+  if (distances[a] * (1 - kRounding) > distances[b] * (1 + kRounding)) return false;
+  const bool equal =
+      distances[a] == distances[b] && std::equal(Key(a), Key(a) + keys_.dim(1), Key(b));
+  return a < b || !equal;
+}
+
+bool NeighbourDefinition::IsRight(const std::vector<double>& distances,
+                                  const std::vector<int64_t>& found,
+                                  const int32_t* computed) const {
+  std::vector<bool> is_chosen(distances.size(), false);
+  int64_t last = -1;
+  for (int64_t n = 0; n < sizes_.k; ++n) {
+    const int64_t entry = computed[n];
+    if ((entry < 0) != (found[n] < 0) || entry >= sizes_.entries) return false;
+    if (entry < 0) continue;
+    if (is_chosen[entry] || distances[entry] == kNotFound) return false;
+    if (last >= 0 && !MayPrecede(distances, last, entry)) return false;
+    is_chosen[entry] = true;
+    last = entry;
+  }
+  for (int64_t e = 0; last >= 0 && e < sizes_.entries; ++e) {
+    if (!is_chosen[e] && !MayPrecede(distances, last, e)) return false;
+  }
+  return true;
+}
+
+std::vector<double> LogProbabilities(const DoubleTensor& output, const RetrievalSizes& sizes,
+                                     const double* state, int64_t dim) {
+  std::vector<double> logits;
+  double max = kNotSeen;
+  for (int64_t y = 0; y < sizes.vocabulary; ++y) {
+    logits.push_back(Dot(output.Row(y), state, dim));
+    max = std::max(max, logits.back());
+  }
+  double sum = 0;
+  for (const double logit : logits) sum += std::exp(logit - max);
+  for (double& logit : logits) logit = (logit - max) - std::log(sum);
+  return logits;
+}
+
+}  // namespace tfb

@@ -1,0 +1,84 @@
+// Which entries of a datastore a token finds, in float64 and by plain loops: for definitions.
+#ifndef TFB_CORE_RETRIEVAL_RETRIEVAL_DEFINITION_H_
+#define TFB_CORE_RETRIEVAL_RETRIEVAL_DEFINITION_H_
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "core/definition.h"
+#include "core/problem.h"
+#include "core/retrieval/retrieval_layer.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+struct Neighbour {
+  int64_t entry = -1;   // none
+  double distance = 0;  // |context - key|^2
+};
+
+// Of the inputs, outputs and parameters of retrieval_layer.h.
+class NeighbourDefinition {
+ public:
+  NeighbourDefinition(const RetrievalSizes& sizes, const NamedTensors& parameters,
+                      const Inputs& inputs, const DefinitionRequest& request);
+
+  // The k neighbours of token i, as the output `neighbours` has them: those of the input of that name
+  // where there is one, else the nearest. Of distances that differ by less than the roundings of
+  // their differences to float, a layer's order is taken; of equal keys the older entry is first.
+  std::vector<Neighbour> Find(int64_t b, int64_t i) const;
+
+ private:
+  const float* Key(int64_t entry) const { return keys_.At<float>(entry); }
+  double Distance(const double* context, int64_t entry) const;
+  // Infinite to what is no entry.
+  std::vector<double> DistancesTo(const double* context) const;
+  std::vector<int64_t> Nearest(const std::vector<double>& distances) const;
+  bool MayPrecede(const std::vector<double>& distances, int64_t a, int64_t b) const;
+  bool IsRight(const std::vector<double>& distances, const std::vector<int64_t>& found,
+               const int32_t* computed) const;
+
+  RetrievalSizes sizes_;
+  ConstTensorView keys_;
+  DoubleTensor context_;
+  ConstTensorView given_;
+  ConstTensorView computed_;
+};
+
+// log softmax of the rows of `output` [vocabulary][dim] times `state`.
+std::vector<double> LogProbabilities(const DoubleTensor& output, const RetrievalSizes& sizes,
+                                     const double* state, int64_t dim);
+
+// What a definition writes: out [batch, rows, vocabulary] and neighbours [batch, rows, k], by calling
+// predict(b, i, neighbours) -> log-probabilities.
+template <class Predict>
+void DefineRetrieval(const Problem& problem, const RetrievalSizes& sizes,
+                     const NamedTensors& parameters, const Inputs& inputs,
+                     const DefinitionRequest& request, const Predict& predict,
+                     NamedTensors* outputs) {
+  const NeighbourDefinition definition(sizes, parameters, inputs, request);
+  const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
+  const int64_t row_count = static_cast<int64_t>(rows.size());
+  Tensor out(DType::kF64, {problem.batch, row_count, sizes.vocabulary});
+  Tensor found(DType::kF64, {problem.batch, row_count, sizes.k});
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    for (int64_t r = 0; r < row_count; ++r) {
+      const std::vector<Neighbour> neighbours = definition.Find(b, rows[r]);
+      const std::vector<double> log_probabilities = predict(b, rows[r], neighbours);
+      for (int64_t y = 0; y < sizes.vocabulary; ++y) {
+        *out.view().MutableAt<double>(b, r, y) = log_probabilities[y];
+      }
+      for (int64_t n = 0; n < sizes.k; ++n) {
+        *found.view().MutableAt<double>(b, r, n) = static_cast<double>(neighbours[n].entry);
+      }
+    }
+  }
+  (*outputs)["out"] = std::move(out);
+  (*outputs)["neighbours"] = std::move(found);
+}
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_RETRIEVAL_RETRIEVAL_DEFINITION_H_

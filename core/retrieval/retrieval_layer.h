@@ -1,0 +1,120 @@
+// Language models that look their states up in a datastore: what such techniques share.
+//
+// A model has read some text, and a datastore keeps what it was like there: entry e is the key, a
+// hidden state [model_dim], and the value, the token that followed. Where the model is to predict the
+// next token now, the state `context` finds the k entries of the nearest keys, by |context - key|^2,
+// and the technique makes something of the tokens that followed them:
+//
+//   x          [batch, tokens, model_dim]  in: the model's last hidden states; logits are output x
+//   context    [batch, tokens, model_dim]  in: states that are looked up, as keys are
+//   neighbours [batch, tokens, k], i32     in or out, optional: entries, nearest first; -1 is none.
+//                                          Given, they are used as they are, unknown ones as none
+//   out        [batch, tokens, vocabulary] out: log p(next token), natural logarithm
+//
+// Every token is by itself: a stream gives what the whole gives. Which entries are nearest, and what
+// becomes of ties and of numbers that are not finite, is said in core/search/search.h.
+#ifndef TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
+#define TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "core/cuda/device_array.h"
+#include "core/cuda/runtime.h"
+#include "core/layers/matmul.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+
+namespace tfb {
+
+struct RetrievalSizes {
+  static constexpr int64_t kMaxVocabulary = int64_t{1} << 20;
+  static constexpr int64_t kMaxEntries = std::numeric_limits<int32_t>::max();
+  static constexpr int64_t kMaxNeighbours = 1024;
+
+  int64_t vocabulary = 256;
+  int64_t entries = 1024;  // of the datastore
+  int64_t k = 8;           // neighbours of a token
+
+  // Bytes are u8; larger vocabularies need i32.
+  DType value_dtype() const { return vocabulary <= 256 ? DType::kU8 : DType::kI32; }
+};
+
+std::vector<TensorSpec> RetrievalInputs(const Problem& problem, const RetrievalSizes& sizes);
+std::vector<TensorSpec> RetrievalOutputs(const Problem& problem, const RetrievalSizes& sizes);
+// InvalidArgument where the problem is not one of hidden states: self-attention's sizes.
+absl::Status CheckHiddenProblem(absl::string_view technique, const Problem& problem);
+
+// Parameters:
+//   output            [vocabulary, model_dim], drawn N(0, 1 / model_dim)
+//   datastore.keys    [entries, model_dim], drawn N(0, 1)
+//   datastore.values  [entries], below the vocabulary, drawn uniformly
+class RetrievalLayer : public StreamingLayer {
+ public:
+  size_t workspace_bytes(int threads) const override;
+  absl::Status Reset() override { return absl::OkStatus(); }
+  // Of the search and of a product with `output`.
+  Cost cost() const override;
+
+ protected:
+  // Of a call, in memory of the device.
+  struct Tokens {
+    ConstTensorView x;
+    ConstTensorView context;
+    const int32_t* neighbours;  // [batch * tokens][k]; below the number of entries, or -1
+    TensorView out;
+
+    int64_t rows() const { return x.dim(0) * x.dim(1); }
+  };
+
+  RetrievalLayer(const Problem& problem, const RetrievalSizes& sizes, Device device);
+  // Draws the parameters. ResourceExhausted where there is no memory for them.
+  absl::Status Initialize(uint64_t seed);
+
+  virtual absl::Status Predict(const Tokens& tokens, const Execution& execution) = 0;
+  virtual size_t predict_workspace_bytes(int64_t rows, int threads) const = 0;
+
+  // InvalidArgument where a value is no token of the vocabulary.
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override;
+  absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
+                        const Execution& execution) override;
+
+  const RetrievalSizes& sizes() const { return sizes_; }
+  Device device() const { return device_; }
+  // On the device, after Setup.
+  const PackedMatrix& output() const { return output_; }  // [model_dim, vocabulary]
+  const float* keys() const { return keys_; }             // [entries][model_dim]
+  const int32_t* values() const { return values_.data(); }
+
+ private:
+  struct Scratch {
+    int32_t* neighbours;  // [rows][k]
+    float* scores;        // likewise
+    float* context;       // [rows][model_dim]: a copy, where the search cannot read it as it lies
+  };
+  Scratch LayOut(int64_t rows, Workspace& workspace) const;
+  int64_t rows() const { return problem().batch * max_segment_tokens(); }
+  absl::Status FindNeighbours(const ConstTensorView& context, const Scratch& scratch,
+                              const Execution& execution) const;
+  absl::Status CopyNeighbours(const ConstTensorView& from, const TensorView& to,
+                              const Execution& execution) const;
+
+  RetrievalSizes sizes_;
+  Device device_;
+  PackedMatrix output_;
+  DeviceBuffer device_keys_;  // on the CPU the parameter itself is read
+  const float* keys_ = nullptr;
+  DeviceArray<int32_t> values_;
+  DeviceArray<float> zero_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_

@@ -1,0 +1,339 @@
+#include "memory/compressive/compressive.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "memory/compressive/compressive_attention.h"
+#include "memory/compressive/memory_queues.h"
+#include "memory/transformer_xl/decoder_layer.h"
+#include "memory/transformer_xl/segmented_layer.h"
+
+namespace tfb {
+namespace {
+
+using Function = CompressiveOptions::Function;
+
+const bool registered = RegisterTechnique<Compressive>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "compressive";
+  info.family = "memory";
+  info.title = "Compressive Transformer";
+  info.citation = "Rae et al. 2020, arXiv:1911.05507v1, section 3";
+  info.input_kind = InputKind::kHidden;
+  info.exactness = Exactness::kOwn;
+  info.budget_option = "compressed_memory";
+  info.growth = 1;
+  info.supports_noncausal = false;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+int64_t LongestSegment(const Problem& problem, const CompressiveOptions& options) {
+  return std::min(options.segment, std::max<int64_t>(problem.query_tokens, 1));
+}
+
+class CompressiveLayer : public SegmentedLayer {
+ public:
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       const CompressiveOptions& options,
+                                                       std::vector<TensorSpec> outputs,
+                                                       Device device, uint64_t seed) {
+    auto layer = std::unique_ptr<CompressiveLayer>(
+        new CompressiveLayer(problem, options, std::move(outputs), device));
+    TFB_ASSIGN_OR_RETURN(layer->parameters_,
+                         DrawParameters(CompressiveParameters(problem, options), seed));
+    const int64_t longest = layer->max_segment_tokens();
+    for (int64_t n = 0; n < options.layers; ++n) {
+      TFB_ASSIGN_OR_RETURN(CompressiveAttention attention,
+                           CompressiveAttention::Create(device, problem, options, longest));
+      layer->attentions_.push_back(std::move(attention));
+    }
+    if (!layer->queues_.compresses()) return layer;
+    TFB_ASSIGN_OR_RETURN(
+        ContentAttention content,
+        ContentAttention::Create(device, problem, longest,
+                                 layer->queues_.max_blocks() * options.compression));
+    layer->content_.emplace(std::move(content));
+    return layer;
+  }
+
+  // The products of the definition, but for the losses.
+  Cost cost() const override {
+    const Walk walk = WalkSequence();
+    const double batch = static_cast<double>(problem().batch);
+    const double width = static_cast<double>(problem().model_dim());
+    const double layers = static_cast<double>(options_.layers);
+    const double convolution =
+        options_.convolves() ? 2 * static_cast<double>(options_.compression) * width * width : 0;
+    Cost cost;
+    cost.flops =
+        StackFlops(sizes_, batch * static_cast<double>(problem().query_tokens), batch * walk.pairs);
+    *cost.flops += batch * layers * walk.rows * (4 * width * width + convolution);
+    *cost.flops += batch * layers * walk.uses * 4 * width;
+    cost.bytes = TensorBytes();
+    return cost;
+  }
+
+  // compressed_rows: those that a layer has at the end. reach_tokens: how many tokens before the last
+  // one the rows are of that can change it, through all layers (which of them most_used keeps depends
+  // on still earlier ones). keys_per_token: those that a token sees in one layer, on average, itself
+  // included. cache_bytes: keys, values and rows of all layers. cublas: on a GPU, 1 where cuBLAS makes
+  // the products with matrices, else 0.
+  std::map<std::string, double> statistics() const override {
+    const int64_t tokens = problem().query_tokens;
+    double cache_bytes = 0;
+    for (const CompressiveAttention& attention : attentions_) {
+      cache_bytes += static_cast<double>(attention.cache_bytes());
+    }
+    std::map<std::string, double> statistics = {
+        {"cache_bytes", cache_bytes},
+        {"compressed_rows",
+         static_cast<double>(queues_.MemoryRows(queues_.first_token() + tokens))},
+        {"keys_per_token",
+         WalkSequence().pairs / static_cast<double>(std::max<int64_t>(tokens, 1))},
+        {"reach_tokens", static_cast<double>(Reach())}};
+    if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
+    return statistics;
+  }
+
+  absl::Status Reset() override {
+    for (CompressiveAttention& attention : attentions_) attention.Reset();
+    next_token_ = queues_.first_token();
+    next_segment_ = 0;
+    return absl::OkStatus();
+  }
+
+ protected:
+  absl::Status DoSetup(const Inputs&, const Execution& execution) override {
+    const DistanceRange range = {0, queues_.max_distance(), options_.clamp_length};
+    const Tensor sinusoids = SinusoidsOf(range, problem().model_dim());
+    layers_.clear();
+    for (int64_t n = 0; n < options_.layers; ++n) {
+      TFB_RETURN_IF_ERROR(attentions_[n].Setup(parameters_, n, range, sinusoids.view(), execution));
+      TFB_ASSIGN_OR_RETURN(DecoderLayer layer, DecoderLayer::Create(device_, parameters_, n));
+      layers_.push_back(std::move(layer));
+    }
+    return Reset();
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    run_outputs_ = &outputs;
+    const absl::Status status = SegmentedLayer::DoRun(inputs, outputs, execution);
+    run_outputs_ = nullptr;
+    return status;
+  }
+
+  void BeginSegment(int64_t tokens) override {
+    segment_.Set(next_token_, tokens);
+    next_token_ += tokens;
+    ++next_segment_;
+  }
+
+  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+                        const Execution& execution) override {
+    return layers_[n].Run(
+        options_.pre_norm, call,
+        [&](const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
+            const Execution& rest) {
+          const LayerNorm* norm = options_.pre_norm ? &layers_[n].attention_norm : nullptr;
+          return attentions_[n].Append({segment_, call.input, x, residual, y, norm, OutputsOf(n),
+                                        content_.has_value() ? &*content_ : nullptr},
+                                       rest);
+        },
+        execution);
+  }
+
+  size_t layer_workspace_bytes(int threads) const override {
+    const size_t content = content_.has_value() ? content_->workspace_bytes(threads) : 0;
+    return DecoderLayer::workspace_bytes(device_, sizes_, problem().batch * max_segment_tokens(),
+                                         options_.pre_norm,
+                                         attentions_[0].workspace_bytes(content, threads), threads);
+  }
+
+ private:
+  CompressiveLayer(const Problem& problem, const CompressiveOptions& options,
+                   std::vector<TensorSpec> outputs, Device device)
+      : SegmentedLayer(problem, std::move(outputs), options.layers, options.segment),
+        options_(options),
+        device_(device),
+        sizes_(CompressiveSizes(problem, options)),
+        queues_(options, max_segment_tokens()),
+        segment_(device, queues_, options.memory, max_segment_tokens()) {}
+
+  // Of layer n and the segment that has begun, in a Run.
+  CompressionOutputs OutputsOf(int64_t n) const {
+    CompressionOutputs outputs;
+    if (run_outputs_ == nullptr) return outputs;
+    const auto part = [&](const char* name) {
+      TensorView view = run_outputs_->Get(name);
+      if (view.empty()) return view;
+      view.data = static_cast<const std::byte*>(view.data) +
+                  SizeOf(view.dtype) * view.Offset(0, next_segment_ - 1, n);
+      view.dims = {view.dim(0), view.dim(3)};
+      view.strides = {view.stride(0), view.stride(3)};
+      view.rank -= 2;
+      return view;
+    };
+    outputs.attention_loss = part("attention_loss");
+    outputs.autoencoding_loss = part("autoencoding_loss");
+    outputs.kept = part("kept");
+    return outputs;
+  }
+
+  // Of one sequence and layer.
+  struct Walk {
+    double pairs = 0;  // of queries and keys, of one head
+    double rows = 0;   // that are compressed rows
+    double uses = 0;   // pairs whose weight is computed once more, with most_used
+  };
+  Walk WalkSequence() const {
+    Walk walk;
+    const int64_t first = queues_.first_token(), end = first + problem().query_tokens;
+    for (int64_t s = first; s < end; s += max_segment_tokens()) {
+      const int64_t next = std::min(s + max_segment_tokens(), end);
+      const double tokens = static_cast<double>(next - s);
+      const double kept = static_cast<double>(queues_.MemoryRows(s) + queues_.MemoryTokens(s));
+      walk.pairs += tokens * kept + tokens * (tokens + 1) / 2;
+      walk.rows += static_cast<double>(queues_.Rows(next) - queues_.Rows(s));
+      if (options_.function != Function::kMostUsed || !queues_.compresses()) continue;
+      walk.uses += tokens * static_cast<double>(queues_.Left(next) - queues_.Left(s));
+    }
+    return walk;
+  }
+
+  int64_t Reach() const {
+    const int64_t tokens = problem().query_tokens;
+    if (tokens == 0) return 0;
+    int64_t farthest = tokens - 1;
+    for (int64_t n = 0; n < options_.layers; ++n) farthest = FirstSeen(farthest);
+    return tokens - 1 - farthest;
+  }
+  // The first token of the sequence that the attention at token p has anything of.
+  int64_t FirstSeen(int64_t p) const {
+    const int64_t longest = max_segment_tokens(), first = queues_.first_token();
+    const int64_t begin = first + p / longest * longest;
+    int64_t seen = begin - queues_.MemoryTokens(begin);
+    if (queues_.MemoryRows(begin) > 0) {
+      const int64_t row = queues_.Rows(begin) - queues_.MemoryRows(begin) - queues_.first_row();
+      seen = row * options_.compression;
+      // What one segment compresses, a choice or a dilated convolution sees as a whole.
+      const bool whole = options_.function == Function::kMostUsed ||
+                         options_.function == Function::kDilatedConvolution;
+      for (int64_t s = first; whole && s < begin; s += longest) {
+        if (seen < queues_.Compressed(s + longest)) {
+          seen = std::min(seen, queues_.Compressed(s));
+          break;
+        }
+      }
+    }
+    return std::max<int64_t>(seen - first, 0);
+  }
+
+  CompressiveOptions options_;
+  Device device_;
+  StackSizes sizes_;
+  MemoryQueues queues_;
+  CompressiveSegment segment_;
+  std::vector<CompressiveAttention> attentions_;
+  std::optional<ContentAttention> content_;  // where rows are compressed
+  std::vector<DecoderLayer> layers_;
+  const Outputs* run_outputs_ = nullptr;  // during a Run
+  int64_t next_token_ = 0;                // as the queues count
+  int64_t next_segment_ = 0;
+};
+
+}  // namespace
+
+StackSizes CompressiveSizes(const Problem& problem, const CompressiveOptions& options) {
+  return {options.layers, problem.query_heads, problem.head_dim,
+          options.feed_forward * problem.model_dim(), options.share_biases};
+}
+
+std::string ConvolutionPrefix(const CompressiveOptions& options) {
+  return options.function == Function::kConvolution ? "convolution." : "dilated_convolution.";
+}
+
+std::vector<ParameterSpec> CompressiveParameters(const Problem& problem,
+                                                 const CompressiveOptions& options) {
+  const StackSizes sizes = CompressiveSizes(problem, options);
+  std::vector<ParameterSpec> specs = StackParameters(sizes);
+  const int64_t width = sizes.width(), rate = options.compression;
+  for (int64_t n = 0; n < sizes.layers && options.convolves(); ++n) {
+    const std::string convolution = LayerPrefix(n) + ConvolutionPrefix(options);
+    const std::string decoder = LayerPrefix(n) + "decoder.";
+    const Shape matrices = {rate, width, width};
+    specs.push_back(
+        {convolution + "w", matrices, 0, 1 / std::sqrt(static_cast<double>(rate * width))});
+    specs.push_back({convolution + "b", {width}});
+    specs.push_back({decoder + "w", matrices, 0, 1 / std::sqrt(static_cast<double>(width))});
+    specs.push_back({decoder + "b", {width}});
+  }
+  return specs;
+}
+
+int64_t SegmentsOf(const Problem& problem, const CompressiveOptions& options) {
+  const int64_t longest = LongestSegment(problem, options);
+  return (problem.query_tokens + longest - 1) / longest;
+}
+
+int64_t MaxBlocksOf(int64_t segment, const CompressiveOptions& options) {
+  return MemoryQueues(options, segment).max_blocks();
+}
+
+Compressive::Compressive() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> Compressive::WrittenTensors(const Problem& p,
+                                                    const CompressiveOptions& options) const {
+  std::vector<TensorSpec> outputs = SegmentedOutputs(p);
+  if (options.compressed_memory == 0) return outputs;
+  const int64_t segments = SegmentsOf(p, options);
+  for (const char* name : {"attention_loss", "autoencoding_loss"}) {
+    outputs.push_back({name, {p.batch, segments, options.layers}, p.dtype, true});
+  }
+  if (options.function == Function::kMostUsed) {
+    const int64_t rows = MaxBlocksOf(LongestSegment(p, options), options);
+    outputs.push_back({"kept", {p.batch, segments, options.layers, rows}, DType::kI32, true});
+  }
+  return outputs;
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> Compressive::MakeLayer(const Problem& problem,
+                                                              const CompressiveOptions& options,
+                                                              Device device, uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckSelfAttention("compressive", problem));
+  return CompressiveLayer::Create(problem, options, WrittenTensors(problem, options), device, seed);
+}
+
+absl::Status Compressive::Definition(const Problem& problem, const CompressiveOptions& options,
+                                     const NamedTensors& parameters, const Inputs& inputs,
+                                     const DefinitionRequest& request,
+                                     NamedTensors* outputs) const {
+  std::vector<int64_t> segments;
+  for (int64_t t = 0; t < problem.query_tokens; t += options.segment) {
+    segments.push_back(std::min(options.segment, problem.query_tokens - t));
+  }
+  TFB_ASSIGN_OR_RETURN(*outputs, DefineCompressive(problem, options, parameters, inputs.Get("x"),
+                                                   segments, request.computed));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TechniqueSpec> Compressive::Counterpart(const Problem& problem,
+                                                       const Options& options) const {
+  TFB_ASSIGN_OR_RETURN(Options whole_past, Canonical(options));
+  const std::string tokens = absl::StrCat(std::max<int64_t>(problem.query_tokens, 1));
+  whole_past["memory"] = tokens;
+  whole_past["segment"] = tokens;
+  whole_past["start_zero"] = "false";
+  return TechniqueSpec{info().name, std::move(whole_past)};
+}
+
+}  // namespace tfb

@@ -1,0 +1,169 @@
+// Compressive Transformer: Transformer-XL whose oldest memories are not dropped but compressed, some
+// rows into one, and kept in a second, coarser memory.
+//
+// Each layer has two first-in-first-out queues of its input's rows h (those that enter the layer,
+// before any normalisation): `memory` of the last tokens, `compressed_memory` of compressed rows. For
+// each segment, with M and C the rows that the queues hold,
+//
+//   layer     as in memory/transformer_xl/transformer_xl.h, post-norm or pre-norm, its keys and values
+//             from the list [compressed memory; memory; segment]. Token i of the segment, which is
+//             key C + M + i, sees all keys up to itself; distances are differences of places in the
+//             list, whatever time a compressed row stands for
+//   then      the segment joins the memory; rows beyond `memory` leave it, the oldest first, and are
+//             compressed, `compression` = c of them to one; the oldest compressed rows are dropped
+//
+// The compression of n c rows, old -> new, y_t = new row t = 0 .. n - 1, x_j = old row j:
+//
+//   mean                  y_t = mean of x_(c t), ..., x_(c t + c - 1)
+//   max                   y_t = their largest value in each channel
+//   convolution           y_t = b + sum_(i < c) x_(c t + i) w_i
+//   dilated_convolution   y_t = b + sum_(i < c) x_(c t + c - 1 - 2 i) w_i, rows before old are zeros
+//   most_used             the n rows of old that received the most attention, in their order
+//
+// A row's attention is the mean weight that the queries and heads of the segment at whose end it left
+// the memory gave it; of rows with equal ones the older stays.
+//
+// Rows that left the memory and do not fill a block of c wait, unseen, for the next segment's. Queues
+// begin empty, and nothing is compressed before the memory is full; with `start_zero` both begin
+// full of zero vectors, which are attended to, as in the paper.
+//
+// The losses that the compression (and its decoder g) would be trained with, of one segment and layer,
+// 0 where nothing was compressed:
+//
+//   attention_loss        || attn(h, old) - attn(h, new) ||   attn is content alone: for each head
+//                         softmax(h W_q (m W_k)^T / sqrt(head_dim)) m W_v, no mask, no W_o
+//   autoencoding_loss     || old - g(new) ||   g repeats a row c times; for the two convolutions
+//                         g(y)_(c t + i) = b' + y_t w'_i
+//
+// The norm is over all of the segment's tokens (old rows) and channels; with pre_norm, attn reads
+// normalised rows.
+//
+// Source: Rae, Potapenko, Jayakumar, Lillicrap 2020, "Compressive Transformers for long-range sequence
+// modelling", arXiv:1911.05507v1, sections 3.1 and 3.2. The paper leaves open: what becomes of rows
+// that do not fill a block; which attention counts as use; where the padding of the dilated
+// convolution is. Where other implementations differ: labml's evicts whole blocks, so that its memory
+// runs short of `memory`, has learned relative keys, and a mean square for the norm;
+// compressive-transformer-pytorch at 0.4.0 pads with the remainder instead of what is missing. Neither
+// is followed.
+//
+// Cost of a token and layer: Transformer-XL's with compressed_memory + memory keys more than the
+// segment's, and 1/c of: 4 d^2 FLOPs for a compressed row's key and value, 2 c d^2 for a convolution
+// (d = model_dim). Keys and values of compressed rows are projected once. most_used adds 4 d for each
+// row that leaves and query. Reach through N layers: N (memory + c compressed_memory) tokens.
+#ifndef TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_H_
+#define TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "core/technique.h"
+#include "memory/transformer_xl/stack.h"
+
+namespace tfb {
+
+struct CompressiveOptions {
+  enum class Function { kMean, kMax, kConvolution, kDilatedConvolution, kMostUsed };
+  static constexpr int64_t kMaxMemory = int64_t{1} << 20;
+
+  int64_t layers = 2;
+  int64_t segment = 64;
+  int64_t memory = 64;
+  int64_t compressed_memory = 64;
+  int64_t compression = 4;
+  Function function = Function::kMean;
+  bool start_zero = false;
+  int64_t clamp_length = 0;
+  int64_t feed_forward = 4;
+  bool pre_norm = false;
+  bool share_biases = true;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("layers", &layers, 1, 32, "attention and feed-forward layers");
+    bind.Int("segment", &segment, 1, kMaxMemory, "tokens that are processed at a time");
+    bind.Int("memory", &memory, 0, kMaxMemory, "earlier tokens that a layer keeps as they are");
+    bind.Int("compressed_memory", &compressed_memory, 0, kMaxMemory,
+             "compressed rows that a layer keeps", {0, 64, 128, 256, 512, 1024});
+    bind.Int("compression", &compression, 1, 64, "tokens that become one compressed row");
+    // The paper's results are the convolution's, trained; untrained, a mean says more.
+    bind.Choice("function", &function,
+                {{"mean", Function::kMean},
+                 {"max", Function::kMax},
+                 {"convolution", Function::kConvolution},
+                 {"dilated_convolution", Function::kDilatedConvolution},
+                 {"most_used", Function::kMostUsed}},
+                "how tokens are compressed");
+    bind.Bool("start_zero", &start_zero, "begin with memories full of zero vectors");
+    bind.Int("clamp_length", &clamp_length, 0, kMaxMemory,
+             "larger distances count as this one; 0 means none do");
+    bind.Int("feed_forward", &feed_forward, 1, 64,
+             "inner width of the feed-forward layers, in model_dim");
+    bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
+    bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
+  }
+
+  bool convolves() const {
+    return function == Function::kConvolution || function == Function::kDilatedConvolution;
+  }
+};
+
+// Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
+// head_dim. Causal only.
+//
+// Writes out and, as transformer_xl does, the optional context. Of a Run also, optional:
+//
+//   attention_loss, autoencoding_loss   [batch, segments, layers]
+//   kept, with most_used                i32 [batch, segments, layers, most rows of a segment]: which of
+//                                       the rows compressed after a segment stay, counted from the
+//                                       oldest of them, ascending; -1 beyond the last
+//
+// Parameters: transformer_xl's. With function=convolution layerN.convolution.w [c, d, d] and .b [d],
+// drawn N(0, 1 / (c d)) and 0; with dilated_convolution layerN.dilated_convolution.w and .b; with
+// either layerN.decoder.w [c, d, d], drawn N(0, 1 / d), and .b [d].
+//
+// The counterpart is the same network with all of the past in its memory.
+class Compressive : public TechniqueOf<CompressiveOptions> {
+ public:
+  Compressive();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const CompressiveOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const CompressiveOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const CompressiveOptions& options) const override;
+};
+
+// ---- What layer and definition share ----
+
+StackSizes CompressiveSizes(const Problem& problem, const CompressiveOptions& options);
+// "convolution." or "dilated_convolution."; only for a function that convolves.
+std::string ConvolutionPrefix(const CompressiveOptions& options);
+std::vector<ParameterSpec> CompressiveParameters(const Problem& problem,
+                                                 const CompressiveOptions& options);
+// Of a Run.
+int64_t SegmentsOf(const Problem& problem, const CompressiveOptions& options);
+// Compressed rows that one segment can give.
+int64_t MaxBlocksOf(int64_t segment, const CompressiveOptions& options);
+
+// The definition of a stream that was cut in segments of these lengths: out and context, attention_loss
+// and autoencoding_loss [batch, segments, layers], and kept with most_used, f64. `computed` as in
+// DefinitionRequest.
+absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
+                                               const CompressiveOptions& options,
+                                               const NamedTensors& parameters,
+                                               const ConstTensorView& x,
+                                               absl::Span<const int64_t> segments,
+                                               const NamedTensors* computed = nullptr);
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_H_

@@ -1,0 +1,427 @@
+#include "memory/compressive/compressive_attention.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/status.h"
+#include "memory/transformer_xl/stack.h"
+
+namespace tfb {
+namespace {
+
+// [batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim].
+TensorView Heads(const TensorView& view, int64_t heads) {
+  return Transpose(SplitAxis(view, 2, heads), 1, 2);
+}
+// The n-th of several hidden states side by side.
+TensorView Part(const TensorView& view, int64_t n, int64_t width) {
+  return Slice(view, 2, n * width, width);
+}
+// Of scratch for up to some rows, a tensor of fewer.
+TensorView Sized(const TensorView& scratch, int64_t rows) {
+  return TensorView(scratch.mutable_data(), scratch.dtype, {scratch.dim(0), rows, scratch.dim(2)});
+}
+// [batch, heads, 1, head_dim] as the same token `count` times.
+TensorView Repeated(TensorView token, int64_t count) {
+  token.dims[2] = count;
+  token.strides[2] = 0;
+  return token;
+}
+
+// r_d W_r of every distance of the table, f32 [distances, model_dim].
+absl::StatusOr<Tensor> ProjectDistances(const ConstTensorView& w_r,
+                                        const ConstTensorView& sinusoids, ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(const PackedMatrix matrix, PackedMatrix::Create(Device::kCpu, w_r));
+  TFB_ASSIGN_OR_RETURN(Tensor projected,
+                       Tensor::Allocate(DType::kF32, Shape{sinusoids.dim(0), matrix.out()}));
+  const size_t bytes = MatMulWorkspaceBytes(Device::kCpu, sinusoids.dim(0), matrix.in(),
+                                            matrix.out(), pool->threads());
+  Tensor scratch(DType::kU8, {static_cast<int64_t>(bytes)});
+  Execution execution;
+  execution.pool = pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), bytes);
+  TFB_RETURN_IF_ERROR(MatMul(matrix, {sinusoids, {}, projected.view()}, execution));
+  return projected;
+}
+
+}  // namespace
+
+void RunView::Set(int64_t first, int64_t count, int64_t queries) {
+  first_ = first;
+  count_ = count;
+  kv_tokens_ = first - KeyValueCache::TileBegin(first) + count;
+  band_ = {};
+  band_.first_key = skipped();
+  band_.high = kv_tokens_;  // beyond the last key of any query
+  if (count > 0 && device_ == Device::kCpu) {
+    schedule_ = &schedules_.Build(queries, kv_tokens_, band_);
+  }
+}
+
+void CompressiveSegment::Set(int64_t begin, int64_t tokens) {
+  begin_ = begin;
+  own_.Set(begin, tokens);
+  const int64_t count = queues_.MemoryRows(begin);
+  rows_.Set(queues_.Rows(begin) - count, count, tokens);
+}
+
+// ---- Attention of content alone ----
+
+absl::StatusOr<ContentAttention> ContentAttention::Create(Device device, const Problem& problem,
+                                                          int64_t queries, int64_t keys) {
+  Problem largest = problem;
+  largest.query_tokens = queries;
+  largest.kv_tokens = keys;
+  ContentAttention attention(device, largest);
+  TFB_ASSIGN_OR_RETURN(attention.cache_, KeyValueCache::Create(device, largest, keys));
+  TFB_ASSIGN_OR_RETURN(attention.engine_, FlashEngine::CreateForStream(device, largest));
+  return attention;
+}
+
+size_t ContentAttention::workspace_bytes(int threads) const {
+  return FlashEngine::StreamWorkspaceBytes(device_, largest_, /*relative_keys=*/false, threads);
+}
+
+absl::Status ContentAttention::Run(const TensorView& q, const TensorView& k, const TensorView& v,
+                                   const TensorView& out, const Execution& execution) {
+  cache_.Clear();
+  TFB_RETURN_IF_ERROR(cache_.Append(k, v, execution));
+  view_.Set(0, k.dim(2), q.dim(2));
+  Problem problem = largest_;
+  problem.query_tokens = q.dim(2);
+  problem.kv_tokens = view_.kv_tokens();
+  FlashCall call = engine_.NewCall();
+  call.q = q;
+  call.out = out;
+  cache_.SetKeys(0, &call);
+  view_.SetMask(&call);
+  return engine_.Run(problem, call, execution);
+}
+
+// ---- The layer's attention ----
+
+absl::StatusOr<CompressiveAttention> CompressiveAttention::Create(Device device,
+                                                                  const Problem& problem,
+                                                                  const CompressiveOptions& options,
+                                                                  int64_t longest) {
+  CompressiveAttention attention(device, problem, options, longest);
+  const MemoryQueues& queues = attention.queues_;
+  TFB_ASSIGN_OR_RETURN(attention.tokens_,
+                       KeyValueCache::Create(device, problem, options.memory + longest));
+  if (!queues.compresses()) return attention;
+  TFB_ASSIGN_OR_RETURN(
+      attention.rows_,
+      KeyValueCache::Create(device, problem, options.compressed_memory + queues.max_blocks()));
+  TFB_ASSIGN_OR_RETURN(
+      attention.hidden_,
+      DeviceArray<float>::Allocate(device, problem.batch * queues.places() * problem.model_dim()));
+  if (attention.chooses()) {
+    TFB_ASSIGN_OR_RETURN(attention.use_,
+                         DeviceArray<float>::Allocate(device, problem.batch * queues.places()));
+  }
+  return attention;
+}
+
+Problem CompressiveAttention::LargestCall() const {
+  Problem largest = problem_;
+  largest.query_tokens = longest_;
+  // A window begins within its first tile.
+  largest.kv_tokens =
+      std::max(options_.memory + longest_, options_.compressed_memory) + kFlashTile - 1;
+  return largest;
+}
+
+absl::Status CompressiveAttention::Setup(const NamedTensors& parameters, int64_t n,
+                                         const DistanceRange& range,
+                                         const ConstTensorView& sinusoids,
+                                         const Execution& execution) {
+  range_ = range;
+  const StackSizes sizes = CompressiveSizes(problem_, options_);
+  const RelativeAttention::Parameters own = RelativeAttention::ParametersOf(parameters, sizes, n);
+  TFB_ASSIGN_OR_RETURN(projections_, PackedMatrix::Create(device_, {own.w_q, own.w_k, own.w_v}));
+  TFB_ASSIGN_OR_RETURN(keys_and_values_, PackedMatrix::Create(device_, {own.w_k, own.w_v}));
+  TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(device_, own.w_o));
+  TFB_ASSIGN_OR_RETURN(compression_, Compression::Create(device_, options_, parameters, n));
+  TFB_ASSIGN_OR_RETURN(positions_,
+                       RelativePositions::Create(own.positions, range, sinusoids,
+                                                 /*here=*/0, DType::kF32, execution.pool));
+  ScoreRule rule;
+  positions_.AddTo(&rule);
+  TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::CreateForStream(device_, LargestCall(), rule));
+  if (chooses() && queues_.compresses()) {
+    TFB_RETURN_IF_ERROR(SetupUse(own.positions, sinusoids, execution.pool));
+  }
+  if (queues_.starts_full()) {
+    TFB_ASSIGN_OR_RETURN(zeros_, DeviceArray<float>::Create(
+                                     device_, std::vector<float>(problem_.model_dim(), 0.0f)));
+  }
+  Reset();
+  return absl::OkStatus();
+}
+
+absl::Status CompressiveAttention::SetupUse(const RelativePositions::Parameters& parameters,
+                                            const ConstTensorView& sinusoids, ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(const Tensor distances, ProjectDistances(parameters.w_r, sinusoids, pool));
+  const int64_t heads = problem_.query_heads, e = problem_.head_dim;
+  Tensor biases(DType::kF32, {distances.dim(0), heads});
+  for (int64_t d = 0; d < distances.dim(0); ++d) {
+    for (int64_t h = 0; h < heads; ++h) {
+      double sum = 0;
+      for (int64_t c = 0; c < e; ++c) {
+        sum += *parameters.v.At<float>(h, c) * *distances.view().At<float>(d, h * e + c);
+      }
+      *biases.view().MutableAt<float>(d, h) = static_cast<float>(sum);
+    }
+  }
+  TFB_ASSIGN_OR_RETURN(distances_, CopyFloats(device_, distances.view()));
+  TFB_ASSIGN_OR_RETURN(distance_biases_, CopyFloats(device_, biases.view()));
+  TFB_ASSIGN_OR_RETURN(u_, CopyFloats(device_, parameters.u));
+  return absl::OkStatus();
+}
+
+void CompressiveAttention::Reset() {
+  tokens_.Clear();
+  rows_.Clear();
+}
+
+CompressiveAttention::Scratch CompressiveAttention::LayOut(int64_t tokens,
+                                                           Workspace& workspace) const {
+  const int64_t width = problem_.model_dim();
+  const auto take = [&](DType dtype, int64_t rows, int64_t channels) {
+    const Shape shape = {problem_.batch, rows, channels};
+    return TensorView(workspace.Take<std::byte>(NumElements(shape) * SizeOf(dtype)), dtype, shape);
+  };
+  const auto part = [&] {
+    AttentionPart part;
+    part.out = take(DType::kF32, tokens, width);
+    const Shape shape = {problem_.batch, problem_.query_heads, tokens};
+    part.log_sum_exp = TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+    return part;
+  };
+  Scratch scratch = {};
+  scratch.projections = take(projected_dtype(), tokens, 3 * width);
+  scratch.own = part();
+  scratch.compressed = part();
+  if (!queues_.compresses()) return scratch;
+  const int64_t rows = max_old(), blocks = queues_.max_blocks();
+  scratch.old = take(DType::kF32, rows, width);
+  scratch.normalized = take(DType::kF32, options_.pre_norm ? rows : 0, width);
+  scratch.projected = take(projected_dtype(), rows, 2 * width);
+  scratch.fresh = take(DType::kF32, blocks, width);
+  scratch.fresh_projected = take(projected_dtype(), blocks, 2 * width);
+  scratch.order = workspace.Take<int32_t>(chooses() ? problem_.batch * rows : 0);
+  scratch.selected = workspace.Take<int32_t>(chooses() ? problem_.batch * blocks : 0);
+  return scratch;
+}
+
+size_t CompressiveAttention::workspace_bytes(size_t content_bytes, int threads) const {
+  const int64_t width = problem_.model_dim(), rows = problem_.batch * longest_;
+  size_t step = std::max({content_bytes, LayerNorm::workspace_bytes(device_, width, threads),
+                          MatMulWorkspaceBytes(device_, rows, width, 3 * width, threads),
+                          FlashEngine::StreamWorkspaceBytes(device_, LargestCall(),
+                                                            /*relative_keys=*/true, threads)});
+  if (queues_.compresses()) {
+    step = std::max(
+        {step, MatMulWorkspaceBytes(device_, problem_.batch * max_old(), width, 2 * width, threads),
+         Compression::workspace_bytes(device_, options_, problem_.batch, queues_.max_blocks(),
+                                      width, threads)});
+  }
+  return step + Workspace::Measure([&](Workspace& workspace) { LayOut(longest_, workspace); });
+}
+
+absl::Status CompressiveAttention::Append(const Call& call, const Execution& execution) {
+  Workspace workspace(execution.workspace);
+  const Scratch scratch = LayOut(call.segment.tokens(), workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  if (queues_.starts_full() && call.segment.is_first()) {
+    TFB_RETURN_IF_ERROR(AppendZeros(call, scratch, rest));
+  }
+  // Before y, which may be the same memory, is written.
+  TFB_RETURN_IF_ERROR(Remember(call.hidden, call.segment.tokens(), call.segment.begin(), rest));
+  TFB_RETURN_IF_ERROR(Attend(call, scratch, rest));
+  TFB_RETURN_IF_ERROR(MatMul(output_, {scratch.own.out, call.residual, call.y}, rest));
+  return Compress(call, scratch, rest);
+}
+
+absl::Status CompressiveAttention::AppendZeros(const Call& call, const Scratch& scratch,
+                                               const Execution& execution) {
+  const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
+  const ConstTensorView zero(zeros_.data(), DType::kF32, {problem_.batch, 1, width}, {0, 0, 1});
+  const TensorView projected = Slice(Sized(scratch.projections, 1), 2, 0, 2 * width);
+  TFB_RETURN_IF_ERROR(Remember(zero, options_.memory, 0, execution));
+  TFB_RETURN_IF_ERROR(ProjectRows(call, zero, Sized(scratch.own.out, 1), projected, execution));
+  const TensorView k = Heads(Part(projected, 0, width), heads);
+  const TensorView v = Heads(Part(projected, 1, width), heads);
+  if (options_.memory > 0) {
+    TFB_RETURN_IF_ERROR(
+        tokens_.Append(Repeated(k, options_.memory), Repeated(v, options_.memory), execution));
+  }
+  if (!queues_.compresses()) return absl::OkStatus();
+  return rows_.Append(Repeated(k, options_.compressed_memory),
+                      Repeated(v, options_.compressed_memory), execution);
+}
+
+absl::Status CompressiveAttention::Remember(const ConstTensorView& rows, int64_t count,
+                                            int64_t first_token, const Execution& execution) {
+  if (!queues_.compresses()) return absl::OkStatus();
+  CopyRowsCall copy;
+  copy.from = rows;
+  copy.to = hidden_view();
+  copy.to_first = first_token;
+  copy.rows = count;
+  return CopyRows(device_, copy, execution);
+}
+
+absl::Status CompressiveAttention::Attend(const Call& call, const Scratch& scratch,
+                                          const Execution& execution) {
+  const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
+  const CompressiveSegment& segment = call.segment;
+  const auto projection = [&](int64_t n) {
+    return Heads(Part(scratch.projections, n, width), heads);
+  };
+  TFB_RETURN_IF_ERROR(MatMul(projections_, {call.x, {}, scratch.projections}, execution));
+  TFB_RETURN_IF_ERROR(tokens_.Append(projection(1), projection(2), execution));
+
+  const bool has_rows = segment.rows().count() > 0;
+  Problem problem = problem_;
+  problem.query_tokens = segment.tokens();
+  problem.kv_tokens = segment.own().kv_tokens();
+  FlashCall attend = engine_.NewCall();
+  attend.q = projection(0);
+  const AttentionPart own = {Heads(scratch.own.out, heads), scratch.own.log_sum_exp};
+  attend.out = own.out;
+  if (has_rows || chooses()) attend.log_sum_exp = own.log_sum_exp;
+  attend.rule.query_position = problem.causal_offset();
+  tokens_.SetKeys(segment.own().first_seen(), &attend);
+  segment.own().SetMask(&attend);
+  TFB_RETURN_IF_ERROR(engine_.Run(problem, attend, execution));
+  if (!has_rows) return absl::OkStatus();
+
+  // Of the compressed memory, query 0 is key count + memory.
+  const AttentionPart compressed = {Heads(scratch.compressed.out, heads),
+                                    scratch.compressed.log_sum_exp};
+  problem.kv_tokens = segment.rows().kv_tokens();
+  attend = engine_.NewCall();
+  attend.q = projection(0);
+  attend.out = compressed.out;
+  attend.log_sum_exp = compressed.log_sum_exp;
+  attend.rule.query_position = segment.rows().kv_tokens() + queues_.MemoryTokens(segment.begin());
+  rows_.SetKeys(segment.rows().first(), &attend);
+  segment.rows().SetMask(&attend);
+  TFB_RETURN_IF_ERROR(engine_.Run(problem, attend, execution));
+  return MergeParts(device_, own, compressed, execution);
+}
+
+absl::Status CompressiveAttention::Compress(const Call& call, const Scratch& scratch,
+                                            const Execution& execution) {
+  if (!queues_.compresses()) return absl::OkStatus();
+  const int64_t first = queues_.Compressed(call.segment.begin());
+  const int64_t rows = queues_.Compressed(call.segment.end()) - first;
+  const int64_t blocks = rows / queues_.rate();
+  if (chooses()) {
+    TFB_RETURN_IF_ERROR(MeasureUse(call, scratch, execution));
+    TFB_RETURN_IF_ERROR(Select(call, scratch, first, rows, execution));
+  }
+  const TensorView old = Sized(scratch.old, rows), fresh = Sized(scratch.fresh, blocks);
+  const TensorView projected = Sized(scratch.fresh_projected, blocks);
+  if (blocks > 0) {
+    CopyRowsCall copy;
+    copy.from = hidden_view();
+    copy.from_first = first;
+    copy.to = old;
+    copy.rows = rows;
+    TFB_RETURN_IF_ERROR(CopyRows(device_, copy, execution));
+    TFB_RETURN_IF_ERROR(compression_.Compress(old, scratch.selected, fresh, execution));
+    TFB_RETURN_IF_ERROR(
+        ProjectRows(call, fresh, Sized(scratch.normalized, blocks), projected, execution));
+    const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
+    TFB_RETURN_IF_ERROR(rows_.Append(Heads(Part(projected, 0, width), heads),
+                                     Heads(Part(projected, 1, width), heads), execution));
+  }
+  const TensorView& autoencoding = call.outputs.autoencoding_loss;
+  if (!autoencoding.empty()) {
+    TFB_RETURN_IF_ERROR(blocks == 0
+                            ? NormOfDifference(device_, old, old, 1, autoencoding, execution)
+                            : compression_.AutoencodingLoss(old, fresh, autoencoding, execution));
+  }
+  if (call.outputs.attention_loss.empty()) return absl::OkStatus();
+  return AttentionLoss(call, scratch, old, projected, execution);
+}
+
+absl::Status CompressiveAttention::MeasureUse(const Call& call, const Scratch& scratch,
+                                              const Execution& execution) {
+  const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
+  const int64_t first = queues_.Left(call.segment.begin());
+  const int64_t rows = queues_.Left(call.segment.end()) - first;
+  if (rows == 0) return absl::OkStatus();
+  CopyRowsCall copy;
+  copy.from = hidden_view();
+  copy.from_first = first;
+  copy.to = Sized(scratch.old, rows);
+  copy.rows = rows;
+  TFB_RETURN_IF_ERROR(CopyRows(device_, copy, execution));
+  const TensorView projected = Sized(scratch.projected, rows);
+  TFB_RETURN_IF_ERROR(
+      ProjectRows(call, copy.to, Sized(scratch.normalized, rows), projected, execution));
+  ReceivedCall received;
+  received.q = Heads(Part(scratch.projections, 0, width), heads);
+  received.k = Heads(Part(projected, 0, width), heads);
+  received.log_sum_exp = scratch.own.log_sum_exp;
+  received.distances = distances_.data();
+  received.distance_biases = distance_biases_.data();
+  received.distance_rows = range_.rows();
+  received.u = u_.data();
+  received.first_distance = call.segment.begin() - first;
+  received.use = use_view();
+  received.first = first;
+  return ReceivedAttention(device_, received, execution);
+}
+
+absl::Status CompressiveAttention::Select(const Call& call, const Scratch& scratch, int64_t first,
+                                          int64_t rows, const Execution& execution) {
+  SelectRowsCall select;
+  select.use = use_view();
+  select.first = first;
+  select.rows = rows;
+  select.count = rows / queues_.rate();
+  select.scratch = scratch.order;
+  select.selected = scratch.selected;
+  select.kept = call.outputs.kept;
+  return SelectRows(device_, select, execution);
+}
+
+absl::Status CompressiveAttention::AttentionLoss(const Call& call, const Scratch& scratch,
+                                                 const TensorView& old,
+                                                 const TensorView& fresh_projected,
+                                                 const Execution& execution) {
+  const int64_t width = problem_.model_dim(), heads = problem_.query_heads, rows = old.dim(1);
+  const TensorView &loss = call.outputs.attention_loss, &of_old = scratch.own.out;
+  const TensorView& of_fresh = scratch.compressed.out;  // nobody needs the two any more
+  if (rows == 0) return NormOfDifference(device_, old, old, 1, loss, execution);
+  const TensorView projected = Sized(scratch.projected, rows);
+  TFB_RETURN_IF_ERROR(
+      ProjectRows(call, old, Sized(scratch.normalized, rows), projected, execution));
+  const auto attend = [&](const TensorView& keys_and_values, const TensorView& out) {
+    return call.content->Run(Heads(Part(scratch.projections, 0, width), heads),
+                             Heads(Part(keys_and_values, 0, width), heads),
+                             Heads(Part(keys_and_values, 1, width), heads), Heads(out, heads),
+                             execution);
+  };
+  TFB_RETURN_IF_ERROR(attend(projected, of_old));
+  TFB_RETURN_IF_ERROR(attend(fresh_projected, of_fresh));
+  return NormOfDifference(device_, of_old, of_fresh, 1, loss, execution);
+}
+
+absl::Status CompressiveAttention::ProjectRows(const Call& call, const ConstTensorView& rows,
+                                               const TensorView& normalized,
+                                               const TensorView& projected,
+                                               const Execution& execution) const {
+  if (call.norm == nullptr) return MatMul(keys_and_values_, {rows, {}, projected}, execution);
+  TFB_RETURN_IF_ERROR(call.norm->Run(rows, normalized, execution));
+  return MatMul(keys_and_values_, {normalized, {}, projected}, execution);
+}
+
+}  // namespace tfb

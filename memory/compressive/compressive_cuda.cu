@@ -1,0 +1,204 @@
+#include "core/cuda/kernel.cuh"
+#include "memory/compressive/compressive_cuda.h"
+
+namespace tfb {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ int64_t Offset(const DeviceView& view, int64_t a, int64_t b, int64_t c) {
+  return a * view.strides[0] + b * view.strides[1] + c * view.strides[2];
+}
+__device__ int64_t Offset(const DeviceView& view, int64_t a, int64_t b, int64_t c, int64_t d) {
+  return Offset(view, a, b, c) + d * view.strides[3];
+}
+__device__ float Load(const DeviceView& view, int64_t offset) {
+  return LoadElement(view.data, view.element, offset);
+}
+__device__ void Store(const DeviceView& view, int64_t offset, float value) {
+  StoreElement(view.data, view.element, offset, value);
+}
+
+__device__ int64_t ThreadOfGrid() {
+  return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+}
+template <class Arguments>
+const char* LaunchElements(const char* name, void (*kernel)(Arguments), int64_t elements,
+                           void* stream, const Arguments& arguments) {
+  const int64_t blocks = (elements + kThreads - 1) / kThreads;
+  if (blocks > INT32_MAX) return "more elements than a grid has threads for";
+  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream,
+                arguments);
+}
+
+// Sums of the block's threads, in an order that is always the same; thread 0 has the result.
+__device__ double SumOfBlock(double value) {
+  __shared__ double sums[kThreads];
+  sums[threadIdx.x] = value;
+  for (unsigned half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  __syncthreads();
+  return sums[0];
+}
+
+// ---- Rows ----
+
+__global__ void __launch_bounds__(kThreads) CopyRows(CopyRowsArguments a) {
+  const int64_t n = ThreadOfGrid();
+  if (n >= a.batch * a.rows * a.channels) return;
+  const int64_t c = n % a.channels, row = n / a.channels % a.rows;
+  const int64_t b = n / a.channels / a.rows;
+  int64_t source = row;
+  if (a.selected != nullptr) source = a.selected[b * a.rows + row];
+  if (a.dilated_block > 0) source += a.dilated_block - 1 - 3 * (row % a.dilated_block);
+  float value = 0;
+  if (source >= 0) {
+    value = Load(a.from.view, Offset(a.from.view, b, (a.from.first + source) % a.from.places, c));
+  }
+  Store(a.to.view, Offset(a.to.view, b, (a.to.first + row) % a.to.places, c), value);
+}
+
+const char* LaunchCopyRows(const CopyRowsArguments& a, void* stream) {
+  return LaunchElements("CopyRows", &CopyRows, a.batch * a.rows * a.channels, stream, a);
+}
+
+__global__ void __launch_bounds__(kThreads) PoolRows(PoolRowsArguments a) {
+  const int64_t n = ThreadOfGrid();
+  if (n >= a.batch * a.blocks * a.channels) return;
+  const int64_t c = n % a.channels, block = n / a.channels % a.blocks;
+  const int64_t b = n / a.channels / a.blocks;
+  double sum = 0;
+  float max = -INFINITY;
+  for (int64_t i = 0; i < a.rate; ++i) {
+    const float x = Load(a.from, Offset(a.from, b, block * a.rate + i, c));
+    sum += x;
+    if (!(x <= max)) max = x;  // a NaN stays
+  }
+  const float mean = static_cast<float>(sum / static_cast<double>(a.rate));
+  Store(a.to, Offset(a.to, b, block, c), a.max ? max : mean);
+}
+
+const char* LaunchPoolRows(const PoolRowsArguments& a, void* stream) {
+  return LaunchElements("PoolRows", &PoolRows, a.batch * a.blocks * a.channels, stream, a);
+}
+
+// ---- Attention ----
+
+constexpr int kWarp = 32;
+
+// A warp for each row.
+__global__ void __launch_bounds__(kThreads) MergeParts(MergePartsArguments a) {
+  const int64_t row = ThreadOfGrid() / kWarp;
+  if (row >= a.batch * a.heads * a.tokens) return;
+  const int64_t i = row % a.tokens, h = row / a.tokens % a.heads, b = row / a.tokens / a.heads;
+  const float own = a.log_sum_exp[row], other = a.other_log_sum_exp[row];
+  const float share = 1 / (1 + expf(other - own));
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int64_t c = lane; c < a.channels; c += kWarp) {
+    const int64_t at = Offset(a.out, b, h, i, c);
+    Store(a.out, at,
+          share * Load(a.out, at) + (1 - share) * Load(a.other, Offset(a.other, b, h, i, c)));
+  }
+  __syncwarp();
+  if (lane == 0) a.log_sum_exp[row] = fmaxf(own, other) + log1pf(expf(-fabsf(own - other)));
+}
+
+const char* LaunchMergeParts(const MergePartsArguments& a, void* stream) {
+  return LaunchElements("MergeParts", &MergeParts, a.batch * a.heads * a.tokens * kWarp, stream, a);
+}
+
+// A block for each key, whose threads take queries and heads in turns.
+__global__ void __launch_bounds__(kThreads) Received(ReceivedArguments a) {
+  const int64_t b = blockIdx.x / a.keys, key = blockIdx.x % a.keys;
+  double sum = 0;
+  for (int64_t n = threadIdx.x; n < a.heads * a.tokens; n += kThreads) {
+    const int64_t h = n / a.tokens, i = n % a.tokens;
+    const int64_t distance = a.first_distance + i - key;
+    if (distance < 0) continue;
+    const int64_t row = min(distance, a.distance_rows - 1) * a.heads + h;
+    const float *r = a.distances + row * a.head_dim, *u = a.u + h * a.head_dim;
+    float score = a.distance_biases[row];
+    for (int64_t c = 0; c < a.head_dim; ++c) {
+      const float q = Load(a.q, Offset(a.q, b, h, i, c));
+      const float k = Load(a.k, Offset(a.k, b, h, key, c));
+      score += q * (k + r[c]) + u[c] * k;
+    }
+    sum += expf(a.scale * score - a.log_sum_exp[(b * a.heads + h) * a.tokens + i]);
+  }
+  const double total = SumOfBlock(sum);
+  if (threadIdx.x == 0) {
+    const float mean = static_cast<float>(total / static_cast<double>(a.heads * a.tokens));
+    a.use[b * a.places + (a.first + key) % a.places] = isnan(mean) ? INFINITY : mean;
+  }
+}
+
+const char* LaunchReceived(const ReceivedArguments& a, void* stream) {
+  if (a.batch * a.keys > INT32_MAX) return "more keys than a grid has blocks";
+  return Launch("Received", &Received,
+                {dim3(static_cast<unsigned>(a.batch * a.keys)), dim3(kThreads)}, stream, a);
+}
+
+// A block for each batch row. The place of a row among those that stay is the number of such rows
+// before it; it stays where fewer than `count` rows come before it by use, then by age.
+__global__ void __launch_bounds__(kThreads) SelectRows(SelectRowsArguments a) {
+  const int64_t b = blockIdx.x;
+  const auto use = [&](int64_t n) { return a.use[b * a.places + (a.first + n) % a.places]; };
+  int32_t* flags = a.flags + b * a.rows;
+  for (int64_t n = threadIdx.x; n < a.rows; n += kThreads) {
+    const float own = use(n);
+    int64_t better = 0;
+    for (int64_t other = 0; other < a.rows; ++other) {
+      const float theirs = use(other);
+      better += theirs > own || (!(theirs < own) && other < n);
+    }
+    flags[n] = better < a.count;
+  }
+  for (int64_t n = threadIdx.x; a.kept != nullptr && n < a.kept_size; n += kThreads) {
+    a.kept[b * a.kept_batch_stride + n * a.kept_stride] = -1;
+  }
+  __syncthreads();
+  for (int64_t n = threadIdx.x; n < a.rows; n += kThreads) {
+    int64_t place = 0;
+    for (int64_t other = 0; other < n; ++other) place += flags[other];
+    if (flags[n] == 0 || place >= a.count) continue;
+    a.selected[b * a.count + place] = static_cast<int32_t>(n);
+    if (a.kept != nullptr) {
+      a.kept[b * a.kept_batch_stride + place * a.kept_stride] = static_cast<int32_t>(n);
+    }
+  }
+}
+
+const char* LaunchSelectRows(const SelectRowsArguments& a, void* stream) {
+  return Launch("SelectRows", &SelectRows, {dim3(static_cast<unsigned>(a.batch)), dim3(kThreads)},
+                stream, a);
+}
+
+// ---- Losses ----
+
+// A block for each batch row.
+__global__ void __launch_bounds__(kThreads) NormOfDifference(NormOfDifferenceArguments a) {
+  const int64_t b = blockIdx.x;
+  double sum = 0;
+  for (int64_t n = threadIdx.x; n < a.rows * a.channels; n += kThreads) {
+    const int64_t row = n / a.channels, c = n % a.channels;
+    const double difference = static_cast<double>(Load(a.a, Offset(a.a, b, row, c))) -
+                              Load(a.b, Offset(a.b, b, row / a.repeat, c));
+    sum += difference * difference;
+  }
+  const double total = SumOfBlock(sum);
+  if (threadIdx.x == 0) Store(a.to, b * a.to.strides[0], static_cast<float>(sqrt(total)));
+}
+
+const char* LaunchNormOfDifference(const NormOfDifferenceArguments& a, void* stream) {
+  return Launch("NormOfDifference", &NormOfDifference,
+                {dim3(static_cast<unsigned>(a.batch)), dim3(kThreads)}, stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(CompressiveKernels, {&LaunchCopyRows, &LaunchPoolRows, &LaunchMergeParts,
+                                      &LaunchReceived, &LaunchSelectRows, &LaunchNormOfDifference});
+
+}  // namespace tfb

@@ -1,0 +1,108 @@
+// The CUDA kernels of compressive as C++ sees them. Pointers are to device memory. What they do is
+// said in row_operations.h.
+#ifndef TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_CUDA_H_
+#define TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_CUDA_H_
+
+#include <stdint.h>
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+
+// A list of rows in a ring [batch, places, channels]: row n is at place (first + n) % places.
+struct DeviceRowList {
+  DeviceView view;
+  int64_t first;
+  int64_t places;
+};
+
+struct CopyRowsArguments {
+  DeviceRowList from;
+  DeviceRowList to;
+  int64_t batch;
+  int64_t rows;
+  int64_t channels;
+  const int32_t* selected;  // [batch][rows], or null
+  int64_t dilated_block;    // or 0
+};
+
+struct PoolRowsArguments {
+  DeviceView from;  // [batch, blocks * rate, channels]
+  DeviceView to;    // [batch, blocks, channels]
+  int64_t batch;
+  int64_t blocks;
+  int64_t channels;
+  int64_t rate;
+  bool max;
+};
+
+struct MergePartsArguments {
+  DeviceView out;      // [batch, heads, tokens, channels], also the result
+  DeviceView other;    // likewise
+  float* log_sum_exp;  // [batch][heads][tokens], also the result
+  const float* other_log_sum_exp;
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+  int64_t channels;
+};
+
+struct ReceivedArguments {
+  DeviceView q;                  // [batch, heads, tokens, head_dim]
+  DeviceView k;                  // [batch, heads, keys, head_dim]
+  const float* log_sum_exp;      // [batch][heads][tokens]
+  const float* distances;        // [distance_rows][heads][head_dim]
+  const float* distance_biases;  // [distance_rows][heads]
+  const float* u;                // [heads][head_dim]
+  float* use;                    // [batch][places], of key n at (first + n) % places
+  int64_t batch;
+  int64_t heads;
+  int64_t tokens;
+  int64_t keys;
+  int64_t head_dim;
+  int64_t distance_rows;
+  int64_t first_distance;  // from key 0 to query 0
+  int64_t first;
+  int64_t places;
+  float scale;
+};
+
+struct SelectRowsArguments {
+  const float* use;  // [batch][places]
+  int64_t first;
+  int64_t places;
+  int64_t batch;
+  int64_t rows;
+  int64_t count;
+  int32_t* flags;     // [batch][rows], scratch
+  int32_t* selected;  // [batch][count]
+  int32_t* kept;      // or null
+  int64_t kept_batch_stride;
+  int64_t kept_stride;
+  int64_t kept_size;
+};
+
+struct NormOfDifferenceArguments {
+  DeviceView a;   // [batch, rows, channels]
+  DeviceView b;   // [batch, ceil(rows / repeat), channels]
+  DeviceView to;  // [batch]
+  int64_t batch;
+  int64_t rows;
+  int64_t channels;
+  int64_t repeat;
+};
+
+// Each enqueues on the stream and returns null, or why not.
+struct CompressiveKernels {
+  const char* (*copy_rows)(const CopyRowsArguments& arguments, void* stream);
+  const char* (*pool_rows)(const PoolRowsArguments& arguments, void* stream);
+  const char* (*merge_parts)(const MergePartsArguments& arguments, void* stream);
+  const char* (*received)(const ReceivedArguments& arguments, void* stream);
+  const char* (*select_rows)(const SelectRowsArguments& arguments, void* stream);
+  const char* (*norm_of_difference)(const NormOfDifferenceArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_CUDA_H_

@@ -1,0 +1,308 @@
+// The definition: two queues of rows a layer and sequence, and the formulas of the header.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/definition.h"
+#include "memory/compressive/compressive.h"
+#include "memory/transformer_xl/stack_definition.h"
+
+namespace tfb {
+namespace {
+
+using Function = CompressiveOptions::Function;
+
+double NormOfDifference(const Rows& a, const Rows& b) {
+  double sum = 0;
+  for (int64_t r = 0; r < a.rows(); ++r) {
+    for (int64_t c = 0; c < a.channels(); ++c) sum += (a[r][c] - b[r][c]) * (a[r][c] - b[r][c]);
+  }
+  return std::sqrt(sum);
+}
+
+// What the compression after a segment leaves of itself.
+struct Report {
+  double attention_loss = 0;
+  double autoencoding_loss = 0;
+  std::vector<int64_t> kept;
+};
+
+// One layer of one sequence.
+class LayerMemory {
+ public:
+  LayerMemory(const StackDefinition& stack, const CompressiveOptions& options, int64_t n,
+              double tolerance)
+      : stack_(stack),
+        options_(options),
+        n_(n),
+        tolerance_(tolerance),
+        compressed_(options.start_zero ? options.compressed_memory : 0, stack.sizes().width()),
+        memory_(options.start_zero ? options.memory : 0, stack.sizes().width()),
+        waiting_(0, stack.sizes().width()) {}
+
+  // The attention of a segment, with its W_o. `kept`: what a layer chose, or null.
+  Rows Attend(const Rows& segment, const std::vector<int64_t>* kept, Report* report) {
+    Rows list = compressed_;
+    list.Append(memory_);
+    list.Append(segment);
+    const Rows keys = Normalized(list);
+    const Rows queries = Normalized(segment);
+    std::vector<double> received;
+    const Rows context =
+        stack_.Context(n_, stack_.Project(n_, "w_q", queries),
+                       {stack_.Project(n_, "w_k", keys), stack_.Project(n_, "w_v", keys),
+                        [](int64_t) { return 0; }},
+                       &received);
+    for (double& weight : received) {
+      weight /= static_cast<double>(stack_.sizes().heads * segment.rows());
+      if (std::isnan(weight)) weight = std::numeric_limits<double>::infinity();
+    }
+    received.erase(received.begin(), received.begin() + compressed_.rows());
+    memory_.Append(segment);
+    Evict(received, queries, kept, report);
+    return stack_.Project(n_, "w_o", context);
+  }
+
+ private:
+  Rows Normalized(const Rows& rows) const {
+    return options_.pre_norm ? stack_.AttentionNorm(n_, rows) : rows;
+  }
+
+  void Evict(const std::vector<double>& received, const Rows& queries,
+             const std::vector<int64_t>* kept, Report* report) {
+    const int64_t overflow = std::max<int64_t>(memory_.rows() - options_.memory, 0);
+    if (options_.compressed_memory > 0) {
+      waiting_.Append(memory_.Sub(0, overflow));
+      use_.insert(use_.end(), received.begin(), received.begin() + overflow);
+    }
+    memory_ = memory_.Sub(overflow, memory_.rows() - overflow);
+    const int64_t blocks = waiting_.rows() / options_.compression;
+    if (blocks == 0) return;
+    const Rows old = waiting_.Sub(0, blocks * options_.compression);
+    const Rows compressed = Compress(old, kept, report);
+    report->attention_loss = AttentionLoss(queries, old, compressed);
+    report->autoencoding_loss = NormOfDifference(old, Decode(compressed));
+    waiting_ = waiting_.Sub(old.rows(), waiting_.rows() - old.rows());
+    use_.erase(use_.begin(), use_.begin() + old.rows());
+    compressed_.Append(compressed);
+    const int64_t dropped = std::max<int64_t>(compressed_.rows() - options_.compressed_memory, 0);
+    compressed_ = compressed_.Sub(dropped, compressed_.rows() - dropped);
+  }
+
+  Rows Compress(const Rows& old, const std::vector<int64_t>* kept, Report* report) const {
+    const int64_t c = options_.compression;
+    Rows y(old.rows() / c, old.channels());
+    if (options_.function == Function::kMostUsed) {
+      report->kept = Choose(y.rows(), old.rows(), kept);
+      for (int64_t t = 0; t < y.rows(); ++t) {
+        std::copy_n(old[report->kept[t]], old.channels(), y[t]);
+      }
+      return y;
+    }
+    if (options_.convolves()) return Convolve(old);
+    for (int64_t t = 0; t < y.rows(); ++t) {
+      for (int64_t k = 0; k < old.channels(); ++k) {
+        double sum = 0, max = kNotSeen;
+        for (int64_t i = 0; i < c; ++i) {
+          sum += old[c * t + i][k];
+          if (!(old[c * t + i][k] <= max)) max = old[c * t + i][k];  // a NaN stays
+        }
+        y[t][k] = options_.function == Function::kMean ? sum / static_cast<double>(c) : max;
+      }
+    }
+    return y;
+  }
+
+  Rows Convolve(const Rows& old) const {
+    const std::string prefix = LayerPrefix(n_) + ConvolutionPrefix(options_);
+    const int64_t c = options_.compression, d = old.channels();
+    const std::vector<double> w = stack_.Vector(prefix + "w"), b = stack_.Vector(prefix + "b");
+    Rows y = Rows(old.rows() / c, d).PlusEach(b);
+    for (int64_t t = 0; t < y.rows(); ++t) {
+      for (int64_t i = 0; i < c; ++i) {
+        const bool dilated = options_.function == Function::kDilatedConvolution;
+        const int64_t j = dilated ? c * t + c - 1 - 2 * i : c * t + i;
+        if (j < 0) continue;
+        for (int64_t in = 0; in < d; ++in) {
+          for (int64_t out = 0; out < d; ++out) {
+            y[t][out] += old[j][in] * w[(i * d + in) * d + out];
+          }
+        }
+      }
+    }
+    return y;
+  }
+
+  // The most used of the first `candidates` rows that wait. Those that a layer chose, where they are
+  // as good within the tolerance.
+  std::vector<int64_t> Choose(int64_t count, int64_t candidates,
+                              const std::vector<int64_t>* computed) const {
+    std::vector<int64_t> rows(candidates);
+    std::iota(rows.begin(), rows.end(), 0);
+    std::stable_sort(rows.begin(), rows.end(),
+                     [&](int64_t a, int64_t b) { return use_[a] > use_[b]; });
+    rows.resize(count);
+    std::sort(rows.begin(), rows.end());
+    return computed != nullptr && MayKeep(*computed, count, candidates) ? *computed : rows;
+  }
+
+  bool MayKeep(const std::vector<int64_t>& kept, int64_t count, int64_t candidates) const {
+    if (static_cast<int64_t>(kept.size()) != count) return false;
+    std::vector<bool> stays(candidates);
+    int64_t previous = -1;
+    for (const int64_t row : kept) {
+      if (row <= previous || row >= candidates) return false;
+      stays[row] = true;
+      previous = row;
+    }
+    double least_kept = std::numeric_limits<double>::infinity(), most_dropped = 0;
+    for (int64_t row = 0; row < candidates; ++row) {
+      (stays[row] ? least_kept : most_dropped) =
+          stays[row] ? std::min(least_kept, use_[row]) : std::max(most_dropped, use_[row]);
+    }
+    return least_kept * (1 + tolerance_) >= most_dropped * (1 - tolerance_);
+  }
+
+  Rows Decode(const Rows& compressed) const {
+    const int64_t c = options_.compression, d = compressed.channels();
+    Rows rows(compressed.rows() * c, d);
+    if (!options_.convolves()) {
+      for (int64_t j = 0; j < rows.rows(); ++j) std::copy_n(compressed[j / c], d, rows[j]);
+      return rows;
+    }
+    const std::string prefix = LayerPrefix(n_) + "decoder.";
+    const std::vector<double> w = stack_.Vector(prefix + "w");
+    rows = rows.PlusEach(stack_.Vector(prefix + "b"));
+    for (int64_t j = 0; j < rows.rows(); ++j) {
+      for (int64_t in = 0; in < d; ++in) {
+        for (int64_t out = 0; out < d; ++out) {
+          rows[j][out] += compressed[j / c][in] * w[(j % c * d + in) * d + out];
+        }
+      }
+    }
+    return rows;
+  }
+
+  double AttentionLoss(const Rows& queries, const Rows& old, const Rows& compressed) const {
+    const Rows q = stack_.Project(n_, "w_q", queries);
+    return NormOfDifference(ContentAttention(q, Normalized(old)),
+                            ContentAttention(q, Normalized(compressed)));
+  }
+
+  Rows ContentAttention(const Rows& q, const Rows& m) const {
+    const Rows k = stack_.Project(n_, "w_k", m), v = stack_.Project(n_, "w_v", m);
+    const int64_t e = stack_.sizes().head_dim;
+    Rows context(q.rows(), q.channels());
+    for (int64_t p = 0; p < q.rows(); ++p) {
+      for (int64_t h = 0; h < stack_.sizes().heads; ++h) {
+        std::vector<double> s(k.rows());
+        for (int64_t j = 0; j < k.rows(); ++j) {
+          s[j] = Dot(q[p] + h * e, k[j] + h * e, e) / std::sqrt(static_cast<double>(e));
+        }
+        const double max = *std::max_element(s.begin(), s.end());
+        double sum = 0;
+        for (int64_t j = 0; j < k.rows(); ++j) {
+          const double weight = std::exp(s[j] - max);
+          sum += weight;
+          for (int64_t c = 0; c < e; ++c) context[p][h * e + c] += weight * v[j][h * e + c];
+        }
+        for (int64_t c = 0; c < e; ++c) context[p][h * e + c] /= sum;
+      }
+    }
+    return context;
+  }
+
+  const StackDefinition& stack_;
+  const CompressiveOptions& options_;
+  int64_t n_;
+  double tolerance_;
+  Rows compressed_;
+  Rows memory_;
+  Rows waiting_;             // left the memory, not yet compressed
+  std::vector<double> use_;  // of those rows
+};
+
+// By how much the attention that a layer computes may differ, as a share of itself. Scores are of
+// order 10, and carry the rounding of queries and keys, which the scores' exponentials multiply by as
+// much again: 32 roundings in 16 bits. In fp32 those are 2e-6; what earlier layers add is a few times
+// 1e-5, see transformer_xl's test.
+double UseTolerance(DType dtype) { return dtype == DType::kF32 ? 1e-4 : 32 * UnitRoundoff(dtype); }
+
+// What a layer wrote in a run as kept, of one batch row, segment and layer.
+std::vector<int64_t> KeptBy(const Tensor& kept, int64_t b, int64_t s, int64_t n) {
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; i < kept.dim(3); ++i) {
+    const int64_t row = *kept.view().At<int32_t>(b, s, n, i);
+    if (row >= 0) rows.push_back(row);
+  }
+  return rows;
+}
+
+}  // namespace
+
+absl::StatusOr<NamedTensors> DefineCompressive(
+    const Problem& problem, const CompressiveOptions& options, const NamedTensors& parameters,
+    const ConstTensorView& x, absl::Span<const int64_t> segments, const NamedTensors* computed) {
+  TFB_RETURN_IF_ERROR(CheckSelfAttention("compressive", problem));
+  TFB_RETURN_IF_ERROR(CheckParameters(CompressiveParameters(problem, options), parameters));
+  const int64_t tokens = std::accumulate(segments.begin(), segments.end(), int64_t{0});
+  if (tokens != problem.query_tokens) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("segments have ", tokens, " tokens; allowed are ", problem.query_tokens));
+  }
+  const StackDefinition stack(CompressiveSizes(problem, options), parameters, options.clamp_length);
+  const int64_t count = static_cast<int64_t>(segments.size());
+  const int64_t longest =
+      segments.empty() ? 0 : *std::max_element(segments.begin(), segments.end());
+  const Tensor* given = nullptr;
+  if (computed != nullptr && computed->count("kept") > 0) given = &computed->at("kept");
+
+  NamedTensors outputs;
+  for (const char* name : {"out", "context"}) outputs[name] = Tensor(DType::kF64, x.shape());
+  for (const char* name : {"attention_loss", "autoencoding_loss"}) {
+    outputs[name] = Tensor(DType::kF64, {problem.batch, count, options.layers});
+  }
+  const bool chooses = options.function == Function::kMostUsed;
+  if (chooses) {
+    outputs["kept"] = Tensor(DType::kF64, {problem.batch, count, options.layers,
+                                           MaxBlocksOf(std::max<int64_t>(longest, 1), options)});
+    Fill(outputs["kept"].view(), -1);
+  }
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    // Layer by layer: a memory holds what the layer below gave in earlier segments.
+    const auto attention = [&](int64_t n, const Rows& h, const Rows&) {
+      LayerMemory memory(stack, options, n, UseTolerance(problem.dtype));
+      Rows result(0, h.channels());
+      int64_t begin = 0;
+      for (int64_t s = 0; s < count; ++s) {
+        Report report;
+        std::vector<int64_t> kept;
+        if (given != nullptr) kept = KeptBy(*given, b, s, n);
+        result.Append(
+            memory.Attend(h.Sub(begin, segments[s]), given != nullptr ? &kept : nullptr, &report));
+        begin += segments[s];
+        outputs["attention_loss"].view().Set(outputs["attention_loss"].view().Offset(b, s, n),
+                                             report.attention_loss);
+        outputs["autoencoding_loss"].view().Set(outputs["autoencoding_loss"].view().Offset(b, s, n),
+                                                report.autoencoding_loss);
+        for (size_t i = 0; i < report.kept.size(); ++i) {
+          *outputs["kept"].view().MutableAt<double>(b, s, n, i) =
+              static_cast<double>(report.kept[i]);
+        }
+      }
+      return result;
+    };
+    Rows context(0, problem.model_dim());
+    const Rows out = stack.Forward(SequenceOf(x, b), options.pre_norm, attention, &context);
+    StoreSequence(out, b, outputs["out"].view());
+    StoreSequence(context, b, outputs["context"].view());
+  }
+  return outputs;
+}
+
+}  // namespace tfb

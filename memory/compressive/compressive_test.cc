@@ -1,0 +1,574 @@
+// The Compressive Transformer against its definition, against Transformer-XL where the two are the
+// same, and case by case against what the queues must hold.
+//
+// Tolerance. As in transformer_xl's test: each sublayer is held to the bound of fp32 attention, 2e-5
+// of the largest output, and sublayers add in quadrature. Compressed rows are means, maxima, copies,
+// or products of a few hundred terms of rows of order 1.
+#include "memory/compressive/compressive.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/random.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+#include "memory/transformer_xl/transformer_xl.h"
+
+namespace tfb {
+namespace {
+
+constexpr const char* kFunctions[] = {"mean", "max", "convolution", "dilated_convolution",
+                                      "most_used"};
+
+Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
+             DType dtype = DType::kF32) {
+  return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true, dtype);
+}
+
+Tensor RandomHidden(const Problem& problem) {
+  Tensor x(problem.dtype, {problem.batch, problem.query_tokens, problem.model_dim()});
+  FillNormal(&x, 3, "x");
+  return x;
+}
+
+double Bound(const ConstTensorView& expected, int64_t layers) {
+  return std::sqrt(2.0 * static_cast<double>(layers)) * Fp32Bound(expected);
+}
+
+// A layer's parameters, vectors moved off the values that they begin with.
+NamedTensors ParametersOf(const Technique& technique, const Problem& problem,
+                          const Options& options) {
+  const auto layer = technique.Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : (*layer)->parameters()) {
+    Tensor changed = tensor.Clone();
+    const RandomStream stream(2, name);
+    for (int64_t i = 0; tensor.view().rank == 1 && i < tensor.num_elements(); ++i) {
+      changed.span<float>()[i] += static_cast<float>(0.2 * stream.Normal(i));
+    }
+    parameters[name] = std::move(changed);
+  }
+  return parameters;
+}
+
+struct Outcome {
+  NamedTensors computed;
+  NamedTensors defined;
+};
+
+Outcome Evaluate(const Technique& technique, const Problem& problem, const Options& options,
+                 const NamedTensors& parameters, const Tensor& x, Device device = Device::kCpu,
+                 int threads = 1) {
+  RunRequest request;
+  request.options = options;
+  request.parameters = &parameters;
+  request.device = device;
+  request.threads = threads;
+  const Inputs inputs = {{"x", x.view()}};
+  auto computed = RunTechnique(technique, problem, inputs, request);
+  EXPECT_TRUE(computed.ok()) << computed.status();
+  DefinitionRequest definition;
+  definition.computed = &*computed;
+  auto defined = DefineTechnique(technique, problem, inputs, request, definition);
+  EXPECT_TRUE(defined.ok()) << defined.status();
+  return {*std::move(computed), *std::move(defined)};
+}
+
+void ExpectDefined(const Outcome& outcome, int64_t layers) {
+  for (const auto& [name, tensor] : outcome.computed) {
+    const ConstTensorView expected = outcome.defined.at(name).view();
+    const double bound = name == "kept" ? 0 : Bound(expected, layers);
+    EXPECT_LE(MaxDifference(tensor.view(), expected), bound) << name;
+  }
+}
+
+// ---- Against the definition ----
+
+TEST(Compressive, RunEqualsTheDefinitionWithEveryFunctionAndOption) {
+  const Compressive technique;
+  const Problem problem = Make(2, 2, 150, 8);
+  const Tensor x = RandomHidden(problem);
+  for (const char* function : kFunctions) {
+    for (const Options& more : std::vector<Options>{
+             {{"segment", "24"}, {"memory", "16"}, {"compressed_memory", "12"}},
+             {{"segment", "10"},
+              {"memory", "15"},
+              {"compressed_memory", "5"},
+              {"compression", "3"}},
+             {{"segment", "7"}, {"memory", "5"}, {"pre_norm", "true"}, {"compression", "2"}},
+             {{"segment", "32"}, {"memory", "0"}, {"compressed_memory", "3"}, {"layers", "3"}},
+             {{"segment", "20"}, {"memory", "30"}, {"start_zero", "true"}, {"clamp_length", "40"}},
+             {{"segment", "20"}, {"memory", "20"}, {"start_zero", "true"}, {"pre_norm", "true"}},
+             {{"segment", "1"}, {"memory", "8"}, {"compressed_memory", "100"}, {"layers", "1"}},
+             {{"segment", "16"}, {"memory", "70"}, {"share_biases", "false"}},
+             {{"segment", "16"}, {"memory", "16"}, {"compression", "1"}}}) {
+      Options options = more;
+      options["function"] = function;
+      SCOPED_TRACE(ToString(options));
+      const NamedTensors parameters = ParametersOf(technique, problem, options);
+      ExpectDefined(Evaluate(technique, problem, options, parameters, x, Device::kCpu, 2), 3);
+    }
+  }
+}
+
+TEST(Compressive, InTheSimulatorEveryFunctionEqualsTheDefinition) {
+  const Compressive technique;
+  const Problem problem = Make(2, 2, 70, 8);
+  const Tensor x = RandomHidden(problem);
+  for (const char* function : kFunctions) {
+    for (const char* pre_norm : {"false", "true"}) {
+      const Options options = {{"function", function},   {"pre_norm", pre_norm},
+                               {"start_zero", pre_norm}, {"segment", "18"},
+                               {"memory", "13"},         {"compressed_memory", "9"}};
+      SCOPED_TRACE(ToString(options));
+      const NamedTensors parameters = ParametersOf(technique, problem, options);
+      ExpectDefined(Evaluate(technique, problem, options, parameters, x, Device::kSimulator), 2);
+    }
+  }
+}
+
+TEST(Compressive, HalfPrecisionIsRoundedAtTheEndsOnly) {
+  const Compressive technique;
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    const Problem problem = Make(1, 2, 100, 16, dtype);
+    const Tensor x = RandomHidden(problem);
+    for (const char* function : kFunctions) {
+      const Options options = {{"function", function}, {"segment", "20"}, {"memory", "20"}};
+      const NamedTensors parameters = ParametersOf(technique, problem, options);
+      const Outcome outcome = Evaluate(technique, problem, options, parameters, x);
+      for (const char* output : {"out", "context", "attention_loss", "autoencoding_loss"}) {
+        const ConstTensorView expected = outcome.defined.at(output).view();
+        EXPECT_LE(MaxDifference(outcome.computed.at(output).view(), expected),
+                  Bound(expected, 2) + UnitRoundoff(dtype) * MaxAbs(expected))
+            << output << " of " << function;
+      }
+    }
+  }
+}
+
+// ---- Streams ----
+
+std::unique_ptr<StreamingLayer> MakeLayer(const Problem& problem, const Options& options,
+                                          const NamedTensors& parameters) {
+  auto layer = Compressive().Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  EXPECT_TRUE((*layer)->SetParameters(parameters).ok());
+  return std::unique_ptr<StreamingLayer>(static_cast<StreamingLayer*>(layer->release()));
+}
+
+// x appended in segments of the given lengths.
+Tensor Stream(StreamingLayer& layer, const Tensor& x, const std::vector<int64_t>& split,
+              int threads = 1) {
+  ThreadPool pool(threads);
+  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(threads))});
+  Execution execution;
+  execution.pool = &pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+  const absl::Status setup = layer.Setup({{"x", x.view()}}, execution);
+  EXPECT_TRUE(setup.ok()) << setup;
+  Tensor out(x.dtype(), x.shape());
+  Fill(out.view(), NAN);
+  int64_t begin = 0;
+  for (const int64_t tokens : split) {
+    const absl::Status status =
+        layer.Append({{"x", Slice(x.view(), 1, begin, tokens)}},
+                     {{"out", Slice(out.view(), 1, begin, tokens)}}, execution);
+    EXPECT_TRUE(status.ok()) << status;
+    begin += tokens;
+  }
+  return out;
+}
+
+TEST(Compressive, AStreamInAnySegmentsEqualsTheDefinitionOfThoseSegments) {
+  const Problem problem = Make(2, 2, 120, 8);
+  const Tensor x = RandomHidden(problem);
+  for (const char* function : kFunctions) {
+    for (const char* start_zero : {"false", "true"}) {
+      const Options options = {{"function", function},     {"segment", "50"},
+                               {"memory", "20"},           {"compressed_memory", "10"},
+                               {"start_zero", start_zero}, {"compression", "3"}};
+      SCOPED_TRACE(ToString(options));
+      const NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+      const auto layer = MakeLayer(problem, options, parameters);
+      for (const std::vector<int64_t>& split :
+           std::vector<std::vector<int64_t>>{std::vector<int64_t>(120, 1),
+                                             {50, 50, 20},
+                                             {1, 2, 49, 7, 11, 50},
+                                             {19, 1, 1, 49, 50}}) {
+        const NamedTensors defined =
+            DefineCompressive(problem, ParseOptions<CompressiveOptions>(options).value(),
+                              parameters, x.view(), split)
+                .value();
+        const Tensor out = Stream(*layer, x, split);
+        EXPECT_LE(MaxDifference(out.view(), defined.at("out").view()),
+                  Bound(defined.at("out").view(), 2));
+      }
+    }
+  }
+}
+
+TEST(Compressive, ResetBeginsAnewAndThreadsChangeNoBit) {
+  const Problem problem = Make(2, 2, 100, 8);
+  const Tensor x = RandomHidden(problem);
+  for (const char* function : kFunctions) {
+    const Options options = {{"function", function}, {"segment", "16"}, {"memory", "16"}};
+    const NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+    const auto layer = MakeLayer(problem, options, parameters);
+    const std::vector<int64_t> split = {16, 16, 16, 16, 16, 16, 4};
+    const Tensor once = Stream(*layer, x, split), again = Stream(*layer, x, split, 2);
+    EXPECT_EQ(MaxDifference(once.view(), again.view()), 0) << function;
+    const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x);
+    EXPECT_EQ(MaxDifference(once.view(), outcome.computed.at("out").view()), 0) << function;
+  }
+}
+
+// ---- Where it is Transformer-XL ----
+
+void ExpectIsTransformerXl(const Options& options, const Options& theirs) {
+  const Compressive technique;
+  const TransformerXl transformer_xl;
+  const Problem problem = Make(2, 2, 130, 8);
+  const Tensor x = RandomHidden(problem);
+  const NamedTensors parameters = ParametersOf(technique, problem, options);
+  NamedTensors shared = ParametersOf(transformer_xl, problem, theirs);
+  for (auto& [name, tensor] : shared) tensor = parameters.at(name).Clone();
+  const Outcome ours = Evaluate(technique, problem, options, parameters, x);
+  const Outcome plain = Evaluate(transformer_xl, problem, theirs, shared, x);
+  for (const char* output : {"out", "context"}) {
+    const ConstTensorView expected = plain.defined.at(output).view();
+    EXPECT_LE(MaxDifference(ours.defined.at(output).view(), expected), 1e-12) << output;
+    EXPECT_LE(MaxDifference(ours.computed.at(output).view(), expected), Bound(expected, 2))
+        << output;
+  }
+}
+
+TEST(Compressive, WithBlocksOfOneTokenItIsTransformerXlWithALongerMemory) {
+  for (const char* function : {"mean", "max", "most_used"}) {
+    for (const char* pre_norm : {"false", "true"}) {
+      SCOPED_TRACE(testing::Message() << function << ", pre_norm=" << pre_norm);
+      ExpectIsTransformerXl({{"function", function},
+                             {"compression", "1"},
+                             {"memory", "13"},
+                             {"compressed_memory", "22"},
+                             {"segment", "16"},
+                             {"pre_norm", pre_norm}},
+                            {{"memory", "35"}, {"segment", "16"}, {"pre_norm", pre_norm}});
+    }
+  }
+}
+
+TEST(Compressive, WithBlocksOfOneTokenNothingIsLost) {
+  const Problem problem = Make(2, 2, 100, 8);
+  const Options options = {{"compression", "1"}, {"memory", "16"}, {"segment", "16"}};
+  const Compressive technique;
+  const NamedTensors parameters = ParametersOf(technique, problem, options);
+  const Outcome outcome = Evaluate(technique, problem, options, parameters, RandomHidden(problem));
+  for (const char* loss : {"attention_loss", "autoencoding_loss"}) {
+    EXPECT_EQ(MaxAbs(outcome.computed.at(loss).view()), 0) << loss;
+    EXPECT_EQ(MaxAbs(outcome.defined.at(loss).view()), 0) << loss;
+  }
+}
+
+TEST(Compressive, WithoutCompressedMemoryItIsTransformerXl) {
+  for (const char* function : kFunctions) {
+    SCOPED_TRACE(function);
+    ExpectIsTransformerXl(
+        {{"function", function}, {"compressed_memory", "0"}, {"memory", "20"}, {"segment", "16"}},
+        {{"memory", "20"}, {"segment", "16"}});
+  }
+}
+
+TEST(Compressive, AMemoryThatHoldsEverythingIsNeverCompressed) {
+  ExpectIsTransformerXl({{"memory", "130"}, {"segment", "16"}},
+                        {{"memory", "130"}, {"segment", "16"}});
+}
+
+// ---- The queues ----
+
+// With W_v = W_o = 1 and all else 0 every row of the list has the same weight, and out - x is the mean
+// of the normalised rows. Token t is sign(t) (1, 1, -1, -1), so that the mean of some tokens is m (1, 1,
+// -1, -1), and normalised m / sqrt(m^2 + 1e-5) of it.
+class MeansOfRows {
+ public:
+  explicit MeansOfRows(Options options) : options_(std::move(options)) {
+    for (const auto& [name, value] :
+         {std::pair("layers", "1"), std::pair("segment", "4"), std::pair("memory", "4"),
+          std::pair("compressed_memory", "3"), std::pair("pre_norm", "true"),
+          std::pair("feed_forward", "1")}) {
+      options_[name] = value;
+    }
+    NamedTensors parameters = ParametersOf(Compressive(), problem_, options_);
+    for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
+    Fill(parameters["layer0.attention_norm.gamma"].view(), 1);
+    for (int64_t c = 0; c < 4; ++c) {
+      for (const char* name : {"layer0.w_v", "layer0.w_o"}) {
+        *parameters[name].view().MutableAt<float>(c, c) = 1;
+      }
+    }
+    Tensor x(DType::kF32, {1, kTokens, 4});
+    for (int64_t t = 0; t < kTokens; ++t) {
+      for (int64_t c = 0; c < 4; ++c) x.view().Set(t * 4 + c, c < 2 ? Sign(t) : -Sign(t));
+    }
+    outcome_ = Evaluate(Compressive(), problem_, options_, parameters, x);
+  }
+  static constexpr int64_t kTokens = 40;
+  static double Sign(int64_t t) { return (t * t + t / 3) % 5 < 2 ? -1 : 1; }
+  static double Normalized(double m) { return m / std::sqrt(m * m + 1e-5); }
+
+  // The mean over the list that token t sees.
+  void ExpectMean(int64_t t, const std::vector<double>& rows) const {
+    double sum = 0;
+    for (const double m : rows) sum += Normalized(m);
+    const double expected = Sign(t) + sum / static_cast<double>(rows.size());
+    EXPECT_NEAR(outcome_.computed.at("out").span<float>()[t * 4], expected, 1e-6) << t;
+    EXPECT_NEAR(outcome_.defined.at("out").span<double>()[t * 4], expected, 1e-12) << t;
+  }
+
+ private:
+  Problem problem_ = Make(1, 1, kTokens, 4);
+  Options options_;
+  Outcome outcome_;
+};
+
+TEST(Compressive, QueuesHoldTheLastTokensAndTheLastBlocksAndTheRestWaits) {
+  for (const int64_t c : {1, 2, 3, 5}) {
+    const MeansOfRows means({{"compression", std::to_string(c)}});
+    for (int64_t t = 0; t < MeansOfRows::kTokens; ++t) {
+      const int64_t left = std::max<int64_t>(t / 4 * 4 - 4, 0), blocks = left / c;
+      std::vector<double> rows;
+      for (int64_t block = std::max<int64_t>(blocks - 3, 0); block < blocks; ++block) {
+        double sum = 0;
+        for (int64_t j = block * c; j < (block + 1) * c; ++j) sum += MeansOfRows::Sign(j);
+        rows.push_back(sum / static_cast<double>(c));
+      }
+      for (int64_t j = left; j <= t; ++j) rows.push_back(MeansOfRows::Sign(j));
+      means.ExpectMean(t, rows);
+    }
+  }
+}
+
+TEST(Compressive, QueuesThatStartWithZerosAreSeenFromTheFirstTokenOn) {
+  const MeansOfRows means({{"compression", "2"}, {"start_zero", "true"}});
+  const auto sign = MeansOfRows::Sign;
+  means.ExpectMean(0, {0, 0, 0, 0, 0, 0, 0, sign(0)});
+  means.ExpectMean(1, {0, 0, 0, 0, 0, 0, 0, sign(0), sign(1)});
+  // After the first segment four zeros are two compressed ones, after the second two pairs of tokens
+  // follow them.
+  means.ExpectMean(4, {0, 0, 0, sign(0), sign(1), sign(2), sign(3), sign(4)});
+  means.ExpectMean(8, {0, (sign(0) + sign(1)) / 2, (sign(2) + sign(3)) / 2, sign(4), sign(5),
+                       sign(6), sign(7), sign(8)});
+}
+
+TEST(Compressive, RowsOfOneValueAreCompressedToIt) {
+  // Pools and a choice return it, so that nothing is lost.
+  const Problem problem = Make(1, 2, 90, 8);
+  Tensor x(DType::kF32, {1, 90, 16});
+  for (int64_t t = 0; t < 90; ++t) {
+    for (int64_t c = 0; c < 16; ++c) x.view().Set(t * 16 + c, 0.3 * static_cast<double>(c) - 2);
+  }
+  for (const char* function : {"mean", "max", "most_used"}) {
+    const Options options = {
+        {"function", function}, {"segment", "16"}, {"memory", "16"}, {"compression", "3"}};
+    const NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+    const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x);
+    // The first layer's rows are equal; what the second gets of them need not be.
+    for (int64_t s = 0; s < 6; ++s) {
+      EXPECT_EQ(*outcome.computed.at("autoencoding_loss").view().At<float>(0, s, 0), 0) << s;
+      EXPECT_LE(*outcome.computed.at("attention_loss").view().At<float>(0, s, 0), 1e-4) << s;
+    }
+  }
+}
+
+TEST(Compressive, MostUsedKeepsTheTokensThatQueriesAttendTo) {
+  // One head of 4 channels, one layer. W_q = 0 and u = 1 times the first channel's direction make the
+  // score of key j its first channel, whatever the query: so the most used of 8 rows are those with
+  // the largest first channels.
+  const Problem problem = Make(1, 1, 24, 4);
+  const Options options = {{"function", "most_used"}, {"layers", "1"},      {"segment", "8"},
+                           {"memory", "8"},           {"compression", "4"}, {"feed_forward", "1"},
+                           {"compressed_memory", "8"}};
+  NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+  for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
+  for (int64_t c = 0; c < 4; ++c) *parameters["layer0.w_k"].view().MutableAt<float>(c, c) = 1;
+  *parameters["u"].view().MutableAt<float>(0, 0) = 4;
+  Tensor x(DType::kF32, {1, 24, 4});
+  FillNormal(&x, 5, "x");
+  const double first[] = {0.1, 3, -1, 0.5, 2, 0.2, 2.9, 1};  // tokens 0 to 7: 1 and 6 stay
+  for (int64_t t = 0; t < 8; ++t) x.view().Set(t * 4, first[t]);
+  x.view().Set(8 * 4, -5);
+  for (int64_t t = 9; t < 16; ++t) x.view().Set(t * 4, t == 12 || t == 15 ? 4 : 1);
+  const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x);
+  const auto kept = [&](int64_t segment) {
+    const int32_t* rows = outcome.computed.at("kept").view().At<int32_t>(0, segment, 0);
+    return std::vector<int32_t>(rows, rows + 2);
+  };
+  EXPECT_EQ(kept(0), (std::vector<int32_t>{-1, -1}));  // nothing has left the memory
+  EXPECT_EQ(kept(1), (std::vector<int32_t>{1, 6}));
+  EXPECT_EQ(kept(2), (std::vector<int32_t>{4, 7}));
+  ExpectDefined(outcome, 1);
+}
+
+TEST(Compressive, ADilatedConvolutionReadsEverySecondRowBackwards) {
+  // c = 4: y_t = b + sum_i x_(4 t + 3 - 2 i) w_i. With w_i = i + 1 for one channel, and old rows 0 to 7
+  // of values 1 to 8: y_0 = 4 * 1 + 2 * 2 = 8 (rows -1 and -3 are zeros), y_1 = 8 + 6 * 2 + 4 * 3 +
+  // 2 * 4 = 40. Decoded by w'_i = 0 and b' = 0 the loss is the norm of old.
+  const Problem problem = Make(1, 1, 16, 1);
+  const Options options = {{"function", "dilated_convolution"},
+                           {"layers", "1"},
+                           {"segment", "8"},
+                           {"memory", "8"},
+                           {"compression", "4"},
+                           {"feed_forward", "1"}};
+  NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+  for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
+  for (int64_t i = 0; i < 4; ++i) {
+    parameters["layer0.dilated_convolution.w"].span<float>()[i] = static_cast<float>(i + 1);
+    parameters["layer0.decoder.w"].span<float>()[i] = 1;
+  }
+  Tensor x(DType::kF32, {1, 16, 1});
+  for (int64_t t = 0; t < 16; ++t) x.view().Set(t, static_cast<double>(t % 8 + 1));
+  const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x);
+  double squares = 0;
+  for (int64_t t = 0; t < 8; ++t) {
+    const double decoded = t < 4 ? 8 : 40;
+    squares += (static_cast<double>(t + 1) - decoded) * (static_cast<double>(t + 1) - decoded);
+  }
+  EXPECT_NEAR(*outcome.defined.at("autoencoding_loss").view().At<double>(0, 1, 0),
+              std::sqrt(squares), 1e-12);
+  EXPECT_NEAR(*outcome.computed.at("autoencoding_loss").view().At<float>(0, 1, 0),
+              std::sqrt(squares), 1e-4);
+}
+
+TEST(Compressive, LaterTokensDoNotChangeEarlierOutputs) {
+  const Problem problem = Make(1, 2, 100, 8);
+  for (const char* function : kFunctions) {
+    const Options options = {{"function", function}, {"segment", "16"}, {"memory", "16"}};
+    const NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+    Tensor x = RandomHidden(problem);
+    const Outcome before = Evaluate(Compressive(), problem, options, parameters, x);
+    Fill(Slice(x.view(), 1, 70, 30), -3);
+    const Outcome after = Evaluate(Compressive(), problem, options, parameters, x);
+    EXPECT_EQ(MaxDifference(Slice(before.computed.at("out").view(), 1, 0, 70),
+                            Slice(after.computed.at("out").view(), 1, 0, 70)),
+              0)
+        << function;
+  }
+}
+
+TEST(Compressive, AStatisticKnowsTheFirstTokenThatMatters) {
+  const Problem problem = Make(1, 1, 100, 4);
+  for (const char* function : kFunctions) {
+    const Options options = {{"function", function},     {"layers", "1"},
+                             {"segment", "8"},           {"memory", "8"},
+                             {"compressed_memory", "4"}, {"compression", "4"}};
+    const NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+    const auto layer = MakeLayer(problem, options, parameters);
+    const int64_t reach = static_cast<int64_t>(layer->statistics().at("reach_tokens"));
+    // Token 99 is in segment 96 to 103, its memory 88 to 95, and compressed are 72 to 87.
+    EXPECT_EQ(reach, 99 - 72) << function;
+    EXPECT_EQ(layer->statistics().at("compressed_rows"), 4);
+    const Tensor x = RandomHidden(problem);
+    const Outcome before = Evaluate(Compressive(), problem, options, parameters, x);
+    for (const int64_t changed : {99 - reach - 1, 99 - reach}) {
+      Tensor other = x.Clone();
+      Fill(Slice(other.view(), 1, changed, 1), 4);
+      const Outcome after = Evaluate(Compressive(), problem, options, parameters, other);
+      const double difference = MaxDifference(Slice(before.computed.at("out").view(), 1, 99, 1),
+                                              Slice(after.computed.at("out").view(), 1, 99, 1));
+      // The attention by which rows are chosen saw what was before them.
+      if (std::strcmp(function, "most_used") == 0) continue;
+      if (changed < 99 - reach) {
+        EXPECT_EQ(difference, 0) << function;
+      } else if (std::strcmp(function, "dilated_convolution") != 0) {  // it reads every second row
+        EXPECT_GT(difference, 0) << function;
+      }
+    }
+  }
+}
+
+// ---- Costs, parameters, errors ----
+
+TEST(Compressive, CostCountsTheProductsOfTheDefinition) {
+  // 2 layers, width 4, inner 8, 10 tokens in segments of 4, 4 and 2; memory 2, 1 compressed row of 2
+  // tokens. Keys seen: 1 to 4; then 2 + 1 + 1 to 4; then 2 + 1 + 1 to 2. Compressed rows: 1, 2, 1.
+  const Options options = {{"segment", "4"},           {"memory", "2"},
+                           {"compressed_memory", "1"}, {"compression", "2"},
+                           {"feed_forward", "2"},      {"function", "convolution"}};
+  const auto layer = Compressive().Create(Make(3, 2, 10, 2), options, Device::kCpu, 1).value();
+  const double projections = 10 * 4 * 4 * 4, feed_forward = 10 * 2 * 4 * 8;
+  const double pairs = 10 + 22 + 9, scores_and_values = pairs * 3 * 4;
+  const double compressed = 4 * (2 * 4 * 4 + 2 * 4 * 4);  // keys and values; the convolution
+  EXPECT_EQ(layer->cost().flops.value(),
+            2.0 * 3 * 2 * (projections + feed_forward + scores_and_values + compressed));
+}
+
+TEST(Compressive, ParametersHaveTheNamesThatAreTrained) {
+  const Problem problem = Make(1, 2, 10, 4);
+  const auto parameters = [&](const char* function) {
+    return ParametersOf(Compressive(), problem, {{"function", function}});
+  };
+  EXPECT_EQ(parameters("mean").count("layer0.convolution.w"), 0u);
+  EXPECT_EQ(parameters("convolution").at("layer1.convolution.w").shape(), (Shape{4, 8, 8}));
+  EXPECT_EQ(parameters("convolution").at("layer1.convolution.b").shape(), (Shape{8}));
+  EXPECT_EQ(parameters("dilated_convolution").at("layer0.dilated_convolution.w").shape(),
+            (Shape{4, 8, 8}));
+  EXPECT_EQ(parameters("dilated_convolution").at("layer0.decoder.w").shape(), (Shape{4, 8, 8}));
+}
+
+TEST(Compressive, WhatItCannotDoIsSaidInOneLine) {
+  const auto message = [](const Problem& problem, const Options& options) {
+    const auto layer = Compressive().Create(problem, options, Device::kCpu, 1);
+    return layer.ok() ? "ok" : std::string(layer.status().ToString());
+  };
+  Problem problem = Make(1, 4, 64, 16);
+  EXPECT_EQ(message(problem, {{"compression", "0"}}),
+            "INVALID_ARGUMENT: option compression is \"0\"; allowed are 1 to 64");
+  EXPECT_EQ(
+      message(problem, {{"function", "median"}}),
+      "INVALID_ARGUMENT: option function is \"median\"; allowed are mean | max | convolution | "
+      "dilated_convolution | most_used");
+  problem.kv_heads = 2;
+  EXPECT_EQ(message(problem, {}),
+            "INVALID_ARGUMENT: compressive is self-attention: kv_heads is 2; allowed is "
+            "query_heads, 4");
+}
+
+// ---- Golden file ----
+
+TEST(Compressive, LabmlsNetworkComputesTheSame) {
+  SafetensorsFile golden = GoldenFile("memory/compressive/testdata/labml.safetensors");
+  const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
+  const Tensor& x = golden.tensors.at("x");
+  const Problem problem = Make(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+  const Options options = {
+      {"layers", golden.metadata.at("layers")},
+      {"segment", golden.metadata.at("segment_tokens")},
+      {"memory", golden.metadata.at("memory_tokens")},
+      {"compressed_memory", golden.metadata.at("compressed_rows")},
+      {"compression", golden.metadata.at("compression")},
+      {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))},
+      {"function", "convolution"},
+      {"pre_norm", "true"}};
+  NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+  for (auto& [name, tensor] : parameters) {  // it has no decoder
+    if (name.find("decoder") == std::string::npos) tensor = golden.tensors.at(name).Clone();
+  }
+  for (const Device device : kHostDevices) {
+    SCOPED_TRACE(Name(device));
+    const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x, device);
+    for (const char* output : {"out", "attention_loss"}) {
+      const ConstTensorView theirs = golden.tensors.at(output).view();
+      EXPECT_LE(MaxDifference(outcome.defined.at(output).view(), theirs), 1e-13) << output;
+      EXPECT_LE(MaxDifference(outcome.computed.at(output).view(), theirs), Bound(theirs, 2))
+          << output;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tfb

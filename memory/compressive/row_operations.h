@@ -1,0 +1,85 @@
+// Passes over rows of hidden states that no engine has, on every device. Views are of the device's
+// memory; all calls allocate nothing and on CUDA enqueue on the stream. What each computes does not
+// depend on the number of threads.
+#ifndef TFB_MEMORY_COMPRESSIVE_ROW_OPERATIONS_H_
+#define TFB_MEMORY_COMPRESSIVE_ROW_OPERATIONS_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// Row n of a list that lies in a ring [batch, places, channels] is at place (first + n) % places. Of
+// any floating dtype:
+//
+//   row n of `to` = row s(n) of `from`, or zeros where s(n) < 0
+//   s(n) = n, or selected[b rows + n], or n + c - 1 - 3 (n mod c), which is c t + c - 1 - 2 i for
+//   n = c t + i, where c = dilated_block
+struct CopyRowsCall {
+  ConstTensorView from;
+  int64_t from_first = 0;
+  TensorView to;
+  int64_t to_first = 0;
+  int64_t rows = 0;
+  const int32_t* selected = nullptr;
+  int64_t dilated_block = 0;
+};
+absl::Status CopyRows(Device device, const CopyRowsCall& call, const Execution& execution);
+
+// to [batch, blocks, channels]: of each `rate` rows of `from` the mean or the largest values.
+absl::Status PoolRows(Device device, bool max, int64_t rate, const TensorView& from,
+                      const TensorView& to, const Execution& execution);
+
+// A softmax over the keys of two calls of engine flash, of their outputs [batch, heads, tokens,
+// head_dim] and log-sum-exps, f32 [batch, heads, tokens], contiguous. The result is in `own`.
+struct AttentionPart {
+  TensorView out;
+  TensorView log_sum_exp;
+};
+absl::Status MergeParts(Device device, const AttentionPart& own, const AttentionPart& other,
+                        const Execution& execution);
+
+// use [batch, places] at (first + n) % places: the weight of key n, averaged over queries and heads,
+//   1 / (heads tokens) sum_(h, i) exp(scale ((q_i + u) . k_n + (q_i + v) . r_d) - log_sum_exp_i)
+// over the queries with d = first_distance + i - n >= 0; infinite where that is NaN, so that uses can
+// be ordered. r is f32 [distances, heads, head_dim], of
+// which the last stands for all farther ones.
+struct ReceivedCall {
+  TensorView q;  // [batch, heads, tokens, head_dim]
+  TensorView k;  // [batch, heads, keys, head_dim]
+  TensorView log_sum_exp;
+  const float* distances = nullptr;        // r [distances, heads, head_dim]
+  const float* distance_biases = nullptr;  // v . r [distances, heads]
+  int64_t distance_rows = 0;
+  const float* u = nullptr;  // [heads, head_dim]
+  int64_t first_distance = 0;
+  TensorView use;  // f32
+  int64_t first = 0;
+};
+absl::Status ReceivedAttention(Device device, const ReceivedCall& call, const Execution& execution);
+
+// Of `rows` rows, whose use is at places first, first + 1, ... of the ring, the `count` most used,
+// ascending; of equal ones the earlier. `kept` i32 [batch, size], unless empty, gets them and -1.
+struct SelectRowsCall {
+  TensorView use;
+  int64_t first = 0;
+  int64_t rows = 0;
+  int64_t count = 0;
+  int32_t* scratch = nullptr;   // [batch][rows]
+  int32_t* selected = nullptr;  // [batch][count]
+  TensorView kept;
+};
+absl::Status SelectRows(Device device, const SelectRowsCall& call, const Execution& execution);
+
+// to [batch] = || a - b ||, over all rows and channels of a [batch, rows, channels], row n of which is
+// compared with row n / repeat of b.
+absl::Status NormOfDifference(Device device, const TensorView& a, const TensorView& b,
+                              int64_t repeat, const TensorView& to, const Execution& execution);
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_COMPRESSIVE_ROW_OPERATIONS_H_

@@ -1,0 +1,317 @@
+#include "memory/knn_lm/knn_lm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "core/cpu/kernels.h"
+#include "core/cuda/runtime.h"
+#include "core/definition.h"
+#include "core/flash/rows.h"
+#include "core/layers/log_softmax.h"
+#include "core/retrieval/retrieval_definition.h"
+#include "core/status.h"
+#include "core/workspace.h"
+#include "memory/knn_lm/knn_lm_cuda.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<KnnLm>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "knn_lm";
+  info.family = "memory";
+  info.title = "kNN-LM: predictions mixed with those of the nearest states";
+  info.citation = "Khandelwal et al. 2020, arXiv:1911.00172v2, section 2";
+  info.input_kind = InputKind::kTokens;
+  info.exactness = Exactness::kOwn;
+  info.budget_option = "k";
+  info.growth = 1;
+  info.devices = {Device::kCpu, Device::kCuda};
+  info.selection = "neighbours";
+  return info;
+}
+
+constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+// log(exp(a) + exp(b))
+template <class T>
+T LogAdd(T a, T b) {
+  const T max = std::max(a, b);
+  return std::isinf(max) ? max : max + std::log1p(std::exp(std::min(a, b) - max));
+}
+
+class KnnLmLayer : public RetrievalLayer {
+ public:
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       const KnnLmOptions& options, Device device,
+                                                       uint64_t seed) {
+    auto layer = std::unique_ptr<KnnLmLayer>(new KnnLmLayer(problem, options, device));
+    TFB_RETURN_IF_ERROR(layer->Initialize(seed));
+    return layer;
+  }
+
+  Cost cost() const override {
+    Cost cost = RetrievalLayer::cost();
+    *cost.flops += 3.0 * static_cast<double>(problem().batch * problem().query_tokens * sizes().k *
+                                             problem().model_dim());
+    return cost;
+  }
+
+  std::map<std::string, double> statistics() const override {
+    std::vector<float> of_rows(static_cast<size_t>(statistics_.size()));
+    if (last_rows_ == 0 || sizes().k == 0 || !statistics_.Read(of_rows.data()).ok()) return {};
+    double agreement = 0, mass = 0;
+    for (int64_t row = 0; row < last_rows_; ++row) {
+      agreement += of_rows[2 * row];
+      mass += of_rows[2 * row + 1];
+    }
+    const double count = static_cast<double>(last_rows_);
+    return {{"agreement", agreement / count}, {"neighbour_mass", mass / count}};
+  }
+
+ protected:
+  size_t predict_workspace_bytes(int64_t rows, int threads) const override {
+    const int64_t dim = problem().model_dim();
+    const size_t mix = device() == Device::kCpu ? threads * MixBytes() : 0;
+    return Workspace::Measure([&](Workspace& w) { LayOutLogP(problem().dtype, rows, w); }) +
+           std::max({MatMulWorkspaceBytes(device(), rows, dim, sizes().vocabulary, threads),
+                     LogSoftmaxWorkspaceBytes(device(), sizes().vocabulary, threads), mix});
+  }
+
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    const int64_t rows = problem().batch * max_segment_tokens();
+    TFB_ASSIGN_OR_RETURN(statistics_, DeviceArray<float>::Allocate(device(), 2 * rows));
+    last_rows_ = 0;
+    return RetrievalLayer::DoSetup(inputs, execution);
+  }
+
+  absl::Status Predict(const Tokens& tokens, const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    float* scratch = LayOutLogP(tokens.out.dtype, tokens.rows(), workspace);
+    const TensorView log_p =
+        scratch == nullptr ? tokens.out : TensorView(scratch, DType::kF32, tokens.out.shape());
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
+    last_rows_ = tokens.rows();
+    TFB_RETURN_IF_ERROR(MatMul(output(), {tokens.x, {}, log_p}, rest));
+    TFB_RETURN_IF_ERROR(LogSoftmax(device(), log_p, log_p, rest));
+    if (device() != Device::kCpu) return MixCuda(tokens, log_p, rest);
+    MixCpu(tokens, log_p, rest);
+    return absl::OkStatus();
+  }
+
+ private:
+  // Of a row, for a thread.
+  struct Scratch {
+    float* log_p;       // [vocabulary]
+    float* mass;        // [vocabulary]: 0 between rows
+    float* context;     // [model_dim]
+    int32_t* entries;   // [k]
+    double* distances;  // [k]
+    double* squares;    // [k]
+    float* weights;     // [k]
+  };
+
+  KnnLmLayer(const Problem& problem, const KnnLmOptions& options, Device device)
+      : RetrievalLayer(problem, options.sizes, device), options_(options) {}
+
+  // Where the model's log-probabilities are kept that `out` cannot hold in fp32.
+  float* LayOutLogP(DType dtype, int64_t rows, Workspace& workspace) const {
+    return dtype == DType::kF32 ? nullptr : workspace.Take<float>(rows * sizes().vocabulary);
+  }
+
+  Scratch LayOut(Workspace& workspace) const {
+    const int64_t vocabulary = sizes().vocabulary, k = sizes().k;
+    return {workspace.Take<float>(vocabulary),
+            workspace.Take<float>(vocabulary),
+            workspace.Take<float>(problem().model_dim()),
+            workspace.Take<int32_t>(k),
+            workspace.Take<double>(k),
+            workspace.Take<double>(k),
+            workspace.Take<float>(k)};
+  }
+  size_t MixBytes() const {
+    return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); });
+  }
+
+  // Weights of the neighbours, summing to 1; entries without a finite distance are left out. Returns
+  // how many there are, and moves the nearest to the front.
+  int64_t Weigh(const int32_t* neighbours, const Scratch& scratch) const {
+    int64_t given = 0, count = 0;
+    for (int64_t n = 0; n < sizes().k; ++n) {
+      if (neighbours[n] >= 0) scratch.entries[given++] = neighbours[n];
+    }
+    const int64_t dim = problem().model_dim();
+    BestCpuKernels().exact_scores(/*distance=*/true, {keys(), dim, scratch.entries, given, dim},
+                                  scratch.context, scratch.distances, scratch.squares);
+    for (int64_t n = 0; n < given; ++n) {
+      if (!std::isfinite(scratch.distances[n])) continue;
+      scratch.entries[count] = scratch.entries[n];
+      scratch.distances[count++] = scratch.distances[n];
+    }
+    if (count == 0) return 0;
+    const int64_t nearest =
+        std::min_element(scratch.distances, scratch.distances + count) - scratch.distances;
+    std::rotate(scratch.distances, scratch.distances + nearest, scratch.distances + nearest + 1);
+    std::rotate(scratch.entries, scratch.entries + nearest, scratch.entries + nearest + 1);
+    float total = 0;
+    for (int64_t n = 0; n < count; ++n) {
+      const double exponent = (scratch.distances[0] - scratch.distances[n]) / options_.temperature;
+      total += scratch.weights[n] = std::exp(static_cast<float>(exponent));
+    }
+    for (int64_t n = 0; n < count; ++n) scratch.weights[n] /= total;
+    return count;
+  }
+
+  // The formula, on a row of log p_LM; `statistics` are its agreement and mass.
+  void MixRow(const int32_t* neighbours, const Scratch& scratch, float* statistics) const {
+    const int64_t count = Weigh(neighbours, scratch);
+    statistics[0] = statistics[1] = 0;
+    if (count == 0) return;
+    for (int64_t n = 0; n < count; ++n) {
+      scratch.mass[values()[scratch.entries[n]]] += scratch.weights[n];
+    }
+    const int64_t likely =
+        std::max_element(scratch.log_p, scratch.log_p + sizes().vocabulary) - scratch.log_p;
+    const float lambda = static_cast<float>(options_.lambda);
+    statistics[0] = values()[scratch.entries[0]] == likely ? 1 : 0;
+    statistics[1] = lambda * scratch.mass[likely];
+    const float log_model = std::log1p(-lambda), log_lambda = std::log(lambda);
+    for (int64_t y = 0; y < sizes().vocabulary; ++y) scratch.log_p[y] += log_model;
+    for (int64_t n = 0; n < count; ++n) {
+      const int32_t token = values()[scratch.entries[n]];
+      if (scratch.mass[token] == 0) continue;  // done already, or too far away
+      scratch.log_p[token] =
+          LogAdd(scratch.log_p[token], log_lambda + std::log(scratch.mass[token]));
+      scratch.mass[token] = 0;
+    }
+  }
+
+  void MixCpu(const Tokens& tokens, const TensorView& log_p, const Execution& execution) {
+    constexpr int64_t kRowsOfTask = 16;
+    const int64_t rows = tokens.rows(), vocabulary = sizes().vocabulary;
+    const auto mix = [&](int64_t task, int worker) {
+      Workspace workspace(execution.workspace.subspan(worker * MixBytes(), MixBytes()));
+      const Scratch scratch = LayOut(workspace);
+      std::fill_n(scratch.mass, vocabulary, 0.0f);
+      const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
+      for (int64_t row = task * kRowsOfTask; row < end; ++row) {
+        const int64_t b = row / tokens.x.dim(1), i = row % tokens.x.dim(1);
+        LoadRow(tokens.context, tokens.context.Offset(b, i), tokens.context.stride(2),
+                problem().model_dim(), scratch.context);
+        LoadRow(log_p, log_p.Offset(b, i), log_p.stride(2), vocabulary, scratch.log_p);
+        MixRow(tokens.neighbours + row * sizes().k, scratch, statistics_.mutable_data() + 2 * row);
+        StoreRow(scratch.log_p, vocabulary, tokens.out, tokens.out.Offset(b, i),
+                 tokens.out.stride(2));
+      }
+    };
+    execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, mix);
+  }
+
+  absl::Status MixCuda(const Tokens& tokens, const TensorView& log_p,
+                       const Execution& execution) const {
+    KnnLmArguments arguments = {};
+    arguments.neighbours = tokens.neighbours;
+    arguments.keys = keys();
+    arguments.values = values();
+    arguments.context = ToDeviceView(tokens.context);
+    arguments.log_p = ToDeviceView(log_p);
+    arguments.out = ToDeviceView(tokens.out);
+    arguments.statistics = statistics_.mutable_data();
+    arguments.rows = tokens.rows();
+    arguments.tokens = tokens.x.dim(1);
+    arguments.dim = problem().model_dim();
+    arguments.vocabulary = sizes().vocabulary;
+    arguments.k = static_cast<int>(sizes().k);
+    arguments.temperature = options_.temperature;
+    arguments.lambda = static_cast<float>(options_.lambda);
+    arguments.log_lambda = std::log(arguments.lambda);
+    arguments.log_model = std::log1p(-arguments.lambda);
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
+    return ToStatus(KernelsOn<KnnLmKernels>(runtime->target()).mix(arguments, execution.stream));
+  }
+
+  KnnLmOptions options_;
+  DeviceArray<float> statistics_;  // [rows][2]: agreement and mass
+  int64_t last_rows_ = 0;
+};
+
+// ---- The definition ----
+
+// p_kNN over the vocabulary; empty where there is no neighbour.
+std::vector<double> NeighbourProbabilities(const std::vector<Neighbour>& neighbours,
+                                           const ConstTensorView& values,
+                                           const KnnLmOptions& options) {
+  std::vector<double> probabilities(options.sizes.vocabulary, 0);
+  double nearest = std::numeric_limits<double>::infinity(), total = 0;
+  for (const Neighbour& neighbour : neighbours) {
+    if (neighbour.entry >= 0) nearest = std::min(nearest, neighbour.distance);
+  }
+  if (std::isinf(nearest)) return {};
+  for (const Neighbour& neighbour : neighbours) {
+    if (neighbour.entry < 0 || !std::isfinite(neighbour.distance)) continue;
+    const double weight = std::exp((nearest - neighbour.distance) / options.temperature);
+    probabilities[static_cast<int64_t>(values.Get(neighbour.entry))] += weight;
+    total += weight;
+  }
+  for (double& probability : probabilities) probability /= total;
+  return probabilities;
+}
+
+}  // namespace
+
+KnnLm::KnnLm() : TechniqueOf(Info()) {}
+
+absl::StatusOr<TechniqueSpec> KnnLm::Counterpart(const Problem&, const Options& options) const {
+  Options alone = options;
+  alone["k"] = "0";
+  return TechniqueSpec{info().name, std::move(alone)};
+}
+
+std::vector<TensorSpec> KnnLm::ReadTensors(const Problem& problem,
+                                           const KnnLmOptions& options) const {
+  return RetrievalInputs(problem, options.sizes);
+}
+
+std::vector<TensorSpec> KnnLm::WrittenTensors(const Problem& problem,
+                                              const KnnLmOptions& options) const {
+  return RetrievalOutputs(problem, options.sizes);
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> KnnLm::MakeLayer(const Problem& problem,
+                                                        const KnnLmOptions& options, Device device,
+                                                        uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckHiddenProblem(info().name, problem));
+  return KnnLmLayer::Create(problem, options, device, seed);
+}
+
+absl::Status KnnLm::Definition(const Problem& problem, const KnnLmOptions& options,
+                               const NamedTensors& parameters, const Inputs& inputs,
+                               const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(CheckHiddenProblem(info().name, problem));
+  const DoubleTensor output(parameters.at("output").view()), x(inputs.Get("x"));
+  const ConstTensorView values = parameters.at("datastore.values").view();
+  DefineRetrieval(
+      problem, options.sizes, parameters, inputs, request,
+      [&](int64_t b, int64_t i, const std::vector<Neighbour>& neighbours) {
+        std::vector<double> log_p =
+            LogProbabilities(output, options.sizes, x.Row(b, i), problem.model_dim());
+        const std::vector<double> p_knn = NeighbourProbabilities(neighbours, values, options);
+        if (p_knn.empty()) return log_p;
+        for (int64_t y = 0; y < options.sizes.vocabulary; ++y) {
+          log_p[y] = LogAdd(std::log(1 - options.lambda) + log_p[y],
+                            std::log(options.lambda) + std::log(p_knn[y]));
+        }
+        return log_p;
+      },
+      outputs);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

@@ -1,0 +1,82 @@
+// kNN-LM: a language model whose prediction is mixed with what followed the most similar states that
+// it had before.
+//
+//   p(y)     = (1 - lambda) p_LM(y) + lambda p_kNN(y)            p_LM = softmax(output x)
+//   p_kNN(y) = sum of w_i over the neighbours i with value_i = y
+//   w_i      = exp(-d_i / temperature) / sum_j exp(-d_j / temperature),   d_i = |context - key_i|^2
+//
+// over the k neighbours of the token in the datastore (core/retrieval/retrieval_layer.h). Written is
+// log p. A token that finds no neighbour has p = p_LM. With lambda = 1, where p_LM has no say, the
+// tokens that no neighbour has are -inf.
+//
+// Source: Khandelwal, Levy, Jurafsky, Zettlemoyer, Lewis 2020, "Generalization through memorization:
+// nearest neighbor language models", arXiv:1911.00172v2, section 2: k = 1024 and lambda = 0.25 in
+// the text's own domain. There the states looked up are the inputs of the last feed-forward network
+// behind its layer norm, and so are the keys; the model decides, not this layer. The temperature
+// is that of kNN-MT, arXiv:2010.00710v2, section 2; here, as there, it divides squared distances.
+//
+// The authors' code (urvashik/knnlm, fairseq/knnlm.py and sequence_scorer.py) computes the
+// probability of the gold token alone, the same number but for exp(-10000) in place of 0 where no
+// neighbour has it. Its --dstore-fp16 keeps values as int16, which larger vocabularies overflow; that
+// is not followed. A datastore made of the text that is scored holds the token's own entry: to leave
+// it out is for whoever gives the datastore, or the neighbours.
+//
+// Cost of a token: 2 entries model_dim FLOPs for the search, 2 vocabulary model_dim for p_LM, 3 k
+// model_dim for the distances that are recomputed; the datastore is read once for all tokens.
+#ifndef TFB_MEMORY_KNN_LM_KNN_LM_H_
+#define TFB_MEMORY_KNN_LM_KNN_LM_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/retrieval/retrieval_layer.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct KnnLmOptions {
+  RetrievalSizes sizes;
+  double lambda = 0.25;
+  double temperature = 1;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("vocabulary", &sizes.vocabulary, 2, RetrievalSizes::kMaxVocabulary,
+             "tokens that can be next");
+    bind.Int("entries", &sizes.entries, 1, RetrievalSizes::kMaxEntries, "of the datastore",
+             {1024, 4096, 16384, 65536});
+    bind.Int("k", &sizes.k, 0, RetrievalSizes::kMaxNeighbours,
+             "neighbours of a token; 0 is the model alone", {1, 2, 4, 8, 16, 32, 64, 128});
+    bind.Real("lambda", &lambda, 0, 1, "share of the neighbours in the prediction",
+              {0, 0.1, 0.25, 0.5, 0.75, 0.9, 1});
+    bind.Real("temperature", &temperature, 1e-3, 1e9,
+              "of the neighbours' weights: the larger, the more alike",
+              {0.1, 0.3, 1, 3, 10, 30, 100, 1000});
+  }
+};
+
+// Inputs, outputs and parameters: core/retrieval/retrieval_layer.h. The counterpart is the model alone,
+// k = 0. Statistics of a run, means over its tokens: "agreement", 1 where the nearest neighbour's
+// value is the model's most likely token, and "neighbour_mass", lambda p_kNN of that token.
+class KnnLm : public TechniqueOf<KnnLmOptions> {
+ public:
+  KnnLm();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const KnnLmOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const KnnLmOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const KnnLmOptions& options) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const KnnLmOptions& options) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_KNN_LM_KNN_LM_H_

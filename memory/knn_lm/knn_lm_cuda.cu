@@ -1,0 +1,191 @@
+#include "core/cuda/kernel.cuh"
+#include "memory/knn_lm/knn_lm_cuda.h"
+
+namespace tfb {
+namespace {
+
+// A block mixes one row. Its warps share the neighbours out for their distances; from there on a
+// neighbour or a token of the vocabulary is a thread's. The weights of a token that several
+// neighbours have are summed by the thread of the first of these, in their order, so that no order of
+// threads shows.
+//   shared memory: k (8 + 4 + 4 + 4) B, 20 KiB for k = 1024
+
+constexpr int kWarp = 32;
+constexpr int kThreads = 128;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ float NegativeInfinity() { return __int_as_float(0xff800000); }
+__device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+__device__ int Warp() { return static_cast<int>(threadIdx.x) / kWarp; }
+
+template <class T>
+__device__ T WarpSum(T x) {
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
+// The largest of the lanes' scores, and of equal ones the lowest index.
+struct Best {
+  double score;
+  int index;
+
+  __device__ void Take(double other, int other_index) {
+    if (other < score || (other == score && other_index >= index)) return;
+    score = other;
+    index = other_index;
+  }
+};
+__device__ Best WarpBest(Best best) {
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    const double score = __shfl_xor_sync(kAllLanes, best.score, step);
+    const int index = __shfl_xor_sync(kAllLanes, best.index, step);
+    best.Take(score, index);
+  }
+  return best;
+}
+
+struct Shared {
+  double* distance;  // [k]
+  float* weight;     // [k]
+  int* token;        // [k]: the value; -1: no neighbour
+  float* mixed;  // [k]: log p of the token, where the neighbour is the first that has it; else NaN
+};
+
+struct Summary {
+  Best nearest;
+  float total;  // of the weights
+};
+
+__device__ int64_t Offset(const DeviceView& view, const KnnLmArguments& a, int64_t row) {
+  return row / a.tokens * view.strides[0] + row % a.tokens * view.strides[1];
+}
+__device__ float LogP(const KnnLmArguments& a, int64_t row, int64_t y) {
+  return static_cast<const float*>(a.log_p.data)[Offset(a.log_p, a, row) + y * a.log_p.strides[2]];
+}
+__device__ void Write(const KnnLmArguments& a, int64_t row, int64_t y, float value) {
+  StoreElement(a.out.data, a.out.element, Offset(a.out, a, row) + y * a.out.strides[2], value);
+}
+
+// As the search has it: differences in fp32, their squares in float64.
+__device__ void MeasureNeighbours(const KnnLmArguments& a, int64_t row, const Shared& shared) {
+  const int64_t context = Offset(a.context, a, row);
+  for (int n = Warp(); n < a.k; n += kThreads / kWarp) {
+    const int64_t entry = a.neighbours[row * a.k + n];
+    double sum = 0;
+    for (int64_t c = Lane(); entry >= 0 && c < a.dim; c += kWarp) {
+      const float x =
+          LoadElement(a.context.data, a.context.element, context + c * a.context.strides[2]);
+      const double difference = x - a.keys[entry * a.dim + c];
+      sum += difference * difference;
+    }
+    sum = WarpSum(sum);
+    if (Lane() != 0) continue;
+    shared.distance[n] = sum;
+    shared.token[n] = entry >= 0 && isfinite(sum) ? a.values[entry] : -1;
+  }
+}
+
+__device__ Best Nearest(const KnnLmArguments& a, const Shared& shared) {
+  Best best = {-1.0 / 0.0, INT32_MAX};
+  for (int n = Lane(); n < a.k; n += kWarp) {
+    if (shared.token[n] >= 0) best.Take(-shared.distance[n], n);
+  }
+  return WarpBest(best);
+}
+
+// Of the first warp. Returns the sum of the weights.
+__device__ float Summarize(const KnnLmArguments& a, int64_t row, const Shared& shared,
+                           const Best& nearest) {
+  Best likely = {-1.0 / 0.0, INT32_MAX};
+  for (int64_t y = Lane(); y < a.vocabulary; y += kWarp) {
+    likely.Take(LogP(a, row, y), static_cast<int>(y));
+  }
+  likely = WarpBest(likely);
+  float total = 0, mass = 0;
+  for (int n = Lane(); n < a.k; n += kWarp) {
+    total += shared.weight[n];
+    mass += shared.token[n] == likely.index ? shared.weight[n] : 0;
+  }
+  total = WarpSum(total);
+  mass = WarpSum(mass);
+  if (Lane() == 0) {
+    const bool found = nearest.index < a.k;
+    a.statistics[2 * row] = found && shared.token[nearest.index] == likely.index ? 1 : 0;
+    a.statistics[2 * row + 1] = found ? a.lambda * mass / total : 0;
+  }
+  return total;
+}
+
+// log(exp(a) + exp(b))
+__device__ float LogAdd(float a, float b) {
+  const float max = fmaxf(a, b);
+  return max == NegativeInfinity() ? max : max + log1pf(expf(fminf(a, b) - max));
+}
+
+// log p of neighbour n's token, or NaN where a neighbour before it has the same.
+__device__ float MixedOf(const KnnLmArguments& a, int64_t row, const Shared& shared, int n,
+                         float total) {
+  const int token = shared.token[n];
+  float mass = 0;
+  for (int other = 0; token >= 0 && other < a.k; ++other) {
+    if (shared.token[other] != token) continue;
+    if (other < n) return __int_as_float(0x7fc00000);
+    mass += shared.weight[other];
+  }
+  if (token < 0) return __int_as_float(0x7fc00000);
+  return LogAdd(a.log_model + LogP(a, row, token), a.log_lambda + logf(mass / total));
+}
+
+__global__ void __launch_bounds__(kThreads) Mix(KnnLmArguments a) {
+  __shared__ Summary summary;
+  Shared shared;
+  shared.distance = reinterpret_cast<double*>(DynamicShared());
+  shared.weight = reinterpret_cast<float*>(shared.distance + a.k);
+  shared.token = reinterpret_cast<int*>(shared.weight + a.k);
+  shared.mixed = reinterpret_cast<float*>(shared.token + a.k);
+  const int64_t row = blockIdx.x;
+
+  MeasureNeighbours(a, row, shared);
+  __syncthreads();
+  if (Warp() == 0) {
+    const Best nearest = Nearest(a, shared);
+    if (Lane() == 0) summary.nearest = nearest;
+  }
+  __syncthreads();
+  const Best nearest = summary.nearest;
+  for (int n = threadIdx.x; n < a.k; n += kThreads) {
+    const double exponent = (-nearest.score - shared.distance[n]) / a.temperature;
+    shared.weight[n] = shared.token[n] < 0 ? 0 : expf(static_cast<float>(exponent));
+  }
+  __syncthreads();
+  if (Warp() == 0) {
+    const float total = Summarize(a, row, shared, nearest);
+    if (Lane() == 0) summary.total = total;
+  }
+  __syncthreads();
+  for (int n = threadIdx.x; n < a.k; n += kThreads) {
+    shared.mixed[n] = MixedOf(a, row, shared, n, summary.total);
+  }
+  __syncthreads();  // log_p of the neighbours' tokens has been read
+  const float log_share = nearest.index < a.k ? a.log_model : 0;
+  for (int64_t y = threadIdx.x; y < a.vocabulary; y += kThreads) {
+    Write(a, row, y, log_share + LogP(a, row, y));
+  }
+  __syncthreads();
+  for (int n = threadIdx.x; n < a.k; n += kThreads) {
+    if (!isnan(shared.mixed[n])) Write(a, row, shared.token[n], shared.mixed[n]);
+  }
+}
+
+const char* LaunchMix(const KnnLmArguments& a, void* stream) {
+  if (a.rows > INT32_MAX) return "more tokens than a grid has blocks";
+  const size_t shared_bytes = a.k * (sizeof(double) + 2 * sizeof(float) + sizeof(int));
+  return Launch("Mix", &Mix, {dim3(static_cast<unsigned>(a.rows)), dim3(kThreads), shared_bytes},
+                stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(KnnLmKernels, {&LaunchMix});
+
+}  // namespace tfb

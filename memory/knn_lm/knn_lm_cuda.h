@@ -1,0 +1,38 @@
+// The CUDA kernel of kNN-LM as C++ sees it. Pointers are to device memory.
+#ifndef TFB_MEMORY_KNN_LM_KNN_LM_CUDA_H_
+#define TFB_MEMORY_KNN_LM_KNN_LM_CUDA_H_
+
+#include <stdint.h>
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+
+struct KnnLmArguments {
+  const int32_t* neighbours;  // [rows][k], -1: none
+  const float* keys;          // [entries][dim]
+  const int32_t* values;      // [entries]
+  DeviceView context;         // [batch, tokens, dim]
+  DeviceView log_p;           // [batch, tokens, vocabulary], f32: of the model
+  DeviceView out;             // likewise, of any dtype; may be log_p
+  float* statistics;          // [rows][2]: agreement, neighbour mass
+  int64_t rows;               // batch * tokens
+  int64_t tokens;
+  int64_t dim;
+  int64_t vocabulary;
+  int k;
+  double temperature;
+  float lambda;
+  float log_lambda;
+  float log_model;  // log(1 - lambda)
+};
+
+struct KnnLmKernels {
+  // Enqueues on the stream and returns null, or why not.
+  const char* (*mix)(const KnnLmArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_KNN_LM_KNN_LM_CUDA_H_

@@ -1,0 +1,397 @@
+// kNN-LM against numbers by hand, its limits, and the authors' code.
+//
+// Tolerance. Logits, distances and weights are fp32 sums of terms of order 1, and their logarithms
+// are off by what these are off relatively: 2e-5 of the largest log-probability, as in the harness.
+#include "memory/knn_lm/knn_lm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/random.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+const float kNan = std::numeric_limits<float>::quiet_NaN();
+
+Tensor Floats(const Shape& shape, const std::vector<float>& values) {
+  Tensor tensor(DType::kF32, shape);
+  std::copy(values.begin(), values.end(), tensor.span<float>().begin());
+  return tensor;
+}
+
+Tensor Bytes(const std::vector<int>& values) {
+  Tensor tensor(DType::kU8, {static_cast<int64_t>(values.size())});
+  std::copy(values.begin(), values.end(), tensor.span<uint8_t>().begin());
+  return tensor;
+}
+
+// A model of one channel and three tokens, all as likely, and a datastore on a line.
+struct Line {
+  Problem problem;
+  NamedTensors inputs;
+  NamedTensors parameters;
+  Options options;
+
+  Line(const std::vector<float>& contexts, const std::vector<float>& keys,
+       const std::vector<int>& values, Options given = {}) {
+    const auto tokens = static_cast<int64_t>(contexts.size());
+    const auto entries = static_cast<int64_t>(keys.size());
+    problem = Problem::SelfAttention(1, 1, tokens, 1);
+    inputs["x"] = Floats({1, tokens, 1}, std::vector<float>(tokens, 1));
+    inputs["context"] = Floats({1, tokens, 1}, contexts);
+    parameters["output"] = Floats({3, 1}, {0, 0, 0});
+    parameters["datastore.keys"] = Floats({entries, 1}, keys);
+    parameters["datastore.values"] = Bytes(values);
+    options = std::move(given);
+    options["vocabulary"] = "3";
+    options["entries"] = std::to_string(entries);
+    options.insert({"k", std::to_string(entries)});
+  }
+
+  NamedTensors Run(Device device = Device::kCpu) const {
+    return RunTechnique(KnnLm(), problem, ViewsOf(inputs), {options, device, 1, &parameters, 2})
+        .value();
+  }
+  NamedTensors Define(const NamedTensors* computed = nullptr) const {
+    DefinitionRequest request;
+    request.computed = computed;
+    return DefineTechnique(KnnLm(), problem, ViewsOf(inputs),
+                           {options, Device::kCpu, 1, &parameters, 2}, request)
+        .value();
+  }
+};
+
+// exp of row `token` of `out`.
+std::vector<double> Probabilities(const NamedTensors& outputs, int64_t token = 0) {
+  const ConstTensorView out = outputs.at("out").view();
+  std::vector<double> probabilities;
+  for (int64_t y = 0; y < out.dim(2); ++y) {
+    probabilities.push_back(std::exp(out.Get(out.Offset(0, token, y))));
+  }
+  return probabilities;
+}
+
+std::vector<int> Neighbours(const NamedTensors& outputs) {
+  const Tensor& found = outputs.at("neighbours");
+  std::vector<int> entries;
+  for (int64_t n = 0; n < found.num_elements(); ++n) {
+    entries.push_back(static_cast<int>(found.view().Get(n)));
+  }
+  return entries;
+}
+
+void ExpectNear(const std::vector<double>& actual, const std::vector<double>& expected,
+                double tolerance = 1e-6) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t y = 0; y < expected.size(); ++y) EXPECT_NEAR(actual[y], expected[y], tolerance) << y;
+}
+
+// The layer on both devices and the definition give these probabilities.
+void ExpectPrediction(const Line& line, int64_t token, const std::vector<double>& expected) {
+  for (const Device device : kHostDevices) {
+    SCOPED_TRACE(Name(device));
+    ExpectNear(Probabilities(line.Run(device), token), expected);
+  }
+  ExpectNear(Probabilities(line.Define(), token), expected, 1e-14);
+}
+
+// A model and a datastore of usual sizes, with random everything.
+struct Random {
+  Problem problem = Problem::SelfAttention(2, 2, 37, 8);
+  Options options = {{"vocabulary", "40"}, {"entries", "300"}, {"k", "16"}};
+  NamedTensors inputs = RandomInputs(KnnLm().InputSpecs(problem, options).value(), 5);
+
+  NamedTensors Parameters() const {
+    const auto layer = KnnLm().Create(problem, options, Device::kCpu, 1).value();
+    NamedTensors copies;
+    for (const auto& [name, tensor] : layer->parameters()) copies[name] = tensor.Clone();
+    return copies;
+  }
+  NamedTensors Run(const Options& more = {}, const NamedTensors* parameters = nullptr,
+                   Device device = Device::kCpu) const {
+    Options all = options;
+    for (const auto& [name, value] : more) all[name] = value;
+    return RunTechnique(KnnLm(), problem, ViewsOf(inputs), {all, device, 1, parameters, 2}).value();
+  }
+};
+
+// ---- The formula ----
+
+TEST(KnnLm, MixesByTheExponentialsOfSquaredDistances) {
+  // The context 0 is 0, 1 and 9 away, squared; the first and the last were followed by token 2.
+  const Line line({0}, {0, 1, 3}, {2, 0, 2}, {{"lambda", "0.25"}});
+  const double sum = 1 + std::exp(-1.0) + std::exp(-9.0);
+  const double of_model = 0.75 / 3;
+  ExpectPrediction(line, 0,
+                   {of_model + 0.25 * std::exp(-1.0) / sum, of_model,
+                    of_model + 0.25 * (1 + std::exp(-9.0)) / sum});
+  EXPECT_EQ(Neighbours(line.Run()), (std::vector<int>{0, 1, 2}));
+}
+
+TEST(KnnLm, OnlyTheKNearestCount) {
+  const Line line({2.6f, 0.4f}, {0, 1, 3}, {2, 0, 1}, {{"k", "1"}, {"lambda", "0.5"}});
+  ExpectPrediction(line, 0, {1.0 / 6, 1.0 / 6 + 0.5, 1.0 / 6});
+  ExpectPrediction(line, 1, {1.0 / 6, 1.0 / 6, 1.0 / 6 + 0.5});
+  EXPECT_EQ(Neighbours(line.Run()), (std::vector<int>{2, 0}));
+}
+
+TEST(KnnLm, TemperatureDividesTheDistances) {
+  const Line line({0}, {0, 2}, {0, 1}, {{"lambda", "1"}, {"temperature", "8"}});
+  const double other = std::exp(-0.5);
+  ExpectPrediction(line, 0, {1 / (1 + other), other / (1 + other), 0});
+}
+
+TEST(KnnLm, DuplicatesAdd) {
+  const Line line({1}, {1, 0, 1}, {0, 1, 0}, {{"lambda", "1"}});
+  const double other = std::exp(-1.0);
+  ExpectPrediction(line, 0, {2 / (2 + other), other / (2 + other), 0});
+}
+
+TEST(KnnLm, OfEqualKeysTheOlderIsFound) {
+  const Line line({1}, {5, 1, 1, 1}, {0, 1, 2, 0}, {{"k", "2"}, {"lambda", "1"}});
+  ExpectPrediction(line, 0, {0, 0.5, 0.5});
+  EXPECT_EQ(Neighbours(line.Run()), (std::vector<int>{1, 2}));
+}
+
+// ---- Its limits ----
+
+TEST(KnnLm, WithLambda0ItIsTheModel) {
+  const Random random;
+  for (const Device device : kHostDevices) {
+    const NamedTensors model = random.Run({{"k", "0"}}, nullptr, device);
+    const NamedTensors mixed = random.Run({{"lambda", "0"}}, nullptr, device);
+    EXPECT_EQ(MaxDifference(model.at("out").view(), mixed.at("out").view()), 0);
+  }
+}
+
+TEST(KnnLm, ProbabilitiesSumToOne) {
+  const Random random;
+  for (const char* lambda : {"0.1", "0.9", "1"}) {
+    const NamedTensors outputs = random.Run({{"lambda", lambda}, {"temperature", "10"}});
+    for (int64_t i = 0; i < random.problem.query_tokens; ++i) {
+      double sum = 0;
+      for (const double p : Probabilities(outputs, i)) sum += p;
+      EXPECT_NEAR(sum, 1, 1e-5) << lambda;
+    }
+  }
+}
+
+TEST(KnnLm, WithAllEntriesItIsTheKernelSum) {
+  const Random random;
+  const NamedTensors parameters = random.Parameters();
+  const float* keys = parameters.at("datastore.keys").span<float>().data();
+  const uint8_t* values = parameters.at("datastore.values").span<uint8_t>().data();
+  for (const char* k : {"300", "1000"}) {
+    const NamedTensors outputs =
+        random.Run({{"k", k}, {"lambda", "1"}, {"temperature", "20"}}, &parameters);
+    for (const int64_t i : {0, 20, 36}) {
+      const float* context = random.inputs.at("context").span<float>().data() + 16 * i;
+      std::vector<double> kernel(40, 0);
+      double total = 0;
+      for (int e = 0; e < 300; ++e) {
+        double distance = 0;
+        for (int c = 0; c < 16; ++c) distance += std::pow(context[c] - keys[16 * e + c], 2);
+        kernel[values[e]] += std::exp(-distance / 20);
+        total += std::exp(-distance / 20);
+      }
+      for (double& p : kernel) p /= total;
+      ExpectNear(Probabilities(outputs, i), kernel, 1e-5);
+    }
+  }
+}
+
+TEST(KnnLm, ColdItIsTheNearestNeighbourAndHotTheHistogram) {
+  const std::vector<float> keys = {0, 1, 2, 4};
+  const std::vector<int> values = {1, 0, 0, 2};
+  const Line cold({0.4f}, keys, values, {{"lambda", "1"}, {"temperature", "0.001"}});
+  ExpectPrediction(cold, 0, {0, 1, 0});
+  const Line hot({0.4f}, keys, values, {{"lambda", "1"}, {"temperature", "1e9"}});
+  ExpectNear(Probabilities(hot.Run()), {0.5, 0.25, 0.25});
+  ExpectNear(Probabilities(hot.Run(Device::kSimulator)), {0.5, 0.25, 0.25});
+}
+
+TEST(KnnLm, TheOrderOfTheDatastoreDoesNotMatter) {
+  const Random random;
+  const NamedTensors parameters = random.Parameters();
+  NamedTensors reversed = random.Parameters();
+  for (int64_t e = 0; e < 300; ++e) {
+    for (const char* name : {"datastore.keys", "datastore.values"}) {
+      CopyElements(Slice(parameters.at(name).view(), 0, e, 1),
+                   Slice(reversed.at(name).view(), 0, 299 - e, 1));
+    }
+  }
+  for (const Device device : kHostDevices) {
+    EXPECT_EQ(MaxDifference(random.Run({}, &parameters, device).at("out").view(),
+                            random.Run({}, &reversed, device).at("out").view()),
+              0);
+  }
+}
+
+TEST(KnnLm, WithLambda1OtherTokensAreImpossibleAndNothingIsNan) {
+  const Line line({0, 1e6f, kNan}, {0, 1}, {2, 2}, {{"lambda", "1"}});
+  for (const Device device : kHostDevices) {
+    const NamedTensors outputs = line.Run(device);
+    const ConstTensorView out = outputs.at("out").view();
+    for (const int64_t token : {0, 1}) {
+      EXPECT_EQ(*out.At<float>(0, token, 0), -kInfinity);
+      EXPECT_EQ(*out.At<float>(0, token, 1), -kInfinity);
+      EXPECT_NEAR(*out.At<float>(0, token, 2), 0, 1e-6);
+    }
+  }
+}
+
+// ---- Neighbours ----
+
+TEST(KnnLm, AContextThatIsNotFiniteFindsNothingAndLeavesTheModel) {
+  const Line line({kNan, static_cast<float>(kInfinity)}, {0, 1}, {2, 2});
+  for (const int64_t token : {0, 1}) ExpectPrediction(line, token, {1.0 / 3, 1.0 / 3, 1.0 / 3});
+  EXPECT_EQ(Neighbours(line.Run()), (std::vector<int>{-1, -1, -1, -1}));
+}
+
+TEST(KnnLm, MoreNeighboursThanEntriesAreNone) {
+  const Line line({0}, {0, 1}, {2, 0}, {{"k", "5"}});
+  for (const Device device : kHostDevices) {
+    EXPECT_EQ(Neighbours(line.Run(device)), (std::vector<int>{0, 1, -1, -1, -1}));
+  }
+}
+
+TEST(KnnLm, GivenNeighboursAreTakenAsTheyAre) {
+  Line line({0, 0, 0}, {0, 1, 3}, {2, 0, 1}, {{"k", "2"}, {"lambda", "1"}});
+  Tensor given(DType::kI32, {1, 3, 2});
+  const std::vector<int> entries = {2, 1, -1, 7, 1, -5};
+  std::copy(entries.begin(), entries.end(), given.span<int32_t>().begin());
+  line.inputs["neighbours"] = std::move(given);
+  const double sum = std::exp(-9.0) + std::exp(-1.0);
+  ExpectPrediction(line, 0, {std::exp(-1.0) / sum, std::exp(-9.0) / sum, 0});
+  ExpectPrediction(line, 1, {1.0 / 3, 1.0 / 3, 1.0 / 3});  // none at all: the model
+  ExpectPrediction(line, 2, {1, 0, 0});
+  for (const Device device : kHostDevices) {
+    EXPECT_EQ(Neighbours(line.Run(device)), (std::vector<int>{2, 1, -1, -1, 1, -1}));
+  }
+}
+
+TEST(KnnLm, ItsOwnNeighboursGivenChangeNothing) {
+  Random random;
+  const NamedTensors found = random.Run();
+  random.inputs["neighbours"] = found.at("neighbours").Clone();
+  for (const Device device : kHostDevices) {
+    EXPECT_EQ(MaxDifference(random.Run({}, nullptr, device).at("neighbours").view(),
+                            found.at("neighbours").view()),
+              0);
+  }
+  EXPECT_EQ(MaxDifference(random.Run().at("out").view(), found.at("out").view()), 0);
+}
+
+TEST(KnnLm, TheDefinitionTakesALayersOrderOnlyWhereFp32CannotTell) {
+  // Squared distances 1 and (1 + 2^-24)^2, which round to the same difference, and 4.
+  const float above = 1 + std::ldexp(1.0f, -23);
+  Line line({std::ldexp(1.0f, -24)}, {above, 1, -2}, {0, 1, 2}, {{"k", "1"}, {"lambda", "1"}});
+  NamedTensors computed;
+  computed["neighbours"] = Tensor(DType::kI32, {1, 1, 1});
+  const auto defined = [&](int entry) {
+    Fill(computed["neighbours"].view(), entry);
+    return Neighbours(line.Define(&computed));
+  };
+  EXPECT_EQ(Neighbours(line.Define()), (std::vector<int>{1}));
+  EXPECT_EQ(defined(0), (std::vector<int>{0}));
+  EXPECT_EQ(defined(2), (std::vector<int>{1}));
+  EXPECT_EQ(defined(-1), (std::vector<int>{1}));
+  EXPECT_EQ(defined(3), (std::vector<int>{1}));
+}
+
+TEST(KnnLm, StatesMayHaveAnyStrides) {
+  const Random random;
+  const Problem& p = random.problem;
+  const NamedTensors expected = random.Run();
+  NamedTensors wide;
+  Inputs inputs;
+  for (const char* name : {"x", "context"}) {
+    wide[name] = Tensor(DType::kF32, {p.query_tokens, p.batch, 2 * p.model_dim()});
+    Fill(wide[name].view(), kNan);
+    const TensorView view =
+        Transpose(Slice(wide[name].view(), 2, 1, p.model_dim(), /*step=*/2), 0, 1);
+    CopyElements(random.inputs.at(name).view(), view);
+    inputs.Set(name, view);
+  }
+  for (const Device device : kHostDevices) {
+    const auto outputs =
+        RunTechnique(KnnLm(), p, inputs, {random.options, device, 1, nullptr, 2}).value();
+    EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.at("out").view()), 1e-5);
+    EXPECT_EQ(MaxDifference(outputs.at("neighbours").view(), expected.at("neighbours").view()), 0);
+  }
+}
+
+// ---- What it reports, costs and refuses ----
+
+TEST(KnnLm, StatisticsSayHowTheNeighboursAgreeWithTheModel) {
+  Line line({0, 2}, {0, 1}, {2, 0}, {{"lambda", "0.5"}});
+  line.parameters["output"] = Floats({3, 1}, {0, 1, 2});  // token 2 is the most likely
+  for (const Device device : kHostDevices) {
+    const auto layer = KnnLm().Create(line.problem, line.options, device, 1).value();
+    EXPECT_TRUE(layer->statistics().empty());
+    ASSERT_TRUE(layer->SetParameters(line.parameters).ok());
+    ASSERT_TRUE((device == Device::kCpu ? RunLayer(*layer, ViewsOf(line.inputs))
+                                        : RunCudaLayer(*layer, device, ViewsOf(line.inputs)))
+                    .ok());
+    const auto statistics = layer->statistics();
+    EXPECT_EQ(statistics.at("agreement"), 0.5);  // the second token's nearest has token 0
+    const double mass =
+        1 / (1 + std::exp(-1.0)) + std::exp(-4.0) / (std::exp(-4.0) + std::exp(-1.0));
+    EXPECT_NEAR(statistics.at("neighbour_mass"), 0.5 * mass / 2, 1e-6);
+  }
+}
+
+TEST(KnnLm, CostCountsTheSearchTheModelAndTheWeights) {
+  const Random random;
+  const auto flops = [&](const char* k) {
+    Options options = random.options;
+    options["k"] = k;
+    return *KnnLm().Create(random.problem, options, Device::kCpu, 1).value()->cost().flops;
+  };
+  const double rows = 2 * 37, dim = 16;
+  EXPECT_EQ(flops("0"), rows * 2 * 40 * dim);
+  EXPECT_EQ(flops("16"), rows * (2 * 40 + 2 * 300 + 3 * 16) * dim);
+}
+
+TEST(KnnLm, AValueThatIsNoTokenIsRefused) {
+  const Line line({0}, {0, 1}, {2, 3});
+  const auto outputs = RunTechnique(KnnLm(), line.problem, ViewsOf(line.inputs),
+                                    {line.options, Device::kCpu, 1, &line.parameters, 1});
+  EXPECT_EQ(outputs.status().ToString(),
+            "INVALID_ARGUMENT: datastore.values: entry 1 is token 3; allowed are 0 to 2");
+}
+
+TEST(KnnLm, WhatItCannotDoIsSaidInOneLine) {
+  const auto message = [](const Problem& problem, const Options& options) {
+    return std::string(KnnLm().Create(problem, options, Device::kCpu, 1).status().ToString());
+  };
+  Problem problem = Problem::SelfAttention(1, 4, 8, 4);
+  EXPECT_EQ(message(problem, {{"lambda", "1.5"}}),
+            "INVALID_ARGUMENT: option lambda is \"1.5\"; allowed are 0 to 1");
+  problem.kv_tokens = 9;
+  EXPECT_EQ(message(problem, {}),
+            "INVALID_ARGUMENT: knn_lm has no keys but the datastore's: kv_tokens is 9; allowed is "
+            "query_tokens, 8");
+}
+
+TEST(KnnLm, LargeVocabulariesHaveWideValues) {
+  const auto dtype = [](const char* vocabulary) {
+    const auto layer = KnnLm().Create(Problem::SelfAttention(1, 1, 4, 8),
+                                      {{"vocabulary", vocabulary}}, Device::kCpu, 1);
+    return (*layer)->parameters().at("datastore.values").dtype();
+  };
+  EXPECT_EQ(dtype("256"), DType::kU8);
+  EXPECT_EQ(dtype("257"), DType::kI32);
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,69 @@
+// SPALM: a language model whose last state is gated with an average of the output embeddings of what
+// followed the most similar states that it had before.
+//
+//   y_i = row value_i of `output`,  the embeddings of the neighbours' tokens
+//   m   = sum_i softmax_i(y_i . x) y_i                        without 1 / sqrt(d)
+//   g   = s(w_g . x)                                          s the logistic function; a number
+//   z   = (1 - g) m + g x
+//   p   = softmax(output z)
+//
+// over the neighbours i of the token in the datastore (core/retrieval/retrieval_layer.h), whose
+// distances are not used. Written is log p. A token without neighbours has g = 1: p is the model's.
+//
+// Source: Yogatama, de Masson d'Autume, Kong 2021, "Adaptive semiparametric language models", TACL 9,
+// arXiv:2102.02557v1, section 2: k = 4, of states of a Transformer trained before, which the keys are
+// too. Its model is a Transformer-XL; x is the last hidden state of any. There is no code of the
+// authors'; g where there is no neighbour is this project's choice.
+//
+// Cost of a token: 2 entries model_dim FLOPs for the search, 2 vocabulary model_dim for p, and (4 k +
+// 5) model_dim for m, g and z.
+#ifndef TFB_MEMORY_SPALM_SPALM_H_
+#define TFB_MEMORY_SPALM_SPALM_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/retrieval/retrieval_layer.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct SpalmOptions {
+  RetrievalSizes sizes = {256, 1024, 4};
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("vocabulary", &sizes.vocabulary, 2, RetrievalSizes::kMaxVocabulary,
+             "tokens that can be next");
+    bind.Int("entries", &sizes.entries, 1, RetrievalSizes::kMaxEntries, "of the datastore",
+             {1024, 4096, 16384, 65536});
+    bind.Int("k", &sizes.k, 0, RetrievalSizes::kMaxNeighbours,
+             "neighbours of a token; 0 is the model alone", {1, 2, 4, 8, 16, 32, 64});
+  }
+};
+
+// Inputs, outputs and parameters: core/retrieval/retrieval_layer.h, and the parameter spalm.gate, w_g
+// [model_dim], drawn N(0, 1 / model_dim). The counterpart is the model alone, k = 0. Statistic of a
+// run: "gate", the mean of g.
+class Spalm : public TechniqueOf<SpalmOptions> {
+ public:
+  Spalm();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const SpalmOptions& options, Device device,
+                                                   uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const SpalmOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const SpalmOptions& options) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const SpalmOptions& options) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_SPALM_SPALM_H_

@@ -1,0 +1,1 @@
+#include "memory/spalm/spalm.h"
