@@ -20,18 +20,15 @@ TensorView Rerow(const TensorView& rows, int64_t count, int64_t channels) {
   return TensorView(rows.mutable_data(), rows.dtype, {rows.dim(0), count, channels});
 }
 
-// The decoder's c matrices side by side, and its bias c times.
-absl::StatusOr<PackedMatrix> PackDecoder(Device device, const ConstTensorView& w,
-                                         const ConstTensorView& b) {
+// The convolution's c matrices side by side, each transposed.
+absl::StatusOr<PackedMatrix> PackDecoder(Device device, const ConstTensorView& w) {
   const int64_t rate = w.dim(0), width = w.dim(1);
   std::vector<ConstTensorView> matrices;
-  Tensor biases(DType::kF32, {rate, width});
   for (int64_t i = 0; i < rate; ++i) {
-    matrices.push_back(ConstTensorView(w.At<float>(i), DType::kF32, {width, width}));
-    CopyElements(ConstTensorView(b.data, b.dtype, {1, width}), Slice(biases.view(), 0, i, 1));
+    matrices.push_back(
+        Transpose(ConstTensorView(w.At<float>(i), DType::kF32, {width, width}), 0, 1));
   }
-  return PackedMatrix::Create(device, matrices,
-                              ConstTensorView(biases.raw(), DType::kF32, {rate * width}));
+  return PackedMatrix::Create(device, matrices);
 }
 
 }  // namespace
@@ -50,9 +47,7 @@ absl::StatusOr<Compression> Compression::Create(Device device, const Compressive
       compression.convolution_,
       PackedMatrix::Create(device, matrix,
                            parameters.at(layer + ConvolutionPrefix(options) + "b").view()));
-  TFB_ASSIGN_OR_RETURN(compression.decoder_,
-                       PackDecoder(device, parameters.at(layer + "decoder.w").view(),
-                                   parameters.at(layer + "decoder.b").view()));
+  TFB_ASSIGN_OR_RETURN(compression.decoder_, PackDecoder(device, w.view()));
   return compression;
 }
 

@@ -269,13 +269,10 @@ std::vector<ParameterSpec> CompressiveParameters(const Problem& problem,
   const int64_t width = sizes.width(), rate = options.compression;
   for (int64_t n = 0; n < sizes.layers && options.convolves(); ++n) {
     const std::string convolution = LayerPrefix(n) + ConvolutionPrefix(options);
-    const std::string decoder = LayerPrefix(n) + "decoder.";
     const Shape matrices = {rate, width, width};
     specs.push_back(
         {convolution + "w", matrices, 0, 1 / std::sqrt(static_cast<double>(rate * width))});
     specs.push_back({convolution + "b", {width}});
-    specs.push_back({decoder + "w", matrices, 0, 1 / std::sqrt(static_cast<double>(width))});
-    specs.push_back({decoder + "b", {width}});
   }
   return specs;
 }

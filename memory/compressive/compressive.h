@@ -32,8 +32,8 @@
 //
 //   attention_loss        || attn(h, old) - attn(h, new) ||   attn is content alone: for each head
 //                         softmax(h W_q (m W_k)^T / sqrt(head_dim)) m W_v, no mask, no W_o
-//   autoencoding_loss     || old - g(new) ||   g repeats a row c times; for the two convolutions
-//                         g(y)_(c t + i) = b' + y_t w'_i
+//   autoencoding_loss     || old - g(new) ||   g repeats a row c times; for the two convolutions it
+//                         has their weights, g(y)_(c t + i) = y_t w_i^T
 //
 // The norm is over all of the segment's tokens (old rows) and channels; with pre_norm, attn reads
 // normalised rows.
@@ -41,7 +41,7 @@
 // Source: Rae, Potapenko, Jayakumar, Lillicrap 2020, "Compressive Transformers for long-range sequence
 // modelling", arXiv:1911.05507v1, sections 3.1 and 3.2. The paper leaves open: what becomes of rows
 // that do not fill a block; which attention counts as use; where the padding of the dilated
-// convolution is. Where other implementations differ: labml's evicts whole blocks, so that its memory
+// convolution is; the decoder. Where other implementations differ: labml's evicts whole blocks, so that its memory
 // runs short of `memory`, has learned relative keys, and a mean square for the norm;
 // compressive-transformer-pytorch at 0.4.0 pads with the remainder instead of what is missing. Neither
 // is followed.
@@ -121,8 +121,7 @@ struct CompressiveOptions {
 //                                       oldest of them, ascending; -1 beyond the last
 //
 // Parameters: transformer_xl's. With function=convolution layerN.convolution.w [c, d, d] and .b [d],
-// drawn N(0, 1 / (c d)) and 0; with dilated_convolution layerN.dilated_convolution.w and .b; with
-// either layerN.decoder.w [c, d, d], drawn N(0, 1 / d), and .b [d].
+// drawn N(0, 1 / (c d)) and 0; with dilated_convolution layerN.dilated_convolution.w and .b.
 //
 // The counterpart is the same network with all of the past in its memory.
 class Compressive : public TechniqueOf<CompressiveOptions> {

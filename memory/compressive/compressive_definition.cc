@@ -175,13 +175,12 @@ class LayerMemory {
       for (int64_t j = 0; j < rows.rows(); ++j) std::copy_n(compressed[j / c], d, rows[j]);
       return rows;
     }
-    const std::string prefix = LayerPrefix(n_) + "decoder.";
-    const std::vector<double> w = stack_.Vector(prefix + "w");
-    rows = rows.PlusEach(stack_.Vector(prefix + "b"));
+    const std::vector<double> w =
+        stack_.Vector(LayerPrefix(n_) + ConvolutionPrefix(options_) + "w");
     for (int64_t j = 0; j < rows.rows(); ++j) {
       for (int64_t in = 0; in < d; ++in) {
         for (int64_t out = 0; out < d; ++out) {
-          rows[j][out] += compressed[j / c][in] * w[(j % c * d + in) * d + out];
+          rows[j][out] += compressed[j / c][in] * w[(j % c * d + out) * d + in];
         }
       }
     }
