@@ -15,10 +15,10 @@ constexpr double kRounding = 2.01 * 0x1p-24;
 
 }  // namespace
 
-NeighbourDefinition::NeighbourDefinition(const RetrievalSizes& sizes,
+NeighbourDefinition::NeighbourDefinition(const RetrievalOptions& options,
                                          const NamedTensors& parameters, const Inputs& inputs,
                                          const DefinitionRequest& request)
-    : sizes_(sizes),
+    : options_(options),
       keys_(parameters.at("datastore.keys").view()),
       context_(inputs.Get("context")),
       given_(inputs.Get("neighbours")) {
@@ -28,12 +28,12 @@ NeighbourDefinition::NeighbourDefinition(const RetrievalSizes& sizes,
 }
 
 std::vector<Neighbour> NeighbourDefinition::Find(int64_t b, int64_t i) const {
-  std::vector<Neighbour> neighbours(sizes_.k);
-  if (sizes_.k == 0) return neighbours;
+  std::vector<Neighbour> neighbours(options_.k);
+  if (options_.k == 0) return neighbours;
   if (!given_.empty()) {
-    for (int64_t n = 0; n < sizes_.k; ++n) {
+    for (int64_t n = 0; n < options_.k; ++n) {
       const int64_t entry = *given_.At<int32_t>(b, i, n);
-      if (entry < 0 || entry >= sizes_.entries) continue;
+      if (entry < 0 || entry >= options_.entries) continue;
       neighbours[n] = {entry, Distance(context_.Row(b, i), entry)};
     }
     return neighbours;
@@ -42,9 +42,9 @@ std::vector<Neighbour> NeighbourDefinition::Find(int64_t b, int64_t i) const {
   std::vector<int64_t> found = Nearest(distances);
   const int32_t* computed = computed_.empty() ? nullptr : computed_.At<int32_t>(b, i);
   if (computed != nullptr && IsRight(distances, found, computed)) {
-    found.assign(computed, computed + sizes_.k);
+    found.assign(computed, computed + options_.k);
   }
-  for (int64_t n = 0; n < sizes_.k; ++n) {
+  for (int64_t n = 0; n < options_.k; ++n) {
     if (found[n] >= 0) neighbours[n] = {found[n], distances[found[n]]};
   }
   return neighbours;
@@ -53,7 +53,7 @@ std::vector<Neighbour> NeighbourDefinition::Find(int64_t b, int64_t i) const {
 std::vector<int64_t> NeighbourDefinition::Nearest(const std::vector<double>& distances) const {
   std::vector<int64_t> order(distances.size());
   std::iota(order.begin(), order.end(), 0);
-  const int64_t count = std::min(sizes_.k, sizes_.entries);
+  const int64_t count = std::min(options_.k, options_.entries);
   std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int64_t a, int64_t b) {
     return distances[a] != distances[b] ? distances[a] < distances[b] : a < b;
   });
@@ -61,7 +61,7 @@ std::vector<int64_t> NeighbourDefinition::Nearest(const std::vector<double>& dis
   for (int64_t& entry : order) {
     if (distances[entry] == kNotFound) entry = -1;
   }
-  order.resize(sizes_.k, -1);
+  order.resize(options_.k, -1);
   return order;
 }
 
@@ -77,7 +77,7 @@ std::vector<double> NeighbourDefinition::DistancesTo(const double* context) cons
   const int64_t dim = keys_.dim(1);
   const double context_square = Dot(context, context, dim);
   std::vector<double> distances;
-  for (int64_t e = 0; e < sizes_.entries; ++e) {
+  for (int64_t e = 0; e < options_.entries; ++e) {
     double key_square = 0;
     for (int64_t c = 0; c < dim; ++c) key_square += static_cast<double>(Key(e)[c]) * Key(e)[c];
     const bool is_one = context_square <= kMaxSquare && key_square <= kMaxSquare;  // NaN is not
@@ -99,26 +99,29 @@ bool NeighbourDefinition::IsRight(const std::vector<double>& distances,
                                   const int32_t* computed) const {
   std::vector<bool> is_chosen(distances.size(), false);
   int64_t last = -1;
-  for (int64_t n = 0; n < sizes_.k; ++n) {
+  for (int64_t n = 0; n < options_.k; ++n) {
     const int64_t entry = computed[n];
-    if ((entry < 0) != (found[n] < 0) || entry >= sizes_.entries) return false;
+    if (entry >= options_.entries) return false;
+    // Of an approximate search, there may be fewer than are nearest.
+    if (options_.exact && (entry < 0) != (found[n] < 0)) return false;
     if (entry < 0) continue;
+    if (n > 0 && computed[n - 1] < 0) return false;
     if (is_chosen[entry] || distances[entry] == kNotFound) return false;
     if (last >= 0 && !MayPrecede(distances, last, entry)) return false;
     is_chosen[entry] = true;
     last = entry;
   }
-  for (int64_t e = 0; last >= 0 && e < sizes_.entries; ++e) {
+  for (int64_t e = 0; options_.exact && last >= 0 && e < options_.entries; ++e) {
     if (!is_chosen[e] && !MayPrecede(distances, last, e)) return false;
   }
   return true;
 }
 
-std::vector<double> LogProbabilities(const DoubleTensor& output, const RetrievalSizes& sizes,
+std::vector<double> LogProbabilities(const DoubleTensor& output, const RetrievalOptions& options,
                                      const double* state, int64_t dim) {
   std::vector<double> logits;
   double max = kNotSeen;
-  for (int64_t y = 0; y < sizes.vocabulary; ++y) {
+  for (int64_t y = 0; y < options.vocabulary; ++y) {
     logits.push_back(Dot(output.Row(y), state, dim));
     max = std::max(max, logits.back());
   }

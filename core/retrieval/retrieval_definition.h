@@ -22,7 +22,7 @@ struct Neighbour {
 // Of the inputs, outputs and parameters of retrieval_layer.h.
 class NeighbourDefinition {
  public:
-  NeighbourDefinition(const RetrievalSizes& sizes, const NamedTensors& parameters,
+  NeighbourDefinition(const RetrievalOptions& options, const NamedTensors& parameters,
                       const Inputs& inputs, const DefinitionRequest& request);
 
   // The k neighbours of token i, as the output `neighbours` has them: those of the input of that name
@@ -40,7 +40,7 @@ class NeighbourDefinition {
   bool IsRight(const std::vector<double>& distances, const std::vector<int64_t>& found,
                const int32_t* computed) const;
 
-  RetrievalSizes sizes_;
+  RetrievalOptions options_;
   ConstTensorView keys_;
   DoubleTensor context_;
   ConstTensorView given_;
@@ -48,29 +48,29 @@ class NeighbourDefinition {
 };
 
 // log softmax of the rows of `output` [vocabulary][dim] times `state`.
-std::vector<double> LogProbabilities(const DoubleTensor& output, const RetrievalSizes& sizes,
+std::vector<double> LogProbabilities(const DoubleTensor& output, const RetrievalOptions& options,
                                      const double* state, int64_t dim);
 
 // What a definition writes: out [batch, rows, vocabulary] and neighbours [batch, rows, k], by calling
 // predict(b, i, neighbours) -> log-probabilities.
 template <class Predict>
-void DefineRetrieval(const Problem& problem, const RetrievalSizes& sizes,
+void DefineRetrieval(const Problem& problem, const RetrievalOptions& options,
                      const NamedTensors& parameters, const Inputs& inputs,
                      const DefinitionRequest& request, const Predict& predict,
                      NamedTensors* outputs) {
-  const NeighbourDefinition definition(sizes, parameters, inputs, request);
+  const NeighbourDefinition definition(options, parameters, inputs, request);
   const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
   const int64_t row_count = static_cast<int64_t>(rows.size());
-  Tensor out(DType::kF64, {problem.batch, row_count, sizes.vocabulary});
-  Tensor found(DType::kF64, {problem.batch, row_count, sizes.k});
+  Tensor out(DType::kF64, {problem.batch, row_count, options.vocabulary});
+  Tensor found(DType::kF64, {problem.batch, row_count, options.k});
   for (int64_t b = 0; b < problem.batch; ++b) {
     for (int64_t r = 0; r < row_count; ++r) {
       const std::vector<Neighbour> neighbours = definition.Find(b, rows[r]);
       const std::vector<double> log_probabilities = predict(b, rows[r], neighbours);
-      for (int64_t y = 0; y < sizes.vocabulary; ++y) {
+      for (int64_t y = 0; y < options.vocabulary; ++y) {
         *out.view().MutableAt<double>(b, r, y) = log_probabilities[y];
       }
-      for (int64_t n = 0; n < sizes.k; ++n) {
+      for (int64_t n = 0; n < options.k; ++n) {
         *found.view().MutableAt<double>(b, r, n) = static_cast<double>(neighbours[n].entry);
       }
     }

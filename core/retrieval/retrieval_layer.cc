@@ -42,19 +42,19 @@ void CopyOnCpu(const ConstTensorView& from, const TensorView& to, int64_t entrie
 
 }  // namespace
 
-std::vector<TensorSpec> RetrievalInputs(const Problem& p, const RetrievalSizes& sizes) {
+std::vector<TensorSpec> RetrievalInputs(const Problem& p, const RetrievalOptions& options) {
   const Shape states = {p.batch, p.query_tokens, p.model_dim()};
   return {{"x", states, p.dtype},
           {"context", states, p.dtype},
-          {"neighbours", {p.batch, p.query_tokens, sizes.k}, DType::kI32, true}};
+          {"neighbours", {p.batch, p.query_tokens, options.k}, DType::kI32, true}};
 }
 
-std::vector<TensorSpec> RetrievalOutputs(const Problem& p, const RetrievalSizes& sizes) {
-  return {{"out", {p.batch, p.query_tokens, sizes.vocabulary}, p.dtype},
-          {"neighbours", {p.batch, p.query_tokens, sizes.k}, DType::kI32, true}};
+std::vector<TensorSpec> RetrievalOutputs(const Problem& p, const RetrievalOptions& options) {
+  return {{"out", {p.batch, p.query_tokens, options.vocabulary}, p.dtype},
+          {"neighbours", {p.batch, p.query_tokens, options.k}, DType::kI32, true}};
 }
 
-absl::Status CheckHiddenProblem(absl::string_view technique, const Problem& problem) {
+absl::Status CheckRetrievalProblem(absl::string_view technique, const Problem& problem) {
   const auto same = [&](absl::string_view name, int64_t value, absl::string_view other,
                         int64_t allowed) {
     if (value == allowed) return absl::OkStatus();
@@ -67,24 +67,35 @@ absl::Status CheckHiddenProblem(absl::string_view technique, const Problem& prob
   return same("value_dim", problem.value_dim, "head_dim", problem.head_dim);
 }
 
-RetrievalLayer::RetrievalLayer(const Problem& problem, const RetrievalSizes& sizes, Device device)
-    : StreamingLayer(problem, RetrievalInputs(problem, sizes), RetrievalOutputs(problem, sizes),
-                     WithTokens(RetrievalInputs(problem, sizes), kSegmentTokens),
-                     WithTokens(RetrievalOutputs(problem, sizes), kSegmentTokens),
+absl::Status CheckRetrievalDevice(absl::string_view technique, const RetrievalOptions& options,
+                                  Device device) {
+  if (options.exact || device == Device::kCpu) return absl::OkStatus();
+  return absl::UnimplementedError(
+      absl::StrCat(technique, ": search is \"approximate\", which is on the CPU alone; allowed on ",
+                   Name(device), " is exact"));
+}
+
+RetrievalLayer::RetrievalLayer(const Problem& problem, const RetrievalOptions& options,
+                               Device device)
+    : StreamingLayer(problem, RetrievalInputs(problem, options), RetrievalOutputs(problem, options),
+                     WithTokens(RetrievalInputs(problem, options), kSegmentTokens),
+                     WithTokens(RetrievalOutputs(problem, options), kSegmentTokens),
                      std::max<int64_t>(problem.query_tokens, 1)),
-      sizes_(sizes),
+      retrieval_(options),
       device_(device) {}
 
 absl::Status RetrievalLayer::Initialize(uint64_t seed) {
   const int64_t dim = problem().model_dim();
-  TFB_ASSIGN_OR_RETURN(Tensor output, Tensor::Allocate(DType::kF32, {sizes_.vocabulary, dim}));
-  TFB_ASSIGN_OR_RETURN(Tensor keys, Tensor::Allocate(DType::kF32, {sizes_.entries, dim}));
-  TFB_ASSIGN_OR_RETURN(Tensor values, Tensor::Allocate(sizes_.value_dtype(), {sizes_.entries}));
+  TFB_ASSIGN_OR_RETURN(Tensor output, Tensor::Allocate(DType::kF32, {retrieval_.vocabulary, dim}));
+  TFB_ASSIGN_OR_RETURN(Tensor keys, Tensor::Allocate(DType::kF32, {retrieval_.entries, dim}));
+  TFB_ASSIGN_OR_RETURN(Tensor values,
+                       Tensor::Allocate(retrieval_.value_dtype(), {retrieval_.entries}));
   FillNormal(&output, seed, "output", 0, 1 / std::sqrt(static_cast<double>(dim)));
   FillNormal(&keys, seed, "datastore.keys");
   const RandomStream random(seed, "datastore.values");
-  for (int64_t e = 0; e < sizes_.entries; ++e) {
-    values.view().Set(e, std::floor(random.Uniform(e) * static_cast<double>(sizes_.vocabulary)));
+  for (int64_t e = 0; e < retrieval_.entries; ++e) {
+    values.view().Set(e,
+                      std::floor(random.Uniform(e) * static_cast<double>(retrieval_.vocabulary)));
   }
   parameters_["output"] = std::move(output);
   parameters_["datastore.keys"] = std::move(keys);
@@ -95,35 +106,48 @@ absl::Status RetrievalLayer::Initialize(uint64_t seed) {
 Cost RetrievalLayer::cost() const {
   const double dim = static_cast<double>(problem().model_dim());
   const double tokens = static_cast<double>(problem().batch * problem().query_tokens);
-  const int64_t searched = sizes_.k == 0 ? 0 : sizes_.entries;
+  double searched = static_cast<double>(retrieval_.k == 0 ? 0 : retrieval_.entries);
+  if (!retrieval_.exact) {  // centroids, and as large a part of the entries as of the lists
+    const double lists = static_cast<double>(std::min(retrieval_.lists, retrieval_.entries));
+    const double part = std::min(1.0, static_cast<double>(retrieval_.probes) / lists);
+    searched = searched == 0 ? 0 : lists + part * searched;
+  }
   Cost cost;
-  cost.flops = 2 * tokens * dim * static_cast<double>(searched + sizes_.vocabulary);
+  cost.flops = 2 * tokens * dim * (searched + static_cast<double>(retrieval_.vocabulary));
   cost.bytes = TensorBytes();
   return cost;
 }
 
 RetrievalLayer::Scratch RetrievalLayer::LayOut(int64_t rows, Workspace& workspace) const {
-  return {workspace.Take<int32_t>(rows * sizes_.k), workspace.Take<float>(rows * sizes_.k),
+  return {workspace.Take<int32_t>(rows * retrieval_.k), workspace.Take<float>(rows * retrieval_.k),
           workspace.Take<float>(rows * problem().model_dim())};
 }
 
-size_t RetrievalLayer::workspace_bytes(int threads) const {
-  const SearchSizes search = {
-      1, 1, rows(), problem().model_dim(), sizes_.entries, std::max<int64_t>(sizes_.k, 1)};
-  return Workspace::Measure([&](Workspace& workspace) { LayOut(rows(), workspace); }) +
-         std::max(SearchWorkspaceBytes(device_, search, threads),
-                  predict_workspace_bytes(rows(), threads));
+size_t RetrievalLayer::search_workspace_bytes(int threads) const {
+  const int64_t dim = problem().model_dim();
+  if (retrieval_.k == 0) return 0;
+  if (retrieval_.exact) {
+    return SearchWorkspaceBytes(device_, {1, 1, rows(), dim, retrieval_.entries, retrieval_.k},
+                                threads);
+  }
+  return InvertedLists::WorkspaceBytes(retrieval_.entries, dim, retrieval_.lists, rows(),
+                                       retrieval_.k, retrieval_.probes, threads);
 }
 
-absl::Status RetrievalLayer::DoSetup(const Inputs&, const Execution&) {
+size_t RetrievalLayer::workspace_bytes(int threads) const {
+  return Workspace::Measure([&](Workspace& workspace) { LayOut(rows(), workspace); }) +
+         std::max(search_workspace_bytes(threads), predict_workspace_bytes(rows(), threads));
+}
+
+absl::Status RetrievalLayer::DoSetup(const Inputs&, const Execution& execution) {
   const ConstTensorView value_view = parameters_.at("datastore.values").view();
-  std::vector<int32_t> values(static_cast<size_t>(sizes_.entries));
-  for (int64_t e = 0; e < sizes_.entries; ++e) {
+  std::vector<int32_t> values(static_cast<size_t>(retrieval_.entries));
+  for (int64_t e = 0; e < retrieval_.entries; ++e) {
     const double token = value_view.Get(e);
-    if (token < 0 || token >= static_cast<double>(sizes_.vocabulary)) {
+    if (token < 0 || token >= static_cast<double>(retrieval_.vocabulary)) {
       return absl::InvalidArgumentError(absl::StrCat("datastore.values: entry ", e, " is token ",
                                                      token, "; allowed are 0 to ",
-                                                     sizes_.vocabulary - 1));
+                                                     retrieval_.vocabulary - 1));
     }
     values[e] = static_cast<int32_t>(token);
   }
@@ -133,6 +157,11 @@ absl::Status RetrievalLayer::DoSetup(const Inputs&, const Execution&) {
       output_, PackedMatrix::Create(device_, Transpose(parameters_.at("output").view(), 0, 1)));
   const Tensor& keys = parameters_.at("datastore.keys");
   keys_ = keys.span<float>().data();
+  if (!retrieval_.exact && retrieval_.k > 0) {
+    InvertedListsOptions options;
+    options.lists = retrieval_.lists;
+    TFB_ASSIGN_OR_RETURN(lists_, InvertedLists::Build(keys.view(), options, execution.pool));
+  }
   if (device_ == Device::kCpu) return absl::OkStatus();
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
   TFB_ASSIGN_OR_RETURN(device_keys_, runtime->Upload(keys.raw(), keys.bytes()));
@@ -154,7 +183,7 @@ absl::Status RetrievalLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   if (tokens.rows() == 0) return absl::OkStatus();
 
   const TensorView found(scratch.neighbours, DType::kI32,
-                         {tokens.x.dim(0), tokens.x.dim(1), sizes_.k});
+                         {tokens.x.dim(0), tokens.x.dim(1), retrieval_.k});
   const ConstTensorView given = inputs.Get("neighbours");
   TFB_RETURN_IF_ERROR(given.empty() ? FindNeighbours(tokens.context, scratch, rest)
                                     : CopyNeighbours(given, found, rest));
@@ -171,19 +200,26 @@ absl::Status RetrievalLayer::DoAppend(int64_t, const Inputs& segment, const Outp
 
 absl::Status RetrievalLayer::FindNeighbours(const ConstTensorView& context, const Scratch& scratch,
                                             const Execution& execution) const {
-  if (sizes_.k == 0) return absl::OkStatus();
+  if (retrieval_.k == 0) return absl::OkStatus();
   const int64_t dim = problem().model_dim();
-  SearchCall call;
-  call.queries = EvenRows(context);
-  if (call.queries.empty()) {
+  ConstTensorView queries = EvenRows(context);
+  if (queries.empty()) {
     const TensorView copy(scratch.context, DType::kF32, context.shape());
     const ConstTensorView zeros(zero_.data(), DType::kF32, context.shape(), {0, 0, 0});
     TFB_RETURN_IF_ERROR(Add(device_, context, zeros, copy, execution));
-    call.queries = EvenRows(copy);
+    queries = EvenRows(copy);
   }
-  call.keys = ConstTensorView(keys_, DType::kF32, {1, sizes_.entries, dim});
-  call.entries = sizes_.entries;
-  call.k = sizes_.k;
+  if (!retrieval_.exact) {
+    const ConstTensorView rows(queries.data, queries.dtype, {queries.dim(1), dim},
+                               {queries.stride(1), queries.stride(2)});
+    return lists_.Search(
+        {rows, retrieval_.k, retrieval_.probes, scratch.neighbours, scratch.scores}, execution);
+  }
+  SearchCall call;
+  call.queries = queries;
+  call.keys = ConstTensorView(keys_, DType::kF32, {1, retrieval_.entries, dim});
+  call.entries = retrieval_.entries;
+  call.k = retrieval_.k;
   call.metric = SearchMetric::kSquaredDistance;
   call.slots = scratch.neighbours;
   call.scores = scratch.scores;
@@ -193,7 +229,7 @@ absl::Status RetrievalLayer::FindNeighbours(const ConstTensorView& context, cons
 absl::Status RetrievalLayer::CopyNeighbours(const ConstTensorView& from, const TensorView& to,
                                             const Execution& execution) const {
   if (device_ == Device::kCpu) {
-    CopyOnCpu(from, to, sizes_.entries);
+    CopyOnCpu(from, to, retrieval_.entries);
     return absl::OkStatus();
   }
   CopyNeighboursArguments arguments = {};
@@ -202,7 +238,7 @@ absl::Status RetrievalLayer::CopyNeighbours(const ConstTensorView& from, const T
   std::copy_n(from.strides.data(), 3, arguments.from_strides);
   std::copy_n(to.strides.data(), 3, arguments.to_strides);
   std::copy_n(from.dims.data(), 3, arguments.sizes);
-  arguments.entries = sizes_.entries;
+  arguments.entries = retrieval_.entries;
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
   return ToStatus(
       KernelsOn<RetrievalKernels>(runtime->target()).copy_neighbours(arguments, execution.stream));

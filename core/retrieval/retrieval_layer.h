@@ -12,7 +12,9 @@
 //   out        [batch, tokens, vocabulary] out: log p(next token), natural logarithm
 //
 // Every token is by itself: a stream gives what the whole gives. Which entries are nearest, and what
-// becomes of ties and of numbers that are not finite, is said in core/search/search.h.
+// becomes of ties and of numbers that are not finite, is said in core/search/search.h. What an
+// approximate search finds is not the definition's to say: it takes the layer's neighbours, as long
+// as they are distinct and in the order of their distances.
 #ifndef TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
 #define TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
 
@@ -25,30 +27,52 @@
 #include "core/cuda/device_array.h"
 #include "core/cuda/runtime.h"
 #include "core/layers/matmul.h"
+#include "core/options.h"
 #include "core/problem.h"
+#include "core/search/inverted_lists.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
 
 namespace tfb {
 
-struct RetrievalSizes {
+struct RetrievalOptions {
   static constexpr int64_t kMaxVocabulary = int64_t{1} << 20;
   static constexpr int64_t kMaxEntries = std::numeric_limits<int32_t>::max();
   static constexpr int64_t kMaxNeighbours = 1024;
 
   int64_t vocabulary = 256;
-  int64_t entries = 512;  // of the datastore; a real one has many more
-  int64_t k = 8;           // neighbours of a token
+  int64_t entries = 512;  // a real datastore has many more
+  int64_t k = 8;          // neighbours of a token
+  // All entries are looked at, or those of some lists: core/search/inverted_lists.h. On the CPU alone.
+  bool exact = true;
+  int64_t lists = 1024;
+  int64_t probes = 32;
 
   // Bytes are u8; larger vocabularies need i32.
   DType value_dtype() const { return vocabulary <= 256 ? DType::kU8 : DType::kI32; }
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("vocabulary", &vocabulary, 2, kMaxVocabulary, "tokens that can be next");
+    bind.Int("entries", &entries, 1, kMaxEntries, "of the datastore", {1024, 4096, 16384, 65536});
+    bind.Int("k", &k, 0, kMaxNeighbours, "neighbours of a token; 0 is the model alone",
+             {1, 2, 4, 8, 16, 32, 64, 128});
+    bind.Choice("search", &exact, {{"exact", true}, {"approximate", false}},
+                "among all entries, or those of the nearest clusters");
+    bind.Int("lists", &lists, 1, kMaxEntries,
+             "clusters of an approximate search, no more than entries");
+    bind.Int("probes", &probes, 1, kMaxEntries, "clusters that a token looks at",
+             {1, 2, 4, 8, 16, 32, 64});
+  }
 };
 
-std::vector<TensorSpec> RetrievalInputs(const Problem& problem, const RetrievalSizes& sizes);
-std::vector<TensorSpec> RetrievalOutputs(const Problem& problem, const RetrievalSizes& sizes);
-// InvalidArgument where the problem is not one of hidden states: self-attention's sizes.
-absl::Status CheckHiddenProblem(absl::string_view technique, const Problem& problem);
+std::vector<TensorSpec> RetrievalInputs(const Problem& problem, const RetrievalOptions& options);
+std::vector<TensorSpec> RetrievalOutputs(const Problem& problem, const RetrievalOptions& options);
+// InvalidArgument where the problem's sizes are not self-attention's.
+absl::Status CheckRetrievalProblem(absl::string_view technique, const Problem& problem);
+// Unimplemented: an approximate search that is not on the CPU.
+absl::Status CheckRetrievalDevice(absl::string_view technique, const RetrievalOptions& options,
+                                  Device device);
 
 // Parameters:
 //   output            [vocabulary, model_dim], drawn N(0, 1 / model_dim)
@@ -72,7 +96,7 @@ class RetrievalLayer : public StreamingLayer {
     int64_t rows() const { return x.dim(0) * x.dim(1); }
   };
 
-  RetrievalLayer(const Problem& problem, const RetrievalSizes& sizes, Device device);
+  RetrievalLayer(const Problem& problem, const RetrievalOptions& options, Device device);
   // Draws the parameters. ResourceExhausted where there is no memory for them.
   absl::Status Initialize(uint64_t seed);
 
@@ -86,7 +110,7 @@ class RetrievalLayer : public StreamingLayer {
   absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
                         const Execution& execution) override;
 
-  const RetrievalSizes& sizes() const { return sizes_; }
+  const RetrievalOptions& retrieval() const { return retrieval_; }
   Device device() const { return device_; }
   // On the device, after Setup.
   const PackedMatrix& output() const { return output_; }  // [model_dim, vocabulary]
@@ -101,17 +125,19 @@ class RetrievalLayer : public StreamingLayer {
   };
   Scratch LayOut(int64_t rows, Workspace& workspace) const;
   int64_t rows() const { return problem().batch * max_segment_tokens(); }
+  size_t search_workspace_bytes(int threads) const;
   absl::Status FindNeighbours(const ConstTensorView& context, const Scratch& scratch,
                               const Execution& execution) const;
   absl::Status CopyNeighbours(const ConstTensorView& from, const TensorView& to,
                               const Execution& execution) const;
 
-  RetrievalSizes sizes_;
+  RetrievalOptions retrieval_;
   Device device_;
   PackedMatrix output_;
   DeviceBuffer device_keys_;  // on the CPU the parameter itself is read
   const float* keys_ = nullptr;
   DeviceArray<int32_t> values_;
+  InvertedLists lists_;  // where the search is approximate
   DeviceArray<float> zero_;
 };
 

@@ -156,10 +156,6 @@ size_t InvertedLists::bytes() const {
   return centroids_.bytes() + (begins_.size() + slots_.size()) * sizeof(int32_t);
 }
 
-SearchSizes InvertedLists::Sizes(int64_t rows, int64_t queries, int64_t k) const {
-  return {1, 1, queries, keys_.dim(2), rows, k};
-}
-
 namespace {
 
 struct Probes {
@@ -174,11 +170,17 @@ Probes LayOut(int64_t count, Workspace& workspace) {
 
 size_t InvertedLists::WorkspaceBytes(int64_t queries, int64_t k, int64_t probes,
                                      int threads) const {
-  probes = std::min(probes, lists());
+  return WorkspaceBytes(keys_.dim(1), keys_.dim(2), lists(), queries, k, probes, threads);
+}
+
+size_t InvertedLists::WorkspaceBytes(int64_t entries, int64_t dim, int64_t lists, int64_t queries,
+                                     int64_t k, int64_t probes, int threads) {
+  lists = std::min(lists, entries);
+  probes = std::min(probes, lists);
   const size_t own = Workspace::Measure([&](Workspace& w) { LayOut(queries * probes, w); });
   // The two steps follow each other in the same memory.
-  return own + std::max(SearchCpuWorkspaceBytes(Sizes(lists(), queries, probes), threads),
-                        SearchListsWorkspaceBytes(Sizes(keys_.dim(1), queries, k), lists(), probes,
+  return own + std::max(SearchCpuWorkspaceBytes({1, 1, queries, dim, lists, probes}, threads),
+                        SearchListsWorkspaceBytes({1, 1, queries, dim, entries, k}, lists, probes,
                                                   threads));
 }
 

@@ -60,10 +60,12 @@ class InvertedLists {
     float* scores;
   };
   size_t WorkspaceBytes(int64_t queries, int64_t k, int64_t probes, int threads) const;
+  // The same before there is an index: of that many entries in `lists` lists.
+  static size_t WorkspaceBytes(int64_t entries, int64_t dim, int64_t lists, int64_t queries,
+                               int64_t k, int64_t probes, int threads);
   absl::Status Search(const Call& call, const Execution& execution) const;
 
  private:
-  SearchSizes Sizes(int64_t rows, int64_t queries, int64_t k) const;
   void Fill(const std::vector<int32_t>& list_of_slot);
 
   ConstTensorView keys_;  // [1, entries, dim]

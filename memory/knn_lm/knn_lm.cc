@@ -58,14 +58,14 @@ class KnnLmLayer : public RetrievalLayer {
 
   Cost cost() const override {
     Cost cost = RetrievalLayer::cost();
-    *cost.flops += 3.0 * static_cast<double>(problem().batch * problem().query_tokens * sizes().k *
-                                             problem().model_dim());
+    *cost.flops += 3.0 * static_cast<double>(problem().batch * problem().query_tokens *
+                                             retrieval().k * problem().model_dim());
     return cost;
   }
 
   std::map<std::string, double> statistics() const override {
     std::vector<float> of_rows(static_cast<size_t>(statistics_.size()));
-    if (last_rows_ == 0 || sizes().k == 0 || !statistics_.Read(of_rows.data()).ok()) return {};
+    if (last_rows_ == 0 || retrieval().k == 0 || !statistics_.Read(of_rows.data()).ok()) return {};
     double agreement = 0, mass = 0;
     for (int64_t row = 0; row < last_rows_; ++row) {
       agreement += of_rows[2 * row];
@@ -80,8 +80,8 @@ class KnnLmLayer : public RetrievalLayer {
     const int64_t dim = problem().model_dim();
     const size_t mix = device() == Device::kCpu ? threads * MixBytes() : 0;
     return Workspace::Measure([&](Workspace& w) { LayOutLogP(problem().dtype, rows, w); }) +
-           std::max({MatMulWorkspaceBytes(device(), rows, dim, sizes().vocabulary, threads),
-                     LogSoftmaxWorkspaceBytes(device(), sizes().vocabulary, threads), mix});
+           std::max({MatMulWorkspaceBytes(device(), rows, dim, retrieval().vocabulary, threads),
+                     LogSoftmaxWorkspaceBytes(device(), retrieval().vocabulary, threads), mix});
   }
 
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
@@ -118,15 +118,15 @@ class KnnLmLayer : public RetrievalLayer {
   };
 
   KnnLmLayer(const Problem& problem, const KnnLmOptions& options, Device device)
-      : RetrievalLayer(problem, options.sizes, device), options_(options) {}
+      : RetrievalLayer(problem, options, device), options_(options) {}
 
   // Where the model's log-probabilities are kept that `out` cannot hold in fp32.
   float* LayOutLogP(DType dtype, int64_t rows, Workspace& workspace) const {
-    return dtype == DType::kF32 ? nullptr : workspace.Take<float>(rows * sizes().vocabulary);
+    return dtype == DType::kF32 ? nullptr : workspace.Take<float>(rows * retrieval().vocabulary);
   }
 
   Scratch LayOut(Workspace& workspace) const {
-    const int64_t vocabulary = sizes().vocabulary, k = sizes().k;
+    const int64_t vocabulary = retrieval().vocabulary, k = retrieval().k;
     return {workspace.Take<float>(vocabulary),
             workspace.Take<float>(vocabulary),
             workspace.Take<float>(problem().model_dim()),
@@ -142,7 +142,7 @@ class KnnLmLayer : public RetrievalLayer {
   // how many there are, and moves the nearest to the front.
   int64_t Weigh(const int32_t* neighbours, const Scratch& scratch) const {
     int64_t given = 0, count = 0;
-    for (int64_t n = 0; n < sizes().k; ++n) {
+    for (int64_t n = 0; n < retrieval().k; ++n) {
       if (neighbours[n] >= 0) scratch.entries[given++] = neighbours[n];
     }
     const int64_t dim = problem().model_dim();
@@ -176,12 +176,12 @@ class KnnLmLayer : public RetrievalLayer {
       scratch.mass[values()[scratch.entries[n]]] += scratch.weights[n];
     }
     const int64_t likely =
-        std::max_element(scratch.log_p, scratch.log_p + sizes().vocabulary) - scratch.log_p;
+        std::max_element(scratch.log_p, scratch.log_p + retrieval().vocabulary) - scratch.log_p;
     const float lambda = static_cast<float>(options_.lambda);
     statistics[0] = values()[scratch.entries[0]] == likely ? 1 : 0;
     statistics[1] = lambda * scratch.mass[likely];
     const float log_model = std::log1p(-lambda), log_lambda = std::log(lambda);
-    for (int64_t y = 0; y < sizes().vocabulary; ++y) scratch.log_p[y] += log_model;
+    for (int64_t y = 0; y < retrieval().vocabulary; ++y) scratch.log_p[y] += log_model;
     for (int64_t n = 0; n < count; ++n) {
       const int32_t token = values()[scratch.entries[n]];
       if (scratch.mass[token] == 0) continue;  // done already, or too far away
@@ -193,7 +193,7 @@ class KnnLmLayer : public RetrievalLayer {
 
   void MixCpu(const Tokens& tokens, const TensorView& log_p, const Execution& execution) {
     constexpr int64_t kRowsOfTask = 16;
-    const int64_t rows = tokens.rows(), vocabulary = sizes().vocabulary;
+    const int64_t rows = tokens.rows(), vocabulary = retrieval().vocabulary;
     const auto mix = [&](int64_t task, int worker) {
       Workspace workspace(execution.workspace.subspan(worker * MixBytes(), MixBytes()));
       const Scratch scratch = LayOut(workspace);
@@ -204,7 +204,8 @@ class KnnLmLayer : public RetrievalLayer {
         LoadRow(tokens.context, tokens.context.Offset(b, i), tokens.context.stride(2),
                 problem().model_dim(), scratch.context);
         LoadRow(log_p, log_p.Offset(b, i), log_p.stride(2), vocabulary, scratch.log_p);
-        MixRow(tokens.neighbours + row * sizes().k, scratch, statistics_.mutable_data() + 2 * row);
+        MixRow(tokens.neighbours + row * retrieval().k, scratch,
+               statistics_.mutable_data() + 2 * row);
         StoreRow(scratch.log_p, vocabulary, tokens.out, tokens.out.Offset(b, i),
                  tokens.out.stride(2));
       }
@@ -225,8 +226,8 @@ class KnnLmLayer : public RetrievalLayer {
     arguments.rows = tokens.rows();
     arguments.tokens = tokens.x.dim(1);
     arguments.dim = problem().model_dim();
-    arguments.vocabulary = sizes().vocabulary;
-    arguments.k = static_cast<int>(sizes().k);
+    arguments.vocabulary = retrieval().vocabulary;
+    arguments.k = static_cast<int>(retrieval().k);
     arguments.temperature = options_.temperature;
     arguments.lambda = static_cast<float>(options_.lambda);
     arguments.log_lambda = std::log(arguments.lambda);
@@ -246,7 +247,7 @@ class KnnLmLayer : public RetrievalLayer {
 std::vector<double> NeighbourProbabilities(const std::vector<Neighbour>& neighbours,
                                            const ConstTensorView& values,
                                            const KnnLmOptions& options) {
-  std::vector<double> probabilities(options.sizes.vocabulary, 0);
+  std::vector<double> probabilities(options.vocabulary, 0);
   double nearest = std::numeric_limits<double>::infinity(), total = 0;
   for (const Neighbour& neighbour : neighbours) {
     if (neighbour.entry >= 0) nearest = std::min(nearest, neighbour.distance);
@@ -274,35 +275,36 @@ absl::StatusOr<TechniqueSpec> KnnLm::Counterpart(const Problem&, const Options& 
 
 std::vector<TensorSpec> KnnLm::ReadTensors(const Problem& problem,
                                            const KnnLmOptions& options) const {
-  return RetrievalInputs(problem, options.sizes);
+  return RetrievalInputs(problem, options);
 }
 
 std::vector<TensorSpec> KnnLm::WrittenTensors(const Problem& problem,
                                               const KnnLmOptions& options) const {
-  return RetrievalOutputs(problem, options.sizes);
+  return RetrievalOutputs(problem, options);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> KnnLm::MakeLayer(const Problem& problem,
                                                         const KnnLmOptions& options, Device device,
                                                         uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckHiddenProblem(info().name, problem));
+  TFB_RETURN_IF_ERROR(CheckRetrievalProblem(info().name, problem));
+  TFB_RETURN_IF_ERROR(CheckRetrievalDevice(info().name, options, device));
   return KnnLmLayer::Create(problem, options, device, seed);
 }
 
 absl::Status KnnLm::Definition(const Problem& problem, const KnnLmOptions& options,
                                const NamedTensors& parameters, const Inputs& inputs,
                                const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckHiddenProblem(info().name, problem));
+  TFB_RETURN_IF_ERROR(CheckRetrievalProblem(info().name, problem));
   const DoubleTensor output(parameters.at("output").view()), x(inputs.Get("x"));
   const ConstTensorView values = parameters.at("datastore.values").view();
   DefineRetrieval(
-      problem, options.sizes, parameters, inputs, request,
+      problem, options, parameters, inputs, request,
       [&](int64_t b, int64_t i, const std::vector<Neighbour>& neighbours) {
         std::vector<double> log_p =
-            LogProbabilities(output, options.sizes, x.Row(b, i), problem.model_dim());
+            LogProbabilities(output, options, x.Row(b, i), problem.model_dim());
         const std::vector<double> p_knn = NeighbourProbabilities(neighbours, values, options);
         if (p_knn.empty()) return log_p;
-        for (int64_t y = 0; y < options.sizes.vocabulary; ++y) {
+        for (int64_t y = 0; y < options.vocabulary; ++y) {
           log_p[y] = LogAdd(std::log(1 - options.lambda) + log_p[y],
                             std::log(options.lambda) + std::log(p_knn[y]));
         }

@@ -20,6 +20,8 @@
 // neighbour has it. Its --dstore-fp16 keeps values as int16, which larger vocabularies overflow; that
 // is not followed. A datastore made of the text that is scored holds the token's own entry: to leave
 // it out is for whoever gives the datastore, or the neighbours.
+// The paper searches 4096 clusters of codes by product quantisation and ranks what it finds by the
+// keys themselves; search=approximate has clusters too, and compares keys from the start.
 //
 // Cost of a token: 2 entries model_dim FLOPs for the search, 2 vocabulary model_dim for p_LM, 3 k
 // model_dim for the distances that are recomputed; the datastore is read once for all tokens.
@@ -35,18 +37,12 @@
 
 namespace tfb {
 
-struct KnnLmOptions {
-  RetrievalSizes sizes;
+struct KnnLmOptions : RetrievalOptions {
   double lambda = 0.25;
   double temperature = 1;
 
   void Describe(OptionBinder& bind) {
-    bind.Int("vocabulary", &sizes.vocabulary, 2, RetrievalSizes::kMaxVocabulary,
-             "tokens that can be next");
-    bind.Int("entries", &sizes.entries, 1, RetrievalSizes::kMaxEntries, "of the datastore",
-             {1024, 4096, 16384, 65536});
-    bind.Int("k", &sizes.k, 0, RetrievalSizes::kMaxNeighbours,
-             "neighbours of a token; 0 is the model alone", {1, 2, 4, 8, 16, 32, 64, 128});
+    RetrievalOptions::Describe(bind);
     bind.Real("lambda", &lambda, 0, 1, "share of the neighbours in the prediction",
               {0, 0.1, 0.25, 0.5, 0.75, 0.9, 1});
     bind.Real("temperature", &temperature, 1e-3, 1e9,

@@ -308,6 +308,45 @@ TEST(KnnLm, TheDefinitionTakesALayersOrderOnlyWhereFp32CannotTell) {
   EXPECT_EQ(defined(3), (std::vector<int>{1}));
 }
 
+TEST(KnnLm, AnApproximateSearchOfAllListsIsExact) {
+  const Random random;
+  const NamedTensors exact = random.Run();
+  const NamedTensors all =
+      random.Run({{"search", "approximate"}, {"lists", "20"}, {"probes", "20"}});
+  for (const char* name : {"out", "neighbours"}) {
+    EXPECT_EQ(MaxDifference(all.at(name).view(), exact.at(name).view()), 0);
+  }
+}
+
+TEST(KnnLm, AnApproximateSearchFindsManyAndIsDefinedOnThem) {
+  const Random random;
+  Options options = random.options;
+  options["search"] = "approximate";
+  options["lists"] = "20";
+  options["probes"] = "8";
+  const RunRequest request = {options, Device::kCpu, 1, nullptr, 2};
+  const NamedTensors found =
+      RunTechnique(KnnLm(), random.problem, ViewsOf(random.inputs), request).value();
+  const std::vector<int> nearest = Neighbours(random.Run()), approximate = Neighbours(found);
+  int hits = 0;
+  for (size_t row = 0; row < nearest.size() / 16; ++row) {
+    for (int n = 0; n < 16; ++n) {
+      const auto begin = approximate.begin() + 16 * row;
+      hits += std::count(begin, begin + 16, nearest[16 * row + n]);
+    }
+  }
+  const double recall = static_cast<double>(hits) / static_cast<double>(nearest.size());
+  EXPECT_GT(recall, 0.5);  // of 16 among 300 points without clusters, in 8 of 20 cells
+  EXPECT_LT(recall, 1);
+  DefinitionRequest definition;
+  definition.computed = &found;
+  const NamedTensors defined =
+      DefineTechnique(KnnLm(), random.problem, ViewsOf(random.inputs), request, definition).value();
+  EXPECT_EQ(MaxDifference(defined.at("neighbours").view(), found.at("neighbours").view()), 0);
+  EXPECT_LE(MaxDifference(defined.at("out").view(), found.at("out").view()),
+            Fp32Bound(found.at("out").view()));
+}
+
 TEST(KnnLm, StatesMayHaveAnyStrides) {
   const Random random;
   const Problem& p = random.problem;
@@ -360,6 +399,10 @@ TEST(KnnLm, CostCountsTheSearchTheModelAndTheWeights) {
   const double rows = 2 * 37, dim = 16;
   EXPECT_EQ(flops("0"), rows * 2 * 40 * dim);
   EXPECT_EQ(flops("16"), rows * (2 * 40 + 2 * 300 + 3 * 16) * dim);
+  Options approximate = random.options;
+  approximate.insert({{"search", "approximate"}, {"lists", "30"}, {"probes", "3"}});
+  const auto layer = KnnLm().Create(random.problem, approximate, Device::kCpu, 1).value();
+  EXPECT_EQ(*layer->cost().flops, rows * (2 * 40 + 2 * (30 + 30) + 3 * 16) * dim);
 }
 
 TEST(KnnLm, AValueThatIsNoTokenIsRefused) {
@@ -377,6 +420,13 @@ TEST(KnnLm, WhatItCannotDoIsSaidInOneLine) {
   Problem problem = Problem::SelfAttention(1, 4, 8, 4);
   EXPECT_EQ(message(problem, {{"lambda", "1.5"}}),
             "INVALID_ARGUMENT: option lambda is \"1.5\"; allowed are 0 to 1");
+  EXPECT_EQ(
+      KnnLm()
+          .Create(problem, {{"search", "approximate"}}, Device::kSimulator, 1)
+          .status()
+          .ToString(),
+      "UNIMPLEMENTED: knn_lm: search is \"approximate\", which is on the CPU alone; allowed on "
+      "simulator is exact");
   problem.kv_tokens = 9;
   EXPECT_EQ(message(problem, {}),
             "INVALID_ARGUMENT: knn_lm has no keys but the datastore's: kv_tokens is 9; allowed is "

@@ -55,7 +55,7 @@ class SpalmLayer : public RetrievalLayer {
   Cost cost() const override {
     Cost cost = RetrievalLayer::cost();
     const double tokens = static_cast<double>(problem().batch * problem().query_tokens);
-    *cost.flops += tokens * static_cast<double>((4 * sizes().k + 5) * problem().model_dim());
+    *cost.flops += tokens * static_cast<double>((4 * retrieval().k + 5) * problem().model_dim());
     return cost;
   }
 
@@ -69,7 +69,7 @@ class SpalmLayer : public RetrievalLayer {
 
  protected:
   size_t predict_workspace_bytes(int64_t rows, int threads) const override {
-    const int64_t dim = problem().model_dim(), vocabulary = sizes().vocabulary;
+    const int64_t dim = problem().model_dim(), vocabulary = retrieval().vocabulary;
     const size_t aggregate = device() == Device::kCpu ? threads * AggregateBytes() : 0;
     return Workspace::Measure([&](Workspace& w) { LayOut(problem().dtype, rows, w); }) +
            std::max({MatMulWorkspaceBytes(device(), rows, dim, vocabulary, threads),
@@ -111,17 +111,17 @@ class SpalmLayer : public RetrievalLayer {
   };
 
   SpalmLayer(const Problem& problem, const SpalmOptions& options, Device device)
-      : RetrievalLayer(problem, options.sizes, device) {}
+      : RetrievalLayer(problem, options, device) {}
 
   Scratch LayOut(DType dtype, int64_t rows, Workspace& workspace) const {
     return {workspace.Take<float>(rows * problem().model_dim()),
-            dtype == DType::kF32 ? nullptr : workspace.Take<float>(rows * sizes().vocabulary)};
+            dtype == DType::kF32 ? nullptr : workspace.Take<float>(rows * retrieval().vocabulary)};
   }
   // A thread's: a row of x, and the neighbours' weights.
   size_t AggregateBytes() const {
     return Workspace::Measure([this](Workspace& workspace) {
       workspace.Take<float>(problem().model_dim());
-      workspace.Take<float>(sizes().k);
+      workspace.Take<float>(retrieval().k);
     });
   }
 
@@ -136,7 +136,7 @@ class SpalmLayer : public RetrievalLayer {
     const int64_t dim = problem().model_dim();
     float max = -std::numeric_limits<float>::infinity(), sum = 0;
     bool found = false;
-    for (int64_t n = 0; n < sizes().k; ++n) {
+    for (int64_t n = 0; n < retrieval().k; ++n) {
       const float* embedding = EmbeddingOf(neighbours[n]);
       if (embedding == nullptr) continue;
       found = true;
@@ -144,12 +144,12 @@ class SpalmLayer : public RetrievalLayer {
       max = std::max(max, weights[n]);
     }
     if (!found) return false;
-    for (int64_t n = 0; n < sizes().k; ++n) {
+    for (int64_t n = 0; n < retrieval().k; ++n) {
       weights[n] = neighbours[n] < 0 ? 0 : std::exp(weights[n] - max);
       sum += weights[n];
     }
     std::fill_n(mean, dim, 0.0f);
-    for (int64_t n = 0; n < sizes().k; ++n) {
+    for (int64_t n = 0; n < retrieval().k; ++n) {
       const float* embedding = EmbeddingOf(neighbours[n]);
       const float weight = weights[n] / sum;
       for (int64_t c = 0; embedding != nullptr && c < dim; ++c) mean[c] += weight * embedding[c];
@@ -177,13 +177,13 @@ class SpalmLayer : public RetrievalLayer {
     const auto aggregate = [&](int64_t task, int worker) {
       Workspace workspace(execution.workspace.subspan(worker * AggregateBytes(), AggregateBytes()));
       float* x = workspace.Take<float>(dim);
-      float* weights = workspace.Take<float>(sizes().k);
+      float* weights = workspace.Take<float>(retrieval().k);
       const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
       for (int64_t row = task * kRowsOfTask; row < end; ++row) {
         const int64_t offset = tokens.x.Offset(row / tokens.x.dim(1), row % tokens.x.dim(1));
         LoadRow(tokens.x, offset, tokens.x.stride(2), dim, x);
         statistics_.mutable_data()[row] =
-            AggregateRow(tokens.neighbours + row * sizes().k, x, weights, z + row * dim);
+            AggregateRow(tokens.neighbours + row * retrieval().k, x, weights, z + row * dim);
       }
     };
     execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, aggregate);
@@ -201,7 +201,7 @@ class SpalmLayer : public RetrievalLayer {
     arguments.rows = tokens.rows();
     arguments.tokens = tokens.x.dim(1);
     arguments.dim = problem().model_dim();
-    arguments.k = static_cast<int>(sizes().k);
+    arguments.k = static_cast<int>(retrieval().k);
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
     return ToStatus(
         KernelsOn<SpalmKernels>(runtime->target()).aggregate(arguments, execution.stream));
@@ -254,34 +254,35 @@ absl::StatusOr<TechniqueSpec> Spalm::Counterpart(const Problem&, const Options& 
 
 std::vector<TensorSpec> Spalm::ReadTensors(const Problem& problem,
                                            const SpalmOptions& options) const {
-  return RetrievalInputs(problem, options.sizes);
+  return RetrievalInputs(problem, options);
 }
 
 std::vector<TensorSpec> Spalm::WrittenTensors(const Problem& problem,
                                               const SpalmOptions& options) const {
-  return RetrievalOutputs(problem, options.sizes);
+  return RetrievalOutputs(problem, options);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Spalm::MakeLayer(const Problem& problem,
                                                         const SpalmOptions& options, Device device,
                                                         uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckHiddenProblem(info().name, problem));
+  TFB_RETURN_IF_ERROR(CheckRetrievalProblem(info().name, problem));
+  TFB_RETURN_IF_ERROR(CheckRetrievalDevice(info().name, options, device));
   return SpalmLayer::Create(problem, options, device, seed);
 }
 
 absl::Status Spalm::Definition(const Problem& problem, const SpalmOptions& options,
                                const NamedTensors& parameters, const Inputs& inputs,
                                const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckHiddenProblem(info().name, problem));
+  TFB_RETURN_IF_ERROR(CheckRetrievalProblem(info().name, problem));
   const DoubleTensor output(parameters.at("output").view()), x(inputs.Get("x"));
   const DoubleTensor gate(parameters.at("spalm.gate").view());
   const ConstTensorView values = parameters.at("datastore.values").view();
   const int64_t dim = problem.model_dim();
   DefineRetrieval(
-      problem, options.sizes, parameters, inputs, request,
+      problem, options, parameters, inputs, request,
       [&](int64_t b, int64_t i, const std::vector<Neighbour>& neighbours) {
         const std::vector<double> z = Gated(neighbours, values, output, gate, x.Row(b, i), dim);
-        return LogProbabilities(output, options.sizes, z.data(), dim);
+        return LogProbabilities(output, options, z.data(), dim);
       },
       outputs);
   return absl::OkStatus();

@@ -29,17 +29,8 @@
 
 namespace tfb {
 
-struct SpalmOptions {
-  RetrievalSizes sizes = {256, 512, 4};
-
-  void Describe(OptionBinder& bind) {
-    bind.Int("vocabulary", &sizes.vocabulary, 2, RetrievalSizes::kMaxVocabulary,
-             "tokens that can be next");
-    bind.Int("entries", &sizes.entries, 1, RetrievalSizes::kMaxEntries, "of the datastore",
-             {1024, 4096, 16384, 65536});
-    bind.Int("k", &sizes.k, 0, RetrievalSizes::kMaxNeighbours,
-             "neighbours of a token; 0 is the model alone", {1, 2, 4, 8, 16, 32, 64});
-  }
+struct SpalmOptions : RetrievalOptions {
+  SpalmOptions() { k = 4; }
 };
 
 // Inputs, outputs and parameters: core/retrieval/retrieval_layer.h, and the parameter spalm.gate, w_g
