@@ -42,7 +42,7 @@ struct RetrievalOptions {
   static constexpr int64_t kMaxNeighbours = 1024;
 
   int64_t vocabulary = 256;
-  int64_t entries = 512;  // a real datastore has many more
+  int64_t entries = 384;  // a real datastore has many more
   int64_t k = 8;          // neighbours of a token
   // All entries are looked at, or those of some lists: core/search/inverted_lists.h. On the CPU alone.
   bool exact = true;
