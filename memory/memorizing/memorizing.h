@@ -29,7 +29,7 @@
 // Which of two scores is larger that the precision of queries and keys cannot tell apart (2e-5 in
 // f32, 5 roundings in 16 bits; scores without the scale) is not defined: the definition takes the
 // layer's word for it. CPU and CUDA choose by float64 scores of the queries and keys that they have.
-// A key with a NaN is not retrieved.
+// A key with a NaN is not retrieved, unless all of the store is.
 //
 // Source: Wu, Rabe, Hutchins, Szegedy 2022, "Memorizing Transformers", arXiv:2203.08913v1, section
 // 3; |scale|, the form of the gate and the buckets as in the authors' code
