@@ -124,7 +124,10 @@ TEST(Datastore, EveryTruncationIsAnError) {
   ASSERT_TRUE(WriteStore(path, Format(), 6).ok());
   const std::string bytes = Contents(path);
   for (size_t size = 0; size < bytes.size(); ++size) {
-    SetContents(cut, bytes.substr(0, size));
+    const std::string part = bytes.substr(0, size);
+    EXPECT_FALSE(Datastore::Parse(part, "cut", Format()).ok()) << size;
+    if (size % 1000 != 0) continue;
+    SetContents(cut, part);
     EXPECT_NE(ErrorOf(cut), "ok") << size;
   }
   SetContents(cut, bytes + "x");

@@ -10,9 +10,10 @@
 // list once for up to 256 queries. Keys stay where they are: an index holds centroids and 4 bytes an
 // entry. CPU only, as k-means and lists of different lengths have no CUDA kernels here.
 //
-// Why not a library: Debian's FAISS (1.7.3) is built without AVX and for any BLAS, of which a plain
-// installation has the reference one. Measured with core/search:search_benchmark beside it, its
-// IndexIVFFlat is no faster in batches than exact search is here.
+// Why not a library: Debian's FAISS (1.7.3) is built for any x86-64 and any BLAS, of which a plain
+// installation has the reference one. core/search:faiss_benchmark on one thread, 65,536 keys of 192
+// channels in 1,024 lists, batches of 512 queries with 2 probes: exact search here 66 ms, these lists
+// 10 ms, built in 2.4 s; faiss::IndexFlatL2 2,333 ms, faiss::IndexIVFFlat 123 ms, built in 69 s.
 #ifndef TFB_CORE_SEARCH_INVERTED_LISTS_H_
 #define TFB_CORE_SEARCH_INVERTED_LISTS_H_
 

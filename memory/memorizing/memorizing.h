@@ -29,17 +29,17 @@
 // Which of two scores is larger that the precision of queries and keys cannot tell apart (2e-5 in
 // f32, 5 roundings in 16 bits; scores without the scale) is not defined: the definition takes the
 // layer's word for it. CPU and CUDA choose by float64 scores of the queries and keys that they have.
-// A key with a NaN is not retrieved.
+// A key with a NaN is not retrieved, unless all of the store is.
 //
 // Source: Wu, Rabe, Hutchins, Szegedy 2022, "Memorizing Transformers", arXiv:2203.08913v1, section
-// 3; the scale, the gate's bias that begins at 0 and the buckets as in the authors' code
-// (github.com/google-research/meliad, transformer/attention.py, memory_layer.py). Where that code
-// differs and is not followed: it normalises the keys and queries of the local attention too; it
-// adds 1e-6 to the norm; slots not written yet are retrieved as zeros, which dilutes the softmax;
-// its local attention has no relative positions in this layer. memorizing-transformers-pytorch has
-// one head of keys and values, multiplies the local side by sigmoid(gate), normalises stored values,
-// does not normalise queries, and adds a learned key and value to what is retrieved. The Hugging Face
-// of the trade has no port.
+// 3; |scale|, the form of the gate and the buckets as in the authors' code
+// (github.com/google-research/meliad, transformer/memory/memory_layer.py, transformer_base.py). Where
+// that code differs and is not followed: it normalises the keys and queries of the local attention
+// too, and uses sqrt(|x|^2 + 1e-6); it begins with gates of 0 and scales of 1, where we draw so that
+// heads differ; slots that were never written are read as zeros, which dilutes the softmax; in this
+// layer its local attention has no positions. memorizing-transformers-pytorch has one head of keys
+// and values, lets sigmoid(gate) multiply the local side, normalises stored values and not queries,
+// and adds a learned key and value to what is retrieved: none of it is in the paper.
 //
 // Cost beside Transformer-XL's, of a token and n = min(store, tokens before): 2 n d FLOPs to score
 // (d = model_dim) and 2 k d to read. Store: 2 `store` d numbers a batch row, fp32 on the CPU.

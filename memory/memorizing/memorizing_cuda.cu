@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(kThreads) CopyRows(CopyRowsArguments a) {
   const int64_t from = head / a.heads * a.from.strides[0] + head % a.heads * a.from.strides[1] +
                        t * a.from.strides[2];
   const int64_t to = head * a.to.strides[0] + (a.first_place + t) % a.places * a.to.strides[1];
-  double norm = 1;
-  if (a.unit) {
-    norm = NormOf(a.from, from, a.from.strides[3], a.channels);
-    if (norm < kLeastNorm) norm = kLeastNorm;
+  double factor = a.length == RowLength::kScale ? fabsf(a.scales[head % a.heads]) : 1;
+  if (a.length != RowLength::kKept) {
+    const double norm = NormOf(a.from, from, a.from.strides[3], a.channels);
+    factor /= norm < kLeastNorm ? kLeastNorm : norm;
   }
   for (int64_t c = Lane(); c < a.channels; c += kWarp) {
     const float x = LoadElement(a.from.data, a.from.element, from + c * a.from.strides[3]);
-    StoreElement(a.to.data, a.to.element, to + c * a.to.strides[2], static_cast<float>(x / norm));
+    StoreElement(a.to.data, a.to.element, to + c * a.to.strides[2], static_cast<float>(x * factor));
   }
 }
 
@@ -66,11 +66,13 @@ __device__ int64_t AgeIn(const MixArguments& a, int slot) {
   return age < 0 ? age + a.places : age;
 }
 
-// Each token goes where as many older ones are before it.
+// Each token goes where as many older ones are before it. `slots` null: of all entries.
 __device__ void WriteRetrieved(const MixArguments& a, const int32_t* slots, int64_t to) {
   for (int64_t n = Lane(); n < a.k; n += kWarp) {
     int64_t token = -1, place = n;
-    if (slots[n] >= 0) {
+    if (slots == nullptr) {
+      if (n < a.entries) token = a.first_token + n;
+    } else if (slots[n] >= 0) {
       const int64_t age = AgeIn(a, slots[n]);
       token = a.first_token + age;
       place = 0;
@@ -80,23 +82,12 @@ __device__ void WriteRetrieved(const MixArguments& a, const int32_t* slots, int6
   }
 }
 
-__global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
-  const int64_t row = RowOfWarp();
-  if (row >= a.batch * a.heads * a.tokens) return;
-  const int64_t t = row % a.tokens, head = row / a.tokens;
-  const int64_t h = head % a.heads, b = head / a.heads;
-  const int32_t* slots = a.slots + row * a.k;
-  const float* scores = a.scores + row * a.k;
-  if (a.retrieved != nullptr) {
-    WriteRetrieved(
-        a, slots,
-        b * a.retrieved_strides[0] + h * a.retrieved_strides[1] + t * a.retrieved_strides[2]);
-  }
-  if (slots[0] < 0) return;
-
-  const float scale = fabsf(a.scales[h]), largest = scores[0];
+// The lane's channels of the softmax of k scores over the values in the slots.
+__device__ void ReadSlots(const MixArguments& a, const int32_t* slots, const float* scores,
+                          int64_t head, float (&read)[kOfLane]) {
+  const float scale = fabsf(a.scales[head % a.heads]), largest = scores[0];
   const int64_t values = head * a.values.strides[0];
-  float weights = 0, sum[kOfLane] = {};
+  float weights = 0;
   for (int64_t first = 0; first < a.k; first += kWarp) {
     const int64_t n = first + Lane();
     const int slot = n < a.k ? slots[n] : -1;
@@ -110,12 +101,31 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
       for (int part = 0; part < kOfLane; ++part) {
         const int64_t c = Lane() + part * kWarp;
         if (c >= a.channels) break;
-        sum[part] +=
+        read[part] +=
             share * LoadElement(a.values.data, a.values.element,
                                 values + of_entry * a.values.strides[1] + c * a.values.strides[2]);
       }
     }
   }
+#pragma unroll
+  for (int part = 0; part < kOfLane; ++part) read[part] /= weights;
+}
+
+__global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
+  const int64_t row = RowOfWarp();
+  if (row >= a.batch * a.heads * a.tokens) return;
+  const int64_t t = row % a.tokens, head = row / a.tokens;
+  const int64_t h = head % a.heads, b = head / a.heads;
+  const int32_t* slots = a.slots == nullptr ? nullptr : a.slots + row * a.k;
+  if (a.retrieved != nullptr) {
+    WriteRetrieved(
+        a, slots,
+        b * a.retrieved_strides[0] + h * a.retrieved_strides[1] + t * a.retrieved_strides[2]);
+  }
+  if (a.entries == 0 || (slots != nullptr && slots[0] < 0)) return;
+
+  float read[kOfLane] = {};
+  if (slots != nullptr) ReadSlots(a, slots, a.scores + row * a.k, head, read);
   const float gate = 1 / (1 + expf(-a.gates[h]));
   const int64_t out = b * a.out.strides[0] + h * a.out.strides[1] + t * a.out.strides[2];
 #pragma unroll
@@ -124,7 +134,8 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
     if (c >= a.channels) break;
     const int64_t at = out + c * a.out.strides[3];
     const float local = LoadElement(a.out.data, a.out.element, at);
-    StoreElement(a.out.data, a.out.element, at, gate * (sum[part] / weights) + (1 - gate) * local);
+    const float of_store = slots != nullptr ? read[part] : a.mean[row * a.channels + c];
+    StoreElement(a.out.data, a.out.element, at, gate * of_store + (1 - gate) * local);
   }
 }
 

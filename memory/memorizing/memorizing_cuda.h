@@ -11,7 +11,10 @@ namespace tfb {
 
 constexpr double kLeastNorm = 1e-12;  // of what is divided by its norm
 
-// Token n goes to place (first_place + n) % places, divided by its norm where `unit`.
+// As it is, of unit length, or of the length of its head's scale.
+enum class RowLength : unsigned char { kKept, kUnit, kScale };
+
+// Token n goes to place (first_place + n) % places.
 struct CopyRowsArguments {
   DeviceView from;  // [batch, heads, tokens, channels]
   DeviceView to;    // [batch * heads, places, channels]
@@ -21,14 +24,17 @@ struct CopyRowsArguments {
   int64_t channels;
   int64_t first_place;
   int64_t places;
-  bool unit;
+  RowLength length;
+  const float* scales;  // [heads]
 };
 
 // out = g o + (1 - g) out, where o is the softmax of the scores over the values in the slots that
-// were found, best first; out is left alone where none was.
+// were found, best first, or, where slots is null, `mean`; out is left alone where none was found.
 struct MixArguments {
   const int32_t* slots;  // [batch][heads][tokens][k]; -1 behind the last
   const float* scores;
+  const float* mean;  // [batch][heads][tokens][channels]: of all entries
+  int64_t entries;
   DeviceView values;  // [batch * heads, places, channels]
   DeviceView out;     // [batch, heads, tokens, channels]
   const float* gates;

@@ -26,10 +26,9 @@ struct Candidate {
 // that are candidates, if they are the best within the tolerance, and of equal scores the first.
 std::vector<Candidate> Best(std::vector<Candidate> candidates, int64_t count,
                             const std::vector<int64_t>& computed, double tolerance) {
+  if (static_cast<int64_t>(candidates.size()) <= count) return candidates;
   std::stable_sort(candidates.begin(), candidates.end(),
                    [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
-  count = std::min(count, static_cast<int64_t>(candidates.size()));
-  if (count == 0) return {};
   const double last = candidates[count - 1].score;
   std::vector<Candidate> taken;
   double passed_over = std::nan("");
@@ -122,9 +121,11 @@ class MemorizingDefinition {
     const bool bucketed = options_.selection == MemorizingOptions::Selection::kBucketed;
     const int64_t k = options_.retrieved(), slots = options_.store + options_.lag();
     std::vector<std::vector<Candidate>> buckets(bucketed ? k : 1);
-    for (int64_t j = std::max<int64_t>(end - options_.store, 0); j < end; ++j) {
+    const int64_t begin = std::max<int64_t>(end - options_.store, 0);
+    const bool reads_all = options_.lag() == 0 && end - begin <= k;
+    for (int64_t j = begin; j < end; ++j) {
       const double score = Dot(q, keys[j], keys.channels());
-      if (std::isnan(score)) continue;
+      if (std::isnan(score) && !reads_all) continue;
       buckets[bucketed ? j % slots % k : 0].push_back({j, score});
     }
     std::vector<Candidate> taken;

@@ -14,11 +14,11 @@ namespace {
 
 constexpr int64_t kTokensOfTask = 32;
 
-void DivideByNorm(float* row, int64_t channels) {
+void MakeLength(float length, float* row, int64_t channels) {
   double square = 0;
   for (int64_t c = 0; c < channels; ++c) square += static_cast<double>(row[c]) * row[c];
-  const double norm = std::max(std::sqrt(square), kLeastNorm);
-  for (int64_t c = 0; c < channels; ++c) row[c] = static_cast<float>(row[c] / norm);
+  const double factor = length / std::max(std::sqrt(square), kLeastNorm);
+  for (int64_t c = 0; c < channels; ++c) row[c] = static_cast<float>(row[c] * factor);
 }
 
 // The softmax of k scores, best first, over the rows of `values` in the slots. Returns false where
@@ -26,6 +26,10 @@ void DivideByNorm(float* row, int64_t channels) {
 bool ReadSlots(const int32_t* slots, const float* scores, int64_t k, float scale,
                const float* values, Eigen::Ref<Eigen::ArrayXf> sum) {
   if (slots[0] < 0) return false;
+  for (int64_t n = 0; n < k && slots[n] >= 0; ++n) {  // they lie anywhere
+    const float* value = values + slots[n] * sum.size();
+    for (int64_t c = 0; c < sum.size(); c += 16) __builtin_prefetch(value + c);
+  }
   float weights = 0;
   sum.setZero();
   for (int64_t n = 0; n < k && slots[n] >= 0; ++n) {
@@ -53,33 +57,33 @@ absl::StatusOr<MemoryStore> MemoryStore::Create(Device device, const Problem& pr
 absl::Status MemoryStore::Setup(const ConstTensorView& gate, const ConstTensorView& scale) {
   TFB_ASSIGN_OR_RETURN(gates_, CopyFloats(device_, gate));
   TFB_ASSIGN_OR_RETURN(scales_, CopyFloats(device_, scale));
+  TFB_ASSIGN_OR_RETURN(
+      dense_, FlashEngine::CreateForStream(device_, DenseProblem(shape_.max_segment, shape_.k)));
   return absl::OkStatus();
 }
 
 int64_t MemoryStore::entries() const { return std::max<int64_t>(kept() - shape_.lag, 0); }
 
-void MemoryStore::StoreTokens(int32_t* slots, const TensorView& retrieved, int64_t offset) const {
-  int32_t* const end = std::find(slots, slots + shape_.k, -1);
-  const auto age = [this](int32_t slot) {
-    return slot < oldest() ? slot - oldest() + shape_.slots() : slot - oldest();
-  };
-  std::sort(slots, end, [&age](int32_t a, int32_t b) { return age(a) < age(b); });
-  int64_t* to = static_cast<int64_t*>(retrieved.mutable_data()) + offset;
-  for (int64_t n = 0; n < shape_.k; ++n, to += retrieved.stride(3)) {
-    *to = slots[n] < 0 ? -1 : tokens_ - kept() + age(slots[n]);
-  }
-}
-
 TensorView MemoryStore::Ring(const DeviceArray<std::byte>& memory) const {
   return TensorView(memory.mutable_data(), dtype_, {rows(), shape_.slots(), problem_.head_dim});
 }
 
-MemoryStore::Scratch MemoryStore::LayOut(int64_t tokens, Workspace& workspace) const {
-  const Shape queries = {rows(), tokens, problem_.head_dim};
-  const int64_t hits = rows() * tokens * shape_.k;
-  float* data = workspace.Take<float>(NumElements(queries));
-  int32_t* slots = workspace.Take<int32_t>(hits);
-  return {TensorView(data, DType::kF32, queries), slots, workspace.Take<float>(hits)};
+TensorView MemoryStore::LayOutQueries(int64_t tokens, Workspace& workspace) const {
+  const Shape shape = {rows(), tokens, problem_.head_dim};
+  return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+}
+
+MemoryStore::Found MemoryStore::LayOutSlots(int64_t tokens, Workspace& workspace) const {
+  Found found;
+  found.slots = workspace.Take<int32_t>(rows() * tokens * shape_.k);
+  found.scores = workspace.Take<float>(rows() * tokens * shape_.k);
+  return found;
+}
+
+MemoryStore::Found MemoryStore::LayOutMean(int64_t tokens, Workspace& workspace) const {
+  Found found;
+  found.mean = workspace.Take<float>(rows() * tokens * problem_.head_dim);
+  return found;
 }
 
 SearchSizes MemoryStore::LargestSearch() const {
@@ -87,34 +91,90 @@ SearchSizes MemoryStore::LargestSearch() const {
           shape_.slots(), shape_.k, shape_.selection};
 }
 
+Problem MemoryStore::DenseProblem(int64_t queries, int64_t entries) const {
+  Problem problem = problem_;
+  problem.query_tokens = queries;
+  problem.kv_tokens = entries;
+  problem.causal = false;
+  return problem;
+}
+
 size_t MemoryStore::workspace_bytes(int threads) const {
-  return Workspace::Measure([&](Workspace& workspace) { LayOut(shape_.max_segment, workspace); }) +
-         SearchWorkspaceBytes(device_, LargestSearch(), threads);
+  const int64_t tokens = shape_.max_segment;
+  const auto bytes_of = [](const auto& lay_out) { return Workspace::Measure(lay_out); };
+  const size_t search = bytes_of([&](Workspace& workspace) { LayOutSlots(tokens, workspace); }) +
+                        SearchWorkspaceBytes(device_, LargestSearch(), threads);
+  size_t dense = 0;  // of fewer entries more heads' are packed at a time
+  for (int64_t entries = shape_.k; entries > 0; entries = (entries - 1) / kFlashTile * kFlashTile) {
+    dense = std::max(dense, FlashEngine::WorkspaceBytes(device_, DenseProblem(tokens, entries),
+                                                        /*relative_keys=*/false, threads));
+  }
+  dense += bytes_of([&](Workspace& workspace) { LayOutMean(tokens, workspace); });
+  return bytes_of([&](Workspace& workspace) { LayOutQueries(tokens, workspace); }) +
+         std::max(search, dense);
 }
 
 absl::Status MemoryStore::Read(const ConstTensorView& q, const TensorView& heads,
-                               const TensorView& retrieved, const Execution& execution) const {
+                               const TensorView& retrieved, const Execution& execution) {
   const bool nothing = entries() == 0 && retrieved.empty();
   if (nothing || rows() == 0) return absl::OkStatus();
   Workspace workspace(execution.workspace);
-  const Scratch scratch = LayOut(q.dim(2), workspace);
+  const TensorView queries = LayOutQueries(q.dim(2), workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  TFB_RETURN_IF_ERROR(CopyRows(q, 0, /*unit=*/true, scratch.queries, 0, rest));
+  const RowLength length = reads_all() ? RowLength::kScale : RowLength::kUnit;
+  TFB_RETURN_IF_ERROR(CopyRows(q, 0, length, queries, 0, rest));
+  TFB_ASSIGN_OR_RETURN(const Found found,
+                       reads_all() ? ReadAll(queries, rest) : FindBest(queries, rest));
+  if (device_ != Device::kCpu) return MixOnCuda(found, heads, retrieved, rest);
+  MixOnCpu(found, heads, retrieved, rest);
+  return absl::OkStatus();
+}
 
+absl::StatusOr<MemoryStore::Found> MemoryStore::FindBest(const TensorView& queries,
+                                                         const Execution& execution) const {
+  Workspace workspace(execution.workspace);
+  const Found found = LayOutSlots(queries.dim(1), workspace);
   SearchCall call;
   call.keys = Ring(keys_);
-  call.queries = scratch.queries;
+  call.queries = queries;
   call.entries = entries();
   call.oldest = oldest();
   call.k = shape_.k;
   call.selection = shape_.selection;
-  call.slots = scratch.slots;
-  call.scores = scratch.scores;
+  call.slots = found.slots;
+  call.scores = found.scores;
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(Search(device_, call, rest));
-  if (device_ != Device::kCpu) return MixOnCuda(scratch, heads, retrieved, rest);
-  MixOnCpu(scratch, heads, retrieved, rest);
-  return absl::OkStatus();
+  return found;
+}
+
+// In the order of their slots, which makes no difference to a mean.
+absl::StatusOr<MemoryStore::Found> MemoryStore::ReadAll(const TensorView& queries,
+                                                        const Execution& execution) {
+  Workspace workspace(execution.workspace);
+  const int64_t tokens = queries.dim(1);
+  const Found found = LayOutMean(tokens, workspace);
+  if (entries() == 0) return found;
+  const auto by_batch = [&](const TensorView& rows) { return SplitAxis(rows, 0, problem_.batch); };
+  FlashCall call = dense_.NewCall();
+  call.scale = 1;  // the queries have the heads'
+  call.q = by_batch(queries);
+  call.k = Slice(by_batch(Ring(keys_)), 2, 0, entries());
+  call.v = Slice(by_batch(Ring(values_)), 2, 0, entries());
+  call.out = by_batch(TensorView(found.mean, DType::kF32, queries.shape()));
+  Band all;
+  all.high = entries();
+  if (device_ == Device::kCpu) {
+    call.schedule = &schedule_.Build(tokens, entries(), all);
+  } else {
+    call.band = &all;
+  }
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(dense_.Run(DenseProblem(tokens, entries()), call, rest));
+  return found;
 }
 
 absl::Status MemoryStore::Append(const ConstTensorView& k, const ConstTensorView& v,
@@ -122,68 +182,92 @@ absl::Status MemoryStore::Append(const ConstTensorView& k, const ConstTensorView
   // Of more tokens than there are slots the last ones stay.
   const int64_t skip = std::max<int64_t>(k.dim(2) - shape_.slots(), 0);
   const int64_t place = (tokens_ + skip) % shape_.slots();
-  TFB_RETURN_IF_ERROR(CopyRows(k, skip, /*unit=*/true, Ring(keys_), place, execution));
-  TFB_RETURN_IF_ERROR(CopyRows(v, skip, /*unit=*/false, Ring(values_), place, execution));
+  TFB_RETURN_IF_ERROR(CopyRows(k, skip, RowLength::kUnit, Ring(keys_), place, execution));
+  TFB_RETURN_IF_ERROR(CopyRows(v, skip, RowLength::kKept, Ring(values_), place, execution));
   tokens_ += k.dim(2);
   return absl::OkStatus();
 }
 
-absl::Status MemoryStore::CopyRows(const ConstTensorView& from, int64_t skip, bool unit,
+absl::Status MemoryStore::CopyRows(const ConstTensorView& from, int64_t skip, RowLength length,
                                    const TensorView& to, int64_t first_place,
                                    const Execution& execution) const {
   const int64_t tokens = from.dim(2) - skip, heads = problem_.query_heads, channels = from.dim(3);
   if (device_ != Device::kCpu) {
     const ConstTensorView kept = Slice(from, 2, skip, tokens);
     const CopyRowsArguments arguments = {
-        ToDeviceView(kept), ToDeviceView(to), problem_.batch, heads, tokens,
-        channels,           first_place,      to.dim(1),      unit};
+        ToDeviceView(kept), ToDeviceView(to), problem_.batch, heads,  tokens,
+        channels,           first_place,      to.dim(1),      length, scales_.data()};
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     return ToStatus(
         KernelsOn<MemorizingKernels>(runtime->target()).copy_rows(arguments, execution.stream));
   }
   const int64_t tasks = (tokens + kTokensOfTask - 1) / kTokensOfTask;
   execution.pool->ParallelFor(rows() * tasks, [&](int64_t task, int) {
-    const int64_t row = task / tasks, first = task % tasks * kTokensOfTask;
+    const int64_t row = task / tasks, first = task % tasks * kTokensOfTask, h = row % heads;
+    const float scale = length == RowLength::kScale ? std::abs(scales_.data()[h]) : 1;
     for (int64_t t = first; t < std::min(first + kTokensOfTask, tokens); ++t) {
       float* place = to.MutableAt<float>(row, (first_place + t) % to.dim(1));
-      LoadRow(from, from.Offset(row / heads, row % heads, skip + t), from.stride(3), channels,
-              place);
-      if (unit) DivideByNorm(place, channels);
+      LoadRow(from, from.Offset(row / heads, h, skip + t), from.stride(3), channels, place);
+      if (length != RowLength::kKept) MakeLength(scale, place, channels);
     }
   });
   return absl::OkStatus();
 }
 
-void MemoryStore::MixOnCpu(const Scratch& found, const TensorView& heads,
-                           const TensorView& retrieved, const Execution& execution) const {
+void MemoryStore::MixOnCpu(const Found& found, const TensorView& heads, const TensorView& retrieved,
+                           const Execution& execution) const {
   const int64_t tokens = heads.dim(2), channels = heads.dim(3), k = shape_.k;
   const int64_t tasks = (tokens + kTokensOfTask - 1) / kTokensOfTask;
   const TensorView values = Ring(values_);
   execution.pool->ParallelFor(rows() * tasks, [&](int64_t task, int) {
     float memory[kMaxHeadDim];
-    Eigen::Map<Eigen::ArrayXf> of_memory(memory, channels);
     const int64_t row = task / tasks, first = task % tasks * kTokensOfTask;
     const int64_t b = row / problem_.query_heads, h = row % problem_.query_heads;
     const float gate = 1 / (1 + std::exp(-gates_.data()[h]));
     const float scale = std::abs(scales_.data()[h]);
     for (int64_t t = first; t < std::min(first + kTokensOfTask, tokens); ++t) {
-      int32_t* slots = found.slots + (row * tokens + t) * k;
-      const float* scores = found.scores + (row * tokens + t) * k;
-      if (ReadSlots(slots, scores, k, scale, values.At<float>(row), of_memory)) {
+      const int64_t query = row * tokens + t;
+      int32_t* slots = found.slots == nullptr ? nullptr : found.slots + query * k;
+      Eigen::Map<Eigen::ArrayXf> read(memory, channels);
+      bool any = entries() > 0;
+      if (slots != nullptr) {
+        any = ReadSlots(slots, found.scores + query * k, k, scale, values.At<float>(row), read);
+      } else if (any) {
+        read = Eigen::Map<const Eigen::ArrayXf>(found.mean + query * channels, channels);
+      }
+      if (any) {
         Eigen::Map<Eigen::ArrayXf, 0, Eigen::InnerStride<>> out(
             heads.MutableAt<float>(b, h, t), channels, Eigen::InnerStride<>(heads.stride(3)));
-        out = gate * of_memory + (1 - gate) * out;
+        out = gate * read + (1 - gate) * out;
       }
       if (!retrieved.empty()) StoreTokens(slots, retrieved, retrieved.Offset(b, h, t));
     }
   });
 }
 
-absl::Status MemoryStore::MixOnCuda(const Scratch& found, const TensorView& heads,
+void MemoryStore::StoreTokens(int32_t* slots, const TensorView& retrieved, int64_t offset) const {
+  const int64_t first = tokens_ - kept();
+  const auto age = [this](int32_t slot) {
+    return slot < oldest() ? slot - oldest() + shape_.slots() : slot - oldest();
+  };
+  if (slots != nullptr) {
+    std::sort(slots, std::find(slots, slots + shape_.k, -1),
+              [&age](int32_t a, int32_t b) { return age(a) < age(b); });
+  }
+  int64_t* to = static_cast<int64_t*>(retrieved.mutable_data()) + offset;
+  for (int64_t n = 0; n < shape_.k; ++n, to += retrieved.stride(3)) {
+    const bool exists = slots == nullptr ? n < entries() : slots[n] >= 0;
+    *to = exists ? first + (slots == nullptr ? n : age(slots[n])) : -1;
+  }
+}
+
+absl::Status MemoryStore::MixOnCuda(const Found& found, const TensorView& heads,
                                     const TensorView& retrieved, const Execution& execution) const {
   MixArguments arguments = {};
   arguments.slots = found.slots;
   arguments.scores = found.scores;
+  arguments.mean = found.mean;
+  arguments.entries = entries();
   arguments.values = ToDeviceView(Ring(values_));
   arguments.out = ToDeviceView(heads);
   arguments.gates = gates_.data();

@@ -4,20 +4,26 @@
 // For each batch row and head a ring of slots: token j lies in slot j mod (capacity + lag), so that a
 // token is written once and never moved, and the oldest makes room for the newest. The newest `lag`
 // tokens are kept but not searched. The CPU keeps fp32, CUDA the problem's dtype.
+//
+// Where queries read all of the store, engine flash does it, and nothing is searched.
 #ifndef TFB_MEMORY_MEMORIZING_MEMORY_STORE_H_
 #define TFB_MEMORY_MEMORIZING_MEMORY_STORE_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/cuda/device_array.h"
+#include "core/flash/flash_engine.h"
 #include "core/problem.h"
+#include "core/schedule/band_schedule.h"
 #include "core/search/search.h"
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
+#include "memory/memorizing/memorizing_cuda.h"
 
 namespace tfb {
 
@@ -51,37 +57,49 @@ class MemoryStore {
   // heads, tokens, head_dim]. `retrieved`, i64 [batch, heads, tokens, k] unless empty, becomes the
   // tokens that were read, ascending, counted from the first Append; -1 behind the last.
   absl::Status Read(const ConstTensorView& q, const TensorView& heads, const TensorView& retrieved,
-                    const Execution& execution) const;
+                    const Execution& execution);
   // The next tokens: k and v, [batch, heads, tokens, head_dim] of any floating dtype.
   absl::Status Append(const ConstTensorView& k, const ConstTensorView& v,
                       const Execution& execution);
 
  private:
   MemoryStore(Device device, const Problem& problem, const StoreShape& shape)
-      : device_(device), problem_(problem), shape_(shape) {}
+      : device_(device), problem_(problem), shape_(shape), schedule_(shape.max_segment) {}
 
   int64_t rows() const { return problem_.batch * problem_.query_heads; }
   int64_t kept() const { return std::min(tokens_, shape_.slots()); }
   int64_t oldest() const { return tokens_ <= shape_.slots() ? 0 : tokens_ % shape_.slots(); }
   TensorView Ring(const DeviceArray<std::byte>& memory) const;  // [rows, slots, head_dim]
   SearchSizes LargestSearch() const;
+  // Of queries that read so many tokens.
+  Problem DenseProblem(int64_t queries, int64_t entries) const;
+  bool reads_all() const { return shape_.lag == 0 && entries() <= shape_.k; }
 
-  struct Scratch {
-    TensorView queries;  // f32 [rows, tokens, head_dim]: of unit length
-    int32_t* slots;      // [rows][tokens][k]
-    float* scores;       // [rows][tokens][k]
+  // Of unit length, f32 [rows, tokens, head_dim].
+  TensorView LayOutQueries(int64_t tokens, Workspace& workspace) const;
+  // What they read: the best k slots, or the values' mean.
+  struct Found {
+    int32_t* slots = nullptr;  // [rows][tokens][k]
+    float* scores = nullptr;   // [rows][tokens][k]
+    float* mean = nullptr;  // [rows][tokens][head_dim]: of all of the store, in the place of slots
   };
-  Scratch LayOut(int64_t tokens, Workspace& workspace) const;
+  Found LayOutSlots(int64_t tokens, Workspace& workspace) const;
+  Found LayOutMean(int64_t tokens, Workspace& workspace) const;
+
+  absl::StatusOr<Found> FindBest(const TensorView& queries, const Execution& execution) const;
+  absl::StatusOr<Found> ReadAll(const TensorView& queries, const Execution& execution);
 
   // Rows of `from` [batch, heads, tokens, head_dim], the first `skip` tokens left out, to places
-  // first_place, first_place + 1, ... of the ring `to`, of unit length where `unit`.
-  absl::Status CopyRows(const ConstTensorView& from, int64_t skip, bool unit, const TensorView& to,
-                        int64_t first_place, const Execution& execution) const;
+  // first_place, first_place + 1, ... of the ring `to`, as they are, of unit length, or that
+  // times the heads' scales.
+  absl::Status CopyRows(const ConstTensorView& from, int64_t skip, RowLength length,
+                        const TensorView& to, int64_t first_place,
+                        const Execution& execution) const;
   // The tokens in k slots, which it sorts.
   void StoreTokens(int32_t* slots, const TensorView& retrieved, int64_t offset) const;
-  void MixOnCpu(const Scratch& found, const TensorView& heads, const TensorView& retrieved,
+  void MixOnCpu(const Found& found, const TensorView& heads, const TensorView& retrieved,
                 const Execution& execution) const;
-  absl::Status MixOnCuda(const Scratch& found, const TensorView& heads, const TensorView& retrieved,
+  absl::Status MixOnCuda(const Found& found, const TensorView& heads, const TensorView& retrieved,
                          const Execution& execution) const;
 
   Device device_ = Device::kCpu;
@@ -92,7 +110,9 @@ class MemoryStore {
   DeviceArray<std::byte> values_;
   DeviceArray<float> gates_;  // [heads]
   DeviceArray<float> scales_;
-  int64_t tokens_ = 0;  // since the last Clear
+  FlashEngine dense_;
+  BandSchedule schedule_;  // the CPU's, of a call of it
+  int64_t tokens_ = 0;     // since the last Clear
 };
 
 }  // namespace tfb

@@ -1,6 +1,6 @@
 """Writes memory/memorizing/testdata: see golden.py, whose rules hold here too.
 
-The stack is Hugging Face's Transformer-XL. What layer 1 hands to its output projection is mixed with
+The stack is Hugging Face's Transformer-XL. What the second layer hands to its output projection is mixed with
 what the Memorizing Transformer's authors' own functions read in their store.
 """
 
