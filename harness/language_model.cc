@@ -58,12 +58,6 @@ double Surprise(const float* scores, int64_t vocabulary, uint8_t byte) {
   return std::log(sum) - static_cast<double>(scores[byte] - max);
 }
 
-Tensor Copy(const ConstTensorView& view) {
-  Tensor copy(view.dtype, view.shape());
-  CopyElements(view, copy.view());
-  return copy;
-}
-
 // Where a datastore is kept from one run to the next.
 std::string CachePath(const DatastoreFormat& format, int64_t entries) {
   const char* cache = std::getenv("XDG_CACHE_HOME");
@@ -100,8 +94,8 @@ class Reader {
       return absl::InvalidArgumentError(
           absl::StrCat(technique.info().name, " cannot be appended to"));
     }
-    TFB_ASSIGN_OR_RETURN(const NamedTensors parameters, model.ParametersOf(*reader->layer_));
-    TFB_RETURN_IF_ERROR(reader->layer_->SetParameters(parameters));
+    TFB_ASSIGN_OR_RETURN(NamedTensors parameters, model.ParametersOf(*reader->layer_));
+    TFB_RETURN_IF_ERROR(reader->layer_->SetParameters(std::move(parameters)));
     reader->workspace_ =
         Tensor(DType::kU8,
                {static_cast<int64_t>(reader->layer_->workspace_bytes(reader->pool_.threads()))});
@@ -293,7 +287,9 @@ absl::StatusOr<NamedTensors> LanguageModel::ParametersOf(const Layer& layer) con
       if (parameters.count(name) > 0) continue;
       TFB_ASSIGN_OR_RETURN(NamedTensors datastore, DatastoreOf(tensor.dim(0)));
       for (auto& [part, contents] : datastore) {
-        parameters[part] = contents.CloneAs(layer.parameters().at(part).dtype());
+        const DType dtype = layer.parameters().at(part).dtype();
+        parameters[part] =
+            contents.dtype() == dtype ? std::move(contents) : contents.CloneAs(dtype);
       }
       continue;
     }
@@ -325,8 +321,9 @@ absl::StatusOr<NamedTensors> LanguageModel::DatastoreOf(int64_t entries) const {
   const std::string path = CachePath(format, entries);
   NamedTensors tensors;
   if (const auto saved = Datastore::Open(path, format); saved.ok() && saved->entries() == entries) {
-    tensors[kKeys] = Copy(saved->keys());
-    tensors[kValues] = Copy(saved->values());
+    NamedTensors mapped = saved->Tensors();
+    tensors[kKeys] = std::move(mapped.at("keys"));
+    tensors[kValues] = std::move(mapped.at("values"));
     return tensors;
   }
   TFB_ASSIGN_OR_RETURN(ModelStates states, StatesOf(text.substr(0, entries)));

@@ -292,8 +292,8 @@ absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hoo
                                                      : TechniqueDescription::WEIGHTS_SEEDED);
   if (const auto& text = sweep_case.input.text; text != nullptr) {
     hooks.on_activity(prepared->index, "parameters");
-    TFB_ASSIGN_OR_RETURN(const NamedTensors trained, text->ParametersOf(layer));
-    TFB_RETURN_IF_ERROR(layer.SetParameters(trained));
+    TFB_ASSIGN_OR_RETURN(NamedTensors trained, text->ParametersOf(layer));
+    TFB_RETURN_IF_ERROR(layer.SetParameters(std::move(trained)));
     description.set_weights(TechniqueDescription::WEIGHTS_TRAINED);
     description.set_weights_file(text->file());
   }
