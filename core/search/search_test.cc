@@ -391,6 +391,19 @@ TEST_P(SearchTest, SizesThatDoNotFitAreErrors) {
             "channels 1 apart");
 }
 
+// Few queries are searched in more parts than many.
+TEST_P(SearchTest, AWorkspaceForManyQueriesServesFewer) {
+  for (const SearchSelection selection : {SearchSelection::kExact, SearchSelection::kBucketed}) {
+    for (const int threads : {2, 7}) {
+      SearchSizes sizes = {1, 1, 600, 8, 20000, 32, selection};
+      const size_t bytes = SearchWorkspaceBytes(device(), sizes, threads);
+      for (sizes.queries = 1; sizes.queries < 600; ++sizes.queries) {
+        EXPECT_LE(SearchWorkspaceBytes(device(), sizes, threads), bytes) << sizes.queries;
+      }
+    }
+  }
+}
+
 TEST(SearchCpu, ThreadsChangeNoBit) {
   for (const int64_t queries : {1, 2, 3, 100, 300}) {
     Case c;

@@ -42,7 +42,8 @@
 // and adds a learned key and value to what is retrieved: none of it is in the paper.
 //
 // Cost beside Transformer-XL's, of a token and n = min(store, tokens before): 2 n d FLOPs to score
-// (d = model_dim) and 2 k d to read. Store: 2 `store` d numbers a batch row, fp32 on the CPU.
+// (d = model_dim) and 2 min(k, n) d to read; where k >= n nothing is selected, and engine flash reads
+// all. Store: 2 `store` d numbers a batch row, fp32 on the CPU.
 #ifndef TFB_MEMORY_MEMORIZING_MEMORIZING_H_
 #define TFB_MEMORY_MEMORIZING_MEMORIZING_H_
 

@@ -102,8 +102,11 @@ Problem MemoryStore::DenseProblem(int64_t queries, int64_t entries) const {
 size_t MemoryStore::workspace_bytes(int threads) const {
   const int64_t tokens = shape_.max_segment;
   const auto bytes_of = [](const auto& lay_out) { return Workspace::Measure(lay_out); };
-  const size_t search = bytes_of([&](Workspace& workspace) { LayOutSlots(tokens, workspace); }) +
-                        SearchWorkspaceBytes(device_, LargestSearch(), threads);
+  size_t search = 0;
+  if (shape_.lag > 0 || shape_.k < shape_.capacity) {
+    search = bytes_of([&](Workspace& workspace) { LayOutSlots(tokens, workspace); }) +
+             SearchWorkspaceBytes(device_, LargestSearch(), threads);
+  }
   size_t dense = 0;  // of fewer entries more heads' are packed at a time
   for (int64_t entries = shape_.k; entries > 0; entries = (entries - 1) / kFlashTile * kFlashTile) {
     dense = std::max(dense, FlashEngine::WorkspaceBytes(device_, DenseProblem(tokens, entries),

@@ -90,8 +90,7 @@ class MemoryStore {
   absl::StatusOr<Found> ReadAll(const TensorView& queries, const Execution& execution);
 
   // Rows of `from` [batch, heads, tokens, head_dim], the first `skip` tokens left out, to places
-  // first_place, first_place + 1, ... of the ring `to`, as they are, of unit length, or that
-  // times the heads' scales.
+  // first_place, first_place + 1, ... of the ring `to`.
   absl::Status CopyRows(const ConstTensorView& from, int64_t skip, RowLength length,
                         const TensorView& to, int64_t first_place,
                         const Execution& execution) const;
