@@ -54,6 +54,13 @@ std::vector<TensorSpec> RetrievalOutputs(const Problem& p, const RetrievalOption
           {"neighbours", {p.batch, p.query_tokens, options.k}, DType::kI32, true}};
 }
 
+TechniqueSpec ModelAlone(const std::string& technique, const RetrievalOptions& options) {
+  return {technique,
+          {{"vocabulary", absl::StrCat(options.vocabulary)},
+           {"entries", absl::StrCat(options.entries)},
+           {"k", "0"}}};
+}
+
 absl::Status CheckRetrievalProblem(absl::string_view technique, const Problem& problem) {
   const auto same = [&](absl::string_view name, int64_t value, absl::string_view other,
                         int64_t allowed) {

@@ -21,6 +21,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -68,6 +69,8 @@ struct RetrievalOptions {
 
 std::vector<TensorSpec> RetrievalInputs(const Problem& problem, const RetrievalOptions& options);
 std::vector<TensorSpec> RetrievalOutputs(const Problem& problem, const RetrievalOptions& options);
+// The technique without neighbours, on the same parameters: what it is held against.
+TechniqueSpec ModelAlone(const std::string& technique, const RetrievalOptions& options);
 // InvalidArgument where the problem's sizes are not self-attention's.
 absl::Status CheckRetrievalProblem(absl::string_view technique, const Problem& problem);
 // Unimplemented: an approximate search that is not on the CPU.

@@ -268,9 +268,8 @@ std::vector<double> NeighbourProbabilities(const std::vector<Neighbour>& neighbo
 KnnLm::KnnLm() : TechniqueOf(Info()) {}
 
 absl::StatusOr<TechniqueSpec> KnnLm::Counterpart(const Problem&, const Options& options) const {
-  Options alone = options;
-  alone["k"] = "0";
-  return TechniqueSpec{info().name, std::move(alone)};
+  TFB_ASSIGN_OR_RETURN(const KnnLmOptions parsed, ParseOptions<KnnLmOptions>(options));
+  return ModelAlone(info().name, parsed);
 }
 
 std::vector<TensorSpec> KnnLm::ReadTensors(const Problem& problem,

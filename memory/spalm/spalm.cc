@@ -247,9 +247,8 @@ std::vector<double> Gated(const std::vector<Neighbour>& neighbours, const ConstT
 Spalm::Spalm() : TechniqueOf(Info()) {}
 
 absl::StatusOr<TechniqueSpec> Spalm::Counterpart(const Problem&, const Options& options) const {
-  Options alone = options;
-  alone["k"] = "0";
-  return TechniqueSpec{info().name, std::move(alone)};
+  TFB_ASSIGN_OR_RETURN(const SpalmOptions parsed, ParseOptions<SpalmOptions>(options));
+  return ModelAlone(info().name, parsed);
 }
 
 std::vector<TensorSpec> Spalm::ReadTensors(const Problem& problem,
