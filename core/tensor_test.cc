@@ -1,7 +1,10 @@
 #include "core/tensor.h"
 
 #include <cmath>
+#include <memory>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "gtest/gtest.h"
 
@@ -53,6 +56,18 @@ TEST(Tensor, SizesThatOverflowAreAnErrorAndNotAnAllocation) {
             absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Tensor::Allocate(DType::kF32, {1, 1, 1, 1, 1, 1}).status().code(),
             absl::StatusCode::kInvalidArgument);
+}
+
+TEST(Tensor, OneThatSharesKeepsTheOwnerAlive) {
+  auto owner = std::make_shared<std::vector<float>>(6, 2.5f);
+  const std::weak_ptr<std::vector<float>> watched = owner;
+  const TensorView view(owner->data(), DType::kF32, {2, 3});
+  Tensor tensor = Tensor::Sharing(std::move(owner), view);
+  EXPECT_EQ(tensor.raw(), view.data);
+  EXPECT_EQ(tensor.view().Get(5), 2.5);
+  EXPECT_FALSE(watched.expired());
+  tensor = Tensor();
+  EXPECT_TRUE(watched.expired());
 }
 
 TEST(Tensor, ConversionRoundsToNearestEven) {

@@ -3,6 +3,7 @@
 // Tolerances. A sum of n products in fp32, in any order and with or without fused roundings, is off
 // by at most n u sum |x_k w_k| (u = 2^-24, to first order); adding a bias and a residual makes two
 // more terms. Storing y in its own precision adds u_y |y|.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -22,6 +23,7 @@
 #include "core/layers/gate.h"
 #include "core/layers/layer_norm.h"
 #include "core/layers/layers_cuda.h"
+#include "core/layers/log_softmax.h"
 #include "core/layers/matmul.h"
 #include "core/layers/sinusoid.h"
 #include "core/random.h"
@@ -115,6 +117,7 @@ class LayersOn : public ::testing::TestWithParam<Device> {
 };
 class MatMulOn : public LayersOn {};
 class LayerNormOn : public LayersOn {};
+class LogSoftmaxOn : public LayersOn {};
 class FeedForwardOn : public LayersOn {};
 class AddOn : public LayersOn {};
 class GateOn : public LayersOn {};
@@ -491,6 +494,61 @@ TEST_P(LayerNormOn, ShapesThatDoNotFitAreAnError) {
             "layer norm of 4 channels of x [1, 2, 5] does not give y [1, 2, 5]");
 }
 
+TEST_P(LogSoftmaxOn, EqualsLoopsAlsoWhereExponentialsOverflow) {
+  for (int64_t channels : {1, 7, 32, 33, 200}) {
+    for (double scale : {1.0, 1000.0}) {
+      Tensor x(DType::kF32, {2, 19, channels}), y(DType::kF32, {2, 19, channels});
+      FillNormal(&x, 1, "x", 0, scale);
+      Fill(y.view(), kNan);
+      Machine machine(device(), 2, LogSoftmaxWorkspaceBytes(device(), channels, 2));
+      ASSERT_OK(LogSoftmax(device(), In(x.view()), Out(y.view()), machine.execution()));
+      Back();
+      EXPECT_TRUE(machine.guards_intact());
+      for (int64_t row = 0; row < 38; ++row) {
+        const float* values = x.span<float>().data() + row * channels;
+        const double max = *std::max_element(values, values + channels);
+        double sum = 0;
+        for (int64_t c = 0; c < channels; ++c) sum += std::exp(values[c] - max);
+        for (int64_t c = 0; c < channels; ++c) {
+          const double expected = values[c] - max - std::log(sum);
+          // Each term of the sum is off by a few roundings, and so are their sum and its logarithm.
+          const double bound =
+              0x1p-24 * (static_cast<double>(channels) + 8 + 2 * std::abs(values[c] - max));
+          ASSERT_NEAR(y.span<float>()[row * channels + c], expected, bound) << channels;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(LogSoftmaxOn, WorksInPlaceOnStridedRowsOfWhichANanTakesItsOwn) {
+  Tensor memory = Random(DType::kF32, {4, 12, 6}, 1);  // channels in the middle
+  *memory.view().MutableAt<float>(2, 11, 3) = std::numeric_limits<float>::quiet_NaN();
+  Machine machine(device(), 1, LogSoftmaxWorkspaceBytes(device(), 12, 1));
+  const TensorView x = Transpose(memory.view(), 1, 2);
+  const TensorView state = Out(x);
+  ASSERT_OK(LogSoftmax(device(), state, state, machine.execution()));
+  Back();
+  for (int64_t b = 0; b < 4; ++b) {
+    for (int64_t t = 0; t < 6; ++t) {
+      double sum = 0;
+      for (int64_t c = 0; c < 12; ++c) sum += std::exp(*x.At<float>(b, t, c));
+      if (b == 2 && t == 3) {
+        EXPECT_TRUE(std::isnan(*x.At<float>(b, t, 0)));
+      } else {
+        EXPECT_NEAR(sum, 1, 1e-6);
+      }
+    }
+  }
+}
+
+TEST_P(LogSoftmaxOn, ShapesThatDoNotFitAreAnError) {
+  Tensor x(DType::kF32, {1, 2, 5}), y(DType::kF32, {1, 2, 4});
+  Machine machine(device(), 1, LogSoftmaxWorkspaceBytes(device(), 5, 1));
+  EXPECT_EQ(LogSoftmax(device(), x.view(), y.view(), machine.execution()).message(),
+            "log softmax of x [1, 2, 5] does not give y [1, 2, 4]");
+}
+
 TEST_P(FeedForwardOn, IsTwoProductsWithTheActivationBetween) {
   const int64_t in = 40, inner = 96, rows = 10;
   const Tensor x = Random(DType::kF32, {1, rows, in}, 1);
@@ -703,6 +761,7 @@ std::string DeviceName(const ::testing::TestParamInfo<Device>& info) {
 const Device kDevices[] = {Device::kCpu, Device::kSimulator, Device::kCuda};
 INSTANTIATE_TEST_SUITE_P(, MatMulOn, ::testing::ValuesIn(kDevices), DeviceName);
 INSTANTIATE_TEST_SUITE_P(, LayerNormOn, ::testing::ValuesIn(kDevices), DeviceName);
+INSTANTIATE_TEST_SUITE_P(, LogSoftmaxOn, ::testing::ValuesIn(kDevices), DeviceName);
 INSTANTIATE_TEST_SUITE_P(, FeedForwardOn, ::testing::ValuesIn(kDevices), DeviceName);
 INSTANTIATE_TEST_SUITE_P(, GateOn, ::testing::ValuesIn(kDevices), DeviceName);
 INSTANTIATE_TEST_SUITE_P(, AddOn, ::testing::ValuesIn(kDevices), DeviceName);

@@ -171,6 +171,7 @@ absl::Status RetrievalLayer::DoSetup(const Inputs&, const Execution& execution) 
   }
   if (device_ == Device::kCpu) return absl::OkStatus();
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  device_keys_ = DeviceBuffer();  // before there is room for others
   TFB_ASSIGN_OR_RETURN(device_keys_, runtime->Upload(keys.raw(), keys.bytes()));
   keys_ = device_keys_.As<float>();
   return runtime->Synchronize();

@@ -6,7 +6,8 @@
 //   w_i      = exp(-d_i / temperature) / sum_j exp(-d_j / temperature),   d_i = |context - key_i|^2
 //
 // over the k neighbours of the token in the datastore (core/retrieval/retrieval_layer.h). Written is
-// log p. A token that finds no neighbour has p = p_LM. With lambda = 1, where p_LM has no say, the
+// log p. Distances are off by up to 2^-23 of themselves, as the search's are, and weights by that over
+// the temperature. A token that finds no neighbour has p = p_LM. With lambda = 1, where p_LM has no say, the
 // tokens that no neighbour has are -inf.
 //
 // Source: Khandelwal, Levy, Jurafsky, Zettlemoyer, Lewis 2020, "Generalization through memorization:

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) Aggregate(SpalmArguments a) {
   for (int n = Warp(); n <= a.k; n += kThreads / kWarp) {
     const int64_t entry = n < a.k ? a.neighbours[row * a.k + n] : -1;
     const int token = entry >= 0 ? a.values[entry] : -1;
-    const float* vector = n == a.k ? a.gate : a.embeddings + token * a.dim;
+    const float* vector = n == a.k ? a.gate : a.embeddings + (token < 0 ? 0 : token) * a.dim;
     const float score = n < a.k && token < 0 ? NegativeInfinity() : DotWith(a, row, vector);
     if (Lane() != 0) continue;
     if (n == a.k) {
