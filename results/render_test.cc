@@ -349,11 +349,15 @@ TEST(RenderTerminal, SixteenBitAccuracyFitsTheTerminalWithEveryColumn) {
   result.mutable_outcome()->mutable_ratio_to_dense_error()->set_value(1.14);
   result.mutable_outcome()->mutable_ratio_to_dense_error()->set_bound(2);
   result.mutable_outcome()->mutable_log_sum_exp_error()->set_value(1.2e-3);
+  (*result.mutable_outcome()->mutable_statistics())["extrapolation_change"] = 0.42;
   *results.add_cases() = result;
   const std::string text = AsTerminal(results);
-  EXPECT_TRUE(absl::StrContains(text, "2.3e-3 (<= 0.01)     0.18  1.1 (<= 2)  1.2e-3  0.87"))
-      << text;
-  EXPECT_TRUE(absl::StrContains(text, "0.78  ok")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "2.3e-3 (<= 0.01)     0.18  1.1 (<= 2)  0.87")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "0.78    0.42  ok")) << text;
+  EXPECT_FALSE(absl::StrContains(text, "1.2e-3")) << text;
+  RenderOptions details;
+  details.details = true;
+  EXPECT_TRUE(absl::StrContains(Render(results, details), "1.2e-3"));
 }
 
 // Three layers of one file under both masks, of "plain" and "near".

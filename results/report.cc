@@ -669,7 +669,9 @@ Table AccuracyTable(const TableGroup& group, bool by_layer) {
                          });
                        }});
   }
-  if (AnyHas(group, LogSumExpError)) {
+  // In detail: the verdict has it.
+  const bool has_log_sum_exp = by_layer && AnyHas(group, LogSumExpError);
+  if (has_log_sum_exp) {
     columns.push_back({{"LSE\nerror", true}, [](const std::vector<const Case*>& cases) {
                          return TableCell(FormatError(WorstValue(cases, LogSumExpError)));
                        }});
@@ -708,7 +710,7 @@ Table AccuracyTable(const TableGroup& group, bool by_layer) {
     notes.push_back(
         "x dense in 16 bit: error over that of dense attention in the same precision, worst");
   }
-  if (AnyHas(group, LogSumExpError)) notes.push_back("LSE: log-sum-exp of the scores, worst");
+  if (has_log_sum_exp) notes.push_back("LSE: log-sum-exp of the scores, worst");
   if (AnyHas(group, ExtrapolationChange)) {
     notes.push_back(
         "change at 8x: share of the last tokens' attention that goes elsewhere than where the last "
