@@ -653,8 +653,9 @@ inline void PrefetchRow(const IndexedRows& rows, int64_t n) {
   for (int64_t c = 0; c < rows.columns; c += 16) __builtin_prefetch(row + c);
 }
 
-// As MatrixVector, with each row also against itself.
-void Dots(const IndexedRows& rows, const float* x, float* dots, float* squares) {
+// As MatrixVector, with each row also against itself where kSquares.
+template <bool kSquares>
+void DotsOf(const IndexedRows& rows, const float* x, float* dots, float* squares) {
   const int64_t whole = rows.columns / kLanes * kLanes;
   for (int64_t n = 0; n < rows.count; n += 4) {
     const int64_t count = rows.count - n < 4 ? rows.count - n : 4;
@@ -671,23 +672,28 @@ void Dots(const IndexedRows& rows, const float* x, float* dots, float* squares) 
       for (int64_t c = 0; c < whole; c += kLanes) {
         const Floats y = Load(row[i] + c);
         d += y * Load(x + c);
-        s += y * y;
+        if (kSquares) s += y * y;
       }
       dot[i] = d;
       square[i] = s;
     }
-    float of_dots[4], of_squares[4];
+    float of_dots[4], of_squares[4] = {};
     HorizontalSums(dot, of_dots);
-    HorizontalSums(square, of_squares);
+    if (kSquares) HorizontalSums(square, of_squares);
     for (int64_t i = 0; i < count; ++i) {
       for (int64_t c = whole; c < rows.columns; ++c) {
         of_dots[i] += row[i][c] * x[c];
         of_squares[i] += row[i][c] * row[i][c];
       }
       dots[n + i] = of_dots[i];
-      squares[n + i] = of_squares[i];
+      if (kSquares) squares[n + i] = of_squares[i];
     }
   }
+}
+
+void Dots(const IndexedRows& rows, const float* x, float* dots, float* squares) {
+  if (squares == nullptr) return DotsOf<false>(rows, x, dots, squares);
+  DotsOf<true>(rows, x, dots, squares);
 }
 
 int64_t Reaching(const ScoreRows& rows, const float* offset, const float* bound, int32_t* places) {
@@ -706,6 +712,45 @@ int64_t Reaching(const ScoreRows& rows, const float* offset, const float* bound,
     }
   }
   return count;
+}
+
+void GroupMaxima(const ScoreRows& rows, const float* offset, int64_t group, float* maxima) {
+  for (int64_t first = 0; first < rows.rows; first += group, maxima += rows.stride) {
+    const int64_t end = first + group < rows.rows ? first + group : rows.rows;
+    for (int64_t c = 0; c < rows.columns; c += kLanes) {
+      Floats largest = Floats{} - __builtin_inff();
+      for (int64_t r = first; r < end; ++r) {
+        largest = Max(Load(rows.scores + r * rows.stride + c) - offset[r], largest);
+      }
+      Store(maxima + c, largest);
+    }
+  }
+}
+
+void ColumnBounds(const ScoreRows& rows, int64_t wanted, float* bound) {
+  constexpr int kHalvings = 14;  // of the range of a column
+  constexpr float kLargest = 0x1p126f;
+  for (int64_t c = 0; c < rows.columns; c += kLanes) {
+    const float* column = rows.scores + c;
+    Floats low = Floats{} + kLargest, high = -low;
+    for (int64_t r = 0; r < rows.rows; ++r) {
+      const Floats value = Load(column + r * rows.stride);
+      low = Min(value, low);
+      high = Max(value, high);
+    }
+    low = Max(low, Floats{} - kLargest);
+    Floats reached = Floats{} - __builtin_inff();
+    for (int n = 0; n < kHalvings; ++n) {
+      const Floats middle = 0.5f * (low + high);
+      Ints count = {};
+      for (int64_t r = 0; r < rows.rows; ++r) count -= Load(column + r * rows.stride) >= middle;
+      const Ints enough = count >= static_cast<int32_t>(wanted);
+      reached = enough ? middle : reached;
+      low = enough ? middle : low;
+      high = enough ? high : middle;
+    }
+    Store(bound + c, reached);
+  }
 }
 
 // Sixteen sums in float64, as doubles have half as many lanes as floats.
@@ -805,6 +850,8 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                AdjustPairs,
                                                                SignedArgmax,
                                                                Reaching,
+                                                               GroupMaxima,
+                                                               ColumnBounds,
                                                                ScaleRows,
                                                                Transpose64,
                                                                ExpRows,

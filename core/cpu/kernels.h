@@ -142,6 +142,12 @@ struct CpuKernels {
   // Returns how many there are; `places` has room for all.
   int64_t (*reaching)(const ScoreRows& rows, const float* offset, const float* bound,
                       int32_t* places);
+  // The largest scores[r][c] - offset[r] of each column and `group` consecutive rows, of which the
+  // last may be fewer: maxima[n * stride + c] of group n. NaN are passed over.
+  void (*group_maxima)(const ScoreRows& rows, const float* offset, int64_t group, float* maxima);
+  // bound[c]: what at least `wanted` numbers of column c reach, and if their differences allow, not
+  // many more. -inf where there are not as many finite ones.
+  void (*column_bounds)(const ScoreRows& rows, int64_t wanted, float* bound);
   // row[r][c] *= factor[r].
   void (*scale_rows)(const ScoreRows& rows, const float* factor);
 
@@ -160,7 +166,8 @@ struct CpuKernels {
   void (*matrix_vector)(int64_t rows, int64_t columns, const float* a, int64_t a_row,
                         const float* x, float* y, int64_t y_stride, bool accumulate);
 
-  // Of each row y: dots[n] = sum_c x_c y_c and squares[n] = sum_c y_c^2. Any number of columns.
+  // Of each row y: dots[n] = sum_c x_c y_c and, unless it is null, squares[n] = sum_c y_c^2. Any
+  // number of columns.
   void (*dots)(const IndexedRows& rows, const float* x, float* dots, float* squares);
   // In float64, for each row y, whatever the instruction set, bit for bit: scores[n] = sum_c x_c y_c,
   // or sum_c fl(x_c - y_c)^2 where `distance`, with fl rounding to float, so that products and

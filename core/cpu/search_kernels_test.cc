@@ -1,4 +1,5 @@
 // The kernels of engine search, in every instruction set that this machine runs.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -56,6 +57,66 @@ TEST_P(SearchKernels, ScoresReachTheirColumnsBound) {
   }
 }
 
+TEST_P(SearchKernels, TheLargestOfEachGroupOfRows) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const int64_t columns : {16, 48, 80}) {
+    for (const int64_t group : {1, 3, 7, 9}) {
+      std::vector<float> offset(kRows, 0.25f), scores(a(), a() + kRows * kStride);
+      offset[2] = kInfinity;
+      scores[3 * kStride + 5] = std::numeric_limits<float>::quiet_NaN();
+      const int64_t groups = (kRows + group - 1) / group;
+      std::vector<float> maxima(groups * kStride);
+      kernels_->group_maxima({scores.data(), kStride, kRows, columns}, offset.data(), group,
+                             maxima.data());
+      for (int64_t n = 0; n < groups; ++n) {
+        for (int64_t c = 0; c < columns; ++c) {
+          float largest = -kInfinity;
+          for (int64_t r = n * group; r < std::min(kRows, (n + 1) * group); ++r) {
+            largest = std::fmax(largest, scores[r * kStride + c] - offset[r]);
+          }
+          EXPECT_EQ(maxima[n * kStride + c], largest);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(SearchKernels, BoundsThatSomeOfAColumnReachAndFewMore) {
+  constexpr int64_t kMany = 500;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  Tensor tensor(DType::kF32, {kMany, 48});
+  FillNormal(&tensor, 1, "scores");
+  float* scores = tensor.span<float>().data();
+  for (int64_t r = 0; r < kMany; ++r) {
+    scores[r * 48 + 1] = -kInfinity;
+    scores[r * 48 + 2] = r < 20 ? 1.0f * r : -kInfinity;
+    scores[r * 48 + 3] = 7;
+    scores[r * 48 + 4] = r == 9 ? 3e38f : r == 10 ? -3e38f : scores[r * 48 + 4];
+    scores[r * 48 + 5] = r % 2 == 0 ? std::numeric_limits<float>::quiet_NaN() : scores[r * 48 + 5];
+  }
+  for (const int64_t wanted : {1, 20, 21, 100, 500}) {
+    float bound[48];
+    kernels_->column_bounds({scores, 48, kMany, 48}, wanted, bound);
+    for (int64_t c = 0; c < 48; ++c) {
+      int64_t reach = 0, finite = 0;
+      for (int64_t r = 0; r < kMany; ++r) {
+        reach += scores[r * 48 + c] >= bound[c];
+        finite += std::isfinite(scores[r * 48 + c]);
+      }
+      if (bound[c] > -kInfinity) {
+        EXPECT_GE(reach, wanted) << c;
+      }
+      if (finite < wanted) {
+        EXPECT_EQ(bound[c], -kInfinity) << c;
+      }
+      // 2^-14 of a range of 8 holds a number or two of 500 normal ones.
+      if (c > 5 && wanted < kMany) {
+        EXPECT_LE(reach, wanted + 3) << c;
+      }
+    }
+  }
+}
+
 TEST_P(SearchKernels, DotsAndSquaresOfRows) {
   for (const int64_t columns : kColumns) {
     float dots[kRows], squares[kRows];
@@ -73,6 +134,10 @@ TEST_P(SearchKernels, DotsAndSquaresOfRows) {
       EXPECT_NEAR(dots[n], dot, columns * 0x1p-24 * 400);
       EXPECT_NEAR(squares[n], square, columns * 0x1p-24 * 400);
     }
+    float alone[kRows];
+    kernels_->dots({a(), kStride, columns % 2 == 0 ? index : nullptr, kRows, columns}, x(), alone,
+                   /*squares=*/nullptr);
+    EXPECT_TRUE(std::equal(alone, alone + kRows, dots));
   }
 }
 

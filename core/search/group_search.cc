@@ -12,6 +12,11 @@ constexpr int64_t kPanel = 64;   // queries that are packed together
 constexpr int64_t kBlock = 96;   // keys: 16 register tiles of 6; 96 x 64 scores are 24 KiB
 constexpr int64_t kDepth = 64;   // channels: 64 x 64 of a panel are 16 KiB, a third of L1
 constexpr int64_t kSlack = 128;  // candidates beyond the hits, at least
+constexpr int64_t kGroup = 4;    // entries of which a part keeps the largest score alone
+constexpr int64_t kMaxPart = 32768;
+constexpr int64_t kGroupsOfHit = 4;  // of the groups whose k-th largest score bounds a part
+constexpr int64_t kPartOfHit = 16;   // entries of a part for each hit, at least
+static_assert(kBlock % kGroup == 0, "a block has whole groups");
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLowest = std::numeric_limits<float>::lowest();
@@ -51,10 +56,22 @@ int32_t BoundOfLargest(const int32_t* numbers, int64_t count, int64_t wanted, in
   return static_cast<int32_t>(low);
 }
 
+// `count` entries of the run from the n-th on, or those that are left.
+EntryRun PieceOf(const EntryRun& run, int64_t n, int64_t count) {
+  return {run.slot + n * run.step, run.age + n * run.step, run.step,
+          std::min(count, run.count - n)};
+}
+
 }  // namespace
 
 int64_t CandidateCapacity(int64_t hits, int64_t slots) {
   return RoundUp(std::min(hits + std::max(hits, kSlack), slots), 16);
+}
+
+int64_t PartEntries(int64_t hits, int64_t slots) {
+  const int64_t least = kPartOfHit * hits;
+  if (slots < least || least > kMaxPart) return 0;
+  return std::min(std::max<int64_t>(kMaxPart / 4, 2 * least), RoundUp(slots, kGroup));
 }
 
 GroupScratch LayOut(const GroupSizes& sizes, Workspace& workspace) {
@@ -69,11 +86,15 @@ GroupScratch LayOut(const GroupSizes& sizes, Workspace& workspace) {
   s.scores = workspace.Take<float>(candidates);
   s.ages = workspace.Take<int32_t>(candidates);
   s.keys = workspace.Take<float>(kBlock * depth);
+  s.key = workspace.Take<float>(depth);
   s.products = workspace.Take<float>(kBlock * kPanel);
-  s.half_norms = workspace.Take<float>(kBlock);
+  s.half_norms = workspace.Take<float>(std::max(kBlock, sizes.part));
   s.dots = workspace.Take<float>(kBlock);
   s.squares = workspace.Take<float>(kBlock);
   s.places = workspace.Take<int32_t>(kBlock * kPanel);
+  s.maxima = workspace.Take<float>(sizes.queries * (sizes.part / kGroup));
+  s.coarse = workspace.Take<float>(kPanel * (sizes.part / kGroup));
+  s.zeros = workspace.Take<float>(sizes.part / kGroup);
   s.exact = workspace.Take<double>(sizes.capacity);
   s.slots = workspace.Take<int32_t>(sizes.capacity);
   s.order = workspace.Take<int32_t>(sizes.capacity);
@@ -94,6 +115,7 @@ GroupSearch::GroupSearch(const SearchCall& call, const GroupSizes& sizes,
       kernels_(BestCpuKernels()) {
   if (call_.keys.dtype == DType::kF32) float_keys_ = call_.keys.At<float>(key_head_);
   LoadQueries(head, first);
+  std::fill_n(s_.zeros, sizes_.part / kGroup, 0.0f);
 }
 
 void GroupSearch::Begin() {
@@ -166,18 +188,40 @@ void GroupSearch::RaiseLower(int64_t q, double lower) {
 // ---- Scanning ----
 
 void GroupSearch::Scan(const EntryRun& run) {
-  for (int64_t n = 0; n < run.count; n += kBlock) {
-    const int64_t rows = std::min(kBlock, run.count - n);
-    const EntryRun block = {run.slot + n * run.step, run.age + n * run.step, run.step, rows};
-    IndexedRows keys = {s_.keys, depth_, nullptr, rows, dim_};
-    if (float_keys_ != nullptr) {
-      keys.rows = float_keys_ + block.slot * call_.keys.stride(1);
-      keys.stride = run.step * call_.keys.stride(1);
-    } else {
-      for (int64_t r = 0; r < rows; ++r) LoadKey(block.slot + r * run.step, s_.keys + r * depth_);
+  const int64_t size = sizes_.part > 0 ? sizes_.part : run.count;
+  for (int64_t begin = 0; begin < run.count; begin += size) {
+    const EntryRun part = PieceOf(run, begin, size);
+    if (sizes_.part > 0 && part.count >= kPartOfHit * sizes_.hits) {
+      ScanPart(part);
+      continue;
     }
-    ScanBlock(block, keys);
+    for (int64_t n = 0; n < part.count; n += kBlock) {
+      const EntryRun block = PieceOf(part, n, kBlock);
+      ScanBlock(block, KeysOf(block));
+    }
   }
+}
+
+// Of at most 96 entries: where they lie, or converted.
+IndexedRows GroupSearch::KeysOf(const EntryRun& block) const {
+  if (float_keys_ != nullptr) {
+    return {float_keys_ + block.slot * call_.keys.stride(1), block.step * call_.keys.stride(1),
+            nullptr, block.count, dim_};
+  }
+  for (int64_t r = 0; r < block.count; ++r) {
+    LoadKey(block.slot + r * block.step, s_.keys + r * depth_);
+  }
+  return {s_.keys, depth_, nullptr, block.count, dim_};
+}
+
+// The scores of keys against a panel of queries, without half the keys' norms: s_.products.
+ScoreRows GroupSearch::Multiply(const IndexedRows& keys, int64_t panel) {
+  const int64_t columns = RoundUp(std::min(kPanel, count_ - panel), kColumnQuantum);
+  for (int64_t c = 0; c < dim_; c += kDepth) {
+    kernels_.gemm(keys.count, columns, std::min(kDepth, dim_ - c), keys.rows + c, keys.stride, 1,
+                  s_.panels + panel * depth_ + c * kPanel, kPanel, s_.products, kPanel, c > 0);
+  }
+  return {s_.products, kPanel, keys.count, columns};
 }
 
 void GroupSearch::ScanBlock(const EntryRun& block, const IndexedRows& keys) {
@@ -187,18 +231,82 @@ void GroupSearch::ScanBlock(const EntryRun& block, const IndexedRows& keys) {
     return;
   }
   kernels_.dots(keys, s_.queries, s_.dots, s_.squares);
-  MeasureKeys(keys);
+  MeasureKeys(keys, s_.half_norms);
   for (int64_t p = 0; p < count_; p += kPanel) {
-    const int64_t columns = RoundUp(std::min(kPanel, count_ - p), kColumnQuantum);
-    for (int64_t c = 0; c < dim_; c += kDepth) {
-      kernels_.gemm(keys.count, columns, std::min(kDepth, dim_ - c), keys.rows + c, keys.stride, 1,
-                    s_.panels + p * depth_ + c * kPanel, kPanel, s_.products, kPanel, c > 0);
-    }
-    const int64_t reached = kernels_.reaching({s_.products, kPanel, block.count, columns},
-                                              s_.half_norms, s_.bounds + p, s_.places);
+    const int64_t reached =
+        kernels_.reaching(Multiply(keys, p), s_.half_norms, s_.bounds + p, s_.places);
     for (int64_t n = 0; n < reached; ++n) {
       const int64_t r = s_.places[n] / kPanel, q = p + s_.places[n] % kPanel;
       Add(q, s_.products[s_.places[n]] - s_.half_norms[r], age(r));
+    }
+  }
+}
+
+// Many entries at once. Most scores are far below the k-th best, so that the largest of each few
+// is all that is kept of them at first. The k-th largest of some hundred such numbers is reached by
+// k entries: a bound that few others reach, and only in the groups that do scores are looked at.
+void GroupSearch::ScanPart(const EntryRun& part) {
+  for (int64_t n = 0; n < part.count; n += kBlock) {
+    const IndexedRows keys = KeysOf(PieceOf(part, n, kBlock));
+    kernels_.dots(keys, s_.queries, s_.dots, s_.squares);
+    MeasureKeys(keys, s_.half_norms + n);
+    for (int64_t p = 0; p < count_; p += kPanel) {
+      kernels_.group_maxima(Multiply(keys, p), s_.half_norms + n, kGroup,
+                            MaximaOf(p, 0).scores + n / kGroup * kPanel);
+    }
+  }
+  const int64_t groups = (part.count + kGroup - 1) / kGroup;
+  for (int64_t p = 0; p < count_; p += kPanel) RaiseBounds(p, groups);
+  for (int64_t g = 0; g < groups; g += kBlock) {  // whose keys stay in cache for all panels
+    for (int64_t p = 0; p < count_; p += kPanel)
+      ScanGroups(part, p, g, std::min(kBlock, groups - g));
+  }
+  for (int64_t q = 0; q < count_; ++q) {
+    if (s_.counts[q] > sizes_.hits + kSlack / 4) Shrink(q, sizes_.hits / 16);
+  }
+}
+
+// What ScanPart keeps of a panel's scores: a row for each group.
+ScoreRows GroupSearch::MaximaOf(int64_t panel, int64_t groups) const {
+  const int64_t columns = RoundUp(std::min(kPanel, count_ - panel), kColumnQuantum);
+  return {s_.maxima + panel * (sizes_.part / kGroup), kPanel, groups, columns};
+}
+
+void GroupSearch::RaiseBounds(int64_t panel, int64_t groups) {
+  ScoreRows maxima = MaximaOf(panel, groups);
+  int64_t together = 1;
+  while (groups / (2 * together) >= kGroupsOfHit * sizes_.hits) together *= 2;
+  if (together > 1) {
+    kernels_.group_maxima(maxima, s_.zeros, together, s_.coarse);
+    maxima.scores = s_.coarse;
+    maxima.rows = (groups + together - 1) / together;
+  }
+  float reached[kPanel];
+  kernels_.column_bounds(maxima, sizes_.hits, reached);
+  for (int64_t q = panel; q < std::min(panel + kPanel, count_); ++q) {
+    RaiseLower(q, reached[q - panel] - Error(q));
+  }
+}
+
+// At most 96 groups of the part.
+void GroupSearch::ScanGroups(const EntryRun& part, int64_t panel, int64_t first, int64_t groups) {
+  ScoreRows maxima = MaximaOf(panel, groups);
+  maxima.scores += first * kPanel;
+  const int64_t reached = kernels_.reaching(maxima, s_.zeros, s_.bounds + panel, s_.places);
+  EntryRun group = {};
+  IndexedRows keys = {};
+  int64_t loaded = -1;
+  for (int64_t n = 0; n < reached; ++n) {
+    const int64_t g = first + s_.places[n] / kPanel, q = panel + s_.places[n] % kPanel;
+    if (g != loaded) {
+      group = PieceOf(part, g * kGroup, kGroup);
+      keys = KeysOf(group);
+      loaded = g;
+    }
+    kernels_.dots(keys, s_.queries + q * depth_, s_.dots, /*squares=*/nullptr);
+    for (int64_t r = 0; r < group.count; ++r) {
+      const float score = s_.dots[r] - s_.half_norms[g * kGroup + r];
+      if (score >= s_.bounds[q]) Add(q, score, group.age + r * group.step);
     }
   }
 }
@@ -207,7 +315,7 @@ void GroupSearch::ScanBlock(const EntryRun& block, const IndexedRows& keys) {
 template <class Age>
 void GroupSearch::ScanWith(int64_t q, const IndexedRows& keys, bool measure, const Age& age) {
   kernels_.dots(keys, s_.queries + q * depth_, s_.dots, s_.squares);
-  if (measure) MeasureKeys(keys);
+  if (measure) MeasureKeys(keys, s_.half_norms);
   constexpr int64_t kRows = 16;  // most of which reach nothing
   for (int64_t first = 0; first < keys.count; first += kRows) {
     const int64_t end = std::min(first + kRows, keys.count);
@@ -222,7 +330,7 @@ void GroupSearch::ScanWith(int64_t q, const IndexedRows& keys, bool measure, con
 }
 
 // From their squares: what to subtract from each key's products, and the largest norm so far.
-void GroupSearch::MeasureKeys(const IndexedRows& keys) {
+void GroupSearch::MeasureKeys(const IndexedRows& keys, float* half_norms) {
   float largest = 0;
   for (int64_t r = 0; r < keys.count; ++r) {
     const int64_t row = keys.index == nullptr ? r : keys.index[r];
@@ -230,7 +338,7 @@ void GroupSearch::MeasureKeys(const IndexedRows& keys) {
                         SquaredNorm(keys.rows + row * keys.stride) <= kMaxSquaredNorm;
     if (exists) largest = std::max(largest, s_.squares[r]);
     const float half = distance_ ? s_.squares[r] / 2 : 0;
-    s_.half_norms[r] = exists ? half : kInfinity;
+    half_norms[r] = exists ? half : kInfinity;
   }
   if (largest <= max_square_) return;
   max_square_ = largest;
@@ -316,8 +424,8 @@ void GroupSearch::Rescore(int64_t q) {
                           query, s_.exact);
   } else {
     for (int64_t i = 0; i < count; ++i) {
-      LoadKey(s_.slots[i], s_.keys);
-      kernels_.exact_scores(distance_, {s_.keys, depth_, nullptr, 1, dim_}, query, s_.exact + i);
+      LoadKey(s_.slots[i], s_.key);
+      kernels_.exact_scores(distance_, {s_.key, depth_, nullptr, 1, dim_}, query, s_.exact + i);
     }
   }
   for (int64_t i = 0; i < count; ++i) {

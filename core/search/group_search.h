@@ -31,9 +31,12 @@ struct GroupSizes {
   int64_t hits;      // wanted of a query
   int64_t capacity;  // candidates of a query
   bool panels;       // packs the queries for Scan; without, each is multiplied by itself
+  int64_t part;      // entries whose scores are held in groups, a multiple of 4; 0: none are
 };
 // How many candidates of a query there is room for.
 int64_t CandidateCapacity(int64_t hits, int64_t slots);
+// The part for so many hits.
+int64_t PartEntries(int64_t hits, int64_t slots);
 
 // Of one thread.
 struct GroupScratch {
@@ -46,11 +49,15 @@ struct GroupScratch {
   float* scores;        // [queries][capacity]: of candidates
   int32_t* ages;        // [queries][capacity]
   float* keys;          // [96][depth]: converted, where they cannot be read as they are
+  float* key;           // [depth]: likewise, one
   float* products;      // [96][64]
-  float* half_norms;    // [96]
+  float* half_norms;    // [96], or [part] where that is more
   float* dots;          // [96]
   float* squares;       // [96]
   int32_t* places;      // [96 * 64]
+  float* maxima;        // [queries / 64][part / 4][64]: of groups of 4 entries
+  float* coarse;        // [part / 4][64]: of larger groups, for one panel
+  float* zeros;         // [part / 4]
   double* exact;        // [capacity]
   int32_t* slots;       // [capacity]
   int32_t* order;       // [capacity]: scores as integers
@@ -91,10 +98,16 @@ class GroupSearch {
   void UpdateBound(int64_t q);
   void RaiseLower(int64_t q, double lower);
 
+  IndexedRows KeysOf(const EntryRun& block) const;
   void ScanBlock(const EntryRun& block, const IndexedRows& keys);
+  ScoreRows Multiply(const IndexedRows& keys, int64_t panel);
+  void ScanPart(const EntryRun& part);
+  ScoreRows MaximaOf(int64_t panel, int64_t groups) const;
+  void RaiseBounds(int64_t panel, int64_t groups);
+  void ScanGroups(const EntryRun& part, int64_t panel, int64_t first, int64_t groups);
   template <class Age>
   void ScanWith(int64_t q, const IndexedRows& keys, bool measure, const Age& age);
-  void MeasureKeys(const IndexedRows& keys);
+  void MeasureKeys(const IndexedRows& keys, float* half_norms);
 
   void Add(int64_t q, float score, int64_t age);
   void Shrink(int64_t q, int64_t slack);

@@ -28,6 +28,9 @@ GroupSizes SizesOfGroup(const SearchSizes& sizes, int64_t hits, int64_t queries,
   group.hits = std::min(hits, sizes.slots);
   group.capacity = CandidateCapacity(group.hits, sizes.slots);
   group.panels = panels;
+  if (panels && sizes.selection == SearchSelection::kExact) {
+    group.part = PartEntries(group.hits, sizes.slots);
+  }
   group.queries = kMaxGroup;
   while (group.queries > kPanel && group.queries * group.capacity * 8 > kCandidateBytes) {
     group.queries /= 2;

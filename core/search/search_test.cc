@@ -404,6 +404,32 @@ TEST_P(SearchTest, AWorkspaceForManyQueriesServesFewer) {
   }
 }
 
+// Parts of 8192 entries, the last of which is cut off, around the ring's end; queries of two panels,
+// the last of which is not full; some entries are none, others nearly the same.
+TEST_P(SearchTest, LongRingsAreSearchedPartByPart) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const SearchMetric metric : kMetrics) {
+      if (device() != Device::kCpu && dtype != DType::kF32) continue;  // the simulator is slow
+      Case c;
+      c.keys = Normal(dtype, {1, 20000, 6}, "keys");
+      c.queries = Normal(dtype, {1, device() == Device::kCpu ? 83 : 5, 6}, "queries");
+      for (int64_t n = 1; n < 20000; ++n) {
+        if (n % 501 == 0) c.keys.view().Set(6 * n + 2, kNan);
+        const bool close = n % 3 == 0 && n > 9000;
+        for (int64_t i = 0; close && i < 6; ++i) {
+          const double first = c.keys.view().Get(i);
+          c.keys.view().Set(6 * n + i, first + 1e-6 * c.keys.view().Get(6 * n + i));
+        }
+      }
+      c.k = 40;
+      c.metric = metric;
+      c.entries = 19990;
+      c.oldest = 12345;
+      ExpectAsDefined(c, absl::StrCat(Name(dtype), " metric ", static_cast<int>(metric)));
+    }
+  }
+}
+
 TEST(SearchCpu, ThreadsChangeNoBit) {
   for (const int64_t queries : {1, 2, 3, 100, 300}) {
     Case c;
