@@ -727,6 +727,24 @@ void GroupMaxima(const ScoreRows& rows, const float* offset, int64_t group, floa
   }
 }
 
+void BestOfFour(const ScoreRows& rows, const float* offset, float* best, float* second) {
+  for (int64_t c = 0; c < rows.columns; c += kLanes) {
+    Floats rest = Floats{} - __builtin_inff();
+    for (int64_t first = 0; first < rows.rows; first += 4) {
+      const int64_t end = first + 4 < rows.rows ? first + 4 : rows.rows;
+      Floats largest = Floats{} - __builtin_inff();
+      for (int64_t r = first; r < end; ++r) {
+        const Floats score = Load(rows.scores + r * rows.stride + c) - offset[r];
+        const Floats tagged = (Floats)(((Ints)score & ~3) | static_cast<int32_t>(r - first));
+        rest = Max(Min(largest, tagged), rest);
+        largest = Max(tagged, largest);
+      }
+      Store(best + first / 4 * rows.stride + c, largest);
+    }
+    Store(second + c, rest);
+  }
+}
+
 void ColumnBounds(const ScoreRows& rows, int64_t wanted, float* bound) {
   constexpr int kHalvings = 14;  // of the range of a column
   constexpr float kLargest = 0x1p126f;
@@ -851,6 +869,7 @@ const CpuKernels TFB_CONCAT(kCpuKernels_, TFB_KERNELS_NAME) = {TFB_STRING(TFB_KE
                                                                SignedArgmax,
                                                                Reaching,
                                                                GroupMaxima,
+                                                               BestOfFour,
                                                                ColumnBounds,
                                                                ScaleRows,
                                                                Transpose64,

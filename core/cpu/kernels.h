@@ -145,6 +145,11 @@ struct CpuKernels {
   // The largest scores[r][c] - offset[r] of each column and `group` consecutive rows, of which the
   // last may be fewer: maxima[n * stride + c] of group n. NaN are passed over.
   void (*group_maxima)(const ScoreRows& rows, const float* offset, int64_t group, float* maxima);
+  // Of each column and four consecutive rows, of which the last may be fewer, the largest scores[r][c] -
+  // offset[r], with r % 4 in the place of its two lowest bits: best[n * stride + c] of rows 4 n to
+  // 4 n + 3. second[c] is the largest of those that are not the best of their four. NaN are passed
+  // over; infinities may become NaN.
+  void (*best_of_four)(const ScoreRows& rows, const float* offset, float* best, float* second);
   // bound[c]: what at least `wanted` numbers of column c reach, and if their differences allow, not
   // many more. -inf where there are not as many finite ones.
   void (*column_bounds)(const ScoreRows& rows, int64_t wanted, float* bound);

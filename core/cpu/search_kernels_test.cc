@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
@@ -77,6 +78,38 @@ TEST_P(SearchKernels, TheLargestOfEachGroupOfRows) {
           EXPECT_EQ(maxima[n * kStride + c], largest);
         }
       }
+    }
+  }
+}
+
+TEST_P(SearchKernels, TheBestOfFourRowsAndWhatIsLeft) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const int64_t columns : {16, 48, 80}) {
+    std::vector<float> offset(kRows, 0.25f), scores(a(), a() + kRows * kStride);
+    offset[6] = kInfinity;  // of rows 4 to 6
+    scores[1 * kStride + 5] = std::numeric_limits<float>::quiet_NaN();
+    std::vector<float> best(2 * kStride), second(columns);
+    kernels_->best_of_four({scores.data(), kStride, kRows, columns}, offset.data(), best.data(),
+                           second.data());
+    for (int64_t c = 0; c < columns; ++c) {
+      float left = -kInfinity;
+      for (int64_t n = 0; n < 2; ++n) {
+        int64_t first = -1;
+        for (int64_t r = 4 * n; r < std::min<int64_t>(4 * n + 4, kRows); ++r) {
+          const float score = scores[r * kStride + c] - offset[r];
+          if (std::isfinite(score) && (first < 0 || score > scores[first * kStride + c] - 0.25f)) {
+            first = r;
+          }
+        }
+        for (int64_t r = 4 * n; r < std::min<int64_t>(4 * n + 4, kRows); ++r) {
+          if (r != first) left = std::fmax(left, scores[r * kStride + c] - offset[r]);
+        }
+        uint32_t bits;
+        std::memcpy(&bits, &best[n * kStride + c], sizeof(bits));
+        EXPECT_EQ(bits % 4, first - 4 * n);
+        EXPECT_NEAR(best[n * kStride + c], scores[first * kStride + c] - 0.25f, 4 * 0x1p-20);
+      }
+      EXPECT_NEAR(second[c], left, 4 * 0x1p-20);
     }
   }
 }

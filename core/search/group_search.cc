@@ -12,11 +12,14 @@ constexpr int64_t kPanel = 64;   // queries that are packed together
 constexpr int64_t kBlock = 96;   // keys: 16 register tiles of 6; 96 x 64 scores are 24 KiB
 constexpr int64_t kDepth = 64;   // channels: 64 x 64 of a panel are 16 KiB, a third of L1
 constexpr int64_t kSlack = 128;  // candidates beyond the hits, at least
+constexpr int64_t kSpan = 24;    // entries whose second best scores are kept as one
 constexpr int64_t kGroup = 4;    // entries of which a part keeps the largest score alone
 constexpr int64_t kMaxPart = 32768;
 constexpr int64_t kGroupsOfHit = 4;  // of the groups whose k-th largest score bounds a part
 constexpr int64_t kPartOfHit = 16;   // entries of a part for each hit, at least
-static_assert(kBlock % kGroup == 0, "a block has whole groups");
+static_assert(kBlock % kSpan == 0 && kSpan % kGroup == 0, "a block has whole spans and groups");
+// What best_of_four's bits change a score by, of (|q| + |e|)^2: 3 of the last place of at most half.
+constexpr double kTagError = 3 * 0x1p-24;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLowest = std::numeric_limits<float>::lowest();
@@ -56,6 +59,13 @@ int32_t BoundOfLargest(const int32_t* numbers, int64_t count, int64_t wanted, in
   return static_cast<int32_t>(low);
 }
 
+// Which of its group the best is.
+int64_t PlaceInGroup(float best) {
+  uint32_t bits;
+  std::memcpy(&bits, &best, sizeof(bits));
+  return bits % kGroup;
+}
+
 // `count` entries of the run from the n-th on, or those that are left.
 EntryRun PieceOf(const EntryRun& run, int64_t n, int64_t count) {
   return {run.slot + n * run.step, run.age + n * run.step, run.step,
@@ -71,7 +81,7 @@ int64_t CandidateCapacity(int64_t hits, int64_t slots) {
 int64_t PartEntries(int64_t hits, int64_t slots) {
   const int64_t least = kPartOfHit * hits;
   if (slots < least || least > kMaxPart) return 0;
-  return std::min(std::max<int64_t>(kMaxPart / 4, 2 * least), RoundUp(slots, kGroup));
+  return RoundUp(std::min(std::max<int64_t>(kMaxPart / 4, 2 * least), slots), kSpan);
 }
 
 GroupScratch LayOut(const GroupSizes& sizes, Workspace& workspace) {
@@ -93,6 +103,7 @@ GroupScratch LayOut(const GroupSizes& sizes, Workspace& workspace) {
   s.squares = workspace.Take<float>(kBlock);
   s.places = workspace.Take<int32_t>(kBlock * kPanel);
   s.maxima = workspace.Take<float>(sizes.queries * (sizes.part / kGroup));
+  s.seconds = workspace.Take<float>(sizes.queries * (sizes.part / kSpan));
   s.coarse = workspace.Take<float>(kPanel * (sizes.part / kGroup));
   s.zeros = workspace.Take<float>(sizes.part / kGroup);
   s.exact = workspace.Take<double>(sizes.capacity);
@@ -165,7 +176,7 @@ double GroupSearch::SquaredNorm(const float* row) const {
 // What s is off by at most.
 double GroupSearch::Error(int64_t q) const {
   const double norms = s_.query_norms[q] + max_norm_;
-  return ScoreError(dim_) * norms * norms + kTinyScoreError;
+  return (ScoreError(dim_) + kTagError) * norms * norms + kTinyScoreError;
 }
 
 // s as it would be without error.
@@ -251,15 +262,21 @@ void GroupSearch::ScanPart(const EntryRun& part) {
     kernels_.dots(keys, s_.queries, s_.dots, s_.squares);
     MeasureKeys(keys, s_.half_norms + n);
     for (int64_t p = 0; p < count_; p += kPanel) {
-      kernels_.group_maxima(Multiply(keys, p), s_.half_norms + n, kGroup,
-                            MaximaOf(p, 0).scores + n / kGroup * kPanel);
+      ScoreRows span = Multiply(keys, p);
+      for (int64_t r = 0; r < keys.count; r += kSpan) {
+        span.scores = s_.products + r * kPanel;
+        span.rows = std::min(kSpan, keys.count - r);
+        kernels_.best_of_four(span, s_.half_norms + n + r,
+                              MaximaOf(p, 0).scores + (n + r) / kGroup * kPanel,
+                              SecondsOf(p, 0).scores + (n + r) / kSpan * kPanel);
+      }
     }
   }
-  const int64_t groups = (part.count + kGroup - 1) / kGroup;
-  for (int64_t p = 0; p < count_; p += kPanel) RaiseBounds(p, groups);
-  for (int64_t g = 0; g < groups; g += kBlock) {  // whose keys stay in cache for all panels
-    for (int64_t p = 0; p < count_; p += kPanel)
-      ScanGroups(part, p, g, std::min(kBlock, groups - g));
+  const int64_t groups = CeilDiv(part.count, kGroup), spans = CeilDiv(part.count, kSpan);
+  for (int64_t p = 0; p < count_; p += kPanel) {
+    RaiseBounds(p, groups);
+    AddBest(part, p, groups);
+    AddSeconds(part, p, spans);
   }
   for (int64_t q = 0; q < count_; ++q) {
     if (s_.counts[q] > sizes_.hits + kSlack / 4) Shrink(q, sizes_.hits / 16);
@@ -272,6 +289,12 @@ ScoreRows GroupSearch::MaximaOf(int64_t panel, int64_t groups) const {
   return {s_.maxima + panel * (sizes_.part / kGroup), kPanel, groups, columns};
 }
 
+ScoreRows GroupSearch::SecondsOf(int64_t panel, int64_t spans) const {
+  ScoreRows seconds = MaximaOf(panel, spans);
+  seconds.scores = s_.seconds + panel * (sizes_.part / kSpan);
+  return seconds;
+}
+
 void GroupSearch::RaiseBounds(int64_t panel, int64_t groups) {
   ScoreRows maxima = MaximaOf(panel, groups);
   int64_t together = 1;
@@ -279,7 +302,7 @@ void GroupSearch::RaiseBounds(int64_t panel, int64_t groups) {
   if (together > 1) {
     kernels_.group_maxima(maxima, s_.zeros, together, s_.coarse);
     maxima.scores = s_.coarse;
-    maxima.rows = (groups + together - 1) / together;
+    maxima.rows = CeilDiv(groups, together);
   }
   float reached[kPanel];
   kernels_.column_bounds(maxima, sizes_.hits, reached);
@@ -288,25 +311,40 @@ void GroupSearch::RaiseBounds(int64_t panel, int64_t groups) {
   }
 }
 
-// At most 96 groups of the part.
-void GroupSearch::ScanGroups(const EntryRun& part, int64_t panel, int64_t first, int64_t groups) {
-  ScoreRows maxima = MaximaOf(panel, groups);
-  maxima.scores += first * kPanel;
-  const int64_t reached = kernels_.reaching(maxima, s_.zeros, s_.bounds + panel, s_.places);
-  EntryRun group = {};
-  IndexedRows keys = {};
-  int64_t loaded = -1;
-  for (int64_t n = 0; n < reached; ++n) {
-    const int64_t g = first + s_.places[n] / kPanel, q = panel + s_.places[n] % kPanel;
-    if (g != loaded) {
-      group = PieceOf(part, g * kGroup, kGroup);
-      keys = KeysOf(group);
-      loaded = g;
+// The best entries of the groups that reach the bounds.
+void GroupSearch::AddBest(const EntryRun& part, int64_t panel, int64_t groups) {
+  for (int64_t first = 0; first < groups; first += kBlock) {
+    ScoreRows maxima = MaximaOf(panel, std::min(kBlock, groups - first));
+    maxima.scores += first * kPanel;
+    const int64_t reached = kernels_.reaching(maxima, s_.zeros, s_.bounds + panel, s_.places);
+    for (int64_t n = 0; n < reached; ++n) {
+      const int64_t q = panel + s_.places[n] % kPanel;
+      const float score = maxima.scores[s_.places[n]];
+      const int64_t r = (first + s_.places[n] / kPanel) * kGroup + PlaceInGroup(score);
+      Add(q, score, part.age + r * part.step);
     }
-    kernels_.dots(keys, s_.queries + q * depth_, s_.dots, /*squares=*/nullptr);
-    for (int64_t r = 0; r < group.count; ++r) {
-      const float score = s_.dots[r] - s_.half_norms[g * kGroup + r];
-      if (score >= s_.bounds[q]) Add(q, score, group.age + r * group.step);
+  }
+}
+
+// The other entries that reach them, which are few: their spans are scored again.
+void GroupSearch::AddSeconds(const EntryRun& part, int64_t panel, int64_t spans) {
+  const float* maxima = MaximaOf(panel, 0).scores;
+  for (int64_t first = 0; first < spans; first += kBlock) {
+    ScoreRows seconds = SecondsOf(panel, std::min(kBlock, spans - first));
+    seconds.scores += first * kPanel;
+    const int64_t reached = kernels_.reaching(seconds, s_.zeros, s_.bounds + panel, s_.places);
+    for (int64_t n = 0; n < reached; ++n) {
+      const int64_t begin = (first + s_.places[n] / kPanel) * kSpan;
+      const int64_t q = panel + s_.places[n] % kPanel;
+      const IndexedRows keys = KeysOf(PieceOf(part, begin, kSpan));
+      kernels_.dots(keys, s_.queries + q * depth_, s_.dots, /*squares=*/nullptr);
+      for (int64_t r = 0; r < keys.count; ++r) {
+        const float best = maxima[(begin + r) / kGroup * kPanel + q - panel];
+        const float score = s_.dots[r] - s_.half_norms[begin + r];
+        if (PlaceInGroup(best) != r % kGroup && score >= s_.bounds[q]) {
+          Add(q, score, part.age + (begin + r) * part.step);
+        }
+      }
     }
   }
 }
@@ -435,7 +473,7 @@ void GroupSearch::Rescore(int64_t q) {
 
 void GroupSearch::Finish(SearchHit* found, int64_t stride) {
   for (int64_t q = 0; q < count_; ++q, found += stride) {
-    if (s_.counts[q] > sizes_.hits) Shrink(q, sizes_.hits / 16);
+    if (s_.counts[q] > sizes_.hits + 8) Shrink(q, sizes_.hits / 16);
     Resolve(q);
     std::copy_n(s_.hits, s_.counts[q], found);
     std::fill(found + s_.counts[q], found + sizes_.hits, kNoHit);

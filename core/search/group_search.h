@@ -25,13 +25,15 @@ struct Before {
   }
 };
 
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 struct GroupSizes {
   int64_t queries;  // of a group at most, a multiple of 64
   int64_t dim;
   int64_t hits;      // wanted of a query
   int64_t capacity;  // candidates of a query
   bool panels;       // packs the queries for Scan; without, each is multiplied by itself
-  int64_t part;      // entries whose scores are held in groups, a multiple of 4; 0: none are
+  int64_t part;      // entries whose scores are held in groups, a multiple of 24; 0: none are
 };
 // How many candidates of a query there is room for.
 int64_t CandidateCapacity(int64_t hits, int64_t slots);
@@ -55,7 +57,8 @@ struct GroupScratch {
   float* dots;          // [96]
   float* squares;       // [96]
   int32_t* places;      // [96 * 64]
-  float* maxima;        // [queries / 64][part / 4][64]: of groups of 4 entries
+  float* maxima;        // [queries / 64][part / 4][64]: of groups of 4 entries, see best_of_four
+  float* seconds;       // [queries / 64][part / 24][64]: of those that are not the best of their 4
   float* coarse;        // [part / 4][64]: of larger groups, for one panel
   float* zeros;         // [part / 4]
   double* exact;        // [capacity]
@@ -103,8 +106,10 @@ class GroupSearch {
   ScoreRows Multiply(const IndexedRows& keys, int64_t panel);
   void ScanPart(const EntryRun& part);
   ScoreRows MaximaOf(int64_t panel, int64_t groups) const;
+  ScoreRows SecondsOf(int64_t panel, int64_t spans) const;
   void RaiseBounds(int64_t panel, int64_t groups);
-  void ScanGroups(const EntryRun& part, int64_t panel, int64_t first, int64_t groups);
+  void AddBest(const EntryRun& part, int64_t panel, int64_t groups);
+  void AddSeconds(const EntryRun& part, int64_t panel, int64_t spans);
   template <class Age>
   void ScanWith(int64_t q, const IndexedRows& keys, bool measure, const Age& age);
   void MeasureKeys(const IndexedRows& keys, float* half_norms);

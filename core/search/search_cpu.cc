@@ -19,8 +19,6 @@ constexpr int64_t kFewQueries = 2;      // for which a product of 16 columns is 
 constexpr int64_t kPartEntries = 1024;  // at least
 constexpr int64_t kCandidateBytes = 4 << 20;  // of a group, where that leaves one panel
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Of a group of up to `queries` queries.
 GroupSizes SizesOfGroup(const SearchSizes& sizes, int64_t hits, int64_t queries, bool panels) {
   GroupSizes group = {};
