@@ -25,11 +25,22 @@ class CaseTest : public ::testing::Test {
 
 std::vector<Case> AllCases() {
   std::vector<Case> all;
-  for (const auto& cases : {MaskCases(), ShapeCases(), OptionCases(), NumberCases(), ScaleCases(),
-                            DeterminismCases(), ContractCases(), StreamingCases(), DeviceCases()}) {
+  // What options change first: which keys are seen, in which shapes, and on which device.
+  for (const auto& cases : {MaskCases(), ShapeCases(), DeviceCases()}) {
+    for (const Case& one : cases) all.emplace_back(one).all_options_simulated = true;
+  }
+  for (const auto& cases : {OptionCases(), NumberCases(), ScaleCases(), DeterminismCases(),
+                            ContractCases(), StreamingCases()}) {
     all.insert(all.end(), cases.begin(), cases.end());
   }
   return all;
+}
+
+// How many sets of options a case has on a device, of so many.
+size_t SetsOf(const Case& one, Device device, size_t sets) {
+  const bool one_set =
+      one.default_options_only || (device == Device::kSimulator && !one.all_options_simulated);
+  return one_set ? 1 : sets;
 }
 
 // Whether a layer for an ordinary problem of either kind can be made with the options.
@@ -117,8 +128,7 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
       const auto option_sets = OptionSets(*technique, device);
       for (const Case& one : cases) {
         if (one.of_devices && device == Device::kCpu) continue;
-        for (size_t set = 0; set < option_sets.size(); ++set) {
-          if (set > 0 && one.default_options_only) break;
+        for (size_t set = 0; set < SetsOf(one, device, option_sets.size()); ++set) {
           const auto& [label, options] = option_sets[set];
           for (const Problem& problem : one.problems) {
             add(one, {technique, options, device}, label, problem);

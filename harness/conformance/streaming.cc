@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -150,12 +151,15 @@ void ASequenceInSegmentsIsTheWhole(const Subject& subject, const Problem& proble
   const auto stream = Stream::Make(trial.get());
   if (stream == nullptr) return;
   const int64_t longest = stream->layer().max_segment_tokens();
-  const std::vector<std::vector<int64_t>> splits = {{1},     {16},       {64},     {1, 63, 65},
-                                                    {63, 1}, {7, 30, 2}, {longest}};
   const int64_t only = stream->layer().split_tokens();
+  std::set<std::vector<int64_t>> splits;
+  for (std::vector<int64_t> split : std::vector<std::vector<int64_t>>{
+           {1}, {16}, {64}, {1, 63, 65}, {63, 1}, {7, 30, 2}, {longest}}) {
+    for (int64_t& size : split) size = std::min(size, longest);
+    splits.insert(only > 0 ? std::vector<int64_t>{std::min(only, longest)} : split);
+  }
   int appended = 0;
-  for (std::vector<int64_t> split : splits) {
-    for (int64_t& size : split) size = std::min(only > 0 ? only : size, longest);
+  for (const std::vector<int64_t>& split : splits) {
     SCOPED_TRACE(absl::StrCat("segments of ", absl::StrJoin(split, ", ")));
     ASSERT_TRUE(stream->layer().Reset().ok());
     const absl::Status status = stream->AppendAll(split);
