@@ -312,8 +312,8 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
           Problem wanted = problem;
           wanted.causal = IsCausal(causal, info, captured);
           Fit(input, wanted, &added);
-          list->Add(added);
-          if (input.text == nullptr) continue;
+          if (flags.accuracy || !captured) list->Add(added);
+          if (input.text == nullptr || !flags.accuracy) continue;
           added.purpose = Case::PURPOSE_ACCURACY;
           added.problem.query_tokens = added.problem.kv_tokens =
               std::min(kRealTokens, added.problem.query_tokens);

@@ -289,6 +289,20 @@ TEST_F(CasesTest, TheDenseCounterpartIsAddedOnceBesideEachProblem) {
   EXPECT_THAT(Names(Cases(flags)), ElementsAre("toy_mean", "toy_mean"));
 }
 
+TEST_F(CasesTest, AccuracyCanBeLeftOut) {
+  CaseFlags flags = Drawn("toy_mean");
+  flags.inputs = "real,gaussian,text";
+  flags.lengths = "16";
+  std::vector<Case::Purpose> purposes;
+  for (const SweepCase& one : Cases(flags)) purposes.push_back(one.purpose);
+  EXPECT_THAT(purposes, testing::Contains(Case::PURPOSE_ACCURACY));
+  flags.accuracy = false;
+  purposes.clear();
+  for (const SweepCase& one : Cases(flags)) purposes.push_back(one.purpose);
+  EXPECT_THAT(purposes, testing::Not(testing::IsEmpty()));
+  EXPECT_THAT(purposes, testing::Each(Case::PURPOSE_SCALING));
+}
+
 TEST_F(CasesTest, ListShowsOptionsWithDefaultsAndRanges) {
   const std::string text = ListTechniques({*registry_.Find("toy_causal")});
   EXPECT_THAT(text, HasSubstr("toy_causal  A toy\n"));
