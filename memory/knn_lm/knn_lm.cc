@@ -265,35 +265,17 @@ std::vector<double> NeighbourProbabilities(const std::vector<Neighbour>& neighbo
 
 }  // namespace
 
-KnnLm::KnnLm() : TechniqueOf(Info()) {}
+KnnLm::KnnLm() : RetrievalTechnique(Info()) {}
 
-absl::StatusOr<TechniqueSpec> KnnLm::Counterpart(const Problem&, const Options& options) const {
-  TFB_ASSIGN_OR_RETURN(const KnnLmOptions parsed, ParseOptions<KnnLmOptions>(options));
-  return ModelAlone(info().name, parsed);
-}
-
-std::vector<TensorSpec> KnnLm::ReadTensors(const Problem& problem,
-                                           const KnnLmOptions& options) const {
-  return RetrievalInputs(problem, options);
-}
-
-std::vector<TensorSpec> KnnLm::WrittenTensors(const Problem& problem,
-                                              const KnnLmOptions& options) const {
-  return RetrievalOutputs(problem, options);
-}
-
-absl::StatusOr<std::unique_ptr<Layer>> KnnLm::MakeLayer(const Problem& problem,
-                                                        const KnnLmOptions& options, Device device,
-                                                        uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckRetrievalProblem(info().name, problem));
-  TFB_RETURN_IF_ERROR(CheckRetrievalDevice(info().name, options, device));
+absl::StatusOr<std::unique_ptr<Layer>> KnnLm::CreateLayer(const Problem& problem,
+                                                          const KnnLmOptions& options,
+                                                          Device device, uint64_t seed) const {
   return KnnLmLayer::Create(problem, options, device, seed);
 }
 
-absl::Status KnnLm::Definition(const Problem& problem, const KnnLmOptions& options,
-                               const NamedTensors& parameters, const Inputs& inputs,
-                               const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckRetrievalProblem(info().name, problem));
+absl::Status KnnLm::DefineChecked(const Problem& problem, const KnnLmOptions& options,
+                                  const NamedTensors& parameters, const Inputs& inputs,
+                                  const DefinitionRequest& request, NamedTensors* outputs) const {
   const DoubleTensor output(parameters.at("output").view()), x(inputs.Get("x"));
   const ConstTensorView values = parameters.at("datastore.values").view();
   DefineRetrieval(

@@ -31,9 +31,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "core/retrieval/retrieval_layer.h"
+#include "core/retrieval/retrieval_technique.h"
 #include "core/technique.h"
 
 namespace tfb {
@@ -55,23 +55,18 @@ struct KnnLmOptions : RetrievalOptions {
 // Inputs, outputs and parameters: core/retrieval/retrieval_layer.h. The counterpart is the model alone,
 // k = 0. Statistics of a run, means over its tokens: "agreement", 1 where the nearest neighbour's
 // value is the model's most likely token, and "neighbour_mass", lambda p_kNN of that token.
-class KnnLm : public TechniqueOf<KnnLmOptions> {
+class KnnLm : public RetrievalTechnique<KnnLmOptions> {
  public:
   KnnLm();
-  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
-                                            const Options& options) const override;
 
  protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const KnnLmOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const KnnLmOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const KnnLmOptions& options) const override;
-  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
-                                         const KnnLmOptions& options) const override;
+  absl::StatusOr<std::unique_ptr<Layer>> CreateLayer(const Problem& problem,
+                                                     const KnnLmOptions& options, Device device,
+                                                     uint64_t seed) const override;
+  absl::Status DefineChecked(const Problem& problem, const KnnLmOptions& options,
+                             const NamedTensors& parameters, const Inputs& inputs,
+                             const DefinitionRequest& request,
+                             NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb

@@ -244,35 +244,17 @@ std::vector<double> Gated(const std::vector<Neighbour>& neighbours, const ConstT
 
 }  // namespace
 
-Spalm::Spalm() : TechniqueOf(Info()) {}
+Spalm::Spalm() : RetrievalTechnique(Info()) {}
 
-absl::StatusOr<TechniqueSpec> Spalm::Counterpart(const Problem&, const Options& options) const {
-  TFB_ASSIGN_OR_RETURN(const SpalmOptions parsed, ParseOptions<SpalmOptions>(options));
-  return ModelAlone(info().name, parsed);
-}
-
-std::vector<TensorSpec> Spalm::ReadTensors(const Problem& problem,
-                                           const SpalmOptions& options) const {
-  return RetrievalInputs(problem, options);
-}
-
-std::vector<TensorSpec> Spalm::WrittenTensors(const Problem& problem,
-                                              const SpalmOptions& options) const {
-  return RetrievalOutputs(problem, options);
-}
-
-absl::StatusOr<std::unique_ptr<Layer>> Spalm::MakeLayer(const Problem& problem,
-                                                        const SpalmOptions& options, Device device,
-                                                        uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckRetrievalProblem(info().name, problem));
-  TFB_RETURN_IF_ERROR(CheckRetrievalDevice(info().name, options, device));
+absl::StatusOr<std::unique_ptr<Layer>> Spalm::CreateLayer(const Problem& problem,
+                                                          const SpalmOptions& options,
+                                                          Device device, uint64_t seed) const {
   return SpalmLayer::Create(problem, options, device, seed);
 }
 
-absl::Status Spalm::Definition(const Problem& problem, const SpalmOptions& options,
-                               const NamedTensors& parameters, const Inputs& inputs,
-                               const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckRetrievalProblem(info().name, problem));
+absl::Status Spalm::DefineChecked(const Problem& problem, const SpalmOptions& options,
+                                  const NamedTensors& parameters, const Inputs& inputs,
+                                  const DefinitionRequest& request, NamedTensors* outputs) const {
   const DoubleTensor output(parameters.at("output").view()), x(inputs.Get("x"));
   const DoubleTensor gate(parameters.at("spalm.gate").view());
   const ConstTensorView values = parameters.at("datastore.values").view();

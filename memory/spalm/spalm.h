@@ -22,9 +22,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "core/retrieval/retrieval_layer.h"
+#include "core/retrieval/retrieval_technique.h"
 #include "core/technique.h"
 
 namespace tfb {
@@ -36,23 +36,18 @@ struct SpalmOptions : RetrievalOptions {
 // Inputs, outputs and parameters: core/retrieval/retrieval_layer.h, and the parameter spalm.gate, w_g
 // [model_dim], drawn N(0, 1 / model_dim). The counterpart is the model alone, k = 0. Statistic of a
 // run: "gate", the mean of g.
-class Spalm : public TechniqueOf<SpalmOptions> {
+class Spalm : public RetrievalTechnique<SpalmOptions> {
  public:
   Spalm();
-  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
-                                            const Options& options) const override;
 
  protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const SpalmOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const SpalmOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const SpalmOptions& options) const override;
-  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
-                                         const SpalmOptions& options) const override;
+  absl::StatusOr<std::unique_ptr<Layer>> CreateLayer(const Problem& problem,
+                                                     const SpalmOptions& options, Device device,
+                                                     uint64_t seed) const override;
+  absl::Status DefineChecked(const Problem& problem, const SpalmOptions& options,
+                             const NamedTensors& parameters, const Inputs& inputs,
+                             const DefinitionRequest& request,
+                             NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb
