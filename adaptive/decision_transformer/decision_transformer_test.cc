@@ -318,7 +318,7 @@ void ExpectEqualsHuggingFace(const std::string& name) {
   }
   Tensor& mask = inputs["key_mask"] = Tensor(DType::kU8, {batch, 3 * steps});
   for (int64_t i = 0; i < mask.num_elements(); ++i) {
-    mask.span<uint8_t>()[i] = static_cast<uint8_t>(real.Get(i / 2));
+    mask.span<uint8_t>()[i] = static_cast<uint8_t>(real.Get(i / 3));
   }
   RunRequest request;
   request.options = options;

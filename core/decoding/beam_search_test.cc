@@ -133,11 +133,11 @@ TEST(BeamSearch, AWideEnoughBeamIsExhaustive) {
 }
 
 TEST(BeamSearch, ThePenaltyDecidesBetweenShortAndLong) {
-  // Ending at once has 0.5; 1 1 1 0 has 0.45.
+  // Ending at once has 0.5; 1 2 1 0 has 0.45.
   const Table table(
-      {{{}, {0.5, 0.45, 0.05}}, {{1}, {0, 1, 0}}, {{1, 1}, {0, 1, 0}}, {{1, 1, 1}, {1, 0, 0}}});
+      {{{}, {0.5, 0.45, 0.05}}, {{1}, {0, 0, 1}}, {{1, 2}, {0, 1, 0}}, {{1, 2, 1}, {1, 0, 0}}});
   EXPECT_EQ(Search(table, 3, 0)[0].symbols, Symbols{0});
-  EXPECT_EQ(Search(table, 3, 1)[0].symbols, (Symbols{1, 1, 1, 0}));
+  EXPECT_EQ(Search(table, 3, 1)[0].symbols, (Symbols{1, 2, 1, 0}));
 }
 
 TEST(BeamSearch, WhatCannotFollowIsNeverTaken) {

@@ -1,7 +1,8 @@
 """Trains the Decision Transformer of //adaptive/decision_transformer/model and writes its file.
 
 README.md beside this file has the command. A run that was stopped continues where the scratch folder's
-checkpoint ends, and gives the same bytes.
+checkpoint ends, and gives the same bytes. The scratch folder also keeps the last checkpoints, whose mean
+ships, and the mean before it is rounded.
 """
 
 import argparse
@@ -198,7 +199,12 @@ def main():
     training = Training(options, options.scratch / f"seed{options.seed}_steps{options.steps}.pt")
     training.run(Trajectories(walks), lambda values: progress(report(values, edges, goal)))
 
+    for n, values in enumerate(training.kept):  # for //tools:average_checkpoints
+        arrays = {name: value.numpy() for name, value in values.items()}
+        tensor_file.write(options.scratch / f"checkpoint{n}.safetensors", arrays, {})
     mean = training_extras.average_checkpoints(training.kept)
+    tensor_file.write(options.scratch / "mean.safetensors",
+                      {name: value.numpy() for name, value in mean.items()}, {})
     frozen = {name: value.half().float() for name, value in mean.items()}
     lines = {"roll_outs_last_checkpoint": report(training.values(), edges, goal),
              "roll_outs": report(frozen, edges, goal)}
