@@ -150,13 +150,13 @@ class Evaluation {
 
   void Count(const Outcome& outcome, double asked, Row* row) const {
     ++row->starts;
-    row->sum += outcome.achieved();
+    row->sum += outcome.achieved;
     if (!outcome.reached) return;
     ++row->reached;
     const std::vector<int64_t>& path = outcome.trajectory.states;
-    row->as_asked += outcome.achieved() == asked ? 1 : 0;
-    row->shortest += outcome.achieved() == Shortest(path[0]) ? 1 : 0;
-    row->shorter += outcome.achieved() > BestOfData(path[0]) ? 1 : 0;
+    row->as_asked += outcome.achieved == asked ? 1 : 0;
+    row->shortest += outcome.achieved == Shortest(path[0]) ? 1 : 0;
+    row->shorter += outcome.achieved > BestOfData(path[0]) ? 1 : 0;
     row->unseen += IsInTheData(graph_, path) ? 0 : 1;
   }
 

@@ -45,11 +45,27 @@ int64_t ArgMax(const std::vector<double>& values) {
   return std::max_element(values.begin(), values.end()) - values.begin();
 }
 
+Outcome Begin(const WalkGraph& graph, int64_t start, double asked) {
+  const bool reached = start == graph.goal;
+  return {Trajectory::From(start, asked), reached,
+          reached ? 0 : -static_cast<double>(graph.max_steps)};
+}
+
+// [from][to]
+std::vector<std::vector<bool>> MovesOfTheData(const WalkGraph& graph) {
+  std::vector<std::vector<bool>> moves(graph.nodes(), std::vector<bool>(graph.nodes()));
+  for (const auto& walk : graph.walks) {
+    for (size_t t = 1; t < walk.size(); ++t) moves[walk[t - 1]][walk[t]] = true;
+  }
+  return moves;
+}
+
 void Move(const WalkGraph& graph, int64_t action, Outcome* outcome) {
   const int64_t from = outcome->trajectory.states.back();
   const int64_t to = graph.edges[from][action] ? action : from;
   outcome->trajectory.Step(action, -1, to);
   outcome->reached = to == graph.goal;
+  if (outcome->reached) outcome->achieved = -static_cast<double>(outcome->trajectory.steps());
 }
 
 }  // namespace
@@ -231,7 +247,7 @@ absl::StatusOr<std::vector<Outcome>> RollOut(WalkModel* model, absl::Span<const 
   const WalkGraph& graph = model->graph();
   std::vector<Outcome> outcomes;
   for (size_t n = 0; n < starts.size(); ++n) {
-    outcomes.push_back({Trajectory::From(starts[n], asked[n]), starts[n] == graph.goal});
+    outcomes.push_back(Begin(graph, starts[n], asked[n]));
   }
   for (int64_t t = 0; t < graph.max_steps; ++t) {
     std::vector<Outcome*> walking;
@@ -250,13 +266,14 @@ absl::StatusOr<std::vector<Outcome>> RollOut(WalkModel* model, absl::Span<const 
 absl::StatusOr<Outcome> PlanAndWalk(WalkModel* model, int64_t start, double asked, int64_t beam,
                                     double length_penalty) {
   const WalkGraph& graph = model->graph();
-  Outcome outcome = {Trajectory::From(start, asked), start == graph.goal};
+  Outcome outcome = Begin(graph, start, asked);
   if (outcome.reached) return outcome;
   BeamSearchOptions options;
   options.beam = beam;
   options.length_penalty = length_penalty;
   options.max_length = graph.max_steps;
   options.end_symbol = graph.goal;
+  const std::vector<std::vector<bool>> moves = MovesOfTheData(graph);
   const auto next = [&](absl::Span<const Hypothesis> alive,
                         absl::Span<double> log_p) -> absl::Status {
     std::vector<Trajectory> trajectories;
@@ -265,15 +282,18 @@ absl::StatusOr<Outcome> PlanAndWalk(WalkModel* model, int64_t start, double aske
       for (const int64_t node : hypothesis.symbols) trajectories.back().Step(node, -1, node);
     }
     TFB_ASSIGN_OR_RETURN(const auto actions, model->NextActions(trajectories));
-    auto to = log_p.begin();
-    for (const auto& row : actions) to = std::copy(row.begin(), row.end(), to);
+    for (size_t n = 0; n < alive.size(); ++n) {
+      const std::vector<bool>& made = moves[trajectories[n].states.back()];
+      for (size_t y = 0; y < made.size(); ++y) {
+        if (made[y]) log_p[n * made.size() + y] = actions[n][y];
+      }
+    }
     return absl::OkStatus();
   };
   TFB_ASSIGN_OR_RETURN(const std::vector<Hypothesis> plans,
                        BeamSearch(options, graph.nodes(), next));
-  for (const int64_t action : plans[0].symbols) {
-    if (!outcome.reached) Move(graph, action, &outcome);
-  }
+  if (plans.empty()) return outcome;  // the data leads nowhere from here
+  for (const int64_t action : plans[0].symbols) Move(graph, action, &outcome);
   return outcome;
 }
 

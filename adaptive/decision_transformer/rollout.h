@@ -83,7 +83,7 @@ class WalkModel {
 struct Outcome {
   Trajectory trajectory;
   bool reached = false;
-  double achieved() const { return -static_cast<double>(trajectory.steps()); }
+  double achieved = 0;  // the return: minus its steps, or minus max_steps where it missed the goal
 };
 
 // From each start, asking for the return of the same place, always the likeliest action, until the goal
@@ -91,7 +91,8 @@ struct Outcome {
 absl::StatusOr<std::vector<Outcome>> RollOut(WalkModel* model, absl::Span<const int64_t> starts,
                                              absl::Span<const double> asked);
 
-// Plans the whole path by beam search, each action's node being where the plan goes on, and walks it.
+// Plans the whole path by beam search (core/decoding/beam_search.h), and walks it: each action's node is
+// where the plan goes on. Moves that no walk of the data made are no part of a plan.
 absl::StatusOr<Outcome> PlanAndWalk(WalkModel* model, int64_t start, double asked, int64_t beam,
                                     double length_penalty);
 

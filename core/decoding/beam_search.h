@@ -47,8 +47,8 @@ struct Hypothesis {
 double LengthPenalty(int64_t length, double alpha);
 double Score(const Hypothesis& hypothesis, double alpha);
 
-// Writes log p of every symbol after each of the alive hypotheses, [alive][symbols]: natural
-// logarithms, -inf for what cannot follow.
+// Writes log p of the symbols after each of the alive hypotheses, [alive][symbols]: natural
+// logarithms. What it does not write is -inf: it cannot follow.
 using NextLogProbabilities =
     absl::FunctionRef<absl::Status(absl::Span<const Hypothesis> alive, absl::Span<double> next)>;
 
