@@ -15,8 +15,8 @@ namespace tfb {
 // theta = 1 / m sum_k theta_k, in float64, rounded once to each tensor's dtype.
 class CheckpointAverage {
  public:
-  // `name` stands for the checkpoint in messages. InvalidArgument where its tensors have other names,
-  // shapes or dtypes than the first checkpoint's: nothing is added.
+  // `name` stands for the checkpoint in messages. InvalidArgument where its tensors have other
+  // names, shapes or dtypes than the first checkpoint's: nothing is added.
   absl::Status Add(SafetensorsFile checkpoint, const std::string& name);
   // Tensors of integers and metadata are the last checkpoint's. FailedPrecondition: there was none.
   absl::StatusOr<SafetensorsFile> Finish() &&;

@@ -316,14 +316,16 @@ class Network {
     const DoubleTensor table = Parameter("embed.timestep");
     const DoubleTensor timesteps(inputs.Get("timesteps"));
     const auto modalities = ModalitiesOf(problem_, options_);
+    std::array<DoubleTensor, kModalities> values;
+    for (int64_t m = 0; m < kModalities; ++m) {
+      values[m] = DoubleTensor(inputs.Get(modalities[m].input));
+    }
     Tensor tokens(problem_.dtype, {problem_.batch, problem_.query_tokens, width});
     std::vector<double> token(width);
     for (int64_t b = 0; b < problem_.batch; ++b) {
       for (int64_t i = 0; i < problem_.query_tokens; ++i) {
-        const Modality& modality = modalities[i % kModalities];
-        const int64_t t = i / kModalities;
-        const DoubleTensor value(Slice(inputs.Get(modality.input), 0, b, 1));
-        Affine(value.Row(t), modality.embed, &token);
+        const int64_t m = i % kModalities, t = i / kModalities;
+        Affine(values[m].Row(b, t), modalities[m].embed, &token);
         const double last = static_cast<double>(options_.max_timestep - 1);
         const double timestep =
             std::clamp(timesteps.at(b * ReturnTokens(problem_.query_tokens) + t), 0.0, last);

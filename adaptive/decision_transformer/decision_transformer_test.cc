@@ -278,6 +278,25 @@ TEST(DecisionTransformer, WhereModalitiesChangePlacesTheHeadsMustReadOtherPlaces
   EXPECT_GT(MaxDifference(before.at("action").view(), after.at("action").view()), 0.01);
 }
 
+// ---- Cost ----
+
+TEST(DecisionTransformer, FlopsAreTheStacksAndThoseOfEmbeddingsAndHeads) {
+  // 8 tokens: 3 returns, 3 states, 2 actions; 3 predicted actions, 2 states, 2 returns.
+  const Problem problem = Make(5, 2, 8, 4);
+  const Options options = {{"state_dim", "7"}, {"action_dim", "11"}};
+  const auto flops = [&](const Technique& technique, const Options& chosen) {
+    const auto layer = technique.Create(problem, chosen, Device::kCpu, 1).value();
+    const NamedTensors inputs = RandomInputs(technique.InputSpecs(problem, chosen).value(), 1);
+    EXPECT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());  // whose Setup counts pairs
+    return layer->cost().flops.value();
+  };
+  const double stack = flops(*Registry::Global().Find("encoder_decoder").value(),
+                             {{"block", "pre_norm"}, {"layers", "2"}});
+  const double multiply_adds =
+      5 * 8 * (3 * 1 + 3 * 7 + 2 * 11 + 3 * 11 + 2 * 7 + 2 * 1);  // batch, model_dim, channels
+  EXPECT_EQ(flops(DecisionTransformer(), options), stack + 2 * multiply_adds);
+}
+
 // ---- Refusals ----
 
 TEST(DecisionTransformer, KeysOfOtherTokensAndBidirectionalAttentionAreRefused) {
@@ -293,7 +312,7 @@ TEST(DecisionTransformer, KeysOfOtherTokensAndBidirectionalAttentionAreRefused) 
 
 // ---- Somebody else's ----
 
-// Hugging Face's model, left-padded and not. Rows of padded steps, which see nothing, are theirs alone.
+// Hugging Face's model. Rows of padded steps are not compared: what they see is each one's own.
 void ExpectEqualsHuggingFace(const std::string& name) {
   const SafetensorsFile golden =
       GoldenFile("adaptive/decision_transformer/testdata/" + name + ".safetensors");

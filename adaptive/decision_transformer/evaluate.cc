@@ -1,5 +1,5 @@
-// What return a Decision Transformer achieves when it is asked for one: roll-outs from every node of
-// the graph whose random walks it learned from.
+// What return a Decision Transformer achieves when it is asked for one: roll-outs from every node
+// of the graph whose random walks it learned from.
 //
 //   bazel run //adaptive/decision_transformer:evaluate
 #include <algorithm>

@@ -1,7 +1,7 @@
 // A trained Decision Transformer that walks through a graph to a goal: Chen et al. 2021,
-// arXiv:2106.01345v2, appendix A.3. A state is a node and an action the node to move to; a move without
-// an edge stays where it is. The reward is -1 a step until the goal, so that a return-to-go is asked
-// for as minus the number of steps.
+// arXiv:2106.01345v2, appendix A.3. A state is a node and an action the node to move to; a move
+// without an edge stays where it is. The reward is -1 a step until the goal, so that a return-to-go
+// is asked for as minus the number of steps.
 #ifndef TFB_ADAPTIVE_DECISION_TRANSFORMER_ROLLOUT_H_
 #define TFB_ADAPTIVE_DECISION_TRANSFORMER_ROLLOUT_H_
 
@@ -32,7 +32,7 @@ struct WalkGraph {
 
 // Steps of the shortest path from each node to the goal; -1 where there is none.
 std::vector<int64_t> DistancesToGoal(const WalkGraph& graph);
-// Of the walks of the data from the start to the goal, the fewest steps; none where there is no walk.
+// The fewest steps of the data's walks from the start to the goal, where it has such a walk.
 std::optional<int64_t> FewestStepsInTheData(const WalkGraph& graph, int64_t start);
 // Whether some walk of the data passes these nodes one after the other.
 bool IsInTheData(const WalkGraph& graph, const std::vector<int64_t>& nodes);
@@ -51,8 +51,8 @@ struct Trajectory {
 
 class WalkModel {
  public:
-  // A file of tools/capture/train_decision_transformer.py. `context` steps are kept, 0 means as many as
-  // a walk has. NotFound, InvalidArgument: what is wrong with the file, by name.
+  // A file of tools/capture/train_decision_transformer.py. `context` steps are kept, 0 means as
+  // many as a walk has. NotFound, InvalidArgument: what is wrong with the file, by name.
   static absl::StatusOr<std::unique_ptr<WalkModel>> Read(const std::string& path,
                                                          int64_t context = 0, int threads = 1);
 
@@ -86,13 +86,13 @@ struct Outcome {
   double achieved = 0;  // the return: minus its steps, or minus max_steps where it missed the goal
 };
 
-// From each start, asking for the return of the same place, always the likeliest action, until the goal
-// or max_steps.
+// From each start, asking for the return of the same place, always the likeliest action, until the
+// goal or max_steps.
 absl::StatusOr<std::vector<Outcome>> RollOut(WalkModel* model, absl::Span<const int64_t> starts,
                                              absl::Span<const double> asked);
 
-// Plans the whole path by beam search (core/decoding/beam_search.h), and walks it: each action's node is
-// where the plan goes on. Moves that no walk of the data made are no part of a plan.
+// Plans the whole path by beam search (core/decoding/beam_search.h), and walks it: each action's
+// node is where the plan goes on. Moves that no walk of the data made are no part of a plan.
 absl::StatusOr<Outcome> PlanAndWalk(WalkModel* model, int64_t start, double asked, int64_t beam,
                                     double length_penalty);
 

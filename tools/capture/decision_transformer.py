@@ -1,8 +1,8 @@
-"""A Decision Transformer that finds short paths in a graph, and the random walks that it learns from.
+"""A Decision Transformer that finds short paths in a graph, and the random walks it learns from.
 
-The task of Chen et al. 2021, arXiv:2106.01345v2, appendix A.3: a state is a node of a fixed directed
-graph, an action the node to move to, the reward -1 a step until the goal. Only random walks are
-seen. The network, for tokens (R_0, s_0, a_0, R_1, ...) of at most STEPS steps:
+The task of Chen et al. 2021, arXiv:2106.01345v2, appendix A.3: a state is a node of a fixed
+directed graph, an action the node to move to, the reward -1 a step until the goal. Only random
+walks are seen. The network, for tokens (R_0, s_0, a_0, R_1, ...) of at most STEPS steps:
 
     token = LN(value W + b + timestep_embedding[t])
     g = h + Attention(LN h),  h' = g + FF(LN g)        layer n = 0 .. LAYERS - 1, relu
@@ -128,8 +128,11 @@ class Network:
         return self.linear(inner, prefix + "w2", prefix + "b2")
 
     def __call__(self, returns, states, actions, timesteps):
-        """Of [batch, steps] returns-to-go, nodes, nodes (any where there is none yet) and timesteps:
-        actions' and next states' logits [batch, steps, NODES], next returns [batch, steps]."""
+        """Actions' and next states' logits [batch, steps, NODES], next returns [batch, steps].
+
+        Of returns-to-go, nodes, nodes (any where no action is taken yet), timesteps, all [batch,
+        steps].
+        """
         time = self.parameters["embed.timestep"][timesteps]
         values = (returns[..., None] * RETURN_SCALE, functional.one_hot(states, NODES).float(),
                   functional.one_hot(actions, NODES).float())

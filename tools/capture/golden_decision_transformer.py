@@ -62,7 +62,7 @@ def formula_of(activation, action_tanh, real):
                        t["embed.norm.beta"], 1e-5)
         keys = np.repeat(real, 3, 1)[:, None, None, :]
         before = np.tri(3 * STEPS, dtype=bool)
-        own = np.eye(3 * STEPS, dtype=bool)  # so that padding, whose rows are dropped, sees something
+        own = np.eye(3 * STEPS, dtype=bool)  # padding, whose rows are dropped, sees itself
         h = stack_formula(t, "encoder", x, HEADS, LAYERS, True, activation, before & (keys | own))
         h = h.reshape(BATCH, STEPS, 3, WIDTH) * real[..., None, None]
         action = affine(t, "head.action", h[:, :, 1])
@@ -111,9 +111,9 @@ def decision_transformer_case(activation, action_tanh, padded):
         "state_dim": STATE_DIM, "action_dim": ACTION_DIM, "max_timestep": MAX_TIMESTEP,
         "activation": activation, "action_tanh": str(action_tanh).lower(),
         "formula": "tokens (return, state, action) of each step: norm(value w + b + embed.timestep "
-                   "[timestep]); pre-norm causal stack as in encoder_decoder's files; action from the "
-                   "state's token, state and return from the action's: h w + b, the action's tanh "
-                   "with action_tanh",
+                   "[timestep]); pre-norm causal stack as in encoder_decoder's files; action from "
+                   "the state's token, state and return from the action's: h w + b, the action's "
+                   "tanh with action_tanh",
         "mask": "real_steps [batch, steps]: 0 is padding, which no token sees; outputs of its rows "
                 "are set to 0",
         "changed": "encoder.wpe, a position that is added to the tokens, is set to 0",

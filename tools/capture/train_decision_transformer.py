@@ -1,8 +1,8 @@
 """Trains the Decision Transformer of //adaptive/decision_transformer/model and writes its file.
 
-README.md beside this file has the command. A run that was stopped continues where the scratch folder's
-checkpoint ends, and gives the same bytes. The scratch folder also keeps the last checkpoints, whose mean
-ships, and the mean before it is rounded.
+README.md beside this file has the command. A run that was stopped continues where the scratch
+folder's checkpoint ends, and gives the same bytes. The scratch folder also keeps the last
+checkpoints, whose mean ships, and the mean before it is rounded.
 """
 
 import argparse
@@ -41,8 +41,10 @@ class Trajectories:
         self.lengths = (self.walks >= 0).sum(1) - 1  # in steps
 
     def batch(self, generator):
-        """(returns, states, actions, timesteps, next states, kept), each [BATCH, STEPS]: walks from a
-        random step on, then padding, which no token before it sees."""
+        """Walks from a random step on, then padding, which no token before it sees.
+
+        Returns (returns, states, actions, timesteps, next states, kept), each [BATCH, STEPS].
+        """
         chosen = torch.randint(len(self.walks), (BATCH,), generator=generator)
         lengths = self.lengths[chosen, None]
         begin = (torch.rand(BATCH, 1, generator=generator) * lengths).long()
@@ -73,7 +75,8 @@ class Training:
         decayed = [p for p in self.parameters.values() if p.dim() == 2]
         others = [p for p in self.parameters.values() if p.dim() != 2]
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0}],
+            [{"params": decayed, "weight_decay": WEIGHT_DECAY},
+             {"params": others, "weight_decay": 0}],
             betas=(0.9, 0.98))
         if checkpoint.exists():
             saved = torch.load(checkpoint)
@@ -122,8 +125,8 @@ class Training:
             self.losses = parts if self.losses is None else 0.99 * self.losses + 0.01 * parts
             if self.step % CHECKPOINT == 0 or self.step == self.options.steps:
                 self.save()
-                progress(f"step {self.step} of {self.options.steps}, losses of action, state, return "
-                         + " ".join(f"{value:.4f}" for value in self.losses.tolist()))
+                progress(f"step {self.step} of {self.options.steps}, losses of action, state and "
+                         "return " + " ".join(f"{value:.4f}" for value in self.losses.tolist()))
                 watch(self.values())
 
 
@@ -139,7 +142,8 @@ def report(parameters, edges, goal):
     shortest = model.distances_to(goal, edges)[starts]
     asked = model.roll_out(parameters, edges, goal, starts, -shortest)
     words.append(f"shortest {shortest.mean():.2f}, asked for it "
-                 f"{asked.float().mean().item():.2f}, found {int((asked.numpy() == shortest).sum())}")
+                 f"{asked.float().mean().item():.2f}, "
+                 f"found {int((asked.numpy() == shortest).sum())}")
     return "; ".join(words)
 
 
@@ -153,8 +157,8 @@ def metadata(options, training, walks, edges, goal, lines):
         "model": f"random walks to shortest paths; {model.HEADS} heads of {model.HEAD_DIM}",
         "return_scale": repr(model.RETURN_SCALE),
         "data": f"{model.WALKS} random walks of at most {model.STEPS} steps on a random graph of "
-                f"{model.NODES} nodes, each edge with probability {model.EDGE_PROBABILITY}, drawn here "
-                f"from seed {options.seed}; {int(reached.sum())} reach the goal, in "
+                f"{model.NODES} nodes, each edge with probability {model.EDGE_PROBABILITY}, drawn "
+                f"here from seed {options.seed}; {int(reached.sum())} reach the goal, in "
                 f"{lengths[reached].mean():.2f} steps on average; shortest paths have "
                 f"{shortest.max()} steps at most",
         "seed": options.seed,
@@ -162,8 +166,8 @@ def metadata(options, training, walks, edges, goal, lines):
         "optimizer": f"AdamW, betas 0.9 and 0.98, weight decay {WEIGHT_DECAY}, rate {PEAK_RATE}, "
                      f"{WARM_UP} steps of warm-up, cosine to {LAST_RATE} of it, gradient norm "
                      f"{LARGEST_GRADIENT}, dropout {DROPOUT}, label smoothing "
-                     f"{options.label_smoothing}; mean of the last {len(training.kept)} checkpoints, "
-                     f"{CHECKPOINT} steps apart",
+                     f"{options.label_smoothing}; mean of the last {len(training.kept)} "
+                     f"checkpoints, {CHECKPOINT} steps apart",
         "losses": "action, next state and next return at the end, averaged over a hundred steps: "
                   + ", ".join(f"{value:.4f}" for value in training.losses.tolist())
                   + f"; the last two weighted {options.other_heads}",

@@ -7,7 +7,7 @@ def smoothed_cross_entropy(logits, targets, smoothing):
     """Cross-entropy with label smoothing: Szegedy et al., arXiv:1512.00567v3, section 7.
 
     The target is (1 - e) of the label and e / V of every one of the V classes, so that the loss is
-    (1 - e) (lse - z_y) + e (lse - mean z), from one pass over the logits z [rows, V]. Returns [rows].
+    (1 - e) (lse - z_y) + e (lse - mean z), from one pass over the logits z. [rows, V] to [rows].
     """
     lse = logits.logsumexp(-1)
     label = logits.gather(-1, targets[..., None])[..., 0]

@@ -12,7 +12,8 @@ from training_extras import average_checkpoints, smoothed_cross_entropy
 class SmoothedCrossEntropy(unittest.TestCase):
     def setUp(self):
         generator = torch.Generator().manual_seed(1)
-        self.logits = (3 * torch.randn(50, 7, generator=generator, dtype=torch.float64)).requires_grad_()
+        self.logits = 3 * torch.randn(50, 7, generator=generator, dtype=torch.float64)
+        self.logits.requires_grad_()
         self.targets = torch.randint(7, (50,), generator=generator)
 
     def test_it_is_torchs(self):
