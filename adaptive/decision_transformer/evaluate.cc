@@ -3,6 +3,7 @@
 //
 //   bazel run //adaptive/decision_transformer:evaluate
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
@@ -42,14 +43,14 @@ namespace {
 constexpr char kProgram[] = "evaluate";
 constexpr char kUsage[] =
     "evaluate [flags]\n"
-    "Asks a Decision Transformer for returns, from every node of the graph but the goal, and "
-    "prints\n"
-    "what it achieves: -1 a step until the goal. Columns: from how many starts the goal is "
-    "reached;\n"
-    "the mean return, of walks that do not reach it too; from how many starts it is just what was\n"
-    "asked for; how many paths are shortest paths; how many that reach the goal no random walk of "
-    "the\n"
-    "training data contains.\n\n"
+    "Asks a Decision Transformer for returns, from every node of the graph but the goal, and\n"
+    "prints what it achieves: -1 a step until the goal.\n\n"
+    "  reached      starts from which it reaches the goal\n"
+    "  mean return  over all starts; a walk that misses the goal has that of the longest walk\n"
+    "  as asked     starts from which the return is just what was asked for\n"
+    "  shortest     paths that are shortest paths\n"
+    "  shorter      paths shorter than every random walk of the training data from the same start\n"
+    "  new          paths that no random walk of the training data contains\n\n"
     "Exit status: 0 done, 2 bad usage or a file that cannot be read.";
 constexpr char kModel[] = "adaptive/decision_transformer/model/model.safetensors";
 
@@ -68,6 +69,8 @@ class Evaluation {
     }
   }
 
+  size_t starts() const { return starts_.size(); }
+
   void PrintHead() const {
     int64_t reached = 0, steps = 0;
     for (const auto& walk : graph_.walks) {
@@ -75,12 +78,10 @@ class Evaluation {
       ++reached;
       steps += static_cast<int64_t>(walk.size()) - 1;
     }
-    absl::PrintF(
-        "%d nodes, goal %d; learned from %d random walks of at most %d steps, of which %d reach "
-        "the "
-        "goal, in %.2f steps on average\n\n",
-        graph_.nodes(), graph_.goal, graph_.walks.size(), graph_.max_steps, reached,
-        static_cast<double>(steps) / static_cast<double>(std::max<int64_t>(reached, 1)));
+    absl::PrintF("%d nodes, goal %d; learned from %d random walks of at most %d steps,\n",
+                 graph_.nodes(), graph_.goal, graph_.walks.size(), graph_.max_steps);
+    absl::PrintF("of which %d reach the goal, in %.2f steps on average\n\n", reached,
+                 static_cast<double>(steps) / static_cast<double>(std::max<int64_t>(reached, 1)));
     absl::PrintF("%-26s %10s %12s %9s %9s %9s %9s\n", "asked return", "reached", "mean return",
                  "as asked", "shortest", "shorter", "new");
   }
@@ -183,7 +184,8 @@ absl::StatusOr<std::vector<double>> AskedReturns(const WalkGraph& graph) {
     returns.push_back(-static_cast<double>(steps));
   }
   for (const absl::string_view word : absl::StrSplit(text, ',', absl::SkipEmpty())) {
-    if (absl::SimpleAtod(word, &returns.emplace_back())) continue;
+    double& number = returns.emplace_back();
+    if (absl::SimpleAtod(word, &number) && std::isfinite(number)) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("--asked: \"", word, "\" is no number; expected are returns such as -3,-4"));
   }
@@ -216,6 +218,9 @@ absl::Status Evaluate() {
       WalkModel::Read(path, absl::GetFlag(FLAGS_context), absl::GetFlag(FLAGS_threads)));
   TFB_ASSIGN_OR_RETURN(const std::vector<double> returns, AskedReturns(model->graph()));
   Evaluation evaluation(model.get());
+  if (evaluation.starts() == 0) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": no node has a path to the goal"));
+  }
   evaluation.PrintHead();
   for (const double asked : returns) {
     TFB_RETURN_IF_ERROR(evaluation.PrintAsked(

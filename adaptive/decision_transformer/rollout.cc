@@ -185,20 +185,24 @@ absl::Status WalkModel::CreateLayer(const NamedTensors& tensors, const Options& 
   }
   for (const TensorSpec& spec : layer_->outputs()) {
     outputs_[spec.name] = Tensor(spec.dtype, spec.shape);
-    if (spec.name == "action" && spec.shape[2] != graph_.nodes()) {
-      return Wrong(path, "metadata \"technique\"",
-                   absl::StrCat("has action_dim=", spec.shape[2], "; the graph has ",
-                                graph_.nodes(), " nodes"));
-    }
   }
-  if (inputs_.at("states").dim(2) != graph_.nodes()) {
-    return Wrong(path, "metadata \"technique\"", "has another state_dim than the graph has nodes");
-  }
+  TFB_RETURN_IF_ERROR(CheckSizes(path));
   const size_t bytes = layer_->workspace_bytes(pool_.threads());
   workspace_ = Tensor(DType::kU8, {static_cast<int64_t>(bytes)});
   execution_.pool = &pool_;
   execution_.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace_.raw()), bytes);
   return layer_->Setup(ViewsOf(inputs_), execution_);
+}
+
+absl::Status WalkModel::CheckSizes(const std::string& path) const {
+  for (const auto& [name, channels] : {std::pair("state_dim", inputs_.at("states").dim(2)),
+                                       std::pair("action_dim", outputs_.at("action").dim(2))}) {
+    if (channels == graph_.nodes()) continue;
+    return Wrong(
+        path, "metadata \"technique\"",
+        absl::StrCat("has ", name, "=", channels, "; the graph has ", graph_.nodes(), " nodes"));
+  }
+  return absl::OkStatus();
 }
 
 // The trajectory's last steps, with padding before them that the mask hides.

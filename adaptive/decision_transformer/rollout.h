@@ -67,6 +67,7 @@ class WalkModel {
   absl::Status ReadGraph(const NamedTensors& tensors, const std::string& path);
   absl::Status CreateLayer(const NamedTensors& tensors, const Options& options, int64_t heads,
                            int64_t context, const std::string& path);
+  absl::Status CheckSizes(const std::string& path) const;
   void Place(const Trajectory& trajectory, int64_t b);
 
   WalkGraph graph_;

@@ -201,6 +201,17 @@ TEST(WalkModel, WhatIsWrongWithAFileIsSaidByName) {
   says(Broken("", "heads", "none"), "metadata \"heads\" is no number of heads");
   says(Broken("", "heads", "7"), "64 channels, which 7 heads do not divide");
   says(Broken("", "return_scale", ""), "return_scale");
+  // A graph of other nodes than the model has states.
+  SafetensorsFile file = ReadSafetensors(kModel).value();
+  Fill((file.tensors["graph.edges"] = Tensor(DType::kI32, {7, 7})).view(), 1);
+  Fill((file.tensors["graph.walks"] = Tensor(DType::kI32, {1, 3})).view(), 4);
+  const std::string path = absl::StrCat(::testing::TempDir(), "/seven.", getpid());
+  ASSERT_TRUE(WriteSafetensors(path, file.tensors, file.metadata).ok());
+  says(std::string(WalkModel::Read(path).status().message()), "has state_dim=20; the graph has 7");
+  Fill(file.tensors["graph.walks"].view(), 7);
+  ASSERT_TRUE(WriteSafetensors(path, file.tensors, file.metadata).ok());
+  says(std::string(WalkModel::Read(path).status().message()), "graph.walks leaves the graph");
+  unlink(path.c_str());
   says(std::string(WalkModel::Read("no/such/file").status().message()), "no/such/file");
 }
 
@@ -239,8 +250,9 @@ TEST(EvaluateProgram, PlansWithABeam) {
 }
 
 TEST(EvaluateProgram, BadUsageNamesTheFlag) {
-  for (const char* flag : {"--asked=soon", "--beam=-1", "--context=-2", "--threads=0",
-                           "--model=no_such_file", "--length_penalty=-1 --beam=2", "--nonsense"}) {
+  for (const char* flag :
+       {"--asked=soon", "--asked=nan", "--beam=-1", "--context=-2", "--threads=0",
+        "--model=no_such_file", "--length_penalty=-1 --beam=2", "--nonsense"}) {
     const Ended ended = Evaluate(flag);
     EXPECT_EQ(ended.exit_status, 2) << flag << ": " << ended.text;
     EXPECT_TRUE(absl::StartsWith(ended.text, "evaluate: ")) << ended.text;
