@@ -1,7 +1,8 @@
 // A trained Decision Transformer that walks through a graph to a goal: Chen et al. 2021,
 // arXiv:2106.01345v2, appendix A.3. A state is a node and an action the node to move to; a move
 // without an edge stays where it is. The reward is -1 a step until the goal, so that a return-to-go
-// is asked for as minus the number of steps.
+// is asked for as minus the number of steps. In the paper the model generates the returns too, the
+// largest possible ones.
 #ifndef TFB_ADAPTIVE_DECISION_TRANSFORMER_ROLLOUT_H_
 #define TFB_ADAPTIVE_DECISION_TRANSFORMER_ROLLOUT_H_
 
