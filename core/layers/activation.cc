@@ -19,6 +19,8 @@ const char* Name(Activation activation) {
       return "gelu_tanh";
     case Activation::kGeluSigmoid:
       return "gelu_sigmoid";
+    case Activation::kTanh:
+      return "tanh";
   }
   return "?";
 }
@@ -41,6 +43,9 @@ void Activate(Activation activation, int64_t count, float* values) {
     }
     case Activation::kGeluSigmoid:
       x *= (1.702f * x).logistic();
+      return;
+    case Activation::kTanh:
+      x = x.tanh();
       return;
   }
 }

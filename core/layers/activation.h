@@ -14,6 +14,7 @@ enum class Activation : uint8_t {
   kGelu,         // x (1 + erf(x / sqrt(2))) / 2
   kGeluTanh,     // x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
   kGeluSigmoid,  // x / (1 + exp(-1.702 x))
+  kTanh,         // tanh(x)
 };
 const char* Name(Activation activation);  // "none", "relu", "gelu", "gelu_tanh", ...
 

@@ -16,6 +16,8 @@ __device__ float Activated(Activation activation, float x) {
       return x * (0.5f + 0.5f * tanhf(0.79788456f * (x + 0.044715f * x * x * x)));  // sqrt(2 / pi)
     case Activation::kGeluSigmoid:
       return x / (1 + expf(-1.702f * x));
+    case Activation::kTanh:
+      return tanhf(x);
     default:
       return x;
   }

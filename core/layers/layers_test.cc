@@ -134,11 +134,14 @@ double Exact(Activation activation, double x) {
       return x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) / 2;
     case Activation::kGeluSigmoid:
       return x / (1 + std::exp(-1.702 * x));
+    case Activation::kTanh:
+      return std::tanh(x);
   }
   return kNan;
 }
-constexpr Activation kActivations[] = {Activation::kNone, Activation::kRelu, Activation::kGelu,
-                                       Activation::kGeluTanh, Activation::kGeluSigmoid};
+constexpr Activation kActivations[] = {Activation::kNone,        Activation::kRelu,
+                                       Activation::kGelu,        Activation::kGeluTanh,
+                                       Activation::kGeluSigmoid, Activation::kTanh};
 
 // Holds y = activation(x W + b) + residual against loops; x [batch, tokens, in].
 void ExpectProduct(const ConstTensorView& x, const ConstTensorView& weights,

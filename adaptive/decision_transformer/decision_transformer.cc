@@ -1,0 +1,457 @@
+#include "adaptive/decision_transformer/decision_transformer.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "adaptive/decision_transformer/decision_transformer_cuda.h"
+#include "attention/encoder_decoder/encoder_decoder.h"
+#include "attention/multi_head/projected_attention.h"
+#include "core/cuda/device_array.h"
+#include "core/cuda/runtime.h"
+#include "core/definition.h"
+#include "core/layers/layer_norm.h"
+#include "core/layers/matmul.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<DecisionTransformer>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "decision_transformer";
+  info.family = "adaptive";
+  info.title = "Decision Transformer";
+  info.citation = "Chen et al. 2021, arXiv:2106.01345v2, section 3";
+  info.input_kind = InputKind::kHidden;
+  info.exactness = Exactness::kOwn;
+  info.growth = 2;
+  info.supports_noncausal = false;
+  info.devices = {Device::kCpu, Device::kCuda};
+  return info;
+}
+
+// ---- What the network is made of, for the layer and the definition ----
+
+constexpr int64_t kModalities = 3;
+
+// One of the three kinds of token: the m-th is of tokens m, m + 3, ...
+struct Modality {
+  std::string input;  // "states"
+  std::string embed;  // "embed.state"
+  int64_t count;      // of its tokens
+  int64_t channels;
+};
+std::array<Modality, kModalities> ModalitiesOf(const Problem& problem,
+                                               const DecisionTransformerOptions& options) {
+  const int64_t tokens = problem.query_tokens;
+  return {{{"returns", "embed.return", ReturnTokens(tokens), 1},
+           {"states", "embed.state", StateTokens(tokens), options.state_dim},
+           {"actions", "embed.action", ActionTokens(tokens), options.action_dim}}};
+}
+
+// What is foretold from the hidden states of one modality's tokens.
+struct Head {
+  std::string output;  // "action"
+  std::string name;    // "head.action"
+  int64_t from;        // index of the modality
+  int64_t count;       // of that modality's tokens
+  int64_t channels;
+  Activation activation;
+};
+std::array<Head, 3> HeadsOf(const Problem& problem, const DecisionTransformerOptions& options) {
+  const int64_t tokens = problem.query_tokens;
+  const Activation of_action = options.action_tanh ? Activation::kTanh : Activation::kNone;
+  return {{{"action", "head.action", 1, StateTokens(tokens), options.action_dim, of_action},
+           {"state", "head.state", 2, ActionTokens(tokens), options.state_dim, Activation::kNone},
+           {"return", "head.return", 2, ActionTokens(tokens), 1, Activation::kNone}}};
+}
+
+// The tokens of modality m of [batch, tokens, channels].
+template <class View>
+View OfModality(const View& tokens, int64_t m, int64_t count) {
+  return Slice(tokens, 1, m, count, kModalities);
+}
+
+// All but those of the GPT.
+std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
+                                          const DecisionTransformerOptions& options) {
+  const int64_t width = problem.model_dim();
+  std::vector<ParameterSpec> all;
+  const auto add = [&all](const std::string& name, int64_t in, int64_t out) {
+    const double deviation = 1 / std::sqrt(static_cast<double>(in));
+    all.push_back({name + ".w", {in, out}, 0, deviation});
+    all.push_back({name + ".b", {out}, 0, deviation});
+  };
+  for (const Modality& m : ModalitiesOf(problem, options)) add(m.embed, m.channels, width);
+  for (const Head& head : HeadsOf(problem, options)) add(head.name, width, head.channels);
+  all.push_back({"embed.timestep", {options.max_timestep, width}, 0, 1});
+  if (options.embed_norm) {
+    all.push_back({"embed.norm.gamma", {width}, 1, 0});
+    all.push_back({"embed.norm.beta", {width}, 0, 0});
+  }
+  return all;
+}
+
+Options OptionsOfGpt(const DecisionTransformerOptions& options) {
+  return {{"part", "encoder"},
+          {"block", "pre_norm"},
+          {"layers", absl::StrCat(options.layers)},
+          {"feed_forward", absl::StrCat(options.feed_forward)},
+          {"activation", Name(options.activation)}};
+}
+
+// ---- The layer ----
+
+class DecisionTransformerLayer : public Layer {
+ public:
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       std::vector<TensorSpec> inputs,
+                                                       std::vector<TensorSpec> outputs,
+                                                       const DecisionTransformerOptions& options,
+                                                       Device device, uint64_t seed) {
+    std::unique_ptr<DecisionTransformerLayer> layer(new DecisionTransformerLayer(
+        problem, std::move(inputs), std::move(outputs), options, device));
+    TFB_ASSIGN_OR_RETURN(layer->gpt_,
+                         EncoderDecoder().Create(problem, OptionsOfGpt(options), device, seed));
+    TFB_RETURN_IF_ERROR(
+        DrawParameters(ParameterSpecs(problem, options), "", seed, &layer->parameters_));
+    AddInnerParameters(*layer->gpt_, "", &layer->parameters_);
+    return layer;
+  }
+
+  size_t workspace_bytes(int threads) const override {
+    const int64_t width = problem().model_dim();
+    size_t largest = std::max(gpt_->workspace_bytes(threads),
+                              LayerNorm::workspace_bytes(device_, width, threads));
+    const auto product = [&](int64_t count, int64_t in, int64_t out) {
+      largest = std::max(largest,
+                         MatMulWorkspaceBytes(device_, problem().batch * count, in, out, threads));
+    };
+    for (const Modality& m : modalities_) product(m.count, m.channels, width);
+    for (const Head& head : heads_) product(head.count, width, head.channels);
+    return largest + Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); });
+  }
+
+  Cost cost() const override {
+    Cost cost = gpt_->cost();
+    double channels = 0;  // of all values and predictions
+    for (const Modality& m : modalities_) channels += static_cast<double>(m.count * m.channels);
+    for (const Head& head : heads_) channels += static_cast<double>(head.count * head.channels);
+    if (cost.flops.has_value()) {
+      *cost.flops += 2 * channels * static_cast<double>(problem().batch * problem().model_dim());
+    }
+    cost.bytes = TensorBytes();
+    return cost;
+  }
+
+  std::map<std::string, double> statistics() const override { return gpt_->statistics(); }
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    const auto packed = [this](const std::string& name) {
+      return PackedMatrix::Create(device_, Parameter(name + ".w"), Parameter(name + ".b"));
+    };
+    for (int64_t m = 0; m < kModalities; ++m) {
+      TFB_ASSIGN_OR_RETURN(embeddings_[m], packed(modalities_[m].embed));
+    }
+    for (size_t n = 0; n < heads_.size(); ++n) {
+      TFB_ASSIGN_OR_RETURN(head_matrices_[n], packed(heads_[n].name));
+    }
+    TFB_ASSIGN_OR_RETURN(timesteps_, CopyFloats(device_, Parameter("embed.timestep")));
+    if (options_.embed_norm) {
+      TFB_ASSIGN_OR_RETURN(norm_, LayerNorm::Create(device_, Parameter("embed.norm.gamma"),
+                                                    Parameter("embed.norm.beta")));
+    }
+    NamedTensors of_gpt;
+    for (const auto& [name, tensor] : gpt_->parameters()) {
+      of_gpt[name] = parameters_.at(name).Clone();
+    }
+    TFB_RETURN_IF_ERROR(gpt_->SetParameters(std::move(of_gpt)));
+    Workspace workspace(execution.workspace);
+    const Scratch scratch = LayOut(workspace);
+    const Execution rest = {execution.pool, workspace.Rest(), execution.stream};
+    TFB_RETURN_IF_ERROR(Embed(inputs, scratch, rest));
+    return gpt_->Setup(GptInputs(inputs, scratch), rest);
+  }
+
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    Workspace workspace(execution.workspace);
+    const Scratch scratch = LayOut(workspace);
+    const Execution rest = {execution.pool, workspace.Rest(), execution.stream};
+    TFB_RETURN_IF_ERROR(Embed(inputs, scratch, rest));
+    const TensorView out = outputs.Get("out");
+    gpt_outputs_.Set("out", out);
+    TFB_RETURN_IF_ERROR(gpt_->Run(GptInputs(inputs, scratch), gpt_outputs_, rest));
+    for (size_t n = 0; n < heads_.size(); ++n) {
+      const Head& head = heads_[n];
+      MatMulCall call;
+      call.x = OfModality(out, head.from, head.count);
+      call.y = outputs.Get(head.output);
+      call.activation = head.activation;
+      if (call.y.empty() || call.y.num_elements() == 0) continue;
+      TFB_RETURN_IF_ERROR(MatMul(head_matrices_[n], call, rest));
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  struct Scratch {
+    TensorView tokens;  // f32 [batch, tokens, model_dim]
+    TensorView x;       // what the GPT reads, of the problem's dtype: the tokens, if that is f32
+  };
+
+  DecisionTransformerLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+                           std::vector<TensorSpec> outputs,
+                           const DecisionTransformerOptions& options, Device device)
+      : Layer(problem, std::move(inputs), std::move(outputs)),
+        options_(options),
+        device_(device),
+        modalities_(ModalitiesOf(problem, options)),
+        heads_(HeadsOf(problem, options)) {}
+
+  ConstTensorView Parameter(const std::string& name) const { return parameters_.at(name).view(); }
+
+  Scratch LayOut(Workspace& workspace) const {
+    const Problem& p = problem();
+    const Shape shape = {p.batch, p.query_tokens, p.model_dim()};
+    Scratch scratch;
+    scratch.tokens = TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+    scratch.x = scratch.tokens;
+    if (p.dtype != DType::kF32) {
+      scratch.x = TensorView(workspace.Take<uint16_t>(NumElements(shape)), p.dtype, shape);
+    }
+    return scratch;
+  }
+
+  // The three products write every third row of the tokens, each on top of its timestep's row.
+  absl::Status Embed(const Inputs& inputs, const Scratch& scratch, const Execution& execution) {
+    if (scratch.tokens.num_elements() == 0) return absl::OkStatus();
+    TFB_RETURN_IF_ERROR(EmbedTimesteps(inputs.Get("timesteps"), scratch.tokens, execution));
+    for (int64_t m = 0; m < kModalities; ++m) {
+      const int64_t count = modalities_[m].count;
+      if (count == 0) continue;
+      MatMulCall call;
+      call.x = inputs.Get(modalities_[m].input);
+      call.residual = OfModality(scratch.tokens, m, count);
+      call.y = OfModality(options_.embed_norm ? scratch.tokens : scratch.x, m, count);
+      TFB_RETURN_IF_ERROR(MatMul(embeddings_[m], call, execution));
+    }
+    return options_.embed_norm ? norm_.Run(scratch.tokens, scratch.x, execution) : absl::OkStatus();
+  }
+
+  absl::Status EmbedTimesteps(const ConstTensorView& timesteps, const TensorView& tokens,
+                              const Execution& execution) const {
+    if (device_ != Device::kCpu) return EmbedTimestepsOnCuda(timesteps, tokens, execution);
+    const int64_t per_batch = tokens.dim(1), width = tokens.dim(2);
+    execution.pool->ParallelFor(tokens.dim(0) * per_batch, [&](int64_t row, int) {
+      const int64_t timestep =
+          *timesteps.At<int32_t>(row / per_batch, row % per_batch / kModalities);
+      const int64_t known = std::clamp<int64_t>(timestep, 0, options_.max_timestep - 1);
+      std::copy_n(timesteps_.data() + known * width, width,
+                  tokens.MutableAt<float>(row / per_batch, row % per_batch));
+    });
+    return absl::OkStatus();
+  }
+
+  absl::Status EmbedTimestepsOnCuda(const ConstTensorView& timesteps, const TensorView& tokens,
+                                    const Execution& execution) const {
+    EmbedTimestepsArguments arguments;
+    arguments.timesteps = timesteps.At<int32_t>();
+    arguments.strides[0] = timesteps.stride(0);
+    arguments.strides[1] = timesteps.stride(1);
+    arguments.table = timesteps_.data();
+    arguments.table_rows = options_.max_timestep;
+    arguments.tokens = tokens.MutableAt<float>();
+    arguments.batch = tokens.dim(0);
+    arguments.tokens_of_batch = tokens.dim(1);
+    arguments.channels = tokens.dim(2);
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    return ToStatus(KernelsOn<DecisionTransformerKernels>(runtime->target())
+                        .embed_timesteps(arguments, execution.stream));
+  }
+
+  const Inputs& GptInputs(const Inputs& inputs, const Scratch& scratch) {
+    const ConstTensorView key_mask = inputs.Get("key_mask");
+    Inputs& of_gpt = key_mask.empty() ? gpt_inputs_ : masked_gpt_inputs_;
+    of_gpt.Set("x", scratch.x);
+    if (!key_mask.empty()) of_gpt.Set("key_mask", key_mask);
+    return of_gpt;
+  }
+
+  DecisionTransformerOptions options_;
+  Device device_;
+  std::array<Modality, kModalities> modalities_;
+  std::array<Head, 3> heads_;
+  std::array<PackedMatrix, kModalities> embeddings_;
+  std::array<PackedMatrix, 3> head_matrices_;
+  DeviceArray<float> timesteps_;  // embed.timestep
+  LayerNorm norm_;
+  std::unique_ptr<Layer> gpt_;
+  // Their names are here before a Run, which must not allocate.
+  Inputs gpt_inputs_ = {{"x", {}}};
+  Inputs masked_gpt_inputs_ = {{"x", {}}, {"key_mask", {}}};
+  Outputs gpt_outputs_ = {{"out", {}}};
+};
+
+// ---- The definition ----
+
+class Network {
+ public:
+  Network(const Problem& problem, const DecisionTransformerOptions& options,
+          const NamedTensors& parameters)
+      : problem_(problem), options_(options), parameters_(parameters) {}
+
+  // Rounded to the problem's dtype, as the GPT reads them.
+  Tensor Tokens(const Inputs& inputs) const {
+    const int64_t width = problem_.model_dim();
+    const DoubleTensor table = Parameter("embed.timestep");
+    const DoubleTensor timesteps(inputs.Get("timesteps"));
+    const auto modalities = ModalitiesOf(problem_, options_);
+    std::array<DoubleTensor, kModalities> values;
+    for (int64_t m = 0; m < kModalities; ++m) {
+      values[m] = DoubleTensor(inputs.Get(modalities[m].input));
+    }
+    Tensor tokens(problem_.dtype, {problem_.batch, problem_.query_tokens, width});
+    std::vector<double> token(width);
+    for (int64_t b = 0; b < problem_.batch; ++b) {
+      for (int64_t i = 0; i < problem_.query_tokens; ++i) {
+        const int64_t m = i % kModalities, t = i / kModalities;
+        Affine(values[m].Row(b, t), modalities[m].embed, &token);
+        const double last = static_cast<double>(options_.max_timestep - 1);
+        const double timestep =
+            std::clamp(timesteps.at(b * ReturnTokens(problem_.query_tokens) + t), 0.0, last);
+        for (int64_t c = 0; c < width; ++c) {
+          token[c] += table.Row(static_cast<int64_t>(timestep))[c];
+        }
+        if (options_.embed_norm) Normalize(&token);
+        for (int64_t c = 0; c < width; ++c) {
+          tokens.view().Set(tokens.view().Offset(b, i, c), token[c]);
+        }
+      }
+    }
+    return tokens;
+  }
+
+  // Of hidden states [batch, tokens, model_dim].
+  Tensor Predictions(const Head& head, const ConstTensorView& hidden) const {
+    const DoubleTensor h(hidden);
+    Tensor predictions(DType::kF64, {problem_.batch, head.count, head.channels});
+    std::vector<double> y(head.channels);
+    for (int64_t b = 0; b < problem_.batch; ++b) {
+      for (int64_t t = 0; t < head.count; ++t) {
+        Affine(h.Row(b, kModalities * t + head.from), head.name, &y);
+        for (int64_t c = 0; c < head.channels; ++c) {
+          const double value = head.activation == Activation::kTanh ? std::tanh(y[c]) : y[c];
+          *predictions.view().MutableAt<double>(b, t, c) = value;
+        }
+      }
+    }
+    return predictions;
+  }
+
+ private:
+  DoubleTensor Parameter(const std::string& name) const {
+    return DoubleTensor(parameters_.at(name).view());
+  }
+
+  // y = x W + b
+  void Affine(const double* x, const std::string& name, std::vector<double>* y) const {
+    const DoubleTensor w = Parameter(name + ".w"), b = Parameter(name + ".b");
+    const int64_t out = b.size(), in = w.size() / out;
+    std::copy_n(b.data(), out, y->begin());
+    for (int64_t k = 0; k < in; ++k) {
+      for (int64_t c = 0; c < out; ++c) (*y)[c] += x[k] * w.Row(k)[c];
+    }
+  }
+
+  void Normalize(std::vector<double>* token) const {
+    const DoubleTensor gamma = Parameter("embed.norm.gamma"), beta = Parameter("embed.norm.beta");
+    const double n = static_cast<double>(token->size());
+    double mean = 0, variance = 0;
+    for (const double x : *token) mean += x / n;
+    for (const double x : *token) variance += (x - mean) * (x - mean) / n;
+    for (size_t c = 0; c < token->size(); ++c) {
+      (*token)[c] = gamma.at(c) * ((*token)[c] - mean) / std::sqrt(variance + 1e-5) + beta.at(c);
+    }
+  }
+
+  const Problem& problem_;
+  const DecisionTransformerOptions& options_;
+  const NamedTensors& parameters_;
+};
+
+}  // namespace
+
+std::vector<double> ReturnsToGo(absl::Span<const double> rewards) {
+  std::vector<double> returns(rewards.begin(), rewards.end());
+  for (size_t t = returns.size(); t-- > 1;) returns[t - 1] += returns[t];
+  return returns;
+}
+
+DecisionTransformer::DecisionTransformer() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> DecisionTransformer::ReadTensors(
+    const Problem& problem, const DecisionTransformerOptions& options) const {
+  std::vector<TensorSpec> tensors;
+  for (const Modality& m : ModalitiesOf(problem, options)) {
+    tensors.push_back({m.input, {problem.batch, m.count, m.channels}, problem.dtype});
+  }
+  tensors.push_back(
+      {"timesteps", {problem.batch, ReturnTokens(problem.query_tokens)}, DType::kI32});
+  tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+  return tensors;
+}
+
+std::vector<TensorSpec> DecisionTransformer::WrittenTensors(
+    const Problem& problem, const DecisionTransformerOptions& options) const {
+  std::vector<TensorSpec> tensors = HiddenOutputs(problem);
+  for (const Head& head : HeadsOf(problem, options)) {
+    tensors.push_back(
+        {head.output, {problem.batch, head.count, head.channels}, problem.dtype, true});
+  }
+  return tensors;
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> DecisionTransformer::MakeLayer(
+    const Problem& problem, const DecisionTransformerOptions& options, Device device,
+    uint64_t seed) const {
+  return DecisionTransformerLayer::Create(problem, ReadTensors(problem, options),
+                                          WrittenTensors(problem, options), options, device, seed);
+}
+
+absl::Status DecisionTransformer::Definition(const Problem& problem,
+                                             const DecisionTransformerOptions& options,
+                                             const NamedTensors& parameters, const Inputs& inputs,
+                                             const DefinitionRequest&,
+                                             NamedTensors* outputs) const {
+  const Network network(problem, options, parameters);
+  const Tensor tokens = network.Tokens(inputs);
+  Inputs of_gpt = {{"x", tokens.view()}};
+  if (const ConstTensorView mask = inputs.Get("key_mask"); !mask.empty()) {
+    of_gpt.Set("key_mask", mask);
+  }
+  TFB_RETURN_IF_ERROR(
+      EncoderDecoder().Define(problem, OptionsOfGpt(options), parameters, of_gpt, {}, outputs));
+  const Tensor hidden = outputs->at("out").CloneAs(problem.dtype);  // as the heads read it
+  for (const Head& head : HeadsOf(problem, options)) {
+    (*outputs)[head.output] = network.Predictions(head, hidden.view());
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TechniqueSpec> DecisionTransformer::Counterpart(const Problem&,
+                                                               const Options& options) const {
+  TFB_ASSIGN_OR_RETURN(Options canonical, Canonical(options));
+  return TechniqueSpec{info().name, std::move(canonical)};
+}
+
+}  // namespace tfb
