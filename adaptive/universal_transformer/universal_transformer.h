@@ -62,7 +62,7 @@ struct UniversalTransformerOptions {
   enum class HaltFrom { kBefore, kAfter };
   enum class Transition { kFeedForward, kSeparableConvolution };
 
-  int64_t steps = 6;
+  int64_t steps = 2;
   Halting halting = Halting::kAct;
   double threshold = 0.99;
   Output output = Output::kAccumulated;
@@ -78,7 +78,7 @@ struct UniversalTransformerOptions {
   bool convolves() const { return transition == Transition::kSeparableConvolution; }
 
   void Describe(OptionBinder& bind) {
-    bind.Int("steps", &steps, 1, 64, "steps of every token, or at most with halting=act");
+    bind.Int("steps", &steps, 1, 32, "steps of every token, or at most with halting=act");
     bind.Choice("halting", &halting, {{"none", Halting::kNone}, {"act", Halting::kAct}},
                 "never, or adaptive computation time for each token");
     bind.Real("threshold", &threshold, 0, 1,
