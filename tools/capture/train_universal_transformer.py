@@ -89,6 +89,8 @@ class Training:
             self.step, self.losses = saved["step"], saved["losses"]
         for parameter in self.parameters.values():
             parameter.requires_grad_()
+            if self.optimizer.state[parameter]:  # 0, not none, where a step leaves the gate alone
+                parameter.grad = torch.zeros_like(parameter)
 
     def save(self):
         saved = {"parameters": {name: p.detach() for name, p in self.parameters.items()},
