@@ -4,6 +4,8 @@
 //
 // Networks take turns, and a time is held against that of the network that never halts in the same
 // round; the table has the medians of these ratios.
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -217,13 +219,14 @@ absl::StatusOr<Networks> MakeNetworks(const Adder& adder, const Additions& addit
 }
 
 absl::Status TimeInTurns(const Settings& settings, Networks* networks) {
+  const bool shows_progress = isatty(fileno(stderr)) != 0;
   for (int round = 0; round < settings.rounds; ++round) {
-    std::fprintf(stderr, "\rround %d of %d", round + 1, settings.rounds);
+    if (shows_progress) std::fprintf(stderr, "\rround %d of %d", round + 1, settings.rounds);
     for (auto* group : {&networks->fixed, &networks->halting, &networks->gate_alone}) {
       for (Network& network : *group) TFB_RETURN_IF_ERROR(network.Time());
     }
   }
-  if (settings.rounds > 0) std::fprintf(stderr, "\r%24s\r", "");
+  if (shows_progress) std::fputs("\r\033[K", stderr);
   return absl::OkStatus();
 }
 

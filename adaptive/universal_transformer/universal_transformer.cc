@@ -263,7 +263,13 @@ absl::StatusOr<TechniqueSpec> UniversalTransformer::Counterpart(const Problem&,
                                                                 const Options& options) const {
   TFB_ASSIGN_OR_RETURN(UniversalTransformerOptions parsed,
                        ParseOptions<UniversalTransformerOptions>(options));
+  // What only halting reads is as by default, so that networks that halt otherwise share this one.
+  const UniversalTransformerOptions unused;
   parsed.halting = UniversalTransformerOptions::Halting::kNone;
+  parsed.threshold = unused.threshold;
+  parsed.output = unused.output;
+  parsed.halt_from = unused.halt_from;
+  parsed.remainder_at_limit = unused.remainder_at_limit;
   OptionBinder binder;
   parsed.Describe(binder);
   return TechniqueSpec{info().name, binder.Values()};

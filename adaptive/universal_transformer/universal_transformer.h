@@ -32,7 +32,7 @@
 // Sources: Dehghani et al. 2019, "Universal Transformers", arXiv:1807.03819v3, sections 2.1 (block,
 // encoding) and 2.2 (halting; the update of its appendix C is output=basic, its text the copies);
 // Graves 2016, "Adaptive computation time for recurrent neural networks", arXiv:1603.08983v6,
-// section 2 (equations 5 to 13; halt_from=after). Where these and their authors' code are at odds,
+// section 2 (halt_from=after). Where these and their authors' code are at odds,
 // options have the other way. The convolutions' sizes and halting from before are those of
 // tensor2tensor's universal_transformer_util.py. Not followed of it: halted tokens are recomputed and
 // change as keys; a token halts at > threshold, not >=.

@@ -11,7 +11,7 @@ import tensor_file
 import train_universal_transformer as train
 import universal_transformer as model
 from golden import (attention_formula, attention_parameters, case, draw, f32, f64, in_float64, layer_norm,
-                    redraw_parameters, rounded)
+                    redraw_parameters)
 
 FIRST = len(golden.CASES)
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -49,21 +49,17 @@ class Block(torch.nn.Module):
     def __init__(self, gate):
         super().__init__()
         self.layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, batch_first=True)
-        self.gate, self.total, self.state = [gate], 0.0, None
+        self.gate, self.total, self.state = [gate], 0.0, None  # a list, so that it is no child
 
     def forward(self, u):
-        state = self.layer._ff_block(self.layer.norm1(u + self.attend(u)))
-        state = self.layer.norm2(self.layer.norm1(u + self.attend(u)) + state)
-        gate = self.gate[0]
+        a = self.layer.norm1(u + self.layer.self_attn(u, u, u, need_weights=True)[0])
+        state, gate = self.layer.norm2(a + self.layer._ff_block(a)), self.gate[0]
         if self.state is not None:
             halted = self.total > gate.threshold
             state = torch.where(halted[..., None], self.state, state)
         self.total = self.total + torch.sigmoid(gate.p(u)).squeeze(-1)
         self.state = state
         return state
-
-    def attend(self, u):
-        return self.layer.self_attn(u, u, u, need_weights=True)[0]
 
 
 @case("adaptive/universal_transformer/testdata/basic",
