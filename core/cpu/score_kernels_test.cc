@@ -54,6 +54,22 @@ TEST_P(ScoreKernels, LabelsAddOneOfTwoTermsOfTheRow) {
   }
 }
 
+TEST_P(ScoreKernels, HiddenColumnsAtTheEndChangeNoBitOfASoftmax) {
+  for (const int64_t seen : {1, 16, 33, 48, 64}) {
+    std::vector<float> sums;
+    for (int64_t columns = (seen + 15) / 16 * 16; columns <= kStride; columns += 16) {
+      std::vector<float> scores(kStride, -INFINITY);
+      for (int64_t c = 0; c < seen; ++c) {
+        scores[c] = std::sin(static_cast<float>(c * c));
+      }
+      float max = -INFINITY, sum = 0, rescale;
+      kernels_->softmax({scores.data(), kStride, 1, columns}, {&max, &sum, &rescale}, nullptr);
+      sums.push_back(sum);
+    }
+    for (const float sum : sums) EXPECT_EQ(sum, sums[0]) << seen;
+  }
+}
+
 TEST_P(ScoreKernels, MasksBeginAtTheirFirstBit) {
   uint64_t masks[kRows];
   for (int64_t r = 0; r < kRows; ++r) masks[r] = 0x9E3779B97F4A7C15u * (r + 1);

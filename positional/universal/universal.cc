@@ -4,14 +4,9 @@
 #include <utility>
 
 #include "attention/multi_head/encoded_attention.h"
-#include "core/definition.h"
-#include "core/status.h"
-#include "positional/sinusoidal/sinusoidal.h"
 
 namespace tfb {
 namespace {
-
-using Time = UniversalOptions::Time;
 
 const bool registered = RegisterTechnique<Universal>();
 
@@ -34,24 +29,8 @@ EncodedAttentionPlan PlanOf(const UniversalOptions& options) {
   plan.bias = options.bias;
   plan.applications = options.steps;
   plan.shared = true;
-  plan.rows_added = options.time == Time::kLearned ? options.steps : 0;
+  plan.rows_added = options.encoding.time == PositionTime::Time::kLearned ? options.steps : 0;
   return plan;
-}
-
-absl::StatusOr<Encodings> PositionsAndTimes(const Problem& problem, const UniversalOptions& options,
-                                            const NamedTensors& parameters) {
-  const int64_t width = problem.model_dim();
-  Encodings encodings;
-  encodings.repeat = true;
-  TFB_ASSIGN_OR_RETURN(encodings.positions, Sinusoids(options.position_offset, problem.query_tokens,
-                                                      width, options.form));
-  if (options.time == Time::kLearned) {
-    encodings.times = parameters.at("t").Clone();
-    return encodings;
-  }
-  TFB_ASSIGN_OR_RETURN(encodings.times,
-                       Sinusoids(options.first_step, options.steps, width, options.form));
-  return encodings;
 }
 
 }  // namespace
@@ -66,30 +45,23 @@ std::vector<TensorSpec> Universal::ReadTensors(const Problem& problem,
 absl::StatusOr<std::unique_ptr<Layer>> Universal::MakeLayer(const Problem& problem,
                                                             const UniversalOptions& options,
                                                             Device device, uint64_t seed) const {
-  std::vector<ParameterSpec> own;
-  if (options.time == Time::kLearned) {
-    own.push_back({"t", {options.steps, problem.model_dim()}, 0, 1});
-  }
+  const int64_t width = problem.model_dim();
   const auto encode = [=](const NamedTensors& parameters) {
-    return PositionsAndTimes(problem, options, parameters);
+    return PositionsAndTimes(options.encoding, problem.query_tokens, options.steps, width,
+                             parameters);
   };
-  return CreateEncodedAttention(problem, PlanOf(options), own, encode, device, seed);
+  return CreateEncodedAttention(problem, PlanOf(options),
+                                TimeParameters(options.encoding, options.steps, width), encode,
+                                device, seed);
 }
 
 absl::Status Universal::Definition(const Problem& problem, const UniversalOptions& options,
                                    const NamedTensors& parameters, const Inputs& inputs,
                                    const DefinitionRequest& request, NamedTensors* outputs) const {
-  const bool learned = options.time == Time::kLearned;
-  const DoubleTensor times(learned ? parameters.at("t").view() : ConstTensorView());
-  const auto sinusoid = [&](int64_t p, int64_t c) {
-    return DefineSinusoid(options.form, problem.model_dim(), p, c);
-  };
-  const auto encoding = [&](int64_t n, int64_t p, int64_t c) {
-    const double time = learned ? times.Row(n)[c] : sinusoid(options.first_step + n, c);
-    return sinusoid(options.position_offset + p, c) + time;
-  };
-  return DefineEncodedAttention(problem, PlanOf(options), encoding, parameters, inputs, request,
-                                outputs);
+  return DefineEncodedAttention(
+      problem, PlanOf(options),
+      DefinedPositionTime(options.encoding, problem.model_dim(), parameters), parameters, inputs,
+      request, outputs);
 }
 
 absl::StatusOr<TechniqueSpec> Universal::Counterpart(const Problem& problem,

@@ -27,38 +27,20 @@
 #include <vector>
 
 #include "attention/multi_head/projected_attention.h"
-#include "core/layers/sinusoid.h"
 #include "core/technique.h"
+#include "positional/universal/position_time.h"
 
 namespace tfb {
 
 struct UniversalOptions {
-  static constexpr int64_t kMaxOffset = int64_t{1} << 30;  // see positional/sinusoidal
-  enum class Time { kSinusoid, kLearned };
-
   int64_t steps = 2;
-  Time time = Time::kSinusoid;
-  int64_t first_step = 1;
-  SinusoidForm form;
-  int64_t position_offset = 0;
+  PositionTime encoding;
   TechniqueSpec inner = {"dense", {}};
   bool bias = false;
 
   void Describe(OptionBinder& bind) {
     bind.Int("steps", &steps, 1, 16, "applications of the attention");
-    bind.Choice("time", &time, {{"sinusoid", Time::kSinusoid}, {"learned", Time::kLearned}},
-                "the encoding of the step");
-    bind.Int("first_step", &first_step, 0, kMaxOffset, "number of the first step; of sinusoids");
-    bind.Choice("layout", &form.layout,
-                {{"interleaved", SinusoidLayout::kInterleaved},
-                 {"concatenated", SinusoidLayout::kConcatenated}},
-                "sines and cosines in turn, or all sines before all cosines");
-    bind.Choice(
-        "frequencies", &form.frequencies,
-        {{"paper", SinusoidFrequencies::kPaper}, {"inclusive", SinusoidFrequencies::kInclusive}},
-        "base^(-2 j / model_dim), or up to 1 / base inclusive, as tensor2tensor has it");
-    bind.Real("base", &form.base, 1, 1e9, "of the frequencies");
-    bind.Int("position_offset", &position_offset, 0, kMaxOffset, "position of token 0");
+    encoding.Describe(bind);
     BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
   }

@@ -1,0 +1,74 @@
+// The steps of a Universal Transformer on CUDA: all rows are computed, and those of tokens that have
+// halted are not kept. How many go on is known to the device alone, and the host does not wait for it.
+#ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_MASKED_STEPS_H_
+#define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_MASKED_STEPS_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "adaptive/universal_transformer/shared_block.h"
+#include "adaptive/universal_transformer/universal_transformer_cuda.h"
+#include "core/cuda/runtime.h"
+#include "core/flash/flash_engine.h"
+#include "core/workspace.h"
+
+namespace tfb {
+
+class MaskedSteps : public UniversalSteps {
+ public:
+  MaskedSteps(Device device, const Problem& problem, const UniversalTransformerOptions& options)
+      : device_(device), problem_(problem), options_(options), sizes_(problem, options) {}
+  absl::Status Setup() override;
+  size_t workspace_bytes(int threads) const override;
+  absl::Status Run(const SharedBlock& block, const Call& call, const Execution& execution) override;
+
+ private:
+  struct Scratch {
+    float* state;            // H [rows, width]
+    float* weighted;         // [rows, width]; null where the output is a state
+    TensorView read;         // U, then S
+    TensorView attended;     // A
+    TensorView queries;      // [batch, tokens, query_width] in the problem's dtype
+    TensorView keys_values;  // [batch, tokens, keys_values]
+    TensorView context;      // [batch, tokens, context_width]
+    TensorView inner;        // [rows, inner]
+    // With separable convolutions.
+    float* shown;
+    float* shown_inner;
+    TensorView convolved;
+    TensorView convolved_inner;
+    float* total;   // [rows]
+    float* weight;  // [rows]
+  };
+  struct Walk {
+    const SharedBlock& block;
+    const Call& call;
+    Scratch scratch;
+    Execution execution;
+    const UniversalTransformerKernels* kernels;
+    int64_t step = 0;
+  };
+
+  Scratch LayOut(Workspace& workspace) const;
+  HaltingArguments Halting(const Walk& walk, UniversalTransformerOptions::HaltFrom from) const;
+  absl::Status Begin(const Walk& walk) const;
+  absl::Status Read(const Walk& walk) const;
+  absl::Status Attend(const Walk& walk) const;
+  absl::Status Transit(const Walk& walk) const;
+  absl::Status Convolve(const Walk& walk, const TensorView& rows, float* shown,
+                        const DeviceArray<float>& kernel, int64_t size, const TensorView& y) const;
+  absl::Status Keep(const Walk& walk) const;
+  absl::Status WriteOut(const Walk& walk) const;
+
+  Device device_;
+  Problem problem_;
+  UniversalTransformerOptions options_;
+  UniversalSizes sizes_;
+  FlashEngine engine_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_MASKED_STEPS_H_

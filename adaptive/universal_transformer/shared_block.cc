@@ -1,0 +1,94 @@
+#include "adaptive/universal_transformer/shared_block.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+// Rows of T [steps, width] times the matrices side by side, in double, [steps, columns].
+std::vector<float> TimesProjected(const Tensor& times,
+                                  const std::vector<ConstTensorView>& matrices) {
+  std::vector<float> rows;
+  for (int64_t n = 0; n < times.dim(0); ++n) {
+    for (const ConstTensorView& matrix : matrices) {
+      std::vector<double> sums(static_cast<size_t>(matrix.dim(1)));
+      for (int64_t k = 0; k < matrix.dim(0); ++k) {
+        const double time = *times.view().At<float>(n, k);
+        for (int64_t c = 0; c < matrix.dim(1); ++c) sums[c] += time * *matrix.At<float>(k, c);
+      }
+      rows.insert(rows.end(), sums.begin(), sums.end());
+    }
+  }
+  return rows;
+}
+
+}  // namespace
+
+UniversalSizes::UniversalSizes(const Problem& problem, const UniversalTransformerOptions& options)
+    : rows(problem.batch * problem.query_tokens),
+      width(problem.model_dim()),
+      query_width(problem.query_heads * problem.head_dim),
+      key_width(problem.kv_heads * problem.head_dim),
+      value_width(problem.kv_heads * problem.value_dim),
+      context_width(problem.query_heads * problem.value_dim),
+      inner(options.feed_forward * problem.model_dim()) {}
+
+absl::StatusOr<SharedBlock> SharedBlock::Create(Device device, const Problem& problem,
+                                                const UniversalTransformerOptions& options,
+                                                const NamedTensors& parameters) {
+  const auto parameter = [&](const std::string& name) {
+    const auto found = parameters.find(name);
+    return found == parameters.end() ? ConstTensorView() : ConstTensorView(found->second.view());
+  };
+  const auto floats = [&](const std::string& name) -> absl::StatusOr<DeviceArray<float>> {
+    if (parameter(name).empty()) return DeviceArray<float>();
+    return CopyFloats(device, parameter(name));
+  };
+  const auto norm = [&](const std::string& name) {
+    return LayerNorm::Create(device, parameter(name + ".gamma"), parameter(name + ".beta"));
+  };
+  SharedBlock block;
+  const ConstTensorView w_q = parameter("attention.w_q"), w_k = parameter("attention.w_k"),
+                        w_v = parameter("attention.w_v");
+  TFB_ASSIGN_OR_RETURN(block.queries,
+                       PackedMatrix::Create(device, w_q, parameter("attention.b_q")));
+  std::vector<float> biases;
+  for (const char* name : {"attention.b_k", "attention.b_v"}) {
+    const ConstTensorView bias = parameter(name);
+    for (int64_t c = 0; !bias.empty() && c < bias.dim(0); ++c) biases.push_back(*bias.At<float>(c));
+  }
+  const ConstTensorView bias(biases.data(), DType::kF32, {static_cast<int64_t>(biases.size())});
+  TFB_ASSIGN_OR_RETURN(block.keys_values,
+                       PackedMatrix::Create(device, std::vector<ConstTensorView>{w_k, w_v},
+                                            biases.empty() ? ConstTensorView() : bias));
+  TFB_ASSIGN_OR_RETURN(block.output, PackedMatrix::Create(device, parameter("attention.w_o"),
+                                                          parameter("attention.b_o")));
+  TFB_ASSIGN_OR_RETURN(block.attention_norm, norm("attention_norm"));
+  TFB_ASSIGN_OR_RETURN(block.first_kernel, floats("ff.k1"));
+  TFB_ASSIGN_OR_RETURN(block.first,
+                       PackedMatrix::Create(device, parameter("ff.w1"), parameter("ff.b1")));
+  TFB_ASSIGN_OR_RETURN(block.second_kernel, floats("ff.k2"));
+  TFB_ASSIGN_OR_RETURN(block.second,
+                       PackedMatrix::Create(device, parameter("ff.w2"), parameter("ff.b2")));
+  TFB_ASSIGN_OR_RETURN(block.transition_norm, norm("ff_norm"));
+  TFB_ASSIGN_OR_RETURN(block.halting_weight, floats("halting.w"));
+  TFB_ASSIGN_OR_RETURN(block.halting_bias, floats("halting.b"));
+
+  TFB_ASSIGN_OR_RETURN(const Encodings encodings,
+                       PositionsAndTimes(options.encoding, problem.query_tokens, options.steps,
+                                         problem.model_dim(), parameters));
+  TFB_ASSIGN_OR_RETURN(block.positions, CopyFloats(device, encodings.positions.view()));
+  TFB_ASSIGN_OR_RETURN(block.times, CopyFloats(device, encodings.times.view()));
+  if (device == Device::kCpu) {
+    TFB_ASSIGN_OR_RETURN(
+        block.projected_times,
+        DeviceArray<float>::Create(device, TimesProjected(encodings.times, {w_q, w_k, w_v})));
+  }
+  return block;
+}
+
+}  // namespace tfb

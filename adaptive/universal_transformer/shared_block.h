@@ -1,0 +1,84 @@
+// The block that all steps of a Universal Transformer share, on a device: its matrices, norms, gate
+// and encodings. What runs it is compacted_steps.h on the CPU and masked_steps.h on CUDA.
+#ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_SHARED_BLOCK_H_
+#define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_SHARED_BLOCK_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "adaptive/universal_transformer/universal_transformer.h"
+#include "core/cuda/device_array.h"
+#include "core/layers/layer_norm.h"
+#include "core/layers/matmul.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+constexpr int64_t kFirstKernel = 3;  // tokens
+constexpr int64_t kSecondKernel = 5;
+
+struct UniversalSizes {
+  UniversalSizes(const Problem& problem, const UniversalTransformerOptions& options);
+  int64_t rows;  // batch * tokens
+  int64_t width;
+  int64_t query_width;
+  int64_t key_width;
+  int64_t value_width;
+  int64_t context_width;
+  int64_t inner;
+
+  int64_t keys_values() const { return key_width + value_width; }
+  int64_t projected() const { return query_width + keys_values(); }
+};
+
+struct SharedBlock {
+  // Of parameters in host memory.
+  static absl::StatusOr<SharedBlock> Create(Device device, const Problem& problem,
+                                            const UniversalTransformerOptions& options,
+                                            const NamedTensors& parameters);
+
+  PackedMatrix queries;
+  PackedMatrix keys_values;
+  PackedMatrix output;
+  LayerNorm attention_norm;
+  DeviceArray<float> first_kernel;  // [3, width]; with separable convolutions
+  PackedMatrix first;
+  DeviceArray<float> second_kernel;  // [5, inner]
+  PackedMatrix second;
+  LayerNorm transition_norm;
+  DeviceArray<float> halting_weight;  // [width]; empty: no halting
+  DeviceArray<float> halting_bias;    // [1]
+  DeviceArray<float> positions;       // [tokens, width]
+  DeviceArray<float> times;           // [steps, width]
+  // The rows of `times` times W_q, W_k and W_v, [steps, projected()]. On the CPU.
+  DeviceArray<float> projected_times;
+};
+
+// What runs the steps of one layer.
+class UniversalSteps {
+ public:
+  virtual ~UniversalSteps() = default;
+  virtual absl::Status Setup() { return absl::OkStatus(); }
+  virtual size_t workspace_bytes(int threads) const = 0;
+  // The views of the layer's call, and what each token has taken, 0 for padding, on the device.
+  struct Call {
+    ConstTensorView x;         // [batch, tokens, width]
+    ConstTensorView key_mask;  // u8 [batch, tokens], or empty
+    TensorView out;            // [batch, tokens, width]
+    TensorView ponder_out;     // [batch, tokens], or empty
+    TensorView steps_out;      // i32 [batch, tokens], or empty
+    float* ponder;             // [batch tokens]
+    int32_t* steps;            // [batch tokens]
+  };
+  // Allocates nothing; on CUDA it enqueues on the stream.
+  virtual absl::Status Run(const SharedBlock& block, const Call& call,
+                           const Execution& execution) = 0;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_SHARED_BLOCK_H_

@@ -1,0 +1,147 @@
+// The Universal Transformer: one block, applied again and again, each token as often as it needs.
+//
+//   H^0 = x,   U = H^(n-1) + P^n,   A = LN(U + MultiHead(U)),   S^n = LN(A + Transition(A))
+//   H^n = S^n, n = 1 .. steps
+//
+// with the parameters of all steps shared and P^n the encoding of position and time of
+// positional/universal. A network that never halts (halting=none) returns H^steps: a stack of that
+// many equal layers. With adaptive computation time (halting=act) token t stops after its own N_t:
+//
+//   p^n = sigmoid(w . U_t + b)                       halt_from=before: of what step n reads
+//   p^n = sigmoid(w . S^n_t + b)                     halt_from=after
+//   N_t = min {n : p^1 + .. + p^n >= threshold}, at most `steps`
+//   R_t = 1 - (p^1 + .. + p^(N_t - 1)),   w^n = p^n for n < N_t,   w^(N_t) = R_t
+//   H^n_t = H^(N_t)_t for n > N_t                    halted tokens are copied, and the others see them
+//
+//   out_t = sum_n w^n S^n_t                          output=accumulated: the weights sum to 1
+//   out_t = Y^(N_t), Y^n = w^n S^n + (1 - w^n) Y^(n-1), Y^0 = 0       output=basic
+//   out_t = H^(N_t)_t                                output=frozen
+//   ponder_t = N_t + R_t                             what training charges
+//
+// A token that runs into the limit gets the remainder too (remainder_at_limit). Key i of batch b is
+// padding where key_mask says so: it is not seen, takes no step and has output 0 and ponder 0.
+//
+// Transition: feed_forward is relu(A W_1 + b_1) W_2 + b_2; separable_convolution has before each of
+// the two products a convolution over tokens within each channel,
+//
+//   c_t = sum_j k_j z_(t + j - r),   r = (size - 1) / 2, or size - 1 where causal
+//
+// of 3 tokens of z = A and of 5 of the inner activations, zeros beyond the sequence and for padding.
+// What a halted token shows to it is what it had at its last step.
+//
+// Sources: Dehghani et al. 2019, "Universal Transformers", arXiv:1807.03819v3, sections 2.1 (block,
+// encoding) and 2.2 (halting; the update of its appendix C is output=basic, its text the copies);
+// Graves 2016, "Adaptive computation time for recurrent neural networks", arXiv:1603.08983v6,
+// section 2 (halt_from=after). Where these and their authors' code are at odds,
+// options have the other way. The convolutions' sizes and halting from before are those of
+// tensor2tensor's universal_transformer_util.py. Not followed of it: halted tokens are recomputed and
+// change as keys; a token halts at > threshold, not >=.
+//
+// Cost. A step of a token that goes on: (4 d^2 + 4 d inner) FLOPs and 4 d a key seen in self-attention
+// of d = model_dim, 4 d^2 for its key and value, and 2 d for the gate. A halted token has its key and
+// value projected once more, from the copied state, and costs nothing after: position and state are
+// projected apart from time, whose rows are a table, so its keys only add another row of that. So on
+// the CPU, where tokens that go on are compacted before each product, work is proportional to the sum
+// of N_t. On CUDA the number of tokens that go on is not known to the host, which does not wait for
+// it: all rows are computed in each of the steps, those of halted tokens for nothing; halting saves
+// no time there.
+#ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_H_
+#define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "core/technique.h"
+#include "positional/universal/position_time.h"
+
+namespace tfb {
+
+struct UniversalTransformerOptions {
+  enum class Halting { kNone, kAct };
+  enum class Output { kAccumulated, kBasic, kFrozen };
+  enum class HaltFrom { kBefore, kAfter };
+  enum class Transition { kFeedForward, kSeparableConvolution };
+
+  int64_t steps = 2;
+  Halting halting = Halting::kAct;
+  double threshold = 0.99;
+  Output output = Output::kAccumulated;
+  HaltFrom halt_from = HaltFrom::kBefore;
+  bool remainder_at_limit = true;
+  Transition transition = Transition::kFeedForward;
+  int64_t feed_forward = 4;
+  PositionTime encoding;
+  bool bias = false;
+
+  bool halts() const { return halting == Halting::kAct; }
+  bool weighs() const { return halts() && output != Output::kFrozen; }
+  bool convolves() const { return transition == Transition::kSeparableConvolution; }
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("steps", &steps, 1, 32, "steps of every token, or at most with halting=act");
+    bind.Choice("halting", &halting, {{"none", Halting::kNone}, {"act", Halting::kAct}},
+                "never, or adaptive computation time for each token");
+    bind.Real("threshold", &threshold, 0, 1,
+              "sum of halting probabilities at which a token stops; 1 - epsilon of the paper",
+              {0, 0.5, 0.9, 0.99, 0.999});
+    bind.Choice("output", &output,
+                {{"accumulated", Output::kAccumulated},
+                 {"basic", Output::kBasic},
+                 {"frozen", Output::kFrozen}},
+                "the weighted sum of the states, a running mix of them, or the last state");
+    bind.Choice("halt_from", &halt_from,
+                {{"before", HaltFrom::kBefore}, {"after", HaltFrom::kAfter}},
+                "halting probabilities of what a step reads, or of the state that it makes");
+    bind.Bool("remainder_at_limit", &remainder_at_limit,
+              "the last step of a token that never reaches the threshold weighs the remainder; "
+              "false: its probability, as tensor2tensor has it");
+    bind.Choice("transition", &transition,
+                {{"feed_forward", Transition::kFeedForward},
+                 {"separable_convolution", Transition::kSeparableConvolution}},
+                "of a token alone, or of its neighbours too");
+    bind.Int("feed_forward", &feed_forward, 1, 16, "inner width of the transition, in model_dim");
+    encoding.Describe(bind);
+    bind.Bool("bias", &bias, "attention's projections add biases");
+  }
+};
+
+// Inputs: x [batch, tokens, model_dim] and the optional key_mask. Outputs: out, and with halting=act
+// the optional ponder, of the problem's dtype, and steps, i32 N_t, [batch, tokens].
+//
+// Parameters, f32: attention.w_q, ... of ProjectionSpecs; attention_norm and ff_norm, .gamma and .beta
+// [model_dim]; ff.w1 [model_dim, inner], .b1, .w2 [inner, model_dim], .b2, and with separable
+// convolutions ff.k1 [3, model_dim], .k2 [5, inner]; with halting=act halting.w [model_dim] and .b
+// [1], drawn as 1; with time=learned t [steps, model_dim]. Hidden states between steps are fp32;
+// attention in 16-bit problems rounds as multi_head does.
+//
+// Statistics of the last Run: mean_steps, max_steps and mean_ponder over tokens that are no padding,
+// and saved_flops, the share of a network's that never halts. cost().flops are those of the last Run
+// with halting=act, unknown before it.
+//
+// The counterpart is the same network with halting=none.
+class UniversalTransformer : public TechniqueOf<UniversalTransformerOptions> {
+ public:
+  UniversalTransformer();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const UniversalTransformerOptions& options,
+                                                   Device device, uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const UniversalTransformerOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const UniversalTransformerOptions& options) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const UniversalTransformerOptions& options) const override;
+};
+
+// FLOPs of a run in which token t of batch row b takes steps[b tokens + t] steps, 0 for padding.
+double UniversalTransformerFlops(const Problem& problem, const UniversalTransformerOptions& options,
+                                 const std::vector<int32_t>& steps);
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_H_

@@ -1,0 +1,171 @@
+// A warp has a row, each lane every 32nd channel.
+#include "adaptive/universal_transformer/universal_transformer_cuda.h"
+#include "core/cuda/kernel.cuh"
+
+namespace tfb {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * kWarp;
+
+__device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+__device__ int64_t RowOfWarp() {
+  return static_cast<int64_t>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+}
+
+template <class Arguments>
+const char* LaunchWarps(const char* name, void (*kernel)(Arguments), const Arguments& a,
+                        void* stream) {
+  const int64_t blocks = (a.rows + kWarps - 1) / kWarps;
+  if (blocks > INT32_MAX) return "more rows than a grid has warps";
+  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream, a);
+}
+
+// Of a token that runs; `dot` is the lane's part of w . row. Returns the weight of the step's state.
+__device__ float Decide(const HaltingArguments& a, float dot, int64_t row, int64_t step,
+                        int32_t* stop) {
+#pragma unroll
+  for (int other = kWarp / 2; other > 0; other /= 2) dot += __shfl_xor_sync(~0u, dot, other);
+  const float p = 1 / (1 + expf(-(dot + a.bias[0])));
+  const float total = a.total[row], sum = total + p;
+  const bool reaches = sum >= a.threshold;
+  const bool halts = reaches || step + 1 == a.limit;
+  const bool takes_remainder = reaches || (halts && a.remainder_at_limit);
+  const float weight = takes_remainder ? 1 - total : p;
+  __syncwarp();  // all lanes have read the total
+  if (Lane() == 0) {
+    a.total[row] = sum;
+    a.weight[row] = weight;
+    a.ponder[row] = static_cast<float>(step + 1) + (takes_remainder ? 1 - total : 0.0f);
+    if (halts) stop[row] = static_cast<int32_t>(step + 1);
+  }
+  return weight;
+}
+
+__global__ void __launch_bounds__(kThreads) BeginSteps(BeginStepsArguments a) {
+  const int64_t row = RowOfWarp();
+  if (row >= a.rows) return;
+  const int64_t b = row / a.tokens, t = row % a.tokens;
+  const int64_t x = b * a.x.strides[0] + t * a.x.strides[1];
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    a.state[row * a.channels + c] = LoadElement(a.x.data, a.x.element, x + c * a.x.strides[2]);
+    if (a.weighted != nullptr) a.weighted[row * a.channels + c] = 0;
+  }
+  if (Lane() != 0) return;
+  const bool is_token =
+      a.key_mask == nullptr || a.key_mask[b * a.mask_strides[0] + t * a.mask_strides[1]] != 0;
+  a.total[row] = 0;
+  a.ponder[row] = is_token && !a.halts ? static_cast<float>(a.limit) : 0;
+  a.stop[row] = is_token ? static_cast<int32_t>(a.limit) : 0;
+}
+
+const char* LaunchBegin(const BeginStepsArguments& a, void* stream) {
+  return LaunchWarps("BeginSteps", &BeginSteps, a, stream);
+}
+
+__global__ void __launch_bounds__(kThreads) ReadStates(ReadStatesArguments a) {
+  const int64_t row = RowOfWarp();
+  if (row >= a.rows) return;
+  const float* position = a.positions + row % a.tokens * a.channels;
+  const bool halts = a.halting.weight_of_channels != nullptr && a.step < a.stop[row];
+  float dot = 0;
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    const float u = a.state[row * a.channels + c] + position[c] + a.time[c];
+    a.read[row * a.channels + c] = u;
+    if (halts) dot += a.halting.weight_of_channels[c] * u;
+  }
+  if (halts) Decide(a.halting, dot, row, a.step, a.stop);
+}
+
+const char* LaunchRead(const ReadStatesArguments& a, void* stream) {
+  return LaunchWarps("ReadStates", &ReadStates, a, stream);
+}
+
+__global__ void __launch_bounds__(kThreads) KeepStates(KeepStatesArguments a) {
+  const int64_t row = RowOfWarp();
+  if (row >= a.rows || a.step >= a.stop[row]) return;
+  const float* made = a.made + row * a.channels;
+  float weight = 1;
+  if (a.halting.weight_of_channels != nullptr) {
+    float dot = 0;
+    for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+      dot += a.halting.weight_of_channels[c] * made[c];
+    }
+    weight = Decide(a.halting, dot, row, a.step, a.stop);
+  } else if (a.weight != nullptr) {
+    weight = a.weight[row];
+  }
+  const float kept = a.is_mix ? 1 - weight : 1;
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    a.state[row * a.channels + c] = made[c];
+    if (a.weighted == nullptr) continue;
+    float* sum = a.weighted + row * a.channels + c;
+    *sum = kept * *sum + weight * made[c];
+  }
+}
+
+const char* LaunchKeep(const KeepStatesArguments& a, void* stream) {
+  return LaunchWarps("KeepStates", &KeepStates, a, stream);
+}
+
+__global__ void __launch_bounds__(kThreads) ShowRows(ShowRowsArguments a) {
+  const int64_t row = RowOfWarp();
+  if (row >= a.rows || a.step >= a.stop[row]) return;
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    a.shown[row * a.channels + c] = a.from[row * a.channels + c];
+  }
+}
+
+const char* LaunchShow(const ShowRowsArguments& a, void* stream) {
+  return LaunchWarps("ShowRows", &ShowRows, a, stream);
+}
+
+__global__ void __launch_bounds__(kThreads) Convolve(ConvolveArguments a) {
+  const int64_t row = RowOfWarp();
+  if (row >= a.rows) return;
+  const int64_t t = row % a.tokens, first = row - t;
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    float sum = 0;
+    for (int64_t j = 0; j < a.size; ++j) {
+      const int64_t other = t + j - a.before;
+      if (other < 0 || other >= a.tokens || a.stop[first + other] == 0) continue;
+      sum += a.kernel[j * a.channels + c] * a.shown[(first + other) * a.channels + c];
+    }
+    a.y[row * a.channels + c] = sum;
+  }
+}
+
+const char* LaunchConvolve(const ConvolveArguments& a, void* stream) {
+  return LaunchWarps("Convolve", &Convolve, a, stream);
+}
+
+__global__ void __launch_bounds__(kThreads) WriteStates(WriteStatesArguments a) {
+  const int64_t row = RowOfWarp();
+  if (row >= a.rows) return;
+  const int64_t b = row / a.tokens, t = row % a.tokens;
+  const int64_t out = b * a.out.strides[0] + t * a.out.strides[1];
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    const float value = a.stop[row] == 0 ? 0 : a.from[row * a.channels + c];
+    StoreElement(a.out.data, a.out.element, out + c * a.out.strides[2], value);
+  }
+  if (Lane() != 0) return;
+  if (a.ponder_out.data != nullptr) {
+    StoreElement(a.ponder_out.data, a.ponder_out.element,
+                 b * a.ponder_out.strides[0] + t * a.ponder_out.strides[1], a.ponder[row]);
+  }
+  if (a.steps_out != nullptr) {
+    a.steps_out[b * a.steps_strides[0] + t * a.steps_strides[1]] = a.stop[row];
+  }
+}
+
+const char* LaunchWrite(const WriteStatesArguments& a, void* stream) {
+  return LaunchWarps("WriteStates", &WriteStates, a, stream);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(UniversalTransformerKernels, {&LaunchBegin, &LaunchRead, &LaunchKeep, &LaunchShow,
+                                               &LaunchConvolve, &LaunchWrite});
+
+}  // namespace tfb

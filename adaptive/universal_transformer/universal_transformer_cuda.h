@@ -1,0 +1,123 @@
+// The CUDA kernels of universal_transformer as C++ sees them. Pointers are to device memory; rows are
+// those of all tokens, batch after batch.
+//
+// stop[row] tells who takes a step: a token runs step n, counted from 0, where n < stop[row]. It
+// begins as the largest number of steps, 0 for padding, and becomes N when the token halts.
+#ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_CUDA_H_
+#define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_CUDA_H_
+
+#include <stdint.h>
+
+#include "core/cuda/device_view.h"
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+
+// The halting of a token that runs, from a row of channels that the kernel has at hand.
+struct HaltingArguments {
+  const float* weight_of_channels;  // w [channels]; null: no halting
+  const float* bias;                // [1]
+  float threshold;
+  bool remainder_at_limit;
+  int64_t limit;  // steps at most
+  float* total;   // [rows] p^1 + .. + p^n
+  float* weight;  // [rows] of the step's state
+  float* ponder;  // [rows]
+};
+
+// H = x, and nobody has taken a step.
+struct BeginStepsArguments {
+  DeviceView x;             // [batch, tokens, channels]
+  const uint8_t* key_mask;  // null: no padding
+  int64_t mask_strides[2];
+  float* state;     // [rows, channels]
+  float* weighted;  // [rows, channels], or null
+  float* total;     // [rows]
+  float* ponder;
+  int32_t* stop;
+  int64_t rows;
+  int64_t tokens;
+  int64_t channels;
+  int64_t limit;
+  bool halts;  // ponder counts what has been taken, else `limit`
+};
+
+// U = H + PE + T, and with halting from before the step, that.
+struct ReadStatesArguments {
+  const float* state;      // [rows, channels]
+  const float* positions;  // [tokens, channels]
+  const float* time;       // [channels]
+  float* read;             // [rows, channels]
+  int32_t* stop;
+  int64_t rows;
+  int64_t tokens;
+  int64_t channels;
+  int64_t step;
+  HaltingArguments halting;
+};
+
+// H = S for who runs, with halting from after the step that, and S joins what is weighted: Y = kept Y
+// + weight S, where `kept` is 1, or 1 - weight of a mix.
+struct KeepStatesArguments {
+  const float* made;  // S [rows, channels]
+  float* state;
+  float* weighted;      // null: none
+  const float* weight;  // [rows], decided before the step; null: 1
+  bool is_mix;
+  int32_t* stop;
+  int64_t rows;
+  int64_t channels;
+  int64_t step;
+  HaltingArguments halting;
+};
+
+// Rows of who runs become those that others see.
+struct ShowRowsArguments {
+  const float* from;  // [rows, channels]
+  float* shown;
+  const int32_t* stop;
+  int64_t rows;
+  int64_t channels;
+  int64_t step;
+};
+
+// y_t = sum_j kernel_j shown_(t + j - before), in each channel, of tokens that are no padding.
+struct ConvolveArguments {
+  const float* shown;   // [rows, channels]
+  const float* kernel;  // [size, channels]
+  float* y;
+  const int32_t* stop;
+  int64_t rows;
+  int64_t tokens;
+  int64_t channels;
+  int64_t size;
+  int64_t before;
+};
+
+// out = from, 0 for padding, and what each token has taken.
+struct WriteStatesArguments {
+  const float* from;  // [rows, channels]
+  const float* ponder;
+  const int32_t* stop;
+  DeviceView out;         // [batch, tokens, channels]
+  DeviceView ponder_out;  // [batch, tokens]; data null: not asked for
+  int32_t* steps_out;     // [batch, tokens], with its strides; likewise
+  int64_t steps_strides[2];
+  int64_t rows;
+  int64_t tokens;
+  int64_t channels;
+};
+
+// Each enqueues on the stream and returns null, or why not.
+struct UniversalTransformerKernels {
+  const char* (*begin)(const BeginStepsArguments& arguments, void* stream);
+  const char* (*read)(const ReadStatesArguments& arguments, void* stream);
+  const char* (*keep)(const KeepStatesArguments& arguments, void* stream);
+  const char* (*show)(const ShowRowsArguments& arguments, void* stream);
+  const char* (*convolve)(const ConvolveArguments& arguments, void* stream);
+  const char* (*write)(const WriteStatesArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_CUDA_H_

@@ -1,0 +1,249 @@
+#include "adaptive/universal_transformer/universal_transformer_definition.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/multi_head/projected_attention.h"
+#include "core/definition.h"
+#include "core/status.h"
+#include "positional/universal/position_time.h"
+
+namespace tfb {
+namespace {
+
+using HaltFrom = UniversalTransformerOptions::HaltFrom;
+using Output = UniversalTransformerOptions::Output;
+
+// [tokens of all batches][channels].
+using Rows = std::vector<std::vector<double>>;
+
+// How far the sum of probabilities may be off in a layer: a state between steps is of order 1 and
+// carries the roundings of attention, which in 16-bit problems are of queries, keys, values and
+// results; the slope of p is 1/4 at most.
+double SumError(DType dtype) { return 1e-4 + (dtype == DType::kF32 ? 0 : 4 * UnitRoundoff(dtype)); }
+
+class Network {
+ public:
+  Network(const Problem& problem, const UniversalTransformerOptions& options,
+          const NamedTensors& parameters, const Inputs& inputs, const DefinitionRequest& request)
+      : problem_(problem),
+        options_(options),
+        parameters_(parameters),
+        key_mask_(inputs.Get("key_mask")),
+        is_token_(inputs),
+        x_(inputs.Get("x")),
+        encoding_(options.encoding, problem.model_dim(), parameters) {
+    for (const auto& [name, tensor] : parameters) values_.try_emplace(name, tensor.view());
+    if (request.computed != nullptr && request.computed->count("steps") > 0) {
+      computed_ = request.computed->at("steps").view();
+    }
+  }
+
+  absl::Status Forward() {
+    const int64_t rows = problem_.batch * problem_.query_tokens, width = problem_.model_dim();
+    for (int64_t r = 0; r < rows; ++r) {
+      const double* x = x_.Row(Batch(r), Token(r));
+      state_.emplace_back(x, x + width);
+    }
+    shown_ = Rows(rows);
+    shown_inner_ = Rows(rows);
+    output_ = Rows(rows, std::vector<double>(width, 0.0));
+    total_ = ponder_ = std::vector<double>(rows, 0.0);
+    steps_ = std::vector<int64_t>(rows, 0);
+    runs_.resize(rows);
+    for (int64_t r = 0; r < rows; ++r) runs_[r] = is_token_(Batch(r), Token(r));
+    for (int64_t n = 1; n <= options_.steps; ++n) TFB_RETURN_IF_ERROR(Step(n));
+    return absl::OkStatus();
+  }
+
+  void Write(NamedTensors* outputs) const {
+    const Shape shape = {problem_.batch, problem_.query_tokens};
+    Tensor out(DType::kF64, {problem_.batch, problem_.query_tokens, problem_.model_dim()});
+    Tensor ponder(DType::kF64, shape), steps(DType::kF64, shape);
+    for (int64_t r = 0; r < static_cast<int64_t>(state_.size()); ++r) {
+      std::copy(output_[r].begin(), output_[r].end(),
+                out.view().MutableAt<double>(Batch(r), Token(r)));
+      ponder.span<double>()[r] = ponder_[r];
+      steps.span<double>()[r] = static_cast<double>(steps_[r]);
+    }
+    (*outputs)["out"] = std::move(out);
+    if (!options_.halts()) return;
+    (*outputs)["ponder"] = std::move(ponder);
+    (*outputs)["steps"] = std::move(steps);
+  }
+
+ private:
+  int64_t Batch(int64_t row) const { return row / problem_.query_tokens; }
+  int64_t Token(int64_t row) const { return row % problem_.query_tokens; }
+  const DoubleTensor& Value(const std::string& name) const { return values_.at(name); }
+
+  absl::Status Step(int64_t n) {
+    const int64_t rows = static_cast<int64_t>(state_.size()), width = problem_.model_dim();
+    Rows u = state_;
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < width; ++c) u[r][c] += encoding_(n - 1, Token(r), c);
+    }
+    TFB_ASSIGN_OR_RETURN(const Rows a, Attend(u));
+    const std::vector<bool> runs = runs_;
+    for (int64_t r = 0; r < rows; ++r) {
+      if (runs[r]) shown_[r] = a[r];
+    }
+    const Rows s = Transit(a, runs);
+    for (int64_t r = 0; r < rows; ++r) {
+      if (!runs[r]) continue;
+      state_[r] = s[r];
+      Take(r, n, options_.halt_from == HaltFrom::kBefore ? u[r] : s[r]);
+    }
+    return absl::OkStatus();
+  }
+
+  // What step n's state adds to the token's output, and whether it is the last one.
+  void Take(int64_t r, int64_t n, const std::vector<double>& of) {
+    steps_[r] = n;
+    if (!options_.halts()) {
+      output_[r] = state_[r];
+      return;
+    }
+    const DoubleTensor &w = Value("halting.w"), &b = Value("halting.b");
+    const double p = 1 / (1 + std::exp(-(Dot(w.data(), of.data(), w.size()) + b.at(0))));
+    const double remainder = 1 - total_[r];
+    total_[r] += p;
+    const bool reaches = Reaches(r, n);
+    const bool is_last = n == options_.steps;
+    const bool takes_remainder = reaches || (is_last && options_.remainder_at_limit);
+    const double weight = takes_remainder ? remainder : p;
+    ponder_[r] = static_cast<double>(n) + (takes_remainder ? remainder : 0);
+    runs_[r] = !reaches && !is_last;
+    for (size_t c = 0; c < output_[r].size(); ++c) {
+      const double state = state_[r][c], before = output_[r][c];
+      switch (options_.output) {
+        case Output::kAccumulated:
+          output_[r][c] = before + weight * state;
+          break;
+        case Output::kBasic:
+          output_[r][c] = weight * state + (1 - weight) * before;
+          break;
+        case Output::kFrozen:
+          output_[r][c] = state;
+          break;
+      }
+    }
+  }
+
+  bool Reaches(int64_t r, int64_t n) const {
+    const bool is_near = std::abs(total_[r] - options_.threshold) <= SumError(problem_.dtype);
+    if (is_near && !computed_.empty() && n < options_.steps) {
+      return computed_.Get(computed_.Offset(Batch(r), Token(r))) <= static_cast<double>(n);
+    }
+    return total_[r] >= options_.threshold;
+  }
+
+  // A of all tokens.
+  absl::StatusOr<Rows> Attend(const Rows& u) const {
+    Tensor hidden(DType::kF64, {problem_.batch, problem_.query_tokens, problem_.model_dim()});
+    for (size_t r = 0; r < u.size(); ++r) {
+      std::copy(u[r].begin(), u[r].end(),
+                hidden.view().MutableAt<double>(Batch(static_cast<int64_t>(r)),
+                                                Token(static_cast<int64_t>(r))));
+    }
+    NamedTensors attended;
+    TFB_RETURN_IF_ERROR(DefineProjectedAttention(problem_, {"dense", {}}, parameters_, "attention.",
+                                                 hidden.view(), {}, key_mask_, {}, &attended));
+    const DoubleTensor mixed(attended.at("out").view());
+    Rows a = u;
+    for (int64_t r = 0; r < static_cast<int64_t>(a.size()); ++r) {
+      for (size_t c = 0; c < a[r].size(); ++c) a[r][c] += mixed.Row(Batch(r), Token(r))[c];
+      Normalize("attention_norm", &a[r]);
+    }
+    return a;
+  }
+
+  // S of the tokens that run.
+  Rows Transit(const Rows& a, const std::vector<bool>& runs) {
+    Rows s = a;
+    for (size_t r = 0; r < a.size(); ++r) {
+      if (!runs[r]) continue;
+      shown_inner_[r] =
+          Product(options_.convolves() ? Convolved(shown_, r, "ff.k1") : a[r], "ff.w1", "ff.b1");
+      for (double& value : shown_inner_[r]) value = std::max(value, 0.0);
+    }
+    for (size_t r = 0; r < a.size(); ++r) {
+      if (!runs[r]) continue;
+      const std::vector<double> y =
+          Product(options_.convolves() ? Convolved(shown_inner_, r, "ff.k2") : shown_inner_[r],
+                  "ff.w2", "ff.b2");
+      for (size_t c = 0; c < y.size(); ++c) s[r][c] += y[c];
+      Normalize("ff_norm", &s[r]);
+    }
+    return s;
+  }
+
+  std::vector<double> Convolved(const Rows& shown, int64_t r, const std::string& name) const {
+    const DoubleTensor& kernel = Value(name);
+    const int64_t size = parameters_.at(name).dim(0), channels = parameters_.at(name).dim(1);
+    const int64_t reach = problem_.causal ? size - 1 : (size - 1) / 2;
+    std::vector<double> sum(channels, 0.0);
+    for (int64_t j = 0; j < size; ++j) {
+      const int64_t t = Token(r) + j - reach;
+      if (t < 0 || t >= problem_.query_tokens || !is_token_(Batch(r), t)) continue;
+      for (int64_t c = 0; c < channels; ++c) {
+        sum[c] += kernel.Row(j)[c] * shown[Batch(r) * problem_.query_tokens + t][c];
+      }
+    }
+    return sum;
+  }
+
+  std::vector<double> Product(const std::vector<double>& row, const std::string& matrix,
+                              const std::string& bias) const {
+    const DoubleTensor &w = Value(matrix), &b = Value(bias);
+    std::vector<double> y(b.data(), b.data() + b.size());
+    for (size_t k = 0; k < row.size(); ++k) {
+      for (size_t c = 0; c < y.size(); ++c) y[c] += row[k] * w.Row(static_cast<int64_t>(k))[c];
+    }
+    return y;
+  }
+
+  void Normalize(const std::string& name, std::vector<double>* row) const {
+    const DoubleTensor &gamma = Value(name + ".gamma"), &beta = Value(name + ".beta");
+    const double count = static_cast<double>(row->size());
+    double mean = 0, variance = 0;
+    for (const double value : *row) mean += value / count;
+    for (const double value : *row) variance += (value - mean) * (value - mean) / count;
+    for (size_t c = 0; c < row->size(); ++c) {
+      double& value = (*row)[c];
+      value = gamma.at(c) * (value - mean) / std::sqrt(variance + 1e-5) + beta.at(c);
+    }
+  }
+
+  const Problem& problem_;
+  const UniversalTransformerOptions& options_;
+  const NamedTensors& parameters_;
+  std::map<std::string, DoubleTensor> values_;  // of the parameters
+  ConstTensorView key_mask_;
+  KeyMask is_token_;
+  DoubleTensor x_;
+  DefinedPositionTime encoding_;
+  ConstTensorView computed_;
+  Rows state_, shown_, shown_inner_, output_;
+  std::vector<double> total_, ponder_;
+  std::vector<int64_t> steps_;
+  std::vector<bool> runs_;
+};
+
+}  // namespace
+
+absl::Status DefineUniversalTransformer(const Problem& problem,
+                                        const UniversalTransformerOptions& options,
+                                        const NamedTensors& parameters, const Inputs& inputs,
+                                        const DefinitionRequest& request, NamedTensors* outputs) {
+  Network network(problem, options, parameters, inputs, request);
+  TFB_RETURN_IF_ERROR(network.Forward());
+  network.Write(outputs);
+  return absl::OkStatus();
+}
+
+}  // namespace tfb

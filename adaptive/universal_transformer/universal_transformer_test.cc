@@ -1,0 +1,549 @@
+// Tolerance: multi_head's, 2e-5 of the largest value, or of 1 where that is more; a stack of blocks has
+// a norm after each.
+#include "adaptive/universal_transformer/universal_transformer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention/encoder_decoder/encoder_decoder.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+Problem Self(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim, bool causal = false) {
+  return Problem::SelfAttention(batch, heads, tokens, head_dim, causal);
+}
+
+NamedTensors Random(const Problem& problem) {
+  return RandomInputs(UniversalTransformer().InputSpecs(problem, {}).value(), 5);
+}
+
+NamedTensors Parameters(const Problem& problem, const Options& options = {}) {
+  const auto layer = UniversalTransformer().Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : (*layer)->parameters()) parameters[name] = tensor.Clone();
+  return parameters;
+}
+
+// p = sigmoid(logit), whatever the state.
+void SetProbability(double logit, NamedTensors* parameters) {
+  Fill(parameters->at("halting.w").view(), 0);
+  Fill(parameters->at("halting.b").view(), logit);
+}
+
+NamedTensors RunOwn(const Problem& problem, const NamedTensors& inputs, const Options& options,
+                    const NamedTensors& parameters, Device device = Device::kCpu, int threads = 1) {
+  RunRequest request{options, device};
+  // What the technique has no use for stays away, as the gate of a network that never halts.
+  NamedTensors own;
+  const auto layer = UniversalTransformer().Create(problem, options, Device::kCpu, 1).value();
+  for (const auto& [name, tensor] : layer->parameters()) own[name] = parameters.at(name).Clone();
+  request.parameters = &own;
+  request.threads = threads;
+  auto outputs = RunTechnique(UniversalTransformer(), problem, ViewsOf(inputs), request);
+  EXPECT_TRUE(outputs.ok()) << outputs.status();
+  return outputs.ok() ? std::move(*outputs) : NamedTensors();
+}
+
+Tensor OutOf(const Problem& problem, const NamedTensors& inputs, const Options& options,
+             const NamedTensors& parameters, Device device = Device::kCpu) {
+  NamedTensors outputs = RunOwn(problem, inputs, options, parameters, device);
+  return outputs.empty() ? Tensor() : std::move(outputs.at("out"));
+}
+
+double Bound(const ConstTensorView& expected) { return 2e-5 * std::max(1.0, MaxAbs(expected)); }
+
+bool SameBits(const Tensor& a, const Tensor& b) {
+  return a.shape() == b.shape() && a.dtype() == b.dtype() &&
+         std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
+}
+
+const std::vector<Options>& Variants() {
+  static const std::vector<Options> variants = {
+      {{"steps", "6"}},
+      {{"output", "basic"}, {"steps", "4"}},
+      {{"output", "frozen"}, {"bias", "true"}, {"steps", "5"}},
+      {{"halt_from", "after"}, {"steps", "3"}},
+      {{"remainder_at_limit", "false"}, {"steps", "2"}, {"time", "learned"}},
+      {{"transition", "separable_convolution"}, {"feed_forward", "2"}, {"steps", "4"}},
+      {{"transition", "separable_convolution"}, {"halting", "none"}, {"steps", "2"}},
+      {{"halting", "none"}, {"steps", "3"}},
+  };
+  return variants;
+}
+
+// ---- Halting by hand ----
+
+// What steps of one token make of it, S^1, S^2, ...: the last states of networks that never halt.
+std::vector<Tensor> StatesOf(const Problem& problem, const NamedTensors& inputs,
+                             const NamedTensors& parameters, int64_t steps) {
+  std::vector<Tensor> states;
+  for (int64_t n = 1; n <= steps; ++n) {
+    states.push_back(
+        OutOf(problem, inputs, {{"halting", "none"}, {"steps", std::to_string(n)}}, parameters));
+  }
+  return states;
+}
+
+Tensor Weighted(const std::vector<Tensor>& states, const std::vector<double>& weights) {
+  Tensor sum(DType::kF32, states[0].shape());
+  for (int64_t i = 0; i < sum.num_elements(); ++i) {
+    double value = 0;
+    for (size_t n = 0; n < weights.size(); ++n) value += weights[n] * states[n].span<float>()[i];
+    sum.span<float>()[i] = static_cast<float>(value);
+  }
+  return sum;
+}
+
+TEST(UniversalTransformer, AThresholdOfZeroHaltsAtOnce) {
+  const Problem problem = Self(2, 2, 30, 8);
+  const NamedTensors inputs = Random(problem), parameters = Parameters(problem);
+  const Tensor first = OutOf(problem, inputs, {{"halting", "none"}, {"steps", "1"}}, parameters);
+  for (const char* output : {"accumulated", "basic", "frozen"}) {
+    for (const Device device : kHostDevices) {
+      const NamedTensors outputs =
+          RunOwn(problem, inputs, {{"threshold", "0"}, {"output", output}, {"steps", "3"}},
+                 parameters, device);
+      EXPECT_LE(MaxDifference(outputs.at("out").view(), first.view()), Bound(first.view()));
+      for (const int32_t n : outputs.at("steps").span<int32_t>()) EXPECT_EQ(n, 1);
+      for (const float ponder : outputs.at("ponder").span<float>()) EXPECT_EQ(ponder, 2);
+    }
+  }
+}
+
+TEST(UniversalTransformer, WhoNeverHaltsIsTheNetworkOfFixedSteps) {
+  const Problem problem = Self(2, 2, 30, 8, /*causal=*/true);
+  const NamedTensors inputs = Random(problem);
+  NamedTensors parameters = Parameters(problem);
+  SetProbability(-1000, &parameters);
+  const Options never = {{"halting", "none"}, {"steps", "6"}};
+  const Tensor fixed = OutOf(problem, inputs, never, parameters);
+  for (const Device device : kHostDevices) {
+    const Tensor of_device = OutOf(problem, inputs, never, parameters, device);
+    EXPECT_LE(MaxDifference(of_device.view(), fixed.view()), Bound(fixed.view()));
+    for (const char* output : {"accumulated", "basic", "frozen"}) {
+      const NamedTensors outputs =
+          RunOwn(problem, inputs, {{"output", output}, {"steps", "6"}}, parameters, device);
+      EXPECT_EQ(MaxDifference(outputs.at("out").view(), of_device.view()), 0);
+      for (const int32_t n : outputs.at("steps").span<int32_t>()) EXPECT_EQ(n, 6);
+      for (const float ponder : outputs.at("ponder").span<float>()) EXPECT_EQ(ponder, 7);
+    }
+  }
+}
+
+// p = 0.4 in each step: 0.4 + 0.4 < 0.9, and the third weighs the remainder 0.2, or at a limit of two
+// steps the second 0.6.
+TEST(UniversalTransformer, ProbabilitiesOfTwoFifthsWeighTwoFifthsTwoFifthsAndAFifth) {
+  const Problem problem = Self(1, 2, 9, 8);
+  const NamedTensors inputs = Random(problem);
+  NamedTensors parameters = Parameters(problem);
+  SetProbability(std::log(0.4 / 0.6), &parameters);
+  const std::vector<Tensor> states = StatesOf(problem, inputs, parameters, 3);
+  struct Case {
+    Options options;
+    std::vector<double> weights;
+    double ponder;
+  };
+  const std::vector<Case> cases = {
+      {{}, {0.4, 0.4, 0.2}, 3.2},
+      {{{"halt_from", "after"}}, {0.4, 0.4, 0.2}, 3.2},
+      // 0.4 (1 - 0.4) (1 - 0.2), 0.4 (1 - 0.2), 0.2
+      {{{"output", "basic"}}, {0.192, 0.32, 0.2}, 3.2},
+      {{{"output", "frozen"}}, {0, 0, 1}, 3.2},
+      {{{"steps", "2"}}, {0.4, 0.6}, 2.6},
+      {{{"steps", "2"}, {"remainder_at_limit", "false"}}, {0.4, 0.4}, 2},
+      {{{"steps", "3"}, {"remainder_at_limit", "false"}}, {0.4, 0.4, 0.2}, 3.2},
+  };
+  for (Case one : cases) {
+    one.options["threshold"] = "0.9";
+    one.options.try_emplace("steps", "5");
+    const Tensor expected = Weighted(states, one.weights);
+    for (const Device device : kHostDevices) {
+      const NamedTensors outputs = RunOwn(problem, inputs, one.options, parameters, device);
+      EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.view()), Bound(expected.view()))
+          << ToString(one.options) << " " << Name(device);
+      for (const float ponder : outputs.at("ponder").span<float>()) {
+        EXPECT_NEAR(ponder, one.ponder, 1e-6) << ToString(one.options);
+      }
+    }
+  }
+}
+
+// One token, whose probabilities are 0.3, 0.4 and 0.9: the state before step n has only its time, of
+// which w picks a channel that the norms cannot reach.
+TEST(UniversalTransformer, AMixOfThreeStatesWeighsThemAsItsProductsSay) {
+  const Problem problem = Self(1, 1, 1, 4);
+  NamedTensors inputs = Random(problem);
+  const Options options = {{"output", "basic"}, {"time", "learned"}, {"steps", "6"}};
+  NamedTensors parameters = Parameters(problem, options);
+  // Whatever the state is, ff_norm leaves 0 in channel 3, which then holds x, 0, 0 plus the time.
+  *parameters["ff_norm.gamma"].view().MutableAt<float>(3) = 0;
+  *inputs["x"].view().MutableAt<float>(0, 0, 3) = 0;
+  Fill(parameters["halting.w"].view(), 0);
+  *parameters["halting.w"].view().MutableAt<float>(3) = 1;
+  Fill(parameters["halting.b"].view(), 0);
+  const float position = 1;  // cos 0
+  const double probabilities[] = {0.3, 0.4, 0.9};
+  for (int64_t n = 0; n < 3; ++n) {
+    *parameters["t"].view().MutableAt<float>(n, 3) =
+        static_cast<float>(std::log(probabilities[n] / (1 - probabilities[n]))) - position;
+  }
+  std::vector<Tensor> states;
+  for (const char* steps : {"1", "2", "3"}) {
+    Options fixed = {{"halting", "none"}, {"time", "learned"}, {"steps", steps}};
+    NamedTensors of_steps;
+    for (const auto& [name, tensor] : parameters) of_steps[name] = tensor.Clone();
+    of_steps["t"] = Tensor(DType::kF32, {steps[0] - '0', 4});
+    CopyElements(Slice(parameters["t"].view(), 0, 0, steps[0] - '0'), of_steps["t"].view());
+    states.push_back(OutOf(problem, inputs, fixed, of_steps));
+  }
+  const Tensor expected = Weighted(states, {0.126, 0.28, 0.3});  // .3 .6 .7, .4 .7, .3
+  for (const Device device : kHostDevices) {
+    const NamedTensors outputs = RunOwn(problem, inputs, options, parameters, device);
+    EXPECT_EQ(outputs.at("steps").span<int32_t>()[0], 3);
+    EXPECT_NEAR(outputs.at("ponder").span<float>()[0], 3.3, 1e-6);
+    EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.view()), 1e-5);
+  }
+}
+
+// Of hidden states that are all ones the weighted sum is the sum of the weights.
+TEST(UniversalTransformer, WeightsSumToOne) {
+  const Problem problem = Self(2, 2, 40, 8);
+  const NamedTensors inputs = Random(problem);
+  NamedTensors parameters = Parameters(problem);
+  Fill(parameters["ff_norm.gamma"].view(), 0);
+  Fill(parameters["ff_norm.beta"].view(), 1);
+  for (const char* from : {"before", "after"}) {
+    for (const char* steps : {"2", "8"}) {
+      const Tensor out =
+          OutOf(problem, inputs, {{"halt_from", from}, {"steps", steps}}, parameters);
+      for (const float value : out.span<float>()) EXPECT_NEAR(value, 1, 1e-6);
+    }
+  }
+}
+
+TEST(UniversalTransformer, PaddingNeverPondersAndIsNotSeen) {
+  const Problem problem = Self(2, 2, 40, 8);
+  NamedTensors inputs = Random(problem);
+  const NamedTensors parameters = Parameters(problem);
+  Tensor mask(DType::kU8, {2, 40});
+  Fill(mask.view(), 1);
+  Fill(Slice(Slice(mask.view(), 0, 0, 1), 1, 25, 15), 0);
+  inputs["key_mask"] = std::move(mask);
+  Problem shorter = problem;
+  shorter.batch = 1;
+  shorter.query_tokens = shorter.kv_tokens = 25;
+  NamedTensors alone;
+  alone["x"] = Tensor(DType::kF32, {1, 25, 16});
+  CopyElements(Slice(Slice(inputs["x"].view(), 0, 0, 1), 1, 0, 25), alone["x"].view());
+  for (int64_t t = 25; t < 40; ++t) *inputs["x"].view().MutableAt<float>(0, t, 3) = NAN;
+  for (const Options& options : Variants()) {
+    const NamedTensors own = Parameters(problem, options);
+    for (const Device device : kHostDevices) {
+      const NamedTensors outputs = RunOwn(problem, inputs, options, own, device);
+      const Tensor expected = OutOf(shorter, alone, options, own, device);
+      const ConstTensorView row = Slice(outputs.at("out").view(), 0, 0, 1);
+      EXPECT_LE(MaxDifference(Slice(row, 1, 0, 25), expected.view()), Bound(expected.view()))
+          << ToString(options) << " " << Name(device);
+      EXPECT_EQ(MaxAbs(Slice(row, 1, 25, 15)), 0);
+      if (outputs.count("ponder") == 0) continue;
+      for (int64_t t = 25; t < 40; ++t) {
+        EXPECT_EQ(*outputs.at("ponder").view().At<float>(0, t), 0);
+        EXPECT_EQ(*outputs.at("steps").view().At<int32_t>(0, t), 0);
+      }
+    }
+  }
+}
+
+// ---- The network ----
+
+TEST(UniversalTransformer, WithoutHaltingItIsAStackOfEqualLayers) {
+  // A layer of encoder_decoder with the encoding added before it, three times.
+  const Problem problem = Self(2, 3, 50, 8);
+  const Options options = {{"halting", "none"}, {"steps", "3"}, {"bias", "true"}};
+  const NamedTensors inputs = Random(problem), parameters = Parameters(problem, options);
+  NamedTensors of_layer;
+  for (const auto& [name, tensor] : parameters) {
+    of_layer["encoder0." + name] = tensor.Clone();
+  }
+  Tensor h = inputs.at("x").Clone();
+  for (int64_t n = 1; n <= 3; ++n) {
+    const Tensor positions = Sinusoids(0, 50, 24, {}).value(),
+                 time = Sinusoids(n, 1, 24, {}).value();
+    for (int64_t i = 0; i < h.num_elements(); ++i) {
+      h.span<float>()[i] += positions.span<float>()[i % (50 * 24)] + time.span<float>()[i % 24];
+    }
+    RunRequest request{{{"layers", "1"}}};
+    request.parameters = &of_layer;
+    h = std::move(RunTechnique(EncoderDecoder(), problem, {{"x", h.view()}}, request)->at("out"));
+  }
+  const Tensor out = OutOf(problem, inputs, options, parameters);
+  EXPECT_LE(MaxDifference(out.view(), h.view()), Bound(h.view()));
+}
+
+// One step at a time, all tokens computed and those of halted tokens thrown away.
+TEST(UniversalTransformer, ComputingOnlyTheTokensThatGoOnChangesNoBit) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Self(2, 2, 150, 8, causal);
+    const NamedTensors inputs = Random(problem);
+    NamedTensors parameters = Parameters(problem);
+    Fill(parameters["halting.b"].view(), -1);  // 2 to 6 steps
+    const NamedTensors outputs =
+        RunOwn(problem, inputs, {{"output", "frozen"}, {"steps", "6"}}, parameters);
+    const auto steps = outputs.at("steps").span<int32_t>();
+    Tensor h = inputs.at("x").Clone();
+    for (int32_t n = 1; n <= 6; ++n) {
+      NamedTensors read;
+      read["x"] = h.Clone();
+      const Tensor made = OutOf(
+          problem, read, {{"halting", "none"}, {"steps", "1"}, {"first_step", std::to_string(n)}},
+          parameters);
+      for (int64_t i = 0; i < h.num_elements(); ++i) {
+        if (n <= steps[i / 16]) h.span<float>()[i] = made.span<float>()[i];
+      }
+    }
+    EXPECT_TRUE(SameBits(outputs.at("out"), h)) << causal;
+    EXPECT_LT(*std::min_element(steps.begin(), steps.end()), 4);
+    EXPECT_EQ(*std::max_element(steps.begin(), steps.end()), 6);
+  }
+}
+
+TEST(UniversalTransformer, HaltedTokensStayAndAreStillSeen) {
+  // Token 0 halts after one step, the others never: with it taken away they become something else.
+  const Problem problem = Self(1, 2, 12, 8);
+  NamedTensors inputs = Random(problem);
+  const Options options = {{"output", "frozen"}, {"steps", "4"}};
+  NamedTensors parameters = Parameters(problem, options);
+  // Channel 0 decides: 100 in token 0, and nothing but position and time elsewhere.
+  Fill(parameters["halting.w"].view(), 0);
+  *parameters["halting.w"].view().MutableAt<float>(0) = 1;
+  Fill(parameters["halting.b"].view(), -50);
+  *inputs["x"].view().MutableAt<float>(0, 0, 0) = 100;
+  const Tensor first = OutOf(problem, inputs, {{"halting", "none"}, {"steps", "1"}}, parameters);
+  for (const Device device : kHostDevices) {
+    const NamedTensors outputs = RunOwn(problem, inputs, options, parameters, device);
+    const auto steps = outputs.at("steps").span<int32_t>();
+    EXPECT_EQ(steps[0], 1);
+    for (int64_t t = 1; t < 12; ++t) EXPECT_EQ(steps[t], 4);
+    EXPECT_LE(MaxDifference(Slice(outputs.at("out").view(), 1, 0, 1), Slice(first.view(), 1, 0, 1)),
+              Bound(first.view()));
+    NamedTensors masked = Random(problem);
+    masked["x"] = inputs.at("x").Clone();
+    Tensor mask(DType::kU8, {1, 12});
+    Fill(mask.view(), 1);
+    *mask.view().MutableAt<uint8_t>(0, 0) = 0;
+    masked["key_mask"] = std::move(mask);
+    const Tensor without = OutOf(problem, masked, options, parameters, device);
+    EXPECT_GT(
+        MaxDifference(Slice(outputs.at("out").view(), 1, 1, 11), Slice(without.view(), 1, 1, 11)),
+        1e-2);
+  }
+}
+
+TEST(UniversalTransformer, AConvolutionOfItsOwnTokenAloneIsTheFeedForwardTransition) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Self(2, 2, 30, 8, causal);
+    const NamedTensors inputs = Random(problem);
+    NamedTensors parameters = Parameters(problem, {{"transition", "separable_convolution"}});
+    for (const char* name : {"ff.k1", "ff.k2"}) {
+      Tensor& kernel = parameters[name];
+      Fill(kernel.view(), 0);
+      Fill(Slice(kernel.view(), 0, causal ? kernel.dim(0) - 1 : kernel.dim(0) / 2, 1), 1);
+    }
+    const Tensor expected = OutOf(problem, inputs, {}, parameters);
+    for (const Device device : kHostDevices) {
+      const Tensor out =
+          OutOf(problem, inputs, {{"transition", "separable_convolution"}}, parameters, device);
+      EXPECT_LE(MaxDifference(out.view(), expected.view()), Bound(expected.view()));
+    }
+  }
+}
+
+TEST(UniversalTransformer, EveryVariantMatchesTheDefinition) {
+  Problem grouped = Self(2, 4, 33, 4);
+  grouped.kv_heads = 2;
+  grouped.value_dim = 6;
+  Problem causal = grouped;
+  causal.causal = true;
+  for (const Problem& problem : {grouped, causal}) {
+    const NamedTensors inputs = Random(problem);
+    for (const Options& options : Variants()) {
+      const NamedTensors parameters = Parameters(problem, options);
+      RunRequest request{options};
+      request.parameters = &parameters;
+      for (const Device device : kHostDevices) {
+        const NamedTensors outputs = RunOwn(problem, inputs, options, parameters, device, 3);
+        DefinitionRequest definition;
+        definition.computed = &outputs;
+        const NamedTensors expected =
+            DefineTechnique(UniversalTransformer(), problem, ViewsOf(inputs), request, definition)
+                .value();
+        for (const auto& [name, tensor] : outputs) {
+          if (tensor.dtype() != DType::kF32) continue;
+          EXPECT_LE(MaxDifference(tensor.view(), expected.at(name).view()),
+                    Bound(expected.at(name).view()))
+              << name << ", " << ToString(options) << ", " << Name(device);
+        }
+      }
+    }
+  }
+}
+
+// ---- The definition's choice, cost, statistics ----
+
+TEST(UniversalTransformer, TheDefinitionFollowsALayerOnlyWhereTheThresholdIsNear) {
+  const Problem problem = Self(1, 2, 5, 8);
+  const NamedTensors inputs = Random(problem);
+  const Options options = {{"threshold", "0.5"}};
+  NamedTensors parameters = Parameters(problem, options);
+  RunRequest request{options};
+  request.parameters = &parameters;
+  const auto steps_of = [&](double p, int32_t computed) {
+    SetProbability(std::log(p / (1 - p)), &parameters);
+    NamedTensors run;
+    run["steps"] = Tensor(DType::kI32, {1, 5});
+    for (int32_t& n : run["steps"].span<int32_t>()) n = computed;
+    DefinitionRequest definition;
+    definition.computed = &run;
+    return DefineTechnique(UniversalTransformer(), problem, ViewsOf(inputs), request, definition)
+        ->at("steps")
+        .span<double>()[0];
+  };
+  EXPECT_EQ(steps_of(0.50001, 1), 1);
+  EXPECT_EQ(steps_of(0.50001, 2), 2);
+  EXPECT_EQ(steps_of(0.49999, 1), 1);
+  EXPECT_EQ(steps_of(0.49999, 2), 2);
+  EXPECT_EQ(steps_of(0.501, 2), 1);
+  EXPECT_EQ(steps_of(0.499, 1), 2);
+}
+
+TEST(UniversalTransformer, FlopsAndStatisticsAreThoseOfTheStepsTaken) {
+  const Problem problem = Self(1, 1, 3, 2);
+  UniversalTransformerOptions options;
+  options.steps = 4;
+  // A step: 2 x 2 x (2 + 2) of queries and output, 4 x 2 x 8 of the transition, 2 x 2 of the gate; a
+  // pair 2 x (2 + 2). A key and value: 2 x 2 x 4, made in steps 1 and 2 for the token that halts after
+  // the first, in 3 for the one that takes 2, as the third does.
+  const double step = 16 + 64 + 4, pair = 8, key = 16;
+  EXPECT_EQ(UniversalTransformerFlops(problem, options, {1, 2, 3}),
+            6 * (step + 3 * pair) + (2 + 3 + 3) * key);
+  EXPECT_EQ(UniversalTransformerFlops(problem, options, {1, 0, 3}),
+            4 * (step + 2 * pair) + (2 + 3) * key);
+  Problem causal = problem;
+  causal.causal = true;
+  EXPECT_EQ(UniversalTransformerFlops(causal, options, {1, 2, 3}),
+            6 * step + (1 + 2 * 2 + 3 * 3) * pair + (2 + 3 + 3) * key);
+
+  const NamedTensors inputs = Random(problem);
+  for (const Device device : kHostDevices) {
+    const auto layer =
+        UniversalTransformer().Create(problem, {{"threshold", "0"}, {"steps", "4"}}, device, 1);
+    EXPECT_FALSE((*layer)->cost().flops.has_value());
+    const auto outputs = device == Device::kCpu ? RunLayer(**layer, ViewsOf(inputs))
+                                                : RunCudaLayer(**layer, device, ViewsOf(inputs));
+    ASSERT_TRUE(outputs.ok()) << outputs.status();
+    const double taken = 3 * (step + 3 * pair + key), fixed = 12 * (step - 4 + 3 * pair + key);
+    EXPECT_EQ((*layer)->cost().flops, taken);
+    const auto statistics = (*layer)->statistics();
+    EXPECT_EQ(statistics.at("mean_steps"), 1);
+    EXPECT_EQ(statistics.at("max_steps"), 1);
+    EXPECT_EQ(statistics.at("mean_ponder"), 2);
+    EXPECT_DOUBLE_EQ(statistics.at("saved_flops"), 1 - taken / fixed);
+  }
+}
+
+TEST(UniversalTransformer, KeysOfOtherTokensAreRefused) {
+  Problem problem = Self(1, 1, 4, 4);
+  problem.kv_tokens = 5;
+  EXPECT_EQ(UniversalTransformer().Create(problem, {}, Device::kCpu, 1).status().message(),
+            "keys are of the same tokens as queries: kv_tokens is 5; allowed is query_tokens, 4");
+}
+
+// ---- Other people's results ----
+
+NamedTensors ParametersIn(const SafetensorsFile& file, const Problem& problem,
+                          const Options& options) {
+  NamedTensors parameters = Parameters(problem, options);
+  for (auto& [name, tensor] : parameters) {
+    CopyElements(file.tensors.at(name).view(), tensor.view());
+  }
+  return parameters;
+}
+
+// The file has no token near the threshold, so that N is the same everywhere.
+void ExpectOutputs(const SafetensorsFile& file, const NamedTensors& outputs, Device device) {
+  for (const char* name : {"out", "ponder"}) {
+    EXPECT_LE(MaxDifference(outputs.at(name).view(), file.tensors.at(name).view()),
+              Bound(file.tensors.at(name).view()))
+        << name << " " << Name(device);
+  }
+  EXPECT_EQ(MaxDifference(outputs.at("steps").view(), file.tensors.at("steps").view()), 0);
+}
+
+TEST(UniversalTransformer, MatchesThePortOfTensor2Tensor) {
+  const SafetensorsFile file =
+      GoldenFile("adaptive/universal_transformer/testdata/basic.safetensors");
+  const Problem problem = Self(3, 2, 11, 8);
+  const Options options = {{"steps", "5"},      {"threshold", "0.9"},
+                           {"output", "basic"}, {"remainder_at_limit", "false"},
+                           {"first_step", "0"}, {"layout", "concatenated"},
+                           {"bias", "true"},    {"frequencies", "inclusive"}};
+  const NamedTensors parameters = ParametersIn(file, problem, options);
+  NamedTensors inputs;
+  inputs["x"] = file.tensors.at("x").Clone();
+  for (const Device device : kHostDevices) {
+    ExpectOutputs(file, RunOwn(problem, inputs, options, parameters, device), device);
+  }
+  RunRequest request{options};
+  request.parameters = &parameters;
+  const NamedTensors defined =
+      DefineTechnique(UniversalTransformer(), problem, ViewsOf(inputs), request).value();
+  for (const char* name : {"out", "ponder"}) {
+    EXPECT_LE(MaxDifference(defined.at(name).view(), file.tensors.at(name).view()), 1e-12) << name;
+  }
+}
+
+TEST(UniversalTransformer, TheTrainedModelIsWhatItIsInPyTorch) {
+  const SafetensorsFile file =
+      GoldenFile("adaptive/universal_transformer/testdata/trained.safetensors");
+  const SafetensorsFile model =
+      GoldenFile("adaptive/universal_transformer/model/model.safetensors");
+  const Problem problem = Self(3, 4, file.tensors.at("out").dim(1), 16);
+  const Options options = {{"steps", "8"}};
+  const NamedTensors parameters = ParametersIn(model, problem, options);
+  NamedTensors inputs;
+  inputs["x"] = Tensor(DType::kF32, file.tensors.at("out").shape());
+  inputs["key_mask"] = Tensor(DType::kU8, file.tensors.at("key_mask").shape());
+  for (int64_t r = 0; r < inputs["key_mask"].num_elements(); ++r) {
+    inputs["key_mask"].span<uint8_t>()[r] =
+        static_cast<uint8_t>(file.tensors.at("key_mask").span<int32_t>()[r]);
+    for (int64_t c = 0; c < 64; ++c) {
+      double sum = 0;
+      for (int64_t part = 0; part < 2; ++part) {
+        const ConstTensorView table =
+            model.tensors.at(part == 0 ? "embedding.first" : "embedding.second").view();
+        const int32_t digit = file.tensors.at("numbers").span<int32_t>()[2 * r + part];
+        sum += table.Get(table.Offset(digit, c));
+      }
+      inputs["x"].span<float>()[64 * r + c] = static_cast<float>(sum);
+    }
+  }
+  for (const Device device : kHostDevices) {
+    ExpectOutputs(file, RunOwn(problem, inputs, options, parameters, device), device);
+    const Tensor fixed =
+        OutOf(problem, inputs, {{"halting", "none"}, {"steps", "8"}}, parameters, device);
+    EXPECT_LE(MaxDifference(fixed.view(), file.tensors.at("fixed").view()),
+              Bound(file.tensors.at("fixed").view()));
+  }
+}
+
+}  // namespace
+}  // namespace tfb
