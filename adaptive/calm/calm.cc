@@ -161,7 +161,7 @@ absl::StatusOr<std::unique_ptr<Layer>> Calm::MakeLayer(const Problem& problem,
                                                        uint64_t seed) const {
   TFB_RETURN_IF_ERROR(CheckExitStack("calm", problem, options));
   return ExitStackLayer::Create(problem, options, device, seed,
-                                std::make_unique<ConfidenceRule>(problem, options),
+                                std::make_unique<ConfidenceRule>(device, problem, options),
                                 ConfidenceParameters(problem, options));
 }
 

@@ -65,16 +65,15 @@ int64_t Padded(int64_t vocabulary) {
 
 }  // namespace
 
-ConfidenceRule::ConfidenceRule(const Problem& problem, const CalmOptions& options)
-    : width_(problem.model_dim()), options_(options) {
+ConfidenceRule::ConfidenceRule(Device device, const Problem& problem, const CalmOptions& options)
+    : device_(device), width_(problem.model_dim()), options_(options) {
   threshold_.lambda = static_cast<float>(options.threshold);
   threshold_.temperature = static_cast<float>(options.temperature);
   threshold_.tokens = std::max<int64_t>(problem.query_tokens, 1);
   threshold_.schedule = options.schedule;
 }
 
-absl::Status ConfidenceRule::Setup(Device device, const NamedTensors& parameters) {
-  device_ = device;
+absl::Status ConfidenceRule::Setup(const NamedTensors& parameters) {
   const auto parameter = [&](const std::string& name) {
     return ConstTensorView(parameters.at(name).view());
   };
@@ -83,18 +82,18 @@ absl::Status ConfidenceRule::Setup(Device device, const NamedTensors& parameters
   biases_.clear();
   if (has_logits()) {
     TFB_ASSIGN_OR_RETURN(output_,
-                         PackedMatrix::Create(device, Transpose(parameter("output"), 0, 1)));
+                         PackedMatrix::Create(device_, Transpose(parameter("output"), 0, 1)));
   }
   for (int64_t n = 1; n < options_.layers; ++n) {
     const std::string exit = ExitPrefix(n - 1);
     if (options_.confidence == Confidence::kClassifier) {
       TFB_ASSIGN_OR_RETURN(DeviceArray<float> w,
-                           CopyFloats(device, parameter(exit + ".confidence.w")));
+                           CopyFloats(device_, parameter(exit + ".confidence.w")));
       weights_.push_back(std::move(w));
       biases_.push_back(static_cast<float>(parameter(exit + ".confidence.b").Get(0)));
     } else if (has_logits()) {
       TFB_ASSIGN_OR_RETURN(LayerNorm norm,
-                           LayerNorm::Create(device, parameter(exit + ".norm.gamma"),
+                           LayerNorm::Create(device_, parameter(exit + ".norm.gamma"),
                                              parameter(exit + ".norm.beta")));
       norms_.push_back(std::move(norm));
     }
@@ -117,15 +116,15 @@ size_t ConfidenceRule::workspace_bytes(int64_t rows, int threads) const {
                         MatMulWorkspaceBytes(device_, rows, width_, options_.vocabulary, threads));
 }
 
-double ConfidenceRule::flops() const {
-  const double width = static_cast<double>(width_);
+double ConfidenceRule::flops(int64_t layers) const {
+  const double asked = static_cast<double>(layers), width = static_cast<double>(width_);
   switch (options_.confidence) {
     case Confidence::kSoftmax:
-      return 2 * width * static_cast<double>(options_.vocabulary);
+      return asked * 2 * width * static_cast<double>(options_.vocabulary);
     case Confidence::kSaturation:
-      return 6 * width;
+      return std::max(asked - 1, 0.0) * 6 * width;
     default:
-      return 2 * width;
+      return asked * 2 * width;
   }
 }
 

@@ -18,11 +18,11 @@ namespace tfb {
 
 class ConfidenceRule : public ExitRule {
  public:
-  ConfidenceRule(const Problem& problem, const CalmOptions& options);
+  ConfidenceRule(Device device, const Problem& problem, const CalmOptions& options);
 
-  absl::Status Setup(Device device, const NamedTensors& parameters) override;
+  absl::Status Setup(const NamedTensors& parameters) override;
   size_t workspace_bytes(int64_t rows, int threads) const override;
-  double flops() const override;
+  double flops(int64_t layers) const override;
   absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution) override;
 
  private:
@@ -40,10 +40,10 @@ class ConfidenceRule : public ExitRule {
   absl::Status DecideOnCuda(const ExitRows& rows, const Scratch& scratch, uint8_t* leaves,
                             const Execution& execution) const;
 
+  Device device_;
   int64_t width_;
   CalmOptions options_;
   Threshold threshold_;
-  Device device_ = Device::kCpu;
   PackedMatrix output_;
   std::vector<LayerNorm> norms_;             // of the exits
   std::vector<DeviceArray<float>> weights_;  // w of the classifiers

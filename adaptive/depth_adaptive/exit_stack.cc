@@ -114,13 +114,11 @@ absl::Status ExitStackLayer::DoSetup(const Inputs& inputs, const Execution& exec
                                            parameters_.at(norm + ".beta").view()));
     exit_norms_.push_back(std::move(of_exit));
   }
-  rule_->Reset();
-  return rule_->Setup(device(), parameters_);
+  return rule_->Setup(parameters_);
 }
 
-absl::Status ExitStackLayer::Reset() {
-  rule_->Reset();
-  return RelativeStackLayer::Reset();
+int64_t ExitStackLayer::split_tokens() const {
+  return rule_->reads_segments() ? max_segment_tokens() : RelativeStackLayer::split_tokens();
 }
 
 void ExitStackLayer::SetInputs(const Inputs& inputs, int64_t begin) {
@@ -322,13 +320,13 @@ absl::StatusOr<ExitStackLayer::Flops> ExitStackLayer::Count() const {
     layers += n;
     pairs += n * keys;
     copied += static_cast<double>(sizes().layers) - n;
-    decisions += std::min(n, static_cast<double>(sizes().layers - 1));
+    decisions += rule_->flops(std::min<int64_t>(exits[place], sizes().layers - 1));
     all_pairs += keys;
   }
   const double rows = static_cast<double>(exits.size());
   Flops flops;
   flops.spent = StackFlops(one, layers, pairs) + copied * 4 * width * width +
-                (given_.empty() ? decisions * rule_->flops() : 0);
+                (given_.empty() ? decisions : 0);
   flops.of_all = StackFlops(sizes(), rows, all_pairs);
   flops.layers = layers / std::max(rows, 1.0);
   return flops;

@@ -46,7 +46,7 @@ namespace tfb {
 struct ExitStackOptions {
   static constexpr int64_t kMaxMemory = int64_t{1} << 20;
 
-  int64_t layers = 3;
+  int64_t layers = 2;
   int64_t segment = 128;
   int64_t memory = 128;
   bool same_length = false;
@@ -105,12 +105,13 @@ struct ExitRows {
 class ExitRule {
  public:
   virtual ~ExitRule() = default;
-  virtual absl::Status Setup(Device device, const NamedTensors& parameters) = 0;
-  // A new stream begins.
-  virtual void Reset() {}
+  virtual absl::Status Setup(const NamedTensors& parameters) = 0;
   virtual size_t workspace_bytes(int64_t rows, int threads) const = 0;
-  // FLOPs of a decision about a row.
-  virtual double flops() const = 0;
+  // FLOPs for a token that it is asked about after the first `layers` layers.
+  virtual double flops(int64_t layers) const = 0;
+  // Whether it reads more of a segment than the token itself, so that another split of the stream
+  // gives something else.
+  virtual bool reads_segments() const { return false; }
   // leaves[r] = whether row r leaves after this layer; it is asked about every row that is there,
   // in the order of the layers, and on CUDA about those that have left too. Allocates nothing; on
   // CUDA it enqueues on the stream.
@@ -131,7 +132,7 @@ class ExitStackLayer : public RelativeStackLayer {
   // Beside those of the stack, mean_layers that tokens went through, and flops_saved, the share of
   // the whole stack's FLOPs that was not spent.
   std::map<std::string, double> statistics() const override;
-  absl::Status Reset() override;
+  int64_t split_tokens() const override;
 
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
