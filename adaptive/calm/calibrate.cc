@@ -68,6 +68,13 @@ struct Settings {
   TextSample sample;
 };
 
+Options OptionsOf(const std::string& measure, const std::string& threshold) {
+  return {{"confidence", measure},
+          {"threshold", threshold},
+          {"schedule", absl::GetFlag(FLAGS_schedule)},
+          {"temperature", absl::StrCat(absl::GetFlag(FLAGS_temperature))}};
+}
+
 absl::StatusOr<Settings> SettingsOfFlags() {
   Settings settings;
   settings.promise = {absl::GetFlag(FLAGS_risk), 1 - absl::GetFlag(FLAGS_confidence)};
@@ -84,6 +91,9 @@ absl::StatusOr<Settings> SettingsOfFlags() {
   settings.excess = loss == "excess";
   if (p_value == "hoeffding") settings.p_value = PValue::kHoeffding;
   settings.measures = absl::StrSplit(absl::GetFlag(FLAGS_measures), ',', absl::SkipEmpty());
+  for (const std::string& measure : settings.measures) {
+    TFB_RETURN_IF_ERROR(Calm().Canonical(OptionsOf(measure, kNothingLeaves)).status());
+  }
   settings.sample = {absl::GetFlag(FLAGS_sequences), absl::GetFlag(FLAGS_tokens)};
   const std::vector<std::pair<const char*, int64_t>> counts = {
       {"sequences", settings.sample.sequences / 2},  // each half has one
@@ -113,10 +123,7 @@ absl::StatusOr<std::unique_ptr<TextReader>> ReaderOf(const std::string& measure,
                                                      const std::string& threshold,
                                                      const TextSample& sample, int64_t at_a_time,
                                                      bool decodes, ThreadPool* pool) {
-  Options options = {{"confidence", measure},
-                     {"threshold", threshold},
-                     {"schedule", absl::GetFlag(FLAGS_schedule)},
-                     {"temperature", absl::StrCat(absl::GetFlag(FLAGS_temperature))}};
+  Options options = OptionsOf(measure, threshold);
   if (decodes) options["segment"] = "1";
   return TextReader::Create(Calm(), options, sample, at_a_time, pool);
 }

@@ -34,7 +34,8 @@ int64_t SequenceOracle(const ExitValues& values, double penalty) {
 
 std::vector<int32_t> TokenOracle(const ExitValues& values, double penalty, double sigma) {
   const int64_t tokens = static_cast<int64_t>(values[0].size());
-  const int64_t radius = static_cast<int64_t>(std::sqrt(-sigma * std::log(kLeastWeight)));
+  const int64_t radius =
+      std::min(tokens, static_cast<int64_t>(std::sqrt(-sigma * std::log(kLeastWeight))));
   std::vector<int32_t> exits;
   std::vector<double> scores(values.size());
   for (int64_t t = 0; t < tokens; ++t) {

@@ -55,6 +55,7 @@ absl::StatusOr<std::unique_ptr<TextReader>> TextReader::Create(const Technique& 
   reader->pool_ = pool;
   reader->whole_ =
       model.Fit(Problem::SelfAttention(sample.sequences, 1, sample.tokens, 1, /*causal=*/true));
+  TFB_RETURN_IF_ERROR(model.HeldOut(reader->whole_, 0).status());
   Problem batch = reader->whole_;
   batch.batch = std::min(at_a_time, sample.sequences);
   TFB_ASSIGN_OR_RETURN(reader->layer_,
