@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <utility>
 
@@ -71,6 +72,8 @@ absl::StatusOr<std::unique_ptr<TextReader>> TextReader::Create(const Technique& 
   reader->x_ = std::move(inputs.at("x"));
   TFB_ASSIGN_OR_RETURN(
       reader->out_, Tensor::Allocate(DType::kF32, {batch.batch, sample.tokens, model.model_dim()}));
+  reader->never_ = Tensor(DType::kI32, {batch.batch, sample.tokens});
+  Fill(reader->never_.view(), std::numeric_limits<int32_t>::max());
   TFB_ASSIGN_OR_RETURN(
       reader->workspace_,
       Tensor::Allocate(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(pool->threads()))}));
@@ -82,25 +85,24 @@ absl::StatusOr<std::unique_ptr<TextReader>> TextReader::Create(const Technique& 
   return reader;
 }
 
-absl::Status TextReader::ReadBatch(int64_t first, const ConstTensorView& exits, double* seconds) {
+absl::Status TextReader::ReadBatch(int64_t first, const ConstTensorView& exits,
+                                   const Execution& execution) {
   Inputs inputs = {{"x", Slice(std::as_const(x_).view(), 0, first, sequences_of_batch())}};
-  if (!exits.empty()) inputs.Set("exits", Slice(exits, 0, first, sequences_of_batch()));
-  const Outputs outputs = {{"out", out_.view()}};
-  const double begin = ThreadSeconds();
-  TFB_RETURN_IF_ERROR(layer_->Run(inputs, outputs, execution_));
-  *seconds = ThreadSeconds() - begin;
-  return absl::OkStatus();
+  if (!exits.empty()) inputs.Set("exits", exits);
+  return layer_->Run(inputs, {{"out", out_.view()}}, execution);
 }
 
 absl::StatusOr<TextReading> TextReader::Read(const ConstTensorView& exits) {
   TextReading reading;
   reading.bits.resize(whole_.batch * whole_.query_tokens);
   reading.best.resize(reading.bits.size());
-  double read = 0, seconds;
+  double read = 0;
   for (int64_t next = 0; next < whole_.batch; next += sequences_of_batch()) {
     // The last batch is as long as the others, and may begin among sequences that were read.
     const int64_t first = std::min(next, whole_.batch - sequences_of_batch());
-    TFB_RETURN_IF_ERROR(ReadBatch(first, exits, &seconds));
+    const ConstTensorView of_batch =
+        exits.empty() ? exits : Slice(exits, 0, first, sequences_of_batch());
+    TFB_RETURN_IF_ERROR(ReadBatch(first, of_batch, execution_));
     Score(first, &reading);
     const std::map<std::string, double> statistics = layer_->statistics();
     reading.layers += statistics.at("mean_layers");
@@ -132,25 +134,26 @@ void TextReader::Score(int64_t first, TextReading* reading) const {
   });
 }
 
-absl::StatusOr<double> TextReader::TimeReading() {
-  execution_.pool = &single_;
-  double seconds;
-  const absl::Status status = ReadBatch(0, {}, &seconds);
-  execution_.pool = pool_;
-  if (!status.ok()) return status;
-  return seconds;
+absl::StatusOr<double> TextReader::TimeReading(Leave leave) {
+  Execution execution = execution_;
+  execution.pool = &single_;
+  const double begin = ThreadSeconds();
+  TFB_RETURN_IF_ERROR(ReadBatch(0, ExitsOf(leave), execution));
+  return ThreadSeconds() - begin;
 }
 
-absl::StatusOr<double> TextReader::TimeDecoding() {
+absl::StatusOr<double> TextReader::TimeDecoding(Leave leave) {
   auto* stream = static_cast<StreamingLayer*>(layer_.get());
   TFB_RETURN_IF_ERROR(stream->Reset());
   Execution execution = execution_;
   execution.pool = &single_;
   const ConstTensorView x = Slice(std::as_const(x_).view(), 0, 0, sequences_of_batch());
+  const ConstTensorView exits = ExitsOf(leave);
   const double begin = ThreadSeconds();
   for (int64_t t = 0; t < whole_.query_tokens; ++t) {
-    TFB_RETURN_IF_ERROR(stream->Append({{"x", Slice(x, 1, t, 1)}},
-                                       {{"out", Slice(out_.view(), 1, t, 1)}}, execution));
+    Inputs inputs = {{"x", Slice(x, 1, t, 1)}};
+    if (!exits.empty()) inputs.Set("exits", Slice(exits, 1, t, 1));
+    TFB_RETURN_IF_ERROR(stream->Append(inputs, {{"out", Slice(out_.view(), 1, t, 1)}}, execution));
   }
   return ThreadSeconds() - begin;
 }

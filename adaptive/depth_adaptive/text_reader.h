@@ -37,6 +37,9 @@ struct TextReading {
 
 class TextReader {
  public:
+  // For timings: as the technique decides, or never, when nothing is asked either.
+  enum class Leave : uint8_t { kAsDecided, kNever };
+
   // Whose next bytes are scored with a layer of an exit stack, `at_a_time` sequences as a batch. What
   // is not among the options are the model's.
   static absl::StatusOr<std::unique_ptr<TextReader>> Create(const Technique& technique,
@@ -47,15 +50,19 @@ class TextReader {
   // All sequences. `exits`, i32 [sequences, tokens], unless empty, take the place of the technique's.
   absl::StatusOr<TextReading> Read(const ConstTensorView& exits = {});
   // Processor seconds of one thread, for the layers alone, in a reading of the first batch.
-  absl::StatusOr<double> TimeReading();
+  absl::StatusOr<double> TimeReading(Leave leave);
   // The same where each sequence of the batch gets one token a step.
-  absl::StatusOr<double> TimeDecoding();
+  absl::StatusOr<double> TimeDecoding(Leave leave);
   // Of the last call.
   double flops_saved() const { return layer_->statistics().at("flops_saved"); }
 
  private:
   TextReader() = default;
-  absl::Status ReadBatch(int64_t first, const ConstTensorView& exits, double* seconds);
+  // `exits`: of the batch.
+  absl::Status ReadBatch(int64_t first, const ConstTensorView& exits, const Execution& execution);
+  ConstTensorView ExitsOf(Leave leave) const {
+    return leave == Leave::kNever ? never_.view() : ConstTensorView();
+  }
   void Score(int64_t first, TextReading* reading) const;
   int64_t sequences_of_batch() const { return layer_->problem().batch; }
 
@@ -64,8 +71,9 @@ class TextReader {
   ThreadPool single_{1};
   Problem whole_;
   std::unique_ptr<Layer> layer_;
-  Tensor x_;    // of all sequences
-  Tensor out_;  // of a batch
+  Tensor x_;      // of all sequences
+  Tensor out_;    // of a batch
+  Tensor never_;  // exits of a batch: beyond all layers
   Tensor workspace_;
   Execution execution_;
 };
