@@ -559,10 +559,12 @@ Case MakeRecord(const SweepCase& sweep_case) {
   return record;
 }
 
-void RecordText(const SweepCase& sweep_case, const NamedTensors& outputs, Outcome* outcome) {
+void RecordText(const SweepCase& sweep_case, const NamedTensors& parameters,
+                const NamedTensors& outputs, Outcome* outcome) {
   if (sweep_case.input.text == nullptr) return;
-  const absl::StatusOr<double> bits = sweep_case.input.text->BitsPerByte(
-      sweep_case.technique->info().input_kind, sweep_case.problem, outputs.at("out").view());
+  const absl::StatusOr<double> bits =
+      sweep_case.input.text->BitsPerByte(sweep_case.technique->info().input_kind,
+                                         sweep_case.problem, outputs.at("out").view(), parameters);
   if (bits.ok()) (*outcome->mutable_statistics())["bits_per_byte"] = *bits;
 }
 

@@ -100,8 +100,9 @@ absl::StatusOr<std::vector<int64_t>> ParseSizes(absl::string_view what, absl::st
 
 // The record of a case without an outcome: its key and what rendering has to know of the technique.
 Case MakeRecord(const SweepCase& sweep_case);
-// Where the case is one of text: "bits_per_byte" among the statistics.
-void RecordText(const SweepCase& sweep_case, const NamedTensors& outputs, Outcome* outcome);
+// Where the case is one of text: "bits_per_byte" among the statistics. `parameters` are the layer's.
+void RecordText(const SweepCase& sweep_case, const NamedTensors& parameters,
+                const NamedTensors& outputs, Outcome* outcome);
 // Equal for cases that differ in nothing but technique and options: those that are measured side by
 // side.
 std::string GroupKey(const SweepCase& sweep_case);

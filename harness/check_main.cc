@@ -147,7 +147,7 @@ Case RecordOf(const SweepCase& one, ThreadPool* pool) {
   const absl::StatusOr<Accuracy> accuracy = CheckCase(one, pool);
   if (accuracy.ok()) {
     RecordAccuracy(*accuracy, record.mutable_outcome());
-    RecordText(one, accuracy->outputs, record.mutable_outcome());
+    RecordText(one, accuracy->parameters, accuracy->outputs, record.mutable_outcome());
   } else {
     record.mutable_outcome()->set_status(OutcomeOf(accuracy.status()));
     record.mutable_outcome()->set_reason(std::string(accuracy.status().message()));

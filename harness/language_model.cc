@@ -22,8 +22,10 @@ namespace tfb {
 namespace {
 
 constexpr char kFolder[] = "harness/inputs/language_model";
+constexpr char kMoreParameters[] = "exits.safetensors";
 constexpr char kKeys[] = "datastore.keys";
 constexpr char kValues[] = "datastore.values";
+constexpr char kFinalNorm[] = "final_norm.gamma";
 constexpr double kNormEpsilon = 1e-5;
 constexpr int64_t kStatesAtATime = 4096;  // tokens of the layer that reads long texts
 
@@ -132,6 +134,13 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> LanguageModel::Read(
   for (const auto& [name, tensor] : file.tensors) {
     model->parameters_[name] = tensor.CloneAs(DType::kF32);
   }
+  const std::string exits = absl::StrCat(folder, "/", kMoreParameters);
+  if (std::filesystem::exists(exits)) {
+    TFB_ASSIGN_OR_RETURN(SafetensorsFile more, ReadSafetensors(exits));
+    for (const auto& [name, tensor] : more.tensors) {
+      model->parameters_[name] = tensor.CloneAs(DType::kF32);
+    }
+  }
   const auto wrong = [&](absl::string_view name, absl::string_view why) {
     return absl::InvalidArgumentError(absl::StrCat(model->path_, ": metadata \"", name, "\" is \"",
                                                    file.metadata[std::string(name)], "\"; ", why));
@@ -165,7 +174,7 @@ absl::Status LanguageModel::Check() const {
   const Shape matrix = {256, model_dim()};
   TFB_RETURN_IF_ERROR(expect("embedding", matrix));
   TFB_RETURN_IF_ERROR(expect("output", matrix));
-  TFB_RETURN_IF_ERROR(expect("final_norm.gamma", {model_dim()}));
+  TFB_RETURN_IF_ERROR(expect(kFinalNorm, {model_dim()}));
   TFB_RETURN_IF_ERROR(expect("final_norm.beta", {model_dim()}));
   if (model_dim() % heads_ == 0) return absl::OkStatus();
   return absl::InvalidArgumentError(
@@ -208,7 +217,7 @@ void LanguageModel::Embed(absl::string_view bytes, const TensorView& x) const {
 }
 
 void LanguageModel::Normalise(float* h, int64_t tokens) const {
-  const float* gamma = static_cast<const float*>(parameters_.at("final_norm.gamma").raw());
+  const float* gamma = static_cast<const float*>(parameters_.at(kFinalNorm).raw());
   const float* beta = static_cast<const float*>(parameters_.at("final_norm.beta").raw());
   const double n = static_cast<double>(model_dim());
   for (int64_t t = 0; t < tokens; ++t, h += model_dim()) {
@@ -339,7 +348,8 @@ absl::StatusOr<NamedTensors> LanguageModel::DatastoreOf(int64_t entries) const {
 }
 
 absl::StatusOr<double> LanguageModel::BitsPerByte(InputKind kind, const Problem& problem,
-                                                  const ConstTensorView& out) const {
+                                                  const ConstTensorView& out,
+                                                  const NamedTensors& of_layer) const {
   constexpr int64_t kRows = 256;  // of logits at a time
   Matrix logits;
   double nats = 0;
@@ -347,7 +357,9 @@ absl::StatusOr<double> LanguageModel::BitsPerByte(InputKind kind, const Problem&
     TFB_ASSIGN_OR_RETURN(const absl::string_view bytes, HeldOut(problem, b));
     Tensor rows = RowsOf(out, b);
     const bool hidden = kind != InputKind::kTokens;
-    if (hidden) Normalise(static_cast<float*>(rows.raw()), rows.dim(0));
+    if (hidden && of_layer.count(kFinalNorm) == 0) {
+      Normalise(static_cast<float*>(rows.raw()), rows.dim(0));
+    }
     for (int64_t begin = 0; begin < rows.dim(0); begin += kRows) {
       const int64_t count = std::min(kRows, rows.dim(0) - begin);
       if (hidden) {

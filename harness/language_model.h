@@ -5,7 +5,8 @@
 //
 // The stack is a technique, to which the model is no more than parameters: a file names the one it was
 // trained with. Any technique on hidden states whose parameters the file has can stand in its place,
-// and any on tokens (InputKind::kTokens) behind it.
+// and any on tokens (InputKind::kTokens) behind it. One whose tokens leave after different layers
+// normalises them itself, and has "final_norm.gamma" among its parameters.
 //
 //   bits per byte = mean over t of -log2 p(byte_t+1)
 //
@@ -14,6 +15,7 @@
 //   model.safetensors  "embedding" [vocabulary, model_dim], "output" the same, "final_norm.gamma",
 //                      ".beta" [model_dim], and the parameters of techniques by their names; metadata
 //                      "technique" (the stack and its options), "heads", "data"
+//   exits.safetensors  more parameters of techniques, if there is such a file: classifiers of exits
 //   held_out.txt       bytes that were not trained on
 //   datastore.txt      bytes that were, for techniques that look up what followed like states
 #ifndef TFB_HARNESS_LANGUAGE_MODEL_H_
@@ -72,9 +74,11 @@ class LanguageModel {
   // each: built once, and kept in $XDG_CACHE_HOME/transformer-family-bench (core/search/datastore.h).
   // Unimplemented: the layer has others.
   absl::StatusOr<NamedTensors> ParametersOf(const Layer& layer) const;
-  // Of a layer's output: hidden states, or logarithms of probabilities of a technique on tokens.
+  // Of a layer's output: hidden states, or logarithms of probabilities of a technique on tokens. A
+  // layer that has the final norm among its parameters, `of_layer`, has normalised its states itself.
   absl::StatusOr<double> BitsPerByte(InputKind kind, const Problem& problem,
-                                     const ConstTensorView& out) const;
+                                     const ConstTensorView& out,
+                                     const NamedTensors& of_layer = {}) const;
 
  private:
   LanguageModel() = default;

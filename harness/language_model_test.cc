@@ -135,6 +135,34 @@ TEST_F(SmallModel, BitsAreOfTheByteBehindEachTokenAndOfTheNormalisedState) {
   EXPECT_NEAR(*bits, nats / 2 / std::log(2), 1e-5);
 }
 
+TEST_F(SmallModel, ALayerThatHasTheFinalNormHasNormalisedItsStates) {
+  const auto model = Read();
+  ASSERT_TRUE(model.ok()) << model.status();
+  Tensor h(DType::kF32, {1, 2, kWidth}), normalised(DType::kF32, {1, 2, kWidth});
+  FillNormal(&h, 1, "h");
+  for (int64_t t = 0; t < 2; ++t) {
+    const float* row = h.view().At<float>(0, t);
+    double mean = 0, variance = 0;
+    for (int64_t c = 0; c < kWidth; ++c) mean += row[c] / kWidth;
+    for (int64_t c = 0; c < kWidth; ++c) variance += std::pow(row[c] - mean, 2) / kWidth;
+    for (int64_t c = 0; c < kWidth; ++c) {
+      normalised.view().MutableAt<float>(0, t)[c] =
+          static_cast<float>((row[c] - mean) / std::sqrt(variance + 1e-5));
+    }
+  }
+  const Problem problem = (*model)->Fit(Tokens(2));
+  const double of_states = (*model)->BitsPerByte(InputKind::kHidden, problem, h.view()).value();
+  NamedTensors of_layer;
+  of_layer["final_norm.gamma"] = tensors_["final_norm.gamma"].Clone();
+  const double of_normalised =
+      (*model)->BitsPerByte(InputKind::kHidden, problem, normalised.view(), of_layer).value();
+  EXPECT_NEAR(of_normalised, of_states, 1e-5);
+  EXPECT_GT(
+      std::abs((*model)->BitsPerByte(InputKind::kHidden, problem, h.view(), of_layer).value() -
+               of_states),
+      1e-3);
+}
+
 TEST_F(SmallModel, TechniquesOnTokensGiveLogarithmsOfProbabilities) {
   const auto model = Read();
   ASSERT_TRUE(model.ok()) << model.status();

@@ -373,7 +373,7 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
   }
   device_bytes->NoteRun(run->device_bytes);
   outcome->set_status(Outcome::STATUS_OK);
-  RecordText(sweep_case, run->outputs, outcome);
+  RecordText(sweep_case, prepared->layer->parameters(), run->outputs, outcome);
   const double run_seconds = MonotonicSeconds() - run_begin;
   if (options_.case_timeout > 0 && run_seconds > options_.case_timeout) {
     return TooLong(absl::StrFormat("setup and one run took %.2g s", run_seconds));

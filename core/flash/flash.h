@@ -139,7 +139,8 @@ struct ScoreRule {
 
 // The schedule's row n is token tokens[b batch_stride + h / group head_stride + n] of the tensors;
 // without one it is token n. h is a query head for queries, of which `group` share an order, and a
-// key-value head for keys. Tokens may be a part of the tensor's, in any order: engines gather.
+// key-value head for keys. Tokens may be a part of the tensor's, in any order: engines gather. On
+// the CPU an order of queries may name a token below 0, which is none: no such row is computed.
 struct TokenOrder {
   const int32_t* tokens = nullptr;
   int64_t batch_stride = 0;

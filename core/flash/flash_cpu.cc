@@ -190,24 +190,35 @@ class FlashRun {
     std::uninitialized_value_construct_n(memory_.packing, layout_.owned_tiles);
   }
 
-  // One tile of queries of a head.
+  // One tile of queries of a head: row r is the tile's place Place(r).
   struct Task {
     int64_t batch;
     int64_t head;
     int64_t first_query;
     int64_t rows;
-    int64_t slot;  // where the keys and values of the head are packed
+    int64_t slot;           // where the keys and values of the head are packed
+    bool gaps;              // whether the order names no token for some place before the last row's
+    uint8_t places[kTile];  // of the rows, ascending; where there are gaps
+
+    int64_t Place(int64_t r) const { return gaps ? places[r] : r; }
   };
   Task MakeTask(int64_t b, int64_t h, int64_t query_tile, int64_t slot) const {
-    const int64_t first_query = query_tile * kTile;
-    return {b, h, first_query, std::min(kTile, problem_.query_tokens - first_query), slot};
+    Task task;
+    task.batch = b;
+    task.head = h;
+    task.first_query = query_tile * kTile;
+    task.rows = std::min(kTile, problem_.query_tokens - task.first_query);
+    task.slot = slot;
+    task.gaps = false;
+    if (call_.query_order.tokens != nullptr) LeaveOut(&task);
+    return task;
   }
 
   // Asks for the rows that a task gathers: nothing but a task's own order says where they are.
   void Prefetch(const Task& task) const {
-    if (call_.query_order.tokens != nullptr) {
-      PrefetchRows(call_.q, task, task.head, call_.query_order, task.first_query, task.rows);
-      for (int64_t r = 0; parts_.rows != nullptr && r < task.rows; ++r) {
+    for (int64_t r = 0; call_.query_order.tokens != nullptr && r < task.rows; ++r) {
+      PrefetchRow(call_.q, task.batch, task.head, QueryToken(task, r));
+      if (parts_.rows != nullptr) {
         PrefetchBytes(PartRow(task, r), layout_.part_row() * sizeof(float));
       }
     }
@@ -218,17 +229,25 @@ class FlashRun {
       return;
     }
     const int64_t first = tile * kTile, keys = std::min(kTile, problem_.kv_tokens - first);
-    PrefetchRows(call_.k, task, KvHead(task), call_.key_order, first, keys);
-    PrefetchRows(call_.v, task, KvHead(task), call_.key_order, first, keys);
+    for (const ConstTensorView* view : {&call_.k, &call_.v}) {
+      for (int64_t r = 0; r < keys; ++r) {
+        const int64_t token = call_.key_order(task.batch, KvHead(task), first + r);
+        PrefetchRow(*view, task.batch, KvHead(task), token);
+      }
+    }
   }
 
   void Attend(const Task& task, Scratch& scratch) const {
+    if (task.rows == 0) return;
     LoadQueries(task, scratch);
     TokenSide queries;
     scratch.queries = &queries;
     if (call_.tokens.hides() || call_.tokens.adjusts()) {
-      LoadSide(task, task.head, task.first_query, task.rows, call_.query_order,
-               call_.tokens.query_codes, {0, call_.tokens.slots}, &queries);
+      for (int64_t r = 0; r < task.rows; ++r) {
+        queries.tokens[r] = static_cast<int32_t>(QueryToken(task, r));
+      }
+      LoadCodes(task, task.head, task.rows, call_.tokens.query_codes, {0, call_.tokens.slots},
+                &queries);
     }
     std::fill_n(scratch.accumulator, task.rows * layout_.value_row, 0.0f);
     std::fill_n(scratch.max, task.rows, kNegativeInfinity);
@@ -294,6 +313,17 @@ class FlashRun {
     bool all_seen[kTile / kGroupRows];  // each of the rows sees all of `seen`
   };
 
+  // Rows for the places alone that the order names tokens for.
+  void LeaveOut(Task* task) const {
+    int64_t rows = 0;
+    for (int64_t place = 0; place < task->rows; ++place) {
+      if (call_.query_order(task->batch, task->head, task->first_query + place) < 0) continue;
+      task->places[rows++] = static_cast<uint8_t>(place);
+    }
+    task->rows = rows;
+    task->gaps = rows > 0 && task->places[rows - 1] != rows - 1;
+  }
+
   absl::Span<const TileRun> TileRuns(const Task& task) const {
     return call_.schedule->Row(task.head, task.first_query / kTile);
   }
@@ -305,13 +335,10 @@ class FlashRun {
       __builtin_prefetch(static_cast<const std::byte*>(begin) + n, 0, 2);
     }
   }
-  void PrefetchRows(const ConstTensorView& view, const Task& task, int64_t head,
-                    const TokenOrder& order, int64_t first, int64_t rows) const {
-    const int64_t element = SizeOf(view.dtype), bytes = view.dim(3) * view.stride(3) * element;
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t offset = view.Offset(task.batch, head, order(task.batch, head, first + r));
-      PrefetchBytes(static_cast<const std::byte*>(view.data) + offset * element, bytes);
-    }
+  static void PrefetchRow(const ConstTensorView& view, int64_t b, int64_t head, int64_t token) {
+    const int64_t element = SizeOf(view.dtype), offset = view.Offset(b, head, token);
+    PrefetchBytes(static_cast<const std::byte*>(view.data) + offset * element,
+                  view.dim(3) * view.stride(3) * element);
   }
 
   // Packs key tile `tile` of the task's head, unless it is packed or another task is at it. Uses the
@@ -433,10 +460,10 @@ class FlashRun {
             *call_.key_mask.At<uint8_t>(b, call_.key_order(b, kv_head, j)) != 0);
   }
   int64_t OutRow(const Task& task, int64_t r) const {
-    return call_.out_by_row ? task.first_query + r : QueryToken(task, r);
+    return call_.out_by_row ? task.first_query + task.Place(r) : QueryToken(task, r);
   }
   int64_t QueryToken(const Task& task, int64_t r) const {
-    return call_.query_order(task.batch, task.head, task.first_query + r);
+    return call_.query_order(task.batch, task.head, task.first_query + task.Place(r));
   }
 
   // Query rows as float with the scale folded in, so that products with keys are scores.
@@ -491,7 +518,7 @@ class FlashRun {
   // clip((limit + j) / ramp, 0, 1).
   float RampLimit(const Task& task, int64_t r) const {
     const SoftSpan& soft = call_.rule.soft_span;
-    const int64_t i = task.first_query + r;
+    const int64_t i = task.first_query + task.Place(r);
     const float z = soft.span[task.batch * soft.batch_stride + task.head * soft.head_stride +
                               i * soft.query_stride];
     return soft.ramp + z - static_cast<float>(i + problem_.causal_offset());
@@ -522,7 +549,7 @@ class FlashRun {
     }
     const uint64_t tokens = all_tokens ? ~uint64_t{0} : TokensOf(task, index);
     for (int64_t r = 0; r < task.rows; ++r) {
-      visible[r] = tokens & (mask == nullptr ? ~uint64_t{0} : mask[r]);
+      visible[r] = tokens & (mask == nullptr ? ~uint64_t{0} : mask[task.Place(r)]);
       if (!in_span) visible[r] &= WithinSpanOf(r, index, scratch);
     }
     if (call_.tokens.hides() && !HidePairs(task, index, *scratch.queries, visible)) return tile;
@@ -547,13 +574,10 @@ class FlashRun {
     return tile;
   }
 
-  // `rows` places of an order from `first` on, with their codes of some slots.
-  void LoadSide(const Task& task, int64_t head, int64_t first, int64_t rows,
-                const TokenOrder& order, const int32_t* codes, Slots slots, TokenSide* side) const {
+  // Of the side's tokens, of some slots.
+  void LoadCodes(const Task& task, int64_t head, int64_t rows, const int32_t* codes, Slots slots,
+                 TokenSide* side) const {
     const TokenRule& rule = call_.tokens;
-    for (int64_t r = 0; r < rows; ++r) {
-      side->tokens[r] = static_cast<int32_t>(order(task.batch, head, first + r));
-    }
     for (int64_t n = slots.begin; n < slots.end; ++n) {
       const int64_t offset =
           n * rule.slot_stride + task.batch * rule.batch_stride + head * rule.head_stride;
@@ -562,7 +586,10 @@ class FlashRun {
   }
   void LoadKeySide(const Task& task, int64_t tile, Slots slots, TokenSide* side) const {
     const int64_t first = tile * kTile, keys = std::min(kTile, problem_.kv_tokens - first);
-    LoadSide(task, KvHead(task), first, keys, call_.key_order, call_.tokens.key_codes, slots, side);
+    for (int64_t r = 0; r < keys; ++r) {
+      side->tokens[r] = static_cast<int32_t>(call_.key_order(task.batch, KvHead(task), first + r));
+    }
+    LoadCodes(task, KvHead(task), keys, call_.tokens.key_codes, slots, side);
     for (int64_t r = keys; r < kTile; ++r) {  // as the last: hidden anyway
       side->tokens[r] = side->tokens[keys - 1];
       for (int64_t n = slots.begin; n < slots.end; ++n)
@@ -710,16 +737,16 @@ class FlashRun {
   void ComputeScores(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
     const ScoreRule& rule = call_.rule;
     const ScoreRows scores{scratch.scores, kScoreRow, task.rows, tiles * kTile};
-    // Row r at column 0 has the offset first; one row further down it is one less.
+    // Place 0 of the tile at column 0 has the offset first; one place further down it is one less.
     const int64_t first = chunk[0].index * kTile - task.first_query - rule.query_position;
     const bool whole =
         std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; });
     // One term that depends on the distance is added where the products are still in registers.
     ScoreTerm term;
-    const bool adds_positions = rule.relative_keys != nullptr && !whole;
-    const bool adds_bias =
-        rule.bias != nullptr && (rule.relative_keys != nullptr || rule.relu_multiplier != nullptr);
-    if (rule.relative_keys != nullptr && whole) {
+    const bool adds_positions = rule.relative_keys != nullptr && (!whole || task.gaps);
+    const bool adds_bias = rule.bias != nullptr && (rule.relative_keys != nullptr ||
+                                                    rule.relu_multiplier != nullptr || task.gaps);
+    if (rule.relative_keys != nullptr && !adds_positions) {
       term = PositionScores(task, 0, task.rows, {0, tiles * kTile}, first, scratch);
     } else if (rule.bias != nullptr && !adds_bias) {
       term = {rule.bias->At(task.head, first), -1};
@@ -739,9 +766,9 @@ class FlashRun {
       for (int64_t t = 0; t < tiles; ++t) AddLabels(task, chunk[t], scratch);
     }
     if (rule.relu_multiplier != nullptr) {
-      kernels_.relu_multiply(scores, rule.relu_multiplier->At(task.head, first), -1);
+      ApplyTable(task, scores, rule.relu_multiplier->At(task.head, first), kernels_.relu_multiply);
     }
-    if (adds_bias) kernels_.add(scores, rule.bias->At(task.head, first), -1);
+    if (adds_bias) ApplyTable(task, scores, rule.bias->At(task.head, first), kernels_.add);
     if (call_.tokens.adjusts()) {
       for (int64_t t = 0; t < tiles; ++t) AdjustPairs(task, chunk[t], scratch);
     }
@@ -777,6 +804,17 @@ class FlashRun {
     });
   }
 
+  // One of the kernels that read a table along offsets; `first` is the entry of place 0, column 0.
+  template <class Kernel>
+  void ApplyTable(const Task& task, const ScoreRows& scores, const float* first,
+                  Kernel kernel) const {
+    if (!task.gaps) return kernel(scores, first, -1);
+    for (int64_t r = 0; r < task.rows; ++r) {
+      kernel({scores.scores + r * scores.stride, scores.stride, 1, scores.columns},
+             first - task.Place(r), 0);
+    }
+  }
+
   // Adds scores against the relative keys to rows that see different columns, 16 of them at a time.
   void AddPositions(const Task& task, const Tile* chunk, int64_t tiles, int64_t first,
                     Scratch& scratch) const {
@@ -784,19 +822,29 @@ class FlashRun {
       const int64_t rows = std::min(kGroupRows, task.rows - row);
       const Extent extent = ExtentOf(chunk, tiles, row / kGroupRows);
       if (extent.end == extent.begin) continue;
-      const ScoreTerm positions = PositionScores(task, row, rows, extent, first - row, scratch);
+      const ScoreTerm positions = PositionScores(task, row, rows, extent, first, scratch);
       if (positions.first == nullptr) continue;
-      kernels_.add({scratch.scores + row * kScoreRow + extent.begin, kScoreRow, rows,
-                    extent.end - extent.begin},
-                   positions.first, positions.row);
+      const int64_t columns = extent.end - extent.begin;
+      float* scores = scratch.scores + row * kScoreRow + extent.begin;
+      if (!task.gaps) {
+        kernels_.add({scores, kScoreRow, rows, columns}, positions.first, positions.row);
+        continue;
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t earlier = task.Place(row + r) - task.Place(row);
+        kernels_.add({scores + r * kScoreRow, kScoreRow, 1, columns},
+                     positions.first + r * kPositionRow - earlier, 0);
+      }
     }
   }
-  // Scores against the relative keys of some rows, from column extent.begin on; the first row has
-  // the offset `first` at column 0. Good until the next call.
+  // Scores against the relative keys of some rows, from column extent.begin on; place 0 has the
+  // offset `first_of_tile` at column 0. Good until the next call.
   ScoreTerm PositionScores(const Task& task, int64_t row, int64_t rows, const Extent& extent,
-                           int64_t first, Scratch& scratch) const {
+                           int64_t first_of_tile, Scratch& scratch) const {
     const RelativeKeys& keys = *call_.rule.relative_keys;
-    const int64_t lowest = first + extent.begin - (rows - 1), highest = first + extent.end - 1;
+    const int64_t first = first_of_tile - task.Place(row);
+    const int64_t lowest = first_of_tile + extent.begin - task.Place(row + rows - 1);
+    const int64_t highest = first + extent.end - 1;
     if (highest < keys.low() || lowest > keys.high()) return {};  // zeros
     constexpr int64_t kBlock = RelativeKeys::kBlock, kOfPanel = kTile / kBlock;
     const int64_t first_block = FloorDiv(lowest, kBlock);
@@ -817,7 +865,7 @@ class FlashRun {
                     scratch.position_query + row * layout_.key_depth, layout_.key_depth, 1,
                     panel + (block - p * kOfPanel) * kBlock, kTile, columns, kPositionRow, false);
     }
-    // Each further row's begin one column earlier.
+    // Each further place's begin one column earlier.
     return {scratch.positions + (first + extent.begin - first_block * kBlock), kPositionRow - 1};
   }
 

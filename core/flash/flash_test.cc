@@ -583,6 +583,75 @@ TEST_P(Flash, TokenOrdersGatherAndScatter) {
 }
 
 // Bands in the place of schedules, and rings of keys, are for streams on CUDA.
+// With every rule that reads offsets, a soft span and a mask: rows keep their places. The rest of q
+// and out lie row behind row, those of both batch rows together.
+TEST(FlashOrder, RowsWithoutATokenAreLeftOutAndTheOthersKeepTheirOffsets) {
+  constexpr int64_t kQueries = 150, kKeys = 200, kLow = -190;
+  Problem problem = Make(kQueries, kKeys, 16, 24);
+  Tensor table(DType::kF32, {2, 400, 16});
+  FillNormal(&table, 3, "table");
+  const RelativeKeys relative(table.view(), kLow, kLow + 399, [](int64_t o) { return o - kLow; });
+  const auto wave = [](int64_t h, int64_t offset) {
+    return 1.5f + std::sin(0.1f * static_cast<float>(offset + h));
+  };
+  const DistanceTable waves(2, kQueries, kKeys, wave);
+  const std::vector<float> spans(kQueries, 90.0f);
+  const BandPattern band(-120, 60);
+  for (int rule = 0; rule < 5; ++rule) {
+    Harness whole(Device::kCpu, problem, &band), some(Device::kCpu, problem, &band);
+    FlashCall& call = whole.call;
+    if (rule == 0 || rule == 3) call.rule.relative_keys = &relative;
+    if (rule == 1 || rule == 3) call.rule.bias = &waves;
+    if (rule == 2) call.rule.relu_multiplier = &waves;
+    if (rule == 4) call.rule.soft_span = {spans.data(), kQueries, 0, 0, 1, 16};
+    some.call.rule = call.rule;
+    for (const int64_t kept : {int64_t{1}, int64_t{3}, int64_t{60}, kQueries}) {
+      std::vector<int32_t> order(2 * kQueries, -1);
+      int32_t rows = 0;
+      for (size_t n = 0; n < order.size();
+           ++n) {  // `kept` of each batch row, of the second later ones
+        const int64_t i = static_cast<int64_t>(n) % kQueries;
+        if (kept == kQueries || (i * 7 + 5) % kQueries < kept) order[n] = rows++;
+      }
+      Tensor q(DType::kF32, {2, rows, 16}), out(DType::kF32, {2, rows, 24});
+      for (size_t n = 0; n < order.size(); ++n) {
+        const int64_t b = static_cast<int64_t>(n) / kQueries,
+                      i = static_cast<int64_t>(n) % kQueries;
+        if (order[n] < 0) continue;
+        for (int64_t h = 0; h < 2; ++h) {
+          std::copy_n(call.q.At<float>(b, h, i), 16, q.view().MutableAt<float>(h, order[n]));
+        }
+      }
+      const auto shared = [&](Tensor& rows_of_heads) {
+        const TensorView view = rows_of_heads.view();
+        return TensorView(view.mutable_data(), DType::kF32, {2, 2, view.dim(1), view.dim(2)},
+                          {0, view.stride(0), view.stride(1), 1});
+      };
+      some.call.q = shared(q);
+      some.call.out = shared(out);
+      some.call.log_sum_exp = {};
+      some.call.query_order = {order.data(), kQueries, 0, 1};
+      whole.Run();
+      some.Run();
+      for (size_t n = 0; n < order.size(); ++n) {
+        const int64_t b = static_cast<int64_t>(n) / kQueries,
+                      i = static_cast<int64_t>(n) % kQueries;
+        for (int64_t h = 0; h < 2 && order[n] >= 0; ++h) {
+          const float* expected = whole.out().view().At<float>(b, h, i);
+          const float* found = out.view().At<float>(h, order[n]);
+          for (int64_t c = 0; c < 24; ++c) {
+            ASSERT_NEAR(found[c], expected[c], Fp32Bound(call.v))
+                << rule << " " << kept << " " << i;
+            if (kept == kQueries) {
+              ASSERT_EQ(found[c], expected[c]) << rule;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(FlashCudaCall, ABandAndARingGiveWhatAScheduleOverAllKeysGives) {
   const BandPattern pattern(-70, 3);
   Harness harness(Device::kSimulator, Make(150, 150, 16, 16), &pattern);

@@ -18,14 +18,10 @@ View Heads(const View& view, int64_t heads) {
 }  // namespace
 
 MemoryReach::Context MemoryReach::ContextOf(int64_t tokens, int64_t layers) const {
-  const auto first_seen = [&](int64_t p) {
-    const int64_t from = same_length ? p + 1 : p / max_segment * max_segment;
-    return std::max<int64_t>(0, from - memory);
-  };
   Context context;
-  for (int64_t p = 0; p < tokens; ++p) context.pairs += static_cast<double>(p - first_seen(p) + 1);
+  for (int64_t p = 0; p < tokens; ++p) context.pairs += static_cast<double>(p - FirstSeenBy(p) + 1);
   int64_t farthest = tokens - 1;
-  for (int64_t n = 0; n < layers && tokens > 0; ++n) farthest = first_seen(farthest);
+  for (int64_t n = 0; n < layers && tokens > 0; ++n) farthest = FirstSeenBy(farthest);
   context.reach = tokens == 0 ? 0 : tokens - 1 - farthest;
   return context;
 }
@@ -57,8 +53,9 @@ RelativeAttention::Parameters RelativeAttention::ParametersOf(const NamedTensors
 }
 
 absl::StatusOr<RelativeAttention> RelativeAttention::Create(Device device, const Problem& problem,
-                                                            const MemoryReach& reach) {
-  RelativeAttention attention(device, problem, reach);
+                                                            const MemoryReach& reach,
+                                                            Queries queries) {
+  RelativeAttention attention(device, problem, reach, queries);
   TFB_ASSIGN_OR_RETURN(attention.cache_,
                        KeyValueCache::Create(device, problem, reach.memory + reach.max_segment));
   return attention;
@@ -67,8 +64,12 @@ absl::StatusOr<RelativeAttention> RelativeAttention::Create(Device device, const
 absl::Status RelativeAttention::Setup(const Parameters& parameters, const DistanceRange& range,
                                       const ConstTensorView& sinusoids,
                                       const Execution& execution) {
-  TFB_ASSIGN_OR_RETURN(projections_, PackedMatrix::Create(device_, {parameters.w_q, parameters.w_k,
-                                                                    parameters.w_v}));
+  std::vector<ConstTensorView> projections = {parameters.w_q, parameters.w_k, parameters.w_v};
+  if (queries_apart_) {
+    TFB_ASSIGN_OR_RETURN(queries_, PackedMatrix::Create(device_, parameters.w_q));
+    projections.erase(projections.begin());
+  }
+  TFB_ASSIGN_OR_RETURN(projections_, PackedMatrix::Create(device_, projections));
   TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(device_, parameters.w_o));
   TFB_ASSIGN_OR_RETURN(positions_,
                        RelativePositions::Create(parameters.positions, range, sinusoids,
@@ -97,9 +98,27 @@ RelativeAttention::Scratch RelativeAttention::LayOut(int64_t tokens, Workspace& 
   return {projections, take(DType::kF32, problem_.model_dim())};
 }
 
+RelativeAttention::RowScratch RelativeAttention::LayOutRows(int64_t tokens, int64_t rows,
+                                                            Workspace& workspace) const {
+  const int64_t width = problem_.model_dim();
+  const auto take = [&](const Shape& shape) {
+    return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+  };
+  const TensorView keys_and_values = take({problem_.batch, tokens, 2 * width});
+  const TensorView q = take({rows, width});
+  return {keys_and_values, q, take({rows, width})};
+}
+
 size_t RelativeAttention::workspace_bytes(int threads, size_t rest_bytes) const {
   const int64_t rows = problem_.batch * reach_.max_segment, width = problem_.model_dim();
-  return Workspace::Measure([&](Workspace& workspace) { LayOut(reach_.max_segment, workspace); }) +
+  const auto lay_out = [&](Workspace& workspace) {
+    if (queries_apart_) {
+      LayOutRows(reach_.max_segment, rows, workspace);
+    } else {
+      LayOut(reach_.max_segment, workspace);
+    }
+  };
+  return Workspace::Measure(lay_out) +
          std::max({rest_bytes, MatMulWorkspaceBytes(device_, rows, width, 3 * width, threads),
                    FlashEngine::StreamWorkspaceBytes(device_, LargestCall(), /*relative_keys=*/true,
                                                      threads)});
@@ -122,17 +141,54 @@ absl::StatusOr<RelativeAttention::Attended> RelativeAttention::Attend(const Segm
   TFB_RETURN_IF_ERROR(MatMul(projections_, {x, {}, scratch.projections}, attended.rest));
   TFB_RETURN_IF_ERROR(cache_.Append(attended.k, attended.v, attended.rest));
 
-  Problem problem = problem_;
-  problem.query_tokens = segment.tokens();
-  problem.kv_tokens = segment.kv_tokens();
   FlashCall call = engine_.NewCall();
   call.q = attended.q;
   call.out = attended.heads;
+  TFB_RETURN_IF_ERROR(Attend(segment, call, attended.rest));
+  return attended;
+}
+
+absl::Status RelativeAttention::Attend(const SegmentView& segment, FlashCall call,
+                                       const Execution& execution) const {
+  Problem problem = problem_;
+  problem.query_tokens = segment.tokens();
+  problem.kv_tokens = segment.kv_tokens();
   call.rule.query_position = problem.causal_offset();
   cache_.SetKeys(segment.first_seen(), &call);
   segment.SetMask(&call);
-  TFB_RETURN_IF_ERROR(engine_.Run(problem, call, attended.rest));
-  return attended;
+  return engine_.Run(problem, call, execution);
+}
+
+absl::Status RelativeAttention::AppendFor(const SegmentView& segment,
+                                          const ConstTensorView& keys_from,
+                                          const SomeQueries& queries,
+                                          const ConstTensorView& residual, const TensorView& y,
+                                          const Execution& execution) {
+  const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
+  Workspace workspace(execution.workspace);
+  const RowScratch scratch = LayOutRows(segment.tokens(), queries.x.dim(0), workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  const auto of_tokens = [&](int64_t n) {
+    return Heads(Slice(scratch.keys_and_values, 2, n * width, width), heads);
+  };
+  TFB_RETURN_IF_ERROR(MatMul(projections_, {keys_from, {}, scratch.keys_and_values}, rest));
+  TFB_RETURN_IF_ERROR(cache_.Append(of_tokens(0), of_tokens(1), rest));
+  TFB_RETURN_IF_ERROR(MatMul(queries_, {queries.x, {}, scratch.q}, rest));
+
+  // All batch rows have the same rows, of which their order names their own.
+  const auto of_rows = [&](const TensorView& rows) {
+    return TensorView(rows.mutable_data(), rows.dtype,
+                      {problem_.batch, heads, rows.dim(0), problem_.head_dim},
+                      {0, problem_.head_dim, width, 1});
+  };
+  FlashCall call = engine_.NewCall();
+  call.q = of_rows(scratch.q);
+  call.out = of_rows(scratch.context);
+  call.query_order.tokens = queries.row_of_token;
+  call.query_order.batch_stride = segment.tokens();
+  TFB_RETURN_IF_ERROR(Attend(segment, call, rest));
+  return Project(scratch.context, residual, y, rest);
 }
 
 absl::Status RelativeAttention::Project(const ConstTensorView& context,

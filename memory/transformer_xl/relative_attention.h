@@ -45,8 +45,11 @@ struct MemoryReach {
     return first > 0 ? first : 0;
   }
 
-  // What the tokens of a stream see that is appended in the longest segments, for costs and
-  // statistics.
+  // The first token that token p of a stream sees that is appended in the longest segments.
+  int64_t FirstSeenBy(int64_t p) const {
+    return FirstSeen(same_length ? p : p / max_segment * max_segment);
+  }
+  // What the tokens of such a stream see, for costs and statistics.
   struct Context {
     double pairs = 0;   // query-key pairs of one head and batch row
     int64_t reach = 0;  // tokens before the last one that can change it, through all layers
@@ -94,9 +97,12 @@ class RelativeAttention {
   static Parameters ParametersOf(const NamedTensors& parameters, const StackSizes& sizes,
                                  int64_t layer);
 
+  enum class Queries : uint8_t { kAll, kSome };  // Append or AppendFor
+
   // Takes the memory for the stream's keys and values.
   static absl::StatusOr<RelativeAttention> Create(Device device, const Problem& problem,
-                                                  const MemoryReach& reach);
+                                                  const MemoryReach& reach,
+                                                  Queries queries = Queries::kAll);
 
   // Packs the matrices and projects `sinusoids`, those of the range. All of it lies in host memory;
   // u and v must stay there. Begins a new stream.
@@ -116,6 +122,17 @@ class RelativeAttention {
                       const ConstTensorView& residual, const TensorView& y,
                       const Execution& execution);
 
+  // Append for some of the segment's tokens, as rows: x, residual and y are [rows, model_dim], and
+  // token t of batch row b is row row_of_token[b * tokens + t], or asks nothing where that is below
+  // 0. All tokens are keys and values, made of keys_from [batch, tokens, model_dim]. On the CPU.
+  struct SomeQueries {
+    ConstTensorView x;
+    const int32_t* row_of_token;
+  };
+  absl::Status AppendFor(const SegmentView& segment, const ConstTensorView& keys_from,
+                         const SomeQueries& queries, const ConstTensorView& residual,
+                         const TensorView& y, const Execution& execution);
+
   // Append in two steps, for layers that put something between them. Attend takes its results from
   // the execution's workspace and leaves the rest of it; they are good while the caller works there.
   struct Attended {
@@ -132,8 +149,12 @@ class RelativeAttention {
                        Activation activation = Activation::kNone) const;
 
  private:
-  RelativeAttention(Device device, const Problem& problem, const MemoryReach& reach)
-      : device_(device), problem_(problem), reach_(reach) {}
+  RelativeAttention(Device device, const Problem& problem, const MemoryReach& reach,
+                    Queries queries)
+      : device_(device),
+        problem_(problem),
+        reach_(reach),
+        queries_apart_(queries == Queries::kSome) {}
   // Of the longest segment.
   Problem LargestCall() const;
   DType projected_dtype() const { return device_ == Device::kCpu ? DType::kF32 : problem_.dtype; }
@@ -143,11 +164,22 @@ class RelativeAttention {
     TensorView context;      // [batch, tokens, model_dim]
   };
   Scratch LayOut(int64_t tokens, Workspace& workspace) const;
+  struct RowScratch {
+    TensorView keys_and_values;  // [batch, tokens, 2 model_dim]
+    TensorView q;                // [rows, model_dim]
+    TensorView context;          // [rows, model_dim]
+  };
+  RowScratch LayOutRows(int64_t tokens, int64_t rows, Workspace& workspace) const;
+  // The attention of the segment's queries, whose keys have been appended, by a call that has q, out
+  // and the order of queries.
+  absl::Status Attend(const SegmentView& segment, FlashCall call, const Execution& execution) const;
 
   Device device_;
   Problem problem_;
   MemoryReach reach_;
-  PackedMatrix projections_;  // of queries, keys and values side by side
+  bool queries_apart_;
+  PackedMatrix projections_;  // of queries, keys and values side by side; or of keys and values
+  PackedMatrix queries_;      // or apart
   PackedMatrix output_;
   RelativePositions positions_;  // the engine points to it
   FlashEngine engine_;

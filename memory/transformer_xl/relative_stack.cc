@@ -21,9 +21,10 @@ absl::Status CheckRelativeStack(absl::string_view technique, const Problem& prob
 
 RelativeStackLayer::RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,
                                        const RelativeStackShape& shape, Device device,
-                                       const std::vector<TensorSpec>& more_of_segments)
+                                       const std::vector<TensorSpec>& more_of_segments,
+                                       const std::vector<TensorSpec>& more_inputs)
     : SegmentedLayer(problem, std::move(outputs), shape.sizes.layers, shape.segment,
-                     more_of_segments),
+                     more_of_segments, more_inputs),
       shape_(shape),
       device_(device),
       reach_{shape.memory, shape.same_length, max_segment_tokens()},
@@ -34,7 +35,7 @@ absl::Status RelativeStackLayer::Initialize(const std::vector<ParameterSpec>& pa
   TFB_ASSIGN_OR_RETURN(parameters_, DrawParameters(parameters, seed));
   for (int64_t n = 0; n < sizes().layers; ++n) {
     TFB_ASSIGN_OR_RETURN(RelativeAttention attention,
-                         RelativeAttention::Create(device_, problem(), reach_));
+                         RelativeAttention::Create(device_, problem(), reach_, shape_.queries));
     attentions_.push_back(std::move(attention));
   }
   return absl::OkStatus();

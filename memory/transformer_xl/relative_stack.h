@@ -27,6 +27,7 @@ struct RelativeStackShape {
   int64_t memory = 0;
   bool same_length = false;
   int64_t clamp_length = 0;
+  RelativeAttention::Queries queries = RelativeAttention::Queries::kAll;
 };
 
 // InvalidArgument where the problem or the memory does not fit the technique.
@@ -47,7 +48,8 @@ class RelativeStackLayer : public SegmentedLayer {
  protected:
   RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,
                      const RelativeStackShape& shape, Device device,
-                     const std::vector<TensorSpec>& more_of_segments = {});
+                     const std::vector<TensorSpec>& more_of_segments = {},
+                     const std::vector<TensorSpec>& more_inputs = {});
   // For the factory: draws the parameters and takes the memory for keys and values.
   absl::Status Initialize(const std::vector<ParameterSpec>& parameters, uint64_t seed);
 
@@ -59,6 +61,7 @@ class RelativeStackLayer : public SegmentedLayer {
 
   Device device() const { return device_; }
   const StackSizes& sizes() const { return shape_.sizes; }
+  const MemoryReach& reach() const { return reach_; }
   int64_t max_rows() const { return problem().batch * max_segment_tokens(); }
   const SegmentView& segment() const { return segment_; }
   RelativeAttention& attention(int64_t n) { return attentions_[n]; }

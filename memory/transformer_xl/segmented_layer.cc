@@ -13,11 +13,28 @@ TensorSpec SegmentSpec(const Problem& problem, const char* name, bool optional =
 }
 
 std::vector<TensorSpec> SegmentOutputs(const Problem& problem,
+                                       const std::vector<TensorSpec>& of_run,
                                        const std::vector<TensorSpec>& more) {
-  std::vector<TensorSpec> outputs = {SegmentSpec(problem, "out"),
-                                     SegmentSpec(problem, "context", true)};
+  std::vector<TensorSpec> outputs = {SegmentSpec(problem, "out")};
+  if (std::any_of(of_run.begin(), of_run.end(),
+                  [](const TensorSpec& spec) { return spec.name == "context"; })) {
+    outputs.push_back(SegmentSpec(problem, "context", true));
+  }
   outputs.insert(outputs.end(), more.begin(), more.end());
   return outputs;
+}
+
+std::vector<TensorSpec> SegmentInputs(const Problem& problem, const std::vector<TensorSpec>& more) {
+  std::vector<TensorSpec> inputs = {SegmentSpec(problem, "x")};
+  inputs.insert(inputs.end(), more.begin(), more.end());
+  return inputs;
+}
+std::vector<TensorSpec> RunInputs(const Problem& problem, const std::vector<TensorSpec>& more) {
+  std::vector<TensorSpec> inputs = SegmentInputs(problem, more);
+  for (TensorSpec& spec : inputs) {
+    std::replace(spec.shape.begin(), spec.shape.end(), kSegmentTokens, problem.query_tokens);
+  }
+  return inputs;
 }
 
 // Of the tokens begin, ..., begin + count - 1; empty where there is no tensor.
@@ -35,9 +52,10 @@ std::vector<TensorSpec> SegmentedOutputs(const Problem& problem) {
 }
 
 SegmentedLayer::SegmentedLayer(const Problem& problem, std::vector<TensorSpec> outputs,
-                               int64_t layers, int64_t segment, const std::vector<TensorSpec>& more)
-    : StreamingLayer(problem, HiddenInputs(problem), std::move(outputs),
-                     {SegmentSpec(problem, "x")}, SegmentOutputs(problem, more),
+                               int64_t layers, int64_t segment, const std::vector<TensorSpec>& more,
+                               const std::vector<TensorSpec>& more_inputs)
+    : StreamingLayer(problem, RunInputs(problem, more_inputs), outputs,
+                     SegmentInputs(problem, more_inputs), SegmentOutputs(problem, outputs, more),
                      std::min(segment, std::max<int64_t>(problem.query_tokens, 1))),
       layers_(layers) {}
 
@@ -58,6 +76,7 @@ absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
   const int64_t total = problem().query_tokens;
   for (int64_t begin = 0; begin < total; begin += max_segment_tokens()) {
     const int64_t tokens = std::min(max_segment_tokens(), total - begin);
+    SetInputs(inputs, begin);
     SetOutputs(outputs, begin);
     TFB_RETURN_IF_ERROR(AppendSegment(Slice(inputs.Get("x"), 1, begin, tokens),
                                       Tokens(outputs.Get("out"), begin, tokens),
@@ -68,6 +87,7 @@ absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
 
 absl::Status SegmentedLayer::DoAppend(int64_t, const Inputs& segment, const Outputs& outputs,
                                       const Execution& execution) {
+  SetInputs(segment, 0);
   SetOutputs(outputs, 0);
   return AppendSegment(segment.Get("x"), outputs.Get("out"), outputs.Get("context"), execution);
 }

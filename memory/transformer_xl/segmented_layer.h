@@ -27,12 +27,16 @@ class SegmentedLayer : public StreamingLayer {
 
  protected:
   // `segment` tokens at a time, or all where there are fewer. A segment's outputs are out, context
-  // and `more`, whatever else `outputs`, those of a Run, has.
+  // where `outputs`, those of a Run, have one, and `more`, whatever else `outputs` has. Segments
+  // read x and `more_inputs`, a Run the same of all tokens.
   SegmentedLayer(const Problem& problem, std::vector<TensorSpec> outputs, int64_t layers,
-                 int64_t segment, const std::vector<TensorSpec>& more = {});
+                 int64_t segment, const std::vector<TensorSpec>& more = {},
+                 const std::vector<TensorSpec>& more_inputs = {});
 
-  // Where the next segment's `more` goes: to the tokens of `outputs` from `begin` on.
+  // Where the next segment's `more` goes, and what else than x it reads: to and from the tokens of
+  // the tensors from `begin` on.
   virtual void SetOutputs(const Outputs& /*outputs*/, int64_t /*begin*/) {}
+  virtual void SetInputs(const Inputs& /*inputs*/, int64_t /*begin*/) {}
   // The next segment begins, of so many tokens.
   virtual void BeginSegment(int64_t tokens) = 0;
   // Layer n on the segment. The call's context is there in the last layer alone.

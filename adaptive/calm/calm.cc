@@ -1,0 +1,194 @@
+#include "adaptive/calm/calm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "adaptive/calm/confidence_rule.h"
+#include "adaptive/depth_adaptive/exit_stack_definition.h"
+#include "memory/transformer_xl/double_rows.h"
+
+namespace tfb {
+namespace {
+
+const bool registered = RegisterTechnique<Calm>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "calm";
+  info.family = "adaptive";
+  info.title = "Confident adaptive language modeling";
+  info.citation = "Schuster et al. 2022, arXiv:2207.07061v2, sections 3 and 4";
+  info.input_kind = InputKind::kHidden;
+  info.exactness = Exactness::kApproximate;
+  info.budget_option = "threshold";
+  info.growth = 1;
+  info.supports_noncausal = false;
+  info.devices = {Device::kCpu, Device::kCuda};
+  info.selection = kExits;
+  return info;
+}
+
+std::vector<ParameterSpec> ConfidenceParameters(const Problem& problem,
+                                                const CalmOptions& options) {
+  const int64_t width = problem.model_dim();
+  const double deviation = 1 / std::sqrt(static_cast<double>(width));
+  if (options.confidence == Confidence::kSoftmax) {
+    return {{"output", {options.vocabulary, width}, 0, 4 * deviation}};
+  }
+  std::vector<ParameterSpec> specs;
+  for (int64_t n = 1; options.confidence == Confidence::kClassifier && n < options.layers; ++n) {
+    specs.push_back({ExitPrefix(n - 1) + ".confidence.w", {width}, 0, deviation});
+    specs.push_back({ExitPrefix(n - 1) + ".confidence.b", {1}, 0, 0});
+  }
+  return specs;
+}
+
+// ---- The definition ----
+
+double Sum(const std::vector<double>& values) {
+  double sum = 0;
+  for (const double value : values) sum += value;
+  return sum;
+}
+
+// The confidences of one sequence in float64, and how far a layer's may be off them: its states are
+// by `state_error` of the largest channel.
+class DefinedConfidence {
+ public:
+  DefinedConfidence(const CalmOptions& options, const NamedTensors& parameters, DType dtype)
+      : options_(options), parameters_(parameters), state_error_(StateError(dtype)) {}
+
+  ExitScore Of(int64_t n, int64_t t, const Rows& after, const Rows& before) const {
+    switch (options_.confidence) {
+      case Confidence::kSoftmax:
+        return Softmax(n, after[t], after.channels());
+      case Confidence::kSaturation:
+        return Saturation(n, after[t], before[t], after.channels());
+      default:
+        return Classifier(n, after[t], after.channels());
+    }
+  }
+
+ private:
+  static double Largest(const double* x, int64_t channels) {
+    double largest = 0;
+    for (int64_t c = 0; c < channels; ++c) largest = std::max(largest, std::abs(x[c]));
+    return largest;
+  }
+
+  // Probabilities change by at most half of what logits do, each of the two.
+  ExitScore Softmax(int64_t n, const double* h, int64_t channels) const {
+    const std::vector<double> y = NormOf(parameters_, ExitNorm(n, options_.layers), h, channels);
+    const ConstTensorView output = parameters_.at("output").view();
+    const double y_error = state_error_ * Largest(y.data(), channels);
+    std::vector<double> logits(options_.vocabulary);
+    double error = 0;
+    for (int64_t v = 0; v < options_.vocabulary; ++v) {
+      double magnitude = 0;
+      for (int64_t c = 0; c < channels; ++c) {
+        const double w = output.Get(output.Offset(v, c));
+        logits[v] += w * y[c];
+        magnitude += std::abs(w);
+      }
+      error = std::max(error, magnitude * y_error);
+    }
+    std::vector<double> probabilities;
+    const double max = *std::max_element(logits.begin(), logits.end());
+    for (const double logit : logits) probabilities.push_back(std::exp(logit - max));
+    const double sum = Sum(probabilities);
+    std::sort(probabilities.begin(), probabilities.end());
+    const size_t last = probabilities.size() - 1;
+    return {(probabilities[last] - probabilities[last - 1]) / sum, error};
+  }
+
+  // The directions of both states turn by at most their error over their length.
+  ExitScore Saturation(int64_t n, const double* h, const double* before, int64_t channels) const {
+    if (n == 1) return {-1, 0};
+    double dot = 0, of_h = 0, of_before = 0;
+    for (int64_t c = 0; c < channels; ++c) {
+      dot += h[c] * before[c];
+      of_h += h[c] * h[c];
+      of_before += before[c] * before[c];
+    }
+    const double length = std::sqrt(static_cast<double>(channels)) * state_error_;
+    return {dot / std::sqrt(of_h * of_before),
+            length * (Largest(h, channels) / std::sqrt(of_h) +
+                      Largest(before, channels) / std::sqrt(of_before))};
+  }
+
+  // A sigmoid is nowhere steeper than 1/4.
+  ExitScore Classifier(int64_t n, const double* h, int64_t channels) const {
+    const std::string prefix = ExitPrefix(n - 1) + ".confidence.";
+    const ConstTensorView w = parameters_.at(prefix + "w").view();
+    double z = parameters_.at(prefix + "b").view().Get(0), magnitude = 0;
+    for (int64_t c = 0; c < channels; ++c) {
+      z += w.Get(c) * h[c];
+      magnitude += std::abs(w.Get(c));
+    }
+    return {1 / (1 + std::exp(-z)), magnitude * state_error_ * Largest(h, channels) / 4};
+  }
+
+  const CalmOptions& options_;
+  const NamedTensors& parameters_;
+  double state_error_;
+};
+
+double DefinedThreshold(const CalmOptions& options, int64_t t, int64_t tokens) {
+  const double lambda = options.threshold;
+  if (options.schedule == Schedule::kConstant || lambda > 1) return lambda;
+  const double decayed =
+      std::exp(-options.temperature * static_cast<double>(t) / static_cast<double>(tokens));
+  const double first = options.schedule == Schedule::kT5x ? lambda : 1;
+  return std::clamp(0.9 * lambda + 0.1 * first * decayed, 0.0, 1.0);
+}
+
+}  // namespace
+
+Calm::Calm() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> Calm::ReadTensors(const Problem& problem, const CalmOptions&) const {
+  return ExitStackInputs(problem);
+}
+std::vector<TensorSpec> Calm::WrittenTensors(const Problem& problem, const CalmOptions&) const {
+  return ExitStackOutputs(problem);
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> Calm::MakeLayer(const Problem& problem,
+                                                       const CalmOptions& options, Device device,
+                                                       uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckExitStack("calm", problem, options));
+  return ExitStackLayer::Create(problem, options, device, seed,
+                                std::make_unique<ConfidenceRule>(device, problem, options),
+                                ConfidenceParameters(problem, options));
+}
+
+absl::Status Calm::Definition(const Problem& problem, const CalmOptions& options,
+                              const NamedTensors& parameters, const Inputs& inputs,
+                              const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(CheckExitStack("calm", problem, options));
+  std::vector<ParameterSpec> specs = ExitStackParameters(ExitStackShape(problem, options).sizes);
+  for (ParameterSpec& spec : ConfidenceParameters(problem, options)) specs.push_back(spec);
+  TFB_RETURN_IF_ERROR(CheckParameters(specs, parameters));
+  const DefinedConfidence confidence(options, parameters, problem.dtype);
+  const auto rule = [&]() -> ExitScoreOf {
+    return [&](int64_t n, int64_t t, const Rows& after, const Rows& before) {
+      ExitScore score = confidence.Of(n, t, after, before);
+      score.value -= DefinedThreshold(options, t, problem.query_tokens);
+      return score;
+    };
+  };
+  TFB_ASSIGN_OR_RETURN(*outputs,
+                       DefineExitStack(problem, options, parameters, inputs, request, rule));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TechniqueSpec> Calm::Counterpart(const Problem&, const Options& options) const {
+  TFB_ASSIGN_OR_RETURN(Options whole, Canonical(options));
+  whole["threshold"] = "2";
+  return TechniqueSpec{info().name, std::move(whole)};
+}
+
+}  // namespace tfb

@@ -1,0 +1,72 @@
+#include "adaptive/calm/calm_cuda.h"
+#include "core/layers/layer_rows.cuh"
+
+namespace tfb {
+namespace {
+
+__device__ float WarpSum(float x) {
+  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// 1 / sum_v exp(z_v - z_1) of the largest logit z_1, minus the same of the next.
+__device__ float SoftmaxResponse(const float* logits, int64_t vocabulary) {
+  const float none = __int_as_float(0xff800000);  // -inf
+  float first = none, second = none;
+  for (int64_t v = Lane(); v < vocabulary; v += kWarp) {
+    second = fmaxf(second, fminf(first, logits[v]));
+    first = fmaxf(first, logits[v]);
+  }
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    const float other = __shfl_xor_sync(~0u, first, step);
+    second = fmaxf(fmaxf(second, __shfl_xor_sync(~0u, second, step)), fminf(first, other));
+    first = fmaxf(first, other);
+  }
+  float sum = 0;
+  for (int64_t v = Lane(); v < vocabulary; v += kWarp) sum += expf(logits[v] - first);
+  return (1 - expf(second - first)) / WarpSum(sum);
+}
+
+__device__ float Cosine(const float* a, const float* b, int64_t channels) {
+  float dot = 0, of_a = 0, of_b = 0;
+  for (int64_t c = Lane(); c < channels; c += kWarp) {
+    dot += a[c] * b[c];
+    of_a += a[c] * a[c];
+    of_b += b[c] * b[c];
+  }
+  return WarpSum(dot) / sqrtf(WarpSum(of_a) * WarpSum(of_b));
+}
+
+__device__ float Classified(const float* w, float bias, const float* state, int64_t channels) {
+  float dot = 0;
+  for (int64_t c = Lane(); c < channels; c += kWarp) dot += w[c] * state[c];
+  return 1 / (1 + expf(-(WarpSum(dot) + bias)));
+}
+
+// A warp for each row.
+__global__ void __launch_bounds__(kRowThreads) Decide(ConfidenceArguments a) {
+  const int64_t row = WarpOfGrid();
+  if (row >= a.rows) return;
+  const float* state = a.state + row * a.channels;
+  float confidence;
+  if (a.confidence == Confidence::kSoftmax) {
+    confidence = SoftmaxResponse(state, a.channels);
+  } else if (a.confidence == Confidence::kSaturation) {
+    confidence = Cosine(state, a.before + row * a.channels, a.channels);
+  } else {
+    confidence = Classified(a.weights, a.bias, state, a.channels);
+  }
+  if (Lane() == 0) {
+    a.leaves[row] = confidence >= a.threshold.At(a.first_position + row % a.tokens) ? 1 : 0;
+  }
+}
+
+const char* LaunchDecide(const ConfidenceArguments& a, void* stream) {
+  return LaunchWarps("Decide", &Decide, a.rows, stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(CalmKernels, {&LaunchDecide});
+
+}  // namespace tfb

@@ -1,0 +1,455 @@
+// CALM against its definition, against Transformer-XL where nothing leaves, and by hand.
+//
+// Tolerance: as in transformer_xl_test.cc, for twice as many sublayers as layers and the exit's norm.
+#include "adaptive/calm/calm.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "adaptive/calm/confidence_rule.h"
+#include "core/layers/layer_norm.h"
+#include "core/random.h"
+#include "core/testing.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "memory/transformer_xl/transformer_xl.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::Each;
+using ::testing::ElementsAre;
+
+Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
+             DType dtype = DType::kF32) {
+  return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true, dtype);
+}
+
+// The parameters of a layer with gammas, betas and biases moved off 1 and 0.
+NamedTensors ParametersOf(const Technique& technique, const Problem& problem,
+                          const Options& options) {
+  const auto layer = technique.Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : (*layer)->parameters()) {
+    Tensor changed = tensor.Clone();
+    const RandomStream stream(2, name);
+    for (int64_t i = 0; tensor.view().rank == 1 && i < tensor.num_elements(); ++i) {
+      changed.span<float>()[i] += static_cast<float>(0.2 * stream.Normal(i));
+    }
+    parameters[name] = std::move(changed);
+  }
+  return parameters;
+}
+
+NamedTensors InputsFor(const Problem& problem) {
+  NamedTensors inputs;
+  inputs["x"] = Tensor(problem.dtype, {problem.batch, problem.query_tokens, problem.model_dim()});
+  FillNormal(&inputs["x"], 3, "x");
+  return inputs;
+}
+
+NamedTensors RunCalm(const Problem& problem, const NamedTensors& inputs,
+                     const NamedTensors& parameters, const Options& options,
+                     Device device = Device::kCpu) {
+  auto outputs =
+      RunTechnique(Calm(), problem, ViewsOf(inputs), {options, device, 1, &parameters, 2});
+  EXPECT_TRUE(outputs.ok()) << outputs.status();
+  return *std::move(outputs);
+}
+
+std::vector<int> ExitsOf(const NamedTensors& outputs) {
+  const auto exits = outputs.at("exits").span<int32_t>();
+  return std::vector<int>(exits.begin(), exits.end());
+}
+
+void ExpectEqualsDefinition(const Problem& problem, const NamedTensors& inputs,
+                            const NamedTensors& parameters, const Options& options,
+                            const NamedTensors& found) {
+  DefinitionRequest request;
+  request.computed = &found;
+  const auto expected = DefineTechnique(Calm(), problem, ViewsOf(inputs),
+                                        {options, Device::kCpu, 1, &parameters}, request);
+  ASSERT_TRUE(expected.ok()) << expected.status();
+  const ConstTensorView out = expected->at("out").view();
+  EXPECT_LE(MaxDifference(found.at("out").view(), out), std::sqrt(8.0) * Fp32Bound(out));
+  for (int64_t n = 0; n < found.at("exits").num_elements(); ++n) {
+    ASSERT_EQ(found.at("exits").view().Get(n), expected->at("exits").view().Get(n)) << n;
+  }
+}
+
+// What Transformer-XL with `layers` of the parameters computes, normalised as after that layer.
+NamedTensors TruncatedModel(const Problem& problem, const NamedTensors& inputs,
+                            const NamedTensors& parameters, Options options, int64_t layers,
+                            int64_t of_layers, Device device) {
+  for (const char* name : {"confidence", "threshold", "vocabulary"}) options.erase(name);
+  options["layers"] = std::to_string(layers);
+  const auto layer = TransformerXl().Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  NamedTensors own;
+  for (const auto& entry : (*layer)->parameters()) {
+    own[entry.first] = parameters.at(entry.first).Clone();
+  }
+  // States in fp32, as the stack has them, before the output is rounded.
+  Problem unrounded = problem;
+  unrounded.dtype = DType::kF32;
+  NamedTensors x;
+  x["x"] = inputs.at("x").CloneAs(DType::kF32);
+  auto states = RunTechnique(TransformerXl(), unrounded, ViewsOf(x), {options, device, 1, &own, 2});
+  EXPECT_TRUE(states.ok()) << states.status();
+  const std::string norm = ExitNorm(layers, of_layers);
+  const LayerNorm exit = LayerNorm::Create(Device::kCpu, parameters.at(norm + ".gamma").view(),
+                                           parameters.at(norm + ".beta").view())
+                             .value();
+  ThreadPool pool(1);
+  Tensor workspace(
+      DType::kU8,
+      {static_cast<int64_t>(LayerNorm::workspace_bytes(Device::kCpu, problem.model_dim(), 1))});
+  const Execution execution = {
+      &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()), nullptr};
+  NamedTensors outputs;
+  outputs["out"] = Tensor(problem.dtype, inputs.at("x").shape());
+  EXPECT_TRUE(exit.Run(states->at("out").view(), outputs["out"].view(), execution).ok());
+  return outputs;
+}
+
+TEST(Calm, WithAThresholdThatLetsNothingLeaveItIsTransformerXlBitForBit) {
+  for (const char* pre_norm : {"false", "true"}) {
+    for (const char* same_length : {"false", "true"}) {
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        // 20 and 96 channels: less and more than a panel of the products, and not whole ones.
+        for (const int64_t head_dim : {10, 48}) {
+          const Problem problem = Make(2, 2, 150, head_dim, dtype);
+          Options options = {{"layers", "3"},
+                             {"segment", "64"},
+                             {"memory", "50"},
+                             {"pre_norm", pre_norm},
+                             {"same_length", same_length},
+                             {"vocabulary", "20"},
+                             {"threshold", "1.001"}};
+          const NamedTensors inputs = InputsFor(problem);
+          const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+          const NamedTensors whole =
+              TruncatedModel(problem, inputs, parameters, options, 3, 3, Device::kCpu);
+          for (const char* confidence : {"softmax", "saturation", "classifier"}) {
+            options["confidence"] = confidence;
+            const NamedTensors own = ParametersOf(Calm(), problem, options);
+            const NamedTensors found = RunCalm(problem, inputs, own, options);
+            EXPECT_EQ(MaxDifference(found.at("out").view(), whole.at("out").view()), 0)
+                << confidence << " " << problem.ToString();
+            EXPECT_THAT(ExitsOf(found), Each(3));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Calm, InTheSimulatorItIsTransformerXlTooWhereNothingLeaves) {
+  const Problem problem = Make(2, 2, 70, 8);
+  const Options options = {{"layers", "3"},
+                           {"segment", "32"},
+                           {"memory", "32"},
+                           {"threshold", "2"},
+                           {"vocabulary", "20"}};
+  const NamedTensors inputs = InputsFor(problem);
+  const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+  const NamedTensors found = RunCalm(problem, inputs, parameters, options, Device::kSimulator);
+  const NamedTensors whole =
+      TruncatedModel(problem, inputs, parameters, options, 3, 3, Device::kSimulator);
+  EXPECT_LE(MaxDifference(found.at("out").view(), whole.at("out").view()),
+            1e-6 * MaxAbs(whole.at("out").view()));  // the norm's sums go in another order
+}
+
+TEST(Calm, RunEqualsTheDefinitionWithEveryConfidenceAndSchedule) {
+  const Problem problem = Make(2, 2, 90, 12);
+  for (const Device device : kHostDevices) {
+    for (const std::string confidence : {"softmax", "saturation", "classifier"}) {
+      for (const char* pre_norm : {"false", "true"}) {
+        const char* schedule = device == Device::kCpu ? "decaying" : "t5x";
+        Options options = {{"layers", "4"},        {"segment", "32"},
+                           {"memory", "40"},       {"confidence", confidence},
+                           {"pre_norm", pre_norm}, {"schedule", schedule},
+                           {"vocabulary", "7"},    {"share_biases", "false"},
+                           {"threshold", "0.55"},  {"temperature", "3"}};
+        if (confidence == "saturation") options["threshold"] = "0.8";
+        const NamedTensors inputs = InputsFor(problem);
+        const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+        const NamedTensors found = RunCalm(problem, inputs, parameters, options, device);
+        const std::vector<int> exits = ExitsOf(found);
+        EXPECT_GE(std::set<int>(exits.begin(), exits.end()).size(), 3u) << confidence << pre_norm;
+        SCOPED_TRACE(ToString(options));
+        ExpectEqualsDefinition(problem, inputs, parameters, options, found);
+      }
+    }
+  }
+}
+
+TEST(Calm, AThresholdOfZeroLeavesAfterTheFirstLayerThatIsAsked) {
+  const Problem problem = Make(2, 2, 40, 8);
+  for (const std::string confidence : {"softmax", "saturation", "classifier"}) {
+    Options options = {{"layers", "4"}, {"threshold", "0"}, {"confidence", confidence}};
+    const NamedTensors inputs = InputsFor(problem);
+    const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+    for (const Device device : kHostDevices) {
+      const std::vector<int> exits = ExitsOf(RunCalm(problem, inputs, parameters, options, device));
+      if (confidence == "saturation") {  // which may be below 0
+        EXPECT_GE(*std::min_element(exits.begin(), exits.end()), 2);
+      } else {
+        EXPECT_THAT(exits, Each(1));
+      }
+    }
+  }
+}
+
+TEST(Calm, ExitsThatAreGivenAreTaken) {
+  const Problem problem = Make(2, 2, 50, 8);
+  const Options options = {
+      {"layers", "4"}, {"segment", "20"}, {"memory", "24"}, {"vocabulary", "9"}};
+  NamedTensors inputs = InputsFor(problem);
+  const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+  inputs["exits"] = Tensor(DType::kI32, {2, 50});
+  std::vector<int> taken;
+  for (int n = 0; n < 100; ++n) {
+    const int exit = n * n % 7 - 1;  // from -1 to 5
+    inputs["exits"].span<int32_t>()[n] = exit;
+    taken.push_back(std::clamp(exit, 1, 4));
+  }
+  for (const Device device : kHostDevices) {
+    const NamedTensors found = RunCalm(problem, inputs, parameters, options, device);
+    EXPECT_EQ(ExitsOf(found), taken);
+    ExpectEqualsDefinition(problem, inputs, parameters, options, found);
+  }
+}
+
+TEST(Calm, LeavingAlwaysAfterALayerIsTheModelCutThere) {
+  const Problem problem = Make(2, 2, 130, 20);
+  const Options options = {{"layers", "4"}, {"pre_norm", "true"}, {"vocabulary", "9"}};
+  NamedTensors inputs = InputsFor(problem);
+  const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+  for (int n = 1; n <= 4; ++n) {
+    NamedTensors given;
+    given["x"] = inputs["x"].Clone();
+    given["exits"] = Tensor(DType::kI32, {2, 130});
+    Fill(given["exits"].view(), n);
+    const NamedTensors found = RunCalm(problem, given, parameters, options);
+    const NamedTensors cut =
+        TruncatedModel(problem, inputs, parameters, options, n, 4, Device::kCpu);
+    EXPECT_EQ(MaxDifference(found.at("out").view(), cut.at("out").view()), 0) << n;
+  }
+}
+
+// Token 0 leaves after layer 1. Of layer 2 it still makes keys and values, of the state that it left
+// with: they reach token 1, and no other of layer 2's matrices acts on token 0.
+TEST(Calm, LaterTokensSeeTheCopiedStateOfATokenThatHasLeft) {
+  const Problem problem = Make(1, 2, 2, 8);
+  const Options options = {{"layers", "2"}, {"pre_norm", "true"}, {"vocabulary", "9"}};
+  NamedTensors inputs = InputsFor(problem);
+  inputs["exits"] = Tensor(DType::kI32, {1, 2});
+  inputs["exits"].span<int32_t>()[0] = 1;
+  inputs["exits"].span<int32_t>()[1] = 2;
+  const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+  const NamedTensors found = RunCalm(problem, inputs, parameters, options);
+  const auto changed = [&](const char* name) {
+    NamedTensors others;
+    for (const auto& [key, tensor] : parameters) others[key] = tensor.Clone();
+    FillNormal(&others[name], 9, "other", 0, 0.3);
+    const NamedTensors outputs = RunCalm(problem, inputs, others, options);
+    std::vector<bool> differ;
+    for (int64_t t = 0; t < 2; ++t) {
+      differ.push_back(MaxDifference(Slice(std::as_const(outputs).at("out").view(), 1, t, 1),
+                                     Slice(found.at("out").view(), 1, t, 1)) > 1e-3);
+    }
+    return differ;
+  };
+  EXPECT_THAT(changed("layer0.w_v"), ElementsAre(true, true));
+  EXPECT_THAT(changed("layer1.w_k"), ElementsAre(false, true));
+  EXPECT_THAT(changed("layer1.w_v"), ElementsAre(false, true));
+  EXPECT_THAT(changed("layer1.w_q"), ElementsAre(false, true));
+  EXPECT_THAT(changed("layer1.ff.w2"), ElementsAre(false, true));
+}
+
+TEST(Calm, ThresholdsDecayAsWritten) {
+  Threshold threshold = {0.8f, 4, 100, Schedule::kConstant};
+  EXPECT_FLOAT_EQ(threshold.At(25), 0.8f);
+  threshold.schedule = Schedule::kDecaying;
+  EXPECT_FLOAT_EQ(threshold.At(0), 0.82f);
+  EXPECT_FLOAT_EQ(threshold.At(25), 0.75678794f);  // 0.72 + 0.1 / e
+  EXPECT_FLOAT_EQ(threshold.At(1 << 20), 0.72f);
+  threshold.schedule = Schedule::kT5x;
+  EXPECT_FLOAT_EQ(threshold.At(0), 0.8f);
+  EXPECT_FLOAT_EQ(threshold.At(25), 0.74943036f);  // 0.72 + 0.08 / e
+  threshold = {1, 0, 100, Schedule::kDecaying};
+  EXPECT_FLOAT_EQ(threshold.At(3), 1);
+  threshold.lambda = 1.5f;  // lets nothing leave, whatever the schedule
+  EXPECT_FLOAT_EQ(threshold.At(99), 1.5f);
+}
+
+// One row through a rule: whether it leaves after layer 2, just below and just above the confidence.
+class RowRule {
+ public:
+  RowRule(Confidence confidence, int64_t vocabulary) {
+    options_.layers = 3;
+    options_.confidence = confidence;
+    options_.vocabulary = vocabulary;
+    for (const char* exit : {"exit0", "exit1"}) {
+      for (const char* name : {".norm.gamma", ".norm.beta", ".confidence.w"}) {
+        Set(std::string(exit) + name, {2}, {0, 0});
+      }
+      Set(std::string(exit) + ".norm.gamma", {2}, {1, 1});
+      Set(std::string(exit) + ".confidence.b", {1}, {0});
+    }
+  }
+  void Set(const std::string& name, const Shape& shape, const std::vector<float>& values) {
+    parameters_[name] = Tensor(DType::kF32, shape);
+    std::copy(values.begin(), values.end(), parameters_[name].span<float>().begin());
+  }
+  bool Leaves(double threshold, std::vector<float> state, std::vector<float> before,
+              int64_t layer = 2) {
+    options_.threshold = threshold;
+    ConfidenceRule rule(Device::kCpu, Make(1, 1, 1, 2), options_);
+    EXPECT_TRUE(rule.Setup(parameters_).ok());
+    ThreadPool pool(1);
+    Tensor workspace(DType::kU8, {static_cast<int64_t>(rule.workspace_bytes(1, 1))});
+    const Execution execution = {
+        &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()),
+        nullptr};
+    const int32_t place = 0;
+    uint8_t leaves = 2;
+    const ExitRows rows = {layer,
+                           TensorView(state.data(), DType::kF32, {1, 2}),
+                           TensorView(before.data(), DType::kF32, {1, 2}),
+                           &place,
+                           1,
+                           0};
+    EXPECT_TRUE(rule.Decide(rows, &leaves, execution).ok());
+    EXPECT_LE(leaves, 1);
+    return leaves == 1;
+  }
+  void ExpectConfidence(double value, const std::vector<float>& state,
+                        const std::vector<float>& before = {1, 0}) {
+    EXPECT_TRUE(Leaves(value - 1e-5, state, before)) << value;
+    EXPECT_FALSE(Leaves(value + 1e-5, state, before)) << value;
+  }
+
+ private:
+  CalmOptions options_;
+  NamedTensors parameters_;
+};
+
+TEST(CalmConfidence, OfTheSoftmaxIsTheGapBetweenTheTwoLargestProbabilities) {
+  // LN of (3, 1) is (1, -1) to 5e-6, so the logits are those of the first column less the second.
+  RowRule rule(Confidence::kSoftmax, 3);
+  rule.Set("output", {3, 2},
+           {std::log(2.0f), 0, 0, std::log(3.0f), std::log(5.0f), 0});  // 2, 1/3, 5 of 22/3
+  rule.ExpectConfidence(9.0 / 22, {3, 1});
+  RowRule many(Confidence::kSoftmax, 37);  // two lanes deep, and not whole ones
+  std::vector<float> output(74, 0.0f);
+  output[2 * 20] = std::log(40.0f);
+  output[2 * 36] = std::log(10.0f);
+  many.Set("output", {37, 2}, output);
+  many.ExpectConfidence(30.0 / 85, {3, 1});
+}
+
+TEST(CalmConfidence, OfSaturationIsACosineAndNotAskedAfterTheFirstLayer) {
+  RowRule rule(Confidence::kSaturation, 2);
+  rule.ExpectConfidence(0.6, {3, 4}, {7, 0});
+  EXPECT_TRUE(rule.Leaves(0.99999, {2, 5}, {2, 5}));
+  EXPECT_FALSE(rule.Leaves(0.5, {2, 5}, {2, 5}, /*layer=*/1));
+}
+
+TEST(CalmConfidence, OfTheClassifierIsASigmoidOfTheState) {
+  RowRule rule(Confidence::kClassifier, 2);
+  rule.Set("exit1.confidence.w", {2}, {2, -1});
+  rule.Set("exit1.confidence.b", {1}, {0.5});
+  rule.ExpectConfidence(1 / (1 + std::exp(-1.5)), {1, 1});
+}
+
+TEST(CalmConfidence, ThatIsNaNLeavesNever) {
+  for (const Confidence confidence :
+       {Confidence::kSoftmax, Confidence::kSaturation, Confidence::kClassifier}) {
+    RowRule rule(confidence, 3);
+    rule.Set("output", {3, 2}, {1, 2, 3, 4, 5, 6});
+    EXPECT_FALSE(rule.Leaves(0, {NAN, 1}, {1, 1}));
+  }
+}
+
+TEST(Calm, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
+  const Problem problem = Make(1, 2, 60, 8);
+  const Options options = {{"layers", "4"}, {"threshold", "0.5"}, {"confidence", "classifier"}};
+  const NamedTensors inputs = InputsFor(problem);
+  const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+  NamedTensors computed = RunCalm(problem, inputs, parameters, options);
+  const std::vector<int> exits = ExitsOf(computed);
+  for (int32_t& exit : computed["exits"].span<int32_t>()) exit = exit % 4 + 1;
+  DefinitionRequest request;
+  request.computed = &computed;
+  const auto defined = DefineTechnique(Calm(), problem, ViewsOf(inputs),
+                                       {options, Device::kCpu, 1, &parameters}, request);
+  ASSERT_TRUE(defined.ok());
+  int same = 0;
+  for (size_t n = 0; n < exits.size(); ++n) {
+    same += defined->at("exits").view().Get(static_cast<int64_t>(n)) == exits[n] ? 1 : 0;
+  }
+  EXPECT_GE(same, 58);
+}
+
+TEST(Calm, CostAndStatisticsCountWhatWasComputed) {
+  const Problem problem = Make(1, 2, 3, 4);
+  const Options options = {{"layers", "4"}, {"vocabulary", "9"}, {"confidence", "saturation"}};
+  NamedTensors inputs = InputsFor(problem);
+  for (const Device device : kHostDevices) {
+    auto layer = Calm().Create(problem, options, device, 1).value();
+    EXPECT_FALSE(layer->cost().flops.has_value());
+    inputs["exits"] = Tensor(DType::kI32, {1, 3});
+    for (int t = 0; t < 3; ++t) inputs["exits"].span<int32_t>()[t] = t + 1;
+    const auto run = device == Device::kCpu ? RunLayer(*layer, ViewsOf(inputs))
+                                            : RunCudaLayer(*layer, device, ViewsOf(inputs));
+    ASSERT_TRUE(run.ok()) << run.status();
+    // 8 channels, 32 inner: a layer 2 * 8 * (4 * 8 + 2 * 32) = 1536 and 48 a key; a copy 256.
+    const double spent = 6 * 1536 + 48 * (1 * 1 + 2 * 2 + 3 * 3) + 6 * 256;
+    EXPECT_EQ(*layer->cost().flops, spent);
+    EXPECT_NEAR(layer->statistics().at("mean_layers"), 2, 1e-12);
+    const double whole = 4 * (3 * 1536 + 48 * 6);
+    EXPECT_NEAR(layer->statistics().at("flops_saved"), 1 - spent / whole, 1e-12);
+  }
+}
+
+TEST(Calm, DecisionsCostWhatTheConfidenceCosts) {
+  const Problem problem = Make(1, 2, 3, 4);
+  NamedTensors inputs = InputsFor(problem);
+  for (const auto& [confidence, flops] : std::vector<std::pair<std::string, double>>{
+           {"softmax", 3 * 144}, {"saturation", 2 * 48}, {"classifier", 3 * 16}}) {
+    auto layer = Calm()
+                     .Create(problem,
+                             {{"layers", "4"},
+                              {"vocabulary", "9"},
+                              {"confidence", confidence},
+                              {"threshold", "2"}},
+                             Device::kCpu, 1)
+                     .value();
+    ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
+    EXPECT_EQ(*layer->cost().flops, 4 * (3 * 1536 + 48 * 6) + 3 * flops) << confidence;
+  }
+}
+
+TEST(Calm, WhatItCannotDoIsSaidInOneLine) {
+  const auto message = [](const Problem& problem, const Options& options) {
+    const auto layer = Calm().Create(problem, options, Device::kCpu, 1);
+    return std::string(layer.status().message());
+  };
+  Problem grouped = Make(1, 2, 4, 8);
+  grouped.kv_heads = 1;
+  EXPECT_THAT(message(grouped, {}), ::testing::HasSubstr("calm is self-attention: kv_heads is 1"));
+  EXPECT_THAT(message(Make(1, 2, 4, 8), {{"memory", "0"}, {"same_length", "true"}}),
+              ::testing::HasSubstr("option memory is 0"));
+  EXPECT_THAT(message(Make(1, 2, 4, 8), {{"threshold", "2.5"}}), ::testing::HasSubstr("0 to 2"));
+}
+
+}  // namespace
+}  // namespace tfb

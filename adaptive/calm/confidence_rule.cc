@@ -1,0 +1,203 @@
+#include "adaptive/calm/confidence_rule.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/cpu/kernels.h"
+#include "core/cuda/runtime.h"
+#include "core/status.h"
+
+namespace tfb {
+namespace {
+
+constexpr int64_t kLanes = 16;  // numbers that go side by side, as many as the widest vector has
+constexpr int64_t kRowsOfTask = 16;
+
+// The largest logit's probability minus the next one's; overwrites the logits.
+float SoftmaxResponse(int64_t vocabulary, float* logits) {
+  float first[kLanes], second[kLanes];
+  std::fill_n(first, kLanes, -std::numeric_limits<float>::infinity());
+  std::copy_n(first, kLanes, second);
+  for (int64_t v = 0; v < vocabulary; v += kLanes) {
+    const int64_t lanes = std::min(kLanes, vocabulary - v);
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const float z = logits[v + lane], low = first[lane] < z ? first[lane] : z;
+      second[lane] = second[lane] < low ? low : second[lane];
+      first[lane] = first[lane] < z ? z : first[lane];
+    }
+  }
+  float largest = first[0], next = second[0];
+  for (int64_t lane = 1; lane < kLanes; ++lane) {
+    next = std::max(std::max(next, second[lane]), std::min(largest, first[lane]));
+    largest = std::max(largest, first[lane]);
+  }
+  const int64_t columns = (vocabulary + kColumnQuantum - 1) / kColumnQuantum * kColumnQuantum;
+  std::fill(logits + vocabulary, logits + columns, -std::numeric_limits<float>::infinity());
+  float max = -std::numeric_limits<float>::infinity(), sum = 0, rescale = 1;
+  BestCpuKernels().softmax({logits, columns, 1, columns}, {&max, &sum, &rescale}, nullptr);
+  return (1 - std::exp(next - largest)) / sum;  // NaN among the logits is in the sum
+}
+
+float Cosine(const float* a, const float* b, int64_t channels) {
+  float dot[kLanes] = {}, of_a[kLanes] = {}, of_b[kLanes] = {};
+  for (int64_t c = 0; c < channels; c += kLanes) {
+    const int64_t lanes = std::min(kLanes, channels - c);
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      dot[lane] += a[c + lane] * b[c + lane];
+      of_a[lane] += a[c + lane] * a[c + lane];
+      of_b[lane] += b[c + lane] * b[c + lane];
+    }
+  }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) {
+      dot[lane] += dot[lane + half];
+      of_a[lane] += of_a[lane + half];
+      of_b[lane] += of_b[lane + half];
+    }
+  }
+  return dot[0] / std::sqrt(of_a[0] * of_b[0]);
+}
+
+int64_t Padded(int64_t vocabulary) {
+  return (vocabulary + kColumnQuantum - 1) / kColumnQuantum * kColumnQuantum;
+}
+
+}  // namespace
+
+ConfidenceRule::ConfidenceRule(Device device, const Problem& problem, const CalmOptions& options)
+    : device_(device), width_(problem.model_dim()), options_(options) {
+  threshold_.lambda = static_cast<float>(options.threshold);
+  threshold_.temperature = static_cast<float>(options.temperature);
+  threshold_.tokens = std::max<int64_t>(problem.query_tokens, 1);
+  threshold_.schedule = options.schedule;
+}
+
+absl::Status ConfidenceRule::Setup(const NamedTensors& parameters) {
+  const auto parameter = [&](const std::string& name) {
+    return ConstTensorView(parameters.at(name).view());
+  };
+  norms_.clear();
+  weights_.clear();
+  biases_.clear();
+  if (has_logits()) {
+    TFB_ASSIGN_OR_RETURN(output_,
+                         PackedMatrix::Create(device_, Transpose(parameter("output"), 0, 1)));
+  }
+  for (int64_t n = 1; n < options_.layers; ++n) {
+    const std::string exit = ExitPrefix(n - 1);
+    if (options_.confidence == Confidence::kClassifier) {
+      TFB_ASSIGN_OR_RETURN(DeviceArray<float> w,
+                           CopyFloats(device_, parameter(exit + ".confidence.w")));
+      weights_.push_back(std::move(w));
+      biases_.push_back(static_cast<float>(parameter(exit + ".confidence.b").Get(0)));
+    } else if (has_logits()) {
+      TFB_ASSIGN_OR_RETURN(LayerNorm norm,
+                           LayerNorm::Create(device_, parameter(exit + ".norm.gamma"),
+                                             parameter(exit + ".norm.beta")));
+      norms_.push_back(std::move(norm));
+    }
+  }
+  return absl::OkStatus();
+}
+
+ConfidenceRule::Scratch ConfidenceRule::LayOut(int64_t rows, Workspace& workspace) const {
+  Scratch scratch;
+  scratch.normalized = workspace.Take<float>(has_logits() ? rows * width_ : 0);
+  scratch.logits = workspace.Take<float>(has_logits() ? rows * Padded(options_.vocabulary) : 0);
+  scratch.confidences = workspace.Take<float>(rows);
+  return scratch;
+}
+
+size_t ConfidenceRule::workspace_bytes(int64_t rows, int threads) const {
+  const size_t own = Workspace::Measure([&](Workspace& workspace) { LayOut(rows, workspace); });
+  if (!has_logits()) return own;
+  return own + std::max(LayerNorm::workspace_bytes(device_, width_, threads),
+                        MatMulWorkspaceBytes(device_, rows, width_, options_.vocabulary, threads));
+}
+
+double ConfidenceRule::flops(int64_t layers) const {
+  const double asked = static_cast<double>(layers), width = static_cast<double>(width_);
+  switch (options_.confidence) {
+    case Confidence::kSoftmax:
+      return asked * 2 * width * static_cast<double>(options_.vocabulary);
+    case Confidence::kSaturation:
+      return std::max(asked - 1, 0.0) * 6 * width;
+    default:
+      return asked * 2 * width;
+  }
+}
+
+absl::Status ConfidenceRule::Decide(const ExitRows& rows, uint8_t* leaves,
+                                    const Execution& execution) {
+  Workspace workspace(execution.workspace);
+  const Scratch scratch = LayOut(rows.rows(), workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  if (has_logits()) TFB_RETURN_IF_ERROR(Logits(rows, scratch, rest));
+  if (device_ != Device::kCpu) return DecideOnCuda(rows, scratch, leaves, rest);
+  ConfidencesOnCpu(rows, scratch, rest);
+  const bool undefined = options_.confidence == Confidence::kSaturation && rows.layer == 1;
+  for (int64_t r = 0; r < rows.rows(); ++r) {
+    const int64_t t = rows.first_position + rows.places[r] % rows.tokens;
+    leaves[r] = !undefined && scratch.confidences[r] >= threshold_.At(t) ? 1 : 0;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ConfidenceRule::Logits(const ExitRows& rows, const Scratch& scratch,
+                                    const Execution& execution) const {
+  const int64_t row = device_ == Device::kCpu ? Padded(options_.vocabulary) : options_.vocabulary;
+  const TensorView normalized(scratch.normalized, DType::kF32, rows.state.shape());
+  const TensorView logits(scratch.logits, DType::kF32, {rows.rows(), options_.vocabulary},
+                          {row, 1});
+  TFB_RETURN_IF_ERROR(norms_[rows.layer - 1].Run(rows.state, normalized, execution));
+  return MatMul(output_, {normalized, {}, logits}, execution);
+}
+
+void ConfidenceRule::ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
+                                      const Execution& execution) const {
+  const int64_t count = rows.rows();
+  const float* states = rows.state.At<float>(0);
+  const auto confidence_of = [&](int64_t r) {
+    if (has_logits()) {
+      return SoftmaxResponse(options_.vocabulary, scratch.logits + r * Padded(options_.vocabulary));
+    }
+    if (options_.confidence == Confidence::kSaturation) {
+      return Cosine(states + r * width_, rows.before.At<float>(r), width_);
+    }
+    float z;
+    BestCpuKernels().matrix_vector(1, width_, states + r * width_, width_,
+                                   weights_[rows.layer - 1].data(), &z, 1, /*accumulate=*/false);
+    return 1 / (1 + std::exp(-(z + biases_[rows.layer - 1])));
+  };
+  execution.pool->ParallelFor((count + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
+    const int64_t end = std::min((task + 1) * kRowsOfTask, count);
+    for (int64_t r = task * kRowsOfTask; r < end; ++r) scratch.confidences[r] = confidence_of(r);
+  });
+}
+
+absl::Status ConfidenceRule::DecideOnCuda(const ExitRows& rows, const Scratch& scratch,
+                                          uint8_t* leaves, const Execution& execution) const {
+  ConfidenceArguments arguments = {};
+  arguments.confidence = options_.confidence;
+  arguments.state = has_logits() ? scratch.logits : rows.state.At<float>(0);
+  arguments.channels = has_logits() ? options_.vocabulary : width_;
+  arguments.before = rows.before.At<float>(0);
+  if (options_.confidence == Confidence::kClassifier) {
+    arguments.weights = weights_[rows.layer - 1].data();
+    arguments.bias = biases_[rows.layer - 1];
+  }
+  arguments.leaves = leaves;
+  arguments.rows = rows.rows();
+  arguments.tokens = rows.tokens;
+  arguments.first_position = rows.first_position;
+  arguments.threshold = threshold_;
+  if (options_.confidence == Confidence::kSaturation && rows.layer == 1) {
+    arguments.threshold = {std::numeric_limits<float>::infinity(), 0, 1, Schedule::kConstant};
+  }
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  return ToStatus(KernelsOn<CalmKernels>(runtime->target()).decide(arguments, execution.stream));
+}
+
+}  // namespace tfb

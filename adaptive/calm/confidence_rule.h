@@ -1,0 +1,55 @@
+// The rule of calm.h on every device: a token leaves where its confidence reaches its threshold.
+#ifndef TFB_ADAPTIVE_CALM_CONFIDENCE_RULE_H_
+#define TFB_ADAPTIVE_CALM_CONFIDENCE_RULE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "adaptive/calm/calm.h"
+#include "adaptive/depth_adaptive/exit_stack.h"
+#include "core/cuda/device_array.h"
+#include "core/layers/layer_norm.h"
+#include "core/layers/matmul.h"
+#include "core/workspace.h"
+
+namespace tfb {
+
+class ConfidenceRule : public ExitRule {
+ public:
+  ConfidenceRule(Device device, const Problem& problem, const CalmOptions& options);
+
+  absl::Status Setup(const NamedTensors& parameters) override;
+  size_t workspace_bytes(int64_t rows, int threads) const override;
+  double flops(int64_t layers) const override;
+  absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution) override;
+
+ private:
+  struct Scratch {
+    float* normalized;   // [rows, model_dim]
+    float* logits;       // [rows, vocabulary]
+    float* confidences;  // [rows]
+  };
+  Scratch LayOut(int64_t rows, Workspace& workspace) const;
+  bool has_logits() const { return options_.confidence == Confidence::kSoftmax; }
+  absl::Status Logits(const ExitRows& rows, const Scratch& scratch,
+                      const Execution& execution) const;
+  void ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
+                        const Execution& execution) const;
+  absl::Status DecideOnCuda(const ExitRows& rows, const Scratch& scratch, uint8_t* leaves,
+                            const Execution& execution) const;
+
+  Device device_;
+  int64_t width_;
+  CalmOptions options_;
+  Threshold threshold_;
+  PackedMatrix output_;
+  std::vector<LayerNorm> norms_;             // of the exits
+  std::vector<DeviceArray<float>> weights_;  // w of the classifiers
+  std::vector<float> biases_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_CALM_CONFIDENCE_RULE_H_

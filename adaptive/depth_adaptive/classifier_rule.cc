@@ -1,0 +1,186 @@
+#include "adaptive/depth_adaptive/classifier_rule.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "adaptive/depth_adaptive/depth_adaptive_cuda.h"
+#include "core/cpu/kernels.h"
+#include "core/cuda/runtime.h"
+#include "core/status.h"
+#include "core/workspace.h"
+
+namespace tfb {
+namespace {
+
+constexpr int64_t kRowsOfTask = 16;
+
+// The first of the largest.
+int32_t ArgMax(const float* scores, int64_t count) {
+  return static_cast<int32_t>(std::max_element(scores, scores + count) - scores);
+}
+
+}  // namespace
+
+std::string ClassifierPrefix(const DepthAdaptiveOptions& options) {
+  using Options = DepthAdaptiveOptions;
+  const char* classifier = options.classifier == Options::Classifier::kSequence      ? "sequence"
+                           : options.classifier == Options::Classifier::kMultinomial ? "multinomial"
+                                                                                     : "geometric";
+  return absl::StrCat(
+      options.oracle == Options::Oracle::kLikelihood ? "likelihood." : "correctness.",
+      options.level, ".", classifier, ".");
+}
+
+absl::StatusOr<std::unique_ptr<ClassifierRule>> ClassifierRule::Create(
+    Device device, const Problem& problem, const DepthAdaptiveOptions& options) {
+  std::unique_ptr<ClassifierRule> rule(new ClassifierRule(device, problem, options));
+  const int64_t tokens = std::min(options.segment, std::max<int64_t>(problem.query_tokens, 1));
+  const int64_t decisions = problem.batch * (rule->Is(Classifier::kMultinomial) ? tokens : 1);
+  TFB_ASSIGN_OR_RETURN(rule->exits_, DeviceArray<int32_t>::Allocate(device, decisions));
+  TFB_ASSIGN_OR_RETURN(rule->next_, DeviceArray<int32_t>::Allocate(device, decisions));
+  return rule;
+}
+
+absl::Status ClassifierRule::Setup(const NamedTensors& parameters) {
+  known_from_ = -1;
+  if (Is(Classifier::kFixed)) return absl::OkStatus();
+  ConstTensorView weights = parameters.at(ClassifierPrefix(options_) + "w").view();
+  if (!Is(Classifier::kGeometric)) weights = Transpose(weights, 0, 1);
+  TFB_ASSIGN_OR_RETURN(weights_, CopyFloats(device_, weights));
+  TFB_ASSIGN_OR_RETURN(bias_,
+                       CopyFloats(device_, parameters.at(ClassifierPrefix(options_) + "b").view()));
+  return absl::OkStatus();
+}
+
+size_t ClassifierRule::workspace_bytes(int64_t, int threads) const {
+  return threads * Workspace::Measure([&](Workspace& workspace) {
+           workspace.Take<float>(device_ == Device::kCpu ? problem_.model_dim() : 0);
+         });
+}
+
+double ClassifierRule::flops(int64_t layers) const {
+  const double width = static_cast<double>(problem_.model_dim());
+  const double classes = static_cast<double>(options_.layers);
+  if (layers == 0 || Is(Classifier::kFixed)) return 0;
+  if (Is(Classifier::kGeometric)) return static_cast<double>(layers) * 2 * width;
+  if (Is(Classifier::kMultinomial)) return 2 * width * classes;
+  return width + 2 * width * classes / static_cast<double>(options_.segment);
+}
+
+absl::Status ClassifierRule::Decide(const ExitRows& rows, uint8_t* leaves,
+                                    const Execution& execution) {
+  if (Is(Classifier::kFixed)) return Fill(rows, rows.layer >= options_.exit, leaves, execution);
+  const bool geometric = Is(Classifier::kGeometric);
+  if (!geometric && rows.layer == 1) TFB_RETURN_IF_ERROR(Classify(rows, execution));
+  if (Is(Classifier::kSequence) && !known_) return Fill(rows, false, leaves, execution);
+  const int64_t width = problem_.model_dim();
+  const int64_t count = Is(Classifier::kSequence) ? rows.tokens : 1;
+  if (device_ == Device::kCpu && geometric) {
+    GeometricOnCpu(rows, leaves, execution);
+    return absl::OkStatus();
+  }
+  if (device_ == Device::kCpu) {
+    for (int64_t r = 0; r < rows.rows(); ++r) {
+      leaves[r] = exits_.data()[rows.places[r] / count] <= rows.layer ? 1 : 0;
+    }
+    return absl::OkStatus();
+  }
+  ObeyArguments arguments = {};
+  arguments.exits = exits_.data();
+  arguments.rows = rows.state.At<float>(0);
+  arguments.weights = geometric ? weights_.data() + (rows.layer - 1) * width : nullptr;
+  arguments.bias = geometric ? bias_.data() + rows.layer - 1 : nullptr;
+  arguments.leaves = leaves;
+  arguments.row_count = rows.rows();
+  arguments.count = count;
+  arguments.channels = width;
+  arguments.layer = rows.layer;
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  return ToStatus(
+      KernelsOn<DepthAdaptiveKernels>(runtime->target()).obey(arguments, execution.stream));
+}
+
+absl::Status ClassifierRule::Classify(const ExitRows& rows, const Execution& execution) {
+  const bool sequence = Is(Classifier::kSequence);
+  if (sequence) {
+    known_ = rows.first_position == known_from_;
+    known_from_ = rows.first_position + rows.tokens;
+    std::swap(exits_, next_);
+  }
+  DeviceArray<int32_t>& exits = sequence ? next_ : exits_;
+  const int64_t count = sequence ? rows.tokens : 1;
+  if (device_ == Device::kCpu) {
+    ClassifyOnCpu(rows, count, exits.mutable_data(), execution);
+    return absl::OkStatus();
+  }
+  ClassifyArguments arguments = {};
+  arguments.rows = rows.state.At<float>(0);
+  arguments.weights = weights_.data();
+  arguments.bias = bias_.data();
+  arguments.exits = exits.mutable_data();
+  arguments.segments = rows.rows() / count;
+  arguments.count = count;
+  arguments.channels = problem_.model_dim();
+  arguments.classes = options_.layers;
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  return ToStatus(
+      KernelsOn<DepthAdaptiveKernels>(runtime->target()).classify(arguments, execution.stream));
+}
+
+void ClassifierRule::ClassifyOnCpu(const ExitRows& rows, int64_t count, int32_t* exits,
+                                   const Execution& execution) const {
+  const int64_t width = problem_.model_dim(), segments = rows.rows() / count;
+  const size_t thread_bytes = workspace_bytes(0, 1);
+  execution.pool->ParallelFor(
+      (segments + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int worker) {
+        Workspace workspace(execution.workspace.subspan(worker * thread_bytes, thread_bytes));
+        float* mean = workspace.Take<float>(width);
+        const int64_t end = std::min((task + 1) * kRowsOfTask, segments);
+        for (int64_t s = task * kRowsOfTask; s < end; ++s) {
+          std::fill_n(mean, width, 0.0f);
+          for (int64_t r = s * count; r < (s + 1) * count; ++r) {
+            const float* row = rows.state.At<float>(r);
+            for (int64_t c = 0; c < width; ++c) mean[c] += row[c];
+          }
+          for (int64_t c = 0; c < width; ++c) mean[c] /= static_cast<float>(count);
+          float scores[kMaxExits];
+          std::copy_n(bias_.data(), options_.layers, scores);
+          BestCpuKernels().matrix_vector(options_.layers, width, weights_.data(), width, mean,
+                                         scores, 1, /*accumulate=*/true);
+          exits[s] = ArgMax(scores, options_.layers) + 1;
+        }
+      });
+}
+
+void ClassifierRule::GeometricOnCpu(const ExitRows& rows, uint8_t* leaves,
+                                    const Execution& execution) const {
+  const int64_t width = problem_.model_dim();
+  const float* weights = weights_.data() + (rows.layer - 1) * width;
+  execution.pool->ParallelFor(
+      (rows.rows() + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
+        const int64_t first = task * kRowsOfTask;
+        const int64_t count = std::min(kRowsOfTask, rows.rows() - first);
+        float scores[kRowsOfTask];
+        BestCpuKernels().matrix_vector(count, width, rows.state.At<float>(first), width, weights,
+                                       scores, 1, /*accumulate=*/false);
+        for (int64_t r = 0; r < count; ++r) {
+          leaves[first + r] = scores[r] + bias_.data()[rows.layer - 1] > 0 ? 1 : 0;
+        }
+      });
+}
+
+absl::Status ClassifierRule::Fill(const ExitRows& rows, bool leave, uint8_t* leaves,
+                                  const Execution& execution) const {
+  if (device_ == Device::kCpu) {
+    std::fill_n(leaves, rows.rows(), leave ? 1 : 0);
+    return absl::OkStatus();
+  }
+  TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+  return runtime->Fill(leaves, leave ? 1 : 0, static_cast<size_t>(rows.rows()), execution.stream);
+}
+
+}  // namespace tfb

@@ -1,0 +1,190 @@
+#include "adaptive/depth_adaptive/depth_adaptive.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "adaptive/depth_adaptive/classifier_rule.h"
+#include "adaptive/depth_adaptive/exit_stack_definition.h"
+#include "memory/transformer_xl/double_rows.h"
+
+namespace tfb {
+namespace {
+
+using Classifier = DepthAdaptiveOptions::Classifier;
+
+const bool registered = RegisterTechnique<DepthAdaptive>();
+
+TechniqueInfo Info() {
+  TechniqueInfo info;
+  info.name = "depth_adaptive";
+  info.family = "adaptive";
+  info.title = "Depth-adaptive Transformer";
+  info.citation = "Elbayad et al. 2020, arXiv:1910.10073v4, section 3";
+  info.input_kind = InputKind::kHidden;
+  info.exactness = Exactness::kApproximate;
+  info.budget_option = "level";
+  info.growth = 1;
+  info.supports_noncausal = false;
+  info.devices = {Device::kCpu, Device::kCuda};
+  info.selection = kExits;
+  return info;
+}
+
+std::vector<ParameterSpec> ClassifierParameters(const Problem& problem,
+                                                const DepthAdaptiveOptions& options) {
+  if (options.classifier == Classifier::kFixed) return {};
+  const int64_t width = problem.model_dim(), layers = options.layers;
+  const double deviation = 2 / std::sqrt(static_cast<double>(width));
+  const std::string prefix = ClassifierPrefix(options);
+  if (options.classifier == Classifier::kGeometric) {
+    return {{prefix + "w", {layers - 1, width}, 0, deviation}, {prefix + "b", {layers - 1}, 0, 1}};
+  }
+  return {{prefix + "w", {width, layers}, 0, deviation}, {prefix + "b", {layers}, 0, 1}};
+}
+
+absl::Status CheckProblem(const Problem& problem, const DepthAdaptiveOptions& options) {
+  return CheckExitStack("depth_adaptive", problem, options);
+}
+
+// ---- The definition ----
+
+// The decisions about one sequence in float64.
+class DefinedClassifier {
+ public:
+  DefinedClassifier(const DepthAdaptiveOptions& options, const NamedTensors& parameters,
+                    DType dtype)
+      : options_(options), state_error_(StateError(dtype)) {
+    if (options.classifier == Classifier::kFixed) return;
+    const ConstTensorView w = parameters.at(ClassifierPrefix(options) + "w").view();
+    const ConstTensorView b = parameters.at(ClassifierPrefix(options) + "b").view();
+    const bool by_class = options.classifier == Classifier::kGeometric;
+    for (int64_t n = 0; n < b.dim(0); ++n) {
+      bias_.push_back(b.Get(n));
+      weights_.emplace_back();
+      for (int64_t c = 0; c < w.dim(by_class ? 1 : 0); ++c) {
+        weights_.back().push_back(w.Get(by_class ? w.Offset(n, c) : w.Offset(c, n)));
+      }
+    }
+  }
+
+  ExitScore Of(int64_t n, int64_t t, const Rows& after) {
+    switch (options_.classifier) {
+      case Classifier::kFixed:
+        return {n >= options_.exit ? 1.0 : -1.0, 0};
+      case Classifier::kGeometric: {
+        const std::vector<double> state(after[t], after[t] + after.channels());
+        const ExitScore z = Logit(n - 1, state);  // above 0 where chi is above 1/2
+        return {z.value > 0 ? z.value : std::min(z.value, -DBL_MIN), z.error};
+      }
+      case Classifier::kMultinomial:
+        if (n == 1) RememberStates(after);
+        return AtMost(n, states_[t]);
+      default:
+        if (n == 1 && states_.empty()) RememberMeans(after);
+        const int64_t segment = t / options_.segment;
+        return segment == 0 ? ExitScore{-1, 0} : AtMost(n, states_[segment - 1]);
+    }
+  }
+
+ private:
+  ExitScore Logit(int64_t n, const std::vector<double>& state) const {
+    ExitScore z = {bias_[n], 0};
+    double magnitude = 0, largest = 0;
+    for (size_t c = 0; c < state.size(); ++c) {
+      z.value += weights_[n][c] * state[c];
+      magnitude += std::abs(weights_[n][c]);
+      largest = std::max(largest, std::abs(state[c]));
+    }
+    z.error = magnitude * state_error_ * largest;
+    return z;
+  }
+
+  // At least 0 where the largest logit is one of the first n.
+  ExitScore AtMost(int64_t n, const std::vector<double>& state) const {
+    double first = -DBL_MAX, rest = -DBL_MAX, error = 0;
+    for (int64_t m = 0; m < options_.layers; ++m) {
+      const ExitScore z = Logit(m, state);
+      double& largest = m < n ? first : rest;
+      largest = std::max(largest, z.value);
+      error = std::max(error, z.error);
+    }
+    return {first - rest, 2 * error};
+  }
+
+  void RememberStates(const Rows& h) {
+    if (!states_.empty()) return;
+    for (int64_t t = 0; t < h.rows(); ++t) states_.emplace_back(h[t], h[t] + h.channels());
+  }
+  void RememberMeans(const Rows& h) {
+    for (int64_t begin = 0; begin < h.rows(); begin += options_.segment) {
+      const int64_t tokens = std::min(options_.segment, h.rows() - begin);
+      std::vector<double>& mean = states_.emplace_back(h.channels());
+      for (int64_t t = begin; t < begin + tokens; ++t) {
+        for (int64_t c = 0; c < h.channels(); ++c) mean[c] += h[t][c] / static_cast<double>(tokens);
+      }
+    }
+  }
+
+  const DepthAdaptiveOptions& options_;
+  double state_error_;
+  std::vector<std::vector<double>> weights_;  // of each class
+  std::vector<double> bias_;
+  std::vector<std::vector<double>> states_;  // h^1 of tokens, or its means over segments
+};
+
+}  // namespace
+
+DepthAdaptive::DepthAdaptive() : TechniqueOf(Info()) {}
+
+std::vector<TensorSpec> DepthAdaptive::ReadTensors(const Problem& problem,
+                                                   const DepthAdaptiveOptions&) const {
+  return ExitStackInputs(problem);
+}
+std::vector<TensorSpec> DepthAdaptive::WrittenTensors(const Problem& problem,
+                                                      const DepthAdaptiveOptions&) const {
+  return ExitStackOutputs(problem);
+}
+
+absl::StatusOr<std::unique_ptr<Layer>> DepthAdaptive::MakeLayer(const Problem& problem,
+                                                                const DepthAdaptiveOptions& options,
+                                                                Device device,
+                                                                uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  TFB_ASSIGN_OR_RETURN(auto rule, ClassifierRule::Create(device, problem, options));
+  return ExitStackLayer::Create(problem, options, device, seed, std::move(rule),
+                                ClassifierParameters(problem, options));
+}
+
+absl::Status DepthAdaptive::Definition(const Problem& problem, const DepthAdaptiveOptions& options,
+                                       const NamedTensors& parameters, const Inputs& inputs,
+                                       const DefinitionRequest& request,
+                                       NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  std::vector<ParameterSpec> specs = ExitStackParameters(ExitStackShape(problem, options).sizes);
+  for (ParameterSpec& spec : ClassifierParameters(problem, options)) specs.push_back(spec);
+  TFB_RETURN_IF_ERROR(CheckParameters(specs, parameters));
+  const auto rule = [&]() -> ExitScoreOf {
+    const auto classifier = std::make_shared<DefinedClassifier>(options, parameters, problem.dtype);
+    return [classifier](int64_t n, int64_t t, const Rows& after, const Rows&) {
+      return classifier->Of(n, t, after);
+    };
+  };
+  TFB_ASSIGN_OR_RETURN(*outputs,
+                       DefineExitStack(problem, options, parameters, inputs, request, rule));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<TechniqueSpec> DepthAdaptive::Counterpart(const Problem&,
+                                                         const Options& options) const {
+  TFB_ASSIGN_OR_RETURN(Options whole, Canonical(options));
+  whole["classifier"] = "fixed";
+  whole["exit"] = "32";
+  return TechniqueSpec{info().name, std::move(whole)};
+}
+
+}  // namespace tfb

@@ -1,0 +1,95 @@
+// The depth-adaptive Transformer: small classifiers say after which layer a token, or a sequence, is
+// best left.
+//
+//   out_t = LN_n(h^n_t),  n = exit_t                 logits of the next token: output out_t
+//
+// in the stack of exit_stack.h, where exit_t is, for layers 1 .. N,
+//
+//   sequence      argmax_n softmax(W s + b)_n        s the mean of h^1 over the segment before; N in
+//                                                    the first segment
+//   multinomial   argmax_n softmax(W h^1_t + b)_n
+//   geometric     the first n < N with chi^n_t = sigmoid(w_n . h^n_t + b_n) > 1/2, else N: the mode of
+//                 q_t(n) = chi^n_t prod_(n' < n) (1 - chi^n'_t) where chi are far from 1/2
+//   fixed         `exit`
+//
+// Ties go to the smallest n. The classifiers were trained to foretell oracles, q*, of the frozen model
+// (oracle.h), `oracle` and the penalty on later exits, `level`, choose which: level 0 leaves earliest.
+//
+// Source: Elbayad, Gu, Grave, Auli 2020, "Depth-adaptive Transformer", arXiv:1910.10073v4, section 3.
+// There s is the mean of the encoder's output; this decoder has no encoder, so the segment before has
+// to tell. Training is the aligned one, with classifiers on a frozen model. The source leaves open how
+// the geometric-like classifier decides: the first chi above 1/2, as the authors' code does.
+//
+// Cost of a decision: multinomial and sequence 2 model_dim N FLOPs once a token or segment, geometric
+// 2 model_dim after each layer.
+#ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_H_
+#define TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "adaptive/depth_adaptive/exit_stack.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+struct DepthAdaptiveOptions : ExitStackOptions {
+  enum class Classifier { kSequence, kMultinomial, kGeometric, kFixed };
+  enum class Oracle { kLikelihood, kCorrectness };
+
+  Classifier classifier = Classifier::kGeometric;
+  Oracle oracle = Oracle::kLikelihood;
+  int64_t level = 2;
+  int64_t exit = 1;
+
+  void Describe(OptionBinder& bind) {
+    bind.Choice("classifier", &classifier,
+                {{"sequence", Classifier::kSequence},
+                 {"multinomial", Classifier::kMultinomial},
+                 {"geometric", Classifier::kGeometric},
+                 {"fixed", Classifier::kFixed}},
+                "what decides after which layer a token leaves");
+    bind.Choice("oracle", &oracle,
+                {{"likelihood", Oracle::kLikelihood}, {"correctness", Oracle::kCorrectness}},
+                "what the classifier was trained to foretell");
+    bind.Int("level", &level, 0, 4, "which of its classifiers: higher ones leave later",
+             {0, 1, 2, 3, 4});
+    bind.Int("exit", &exit, 1, 32, "of fixed: the layer after which all leave");
+    ExitStackOptions::Describe(bind);
+  }
+};
+
+// Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
+// head_dim. Causal only.
+//
+// Parameters, f32: those of transformer_xl; exit0.norm.gamma, .beta, ..., final_norm.gamma, .beta
+// [model_dim]; and, of the classifier, in the name of oracle and level, likelihood.2.multinomial.w
+// [model_dim, N], .b [N], sequence likewise, or likelihood.2.geometric.w [N - 1, model_dim], .b
+// [N - 1]. Drawn N(0, 4 / model_dim), so that tokens differ, the b N(0, 1).
+//
+// Reads x and the optional exits, i32 [batch, query_tokens], which then take the classifier's place;
+// writes out, normalised, and the optional exits. The counterpart is the stack that no token leaves.
+class DepthAdaptive : public TechniqueOf<DepthAdaptiveOptions> {
+ public:
+  DepthAdaptive();
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
+                                            const Options& options) const override;
+
+ protected:
+  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
+                                                   const DepthAdaptiveOptions& options,
+                                                   Device device, uint64_t seed) const override;
+  absl::Status Definition(const Problem& problem, const DepthAdaptiveOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const DepthAdaptiveOptions& options) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const DepthAdaptiveOptions& options) const override;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_H_

@@ -1,0 +1,47 @@
+// The CUDA kernels of depth_adaptive as C++ sees them. Pointers are to device memory.
+#ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_CUDA_H_
+#define TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_CUDA_H_
+
+#include <stdint.h>
+
+#include "core/cuda/kernel_table.h"
+
+namespace tfb {
+
+constexpr int64_t kMaxExits = 32;
+
+// exits[s] = 1 + argmax_n (weights_n . mean_s + bias_n), mean_s that of rows s * count, ..., s * count
+// + count - 1; ties go to the smallest n.
+struct ClassifyArguments {
+  const float* rows;     // [segments * count, channels]
+  const float* weights;  // [classes, channels]
+  const float* bias;     // [classes], kMaxExits at most
+  int32_t* exits;        // [segments]
+  int64_t segments;
+  int64_t count;
+  int64_t channels;
+  int64_t classes;
+};
+
+// leaves[r] = exits[r / count] <= layer; or, where there are weights, weights . row_r + bias > 0.
+struct ObeyArguments {
+  const int32_t* exits;
+  const float* rows;     // [rows, channels]
+  const float* weights;  // [channels], or null
+  const float* bias;     // one
+  uint8_t* leaves;
+  int64_t row_count;
+  int64_t count;
+  int64_t channels;
+  int64_t layer;
+};
+
+struct DepthAdaptiveKernels {
+  // Each enqueues on the stream and returns null, or why not.
+  const char* (*classify)(const ClassifyArguments& arguments, void* stream);
+  const char* (*obey)(const ObeyArguments& arguments, void* stream);
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_CUDA_H_

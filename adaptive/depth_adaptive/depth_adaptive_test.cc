@@ -1,0 +1,217 @@
+// The depth-adaptive Transformer against its definition and by hand. The stack itself, its copied
+// states, costs and exits that are given, is tested with calm, which has the same.
+#include "adaptive/depth_adaptive/depth_adaptive.h"
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "adaptive/depth_adaptive/oracle.h"
+#include "core/random.h"
+#include "core/testing.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+using ::testing::Each;
+using ::testing::ElementsAre;
+
+Problem Make(int64_t batch, int64_t tokens, int64_t head_dim = 8) {
+  return Problem::SelfAttention(batch, 2, tokens, head_dim, /*causal=*/true);
+}
+
+NamedTensors InputsFor(const Problem& problem, uint64_t seed = 3) {
+  NamedTensors inputs;
+  inputs["x"] = Tensor(DType::kF32, {problem.batch, problem.query_tokens, problem.model_dim()});
+  FillNormal(&inputs["x"], seed, "x");
+  return inputs;
+}
+
+NamedTensors ParametersOf(const Problem& problem, const Options& options) {
+  const auto layer = DepthAdaptive().Create(problem, options, Device::kCpu, 1);
+  EXPECT_TRUE(layer.ok()) << layer.status();
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : (*layer)->parameters()) parameters[name] = tensor.Clone();
+  return parameters;
+}
+
+NamedTensors RunIt(const Problem& problem, const NamedTensors& inputs,
+                   const NamedTensors& parameters, const Options& options,
+                   Device device = Device::kCpu) {
+  auto outputs =
+      RunTechnique(DepthAdaptive(), problem, ViewsOf(inputs), {options, device, 1, &parameters, 2});
+  EXPECT_TRUE(outputs.ok()) << outputs.status();
+  return *std::move(outputs);
+}
+
+std::vector<int> ExitsOf(const NamedTensors& outputs) {
+  const auto exits = outputs.at("exits").span<int32_t>();
+  return std::vector<int>(exits.begin(), exits.end());
+}
+
+TEST(DepthAdaptive, RunEqualsTheDefinitionWithEveryClassifier) {
+  const Problem problem = Make(2, 90, 12);
+  for (const Device device : kHostDevices) {
+    for (const char* classifier : {"sequence", "multinomial", "geometric", "fixed"}) {
+      for (const char* pre_norm : {"false", "true"}) {
+        const Options options = {{"layers", "4"},         {"segment", "20"},
+                                 {"memory", "40"},        {"exit", "3"},
+                                 {"pre_norm", pre_norm},  {"oracle", "correctness"},
+                                 {"same_length", "true"}, {"classifier", classifier}};
+        const NamedTensors inputs = InputsFor(problem);
+        const NamedTensors parameters = ParametersOf(problem, options);
+        const NamedTensors found = RunIt(problem, inputs, parameters, options, device);
+        const std::vector<int> exits = ExitsOf(found);
+        const size_t different = std::set<int>(exits.begin(), exits.end()).size();
+        EXPECT_GE(different, options.at("classifier") == "fixed" ? 1u : 2u) << classifier;
+        DefinitionRequest request;
+        request.computed = &found;
+        const auto expected = DefineTechnique(DepthAdaptive(), problem, ViewsOf(inputs),
+                                              {options, Device::kCpu, 1, &parameters}, request);
+        ASSERT_TRUE(expected.ok()) << expected.status();
+        const ConstTensorView out = expected->at("out").view();
+        EXPECT_LE(MaxDifference(found.at("out").view(), out), std::sqrt(8.0) * Fp32Bound(out));
+        for (int64_t n = 0; n < 180; ++n) {
+          ASSERT_EQ(exits[n], expected->at("exits").view().Get(n)) << classifier << " " << n;
+        }
+      }
+    }
+  }
+}
+
+// Classifiers whose weights are 0 are their biases.
+NamedTensors WithBias(const Problem& problem, const Options& options, const std::string& name,
+                      const std::vector<float>& bias) {
+  NamedTensors parameters = ParametersOf(problem, options);
+  Fill(parameters.at(name + ".w").view(), 0);
+  std::copy(bias.begin(), bias.end(), parameters.at(name + ".b").span<float>().begin());
+  return parameters;
+}
+
+TEST(DepthAdaptive, AMultinomialTakesTheFirstOfTheLargest) {
+  const Problem problem = Make(1, 10);
+  const Options options = {{"layers", "4"}, {"classifier", "multinomial"}};
+  for (const Device device : kHostDevices) {
+    const auto exits = [&](const std::vector<float>& bias) {
+      return ExitsOf(RunIt(problem, InputsFor(problem),
+                           WithBias(problem, options, "likelihood.2.multinomial", bias), options,
+                           device));
+    };
+    EXPECT_THAT(exits({0, 2, 1, 2}), Each(2));
+    EXPECT_THAT(exits({-1, -2, -3, 0}), Each(4));
+    EXPECT_THAT(exits({5, 5, 5, 5}), Each(1));
+  }
+}
+
+TEST(DepthAdaptive, AGeometricClassifierLeavesAtTheFirstChiAboveOneHalf) {
+  const Problem problem = Make(1, 10);
+  const Options options = {{"layers", "4"}, {"level", "0"}};
+  for (const Device device : kHostDevices) {
+    const auto exits = [&](const std::vector<float>& bias) {
+      return ExitsOf(RunIt(problem, InputsFor(problem),
+                           WithBias(problem, options, "likelihood.0.geometric", bias), options,
+                           device));
+    };
+    EXPECT_THAT(exits({-1, 0.1f, 3}), Each(2));
+    EXPECT_THAT(exits({0, 0, 0}), Each(4));  // 1/2 is not above it
+    EXPECT_THAT(exits({-1, -1, 1e-3f}), Each(3));
+  }
+}
+
+TEST(DepthAdaptive, ASequenceIsJudgedByTheSegmentBeforeAndTheFirstStays) {
+  const Problem problem = Make(2, 13);
+  const Options options = {{"layers", "4"}, {"segment", "5"}, {"classifier", "sequence"}};
+  NamedTensors parameters = WithBias(problem, options, "likelihood.2.sequence", {0, 1, 0, 0});
+  for (const Device device : kHostDevices) {
+    const NamedTensors inputs = InputsFor(problem);
+    EXPECT_THAT(ExitsOf(RunIt(problem, inputs, parameters, options, device)),
+                ElementsAre(4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 2, 2,  //
+                            4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 2, 2));
+  }
+  // The mean of channel 0 after layer 1 decides between 1 and 3. Those who leave there show it: the
+  // exit's norm is that of a state that is normalised already.
+  Tensor& w = parameters.at("likelihood.2.sequence.w");
+  w.view().MutableAt<float>(0)[0] = 100;
+  w.view().MutableAt<float>(0)[2] = -100;
+  std::set<int> seen;
+  for (uint64_t seed = 0; seed < 4; ++seed) {
+    NamedTensors inputs = InputsFor(problem, seed);
+    const std::vector<int> exits = ExitsOf(RunIt(problem, inputs, parameters, options));
+    inputs["exits"] = Tensor(DType::kI32, {2, 13});
+    Fill(inputs["exits"].view(), 1);
+    const NamedTensors first = RunIt(problem, inputs, parameters, options);
+    for (int64_t t = 5; t < 13; ++t) {
+      double sum = 0;
+      for (int64_t before = t / 5 * 5 - 5; before < t / 5 * 5; ++before) {
+        sum += *first.at("out").view().At<float>(1, before, 0);
+      }
+      EXPECT_EQ(exits[13 + t], sum > 0 ? 1 : 3) << seed << " " << t;
+      seen.insert(exits[13 + t]);
+    }
+  }
+  EXPECT_EQ(seen.size(), 2u);
+}
+
+TEST(DepthAdaptive, EachExitThatIsFixedIsTakenAndNoneIsBeyondTheLast) {
+  const Problem problem = Make(1, 10);
+  for (int exit = 1; exit <= 7; ++exit) {
+    const Options options = {
+        {"layers", "4"}, {"classifier", "fixed"}, {"exit", std::to_string(exit)}};
+    const NamedTensors parameters = ParametersOf(problem, options);
+    EXPECT_THAT(ExitsOf(RunIt(problem, InputsFor(problem), parameters, options)),
+                Each(std::min(exit, 4)));
+  }
+}
+
+TEST(DepthAdaptive, ParametersAreNamedByOracleAndLevel) {
+  const Problem problem = Make(1, 10);
+  const auto has = [&](const Options& options, const char* name) {
+    return ParametersOf(problem, options).count(name) > 0;
+  };
+  EXPECT_TRUE(has({}, "likelihood.2.geometric.w"));
+  EXPECT_TRUE(has({{"oracle", "correctness"}, {"level", "4"}, {"classifier", "sequence"}},
+                  "correctness.4.sequence.b"));
+  EXPECT_FALSE(has({{"classifier", "fixed"}}, "likelihood.2.geometric.w"));
+}
+
+// ---- Oracles ----
+
+const ExitValues kValues = {{-3, -1, -2, -1}, {-1, -2, -1, -1}, {-1, -1, -1, -0.5}};
+
+TEST(DepthAdaptiveOracle, OfASequenceTakesTheBestMeanLessThePenalty) {
+  EXPECT_EQ(SequenceOracle(kValues, 0), 3);    // means -1.75, -1.25, -0.875
+  EXPECT_EQ(SequenceOracle(kValues, 0.4), 2);  // -2.15, -2.05, -2.075
+  EXPECT_EQ(SequenceOracle(kValues, 0.6), 1);  // -2.35, -2.45, -2.675
+  EXPECT_EQ(SequenceOracle(kValues, 1e9), 1);
+  EXPECT_EQ(SequenceOracle({{1, 0}, {0, 1}}, 0), 1);  // ties
+}
+
+TEST(DepthAdaptiveOracle, OfATokenWithoutSmoothingTakesItsOwnBest) {
+  EXPECT_THAT(TokenOracle(kValues, 0, 0), ElementsAre(2, 1, 2, 3));
+  EXPECT_THAT(TokenOracle(kValues, 0.2, 0), ElementsAre(2, 1, 2, 3));
+  EXPECT_THAT(TokenOracle(kValues, 0.3, 0), ElementsAre(2, 1, 2, 1));
+  EXPECT_THAT(TokenOracle(kValues, 1e9, 0), Each(1));
+}
+
+TEST(DepthAdaptiveOracle, SmoothingMixesNeighboursByTheKernel) {
+  // With sigma 1 / ln 2 a neighbour has weight 1/2, the next 1/16.
+  const ExitValues values = {{1, 0, 0}, {0, 0.45, 0}};
+  // Token 1: 0.5 against 0.45; token 2: 0.0625 against 0.225; token 0: 1 against 0.225.
+  EXPECT_THAT(TokenOracle(values, 0, 1 / std::log(2.0)), ElementsAre(1, 1, 2));
+  EXPECT_THAT(TokenOracle(values, 0, 0), ElementsAre(1, 2, 1));
+}
+
+TEST(DepthAdaptiveOracle, WideSmoothingGivesEveryTokenTheSequencesExit) {
+  for (const double penalty : {0.0, 0.4, 0.6}) {
+    const int exit = static_cast<int>(SequenceOracle(kValues, penalty));
+    EXPECT_THAT(TokenOracle(kValues, 4 * penalty, 1e12), Each(exit)) << penalty;
+  }
+}
+
+}  // namespace
+}  // namespace tfb

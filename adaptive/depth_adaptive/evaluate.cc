@@ -1,0 +1,159 @@
+// Average exit against bits per byte of the trained language model: for exits after each layer, for
+// the oracles, which know the text, and for the classifiers that were trained to foretell them.
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/strings/str_cat.h"
+#include "adaptive/depth_adaptive/depth_adaptive.h"
+#include "adaptive/depth_adaptive/oracle.h"
+#include "adaptive/depth_adaptive/text_reader.h"
+#include "core/status.h"
+#include "tools/command_line.h"
+
+ABSL_FLAG(int64_t, sequences, 64, "Sequences of held-out text.");
+ABSL_FLAG(int64_t, tokens, 512, "Bytes of a sequence.");
+ABSL_FLAG(int, levels, 5, "Classifiers of each kind, 1 to 5.");
+ABSL_FLAG(double, sigma, 4,
+          "Of the oracles' kernel over tokens, squared tokens; 0 does not smooth.");
+ABSL_FLAG(int, threads, 2, "Threads.");
+
+namespace tfb {
+namespace {
+
+constexpr char kProgram[] = "evaluate";
+constexpr char kUsage[] =
+    "evaluate [flags]\n"
+    "Reads held-out text with the trained language model, its tokens leaving after layers that\n"
+    "something fixed, foretold or knew, and prints average exit, FLOPs saved and bits per byte.";
+constexpr int64_t kSequencesAtATime = 64;
+constexpr int64_t kExits = 6;  // of the model that is shipped
+
+using Values = std::vector<ExitValues>;  // of each sequence
+
+void Print(const std::string& name, const TextReading& reading, const TextReading& whole) {
+  std::printf("%-34s %6.2f %10.1f%% %10.4f %10.4f\n", name.c_str(), reading.layers,
+              100 * reading.flops_saved, reading.BitsPerByte(), reading.Agreement(whole));
+  std::fflush(stdout);
+}
+
+absl::StatusOr<std::unique_ptr<TextReader>> ReaderOf(const Options& options,
+                                                     const TextSample& sample, ThreadPool* pool) {
+  return TextReader::Create(DepthAdaptive(), options, sample, kSequencesAtATime, pool);
+}
+
+// The truncated models, the last of which is the whole one.
+absl::StatusOr<std::vector<TextReading>> ReadFixed(const TextSample& sample, ThreadPool* pool) {
+  std::vector<TextReading> readings;
+  for (int64_t n = 1; n <= kExits; ++n) {
+    TFB_ASSIGN_OR_RETURN(
+        const auto reader,
+        ReaderOf({{"classifier", "fixed"}, {"exit", absl::StrCat(n)}}, sample, pool));
+    TFB_ASSIGN_OR_RETURN(TextReading reading, reader->Read());
+    readings.push_back(std::move(reading));
+  }
+  for (int64_t n = 1; n <= kExits; ++n) {
+    Print(absl::StrCat("always after layer ", n), readings[n - 1], readings.back());
+  }
+  return readings;
+}
+
+// -bits, which are logarithms to base 2: penalties are in bits too.
+Values LikelihoodsOf(const std::vector<TextReading>& fixed, const TextSample& sample) {
+  Values values(sample.sequences);
+  for (int64_t s = 0; s < sample.sequences; ++s) {
+    for (const TextReading& reading : fixed) {
+      std::vector<double>& of_exit = values[s].emplace_back();
+      for (int64_t t = 0; t < sample.tokens; ++t) {
+        of_exit.push_back(-static_cast<double>(reading.bits[s * sample.tokens + t]));
+      }
+    }
+  }
+  return values;
+}
+
+absl::Status PrintOracles(const Values& values, const TextReading& whole, const TextSample& sample,
+                          ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(const auto reader, ReaderOf({{"classifier", "fixed"}}, sample, pool));
+  Tensor exits(DType::kI32, {sample.sequences, sample.tokens});
+  const double sigma = absl::GetFlag(FLAGS_sigma);
+  for (const bool of_tokens : {false, true}) {
+    for (const double penalty : {0.4, 0.2, 0.1, 0.05, 0.02, 0.0}) {
+      for (int64_t s = 0; s < sample.sequences; ++s) {
+        int32_t* row = exits.view().MutableAt<int32_t>(s);
+        if (of_tokens) {
+          const std::vector<int32_t> best = TokenOracle(values[s], penalty, sigma);
+          std::copy(best.begin(), best.end(), row);
+        } else {
+          std::fill_n(row, sample.tokens, static_cast<int32_t>(SequenceOracle(values[s], penalty)));
+        }
+      }
+      TFB_ASSIGN_OR_RETURN(const TextReading reading, reader->Read(exits.view()));
+      Print(absl::StrCat("oracle of ", of_tokens ? "tokens" : "sequences", ", penalty ", penalty),
+            reading, whole);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PrintClassifiers(const TextReading& whole, const TextSample& sample,
+                              ThreadPool* pool) {
+  for (const char* classifier : {"sequence", "multinomial", "geometric"}) {
+    for (const char* oracle : {"likelihood", "correctness"}) {
+      for (int level = 0; level < absl::GetFlag(FLAGS_levels); ++level) {
+        const Options options = {
+            {"classifier", classifier}, {"oracle", oracle}, {"level", absl::StrCat(level)}};
+        TFB_ASSIGN_OR_RETURN(const auto reader, ReaderOf(options, sample, pool));
+        TFB_ASSIGN_OR_RETURN(const TextReading reading, reader->Read());
+        Print(absl::StrCat(classifier, " of ", oracle, ", level ", level), reading, whole);
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Main() {
+  const TextSample sample = {absl::GetFlag(FLAGS_sequences), absl::GetFlag(FLAGS_tokens)};
+  if (sample.sequences < 1)
+    return absl::InvalidArgumentError("--sequences: allowed are 1 and more");
+  if (sample.tokens < 1) return absl::InvalidArgumentError("--tokens: allowed are 1 and more");
+  if (absl::GetFlag(FLAGS_levels) < 1 || absl::GetFlag(FLAGS_levels) > 5) {
+    return absl::InvalidArgumentError("--levels: allowed are 1 to 5");
+  }
+  if (!(absl::GetFlag(FLAGS_sigma) >= 0 && absl::GetFlag(FLAGS_sigma) <= 1e6)) {
+    return absl::InvalidArgumentError("--sigma: allowed are 0 to 1e6");
+  }
+  if (absl::GetFlag(FLAGS_threads) < 1) {
+    return absl::InvalidArgumentError("--threads: allowed are 1 and more");
+  }
+  ThreadPool pool(absl::GetFlag(FLAGS_threads));
+  std::printf("%-34s %6s %11s %10s %10s\n", "", "mean", "FLOPs", "bits per", "agreement");
+  std::printf("%-34s %6s %11s %10s %10s\n", "exits", "layers", "saved", "byte", "with whole");
+  TFB_ASSIGN_OR_RETURN(const std::vector<TextReading> fixed, ReadFixed(sample, &pool));
+  TFB_RETURN_IF_ERROR(PrintOracles(LikelihoodsOf(fixed, sample), fixed.back(), sample, &pool));
+  return PrintClassifiers(fixed.back(), sample, &pool);
+}
+
+}  // namespace
+}  // namespace tfb
+
+int main(int argc, char** argv) {
+  const auto command = tfb::ParseCommandLine(std::vector<std::string>(argv, argv + argc));
+  if (!command.ok()) {
+    tfb::PrintError(tfb::kProgram, command.status().message());
+    return tfb::kExitBadUsage;
+  }
+  if (command->help) {
+    std::printf("%s", tfb::HelpText(tfb::kUsage).c_str());
+    return tfb::kExitDone;
+  }
+  if (const absl::Status status = tfb::Main(); !status.ok()) {
+    tfb::PrintError(tfb::kProgram, status.message());
+    return tfb::kExitBadUsage;
+  }
+  return tfb::kExitDone;
+}

@@ -1,0 +1,208 @@
+// A stack in which each token leaves after a layer of its own: transformer_xl's layers, with exits.
+//
+//   h^n = layer_n(h^(n-1))                        of tokens that are still there
+//   h^n_t = h^(n-1)_t                             of those that have left: the copied state
+//   out_t = LN_n(h^n_t),  n the layer after which token t leaves
+//
+// A token that has left asks no more: its queries, output projection and feed-forward network are not
+// computed. Its keys and values are, in every layer, from the copied state, so that later tokens see
+// it. What decides is an ExitRule; after the last layer, N, all leave.
+//
+// CPU. Rows of the tokens that go on lie one behind the other, so that every product has as many rows
+// as there are such tokens; reading a text segment by segment and decoding a batch token by token are
+// the same code. With all tokens there the arithmetic is transformer_xl's, bit for bit.
+//
+// CUDA. All rows are computed, and those of tokens that have left are thrown away: the results are the
+// same, no time is saved. Which tokens go on is known on the device alone, and Run does not wait for
+// it; products of so many rows as the device says would have to be launched from there.
+#ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_STACK_H_
+#define TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_STACK_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "adaptive/depth_adaptive/exit_stack_cuda.h"
+#include "core/cuda/device_array.h"
+#include "core/layers/layer_norm.h"
+#include "core/options.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+#include "core/workspace.h"
+#include "memory/transformer_xl/relative_stack.h"
+#include "memory/transformer_xl/stack.h"
+
+namespace tfb {
+
+// As those of transformer_xl.
+struct ExitStackOptions {
+  static constexpr int64_t kMaxMemory = int64_t{1} << 20;
+
+  int64_t layers = 2;
+  int64_t segment = 128;
+  int64_t memory = 128;
+  bool same_length = false;
+  int64_t clamp_length = 0;
+  int64_t feed_forward = 4;
+  bool pre_norm = false;
+  bool share_biases = true;
+
+  void Describe(OptionBinder& bind) {
+    bind.Int("layers", &layers, 1, 32, "attention and feed-forward layers");
+    bind.Int("segment", &segment, 1, kMaxMemory, "tokens that are processed at a time");
+    bind.Int("memory", &memory, 0, kMaxMemory, "earlier tokens that a layer keeps");
+    bind.Bool("same_length", &same_length,
+              "every token sees `memory` keys, its own among them; else all of the memory and the "
+              "segment up to itself");
+    bind.Int("clamp_length", &clamp_length, 0, kMaxMemory,
+             "larger distances count as this one; 0 means none do");
+    bind.Int("feed_forward", &feed_forward, 1, 16,
+             "inner width of the feed-forward layers, in model_dim");
+    bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
+    bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
+  }
+};
+
+// "exit0" for the norm and classifier after layer 1, ...
+std::string ExitPrefix(int64_t n);
+// Of the norm after layer n of N: exit<n-1>.norm, and final_norm after the last one.
+std::string ExitNorm(int64_t n, int64_t layers);
+
+RelativeStackShape ExitStackShape(const Problem& problem, const ExitStackOptions& options);
+absl::Status CheckExitStack(absl::string_view technique, const Problem& problem,
+                            const ExitStackOptions& options);
+// Those of transformer_xl and, for every layer, gamma and beta [model_dim] of its exit's norm.
+std::vector<ParameterSpec> ExitStackParameters(const StackSizes& sizes);
+
+// The optional input and output of that name, i32 [batch, tokens]: the layer after which each token
+// leaves, from 1. As an input it takes the rule's place; below 1 counts as 1, above N as N.
+inline constexpr char kExits[] = "exits";
+TensorSpec ExitsSpec(const Problem& problem, int64_t tokens);
+std::vector<TensorSpec> ExitStackInputs(const Problem& problem);
+std::vector<TensorSpec> ExitStackOutputs(const Problem& problem);
+
+// Rows of a segment after a layer, in memory of the device.
+struct ExitRows {
+  int64_t layer;           // n, from 1 to N - 1
+  TensorView state;        // h^n, f32 [rows, model_dim]
+  TensorView before;       // h^(n-1)
+  const int32_t* places;   // row r is place b * tokens + t; null: row r is place r
+  int64_t tokens;          // of the segment
+  int64_t first_position;  // of its first token in the stream
+
+  int64_t rows() const { return state.dim(0); }
+};
+
+// When tokens leave.
+class ExitRule {
+ public:
+  virtual ~ExitRule() = default;
+  virtual absl::Status Setup(const NamedTensors& parameters) = 0;
+  virtual size_t workspace_bytes(int64_t rows, int threads) const = 0;
+  // FLOPs for a token that it is asked about after the first `layers` layers.
+  virtual double flops(int64_t layers) const = 0;
+  // Whether it reads more of a segment than the token itself, so that another split of the stream
+  // gives something else.
+  virtual bool reads_segments() const { return false; }
+  // leaves[r] = whether row r leaves after this layer; it is asked about every row that is there,
+  // in the order of the layers, and on CUDA about those that have left too. Allocates nothing; on
+  // CUDA it enqueues on the stream.
+  virtual absl::Status Decide(const ExitRows& rows, uint8_t* leaves,
+                              const Execution& execution) = 0;
+};
+
+class ExitStackLayer : public RelativeStackLayer {
+ public:
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       const ExitStackOptions& options,
+                                                       Device device, uint64_t seed,
+                                                       std::unique_ptr<ExitRule> rule,
+                                                       const std::vector<ParameterSpec>& of_rule);
+
+  // Of the tokens of the last Run, or of the stream up to the problem's tokens: known afterwards.
+  Cost cost() const override;
+  // Beside those of the stack, mean_layers that tokens went through, and flops_saved, the share of
+  // the whole stack's FLOPs that was not spent.
+  std::map<std::string, double> statistics() const override;
+  int64_t split_tokens() const override;
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
+  void SetInputs(const Inputs& inputs, int64_t begin) override;
+  void SetOutputs(const Outputs& outputs, int64_t begin) override;
+  void BeginSegment(int64_t tokens) override;
+  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+                        const Execution& execution) override;
+  size_t layer_workspace_bytes(int threads) const override;
+
+ private:
+  ExitStackLayer(const Problem& problem, const ExitStackOptions& options, Device device,
+                 std::unique_ptr<ExitRule> rule)
+      : RelativeStackLayer(problem, ExitStackOutputs(problem), ShapeFor(problem, options, device),
+                           device, {ExitsSpec(problem, kSegmentTokens)},
+                           {ExitsSpec(problem, kSegmentTokens)}),
+        pre_norm_(options.pre_norm),
+        rule_(std::move(rule)) {}
+
+  static RelativeStackShape ShapeFor(const Problem& problem, const ExitStackOptions& options,
+                                     Device device);
+
+  struct Scratch {
+    float* normalized;  // [places, model_dim]
+    float* before;      // [places, model_dim]
+    float* after;       // [places, model_dim]
+    uint8_t* leaves;    // [places]
+  };
+  Scratch LayOut(int64_t places, Workspace& workspace) const;
+  TensorView Rows(float* rows, int64_t count) const;
+  int64_t places() const { return problem().batch * segment().tokens(); }
+  bool IsLast(int64_t n) const { return n == sizes().layers; }
+
+  // Layer n, from 1, in which `state` holds h^(n-1) and then h^n of all tokens.
+  absl::Status RunOnCpu(int64_t n, const TensorView& state, const Scratch& scratch,
+                        const Execution& execution);
+  absl::Status RunOnCuda(int64_t n, const TensorView& state, const Scratch& scratch,
+                         const Execution& execution);
+  absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution);
+  // Writes the outputs of rows that leave, and closes the gaps that they leave in active_.
+  absl::Status Leave(int64_t n, const Scratch& scratch, const Execution& execution);
+  void Record(int64_t place, int64_t n);
+  // The definition's FLOPs of tokens that leave after these layers, and of those that all stay.
+  struct Flops {
+    double spent = 0;
+    double of_all = 0;
+    double layers = 0;  // mean
+  };
+  absl::StatusOr<Flops> Count() const;
+
+  bool pre_norm_;
+  std::unique_ptr<ExitRule> rule_;
+  std::vector<LayerNorm> exit_norms_;
+
+  // The segment's tensors.
+  ConstTensorView given_;  // exits; empty: the rule decides
+  TensorView out_;
+  TensorView exits_out_;
+  int64_t begin_ = 0;           // of the segment in the tensors
+  int64_t first_position_ = 0;  // and in the stream
+  bool has_run_ = false;
+
+  // CPU: places of the tokens that are there, ascending, and the reverse.
+  std::vector<int32_t> active_;
+  std::vector<int32_t> row_of_token_;
+  std::vector<int32_t> leaving_;   // places, of the layer that has run
+  DeviceArray<uint8_t> left_;      // CUDA: [places], of the segment
+  DeviceArray<int32_t> recorded_;  // [batch, query_tokens] exits, 0 of tokens not read yet
+};
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_STACK_H_

@@ -1,0 +1,26 @@
+// The oracles that depth-adaptive classifiers are trained to foretell: arXiv:1910.10073v4, section 3.
+//
+// Of what each exit n makes of each token t, A^n_t = log p(y_t) or 1 where the most likely token is
+// y_t, else 0:
+//
+//   of a sequence   argmax_n (mean_t A^n_t - penalty n)
+//   of a token      argmax_n (sum_t' exp(-|t - t'|^2 / sigma) A^n_t' - penalty n)
+//
+// Ties go to the smallest n; exits count from 1. sigma 0 does not smooth.
+#ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_ORACLE_H_
+#define TFB_ADAPTIVE_DEPTH_ADAPTIVE_ORACLE_H_
+
+#include <cstdint>
+#include <vector>
+
+namespace tfb {
+
+// [exits][tokens] of one sequence.
+using ExitValues = std::vector<std::vector<double>>;
+
+int64_t SequenceOracle(const ExitValues& values, double penalty);
+std::vector<int32_t> TokenOracle(const ExitValues& values, double penalty, double sigma);
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_ORACLE_H_
