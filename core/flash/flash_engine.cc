@@ -30,6 +30,7 @@ absl::StatusOr<FlashEngine> FlashEngine::CreateForStream(Device device, const Pr
   if (device == Device::kCpu) return engine;
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
   TFB_ASSIGN_OR_RETURN(engine.cuda_, FlashCuda::Create(runtime, largest, nullptr, rule));
+  engine.rule_.soft_span.span = nullptr;  // the device has a copy
   return engine;
 }
 

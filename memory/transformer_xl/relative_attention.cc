@@ -17,9 +17,17 @@ View Heads(const View& view, int64_t heads) {
 
 }  // namespace
 
+double MemoryReach::Pairs(int64_t tokens, double most) const {
+  double pairs = 0;
+  for (int64_t p = 0; p < tokens; ++p) {
+    pairs += std::min(static_cast<double>(p - FirstSeenBy(p) + 1), most);
+  }
+  return pairs;
+}
+
 MemoryReach::Context MemoryReach::ContextOf(int64_t tokens, int64_t layers) const {
   Context context;
-  for (int64_t p = 0; p < tokens; ++p) context.pairs += static_cast<double>(p - FirstSeenBy(p) + 1);
+  context.pairs = Pairs(tokens);
   int64_t farthest = tokens - 1;
   for (int64_t n = 0; n < layers && tokens > 0; ++n) farthest = FirstSeenBy(farthest);
   context.reach = tokens == 0 ? 0 : tokens - 1 - farthest;
@@ -49,7 +57,9 @@ RelativeAttention::Parameters RelativeAttention::ParametersOf(const NamedTensors
           parameter(own, "w_k"),
           parameter(own, "w_v"),
           parameter(own, "w_o"),
-          {parameter(own, "w_r"), parameter(biases, "u"), parameter(biases, "v")}};
+          {parameter(own, "w_r"), parameter(biases, "u"), parameter(biases, "v")},
+          sizes.span_ramp > 0 ? parameter(own, "span") : ConstTensorView(),
+          sizes.span_ramp};
 }
 
 absl::StatusOr<RelativeAttention> RelativeAttention::Create(Device device, const Problem& problem,
@@ -76,6 +86,12 @@ absl::Status RelativeAttention::Setup(const Parameters& parameters, const Distan
                                                  /*here=*/0, DType::kF32, execution.pool));
   ScoreRule rule;
   positions_.AddTo(&rule);
+  if (!parameters.span.empty()) {
+    rule.soft_span.span = parameters.span.At<float>();
+    rule.soft_span.count = parameters.span.num_elements();
+    rule.soft_span.head_stride = 1;
+    rule.soft_span.ramp = static_cast<float>(parameters.span_ramp);
+  }
   TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::CreateForStream(device_, LargestCall(), rule));
   Reset();
   return absl::OkStatus();

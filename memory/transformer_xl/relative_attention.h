@@ -4,6 +4,8 @@
 //   s_ij = ((q_i + u) . k_j + (q_i + v) . (r_(i-j) W_r)) / sqrt(head_dim)
 //   y_i  = concat_heads(sum_j softmax_j(s_ij) v_j) W_o,   q = x W_q, k = x W_k, v = x W_v
 //
+// Where heads have learned spans z, exp(s_ij) is multiplied by clip((ramp + z - (i - j)) / ramp, 0, 1).
+//
 // Keys and values of earlier tokens are kept in a ring (core/flash/key_value_cache.h): the authors
 // keep hidden states and project them again in every segment, which gives the same numbers for 4
 // memory model_dim^2 more FLOPs. Scores: positional/transformer_xl_relative/relative_positions.h.
@@ -15,6 +17,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -49,6 +52,8 @@ struct MemoryReach {
   int64_t FirstSeenBy(int64_t p) const {
     return FirstSeen(same_length ? p : p / max_segment * max_segment);
   }
+  // Query-key pairs of one head and batch row, where a token sees at most so many of its keys.
+  double Pairs(int64_t tokens, double most = std::numeric_limits<double>::infinity()) const;
   // What the tokens of such a stream see, for costs and statistics.
   struct Context {
     double pairs = 0;   // query-key pairs of one head and batch row
@@ -92,6 +97,8 @@ class RelativeAttention {
   struct Parameters {
     ConstTensorView w_q, w_k, w_v, w_o;
     RelativePositions::Parameters positions;
+    ConstTensorView span = {};  // [heads], in tokens; empty: heads see all keys
+    double span_ramp = 0;
   };
 
   static Parameters ParametersOf(const NamedTensors& parameters, const StackSizes& sizes,
@@ -105,7 +112,7 @@ class RelativeAttention {
                                                   Queries queries = Queries::kAll);
 
   // Packs the matrices and projects `sinusoids`, those of the range. All of it lies in host memory;
-  // u and v must stay there. Begins a new stream.
+  // u, v and spans must stay there. Begins a new stream.
   absl::Status Setup(const Parameters& parameters, const DistanceRange& range,
                      const ConstTensorView& sinusoids, const Execution& execution);
 

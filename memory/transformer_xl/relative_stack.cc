@@ -1,6 +1,7 @@
 #include "memory/transformer_xl/relative_stack.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -42,7 +43,24 @@ absl::Status RelativeStackLayer::Initialize(const std::vector<ParameterSpec>& pa
 }
 
 MemoryReach::Context RelativeStackLayer::ContextOfSequence() const {
-  return reach_.ContextOf(problem().query_tokens, sizes().layers);
+  MemoryReach::Context context = reach_.ContextOf(problem().query_tokens, sizes().layers);
+  if (sizes().span_ramp == 0) return context;
+  context.pairs = 0;
+  const double heads = static_cast<double>(sizes().layers * sizes().heads);
+  for (const float z : Spans()) {
+    context.pairs += reach_.Pairs(problem().query_tokens, sizes().KeysWithin(z)) / heads;
+  }
+  return context;
+}
+
+// Of all layers' heads; none where they have none.
+std::vector<float> RelativeStackLayer::Spans() const {
+  std::vector<float> spans;
+  for (int64_t n = 0; n < sizes().layers && sizes().span_ramp > 0; ++n) {
+    const auto of_layer = parameters_.at(LayerPrefix(n) + "span").span<float>();
+    spans.insert(spans.end(), of_layer.begin(), of_layer.end());
+  }
+  return spans;
 }
 
 Cost RelativeStackLayer::cost() const {
@@ -65,6 +83,10 @@ std::map<std::string, double> RelativeStackLayer::statistics() const {
       {"cache_bytes", cache_bytes},
       {"keys_per_token", context.pairs / static_cast<double>(tokens)},
       {"reach_tokens", static_cast<double>(context.reach)}};
+  if (const std::vector<float> spans = Spans(); !spans.empty()) {
+    statistics["mean_span"] =
+        std::accumulate(spans.begin(), spans.end(), 0.0) / static_cast<double>(spans.size());
+  }
   if (device_ == Device::kCuda) statistics["cublas"] = MatMulUsesCublas(device_) ? 1 : 0;
   return statistics;
 }

@@ -38,8 +38,8 @@ class RelativeStackLayer : public SegmentedLayer {
  public:
   Cost cost() const override;
   // reach_tokens: earlier tokens that can change the last one, through all layers. keys_per_token:
-  // those that a token sees in one layer, on average, itself included. cache_bytes: the keys and
-  // values of all layers. cublas: on a GPU, 1 where cuBLAS makes the products with matrices, else 0.
+  // those that a token sees in one layer and head, on average, itself included. mean_span: of heads
+  // that have one, in tokens. cache_bytes: the keys and values of all layers. cublas: on a GPU, 1 where cuBLAS makes the products with matrices, else 0.
   std::map<std::string, double> statistics() const override;
   // With same_length the mask knows nothing of segments.
   int64_t split_tokens() const override;
@@ -69,7 +69,9 @@ class RelativeStackLayer : public SegmentedLayer {
   const DecoderLayer& layer(int64_t n) const { return layers_[n]; }
 
  private:
+  // Pairs of a head are those of the mean head.
   MemoryReach::Context ContextOfSequence() const;
+  std::vector<float> Spans() const;
 
   RelativeStackShape shape_;
   Device device_;

@@ -37,6 +37,7 @@ std::vector<ParameterSpec> StackParameters(const StackSizes& sizes) {
       specs.push_back(MatrixSpec(layer + name, width, width));
     }
     if (!sizes.share_biases) biases(layer);
+    if (sizes.span_ramp > 0) specs.push_back({layer + "span", {sizes.heads}, 48, 16});
     norm(layer + "attention_norm");
     specs.push_back(MatrixSpec(layer + "ff.w1", width, sizes.inner));
     specs.push_back({layer + "ff.b1", {sizes.inner}, 0, 0});

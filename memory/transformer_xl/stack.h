@@ -3,6 +3,8 @@
 #ifndef TFB_MEMORY_TRANSFORMER_XL_STACK_H_
 #define TFB_MEMORY_TRANSFORMER_XL_STACK_H_
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -21,7 +23,10 @@ struct StackSizes {
   int64_t head_dim = 1;
   int64_t inner = 1;         // of the feed-forward networks
   bool share_biases = true;  // one u and one v for all layers
+  double span_ramp = 0;      // of spans that heads have learned, in tokens; 0: they have none
 
+  // Keys that a head with span z sees, at most: those of a weight above 0.
+  double KeysWithin(double z) const { return std::max(std::ceil(span_ramp + z), 0.0); }
   int64_t width() const { return heads * head_dim; }
 };
 

@@ -48,6 +48,11 @@ Rows StackDefinition::Sinusoids(int64_t distances) const {
   return r;
 }
 
+double StackDefinition::SpanWeight(int64_t n, int64_t h, int64_t distance) const {
+  const double z = parameters_.at(LayerPrefix(n) + "span").view().Get(h), r = sizes_.span_ramp;
+  return std::clamp((r + z - static_cast<double>(distance)) / r, 0.0, 1.0);
+}
+
 Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
                               std::vector<double>* received) const {
   const std::string biases = BiasPrefix(sizes_, n);
@@ -68,8 +73,10 @@ Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
           position += (q[p][h * e + c] + position_bias[h][c]) * distances[here - j][h * e + c];
         }
         s[j] = (content + position) / std::sqrt(static_cast<double>(e));
+        if (sizes_.span_ramp > 0) s[j] += std::log(SpanWeight(n, h, here - j));
         max = std::max(max, s[j]);
       }
+      if (max == kNotSeen) continue;  // a span below 0
       for (int64_t j = first; j <= here; ++j) {
         const double weight = std::exp(s[j] - max);
         sum += weight;

@@ -58,6 +58,7 @@ class StackDefinition {
 
  private:
   Rows Sinusoids(int64_t distances) const;  // r_d, [distances, model_dim]
+  double SpanWeight(int64_t n, int64_t h, int64_t distance) const;
 
   StackSizes sizes_;
   const NamedTensors& parameters_;

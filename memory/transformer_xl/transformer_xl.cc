@@ -35,7 +35,7 @@ TechniqueInfo Info() {
 
 RelativeStackShape ShapeOf(const Problem& problem, const TransformerXlOptions& options) {
   return {{options.layers, problem.query_heads, problem.head_dim,
-           options.feed_forward * problem.model_dim(), options.share_biases},
+           options.feed_forward * problem.model_dim(), options.share_biases, options.span_ramp},
           options.segment,
           options.memory,
           options.same_length,
@@ -150,6 +150,7 @@ absl::StatusOr<TechniqueSpec> TransformerXl::Counterpart(const Problem& problem,
   whole_past["memory"] = tokens;
   whole_past["segment"] = tokens;
   whole_past["same_length"] = "false";
+  whole_past["span_ramp"] = "0";
   return TechniqueSpec{info().name, std::move(whole_past)};
 }
 

@@ -18,6 +18,11 @@
 //   same_length = false   max(0, s - memory) <= j <= p      the memory, and the segment up to p
 //   same_length = true    0 <= p - j < memory               as many keys for every token
 //
+// With a span_ramp R each head has a span z of its own, and sees key j with the weight
+// clip((R + z - (p - j)) / R, 0, 1): adaptive attention span (adaptive/adaptive_span), which there
+// leaves out the token itself and has another encoding of positions. Keys of weight 0 are not
+// computed: a head costs no more than ceil(R + z) keys a token.
+//
 // h^(n-1)_j depends on the layers below at j alone, however the sequence was cut: so the segments
 // are one pass over the whole sequence under a banded mask, at any depth. That is the definition
 // here, and what streaming must equal. With same_length the mask knows nothing of segments, so
@@ -56,6 +61,7 @@ struct TransformerXlOptions {
   int64_t feed_forward = 4;
   bool pre_norm = false;
   bool share_biases = true;
+  double span_ramp = 0;
 
   void Describe(OptionBinder& bind) {
     bind.Int("layers", &layers, 1, 1000, "attention and feed-forward layers");
@@ -73,6 +79,8 @@ struct TransformerXlOptions {
     // In the equations of section 3.3 u and v have no layer's index, where W_r has one; the code's
     // untie_r is off by default (its scripts for WikiText-103 and One Billion Word turn it on).
     bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
+    bind.Real("span_ramp", &span_ramp, 0, 1 << 20,
+              "soft edge, in tokens, of spans that heads have learned; 0: heads have none");
   }
 };
 
@@ -81,10 +89,10 @@ struct TransformerXlOptions {
 //
 // Parameters, f32, y = x W: layerN.w_q, w_k, w_v, w_r, w_o [model_dim, model_dim], head h owning
 // columns h head_dim to (h + 1) head_dim - 1 (rows of w_o); u, v (layerN.u, layerN.v where they are
-// not shared) [heads, head_dim]; layerN.attention_norm.gamma, .beta, layerN.ff_norm.gamma, .beta
+// not shared) [heads, head_dim]; with a span_ramp layerN.span [heads]; layerN.attention_norm.gamma, .beta, layerN.ff_norm.gamma, .beta
 // [model_dim]; layerN.ff.w1 [model_dim, f], ff.b1 [f], ff.w2 [f, model_dim], ff.b2 [model_dim].
 // None depends on memory, segment or tokens. Matrices are drawn N(0, 1 / inputs), so that scores
-// are of order 1, u and v N(0, 1/4), gammas 1, the rest 0.
+// are of order 1, u and v N(0, 1/4), spans N(48, 256), gammas 1, the rest 0.
 //
 // Writes out and the optional context, [batch, query_tokens, model_dim] both: g of the last layer, or
 // LN g with pre_norm, which is what its feed-forward network reads. Techniques that look up memories

@@ -204,6 +204,7 @@ TEST(TransformerXl, RunEqualsTheDefinitionWithEveryOption) {
                             {{"segment", "64"}, {"memory", "64"}, {"pre_norm", "true"}},
                             {{"segment", "64"}, {"memory", "64"}, {"share_biases", "false"}},
                             {{"segment", "100"}, {"memory", "0"}},
+                            {{"segment", "32"}, {"memory", "90"}, {"span_ramp", "20"}},
                             {{"segment", "7"}, {"memory", "1"}, {"same_length", "true"}},
                             {{"segment", "1"}, {"memory", "20"}},
                             {{"segment", "1000"}, {"memory", "1000"}}}) {
@@ -223,6 +224,7 @@ TEST(TransformerXl, InTheSimulatorRunAndStreamsEqualTheDefinition) {
        std::vector<Options>{{{"segment", "70"}, {"memory", "50"}},
                             {{"segment", "70"}, {"memory", "50"}, {"same_length", "true"}},
                             {{"segment", "40"}, {"memory", "100"}, {"clamp_length", "30"}},
+                            {{"segment", "40"}, {"memory", "90"}, {"span_ramp", "9.5"}},
                             {{"segment", "66"}, {"memory", "0"}, {"pre_norm", "true"}}}) {
     SCOPED_TRACE(ToString(options));
     Case test(problem, options, Device::kSimulator);
@@ -315,13 +317,37 @@ TEST(TransformerXl, TheCounterpartSeesTheWholePastWithTheSameParameters) {
   const TechniqueSpec counterpart = technique.Counterpart(problem, options).value();
   EXPECT_EQ(ToString(counterpart),
             "transformer_xl:clamp_length=0,feed_forward=4,layers=3,memory=100,pre_norm=false,"
-            "same_length=false,segment=100,share_biases=true");
+            "same_length=false,segment=100,share_biases=true,span_ramp=0");
   Case small(problem, options), whole(problem, counterpart.options);
   ASSERT_TRUE(whole.layer().SetParameters(small.parameters()).ok());
   // As much memory as tokens is the same network, whatever the segments.
   Case enough(problem, {{"memory", "100"}, {"segment", "16"}, {"layers", "3"}});
   const Tensor expected = whole.Run();
   EXPECT_LE(MaxDifference(enough.Run().view(), expected.view()), 2 * Bound(expected.view(), 3));
+}
+
+TEST(TransformerXl, SpansBeyondTheMemoryChangeNothingAndOneOfNoKeysLeavesTheHeadOut) {
+  const Problem problem = Make(1, 2, 100, 16);
+  const Options options = {{"memory", "30"}, {"segment", "20"}, {"layers", "1"}};
+  Options spans = options;
+  spans["span_ramp"] = "8";
+  Case plain(problem, options), spanned(problem, spans);
+  NamedTensors& parameters = spanned.parameters();
+  for (auto& [name, tensor] : plain.parameters()) parameters[name] = tensor.Clone();
+  Fill(parameters.at("layer0.span").view(), 50);
+  ASSERT_TRUE(spanned.layer().SetParameters(parameters).ok());
+  const Tensor expected = plain.Run();
+  EXPECT_LE(MaxDifference(spanned.Run().view(), expected.view()), Bound(expected.view(), 1));
+
+  // Head 1, whose ramp ends at the token itself: its rows of W_o do not matter.
+  parameters.at("layer0.span").span<float>()[1] = -8;
+  ASSERT_TRUE(spanned.layer().SetParameters(parameters).ok());
+  const Tensor without = spanned.Run();
+  const auto w_o = parameters.at("layer0.w_o").span<float>();
+  std::fill(w_o.begin() + 16 * 32, w_o.end(), 7.0f);
+  ASSERT_TRUE(spanned.layer().SetParameters(parameters).ok());
+  EXPECT_EQ(MaxDifference(spanned.Run().view(), without.view()), 0);
+  EXPECT_GT(MaxDifference(without.view(), expected.view()), 0.1);
 }
 
 TEST(TransformerXl, AStreamMayBeLongerThanTheProblemAndLeaveOldTokensBehind) {
@@ -649,6 +675,26 @@ TEST(TransformerXl, CostCountsTheProductsOfTheDefinition) {
   const auto statistics = layer->statistics();
   EXPECT_EQ(statistics.at("keys_per_token"), 2);
   EXPECT_EQ(statistics.at("reach_tokens"), 3);  // token 4 sees from 3, which sees from 1
+}
+
+TEST(TransformerXl, CostCountsTheKeysWithinSpans) {
+  // Keys seen are 1, 2; 2, 3; 2, of which a head with ceil(1.5 + z) = 2 keys sees 2 at most.
+  const Problem problem = Make(1, 2, 5, 2);
+  const Options options = {
+      {"segment", "2"}, {"memory", "1"}, {"feed_forward", "2"}, {"layers", "1"}};
+  Options spans = options;
+  spans["span_ramp"] = "1.5";
+  const auto plain = MakeLayer(problem, options), spanned = MakeLayer(problem, spans);
+  Tensor span(DType::kF32, {2});
+  span.span<float>()[0] = 0.25f;
+  span.span<float>()[1] = 100;
+  NamedTensors parameters;
+  parameters["layer0.span"] = std::move(span);
+  ASSERT_TRUE(spanned->SetParameters(parameters).ok());
+  const double of_pair = 2 * (2 + 2 + 2);
+  EXPECT_EQ(*plain->cost().flops - *spanned->cost().flops, of_pair);
+  EXPECT_EQ(spanned->statistics().at("keys_per_token"), (9 + 10) / 2.0 / 5);
+  EXPECT_EQ(spanned->statistics().at("mean_span"), 100.25 / 2);
 }
 
 TEST(TransformerXl, StatisticsKnowTheReachThroughAllLayers) {
