@@ -163,6 +163,25 @@ TEST_F(SmallModel, ALayerThatHasTheFinalNormHasNormalisedItsStates) {
       1e-3);
 }
 
+TEST_F(SmallModel, MoreParametersAreReadFromAFileOfTheirOwn) {
+  NamedTensors more;
+  more["classifier.w"] = Tensor(DType::kF16, {3});
+  Fill(more["classifier.w"].view(), 0.5);
+  const std::string path = folder_ + "/exits.safetensors";
+  EXPECT_EQ((*Read())->parameters().count("classifier.w"), 0u);
+  const uint64_t fingerprint = (*Read())->fingerprint();
+  ASSERT_TRUE(WriteSafetensors(path, more, {}).ok());
+  const auto model = Read();
+  std::ofstream(path) << "nothing";
+  const std::string wrong = WhatIsWrong();
+  std::filesystem::remove(path);
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ((*model)->parameters().at("classifier.w").dtype(), DType::kF32);
+  EXPECT_EQ((*model)->parameters().at("classifier.w").view().Get(2), 0.5);
+  EXPECT_EQ((*model)->fingerprint(), fingerprint);  // by which datastores of its states are kept
+  EXPECT_THAT(wrong, HasSubstr("exits.safetensors"));
+}
+
 TEST_F(SmallModel, TechniquesOnTokensGiveLogarithmsOfProbabilities) {
   const auto model = Read();
   ASSERT_TRUE(model.ok()) << model.status();

@@ -33,7 +33,7 @@ ABSL_FLAG(std::string, measures, "softmax,saturation,classifier",
 ABSL_FLAG(std::string, p_value, "hoeffding_bentkus", "Of hoeffding, hoeffding_bentkus.");
 ABSL_FLAG(std::string, schedule, "constant", "calm's option of that name.");
 ABSL_FLAG(double, temperature, 4, "calm's option of that name.");
-ABSL_FLAG(int64_t, sequences, 256, "Sequences of held-out text, of which half calibrate.");
+ABSL_FLAG(int64_t, sequences, 512, "Sequences of held-out text, of which half calibrate.");
 ABSL_FLAG(int64_t, tokens, 256, "Bytes of a sequence.");
 ABSL_FLAG(int64_t, splits, 1000, "Random halves that are calibrated with.");
 ABSL_FLAG(int64_t, decode_batch, 64, "Sequences that are decoded together, a byte a step.");

@@ -138,10 +138,10 @@ class DefinedConfidence {
 
 double DefinedThreshold(const CalmOptions& options, int64_t t, int64_t tokens) {
   const double lambda = options.threshold;
-  if (options.schedule == Schedule::kConstant || lambda > 1) return lambda;
+  if (options.schedule == CalmOptions::Schedule::kConstant || lambda > 1) return lambda;
   const double decayed =
       std::exp(-options.temperature * static_cast<double>(t) / static_cast<double>(tokens));
-  const double first = options.schedule == Schedule::kT5x ? lambda : 1;
+  const double first = options.schedule == CalmOptions::Schedule::kT5x ? lambda : 1;
   return std::clamp(0.9 * lambda + 0.1 * first * decayed, 0.0, 1.0);
 }
 

@@ -43,6 +43,8 @@
 namespace tfb {
 
 struct CalmOptions : ExitStackOptions {
+  enum class Schedule { kConstant, kDecaying, kT5x };
+
   Confidence confidence = Confidence::kSoftmax;
   double threshold = 0.5;
   Schedule schedule = Schedule::kConstant;

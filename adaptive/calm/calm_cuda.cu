@@ -43,6 +43,11 @@ __device__ float Classified(const float* w, float bias, const float* state, int6
   return 1 / (1 + expf(-(WarpSum(dot) + bias)));
 }
 
+__device__ float ThresholdAt(const Threshold& a, int64_t t) {
+  const float value = a.constant + a.scale * expf(a.rate * static_cast<float>(t));
+  return fminf(fmaxf(value, 0.0f), a.most);
+}
+
 // A warp for each row.
 __global__ void __launch_bounds__(kRowThreads) Decide(ConfidenceArguments a) {
   const int64_t row = WarpOfGrid();
@@ -57,7 +62,8 @@ __global__ void __launch_bounds__(kRowThreads) Decide(ConfidenceArguments a) {
     confidence = Classified(a.weights, a.bias, state, a.channels);
   }
   if (Lane() == 0) {
-    a.leaves[row] = confidence >= a.threshold.At(a.first_position + row % a.tokens) ? 1 : 0;
+    a.leaves[row] =
+        confidence >= ThresholdAt(a.threshold, a.first_position + row % a.tokens) ? 1 : 0;
   }
 }
 

@@ -275,19 +275,23 @@ TEST(Calm, LaterTokensSeeTheCopiedStateOfATokenThatHasLeft) {
 }
 
 TEST(Calm, ThresholdsDecayAsWritten) {
-  Threshold threshold = {0.8f, 4, 100, Schedule::kConstant};
-  EXPECT_FLOAT_EQ(threshold.At(25), 0.8f);
-  threshold.schedule = Schedule::kDecaying;
-  EXPECT_FLOAT_EQ(threshold.At(0), 0.82f);
-  EXPECT_FLOAT_EQ(threshold.At(25), 0.75678794f);  // 0.72 + 0.1 / e
-  EXPECT_FLOAT_EQ(threshold.At(1 << 20), 0.72f);
-  threshold.schedule = Schedule::kT5x;
-  EXPECT_FLOAT_EQ(threshold.At(0), 0.8f);
-  EXPECT_FLOAT_EQ(threshold.At(25), 0.74943036f);  // 0.72 + 0.08 / e
-  threshold = {1, 0, 100, Schedule::kDecaying};
-  EXPECT_FLOAT_EQ(threshold.At(3), 1);
-  threshold.lambda = 1.5f;  // lets nothing leave, whatever the schedule
-  EXPECT_FLOAT_EQ(threshold.At(99), 1.5f);
+  using Schedule = CalmOptions::Schedule;
+  const auto at = [](double lambda, Schedule schedule, int64_t t) {
+    CalmOptions options;
+    options.threshold = lambda;
+    options.schedule = schedule;
+    options.temperature = 4;
+    return ThresholdAt(ThresholdOf(options, /*tokens=*/100), t);
+  };
+  EXPECT_FLOAT_EQ(at(0.8, Schedule::kConstant, 25), 0.8f);
+  EXPECT_FLOAT_EQ(at(0.8, Schedule::kDecaying, 0), 0.82f);
+  EXPECT_FLOAT_EQ(at(0.8, Schedule::kDecaying, 25), 0.75678794f);  // 0.72 + 0.1 / e
+  EXPECT_FLOAT_EQ(at(0.8, Schedule::kDecaying, 1 << 20), 0.72f);
+  EXPECT_FLOAT_EQ(at(0.8, Schedule::kT5x, 0), 0.8f);
+  EXPECT_FLOAT_EQ(at(0.8, Schedule::kT5x, 25), 0.74943036f);  // 0.72 + 0.08 / e
+  EXPECT_FLOAT_EQ(at(1, Schedule::kDecaying, 0), 1);
+  // Lets nothing leave, whatever the schedule.
+  EXPECT_FLOAT_EQ(at(1.5, Schedule::kDecaying, 99), 1.5f);
 }
 
 // One row through a rule: whether it leaves after layer 2, just below and just above the confidence.

@@ -13,15 +13,22 @@ namespace {
 
 constexpr int64_t kLanes = 16;  // numbers that go side by side, as many as the widest vector has
 constexpr int64_t kRowsOfTask = 16;
+static_assert(kLanes == kColumnQuantum, "rows of logits are whole lanes");
 
-// The largest logit's probability minus the next one's; overwrites the logits.
+// Floats of a row of logits.
+int64_t Padded(int64_t vocabulary) {
+  return (vocabulary + kColumnQuantum - 1) / kColumnQuantum * kColumnQuantum;
+}
+
+// The largest logit's probability minus the next one's; overwrites the row of logits.
 float SoftmaxResponse(int64_t vocabulary, float* logits) {
+  const int64_t columns = Padded(vocabulary);
+  std::fill(logits + vocabulary, logits + columns, -std::numeric_limits<float>::infinity());
   float first[kLanes], second[kLanes];
   std::fill_n(first, kLanes, -std::numeric_limits<float>::infinity());
   std::copy_n(first, kLanes, second);
-  for (int64_t v = 0; v < vocabulary; v += kLanes) {
-    const int64_t lanes = std::min(kLanes, vocabulary - v);
-    for (int64_t lane = 0; lane < lanes; ++lane) {
+  for (int64_t v = 0; v < columns; v += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
       const float z = logits[v + lane], low = first[lane] < z ? first[lane] : z;
       second[lane] = second[lane] < low ? low : second[lane];
       first[lane] = first[lane] < z ? z : first[lane];
@@ -32,46 +39,63 @@ float SoftmaxResponse(int64_t vocabulary, float* logits) {
     next = std::max(std::max(next, second[lane]), std::min(largest, first[lane]));
     largest = std::max(largest, first[lane]);
   }
-  const int64_t columns = (vocabulary + kColumnQuantum - 1) / kColumnQuantum * kColumnQuantum;
-  std::fill(logits + vocabulary, logits + columns, -std::numeric_limits<float>::infinity());
   float max = -std::numeric_limits<float>::infinity(), sum = 0, rescale = 1;
   BestCpuKernels().softmax({logits, columns, 1, columns}, {&max, &sum, &rescale}, nullptr);
   return (1 - std::exp(next - largest)) / sum;  // NaN among the logits is in the sum
 }
 
-float Cosine(const float* a, const float* b, int64_t channels) {
+// Sums of products, side by side.
+struct Products {
   float dot[kLanes] = {}, of_a[kLanes] = {}, of_b[kLanes] = {};
-  for (int64_t c = 0; c < channels; c += kLanes) {
-    const int64_t lanes = std::min(kLanes, channels - c);
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      dot[lane] += a[c + lane] * b[c + lane];
-      of_a[lane] += a[c + lane] * a[c + lane];
-      of_b[lane] += b[c + lane] * b[c + lane];
-    }
-  }
-  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
-    for (int64_t lane = 0; lane < half; ++lane) {
-      dot[lane] += dot[lane + half];
-      of_a[lane] += of_a[lane + half];
-      of_b[lane] += of_b[lane + half];
-    }
-  }
-  return dot[0] / std::sqrt(of_a[0] * of_b[0]);
-}
 
-int64_t Padded(int64_t vocabulary) {
-  return (vocabulary + kColumnQuantum - 1) / kColumnQuantum * kColumnQuantum;
+  void Add(int64_t lane, float a, float b) {
+    dot[lane] += a * b;
+    of_a[lane] += a * a;
+    of_b[lane] += b * b;
+  }
+  static float Sum(const float* lanes) {
+    float half[kLanes / 2], sum = 0;
+    for (int64_t lane = 0; lane < kLanes / 2; ++lane) {
+      half[lane] = lanes[lane] + lanes[lane + kLanes / 2];
+    }
+    for (const float value : half) sum += value;
+    return sum;
+  }
+};
+
+float Cosine(const float* a, const float* b, int64_t channels) {
+  Products products;
+  int64_t c = 0;
+  for (; c + kLanes <= channels; c += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) products.Add(lane, a[c + lane], b[c + lane]);
+  }
+  for (int64_t lane = 0; c < channels; ++c, ++lane) products.Add(lane, a[c], b[c]);
+  return Products::Sum(products.dot) /
+         std::sqrt(Products::Sum(products.of_a) * Products::Sum(products.of_b));
 }
 
 }  // namespace
 
-ConfidenceRule::ConfidenceRule(Device device, const Problem& problem, const CalmOptions& options)
-    : device_(device), width_(problem.model_dim()), options_(options) {
-  threshold_.lambda = static_cast<float>(options.threshold);
-  threshold_.temperature = static_cast<float>(options.temperature);
-  threshold_.tokens = std::max<int64_t>(problem.query_tokens, 1);
-  threshold_.schedule = options.schedule;
+Threshold ThresholdOf(const CalmOptions& options, int64_t tokens) {
+  using Schedule = CalmOptions::Schedule;
+  const float lambda = static_cast<float>(options.threshold);
+  if (options.schedule == Schedule::kConstant || lambda > 1) return {lambda, 0, 0, 2};
+  const double rate = -options.temperature / static_cast<double>(std::max<int64_t>(tokens, 1));
+  const float first = options.schedule == Schedule::kT5x ? lambda : 1;
+  return {0.9f * lambda, 0.1f * first, static_cast<float>(rate), 1};
 }
+
+float ThresholdAt(const Threshold& threshold, int64_t t) {
+  const float value =
+      threshold.constant + threshold.scale * std::exp(threshold.rate * static_cast<float>(t));
+  return std::min(std::max(value, 0.0f), threshold.most);
+}
+
+ConfidenceRule::ConfidenceRule(Device device, const Problem& problem, const CalmOptions& options)
+    : device_(device),
+      width_(problem.model_dim()),
+      options_(options),
+      threshold_(ThresholdOf(options, problem.query_tokens)) {}
 
 absl::Status ConfidenceRule::Setup(const NamedTensors& parameters) {
   const auto parameter = [&](const std::string& name) {
@@ -140,7 +164,7 @@ absl::Status ConfidenceRule::Decide(const ExitRows& rows, uint8_t* leaves,
   const bool undefined = options_.confidence == Confidence::kSaturation && rows.layer == 1;
   for (int64_t r = 0; r < rows.rows(); ++r) {
     const int64_t t = rows.first_position + rows.places[r] % rows.tokens;
-    leaves[r] = !undefined && scratch.confidences[r] >= threshold_.At(t) ? 1 : 0;
+    leaves[r] = !undefined && scratch.confidences[r] >= ThresholdAt(threshold_, t) ? 1 : 0;
   }
   return absl::OkStatus();
 }
@@ -194,7 +218,8 @@ absl::Status ConfidenceRule::DecideOnCuda(const ExitRows& rows, const Scratch& s
   arguments.first_position = rows.first_position;
   arguments.threshold = threshold_;
   if (options_.confidence == Confidence::kSaturation && rows.layer == 1) {
-    arguments.threshold = {std::numeric_limits<float>::infinity(), 0, 1, Schedule::kConstant};
+    constexpr float kNever = std::numeric_limits<float>::infinity();
+    arguments.threshold = {kNever, 0, 0, kNever};
   }
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
   return ToStatus(KernelsOn<CalmKernels>(runtime->target()).decide(arguments, execution.stream));

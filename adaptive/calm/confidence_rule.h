@@ -16,6 +16,10 @@
 
 namespace tfb {
 
+// lambda_t of a problem of so many tokens, and its value in fp32.
+Threshold ThresholdOf(const CalmOptions& options, int64_t tokens);
+float ThresholdAt(const Threshold& threshold, int64_t t);
+
 class ConfidenceRule : public ExitRule {
  public:
   ConfidenceRule(Device device, const Problem& problem, const CalmOptions& options);

@@ -62,27 +62,33 @@ absl::StatusOr<std::vector<TextReading>> ReadFixed(const TextSample& sample, Thr
   return readings;
 }
 
-// -bits, which are logarithms to base 2: penalties are in bits too.
-Values LikelihoodsOf(const std::vector<TextReading>& fixed, const TextSample& sample) {
+// What each exit makes of each byte: log2 p, so that penalties are in bits, or whether it is right.
+enum class Value { kLikelihood, kCorrectness };
+Values ValuesOf(Value value, const std::vector<TextReading>& fixed, const TextSample& sample) {
   Values values(sample.sequences);
   for (int64_t s = 0; s < sample.sequences; ++s) {
     for (const TextReading& reading : fixed) {
       std::vector<double>& of_exit = values[s].emplace_back();
-      for (int64_t t = 0; t < sample.tokens; ++t) {
-        of_exit.push_back(-static_cast<double>(reading.bits[s * sample.tokens + t]));
+      for (int64_t t = s * sample.tokens; t < (s + 1) * sample.tokens; ++t) {
+        const double correct = reading.best[t] == reading.next[t] ? 1 : 0;
+        of_exit.push_back(value == Value::kCorrectness ? correct : -reading.bits[t]);
       }
     }
   }
   return values;
 }
 
-absl::Status PrintOracles(const Values& values, const TextReading& whole, const TextSample& sample,
-                          ThreadPool* pool) {
+absl::Status PrintOracles(Value value, const std::vector<TextReading>& fixed,
+                          const TextSample& sample, ThreadPool* pool) {
+  const Values values = ValuesOf(value, fixed, sample);
+  // Of correctness even the least penalty is one: it decides between exits that are right alike.
+  std::vector<double> penalties = {0.4, 0.2, 0.1, 0.05, 0.02, 0};
+  if (value == Value::kCorrectness) penalties = {0.4, 0.2, 0.1, 1e-4};
   TFB_ASSIGN_OR_RETURN(const auto reader, ReaderOf({{"classifier", "fixed"}}, sample, pool));
   Tensor exits(DType::kI32, {sample.sequences, sample.tokens});
   const double sigma = absl::GetFlag(FLAGS_sigma);
   for (const bool of_tokens : {false, true}) {
-    for (const double penalty : {0.4, 0.2, 0.1, 0.05, 0.02, 0.0}) {
+    for (const double penalty : penalties) {
       for (int64_t s = 0; s < sample.sequences; ++s) {
         int32_t* row = exits.view().MutableAt<int32_t>(s);
         if (of_tokens) {
@@ -93,8 +99,9 @@ absl::Status PrintOracles(const Values& values, const TextReading& whole, const 
         }
       }
       TFB_ASSIGN_OR_RETURN(const TextReading reading, reader->Read(exits.view()));
-      Print(absl::StrCat("oracle of ", of_tokens ? "tokens" : "sequences", ", penalty ", penalty),
-            reading, whole);
+      Print(absl::StrCat("oracle of ", of_tokens ? "tokens" : "sequences",
+                         value == Value::kCorrectness ? ", correct" : "", ", penalty ", penalty),
+            reading, fixed.back());
     }
   }
   return absl::OkStatus();
@@ -134,7 +141,8 @@ absl::Status Main() {
   std::printf("%-34s %6s %11s %10s %10s\n", "", "mean", "FLOPs", "bits per", "agreement");
   std::printf("%-34s %6s %11s %10s %10s\n", "exits", "layers", "saved", "byte", "with whole");
   TFB_ASSIGN_OR_RETURN(const std::vector<TextReading> fixed, ReadFixed(sample, &pool));
-  TFB_RETURN_IF_ERROR(PrintOracles(LikelihoodsOf(fixed, sample), fixed.back(), sample, &pool));
+  TFB_RETURN_IF_ERROR(PrintOracles(Value::kLikelihood, fixed, sample, &pool));
+  TFB_RETURN_IF_ERROR(PrintOracles(Value::kCorrectness, fixed, sample, &pool));
   return PrintClassifiers(fixed.back(), sample, &pool);
 }
 

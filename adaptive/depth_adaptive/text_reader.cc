@@ -96,6 +96,7 @@ absl::StatusOr<TextReading> TextReader::Read(const ConstTensorView& exits) {
   TextReading reading;
   reading.bits.resize(whole_.batch * whole_.query_tokens);
   reading.best.resize(reading.bits.size());
+  reading.next.resize(reading.bits.size());
   double read = 0;
   for (int64_t next = 0; next < whole_.batch; next += sequences_of_batch()) {
     // The last batch is as long as the others, and may begin among sequences that were read.
@@ -130,6 +131,7 @@ void TextReader::Score(int64_t first, TextReading* reading) const {
       const int64_t place = (first + b) * tokens + t;
       reading->bits[place] = static_cast<float>(nats / std::log(2.0));
       reading->best[place] = static_cast<uint8_t>(best);
+      reading->next[place] = static_cast<uint8_t>(bytes[t + 1]);
     }
   });
 }

@@ -27,6 +27,7 @@ struct TextSample {
 struct TextReading {
   std::vector<float> bits;    // -log2 p(next byte)
   std::vector<uint8_t> best;  // the most likely next byte
+  std::vector<uint8_t> next;  // the next byte
   double layers = 0;
   double flops_saved = 0;
 
