@@ -159,7 +159,7 @@ std::vector<TensorSpec> Calm::WrittenTensors(const Problem& problem, const CalmO
 absl::StatusOr<std::unique_ptr<Layer>> Calm::MakeLayer(const Problem& problem,
                                                        const CalmOptions& options, Device device,
                                                        uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckExitStack("calm", problem, options));
+  TFB_RETURN_IF_ERROR(CheckRelativeStack("calm", problem, options));
   return ExitStackLayer::Create(problem, options, device, seed,
                                 std::make_unique<ConfidenceRule>(device, problem, options),
                                 ConfidenceParameters(problem, options));
@@ -168,8 +168,8 @@ absl::StatusOr<std::unique_ptr<Layer>> Calm::MakeLayer(const Problem& problem,
 absl::Status Calm::Definition(const Problem& problem, const CalmOptions& options,
                               const NamedTensors& parameters, const Inputs& inputs,
                               const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckExitStack("calm", problem, options));
-  std::vector<ParameterSpec> specs = ExitStackParameters(ExitStackShape(problem, options).sizes);
+  TFB_RETURN_IF_ERROR(CheckRelativeStack("calm", problem, options));
+  std::vector<ParameterSpec> specs = ExitStackParameters(ShapeOf(problem, options).sizes);
   for (ParameterSpec& spec : ConfidenceParameters(problem, options)) specs.push_back(spec);
   TFB_RETURN_IF_ERROR(CheckParameters(specs, parameters));
   const DefinedConfidence confidence(options, parameters, problem.dtype);

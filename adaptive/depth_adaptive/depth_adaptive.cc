@@ -48,7 +48,7 @@ std::vector<ParameterSpec> ClassifierParameters(const Problem& problem,
 }
 
 absl::Status CheckProblem(const Problem& problem, const DepthAdaptiveOptions& options) {
-  return CheckExitStack("depth_adaptive", problem, options);
+  return CheckRelativeStack("depth_adaptive", problem, options);
 }
 
 // ---- The definition ----
@@ -165,7 +165,7 @@ absl::Status DepthAdaptive::Definition(const Problem& problem, const DepthAdapti
                                        const DefinitionRequest& request,
                                        NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  std::vector<ParameterSpec> specs = ExitStackParameters(ExitStackShape(problem, options).sizes);
+  std::vector<ParameterSpec> specs = ExitStackParameters(ShapeOf(problem, options).sizes);
   for (ParameterSpec& spec : ClassifierParameters(problem, options)) specs.push_back(spec);
   TFB_RETURN_IF_ERROR(CheckParameters(specs, parameters));
   const auto rule = [&]() -> ExitScoreOf {

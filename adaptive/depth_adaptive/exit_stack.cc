@@ -41,21 +41,6 @@ std::string ExitNorm(int64_t n, int64_t layers) {
   return n == layers ? "final_norm" : ExitPrefix(n - 1) + ".norm";
 }
 
-RelativeStackShape ExitStackShape(const Problem& problem, const ExitStackOptions& options) {
-  return {{options.layers, problem.query_heads, problem.head_dim,
-           options.feed_forward * problem.model_dim(), options.share_biases},
-          options.segment,
-          options.memory,
-          options.same_length,
-          options.clamp_length};
-}
-
-absl::Status CheckExitStack(absl::string_view technique, const Problem& problem,
-                            const ExitStackOptions& options) {
-  return CheckRelativeStack(technique, problem, ExitStackShape(problem, options),
-                            ExitStackOptions::kMaxMemory);
-}
-
 std::vector<ParameterSpec> ExitStackParameters(const StackSizes& sizes) {
   std::vector<ParameterSpec> specs = StackParameters(sizes);
   for (int64_t n = 1; n <= sizes.layers; ++n) {
@@ -78,7 +63,7 @@ std::vector<TensorSpec> ExitStackOutputs(const Problem& problem) {
 
 RelativeStackShape ExitStackLayer::ShapeFor(const Problem& problem, const ExitStackOptions& options,
                                             Device device) {
-  RelativeStackShape shape = ExitStackShape(problem, options);
+  RelativeStackShape shape = ShapeOf(problem, options);
   if (device == Device::kCpu) shape.queries = RelativeAttention::Queries::kSome;
   return shape;
 }

@@ -39,35 +39,16 @@
 #include "core/workspace.h"
 #include "memory/transformer_xl/relative_stack.h"
 #include "memory/transformer_xl/stack.h"
+#include "memory/transformer_xl/stack_options.h"
 
 namespace tfb {
 
-// As those of transformer_xl.
-struct ExitStackOptions {
-  static constexpr int64_t kMaxMemory = int64_t{1} << 20;
-
-  int64_t layers = 2;
-  int64_t segment = 128;
-  int64_t memory = 128;
-  bool same_length = false;
-  int64_t clamp_length = 0;
-  int64_t feed_forward = 4;
+struct ExitStackOptions : RelativeStackOptions {
   bool pre_norm = false;
-  bool share_biases = true;
 
   void Describe(OptionBinder& bind) {
-    bind.Int("layers", &layers, 1, 32, "attention and feed-forward layers");
-    bind.Int("segment", &segment, 1, kMaxMemory, "tokens that are processed at a time");
-    bind.Int("memory", &memory, 0, kMaxMemory, "earlier tokens that a layer keeps");
-    bind.Bool("same_length", &same_length,
-              "every token sees `memory` keys, its own among them; else all of the memory and the "
-              "segment up to itself");
-    bind.Int("clamp_length", &clamp_length, 0, kMaxMemory,
-             "larger distances count as this one; 0 means none do");
-    bind.Int("feed_forward", &feed_forward, 1, 16,
-             "inner width of the feed-forward layers, in model_dim");
+    DescribeStack(bind, /*max_layers=*/32, /*max_feed_forward=*/16);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
-    bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
   }
 };
 
@@ -76,9 +57,6 @@ std::string ExitPrefix(int64_t n);
 // Of the norm after layer n of N: exit<n-1>.norm, and final_norm after the last one.
 std::string ExitNorm(int64_t n, int64_t layers);
 
-RelativeStackShape ExitStackShape(const Problem& problem, const ExitStackOptions& options);
-absl::Status CheckExitStack(absl::string_view technique, const Problem& problem,
-                            const ExitStackOptions& options);
 // Those of transformer_xl and, for every layer, gamma and beta [model_dim] of its exit's norm.
 std::vector<ParameterSpec> ExitStackParameters(const StackSizes& sizes);
 

@@ -37,18 +37,8 @@ TechniqueInfo Info() {
   return info;
 }
 
-RelativeStackShape ShapeOf(const Problem& problem, const GatedTransformerXlOptions& options) {
-  return {{options.layers, problem.query_heads, problem.head_dim,
-           options.feed_forward * problem.model_dim(), options.share_biases},
-          options.segment,
-          options.memory,
-          options.same_length,
-          options.clamp_length};
-}
-
 absl::Status CheckProblem(const Problem& problem, const GatedTransformerXlOptions& options) {
-  return CheckRelativeStack("gated_transformer_xl", problem, ShapeOf(problem, options),
-                            GatedTransformerXlOptions::kMaxMemory);
+  return CheckRelativeStack("gated_transformer_xl", problem, options);
 }
 
 // ---- Parameters ----

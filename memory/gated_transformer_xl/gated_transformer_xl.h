@@ -40,39 +40,23 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "core/technique.h"
+#include "memory/transformer_xl/stack_options.h"
 
 namespace tfb {
 
-struct GatedTransformerXlOptions {
+struct GatedTransformerXlOptions : RelativeStackOptions {
   enum class Gate { kGru, kInput, kOutput, kHighway, kSigmoidTanh, kSum };
-  static constexpr int64_t kMaxMemory = int64_t{1} << 20;
 
-  int64_t layers = 1;  // as in RLlib
-  int64_t segment = 128;
-  int64_t memory = 128;
-  bool same_length = false;
-  int64_t clamp_length = 0;
-  int64_t feed_forward = 4;
-  bool share_biases = true;
   Gate gate = Gate::kGru;
   double gate_bias = 2;
   bool relu = true;
 
+  GatedTransformerXlOptions() { layers = 1; }  // as in RLlib
+
   void Describe(OptionBinder& bind) {
     // The paper's largest has 12. Each gate shrinks the state, whose rounding errors the next
     // normalisation magnifies: 40 layers of gates as drawn have a relative error of 1e-4 in fp32.
-    bind.Int("layers", &layers, 1, 32, "attention and feed-forward layers");
-    bind.Int("segment", &segment, 1, kMaxMemory, "tokens that are processed at a time");
-    bind.Int("memory", &memory, 0, kMaxMemory, "earlier tokens that a layer keeps",
-             {0, 64, 128, 256, 512, 1024});
-    bind.Bool("same_length", &same_length,
-              "every token sees `memory` keys, its own among them; else all of the memory and the "
-              "segment up to itself");
-    bind.Int("clamp_length", &clamp_length, 0, kMaxMemory,
-             "larger distances count as this one; 0 means none do");
-    bind.Int("feed_forward", &feed_forward, 1, 64,
-             "inner width of the feed-forward layers, in model_dim");
-    bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
+    DescribeStack(bind, /*max_layers=*/32, /*max_feed_forward=*/64);
     bind.Choice("gate", &gate,
                 {{"gru", Gate::kGru},
                  {"input", Gate::kInput},

@@ -36,23 +36,13 @@ TechniqueInfo Info() {
   return info;
 }
 
-RelativeStackShape ShapeOf(const Problem& problem, const MemorizingOptions& options) {
-  return {{options.layers, problem.query_heads, problem.head_dim,
-           options.feed_forward * problem.model_dim(), options.share_biases},
-          options.segment,
-          options.memory,
-          options.same_length,
-          options.clamp_length};
-}
-
 absl::Status CheckProblem(const Problem& problem, const MemorizingOptions& options) {
   if (options.memory_layer >= options.layers) {
     return absl::InvalidArgumentError(absl::StrCat("option memory_layer is ", options.memory_layer,
                                                    "; allowed with layers=", options.layers,
                                                    " are -1 to ", options.layers - 1));
   }
-  return CheckRelativeStack("memorizing", problem, ShapeOf(problem, options),
-                            MemorizingOptions::kMaxMemory);
+  return CheckRelativeStack("memorizing", problem, options);
 }
 
 std::string StorePrefix(const MemorizingOptions& options) {

@@ -52,23 +52,16 @@
 
 #include "absl/status/statusor.h"
 #include "core/technique.h"
+#include "memory/transformer_xl/stack_options.h"
 
 namespace tfb {
 
-struct MemorizingOptions {
+struct MemorizingOptions : RelativeStackOptions {
   enum class Selection { kExact, kBucketed };
-  static constexpr int64_t kMaxMemory = int64_t{1} << 20;
   static constexpr int64_t kMaxLayers = 32;
   static constexpr int64_t kMaxStore = int64_t{1} << 18;  // the paper's largest
 
-  int64_t layers = 2;
-  int64_t segment = 128;
-  int64_t memory = 128;
-  bool same_length = false;
-  int64_t clamp_length = 0;
-  int64_t feed_forward = 4;
   bool pre_norm = false;
-  bool share_biases = true;
   int64_t memory_layer = -1;
   int64_t store = 8192;
   int64_t k = 32;
@@ -76,18 +69,8 @@ struct MemorizingOptions {
   bool beyond_memory = false;
 
   void Describe(OptionBinder& bind) {
-    bind.Int("layers", &layers, 1, kMaxLayers, "attention and feed-forward layers");
-    bind.Int("segment", &segment, 1, kMaxMemory, "tokens that are processed at a time");
-    bind.Int("memory", &memory, 0, kMaxMemory, "earlier tokens that a layer keeps");
-    bind.Bool("same_length", &same_length,
-              "every token sees `memory` keys, its own among them; else all of the memory and the "
-              "segment up to itself");
-    bind.Int("clamp_length", &clamp_length, 0, kMaxMemory,
-             "larger distances count as this one; 0 means none do");
-    bind.Int("feed_forward", &feed_forward, 1, 64,
-             "inner width of the feed-forward layers, in model_dim");
+    DescribeStack(bind, kMaxLayers, /*max_feed_forward=*/64);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
-    bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
     // The paper's is the 9th of 12.
     bind.Int("memory_layer", &memory_layer, -1, kMaxLayers - 1,
              "the layer that reads the store, from 0; -1 means three quarters of the way up");

@@ -10,14 +10,28 @@
 
 namespace tfb {
 
+RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& options) {
+  RelativeStackShape shape;
+  shape.sizes.layers = options.layers;
+  shape.sizes.heads = problem.query_heads;
+  shape.sizes.head_dim = problem.head_dim;
+  shape.sizes.inner = options.feed_forward * problem.model_dim();
+  shape.sizes.share_biases = options.share_biases;
+  shape.segment = options.segment;
+  shape.memory = options.memory;
+  shape.same_length = options.same_length;
+  shape.clamp_length = options.clamp_length;
+  return shape;
+}
+
 absl::Status CheckRelativeStack(absl::string_view technique, const Problem& problem,
-                                const RelativeStackShape& shape, int64_t max_memory) {
+                                const RelativeStackOptions& options) {
   TFB_RETURN_IF_ERROR(CheckSelfAttention(technique, problem));
-  if (!shape.same_length || shape.memory > 0) return absl::OkStatus();
+  if (!options.same_length || options.memory > 0) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
       "option memory is 0; allowed with same_length=true, where a token is one of the keys it "
       "sees, are 1 to ",
-      max_memory));
+      RelativeStackOptions::kMaxMemory));
 }
 
 RelativeStackLayer::RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,

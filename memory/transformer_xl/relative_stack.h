@@ -17,10 +17,10 @@
 #include "memory/transformer_xl/relative_attention.h"
 #include "memory/transformer_xl/segmented_layer.h"
 #include "memory/transformer_xl/stack.h"
+#include "memory/transformer_xl/stack_options.h"
 
 namespace tfb {
 
-// As the options of transformer_xl.
 struct RelativeStackShape {
   StackSizes sizes;
   int64_t segment = 1;
@@ -30,9 +30,11 @@ struct RelativeStackShape {
   RelativeAttention::Queries queries = RelativeAttention::Queries::kAll;
 };
 
+RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& options);
+
 // InvalidArgument where the problem or the memory does not fit the technique.
 absl::Status CheckRelativeStack(absl::string_view technique, const Problem& problem,
-                                const RelativeStackShape& shape, int64_t max_memory);
+                                const RelativeStackOptions& options);
 
 class RelativeStackLayer : public SegmentedLayer {
  public:

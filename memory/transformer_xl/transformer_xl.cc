@@ -33,18 +33,10 @@ TechniqueInfo Info() {
   return info;
 }
 
-RelativeStackShape ShapeOf(const Problem& problem, const TransformerXlOptions& options) {
-  return {{options.layers, problem.query_heads, problem.head_dim,
-           options.feed_forward * problem.model_dim(), options.share_biases, options.span_ramp},
-          options.segment,
-          options.memory,
-          options.same_length,
-          options.clamp_length};
-}
-
-absl::Status CheckProblem(const Problem& problem, const TransformerXlOptions& options) {
-  return CheckRelativeStack("transformer_xl", problem, ShapeOf(problem, options),
-                            TransformerXlOptions::kMaxMemory);
+RelativeStackShape ShapeWithSpans(const Problem& problem, const TransformerXlOptions& options) {
+  RelativeStackShape shape = ShapeOf(problem, options);
+  shape.sizes.span_ramp = options.span_ramp;
+  return shape;
 }
 
 // ---- The layer ----
@@ -77,7 +69,8 @@ class TransformerXlLayer : public RelativeStackLayer {
 
  private:
   TransformerXlLayer(const Problem& problem, const TransformerXlOptions& options, Device device)
-      : RelativeStackLayer(problem, SegmentedOutputs(problem), ShapeOf(problem, options), device),
+      : RelativeStackLayer(problem, SegmentedOutputs(problem), ShapeWithSpans(problem, options),
+                           device),
         pre_norm_(options.pre_norm) {}
 
   bool pre_norm_;
@@ -92,8 +85,8 @@ absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
                                                  const NamedTensors& parameters,
                                                  const ConstTensorView& x,
                                                  absl::Span<const int64_t> begins) {
-  const StackSizes sizes = ShapeOf(problem, options).sizes;
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  const StackSizes sizes = ShapeWithSpans(problem, options).sizes;
+  TFB_RETURN_IF_ERROR(CheckRelativeStack("transformer_xl", problem, options));
   TFB_RETURN_IF_ERROR(CheckParameters(StackParameters(sizes), parameters));
   if (problem.query_tokens > 0 && (begins.empty() || begins[0] != 0)) {
     return absl::InvalidArgumentError("the first segment does not begin at token 0");
@@ -124,7 +117,7 @@ absl::StatusOr<std::unique_ptr<Layer>> TransformerXl::MakeLayer(const Problem& p
                                                                 const TransformerXlOptions& options,
                                                                 Device device,
                                                                 uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
+  TFB_RETURN_IF_ERROR(CheckRelativeStack("transformer_xl", problem, options));
   return TransformerXlLayer::Create(problem, options, device, seed);
 }
 

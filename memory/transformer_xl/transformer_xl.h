@@ -47,38 +47,17 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "core/technique.h"
+#include "memory/transformer_xl/stack_options.h"
 
 namespace tfb {
 
-struct TransformerXlOptions {
-  static constexpr int64_t kMaxMemory = int64_t{1} << 20;
-
-  int64_t layers = 2;
-  int64_t segment = 128;
-  int64_t memory = 128;
-  bool same_length = false;
-  int64_t clamp_length = 0;
-  int64_t feed_forward = 4;
+struct TransformerXlOptions : RelativeStackOptions {
   bool pre_norm = false;
-  bool share_biases = true;
   double span_ramp = 0;
 
   void Describe(OptionBinder& bind) {
-    bind.Int("layers", &layers, 1, 1000, "attention and feed-forward layers");
-    bind.Int("segment", &segment, 1, kMaxMemory, "tokens that are processed at a time");
-    bind.Int("memory", &memory, 0, kMaxMemory, "earlier tokens that a layer keeps",
-             {0, 64, 128, 256, 512, 1024});
-    bind.Bool("same_length", &same_length,
-              "every token sees `memory` keys, its own among them; else all of the memory and the "
-              "segment up to itself");
-    bind.Int("clamp_length", &clamp_length, 0, kMaxMemory,
-             "larger distances count as this one; 0 means none do");
-    bind.Int("feed_forward", &feed_forward, 1, 64,
-             "inner width of the feed-forward layers, in model_dim");
+    DescribeStack(bind, /*max_layers=*/1000, /*max_feed_forward=*/64);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
-    // In the equations of section 3.3 u and v have no layer's index, where W_r has one; the code's
-    // untie_r is off by default (its scripts for WikiText-103 and One Billion Word turn it on).
-    bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
     bind.Real("span_ramp", &span_ramp, 0, 1 << 20,
               "soft edge, in tokens, of spans that heads have learned; 0: heads have none");
   }
