@@ -181,24 +181,31 @@ absl::Status ConfidenceRule::Logits(const ExitRows& rows, const Scratch& scratch
 
 void ConfidenceRule::ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
                                       const Execution& execution) const {
-  const int64_t count = rows.rows();
-  const float* states = rows.state.At<float>(0);
-  const auto confidence_of = [&](int64_t r) {
-    if (has_logits()) {
-      return SoftmaxResponse(options_.vocabulary, scratch.logits + r * Padded(options_.vocabulary));
-    }
-    if (options_.confidence == Confidence::kSaturation) {
-      return Cosine(states + r * width_, rows.before.At<float>(r), width_);
-    }
-    float z;
-    BestCpuKernels().matrix_vector(1, width_, states + r * width_, width_,
-                                   weights_[rows.layer - 1].data(), &z, 1, /*accumulate=*/false);
-    return 1 / (1 + std::exp(-(z + biases_[rows.layer - 1])));
-  };
-  execution.pool->ParallelFor((count + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-    const int64_t end = std::min((task + 1) * kRowsOfTask, count);
-    for (int64_t r = task * kRowsOfTask; r < end; ++r) scratch.confidences[r] = confidence_of(r);
-  });
+  execution.pool->ParallelFor(
+      (rows.rows() + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
+        const int64_t first = task * kRowsOfTask;
+        const int64_t count = std::min(kRowsOfTask, rows.rows() - first);
+        float* confidences = scratch.confidences + first;
+        if (options_.confidence == Confidence::kClassifier) {
+          return Classify(rows, first, count, confidences);
+        }
+        for (int64_t r = first; r < first + count; ++r) {
+          *confidences++ = has_logits()
+                               ? SoftmaxResponse(options_.vocabulary,
+                                                 scratch.logits + r * Padded(options_.vocabulary))
+                               : Cosine(rows.state.At<float>(r), rows.before.At<float>(r), width_);
+        }
+      });
+}
+
+void ConfidenceRule::Classify(const ExitRows& rows, int64_t first, int64_t count,
+                              float* confidences) const {
+  BestCpuKernels().matrix_vector(count, width_, rows.state.At<float>(first), width_,
+                                 weights_[rows.layer - 1].data(), confidences, 1,
+                                 /*accumulate=*/false);
+  for (int64_t r = 0; r < count; ++r) {
+    confidences[r] = 1 / (1 + std::exp(-(confidences[r] + biases_[rows.layer - 1])));
+  }
 }
 
 absl::Status ConfidenceRule::DecideOnCuda(const ExitRows& rows, const Scratch& scratch,

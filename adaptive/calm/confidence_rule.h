@@ -41,6 +41,8 @@ class ConfidenceRule : public ExitRule {
                       const Execution& execution) const;
   void ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
                         const Execution& execution) const;
+  // Of rows first to first + count - 1.
+  void Classify(const ExitRows& rows, int64_t first, int64_t count, float* confidences) const;
   absl::Status DecideOnCuda(const ExitRows& rows, const Scratch& scratch, uint8_t* leaves,
                             const Execution& execution) const;
 

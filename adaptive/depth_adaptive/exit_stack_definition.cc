@@ -8,20 +8,40 @@
 namespace tfb {
 namespace {
 
-// The layers of one sequence.
+// The exits of a tensor i32 [batch, tokens]; 0 where there is none.
+int64_t ExitIn(const ConstTensorView& exits, int64_t b, int64_t t) {
+  return exits.empty() ? 0 : *exits.At<int32_t>(b, t);
+}
+
+// One sequence, layer by layer.
 class Sequence {
  public:
   Sequence(const StackDefinition& stack, const ExitStackOptions& options, Rows x)
-      : stack_(stack), options_(options), h_(std::move(x)) {}
+      : stack_(stack), options_(options), h_(std::move(x)), exits_(h_.rows(), 0) {}
 
-  const Rows& h() const { return h_; }
-  // What layer n, from 1, makes of the states, for all tokens.
-  Rows Layer(int64_t n) const {
+  // The states after layer n, from 1, of which those that have left are copied, and before it.
+  struct Step {
+    Rows before;
+    Rows after;
+  };
+  Step Advance(int64_t n) {
+    Step step = {h_, Layer(n - 1)};
+    for (int64_t t = 0; t < h_.rows(); ++t) {
+      if (exits_[t] > 0) std::copy_n(step.before[t], h_.channels(), step.after[t]);
+    }
+    h_ = step.after;
+    return step;
+  }
+  int64_t exit(int64_t t) const { return exits_[t]; }  // 0: still there
+  void Leave(int64_t t, int64_t n) { exits_[t] = n; }
+
+ private:
+  // Of all tokens, as in transformer_xl.
+  Rows Layer(int64_t l) const {
     const auto first_seen = [&](int64_t p) {
       const int64_t from = options_.same_length ? p + 1 : p / options_.segment * options_.segment;
       return std::max<int64_t>(from - options_.memory, 0);
     };
-    const int64_t l = n - 1;
     if (options_.pre_norm) {
       const Rows g = h_.Plus(stack_.Attention(l, stack_.AttentionNorm(l, h_), first_seen));
       return g.Plus(stack_.FeedForward(l, stack_.FeedForwardNorm(l, g)));
@@ -29,18 +49,12 @@ class Sequence {
     const Rows g = stack_.AttentionNorm(l, h_.Plus(stack_.Attention(l, h_, first_seen)));
     return stack_.FeedForwardNorm(l, g.Plus(stack_.FeedForward(l, g)));
   }
-  void Set(Rows h) { h_ = std::move(h); }
 
- private:
   const StackDefinition& stack_;
   const ExitStackOptions& options_;
   Rows h_;
+  std::vector<int64_t> exits_;
 };
-
-// The exits of a tensor i32 [batch, tokens]; 0 where there is none.
-int64_t ExitIn(const ConstTensorView& exits, int64_t b, int64_t t) {
-  return exits.empty() ? 0 : *exits.At<int32_t>(b, t);
-}
 
 }  // namespace
 
@@ -72,6 +86,16 @@ absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
   if (request.computed != nullptr && request.computed->count(kExits) > 0) {
     computed = request.computed->at(kExits).view();
   }
+  // Whether a token that is there after layer n leaves.
+  const auto leaves = [&](int64_t b, int64_t t, int64_t n, const ExitScoreOf& score_of,
+                          const Sequence::Step& step) {
+    if (n == layers) return true;
+    if (!given.empty()) return ExitIn(given, b, t) <= n;
+    const ExitScore score = score_of(n, t, step.after, step.before);
+    const bool near = std::abs(score.value) <= score.error;
+    return near && !computed.empty() ? ExitIn(computed, b, t) == n : score.value >= 0;
+  };
+
   NamedTensors outputs;
   outputs["out"] = Tensor(DType::kF64, x.shape());
   outputs[kExits] = Tensor(DType::kF64, {problem.batch, tokens});
@@ -79,32 +103,16 @@ absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
   for (int64_t b = 0; b < problem.batch; ++b) {
     const ExitScoreOf score_of = rule();
     Sequence sequence(stack, options, SequenceOf(x, b));
-    std::vector<bool> left(tokens, false);
     for (int64_t n = 1; n <= layers; ++n) {
-      const Rows before = sequence.h();
-      Rows after = sequence.Layer(n);
+      const Sequence::Step step = sequence.Advance(n);
       for (int64_t t = 0; t < tokens; ++t) {
-        if (left[t]) std::copy_n(before[t], before.channels(), after[t]);
-      }
-      for (int64_t t = 0; t < tokens; ++t) {
-        if (left[t]) continue;
-        bool leaves = n == layers;
-        if (!leaves && !given.empty()) leaves = ExitIn(given, b, t) <= n;
-        if (!leaves && given.empty()) {
-          const ExitScore score = score_of(n, t, after, before);
-          leaves = score.value >= 0;
-          if (!computed.empty() && std::abs(score.value) <= score.error) {
-            leaves = ExitIn(computed, b, t) == n;
-          }
-        }
-        if (!leaves) continue;
-        left[t] = true;
-        outputs[kExits].view().Set(b * tokens + t, static_cast<double>(n));
+        if (sequence.exit(t) > 0 || !leaves(b, t, n, score_of, step)) continue;
+        sequence.Leave(t, n);
+        *outputs[kExits].view().MutableAt<double>(b, t) = static_cast<double>(n);
         const std::vector<double> out =
-            NormOf(parameters, ExitNorm(n, layers), after[t], after.channels());
+            NormOf(parameters, ExitNorm(n, layers), step.after[t], step.after.channels());
         std::copy(out.begin(), out.end(), outputs["out"].view().MutableAt<double>(b, t));
       }
-      sequence.Set(std::move(after));
     }
   }
   return outputs;
