@@ -103,7 +103,7 @@ class Reading {
   }
   // Byte t as the last of a window that is read alone.
   absl::Status Recompute(Reader* reader, int64_t t, int64_t window) {
-    if (scratch_.num_elements() == 0) scratch_ = Tensor(DType::kF32, {1, window, x_.dim(2)});
+    if (scratch_.shape().empty()) scratch_ = Tensor(DType::kF32, {1, window, x_.dim(2)});
     TFB_RETURN_IF_ERROR(Time(
         1, [&] { return reader->Run(Slice(x_, 1, t + 1 - window, window), scratch_.view()); }));
     CopyElements(Slice(scratch_.view(), 1, window - 1, 1), Slice(out_.view(), 1, t, 1));
