@@ -507,8 +507,8 @@ class Sweep {
 
   double Elapsed() const { return MonotonicSeconds() - begin_; }
 
-  // The part of the budget that is left which a case may take for its timing. The rest, about a
-  // third, is for creating, first runs and checks.
+  // The part of the budget that is left which a case may take for its timing. The rest, about half,
+  // is for creating, first runs and checks.
   double ShareOf(size_t index) const {
     if (deadline() == 0) return 0;
     double efforts = 0;
@@ -516,7 +516,7 @@ class Sweep {
       if (left_[i]) efforts += RelativeEffort(cases_[i]);
     }
     const double seconds = std::max(deadline() - MonotonicSeconds(), 1e-3);
-    return 0.65 * seconds * RelativeEffort(cases_[index]) / efforts;
+    return 0.5 * seconds * RelativeEffort(cases_[index]) / efforts;
   }
 
   double ExpectedLeft() const {
