@@ -44,9 +44,10 @@ ABSL_FLAG(uint64_t, seed, 1, "Of drawn inputs and of parameters.");
 ABSL_FLAG(bool, counterparts, true,
           "Also run the dense counterpart of each case, so that there is a ratio.");
 
-ABSL_FLAG(bool, accuracy, true,
-          "Also hold techniques against their definitions and against dense attention, on real "
-          "tensors and on the beginning of a text. false: times alone, and a text's bits per byte.");
+ABSL_FLAG(
+    bool, accuracy, true,
+    "Also hold techniques against their definitions and against dense attention, on real "
+    "tensors and on the beginning of a text. false: times alone, and a text's bits per byte.");
 
 ABSL_FLAG(int, repetitions, 11, "Samples of a steady run; fewer where the time budget is small.");
 ABSL_FLAG(std::string, min_time, "10ms", "A sample averages as many calls as last this long.");

@@ -36,7 +36,7 @@ struct Case {
   std::function<void(const Subject&, const Problem&)> check;
   bool default_options_only = false;
   bool all_options_simulated = false;  // in the simulator too, which is slow
-  bool of_devices = false;  // it is about GPUs and their simulator: not run on the CPU
+  bool of_devices = false;             // it is about GPUs and their simulator: not run on the CPU
 };
 std::vector<Case> MaskCases();
 std::vector<Case> ShapeCases();
