@@ -51,7 +51,7 @@ struct CaseFlags {
   // Adds the dense counterpart of a technique at each of its problems where the caller did not name
   // it.
   bool counterparts = true;
-  bool accuracy = true;  // false: scaling cases alone
+  bool accuracy = true;  // false: scaling cases alone, which are still checked once
 };
 inline constexpr absl::string_view kDefaultLengths = "256:4096";
 inline constexpr absl::string_view kTextLengths = "16384";

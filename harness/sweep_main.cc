@@ -47,7 +47,8 @@ ABSL_FLAG(bool, counterparts, true,
 ABSL_FLAG(
     bool, accuracy, true,
     "Also hold techniques against their definitions and against dense attention, on real "
-    "tensors and on the beginning of a text. false: times alone, and a text's bits per byte.");
+    "tensors and on the beginning of a text. false: without these cases; those that are timed are "
+    "still checked once.");
 
 ABSL_FLAG(int, repetitions, 11, "Samples of a steady run; fewer where the time budget is small.");
 ABSL_FLAG(std::string, min_time, "10ms", "A sample averages as many calls as last this long.");
