@@ -71,6 +71,9 @@ ABSL_FLAG(std::string, output, "",
 ABSL_FLAG(bool, resume, false,
           "Go on with the file of --output: cases that it has are not run again.");
 
+ABSL_FLAG(std::string, shard, "",
+          "A part of the cases, as in 2/4 for the second of four parts of about equal effort: for "
+          "sweeps on several machines, whose files //tools:merge joins. Empty: all.");
 ABSL_FLAG(int, rounds, 0,
           "Visits to each case over which its samples are spread, everything being created anew in "
           "between. 0: 1, and 4 with --interleave_with.");
@@ -109,6 +112,7 @@ CaseFlags CaseFlagsFromFlags() {
   flags.seed = absl::GetFlag(FLAGS_seed);
   flags.counterparts = absl::GetFlag(FLAGS_counterparts);
   flags.accuracy = absl::GetFlag(FLAGS_accuracy);
+  flags.shard = absl::GetFlag(FLAGS_shard);
   return flags;
 }
 

@@ -23,6 +23,7 @@
 #include "gtest/gtest.h"
 #include "harness/timing.h"
 #include "results/reader.h"
+#include "results/statistics.h"
 
 namespace tfb {
 namespace {
@@ -384,6 +385,42 @@ TEST_F(SweepTest, ProgressIsRedrawnOnATerminal) {
   // Of cases only what went wrong stays on the screen.
   EXPECT_THAT(run.err, HasSubstr("toy_crash, cpu, "));
   EXPECT_THAT(run.err, Not(HasSubstr("toy_slow ms=50, cpu, ")));
+}
+
+TEST_F(SweepTest, ShardsTogetherHaveTheCasesOfTheWholeAndEachItsCounterparts) {
+  const std::vector<std::string> sweep = {"--techniques=toy_mean,toy_causal:rounds=*,toy_stream",
+                                          "--lengths=8:64", "--devices=cpu"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), sweep.begin(), sweep.end());
+    return more;
+  };
+  EXPECT_EQ(Run(with({"--output=whole.pb"})).exit_status, 0);
+  const std::set<std::string> whole = Keys("whole.pb");
+  const absl::StatusOr<ResultFile> whole_file = ReadResultFile(Path("whole.pb"));
+  ASSERT_TRUE(whole_file.ok());
+  const DensePartners partners_of_whole(whole_file->results);
+  const std::map<std::string, const Case*> cases_of_whole = CasesByKey(whole_file->results);
+  std::set<std::string> together;
+  for (const int shard : {1, 2, 3, 4}) {
+    const std::string name = absl::StrCat(shard, ".pb");
+    const Finished done = Run(with({"--output=" + name, absl::StrCat("--shard=", shard, "/4")}));
+    EXPECT_EQ(done.exit_status, 0) << done.err;
+    const std::set<std::string> part = Keys(name);
+    EXPECT_FALSE(part.empty());
+    EXPECT_LT(part.size(), whole.size());
+    together.insert(part.begin(), part.end());
+    // What is held against another case in the whole is so in its part.
+    const absl::StatusOr<ResultFile> file = ReadResultFile(Path(name));
+    ASSERT_TRUE(file.ok());
+    const DensePartners partners(file->results);
+    for (const auto& [key, one] : CasesByKey(file->results)) {
+      const bool has = partners_of_whole.Find(*cases_of_whole.at(key)) != nullptr;
+      EXPECT_EQ(partners.Find(*one) != nullptr, has) << name << " " << key;
+    }
+  }
+  EXPECT_EQ(together, whole);
+  EXPECT_EQ(Run(with({"--shard=5/4"})).err,
+            "sweep: --shard: \"5/4\"; wanted is a part of up to 10000, as in 2/4\n");
 }
 
 TEST_F(SweepTest, TwoBuildsTakeTurnsAndAreCompared) {
