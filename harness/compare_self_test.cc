@@ -89,7 +89,17 @@ class SlowedLayer : public Layer {
   double factor_;
 };
 
-// `technique` but for the time.
+// Whether the technique with these options is what it is held against itself.
+bool IsBaselineOfItself(const Technique& technique, const Problem& problem,
+                        const Options& options) {
+  const absl::StatusOr<TechniqueSpec> spec = technique.Counterpart(problem, options);
+  if (!spec.ok() || spec->technique != technique.info().name) return false;
+  const absl::StatusOr<Options> of_counterpart = technique.Canonical(spec->options);
+  const absl::StatusOr<Options> canonical = technique.Canonical(options);
+  return of_counterpart.ok() && canonical.ok() && *of_counterpart == *canonical;
+}
+
+// `technique` but for the time, unless it is a baseline.
 class SlowedTechnique : public Technique {
  public:
   SlowedTechnique(const Technique* technique, double factor)
@@ -109,7 +119,8 @@ class SlowedTechnique : public Technique {
                                                 Device device, uint64_t seed) const override {
     TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> layer,
                          technique_.Create(problem, options, device, seed));
-    return std::make_unique<SlowedLayer>(std::move(layer), factor_);
+    const double factor = IsBaselineOfItself(technique_, problem, options) ? 1 : factor_;
+    return std::make_unique<SlowedLayer>(std::move(layer), factor);
   }
   absl::Status Define(const Problem& problem, const Options& options,
                       const NamedTensors& parameters, const Inputs& inputs,
@@ -219,7 +230,8 @@ class SelfTest {
       if (spec.ok() && spec->technique != one.technique->info().name) {
         counterparts.insert(spec->technique);
       }
-      if (!one.added) names.insert(one.technique->info().name);
+      const bool is_baseline = IsBaselineOfItself(*one.technique, one.problem, one.options);
+      if (!one.added && !is_baseline) names.insert(one.technique->info().name);
     }
     for (const std::string& name : names) {
       if (counterparts.count(name) == 0) techniques_.push_back(name);
