@@ -27,6 +27,17 @@ std::string Flat(absl::string_view text) {
   return absl::StrReplaceAll(absl::StripAsciiWhitespace(text), {{"\n", " "}, {"|", "\\|"}});
 }
 
+// Of the reasons on several problems the one that says most: that a technique is only causal, or never,
+// is said by the others as well.
+std::string Choose(const std::set<std::string>& reasons) {
+  for (const std::string& reason : reasons) {
+    if (!absl::StrContains(reason, "causal only") && !absl::StrContains(reason, "no causal form")) {
+      return reason;
+    }
+  }
+  return reasons.empty() ? "" : *reasons.begin();
+}
+
 }  // namespace
 
 void CaseTable::OnTestPartResult(const ::testing::TestPartResult& result) {
@@ -57,7 +68,7 @@ std::string CaseTable::ToMarkdown() const {
       if (entry == entries.end()) continue;
       ran += entry->second.ran;
       if (entry->second.ran) continue;
-      refused[absl::StrJoin(entry->second.reasons, "; ")].push_back(one);
+      refused[Choose(entry->second.reasons)].push_back(one);
     }
     std::vector<std::string> lines;
     for (const auto& [reason, cases] : refused) {
