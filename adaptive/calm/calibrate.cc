@@ -275,7 +275,7 @@ absl::Status PrintRow(const std::string& measure, const Table& table, const Text
   return absl::OkStatus();
 }
 
-absl::Status Main() {
+absl::StatusOr<int> CalibrateAll() {
   TFB_ASSIGN_OR_RETURN(const Settings settings, SettingsOfFlags());
   ThreadPool pool(absl::GetFlag(FLAGS_threads));
   TFB_ASSIGN_OR_RETURN(const auto reader,
@@ -306,25 +306,12 @@ absl::Status Main() {
       "\nsplits broken: of %lld random halves, those whose threshold loses more than promised "
       "on the other half,\nand on all of the text; allowed are %.1f%%\n",
       static_cast<long long>(absl::GetFlag(FLAGS_splits)), 100 * settings.promise.failure);
-  return absl::OkStatus();
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
 int main(int argc, char** argv) {
-  const auto command = tfb::ParseCommandLine(std::vector<std::string>(argv, argv + argc));
-  if (!command.ok()) {
-    tfb::PrintError(tfb::kProgram, command.status().message());
-    return tfb::kExitBadUsage;
-  }
-  if (command->help) {
-    std::printf("%s", tfb::HelpText(tfb::kUsage).c_str());
-    return tfb::kExitDone;
-  }
-  if (const absl::Status status = tfb::Main(); !status.ok()) {
-    tfb::PrintError(tfb::kProgram, status.message());
-    return tfb::kExitBadUsage;
-  }
-  return tfb::kExitDone;
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::CalibrateAll);
 }

@@ -123,7 +123,7 @@ absl::Status PrintClassifiers(const TextReading& whole, const TextSample& sample
   return absl::OkStatus();
 }
 
-absl::Status Main() {
+absl::StatusOr<int> Evaluate() {
   const TextSample sample = {absl::GetFlag(FLAGS_sequences), absl::GetFlag(FLAGS_tokens)};
   if (sample.sequences < 1)
     return absl::InvalidArgumentError("--sequences: allowed are 1 and more");
@@ -143,25 +143,13 @@ absl::Status Main() {
   TFB_ASSIGN_OR_RETURN(const std::vector<TextReading> fixed, ReadFixed(sample, &pool));
   TFB_RETURN_IF_ERROR(PrintOracles(Value::kLikelihood, fixed, sample, &pool));
   TFB_RETURN_IF_ERROR(PrintOracles(Value::kCorrectness, fixed, sample, &pool));
-  return PrintClassifiers(fixed.back(), sample, &pool);
+  TFB_RETURN_IF_ERROR(PrintClassifiers(fixed.back(), sample, &pool));
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
 int main(int argc, char** argv) {
-  const auto command = tfb::ParseCommandLine(std::vector<std::string>(argv, argv + argc));
-  if (!command.ok()) {
-    tfb::PrintError(tfb::kProgram, command.status().message());
-    return tfb::kExitBadUsage;
-  }
-  if (command->help) {
-    std::printf("%s", tfb::HelpText(tfb::kUsage).c_str());
-    return tfb::kExitDone;
-  }
-  if (const absl::Status status = tfb::Main(); !status.ok()) {
-    tfb::PrintError(tfb::kProgram, status.message());
-    return tfb::kExitBadUsage;
-  }
-  return tfb::kExitDone;
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Evaluate);
 }
