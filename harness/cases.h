@@ -51,7 +51,9 @@ struct CaseFlags {
   // Adds the dense counterpart of a technique at each of its problems where the caller did not name
   // it.
   bool counterparts = true;
-  bool accuracy = true;  // false: scaling cases alone, which are still checked once
+  // false: scaling cases alone, which are still checked once, but for those of a text of more than
+  // kRealTokens.
+  bool accuracy = true;
 };
 inline constexpr absl::string_view kDefaultLengths = "256:4096";
 inline constexpr absl::string_view kTextLengths = "16384";
@@ -68,6 +70,7 @@ struct SweepCase {
   uint64_t seed = 1;
   Case::Purpose purpose = Case::PURPOSE_SCALING;
   bool added = false;  // a dense counterpart that the caller did not name
+  bool check = true;   // hold the outputs against float64
   // Not OK where it is known without trying that the case cannot run: NotFound where the input
   // lacks a tensor.
   absl::Status obstacle;
