@@ -11,7 +11,8 @@ TEST(TrainedDepthAdaptive, BytesLeaveWhereTheyDoInPyTorchAndAreAsLikely) {
       DepthAdaptive(), "adaptive/depth_adaptive/testdata/trained.safetensors",
       {{"geometric", {{"classifier", "geometric"}, {"level", "2"}}},
        {"multinomial", {{"classifier", "multinomial"}, {"oracle", "correctness"}, {"level", "3"}}},
-       {"sequence", {{"classifier", "sequence"}, {"level", "1"}}}});
+       {"sequence", {{"classifier", "sequence"}, {"level", "1"}}},
+       {"confidence", {{"classifier", "confidence"}, {"thresholds", "900/800/700/600/500"}}}});
 }
 
 }  // namespace
