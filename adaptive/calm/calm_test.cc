@@ -6,12 +6,16 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "adaptive/calm/confidence_rule.h"
+#include "adaptive/depth_adaptive/exit_probabilities.h"
+#include "core/cuda/device_array.h"
 #include "core/layers/layer_norm.h"
 #include "core/random.h"
 #include "core/testing.h"
@@ -358,6 +362,101 @@ TEST(CalmConfidence, ThatIsNaNLeavesNever) {
     RowRule rule(confidence, 3);
     rule.Set("output", {3, 2}, {1, 2, 3, 4, 5, 6});
     EXPECT_FALSE(rule.Leaves(0, {NAN, 1}, {1, 1}));
+  }
+}
+
+// ---- The authors' code: 48 states after layer 2 of 3 (tools/capture/golden_calm.py) ----
+
+class CalmT5xTest : public ::testing::Test {
+ protected:
+  CalmT5xTest() : golden_(GoldenFile("adaptive/calm/testdata/t5x.safetensors").tensors) {
+    options_.layers = 3;
+    options_.vocabulary = 30;
+    options_.temperature = 4;
+    problem_ = CausalProblem(1, 1, tokens_, 12);
+    for (const char* name : {"norm.gamma", "norm.beta", "confidence.w", "confidence.b"}) {
+      for (const char* exit : {"exit0.", "exit1."}) {  // that of the first is not asked
+        golden_[absl::StrCat(exit, name)] = golden_.at(absl::StrCat("exit1.", name)).Clone();
+      }
+    }
+  }
+
+  // Which of the states leave, as tokens 0 to 47 of a stream.
+  std::vector<uint8_t> LeavingOn(Device device) {
+    ConfidenceRule rule(device, problem_, options_);
+    EXPECT_TRUE(rule.Setup(golden_).ok());
+    auto state = CopyFloats(device, golden_.at("state").view()).value();
+    auto before = CopyFloats(device, golden_.at("before").view()).value();
+    const auto bytes = static_cast<int64_t>(rule.workspace_bytes(tokens_, 1));
+    auto workspace = DeviceArray<std::byte>::Allocate(device, bytes).value();
+    auto leaves = DeviceArray<uint8_t>::Allocate(device, tokens_).value();
+    std::vector<int32_t> places(tokens_);
+    std::iota(places.begin(), places.end(), 0);
+    ThreadPool pool(1);
+    const absl::Status status = rule.Decide(
+        {/*layer=*/2, TensorView(state.mutable_data(), DType::kF32, {tokens_, 12}),
+         TensorView(before.mutable_data(), DType::kF32, {tokens_, 12}), places.data(), tokens_,
+         /*first_position=*/0},
+        leaves.mutable_data(), {&pool, absl::MakeSpan(workspace.mutable_data(), bytes), nullptr});
+    EXPECT_TRUE(status.ok()) << status;
+    const Tensor host =
+        CopyToHost(device, ConstTensorView(leaves.data(), DType::kU8, {tokens_})).value();
+    return {host.span<uint8_t>().begin(), host.span<uint8_t>().end()};
+  }
+
+  int64_t tokens_ = 48;
+  Problem problem_;
+  CalmOptions options_;
+  NamedTensors golden_;
+};
+
+// The authors' confidences are at least 1e-3 from their thresholds: far beyond fp32's rounding.
+TEST_F(CalmT5xTest, TokensLeaveWhereTheAuthorsConfidenceReachesTheirThreshold) {
+  const auto thresholds = golden_.at("thresholds").view();
+  for (const auto& [confidence, name] : {std::pair(Confidence::kSoftmax, "softmax_diff"),
+                                         std::pair(Confidence::kSaturation, "saturation"),
+                                         std::pair(Confidence::kClassifier, "classifier")}) {
+    const auto authors = golden_.at(name).span<double>();
+    options_.confidence = confidence;
+    for (const bool decays : {false, true}) {
+      options_.schedule = decays ? CalmOptions::Schedule::kT5x : CalmOptions::Schedule::kConstant;
+      for (int64_t n = 0; n < thresholds.dim(0); ++n) {
+        options_.threshold = golden_.at("lambda").view().Get(n);
+        std::vector<uint8_t> expected;
+        for (int64_t t = 0; t < tokens_; ++t) {
+          const double threshold =
+              decays ? thresholds.Get(thresholds.Offset(n, t)) : options_.threshold;
+          expected.push_back(authors[t] >= threshold ? 1 : 0);
+        }
+        for (const Device device : kHostDevices) {
+          EXPECT_EQ(LeavingOn(device), expected)
+              << name << " " << options_.threshold << " " << decays << " " << Name(device);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CalmT5xTest, ThresholdsDecayAsTheAuthorsDo) {
+  options_.schedule = CalmOptions::Schedule::kT5x;
+  const auto thresholds = golden_.at("thresholds").view();
+  for (int64_t n = 0; n < thresholds.dim(0); ++n) {
+    options_.threshold = golden_.at("lambda").view().Get(n);
+    const Threshold ours = ThresholdOf(options_, tokens_);
+    for (int64_t t = 0; t < tokens_; ++t) {
+      EXPECT_NEAR(ThresholdAt(ours, t), thresholds.Get(thresholds.Offset(n, t)), 2e-7);
+    }
+  }
+}
+
+TEST_F(CalmT5xTest, ProbabilitiesInFloat64AreTheAuthors) {
+  const Tensor states = golden_.at("state").CloneAs(DType::kF64);
+  for (int64_t t = 0; t < tokens_; ++t) {
+    const ExitProbabilities p =
+        ExitProbabilitiesOf(golden_, "exit1.norm", states.view().At<double>(t), 12, 0);
+    EXPECT_NEAR(p.ascending[29], golden_.at("softmax_max").span<double>()[t], 1e-12);
+    EXPECT_NEAR(p.ascending[29] - p.ascending[28], golden_.at("softmax_diff").span<double>()[t],
+                1e-12);
   }
 }
 
