@@ -335,34 +335,14 @@ class SelfTest {
   std::map<std::string, int> missed_;  // by technique
 };
 
-absl::StatusOr<int> Test(const CommandLine& line) {
-  if (!line.arguments.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("\"", line.arguments[0], "\" is no flag; --help lists the flags"));
-  }
+absl::StatusOr<int> Test() {
   TFB_ASSIGN_OR_RETURN(SelfTest test, SelfTest::FromFlags());
   return test.Run();
-}
-
-int Main(const std::vector<std::string>& argv) {
-  const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
-  if (!line.ok()) {
-    PrintError(kProgram, line.status().message());
-    return kExitBadUsage;
-  }
-  if (line->help) {
-    std::fputs(HelpText(kUsage).c_str(), stdout);
-    return kExitDone;
-  }
-  const absl::StatusOr<int> status = Test(*line);
-  if (!status.ok()) {
-    PrintError(kProgram, status.status().message());
-    return kExitBadUsage;
-  }
-  return *status;
 }
 
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Test);
+}

@@ -54,7 +54,7 @@ ABSL_FLAG(
     bool, accuracy, true,
     "Also hold techniques against their definitions and against dense attention, on real "
     "tensors and on the beginning of a text. false: without these cases; those that are timed are "
-    "still checked once.");
+    "still checked once, but for texts of more than 512 tokens.");
 
 ABSL_FLAG(int, repetitions, 11, "Samples of a steady run; fewer where the time budget is small.");
 ABSL_FLAG(std::string, min_time, "10ms", "A sample averages as many calls as last this long.");
@@ -210,11 +210,7 @@ std::string Command(const std::vector<std::string>& argv) {
   return command;
 }
 
-absl::StatusOr<int> Sweep(const std::vector<std::string>& argv, const CommandLine& line) {
-  if (!line.arguments.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("\"", line.arguments[0], "\" is no flag; --help lists the flags"));
-  }
+absl::StatusOr<int> Sweep(const std::vector<std::string>& argv) {
   const Registry& registry = Registry::Global();
   const CaseFlags flags = CaseFlagsFromFlags();
   if (absl::GetFlag(FLAGS_list)) {
@@ -244,25 +240,10 @@ absl::StatusOr<int> Sweep(const std::vector<std::string>& argv, const CommandLin
   return RunSweep(options, cases);
 }
 
-int Main(const std::vector<std::string>& argv) {
-  const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
-  if (!line.ok()) {
-    PrintError(kProgram, line.status().message());
-    return kExitBadUsage;
-  }
-  if (line->help) {
-    std::fputs(HelpText(kUsage).c_str(), stdout);
-    return kExitDone;
-  }
-  const absl::StatusOr<int> status = Sweep(argv, *line);
-  if (!status.ok()) {
-    PrintError(kProgram, status.status().message());
-    return kExitBadUsage;
-  }
-  return *status;
-}
-
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv, argv + argc);
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, words, [&] { return tfb::Sweep(words); });
+}

@@ -20,11 +20,12 @@
 
 ABSL_FLAG(double, threshold, 1.05,
           "A time whose 95% interval lies beyond this factor as a whole is a regression.");
-ABSL_FLAG(std::string, metric, "relative_to_dense",
-          "What of times to compare: relative_to_dense (over dense in the same run, which cancels a "
-          "shared machine's speed; dense itself over fixed arithmetic that was timed beside it), "
-          "absolute, or instructions, where the kernels of both machines count them (with "
-          "--threads=1 and --threshold=1.01 they find what times do not).");
+ABSL_FLAG(
+    std::string, metric, "relative_to_dense",
+    "What of times to compare: relative_to_dense (over dense in the same run, which cancels a "
+    "shared machine's speed; dense itself over fixed arithmetic that was timed beside it), "
+    "absolute, or instructions, where the kernels of both machines count them (with "
+    "--threads=1 and --threshold=1.01 they find what times do not).");
 ABSL_FLAG(double, memory_threshold, 1.05,
           "A memory that grew by this factor or more is a regression.");
 ABSL_FLAG(double, error_threshold, 1.25,
@@ -43,11 +44,14 @@ ABSL_FLAG(std::string, format, "terminal", "terminal, markdown or json (with all
 namespace tfb {
 namespace {
 
+constexpr char kProgram[] = "compare";
 constexpr char kUsage[] =
     "compare BASE NEW [--threshold=1.05] [--metric=relative_to_dense|absolute|instructions]\n"
     "Compares the cases that two result files have in common: times, memory, errors, status.\n"
-    "A time is SLOWER where the 95% interval of its change, by the bootstrap over all samples, lies\n"
-    "beyond the threshold and a rank sum test, corrected for the number of cases, says that the two\n"
+    "A time is SLOWER where the 95% interval of its change, by the bootstrap over all samples, "
+    "lies\n"
+    "beyond the threshold and a rank sum test, corrected for the number of cases, says that the "
+    "two\n"
     "differ; FASTER likewise; SAME where the interval lies within; AMBIGUOUS in between.\n\n"
     "Exit status: 0 nothing regressed, 1 a regression, 2 the two cannot be compared: other\n"
     "hardware, compiler flags or precision, no case in common, an unreadable file, bad usage.";
@@ -79,8 +83,8 @@ absl::StatusOr<ResultSet> Read(const std::string& argument) {
   absl::StatusOr<ResultFile> file = ReadResultFile(path);
   if (!file.ok()) return file.status();
   if (file->torn_bytes > 0) {
-    PrintError("compare", absl::StrCat(path, ": ", file->torn_bytes,
-                                       " bytes of a torn last record were left out"));
+    PrintError(kProgram, absl::StrCat(path, ": ", file->torn_bytes,
+                                      " bytes of a torn last record were left out"));
   }
   return std::move(file->results);
 }
@@ -102,25 +106,9 @@ absl::StatusOr<int> CompareFiles(const CommandLine& line) {
   return comparison.regressed() ? kExitCheckFailed : kExitDone;
 }
 
-int Main(const std::vector<std::string>& argv) {
-  absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
-  if (!line.ok()) {
-    PrintError("compare", line.status().message());
-    return kExitBadUsage;
-  }
-  if (line->help) {
-    std::cout << HelpText(kUsage);
-    return kExitDone;
-  }
-  const absl::StatusOr<int> exit_status = CompareFiles(*line);
-  if (!exit_status.ok()) {
-    PrintError("compare", exit_status.status().message());
-    return kExitBadUsage;
-  }
-  return *exit_status;
-}
-
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::CompareFiles);
+}
