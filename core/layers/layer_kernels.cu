@@ -29,7 +29,9 @@ __device__ float Activated(Activation activation, float x) {
 // dimension a thread reads 12 floats of shared memory for 32 multiply-adds. Tiles are 16 deep and
 // double-buffered: the next ones are on their way to registers while these are multiplied.
 //   shared memory: 2 x 16 x (68 + 64) x 4 B = 16.5 KiB
-// A row's sum does not depend on the other rows, nor on their number.
+// A row's sum does not depend on the other rows, nor on their number: of a list of rows it has the
+// bits that it has of all. Listed rows are gathered and scattered by the loads and stores; a block
+// beyond the list ends where it begins.
 
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 64;
@@ -55,11 +57,12 @@ struct Fetched {
 class TileLoader {
  public:
   // Rows and columns beyond the last repeat it: what comes of them is not stored.
-  __device__ TileLoader(const MatMulArguments& a, int64_t first_row, int64_t first_column)
+  __device__ TileLoader(const MatMulArguments& a, int64_t rows, int64_t first_row,
+                        int64_t first_column)
       : a_(a), column_(min(first_column + threadIdx.x % kTileColumns, a.out - 1)) {
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
-      x_offset_[n] = RowOffset(a.x, min(first_row + XRow(n), a.rows - 1));
+      x_offset_[n] = RowOffset(a.x, RowOfList(a.list, min(first_row + XRow(n), rows - 1)));
     }
   }
 
@@ -73,7 +76,7 @@ class TileLoader {
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
       const int64_t k = depth + WChannel(n);
-      next->w[n] = k < a_.in ? a_.weights[k * a_.out + column_] : 0.0f;
+      next->w[n] = k < a_.in ? a_.weights[k * a_.weight_stride + column_] : 0.0f;
     }
   }
 
@@ -120,12 +123,14 @@ __global__ void __launch_bounds__(kMultiplyThreads) Multiply(MatMulArguments a) 
   __shared__ Tiles tiles[2];
   const int64_t row_tiles = CeilDiv(a.rows, kTileRows);
   const int64_t first_row = blockIdx.x % row_tiles * kTileRows;
+  const int64_t rows = RowsOfList(a.list, a.rows);
+  if (first_row >= rows) return;
   const int64_t first_column = blockIdx.x / row_tiles * kTileColumns;
   const int thread_row = threadIdx.x / (kTileColumns / kThreadColumns) * kThreadRows;
   const int thread_column = threadIdx.x % (kTileColumns / kThreadColumns) * kThreadColumns;
 
   float sums[kThreadRows][kThreadColumns] = {};
-  const TileLoader loader(a, first_row, first_column);
+  const TileLoader loader(a, rows, first_row, first_column);
   Fetched next;
   if (a.in > 0) {
     loader.Fetch(0, &next);
@@ -142,8 +147,8 @@ __global__ void __launch_bounds__(kMultiplyThreads) Multiply(MatMulArguments a) 
 
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
-    const int64_t row = first_row + thread_row + r;
-    if (row >= a.rows) break;
+    if (first_row + thread_row + r >= rows) break;
+    const int64_t row = RowOfList(a.list, first_row + thread_row + r);
     const int64_t y_offset = RowOffset(a.y, row);
     const int64_t residual_offset = a.residual.data == nullptr ? 0 : RowOffset(a.residual, row);
 #pragma unroll
@@ -194,8 +199,8 @@ __device__ double SumOfWarp(double value) {
 }
 
 __global__ void __launch_bounds__(kRowThreads) NormalizeRows(LayerNormArguments a) {
-  const int64_t row = WarpOfGrid();
-  if (row >= a.rows) return;
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0) return;
   const int64_t x_offset = RowOffset(a.x, row), y_offset = RowOffset(a.y, row);
   const double channels = static_cast<double>(a.channels);
   double sum = 0;
