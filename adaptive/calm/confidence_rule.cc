@@ -175,8 +175,8 @@ absl::Status ConfidenceRule::Logits(const ExitRows& rows, const Scratch& scratch
   const TensorView normalized(scratch.normalized, DType::kF32, rows.state.shape());
   const TensorView logits(scratch.logits, DType::kF32, {rows.rows(), options_.vocabulary},
                           {row, 1});
-  TFB_RETURN_IF_ERROR(norms_[rows.layer - 1].Run(rows.state, normalized, execution));
-  return MatMul(output_, {normalized, {}, logits}, execution);
+  TFB_RETURN_IF_ERROR(norms_[rows.layer - 1].Run(rows.state, normalized, execution, rows.list));
+  return MatMul(output_, {normalized, {}, logits, Activation::kNone, rows.list}, execution);
 }
 
 void ConfidenceRule::ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
@@ -223,6 +223,7 @@ absl::Status ConfidenceRule::DecideOnCuda(const ExitRows& rows, const Scratch& s
   arguments.rows = rows.rows();
   arguments.tokens = rows.tokens;
   arguments.first_position = rows.first_position;
+  arguments.list = rows.list;
   arguments.threshold = threshold_;
   if (options_.confidence == Confidence::kSaturation && rows.layer == 1) {
     constexpr float kNever = std::numeric_limits<float>::infinity();
