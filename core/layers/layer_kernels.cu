@@ -39,7 +39,7 @@ constexpr int kTileDepth = 16;
 constexpr int kMultiplyThreads = 128;
 constexpr int kThreadRows = 8;
 constexpr int kThreadColumns = 4;
-constexpr int kLoads = kTileRows * kTileDepth / kMultiplyThreads;  // of a thread, of each matrix
+constexpr int kLoads = kTileRows * kTileDepth / 4 / kMultiplyThreads;  // of a thread and matrix
 static_assert(kTileRows == kTileColumns, "both tiles have as many elements");
 
 struct alignas(16) Tiles {
@@ -47,19 +47,26 @@ struct alignas(16) Tiles {
   float w[kTileDepth][kTileColumns];
 };
 
-// What a thread brings of the next tiles: of x rows t / 16 + 8 n of channel t % 16, so that 16
-// lanes read consecutive channels; of W column t % 64 of channels t / 64 + 2 n.
+// Whether four consecutive floats of x, or of W, can be read at once, wherever a multiple of four.
+struct InVectors {
+  bool x;
+  bool weights;
+};
+
+// What a thread brings of the next tiles, four neighbouring elements at a time: of x channels 4 (t % 4)
+// on of rows t / 4 + 32 n, of W columns 4 (t % 16) on of channels t / 16 + 8 n.
 struct Fetched {
-  float x[kLoads];
-  float w[kLoads];
+  float4 x[kLoads];
+  float4 w[kLoads];
 };
 
 class TileLoader {
  public:
-  // Rows and columns beyond the last repeat it: what comes of them is not stored.
-  __device__ TileLoader(const MatMulArguments& a, int64_t rows, int64_t first_row,
-                        int64_t first_column)
-      : a_(a), column_(min(first_column + threadIdx.x % kTileColumns, a.out - 1)) {
+  // Rows and columns beyond the last repeat others: what comes of them is not stored.
+  __device__ TileLoader(const MatMulArguments& a, const InVectors& in_vectors, int64_t rows,
+                        int64_t first_row, int64_t first_column)
+      : a_(a), in_vectors_(in_vectors), column_(first_column + WColumn()) {
+    if (in_vectors.weights) column_ = min(column_, a.out - 4);
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
       x_offset_[n] = RowOffset(a.x, RowOfList(a.list, min(first_row + XRow(n), rows - 1)));
@@ -68,35 +75,55 @@ class TileLoader {
 
   // The tiles of the channels `depth` on; zeros beyond the last channel.
   __device__ void Fetch(int64_t depth, Fetched* next) const {
-    const int64_t channel = depth + threadIdx.x % kTileDepth;
 #pragma unroll
-    for (int n = 0; n < kLoads; ++n) {
-      next->x[n] = channel < a_.in ? Load(a_.x, x_offset_[n], channel) : 0.0f;
-    }
+    for (int n = 0; n < kLoads; ++n) next->x[n] = FetchX(x_offset_[n], depth + XChannel());
 #pragma unroll
-    for (int n = 0; n < kLoads; ++n) {
-      const int64_t k = depth + WChannel(n);
-      next->w[n] = k < a_.in ? a_.weights[k * a_.weight_stride + column_] : 0.0f;
-    }
+    for (int n = 0; n < kLoads; ++n) next->w[n] = FetchW(depth + WChannel(n));
   }
 
   __device__ void Put(const Fetched& next, Tiles* tiles) const {
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
-      tiles->x[threadIdx.x % kTileDepth][XRow(n)] = next.x[n];
-      tiles->w[WChannel(n)][threadIdx.x % kTileColumns] = next.w[n];
+      const float4 x = next.x[n];
+      tiles->x[XChannel()][XRow(n)] = x.x;
+      tiles->x[XChannel() + 1][XRow(n)] = x.y;
+      tiles->x[XChannel() + 2][XRow(n)] = x.z;
+      tiles->x[XChannel() + 3][XRow(n)] = x.w;
+      *reinterpret_cast<float4*>(&tiles->w[WChannel(n)][WColumn()]) = next.w[n];
     }
   }
 
  private:
-  __device__ static int64_t XRow(int n) {
-    return threadIdx.x / kTileDepth + n * (kMultiplyThreads / kTileDepth);
+  __device__ static int XRow(int n) {
+    return static_cast<int>(threadIdx.x) / (kTileDepth / 4) +
+           n * (kMultiplyThreads / (kTileDepth / 4));
   }
-  __device__ static int64_t WChannel(int n) {
-    return threadIdx.x / kTileColumns + n * (kMultiplyThreads / kTileColumns);
+  __device__ static int XChannel() { return static_cast<int>(threadIdx.x) % (kTileDepth / 4) * 4; }
+  __device__ static int WChannel(int n) {
+    return static_cast<int>(threadIdx.x) / (kTileColumns / 4) +
+           n * (kMultiplyThreads / (kTileColumns / 4));
+  }
+  __device__ static int WColumn() { return static_cast<int>(threadIdx.x) % (kTileColumns / 4) * 4; }
+
+  __device__ float4 FetchX(int64_t row_offset, int64_t channel) const {
+    if (in_vectors_.x) {
+      if (channel >= a_.in) return make_float4(0, 0, 0, 0);
+      return *reinterpret_cast<const float4*>(static_cast<const float*>(a_.x.data) + row_offset +
+                                              channel);
+    }
+    const auto at = [&](int64_t c) { return c < a_.in ? Load(a_.x, row_offset, c) : 0.0f; };
+    return make_float4(at(channel), at(channel + 1), at(channel + 2), at(channel + 3));
+  }
+  __device__ float4 FetchW(int64_t channel) const {
+    if (channel >= a_.in) return make_float4(0, 0, 0, 0);
+    const float* row = a_.weights + channel * a_.weight_stride;
+    if (in_vectors_.weights) return *reinterpret_cast<const float4*>(row + column_);
+    const auto at = [&](int64_t c) { return row[min(c, a_.out - 1)]; };
+    return make_float4(at(column_), at(column_ + 1), at(column_ + 2), at(column_ + 3));
   }
 
   const MatMulArguments& a_;
+  const InVectors& in_vectors_;
   int64_t column_;
   int64_t x_offset_[kLoads];
 };
@@ -119,7 +146,8 @@ __device__ void MultiplyTiles(const Tiles& tiles, int thread_row, int thread_col
 }
 
 // Blocks of one column tile follow each other, so that its part of W stays in L2.
-__global__ void __launch_bounds__(kMultiplyThreads) Multiply(MatMulArguments a) {
+__global__ void __launch_bounds__(kMultiplyThreads)
+    Multiply(MatMulArguments a, InVectors in_vectors) {
   __shared__ Tiles tiles[2];
   const int64_t row_tiles = CeilDiv(a.rows, kTileRows);
   const int64_t first_row = blockIdx.x % row_tiles * kTileRows;
@@ -130,7 +158,7 @@ __global__ void __launch_bounds__(kMultiplyThreads) Multiply(MatMulArguments a) 
   const int thread_column = threadIdx.x % (kTileColumns / kThreadColumns) * kThreadColumns;
 
   float sums[kThreadRows][kThreadColumns] = {};
-  const TileLoader loader(a, rows, first_row, first_column);
+  const TileLoader loader(a, in_vectors, rows, first_row, first_column);
   Fetched next;
   if (a.in > 0) {
     loader.Fetch(0, &next);
@@ -166,8 +194,16 @@ __global__ void __launch_bounds__(kMultiplyThreads) Multiply(MatMulArguments a) 
 const char* LaunchMultiply(const MatMulArguments& a, void* stream) {
   const int64_t blocks = CeilDiv(a.rows, kTileRows) * CeilDiv(a.out, kTileColumns);
   if (blocks > INT32_MAX) return "a product of more than 2^31 - 1 tiles of 64 x 64";
+  const auto is_aligned = [](const void* data) {
+    return reinterpret_cast<uintptr_t>(data) % sizeof(float4) == 0;
+  };
+  const InVectors in_vectors = {
+      a.x.element == Element::kF32 && a.x.channel_stride == 1 && a.x.token_stride % 4 == 0 &&
+          a.x.batch_stride % 4 == 0 && a.in % 4 == 0 && is_aligned(a.x.data),
+      a.weight_stride % 4 == 0 && a.out % 4 == 0 && is_aligned(a.weights)};
   return Launch("Multiply", &Multiply,
-                {dim3(static_cast<unsigned>(blocks)), dim3(kMultiplyThreads)}, stream, a);
+                {dim3(static_cast<unsigned>(blocks)), dim3(kMultiplyThreads)}, stream, a,
+                in_vectors);
 }
 
 // ---- Work on rows, a warp each ----
