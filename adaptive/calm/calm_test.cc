@@ -189,9 +189,9 @@ TEST(Calm, InTheSimulatorListsOfAllTokensGiveTheSameBits) {
 // Of the simulator's loads and stores, against the FLOPs of the definition. Three of four tokens leave
 // after the first layer, or one of two, anywhere in the text; the others stay to the last.
 TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
-  const Problem problem = Make(1, 2, 512, 32);
+  const Problem problem = Make(1, 2, 256, 32);
   const Options options = {
-      {"layers", "4"}, {"segment", "256"}, {"memory", "256"}, {"vocabulary", "9"}};
+      {"layers", "4"}, {"segment", "128"}, {"memory", "128"}, {"vocabulary", "9"}};
   NamedTensors inputs = InputsFor(problem);
   const auto layer = Calm().Create(problem, options, Device::kSimulator, 1).value();
   struct Work {
@@ -199,8 +199,8 @@ TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
     double flops_saved;
   };
   const auto run = [&](int64_t one_in) {
-    inputs["exits"] = Tensor(DType::kI32, {1, 512});
-    for (int64_t t = 0; t < 512; ++t) {
+    inputs["exits"] = Tensor(DType::kI32, {1, 256});
+    for (int64_t t = 0; t < 256; ++t) {
       inputs["exits"].span<int32_t>()[t] = t % one_in == 0 ? 4 : 1;
     }
     const int64_t before = cuda_simulator::TotalCounts().accesses;

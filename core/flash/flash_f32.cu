@@ -216,8 +216,8 @@ class FlashF32Block {
       if (kRule && a_.rule.label_keys.keys != nullptr) LoadKeyIds(walk.tile());
       if (!whole) FindVisible(walk);
       __syncthreads();
-      float scores[kRows][4];
-      Multiply<kRows>(shared_.q, shared_.kv, depth_, scores);
+      float scores[kRows][4] = {};
+      if (has_rows()) Multiply<kRows>(shared_.q, shared_.kv, depth_, scores);
       if (kRule || a_.rule.content_bias != nullptr) ApplyKeyBias(scores);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -228,13 +228,15 @@ class FlashF32Block {
       Softmax(walk.tile(), whole, scores);
       __syncthreads();
       const bool finite = LoadValues(walk.tile(), whole);
-      AddValues(finite);
+      if (has_rows()) AddValues(finite);
       __syncthreads();
     }
     Store();
   }
 
  private:
+  // Whether this thread has a query: products of the last tile's others are left out.
+  __device__ bool has_rows() const { return first_query_ + ty_ * kRows < queries_; }
   __device__ bool has_pairs() const { return kRule && a_.rule.tokens.acts; }
   // Row of the call that query `row` of the tile is; beyond the last, that.
   __device__ int64_t RowOf(int row) const {
@@ -446,8 +448,8 @@ class FlashF32Block {
         return RowReader(rows, 0, 0, row, a_.head_dim);
       });
       __syncthreads();
-      float products[kRows][4];
-      Multiply<kRows>(shared_.q, shared_.kv, depth_, products);
+      float products[kRows][4] = {};
+      if (has_rows()) Multiply<kRows>(shared_.q, shared_.kv, depth_, products);
       if (a_.rule.position_bias != nullptr) AddColumnBias(a_.rule.position_bias, products);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {

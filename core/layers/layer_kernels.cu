@@ -31,7 +31,7 @@ __device__ float Activated(Activation activation, float x) {
 //   shared memory: 2 x 16 x (68 + 64) x 4 B = 16.5 KiB
 // A row's sum does not depend on the other rows, nor on their number: of a list of rows it has the
 // bits that it has of all. Listed rows are gathered and scattered by the loads and stores; a block
-// beyond the list ends where it begins.
+// beyond the list ends where it begins, and of the last one, warps beyond it only bring tiles.
 
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 64;
@@ -62,21 +62,28 @@ struct Fetched {
 
 class TileLoader {
  public:
-  // Rows and columns beyond the last repeat others: what comes of them is not stored.
+  // Columns beyond the last repeat others: what comes of them is not stored.
   __device__ TileLoader(const MatMulArguments& a, const InVectors& in_vectors, int64_t rows,
                         int64_t first_row, int64_t first_column)
-      : a_(a), in_vectors_(in_vectors), column_(first_column + WColumn()) {
+      : a_(a),
+        in_vectors_(in_vectors),
+        rows_(static_cast<int>(min(rows - first_row, int64_t{kTileRows}))),
+        column_(first_column + WColumn()) {
     if (in_vectors.weights) column_ = min(column_, a.out - 4);
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
-      x_offset_[n] = RowOffset(a.x, RowOfList(a.list, min(first_row + XRow(n), rows - 1)));
+      const int64_t row = first_row + min(XRow(n), rows_ - 1);
+      x_offset_[n] = RowOffset(a.x, RowOfList(a.list, row));
     }
   }
 
-  // The tiles of the channels `depth` on; zeros beyond the last channel.
+  // The tiles of the channels `depth` on; zeros beyond the last channel and row.
   __device__ void Fetch(int64_t depth, Fetched* next) const {
 #pragma unroll
-    for (int n = 0; n < kLoads; ++n) next->x[n] = FetchX(x_offset_[n], depth + XChannel());
+    for (int n = 0; n < kLoads; ++n) {
+      next->x[n] =
+          XRow(n) < rows_ ? FetchX(x_offset_[n], depth + XChannel()) : make_float4(0, 0, 0, 0);
+    }
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) next->w[n] = FetchW(depth + WChannel(n));
   }
@@ -124,6 +131,7 @@ class TileLoader {
 
   const MatMulArguments& a_;
   const InVectors& in_vectors_;
+  int rows_;  // of the tile
   int64_t column_;
   int64_t x_offset_[kLoads];
 };
@@ -158,6 +166,7 @@ __global__ void __launch_bounds__(kMultiplyThreads)
   const int thread_column = threadIdx.x % (kTileColumns / kThreadColumns) * kThreadColumns;
 
   float sums[kThreadRows][kThreadColumns] = {};
+  const bool has_rows = first_row + thread_row < rows;  // a thread has 8, a warp 16
   const TileLoader loader(a, in_vectors, rows, first_row, first_column);
   Fetched next;
   if (a.in > 0) {
@@ -169,7 +178,7 @@ __global__ void __launch_bounds__(kMultiplyThreads)
     __syncthreads();  // these tiles are here, and nobody reads the others any more
     const bool more = depth + kTileDepth < a.in;
     if (more) loader.Fetch(depth + kTileDepth, &next);
-    MultiplyTiles(tiles[current], thread_row, thread_column, sums);
+    if (has_rows) MultiplyTiles(tiles[current], thread_row, thread_column, sums);
     if (more) loader.Put(next, &tiles[current ^ 1]);
   }
 

@@ -86,13 +86,19 @@ TEST_P(ListRowsOn, NamesTheRowsInTheirOrderAndWhereEachBatchRowBegins) {
     }
     expected_begins.push_back(static_cast<int32_t>(expected.size()));
 
-    const Listed listed(device(), flags, c.batch);
-    std::vector<int32_t> rows(flags.size()), begins(c.batch + 1);
-    ASSERT_OK(listed.rows.Read(rows.data()));
-    ASSERT_OK(listed.begins.Read(begins.data()));
-    rows.resize(expected.size());
-    EXPECT_EQ(rows, expected) << c.batch << " x " << c.tokens;
-    EXPECT_EQ(begins, expected_begins) << c.batch << " x " << c.tokens;
+    for (const uint64_t seed : {1, 2, 3}) {  // of the order of blocks and threads in the simulator
+      cuda_simulator::Settings settings;
+      settings.seed = seed;
+      cuda_simulator::Configure(settings);
+      const Listed listed(device(), flags, c.batch);
+      std::vector<int32_t> rows(flags.size()), begins(c.batch + 1);
+      ASSERT_OK(listed.rows.Read(rows.data()));
+      ASSERT_OK(listed.begins.Read(begins.data()));
+      rows.resize(expected.size());
+      EXPECT_EQ(rows, expected) << c.batch << " x " << c.tokens;
+      EXPECT_EQ(begins, expected_begins) << c.batch << " x " << c.tokens;
+    }
+    cuda_simulator::Configure({});
   }
 }
 

@@ -11,8 +11,10 @@
 // CUDA. fp32 throughout, W row-major. On a GPU the product is cuBLAS's where that can be opened,
 // with a kernel that adds the rest; else, and in the simulator, one kernel of our own does all of
 // it (layer_kernels.cu), whose sums are in the order of the input channels too. MatMulBackend tells
-// which. Products of listed rows are our own kernel's on every device: how many rows a library
-// multiplies is an argument that the host passes, and the host does not know it.
+// which. Products of listed rows are our own kernel's on a GPU too: how many rows a library multiplies
+// is an argument that the host passes. It does not know it, and to ask the device would mean to wait
+// for it in every layer; a product of all rows would save nothing. Whether a list of nearly all rows is
+// then slower than cuBLAS with all of them has not been measured.
 #ifndef TFB_CORE_LAYERS_MATMUL_H_
 #define TFB_CORE_LAYERS_MATMUL_H_
 
