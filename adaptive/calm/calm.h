@@ -17,7 +17,8 @@
 //   decaying     clip(0.9 lambda + 0.1 exp(-temperature t / T), 0, 1)         equation 5
 //   t5x          clip(0.9 lambda + 0.1 lambda exp(-temperature t / T), 0, 1)
 //
-// A lambda above 1 lets nothing leave, which is the whole model, bit for bit. A confidence that is NaN
+// A lambda above 1 lets nothing leave, which is the whole model, bit for bit on every device (where all
+// stay for another reason, on a GPU with cuBLAS up to rounding: exit_stack.h). A confidence that is NaN
 // never leaves. Which lambda keeps a promise about quality is what adaptive/calm/learn_then_test.h
 // finds, and //adaptive/calm:calibrate on the trained model.
 //

@@ -50,8 +50,8 @@ __device__ float ThresholdAt(const Threshold& a, int64_t t) {
 
 // A warp for each row.
 __global__ void __launch_bounds__(kRowThreads) Decide(ConfidenceArguments a) {
-  const int64_t row = WarpOfGrid();
-  if (row >= a.rows) return;
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0) return;
   const float* state = a.state + row * a.channels;
   float confidence;
   if (a.confidence == Confidence::kSoftmax) {

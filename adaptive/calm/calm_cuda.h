@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "core/cuda/kernel_table.h"
+#include "core/cuda/row_list.h"
 
 namespace tfb {
 
@@ -31,6 +32,7 @@ struct ConfidenceArguments {
   int64_t tokens;  // of each batch row
   int64_t first_position;
   Threshold threshold;
+  RowList list;
 };
 
 struct CalmKernels {

@@ -16,6 +16,7 @@
 #include "adaptive/calm/confidence_rule.h"
 #include "adaptive/depth_adaptive/exit_probabilities.h"
 #include "core/cuda/device_array.h"
+#include "core/cuda/simulator/simulator.h"
 #include "core/layers/layer_norm.h"
 #include "core/random.h"
 #include "core/testing.h"
@@ -146,6 +147,57 @@ TEST(Calm, InTheSimulatorItIsTransformerXlTooWhereNothingLeaves) {
       TruncatedModel(problem, inputs, parameters, options, 3, 3, Device::kSimulator);
   EXPECT_LE(MaxDifference(found.at("out").view(), whole.at("out").view()),
             1e-6 * MaxAbs(whole.at("out").view()));  // the norm's sums go in another order
+}
+
+// Where nothing may leave, CUDA takes all rows; here it lists all of them after each layer.
+TEST(Calm, InTheSimulatorListsOfAllTokensGiveTheSameBits) {
+  for (const char* pre_norm : {"false", "true"}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      const Problem problem = CausalProblem(2, 2, 70, 8, dtype);
+      Options options = {{"layers", "3"},    {"segment", "32"},   {"memory", "32"},
+                         {"threshold", "2"}, {"vocabulary", "9"}, {"pre_norm", pre_norm}};
+      NamedTensors inputs = InputsFor(problem);
+      const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
+      const NamedTensors none = RunCalm(problem, inputs, parameters, options, Device::kSimulator);
+      inputs["exits"] = Tensor(DType::kI32, {2, 70});
+      Fill(inputs["exits"].view(), 3);
+      const NamedTensors all = RunCalm(problem, inputs, parameters, options, Device::kSimulator);
+      EXPECT_EQ(MaxDifference(all.at("out").view(), none.at("out").view()), 0)
+          << pre_norm << " " << problem.ToString();
+    }
+  }
+}
+
+// Of the simulator's loads and stores, against the FLOPs of the definition. Three of four tokens leave
+// after the first layer, or one of two, anywhere in the text; the others stay to the last.
+TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
+  const Problem problem = CausalProblem(1, 2, 256, 32);
+  const Options options = {
+      {"layers", "4"}, {"segment", "128"}, {"memory", "128"}, {"vocabulary", "9"}};
+  NamedTensors inputs = InputsFor(problem);
+  const auto layer = Calm().Create(problem, options, Device::kSimulator, 1).value();
+  struct Work {
+    double accesses;
+    double flops_saved;
+  };
+  const auto run = [&](int64_t one_in) {
+    inputs["exits"] = Tensor(DType::kI32, {1, 256});
+    for (int64_t t = 0; t < 256; ++t) {
+      inputs["exits"].span<int32_t>()[t] = t % one_in == 0 ? 4 : 1;
+    }
+    const int64_t before = cuda_simulator::TotalCounts().accesses;
+    const auto outputs = RunCudaLayer(*layer, Device::kSimulator, ViewsOf(inputs));
+    EXPECT_TRUE(outputs.ok()) << outputs.status();
+    return Work{static_cast<double>(cuda_simulator::TotalCounts().accesses - before),
+                layer->statistics().at("flops_saved")};
+  };
+  const double of_all = run(1).accesses;
+  for (const int64_t one_in : {2, 4}) {
+    const Work work = run(one_in);
+    EXPECT_GE((1 - work.accesses / of_all) / work.flops_saved, 0.6)
+        << "one token in " << one_in << " stays: " << 1 - work.accesses / of_all
+        << " of the accesses saved, " << work.flops_saved << " of the FLOPs";
+  }
 }
 
 TEST(Calm, RunEqualsTheDefinitionWithEveryConfidenceAndSchedule) {

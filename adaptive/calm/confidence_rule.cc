@@ -174,6 +174,7 @@ absl::Status ConfidenceRule::DecideOnCuda(const ExitRows& rows, const Scratch& s
   arguments.rows = rows.rows();
   arguments.tokens = rows.tokens;
   arguments.first_position = rows.first_position;
+  arguments.list = rows.list;
   arguments.threshold = threshold_;
   if (options_.confidence == Confidence::kSaturation && rows.layer == 1) {
     constexpr float kNever = std::numeric_limits<float>::infinity();

@@ -26,6 +26,7 @@ class ConfidenceRule : public ExitRule {
   absl::Status Setup(const NamedTensors& parameters) override;
   size_t workspace_bytes(int64_t rows, int threads) const override;
   double flops(int64_t layers) const override;
+  bool never_leaves() const override { return options_.threshold > 1; }
   absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution) override;
 
  private:

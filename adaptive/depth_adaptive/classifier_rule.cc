@@ -99,6 +99,7 @@ absl::Status ClassifierRule::Decide(const ExitRows& rows, uint8_t* leaves,
   arguments.count = count;
   arguments.channels = width;
   arguments.layer = rows.layer;
+  arguments.list = rows.list;
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
   return ToStatus(
       KernelsOn<DepthAdaptiveKernels>(runtime->target()).obey(arguments, execution.stream));

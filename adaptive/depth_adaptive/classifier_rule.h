@@ -27,6 +27,9 @@ class ClassifierRule : public ExitRule {
   size_t workspace_bytes(int64_t rows, int threads) const override;
   double flops(int64_t layers) const override;
   bool reads_segments() const override { return Is(Classifier::kSequence); }
+  bool never_leaves() const override {
+    return Is(Classifier::kFixed) && options_.exit >= options_.layers;
+  }
   absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution) override;
 
  private:

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kRowThreads) Classify(ClassifyArguments a) {
 
 // A warp for each row.
 __global__ void __launch_bounds__(kRowThreads) Obey(ObeyArguments a) {
-  const int64_t row = WarpOfGrid();
-  if (row >= a.row_count) return;
+  const int64_t row = RowOfWarp(a.list, a.row_count);
+  if (row < 0) return;
   bool leaves;
   if (a.weights == nullptr) {
     leaves = a.exits[row / a.count] <= a.layer;

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "core/cuda/kernel_table.h"
+#include "core/cuda/row_list.h"
 
 namespace tfb {
 
@@ -34,6 +35,7 @@ struct ObeyArguments {
   int64_t count;
   int64_t channels;
   int64_t layer;
+  RowList list;
 };
 
 struct DepthAdaptiveKernels {

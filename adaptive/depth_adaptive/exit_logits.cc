@@ -54,8 +54,8 @@ absl::Status ExitLogits::Run(const ExitRows& rows, const Scratch& scratch,
   const TensorView normalized(scratch.normalized, DType::kF32, rows.state.shape());
   const TensorView logits(scratch.logits, DType::kF32, {rows.rows(), vocabulary_},
                           {row_floats(), 1});
-  TFB_RETURN_IF_ERROR(norms_[rows.layer - 1].Run(rows.state, normalized, execution));
-  return MatMul(output_, {normalized, {}, logits}, execution);
+  TFB_RETURN_IF_ERROR(norms_[rows.layer - 1].Run(rows.state, normalized, execution, rows.list));
+  return MatMul(output_, {normalized, {}, logits, Activation::kNone, rows.list}, execution);
 }
 
 SoftmaxTop TopOf(int64_t vocabulary, float* logits) {

@@ -81,7 +81,11 @@ absl::StatusOr<std::unique_ptr<Layer>> ExitStackLayer::Create(
     layer->leaving_.reserve(layer->max_rows());
     layer->row_of_token_.resize(layer->max_rows());
   } else {
-    TFB_ASSIGN_OR_RETURN(layer->left_, DeviceArray<uint8_t>::Allocate(device, layer->max_rows()));
+    const int64_t rows = layer->max_rows();
+    TFB_ASSIGN_OR_RETURN(layer->stays_, DeviceArray<uint8_t>::Allocate(device, rows));
+    TFB_ASSIGN_OR_RETURN(layer->listed_, DeviceArray<int32_t>::Allocate(device, rows));
+    TFB_ASSIGN_OR_RETURN(layer->list_begins_,
+                         DeviceArray<int32_t>::Allocate(device, problem.batch + 1));
   }
   TFB_ASSIGN_OR_RETURN(layer->recorded_,
                        DeviceArray<int32_t>::Create(
@@ -253,23 +257,41 @@ void ExitStackLayer::Record(int64_t place, int64_t n) {
 
 absl::Status ExitStackLayer::RunOnCuda(int64_t n, const TensorView& state, const Scratch& scratch,
                                        const Execution& execution) {
+  const bool may_leave = !given_.empty() || !rule_->never_leaves();
+  const RowList rows = n > 1 && may_leave ? list_memory().list(problem().batch) : RowList();
   const TensorView after(scratch.after, DType::kF32, state.shape());
   const TensorView normalized(scratch.normalized, DType::kF32, state.shape());
+  ConstTensorView keys_from = state;
+  if (pre_norm_ && rows.rows != nullptr) {
+    TFB_RETURN_IF_ERROR(layer(n - 1).attention_norm.Run(state, normalized, execution));
+    keys_from = normalized;
+  }
   const auto attend = [&](const ConstTensorView& x, const ConstTensorView& residual,
                           const TensorView& y, const Execution& rest) {
-    return attention(n - 1).Append(segment(), x, residual, y, rest);
+    return rows.rows == nullptr
+               ? attention(n - 1).Append(segment(), x, residual, y, rest)
+               : attention(n - 1).AppendForListed(segment(), keys_from, rows, x, residual, y, rest);
   };
-  TFB_RETURN_IF_ERROR(layer(n - 1).Run(pre_norm_, {state, after, after, {}}, attend, execution));
-  TFB_RETURN_IF_ERROR(exit_norms_[n - 1].Run(after, normalized, execution));
+  TFB_RETURN_IF_ERROR(
+      layer(n - 1).Run(pre_norm_, {state, after, after, {}, rows}, attend, execution));
   const bool decides = !IsLast(n) && given_.empty();
   if (decides) {
-    const auto rows = [&](const TensorView& view) {
+    const auto of_places = [&](const TensorView& view) {
       return Rows(static_cast<float*>(view.mutable_data()), places());
     };
-    TFB_RETURN_IF_ERROR(
-        rule_->Decide({n, rows(after), rows(state), nullptr, segment().tokens(), first_position_},
-                      scratch.leaves, execution));
+    TFB_RETURN_IF_ERROR(rule_->Decide(
+        {n, of_places(after), of_places(state), nullptr, segment().tokens(), first_position_, rows},
+        scratch.leaves, execution));
   }
+  TFB_RETURN_IF_ERROR(exit_norms_[n - 1].Run(after, normalized, execution, rows));
+  TFB_RETURN_IF_ERROR(LeaveOnCuda(n, state, scratch, decides, rows, execution));
+  if (IsLast(n) || !may_leave) return absl::OkStatus();
+  return ListRows(device(), list_memory(), problem().batch, segment().tokens(), execution);
+}
+
+absl::Status ExitStackLayer::LeaveOnCuda(int64_t n, const TensorView& state, const Scratch& scratch,
+                                         bool has_decided, const RowList& rows,
+                                         const Execution& execution) {
   const int64_t total = problem().query_tokens;
   LeaveArguments arguments = {};
   arguments.after = scratch.after;
@@ -277,8 +299,8 @@ absl::Status ExitStackLayer::RunOnCuda(int64_t n, const TensorView& state, const
   arguments.state = state.MutableAt<float>(0);
   arguments.out = ToDeviceRows(out_);
   arguments.given = ToDeviceExits(given_);
-  arguments.leaves = decides ? scratch.leaves : nullptr;
-  arguments.left = left_.mutable_data();
+  arguments.leaves = has_decided ? scratch.leaves : nullptr;
+  arguments.stays = stays_.mutable_data();
   arguments.exits = ToDeviceExits(exits_out_);
   arguments.recorded = {recorded_.mutable_data() + std::min(first_position_, total), total, 1};
   arguments.recorded_tokens = total - first_position_;
@@ -287,6 +309,7 @@ absl::Status ExitStackLayer::RunOnCuda(int64_t n, const TensorView& state, const
   arguments.channels = problem().model_dim();
   arguments.layer = n;
   arguments.layers = sizes().layers;
+  arguments.list = rows;
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
   return ToStatus(
       KernelsOn<ExitStackKernels>(runtime->target()).leave(arguments, execution.stream));

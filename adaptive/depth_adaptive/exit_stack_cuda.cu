@@ -10,8 +10,8 @@ __device__ int32_t* ExitOf(const DeviceExits& exits, int64_t b, int64_t t) {
 
 // A warp for each row.
 __global__ void __launch_bounds__(kRowThreads) Leave(LeaveArguments a) {
-  const int64_t row = WarpOfGrid();
-  if (row >= a.rows || (a.layer > 1 && a.left[row] != 0)) return;
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0) return;
   const int64_t b = row / a.tokens, t = row % a.tokens;
   bool leaves = a.layer >= a.layers;
   if (!leaves) {
@@ -22,9 +22,8 @@ __global__ void __launch_bounds__(kRowThreads) Leave(LeaveArguments a) {
     a.state[row * a.channels + c] = a.after[row * a.channels + c];
     if (leaves) Store(a.out, out, c, a.normalized[row * a.channels + c]);
   }
-  __syncwarp();  // all lanes have read who had left
   if (Lane() != 0) return;
-  a.left[row] = leaves ? 1 : 0;
+  a.stays[row] = leaves ? 0 : 1;
   if (!leaves) return;
   if (a.exits.data != nullptr) *ExitOf(a.exits, b, t) = static_cast<int32_t>(a.layer);
   if (t < a.recorded_tokens) *ExitOf(a.recorded, b, t) = static_cast<int32_t>(a.layer);

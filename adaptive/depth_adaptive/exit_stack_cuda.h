@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "core/cuda/kernel_table.h"
+#include "core/cuda/row_list.h"
 #include "core/layers/layer_kernels.h"
 
 namespace tfb {
@@ -16,15 +17,15 @@ struct DeviceExits {
   int64_t token_stride;
 };
 
-// After layer n: rows that had not left take their new state, and some of them leave.
+// After layer n: rows that are there take their new state, and some of them leave.
 struct LeaveArguments {
-  const float* after;       // [rows, channels]: h^n as if none had left
+  const float* after;       // [rows, channels]: h^n
   const float* normalized;  // [rows, channels]: LN_n of it
   float* state;             // [rows, channels]
   DeviceRows out;
   DeviceExits given;      // in the place of `leaves`
   const uint8_t* leaves;  // [rows]; null, where none is given: all leave
-  uint8_t* left;          // [rows] who has left; of no meaning before the first layer
+  uint8_t* stays;         // [rows] 1 of rows that stay, 0 of those that leave
   DeviceExits exits;      // outputs
   DeviceExits recorded;
   int64_t recorded_tokens;  // of each batch row, of the segment
@@ -33,6 +34,7 @@ struct LeaveArguments {
   int64_t channels;
   int64_t layer;
   int64_t layers;
+  RowList list;  // rows that are there
 };
 
 struct ExitStackKernels {

@@ -6,8 +6,8 @@ namespace {
 
 // A warp for each row; lane l has logits l, l + 32, ...
 __global__ void __launch_bounds__(kRowThreads) DecideByMax(MaxProbabilityArguments a) {
-  const int64_t row = WarpOfGrid();
-  if (row >= a.rows) return;
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0) return;
   const float* logits = a.logits + row * a.vocabulary;
   float largest = __int_as_float(0xff800000);  // -inf
   for (int64_t v = Lane(); v < a.vocabulary; v += kWarp) largest = fmaxf(largest, logits[v]);

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "core/cuda/kernel_table.h"
+#include "core/cuda/row_list.h"
 
 namespace tfb {
 
@@ -15,6 +16,7 @@ struct MaxProbabilityArguments {
   int64_t rows;
   int64_t vocabulary;
   float threshold;
+  RowList list;
 };
 
 struct MaxProbabilityKernels {

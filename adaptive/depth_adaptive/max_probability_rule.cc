@@ -24,10 +24,10 @@ absl::Status MaxProbabilityRule::Decide(const ExitRows& rows, uint8_t* leaves,
   const float threshold = static_cast<float>(ConfidenceThreshold(options_, rows.layer));
   if (device_ != Device::kCpu) {
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-    return ToStatus(
-        KernelsOn<MaxProbabilityKernels>(runtime->target())
-            .decide({scratch.logits, leaves, rows.rows(), options_.vocabulary, threshold},
-                    execution.stream));
+    return ToStatus(KernelsOn<MaxProbabilityKernels>(runtime->target())
+                        .decide({scratch.logits, leaves, rows.rows(), options_.vocabulary,
+                                 threshold, rows.list},
+                                execution.stream));
   }
   constexpr int64_t kRowsOfTask = 16;
   rest.pool->ParallelFor((rows.rows() + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {

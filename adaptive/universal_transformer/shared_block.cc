@@ -83,11 +83,9 @@ absl::StatusOr<SharedBlock> SharedBlock::Create(Device device, const Problem& pr
                                          problem.model_dim(), parameters));
   TFB_ASSIGN_OR_RETURN(block.positions, CopyFloats(device, encodings.positions.view()));
   TFB_ASSIGN_OR_RETURN(block.times, CopyFloats(device, encodings.times.view()));
-  if (device == Device::kCpu) {
-    TFB_ASSIGN_OR_RETURN(
-        block.projected_times,
-        DeviceArray<float>::Create(device, TimesProjected(encodings.times, {w_q, w_k, w_v})));
-  }
+  TFB_ASSIGN_OR_RETURN(
+      block.projected_times,
+      DeviceArray<float>::Create(device, TimesProjected(encodings.times, {w_q, w_k, w_v})));
   return block;
 }
 

@@ -1,5 +1,5 @@
 // The block that all steps of a Universal Transformer share, on a device: its matrices, norms, gate
-// and encodings. What runs it is compacted_steps.h on the CPU and masked_steps.h on CUDA.
+// and encodings. What runs it is compacted_steps.h on the CPU and listed_steps.h on CUDA.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_SHARED_BLOCK_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_SHARED_BLOCK_H_
 
@@ -54,7 +54,7 @@ struct SharedBlock {
   DeviceArray<float> halting_bias;    // [1]
   DeviceArray<float> positions;       // [tokens, width]
   DeviceArray<float> times;           // [steps, width]
-  // The rows of `times` times W_q, W_k and W_v, [steps, projected()]. On the CPU.
+  // The rows of `times` times W_q, W_k and W_v, [steps, projected()].
   DeviceArray<float> projected_times;
 };
 

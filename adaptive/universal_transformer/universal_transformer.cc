@@ -10,7 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "adaptive/universal_transformer/compacted_steps.h"
-#include "adaptive/universal_transformer/masked_steps.h"
+#include "adaptive/universal_transformer/listed_steps.h"
 #include "adaptive/universal_transformer/shared_block.h"
 #include "adaptive/universal_transformer/universal_transformer_definition.h"
 #include "attention/multi_head/projected_attention.h"
@@ -91,7 +91,7 @@ class UniversalTransformerLayer : public Layer {
     if (device == Device::kCpu) {
       runner_ = std::make_unique<CompactedSteps>(problem, options);
     } else {
-      runner_ = std::make_unique<MaskedSteps>(device, problem, options);
+      runner_ = std::make_unique<ListedSteps>(device, problem, options);
     }
   }
 

@@ -1,26 +1,9 @@
 // A warp has a row, each lane every 32nd channel.
 #include "adaptive/universal_transformer/universal_transformer_cuda.h"
-#include "core/cuda/kernel.cuh"
+#include "core/layers/layer_rows.cuh"
 
 namespace tfb {
 namespace {
-
-constexpr int kWarp = 32;
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * kWarp;
-
-__device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
-__device__ int64_t RowOfWarp() {
-  return static_cast<int64_t>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
-}
-
-template <class Arguments>
-const char* LaunchWarps(const char* name, void (*kernel)(Arguments), const Arguments& a,
-                        void* stream) {
-  const int64_t blocks = (a.rows + kWarps - 1) / kWarps;
-  if (blocks > INT32_MAX) return "more rows than a grid has warps";
-  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream, a);
-}
 
 // Of a token that runs; `dot` is the lane's part of w . row. Returns the weight of the step's state.
 __device__ float Decide(const HaltingArguments& a, float dot, int64_t row, int64_t step,
@@ -43,8 +26,8 @@ __device__ float Decide(const HaltingArguments& a, float dot, int64_t row, int64
   return weight;
 }
 
-__global__ void __launch_bounds__(kThreads) BeginSteps(BeginStepsArguments a) {
-  const int64_t row = RowOfWarp();
+__global__ void __launch_bounds__(kRowThreads) BeginSteps(BeginStepsArguments a) {
+  const int64_t row = WarpOfGrid();
   if (row >= a.rows) return;
   const int64_t b = row / a.tokens, t = row % a.tokens;
   const int64_t x = b * a.x.strides[0] + t * a.x.strides[1];
@@ -52,26 +35,31 @@ __global__ void __launch_bounds__(kThreads) BeginSteps(BeginStepsArguments a) {
     a.state[row * a.channels + c] = LoadElement(a.x.data, a.x.element, x + c * a.x.strides[2]);
     if (a.weighted != nullptr) a.weighted[row * a.channels + c] = 0;
   }
-  if (Lane() != 0) return;
   const bool is_token =
       a.key_mask == nullptr || a.key_mask[b * a.mask_strides[0] + t * a.mask_strides[1]] != 0;
+  for (int64_t c = Lane(); !is_token && c < a.key_channels; c += kWarp) {
+    a.keys_values[row * a.key_channels + c] = 0;
+  }
+  if (Lane() != 0) return;
+  if (a.goes_on != nullptr) a.goes_on[row] = is_token ? 1 : 0;
   a.total[row] = 0;
   a.ponder[row] = is_token && !a.halts ? static_cast<float>(a.limit) : 0;
   a.stop[row] = is_token ? static_cast<int32_t>(a.limit) : 0;
 }
 
 const char* LaunchBegin(const BeginStepsArguments& a, void* stream) {
-  return LaunchWarps("BeginSteps", &BeginSteps, a, stream);
+  return LaunchWarps("BeginSteps", &BeginSteps, a.rows, stream, a);
 }
 
-__global__ void __launch_bounds__(kThreads) ReadStates(ReadStatesArguments a) {
-  const int64_t row = RowOfWarp();
-  if (row >= a.rows) return;
+__global__ void __launch_bounds__(kRowThreads) ReadStates(ReadStatesArguments a) {
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0) return;
   const float* position = a.positions + row % a.tokens * a.channels;
   const bool halts = a.halting.weight_of_channels != nullptr && a.step < a.stop[row];
   float dot = 0;
   for (int64_t c = Lane(); c < a.channels; c += kWarp) {
-    const float u = a.state[row * a.channels + c] + position[c] + a.time[c];
+    const float placed = a.state[row * a.channels + c] + position[c], u = placed + a.time[c];
+    a.placed[row * a.channels + c] = placed;
     a.read[row * a.channels + c] = u;
     if (halts) dot += a.halting.weight_of_channels[c] * u;
   }
@@ -79,12 +67,12 @@ __global__ void __launch_bounds__(kThreads) ReadStates(ReadStatesArguments a) {
 }
 
 const char* LaunchRead(const ReadStatesArguments& a, void* stream) {
-  return LaunchWarps("ReadStates", &ReadStates, a, stream);
+  return LaunchWarps("ReadStates", &ReadStates, a.rows, stream, a);
 }
 
-__global__ void __launch_bounds__(kThreads) KeepStates(KeepStatesArguments a) {
-  const int64_t row = RowOfWarp();
-  if (row >= a.rows || a.step >= a.stop[row]) return;
+__global__ void __launch_bounds__(kRowThreads) KeepStates(KeepStatesArguments a) {
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0 || a.step >= a.stop[row]) return;
   const float* made = a.made + row * a.channels;
   float weight = 1;
   if (a.halting.weight_of_channels != nullptr) {
@@ -103,27 +91,28 @@ __global__ void __launch_bounds__(kThreads) KeepStates(KeepStatesArguments a) {
     float* sum = a.weighted + row * a.channels + c;
     *sum = kept * *sum + weight * made[c];
   }
+  if (Lane() == 0 && a.goes_on != nullptr) a.goes_on[row] = a.step + 1 < a.stop[row] ? 1 : 0;
 }
 
 const char* LaunchKeep(const KeepStatesArguments& a, void* stream) {
-  return LaunchWarps("KeepStates", &KeepStates, a, stream);
+  return LaunchWarps("KeepStates", &KeepStates, a.rows, stream, a);
 }
 
-__global__ void __launch_bounds__(kThreads) ShowRows(ShowRowsArguments a) {
-  const int64_t row = RowOfWarp();
-  if (row >= a.rows || a.step >= a.stop[row]) return;
+__global__ void __launch_bounds__(kRowThreads) ShowRows(ShowRowsArguments a) {
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0 || a.step >= a.stop[row]) return;
   for (int64_t c = Lane(); c < a.channels; c += kWarp) {
     a.shown[row * a.channels + c] = a.from[row * a.channels + c];
   }
 }
 
 const char* LaunchShow(const ShowRowsArguments& a, void* stream) {
-  return LaunchWarps("ShowRows", &ShowRows, a, stream);
+  return LaunchWarps("ShowRows", &ShowRows, a.rows, stream, a);
 }
 
-__global__ void __launch_bounds__(kThreads) Convolve(ConvolveArguments a) {
-  const int64_t row = RowOfWarp();
-  if (row >= a.rows) return;
+__global__ void __launch_bounds__(kRowThreads) Convolve(ConvolveArguments a) {
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0) return;
   const int64_t t = row % a.tokens, first = row - t;
   for (int64_t c = Lane(); c < a.channels; c += kWarp) {
     float sum = 0;
@@ -137,11 +126,11 @@ __global__ void __launch_bounds__(kThreads) Convolve(ConvolveArguments a) {
 }
 
 const char* LaunchConvolve(const ConvolveArguments& a, void* stream) {
-  return LaunchWarps("Convolve", &Convolve, a, stream);
+  return LaunchWarps("Convolve", &Convolve, a.rows, stream, a);
 }
 
-__global__ void __launch_bounds__(kThreads) WriteStates(WriteStatesArguments a) {
-  const int64_t row = RowOfWarp();
+__global__ void __launch_bounds__(kRowThreads) WriteStates(WriteStatesArguments a) {
+  const int64_t row = WarpOfGrid();
   if (row >= a.rows) return;
   const int64_t b = row / a.tokens, t = row % a.tokens;
   const int64_t out = b * a.out.strides[0] + t * a.out.strides[1];
@@ -160,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) WriteStates(WriteStatesArguments a) 
 }
 
 const char* LaunchWrite(const WriteStatesArguments& a, void* stream) {
-  return LaunchWarps("WriteStates", &WriteStates, a, stream);
+  return LaunchWarps("WriteStates", &WriteStates, a.rows, stream, a);
 }
 
 }  // namespace

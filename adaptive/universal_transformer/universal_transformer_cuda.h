@@ -2,7 +2,8 @@
 // those of all tokens, batch after batch.
 //
 // stop[row] tells who takes a step: a token runs step n, counted from 0, where n < stop[row]. It
-// begins as the largest number of steps, 0 for padding, and becomes N when the token halts.
+// begins as the largest number of steps, 0 for padding, and becomes N when the token halts. Where work
+// is for the rows of a list, it is for all rows that run where there is none.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_CUDA_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_CUDA_H_
 
@@ -10,6 +11,7 @@
 
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
+#include "core/cuda/row_list.h"
 
 namespace tfb {
 
@@ -35,19 +37,24 @@ struct BeginStepsArguments {
   float* total;     // [rows]
   float* ponder;
   int32_t* stop;
+  uint8_t* goes_on;    // [rows] 1 of tokens, 0 of padding; null: not asked for
+  float* keys_values;  // [rows, key_channels], become 0 for padding
   int64_t rows;
   int64_t tokens;
   int64_t channels;
+  int64_t key_channels;
   int64_t limit;
   bool halts;  // ponder counts what has been taken, else `limit`
 };
 
-// U = H + PE + T, and with halting from before the step, that.
+// U = H + PE + T, and the same without T, of listed rows, and with halting from before the step, that.
 struct ReadStatesArguments {
   const float* state;      // [rows, channels]
   const float* positions;  // [tokens, channels]
   const float* time;       // [channels]
+  float* placed;           // [rows, channels]
   float* read;             // [rows, channels]
+  RowList list;
   int32_t* stop;
   int64_t rows;
   int64_t tokens;
@@ -65,6 +72,8 @@ struct KeepStatesArguments {
   const float* weight;  // [rows], decided before the step; null: 1
   bool is_mix;
   int32_t* stop;
+  uint8_t* goes_on;  // [rows] becomes 0 of who runs no further step; null: not asked for
+  RowList list;
   int64_t rows;
   int64_t channels;
   int64_t step;
@@ -76,6 +85,7 @@ struct ShowRowsArguments {
   const float* from;  // [rows, channels]
   float* shown;
   const int32_t* stop;
+  RowList list;
   int64_t rows;
   int64_t channels;
   int64_t step;
@@ -87,6 +97,7 @@ struct ConvolveArguments {
   const float* kernel;  // [size, channels]
   float* y;
   const int32_t* stop;
+  RowList list;
   int64_t rows;
   int64_t tokens;
   int64_t channels;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention/encoder_decoder/encoder_decoder.h"
+#include "core/cuda/simulator/simulator.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
@@ -290,14 +291,18 @@ TEST(UniversalTransformer, WithoutHaltingItIsAStackOfEqualLayers) {
 }
 
 // One step at a time, all tokens computed and those of halted tokens thrown away.
-TEST(UniversalTransformer, ComputingOnlyTheTokensThatGoOnChangesNoBit) {
+class UniversalTransformerOn : public testing::TestWithParam<Device> {};
+INSTANTIATE_TEST_SUITE_P(, UniversalTransformerOn, testing::ValuesIn(kHostDevices),
+                         [](const auto& device) { return std::string(Name(device.param)); });
+
+TEST_P(UniversalTransformerOn, ComputingOnlyTheTokensThatGoOnChangesNoBit) {
   for (const bool causal : {false, true}) {
     const Problem problem = Self(2, 2, 150, 8, causal);
     const NamedTensors inputs = Random(problem);
     NamedTensors parameters = Parameters(problem);
     Fill(parameters["halting.b"].view(), -1);  // 2 to 6 steps
     const NamedTensors outputs =
-        RunOwn(problem, inputs, {{"output", "frozen"}, {"steps", "6"}}, parameters);
+        RunOwn(problem, inputs, {{"output", "frozen"}, {"steps", "6"}}, parameters, GetParam());
     const auto steps = outputs.at("steps").span<int32_t>();
     Tensor h = inputs.at("x").Clone();
     for (int32_t n = 1; n <= 6; ++n) {
@@ -305,7 +310,7 @@ TEST(UniversalTransformer, ComputingOnlyTheTokensThatGoOnChangesNoBit) {
       read["x"] = h.Clone();
       const Tensor made = OutOf(
           problem, read, {{"halting", "none"}, {"steps", "1"}, {"first_step", std::to_string(n)}},
-          parameters);
+          parameters, GetParam());
       for (int64_t i = 0; i < h.num_elements(); ++i) {
         if (n <= steps[i / 16]) h.span<float>()[i] = made.span<float>()[i];
       }
@@ -313,6 +318,43 @@ TEST(UniversalTransformer, ComputingOnlyTheTokensThatGoOnChangesNoBit) {
     EXPECT_TRUE(SameBits(outputs.at("out"), h)) << causal;
     EXPECT_LT(*std::min_element(steps.begin(), steps.end()), 4);
     EXPECT_EQ(*std::max_element(steps.begin(), steps.end()), 6);
+  }
+}
+
+// Of the simulator's loads and stores, against the FLOPs of the definition. Channel 0 of the input
+// decides: tokens that have 100 there halt after the first step, anywhere in the text, others never.
+TEST(UniversalTransformer, InTheSimulatorTheWorkFallsWithTheTokensThatHalt) {
+  for (const char* transition : {"feed_forward", "separable_convolution"}) {
+    const Problem problem = Self(1, 2, 256, 32);
+    const Options options = {{"steps", "3"}, {"transition", transition}};
+    NamedTensors inputs = Random(problem), parameters = Parameters(problem, options);
+    Fill(parameters["halting.w"].view(), 0);
+    *parameters["halting.w"].view().MutableAt<float>(0) = 1;
+    Fill(parameters["halting.b"].view(), -50);
+    auto layer = UniversalTransformer().Create(problem, options, Device::kSimulator, 1).value();
+    ASSERT_EQ(layer->SetParameters(parameters), absl::OkStatus());
+    struct Work {
+      double accesses;
+      double saved_flops;
+    };
+    const auto run = [&](int64_t one_in) {
+      for (int64_t t = 0; t < 256; ++t) {
+        *inputs["x"].view().MutableAt<float>(0, t, 0) = t % one_in == 0 ? 0 : 100;
+      }
+      const int64_t before = cuda_simulator::TotalCounts().accesses;
+      const auto outputs = RunCudaLayer(*layer, Device::kSimulator, ViewsOf(inputs));
+      EXPECT_TRUE(outputs.ok()) << outputs.status();
+      EXPECT_DOUBLE_EQ(layer->statistics().at("mean_steps"), 1 + 2 / static_cast<double>(one_in));
+      return Work{static_cast<double>(cuda_simulator::TotalCounts().accesses - before),
+                  layer->statistics().at("saved_flops")};
+    };
+    const double of_all = run(1).accesses;
+    for (const int64_t one_in : {2, 4}) {
+      const Work work = run(one_in);
+      EXPECT_GE((1 - work.accesses / of_all) / work.saved_flops, 0.6)
+          << transition << ", one token in " << one_in << " goes on: " << 1 - work.accesses / of_all
+          << " of the accesses saved, " << work.saved_flops << " of the FLOPs";
+    }
   }
 }
 

@@ -24,6 +24,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "core/cuda/row_list.h"
 #include "core/problem.h"
 #include "core/schedule/block_schedule.h"
 #include "core/technique.h"
@@ -216,6 +217,11 @@ struct FlashCall {
   KeyRing ring;                // CUDA alone
   const BlockSchedule* schedule = nullptr;
   const Band* band = nullptr;  // CUDA alone: in the place of a schedule
+  // CUDA alone, with a band: rows of the schedule that are computed; of others nothing is read or
+  // written. A tile takes the next queries of the list, wherever they are, so that work goes with its
+  // length, where the rule has relative keys of f32 queries alone, or nothing. Else a tile is as ever,
+  // and left out where none of its queries is listed.
+  RowList asked;
   ScoreRule rule;
   TokenRule tokens;
   double scale = 0;  // 0: 1 / sqrt(head_dim)

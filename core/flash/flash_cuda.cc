@@ -32,6 +32,14 @@ bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
          (a.schedule.heads == 1 || problem.group() == 1) && a.k.element == a.v.element;
 }
 
+// See FlashCall::asked.
+bool PacksAsked(const Problem& problem, const FlashArguments& a) {
+  if (a.asked.rows == nullptr || IsForDecoding(problem, a)) return false;
+  return problem.dtype == DType::kF32
+             ? a.rule.is_plain_but_for_relative_keys()
+             : a.rule.is_plain() && a.rule.content_bias == nullptr && a.scale > 0;
+}
+
 using Forward = const char* (*)(const FlashArguments&, void*);
 Forward ForwardOf(CudaTarget target, const Problem& problem, const FlashArguments& a) {
   if (IsForDecoding(problem, a)) return KernelsOn<FlashDecodeKernels>(target).forward;
@@ -255,10 +263,12 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
     a.schedule.query_tiles = (problem.query_tokens + queries - 1) / queries;
     a.schedule.heads = 1;
     a.schedule.band = *call.band;
-  } else if (has_schedule_) {
+  } else if (has_schedule_ && call.asked.rows == nullptr) {
     a.schedule = schedule_;
   } else {
-    return absl::InternalError("a call has neither a schedule nor a band");
+    return absl::InternalError(call.asked.rows == nullptr
+                                   ? "a call has neither a schedule nor a band"
+                                   : "a call that asks for some queries has no band");
   }
   a.rule = rule_;
   a.rule.query_position = call.rule.query_position;
@@ -283,6 +293,8 @@ absl::Status FlashCuda::Run(const Problem& problem, const FlashCall& call, const
   } else if (a.splits > 1) {
     a.partial = workspace.Take<float>(PartialFloats(problem, a.splits));
   }
+  a.asked = call.asked;
+  a.packs_asked = PacksAsked(problem, a);
   a.max_blocks = max_blocks_;
   a.decode_queries = static_cast<int>(FlashCudaQueries(problem.dtype));
 

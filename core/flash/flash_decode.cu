@@ -102,6 +102,9 @@ class FlashDecodeBlock {
   }
 
   __device__ void Run() {
+    bool any = false;
+    for (int r = 0; r < rows_; ++r) any = any || IsAsked(a_, task_.batch, QueryOf(r));
+    if (!any) return;
     LoadQueries();
     __syncthreads();
     TileWalk walk(a_, task_, a_.decode_queries);
@@ -119,6 +122,10 @@ class FlashDecodeBlock {
   __device__ void LoadQueries() {
     for (int n = threadIdx.x; n < rows_ * kDim; n += kThreads) {
       const int row = n / kDim, channel = n % kDim;
+      if (!IsAsked(a_, task_.batch, QueryOf(row))) {
+        queries_[n] = 0;
+        continue;
+      }
       const int64_t token = TokenOf(a_.query_order, task_.batch, HeadOf(row), QueryOf(row));
       const int64_t offset = task_.batch * a_.q.strides[0] + HeadOf(row) * a_.q.strides[1] +
                              token * a_.q.strides[2] + channel * a_.q.strides[3];
@@ -151,7 +158,7 @@ class FlashDecodeBlock {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (r >= rows_) break;
-      const uint64_t mask = walk.Mask(static_cast<int>(QueryOf(r)), a_.decode_queries);
+      const uint64_t mask = walk.Mask(QueryOf(r), static_cast<int>(QueryOf(r)), a_.decode_queries);
       unsigned visible = 0;
 #pragma unroll
       for (int p = 0; p < kAtOnce; ++p) {
@@ -243,7 +250,9 @@ class FlashDecodeBlock {
       }
     }
     __syncthreads();
-    for (int r = warp_; r < rows_; r += kWarps) StoreRow(r);
+    for (int r = warp_; r < rows_; r += kWarps) {
+      if (IsAsked(a_, task_.batch, QueryOf(r))) StoreRow(r);
+    }
   }
 
   // By one warp.

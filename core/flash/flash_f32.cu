@@ -11,7 +11,7 @@
 //   shared memory, D = 64:   (64 + 64 + 64) x 68 x 4 B = 51 KiB, 3 blocks on sm_80, 4 on sm_90
 //                  D = 128:  (128 + 128 + 64) x 68 x 4 B = 85 KiB
 //                  D = 256:  (256 + 256 + 64) x 68 x 4 B = 153 KiB
-//   label keys add 1 KiB, relative keys that and 64 x 132 x 4 B = 33 KiB, a token rule 5.5 KiB
+//   label keys add 1 KiB, relative keys that and 64 x 68 x 4 B = 17 KiB, a token rule 5.5 KiB
 //
 // Sums over keys go tile by tile in the order of the schedule, whatever the number of blocks: the
 // result is the same bit by bit in every run.
@@ -25,7 +25,6 @@ constexpr int kThreadsX = 16;  // that share queries
 constexpr int ThreadsFor(int dim) { return dim <= 128 ? 128 : 256; }
 constexpr int kCombineThreads = 128;
 constexpr int kStride = 68;  // of 64 floats: float4 stay aligned, rows begin in other banks
-constexpr int kPositionStride = 132;  // of 128 offsets
 static_assert(kQueries == 64 && kKeys == 64, "threads are laid out for tiles of 64 x 64");
 
 // Offsets of the block's shared memory, in floats.
@@ -42,11 +41,12 @@ struct Shared {
   float* limit;       // [64] of the soft span
   uint64_t* visible;  // [64] bit c of word r: query r sees key c
   unsigned* flags;    // [4]: the tokens among the keys; whether a value is not finite
+  int* rows;          // [64] of the call, that the queries are; those beyond the last repeat it
   // Where there are label or relative keys.
   float2* label_scores;         // [64] queries against the label keys
   int* query_ids;               // [64]
   int* key_ids;                 // [64]
-  float* position;              // [64][kPositionStride], where there are relative keys
+  float* position;              // [64][kStride], where there are relative keys
   TokenPairs<kQueries>* pairs;  // where there is a token rule
 
   __device__ Shared(float* memory, const DeviceScoreRule& rule)
@@ -57,7 +57,8 @@ struct Shared {
         limit(key_bias + 64),
         visible(reinterpret_cast<uint64_t*>(limit + 64)),
         flags(reinterpret_cast<unsigned*>(visible + 64)),
-        label_scores(reinterpret_cast<float2*>(flags + 4)),
+        rows(reinterpret_cast<int*>(flags + 4)),
+        label_scores(reinterpret_cast<float2*>(rows + 64)),
         query_ids(reinterpret_cast<int*>(label_scores + 64)),
         key_ids(query_ids + 64),
         position(reinterpret_cast<float*>(key_ids + 64)),
@@ -66,9 +67,9 @@ struct Shared {
   // Of all but `pairs`: an even number.
   __host__ __device__ static constexpr size_t Floats(const DeviceScoreRule& rule) {
     const bool relative_keys = rule.relative_keys.rows != nullptr;
-    return kDim * kStride + kKeysAndValues + kKeys * kStride + 64 + 64 + 128 + 4 +
+    return kDim * kStride + kKeysAndValues + kKeys * kStride + 64 + 64 + 128 + 4 + 64 +
            (relative_keys || rule.label_keys.keys != nullptr ? 128 + 64 + 64 : 0) +
-           (relative_keys ? kQueries * kPositionStride : 0);
+           (relative_keys ? kQueries * kStride : 0);
   }
   static size_t Bytes(const DeviceScoreRule& rule) {
     return Floats(rule) * sizeof(float) + (rule.tokens.acts ? sizeof(TokenPairs<kQueries>) : 0);
@@ -193,11 +194,13 @@ class FlashF32Block {
         ty_(threadIdx.x / kThreadsX) {
     depth_ = (a.head_dim + 3) / 4 * 4;
     first_query_ = task.query_tile * kQueries;
+    queries_ = QueriesOf(a, task.batch);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) max_[r] = NegativeInfinity();
   }
 
   __device__ void Run() {
+    if (!HasQueries()) return;
     LoadQueries();
     __syncthreads();
     FindSpan();
@@ -213,8 +216,8 @@ class FlashF32Block {
       if (kRule && a_.rule.label_keys.keys != nullptr) LoadKeyIds(walk.tile());
       if (!whole) FindVisible(walk);
       __syncthreads();
-      float scores[kRows][4];
-      Multiply<kRows>(shared_.q, shared_.kv, depth_, scores);
+      float scores[kRows][4] = {};
+      if (has_rows()) Multiply<kRows>(shared_.q, shared_.kv, depth_, scores);
       if (kRule || a_.rule.content_bias != nullptr) ApplyKeyBias(scores);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -225,21 +228,46 @@ class FlashF32Block {
       Softmax(walk.tile(), whole, scores);
       __syncthreads();
       const bool finite = LoadValues(walk.tile(), whole);
-      AddValues(finite);
+      if (has_rows()) AddValues(finite);
       __syncthreads();
     }
     Store();
   }
 
  private:
+  // Whether this thread has a query: products of the last tile's others are left out.
+  __device__ bool has_rows() const { return first_query_ + ty_ * kRows < queries_; }
   __device__ bool has_pairs() const { return kRule && a_.rule.tokens.acts; }
+  // Row of the call that query `row` of the tile is; beyond the last, that.
+  __device__ int64_t RowOf(int row) const {
+    return QueryRow(a_, task_.batch, min(first_query_ + row, queries_ - 1));
+  }
   __device__ int64_t QueryToken(int row) const {
-    return TokenOf(a_.query_order, task_.batch, task_.head, first_query_ + row);
+    return TokenOf(a_.query_order, task_.batch, task_.head, RowOf(row));
+  }
+  __device__ bool IsQuery(int row) const {
+    return first_query_ + row < queries_ &&
+           (a_.packs_asked || IsAsked(a_, task_.batch, RowOf(row)));
+  }
+  // Whether there is any. The same for all threads.
+  __device__ bool HasQueries() {
+    if (first_query_ >= queries_) return false;
+    if (a_.packs_asked || a_.asked.rows == nullptr) return true;
+    const int t = static_cast<int>(threadIdx.x);
+    if (t < kQueries) {
+      const unsigned asked = __ballot_sync(~0u, IsQuery(t));
+      if (t % 32 == 0) shared_.flags[t / 32] = asked;
+    }
+    __syncthreads();
+    return (shared_.flags[0] | shared_.flags[1]) != 0;
   }
 
   __device__ void LoadQueries() {
+    if (threadIdx.x < kQueries) {
+      shared_.rows[threadIdx.x] = static_cast<int>(RowOf(static_cast<int>(threadIdx.x)));
+    }
     LoadTransposed<kDim>(shared_.q, depth_, [&](int row) {
-      if (first_query_ + row >= a_.query_tokens) return RowReader();
+      if (!IsQuery(row)) return RowReader();
       return RowReader(a_.q, task_.batch, task_.head, QueryToken(row), a_.head_dim);
     });
     if (kRule && a_.rule.span != nullptr && threadIdx.x < kQueries) {
@@ -281,8 +309,7 @@ class FlashF32Block {
     }
     reinterpret_cast<float*>(shared_.label_scores)[row * 2 + label] = sum * a_.scale;
     if (label != 0) return;
-    const bool exists = first_query_ + row < a_.query_tokens;
-    shared_.query_ids[row] = exists ? IdOf(a_.query_ids, task_.batch, QueryToken(row)) : 0;
+    shared_.query_ids[row] = IsQuery(row) ? IdOf(a_.query_ids, task_.batch, QueryToken(row)) : 0;
   }
   __device__ void LoadKeyIds(int64_t tile) {
     const int c = threadIdx.x;
@@ -320,7 +347,7 @@ class FlashF32Block {
     __syncthreads();
     if (t < kQueries) {
       uint64_t word = shared_.flags[0] | static_cast<uint64_t>(shared_.flags[1]) << 32;
-      word &= walk.Mask(t, kQueries);
+      word &= walk.Mask(shared_.rows[t], t, kQueries);
       if (kRule && a_.rule.span != nullptr) word &= WithinSpan(shared_.limit[t], walk.tile());
       if (kRule && a_.rule.tokens.hides) word &= shared_.pairs->visible[t];
       shared_.visible[t] = word;
@@ -357,17 +384,7 @@ class FlashF32Block {
   __device__ void ApplyRule(int64_t tile, float scores[kRows][4]) {
     const DeviceScoreRule& rule = a_.rule;
     const int64_t first = tile * kKeys - first_query_ - rule.query_position;  // of row 0, column 0
-    if (rule.relative_keys.rows != nullptr) {
-      FindPositions(first);
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int row = ty_ * kRows + r, column = tx_ * 4 + c;
-          scores[r][c] += shared_.position[row * kPositionStride + column - row + kQueries - 1];
-        }
-      }
-    }
+    if (rule.relative_keys.rows != nullptr) AddPositions(tile, scores);
     if (rule.label_keys.keys != nullptr) AddLabels(scores);
     if (rule.relu_multiplier.values != nullptr) {
       ForEachEntry(rule.relu_multiplier, tile, first, [&](int r, int c, float entry) {
@@ -409,13 +426,21 @@ class FlashF32Block {
     }
   }
 
-  // Scores against the relative keys of offsets first - 63 .. first + 64, into shared memory.
-  __device__ void FindPositions(int64_t first) {
+  // Scores against the relative keys of the offsets that the tile has, which are as many as its keys
+  // and the rows from its first query to its last: 64 at a time by way of shared memory, where key c
+  // of a query is in a column that goes with the query's row. Queries that follow one another have
+  // 127 offsets. Where only one in n is asked, 64 of them have 64 (n + 1), so that this product falls
+  // to 1/2 (1 + 1/n) of what it is for all queries, while the others fall to 1/n.
+  __device__ void AddPositions(int64_t tile, float scores[kRows][4]) {
     const DeviceRelativeKeys& keys = a_.rule.relative_keys;
-    for (int half = 0; half < 2; ++half) {
-      __syncthreads();  // the keys, or the first half, have been read
+    const int last_row = shared_.rows[kQueries - 1];
+    const int offsets = kKeys + last_row - shared_.rows[0];
+    const int64_t lowest = tile * kKeys - last_row - a_.rule.query_position;
+    for (int begin = 0; begin < offsets; begin += 64) {
+      if (lowest + begin > keys.high || lowest + begin + 63 < keys.low) continue;  // all are zero
+      __syncthreads();  // the keys, or the offsets before, have been read
       LoadTransposed<kDim>(shared_.kv, depth_, [&](int n) {
-        const int64_t offset = first - (kQueries - 1) + half * 64 + n;
+        const int64_t offset = lowest + begin + n;
         if (offset < keys.low || offset > keys.high) return RowReader();
         const int64_t row =
             task_.head % keys.heads * (keys.high - keys.low + 1) + offset - keys.low;
@@ -423,18 +448,27 @@ class FlashF32Block {
         return RowReader(rows, 0, 0, row, a_.head_dim);
       });
       __syncthreads();
-      float products[kRows][4];
-      Multiply<kRows>(shared_.q, shared_.kv, depth_, products);
+      float products[kRows][4] = {};
+      if (has_rows()) Multiply<kRows>(shared_.q, shared_.kv, depth_, products);
       if (a_.rule.position_bias != nullptr) AddColumnBias(a_.rule.position_bias, products);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        *reinterpret_cast<float4*>(shared_.position + (ty_ * kRows + r) * kPositionStride +
-                                   half * 64 + tx_ * 4) =
+        *reinterpret_cast<float4*>(shared_.position + (ty_ * kRows + r) * kStride + tx_ * 4) =
             make_float4(products[r][0] * a_.scale, products[r][1] * a_.scale,
                         products[r][2] * a_.scale, products[r][3] * a_.scale);
       }
+      __syncthreads();
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int row = ty_ * kRows + r, shift = last_row - shared_.rows[row] - begin;
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int column = tx_ * 4 + c + shift;
+          if (column < 0 || column >= 64) continue;
+          scores[r][c] += shared_.position[row * kStride + column];
+        }
+      }
     }
-    __syncthreads();
   }
 
   // Scores to softmax numerators, in shared memory; rescales what was summed before.
@@ -546,9 +580,8 @@ class FlashF32Block {
     for (int r = 0; r < kRows; ++r) {
       const float sum = SumOfRow(sum_[r]);
       const int row = ty_ * kRows + r;
-      const int64_t i = first_query_ + row;
-      if (i >= a_.query_tokens) continue;
-      const int64_t token = QueryToken(row);
+      if (!IsQuery(row)) continue;
+      const int64_t i = shared_.rows[row], token = QueryToken(row);
       const OutputRow output(a_, task_, i, token, sum);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
@@ -568,6 +601,7 @@ class FlashF32Block {
   const int ty_;
   int depth_;
   int64_t first_query_;
+  int64_t queries_;
   float widest_ = 0;
   float narrowest_ = 0;
   float max_[kRows];
@@ -620,6 +654,7 @@ __global__ void __launch_bounds__(kCombineThreads) FlashCombine(const FlashArgum
        n < rows; n += warps) {
     const int64_t i = n % a.query_tokens, h = n / a.query_tokens % a.query_heads;
     const int64_t b = n / a.query_tokens / a.query_heads;
+    if (!IsAsked(a, b, i)) continue;
     float maximum = NegativeInfinity();
     for (int s = 0; s < a.splits; ++s) {
       maximum = fmaxf(maximum, PartialRow(a, s, b, h, i)[a.value_dim]);

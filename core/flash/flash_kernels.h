@@ -9,6 +9,7 @@
 
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
+#include "core/cuda/row_list.h"
 #include "core/schedule/schedule_view.h"
 
 namespace tfb {
@@ -91,6 +92,12 @@ struct DeviceScoreRule {
            relu_multiplier.values == nullptr && bias.values == nullptr && span == nullptr &&
            !tokens.acts;
   }
+  // Whether relative keys are all that scores have besides.
+  __attribute__((always_inline)) bool is_plain_but_for_relative_keys() const {
+    DeviceScoreRule rule = *this;
+    rule.relative_keys.rows = nullptr;
+    return rule.is_plain();
+  }
 };
 
 // As TokenOrder.
@@ -122,6 +129,8 @@ struct FlashArguments {
   DeviceTokenOrder query_order;  // of q, query_ids, out, log_sum_exp
   bool out_by_row;               // but not of out and log_sum_exp: theirs are rows of the call
   DeviceTokenOrder key_order;    // of k, v, key_mask, key_ids
+  RowList asked;                 // rows of the call that are computed
+  bool packs_asked;              // tiles are filled from the list
   // Where ring_tiles > 0, k and v are rings of that many tiles of 64 tokens, and key tile t is tile
   // (t + first_tile) % ring_tiles.
   int64_t ring_tiles;

@@ -198,6 +198,8 @@ struct MmaShared {
     const uint8_t* key_mask;
     int64_t ring_begin;  // the tile of the ring that is the first one's place
     int first_query;
+    int queries;               // that the batch row's tiles are made of
+    bool has_queries;          // in this tile
     int tile_with_non_finite;  // the last
   };
   struct CommonOfRule : Common {
@@ -301,7 +303,7 @@ class FlashMmaBlock {
         thread_(threadIdx.x) {}
 
   __device__ void Run(int64_t task) {
-    Begin(task);
+    if (!Begin(task)) return;
     Clear();
     // Keys of tile n are in slot 2 n of the ring, values in slot 2 n + 1, modulo 3.
     int slot = 0;
@@ -380,9 +382,11 @@ class FlashMmaBlock {
 
   // ---- What is to be done ----
 
-  __device__ void Begin(int64_t index) {
+  // False where there is nothing to do.
+  __device__ bool Begin(int64_t index) {
     if (thread_ == 0) FindTask(index);
     __syncthreads();
+    if (!common_.has_queries) return false;
     FindSpan();
     if (thread_ == 0) {
       common_.tiles[0] = NextTile();
@@ -392,6 +396,7 @@ class FlashMmaBlock {
     StartQueries();
     StartKeys(0, 0);
     StartValues(0, 1);
+    return true;
   }
 
   __device__ void FindTask(int64_t index) {
@@ -407,6 +412,8 @@ class FlashMmaBlock {
         a_.key_mask == nullptr ? nullptr : a_.key_mask + task.batch * a_.key_mask_strides[0];
     common_.ring_begin = a_.ring_tiles > 0 ? a_.first_tile % a_.ring_tiles : 0;
     common_.first_query = static_cast<int>(task.query_tile) * kQueries;
+    common_.queries = static_cast<int>(QueriesOf(a_, task.batch));
+    common_.has_queries = HasQueries();
     common_.tile_with_non_finite = -1;
     const DeviceScoreRule& rule = a_.rule;
     if (kRule != Rule::kNone) {
@@ -419,6 +426,13 @@ class FlashMmaBlock {
       common_.relative_keys = static_cast<const uint4*>(keys.rows) +
                               task.head % keys.heads * (keys.high - keys.low + 1) * (keys.row / 8);
     }
+  }
+  __device__ bool HasQueries() const {
+    if (a_.packs_asked || a_.asked.rows == nullptr) return common_.first_query < common_.queries;
+    const int end = min(common_.first_query + kQueries, common_.queries);
+    bool any = false;
+    for (int i = common_.first_query; i < end; ++i) any |= IsAsked(a_, common_.task.batch, i);
+    return any;
   }
   __device__ static const int32_t* OrderOf(const DeviceTokenOrder& order, int64_t b, int64_t h) {
     if (order.tokens == nullptr) return nullptr;
@@ -521,10 +535,7 @@ class FlashMmaBlock {
   // Queries and keys of the first tile are one group of copies; each further tile of keys, and each
   // of values, is one of its own, also where there is nothing to copy.
   __device__ void StartQueries() {
-    const auto token_of = [&](int r) {
-      const int64_t i = common_.first_query + r;
-      return i < a_.query_tokens ? QueryToken(i) : -1;
-    };
+    const auto token_of = [&](int r) { return IsQuery(r) ? QueryToken(RowOfCall(r)) : -1; };
     const int64_t offset =
         common_.task.batch * a_.q.strides[0] + common_.task.head * a_.q.strides[1];
     if (in_chunks_.q) {
@@ -556,6 +567,18 @@ class FlashMmaBlock {
     __pipeline_commit();
   }
 
+  // The row of the call that query r of the block is; beyond the last, that. Only kernels without a
+  // rule fill tiles from a list.
+  __device__ int64_t RowOfCall(int r) const {
+    const int n = common_.first_query + r;
+    if (kRule != Rule::kNone) return n;
+    return QueryRow(a_, common_.task.batch, min(n, common_.queries - 1));
+  }
+  __device__ bool IsQuery(int r) const {
+    return common_.first_query + r < common_.queries &&
+           ((kRule == Rule::kNone && a_.packs_asked) ||
+            IsAsked(a_, common_.task.batch, RowOfCall(r)));
+  }
   __device__ int64_t QueryToken(int64_t i) const {
     return common_.query_order == nullptr ? i : common_.query_order[i];
   }
@@ -606,8 +629,7 @@ class FlashMmaBlock {
   }
   // Bit c: query `row` of the block sees key c of the tile, if that is a token.
   __device__ uint64_t Visible(const MmaTile& tile, int row) const {
-    uint64_t visible =
-        MaskOf(a_.schedule, {tile.index, tile.mask}, common_.first_query, row, kQueries);
+    uint64_t visible = MaskOf(a_.schedule, {tile.index, tile.mask}, RowOfCall(row), row, kQueries);
     if (has_span()) visible &= WithinSpan(common_.limit[row], tile.index);
     if (kRule != Rule::kNone && a_.rule.tokens.hides) {
       visible &= shared_.pairs(a_.rule).visible[row];
@@ -892,10 +914,9 @@ class FlashMmaBlock {
       for (int item = static_cast<int>(thread_); item < kQueries * 2; item += Shape::kThreads) {
         const int row = item % kQueries, label = item / kQueries;
         labels.products[row][label] = LabelProduct(row, label);
-        const int64_t i = common_.first_query + row;
         if (label == 0) {
           labels.query_ids[row] =
-              i < a_.query_tokens ? IdOf(a_.query_ids, batch, QueryToken(i)) : 0;
+              IsQuery(row) ? IdOf(a_.query_ids, batch, QueryToken(RowOfCall(row))) : 0;
         }
       }
     }
@@ -1181,10 +1202,9 @@ class FlashMmaBlock {
       return;
     }
     for (int r = 0; r < Shape::kWarpRows; ++r) {
-      const int64_t i = common_.first_query + warp_row() + r;
-      if (i >= a_.query_tokens) return;
+      if (!IsQuery(warp_row() + r)) continue;
+      const int64_t i = RowOfCall(warp_row() + r), token = QueryToken(i);
       const float* row = rows + r * Shape::kOutputRow;
-      const int64_t token = QueryToken(i);
       if (lane() == 0) StoreSums(a_, common_.task, i, token, row[kDim + 1], row[kDim]);
       const OutputRow output(a_, common_.task, i, token, row[kDim]);
       for (int c = lane(); c < a_.value_dim; c += 32) {
@@ -1198,9 +1218,8 @@ class FlashMmaBlock {
             common_.task.head * a_.out.strides[1];
     for (int n = lane(); n < Shape::kWarpRows * kChunks; n += 32) {
       const int r = n / kChunks, c = n % kChunks * 8;
-      const int64_t i = common_.first_query + warp_row() + r;
-      if (i >= a_.query_tokens) return;
-      const int64_t token = QueryToken(i);
+      if (!IsQuery(warp_row() + r)) continue;
+      const int64_t i = RowOfCall(warp_row() + r), token = QueryToken(i);
       const float* row = rows + r * Shape::kOutputRow;
       const float sum = row[kDim];
       if (c == 0) StoreSums(a_, common_.task, i, token, row[kDim + 1], sum);

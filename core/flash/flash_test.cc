@@ -64,6 +64,8 @@ class Harness {
   ConstTensorView device_k;
   // On CUDA: of a grid, where not 0.
   int64_t max_blocks = 0;
+  // On CUDA: of each row of the call, whether it is asked; empty: all are.
+  std::vector<uint8_t> asked;
 
   Tensor& input(const char* name) { return inputs_[name]; }
   Tensor& out() { return outputs_["out"]; }
@@ -152,12 +154,37 @@ class Harness {
       order->tokens = copy.At<int32_t>(0);
     }
     if (!device_k.empty()) on_device.k = device_k;
+    TFB_ASSIGN_OR_RETURN(on_device.asked, ListAsked(mirror));
     const size_t bytes = FlashCuda::WorkspaceBytes(*runtime, problem_);
     TFB_ASSIGN_OR_RETURN(const DeviceBuffer workspace, runtime->Allocate(bytes));
     Execution execution;
     execution.workspace = absl::MakeSpan(workspace.As<std::byte>(), bytes);
     TFB_RETURN_IF_ERROR(flash.Run(problem_, on_device, execution));
     return mirror.CopyBack();
+  }
+
+  absl::StatusOr<RowList> ListAsked(DeviceMirror& mirror) const {
+    RowList list;
+    if (asked.empty()) return list;
+    std::vector<int32_t> rows, begins(1, 0);
+    for (int64_t row = 0; row < problem_.batch * problem_.query_tokens; ++row) {
+      if (asked[row] != 0) rows.push_back(static_cast<int32_t>(row));
+      if ((row + 1) % problem_.query_tokens == 0)
+        begins.push_back(static_cast<int32_t>(rows.size()));
+    }
+    begins.push_back(begins.back());
+    if (rows.empty()) rows.push_back(-1);  // a list has memory
+    const auto copy = [&](const void* data, DType dtype, size_t size) {
+      return mirror.Copy(ConstTensorView(data, dtype, {static_cast<int64_t>(size)}));
+    };
+    TFB_ASSIGN_OR_RETURN(const auto on_rows, copy(rows.data(), DType::kI32, rows.size()));
+    TFB_ASSIGN_OR_RETURN(const auto on_begins, copy(begins.data(), DType::kI32, begins.size()));
+    TFB_ASSIGN_OR_RETURN(const auto on_asked, copy(asked.data(), DType::kU8, asked.size()));
+    list.rows = on_rows.At<int32_t>(0);
+    list.begins = on_begins.At<int32_t>(0);
+    list.count = list.begins + problem_.batch;
+    list.is_listed = on_asked.At<uint8_t>(0);
+    return list;
   }
 
   Device device_;
@@ -676,6 +703,108 @@ TEST(FlashCudaCall, ABandAndARingGiveWhatAScheduleOverAllKeysGives) {
   harness.call.ring = {4, 3};
   harness.Run();
   EXPECT_EQ(std::memcmp(expected.raw(), harness.out().raw(), expected.bytes()), 0);
+}
+
+// Of two batch rows: one token in `one_in`, of the second those after the first `silent`.
+std::vector<uint8_t> Some(int64_t tokens, int64_t one_in, int64_t silent) {
+  std::vector<uint8_t> asked(2 * tokens);
+  for (int64_t n = 0; n < 2 * tokens; ++n) {
+    asked[n] = n % one_in == 0 && (n < tokens || n - tokens >= silent);
+  }
+  return asked;
+}
+
+// f32 kernels fill tiles from the list, with relative keys too; of 16-bit ones, that without a rule;
+// the others leave out tiles. Few queries are the decoding kernel's, and their keys are split.
+TEST(FlashCudaCall, QueriesThatAreAskedGetWhatTheyGetAmongAllAndOthersAreNotTouched) {
+  constexpr int64_t kLow = -400;
+  Tensor table(DType::kF32, {2, 800, 16});
+  FillNormal(&table, 3, "table");
+  const RelativeKeys relative(table.view(), kLow, kLow + 799, [](int64_t o) { return o - kLow; });
+  const std::vector<float> u(2 * 16, 0.3f), w(2 * 16, -0.2f);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    for (const int64_t queries : {int64_t{3}, int64_t{300}}) {
+      for (const bool has_rule : {false, true}) {
+        Problem problem = Make(queries, 330, 16, 24);
+        problem.dtype = dtype;
+        const BandPattern pattern(-200, 30);
+        const Band band{0, -200, 30};
+        Harness harness(Device::kSimulator, problem, &pattern);
+        harness.call.band = &band;
+        if (has_rule) {
+          harness.call.rule.relative_keys = &relative;
+          harness.call.rule.content_bias = u.data();
+          harness.call.rule.position_bias = w.data();
+        }
+        harness.Run();
+        const Tensor all = harness.out().Clone();
+        const bool is_f32 = dtype == DType::kF32;
+        // A packed tile rounds the weights under other maxima.
+        const double bound = is_f32 ? Fp32Bound(harness.call.v) : 0.03;
+        for (const auto& asked :
+             {Some(queries, 1, 0), Some(queries, 3, 0), Some(queries, 7, 200),
+              Some(queries, 1, queries), std::vector<uint8_t>(2 * queries, 0)}) {
+          harness.asked = asked;
+          Fill(harness.out().view(), NAN);
+          harness.Run();
+          const bool are_all = std::count(asked.begin(), asked.end(), 0) == 0;
+          for (int64_t n = 0; n < 2 * queries; ++n) {
+            const int64_t b = n / queries, i = n % queries;
+            for (int64_t h = 0; h < 2; ++h) {
+              for (int64_t c = 0; c < 24; ++c) {
+                const double found = harness.out().view().Get(all.view().Offset(b, h, i, c));
+                const double expected = all.view().Get(all.view().Offset(b, h, i, c));
+                if (asked[n] == 0) {
+                  ASSERT_TRUE(std::isnan(found)) << n << " " << Name(dtype) << has_rule;
+                } else if (are_all) {
+                  ASSERT_EQ(found, expected) << n << " " << Name(dtype) << has_rule;
+                } else {
+                  ASSERT_NEAR(found, expected, bound) << n << " " << Name(dtype) << has_rule;
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(FlashCudaCall, AskingForSomeQueriesWantsABand) {
+  Harness harness(Device::kSimulator, Make(3, 3, 8, 8));
+  harness.asked = Some(3, 2, 0);
+  CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
+  const BlockSchedule schedule = BuildSchedule(Make(3, 3, 8, 8), FullPattern(3), kFlashTile);
+  const FlashCuda flash = FlashCuda::Create(runtime, Make(3, 3, 8, 8), &schedule, {}).value();
+  const int32_t rows[6] = {};
+  harness.call.asked.rows = rows;
+  EXPECT_EQ(flash.Run(Make(3, 3, 8, 8), harness.call, {}).message(),
+            "a call that asks for some queries has no band");
+}
+
+// The simulator's count of loads and stores: as many for each tile of queries and keys.
+TEST(FlashCudaCall, AccessesFallWithTheQueriesThatAreAsked) {
+  Tensor table(DType::kF32, {1, 1024, 32});
+  FillNormal(&table, 3, "table");
+  const RelativeKeys relative(table.view(), -512, 511, [](int64_t o) { return o + 512; });
+  for (const bool has_rule : {false, true}) {
+    Harness harness(Device::kSimulator, Make(512, 512, 32, 32));
+    const Band band{0, -1024, 1024};
+    harness.call.band = &band;
+    if (has_rule) harness.call.rule.relative_keys = &relative;
+    const auto accesses = [&](int64_t one_in) {
+      harness.asked = Some(512, one_in, 0);
+      const int64_t before = cuda_simulator::TotalCounts().accesses;
+      harness.Run();
+      return static_cast<double>(cuda_simulator::TotalCounts().accesses - before);
+    };
+    const double of_all = accesses(1), of_half = accesses(2), of_quarter = accesses(4);
+    // Of the four products of a tile, two are with relative keys, see AddPositions.
+    const double half = has_rule ? (2.0 / 2 + 2 * 3.0 / 4) / 4 : 1.0 / 2;
+    const double quarter = has_rule ? (2.0 / 4 + 2 * 5.0 / 8) / 4 : 1.0 / 4;
+    EXPECT_NEAR(of_half / of_all, half, 0.05) << has_rule;
+    EXPECT_NEAR(of_quarter / of_all, quarter, 0.05) << has_rule;
+  }
 }
 
 TEST(FlashCudaCall, KeysFarApartHave64BitOffsets) {

@@ -19,6 +19,20 @@ __device__ inline int64_t TokenOf(const DeviceTokenOrder& order, int64_t b, int6
              : order.tokens[b * order.batch_stride + h / order.group * order.head_stride + n];
 }
 
+// ---- Calls that ask for some queries alone ----
+
+// Of how many queries of batch row b tiles are made.
+__device__ inline int64_t QueriesOf(const FlashArguments& a, int64_t b) {
+  return a.packs_asked ? a.asked.begins[b + 1] - a.asked.begins[b] : a.query_tokens;
+}
+// The row of the call that the n-th of them is.
+__device__ inline int64_t QueryRow(const FlashArguments& a, int64_t b, int64_t n) {
+  return a.packs_asked ? a.asked.rows[a.asked.begins[b] + n] - b * a.query_tokens : n;
+}
+__device__ inline bool IsAsked(const FlashArguments& a, int64_t b, int64_t row) {
+  return a.asked.rows == nullptr || a.asked.is_listed[b * a.query_tokens + row] != 0;
+}
+
 // One tile of queries of one head, and which part of its keys.
 struct FlashTask {
   int64_t batch;
@@ -66,23 +80,23 @@ __device__ inline uint64_t Bits(int64_t first, int64_t end) {
   return from & below;
 }
 
-// Bit c: query `row` of the `queries` from first_query on sees key c of the tile, as far as the
-// schedule says.
-__device__ inline uint64_t MaskOf(const ScheduleView& schedule, const KeyTile& tile,
-                                  int64_t first_query, int row, int queries) {
+// Bit c: row i of the call, which is query `row` of a tile of `queries`, sees key c of the tile, as
+// far as the schedule says.
+__device__ inline uint64_t MaskOf(const ScheduleView& schedule, const KeyTile& tile, int64_t i,
+                                  int row, int queries) {
   if (tile.mask == TileRun::kFull) return ~uint64_t{0};
   if (tile.mask != KeyTile::kBand) {
     return schedule.masks[static_cast<int64_t>(tile.mask) * queries + row];
   }
   const Band& band = schedule.band;
-  const int64_t i = first_query + row, key = static_cast<int64_t>(tile.index) * kKeys;
+  const int64_t key = static_cast<int64_t>(tile.index) * kKeys;
   return Bits(max(band.first_key, i + band.low) - key, i + band.high + 1 - key);
 }
 
 // Where a walk over the key tiles of a task stands. Plain data, for shared memory too.
 struct WalkState {
-  int64_t first_query;
-  int64_t last_query;
+  int64_t first_row;  // of the call, among the task's queries
+  int64_t last_row;
   int64_t left;  // tiles
   int64_t run;
   int64_t in_run;  // tiles of the run that are done
@@ -92,10 +106,12 @@ struct WalkState {
   // Before the first tile.
   __device__ void Begin(const FlashArguments& a, const FlashTask& task, int queries) {
     const ScheduleView& schedule = a.schedule;
-    first_query = task.query_tile * queries;
-    last_query = min(first_query + queries, a.query_tokens) - 1;
-    run = in_run = tile = 0;
+    const int64_t first_query = task.query_tile * queries, count = QueriesOf(a, task.batch);
+    run = in_run = tile = left = 0;
     full = false;
+    if (first_query >= count) return;
+    first_row = QueryRow(a, task.batch, first_query);
+    last_row = QueryRow(a, task.batch, min(first_query + queries, count) - 1);
     int64_t tiles = 0;
     if (schedule.row_begin != nullptr) {
       const int64_t row = task.head % schedule.heads * schedule.query_tiles + task.query_tile;
@@ -104,8 +120,8 @@ struct WalkState {
       for (int64_t r = run; r < runs_end; ++r) tiles += schedule.runs[r].tiles;
     } else {
       const Band& band = schedule.band;
-      const int64_t first = max(band.first_key, max(first_query + band.low, int64_t{0}));
-      const int64_t end = min(a.kv_tokens, last_query + band.high + 1);
+      const int64_t first = max(band.first_key, max(first_row + band.low, int64_t{0}));
+      const int64_t end = min(a.kv_tokens, last_row + band.high + 1);
       tile = first / kKeys;
       tiles = end > first ? (end - 1) / kKeys + 1 - tile : 0;
     }
@@ -128,8 +144,8 @@ struct WalkState {
       ++tile;
       const Band& band = schedule.band;
       const int64_t first = tile * kKeys, last = first + kKeys - 1;
-      full = first >= band.first_key && first - last_query >= band.low &&
-             last - first_query <= band.high;
+      full =
+          first >= band.first_key && first - last_row >= band.low && last - first_row <= band.high;
       return true;
     }
     if (++in_run >= schedule.runs[run].tiles) {
@@ -162,9 +178,9 @@ class TileWalk {
   __device__ int64_t tile() const { return state_.tile; }
   // Every query of the tile sees every key of it that is a token.
   __device__ bool full() const { return state_.full; }
-  // Bit c: query `row` of the tile sees key c, as far as the schedule says.
-  __device__ uint64_t Mask(int row, int queries) const {
-    return MaskOf(schedule_, state_.key_tile(schedule_), state_.first_query, row, queries);
+  // Bit c: query `row` of the tile, row i of the call, sees key c, as far as the schedule says.
+  __device__ uint64_t Mask(int64_t i, int row, int queries) const {
+    return MaskOf(schedule_, state_.key_tile(schedule_), i, row, queries);
   }
 
  private:

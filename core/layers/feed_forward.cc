@@ -14,15 +14,16 @@ size_t FeedForward::workspace_bytes(Device device, int64_t rows, const Sizes& si
 }
 
 absl::Status FeedForward::Run(const ConstTensorView& x, const ConstTensorView& residual,
-                              const TensorView& y, const Execution& execution) const {
+                              const TensorView& y, const Execution& execution,
+                              const RowList& rows) const {
   Shape shape = x.shape();
   shape.back() = first_.out();
   Workspace workspace(execution.workspace);
   const TensorView inner(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  TFB_RETURN_IF_ERROR(MatMul(first_, {x, {}, inner, activation_}, rest));
-  return MatMul(second_, {inner, residual, y, output_}, rest);
+  TFB_RETURN_IF_ERROR(MatMul(first_, {x, {}, inner, activation_, rows}, rest));
+  return MatMul(second_, {inner, residual, y, output_, rows}, rest);
 }
 
 }  // namespace tfb

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "core/cuda/row_list.h"
 #include "core/layers/activation.h"
 #include "core/layers/matmul.h"
 #include "core/problem.h"
@@ -36,7 +37,7 @@ class FeedForward {
   static size_t workspace_bytes(Device device, int64_t rows, const Sizes& sizes, int threads);
   // Views as in MatMulCall. Allocates nothing.
   absl::Status Run(const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
-                   const Execution& execution) const;
+                   const Execution& execution, const RowList& rows = {}) const;
   size_t bytes() const { return first_.bytes() + second_.bytes(); }
 
  private:

@@ -29,7 +29,9 @@ __device__ float Activated(Activation activation, float x) {
 // dimension a thread reads 12 floats of shared memory for 32 multiply-adds. Tiles are 16 deep and
 // double-buffered: the next ones are on their way to registers while these are multiplied.
 //   shared memory: 2 x 16 x (68 + 64) x 4 B = 16.5 KiB
-// A row's sum does not depend on the other rows, nor on their number.
+// A row's sum does not depend on the other rows, nor on their number: of a list of rows it has the
+// bits that it has of all. Listed rows are gathered and scattered by the loads and stores; a block
+// beyond the list ends where it begins, and of the last one, warps beyond it only bring tiles.
 
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 64;
@@ -37,7 +39,7 @@ constexpr int kTileDepth = 16;
 constexpr int kMultiplyThreads = 128;
 constexpr int kThreadRows = 8;
 constexpr int kThreadColumns = 4;
-constexpr int kLoads = kTileRows * kTileDepth / kMultiplyThreads;  // of a thread, of each matrix
+constexpr int kLoads = kTileRows * kTileDepth / 4 / kMultiplyThreads;  // of a thread and matrix
 static_assert(kTileRows == kTileColumns, "both tiles have as many elements");
 
 struct alignas(16) Tiles {
@@ -45,55 +47,91 @@ struct alignas(16) Tiles {
   float w[kTileDepth][kTileColumns];
 };
 
-// What a thread brings of the next tiles: of x rows t / 16 + 8 n of channel t % 16, so that 16
-// lanes read consecutive channels; of W column t % 64 of channels t / 64 + 2 n.
+// Whether four consecutive floats of x, or of W, can be read at once, wherever a multiple of four.
+struct InVectors {
+  bool x;
+  bool weights;
+};
+
+// What a thread brings of the next tiles, four neighbouring elements at a time: of x channels 4 (t % 4)
+// on of rows t / 4 + 32 n, of W columns 4 (t % 16) on of channels t / 16 + 8 n.
 struct Fetched {
-  float x[kLoads];
-  float w[kLoads];
+  float4 x[kLoads];
+  float4 w[kLoads];
 };
 
 class TileLoader {
  public:
-  // Rows and columns beyond the last repeat it: what comes of them is not stored.
-  __device__ TileLoader(const MatMulArguments& a, int64_t first_row, int64_t first_column)
-      : a_(a), column_(min(first_column + threadIdx.x % kTileColumns, a.out - 1)) {
+  // Columns beyond the last repeat others: what comes of them is not stored.
+  __device__ TileLoader(const MatMulArguments& a, const InVectors& in_vectors, int64_t rows,
+                        int64_t first_row, int64_t first_column)
+      : a_(a),
+        in_vectors_(in_vectors),
+        rows_(static_cast<int>(min(rows - first_row, int64_t{kTileRows}))),
+        column_(first_column + WColumn()) {
+    if (in_vectors.weights) column_ = min(column_, a.out - 4);
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
-      x_offset_[n] = RowOffset(a.x, min(first_row + XRow(n), a.rows - 1));
+      const int64_t row = first_row + min(XRow(n), rows_ - 1);
+      x_offset_[n] = RowOffset(a.x, RowOfList(a.list, row));
     }
   }
 
-  // The tiles of the channels `depth` on; zeros beyond the last channel.
+  // The tiles of the channels `depth` on; zeros beyond the last channel and row.
   __device__ void Fetch(int64_t depth, Fetched* next) const {
-    const int64_t channel = depth + threadIdx.x % kTileDepth;
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
-      next->x[n] = channel < a_.in ? Load(a_.x, x_offset_[n], channel) : 0.0f;
+      next->x[n] =
+          XRow(n) < rows_ ? FetchX(x_offset_[n], depth + XChannel()) : make_float4(0, 0, 0, 0);
     }
 #pragma unroll
-    for (int n = 0; n < kLoads; ++n) {
-      const int64_t k = depth + WChannel(n);
-      next->w[n] = k < a_.in ? a_.weights[k * a_.out + column_] : 0.0f;
-    }
+    for (int n = 0; n < kLoads; ++n) next->w[n] = FetchW(depth + WChannel(n));
   }
 
   __device__ void Put(const Fetched& next, Tiles* tiles) const {
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
-      tiles->x[threadIdx.x % kTileDepth][XRow(n)] = next.x[n];
-      tiles->w[WChannel(n)][threadIdx.x % kTileColumns] = next.w[n];
+      const float4 x = next.x[n];
+      tiles->x[XChannel()][XRow(n)] = x.x;
+      tiles->x[XChannel() + 1][XRow(n)] = x.y;
+      tiles->x[XChannel() + 2][XRow(n)] = x.z;
+      tiles->x[XChannel() + 3][XRow(n)] = x.w;
+      *reinterpret_cast<float4*>(&tiles->w[WChannel(n)][WColumn()]) = next.w[n];
     }
   }
 
  private:
-  __device__ static int64_t XRow(int n) {
-    return threadIdx.x / kTileDepth + n * (kMultiplyThreads / kTileDepth);
+  __device__ static int XRow(int n) {
+    return static_cast<int>(threadIdx.x) / (kTileDepth / 4) +
+           n * (kMultiplyThreads / (kTileDepth / 4));
   }
-  __device__ static int64_t WChannel(int n) {
-    return threadIdx.x / kTileColumns + n * (kMultiplyThreads / kTileColumns);
+  __device__ static int XChannel() { return static_cast<int>(threadIdx.x) % (kTileDepth / 4) * 4; }
+  __device__ static int WChannel(int n) {
+    return static_cast<int>(threadIdx.x) / (kTileColumns / 4) +
+           n * (kMultiplyThreads / (kTileColumns / 4));
+  }
+  __device__ static int WColumn() { return static_cast<int>(threadIdx.x) % (kTileColumns / 4) * 4; }
+
+  __device__ float4 FetchX(int64_t row_offset, int64_t channel) const {
+    if (in_vectors_.x) {
+      if (channel >= a_.in) return make_float4(0, 0, 0, 0);
+      return *reinterpret_cast<const float4*>(static_cast<const float*>(a_.x.data) + row_offset +
+                                              channel);
+    }
+    const auto at = [&](int64_t c) { return c < a_.in ? Load(a_.x, row_offset, c) : 0.0f; };
+    return make_float4(at(channel), at(channel + 1), at(channel + 2), at(channel + 3));
+  }
+  __device__ float4 FetchW(int64_t channel) const {
+    if (channel >= a_.in) return make_float4(0, 0, 0, 0);
+    const float* row = a_.weights + channel * a_.weight_stride;
+    if (in_vectors_.weights) return *reinterpret_cast<const float4*>(row + column_);
+    const auto at = [&](int64_t c) { return row[min(c, a_.out - 1)]; };
+    return make_float4(at(column_), at(column_ + 1), at(column_ + 2), at(column_ + 3));
   }
 
   const MatMulArguments& a_;
+  const InVectors& in_vectors_;
+  int rows_;  // of the tile
   int64_t column_;
   int64_t x_offset_[kLoads];
 };
@@ -116,16 +154,20 @@ __device__ void MultiplyTiles(const Tiles& tiles, int thread_row, int thread_col
 }
 
 // Blocks of one column tile follow each other, so that its part of W stays in L2.
-__global__ void __launch_bounds__(kMultiplyThreads) Multiply(MatMulArguments a) {
+__global__ void __launch_bounds__(kMultiplyThreads)
+    Multiply(MatMulArguments a, InVectors in_vectors) {
   __shared__ Tiles tiles[2];
   const int64_t row_tiles = CeilDiv(a.rows, kTileRows);
   const int64_t first_row = blockIdx.x % row_tiles * kTileRows;
+  const int64_t rows = RowsOfList(a.list, a.rows);
+  if (first_row >= rows) return;
   const int64_t first_column = blockIdx.x / row_tiles * kTileColumns;
   const int thread_row = threadIdx.x / (kTileColumns / kThreadColumns) * kThreadRows;
   const int thread_column = threadIdx.x % (kTileColumns / kThreadColumns) * kThreadColumns;
 
   float sums[kThreadRows][kThreadColumns] = {};
-  const TileLoader loader(a, first_row, first_column);
+  const bool has_rows = first_row + thread_row < rows;  // a thread has 8, a warp 16
+  const TileLoader loader(a, in_vectors, rows, first_row, first_column);
   Fetched next;
   if (a.in > 0) {
     loader.Fetch(0, &next);
@@ -136,14 +178,14 @@ __global__ void __launch_bounds__(kMultiplyThreads) Multiply(MatMulArguments a) 
     __syncthreads();  // these tiles are here, and nobody reads the others any more
     const bool more = depth + kTileDepth < a.in;
     if (more) loader.Fetch(depth + kTileDepth, &next);
-    MultiplyTiles(tiles[current], thread_row, thread_column, sums);
+    if (has_rows) MultiplyTiles(tiles[current], thread_row, thread_column, sums);
     if (more) loader.Put(next, &tiles[current ^ 1]);
   }
 
 #pragma unroll
   for (int r = 0; r < kThreadRows; ++r) {
-    const int64_t row = first_row + thread_row + r;
-    if (row >= a.rows) break;
+    if (first_row + thread_row + r >= rows) break;
+    const int64_t row = RowOfList(a.list, first_row + thread_row + r);
     const int64_t y_offset = RowOffset(a.y, row);
     const int64_t residual_offset = a.residual.data == nullptr ? 0 : RowOffset(a.residual, row);
 #pragma unroll
@@ -161,8 +203,16 @@ __global__ void __launch_bounds__(kMultiplyThreads) Multiply(MatMulArguments a) 
 const char* LaunchMultiply(const MatMulArguments& a, void* stream) {
   const int64_t blocks = CeilDiv(a.rows, kTileRows) * CeilDiv(a.out, kTileColumns);
   if (blocks > INT32_MAX) return "a product of more than 2^31 - 1 tiles of 64 x 64";
+  const auto is_aligned = [](const void* data) {
+    return reinterpret_cast<uintptr_t>(data) % sizeof(float4) == 0;
+  };
+  const InVectors in_vectors = {
+      a.x.element == Element::kF32 && a.x.channel_stride == 1 && a.x.token_stride % 4 == 0 &&
+          a.x.batch_stride % 4 == 0 && a.in % 4 == 0 && is_aligned(a.x.data),
+      a.weight_stride % 4 == 0 && a.out % 4 == 0 && is_aligned(a.weights)};
   return Launch("Multiply", &Multiply,
-                {dim3(static_cast<unsigned>(blocks)), dim3(kMultiplyThreads)}, stream, a);
+                {dim3(static_cast<unsigned>(blocks)), dim3(kMultiplyThreads)}, stream, a,
+                in_vectors);
 }
 
 // ---- Work on rows, a warp each ----
@@ -194,8 +244,8 @@ __device__ double SumOfWarp(double value) {
 }
 
 __global__ void __launch_bounds__(kRowThreads) NormalizeRows(LayerNormArguments a) {
-  const int64_t row = WarpOfGrid();
-  if (row >= a.rows) return;
+  const int64_t row = RowOfWarp(a.list, a.rows);
+  if (row < 0) return;
   const int64_t x_offset = RowOffset(a.x, row), y_offset = RowOffset(a.y, row);
   const double channels = static_cast<double>(a.channels);
   double sum = 0;

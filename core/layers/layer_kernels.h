@@ -7,6 +7,7 @@
 
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
+#include "core/cuda/row_list.h"
 #include "core/layers/activation.h"
 
 namespace tfb {
@@ -24,14 +25,16 @@ struct DeviceRows {
 // y = activation(x W + b) + residual, as MatMulCall; sums in the order of the input channels.
 struct MatMulArguments {
   DeviceRows x;          // [rows, in]
-  const float* weights;  // W [in, out]
-  const float* bias;     // b [out], or null
-  DeviceRows residual;   // [rows, out], or none
-  DeviceRows y;          // [rows, out]; may be the residual
+  const float* weights;  // W [in, out], rows `weight_stride` floats apart
+  int64_t weight_stride;
+  const float* bias;    // b [out], or null
+  DeviceRows residual;  // [rows, out], or none
+  DeviceRows y;         // [rows, out]; may be the residual
   int64_t rows;
   int64_t in;
   int64_t out;
   Activation activation;
+  RowList list;
 };
 
 // y = activation(scale x + b) + residual: what follows a product that a library made, a conversion,
@@ -56,6 +59,7 @@ struct LayerNormArguments {
   int64_t rows;
   int64_t channels;
   double epsilon;
+  RowList list;
 };
 
 // Each enqueues on the stream and returns null, or why not.

@@ -63,14 +63,17 @@ size_t LayerNorm::workspace_bytes(Device device, int64_t channels, int threads) 
 }
 
 absl::Status LayerNorm::Run(const ConstTensorView& x, const TensorView& y,
-                            const Execution& execution) const {
+                            const Execution& execution, const RowList& rows) const {
   const bool channels_fit = x.rank >= 2 && x.dim(x.rank - 1) == gamma_.size();
   if (x.shape() != y.shape() || !channels_fit) {
     return absl::InternalError(absl::StrCat("layer norm of ", gamma_.size(), " channels of x ",
                                             ShapeString(x.shape()), " does not give y ",
                                             ShapeString(y.shape())));
   }
-  return device() == Device::kCpu ? RunCpu(x, y, execution) : RunCuda(x, y, execution);
+  if (device() != Device::kCpu) return RunCuda(x, y, execution, rows);
+  if (rows.rows != nullptr)
+    return absl::InternalError("layer norm of listed rows is on CUDA alone");
+  return RunCpu(x, y, execution);
 }
 
 absl::Status LayerNorm::RunCpu(const ConstTensorView& x, const TensorView& y,
@@ -94,7 +97,7 @@ absl::Status LayerNorm::RunCpu(const ConstTensorView& x, const TensorView& y,
 }
 
 absl::Status LayerNorm::RunCuda(const ConstTensorView& x, const TensorView& y,
-                                const Execution& execution) const {
+                                const Execution& execution, const RowList& rows) const {
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
   LayerNormArguments arguments = {};
   arguments.x = ToDeviceRows(x);
@@ -104,6 +107,7 @@ absl::Status LayerNorm::RunCuda(const ConstTensorView& x, const TensorView& y,
   arguments.rows = RowsOf<ConstTensorView>(x).rows();
   arguments.channels = RowsOf<ConstTensorView>(x).channels();
   arguments.epsilon = epsilon_;
+  arguments.list = rows;
   return ToStatus(
       KernelsOn<LayerKernels>(runtime->target()).layer_norm(arguments, execution.stream));
 }

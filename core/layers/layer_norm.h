@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/cuda/device_array.h"
+#include "core/cuda/row_list.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -35,15 +36,17 @@ class LayerNorm {
 
   // x is [batch, tokens, channels] or [rows, channels], y of its shape; y may be x. Each may be
   // f32, bf16 or f16, with any strides. Allocates nothing. Internal where the shapes do not fit.
-  absl::Status Run(const ConstTensorView& x, const TensorView& y, const Execution& execution) const;
+  // Lists of rows are for CUDA.
+  absl::Status Run(const ConstTensorView& x, const TensorView& y, const Execution& execution,
+                   const RowList& rows = {}) const;
   Device device() const { return gamma_.device(); }
   size_t bytes() const { return gamma_.bytes() + beta_.bytes(); }
 
  private:
   absl::Status RunCpu(const ConstTensorView& x, const TensorView& y,
                       const Execution& execution) const;
-  absl::Status RunCuda(const ConstTensorView& x, const TensorView& y,
-                       const Execution& execution) const;
+  absl::Status RunCuda(const ConstTensorView& x, const TensorView& y, const Execution& execution,
+                       const RowList& rows) const;
 
   DeviceArray<float> gamma_;
   DeviceArray<float> beta_;

@@ -31,6 +31,19 @@ __device__ inline int64_t WarpOfGrid() {
 }
 __device__ inline int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
+// How many of `rows` rows there are to work on, and which is the n-th.
+__device__ inline int64_t RowsOfList(const RowList& list, int64_t rows) {
+  return list.rows == nullptr ? rows : *list.count;
+}
+__device__ inline int64_t RowOfList(const RowList& list, int64_t n) {
+  return list.rows == nullptr ? n : list.rows[n];
+}
+// Of a warp in a grid of a warp for each row. -1: no work.
+__device__ inline int64_t RowOfWarp(const RowList& list, int64_t rows) {
+  const int64_t n = WarpOfGrid();
+  return n < RowsOfList(list, rows) ? RowOfList(list, n) : -1;
+}
+
 template <class... Parameters, class Arguments>
 const char* LaunchWarps(const char* name, void (*kernel)(Parameters...), int64_t warps,
                         void* stream, const Arguments& arguments) {

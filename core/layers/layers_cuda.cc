@@ -30,6 +30,11 @@ FloatRows ToFloatRows(const View& view) {
   return result;
 }
 
+// Of the call's columns; null: none.
+const float* BiasOf(const PackedMatrix& matrix, const MatMulCall& call) {
+  return matrix.bias() == nullptr ? nullptr : matrix.bias() + call.columns.first;
+}
+
 }  // namespace
 
 DeviceRows ToDeviceRows(const ConstTensorView& view) {
@@ -67,20 +72,24 @@ absl::Status MultiplyWithKernel(const PackedMatrix& matrix, const MatMulCall& ca
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(matrix.device()));
   MatMulArguments arguments = {};
   arguments.x = ToDeviceRows(call.x);
-  arguments.weights = matrix.weights();
-  arguments.bias = matrix.bias();
+  arguments.weights = matrix.weights() + call.columns.first;
+  arguments.weight_stride = matrix.out();
+  arguments.bias = BiasOf(matrix, call);
   arguments.residual = ToDeviceRows(call.residual);
   arguments.y = ToDeviceRows(call.y);
   arguments.rows = RowsOf<TensorView>(call.y).rows();
   arguments.in = matrix.in();
-  arguments.out = matrix.out();
+  arguments.out = RowsOf<TensorView>(call.y).channels();
   arguments.activation = call.activation;
+  arguments.list = call.rows;
   return ToStatus(KernelsOn<LayerKernels>(runtime->target()).multiply(arguments, execution.stream));
 }
 
 absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const MatMulCall& call,
                               const Execution& execution) {
   const int64_t rows = RowsOf<TensorView>(call.y).rows();
+  const int64_t columns = RowsOf<TensorView>(call.y).channels();
+  const float* bias = BiasOf(matrix, call);
   Workspace workspace(execution.workspace);
   std::byte* scratch = workspace.Take<std::byte>(static_cast<int64_t>(blas->workspace_bytes()));
 
@@ -95,25 +104,25 @@ absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const 
   TensorView product = call.y;
   FloatRows y = ToFloatRows(call.y);
   if (y.first == nullptr || !call.residual.empty()) {
-    y = {workspace.Take<float>(rows * matrix.out()), matrix.out()};
+    y = {workspace.Take<float>(rows * columns), columns};
     product = TensorView(y.first, DType::kF32, call.y.shape());
   }
   GemmCall gemm;
   gemm.rows = rows;
-  gemm.columns = matrix.out();
+  gemm.columns = columns;
   gemm.depth = matrix.in();
   gemm.a = x.first;
   gemm.a_stride = x.stride;
-  gemm.b = matrix.weights();
+  gemm.b = matrix.weights() + call.columns.first;
   gemm.b_stride = matrix.out();
   gemm.c = y.first;
   gemm.c_stride = y.stride;
   TFB_RETURN_IF_ERROR(blas->Multiply(gemm, scratch, execution.stream));
-  const bool done = product.data == call.y.data && matrix.bias() == nullptr &&
-                    call.activation == Activation::kNone;
+  const bool done =
+      product.data == call.y.data && bias == nullptr && call.activation == Activation::kNone;
   if (done) return absl::OkStatus();
-  return FinishCuda(matrix.device(), 1, product, matrix.bias(), call.activation, call.residual,
-                    call.y, execution);
+  return FinishCuda(matrix.device(), 1, product, bias, call.activation, call.residual, call.y,
+                    execution);
 }
 
 size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out) {
@@ -129,7 +138,7 @@ size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t
 absl::Status MatMulCuda(const PackedMatrix& matrix, const MatMulCall& call,
                         const Execution& execution) {
   if (NumElements(call.y.shape()) == 0) return absl::OkStatus();
-  CudaBlas* blas = BlasOf(matrix.device());
+  CudaBlas* blas = call.rows.rows != nullptr ? nullptr : BlasOf(matrix.device());
   return blas == nullptr || matrix.in() == 0 ? MultiplyWithKernel(matrix, call, execution)
                                              : MultiplyWithBlas(blas, matrix, call, execution);
 }

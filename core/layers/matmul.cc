@@ -39,9 +39,12 @@ absl::Status CheckSameShape(absl::string_view what, const ConstTensorView& view,
 }
 
 absl::Status CheckShapes(const PackedMatrix& matrix, const MatMulCall& call) {
+  if (matrix.device() == Device::kCpu && (call.rows.rows != nullptr || call.columns.count > 0)) {
+    return absl::InternalError("products of listed rows and of some columns are on CUDA alone");
+  }
   Shape expected = call.x.shape();
   if ((call.x.rank == 2 || call.x.rank == 3) && expected.back() == matrix.in()) {
-    expected.back() = matrix.out();
+    expected.back() = call.columns.count > 0 ? call.columns.count : matrix.out();
     if (call.y.shape() == expected) {
       return call.residual.empty() ? absl::OkStatus()
                                    : CheckSameShape("residual", call.residual, "y", call.y);

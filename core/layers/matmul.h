@@ -11,7 +11,10 @@
 // CUDA. fp32 throughout, W row-major. On a GPU the product is cuBLAS's where that can be opened,
 // with a kernel that adds the rest; else, and in the simulator, one kernel of our own does all of
 // it (layer_kernels.cu), whose sums are in the order of the input channels too. MatMulBackend tells
-// which.
+// which. Products of listed rows are our own kernel's on a GPU too: how many rows a library multiplies
+// is an argument that the host passes. It does not know it, and to ask the device would mean to wait
+// for it in every layer; a product of all rows would save nothing. Whether a list of nearly all rows is
+// then slower than cuBLAS with all of them has not been measured.
 #ifndef TFB_CORE_LAYERS_MATMUL_H_
 #define TFB_CORE_LAYERS_MATMUL_H_
 
@@ -23,6 +26,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/cuda/device_array.h"
+#include "core/cuda/row_list.h"
 #include "core/layers/activation.h"
 #include "core/problem.h"
 #include "core/technique.h"
@@ -59,12 +63,20 @@ class PackedMatrix {
   DeviceArray<float> bias_;
 };
 
+// Of a matrix: y then has `count` channels.
+struct Columns {
+  int64_t first = 0;
+  int64_t count = 0;  // 0: all
+};
+
 // Views of memory of the matrix's device, each f32, bf16 or f16, with any strides.
 struct MatMulCall {
   ConstTensorView x;         // [batch, tokens, in] or [rows, in]
   ConstTensorView residual;  // of y's shape, or empty
   TensorView y;              // [batch, tokens, out] or [rows, out]; may be the residual itself
   Activation activation = Activation::kNone;
+  RowList rows = {};     // CUDA alone
+  Columns columns = {};  // CUDA alone
 };
 
 // Scratch of products of up to `rows` rows in bytes. CPU: for each thread one block of products and

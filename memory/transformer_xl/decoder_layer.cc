@@ -51,11 +51,11 @@ absl::Status DecoderLayer::PostNorm(const Call& call, Attention attention,
   const TensorView& state = call.state;
   TFB_RETURN_IF_ERROR(attention(call.input, call.input, state, execution));
   if (!call.context.empty()) {
-    TFB_RETURN_IF_ERROR(attention_norm.Run(state, call.context, execution));
+    TFB_RETURN_IF_ERROR(attention_norm.Run(state, call.context, execution, call.rows));
   }
-  TFB_RETURN_IF_ERROR(attention_norm.Run(state, state, execution));
-  TFB_RETURN_IF_ERROR(feed_forward.Run(state, state, state, execution));
-  return feed_forward_norm.Run(state, call.output, execution);
+  TFB_RETURN_IF_ERROR(attention_norm.Run(state, state, execution, call.rows));
+  TFB_RETURN_IF_ERROR(feed_forward.Run(state, state, state, execution, call.rows));
+  return feed_forward_norm.Run(state, call.output, execution, call.rows);
 }
 
 absl::Status DecoderLayer::PreNorm(const Call& call, Attention attention,
@@ -65,13 +65,13 @@ absl::Status DecoderLayer::PreNorm(const Call& call, Attention attention,
                               call.state.shape());
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  TFB_RETURN_IF_ERROR(attention_norm.Run(call.input, normalized, rest));
+  TFB_RETURN_IF_ERROR(attention_norm.Run(call.input, normalized, rest, call.rows));
   TFB_RETURN_IF_ERROR(attention(normalized, call.input, call.state, rest));
   if (!call.context.empty()) {
-    TFB_RETURN_IF_ERROR(feed_forward_norm.Run(call.state, call.context, rest));
+    TFB_RETURN_IF_ERROR(feed_forward_norm.Run(call.state, call.context, rest, call.rows));
   }
-  TFB_RETURN_IF_ERROR(feed_forward_norm.Run(call.state, normalized, rest));
-  return feed_forward.Run(normalized, call.state, call.output, rest);
+  TFB_RETURN_IF_ERROR(feed_forward_norm.Run(call.state, normalized, rest, call.rows));
+  return feed_forward.Run(normalized, call.state, call.output, rest, call.rows);
 }
 
 }  // namespace tfb

@@ -9,6 +9,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "core/cuda/row_list.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_norm.h"
 #include "core/problem.h"
@@ -38,12 +39,14 @@ struct DecoderLayer {
       absl::FunctionRef<absl::Status(const ConstTensorView& x, const ConstTensorView& residual,
                                      const TensorView& y, const Execution& execution)>;
   // All [batch, tokens, model_dim]. `state`, f32, holds what is between the sublayers; it may be the
-  // input, and the output. `context`, unless empty, becomes the feed-forward network's input.
+  // input, and the output. `context`, unless empty, becomes the feed-forward network's input. `rows`
+  // are, on CUDA, those that are computed.
   struct Call {
     ConstTensorView input;
     TensorView state;
     TensorView output;
     TensorView context;
+    RowList rows = {};
   };
   absl::Status Run(bool pre_norm, const Call& call, Attention attention,
                    const Execution& execution) const;

@@ -143,6 +143,26 @@ size_t RelativeAttention::workspace_bytes(int threads, size_t rest_bytes) const 
 absl::StatusOr<RelativeAttention::Attended> RelativeAttention::Attend(const SegmentView& segment,
                                                                       const ConstTensorView& x,
                                                                       const Execution& execution) {
+  return Attend(segment, x, x, {}, execution);
+}
+
+absl::Status RelativeAttention::ProjectSome(const ConstTensorView& keys_from,
+                                            const ConstTensorView& x, const RowList& rows,
+                                            const TensorView& projections,
+                                            const Execution& execution) const {
+  const int64_t width = problem_.model_dim();
+  MatMulCall of_keys{keys_from, {}, Slice(projections, 2, width, 2 * width)};
+  of_keys.columns = {width, 2 * width};
+  TFB_RETURN_IF_ERROR(MatMul(projections_, of_keys, execution));
+  MatMulCall of_queries{x, {}, Slice(projections, 2, 0, width)};
+  of_queries.columns = {0, width};
+  of_queries.rows = rows;
+  return MatMul(projections_, of_queries, execution);
+}
+
+absl::StatusOr<RelativeAttention::Attended> RelativeAttention::Attend(
+    const SegmentView& segment, const ConstTensorView& keys_from, const ConstTensorView& x,
+    const RowList& rows, const Execution& execution) {
   Workspace workspace(execution.workspace);
   const Scratch scratch = LayOut(segment.tokens(), workspace);
   const auto projection = [&](int64_t n) {
@@ -154,12 +174,17 @@ absl::StatusOr<RelativeAttention::Attended> RelativeAttention::Attend(const Segm
                        scratch.context, execution};
   attended.rest.workspace = workspace.Rest();
 
-  TFB_RETURN_IF_ERROR(MatMul(projections_, {x, {}, scratch.projections}, attended.rest));
+  if (rows.rows == nullptr) {
+    TFB_RETURN_IF_ERROR(MatMul(projections_, {x, {}, scratch.projections}, attended.rest));
+  } else {
+    TFB_RETURN_IF_ERROR(ProjectSome(keys_from, x, rows, scratch.projections, attended.rest));
+  }
   TFB_RETURN_IF_ERROR(cache_.Append(attended.k, attended.v, attended.rest));
 
   FlashCall call = engine_.NewCall();
   call.q = attended.q;
   call.out = attended.heads;
+  call.asked = rows;
   TFB_RETURN_IF_ERROR(Attend(segment, call, attended.rest));
   return attended;
 }
@@ -205,6 +230,15 @@ absl::Status RelativeAttention::AppendFor(const SegmentView& segment,
   call.query_order.batch_stride = segment.tokens();
   TFB_RETURN_IF_ERROR(Attend(segment, call, rest));
   return Project(scratch.context, residual, y, rest);
+}
+
+absl::Status RelativeAttention::AppendForListed(const SegmentView& segment,
+                                                const ConstTensorView& keys_from,
+                                                const RowList& rows, const ConstTensorView& x,
+                                                const ConstTensorView& residual,
+                                                const TensorView& y, const Execution& execution) {
+  TFB_ASSIGN_OR_RETURN(const Attended attended, Attend(segment, keys_from, x, rows, execution));
+  return MatMul(output_, {attended.context, residual, y, Activation::kNone, rows}, attended.rest);
 }
 
 absl::Status RelativeAttention::Project(const ConstTensorView& context,

@@ -21,6 +21,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "core/cuda/row_list.h"
 #include "core/flash/flash.h"
 #include "core/flash/flash_engine.h"
 #include "core/flash/key_value_cache.h"
@@ -139,6 +140,12 @@ class RelativeAttention {
   absl::Status AppendFor(const SegmentView& segment, const ConstTensorView& keys_from,
                          const SomeQueries& queries, const ConstTensorView& residual,
                          const TensorView& y, const Execution& execution);
+  // The same on CUDA, where the device alone knows which: Append for the listed rows of x, residual
+  // and y, with all tokens' keys and values made of keys_from. With queries kAll.
+  absl::Status AppendForListed(const SegmentView& segment, const ConstTensorView& keys_from,
+                               const RowList& rows, const ConstTensorView& x,
+                               const ConstTensorView& residual, const TensorView& y,
+                               const Execution& execution);
 
   // Append in two steps, for layers that put something between them. Attend takes its results from
   // the execution's workspace and leaves the rest of it; they are good while the caller works there.
@@ -171,6 +178,13 @@ class RelativeAttention {
     TensorView context;      // [batch, tokens, model_dim]
   };
   Scratch LayOut(int64_t tokens, Workspace& workspace) const;
+  // Queries of the listed rows of x, keys and values of all rows of keys_from.
+  absl::Status ProjectSome(const ConstTensorView& keys_from, const ConstTensorView& x,
+                           const RowList& rows, const TensorView& projections,
+                           const Execution& execution) const;
+  absl::StatusOr<Attended> Attend(const SegmentView& segment, const ConstTensorView& keys_from,
+                                  const ConstTensorView& x, const RowList& rows,
+                                  const Execution& execution);
   struct RowScratch {
     TensorView keys_and_values;  // [batch, tokens, 2 model_dim]
     TensorView q;                // [rows, model_dim]

@@ -1,7 +1,11 @@
-// The steps of a Universal Transformer on CUDA: all rows are computed, and those of tokens that have
-// halted are not kept. How many go on is known to the device alone, and the host does not wait for it.
-#ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_MASKED_STEPS_H_
-#define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_MASKED_STEPS_H_
+// The steps of a Universal Transformer on CUDA. How many tokens go on is known to the device alone, and
+// the host does not wait for it: after each step a kernel lists their rows in device memory
+// (core/cuda/row_list.h), and what the next step launches for all rows returns at once beyond the list.
+// Keys and values are projected without the step's time, of the tokens that the step before has
+// changed, and kept; each step adds its time to all of them, as on the CPU. Every step is launched,
+// also after all tokens have halted.
+#ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_LISTED_STEPS_H_
+#define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_LISTED_STEPS_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -10,15 +14,17 @@
 #include "absl/status/statusor.h"
 #include "adaptive/universal_transformer/shared_block.h"
 #include "adaptive/universal_transformer/universal_transformer_cuda.h"
+#include "core/cuda/row_list.h"
 #include "core/cuda/runtime.h"
 #include "core/flash/flash_engine.h"
+#include "core/layers/list_rows.h"
 #include "core/workspace.h"
 
 namespace tfb {
 
-class MaskedSteps : public UniversalSteps {
+class ListedSteps : public UniversalSteps {
  public:
-  MaskedSteps(Device device, const Problem& problem, const UniversalTransformerOptions& options)
+  ListedSteps(Device device, const Problem& problem, const UniversalTransformerOptions& options)
       : device_(device), problem_(problem), options_(options), sizes_(problem, options) {}
   absl::Status Setup() override;
   size_t workspace_bytes(int threads) const override;
@@ -28,10 +34,12 @@ class MaskedSteps : public UniversalSteps {
   struct Scratch {
     float* state;            // H [rows, width]
     float* weighted;         // [rows, width]; null where the output is a state
+    TensorView placed;       // H and its position, of the tokens that have changed
     TensorView read;         // U, then S
     TensorView attended;     // A
     TensorView queries;      // [batch, tokens, query_width] in the problem's dtype
-    TensorView keys_values;  // [batch, tokens, keys_values]
+    TensorView base;         // [rows, keys_values] of `placed`, the newest of each token
+    TensorView keys_values;  // [batch, tokens, keys_values] with the time of the step
     TensorView context;      // [batch, tokens, context_width]
     TensorView inner;        // [rows, inner]
     // With separable convolutions.
@@ -41,6 +49,8 @@ class MaskedSteps : public UniversalSteps {
     TensorView convolved_inner;
     float* total;   // [rows]
     float* weight;  // [rows]
+    // Of the tokens that take a step, and of those that took the step before.
+    RowListMemory lists[2];
   };
   struct Walk {
     const SharedBlock& block;
@@ -49,17 +59,24 @@ class MaskedSteps : public UniversalSteps {
     Execution execution;
     const UniversalTransformerKernels* kernels;
     int64_t step = 0;
+    // Of the tokens that take this step, and of those that the one before has changed. All, where
+    // nothing halts or this is the first.
+    RowList active = {};
+    RowList changed = {};
   };
 
   Scratch LayOut(Workspace& workspace) const;
   HaltingArguments Halting(const Walk& walk, UniversalTransformerOptions::HaltFrom from) const;
   absl::Status Begin(const Walk& walk) const;
   absl::Status Read(const Walk& walk) const;
+  absl::Status Project(const Walk& walk) const;
   absl::Status Attend(const Walk& walk) const;
   absl::Status Transit(const Walk& walk) const;
   absl::Status Convolve(const Walk& walk, const TensorView& rows, float* shown,
                         const DeviceArray<float>& kernel, int64_t size, const TensorView& y) const;
   absl::Status Keep(const Walk& walk) const;
+  // Lists who goes on, for step `step`.
+  absl::Status List(Walk& walk, int64_t step) const;
   absl::Status WriteOut(const Walk& walk) const;
 
   Device device_;
@@ -71,4 +88,4 @@ class MaskedSteps : public UniversalSteps {
 
 }  // namespace tfb
 
-#endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_MASKED_STEPS_H_
+#endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_LISTED_STEPS_H_

@@ -1,8 +1,8 @@
-#include "adaptive/universal_transformer/masked_steps.h"
+#include "adaptive/universal_transformer/listed_steps.h"
 
 #include <algorithm>
 
-#include "core/schedule/pattern.h"
+#include "core/layers/layers_cuda.h"
 #include "core/status.h"
 
 namespace tfb {
@@ -20,13 +20,12 @@ float* FloatsOf(const TensorView& view) { return static_cast<float*>(view.mutabl
 
 }  // namespace
 
-absl::Status MaskedSteps::Setup() {
-  TFB_ASSIGN_OR_RETURN(engine_,
-                       FlashEngine::Create(device_, problem_, FullPattern(problem_.kv_tokens)));
+absl::Status ListedSteps::Setup() {
+  TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::CreateForStream(device_, problem_));
   return absl::OkStatus();
 }
 
-MaskedSteps::Scratch MaskedSteps::LayOut(Workspace& workspace) const {
+ListedSteps::Scratch ListedSteps::LayOut(Workspace& workspace) const {
   const UniversalSizes& s = sizes_;
   const auto floats = [&](int64_t channels) {
     return TensorView(workspace.Take<float>(s.rows * channels), DType::kF32, {s.rows, channels});
@@ -39,9 +38,11 @@ MaskedSteps::Scratch MaskedSteps::LayOut(Workspace& workspace) const {
   Scratch scratch = {};
   scratch.state = FloatsOf(floats(s.width));
   if (options_.weighs()) scratch.weighted = FloatsOf(floats(s.width));
+  scratch.placed = floats(s.width);
   scratch.read = floats(s.width);
   scratch.attended = floats(s.width);
   scratch.queries = of_dtype(s.query_width);
+  scratch.base = floats(s.keys_values());
   scratch.keys_values = of_dtype(s.keys_values());
   scratch.context = of_dtype(s.context_width);
   scratch.inner = floats(s.inner);
@@ -53,22 +54,30 @@ MaskedSteps::Scratch MaskedSteps::LayOut(Workspace& workspace) const {
   }
   scratch.total = FloatsOf(floats(1));
   scratch.weight = FloatsOf(floats(1));
+  if (!options_.halts()) return scratch;
+  uint8_t* goes_on = workspace.Take<uint8_t>(s.rows);
+  for (RowListMemory& list : scratch.lists) {
+    list.is_listed = goes_on;
+    list.rows = workspace.Take<int32_t>(s.rows);
+    list.begins = workspace.Take<int32_t>(problem_.batch + 1);
+  }
   return scratch;
 }
 
-size_t MaskedSteps::workspace_bytes(int threads) const {
+size_t ListedSteps::workspace_bytes(int threads) const {
   const UniversalSizes& s = sizes_;
   const auto product = [&](int64_t in, int64_t out) {
     return MatMulWorkspaceBytes(device_, s.rows, in, out, threads);
   };
   return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); }) +
-         std::max({FlashEngine::WorkspaceBytes(device_, problem_, /*relative_keys=*/false, threads),
+         std::max({FlashEngine::StreamWorkspaceBytes(device_, problem_, /*relative_keys=*/false,
+                                                     threads),
                    product(s.width, s.query_width), product(s.width, s.keys_values()),
                    product(s.context_width, s.width), product(s.width, s.inner),
                    product(s.inner, s.width)});
 }
 
-absl::Status MaskedSteps::Run(const SharedBlock& block, const Call& call,
+absl::Status ListedSteps::Run(const SharedBlock& block, const Call& call,
                               const Execution& execution) {
   if (sizes_.rows == 0) return absl::OkStatus();
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
@@ -77,16 +86,31 @@ absl::Status MaskedSteps::Run(const SharedBlock& block, const Call& call,
                &KernelsOn<UniversalTransformerKernels>(runtime->target())};
   walk.execution.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(Begin(walk));
+  if (options_.halts() && !call.key_mask.empty()) {
+    TFB_RETURN_IF_ERROR(List(walk, 0));
+    walk.changed = walk.active;
+  }
   for (; walk.step < options_.steps; ++walk.step) {
     TFB_RETURN_IF_ERROR(Read(walk));
+    TFB_RETURN_IF_ERROR(Project(walk));
     TFB_RETURN_IF_ERROR(Attend(walk));
     TFB_RETURN_IF_ERROR(Transit(walk));
     TFB_RETURN_IF_ERROR(Keep(walk));
+    if (options_.halts() && walk.step + 1 < options_.steps) {
+      TFB_RETURN_IF_ERROR(List(walk, walk.step + 1));
+    }
   }
   return WriteOut(walk);
 }
 
-absl::Status MaskedSteps::Begin(const Walk& walk) const {
+absl::Status ListedSteps::List(Walk& walk, int64_t step) const {
+  const RowListMemory& memory = walk.scratch.lists[step % 2];
+  walk.changed = walk.active;
+  walk.active = memory.list(problem_.batch);
+  return ListRows(device_, memory, problem_.batch, problem_.query_tokens, walk.execution);
+}
+
+absl::Status ListedSteps::Begin(const Walk& walk) const {
   BeginStepsArguments a = {};
   a.x = ToDeviceView(walk.call.x);
   const ConstTensorView& mask = walk.call.key_mask;
@@ -100,16 +124,19 @@ absl::Status MaskedSteps::Begin(const Walk& walk) const {
   a.total = walk.scratch.total;
   a.ponder = walk.call.ponder;
   a.stop = walk.call.steps;
+  a.goes_on = walk.scratch.lists[0].is_listed;
+  a.keys_values = FloatsOf(walk.scratch.base);
   a.rows = sizes_.rows;
   a.tokens = problem_.query_tokens;
   a.channels = sizes_.width;
+  a.key_channels = sizes_.keys_values();
   a.limit = options_.steps;
   a.halts = options_.halts();
   return ToStatus(walk.kernels->begin(a, walk.execution.stream));
 }
 
 // None where that is not when the network halts.
-HaltingArguments MaskedSteps::Halting(const Walk& walk, HaltFrom from) const {
+HaltingArguments ListedSteps::Halting(const Walk& walk, HaltFrom from) const {
   HaltingArguments a = {};
   if (!options_.halts() || options_.halt_from != from) return a;
   a.weight_of_channels = walk.block.halting_weight.data();
@@ -123,12 +150,14 @@ HaltingArguments MaskedSteps::Halting(const Walk& walk, HaltFrom from) const {
   return a;
 }
 
-absl::Status MaskedSteps::Read(const Walk& walk) const {
+absl::Status ListedSteps::Read(const Walk& walk) const {
   ReadStatesArguments a = {};
   a.state = walk.scratch.state;
   a.positions = walk.block.positions.data();
   a.time = walk.block.times.data() + walk.step * sizes_.width;
+  a.placed = FloatsOf(walk.scratch.placed);
   a.read = FloatsOf(walk.scratch.read);
+  a.list = walk.changed;
   a.stop = walk.call.steps;
   a.rows = sizes_.rows;
   a.tokens = problem_.query_tokens;
@@ -138,30 +167,53 @@ absl::Status MaskedSteps::Read(const Walk& walk) const {
   return ToStatus(walk.kernels->read(a, walk.execution.stream));
 }
 
+// Queries of the tokens that take the step; keys and values of those that have changed, and their
+// time, which is a row of a table, to those of all.
+absl::Status ListedSteps::Project(const Walk& walk) const {
+  const Scratch& scratch = walk.scratch;
+  const TensorView queries(scratch.queries.mutable_data(), problem_.dtype,
+                           {sizes_.rows, sizes_.query_width});
+  const TensorView keys_values(scratch.keys_values.mutable_data(), problem_.dtype,
+                               {sizes_.rows, sizes_.keys_values()});
+  TFB_RETURN_IF_ERROR(MatMul(walk.block.queries,
+                             {scratch.read, {}, queries, Activation::kNone, walk.active},
+                             walk.execution));
+  TFB_RETURN_IF_ERROR(MatMul(walk.block.keys_values,
+                             {scratch.placed, {}, scratch.base, Activation::kNone, walk.changed},
+                             walk.execution));
+  const float* time =
+      walk.block.projected_times.data() + walk.step * sizes_.projected() + sizes_.query_width;
+  return FinishCuda(device_, 1, scratch.base, time, Activation::kNone, {}, keys_values,
+                    walk.execution);
+}
+
 // A = LN(U + MultiHead(U)).
-absl::Status MaskedSteps::Attend(const Walk& walk) const {
+absl::Status ListedSteps::Attend(const Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   const UniversalSizes& s = sizes_;
+  Band band;
+  band.high = problem_.causal ? 0 : problem_.kv_tokens + kFlashTile;  // which no key is beyond
   const auto of_batches = [&](const TensorView& rows) {
     return TensorView(rows.mutable_data(), DType::kF32,
                       {problem_.batch, problem_.query_tokens, rows.dim(1)});
   };
   const TensorView u = of_batches(scratch.read), a = of_batches(scratch.attended);
-  TFB_RETURN_IF_ERROR(MatMul(walk.block.queries, {u, {}, scratch.queries}, walk.execution));
-  TFB_RETURN_IF_ERROR(MatMul(walk.block.keys_values, {u, {}, scratch.keys_values}, walk.execution));
   FlashCall call = engine_.NewCall();
   call.q = Heads(scratch.queries, problem_.query_heads);
   call.k = Heads(Slice(scratch.keys_values, 2, 0, s.key_width), problem_.kv_heads);
   call.v = Heads(Slice(scratch.keys_values, 2, s.key_width, s.value_width), problem_.kv_heads);
   call.key_mask = walk.call.key_mask;
   call.out = Heads(scratch.context, problem_.query_heads);
+  call.band = &band;
+  call.asked = walk.active;
   TFB_RETURN_IF_ERROR(engine_.Run(call, walk.execution));
-  TFB_RETURN_IF_ERROR(MatMul(walk.block.output, {scratch.context, u, a}, walk.execution));
-  return walk.block.attention_norm.Run(a, a, walk.execution);
+  TFB_RETURN_IF_ERROR(MatMul(
+      walk.block.output, {scratch.context, u, a, Activation::kNone, walk.active}, walk.execution));
+  return walk.block.attention_norm.Run(a, a, walk.execution, walk.active);
 }
 
 // S = LN(A + Transition(A)).
-absl::Status MaskedSteps::Transit(const Walk& walk) const {
+absl::Status ListedSteps::Transit(const Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   TensorView into_first = scratch.attended, into_second = scratch.inner;
   if (options_.convolves()) {
@@ -170,18 +222,21 @@ absl::Status MaskedSteps::Transit(const Walk& walk) const {
     TFB_RETURN_IF_ERROR(Convolve(walk, scratch.attended, scratch.shown, walk.block.first_kernel,
                                  kFirstKernel, into_first));
   }
-  TFB_RETURN_IF_ERROR(
-      MatMul(walk.block.first, {into_first, {}, scratch.inner, Activation::kRelu}, walk.execution));
+  TFB_RETURN_IF_ERROR(MatMul(walk.block.first,
+                             {into_first, {}, scratch.inner, Activation::kRelu, walk.active},
+                             walk.execution));
   if (options_.convolves()) {
     TFB_RETURN_IF_ERROR(Convolve(walk, scratch.inner, scratch.shown_inner, walk.block.second_kernel,
                                  kSecondKernel, into_second));
   }
   TFB_RETURN_IF_ERROR(
-      MatMul(walk.block.second, {into_second, scratch.attended, scratch.read}, walk.execution));
-  return walk.block.transition_norm.Run(scratch.read, scratch.read, walk.execution);
+      MatMul(walk.block.second,
+             {into_second, scratch.attended, scratch.read, Activation::kNone, walk.active},
+             walk.execution));
+  return walk.block.transition_norm.Run(scratch.read, scratch.read, walk.execution, walk.active);
 }
 
-absl::Status MaskedSteps::Convolve(const Walk& walk, const TensorView& rows, float* shown,
+absl::Status ListedSteps::Convolve(const Walk& walk, const TensorView& rows, float* shown,
                                    const DeviceArray<float>& kernel, int64_t size,
                                    const TensorView& y) const {
   ShowRowsArguments show = {};
@@ -191,6 +246,7 @@ absl::Status MaskedSteps::Convolve(const Walk& walk, const TensorView& rows, flo
   show.rows = sizes_.rows;
   show.channels = rows.dim(1);
   show.step = walk.step;
+  show.list = walk.active;
   TFB_RETURN_IF_ERROR(ToStatus(walk.kernels->show(show, walk.execution.stream)));
   ConvolveArguments a = {};
   a.shown = shown;
@@ -202,10 +258,11 @@ absl::Status MaskedSteps::Convolve(const Walk& walk, const TensorView& rows, flo
   a.channels = rows.dim(1);
   a.size = size;
   a.before = problem_.causal ? size - 1 : (size - 1) / 2;
+  a.list = walk.active;
   return ToStatus(walk.kernels->convolve(a, walk.execution.stream));
 }
 
-absl::Status MaskedSteps::Keep(const Walk& walk) const {
+absl::Status ListedSteps::Keep(const Walk& walk) const {
   KeepStatesArguments a = {};
   a.made = FloatsOf(walk.scratch.read);
   a.state = walk.scratch.state;
@@ -213,6 +270,8 @@ absl::Status MaskedSteps::Keep(const Walk& walk) const {
   a.weight = options_.halts() ? walk.scratch.weight : nullptr;
   a.is_mix = options_.output == Output::kBasic;
   a.stop = walk.call.steps;
+  a.goes_on = walk.scratch.lists[0].is_listed;
+  a.list = walk.active;
   a.rows = sizes_.rows;
   a.channels = sizes_.width;
   a.step = walk.step;
@@ -220,7 +279,7 @@ absl::Status MaskedSteps::Keep(const Walk& walk) const {
   return ToStatus(walk.kernels->keep(a, walk.execution.stream));
 }
 
-absl::Status MaskedSteps::WriteOut(const Walk& walk) const {
+absl::Status ListedSteps::WriteOut(const Walk& walk) const {
   WriteStatesArguments a = {};
   a.from = walk.scratch.weighted != nullptr ? walk.scratch.weighted : walk.scratch.state;
   a.ponder = walk.call.ponder;

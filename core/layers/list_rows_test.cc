@@ -1,0 +1,235 @@
+// Lists of rows, and what takes one: against the same work on all rows, bit by bit.
+#include "core/layers/list_rows.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "core/cuda/device_array.h"
+#include "core/cuda/mirror.h"
+#include "core/cuda/runtime.h"
+#include "core/cuda/simulator/simulator.h"
+#include "core/layers/feed_forward.h"
+#include "core/layers/layer_norm.h"
+#include "core/layers/layers_cuda.h"
+#include "core/layers/matmul.h"
+#include "core/random.h"
+#include "core/tensor.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+#define ASSERT_OK(expression) ASSERT_EQ((expression), absl::OkStatus())
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+Tensor Random(std::initializer_list<int64_t> shape, uint64_t seed) {
+  Tensor tensor(DType::kF32, shape);
+  FillNormal(&tensor, seed, "test");
+  return tensor;
+}
+
+using Flags = std::vector<uint8_t>;
+
+// A list on a device, of flags in host memory.
+struct Listed {
+  Listed(Device device, const Flags& flags, int64_t batch)
+      : is_listed(DeviceArray<uint8_t>::Create(device, flags).value()),
+        rows(DeviceArray<int32_t>::Allocate(device, static_cast<int64_t>(flags.size())).value()),
+        begins(DeviceArray<int32_t>::Allocate(device, batch + 1).value()) {
+    memory = {is_listed.mutable_data(), rows.mutable_data(), begins.mutable_data()};
+    EXPECT_EQ(ListRows(device, memory, batch, static_cast<int64_t>(flags.size()) / batch, {}),
+              absl::OkStatus());
+    list = memory.list(batch);
+  }
+
+  DeviceArray<uint8_t> is_listed;
+  DeviceArray<int32_t> rows;
+  DeviceArray<int32_t> begins;
+  RowListMemory memory;
+  RowList list;
+};
+
+class ListRowsOn : public ::testing::TestWithParam<Device> {
+ protected:
+  void SetUp() override {
+    const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(GetParam());
+    if (!runtime.ok()) GTEST_SKIP() << runtime.status().message();
+  }
+  Device device() const { return GetParam(); }
+};
+
+// Blocks of the kernel have 1024 rows, threads 4.
+TEST_P(ListRowsOn, NamesTheRowsInTheirOrderAndWhereEachBatchRowBegins) {
+  struct Case {
+    int64_t batch, tokens;
+    int one_in;
+  };
+  for (const Case& c : std::vector<Case>{{1, 1, 1},
+                                         {3, 1, 2},
+                                         {2, 7, 3},
+                                         {1, 1024, 2},
+                                         {5, 205, 1},
+                                         {1, 1025, 1000},
+                                         {7, 613, 5},
+                                         {4, 600, 1 << 30}}) {
+    const int64_t row_count = c.batch * c.tokens;
+    Flags flags(static_cast<size_t>(row_count));
+    std::vector<int32_t> expected, expected_begins;
+    for (int64_t row = 0; row < row_count; ++row) {
+      if (row % c.tokens == 0) expected_begins.push_back(static_cast<int32_t>(expected.size()));
+      flags[row] = (row * 2654435761u >> 7) % static_cast<unsigned>(c.one_in) == 0 && row != 0;
+      if (flags[row] != 0) expected.push_back(static_cast<int32_t>(row));
+    }
+    expected_begins.push_back(static_cast<int32_t>(expected.size()));
+
+    for (const uint64_t seed : {1, 2, 3}) {  // of the order of blocks and threads in the simulator
+      cuda_simulator::Settings settings;
+      settings.seed = seed;
+      cuda_simulator::Configure(settings);
+      const Listed listed(device(), flags, c.batch);
+      std::vector<int32_t> rows(flags.size()), begins(c.batch + 1);
+      ASSERT_OK(listed.rows.Read(rows.data()));
+      ASSERT_OK(listed.begins.Read(begins.data()));
+      rows.resize(expected.size());
+      EXPECT_EQ(rows, expected) << c.batch << " x " << c.tokens;
+      EXPECT_EQ(begins, expected_begins) << c.batch << " x " << c.tokens;
+    }
+    cuda_simulator::Configure({});
+  }
+}
+
+// Every second row of some, none and all of 2 x 75, whose products have tiles of 64 rows.
+std::vector<Flags> SomeFlags() {
+  Flags some(150, 0);
+  for (size_t row = 0; row < some.size(); row += 2) some[row] = 1;
+  return {some, Flags(150, 0), Flags(150, 1)};
+}
+
+// Rows that are listed have the bits of `all`, others are still NaN.
+void ExpectRows(const Flags& flags, const Tensor& y, const Tensor& all) {
+  const int64_t channels = y.shape().back();
+  for (size_t row = 0; row < flags.size(); ++row) {
+    const float* found = y.span<float>().data() + row * channels;
+    const float* expected = all.span<float>().data() + row * channels;
+    for (int64_t c = 0; c < channels; ++c) {
+      if (flags[row] != 0) {
+        ASSERT_EQ(found[c], expected[c]) << "row " << row << " channel " << c;
+      } else {
+        ASSERT_TRUE(std::isnan(found[c])) << "row " << row << " channel " << c;
+      }
+    }
+  }
+}
+
+TEST_P(ListRowsOn, ListedRowsOfLayersHaveTheBitsThatTheyHaveAmongAll) {
+  const Tensor x = Random({2, 75, 90}, 1), weights = Random({90, 90}, 2), row = Random({90}, 3);
+  const PackedMatrix matrix = PackedMatrix::Create(device(), weights.view(), row.view()).value();
+  const FeedForward feed_forward(PackedMatrix::Create(device(), weights.view(), row.view()).value(),
+                                 PackedMatrix::Create(device(), weights.view(), row.view()).value(),
+                                 Activation::kRelu);
+  const LayerNorm norm = LayerNorm::Create(device(), row.view(), row.view()).value();
+  const size_t bytes = FeedForward::workspace_bytes(device(), 150, {90, 90, 90}, 1);
+  const DeviceBuffer memory = CudaRuntime::For(device()).value()->Allocate(bytes).value();
+  Execution execution;
+  execution.workspace = absl::MakeSpan(memory.As<std::byte>(), bytes);
+
+  const Flags every(150, 1);
+  const Listed all_rows(device(), every, 2);
+  for (const Flags& flags : SomeFlags()) {
+    const Listed listed(device(), flags, 2);
+    // Products, the network and the norm, of the listed rows and of all.
+    std::vector<Tensor> found, expected;
+    for (int n = 0; n < 6; ++n) {
+      Fill((n % 2 == 0 ? found : expected).emplace_back(DType::kF32, Shape{2, 75, 90}).view(),
+           kNan);
+    }
+    DeviceMirror mirror(CudaRuntime::For(device()).value());
+    const ConstTensorView input = mirror.Copy(x.view()).value();
+    for (std::vector<Tensor>* results : {&found, &expected}) {
+      const RowList& list = results == &found ? listed.list : all_rows.list;
+      const auto out = [&](int n) { return mirror.CopyForWriting((*results)[n].view()).value(); };
+      ASSERT_OK(MatMul(matrix, {input, input, out(0), Activation::kGelu, list}, execution));
+      ASSERT_OK(feed_forward.Run(input, input, out(1), execution, list));
+      ASSERT_OK(norm.Run(input, out(2), execution, results == &found ? list : RowList()));
+    }
+    ASSERT_OK(mirror.CopyBack());
+    for (int n = 0; n < 3; ++n) ExpectRows(flags, found[n], expected[n]);
+  }
+}
+
+TEST_P(ListRowsOn, ColumnsOfAMatrixGiveTheirPartOfTheProduct) {
+  const Tensor x = Random({70, 40}, 1), weights = Random({40, 100}, 2), bias = Random({100}, 3);
+  const PackedMatrix matrix = PackedMatrix::Create(device(), weights.view(), bias.view()).value();
+  const PackedMatrix part = PackedMatrix::Create(device(), Slice(weights.view(), 1, 30, 67),
+                                                 Slice(bias.view(), 0, 30, 67))
+                                .value();
+  const size_t bytes = MatMulWorkspaceBytes(device(), 70, 40, 100, 1);
+  const DeviceBuffer memory = CudaRuntime::For(device()).value()->Allocate(bytes).value();
+  Execution execution;
+  execution.workspace = absl::MakeSpan(memory.As<std::byte>(), bytes);
+  Tensor of_columns(DType::kF32, {70, 67}), of_part(DType::kF32, {70, 67});
+  Fill(of_columns.view(), kNan);
+  DeviceMirror mirror(CudaRuntime::For(device()).value());
+  const ConstTensorView input = mirror.Copy(x.view()).value();
+  ASSERT_OK(MultiplyWithKernel(matrix,
+                               {input,
+                                {},
+                                mirror.CopyForWriting(of_columns.view()).value(),
+                                Activation::kRelu,
+                                {},
+                                {30, 67}},
+                               execution));
+  ASSERT_OK(MultiplyWithKernel(
+      part, {input, {}, mirror.CopyForWriting(of_part.view()).value(), Activation::kRelu},
+      execution));
+  ASSERT_OK(mirror.CopyBack());
+  EXPECT_EQ(std::memcmp(of_columns.raw(), of_part.raw(), of_part.bytes()), 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(, ListRowsOn, ::testing::Values(Device::kSimulator, Device::kCuda),
+                         [](const auto& info) {
+                           return info.param == Device::kCuda ? "Gpu" : "Simulator";
+                         });
+
+// What the simulator counts: each load and store of a kernel, a fixed number of them for each tile.
+TEST(ListRows, AccessesOfAProductFallWithTheRowsThatAreListed) {
+  const Device device = Device::kSimulator;
+  const Tensor x = Random({512, 64}, 1), weights = Random({64, 64}, 2);
+  const PackedMatrix matrix = PackedMatrix::Create(device, weights.view()).value();
+  Tensor y(DType::kF32, {512, 64});
+  DeviceMirror mirror(CudaRuntime::For(device).value());
+  const ConstTensorView input = mirror.Copy(x.view()).value();
+  const TensorView output = mirror.CopyForWriting(y.view()).value();
+  const auto accesses = [&](int64_t one_in) {
+    Flags flags(512);
+    for (int64_t row = 0; row < 512; ++row) flags[row] = row % one_in == 0;
+    const Listed listed(device, flags, 1);
+    const int64_t before = cuda_simulator::TotalCounts().accesses;
+    EXPECT_EQ(MatMul(matrix, {input, {}, output, Activation::kNone, listed.list}, {}),
+              absl::OkStatus());
+    return static_cast<double>(cuda_simulator::TotalCounts().accesses - before);
+  };
+  const double of_all = accesses(1);
+  EXPECT_NEAR(accesses(2) / of_all, 1.0 / 2, 0.02);
+  EXPECT_NEAR(accesses(8) / of_all, 1.0 / 8, 0.02);
+}
+
+TEST(ListRows, OnTheCpuTheyAreAnError) {
+  const Tensor x = Random({4, 5}, 1), weights = Random({5, 3}, 2), row = Random({5}, 3);
+  const PackedMatrix matrix = PackedMatrix::Create(Device::kCpu, weights.view()).value();
+  const LayerNorm norm = LayerNorm::Create(Device::kCpu, row.view(), row.view()).value();
+  Tensor y(DType::kF32, {4, 3}), z(DType::kF32, {4, 5});
+  const int32_t rows[4] = {};
+  RowList list;
+  list.rows = rows;
+  EXPECT_EQ(MatMul(matrix, {x.view(), {}, y.view(), Activation::kNone, list}, {}).code(),
+            absl::StatusCode::kInternal);
+  EXPECT_EQ(norm.Run(x.view(), z.view(), {}, list).code(), absl::StatusCode::kInternal);
+}
+
+}  // namespace
+}  // namespace tfb
