@@ -13,7 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "results/analysis.h"
+#include "results/benchmark_json.h"
 #include "results/export.h"
+#include "results/page.h"
 #include "results/reader.h"
 #include "results/report.h"
 
@@ -117,8 +119,10 @@ absl::StatusOr<RenderFormat> ParseRenderFormat(absl::string_view name) {
   if (name == "markdown") return RenderFormat::kMarkdown;
   if (name == "csv") return RenderFormat::kCsv;
   if (name == "json") return RenderFormat::kJson;
-  return absl::InvalidArgumentError(
-      absl::StrCat("\"", name, "\" is none of terminal, markdown, csv, json"));
+  if (name == "html") return RenderFormat::kHtml;
+  if (name == "benchmark_json") return RenderFormat::kBenchmarkJson;
+  return absl::InvalidArgumentError(absl::StrCat(
+      "\"", name, "\" is none of terminal, markdown, csv, json, html, benchmark_json, svg, png"));
 }
 
 TextStyle StyleFor(int file_descriptor) {
@@ -144,6 +148,10 @@ std::string Render(const ResultSet& results, const RenderOptions& options) {
       return RenderCsv(analysis);
     case RenderFormat::kJson:
       return RenderJson(analysis);
+    case RenderFormat::kHtml:
+      return RenderPage(analysis, {options.paths, options.notes});
+    case RenderFormat::kBenchmarkJson:
+      return RenderBenchmarkJson(analysis);
   }
   return "";
 }

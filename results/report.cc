@@ -201,6 +201,9 @@ std::string RowName(const Series& series, const std::vector<const Case*>& cases)
   return seeds.size() > 1 ? absl::StrCat(name, " (", seeds.size(), " seeds)") : name;
 }
 std::string SeriesName(const Series& series) { return RowName(series, series.cases); }
+std::string FamilyOf(const Series& series) {
+  return Printable(series.first().technique().family());
+}
 
 // The columns that say what a row is, of which a table has those that tell its rows apart.
 class RowHead {
@@ -580,7 +583,7 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
       cells.push_back(at_longest == series.by_tokens.end() ? TableCell("-")
                                                            : BitsPerByteCell(at_longest->second));
     }
-    table.rows.push_back(std::move(cells));
+    table.AddRow(std::move(cells), FamilyOf(*row.series));
   }
   table.notes.push_back(ScalingNotes(group, marks));
   return table;
@@ -621,7 +624,7 @@ Table ExtrapolationTable(const TableGroup& group) {
       cells.push_back(found == row.series->by_tokens.end() ? TableCell("-")
                                                            : ExtrapolationCell(found->second));
     }
-    table.rows.push_back(std::move(cells));
+    table.AddRow(std::move(cells), FamilyOf(*row.series));
   }
   table.notes.push_back(
       "of the last tokens, 0: none to 1: all of it; in brackets what changes among the keys that "
@@ -703,7 +706,7 @@ Table AccuracyTable(const TableGroup& group, bool by_layer) {
     });
     if (verdict.text == "ok" && !judged) verdict = {"not judged", Emphasis::kFaint};
     cells.push_back(verdict);
-    table.rows.push_back(std::move(cells));
+    table.AddRow(std::move(cells), FamilyOf(*row.series));
   }
   std::vector<std::string> notes;
   if (AnyHas(group, DenseErrorRatio)) {
@@ -771,14 +774,6 @@ ChoiceErrors FindChoiceErrors(const Analysis& analysis, const TableGroup& group,
   return errors;
 }
 
-// What `series` is held against at `tokens`: its row, or null.
-const Series* DenseSeriesOf(const Analysis& analysis, const Series& series, int64_t tokens) {
-  const auto cases = series.by_tokens.find(tokens);
-  const Case* dense =
-      cases == series.by_tokens.end() ? nullptr : analysis.DenseOf(*cases->second.front());
-  return dense == nullptr ? nullptr : analysis.SeriesOf(*dense);
-}
-
 // Techniques that are held against the same dense: only their errors and speed-ups compare.
 struct ChoiceSet {
   const Series* dense = nullptr;
@@ -793,7 +788,7 @@ std::vector<ChoiceSet> FindChoices(const Analysis& analysis, const TableGroup& g
     const auto time = series.run_ns.find(tokens);
     const auto error = errors.by_row.find(series.row_key);
     if (time == series.run_ns.end() || error == errors.by_row.end()) continue;
-    const Series* dense = DenseSeriesOf(analysis, series, tokens);
+    const Series* dense = analysis.DenseSeriesOf(series, tokens);
     auto set = std::find_if(sets.begin(), sets.end(),
                             [dense](const ChoiceSet& other) { return other.dense == dense; });
     if (set == sets.end()) set = sets.insert(sets.end(), {dense, {}});
@@ -860,9 +855,10 @@ Table ChoiceTable(const TableGroup& group, const ChoiceSet& set, const ChoiceErr
                    {unit.name, true},
                    {"memory", true}};
   for (const Choice& choice : best) {
-    table.rows.push_back({SeriesName(*choice.series), FormatError(choice.error),
-                          FormatRatio(choice.speed_up), FormatSignificant(choice.time_ns / unit.ns),
-                          FormatBytes(choice.memory)});
+    table.AddRow({SeriesName(*choice.series), FormatError(choice.error),
+                  FormatRatio(choice.speed_up), FormatSignificant(choice.time_ns / unit.ns),
+                  FormatBytes(choice.memory)},
+                 FamilyOf(*choice.series));
   }
   table.notes.push_back("error: median over the technique's cases on that input");
   const std::string beaten = BeatenNote(set.choices);
@@ -961,7 +957,7 @@ Table StreamingTable(const TableGroup& group) {
               growth.has_value() ? absl::StrFormat("%.2f", *growth) : "-"}) {
           cells.emplace_back(text);
         }
-        table.rows.push_back(std::move(cells));
+        table.AddRow(std::move(cells), FamilyOf(*row.series));
       }
     }
   }
@@ -1013,7 +1009,7 @@ Table CostTable(const TableGroup& group) {
           absl::StrCat(run.samples, " (", timing.discarded_samples(), ")")}) {
       cells.emplace_back(text);
     }
-    table.rows.push_back(std::move(cells));
+    table.AddRow(std::move(cells), FamilyOf(*row.series));
   }
   if (few_samples) {
     table.notes.push_back("?: the range of all samples, too few for an interval of 95%");
@@ -1292,7 +1288,7 @@ std::vector<Table> StatisticsTables(const Analysis& analysis) {
         std::vector<TableCell> cells = head.Cells(row);
         cells.emplace_back(absl::StrCat(tokens));
         cells.emplace_back(absl::StrJoin(values, ", "));
-        table.rows.push_back(std::move(cells));
+        table.AddRow(std::move(cells), FamilyOf(*row.series));
       }
     }
     tables.push_back(std::move(table));
@@ -1329,6 +1325,18 @@ std::vector<Table> EnvironmentTables(const Analysis& analysis) {
     tables.push_back(EnvironmentTable(environment));
   }
   return tables;
+}
+
+Table OutcomeTable(const Analysis& analysis) {
+  Table table;
+  table.columns = {{"status"}, {"cases", true}, {"reason", false, 40}, {"techniques", false, 40}};
+  for (const Reason& reason : Reasons(analysis)) {
+    table.rows.push_back({TableCell(std::string(Name(reason.status)),
+                                    IsBad(reason.status) ? Emphasis::kBad : Emphasis::kNone),
+                          absl::StrCat(reason.cases), OrUnknown(reason.reason, "no reason given"),
+                          absl::StrJoin(reason.names, ", ")});
+  }
+  return table;
 }
 
 std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis) {

@@ -44,6 +44,8 @@ struct OutcomeLine {
   bool bad = false;
 };
 std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis);
+// The same as a table, without the total: status, number of cases, reason, techniques.
+Table OutcomeTable(const Analysis& analysis);
 
 }  // namespace tfb
 

@@ -1,0 +1,444 @@
+// Error, or quality, against time and computation.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <optional>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "results/figure_parts.h"
+#include "results/figures.h"
+#include "results/reader.h"
+#include "results/render.h"
+
+namespace tfb {
+namespace {
+
+// harness/language_model.h defines it; the others are those of networks that stop early.
+constexpr char kBitsPerByte[] = "bits_per_byte";
+constexpr char kMeanLayers[] = "mean_layers";
+constexpr char kFlopsSaved[] = "flops_saved";
+
+// One technique with its options on one input profile, over layers, masks and seeds.
+struct Entry {
+  const Series* series = nullptr;
+  const Series* dense = nullptr;
+  std::vector<double> errors, times_ns, ratios;  // time over dense's
+  std::map<std::string, std::vector<double>> statistics;
+  bool failed = false;
+};
+
+// The cases of one input profile at one length.
+struct Profile {
+  std::string title;
+  std::map<int64_t, std::vector<Entry>> by_tokens;
+  const SeriesGroup* group = nullptr;
+};
+
+std::optional<double> Middle(const std::vector<double>& values) {
+  for (const double value : values) {
+    if (std::isnan(value)) return value;
+  }
+  const std::optional<MedianInterval> median = MedianOf(values);
+  return median.has_value() ? std::optional<double>(median->median) : std::nullopt;
+}
+std::optional<double> Middle(const Entry& entry, const char* statistic) {
+  const auto found = entry.statistics.find(statistic);
+  return found == entry.statistics.end() ? std::nullopt : Middle(found->second);
+}
+
+std::string ProfileTitle(const Analysis& analysis, const Case& result) {
+  const Case::Key& key = result.key();
+  ProblemSize problem = key.problem();
+  problem.clear_causal();
+  InputProfile input = key.input();
+  input.clear_layer();
+  std::string title = absl::StrCat("input ", DescribeInput(input), ", ", Name(key.device()), " ",
+                                   Name(key.dtype()), ", ", DescribeProblem(problem, false));
+  if (analysis.machines().size() > 1) {
+    absl::StrAppend(&title, ", on ", Printable(analysis.EnvironmentOf(result).host()));
+  }
+  return title;
+}
+
+std::string ProfileKey(const Analysis& analysis, const Case& result) {
+  return absl::StrCat(ProfileTitle(analysis, result), "\n",
+                      MachineOf(analysis.results(), result.environment_id()));
+}
+
+Entry* EntryOf(const Series& series, std::vector<Entry>* entries) {
+  for (Entry& entry : *entries) {
+    if (entry.series->row_key == series.row_key) return &entry;
+  }
+  entries->emplace_back();
+  entries->back().series = &series;
+  return &entries->back();
+}
+
+void AddCase(const Analysis& analysis, const Series& series, const Case& result, Entry* entry) {
+  const Outcome& outcome = result.outcome();
+  entry->failed = entry->failed || outcome.status() == Outcome::STATUS_FAILED;
+  if (outcome.has_against_dense()) {
+    const ErrorMeasure& error = outcome.against_dense();
+    const std::optional<double> value = error.has_relative_frobenius()
+                                            ? std::optional<double>(error.relative_frobenius())
+                                            : BoundedValue(error);
+    if (value.has_value()) entry->errors.push_back(*value);
+  }
+  const std::optional<MedianInterval> time = RunTime(result);
+  if (time.has_value()) entry->times_ns.push_back(time->median);
+  const Case* dense = analysis.DenseOf(result);
+  const std::optional<double> speed_up = SpeedUp(result, dense);
+  if (speed_up.has_value() && *speed_up > 0) entry->ratios.push_back(1 / *speed_up);
+  if (dense != nullptr) entry->dense = analysis.SeriesOf(*dense);
+  if (entry->dense == nullptr) entry->dense = &series;
+  for (const auto& [name, value] : outcome.statistics()) {
+    entry->statistics[name].push_back(value);
+  }
+}
+
+std::vector<Profile> ProfilesOf(const Analysis& analysis, const SeriesFilter& filter) {
+  std::vector<Profile> profiles;
+  std::map<std::string, size_t> places;
+  for (const SeriesGroup& group : analysis.groups()) {
+    for (const Series& series : group.series) {
+      const bool reference = series.is_common_baseline || series.is_counterpart;
+      if (!reference && filter && !filter(series)) continue;
+      for (const Case* result : series.cases) {
+        const Outcome::Status status = result->outcome().status();
+        if (status != Outcome::STATUS_OK && status != Outcome::STATUS_FAILED) continue;
+        const auto [place, added] =
+            places.emplace(ProfileKey(analysis, *result), profiles.size());
+        if (added) profiles.push_back({ProfileTitle(analysis, *result), {}, &group});
+        const int64_t tokens = LengthOf(result->key().problem());
+        AddCase(analysis, series, *result,
+                EntryOf(series, &profiles[place->second].by_tokens[tokens]));
+      }
+    }
+  }
+  return profiles;
+}
+
+// Where a profile has errors and no times, as in a file of accuracy cases without repetitions: the
+// technique's time relative to dense at the longest length at which it was timed.
+void BorrowTimes(const Analysis& analysis, std::vector<Entry>* entries) {
+  for (Entry& entry : *entries) {
+    if (!entry.ratios.empty() || entry.errors.empty()) continue;
+    for (const SeriesGroup& group : analysis.groups()) {
+      if (group.purpose == Case::PURPOSE_ACCURACY) continue;
+      for (const Series& series : group.series) {
+        if (series.row_key != entry.series->row_key || series.run_ns.empty()) continue;
+        const std::optional<double> speed_up =
+            analysis.SpeedUpAt(series, series.run_ns.rbegin()->first);
+        if (speed_up.has_value() && *speed_up > 0) entry.ratios.push_back(1 / *speed_up);
+      }
+    }
+  }
+}
+
+// A point of a frontier: less is better in both.
+struct Spot {
+  const Entry* entry;
+  double x, y;
+  bool best = false;
+};
+
+bool Beats(const Spot& a, const Spot& b) {
+  return a.x <= b.x && a.y <= b.y && (a.x < b.x || a.y < b.y);
+}
+
+void MarkBest(std::vector<Spot>* spots) {
+  for (Spot& spot : *spots) {
+    spot.best = !spot.entry->failed &&
+                std::none_of(spots->begin(), spots->end(), [&spot](const Spot& other) {
+                  return !other.entry->failed && Beats(other, spot);
+                });
+  }
+}
+
+struct FrontierAxes {
+  plot::Axis x, y;
+  std::function<std::string(const Spot&)> words;
+  bool joined = true;
+};
+
+// Styles by technique, so that the options of one look alike; a trail joins them.
+plot::Plot FrontierPlot(std::vector<Spot> spots, const FrontierAxes& axes, std::string title) {
+  plot::Plot plot;
+  plot.title = std::move(title);
+  plot.x = axes.x;
+  plot.y = axes.y;
+  plot.height = 400;
+  if (axes.joined) MarkBest(&spots);
+  std::map<std::string, int> styles;
+  std::map<std::string, plot::Guide> trails;
+  for (const Spot& spot : spots) {
+    const Series& series = *spot.entry->series;
+    const std::string technique = series.first().key().technique();
+    plot::Curve curve;
+    curve.kind = plot::Curve::Kind::kScatter;
+    curve.name = figure::CurveName(series);
+    curve.group = figure::FamilyOf(series);
+    curve.key = curve.group;
+    curve.style = series.is_common_baseline
+                      ? plot::kReferenceStyle
+                      : styles.emplace(technique, static_cast<int>(styles.size())).first->second;
+    curve.hollow = axes.joined && !spot.best;
+    curve.name_needed = spot.best || series.is_common_baseline || spots.size() <= 12;
+    curve.description = absl::StrCat(curve.name, ": ", axes.words(spot),
+                                     spot.best ? "; no other is better in both" : "",
+                                     spot.entry->failed ? "; an error exceeds its bound" : "");
+    curve.points.push_back({spot.x, spot.y, std::nullopt, std::nullopt});
+    if (!series.is_counterpart && !series.is_common_baseline) {
+      plot::Guide& trail = trails[technique];
+      trail.kind = plot::Guide::Kind::kTrail;
+      trail.style = curve.style;
+      trail.points.push_back(curve.points.front());
+    }
+    plot.curves.push_back(std::move(curve));
+  }
+  const auto by_x = [](const plot::Point& a, const plot::Point& b) {
+    return std::tie(a.x, a.y) < std::tie(b.x, b.y);
+  };
+  for (auto& [technique, trail] : trails) {
+    if (trail.points.size() < 3) continue;  // two points are no curve
+    std::sort(trail.points.begin(), trail.points.end(), by_x);
+    plot.guides.push_back(std::move(trail));
+  }
+  plot::Guide frontier;
+  frontier.kind = plot::Guide::Kind::kFrontier;
+  for (const Spot& spot : spots) {
+    if (spot.best) frontier.points.push_back({spot.x, spot.y, std::nullopt, std::nullopt});
+  }
+  std::sort(frontier.points.begin(), frontier.points.end(), by_x);
+  if (frontier.points.size() > 1) plot.guides.push_back(std::move(frontier));
+  if (axes.joined) {
+    plot.keys = {{"no other is better in both", plot::kReferenceStyle,
+                  plot::Curve::Kind::kScatter, false, false},
+                 {"another is", plot::kReferenceStyle, plot::Curve::Kind::kScatter, true, false}};
+  }
+  return plot;
+}
+
+std::string RatioText(double ratio) { return absl::StrFormat("%.3gx", ratio); }
+
+plot::Axis RatioAxis() {
+  plot::Axis axis;
+  axis.title = "time relative to dense (left is faster)";
+  axis.format = [](double value) { return absl::StrFormat("%gx", value); };
+  return axis;
+}
+
+plot::Axis ErrorAxis() {
+  plot::Axis axis;
+  axis.title = "relative error against dense";
+  axis.format = [](double value) {
+    return value < 1e-3 ? absl::StrFormat("%.0e", value) : absl::StrFormat("%g", value);
+  };
+  return axis;
+}
+
+plot::Axis LinearAxis(std::string title) {
+  plot::Axis axis;
+  axis.logarithmic = false;
+  axis.title = std::move(title);
+  return axis;
+}
+
+// What has a place in a plot of errors; the names of what has none go to `left_out`.
+std::vector<Spot> ErrorSpots(const std::vector<Entry>& entries, double floor,
+                             std::vector<std::string>* left_out) {
+  std::vector<Spot> spots;
+  for (const Entry& entry : entries) {
+    const std::optional<double> error = Middle(entry.errors), ratio = Middle(entry.ratios);
+    if (!error.has_value() || !ratio.has_value()) continue;
+    if (!std::isfinite(*error) || !std::isfinite(*ratio) || *ratio <= 0) {
+      left_out->push_back(absl::StrCat(figure::CurveName(*entry.series), " (error ",
+                                       FormatError(error), ", time ", RatioText(*ratio), ")"));
+      continue;
+    }
+    // An error of 0 has no logarithm: it lies at the lower edge.
+    spots.push_back({&entry, *ratio, std::max(*error, floor)});
+  }
+  return spots;
+}
+
+double LowestError(const std::vector<Entry>& entries) {
+  double lowest = std::numeric_limits<double>::infinity();
+  for (const Entry& entry : entries) {
+    const double error = Middle(entry.errors).value_or(0);
+    if (error > 0) lowest = std::min(lowest, error);
+  }
+  return std::isfinite(lowest) ? lowest / 2 : 1e-8;
+}
+
+FrontierAxes ErrorAxes() {
+  FrontierAxes axes;
+  axes.x = RatioAxis();
+  axes.y = ErrorAxis();
+  axes.words = [](const Spot& spot) {
+    return absl::StrCat("error ", FormatError(Middle(spot.entry->errors)), " at ",
+                        RatioText(spot.x), " of dense's time");
+  };
+  return axes;
+}
+
+// One panel for each counterpart that enough techniques are held against: only their errors and
+// times compare. The others together, without a choice among them.
+std::vector<plot::Plot> ErrorPanels(const std::vector<Spot>& spots) {
+  std::vector<std::pair<std::string, std::vector<Spot>>> sets;
+  for (const Spot& spot : spots) {
+    const std::string dense = spot.entry->dense->row_key;
+    auto set = std::find_if(sets.begin(), sets.end(),
+                            [&dense](const auto& other) { return other.first == dense; });
+    if (set == sets.end()) set = sets.insert(sets.end(), {dense, {}});
+    set->second.push_back(spot);
+  }
+  std::stable_sort(sets.begin(), sets.end(), [](const auto& a, const auto& b) {
+    return a.second.size() > b.second.size();
+  });
+  std::vector<plot::Plot> panels;
+  std::vector<Spot> apart;
+  for (const auto& [dense, members] : sets) {
+    if (members.size() >= (panels.empty() ? 2 : 4)) {
+      panels.push_back(FrontierPlot(
+          members, ErrorAxes(),
+          absl::StrCat("held against ", figure::CurveName(*members.front().entry->dense))));
+      continue;
+    }
+    for (const Spot& spot : members) {
+      if (!spot.entry->series->is_counterpart) apart.push_back(spot);
+    }
+  }
+  if (!apart.empty()) {
+    FrontierAxes axes = ErrorAxes();
+    axes.joined = false;
+    panels.push_back(FrontierPlot(apart, axes, "each held against a counterpart of its own"));
+  }
+  return panels;
+}
+
+// Bits per byte over what each technique spends, where it is told.
+std::vector<plot::Plot> QualityPanels(const std::vector<Entry>& entries) {
+  struct Cost {
+    plot::Axis axis;
+    std::function<std::optional<double>(const Entry&)> value;
+    std::function<std::string(double)> words;
+    const char* title;
+  };
+  const Cost costs[] = {
+      {figure::TimeAxis("time of a run (left is faster)"),
+       [](const Entry& entry) { return Middle(entry.times_ns); }, &figure::TimeText,
+       "quality against time"},
+      {LinearAxis("mean layers a token"),
+       [](const Entry& entry) { return Middle(entry, kMeanLayers); },
+       [](double value) { return absl::StrFormat("%.3g layers a token", value); },
+       "quality against layers"},
+      {LinearAxis("share of the FLOPs of all layers that is computed"),
+       [](const Entry& entry) -> std::optional<double> {
+         const std::optional<double> saved = Middle(entry, kFlopsSaved);
+         return saved.has_value() ? std::optional<double>(1 - *saved) : std::nullopt;
+       },
+       [](double value) { return absl::StrFormat("%.3g of the FLOPs", value); },
+       "quality against computation"}};
+  std::vector<plot::Plot> panels;
+  for (const Cost& cost : costs) {
+    std::vector<Spot> spots;
+    for (const Entry& entry : entries) {
+      const std::optional<double> bits = Middle(entry, kBitsPerByte), x = cost.value(entry);
+      if (bits.has_value() && x.has_value() && std::isfinite(*bits) && std::isfinite(*x)) {
+        spots.push_back({&entry, *x, *bits});
+      }
+    }
+    if (spots.size() < 2) continue;
+    FrontierAxes axes;
+    axes.x = cost.axis;
+    axes.y = LinearAxis("bits per byte (below is better)");
+    axes.words = [&cost](const Spot& spot) {
+      return absl::StrFormat("%.4f bits per byte, %s", spot.y, cost.words(spot.x));
+    };
+    panels.push_back(FrontierPlot(spots, axes, cost.title));
+  }
+  return panels;
+}
+
+Table DataTable(const std::vector<Entry>& entries) {
+  Table table;
+  table.columns = {{"technique"}, {"error against dense", true}, {"time", true},
+                   {"time relative to dense", true}};
+  std::vector<const char*> statistics;
+  for (const char* name : {kBitsPerByte, kMeanLayers, kFlopsSaved}) {
+    const bool any = std::any_of(entries.begin(), entries.end(), [name](const Entry& entry) {
+      return entry.statistics.count(name) > 0;
+    });
+    if (any) statistics.push_back(name);
+  }
+  for (const char* name : statistics) {
+    std::string header = name;
+    std::replace(header.begin(), header.end(), '_', ' ');
+    table.columns.push_back({header, true});
+  }
+  for (const Entry& entry : entries) {
+    const std::optional<double> time = Middle(entry.times_ns), ratio = Middle(entry.ratios);
+    std::vector<TableCell> cells = {figure::CurveName(*entry.series),
+                                    FormatError(Middle(entry.errors)),
+                                    time.has_value() ? figure::TimeText(*time) : "-",
+                                    ratio.has_value() ? RatioText(*ratio) : "-"};
+    for (const char* name : statistics) {
+      cells.emplace_back(FormatSignificant(Middle(entry, name), 4));
+    }
+    if (entry.failed) cells[0].text += " (failed)";
+    table.AddRow(std::move(cells), figure::FamilyOf(*entry.series));
+  }
+  return table;
+}
+
+// The longest length at which enough is known to choose.
+std::vector<Entry>* Longest(const Analysis& analysis, Profile* profile, int64_t* tokens) {
+  for (auto at = profile->by_tokens.rbegin(); at != profile->by_tokens.rend(); ++at) {
+    BorrowTimes(analysis, &at->second);
+    const auto known = std::count_if(at->second.begin(), at->second.end(), [](const Entry& entry) {
+      return (!entry.errors.empty() && !entry.ratios.empty()) ||
+             entry.statistics.count(kBitsPerByte) > 0;
+    });
+    if (known < 2) continue;
+    *tokens = at->first;
+    return &at->second;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+std::vector<Figure> FrontierFigures(const Analysis& analysis, const SeriesFilter& filter) {
+  std::vector<Figure> figures;
+  for (Profile& profile : ProfilesOf(analysis, filter)) {
+    int64_t tokens = 0;
+    const std::vector<Entry>* entries = Longest(analysis, &profile, &tokens);
+    if (entries == nullptr) continue;
+    Figure figure;
+    figure.kind = FigureKind::kFrontier;
+    figure.title = absl::StrCat(profile.title, ", ", tokens, " tokens");
+    std::vector<std::string> left_out;
+    figure.panels = QualityPanels(*entries);
+    const std::vector<Spot> spots = ErrorSpots(*entries, LowestError(*entries), &left_out);
+    for (plot::Plot& panel : ErrorPanels(spots)) figure.panels.push_back(std::move(panel));
+    figure.caption =
+        "Medians over layers, masks and seeds. Filled and joined: techniques that no other of the "
+        "panel beats in both directions. A thin line follows one technique through its options.";
+    if (!left_out.empty()) {
+      absl::StrAppend(&figure.caption, " Not drawn: ", absl::StrJoin(left_out, ", "), ".");
+    }
+    figure.data = DataTable(*entries);
+    if (!figure.panels.empty()) figures.push_back(std::move(figure));
+  }
+  return figures;
+}
+
+}  // namespace tfb
