@@ -33,7 +33,7 @@ std::string KindText(const Series& series) {
 std::string GrowthText(const Series& series) {
   const TechniqueDescription& technique = series.first().technique();
   if (!technique.has_expected_growth()) return "growth not stated";
-  return technique.expected_growth() > 1 ? "more than linear" : "linear";
+  return technique.expected_growth() > 1 ? "more than linear growth" : "linear growth";
 }
 
 using Splitter = std::string (*)(const Series&);

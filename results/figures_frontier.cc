@@ -103,6 +103,20 @@ void AddCase(const Analysis& analysis, const Series& series, const Case& result,
   }
 }
 
+// Of what others are held against, what nothing else in `entries` is held against.
+void DropUnusedReferences(const SeriesFilter& filter, std::vector<Entry>* entries) {
+  std::set<std::string> used;
+  for (const Entry& entry : *entries) {
+    if (filter(*entry.series) && entry.dense != nullptr) used.insert(entry.dense->row_key);
+  }
+  entries->erase(std::remove_if(entries->begin(), entries->end(),
+                                [&](const Entry& entry) {
+                                  return !filter(*entry.series) &&
+                                         used.count(entry.series->row_key) == 0;
+                                }),
+                 entries->end());
+}
+
 std::vector<Profile> ProfilesOf(const Analysis& analysis, const SeriesFilter& filter) {
   std::vector<Profile> profiles;
   std::map<std::string, size_t> places;
@@ -120,6 +134,11 @@ std::vector<Profile> ProfilesOf(const Analysis& analysis, const SeriesFilter& fi
         AddCase(analysis, series, *result,
                 EntryOf(series, &profiles[place->second].by_tokens[tokens]));
       }
+    }
+  }
+  if (filter) {
+    for (Profile& profile : profiles) {
+      for (auto& [tokens, entries] : profile.by_tokens) DropUnusedReferences(filter, &entries);
     }
   }
   return profiles;
@@ -185,7 +204,7 @@ plot::Plot FrontierPlot(std::vector<Spot> spots, const FrontierAxes& axes, std::
     curve.kind = plot::Curve::Kind::kScatter;
     curve.name = figure::CurveName(series);
     curve.group = figure::FamilyOf(series);
-    curve.key = curve.group;
+    curve.key = curve.legend = technique;
     curve.style = series.is_common_baseline
                       ? plot::kReferenceStyle
                       : styles.emplace(technique, static_cast<int>(styles.size())).first->second;
@@ -219,9 +238,9 @@ plot::Plot FrontierPlot(std::vector<Spot> spots, const FrontierAxes& axes, std::
   std::sort(frontier.points.begin(), frontier.points.end(), by_x);
   if (frontier.points.size() > 1) plot.guides.push_back(std::move(frontier));
   if (axes.joined) {
-    plot.keys = {{"no other is better in both", plot::kReferenceStyle,
+    plot.keys = {{"not beaten in both by any other", plot::kReferenceStyle,
                   plot::Curve::Kind::kScatter, false, false},
-                 {"another is", plot::kReferenceStyle, plot::Curve::Kind::kScatter, true, false}};
+                 {"beaten", plot::kReferenceStyle, plot::Curve::Kind::kScatter, true, false}};
   }
   return plot;
 }
@@ -238,9 +257,7 @@ plot::Axis RatioAxis() {
 plot::Axis ErrorAxis() {
   plot::Axis axis;
   axis.title = "relative error against dense";
-  axis.format = [](double value) {
-    return value < 1e-3 ? absl::StrFormat("%.0e", value) : absl::StrFormat("%g", value);
-  };
+  axis.format = [](double value) { return FormatBound(value); };
   return axis;
 }
 
@@ -251,8 +268,39 @@ plot::Axis LinearAxis(std::string title) {
   return axis;
 }
 
+// Techniques that are exact have errors of rounding, decades below those that are worth comparing.
+// Where there are both, the former are drawn on a line of their own, at `level`.
+struct Rounding {
+  double below = 0;  // errors under it are drawn at the level
+  double level = 0;
+};
+
+Rounding FindRounding(const std::vector<Entry>& entries) {
+  constexpr double kWorthComparing = 1e-4;
+  constexpr double kGap = 10;  // between the two kinds
+  double lowest = std::numeric_limits<double>::infinity(), highest_below = 0;
+  for (const Entry& entry : entries) {
+    const double error = Middle(entry.errors).value_or(0);
+    if (error >= kWorthComparing) {
+      lowest = std::min(lowest, error);
+    } else if (error > 0) {
+      highest_below = std::max(highest_below, error);
+    }
+  }
+  if (std::isfinite(lowest) && highest_below * kGap < lowest) {
+    return {kWorthComparing, std::max(lowest / 4, highest_below)};
+  }
+  // Everything to scale, apart from 0, which has no logarithm.
+  for (const Entry& entry : entries) {
+    const double error = Middle(entry.errors).value_or(0);
+    if (error > 0) lowest = std::min(lowest, error);
+  }
+  const double least = std::isfinite(lowest) ? lowest : 1e-8;
+  return {least, least};
+}
+
 // What has a place in a plot of errors; the names of what has none go to `left_out`.
-std::vector<Spot> ErrorSpots(const std::vector<Entry>& entries, double floor,
+std::vector<Spot> ErrorSpots(const std::vector<Entry>& entries, const Rounding& rounding,
                              std::vector<std::string>* left_out) {
   std::vector<Spot> spots;
   for (const Entry& entry : entries) {
@@ -263,19 +311,27 @@ std::vector<Spot> ErrorSpots(const std::vector<Entry>& entries, double floor,
                                        FormatError(error), ", time ", RatioText(*ratio), ")"));
       continue;
     }
-    // An error of 0 has no logarithm: it lies at the lower edge.
-    spots.push_back({&entry, *ratio, std::max(*error, floor)});
+    spots.push_back({&entry, *ratio, *error < rounding.below ? rounding.level : *error});
   }
   return spots;
 }
 
-double LowestError(const std::vector<Entry>& entries) {
-  double lowest = std::numeric_limits<double>::infinity();
-  for (const Entry& entry : entries) {
-    const double error = Middle(entry.errors).value_or(0);
-    if (error > 0) lowest = std::min(lowest, error);
+// Says where errors of rounding are, below everything that is to scale.
+void AddRoundingLine(const std::vector<Spot>& spots, const Rounding& rounding, plot::Plot* plot) {
+  double low = std::numeric_limits<double>::infinity(), high = 0;
+  bool any = false;
+  for (const Spot& spot : spots) {
+    low = std::min(low, spot.x);
+    high = std::max(high, spot.x);
+    any = any || spot.y == rounding.level;
   }
-  return std::isfinite(lowest) ? lowest / 2 : 1e-8;
+  if (!any || rounding.level <= rounding.below) return;
+  plot::Guide line;
+  line.label = "errors of rounding, below 1e-4";
+  for (const double x : {low, high}) {
+    line.points.push_back({x, rounding.level, std::nullopt, std::nullopt});
+  }
+  plot->guides.push_back(std::move(line));
 }
 
 FrontierAxes ErrorAxes() {
@@ -291,7 +347,7 @@ FrontierAxes ErrorAxes() {
 
 // One panel for each counterpart that enough techniques are held against: only their errors and
 // times compare. The others together, without a choice among them.
-std::vector<plot::Plot> ErrorPanels(const std::vector<Spot>& spots) {
+std::vector<plot::Plot> ErrorPanels(const std::vector<Spot>& spots, const Rounding& rounding) {
   std::vector<std::pair<std::string, std::vector<Spot>>> sets;
   for (const Spot& spot : spots) {
     const std::string dense = spot.entry->dense->row_key;
@@ -310,6 +366,7 @@ std::vector<plot::Plot> ErrorPanels(const std::vector<Spot>& spots) {
       panels.push_back(FrontierPlot(
           members, ErrorAxes(),
           absl::StrCat("held against ", figure::CurveName(*members.front().entry->dense))));
+      AddRoundingLine(members, rounding, &panels.back());
       continue;
     }
     for (const Spot& spot : members) {
@@ -320,6 +377,7 @@ std::vector<plot::Plot> ErrorPanels(const std::vector<Spot>& spots) {
     FrontierAxes axes = ErrorAxes();
     axes.joined = false;
     panels.push_back(FrontierPlot(apart, axes, "each held against a counterpart of its own"));
+    AddRoundingLine(apart, rounding, &panels.back());
   }
   return panels;
 }
@@ -427,8 +485,9 @@ std::vector<Figure> FrontierFigures(const Analysis& analysis, const SeriesFilter
     figure.title = absl::StrCat(profile.title, ", ", tokens, " tokens");
     std::vector<std::string> left_out;
     figure.panels = QualityPanels(*entries);
-    const std::vector<Spot> spots = ErrorSpots(*entries, LowestError(*entries), &left_out);
-    for (plot::Plot& panel : ErrorPanels(spots)) figure.panels.push_back(std::move(panel));
+    const Rounding rounding = FindRounding(*entries);
+    const std::vector<Spot> spots = ErrorSpots(*entries, rounding, &left_out);
+    for (plot::Plot& panel : ErrorPanels(spots, rounding)) figure.panels.push_back(std::move(panel));
     figure.caption =
         "Medians over layers, masks and seeds. Filled and joined: techniques that no other of the "
         "panel beats in both directions. A thin line follows one technique through its options.";

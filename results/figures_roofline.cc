@@ -43,8 +43,8 @@ std::optional<Rate> RateOf(const Series& series) {
 
 plot::Axis RateAxis() {
   plot::Axis axis;
-  axis.title = "achieved rate";
-  axis.format = [](double value) { return FormatScaled(value, "FLOP/s"); };
+  axis.title = "achieved rate, FLOP/s";
+  axis.format = [](double value) { return FormatScaled(value, ""); };
   return axis;
 }
 
@@ -137,7 +137,7 @@ plot::Curve PointOf(const Analysis& analysis, const Rate& rate, int style) {
   curve.kind = plot::Curve::Kind::kScatter;
   curve.name = figure::CurveName(*rate.series);
   curve.group = figure::FamilyOf(*rate.series);
-  curve.key = curve.group;
+  curve.key = curve.legend = rate.series->is_common_baseline ? curve.name : curve.group;
   curve.style = style;
   curve.hollow = rate.series->is_counterpart;
   curve.name_needed = !rate.series->is_counterpart;
@@ -201,14 +201,16 @@ std::vector<Figure> RooflineFigures(const Analysis& analysis, const SeriesFilter
     if (group.purpose == Case::PURPOSE_ACCURACY) continue;
     std::vector<Rate> rates;
     std::vector<std::string> without_bytes;
+    bool any = false;  // that was asked for, beside the baselines
     for (const Series& series : group.series) {
       const bool shown = series.is_common_baseline || !filter || filter(series);
       const std::optional<Rate> rate = shown ? RateOf(series) : std::nullopt;
       if (!rate.has_value()) continue;
       rates.push_back(*rate);
+      any = any || !filter || filter(series);
       if (!rate->flops_per_byte.has_value()) without_bytes.push_back(figure::CurveName(series));
     }
-    if (rates.empty()) continue;
+    if (!any) continue;
     plot::Plot plot;
     plot.width = 1060;
     plot.height = 520;

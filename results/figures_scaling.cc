@@ -230,8 +230,8 @@ std::vector<Figure> LengthFigures(const Analysis& analysis, const SeriesFilter& 
     std::vector<Panel> panels = figure::SplitPanels(members);
     if (panels.empty()) {  // nothing but baselines is worth a picture too
       const std::vector<const Series*> baselines = Baselines(group);
-      if (std::none_of(baselines.begin(), baselines.end(), [&kind](const Series* series) {
-            return !kind.points_of(*series).points.empty();
+      if (std::none_of(baselines.begin(), baselines.end(), [&](const Series* series) {
+            return (!filter || filter(*series)) && !kind.points_of(*series).points.empty();
           })) {
         continue;
       }

@@ -1,6 +1,7 @@
 #include "results/page.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <map>
 #include <set>
 #include <utility>
@@ -18,7 +19,8 @@
 namespace tfb {
 namespace {
 
-constexpr size_t kTallTable = 40;  // rows beyond which a table scrolls within the page
+constexpr size_t kTallTable = 60;  // rows beyond which a table scrolls within the page
+constexpr size_t kFirstChoices = 2;  // tables of choices that open the page; the others are folded
 constexpr absl::string_view kNoCases =
     "No cases: the sweep was stopped before its first case ended, or its selection was empty.";
 
@@ -164,7 +166,11 @@ class Page {
     for (const std::string& note : options_.notes) {
       body_ += Element("p", Printable(note), " class=\"strong\"");
     }
-    for (const Table& table : ChoiceTables(analysis_)) AddTable(table);
+    std::vector<Table> choices = ChoiceTables(analysis_);
+    const size_t first = std::min(choices.size(), kFirstChoices);
+    for (size_t i = 0; i < first; ++i) AddTable(choices[i]);
+    choices.erase(choices.begin(), choices.begin() + static_cast<std::ptrdiff_t>(first));
+    Folded(absl::StrCat("Choices in ", choices.size(), " more groups of cases"), choices);
   }
 
   // One for each group of cases: its figures, then its table.
@@ -260,20 +266,19 @@ class Page {
     for (plot::Mark& mark : panel.marks) shorten(&mark.key);
     absl::StrAppend(&body_, "<figure><div class=\"scroll\">",
                     plot::DrawForPage(panel, absl::StrCat("plot-", ++plots_)), "</div>\n",
-                    "<p class=\"readout\" aria-live=\"polite\"></p>\n", Legend(panel), "</figure>\n");
+                    Legend(panel), "<p class=\"readout\" aria-live=\"polite\"></p></figure>\n");
   }
 
-  // A button for each key, named by its first curve; of points, which are named by what they share.
+  // A button for each key, in the style of its first curve.
   static std::string Legend(const plot::Plot& panel) {
     std::string out = "<ul class=\"legend\" aria-label=\"Hide and show\">\n";
     std::set<std::string> seen;
     for (const plot::Curve& curve : panel.curves) {
       if (curve.kind == plot::Curve::Kind::kFaint || !seen.insert(curve.key).second) continue;
-      const bool scatter = curve.kind == plot::Curve::Kind::kScatter;
       absl::StrAppend(&out, "<li><button type=\"button\" aria-pressed=\"true\"",
                       Attribute("data-key", curve.key), ">",
                       plot::DrawSwatch(curve.style, curve.kind),
-                      EscapeMarkup(scatter ? curve.group : curve.name), "</button></li>\n");
+                      EscapeMarkup(curve.legend.empty() ? curve.name : curve.legend), "</button></li>\n");
     }
     return out + "</ul>";
   }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "results/markup.h"
 #include "results/plot_labels.h"
 #include "results/plot_style.h"
@@ -17,8 +18,10 @@ namespace {
 
 constexpr double kFontSize = 10.5;
 constexpr double kLine = 13;  // from one line of text to the next
+constexpr double kTickSpacingX = 46, kTickSpacingY = 30;
 constexpr double kMarkerRadius = 3;
 constexpr int kWidestName = 34;            // characters; the description has the whole name
+constexpr int kWidestPointName = 44;
 constexpr double kWidestNameShare = 0.36;  // of the plot's width
 
 std::string Text(double x, double y, absl::string_view text, absl::string_view attributes = "") {
@@ -91,21 +94,42 @@ class Drawing {
   static double KeyWidth(const KeyEntry& key) { return 26 + TextWidth(key.text, kFontSize) + 14; }
 
   Box Frame() const {
-    const double left = 58, bottom = 40;
+    const double left = 34 + TickWidth(), bottom = 38;
     double top = 12;
     if (!plot_.title.empty()) top += 14;
-    if (!plot_.subtitle.empty()) top += kLine;
+    top += kLine * static_cast<double>(Subtitle().size());
     top += kLine * 1.15 * KeyLines();
     const double right = NameWidth();
     return {left, top, std::max(40.0, plot_.width - left - right),
             std::max(40.0, plot_.height - top - bottom)};
   }
 
+  // Of the labels of the vertical axis, which do not depend on where the axis will stand.
+  double TickWidth() const {
+    const Scale scale(plot_.y, RangeOf(plot_.y, Values(&Point::y)), plot_.height - 70, 0);
+    double widest = 0;
+    for (const Tick& tick : scale.Ticks(kTickSpacingY)) {
+      widest = std::max(widest, TextWidth(tick.label, kFontSize));
+    }
+    return std::min(widest, plot_.width / 4);
+  }
+
   std::string Titles() const {
     std::string out;
     if (!plot_.title.empty()) out += Text(8, 15, plot_.title, " class=\"title\"");
-    if (!plot_.subtitle.empty()) out += Text(8, 29, plot_.subtitle, " class=\"subtitle\"");
+    double y = 29;
+    for (const std::string& line : Subtitle()) {
+      out += Text(8, y, line, " class=\"subtitle\"");
+      y += kLine;
+    }
     return out;
+  }
+  // In lines that fit.
+  std::vector<std::string> Subtitle() const {
+    if (plot_.subtitle.empty()) return {};
+    const int columns =
+        std::max(20, static_cast<int>((plot_.width - 16) / TextWidth("n", kFontSize)));
+    return absl::StrSplit(Wrap(plot_.subtitle, columns, ""), '\n');
   }
 
   std::string Keys() const {
@@ -149,7 +173,7 @@ class Drawing {
   std::string Axes() const {
     const double right = frame_.x + frame_.width, bottom = frame_.y + frame_.height;
     std::string grid, small, labels;
-    for (const Tick& tick : x_.Ticks(58)) {
+    for (const Tick& tick : x_.Ticks(kTickSpacingX)) {
       const double x = x_.Pixel(tick.value);
       std::string* path = tick.label.empty() ? &small : &grid;
       *path += tick.label.empty() ? Segment(x, bottom - 3, x, bottom) : Segment(x, frame_.y, x, bottom);
@@ -157,7 +181,7 @@ class Drawing {
         labels += Text(x, bottom + 14, tick.label, " class=\"tick\" text-anchor=\"middle\"");
       }
     }
-    for (const Tick& tick : y_.Ticks(30)) {
+    for (const Tick& tick : y_.Ticks(kTickSpacingY)) {
       const double y = y_.Pixel(tick.value);
       std::string* path = tick.label.empty() ? &small : &grid;
       *path += tick.label.empty() ? Segment(frame_.x, y, frame_.x + 3, y) : Segment(frame_.x, y, right, y);
@@ -264,6 +288,18 @@ class Drawing {
                              Coordinate(x), " ", Coordinate(y), ") rotate(", Coordinate(angle), ")\""));
   }
 
+  // Of level guides: names of points stay off them.
+  std::vector<Box> GuideLabelBoxes() const {
+    std::vector<Box> boxes;
+    for (const Guide& guide : plot_.guides) {
+      if (guide.label.empty() || guide.points.empty() || !Shown(guide.points.back())) continue;
+      const double width = TextWidth(guide.label, kFontSize) * 1.08;
+      boxes.push_back({x_.Pixel(guide.points.back().x) - width,
+                       y_.Pixel(guide.points.back().y) - 5 - kFontSize, width, kFontSize + 4});
+    }
+    return boxes;
+  }
+
   std::string Curves() const {
     const std::vector<std::string> names = Names();
     std::string faint, rest, reference;  // what others are held against lies on top
@@ -366,14 +402,14 @@ class Drawing {
   void NamePoints(std::vector<std::string>* names) const {
     std::vector<PointLabel> labels;
     std::vector<size_t> owners;
-    std::vector<Box> obstacles;
+    std::vector<Box> obstacles = GuideLabelBoxes();
     for (size_t i = 0; i < plot_.curves.size(); ++i) {
       const Curve& curve = plot_.curves[i];
       const Point* last = LastShown(curve);
       if (curve.kind != Curve::Kind::kScatter || last == nullptr) continue;
       const double x = x_.Pixel(last->x), y = y_.Pixel(last->y);
       obstacles.push_back({x - 4, y - 4, 8, 8});
-      labels.push_back({x, y, CutToWidth(curve.name, kWidestName), curve.name_needed});
+      labels.push_back({x, y, CutToWidth(curve.name, kWidestPointName), curve.name_needed});
       owners.push_back(i);
     }
     std::vector<size_t> order(labels.size());

@@ -78,6 +78,7 @@ std::string PaperStyleSheet() {
       ".faint .line{stroke-width:1;stroke-opacity:.75}"
       ".marker{stroke-width:1.2}.hollow .marker,.ring{fill:#fff}"
       ".ring{fill-opacity:0;stroke-width:1.4}.whisker{stroke-width:1;fill:none}"
+      ".label{paint-order:stroke;stroke:#fff;stroke-width:2.5px;stroke-linejoin:round}"
       ".leader{stroke-width:.6;stroke-opacity:.7;fill:none}"
       ".guide path,.slope path{fill:none;stroke:#777;stroke-width:.9}"
       ".guide.trail path{stroke-opacity:.6}.guide.frontier path{stroke:#222;stroke-width:1.1}"
