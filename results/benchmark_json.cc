@@ -19,14 +19,12 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// "near:window=256/cpu/f32/1x8x512x64/causal/gaussian/seed:1/threads:2", with what differs only in
-// rare cases left out where it does not.
+// "near:window=256/cpu/f32/1x8x512x64/causal/gaussian/seed:1/threads:2", of options those that differ
+// from their defaults.
 std::string BenchmarkName(const Case& result) {
   const Case::Key& key = result.key();
   const ProblemSize& problem = key.problem();
-  std::string technique = key.technique();
-  const std::string options = CanonicalOptions(key);
-  if (!options.empty()) absl::StrAppend(&technique, ":", options);
+  const std::string technique = absl::StrReplaceAll(Printable(DisplayName(result)), {{" ", ":"}, {"/", "|"}});
   std::string size = absl::StrCat(problem.batch(), "x", problem.query_heads());
   if (problem.kv_heads() != problem.query_heads()) absl::StrAppend(&size, "on", problem.kv_heads());
   absl::StrAppend(&size, "x", problem.query_tokens());
@@ -39,7 +37,7 @@ std::string BenchmarkName(const Case& result) {
   parts.push_back(absl::StrReplaceAll(DescribeInput(key.input()), {{"/", "|"}}));
   parts.push_back(absl::StrCat("seed:", key.seed()));
   if (key.threads() > 0) parts.push_back(absl::StrCat("threads:", key.threads()));
-  parts.push_back(std::string(Name(key.purpose())));
+  if (key.purpose() == Case::PURPOSE_ACCURACY) parts.push_back("accuracy");
   return absl::StrJoin(parts, "/");
 }
 
@@ -71,6 +69,20 @@ Json Context(const Analysis& analysis) {
   return context;
 }
 
+// Equal in two files for cases with equal keys; within a file each is there once: of cases that differ
+// in something else, as two machines' do, the later ones are numbered.
+class Names {
+ public:
+  std::string Of(const Case& result) {
+    const std::string name = BenchmarkName(result);
+    const int before = seen_[name]++;
+    return before == 0 ? name : absl::StrCat(name, "#", before + 1);
+  }
+
+ private:
+  std::map<std::string, int> seen_;
+};
+
 struct Family {
   const Case* result;
   std::string name;
@@ -99,6 +111,7 @@ void AddIterations(const Family& family, Json* benchmarks) {
   const Outcome& outcome = family.result->outcome();
   for (size_t i = 0; i < family.samples.size(); ++i) {
     Json entry = Entry(family, "", "iteration");
+    if (i == 0) entry["label"] = CanonicalOptions(family.result->key());
     entry["repetition_index"] = i;
     entry["threads"] = std::max(1, family.result->key().threads());
     entry["iterations"] = std::max<int64_t>(1, outcome.timing().calls_per_sample());
@@ -138,38 +151,30 @@ void AddAggregates(const Family& family, Json* benchmarks) {
   }
 }
 
-void AddFailure(const Family& family, Json* benchmarks) {
-  Json entry = Entry(family, "", "iteration");
-  entry["repetition_index"] = 0;
-  entry["threads"] = std::max(1, family.result->key().threads());
-  const Outcome& outcome = family.result->outcome();
-  entry[outcome.status() == Outcome::STATUS_FAILED ? "error_occurred" : "skipped"] = true;
-  entry[outcome.status() == Outcome::STATUS_FAILED ? "error_message" : "skip_message"] =
-      absl::StrCat(Name(outcome.status()), ": ", outcome.reason());
-  benchmarks->push_back(std::move(entry));
-}
-
 }  // namespace
 
 std::string RenderBenchmarkJson(const Analysis& analysis) {
   Json document;
   document["context"] = Context(analysis);
   Json benchmarks = Json::array();
-  int index = 0;
+  Names names;
+  int index = 0, without_time = 0;
   for (const Case* result : analysis.cases()) {
-    Family family{result, BenchmarkName(*result), index++, {}};
+    Family family{result, names.Of(*result), 0, {}};
     if (RunTime(*result).has_value()) {
       for (const double sample : result->outcome().timing().run_ns()) {
         if (std::isfinite(sample)) family.samples.push_back(sample);
       }
     }
     if (family.samples.empty()) {
-      AddFailure(family, &benchmarks);
+      ++without_time;
       continue;
     }
+    family.index = index++;
     AddIterations(family, &benchmarks);
     AddAggregates(family, &benchmarks);
   }
+  document["context"]["cases_without_time"] = without_time;
   document["benchmarks"] = std::move(benchmarks);
   // Text that is not UTF-8 cannot be in a message, but a key's bytes may be cut; replaced, not thrown.
   return document.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";

@@ -12,13 +12,14 @@ namespace {
 constexpr double kAir = 0.05;  // of the range, on either side
 // Below it doubles have no neighbours to put ticks at.
 constexpr double kLeastRelativeRange = 1e-9;
-// The range that a logarithmic axis shows at most: of what lies further apart nothing is seen.
-constexpr double kMostDecades = 60;
+// Beyond it no measurement lies, and the arithmetic of ticks would leave what a double can hold.
+constexpr double kLargest = 1e100;
 
 }  // namespace
 
 bool CanShow(const Axis& axis, double value) {
-  return std::isfinite(value) && (!axis.logarithmic || value > 0);
+  if (axis.logarithmic) return value >= 1 / kLargest && value <= kLargest;
+  return std::abs(value) <= kLargest;
 }
 
 Range RangeOf(const Axis& axis, const std::vector<double>& values) {
@@ -26,20 +27,16 @@ Range RangeOf(const Axis& axis, const std::vector<double>& values) {
   std::copy_if(values.begin(), values.end(), std::back_inserter(shown),
                [&axis](double value) { return CanShow(axis, value); });
   if (shown.empty()) return axis.logarithmic ? Range{1, 10} : Range{0, 1};
-  double low = *std::min_element(shown.begin(), shown.end());
-  double high = *std::max_element(shown.begin(), shown.end());
+  const double low = *std::min_element(shown.begin(), shown.end());
+  const double high = *std::max_element(shown.begin(), shown.end());
   if (axis.logarithmic) {
-    low = std::max({low, 1e-300, high * std::pow(10, -kMostDecades)});
-    high = std::max(low, std::min(high, 1e300));
     if (high / low < 1 + kLeastRelativeRange) return {low / 2, high * 2};
     const double air = std::pow(high / low, kAir);
     return {low / air, high * air};
   }
-  low = std::max(low, -1e300);
-  high = std::min(high, 1e300);
   const double size = std::max(std::abs(low), std::abs(high));
   if (high - low <= kLeastRelativeRange * size) {
-    const double half = size > 0 ? size / 2 : 0.5;
+    const double half = size > 1 / kLargest ? size / 2 : 0.5;
     return {low - half, high + half};
   }
   const double air = (high - low) * kAir;

@@ -21,7 +21,7 @@ struct Tick {
   std::string label;  // empty: a small tick
 };
 
-// Values that have a place on the axis: finite, and above zero on a logarithmic one.
+// Values that have a place on the axis: up to 1e100, and at least 1e-100 on a logarithmic one.
 bool CanShow(const Axis& axis, double value);
 
 // The smallest range with `values`, those that cannot be shown apart, and some air. Never empty:

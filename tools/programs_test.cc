@@ -134,7 +134,7 @@ TEST_F(Programs, BadUsageIsTwoAndOneLineThatNamesWhatIsWrong) {
        "render: /nowhere/x.pb: cannot open: No such file or directory\n"},
       {"render", path + " --fromat=csv", "render: unknown flag --fromat, did you mean --format?\n"},
       {"render", path + " --format=pdf",
-       "render: --format: \"pdf\" is none of terminal, markdown, csv, json\n"},
+       "render: --format: \"pdf\" is none of terminal, markdown, csv, json, html, benchmark_json, svg, png\n"},
       {"render", path + " --width=3", "render: --width=3: 0, -1, or at least 40 is wanted\n"},
       {"render", path + " --colour=red",
        "render: --colour: \"red\" is none of auto, always, never\n"},
