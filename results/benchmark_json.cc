@@ -24,11 +24,13 @@ using Json = nlohmann::ordered_json;
 std::string BenchmarkName(const Case& result) {
   const Case::Key& key = result.key();
   const ProblemSize& problem = key.problem();
-  const std::string technique = absl::StrReplaceAll(Printable(DisplayName(result)), {{" ", ":"}, {"/", "|"}});
+  const std::string technique =
+      absl::StrReplaceAll(Printable(DisplayName(result)), {{" ", ":"}, {"/", "|"}});
   std::string size = absl::StrCat(problem.batch(), "x", problem.query_heads());
   if (problem.kv_heads() != problem.query_heads()) absl::StrAppend(&size, "on", problem.kv_heads());
   absl::StrAppend(&size, "x", problem.query_tokens());
-  if (problem.kv_tokens() != problem.query_tokens()) absl::StrAppend(&size, "on", problem.kv_tokens());
+  if (problem.kv_tokens() != problem.query_tokens())
+    absl::StrAppend(&size, "on", problem.kv_tokens());
   absl::StrAppend(&size, "x", problem.head_dim());
   if (problem.value_dim() != problem.head_dim()) absl::StrAppend(&size, "v", problem.value_dim());
   std::vector<std::string> parts = {technique, std::string(Name(key.device())),
@@ -50,8 +52,7 @@ Json Context(const Analysis& analysis) {
   context["date"] = absl::FormatTime(
       absl::RFC3339_sec, absl::FromUnixNanos(environment.start_unix_ns()), absl::UTCTimeZone());
   context["host_name"] = environment.host();
-  context["executable"] =
-      environment.command_line().empty() ? "" : environment.command_line(0);
+  context["executable"] = environment.command_line().empty() ? "" : environment.command_line(0);
   context["num_cpus"] = environment.logical_cores();
   context["mhz_per_cpu"] = 0;  // not measured; the format wants a number
   context["cpu_scaling_enabled"] = false;

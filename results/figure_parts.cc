@@ -47,7 +47,8 @@ std::vector<Panel> SplitBy(const Panel& panel, Splitter splitter) {
     const auto [place, added] = places.emplace(part, parts.size());
     if (added) {
       parts.push_back({panel.title, {}});
-      if (!part.empty()) absl::StrAppend(&parts.back().title, panel.title.empty() ? "" : ", ", part);
+      if (!part.empty())
+        absl::StrAppend(&parts.back().title, panel.title.empty() ? "" : ", ", part);
     }
     parts[place->second].members.push_back(series);
   }
@@ -57,11 +58,10 @@ std::vector<Panel> SplitBy(const Panel& panel, Splitter splitter) {
 // As many as fit, a technique's options together where they do.
 std::vector<Panel> Fill(const Panel& panel) {
   std::vector<Panel> parts;
-  for (const Panel& technique : SplitBy(panel, [](const Series& series) {
-         return series.first().key().technique();
-       })) {
-    const bool fits = !parts.empty() && parts.back().members.size() + technique.members.size() <=
-                                            kMostCurves;
+  for (const Panel& technique :
+       SplitBy(panel, [](const Series& series) { return series.first().key().technique(); })) {
+    const bool fits =
+        !parts.empty() && parts.back().members.size() + technique.members.size() <= kMostCurves;
     if (!fits) parts.push_back({panel.title, {}});
     for (const Series* series : technique.members) {
       if (parts.back().members.size() == kMostCurves) parts.push_back({panel.title, {}});
@@ -186,8 +186,8 @@ std::optional<double> BandwidthPeak(const Environment& environment, const Case& 
 }  // namespace figure
 
 absl::StatusOr<FigureKind> ParseFigureKind(absl::string_view name) {
-  for (const FigureKind kind : {FigureKind::kScaling, FigureKind::kFrontier, FigureKind::kMemory,
-                                FigureKind::kRoofline}) {
+  for (const FigureKind kind :
+       {FigureKind::kScaling, FigureKind::kFrontier, FigureKind::kMemory, FigureKind::kRoofline}) {
     if (name == Name(kind)) return kind;
   }
   return absl::InvalidArgumentError(

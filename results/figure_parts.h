@@ -27,9 +27,9 @@ std::vector<Panel> SplitPanels(const std::vector<const Series*>& members);
 std::vector<const Series*> Members(const SeriesGroup& group, const SeriesFilter& filter);
 
 plot::Axis LengthAxis(const SeriesGroup& group);
-plot::Axis TimeAxis(std::string title);    // in nanoseconds
+plot::Axis TimeAxis(std::string title);  // in nanoseconds
 plot::Axis BytesAxis(std::string title);
-std::string TimeText(double ns);           // "12.3 ms"
+std::string TimeText(double ns);                   // "12.3 ms"
 std::string LengthWord(const SeriesGroup& group);  // "tokens", "keys" or "queries"
 
 // "near window=256", made printable, in `panel` without what all of it shares.

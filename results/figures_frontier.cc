@@ -127,8 +127,7 @@ std::vector<Profile> ProfilesOf(const Analysis& analysis, const SeriesFilter& fi
       for (const Case* result : series.cases) {
         const Outcome::Status status = result->outcome().status();
         if (status != Outcome::STATUS_OK && status != Outcome::STATUS_FAILED) continue;
-        const auto [place, added] =
-            places.emplace(ProfileKey(analysis, *result), profiles.size());
+        const auto [place, added] = places.emplace(ProfileKey(analysis, *result), profiles.size());
         if (added) profiles.push_back({ProfileTitle(analysis, *result), {}, &group});
         const int64_t tokens = LengthOf(result->key().problem());
         AddCase(analysis, series, *result,
@@ -356,9 +355,8 @@ std::vector<plot::Plot> ErrorPanels(const std::vector<Spot>& spots, const Roundi
     if (set == sets.end()) set = sets.insert(sets.end(), {dense, {}});
     set->second.push_back(spot);
   }
-  std::stable_sort(sets.begin(), sets.end(), [](const auto& a, const auto& b) {
-    return a.second.size() > b.second.size();
-  });
+  std::stable_sort(sets.begin(), sets.end(),
+                   [](const auto& a, const auto& b) { return a.second.size() > b.second.size(); });
   std::vector<plot::Plot> panels;
   std::vector<Spot> apart;
   for (const auto& [dense, members] : sets) {
@@ -390,21 +388,21 @@ std::vector<plot::Plot> QualityPanels(const std::vector<Entry>& entries) {
     std::function<std::string(double)> words;
     const char* title;
   };
-  const Cost costs[] = {
-      {figure::TimeAxis("time of a run (left is faster)"),
-       [](const Entry& entry) { return Middle(entry.times_ns); }, &figure::TimeText,
-       "quality against time"},
-      {LinearAxis("mean layers a token"),
-       [](const Entry& entry) { return Middle(entry, kMeanLayers); },
-       [](double value) { return absl::StrFormat("%.3g layers a token", value); },
-       "quality against layers"},
-      {LinearAxis("share of the FLOPs of all layers that is computed"),
-       [](const Entry& entry) -> std::optional<double> {
-         const std::optional<double> saved = Middle(entry, kFlopsSaved);
-         return saved.has_value() ? std::optional<double>(1 - *saved) : std::nullopt;
-       },
-       [](double value) { return absl::StrFormat("%.3g of the FLOPs", value); },
-       "quality against computation"}};
+  const Cost costs[] = {{figure::TimeAxis("time of a run (left is faster)"),
+                         [](const Entry& entry) { return Middle(entry.times_ns); },
+                         &figure::TimeText, "quality against time"},
+                        {LinearAxis("mean layers a token"),
+                         [](const Entry& entry) { return Middle(entry, kMeanLayers); },
+                         [](double value) { return absl::StrFormat("%.3g layers a token", value); },
+                         "quality against layers"},
+                        {LinearAxis("share of the FLOPs of all layers that is computed"),
+                         [](const Entry& entry) -> std::optional<double> {
+                           const std::optional<double> saved = Middle(entry, kFlopsSaved);
+                           return saved.has_value() ? std::optional<double>(1 - *saved)
+                                                    : std::nullopt;
+                         },
+                         [](double value) { return absl::StrFormat("%.3g of the FLOPs", value); },
+                         "quality against computation"}};
   std::vector<plot::Plot> panels;
   for (const Cost& cost : costs) {
     std::vector<Spot> spots;
@@ -428,7 +426,9 @@ std::vector<plot::Plot> QualityPanels(const std::vector<Entry>& entries) {
 
 Table DataTable(const std::vector<Entry>& entries) {
   Table table;
-  table.columns = {{"technique"}, {"error against dense", true}, {"time", true},
+  table.columns = {{"technique"},
+                   {"error against dense", true},
+                   {"time", true},
                    {"time relative to dense", true}};
   std::vector<const char*> statistics;
   for (const char* name : {kBitsPerByte, kMeanLayers, kFlopsSaved}) {
@@ -487,7 +487,8 @@ std::vector<Figure> FrontierFigures(const Analysis& analysis, const SeriesFilter
     figure.panels = QualityPanels(*entries);
     const Rounding rounding = FindRounding(*entries);
     const std::vector<Spot> spots = ErrorSpots(*entries, rounding, &left_out);
-    for (plot::Plot& panel : ErrorPanels(spots, rounding)) figure.panels.push_back(std::move(panel));
+    for (plot::Plot& panel : ErrorPanels(spots, rounding))
+      figure.panels.push_back(std::move(panel));
     figure.caption =
         "Medians over layers, masks and seeds. Filled and joined: techniques that no other of the "
         "panel beats in both directions. A thin line follows one technique through its options.";

@@ -141,12 +141,11 @@ plot::Curve PointOf(const Analysis& analysis, const Rate& rate, int style) {
   curve.style = style;
   curve.hollow = rate.series->is_counterpart;
   curve.name_needed = !rate.series->is_counterpart;
-  curve.points.push_back(
-      {*rate.flops_per_byte, rate.flops_per_second, std::nullopt, std::nullopt});
+  curve.points.push_back({*rate.flops_per_byte, rate.flops_per_second, std::nullopt, std::nullopt});
   const Environment& environment = analysis.EnvironmentOf(*rate.result);
   curve.description = absl::StrCat(
-      curve.name, " at ", LengthOf(rate.result->key().problem()), " tokens: ",
-      FormatScaled(rate.flops_per_second, "FLOP/s"), ", ",
+      curve.name, " at ", LengthOf(rate.result->key().problem()),
+      " tokens: ", FormatScaled(rate.flops_per_second, "FLOP/s"), ", ",
       ShareText(ShareOfComputePeak(*rate.result, environment)), " of the measured peak; ",
       FormatSignificant(rate.flops_per_byte), " FLOPs a byte, ",
       ShareText(ShareOfBandwidthPeak(*rate.result, environment)), " of the measured bandwidth");
@@ -156,17 +155,16 @@ plot::Curve PointOf(const Analysis& analysis, const Rate& rate, int style) {
 Table DataTable(const Analysis& analysis, const std::vector<Rate>& rates,
                 const std::string& length_word) {
   Table table;
-  table.columns = {{"technique"},           {length_word, true},    {"FLOPs a byte", true},
-                   {"rate", true},          {"of peak", true},      {"of bandwidth", true}};
+  table.columns = {{"technique"},  {length_word, true}, {"FLOPs a byte", true},
+                   {"rate", true}, {"of peak", true},   {"of bandwidth", true}};
   for (const Rate& rate : rates) {
     const Environment& environment = analysis.EnvironmentOf(*rate.result);
-    table.AddRow({figure::CurveName(*rate.series),
-                  absl::StrCat(LengthOf(rate.result->key().problem())),
-                  FormatSignificant(rate.flops_per_byte),
-                  FormatScaled(rate.flops_per_second, "FLOP/s"),
-                  ShareText(ShareOfComputePeak(*rate.result, environment)),
-                  ShareText(ShareOfBandwidthPeak(*rate.result, environment))},
-                 figure::FamilyOf(*rate.series));
+    table.AddRow(
+        {figure::CurveName(*rate.series), absl::StrCat(LengthOf(rate.result->key().problem())),
+         FormatSignificant(rate.flops_per_byte), FormatScaled(rate.flops_per_second, "FLOP/s"),
+         ShareText(ShareOfComputePeak(*rate.result, environment)),
+         ShareText(ShareOfBandwidthPeak(*rate.result, environment))},
+        figure::FamilyOf(*rate.series));
   }
   return table;
 }
@@ -223,10 +221,13 @@ std::vector<Figure> RooflineFigures(const Analysis& analysis, const SeriesFilter
     figure.kind = FigureKind::kRoofline;
     figure.title = GroupName(analysis, group);
     figure.caption =
-        "Each technique's longest run: its FLOPs over its time and over the bytes that it moves, both "
-        "from the formulas beside its code, under the peaks measured in the same process. Above the "
+        "Each technique's longest run: its FLOPs over its time and over the bytes that it moves, "
+        "both "
+        "from the formulas beside its code, under the peaks measured in the same process. Above "
+        "the "
         "slope: what it reads comes from caches.";
-    if (plot.guides.empty()) figure.caption += " The file has no measured peaks that fit these cases.";
+    if (plot.guides.empty())
+      figure.caption += " The file has no measured peaks that fit these cases.";
     if (!without_bytes.empty()) {
       absl::StrAppend(&figure.caption, " Not drawn, since the bytes are not known: ",
                       absl::StrJoin(without_bytes, ", "), ".");

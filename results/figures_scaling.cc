@@ -65,8 +65,7 @@ plot::Curve CurveOf(const Series& series, int style, PointsOf points_of, const s
   curve.style = style;
   LengthPoints points = points_of(series);
   curve.points = std::move(points.points);
-  curve.description =
-      absl::StrCat(curve.name, ": ", absl::StrJoin(points.words, ", "), " ", unit);
+  curve.description = absl::StrCat(curve.name, ": ", absl::StrJoin(points.words, ", "), " ", unit);
   return curve;
 }
 
@@ -207,9 +206,9 @@ Table DataTable(const SeriesGroup& group, const LengthFigure& figure) {
     std::vector<TableCell> cells = {figure::CurveName(series)};
     for (const int64_t tokens : group.lengths) {
       const auto value = values.find(static_cast<double>(tokens));
-      cells.emplace_back(value == values.end()                      ? "-"
+      cells.emplace_back(value == values.end()                 ? "-"
                          : figure.kind == FigureKind::kScaling ? figure::TimeText(value->second)
-                                                                    : FormatBytes(value->second));
+                                                               : FormatBytes(value->second));
     }
     table.AddRow(std::move(cells), figure::FamilyOf(series));
   }
@@ -266,7 +265,8 @@ std::vector<Figure> MemoryFigures(const Analysis& analysis, const SeriesFilter& 
   return LengthFigures(
       analysis, filter,
       {FigureKind::kMemory, &MemoryPoints, figure::BytesAxis("workspace and parameters"),
-       "Working memory: what a technique needs beyond its inputs and outputs. A thin dotted line in "
+       "Working memory: what a technique needs beyond its inputs and outputs. A thin dotted line "
+       "in "
        "a technique's colour: the dense counterpart of its own."});
 }
 

@@ -29,8 +29,8 @@ class Merger {
     absl::StatusOr<ResultFile> file = ReadResultFile(path);
     if (!file.ok()) return file.status();
     if (file->torn_bytes > 0) {
-      merged_.notes.push_back(absl::StrCat(path, ": ", file->torn_bytes,
-                                           " bytes of a torn last record were left out"));
+      merged_.notes.push_back(
+          absl::StrCat(path, ": ", file->torn_bytes, " bytes of a torn last record were left out"));
     }
     ++merged_.files;
     std::set<std::string> here;
@@ -41,8 +41,9 @@ class Merger {
     }
     for (Case& result : *file->results.mutable_cases()) {
       if (here.count(result.environment_id()) == 0) {
-        return absl::FailedPreconditionError(absl::StrCat(
-            path, ": a case names environment \"", result.environment_id(), "\", which is not there"));
+        return absl::FailedPreconditionError(absl::StrCat(path, ": a case names environment \"",
+                                                          result.environment_id(),
+                                                          "\", which is not there"));
       }
       AddCase(std::move(result));
     }

@@ -15,9 +15,9 @@ namespace tfb {
 struct Merged {
   ResultSet results;
   int64_t files = 0;
-  int64_t replaced_cases = 0;          // left out for a later one with the same key and environment
-  int64_t repeated_environments = 0;   // equal ones with the same id, kept once
-  std::vector<std::string> notes;      // for people: what a torn tail lost
+  int64_t replaced_cases = 0;         // left out for a later one with the same key and environment
+  int64_t repeated_environments = 0;  // equal ones with the same id, kept once
+  std::vector<std::string> notes;     // for people: what a torn tail lost
 };
 
 // Reads `paths` and joins them in their order. Environments are kept, each id once; cases are kept

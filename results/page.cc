@@ -19,7 +19,7 @@
 namespace tfb {
 namespace {
 
-constexpr size_t kTallTable = 60;  // rows beyond which a table scrolls within the page
+constexpr size_t kTallTable = 60;    // rows beyond which a table scrolls within the page
 constexpr size_t kFirstChoices = 2;  // tables of choices that open the page; the others are folded
 constexpr absl::string_view kNoCases =
     "No cases: the sweep was stopped before its first case ended, or its selection was empty.";
@@ -222,7 +222,8 @@ class Page {
   void Outcomes() {
     Section("What did not run");
     const Table table = OutcomeTable(analysis_);
-    if (table.rows.empty()) body_ += Element("p", "Every case ran, and no error exceeds its bound.");
+    if (table.rows.empty())
+      body_ += Element("p", "Every case ran, and no error exceeds its bound.");
     AddTable(table);
   }
 
@@ -275,10 +276,10 @@ class Page {
     std::set<std::string> seen;
     for (const plot::Curve& curve : panel.curves) {
       if (curve.kind == plot::Curve::Kind::kFaint || !seen.insert(curve.key).second) continue;
-      absl::StrAppend(&out, "<li><button type=\"button\" aria-pressed=\"true\"",
-                      Attribute("data-key", curve.key), ">",
-                      plot::DrawSwatch(curve.style, curve.kind),
-                      EscapeMarkup(curve.legend.empty() ? curve.name : curve.legend), "</button></li>\n");
+      absl::StrAppend(
+          &out, "<li><button type=\"button\" aria-pressed=\"true\"",
+          Attribute("data-key", curve.key), ">", plot::DrawSwatch(curve.style, curve.kind),
+          EscapeMarkup(curve.legend.empty() ? curve.name : curve.legend), "</button></li>\n");
     }
     return out + "</ul>";
   }
@@ -298,19 +299,21 @@ std::string ToHtml(const Table& table, const std::string& id) {
   if (!table.title.empty()) out += Element("h3", table.title, Attribute("id", id + "-title"));
   const bool tall = table.rows.size() > kTallTable;
   // What scrolls can be reached by keyboard.
-  absl::StrAppend(&out, "<div class=\"table", tall ? " tall" : "", "\" tabindex=\"0\" role=\"region\"",
+  absl::StrAppend(&out, "<div class=\"table", tall ? " tall" : "",
+                  "\" tabindex=\"0\" role=\"region\"",
                   table.title.empty() ? Attribute("aria-label", "Table")
                                       : Attribute("aria-labelledby", id + "-title"),
                   "><table", Attribute("id", id), "><thead><tr>");
   for (const TableColumn& column : table.columns) {
-    absl::StrAppend(&out, "<th scope=\"col\"", CellClass({"", column.right, 0}, Emphasis::kNone), ">",
-                    absl::StrReplaceAll(EscapeMarkup(column.header), {{"\n", "<br>"}}), "</th>");
+    absl::StrAppend(&out, "<th scope=\"col\"", CellClass({"", column.right, 0}, Emphasis::kNone),
+                    ">", absl::StrReplaceAll(EscapeMarkup(column.header), {{"\n", "<br>"}}),
+                    "</th>");
   }
   out += "</tr></thead>\n<tbody>\n";
   for (size_t r = 0; r < table.rows.size(); ++r) {
-    absl::StrAppend(&out, "<tr",
-                    r < table.row_groups.size() ? Attribute("data-family", table.row_groups[r]) : "",
-                    ">");
+    absl::StrAppend(
+        &out, "<tr",
+        r < table.row_groups.size() ? Attribute("data-family", table.row_groups[r]) : "", ">");
     for (size_t c = 0; c < table.rows[r].size() && c < table.columns.size(); ++c) {
       const TableCell& cell = table.rows[r][c];
       absl::StrAppend(&out, "<td", CellClass(table.columns[c], cell.emphasis), ">",

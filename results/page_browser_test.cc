@@ -188,9 +188,8 @@ class PageInBrowser : public ::testing::Test {
     const size_t at = dom.find(begin);
     if (at == std::string::npos) return Json();
     const size_t from = at + begin.size();
-    const std::string text =
-        absl::StrReplaceAll(dom.substr(from, dom.find("</pre>", from) - from),
-                            {{"&lt;", "<"}, {"&gt;", ">"}, {"&amp;", "&"}});
+    const std::string text = absl::StrReplaceAll(dom.substr(from, dom.find("</pre>", from) - from),
+                                                 {{"&lt;", "<"}, {"&gt;", ">"}, {"&amp;", "&"}});
     return Json::parse(text, nullptr, /*allow_exceptions=*/false);
   }
 
@@ -254,9 +253,10 @@ TEST_F(PageInBrowser, AnAddressKeepsFilterAndOrder) {
     const rows = Array.from(document.getElementById('TABLE').tBodies[0].rows)
         .filter((row) => row.getClientRects().length > 0).map((row) => row.cells[0].textContent);
     document.getElementById('probe').textContent = JSON.stringify(rows);
-  </script>)", {{"TABLE", table}});
-  const Json rows = Probed(Open(
-      page, probe, absl::StrCat("#family=adaptive&sort=", table, ":1:descending")));
+  </script>)",
+                                                {{"TABLE", table}});
+  const Json rows =
+      Probed(Open(page, probe, absl::StrCat("#family=adaptive&sort=", table, ":1:descending")));
   ASSERT_EQ(rows.size(), 11u) << rows;
   EXPECT_EQ(rows.front(), "technique_43");
   EXPECT_EQ(rows.back(), "technique_3");

@@ -111,8 +111,8 @@ TEST(Page, IsWholeForResultsThatHoldLittleOrNonsense) {
   EXPECT_EQ(MarkupProblem(PageOf(single), true), "");
 
   ResultSet nonsense = MakeSweep();
-  const double values[] = {std::numeric_limits<double>::quiet_NaN(), 0, -1,
-                           std::numeric_limits<double>::infinity(), 1e308, 5e-324};
+  const double values[] = {std::numeric_limits<double>::quiet_NaN(), 0,     -1,
+                           std::numeric_limits<double>::infinity(),  1e308, 5e-324};
   int next = 0;
   for (Case& result : *nonsense.mutable_cases()) {
     Outcome* outcome = result.mutable_outcome();
@@ -184,8 +184,8 @@ TEST(ScalingFigure, TakesOnlyWhatTheFilterLeaves) {
   const std::vector<Figure> figures = ScalingFigures(analysis, only_near);
   ASSERT_EQ(figures.size(), 1u);
   EXPECT_EQ(figures[0].panels[0].curves.size(), 2u);  // with "plain"
-  for (const FigureKind kind : {FigureKind::kScaling, FigureKind::kMemory, FigureKind::kRoofline,
-                                FigureKind::kFrontier}) {
+  for (const FigureKind kind :
+       {FigureKind::kScaling, FigureKind::kMemory, FigureKind::kRoofline, FigureKind::kFrontier}) {
     EXPECT_TRUE(FiguresOf(kind, analysis, [](const Series&) { return false; }).empty());
   }
 }
@@ -234,7 +234,8 @@ TEST(FrontierFigure, JoinsThoseThatNoOtherBeats) {
   const struct {
     const char* name;
     double ratio, error;
-  } techniques[] = {{"plain", 1, 2e-7}, {"good", 0.5, 0.1}, {"fast", 0.25, 0.4}, {"slow", 0.8, 0.3}};
+  } techniques[] = {
+      {"plain", 1, 2e-7}, {"good", 0.5, 0.1}, {"fast", 0.25, 0.4}, {"slow", 0.8, 0.3}};
   for (const auto& technique : techniques) {
     CaseSpec spec;
     spec.technique = technique.name;

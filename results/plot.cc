@@ -20,7 +20,7 @@ constexpr double kFontSize = 10.5;
 constexpr double kLine = 13;  // from one line of text to the next
 constexpr double kTickSpacingX = 46, kTickSpacingY = 30;
 constexpr double kMarkerRadius = 3;
-constexpr int kWidestName = 34;            // characters; the description has the whole name
+constexpr int kWidestName = 34;  // characters; the description has the whole name
 constexpr int kWidestPointName = 44;
 constexpr double kWidestNameShare = 0.36;  // of the plot's width
 
@@ -148,8 +148,9 @@ class Drawing {
     return out;
   }
   static std::string KeySwatch(const KeyEntry& key, double x, double y) {
-    std::string out = absl::StrCat("<g class=\"", StyleClass(key.style), key.hollow ? " hollow" : "",
-                                   key.kind == Curve::Kind::kFaint ? " faint" : "", "\">");
+    std::string out =
+        absl::StrCat("<g class=\"", StyleClass(key.style), key.hollow ? " hollow" : "",
+                     key.kind == Curve::Kind::kFaint ? " faint" : "", "\">");
     if (key.ring) {
       absl::StrAppend(&out, "<circle class=\"ring\" cx=\"", Coordinate(x + 11), "\" cy=\"",
                       Coordinate(y), "\" r=\"5\"/>");
@@ -176,7 +177,8 @@ class Drawing {
     for (const Tick& tick : x_.Ticks(kTickSpacingX)) {
       const double x = x_.Pixel(tick.value);
       std::string* path = tick.label.empty() ? &small : &grid;
-      *path += tick.label.empty() ? Segment(x, bottom - 3, x, bottom) : Segment(x, frame_.y, x, bottom);
+      *path +=
+          tick.label.empty() ? Segment(x, bottom - 3, x, bottom) : Segment(x, frame_.y, x, bottom);
       if (!tick.label.empty()) {
         labels += Text(x, bottom + 14, tick.label, " class=\"tick\" text-anchor=\"middle\"");
       }
@@ -184,7 +186,8 @@ class Drawing {
     for (const Tick& tick : y_.Ticks(kTickSpacingY)) {
       const double y = y_.Pixel(tick.value);
       std::string* path = tick.label.empty() ? &small : &grid;
-      *path += tick.label.empty() ? Segment(frame_.x, y, frame_.x + 3, y) : Segment(frame_.x, y, right, y);
+      *path += tick.label.empty() ? Segment(frame_.x, y, frame_.x + 3, y)
+                                  : Segment(frame_.x, y, right, y);
       if (!tick.label.empty()) {
         labels += Text(frame_.x - 6, y + 3.5, tick.label, " class=\"tick\" text-anchor=\"end\"");
       }
@@ -197,8 +200,8 @@ class Drawing {
     out += Text(frame_.x + frame_.width / 2, bottom + 31, plot_.x.title, " text-anchor=\"middle\"");
     const double middle = frame_.y + frame_.height / 2;
     out += Text(0, 0, plot_.y.title,
-                absl::StrCat(" text-anchor=\"middle\" transform=\"translate(13 ", Coordinate(middle),
-                             ") rotate(-90)\""));
+                absl::StrCat(" text-anchor=\"middle\" transform=\"translate(13 ",
+                             Coordinate(middle), ") rotate(-90)\""));
     return out;
   }
 
@@ -209,7 +212,8 @@ class Drawing {
     for (const Plot::Slope& slope : plot_.slopes) steepest = std::max(steepest, slope.exponent);
     if (!(steepest > 0)) return "";
     // Pixels for a factor of e on each axis.
-    const double ex = x_.Pixel(std::exp(1.0)) - x_.Pixel(1), ey = y_.Pixel(1) - y_.Pixel(std::exp(1.0));
+    const double ex = x_.Pixel(std::exp(1.0)) - x_.Pixel(1),
+                 ey = y_.Pixel(1) - y_.Pixel(std::exp(1.0));
     const double width = std::min(frame_.width * 0.22, frame_.height * 0.36 / (steepest * ey / ex));
     const double height = steepest * ey / ex * width;
     constexpr double kLabelWidth = 24;
@@ -267,8 +271,8 @@ class Drawing {
       const char* kind = guide.kind == Guide::Kind::kBound      ? "bound"
                          : guide.kind == Guide::Kind::kFrontier ? "frontier"
                                                                 : "trail";
-      absl::StrAppend(&out, "<g class=\"guide ", kind, " ", StyleClass(guide.style), "\"><path d=\"",
-                      path, "\"/>", GuideLabel(guide), "</g>");
+      absl::StrAppend(&out, "<g class=\"guide ", kind, " ", StyleClass(guide.style),
+                      "\"><path d=\"", path, "\"/>", GuideLabel(guide), "</g>");
     }
     return out;
   }
@@ -283,9 +287,10 @@ class Drawing {
     const bool level = std::abs(y2 - y1) < 1;
     const double share = level ? 1 : 0.5;
     const double x = x1 + (x2 - x1) * share, y = y1 + (y2 - y1) * share;
-    return Text(0, -5, guide.label,
-                absl::StrCat(" text-anchor=\"", level ? "end" : "middle", "\" transform=\"translate(",
-                             Coordinate(x), " ", Coordinate(y), ") rotate(", Coordinate(angle), ")\""));
+    return Text(
+        0, -5, guide.label,
+        absl::StrCat(" text-anchor=\"", level ? "end" : "middle", "\" transform=\"translate(",
+                     Coordinate(x), " ", Coordinate(y), ") rotate(", Coordinate(angle), ")\""));
   }
 
   // Of level guides: names of points stay off them.
@@ -320,15 +325,16 @@ class Drawing {
     std::string out = absl::StrCat("<g class=\"curve ", StyleClass(curve.style),
                                    faint ? " faint" : "", curve.hollow ? " hollow" : "", "\"");
     if (interactive_) {
-      absl::StrAppend(&out, " tabindex=\"0\" role=\"img\"", Attribute("aria-label", curve.description),
-                      Attribute("data-key", curve.key), Attribute("data-family", curve.group),
-                      Attribute("data-name", curve.name));
+      absl::StrAppend(&out, " tabindex=\"0\" role=\"img\"",
+                      Attribute("aria-label", curve.description), Attribute("data-key", curve.key),
+                      Attribute("data-family", curve.group), Attribute("data-name", curve.name));
     }
     out += ">";
     if (curve.kind != Curve::Kind::kScatter) {
       if (interactive_) absl::StrAppend(&out, "<path class=\"hit\" d=\"", path, "\"/>");
       absl::StrAppend(&out, "<path class=\"line\"",
-                      DashAttribute(faint ? "1.5 2.5" : Dashes(curve.style)), " d=\"", path, "\"/>");
+                      DashAttribute(faint ? "1.5 2.5" : Dashes(curve.style)), " d=\"", path,
+                      "\"/>");
     }
     if (!faint) absl::StrAppend(&out, Whiskers(curve), Markers(curve));
     return absl::StrCat(out, name, "</g>");
@@ -438,12 +444,12 @@ class Drawing {
     std::string out;
     for (const Mark& mark : plot_.marks) {
       if (!Shown(mark.point)) continue;
-      absl::StrAppend(&out, "<g class=\"mark ", StyleClass(mark.style), "\"",
-                      interactive_ ? Attribute("data-key", mark.key) : "", ">",
-                      interactive_ ? absl::StrCat("<title>", EscapeMarkup(mark.description), "</title>")
-                                   : "",
-                      "<circle class=\"ring\" cx=\"", Coordinate(x_.Pixel(mark.point.x)), "\" cy=\"",
-                      Coordinate(y_.Pixel(mark.point.y)), "\" r=\"6\"/></g>");
+      absl::StrAppend(
+          &out, "<g class=\"mark ", StyleClass(mark.style), "\"",
+          interactive_ ? Attribute("data-key", mark.key) : "", ">",
+          interactive_ ? absl::StrCat("<title>", EscapeMarkup(mark.description), "</title>") : "",
+          "<circle class=\"ring\" cx=\"", Coordinate(x_.Pixel(mark.point.x)), "\" cy=\"",
+          Coordinate(y_.Pixel(mark.point.y)), "\" r=\"6\"/></g>");
     }
     return out;
   }
@@ -461,7 +467,8 @@ std::string ViewBox(double width, double height) {
 }  // namespace
 
 std::string DrawForPage(const Plot& plot, const std::string& id) {
-  const std::string title = absl::StrCat(plot.title, plot.subtitle.empty() ? "" : ", ", plot.subtitle);
+  const std::string title =
+      absl::StrCat(plot.title, plot.subtitle.empty() ? "" : ", ", plot.subtitle);
   return absl::StrCat("<svg class=\"plot\"", Attribute("id", id), " ",
                       ViewBox(plot.width, plot.height), " role=\"group\"",
                       Attribute("aria-label", title), ">", Drawing(plot, true).Draw(), "</svg>");
@@ -488,17 +495,17 @@ std::string DrawFile(const std::vector<Plot>& plots, int columns, const std::str
   return absl::StrCat("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n",
                       "<svg xmlns=\"http://www.w3.org/2000/svg\" version=\"1.1\" width=\"",
                       Coordinate(width / kMillimetre), "mm\" height=\"",
-                      Coordinate(height / kMillimetre), "mm\" ", ViewBox(width, height), ">\n<title>",
-                      EscapeMarkup(title), "</title>\n<style>", PaperStyleSheet(),
+                      Coordinate(height / kMillimetre), "mm\" ", ViewBox(width, height),
+                      ">\n<title>", EscapeMarkup(title), "</title>\n<style>", PaperStyleSheet(),
                       "</style>\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n", body,
                       "</svg>\n");
 }
 
 std::string DrawSwatch(int style, Curve::Kind kind) {
   const std::string dashes = Dashes(style);
-  std::string out = absl::StrCat(
-      "<svg class=\"swatch\" viewBox=\"0 0 26 12\" aria-hidden=\"true\"><g class=\"",
-      StyleClass(style), "\">");
+  std::string out =
+      absl::StrCat("<svg class=\"swatch\" viewBox=\"0 0 26 12\" aria-hidden=\"true\"><g class=\"",
+                   StyleClass(style), "\">");
   if (kind == Curve::Kind::kLine) {
     absl::StrAppend(&out, "<path class=\"line\"",
                     dashes.empty() ? "" : Attribute("stroke-dasharray", dashes),

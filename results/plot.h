@@ -32,10 +32,11 @@ struct Curve {
     kScatter,  // markers, the name beside the first
   };
   std::string name;
-  std::string group;        // what filters select by
-  std::string key;          // ties it to its legend; equal for what is shown and hidden together
-  std::string legend;       // what a legend calls all with the key; the name where it is empty
-  std::string description;  // every number in words: for who cannot see the drawing, and on pointing
+  std::string group;   // what filters select by
+  std::string key;     // ties it to its legend; equal for what is shown and hidden together
+  std::string legend;  // what a legend calls all with the key; the name where it is empty
+  std::string
+      description;  // every number in words: for who cannot see the drawing, and on pointing
   int style = 0;
   Kind kind = Kind::kLine;
   bool hollow = false;

@@ -89,8 +89,8 @@ std::vector<Tick> Scale::LogTicks(int most) const {
     for (int digit = 1; digit <= 9; ++digit) {
       const double value = digit * std::pow(10, power);
       if (value < range_.low || value > range_.high) continue;
-      const bool labelled = digit == 1 ? ((power % step) + step) % step == 0
-                                       : halves && (digit == 2 || digit == 5);
+      const bool labelled =
+          digit == 1 ? ((power % step) + step) % step == 0 : halves && (digit == 2 || digit == 5);
       if (digit > 1 && step > 1) continue;
       ticks.push_back({value, labelled ? Label(value) : ""});
     }

@@ -27,8 +27,9 @@ Box LabelBox(const PointLabel& label, double angle, double distance, double font
 }
 
 bool IsFree(const Box& box, const std::vector<Box>& taken, const Box& area) {
-  return area.Contains(box) && std::none_of(taken.begin(), taken.end(),
-                                            [&box](const Box& other) { return box.Overlaps(other); });
+  return area.Contains(box) && std::none_of(taken.begin(), taken.end(), [&box](const Box& other) {
+           return box.Overlaps(other);
+         });
 }
 
 }  // namespace

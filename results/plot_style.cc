@@ -19,8 +19,7 @@ constexpr const char* kPaperColours[kStyles] = {"#1d5fa8", "#b3470b", "#1a7440",
 
 int Wrapped(int style) { return ((style % kStyles) + kStyles) % kStyles; }
 
-std::string Polygon(double x, double y,
-                    std::initializer_list<std::pair<double, double>> corners) {
+std::string Polygon(double x, double y, std::initializer_list<std::pair<double, double>> corners) {
   std::string path;
   for (const auto& [dx, dy] : corners) {
     absl::StrAppend(&path, path.empty() ? "M" : "L", Coordinate(x + dx), " ", Coordinate(y + dy));
@@ -35,7 +34,7 @@ std::string StyleClass(int style) {
 }
 
 std::string Dashes(int style) {
-  constexpr const char* kDashes[kStyles] = {"",      "7 3",   "2 2.5",      "8 3 2 3",
+  constexpr const char* kDashes[kStyles] = {"",     "7 3",   "2 2.5",      "8 3 2 3",
                                             "12 3", "4 2.5", "8 3 2 3 2 3"};
   return style == kReferenceStyle ? "" : kDashes[Wrapped(style)];
 }
@@ -55,13 +54,26 @@ std::string MarkerPath(int style, double x, double y, double radius) {
       return Polygon(x, y, {{0, 1.25 * r}, {1.2 * r, -0.85 * r}, {-1.2 * r, -0.85 * r}});
     case 4:  // a cross with thick arms
       return Polygon(x, y,
-                     {{-.4 * r, -1.2 * r}, {.4 * r, -1.2 * r}, {.4 * r, -.4 * r}, {1.2 * r, -.4 * r},
-                      {1.2 * r, .4 * r},   {.4 * r, .4 * r},   {.4 * r, 1.2 * r}, {-.4 * r, 1.2 * r},
-                      {-.4 * r, .4 * r},   {-1.2 * r, .4 * r}, {-1.2 * r, -.4 * r}, {-.4 * r, -.4 * r}});
+                     {{-.4 * r, -1.2 * r},
+                      {.4 * r, -1.2 * r},
+                      {.4 * r, -.4 * r},
+                      {1.2 * r, -.4 * r},
+                      {1.2 * r, .4 * r},
+                      {.4 * r, .4 * r},
+                      {.4 * r, 1.2 * r},
+                      {-.4 * r, 1.2 * r},
+                      {-.4 * r, .4 * r},
+                      {-1.2 * r, .4 * r},
+                      {-1.2 * r, -.4 * r},
+                      {-.4 * r, -.4 * r}});
     case 5:  // a flat bar
-      return Polygon(x, y, {{-1.4 * r, -.55 * r}, {1.4 * r, -.55 * r}, {1.4 * r, .55 * r}, {-1.4 * r, .55 * r}});
+      return Polygon(
+          x, y,
+          {{-1.4 * r, -.55 * r}, {1.4 * r, -.55 * r}, {1.4 * r, .55 * r}, {-1.4 * r, .55 * r}});
     case 6:  // a pentagon
-      return Polygon(x, y, {{0, -1.2 * r}, {1.15 * r, -.35 * r}, {.7 * r, r}, {-.7 * r, r}, {-1.15 * r, -.35 * r}});
+      return Polygon(
+          x, y,
+          {{0, -1.2 * r}, {1.15 * r, -.35 * r}, {.7 * r, r}, {-.7 * r, r}, {-1.15 * r, -.35 * r}});
     default:
       return absl::StrCat("M", Coordinate(x - r), " ", Coordinate(y), "a", Coordinate(r), " ",
                           Coordinate(r), " 0 1 0 ", Coordinate(2 * r), " 0a", Coordinate(r), " ",
@@ -73,7 +85,8 @@ std::string PaperStyleSheet() {
   std::string rules =
       "text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif;font-size:10.5px;fill:#222}"
       ".title{font-size:12px;font-weight:bold}.subtitle,.tick,.slope text,.guide text{fill:#555}"
-      ".grid{stroke:#e4e4e4;stroke-width:.75;fill:none}.frame{stroke:#888;stroke-width:.75;fill:none}"
+      ".grid{stroke:#e4e4e4;stroke-width:.75;fill:none}.frame{stroke:#888;stroke-width:.75;fill:"
+      "none}"
       ".line{fill:none;stroke-width:1.6;stroke-linejoin:round}"
       ".faint .line{stroke-width:1;stroke-opacity:.75}"
       ".marker{stroke-width:1.2}.hollow .marker,.ring{fill:#fff}"

@@ -84,14 +84,14 @@ std::vector<std::pair<double, double>> LineOf(const std::string& svg) {
 }
 
 TEST(Markup, EscapesWhatMarkupMeansAndReplacesWhatXmlForbids) {
-  EXPECT_EQ(EscapeMarkup("<script>&\"'</script>"),
-            "&lt;script&gt;&amp;&quot;&#39;&lt;/script&gt;");
+  EXPECT_EQ(EscapeMarkup("<script>&\"'</script>"), "&lt;script&gt;&amp;&quot;&#39;&lt;/script&gt;");
   EXPECT_EQ(EscapeMarkup("µs · n²"), "µs · n²");
   const std::string replaced = "\xef\xbf\xbd";
-  EXPECT_EQ(EscapeMarkup(absl::string_view("a\0\x1b\x7f", 4)), absl::StrCat("a", replaced, replaced, "\x7f"));
+  EXPECT_EQ(EscapeMarkup(absl::string_view("a\0\x1b\x7f", 4)),
+            absl::StrCat("a", replaced, replaced, "\x7f"));
   EXPECT_EQ(EscapeMarkup("\xff"), replaced);
-  EXPECT_EQ(EscapeMarkup("\xc3"), replaced);                   // cut
-  EXPECT_EQ(EscapeMarkup("\xc0\xaf"), replaced + replaced);    // overlong
+  EXPECT_EQ(EscapeMarkup("\xc3"), replaced);                                // cut
+  EXPECT_EQ(EscapeMarkup("\xc0\xaf"), replaced + replaced);                 // overlong
   EXPECT_EQ(EscapeMarkup("\xef\xbf\xbe"), replaced + replaced + replaced);  // U+FFFE
   EXPECT_EQ(EscapeMarkup("\xed\xa0\x80"), replaced + replaced + replaced);  // a surrogate
   EXPECT_EQ(EscapeMarkup("\xc2\x85"), replaced + replaced);                 // a control character
@@ -122,14 +122,14 @@ TEST(Scale, LabelsPowersOfTenAndBetweenThemWhereThereIsRoom) {
               ElementsAre("1", "2", "5", "10", "20", "50", "100"));
   // Every fourth power of 24, with nothing between.
   const std::vector<Tick> wide = Scale(Axis(), {1e-12, 1e12}, 0, 360).Ticks(60);
-  EXPECT_THAT(Labels(wide), ElementsAre("1e-12", "1e-08", "0.0001", "1", "10000", "1e+08", "1e+12"));
+  EXPECT_THAT(Labels(wide),
+              ElementsAre("1e-12", "1e-08", "0.0001", "1", "10000", "1e+08", "1e+12"));
 }
 
 TEST(Scale, LabelsPowersOfTwo) {
   EXPECT_THAT(Labels(Scale(Binary(), {200, 5000}, 0, 500).Ticks(60)),
               ElementsAre("256", "512", "1024", "2048", "4096"));
-  EXPECT_THAT(Labels(Scale(Binary(), {200, 5000}, 0, 150).Ticks(60)),
-              ElementsAre("512", "4096"));
+  EXPECT_THAT(Labels(Scale(Binary(), {200, 5000}, 0, 150).Ticks(60)), ElementsAre("512", "4096"));
 }
 
 TEST(Scale, LabelsRoundNumbersOnLinearAndOnShortAxes) {
@@ -148,10 +148,18 @@ TEST(Range, LeavesAirAroundValuesAndIsNeverEmpty) {
   EXPECT_NEAR(range.low, std::pow(100, -0.05), 1e-12);
   EXPECT_NEAR(range.high, std::pow(100, 1.05), 1e-9);
   for (const Axis& axis : {Axis(), Binary(), Linear()}) {
-    for (const std::vector<double>& values :
-         {std::vector<double>{}, {0}, {512}, {512, 512}, {kNan, kInfinity, -kInfinity}, {-1, 0},
-          {1e-320, 1e308}, {5e-324}, {1.7e308}, {-1.7e308, 1.7e308}, {1e-100, 1e100},
-          {-1e100, 1e100}}) {
+    for (const std::vector<double>& values : {std::vector<double>{},
+                                              {0},
+                                              {512},
+                                              {512, 512},
+                                              {kNan, kInfinity, -kInfinity},
+                                              {-1, 0},
+                                              {1e-320, 1e308},
+                                              {5e-324},
+                                              {1.7e308},
+                                              {-1.7e308, 1.7e308},
+                                              {1e-100, 1e100},
+                                              {-1e100, 1e100}}) {
       const Range degenerate = RangeOf(axis, values);
       EXPECT_LT(degenerate.low, degenerate.high);
       EXPECT_TRUE(std::isfinite(degenerate.low) && std::isfinite(degenerate.high));
@@ -209,10 +217,13 @@ TEST(Plot, DrawsAPowerLawAsAStraightLineOfItsSlope) {
 }
 
 TEST(Plot, LeavesOutPointsWithoutAPlace) {
-  const std::string svg = DrawForPage(
-      PlotOf({CurveThrough({{256, 1, {}, {}}, {512, kNan, {}, {}}, {1024, 0, {}, {}},
-                            {2048, kInfinity, {}, {}}, {-1, 3, {}, {}}, {4096, 256, {}, {}}})}),
-      "p");
+  const std::string svg = DrawForPage(PlotOf({CurveThrough({{256, 1, {}, {}},
+                                                            {512, kNan, {}, {}},
+                                                            {1024, 0, {}, {}},
+                                                            {2048, kInfinity, {}, {}},
+                                                            {-1, 3, {}, {}},
+                                                            {4096, 256, {}, {}}})}),
+                                      "p");
   EXPECT_EQ(LineOf(svg).size(), 2u);
   EXPECT_EQ(svg.find("nan"), std::string::npos);
   EXPECT_EQ(svg.find("inf"), std::string::npos);
@@ -220,10 +231,15 @@ TEST(Plot, LeavesOutPointsWithoutAPlace) {
 
 TEST(Plot, IsWellFormedWhateverItHolds) {
   const std::vector<std::vector<Point>> degenerate = {
-      {}, {{512, 1, {}, {}}}, {{512, 1, {}, {}}, {512, 2, {}, {}}}, {{512, 0, {}, {}}},
-      {{kNan, kNan, {}, {}}}, {{1e-300, 1e300, 0, kInfinity}, {1e300, 1e-300, kNan, 1}}};
+      {},
+      {{512, 1, {}, {}}},
+      {{512, 1, {}, {}}, {512, 2, {}, {}}},
+      {{512, 0, {}, {}}},
+      {{kNan, kNan, {}, {}}},
+      {{1e-300, 1e300, 0, kInfinity}, {1e300, 1e-300, kNan, 1}}};
   for (const auto& points : degenerate) {
-    for (const Curve::Kind kind : {Curve::Kind::kLine, Curve::Kind::kFaint, Curve::Kind::kScatter}) {
+    for (const Curve::Kind kind :
+         {Curve::Kind::kLine, Curve::Kind::kFaint, Curve::Kind::kScatter}) {
       Plot plot = PlotOf({CurveThrough(points, kind)});
       plot.curves[0].name = plot.curves[0].description = "</svg><script>alert(\"1\")</script>&";
       plot.curves[0].key = plot.curves[0].group = "\"'><";
@@ -234,7 +250,8 @@ TEST(Plot, IsWellFormedWhateverItHolds) {
       plot.guides[0].points = {{1, 1, {}, {}}, {10, 10, {}, {}}};
       plot.marks.push_back({{512, 1, {}, {}}, 0, "\"", "<"});
       plot.keys = {{"<k>", 0, Curve::Kind::kLine, false, true}};
-      for (const std::string& svg : {DrawForPage(plot, "p"), DrawFile({plot, plot, plot}, 2, "<t>")}) {
+      for (const std::string& svg :
+           {DrawForPage(plot, "p"), DrawFile({plot, plot, plot}, 2, "<t>")}) {
         EXPECT_EQ(MarkupProblem(svg, false), "") << svg;
         EXPECT_FALSE(absl::StrContains(svg, "<script"));
         EXPECT_FALSE(absl::StrContains(svg, "<i>"));
@@ -284,7 +301,9 @@ TEST(Plot, SlopesAreAsSteepAsTheAxesMakeThem) {
   const size_t at = svg.find("stroke-dasharray=\"3 2\" d=\"M");
   ASSERT_NE(at, std::string::npos);
   double x1, y1, x2, y2;
-  ASSERT_EQ(sscanf(svg.c_str() + at, "stroke-dasharray=\"3 2\" d=\"M%lf %lfL%lf %lf", &x1, &y1, &x2, &y2), 4);
+  ASSERT_EQ(
+      sscanf(svg.c_str() + at, "stroke-dasharray=\"3 2\" d=\"M%lf %lfL%lf %lf", &x1, &y1, &x2, &y2),
+      4);
   EXPECT_NEAR((y2 - y1) / (x2 - x1),
               (line[1].second - line[0].second) / (line[1].first - line[0].first), 0.01);
 }

@@ -855,10 +855,10 @@ Table ChoiceTable(const TableGroup& group, const ChoiceSet& set, const ChoiceErr
                    {unit.name, true},
                    {"memory", true}};
   for (const Choice& choice : best) {
-    table.AddRow({SeriesName(*choice.series), FormatError(choice.error),
-                  FormatRatio(choice.speed_up), FormatSignificant(choice.time_ns / unit.ns),
-                  FormatBytes(choice.memory)},
-                 FamilyOf(*choice.series));
+    table.AddRow(
+        {SeriesName(*choice.series), FormatError(choice.error), FormatRatio(choice.speed_up),
+         FormatSignificant(choice.time_ns / unit.ns), FormatBytes(choice.memory)},
+        FamilyOf(*choice.series));
   }
   table.notes.push_back("error: median over the technique's cases on that input");
   const std::string beaten = BeatenNote(set.choices);

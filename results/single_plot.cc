@@ -71,7 +71,8 @@ std::vector<plot::Plot> PanelsOf(std::vector<Figure> figures, double width_mm, i
 absl::StatusOr<std::string> RenderSinglePlot(const ResultSet& results,
                                              const SinglePlotOptions& options) {
   absl::StatusOr<FigureKind> kind = ParseFigureKind(options.kind);
-  if (!kind.ok()) return absl::InvalidArgumentError(absl::StrCat("--plot: ", kind.status().message()));
+  if (!kind.ok())
+    return absl::InvalidArgumentError(absl::StrCat("--plot: ", kind.status().message()));
   if (!(options.width_mm >= kLeastWidth && options.width_mm <= kMostWidth)) {
     return absl::InvalidArgumentError(absl::StrCat("--width_mm=", options.width_mm, ": from ",
                                                    kLeastWidth, " to ", kMostWidth, " is wanted"));
@@ -86,13 +87,12 @@ absl::StatusOr<std::string> RenderSinglePlot(const ResultSet& results,
                                }),
                 figures.end());
   int columns = 1;
-  const std::vector<plot::Plot> panels =
-      PanelsOf(std::move(figures), options.width_mm, &columns);
+  const std::vector<plot::Plot> panels = PanelsOf(std::move(figures), options.width_mm, &columns);
   if (panels.empty()) {
-    return absl::NotFoundError(absl::StrCat(
-        "--plot=", options.kind, ": nothing to draw",
-        titles.empty() ? " with these techniques in these files"
-                       : absl::StrCat("; there are ", absl::StrJoin(titles, ", "))));
+    return absl::NotFoundError(
+        absl::StrCat("--plot=", options.kind, ": nothing to draw",
+                     titles.empty() ? " with these techniques in these files"
+                                    : absl::StrCat("; there are ", absl::StrJoin(titles, ", "))));
   }
   return plot::DrawFile(panels, columns, absl::StrCat(options.kind, " plot"));
 }

@@ -51,8 +51,8 @@ class Checker {
 
   std::string Name() {
     size_t length = 0;
-    while (length < rest_.size() &&
-           (absl::ascii_isalnum(rest_[length]) || absl::StrContains("-:_", rest_.substr(length, 1)))) {
+    while (length < rest_.size() && (absl::ascii_isalnum(rest_[length]) ||
+                                     absl::StrContains("-:_", rest_.substr(length, 1)))) {
       ++length;
     }
     const std::string name(rest_.substr(0, length));

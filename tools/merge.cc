@@ -14,9 +14,10 @@
 #include "results/files.h"
 #include "tools/command_line.h"
 
-ABSL_FLAG(std::string, output, "",
-          "File to write, relative to the caller's folder; it is written whole or not at all, and may "
-          "be one of those that are read.");
+ABSL_FLAG(
+    std::string, output, "",
+    "File to write, relative to the caller's folder; it is written whole or not at all, and may "
+    "be one of those that are read.");
 
 namespace tfb {
 namespace {

@@ -20,26 +20,30 @@
 #include "results/single_plot.h"
 #include "tools/command_line.h"
 
-ABSL_FLAG(std::string, format, "terminal",
-          "How to show the results: terminal (tables for people), markdown, html (one page with plots "
-          "and tables, which needs nothing else), csv (one line a case with every number, RFC 4180), "
-          "json (with every sample), benchmark_json (what Google Benchmark's compare.py reads), or svg "
-          "and png (single plots, with --plot).");
+ABSL_FLAG(
+    std::string, format, "terminal",
+    "How to show the results: terminal (tables for people), markdown, html (one page with plots "
+    "and tables, which needs nothing else), csv (one line a case with every number, RFC 4180), "
+    "json (with every sample), benchmark_json (what Google Benchmark's compare.py reads), or svg "
+    "and png (single plots, with --plot).");
 ABSL_FLAG(std::string, output, "",
           "File to write to, relative to the caller's folder; standard output where empty.");
 ABSL_FLAG(bool, details, false,
           "With terminal and markdown: each layer of an input in a row of its own; also streams on "
           "captured inputs, setup, cold and warm times told apart with their intervals, rates, the "
           "statistics that techniques report, and the whole environment.");
-ABSL_FLAG(std::string, plot, "",
-          "With svg and png: scaling (time over tokens), frontier (error, or bits per byte, against "
-          "cost), memory, or roofline.");
+ABSL_FLAG(
+    std::string, plot, "",
+    "With svg and png: scaling (time over tokens), frontier (error, or bits per byte, against "
+    "cost), memory, or roofline.");
 ABSL_FLAG(std::string, family, "", "With --plot: only techniques of this family.");
-ABSL_FLAG(std::string, techniques, "",
-          "With --plot: only techniques that match one of these globs, separated by commas: a name, "
-          "as near*, or a name with options as the tables show it.");
-ABSL_FLAG(std::string, group, "",
-          "With --plot: only figures with this text in their title, e.g. causal or \"input real\".");
+ABSL_FLAG(
+    std::string, techniques, "",
+    "With --plot: only techniques that match one of these globs, separated by commas: a name, "
+    "as near*, or a name with options as the tables show it.");
+ABSL_FLAG(
+    std::string, group, "",
+    "With --plot: only figures with this text in their title, e.g. causal or \"input real\".");
 ABSL_FLAG(double, width_mm, 180, "With --plot: width on paper, 60 to 1000.");
 ABSL_FLAG(int, dpi, 300, "With png: dots an inch, 30 to 2400.");
 ABSL_FLAG(std::string, colour, "auto",
