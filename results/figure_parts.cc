@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "results/reader.h"
 #include "results/render.h"
 
@@ -46,7 +47,7 @@ std::vector<Panel> SplitBy(const Panel& panel, Splitter splitter) {
     const std::string part = splitter(*series);
     const auto [place, added] = places.emplace(part, parts.size());
     if (added) {
-      parts.push_back({panel.title, {}});
+      parts.push_back({panel.title, {}, {}, ""});
       if (!part.empty())
         absl::StrAppend(&parts.back().title, panel.title.empty() ? "" : ", ", part);
     }
@@ -62,24 +63,57 @@ std::vector<Panel> Fill(const Panel& panel) {
        SplitBy(panel, [](const Series& series) { return series.first().key().technique(); })) {
     const bool fits =
         !parts.empty() && parts.back().members.size() + technique.members.size() <= kMostCurves;
-    if (!fits) parts.push_back({panel.title, {}});
+    if (!fits) parts.push_back({panel.title, {}, {}, ""});
     for (const Series* series : technique.members) {
-      if (parts.back().members.size() == kMostCurves) parts.push_back({panel.title, {}});
+      if (parts.back().members.size() == kMostCurves) parts.push_back({panel.title, {}, {}, ""});
       parts.back().members.push_back(series);
-    }
-  }
-  if (parts.size() > 1) {
-    for (size_t i = 0; i < parts.size(); ++i) {
-      absl::StrAppend(&parts[i].title, " (", i + 1, " of ", parts.size(), ")");
     }
   }
   return parts;
 }
 
+// Options of one technique: what all share moves from their names to the subtitle.
+void ShortenNames(Panel* panel) {
+  std::vector<std::vector<std::string>> names;
+  for (const Series* series : panel->members) {
+    names.push_back(absl::StrSplit(CurveName(*series), ' '));
+  }
+  std::vector<std::string> shared = names.front();
+  for (const std::vector<std::string>& words : names) {
+    shared.erase(std::remove_if(shared.begin(), shared.end(),
+                                [&words](const std::string& word) {
+                                  return std::find(words.begin(), words.end(), word) == words.end();
+                                }),
+                 shared.end());
+  }
+  const bool one_technique = !shared.empty() && shared.front() == names.front().front();
+  for (size_t i = 0; i < names.size(); ++i) {
+    panel->labels.push_back(CurveName(*panel->members[i]));
+    if (!one_technique || names.size() < 2) continue;
+    std::vector<std::string> rest;
+    for (const std::string& word : names[i]) {
+      if (std::find(shared.begin(), shared.end(), word) == shared.end()) rest.push_back(word);
+    }
+    if (!rest.empty()) panel->labels.back() = absl::StrJoin(rest, " ");
+  }
+  if (one_technique && names.size() > 1) panel->subtitle = absl::StrJoin(shared, " ");
+}
+
+void NumberEqualTitles(std::vector<Panel>* panels) {
+  std::map<std::string, int> totals, counts;
+  for (const Panel& panel : *panels) ++totals[panel.title];
+  for (Panel& panel : *panels) {
+    const int total = totals[panel.title];
+    if (total < 2) continue;
+    const int number = ++counts[panel.title];
+    absl::StrAppend(&panel.title, " (", number, " of ", total, ")");
+  }
+}
+
 }  // namespace
 
 std::vector<Panel> SplitPanels(const std::vector<const Series*>& members) {
-  std::vector<Panel> panels = SplitBy({"", members}, &FamilyOf);
+  std::vector<Panel> panels = SplitBy({"", members, {}, ""}, &FamilyOf);
   for (const Splitter splitter : {&KindText, &GrowthText}) {
     std::vector<Panel> split;
     for (const Panel& panel : panels) {
@@ -93,8 +127,12 @@ std::vector<Panel> SplitPanels(const std::vector<const Series*>& members) {
   }
   std::vector<Panel> filled;
   for (const Panel& panel : panels) {
-    for (Panel& part : Fill(panel)) filled.push_back(std::move(part));
+    for (Panel& part : Fill(panel)) {
+      ShortenNames(&part);
+      filled.push_back(std::move(part));
+    }
   }
+  NumberEqualTitles(&filled);
   return filled;
 }
 

@@ -18,6 +18,9 @@ namespace figure {
 struct Panel {
   std::string title;
   std::vector<const Series*> members;
+  // For each member its name without the words that all of them share, which are the subtitle.
+  std::vector<std::string> labels;
+  std::string subtitle;
 };
 
 // `members` in panels of at most plot::kStyles techniques' curves.
@@ -32,7 +35,7 @@ plot::Axis BytesAxis(std::string title);
 std::string TimeText(double ns);                   // "12.3 ms"
 std::string LengthWord(const SeriesGroup& group);  // "tokens", "keys" or "queries"
 
-// "near window=256", made printable, in `panel` without what all of it shares.
+// "near window=256", made printable.
 std::string CurveName(const Series& series);
 // The same for one series wherever it is drawn.
 std::string CurveKey(const Series& series);

@@ -13,6 +13,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "results/figure_parts.h"
+#include "results/figure_profiles.h"
 #include "results/figures.h"
 #include "results/reader.h"
 #include "results/render.h"
@@ -20,145 +21,8 @@
 namespace tfb {
 namespace {
 
-// harness/language_model.h defines it; the others are those of networks that stop early.
-constexpr char kBitsPerByte[] = "bits_per_byte";
-constexpr char kMeanLayers[] = "mean_layers";
-constexpr char kFlopsSaved[] = "flops_saved";
-
-// One technique with its options on one input profile, over layers, masks and seeds.
-struct Entry {
-  const Series* series = nullptr;
-  const Series* dense = nullptr;
-  std::vector<double> errors, times_ns, ratios;  // time over dense's
-  std::map<std::string, std::vector<double>> statistics;
-  bool failed = false;
-};
-
-// The cases of one input profile at one length.
-struct Profile {
-  std::string title;
-  std::map<int64_t, std::vector<Entry>> by_tokens;
-  const SeriesGroup* group = nullptr;
-};
-
-std::optional<double> Middle(const std::vector<double>& values) {
-  for (const double value : values) {
-    if (std::isnan(value)) return value;
-  }
-  const std::optional<MedianInterval> median = MedianOf(values);
-  return median.has_value() ? std::optional<double>(median->median) : std::nullopt;
-}
-std::optional<double> Middle(const Entry& entry, const char* statistic) {
-  const auto found = entry.statistics.find(statistic);
-  return found == entry.statistics.end() ? std::nullopt : Middle(found->second);
-}
-
-std::string ProfileTitle(const Analysis& analysis, const Case& result) {
-  const Case::Key& key = result.key();
-  ProblemSize problem = key.problem();
-  problem.clear_causal();
-  InputProfile input = key.input();
-  input.clear_layer();
-  std::string title = absl::StrCat("input ", DescribeInput(input), ", ", Name(key.device()), " ",
-                                   Name(key.dtype()), ", ", DescribeProblem(problem, false));
-  if (analysis.machines().size() > 1) {
-    absl::StrAppend(&title, ", on ", Printable(analysis.EnvironmentOf(result).host()));
-  }
-  return title;
-}
-
-std::string ProfileKey(const Analysis& analysis, const Case& result) {
-  return absl::StrCat(ProfileTitle(analysis, result), "\n",
-                      MachineOf(analysis.results(), result.environment_id()));
-}
-
-Entry* EntryOf(const Series& series, std::vector<Entry>* entries) {
-  for (Entry& entry : *entries) {
-    if (entry.series->row_key == series.row_key) return &entry;
-  }
-  entries->emplace_back();
-  entries->back().series = &series;
-  return &entries->back();
-}
-
-void AddCase(const Analysis& analysis, const Series& series, const Case& result, Entry* entry) {
-  const Outcome& outcome = result.outcome();
-  entry->failed = entry->failed || outcome.status() == Outcome::STATUS_FAILED;
-  if (outcome.has_against_dense()) {
-    const ErrorMeasure& error = outcome.against_dense();
-    const std::optional<double> value = error.has_relative_frobenius()
-                                            ? std::optional<double>(error.relative_frobenius())
-                                            : BoundedValue(error);
-    if (value.has_value()) entry->errors.push_back(*value);
-  }
-  const std::optional<MedianInterval> time = RunTime(result);
-  if (time.has_value()) entry->times_ns.push_back(time->median);
-  const Case* dense = analysis.DenseOf(result);
-  const std::optional<double> speed_up = SpeedUp(result, dense);
-  if (speed_up.has_value() && *speed_up > 0) entry->ratios.push_back(1 / *speed_up);
-  if (dense != nullptr) entry->dense = analysis.SeriesOf(*dense);
-  if (entry->dense == nullptr) entry->dense = &series;
-  for (const auto& [name, value] : outcome.statistics()) {
-    entry->statistics[name].push_back(value);
-  }
-}
-
-// Of what others are held against, what nothing else in `entries` is held against.
-void DropUnusedReferences(const SeriesFilter& filter, std::vector<Entry>* entries) {
-  std::set<std::string> used;
-  for (const Entry& entry : *entries) {
-    if (filter(*entry.series) && entry.dense != nullptr) used.insert(entry.dense->row_key);
-  }
-  entries->erase(std::remove_if(entries->begin(), entries->end(),
-                                [&](const Entry& entry) {
-                                  return !filter(*entry.series) &&
-                                         used.count(entry.series->row_key) == 0;
-                                }),
-                 entries->end());
-}
-
-std::vector<Profile> ProfilesOf(const Analysis& analysis, const SeriesFilter& filter) {
-  std::vector<Profile> profiles;
-  std::map<std::string, size_t> places;
-  for (const SeriesGroup& group : analysis.groups()) {
-    for (const Series& series : group.series) {
-      const bool reference = series.is_common_baseline || series.is_counterpart;
-      if (!reference && filter && !filter(series)) continue;
-      for (const Case* result : series.cases) {
-        const Outcome::Status status = result->outcome().status();
-        if (status != Outcome::STATUS_OK && status != Outcome::STATUS_FAILED) continue;
-        const auto [place, added] = places.emplace(ProfileKey(analysis, *result), profiles.size());
-        if (added) profiles.push_back({ProfileTitle(analysis, *result), {}, &group});
-        const int64_t tokens = LengthOf(result->key().problem());
-        AddCase(analysis, series, *result,
-                EntryOf(series, &profiles[place->second].by_tokens[tokens]));
-      }
-    }
-  }
-  if (filter) {
-    for (Profile& profile : profiles) {
-      for (auto& [tokens, entries] : profile.by_tokens) DropUnusedReferences(filter, &entries);
-    }
-  }
-  return profiles;
-}
-
-// Where a profile has errors and no times, as in a file of accuracy cases without repetitions: the
-// technique's time relative to dense at the longest length at which it was timed.
-void BorrowTimes(const Analysis& analysis, std::vector<Entry>* entries) {
-  for (Entry& entry : *entries) {
-    if (!entry.ratios.empty() || entry.errors.empty()) continue;
-    for (const SeriesGroup& group : analysis.groups()) {
-      if (group.purpose == Case::PURPOSE_ACCURACY) continue;
-      for (const Series& series : group.series) {
-        if (series.row_key != entry.series->row_key || series.run_ns.empty()) continue;
-        const std::optional<double> speed_up =
-            analysis.SpeedUpAt(series, series.run_ns.rbegin()->first);
-        if (speed_up.has_value() && *speed_up > 0) entry.ratios.push_back(1 / *speed_up);
-      }
-    }
-  }
-}
+using figure::Entry;
+using figure::Middle;
 
 // A point of a frontier: less is better in both.
 struct Spot {
@@ -186,8 +50,35 @@ struct FrontierAxes {
   bool joined = true;
 };
 
+plot::Curve CurveOf(const Spot& spot, const FrontierAxes& axes, int style) {
+  const Series& series = *spot.entry->series;
+  plot::Curve curve;
+  curve.kind = plot::Curve::Kind::kScatter;
+  curve.name = figure::CurveName(series);
+  curve.group = figure::FamilyOf(series);
+  curve.key = curve.legend = series.first().key().technique();
+  curve.style = style;
+  curve.hollow = axes.joined && !spot.best;
+  curve.name_needed = spot.best || series.is_common_baseline;
+  curve.description = absl::StrCat(curve.name, ": ", axes.words(spot),
+                                   spot.best ? "; no other is better in both" : "",
+                                   spot.entry->failed ? "; an error exceeds its bound" : "");
+  curve.points.push_back({spot.x, spot.y, std::nullopt, std::nullopt});
+  return curve;
+}
+
+// A line through `spots` from left to right.
+plot::Guide LineThrough(plot::Guide::Kind kind, int style, std::vector<plot::Point> points) {
+  std::sort(points.begin(), points.end(), [](const plot::Point& a, const plot::Point& b) {
+    return std::tie(a.x, a.y) < std::tie(b.x, b.y);
+  });
+  return {kind, "", style, std::move(points)};
+}
+
 // Styles by technique, so that the options of one look alike; a trail joins them.
 plot::Plot FrontierPlot(std::vector<Spot> spots, const FrontierAxes& axes, std::string title) {
+  constexpr size_t kFewestInTrail = 3;
+  constexpr size_t kFewSpots = 12;  // so few that each gets its name
   plot::Plot plot;
   plot.title = std::move(title);
   plot.x = axes.x;
@@ -195,47 +86,29 @@ plot::Plot FrontierPlot(std::vector<Spot> spots, const FrontierAxes& axes, std::
   plot.height = 400;
   if (axes.joined) MarkBest(&spots);
   std::map<std::string, int> styles;
-  std::map<std::string, plot::Guide> trails;
+  std::map<int, std::vector<plot::Point>> trails;  // by style
+  std::vector<plot::Point> frontier;
   for (const Spot& spot : spots) {
     const Series& series = *spot.entry->series;
-    const std::string technique = series.first().key().technique();
-    plot::Curve curve;
-    curve.kind = plot::Curve::Kind::kScatter;
-    curve.name = figure::CurveName(series);
-    curve.group = figure::FamilyOf(series);
-    curve.key = curve.legend = technique;
-    curve.style = series.is_common_baseline
-                      ? plot::kReferenceStyle
-                      : styles.emplace(technique, static_cast<int>(styles.size())).first->second;
-    curve.hollow = axes.joined && !spot.best;
-    curve.name_needed = spot.best || series.is_common_baseline || spots.size() <= 12;
-    curve.description = absl::StrCat(curve.name, ": ", axes.words(spot),
-                                     spot.best ? "; no other is better in both" : "",
-                                     spot.entry->failed ? "; an error exceeds its bound" : "");
-    curve.points.push_back({spot.x, spot.y, std::nullopt, std::nullopt});
-    if (!series.is_counterpart && !series.is_common_baseline) {
-      plot::Guide& trail = trails[technique];
-      trail.kind = plot::Guide::Kind::kTrail;
-      trail.style = curve.style;
-      trail.points.push_back(curve.points.front());
-    }
-    plot.curves.push_back(std::move(curve));
+    const int style =
+        series.is_common_baseline
+            ? plot::kReferenceStyle
+            : styles.emplace(series.first().key().technique(), static_cast<int>(styles.size()))
+                  .first->second;
+    plot.curves.push_back(CurveOf(spot, axes, style));
+    plot.curves.back().name_needed |= spots.size() <= kFewSpots;
+    const plot::Point& point = plot.curves.back().points.front();
+    if (!series.is_counterpart && !series.is_common_baseline) trails[style].push_back(point);
+    if (spot.best) frontier.push_back(point);
   }
-  const auto by_x = [](const plot::Point& a, const plot::Point& b) {
-    return std::tie(a.x, a.y) < std::tie(b.x, b.y);
-  };
-  for (auto& [technique, trail] : trails) {
-    if (trail.points.size() < 3) continue;  // two points are no curve
-    std::sort(trail.points.begin(), trail.points.end(), by_x);
-    plot.guides.push_back(std::move(trail));
+  for (auto& [style, points] : trails) {
+    if (points.size() < kFewestInTrail) continue;
+    plot.guides.push_back(LineThrough(plot::Guide::Kind::kTrail, style, std::move(points)));
   }
-  plot::Guide frontier;
-  frontier.kind = plot::Guide::Kind::kFrontier;
-  for (const Spot& spot : spots) {
-    if (spot.best) frontier.points.push_back({spot.x, spot.y, std::nullopt, std::nullopt});
+  if (frontier.size() > 1) {
+    plot.guides.push_back(
+        LineThrough(plot::Guide::Kind::kFrontier, plot::kReferenceStyle, std::move(frontier)));
   }
-  std::sort(frontier.points.begin(), frontier.points.end(), by_x);
-  if (frontier.points.size() > 1) plot.guides.push_back(std::move(frontier));
   if (axes.joined) {
     plot.keys = {{"not beaten in both by any other", plot::kReferenceStyle,
                   plot::Curve::Kind::kScatter, false, false},
@@ -392,12 +265,12 @@ std::vector<plot::Plot> QualityPanels(const std::vector<Entry>& entries) {
                          [](const Entry& entry) { return Middle(entry.times_ns); },
                          &figure::TimeText, "quality against time"},
                         {LinearAxis("mean layers a token"),
-                         [](const Entry& entry) { return Middle(entry, kMeanLayers); },
+                         [](const Entry& entry) { return Middle(entry, figure::kMeanLayers); },
                          [](double value) { return absl::StrFormat("%.3g layers a token", value); },
                          "quality against layers"},
                         {LinearAxis("share of the FLOPs of all layers that is computed"),
                          [](const Entry& entry) -> std::optional<double> {
-                           const std::optional<double> saved = Middle(entry, kFlopsSaved);
+                           const std::optional<double> saved = Middle(entry, figure::kFlopsSaved);
                            return saved.has_value() ? std::optional<double>(1 - *saved)
                                                     : std::nullopt;
                          },
@@ -407,7 +280,7 @@ std::vector<plot::Plot> QualityPanels(const std::vector<Entry>& entries) {
   for (const Cost& cost : costs) {
     std::vector<Spot> spots;
     for (const Entry& entry : entries) {
-      const std::optional<double> bits = Middle(entry, kBitsPerByte), x = cost.value(entry);
+      const std::optional<double> bits = Middle(entry, figure::kBitsPerByte), x = cost.value(entry);
       if (bits.has_value() && x.has_value() && std::isfinite(*bits) && std::isfinite(*x)) {
         spots.push_back({&entry, *x, *bits});
       }
@@ -431,7 +304,7 @@ Table DataTable(const std::vector<Entry>& entries) {
                    {"time", true},
                    {"time relative to dense", true}};
   std::vector<const char*> statistics;
-  for (const char* name : {kBitsPerByte, kMeanLayers, kFlopsSaved}) {
+  for (const char* name : {figure::kBitsPerByte, figure::kMeanLayers, figure::kFlopsSaved}) {
     const bool any = std::any_of(entries.begin(), entries.end(), [name](const Entry& entry) {
       return entry.statistics.count(name) > 0;
     });
@@ -457,28 +330,13 @@ Table DataTable(const std::vector<Entry>& entries) {
   return table;
 }
 
-// The longest length at which enough is known to choose.
-std::vector<Entry>* Longest(const Analysis& analysis, Profile* profile, int64_t* tokens) {
-  for (auto at = profile->by_tokens.rbegin(); at != profile->by_tokens.rend(); ++at) {
-    BorrowTimes(analysis, &at->second);
-    const auto known = std::count_if(at->second.begin(), at->second.end(), [](const Entry& entry) {
-      return (!entry.errors.empty() && !entry.ratios.empty()) ||
-             entry.statistics.count(kBitsPerByte) > 0;
-    });
-    if (known < 2) continue;
-    *tokens = at->first;
-    return &at->second;
-  }
-  return nullptr;
-}
-
 }  // namespace
 
 std::vector<Figure> FrontierFigures(const Analysis& analysis, const SeriesFilter& filter) {
   std::vector<Figure> figures;
-  for (Profile& profile : ProfilesOf(analysis, filter)) {
+  for (figure::Profile& profile : figure::ProfilesOf(analysis, filter)) {
     int64_t tokens = 0;
-    const std::vector<Entry>* entries = Longest(analysis, &profile, &tokens);
+    const std::vector<Entry>* entries = figure::FindLongest(analysis, &profile, &tokens);
     if (entries == nullptr) continue;
     Figure figure;
     figure.kind = FigureKind::kFrontier;
@@ -492,6 +350,11 @@ std::vector<Figure> FrontierFigures(const Analysis& analysis, const SeriesFilter
     figure.caption =
         "Medians over layers, masks and seeds. Filled and joined: techniques that no other of the "
         "panel beats in both directions. A thin line follows one technique through its options.";
+    if (std::any_of(entries->begin(), entries->end(),
+                    [](const Entry& entry) { return entry.borrowed_ratio; })) {
+      figure.caption +=
+          " These cases have no times: they are those of each technique's longest scaling case.";
+    }
     if (!left_out.empty()) {
       absl::StrAppend(&figure.caption, " Not drawn: ", absl::StrJoin(left_out, ", "), ".");
     }

@@ -160,6 +160,7 @@ plot::Plot PanelPlot(const Analysis& analysis, const SeriesGroup& group, const P
                      const LengthFigure& figure) {
   plot::Plot plot;
   plot.title = panel.title;
+  plot.subtitle = panel.subtitle;
   plot.x = figure::LengthAxis(group);
   plot.y = figure.y;
   const std::string unit = plot.x.title;
@@ -176,6 +177,7 @@ plot::Plot PanelPlot(const Analysis& analysis, const SeriesGroup& group, const P
     if (!drawn.insert(&series).second) continue;
     plot::Curve curve = CurveOf(series, style, figure.points_of, unit);
     if (curve.points.empty()) continue;
+    curve.label = panel.labels[i];
     slopes.push_back(&series);
     if (times) {
       if (std::optional<plot::Mark> mark = CrossoverMark(series, curve)) {
@@ -234,7 +236,7 @@ std::vector<Figure> LengthFigures(const Analysis& analysis, const SeriesFilter& 
           })) {
         continue;
       }
-      panels.push_back({figure::FamilyOf(*baselines.front()), {}});
+      panels.push_back({figure::FamilyOf(*baselines.front()), {}, {}, ""});
     }
     Figure figure;
     figure.kind = kind.kind;

@@ -1,14 +1,13 @@
 #include "results/plot.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "results/markup.h"
 #include "results/plot_labels.h"
+#include "results/plot_layout.h"
 #include "results/plot_style.h"
 #include "results/table.h"
 
@@ -16,13 +15,8 @@ namespace tfb {
 namespace plot {
 namespace {
 
-constexpr double kFontSize = 10.5;
-constexpr double kLine = 13;  // from one line of text to the next
-constexpr double kTickSpacingX = 46, kTickSpacingY = 30;
 constexpr double kMarkerRadius = 3;
-constexpr int kWidestName = 34;  // characters; the description has the whole name
-constexpr int kWidestPointName = 44;
-constexpr double kWidestNameShare = 0.36;  // of the plot's width
+constexpr int kWidestPointName = 44;  // characters; the description has the whole name
 
 std::string Text(double x, double y, absl::string_view text, absl::string_view attributes = "") {
   return absl::StrCat("<text x=\"", Coordinate(x), "\" y=\"", Coordinate(y), "\"", attributes, ">",
@@ -40,106 +34,36 @@ class Drawing {
   Drawing(const Plot& plot, bool interactive)
       : plot_(plot),
         interactive_(interactive),
-        frame_(Frame()),
-        x_(plot.x, RangeOf(plot.x, Values(&Point::x)), frame_.x, frame_.x + frame_.width),
-        y_(plot.y, RangeOf(plot.y, Values(&Point::y)), frame_.y + frame_.height, frame_.y) {}
+        layout_(plot),
+        frame_(layout_.frame),
+        x_(layout_.x),
+        y_(layout_.y) {}
 
   std::string Draw() const {
     return absl::StrCat(Titles(), Keys(), Axes(), Slopes(), Guides(), Curves(), Marks());
   }
 
  private:
-  bool Shown(const Point& point) const {
-    return CanShow(plot_.x, point.x) && CanShow(plot_.y, point.y);
-  }
-  std::vector<double> Values(double Point::*member) const {
-    std::vector<double> values;
-    for (const Curve& curve : plot_.curves) {
-      for (const Point& point : curve.points) {
-        if (Shown(point)) values.push_back(point.*member);
-      }
-    }
-    for (const Guide& guide : plot_.guides) {
-      if (guide.kind != Guide::Kind::kBound) continue;
-      for (const Point& point : guide.points) values.push_back(point.*member);
-    }
-    return values;
-  }
-
-  // Names of lines stand to the right of the axes.
-  double NameWidth() const {
-    double widest = 0;
-    for (const Curve& curve : plot_.curves) {
-      if (curve.kind == Curve::Kind::kLine) {
-        widest = std::max(widest, TextWidth(CutToWidth(curve.name, kWidestName), kFontSize));
-      }
-    }
-    return widest == 0 ? 8 : std::min(widest + 20, plot_.width * kWidestNameShare);
-  }
-  // Lines that the legend takes, for which it is set twice.
-  int KeyLines() const {
-    if (plot_.keys.empty()) return 0;
-    int lines = 1;
-    double x = 0;
-    for (const KeyEntry& key : plot_.keys) {
-      const double width = KeyWidth(key);
-      if (x > 0 && x + width > plot_.width - 16) {
-        ++lines;
-        x = 0;
-      }
-      x += width;
-    }
-    return lines;
-  }
-  static double KeyWidth(const KeyEntry& key) { return 26 + TextWidth(key.text, kFontSize) + 14; }
-
-  Box Frame() const {
-    const double left = 34 + TickWidth(), bottom = 38;
-    double top = 12;
-    if (!plot_.title.empty()) top += 14;
-    top += kLine * static_cast<double>(Subtitle().size());
-    top += kLine * 1.15 * KeyLines();
-    const double right = NameWidth();
-    return {left, top, std::max(40.0, plot_.width - left - right),
-            std::max(40.0, plot_.height - top - bottom)};
-  }
-
-  // Of the labels of the vertical axis, which do not depend on where the axis will stand.
-  double TickWidth() const {
-    const Scale scale(plot_.y, RangeOf(plot_.y, Values(&Point::y)), plot_.height - 70, 0);
-    double widest = 0;
-    for (const Tick& tick : scale.Ticks(kTickSpacingY)) {
-      widest = std::max(widest, TextWidth(tick.label, kFontSize));
-    }
-    return std::min(widest, plot_.width / 4);
-  }
+  bool Shown(const Point& point) const { return IsShown(plot_, point); }
 
   std::string Titles() const {
     std::string out;
     if (!plot_.title.empty()) out += Text(8, 15, plot_.title, " class=\"title\"");
     double y = 29;
-    for (const std::string& line : Subtitle()) {
+    for (const std::string& line : layout_.subtitle) {
       out += Text(8, y, line, " class=\"subtitle\"");
       y += kLine;
     }
     return out;
   }
-  // In lines that fit.
-  std::vector<std::string> Subtitle() const {
-    if (plot_.subtitle.empty()) return {};
-    const int columns =
-        std::max(20, static_cast<int>((plot_.width - 16) / TextWidth("n", kFontSize)));
-    return absl::StrSplit(Wrap(plot_.subtitle, columns, ""), '\n');
-  }
-
   std::string Keys() const {
     std::string out;
     double x = 8;
-    double y = frame_.y - 10 - kLine * 1.15 * (KeyLines() - 1);
+    double y = frame_.y - 10 - kKeyLine * (layout_.key_lines - 1);
     for (const KeyEntry& key : plot_.keys) {
       if (x > 8 && x + KeyWidth(key) > plot_.width - 8) {
         x = 8;
-        y += kLine * 1.15;
+        y += kKeyLine;
       }
       const std::string swatch = KeySwatch(key, x, y - 3.5);
       absl::StrAppend(&out, swatch, Text(x + 26, y, key.text));
@@ -400,7 +324,7 @@ class Drawing {
           "<path class=\"leader\" d=\"M", Coordinate(end + 5), " ", Coordinate(wanted[i]), "L",
           Coordinate(std::max(end + 5, x - 9)), " ", Coordinate(wanted[i]), "L", Coordinate(x - 2),
           " ", Coordinate(places[i]), "\"/>",
-          Text(x, places[i] + 3.5, CutToWidth(curve.name, std::min(room, kWidestName)),
+          Text(x, places[i] + 3.5, CutToWidth(curve.shown_name(), std::min(room, kWidestLineName)),
                " class=\"label\""));
     }
   }
@@ -415,7 +339,7 @@ class Drawing {
       if (curve.kind != Curve::Kind::kScatter || last == nullptr) continue;
       const double x = x_.Pixel(last->x), y = y_.Pixel(last->y);
       obstacles.push_back({x - 4, y - 4, 8, 8});
-      labels.push_back({x, y, CutToWidth(curve.name, kWidestPointName), curve.name_needed});
+      labels.push_back({x, y, CutToWidth(curve.shown_name(), kWidestPointName), curve.name_needed});
       owners.push_back(i);
     }
     std::vector<size_t> order(labels.size());
@@ -456,8 +380,9 @@ class Drawing {
 
   const Plot& plot_;
   const bool interactive_;
-  const Box frame_;
-  const Scale x_, y_;
+  const Layout layout_;
+  const Box& frame_;
+  const Scale &x_, &y_;
 };
 
 std::string ViewBox(double width, double height) {

@@ -45,13 +45,14 @@ SeriesFilter FilterOf(const SinglePlotOptions& options) {
   };
 }
 
-// The panels in the size of paper, each with the title of its figure where there are several.
+// The panels in the size of paper, each with the title of its figure.
 std::vector<plot::Plot> PanelsOf(std::vector<Figure> figures, double width_mm, int* columns) {
   std::vector<plot::Plot> panels;
   bool scattered = false;
   for (Figure& figure : figures) {
     for (plot::Plot& panel : figure.panels) {
-      panel.subtitle = figure.title;
+      panel.subtitle =
+          absl::StrCat(panel.subtitle, panel.subtitle.empty() ? "" : "; ", figure.title);
       scattered = figure.kind == FigureKind::kFrontier;
       panels.push_back(std::move(panel));
     }
