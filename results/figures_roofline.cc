@@ -69,40 +69,33 @@ std::vector<Roof> RoofsOf(const Analysis& analysis, const std::vector<Rate>& rat
   return known;
 }
 
-// From `low` to `high` FLOPs a byte.
-plot::Guide RoofGuide(const Roof& roof, bool name_threads, double low, double high) {
+plot::Guide Bound(std::string label, double low, double low_y, double high, double high_y) {
   plot::Guide guide;
-  const std::string threads =
-      name_threads && roof.threads > 0 ? absl::StrCat(", ", roof.threads, " threads") : "";
-  const auto add = [&guide](double x, double y) {
-    guide.points.push_back({x, y, std::nullopt, std::nullopt});
-  };
-  if (roof.bandwidth.has_value()) {
-    const double ridge = roof.compute.has_value() ? *roof.compute / *roof.bandwidth : high;
-    if (ridge > low) add(low, low * *roof.bandwidth);
-    add(std::max(low, ridge), std::max(low, ridge) * *roof.bandwidth);
-  }
-  if (roof.compute.has_value()) {
-    if (!roof.bandwidth.has_value()) add(low, *roof.compute);
-    if (high > guide.points.back().x) add(high, *roof.compute);
-    guide.label = absl::StrCat("measured peak ", FormatScaled(*roof.compute, "FLOP/s"), threads);
-  } else {
-    guide.label =
-        absl::StrCat("measured read bandwidth ", FormatScaled(*roof.bandwidth, "B/s"), threads);
-  }
+  guide.label = std::move(label);
+  guide.points = {{low, low_y, std::nullopt, std::nullopt},
+                  {high, high_y, std::nullopt, std::nullopt}};
   return guide;
 }
 
-// The sloping part once more, for its own name.
-plot::Guide BandwidthGuide(const Roof& roof, double low) {
-  plot::Guide guide;
-  const double ridge = *roof.compute / *roof.bandwidth;
-  if (ridge <= low) return guide;
-  for (const double x : {low, ridge}) {
-    guide.points.push_back({x, x * *roof.bandwidth, std::nullopt, std::nullopt});
+// What of the roof lies from `low` to `high` FLOPs a byte: the slope of the bandwidth, the level of
+// arithmetic, or both with the ridge between them.
+void AddRoof(const Roof& roof, bool name_threads, double low, double high, plot::Plot* plot) {
+  const std::string threads =
+      name_threads && roof.threads > 0 ? absl::StrCat(", ", roof.threads, " threads") : "";
+  double ridge = roof.bandwidth.has_value() ? high : low;
+  if (roof.compute.has_value() && roof.bandwidth.has_value()) {
+    ridge = std::clamp(*roof.compute / *roof.bandwidth, low, high);
   }
-  guide.label = absl::StrCat("measured read ", FormatScaled(*roof.bandwidth, "B/s"));
-  return guide;
+  if (ridge > low) {
+    plot->guides.push_back(
+        Bound(absl::StrCat("measured read ", FormatScaled(*roof.bandwidth, "B/s"), threads), low,
+              low * *roof.bandwidth, ridge, ridge * *roof.bandwidth));
+  }
+  if (high > ridge) {
+    plot->guides.push_back(
+        Bound(absl::StrCat("measured peak ", FormatScaled(*roof.compute, "FLOP/s"), threads), ridge,
+              *roof.compute, high, *roof.compute));
+  }
 }
 
 void AddRoofs(const Analysis& analysis, const std::vector<Rate>& rates, plot::Plot* plot) {
@@ -121,10 +114,7 @@ void AddRoofs(const Analysis& analysis, const std::vector<Rate>& rates, plot::Pl
                              : low;
     const double from = ridge > low / 30 ? std::min(low, ridge / 2) : low;
     const double to = ridge < high * 30 ? std::max(high, ridge * 2) : high;
-    plot->guides.push_back(RoofGuide(roof, roofs.size() > 1, from, to));
-    if (roof.compute.has_value() && roof.bandwidth.has_value()) {
-      plot->guides.push_back(BandwidthGuide(roof, from));
-    }
+    AddRoof(roof, roofs.size() > 1, from, to, plot);
   }
 }
 

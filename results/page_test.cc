@@ -211,9 +211,30 @@ TEST(RooflineFigure, PlacesPointsUnderTheMeasuredPeaks) {
   // At 4096 tokens: 2 * 8 * 4096^2 * 128 FLOPs in 128 ms over 4 * 8 * 4096 * 64 * 4 bytes.
   EXPECT_NEAR(plain->points[0].y, 2 * 8 * 4096.0 * 4096 * 128 / 0.128, 1);
   EXPECT_NEAR(plain->points[0].x, 1024, 1e-6);
-  ASSERT_FALSE(plot.guides.empty());
-  EXPECT_TRUE(StrContains(plot.guides[0].label, "400 GFLOP/s"));
-  EXPECT_DOUBLE_EQ(plot.guides[0].points.back().y, 400e9);
+  // The ridge is at 400 GFLOP/s over 20 GB/s.
+  ASSERT_EQ(plot.guides.size(), 2u);
+  EXPECT_TRUE(StrContains(plot.guides[0].label, "20 GB/s"));
+  EXPECT_DOUBLE_EQ(plot.guides[0].points.back().x, 20);
+  EXPECT_TRUE(StrContains(plot.guides[1].label, "400 GFLOP/s"));
+  EXPECT_DOUBLE_EQ(plot.guides[1].points.back().y, 400e9);
+}
+
+// Far to the right of the corner only the peak of arithmetic is drawn, and level.
+TEST(RooflineFigure, RoofsNeverFall) {
+  for (const double bytes : {1.0, 1e6, 1e15}) {
+    ResultSet results = MakeSweep();
+    for (Case& result : *results.mutable_cases()) result.mutable_outcome()->set_bytes_moved(bytes);
+    const Analysis analysis(results);
+    const std::vector<Figure> figures = RooflineFigures(analysis, nullptr);
+    ASSERT_FALSE(figures[0].panels[0].guides.empty()) << bytes;
+    for (const plot::Guide& guide : figures[0].panels[0].guides) {
+      ASSERT_GE(guide.points.size(), 2u) << bytes;
+      for (size_t i = 1; i < guide.points.size(); ++i) {
+        EXPECT_GT(guide.points[i].x, guide.points[i - 1].x);
+        EXPECT_GE(guide.points[i].y, guide.points[i - 1].y * (1 - 1e-12));
+      }
+    }
+  }
 }
 
 TEST(RooflineFigure, SaysWhereBytesAreUnknown) {

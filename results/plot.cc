@@ -316,7 +316,8 @@ class Drawing {
     const std::vector<double> places =
         Spread(wanted, kLine - 0.5, frame_.y + 2, frame_.y + frame_.height + 4);
     const double x = frame_.x + frame_.width + 16;
-    const int room = std::max(8, static_cast<int>((plot_.width - x) / TextWidth("n", kFontSize)));
+    const int room =
+        std::max(8, static_cast<int>((plot_.width - x) / TextWidth("n", kFontSize)) - 1);
     for (size_t i = 0; i < named.size(); ++i) {
       const Curve& curve = plot_.curves[named[i]];
       const double end = x_.Pixel(LastShown(curve)->x);

@@ -55,7 +55,7 @@ double NameWidth(const Plot& plot) {
     widest =
         std::max(widest, TextWidth(CutToWidth(curve.shown_name(), kWidestLineName), kFontSize));
   }
-  return widest == 0 ? 8 : std::min(widest + 20, plot.width * kWidestNameShare);
+  return widest == 0 ? 8 : std::min(widest + 28, plot.width * kWidestNameShare);
 }
 
 // Of the labels of the vertical axis, which do not depend on where the axis will stand.
