@@ -187,7 +187,12 @@ plot::Axis BytesAxis(std::string title) {
   return axis;
 }
 
-std::string CurveName(const Series& series) { return Printable(series.name); }
+std::string CurveName(const Series& series) {
+  const bool failed = std::any_of(series.cases.begin(), series.cases.end(), [](const Case* result) {
+    return result->outcome().status() == Outcome::STATUS_FAILED;
+  });
+  return absl::StrCat(Printable(series.name), failed ? " (failed)" : "");
+}
 
 std::string CurveKey(const Series& series) { return series.row_key; }
 

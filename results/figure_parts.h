@@ -35,7 +35,8 @@ plot::Axis BytesAxis(std::string title);
 std::string TimeText(double ns);                   // "12.3 ms"
 std::string LengthWord(const SeriesGroup& group);  // "tokens", "keys" or "queries"
 
-// "near window=256", made printable.
+// "near window=256", made printable; with " (failed)" where a case failed: what is wrong is drawn, but
+// says so.
 std::string CurveName(const Series& series);
 // The same for one series wherever it is drawn.
 std::string CurveKey(const Series& series);

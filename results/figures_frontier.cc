@@ -61,8 +61,7 @@ plot::Curve CurveOf(const Spot& spot, const FrontierAxes& axes, int style) {
   curve.hollow = axes.joined && !spot.best;
   curve.name_needed = spot.best || series.is_common_baseline;
   curve.description = absl::StrCat(curve.name, ": ", axes.words(spot),
-                                   spot.best ? "; no other is better in both" : "",
-                                   spot.entry->failed ? "; an error exceeds its bound" : "");
+                                   spot.best ? "; no other is better in both" : "");
   curve.points.push_back({spot.x, spot.y, std::nullopt, std::nullopt});
   return curve;
 }
@@ -324,7 +323,6 @@ Table DataTable(const std::vector<Entry>& entries) {
     for (const char* name : statistics) {
       cells.emplace_back(FormatSignificant(Middle(entry, name), 4));
     }
-    if (entry.failed) cells[0].text += " (failed)";
     table.AddRow(std::move(cells), figure::FamilyOf(*entry.series));
   }
   return table;

@@ -68,6 +68,9 @@
 
   const form = document.querySelector('.controls form');
   const output = form.querySelector('output');
+  // One curve of a figure is a stop for the Tab key; arrows lead from it to the others.
+  const stopAt = (figure, stop) => all('.curve', figure)
+      .forEach((curve) => curve.setAttribute('tabindex', curve === stop ? '0' : '-1'));
   const words = () => state.text.toLowerCase().split(/\s+/).filter(Boolean);
   const applyFilter = () => {
     const wanted = words();
@@ -88,7 +91,9 @@
         curve.classList.toggle('off', !keep || off.has(curve.dataset.key));
         kept += keep && !reference ? 1 : 0;
       });
-      const visible = new Set(all('.curve:not(.off)', figure).map((curve) => curve.dataset.key));
+      const left = all('.curve:not(.off)', figure);
+      stopAt(figure, left.find((curve) => curve.tabIndex === 0) || left[0]);
+      const visible = new Set(left.map((curve) => curve.dataset.key));
       all('.mark', figure).forEach((mark) => mark.classList.toggle('off', !visible.has(mark.dataset.key)));
       figure.hidden = kept === 0 && (wanted.length > 0 || state.family !== '');
     });
@@ -145,11 +150,23 @@
     figure.addEventListener('focusin', tell);
     figure.addEventListener('mouseleave', stop);
     figure.addEventListener('focusout', stop);
+    const curves = all('.curve', figure);
+    stopAt(figure, curves[0]);
+    figure.addEventListener('keydown', (event) => {
+      const step = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1}[event.key];
+      const from = event.target.closest('.curve');
+      if (!step || !from) return;
+      event.preventDefault();
+      const shown = curves.filter((curve) => curve === from || !curve.classList.contains('off'));
+      const to = shown[(shown.indexOf(from) + step + shown.length) % shown.length];
+      stopAt(figure, to);
+      to.focus();
+    });
     all('.legend button', figure).forEach((button) => {
-      const curves = all('.curve', figure).filter((curve) => curve.dataset.key === button.dataset.key);
+      const named = curves.filter((curve) => curve.dataset.key === button.dataset.key);
       const light = (on) => {
         figure.classList.toggle('lit', on);
-        curves.forEach((curve) => curve.classList.toggle('on', on));
+        named.forEach((curve) => curve.classList.toggle('on', on));
       };
       button.addEventListener('click', () => {
         button.setAttribute('aria-pressed', button.getAttribute('aria-pressed') === 'true' ? 'false' : 'true');

@@ -95,7 +95,7 @@ constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
     points: curve.querySelector('.line').getAttribute('d').split('L').length,
     length: curve.querySelector('.line').getTotalLength(),
     label: curve.querySelector('.label').textContent,
-    focusable: curve.tabIndex === 0,
+    focusable: curve.hasAttribute('tabindex'),
   }));
   found.plots = all('[data-plot]').map((panels) => panels.dataset.plot);
   found.overflow = document.documentElement.scrollWidth > document.documentElement.clientWidth;
@@ -137,6 +137,11 @@ constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
   button.click();
   found.toggled_back = [button.getAttribute('aria-pressed'), hidden.every(shown)];
   hidden[0].focus();
+  found.stops = all('figure').filter((figure) => all('.curve', figure).filter((curve) => curve.tabIndex === 0).length !== 1).length;
+  const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
+  press('ArrowRight');
+  found.arrow = document.activeElement !== hidden[0] && document.activeElement.classList.contains('curve');
+  press('ArrowLeft');
   found.readout = [figure.querySelector('.readout').textContent, hidden[0].getAttribute('aria-label')];
 
   found.resources = performance.getEntriesByType('resource').map((entry) => entry.name);
@@ -238,6 +243,8 @@ TEST_F(PageInBrowser, DrawsEveryTechniqueSortsFiltersAndLoadsNothing) {
 
   EXPECT_EQ(found["toggled"], Json({"false", 1, false}));
   EXPECT_EQ(found["toggled_back"], Json({"true", true}));
+  EXPECT_EQ(found["stops"], 0);  // figures without exactly one stop for the Tab key
+  EXPECT_TRUE(found["arrow"].get<bool>());
   EXPECT_EQ(found["readout"][0], found["readout"][1]);
   EXPECT_TRUE(absl::StrContains(found["readout"][0].get<std::string>(), " ms at 4096")) << found;
 }

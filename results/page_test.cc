@@ -175,6 +175,18 @@ TEST(ScalingFigure, DrawsMediansWithTheirIntervalsAndRingsTheCrossover) {
   EXPECT_EQ(panel.slopes[1].label, "n²");
 }
 
+TEST(ScalingFigure, NamesWhatFailed) {
+  ResultSet results = MakeSweep();
+  for (Case& result : *results.mutable_cases()) {
+    if (result.key().technique() == "near" && result.key().problem().kv_tokens() == 512) {
+      result.mutable_outcome()->set_status(Outcome::STATUS_FAILED);
+    }
+  }
+  const Analysis analysis(results);
+  EXPECT_NE(FindCurve(ScalingFigures(analysis, nullptr)[0].panels[0], "near window=256 (failed)"),
+            nullptr);
+}
+
 TEST(ScalingFigure, TakesOnlyWhatTheFilterLeaves) {
   const ResultSet results = MakeSweep();
   const Analysis analysis(results);

@@ -79,7 +79,8 @@ std::vector<Tick> Scale::PowersOfTwo(int most) const {
 
 std::vector<Tick> Scale::LogTicks(int most) const {
   const double decades = std::log10(range_.high / range_.low);
-  if (decades < 0.7) return LinearTicks(most);  // 1, 2, 5 are too far apart
+  constexpr int kMostRound = 8;  // of round numbers, which crowd towards the high end
+  if (decades < 0.7) return LinearTicks(std::min(most, kMostRound));  // 1, 2, 5 are too far apart
   const int first = static_cast<int>(std::floor(std::log10(range_.low)));
   const int last = static_cast<int>(std::ceil(std::log10(range_.high)));
   const int step = std::max(1, static_cast<int>(std::ceil(decades / most)));
