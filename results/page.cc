@@ -65,8 +65,8 @@ class Page {
     Summary();
     ScalingSections();
     FigureSection("Error against cost", FrontierFigures(analysis_, nullptr));
-    TableSection("Accuracy", AccuracyTables(analysis_, true));
-    TableSection("Streaming", StreamingTables(analysis_, true));
+    TableSection("Accuracy", report::AccuracyTables(analysis_, true));
+    TableSection("Streaming", report::StreamingTables(analysis_, true));
     Details();
     Outcomes();
     Environments();
@@ -95,7 +95,7 @@ class Page {
 
   std::string Header() const {
     std::string out = absl::StrCat("<header class=\"top\">\n", Element("h1", Title()));
-    for (const std::string& line : HeaderLines(analysis_, false)) {
+    for (const std::string& line : report::HeaderLines(analysis_, false)) {
       out += Element("p", line, " class=\"lead\"");
     }
     out += "<nav aria-label=\"Sections\"><ol>\n";
@@ -160,13 +160,13 @@ class Page {
   void Summary() {
     Section("Summary");
     if (analysis_.cases().empty()) body_ += Element("p", kNoCases);
-    const std::vector<OutcomeLine> outcomes = OutcomeLines(analysis_);
+    const std::vector<report::OutcomeLine> outcomes = report::OutcomeLines(analysis_);
     body_ += Element("p", outcomes.back().text,
                      outcomes.back().bad ? " class=\"bad\"" : " class=\"count\"");
     for (const std::string& note : options_.notes) {
       body_ += Element("p", Printable(note), " class=\"strong\"");
     }
-    std::vector<Table> choices = ChoiceTables(analysis_);
+    std::vector<Table> choices = report::ChoiceTables(analysis_);
     const size_t first = std::min(choices.size(), kFirstChoices);
     for (size_t i = 0; i < first; ++i) AddTable(choices[i]);
     choices.erase(choices.begin(), choices.begin() + static_cast<std::ptrdiff_t>(first));
@@ -190,9 +190,9 @@ class Page {
       Section(absl::StrCat("Scaling: ", title));
       for (const Figure* figure : figures[title]) AddFigure(*figure, true);
     }
-    const std::vector<Table> tables = ScalingTables(analysis_);
+    const std::vector<Table> tables = report::ScalingTables(analysis_);
     TableSection("Scaling in numbers", tables);
-    const std::string legend = LegendLine(tables);
+    const std::string legend = report::LegendLine(tables);
     if (!tables.empty() && !legend.empty()) body_ += Element("p", legend, " class=\"note\"");
   }
 
@@ -209,9 +209,9 @@ class Page {
   }
 
   void Details() {
-    const std::vector<Table> costs = CostTables(analysis_);
-    const std::vector<Table> extrapolation = ExtrapolationTables(analysis_);
-    const std::vector<Table> statistics = StatisticsTables(analysis_);
+    const std::vector<Table> costs = report::CostTables(analysis_);
+    const std::vector<Table> extrapolation = report::ExtrapolationTables(analysis_);
+    const std::vector<Table> statistics = report::StatisticsTables(analysis_);
     if (costs.empty() && extrapolation.empty() && statistics.empty()) return;
     Section("Details");
     Folded("Costs told apart: setup, cold and warm runs, rates, memory", costs);
@@ -221,14 +221,14 @@ class Page {
 
   void Outcomes() {
     Section("What did not run");
-    const Table table = OutcomeTable(analysis_);
+    const Table table = report::OutcomeTable(analysis_);
     if (table.rows.empty())
       body_ += Element("p", "Every case ran, and no error exceeds its bound.");
     AddTable(table);
   }
 
   void Environments() {
-    const std::vector<Table> tables = EnvironmentTables(analysis_);
+    const std::vector<Table> tables = report::EnvironmentTables(analysis_);
     TableSection(tables.size() == 1 ? "Environment" : "Environments", tables);
   }
 
