@@ -192,7 +192,7 @@ void OptionBinder::AddChoice(absl::string_view name, const std::vector<std::stri
 absl::Status OptionBinder::Parse(const Options& options) {
   for (const auto& [name, value] : options) {
     const auto entry = std::find_if(entries_.begin(), entries_.end(),
-                                    [&](const Entry& e) { return e.spec.name == name; });
+                                    [&name = name](const Entry& e) { return e.spec.name == name; });
     if (entry == entries_.end()) {
       std::vector<std::string> known;
       for (const Entry& e : entries_) known.push_back(e.spec.name);

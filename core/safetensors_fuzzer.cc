@@ -1,6 +1,4 @@
-// libFuzzer's entry to the safetensors reader. Needs clang:
-//
-//   bazel run --config=fuzz //core:safetensors_fuzzer -- -max_total_time=60
+// libFuzzer's entry to the safetensors reader. See tools/fuzz/fuzz.bzl.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

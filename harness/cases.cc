@@ -1,9 +1,8 @@
 #include "harness/cases.h"
 
-#include <fnmatch.h>
-
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <tuple>
@@ -22,89 +21,6 @@
 namespace tfb {
 namespace {
 
-absl::Status FlagError(absl::string_view flag, absl::string_view message) {
-  return absl::InvalidArgumentError(absl::StrCat("--", flag, ": ", message));
-}
-absl::Status FlagError(absl::string_view flag, const absl::Status& status) {
-  return absl::Status(status.code(), absl::StrCat("--", flag, ": ", status.message()));
-}
-
-// The words of a list; empty words are an error.
-absl::StatusOr<std::vector<std::string>> Words(absl::string_view flag, absl::string_view text) {
-  std::vector<std::string> words;
-  for (absl::string_view word : absl::StrSplit(text, ',')) {
-    word = absl::StripAsciiWhitespace(word);
-    if (word.empty()) return FlagError(flag, absl::StrCat("empty item in \"", text, "\""));
-    if (std::find(words.begin(), words.end(), word) == words.end()) words.emplace_back(word);
-  }
-  return words;
-}
-
-bool HasOption(const TechniqueInfo& info, absl::string_view name) {
-  return std::any_of(info.options.begin(), info.options.end(),
-                     [&](const OptionSpec& spec) { return spec.name == name; });
-}
-
-// The options with every * replaced by each of the option's sweep values: every combination.
-absl::StatusOr<std::vector<Options>> ExpandSweeps(const TechniqueInfo& info,
-                                                  const Options& options) {
-  std::vector<Options> expanded = {options};
-  for (const auto& [name, value] : options) {
-    if (value != "*") continue;
-    const auto spec = std::find_if(info.options.begin(), info.options.end(),
-                                   [&name = name](const OptionSpec& s) { return s.name == name; });
-    if (spec == info.options.end()) continue;  // Canonical says so
-    if (spec->sweep.empty()) {
-      std::vector<std::string> sweepable;
-      for (const OptionSpec& s : info.options) {
-        if (!s.sweep.empty()) sweepable.push_back(s.name);
-      }
-      return absl::InvalidArgumentError(absl::StrCat(
-          "option ", name, " of ", info.name, " has no values for *; ",
-          sweepable.empty()
-              ? "none of its options has: give a value"
-              : absl::StrCat("its options that have: ", absl::StrJoin(sweepable, ", "))));
-    }
-    std::vector<Options> longer;
-    for (const Options& base : expanded) {
-      for (const std::string& sweep_value : spec->sweep) {
-        longer.push_back(base);
-        longer.back()[name] = sweep_value;
-      }
-    }
-    expanded = std::move(longer);
-  }
-  return expanded;
-}
-
-absl::StatusOr<std::vector<const Technique*>> Matching(const TechniqueSpec& spec,
-                                                       const Registry& registry) {
-  if (spec.technique.find_first_of("*?") == std::string::npos) {
-    TFB_ASSIGN_OR_RETURN(const Technique* found, registry.Find(spec.technique));
-    return std::vector<const Technique*>{found};
-  }
-  std::vector<const Technique*> matching;
-  bool name_matches = false;
-  for (const Technique* technique : registry.All()) {
-    if (fnmatch(spec.technique.c_str(), technique->info().name.c_str(), 0) != 0) continue;
-    name_matches = true;
-    const bool has_all =
-        std::all_of(spec.options.begin(), spec.options.end(),
-                    [&](const auto& option) { return HasOption(technique->info(), option.first); });
-    if (has_all) matching.push_back(technique);
-  }
-  if (!name_matches) {
-    return absl::NotFoundError(
-        absl::StrCat("no technique matches \"", spec.technique, "\" (--list shows all)"));
-  }
-  if (matching.empty()) {
-    return absl::NotFoundError(absl::StrCat("no technique that matches \"", spec.technique,
-                                            "\" has the options ", ToString(spec.options),
-                                            " (--list shows all)"));
-  }
-  return matching;
-}
-
 // The values of the axes, parsed.
 struct Axes {
   std::vector<ChosenTechnique> techniques;
@@ -121,10 +37,10 @@ struct Axes {
 constexpr int64_t kMaxSize = int64_t{1} << 40;  // as Validate has it
 constexpr int64_t kMaxThreads = 4096;
 
-absl::Status ParseWords(const CaseFlags& flags, absl::string_view folder, Axes* axes) {
+absl::Status ParseListed(const CaseFlags& flags, absl::string_view folder, Axes* axes) {
   axes->devices_given = !flags.devices.empty();
   TFB_ASSIGN_OR_RETURN(const auto devices,
-                       Words("devices", axes->devices_given ? flags.devices : "cpu,cuda"));
+                       ParseWords("devices", axes->devices_given ? flags.devices : "cpu,cuda"));
   for (const std::string& word : devices) {
     const absl::StatusOr<Device> device = ParseDevice(word);
     if (!device.ok()) return FlagError("devices", device.status());
@@ -134,7 +50,7 @@ absl::Status ParseWords(const CaseFlags& flags, absl::string_view folder, Axes* 
     }
     axes->devices.push_back(*device);
   }
-  TFB_ASSIGN_OR_RETURN(const auto dtypes, Words("dtypes", flags.dtypes));
+  TFB_ASSIGN_OR_RETURN(const auto dtypes, ParseWords("dtypes", flags.dtypes));
   for (const std::string& word : dtypes) {
     const absl::StatusOr<DType> dtype = ParseDType(word);
     if (!dtype.ok() || (*dtype != DType::kF32 && *dtype != DType::kBF16 && *dtype != DType::kF16)) {
@@ -142,7 +58,7 @@ absl::Status ParseWords(const CaseFlags& flags, absl::string_view folder, Axes* 
     }
     axes->dtypes.push_back(*dtype);
   }
-  TFB_ASSIGN_OR_RETURN(const auto causal, Words("causal", flags.causal));
+  TFB_ASSIGN_OR_RETURN(const auto causal, ParseWords("causal", flags.causal));
   for (const std::string& word : causal) {
     if (word == "auto") {
       axes->causal.push_back(std::nullopt);
@@ -152,7 +68,7 @@ absl::Status ParseWords(const CaseFlags& flags, absl::string_view folder, Axes* 
       return FlagError("causal", absl::StrCat("\"", word, "\"; allowed are true, false, auto"));
     }
   }
-  TFB_ASSIGN_OR_RETURN(const auto inputs, Words("input", flags.inputs));
+  TFB_ASSIGN_OR_RETURN(const auto inputs, ParseWords("input", flags.inputs));
   for (const std::string& word : inputs) {
     const absl::StatusOr<std::vector<InputSource>> sources = ParseInputSources(word, folder);
     if (!sources.ok()) return FlagError("input", sources.status());
@@ -165,7 +81,7 @@ absl::StatusOr<Axes> ParseAxes(const CaseFlags& flags, const Registry& registry,
                                absl::string_view folder) {
   Axes axes;
   TFB_ASSIGN_OR_RETURN(axes.techniques, ChooseTechniques(flags.techniques, registry));
-  TFB_RETURN_IF_ERROR(ParseWords(flags, folder, &axes));
+  TFB_RETURN_IF_ERROR(ParseListed(flags, folder, &axes));
   if (!flags.lengths.empty()) {
     TFB_ASSIGN_OR_RETURN(axes.lengths, ParseSizes("lengths", flags.lengths, 1, kMaxSize));
   }
@@ -325,6 +241,43 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
   return absl::OkStatus();
 }
 
+int64_t LengthOf(const SweepCase& sweep_case) {
+  return std::max(sweep_case.problem.query_tokens, sweep_case.problem.kv_tokens);
+}
+
+// Each case goes to the part that has the least to do so far, those of most effort first.
+absl::Status KeepShard(absl::string_view shard, std::vector<SweepCase>* cases) {
+  if (shard.empty()) return absl::OkStatus();
+  constexpr int kMostShards = 10000;
+  const std::vector<absl::string_view> parts = absl::StrSplit(shard, '/');
+  int wanted = 0, count = 0;
+  if (parts.size() != 2 || !absl::SimpleAtoi(parts[0], &wanted) ||
+      !absl::SimpleAtoi(parts[1], &count) || wanted < 1 || wanted > count || count > kMostShards) {
+    return FlagError("shard", absl::StrCat("\"", shard, "\"; wanted is a part of up to ",
+                                           kMostShards, ", as in 2/4"));
+  }
+  std::vector<size_t> order(cases->size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    return RelativeEffort((*cases)[a]) > RelativeEffort((*cases)[b]);
+  });
+  std::vector<double> efforts(static_cast<size_t>(count), 0.0);
+  std::vector<bool> kept(cases->size());
+  for (const size_t i : order) {
+    const auto least = std::min_element(efforts.begin(), efforts.end());
+    *least += RelativeEffort((*cases)[i]);
+    kept[i] = least - efforts.begin() == wanted - 1;
+  }
+  size_t end = 0;
+  for (size_t i = 0; i < cases->size(); ++i) {
+    if (!kept[i]) continue;
+    if (end != i) (*cases)[end] = std::move((*cases)[i]);
+    ++end;
+  }
+  cases->resize(end);
+  return absl::OkStatus();
+}
+
 // The dense counterpart of each case beside it.
 void AddCounterparts(const Registry& registry, CaseList* list) {
   const size_t named = list->cases().size();
@@ -436,55 +389,10 @@ std::string SweepCase::ToString() const {
                       input.ToString());
 }
 
-absl::StatusOr<std::vector<int64_t>> ParseSizes(absl::string_view what, absl::string_view text,
-                                                int64_t min, int64_t max) {
-  std::vector<int64_t> sizes;
-  TFB_ASSIGN_OR_RETURN(const std::vector<std::string> words, Words(what, text));
-  for (const std::string& word : words) {
-    const std::vector<std::string> ends = absl::StrSplit(word, ':');
-    int64_t first = 0, last = 0;
-    const bool whole = ends.size() <= 2 && absl::SimpleAtoi(ends.front(), &first) &&
-                       absl::SimpleAtoi(ends.back(), &last);
-    if (!whole) {
-      return FlagError(
-          what, absl::StrCat("\"", word, "\" is neither a number nor a range like 256:4096"));
-    }
-    for (const int64_t end : {first, last}) {
-      if (end < min || end > max) {
-        return FlagError(what, absl::StrCat(end, "; allowed are ", min, " to ", max));
-      }
-    }
-    if (last < first) return FlagError(what, absl::StrCat("the range ", word, " is empty"));
-    for (int64_t size = first; size <= last; size *= 2) {
-      if (std::find(sizes.begin(), sizes.end(), size) == sizes.end()) sizes.push_back(size);
-    }
-  }
-  return sizes;
-}
-
-absl::StatusOr<std::vector<ChosenTechnique>> ChooseTechniques(absl::string_view text,
-                                                              const Registry& registry) {
-  const absl::StatusOr<std::vector<TechniqueSpec>> specs = ParseTechniqueSpecs(text);
-  if (!specs.ok()) return FlagError("techniques", specs.status());
-  std::vector<ChosenTechnique> chosen;
-  for (const TechniqueSpec& spec : *specs) {
-    const absl::StatusOr<std::vector<const Technique*>> matching = Matching(spec, registry);
-    if (!matching.ok()) return FlagError("techniques", matching.status());
-    for (const Technique* technique : *matching) {
-      const absl::StatusOr<std::vector<Options>> expanded =
-          ExpandSweeps(technique->info(), spec.options);
-      if (!expanded.ok()) return FlagError("techniques", expanded.status());
-      for (const Options& options : *expanded) {
-        const absl::StatusOr<Options> canonical = technique->Canonical(options);
-        if (!canonical.ok()) {
-          return FlagError("techniques", absl::StrCat(technique->info().name, ": ",
-                                                      canonical.status().message()));
-        }
-        chosen.push_back({technique, *canonical, options});
-      }
-    }
-  }
-  return chosen;
+double RelativeEffort(const SweepCase& sweep_case) {
+  // Checks over all rows weigh as much as the longer of the usual lengths.
+  const double fixed = sweep_case.purpose == Case::PURPOSE_ACCURACY ? 2 : 1;
+  return fixed + static_cast<double>(LengthOf(sweep_case)) / 512;
 }
 
 absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const Registry& registry,
@@ -501,6 +409,7 @@ absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const R
     return FlagError("lengths", absl::StrCat("no case is left: no input of \"", flags.inputs,
                                              "\" has as many tokens as \"", flags.lengths, "\""));
   }
+  TFB_RETURN_IF_ERROR(KeepShard(flags.shard, &list.cases()));
   if (flags.counterparts) AddCounterparts(registry, &list);
 
   std::vector<SweepCase> cases = std::move(list.cases());
@@ -517,8 +426,7 @@ absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const R
   std::vector<std::pair<Order, size_t>> order;
   for (size_t i = 0; i < cases.size(); ++i) {
     const SweepCase& c = cases[i];
-    const int64_t length = std::max(c.problem.query_tokens, c.problem.kv_tokens);
-    order.push_back({{c.purpose != Case::PURPOSE_ACCURACY, length, rank(c)}, i});
+    order.push_back({{c.purpose != Case::PURPOSE_ACCURACY, LengthOf(c), rank(c)}, i});
   }
   std::sort(order.begin(), order.end());
   std::vector<SweepCase> sorted;

@@ -13,6 +13,7 @@
 #include "core/options.h"
 #include "core/problem.h"
 #include "core/technique.h"
+#include "harness/choice.h"
 #include "harness/inputs.h"
 #include "results/results.pb.h"
 
@@ -52,6 +53,9 @@ struct CaseFlags {
   // it.
   bool counterparts = true;
   bool accuracy = true;  // false: scaling cases alone, which are still checked once
+  // "2/4": the second of four parts of about equal effort, each with the counterparts of its own
+  // cases. Empty: all.
+  std::string shard;
 };
 inline constexpr absl::string_view kDefaultLengths = "256:4096";
 inline constexpr absl::string_view kTextLengths = "16384";
@@ -84,19 +88,9 @@ struct SweepCase {
 absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const Registry& registry,
                                                  absl::string_view folder);
 
-// The techniques that `text` (CaseFlags::techniques) names, with canonical options.
-struct ChosenTechnique {
-  const Technique* technique;
-  Options options;
-  Options given;  // those of them that `text` has
-};
-absl::StatusOr<std::vector<ChosenTechnique>> ChooseTechniques(absl::string_view text,
-                                                              const Registry& registry);
-
-// "1,256:1024" is 1, 256, 512, 1024: in the order given, without repetition. `what` begins the
-// message.
-absl::StatusOr<std::vector<int64_t>> ParseSizes(absl::string_view what, absl::string_view text,
-                                                int64_t min, int64_t max);
+// What a case takes in comparison with others when nothing else is known: its fixed costs, and a
+// part that grows with tokens.
+double RelativeEffort(const SweepCase& sweep_case);
 
 // The record of a case without an outcome: its key and what rendering has to know of the technique.
 Case MakeRecord(const SweepCase& sweep_case);

@@ -2,6 +2,7 @@
 // --technique, or on every technique that is linked in. What a technique does not do is skipped,
 // with the reason.
 #include <cstdio>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -11,11 +12,15 @@
 #include "core/cuda/simulator/simulator.h"
 #include "core/technique.h"
 #include "gtest/gtest.h"
+#include "harness/conformance/case_table.h"
 #include "harness/conformance/register.h"
 
 ABSL_FLAG(std::string, technique, "", "the technique to test; empty for all that are linked in");
 ABSL_FLAG(std::vector<std::string>, devices, {"cpu"},
           "of cpu, simulator, cuda: the simulator runs the sources for GPUs on the host");
+
+ABSL_FLAG(std::string, table, "",
+          "write which cases each technique runs or does not admit to this file, as Markdown");
 
 int main(int argc, char** argv) {
   ::testing::InitGoogleTest(&argc, argv);
@@ -45,7 +50,16 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "no technique is linked into this binary\n");
     return 2;
   }
+  auto* table = new tfb::conformance::CaseTable();  // GoogleTest deletes it
+  ::testing::UnitTest::GetInstance()->listeners().Append(table);
   const int result = RUN_ALL_TESTS();
+  if (const std::string path = absl::GetFlag(FLAGS_table); !path.empty()) {
+    std::ofstream file(path);
+    if (!(file << table->ToMarkdown() << std::flush)) {
+      std::fprintf(stderr, "--table: cannot write %s\n", path.c_str());
+      return 2;
+    }
+  }
   if (const auto counts = cuda_simulator::TotalCounts(); counts.launches > 0) {
     std::printf("simulator of CUDA: %s\n", cuda_simulator::Describe(counts).c_str());
   }

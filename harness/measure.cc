@@ -146,6 +146,12 @@ struct Measurer::Batch {
   double held_bytes = 0;  // inputs, outputs and parameters of all
 };
 
+// Before there is a pool, whose threads it is to count.
+Measurer::Measurer(const MeasureOptions& options) : options_(options) {
+  absl::StatusOr<std::unique_ptr<InstructionCounter>> counter = InstructionCounter::Open();
+  if (counter.ok()) instructions_ = *std::move(counter);
+}
+
 ThreadPool* Measurer::Pool(int threads) {
   std::unique_ptr<ThreadPool>& pool = pools_[threads];
   if (pool == nullptr) pool = std::make_unique<ThreadPool>(threads);
@@ -456,6 +462,7 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   options.min_time = options_.min_time;
   options.flush_caches = Flusher(*batch);
   options.monitor = Monitor(batch->runtime);
+  if (instructions_ != nullptr) options.instructions = [this] { return instructions_->Read(); };
   options.on_sample = [&](size_t index, absl::string_view what) {
     hooks.on_activity(batch->cases[index]->index, what);
   };

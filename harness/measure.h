@@ -17,6 +17,7 @@
 #include "core/thread_pool.h"
 #include "harness/cases.h"
 #include "harness/device_monitor.h"
+#include "harness/instruction_counter.h"
 #include "harness/timing.h"
 #include "results/results.pb.h"
 
@@ -57,7 +58,7 @@ struct MeasureHooks {
 // Keeps what outlives a group: pools, the memory that flushes caches, how long checks took.
 class Measurer {
  public:
-  explicit Measurer(const MeasureOptions& options) : options_(options) {}
+  explicit Measurer(const MeasureOptions& options);
 
   // `group`: cases with equal GroupKeys. False where a case has lost their device to this process
   // (DeviceStatus): that one has been reported, and those that have not are for another process.
@@ -83,6 +84,7 @@ class Measurer {
   void Time(const MeasureHooks& hooks, Batch* batch);
 
   MeasureOptions options_;
+  std::unique_ptr<InstructionCounter> instructions_;  // null where the kernel has none
   std::map<int, std::unique_ptr<ThreadPool>> pools_;
   std::map<int, std::unique_ptr<CpuCacheFlusher>> flushers_;
   std::map<CudaRuntime*, std::unique_ptr<DeviceCacheFlusher>> device_flushers_;

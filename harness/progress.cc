@@ -72,12 +72,6 @@ void Progress::Clear() {
   drawn_ = false;
 }
 
-double RelativeEffort(const SweepCase& sweep_case) {
-  // Checks over all rows weigh as much as the longer of the usual lengths.
-  const double fixed = sweep_case.purpose == Case::PURPOSE_ACCURACY ? 2 : 1;
-  return fixed + static_cast<double>(TokensOf(sweep_case)) / 512;
-}
-
 void CaseTimes::Add(const SweepCase& sweep_case, double seconds) {
   last_[KeyOf(sweep_case)] = {TokensOf(sweep_case), seconds};
   sum_seconds_ += seconds;

@@ -60,10 +60,6 @@ class CaseTimes {
   double sum_seconds_ = 0, sum_weights_ = 0;
 };
 
-// What a case takes in comparison with others when nothing else is known: its fixed costs, and a
-// part that grows with tokens.
-double RelativeEffort(const SweepCase& sweep_case);
-
 }  // namespace tfb
 
 #endif  // TFB_HARNESS_PROGRESS_H_

@@ -27,8 +27,11 @@
 #include "harness/progress.h"
 #include "harness/quantities.h"
 #include "harness/timing.h"
+#include "harness/turns.h"
 #include "harness/worker.h"
 #include "results/appender.h"
+#include "results/comparison.h"
+#include "results/comparison_report.h"
 #include "results/files.h"
 #include "results/reader.h"
 #include "results/render.h"
@@ -158,6 +161,37 @@ void Work(const SweepOptions& options, const std::vector<SweepCase>& cases, Work
 
 // --- The parent's side
 
+// Samples of a further visit to the same case. What stands once (errors, memory) is the first's; a
+// status that is not ok is the case's.
+void AddVisit(const Case& visit, Case* all) {
+  const Timing& more = visit.outcome().timing();
+  Outcome* outcome = all->mutable_outcome();
+  Timing* timing = outcome->mutable_timing();
+  timing->mutable_setup_ns()->MergeFrom(more.setup_ns());
+  timing->mutable_cold_run_ns()->MergeFrom(more.cold_run_ns());
+  timing->mutable_run_ns()->MergeFrom(more.run_ns());
+  timing->mutable_end_to_end_ns()->MergeFrom(more.end_to_end_ns());
+  timing->mutable_probe_ns()->MergeFrom(more.probe_ns());
+  timing->mutable_run_instructions()->MergeFrom(more.run_instructions());
+  const int segments = std::min(timing->segments_size(), more.segments_size());
+  for (int i = 0; i < segments; ++i) {
+    timing->mutable_segments(i)->mutable_append_ns()->MergeFrom(more.segments(i).append_ns());
+  }
+  timing->set_discarded_samples(timing->discarded_samples() + more.discarded_samples());
+  timing->set_throttled_samples(timing->throttled_samples() + more.throttled_samples());
+  if (timing->discarded_reason().empty()) timing->set_discarded_reason(more.discarded_reason());
+  outcome->set_elapsed_seconds(outcome->elapsed_seconds() + visit.outcome().elapsed_seconds());
+  outcome->set_process_peak_bytes(
+      std::max(outcome->process_peak_bytes(), visit.outcome().process_peak_bytes()));
+  if (visit.outcome().has_device_state_after()) {
+    *outcome->mutable_device_state_after() = visit.outcome().device_state_after();
+  }
+  if (outcome->status() == Outcome::STATUS_OK && visit.outcome().status() != Outcome::STATUS_OK) {
+    outcome->set_status(visit.outcome().status());
+    outcome->set_reason(visit.outcome().reason());
+  }
+}
+
 // A case that is not measured by then: beyond its timeout by this much it is taken to hang.
 double HangGraceSeconds(double case_timeout) { return std::clamp(case_timeout / 2, 1.0, 30.0); }
 constexpr double kRedrawSeconds = 0.2;
@@ -167,17 +201,29 @@ constexpr double kLockSeconds = 2;
 class Sweep {
  public:
   Sweep(const SweepOptions& options, const std::vector<SweepCase>& cases)
-      : options_(options), cases_(cases), begin_(MonotonicSeconds()) {}
+      : options_(options), cases_(cases), begin_(MonotonicSeconds()), visits_(cases.size()) {
+    options_.rounds = std::max(options_.rounds, 1);
+    // Those of all rounds together.
+    int& repetitions = options_.measure.repetitions;
+    repetitions = (repetitions + options_.rounds - 1) / options_.rounds;
+  }
 
   int Run() {
     if (const absl::Status status = Open(); !status.ok()) return Fail(status);
     SignalGuard guard;
-    progress_ = std::make_unique<Progress>(stderr, CountLeft());
-    absl::Status status = CountLeft() == 0 ? absl::OkStatus() : MeasureAll();
+    const std::unique_ptr<std::FILE, int (*)(std::FILE*)> nowhere(
+        is_quiet() ? std::fopen("/dev/null", "w") : nullptr, &CloseFile);
+    progress_ =
+        std::make_unique<Progress>(nowhere != nullptr ? nowhere.get() : stderr, CountLeft());
+    absl::Status status = CountLeft() == 0 && options_.other.program.empty() && !follows()
+                              ? absl::OkStatus()
+                              : MeasureAll();
     progress_->Clear();
     if (!status.ok()) return Fail(status);
     appender_.reset();  // closes the file
-    if (const absl::Status shown = Show(); !shown.ok()) return Fail(shown);
+    if (!is_quiet()) {
+      if (const absl::Status shown = Show(); !shown.ok()) return Fail(shown);
+    }
     if (signals_seen > 0) return Interrupted();
     return AnyFailed() ? kExitCheckFailed : kExitDone;
   }
@@ -187,6 +233,11 @@ class Sweep {
     PrintError(options_.program, status.message());
     return kExitBadUsage;
   }
+
+  bool follows() const { return !options_.turns.empty(); }
+  bool is_quiet() const { return options_.quiet || follows(); }
+  bool takes_turns() const { return follows() || !options_.other.program.empty(); }
+  static int CloseFile(std::FILE* file) { return file == nullptr ? 0 : std::fclose(file); }
 
   // --- The file, and what it has already
 
@@ -280,6 +331,7 @@ class Sweep {
     } else {
       failed_.erase(index);
     }
+    partial_.erase(index);
     times_.Add(cases_[index], outcome.elapsed_seconds());
     progress_->Finished(absl::StrCat(cases_[index].ToString(), ": ", Summary(record)),
                         outcome.status() == Outcome::STATUS_FAILED ||
@@ -313,11 +365,63 @@ class Sweep {
     TFB_RETURN_IF_ERROR(StartWorker());
     TFB_RETURN_IF_ERROR(AppendEnvironment());
     TFB_RETURN_IF_ERROR(AppendObstacles());
-    for (const std::vector<size_t>& group : groups_) {
-      if (signals_seen > 0) break;
-      TFB_RETURN_IF_ERROR(MeasureGroupOf(group));
-    }
+    TFB_RETURN_IF_ERROR(follows() ? Follow() : Lead());
     worker_.reset();
+    return absl::OkStatus();
+  }
+
+  static bool Stopped() { return signals_seen > 0; }
+
+  absl::Status Lead() {
+    std::unique_ptr<OtherSweep> other;
+    if (!options_.other.program.empty()) {
+      progress_->Show(absl::StrCat("starting ", options_.other.program), Elapsed(), ExpectedLeft());
+      TFB_ASSIGN_OR_RETURN(
+          other, OtherSweep::Start(options_.other.program, options_.other.arguments, &Stopped));
+    }
+    for (const std::vector<size_t>& group : groups_) {
+      for (int round = 0; round < options_.rounds && !Stopped(); ++round) {
+        TFB_RETURN_IF_ERROR(MeasureRound(group, round, other.get()));
+      }
+    }
+    if (other == nullptr || Stopped()) return absl::OkStatus();
+    TFB_ASSIGN_OR_RETURN(const int exit_status, other->Finish());
+    if (exit_status == kExitDone || exit_status == kExitCheckFailed) return absl::OkStatus();
+    return absl::InternalError(
+        absl::StrCat(options_.other.program, " ended with exit status ", exit_status));
+  }
+
+  // Who goes first changes from round to round.
+  absl::Status MeasureRound(const std::vector<size_t>& group, int round, OtherSweep* other) {
+    if (group.empty()) return absl::OkStatus();
+    const auto measure_other = [&]() -> absl::Status {
+      if (other == nullptr || Stopped()) return absl::OkStatus();
+      progress_->Show(absl::StrCat("the same of ", options_.other.program), Elapsed(),
+                      ExpectedLeft());
+      const absl::Status status = other->Measure(GroupKey(cases_[group.front()]));
+      return absl::IsCancelled(status) ? absl::OkStatus() : status;
+    };
+    if (round % 2 == 1) TFB_RETURN_IF_ERROR(measure_other());
+    TFB_RETURN_IF_ERROR(MeasureGroupOf(group, round));
+    return round % 2 == 0 ? measure_other() : absl::OkStatus();
+  }
+
+  absl::Status Follow() {
+    TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Turns> turns,
+                         Turns::FromFlag(options_.turns, &Stopped));
+    std::map<std::string, int> rounds;  // by group: those that were asked for
+    while (const std::optional<Turns::Turn> turn = turns->Next()) {
+      for (const std::vector<size_t>& group : groups_) {
+        if (group.empty()) continue;
+        const std::string key = GroupKey(cases_[group.front()]);
+        if (!turn->rest && turn->group != key) continue;
+        int& round = rounds[key];
+        const int end = turn->rest ? options_.rounds : std::min(round + 1, options_.rounds);
+        for (; round < end && !Stopped(); ++round) {
+          TFB_RETURN_IF_ERROR(MeasureGroupOf(group, round));
+        }
+      }
+    }
     return absl::OkStatus();
   }
 
@@ -377,12 +481,13 @@ class Sweep {
     return absl::OkStatus();
   }
 
-  absl::Status MeasureGroupOf(const std::vector<size_t>& group) {
+  absl::Status MeasureGroupOf(const std::vector<size_t>& group, int round) {
     std::set<size_t> unchecked;  // whose check has hung
     for (;;) {
       std::vector<GroupItem> items;
       for (const size_t i : group) {
-        if (left_[i]) items.push_back({i, unchecked.count(i) == 0, ShareOf(i)});
+        if (!left_[i] || visits_[i] > round) continue;
+        items.push_back({i, visits_[i] == 0 && unchecked.count(i) == 0, ShareOf(i)});
       }
       if (items.empty()) return absl::OkStatus();
       // Where a group does not fit memory or time at once, the dense counterparts are in its first
@@ -461,6 +566,22 @@ class Sweep {
         !record.ParseFromArray(parts[1].data(), static_cast<int>(parts[1].size()))) {
       return absl::InternalError("the worker's record does not parse");
     }
+    return Visited(index, std::move(record));
+  }
+
+  // The record of one visit joins those of the visits before. What could not be measured needs no
+  // further one.
+  absl::Status Visited(size_t index, Case record) {
+    ++visits_[index];
+    const auto [entry, is_first] = partial_.try_emplace(index, std::move(record));
+    if (!is_first) AddVisit(record, &entry->second);
+    const bool goes_on =
+        visits_[index] < options_.rounds && entry->second.outcome().timing().run_ns_size() > 0;
+    return goes_on ? absl::OkStatus() : AppendPartial(index);
+  }
+
+  absl::Status AppendPartial(size_t index) {
+    const Case record = std::move(partial_.at(index));
     return Append(index, record);
   }
 
@@ -496,6 +617,10 @@ class Sweep {
 
   absl::Status AppendSkipped(const std::vector<GroupItem>& items) {
     for (const GroupItem& item : items) {
+      if (partial_.count(item.index) > 0) {
+        TFB_RETURN_IF_ERROR(AppendPartial(item.index));
+        continue;
+      }
       TFB_RETURN_IF_ERROR(AppendUnmeasured(
           item.index, Outcome::STATUS_SKIPPED,
           absl::StrCat("the time budget of ", FormatClock(options_.time_budget), " was spent")));
@@ -507,15 +632,16 @@ class Sweep {
 
   double Elapsed() const { return MonotonicSeconds() - begin_; }
 
-  // The part of the budget that is left which a case may take for its timing. The rest, about half,
-  // is for creating, first runs and checks.
+  // The part of the budget that is left which one visit to a case may take for its timing. The
+  // rest, about half, is for creating, first runs and checks.
   double ShareOf(size_t index) const {
     if (deadline() == 0) return 0;
     double efforts = 0;
     for (size_t i = 0; i < cases_.size(); ++i) {
-      if (left_[i]) efforts += RelativeEffort(cases_[i]);
+      if (left_[i]) efforts += RelativeEffort(cases_[i]) * (options_.rounds - visits_[i]);
     }
-    const double seconds = std::max(deadline() - MonotonicSeconds(), 1e-3);
+    const double seconds =
+        std::max(deadline() - MonotonicSeconds(), 1e-3) / (takes_turns() ? 2 : 1);
     return 0.5 * seconds * RelativeEffort(cases_[index]) / efforts;
   }
 
@@ -538,7 +664,22 @@ class Sweep {
       how.notes.push_back("nothing was left to measure: the file has every case");
     }
     std::fputs(Render(file.results, how).c_str(), stdout);
+    if (!options_.other.program.empty()) TFB_RETURN_IF_ERROR(ShowComparison(file.results));
     std::fflush(stdout);
+    return absl::OkStatus();
+  }
+
+  absl::Status ShowComparison(const ResultSet& now) const {
+    TFB_ASSIGN_OR_RETURN(const ResultFile other, ReadResultFile(options_.other.output));
+    const absl::StatusOr<Comparison> comparison = Compare(other.results, now, {});
+    const TextStyle style = StyleFor(STDOUT_FILENO);
+    const std::string text =
+        comparison.ok()
+            ? RenderComparison(*comparison, ComparisonFormat::kTerminal, /*all=*/false, style)
+            : absl::StrCat("not compared: ", comparison.status().message(), "\n");
+    std::printf("\nagainst %s\n\n%sthe same again: bazel run //tools:compare -- %s %s\n",
+                options_.other.program.c_str(), text.c_str(),
+                ShortPath(options_.other.output).c_str(), ShortPath(options_.output).c_str());
     return absl::OkStatus();
   }
 
@@ -561,7 +702,7 @@ class Sweep {
 
   bool AnyFailed() const { return !failed_.empty(); }
 
-  const SweepOptions& options_;
+  SweepOptions options_;
   const std::vector<SweepCase>& cases_;
   const double begin_;
   std::unique_ptr<ResultAppender> appender_;
@@ -570,6 +711,8 @@ class Sweep {
   std::vector<std::vector<size_t>> groups_;
   std::vector<bool> left_;                        // by case: no record yet
   std::map<size_t, std::string> skipped_before_;  // by case: the reason in the file
+  std::vector<int> visits_;                       // by case
+  std::map<size_t, Case> partial_;                // of cases that are to be visited again
   std::set<size_t> failed_;
   std::string no_gpu_reason_;
   int ends_between_cases_ = 0;

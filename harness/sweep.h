@@ -27,9 +27,26 @@ struct SweepOptions {
       command;  // what to type to run the same sweep, for the message that says how to resume
   std::vector<std::string> command_line;
   std::string workspace;  // of the git commit
+
+  // The samples of a case are taken in so many visits to its group. Between two of them everything
+  // is created anew, in other memory, and what is particular to one place of a tensor does not count
+  // for all samples. Checked at the first.
+  int rounds = 1;
+  // A sweep of another build that takes turns with this one, group by group and round by round
+  // (harness/turns.h), and what it is told besides --output. None where the program is empty.
+  struct Other {
+    std::string program;
+    std::vector<std::string> arguments;
+    std::string output;
+  };
+  Other other;
+  // This sweep is the other: the value of --turns. It prints no progress and no tables.
+  std::string turns;
+  bool quiet = false;  // no progress and no tables
 };
 
-// Runs them, prints progress to stderr and, at the end, tables and the file's path to stdout.
+// Runs them, prints progress to stderr and, at the end, tables and the file's path to stdout; with
+// another build's sweep, also the comparison of both (results/comparison.h).
 //
 // Returns the exit status: 0 done; 1 a case failed (an error beyond its bound, or a technique's
 // failure); 2 the file cannot be written; 128 + signal where SIGINT or SIGTERM stopped it, with a

@@ -1,12 +1,18 @@
 // Holds every technique against dense attention on the same inputs and sweeps how each scales.
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <string>
 #include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
 #include "core/status.h"
 #include "harness/cases.h"
 #include "harness/machine.h"
@@ -65,10 +71,24 @@ ABSL_FLAG(std::string, output, "",
 ABSL_FLAG(bool, resume, false,
           "Go on with the file of --output: cases that it has are not run again.");
 
+ABSL_FLAG(std::string, shard, "",
+          "A part of the cases, as in 2/4 for the second of four parts of about equal effort: for "
+          "sweeps on several machines, whose files //tools:merge joins. Empty: all.");
+ABSL_FLAG(int, rounds, 0,
+          "Visits to each case over which its samples are spread, everything being created anew in "
+          "between. 0: 1, and 4 with --interleave_with.");
+ABSL_FLAG(
+    std::string, interleave_with, "",
+    "The sweep of another build, as in /tmp/base/bazel-bin/harness/sweep: both measure the same "
+    "cases in turns, so that the machine's moods meet both alike, and are compared at the "
+    "end. Its results go to OUTPUT-base.pb.");
+ABSL_FLAG(std::string, turns, "", "Set by --interleave_with for the other build.");
+
 namespace tfb {
 namespace {
 
 constexpr char kProgram[] = "sweep";
+constexpr int kInterleavedRounds = 4;
 constexpr char kUsage[] =
     "sweep [flags]\n"
     "Measures error, time and memory of every technique beside dense attention: accuracy on real\n"
@@ -92,6 +112,7 @@ CaseFlags CaseFlagsFromFlags() {
   flags.seed = absl::GetFlag(FLAGS_seed);
   flags.counterparts = absl::GetFlag(FLAGS_counterparts);
   flags.accuracy = absl::GetFlag(FLAGS_accuracy);
+  flags.shard = absl::GetFlag(FLAGS_shard);
   return flags;
 }
 
@@ -122,21 +143,69 @@ absl::StatusOr<SweepOptions> OptionsFromFlags() {
   options.output = output.empty() ? DefaultResultPath() : CallerPath(output);
   options.program = kProgram;
   options.workspace = WorkspaceFolder();
+  options.turns = absl::GetFlag(FLAGS_turns);
+  options.rounds = absl::GetFlag(FLAGS_rounds);
+  if (options.rounds < 0 || options.rounds > options.measure.repetitions) {
+    return absl::InvalidArgumentError(absl::StrCat("--rounds: ", options.rounds,
+                                                   "; allowed are 0 to --repetitions, which is ",
+                                                   options.measure.repetitions));
+  }
+  const bool takes_turns = !options.turns.empty() || !absl::GetFlag(FLAGS_interleave_with).empty();
+  if (options.rounds == 0) {
+    options.rounds = takes_turns ? std::min(kInterleavedRounds, options.measure.repetitions) : 1;
+  }
   return options;
+}
+
+bool IsFlag(absl::string_view word, absl::string_view name) {
+  return word == absl::StrCat("--", name) || absl::StartsWith(word, absl::StrCat("--", name, "="));
+}
+
+// The words of a command line without the given flags, and without the word behind them where that
+// is their value.
+std::vector<std::string> Without(const std::vector<absl::string_view>& names,
+                                 const std::vector<std::string>& argv) {
+  std::vector<std::string> words;
+  for (size_t i = 1; i < argv.size(); ++i) {
+    const auto name = std::find_if(names.begin(), names.end(),
+                                   [&](absl::string_view one) { return IsFlag(argv[i], one); });
+    if (name == names.end()) {
+      words.push_back(argv[i]);
+    } else if (*name != "resume" && argv[i].find('=') == std::string::npos) {
+      ++i;
+    }
+  }
+  return words;
+}
+
+// The other build gets the same flags, and a file of its own.
+absl::StatusOr<SweepOptions::Other> OtherFromFlags(const std::vector<std::string>& argv,
+                                                   const SweepOptions& options) {
+  SweepOptions::Other other;
+  other.program = CallerPath(absl::GetFlag(FLAGS_interleave_with));
+  if (access(other.program.c_str(), X_OK) != 0) {
+    return absl::NotFoundError(
+        absl::StrCat("--interleave_with: ", other.program, ": ", std::strerror(errno)));
+  }
+  other.output = absl::StrCat(absl::StripSuffix(options.output, ".pb"), "-base.pb");
+  other.arguments = Without({"interleave_with", "output", "resume"}, argv);
+  other.arguments.push_back(absl::StrCat("--output=", other.output));
+  const bool exists = access(other.output.c_str(), F_OK) == 0;
+  if (options.resume && exists) other.arguments.push_back("--resume");
+  if (!options.resume && exists) {
+    return absl::AlreadyExistsError(absl::StrCat("--interleave_with: ", other.output,
+                                                 " is there already; --resume goes on with it"));
+  }
+  return other;
 }
 
 // What to type for the same sweep: as it was typed, but for the two flags that say where to go on.
 std::string Command(const std::vector<std::string>& argv) {
   std::string command =
       WorkspaceFolder().empty() ? argv[0] : std::string("bazel run //harness:sweep --");
-  for (size_t i = 1; i < argv.size(); ++i) {
-    if (absl::StartsWith(argv[i], "--output=") || argv[i] == "--resume") continue;
-    if (argv[i] == "--output") {
-      ++i;
-      continue;
-    }
-    const bool plain = argv[i].find_first_of(" *?'\"$&;|<>()[]{}\\") == std::string::npos;
-    absl::StrAppend(&command, " ", plain ? argv[i] : absl::StrCat("'", argv[i], "'"));
+  for (const std::string& word : Without({"output", "resume"}, argv)) {
+    const bool plain = word.find_first_of(" *?'\"$&;|<>()[]{}\\") == std::string::npos;
+    absl::StrAppend(&command, " ", plain ? word : absl::StrCat("'", word, "'"));
   }
   return command;
 }
@@ -166,6 +235,9 @@ absl::StatusOr<int> Sweep(const std::vector<std::string>& argv, const CommandLin
     for (const SweepCase& one : cases) std::printf("%s\n", one.ToString().c_str());
     std::printf("%zu cases\n", cases.size());
     return kExitDone;
+  }
+  if (!absl::GetFlag(FLAGS_interleave_with).empty()) {
+    TFB_ASSIGN_OR_RETURN(options.other, OtherFromFlags(argv, options));
   }
   options.command = Command(argv);
   options.command_line = argv;

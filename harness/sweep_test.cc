@@ -10,6 +10,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <random>
 #include <set>
 #include <sstream>
 #include <string>
@@ -22,6 +23,7 @@
 #include "gtest/gtest.h"
 #include "harness/timing.h"
 #include "results/reader.h"
+#include "results/statistics.h"
 
 namespace tfb {
 namespace {
@@ -285,6 +287,32 @@ TEST_F(SweepTest, KilledAnywhereItResumesToTheSameCases) {
   }
 }
 
+// Each kill meets whatever the sweep is at: its start, the environment's record, a case, its record.
+TEST_F(SweepTest, FiftyKillsAtRandomInstantsLoseNothing) {
+  const std::vector<std::string> sweep = Small({"--techniques=toy_slow:ms=3,toy_mean,toy_stream",
+                                                "--lengths=16:2048", "--output=a.pb", "--resume"});
+  std::mt19937 random(20);
+  std::uniform_real_distribution<double> instant(0, 1);
+  std::set<std::string> kept;
+  for (int kill = 0; kill < 50; ++kill) {
+    Process process(folder_, sweep);
+    usleep(static_cast<useconds_t>(1e6 * instant(random)));
+    process.Signal(SIGKILL);
+    process.Wait();
+    if (access(Path("a.pb").c_str(), F_OK) != 0) continue;  // before it was made
+    const std::set<std::string> keys = Keys("a.pb");
+    EXPECT_TRUE(std::includes(keys.begin(), keys.end(), kept.begin(), kept.end())) << kill;
+    kept = keys;
+  }
+  const Finished resumed = Process(folder_, sweep).Wait();
+  EXPECT_EQ(resumed.exit_status, 0) << resumed.err;
+  EXPECT_EQ(Run({"--techniques=toy_slow:ms=3,toy_mean,toy_stream", "--lengths=16:2048",
+                 "--output=whole.pb"})
+                .exit_status,
+            0);
+  EXPECT_EQ(Keys("a.pb"), Keys("whole.pb"));
+}
+
 TEST_F(SweepTest, TornFileIsCutAndResumed) {
   EXPECT_EQ(Run({"--techniques=toy_mean", "--lengths=16", "--output=a.pb"}).exit_status, 0);
   const std::set<std::string> whole = Keys("a.pb");
@@ -357,6 +385,104 @@ TEST_F(SweepTest, ProgressIsRedrawnOnATerminal) {
   // Of cases only what went wrong stays on the screen.
   EXPECT_THAT(run.err, HasSubstr("toy_crash, cpu, "));
   EXPECT_THAT(run.err, Not(HasSubstr("toy_slow ms=50, cpu, ")));
+}
+
+TEST_F(SweepTest, ShardsTogetherHaveTheCasesOfTheWholeAndEachItsCounterparts) {
+  const std::vector<std::string> sweep = {"--techniques=toy_mean,toy_causal:rounds=*,toy_stream",
+                                          "--lengths=8:64", "--devices=cpu"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), sweep.begin(), sweep.end());
+    return more;
+  };
+  EXPECT_EQ(Run(with({"--output=whole.pb"})).exit_status, 0);
+  const std::set<std::string> whole = Keys("whole.pb");
+  const absl::StatusOr<ResultFile> whole_file = ReadResultFile(Path("whole.pb"));
+  ASSERT_TRUE(whole_file.ok());
+  const DensePartners partners_of_whole(whole_file->results);
+  const std::map<std::string, const Case*> cases_of_whole = CasesByKey(whole_file->results);
+  std::set<std::string> together;
+  for (const int shard : {1, 2, 3, 4}) {
+    const std::string name = absl::StrCat(shard, ".pb");
+    const Finished done = Run(with({"--output=" + name, absl::StrCat("--shard=", shard, "/4")}));
+    EXPECT_EQ(done.exit_status, 0) << done.err;
+    const std::set<std::string> part = Keys(name);
+    EXPECT_FALSE(part.empty());
+    EXPECT_LT(part.size(), whole.size());
+    together.insert(part.begin(), part.end());
+    // What is held against another case in the whole is so in its part.
+    const absl::StatusOr<ResultFile> file = ReadResultFile(Path(name));
+    ASSERT_TRUE(file.ok());
+    const DensePartners partners(file->results);
+    for (const auto& [key, one] : CasesByKey(file->results)) {
+      const bool has = partners_of_whole.Find(*cases_of_whole.at(key)) != nullptr;
+      EXPECT_EQ(partners.Find(*one) != nullptr, has) << name << " " << key;
+    }
+  }
+  EXPECT_EQ(together, whole);
+  EXPECT_EQ(Run(with({"--shard=5/4"})).err,
+            "sweep: --shard: \"5/4\"; wanted is a part of up to 10000, as in 2/4\n");
+}
+
+TEST_F(SweepTest, TwoBuildsTakeTurnsAndAreCompared) {
+  const std::string other = absl::StrCat(Path("other_sweep"));
+  char folder[4096];
+  ASSERT_NE(getcwd(folder, sizeof(folder)), nullptr);
+  ASSERT_EQ(symlink(absl::StrCat(folder, "/harness/toy_sweep").c_str(), other.c_str()), 0);
+  const Finished done =
+      Run({"--techniques=toy_mean,toy_causal", "--lengths=8,16", "--repetitions=8", "--rounds=4",
+           "--output=new.pb", absl::StrCat("--interleave_with=", other)});
+  EXPECT_EQ(done.exit_status, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr(absl::StrCat("against ", other)));
+  EXPECT_THAT(done.out, HasSubstr("0 missing, 0 new"));
+  EXPECT_THAT(done.out, EndsWith("//tools:compare -- new-base.pb new.pb\n"));
+  EXPECT_FALSE(Keys("new.pb").empty());
+  EXPECT_EQ(Keys("new.pb"), Keys("new-base.pb"));
+  for (const char* name : {"new.pb", "new-base.pb"}) {
+    for (const auto& [which, outcome] : Outcomes(name)) {
+      EXPECT_EQ(outcome.status(), Outcome::STATUS_OK) << name << " " << which;
+      // Four visits of two samples, checked at the first.
+      const Timing& timing = outcome.timing();
+      EXPECT_EQ(timing.run_ns_size() + timing.discarded_samples(), 8) << name << " " << which;
+      EXPECT_EQ(timing.probe_ns_size(), timing.run_ns_size());
+      EXPECT_TRUE(outcome.against_definition().passed());
+    }
+  }
+  EXPECT_EQ(Run({"--techniques=toy_mean", "--output=other.pb", "--lengths=8",
+                 "--interleave_with=" + other, "--rounds=9"})
+                .err,
+            "sweep: --rounds: 9; allowed are 0 to --repetitions, which is 3\n");
+}
+
+TEST_F(SweepTest, WhatIsNoSweepCannotTakeTurns) {
+  const auto run = [this](const std::string& other) {
+    return Run({"--techniques=toy_mean", "--lengths=8", "--output=a.pb", "--resume",
+                "--interleave_with=" + other});
+  };
+  Finished done = run("/none");
+  EXPECT_EQ(done.exit_status, 2);
+  EXPECT_EQ(done.err, "sweep: --interleave_with: /none: No such file or directory\n");
+  done = run("/bin/false");
+  EXPECT_EQ(done.exit_status, 2);
+  EXPECT_THAT(done.err, HasSubstr("sweep: /bin/false ended with exit status 1; is it a sweep of a "
+                                  "build that knows --turns?"));
+  done = run("/bin/echo");
+  EXPECT_EQ(done.exit_status, 2);
+  EXPECT_THAT(Run({"--turns=7"}).err, HasSubstr("is set by a sweep with --interleave_with"));
+}
+
+TEST_F(SweepTest, ALeaderThatIsKilledTakesTheOtherAlong) {
+  char folder[4096];
+  ASSERT_NE(getcwd(folder, sizeof(folder)), nullptr);
+  Process leader(folder_,
+                 Small({"--techniques=toy_slow:ms=20", "--lengths=8:1024", "--output=new.pb",
+                        "--interleave_with=" + std::string(folder) + "/harness/toy_sweep"}));
+  ASSERT_TRUE(Grows("new-base.pb", 1));
+  leader.Signal(SIGKILL);
+  leader.Wait();
+  // The other lets go of its file: it can be gone on with.
+  const Finished done =
+      Run({"--techniques=toy_mean:ms=1", "--lengths=8", "--output=new-base.pb", "--resume"});
+  EXPECT_EQ(done.exit_status, 0) << done.err;
 }
 
 TEST_F(SweepTest, BadUsageIsOneLineThatNamesTheFlag) {

@@ -21,6 +21,7 @@ namespace tfb {
 namespace {
 
 constexpr int kSetupSamples = kIntervalSamples;
+constexpr int kCountedRuns = 3;
 constexpr int kColdSamples = kIntervalSamples;
 constexpr int kStreams = kIntervalSamples;
 constexpr size_t kSegmentsKept = 32;  // of a stream, evenly spaced
@@ -141,6 +142,18 @@ class Measurement {
     }
   }
 
+  // Instructions of single runs, where there is a counter and time for it.
+  void CountInstructions() {
+    if (options_.instructions == nullptr || timed_.device != nullptr || !timed_.status.ok()) return;
+    if (Fitting(0.1, kCountedRuns * call_seconds_) < 1) return;
+    for (int i = 0; i < kCountedRuns; ++i) {
+      const int64_t before = options_.instructions();
+      if (!Keep(Run())) return;
+      const int64_t after = options_.instructions();
+      if (after > before) timed_.timing.add_run_instructions(static_cast<double>(after - before));
+    }
+  }
+
   // What the library reports of the runs, joined with what was noted here.
   void Finish(SampleReporter* reporter, double usual_probe) {
     const auto& runs = reporter->Runs(NameOf("run"));
@@ -152,6 +165,7 @@ class Measurement {
     int64_t discarded = 0;
     for (size_t i = 0; i < std::min(runs.size(), run_taken_.size()); ++i) {
       if (!run_taken_[i]) continue;
+      if (!on_device && kept[taken]) timed_.timing.add_probe_ns(probes_[taken] * 1e9);
       if (kept[taken++]) {
         timed_.timing.add_run_ns(runs[i].real_accumulated_time / runs[i].iterations / calls * 1e9);
       } else {
@@ -559,6 +573,7 @@ void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cas
     measurements.push_back(std::make_unique<Measurement>(options, i, &(*cases)[i], &device_lost));
     measurements.back()->Pilot();
     measurements.back()->Register();
+    measurements.back()->CountInstructions();
   }
   SampleReporter reporter;
   const bool any = std::any_of(cases->begin(), cases->end(),

@@ -78,6 +78,8 @@ struct TimingOptions {
   // Overwrites the caches of the cores, or enqueues that on the device; null: no cold runs.
   std::function<absl::Status()> flush_caches;
   DeviceMonitor* monitor = nullptr;  // of the device; null: nothing is known of it
+  // Instructions that the process has retired so far (harness/instruction_counter.h); null: unknown.
+  std::function<int64_t()> instructions;
   // Called before each sample with the case's index and "run", "cold", "setup" or "stream".
   std::function<void(size_t index, absl::string_view what)> on_sample;
   // Once true, no further sample is begun. What was sampled by then is kept.

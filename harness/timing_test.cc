@@ -104,6 +104,26 @@ TEST_F(TimingTest, EverySampleIsKept) {
   EXPECT_GT(cases[0].timing.calls_per_sample(), cases[1].timing.calls_per_sample());
 }
 
+TEST_F(TimingTest, InstructionsAreCountedWhereThereIsACounter) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  TimingOptions options = Quick();
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(cases[0].timing.run_instructions_size(), 0);
+  int64_t count = 0;
+  options.instructions = [&] { return count += 1000; };
+  MeasureSideBySide(options, &cases);
+  EXPECT_THAT(cases[0].timing.run_instructions(), ElementsAre(1000, 1000, 1000));
+}
+
+TEST_F(TimingTest, EachSampleHasTheTimeOfTheArithmeticBesideIt) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  MeasureSideBySide(Quick(), &cases);
+  EXPECT_EQ(cases[0].timing.probe_ns_size(), cases[0].timing.run_ns_size());
+  EXPECT_THAT(cases[0].timing.probe_ns(), Each(Gt(0)));
+}
+
 TEST_F(TimingTest, SamplesOfDifferentCasesAreInterleaved) {
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("toy_mean", {}, 16));

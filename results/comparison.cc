@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <optional>
@@ -9,8 +10,10 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "core/status.h"
 #include "results/reader.h"
 #include "results/render.h"
 #include "results/statistics.h"
@@ -20,27 +23,35 @@ namespace {
 
 constexpr int kLeastSamples = 3;
 constexpr double kLeastSetupShare = 0.05;
+constexpr double kSignificance = 0.05;
+constexpr char kOverDense[] = " over dense";
 
-// A positive quantity with an interval, in natural logarithms.
-struct LogInterval {
-  double middle, low, high;
-};
-
-std::optional<LogInterval> LogOf(const std::optional<MedianInterval>& time) {
-  if (!time.has_value() || !(time->low > 0) || !std::isfinite(time->high)) return std::nullopt;
-  return LogInterval{std::log(time->median), std::log(time->low), std::log(time->high)};
+using Samples = std::vector<double>;
+template <class Range>
+Samples ToSamples(const Range& range) {
+  return Samples(range.begin(), range.end());
 }
 
-// log(a / b), half widths added in quadrature.
-LogInterval Ratio(const LogInterval& a, const LogInterval& b) {
-  const double middle = a.middle - b.middle;
-  return {middle, middle - std::hypot(a.middle - a.low, b.high - b.middle),
-          middle + std::hypot(a.high - a.middle, b.middle - b.low)};
+// The same number for the same text, on every platform (FNV-1a).
+uint64_t SeedOf(absl::string_view text) {
+  uint64_t hash = 14695981039346656037u;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+  return hash;
 }
 
 // One of the two sets, with what is looked up in it.
 struct Side {
-  explicit Side(const ResultSet& set) : results(set), partners(set), cases(CasesByKey(set)) {}
+  Side(const ResultSet& set, bool any_precision) : results(set), partners(set) {
+    for (const auto& [key, result] : CasesByKey(set)) {
+      if (!any_precision) {
+        cases[key] = result;
+        continue;
+      }
+      Case::Key without = result->key();
+      without.clear_dtype();
+      cases[CaseKey(without)] = result;
+    }
+  }
   const Environment& EnvironmentOf(const Case& result) const {
     static const Environment* const unknown = new Environment();
     const Environment* found = FindEnvironment(results, result.environment_id());
@@ -82,10 +93,103 @@ void AddDifferences(const Environment& base, const Environment& now, DeviceType 
   AddDifference("CUDA compiler", base.cuda_compiler(), now.cuda_compiler(), differences);
 }
 
+constexpr char kElementTypes[] = "element types";
+
+// What a key's fields are called, and their values as text.
+std::map<std::string, std::string> FieldsOf(const Case::Key& key) {
+  const ProblemSize& problem = key.problem();
+  return {{"techniques", key.technique()},
+          {"options", CanonicalOptions(key)},
+          {"devices", std::string(Name(key.device()))},
+          {kElementTypes, std::string(Name(key.dtype()))},
+          {"threads", absl::StrCat(key.threads())},
+          {"seeds", absl::StrCat(key.seed())},
+          {"inputs", DescribeInput(key.input())},
+          {"lengths", absl::StrCat(LengthOf(problem))},
+          {"problems", DescribeProblem(problem, /*with_tokens=*/false)},
+          {"purposes", std::string(Name(key.purpose()))}};
+}
+
+// Why no key of one side is a key of the other: the fields that have no value in common.
+std::string WhyNothingInCommon(const Side& base, const Side& now) {
+  static constexpr size_t kShown = 4;
+  std::map<std::string, std::set<std::string>> values[2];
+  for (const auto& [key, result] : base.cases) {
+    for (const auto& [field, value] : FieldsOf(result->key())) values[0][field].insert(value);
+  }
+  for (const auto& [key, result] : now.cases) {
+    for (const auto& [field, value] : FieldsOf(result->key())) values[1][field].insert(value);
+  }
+  const auto shown = [](const std::set<std::string>& all) {
+    std::vector<std::string> some(all.begin(),
+                                  std::next(all.begin(), std::min(size_t{kShown}, all.size())));
+    if (all.size() > kShown) some.push_back("...");
+    return Printable(absl::StrJoin(some, ", "));
+  };
+  std::vector<std::string> differences;
+  for (const auto& [field, of_base] : values[0]) {
+    const std::set<std::string>& of_now = values[1][field];
+    const bool common = std::any_of(of_base.begin(), of_base.end(), [&](const std::string& value) {
+      return of_now.count(value) > 0;
+    });
+    if (common || of_now.empty()) continue;
+    differences.push_back(absl::StrCat(field, ": ", shown(of_base), " / ", shown(of_now)));
+  }
+  const bool precision = differences.size() == 1 && absl::StartsWith(differences[0], kElementTypes);
+  return absl::StrCat("the two have no case in common (", base.cases.size(), " and ",
+                      now.cases.size(), " cases)", differences.empty() ? "" : "; ",
+                      absl::StrJoin(differences, "; "),
+                      precision ? "; --allow_different_precision matches them all the same" : "");
+}
+
+// A time on both sides, divided by something that was measured beside it.
+struct TimeView {
+  std::string divisor;         // " over dense"; empty for the time itself
+  std::vector<Factor> change;  // now over base
+  Samples base, now;           // each sample divided by the median of its divisor
+  bool portable = false;       // does not depend on the machine's speed
+};
+
+double MedianOrNan(const Samples& samples) {
+  const std::optional<MedianInterval> median = MedianOf(samples);
+  return median.has_value() ? median->median : std::nan("");
+}
+
+Samples Quotients(const Samples& samples, const Samples& divisors) {
+  Samples quotients;
+  for (size_t i = 0; i < samples.size(); ++i) quotients.push_back(samples[i] / divisors[i]);
+  return quotients;
+}
+
+// Empty divisors: the samples themselves.
+TimeView ViewOf(absl::string_view divisor, const Samples& base, const Samples& base_divisor,
+                const Samples& now, const Samples& now_divisor, bool portable) {
+  TimeView view;
+  view.divisor = std::string(divisor);
+  view.change = {{now, true}, {base, false}};
+  view.base = base;
+  view.now = now;
+  view.portable = portable;
+  if (base_divisor.empty()) return view;
+  view.change.push_back({now_divisor, false});
+  view.change.push_back({base_divisor, true});
+  const double of_base = MedianOrNan(base_divisor), of_now = MedianOrNan(now_divisor);
+  for (double& sample : view.base) sample /= of_base;
+  for (double& sample : view.now) sample /= of_now;
+  return view;
+}
+
+// The samples of a case's warm runs; none where it did not run.
+Samples RunSamples(const Case& result) {
+  if (!RunTime(result).has_value()) return {};
+  return ToSamples(result.outcome().timing().run_ns());
+}
+
 class Comparer {
  public:
   Comparer(const ResultSet& base, const ResultSet& now, const CompareOptions& options)
-      : base_(base), now_(now) {
+      : base_(base, options.allow_different_precision),
+        now_(now, options.allow_different_precision) {
     comparison_.options = options;
   }
 
@@ -101,18 +205,18 @@ class Comparer {
     }
     comparison_.cases = static_cast<int>(pairs.size());
     comparison_.environment_differences.assign(differences.begin(), differences.end());
-    if (pairs.empty()) {
-      return absl::FailedPreconditionError(absl::StrCat("the two have no case in common (",
-                                                        base_.cases.size(), " and ",
-                                                        now_.cases.size(), " cases)"));
-    }
+    if (pairs.empty()) return absl::FailedPreconditionError(WhyNothingInCommon(base_, now_));
     if (!differences.empty() && !options().allow_different_environment) {
       return absl::FailedPreconditionError(
           absl::StrCat("the environments differ: ", absl::StrJoin(differences, "; "),
                        "; --allow_different_environment compares what does not depend on them"));
     }
+    if (options().metric == CompareOptions::Metric::kInstructions) {
+      TFB_RETURN_IF_ERROR(CheckInstructions(pairs));
+    }
     for (const auto& [base, now] : pairs) CompareCase(*base, *now);
     ComparePresence();
+    CorrectForNumberOfTimes();
     Sort();
     return std::move(comparison_);
   }
@@ -120,11 +224,31 @@ class Comparer {
  private:
   const CompareOptions& options() const { return comparison_.options; }
 
+  // Some pair has them on both sides.
+  static absl::Status CheckInstructions(
+      const std::vector<std::pair<const Case*, const Case*>>& pairs) {
+    bool of_base = false, of_now = false;
+    for (const auto& [base, now] : pairs) {
+      of_base = of_base || base->outcome().timing().run_instructions_size() > 0;
+      of_now = of_now || now->outcome().timing().run_instructions_size() > 0;
+    }
+    if (of_base && of_now) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        absl::StrCat("--metric=instructions: ",
+                     of_base  ? "NEW"
+                     : of_now ? "BASE"
+                              : "neither of the two",
+                     of_base || of_now ? " has no" : " has",
+                     " counts of instructions: the kernel of a machine "
+                     "grants them where it has a counter and perf_event_paranoid is at most 2"));
+  }
+
   Finding& Add(absl::string_view what, const Case& result, Verdict verdict) {
     comparison_.findings.emplace_back();
     Finding& finding = comparison_.findings.back();
     finding.what = std::string(what);
     finding.subject = DescribeCase(result);
+    finding.key = CaseKey(result);
     finding.verdict = verdict;
     return finding;
   }
@@ -132,7 +256,7 @@ class Comparer {
   // By a threshold alone: for numbers without noise.
   Verdict Judge(double change, double threshold) const {
     if (change >= threshold || std::isnan(change)) return Verdict::kRegressed;
-    return change <= 1 / threshold ? Verdict::kImproved : Verdict::kUnchanged;
+    return change <= 1 / threshold ? Verdict::kImproved : Verdict::kSame;
   }
 
   void CompareCase(const Case& base, const Case& now) {
@@ -156,117 +280,177 @@ class Comparer {
     CompareRuns(base, now);
     CompareSetups(base, now);
     CompareMemory(base, now);
+    if (base.key().dtype() != now.key().dtype()) return;
     CompareDefinition(base, now);
     CompareDense(base, now);
   }
 
   void CompareRuns(const Case& base, const Case& now) {
-    CompareTimes("run time", base, now, RunTime(base), RunTime(now));
+    if (options().metric == CompareOptions::Metric::kInstructions) {
+      CompareInstructions(base, now);
+    } else {
+      CompareTimes("run time", base, now, RunSamples(base), RunSamples(now));
+    }
+  }
+
+  void CompareInstructions(const Case& base, const Case& now) {
+    const Samples before = ToSamples(base.outcome().timing().run_instructions());
+    const Samples after = ToSamples(now.outcome().timing().run_instructions());
+    if (before.empty() || after.empty()) return;
+    Finding& finding = Add("instructions", now, Verdict::kSame);
+    finding.is_time = true;
+    finding.base = FormatSignificant(MedianOrNan(before));
+    finding.now = FormatSignificant(MedianOrNan(after));
+    JudgeInterval(BootstrapRatio({{after, true}, {before, false}}, SeedOf(finding.key)), &finding);
   }
 
   void CompareSetups(const Case& base, const Case& now) {
-    const std::optional<MedianInterval> before = Median(base.outcome().timing().setup_ns());
-    const std::optional<MedianInterval> after = Median(now.outcome().timing().setup_ns());
+    if (options().metric == CompareOptions::Metric::kInstructions) return;
+    const Samples before = ToSamples(base.outcome().timing().setup_ns());
+    const Samples after = ToSamples(now.outcome().timing().setup_ns());
     const std::optional<MedianInterval> run = RunTime(now);
-    if (!before.has_value() || !after.has_value() || !run.has_value()) return;
-    if (std::max(before->median, after->median) < kLeastSetupShare * run->median) return;
+    if (before.empty() || after.empty() || !run.has_value()) return;
+    if (std::max(MedianOrNan(before), MedianOrNan(after)) < kLeastSetupShare * run->median) return;
     CompareTimes("setup time", base, now, before, after);
   }
 
-  // What a time is divided by before it is compared, on both sides alike.
-  struct Basis {
-    std::string name;
-    LogInterval base, now;
-    bool portable = false;  // does not depend on the machine's speed
-  };
-
-  static std::optional<Basis> DenseBasis(const Side& base_side, const Case& base,
-                                         const Side& now_side, const Case& now) {
-    const Case* before = base_side.partners.Find(base);
-    const Case* after = now_side.partners.Find(now);
-    if (before == nullptr || after == nullptr || IsBaseline(base) || IsBaseline(now)) {
+  std::optional<TimeView> OverDense(const Case& base, const Case& now, const Samples& before,
+                                    const Samples& after) const {
+    const Case* dense_before = base_.partners.Find(base);
+    const Case* dense_after = now_.partners.Find(now);
+    if (dense_before == nullptr || dense_after == nullptr || IsBaseline(base) || IsBaseline(now)) {
       return std::nullopt;
     }
-    const std::optional<LogInterval> log_before = LogOf(RunTime(*before));
-    const std::optional<LogInterval> log_after = LogOf(RunTime(*after));
-    if (!log_before.has_value() || !log_after.has_value()) return std::nullopt;
-    return Basis{" over dense", *log_before, *log_after, true};
+    const Samples of_base = RunSamples(*dense_before), of_now = RunSamples(*dense_after);
+    if (of_base.empty() || of_now.empty()) return std::nullopt;
+    return ViewOf(kOverDense, before, of_base, after, of_now, /*portable=*/true);
   }
 
-  static std::optional<Basis> PeakBasis(const Side& base_side, const Case& base,
-                                        const Side& now_side, const Case& now) {
-    // The time that its operations take at the measured peak.
-    const std::optional<LogInterval> before = TimeAtPeak(base_side, base);
-    const std::optional<LogInterval> after = TimeAtPeak(now_side, now);
-    if (!before.has_value() || !after.has_value()) return std::nullopt;
-    return Basis{" over that at the measured peak", *before, *after, true};
-  }
-
-  // The first is what the verdict is about. A second one is another view of the machine's speed.
-  std::vector<Basis> FindBases(const Case& base, const Case& now) const {
-    std::vector<Basis> bases;
-    if (options().metric == CompareOptions::Metric::kRelativeToDense) {
-      if (auto dense = DenseBasis(base_, base, now_, now)) bases.push_back(*std::move(dense));
-      if (auto peak = PeakBasis(base_, base, now_, now)) bases.push_back(*std::move(peak));
+  std::optional<TimeView> OverProbe(const Case& base, const Case& now, const Samples& before,
+                                    const Samples& after) const {
+    const Samples of_base = ToSamples(base.outcome().timing().probe_ns());
+    const Samples of_now = ToSamples(now.outcome().timing().probe_ns());
+    if (of_base.empty() || of_now.empty() || !comparison_.environment_differences.empty()) {
+      return std::nullopt;
     }
-    if (bases.empty() || comparison_.environment_differences.empty()) {
-      bases.push_back({"", {0, 0, 0}, {0, 0, 0}, false});
+    constexpr absl::string_view kDivisor = " over fixed arithmetic beside it";
+    if (of_base.size() != before.size() || of_now.size() != after.size()) {
+      return ViewOf(kDivisor, before, of_base, after, of_now, /*portable=*/true);
     }
-    return bases;
+    // Each sample has its own.
+    return ViewOf(kDivisor, Quotients(before, of_base), {}, Quotients(after, of_now), {},
+                  /*portable=*/true);
   }
 
-  static std::optional<LogInterval> TimeAtPeak(const Side& side, const Case& result) {
+  std::optional<TimeView> OverPeak(const Case& base, const Case& now, const Samples& before,
+                                   const Samples& after) const {
+    const std::optional<double> of_base = TimeAtPeak(base_, base), of_now = TimeAtPeak(now_, now);
+    if (!of_base.has_value() || !of_now.has_value()) return std::nullopt;
+    return ViewOf(" over that at the measured peak", before, {*of_base}, after, {*of_now},
+                  /*portable=*/true);
+  }
+
+  // The time that a run's operations take at the measured peak.
+  static std::optional<double> TimeAtPeak(const Side& side, const Case& result) {
     const std::optional<double> share = ShareOfComputePeak(result, side.EnvironmentOf(result));
     const std::optional<MedianInterval> time = RunTime(result);
     if (!share.has_value() || !(*share > 0) || !time.has_value()) return std::nullopt;
-    const double log_time = std::log(time->median * *share);
-    return LogInterval{log_time, log_time, log_time};
+    return time->median * *share;
   }
 
-  void CompareTimes(const std::string& name, const Case& base, const Case& now,
-                    const std::optional<MedianInterval>& before,
-                    const std::optional<MedianInterval>& after) {
-    if (!before.has_value() || !after.has_value()) return;
-    const std::optional<LogInterval> log_before = LogOf(before);
-    const std::optional<LogInterval> log_after = LogOf(after);
-    if (!log_before.has_value() || !log_after.has_value()) {
-      Add(name, now, Verdict::kNotJudged).reason = "a time that is not positive and finite";
-      return;
+  TimeView ChooseView(const Case& base, const Case& now, const Samples& before,
+                      const Samples& after) const {
+    if (options().metric == CompareOptions::Metric::kRelativeToDense) {
+      if (auto view = OverDense(base, now, before, after)) return *std::move(view);
+      if (auto view = OverProbe(base, now, before, after)) return *std::move(view);
+      if (auto view = OverPeak(base, now, before, after)) return *std::move(view);
     }
-    const std::vector<Basis> bases = FindBases(base, now);
-    const Basis& basis = bases[0];
-    const LogInterval ratio_before = Ratio(*log_before, basis.base);
-    const LogInterval ratio_after = Ratio(*log_after, basis.now);
-    const double change = std::exp(ratio_after.middle - ratio_before.middle);
+    return ViewOf("", before, {}, after, {}, /*portable=*/false);
+  }
 
-    Finding& finding = Add(name + basis.name, now, Judge(change, options().threshold));
-    finding.change = change;
-    if (basis.portable) {
-      finding.base = FormatSignificant(std::exp(ratio_before.middle));
-      finding.now = FormatSignificant(std::exp(ratio_after.middle));
+  void CompareTimes(absl::string_view name, const Case& base, const Case& now,
+                    const Samples& before, const Samples& after) {
+    if (before.empty() || after.empty()) return;
+    const TimeView view = ChooseView(base, now, before, after);
+    Finding& finding = Add(absl::StrCat(name, view.divisor), now, Verdict::kSame);
+    finding.is_time = true;
+    const std::optional<RatioInterval> change =
+        BootstrapRatio(view.change, SeedOf(absl::StrCat(name, finding.key)));
+    if (change.has_value()) finding.change = change->ratio;
+    const auto shown = [&](const Samples& samples, const Samples& divided) {
+      return view.portable ? FormatSignificant(MedianOrNan(divided))
+                           : absl::StrCat(FormatMilliseconds(MedianOrNan(samples)), " ms");
+    };
+    finding.base = shown(before, view.base);
+    finding.now = shown(after, view.now);
+    if (!change.has_value()) {
+      NotJudged("a time that is not positive and finite", &finding);
+    } else if (!view.portable && !comparison_.environment_differences.empty()) {
+      NotJudged("a time of another environment", &finding);
+    } else if (std::min(before.size(), after.size()) < kLeastSamples) {
+      NotJudged(absl::StrCat("fewer than ", kLeastSamples, " samples"), &finding);
     } else {
-      finding.base = absl::StrCat(FormatMilliseconds(before->median), " ms");
-      finding.now = absl::StrCat(FormatMilliseconds(after->median), " ms");
+      finding.p_value = MannWhitneyP(view.base, view.now);
+      JudgeInterval(change, &finding);
+      std::optional<TimeView> other = OverProbe(base, now, before, after);
+      if (!other.has_value()) other = OverPeak(base, now, before, after);
+      Confirm(view, other, &finding);
     }
-    if (!basis.portable && !comparison_.environment_differences.empty()) {
-      finding.verdict = Verdict::kNotJudged;
-      finding.reason = "a time of another environment";
-    } else if (finding.verdict == Verdict::kUnchanged) {
-      return;
-    } else if (std::min(before->samples, after->samples) < kLeastSamples) {
-      finding.verdict = Verdict::kNotJudged;
-      finding.reason = absl::StrCat("fewer than ", kLeastSamples, " samples");
-    } else if (ratio_before.low <= ratio_after.high && ratio_after.low <= ratio_before.high) {
-      finding.verdict = Verdict::kNoise;
-    } else if (bases.size() > 1) {
-      // Where dense alone changed, every technique seems to: a second view must agree.
-      const double other = std::exp(Ratio(*log_after, bases[1].now).middle -
-                                    Ratio(*log_before, bases[1].base).middle);
-      if (Judge(other, options().threshold) != finding.verdict) {
-        finding.verdict = Verdict::kNotJudged;
-        finding.reason = absl::StrCat("dense changed: the ", name, bases[1].name, " is ",
-                                      FormatSignificant(other), "x what it was");
-      }
+  }
+
+  static void NotJudged(std::string reason, Finding* finding) {
+    finding->verdict = Verdict::kNotJudged;
+    finding->reason = std::move(reason);
+  }
+
+  void JudgeInterval(const std::optional<RatioInterval>& change, Finding* finding) const {
+    if (!change.has_value()) return NotJudged("a number that is not positive and finite", finding);
+    finding->change = change->ratio;
+    finding->interval = change;
+    const double threshold = options().threshold;
+    if (change->low > threshold) {
+      finding->verdict = Verdict::kRegressed;
+    } else if (change->high < 1 / threshold) {
+      finding->verdict = Verdict::kImproved;
+    } else if (change->low >= 1 / threshold && change->high <= threshold) {
+      finding->verdict = Verdict::kSame;
+    } else {
+      finding->verdict = Verdict::kAmbiguous;
+    }
+  }
+
+  // Where dense alone changed, every technique seems to, the other way: another view must agree.
+  void Confirm(const TimeView& view, const std::optional<TimeView>& other, Finding* finding) const {
+    if (view.divisor != kOverDense || !other.has_value()) return;
+    const double change = MedianOrNan(other->now) / MedianOrNan(other->base);
+    const double half = std::sqrt(options().threshold);
+    const bool doubtful = (finding->verdict == Verdict::kRegressed && change < half) ||
+                          (finding->verdict == Verdict::kImproved && change > 1 / half);
+    if (!doubtful) return;
+    finding->verdict = Verdict::kAmbiguous;
+    finding->reason = absl::StrCat("dense changed: the time", other->divisor, " is ",
+                                   FormatSignificant(change), "x what it was");
+  }
+
+  // Of many times that are the same some differ by chance.
+  void CorrectForNumberOfTimes() {
+    std::vector<Finding*> tested;
+    std::vector<double> p_values;
+    for (Finding& finding : comparison_.findings) {
+      if (!finding.p_value.has_value()) continue;
+      tested.push_back(&finding);
+      p_values.push_back(*finding.p_value);
+    }
+    const std::vector<double> adjusted = HolmAdjusted(p_values);
+    for (size_t i = 0; i < tested.size(); ++i) {
+      Finding& finding = *tested[i];
+      finding.p_value = adjusted[i];
+      const bool changed =
+          finding.verdict == Verdict::kRegressed || finding.verdict == Verdict::kImproved;
+      if (!changed || adjusted[i] < kSignificance) continue;
+      finding.verdict = Verdict::kAmbiguous;
+      finding.reason = absl::StrCat("too few samples to be sure among ", tested.size(),
+                                    " times: p = ", FormatSignificant(adjusted[i]));
     }
   }
 
@@ -277,7 +461,7 @@ class Comparer {
     // Below a page there is nothing to regress: 0 to 64 bytes is no infinite growth.
     constexpr double kPageBytes = 4096;
     const double change = std::max(*after, kPageBytes) / std::max(*before, kPageBytes);
-    Finding& finding = Add("working memory", now, Judge(change, options().threshold));
+    Finding& finding = Add("working memory", now, Judge(change, options().memory_threshold));
     finding.base = FormatBytes(before);
     finding.now = FormatBytes(after);
     finding.change = change;
@@ -299,7 +483,7 @@ class Comparer {
     if (!value_before.has_value() || !value_after.has_value()) return;
     constexpr absl::string_view kWhat = "error against its definition";
     if (before.has_passed() && after.has_passed()) {
-      Verdict verdict = Verdict::kUnchanged;
+      Verdict verdict = Verdict::kSame;
       if (before.passed() && !after.passed()) verdict = Verdict::kRegressed;
       if (!before.passed() && after.passed()) verdict = Verdict::kImproved;
       AddErrors(kWhat, now, *value_before, *value_after, verdict);
@@ -309,7 +493,7 @@ class Comparer {
   }
 
   Verdict JudgeError(double before, double after) const {
-    if (std::isnan(before)) return std::isnan(after) ? Verdict::kUnchanged : Verdict::kImproved;
+    if (std::isnan(before)) return std::isnan(after) ? Verdict::kSame : Verdict::kImproved;
     const double floor = std::max(options().error_floor, std::numeric_limits<double>::min());
     return Judge(std::max(after, floor) / std::max(before, floor), options().error_threshold);
   }
@@ -371,46 +555,6 @@ class Comparer {
   Comparison comparison_;
 };
 
-absl::string_view Title(Verdict verdict) {
-  switch (verdict) {
-    case Verdict::kRegressed:
-      return "Regressions";
-    case Verdict::kImproved:
-      return "Improvements";
-    case Verdict::kUnchanged:
-      return "Within the threshold";
-    case Verdict::kNoise:
-      return "Beyond the threshold, but within the noise";
-    case Verdict::kNotJudged:
-      return "Not judged";
-  }
-  return "";
-}
-
-Table FindingsTable(const Comparison& comparison, Verdict verdict) {
-  Table table;
-  table.title = std::string(Title(verdict));
-  table.columns = {{"what"},         {"base", true},      {"now", true},
-                   {"change", true}, {"case", false, 30}, {"reason", false, 12}};
-  const bool reasons = std::any_of(comparison.findings.begin(), comparison.findings.end(),
-                                   [&](const Finding& finding) {
-                                     return finding.verdict == verdict && !finding.reason.empty();
-                                   });
-  if (!reasons) table.columns.pop_back();
-  for (const Finding& finding : comparison.findings) {
-    if (finding.verdict != verdict) continue;
-    std::vector<TableCell> row = {
-        {finding.what, verdict == Verdict::kRegressed ? Emphasis::kBad : Emphasis::kNone},
-        finding.base.empty() ? "-" : finding.base,
-        finding.now.empty() ? "-" : finding.now,
-        finding.change == 1 ? "-" : FormatSignificant(finding.change) + "x",
-        finding.subject};
-    if (reasons) row.push_back(finding.reason);
-    table.rows.push_back(std::move(row));
-  }
-  return table;
-}
-
 }  // namespace
 
 int Comparison::Count(Verdict verdict) const {
@@ -427,43 +571,14 @@ absl::StatusOr<Comparison> Compare(const ResultSet& base, const ResultSet& now,
                : absl::InvalidArgumentError(
                      absl::StrCat("--", name, "=", value, ": a factor above 1 is wanted"));
   };
-  if (absl::Status status = check("threshold", options.threshold); !status.ok()) return status;
-  if (absl::Status status = check("error_threshold", options.error_threshold); !status.ok()) {
-    return status;
-  }
+  TFB_RETURN_IF_ERROR(check("threshold", options.threshold));
+  TFB_RETURN_IF_ERROR(check("memory_threshold", options.memory_threshold));
+  TFB_RETURN_IF_ERROR(check("error_threshold", options.error_threshold));
   if (!(options.error_floor >= 0)) {
     return absl::InvalidArgumentError(
         absl::StrCat("--error_floor=", options.error_floor, ": 0 or more is wanted"));
   }
   return Comparer(base, now, options).Run();
-}
-
-std::string RenderComparison(const Comparison& comparison, bool markdown, bool all,
-                             const TextStyle& style) {
-  std::string out;
-  std::vector<Verdict> verdicts = {Verdict::kRegressed, Verdict::kImproved};
-  if (all) {
-    verdicts.insert(verdicts.end(), {Verdict::kNoise, Verdict::kNotJudged, Verdict::kUnchanged});
-  }
-  for (const Verdict verdict : verdicts) {
-    if (comparison.Count(verdict) == 0) continue;
-    const Table table = FindingsTable(comparison, verdict);
-    absl::StrAppend(&out, markdown ? ToMarkdown(table) : ToTerminal(table, style), "\n");
-  }
-  for (const std::string& difference : comparison.environment_differences) {
-    absl::StrAppend(&out, "environments differ in ", difference, "\n");
-  }
-  const int shown_only_with_all =
-      comparison.Count(Verdict::kNoise) + comparison.Count(Verdict::kNotJudged);
-  absl::StrAppend(
-      &out, comparison.cases, comparison.cases == 1 ? " case" : " cases", " in both, ",
-      comparison.missing, " missing, ", comparison.added, " new; of their numbers ",
-      comparison.Count(Verdict::kRegressed), " regressed, ", comparison.Count(Verdict::kImproved),
-      " improved, ", comparison.Count(Verdict::kUnchanged), " unchanged, ",
-      comparison.Count(Verdict::kNoise), " within noise, ", comparison.Count(Verdict::kNotJudged),
-      " not judged", !all && shown_only_with_all > 0 ? " (--all lists them)" : "", "\n");
-  absl::StrAppend(&out, comparison.regressed() ? "regressed" : "nothing regressed", "\n");
-  return markdown || style.unicode ? out : ToAscii(out);
 }
 
 }  // namespace tfb

@@ -3,41 +3,51 @@
 #ifndef TFB_RESULTS_COMPARISON_H_
 #define TFB_RESULTS_COMPARISON_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "results/results.pb.h"
-#include "results/table.h"
+#include "results/two_samples.h"
 
 namespace tfb {
 
 struct CompareOptions {
   enum class Metric {
-    // A time over that of dense in the same run, which cancels what a shared machine does to
-    // both. Dense itself, and what has no dense partner on both sides, is judged by its share of
-    // the peak that its run measured; where that is unknown, by its time.
+    // A time over that of dense in the same run, which cancels what a shared machine does to both.
+    // Dense itself, and what has no dense partner on both sides, is judged by its time over that of
+    // the fixed arithmetic that was timed beside each sample; where that is unknown, by its share of
+    // the measured peak, and else by its time.
     kRelativeToDense,
-    kAbsolute  // times
+    kAbsolute,  // times
+    // Instructions of one run, where both machines count them: the same from run to run but for
+    // threads that wait, so that a much smaller threshold holds.
+    kInstructions
   };
   Metric metric = Metric::kRelativeToDense;
-  // A time or memory that grew by this factor or more regressed; one that shrank by it improved.
-  double threshold = 1.10;
+  // A time regressed where its interval lies beyond this factor.
+  double threshold = 1.05;
+  // Memory is exact: it regressed where it grew by this factor.
+  double memory_threshold = 1.05;
   // The same for errors against dense, and for unbounded ones against the definition.
   double error_threshold = 1.25;
   // Errors up to here are rounding, and are not compared.
   double error_floor = 1e-5;
-  // Compare although hardware or build differ. Absolute times are then not judged.
+  // Compare although hardware or build differ. Times are then judged only relative to dense or to
+  // the measured peak.
   bool allow_different_environment = false;
+  // Match cases whatever their element type. Errors are then not judged.
+  bool allow_different_precision = false;
   // A case of the base that is missing or skipped now is not a regression.
   bool allow_missing = false;
 };
 
 enum class Verdict {
-  kRegressed,
-  kImproved,
-  kUnchanged,  // within the threshold
-  kNoise,      // beyond the threshold, but the intervals overlap
+  kRegressed,  // SLOWER, of times
+  kImproved,   // FASTER
+  kSame,       // the whole interval within the threshold
+  kAmbiguous,  // the interval holds the threshold, or there are too few samples to be sure
   kNotJudged   // one side is not known well enough to say
 };
 
@@ -45,9 +55,15 @@ enum class Verdict {
 struct Finding {
   std::string what;     // "run time over dense", "working memory", "status", ...
   std::string subject;  // the case, for people
+  std::string key;      // CaseKey
+  bool is_time = false;
   std::string base, now;
   double change = 1;  // now over base, where both are numbers: above 1 is worse
-  Verdict verdict = Verdict::kUnchanged;
+  // Of times: the 95 % interval of the change, and how likely samples of equal times are as far
+  // apart, corrected for the number of times compared.
+  std::optional<RatioInterval> interval;
+  std::optional<double> p_value;
+  Verdict verdict = Verdict::kSame;
   std::string reason;  // where it is not judged, or not a number
 };
 
@@ -64,23 +80,22 @@ struct Comparison {
 };
 
 // Matches cases by their whole keys (results/reader.h), the last of several, and judges
-//   run and setup   medians of warm runs and of setups, where three samples are there on both
-//                   sides. Beyond the threshold, a change counts only where the 95 % intervals do
-//                   not overlap; that of a ratio adds both half widths in quadrature, in
-//                   logarithms. A setup below 5 % of its run is not judged.
+//   run and setup   A change is the ratio of the medians of all samples, with an interval by the
+//                   bootstrap in which the samples of dense count as well. It regressed where the
+//                   interval lies beyond the threshold as a whole and the rank sum test, corrected
+//                   for the number of times compared, says that the two differ (p < 0.05);
+//                   likewise for the better. A time over dense that its time over the fixed
+//                   arithmetic, or over the peak, does not confirm is ambiguous: dense changed. Under three samples
+//                   nothing is judged, nor is a setup below 5 % of its run.
 //   working memory  workspace and parameters, which are exact
 //   errors          a bound that was held and is not; an error against dense that grew
 //   status          ok before, and not now
 //   presence        in the base and not now; new cases count only where they failed.
-// FailedPrecondition where the two cannot be compared: no case in common, or environments that
-// differ in what the compared cases depend on, with the differences in the message. InvalidArgument
-// for options out of range.
+// FailedPrecondition where the two cannot be compared: no case in common, environments that differ
+// in what the compared cases depend on, or a metric that one of them lacks, with the differences in
+// the message. InvalidArgument for options out of range.
 absl::StatusOr<Comparison> Compare(const ResultSet& base, const ResultSet& now,
                                    const CompareOptions& options);
-
-// Regressions, improvements, and counts; what is noise or unchanged only with `all`.
-std::string RenderComparison(const Comparison& comparison, bool markdown, bool all,
-                             const TextStyle& style);
 
 }  // namespace tfb
 

@@ -6,6 +6,8 @@
 
 #include "absl/strings/match.h"
 #include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "results/comparison_report.h"
 #include "results/synthetic.h"
 
 namespace tfb {
@@ -50,14 +52,23 @@ Comparison CompareOrDie(const ResultSet& base, const ResultSet& now,
 }
 
 std::string Text(const Comparison& comparison) {
-  return RenderComparison(comparison, false, true, TextStyle());
+  return RenderComparison(comparison, ComparisonFormat::kTerminal, true, TextStyle());
+}
+
+// Fixed arithmetic beside each sample took `ns`.
+void SetProbes(double ns, ResultSet* results) {
+  for (Case& result : *results->mutable_cases()) {
+    Timing* timing = result.mutable_outcome()->mutable_timing();
+    timing->clear_probe_ns();
+    for (int i = 0; i < timing->run_ns_size(); ++i) timing->add_probe_ns(ns);
+  }
 }
 
 TEST(Compare, ASetAgainstItselfHasNothing) {
   const ResultSet sweep = MakeSweep();
   const Comparison comparison = CompareOrDie(sweep, sweep);
   EXPECT_FALSE(comparison.regressed());
-  EXPECT_EQ(comparison.Count(Verdict::kUnchanged), static_cast<int>(comparison.findings.size()));
+  EXPECT_EQ(comparison.Count(Verdict::kSame), static_cast<int>(comparison.findings.size()));
   EXPECT_EQ(comparison.cases, sweep.cases_size());
 }
 
@@ -67,7 +78,7 @@ TEST(Compare, ASlowerTechniqueRegresses) {
   const Comparison comparison = CompareOrDie(MakeSweep(), now);
   EXPECT_EQ(comparison.Count(Verdict::kRegressed), 10) << Text(comparison);  // run and setup of 5
   const Finding& worst = comparison.findings.front();
-  EXPECT_EQ(worst.what, "run time over dense");
+  EXPECT_TRUE(absl::EndsWith(worst.what, " time over dense")) << worst.what;
   EXPECT_NEAR(worst.change, 1.3, 1e-9);
   EXPECT_TRUE(absl::StrContains(worst.subject, "near window=256, cpu f32"));
 }
@@ -99,23 +110,125 @@ TEST(Compare, ASlowerDenseRegressesAndOthersDoNotImproveByIt) {
 }
 
 TEST(Compare, AFasterDenseIsNoRegressionOfTheOthers) {
+  ResultSet base = MakeSweep();
   ResultSet now = MakeSweep();
+  SetProbes(1e5, &base);
+  SetProbes(1e5, &now);
   Slow(0.6, "plain", &now);
-  const Comparison comparison = CompareOrDie(MakeSweep(), now);
+  const Comparison comparison = CompareOrDie(base, now);
   EXPECT_FALSE(comparison.regressed()) << Text(comparison);
-  EXPECT_GT(comparison.Count(Verdict::kNotJudged), 0);
+  EXPECT_EQ(comparison.Count(Verdict::kImproved), 10) << Text(comparison);   // dense: run and setup
+  EXPECT_EQ(comparison.Count(Verdict::kAmbiguous), 20) << Text(comparison);  // of the two others
+  for (const Finding& finding : comparison.findings) {
+    if (finding.verdict != Verdict::kAmbiguous) continue;
+    EXPECT_EQ(finding.reason,
+              "dense changed: the time over fixed arithmetic beside it is 1.00x what it was");
+  }
 }
 
-TEST(Compare, ChangesBelowTheThresholdAreUnchanged) {
+TEST(Compare, DenseItselfIsJudgedByTheArithmeticBesideIt) {
+  ResultSet base = MakeSweep();
+  ResultSet now = MakeSweep();
+  SetProbes(1e5, &base);
+  SetProbes(2e5, &now);
+  Slow(2, "", &now);  // a machine of half the speed
+  EXPECT_FALSE(CompareOrDie(base, now).regressed());
+  Slow(1.2, "", &now);
+  const Comparison comparison = CompareOrDie(base, now);
+  EXPECT_TRUE(comparison.regressed());
+  EXPECT_EQ(comparison.findings.front().what, "run time over fixed arithmetic beside it");
+  EXPECT_NEAR(comparison.findings.front().change, 1.2, 1e-9);
+}
+
+TEST(Compare, ATimeRegressesWhereItsWholeIntervalIsBeyondTheThreshold) {
   ResultSet now = MakeSweep();
   Slow(1.09, "near", &now);
-  EXPECT_FALSE(CompareOrDie(MakeSweep(), now).regressed());
+  const Comparison comparison = CompareOrDie(MakeSweep(), now);
+  EXPECT_TRUE(comparison.regressed());
+  const Finding& finding = comparison.findings.front();
+  EXPECT_TRUE(finding.is_time);
+  EXPECT_GT(finding.interval->low, 1.05);
+  EXPECT_LT(finding.interval->high, 1.13);
+  EXPECT_LT(*finding.p_value, 0.05);
   CompareOptions options;
-  options.threshold = 1.05;
+  options.threshold = 1.12;
+  EXPECT_FALSE(CompareOrDie(MakeSweep(), now, options).regressed());
+}
+
+TEST(Compare, AnIntervalThatHoldsTheThresholdIsAmbiguous) {
+  ResultSet now = MakeSweep();
+  Slow(1.05, "near", &now);
+  const Comparison comparison = CompareOrDie(MakeSweep(), now);
+  EXPECT_FALSE(comparison.regressed()) << Text(comparison);
+  EXPECT_EQ(comparison.Count(Verdict::kAmbiguous), 10) << Text(comparison);
+}
+
+TEST(Compare, FewSamplesAmongManyTimesAreNotSure) {
+  ResultSet base = MakeSweep();
+  ResultSet now = MakeSweep();
+  Slow(1.5, "near", &now);
+  for (ResultSet* results : {&base, &now}) {
+    for (Case& result : *results->mutable_cases()) {
+      result.mutable_outcome()->mutable_timing()->mutable_run_ns()->Truncate(4);
+      result.mutable_outcome()->mutable_timing()->clear_setup_ns();
+    }
+  }
+  // 4 against 4 differ as much by chance in 2 of 70 orders.
+  const Comparison comparison = CompareOrDie(base, now);
+  EXPECT_FALSE(comparison.regressed());
+  ASSERT_EQ(comparison.Count(Verdict::kAmbiguous), 5) << Text(comparison);
+  for (const Finding& finding : comparison.findings) {
+    if (finding.verdict != Verdict::kAmbiguous) continue;
+    EXPECT_EQ(finding.reason, "too few samples to be sure among 15 times: p = 0.429");
+  }
+}
+
+TEST(Compare, InstructionsAreComparedWhereBothHaveThem) {
+  ResultSet base = MakeSweep();
+  ResultSet now = MakeSweep();
+  CompareOptions options;
+  options.metric = CompareOptions::Metric::kInstructions;
+  options.threshold = 1.01;
+  EXPECT_EQ(std::string(Compare(base, now, options).status().message()),
+            "--metric=instructions: neither of the two has counts of instructions: the kernel of a "
+            "machine grants them where it has a counter and perf_event_paranoid is at most 2");
+  for (ResultSet* results : {&base, &now}) {
+    for (Case& result : *results->mutable_cases()) {
+      for (const double count : {1e9, 1.0001e9, 1e9}) {
+        result.mutable_outcome()->mutable_timing()->add_run_instructions(count);
+      }
+    }
+  }
+  EXPECT_FALSE(CompareOrDie(base, now, options).regressed());
+  for (double& count : *Find("near", Case::PURPOSE_SCALING, &now)
+                            ->mutable_outcome()
+                            ->mutable_timing()
+                            ->mutable_run_instructions()) {
+    count *= 1.02;
+  }
+  Slow(3, "near", &now);  // times are not looked at
+  const Comparison comparison = CompareOrDie(base, now, options);
+  EXPECT_EQ(comparison.Count(Verdict::kRegressed), 1) << Text(comparison);
+  EXPECT_EQ(comparison.findings.front().what, "instructions");
+  EXPECT_NEAR(comparison.findings.front().change, 1.02, 1e-9);
+}
+
+TEST(Compare, AnotherPrecisionIsComparedOnlyWhereAllowed) {
+  ResultSet now = MakeSweep();
+  for (Case& result : *now.mutable_cases()) result.mutable_key()->set_dtype(ELEMENT_TYPE_BF16);
+  const absl::Status status = Compare(MakeSweep(), now, {}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(std::string(status.message()),
+            "the two have no case in common (18 and 18 cases); element types: f32 / bf16"
+            "; --allow_different_precision matches them all the same");
+  CompareOptions options;
+  options.allow_different_precision = true;
+  EXPECT_FALSE(CompareOrDie(MakeSweep(), now, options).regressed());
+  Slow(1.3, "near", &now);
   EXPECT_TRUE(CompareOrDie(MakeSweep(), now, options).regressed());
 }
 
-TEST(Compare, OverlappingIntervalsAreNoise) {
+TEST(Compare, WideIntervalsAreAmbiguous) {
   ResultSet base = MakeSweep();
   ResultSet now = MakeSweep();
   Slow(1.2, "near", &now);
@@ -131,7 +244,7 @@ TEST(Compare, OverlappingIntervalsAreNoise) {
   }
   const Comparison comparison = CompareOrDie(base, now);
   EXPECT_FALSE(comparison.regressed()) << Text(comparison);
-  EXPECT_EQ(comparison.Count(Verdict::kNoise), 5) << Text(comparison);
+  EXPECT_EQ(comparison.Count(Verdict::kAmbiguous), 15) << Text(comparison);
 }
 
 TEST(Compare, IsSilentOnNoiseInNinetyNineOfAHundredSweeps) {
@@ -319,18 +432,48 @@ TEST(RenderComparison, ListsRegressionsAndCounts) {
   ResultSet now = base;
   Slow(1.5, "near", &now);
   now.mutable_cases(1)->mutable_outcome()->mutable_timing()->clear_setup_ns();
-  EXPECT_EQ(RenderComparison(CompareOrDie(base, now), false, false, TextStyle()),
+  const Comparison comparison = CompareOrDie(base, now);
+  EXPECT_EQ(RenderComparison(comparison, ComparisonFormat::kTerminal, false, TextStyle()),
             "Regressions\n"
-            "what                 base   now  change  case\n"
-            "run time over dense  1.00  1.50   1.50x  "
+            "what                 base   now  change  95% interval  case\n"
+            "run time over dense  1.00  1.50   1.50x  1.48 to 1.52  "
             "near, cpu f32, 512 tokens, 8 heads of 64, causal, gaussian\n"
             "\n"
-            "2 cases in both, 0 missing, 0 new; of their numbers 1 regressed, 0 improved, 4 "
-            "unchanged, 0 within noise, 0 not judged\n"
+            "2 cases in both, 0 missing, 0 new; of their numbers 1 regressed, 0 improved, 0 "
+            "ambiguous, 0 not judged, 4 same\n"
             "regressed\n");
-  EXPECT_TRUE(
-      absl::StrContains(RenderComparison(CompareOrDie(base, now), true, false, TextStyle()),
-                        "| **run time over dense** | 1.00 | 1.50 | 1.50x | near, cpu f32,"));
+  EXPECT_TRUE(absl::StrContains(
+      RenderComparison(comparison, ComparisonFormat::kMarkdown, false, TextStyle()),
+      "| **run time over dense** | 1.00 | 1.50 | 1.50x | 1.48 to 1.52 | near, cpu f32,"));
+
+  const auto json = nlohmann::json::parse(
+      RenderComparison(comparison, ComparisonFormat::kJson, false, TextStyle()));
+  EXPECT_EQ(json["format"], "tfb.Comparison/1");
+  EXPECT_EQ(json["regressed"], true);
+  EXPECT_EQ(json["counts"]["regressed"], 1);
+  ASSERT_EQ(json["findings"].size(), 5u);
+  EXPECT_EQ(json["findings"][0]["verdict"], "SLOWER");
+  EXPECT_NEAR(json["findings"][0]["change"].get<double>(), 1.5, 1e-9);
+  EXPECT_GT(json["findings"][0]["low"].get<double>(), 1.4);
+  EXPECT_EQ(json["findings"][1]["verdict"], "SAME");
+}
+
+TEST(RenderComparison, JsonHasNoNumberThatJsonLacks) {
+  ResultSet now = MakeSweep();
+  Find("sketch", Case::PURPOSE_ACCURACY, &now)
+      ->mutable_outcome()
+      ->mutable_against_dense()
+      ->set_relative_frobenius(std::numeric_limits<double>::quiet_NaN());
+  const auto json = nlohmann::json::parse(RenderComparison(
+      CompareOrDie(MakeSweep(), now), ComparisonFormat::kJson, false, TextStyle()));
+  EXPECT_EQ(json["findings"][0]["verdict"], "WORSE");
+  EXPECT_EQ(json["findings"][0]["change"], "NaN");
+}
+
+TEST(ParseComparisonFormat, NamesWhatIsAllowed) {
+  EXPECT_EQ(*ParseComparisonFormat("json"), ComparisonFormat::kJson);
+  EXPECT_EQ(std::string(ParseComparisonFormat("yaml").status().message()),
+            "--format: \"yaml\" is none of terminal, markdown, json");
 }
 
 }  // namespace

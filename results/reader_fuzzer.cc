@@ -1,6 +1,5 @@
-// libFuzzer's entry to the result reader, and to what shows and compares its results. Needs clang:
-//
-//   bazel run --config=fuzz //results:reader_fuzzer -- -max_total_time=60
+// libFuzzer's entry to the result reader, and to what shows and compares its results.
+// (tools/fuzz/fuzz.bzl says how to run it).
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -9,6 +8,7 @@
 #include "absl/strings/string_view.h"
 #include "results/appender.h"
 #include "results/comparison.h"
+#include "results/comparison_report.h"
 #include "results/reader.h"
 #include "results/render.h"
 #include "results/well_formed.h"
@@ -43,7 +43,10 @@ void Read(absl::string_view bytes) {
   const absl::StatusOr<tfb::Comparison> comparison =
       tfb::Compare(file->results, file->results, tfb::CompareOptions());
   if (comparison.ok()) {
-    tfb::RenderComparison(*comparison, false, true, tfb::TextStyle());
+    for (const tfb::ComparisonFormat format :
+         {tfb::ComparisonFormat::kTerminal, tfb::ComparisonFormat::kJson}) {
+      tfb::RenderComparison(*comparison, format, /*all=*/true, tfb::TextStyle());
+    }
     Expect(!comparison->regressed());
   }
 }

@@ -10,58 +10,67 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "core/status.h"
 #include "results/comparison.h"
+#include "results/comparison_report.h"
 #include "results/files.h"
 #include "results/reader.h"
 #include "results/render.h"
 #include "tools/command_line.h"
 
-ABSL_FLAG(double, threshold, 1.10,
-          "A time or a memory that grew by this factor or more is a regression.");
-ABSL_FLAG(
-    std::string, metric, "relative_to_dense",
-    "What of times to compare: relative_to_dense (over dense in the same run, which cancels "
-    "a shared machine's speed; dense itself by its share of the measured peak), or absolute.");
+ABSL_FLAG(double, threshold, 1.05,
+          "A time whose 95% interval lies beyond this factor as a whole is a regression.");
+ABSL_FLAG(std::string, metric, "relative_to_dense",
+          "What of times to compare: relative_to_dense (over dense in the same run, which cancels a "
+          "shared machine's speed; dense itself over fixed arithmetic that was timed beside it), "
+          "absolute, or instructions, where the kernels of both machines count them (with "
+          "--threads=1 and --threshold=1.01 they find what times do not).");
+ABSL_FLAG(double, memory_threshold, 1.05,
+          "A memory that grew by this factor or more is a regression.");
 ABSL_FLAG(double, error_threshold, 1.25,
           "An error against dense that grew by this factor or more is a regression.");
 ABSL_FLAG(double, error_floor, 1e-5, "Errors up to here are rounding and are not compared.");
 ABSL_FLAG(bool, allow_different_environment, false,
           "Compare although processor, GPU, compiler or flags differ; absolute times are then not "
           "judged.");
+ABSL_FLAG(bool, allow_different_precision, false,
+          "Match cases whatever their element type; errors are then not judged.");
 ABSL_FLAG(bool, allow_missing, false,
           "Cases of BASE that NEW lacks, or skipped, are no regression.");
-ABSL_FLAG(bool, all, false, "Also list what is unchanged, within noise, or not judged.");
-ABSL_FLAG(std::string, format, "terminal", "terminal or markdown.");
+ABSL_FLAG(bool, all, false, "Also list what is the same, ambiguous, or not judged.");
+ABSL_FLAG(std::string, format, "terminal", "terminal, markdown or json (with all verdicts).");
 
 namespace tfb {
 namespace {
 
 constexpr char kUsage[] =
-    "compare BASE NEW [--threshold=1.10] [--metric=relative_to_dense|absolute]\n"
+    "compare BASE NEW [--threshold=1.05] [--metric=relative_to_dense|absolute|instructions]\n"
     "Compares the cases that two result files have in common: times, memory, errors, status.\n"
-    "A time counts where it is beyond the threshold and the 95% intervals do not overlap.\n\n"
+    "A time is SLOWER where the 95% interval of its change, by the bootstrap over all samples, lies\n"
+    "beyond the threshold and a rank sum test, corrected for the number of cases, says that the two\n"
+    "differ; FASTER likewise; SAME where the interval lies within; AMBIGUOUS in between.\n\n"
     "Exit status: 0 nothing regressed, 1 a regression, 2 the two cannot be compared: other\n"
-    "hardware or compiler flags, no case in common, an unreadable file, bad usage.";
+    "hardware, compiler flags or precision, no case in common, an unreadable file, bad usage.";
+
+absl::StatusOr<CompareOptions::Metric> ParseMetric(const std::string& name) {
+  using Metric = CompareOptions::Metric;
+  if (name == "relative_to_dense") return Metric::kRelativeToDense;
+  if (name == "absolute") return Metric::kAbsolute;
+  if (name == "instructions") return Metric::kInstructions;
+  return absl::InvalidArgumentError(absl::StrCat(
+      "--metric: \"", name, "\" is none of relative_to_dense, absolute, instructions"));
+}
 
 absl::StatusOr<CompareOptions> OptionsFromFlags() {
   CompareOptions options;
   options.threshold = absl::GetFlag(FLAGS_threshold);
+  options.memory_threshold = absl::GetFlag(FLAGS_memory_threshold);
   options.error_threshold = absl::GetFlag(FLAGS_error_threshold);
   options.error_floor = absl::GetFlag(FLAGS_error_floor);
   options.allow_different_environment = absl::GetFlag(FLAGS_allow_different_environment);
+  options.allow_different_precision = absl::GetFlag(FLAGS_allow_different_precision);
   options.allow_missing = absl::GetFlag(FLAGS_allow_missing);
-  const std::string metric = absl::GetFlag(FLAGS_metric);
-  if (metric == "absolute") {
-    options.metric = CompareOptions::Metric::kAbsolute;
-  } else if (metric != "relative_to_dense") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--metric: \"", metric, "\" is none of relative_to_dense, absolute"));
-  }
-  const std::string format = absl::GetFlag(FLAGS_format);
-  if (format != "terminal" && format != "markdown") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--format: \"", format, "\" is none of terminal, markdown"));
-  }
+  TFB_ASSIGN_OR_RETURN(options.metric, ParseMetric(absl::GetFlag(FLAGS_metric)));
   return options;
 }
 
@@ -77,22 +86,20 @@ absl::StatusOr<ResultSet> Read(const std::string& argument) {
 }
 
 absl::StatusOr<int> CompareFiles(const CommandLine& line) {
-  absl::StatusOr<CompareOptions> options = OptionsFromFlags();
-  if (!options.ok()) return options.status();
+  TFB_ASSIGN_OR_RETURN(const CompareOptions options, OptionsFromFlags());
+  TFB_ASSIGN_OR_RETURN(const ComparisonFormat format,
+                       ParseComparisonFormat(absl::GetFlag(FLAGS_format)));
   if (line.arguments.size() != 2) {
     return absl::InvalidArgumentError(absl::StrCat(
         "two result files are wanted, BASE and NEW, not ", line.arguments.size(), "; see --help"));
   }
-  absl::StatusOr<ResultSet> base = Read(line.arguments[0]);
-  if (!base.ok()) return base.status();
-  absl::StatusOr<ResultSet> now = Read(line.arguments[1]);
-  if (!now.ok()) return now.status();
-  absl::StatusOr<Comparison> comparison = Compare(*base, *now, *options);
-  if (!comparison.ok()) return comparison.status();
-  std::cout << RenderComparison(*comparison, absl::GetFlag(FLAGS_format) == "markdown",
-                                absl::GetFlag(FLAGS_all), StyleFor(STDOUT_FILENO))
+  TFB_ASSIGN_OR_RETURN(const ResultSet base, Read(line.arguments[0]));
+  TFB_ASSIGN_OR_RETURN(const ResultSet now, Read(line.arguments[1]));
+  TFB_ASSIGN_OR_RETURN(const Comparison comparison, Compare(base, now, options));
+  std::cout << RenderComparison(comparison, format, absl::GetFlag(FLAGS_all),
+                                StyleFor(STDOUT_FILENO))
             << std::flush;
-  return comparison->regressed() ? kExitCheckFailed : kExitDone;
+  return comparison.regressed() ? kExitCheckFailed : kExitDone;
 }
 
 int Main(const std::vector<std::string>& argv) {

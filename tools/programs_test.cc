@@ -146,7 +146,7 @@ TEST_F(Programs, BadUsageIsTwoAndOneLineThatNamesWhatIsWrong) {
       {"compare", path + " " + path + " --threshold=0.5",
        "compare: --threshold=0.5: a factor above 1 is wanted\n"},
       {"compare", path + " " + path + " --metric=speed",
-       "compare: --metric: \"speed\" is none of relative_to_dense, absolute\n"},
+       "compare: --metric: \"speed\" is none of relative_to_dense, absolute, instructions\n"},
   };
   for (const auto& bad : kCases) {
     const Ended outcome = Run(bad.program, bad.arguments);

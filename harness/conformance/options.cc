@@ -2,6 +2,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
+#include <iostream>
+#include <iterator>
+#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -187,6 +191,68 @@ void OutputsAreDeclaredAsTheyAreWritten(const Subject& subject, const Problem& p
   }
 }
 
+// A number in [0, bound).
+int64_t Below(int64_t bound, std::mt19937_64* random) {
+  return static_cast<int64_t>((*random)() % static_cast<uint64_t>(bound));
+}
+
+// Sizes around those of tiles and far from them, heads in groups, keys that are not the queries; now
+// and then 16 bits.
+Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random) {
+  constexpr int64_t kChannels[] = {1, 3, 8, 16, 20, 32, 64};
+  const auto channels = [&] { return kChannels[Below(std::size(kChannels), random)]; };
+  const auto one_in = [&](int64_t n) { return Below(n, random) == 0; };
+  Problem problem = Problem::SelfAttention(1 + Below(2, random), 1 + Below(3, random),
+                                           1 + Below(most_tokens, random), channels(), one_in(2));
+  if (one_in(3)) problem.query_heads *= 2;
+  if (one_in(4)) problem.kv_tokens = 1 + Below(most_tokens, random);
+  if (one_in(4)) problem.value_dim = channels();
+  if (one_in(4)) problem.dtype = one_in(2) ? DType::kBF16 : DType::kF16;
+  return problem;
+}
+
+Options OptionsAtRandom(const TechniqueInfo& info, int64_t tokens, std::mt19937_64* random) {
+  Options options;
+  for (const OptionSpec& option : info.options) {
+    const std::vector<std::string> values = ValuesToTry(option, tokens);
+    if (values.empty() || Below(5, random) >= 2) continue;
+    options[option.name] = values[Below(static_cast<int64_t>(values.size()), random)];
+  }
+  return options;
+}
+
+int64_t FromEnvironment(const char* name, int64_t otherwise) {
+  const char* text = std::getenv(name);
+  int64_t value = 0;
+  return text != nullptr && absl::SimpleAtoi(text, &value) ? value : otherwise;
+}
+
+// Problems and all options drawn together. TFB_PROPERTY_DRAWS and TFB_PROPERTY_SEED ask for more
+// and for others.
+void ProblemsAndOptionsAtRandom(const Subject& subject, const Problem&) {
+  const bool simulated = subject.device != Device::kCpu;
+  const int64_t draws = FromEnvironment("TFB_PROPERTY_DRAWS", simulated ? 3 : 10);
+  const TechniqueInfo& info = subject.technique->info();
+  std::seed_seq seeds(info.name.begin(), info.name.end());
+  std::vector<uint32_t> seed(1);
+  seeds.generate(seed.begin(), seed.end());
+  std::mt19937_64 random(seed[0] + FromEnvironment("TFB_PROPERTY_SEED", 0));
+  int64_t tried = 0;
+  for (int64_t attempt = 0; attempt < 20 * draws && tried < draws; ++attempt) {
+    const Problem problem = ProblemAtRandom(simulated ? 40 : 100, &random);
+    Subject drawn = subject;
+    drawn.options = OptionsAtRandom(info, problem.query_tokens, &random);
+    SCOPED_TRACE(absl::StrCat(LabelOf(problem), " ", Describe(drawn.options)));
+    const auto layer = drawn.technique->Create(problem, drawn.options, drawn.device, kSeed);
+    if (IsRefusal(layer.status())) continue;
+    const auto trial = Trial::Make(drawn, problem);
+    ASSERT_NE(trial, nullptr);
+    trial->ExpectRunMatchesDefinition(Tolerance::Conditioned());  // networks of few channels
+    ++tried;
+  }
+  EXPECT_GT(tried, 0) << "every problem was refused";
+}
+
 Problem Short(bool causal) { return Problem::SelfAttention(1, 2, 40, 8, causal); }
 
 }  // namespace
@@ -206,6 +272,9 @@ std::vector<Case> OptionCases() {
       {"OutputsAreDeclaredAsTheyAreWritten", "", UsualBoth(), OutputsAreDeclaredAsTheyAreWritten},
   };
   for (Case& one : cases) one.default_options_only = true;
+  cases.push_back(
+      {"ProblemsAndOptionsAtRandom", "12, 15, 17, 19, 21", {Usual()}, ProblemsAndOptionsAtRandom});
+  cases.back().default_options_only = true;
   cases.push_back({"EveryOptionAtItsEndsAndBeyondTheSequence",
                    "19, 20, 21",
                    {Short(false), Short(true)},

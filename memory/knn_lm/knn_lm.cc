@@ -110,11 +110,11 @@ class KnnLmLayer : public RetrievalLayer {
   // Of a row, for a thread.
   struct Scratch {
     float* log_p;       // [vocabulary]
-    float* mass;        // [vocabulary]: 0 between rows
+    float* log_mass;    // [vocabulary]: -inf between rows
     float* context;     // [model_dim]
     int32_t* entries;   // [k]
     double* distances;  // [k]
-    float* weights;     // [k]
+    float* exponents;   // [k]: logarithms of the weights, 0 of the nearest
   };
 
   KnnLmLayer(const Problem& problem, const KnnLmOptions& options, Device device)
@@ -138,8 +138,8 @@ class KnnLmLayer : public RetrievalLayer {
     return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); });
   }
 
-  // Weights of the neighbours, summing to 1; entries without a finite distance are left out. Returns
-  // how many there are, and moves the nearest to the front.
+  // Exponents of the neighbours; entries without a finite distance are left out. Returns how many
+  // there are, and moves the nearest to the front.
   int64_t Weigh(const int32_t* neighbours, const Scratch& scratch) const {
     int64_t given = 0, count = 0;
     for (int64_t n = 0; n < retrieval().k; ++n) {
@@ -158,36 +158,39 @@ class KnnLmLayer : public RetrievalLayer {
         std::min_element(scratch.distances, scratch.distances + count) - scratch.distances;
     std::rotate(scratch.distances, scratch.distances + nearest, scratch.distances + nearest + 1);
     std::rotate(scratch.entries, scratch.entries + nearest, scratch.entries + nearest + 1);
-    float total = 0;
     for (int64_t n = 0; n < count; ++n) {
       const double exponent = (scratch.distances[0] - scratch.distances[n]) / options_.temperature;
-      total += scratch.weights[n] = std::exp(static_cast<float>(exponent));
+      scratch.exponents[n] = static_cast<float>(exponent);
     }
-    for (int64_t n = 0; n < count; ++n) scratch.weights[n] /= total;
     return count;
   }
 
-  // The formula, on a row of log p_LM; `statistics` are its agreement and mass.
+  // The formula, on a row of log p_LM; `statistics` are its agreement and mass. In logarithms, as
+  // the weight of a neighbour far away may be no number of fp32.
   void MixRow(const int32_t* neighbours, const Scratch& scratch, float* statistics) const {
     const int64_t count = Weigh(neighbours, scratch);
     statistics[0] = statistics[1] = 0;
     if (count == 0) return;
+    float total = 0;
     for (int64_t n = 0; n < count; ++n) {
-      scratch.mass[values()[scratch.entries[n]]] += scratch.weights[n];
+      total += std::exp(scratch.exponents[n]);
+      float& log_mass = scratch.log_mass[values()[scratch.entries[n]]];
+      log_mass = LogAdd(log_mass, scratch.exponents[n]);
     }
+    const float log_total = std::log(total);
     const int64_t likely =
         std::max_element(scratch.log_p, scratch.log_p + retrieval().vocabulary) - scratch.log_p;
     const float lambda = static_cast<float>(options_.lambda);
     statistics[0] = values()[scratch.entries[0]] == likely ? 1 : 0;
-    statistics[1] = lambda * scratch.mass[likely];
+    statistics[1] = lambda * std::exp(scratch.log_mass[likely] - log_total);
     const float log_model = std::log1p(-lambda), log_lambda = std::log(lambda);
     for (int64_t y = 0; y < retrieval().vocabulary; ++y) scratch.log_p[y] += log_model;
     for (int64_t n = 0; n < count; ++n) {
       const int32_t token = values()[scratch.entries[n]];
-      if (scratch.mass[token] == 0) continue;  // done already, or too far away
+      if (scratch.log_mass[token] == kNegativeInfinity) continue;  // done already
       scratch.log_p[token] =
-          LogAdd(scratch.log_p[token], log_lambda + std::log(scratch.mass[token]));
-      scratch.mass[token] = 0;
+          LogAdd(scratch.log_p[token], log_lambda + (scratch.log_mass[token] - log_total));
+      scratch.log_mass[token] = kNegativeInfinity;
     }
   }
 
@@ -197,7 +200,7 @@ class KnnLmLayer : public RetrievalLayer {
     const auto mix = [&](int64_t task, int worker) {
       Workspace workspace(execution.workspace.subspan(worker * MixBytes(), MixBytes()));
       const Scratch scratch = LayOut(workspace);
-      std::fill_n(scratch.mass, vocabulary, 0.0f);
+      std::fill_n(scratch.log_mass, vocabulary, kNegativeInfinity);
       const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
       for (int64_t row = task * kRowsOfTask; row < end; ++row) {
         const int64_t b = row / tokens.x.dim(1), i = row % tokens.x.dim(1);
@@ -243,24 +246,22 @@ class KnnLmLayer : public RetrievalLayer {
 
 // ---- The definition ----
 
-// p_kNN over the vocabulary; empty where there is no neighbour.
-std::vector<double> NeighbourProbabilities(const std::vector<Neighbour>& neighbours,
-                                           const ConstTensorView& values,
-                                           const KnnLmOptions& options) {
-  std::vector<double> probabilities(options.vocabulary, 0);
-  double nearest = std::numeric_limits<double>::infinity(), total = 0;
-  for (const Neighbour& neighbour : neighbours) {
-    if (neighbour.entry >= 0) nearest = std::min(nearest, neighbour.distance);
-  }
-  if (std::isinf(nearest)) return {};
+// log p_kNN over the vocabulary; empty where there is no neighbour.
+std::vector<double> NeighbourLogProbabilities(const std::vector<Neighbour>& neighbours,
+                                              const ConstTensorView& values,
+                                              const KnnLmOptions& options) {
+  std::vector<double> log_p(options.vocabulary, -std::numeric_limits<double>::infinity());
+  double total = -std::numeric_limits<double>::infinity();
   for (const Neighbour& neighbour : neighbours) {
     if (neighbour.entry < 0 || !std::isfinite(neighbour.distance)) continue;
-    const double weight = std::exp((nearest - neighbour.distance) / options.temperature);
-    probabilities[static_cast<int64_t>(values.Get(neighbour.entry))] += weight;
-    total += weight;
+    const double log_weight = -neighbour.distance / options.temperature;
+    double& of_token = log_p[static_cast<int64_t>(values.Get(neighbour.entry))];
+    of_token = LogAdd(of_token, log_weight);
+    total = LogAdd(total, log_weight);
   }
-  for (double& probability : probabilities) probability /= total;
-  return probabilities;
+  if (std::isinf(total)) return {};
+  for (double& one : log_p) one -= total;
+  return log_p;
 }
 
 }  // namespace
@@ -283,11 +284,12 @@ absl::Status KnnLm::DefineChecked(const Problem& problem, const KnnLmOptions& op
       [&](int64_t b, int64_t i, const std::vector<Neighbour>& neighbours) {
         std::vector<double> log_p =
             LogProbabilities(output, options, x.Row(b, i), problem.model_dim());
-        const std::vector<double> p_knn = NeighbourProbabilities(neighbours, values, options);
-        if (p_knn.empty()) return log_p;
+        const std::vector<double> log_p_knn =
+            NeighbourLogProbabilities(neighbours, values, options);
+        if (log_p_knn.empty()) return log_p;
         for (int64_t y = 0; y < options.vocabulary; ++y) {
           log_p[y] = LogAdd(std::log(1 - options.lambda) + log_p[y],
-                            std::log(options.lambda) + std::log(p_knn[y]));
+                            std::log(options.lambda) + log_p_knn[y]);
         }
         return log_p;
       },

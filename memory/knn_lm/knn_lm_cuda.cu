@@ -46,7 +46,7 @@ __device__ Best WarpBest(Best best) {
 
 struct Shared {
   double* distance;  // [k]
-  float* weight;     // [k]
+  float* exponent;   // [k]: logarithms of the weights; -inf: no neighbour
   int* token;        // [k]: the value; -1: no neighbour
   float* mixed;  // [k]: log p of the token, where the neighbour is the first that has it; else NaN
 };
@@ -103,8 +103,9 @@ __device__ float Summarize(const KnnLmArguments& a, int64_t row, const Shared& s
   likely = WarpBest(likely);
   float total = 0, mass = 0;
   for (int n = Lane(); n < a.k; n += kWarp) {
-    total += shared.weight[n];
-    mass += shared.token[n] == likely.index ? shared.weight[n] : 0;
+    const float weight = expf(shared.exponent[n]);
+    total += weight;
+    mass += shared.token[n] == likely.index ? weight : 0;
   }
   total = WarpSum(total);
   mass = WarpSum(mass);
@@ -122,26 +123,27 @@ __device__ float LogAdd(float a, float b) {
   return max == NegativeInfinity() ? max : max + log1pf(expf(fminf(a, b) - max));
 }
 
-// log p of neighbour n's token, or NaN where a neighbour before it has the same.
+// log p of neighbour n's token, or NaN where a neighbour before it has the same. In logarithms: the
+// weight of a neighbour far away may be no number of fp32.
 __device__ float MixedOf(const KnnLmArguments& a, int64_t row, const Shared& shared, int n,
                          float total) {
   const int token = shared.token[n];
-  float mass = 0;
-  for (int other = 0; token >= 0 && other < a.k; ++other) {
+  if (token < 0) return __int_as_float(0x7fc00000);
+  float log_mass = NegativeInfinity();
+  for (int other = 0; other < a.k; ++other) {
     if (shared.token[other] != token) continue;
     if (other < n) return __int_as_float(0x7fc00000);
-    mass += shared.weight[other];
+    log_mass = LogAdd(log_mass, shared.exponent[other]);
   }
-  if (token < 0) return __int_as_float(0x7fc00000);
-  return LogAdd(a.log_model + LogP(a, row, token), a.log_lambda + logf(mass / total));
+  return LogAdd(a.log_model + LogP(a, row, token), a.log_lambda + (log_mass - logf(total)));
 }
 
 __global__ void __launch_bounds__(kThreads) Mix(KnnLmArguments a) {
   __shared__ Summary summary;
   Shared shared;
   shared.distance = reinterpret_cast<double*>(DynamicShared());
-  shared.weight = reinterpret_cast<float*>(shared.distance + a.k);
-  shared.token = reinterpret_cast<int*>(shared.weight + a.k);
+  shared.exponent = reinterpret_cast<float*>(shared.distance + a.k);
+  shared.token = reinterpret_cast<int*>(shared.exponent + a.k);
   shared.mixed = reinterpret_cast<float*>(shared.token + a.k);
   const int64_t row = blockIdx.x;
 
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) Mix(KnnLmArguments a) {
   const Best nearest = summary.nearest;
   for (int n = threadIdx.x; n < a.k; n += kThreads) {
     const double exponent = (-nearest.score - shared.distance[n]) / a.temperature;
-    shared.weight[n] = shared.token[n] < 0 ? 0 : expf(static_cast<float>(exponent));
+    shared.exponent[n] = shared.token[n] < 0 ? NegativeInfinity() : static_cast<float>(exponent);
   }
   __syncthreads();
   if (Warp() == 0) {

@@ -1,0 +1,36 @@
+// Which cases each technique runs, and which it does not admit and why: from a run of them all.
+#ifndef TFB_HARNESS_CONFORMANCE_CASE_TABLE_H_
+#define TFB_HARNESS_CONFORMANCE_CASE_TABLE_H_
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace tfb::conformance {
+
+// Listens to the tests that RegisterTests makes.
+class CaseTable : public ::testing::EmptyTestEventListener {
+ public:
+  void OnTestPartResult(const ::testing::TestPartResult& result) override;
+  void OnTestEnd(const ::testing::TestInfo& test) override;
+
+  // For each technique how many cases it runs, and the reasons for those that it does not. A case
+  // counts as run where it ran on one of its problems.
+  std::string ToMarkdown() const;
+
+ private:
+  struct Entry {
+    bool ran = false;
+    std::set<std::string> reasons;
+  };
+  std::string reason_;              // of the test at hand
+  std::vector<std::string> cases_;  // in the order of their first test
+  std::map<std::string, std::map<std::string, Entry>> techniques_;
+};
+
+}  // namespace tfb::conformance
+
+#endif  // TFB_HARNESS_CONFORMANCE_CASE_TABLE_H_

@@ -1,0 +1,36 @@
+// Instructions that this process retires in user mode, as the kernel counts them. They repeat to a
+// few in a million where times repeat to a few in a hundred, so that they find what times cannot.
+#ifndef TFB_HARNESS_INSTRUCTION_COUNTER_H_
+#define TFB_HARNESS_INSTRUCTION_COUNTER_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+
+namespace tfb {
+
+// Of the calling thread, and of those that it and its like start from then on: open it before the
+// thread pool is made.
+class InstructionCounter {
+ public:
+  // Unavailable, with the reason, where the kernel grants no counter: a virtual machine without one,
+  // or perf_event_paranoid above 2.
+  static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open();
+  // Of another event of perf_event_open(2), for tests.
+  static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open(uint32_t type, uint64_t config);
+  ~InstructionCounter();
+  InstructionCounter(const InstructionCounter&) = delete;
+  InstructionCounter& operator=(const InstructionCounter&) = delete;
+
+  int64_t Read() const;  // since Open
+
+ private:
+  explicit InstructionCounter(int file) : file_(file) {}
+
+  int file_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_HARNESS_INSTRUCTION_COUNTER_H_

@@ -1,0 +1,126 @@
+#include "results/two_samples.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <random>
+
+namespace tfb {
+namespace {
+
+// Reorders `values`.
+double MedianInPlace(std::vector<double>* values) {
+  const size_t n = values->size(), middle = n / 2;
+  std::nth_element(values->begin(), values->begin() + middle, values->end());
+  const double upper = (*values)[middle];
+  if (n % 2 == 1) return upper;
+  return (*std::max_element(values->begin(), values->begin() + middle) + upper) / 2;
+}
+
+double SignedLogMedian(std::vector<double>* values, bool above) {
+  const double log_median = std::log(MedianInPlace(values));
+  return above ? log_median : -log_median;
+}
+
+bool ArePositive(const std::vector<double>& samples) {
+  return !samples.empty() && std::all_of(samples.begin(), samples.end(), [](double sample) {
+    return sample > 0 && std::isfinite(sample);
+  });
+}
+
+// Below `bound`, the same on every platform, unlike std::uniform_int_distribution.
+size_t DrawBelow(size_t bound, std::mt19937_64* random) {
+  return static_cast<size_t>(static_cast<double>((*random)() >> 11) * 0x1p-53 *
+                             static_cast<double>(bound));
+}
+
+// P(U <= u), U the number of pairs in which a sample of `m` is above one of `n`, all orders being
+// equally likely. With the largest of all samples taken away, a count of (m, n, u) is one of
+// (m - 1, n, u - n) or of (m, n - 1, u).
+double ProbabilityOfAtMost(int u, int m, int n) {
+  // shares[i][k]: of the orders of i and j samples, j counting up, those with U = k.
+  std::vector<std::vector<double>> shares(m + 1, std::vector<double>(u + 1, 0.0));
+  for (int i = 0; i <= m; ++i) shares[i][0] = 1;
+  for (int j = 1; j <= n; ++j) {
+    for (int i = 1; i <= m; ++i) {
+      const double of_first = static_cast<double>(i) / (i + j);
+      for (int k = u; k >= 0; --k) {
+        shares[i][k] =
+            (1 - of_first) * shares[i][k] + (k >= j ? of_first * shares[i - 1][k - j] : 0);
+      }
+    }
+  }
+  return std::accumulate(shares[m].begin(), shares[m].end(), 0.0);
+}
+
+double NormalP(double u, double m, double n, double tied) {
+  const double all = m + n;
+  const double variance = m * n / 12 * (all + 1 - tied / (all * (all - 1)));
+  if (!(variance > 0)) return 1;
+  const double distance = std::max(0.0, std::fabs(u - m * n / 2) - 0.5);
+  return std::erfc(distance / std::sqrt(2 * variance));
+}
+
+}  // namespace
+
+std::optional<RatioInterval> BootstrapRatio(const std::vector<Factor>& factors, uint64_t seed) {
+  double log_ratio = 0;
+  for (const Factor& factor : factors) {
+    if (!ArePositive(factor.samples)) return std::nullopt;
+    std::vector<double> samples = factor.samples;
+    log_ratio += SignedLogMedian(&samples, factor.above);
+  }
+  std::mt19937_64 random(seed);
+  std::vector<double> resampled(kResamples, 0.0);
+  std::vector<double> drawn;
+  for (double& value : resampled) {
+    for (const Factor& factor : factors) {
+      drawn.resize(factor.samples.size());
+      for (double& one : drawn) one = factor.samples[DrawBelow(drawn.size(), &random)];
+      value += SignedLogMedian(&drawn, factor.above);
+    }
+  }
+  std::sort(resampled.begin(), resampled.end());
+  constexpr int kTail = kResamples / 40;
+  return RatioInterval{std::exp(log_ratio), std::exp(std::min(resampled[kTail], log_ratio)),
+                       std::exp(std::max(resampled[kResamples - 1 - kTail], log_ratio))};
+}
+
+double MannWhitneyP(const std::vector<double>& a, const std::vector<double>& b) {
+  if (a.empty() || b.empty()) return 1;
+  std::vector<double> all = a;
+  all.insert(all.end(), b.begin(), b.end());
+  std::sort(all.begin(), all.end());
+  double tied = 0;  // sum of t^3 - t over groups of t equal samples
+  for (size_t i = 0; i < all.size();) {
+    const size_t end = std::upper_bound(all.begin() + i, all.end(), all[i]) - all.begin();
+    const double t = static_cast<double>(end - i);
+    tied += t * t * t - t;
+    i = end;
+  }
+  double u = 0;
+  for (const double x : a) {
+    for (const double y : b) u += x > y ? 1 : x == y ? 0.5 : 0;
+  }
+  const int m = static_cast<int>(a.size()), n = static_cast<int>(b.size());
+  if (tied > 0 || std::max(m, n) > kMostExact) return NormalP(u, m, n, tied);
+  const int least = static_cast<int>(std::min(u, m * static_cast<double>(n) - u));
+  return std::min(1.0, 2 * ProbabilityOfAtMost(least, m, n));
+}
+
+std::vector<double> HolmAdjusted(const std::vector<double>& p_values) {
+  std::vector<size_t> order(p_values.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return p_values[a] < p_values[b]; });
+  std::vector<double> adjusted(p_values.size());
+  double largest = 0;
+  for (size_t rank = 0; rank < order.size(); ++rank) {
+    const double left = static_cast<double>(order.size() - rank);
+    largest = std::max(largest, std::min(1.0, left * p_values[order[rank]]));
+    adjusted[order[rank]] = largest;
+  }
+  return adjusted;
+}
+
+}  // namespace tfb
