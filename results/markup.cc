@@ -66,7 +66,7 @@ std::string EscapeMarkup(absl::string_view text) {
 
 std::string Coordinate(double value) {
   if (!std::isfinite(value)) return "0";
-  std::string text = absl::StrFormat("%.2f", value);
+  std::string text = absl::StrFormat("%.1f", value);
   while (text.back() == '0') text.pop_back();
   if (text.back() == '.') text.pop_back();
   return text == "-0" ? "0" : text;

@@ -13,7 +13,7 @@ namespace tfb {
 // non-characters U+FFFE and U+FFFF) becomes U+FFFD.
 std::string EscapeMarkup(absl::string_view text);
 
-// A coordinate: at most two decimals, no exponent. What is not finite is 0.
+// A coordinate in pixels of 1/96 inch: at most one decimal, finer than print; no exponent. What is not finite is 0.
 std::string Coordinate(double value);
 
 // ` name="value"` with the value escaped.

@@ -40,11 +40,13 @@ absl::string_view ClassOf(Emphasis emphasis) {
   return "";
 }
 
-// ` class="l w good"`: cells are numbers to the right unless they are said to be to the left.
-std::string CellClass(const TableColumn& column, Emphasis emphasis) {
+// ` class="l w good"`: cells are numbers to the right unless they are said to be to the left. The first
+// column is names: the style sheet knows it without being told in every row.
+std::string CellClass(const Table& table, size_t place, Emphasis emphasis) {
+  const TableColumn& column = table.columns[place];
   std::vector<absl::string_view> classes;
-  if (!column.right) classes.push_back("l");
-  if (column.least_width > 0) classes.push_back("w");
+  if (place > 0 && !column.right) classes.push_back("l");
+  if (place > 0 && column.least_width > 0) classes.push_back("w");
   if (!ClassOf(emphasis).empty()) classes.push_back(ClassOf(emphasis));
   return classes.empty() ? "" : Attribute("class", absl::StrJoin(classes, " "));
 }
@@ -304,10 +306,10 @@ std::string ToHtml(const Table& table, const std::string& id) {
                   table.title.empty() ? Attribute("aria-label", "Table")
                                       : Attribute("aria-labelledby", id + "-title"),
                   "><table", Attribute("id", id), "><thead><tr>");
-  for (const TableColumn& column : table.columns) {
-    absl::StrAppend(&out, "<th scope=\"col\"", CellClass({"", column.right, 0}, Emphasis::kNone),
-                    ">", absl::StrReplaceAll(EscapeMarkup(column.header), {{"\n", "<br>"}}),
-                    "</th>");
+  for (size_t c = 0; c < table.columns.size(); ++c) {
+    const TableColumn& column = table.columns[c];
+    absl::StrAppend(&out, "<th scope=\"col\"", c > 0 && !column.right ? " class=\"l\"" : "", ">",
+                    absl::StrReplaceAll(EscapeMarkup(column.header), {{"\n", "<br>"}}), "</th>");
   }
   out += "</tr></thead>\n<tbody>\n";
   for (size_t r = 0; r < table.rows.size(); ++r) {
@@ -316,8 +318,8 @@ std::string ToHtml(const Table& table, const std::string& id) {
         r < table.row_groups.size() ? Attribute("data-family", table.row_groups[r]) : "", ">");
     for (size_t c = 0; c < table.rows[r].size() && c < table.columns.size(); ++c) {
       const TableCell& cell = table.rows[r][c];
-      absl::StrAppend(&out, "<td", CellClass(table.columns[c], cell.emphasis), ">",
-                      EscapeMarkup(cell.text), "</td>");
+      absl::StrAppend(&out, "<td", CellClass(table, c, cell.emphasis), ">", EscapeMarkup(cell.text),
+                      "</td>");
     }
     out += "</tr>\n";
   }

@@ -211,8 +211,8 @@ TEST(Plot, DrawsAPowerLawAsAStraightLineOfItsSlope) {
       PlotOf({CurveThrough({{256, 1, {}, {}}, {1024, 16, {}, {}}, {4096, 256, {}, {}}})}), "p");
   const auto line = LineOf(svg);
   ASSERT_EQ(line.size(), 3u);
-  EXPECT_NEAR(line[1].first, (line[0].first + line[2].first) / 2, 0.02);
-  EXPECT_NEAR(line[1].second, (line[0].second + line[2].second) / 2, 0.02);
+  EXPECT_NEAR(line[1].first, (line[0].first + line[2].first) / 2, 0.1);
+  EXPECT_NEAR(line[1].second, (line[0].second + line[2].second) / 2, 0.1);
   EXPECT_LT(line[2].second, line[0].second);  // upwards
 }
 
