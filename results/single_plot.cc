@@ -82,11 +82,14 @@ absl::StatusOr<std::string> RenderSinglePlot(const ResultSet& results,
   std::vector<Figure> figures = FiguresOf(*kind, analysis, FilterOf(options));
   std::vector<std::string> titles;
   for (const Figure& figure : figures) titles.push_back(absl::StrCat("\"", figure.title, "\""));
-  figures.erase(std::remove_if(figures.begin(), figures.end(),
-                               [&options](const Figure& figure) {
-                                 return !absl::StrContains(figure.title, options.group);
-                               }),
-                figures.end());
+  for (Figure& figure : figures) {
+    if (absl::StrContains(figure.title, options.group)) continue;
+    figure.panels.erase(std::remove_if(figure.panels.begin(), figure.panels.end(),
+                                       [&options](const plot::Plot& panel) {
+                                         return !absl::StrContains(panel.title, options.group);
+                                       }),
+                        figure.panels.end());
+  }
   int columns = 1;
   const std::vector<plot::Plot> panels = PanelsOf(std::move(figures), options.width_mm, &columns);
   if (panels.empty()) {

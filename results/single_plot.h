@@ -14,7 +14,7 @@ struct SinglePlotOptions {
   std::string kind;        // "scaling", "frontier", "memory", "roofline"
   std::string family;      // only its techniques; all where empty
   std::string techniques;  // only those that match one of these globs, separated by commas
-  std::string group;       // only figures whose title has this text, e.g. "causal"
+  std::string group;       // only figures, or panels of them, whose title has this text: "causal"
   double width_mm = 180;   // of the whole: two panels beside each other, or one
 };
 

@@ -63,8 +63,10 @@ TEST(SinglePlot, SaysWhatThereIsWhereNothingIsLeft) {
   const absl::Status status = RenderSinglePlot(MakeSweep(), options).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
   EXPECT_TRUE(StrContains(status.message(), "cpu f32, 8 heads of 64, causal")) << status;
-  options.group = "causal";
-  EXPECT_TRUE(RenderSinglePlot(MakeSweep(), options).ok());
+  for (const char* group : {"causal", "synthetic"}) {  // of the figure, and of its panel
+    options.group = group;
+    EXPECT_TRUE(RenderSinglePlot(MakeSweep(), options).ok()) << group;
+  }
 }
 
 TEST(SinglePlot, NamesTheFlagThatIsWrong) {

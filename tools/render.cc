@@ -43,7 +43,8 @@ ABSL_FLAG(
     "as near*, or a name with options as the tables show it.");
 ABSL_FLAG(
     std::string, group, "",
-    "With --plot: only figures with this text in their title, e.g. causal or \"input real\".");
+    "With --plot: only figures, or panels of them, with this text in their title, e.g. causal, "
+    "\"input real\" or computation.");
 ABSL_FLAG(double, width_mm, 180, "With --plot: width on paper, 60 to 1000.");
 ABSL_FLAG(int, dpi, 300, "With png: dots an inch, 30 to 2400.");
 ABSL_FLAG(std::string, colour, "auto",
