@@ -257,11 +257,7 @@ void PrintErrors(const Plan& plan, const Accuracy& accuracy) {
   if (!accuracy.passed) absl::PrintF("FAILED: %s\n", accuracy.failure);
 }
 
-absl::StatusOr<int> Apply(const CommandLine& line) {
-  if (!line.arguments.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("\"", line.arguments[0], "\" is no flag; --help lists the flags"));
-  }
+absl::StatusOr<int> Apply() {
   TFB_ASSIGN_OR_RETURN(const Plan plan, ReadPlan());
   TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
                        plan.technique->InputSpecs(plan.problem, plan.options));
@@ -300,25 +296,9 @@ absl::StatusOr<int> Apply(const CommandLine& line) {
   return accuracy.passed ? kExitDone : kExitCheckFailed;
 }
 
-int Main(const std::vector<std::string>& argv) {
-  const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
-  if (!line.ok()) {
-    PrintError(kProgram, line.status().message());
-    return kExitBadUsage;
-  }
-  if (line->help) {
-    std::fputs(HelpText(kUsage).c_str(), stdout);
-    return kExitDone;
-  }
-  const absl::StatusOr<int> status = Apply(*line);
-  if (!status.ok()) {
-    PrintError(kProgram, status.status().message());
-    return kExitBadUsage;
-  }
-  return *status;
-}
-
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Apply);
+}

@@ -173,7 +173,7 @@ std::map<ElementType, double> MeasuredPeaks(Device device, int threads) {
   return peaks;
 }
 
-absl::Status RunBenchmarks() {
+absl::StatusOr<int> RunBenchmarks() {
   // Static: the registered functions refer to them until the program ends.
   static const std::vector<SweepCase>* cases;
   TFB_ASSIGN_OR_RETURN(std::vector<SweepCase> made, CasesFromFlags());
@@ -206,30 +206,15 @@ absl::Status RunBenchmarks() {
     }
   }
   benchmark::RunSpecifiedBenchmarks();
-  return absl::OkStatus();
-}
-
-int Main(int argc, char** argv) {
-  const std::vector<std::string> words(argv, argv + argc);
-  const bool help = std::find(words.begin(), words.end(), "--help") != words.end();
-  if (!help) benchmark::Initialize(&argc, argv);  // takes its own flags out
-  const absl::StatusOr<CommandLine> line = ParseCommandLine({argv, argv + argc});
-  if (line.ok() && line->help) {
-    std::fputs(HelpText(kUsage).c_str(), stdout);
-    return kExitDone;
-  }
-  absl::Status status = line.status();
-  if (status.ok() && !line->arguments.empty()) {
-    status = absl::InvalidArgumentError(
-        absl::StrCat("\"", line->arguments[0], "\" is no flag; --help lists the flags"));
-  }
-  if (status.ok()) status = RunBenchmarks();
-  if (status.ok()) return kExitDone;
-  PrintError(kProgram, status.message());
-  return kExitBadUsage;
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main(argc, argv); }
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv, argv + argc);
+  const bool help = std::find(words.begin(), words.end(), "--help") != words.end();
+  if (!help) benchmark::Initialize(&argc, argv);  // takes its own flags out
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::RunBenchmarks);
+}

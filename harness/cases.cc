@@ -228,6 +228,8 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
           Problem wanted = problem;
           wanted.causal = IsCausal(causal, info, captured);
           Fit(input, wanted, &added);
+          added.check =
+              flags.accuracy || input.text == nullptr || added.problem.query_tokens <= kRealTokens;
           if (flags.accuracy || !captured) list->Add(added);
           if (input.text == nullptr || !flags.accuracy) continue;
           added.purpose = Case::PURPOSE_ACCURACY;

@@ -52,7 +52,9 @@ struct CaseFlags {
   // Adds the dense counterpart of a technique at each of its problems where the caller did not name
   // it.
   bool counterparts = true;
-  bool accuracy = true;  // false: scaling cases alone, which are still checked once
+  // false: scaling cases alone, which are still checked once, but for those of a text of more than
+  // kRealTokens.
+  bool accuracy = true;
   // "2/4": the second of four parts of about equal effort, each with the counterparts of its own
   // cases. Empty: all.
   std::string shard;
@@ -72,6 +74,7 @@ struct SweepCase {
   uint64_t seed = 1;
   Case::Purpose purpose = Case::PURPOSE_SCALING;
   bool added = false;  // a dense counterpart that the caller did not name
+  bool check = true;   // hold the outputs against float64
   // Not OK where it is known without trying that the case cannot run: NotFound where the input
   // lacks a tensor.
   absl::Status obstacle;

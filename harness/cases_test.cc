@@ -303,6 +303,22 @@ TEST_F(CasesTest, AccuracyCanBeLeftOut) {
   EXPECT_THAT(purposes, testing::Each(Case::PURPOSE_SCALING));
 }
 
+TEST_F(CasesTest, WithoutAccuracyALongTextIsNotCheckedAndTheOthersAre) {
+  CaseFlags flags = Drawn("toy_hidden");
+  flags.inputs = "gaussian,text";
+  flags.lengths = "512,513";
+  for (const bool accuracy : {true, false}) {
+    flags.accuracy = accuracy;
+    int unchecked = 0;
+    for (const SweepCase& one : Cases(flags)) {
+      const bool long_text = one.input.text != nullptr && one.problem.query_tokens == 513;
+      EXPECT_EQ(one.check, accuracy || !long_text) << one.ToString();
+      unchecked += one.check ? 0 : 1;
+    }
+    EXPECT_EQ(unchecked, accuracy ? 0 : 1);
+  }
+}
+
 TEST_F(CasesTest, ListShowsOptionsWithDefaultsAndRanges) {
   const std::string text = ListTechniques({*registry_.Find("toy_causal")});
   EXPECT_THAT(text, HasSubstr("toy_causal  A toy\n"));

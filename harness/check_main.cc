@@ -218,11 +218,7 @@ void Print(const ResultSet& results) {
   }
 }
 
-absl::StatusOr<int> Check(const CommandLine& line) {
-  if (!line.arguments.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("\"", line.arguments[0], "\" is no flag; --help lists the flags"));
-  }
+absl::StatusOr<int> Check() {
   if (absl::GetFlag(FLAGS_rows) < 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("--rows: ", absl::GetFlag(FLAGS_rows), "; allowed are 0 and more"));
@@ -256,25 +252,9 @@ absl::StatusOr<int> Check(const CommandLine& line) {
   return failed ? kExitCheckFailed : kExitDone;
 }
 
-int Main(const std::vector<std::string>& argv) {
-  const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
-  if (!line.ok()) {
-    PrintError(kProgram, line.status().message());
-    return kExitBadUsage;
-  }
-  if (line->help) {
-    std::fputs(HelpText(kUsage).c_str(), stdout);
-    return kExitDone;
-  }
-  const absl::StatusOr<int> status = Check(*line);
-  if (!status.ok()) {
-    PrintError(kProgram, status.status().message());
-    return kExitBadUsage;
-  }
-  return *status;
-}
-
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Check);
+}

@@ -429,6 +429,7 @@ absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view wor
   for (const std::string& path : paths) {
     TFB_ASSIGN_OR_RETURN(std::vector<CapturedLayer> layers, ReadCapturedLayers(path));
     for (CapturedLayer& layer : layers) {
+      layer.path = real ? layer.file : std::string(word);  // what the caller knows it by
       sources.push_back(
           {real ? "real" : "file", std::make_shared<CapturedLayer>(std::move(layer))});
     }

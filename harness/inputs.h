@@ -55,7 +55,7 @@ namespace tfb {
 // The tensors of one layer of a file, or those of a file without layers. Sizes are 0 where the
 // tensors that have them are not there.
 struct CapturedLayer {
-  std::string path;
+  std::string path;   // as messages name it
   std::string file;   // base name of the path
   std::string layer;  // "layer2"; empty where the names have no layer
   std::shared_ptr<const SafetensorsFile> contents;

@@ -386,6 +386,13 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
   }
 
   const int64_t tokens = sweep_case.problem.query_tokens;
+  if (!sweep_case.check) {
+    outcome->set_reason(
+        absl::StrCat("errors were not measured: --accuracy=false leaves out those of "
+                     "more than ",
+                     kRealTokens, " tokens of text"));
+    return absl::OkStatus();
+  }
   // All rows of a text are checked, whatever the purpose.
   const int purpose = sweep_case.input.text != nullptr ? 0 : static_cast<int>(sweep_case.purpose);
   const std::string key = absl::StrCat(sweep_case.DisplayName(), " ", purpose);

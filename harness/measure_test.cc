@@ -43,6 +43,7 @@ class MeasureTest : public ::testing::Test {
     flags.counterparts = false;
     cases_ = MakeCases(flags, registry_, "").value();
     std::vector<GroupCase> group;
+    for (SweepCase& sweep_case : cases_) sweep_case.check = case_check_;
     for (const SweepCase& sweep_case : cases_) group.push_back({&sweep_case, check_, 0});
     std::map<std::string, Case> records;
     MeasureHooks hooks;
@@ -62,7 +63,7 @@ class MeasureTest : public ::testing::Test {
   MeasureOptions options_;
   std::vector<SweepCase> cases_;
   std::map<std::string, int> activities_;
-  bool check_ = true, stopped_ = false, kept_device_ = true;
+  bool check_ = true, case_check_ = true, stopped_ = false, kept_device_ = true;
 };
 
 TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
@@ -142,6 +143,20 @@ TEST_F(MeasureTest, UncheckedCaseSaysSoAndHasTimes) {
   EXPECT_FALSE(record.outcome().has_against_definition());
   EXPECT_THAT(record.outcome().reason(), HasSubstr("errors were not measured"));
   EXPECT_GT(record.outcome().timing().run_ns_size(), 0);
+}
+
+TEST_F(MeasureTest, CaseWithoutACheckSaysWhyAndHasTimes) {
+  case_check_ = false;
+  const Outcome outcome = Measure("toy_mean").at("toy_mean").outcome();
+  EXPECT_EQ(outcome.status(), Outcome::STATUS_OK);
+  EXPECT_FALSE(outcome.has_against_definition());
+  EXPECT_FALSE(outcome.has_against_dense());
+  EXPECT_EQ(
+      outcome.reason(),
+      "errors were not measured: --accuracy=false leaves out those of more than 512 tokens of "
+      "text");
+  EXPECT_GT(outcome.timing().run_ns_size(), 0);
+  EXPECT_EQ(activities_["check"], 0);
 }
 
 TEST_F(MeasureTest, TimeoutIsARowAndKeepsTheErrors) {

@@ -6,6 +6,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "core/safetensors.h"
 #include "core/status.h"
 #include "results/files.h"
@@ -26,7 +27,8 @@ constexpr char kUsage[] =
     "integers, which are no parameters, and metadata are the last checkpoint's.\n\n"
     "Exit status: 0 written, 2 bad usage or nothing written.";
 
-absl::Status Average(const std::vector<std::string>& paths) {
+absl::StatusOr<int> Average(const CommandLine& line) {
+  const std::vector<std::string>& paths = line.arguments;
   if (paths.empty()) {
     return absl::InvalidArgumentError("no checkpoints; expected are one file or more");
   }
@@ -41,26 +43,12 @@ absl::Status Average(const std::vector<std::string>& paths) {
   TFB_RETURN_IF_ERROR(WriteSafetensors(output, mean.tensors, mean.metadata));
   std::printf("wrote %s, the mean of %zu checkpoints of %zu tensors\n", output.c_str(),
               paths.size(), mean.tensors.size());
-  return absl::OkStatus();
-}
-
-int Main(int argc, char** argv) {
-  const auto command_line = ParseCommandLine({argv, argv + argc});
-  if (!command_line.ok()) {
-    PrintError(kProgram, command_line.status().message());
-    return kExitBadUsage;
-  }
-  if (command_line->help) {
-    std::fputs(HelpText(kUsage).c_str(), stdout);
-    return kExitDone;
-  }
-  const absl::Status done = Average(command_line->arguments);
-  if (done.ok()) return kExitDone;
-  PrintError(kProgram, done.message());
-  return kExitBadUsage;
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main(argc, argv); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Average);
+}

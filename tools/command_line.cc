@@ -127,6 +127,29 @@ std::string HelpText(absl::string_view usage) {
   return text;
 }
 
+int RunMain(absl::string_view program, absl::string_view usage,
+            const std::vector<std::string>& argv,
+            const std::function<absl::StatusOr<int>(const CommandLine&)>& run) {
+  const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
+  if (line.ok() && line->help) {
+    fputs(HelpText(usage).c_str(), stdout);
+    return kExitDone;
+  }
+  const absl::StatusOr<int> exit_status = line.ok() ? run(*line) : line.status();
+  if (exit_status.ok()) return *exit_status;
+  PrintError(program, exit_status.status().message());
+  return kExitBadUsage;
+}
+
+int RunMain(absl::string_view program, absl::string_view usage,
+            const std::vector<std::string>& argv, const std::function<absl::StatusOr<int>()>& run) {
+  return RunMain(program, usage, argv, [&run](const CommandLine& line) -> absl::StatusOr<int> {
+    if (line.arguments.empty()) return run();
+    return absl::InvalidArgumentError(
+        absl::StrCat("\"", line.arguments[0], "\" is no flag; --help lists the flags"));
+  });
+}
+
 void PrintError(absl::string_view program, absl::string_view message) {
   const std::string line =
       absl::StrCat(program, ": ", absl::StrReplaceAll(message, {{"\n", " "}}), "\n");

@@ -3,6 +3,7 @@
 #ifndef TFB_TOOLS_COMMAND_LINE_H_
 #define TFB_TOOLS_COMMAND_LINE_H_
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,16 @@ absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& arg
 
 // `usage` (first line: the program and its arguments), then every flag with its default.
 std::string HelpText(absl::string_view usage);
+
+// All that the main function of a program does: sets the flags from `argv`, prints HelpText to stdout
+// and returns kExitDone where --help is given, and else returns what `run` does. An error, of the flags
+// or of `run`, is printed to stderr and kExitBadUsage. The second form is that of a program without
+// arguments: one is an error that names it.
+int RunMain(absl::string_view program, absl::string_view usage,
+            const std::vector<std::string>& argv,
+            const std::function<absl::StatusOr<int>(const CommandLine&)>& run);
+int RunMain(absl::string_view program, absl::string_view usage,
+            const std::vector<std::string>& argv, const std::function<absl::StatusOr<int>()>& run);
 
 // "program: message" on stderr, in one line.
 void PrintError(absl::string_view program, absl::string_view message);

@@ -1,6 +1,10 @@
 #include "tools/command_line.h"
 
+#include <stdio.h>
+
+#include <ostream>
 #include <string>
+#include <vector>
 
 #include "absl/flags/flag.h"
 #include "gtest/gtest.h"
@@ -63,6 +67,63 @@ TEST_F(CommandLineTest, HelpListsEveryFlagWithItsDefaultWhateverItIsNow) {
   EXPECT_EQ(help.rfind("program FILE\n", 0), 0u);
   EXPECT_NE(help.find("  --number  (default: 7)\n      A number.\n"), std::string::npos) << help;
   EXPECT_NE(help.find("--loud  (default: false)"), std::string::npos) << help;
+}
+
+class RunMainTest : public CommandLineTest {
+ protected:
+  // What a program ended with and printed.
+  struct Ended {
+    int exit_status;
+    std::string out, err;
+    bool operator==(const Ended& other) const {
+      return exit_status == other.exit_status && out == other.out && err == other.err;
+    }
+    friend std::ostream& operator<<(std::ostream& stream, const Ended& ended) {
+      return stream << ended.exit_status << "\n" << ended.out << "\n" << ended.err;
+    }
+  };
+  template <typename Run>
+  static Ended RunProgram(const std::vector<std::string>& argv, Run run) {
+    ::testing::internal::CaptureStdout();
+    ::testing::internal::CaptureStderr();
+    const int exit_status = RunMain("program", "program [flags]", argv, run);
+    fflush(stdout);
+    return {exit_status, ::testing::internal::GetCapturedStdout(),
+            ::testing::internal::GetCapturedStderr()};
+  }
+};
+
+TEST_F(RunMainTest, ReturnsWhatTheProgramDoesWithItsFlagsSet) {
+  const Ended ended = RunProgram({"program", "--number=3"}, []() -> absl::StatusOr<int> {
+    return absl::GetFlag(FLAGS_number) == 3 ? kExitCheckFailed : kExitDone;
+  });
+  EXPECT_EQ(ended, (Ended{kExitCheckFailed, "", ""}));
+}
+
+TEST_F(RunMainTest, AnErrorIsPrintedInOneLineAndIsBadUsage) {
+  const auto fails = [] { return absl::StatusOr<int>(absl::NotFoundError("no\nfile")); };
+  EXPECT_EQ(RunProgram({"program"}, fails), (Ended{kExitBadUsage, "", "program: no file\n"}));
+}
+
+TEST_F(RunMainTest, NothingRunsForBadFlagsOrHelp) {
+  const auto never = []() -> absl::StatusOr<int> {
+    ADD_FAILURE() << "it ran";
+    return kExitDone;
+  };
+  EXPECT_EQ(RunProgram({"program", "--nubmer=1"}, never),
+            (Ended{kExitBadUsage, "", "program: unknown flag --nubmer, did you mean --number?\n"}));
+  EXPECT_EQ(RunProgram({"program", "--help", "a"}, never),
+            (Ended{kExitDone, HelpText("program [flags]"), ""}));
+}
+
+TEST_F(RunMainTest, ArgumentsAreForProgramsThatTakeThem) {
+  const auto counts = [](const CommandLine& line) -> absl::StatusOr<int> {
+    return static_cast<int>(line.arguments.size());
+  };
+  EXPECT_EQ(RunProgram({"program", "a", "b", "c"}, counts), (Ended{3, "", ""}));
+  const auto takes_none = []() -> absl::StatusOr<int> { return kExitDone; };
+  EXPECT_EQ(RunProgram({"program", "a"}, takes_none),
+            (Ended{kExitBadUsage, "", "program: \"a\" is no flag; --help lists the flags\n"}));
 }
 
 TEST(Nearest, FindsWhatWasMeantAndNothingFarFromIt) {

@@ -162,7 +162,7 @@ absl::Status WriteTechnique(const fs::path& workspace, const std::string& family
   return status;
 }
 
-absl::Status MakeTechnique(const CommandLine& line) {
+absl::StatusOr<int> MakeTechnique(const CommandLine& line) {
   const char* run_in = std::getenv("BUILD_WORKSPACE_DIRECTORY");
   std::string workspace = absl::GetFlag(FLAGS_workspace);
   if (workspace.empty()) workspace = run_in == nullptr ? "." : run_in;
@@ -207,22 +207,12 @@ absl::Status MakeTechnique(const CommandLine& line) {
       "  bazel test //%1$s/%2$s/...\n"
       "  bazel run //harness:sweep -- --techniques=%2$s:window=*\n",
       family.c_str(), name.c_str());
-  return absl::OkStatus();
-}
-
-int Main(const std::vector<std::string>& argv) {
-  const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
-  if (line.ok() && line->help) {
-    std::fputs(HelpText(kUsage).c_str(), stdout);
-    return kExitDone;
-  }
-  const absl::Status status = line.ok() ? MakeTechnique(*line) : line.status();
-  if (status.ok()) return kExitDone;
-  PrintError(kProgram, status.message());
-  return kExitBadUsage;
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::MakeTechnique);
+}

@@ -21,6 +21,7 @@
 #include "adaptive/depth_adaptive/text_reader.h"
 #include "core/status.h"
 #include "tools/command_line.h"
+#include "tools/text_plot.h"
 
 ABSL_FLAG(double, risk, 0.1, "The loss that is promised at most, in (0, 1).");
 ABSL_FLAG(double, confidence, 0.95, "With what probability the promise holds, in (0, 1).");
@@ -50,8 +51,10 @@ constexpr char kUsage[] =
     "Reads held-out text with the trained language model, its tokens leaving when calm's "
     "confidence\n"
     "reaches a threshold, and finds for each measure the threshold that keeps the risk with the\n"
-    "asked confidence (Learn then Test). Prints what it saves and how often random halves of the\n"
-    "text break the promise on the other half.";
+    "asked confidence (Learn then Test). Prints what it saves, how often random halves of the "
+    "text\n"
+    "break the promise on the other half, and a plot of what each threshold gives.\n\n"
+    "Exit status: 0 done, 2 bad usage.";
 constexpr int64_t kSequencesAtATime = 64;
 constexpr char kNothingLeaves[] = "2";
 
@@ -275,7 +278,24 @@ absl::Status PrintRow(const std::string& measure, const Table& table, const Text
   return absl::OkStatus();
 }
 
-absl::Status Main() {
+// Bits per byte over layers, of every threshold of each measure.
+void PrintPlot(const Settings& settings, const std::vector<Table>& tables,
+               const TextReading& whole) {
+  constexpr char kMarks[] = "oxv*#";
+  TextPlot plot = {"mean layers", "bits per byte", {}};
+  for (size_t n = 0; n < tables.size(); ++n) {
+    PlotSeries& series = plot.series.emplace_back();
+    series.mark = kMarks[n % (sizeof(kMarks) - 1)];
+    series.name = settings.measures[n];
+    for (const TextReading& reading : tables[n].readings) {
+      series.points.emplace_back(reading.layers, reading.BitsPerByte());
+    }
+  }
+  plot.series.push_back({'W', "the whole model", {{whole.layers, whole.BitsPerByte()}}});
+  std::printf("\n%s", ToText(plot).c_str());
+}
+
+absl::StatusOr<int> CalibrateAll() {
   TFB_ASSIGN_OR_RETURN(const Settings settings, SettingsOfFlags());
   ThreadPool pool(absl::GetFlag(FLAGS_threads));
   TFB_ASSIGN_OR_RETURN(const auto reader,
@@ -306,25 +326,13 @@ absl::Status Main() {
       "\nsplits broken: of %lld random halves, those whose threshold loses more than promised "
       "on the other half,\nand on all of the text; allowed are %.1f%%\n",
       static_cast<long long>(absl::GetFlag(FLAGS_splits)), 100 * settings.promise.failure);
-  return absl::OkStatus();
+  PrintPlot(settings, tables, whole);
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
 int main(int argc, char** argv) {
-  const auto command = tfb::ParseCommandLine(std::vector<std::string>(argv, argv + argc));
-  if (!command.ok()) {
-    tfb::PrintError(tfb::kProgram, command.status().message());
-    return tfb::kExitBadUsage;
-  }
-  if (command->help) {
-    std::printf("%s", tfb::HelpText(tfb::kUsage).c_str());
-    return tfb::kExitDone;
-  }
-  if (const absl::Status status = tfb::Main(); !status.ok()) {
-    tfb::PrintError(tfb::kProgram, status.message());
-    return tfb::kExitBadUsage;
-  }
-  return tfb::kExitDone;
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::CalibrateAll);
 }

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "adaptive/calm/confidence_rule.h"
+#include "adaptive/depth_adaptive/exit_probabilities.h"
 #include "adaptive/depth_adaptive/exit_stack_definition.h"
 #include "memory/transformer_xl/double_rows.h"
 
@@ -48,12 +49,6 @@ std::vector<ParameterSpec> ConfidenceParameters(const Problem& problem,
 
 // ---- The definition ----
 
-double Sum(const std::vector<double>& values) {
-  double sum = 0;
-  for (const double value : values) sum += value;
-  return sum;
-}
-
 // The confidences of one sequence in float64, and how far a layer's may be off them: its states are
 // by `state_error` of the largest channel.
 class DefinedConfidence {
@@ -79,29 +74,10 @@ class DefinedConfidence {
     return largest;
   }
 
-  // Probabilities change by at most half of what logits do, each of the two.
   ExitScore Softmax(int64_t n, const double* h, int64_t channels) const {
-    const std::vector<double> y = NormOf(parameters_, ExitNorm(n, options_.layers), h, channels);
-    const ConstTensorView output = parameters_.at("output").view();
-    const double y_error = state_error_ * Largest(y.data(), channels);
-    std::vector<double> logits(options_.vocabulary);
-    double error = 0;
-    for (int64_t v = 0; v < options_.vocabulary; ++v) {
-      double magnitude = 0;
-      for (int64_t c = 0; c < channels; ++c) {
-        const double w = output.Get(output.Offset(v, c));
-        logits[v] += w * y[c];
-        magnitude += std::abs(w);
-      }
-      error = std::max(error, magnitude * y_error);
-    }
-    std::vector<double> probabilities;
-    const double max = *std::max_element(logits.begin(), logits.end());
-    for (const double logit : logits) probabilities.push_back(std::exp(logit - max));
-    const double sum = Sum(probabilities);
-    std::sort(probabilities.begin(), probabilities.end());
-    const size_t last = probabilities.size() - 1;
-    return {(probabilities[last] - probabilities[last - 1]) / sum, error};
+    const ExitProbabilities p =
+        ExitProbabilitiesOf(parameters_, ExitNorm(n, options_.layers), h, channels, state_error_);
+    return {p.ascending.back() - p.ascending[p.ascending.size() - 2], 2 * p.error};
   }
 
   // The directions of both states turn by at most their error over their length.

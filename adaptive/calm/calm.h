@@ -22,9 +22,11 @@
 // finds, and //adaptive/calm:calibrate on the trained model.
 //
 // Source: Schuster et al. 2022, "Confident adaptive language modeling", arXiv:2207.07061v2, sections 3
-// and 4. The authors' code (github.com/google-research/t5x, t5x/contrib/calm) has the third schedule,
-// and also the largest probability alone as a score. Not followed there: in a batch all tokens wait for
-// the least confident, and the norms of the saturation are of the whole batch.
+// and 4. The authors' code (github.com/google-research/t5x, t5x/contrib/calm at cc342d4) has the third
+// schedule; the test holds confidences and thresholds to it. Not followed there: its default score is the
+// largest probability alone; in a batch all tokens wait for the least confident, and the norms of the
+// saturation are of the whole batch; a saturation is 0 after the first exit, and reaches a threshold of
+// 0; what skipped layers get is the state of the first exit, not the last computed.
 //
 // Cost of a decision, in FLOPs: softmax 2 model_dim vocabulary, which no other layer of the stack
 // needs; saturation 6 model_dim; classifier 2 model_dim.

@@ -6,17 +6,22 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "adaptive/calm/confidence_rule.h"
+#include "adaptive/depth_adaptive/exit_probabilities.h"
+#include "core/cuda/device_array.h"
 #include "core/layers/layer_norm.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
 namespace tfb {
@@ -25,32 +30,9 @@ namespace {
 using ::testing::Each;
 using ::testing::ElementsAre;
 
-Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
-             DType dtype = DType::kF32) {
-  return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true, dtype);
-}
-
-// The parameters of a layer with gammas, betas and biases moved off 1 and 0.
-NamedTensors ParametersOf(const Technique& technique, const Problem& problem,
-                          const Options& options) {
-  const auto layer = technique.Create(problem, options, Device::kCpu, 1);
-  EXPECT_TRUE(layer.ok()) << layer.status();
-  NamedTensors parameters;
-  for (const auto& [name, tensor] : (*layer)->parameters()) {
-    Tensor changed = tensor.Clone();
-    const RandomStream stream(2, name);
-    for (int64_t i = 0; tensor.view().rank == 1 && i < tensor.num_elements(); ++i) {
-      changed.span<float>()[i] += static_cast<float>(0.2 * stream.Normal(i));
-    }
-    parameters[name] = std::move(changed);
-  }
-  return parameters;
-}
-
 NamedTensors InputsFor(const Problem& problem) {
   NamedTensors inputs;
-  inputs["x"] = Tensor(problem.dtype, {problem.batch, problem.query_tokens, problem.model_dim()});
-  FillNormal(&inputs["x"], 3, "x");
+  inputs["x"] = RandomHidden(problem);
   return inputs;
 }
 
@@ -124,7 +106,7 @@ TEST(Calm, WithAThresholdThatLetsNothingLeaveItIsTransformerXlBitForBit) {
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
         // 20 and 96 channels: less and more than a panel of the products, and not whole ones.
         for (const int64_t head_dim : {10, 48}) {
-          const Problem problem = Make(2, 2, 150, head_dim, dtype);
+          const Problem problem = CausalProblem(2, 2, 150, head_dim, dtype);
           Options options = {{"layers", "3"},
                              {"segment", "64"},
                              {"memory", "50"},
@@ -133,12 +115,12 @@ TEST(Calm, WithAThresholdThatLetsNothingLeaveItIsTransformerXlBitForBit) {
                              {"vocabulary", "20"},
                              {"threshold", "1.001"}};
           const NamedTensors inputs = InputsFor(problem);
-          const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+          const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
           const NamedTensors whole =
               TruncatedModel(problem, inputs, parameters, options, 3, 3, Device::kCpu);
           for (const char* confidence : {"softmax", "saturation", "classifier"}) {
             options["confidence"] = confidence;
-            const NamedTensors own = ParametersOf(Calm(), problem, options);
+            const NamedTensors own = PerturbedParameters(Calm(), problem, options);
             const NamedTensors found = RunCalm(problem, inputs, own, options);
             EXPECT_EQ(MaxDifference(found.at("out").view(), whole.at("out").view()), 0)
                 << confidence << " " << problem.ToString();
@@ -151,14 +133,14 @@ TEST(Calm, WithAThresholdThatLetsNothingLeaveItIsTransformerXlBitForBit) {
 }
 
 TEST(Calm, InTheSimulatorItIsTransformerXlTooWhereNothingLeaves) {
-  const Problem problem = Make(2, 2, 70, 8);
+  const Problem problem = CausalProblem(2, 2, 70, 8);
   const Options options = {{"layers", "3"},
                            {"segment", "32"},
                            {"memory", "32"},
                            {"threshold", "2"},
                            {"vocabulary", "20"}};
   const NamedTensors inputs = InputsFor(problem);
-  const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+  const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
   const NamedTensors found = RunCalm(problem, inputs, parameters, options, Device::kSimulator);
   const NamedTensors whole =
       TruncatedModel(problem, inputs, parameters, options, 3, 3, Device::kSimulator);
@@ -167,7 +149,7 @@ TEST(Calm, InTheSimulatorItIsTransformerXlTooWhereNothingLeaves) {
 }
 
 TEST(Calm, RunEqualsTheDefinitionWithEveryConfidenceAndSchedule) {
-  const Problem problem = Make(2, 2, 90, 12);
+  const Problem problem = CausalProblem(2, 2, 90, 12);
   for (const Device device : kHostDevices) {
     for (const std::string confidence : {"softmax", "saturation", "classifier"}) {
       for (const char* pre_norm : {"false", "true"}) {
@@ -179,7 +161,7 @@ TEST(Calm, RunEqualsTheDefinitionWithEveryConfidenceAndSchedule) {
                            {"threshold", "0.55"},  {"temperature", "3"}};
         if (confidence == "saturation") options["threshold"] = "0.8";
         const NamedTensors inputs = InputsFor(problem);
-        const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+        const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
         const NamedTensors found = RunCalm(problem, inputs, parameters, options, device);
         const std::vector<int> exits = ExitsOf(found);
         EXPECT_GE(std::set<int>(exits.begin(), exits.end()).size(), 3u) << confidence << pre_norm;
@@ -191,11 +173,11 @@ TEST(Calm, RunEqualsTheDefinitionWithEveryConfidenceAndSchedule) {
 }
 
 TEST(Calm, AThresholdOfZeroLeavesAfterTheFirstLayerThatIsAsked) {
-  const Problem problem = Make(2, 2, 40, 8);
+  const Problem problem = CausalProblem(2, 2, 40, 8);
   for (const std::string confidence : {"softmax", "saturation", "classifier"}) {
     Options options = {{"layers", "4"}, {"threshold", "0"}, {"confidence", confidence}};
     const NamedTensors inputs = InputsFor(problem);
-    const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+    const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
     for (const Device device : kHostDevices) {
       const std::vector<int> exits = ExitsOf(RunCalm(problem, inputs, parameters, options, device));
       if (confidence == "saturation") {  // which may be below 0
@@ -208,11 +190,11 @@ TEST(Calm, AThresholdOfZeroLeavesAfterTheFirstLayerThatIsAsked) {
 }
 
 TEST(Calm, ExitsThatAreGivenAreTaken) {
-  const Problem problem = Make(2, 2, 50, 8);
+  const Problem problem = CausalProblem(2, 2, 50, 8);
   const Options options = {
       {"layers", "4"}, {"segment", "20"}, {"memory", "24"}, {"vocabulary", "9"}};
   NamedTensors inputs = InputsFor(problem);
-  const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+  const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
   inputs["exits"] = Tensor(DType::kI32, {2, 50});
   std::vector<int> taken;
   for (int n = 0; n < 100; ++n) {
@@ -228,10 +210,10 @@ TEST(Calm, ExitsThatAreGivenAreTaken) {
 }
 
 TEST(Calm, LeavingAlwaysAfterALayerIsTheModelCutThere) {
-  const Problem problem = Make(2, 2, 130, 20);
+  const Problem problem = CausalProblem(2, 2, 130, 20);
   const Options options = {{"layers", "4"}, {"pre_norm", "true"}, {"vocabulary", "9"}};
   NamedTensors inputs = InputsFor(problem);
-  const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+  const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
   for (int n = 1; n <= 4; ++n) {
     NamedTensors given;
     given["x"] = inputs["x"].Clone();
@@ -247,13 +229,13 @@ TEST(Calm, LeavingAlwaysAfterALayerIsTheModelCutThere) {
 // Token 0 leaves after layer 1. Of layer 2 it still makes keys and values, of the state that it left
 // with: they reach token 1, and no other of layer 2's matrices acts on token 0.
 TEST(Calm, LaterTokensSeeTheCopiedStateOfATokenThatHasLeft) {
-  const Problem problem = Make(1, 2, 2, 8);
+  const Problem problem = CausalProblem(1, 2, 2, 8);
   const Options options = {{"layers", "2"}, {"pre_norm", "true"}, {"vocabulary", "9"}};
   NamedTensors inputs = InputsFor(problem);
   inputs["exits"] = Tensor(DType::kI32, {1, 2});
   inputs["exits"].span<int32_t>()[0] = 1;
   inputs["exits"].span<int32_t>()[1] = 2;
-  const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+  const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
   const NamedTensors found = RunCalm(problem, inputs, parameters, options);
   const auto changed = [&](const char* name) {
     NamedTensors others;
@@ -316,7 +298,7 @@ class RowRule {
   bool Leaves(double threshold, std::vector<float> state, std::vector<float> before,
               int64_t layer = 2) {
     options_.threshold = threshold;
-    ConfidenceRule rule(Device::kCpu, Make(1, 1, 1, 2), options_);
+    ConfidenceRule rule(Device::kCpu, CausalProblem(1, 1, 1, 2), options_);
     EXPECT_TRUE(rule.Setup(parameters_).ok());
     ThreadPool pool(1);
     Tensor workspace(DType::kU8, {static_cast<int64_t>(rule.workspace_bytes(1, 1))});
@@ -383,11 +365,106 @@ TEST(CalmConfidence, ThatIsNaNLeavesNever) {
   }
 }
 
+// ---- The authors' code: 48 states after layer 2 of 3 (tools/capture/golden_calm.py) ----
+
+class CalmT5xTest : public ::testing::Test {
+ protected:
+  CalmT5xTest() : golden_(GoldenFile("adaptive/calm/testdata/t5x.safetensors").tensors) {
+    options_.layers = 3;
+    options_.vocabulary = 30;
+    options_.temperature = 4;
+    problem_ = CausalProblem(1, 1, tokens_, 12);
+    for (const char* name : {"norm.gamma", "norm.beta", "confidence.w", "confidence.b"}) {
+      for (const char* exit : {"exit0.", "exit1."}) {  // that of the first is not asked
+        golden_[absl::StrCat(exit, name)] = golden_.at(absl::StrCat("exit1.", name)).Clone();
+      }
+    }
+  }
+
+  // Which of the states leave, as tokens 0 to 47 of a stream.
+  std::vector<uint8_t> LeavingOn(Device device) {
+    ConfidenceRule rule(device, problem_, options_);
+    EXPECT_TRUE(rule.Setup(golden_).ok());
+    auto state = CopyFloats(device, golden_.at("state").view()).value();
+    auto before = CopyFloats(device, golden_.at("before").view()).value();
+    const auto bytes = static_cast<int64_t>(rule.workspace_bytes(tokens_, 1));
+    auto workspace = DeviceArray<std::byte>::Allocate(device, bytes).value();
+    auto leaves = DeviceArray<uint8_t>::Allocate(device, tokens_).value();
+    std::vector<int32_t> places(tokens_);
+    std::iota(places.begin(), places.end(), 0);
+    ThreadPool pool(1);
+    const absl::Status status = rule.Decide(
+        {/*layer=*/2, TensorView(state.mutable_data(), DType::kF32, {tokens_, 12}),
+         TensorView(before.mutable_data(), DType::kF32, {tokens_, 12}), places.data(), tokens_,
+         /*first_position=*/0},
+        leaves.mutable_data(), {&pool, absl::MakeSpan(workspace.mutable_data(), bytes), nullptr});
+    EXPECT_TRUE(status.ok()) << status;
+    const Tensor host =
+        CopyToHost(device, ConstTensorView(leaves.data(), DType::kU8, {tokens_})).value();
+    return {host.span<uint8_t>().begin(), host.span<uint8_t>().end()};
+  }
+
+  int64_t tokens_ = 48;
+  Problem problem_;
+  CalmOptions options_;
+  NamedTensors golden_;
+};
+
+// The authors' confidences are at least 1e-3 from their thresholds: far beyond fp32's rounding.
+TEST_F(CalmT5xTest, TokensLeaveWhereTheAuthorsConfidenceReachesTheirThreshold) {
+  const auto thresholds = golden_.at("thresholds").view();
+  for (const auto& [confidence, name] : {std::pair(Confidence::kSoftmax, "softmax_diff"),
+                                         std::pair(Confidence::kSaturation, "saturation"),
+                                         std::pair(Confidence::kClassifier, "classifier")}) {
+    const auto authors = golden_.at(name).span<double>();
+    options_.confidence = confidence;
+    for (const bool decays : {false, true}) {
+      options_.schedule = decays ? CalmOptions::Schedule::kT5x : CalmOptions::Schedule::kConstant;
+      for (int64_t n = 0; n < thresholds.dim(0); ++n) {
+        options_.threshold = golden_.at("lambda").view().Get(n);
+        std::vector<uint8_t> expected;
+        for (int64_t t = 0; t < tokens_; ++t) {
+          const double threshold =
+              decays ? thresholds.Get(thresholds.Offset(n, t)) : options_.threshold;
+          expected.push_back(authors[t] >= threshold ? 1 : 0);
+        }
+        for (const Device device : kHostDevices) {
+          EXPECT_EQ(LeavingOn(device), expected)
+              << name << " " << options_.threshold << " " << decays << " " << Name(device);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CalmT5xTest, ThresholdsDecayAsTheAuthorsDo) {
+  options_.schedule = CalmOptions::Schedule::kT5x;
+  const auto thresholds = golden_.at("thresholds").view();
+  for (int64_t n = 0; n < thresholds.dim(0); ++n) {
+    options_.threshold = golden_.at("lambda").view().Get(n);
+    const Threshold ours = ThresholdOf(options_, tokens_);
+    for (int64_t t = 0; t < tokens_; ++t) {
+      EXPECT_NEAR(ThresholdAt(ours, t), thresholds.Get(thresholds.Offset(n, t)), 2e-7);
+    }
+  }
+}
+
+TEST_F(CalmT5xTest, ProbabilitiesInFloat64AreTheAuthors) {
+  const Tensor states = golden_.at("state").CloneAs(DType::kF64);
+  for (int64_t t = 0; t < tokens_; ++t) {
+    const ExitProbabilities p =
+        ExitProbabilitiesOf(golden_, "exit1.norm", states.view().At<double>(t), 12, 0);
+    EXPECT_NEAR(p.ascending[29], golden_.at("softmax_max").span<double>()[t], 1e-12);
+    EXPECT_NEAR(p.ascending[29] - p.ascending[28], golden_.at("softmax_diff").span<double>()[t],
+                1e-12);
+  }
+}
+
 TEST(Calm, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
-  const Problem problem = Make(1, 2, 60, 8);
+  const Problem problem = CausalProblem(1, 2, 60, 8);
   const Options options = {{"layers", "4"}, {"threshold", "0.5"}, {"confidence", "classifier"}};
   const NamedTensors inputs = InputsFor(problem);
-  const NamedTensors parameters = ParametersOf(Calm(), problem, options);
+  const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
   NamedTensors computed = RunCalm(problem, inputs, parameters, options);
   const std::vector<int> exits = ExitsOf(computed);
   for (int32_t& exit : computed["exits"].span<int32_t>()) exit = exit % 4 + 1;
@@ -404,7 +481,7 @@ TEST(Calm, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
 }
 
 TEST(Calm, CostAndStatisticsCountWhatWasComputed) {
-  const Problem problem = Make(1, 2, 3, 4);
+  const Problem problem = CausalProblem(1, 2, 3, 4);
   const Options options = {{"layers", "4"}, {"vocabulary", "9"}, {"confidence", "saturation"}};
   NamedTensors inputs = InputsFor(problem);
   for (const Device device : kHostDevices) {
@@ -425,7 +502,7 @@ TEST(Calm, CostAndStatisticsCountWhatWasComputed) {
 }
 
 TEST(Calm, DecisionsCostWhatTheConfidenceCosts) {
-  const Problem problem = Make(1, 2, 3, 4);
+  const Problem problem = CausalProblem(1, 2, 3, 4);
   NamedTensors inputs = InputsFor(problem);
   for (const auto& [confidence, flops] : std::vector<std::pair<std::string, double>>{
            {"softmax", 3 * 144}, {"saturation", 2 * 48}, {"classifier", 3 * 16}}) {
@@ -447,12 +524,13 @@ TEST(Calm, WhatItCannotDoIsSaidInOneLine) {
     const auto layer = Calm().Create(problem, options, Device::kCpu, 1);
     return std::string(layer.status().message());
   };
-  Problem grouped = Make(1, 2, 4, 8);
+  Problem grouped = CausalProblem(1, 2, 4, 8);
   grouped.kv_heads = 1;
   EXPECT_THAT(message(grouped, {}), ::testing::HasSubstr("calm is self-attention: kv_heads is 1"));
-  EXPECT_THAT(message(Make(1, 2, 4, 8), {{"memory", "0"}, {"same_length", "true"}}),
+  EXPECT_THAT(message(CausalProblem(1, 2, 4, 8), {{"memory", "0"}, {"same_length", "true"}}),
               ::testing::HasSubstr("option memory is 0"));
-  EXPECT_THAT(message(Make(1, 2, 4, 8), {{"threshold", "2.5"}}), ::testing::HasSubstr("0 to 2"));
+  EXPECT_THAT(message(CausalProblem(1, 2, 4, 8), {{"threshold", "2.5"}}),
+              ::testing::HasSubstr("0 to 2"));
 }
 
 }  // namespace

@@ -13,35 +13,11 @@ namespace {
 
 constexpr int64_t kLanes = 16;  // numbers that go side by side, as many as the widest vector has
 constexpr int64_t kRowsOfTask = 16;
-static_assert(kLanes == kColumnQuantum, "rows of logits are whole lanes");
 
-// Floats of a row of logits.
-int64_t Padded(int64_t vocabulary) {
-  return (vocabulary + kColumnQuantum - 1) / kColumnQuantum * kColumnQuantum;
-}
-
-// The largest logit's probability minus the next one's; overwrites the row of logits.
+// The largest probability minus the next; overwrites the row of logits.
 float SoftmaxResponse(int64_t vocabulary, float* logits) {
-  const int64_t columns = Padded(vocabulary);
-  std::fill(logits + vocabulary, logits + columns, -std::numeric_limits<float>::infinity());
-  float first[kLanes], second[kLanes];
-  std::fill_n(first, kLanes, -std::numeric_limits<float>::infinity());
-  std::copy_n(first, kLanes, second);
-  for (int64_t v = 0; v < columns; v += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const float z = logits[v + lane], low = first[lane] < z ? first[lane] : z;
-      second[lane] = second[lane] < low ? low : second[lane];
-      first[lane] = first[lane] < z ? z : first[lane];
-    }
-  }
-  float largest = first[0], next = second[0];
-  for (int64_t lane = 1; lane < kLanes; ++lane) {
-    next = std::max(std::max(next, second[lane]), std::min(largest, first[lane]));
-    largest = std::max(largest, first[lane]);
-  }
-  float max = -std::numeric_limits<float>::infinity(), sum = 0, rescale = 1;
-  BestCpuKernels().softmax({logits, columns, 1, columns}, {&max, &sum, &rescale}, nullptr);
-  return (1 - std::exp(next - largest)) / sum;  // NaN among the logits is in the sum
+  const SoftmaxTop top = TopOf(vocabulary, logits);
+  return (1 - top.next) / top.sum;
 }
 
 // Sums of products, side by side.
@@ -95,56 +71,41 @@ ConfidenceRule::ConfidenceRule(Device device, const Problem& problem, const Calm
     : device_(device),
       width_(problem.model_dim()),
       options_(options),
+      logits_(device, problem.model_dim(), options.vocabulary),
       threshold_(ThresholdOf(options, problem.query_tokens)) {}
 
 absl::Status ConfidenceRule::Setup(const NamedTensors& parameters) {
-  const auto parameter = [&](const std::string& name) {
-    return ConstTensorView(parameters.at(name).view());
-  };
-  norms_.clear();
+  if (has_logits()) return logits_.Setup(parameters, options_.layers);
   weights_.clear();
   biases_.clear();
-  if (has_logits()) {
-    TFB_ASSIGN_OR_RETURN(output_,
-                         PackedMatrix::Create(device_, Transpose(parameter("output"), 0, 1)));
-  }
+  if (options_.confidence != Confidence::kClassifier) return absl::OkStatus();
   for (int64_t n = 1; n < options_.layers; ++n) {
-    const std::string exit = ExitPrefix(n - 1);
-    if (options_.confidence == Confidence::kClassifier) {
-      TFB_ASSIGN_OR_RETURN(DeviceArray<float> w,
-                           CopyFloats(device_, parameter(exit + ".confidence.w")));
-      weights_.push_back(std::move(w));
-      biases_.push_back(static_cast<float>(parameter(exit + ".confidence.b").Get(0)));
-    } else if (has_logits()) {
-      TFB_ASSIGN_OR_RETURN(LayerNorm norm,
-                           LayerNorm::Create(device_, parameter(exit + ".norm.gamma"),
-                                             parameter(exit + ".norm.beta")));
-      norms_.push_back(std::move(norm));
-    }
+    const std::string prefix = ExitPrefix(n - 1) + ".confidence.";
+    TFB_ASSIGN_OR_RETURN(DeviceArray<float> w,
+                         CopyFloats(device_, parameters.at(prefix + "w").view()));
+    weights_.push_back(std::move(w));
+    biases_.push_back(static_cast<float>(parameters.at(prefix + "b").view().Get(0)));
   }
   return absl::OkStatus();
 }
 
 ConfidenceRule::Scratch ConfidenceRule::LayOut(int64_t rows, Workspace& workspace) const {
-  Scratch scratch;
-  scratch.normalized = workspace.Take<float>(has_logits() ? rows * width_ : 0);
-  scratch.logits = workspace.Take<float>(has_logits() ? rows * Padded(options_.vocabulary) : 0);
+  Scratch scratch = {};
   scratch.confidences = workspace.Take<float>(rows);
+  if (has_logits()) scratch.of_logits = logits_.LayOut(rows, workspace);
   return scratch;
 }
 
 size_t ConfidenceRule::workspace_bytes(int64_t rows, int threads) const {
-  const size_t own = Workspace::Measure([&](Workspace& workspace) { LayOut(rows, workspace); });
-  if (!has_logits()) return own;
-  return own + std::max(LayerNorm::workspace_bytes(device_, width_, threads),
-                        MatMulWorkspaceBytes(device_, rows, width_, options_.vocabulary, threads));
+  return Workspace::Measure([&](Workspace& workspace) { LayOut(rows, workspace); }) +
+         (has_logits() ? logits_.workspace_bytes(rows, threads) : 0);
 }
 
 double ConfidenceRule::flops(int64_t layers) const {
   const double asked = static_cast<double>(layers), width = static_cast<double>(width_);
   switch (options_.confidence) {
     case Confidence::kSoftmax:
-      return asked * 2 * width * static_cast<double>(options_.vocabulary);
+      return asked * logits_.flops();
     case Confidence::kSaturation:
       return std::max(asked - 1, 0.0) * 6 * width;
     default:
@@ -158,7 +119,7 @@ absl::Status ConfidenceRule::Decide(const ExitRows& rows, uint8_t* leaves,
   const Scratch scratch = LayOut(rows.rows(), workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  if (has_logits()) TFB_RETURN_IF_ERROR(Logits(rows, scratch, rest));
+  if (has_logits()) TFB_RETURN_IF_ERROR(logits_.Run(rows, scratch.of_logits, rest));
   if (device_ != Device::kCpu) return DecideOnCuda(rows, scratch, leaves, rest);
   ConfidencesOnCpu(rows, scratch, rest);
   const bool undefined = options_.confidence == Confidence::kSaturation && rows.layer == 1;
@@ -167,16 +128,6 @@ absl::Status ConfidenceRule::Decide(const ExitRows& rows, uint8_t* leaves,
     leaves[r] = !undefined && scratch.confidences[r] >= ThresholdAt(threshold_, t) ? 1 : 0;
   }
   return absl::OkStatus();
-}
-
-absl::Status ConfidenceRule::Logits(const ExitRows& rows, const Scratch& scratch,
-                                    const Execution& execution) const {
-  const int64_t row = device_ == Device::kCpu ? Padded(options_.vocabulary) : options_.vocabulary;
-  const TensorView normalized(scratch.normalized, DType::kF32, rows.state.shape());
-  const TensorView logits(scratch.logits, DType::kF32, {rows.rows(), options_.vocabulary},
-                          {row, 1});
-  TFB_RETURN_IF_ERROR(norms_[rows.layer - 1].Run(rows.state, normalized, execution));
-  return MatMul(output_, {normalized, {}, logits}, execution);
 }
 
 void ConfidenceRule::ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
@@ -191,8 +142,8 @@ void ConfidenceRule::ConfidencesOnCpu(const ExitRows& rows, const Scratch& scrat
         }
         for (int64_t r = first; r < first + count; ++r) {
           *confidences++ = has_logits()
-                               ? SoftmaxResponse(options_.vocabulary,
-                                                 scratch.logits + r * Padded(options_.vocabulary))
+                               ? SoftmaxResponse(options_.vocabulary, scratch.of_logits.logits +
+                                                                          r * logits_.row_floats())
                                : Cosine(rows.state.At<float>(r), rows.before.At<float>(r), width_);
         }
       });
@@ -212,7 +163,7 @@ absl::Status ConfidenceRule::DecideOnCuda(const ExitRows& rows, const Scratch& s
                                           uint8_t* leaves, const Execution& execution) const {
   ConfidenceArguments arguments = {};
   arguments.confidence = options_.confidence;
-  arguments.state = has_logits() ? scratch.logits : rows.state.At<float>(0);
+  arguments.state = has_logits() ? scratch.of_logits.logits : rows.state.At<float>(0);
   arguments.channels = has_logits() ? options_.vocabulary : width_;
   arguments.before = rows.before.At<float>(0);
   if (options_.confidence == Confidence::kClassifier) {

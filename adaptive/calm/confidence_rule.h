@@ -8,10 +8,9 @@
 
 #include "absl/status/status.h"
 #include "adaptive/calm/calm.h"
+#include "adaptive/depth_adaptive/exit_logits.h"
 #include "adaptive/depth_adaptive/exit_stack.h"
 #include "core/cuda/device_array.h"
-#include "core/layers/layer_norm.h"
-#include "core/layers/matmul.h"
 #include "core/workspace.h"
 
 namespace tfb {
@@ -31,14 +30,11 @@ class ConfidenceRule : public ExitRule {
 
  private:
   struct Scratch {
-    float* normalized;   // [rows, model_dim]
-    float* logits;       // [rows, vocabulary]
-    float* confidences;  // [rows]
+    float* confidences;             // [rows]
+    ExitLogits::Scratch of_logits;  // of softmax
   };
   Scratch LayOut(int64_t rows, Workspace& workspace) const;
   bool has_logits() const { return options_.confidence == Confidence::kSoftmax; }
-  absl::Status Logits(const ExitRows& rows, const Scratch& scratch,
-                      const Execution& execution) const;
   void ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
                         const Execution& execution) const;
   // Of rows first to first + count - 1.
@@ -49,9 +45,8 @@ class ConfidenceRule : public ExitRule {
   Device device_;
   int64_t width_;
   CalmOptions options_;
+  ExitLogits logits_;
   Threshold threshold_;
-  PackedMatrix output_;
-  std::vector<LayerNorm> norms_;             // of the exits
   std::vector<DeviceArray<float>> weights_;  // w of the classifiers
   std::vector<float> biases_;
 };

@@ -207,7 +207,7 @@ absl::Status CheckFlags() {
   return absl::OkStatus();
 }
 
-absl::Status Evaluate() {
+absl::StatusOr<int> Evaluate() {
   TFB_RETURN_IF_ERROR(CheckFlags());
   std::string path = CallerPath(absl::GetFlag(FLAGS_model));
   if (path.empty()) {
@@ -233,30 +233,12 @@ absl::Status Evaluate() {
       absl::GetFlag(FLAGS_paths)));
   std::puts("");
   evaluation.PrintData();
-  return absl::OkStatus();
-}
-
-int Main(int argc, char** argv) {
-  const auto command_line = ParseCommandLine({argv, argv + argc});
-  if (!command_line.ok()) {
-    PrintError(kProgram, command_line.status().message());
-    return kExitBadUsage;
-  }
-  if (command_line->help) {
-    std::fputs(HelpText(kUsage).c_str(), stdout);
-    return kExitDone;
-  }
-  if (!command_line->arguments.empty()) {
-    PrintError(kProgram, absl::StrCat("unexpected argument \"", command_line->arguments[0], "\""));
-    return kExitBadUsage;
-  }
-  const absl::Status done = Evaluate();
-  if (done.ok()) return kExitDone;
-  PrintError(kProgram, done.message());
-  return kExitBadUsage;
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main(argc, argv); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Evaluate);
+}

@@ -9,7 +9,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "adaptive/depth_adaptive/classifier_rule.h"
+#include "adaptive/depth_adaptive/exit_probabilities.h"
 #include "adaptive/depth_adaptive/exit_stack_definition.h"
+#include "adaptive/depth_adaptive/max_probability_rule.h"
 #include "memory/transformer_xl/double_rows.h"
 
 namespace tfb {
@@ -40,6 +42,9 @@ std::vector<ParameterSpec> ClassifierParameters(const Problem& problem,
   if (options.classifier == Classifier::kFixed) return {};
   const int64_t width = problem.model_dim(), layers = options.layers;
   const double deviation = 2 / std::sqrt(static_cast<double>(width));
+  if (options.classifier == Classifier::kConfidence) {
+    return {{"output", {options.vocabulary, width}, 0, 2 * deviation}};
+  }
   const std::string prefix = ClassifierPrefix(options);
   if (options.classifier == Classifier::kGeometric) {
     return {{prefix + "w", {layers - 1, width}, 0, deviation}, {prefix + "b", {layers - 1}, 0, 1}};
@@ -58,8 +63,9 @@ class DefinedClassifier {
  public:
   DefinedClassifier(const DepthAdaptiveOptions& options, const NamedTensors& parameters,
                     DType dtype)
-      : options_(options), state_error_(StateError(dtype)) {
+      : options_(options), parameters_(parameters), state_error_(StateError(dtype)) {
     if (options.classifier == Classifier::kFixed) return;
+    if (options.classifier == Classifier::kConfidence) return;
     const ConstTensorView w = parameters.at(ClassifierPrefix(options) + "w").view();
     const ConstTensorView b = parameters.at(ClassifierPrefix(options) + "b").view();
     const bool by_class = options.classifier == Classifier::kGeometric;
@@ -80,6 +86,11 @@ class DefinedClassifier {
         const std::vector<double> state(after[t], after[t] + after.channels());
         const ExitScore z = Logit(n - 1, state);  // above 0 where chi is above 1/2
         return {z.value > 0 ? z.value : std::min(z.value, -DBL_MIN), z.error};
+      }
+      case Classifier::kConfidence: {
+        const ExitProbabilities p = ExitProbabilitiesOf(parameters_, ExitNorm(n, options_.layers),
+                                                        after[t], after.channels(), state_error_);
+        return {p.ascending.back() - ConfidenceThreshold(options_, n), p.error};
       }
       case Classifier::kMultinomial:
         if (n == 1) RememberStates(after);
@@ -131,6 +142,7 @@ class DefinedClassifier {
   }
 
   const DepthAdaptiveOptions& options_;
+  const NamedTensors& parameters_;
   double state_error_;
   std::vector<std::vector<double>> weights_;  // of each class
   std::vector<double> bias_;
@@ -138,6 +150,11 @@ class DefinedClassifier {
 };
 
 }  // namespace
+
+double ConfidenceThreshold(const DepthAdaptiveOptions& options, int64_t n) {
+  const int64_t last = static_cast<int64_t>(options.thresholds.size()) - 1;
+  return static_cast<double>(options.thresholds[std::min(n - 1, last)]) / 1000;
+}
 
 DepthAdaptive::DepthAdaptive() : TechniqueOf(Info()) {}
 
@@ -155,7 +172,12 @@ absl::StatusOr<std::unique_ptr<Layer>> DepthAdaptive::MakeLayer(const Problem& p
                                                                 Device device,
                                                                 uint64_t seed) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  TFB_ASSIGN_OR_RETURN(auto rule, ClassifierRule::Create(device, problem, options));
+  std::unique_ptr<ExitRule> rule;
+  if (options.classifier == Classifier::kConfidence) {
+    rule = std::make_unique<MaxProbabilityRule>(device, problem, options);
+  } else {
+    TFB_ASSIGN_OR_RETURN(rule, ClassifierRule::Create(device, problem, options));
+  }
   return ExitStackLayer::Create(problem, options, device, seed, std::move(rule),
                                 ClassifierParameters(problem, options));
 }

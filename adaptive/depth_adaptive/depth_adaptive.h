@@ -10,10 +10,13 @@
 //   multinomial   argmax_n softmax(W h^1_t + b)_n
 //   geometric     the first n < N with chi^n_t = sigmoid(w_n . h^n_t + b_n) > 1/2, else N: the mode of
 //                 q_t(n) = chi^n_t prod_(n' < n) (1 - chi^n'_t) where chi are far from 1/2
+//   confidence    the first n < N with max_v softmax(output LN_n(h^n_t))_v >= tau_n, else N
 //   fixed         `exit`
 //
 // Ties go to the smallest n. The classifiers were trained to foretell oracles, q*, of the frozen model
 // (oracle.h), `oracle` and the penalty on later exits, `level`, choose which: level 0 leaves earliest.
+// Confidence is not learned; its thresholds tau are for a search on held-out text to find, and
+// //adaptive/depth_adaptive:evaluate searches (thresholds.h).
 //
 // Source: Elbayad, Gu, Grave, Auli 2020, "Depth-adaptive Transformer", arXiv:1910.10073v4, section 3.
 // There s is the mean of the encoder's output; this decoder has no encoder, so the segment before has
@@ -21,7 +24,7 @@
 // the geometric-like classifier decides: the first chi above 1/2, as the authors' code does.
 //
 // Cost of a decision: multinomial and sequence 2 model_dim N FLOPs once a token or segment, geometric
-// 2 model_dim after each layer.
+// 2 model_dim after each layer, confidence 2 model_dim vocabulary.
 #ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_H_
 #define TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_H_
 
@@ -36,19 +39,23 @@
 namespace tfb {
 
 struct DepthAdaptiveOptions : ExitStackOptions {
-  enum class Classifier { kSequence, kMultinomial, kGeometric, kFixed };
+  static constexpr int64_t kNeverReached = 1001;
+  enum class Classifier { kSequence, kMultinomial, kGeometric, kConfidence, kFixed };
   enum class Oracle { kLikelihood, kCorrectness };
 
   Classifier classifier = Classifier::kGeometric;
   Oracle oracle = Oracle::kLikelihood;
   int64_t level = 2;
   int64_t exit = 1;
+  std::vector<int64_t> thresholds = {900};
+  int64_t vocabulary = 256;
 
   void Describe(OptionBinder& bind) {
     bind.Choice("classifier", &classifier,
                 {{"sequence", Classifier::kSequence},
                  {"multinomial", Classifier::kMultinomial},
                  {"geometric", Classifier::kGeometric},
+                 {"confidence", Classifier::kConfidence},
                  {"fixed", Classifier::kFixed}},
                 "what decides after which layer a token leaves");
     bind.Choice("oracle", &oracle,
@@ -57,9 +64,16 @@ struct DepthAdaptiveOptions : ExitStackOptions {
     bind.Int("level", &level, 0, 4, "which of its classifiers: higher ones leave later",
              {0, 1, 2, 3, 4});
     bind.Int("exit", &exit, 1, 32, "of fixed: the layer after which all leave");
+    bind.Ints("thresholds", &thresholds, 0, kNeverReached,
+              "of confidence: tau_1/tau_2/..., in thousandths; the last is that of all further "
+              "layers, and none reaches 1001");
+    bind.Int("vocabulary", &vocabulary, 2, 65536, "of confidence: tokens that there are");
     ExitStackOptions::Describe(bind);
   }
 };
+
+// tau_n of the classifier "confidence".
+double ConfidenceThreshold(const DepthAdaptiveOptions& options, int64_t n);
 
 // Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
 // head_dim. Causal only.
@@ -67,7 +81,9 @@ struct DepthAdaptiveOptions : ExitStackOptions {
 // Parameters, f32: those of transformer_xl; exit0.norm.gamma, .beta, ..., final_norm.gamma, .beta
 // [model_dim]; and, of the classifier, in the name of oracle and level, likelihood.2.multinomial.w
 // [model_dim, N], .b [N], sequence likewise, or likelihood.2.geometric.w [N - 1, model_dim], .b
-// [N - 1]. Drawn N(0, 4 / model_dim), so that tokens differ, the b N(0, 1).
+// [N - 1]. Drawn N(0, 4 / model_dim), so that tokens differ, the b N(0, 1). Of confidence there is
+// "output" [vocabulary, model_dim] instead, drawn N(0, 16 / model_dim), so that probabilities are of all
+// sizes.
 //
 // Reads x and the optional exits, i32 [batch, query_tokens], which then take the classifier's place;
 // writes out, normalised, and the optional exits. The counterpart is the stack that no token leaves.

@@ -57,12 +57,13 @@ std::vector<int> ExitsOf(const NamedTensors& outputs) {
 TEST(DepthAdaptive, RunEqualsTheDefinitionWithEveryClassifier) {
   const Problem problem = Make(2, 90, 12);
   for (const Device device : kHostDevices) {
-    for (const char* classifier : {"sequence", "multinomial", "geometric", "fixed"}) {
+    for (const char* classifier : {"sequence", "multinomial", "geometric", "confidence", "fixed"}) {
       for (const char* pre_norm : {"false", "true"}) {
         const Options options = {{"layers", "4"},         {"segment", "20"},
                                  {"memory", "40"},        {"exit", "3"},
                                  {"pre_norm", pre_norm},  {"oracle", "correctness"},
-                                 {"same_length", "true"}, {"classifier", classifier}};
+                                 {"same_length", "true"}, {"classifier", classifier},
+                                 {"vocabulary", "50"},    {"thresholds", "700/500"}};
         const NamedTensors inputs = InputsFor(problem);
         const NamedTensors parameters = ParametersOf(problem, options);
         const NamedTensors found = RunIt(problem, inputs, parameters, options, device);
@@ -168,6 +169,79 @@ TEST(DepthAdaptive, EachExitThatIsFixedIsTakenAndNoneIsBeyondTheLast) {
   }
 }
 
+// Of two tokens, of which the exits after layers 1 to 3 give one the probabilities 1/2, 3/4 and 9/10,
+// whatever the state is.
+NamedTensors WithProbabilities(const Problem& problem, const Options& options) {
+  NamedTensors parameters = ParametersOf(problem, options);
+  Fill(parameters.at("output").view(), 0);
+  parameters.at("output").span<float>()[0] = 1;
+  const double odds[] = {1, 3, 9};
+  for (int n = 0; n < 3; ++n) {
+    const std::string norm = ExitNorm(n + 1, 4);
+    Fill(parameters.at(norm + ".gamma").view(), 0);
+    parameters.at(norm + ".beta").span<float>()[0] = static_cast<float>(std::log(odds[n]));
+  }
+  return parameters;
+}
+
+TEST(DepthAdaptive, ConfidenceLeavesAtTheFirstProbabilityThatReachesItsLayersThreshold) {
+  const Problem problem = Make(2, 10);
+  for (const Device device : kHostDevices) {
+    const auto exits = [&](const std::string& thresholds) {
+      const Options options = {{"layers", "4"},
+                               {"classifier", "confidence"},
+                               {"vocabulary", "2"},
+                               {"thresholds", thresholds}};
+      return ExitsOf(
+          RunIt(problem, InputsFor(problem), WithProbabilities(problem, options), options, device));
+    };
+    EXPECT_THAT(exits("0"), Each(1));
+    EXPECT_THAT(exits("500"), Each(1));  // reached, not passed
+    EXPECT_THAT(exits("501/740"), Each(2));
+    EXPECT_THAT(exits("501/760/890"), Each(3));
+    EXPECT_THAT(exits("760"), Each(3));  // of all layers
+    EXPECT_THAT(exits("501/760/910"), Each(4));
+    EXPECT_THAT(exits("1001/1001/0"), Each(3));
+    EXPECT_THAT(exits("1001/1001/1001/0"), Each(4));  // after the last layer all leave
+  }
+}
+
+TEST(DepthAdaptive, ConfidenceThatReachesNothingIsTheWholeModelBitForBit) {
+  const Problem problem = Make(2, 33);
+  for (const Device device : kHostDevices) {
+    Options options = {{"classifier", "confidence"}, {"thresholds", "1001"}, {"segment", "8"}};
+    const NamedTensors parameters = ParametersOf(problem, options);
+    const NamedTensors found = RunIt(problem, InputsFor(problem), parameters, options, device);
+    options["classifier"] = "fixed";
+    options["exit"] = "32";
+    NamedTensors of_stack;
+    for (const auto& [name, tensor] : parameters) {
+      if (name != "output") of_stack[name] = tensor.Clone();
+    }
+    const NamedTensors whole = RunIt(problem, InputsFor(problem), of_stack, options, device);
+    EXPECT_EQ(MaxDifference(found.at("out").view(), whole.at("out").view()), 0);
+    EXPECT_EQ(ExitsOf(found), ExitsOf(whole));
+  }
+}
+
+TEST(DepthAdaptive, ConfidenceOfNanNeverLeaves) {
+  const Problem problem = Make(1, 5);
+  const Options options = {{"layers", "4"}, {"classifier", "confidence"}, {"thresholds", "0"}};
+  NamedTensors parameters = ParametersOf(problem, options);
+  Fill(parameters.at("output").view(), std::nan(""));
+  for (const Device device : kHostDevices) {
+    EXPECT_THAT(ExitsOf(RunIt(problem, InputsFor(problem), parameters, options, device)), Each(4));
+  }
+}
+
+TEST(DepthAdaptive, ThresholdsBeyondTheirRangeAreRefusedWithIt) {
+  for (const char* thresholds : {"1002", "-1", "500/", "0.5"}) {
+    const auto options = DepthAdaptive().Canonical({{"thresholds", thresholds}});
+    EXPECT_FALSE(options.ok()) << thresholds;
+    EXPECT_THAT(std::string(options.status().message()), ::testing::HasSubstr("each 0 to 1001"));
+  }
+}
+
 TEST(DepthAdaptive, ParametersAreNamedByOracleAndLevel) {
   const Problem problem = Make(1, 10);
   const auto has = [&](const Options& options, const char* name) {
@@ -177,6 +251,8 @@ TEST(DepthAdaptive, ParametersAreNamedByOracleAndLevel) {
   EXPECT_TRUE(has({{"oracle", "correctness"}, {"level", "4"}, {"classifier", "sequence"}},
                   "correctness.4.sequence.b"));
   EXPECT_FALSE(has({{"classifier", "fixed"}}, "likelihood.2.geometric.w"));
+  EXPECT_TRUE(has({{"classifier", "confidence"}}, "output"));
+  EXPECT_FALSE(has({{"classifier", "confidence"}}, "likelihood.2.geometric.w"));
 }
 
 // ---- Oracles ----

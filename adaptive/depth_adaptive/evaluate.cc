@@ -1,5 +1,6 @@
 // Average exit against bits per byte of the trained language model: for exits after each layer, for
-// the oracles, which know the text, and for the classifiers that were trained to foretell them.
+// the oracles, which know the text, for the classifiers that were trained to foretell them, and for
+// confidence with the thresholds that do best on other text.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -9,15 +10,18 @@
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "adaptive/depth_adaptive/depth_adaptive.h"
 #include "adaptive/depth_adaptive/oracle.h"
 #include "adaptive/depth_adaptive/text_reader.h"
+#include "adaptive/depth_adaptive/thresholds.h"
 #include "core/status.h"
 #include "tools/command_line.h"
+#include "tools/text_plot.h"
 
 ABSL_FLAG(int64_t, sequences, 64, "Sequences of held-out text.");
 ABSL_FLAG(int64_t, tokens, 512, "Bytes of a sequence.");
-ABSL_FLAG(int, levels, 5, "Classifiers of each kind, 1 to 5.");
+ABSL_FLAG(int, levels, 5, "Classifiers of each kind, and searches, 1 to 5.");
 ABSL_FLAG(double, sigma, 4,
           "Of the oracles' kernel over tokens, squared tokens; 0 does not smooth.");
 ABSL_FLAG(int, threads, 2, "Threads.");
@@ -29,17 +33,39 @@ constexpr char kProgram[] = "evaluate";
 constexpr char kUsage[] =
     "evaluate [flags]\n"
     "Reads held-out text with the trained language model, its tokens leaving after layers that\n"
-    "something fixed, foretold or knew, and prints average exit, FLOPs saved and bits per byte.";
+    "something fixed, foretold or knew, or where they are sure, and prints average exit, FLOPs "
+    "saved\n"
+    "and bits per byte, and a plot of them. The thresholds of confidence are searched on as much\n"
+    "other text, behind that of the table.\n\n"
+    "Exit status: 0 done, 2 bad usage.";
 constexpr int64_t kSequencesAtATime = 64;
 constexpr int64_t kExits = 6;  // of the model that is shipped
 
 using Values = std::vector<ExitValues>;  // of each sequence
 
-void Print(const std::string& name, const TextReading& reading, const TextReading& whole) {
-  std::printf("%-34s %6.2f %10.1f%% %10.4f %10.4f\n", name.c_str(), reading.layers,
-              100 * reading.flops_saved, reading.BitsPerByte(), reading.Agreement(whole));
-  std::fflush(stdout);
-}
+// The table, a row as soon as it is known, and its plot.
+class Report {
+ public:
+  // Rows agree with those of the whole model.
+  explicit Report(const TextReading& whole) : whole_(whole) {
+    std::printf("%-42s %6s %11s %10s %10s\n", "", "mean", "FLOPs", "bits per", "agreement");
+    std::printf("%-42s %6s %11s %10s %10s\n", "exits", "layers", "saved", "byte", "with whole");
+  }
+
+  // The rows that follow have this mark in the plot.
+  void Begin(char mark, const std::string& name) { plot_.series.push_back({mark, name, {}}); }
+  void Add(const std::string& name, const TextReading& reading) {
+    std::printf("%-42s %6.2f %10.1f%% %10.4f %10.4f\n", name.c_str(), reading.layers,
+                100 * reading.flops_saved, reading.BitsPerByte(), reading.Agreement(whole_));
+    std::fflush(stdout);
+    plot_.series.back().points.emplace_back(reading.layers, reading.BitsPerByte());
+  }
+  void PrintPlot() const { std::printf("\n%s", ToText(plot_).c_str()); }
+
+ private:
+  const TextReading& whole_;
+  TextPlot plot_ = {"mean layers", "bits per byte", {}};
+};
 
 absl::StatusOr<std::unique_ptr<TextReader>> ReaderOf(const Options& options,
                                                      const TextSample& sample, ThreadPool* pool) {
@@ -55,9 +81,6 @@ absl::StatusOr<std::vector<TextReading>> ReadFixed(const TextSample& sample, Thr
         ReaderOf({{"classifier", "fixed"}, {"exit", absl::StrCat(n)}}, sample, pool));
     TFB_ASSIGN_OR_RETURN(TextReading reading, reader->Read());
     readings.push_back(std::move(reading));
-  }
-  for (int64_t n = 1; n <= kExits; ++n) {
-    Print(absl::StrCat("always after layer ", n), readings[n - 1], readings.back());
   }
   return readings;
 }
@@ -78,8 +101,8 @@ Values ValuesOf(Value value, const std::vector<TextReading>& fixed, const TextSa
   return values;
 }
 
-absl::Status PrintOracles(Value value, const std::vector<TextReading>& fixed,
-                          const TextSample& sample, ThreadPool* pool) {
+absl::Status AddOracles(Value value, const std::vector<TextReading>& fixed,
+                        const TextSample& sample, ThreadPool* pool, Report* report) {
   const Values values = ValuesOf(value, fixed, sample);
   // Of correctness even the least penalty is one: it decides between exits that are right alike.
   std::vector<double> penalties = {0.4, 0.2, 0.1, 0.05, 0.02, 0};
@@ -99,31 +122,56 @@ absl::Status PrintOracles(Value value, const std::vector<TextReading>& fixed,
         }
       }
       TFB_ASSIGN_OR_RETURN(const TextReading reading, reader->Read(exits.view()));
-      Print(absl::StrCat("oracle of ", of_tokens ? "tokens" : "sequences",
-                         value == Value::kCorrectness ? ", correct" : "", ", penalty ", penalty),
-            reading, fixed.back());
+      report->Add(
+          absl::StrCat("oracle of ", of_tokens ? "tokens" : "sequences",
+                       value == Value::kCorrectness ? ", correct" : "", ", penalty ", penalty),
+          reading);
     }
   }
   return absl::OkStatus();
 }
 
-absl::Status PrintClassifiers(const TextReading& whole, const TextSample& sample,
-                              ThreadPool* pool) {
+absl::Status AddClassifiers(const TextSample& sample, ThreadPool* pool, Report* report) {
   for (const char* classifier : {"sequence", "multinomial", "geometric"}) {
+    report->Begin(classifier[0], classifier);
     for (const char* oracle : {"likelihood", "correctness"}) {
       for (int level = 0; level < absl::GetFlag(FLAGS_levels); ++level) {
         const Options options = {
             {"classifier", classifier}, {"oracle", oracle}, {"level", absl::StrCat(level)}};
         TFB_ASSIGN_OR_RETURN(const auto reader, ReaderOf(options, sample, pool));
         TFB_ASSIGN_OR_RETURN(const TextReading reading, reader->Read());
-        Print(absl::StrCat(classifier, " of ", oracle, ", level ", level), reading, whole);
+        report->Add(absl::StrCat(classifier, " of ", oracle, ", level ", level), reading);
       }
     }
   }
   return absl::OkStatus();
 }
 
-absl::Status Main() {
+// The row of each penalty: the thresholds that do best on the text behind the sample.
+absl::Status AddConfidence(const TextSample& sample, ThreadPool* pool, Report* report) {
+  const TextSample behind = {sample.sequences, sample.tokens, /*skip=*/sample.tokens};
+  TFB_ASSIGN_OR_RETURN(const std::vector<TextReading> fixed, ReadFixed(behind, pool));
+  ExitValues values, confidences;
+  for (const TextReading& reading : fixed) {
+    std::vector<double>& of_exit = values.emplace_back();
+    for (const float bits : reading.bits) of_exit.push_back(-bits);
+    confidences.emplace_back(reading.sure.begin(), reading.sure.end());
+  }
+  report->Begin('c', "confidence");
+  const std::vector<double> penalties = {0.4, 0.2, 0.1, 0.05, 0.02};
+  for (int level = 0; level < absl::GetFlag(FLAGS_levels); ++level) {
+    const std::string thresholds =
+        absl::StrJoin(SearchThresholds(values, confidences, penalties[level]), "/");
+    TFB_ASSIGN_OR_RETURN(
+        const auto reader,
+        ReaderOf({{"classifier", "confidence"}, {"thresholds", thresholds}}, sample, pool));
+    TFB_ASSIGN_OR_RETURN(const TextReading reading, reader->Read());
+    report->Add(absl::StrCat("confidence ", thresholds), reading);
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int> Evaluate() {
   const TextSample sample = {absl::GetFlag(FLAGS_sequences), absl::GetFlag(FLAGS_tokens)};
   if (sample.sequences < 1)
     return absl::InvalidArgumentError("--sequences: allowed are 1 and more");
@@ -138,30 +186,24 @@ absl::Status Main() {
     return absl::InvalidArgumentError("--threads: allowed are 1 and more");
   }
   ThreadPool pool(absl::GetFlag(FLAGS_threads));
-  std::printf("%-34s %6s %11s %10s %10s\n", "", "mean", "FLOPs", "bits per", "agreement");
-  std::printf("%-34s %6s %11s %10s %10s\n", "exits", "layers", "saved", "byte", "with whole");
   TFB_ASSIGN_OR_RETURN(const std::vector<TextReading> fixed, ReadFixed(sample, &pool));
-  TFB_RETURN_IF_ERROR(PrintOracles(Value::kLikelihood, fixed, sample, &pool));
-  TFB_RETURN_IF_ERROR(PrintOracles(Value::kCorrectness, fixed, sample, &pool));
-  return PrintClassifiers(fixed.back(), sample, &pool);
+  Report report(fixed.back());
+  report.Begin('o', "always after a layer");
+  for (int64_t n = 1; n <= kExits; ++n) {
+    report.Add(absl::StrCat("always after layer ", n), fixed[n - 1]);
+  }
+  report.Begin('^', "oracles");
+  TFB_RETURN_IF_ERROR(AddOracles(Value::kLikelihood, fixed, sample, &pool, &report));
+  TFB_RETURN_IF_ERROR(AddOracles(Value::kCorrectness, fixed, sample, &pool, &report));
+  TFB_RETURN_IF_ERROR(AddClassifiers(sample, &pool, &report));
+  TFB_RETURN_IF_ERROR(AddConfidence(sample, &pool, &report));
+  report.PrintPlot();
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
 int main(int argc, char** argv) {
-  const auto command = tfb::ParseCommandLine(std::vector<std::string>(argv, argv + argc));
-  if (!command.ok()) {
-    tfb::PrintError(tfb::kProgram, command.status().message());
-    return tfb::kExitBadUsage;
-  }
-  if (command->help) {
-    std::printf("%s", tfb::HelpText(tfb::kUsage).c_str());
-    return tfb::kExitDone;
-  }
-  if (const absl::Status status = tfb::Main(); !status.ok()) {
-    tfb::PrintError(tfb::kProgram, status.message());
-    return tfb::kExitBadUsage;
-  }
-  return tfb::kExitDone;
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Evaluate);
 }

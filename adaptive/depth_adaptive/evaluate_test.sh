@@ -6,8 +6,15 @@ set -eu
 output="$("$1" --sequences=3 --tokens=140 --levels=1)"
 for row in "always after layer 6 +6.00 +0.0% +[0-9.]+ +1.0000" "oracle of tokens, penalty 0" \
   "oracle of sequences, penalty 0" "sequence of likelihood, level 0" \
-  "multinomial of correctness, level 0" "geometric of likelihood, level 0"; do
+  "multinomial of correctness, level 0" "geometric of likelihood, level 0" \
+  "confidence [0-9]+(/[0-9]+){4} "; do
   grep -Eq "^$row" <<< "$output" || { echo "no row $row:"; echo "$output"; exit 1; }
+done
+
+# The plot below the table, in which no row is missing.
+grep -q "^bits per byte$" <<< "$output"
+for mark in o ^ s m g c; do
+  [[ "$(tail -22 <<< "$output" | grep -E '^ +[0-9.]* [+|]')" == *"$mark"* ]] || { echo "no $mark:"; echo "$output"; exit 1; }
 done
 
 "$1" --help | grep -q -- "--sigma"

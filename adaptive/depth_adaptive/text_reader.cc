@@ -54,10 +54,12 @@ absl::StatusOr<std::unique_ptr<TextReader>> TextReader::Create(const Technique& 
   TFB_ASSIGN_OR_RETURN(reader->model_, ShippedLanguageModel());
   const LanguageModel& model = *reader->model_;
   reader->pool_ = pool;
-  reader->whole_ =
-      model.Fit(Problem::SelfAttention(sample.sequences, 1, sample.tokens, 1, /*causal=*/true));
-  TFB_RETURN_IF_ERROR(model.HeldOut(reader->whole_, 0).status());
-  Problem batch = reader->whole_;
+  reader->sample_ = sample;
+  reader->text_ = model.Fit(
+      Problem::SelfAttention(sample.sequences, 1, sample.skip + sample.tokens, 1, /*causal=*/true));
+  TFB_RETURN_IF_ERROR(model.HeldOut(reader->text_, 0).status());
+  Problem batch = reader->text_;
+  batch.query_tokens = batch.kv_tokens = sample.tokens;
   batch.batch = std::min(at_a_time, sample.sequences);
   TFB_ASSIGN_OR_RETURN(reader->layer_,
                        technique.Create(batch, model.FitOptions(technique.info(), options),
@@ -67,9 +69,13 @@ absl::StatusOr<std::unique_ptr<TextReader>> TextReader::Create(const Technique& 
   TFB_RETURN_IF_ERROR(layer.SetParameters(std::move(parameters)));
   TFB_ASSIGN_OR_RETURN(
       NamedTensors inputs,
-      model.MakeInputs({{"x", {sample.sequences, sample.tokens, model.model_dim()}, DType::kF32}},
-                       reader->whole_));
-  reader->x_ = std::move(inputs.at("x"));
+      model.MakeInputs(
+          {{"x", {sample.sequences, sample.skip + sample.tokens, model.model_dim()}, DType::kF32}},
+          reader->text_));
+  TFB_ASSIGN_OR_RETURN(reader->x_, Tensor::Allocate(DType::kF32, {sample.sequences, sample.tokens,
+                                                                  model.model_dim()}));
+  CopyElements(Slice(std::as_const(inputs.at("x")).view(), 1, sample.skip, sample.tokens),
+               reader->x_.view());
   TFB_ASSIGN_OR_RETURN(
       reader->out_, Tensor::Allocate(DType::kF32, {batch.batch, sample.tokens, model.model_dim()}));
   reader->never_ = Tensor(DType::kI32, {batch.batch, sample.tokens});
@@ -94,13 +100,14 @@ absl::Status TextReader::ReadBatch(int64_t first, const ConstTensorView& exits,
 
 absl::StatusOr<TextReading> TextReader::Read(const ConstTensorView& exits) {
   TextReading reading;
-  reading.bits.resize(whole_.batch * whole_.query_tokens);
+  reading.bits.resize(sample_.sequences * sample_.tokens);
   reading.best.resize(reading.bits.size());
+  reading.sure.resize(reading.bits.size());
   reading.next.resize(reading.bits.size());
   double read = 0;
-  for (int64_t next = 0; next < whole_.batch; next += sequences_of_batch()) {
+  for (int64_t next = 0; next < sample_.sequences; next += sequences_of_batch()) {
     // The last batch is as long as the others, and may begin among sequences that were read.
-    const int64_t first = std::min(next, whole_.batch - sequences_of_batch());
+    const int64_t first = std::min(next, sample_.sequences - sequences_of_batch());
     const ConstTensorView of_batch =
         exits.empty() ? exits : Slice(exits, 0, first, sequences_of_batch());
     TFB_RETURN_IF_ERROR(ReadBatch(first, of_batch, execution_));
@@ -119,9 +126,9 @@ void TextReader::Score(int64_t first, TextReading* reading) const {
   const Tensor& output = model_->parameters().at("output");
   const auto out = MapOf(out_, model_->model_dim());
   const auto matrix = MapOf(output, model_->model_dim());
-  const int64_t tokens = whole_.query_tokens;
+  const int64_t tokens = sample_.tokens;
   pool_->ParallelFor(sequences_of_batch(), [&](int64_t b, int) {
-    const absl::string_view bytes = model_->HeldOut(whole_, first + b).value();
+    const absl::string_view bytes = model_->HeldOut(text_, first + b).value().substr(sample_.skip);
     const Matrix logits = out.middleRows(b * tokens, tokens) * matrix.transpose();
     for (int64_t t = 0; t < tokens; ++t) {
       int best;
@@ -131,6 +138,7 @@ void TextReader::Score(int64_t first, TextReading* reading) const {
       const int64_t place = (first + b) * tokens + t;
       reading->bits[place] = static_cast<float>(nats / std::log(2.0));
       reading->best[place] = static_cast<uint8_t>(best);
+      reading->sure[place] = static_cast<float>(1 / sum);
       reading->next[place] = static_cast<uint8_t>(bytes[t + 1]);
     }
   });
@@ -152,7 +160,7 @@ absl::StatusOr<double> TextReader::TimeDecoding(Leave leave) {
   const ConstTensorView x = Slice(std::as_const(x_).view(), 0, 0, sequences_of_batch());
   const ConstTensorView exits = ExitsOf(leave);
   const double begin = ThreadSeconds();
-  for (int64_t t = 0; t < whole_.query_tokens; ++t) {
+  for (int64_t t = 0; t < sample_.tokens; ++t) {
     Inputs inputs = {{"x", Slice(x, 1, t, 1)}};
     if (!exits.empty()) inputs.Set("exits", Slice(exits, 1, t, 1));
     TFB_RETURN_IF_ERROR(stream->Append(inputs, {{"out", Slice(out_.view(), 1, t, 1)}}, execution));

@@ -17,16 +17,19 @@
 
 namespace tfb {
 
-// Sequences of held-out text, far apart.
+// Sequences of held-out text, far apart. With the same numbers of both, those that `skip` the tokens of
+// others follow them and are other text.
 struct TextSample {
   int64_t sequences = 1;
   int64_t tokens = 1;  // of each
+  int64_t skip = 0;    // tokens before each
 };
 
 // Of each token of each sequence, [sequences][tokens]; `layers` and `flops_saved` are means.
 struct TextReading {
   std::vector<float> bits;    // -log2 p(next byte)
   std::vector<uint8_t> best;  // the most likely next byte
+  std::vector<float> sure;    // how likely that is
   std::vector<uint8_t> next;  // the next byte
   double layers = 0;
   double flops_saved = 0;
@@ -70,7 +73,8 @@ class TextReader {
   std::shared_ptr<const LanguageModel> model_;
   ThreadPool* pool_ = nullptr;
   ThreadPool single_{1};
-  Problem whole_;
+  Problem text_;  // all sequences, with what they skip
+  TextSample sample_;
   std::unique_ptr<Layer> layer_;
   Tensor x_;      // of all sequences
   Tensor out_;    // of a batch

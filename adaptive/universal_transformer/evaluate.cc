@@ -308,11 +308,7 @@ absl::Status EvaluateLength(const Adder& adder, int64_t digits, const Settings& 
   return absl::OkStatus();
 }
 
-absl::Status Evaluate(const CommandLine& line) {
-  if (!line.arguments.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("\"", line.arguments[0], "\" is no flag; --help lists the flags"));
-  }
+absl::StatusOr<int> Evaluate() {
   TFB_ASSIGN_OR_RETURN(const Settings settings, ReadSettings());
   std::string path = CallerPath(absl::GetFlag(FLAGS_model));
   if (absl::GetFlag(FLAGS_model).empty()) {
@@ -327,22 +323,12 @@ absl::Status Evaluate(const CommandLine& line) {
   for (const int64_t digits : settings.digits) {
     TFB_RETURN_IF_ERROR(EvaluateLength(adder, digits, settings, &pool));
   }
-  return absl::OkStatus();
-}
-
-int Main(const std::vector<std::string>& argv) {
-  const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
-  if (line.ok() && line->help) {
-    std::fputs(HelpText(kUsage).c_str(), stdout);
-    return kExitDone;
-  }
-  const absl::Status status = line.ok() ? Evaluate(*line) : line.status();
-  if (status.ok()) return kExitDone;
-  PrintError(kProgram, status.message());
-  return kExitBadUsage;
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Evaluate);
+}

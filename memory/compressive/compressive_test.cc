@@ -16,6 +16,7 @@
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
+#include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
 namespace tfb {
@@ -24,65 +25,10 @@ namespace {
 constexpr const char* kFunctions[] = {"mean", "max", "convolution", "dilated_convolution",
                                       "most_used"};
 
-Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
-             DType dtype = DType::kF32) {
-  return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true, dtype);
-}
-
-Tensor RandomHidden(const Problem& problem) {
-  Tensor x(problem.dtype, {problem.batch, problem.query_tokens, problem.model_dim()});
-  FillNormal(&x, 3, "x");
-  return x;
-}
-
-double Bound(const ConstTensorView& expected, int64_t layers) {
-  return std::sqrt(2.0 * static_cast<double>(layers)) * Fp32Bound(expected);
-}
-
-// A layer's parameters, vectors moved off the values that they begin with.
-NamedTensors ParametersOf(const Technique& technique, const Problem& problem,
-                          const Options& options) {
-  const auto layer = technique.Create(problem, options, Device::kCpu, 1);
-  EXPECT_TRUE(layer.ok()) << layer.status();
-  NamedTensors parameters;
-  for (const auto& [name, tensor] : (*layer)->parameters()) {
-    Tensor changed = tensor.Clone();
-    const RandomStream stream(2, name);
-    for (int64_t i = 0; tensor.view().rank == 1 && i < tensor.num_elements(); ++i) {
-      changed.span<float>()[i] += static_cast<float>(0.2 * stream.Normal(i));
-    }
-    parameters[name] = std::move(changed);
-  }
-  return parameters;
-}
-
-struct Outcome {
-  NamedTensors computed;
-  NamedTensors defined;
-};
-
-Outcome Evaluate(const Technique& technique, const Problem& problem, const Options& options,
-                 const NamedTensors& parameters, const Tensor& x, Device device = Device::kCpu,
-                 int threads = 1) {
-  RunRequest request;
-  request.options = options;
-  request.parameters = &parameters;
-  request.device = device;
-  request.threads = threads;
-  const Inputs inputs = {{"x", x.view()}};
-  auto computed = RunTechnique(technique, problem, inputs, request);
-  EXPECT_TRUE(computed.ok()) << computed.status();
-  DefinitionRequest definition;
-  definition.computed = &*computed;
-  auto defined = DefineTechnique(technique, problem, inputs, request, definition);
-  EXPECT_TRUE(defined.ok()) << defined.status();
-  return {*std::move(computed), *std::move(defined)};
-}
-
-void ExpectDefined(const Outcome& outcome, int64_t layers) {
+void ExpectDefined(const StackOutcome& outcome, int64_t layers) {
   for (const auto& [name, tensor] : outcome.computed) {
     const ConstTensorView expected = outcome.defined.at(name).view();
-    const double bound = name == "kept" ? 0 : Bound(expected, layers);
+    const double bound = name == "kept" ? 0 : StackBound(expected, layers);
     EXPECT_LE(MaxDifference(tensor.view(), expected), bound) << name;
   }
 }
@@ -91,7 +37,7 @@ void ExpectDefined(const Outcome& outcome, int64_t layers) {
 
 TEST(Compressive, RunEqualsTheDefinitionWithEveryFunctionAndOption) {
   const Compressive technique;
-  const Problem problem = Make(2, 2, 150, 8);
+  const Problem problem = CausalProblem(2, 2, 150, 8);
   const Tensor x = RandomHidden(problem);
   for (const char* function : kFunctions) {
     for (const Options& more : std::vector<Options>{
@@ -110,15 +56,15 @@ TEST(Compressive, RunEqualsTheDefinitionWithEveryFunctionAndOption) {
       Options options = more;
       options["function"] = function;
       SCOPED_TRACE(ToString(options));
-      const NamedTensors parameters = ParametersOf(technique, problem, options);
-      ExpectDefined(Evaluate(technique, problem, options, parameters, x, Device::kCpu, 2), 3);
+      const NamedTensors parameters = PerturbedParameters(technique, problem, options);
+      ExpectDefined(EvaluateStack(technique, problem, options, parameters, x, Device::kCpu, 2), 3);
     }
   }
 }
 
 TEST(Compressive, InTheSimulatorEveryFunctionEqualsTheDefinition) {
   const Compressive technique;
-  const Problem problem = Make(2, 2, 70, 8);
+  const Problem problem = CausalProblem(2, 2, 70, 8);
   const Tensor x = RandomHidden(problem);
   for (const char* function : kFunctions) {
     for (const char* pre_norm : {"false", "true"}) {
@@ -126,8 +72,9 @@ TEST(Compressive, InTheSimulatorEveryFunctionEqualsTheDefinition) {
                                {"start_zero", pre_norm}, {"segment", "18"},
                                {"memory", "13"},         {"compressed_memory", "9"}};
       SCOPED_TRACE(ToString(options));
-      const NamedTensors parameters = ParametersOf(technique, problem, options);
-      ExpectDefined(Evaluate(technique, problem, options, parameters, x, Device::kSimulator), 2);
+      const NamedTensors parameters = PerturbedParameters(technique, problem, options);
+      ExpectDefined(EvaluateStack(technique, problem, options, parameters, x, Device::kSimulator),
+                    2);
     }
   }
 }
@@ -135,16 +82,16 @@ TEST(Compressive, InTheSimulatorEveryFunctionEqualsTheDefinition) {
 TEST(Compressive, HalfPrecisionIsRoundedAtTheEndsOnly) {
   const Compressive technique;
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
-    const Problem problem = Make(1, 2, 100, 16, dtype);
+    const Problem problem = CausalProblem(1, 2, 100, 16, dtype);
     const Tensor x = RandomHidden(problem);
     for (const char* function : kFunctions) {
       const Options options = {{"function", function}, {"segment", "20"}, {"memory", "20"}};
-      const NamedTensors parameters = ParametersOf(technique, problem, options);
-      const Outcome outcome = Evaluate(technique, problem, options, parameters, x);
+      const NamedTensors parameters = PerturbedParameters(technique, problem, options);
+      const StackOutcome outcome = EvaluateStack(technique, problem, options, parameters, x);
       for (const char* output : {"out", "context", "attention_loss", "autoencoding_loss"}) {
         const ConstTensorView expected = outcome.defined.at(output).view();
         EXPECT_LE(MaxDifference(outcome.computed.at(output).view(), expected),
-                  Bound(expected, 2) + UnitRoundoff(dtype) * MaxAbs(expected))
+                  StackBound(expected, 2) + UnitRoundoff(dtype) * MaxAbs(expected))
             << output << " of " << function;
       }
     }
@@ -185,7 +132,7 @@ Tensor Stream(StreamingLayer& layer, const Tensor& x, const std::vector<int64_t>
 }
 
 TEST(Compressive, AStreamInAnySegmentsEqualsTheDefinitionOfThoseSegments) {
-  const Problem problem = Make(2, 2, 120, 8);
+  const Problem problem = CausalProblem(2, 2, 120, 8);
   const Tensor x = RandomHidden(problem);
   for (const char* function : kFunctions) {
     for (const char* start_zero : {"false", "true"}) {
@@ -193,7 +140,7 @@ TEST(Compressive, AStreamInAnySegmentsEqualsTheDefinitionOfThoseSegments) {
                                {"memory", "20"},           {"compressed_memory", "10"},
                                {"start_zero", start_zero}, {"compression", "3"}};
       SCOPED_TRACE(ToString(options));
-      const NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+      const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
       const auto layer = MakeLayer(problem, options, parameters);
       for (const std::vector<int64_t>& split :
            std::vector<std::vector<int64_t>>{std::vector<int64_t>(120, 1),
@@ -206,23 +153,23 @@ TEST(Compressive, AStreamInAnySegmentsEqualsTheDefinitionOfThoseSegments) {
                 .value();
         const Tensor out = Stream(*layer, x, split);
         EXPECT_LE(MaxDifference(out.view(), defined.at("out").view()),
-                  Bound(defined.at("out").view(), 2));
+                  StackBound(defined.at("out").view(), 2));
       }
     }
   }
 }
 
 TEST(Compressive, ResetBeginsAnewAndThreadsChangeNoBit) {
-  const Problem problem = Make(2, 2, 100, 8);
+  const Problem problem = CausalProblem(2, 2, 100, 8);
   const Tensor x = RandomHidden(problem);
   for (const char* function : kFunctions) {
     const Options options = {{"function", function}, {"segment", "16"}, {"memory", "16"}};
-    const NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+    const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
     const auto layer = MakeLayer(problem, options, parameters);
     const std::vector<int64_t> split = {16, 16, 16, 16, 16, 16, 4};
     const Tensor once = Stream(*layer, x, split), again = Stream(*layer, x, split, 2);
     EXPECT_EQ(MaxDifference(once.view(), again.view()), 0) << function;
-    const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x);
+    const StackOutcome outcome = EvaluateStack(Compressive(), problem, options, parameters, x);
     EXPECT_EQ(MaxDifference(once.view(), outcome.computed.at("out").view()), 0) << function;
   }
 }
@@ -232,17 +179,17 @@ TEST(Compressive, ResetBeginsAnewAndThreadsChangeNoBit) {
 void ExpectIsTransformerXl(const Options& options, const Options& theirs) {
   const Compressive technique;
   const TransformerXl transformer_xl;
-  const Problem problem = Make(2, 2, 130, 8);
+  const Problem problem = CausalProblem(2, 2, 130, 8);
   const Tensor x = RandomHidden(problem);
-  const NamedTensors parameters = ParametersOf(technique, problem, options);
-  NamedTensors shared = ParametersOf(transformer_xl, problem, theirs);
+  const NamedTensors parameters = PerturbedParameters(technique, problem, options);
+  NamedTensors shared = PerturbedParameters(transformer_xl, problem, theirs);
   for (auto& [name, tensor] : shared) tensor = parameters.at(name).Clone();
-  const Outcome ours = Evaluate(technique, problem, options, parameters, x);
-  const Outcome plain = Evaluate(transformer_xl, problem, theirs, shared, x);
+  const StackOutcome ours = EvaluateStack(technique, problem, options, parameters, x);
+  const StackOutcome plain = EvaluateStack(transformer_xl, problem, theirs, shared, x);
   for (const char* output : {"out", "context"}) {
     const ConstTensorView expected = plain.defined.at(output).view();
     EXPECT_LE(MaxDifference(ours.defined.at(output).view(), expected), 1e-12) << output;
-    EXPECT_LE(MaxDifference(ours.computed.at(output).view(), expected), Bound(expected, 2))
+    EXPECT_LE(MaxDifference(ours.computed.at(output).view(), expected), StackBound(expected, 2))
         << output;
   }
 }
@@ -263,11 +210,12 @@ TEST(Compressive, WithBlocksOfOneTokenItIsTransformerXlWithALongerMemory) {
 }
 
 TEST(Compressive, WithBlocksOfOneTokenNothingIsLost) {
-  const Problem problem = Make(2, 2, 100, 8);
+  const Problem problem = CausalProblem(2, 2, 100, 8);
   const Options options = {{"compression", "1"}, {"memory", "16"}, {"segment", "16"}};
   const Compressive technique;
-  const NamedTensors parameters = ParametersOf(technique, problem, options);
-  const Outcome outcome = Evaluate(technique, problem, options, parameters, RandomHidden(problem));
+  const NamedTensors parameters = PerturbedParameters(technique, problem, options);
+  const StackOutcome outcome =
+      EvaluateStack(technique, problem, options, parameters, RandomHidden(problem));
   for (const char* loss : {"attention_loss", "autoencoding_loss"}) {
     EXPECT_EQ(MaxAbs(outcome.computed.at(loss).view()), 0) << loss;
     EXPECT_EQ(MaxAbs(outcome.defined.at(loss).view()), 0) << loss;
@@ -302,7 +250,7 @@ class MeansOfRows {
           std::pair("feed_forward", "1")}) {
       options_[name] = value;
     }
-    NamedTensors parameters = ParametersOf(Compressive(), problem_, options_);
+    NamedTensors parameters = PerturbedParameters(Compressive(), problem_, options_);
     for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
     Fill(parameters["layer0.attention_norm.gamma"].view(), 1);
     for (int64_t c = 0; c < 4; ++c) {
@@ -314,7 +262,7 @@ class MeansOfRows {
     for (int64_t t = 0; t < kTokens; ++t) {
       for (int64_t c = 0; c < 4; ++c) x.view().Set(t * 4 + c, c < 2 ? Sign(t) : -Sign(t));
     }
-    outcome_ = Evaluate(Compressive(), problem_, options_, parameters, x);
+    outcome_ = EvaluateStack(Compressive(), problem_, options_, parameters, x);
   }
   static constexpr int64_t kTokens = 40;
   static double Sign(int64_t t) { return (t * t + t / 3) % 5 < 2 ? -1 : 1; }
@@ -330,9 +278,9 @@ class MeansOfRows {
   }
 
  private:
-  Problem problem_ = Make(1, 1, kTokens, 4);
+  Problem problem_ = CausalProblem(1, 1, kTokens, 4);
   Options options_;
-  Outcome outcome_;
+  StackOutcome outcome_;
 };
 
 TEST(Compressive, QueuesHoldTheLastTokensAndTheLastBlocksAndTheRestWaits) {
@@ -366,7 +314,7 @@ TEST(Compressive, QueuesThatStartWithZerosAreSeenFromTheFirstTokenOn) {
 
 TEST(Compressive, RowsOfOneValueAreCompressedToIt) {
   // Pools and a choice return it, so that nothing is lost.
-  const Problem problem = Make(1, 2, 90, 8);
+  const Problem problem = CausalProblem(1, 2, 90, 8);
   Tensor x(DType::kF32, {1, 90, 16});
   for (int64_t t = 0; t < 90; ++t) {
     for (int64_t c = 0; c < 16; ++c) x.view().Set(t * 16 + c, 0.3 * static_cast<double>(c) - 2);
@@ -374,8 +322,8 @@ TEST(Compressive, RowsOfOneValueAreCompressedToIt) {
   for (const char* function : {"mean", "max", "most_used"}) {
     const Options options = {
         {"function", function}, {"segment", "16"}, {"memory", "16"}, {"compression", "3"}};
-    const NamedTensors parameters = ParametersOf(Compressive(), problem, options);
-    const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x);
+    const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+    const StackOutcome outcome = EvaluateStack(Compressive(), problem, options, parameters, x);
     // The first layer's rows are equal; what the second gets of them need not be.
     for (int64_t s = 0; s < 6; ++s) {
       EXPECT_EQ(*outcome.computed.at("autoencoding_loss").view().At<float>(0, s, 0), 0) << s;
@@ -388,11 +336,11 @@ TEST(Compressive, MostUsedKeepsTheTokensThatQueriesAttendTo) {
   // One head of 4 channels, one layer. W_q = 0 and u = 1 times the first channel's direction make the
   // score of key j its first channel, whatever the query: so the most used of 8 rows are those with
   // the largest first channels.
-  const Problem problem = Make(1, 1, 24, 4);
+  const Problem problem = CausalProblem(1, 1, 24, 4);
   const Options options = {{"function", "most_used"}, {"layers", "1"},      {"segment", "8"},
                            {"memory", "8"},           {"compression", "4"}, {"feed_forward", "1"},
                            {"compressed_memory", "8"}};
-  NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+  NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
   for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
   for (int64_t c = 0; c < 4; ++c) *parameters["layer0.w_k"].view().MutableAt<float>(c, c) = 1;
   *parameters["u"].view().MutableAt<float>(0, 0) = 4;
@@ -402,7 +350,7 @@ TEST(Compressive, MostUsedKeepsTheTokensThatQueriesAttendTo) {
   for (int64_t t = 0; t < 8; ++t) x.view().Set(t * 4, first[t]);
   x.view().Set(8 * 4, -5);
   for (int64_t t = 9; t < 16; ++t) x.view().Set(t * 4, t == 12 || t == 15 ? 4 : 1);
-  const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x);
+  const StackOutcome outcome = EvaluateStack(Compressive(), problem, options, parameters, x);
   const auto kept = [&](int64_t segment) {
     const int32_t* rows = outcome.computed.at("kept").view().At<int32_t>(0, segment, 0);
     return std::vector<int32_t>(rows, rows + 2);
@@ -417,21 +365,21 @@ TEST(Compressive, ADilatedConvolutionReadsEverySecondRowBackwards) {
   // c = 4: y_t = b + sum_i x_(4 t + 3 - 2 i) w_i. With w_i = i + 1 for one channel, and old rows 0 to 7
   // of values 1 to 8: y_0 = 4 * 1 + 2 * 2 = 8 (rows -1 and -3 are zeros), y_1 = 8 + 6 * 2 + 4 * 3 +
   // 2 * 4 = 40. Decoded, row 4 t + i is y_t w_i.
-  const Problem problem = Make(1, 1, 16, 1);
+  const Problem problem = CausalProblem(1, 1, 16, 1);
   const Options options = {{"function", "dilated_convolution"},
                            {"layers", "1"},
                            {"segment", "8"},
                            {"memory", "8"},
                            {"compression", "4"},
                            {"feed_forward", "1"}};
-  NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+  NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
   for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
   for (int64_t i = 0; i < 4; ++i) {
     parameters["layer0.dilated_convolution.w"].span<float>()[i] = static_cast<float>(i + 1);
   }
   Tensor x(DType::kF32, {1, 16, 1});
   for (int64_t t = 0; t < 16; ++t) x.view().Set(t, static_cast<double>(t % 8 + 1));
-  const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x);
+  const StackOutcome outcome = EvaluateStack(Compressive(), problem, options, parameters, x);
   double squares = 0;
   for (int64_t t = 0; t < 8; ++t) {
     const double decoded = (t < 4 ? 8.0 : 40.0) * static_cast<double>(t % 4 + 1);
@@ -444,14 +392,14 @@ TEST(Compressive, ADilatedConvolutionReadsEverySecondRowBackwards) {
 }
 
 TEST(Compressive, LaterTokensDoNotChangeEarlierOutputs) {
-  const Problem problem = Make(1, 2, 100, 8);
+  const Problem problem = CausalProblem(1, 2, 100, 8);
   for (const char* function : kFunctions) {
     const Options options = {{"function", function}, {"segment", "16"}, {"memory", "16"}};
-    const NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+    const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
     Tensor x = RandomHidden(problem);
-    const Outcome before = Evaluate(Compressive(), problem, options, parameters, x);
+    const StackOutcome before = EvaluateStack(Compressive(), problem, options, parameters, x);
     Fill(Slice(x.view(), 1, 70, 30), -3);
-    const Outcome after = Evaluate(Compressive(), problem, options, parameters, x);
+    const StackOutcome after = EvaluateStack(Compressive(), problem, options, parameters, x);
     EXPECT_EQ(MaxDifference(Slice(before.computed.at("out").view(), 1, 0, 70),
                             Slice(after.computed.at("out").view(), 1, 0, 70)),
               0)
@@ -460,23 +408,23 @@ TEST(Compressive, LaterTokensDoNotChangeEarlierOutputs) {
 }
 
 TEST(Compressive, AStatisticKnowsTheFirstTokenThatMatters) {
-  const Problem problem = Make(1, 1, 100, 4);
+  const Problem problem = CausalProblem(1, 1, 100, 4);
   for (const char* function : kFunctions) {
     const Options options = {{"function", function},     {"layers", "1"},
                              {"segment", "8"},           {"memory", "8"},
                              {"compressed_memory", "4"}, {"compression", "4"}};
-    const NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+    const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
     const auto layer = MakeLayer(problem, options, parameters);
     const int64_t reach = static_cast<int64_t>(layer->statistics().at("reach_tokens"));
     // Token 99 is in segment 96 to 103, its memory 88 to 95, and compressed are 72 to 87.
     EXPECT_EQ(reach, 99 - 72) << function;
     EXPECT_EQ(layer->statistics().at("compressed_rows"), 4);
     const Tensor x = RandomHidden(problem);
-    const Outcome before = Evaluate(Compressive(), problem, options, parameters, x);
+    const StackOutcome before = EvaluateStack(Compressive(), problem, options, parameters, x);
     for (const int64_t changed : {99 - reach - 1, 99 - reach}) {
       Tensor other = x.Clone();
       Fill(Slice(other.view(), 1, changed, 1), 4);
-      const Outcome after = Evaluate(Compressive(), problem, options, parameters, other);
+      const StackOutcome after = EvaluateStack(Compressive(), problem, options, parameters, other);
       const double difference = MaxDifference(Slice(before.computed.at("out").view(), 1, 99, 1),
                                               Slice(after.computed.at("out").view(), 1, 99, 1));
       // The attention by which rows are chosen saw what was before them.
@@ -498,7 +446,8 @@ TEST(Compressive, CostCountsTheProductsOfTheDefinition) {
   const Options options = {{"segment", "4"},           {"memory", "2"},
                            {"compressed_memory", "1"}, {"compression", "2"},
                            {"feed_forward", "2"},      {"function", "convolution"}};
-  const auto layer = Compressive().Create(Make(3, 2, 10, 2), options, Device::kCpu, 1).value();
+  const auto layer =
+      Compressive().Create(CausalProblem(3, 2, 10, 2), options, Device::kCpu, 1).value();
   const double projections = 10 * 4 * 4 * 4, feed_forward = 10 * 2 * 4 * 8;
   const double pairs = 10 + 22 + 9, scores_and_values = pairs * 3 * 4;
   const double compressed = 4 * (2 * 4 * 4 + 2 * 4 * 4);  // keys and values; the convolution
@@ -507,9 +456,9 @@ TEST(Compressive, CostCountsTheProductsOfTheDefinition) {
 }
 
 TEST(Compressive, ParametersHaveTheNamesThatAreTrained) {
-  const Problem problem = Make(1, 2, 10, 4);
+  const Problem problem = CausalProblem(1, 2, 10, 4);
   const auto parameters = [&](const char* function) {
-    return ParametersOf(Compressive(), problem, {{"function", function}});
+    return PerturbedParameters(Compressive(), problem, {{"function", function}});
   };
   EXPECT_EQ(parameters("mean").count("layer0.convolution.w"), 0u);
   EXPECT_EQ(parameters("convolution").at("layer1.convolution.w").shape(), (Shape{4, 8, 8}));
@@ -523,7 +472,7 @@ TEST(Compressive, WhatItCannotDoIsSaidInOneLine) {
     const auto layer = Compressive().Create(problem, options, Device::kCpu, 1);
     return layer.ok() ? "ok" : std::string(layer.status().ToString());
   };
-  Problem problem = Make(1, 4, 64, 16);
+  Problem problem = CausalProblem(1, 4, 64, 16);
   EXPECT_EQ(message(problem, {{"compression", "0"}}),
             "INVALID_ARGUMENT: option compression is \"0\"; allowed are 1 to 64");
   EXPECT_EQ(
@@ -542,7 +491,7 @@ TEST(Compressive, LabmlsNetworkComputesTheSame) {
   SafetensorsFile golden = GoldenFile("memory/compressive/testdata/labml.safetensors");
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
   const Tensor& x = golden.tensors.at("x");
-  const Problem problem = Make(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+  const Problem problem = CausalProblem(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
   const Options options = {
       {"layers", golden.metadata.at("layers")},
       {"segment", golden.metadata.at("segment_tokens")},
@@ -552,15 +501,16 @@ TEST(Compressive, LabmlsNetworkComputesTheSame) {
       {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))},
       {"function", "convolution"},
       {"pre_norm", "true"}};
-  NamedTensors parameters = ParametersOf(Compressive(), problem, options);
+  NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
   for (auto& [name, tensor] : parameters) tensor = golden.tensors.at(name).Clone();
   for (const Device device : kHostDevices) {
     SCOPED_TRACE(Name(device));
-    const Outcome outcome = Evaluate(Compressive(), problem, options, parameters, x, device);
+    const StackOutcome outcome =
+        EvaluateStack(Compressive(), problem, options, parameters, x, device);
     for (const char* output : {"out", "attention_loss"}) {
       const ConstTensorView theirs = golden.tensors.at(output).view();
       EXPECT_LE(MaxDifference(outcome.defined.at(output).view(), theirs), 1e-13) << output;
-      EXPECT_LE(MaxDifference(outcome.computed.at(output).view(), theirs), Bound(theirs, 2))
+      EXPECT_LE(MaxDifference(outcome.computed.at(output).view(), theirs), StackBound(theirs, 2))
           << output;
     }
   }

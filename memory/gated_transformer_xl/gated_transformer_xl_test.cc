@@ -14,6 +14,7 @@
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
+#include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
 namespace tfb {
@@ -21,59 +22,9 @@ namespace {
 
 constexpr const char* kGates[] = {"gru", "input", "output", "highway", "sigmoid_tanh", "sum"};
 
-Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim) {
-  return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true);
-}
-
-Tensor RandomHidden(const Problem& problem) {
-  Tensor x(problem.dtype, {problem.batch, problem.query_tokens, problem.model_dim()});
-  FillNormal(&x, 3, "x");
-  return x;
-}
-
-double Bound(const ConstTensorView& expected, int64_t layers) {
-  return std::sqrt(2.0 * static_cast<double>(layers)) * Fp32Bound(expected);
-}
-
-// A layer's parameters, vectors moved off the values that they begin with.
-NamedTensors ParametersOf(const Technique& technique, const Problem& problem,
-                          const Options& options) {
-  const auto layer = technique.Create(problem, options, Device::kCpu, 1);
-  EXPECT_TRUE(layer.ok()) << layer.status();
-  NamedTensors parameters;
-  for (const auto& [name, tensor] : (*layer)->parameters()) {
-    Tensor changed = tensor.Clone();
-    const RandomStream stream(2, name);
-    for (int64_t i = 0; tensor.view().rank == 1 && i < tensor.num_elements(); ++i) {
-      changed.span<float>()[i] += static_cast<float>(0.2 * stream.Normal(i));
-    }
-    parameters[name] = std::move(changed);
-  }
-  return parameters;
-}
-
-struct Outcome {
-  NamedTensors computed;
-  NamedTensors defined;
-};
-
-Outcome Evaluate(const Technique& technique, const Problem& problem, const Options& options,
-                 const NamedTensors& parameters, const Tensor& x, Device device = Device::kCpu) {
-  RunRequest request;
-  request.options = options;
-  request.parameters = &parameters;
-  request.device = device;
-  const Inputs inputs = {{"x", x.view()}};
-  auto computed = RunTechnique(technique, problem, inputs, request);
-  auto defined = DefineTechnique(technique, problem, inputs, request);
-  EXPECT_TRUE(computed.ok()) << computed.status();
-  EXPECT_TRUE(defined.ok()) << defined.status();
-  return {*std::move(computed), *std::move(defined)};
-}
-
 TEST(GatedTransformerXl, EveryGateEqualsTheDefinition) {
   const GatedTransformerXl technique;
-  const Problem problem = Make(2, 3, 100, 8);
+  const Problem problem = CausalProblem(2, 3, 100, 8);
   const Tensor x = RandomHidden(problem);
   for (const char* gate : kGates) {
     for (const Options& more : std::vector<Options>{
@@ -84,12 +35,12 @@ TEST(GatedTransformerXl, EveryGateEqualsTheDefinition) {
       Options options = more;
       options["gate"] = gate;
       SCOPED_TRACE(ToString(options));
-      const NamedTensors parameters = ParametersOf(technique, problem, options);
-      const Outcome outcome = Evaluate(technique, problem, options, parameters, x);
+      const NamedTensors parameters = PerturbedParameters(technique, problem, options);
+      const StackOutcome outcome = EvaluateStack(technique, problem, options, parameters, x);
       for (const char* output : {"out", "context"}) {
         EXPECT_LE(
             MaxDifference(outcome.computed.at(output).view(), outcome.defined.at(output).view()),
-            Bound(outcome.defined.at(output).view(), 3))
+            StackBound(outcome.defined.at(output).view(), 3))
             << output;
       }
     }
@@ -98,16 +49,16 @@ TEST(GatedTransformerXl, EveryGateEqualsTheDefinition) {
 
 TEST(GatedTransformerXl, InTheSimulatorEveryGateEqualsTheDefinition) {
   const GatedTransformerXl technique;
-  const Problem problem = Make(1, 2, 70, 8);
+  const Problem problem = CausalProblem(1, 2, 70, 8);
   const Tensor x = RandomHidden(problem);
   for (const char* gate : kGates) {
     SCOPED_TRACE(gate);
     const Options options = {{"gate", gate}, {"segment", "40"}, {"memory", "20"}, {"layers", "2"}};
-    const NamedTensors parameters = ParametersOf(technique, problem, options);
-    const Outcome outcome =
-        Evaluate(technique, problem, options, parameters, x, Device::kSimulator);
+    const NamedTensors parameters = PerturbedParameters(technique, problem, options);
+    const StackOutcome outcome =
+        EvaluateStack(technique, problem, options, parameters, x, Device::kSimulator);
     EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), outcome.defined.at("out").view()),
-              Bound(outcome.defined.at("out").view(), 2));
+              StackBound(outcome.defined.at("out").view(), 2));
   }
 }
 
@@ -115,7 +66,7 @@ TEST(GatedTransformerXl, InTheSimulatorEveryGateEqualsTheDefinition) {
 
 TEST(GatedTransformerXl, AtALargeBiasEveryGateWithOneIsTheIdentityBitByBit) {
   const GatedTransformerXl technique;
-  const Problem problem = Make(2, 2, 60, 8);
+  const Problem problem = CausalProblem(2, 2, 60, 8);
   const Tensor x = RandomHidden(problem);
   for (const char* gate : {"gru", "output", "highway", "sigmoid_tanh"}) {
     for (const Device device : kHostDevices) {
@@ -135,14 +86,14 @@ TEST(GatedTransformerXl, AtALargeBiasEveryGateWithOneIsTheIdentityBitByBit) {
 
 TEST(GatedTransformerXl, WithZeroMatricesTheGruGateKeepsAShareOfItsStateThatItsBiasDecides) {
   const GatedTransformerXl technique;
-  const Problem problem = Make(1, 2, 40, 8);
+  const Problem problem = CausalProblem(1, 2, 40, 8);
   const Tensor x = RandomHidden(problem);
-  NamedTensors parameters = ParametersOf(technique, problem, {});
+  NamedTensors parameters = PerturbedParameters(technique, problem, {});
   for (auto& [name, tensor] : parameters) {
     if (name.find("gate.") == std::string::npos) continue;
     Fill(tensor.view(), tensor.view().rank == 1 ? 2 : 0);
   }
-  const Outcome outcome = Evaluate(technique, problem, {}, parameters, x);
+  const StackOutcome outcome = EvaluateStack(technique, problem, {}, parameters, x);
   const double kept = 1 - 1 / (1 + std::exp(2.0));
   EXPECT_NEAR(kept, 0.881, 5e-4);
   for (int64_t i = 0; i < x.num_elements(); ++i) {
@@ -155,16 +106,16 @@ TEST(GatedTransformerXl, WithZeroMatricesTheGruGateKeepsAShareOfItsStateThatItsB
 TEST(GatedTransformerXl, SumsWithoutReluArePreNormTransformerXl) {
   const GatedTransformerXl technique;
   const TransformerXl transformer_xl;
-  const Problem problem = Make(2, 2, 90, 16);
+  const Problem problem = CausalProblem(2, 2, 90, 16);
   const Tensor x = RandomHidden(problem);
   const Options shared = {{"segment", "32"}, {"memory", "40"}, {"layers", "3"}};
   Options options = shared, theirs = shared;
   options["gate"] = "sum";
   options["relu"] = "false";
   theirs["pre_norm"] = "true";
-  const NamedTensors parameters = ParametersOf(transformer_xl, problem, theirs);
-  const Outcome ours = Evaluate(technique, problem, options, parameters, x);
-  const Outcome pre_norm = Evaluate(transformer_xl, problem, theirs, parameters, x);
+  const NamedTensors parameters = PerturbedParameters(transformer_xl, problem, theirs);
+  const StackOutcome ours = EvaluateStack(technique, problem, options, parameters, x);
+  const StackOutcome pre_norm = EvaluateStack(transformer_xl, problem, theirs, parameters, x);
   for (const char* output : {"out", "context"}) {
     EXPECT_EQ(MaxDifference(ours.computed.at(output).view(), pre_norm.computed.at(output).view()),
               0);
@@ -175,7 +126,7 @@ TEST(GatedTransformerXl, SumsWithoutReluArePreNormTransformerXl) {
 
 TEST(GatedTransformerXl, SumsWithReluOnlyAdd) {
   const GatedTransformerXl technique;
-  const Problem problem = Make(1, 2, 50, 8);
+  const Problem problem = CausalProblem(1, 2, 50, 8);
   const Tensor x = RandomHidden(problem);
   RunRequest request;
   request.options = {{"gate", "sum"}};
@@ -194,9 +145,9 @@ TEST(GatedTransformerXl, TheGateOfOneTokenIsWhatItsFormulaGivesByHand) {
   // matrices 1, betas 1 and b_g = 0 the ReLUs pass y = 1: x = 2 gives r = s(1 + 2),
   // z = s(3), g = (1 - z) 2 + z tanh(1 + r 2).
   const GatedTransformerXl technique;
-  const Problem problem = Make(1, 1, 1, 1);
+  const Problem problem = CausalProblem(1, 1, 1, 1);
   const Options options = {{"feed_forward", "1"}};
-  NamedTensors parameters = ParametersOf(technique, problem, options);
+  NamedTensors parameters = PerturbedParameters(technique, problem, options);
   for (auto& [name, tensor] : parameters) {
     const bool zero =
         name.find("b_g") != std::string::npos || name.find("ff.b") != std::string::npos;
@@ -208,7 +159,7 @@ TEST(GatedTransformerXl, TheGateOfOneTokenIsWhatItsFormulaGivesByHand) {
     const double open = 1 / (1 + std::exp(-(1 + state)));
     return (1 - open) * state + open * std::tanh(1 + open * state);
   };
-  const Outcome outcome = Evaluate(technique, problem, options, parameters, x);
+  const StackOutcome outcome = EvaluateStack(technique, problem, options, parameters, x);
   EXPECT_NEAR(outcome.defined.at("out").span<double>()[0], gate(gate(2)), 1e-15);
   EXPECT_NEAR(outcome.computed.at("out").span<float>()[0], gate(gate(2)), 1e-6);
   EXPECT_NEAR(gate(2), 1.0417, 1e-4);  // 0.0474 * 2 + 0.9526 * tanh(2.9051)
@@ -219,7 +170,7 @@ TEST(GatedTransformerXl, TheGateOfOneTokenIsWhatItsFormulaGivesByHand) {
 TEST(GatedTransformerXl, CostCountsTheGatesProducts) {
   const GatedTransformerXl technique;
   const TransformerXl transformer_xl;
-  const Problem problem = Make(3, 2, 5, 4);
+  const Problem problem = CausalProblem(3, 2, 5, 4);
   const double plain =
       transformer_xl.Create(problem, {}, Device::kCpu, 1).value()->cost().flops.value();
   const double matrix = 2.0 * 3 * 5 * 8 * 8;  // one product of 15 rows
@@ -235,9 +186,10 @@ TEST(GatedTransformerXl, CostCountsTheGatesProducts) {
 
 TEST(GatedTransformerXl, TheBiasBeginsWithTheOption) {
   const GatedTransformerXl technique;
-  const auto layer =
-      technique.Create(Make(1, 2, 8, 4), {{"gate_bias", "-0.5"}, {"layers", "2"}}, Device::kCpu, 1)
-          .value();
+  const auto layer = technique
+                         .Create(CausalProblem(1, 2, 8, 4),
+                                 {{"gate_bias", "-0.5"}, {"layers", "2"}}, Device::kCpu, 1)
+                         .value();
   for (const char* name : {"layer0.attention_gate.b_g", "layer1.ff_gate.b_g"}) {
     for (const float value : layer->parameters().at(name).span<float>()) EXPECT_EQ(value, -0.5f);
   }
@@ -248,7 +200,7 @@ TEST(GatedTransformerXl, WhatItCannotDoIsSaidInOneLine) {
     const auto layer = GatedTransformerXl().Create(problem, options, Device::kCpu, 1);
     return layer.ok() ? "ok" : std::string(layer.status().ToString());
   };
-  Problem problem = Make(1, 4, 64, 16);
+  Problem problem = CausalProblem(1, 4, 64, 16);
   EXPECT_EQ(
       message(problem, {{"gate", "lstm"}}),
       "INVALID_ARGUMENT: option gate is \"lstm\"; allowed are gru | input | output | highway | "
@@ -265,7 +217,7 @@ TEST(GatedTransformerXl, RllibsNetworkComputesTheSame) {
   SafetensorsFile golden = GoldenFile("memory/gated_transformer_xl/testdata/rllib.safetensors");
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
   const Tensor& x = golden.tensors.at("x");
-  const Problem problem = Make(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+  const Problem problem = CausalProblem(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
   const Options options = {
       {"layers", golden.metadata.at("layers")},
       {"segment", golden.metadata.at("segment_tokens")},
@@ -273,7 +225,7 @@ TEST(GatedTransformerXl, RllibsNetworkComputesTheSame) {
       {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))},
       {"share_biases", "false"}};
   const GatedTransformerXl technique;
-  NamedTensors parameters = ParametersOf(technique, problem, options);
+  NamedTensors parameters = PerturbedParameters(technique, problem, options);
   for (auto& [name, tensor] : parameters) {
     if (name.find("ff.b") != std::string::npos) {
       Fill(tensor.view(), 0);
@@ -283,9 +235,9 @@ TEST(GatedTransformerXl, RllibsNetworkComputesTheSame) {
   }
   const ConstTensorView out = golden.tensors.at("out").view();
   for (const Device device : kHostDevices) {
-    const Outcome outcome = Evaluate(technique, problem, options, parameters, x, device);
+    const StackOutcome outcome = EvaluateStack(technique, problem, options, parameters, x, device);
     EXPECT_LE(MaxDifference(outcome.defined.at("out").view(), out), 1e-13);
-    EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), out), Bound(out, 2));
+    EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), out), StackBound(out, 2));
   }
 }
 

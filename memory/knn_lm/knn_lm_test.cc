@@ -15,6 +15,7 @@
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
+#include "memory/knn_lm/retrieval_testing.h"
 
 namespace tfb {
 namespace {
@@ -104,25 +105,7 @@ void ExpectPrediction(const Line& line, int64_t token, const std::vector<double>
   ExpectNear(Probabilities(line.Define(), token), expected, 1e-14);
 }
 
-// A model and a datastore of usual sizes, with random everything.
-struct Random {
-  Problem problem = Problem::SelfAttention(2, 2, 37, 8);
-  Options options = {{"vocabulary", "40"}, {"entries", "300"}, {"k", "16"}};
-  NamedTensors inputs = RandomInputs(KnnLm().InputSpecs(problem, options).value(), 5);
-
-  NamedTensors Parameters() const {
-    const auto layer = KnnLm().Create(problem, options, Device::kCpu, 1).value();
-    NamedTensors copies;
-    for (const auto& [name, tensor] : layer->parameters()) copies[name] = tensor.Clone();
-    return copies;
-  }
-  NamedTensors Run(const Options& more = {}, const NamedTensors* parameters = nullptr,
-                   Device device = Device::kCpu) const {
-    Options all = options;
-    for (const auto& [name, value] : more) all[name] = value;
-    return RunTechnique(KnnLm(), problem, ViewsOf(inputs), {all, device, 1, parameters, 2}).value();
-  }
-};
+using Random = RandomRetrieval<KnnLm, 16>;
 
 // ---- The formula ----
 

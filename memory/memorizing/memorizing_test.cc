@@ -16,27 +16,16 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 #include "memory/memorizing/memory_store.h"
+#include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
 namespace tfb {
 namespace {
 
-Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim) {
-  return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true);
-}
-
 Tensor Normal(const Shape& shape, const char* name) {
   Tensor tensor(DType::kF32, shape);
   FillNormal(&tensor, 3, name);
   return tensor;
-}
-
-Tensor RandomHidden(const Problem& problem) {
-  return Normal({problem.batch, problem.query_tokens, problem.model_dim()}, "x");
-}
-
-double Bound(const ConstTensorView& expected, int64_t layers) {
-  return std::sqrt(2.0 * static_cast<double>(layers)) * Fp32Bound(expected);
 }
 
 NamedTensors ParametersOf(const Technique& technique, const Problem& problem,
@@ -86,7 +75,7 @@ void ExpectAsDefined(const Problem& problem, const Options& options, Device devi
   const NamedTensors defined = Define(problem, options, parameters, x, &computed);
   for (const char* output : {"out", "context"}) {
     EXPECT_LE(MaxDifference(computed.at(output).view(), defined.at(output).view()),
-              Bound(defined.at(output).view(), 3))
+              StackBound(defined.at(output).view(), 3))
         << output;
   }
   EXPECT_EQ(MaxDifference(computed.at("retrieved").view(), defined.at("retrieved").view()), 0);
@@ -110,7 +99,7 @@ TEST(Memorizing, EveryOptionEqualsTheDefinition) {
            {{"segment", "20"}, {"layers", "3"}, {"memory_layer", "0"}, {"pre_norm", "true"}},
            {{"segment", "20"}, {"share_biases", "false"}, {"clamp_length", "9"}},
            {{"segment", "128"}}}) {
-    ExpectAsDefined(Make(2, 3, 100, 8), options, Device::kCpu);
+    ExpectAsDefined(CausalProblem(2, 3, 100, 8), options, Device::kCpu);
   }
 }
 
@@ -120,7 +109,7 @@ TEST(Memorizing, InTheSimulatorItEqualsTheDefinition) {
            {{"segment", "16"}, {"memory", "9"}, {"store", "30"}, {"beyond_memory", "true"}},
            {{"segment", "20"}, {"selection", "bucketed"}, {"store", "37"}, {"k", "4"}},
            {{"segment", "50"}, {"store", "30"}, {"k", "40"}}}) {
-    ExpectAsDefined(Make(2, 2, 70, 8), options, Device::kSimulator);
+    ExpectAsDefined(CausalProblem(2, 2, 70, 8), options, Device::kSimulator);
   }
 }
 
@@ -130,7 +119,7 @@ TEST(Memorizing, InTheSimulatorItEqualsTheDefinition) {
 // tokens' channels have mean 0 and variance 1, so that LN x = x / sqrt(1 + 1e-5): a, b, a, with a and
 // b orthogonal. A segment has one token, which is all that it sees beside the store, so local = LN x.
 TEST(Memorizing, ThreeTokensGiveWhatTheFormulaGivesByHand) {
-  const Problem problem = Make(1, 1, 3, 4);
+  const Problem problem = CausalProblem(1, 1, 3, 4);
   const Options options = {{"layers", "1"}, {"pre_norm", "true"},  {"segment", "1"},
                            {"memory", "0"}, {"feed_forward", "1"}, {"k", "2"}};
   NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
@@ -173,7 +162,7 @@ TEST(Memorizing, ThreeTokensGiveWhatTheFormulaGivesByHand) {
 // ---- The gate's limits ----
 
 TEST(Memorizing, AClosedGateIsTransformerXlBitByBit) {
-  const Problem problem = Make(2, 2, 90, 16);
+  const Problem problem = CausalProblem(2, 2, 90, 16);
   const Options shared = {{"segment", "32"}, {"memory", "40"}, {"layers", "3"}};
   const Tensor x = RandomHidden(problem);
   NamedTensors parameters = ParametersOf(TransformerXl(), problem, shared);
@@ -189,7 +178,7 @@ TEST(Memorizing, AClosedGateIsTransformerXlBitByBit) {
 }
 
 TEST(Memorizing, AnOpenGateHidesLengthsOfKeys) {
-  const Problem problem = Make(1, 2, 80, 8);
+  const Problem problem = CausalProblem(1, 2, 80, 8);
   const Options options = {{"segment", "16"}, {"k", "4"}};
   const Tensor x = RandomHidden(problem);
   NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
@@ -226,7 +215,7 @@ StoreTensors RandomTensors(int64_t tokens, int64_t queries) {
 
 // What the queries read after the tokens were appended in two parts.
 Tensor ReadAfter(const StoreTensors& tensors, const StoreShape& shape, double gate, double scale) {
-  const Problem problem = Make(1, kHeads, tensors.q.dim(2), kHeadDim);
+  const Problem problem = CausalProblem(1, kHeads, tensors.q.dim(2), kHeadDim);
   MemoryStore store = MemoryStore::Create(Device::kCpu, problem, shape).value();
   Tensor gates(DType::kF32, {kHeads}), scales(DType::kF32, {kHeads});
   Fill(gates.view(), gate);
@@ -340,7 +329,7 @@ TEST(Memorizing, ZeroVectorsAndNanVectorsThatNobodyRetrievesLeaveNoNan) {
 
 // The tokens that each token retrieves where k is the whole store, of a head.
 void ExpectRetrieved(const Options& options, int64_t tokens, int64_t lag) {
-  const Problem problem = Make(1, 2, tokens, 4);
+  const Problem problem = CausalProblem(1, 2, tokens, 4);
   const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
   const int64_t segment = std::stoll(options.at("segment")),
                 store = std::stoll(options.at("store"));
@@ -375,7 +364,7 @@ TEST(Memorizing, BeyondTheMemoryItHasThoseThatLeftIt) {
 }
 
 TEST(Memorizing, TheBestOfOneBucketIsTheNearest) {
-  const Problem problem = Make(2, 2, 60, 8);
+  const Problem problem = CausalProblem(2, 2, 60, 8);
   const Tensor x = RandomHidden(problem);
   Options options = {{"segment", "16"}, {"store", "30"}, {"k", "1"}};
   const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
@@ -388,7 +377,7 @@ TEST(Memorizing, TheBestOfOneBucketIsTheNearest) {
 
 TEST(Memorizing, TheDefinitionTakesTheLayersWordForNearTiesAlone) {
   // Tokens 0 and 1 of the first layer, which are what the store has, differ by 1e-7 or by 1.
-  const Problem problem = Make(1, 1, 3, 16);
+  const Problem problem = CausalProblem(1, 1, 3, 16);
   const Options options = {{"layers", "1"}, {"segment", "2"}, {"k", "1"}};
   const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
   for (const double difference : {1e-7, 1.0}) {
@@ -410,7 +399,7 @@ TEST(Memorizing, TheDefinitionTakesTheLayersWordForNearTiesAlone) {
 }
 
 TEST(Memorizing, OfEqualKeysTheOlderIsRetrieved) {
-  const Problem problem = Make(1, 2, 40, 8);
+  const Problem problem = CausalProblem(1, 2, 40, 8);
   const Options options = {{"layers", "1"}, {"segment", "10"}, {"k", "3"}, {"store", "20"}};
   Tensor x = RandomHidden(problem);
   for (int64_t t = 1; t < 40; ++t) {
@@ -430,7 +419,7 @@ TEST(Memorizing, OfEqualKeysTheOlderIsRetrieved) {
 // ---- Streams, costs, errors ----
 
 TEST(Memorizing, SegmentsOfAStreamEqualARunAndResetEmptiesTheStore) {
-  const Problem problem = Make(2, 2, 70, 8);
+  const Problem problem = CausalProblem(2, 2, 70, 8);
   const Options options = {{"segment", "16"}, {"store", "25"}, {"k", "6"}};
   const Tensor x = RandomHidden(problem);
   auto layer = Memorizing().Create(problem, options, Device::kCpu, 1).value();
@@ -465,7 +454,7 @@ TEST(Memorizing, SegmentsOfAStreamEqualARunAndResetEmptiesTheStore) {
 }
 
 TEST(Memorizing, CostCountsTheScoresAndWhatIsRead) {
-  const Problem problem = Make(3, 2, 11, 4);
+  const Problem problem = CausalProblem(3, 2, 11, 4);
   const Options shared = {{"segment", "4"}, {"memory", "2"}};
   const auto flops = [&](const Technique& technique, Options options) {
     for (const auto& [name, value] : shared) options[name] = value;
@@ -482,7 +471,7 @@ TEST(Memorizing, CostCountsTheScoresAndWhatIsRead) {
 }
 
 TEST(Memorizing, TheStoreIsReadThreeQuartersOfTheWayUp) {
-  const Problem problem = Make(1, 2, 8, 4);
+  const Problem problem = CausalProblem(1, 2, 8, 4);
   for (const auto& [layers, expected] :
        {std::make_pair("1", "layer0"), {"2", "layer1"}, {"6", "layer4"}, {"12", "layer9"}}) {
     const NamedTensors parameters = ParametersOf(Memorizing(), problem, {{"layers", layers}});
@@ -496,7 +485,7 @@ TEST(Memorizing, WhatItCannotDoIsSaidInOneLine) {
     const auto layer = Memorizing().Create(problem, options, Device::kCpu, 1);
     return layer.ok() ? "ok" : std::string(layer.status().ToString());
   };
-  Problem problem = Make(1, 4, 64, 16);
+  Problem problem = CausalProblem(1, 4, 64, 16);
   EXPECT_EQ(message(problem, {{"memory_layer", "2"}}),
             "INVALID_ARGUMENT: option memory_layer is 2; allowed with layers=2 are -1 to 1");
   EXPECT_EQ(message(problem, {{"store", "262145"}}),
@@ -515,7 +504,7 @@ TEST(Memorizing, TheAuthorsStoreInTransformerXlComputesTheSame) {
   const SafetensorsFile golden = GoldenFile("memory/memorizing/testdata/buckets.safetensors");
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
   const Tensor& x = golden.tensors.at("x");
-  const Problem problem = Make(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+  const Problem problem = CausalProblem(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
   const Options options = {
       {"layers", golden.metadata.at("layers")},
       {"segment", golden.metadata.at("segment_tokens")},
@@ -531,7 +520,7 @@ TEST(Memorizing, TheAuthorsStoreInTransformerXlComputesTheSame) {
   EXPECT_LE(MaxDifference(Define(problem, options, parameters, x).at("out").view(), out), 1e-13);
   for (const Device device : kHostDevices) {
     const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
-    EXPECT_LE(MaxDifference(computed.at("out").view(), out), Bound(out, 2));
+    EXPECT_LE(MaxDifference(computed.at("out").view(), out), StackBound(out, 2));
   }
 }
 

@@ -13,13 +13,16 @@
 #include <ctime>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "core/random.h"
+#include "core/status.h"
 #include "memory/memorizing/memorizing.h"
+#include "tools/command_line.h"
 
 ABSL_FLAG(std::vector<std::string>, stores,
           std::vector<std::string>({"0", "1024", "8192", "65536"}),
@@ -38,12 +41,12 @@ ABSL_FLAG(bool, cpu_time, false,
 namespace tfb {
 namespace {
 
-// Writes the message and ends the program, where a status is not OK.
-void Check(const absl::Status& status) {
-  if (status.ok()) return;
-  std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
-  std::exit(2);
-}
+constexpr char kProgram[] = "step_time";
+constexpr char kUsage[] =
+    "step_time [flags]\n"
+    "Times how long a stack takes for a segment, over sizes of the store that one of its layers\n"
+    "retrieves from.\n\n"
+    "Exit status: 0 done, 2 bad usage.";
 
 double Median(std::vector<double> samples) {
   std::nth_element(samples.begin(), samples.begin() + samples.size() / 2, samples.end());
@@ -58,7 +61,8 @@ double Now() {
 // A stack whose store is full, and texts for it: other ones each time, so that keys differ.
 class Reader {
  public:
-  Reader(const std::string& store, ThreadPool* pool) {
+  static absl::StatusOr<std::unique_ptr<Reader>> Create(const std::string& store,
+                                                        ThreadPool* pool) {
     const int64_t segment = absl::GetFlag(FLAGS_segment);
     const Problem problem = Problem::SelfAttention(1, absl::GetFlag(FLAGS_heads), segment,
                                                    absl::GetFlag(FLAGS_head_dim), /*causal=*/true);
@@ -69,70 +73,92 @@ class Reader {
                              {"k", absl::StrCat(absl::GetFlag(FLAGS_k))},
                              {"selection", absl::GetFlag(FLAGS_selection)},
                              {"store", store}};
-    auto layer = Memorizing().Create(problem, options, Device::kCpu, /*seed=*/1);
-    Check(layer.status());
-    layer_.reset(static_cast<StreamingLayer*>(layer->release()));
-    x_ = Tensor(DType::kF32, {1, segment, problem.model_dim()});
-    out_ = Tensor(DType::kF32, x_.shape());
-    workspace_ =
-        Tensor(DType::kU8, {static_cast<int64_t>(layer_->workspace_bytes(pool->threads()))});
-    execution_.pool = pool;
-    execution_.workspace =
-        absl::MakeSpan(static_cast<std::byte*>(workspace_.raw()), workspace_.bytes());
-    FillNormal(&x_, 1, "text");
-    Check(layer_->Setup({{"x", x_.view()}}, execution_));
+    TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> layer,
+                         Memorizing().Create(problem, options, Device::kCpu, /*seed=*/1));
+    std::unique_ptr<Reader> reader(new Reader);
+    reader->layer_.reset(static_cast<StreamingLayer*>(layer.release()));
+    reader->x_ = Tensor(DType::kF32, {1, segment, problem.model_dim()});
+    reader->out_ = Tensor(DType::kF32, reader->x_.shape());
+    reader->workspace_ = Tensor(
+        DType::kU8, {static_cast<int64_t>(reader->layer_->workspace_bytes(pool->threads()))});
+    reader->execution_.pool = pool;
+    reader->execution_.workspace = absl::MakeSpan(static_cast<std::byte*>(reader->workspace_.raw()),
+                                                  reader->workspace_.bytes());
+    FillNormal(&reader->x_, 1, "text");
+    TFB_RETURN_IF_ERROR(reader->layer_->Setup({{"x", reader->x_.view()}}, reader->execution_));
     const double capacity = std::strtod(store.c_str(), nullptr);
     do {
-      Seconds();
-    } while (layer_->statistics().at("store_entries") < capacity);
+      TFB_RETURN_IF_ERROR(reader->Seconds().status());
+    } while (reader->layer_->statistics().at("store_entries") < capacity);
+    return reader;
   }
 
   // Of appending the next segment.
-  double Seconds() {
+  absl::StatusOr<double> Seconds() {
     FillNormal(&x_, ++texts_, "text");
     const double start = Now();
-    Check(layer_->Append({{"x", x_.view()}}, {{"out", out_.view()}}, execution_));
+    TFB_RETURN_IF_ERROR(layer_->Append({{"x", x_.view()}}, {{"out", out_.view()}}, execution_));
     return Now() - start;
   }
   double store_bytes() const { return layer_->statistics().at("store_bytes"); }
 
  private:
+  Reader() = default;
+
   std::unique_ptr<StreamingLayer> layer_;
   Tensor x_, out_, workspace_;
   Execution execution_;
   uint64_t texts_ = 0;
 };
 
-void Measure(ThreadPool* pool) {
+absl::Status CheckFlags() {
+  if (absl::GetFlag(FLAGS_stores).empty()) {
+    return absl::InvalidArgumentError("--stores: expected is one size or more");
+  }
+  for (const auto& [flag, value] : {std::pair("segment", absl::GetFlag(FLAGS_segment)),
+                                    std::pair("heads", absl::GetFlag(FLAGS_heads)),
+                                    std::pair("head_dim", absl::GetFlag(FLAGS_head_dim)),
+                                    std::pair("samples", int64_t{absl::GetFlag(FLAGS_samples)}),
+                                    std::pair("threads", int64_t{absl::GetFlag(FLAGS_threads)})}) {
+    if (value >= 1) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", flag, " is ", value, "; allowed is 1 or more"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<int> Measure() {
+  TFB_RETURN_IF_ERROR(CheckFlags());
+  ThreadPool pool(absl::GetFlag(FLAGS_threads));
   const std::vector<std::string> stores = absl::GetFlag(FLAGS_stores);
   std::vector<std::unique_ptr<Reader>> readers;
-  for (const std::string& store : stores) readers.push_back(std::make_unique<Reader>(store, pool));
+  for (const std::string& store : stores) {
+    TFB_ASSIGN_OR_RETURN(readers.emplace_back(), Reader::Create(store, &pool));
+  }
   std::vector<std::vector<double>> seconds(stores.size()), ratios(stores.size());
   for (int n = 0; n < absl::GetFlag(FLAGS_samples); ++n) {
     for (size_t s = 0; s < stores.size(); ++s) {
-      seconds[s].push_back(readers[s]->Seconds());
+      TFB_ASSIGN_OR_RETURN(seconds[s].emplace_back(), readers[s]->Seconds());
       ratios[s].push_back(seconds[s].back() / seconds[0].back());
     }
   }
+  std::printf("%d layers, %d heads of %d, segments of %d, %d retrieved, %d threads\n",
+              static_cast<int>(absl::GetFlag(FLAGS_layers)),
+              static_cast<int>(absl::GetFlag(FLAGS_heads)),
+              static_cast<int>(absl::GetFlag(FLAGS_head_dim)),
+              static_cast<int>(absl::GetFlag(FLAGS_segment)),
+              static_cast<int>(absl::GetFlag(FLAGS_k)), pool.threads());
   std::printf("%9s %12s %9s %12s\n", "store", "ms a step", "ratio", "store MiB");
   for (size_t s = 0; s < stores.size(); ++s) {
     std::printf("%9s %12.2f %8.2fx %12.1f\n", stores[s].c_str(), 1e3 * Median(seconds[s]),
                 Median(ratios[s]), readers[s]->store_bytes() / (1 << 20));
   }
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
 int main(int argc, char** argv) {
-  absl::ParseCommandLine(argc, argv);
-  tfb::ThreadPool pool(absl::GetFlag(FLAGS_threads));
-  std::printf("%d layers, %d heads of %d, segments of %d, %d retrieved, %d threads\n",
-              static_cast<int>(absl::GetFlag(FLAGS_layers)),
-              static_cast<int>(absl::GetFlag(FLAGS_heads)),
-              static_cast<int>(absl::GetFlag(FLAGS_head_dim)),
-              static_cast<int>(absl::GetFlag(FLAGS_segment)),
-              static_cast<int>(absl::GetFlag(FLAGS_k)), absl::GetFlag(FLAGS_threads));
-  tfb::Measure(&pool);
-  return 0;
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Measure);
 }

@@ -13,6 +13,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 #include "memory/knn_lm/knn_lm.h"
+#include "memory/knn_lm/retrieval_testing.h"
 
 namespace tfb {
 namespace {
@@ -76,24 +77,7 @@ struct Plane {
 
 double Logistic(double x) { return 1 / (1 + std::exp(-x)); }
 
-struct Random {
-  Problem problem = Problem::SelfAttention(2, 2, 37, 8);
-  Options options = {{"vocabulary", "40"}, {"entries", "300"}, {"k", "6"}};
-  NamedTensors inputs = RandomInputs(Spalm().InputSpecs(problem, options).value(), 5);
-
-  NamedTensors Parameters() const {
-    const auto layer = Spalm().Create(problem, options, Device::kCpu, 1).value();
-    NamedTensors copies;
-    for (const auto& [name, tensor] : layer->parameters()) copies[name] = tensor.Clone();
-    return copies;
-  }
-  NamedTensors Run(const Options& more = {}, const NamedTensors* parameters = nullptr,
-                   Device device = Device::kCpu) const {
-    Options all = options;
-    for (const auto& [name, value] : more) all[name] = value;
-    return RunTechnique(Spalm(), problem, ViewsOf(inputs), {all, device, 1, parameters, 2}).value();
-  }
-};
+using Random = RandomRetrieval<Spalm, 6>;
 
 // ---- The formula ----
 

@@ -190,7 +190,7 @@ absl::Status Measure(const LanguageModel& model, int64_t length, ThreadPool* poo
   return absl::OkStatus();
 }
 
-absl::Status MeasureAll() {
+absl::StatusOr<int> MeasureAll() {
   for (const auto& [flag, value] : {std::pair("bytes", absl::GetFlag(FLAGS_bytes)),
                                     std::pair("segment", absl::GetFlag(FLAGS_segment)),
                                     std::pair("threads", int64_t{absl::GetFlag(FLAGS_threads)})}) {
@@ -213,27 +213,12 @@ absl::Status MeasureAll() {
   std::printf("%7s %10s %6s %10s %6s %7s %10s %6s %7s %7s\n", "length", "ms a byte", "bits",
               "ms a byte", "bits", "faster", "ms a byte", "bits", "faster", "faster");
   for (const int64_t length : lengths) TFB_RETURN_IF_ERROR(Measure(*model, length, &pool));
-  return absl::OkStatus();
-}
-
-int Main(int argc, char** argv) {
-  const auto command_line = ParseCommandLine({argv, argv + argc});
-  absl::Status status = command_line.status();
-  if (status.ok() && command_line->help) {
-    std::fputs(HelpText(kUsage).c_str(), stdout);
-    return kExitDone;
-  }
-  if (status.ok() && !command_line->arguments.empty()) {
-    status = absl::InvalidArgumentError(
-        absl::StrCat("unexpected argument \"", command_line->arguments[0], "\""));
-  }
-  if (status.ok()) status = MeasureAll();
-  if (status.ok()) return kExitDone;
-  PrintError(kProgram, status.message());
-  return kExitBadUsage;
+  return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main(argc, argv); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::MeasureAll);
+}

@@ -26,44 +26,16 @@
 #include "gtest/gtest.h"
 #include "memory/transformer_xl/relative_attention.h"
 #include "memory/transformer_xl/stack_definition.h"
+#include "memory/transformer_xl/stack_testing.h"
 
 namespace tfb {
 namespace {
-
-Problem Make(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
-             DType dtype = DType::kF32) {
-  return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true, dtype);
-}
 
 std::unique_ptr<StreamingLayer> MakeLayer(const Problem& problem, const Options& options,
                                           Device device = Device::kCpu) {
   auto layer = TransformerXl().Create(problem, options, device, 1);
   EXPECT_TRUE(layer.ok()) << layer.status();
   return std::unique_ptr<StreamingLayer>(static_cast<StreamingLayer*>(layer->release()));
-}
-
-// The layer's parameters, with the gammas, betas and biases that begin as 1 and 0 moved off them.
-NamedTensors Perturbed(const Layer& layer) {
-  NamedTensors parameters;
-  for (const auto& [name, tensor] : layer.parameters()) {
-    Tensor changed = tensor.Clone();
-    const RandomStream stream(2, name);
-    for (int64_t i = 0; tensor.view().rank == 1 && i < tensor.num_elements(); ++i) {
-      changed.span<float>()[i] += static_cast<float>(0.2 * stream.Normal(i));
-    }
-    parameters[name] = std::move(changed);
-  }
-  return parameters;
-}
-
-Tensor RandomHidden(const Problem& problem, uint64_t seed = 3) {
-  Tensor x(problem.dtype, {problem.batch, problem.query_tokens, problem.model_dim()});
-  FillNormal(&x, seed, "x");
-  return x;
-}
-
-double Bound(const ConstTensorView& expected, int64_t layers) {
-  return std::sqrt(2.0 * static_cast<double>(layers)) * Fp32Bound(expected);
 }
 
 // Threads and a workspace of exactly the size that the layer asks for, full of NaN.
@@ -108,7 +80,7 @@ class Case {
         options_(ParseOptions<TransformerXlOptions>(options).value()),
         device_(device),
         layer_(MakeLayer(problem, options, device)),
-        parameters_(Perturbed(*layer_)),
+        parameters_(PerturbedParameters(*layer_)),
         x_(RandomHidden(problem)) {
     EXPECT_TRUE(layer_->SetParameters(parameters_).ok());
   }
@@ -148,7 +120,7 @@ class Case {
   void ExpectStreamIsDefined(const std::vector<int64_t>& split, int threads = 1) {
     const Tensor expected = Define(split);
     EXPECT_LE(MaxDifference(Stream(split, threads).view(), expected.view()),
-              Bound(expected.view(), options_.layers));
+              StackBound(expected.view(), options_.layers));
   }
 
  private:
@@ -193,7 +165,7 @@ class Case {
 // ---- Streaming and the definition ----
 
 TEST(TransformerXl, RunEqualsTheDefinitionWithEveryOption) {
-  const Problem problem = Make(2, 3, 150, 8);
+  const Problem problem = CausalProblem(2, 3, 150, 8);
   for (const Options& options :
        std::vector<Options>{{},
                             {{"layers", "3"}, {"segment", "32"}, {"memory", "50"}},
@@ -212,14 +184,14 @@ TEST(TransformerXl, RunEqualsTheDefinitionWithEveryOption) {
     SCOPED_TRACE(ToString(options));
     const Tensor expected = test.Define(Repeat(test.options().segment, 150));
     EXPECT_LE(MaxDifference(test.Run(2).view(), expected.view()),
-              Bound(expected.view(), test.options().layers));
+              StackBound(expected.view(), test.options().layers));
   }
 }
 
 // The options, and the edges of tiles and of the ring, in few and small cases: the simulator is slow,
 // and the conformance test runs it too.
 TEST(TransformerXl, InTheSimulatorRunAndStreamsEqualTheDefinition) {
-  const Problem problem = Make(2, 2, 100, 8);
+  const Problem problem = CausalProblem(2, 2, 100, 8);
   for (const Options& options :
        std::vector<Options>{{{"segment", "70"}, {"memory", "50"}},
                             {{"segment", "70"}, {"memory", "50"}, {"same_length", "true"}},
@@ -230,7 +202,7 @@ TEST(TransformerXl, InTheSimulatorRunAndStreamsEqualTheDefinition) {
     Case test(problem, options, Device::kSimulator);
     const std::vector<int64_t> segments = Repeat(test.options().segment, 100);
     const Tensor expected = test.Define(segments);
-    EXPECT_LE(MaxDifference(test.Run().view(), expected.view()), Bound(expected.view(), 2));
+    EXPECT_LE(MaxDifference(test.Run().view(), expected.view()), StackBound(expected.view(), 2));
     const std::vector<int64_t> odd = {1, test.options().segment - 1, 26,
                                       74 - test.options().segment};
     test.ExpectStreamIsDefined(odd);
@@ -238,7 +210,7 @@ TEST(TransformerXl, InTheSimulatorRunAndStreamsEqualTheDefinition) {
 }
 
 TEST(TransformerXl, EverySplitOfAStreamEqualsTheDefinitionWithSameLength) {
-  const Problem problem = Make(1, 2, 200, 16);
+  const Problem problem = CausalProblem(1, 2, 200, 16);
   for (const char* memory : {"1", "5", "64", "100", "150"}) {
     Case test(problem, {{"memory", memory}, {"same_length", "true"}, {"segment", "130"}});
     SCOPED_TRACE(memory);
@@ -252,13 +224,13 @@ TEST(TransformerXl, EverySplitOfAStreamEqualsTheDefinitionWithSameLength) {
                                            {130, 70},
                                            {3, 130, 67}}) {
       EXPECT_LE(MaxDifference(test.Stream(split).view(), expected.view()),
-                Bound(expected.view(), 2));
+                StackBound(expected.view(), 2));
     }
   }
 }
 
 TEST(TransformerXl, WithoutSameLengthTheSegmentsThatWereAppendedDecideTheMask) {
-  const Problem problem = Make(1, 2, 200, 16);
+  const Problem problem = CausalProblem(1, 2, 200, 16);
   for (const char* memory : {"0", "1", "40", "64", "100", "300"}) {
     Case test(problem, {{"memory", memory}, {"segment", "130"}});
     SCOPED_TRACE(memory);
@@ -281,7 +253,7 @@ TEST(TransformerXl, WideModelsAndBatchesEqualTheDefinition) {
   };
   for (const Shape& shape :
        std::vector<Shape>{{3, 1, 16}, {1, 6, 16}, {3, 1, 64}, {1, 6, 64}, {1, 1, 7}}) {
-    Case test(Make(shape.batch, shape.heads, 90, shape.head_dim),
+    Case test(CausalProblem(shape.batch, shape.heads, 90, shape.head_dim),
               {{"segment", "32"}, {"memory", "40"}});
     SCOPED_TRACE(testing::Message() << "batch " << shape.batch << ", " << shape.heads
                                     << " heads of " << shape.head_dim);
@@ -290,27 +262,28 @@ TEST(TransformerXl, WideModelsAndBatchesEqualTheDefinition) {
 }
 
 TEST(TransformerXl, AnySegmentLengthGivesTheSameWithSameLength) {
-  const Problem problem = Make(1, 2, 150, 16);
+  const Problem problem = CausalProblem(1, 2, 150, 16);
   Case reference(problem, {{"memory", "40"}, {"same_length", "true"}, {"segment", "150"}});
   const Tensor expected = reference.Run();
   for (const char* segment : {"1", "10", "64", "100"}) {
     Case test(problem, {{"memory", "40"}, {"same_length", "true"}, {"segment", segment}});
-    EXPECT_LE(MaxDifference(test.Run().view(), expected.view()), 2 * Bound(expected.view(), 2));
+    EXPECT_LE(MaxDifference(test.Run().view(), expected.view()),
+              2 * StackBound(expected.view(), 2));
   }
 }
 
 TEST(TransformerXl, WithoutMemoryEverySegmentIsASequenceOfItsOwn) {
-  Case all(Make(2, 2, 96, 16), {{"memory", "0"}, {"segment", "32"}});
+  Case all(CausalProblem(2, 2, 96, 16), {{"memory", "0"}, {"segment", "32"}});
   const Tensor out = all.Run();
   for (int64_t begin = 0; begin < 96; begin += 32) {
-    Case one(Make(2, 2, 32, 16), {{"memory", "0"}, {"segment", "32"}});
+    Case one(CausalProblem(2, 2, 32, 16), {{"memory", "0"}, {"segment", "32"}});
     CopyElements(Slice(all.x().view(), 1, begin, 32), one.x().view());
     EXPECT_EQ(MaxDifference(one.Run().view(), Slice(out.view(), 1, begin, 32)), 0) << begin;
   }
 }
 
 TEST(TransformerXl, TheCounterpartSeesTheWholePastWithTheSameParameters) {
-  const Problem problem = Make(1, 2, 100, 16);
+  const Problem problem = CausalProblem(1, 2, 100, 16);
   const TransformerXl technique;
   const Options options = {
       {"memory", "16"}, {"segment", "16"}, {"same_length", "true"}, {"layers", "3"}};
@@ -323,11 +296,12 @@ TEST(TransformerXl, TheCounterpartSeesTheWholePastWithTheSameParameters) {
   // As much memory as tokens is the same network, whatever the segments.
   Case enough(problem, {{"memory", "100"}, {"segment", "16"}, {"layers", "3"}});
   const Tensor expected = whole.Run();
-  EXPECT_LE(MaxDifference(enough.Run().view(), expected.view()), 2 * Bound(expected.view(), 3));
+  EXPECT_LE(MaxDifference(enough.Run().view(), expected.view()),
+            2 * StackBound(expected.view(), 3));
 }
 
 TEST(TransformerXl, SpansBeyondTheMemoryChangeNothingAndOneOfNoKeysLeavesTheHeadOut) {
-  const Problem problem = Make(1, 2, 100, 16);
+  const Problem problem = CausalProblem(1, 2, 100, 16);
   const Options options = {{"memory", "30"}, {"segment", "20"}, {"layers", "1"}};
   Options spans = options;
   spans["span_ramp"] = "8";
@@ -337,7 +311,7 @@ TEST(TransformerXl, SpansBeyondTheMemoryChangeNothingAndOneOfNoKeysLeavesTheHead
   Fill(parameters.at("layer0.span").view(), 50);
   ASSERT_TRUE(spanned.layer().SetParameters(parameters).ok());
   const Tensor expected = plain.Run();
-  EXPECT_LE(MaxDifference(spanned.Run().view(), expected.view()), Bound(expected.view(), 1));
+  EXPECT_LE(MaxDifference(spanned.Run().view(), expected.view()), StackBound(expected.view(), 1));
 
   // Head 1, whose ramp ends at the token itself: its rows of W_o do not matter.
   parameters.at("layer0.span").span<float>()[1] = -8;
@@ -353,8 +327,9 @@ TEST(TransformerXl, SpansBeyondTheMemoryChangeNothingAndOneOfNoKeysLeavesTheHead
 TEST(TransformerXl, AStreamMayBeLongerThanTheProblemAndLeaveOldTokensBehind) {
   // Two streams that differ until everything different is out of reach: layers * (memory - 1) =
   // 126.
-  Case test(Make(1, 2, 64, 16), {{"memory", "64"}, {"same_length", "true"}, {"segment", "50"}});
-  const Problem longer = Make(1, 2, 700, 16);
+  Case test(CausalProblem(1, 2, 64, 16),
+            {{"memory", "64"}, {"same_length", "true"}, {"segment", "50"}});
+  const Problem longer = CausalProblem(1, 2, 700, 16);
   Tensor a = RandomHidden(longer, 4), b = RandomHidden(longer, 5);
   CopyElements(Slice(a.view(), 1, 500, 200), Slice(b.view(), 1, 500, 200));
   Machine machine(test.layer(), 1);
@@ -377,7 +352,7 @@ TEST(TransformerXl, AStreamMayBeLongerThanTheProblemAndLeaveOldTokensBehind) {
 TEST(TransformerXl, ACommonOffsetOfAllPositionsChangesNothing) {
   // The same 60 tokens at the start of a stream, and after 1, 64 and 101 others that are out of
   // reach because memory begins anew: with memory 0 a segment sees itself alone.
-  Case test(Make(1, 2, 60, 16), {{"memory", "0"}, {"segment", "60"}});
+  Case test(CausalProblem(1, 2, 60, 16), {{"memory", "0"}, {"segment", "60"}});
   const Tensor first = test.Stream({60});
   for (const std::vector<int64_t>& prefix :
        std::vector<std::vector<int64_t>>{{1}, {60, 4}, {60, 41}}) {
@@ -393,12 +368,12 @@ TEST(TransformerXl, ACommonOffsetOfAllPositionsChangesNothing) {
     EXPECT_TRUE(test.layer()
                     .Append({{"x", test.x().view()}}, {{"out", out.view()}}, machine.execution())
                     .ok());
-    EXPECT_LE(MaxDifference(out.view(), first.view()), 2 * Bound(first.view(), 2));
+    EXPECT_LE(MaxDifference(out.view(), first.view()), 2 * StackBound(first.view(), 2));
   }
 }
 
 TEST(TransformerXl, ResetBeginsAnew) {
-  Case test(Make(1, 2, 80, 16), {{"memory", "32"}, {"segment", "32"}});
+  Case test(CausalProblem(1, 2, 80, 16), {{"memory", "32"}, {"segment", "32"}});
   const Tensor first = test.Run();
   Machine machine(test.layer(), 1);
   Tensor again(DType::kF32, first.shape());
@@ -419,8 +394,8 @@ TEST(TransformerXl, TheContextIsWhatTheLastFeedForwardNetworkReads) {
   for (const Device device : kHostDevices) {
     for (const char* pre_norm : {"false", "true"}) {
       SCOPED_TRACE(testing::Message() << Name(device) << ", pre_norm=" << pre_norm);
-      Case test(Make(2, 2, 70, 8), {{"memory", "20"}, {"segment", "32"}, {"pre_norm", pre_norm}},
-                device);
+      Case test(CausalProblem(2, 2, 70, 8),
+                {{"memory", "20"}, {"segment", "32"}, {"pre_norm", pre_norm}}, device);
       for (const char* name : {"layer1.ff.w2", "layer1.ff.b2"}) {
         Fill(test.parameters()[name].view(), 0);
       }
@@ -442,7 +417,7 @@ TEST(TransformerXl, TheContextIsWhatTheLastFeedForwardNetworkReads) {
         }
       }
       const Tensor defined = test.Define(Repeat(32, 70), "context");
-      EXPECT_LE(MaxDifference(context.view(), defined.view()), Bound(defined.view(), 2));
+      EXPECT_LE(MaxDifference(context.view(), defined.view()), StackBound(defined.view(), 2));
       EXPECT_EQ(MaxDifference(test.Stream(Repeat(32, 70), 1, "context").view(), context.view()), 0);
     }
   }
@@ -451,10 +426,11 @@ TEST(TransformerXl, TheContextIsWhatTheLastFeedForwardNetworkReads) {
 // ---- Properties ----
 
 TEST(TransformerXl, LaterTokensDoNotChangeEarlierOutputs) {
-  Case test(Make(1, 2, 150, 16), {{"memory", "40"}, {"segment", "50"}, {"layers", "3"}});
+  Case test(CausalProblem(1, 2, 150, 16), {{"memory", "40"}, {"segment", "50"}, {"layers", "3"}});
   const Tensor before = test.Run();
   for (const int64_t changed : {1, 49, 50, 64, 149}) {
-    Case other(Make(1, 2, 150, 16), {{"memory", "40"}, {"segment", "50"}, {"layers", "3"}});
+    Case other(CausalProblem(1, 2, 150, 16),
+               {{"memory", "40"}, {"segment", "50"}, {"layers", "3"}});
     Fill(Slice(other.x().view(), 1, changed, 150 - changed), -3);
     const Tensor after = other.Run();
     EXPECT_EQ(
@@ -466,7 +442,8 @@ TEST(TransformerXl, LaterTokensDoNotChangeEarlierOutputs) {
 
 TEST(TransformerXl, ANanReachesTheTokensThatSeeItAndNoOthers) {
   // Through two layers of 20 keys, token 30 is seen by tokens 30 to 30 + 2 * 19.
-  Case test(Make(1, 2, 150, 16), {{"memory", "20"}, {"segment", "64"}, {"same_length", "true"}});
+  Case test(CausalProblem(1, 2, 150, 16),
+            {{"memory", "20"}, {"segment", "64"}, {"same_length", "true"}});
   test.x().view().Set(test.x().view().Offset(0, 30, 5), NAN);
   const Tensor out = test.Run();
   for (int64_t t = 0; t < 150; ++t) {
@@ -476,7 +453,8 @@ TEST(TransformerXl, ANanReachesTheTokensThatSeeItAndNoOthers) {
 
 TEST(TransformerXl, OneThreadAndTwoGiveTheSameBits) {
   for (const char* pre_norm : {"false", "true"}) {
-    Case test(Make(2, 3, 150, 16), {{"memory", "70"}, {"segment", "60"}, {"pre_norm", pre_norm}});
+    Case test(CausalProblem(2, 3, 150, 16),
+              {{"memory", "70"}, {"segment", "60"}, {"pre_norm", pre_norm}});
     EXPECT_EQ(MaxDifference(test.Run(1).view(), test.Run(2).view()), 0);
     EXPECT_EQ(
         MaxDifference(test.Stream(Repeat(1, 150), 1).view(), test.Stream(Repeat(1, 150), 2).view()),
@@ -486,16 +464,17 @@ TEST(TransformerXl, OneThreadAndTwoGiveTheSameBits) {
 
 TEST(TransformerXl, HalfPrecisionIsRoundedAtTheEndsOnly) {
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
-    Case test(Make(1, 2, 100, 16, dtype), {{"memory", "32"}, {"segment", "32"}, {"layers", "3"}});
+    Case test(CausalProblem(1, 2, 100, 16, dtype),
+              {{"memory", "32"}, {"segment", "32"}, {"layers", "3"}});
     const Tensor expected = test.Define(Repeat(32, 100));
     EXPECT_LE(MaxDifference(test.Run().view(), expected.view()),
-              Bound(expected.view(), 3) + UnitRoundoff(dtype) * MaxAbs(expected.view()));
+              StackBound(expected.view(), 3) + UnitRoundoff(dtype) * MaxAbs(expected.view()));
   }
 }
 
 TEST(TransformerXl, NothingIsAllocatedInRunAppendAndReset) {
   for (const char* same_length : {"false", "true"}) {
-    Case test(Make(2, 3, 150, 16),
+    Case test(CausalProblem(2, 3, 150, 16),
               {{"memory", "70"}, {"segment", "60"}, {"same_length", same_length}});
     StreamingLayer& layer = test.layer();
     Machine machine(layer, 2);
@@ -520,7 +499,7 @@ TEST(TransformerXl, NothingIsAllocatedInRunAppendAndReset) {
 }
 
 TEST(TransformerXl, NoTokensAndNoBatchAreNoWork) {
-  for (const Problem& problem : {Make(1, 2, 0, 16), Make(0, 2, 40, 16)}) {
+  for (const Problem& problem : {CausalProblem(1, 2, 0, 16), CausalProblem(0, 2, 40, 16)}) {
     Case test(problem, {{"memory", "16"}, {"segment", "16"}});
     EXPECT_EQ(test.Run().num_elements(), 0);
     EXPECT_EQ(test.layer().cost().flops, 0);
@@ -543,7 +522,7 @@ class Weights {
   }
   // Logarithms of the weights, [64][64], appended in segments of 16.
   std::vector<double> Logarithms() {
-    const Problem problem = Make(1, 1, 64, 64);
+    const Problem problem = CausalProblem(1, 1, 64, 64);
     const MemoryReach reach{64, false, 16};
     RelativeAttention attention = RelativeAttention::Create(Device::kCpu, problem, reach).value();
     Tensor workspace(DType::kU8, {static_cast<int64_t>(attention.workspace_bytes(1))});
@@ -662,8 +641,8 @@ TEST(TransformerXlScores, OfDistancesEqualTheAuthorsShiftOfAPaddedProduct) {
 TEST(TransformerXl, CostCountsTheProductsOfTheDefinition) {
   // 2 layers, width 4, inner 8, 5 tokens in segments of 2 with memory 1: keys seen per token are
   // 1, 2; 2, 3; 2.
-  const auto layer =
-      MakeLayer(Make(3, 2, 5, 2), {{"segment", "2"}, {"memory", "1"}, {"feed_forward", "2"}});
+  const auto layer = MakeLayer(CausalProblem(3, 2, 5, 2),
+                               {{"segment", "2"}, {"memory", "1"}, {"feed_forward", "2"}});
   const double projections = 5 * 4 * 4 * 4, feed_forward = 5 * 2 * 4 * 8;
   const double pairs = 10 * 2 /* heads */, scores_and_values = pairs * (2 + 2 + 2);
   EXPECT_EQ(layer->cost().flops, 2.0 * 3 * 2 * (projections + feed_forward + scores_and_values));
@@ -679,7 +658,7 @@ TEST(TransformerXl, CostCountsTheProductsOfTheDefinition) {
 
 TEST(TransformerXl, CostCountsTheKeysWithinSpans) {
   // Keys seen are 1, 2; 2, 3; 2, of which a head with ceil(1.5 + z) = 2 keys sees 2 at most.
-  const Problem problem = Make(1, 2, 5, 2);
+  const Problem problem = CausalProblem(1, 2, 5, 2);
   const Options options = {
       {"segment", "2"}, {"memory", "1"}, {"feed_forward", "2"}, {"layers", "1"}};
   Options spans = options;
@@ -699,7 +678,7 @@ TEST(TransformerXl, CostCountsTheKeysWithinSpans) {
 
 TEST(TransformerXl, StatisticsKnowTheReachThroughAllLayers) {
   const auto reach = [](const Options& options) {
-    return MakeLayer(Make(1, 1, 1000, 4), options)->statistics().at("reach_tokens");
+    return MakeLayer(CausalProblem(1, 1, 1000, 4), options)->statistics().at("reach_tokens");
   };
   EXPECT_EQ(reach({{"layers", "3"}, {"memory", "100"}, {"same_length", "true"}}), 3 * 99);
   EXPECT_EQ(reach({{"layers", "3"}, {"memory", "100"}, {"segment", "100"}}), 99 + 3 * 100);
@@ -708,14 +687,14 @@ TEST(TransformerXl, StatisticsKnowTheReachThroughAllLayers) {
 }
 
 TEST(TransformerXl, ParametersDoNotDependOnMemoryAndSegment) {
-  const auto small = MakeLayer(Make(1, 2, 10, 4), {{"memory", "0"}, {"segment", "1"}});
-  const auto large = MakeLayer(Make(2, 2, 90, 4), {{"memory", "64"}, {"segment", "64"}});
+  const auto small = MakeLayer(CausalProblem(1, 2, 10, 4), {{"memory", "0"}, {"segment", "1"}});
+  const auto large = MakeLayer(CausalProblem(2, 2, 90, 4), {{"memory", "64"}, {"segment", "64"}});
   ASSERT_EQ(small->parameters().size(), 2 + 2 * 13u);
   for (const auto& [name, tensor] : small->parameters()) {
     ASSERT_EQ(MaxDifference(tensor.view(), large->parameters().at(name).view()), 0) << name;
   }
   EXPECT_EQ(small->parameters().at("u").shape(), (Shape{2, 4}));
-  const auto own = MakeLayer(Make(1, 2, 10, 4), {{"share_biases", "false"}});
+  const auto own = MakeLayer(CausalProblem(1, 2, 10, 4), {{"share_biases", "false"}});
   EXPECT_EQ(own->parameters().count("u"), 0u);
   EXPECT_EQ(own->parameters().at("layer1.v").shape(), (Shape{2, 4}));
 }
@@ -725,7 +704,7 @@ TEST(TransformerXl, WhatItCannotDoIsSaidInOneLine) {
     const auto layer = TransformerXl().Create(problem, options, Device::kCpu, 1);
     return layer.ok() ? "ok" : std::string(layer.status().ToString());
   };
-  Problem problem = Make(1, 4, 64, 16);
+  Problem problem = CausalProblem(1, 4, 64, 16);
   EXPECT_EQ(
       message(problem, {{"same_length", "true"}, {"memory", "0"}}),
       "INVALID_ARGUMENT: option memory is 0; allowed with same_length=true, where a token is one "
@@ -736,23 +715,23 @@ TEST(TransformerXl, WhatItCannotDoIsSaidInOneLine) {
   EXPECT_EQ(message(problem, {}),
             "INVALID_ARGUMENT: transformer_xl is self-attention: kv_heads is 2; allowed is "
             "query_heads, 4");
-  problem = Make(1, 4, 64, 16);
+  problem = CausalProblem(1, 4, 64, 16);
   problem.value_dim = 8;
   EXPECT_EQ(message(problem, {}),
             "INVALID_ARGUMENT: transformer_xl is self-attention: value_dim is 8; allowed is "
             "head_dim, 16");
-  problem = Make(1, 4, 64, 16);
+  problem = CausalProblem(1, 4, 64, 16);
   problem.kv_tokens = 65;
   EXPECT_EQ(message(problem, {}),
             "INVALID_ARGUMENT: transformer_xl is self-attention: kv_tokens is 65; allowed is "
             "query_tokens, 64");
-  problem = Make(1, 4, 64, 16);
+  problem = CausalProblem(1, 4, 64, 16);
   problem.causal = false;
   EXPECT_EQ(message(problem, {}), "UNIMPLEMENTED: transformer_xl is causal only");
 }
 
 TEST(TransformerXl, ASegmentThatIsTooLongIsAnError) {
-  Case test(Make(1, 2, 64, 16), {{"segment", "16"}});
+  Case test(CausalProblem(1, 2, 64, 16), {{"segment", "16"}});
   Machine machine(test.layer(), 1);
   ASSERT_TRUE(test.layer().Setup({{"x", test.x().view()}}, machine.execution()).ok());
   const absl::Status status = test.layer().Append({{"x", test.x().view()}},
@@ -761,9 +740,9 @@ TEST(TransformerXl, ASegmentThatIsTooLongIsAnError) {
 }
 
 TEST(TransformerXl, TheDefinitionNamesAParameterThatDoesNotFit) {
-  Case test(Make(1, 2, 8, 4), {});
+  Case test(CausalProblem(1, 2, 8, 4), {});
   test.parameters().erase("layer1.ff.b1");
-  const auto out = DefineTransformerXl(Make(1, 2, 8, 4), test.options(), test.parameters(),
+  const auto out = DefineTransformerXl(CausalProblem(1, 2, 8, 4), test.options(), test.parameters(),
                                        test.x().view(), {0});
   EXPECT_EQ(out.status().message(), "parameter layer1.ff.b1 [32] is missing");
 }
@@ -778,8 +757,8 @@ TEST_P(TransformerXlGolden, HuggingFacesTransfoXlModelComputesTheSame) {
   SafetensorsFile golden =
       GoldenFile(std::string("memory/transformer_xl/testdata/") + GetParam() + ".safetensors");
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
-  const Problem problem = Make(golden.tensors.at("x").dim(0), number("heads"),
-                               golden.tensors.at("x").dim(1), number("head_dim"));
+  const Problem problem = CausalProblem(golden.tensors.at("x").dim(0), number("heads"),
+                                        golden.tensors.at("x").dim(1), number("head_dim"));
   const Options options = {
       {"layers", golden.metadata.at("layers")},
       {"segment", golden.metadata.at("segment_tokens")},
@@ -804,8 +783,8 @@ TEST_P(TransformerXlGolden, HuggingFacesTransfoXlModelComputesTheSame) {
     const ConstTensorView out = golden.tensors.at("out").view();
     const std::vector<int64_t> split = Repeat(number("segment_tokens"), problem.query_tokens);
     EXPECT_LE(MaxDifference(test.Define(split).view(), out), 1e-13);
-    EXPECT_LE(MaxDifference(test.Run().view(), out), Bound(out, 2));
-    EXPECT_LE(MaxDifference(test.Stream(split).view(), out), Bound(out, 2));
+    EXPECT_LE(MaxDifference(test.Run().view(), out), StackBound(out, 2));
+    EXPECT_LE(MaxDifference(test.Stream(split).view(), out), StackBound(out, 2));
   }
 }
 
@@ -818,7 +797,7 @@ TEST(TransformerXlGolden, TheTrainedLanguageModelComputesWhatPyTorchDoes) {
   const Tensor& embedding = model.tensors.at("embedding");
   const ConstTensorView out = golden.tensors.at("out").view();
   const std::string segment = golden.metadata.at("segment_tokens");
-  Case test(Make(1, 6, tokens.dim(1), embedding.dim(1) / 6),
+  Case test(CausalProblem(1, 6, tokens.dim(1), embedding.dim(1) / 6),
             {{"layers", "6"},
              {"segment", segment},
              {"memory", golden.metadata.at("memory_tokens")},
@@ -840,8 +819,8 @@ TEST(TransformerXlGolden, TheTrainedLanguageModelComputesWhatPyTorchDoes) {
   };
   const Tensor defined = test.Define(split), run = test.Run(), streamed = test.Stream(split);
   EXPECT_LE(MaxDifference(last(defined), out), 1e-12 * MaxAbs(out));
-  EXPECT_LE(MaxDifference(last(run), out), Bound(out, 6));
-  EXPECT_LE(MaxDifference(last(streamed), out), Bound(out, 6));
+  EXPECT_LE(MaxDifference(last(run), out), StackBound(out, 6));
+  EXPECT_LE(MaxDifference(last(streamed), out), StackBound(out, 6));
 }
 
 }  // namespace

@@ -90,6 +90,12 @@ def classifier(threshold):
     return rule
 
 
+def max_probability(*thresholds):
+    def rule(stream, n, h, _):
+        return stream.logits(n, h).softmax(0).max() >= thresholds[n - 1]
+    return rule
+
+
 def geometric(prefix):
     def rule(stream, n, h, _):
         w, b = (stream.parameters[f"{prefix}.geometric.{name}"] for name in "wb")
@@ -177,6 +183,7 @@ def main():
             "geometric": geometric("likelihood.2"),
             "multinomial": multinomial("correctness.3"),
             "sequence": sequence("likelihood.1"),
+            "confidence": max_probability(0.9, 0.8, 0.7, 0.6, 0.5),
         }, parameters, text)
 
 

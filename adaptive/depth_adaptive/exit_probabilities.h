@@ -1,0 +1,24 @@
+// Softmax over the next token after a layer, in float64, for the definitions of rules that ask how sure
+// the prediction is. None of the layer's code.
+#ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_PROBABILITIES_H_
+#define TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_PROBABILITIES_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/technique.h"
+
+namespace tfb {
+
+struct ExitProbabilities {
+  std::vector<double> ascending;
+  double error;  // of one of them, where states are off by `state_error` of the largest channel
+};
+// softmax(output LN(h)), by the parameters "output" and those of the norm.
+ExitProbabilities ExitProbabilitiesOf(const NamedTensors& parameters, const std::string& norm,
+                                      const double* h, int64_t channels, double state_error);
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_PROBABILITIES_H_

@@ -1,0 +1,31 @@
+#include "adaptive/depth_adaptive/max_probability_cuda.h"
+#include "core/layers/layer_rows.cuh"
+
+namespace tfb {
+namespace {
+
+// A warp for each row; lane l has logits l, l + 32, ...
+__global__ void __launch_bounds__(kRowThreads) DecideByMax(MaxProbabilityArguments a) {
+  const int64_t row = WarpOfGrid();
+  if (row >= a.rows) return;
+  const float* logits = a.logits + row * a.vocabulary;
+  float largest = __int_as_float(0xff800000);  // -inf
+  for (int64_t v = Lane(); v < a.vocabulary; v += kWarp) largest = fmaxf(largest, logits[v]);
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+  }
+  float sum = 0;  // NaN among the logits is in it
+  for (int64_t v = Lane(); v < a.vocabulary; v += kWarp) sum += expf(logits[v] - largest);
+  for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (Lane() == 0) a.leaves[row] = 1 / sum >= a.threshold ? 1 : 0;
+}
+
+const char* LaunchDecide(const MaxProbabilityArguments& a, void* stream) {
+  return LaunchWarps("DecideByMax", &DecideByMax, a.rows, stream, a);
+}
+
+}  // namespace
+
+TFB_KERNEL_TABLE(MaxProbabilityKernels, {&LaunchDecide});
+
+}  // namespace tfb

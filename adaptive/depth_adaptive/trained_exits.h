@@ -1,0 +1,24 @@
+// The test of a technique whose tokens leave after layers of their own, with trained weights.
+#ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_TRAINED_EXITS_H_
+#define TFB_ADAPTIVE_DEPTH_ADAPTIVE_TRAINED_EXITS_H_
+
+#include <map>
+#include <string>
+
+#include "core/technique.h"
+
+namespace tfb {
+
+// Holds the shipped language model, run by `technique` with each of the options on 300 bytes of text,
+// to the same in PyTorch, token by token in float64, where a token that has left is not computed but
+// copied (tools/capture/golden_exits.py): where each byte leaves, and what the next one is thought to
+// be. `golden` is a path in the repository; of the case "name" it has "name.exits" and "name.bits".
+//
+// Tolerance. A byte's logarithm is off by about 1e-5, as a stack's outputs are; a mean of 300 such
+// errors, which have either sign, by less.
+void ExpectTrainedExits(const Technique& technique, const std::string& golden,
+                        const std::map<std::string, Options>& cases);
+
+}  // namespace tfb
+
+#endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_TRAINED_EXITS_H_

@@ -1,0 +1,39 @@
+// What tests of techniques share that are a stack of transformer_xl's layers.
+#ifndef TFB_MEMORY_TRANSFORMER_XL_STACK_TESTING_H_
+#define TFB_MEMORY_TRANSFORMER_XL_STACK_TESTING_H_
+
+#include <cstdint>
+
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// Causal self-attention, as every stack has it.
+Problem CausalProblem(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
+                      DType dtype = DType::kF32);
+
+// A hidden state of the problem's shape and type, N(0, 1).
+Tensor RandomHidden(const Problem& problem, uint64_t seed = 3);
+
+// A layer's parameters, with the vectors (gammas, betas and biases, which begin as 1 and 0) moved off
+// what they begin with. The second form is of the layer that the technique creates.
+NamedTensors PerturbedParameters(const Layer& layer);
+NamedTensors PerturbedParameters(const Technique& technique, const Problem& problem,
+                                 const Options& options);
+
+// The bound of a stack of `layers` against its definition; transformer_xl_test.cc derives it.
+double StackBound(const ConstTensorView& expected, int64_t layers);
+
+// What a technique computes of the hidden state `x`, and what its definition says.
+struct StackOutcome {
+  NamedTensors computed;
+  NamedTensors defined;
+};
+StackOutcome EvaluateStack(const Technique& technique, const Problem& problem,
+                           const Options& options, const NamedTensors& parameters, const Tensor& x,
+                           Device device = Device::kCpu, int threads = 1);
+
+}  // namespace tfb
+
+#endif  // TFB_MEMORY_TRANSFORMER_XL_STACK_TESTING_H_
