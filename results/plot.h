@@ -32,7 +32,7 @@ struct Curve {
     kScatter,  // markers, the name beside the first
   };
   std::string name;
-  std::string label;        // beside the drawing, where the name is long; the name where it is empty
+  std::string label;   // beside the drawing, where the name is long; the name where it is empty
   std::string group;   // what filters select by
   std::string key;     // ties it to its legend; equal for what is shown and hidden together
   std::string legend;  // what a legend calls all with the key; the name where it is empty
