@@ -209,10 +209,10 @@ class CaseProcess {
 void Print(const ResultSet& results) {
   const TextStyle style = StyleFor(fileno(stdout));
   const Analysis analysis(results);
-  for (const Table& table : AccuracyTables(analysis, /*details=*/false)) {
+  for (const Table& table : report::AccuracyTables(analysis, /*details=*/false)) {
     std::printf("%s\n", ToTerminal(table, style).c_str());
   }
-  for (const OutcomeLine& line : OutcomeLines(analysis)) {
+  for (const report::OutcomeLine& line : report::OutcomeLines(analysis)) {
     std::printf("%s\n",
                 Emphasise(line.text, line.bad ? Emphasis::kBad : Emphasis::kNone, style).c_str());
   }

@@ -271,6 +271,12 @@ const Series* Analysis::SeriesOf(const Case& result) const {
   return &groups_[place->second.first].series[place->second.second];
 }
 
+const Series* Analysis::DenseSeriesOf(const Series& series, int64_t tokens) const {
+  const auto cases = series.by_tokens.find(tokens);
+  const Case* dense = cases == series.by_tokens.end() ? nullptr : DenseOf(*cases->second.front());
+  return dense == nullptr ? nullptr : SeriesOf(*dense);
+}
+
 std::optional<double> Analysis::SpeedUpAt(const Series& series, int64_t tokens) const {
   const auto time = series.run_ns.find(tokens);
   if (time == series.run_ns.end() || !(time->second.median > 0)) return std::nullopt;

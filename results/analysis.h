@@ -76,6 +76,8 @@ class Analysis {
   const Environment& EnvironmentOf(const Case& result) const;
   const Case* DenseOf(const Case& result) const { return partners_.Find(result); }
   const Series* SeriesOf(const Case& result) const;
+  // What `series` is held against at `tokens`: its row, or null.
+  const Series* DenseSeriesOf(const Series& series, int64_t tokens) const;
 
   // Dense time over the series' time at `tokens`; absent where either is unknown.
   std::optional<double> SpeedUpAt(const Series& series, int64_t tokens) const;

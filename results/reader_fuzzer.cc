@@ -11,6 +11,7 @@
 #include "results/comparison_report.h"
 #include "results/reader.h"
 #include "results/render.h"
+#include "results/well_formed.h"
 #include "results/wire.h"
 
 namespace {
@@ -30,12 +31,14 @@ void Read(absl::string_view bytes) {
 
   tfb::RenderOptions options;
   options.details = true;
-  for (const tfb::RenderFormat format : {tfb::RenderFormat::kTerminal, tfb::RenderFormat::kMarkdown,
-                                         tfb::RenderFormat::kCsv, tfb::RenderFormat::kJson}) {
+  for (const tfb::RenderFormat format :
+       {tfb::RenderFormat::kTerminal, tfb::RenderFormat::kMarkdown, tfb::RenderFormat::kCsv,
+        tfb::RenderFormat::kJson, tfb::RenderFormat::kHtml, tfb::RenderFormat::kBenchmarkJson}) {
     options.format = format;
     const std::string text = tfb::Render(file->results, options);
     // Nothing in a file controls the reader's terminal.
     if (format == tfb::RenderFormat::kTerminal) Expect(text.find('\x1b') == std::string::npos);
+    if (format == tfb::RenderFormat::kHtml) Expect(tfb::MarkupProblem(text, true).empty());
   }
   const absl::StatusOr<tfb::Comparison> comparison =
       tfb::Compare(file->results, file->results, tfb::CompareOptions());

@@ -13,7 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "results/analysis.h"
+#include "results/benchmark_json.h"
 #include "results/export.h"
+#include "results/page.h"
 #include "results/reader.h"
 #include "results/report.h"
 
@@ -28,16 +30,16 @@ std::vector<Table> AllTables(const Analysis& analysis, bool details) {
   const auto add = [&all](std::vector<Table> tables) {
     for (Table& table : tables) all.push_back(std::move(table));
   };
-  add(AccuracyTables(analysis, details));
-  add(ScalingTables(analysis));
-  add(StreamingTables(analysis, details));
+  add(report::AccuracyTables(analysis, details));
+  add(report::ScalingTables(analysis));
+  add(report::StreamingTables(analysis, details));
   if (details) {
-    add(CostTables(analysis));
-    add(ExtrapolationTables(analysis));
-    add(StatisticsTables(analysis));
+    add(report::CostTables(analysis));
+    add(report::ExtrapolationTables(analysis));
+    add(report::StatisticsTables(analysis));
   }
-  add(ChoiceTables(analysis));
-  if (details) add(EnvironmentTables(analysis));
+  add(report::ChoiceTables(analysis));
+  if (details) add(report::EnvironmentTables(analysis));
   return all;
 }
 
@@ -48,19 +50,19 @@ std::string RenderTerminal(const Analysis& analysis, const RenderOptions& option
     const std::string wrapped = style.width > 0 ? Wrap(line, style.width, "  ") : std::string(line);
     absl::StrAppend(&out, Emphasise(wrapped, emphasis, style), "\n");
   };
-  for (const std::string& line : HeaderLines(analysis, options.details)) {
+  for (const std::string& line : report::HeaderLines(analysis, options.details)) {
     add_line(line, Emphasis::kNone);
   }
   const std::vector<Table> tables = AllTables(analysis, options.details);
   for (const Table& table : tables) absl::StrAppend(&out, "\n", ToTerminal(table, style));
-  const std::string legend = LegendLine(tables);
+  const std::string legend = report::LegendLine(tables);
   if (!legend.empty()) {
     out += "\n";
     add_line(legend, Emphasis::kFaint);
   }
   out += "\n";
   if (analysis.cases().empty()) add_line(kNoCases, Emphasis::kNone);
-  for (const OutcomeLine& line : OutcomeLines(analysis)) {
+  for (const report::OutcomeLine& line : report::OutcomeLines(analysis)) {
     add_line(line.text, line.bad ? Emphasis::kBad : Emphasis::kNone);
   }
   for (const std::string& note : options.notes) add_line(Printable(note), Emphasis::kStrong);
@@ -73,16 +75,16 @@ std::string RenderTerminal(const Analysis& analysis, const RenderOptions& option
 
 std::string RenderMarkdown(const Analysis& analysis, const RenderOptions& options) {
   std::string out = "# Results\n\n";
-  for (const std::string& line : HeaderLines(analysis, options.details)) {
+  for (const std::string& line : report::HeaderLines(analysis, options.details)) {
     absl::StrAppend(&out, "- ", line, "\n");
   }
   const std::vector<Table> tables = AllTables(analysis, options.details);
   for (const Table& table : tables) absl::StrAppend(&out, "\n", ToMarkdown(table));
-  const std::string legend = LegendLine(tables);
+  const std::string legend = report::LegendLine(tables);
   if (!legend.empty()) absl::StrAppend(&out, "\n", legend, "\n");
   out += "\n### Outcome\n\n";
   if (analysis.cases().empty()) absl::StrAppend(&out, kNoCases, "\n\n");
-  for (const OutcomeLine& line : OutcomeLines(analysis)) {
+  for (const report::OutcomeLine& line : report::OutcomeLines(analysis)) {
     absl::StrAppend(&out, "- ", line.bad ? "**" : "", line.text, line.bad ? "**" : "", "\n");
   }
   for (const std::string& note : options.notes) {
@@ -117,8 +119,10 @@ absl::StatusOr<RenderFormat> ParseRenderFormat(absl::string_view name) {
   if (name == "markdown") return RenderFormat::kMarkdown;
   if (name == "csv") return RenderFormat::kCsv;
   if (name == "json") return RenderFormat::kJson;
-  return absl::InvalidArgumentError(
-      absl::StrCat("\"", name, "\" is none of terminal, markdown, csv, json"));
+  if (name == "html") return RenderFormat::kHtml;
+  if (name == "benchmark_json") return RenderFormat::kBenchmarkJson;
+  return absl::InvalidArgumentError(absl::StrCat(
+      "\"", name, "\" is none of terminal, markdown, csv, json, html, benchmark_json, svg, png"));
 }
 
 TextStyle StyleFor(int file_descriptor) {
@@ -144,6 +148,10 @@ std::string Render(const ResultSet& results, const RenderOptions& options) {
       return RenderCsv(analysis);
     case RenderFormat::kJson:
       return RenderJson(analysis);
+    case RenderFormat::kHtml:
+      return RenderPage(analysis, {options.paths, options.notes});
+    case RenderFormat::kBenchmarkJson:
+      return RenderBenchmarkJson(analysis);
   }
   return "";
 }

@@ -1,4 +1,4 @@
-// Result sets as text: tables for people, CSV and JSON for programs.
+// Result sets as text: tables and pages for people, CSV and JSON for programs.
 #ifndef TFB_RESULTS_RENDER_H_
 #define TFB_RESULTS_RENDER_H_
 
@@ -12,8 +12,9 @@
 
 namespace tfb {
 
-enum class RenderFormat { kTerminal, kMarkdown, kCsv, kJson };
-// "terminal", "markdown", "csv", "json"; InvalidArgument names what is allowed.
+enum class RenderFormat { kTerminal, kMarkdown, kCsv, kJson, kHtml, kBenchmarkJson };
+// "terminal", "markdown", "csv", "json", "html", "benchmark_json"; InvalidArgument names what is
+// allowed.
 absl::StatusOr<RenderFormat> ParseRenderFormat(absl::string_view name);
 
 struct RenderOptions {
@@ -43,6 +44,8 @@ TextStyle StyleFor(int file_descriptor);
 // JSON: {"format", "environments": [...], "cases": [...]}; absent values are left out, numbers that
 // are not finite are the strings "Infinity", "-Infinity" and "NaN", as in Protobuf's JSON, and
 // 64-bit seeds are strings.
+//
+// HTML: results/page.h. Google Benchmark's JSON: results/benchmark_json.h.
 std::string Render(const ResultSet& results, const RenderOptions& options);
 
 // "512 tokens, 8 heads of 64, causal", without the tokens where they vary within a table.

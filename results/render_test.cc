@@ -679,7 +679,7 @@ TEST(RenderJson, ZeroCasesAreValid) {
 TEST(ParseRenderFormat, NamesWhatIsAllowed) {
   EXPECT_EQ(*ParseRenderFormat("csv"), RenderFormat::kCsv);
   EXPECT_EQ(std::string(ParseRenderFormat("pdf").status().message()),
-            "\"pdf\" is none of terminal, markdown, csv, json");
+            "\"pdf\" is none of terminal, markdown, csv, json, html, benchmark_json, svg, png");
 }
 
 TEST(StyleFor, APipeHasNoColour) {

@@ -9,6 +9,7 @@
 #include "results/table.h"
 
 namespace tfb {
+namespace report {
 
 // One machine on one line each: "host · processor, 2 threads, AVX-512 · f32 peak … · commit …",
 // and a GPU where there is one or the reason why not; then where the tensors of each input file come
@@ -44,7 +45,10 @@ struct OutcomeLine {
   bool bad = false;
 };
 std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis);
+// The same as a table, without the total: status, number of cases, reason, techniques.
+Table OutcomeTable(const Analysis& analysis);
 
+}  // namespace report
 }  // namespace tfb
 
 #endif  // TFB_RESULTS_REPORT_H_

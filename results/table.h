@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/string_view.h"
@@ -34,9 +35,16 @@ struct Table {
   std::string title;
   std::vector<TableColumn> columns;
   std::vector<std::vector<TableCell>> rows;  // each as long as `columns`
-  std::vector<std::string> notes;            // below the table
+  // What each row belongs to, for who filters: as long as `rows`, or empty where it is not told.
+  std::vector<std::string> row_groups;
+  std::vector<std::string> notes;  // below the table
   // Columns from the left that stand in every part where a wide table is shown in parts.
   int repeated_columns = 1;
+
+  void AddRow(std::vector<TableCell> cells, std::string group) {
+    rows.push_back(std::move(cells));
+    row_groups.push_back(std::move(group));
+  }
 };
 
 struct TextStyle {

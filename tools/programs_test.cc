@@ -1,4 +1,4 @@
-// render and compare as programs: exit statuses, messages, paths.
+// render, merge and compare as programs: exit statuses, messages, paths.
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -134,7 +134,8 @@ TEST_F(Programs, BadUsageIsTwoAndOneLineThatNamesWhatIsWrong) {
        "render: /nowhere/x.pb: cannot open: No such file or directory\n"},
       {"render", path + " --fromat=csv", "render: unknown flag --fromat, did you mean --format?\n"},
       {"render", path + " --format=pdf",
-       "render: --format: \"pdf\" is none of terminal, markdown, csv, json\n"},
+       "render: --format: \"pdf\" is none of terminal, markdown, csv, json, html, benchmark_json, "
+       "svg, png\n"},
       {"render", path + " --width=3", "render: --width=3: 0, -1, or at least 40 is wanted\n"},
       {"render", path + " --colour=red",
        "render: --colour: \"red\" is none of auto, always, never\n"},
@@ -153,6 +154,53 @@ TEST_F(Programs, BadUsageIsTwoAndOneLineThatNamesWhatIsWrong) {
     EXPECT_EQ(outcome.err, bad.message);
     EXPECT_EQ(outcome.out, "");
   }
+}
+
+TEST_F(Programs, RenderWritesAPageAndPlots) {
+  const std::string path = Write("a.pb", MakeSweep());
+  const std::string out = (folder_ / "picture").string();
+  ASSERT_EQ(Run("render", path + " --format=html --output=" + out).exit_status, 0);
+  EXPECT_TRUE(absl::StartsWith(Contents(out), "<!DOCTYPE html>"));
+  ASSERT_EQ(Run("render", path + " --format=svg --plot=scaling --output=" + out).exit_status, 0);
+  EXPECT_TRUE(absl::StartsWith(Contents(out), "<?xml "));
+  const Ended png = Run("render", path + " --format=png --plot=frontier --output=" + out);
+  ASSERT_EQ(png.exit_status, 0) << png.err;
+  EXPECT_TRUE(absl::StartsWith(Contents(out), "\x89PNG"));
+  EXPECT_EQ(Run("render", path + " --format=benchmark_json").out.substr(0, 1), "{");
+
+  EXPECT_EQ(Run("render", path + " --format=svg").err,
+            "render: --plot: \"\" is none of scaling, frontier, memory, roofline\n");
+  EXPECT_EQ(Run("render", path + " --plot=scaling").err,
+            "render: --plot wants --format=svg or --format=png\n");
+  EXPECT_EQ(Run("render", path + " --format=png --plot=scaling").err,
+            "render: --format=png wants --output=FILE.png\n");
+}
+
+TEST_F(Programs, MergeJoinsFilesAndRefusesWhatItCannotRead) {
+  ResultSet other = MakeSweep();
+  other.mutable_environments(0)->set_id("other");
+  other.mutable_environments(0)->set_host("bench-2");
+  for (Case& result : *other.mutable_cases()) result.set_environment_id("other");
+  const std::string a = Write("a.pb", MakeSweep()), b = Write("b.pb", other);
+  setenv("BUILD_WORKING_DIRECTORY", folder_.c_str(), 1);
+  const Ended merged = Run("merge", "a.pb b.pb --output=c.pb");
+  EXPECT_EQ(merged.exit_status, 0) << merged.err;
+  EXPECT_EQ(
+      merged.out,
+      absl::StrCat("36 cases of 2 environments from 2 files: ", (folder_ / "c.pb").string(), "\n"));
+  EXPECT_TRUE(absl::StrContains(Run("render", "c.pb").out, "36 cases"));
+  // Onto one of the files that are read.
+  EXPECT_EQ(Run("merge", "a.pb b.pb --output=a.pb").exit_status, 0);
+  EXPECT_EQ(Contents(folder_ / "a.pb"), Contents(folder_ / "c.pb"));
+
+  std::ofstream(folder_ / "text.pb") << "not results";
+  const Ended refused = Run("merge", "a.pb text.pb --output=d.pb");
+  EXPECT_EQ(refused.exit_status, 2);
+  EXPECT_TRUE(absl::StrContains(refused.err, "text.pb")) << refused.err;
+  EXPECT_FALSE(fs::exists(folder_ / "d.pb"));
+  EXPECT_EQ(Run("merge", "a.pb").err, "merge: --output=FILE is wanted\n");
+  EXPECT_EQ(Run("merge", "--output=d.pb").err, "merge: name the files to merge\n");
+  EXPECT_TRUE(absl::StrContains(Run("merge", "--help").out, "Exit status: 0"));
 }
 
 TEST_F(Programs, HelpIsExitZeroWithEveryFlag) {

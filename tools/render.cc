@@ -1,4 +1,4 @@
-// Prints result files as tables for people or as CSV or JSON for programs.
+// Shows result files: tables and a page for people, plots for a paper, CSV and JSON for programs.
 
 #include "results/render.h"
 
@@ -8,6 +8,7 @@
 #include <fstream>
 #include <iostream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
@@ -16,17 +17,36 @@
 #include "absl/strings/str_cat.h"
 #include "results/files.h"
 #include "results/reader.h"
+#include "results/single_plot.h"
 #include "tools/command_line.h"
 
-ABSL_FLAG(std::string, format, "terminal",
-          "How to show the results: terminal (tables for people), markdown, csv (one line a case "
-          "with every number, RFC 4180), or json (with every sample).");
+ABSL_FLAG(
+    std::string, format, "terminal",
+    "How to show the results: terminal (tables for people), markdown, html (one page with plots "
+    "and tables, which needs nothing else), csv (one line a case with every number, RFC 4180), "
+    "json (with every sample), benchmark_json (what Google Benchmark's compare.py reads), or svg "
+    "and png (single plots, with --plot).");
 ABSL_FLAG(std::string, output, "",
           "File to write to, relative to the caller's folder; standard output where empty.");
 ABSL_FLAG(bool, details, false,
           "With terminal and markdown: each layer of an input in a row of its own; also streams on "
           "captured inputs, setup, cold and warm times told apart with their intervals, rates, the "
           "statistics that techniques report, and the whole environment.");
+ABSL_FLAG(
+    std::string, plot, "",
+    "With svg and png: scaling (time over tokens), frontier (error, or bits per byte, against "
+    "cost), memory, or roofline.");
+ABSL_FLAG(std::string, family, "", "With --plot: only techniques of this family.");
+ABSL_FLAG(
+    std::string, techniques, "",
+    "With --plot: only techniques that match one of these globs, separated by commas: a name, "
+    "as near*, or a name with options as the tables show it.");
+ABSL_FLAG(
+    std::string, group, "",
+    "With --plot: only figures, or panels of them, with this text in their title, e.g. causal, "
+    "\"input real\" or computation.");
+ABSL_FLAG(double, width_mm, 180, "With --plot: width on paper, 60 to 1000.");
+ABSL_FLAG(int, dpi, 300, "With png: dots an inch, 30 to 2400.");
 ABSL_FLAG(std::string, colour, "auto",
           "always, never, or auto: on a terminal where NO_COLOR is not set.");
 ABSL_FLAG(
@@ -37,8 +57,9 @@ namespace tfb {
 namespace {
 
 constexpr char kUsage[] =
-    "render [FILE...] [--format=terminal|markdown|csv|json] [--output=FILE]\n"
-    "Prints what is in result files: errors, times over lengths against dense, crossover lengths,\n"
+    "render [FILE...] [--format=terminal|markdown|html|csv|json|benchmark_json] [--output=FILE]\n"
+    "render [FILE...] --format=svg|png --plot=scaling|frontier|memory|roofline [--output=FILE]\n"
+    "Shows what is in result files: errors, times over lengths against dense, crossover lengths,\n"
     "what did not run and why. Several files are shown as one. Without FILE the newest of\n"
     "results/runs is taken.\n\n"
     "Exit status: 0 done, 2 bad usage or an unreadable file.";
@@ -85,16 +106,13 @@ absl::StatusOr<std::vector<std::string>> Paths(const CommandLine& line) {
   return paths;
 }
 
-absl::Status RenderAll(const CommandLine& line) {
-  absl::StatusOr<RenderOptions> options = OptionsFromFlags();
-  if (!options.ok()) return options.status();
-  absl::StatusOr<std::vector<std::string>> paths = Paths(line);
-  if (!paths.ok()) return paths.status();
-  ResultSet results;
-  for (const std::string& path : *paths) {
+// Everything that the files hold as one; torn tails go to the notes and to stderr.
+absl::Status ReadAll(const std::vector<std::string>& paths, ResultSet* results,
+                     RenderOptions* options) {
+  for (const std::string& path : paths) {
     absl::StatusOr<ResultFile> file = ReadResultFile(path);
     if (!file.ok()) return file.status();
-    results.MergeFrom(file->results);
+    results->MergeFrom(file->results);
     options->paths.push_back(path);
     if (file->torn_bytes > 0) {
       const std::string note =
@@ -103,7 +121,10 @@ absl::Status RenderAll(const CommandLine& line) {
       PrintError("render", note);
     }
   }
-  const std::string text = Render(results, *options);
+  return absl::OkStatus();
+}
+
+absl::Status Write(const std::string& text) {
   const std::string output = absl::GetFlag(FLAGS_output);
   if (output.empty()) {
     std::cout << text << std::flush;
@@ -115,6 +136,42 @@ absl::Status RenderAll(const CommandLine& line) {
   stream.close();
   if (!stream) return absl::UnavailableError(absl::StrCat("--output: cannot write ", path));
   return absl::OkStatus();
+}
+
+bool IsPlotFormat(absl::string_view format) { return format == "svg" || format == "png"; }
+
+absl::Status RenderPlot(const ResultSet& results) {
+  SinglePlotOptions options;
+  options.kind = absl::GetFlag(FLAGS_plot);
+  options.family = absl::GetFlag(FLAGS_family);
+  options.techniques = absl::GetFlag(FLAGS_techniques);
+  options.group = absl::GetFlag(FLAGS_group);
+  options.width_mm = absl::GetFlag(FLAGS_width_mm);
+  absl::StatusOr<std::string> svg = RenderSinglePlot(results, options);
+  if (!svg.ok()) return svg.status();
+  if (absl::GetFlag(FLAGS_format) == "svg") return Write(*svg);
+  const std::string output = absl::GetFlag(FLAGS_output);
+  if (output.empty()) return absl::InvalidArgumentError("--format=png wants --output=FILE.png");
+  return WritePng(*svg, absl::GetFlag(FLAGS_dpi), CallerPath(output));
+}
+
+absl::Status RenderAll(const CommandLine& line) {
+  const bool plot = IsPlotFormat(absl::GetFlag(FLAGS_format));
+  RenderOptions options;
+  if (!plot) {
+    absl::StatusOr<RenderOptions> from_flags = OptionsFromFlags();
+    if (!from_flags.ok()) return from_flags.status();
+    options = *std::move(from_flags);
+    if (!absl::GetFlag(FLAGS_plot).empty()) {
+      return absl::InvalidArgumentError("--plot wants --format=svg or --format=png");
+    }
+  }
+  absl::StatusOr<std::vector<std::string>> paths = Paths(line);
+  if (!paths.ok()) return paths.status();
+  ResultSet results;
+  const absl::Status read = ReadAll(*paths, &results, &options);
+  if (!read.ok()) return read;
+  return plot ? RenderPlot(results) : Write(Render(results, options));
 }
 
 int Main(const std::vector<std::string>& argv) {

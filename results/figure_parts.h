@@ -1,0 +1,52 @@
+// What the figures have in common; private to them.
+#ifndef TFB_RESULTS_FIGURE_PARTS_H_
+#define TFB_RESULTS_FIGURE_PARTS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "results/analysis.h"
+#include "results/figures.h"
+#include "results/plot.h"
+
+namespace tfb {
+namespace figure {
+
+// Techniques that share a panel.
+struct Panel {
+  std::string title;
+  std::vector<const Series*> members;
+  // For each member its name without the words that all of them share, which are the subtitle.
+  std::vector<std::string> labels;
+  std::string subtitle;
+};
+
+// `members` in panels of at most plot::kStyles techniques' curves.
+std::vector<Panel> SplitPanels(const std::vector<const Series*>& members);
+
+// The group's series that are techniques of their own and pass the filter.
+std::vector<const Series*> Members(const SeriesGroup& group, const SeriesFilter& filter);
+
+plot::Axis LengthAxis(const SeriesGroup& group);
+plot::Axis TimeAxis(std::string title);  // in nanoseconds
+plot::Axis BytesAxis(std::string title);
+std::string TimeText(double ns);                   // "12.3 ms"
+std::string LengthWord(const SeriesGroup& group);  // "tokens", "keys" or "queries"
+
+// "near window=256", made printable; with " (failed)" where a case failed: what is wrong is drawn, but
+// says so.
+std::string CurveName(const Series& series);
+// The same for one series wherever it is drawn.
+std::string CurveKey(const Series& series);
+std::string FamilyOf(const Series& series);
+
+// The measured limits for a case: the highest peak that fits its device, type and threads.
+std::optional<double> ComputePeak(const Environment& environment, const Case& result);
+std::optional<double> BandwidthPeak(const Environment& environment, const Case& result);
+
+}  // namespace figure
+}  // namespace tfb
+
+#endif  // TFB_RESULTS_FIGURE_PARTS_H_

@@ -1,0 +1,54 @@
+// What is known of each technique on one input profile: what a choice between error, or quality, and
+// cost rests on. Private to the figures.
+#ifndef TFB_RESULTS_FIGURE_PROFILES_H_
+#define TFB_RESULTS_FIGURE_PROFILES_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "results/analysis.h"
+#include "results/figures.h"
+
+namespace tfb {
+namespace figure {
+
+// harness/language_model.h defines it; the others are those of networks that stop early.
+inline constexpr char kBitsPerByte[] = "bits_per_byte";
+inline constexpr char kMeanLayers[] = "mean_layers";
+inline constexpr char kFlopsSaved[] = "flops_saved";
+
+// One technique with its options on one input profile, over layers, masks and seeds.
+struct Entry {
+  const Series* series = nullptr;
+  const Series* dense = nullptr;                 // what it is held against; itself where nothing is
+  std::vector<double> errors, times_ns, ratios;  // against dense; of a run; over dense's time
+  std::map<std::string, std::vector<double>> statistics;
+  bool failed = false;
+  bool borrowed_ratio = false;  // of another input, at the longest length with a time
+};
+
+// The median; NaN where one of them is. Absent where there are none.
+std::optional<double> Middle(const std::vector<double>& values);
+std::optional<double> Middle(const Entry& entry, const char* statistic);
+
+// The cases of one input profile, element type and device, by length.
+struct Profile {
+  std::string title;
+  std::map<int64_t, std::vector<Entry>> by_tokens;
+};
+
+// In the order of the file. What others are held against is there where one of them is.
+std::vector<Profile> ProfilesOf(const Analysis& analysis, const SeriesFilter& filter);
+
+// The longest length at which enough is known to choose, or null. Where a profile has errors and no
+// times, as in a file of accuracy cases without repetitions, techniques get their time relative to
+// dense at the longest length at which they were timed.
+const std::vector<Entry>* FindLongest(const Analysis& analysis, Profile* profile, int64_t* tokens);
+
+}  // namespace figure
+}  // namespace tfb
+
+#endif  // TFB_RESULTS_FIGURE_PROFILES_H_

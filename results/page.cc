@@ -1,0 +1,335 @@
+#include "results/page.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "results/figures.h"
+#include "results/markup.h"
+#include "results/page_assets.h"
+#include "results/plot.h"
+#include "results/reader.h"
+#include "results/report.h"
+
+namespace tfb {
+namespace {
+
+constexpr size_t kTallTable = 60;    // rows beyond which a table scrolls within the page
+constexpr size_t kFirstChoices = 2;  // tables of choices that open the page; the others are folded
+constexpr absl::string_view kNoCases =
+    "No cases: the sweep was stopped before its first case ended, or its selection was empty.";
+
+absl::string_view ClassOf(Emphasis emphasis) {
+  switch (emphasis) {
+    case Emphasis::kNone:
+      return "";
+    case Emphasis::kStrong:
+      return "strong";
+    case Emphasis::kGood:
+      return "good";
+    case Emphasis::kBad:
+      return "bad";
+    case Emphasis::kFaint:
+      return "faint";
+  }
+  return "";
+}
+
+// ` class="l w good"`: cells are numbers to the right unless they are said to be to the left. The first
+// column is names: the style sheet knows it without being told in every row.
+std::string CellClass(const Table& table, size_t place, Emphasis emphasis) {
+  const TableColumn& column = table.columns[place];
+  std::vector<absl::string_view> classes;
+  if (place > 0 && !column.right) classes.push_back("l");
+  if (place > 0 && column.least_width > 0) classes.push_back("w");
+  if (!ClassOf(emphasis).empty()) classes.push_back(ClassOf(emphasis));
+  return classes.empty() ? "" : Attribute("class", absl::StrJoin(classes, " "));
+}
+
+std::string Element(absl::string_view name, absl::string_view text,
+                    absl::string_view attributes = "") {
+  return absl::StrCat("<", name, attributes, ">", EscapeMarkup(text), "</", name, ">\n");
+}
+
+// Builds the page from top to bottom.
+class Page {
+ public:
+  Page(const Analysis& analysis, const PageOptions& options)
+      : analysis_(analysis), options_(options) {}
+
+  std::string Render() {
+    // The body first: it finds out which sections there are.
+    Summary();
+    ScalingSections();
+    FigureSection("Error against cost", FrontierFigures(analysis_, nullptr));
+    TableSection("Accuracy", report::AccuracyTables(analysis_, true));
+    TableSection("Streaming", report::StreamingTables(analysis_, true));
+    Details();
+    Outcomes();
+    Environments();
+    return absl::StrCat(
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
+        "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
+        // What a file tries to load is refused, and so is a script other than the page's own.
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
+        "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
+        "<meta name=\"color-scheme\" content=\"light dark\">\n",
+        Element("title", Title()), "<style>\n", kPageStyle, "</style>\n</head>\n<body>\n", Header(),
+        Controls(), "<main>\n", body_, "</main>\n", Footer(), "<script>\n", kPageScript,
+        "</script>\n</body>\n</html>\n");
+  }
+
+ private:
+  std::string Title() const {
+    std::vector<std::string> hosts;
+    for (const Environment* machine : analysis_.machines()) {
+      const std::string host = Printable(machine->host());
+      if (std::find(hosts.begin(), hosts.end(), host) == hosts.end()) hosts.push_back(host);
+    }
+    return absl::StrCat("Transformer family bench", hosts.empty() ? "" : ": ",
+                        absl::StrJoin(hosts, ", "));
+  }
+
+  std::string Header() const {
+    std::string out = absl::StrCat("<header class=\"top\">\n", Element("h1", Title()));
+    for (const std::string& line : report::HeaderLines(analysis_, false)) {
+      out += Element("p", line, " class=\"lead\"");
+    }
+    out += "<nav aria-label=\"Sections\"><ol>\n";
+    for (const auto& [id, title] : sections_) {
+      absl::StrAppend(&out, "<li><a href=\"#", id, "\">", EscapeMarkup(title), "</a></li>\n");
+    }
+    return out + "</ol></nav>\n</header>\n";
+  }
+
+  // Shown by the script, which they need.
+  std::string Controls() const {
+    std::string out =
+        "<div class=\"controls\" role=\"search\"><form hidden>\n"
+        "<label>Show <input name=\"text\" type=\"search\" size=\"24\" "
+        "placeholder=\"technique or option\" autocomplete=\"off\"></label>\n"
+        "<label>of family <select name=\"family\"><option value=\"\">all</option>";
+    for (const std::string& family : Families()) {
+      absl::StrAppend(&out, "<option", Attribute("value", family), ">", EscapeMarkup(family),
+                      "</option>");
+    }
+    return out +
+           "</select></label>\n<button type=\"reset\">Show all</button>\n"
+           "<output aria-live=\"polite\"></output>\n</form></div>\n";
+  }
+  std::set<std::string> Families() const {
+    std::set<std::string> families;
+    for (const Case* result : analysis_.cases()) {
+      if (!result->technique().family().empty()) {
+        families.insert(Printable(result->technique().family()));
+      }
+    }
+    return families;
+  }
+
+  std::string Footer() const {
+    std::string out = "<footer>\n";
+    for (const std::string& note : options_.notes) out += Element("p", Printable(note));
+    for (const std::string& path : options_.paths) {
+      out += Element("p", absl::StrCat("results: ", Printable(path)));
+    }
+    return out + "</footer>\n";
+  }
+
+  void Section(absl::string_view title) {
+    const std::string id = absl::StrCat("section-", sections_.size() + 1);
+    sections_.emplace_back(id, std::string(title));
+    body_ += Element("h2", title, Attribute("id", id));
+  }
+
+  void AddTable(const Table& table) {
+    if (table.rows.empty()) return;
+    body_ += ToHtml(table, absl::StrCat("table-", ++tables_));
+  }
+
+  void Folded(absl::string_view summary, const std::vector<Table>& tables) {
+    if (tables.empty()) return;
+    absl::StrAppend(&body_, "<details>", Element("summary", summary));
+    for (const Table& table : tables) AddTable(table);
+    body_ += "</details>\n";
+  }
+
+  void Summary() {
+    Section("Summary");
+    if (analysis_.cases().empty()) body_ += Element("p", kNoCases);
+    const std::vector<report::OutcomeLine> outcomes = report::OutcomeLines(analysis_);
+    body_ += Element("p", outcomes.back().text,
+                     outcomes.back().bad ? " class=\"bad\"" : " class=\"count\"");
+    for (const std::string& note : options_.notes) {
+      body_ += Element("p", Printable(note), " class=\"strong\"");
+    }
+    std::vector<Table> choices = report::ChoiceTables(analysis_);
+    const size_t first = std::min(choices.size(), kFirstChoices);
+    for (size_t i = 0; i < first; ++i) AddTable(choices[i]);
+    choices.erase(choices.begin(), choices.begin() + static_cast<std::ptrdiff_t>(first));
+    Folded(absl::StrCat("Choices in ", choices.size(), " more groups of cases"), choices);
+  }
+
+  // One for each group of cases: its figures, then its table.
+  void ScalingSections() {
+    const std::vector<Figure> scaling = ScalingFigures(analysis_, nullptr);
+    std::vector<std::string> titles;
+    std::map<std::string, std::vector<const Figure*>> figures;
+    const std::vector<Figure> memory = MemoryFigures(analysis_, nullptr);
+    const std::vector<Figure> roofline = RooflineFigures(analysis_, nullptr);
+    for (const std::vector<Figure>* kind : {&scaling, &memory, &roofline}) {
+      for (const Figure& figure : *kind) {
+        if (figures.count(figure.title) == 0) titles.push_back(figure.title);
+        figures[figure.title].push_back(&figure);
+      }
+    }
+    for (const std::string& title : titles) {
+      Section(absl::StrCat("Scaling: ", title));
+      for (const Figure* figure : figures[title]) AddFigure(*figure, true);
+    }
+    const std::vector<Table> tables = report::ScalingTables(analysis_);
+    TableSection("Scaling in numbers", tables);
+    const std::string legend = report::LegendLine(tables);
+    if (!tables.empty() && !legend.empty()) body_ += Element("p", legend, " class=\"note\"");
+  }
+
+  void FigureSection(absl::string_view title, const std::vector<Figure>& figures) {
+    if (figures.empty()) return;
+    Section(title);
+    for (const Figure& figure : figures) AddFigure(figure, false);
+  }
+
+  void TableSection(absl::string_view title, const std::vector<Table>& tables) {
+    if (tables.empty()) return;
+    Section(title);
+    for (const Table& table : tables) AddTable(table);
+  }
+
+  void Details() {
+    const std::vector<Table> costs = report::CostTables(analysis_);
+    const std::vector<Table> extrapolation = report::ExtrapolationTables(analysis_);
+    const std::vector<Table> statistics = report::StatisticsTables(analysis_);
+    if (costs.empty() && extrapolation.empty() && statistics.empty()) return;
+    Section("Details");
+    Folded("Costs told apart: setup, cold and warm runs, rates, memory", costs);
+    Folded("Extrapolation: how attention changes when sequences grow", extrapolation);
+    Folded("What the techniques report by name", statistics);
+  }
+
+  void Outcomes() {
+    Section("What did not run");
+    const Table table = report::OutcomeTable(analysis_);
+    if (table.rows.empty())
+      body_ += Element("p", "Every case ran, and no error exceeds its bound.");
+    AddTable(table);
+  }
+
+  void Environments() {
+    const std::vector<Table> tables = report::EnvironmentTables(analysis_);
+    TableSection(tables.size() == 1 ? "Environment" : "Environments", tables);
+  }
+
+  static absl::string_view Heading(FigureKind kind) {
+    switch (kind) {
+      case FigureKind::kScaling:
+        return "Time over tokens";
+      case FigureKind::kMemory:
+        return "Memory over tokens";
+      case FigureKind::kRoofline:
+        return "Roofline";
+      case FigureKind::kFrontier:
+        return "Error against cost";
+    }
+    return "";
+  }
+
+  void AddFigure(const Figure& figure, bool by_kind) {
+    body_ += Element("h3", by_kind ? std::string(Heading(figure.kind)) : figure.title);
+    body_ += Element("p", figure.caption, " class=\"caption\"");
+    const bool wide = figure.panels.size() == 1 && figure.panels.front().width > 700;
+    absl::StrAppend(&body_, "<div class=\"panels", wide ? " wide" : "", "\" data-plot=\"",
+                    Name(figure.kind), "\">\n");
+    for (const plot::Plot& panel : figure.panels) AddPanel(panel);
+    body_ += "</div>\n";
+    Folded("The numbers behind it", {figure.data});
+  }
+
+  void AddPanel(plot::Plot panel) {
+    // Keys are long and said often: numbers in their place.
+    std::map<std::string, std::string> keys;
+    const auto shorten = [&keys](std::string* key) {
+      *key = keys.emplace(*key, absl::StrCat("k", keys.size())).first->second;
+    };
+    for (plot::Curve& curve : panel.curves) shorten(&curve.key);
+    for (plot::Mark& mark : panel.marks) shorten(&mark.key);
+    absl::StrAppend(&body_, "<figure><div class=\"scroll\">",
+                    plot::DrawForPage(panel, absl::StrCat("plot-", ++plots_)), "</div>\n",
+                    Legend(panel), "<p class=\"readout\" aria-live=\"polite\"></p></figure>\n");
+  }
+
+  // A button for each key, in the style of its first curve.
+  static std::string Legend(const plot::Plot& panel) {
+    std::string out = "<ul class=\"legend\" aria-label=\"Hide and show\">\n";
+    std::set<std::string> seen;
+    for (const plot::Curve& curve : panel.curves) {
+      if (curve.kind == plot::Curve::Kind::kFaint || !seen.insert(curve.key).second) continue;
+      absl::StrAppend(
+          &out, "<li><button type=\"button\" aria-pressed=\"true\"",
+          Attribute("data-key", curve.key), ">", plot::DrawSwatch(curve.style, curve.kind),
+          EscapeMarkup(curve.legend.empty() ? curve.name : curve.legend), "</button></li>\n");
+    }
+    return out + "</ul>";
+  }
+
+  const Analysis& analysis_;
+  const PageOptions& options_;
+  std::string body_;
+  std::vector<std::pair<std::string, std::string>> sections_;  // id and title
+  int tables_ = 0;
+  int plots_ = 0;
+};
+
+}  // namespace
+
+std::string ToHtml(const Table& table, const std::string& id) {
+  std::string out;
+  if (!table.title.empty()) out += Element("h3", table.title, Attribute("id", id + "-title"));
+  const bool tall = table.rows.size() > kTallTable;
+  // What scrolls can be reached by keyboard.
+  absl::StrAppend(&out, "<div class=\"table", tall ? " tall" : "",
+                  "\" tabindex=\"0\" role=\"region\"",
+                  table.title.empty() ? Attribute("aria-label", "Table")
+                                      : Attribute("aria-labelledby", id + "-title"),
+                  "><table", Attribute("id", id), "><thead><tr>");
+  for (size_t c = 0; c < table.columns.size(); ++c) {
+    const TableColumn& column = table.columns[c];
+    absl::StrAppend(&out, "<th scope=\"col\"", c > 0 && !column.right ? " class=\"l\"" : "", ">",
+                    absl::StrReplaceAll(EscapeMarkup(column.header), {{"\n", "<br>"}}), "</th>");
+  }
+  out += "</tr></thead>\n<tbody>\n";
+  for (size_t r = 0; r < table.rows.size(); ++r) {
+    absl::StrAppend(
+        &out, "<tr",
+        r < table.row_groups.size() ? Attribute("data-family", table.row_groups[r]) : "", ">");
+    for (size_t c = 0; c < table.rows[r].size() && c < table.columns.size(); ++c) {
+      const TableCell& cell = table.rows[r][c];
+      absl::StrAppend(&out, "<td", CellClass(table, c, cell.emphasis), ">", EscapeMarkup(cell.text),
+                      "</td>");
+    }
+    out += "</tr>\n";
+  }
+  out += "</tbody></table></div>\n";
+  for (const std::string& note : table.notes) out += Element("p", note, " class=\"note\"");
+  return out;
+}
+
+std::string RenderPage(const Analysis& analysis, const PageOptions& options) {
+  return Page(analysis, options).Render();
+}
+
+}  // namespace tfb

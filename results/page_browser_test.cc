@@ -1,0 +1,307 @@
+// Opens the report in a headless Chromium, as a reader would, and looks at what is there then: curves
+// for every technique, tables that sort and filter, nothing loaded, nothing logged.
+//
+// Chromium is wanted: without it the test fails (Debian: chromium, which tools/setup installs).
+
+#include <stdlib.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "gtest/gtest.h"
+#include "nlohmann/json.hpp"
+#include "results/analysis.h"
+#include "results/page.h"
+#include "results/synthetic.h"
+#include "results/table.h"
+
+namespace tfb {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+using ::tfb::synthetic::CaseSpec;
+using ::tfb::synthetic::MakeCase;
+using ::tfb::synthetic::MakeEnvironment;
+using ::tfb::synthetic::MakeUnmeasured;
+
+constexpr int kTechniques = 45;
+constexpr char kEvil[] = "evil<script>window.hacked=1</script>";
+
+std::string TechniqueName(int i) { return i == 7 ? kEvil : absl::StrCat("technique_", i); }
+std::string FamilyName(int i) {
+  static const char* const kFamilies[] = {"attention", "positional", "memory", "adaptive"};
+  return i < 0 ? "attention" : kFamilies[i % 4];
+}
+
+// The shape of a default sweep: five lengths, a GPU that is not there, errors on real inputs.
+ResultSet DefaultSweep() {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (int i = -1; i < kTechniques; ++i) {
+    CaseSpec spec;
+    if (i >= 0) spec.technique = TechniqueName(i);
+    const auto add = [&](Case result) {
+      result.mutable_technique()->set_family(FamilyName(i));
+      *results.add_cases() = std::move(result);
+    };
+    spec.purpose = Case::PURPOSE_ACCURACY;
+    spec.median_ns = 1e6 * (i + 2);
+    Case accuracy = MakeCase(spec);
+    accuracy.mutable_outcome()->mutable_against_dense()->set_relative_frobenius(0.9 - 0.01 * i);
+    (*accuracy.mutable_outcome()->mutable_statistics())["mean_span"] = i;
+    add(accuracy);
+    spec.purpose = Case::PURPOSE_SCALING;
+    for (const int64_t tokens : {256, 512, 1024, 2048, 4096}) {
+      spec.tokens = tokens;
+      spec.expected_growth = i % 3 == 0 ? 1 : 2;
+      spec.median_ns = 1e4 * static_cast<double>(tokens) * (i + 2);
+      add(MakeCase(spec));
+      spec.device = DEVICE_TYPE_CUDA;
+      add(MakeUnmeasured(spec, Outcome::STATUS_SKIPPED, "no CUDA device"));
+      spec.device = DEVICE_TYPE_CPU;
+    }
+  }
+  return results;
+}
+
+// Runs before the page's own script.
+constexpr char kWatch[] = R"(<script>
+window.problems = [];
+window.addEventListener('error', (event) => problems.push(event.message));
+document.addEventListener('securitypolicyviolation', (event) => problems.push(event.blockedURI));
+['error', 'warn'].forEach((name) => { console[name] = (...words) => problems.push(words.join(' ')); });
+</script>)";
+
+// Runs behind it, and leaves what it finds in the document.
+constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
+(() => {
+  const all = (selector, root = document) => Array.from(root.querySelectorAll(selector));
+  const shown = (element) => element.getClientRects().length > 0;
+  const found = {};
+  found.hacked = window.hacked === 1;
+  found.curves = all('[data-plot=scaling] .curve:not(.faint)').filter(shown).map((curve) => ({
+    name: curve.getAttribute('aria-label').split(': ')[0],
+    points: curve.querySelector('.line').getAttribute('d').split('L').length,
+    length: curve.querySelector('.line').getTotalLength(),
+    label: curve.querySelector('.label').textContent,
+    focusable: curve.hasAttribute('tabindex'),
+  }));
+  found.plots = all('[data-plot]').map((panels) => panels.dataset.plot);
+  found.overflow = document.documentElement.scrollWidth > document.documentElement.clientWidth;
+
+  // The scaling table by its first length, up and down.
+  const table = all('table').find((table) => table.tHead.textContent.includes('growth'));
+  const column = () => Array.from(table.tBodies[0].rows).filter(shown).map((row) => row.cells[1].textContent);
+  const header = () => table.tHead.rows[0].cells[1];
+  header().querySelector('button').click();
+  found.ascending = [header().getAttribute('aria-sort'), ...column()];
+  header().querySelector('button').click();
+  found.descending = [header().getAttribute('aria-sort'), ...column()];
+  found.address = location.hash;
+
+  // Filters, by text and by family.
+  const form = document.querySelector('.controls form');
+  const set = (name, value) => {
+    form.elements[name].value = value;
+    form.dispatchEvent(new Event('input', {bubbles: true}));
+  };
+  const names = () => Array.from(table.tBodies[0].rows).filter(shown).map((row) => row.cells[0].textContent);
+  const curves = () => all('[data-plot=scaling] .curve:not(.ref):not(.faint)').filter(shown).length;
+  found.all = [names().length, curves()];
+  set('text', 'technique_1');
+  found.by_text = names();
+  found.curves_by_text = curves();
+  set('text', '');
+  set('family', 'memory');
+  found.by_family = [names().length, curves()];
+  form.dispatchEvent(new Event('reset', {cancelable: true}));
+  found.reset = [names().length, curves()];
+
+  // A curve hidden by its button; what is focused is told in words and stands out.
+  const figure = document.querySelector('[data-plot=scaling] figure');
+  const button = all('.legend button', figure)[1];
+  button.click();
+  const hidden = all('.curve', figure).filter((curve) => curve.dataset.key === button.dataset.key);
+  found.toggled = [button.getAttribute('aria-pressed'), hidden.length, hidden.some(shown)];
+  button.click();
+  found.toggled_back = [button.getAttribute('aria-pressed'), hidden.every(shown)];
+  hidden[0].focus();
+  found.stops = all('figure').filter((figure) => all('.curve', figure).filter((curve) => curve.tabIndex === 0).length !== 1).length;
+  const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
+  press('ArrowRight');
+  found.arrow = document.activeElement !== hidden[0] && document.activeElement.classList.contains('curve');
+  press('ArrowLeft');
+  found.readout = [figure.querySelector('.readout').textContent, hidden[0].getAttribute('aria-label')];
+
+  found.resources = performance.getEntriesByType('resource').map((entry) => entry.name);
+  found.problems = problems;
+  document.getElementById('probe').textContent = JSON.stringify(found);
+})();
+</script>)";
+
+std::string Contents(const fs::path& path) {
+  std::stringstream contents;
+  contents << std::ifstream(path, std::ios::binary).rdbuf();
+  return contents.str();
+}
+
+class PageInBrowser : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = fs::path(::testing::TempDir()) /
+              ::testing::UnitTest::GetInstance()->current_test_info()->name();
+    fs::remove_all(folder_);
+    fs::create_directories(folder_);
+    setenv("HOME", folder_.c_str(), 1);  // where a browser without a home would fail
+  }
+
+  // The document after the page's script and `probe` ran, opened at `address`, e.g. "#family=memory".
+  std::string Open(std::string page, const std::string& probe, const std::string& address,
+                   const std::string& more_flags = "") {
+    page = absl::StrReplaceAll(page, {{"<style>", absl::StrCat(kWatch, "<style>")},
+                                      {"</body>", absl::StrCat(probe, "</body>")}});
+    std::ofstream(folder_ / "page.html") << page;
+    const std::string command = absl::StrCat(
+        "chromium --headless --no-sandbox --disable-gpu --disable-dev-shm-usage "
+        "--disable-background-networking --disable-component-update --no-first-run "
+        "--enable-logging=stderr --virtual-time-budget=3000 --window-size=1240,1000 ",
+        more_flags, " --user-data-dir=", (folder_ / "profile").string(), " --dump-dom 'file://",
+        (folder_ / "page.html").string(), address, "' >", (folder_ / "dom").string(), " 2>",
+        (folder_ / "log").string());
+    const int status = system(command.c_str());
+    const std::string log = Contents(folder_ / "log");
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
+        << "chromium is wanted (Debian: chromium); it said: " << log;
+    EXPECT_FALSE(absl::StrContains(log, "CONSOLE")) << log;
+    return Contents(folder_ / "dom");
+  }
+
+  // What a probe left.
+  Json Probed(const std::string& dom) {
+    const std::string begin = "<pre id=\"probe\">";
+    const size_t at = dom.find(begin);
+    if (at == std::string::npos) return Json();
+    const size_t from = at + begin.size();
+    const std::string text = absl::StrReplaceAll(dom.substr(from, dom.find("</pre>", from) - from),
+                                                 {{"&lt;", "<"}, {"&gt;", ">"}, {"&amp;", "&"}});
+    return Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  }
+
+  fs::path folder_;
+};
+
+TEST_F(PageInBrowser, DrawsEveryTechniqueSortsFiltersAndLoadsNothing) {
+  const ResultSet results = DefaultSweep();
+  const Json found = Probed(Open(RenderPage(Analysis(results), {}), kProbe, ""));
+  ASSERT_TRUE(found.is_object()) << "the probe did not run to its end: "
+                                 << Contents(folder_ / "log");
+  EXPECT_FALSE(found["hacked"].get<bool>());
+  EXPECT_EQ(found["problems"], Json::array());
+  EXPECT_EQ(found["resources"], Json::array());
+  EXPECT_FALSE(found["overflow"].get<bool>());
+  for (const char* plot : {"scaling", "memory", "roofline", "frontier"}) {
+    EXPECT_TRUE(absl::StrContains(found["plots"].dump(), plot)) << plot;
+  }
+
+  std::map<std::string, int> drawn;
+  for (const Json& curve : found["curves"]) {
+    ++drawn[curve["name"]];
+    EXPECT_EQ(curve["points"], 5) << curve;
+    EXPECT_GT(curve["length"], 100) << curve;
+    EXPECT_NE(curve["label"], "") << curve;
+    EXPECT_TRUE(curve["focusable"]) << curve;
+  }
+  EXPECT_GT(drawn["plain"], 4);  // in every panel
+  for (int i = 0; i < kTechniques; ++i) EXPECT_EQ(drawn[TechniqueName(i)], 1) << TechniqueName(i);
+
+  std::vector<std::string> sorted = {"ascending"};
+  for (int i = -1; i < kTechniques; ++i) {
+    sorted.push_back(FormatSignificant(256e4 * (i + 2) / 1e6));
+  }
+  EXPECT_EQ(found["ascending"], Json(sorted));
+  std::reverse(sorted.begin() + 1, sorted.end());
+  sorted[0] = "descending";
+  EXPECT_EQ(found["descending"], Json(sorted));
+  EXPECT_TRUE(absl::StrContains(found["address"].get<std::string>(), "descending"));
+
+  EXPECT_EQ(found["all"], Json({kTechniques + 1, kTechniques}));
+  EXPECT_EQ(found["reset"], found["all"]);
+  EXPECT_EQ(found["by_text"].size(), 11u);  // technique_1 and technique_10 to 19
+  EXPECT_EQ(found["curves_by_text"], 11);
+  EXPECT_EQ(found["by_family"], Json({11, 11}));  // 2, 6, ..., 42
+
+  EXPECT_EQ(found["toggled"], Json({"false", 1, false}));
+  EXPECT_EQ(found["toggled_back"], Json({"true", true}));
+  EXPECT_EQ(found["stops"], 0);  // figures without exactly one stop for the Tab key
+  EXPECT_TRUE(found["arrow"].get<bool>());
+  EXPECT_EQ(found["readout"][0], found["readout"][1]);
+  EXPECT_TRUE(absl::StrContains(found["readout"][0].get<std::string>(), " ms at 4096")) << found;
+}
+
+TEST_F(PageInBrowser, AnAddressKeepsFilterAndOrder) {
+  const ResultSet results = DefaultSweep();
+  const std::string page = RenderPage(Analysis(results), {});
+  const size_t header = page.find(">growth<br>");
+  ASSERT_NE(header, std::string::npos);
+  const size_t id = page.rfind("<table id=\"", header) + 11;
+  const std::string table = page.substr(id, page.find('"', id) - id);
+  const std::string probe = absl::StrReplaceAll(R"(<pre id="probe"></pre><script>
+    const rows = Array.from(document.getElementById('TABLE').tBodies[0].rows)
+        .filter((row) => row.getClientRects().length > 0).map((row) => row.cells[0].textContent);
+    document.getElementById('probe').textContent = JSON.stringify(rows);
+  </script>)",
+                                                {{"TABLE", table}});
+  const Json rows =
+      Probed(Open(page, probe, absl::StrCat("#family=adaptive&sort=", table, ":1:descending")));
+  ASSERT_EQ(rows.size(), 11u) << rows;
+  EXPECT_EQ(rows.front(), "technique_43");
+  EXPECT_EQ(rows.back(), "technique_3");
+}
+
+// Text that is written in a curve's colour can be read in light and in dark.
+TEST_F(PageInBrowser, ColoursHaveContrast) {
+  constexpr char kContrast[] = R"(<pre id="probe"></pre><script>
+    const channel = (value) => { const c = value / 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
+    const luminance = (colour) => {
+      const [r, g, b] = colour.match(/[\d.]+/g).map(Number);
+      return 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+    };
+    const contrast = (a, b) => {
+      const [low, high] = [luminance(a), luminance(b)].sort((x, y) => x - y);
+      return (high + 0.05) / (low + 0.05);
+    };
+    const panel = getComputedStyle(document.querySelector('figure')).backgroundColor;
+    const page = getComputedStyle(document.body).backgroundColor;
+    const found = {dark: luminance(page) < 0.2};
+    found.labels = Array.from(document.querySelectorAll('.plot .label')).map((label) => contrast(getComputedStyle(label).fill, panel));
+    found.texts = Array.from(document.querySelectorAll('p, th, td, h2, summary, a, .legend button'))
+        .map((text) => contrast(getComputedStyle(text).color, page));
+    found.ticks = Array.from(document.querySelectorAll('.tick')).map((text) => contrast(getComputedStyle(text).fill, panel));
+    document.getElementById('probe').textContent = JSON.stringify(
+        {dark: found.dark, least: Math.min(...found.labels, ...found.texts, ...found.ticks)});
+  </script>)";
+  const ResultSet results = DefaultSweep();
+  const std::string page = RenderPage(Analysis(results), {});
+  for (const bool dark : {false, true}) {
+    const Json found = Probed(Open(page, kContrast, "",
+                                   dark ? "--blink-settings=preferredColorScheme=0"
+                                        : "--blink-settings=preferredColorScheme=1"));
+    ASSERT_TRUE(found.is_object());
+    EXPECT_EQ(found["dark"], dark);
+    EXPECT_GE(found["least"], 4.5) << found;  // WCAG 2.1, AA
+  }
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,328 @@
+// What the page says and draws, read as text; page_browser_test opens it.
+
+#include "results/page.h"
+
+#include <cmath>
+#include <limits>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "results/analysis.h"
+#include "results/figures.h"
+#include "results/synthetic.h"
+#include "results/well_formed.h"
+
+namespace tfb {
+namespace {
+
+using ::absl::StrContains;
+using ::tfb::synthetic::CaseSpec;
+using ::tfb::synthetic::MakeCase;
+using ::tfb::synthetic::MakeEnvironment;
+using ::tfb::synthetic::MakeSweep;
+using ::tfb::synthetic::MakeUnmeasured;
+
+std::string PageOf(const ResultSet& results) { return RenderPage(Analysis(results), {}); }
+
+const plot::Curve* FindCurve(const plot::Plot& plot, const std::string& name) {
+  for (const plot::Curve& curve : plot.curves) {
+    if (curve.name == name) return &curve;
+  }
+  return nullptr;
+}
+
+// `count` techniques of one family, linear from 1 ms at 256 tokens, beside "plain".
+ResultSet Family(int count) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (int i = -1; i < count; ++i) {
+    for (const int64_t tokens : {256, 512, 1024}) {
+      CaseSpec spec;
+      if (i >= 0) spec.technique = absl::StrCat("technique_", i);
+      spec.tokens = tokens;
+      spec.expected_growth = i % 2 == 0 ? 1 : 2;
+      spec.median_ns = 1e6 * static_cast<double>(tokens) / 256 * (i + 2);
+      *results.add_cases() = MakeCase(spec);
+    }
+  }
+  return results;
+}
+
+TEST(Page, HoldsEveryFigureAndNothingFromElsewhere) {
+  const std::string page = PageOf(MakeSweep());
+  EXPECT_EQ(MarkupProblem(page, true), "");
+  for (const char* plot : {"scaling", "memory", "roofline", "frontier"}) {
+    EXPECT_TRUE(StrContains(page, absl::StrCat("data-plot=\"", plot, "\""))) << plot;
+  }
+  for (const char* outside : {"http:", "https:", " src=", "@import", "url(", "<link", "<iframe"}) {
+    EXPECT_FALSE(StrContains(page, outside)) << outside;
+  }
+  EXPECT_TRUE(StrContains(page, "default-src 'none'"));
+}
+
+TEST(Page, ShowsMarkupInAFileAsText) {
+  ResultSet results = MakeSweep();
+  const std::string evil = "<script>window.hacked=1</script>\"'><img src=x onerror=alert(1)>&";
+  Environment* environment = results.mutable_environments(0);
+  environment->set_host(evil);
+  environment->set_cpu_model(evil);
+  environment->add_command_line(evil);
+  for (Case& result : *results.mutable_cases()) {
+    if (result.key().technique() == "plain") continue;
+    result.mutable_technique()->set_display_name(evil + result.key().technique());
+    result.mutable_technique()->set_family(evil);
+    result.mutable_key()->mutable_input()->set_name(evil);
+    (*result.mutable_outcome()->mutable_statistics())[evil] = 1;
+  }
+  *results.add_cases() = MakeUnmeasured(CaseSpec(), Outcome::STATUS_SKIPPED, evil);
+  const std::string page = RenderPage(Analysis(results), {{evil}, {evil}});
+  EXPECT_EQ(MarkupProblem(page, true), "");
+  EXPECT_FALSE(StrContains(page, "<script>window"));
+  EXPECT_FALSE(StrContains(page, "<img"));
+  EXPECT_TRUE(StrContains(page, "&lt;script&gt;window.hacked=1"));
+}
+
+TEST(Page, SaysWhatDidNotRunAndWhy) {
+  ResultSet results = MakeSweep();
+  CaseSpec spec;
+  spec.technique = "sick";
+  *results.add_cases() = MakeUnmeasured(spec, Outcome::STATUS_FAILED, "error 3 > 2");
+  spec.technique = "shy";
+  *results.add_cases() = MakeUnmeasured(spec, Outcome::STATUS_SKIPPED, "no CUDA device");
+  const std::string page = PageOf(results);
+  EXPECT_TRUE(StrContains(page, "error 3 &gt; 2"));
+  EXPECT_TRUE(StrContains(page, "no CUDA device"));
+  EXPECT_TRUE(StrContains(page, "1 failed, 1 skipped"));
+  EXPECT_FALSE(StrContains(page, "Every case ran"));
+  EXPECT_TRUE(StrContains(PageOf(MakeSweep()), "Every case ran"));
+}
+
+TEST(Page, IsWholeForResultsThatHoldLittleOrNonsense) {
+  ResultSet empty;
+  EXPECT_TRUE(StrContains(PageOf(empty), "No cases"));
+  EXPECT_EQ(MarkupProblem(PageOf(empty), true), "");
+
+  ResultSet single;  // one length, no environment
+  *single.add_cases() = MakeCase(CaseSpec());
+  EXPECT_EQ(MarkupProblem(PageOf(single), true), "");
+
+  ResultSet nonsense = MakeSweep();
+  const double values[] = {std::numeric_limits<double>::quiet_NaN(), 0,     -1,
+                           std::numeric_limits<double>::infinity(),  1e308, 5e-324};
+  int next = 0;
+  for (Case& result : *nonsense.mutable_cases()) {
+    Outcome* outcome = result.mutable_outcome();
+    for (double& sample : *outcome->mutable_timing()->mutable_run_ns()) sample = values[next++ % 6];
+    outcome->set_flops(values[next++ % 6]);
+    outcome->set_bytes_moved(values[next++ % 6]);
+    outcome->mutable_against_dense()->set_relative_frobenius(values[next++ % 6]);
+    (*outcome->mutable_statistics())["bits_per_byte"] = values[next++ % 6];
+    result.mutable_technique()->set_expected_growth(values[next++ % 6]);
+    result.mutable_key()->mutable_problem()->set_kv_tokens(next % 3 == 0 ? -5 : 0);
+  }
+  EXPECT_EQ(MarkupProblem(PageOf(nonsense), true), "");
+}
+
+TEST(Page, TablesNameTheFamilyOfEachRow) {
+  Table table;
+  table.columns = {{"technique"}, {"ms\nat 256", true}};
+  table.AddRow({"near", TableCell("1.5", Emphasis::kBad)}, "local");
+  const std::string html = ToHtml(table, "t");
+  EXPECT_EQ(MarkupProblem(html, true), "");
+  EXPECT_TRUE(StrContains(html, "<tr data-family=\"local\">")) << html;
+  EXPECT_TRUE(StrContains(html, "<td class=\"bad\">1.5</td>")) << html;
+  EXPECT_TRUE(StrContains(html, "ms<br>at 256")) << html;
+}
+
+TEST(ScalingFigure, HasOneCurveForEachTechniqueWithDenseInEachPanel) {
+  const ResultSet results = Family(20);
+  const Analysis analysis(results);
+  const std::vector<Figure> figures = ScalingFigures(analysis, nullptr);
+  ASSERT_EQ(figures.size(), 1u);
+  std::map<std::string, int> drawn;
+  for (const plot::Plot& panel : figures[0].panels) {
+    EXPECT_LE(panel.curves.size(), 1u + plot::kStyles);
+    EXPECT_NE(FindCurve(panel, "plain"), nullptr);
+    for (const plot::Curve& curve : panel.curves) ++drawn[curve.name];
+  }
+  EXPECT_EQ(drawn.size(), 21u);
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(drawn[absl::StrCat("technique_", i)], 1) << i;
+}
+
+TEST(ScalingFigure, DrawsMediansWithTheirIntervalsAndRingsTheCrossover) {
+  const ResultSet results = MakeSweep();
+  const Analysis analysis(results);
+  const std::vector<Figure> figures = ScalingFigures(analysis, nullptr);
+  ASSERT_EQ(figures.size(), 1u);
+  ASSERT_EQ(figures[0].panels.size(), 1u);
+  const plot::Plot& panel = figures[0].panels[0];
+  const plot::Curve* near = FindCurve(panel, "near window=256");
+  ASSERT_NE(near, nullptr);
+  ASSERT_EQ(near->points.size(), 5u);
+  EXPECT_DOUBLE_EQ(near->points[0].x, 256);
+  EXPECT_DOUBLE_EQ(near->points[0].y, 0.5e6 * 2.7621);
+  EXPECT_LT(*near->points[0].low, near->points[0].y);
+  EXPECT_EQ(FindCurve(panel, "plain")->style, plot::kReferenceStyle);
+  ASSERT_EQ(panel.marks.size(), 1u);  // "sketch" does not cross
+  EXPECT_NEAR(panel.marks[0].point.x, 707, 1);
+  EXPECT_NEAR(panel.marks[0].point.y, 0.5e6 * 2.7621 * 707 / 256, 2e4);
+  ASSERT_EQ(panel.slopes.size(), 2u);
+  EXPECT_EQ(panel.slopes[0].label, "n");
+  EXPECT_EQ(panel.slopes[1].label, "n²");
+}
+
+TEST(ScalingFigure, NamesWhatFailed) {
+  ResultSet results = MakeSweep();
+  for (Case& result : *results.mutable_cases()) {
+    if (result.key().technique() == "near" && result.key().problem().kv_tokens() == 512) {
+      result.mutable_outcome()->set_status(Outcome::STATUS_FAILED);
+    }
+  }
+  const Analysis analysis(results);
+  EXPECT_NE(FindCurve(ScalingFigures(analysis, nullptr)[0].panels[0], "near window=256 (failed)"),
+            nullptr);
+}
+
+TEST(ScalingFigure, TakesOnlyWhatTheFilterLeaves) {
+  const ResultSet results = MakeSweep();
+  const Analysis analysis(results);
+  const auto only_near = [](const Series& series) {
+    return series.first().key().technique() == "near";
+  };
+  const std::vector<Figure> figures = ScalingFigures(analysis, only_near);
+  ASSERT_EQ(figures.size(), 1u);
+  EXPECT_EQ(figures[0].panels[0].curves.size(), 2u);  // with "plain"
+  for (const FigureKind kind :
+       {FigureKind::kScaling, FigureKind::kMemory, FigureKind::kRoofline, FigureKind::kFrontier}) {
+    EXPECT_TRUE(FiguresOf(kind, analysis, [](const Series&) { return false; }).empty());
+  }
+}
+
+TEST(MemoryFigure, DrawsWorkspaceAndParameters) {
+  const ResultSet results = MakeSweep();
+  const Analysis analysis(results);
+  const std::vector<Figure> figures = MemoryFigures(analysis, nullptr);
+  ASSERT_EQ(figures.size(), 1u);
+  const plot::Curve* near = FindCurve(figures[0].panels[0], "near window=256");
+  ASSERT_NE(near, nullptr);
+  EXPECT_DOUBLE_EQ(near->points.back().y, 4096 * 1024);
+}
+
+TEST(RooflineFigure, PlacesPointsUnderTheMeasuredPeaks) {
+  const ResultSet results = MakeSweep();
+  const Analysis analysis(results);
+  const std::vector<Figure> figures = RooflineFigures(analysis, nullptr);
+  ASSERT_EQ(figures.size(), 1u);
+  const plot::Plot& plot = figures[0].panels[0];
+  const plot::Curve* plain = FindCurve(plot, "plain");
+  ASSERT_NE(plain, nullptr);
+  // At 4096 tokens: 2 * 8 * 4096^2 * 128 FLOPs in 128 ms over 4 * 8 * 4096 * 64 * 4 bytes.
+  EXPECT_NEAR(plain->points[0].y, 2 * 8 * 4096.0 * 4096 * 128 / 0.128, 1);
+  EXPECT_NEAR(plain->points[0].x, 1024, 1e-6);
+  // The ridge is at 400 GFLOP/s over 20 GB/s.
+  ASSERT_EQ(plot.guides.size(), 2u);
+  EXPECT_TRUE(StrContains(plot.guides[0].label, "20 GB/s"));
+  EXPECT_DOUBLE_EQ(plot.guides[0].points.back().x, 20);
+  EXPECT_TRUE(StrContains(plot.guides[1].label, "400 GFLOP/s"));
+  EXPECT_DOUBLE_EQ(plot.guides[1].points.back().y, 400e9);
+}
+
+// Far to the right of the corner only the peak of arithmetic is drawn, and level.
+TEST(RooflineFigure, RoofsNeverFall) {
+  for (const double bytes : {1.0, 1e6, 1e15}) {
+    ResultSet results = MakeSweep();
+    for (Case& result : *results.mutable_cases()) result.mutable_outcome()->set_bytes_moved(bytes);
+    const Analysis analysis(results);
+    const std::vector<Figure> figures = RooflineFigures(analysis, nullptr);
+    ASSERT_FALSE(figures[0].panels[0].guides.empty()) << bytes;
+    for (const plot::Guide& guide : figures[0].panels[0].guides) {
+      ASSERT_GE(guide.points.size(), 2u) << bytes;
+      for (size_t i = 1; i < guide.points.size(); ++i) {
+        EXPECT_GT(guide.points[i].x, guide.points[i - 1].x);
+        EXPECT_GE(guide.points[i].y, guide.points[i - 1].y * (1 - 1e-12));
+      }
+    }
+  }
+}
+
+TEST(RooflineFigure, SaysWhereBytesAreUnknown) {
+  ResultSet results = MakeSweep();
+  for (Case& result : *results.mutable_cases()) {
+    if (result.key().technique() == "sketch") result.mutable_outcome()->clear_bytes_moved();
+  }
+  const Analysis analysis(results);
+  const std::vector<Figure> figures = RooflineFigures(analysis, nullptr);
+  EXPECT_EQ(FindCurve(figures[0].panels[0], "sketch features=128"), nullptr);
+  EXPECT_TRUE(StrContains(figures[0].caption, "bytes are not known: sketch features=128"));
+}
+
+TEST(FrontierFigure, JoinsThoseThatNoOtherBeats) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  // Time relative to dense and error; "slow" is beaten by "good" in both.
+  const struct {
+    const char* name;
+    double ratio, error;
+  } techniques[] = {
+      {"plain", 1, 2e-7}, {"good", 0.5, 0.1}, {"fast", 0.25, 0.4}, {"slow", 0.8, 0.3}};
+  for (const auto& technique : techniques) {
+    CaseSpec spec;
+    spec.technique = technique.name;
+    spec.purpose = Case::PURPOSE_ACCURACY;
+    spec.median_ns = 1e6 * technique.ratio;
+    Case result = MakeCase(spec);
+    result.mutable_outcome()->mutable_against_dense()->set_relative_frobenius(technique.error);
+    *results.add_cases() = result;
+  }
+  const Analysis analysis(results);
+  const std::vector<Figure> figures = FrontierFigures(analysis, nullptr);
+  ASSERT_EQ(figures.size(), 1u);
+  ASSERT_EQ(figures[0].panels.size(), 1u);
+  const plot::Plot& plot = figures[0].panels[0];
+  EXPECT_FALSE(FindCurve(plot, "good")->hollow);
+  EXPECT_FALSE(FindCurve(plot, "plain")->hollow);
+  EXPECT_TRUE(FindCurve(plot, "slow")->hollow);
+  EXPECT_NEAR(FindCurve(plot, "fast")->points[0].x, 0.25, 1e-9);
+  EXPECT_NEAR(FindCurve(plot, "fast")->points[0].y, 0.4, 1e-9);
+  // Rounding is not to scale, and says so.
+  EXPECT_GT(FindCurve(plot, "plain")->points[0].y, 0.01);
+  EXPECT_TRUE(StrContains(plot.guides.back().label, "rounding"));
+  EXPECT_TRUE(StrContains(FindCurve(plot, "plain")->description, "2e-7"));
+}
+
+TEST(FrontierFigure, ShowsBitsPerByteOverTimeAndComputation) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (int i = 0; i < 4; ++i) {
+    CaseSpec spec;
+    spec.technique = "stack";
+    spec.option_name = "threshold";
+    spec.option_value = absl::StrCat("0.", i + 1);
+    spec.median_ns = 1e6 * (i + 1);
+    Case result = MakeCase(spec);
+    auto& statistics = *result.mutable_outcome()->mutable_statistics();
+    statistics["bits_per_byte"] = 2 - 0.1 * i;
+    statistics["mean_layers"] = 2 + i;
+    statistics["flops_saved"] = 0.6 - 0.2 * i;
+    *results.add_cases() = result;
+  }
+  const Analysis analysis(results);
+  const std::vector<Figure> figures = FrontierFigures(analysis, nullptr);
+  ASSERT_EQ(figures.size(), 1u);
+  ASSERT_EQ(figures[0].panels.size(), 3u);
+  const double x[] = {1e6, 2, 0.4};
+  for (int panel = 0; panel < 3; ++panel) {
+    const plot::Curve* first = FindCurve(figures[0].panels[panel], "stack threshold=0.1");
+    ASSERT_NE(first, nullptr) << panel;
+    EXPECT_NEAR(first->points[0].x, x[panel], 1e-6);
+    EXPECT_NEAR(first->points[0].y, 2, 1e-9);
+    EXPECT_FALSE(first->hollow);  // each spends more for fewer bits
+  }
+}
+
+}  // namespace
+}  // namespace tfb

@@ -1,0 +1,445 @@
+#include "results/plot.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "results/markup.h"
+#include "results/plot_labels.h"
+#include "results/plot_layout.h"
+#include "results/plot_style.h"
+#include "results/table.h"
+
+namespace tfb {
+namespace plot {
+namespace {
+
+constexpr double kMarkerRadius = 3;
+constexpr int kWidestPointName = 44;  // characters; the description has the whole name
+
+std::string Text(double x, double y, absl::string_view text, absl::string_view attributes = "") {
+  return absl::StrCat("<text x=\"", Coordinate(x), "\" y=\"", Coordinate(y), "\"", attributes, ">",
+                      EscapeMarkup(text), "</text>");
+}
+
+std::string Segment(double x1, double y1, double x2, double y2) {
+  return absl::StrCat("M", Coordinate(x1), " ", Coordinate(y1), "L", Coordinate(x2), " ",
+                      Coordinate(y2));
+}
+
+// One plot on its way to markup.
+class Drawing {
+ public:
+  Drawing(const Plot& plot, bool interactive)
+      : plot_(plot),
+        interactive_(interactive),
+        layout_(plot),
+        frame_(layout_.frame),
+        x_(layout_.x),
+        y_(layout_.y) {}
+
+  std::string Draw() const {
+    return absl::StrCat(Titles(), Keys(), Axes(), Slopes(), Guides(), Curves(), Marks());
+  }
+
+ private:
+  bool Shown(const Point& point) const { return IsShown(plot_, point); }
+
+  std::string Titles() const {
+    std::string out;
+    if (!plot_.title.empty()) out += Text(8, 15, plot_.title, " class=\"title\"");
+    double y = 29;
+    for (const std::string& line : layout_.subtitle) {
+      out += Text(8, y, line, " class=\"subtitle\"");
+      y += kLine;
+    }
+    return out;
+  }
+  std::string Keys() const {
+    std::string out;
+    double x = 8;
+    double y = frame_.y - 10 - kKeyLine * (layout_.key_lines - 1);
+    for (const KeyEntry& key : plot_.keys) {
+      if (x > 8 && x + KeyWidth(key) > plot_.width - 8) {
+        x = 8;
+        y += kKeyLine;
+      }
+      const std::string swatch = KeySwatch(key, x, y - 3.5);
+      absl::StrAppend(&out, swatch, Text(x + 26, y, key.text));
+      x += KeyWidth(key);
+    }
+    return out;
+  }
+  static std::string KeySwatch(const KeyEntry& key, double x, double y) {
+    std::string out =
+        absl::StrCat("<g class=\"", StyleClass(key.style), key.hollow ? " hollow" : "",
+                     key.kind == Curve::Kind::kFaint ? " faint" : "", "\">");
+    if (key.ring) {
+      absl::StrAppend(&out, "<circle class=\"ring\" cx=\"", Coordinate(x + 11), "\" cy=\"",
+                      Coordinate(y), "\" r=\"5\"/>");
+    } else {
+      if (key.kind != Curve::Kind::kScatter) {
+        const std::string dashes = key.kind == Curve::Kind::kFaint ? "1.5 2.5" : Dashes(key.style);
+        absl::StrAppend(&out, "<path class=\"line\"", DashAttribute(dashes), " d=\"",
+                        Segment(x, y, x + 22, y), "\"/>");
+      }
+      if (key.kind != Curve::Kind::kFaint) {
+        absl::StrAppend(&out, "<path class=\"marker\" d=\"",
+                        MarkerPath(key.style, x + 11, y, kMarkerRadius), "\"/>");
+      }
+    }
+    return out + "</g>";
+  }
+  static std::string DashAttribute(const std::string& dashes) {
+    return dashes.empty() ? "" : Attribute("stroke-dasharray", dashes);
+  }
+
+  std::string Axes() const {
+    const double right = frame_.x + frame_.width, bottom = frame_.y + frame_.height;
+    std::string grid, small, labels;
+    for (const Tick& tick : x_.Ticks(kTickSpacingX)) {
+      const double x = x_.Pixel(tick.value);
+      std::string* path = tick.label.empty() ? &small : &grid;
+      *path +=
+          tick.label.empty() ? Segment(x, bottom - 3, x, bottom) : Segment(x, frame_.y, x, bottom);
+      if (!tick.label.empty()) {
+        labels += Text(x, bottom + 14, tick.label, " class=\"tick\" text-anchor=\"middle\"");
+      }
+    }
+    for (const Tick& tick : y_.Ticks(kTickSpacingY)) {
+      const double y = y_.Pixel(tick.value);
+      std::string* path = tick.label.empty() ? &small : &grid;
+      *path += tick.label.empty() ? Segment(frame_.x, y, frame_.x + 3, y)
+                                  : Segment(frame_.x, y, right, y);
+      if (!tick.label.empty()) {
+        labels += Text(frame_.x - 6, y + 3.5, tick.label, " class=\"tick\" text-anchor=\"end\"");
+      }
+    }
+    std::string out = absl::StrCat("<path class=\"grid\" d=\"", grid, "\"/>");
+    if (!small.empty()) absl::StrAppend(&out, "<path class=\"frame\" d=\"", small, "\"/>");
+    absl::StrAppend(&out, "<path class=\"frame\" d=\"M", Coordinate(frame_.x), " ",
+                    Coordinate(frame_.y), "V", Coordinate(bottom), "H", Coordinate(right), "\"/>",
+                    labels);
+    out += Text(frame_.x + frame_.width / 2, bottom + 31, plot_.x.title, " text-anchor=\"middle\"");
+    const double middle = frame_.y + frame_.height / 2;
+    out += Text(0, 0, plot_.y.title,
+                absl::StrCat(" text-anchor=\"middle\" transform=\"translate(13 ",
+                             Coordinate(middle), ") rotate(-90)\""));
+    return out;
+  }
+
+  // A fan of slopes in the corner that curves leave free: above on the left, or below on the right.
+  std::string Slopes() const {
+    if (plot_.slopes.empty() || !plot_.x.logarithmic || !plot_.y.logarithmic) return "";
+    double steepest = 0;
+    for (const Plot::Slope& slope : plot_.slopes) steepest = std::max(steepest, slope.exponent);
+    if (!(steepest > 0)) return "";
+    // Pixels for a factor of e on each axis.
+    const double ex = x_.Pixel(std::exp(1.0)) - x_.Pixel(1),
+                 ey = y_.Pixel(1) - y_.Pixel(std::exp(1.0));
+    const double width = std::min(frame_.width * 0.22, frame_.height * 0.36 / (steepest * ey / ex));
+    const double height = steepest * ey / ex * width;
+    constexpr double kLabelWidth = 24;
+    const Box upper{frame_.x + 8, frame_.y + 12, width + kLabelWidth, height};
+    const Box lower{frame_.x + frame_.width - width - kLabelWidth - 6,
+                    frame_.y + frame_.height - height - 8, width + kLabelWidth, height};
+    const Box& box = PointsIn(lower) < PointsIn(upper) ? lower : upper;
+    std::string out = "<g class=\"slope\" aria-hidden=\"true\">";
+    std::vector<double> ends;
+    for (const Plot::Slope& slope : plot_.slopes) {
+      ends.push_back(box.y + box.height - slope.exponent * ey / ex * width);
+      absl::StrAppend(&out, "<path stroke-dasharray=\"3 2\" d=\"",
+                      Segment(box.x, box.y + box.height, box.x + width, ends.back()), "\"/>");
+    }
+    const std::vector<double> places = Spread(ends, kLine - 1, box.y, box.y + box.height + kLine);
+    for (size_t i = 0; i < places.size(); ++i) {
+      out += Text(box.x + width + 4, places[i] + 3.5, plot_.slopes[i].label);
+    }
+    return out + "</g>";
+  }
+  // Places along all curves that lie in `box`.
+  int PointsIn(const Box& box) const {
+    int inside = 0;
+    for (const Curve& curve : plot_.curves) {
+      for (size_t i = 0; i < curve.points.size(); ++i) {
+        const Point& a = curve.points[i];
+        const Point& b = curve.points[std::min(i + 1, curve.points.size() - 1)];
+        if (!Shown(a) || !Shown(b)) continue;
+        for (int part = 0; part < 8; ++part) {
+          const double share = part / 8.0;
+          const double x = x_.Pixel(a.x) * (1 - share) + x_.Pixel(b.x) * share;
+          const double y = y_.Pixel(a.y) * (1 - share) + y_.Pixel(b.y) * share;
+          if (box.Overlaps({x - 4, y - 4, 8, 8})) ++inside;
+        }
+      }
+    }
+    return inside;
+  }
+
+  std::string PathOf(const std::vector<Point>& points) const {
+    std::string path;
+    for (const Point& point : points) {
+      if (!Shown(point)) continue;
+      absl::StrAppend(&path, path.empty() ? "M" : "L", Coordinate(x_.Pixel(point.x)), " ",
+                      Coordinate(y_.Pixel(point.y)));
+    }
+    return path;
+  }
+
+  std::string Guides() const {
+    std::string out;
+    for (const Guide& guide : plot_.guides) {
+      const std::string path = PathOf(guide.points);
+      if (path.empty()) continue;
+      const char* kind = guide.kind == Guide::Kind::kBound      ? "bound"
+                         : guide.kind == Guide::Kind::kFrontier ? "frontier"
+                                                                : "trail";
+      absl::StrAppend(&out, "<g class=\"guide ", kind, " ", StyleClass(guide.style),
+                      "\"><path d=\"", path, "\"/>", GuideLabel(guide), "</g>");
+    }
+    return out;
+  }
+  // Along the last piece that is not level, or above the end of a level one.
+  std::string GuideLabel(const Guide& guide) const {
+    if (guide.label.empty() || guide.points.size() < 2) return "";
+    const Point& a = guide.points[guide.points.size() - 2];
+    const Point& b = guide.points.back();
+    if (!Shown(a) || !Shown(b)) return "";
+    const double x1 = x_.Pixel(a.x), y1 = y_.Pixel(a.y), x2 = x_.Pixel(b.x), y2 = y_.Pixel(b.y);
+    const double angle = std::atan2(y2 - y1, x2 - x1) * 180 / 3.14159265358979323846;
+    const bool level = std::abs(y2 - y1) < 1;
+    const double share = level ? 1 : 0.5;
+    const double x = x1 + (x2 - x1) * share, y = y1 + (y2 - y1) * share;
+    return Text(
+        0, -5, guide.label,
+        absl::StrCat(" text-anchor=\"", level ? "end" : "middle", "\" transform=\"translate(",
+                     Coordinate(x), " ", Coordinate(y), ") rotate(", Coordinate(angle), ")\""));
+  }
+
+  // Of level guides: names of points stay off them.
+  std::vector<Box> GuideLabelBoxes() const {
+    std::vector<Box> boxes;
+    for (const Guide& guide : plot_.guides) {
+      if (guide.label.empty() || guide.points.empty() || !Shown(guide.points.back())) continue;
+      const double width = TextWidth(guide.label, kFontSize) * 1.08;
+      boxes.push_back({x_.Pixel(guide.points.back().x) - width,
+                       y_.Pixel(guide.points.back().y) - 5 - kFontSize, width, kFontSize + 4});
+    }
+    return boxes;
+  }
+
+  std::string Curves() const {
+    const std::vector<std::string> names = Names();
+    std::string faint, rest, reference;  // what others are held against lies on top
+    for (size_t i = 0; i < plot_.curves.size(); ++i) {
+      const Curve& curve = plot_.curves[i];
+      std::string* layer = curve.kind == Curve::Kind::kFaint ? &faint
+                           : curve.style == kReferenceStyle  ? &reference
+                                                             : &rest;
+      *layer += CurveMarkup(curve, names[i]);
+    }
+    return absl::StrCat("<g class=\"curves\">", faint, rest, reference, "</g>");
+  }
+
+  std::string CurveMarkup(const Curve& curve, const std::string& name) const {
+    const std::string path = PathOf(curve.points);
+    if (path.empty()) return "";
+    const bool faint = curve.kind == Curve::Kind::kFaint;
+    std::string out = absl::StrCat("<g class=\"curve ", StyleClass(curve.style),
+                                   faint ? " faint" : "", curve.hollow ? " hollow" : "", "\"");
+    if (interactive_) {
+      absl::StrAppend(&out, " tabindex=\"0\" role=\"img\"",
+                      Attribute("aria-label", curve.description), Attribute("data-key", curve.key),
+                      Attribute("data-family", curve.group), Attribute("data-name", curve.name));
+    }
+    out += ">";
+    if (curve.kind != Curve::Kind::kScatter) {
+      if (interactive_) absl::StrAppend(&out, "<path class=\"hit\" d=\"", path, "\"/>");
+      absl::StrAppend(&out, "<path class=\"line\"",
+                      DashAttribute(faint ? "1.5 2.5" : Dashes(curve.style)), " d=\"", path,
+                      "\"/>");
+    }
+    if (!faint) absl::StrAppend(&out, Whiskers(curve), Markers(curve));
+    return absl::StrCat(out, name, "</g>");
+  }
+
+  std::string Markers(const Curve& curve) const {
+    std::string path;
+    for (const Point& point : curve.points) {
+      if (!Shown(point)) continue;
+      path += MarkerPath(curve.style, x_.Pixel(point.x), y_.Pixel(point.y),
+                         curve.kind == Curve::Kind::kScatter ? kMarkerRadius + 0.8 : kMarkerRadius);
+    }
+    return absl::StrCat("<path class=\"marker\" d=\"", path, "\"/>");
+  }
+
+  std::string Whiskers(const Curve& curve) const {
+    std::string path;
+    for (const Point& point : curve.points) {
+      if (!Shown(point) || !point.low.has_value() || !point.high.has_value()) continue;
+      if (!CanShow(plot_.y, *point.low) || !CanShow(plot_.y, *point.high)) continue;
+      const double bottom = frame_.y + frame_.height;
+      const double low = std::clamp(y_.Pixel(*point.low), frame_.y, bottom);
+      const double high = std::clamp(y_.Pixel(*point.high), frame_.y, bottom);
+      // Within the marker it would not be seen.
+      if (low - high < 2 * kMarkerRadius) continue;
+      path += Segment(x_.Pixel(point.x), low, x_.Pixel(point.x), high);
+    }
+    return path.empty() ? "" : absl::StrCat("<path class=\"whisker\" d=\"", path, "\"/>");
+  }
+
+  std::vector<std::string> Names() const {
+    std::vector<std::string> names(plot_.curves.size());
+    NameLines(&names);
+    NamePoints(&names);
+    return names;
+  }
+
+  const Point* LastShown(const Curve& curve) const {
+    const auto last = std::find_if(curve.points.rbegin(), curve.points.rend(),
+                                   [this](const Point& point) { return Shown(point); });
+    return last == curve.points.rend() ? nullptr : &*last;
+  }
+
+  // To the right of the axes, each level with its curve's end or as near as there is room.
+  void NameLines(std::vector<std::string>* names) const {
+    std::vector<size_t> named;
+    std::vector<double> wanted;
+    for (size_t i = 0; i < plot_.curves.size(); ++i) {
+      const Curve& curve = plot_.curves[i];
+      const Point* last = LastShown(curve);
+      if (curve.kind != Curve::Kind::kLine || last == nullptr) continue;
+      named.push_back(i);
+      wanted.push_back(y_.Pixel(last->y));
+    }
+    const std::vector<double> places =
+        Spread(wanted, kLine - 0.5, frame_.y + 2, frame_.y + frame_.height + 4);
+    const double x = frame_.x + frame_.width + 16;
+    const int room =
+        std::max(8, static_cast<int>((plot_.width - x) / TextWidth("n", kFontSize)) - 1);
+    for (size_t i = 0; i < named.size(); ++i) {
+      const Curve& curve = plot_.curves[named[i]];
+      const double end = x_.Pixel(LastShown(curve)->x);
+      (*names)[named[i]] = absl::StrCat(
+          "<path class=\"leader\" d=\"M", Coordinate(end + 5), " ", Coordinate(wanted[i]), "L",
+          Coordinate(std::max(end + 5, x - 9)), " ", Coordinate(wanted[i]), "L", Coordinate(x - 2),
+          " ", Coordinate(places[i]), "\"/>",
+          Text(x, places[i] + 3.5, CutToWidth(curve.shown_name(), std::min(room, kWidestLineName)),
+               " class=\"label\""));
+    }
+  }
+
+  void NamePoints(std::vector<std::string>* names) const {
+    std::vector<PointLabel> labels;
+    std::vector<size_t> owners;
+    std::vector<Box> obstacles = GuideLabelBoxes();
+    for (size_t i = 0; i < plot_.curves.size(); ++i) {
+      const Curve& curve = plot_.curves[i];
+      const Point* last = LastShown(curve);
+      if (curve.kind != Curve::Kind::kScatter || last == nullptr) continue;
+      const double x = x_.Pixel(last->x), y = y_.Pixel(last->y);
+      obstacles.push_back({x - 4, y - 4, 8, 8});
+      labels.push_back({x, y, CutToWidth(curve.shown_name(), kWidestPointName), curve.name_needed});
+      owners.push_back(i);
+    }
+    std::vector<size_t> order(labels.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::stable_partition(order.begin(), order.end(),
+                          [&labels](size_t i) { return labels[i].needed; });
+    std::vector<PointLabel> sorted;
+    for (const size_t i : order) sorted.push_back(labels[i]);
+    const std::vector<std::optional<PlacedLabel>> places =
+        PlaceLabels(sorted, obstacles, frame_, kFontSize);
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (!places[i].has_value()) continue;
+      const Box& box = places[i]->box;
+      std::string& name = (*names)[owners[order[i]]];
+      if (places[i]->with_leader) {
+        const double x = std::clamp(sorted[i].x, box.x, box.x + box.width);
+        const double y = std::clamp(sorted[i].y, box.y, box.y + box.height);
+        absl::StrAppend(&name, "<path class=\"leader\" d=\"",
+                        Segment(sorted[i].x, sorted[i].y, x, y), "\"/>");
+      }
+      name += Text(box.x, box.y + box.height - 3, sorted[i].text, " class=\"label\"");
+    }
+  }
+
+  std::string Marks() const {
+    std::string out;
+    for (const Mark& mark : plot_.marks) {
+      if (!Shown(mark.point)) continue;
+      absl::StrAppend(
+          &out, "<g class=\"mark ", StyleClass(mark.style), "\"",
+          interactive_ ? Attribute("data-key", mark.key) : "", ">",
+          interactive_ ? absl::StrCat("<title>", EscapeMarkup(mark.description), "</title>") : "",
+          "<circle class=\"ring\" cx=\"", Coordinate(x_.Pixel(mark.point.x)), "\" cy=\"",
+          Coordinate(y_.Pixel(mark.point.y)), "\" r=\"6\"/></g>");
+    }
+    return out;
+  }
+
+  const Plot& plot_;
+  const bool interactive_;
+  const Layout layout_;
+  const Box& frame_;
+  const Scale &x_, &y_;
+};
+
+std::string ViewBox(double width, double height) {
+  return absl::StrCat("viewBox=\"0 0 ", Coordinate(width), " ", Coordinate(height), "\"");
+}
+
+}  // namespace
+
+std::string DrawForPage(const Plot& plot, const std::string& id) {
+  const std::string title =
+      absl::StrCat(plot.title, plot.subtitle.empty() ? "" : ", ", plot.subtitle);
+  return absl::StrCat("<svg class=\"plot\"", Attribute("id", id), " ",
+                      ViewBox(plot.width, plot.height), " role=\"group\"",
+                      Attribute("aria-label", title), ">", Drawing(plot, true).Draw(), "</svg>");
+}
+
+std::string DrawFile(const std::vector<Plot>& plots, int columns, const std::string& title) {
+  if (plots.empty() || columns < 1) return "";
+  columns = std::min<int>(columns, static_cast<int>(plots.size()));
+  double width = 0, height = 0, x = 0, row_height = 0;
+  std::string body;
+  for (size_t i = 0; i < plots.size(); ++i) {
+    if (i > 0 && i % columns == 0) {
+      height += row_height;
+      x = row_height = 0;
+    }
+    absl::StrAppend(&body, "<g transform=\"translate(", Coordinate(x), " ", Coordinate(height),
+                    ")\">", Drawing(plots[i], false).Draw(), "</g>\n");
+    x += plots[i].width;
+    width = std::max(width, x);
+    row_height = std::max(row_height, plots[i].height);
+  }
+  height += row_height;
+  constexpr double kMillimetre = 96 / 25.4;
+  return absl::StrCat("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n",
+                      "<svg xmlns=\"http://www.w3.org/2000/svg\" version=\"1.1\" width=\"",
+                      Coordinate(width / kMillimetre), "mm\" height=\"",
+                      Coordinate(height / kMillimetre), "mm\" ", ViewBox(width, height),
+                      ">\n<title>", EscapeMarkup(title), "</title>\n<style>", PaperStyleSheet(),
+                      "</style>\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n", body,
+                      "</svg>\n");
+}
+
+std::string DrawSwatch(int style, Curve::Kind kind) {
+  const std::string dashes = Dashes(style);
+  std::string out =
+      absl::StrCat("<svg class=\"swatch\" viewBox=\"0 0 26 12\" aria-hidden=\"true\"><g class=\"",
+                   StyleClass(style), "\">");
+  if (kind == Curve::Kind::kLine) {
+    absl::StrAppend(&out, "<path class=\"line\"",
+                    dashes.empty() ? "" : Attribute("stroke-dasharray", dashes),
+                    " d=\"M1 6H25\"/>");
+  }
+  return absl::StrCat(out, "<path class=\"marker\" d=\"", MarkerPath(style, 13, 6, kMarkerRadius),
+                      "\"/></g></svg>");
+}
+
+}  // namespace plot
+}  // namespace tfb

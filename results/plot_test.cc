@@ -1,0 +1,321 @@
+#include "results/plot.h"
+
+#include <stdio.h>
+
+#include <cmath>
+#include <limits>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "results/markup.h"
+#include "results/plot_axis.h"
+#include "results/plot_labels.h"
+#include "results/well_formed.h"
+
+namespace tfb {
+namespace plot {
+namespace {
+
+using ::testing::ElementsAre;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+std::vector<std::string> Labels(const std::vector<Tick>& ticks) {
+  std::vector<std::string> labels;
+  for (const Tick& tick : ticks) {
+    if (!tick.label.empty()) labels.push_back(tick.label);
+  }
+  return labels;
+}
+
+Axis Linear() {
+  Axis axis;
+  axis.logarithmic = false;
+  return axis;
+}
+Axis Binary() {
+  Axis axis;
+  axis.base = 2;
+  return axis;
+}
+
+Curve CurveThrough(std::vector<Point> points, Curve::Kind kind = Curve::Kind::kLine) {
+  Curve curve;
+  curve.name = curve.description = "near";
+  curve.key = "k";
+  curve.kind = kind;
+  curve.points = std::move(points);
+  return curve;
+}
+
+Plot PlotOf(std::vector<Curve> curves) {
+  Plot plot;
+  plot.title = "title";
+  plot.x.title = "tokens";
+  plot.y.title = "time";
+  plot.curves = std::move(curves);
+  return plot;
+}
+
+// The corners of the first drawn line.
+std::vector<std::pair<double, double>> LineOf(const std::string& svg) {
+  const std::string begin = "<path class=\"line\" d=\"M";
+  const size_t at = svg.find(begin);
+  std::vector<std::pair<double, double>> corners;
+  if (at == std::string::npos) return corners;
+  const size_t from = at + begin.size();
+  const std::string path = svg.substr(from, svg.find('"', from) - from);
+  for (const absl::string_view corner : absl::StrSplit(path, 'L')) {
+    const std::vector<std::string> xy = absl::StrSplit(corner, ' ');
+    double x = kNan, y = kNan;
+    EXPECT_TRUE(absl::SimpleAtod(xy[0], &x) && absl::SimpleAtod(xy[1], &y)) << corner;
+    corners.emplace_back(x, y);
+  }
+  return corners;
+}
+
+TEST(Markup, EscapesWhatMarkupMeansAndReplacesWhatXmlForbids) {
+  EXPECT_EQ(EscapeMarkup("<script>&\"'</script>"), "&lt;script&gt;&amp;&quot;&#39;&lt;/script&gt;");
+  EXPECT_EQ(EscapeMarkup("µs · n²"), "µs · n²");
+  const std::string replaced = "\xef\xbf\xbd";
+  EXPECT_EQ(EscapeMarkup(absl::string_view("a\0\x1b\x7f", 4)),
+            absl::StrCat("a", replaced, replaced, "\x7f"));
+  EXPECT_EQ(EscapeMarkup("\xff"), replaced);
+  EXPECT_EQ(EscapeMarkup("\xc3"), replaced);                                // cut
+  EXPECT_EQ(EscapeMarkup("\xc0\xaf"), replaced + replaced);                 // overlong
+  EXPECT_EQ(EscapeMarkup("\xef\xbf\xbe"), replaced + replaced + replaced);  // U+FFFE
+  EXPECT_EQ(EscapeMarkup("\xed\xa0\x80"), replaced + replaced + replaced);  // a surrogate
+  EXPECT_EQ(EscapeMarkup("\xc2\x85"), replaced + replaced);                 // a control character
+}
+
+TEST(Markup, CoordinatesHaveNoExponentAndNoZerosAtTheEnd) {
+  EXPECT_EQ(Coordinate(1.5), "1.5");
+  EXPECT_EQ(Coordinate(100), "100");
+  EXPECT_EQ(Coordinate(-0.001), "0");
+  EXPECT_EQ(Coordinate(1e-9), "0");
+  EXPECT_EQ(Coordinate(kNan), "0");
+  EXPECT_EQ(Coordinate(kInfinity), "0");
+}
+
+TEST(Scale, MapsLogarithmicallyBetweenItsEnds) {
+  const Scale scale(Axis(), {1, 100}, 0, 200);
+  EXPECT_DOUBLE_EQ(scale.Pixel(1), 0);
+  EXPECT_DOUBLE_EQ(scale.Pixel(10), 100);
+  EXPECT_DOUBLE_EQ(scale.Pixel(100), 200);
+  const Scale upwards(Linear(), {0, 4}, 100, 0);
+  EXPECT_DOUBLE_EQ(upwards.Pixel(1), 75);
+}
+
+TEST(Scale, LabelsPowersOfTenAndBetweenThemWhereThereIsRoom) {
+  EXPECT_THAT(Labels(Scale(Axis(), {0.9, 1100}, 0, 240).Ticks(60)),
+              ElementsAre("1", "10", "100", "1000"));
+  EXPECT_THAT(Labels(Scale(Axis(), {0.9, 110}, 0, 600).Ticks(60)),
+              ElementsAre("1", "2", "5", "10", "20", "50", "100"));
+  // Every fourth power of 24, with nothing between.
+  const std::vector<Tick> wide = Scale(Axis(), {1e-12, 1e12}, 0, 360).Ticks(60);
+  EXPECT_THAT(Labels(wide),
+              ElementsAre("1e-12", "1e-08", "0.0001", "1", "10000", "1e+08", "1e+12"));
+}
+
+TEST(Scale, LabelsPowersOfTwo) {
+  EXPECT_THAT(Labels(Scale(Binary(), {200, 5000}, 0, 500).Ticks(60)),
+              ElementsAre("256", "512", "1024", "2048", "4096"));
+  EXPECT_THAT(Labels(Scale(Binary(), {200, 5000}, 0, 150).Ticks(60)), ElementsAre("512", "4096"));
+}
+
+TEST(Scale, LabelsRoundNumbersOnLinearAndOnShortAxes) {
+  EXPECT_THAT(Labels(Scale(Linear(), {-0.05, 1.05}, 0, 360).Ticks(60)),
+              ElementsAre("0", "0.2", "0.4", "0.6", "0.8", "1"));
+  // Less than a factor of five: between two powers of ten there would be one label or none.
+  EXPECT_THAT(Labels(Scale(Axis(), {2.4, 3.3}, 0, 300).Ticks(60)),
+              ElementsAre("2.4", "2.6", "2.8", "3", "3.2"));
+  for (const double high : {11.0, 19.0, 45.0, 70.0, 95.0, 150.0}) {
+    EXPECT_GE(Labels(Scale(Axis(), {9.9, high}, 0, 120).Ticks(60)).size(), 2u) << high;
+  }
+}
+
+TEST(Range, LeavesAirAroundValuesAndIsNeverEmpty) {
+  const Range range = RangeOf(Axis(), {1, 100});
+  EXPECT_NEAR(range.low, std::pow(100, -0.05), 1e-12);
+  EXPECT_NEAR(range.high, std::pow(100, 1.05), 1e-9);
+  for (const Axis& axis : {Axis(), Binary(), Linear()}) {
+    for (const std::vector<double>& values : {std::vector<double>{},
+                                              {0},
+                                              {512},
+                                              {512, 512},
+                                              {kNan, kInfinity, -kInfinity},
+                                              {-1, 0},
+                                              {1e-320, 1e308},
+                                              {5e-324},
+                                              {1.7e308},
+                                              {-1.7e308, 1.7e308},
+                                              {1e-100, 1e100},
+                                              {-1e100, 1e100}}) {
+      const Range degenerate = RangeOf(axis, values);
+      EXPECT_LT(degenerate.low, degenerate.high);
+      EXPECT_TRUE(std::isfinite(degenerate.low) && std::isfinite(degenerate.high));
+      const Scale scale(axis, degenerate, 0, 300);
+      EXPECT_LT(scale.Ticks(60).size(), 1000u);
+      for (const Tick& tick : scale.Ticks(60)) EXPECT_TRUE(std::isfinite(scale.Pixel(tick.value)));
+    }
+  }
+}
+
+TEST(Spread, KeepsLabelsApartWithinTheirColumn) {
+  EXPECT_THAT(Spread({10, 50, 90}, 12, 0, 100), ElementsAre(10, 50, 90));
+  EXPECT_THAT(Spread({50, 50}, 12, 0, 100), ElementsAre(44, 56));
+  EXPECT_THAT(Spread({0, 1}, 12, 0, 100), ElementsAre(0, 12));
+  EXPECT_THAT(Spread({99, 100}, 12, 0, 100), ElementsAre(88, 100));
+  EXPECT_THAT(Spread({90, 10}, 12, 0, 100), ElementsAre(90, 10));  // in the order given
+  EXPECT_THAT(Spread({}, 12, 0, 100), ElementsAre());
+  const std::vector<double> crowded = Spread(std::vector<double>(11, 50), 12, 0, 100);
+  EXPECT_DOUBLE_EQ(crowded.front(), 0);
+  EXPECT_DOUBLE_EQ(crowded.back(), 100);
+  EXPECT_DOUBLE_EQ(crowded[1] - crowded[0], 10);
+}
+
+TEST(PlaceLabels, LeavesNoLabelOnAnotherOrOnAPoint) {
+  std::vector<PointLabel> labels;
+  std::vector<Box> obstacles;
+  for (int i = 0; i < 30; ++i) {
+    const double x = 100 + 7 * (i % 6), y = 100 + 7 * (i / 6);
+    labels.push_back({x, y, absl::StrCat("technique_", i), i < 5});
+    obstacles.push_back({x - 4, y - 4, 8, 8});
+  }
+  const Box area{0, 0, 400, 300};
+  const auto places = PlaceLabels(labels, obstacles, area, 10);
+  std::vector<Box> taken = obstacles;
+  int placed = 0;
+  for (const auto& place : places) {
+    if (!place.has_value()) continue;
+    ++placed;
+    EXPECT_TRUE(area.Contains(place->box));
+    for (const Box& box : taken) EXPECT_FALSE(place->box.Overlaps(box));
+    taken.push_back(place->box);
+  }
+  EXPECT_GE(placed, 5);
+  EXPECT_LT(placed, 30);  // there is no room for all around the crowd
+}
+
+TEST(Plot, DrawsAPowerLawAsAStraightLineOfItsSlope) {
+  const std::string svg = DrawForPage(
+      PlotOf({CurveThrough({{256, 1, {}, {}}, {1024, 16, {}, {}}, {4096, 256, {}, {}}})}), "p");
+  const auto line = LineOf(svg);
+  ASSERT_EQ(line.size(), 3u);
+  EXPECT_NEAR(line[1].first, (line[0].first + line[2].first) / 2, 0.1);
+  EXPECT_NEAR(line[1].second, (line[0].second + line[2].second) / 2, 0.1);
+  EXPECT_LT(line[2].second, line[0].second);  // upwards
+}
+
+TEST(Plot, LeavesOutPointsWithoutAPlace) {
+  const std::string svg = DrawForPage(PlotOf({CurveThrough({{256, 1, {}, {}},
+                                                            {512, kNan, {}, {}},
+                                                            {1024, 0, {}, {}},
+                                                            {2048, kInfinity, {}, {}},
+                                                            {-1, 3, {}, {}},
+                                                            {4096, 256, {}, {}}})}),
+                                      "p");
+  EXPECT_EQ(LineOf(svg).size(), 2u);
+  EXPECT_EQ(svg.find("nan"), std::string::npos);
+  EXPECT_EQ(svg.find("inf"), std::string::npos);
+}
+
+TEST(Plot, IsWellFormedWhateverItHolds) {
+  const std::vector<std::vector<Point>> degenerate = {
+      {},
+      {{512, 1, {}, {}}},
+      {{512, 1, {}, {}}, {512, 2, {}, {}}},
+      {{512, 0, {}, {}}},
+      {{kNan, kNan, {}, {}}},
+      {{1e-300, 1e300, 0, kInfinity}, {1e300, 1e-300, kNan, 1}}};
+  for (const auto& points : degenerate) {
+    for (const Curve::Kind kind :
+         {Curve::Kind::kLine, Curve::Kind::kFaint, Curve::Kind::kScatter}) {
+      Plot plot = PlotOf({CurveThrough(points, kind)});
+      plot.curves[0].name = plot.curves[0].description = "</svg><script>alert(\"1\")</script>&";
+      plot.curves[0].key = plot.curves[0].group = "\"'><";
+      plot.title = plot.subtitle = "<b>";
+      plot.slopes = {{2, "n²"}, {1, "n"}};
+      plot.guides.resize(1);
+      plot.guides[0].label = "<i>";
+      plot.guides[0].points = {{1, 1, {}, {}}, {10, 10, {}, {}}};
+      plot.marks.push_back({{512, 1, {}, {}}, 0, "\"", "<"});
+      plot.keys = {{"<k>", 0, Curve::Kind::kLine, false, true}};
+      for (const std::string& svg :
+           {DrawForPage(plot, "p"), DrawFile({plot, plot, plot}, 2, "<t>")}) {
+        EXPECT_EQ(MarkupProblem(svg, false), "") << svg;
+        EXPECT_FALSE(absl::StrContains(svg, "<script"));
+        EXPECT_FALSE(absl::StrContains(svg, "<i>"));
+        for (const char* number : {"\"nan", " nan", "Mnan", "inf ", "-inf", "1e+"}) {
+          EXPECT_FALSE(absl::StrContains(svg, number)) << number << " in " << svg;
+        }
+      }
+    }
+  }
+}
+
+TEST(Plot, TellsCurvesApartWithoutColour) {
+  std::vector<Curve> curves;
+  for (int style = 0; style < kStyles; ++style) {
+    curves.push_back(CurveThrough({{1, 1.0 + style, {}, {}}, {2, 2.0 + style, {}, {}}}));
+    curves.back().style = style;
+    curves.back().name = absl::StrCat("curve ", style);
+  }
+  const std::string svg = DrawForPage(PlotOf(curves), "p");
+  for (int style = 0; style < kStyles; ++style) {
+    EXPECT_TRUE(absl::StrContains(svg, absl::StrCat(">curve ", style, "</text>")));
+  }
+  std::set<std::string> swatches;
+  for (int style = kReferenceStyle; style < 7 * kStyles; ++style) {
+    swatches.insert(DrawSwatch(style, Curve::Kind::kScatter));
+  }
+  EXPECT_EQ(swatches.size(), 7u * kStyles + 1);
+}
+
+TEST(Plot, FilesHaveTheSizeOfPaperAndTheirColours) {
+  Plot plot = PlotOf({CurveThrough({{1, 1, {}, {}}, {2, 2, {}, {}}})});
+  plot.width = 90 * 96 / 25.4;
+  plot.height = 60 * 96 / 25.4;
+  const std::string svg = DrawFile({plot, plot, plot}, 2, "t");
+  EXPECT_TRUE(absl::StrContains(svg, "width=\"180mm\" height=\"120mm\"")) << svg.substr(0, 300);
+  EXPECT_TRUE(absl::StrContains(svg, "fill=\"#fff\""));
+  EXPECT_FALSE(absl::StrContains(svg, "var("));
+  EXPECT_FALSE(absl::StrContains(svg, "tabindex"));
+  EXPECT_EQ(DrawFile({}, 2, "t"), "");
+}
+
+TEST(Plot, SlopesAreAsSteepAsTheAxesMakeThem) {
+  Plot plot = PlotOf({CurveThrough({{256, 1, {}, {}}, {4096, 256, {}, {}}})});
+  plot.slopes = {{2, "n²"}};
+  const std::string svg = DrawForPage(plot, "p");
+  const auto line = LineOf(svg);
+  const size_t at = svg.find("stroke-dasharray=\"3 2\" d=\"M");
+  ASSERT_NE(at, std::string::npos);
+  double x1, y1, x2, y2;
+  ASSERT_EQ(
+      sscanf(svg.c_str() + at, "stroke-dasharray=\"3 2\" d=\"M%lf %lfL%lf %lf", &x1, &y1, &x2, &y2),
+      4);
+  EXPECT_NEAR((y2 - y1) / (x2 - x1),
+              (line[1].second - line[0].second) / (line[1].first - line[0].first), 0.01);
+}
+
+TEST(WellFormed, FindsWhatIsWrong) {
+  EXPECT_EQ(MarkupProblem("<a b=\"1\"><c/>x &amp; y</a>", false), "");
+  for (const char* wrong : {"<a>", "<a></b>", "<a b=1></a>", "<a b=\"1\" b=\"2\"/>", "a & b", "<>",
+                            "<a b=\"<\"/>", "<a b/>"}) {
+    EXPECT_NE(MarkupProblem(wrong, false), "") << wrong;
+  }
+}
+
+}  // namespace
+}  // namespace plot
+}  // namespace tfb

@@ -1,0 +1,110 @@
+// The rows that the tables of a report are made of, and the numbers in them. Private to the report.
+#ifndef TFB_RESULTS_REPORT_ROWS_H_
+#define TFB_RESULTS_REPORT_ROWS_H_
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "results/analysis.h"
+#include "results/table.h"
+
+namespace tfb {
+namespace report {
+
+inline constexpr int kLeastNameWidth = 16;
+
+// A row of a table.
+struct Row {
+  const Series* series = nullptr;  // whose name and description stand for all
+  std::vector<const Case*> cases;
+  bool causal = false;
+  std::string layer;  // as it is shown; empty where the row holds several
+};
+
+// What one table holds: groups of an analysis that differ in nothing but layer and mask.
+struct TableGroup {
+  std::vector<const SeriesGroup*> groups;
+  const SeriesGroup& front() const { return *groups.front(); }
+  Case::Purpose purpose() const { return front().purpose; }
+  const Case& first() const { return front().first(); }
+  std::vector<const Series*> AllSeries() const {
+    std::vector<const Series*> all;
+    for (const SeriesGroup* group : groups) {
+      for (const Series& series : group->series) all.push_back(&series);
+    }
+    return all;
+  }
+};
+
+std::vector<TableGroup> TableGroups(const Analysis& analysis);
+// In the order in which they are shown: all layers of an input in one row, or one each.
+std::vector<Row> RowsOf(const TableGroup& group, bool by_layer);
+// As they are shown, in the order of the file.
+std::vector<std::string> LayersOf(const std::vector<const Case*>& cases);
+std::vector<std::string> LayersOf(const TableGroup& group);
+
+// With the number of seeds where there are several.
+std::string SeriesName(const Series& series);
+std::string FamilyOf(const Series& series);
+// "tokens", "keys" or "queries": what a group's lengths count.
+std::string LengthName(const TableGroup& group);
+// What all rows of the group share. Masks and layers of accuracy are told apart by the rows.
+std::string GroupTitle(absl::string_view what, const TableGroup& group);
+
+// The columns that say what a row is, of which a table has those that tell its rows apart.
+class RowHead {
+ public:
+  RowHead(const TableGroup& group, bool by_layer);
+  void AddColumns(Table* table) const;
+  std::vector<TableCell> Cells(const Row& row) const;
+
+ private:
+  const TableGroup& group_;
+  const size_t layers_;
+  const bool by_layer_;
+  const bool with_mask_;
+  const bool with_device_;
+};
+
+// The unit in which a table's times are readable.
+struct TimeUnit {
+  const char* name = "ms";
+  double ns = 1e6;
+};
+TimeUnit UnitOf(const TableGroup& group);
+
+// Whether a case was tried.
+bool Ran(const Case& result);
+// The worst status of cases that share a place: what a reader must not overlook.
+Outcome::Status WorstStatus(const std::vector<const Case*>& cases);
+TableCell StatusCell(Outcome::Status status);
+
+// A number of a case, or nothing.
+using CaseNumber = std::function<std::optional<double>(const Case&)>;
+std::vector<double> Values(const std::vector<const Case*>& cases, const CaseNumber& number);
+// NaN where one of them is.
+std::optional<double> MedianValue(const std::vector<const Case*>& cases, const CaseNumber& number);
+std::optional<double> WorstValue(const std::vector<const Case*>& cases, const CaseNumber& number);
+bool AnyHas(const TableGroup& group, const CaseNumber& number);
+
+// Relative where it is known: the one number to compare techniques by.
+std::optional<double> DenseError(const Case& result);
+// Of what a technique or the harness reports by name.
+std::optional<double> Statistic(const Case& result, absl::string_view name);
+// harness/language_model.h defines it.
+std::optional<double> BitsPerByte(const Case& result);
+TableCell BitsPerByteCell(const std::vector<const Case*>& cases);
+// harness/extrapolation.h defines the two.
+std::optional<double> ExtrapolationChange(const Case& result);
+std::optional<double> ExtrapolationReshape(const Case& result);
+
+// Without the tables that have no rows.
+std::vector<Table> WithRows(std::vector<Table> tables);
+
+}  // namespace report
+}  // namespace tfb
+
+#endif  // TFB_RESULTS_REPORT_ROWS_H_
