@@ -22,6 +22,7 @@ ABSL_FLAG(
 namespace tfb {
 namespace {
 
+constexpr char kProgram[] = "merge";
 constexpr char kUsage[] =
     "merge FILE... --output=FILE\n"
     "Joins result files: of the shards of a sweep, or of several machines. Every environment is\n"
@@ -29,7 +30,7 @@ constexpr char kUsage[] =
     "file. A torn last record is left out and told.\n\n"
     "Exit status: 0 done, 2 bad usage, an unreadable file, or files that contradict each other.";
 
-absl::Status MergeAll(const CommandLine& line) {
+absl::StatusOr<int> MergeAll(const CommandLine& line) {
   const std::string output = absl::GetFlag(FLAGS_output);
   if (output.empty()) return absl::InvalidArgumentError("--output=FILE is wanted");
   if (line.arguments.empty()) return absl::InvalidArgumentError("name the files to merge");
@@ -37,7 +38,7 @@ absl::Status MergeAll(const CommandLine& line) {
   for (const std::string& argument : line.arguments) paths.push_back(CallerPath(argument));
   absl::StatusOr<Merged> merged = MergeResultFiles(paths);
   if (!merged.ok()) return merged.status();
-  for (const std::string& note : merged->notes) PrintError("merge", note);
+  for (const std::string& note : merged->notes) PrintError(kProgram, note);
   const std::string path = CallerPath(output);
   const absl::Status written = WriteResultFile(path, merged->results);
   if (!written.ok()) return written;
@@ -50,28 +51,12 @@ absl::Status MergeAll(const CommandLine& line) {
                                 : "",
                             ": ", path, "\n")
             << std::flush;
-  return absl::OkStatus();
-}
-
-int Main(const std::vector<std::string>& argv) {
-  absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
-  if (!line.ok()) {
-    PrintError("merge", line.status().message());
-    return kExitBadUsage;
-  }
-  if (line->help) {
-    std::cout << HelpText(kUsage);
-    return kExitDone;
-  }
-  const absl::Status status = MergeAll(*line);
-  if (!status.ok()) {
-    PrintError("merge", status.message());
-    return kExitBadUsage;
-  }
   return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::MergeAll);
+}

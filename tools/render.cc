@@ -56,6 +56,7 @@ ABSL_FLAG(
 namespace tfb {
 namespace {
 
+constexpr char kProgram[] = "render";
 constexpr char kUsage[] =
     "render [FILE...] [--format=terminal|markdown|html|csv|json|benchmark_json] [--output=FILE]\n"
     "render [FILE...] --format=svg|png --plot=scaling|frontier|memory|roofline [--output=FILE]\n"
@@ -118,7 +119,7 @@ absl::Status ReadAll(const std::vector<std::string>& paths, ResultSet* results,
       const std::string note =
           absl::StrCat(path, ": ", file->torn_bytes, " bytes of a torn last record were left out");
       options->notes.push_back(note);
-      PrintError("render", note);
+      PrintError(kProgram, note);
     }
   }
   return absl::OkStatus();
@@ -155,7 +156,7 @@ absl::Status RenderPlot(const ResultSet& results) {
   return WritePng(*svg, absl::GetFlag(FLAGS_dpi), CallerPath(output));
 }
 
-absl::Status RenderAll(const CommandLine& line) {
+absl::StatusOr<int> RenderAll(const CommandLine& line) {
   const bool plot = IsPlotFormat(absl::GetFlag(FLAGS_format));
   RenderOptions options;
   if (!plot) {
@@ -171,28 +172,14 @@ absl::Status RenderAll(const CommandLine& line) {
   ResultSet results;
   const absl::Status read = ReadAll(*paths, &results, &options);
   if (!read.ok()) return read;
-  return plot ? RenderPlot(results) : Write(Render(results, options));
-}
-
-int Main(const std::vector<std::string>& argv) {
-  absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
-  if (!line.ok()) {
-    PrintError("render", line.status().message());
-    return kExitBadUsage;
-  }
-  if (line->help) {
-    std::cout << HelpText(kUsage);
-    return kExitDone;
-  }
-  const absl::Status status = RenderAll(*line);
-  if (!status.ok()) {
-    PrintError("render", status.message());
-    return kExitBadUsage;
-  }
+  const absl::Status shown = plot ? RenderPlot(results) : Write(Render(results, options));
+  if (!shown.ok()) return shown;
   return kExitDone;
 }
 
 }  // namespace
 }  // namespace tfb
 
-int main(int argc, char** argv) { return tfb::Main({argv, argv + argc}); }
+int main(int argc, char** argv) {
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::RenderAll);
+}
