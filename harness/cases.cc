@@ -248,7 +248,7 @@ int64_t LengthOf(const SweepCase& sweep_case) {
 }
 
 // Each case goes to the part that has the least to do so far, those of most effort first.
-absl::Status KeepShard(absl::string_view shard, std::vector<SweepCase>* cases) {
+absl::Status KeepShard(absl::string_view shard, CaseList* list) {
   if (shard.empty()) return absl::OkStatus();
   constexpr int kMostShards = 10000;
   const std::vector<absl::string_view> parts = absl::StrSplit(shard, '/');
@@ -258,25 +258,23 @@ absl::Status KeepShard(absl::string_view shard, std::vector<SweepCase>* cases) {
     return FlagError("shard", absl::StrCat("\"", shard, "\"; wanted is a part of up to ",
                                            kMostShards, ", as in 2/4"));
   }
-  std::vector<size_t> order(cases->size());
+  std::vector<SweepCase> cases = std::move(list->cases());
+  std::vector<size_t> order(cases.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return RelativeEffort((*cases)[a]) > RelativeEffort((*cases)[b]);
+    return RelativeEffort(cases[a]) > RelativeEffort(cases[b]);
   });
   std::vector<double> efforts(static_cast<size_t>(count), 0.0);
-  std::vector<bool> kept(cases->size());
+  std::vector<bool> kept(cases.size());
   for (const size_t i : order) {
     const auto least = std::min_element(efforts.begin(), efforts.end());
-    *least += RelativeEffort((*cases)[i]);
+    *least += RelativeEffort(cases[i]);
     kept[i] = least - efforts.begin() == wanted - 1;
   }
-  size_t end = 0;
-  for (size_t i = 0; i < cases->size(); ++i) {
-    if (!kept[i]) continue;
-    if (end != i) (*cases)[end] = std::move((*cases)[i]);
-    ++end;
+  *list = CaseList();
+  for (size_t i = 0; i < cases.size(); ++i) {
+    if (kept[i]) list->Add(std::move(cases[i]));
   }
-  cases->resize(end);
   return absl::OkStatus();
 }
 
@@ -411,7 +409,7 @@ absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const R
     return FlagError("lengths", absl::StrCat("no case is left: no input of \"", flags.inputs,
                                              "\" has as many tokens as \"", flags.lengths, "\""));
   }
-  TFB_RETURN_IF_ERROR(KeepShard(flags.shard, &list.cases()));
+  TFB_RETURN_IF_ERROR(KeepShard(flags.shard, &list));
   if (flags.counterparts) AddCounterparts(registry, &list);
 
   std::vector<SweepCase> cases = std::move(list.cases());

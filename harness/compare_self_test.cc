@@ -35,10 +35,13 @@ ABSL_FLAG(double, threshold, 1.05, "As of compare.");
 ABSL_FLAG(std::string, techniques, "*", "What to sweep, as of sweep.");
 ABSL_FLAG(std::string, lengths, "512", "Tokens, as of sweep.");
 ABSL_FLAG(int, threads, 1, "Threads on the CPU.");
-ABSL_FLAG(int, repetitions, 15, "Samples of a run.");
-ABSL_FLAG(int, rounds, 1, "Visits over which they are spread, as of sweep.");
-ABSL_FLAG(std::string, min_time, "5ms", "As of sweep.");
-ABSL_FLAG(std::string, time_budget, "60s", "Of one sweep, as of sweep.");
+ABSL_FLAG(int, repetitions, 201, "Samples of a run.");
+ABSL_FLAG(
+    int, rounds, 3,
+    "Visits over which they are spread, as of sweep. With 1, where a layer's memory happens to "
+    "lie is the same for all samples of a sweep, and differs between two.");
+ABSL_FLAG(std::string, min_time, "1ms", "As of sweep.");
+ABSL_FLAG(std::string, time_budget, "60s", "Of one sweep, as of sweep. 0: no limit.");
 ABSL_FLAG(std::string, keep, "", "A folder for the result files. Empty: they are deleted.");
 
 namespace tfb {

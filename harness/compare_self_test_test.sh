@@ -8,7 +8,7 @@ fail() {
   exit 1
 }
 
-out="$("$1" --runs=1 --slow_down=16 --threshold=2 --techniques=dense,toy_mean --lengths=128 --min_time=30ms \
+out="$("$1" --runs=1 --slow_down=16 --threshold=2 --techniques=dense,toy_mean --lengths=128 --repetitions=15 --rounds=1 --min_time=30ms \
   --keep="$TEST_TMPDIR/kept" 2> "$TEST_TMPDIR/err")"
 status=$?
 (( status == 0 )) || fail "exit status $status: $out $(cat "$TEST_TMPDIR/err")"

@@ -388,8 +388,9 @@ TEST_F(SweepTest, ProgressIsRedrawnOnATerminal) {
 }
 
 TEST_F(SweepTest, ShardsTogetherHaveTheCasesOfTheWholeAndEachItsCounterparts) {
-  const std::vector<std::string> sweep = {"--techniques=toy_mean,toy_causal:rounds=*,toy_stream",
-                                          "--lengths=8:64", "--devices=cpu"};
+  const std::vector<std::string> sweep = {
+      "--techniques=dense,toy_mean,toy_causal:rounds=*,toy_stream", "--lengths=8:64",
+      "--devices=cpu"};
   const auto with = [&](std::vector<std::string> more) {
     more.insert(more.begin(), sweep.begin(), sweep.end());
     return more;
