@@ -72,6 +72,7 @@ class Page {
     Details();
     Outcomes();
     Environments();
+    body_ += "</section>\n";
     return absl::StrCat(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
         "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
@@ -142,9 +143,10 @@ class Page {
   }
 
   void Section(absl::string_view title) {
+    if (!sections_.empty()) body_ += "</section>\n";
     const std::string id = absl::StrCat("section-", sections_.size() + 1);
     sections_.emplace_back(id, std::string(title));
-    body_ += Element("h2", title, Attribute("id", id));
+    absl::StrAppend(&body_, "<section", Attribute("id", id), ">", Element("h2", title));
   }
 
   void AddTable(const Table& table) {
@@ -249,6 +251,7 @@ class Page {
   }
 
   void AddFigure(const Figure& figure, bool by_kind) {
+    body_ += "<section>";
     body_ += Element("h3", by_kind ? std::string(Heading(figure.kind)) : figure.title);
     body_ += Element("p", figure.caption, " class=\"caption\"");
     const bool wide = figure.panels.size() == 1 && figure.panels.front().width > 700;
@@ -257,6 +260,7 @@ class Page {
     for (const plot::Plot& panel : figure.panels) AddPanel(panel);
     body_ += "</div>\n";
     Folded("The numbers behind it", {figure.data});
+    body_ += "</section>\n";
   }
 
   void AddPanel(plot::Plot panel) {
@@ -297,7 +301,7 @@ class Page {
 }  // namespace
 
 std::string ToHtml(const Table& table, const std::string& id) {
-  std::string out;
+  std::string out = "<section>";
   if (!table.title.empty()) out += Element("h3", table.title, Attribute("id", id + "-title"));
   const bool tall = table.rows.size() > kTallTable;
   // What scrolls can be reached by keyboard.
@@ -325,7 +329,7 @@ std::string ToHtml(const Table& table, const std::string& id) {
   }
   out += "</tbody></table></div>\n";
   for (const std::string& note : table.notes) out += Element("p", note, " class=\"note\"");
-  return out;
+  return out + "</section>\n";
 }
 
 std::string RenderPage(const Analysis& analysis, const PageOptions& options) {

@@ -74,6 +74,7 @@
   const words = () => state.text.toLowerCase().split(/\s+/).filter(Boolean);
   const applyFilter = () => {
     const wanted = words();
+    const filtered = wanted.length > 0 || state.family !== '';
     const matches = (text, family) => (!state.family || family === state.family) &&
         wanted.every((word) => text.toLowerCase().includes(word));
     let shown = 0, total = 0;
@@ -95,9 +96,17 @@
       stopAt(figure, left.find((curve) => curve.tabIndex === 0) || left[0]);
       const visible = new Set(left.map((curve) => curve.dataset.key));
       all('.mark', figure).forEach((mark) => mark.classList.toggle('off', !visible.has(mark.dataset.key)));
-      figure.hidden = kept === 0 && (wanted.length > 0 || state.family !== '');
+      figure.hidden = kept === 0 && filtered;
     });
-    output.textContent = wanted.length || state.family ? `${shown} of ${total} rows` : '';
+    // What is left empty goes with its headings, and with what leads to it.
+    all('section, details').forEach((part) => {
+      const contents = all('figure, tr[data-family]', part);
+      part.hidden = contents.length > 0 && contents.every((one) => one.hidden);
+    });
+    all('nav a').forEach((link) => {
+      link.parentElement.hidden = document.getElementById(link.hash.slice(1)).hidden;
+    });
+    output.textContent = filtered ? `${shown} of ${total} rows` : '';
     form.elements.text.value = state.text;
     form.elements.family.value = state.family;
   };

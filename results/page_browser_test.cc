@@ -125,6 +125,11 @@ constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
   set('text', '');
   set('family', 'memory');
   found.by_family = [names().length, curves()];
+  set('text', 'no technique');
+  const empty = (part) => !all('figure, tbody tr, summary, p:not([class])', part).some(shown);
+  found.empty = all('section').filter((part) => shown(part) && empty(part)).map((part) => part.textContent);
+  found.links = [all('nav a').length, all('nav a').filter(shown).length];
+  found.dead_links = all('nav a').filter((link) => shown(link) && !shown(document.querySelector(link.hash))).length;
   form.dispatchEvent(new Event('reset', {cancelable: true}));
   found.reset = [names().length, curves()];
 
@@ -240,6 +245,9 @@ TEST_F(PageInBrowser, DrawsEveryTechniqueSortsFiltersAndLoadsNothing) {
   EXPECT_EQ(found["by_text"].size(), 11u);  // technique_1 and technique_10 to 19
   EXPECT_EQ(found["curves_by_text"], 11);
   EXPECT_EQ(found["by_family"], Json({11, 11}));  // 2, 6, ..., 42
+  EXPECT_EQ(found["empty"], Json::array());
+  EXPECT_GT(found["links"][0], found["links"][1]);
+  EXPECT_EQ(found["dead_links"], 0);
 
   EXPECT_EQ(found["toggled"], Json({"false", 1, false}));
   EXPECT_EQ(found["toggled_back"], Json({"true", true}));

@@ -1,6 +1,7 @@
 #include "harness/conformance/case_table.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -8,40 +9,50 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "harness/conformance/subject.h"
 
 namespace tfb::conformance {
 namespace {
 
-constexpr char kIntroduction[] =
-    "# Conformance cases\n\n"
-    "Every technique runs the cases of this folder, on the CPU and in the simulator of GPUs, as "
-    "its\n"
-    "`:NAME_conformance_test` and `:NAME_cuda_conformance_test`. A case that a technique does not "
-    "admit is\nskipped with the reason. This table is made from a run of all of them:\n\n"
-    "```\n"
-    "bazel run //harness:all_conformance -- --table=$PWD/harness/conformance/CASES.md\n"
-    "```\n\n";
+constexpr char kIntroduction[] = R"(# Conformance cases
 
-// One line, as it stands in a table.
-std::string Flat(absl::string_view text) {
-  return absl::StrReplaceAll(absl::StripAsciiWhitespace(text), {{"\n", " "}, {"|", "\\|"}});
+Every technique runs the cases of this folder as its `:NAME_conformance_test` on the CPU, and as its
+`:NAME_cuda_conformance_test` in the simulator of GPUs and on a GPU where there is one. A case that a
+technique does not admit is skipped with the reason. These tables are of a run of all of them on the
+CPU:
+
+```
+bazel run //harness:all_conformance -- --table=$PWD/harness/conformance/CASES.md
+```
+)";
+
+// What a reason says of all problems alike, in a line: without the sizes, and without the name.
+std::string Generalized(std::string reason, const std::string& technique) {
+  reason = absl::StrReplaceAll(absl::StripAsciiWhitespace(reason), {{"\n", " "}, {"|", "\\|"}});
+  for (const char* detail : {": ", "; "}) reason = reason.substr(0, reason.find(detail));
+  for (const std::string& name : {technique, std::string("the technique")}) {
+    reason = std::string(absl::StripPrefix(reason, absl::StrCat(name, " ")));
+    reason = std::string(absl::StripPrefix(reason, absl::StrCat("in ", name, " ")));
+  }
+  return reason;
 }
 
-// Of the reasons on several problems the one that says most: that a technique is only causal, or never,
-// is said by the others as well.
+// Of the reasons on several problems the one that says most: that a form is missing, the others say
+// as well.
 std::string Choose(const std::set<std::string>& reasons) {
   for (const std::string& reason : reasons) {
     if (!absl::StrContains(reason, "causal only") && !absl::StrContains(reason, "no causal form")) {
       return reason;
     }
   }
-  return reasons.empty() ? "" : *reasons.begin();
+  return reasons.empty() ? "it has no such test" : *reasons.begin();
 }
 
 }  // namespace
 
 void CaseTable::OnTestPartResult(const ::testing::TestPartResult& result) {
-  if (result.skipped()) reason_ = Flat(result.summary());
+  if (result.skipped()) reason_ = result.summary();
 }
 
 void CaseTable::OnTestEnd(const ::testing::TestInfo& test) {
@@ -50,35 +61,80 @@ void CaseTable::OnTestEnd(const ::testing::TestInfo& test) {
   if (std::find(cases_.begin(), cases_.end(), one) == cases_.end()) cases_.push_back(one);
   Entry& entry = techniques_[test.test_suite_name()][one];
   if (test.result()->Skipped()) {
-    entry.reasons.insert(reason_);
+    entry.reasons.insert(Generalized(reason_, test.test_suite_name()));
   } else {
     entry.ran = true;
   }
   reason_.clear();
 }
 
-std::string CaseTable::ToMarkdown() const {
-  std::string text = kIntroduction;
-  absl::StrAppend(&text, "| technique | runs | does not admit |\n|---|---:|---|\n");
-  for (const auto& [technique, entries] : techniques_) {
-    int ran = 0;
-    std::map<std::string, std::vector<std::string>> refused;  // cases by reason
+const CaseTable::Entry& CaseTable::EntryOf(const std::string& technique,
+                                           const std::string& one) const {
+  static const Entry& none = *new Entry;
+  const auto& entries = techniques_.at(technique);
+  const auto entry = entries.find(one);
+  return entry == entries.end() ? none : entry->second;
+}
+
+std::string CaseTable::ByTechnique() const {
+  std::string text =
+      "\n## By technique\n\n| technique | runs | does not admit, of the cases |\n|---|---:|---|\n";
+  for (const auto& technique : techniques_) {
+    size_t ran = 0;
+    std::map<std::string, int> refused;  // cases by reason
     for (const std::string& one : cases_) {
-      const auto entry = entries.find(one);
-      if (entry == entries.end()) continue;
-      ran += entry->second.ran;
-      if (entry->second.ran) continue;
-      refused[Choose(entry->second.reasons)].push_back(one);
+      const Entry& entry = EntryOf(technique.first, one);
+      ran += entry.ran;
+      if (!entry.ran) ++refused[Choose(entry.reasons)];
     }
-    std::vector<std::string> lines;
-    for (const auto& [reason, cases] : refused) {
-      lines.push_back(absl::StrCat("*", reason, "*: ", absl::StrJoin(cases, ", ")));
+    std::vector<std::string> reasons;
+    for (const auto& [reason, count] : refused) {
+      reasons.push_back(absl::StrCat(count, " (", reason, ")"));
     }
-    absl::StrAppend(&text, "| ", technique, " | ", ran, " of ", entries.size(), " | ",
-                    absl::StrJoin(lines, "<br>"), " |\n");
+    absl::StrAppend(&text, "| ", technique.first, " | ", ran, " of ", cases_.size(), " | ",
+                    absl::StrJoin(reasons, ", "), " |\n");
   }
-  absl::StrAppend(&text, "\nThe cases: ", absl::StrJoin(cases_, ", "), ".\n");
   return text;
+}
+
+std::string CaseTable::ByCase() const {
+  // Cases that the same techniques do not admit for the same reasons share a row.
+  std::vector<std::pair<std::string, std::vector<std::string>>> rows;  // who does not, cases
+  for (const std::string& one : cases_) {
+    std::map<std::string, std::vector<std::string>> refusing;  // techniques by reason
+    size_t ran = 0;
+    for (const auto& technique : techniques_) {
+      const Entry& entry = EntryOf(technique.first, one);
+      ran += entry.ran;
+      if (!entry.ran) refusing[Choose(entry.reasons)].push_back(technique.first);
+    }
+    std::string who = absl::StrCat(ran, " of ", techniques_.size(), " | ");
+    const char* separator = "";
+    for (const auto& [reason, names] : refusing) {
+      absl::StrAppend(&who, separator, "*", reason, "*: ", absl::StrJoin(names, ", "));
+      separator = "<br>";
+    }
+    const auto row =
+        std::find_if(rows.begin(), rows.end(), [&](const auto& each) { return each.first == who; });
+    if (row != rows.end()) {
+      row->second.push_back(one);
+    } else {
+      rows.push_back({who, {one}});
+    }
+  }
+  std::string text =
+      "\n## By case\n\n| cases | run by | not admitted by, where the technique |\n|---|---:|---|\n";
+  for (const auto& [who, cases] : rows) {
+    absl::StrAppend(&text, "| ", absl::StrJoin(cases, ", "), " | ", who, " |\n");
+  }
+  return text;
+}
+
+std::string CaseTable::ToMarkdown() const {
+  std::vector<std::string> of_devices;
+  for (const Case& one : DeviceCases()) of_devices.push_back(one.name);
+  return absl::StrCat(kIntroduction, ByTechnique(), ByCase(), "\nOn devices there are also ",
+                      absl::StrJoin(of_devices, ", "), ".\n");
 }
 
 }  // namespace tfb::conformance

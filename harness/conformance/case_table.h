@@ -17,8 +17,9 @@ class CaseTable : public ::testing::EmptyTestEventListener {
   void OnTestPartResult(const ::testing::TestPartResult& result) override;
   void OnTestEnd(const ::testing::TestInfo& test) override;
 
-  // For each technique how many cases it runs, and the reasons for those that it does not. A case
-  // counts as run where it ran on one of its problems.
+  // Technique by technique how many cases it runs and why not the others, and case by case who does
+  // not run it. A case counts as run where it ran on one of its problems. Numbers and names of
+  // techniques are left out of the reasons, so that what is alike reads alike.
   std::string ToMarkdown() const;
 
  private:
@@ -26,6 +27,10 @@ class CaseTable : public ::testing::EmptyTestEventListener {
     bool ran = false;
     std::set<std::string> reasons;
   };
+  std::string ByTechnique() const;
+  std::string ByCase() const;
+  const Entry& EntryOf(const std::string& technique, const std::string& one) const;
+
   std::string reason_;              // of the test at hand
   std::vector<std::string> cases_;  // in the order of their first test
   std::map<std::string, std::map<std::string, Entry>> techniques_;

@@ -168,7 +168,8 @@ std::vector<Case> DeterminismCases() {
       {"AnyNumberOfThreadsGivesTheSameBits", "35", all, AnyNumberOfThreadsGivesTheSameBits},
       {"ABatchDoesNotDependOnItsCompany", "35", UsualBoth(), ABatchDoesNotDependOnItsCompany},
       {"OtherSeedsDrawOtherParameters", "35", {Usual(true)}, OtherSeedsDrawOtherParameters},
-      {"TheFutureDoesNotReachThePast", "", CausalProblems(), TheFutureDoesNotReachThePast},
+      OfCausality(
+          {"TheFutureDoesNotReachThePast", "", CausalProblems(), TheFutureDoesNotReachThePast}),
       {"RunAllocatesNothing", "", all, RunAllocatesNothing},
   };
 }

@@ -144,10 +144,10 @@ Case SentinelCase(const std::string& name, const std::string& numbers, float sco
 std::vector<Case> MaskCases() {
   return {
       {"AFullyMaskedBatchGivesZero", "1, 7", UsualBoth(), AFullyMaskedBatchGivesZero},
-      {"QueriesBeforeAllKeysGiveZero",
-       "1, 7",
-       {MoreQueriesThanKeys(130, 60), MoreQueriesThanKeys(65, 1)},
-       QueriesBeforeAllKeysGiveZero},
+      OfCausality({"QueriesBeforeAllKeysGiveZero",
+                   "1, 7",
+                   {MoreQueriesThanKeys(130, 60), MoreQueriesThanKeys(65, 1)},
+                   QueriesBeforeAllKeysGiveZero}),
       {"MaskedTilesBeforeAmongAndBehindTheKeys", "2, 7", UsualBoth(),
        MaskedTilesBeforeAmongAndBehindTheKeys},
       SentinelCase("ScoresOfMinus1e6AreNotTakenForMasked", "3", -1e6f),

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <optional>
+#include <set>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -41,6 +42,18 @@ size_t SetsOf(const Case& one, Device device, size_t sets) {
   const bool one_set =
       one.default_options_only || (device == Device::kSimulator && !one.all_options_simulated);
   return one_set ? 1 : sets;
+}
+
+// The problems of a case in the forms, causal or not, that the technique has.
+std::vector<Problem> ProblemsOf(const Case& one, const TechniqueInfo& info) {
+  if (one.of_causality) return one.problems;
+  std::vector<Problem> problems;
+  std::set<std::string> labels;
+  for (Problem problem : one.problems) {
+    problem.causal = problem.causal ? info.supports_causal : !info.supports_noncausal;
+    if (labels.insert(LabelOf(problem)).second) problems.push_back(problem);
+  }
+  return problems;
 }
 
 // Whether a layer for an ordinary problem of either kind can be made with the options.
@@ -130,7 +143,7 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
         if (one.of_devices && device == Device::kCpu) continue;
         for (size_t set = 0; set < SetsOf(one, device, option_sets.size()); ++set) {
           const auto& [label, options] = option_sets[set];
-          for (const Problem& problem : one.problems) {
+          for (const Problem& problem : ProblemsOf(one, technique->info())) {
             add(one, {technique, options, device}, label, problem);
           }
         }

@@ -37,7 +37,15 @@ struct Case {
   bool default_options_only = false;
   bool all_options_simulated = false;  // in the simulator too, which is slow
   bool of_devices = false;             // it is about GPUs and their simulator: not run on the CPU
+  // It is about which tokens see which. Any other case runs causal problems as non-causal ones, and
+  // the other way round, where that is the only form that the technique has.
+  bool of_causality = false;
 };
+inline Case OfCausality(Case one) {
+  one.of_causality = true;
+  return one;
+}
+
 std::vector<Case> MaskCases();
 std::vector<Case> ShapeCases();
 std::vector<Case> OptionCases();
