@@ -127,7 +127,7 @@ constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
   found.by_family = [names().length, curves()];
   set('text', 'no technique');
   const empty = (part) => !all('figure, tbody tr, summary, p:not([class])', part).some(shown);
-  found.empty = all('section').filter((part) => shown(part) && empty(part)).map((part) => part.textContent);
+  found.empty = all('section').filter((part) => shown(part) && empty(part)).map((part) => part.textContent.slice(0, 80));
   found.links = [all('nav a').length, all('nav a').filter(shown).length];
   found.dead_links = all('nav a').filter((link) => shown(link) && !shown(document.querySelector(link.hash))).length;
   form.dispatchEvent(new Event('reset', {cancelable: true}));
