@@ -44,6 +44,17 @@ void RunDoesNotWaitForTheDevice(const Subject& subject, const Problem& problem) 
   }
 }
 
+// Whether an output of integers, such as which keys were found, is not the same in both.
+bool ChoseOtherwise(const NamedTensors& a, const NamedTensors& b) {
+  for (const auto& [name, tensor] : a) {
+    if (IsFloating(tensor.dtype())) continue;
+    for (int64_t i = 0; i < tensor.num_elements(); ++i) {
+      if (tensor.view().Get(i) != b.at(name).view().Get(i)) return true;
+    }
+  }
+  return false;
+}
+
 // The CPU's layer with the same parameters on the same inputs. Each is within its bound of the
 // definition, so the two are within twice the bound of one another.
 void TheDeviceAgreesWithTheCpu(const Subject& subject, const Problem& problem) {
@@ -59,6 +70,13 @@ void TheDeviceAgreesWithTheCpu(const Subject& subject, const Problem& problem) {
   cpu->inputs() = Copies(trial->inputs());
   const NamedTensors expected = cpu->Run(), outputs = trial->Run();
   ASSERT_EQ(outputs.size(), expected.size());
+  // A layer behind another chooses by scores of states in 16 bits, to which sums in another order
+  // are rounded otherwise. The definition follows a choice that it finds as good as its own.
+  if (SizeOf(problem.dtype) == 2 && ChoseOtherwise(outputs, expected)) {
+    trial->ExpectMatchesDefinition(outputs);
+    cpu->ExpectMatchesDefinition(expected);
+    return;
+  }
   const int64_t keys = std::max(problem.kv_tokens, problem.query_tokens);
   for (const auto& [name, output] : outputs) {
     const ConstTensorView other = expected.at(name).view();
