@@ -20,9 +20,42 @@ void Expect(bool holds) {
   if (!holds) std::abort();
 }
 
+// Nothing in a file controls the reader's terminal.
+void ExpectHarmless(absl::string_view text) {
+  Expect(text.find('\x1b') == absl::string_view::npos);
+}
+
+// Two sets as compare shows them. Whether nothing is worse.
+bool Compare(const tfb::ResultSet& base, const tfb::ResultSet& now, bool allow_different) {
+  tfb::CompareOptions options;
+  options.allow_different_environment = allow_different;
+  const absl::StatusOr<tfb::Comparison> comparison = tfb::Compare(base, now, options);
+  if (!comparison.ok()) {
+    ExpectHarmless(comparison.status().message());
+    return true;
+  }
+  for (const tfb::ComparisonFormat format :
+       {tfb::ComparisonFormat::kTerminal, tfb::ComparisonFormat::kJson}) {
+    ExpectHarmless(tfb::RenderComparison(*comparison, format, /*all=*/true, tfb::TextStyle()));
+  }
+  return !comparison->regressed();
+}
+
+// The same cases of another machine, where all have failed.
+tfb::ResultSet Elsewhere(tfb::ResultSet results) {
+  for (tfb::Environment& environment : *results.mutable_environments()) {
+    environment.clear_simd();
+    environment.clear_compiler();
+  }
+  for (tfb::Case& result : *results.mutable_cases()) {
+    result.mutable_outcome()->set_status(tfb::Outcome::STATUS_FAILED);
+  }
+  return results;
+}
+
 void Read(absl::string_view bytes) {
   const absl::StatusOr<tfb::ResultFile> file = tfb::ReadResultBytes(bytes, "fuzzed");
-  if (!file.ok()) return;
+  if (!file.ok()) return ExpectHarmless(file.status().message());
   Expect(file->whole_bytes + file->torn_bytes == static_cast<int64_t>(bytes.size()));
   // What was read can be written and read again, and is then the same.
   const std::string written = tfb::SerializeResults(file->results);
@@ -36,19 +69,14 @@ void Read(absl::string_view bytes) {
         tfb::RenderFormat::kJson, tfb::RenderFormat::kHtml, tfb::RenderFormat::kBenchmarkJson}) {
     options.format = format;
     const std::string text = tfb::Render(file->results, options);
-    // Nothing in a file controls the reader's terminal.
-    if (format == tfb::RenderFormat::kTerminal) Expect(text.find('\x1b') == std::string::npos);
+    if (format == tfb::RenderFormat::kTerminal) ExpectHarmless(text);
     if (format == tfb::RenderFormat::kHtml) Expect(tfb::MarkupProblem(text, true).empty());
   }
-  const absl::StatusOr<tfb::Comparison> comparison =
-      tfb::Compare(file->results, file->results, tfb::CompareOptions());
-  if (comparison.ok()) {
-    for (const tfb::ComparisonFormat format :
-         {tfb::ComparisonFormat::kTerminal, tfb::ComparisonFormat::kJson}) {
-      tfb::RenderComparison(*comparison, format, /*all=*/true, tfb::TextStyle());
-    }
-    Expect(!comparison->regressed());
-  }
+  Expect(Compare(file->results, file->results, false));
+  const tfb::ResultSet elsewhere = Elsewhere(file->results);
+  Compare(file->results, elsewhere, false);
+  Compare(file->results, elsewhere, true);
+  Compare(elsewhere, file->results, true);
 }
 
 }  // namespace

@@ -52,7 +52,9 @@ std::string HeaderLine(const Environment& environment) {
     absl::StrAppend(&machine, ", ", environment.threads(),
                     environment.threads() == 1 ? " thread" : " threads");
   }
-  if (!environment.simd().empty()) absl::StrAppend(&machine, ", ", environment.simd(0));
+  if (!environment.simd().empty()) {
+    absl::StrAppend(&machine, ", ", Printable(environment.simd(0)));
+  }
   std::vector<std::string> parts = {OrUnknown(environment.host(), "unknown host"), machine};
   const std::vector<std::string> peaks = PeakTexts(environment);
   if (!peaks.empty()) parts.push_back(absl::StrJoin(peaks, ", "));

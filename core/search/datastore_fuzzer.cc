@@ -1,6 +1,4 @@
-// libFuzzer's entry to the datastore reader. Needs clang:
-//
-//   bazel run --config=fuzz //core/search:datastore_fuzzer -- -max_total_time=60
+// libFuzzer's entry to the datastore reader. See tools/fuzz/fuzz.bzl.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
