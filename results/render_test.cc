@@ -10,6 +10,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "google/protobuf/descriptor.h"
+#include "google/protobuf/message.h"
 #include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "results/reader.h"
@@ -270,22 +272,54 @@ TEST(RenderTerminal, ARepeatedCaseReplacesTheEarlierOneAndIsCounted) {
       << text;
 }
 
+// Adds the text to every text of a message and of those in it, also where there was none.
+void AddToTexts(const std::string& text, google::protobuf::Message* message) {
+  const google::protobuf::Descriptor& descriptor = *message->GetDescriptor();
+  const google::protobuf::Reflection& reflection = *message->GetReflection();
+  for (int f = 0; f < descriptor.field_count(); ++f) {
+    const google::protobuf::FieldDescriptor* field = descriptor.field(f);
+    if (field->is_map()) continue;
+    if (field->type() == google::protobuf::FieldDescriptor::TYPE_STRING) {
+      if (!field->is_repeated()) {
+        reflection.SetString(message, field, reflection.GetString(*message, field) + text);
+      } else if (reflection.FieldSize(*message, field) == 0) {
+        reflection.AddString(message, field, text);
+      } else {
+        const std::string first = reflection.GetRepeatedString(*message, field, 0);
+        reflection.SetRepeatedString(message, field, 0, first + text);
+      }
+    }
+    if (field->type() != google::protobuf::FieldDescriptor::TYPE_MESSAGE) continue;
+    if (!field->is_repeated()) {
+      AddToTexts(text, reflection.MutableMessage(message, field));
+      continue;
+    }
+    for (int i = 0; i < reflection.FieldSize(*message, field); ++i) {
+      AddToTexts(text, reflection.MutableRepeatedMessage(message, field, i));
+    }
+  }
+}
+
 TEST(RenderTerminal, EscapeSequencesInAFileDoNotReachTheTerminal) {
   ResultSet sweep = MakeSweep();
-  sweep.mutable_environments(0)->set_host("\x1b[2Jhost");
-  sweep.mutable_environments(0)->set_no_gpu_reason("\x1b]0;x\x07");
+  sweep.mutable_environments(0)->add_gpus();
   for (Case& result : *sweep.mutable_cases()) {
-    result.mutable_technique()->set_display_name("\x1b[31m" + result.key().technique());
-    result.mutable_key()->mutable_input()->set_model("\x1b[0m");
-    result.mutable_outcome()->set_status(Outcome::STATUS_TIMEOUT);
-    result.mutable_outcome()->set_reason("\x1b[5m\n");
     (*result.mutable_outcome()->mutable_statistics())["\x1b[1m"] = 1;
   }
+  AddToTexts("\x1b[31m", &sweep);
   RenderOptions options;
   options.details = true;
   options.paths = {"\x1b[0m.pb"};
   options.notes = {"\x1b[0m"};
-  EXPECT_EQ(Render(sweep, options).find('\x1b'), std::string::npos);
+  const std::string measured = Render(sweep, options);
+  EXPECT_TRUE(absl::StrContains(measured, "?[31m"));
+  EXPECT_FALSE(absl::StrContains(measured, "\x1b")) << measured;
+  for (Case& result : *sweep.mutable_cases()) {
+    result.mutable_outcome()->set_status(Outcome::STATUS_TIMEOUT);
+  }
+  const std::string failed = Render(sweep, options);
+  EXPECT_TRUE(absl::StrContains(failed, "?[31m"));
+  EXPECT_FALSE(absl::StrContains(failed, "\x1b")) << failed;
 }
 
 TEST(RenderTerminal, StreamingAndDecodingHaveTheirTables) {
