@@ -84,19 +84,22 @@
       shown += row.hidden ? 0 : 1;
     });
     all('figure').forEach((figure) => {
-      let kept = 0;
+      const kept = new Set();
+      let others = 0;  // than the references
       const off = new Set(all('.legend button[aria-pressed=false]', figure).map((button) => button.dataset.key));
       all('.curve', figure).forEach((curve) => {
         const reference = curve.classList.contains('ref');
         const keep = reference || matches(curve.getAttribute('aria-label'), curve.dataset.family);
         curve.classList.toggle('off', !keep || off.has(curve.dataset.key));
-        kept += keep && !reference ? 1 : 0;
+        if (keep) kept.add(curve.dataset.key);
+        others += keep && !reference ? 1 : 0;
       });
+      all('.legend button', figure).forEach((button) => { button.parentElement.hidden = !kept.has(button.dataset.key); });
       const left = all('.curve:not(.off)', figure);
       stopAt(figure, left.find((curve) => curve.tabIndex === 0) || left[0]);
       const visible = new Set(left.map((curve) => curve.dataset.key));
       all('.mark', figure).forEach((mark) => mark.classList.toggle('off', !visible.has(mark.dataset.key)));
-      figure.hidden = kept === 0 && filtered;
+      figure.hidden = others === 0 && filtered;
     });
     // What is left empty goes with its headings, and with what leads to it.
     all('section, details').forEach((part) => {

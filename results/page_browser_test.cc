@@ -125,6 +125,8 @@ constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
   set('text', '');
   set('family', 'memory');
   found.by_family = [names().length, curves()];
+  found.legend = all('figure').filter(shown).every((figure) => all('.legend button', figure).filter(shown)
+      .every((button) => all('.curve', figure).some((curve) => shown(curve) && curve.dataset.key === button.dataset.key)));
   set('text', 'no technique');
   const empty = (part) => !all('figure, tbody tr, summary, p:not([class])', part).some(shown);
   found.empty = all('section').filter((part) => shown(part) && empty(part)).map((part) => part.textContent.slice(0, 80));
@@ -245,6 +247,7 @@ TEST_F(PageInBrowser, DrawsEveryTechniqueSortsFiltersAndLoadsNothing) {
   EXPECT_EQ(found["by_text"].size(), 11u);  // technique_1 and technique_10 to 19
   EXPECT_EQ(found["curves_by_text"], 11);
   EXPECT_EQ(found["by_family"], Json({11, 11}));  // 2, 6, ..., 42
+  EXPECT_TRUE(found["legend"].get<bool>()) << "a button for a curve that the filter hides";
   EXPECT_EQ(found["empty"], Json::array());
   EXPECT_GT(found["links"][0], found["links"][1]);
   EXPECT_EQ(found["dead_links"], 0);
