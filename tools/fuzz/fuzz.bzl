@@ -27,7 +27,7 @@ def fuzz_target(name, src, corpus, deps, data = []):
     )
     cc_test(
         name = name + "_test",
-        size = "small",
+        size = "medium",  # a minute under a sanitizer
         srcs = [src],
         args = [native.package_name() + "/" + corpus],
         data = data + native.glob([corpus + "/*"]),
