@@ -25,8 +25,8 @@ void ExpectHarmless(absl::string_view text) {
   Expect(text.find('\x1b') == absl::string_view::npos);
 }
 
-// Two sets as compare shows them. Whether nothing is worse.
-bool Compare(const tfb::ResultSet& base, const tfb::ResultSet& now, bool allow_different) {
+// Shows two sets as compare does.
+bool NothingIsWorse(const tfb::ResultSet& base, const tfb::ResultSet& now, bool allow_different) {
   tfb::CompareOptions options;
   options.allow_different_environment = allow_different;
   const absl::StatusOr<tfb::Comparison> comparison = tfb::Compare(base, now, options);
@@ -72,11 +72,11 @@ void Read(absl::string_view bytes) {
     if (format == tfb::RenderFormat::kTerminal) ExpectHarmless(text);
     if (format == tfb::RenderFormat::kHtml) Expect(tfb::MarkupProblem(text, true).empty());
   }
-  Expect(Compare(file->results, file->results, false));
+  Expect(NothingIsWorse(file->results, file->results, false));
   const tfb::ResultSet elsewhere = Elsewhere(file->results);
-  Compare(file->results, elsewhere, false);
-  Compare(file->results, elsewhere, true);
-  Compare(elsewhere, file->results, true);
+  NothingIsWorse(file->results, elsewhere, false);
+  NothingIsWorse(file->results, elsewhere, true);
+  NothingIsWorse(elsewhere, file->results, true);
 }
 
 }  // namespace
