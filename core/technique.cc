@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "core/denormals.h"
 
 namespace tfb {
 
@@ -104,6 +105,7 @@ absl::Status Layer::CheckCall(const Execution& execution) const {
 absl::Status Layer::Setup(const Inputs& inputs, const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckCall(execution));
   TFB_RETURN_IF_ERROR(CheckTensors("input", inputs_, inputs));
+  const ScopedFlushDenormals flush;
   TFB_RETURN_IF_ERROR(DoSetup(inputs, execution));
   ready_ = true;
   return absl::OkStatus();
@@ -114,6 +116,7 @@ absl::Status Layer::Run(const Inputs& inputs, const Outputs& outputs, const Exec
   TFB_RETURN_IF_ERROR(CheckCall(execution));
   TFB_RETURN_IF_ERROR(CheckTensors("input", inputs_, inputs));
   TFB_RETURN_IF_ERROR(CheckTensors("output", outputs_, outputs));
+  const ScopedFlushDenormals flush;
   return DoRun(inputs, outputs, execution);
 }
 
@@ -135,6 +138,7 @@ absl::Status StreamingLayer::Append(const Inputs& segment, const Outputs& output
   }
   TFB_RETURN_IF_ERROR(CheckTensors("input", segment_inputs_, segment, tokens));
   TFB_RETURN_IF_ERROR(CheckTensors("output", segment_outputs_, outputs, tokens));
+  const ScopedFlushDenormals flush;
   return DoAppend(tokens, segment, outputs, execution);
 }
 

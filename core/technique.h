@@ -78,6 +78,9 @@ struct Execution {
 
 // One technique on one problem and one device. Not thread-safe: one call at a time.
 //
+// Setup, Run and Append treat denormal numbers as zero on every thread that computes, and leave the
+// caller's floating-point state as it was (core/denormals.h).
+//
 // On a GPU a call that returns OK has enqueued its work. What goes wrong before that, a launch that
 // is refused say, is its status; what goes wrong in a kernel is that of CudaRuntime::Synchronize.
 class Layer {

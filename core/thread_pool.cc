@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "core/denormals.h"
 #include "unsupported/Eigen/CXX11/ThreadPool"
 
 namespace tfb {
@@ -17,6 +18,7 @@ struct Job {
   Job(int64_t tasks, int helpers, absl::FunctionRef<void(int64_t, int)> body)
       : tasks(tasks), body(body), helpers_left(helpers) {}
   void Work(int worker) {
+    const ScopedFloatingPointControl as_the_caller(control);
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
       body(task, worker);
     }
@@ -32,6 +34,7 @@ struct Job {
 
   const int64_t tasks;
   const absl::FunctionRef<void(int64_t, int)> body;
+  const FloatingPointControl control = FloatingPointControl::Current();
   std::atomic<int64_t> next{0};
   std::mutex mutex;  // std's, which thread sanitizer sees even where Abseil is a prebuilt archive
   std::condition_variable all_done;

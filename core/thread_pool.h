@@ -25,7 +25,8 @@ class ThreadPool {
 
   // Calls body(task, worker) once for each task in [0, tasks) and returns when all are done. Tasks
   // are taken in order, so put the longest first; worker is in [0, threads()) and no two running
-  // calls have the same one. Allocates nothing. Calls must not be nested.
+  // calls have the same one. On every thread the body runs under the caller's floating-point state
+  // (core/denormals.h). Allocates nothing. Calls must not be nested.
   void ParallelFor(int64_t tasks, absl::FunctionRef<void(int64_t task, int worker)> body);
 
  private:

@@ -203,8 +203,9 @@ class Choices {
     return k_.Row(b, h / problem_.group(), j);
   }
 
-  // A sum of n products has an error of at most n roundings of the sum of their magnitudes; the
-  // scale and the noise are three more, and products below the smallest denormal one of that each.
+  // A sum of n products has an error of at most n roundings of the sum of their magnitudes. The
+  // scale and the noise are three more, and each product loses at most the smallest normal number
+  // where it or its query is denormal (core/denormals.h).
   Scores ScoresOf(int64_t b, int64_t h, int64_t i) const {
     const double scale = Scale(problem_, options_);
     const double roundings = static_cast<double>(problem_.head_dim + 3) * UnitRoundoff(DType::kF32);
@@ -220,7 +221,7 @@ class Choices {
       double magnitude = std::abs(g), denormal = 0;
       for (int64_t c = 0; c < problem_.head_dim; ++c) {
         magnitude += scale * std::abs(query[c] * key[c]);
-        denormal += std::ldexp(1 + std::abs(key[c]), -149);
+        denormal += std::ldexp(1 + std::abs(key[c]), -126);
       }
       scores.score[j] = scale * Dot(query, key, problem_.head_dim) + g;
       scores.error[j] = roundings * magnitude + denormal;

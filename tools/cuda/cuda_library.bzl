@@ -151,6 +151,7 @@ def _compile(ctx, cc_toolchain, source, context):
     output = _object(ctx, source, "o")
     args = ctx.actions.args()
     args.add_all(["-std=c++17", "-x", "cu", "--expt-relaxed-constexpr", "-Werror=all-warnings"])
+    args.add("--ftz=true")  # denormals count as zero, as in the engines of the CPU (core/denormals.h)
     args.add_all(_MODE_FLAGS[ctx.var["COMPILATION_MODE"]])
     args.add_all(_gencode(ctx.attr._architectures[ArchitecturesInfo].names))
     args.add_all(_host_flags(ctx, cc_toolchain))

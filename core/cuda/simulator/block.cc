@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/cuda/simulator/machine.h"
+#include "core/denormals.h"
 
 namespace cuda_simulator {
 
@@ -61,6 +62,9 @@ bool Block::Run(const Index3& index) {
 
 void Block::ThreadMain() {
   Block& block = running_machine->block;
+  // As on a GPU for which nvcc compiles with --ftz=true. The state is the fibre's own, whatever that
+  // of the host thread that launches.
+  const tfb::ScopedFlushDenormals flush;
   for (;;) {
     block.body_(block.context_);
     block.Finish();
