@@ -95,16 +95,19 @@ class Hashes {
                    int64_t computed) const {
     std::vector<double> product, error;
     for (int64_t n = 0; n < columns; ++n) {
-      double sum = 0, magnitude = 0;
+      // In fp32 each term may lose as much as the smallest normal number, where it or x is denormal
+      // (core/denormals.h).
+      double sum = 0, magnitude = 0, denormal = 0;
       for (int64_t c = 0; c < problem_.head_dim; ++c) {
-        const double term = x[c] * rotations_.Row(c, round)[first + n];
-        sum += term;
-        magnitude += std::abs(term);
+        const double rotation = rotations_.Row(c, round)[first + n];
+        sum += x[c] * rotation;
+        magnitude += std::abs(x[c] * rotation);
+        denormal += std::ldexp(1 + std::abs(rotation), -126);
       }
       product.push_back(sum);
       error.push_back(static_cast<double>(problem_.head_dim) * UnitRoundoff(DType::kF32) *
                           magnitude +
-                      std::ldexp(static_cast<double>(problem_.head_dim), -149));
+                      denormal);
     }
     for (int64_t n = 0; n < columns; ++n) {
       product.push_back(-product[n]);
