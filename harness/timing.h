@@ -61,7 +61,7 @@ struct TimedCase {
   // kFewestSamples. 0: no limit.
   double share_seconds = 0;
 
-  // What came out.
+  // The results.
   Timing timing;
   DeviceState state_before, state_after;  // of the device, by TimingOptions::monitor
   double spent_seconds = 0;
@@ -98,9 +98,9 @@ struct TimingOptions {
 constexpr int kIntervalSamples = 6;
 constexpr int kFewestSamples = 3;
 
-// Measures the cases together, each into its own `timing`. Not reentrant, as Google Benchmark is
-// not. Where one of them loses the device to this process (DeviceStatus), that one has the status,
-// and for the others it is as if `stopped` were true from then on.
+// Measures the cases together, each into its own `timing`. This is not reentrant, as Google
+// Benchmark is not. Where a case loses the device to this process (DeviceStatus), that case has the
+// status, and for the others it is as if `stopped` were true from then on.
 void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cases);
 
 // Overwrites twice the last level's size, at most 256 MiB, by all threads of the pool, so that no
@@ -140,7 +140,7 @@ double MonotonicSeconds();
 // `usual` is that time undisturbed.
 std::vector<bool> UndisturbedSamples(const std::vector<double>& probes, double usual);
 
-// Likewise on a device, by the states that its monitor read about each sample.
+// Which samples of a device to keep, by the states that its monitor read about each.
 std::vector<bool> UnthrottledSamples(const std::vector<DeviceState>& states);
 
 // The segments of a stream: [begin, begin + tokens), whole and in order.
