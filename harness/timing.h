@@ -11,9 +11,9 @@
 //   setup    Setup, timed apart, and followed by one Run: together "end to end"
 //   stream   Reset, then Append over the whole sequence; a sample is the time of one segment
 //
-// What happens to odd samples. None is dropped for being slow: medians and their intervals cope
-// with tails, and a sample removed for its value biases both. But directly before and after each
-// sample of `run` a fixed amount of arithmetic is timed, on one thread. Where that took over
+// No sample is dropped for being slow: medians and their intervals cope with tails, and a sample
+// removed for its value biases both. But directly before and after each sample of `run` a fixed
+// amount of arithmetic (TimingOptions::probe) is timed, on one thread. Where that took over
 // kDisturbedFactor of its usual time (kUsualQuantile over the samples taken together), the core
 // itself was slower then, throttled or taken away, and the sample says little of the layer: it is
 // discarded and counted, the worst first and never more than a third of a case's samples.
@@ -40,6 +40,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "harness/clock.h"
 #include "harness/device_monitor.h"
 #include "results/results.pb.h"
 
@@ -60,7 +61,7 @@ struct TimedCase {
   // kFewestSamples. 0: no limit.
   double share_seconds = 0;
 
-  // What came out.
+  // The results.
   Timing timing;
   DeviceState state_before, state_after;  // of the device, by TimingOptions::monitor
   double spent_seconds = 0;
@@ -71,6 +72,9 @@ struct TimedCase {
   absl::Status stream_status;
 };
 
+// Does multiply-adds in registers, always the same number of them.
+void ProbeArithmetic();
+
 struct TimingOptions {
   int repetitions = 11;    // samples of `run`, unless the share is too small for them
   double min_time = 0.01;  // seconds that a sample of `run` lasts at least
@@ -80,6 +84,10 @@ struct TimingOptions {
   DeviceMonitor* monitor = nullptr;  // of the device; null: nothing is known of it
   // Instructions that the process has retired so far (harness/instruction_counter.h); null: unknown.
   std::function<int64_t()> instructions;
+  // The clock by which everything on the CPU is timed, and all limits are kept.
+  Clock* clock = RealClock();
+  // A fixed amount of work, which is timed beside each sample of `run` on the CPU.
+  std::function<void()> probe = &ProbeArithmetic;
   // Called before each sample with the case's index and "run", "cold", "setup" or "stream".
   std::function<void(size_t index, absl::string_view what)> on_sample;
   // Once true, no further sample is begun. What was sampled by then is kept.
@@ -90,9 +98,9 @@ struct TimingOptions {
 constexpr int kIntervalSamples = 6;
 constexpr int kFewestSamples = 3;
 
-// Measures the cases together, each into its own `timing`. Not reentrant, as Google Benchmark is
-// not. Where one of them loses the device to this process (DeviceStatus), that one has the status,
-// and for the others it is as if `stopped` were true from then on.
+// Measures the cases together, each into its own `timing`. This is not reentrant, as Google
+// Benchmark is not. Where a case loses the device to this process (DeviceStatus), that case has the
+// status, and for the others it is as if `stopped` were true from then on.
 void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cases);
 
 // Overwrites twice the last level's size, at most 256 MiB, by all threads of the pool, so that no
@@ -125,14 +133,14 @@ class DeviceCacheFlusher {
   uint8_t value_ = 0;
 };
 
-// Seconds since some point, monotonic.
+// Returns the seconds of the real clock.
 double MonotonicSeconds();
 
 // Which samples to keep, by the time of the fixed arithmetic beside each (the policy above).
 // `usual` is that time undisturbed.
 std::vector<bool> UndisturbedSamples(const std::vector<double>& probes, double usual);
 
-// Likewise on a device, by the states that its monitor read about each sample.
+// Which samples of a device to keep, by the states that its monitor read about each.
 std::vector<bool> UnthrottledSamples(const std::vector<DeviceState>& states);
 
 // The segments of a stream: [begin, begin + tokens), whole and in order.
