@@ -15,7 +15,7 @@ struct StlThreadEnvironment;
 
 namespace tfb {
 
-// Eigen's pool behind one verb. The calling thread works too, so a pool of 1 starts no thread.
+// Eigen's pool with one operation. The calling thread works too, so a pool of 1 starts no thread.
 class ThreadPool {
  public:
   explicit ThreadPool(int threads);  // at least 1
@@ -25,7 +25,7 @@ class ThreadPool {
 
   // Calls body(task, worker) once for each task in [0, tasks) and returns when all are done. Tasks
   // are taken in order, so put the longest first; worker is in [0, threads()) and no two running
-  // calls have the same one. Allocates nothing. Calls must not be nested.
+  // calls have the same one. It allocates nothing. Calls must not be nested.
   void ParallelFor(int64_t tasks, absl::FunctionRef<void(int64_t task, int worker)> body);
 
  private:
