@@ -32,8 +32,7 @@
 
 namespace tfb {
 
-constexpr int64_t kFlashTile =
-    64;  // queries and keys of a schedule's tile on the CPU
+constexpr int64_t kFlashTile = 64;  // queries and keys of a schedule's tile on the CPU
 
 // One number per head and offset j - i, from -(query_tokens - 1) to kv_tokens - 1. A row is padded
 // by a tile on the right, so that a kernel may read whole tiles.
@@ -111,7 +110,7 @@ class RelativeKeys {
 struct LabelKeys {
   // [heads][2][head_dim], the vector for equal ids second; null: no label keys.
   const float* keys = nullptr;
-  int64_t heads = 1;            // head h reads vectors of head h % heads
+  int64_t heads = 1;  // head h reads vectors of head h % heads
 };
 
 // Query i of head h sees key j at distance x = i + causal_offset - j with weight clip((ramp + z -
@@ -186,8 +185,8 @@ constexpr int64_t kMaxTokenSlots = 64;
 // Keys and values in the layout that the CPU engine computes with (see KeyValueCache), a ring of
 // tiles for each head: the call's key tile t is tile (first_tile + t) % tiles.
 struct PackedKeysAndValues {
-  const float* keys = nullptr;      // [batch * kv_heads][tiles][PackedKeyDepth(head_dim)][64 keys]
-  const float* values = nullptr;    // [batch * kv_heads][tiles][64 keys][PackedValueRow(value_dim)]
+  const float* keys = nullptr;    // [batch * kv_heads][tiles][PackedKeyDepth(head_dim)][64 keys]
+  const float* values = nullptr;  // [batch * kv_heads][tiles][64 keys][PackedValueRow(value_dim)]
   // [batch * kv_heads][tiles], whether all values of the tile are finite.
   const uint8_t* finite = nullptr;
   int64_t tiles = 0;

@@ -196,7 +196,7 @@ class FlashRun {
     int64_t head;
     int64_t first_query;
     int64_t rows;
-    int64_t slot;           // where the keys and values of the head are packed
+    int64_t slot;  // where the keys and values of the head are packed
     // Whether the order names no token for a place before that of the last row.
     bool gaps;
     uint8_t places[kTile];  // the places of the rows, ascending; set where there are gaps

@@ -15,8 +15,8 @@ namespace tfb {
 struct RowListMemory {
   // [rows], aligned to 16 bytes: 1 for a row that the list contains, else 0.
   uint8_t* is_listed = nullptr;
-  int32_t* rows = nullptr;       // [rows]
-  int32_t* begins = nullptr;     // [batch + 1]
+  int32_t* rows = nullptr;    // [rows]
+  int32_t* begins = nullptr;  // [batch + 1]
 
   RowList list(int64_t batch) const { return {rows, begins, begins + batch, is_listed}; }
 };
