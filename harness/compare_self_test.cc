@@ -1,6 +1,6 @@
-// How far a comparison of two sweeps can be trusted on this machine: how often it calls something
-// slower that is the same (false alarms), and how often it finds a technique that was made slower on
-// purpose (power).
+// Measures how far a comparison of two sweeps can be trusted on this machine: how often it reports
+// an unchanged technique as slower (false alarms), and how often it finds a technique that was made
+// slower on purpose (power).
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -92,7 +92,7 @@ class SlowedLayer : public Layer {
   double factor_;
 };
 
-// Whether the technique with these options is what it is held against itself.
+// Tells whether the technique with these options is its own baseline.
 bool IsBaselineOfItself(const Technique& technique, const Problem& problem,
                         const Options& options) {
   const absl::StatusOr<TechniqueSpec> spec = technique.Counterpart(problem, options);
@@ -102,7 +102,7 @@ bool IsBaselineOfItself(const Technique& technique, const Problem& problem,
   return of_counterpart.ok() && canonical.ok() && *of_counterpart == *canonical;
 }
 
-// `technique` but for the time, unless it is a baseline.
+// Behaves as `technique` but takes longer, unless it is a baseline.
 class SlowedTechnique : public Technique {
  public:
   SlowedTechnique(const Technique* technique, double factor)
@@ -142,7 +142,7 @@ class SlowedTechnique : public Technique {
 
 // --- Sweeps
 
-// All techniques, those in `slowed` with the factor.
+// Makes a registry of all techniques; those in `slowed` take longer by the factor.
 std::unique_ptr<Registry> MakeRegistry(const std::set<std::string>& slowed, double factor) {
   auto registry = std::make_unique<Registry>();
   for (const Technique* technique : Registry::Global().All()) {
@@ -221,8 +221,8 @@ class SelfTest {
     return absl::OkStatus();
   }
 
-  // Those that have times of their own and are nobody's counterpart: what is slowed must not be what
-  // others are held against.
+  // Finds the techniques that have times of their own and are no other's counterpart: the slowed
+  // technique must not be the baseline of others.
   absl::Status FindTechniques() {
     const std::unique_ptr<Registry> registry = MakeRegistry({}, 1);
     TFB_ASSIGN_OR_RETURN(const std::vector<SweepCase> cases, MakeCases(flags_, *registry, "."));
@@ -296,7 +296,7 @@ class SelfTest {
     return whole == 0 ? 0 : static_cast<double>(part) / whole;
   }
 
-  // With the 95 % interval of Wilson (1927).
+  // Returns the share with the 95 % interval of Wilson (1927).
   static std::string ShareText(int part, int whole) {
     constexpr double kZ = 1.959964;
     const double n = std::max(whole, 1), p = part / n;
@@ -334,8 +334,8 @@ class SelfTest {
   std::vector<std::string> techniques_;
   int sweeps_ = 0;
   int same_times_ = 0, false_alarms_ = 0, planted_ = 0, found_ = 0;
-  std::map<Verdict, int> verdicts_;    // of times that are the same
-  std::map<std::string, int> missed_;  // by technique
+  std::map<Verdict, int> verdicts_;    // verdicts on unchanged times
+  std::map<std::string, int> missed_;  // missed slowdowns by technique
 };
 
 absl::StatusOr<int> Test() {

@@ -1,5 +1,6 @@
 // Instructions that this process retires in user mode, as the kernel counts them. They repeat to a
-// few in a million where times repeat to a few in a hundred, so that they find what times cannot.
+// few in a million where times repeat to a few in a hundred, so that they find changes that times
+// cannot.
 #ifndef TFB_HARNESS_INSTRUCTION_COUNTER_H_
 #define TFB_HARNESS_INSTRUCTION_COUNTER_H_
 
@@ -10,14 +11,14 @@
 
 namespace tfb {
 
-// Of the calling thread, and of those that it and its like start from then on: open it before the
-// thread pool is made.
+// Counts the instructions of the calling thread, and of threads that it and its descendants start
+// from then on: open the counter before the thread pool is made.
 class InstructionCounter {
  public:
-  // Unavailable, with the reason, where the kernel grants no counter: a virtual machine without one,
-  // or perf_event_paranoid above 2.
+  // Returns Unavailable, with the reason, where the kernel grants no counter: on a virtual machine
+  // without one, or with perf_event_paranoid above 2.
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open();
-  // Of another event of perf_event_open(2), for tests.
+  // Counts another event of perf_event_open(2), for tests.
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open(uint32_t type, uint64_t config);
   ~InstructionCounter();
   InstructionCounter(const InstructionCounter&) = delete;

@@ -18,13 +18,13 @@ double ThreadMilliseconds() {
   return 1e3 * static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_nsec);
 }
 
-// Of this thread's own time, whoever else has the processor.
+// Spins for that much of this thread's own processor time.
 void SpinFor(double milliseconds) {
   for (const double end = ThreadMilliseconds() + milliseconds; ThreadMilliseconds() < end;) {
   }
 }
 
-// The time of threads is an event as well, which kernels of virtual machines count, too.
+// The time of threads is an event as well, which kernels of virtual machines also count.
 TEST(InstructionCounter, CountsWhatThisThreadAndThoseItStartsDo) {
   const auto counter = InstructionCounter::Open(PERF_TYPE_SOFTWARE, PERF_COUNT_SW_TASK_CLOCK);
   if (!counter.ok()) {  // perf_event_paranoid above 2

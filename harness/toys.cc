@@ -41,7 +41,7 @@ enum class Deed {
   kBadKernel,
 };
 
-// y_i = mean of v_j over the keys that row i sees.
+// y_i is the mean of v_j over the keys that row i sees.
 class MeanLayer : public Layer {
  public:
   MeanLayer(const Problem& problem, const ToyOptions& options, Deed deed)
@@ -109,7 +109,7 @@ class MeanLayer : public Layer {
   std::vector<char> hoard_;
 };
 
-// The same on a device: attention whose scores are all 0.
+// Computes the same on a device: attention whose scores are all 0.
 class MeanDeviceLayer : public Layer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Make(const Problem& problem,
@@ -258,7 +258,7 @@ class CopyToy : public TechniqueOf<ToyOptions> {
  public:
   CopyToy(TechniqueInfo info, bool streams) : TechniqueOf(std::move(info)), streams_(streams) {}
 
-  // Its own counterpart: nothing dense is in it.
+  // It is its own counterpart: it contains nothing dense.
   absl::StatusOr<TechniqueSpec> Counterpart(const Problem&, const Options&) const override {
     return TechniqueSpec{info().name, {}};
   }

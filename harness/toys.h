@@ -1,4 +1,4 @@
-// Techniques for tests of the harness: each does one thing that a sweep must cope with.
+// Techniques for tests of the harness: each has one behaviour that a sweep must handle.
 #ifndef TFB_HARNESS_TOYS_H_
 #define TFB_HARNESS_TOYS_H_
 
@@ -24,8 +24,7 @@ namespace tfb {
 // toy_bad_kernel   toy_mean on the CPU; on a device its kernel touches memory that is nobody's,
 //                  which loses a GPU to the process
 void AddToys(Registry& registry);
-// A toy of the name that techniques are held against by default. For registries without the real
-// one.
+// Adds a toy with the name of the default baseline, for registries without the real one.
 void AddDenseToy(Registry& registry);
 
 }  // namespace tfb

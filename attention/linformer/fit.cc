@@ -100,7 +100,7 @@ absl::Status FitTable(const std::vector<ConstTensorView>& keys_and_values,
   const LeftSingular left = Decompose(rows, slots - 1, least);
   const MatrixXd rotation = Rotation(left, slots);
   MatrixXd fitted = rotation.rightCols(left.vectors.cols()) * left.vectors.transpose();
-  // Of the two constant columns' product.
+  // This adds the product of the two constant columns.
   fitted.array() += 1 / std::sqrt(static_cast<double>(slots) * n);
   fitted *= std::sqrt(static_cast<double>(slots) / n);
   for (int64_t s = 0; s < slots; ++s) {

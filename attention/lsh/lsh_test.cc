@@ -600,7 +600,7 @@ TEST(Lsh, KeyNormSaysWhatKeysAreDividedBy) {
     options["key_norm"] = "epsilon";
     EXPECT_NEAR(score(), std::sqrt(2.0), 1e-6);
     options["scale"] = "0";
-    // As exactly as fp32 represents a sum near 1.
+    // The bound is the precision of fp32 sums near 1.
     EXPECT_NEAR(score(), 5e-4 * std::sqrt(2.0), 1e-6);
   }
 }

@@ -54,7 +54,7 @@ struct DeviceLabelKeys {
   int64_t heads;
 };
 
-// As TokenRule.
+// The members of TokenRule.
 constexpr int kFlashTokenSlots = 64;  // at most
 struct DeviceTokenRule {
   bool hides;

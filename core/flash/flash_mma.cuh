@@ -363,8 +363,8 @@ class FlashMmaBlock {
   __device__ int warp_row() const {  // the warp's first query
     return static_cast<int>(thread_ / 32) * Shape::kWarpRows;
   }
-  // Of the products of 16 rows, a lane has row() and row() + 8; of every 8 columns, column() and
-  // column() + 1.
+  // A lane has rows row() and row() + 8 of the products of 16 rows, and columns column() and
+  // column() + 1 of every 8.
   __device__ int row() const { return lane() / 4; }
   __device__ int column() const { return lane() % 4 * 2; }
   __device__ int RowOf(int row_tile, int half) const {

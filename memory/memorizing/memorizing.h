@@ -76,7 +76,7 @@ struct MemorizingOptions : RelativeStackOptions {
     bind.Int("memory_layer", &memory_layer, -1, kMaxLayers - 1,
              "the layer that reads the store, from 0; -1 means three quarters of the way up");
     bind.Int("store", &store, 0, kMaxStore, "tokens in the store", {0, 1024, 4096, 16384, 65536});
-    // As in the paper; the authors' code has 128.
+    // The default is the paper's; the authors' code has 128.
     bind.Int("k", &k, 1, kMaxStore, "tokens that a query retrieves");
     bind.Choice("selection", &selection,
                 {{"exact", Selection::kExact}, {"bucketed", Selection::kBucketed}},
