@@ -90,7 +90,7 @@ struct Outcome {
   double achieved = 0;  // the return: minus its steps, or minus max_steps where it missed the goal
 };
 
-// Walks from each start, asking for the return of the same place in `returns`, always taking the
+// Walks from each start, asking for the return of the same place in `asked`, always taking the
 // likeliest action, until the goal or max_steps.
 absl::StatusOr<std::vector<Outcome>> RollOut(WalkModel* model, absl::Span<const int64_t> starts,
                                              absl::Span<const double> asked);

@@ -17,8 +17,8 @@
 
 namespace tfb {
 
-// Sequences of held-out text, far apart. With the same numbers of both, samples that `skip` as many
-// tokens as others have follow those and are other text.
+// Sequences of held-out text, far apart. Of two samples with equal `sequences` and `tokens`, one that
+// skips the other's tokens reads the text behind them.
 struct TextSample {
   int64_t sequences = 1;
   int64_t tokens = 1;  // of each

@@ -113,8 +113,8 @@ class Reading {
   void ForgetTimes() { seconds_.clear(); }
   double MsPerByte() const { return 1e3 * Median(seconds_); }
 
-  // Returns the bits of the bytes from `first` to `end`. Both variants count the states before
-  // them.
+  // Returns the bits per byte of the bytes from `first` to `end`: the difference of two sums, in
+  // which the earlier bytes cancel.
   absl::StatusOr<double> BitsPerByte(const LanguageModel& model, int64_t first, int64_t end) const {
     const auto sum = [&](int64_t tokens) -> absl::StatusOr<double> {
       const Problem problem = model.Fit(Problem::SelfAttention(1, 1, tokens, 1, /*causal=*/true));

@@ -13,7 +13,7 @@ namespace cuda_simulator {
 struct Segment {
   uintptr_t begin;
   uintptr_t end;
-  bool is_writable;  // becomes true for the variables, once the program runs
+  bool is_writable;  // while the program runs, as variables are
 };
 std::vector<Segment> LoadedSegments();
 
