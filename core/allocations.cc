@@ -23,7 +23,8 @@ void CountOne() { count.fetch_add(1, std::memory_order_relaxed); }
 
 #if defined(__GLIBC__) && !defined(TFB_HAS_SANITIZER)
 
-// By glibc's own names for what is replaced here. Its free takes what they return.
+// These functions have glibc's own names, so that they replace its allocator's entry points.
+// glibc's free accepts what they return.
 extern "C" {
 
 void* __libc_malloc(size_t size);
@@ -57,7 +58,7 @@ int posix_memalign(void** memory, size_t alignment, size_t size) {
 
 #else
 
-// The forms that the library's others call, or that it calls itself.
+// The forms of operator new that libstdc++'s other forms call, or that call the other forms.
 void* operator new(size_t size, const std::nothrow_t&) noexcept {
   CountOne();
   return std::malloc(size == 0 ? 1 : size);

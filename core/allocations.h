@@ -1,5 +1,6 @@
-// Counts what a test allocates, by standing before the C library's allocator: for tests that a call
-// allocates nothing. A source of its own, so that no caller sees through the replacement.
+// Counts the allocations of a process by replacing the C library's entry points, for tests that
+// assert that a call allocates nothing. The replacement is a source file of its own, so that the
+// compiler cannot inline it into a caller.
 #ifndef TFB_CORE_ALLOCATIONS_H_
 #define TFB_CORE_ALLOCATIONS_H_
 
@@ -7,8 +8,9 @@
 
 namespace tfb {
 
-// Allocations by all threads since the process began: malloc and its kin, and so operator new and
-// tensors. With a sanitizer, which has an allocator of its own, only those of operator new.
+// Returns the number of allocations that all threads have made since the process began: those of
+// malloc and its variants, and so of operator new and of tensors. Under a sanitizer, which has an
+// allocator of its own, only those of operator new are counted.
 int64_t AllocationCount();
 
 }  // namespace tfb

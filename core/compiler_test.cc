@@ -1,5 +1,5 @@
-// Constants that g++ 12 stores wrongly with AVX-512 unless it is told otherwise
-// (tools/bazelrc/gcc12.bazelrc).
+// Tests constants that g++ 12 stores wrongly with AVX-512 unless tools/bazelrc/gcc12.bazelrc turns
+// off the optimization at fault.
 #include <cstdint>
 #include <vector>
 

@@ -1,4 +1,5 @@
-// Attention in float64 by the book: what every definition of an attention technique is made of.
+// Attention in float64, computed directly from its formula: the building blocks of every attention
+// technique's definition.
 //
 // Plain loops in the order of the formula; nothing here is shared with an engine. A technique
 // brings its score as a function.
@@ -51,10 +52,10 @@ inline double Dot(const double* a, const double* b, int64_t size) {
   return sum;
 }
 
-// The rows that a request asks for: all of them where it names none.
+// Returns the rows that a request asks for: all of them where it names none.
 std::vector<int64_t> RowsOf(const DefinitionRequest& request, int64_t tokens);
 
-// Whether key j of batch b is a token, by the optional key_mask.
+// Tells whether key j of batch b is a token, by the optional key_mask.
 class KeyMask {
  public:
   explicit KeyMask(const Inputs& inputs) : view_(inputs.Get("key_mask")) {}
@@ -67,7 +68,7 @@ class KeyMask {
 };
 
 // Evaluates attention with score(b, h, i, j) -> s_ij in natural units, kNotSeen where i does not
-// see j. The causal mask and the key mask are the score's to apply: see DefineMaskedAttention.
+// see j. `score` has to apply the causal mask and the key mask itself: see DefineMaskedAttention.
 template <class Score>
 void DefineAttention(const Problem& problem, const Inputs& inputs, const DefinitionRequest& request,
                      const Score& score, NamedTensors* outputs) {
@@ -117,8 +118,9 @@ void DefineAttention(const Problem& problem, const Inputs& inputs, const Definit
   if (request.weights) (*outputs)["weights"] = std::move(weights);
 }
 
-// What most techniques start from: scale q_i . k_j, where the causal mask, the key mask and
-// `sees(h, i, j)` allow it, plus bias(b, h, i, j). `scale` 0 means 1 / sqrt(head_dim).
+// Evaluates the attention that most techniques start from: the score is scale q_i . k_j, where the
+// causal mask, the key mask and `sees(h, i, j)` allow it, plus bias(b, h, i, j). `scale` 0 means 1
+// / sqrt(head_dim).
 template <class Sees, class Bias>
 void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
                            const DefinitionRequest& request, double scale, const Sees& sees,

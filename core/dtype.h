@@ -12,7 +12,7 @@ namespace tfb {
 
 enum class DType : uint8_t { kF32, kF64, kF16, kBF16, kI32, kI64, kU8 };
 
-// IEEE 754 binary16 and bfloat16, both rounded to nearest even.
+// Half and BFloat16 are IEEE 754 binary16 and bfloat16; conversions round to nearest even.
 using Half = Eigen::half;
 using BFloat16 = Eigen::bfloat16;
 
@@ -33,7 +33,7 @@ constexpr int64_t SizeOf(DType dtype) {
   return 0;
 }
 
-// "f32", "f64", "f16", "bf16", "i32", "i64", "u8".
+// Returns "f32", "f64", "f16", "bf16", "i32", "i64" or "u8".
 absl::string_view Name(DType dtype);
 absl::StatusOr<DType> ParseDType(absl::string_view name);
 
@@ -73,7 +73,8 @@ struct DTypeOf<uint8_t> {
   static constexpr DType value = DType::kU8;
 };
 
-// Half the distance from 1 to the next number: the relative error of one rounding. 0 for integers.
+// Returns half the distance from 1 to the next number, which is the relative error of one rounding;
+// 0 for integers.
 double UnitRoundoff(DType dtype);
 
 }  // namespace tfb

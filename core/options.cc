@@ -15,7 +15,7 @@ namespace tfb {
 namespace {
 
 std::string RealText(double value) {
-  // The shortest text that reads back as the same number.
+  // Finds the shortest text that reads back as the same number.
   for (int digits = 6; digits <= 17; ++digits) {
     char buffer[40];
     snprintf(buffer, sizeof(buffer), "%.*g", digits, value);
@@ -52,7 +52,7 @@ bool IsIdentifier(absl::string_view text) {
   });
 }
 
-// The items between commas that are not in brackets. False where brackets do not match.
+// Splits at the commas that are not in brackets. Returns false where brackets do not match.
 bool SplitAtCommas(absl::string_view text, std::vector<absl::string_view>* items) {
   int depth = 0;
   size_t begin = 0;
@@ -82,7 +82,7 @@ absl::Status AddOption(absl::string_view item, TechniqueSpec* spec) {
   return absl::OkStatus();
 }
 
-// "longformer[window=64,dilation=1/2]".
+// Parses a text such as "longformer[window=64,dilation=1/2]".
 bool ParseBracketed(absl::string_view text, TechniqueSpec* spec) {
   const size_t open = text.find('[');
   TechniqueSpec parsed;

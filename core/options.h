@@ -1,4 +1,5 @@
-// Options of a technique: a plain struct with defaults, bound once to names, ranges and help.
+// The options of a technique are a plain struct with defaults, which is bound once to names, ranges
+// and help.
 //
 //   struct LongformerOptions {
 //     int64_t window = 512;
@@ -28,7 +29,7 @@ namespace tfb {
 
 constexpr int64_t kMaxTokens = int64_t{1} << 40;
 
-// Option values as text, by name: what a user typed, or canonical with every option present.
+// Option values as text, by name: as a user typed them, or canonical with every option present.
 using Options = std::map<std::string, std::string, std::less<>>;
 
 // One option as a user sees it.
@@ -58,8 +59,9 @@ class OptionBinder {
   // A list of integers, written 1/1/2/4.
   void Ints(absl::string_view name, std::vector<int64_t>* value, int64_t min, int64_t max,
             absl::string_view help);
-  // A technique that this one is made with, its options in brackets: longformer[window=64]. `check`
-  // says what is wrong with it, and may put its options into canonical form.
+  // An option whose value is a technique that this one is made with, its own options in brackets:
+  // longformer[window=64]. `check` returns an error where that technique is not acceptable, and may
+  // put its options into canonical form.
   void Technique(absl::string_view name, TechniqueSpec* value, absl::string_view range,
                  const std::function<absl::Status(TechniqueSpec*)>& check, absl::string_view help);
   template <class Enum>
@@ -76,18 +78,19 @@ class OptionBinder {
         });
   }
 
-  // Writes the given options through the bound pointers. Unknown names are answered with the list
-  // of the known ones, bad values with the range.
+  // Writes the given options through the bound pointers. Returns InvalidArgument for an unknown
+  // name, with the list of the known ones, and for a bad value, with its range.
   absl::Status Parse(const Options& options);
   std::vector<OptionSpec> Specs() const;
-  Options Values() const;  // every option, canonical
+  Options Values() const;  // Returns every option with its canonical text.
 
  private:
   struct Entry {
     OptionSpec spec;
-    std::function<bool(absl::string_view)> parse;  // false: not of the type or out of range
+    // Returns false where the text is not of the type or out of range.
+    std::function<bool(absl::string_view)> parse;
     std::function<std::string()> print;
-    std::function<absl::Status()> check;  // of what was parsed; may be empty
+    std::function<absl::Status()> check;  // checks the parsed value; may be empty
   };
   void Add(OptionSpec spec, std::function<bool(absl::string_view)> parse,
            std::function<std::string()> print);
@@ -112,10 +115,10 @@ absl::StatusOr<TechniqueSpec> ParseTechniqueSpec(absl::string_view text);
 absl::StatusOr<std::vector<TechniqueSpec>> ParseTechniqueSpecs(absl::string_view text);
 std::string ToString(const TechniqueSpec& spec);
 std::string ToString(const Options& options);  // "dilation=1,window=256"
-// "longformer[dilation=1,window=256]", as the value of an option.
+// Returns "longformer[dilation=1,window=256]", which can be the value of an option.
 std::string ToBracketedString(const TechniqueSpec& spec);
 
-// The known names nearest to `name` by edit distance, best first, for "did you mean".
+// Returns the known names nearest to `name` by edit distance, best first, for "did you mean".
 std::vector<std::string> NearestNames(absl::string_view name, const std::vector<std::string>& known,
                                       size_t count = 3);
 

@@ -82,7 +82,7 @@ TEST(TechniqueSpecs, ListsSplitAtCommasAndOptionsStayWithTheirTechnique) {
   EXPECT_EQ(ToString(specs[2]), "performer:features=*");
 }
 
-// A technique that is made with another one, of which there are "near" and "far".
+// The options of a technique that is made with another one, which is "near" or "far".
 struct OuterOptions {
   TechniqueSpec inner = {"near", {}};
   void Describe(OptionBinder& bind) {

@@ -59,7 +59,8 @@ bool operator==(const Problem& a, const Problem& b) {
 }
 
 absl::Status Validate(const Problem& problem) {
-  // 2^40 tokens or heads are beyond any machine, and keep products of two sizes inside 64 bits.
+  // More than 2^40 tokens or heads are beyond any machine; the limit keeps products of two sizes
+  // inside 64 bits.
   constexpr int64_t kMaxSize = int64_t{1} << 40;
   const auto check = [](absl::string_view name, int64_t value, int64_t min, int64_t max) {
     if (value >= min && value <= max) return absl::OkStatus();
@@ -80,8 +81,8 @@ absl::Status Validate(const Problem& problem) {
                                                    ", which kv_heads (", problem.kv_heads,
                                                    ") does not divide"));
   }
-  // 2^46 elements of f32 are 2^48 bytes: more than a process can address. Refused here, so that no
-  // layer has to fear for tensors of the problem's sizes.
+  // 2^46 elements of f32 are 2^48 bytes, more than a process can address. They are refused here, so
+  // that no layer has to check the sizes of its tensors for overflow.
   constexpr double kMaxElements = 0x1p46;
   const double elements =
       static_cast<double>(problem.batch) * static_cast<double>(problem.query_heads) *

@@ -1,4 +1,5 @@
-// What is asked of a technique: the sizes, the mask's direction, and the precision.
+// The problem that a technique is asked to solve: the sizes, the mask's direction, and the
+// precision.
 #ifndef TFB_CORE_PROBLEM_H_
 #define TFB_CORE_PROBLEM_H_
 
@@ -28,14 +29,16 @@ struct Problem {
       8;  // divides query_heads; query head h reads key-value head h / (query_heads / kv_heads)
   int64_t query_tokens = 512;
   int64_t kv_tokens = 512;
-  int64_t head_dim = 64;   // of queries and keys, 1 to 256
-  int64_t value_dim = 64;  // of values and outputs, 1 to 256
-  // Query i sees keys j <= i + (kv_tokens - query_tokens): aligned at the bottom right, as with a
-  // key-value cache.
+  int64_t head_dim = 64;   // channels of queries and keys, 1 to 256
+  int64_t value_dim = 64;  // channels of values and outputs, 1 to 256
+  // Query i sees keys j <= i + (kv_tokens - query_tokens): the mask is aligned at the bottom right,
+  // as with a key-value cache.
   bool causal = false;
-  DType dtype = DType::kF32;  // of inputs and outputs: f32, bf16 or f16; accumulation is in fp32
+  // Type of inputs and outputs: f32, bf16 or f16; accumulation is in fp32.
+  DType dtype = DType::kF32;
 
-  int64_t model_dim() const { return query_heads * head_dim; }  // width of a hidden state
+  // Returns the width of a hidden state.
+  int64_t model_dim() const { return query_heads * head_dim; }
   int64_t group() const {
     return query_heads / kv_heads;
   }  // query heads that share a key-value head
@@ -45,11 +48,12 @@ struct Problem {
   static Problem SelfAttention(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
                                bool causal = false, DType dtype = DType::kF32);
 
-  std::string ToString() const;  // "batch 1, 8 heads of 64, 512 tokens, causal, f32"
+  std::string ToString() const;  // Returns, say, "batch 1, 8 heads of 64, 512 tokens, causal, f32".
   friend bool operator==(const Problem& a, const Problem& b);
 };
 
-// InvalidArgument, with the offending value and the allowed range, where a size is out of bounds.
+// Returns InvalidArgument, with the offending value and the allowed range, where a size is out of
+// bounds.
 absl::Status Validate(const Problem& problem);
 
 }  // namespace tfb

@@ -16,7 +16,7 @@ std::array<uint32_t, 2> Halves(uint64_t value) {
   return {static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32)};
 }
 
-// 53 bits centred in their interval, so that neither end is ever returned.
+// Centres 53 bits in their interval, so that the result is neither 0 nor 1.
 double ToUniform(uint64_t bits) { return (static_cast<double>(bits >> 11) + 0.5) * 0x1p-53; }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Random numbers as a function of (seed, stream, index): no state, so a draw does not depend on the
-// order, the tiling, the number of threads or the device that asks for it.
+// Random numbers are a function of (seed, stream, index). There is no state, so a draw does not
+// depend on the order, the tiling, the number of threads or the device that asks for it.
 //
 // The generator is Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as
 // 1, 2, 3", SC 2011.
@@ -31,10 +31,10 @@ class RandomStream {
   std::array<uint32_t, 2> name_;
 };
 
-// Element i (row-major) is draw i of the stream.
+// Fills a tensor with normal numbers: element i (row-major) is draw i of the stream.
 void FillNormal(Tensor* tensor, uint64_t seed, absl::string_view name, double mean = 0,
                 double deviation = 1);
-// The same by the standard form of a distribution.
+// The standard form of a distribution to draw from.
 enum class Distribution : uint8_t {
   kNormal,   // mean 0, variance 1
   kUniform,  // between 0 and 1

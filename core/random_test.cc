@@ -8,7 +8,7 @@ namespace tfb {
 namespace {
 
 TEST(Philox, MatchesThePublishedTestVectors) {
-  // Random123's kat_vectors for philox4x32-10.
+  // The expected values are Random123's kat_vectors for philox4x32-10.
   EXPECT_EQ(Philox({0, 0, 0, 0}, {0, 0}),
             (std::array<uint32_t, 4>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
   EXPECT_EQ(Philox({0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}, {0xffffffff, 0xffffffff}),
@@ -25,7 +25,8 @@ TEST(RandomStream, NormalsHaveTheMomentsOfANormal) {
     const double x = stream.Normal(i);
     for (int power = 1; power <= 4; ++power) sum[power] += std::pow(x, power) / kDraws;
   }
-  // Five standard deviations of each moment's estimate: sqrt(1, 2, 15, 96) / sqrt(draws).
+  // The tolerance is five standard deviations of each moment's estimate: sqrt(1, 2, 15, 96) /
+  // sqrt(draws).
   const double unit = 5 / std::sqrt(kDraws);
   EXPECT_NEAR(sum[1], 0, unit);
   EXPECT_NEAR(sum[2], 1, unit * std::sqrt(2.0));

@@ -30,7 +30,7 @@ constexpr int64_t kLengthBytes = 8;
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the format is little-endian");
 
-// Where a tensor lies, as its header entry says.
+// The range of a tensor's bytes in the file, from its header entry.
 struct Entry {
   std::string name;
   DType dtype = DType::kF32;
@@ -42,7 +42,7 @@ struct Entry {
 // Copies `size` bytes at `offset` of the file to `to`.
 using ReadAt = absl::FunctionRef<absl::Status(int64_t offset, int64_t size, char* to)>;
 
-// Names and texts of a file, fit for a message of one line.
+// Returns a name or text of a file in a form that fits a message of one line.
 std::string Quoted(absl::string_view text) {
   constexpr size_t kLongest = 80;
   if (text.size() <= kLongest) return absl::StrCat("\"", absl::CHexEscape(text), "\"");
@@ -66,7 +66,7 @@ struct ElementType {
   const char* name;
   DType dtype;
 };
-// A dtype is written by the first name that it has here.
+// Element types of the format. A dtype is written by the first name that it has here.
 constexpr ElementType kElementTypes[] = {
     {"F64", DType::kF64}, {"F32", DType::kF32}, {"F16", DType::kF16}, {"BF16", DType::kBF16},
     {"I64", DType::kI64}, {"I32", DType::kI32}, {"U8", DType::kU8},   {"BOOL", DType::kU8},
@@ -87,14 +87,15 @@ absl::StatusOr<DType> ParseElementType(absl::string_view file, const std::string
                    "; read are F64, F32, F16, BF16, I64, I32, U8, BOOL"));
 }
 
-// A whole number of the header, or -1 where it is not one that fits 63 bits.
+// Returns a whole number of the header, or -1 where the value is not a whole number that fits 63
+// bits.
 int64_t WholeNumber(const Json& value) {
   if (!value.is_number_unsigned()) return -1;
   const uint64_t number = value.get<uint64_t>();
   return number <= static_cast<uint64_t>(INT64_MAX) ? static_cast<int64_t>(number) : -1;
 }
 
-// The text of a small piece of the header, for a message.
+// Returns the text of a small piece of the header, for a message.
 std::string TextOf(const Json& value) {
   return Quoted(value.dump(-1, ' ', true, Json::error_handler_t::replace));
 }
@@ -147,7 +148,8 @@ absl::StatusOr<Entry> ParseEntry(absl::string_view file, const std::string& name
   }
   int64_t bytes = SizeOf(entry.dtype);
   for (const int64_t size : entry.shape) {
-    // A size of 0 hides what follows from the product, not from an index: it is checked as a 1.
+    // A size of 0 makes the product 0, which would hide an overflow by later sizes; it is checked
+    // as a 1.
     if (__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes)) {
       return BadTensor(
           file, name,
@@ -164,7 +166,8 @@ absl::StatusOr<Entry> ParseEntry(absl::string_view file, const std::string& name
   return entry;
 }
 
-// The ranges, sorted by their beginnings, must follow one another from the first byte to the last.
+// Checks that the ranges, sorted by their beginnings, follow one another from the first byte to the
+// last.
 absl::Status CheckCoverage(absl::string_view file, std::vector<Entry> entries, int64_t data_bytes) {
   std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
     return std::make_pair(a.begin, a.end) < std::make_pair(b.begin, b.end);
@@ -191,7 +194,8 @@ absl::Status CheckCoverage(absl::string_view file, std::vector<Entry> entries, i
   return absl::OkStatus();
 }
 
-// The header as JSON. Duplicate names, which the JSON library would silently merge, are errors.
+// Parses the header as JSON. Duplicate names, which the JSON library would silently merge, are
+// errors.
 absl::StatusOr<Json> ParseHeader(absl::string_view file, const std::string& text) {
   if (text.empty() || text[0] != '{') return Bad(file, "header does not begin with \"{\"");
   std::vector<std::set<std::string>> open_objects;
@@ -283,7 +287,8 @@ absl::StatusOr<SafetensorsFile> Parse(absl::string_view file, int64_t file_bytes
   return contents;
 }
 
-// Text that JSON can hold: valid UTF-8 survives the round trip, anything else is replaced in it.
+// Tells whether JSON can hold the text: valid UTF-8 survives the round trip, anything else is
+// replaced in it.
 bool IsUtf8(const std::string& text) {
   const Json back = Json::parse(Json(text).dump(-1, ' ', false, Json::error_handler_t::replace),
                                 nullptr, /*allow_exceptions=*/false);
@@ -297,7 +302,7 @@ const char* ElementTypeName(DType dtype) {
   return type->name;
 }
 
-// In falling order of the elements' sizes, so that each tensor is aligned to its elements.
+// Orders tensors by falling size of their elements, so that each tensor is aligned to its elements.
 std::vector<NamedTensors::const_iterator> FileOrder(const NamedTensors& tensors) {
   std::vector<NamedTensors::const_iterator> order;
   for (auto it = tensors.begin(); it != tensors.end(); ++it) order.push_back(it);
@@ -307,7 +312,7 @@ std::vector<NamedTensors::const_iterator> FileOrder(const NamedTensors& tensors)
   return order;
 }
 
-// The header of tensors in this order, with offsets that count from its end.
+// Returns the header of tensors in this order, with offsets that count from the header's end.
 absl::StatusOr<std::string> HeaderText(const std::vector<Entry>& entries,
                                        const std::map<std::string, std::string>& metadata) {
   Json header = Json::object();
@@ -335,7 +340,8 @@ std::string WithLength(const std::string& header) {
                       header);
 }
 
-// The length and the header of the file, padded so that the tensors begin at a multiple of 8.
+// Returns the length and the header of the file, padded so that the tensors begin at a multiple of
+// 8.
 absl::StatusOr<std::string> SerializeHeader(const NamedTensors& tensors,
                                             const std::map<std::string, std::string>& metadata) {
   std::vector<Entry> entries;
@@ -445,7 +451,7 @@ absl::Status WriteSafetensors(const std::string& path, const NamedTensors& tenso
                               const std::map<std::string, std::string>& metadata) {
   const absl::StatusOr<std::string> header = SerializeHeader(tensors, metadata);
   if (!header.ok()) return Bad(path, header.status().message());
-  // In the same folder, since a rename does not cross file systems.
+  // The temporary file is in the same folder, since a rename does not cross file systems.
   const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
   const int descriptor =
       open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);

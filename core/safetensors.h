@@ -34,14 +34,14 @@ struct SafetensorsFile {
   std::map<std::string, std::string> metadata;
 };
 
-// NotFound or PermissionDenied: the file cannot be opened. InvalidArgument: it is not a safetensors
-// file, or a broken one. Unimplemented: an element type or a rank that this library has not.
-// ResourceExhausted: no memory.
+// Reads a file. Returns NotFound or PermissionDenied where it cannot be opened; InvalidArgument
+// where it is not a safetensors file, or a broken one; Unimplemented for an element type or a rank
+// that this library does not have; ResourceExhausted where there is no memory.
 absl::StatusOr<SafetensorsFile> ReadSafetensors(const std::string& path);
-// The same of bytes in memory; `name` stands for the path in messages.
+// Parses a safetensors file that is in memory; `name` stands for the path in messages.
 absl::StatusOr<SafetensorsFile> ParseSafetensors(absl::string_view bytes, const std::string& name);
 
-// Where the tensors of a file lie, for a reader that maps it.
+// The ranges of a file's tensors, for a reader that maps the file.
 struct SafetensorsEntry {
   DType dtype = DType::kF32;
   Shape shape;
@@ -52,11 +52,12 @@ struct SafetensorsLayout {
   std::map<std::string, SafetensorsEntry, std::less<>> tensors;
   std::map<std::string, std::string> metadata;
 };
-// Of a whole file's bytes, of which only the header is read.
+// Parses the header of a whole file's bytes and reads nothing else of them.
 absl::StatusOr<SafetensorsLayout> ParseSafetensorsLayout(absl::string_view bytes,
                                                          const std::string& name);
-// The length and header of a file whose tensors lie so, padded up to the first of them, for a writer
-// that comes to know their sizes last. InvalidArgument where it does not fit before them.
+// Returns the length and header of a file with this layout, padded up to the first tensor, for a
+// writer that knows the sizes of its tensors last. Returns InvalidArgument where the header does
+// not fit before them.
 absl::StatusOr<std::string> SerializeSafetensorsLayout(const SafetensorsLayout& layout);
 
 // Replaces `path` at once (a temporary file beside it is renamed), so that a reader finds the old
@@ -64,7 +65,8 @@ absl::StatusOr<std::string> SerializeSafetensorsLayout(const SafetensorsLayout& 
 // contents give equal files.
 absl::Status WriteSafetensors(const std::string& path, const NamedTensors& tensors,
                               const std::map<std::string, std::string>& metadata = {});
-// The bytes of such a file. InvalidArgument: a name that is not UTF-8 or that the format reserves.
+// Returns the bytes of such a file, or InvalidArgument for a name that is not UTF-8 or that the
+// format reserves.
 absl::StatusOr<std::string> SerializeSafetensors(
     const NamedTensors& tensors, const std::map<std::string, std::string>& metadata = {});
 

@@ -13,7 +13,7 @@ namespace {
 
 void Read(absl::string_view bytes) {
   const absl::StatusOr<tfb::SafetensorsFile> file = tfb::ParseSafetensors(bytes, "fuzzed");
-  // What can be read can be written.
+  // A file that can be read can be written.
   if (file.ok() && !tfb::SerializeSafetensors(file->tensors, file->metadata).ok()) std::abort();
 }
 
@@ -23,7 +23,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const absl::string_view bytes(reinterpret_cast<const char*>(data), size);
   Read(bytes);
   if (size < 2) return 0;
-  // The same bytes as a file whose header's length is right, so that the fuzzer gets past it.
+  // Parses the same bytes as a file whose header length is right, so that the fuzzer gets past that
+  // check.
   const size_t header = std::min<size_t>(data[0] + 256 * size_t{data[1]}, size - 2);
   std::string file(8, '\0');
   for (int i = 0; i < 8; ++i) file[i] = static_cast<char>(uint64_t{header} >> (8 * i));

@@ -33,8 +33,8 @@ std::string WithLength(const std::string& header, const std::string& data = "") 
   return bytes + header + data;
 }
 
-// What is wrong with a file of this header and `data_bytes` bytes of tensors; "ok" where nothing
-// is.
+// Returns the error of a file with this header and `data_bytes` bytes of tensors, or "ok" where
+// there is none.
 std::string ErrorOf(const std::string& header, int data_bytes = 0) {
   const absl::StatusOr<SafetensorsFile> file =
       ParseSafetensors(WithLength(header, std::string(data_bytes, 'x')), "some/file");
@@ -354,7 +354,7 @@ TEST(Safetensors, AFailedWriteLeavesTheOldFileAndNothingElse) {
   bad["e"] = Tensor();
   EXPECT_FALSE(WriteSafetensors(path, bad).ok());
   EXPECT_TRUE(ReadSafetensors(path).ok());
-  // A name that is a folder: the temporary file is written, then cannot be renamed, and goes.
+  // `path` names a folder: the temporary file is written, cannot be renamed, and is removed.
   const std::string taken = folder + "/taken";
   mkdir(taken.c_str(), 0777);
   EXPECT_FALSE(WriteSafetensors(taken, OneOfEach()).ok());

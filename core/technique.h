@@ -1,9 +1,9 @@
 // The interface that every technique implements and every tool of the harness uses.
 //
-// A Technique is registered once and immutable. It makes Layers: one problem, one set of options,
-// one device. A layer owns its parameter tensors; the caller owns inputs, outputs and workspace.
-// The float64 definition of a technique is a function of its inputs and parameters alone and shares
-// no code with the layer that it judges.
+// A Technique is registered once and immutable. It makes Layers, each for one problem, one set of
+// options and one device. A layer owns its parameter tensors; the caller owns inputs, outputs and
+// workspace. The float64 definition of a technique is a function of its inputs and parameters alone
+// and shares no code with the layer that it judges.
 #ifndef TFB_CORE_TECHNIQUE_H_
 #define TFB_CORE_TECHNIQUE_H_
 
@@ -43,7 +43,7 @@ enum class Exactness : uint8_t {
 absl::string_view Name(InputKind kind);       // "qkv", "hidden", "tokens"
 absl::string_view Name(Exactness exactness);  // "exact", "approximate", "own"
 
-// In the shape of a TensorSpec: as many tokens as the segment has.
+// The size of a TensorSpec's dimension that is the segment's number of tokens.
 constexpr int64_t kSegmentTokens = -1;
 
 // A tensor that a layer reads or writes. Views may have any strides.
@@ -52,31 +52,32 @@ struct TensorSpec {
   Shape shape;
   DType dtype = DType::kF32;
   bool optional = false;
-  // The input is noise of this distribution: drawn, where the caller's tensors do not have it. Other
-  // inputs that a harness draws are normal.
+  // Where set, the input is noise of this distribution; a harness draws it where the caller's
+  // tensors do not have it. Other inputs that a harness draws are normal.
   std::optional<Distribution> noise = std::nullopt;
 };
 
-// Work of one Run. Unknown is absent, never 0.
+// The work of one Run. A number that is unknown is absent, never 0.
 struct Cost {
-  std::optional<double> flops;  // 1 multiply-add = 2; only pairs that the definition keeps
+  // A multiply-add counts 2; only pairs that the definition keeps count.
+  std::optional<double> flops;
   std::optional<double>
-      bytes;  // that a fused implementation must move: inputs, outputs and parameters once
+      bytes;  // bytes that a fused implementation must move: inputs, outputs and parameters once
 };
 
-// Where a call runs. `workspace` has at least Layer::workspace_bytes(pool->threads()) bytes,
+// The resources of a call. `workspace` has at least Layer::workspace_bytes(pool->threads()) bytes,
 // aligned to 64, contents unspecified.
 //
 // For a layer on Device::kCuda or kSimulator the data of all views and the workspace are device
-// memory of CudaRuntime::For(device), which host code must not touch: only sizes, strides and
-// addresses are the host's to read. `pool` is for the host's part of Setup.
+// memory of CudaRuntime::For(device). Host code must not touch that memory; it may read the sizes,
+// strides and addresses of views. `pool` is for the part of Setup that runs on the host.
 struct Execution {
   ThreadPool* pool = nullptr;
   absl::Span<std::byte> workspace;
   void* stream = nullptr;  // CUDA: the cudaStream_t to enqueue on; null is the default stream
 };
 
-// One technique on one problem and one device. Not thread-safe: one call at a time.
+// One technique on one problem and one device. A layer is not thread-safe: make one call at a time.
 //
 // Setup, Run and Append treat denormal numbers as zero on every thread that computes, and leave the
 // caller's floating-point state as it was (core/denormals.h).
@@ -91,36 +92,41 @@ class Layer {
   const std::vector<TensorSpec>& inputs() const { return inputs_; }
   const std::vector<TensorSpec>& outputs() const { return outputs_; }
 
-  // Drawn from the seed at creation. SetParameters replaces those it is given; names and shapes
-  // must be this layer's. Call Setup afterwards. They are tensors of the host on every device: Setup
-  // uploads them.
+  // The parameters, on the host on every device: Setup uploads them. They are drawn from the seed
+  // at creation. SetParameters replaces those that it is given, whose names and shapes must be this
+  // layer's; call Setup afterwards.
   const NamedTensors& parameters() const { return parameters_; }
   absl::Status SetParameters(const NamedTensors& parameters);
-  // The same without copying those that have the dtype of the layer's own: a mapped datastore, say.
+  // Replaces parameters without a copy where they have the dtype of the layer's own, so that a
+  // mapped datastore can be used as it is.
   absl::Status SetParameters(NamedTensors&& parameters);
 
-  // Of the device's memory. On a GPU the number of threads, which is the host's, changes nothing.
+  // Returns the workspace that Setup and Run need, in bytes of the device's memory. On a GPU the
+  // number of threads, which is the host's, changes nothing.
   virtual size_t workspace_bytes(int threads) const = 0;
   virtual Cost cost() const = 0;
-  // What the layer reports of its last Run by name, such as its mean span.
+  // Returns numbers that the layer reports of its last Run, by name, such as its mean span.
   virtual std::map<std::string, double> statistics() const { return {}; }
 
-  // Work that need not be repeated while the inputs' sizes and the parameters stay: schedules,
-  // tables, hashing, clustering. May allocate. Must be called before the first Run.
+  // Does the work that need not be repeated while the inputs' sizes and the parameters stay:
+  // schedules, tables, hashing, clustering. It may allocate. It must be called before the first
+  // Run.
   absl::Status Setup(const Inputs& inputs, const Execution& execution);
-  // Allocates nothing and, on a GPU, does not synchronise. Optional outputs may be left out.
+  // Computes the outputs. It allocates nothing and, on a GPU, does not synchronise. Optional
+  // outputs may be left out.
   absl::Status Run(const Inputs& inputs, const Outputs& outputs, const Execution& execution);
 
  protected:
   Layer(const Problem& problem, std::vector<TensorSpec> inputs, std::vector<TensorSpec> outputs)
       : problem_(problem), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
 
-  // Tensors and workspace have been checked against the specs when these are called.
+  // The base class checks tensors and workspace against the specs before it calls these.
   virtual absl::Status DoSetup(const Inputs&, const Execution&) { return absl::OkStatus(); }
   virtual absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                              const Execution& execution) = 0;
 
-  // What a Run must move: inputs and outputs, optional ones left out, and parameters once.
+  // Returns the bytes that a Run must move: inputs and outputs, without optional ones, and
+  // parameters once.
   double TensorBytes() const;
 
   absl::Status CheckCall(const Execution& execution) const;
@@ -136,7 +142,8 @@ class Layer {
   bool ready_ = false;
 };
 
-// Reads its input in segments and keeps state between them: memory techniques and decoding.
+// A layer that reads its input in segments and keeps state between them: memory techniques and
+// decoding.
 class StreamingLayer : public Layer {
  public:
   // The tensors of one Append; a dimension of kSegmentTokens is the segment's number of tokens.
@@ -144,14 +151,15 @@ class StreamingLayer : public Layer {
   const std::vector<TensorSpec>& segment_outputs() const { return segment_outputs_; }
   int64_t max_segment_tokens() const { return max_segment_tokens_; }
 
-  // Segments of how many tokens (the last may be shorter) give what the definition says of the
-  // whole. 0: every split does, as with all techniques whose masks know nothing of segments.
+  // Returns the segment length that gives the definition's result for the whole sequence; the last
+  // segment may be shorter. 0 means that every split does, as with all techniques whose masks do
+  // not depend on segments.
   virtual int64_t split_tokens() const { return 0; }
 
-  virtual absl::Status Reset() = 0;  // forgets everything that was appended
+  virtual absl::Status Reset() = 0;  // Forgets everything that was appended.
   // Takes the next segment, of 1 to max_segment_tokens() tokens. A sequence appended in any split
-  // gives what the definition says of the whole; but see split_tokens(). Setup must have been
-  // called. Allocates nothing.
+  // gives the definition's result for the whole, unless split_tokens() demands one split. Setup
+  // must have been called. Append allocates nothing.
   absl::Status Append(const Inputs& segment, const Outputs& outputs, const Execution& execution);
 
  protected:
@@ -172,9 +180,9 @@ class StreamingLayer : public Layer {
   int64_t max_segment_tokens_;
 };
 
-// What every tool knows of a technique without running it.
+// The properties of a technique that every tool knows without running it.
 struct TechniqueInfo {
-  std::string name;      // the folder's
+  std::string name;      // the name of the technique's folder
   std::string family;    // "attention", "positional", "memory", "adaptive"
   std::string title;     // "Longformer sliding-window attention"
   std::string citation;  // "Beltagy, Peters, Cohan 2020, arXiv:2004.05150v2, section 3.1"
@@ -183,23 +191,25 @@ struct TechniqueInfo {
   std::vector<OptionSpec> options;
   std::string budget_option;  // the option that trades error for cost; empty where there is none
   double growth = 2;          // expected exponent of time in tokens
-  // One that names kCuda runs on kSimulator too.
+  // A technique that names kCuda runs on kSimulator too.
   std::vector<Device> devices = {Device::kCpu};
   bool supports_causal = true;
   bool supports_noncausal = true;
-  // Where a layer groups tokens by their content: the optional output that says how it did, which is
-  // also an optional input that makes it do so. With it frozen, causal attention is causal; what a
-  // group has room for may depend on later tokens.
+  // For a layer that groups tokens by their content: the optional output that holds the groups. It
+  // is also an optional input that freezes them. With frozen groups, causal attention is causal;
+  // how many tokens fit a group may depend on later tokens.
   std::string selection;
 };
 
-// Which outputs of a definition are asked for.
+// The outputs of a definition that the caller asks for.
 struct DefinitionRequest {
   absl::Span<const int64_t> rows;  // query tokens to evaluate, ascending; empty for all
-  bool weights = false;            // also "weights", where the technique has attention weights
-  // What a layer wrote for these inputs, all rows of it, or null. A definition that chooses by the
-  // order of scores, an argmax or the largest few, may choose as the layer did among those that
-  // fp32 cannot tell apart, and has to show that they are such. Nothing else of it may look there.
+  // Asks also for "weights", where the technique has attention weights.
+  bool weights = false;
+  // The outputs that a layer wrote for these inputs, all rows of them, or null. A definition that
+  // chooses by the order of scores (an argmax, the largest few) may choose as the layer did among
+  // scores that fp32 cannot tell apart, and has to show that they are such. It may use `computed`
+  // for nothing else.
   const NamedTensors* computed = nullptr;
 };
 
@@ -209,29 +219,30 @@ class Technique {
 
   const TechniqueInfo& info() const { return info_; }
 
-  // Every option with its canonical value, or what is wrong with the given ones.
+  // Returns every option with its canonical value, or an error that says what is wrong with the
+  // given ones.
   virtual absl::StatusOr<Options> Canonical(const Options& options) const = 0;
-  // The tensors that a layer reads and writes. Outputs always have "out"; attention has an optional
-  // "log_sum_exp" (natural logarithm, f32 [batch, query_heads, query_tokens], -inf for a row that
-  // sees no key).
+  // The tensors that a layer reads and writes. Outputs always contain "out"; attention has an
+  // optional "log_sum_exp" (natural logarithm, f32 [batch, query_heads, query_tokens], -inf for a
+  // row that sees no key).
   virtual absl::StatusOr<std::vector<TensorSpec>> InputSpecs(const Problem& problem,
                                                              const Options& options) const = 0;
   virtual absl::StatusOr<std::vector<TensorSpec>> OutputSpecs(const Problem& problem,
                                                               const Options& options) const = 0;
-  // InvalidArgument: no such problem or options. Unimplemented: a combination that is not
-  // supported, with the reason.
+  // Creates a layer. Returns InvalidArgument for a problem or options that cannot exist, and
+  // Unimplemented, with the reason, for a combination that is not supported.
   virtual absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                         const Options& options, Device device,
                                                         uint64_t seed) const = 0;
-  // The definition in float64. Writes f64 tensors: "out", "log_sum_exp" and, where asked for and
-  // known, "weights" [batch, query_heads, rows, kv_tokens]; dimensions of query tokens have the
-  // requested rows only. A technique that cannot evaluate single rows (a stack of layers) evaluates
-  // all and says so by the sizes it returns.
+  // Evaluates the definition in float64. Writes f64 tensors: "out", "log_sum_exp" and, where asked
+  // for and known, "weights" [batch, query_heads, rows, kv_tokens]; dimensions of query tokens have
+  // the requested rows only. A technique that cannot evaluate single rows (a stack of layers)
+  // evaluates all rows; the sizes that it returns show that.
   virtual absl::Status Define(const Problem& problem, const Options& options,
                               const NamedTensors& parameters, const Inputs& inputs,
                               const DefinitionRequest& request, NamedTensors* outputs) const = 0;
-  // The technique and options whose definition is this one's dense counterpart, on the same inputs
-  // and parameters.
+  // Returns the technique and options whose definition is this one's dense counterpart, on the same
+  // inputs and parameters.
   virtual absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
                                                     const Options& options) const;
 
@@ -242,8 +253,8 @@ class Technique {
   TechniqueInfo info_;
 };
 
-// A technique whose options are the struct OptionsT (see core/options.h). Most derive from this
-// one.
+// A technique whose options are the struct OptionsT (see core/options.h). Most techniques derive
+// from this class.
 template <class OptionsT>
 class TechniqueOf : public Technique {
  public:
@@ -288,7 +299,7 @@ class TechniqueOf : public Technique {
                                   const NamedTensors& parameters, const Inputs& inputs,
                                   const DefinitionRequest& request,
                                   NamedTensors* outputs) const = 0;
-  // By default those of the input kind, with an optional "key_mask".
+  // Returns the inputs. By default they are those of the input kind, with an optional "key_mask".
   virtual std::vector<TensorSpec> ReadTensors(const Problem& problem, const OptionsT&) const;
   virtual std::vector<TensorSpec> WrittenTensors(const Problem& problem, const OptionsT&) const;
 
@@ -303,26 +314,28 @@ class TechniqueOf : public Technique {
   }
 };
 
-// q, k, v and the optional key_mask: u8 [batch, kv_tokens], 1 where the key is a token and 0 where
-// it is padding.
+// Returns the specs of q, k, v and the optional key_mask: u8 [batch, kv_tokens], 1 where the key is
+// a token and 0 where it is padding.
 std::vector<TensorSpec> QkvInputs(const Problem& problem);
-// x [batch, query_tokens, model_dim].
+// Returns the spec of x [batch, query_tokens, model_dim].
 std::vector<TensorSpec> HiddenInputs(const Problem& problem);
-// out [batch, query_heads, query_tokens, value_dim] and the optional log_sum_exp.
+// Returns the specs of out [batch, query_heads, query_tokens, value_dim] and the optional
+// log_sum_exp.
 std::vector<TensorSpec> AttentionOutputs(const Problem& problem);
-// Bytes that fused attention must move: q, k, v and out once.
+// Returns the bytes that fused attention must move: q, k, v and out once.
 double AttentionBytes(const Problem& problem);
-// out [batch, query_tokens, model_dim].
+// Returns the spec of out [batch, query_tokens, model_dim].
 std::vector<TensorSpec> HiddenOutputs(const Problem& problem);
 
-// Whether the technique has an implementation for the device: it says so, or, for the simulator,
-// says that it has one for CUDA.
+// Tells whether the technique has an implementation for the device. One for the simulator exists
+// where one for CUDA does.
 bool RunsOn(const TechniqueInfo& info, Device device);
-// Whether `info` admits the problem on the device: InvalidArgument or Unimplemented with the reason
-// where not.
+// Returns OK where `info` admits the problem on the device; otherwise InvalidArgument or
+// Unimplemented with the reason.
 absl::Status CheckSupported(const TechniqueInfo& info, const Problem& problem, Device device);
-// Whether the views have the names, shapes and dtypes of the specs, with `segment_tokens` for
-// kSegmentTokens. `what` begins the message: "input". Allocates nothing where all is well.
+// Checks that the views have the names, shapes and dtypes of the specs, with `segment_tokens` for
+// kSegmentTokens. `what` begins the message: "input". It allocates nothing unless it finds an
+// error.
 template <class View>
 absl::Status CheckTensors(absl::string_view what, const std::vector<TensorSpec>& specs,
                           const NamedViews<View>& views, int64_t segment_tokens = 0);
@@ -342,21 +355,22 @@ std::vector<TensorSpec> TechniqueOf<OptionsT>::WrittenTensors(const Problem& pro
   return info().input_kind == InputKind::kQkv ? AttentionOutputs(problem) : HiddenOutputs(problem);
 }
 
-// The registry: the one place that knows which techniques are linked in.
+// The registry of the techniques that are linked into the program. It is the only code that knows
+// them.
 class Registry {
  public:
   static Registry& Global();
 
   void Add(std::unique_ptr<Technique> technique);  // aborts on a name that is taken
   std::vector<const Technique*> All() const;       // by name
-  // NotFound, with the nearest names.
+  // Returns NotFound, with the nearest names, for an unknown name.
   absl::StatusOr<const Technique*> Find(absl::string_view name) const;
 
  private:
   std::map<std::string, std::unique_ptr<Technique>, std::less<>> techniques_;
 };
 
-// At namespace scope in the technique's .cc file:
+// Registers technique T. Use it at namespace scope in the technique's .cc file:
 //   const bool registered = RegisterTechnique<Longformer>();
 template <class T>
 bool RegisterTechnique() {

@@ -31,7 +31,7 @@ using Shape = absl::InlinedVector<int64_t, 4>;
 int64_t NumElements(absl::Span<const int64_t> shape);
 std::string ShapeString(absl::Span<const int64_t> shape);  // "[2, 8, 512, 64]"
 
-// A read-only view. Trivially copyable.
+// A read-only view. It is trivially copyable.
 struct ConstTensorView {
   const void* data = nullptr;
   DType dtype = DType::kF32;
@@ -40,19 +40,20 @@ struct ConstTensorView {
   std::array<int64_t, kMaxRank> strides = {};  // in elements
 
   ConstTensorView() = default;
-  // Contiguous, last dimension fastest.
+  // Makes a view of contiguous memory, last dimension fastest.
   ConstTensorView(const void* data, DType dtype, absl::Span<const int64_t> shape);
   ConstTensorView(const void* data, DType dtype, absl::Span<const int64_t> shape,
                   absl::Span<const int64_t> strides);
 
-  bool empty() const { return rank == 0; }  // no tensor at all
+  bool empty() const { return rank == 0; }  // Tells whether the view is of no tensor at all.
   Shape shape() const { return Shape(dims.begin(), dims.begin() + rank); }
   int64_t dim(int axis) const { return dims[axis]; }
   int64_t stride(int axis) const { return strides[axis]; }
   int64_t num_elements() const { return NumElements(absl::MakeSpan(dims.data(), rank)); }
   bool is_contiguous() const;
 
-  // The element's offset in elements from `data`; one index a dimension, fewer mean 0 for the rest.
+  // Returns the element's offset in elements from `data`. There is one index a dimension; missing
+  // indices are 0.
   template <class... Index>
   int64_t Offset(Index... index) const {
     int64_t offset = 0;
@@ -64,11 +65,11 @@ struct ConstTensorView {
   const T* At(Index... index) const {
     return static_cast<const T*>(data) + Offset(index...);
   }
-  // The element as a double, whatever its dtype.
+  // Returns the element as a double, whatever its dtype.
   double Get(int64_t offset) const;
 
  protected:
-  // The operations below in terms of the base class, so that both kinds of view share them.
+  // Implement the operations below in the base class, so that both kinds of view share them.
   void SliceInPlace(int axis, int64_t begin, int64_t size, int64_t step);
 };
 
@@ -90,11 +91,11 @@ struct TensorView : ConstTensorView {
   void Set(int64_t offset, double value) const;
 };
 
-// Elements begin, begin + step, ... (size of them) of one dimension.
+// Returns a view of elements begin, begin + step, ... (size of them) of one dimension.
 ConstTensorView Slice(ConstTensorView view, int axis, int64_t begin, int64_t size,
                       int64_t step = 1);
 TensorView Slice(TensorView view, int axis, int64_t begin, int64_t size, int64_t step = 1);
-// The same elements with two dimensions exchanged.
+// Returns a view of the same elements with two dimensions exchanged.
 ConstTensorView Transpose(ConstTensorView view, int a, int b);
 TensorView Transpose(TensorView view, int a, int b);
 // Splits `axis` into two dimensions of sizes `outer` and dim / outer: [tokens, heads * channels] to
@@ -111,23 +112,24 @@ void ForEachOffset(const ConstTensorView& a, const ConstTensorView& b,
 void CopyElements(const ConstTensorView& from, const TensorView& to);
 void Fill(const TensorView& view, double value);
 
-// Owns contiguous host memory, aligned to 64 bytes, or a share of somebody else's. Movable; Clone()
-// copies.
+// Owns contiguous host memory, aligned to 64 bytes, or shares memory that another object owns.
+// Tensors are movable; Clone() copies.
 class Tensor {
  public:
   Tensor() = default;
-  // Contents are unspecified: Fill or write them.
+  // Allocates memory with unspecified contents: Fill or write them.
   Tensor(DType dtype, absl::Span<const int64_t> shape);
   Tensor(DType dtype, std::initializer_list<int64_t> shape)
       : Tensor(dtype, absl::MakeConstSpan(shape.begin(), shape.size())) {}
   Tensor(Tensor&&) = default;
   Tensor& operator=(Tensor&&) = default;
 
-  // As the constructor, for sizes that a caller chose: ResourceExhausted instead of an abort,
-  // InvalidArgument where the product of the sizes overflows.
+  // Allocates like the constructor, for sizes that a caller chose: returns ResourceExhausted
+  // instead of an abort, and InvalidArgument where the product of the sizes overflows.
   static absl::StatusOr<Tensor> Allocate(DType dtype, absl::Span<const int64_t> shape);
 
-  // Of contiguous memory that `owner` keeps, such as a mapped file; aligned as that is.
+  // Returns a tensor of contiguous memory that `owner` keeps alive, such as a mapped file. It has
+  // that memory's alignment.
   static Tensor Sharing(std::shared_ptr<void> owner, const TensorView& view);
 
   Tensor Clone() const;
@@ -162,7 +164,8 @@ class Tensor {
 // Tensors by name, in the order of the names.
 using NamedTensors = std::map<std::string, Tensor, std::less<>>;
 
-// Views by name: what a Layer reads or writes. A handful of entries, searched linearly.
+// Views by name: the tensors that a Layer reads or writes. There are a handful of entries, which
+// are searched linearly.
 template <class View>
 class NamedViews {
  public:
@@ -178,14 +181,14 @@ class NamedViews {
     }
     entries_.emplace_back(std::string(name), view);
   }
-  // Null where there is none of that name.
+  // Returns null where there is no view of that name.
   const View* Find(absl::string_view name) const {
     for (const auto& [key, value] : entries_) {
       if (key == name) return &value;
     }
     return nullptr;
   }
-  // An empty view where there is none of that name.
+  // Returns an empty view where there is none of that name.
   View Get(absl::string_view name) const {
     const View* view = Find(name);
     return view == nullptr ? View() : *view;

@@ -72,8 +72,8 @@ TEST(Tensor, OneThatSharesKeepsTheOwnerAlive) {
 
 TEST(Tensor, ConversionRoundsToNearestEven) {
   Tensor tensor(DType::kF32, {2});
-  tensor.span<float>()[0] = 1 + 1.0f / 256;  // halfway between two bf16: to the even one, 1
-  tensor.span<float>()[1] = 1 + 3.0f / 256;  // halfway: to the even one, 1 + 4/256
+  tensor.span<float>()[0] = 1 + 1.0f / 256;  // halfway between two bf16; rounds to the even one, 1
+  tensor.span<float>()[1] = 1 + 3.0f / 256;  // halfway; rounds to the even one, 1 + 4/256
   const Tensor rounded = tensor.CloneAs(DType::kBF16);
   EXPECT_EQ(rounded.view().Get(0), 1);
   EXPECT_EQ(rounded.view().Get(1), 1 + 4.0 / 256);

@@ -38,7 +38,7 @@ NamedTensors NanOutputs(const std::vector<TensorSpec>& specs) {
 absl::StatusOr<NamedTensors> RunLayer(Layer& layer, const Inputs& inputs, int threads) {
   ThreadPool pool(threads);
   Tensor workspace(DType::kU8, {static_cast<int64_t>(layer.workspace_bytes(threads))});
-  std::memset(workspace.raw(), 0xFF, workspace.bytes());  // NaN as floats
+  std::memset(workspace.raw(), 0xFF, workspace.bytes());  // fills floats with NaN
   Execution execution;
   execution.pool = &pool;
   execution.workspace = absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());

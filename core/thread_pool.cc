@@ -12,8 +12,8 @@
 namespace tfb {
 namespace {
 
-// Lives on the caller's stack for the length of one ParallelFor. A closure over its address and an
-// index fits the pool's task object, so that scheduling allocates nothing.
+// A Job lives on the caller's stack for the length of one ParallelFor. A closure over its address
+// and an index fits the pool's task object, so that scheduling allocates nothing.
 struct Job {
   Job(int64_t tasks, int helpers, absl::FunctionRef<void(int64_t, int)> body)
       : tasks(tasks), body(body), helpers_left(helpers) {}
@@ -36,7 +36,8 @@ struct Job {
   const absl::FunctionRef<void(int64_t, int)> body;
   const FloatingPointControl control = FloatingPointControl::Current();
   std::atomic<int64_t> next{0};
-  std::mutex mutex;  // std's, which thread sanitizer sees even where Abseil is a prebuilt archive
+  // Std's mutex, which thread sanitizer sees even where Abseil is a prebuilt archive.
+  std::mutex mutex;
   std::condition_variable all_done;
   int helpers_left;
 };

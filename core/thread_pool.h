@@ -15,7 +15,7 @@ struct StlThreadEnvironment;
 
 namespace tfb {
 
-// Eigen's pool behind one verb. The calling thread works too, so a pool of 1 starts no thread.
+// Eigen's pool with one operation. The calling thread works too, so a pool of 1 starts no thread.
 class ThreadPool {
  public:
   explicit ThreadPool(int threads);  // at least 1

@@ -1,4 +1,4 @@
-// Scratch memory that the caller hands in.
+// Scratch memory that the caller provides.
 #ifndef TFB_CORE_WORKSPACE_H_
 #define TFB_CORE_WORKSPACE_H_
 
@@ -24,7 +24,7 @@ class Workspace {
   Workspace() = default;
   explicit Workspace(absl::Span<std::byte> memory) : memory_(memory), counting_(false) {}
 
-  // `count` uninitialised elements; null while counting.
+  // Returns `count` uninitialised elements, or null while counting.
   template <class T>
   T* Take(int64_t count) {
     const size_t begin = used_;
@@ -34,8 +34,8 @@ class Workspace {
     return reinterpret_cast<T*>(memory_.data() + begin);
   }
 
-  // The rest of the memory, as a workspace for a step whose scratch is dead when the next step's is
-  // taken.
+  // Returns the rest of the memory, as a workspace for a step whose scratch is dead when the next
+  // step's is taken.
   absl::Span<std::byte> Rest() const { return memory_.subspan(used_); }
   size_t used() const { return used_; }
 

@@ -1,4 +1,4 @@
-// An accuracy as the results file has it.
+// Converts an accuracy to its record in the results file.
 #ifndef TFB_HARNESS_ACCURACY_RECORD_H_
 #define TFB_HARNESS_ACCURACY_RECORD_H_
 
@@ -8,12 +8,13 @@
 
 namespace tfb {
 
-// Fills the outcome's errors with their bounds, what is kept of dense attention, statistics, FLOPs,
-// bytes, workspace and parameters; status OK, or FAILED with Accuracy::failure as its reason.
-// Errors of further outputs are among the statistics, as "error_<name>". Leaves everything else.
+// Fills the outcome's errors with their bounds, the kept share of dense attention, statistics,
+// FLOPs, bytes, workspace and parameters; status OK, or FAILED with Accuracy::failure as its
+// reason. Errors of further outputs are among the statistics, as "error_<name>". Leaves everything
+// else.
 void RecordAccuracy(const Accuracy& accuracy, Outcome* outcome);
 
-// The case's input profile: its name and, of a file, the file, layer and model.
+// Returns the case's input profile: its name and, for a file, the file, layer and model.
 InputProfile RecordInput(const InputSource& source);
 
 }  // namespace tfb

@@ -1,4 +1,4 @@
-// Applies one technique to tensors of the caller's own and prints its errors.
+// Applies one technique to the caller's own tensors and prints its errors.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -70,7 +70,7 @@ absl::Status WithFlag(absl::string_view flag, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat("--", flag, ": ", status.message()));
 }
 
-// What the flags ask for, before any tensor is read.
+// The request that the flags make, before any tensor is read.
 struct Plan {
   const Technique* technique = nullptr;
   Options options;  // canonical
@@ -154,7 +154,7 @@ absl::StatusOr<Plan> ReadPlan() {
         absl::StrCat("--threads: ", absl::GetFlag(FLAGS_threads), "; allowed are 0 to 4096"));
   }
   TFB_ASSIGN_OR_RETURN(plan.input, ReadInput());
-  // As much as the file has.
+  // This asks for as much as the file has.
   wanted.batch = wanted.query_tokens = wanted.kv_tokens = kMaxTokens;
   if (absl::GetFlag(FLAGS_heads) > 0) {
     wanted.query_heads = wanted.kv_heads = absl::GetFlag(FLAGS_heads);

@@ -5,7 +5,7 @@
 //       --lengths=1024 --device=cuda
 //
 // Times of a result file come from //harness:sweep, which interleaves what it compares; this
-// program is for whoever works on one technique, with all of Google Benchmark's flags.
+// program is for the development of one technique, with all of Google Benchmark's flags.
 #include <algorithm>
 #include <cstddef>
 #include <cstdio>
@@ -61,13 +61,13 @@ constexpr char kUsage[] =
     "many\n"
     "calls that are enqueued together.";
 
-// What a layer needs to be called.
+// The arguments of a layer's calls.
 struct Callable {
   NamedTensors host;
   DeviceTensors inputs, outputs;
   DeviceMemory workspace;
   std::unique_ptr<Layer> layer;
-  CudaRuntime* runtime = nullptr;  // null: the CPU
+  CudaRuntime* runtime = nullptr;  // null on the CPU
   Execution execution;
 };
 
@@ -109,7 +109,7 @@ absl::Status Measure(const SweepCase& sweep_case, bool setup, ThreadPool* pool, 
   benchmark::IterationCount calls = 0;
   for (auto _ : state) {
     status.Update(call());
-    // Inside of what is timed, once, since a device works behind the host's back.
+    // Synchronize is inside the timed part, once, since a device works asynchronously.
     if (++calls == state.max_iterations) status.Update(Synchronize(callable.runtime));
   }
   const double seconds = (MonotonicSeconds() - begin) / static_cast<double>(state.max_iterations);
@@ -124,8 +124,8 @@ absl::Status Measure(const SweepCase& sweep_case, bool setup, ThreadPool* pool, 
   return absl::OkStatus();
 }
 
-// "longformer:window=256/1024x8x64/causal/f32": tokens, heads and channels. Without spaces, for
-// --benchmark_filter.
+// Returns "longformer:window=256/1024x8x64/causal/f32": tokens, heads and channels. It has no
+// spaces, for --benchmark_filter.
 std::string NameOf(const SweepCase& sweep_case, bool setup) {
   const Problem& p = sweep_case.problem;
   std::string name = absl::StrReplaceAll(sweep_case.DisplayName(), {{" ", ":"}});
@@ -158,13 +158,13 @@ absl::StatusOr<std::vector<SweepCase>> CasesFromFlags() {
   return MakeCases(flags, Registry::Global(), CallerPath("."));
 }
 
-// The device's rates of arithmetic in FLOP/s, by type.
+// Returns the device's rates of arithmetic in FLOP/s, by type.
 std::map<ElementType, double> MeasuredPeaks(Device device, int threads) {
   Environment machine;
   if (device == Device::kCpu) {
     MeasurePeaks({threads}, &machine);
   } else if (const auto gpu = CudaRuntime::For(device); device == Device::kCuda && gpu.ok()) {
-    MeasureDevicePeaks(*gpu, &machine).IgnoreError();  // then there are no shares of them
+    MeasureDevicePeaks(*gpu, &machine).IgnoreError();  // without peaks, no shares are reported
   }
   std::map<ElementType, double> peaks;
   for (const Peak& peak : machine.peaks()) {
@@ -174,14 +174,14 @@ std::map<ElementType, double> MeasuredPeaks(Device device, int threads) {
 }
 
 absl::StatusOr<int> RunBenchmarks() {
-  // Static: the registered functions refer to them until the program ends.
+  // It is static because the registered functions refer to it until the program ends.
   static const std::vector<SweepCase>* cases;
   TFB_ASSIGN_OR_RETURN(std::vector<SweepCase> made, CasesFromFlags());
   cases = new std::vector<SweepCase>(std::move(made));
   const int threads = absl::GetFlag(FLAGS_threads);
   static ThreadPool& pool = *new ThreadPool(threads);
   const Device device = cases->front().device;
-  // A GPU that is not there is the program's failure, and no case's.
+  // A missing GPU is the program's failure, not a case's.
   TFB_RETURN_IF_ERROR(DeviceStatus(device));
   const std::map<ElementType, double> peaks = MeasuredPeaks(device, threads);
   for (const auto& [dtype, peak] : peaks) {
@@ -215,6 +215,6 @@ absl::StatusOr<int> RunBenchmarks() {
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv, argv + argc);
   const bool help = std::find(words.begin(), words.end(), "--help") != words.end();
-  if (!help) benchmark::Initialize(&argc, argv);  // takes its own flags out
+  if (!help) benchmark::Initialize(&argc, argv);  // removes its own flags
   return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::RunBenchmarks);
 }

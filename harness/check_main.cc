@@ -1,4 +1,4 @@
-// Holds every technique's errors to their bounds: accuracy alone, without timing.
+// Compares every technique's errors with their bounds: accuracy alone, without timing.
 #include <unistd.h>
 
 #include <algorithm>
@@ -70,7 +70,7 @@ constexpr char kUsage[] =
     "Exit status: 0 all errors are within their bounds, 1 one is not or a technique failed,\n"
     "2 bad usage.";
 
-// Tokens of drawn inputs: no multiple of a tile, so that the last tile is a part.
+// The number of tokens of drawn inputs: no multiple of a tile, so that the last tile is partial.
 constexpr char kDrawnLengths[] = "500";
 
 bool IsDrawn(absl::string_view input) {
@@ -78,7 +78,7 @@ bool IsDrawn(absl::string_view input) {
   return sources.ok() && sources->front().captured == nullptr;
 }
 
-// The cases of all inputs, drawn ones at lengths of their own.
+// Returns the cases of all inputs; drawn ones have lengths of their own.
 absl::StatusOr<std::vector<SweepCase>> MakeAllCases() {
   CaseFlags flags;
   flags.techniques = absl::GetFlag(FLAGS_techniques);
@@ -155,8 +155,8 @@ Case RecordOf(const SweepCase& one, ThreadPool* pool) {
   return record;
 }
 
-// Checks cases in a process of their own, so that one that crashes, or takes a GPU's context along,
-// does not take the next one with it.
+// Checks cases in a process of their own, so that a case that crashes, or destroys a GPU's context,
+// does not end the next one.
 class CaseProcess {
  public:
   explicit CaseProcess(const std::vector<SweepCase>& cases) : cases_(cases) {}
@@ -187,7 +187,7 @@ class CaseProcess {
 
  private:
   static constexpr double kWaitSeconds = 1;
-  static constexpr char kDone = 'D', kLost = 'L';  // L: and this process is of no more use
+  static constexpr char kDone = 'D', kLost = 'L';  // kLost: this process can run no more cases
 
   void Work(WorkerSide& side) const {
     ThreadPool pool(cases_.front().threads);

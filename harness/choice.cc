@@ -20,7 +20,8 @@ bool HasOption(const TechniqueInfo& info, absl::string_view name) {
                      [&](const OptionSpec& spec) { return spec.name == name; });
 }
 
-// The options with every * replaced by each of the option's sweep values: every combination.
+// Returns the options with every * replaced by each of the option's sweep values: every
+// combination.
 absl::StatusOr<std::vector<Options>> ExpandSweeps(const TechniqueInfo& info,
                                                   const Options& options) {
   std::vector<Options> expanded = {options};
@@ -28,7 +29,7 @@ absl::StatusOr<std::vector<Options>> ExpandSweeps(const TechniqueInfo& info,
     if (value != "*") continue;
     const auto spec = std::find_if(info.options.begin(), info.options.end(),
                                    [&name = name](const OptionSpec& s) { return s.name == name; });
-    if (spec == info.options.end()) continue;  // Canonical says so
+    if (spec == info.options.end()) continue;  // Canonical returns the error
     if (spec->sweep.empty()) {
       std::vector<std::string> sweepable;
       for (const OptionSpec& s : info.options) {

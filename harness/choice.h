@@ -1,4 +1,4 @@
-// What flags of the command line choose: sizes, and techniques with options.
+// The choices of command line flags: sizes, and techniques with options.
 #ifndef TFB_HARNESS_CHOICE_H_
 #define TFB_HARNESS_CHOICE_H_
 
@@ -14,14 +14,15 @@
 
 namespace tfb {
 
-// "--flag: message".
+// Returns an error "--flag: message".
 absl::Status FlagError(absl::string_view flag, absl::string_view message);
 absl::Status FlagError(absl::string_view flag, const absl::Status& status);
 
-// The words of a list with commas, each once; empty words are an error.
+// Returns the words of a list with commas, each once; empty words are an error.
 absl::StatusOr<std::vector<std::string>> ParseWords(absl::string_view flag, absl::string_view text);
 
-// "1,256:1024" is 1, 256, 512, 1024: in the order given, without repetition. `min` is at least 1.
+// Returns the sizes of "1,256:1024", which is 1, 256, 512, 1024: in the order given, without
+// repetition. `min` is at least 1.
 absl::StatusOr<std::vector<int64_t>> ParseSizes(absl::string_view flag, absl::string_view text,
                                                 int64_t min, int64_t max);
 
@@ -29,7 +30,7 @@ absl::StatusOr<std::vector<int64_t>> ParseSizes(absl::string_view flag, absl::st
 struct ChosenTechnique {
   const Technique* technique;
   Options options;
-  Options given;  // those of them that `text` has
+  Options given;  // the options that `text` contains
 };
 absl::StatusOr<std::vector<ChosenTechnique>> ChooseTechniques(absl::string_view text,
                                                               const Registry& registry);

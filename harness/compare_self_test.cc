@@ -53,7 +53,7 @@ class SlowedLayer : public Layer {
   Clock* clock_;
 };
 
-// Whether the technique with these options is what it is held against itself.
+// Tells whether the technique with these options is its own baseline.
 bool IsBaselineOfItself(const Technique& technique, const Problem& problem,
                         const Options& options) {
   const absl::StatusOr<TechniqueSpec> spec = technique.Counterpart(problem, options);
@@ -63,7 +63,7 @@ bool IsBaselineOfItself(const Technique& technique, const Problem& problem,
   return of_counterpart.ok() && canonical.ok() && *of_counterpart == *canonical;
 }
 
-// `technique` but for the time, unless it is a baseline.
+// Behaves as `technique` but takes longer, unless it is a baseline.
 class SlowedTechnique : public Technique {
  public:
   SlowedTechnique(const Technique* technique, double factor, Clock* clock)

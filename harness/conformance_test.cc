@@ -1,5 +1,5 @@
-// The conformance cases themselves: a right technique passes them, and each fault is found by the
-// case that is there to find it.
+// Tests the conformance cases themselves: a right technique passes them, and the case for each
+// fault finds it.
 #include <sys/wait.h>
 
 #include <cstdio>
@@ -27,7 +27,8 @@ struct Report {
   std::set<std::string> skipped;
 };
 
-// "TwoRunsGiveTheSameBits" of "[  FAILED  ] tiny.TwoRunsGiveTheSameBits/cpu/defaults/... (1 ms)".
+// Returns "TwoRunsGiveTheSameBits" for "[ FAILED ] tiny.TwoRunsGiveTheSameBits/cpu/defaults/... (1
+// ms)".
 std::string CaseOf(absl::string_view line) {
   const size_t dot = line.find('.');
   const size_t slash = line.find('/');
@@ -54,13 +55,13 @@ Report Conform(const std::string& arguments) {
   return report;
 }
 
-// Of the tiny technique without a fault; run once.
+// Returns the report of the tiny technique without a fault, which is run once.
 const Report& RightTechnique() {
   static const Report& report = *new Report(Conform("--technique=tiny"));
   return report;
 }
 
-// Runs the cases that are expected to fail, and no others, for time. Returns what was printed.
+// Runs only the cases that are expected to fail, to save time. Returns the output.
 std::string ExpectFound(TinyFault fault, const std::string& device,
                         const std::vector<std::string>& cases) {
   const std::string filter = absl::StrCat("*.", absl::StrJoin(cases, "/*:*."), "/*");
@@ -82,7 +83,8 @@ TEST(Conformance, ARightTechniquePassesEveryCase) {
 }
 
 TEST(Conformance, ARightTechniqueIsNotSpared) {
-  // It has parameters, streams, masks keys and reads q, k and v: nothing is there to skip it for.
+  // The technique has parameters, streams, masks keys and reads q, k and v: no case has a reason to
+  // skip it.
   for (const std::string& name : RightTechnique().skipped) {
     EXPECT_TRUE(name.empty()) << name << " was skipped";
   }
@@ -151,7 +153,7 @@ TEST(Conformance, EachFaultOfADeviceIsFoundByTheCaseThatIsThereForIt) {
   }
 }
 
-// By hand, since this machine may or may not have a GPU.
+// The test sets up the device's absence itself, since this machine may or may not have a GPU.
 TEST(Conformance, AMissingDeviceIsASkipOrAFailureAsTheEnvironmentSays) {
   const std::string cuda = "--technique=tiny --devices=cuda --gtest_filter=*ThereIsADevice*";
   setenv("CUDA_VISIBLE_DEVICES", "", /*overwrite=*/1);

@@ -112,7 +112,7 @@ FencedMemory& FencedMemory::operator=(FencedMemory&& other) noexcept {
   return *this;
 }
 
-// The simulator knows a buffer by where it begins: with the fence up that is the part.
+// The simulator knows a buffer by where it begins: with the fence up, the buffer is the inner part.
 void FencedMemory::PutUp(Contents contents) {
   if (!simulated_) return;
   TakeDown();

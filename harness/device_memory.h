@@ -1,5 +1,5 @@
-// Memory where a layer of a device reads and writes: the host's for the CPU, the device's for a GPU
-// and for the simulator of GPUs. What is written against it runs on all three.
+// Memory that a layer of a device reads and writes: the host's for the CPU, the device's for a GPU
+// and for the simulator of GPUs. Code that uses it runs on all three.
 #ifndef TFB_HARNESS_DEVICE_MEMORY_H_
 #define TFB_HARNESS_DEVICE_MEMORY_H_
 
@@ -20,24 +20,24 @@
 
 namespace tfb {
 
-// Null for the CPU. Unavailable or Unimplemented, worded "no CUDA device: <reason>", where there is
-// no such device.
+// Returns null for the CPU, and Unavailable or Unimplemented, worded "no CUDA device: <reason>",
+// where there is no such device.
 absl::StatusOr<CudaRuntime*> RuntimeOf(Device device);
 
-// Waits for what layers have enqueued on the default stream. Nothing where `runtime` is null:
-// layers on the CPU return when they are done.
+// Waits for the work that layers have enqueued on the default stream. Does nothing where `runtime`
+// is null: layers on the CPU return when they are done.
 absl::Status Synchronize(CudaRuntime* runtime);
 
-// OK where layers can run on the device. Unavailable or Unimplemented where there is none, as
-// RuntimeOf has it, and Unavailable where it is lost to this process: once a kernel has failed on a
-// GPU, all that comes after it fails as well, in this process and no other.
+// Returns OK where layers can run on the device. Returns Unavailable or Unimplemented where there
+// is none, as RuntimeOf does, and Unavailable where it is lost to this process: after a kernel has
+// failed on a GPU, all later calls fail as well, in this process and no other.
 absl::Status DeviceStatus(Device device);
 
-// Bytes in the memory of a device, aligned to 64. Contents are unspecified; the simulator reports a
-// kernel that reads them before something wrote them.
+// Bytes in the memory of a device, aligned to 64. Its contents are unspecified; the simulator
+// reports a kernel that reads them before something wrote them.
 class DeviceMemory {
  public:
-  // ResourceExhausted where there is not so much.
+  // Returns ResourceExhausted where there is not enough memory.
   static absl::StatusOr<DeviceMemory> Allocate(Device device, size_t bytes);
 
   absl::Span<std::byte> bytes() const { return bytes_; }
@@ -51,15 +51,16 @@ class DeviceMemory {
 // Contiguous tensors by name in the memory of a device: the inputs and outputs of a layer.
 class DeviceTensors {
  public:
-  // On the CPU it refers to the given tensors, which must outlive it; elsewhere it copies them.
+  // Refers, on the CPU, to the given tensors, which must outlive it; elsewhere it copies them.
   static absl::StatusOr<DeviceTensors> Of(Device device, const Inputs& host);
-  // A tensor for each spec, the optional ones on request. Contents as DeviceMemory has them.
+  // Allocates a tensor for each spec, and for optional ones on request. Contents are as in
+  // DeviceMemory.
   static absl::StatusOr<DeviceTensors> Allocate(Device device, const std::vector<TensorSpec>& specs,
                                                 bool optional_too);
 
   const Inputs& inputs() const { return inputs_; }
-  const Outputs& outputs() const { return outputs_; }  // none of Of's
-  // Copies of the tensors in the memory of the host. Waits for the device.
+  const Outputs& outputs() const { return outputs_; }  // empty after Of
+  // Returns copies of the tensors in the memory of the host. Waits for the device.
   absl::StatusOr<NamedTensors> Download() const;
 
  private:
@@ -69,15 +70,15 @@ class DeviceTensors {
   Outputs outputs_;
 };
 
-// What a kernel finds in memory that it is admitted to.
+// The contents of memory that a kernel may access.
 enum class Contents {
   kWritten,
-  kUnwritten,  // the simulator reports a kernel that reads it before it was written
+  kUnwritten,  // unwritten: the simulator reports a kernel that reads it before it was written
 };
 
-// Device memory in which kernels have business in a part alone: while the fence is up, the
-// simulator refuses them the rest. On a GPU there is no fence. Copies and fills of the whole are for
-// when it is down, as it is at first.
+// Device memory in which kernels may access only a part: while the fence is up, the simulator
+// reports accesses to the rest. On a GPU there is no fence. Copy and fill the whole while the fence
+// is down, as it is at first.
 class FencedMemory {
  public:
   static absl::StatusOr<FencedMemory> Allocate(CudaRuntime* runtime, size_t bytes,
@@ -99,20 +100,20 @@ class FencedMemory {
   bool is_up_ = false;
 };
 
-// Memory of a device that stands for memory of the host byte by byte, with what lies around and
-// between the tensors there. On the CPU it is that memory, and nothing is copied.
+// Device memory that mirrors host memory byte by byte, including the bytes around and between the
+// tensors there. On the CPU it is that memory, and nothing is copied.
 class DeviceTwin {
  public:
-  // All of `whole` stands on the device; kernels have business in `inside` alone, a part of it. The
-  // simulator refuses them the rest. The host's memory must outlive the twin.
+  // Mirrors all of `whole` on the device; kernels may access only `inside`, a part of it. The
+  // simulator reports accesses to the rest. The host's memory must outlive the twin.
   static absl::StatusOr<DeviceTwin> Make(Device device, absl::Span<std::byte> whole,
                                          absl::Span<std::byte> inside);
-  // From the host to the device, all of it.
+  // Copies all of it from the host to the device.
   absl::Status Upload(Contents contents);
-  // From the device to the host, all of it. Waits for the device.
+  // Copies all of it from the device to the host. Waits for the device.
   absl::Status Download();
 
-  // Where what the host has at an address of `whole`, or a view of it, is on the device.
+  // Returns the device's address of an address in `whole`, or the device's view of a view of it.
   void* On(const void* host) const {
     return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(host) + offset_);
   }
@@ -122,7 +123,7 @@ class DeviceTwin {
   }
 
  private:
-  CudaRuntime* runtime_ = nullptr;  // null: the CPU
+  CudaRuntime* runtime_ = nullptr;  // null on the CPU
   FencedMemory memory_;
   absl::Span<std::byte> whole_;
   uintptr_t offset_ = 0;  // from the host's addresses to the device's, modulo 2^64

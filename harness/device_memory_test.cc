@@ -83,7 +83,7 @@ TEST(DeviceTwin, OfTheCpuIsTheMemoryItself) {
   EXPECT_TRUE(memory->Download().ok());
 }
 
-// A guarded tensor in the simulator, with drawn elements.
+// Returns a guarded tensor in the simulator, with drawn elements.
 GuardedTensor Guarded(const Shape& shape, bool gaps, Contents contents) {
   auto tensor = GuardedTensor::Allocate(DType::kF32, shape, gaps, Device::kSimulator);
   EXPECT_TRUE(tensor.ok()) << tensor.status();

@@ -10,15 +10,15 @@
 namespace tfb {
 namespace {
 
-// The part of nvml.h that is used here. Its numbers are part of NVML's binary interface.
+// The part of nvml.h that this file uses. Its numbers are part of NVML's binary interface.
 using NvmlDevice = void*;
 constexpr int kSuccess = 0;
 constexpr unsigned kClockOfMultiprocessors = 1;  // NVML_CLOCK_SM
 constexpr unsigned kClockOfMemory = 2;           // NVML_CLOCK_MEM
 constexpr unsigned kTemperatureOfGpu = 0;        // NVML_TEMPERATURE_GPU
 
-// nvmlClocksEventReason*, those that are no choice: an idle GPU, application clocks that somebody
-// set, and boards that are kept in step are not among them.
+// The bits of nvmlClocksEventReason* that are not deliberate: an idle GPU, application clocks that
+// a user set, and boards that are kept in step are not among them.
 constexpr std::pair<unsigned long long, const char*> kThrottleReasons[] = {
     {0x04, "power cap"},
     {0x08, "hardware slowdown"},
@@ -69,7 +69,7 @@ class Nvml : public DeviceMonitor {
     TFB_RETURN_IF_ERROR(library.Resolve("nvmlDeviceGetClockInfo", &clock_));
     TFB_RETURN_IF_ERROR(library.Resolve("nvmlDeviceGetTemperature", &temperature_));
     TFB_RETURN_IF_ERROR(library.Resolve("nvmlDeviceGetPowerUsage", &power_));
-    // Newer libraries call them event reasons, and keep the old name.
+    // Newer libraries call them event reasons, and keep the old name as well.
     TFB_RETURN_IF_ERROR(library.Resolve("nvmlDeviceGetCurrentClocksThrottleReasons", &reasons_));
     if (const int error = initialise(); error != kSuccess) {
       return absl::UnavailableError(absl::StrCat("NVML does not start: error ", error));

@@ -11,12 +11,13 @@
 namespace tfb {
 namespace {
 
-// Long against a launch, short against what a GPU takes to become hot.
+// A pass is long compared with a launch, and short compared with the time a GPU takes to become
+// hot.
 constexpr double kPassSeconds = 0.005;
 constexpr int kPasses = 20;
 
-// Each multiprocessor gets 2048 threads of multiply-adds, as many as it holds: more than the 4
-// cycles that one takes. Of matrix products 16 warps of 4 tiles do.
+// Each multiprocessor gets 2048 threads of multiply-adds, as many as it holds, which more than
+// hides the 4 cycles of each. For matrix products 16 warps of 4 tiles suffice.
 constexpr int kAddBlocks = 8;
 constexpr int kMatrixBlocks = 2;
 constexpr int kCopyBlocks = 16;
@@ -32,7 +33,7 @@ class PeakMeter {
     return meter;
   }
 
-  // FLOP/s.
+  // Returns FLOP/s.
   absl::StatusOr<double> MultiplyAdds() {
     const int blocks = multiprocessors() * kAddBlocks;
     const double flops = 2.0 * blocks * PeakKernels::kThreads * PeakKernels::kChains;
@@ -48,9 +49,9 @@ class PeakMeter {
       return kernels().matrix_products(blocks, iterations, type, 0.5f, results_.As<float>());
     });
   }
-  // B/s, read and written.
+  // Returns B/s, read and written.
   absl::StatusOr<double> Copies() {
-    // Sixteen times the cache, so that next to nothing of it comes from there.
+    // The buffer is sixteen times the cache, so that almost none of it comes from there.
     const CudaDevice& gpu = runtime_->properties();
     const int64_t wanted = gpu.l2_cache_bytes > 0 ? 16 * gpu.l2_cache_bytes : int64_t{1} << 30;
     const size_t bytes = static_cast<size_t>(std::min(wanted, gpu.memory_bytes / 16)) / 16 * 16;
@@ -72,8 +73,8 @@ class PeakMeter {
   const PeakKernels& kernels() const { return KernelsOn<PeakKernels>(runtime_->target()); }
   int multiprocessors() const { return runtime_->properties().multiprocessors; }
 
-  // Of work that is `amount` an iteration. The best of many passes: a peak is what the device does
-  // when nothing disturbs it.
+  // Returns the rate of work that is `amount` an iteration: the best of many passes, since a peak
+  // is the device's rate when nothing disturbs it.
   absl::StatusOr<double> BestRate(double amount, absl::FunctionRef<const char*(int64_t)> launch) {
     int64_t iterations = 1;
     double seconds = 0;

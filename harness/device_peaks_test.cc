@@ -18,7 +18,7 @@ constexpr int kBlocks = 2;
 
 class PeakKernelsTest : public ::testing::Test {
  protected:
-  // What the threads of kBlocks wrote.
+  // Returns the results of the threads of kBlocks.
   template <class Launch>
   std::vector<float> Results(const Launch& launch) {
     std::vector<float> results(kBlocks * PeakKernels::kThreads);
@@ -35,7 +35,7 @@ class PeakKernelsTest : public ::testing::Test {
 
 TEST_F(PeakKernelsTest, MultiplyAddsAreAsManyAsAreCounted) {
   for (const int64_t iterations : {0, 1, 7, 16}) {
-    // 1 + 1/2 + 1/4 + ... of so many terms.
+    // This is 1 + 1/2 + 1/4 + ... of so many terms.
     const float each = static_cast<float>(2 - std::ldexp(2, -static_cast<int>(iterations)));
     EXPECT_THAT(Results([&](float* results) {
                   return kernels_.multiply_add(kBlocks, iterations, 0.5f, results);
@@ -82,7 +82,7 @@ TEST_F(PeakKernelsTest, EachPeakSaysWhatItIsOf) {
   for (const Peak& peak : environment.peaks()) {
     EXPECT_GT(peak.value(), 0) << peak.name();
     EXPECT_EQ(peak.threads(), 0);
-    EXPECT_EQ(peak.device(), DEVICE_TYPE_SIMULATOR);  // which no rendering takes for a GPU's
+    EXPECT_EQ(peak.device(), DEVICE_TYPE_SIMULATOR);  // no rendering shows it as a GPU's
   }
   EXPECT_EQ(runtime_->allocated_bytes(), 0);
 }

@@ -21,7 +21,7 @@ double Difference(double y, double r) {
   return same ? 0 : kInfinity;
 }
 
-// |a - b| / |b| of sums of squares.
+// Returns |a - b| / |b| from sums of squares.
 double Relative(double difference, double reference) {
   if (difference == 0) return 0;
   return reference == 0 ? kInfinity : std::sqrt(difference / reference);
@@ -132,8 +132,8 @@ double LargestMagnitude(const ConstTensorView& view) {
 
 namespace {
 
-// The `count` keys of largest weight above 0, or fewer where there are not so many, ascending. Ties
-// in favour of the lower index, so that the measure is the same everywhere.
+// Returns the `count` keys of largest weight above 0, or fewer where there are not so many,
+// ascending. The lower index wins ties, so that the measure is the same everywhere.
 std::vector<int64_t> HeaviestKeys(const double* weights, int64_t keys, int64_t count) {
   std::vector<int64_t> order;
   for (int64_t j = 0; j < keys; ++j) {

@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kLeastTokens = 64;
 
-// Those inputs that the problem of the last tokens has, cut to them; absent where an input depends on
-// the number of tokens in another way than by a dimension of that size.
+// Returns the inputs of the problem of the last tokens, cut from all of them; absent where an input
+// depends on the number of tokens in another way than by a dimension of that size.
 absl::StatusOr<std::optional<Inputs>> LastTokens(const DefinedAttention& attention,
                                                  const Problem& last) {
   TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
@@ -46,8 +46,8 @@ bool SameShapes(const NamedTensors& a, const NamedTensors& b) {
          });
 }
 
-// Over heads and rows: `places` of those in `all`, and `rows` of the shorter sequence, of which `last`
-// has either these or all.
+// Returns the mean over heads and rows: `places` are those in `all`, and `rows` those of the
+// shorter sequence, of which `last` has either these or all.
 std::optional<Extrapolation> MeanOf(const ConstTensorView& all, const std::vector<int64_t>& places,
                                     const ConstTensorView& last, const std::vector<int64_t>& rows) {
   const bool has_asked = last.dim(2) == static_cast<int64_t>(rows.size());
@@ -98,7 +98,7 @@ absl::StatusOr<std::optional<Extrapolation>> MeasureExtrapolation(
   if (tokens < kLeastTokens || problem.query_tokens != tokens) return none;
   Problem last = problem;
   last.query_tokens = last.kv_tokens = tokens / kExtrapolationGrowth;
-  // A form that the shorter problem does not have is no failure of the longer one.
+  // If the shorter problem is not supported, that is no failure of the longer one.
   const auto layer =
       attention.technique->Create(last, attention.options, attention.device, /*seed=*/1);
   if (!layer.ok() || !SameShapes((*layer)->parameters(), *attention.parameters)) return none;
@@ -106,7 +106,7 @@ absl::StatusOr<std::optional<Extrapolation>> MeasureExtrapolation(
   if (!inputs.has_value()) return none;
 
   const bool has_all = attention.weights.dim(2) == problem.query_tokens;
-  std::vector<int64_t> places, rows;  // in `weights`, of the last tokens
+  std::vector<int64_t> places, rows;  // places in `weights`, of the last tokens
   for (int64_t n = 0; n < attention.weights.dim(2); ++n) {
     const int64_t row = has_all ? n : attention.rows[n];
     if (row < tokens - last.kv_tokens / 4) continue;

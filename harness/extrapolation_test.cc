@@ -45,7 +45,7 @@ TEST(CompareLengths, ARowWithoutAKeyHasNone) {
   EXPECT_FALSE(CompareLengths({0.5, 0.5, 0, 0}, {0, 0}).has_value());
 }
 
-// Through the harness, with a technique that sees `window` tokens on either side.
+// Tests through the harness, with a technique that sees `window` tokens on either side.
 class Growth : public ::testing::Test {
  protected:
   Growth() { registry_.Add(MakeTiny(TinyFault::kNone)); }
@@ -93,7 +93,7 @@ TEST_F(Growth, SampledRowsAreFoundInBothSequences) {
   const Problem problem = Problem::SelfAttention(1, 2, 512, 8, true);
   const Accuracy few = Judge(problem, {}, 1, {0, 70, 448, 500, 511});
   ASSERT_TRUE(few.extrapolation.has_value());
-  // Contents decide here, so that the nearer keys keep their ratios.
+  // Contents decide here, so the nearer keys keep their ratios.
   EXPECT_NEAR(few.extrapolation->reshape, 0, 1e-12);
   EXPECT_GT(few.extrapolation->change, 0.5);
   EXPECT_LT(few.extrapolation->change, 1);

@@ -1,4 +1,5 @@
-// A library that answers as NVML does, for the test of what reads it. Its GPU is at 0000:01:00.0.
+// A library with NVML's functions, for the test of the code that reads it. Its GPU is at
+// 0000:01:00.0.
 #include <cstring>
 
 namespace {
@@ -12,7 +13,7 @@ constexpr int kSuccess = 0, kNotSupported = 3, kNotFound = 6;
 
 extern "C" {
 
-// What the test sets and asks.
+// The test calls these to set and read the state.
 void FakeNvmlSet(unsigned long long throttle_reasons, bool power) {
   reasons = throttle_reasons;
   power_is_known = power;

@@ -18,10 +18,10 @@ bool IsPoison(const std::byte* begin, size_t size, std::byte poison = kPoison) {
   return std::all_of(begin, begin + size, [poison](std::byte b) { return b == poison; });
 }
 
-// Of the elements of a tensor.
+// Returns the poison of the elements of a tensor.
 std::byte PoisonOf(DType dtype) { return IsFloating(dtype) ? kPoison : kIntegerPoison; }
 
-// Of memory from `begin` to `end`: the bands that end and begin there.
+// Checks the bands that end at `begin` and begin at `end` of memory.
 absl::Status CheckBands(absl::string_view what, const std::byte* begin, const std::byte* end) {
   for (size_t n = 0; n < GuardedMemory::kGuardBytes; ++n) {
     if (end[n] != kPoison) {

@@ -1,10 +1,10 @@
 // Memory between guard bands, for finding writes beyond a tensor's ends and elements that were
 // never written.
 //
-// What a layer of a device is given is device_bytes() and device_view(), the memory's twin in the
-// memory of the device, bands included (harness/device_memory.h). Upload carries the host's bytes
-// there before a call, and Download brings them back for the checks after it. On the CPU the two
-// are one, and both do nothing.
+// A layer of a device gets device_bytes() and device_view(), the memory's twin in the memory of the
+// device, bands included (harness/device_memory.h). Upload copies the host's bytes there before a
+// call, and Download copies them back for the checks after it. On the CPU the two are one, and both
+// do nothing.
 #ifndef TFB_HARNESS_GUARDED_H_
 #define TFB_HARNESS_GUARDED_H_
 
@@ -31,7 +31,7 @@ class GuardedMemory {
  public:
   static constexpr size_t kGuardBytes = 4096;  // a tile of 16 rows of 64 floats
 
-  // ResourceExhausted where there is no memory.
+  // Returns ResourceExhausted where there is no memory.
   static absl::StatusOr<GuardedMemory> Allocate(size_t bytes, Device device = Device::kCpu);
 
   absl::Span<std::byte> bytes() const { return absl::MakeSpan(begin_, size_); }
@@ -43,8 +43,8 @@ class GuardedMemory {
   absl::Status Download() { return twin_.Download(); }
 
   void Poison();  // fills the bytes, not the bands, with 0xFF again
-  // Internal, with the nearest changed byte, where a band has been written to. `what` begins the
-  // message: "output out".
+  // Returns Internal, with the nearest changed byte, where a band has been written to. `what`
+  // begins the message: "output out".
   absl::Status CheckGuards(absl::string_view what) const;
 
  private:
@@ -65,15 +65,16 @@ class GuardedTensor {
 
   TensorView view() const { return view_; }
   TensorView device_view() const { return On(view_); }
-  // The same elements on the device as `view`, a view of this tensor's memory, has on the host.
+  // Returns the device's view of the same elements as `view`, a view of this tensor's memory.
   TensorView On(TensorView view) const { return memory_.twin().On(view); }
   absl::Status Upload(Contents contents) { return memory_.Upload(contents); }
   absl::Status Download() { return memory_.Download(); }
 
   void Poison();
-  // Internal where a band or a gap has been written to.
+  // Returns Internal where a band or a gap has been written to.
   absl::Status CheckGuards(absl::string_view what) const;
-  // Elements that still are what Poison wrote. A NaN that was computed has other bits.
+  // Returns the number of elements that still hold the bits that Poison wrote. A computed NaN has
+  // other bits.
   int64_t CountUnwritten() const;
 
  private:
@@ -82,7 +83,7 @@ class GuardedTensor {
 };
 
 // The workspace of a layer of a device between such bands, and the layer's calls. It has no twin on
-// the host: it may be larger than what the host has.
+// the host: it may be larger than the host's memory.
 class GuardedWorkspace {
  public:
   static absl::StatusOr<GuardedWorkspace> Allocate(size_t bytes, Device device);

@@ -33,13 +33,13 @@ std::string BaseName(absl::string_view path) {
 
 struct PeakShape {
   int64_t peaks;
-  double ratio;  // mass of the peaks over that of all other keys
-  bool distant;  // at least a quarter of the keys away
+  double ratio;  // ratio of the peaks' mass to that of all other keys
+  bool distant;  // whether a peak is at least a quarter of the keys away
 };
 constexpr PeakShape kPeaked = {3, 4, false};
 constexpr PeakShape kNeedle = {1, 99, true};
 
-// The score c of the peaks: see the header.
+// Returns the score c of the peaks: see the header.
 double PeakScore(int64_t keys, int64_t peaks, double ratio, int64_t head_dim) {
   const double n = static_cast<double>(keys);
   const double m = static_cast<double>(peaks);
@@ -49,8 +49,8 @@ double PeakScore(int64_t keys, int64_t peaks, double ratio, int64_t head_dim) {
   return discriminant <= 0 ? d / m : d / m * (1 - std::sqrt(discriminant));
 }
 
-// A key at least `gap` away from `position` among keys 0 to keys - 1, by a uniform draw; any key
-// where none is that far.
+// Returns a key at least `gap` away from `position` among keys 0 to keys - 1, by a uniform draw;
+// any key where none is that far.
 int64_t DistantKey(int64_t keys, int64_t position, int64_t gap, double uniform) {
   const int64_t before = std::clamp<int64_t>(position - gap + 1, 0, keys);
   const int64_t behind = std::clamp<int64_t>(keys - (position + gap), 0, keys);
@@ -71,7 +71,7 @@ void ScaleKeysToTheSphere(const TensorView& k) {
   }
 }
 
-// Writes every query as the sum of its peaks. Queries that may see no key stay as they were drawn.
+// Writes every query as the sum of its peaks. Queries that may see no key keep their drawn values.
 void PointQueriesAtKeys(const PeakShape& shape, const Problem& problem, uint64_t seed,
                         const ConstTensorView& k, const TensorView& q) {
   const RandomStream random(seed, "input/peaks");
@@ -132,8 +132,8 @@ absl::StatusOr<NamedTensors> Draw(const std::vector<TensorSpec>& specs, uint64_t
   return tensors;
 }
 
-// The same where queries are the keys: each token's vector is that of those a whole number of periods
-// away, as many as there are peaks, scaled to the length that makes their score.
+// Does the same where queries are the keys: each token's vector is that of those a whole number of
+// periods away, as many as there are peaks, scaled to the length that gives their score.
 void RepeatQueries(const PeakShape& shape, const Problem& problem, const TensorView& q) {
   const int64_t tokens = problem.query_tokens;
   const int64_t period = std::max<int64_t>(1, (tokens + shape.peaks) / (shape.peaks + 1));
@@ -178,7 +178,7 @@ absl::StatusOr<NamedTensors> DrawPeaks(const PeakShape& shape, absl::string_view
 // --- Files
 // ----------------------------------------------------------------------------------------
 
-// "layer12" of "layer12.q"; empty where the name has no layer.
+// Returns "layer12" for "layer12.q"; empty where the name has no layer.
 absl::string_view LayerOf(absl::string_view name) {
   const size_t dot = name.find('.');
   if (dot == absl::string_view::npos || !absl::StartsWith(name, "layer")) return "";
@@ -197,7 +197,7 @@ std::string WithTensor(const CapturedLayer& layer, absl::string_view name) {
                       layer.layer.empty() ? "" : absl::StrCat(layer.layer, "."), name, "\"");
 }
 
-// Reads the sizes of q, k, v and x off the layer's tensors.
+// Reads the sizes from the layer's tensors q, k, v and x.
 absl::Status ReadSizes(CapturedLayer* layer) {
   const auto wrong = [layer](absl::string_view name, const Tensor& tensor,
                              absl::string_view expected) {
@@ -255,8 +255,8 @@ absl::Status ReadSizes(CapturedLayer* layer) {
   return absl::OkStatus();
 }
 
-// Whether the layer's tensor can be cut to the spec: batch (the first dimension) and tokens (the
-// last but one, or the last of two) may be shorter.
+// Tells whether the layer's tensor can be cut to the spec: batch (the first dimension) and tokens
+// (the last but one, or the last of two) may be shorter.
 bool CanBeCut(const Shape& from, const Shape& to) {
   if (from.size() != to.size()) return false;
   const size_t token_axis = from.size() >= 3 ? from.size() - 2 : from.size() - 1;
@@ -267,7 +267,7 @@ bool CanBeCut(const Shape& from, const Shape& to) {
   return true;
 }
 
-// Whether every element is a whole number that the integer dtype holds.
+// Tells whether every element is a whole number that the integer dtype holds.
 bool Holds(DType dtype, const ConstTensorView& view) {
   const auto [min, max] = dtype == DType::kU8    ? std::make_pair(0.0, 255.0)
                           : dtype == DType::kI32 ? std::make_pair(-0x1p31, 0x1p31 - 1)
@@ -429,7 +429,7 @@ absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view wor
   for (const std::string& path : paths) {
     TFB_ASSIGN_OR_RETURN(std::vector<CapturedLayer> layers, ReadCapturedLayers(path));
     for (CapturedLayer& layer : layers) {
-      layer.path = real ? layer.file : std::string(word);  // what the caller knows it by
+      layer.path = real ? layer.file : std::string(word);  // the name by which the caller knows it
       sources.push_back(
           {real ? "real" : "file", std::make_shared<CapturedLayer>(std::move(layer))});
     }

@@ -5,7 +5,7 @@
 //   needle     each query has one distant key that holds about 99% of it
 //   real       tensors captured from a model, shipped with the repository
 //   (harness/inputs/README.md)
-//   text       hidden states that a language model makes of text, for techniques with its parameters
+//   text       hidden states of a language model on text, for techniques with its parameters
 //              (harness/language_model.h)
 //   FILE       a safetensors file of the caller's own
 //
@@ -21,18 +21,18 @@
 //   c - c^2 m / 2d = log(r n / m).
 //
 // c is the smaller root; where there is none (few channels, many keys) it is d / m, which maximises
-// the left side, and the peaks are lower than said.
+// the left side, and the peaks are lower than stated.
 //   peaked: m = 3, r = 4; one key drawn from each third of the keys that i may see.
 //   needle: m = 1, r = 99; drawn from those at least n / 4 tokens away from i, where there are any.
 // Where queries are the keys (there is no k), tokens n / (m + 1) apart have one direction, and the
 // length c with c - c^2 / 2d = log(r n / m): by scores q_i . q_j / |q_j| the m others then hold r
 // times the mass of all further ones, i itself not counted. A causal query sees those before it.
 //
-// Files. Names are q, k, v [batch, heads, tokens, channels], x [batch, tokens, model_dim] and what
-// else a technique declares, each bare or as "layer<N>.name". Sizes are the file's; batch and
-// tokens may be cut to a prefix; elements are converted to the dtype that is asked for. A tensor
-// that the file has not is NotFound: nothing is drawn in its place, but for noise, which is an input
-// that no file need have.
+// Files. Names are q, k, v [batch, heads, tokens, channels], x [batch, tokens, model_dim] and the
+// other inputs that a technique declares, each bare or as "layer<N>.name". Sizes are the file's;
+// batch and tokens may be cut to a prefix; elements are converted to the dtype that is asked for. A
+// tensor that the file lacks is NotFound: nothing is drawn in its place, except noise, which is an
+// input that no file needs to have.
 #ifndef TFB_HARNESS_INPUTS_H_
 #define TFB_HARNESS_INPUTS_H_
 
@@ -53,9 +53,9 @@
 namespace tfb {
 
 // The tensors of one layer of a file, or those of a file without layers. Sizes are 0 where the
-// tensors that have them are not there.
+// tensors that would give them do not exist.
 struct CapturedLayer {
-  std::string path;   // as messages name it
+  std::string path;   // the path in messages
   std::string file;   // base name of the path
   std::string layer;  // "layer2"; empty where the names have no layer
   std::shared_ptr<const SafetensorsFile> contents;
@@ -67,42 +67,43 @@ struct CapturedLayer {
 
   bool has_qkv() const { return head_dim > 0; }
   bool has_hidden() const { return model_dim > 0; }
-  // The tensor of that name of this layer, else of the file; null where there is none.
+  // Returns the tensor of that name of this layer, else of the file; null where there is none.
   const Tensor* Find(absl::string_view name) const;
-  std::vector<std::string> names() const;  // that Find knows
+  std::vector<std::string> names() const;  // names that Find knows
   std::string model() const;               // from the metadata; may be empty
 };
 
 struct InputSource {
   // "gaussian", "peaked", "needle", "real", "text", "file"
   std::string profile = "gaussian";
-  std::shared_ptr<const CapturedLayer> captured;        // of "real" and "file"
+  std::shared_ptr<const CapturedLayer> captured;        // set for "real" and "file"
   std::shared_ptr<const LanguageModel> text = nullptr;  // of "text"
 
   std::string ToString() const;  // "gaussian", "real minilm_512.safetensors layer2"
 };
 
-// The sources that one word of --input names: a profile, or a path that ends in .safetensors, taken
-// relative to `folder`. A file gives a source for each of its layers, "real" one for each layer of
-// each shipped file, the files with fewer tokens first.
+// Returns the sources that one word of --input names: a profile, or a path that ends in
+// .safetensors, taken relative to `folder`. A file gives a source for each of its layers, "real"
+// one for each layer of each shipped file, the files with fewer tokens first.
 absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view word,
                                                            absl::string_view folder = "");
-// The layers of a file, in the order of their numbers. NotFound where it has neither q, k and v nor
-// x; InvalidArgument where their sizes contradict one another.
+// Returns the layers of a file, in the order of their numbers. Returns NotFound where it has
+// neither q, k and v nor x; InvalidArgument where their sizes contradict one another.
 absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string& path);
 
-// The problem nearest to `wanted` that the source can serve: `wanted` itself for a drawn one, that with
-// the model's heads for text, else the file's sizes with at most the wanted batch and tokens. Hidden states are split into the heads
-// that the layer's q has, where it has one, else into `wanted`'s. NotFound where the file has not
-// the tensors of such an input kind.
+// Returns the problem nearest to `wanted` that the source can serve: `wanted` itself for a drawn
+// source, a problem with the model's heads for text, else the file's sizes with at most the wanted
+// batch and tokens. Hidden states are split into the heads that the layer's q has, where it has
+// one, else into `wanted`'s. Returns NotFound where the file lacks the tensors of such an input
+// kind.
 absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
                                    const Problem& wanted);
 
-// A tensor for each spec. Optional ones only where a file has them. Integers are drawn uniformly
-// from 0 to kDrawnIds - 1.
+// Makes a tensor for each spec, and for optional ones only where a file has them. Integers are
+// drawn uniformly from 0 to kDrawnIds - 1. Errors:
 //   NotFound: the file has no such tensor.
 //   InvalidArgument: it has another size, or numbers that the dtype cannot hold.
-//   Unimplemented: peaked and needle make q and k, which the specs do not have.
+//   Unimplemented: peaked and needle need q and k, which the specs do not have.
 //   ResourceExhausted: no memory.
 constexpr int64_t kDrawnIds = 256;
 absl::StatusOr<NamedTensors> MakeInputs(const InputSource& source,

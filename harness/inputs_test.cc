@@ -36,7 +36,8 @@ Tensor DenseWeights(const Problem& problem, const NamedTensors& inputs) {
   return std::move(outputs["weights"]);
 }
 
-// The mean over rows of the sum of the `count` largest weights, rows of few keys left out.
+// Returns the mean over rows of the sum of the `count` largest weights, leaving out rows of few
+// keys.
 double MassOfLargest(const Problem& problem, const Tensor& weights, int64_t count) {
   double total = 0;
   int64_t rows = 0;
@@ -67,7 +68,8 @@ TEST(Inputs, GaussianDrawsHaveMeanZeroAndVarianceOne) {
       sum += value;
       squares += double{value} * value;
     }
-    // Five standard deviations of the mean, and of the mean square (whose variance is 2 / n).
+    // The bounds are five standard deviations of the mean, and of the mean square (whose variance
+    // is 2 / n).
     const double n = static_cast<double>(tensor.num_elements());
     EXPECT_NEAR(sum / n, 0, 5 / std::sqrt(n)) << name;
     EXPECT_NEAR(squares / n, 1, 5 * std::sqrt(2 / n)) << name;
@@ -310,12 +312,12 @@ TEST(Inputs, AFileOfTheCallersOwnIsReadRelativeToItsFolder) {
   std::vector<TensorSpec> specs = QkvInputs(*problem);
   const auto inputs = MakeInputs((*sources)[0], specs, *problem, 1);
   ASSERT_TRUE(inputs.ok()) << inputs.status();
-  EXPECT_EQ(inputs->at("key_mask").span<uint8_t>()[0], 0);  // optional, and there
+  EXPECT_EQ(inputs->at("key_mask").span<uint8_t>()[0], 0);  // optional, and the file has it
   specs.push_back({"tokens", {2, 10}, DType::kI32, false});
   EXPECT_TRUE(MakeInputs((*sources)[0], specs, *problem, 1).ok());
   specs.back().dtype = DType::kU8;
   EXPECT_THAT(std::string(MakeInputs((*sources)[0], specs, *problem, 1).status().message()),
-              AllOf(StartsWith("own.safetensors: tensor \"tokens\""),  // as it was typed
+              AllOf(StartsWith("own.safetensors: tensor \"tokens\""),  // the path as it was typed
                     HasSubstr("is i64 and cannot be converted to u8")));
 }
 

@@ -1,5 +1,6 @@
 // Instructions that this process retires in user mode, as the kernel counts them. They repeat to a
-// few in a million where times repeat to a few in a hundred, so that they find what times cannot.
+// few in a million where times repeat to a few in a hundred, so that they find changes that times
+// cannot.
 #ifndef TFB_HARNESS_INSTRUCTION_COUNTER_H_
 #define TFB_HARNESS_INSTRUCTION_COUNTER_H_
 
@@ -14,8 +15,8 @@ namespace tfb {
 // before the thread pool is made.
 class InstructionCounter {
  public:
-  // Unavailable, with the reason, where the kernel grants no counter: a virtual machine without one,
-  // or perf_event_paranoid above 2.
+  // Returns Unavailable, with the reason, where the kernel grants no counter: on a virtual machine
+  // without one, or with perf_event_paranoid above 2.
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open();
   // Counts another event of perf_event_open(2), for tests.
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open(uint32_t type, uint64_t config);

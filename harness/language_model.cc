@@ -27,7 +27,7 @@ constexpr char kKeys[] = "datastore.keys";
 constexpr char kValues[] = "datastore.values";
 constexpr char kFinalNorm[] = "final_norm.gamma";
 constexpr double kNormEpsilon = 1e-5;
-constexpr int64_t kStatesAtATime = 4096;  // tokens of the layer that reads long texts
+constexpr int64_t kStatesAtATime = 4096;  // tokens at a time, of the layer that reads long texts
 
 using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 using ConstMap = Eigen::Map<const Matrix>;
@@ -44,7 +44,7 @@ ConstMap MapOf(const Tensor& tensor) {
   return ConstMap(static_cast<const float*>(tensor.raw()), tensor.dim(0), tensor.dim(1));
 }
 
-// A copy of one batch row of a layer's output, f32 [tokens, channels].
+// Returns a copy of one batch row of a layer's output, f32 [tokens, channels].
 Tensor RowsOf(const ConstTensorView& out, int64_t b) {
   Tensor rows(DType::kF32, {out.dim(1), out.dim(2)});
   CopyElements(Slice(out, 0, b, 1),
@@ -52,7 +52,7 @@ Tensor RowsOf(const ConstTensorView& out, int64_t b) {
   return rows;
 }
 
-// -log p(byte) in nats, from unnormalised logarithms of probabilities.
+// Returns -log p(byte) in nats, from unnormalised logarithms of probabilities.
 double Surprise(const float* scores, int64_t vocabulary, uint8_t byte) {
   const float max = *std::max_element(scores, scores + vocabulary);
   double sum = 0;
@@ -60,7 +60,7 @@ double Surprise(const float* scores, int64_t vocabulary, uint8_t byte) {
   return std::log(sum) - static_cast<double>(scores[byte] - max);
 }
 
-// Where a datastore is kept from one run to the next.
+// Returns the path where a datastore is kept from one run to the next.
 std::string CachePath(const DatastoreFormat& format, int64_t entries) {
   const char* cache = std::getenv("XDG_CACHE_HOME");
   const char* home = std::getenv("HOME");
@@ -74,7 +74,7 @@ std::string CachePath(const DatastoreFormat& format, int64_t entries) {
 
 absl::Status Save(const std::string& path, const DatastoreFormat& format,
                   const NamedTensors& tensors) {
-  std::error_code ignored;  // the writer says what is wrong with the folder
+  std::error_code ignored;  // the writer reports what is wrong with the folder
   std::filesystem::create_directories(std::filesystem::path(path).parent_path(), ignored);
   TFB_ASSIGN_OR_RETURN(const auto writer, DatastoreWriter::Create(path, format));
   TFB_RETURN_IF_ERROR(writer->Append(tensors.at(kKeys).view(), tensors.at(kValues).view()));
@@ -350,7 +350,7 @@ absl::StatusOr<NamedTensors> LanguageModel::DatastoreOf(int64_t entries) const {
 absl::StatusOr<double> LanguageModel::BitsPerByte(InputKind kind, const Problem& problem,
                                                   const ConstTensorView& out,
                                                   const NamedTensors& of_layer) const {
-  constexpr int64_t kRows = 256;  // of logits at a time
+  constexpr int64_t kRows = 256;  // rows of logits at a time
   Matrix logits;
   double nats = 0;
   for (int64_t b = 0; b < problem.batch; ++b) {

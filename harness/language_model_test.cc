@@ -18,7 +18,7 @@ using ::testing::HasSubstr;
 
 constexpr int64_t kWidth = 8;
 
-// A model of 8 channels and 2 heads, in a folder of the test's own.
+// A model of 8 channels and 2 heads, in the test's own folder.
 class SmallModel : public ::testing::Test {
  protected:
   SmallModel() : folder_(::testing::TempDir() + "/language_model") {
@@ -78,7 +78,7 @@ TEST_F(SmallModel, AProblemTakesTheModelsHeadsAndItsOptionsFillTheGaps) {
 TEST_F(SmallModel, HiddenTechniquesReadEmbeddedBytes) {
   const auto model = Read();
   ASSERT_TRUE(model.ok()) << model.status();
-  // Two rows of a batch begin at the two halves of the text.
+  // The two rows of a batch begin at the two halves of the text.
   const Problem problem = (*model)->Fit(Tokens(5, 2));
   const auto inputs = (*model)->MakeInputs({{"x", {2, 5, kWidth}, DType::kF32}}, problem);
   ASSERT_TRUE(inputs.ok()) << inputs.status();

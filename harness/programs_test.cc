@@ -1,4 +1,4 @@
-// The programs check and apply as a caller meets them, over the tiny technique and its faults.
+// Tests the programs check and apply as a caller runs them, over the tiny technique and its faults.
 #include <sys/stat.h>
 #include <sys/wait.h>
 
@@ -44,7 +44,7 @@ class Programs : public ::testing::Test {
  protected:
   Programs() : folder_(::testing::TempDir() + "/programs") { mkdir(folder_.c_str(), 0777); }
 
-  // As `bazel run` starts it: with the caller's folder in the environment.
+  // Runs a program as `bazel run` starts it: with the caller's folder in the environment.
   Finished Run(const std::string& program, const std::string& arguments) {
     Finished finished;
     const auto binary = RunfilePath("harness/" + program);
@@ -67,13 +67,13 @@ class Programs : public ::testing::Test {
     EXPECT_EQ(finished.exit_code, 2) << arguments;
     EXPECT_THAT(finished.err, HasSubstr(part)) << arguments;
     const std::vector<std::string> lines = absl::StrSplit(finished.err, '\n');
-    EXPECT_EQ(lines.size(), 2u) << finished.err;  // one line, and nothing behind its end
+    EXPECT_EQ(lines.size(), 2u) << finished.err;  // one line, and nothing after its end
     EXPECT_EQ(finished.out, "") << arguments;
   }
 
   std::string Path(const std::string& name) const { return folder_ + "/" + name; }
 
-  // q, k and v of 4 heads over 2, 90 queries over 100 keys.
+  // Writes q, k and v of 4 heads over 2, 90 queries over 100 keys.
   void WriteQkv(const std::string& name, const std::string& prefix = "") {
     NamedTensors tensors;
     tensors[prefix + "q"] = Tensor(DType::kF32, {1, 4, 90, 16});
@@ -266,7 +266,7 @@ TEST_F(Programs, ACaseOfCheckThatEndsItsProcessIsARow) {
                                   HasSubstr("it ended the process: signal")));
 }
 
-// A GPU that a kernel has taken along is there again for the next case.
+// A GPU that is lost to a kernel is available again to the next case.
 TEST_F(Programs, ACaseOfCheckThatLosesTheDeviceIsARow) {
   setenv("TFB_DEFER_ERRORS", "1", /*overwrite=*/1);
   const Finished finished = Run("toy_check",

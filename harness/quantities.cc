@@ -17,7 +17,7 @@ namespace {
 
 using Units = std::vector<std::pair<absl::string_view, double>>;
 
-// A number and one of the units, whichever their case; without a unit the factor is 1.
+// Parses a number and one of the units in either case; without a unit the factor is 1.
 absl::StatusOr<double> ParseQuantity(absl::string_view flag, absl::string_view text,
                                      const Units& units, absl::string_view examples) {
   absl::string_view number = text;

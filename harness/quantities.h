@@ -10,12 +10,12 @@
 
 namespace tfb {
 
-// "90", "90s", "1.5m", "2h", "250ms": seconds, at least 0. `flag` begins the message.
+// Parses "90", "90s", "1.5m", "2h" or "250ms" to seconds, at least 0. `flag` begins the message.
 absl::StatusOr<double> ParseSeconds(absl::string_view flag, absl::string_view text);
-// "1048576", "512MiB", "16G", "1.5GB": bytes, at least 0. K, M, G, T and KiB ... are powers of
-// 1024, KB ... of 1000.
+// Parses "1048576", "512MiB", "16G" or "1.5GB" to bytes, at least 0. K, M, G, T and KiB ... are
+// powers of 1024, KB ... of 1000.
 absl::StatusOr<int64_t> ParseBytes(absl::string_view flag, absl::string_view text);
-// "9 s", "1:05", "2:01:09".
+// Returns "9 s", "1:05" or "2:01:09".
 std::string FormatClock(double seconds);
 
 }  // namespace tfb

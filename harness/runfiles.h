@@ -1,4 +1,4 @@
-// Files of this repository that a binary has as data.
+// Files of this repository that are data of a binary.
 #ifndef TFB_HARNESS_RUNFILES_H_
 #define TFB_HARNESS_RUNFILES_H_
 
@@ -8,8 +8,8 @@
 
 namespace tfb {
 
-// The path of a file of this repository that the running binary has as data: from Bazel's runfiles.
-// NotFound where it has not.
+// Returns the path of a file of this repository that is data of the running binary, from Bazel's
+// runfiles. Returns NotFound where it is not.
 absl::StatusOr<std::string> RunfilePath(const std::string& path);
 
 }  // namespace tfb

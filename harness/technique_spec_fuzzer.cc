@@ -1,5 +1,5 @@
-// libFuzzer's entry to what --techniques and --lengths take: specs of techniques with options, nested
-// ones, globs and sweeps among them (tools/fuzz/fuzz.bzl says how to run it).
+// libFuzzer's entry to the parsers of --techniques and --lengths: specs of techniques with options,
+// nested ones, globs and sweeps among them (tools/fuzz/fuzz.bzl says how to run it).
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -91,7 +91,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto chosen = tfb::ChooseTechniques(text, Techniques());
   if (chosen.ok()) {
     for (const tfb::ChosenTechnique& one : *chosen) {
-      // What has been made canonical stays as it is, also as text.
+      // Canonical options stay unchanged, also as text.
       const absl::StatusOr<tfb::Options> again = one.technique->Canonical(one.options);
       Expect(again.ok() && *again == one.options);
       const auto spec = tfb::ParseTechniqueSpec(
@@ -99,7 +99,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       Expect(spec.ok() && spec->options == one.options);
     }
   } else {
-    // A message for people, that names the flag.
+    // The message must be for people, and name the flag.
     Expect(chosen.status().message().substr(0, 12) == "--techniques");
   }
   const auto sizes = tfb::ParseSizes("lengths", text, 1, 1 << 20);

@@ -17,7 +17,7 @@ __device__ void Store(const DeviceView& view, int64_t a, int64_t b, int64_t c, i
       a * view.strides[0] + b * view.strides[1] + c * view.strides[2] + d * view.strides[3], x);
 }
 
-// NaN wins.
+// Returns NaN where any is NaN.
 __device__ float LargestOfWarp(float x) {
   for (int width = kLanes / 2; width > 0; width /= 2) {
     const float other = __shfl_xor_sync(~0u, x, width);
@@ -29,7 +29,7 @@ __device__ float SumOfWarp(float x) {
   for (int width = kLanes / 2; width > 0; width /= 2) x += __shfl_xor_sync(~0u, x, width);
   return x;
 }
-// In any order: what must not be done.
+// Sums in any order, which is the fault.
 __device__ float SumByAtomics(float x, float* sum) {
   if (threadIdx.x == 0) *sum = 0;
   __syncwarp();
@@ -71,7 +71,7 @@ __global__ void Attend(const TinyCall call) {
   }
   max = LargestOfWarp(max);
 
-  // Scores become weights; -1 where a key is not seen.
+  // Scores become weights; a score of -1 marks a key that is not seen.
   float sum = 0;
   for (int64_t j = lane; j < call.keys; j += kLanes) {
     const float weight = scores[j] == -INFINITY ? -1 : expf(scores[j] - max);

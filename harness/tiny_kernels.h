@@ -8,26 +8,26 @@
 
 namespace tfb {
 
-// What goes wrong in a kernel of the tiny technique.
+// The faults of a kernel of the tiny technique.
 enum class TinyKernelFault : unsigned char {
   kNone,
   kWritesBehindOutput,  // one element
-  kReadsUnwritten,      // adds what it finds in the workspace to row 0
-  kDependsOnOrder,      // sums weights by atomics, in the order in which lanes come by
+  kReadsUnwritten,      // adds the workspace's unwritten contents to row 0
+  kDependsOnOrder,      // sums weights by atomics, in the order in which lanes arrive
 };
 
 // Attention of the queries to the keys, as harness/tiny_technique.h defines it.
 struct TinyCall {
   DeviceView q, k, v, out;
-  DeviceView log_sum_exp;         // null data: not asked for
-  const unsigned char* key_mask;  // null: all keys are tokens
+  DeviceView log_sum_exp;         // null data: not wanted
+  const unsigned char* key_mask;  // null where all keys are tokens
   int64_t mask_strides[2];
   const float* gain;  // by head
   float* scores;      // scratch of batch * heads * queries * (keys + 1)
   int64_t batch, heads, group, queries, keys, head_dim, value_dim;
   int64_t first_query;  // position of query 0 among the keys
   int64_t window;
-  float score_factor;  // 1 where nothing is wrong
+  float score_factor;  // 1 where there is no fault
   bool causal;
   TinyKernelFault fault;
 };
@@ -38,7 +38,7 @@ struct TinyCopy {
   int64_t batch, heads, tokens, channels;
 };
 
-// Each enqueues on the stream, and returns null or why it could not.
+// Each launcher enqueues on the stream, and returns null or a text that says why it could not.
 struct TinyKernels {
   const char* (*attend)(const TinyCall& call, void* stream);
   const char* (*copy)(const TinyCopy& copy, void* stream);

@@ -50,7 +50,7 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kWaits, "tiny_waits"},
 };
 
-// Where the tokens of q stand among those of k.
+// The places of the tokens of q among those of k.
 struct Span {
   int64_t first_query = 0;  // position of query 0
   int64_t first_key = 0;
@@ -67,7 +67,7 @@ class TinyLayer : public StreamingLayer {
     parameters_["gain"] = std::move(gain);
   }
 
-  // What has the size of the problem: a status where there is no memory.
+  // Allocates what has the problem's size; returns a status where there is no memory.
   virtual absl::Status Allocate() {
     const Problem& p = problem();
     for (Tensor* cache : {&keys_, &values_}) {
@@ -179,7 +179,7 @@ class TinyLayer : public StreamingLayer {
     return {top_left ? 0 : problem().causal_offset(), 0};
   }
 
-  // Whether the query at `position` sees key j, but for padding.
+  // Tells whether the query at `position` sees key j, apart from padding.
   bool Sees(int64_t position, int64_t j) const {
     const int64_t ahead = fault_ == TinyFault::kSeesFuture ? 1 : 0;
     if (problem().causal && j > position + ahead) return false;
@@ -262,7 +262,7 @@ class TinyLayer : public StreamingLayer {
 
   Tensor drawn_gain_;
   int runs_ = 0;
-  Tensor keys_;  // of appended segments
+  Tensor keys_;  // keys of appended segments
   Tensor values_;
 };
 
@@ -279,7 +279,7 @@ TinyKernelFault KernelFault(TinyFault fault) {
   }
 }
 
-// The same by kernels, on a GPU or in the simulator.
+// Does the same with kernels, on a GPU or in the simulator.
 class TinyDeviceLayer : public TinyLayer {
  public:
   TinyDeviceLayer(const Problem& problem, const TinyOptions& options, TinyFault fault, Tensor gain,
@@ -381,7 +381,7 @@ class TinyDeviceLayer : public TinyLayer {
   }
 
   CudaRuntime* runtime_;
-  DeviceBuffer keys_, values_;  // of appended segments
+  DeviceBuffer keys_, values_;  // keys and values of appended segments
   DeviceBuffer gain_;
 };
 

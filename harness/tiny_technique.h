@@ -1,5 +1,5 @@
 // A small technique for tests of the harness: windowed attention in plain loops, with faults that
-// can be switched on, so that a test can show that a check finds what it is there to find.
+// can be switched on, so that a test can show that a check finds its fault.
 #ifndef TFB_HARNESS_TINY_TECHNIQUE_H_
 #define TFB_HARNESS_TINY_TECHNIQUE_H_
 
@@ -13,8 +13,8 @@ namespace tfb {
 
 //   y_i = sum_j a_ij v_j,   a_ij ~ exp(gain_h q_i . k_j / sqrt(head_dim))
 //
-// over the keys that are tokens, that are not in the future where the problem is causal, and that
-// are at most `window` tokens away. gain is a parameter [query_heads]. It can be streamed.
+// The sum is over the keys that are tokens, that are not in the future where the problem is causal,
+// and that are at most `window` tokens away. gain is a parameter [query_heads]. It can be streamed.
 struct TinyOptions {
   int64_t window = kMaxTokens;
 
@@ -23,10 +23,10 @@ struct TinyOptions {
   }
 };
 
-// Each is named for what goes wrong.
+// The faults, each named for its error.
 enum class TinyFault {
   kNone,
-  kWrongScale,          // of the scores, by a thousandth
+  kWrongScale,          // the scale of the scores is wrong by a thousandth
   kWindowOffByOne,      // sees one key less
   kEmptyRowIsNan,       // 0 / 0 where no key is seen
   kFiniteSentinel,      // -1e30 instead of -inf for keys that are not seen
@@ -37,8 +37,8 @@ enum class TinyFault {
   kWrongLogSumExp,      // leaves the largest score out
   kIgnoresStrides,      // reads k as if it were contiguous
   kWritesBehindOutput,  // one element
-  kWorkspaceOverrun,    // one byte more than asked for
-  kReadsWorkspace,      // adds what it finds there to row 0
+  kWorkspaceOverrun,    // writes one byte more than it asked for
+  kReadsWorkspace,      // adds the workspace's contents to row 0
   kDependsOnThreads,    // sums in an order that the number of threads decides
   kKeepsState,          // the second run differs from the first
   kSeesFuture,          // one token
@@ -46,23 +46,23 @@ enum class TinyFault {
   kTopLeftCausal,       // j <= i, whatever the number of keys
   kAllocates,           // in Run
   kWrongFlops,          // counts every pair
-  kIgnoresParameters,   // that were set
+  kIgnoresParameters,   // ignores parameters that were set
   kForgetsInAppend,     // the first token of each segment
   kRoundsScores,        // to bf16
 
-  // Of the layer on a device; on the CPU there is nothing wrong with these.
+  // Faults of the layer on a device; on the CPU these are right.
   kKernelWritesBehindOutput,  // one element
   kKernelReadsUnwritten,      // workspace, and adds it to row 0
   kKernelDependsOnOrder,      // of the threads of a block
   kHostPointer,               // hands a kernel the host's parameters
-  kDeviceScale,               // of the scores, by a thousandth
+  kDeviceScale,               // the scale of the scores is wrong by a thousandth
   kAllocatesOnDevice,         // in Run
-  kWaits,                     // for the device, in Run
+  kWaits,                     // waits for the device, in Run
 };
 
 std::vector<TinyFault> AllTinyFaults();
 bool IsOfDevices(TinyFault fault);
-// "tiny", "tiny_wrong_scale", ...
+// Returns "tiny", "tiny_wrong_scale", ...
 std::string TinyName(TinyFault fault);
 std::unique_ptr<Technique> MakeTiny(TinyFault fault);
 

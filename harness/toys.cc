@@ -115,7 +115,7 @@ class MeanLayer : public Layer {
   std::vector<char> hoard_;
 };
 
-// The same on a device: attention whose scores are all 0.
+// Computes the same on a device: attention whose scores are all 0.
 class MeanDeviceLayer : public Layer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Make(const Problem& problem,

@@ -1,4 +1,4 @@
-// Techniques for tests of the harness: each does one thing that a sweep must cope with.
+// Techniques for tests of the harness: each has one behaviour that a sweep must handle.
 #ifndef TFB_HARNESS_TOYS_H_
 #define TFB_HARNESS_TOYS_H_
 

@@ -1,4 +1,4 @@
-// Registers the toys. With TFB_DEFER_ERRORS in the environment the simulator tells of a failed
+// Registers the toys. With TFB_DEFER_ERRORS in the environment the simulator reports a failed
 // kernel as late as a GPU does, and is lost by it.
 #include <cstdlib>
 

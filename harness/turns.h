@@ -1,12 +1,12 @@
-// Two sweeps of two builds that take turns, so that whatever the machine does meets both alike.
+// Two sweeps of two builds that take turns, so that disturbances of the machine affect both alike.
 //
 // The sweep that leads starts the other one and tells it, by one line each, which group of cases to
 // measure; nothing of the other runs while the leader measures, and the reverse. Each keeps its own
-// result file, and neither has to know more of the other's build than these lines:
+// result file, and neither needs to know more of the other's build than these lines:
 //
-//   leader    "measure <group>"   the cases of the group that are left, once
-//             "rest"              what was never asked for, then end
-//   follower  "done"              after each, and once before the first: it is ready
+//   leader    "measure <group>"   measures the remaining cases of the group, once
+//             "rest"              measures the cases that were never asked for, then ends
+//   follower  "done"              comes after each, and once before the first: it is ready
 //
 // A follower that reads the end of the leader's pipe stops.
 #ifndef TFB_HARNESS_TURNS_H_
@@ -26,15 +26,15 @@
 
 namespace tfb {
 
-// A line of at most some kilobytes from a pipe; nothing at its end. Where a signal interrupts the
-// waiting, `stopped` decides whether it goes on; a null one says yes.
+// Reads a line of at most some kilobytes from a pipe; returns nothing at its end. Where a signal
+// interrupts the waiting, `stopped` says whether to end; where it is null, the waiting goes on.
 std::optional<std::string> ReadLine(int file, const std::function<bool()>& stopped);
 
-// The leader's side.
+// The leader's end.
 class OtherSweep {
  public:
   // Starts `program` with `arguments` and the flag --turns=IN,OUT, which names its ends of the two
-  // pipes, and waits until it is ready. `stopped` is asked where a signal comes while waiting.
+  // pipes, and waits until it is ready. `stopped` is called where a signal comes while waiting.
   static absl::StatusOr<std::unique_ptr<OtherSweep>> Start(
       const std::string& program, const std::vector<std::string>& arguments,
       std::function<bool()> stopped);
@@ -42,10 +42,10 @@ class OtherSweep {
   OtherSweep(const OtherSweep&) = delete;
   OtherSweep& operator=(const OtherSweep&) = delete;
 
-  // Returns when the other has measured the group. Unavailable where it has ended, with how;
-  // Cancelled where `stopped` says so.
+  // Returns when the other has measured the group. Returns Unavailable where it has ended, with
+  // how; Cancelled where `stopped` says so.
   absl::Status Measure(absl::string_view group);
-  // Has it measure what is left, and waits for its end. Its exit status, as of a shell.
+  // Lets it measure the rest, and waits for its end. Returns its exit status, as of a shell.
   absl::StatusOr<int> Finish();
 
  private:
@@ -60,7 +60,7 @@ class OtherSweep {
   int to_ = -1, from_ = -1;
 };
 
-// The follower's side.
+// The follower's end.
 class Turns {
  public:
   // `flag` is the value of --turns.
@@ -69,10 +69,10 @@ class Turns {
 
   struct Turn {
     bool rest = false;
-    std::string group;  // where it is not the rest
+    std::string group;  // set where the turn is not the rest
   };
-  // Says that it is done with all before, and waits for its turn. Nothing where the leader is gone
-  // or `stopped`.
+  // Reports that all earlier work is done, and waits for the next turn. Returns nothing where the
+  // leader is gone or `stopped`.
   std::optional<Turn> Next();
 
  private:

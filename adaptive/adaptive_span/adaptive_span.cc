@@ -32,7 +32,7 @@ TechniqueInfo Info() {
   return info;
 }
 
-// Head h sees the distances 1 to reach[h].
+// A pattern in which head h sees the distances 1 to reach[h].
 class SpanPattern : public Pattern {
  public:
   SpanPattern(std::vector<int64_t> reach, int64_t causal_offset)
@@ -53,7 +53,7 @@ class SpanPattern : public Pattern {
   int64_t causal_offset_;
 };
 
-// Distances with a weight above 0: x < ramp + z.
+// Returns the largest distance with a weight above 0: x < ramp + z.
 int64_t Reach(const AdaptiveSpanOptions& options, double z) {
   return std::clamp<int64_t>(static_cast<int64_t>(std::ceil(options.ramp + z)) - 1, 0,
                              options.max_span);
@@ -73,7 +73,7 @@ class AdaptiveSpanLayer : public FlashLayer {
       set_uses_relative_keys();
       Tensor position(DType::kF32, {options.max_span, problem.head_dim});
       FillNormal(&position, seed, "position", 0, 0.02);
-      // Of the queries' precision, as everything that is multiplied by them.
+      // The positions have the queries' precision, like everything that is multiplied by queries.
       parameters_["position"] = position.CloneAs(problem.dtype);
     }
     if (options.dynamic) {
@@ -97,10 +97,10 @@ class AdaptiveSpanLayer : public FlashLayer {
     }
   }
 
-  // On a GPU the last Run must be done: what was kept depends on its data.
+  // On a GPU the last Run must be done: the kept pairs depend on its data.
   Cost cost() const override {
     Cost cost = FlashLayer::cost();
-    if (options_.dynamic) {  // the schedule holds max_span
+    if (options_.dynamic) {  // the schedule covers max_span
       cost.flops.reset();
       const double pairs = KeptPairs();
       if (pairs > 0) {
@@ -113,7 +113,7 @@ class AdaptiveSpanLayer : public FlashLayer {
     return cost;
   }
 
-  // Likewise.
+  // On a GPU the last Run must be done for these, too.
   std::map<std::string, double> statistics() const override {
     double mean = 0, max = 0;
     const std::vector<float> spans = Spans();
@@ -145,7 +145,7 @@ class AdaptiveSpanLayer : public FlashLayer {
     return absl::OkStatus();
   }
 
-  // The gate's scratch is dead when attention takes the same memory.
+  // The gate no longer needs its scratch when attention takes the same memory.
   absl::Status Prepare(const Inputs& inputs, const Execution& execution, Workspace*,
                        FlashCall* call) override {
     if (!options_.dynamic) return absl::OkStatus();
@@ -211,7 +211,7 @@ class AdaptiveSpanLayer : public FlashLayer {
     return absl::OkStatus();
   }
 
-  // z of every token and head.
+  // Computes z of every token and head.
   absl::Status ComputeSpans(const ConstTensorView& x, const Execution& execution) {
     return device() == Device::kCpu ? ComputeSpansOnCpu(x, execution)
                                     : ComputeSpansOnCuda(x, execution);
@@ -248,14 +248,14 @@ class AdaptiveSpanLayer : public FlashLayer {
         KernelsOn<AdaptiveSpanKernels>(runtime->target()).gate(arguments, execution.stream));
   }
 
-  // Those of the last Run, on the host; none before Setup.
+  // Returns the spans of the last Run, on the host; empty before Setup.
   std::vector<float> Spans() const {
     if (!options_.dynamic) return fixed_spans_;
     std::vector<float> spans(dynamic_spans_.size());
     if (!dynamic_spans_.Read(spans.data()).ok()) spans.clear();
     return spans;
   }
-  // Of all heads, where spans are dynamic.
+  // Returns the kept pairs of all heads, where spans are dynamic.
   double KeptPairs() const {
     const Problem& p = problem();
     double pairs = 0;
@@ -308,7 +308,7 @@ absl::Status AdaptiveSpan::Definition(const Problem& problem, const AdaptiveSpan
   const KeyMask is_token(inputs);
   const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
   const double reach = static_cast<double>(options.max_span);
-  // z of every (batch, head, query), computed once a row.
+  // This is z of every (batch, head, query), computed once a row.
   std::vector<double> z(problem.batch * problem.query_heads * problem.query_tokens);
   for (int64_t b = 0; b < problem.batch; ++b) {
     for (int64_t h = 0; h < problem.query_heads; ++h) {

@@ -46,8 +46,8 @@ struct AdaptiveSpanOptions {
 };
 
 // Parameters: span [query_heads] in tokens, or span_weight [query_heads, model_dim] and span_bias
-// [query_heads]; with positions, position [max_span, head_dim], row x - 1 for distance x, of the
-// problem's dtype, the rest f32.
+// [query_heads]; with positions, position [max_span, head_dim], where row x - 1 is for distance x,
+// of the problem's dtype; the others are f32.
 // Statistics: mean_span and max_span, in tokens.
 class AdaptiveSpan : public TechniqueOf<AdaptiveSpanOptions> {
  public:

@@ -4,9 +4,9 @@
 namespace tfb {
 namespace {
 
-// A warp makes the spans of 8 tokens for 4 heads at a time: its lanes divide the channels, so that
-// 12 loads serve 32 multiply-adds, and then change places: lane n ends with the sum of token n / 4
-// and head n % 4.
+// A warp computes the spans of 8 tokens for 4 heads at a time: its lanes divide the channels, so
+// that 12 loads serve 32 multiply-adds, and then exchange sums: lane n ends with the sum of token n
+// / 4 and head n % 4.
 constexpr int kWarp = 32;
 constexpr int kWarps = 4;
 constexpr int kTokens = 8;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kWarp* kWarps) Gate(GateArguments a) {
       static_cast<int64_t>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
   const int64_t rows = a.batch * a.tokens, first_row = warp * kTokens;
   if (first_row >= rows) return;
-  // Tokens and heads beyond the last repeat it: what comes of them is not stored.
+  // Tokens and heads beyond the last repeat it: their results are not stored.
   int64_t x_offset[kTokens];
 #pragma unroll
   for (int r = 0; r < kTokens; ++r) {

@@ -9,7 +9,7 @@
 
 namespace tfb {
 
-// z of every token and head: max_span sigmoid(weight_h . x_i + bias_h).
+// Computes z of every token and head: max_span sigmoid(weight_h . x_i + bias_h).
 struct GateArguments {
   DeviceView x;         // [batch, tokens, channels]
   const float* weight;  // [heads, channels]
@@ -23,7 +23,7 @@ struct GateArguments {
 };
 
 struct AdaptiveSpanKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*gate)(const GateArguments& arguments, void* stream);
 };
 

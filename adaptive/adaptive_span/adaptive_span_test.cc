@@ -19,7 +19,7 @@ NamedTensors Inputs1(const Problem& problem, const Options& options = {}) {
   return RandomInputs(AdaptiveSpan().InputSpecs(problem, options).value(), 6);
 }
 
-// The layer's own parameters with the spans replaced.
+// Returns the layer's own parameters with the spans replaced.
 NamedTensors WithSpans(const Problem& problem, const Options& options, std::vector<float> spans) {
   std::unique_ptr<Layer> layer = AdaptiveSpan().Create(problem, options, Device::kCpu, 1).value();
   NamedTensors parameters;
@@ -43,7 +43,7 @@ void ExpectMatchesDefinition(const Problem& problem, const Options& options,
     EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
               Fp32Bound(inputs.at("v").view()))
         << ToString(options) << " " << Name(device);
-    // Twice the products of plain attention are summed in a score.
+    // A score sums twice the products of plain attention.
     EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), expected.at("log_sum_exp").view()), 4e-5)
         << ToString(options) << " " << Name(device);
   }
@@ -109,7 +109,7 @@ TEST(AdaptiveSpan, KeysBeyondTheSpanDoNotMatterAndAreNotCounted) {
   request.parameters = &parameters;
   const NamedTensors before =
       RunTechnique(AdaptiveSpan(), problem, ViewsOf(inputs), request).value();
-  // Weights are above 0 for distances below 18: key 0 is seen by queries 1 to 17.
+  // The weights are above 0 for distances below 18: queries 1 to 17 see key 0.
   for (int64_t h = 0; h < kHeads; ++h) *inputs["v"].view().MutableAt<float>(0, h, 0, 0) = NAN;
   const NamedTensors after =
       RunTechnique(AdaptiveSpan(), problem, ViewsOf(inputs), request).value();
@@ -137,7 +137,7 @@ TEST(AdaptiveSpan, DynamicFlopsCountTheSpansOfTheLastRun) {
   NamedTensors parameters;
   Fill((parameters["span_weight"] = Tensor(DType::kF32, {1, 8})).view(), 0);
   Fill((parameters["span_bias"] = Tensor(DType::kF32, {1})).view(),
-       0);  // z = 32 everywhere: distances below 36
+       0);  // z is 32 everywhere: distances below 36 have weight
   const NamedTensors inputs = Inputs1(problem, options);
   double pairs = 0;
   for (int64_t i = 0; i < 100; ++i) pairs += static_cast<double>(std::min<int64_t>(i, 35));

@@ -1,5 +1,5 @@
 // Finds thresholds of calm for the trained language model by Learn then Test, counts how often the
-// promise is broken, and measures what is saved.
+// promised risk is exceeded, and measures the savings.
 //
 // A reading of the text with a threshold feeds nothing back but keys and values, so one reading per
 // threshold gives every sequence's loss; calibrations are then made of the table.
@@ -113,7 +113,7 @@ absl::StatusOr<Settings> SettingsOfFlags() {
   return settings;
 }
 
-// From the safest on. Successive states of a trained model are nearly parallel.
+// Returns thresholds from the safest on. Successive states of a trained model are nearly parallel.
 std::vector<double> ThresholdsOf(const std::string& measure) {
   std::vector<double> thresholds;
   for (const double gap : {0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85}) {
@@ -131,7 +131,7 @@ absl::StatusOr<std::unique_ptr<TextReader>> ReaderOf(const std::string& measure,
   return TextReader::Create(Calm(), options, sample, at_a_time, pool);
 }
 
-// Of each sequence, in [0, 1].
+// Returns the loss of each sequence, in [0, 1].
 std::vector<double> LossesOf(const TextReading& reading, const TextReading& whole,
                              const Settings& settings) {
   const int64_t tokens = settings.sample.tokens;
@@ -148,7 +148,7 @@ std::vector<double> LossesOf(const TextReading& reading, const TextReading& whol
   return losses;
 }
 
-// One measure: what each threshold gives.
+// The results of one measure at each threshold.
 struct Table {
   std::vector<double> thresholds;
   std::vector<TextReading> readings;
@@ -159,7 +159,7 @@ struct Table {
     for (int64_t n = 0; n < count; ++n) sum += losses[threshold][sequences[n]];
     return sum / static_cast<double>(count);
   }
-  // By the given sequences: the last threshold that is accepted, or -1.
+  // Calibrates by the given sequences: returns the last threshold that is accepted, or -1.
   int64_t Calibrate(const Settings& settings, const int64_t* sequences, int64_t count) const {
     std::vector<double> means;
     for (size_t n = 0; n < thresholds.size(); ++n) means.push_back(MeanLoss(n, sequences, count));
@@ -185,8 +185,8 @@ absl::StatusOr<Table> ReadAll(const std::string& measure, const TextReading& who
   return table;
 }
 
-// How many of the splits accept a threshold whose mean loss on the other half, and on all of the text,
-// is above the risk.
+// Counts the splits that accept a threshold whose mean loss on the other half, and on all of the
+// text, is above the risk.
 struct Violations {
   int64_t of_other_half = 0;
   int64_t of_all = 0;
@@ -209,7 +209,8 @@ Violations CountViolations(const Table& table, const Settings& settings) {
   return violations;
 }
 
-// 1 less the time with the layer's decisions over that without, by alternating timings.
+// Returns 1 less the ratio of the times with and without the layer's decisions, by alternating
+// timings.
 absl::StatusOr<double> TimeSaved(TextReader* reader, bool decodes) {
   using Leave = TextReader::Leave;
   const auto time = [&](Leave leave) {
@@ -239,7 +240,7 @@ absl::StatusOr<Savings> Measure(const std::string& measure, const std::string& t
   return Savings{time, reader->flops_saved()};
 }
 
-// "31.2% of 35.0%": the share of the time and of the FLOPs.
+// Returns "31.2% of 35.0%": the shares of time and of FLOPs that are saved.
 std::string ToString(const Savings& savings) {
   return absl::StrFormat("%5.1f%% of %5.1f%%", 100 * savings.time, 100 * savings.flops);
 }
@@ -248,7 +249,7 @@ absl::Status PrintRow(const std::string& measure, const Table& table, const Text
                       const Settings& settings, ThreadPool* pool) {
   std::vector<int64_t> first_half(settings.sample.sequences / 2);
   std::iota(first_half.begin(), first_half.end(), 0);
-  // Every second sequence: neighbours are alike.
+  // The half takes every second sequence, since neighbours are alike.
   for (int64_t& sequence : first_half) sequence *= 2;
   const int64_t chosen =
       table.Calibrate(settings, first_half.data(), static_cast<int64_t>(first_half.size()));
@@ -278,7 +279,7 @@ absl::Status PrintRow(const std::string& measure, const Table& table, const Text
   return absl::OkStatus();
 }
 
-// Bits per byte over layers, of every threshold of each measure.
+// Plots bits per byte over layers, for every threshold of each measure.
 void PrintPlot(const Settings& settings, const std::vector<Table>& tables,
                const TextReading& whole) {
   constexpr char kMarks[] = "oxv*#";

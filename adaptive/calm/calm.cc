@@ -49,8 +49,8 @@ std::vector<ParameterSpec> ConfidenceParameters(const Problem& problem,
 
 // ---- The definition ----
 
-// The confidences of one sequence in float64, and how far a layer's may be off them: its states are
-// by `state_error` of the largest channel.
+// The confidences of one sequence in float64, with bounds of the error of a layer's: its states
+// have an error of `state_error` of the largest channel.
 class DefinedConfidence {
  public:
   DefinedConfidence(const CalmOptions& options, const NamedTensors& parameters, DType dtype)
@@ -80,7 +80,7 @@ class DefinedConfidence {
     return {p.ascending.back() - p.ascending[p.ascending.size() - 2], 2 * p.error};
   }
 
-  // The directions of both states turn by at most their error over their length.
+  // The directions of both states change by at most their error over their length.
   ExitScore Saturation(int64_t n, const double* h, const double* before, int64_t channels) const {
     if (n == 1) return {-1, 0};
     double dot = 0, of_h = 0, of_before = 0;

@@ -7,7 +7,7 @@
 // in the stack of adaptive/depth_adaptive/exit_stack.h. The confidence c^n, n = 1 .. N - 1:
 //
 //   softmax      the largest probability minus the next, of softmax(output LN_n(h^n_t))
-//   saturation   cos(h^n_t, h^(n-1)_t), not asked after layer 1
+//   saturation   cos(h^n_t, h^(n-1)_t), not used after layer 1
 //   classifier   sigmoid(w_n . h^n_t + b_n), learned: the probability that the prediction after layer
 //                n is the whole model's
 //
@@ -17,17 +17,18 @@
 //   decaying     clip(0.9 lambda + 0.1 exp(-temperature t / T), 0, 1)         equation 5
 //   t5x          clip(0.9 lambda + 0.1 lambda exp(-temperature t / T), 0, 1)
 //
-// A lambda above 1 lets nothing leave, which is the whole model, bit for bit on every device (where all
-// stay for another reason, on a GPU with cuBLAS up to rounding: exit_stack.h). A confidence that is NaN
-// never leaves. Which lambda keeps a promise about quality is what adaptive/calm/learn_then_test.h
-// finds, and //adaptive/calm:calibrate on the trained model.
+// With a lambda above 1 no token leaves, which is the whole model, bit for bit on every device
+// (where all stay for another reason, on a GPU with cuBLAS up to rounding: exit_stack.h). A
+// confidence that is NaN never leaves. adaptive/calm/learn_then_test.h finds a lambda that
+// guarantees a quality; //adaptive/calm:calibrate does so for the trained model.
 //
-// Source: Schuster et al. 2022, "Confident adaptive language modeling", arXiv:2207.07061v2, sections 3
-// and 4. The authors' code (github.com/google-research/t5x, t5x/contrib/calm at cc342d4) has the third
-// schedule; the test holds confidences and thresholds to it. Not followed there: its default score is the
-// largest probability alone; in a batch all tokens wait for the least confident, and the norms of the
-// saturation are of the whole batch; a saturation is 0 after the first exit, and reaches a threshold of
-// 0; what skipped layers get is the state of the first exit, not the last computed.
+// Source: Schuster et al. 2022, "Confident adaptive language modeling", arXiv:2207.07061v2,
+// sections 3 and 4. The authors' code (github.com/google-research/t5x, t5x/contrib/calm at cc342d4)
+// has the third schedule; the test compares confidences and thresholds with it. Not followed there:
+// its default score is the largest probability alone; in a batch all tokens wait for the least
+// confident, and the norms of the saturation are of the whole batch; a saturation is 0 after the
+// first exit, and reaches a threshold of 0; what skipped layers get is the state of the first exit,
+// not the last computed.
 //
 // Cost of a decision, in FLOPs: softmax 2 model_dim vocabulary, which no other layer of the stack
 // needs; saturation 6 model_dim; classifier 2 model_dim.
@@ -74,16 +75,17 @@ struct CalmOptions : ExitStackOptions {
   }
 };
 
-// Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
-// head_dim. Causal only.
+// Calm is causal self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and
+// value_dim head_dim.
 //
-// Parameters, f32: those of transformer_xl; exit0.norm.gamma, .beta, ..., and final_norm.gamma, .beta
-// [model_dim] of the last layer; and of the confidence, "output" [vocabulary, model_dim], or
-// exitN.confidence.w [model_dim], .b [1]. The output matrix is drawn N(0, 16 / model_dim), so that
-// probabilities are of all sizes, w N(0, 1 / model_dim).
+// The parameters, f32, are those of transformer_xl; exit0.norm.gamma, .beta, ..., and
+// final_norm.gamma, .beta [model_dim] of the last layer; and of the confidence, "output"
+// [vocabulary, model_dim], or exitN.confidence.w [model_dim], .b [1]. The output matrix is drawn
+// N(0, 16 / model_dim), so that probabilities are of all sizes, w N(0, 1 / model_dim).
 //
-// Reads x and the optional exits, i32 [batch, query_tokens], which then take the confidence's place;
-// writes out, normalised, and the optional exits. The counterpart is the stack that no token leaves.
+// Calm reads x and the optional exits, i32 [batch, query_tokens], which then replace the
+// confidence; it writes out, normalised, and the optional exits. The counterpart is the stack that
+// no token leaves.
 class Calm : public TechniqueOf<CalmOptions> {
  public:
   Calm();

@@ -9,7 +9,7 @@ __device__ float WarpSum(float x) {
   return x;
 }
 
-// 1 / sum_v exp(z_v - z_1) of the largest logit z_1, minus the same of the next.
+// Returns 1 / sum_v exp(z_v - z_1) for the largest logit z_1, minus the same for the next one.
 __device__ float SoftmaxResponse(const float* logits, int64_t vocabulary) {
   const float none = __int_as_float(0xff800000);  // -inf
   float first = none, second = none;
@@ -48,7 +48,7 @@ __device__ float ThresholdAt(const Threshold& a, int64_t t) {
   return fminf(fmaxf(value, 0.0f), a.most);
 }
 
-// A warp for each row.
+// A warp does a row.
 __global__ void __launch_bounds__(kRowThreads) Decide(ConfidenceArguments a) {
   const int64_t row = RowOfWarp(a.list, a.rows);
   if (row < 0) return;

@@ -23,20 +23,20 @@ struct Threshold {
 struct ConfidenceArguments {
   Confidence confidence;
   const float* state;    // [rows, channels]; softmax: logits
-  const float* before;   // saturation: the state before
+  const float* before;   // saturation: the state before the layer
   const float* weights;  // classifier: w [channels]
   float bias;
   uint8_t* leaves;
   int64_t rows;
   int64_t channels;
-  int64_t tokens;  // of each batch row
+  int64_t tokens;  // tokens of each batch row
   int64_t first_position;
   Threshold threshold;
   RowList list;
 };
 
 struct CalmKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*decide)(const ConfidenceArguments& arguments, void* stream);
 };
 

@@ -1,4 +1,4 @@
-// CALM against its definition, against Transformer-XL where nothing leaves, and by hand.
+// Tests CALM against its definition, against Transformer-XL where no token leaves, and by hand.
 //
 // Tolerance: as in transformer_xl_test.cc, for twice as many sublayers as layers and the exit's norm.
 #include "adaptive/calm/calm.h"
@@ -66,7 +66,8 @@ void ExpectEqualsDefinition(const Problem& problem, const NamedTensors& inputs,
   }
 }
 
-// What Transformer-XL with `layers` of the parameters computes, normalised as after that layer.
+// Returns the output of Transformer-XL with `layers` of the parameters, normalised as after that
+// layer.
 NamedTensors TruncatedModel(const Problem& problem, const NamedTensors& inputs,
                             const NamedTensors& parameters, Options options, int64_t layers,
                             int64_t of_layers, Device device) {
@@ -105,7 +106,8 @@ TEST(Calm, WithAThresholdThatLetsNothingLeaveItIsTransformerXlBitForBit) {
   for (const char* pre_norm : {"false", "true"}) {
     for (const char* same_length : {"false", "true"}) {
       for (const DType dtype : {DType::kF32, DType::kBF16}) {
-        // 20 and 96 channels: less and more than a panel of the products, and not whole ones.
+        // 20 and 96 channels are less and more than a panel of the products, and not multiples of
+        // one.
         for (const int64_t head_dim : {10, 48}) {
           const Problem problem = CausalProblem(2, 2, 150, head_dim, dtype);
           Options options = {{"layers", "3"},
@@ -146,10 +148,10 @@ TEST(Calm, InTheSimulatorItIsTransformerXlTooWhereNothingLeaves) {
   const NamedTensors whole =
       TruncatedModel(problem, inputs, parameters, options, 3, 3, Device::kSimulator);
   EXPECT_LE(MaxDifference(found.at("out").view(), whole.at("out").view()),
-            1e-6 * MaxAbs(whole.at("out").view()));  // the norm's sums go in another order
+            1e-6 * MaxAbs(whole.at("out").view()));  // the norm's sums are in another order
 }
 
-// Where nothing may leave, CUDA takes all rows; here it lists all of them after each layer.
+// Where no token may leave, CUDA takes all rows; here it lists all of them after each layer.
 TEST(Calm, InTheSimulatorListsOfAllTokensGiveTheSameBits) {
   for (const char* pre_norm : {"false", "true"}) {
     for (const DType dtype : {DType::kF32, DType::kBF16}) {
@@ -168,8 +170,9 @@ TEST(Calm, InTheSimulatorListsOfAllTokensGiveTheSameBits) {
   }
 }
 
-// Of the simulator's loads and stores, against the FLOPs of the definition. Three of four tokens leave
-// after the first layer, or one of two, anywhere in the text; the others stay to the last.
+// The test compares the simulator's loads and stores with the FLOPs of the definition. Three of
+// four tokens, or one of two, leave after the first layer, anywhere in the text; the others stay to
+// the last.
 TEST(Calm, InTheSimulatorTheWorkFallsWithTheTokensThatLeave) {
   const Problem problem = CausalProblem(1, 2, 256, 32);
   const Options options = {
@@ -232,7 +235,7 @@ TEST(Calm, AThresholdOfZeroLeavesAfterTheFirstLayerThatIsAsked) {
     const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
     for (const Device device : kHostDevices) {
       const std::vector<int> exits = ExitsOf(RunCalm(problem, inputs, parameters, options, device));
-      if (confidence == "saturation") {  // which may be below 0
+      if (confidence == "saturation") {  // a cosine may be below 0
         EXPECT_GE(*std::min_element(exits.begin(), exits.end()), 2);
       } else {
         EXPECT_THAT(exits, Each(1));
@@ -278,8 +281,8 @@ TEST(Calm, LeavingAlwaysAfterALayerIsTheModelCutThere) {
   }
 }
 
-// Token 0 leaves after layer 1. Of layer 2 it still makes keys and values, of the state that it left
-// with: they reach token 1, and no other of layer 2's matrices acts on token 0.
+// Token 0 leaves after layer 1. Layer 2 still computes its key and value, from the state with which
+// it left: they reach token 1, and no other of layer 2's matrices acts on token 0.
 TEST(Calm, LaterTokensSeeTheCopiedStateOfATokenThatHasLeft) {
   const Problem problem = CausalProblem(1, 2, 2, 8);
   const Options options = {{"layers", "2"}, {"pre_norm", "true"}, {"vocabulary", "9"}};
@@ -324,11 +327,12 @@ TEST(Calm, ThresholdsDecayAsWritten) {
   EXPECT_FLOAT_EQ(at(0.8, Schedule::kT5x, 0), 0.8f);
   EXPECT_FLOAT_EQ(at(0.8, Schedule::kT5x, 25), 0.74943036f);  // 0.72 + 0.08 / e
   EXPECT_FLOAT_EQ(at(1, Schedule::kDecaying, 0), 1);
-  // Lets nothing leave, whatever the schedule.
+  // No token leaves, whatever the schedule.
   EXPECT_FLOAT_EQ(at(1.5, Schedule::kDecaying, 99), 1.5f);
 }
 
-// One row through a rule: whether it leaves after layer 2, just below and just above the confidence.
+// One row under a rule: tells whether it leaves after layer 2, just below and just above the
+// confidence.
 class RowRule {
  public:
   RowRule(Confidence confidence, int64_t vocabulary) {
@@ -381,12 +385,12 @@ class RowRule {
 };
 
 TEST(CalmConfidence, OfTheSoftmaxIsTheGapBetweenTheTwoLargestProbabilities) {
-  // LN of (3, 1) is (1, -1) to 5e-6, so the logits are those of the first column less the second.
+  // LN of (3, 1) is (1, -1) to 5e-6, so the logits are the first column minus the second.
   RowRule rule(Confidence::kSoftmax, 3);
   rule.Set("output", {3, 2},
            {std::log(2.0f), 0, 0, std::log(3.0f), std::log(5.0f), 0});  // 2, 1/3, 5 of 22/3
   rule.ExpectConfidence(9.0 / 22, {3, 1});
-  RowRule many(Confidence::kSoftmax, 37);  // two lanes deep, and not whole ones
+  RowRule many(Confidence::kSoftmax, 37);  // two rounds of lanes, the second of them partial
   std::vector<float> output(74, 0.0f);
   output[2 * 20] = std::log(40.0f);
   output[2 * 36] = std::log(10.0f);
@@ -427,13 +431,14 @@ class CalmT5xTest : public ::testing::Test {
     options_.temperature = 4;
     problem_ = CausalProblem(1, 1, tokens_, 12);
     for (const char* name : {"norm.gamma", "norm.beta", "confidence.w", "confidence.b"}) {
-      for (const char* exit : {"exit0.", "exit1."}) {  // that of the first is not asked
+      // The confidence of the first exit is not used.
+      for (const char* exit : {"exit0.", "exit1."}) {
         golden_[absl::StrCat(exit, name)] = golden_.at(absl::StrCat("exit1.", name)).Clone();
       }
     }
   }
 
-  // Which of the states leave, as tokens 0 to 47 of a stream.
+  // Returns which of the states leave, as tokens 0 to 47 of a stream.
   std::vector<uint8_t> LeavingOn(Device device) {
     ConfidenceRule rule(device, problem_, options_);
     EXPECT_TRUE(rule.Setup(golden_).ok());
@@ -544,7 +549,8 @@ TEST(Calm, CostAndStatisticsCountWhatWasComputed) {
     const auto run = device == Device::kCpu ? RunLayer(*layer, ViewsOf(inputs))
                                             : RunCudaLayer(*layer, device, ViewsOf(inputs));
     ASSERT_TRUE(run.ok()) << run.status();
-    // 8 channels, 32 inner: a layer 2 * 8 * (4 * 8 + 2 * 32) = 1536 and 48 a key; a copy 256.
+    // With 8 channels and 32 inner ones, a layer is 2 * 8 * (4 * 8 + 2 * 32) = 1536 and 48 a key; a
+    // copy is 256.
     const double spent = 6 * 1536 + 48 * (1 * 1 + 2 * 2 + 3 * 3) + 6 * 256;
     EXPECT_EQ(*layer->cost().flops, spent);
     EXPECT_NEAR(layer->statistics().at("mean_layers"), 2, 1e-12);

@@ -11,16 +11,16 @@
 namespace tfb {
 namespace {
 
-constexpr int64_t kLanes = 16;  // numbers that go side by side, as many as the widest vector has
+constexpr int64_t kLanes = 16;  // sums side by side, as many as the widest vector has lanes
 constexpr int64_t kRowsOfTask = 16;
 
-// The largest probability minus the next; overwrites the row of logits.
+// Returns the largest probability minus the next; overwrites the row of logits.
 float SoftmaxResponse(int64_t vocabulary, float* logits) {
   const SoftmaxTop top = TopOf(vocabulary, logits);
   return (1 - top.next) / top.sum;
 }
 
-// Sums of products, side by side.
+// Sums of products, in several accumulators.
 struct Products {
   float dot[kLanes] = {}, of_a[kLanes] = {}, of_b[kLanes] = {};
 

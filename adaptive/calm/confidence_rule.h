@@ -15,7 +15,7 @@
 
 namespace tfb {
 
-// lambda_t of a problem of so many tokens, and its value in fp32.
+// Returns lambda_t of a problem of so many tokens, and its value in fp32.
 Threshold ThresholdOf(const CalmOptions& options, int64_t tokens);
 float ThresholdAt(const Threshold& threshold, int64_t t);
 
@@ -38,7 +38,7 @@ class ConfidenceRule : public ExitRule {
   bool has_logits() const { return options_.confidence == Confidence::kSoftmax; }
   void ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
                         const Execution& execution) const;
-  // Of rows first to first + count - 1.
+  // Computes the confidences of rows first to first + count - 1.
   void Classify(const ExitRows& rows, int64_t first, int64_t count, float* confidences) const;
   absl::Status DecideOnCuda(const ExitRows& rows, const Scratch& scratch, uint8_t* leaves,
                             const Execution& execution) const;

@@ -6,7 +6,7 @@
 namespace tfb {
 namespace {
 
-// a ln(a / b), whose limit at a = 0 is 0.
+// Returns a ln(a / b), whose limit at a = 0 is 0.
 double Term(double a, double b) { return a == 0 ? 0 : a * std::log(a / b); }
 
 }  // namespace

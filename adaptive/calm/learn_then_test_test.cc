@@ -19,8 +19,9 @@ TEST(LearnThenTest, BinomialsAreThoseCountedByHand) {
   EXPECT_EQ(BinomialCdf(-1, 4, 0.1), 0);
 }
 
-// By NumPy and SciPy 1.10.1, in the formula that the authors' code has (github.com/aangelopoulos/ltt,
-// core/bounds.py, commit 13c43cf), but for a mean loss of 0, where that is NaN.
+// The expected values come from NumPy and SciPy 1.10.1, by the formula of the authors' code
+// (github.com/aangelopoulos/ltt, core/bounds.py, commit 13c43cf), except for a mean loss of 0,
+// where that gives NaN.
 TEST(LearnThenTest, PValuesAreThoseOfTheAuthorsFormula) {
   struct Expected {
     double mean;
@@ -51,8 +52,8 @@ TEST(LearnThenTest, ThresholdsAreAcceptedUpToTheFirstThatFails) {
   }
 }
 
-// A promise is broken where a threshold is accepted whose true risk is above it. Losses are 0 or 1;
-// risks rise with the index, in small steps around the promised one.
+// A guarantee is broken where a threshold is accepted whose true risk is above it. Losses are 0 or
+// 1; risks rise with the index, in small steps around the guaranteed one.
 TEST(LearnThenTest, PromisesAreBrokenNoMoreOftenThanPromised) {
   constexpr int kTrials = 4000, kSequences = 500;
   const RiskPromise promise = {0.1, 0.05};
@@ -63,7 +64,8 @@ TEST(LearnThenTest, PromisesAreBrokenNoMoreOftenThanPromised) {
     std::mt19937 random(7);
     int broken = 0;
     for (int trial = 0; trial < kTrials; ++trial) {
-      // The same sequences for all thresholds: a loss of 1 where a uniform number is below the risk.
+      // All thresholds see the same sequences: a loss is 1 where a uniform number is below the
+      // risk.
       std::vector<double> uniform(kSequences), means;
       for (double& u : uniform) u = std::generate_canonical<double, 53>(random);
       for (const double risk : risks) {
@@ -78,7 +80,7 @@ TEST(LearnThenTest, PromisesAreBrokenNoMoreOftenThanPromised) {
     // Three deviations of a count of 4000 with probability 0.05 are 41.
     EXPECT_LE(broken, kTrials * promise.failure + 41) << static_cast<int>(kind);
   }
-  EXPECT_GT(mean_accepted[1], mean_accepted[0] + 1);  // Hoeffding-Bentkus dares more
+  EXPECT_GT(mean_accepted[1], mean_accepted[0] + 1);  // Hoeffding-Bentkus accepts more thresholds
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Calm with weights that were trained, against PyTorch.
+// Tests Calm with trained weights against PyTorch.
 #include "adaptive/calm/calm.h"
 #include "adaptive/depth_adaptive/trained_exits.h"
 #include "gtest/gtest.h"

@@ -38,15 +38,15 @@ TechniqueInfo Info() {
   return info;
 }
 
-// ---- What the network is made of, for the layer and the definition ----
+// ---- The parts of the network, for the layer and the definition ----
 
 constexpr int64_t kModalities = 3;
 
-// One of the three kinds of token: the m-th is of tokens m, m + 3, ...
+// One of the three kinds of token: the m-th has the tokens m, m + 3, ...
 struct Modality {
   std::string input;  // "states"
   std::string embed;  // "embed.state"
-  int64_t count;      // of its tokens
+  int64_t count;      // number of its tokens
   int64_t channels;
 };
 std::array<Modality, kModalities> ModalitiesOf(const Problem& problem,
@@ -57,12 +57,12 @@ std::array<Modality, kModalities> ModalitiesOf(const Problem& problem,
            {"actions", "embed.action", ActionTokens(tokens), options.action_dim}}};
 }
 
-// What is foretold from the hidden states of one modality's tokens.
+// A prediction from the hidden states of one modality's tokens.
 struct Head {
   std::string output;  // "action"
   std::string name;    // "head.action"
   int64_t from;        // index of the modality
-  int64_t count;       // of that modality's tokens
+  int64_t count;       // number of that modality's tokens
   int64_t channels;
   Activation activation;
 };
@@ -74,13 +74,13 @@ std::array<Head, 3> HeadsOf(const Problem& problem, const DecisionTransformerOpt
            {"return", "head.return", 2, ActionTokens(tokens), 1, Activation::kNone}}};
 }
 
-// The tokens of modality m of [batch, tokens, channels].
+// Returns the tokens of modality m of [batch, tokens, channels].
 template <class View>
 View OfModality(const View& tokens, int64_t m, int64_t count) {
   return Slice(tokens, 1, m, count, kModalities);
 }
 
-// All but those of the GPT.
+// Returns the specs of all parameters but the GPT's.
 std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
                                           const DecisionTransformerOptions& options) {
   const int64_t width = problem.model_dim();
@@ -142,7 +142,7 @@ class DecisionTransformerLayer : public Layer {
 
   Cost cost() const override {
     Cost cost = gpt_->cost();
-    double channels = 0;  // of all values and predictions
+    double channels = 0;  // channels of all values and predictions
     for (const Modality& m : modalities_) channels += static_cast<double>(m.count * m.channels);
     for (const Head& head : heads_) channels += static_cast<double>(head.count * head.channels);
     if (cost.flops.has_value()) {
@@ -206,7 +206,7 @@ class DecisionTransformerLayer : public Layer {
  private:
   struct Scratch {
     TensorView tokens;  // f32 [batch, tokens, model_dim]
-    TensorView x;       // what the GPT reads, of the problem's dtype: the tokens, if that is f32
+    TensorView x;       // the GPT's input, in the problem's dtype: `tokens` itself, if that is f32
   };
 
   DecisionTransformerLayer(const Problem& problem, std::vector<TensorSpec> inputs,
@@ -232,7 +232,8 @@ class DecisionTransformerLayer : public Layer {
     return scratch;
   }
 
-  // The three products write every third row of the tokens, each on top of its timestep's row.
+  // Embeds the inputs. Each of the three products writes every third row of the tokens, added to
+  // its timestep's row.
   absl::Status Embed(const Inputs& inputs, const Scratch& scratch, const Execution& execution) {
     if (scratch.tokens.num_elements() == 0) return absl::OkStatus();
     TFB_RETURN_IF_ERROR(EmbedTimesteps(inputs.Get("timesteps"), scratch.tokens, execution));
@@ -296,7 +297,7 @@ class DecisionTransformerLayer : public Layer {
   DeviceArray<float> timesteps_;  // embed.timestep
   LayerNorm norm_;
   std::unique_ptr<Layer> gpt_;
-  // Their names are here before a Run, which must not allocate.
+  // The names are in here before a Run, which must not allocate.
   Inputs gpt_inputs_ = {{"x", {}}};
   Inputs masked_gpt_inputs_ = {{"x", {}}, {"key_mask", {}}};
   Outputs gpt_outputs_ = {{"out", {}}};
@@ -310,7 +311,7 @@ class Network {
           const NamedTensors& parameters)
       : problem_(problem), options_(options), parameters_(parameters) {}
 
-  // Rounded to the problem's dtype, as the GPT reads them.
+  // Returns the tokens, rounded to the problem's dtype, in which the GPT reads them.
   Tensor Tokens(const Inputs& inputs) const {
     const int64_t width = problem_.model_dim();
     const DoubleTensor table = Parameter("embed.timestep");
@@ -341,7 +342,7 @@ class Network {
     return tokens;
   }
 
-  // Of hidden states [batch, tokens, model_dim].
+  // Returns the predictions from hidden states [batch, tokens, model_dim].
   Tensor Predictions(const Head& head, const ConstTensorView& hidden) const {
     const DoubleTensor h(hidden);
     Tensor predictions(DType::kF64, {problem_.batch, head.count, head.channels});
@@ -363,7 +364,7 @@ class Network {
     return DoubleTensor(parameters_.at(name).view());
   }
 
-  // y = x W + b
+  // Computes y = x W + b.
   void Affine(const double* x, const std::string& name, std::vector<double>* y) const {
     const DoubleTensor w = Parameter(name + ".w"), b = Parameter(name + ".b");
     const int64_t out = b.size(), in = w.size() / out;
@@ -441,7 +442,7 @@ absl::Status DecisionTransformer::Definition(const Problem& problem,
   }
   TFB_RETURN_IF_ERROR(
       EncoderDecoder().Define(problem, OptionsOfGpt(options), parameters, of_gpt, {}, outputs));
-  const Tensor hidden = outputs->at("out").CloneAs(problem.dtype);  // as the heads read it
+  const Tensor hidden = outputs->at("out").CloneAs(problem.dtype);  // rounded as the heads read it
   for (const Head& head : HeadsOf(problem, options)) {
     (*outputs)[head.output] = network.Predictions(head, hidden.view());
   }

@@ -1,5 +1,5 @@
-// Decision Transformer: reinforcement learning as a causal Transformer over a trajectory. Asked for
-// a return, it says which action leads there.
+// Decision Transformer: reinforcement learning as a causal Transformer over a trajectory. Given a
+// desired return, it predicts the action that leads to it.
 //
 // A trajectory of steps t has a return-to-go R_t = sum of the rewards r_u of u >= t, undiscounted,
 // a state s_t and an action a_t. They are tokens 3t, 3t + 1 and 3t + 2 of one sequence:
@@ -74,29 +74,29 @@ struct DecisionTransformerOptions {
   }
 };
 
-// Of a sequence of so many tokens.
+// Return the numbers of returns, states and actions in a sequence of so many tokens.
 constexpr int64_t ReturnTokens(int64_t tokens) { return (tokens + 2) / 3; }  // and steps
 constexpr int64_t StateTokens(int64_t tokens) { return (tokens + 1) / 3; }
 constexpr int64_t ActionTokens(int64_t tokens) { return tokens / 3; }
 
-// R_t of a trajectory's rewards: cumulative sums from the end.
+// Returns R_t of a trajectory's rewards: cumulative sums from the end.
 std::vector<double> ReturnsToGo(absl::Span<const double> rewards);
 
-// Causal self-attention: kv_tokens must equal query_tokens.
+// DecisionTransformer is causal self-attention: kv_tokens must equal query_tokens.
 //
-// Reads returns [batch, returns, 1], states [batch, states, state_dim], actions [batch, actions,
+// It reads returns [batch, returns, 1], states [batch, states, state_dim], actions [batch, actions,
 // action_dim] (a discrete state or action is a unit vector), timesteps i32 [batch, returns], and
-// the optional key_mask [batch, tokens], in which padding hides all three tokens of its step.
-// Writes out [batch, tokens, model_dim], the hidden states after the last norm, and the optional
-// action [batch, states, action_dim], state [batch, actions, state_dim] and return
-// [batch, actions, 1].
+// the optional key_mask [batch, tokens], in which padding hides all three tokens of its step. It
+// writes out [batch, tokens, model_dim], the hidden states after the last norm, and the optional
+// action [batch, states, action_dim], state [batch, actions, state_dim] and return [batch, actions,
+// 1].
 //
-// Parameters, f32, y = x W: embed.return, embed.state, embed.action, head.action, head.state and
-// head.return, each with .w [in, out] and .b [out]; embed.timestep [max_timestep, model_dim];
-// embed.norm.gamma, .beta [model_dim]; and those of encoder_decoder. Matrices and biases are drawn
-// N(0, 1 / rows), embed.timestep N(0, 1), gammas 1, betas 0.
+// The parameters, f32, y = x W, are embed.return, embed.state, embed.action, head.action,
+// head.state and head.return, each with .w [in, out] and .b [out]; embed.timestep [max_timestep,
+// model_dim]; embed.norm.gamma, .beta [model_dim]; and those of encoder_decoder. Matrices and
+// biases are drawn N(0, 1 / rows), embed.timestep N(0, 1), gammas 1, betas 0.
 //
-// Whose counterpart is the technique itself: its attention is dense.
+// The counterpart is the technique itself: its attention is dense.
 class DecisionTransformer : public TechniqueOf<DecisionTransformerOptions> {
  public:
   DecisionTransformer();

@@ -8,12 +8,12 @@
 
 namespace tfb {
 
-// Each token begins as its step's row of the table: token i as table[timestep of i / 3].
+// Copies to each token its step's row of the table: token i becomes table[timestep of i / 3].
 struct EmbedTimestepsArguments {
   const int32_t* timesteps;  // [batch, steps]
-  int64_t strides[2];        // of timesteps, in elements
+  int64_t strides[2];        // strides of timesteps, in elements
   const float* table;        // [table_rows, channels]
-  int64_t table_rows;        // timesteps outside of them count as the nearest
+  int64_t table_rows;        // timesteps outside the table count as the nearest row
   float* tokens;             // [batch, tokens, channels]
   int64_t batch;
   int64_t tokens_of_batch;
@@ -21,7 +21,7 @@ struct EmbedTimestepsArguments {
 };
 
 struct DecisionTransformerKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*embed_timesteps)(const EmbedTimestepsArguments& arguments, void* stream);
 };
 

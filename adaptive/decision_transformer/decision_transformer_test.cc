@@ -1,7 +1,8 @@
-// Decision Transformer by hand, by what it may depend on, and against Hugging Face's.
+// Tests Decision Transformer by hand, by the inputs that outputs may depend on, and against Hugging
+// Face's.
 //
-// Tolerance. Sublayers are held to the bound of fp32 attention, 2e-5 of the largest output, and add
-// in quadrature: two for each layer, and one for embedding and norms. Heads are one product more.
+// Tolerance. Sublayers have the bound of fp32 attention, 2e-5 of the largest output, and add in
+// quadrature: two for each layer, and one for embedding and norms. Heads are one product more.
 #include "adaptive/decision_transformer/decision_transformer.h"
 
 #include <cmath>
@@ -25,7 +26,7 @@ double Bound(const ConstTensorView& expected, int64_t layers) {
   return std::sqrt(2.0 * static_cast<double>(layers) + 2) * Fp32Bound(expected);
 }
 
-// Trajectories that begin at timestep 7 b.
+// Returns trajectories that begin at timestep 7 b.
 NamedTensors Trajectories(const Problem& problem, const Options& options) {
   const DecisionTransformer technique;
   NamedTensors inputs = RandomInputs(technique.InputSpecs(problem, options).value(), 5);
@@ -75,7 +76,7 @@ TEST(DecisionTransformer, AReturnToGoMinusItsRewardIsTheNextOne) {
 
 // ---- Cases by hand ----
 
-// All that the GPT adds is 0: out is the last norm of the embedded tokens.
+// Makes everything that the GPT adds 0: out is then the last norm of the embedded tokens.
 void SilenceTheGpt(NamedTensors* parameters) {
   for (auto& [name, tensor] : *parameters) {
     const bool adds =
@@ -91,7 +92,7 @@ void SetValues(Tensor* tensor, const std::vector<float>& values) {
 }
 
 TEST(DecisionTransformer, EmbeddingAndHeadsByHand) {
-  // Two channels, so that a norm gives (1, -1) or (-1, 1) up to its epsilon.
+  // There are two channels, so that a norm gives (1, -1) or (-1, 1) up to its epsilon.
   const Problem problem = Make(1, 1, 3, 2);
   const Options options = {
       {"layers", "1"}, {"state_dim", "2"}, {"action_dim", "1"}, {"max_timestep", "4"}};
@@ -162,15 +163,15 @@ TEST(DecisionTransformer,
 
 class Dependence : public ::testing::Test {
  protected:
-  static constexpr int64_t kSteps = 5, kChanged = 2;  // of the step whose inputs change
+  static constexpr int64_t kSteps = 5, kChanged = 2;  // the step whose inputs change
 
-  // The predictions where one input of step kChanged is another.
+  // Returns the predictions where one input of step kChanged is changed.
   NamedTensors With(const char* changed) const {
     NamedTensors inputs = Trajectories(problem_, {});
     if (*changed != '\0') Fill(Slice(inputs.at(changed).view(), 1, kChanged, 1), 2);
     return Predict(problem_, inputs, {});
   }
-  // Whether predictions of that name of step t differ between the two.
+  // Tells whether the predictions of that name of step t differ between the two.
   static bool Differ(const NamedTensors& a, const NamedTensors& b, const char* name, int64_t t) {
     return MaxDifference(Rows(a.at(name), t, 1), Rows(b.at(name), t, 1)) > 0;
   }
@@ -255,8 +256,9 @@ TEST(DecisionTransformer, HiddenPaddingBeforeATrajectoryChangesNothing) {
   }
 }
 
-// In one layer a token attends to embedded tokens, whose order nothing tells: so the action's token
-// is the same where return and state change places, and what is read from the second place is not.
+// In one layer a token attends to embedded tokens, whose order it cannot see: so the action's token
+// is the same where return and state change places, and an output read from the second place is
+// not.
 TEST(DecisionTransformer, WhereModalitiesChangePlacesTheHeadsMustReadOtherPlaces) {
   const Problem problem = Make(1, 2, 12, 8);
   const Options options = {{"layers", "1"}, {"state_dim", "1"}};
@@ -281,13 +283,14 @@ TEST(DecisionTransformer, WhereModalitiesChangePlacesTheHeadsMustReadOtherPlaces
 // ---- Cost ----
 
 TEST(DecisionTransformer, FlopsAreTheStacksAndThoseOfEmbeddingsAndHeads) {
-  // 8 tokens: 3 returns, 3 states, 2 actions; 3 predicted actions, 2 states, 2 returns.
+  // There are 8 tokens: 3 returns, 3 states, 2 actions; and 3 predicted actions, 2 states, 2
+  // returns.
   const Problem problem = Make(5, 2, 8, 4);
   const Options options = {{"state_dim", "7"}, {"action_dim", "11"}};
   const auto flops = [&](const Technique& technique, const Options& chosen) {
     const auto layer = technique.Create(problem, chosen, Device::kCpu, 1).value();
     const NamedTensors inputs = RandomInputs(technique.InputSpecs(problem, chosen).value(), 1);
-    EXPECT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());  // whose Setup counts pairs
+    EXPECT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());  // Setup counts the pairs
     return layer->cost().flops.value();
   };
   const double stack = flops(*Registry::Global().Find("encoder_decoder").value(),
@@ -310,9 +313,10 @@ TEST(DecisionTransformer, KeysOfOtherTokensAndBidirectionalAttentionAreRefused) 
   EXPECT_FALSE(DecisionTransformer().Create(problem, {}, Device::kCpu, 1).ok());
 }
 
-// ---- Somebody else's ----
+// ---- Another implementation ----
 
-// Hugging Face's model. Rows of padded steps are not compared: what they see is each one's own.
+// Compares with Hugging Face's model. Rows of padded steps are left out: each implementation sees
+// something else there.
 void ExpectEqualsHuggingFace(const std::string& name) {
   const SafetensorsFile golden =
       GoldenFile("adaptive/decision_transformer/testdata/" + name + ".safetensors");
@@ -358,7 +362,8 @@ void ExpectEqualsHuggingFace(const std::string& name) {
     }
   };
   auto defined = DefineTechnique(DecisionTransformer(), problem, ViewsOf(inputs), request).value();
-  // In float64, but for the tokens' and hidden states' roundings to the problem's fp32.
+  // The definition is in float64, except that tokens and hidden states are rounded to the problem's
+  // fp32.
   expect(defined, 1e-6, "definition");
   for (const Device device : kHostDevices) {
     request.device = device;

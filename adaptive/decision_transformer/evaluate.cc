@@ -1,5 +1,5 @@
-// What return a Decision Transformer achieves when it is asked for one: roll-outs from every node
-// of the graph whose random walks it learned from.
+// Measures the return that a Decision Transformer achieves when it is asked for one: roll-outs from
+// every node of the graph whose random walks it learned from.
 //
 //   bazel run //adaptive/decision_transformer:evaluate
 #include <algorithm>
@@ -100,7 +100,7 @@ class Evaluation {
     return absl::OkStatus();
   }
 
-  // The walks of the data that begin at each start: the best of them, and their mean.
+  // Prints the walks of the data that begin at each start: the best of them, and their mean.
   void PrintData() const {
     Row best;
     double mean = 0, share = 0;
@@ -130,7 +130,7 @@ class Evaluation {
                  starts_.size(), shortest / starts, "", starts_.size());
   }
 
-  // The best return of the data's walks from the start.
+  // Returns the best return of the data's walks from the start.
   double BestOfData(int64_t start) const {
     return -static_cast<double>(FewestStepsInTheData(graph_, start).value_or(graph_.max_steps));
   }

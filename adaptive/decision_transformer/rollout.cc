@@ -22,7 +22,7 @@ absl::Status Wrong(const std::string& path, absl::string_view what, absl::string
   return absl::InvalidArgumentError(absl::StrCat(path, ": ", what, " ", why));
 }
 
-// A tensor of whole numbers of that rank.
+// Returns a tensor of whole numbers of that rank.
 absl::StatusOr<ConstTensorView> Integers(const NamedTensors& tensors, const std::string& name,
                                          int rank, const std::string& path) {
   const auto found = tensors.find(name);
@@ -51,7 +51,7 @@ Outcome Begin(const WalkGraph& graph, int64_t start, double asked) {
           reached ? 0 : -static_cast<double>(graph.max_steps)};
 }
 
-// [from][to]
+// Returns [from][to].
 std::vector<std::vector<bool>> MovesOfTheData(const WalkGraph& graph) {
   std::vector<std::vector<bool>> moves(graph.nodes(), std::vector<bool>(graph.nodes()));
   for (const auto& walk : graph.walks) {
@@ -205,7 +205,7 @@ absl::Status WalkModel::CheckSizes(const std::string& path) const {
   return absl::OkStatus();
 }
 
-// The trajectory's last steps, with padding before them that the mask hides.
+// Places the trajectory's last steps, with padding before them that the mask hides.
 void WalkModel::Place(const Trajectory& trajectory, int64_t b) {
   const int64_t steps = static_cast<int64_t>(trajectory.states.size());
   for (int64_t place = 0; place < context_; ++place) {
@@ -219,7 +219,7 @@ void WalkModel::Place(const Trajectory& trajectory, int64_t b) {
     *inputs_.at("returns").view().MutableAt<float>(b, place) =
         static_cast<float>(real ? return_scale_ * trajectory.returns[t] : 0);
     SetUnit(inputs_.at("states").view(), b, place, real ? trajectory.states[t] : -1);
-    if (place + 1 == context_) continue;  // which is to be foretold
+    if (place + 1 == context_) continue;  // this action is to be predicted
     SetUnit(inputs_.at("actions").view(), b, place, real ? trajectory.actions[t] : -1);
   }
 }
@@ -296,7 +296,7 @@ absl::StatusOr<Outcome> PlanAndWalk(WalkModel* model, int64_t start, double aske
   };
   TFB_ASSIGN_OR_RETURN(const std::vector<Hypothesis> plans,
                        BeamSearch(options, graph.nodes(), next));
-  if (plans.empty()) return outcome;  // the data leads nowhere from here
+  if (plans.empty()) return outcome;  // no walk of the data goes on from here
   for (const int64_t action : plans[0].symbols) Move(graph, action, &outcome);
   return outcome;
 }

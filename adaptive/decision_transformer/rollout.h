@@ -1,7 +1,7 @@
 // A trained Decision Transformer that walks through a graph to a goal: Chen et al. 2021,
 // arXiv:2106.01345v2, appendix A.3. A state is a node and an action the node to move to; a move
-// without an edge stays where it is. The reward is -1 a step until the goal, so that a return-to-go
-// is asked for as minus the number of steps. In the paper the model generates the returns too, the
+// without an edge stays where it is. The reward is -1 a step until the goal, so that the requested
+// return-to-go is minus the number of steps. In the paper the model generates the returns too, the
 // largest possible ones.
 #ifndef TFB_ADAPTIVE_DECISION_TRANSFORMER_ROLLOUT_H_
 #define TFB_ADAPTIVE_DECISION_TRANSFORMER_ROLLOUT_H_
@@ -31,35 +31,37 @@ struct WalkGraph {
   bool Reaches(const std::vector<int64_t>& walk) const { return walk.back() == goal; }
 };
 
-// Steps of the shortest path from each node to the goal; -1 where there is none.
+// Returns the steps of the shortest path from each node to the goal; -1 where there is none.
 std::vector<int64_t> DistancesToGoal(const WalkGraph& graph);
-// The fewest steps of the data's walks from the start to the goal, where it has such a walk.
+// Returns the fewest steps of the data's walks from the start to the goal, where it has such a
+// walk.
 std::optional<int64_t> FewestStepsInTheData(const WalkGraph& graph, int64_t start);
-// Whether some walk of the data passes these nodes one after the other.
+// Tells whether some walk of the data passes these nodes one after the other.
 bool IsInTheData(const WalkGraph& graph, const std::vector<int64_t>& nodes);
 
-// What an agent knows when it is to act: R_0, s_0, a_0, ..., R_t, s_t.
+// The history that an agent knows when it has to act: R_0, s_0, a_0, ..., R_t, s_t.
 struct Trajectory {
   std::vector<double> returns;
   std::vector<int64_t> states;   // as many as returns
   std::vector<int64_t> actions;  // one less
 
   static Trajectory From(int64_t start, double asked) { return {{asked}, {start}, {}}; }
-  // Takes the action, arrives at the state, and asks for a reward less: R_t+1 = R_t - r_t.
+  // Takes the action, arrives at the state, and lowers the requested return: R_t+1 = R_t - r_t.
   void Step(int64_t action, double reward, int64_t state);
   int64_t steps() const { return static_cast<int64_t>(actions.size()); }
 };
 
 class WalkModel {
  public:
-  // A file of tools/capture/train_decision_transformer.py. `context` steps are kept, 0 means as
-  // many as a walk has. NotFound, InvalidArgument: what is wrong with the file, by name.
+  // Reads a file of tools/capture/train_decision_transformer.py. The model keeps `context` steps; 0
+  // means as many as a walk has. Returns NotFound, or InvalidArgument with the name of what is
+  // wrong.
   static absl::StatusOr<std::unique_ptr<WalkModel>> Read(const std::string& path,
                                                          int64_t context = 0, int threads = 1);
 
   const WalkGraph& graph() const { return graph_; }
 
-  // log p of each node as the next action, [trajectories][nodes].
+  // Returns log p of each node as the next action, [trajectories][nodes].
   absl::StatusOr<std::vector<std::vector<double>>> NextActions(
       absl::Span<const Trajectory> trajectories);
 
@@ -81,20 +83,20 @@ class WalkModel {
   Execution execution_;
 };
 
-// What came of a walk.
+// The outcome of a walk.
 struct Outcome {
   Trajectory trajectory;
   bool reached = false;
   double achieved = 0;  // the return: minus its steps, or minus max_steps where it missed the goal
 };
 
-// From each start, asking for the return of the same place, always the likeliest action, until the
-// goal or max_steps.
+// Walks from each start, asking for the return of the same place in `asked`, always taking the
+// likeliest action, until the goal or max_steps.
 absl::StatusOr<std::vector<Outcome>> RollOut(WalkModel* model, absl::Span<const int64_t> starts,
                                              absl::Span<const double> asked);
 
 // Plans the whole path by beam search (core/decoding/beam_search.h), and walks it: each action's
-// node is where the plan goes on. Moves that no walk of the data made are no part of a plan.
+// node is the plan's next one. A plan has no moves that no walk of the data made.
 absl::StatusOr<Outcome> PlanAndWalk(WalkModel* model, int64_t start, double asked, int64_t beam,
                                     double length_penalty);
 

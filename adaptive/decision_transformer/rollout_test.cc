@@ -1,4 +1,4 @@
-// The model that ships, and the program that evaluates it.
+// Tests the model that ships, and the program that evaluates it.
 #include "adaptive/decision_transformer/rollout.h"
 
 #include <stdlib.h>
@@ -21,7 +21,8 @@ namespace {
 
 constexpr char kModel[] = "adaptive/decision_transformer/model/model.safetensors";
 
-// 0 -> 1 -> 2 -> 3, 0 -> 2, 3 -> 0; 4 -> 4, from which nothing leads to the goal 3.
+// Returns the graph 0 -> 1 -> 2 -> 3, 0 -> 2, 3 -> 0, and 4 -> 4, from which nothing leads to the
+// goal 3.
 WalkGraph SmallGraph() {
   WalkGraph graph;
   graph.edges.assign(5, std::vector<bool>(5));
@@ -125,10 +126,10 @@ TEST_F(Walks, WalksMoveAlongEdgesAndEndAtTheGoal) {
   }
 }
 
-// What the model was trained for: it finds paths that its data does not have.
+// The model was trained for this: it finds paths that its data does not have.
 TEST_F(Walks, AskedForTheReturnOfAShortestPathItFindsOneFromEveryStart) {
   const std::vector<Outcome> outcomes = Asking(ShortestReturns());
-  int64_t shorter = 0;  // than every walk of the data from the same start
+  int64_t shorter = 0;  // shorter than every walk of the data from the same start
   for (const Outcome& outcome : outcomes) {
     EXPECT_TRUE(outcome.reached);
     EXPECT_EQ(outcome.trajectory.steps(), distances_[outcome.trajectory.states[0]]);
@@ -168,7 +169,7 @@ TEST_F(Walks, APlanOfABeamOfOneIsTheRollOutAndAWiderOneIsNoLessLikely) {
 TEST_F(Walks, AShorterContextStillWalks) {
   const auto model = WalkModel::Read(kModel, /*context=*/2, /*threads=*/2);
   ASSERT_TRUE(model.ok()) << model.status();
-  // Steps that fit into the context are the same steps, to rounding.
+  // Steps that fit into the context give the same result, to rounding.
   const Trajectory start = Trajectory::From(starts_[0], -4);
   const auto a = (*model)->NextActions({start}).value()[0];
   const auto b = model_->NextActions({start}).value()[0];
@@ -201,7 +202,7 @@ TEST(WalkModel, WhatIsWrongWithAFileIsSaidByName) {
   says(Broken("", "heads", "none"), "metadata \"heads\" is no number of heads");
   says(Broken("", "heads", "7"), "64 channels, which 7 heads do not divide");
   says(Broken("", "return_scale", ""), "return_scale");
-  // A graph of other nodes than the model has states.
+  // The graph has other nodes than the model has states.
   SafetensorsFile file = ReadSafetensors(kModel).value();
   Fill((file.tensors["graph.edges"] = Tensor(DType::kI32, {7, 7})).view(), 1);
   Fill((file.tensors["graph.walks"] = Tensor(DType::kI32, {1, 3})).view(), 4);

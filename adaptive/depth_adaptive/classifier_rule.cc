@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kRowsOfTask = 16;
 
-// The first of the largest.
+// Returns the first of the largest.
 int32_t ArgMax(const float* scores, int64_t count) {
   return static_cast<int32_t>(std::max_element(scores, scores + count) - scores);
 }

@@ -14,12 +14,12 @@
 
 namespace tfb {
 
-// "likelihood.2.geometric.": of the classifier's parameters.
+// Returns the prefix of the classifier's parameters, such as "likelihood.2.geometric.".
 std::string ClassifierPrefix(const DepthAdaptiveOptions& options);
 
 class ClassifierRule : public ExitRule {
  public:
-  // Takes the memory for up to `rows` rows.
+  // Allocates the memory for up to `rows` rows.
   static absl::StatusOr<std::unique_ptr<ClassifierRule>> Create(
       Device device, const Problem& problem, const DepthAdaptiveOptions& options);
 
@@ -39,7 +39,8 @@ class ClassifierRule : public ExitRule {
       : device_(device), problem_(problem), options_(options) {}
   bool Is(Classifier classifier) const { return options_.classifier == classifier; }
 
-  // After layer 1, of all rows: the exits of the tokens, or those of the segment that comes next.
+  // Computes, after layer 1 and from all rows, the exits of the tokens, or those of the next
+  // segment.
   absl::Status Classify(const ExitRows& rows, const Execution& execution);
   void ClassifyOnCpu(const ExitRows& rows, int64_t count, int32_t* exits,
                      const Execution& execution) const;
@@ -52,8 +53,8 @@ class ClassifierRule : public ExitRule {
   DepthAdaptiveOptions options_;
   DeviceArray<float> weights_;  // [classes, model_dim]
   DeviceArray<float> bias_;     // [classes]
-  DeviceArray<int32_t> exits_;  // of tokens by their places, or of batch rows in this segment
-  DeviceArray<int32_t> next_;   // of batch rows in the next one
+  DeviceArray<int32_t> exits_;  // exits of tokens by their places, or of batch rows in this segment
+  DeviceArray<int32_t> next_;   // exits of batch rows in the next segment
   int64_t known_from_ = -1;     // the position at which next_ takes over
   bool known_ = false;          // whether exits_ hold for this segment
 };

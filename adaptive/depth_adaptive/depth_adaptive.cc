@@ -115,7 +115,7 @@ class DefinedClassifier {
     return z;
   }
 
-  // At least 0 where the largest logit is one of the first n.
+  // Returns a score of at least 0 where the largest logit is one of the first n.
   ExitScore AtMost(int64_t n, const std::vector<double>& state) const {
     double first = -DBL_MAX, rest = -DBL_MAX, error = 0;
     for (int64_t m = 0; m < options_.layers; ++m) {
@@ -144,7 +144,7 @@ class DefinedClassifier {
   const DepthAdaptiveOptions& options_;
   const NamedTensors& parameters_;
   double state_error_;
-  std::vector<std::vector<double>> weights_;  // of each class
+  std::vector<std::vector<double>> weights_;  // weights of each class
   std::vector<double> bias_;
   std::vector<std::vector<double>> states_;  // h^1 of tokens, or its means over segments
 };

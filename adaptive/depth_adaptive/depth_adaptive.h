@@ -1,5 +1,5 @@
-// The depth-adaptive Transformer: small classifiers say after which layer a token, or a sequence, is
-// best left.
+// The depth-adaptive Transformer: small classifiers decide after which layer a token, or a
+// sequence, leaves the stack.
 //
 //   out_t = LN_n(h^n_t),  n = exit_t                 logits of the next token: output out_t
 //
@@ -13,15 +13,16 @@
 //   confidence    the first n < N with max_v softmax(output LN_n(h^n_t))_v >= tau_n, else N
 //   fixed         `exit`
 //
-// Ties go to the smallest n. The classifiers were trained to foretell oracles, q*, of the frozen model
-// (oracle.h), `oracle` and the penalty on later exits, `level`, choose which: level 0 leaves earliest.
-// Confidence is not learned; its thresholds tau are for a search on held-out text to find, and
-// //adaptive/depth_adaptive:evaluate searches (thresholds.h).
+// Ties go to the smallest n. The classifiers were trained to predict oracles, q*, of the frozen
+// model (oracle.h). The options `oracle` and `level`, the penalty on later exits, choose the
+// oracle: level 0 leaves earliest. Confidence is not learned; //adaptive/depth_adaptive:evaluate
+// finds its thresholds tau by a search on held-out text (thresholds.h).
 //
-// Source: Elbayad, Gu, Grave, Auli 2020, "Depth-adaptive Transformer", arXiv:1910.10073v4, section 3.
-// There s is the mean of the encoder's output; this decoder has no encoder, so the segment before has
-// to tell. Training is the aligned one, with classifiers on a frozen model. The source leaves open how
-// the geometric-like classifier decides: the first chi above 1/2, as the authors' code does.
+// Source: Elbayad, Gu, Grave, Auli 2020, "Depth-adaptive Transformer", arXiv:1910.10073v4, section
+// 3. There s is the mean of the encoder's output; this decoder has no encoder, so the previous
+// segment replaces it. Training is the aligned one, with classifiers on a frozen model. The source
+// leaves open how the geometric-like classifier decides: the first chi above 1/2, as the authors'
+// code does.
 //
 // Cost of a decision: multinomial and sequence 2 model_dim N FLOPs once a token or segment, geometric
 // 2 model_dim after each layer, confidence 2 model_dim vocabulary.
@@ -72,21 +73,22 @@ struct DepthAdaptiveOptions : ExitStackOptions {
   }
 };
 
-// tau_n of the classifier "confidence".
+// Returns tau_n of the classifier "confidence".
 double ConfidenceThreshold(const DepthAdaptiveOptions& options, int64_t n);
 
-// Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
-// head_dim. Causal only.
+// DepthAdaptive is causal self-attention only: kv_tokens must equal query_tokens, kv_heads
+// query_heads, and value_dim head_dim.
 //
-// Parameters, f32: those of transformer_xl; exit0.norm.gamma, .beta, ..., final_norm.gamma, .beta
-// [model_dim]; and, of the classifier, in the name of oracle and level, likelihood.2.multinomial.w
-// [model_dim, N], .b [N], sequence likewise, or likelihood.2.geometric.w [N - 1, model_dim], .b
-// [N - 1]. Drawn N(0, 4 / model_dim), so that tokens differ, the b N(0, 1). Of confidence there is
-// "output" [vocabulary, model_dim] instead, drawn N(0, 16 / model_dim), so that probabilities are of all
-// sizes.
+// The parameters, f32, are those of transformer_xl; exit0.norm.gamma, .beta, ..., final_norm.gamma,
+// .beta [model_dim]; and, of the classifier, in the name of oracle and level,
+// likelihood.2.multinomial.w [model_dim, N], .b [N], sequence likewise, or likelihood.2.geometric.w
+// [N - 1, model_dim], .b [N - 1]. Drawn N(0, 4 / model_dim), so that tokens differ, the b N(0, 1).
+// Of confidence there is "output" [vocabulary, model_dim] instead, drawn N(0, 16 / model_dim), so
+// that probabilities are of all sizes.
 //
-// Reads x and the optional exits, i32 [batch, query_tokens], which then take the classifier's place;
-// writes out, normalised, and the optional exits. The counterpart is the stack that no token leaves.
+// DepthAdaptive reads x and the optional exits, i32 [batch, query_tokens], which then replace the
+// classifier; it writes out, normalised, and the optional exits. The counterpart is the stack that
+// no token leaves.
 class DepthAdaptive : public TechniqueOf<DepthAdaptiveOptions> {
  public:
   DepthAdaptive();

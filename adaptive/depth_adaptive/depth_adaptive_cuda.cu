@@ -9,7 +9,7 @@ __device__ float WarpSum(float x) {
   return x;
 }
 
-// A warp for each mean; lane l has its channels l, l + 32, ...
+// A warp does a mean; lane l has its channels l, l + 32, ...
 __global__ void __launch_bounds__(kRowThreads) Classify(ClassifyArguments a) {
   const int64_t segment = WarpOfGrid();
   if (segment >= a.segments) return;
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kRowThreads) Classify(ClassifyArguments a) {
   if (Lane() == 0) a.exits[segment] = best + 1;
 }
 
-// A warp for each row.
+// A warp does a row.
 __global__ void __launch_bounds__(kRowThreads) Obey(ObeyArguments a) {
   const int64_t row = RowOfWarp(a.list, a.row_count);
   if (row < 0) return;

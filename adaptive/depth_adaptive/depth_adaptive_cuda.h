@@ -39,7 +39,7 @@ struct ObeyArguments {
 };
 
 struct DepthAdaptiveKernels {
-  // Each enqueues on the stream and returns null, or why not.
+  // Each launcher enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*classify)(const ClassifyArguments& arguments, void* stream);
   const char* (*obey)(const ObeyArguments& arguments, void* stream);
 };

@@ -1,5 +1,5 @@
-// The depth-adaptive Transformer against its definition and by hand. The stack itself, its copied
-// states, costs and exits that are given, is tested with calm, which has the same.
+// Tests the depth-adaptive Transformer against its definition and by hand. The tests of calm, which
+// has the same stack, cover its copied states, costs and given exits.
 #include "adaptive/depth_adaptive/depth_adaptive.h"
 
 #include <algorithm>
@@ -85,7 +85,7 @@ TEST(DepthAdaptive, RunEqualsTheDefinitionWithEveryClassifier) {
   }
 }
 
-// Classifiers whose weights are 0 are their biases.
+// Returns classifiers whose weights are 0, so that their outputs are their biases.
 NamedTensors WithBias(const Problem& problem, const Options& options, const std::string& name,
                       const std::vector<float>& bias) {
   NamedTensors parameters = ParametersOf(problem, options);
@@ -134,8 +134,8 @@ TEST(DepthAdaptive, ASequenceIsJudgedByTheSegmentBeforeAndTheFirstStays) {
                 ElementsAre(4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 2, 2,  //
                             4, 4, 4, 4, 4, 2, 2, 2, 2, 2, 2, 2, 2));
   }
-  // The mean of channel 0 after layer 1 decides between 1 and 3. Those who leave there show it: the
-  // exit's norm is that of a state that is normalised already.
+  // The mean of channel 0 after layer 1 decides between 1 and 3. The exit's norm of tokens that
+  // leave there shows it: their state is normalised already.
   Tensor& w = parameters.at("likelihood.2.sequence.w");
   w.view().MutableAt<float>(0)[0] = 100;
   w.view().MutableAt<float>(0)[2] = -100;
@@ -169,8 +169,8 @@ TEST(DepthAdaptive, EachExitThatIsFixedIsTakenAndNoneIsBeyondTheLast) {
   }
 }
 
-// Of two tokens, of which the exits after layers 1 to 3 give one the probabilities 1/2, 3/4 and 9/10,
-// whatever the state is.
+// Returns parameters with two tokens, where the exits after layers 1 to 3 give one of them the
+// probabilities 1/2, 3/4 and 9/10, whatever the state is.
 NamedTensors WithProbabilities(const Problem& problem, const Options& options) {
   NamedTensors parameters = ParametersOf(problem, options);
   Fill(parameters.at("output").view(), 0);
@@ -199,7 +199,7 @@ TEST(DepthAdaptive, ConfidenceLeavesAtTheFirstProbabilityThatReachesItsLayersThr
     EXPECT_THAT(exits("500"), Each(1));  // reached, not passed
     EXPECT_THAT(exits("501/740"), Each(2));
     EXPECT_THAT(exits("501/760/890"), Each(3));
-    EXPECT_THAT(exits("760"), Each(3));  // of all layers
+    EXPECT_THAT(exits("760"), Each(3));  // above the probabilities of all layers
     EXPECT_THAT(exits("501/760/910"), Each(4));
     EXPECT_THAT(exits("1001/1001/0"), Each(3));
     EXPECT_THAT(exits("1001/1001/1001/0"), Each(4));  // after the last layer all leave
@@ -275,9 +275,9 @@ TEST(DepthAdaptiveOracle, OfATokenWithoutSmoothingTakesItsOwnBest) {
 }
 
 TEST(DepthAdaptiveOracle, SmoothingMixesNeighboursByTheKernel) {
-  // With sigma 1 / ln 2 a neighbour has weight 1/2, the next 1/16.
+  // With sigma 1 / ln 2, a neighbour has weight 1/2, and the next one 1/16.
   const ExitValues values = {{1, 0, 0}, {0, 0.45, 0}};
-  // Token 1: 0.5 against 0.45; token 2: 0.0625 against 0.225; token 0: 1 against 0.225.
+  // Token 1 compares 0.5 with 0.45, token 2 0.0625 with 0.225, token 0 1 with 0.225.
   EXPECT_THAT(TokenOracle(values, 0, 1 / std::log(2.0)), ElementsAre(1, 1, 2));
   EXPECT_THAT(TokenOracle(values, 0, 0), ElementsAre(1, 2, 1));
 }

@@ -1,6 +1,6 @@
-// Average exit against bits per byte of the trained language model: for exits after each layer, for
-// the oracles, which know the text, for the classifiers that were trained to foretell them, and for
-// confidence with the thresholds that do best on other text.
+// Prints the average exit against bits per byte of the trained language model: for exits after each
+// layer, for the oracles, which know the text, for the classifiers that were trained to predict
+// them, and for confidence with the thresholds that do best on other text.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -39,20 +39,20 @@ constexpr char kUsage[] =
     "other text, behind that of the table.\n\n"
     "Exit status: 0 done, 2 bad usage.";
 constexpr int64_t kSequencesAtATime = 64;
-constexpr int64_t kExits = 6;  // of the model that is shipped
+constexpr int64_t kExits = 6;  // exits of the shipped model
 
-using Values = std::vector<ExitValues>;  // of each sequence
+using Values = std::vector<ExitValues>;  // values of each sequence
 
-// The table, a row as soon as it is known, and its plot.
+// The table, whose rows are printed as soon as they are known, and its plot.
 class Report {
  public:
-  // Rows agree with those of the whole model.
+  // The agreement of rows is with those of the whole model.
   explicit Report(const TextReading& whole) : whole_(whole) {
     std::printf("%-42s %6s %11s %10s %10s\n", "", "mean", "FLOPs", "bits per", "agreement");
     std::printf("%-42s %6s %11s %10s %10s\n", "exits", "layers", "saved", "byte", "with whole");
   }
 
-  // The rows that follow have this mark in the plot.
+  // Sets the mark of the following rows in the plot.
   void Begin(char mark, const std::string& name) { plot_.series.push_back({mark, name, {}}); }
   void Add(const std::string& name, const TextReading& reading) {
     std::printf("%-42s %6.2f %10.1f%% %10.4f %10.4f\n", name.c_str(), reading.layers,
@@ -72,7 +72,7 @@ absl::StatusOr<std::unique_ptr<TextReader>> ReaderOf(const Options& options,
   return TextReader::Create(DepthAdaptive(), options, sample, kSequencesAtATime, pool);
 }
 
-// The truncated models, the last of which is the whole one.
+// Reads with the truncated models, the last of which is the whole one.
 absl::StatusOr<std::vector<TextReading>> ReadFixed(const TextSample& sample, ThreadPool* pool) {
   std::vector<TextReading> readings;
   for (int64_t n = 1; n <= kExits; ++n) {
@@ -85,7 +85,8 @@ absl::StatusOr<std::vector<TextReading>> ReadFixed(const TextSample& sample, Thr
   return readings;
 }
 
-// What each exit makes of each byte: log2 p, so that penalties are in bits, or whether it is right.
+// The value of each exit for each byte: log2 p, so that penalties are in bits, or whether its
+// prediction is right.
 enum class Value { kLikelihood, kCorrectness };
 Values ValuesOf(Value value, const std::vector<TextReading>& fixed, const TextSample& sample) {
   Values values(sample.sequences);
@@ -104,7 +105,8 @@ Values ValuesOf(Value value, const std::vector<TextReading>& fixed, const TextSa
 absl::Status AddOracles(Value value, const std::vector<TextReading>& fixed,
                         const TextSample& sample, ThreadPool* pool, Report* report) {
   const Values values = ValuesOf(value, fixed, sample);
-  // Of correctness even the least penalty is one: it decides between exits that are right alike.
+  // For correctness even the least penalty matters: it decides between exits that are equally
+  // right.
   std::vector<double> penalties = {0.4, 0.2, 0.1, 0.05, 0.02, 0};
   if (value == Value::kCorrectness) penalties = {0.4, 0.2, 0.1, 1e-4};
   TFB_ASSIGN_OR_RETURN(const auto reader, ReaderOf({{"classifier", "fixed"}}, sample, pool));
@@ -147,7 +149,7 @@ absl::Status AddClassifiers(const TextSample& sample, ThreadPool* pool, Report* 
   return absl::OkStatus();
 }
 
-// The row of each penalty: the thresholds that do best on the text behind the sample.
+// Adds the row of each penalty, with the thresholds that do best on the text behind the sample.
 absl::Status AddConfidence(const TextSample& sample, ThreadPool* pool, Report* report) {
   const TextSample behind = {sample.sequences, sample.tokens, /*skip=*/sample.tokens};
   TFB_ASSIGN_OR_RETURN(const std::vector<TextReading> fixed, ReadFixed(behind, pool));

@@ -12,7 +12,7 @@
 namespace tfb {
 namespace {
 
-constexpr int64_t kLanes = 16;  // numbers that go side by side, as many as the widest vector has
+constexpr int64_t kLanes = 16;  // sums side by side, as many as the widest vector has lanes
 static_assert(kLanes == kColumnQuantum, "rows of logits are whole lanes");
 
 int64_t WholeLanes(int64_t columns) { return (columns + kLanes - 1) / kLanes * kLanes; }

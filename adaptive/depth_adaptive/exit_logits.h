@@ -1,5 +1,5 @@
-// What exits of a stack say of the next token: LN_n(h^n_t) times the output matrix, for rules that ask
-// how sure the prediction is.
+// The logits of the next token at a stack's exits: LN_n(h^n_t) times the output matrix, for rules
+// that depend on how sure the prediction is.
 #ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_LOGITS_H_
 #define TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_LOGITS_H_
 
@@ -29,9 +29,9 @@ class ExitLogits {
     float* logits;      // [rows, row_floats()], of which the first `vocabulary` count
   };
   Scratch LayOut(int64_t rows, Workspace& workspace) const;
-  // Floats from one row of logits to the next.
+  // Returns the number of floats from one row of logits to the next.
   int64_t row_floats() const;
-  // What Run needs beside the scratch.
+  // Returns the workspace that Run needs besides the scratch.
   size_t workspace_bytes(int64_t rows, int threads) const;
   absl::Status Run(const ExitRows& rows, const Scratch& scratch, const Execution& execution) const;
 
@@ -47,13 +47,13 @@ class ExitLogits {
   std::vector<LayerNorm> norms_;
 };
 
-// The exponentials of a row's logits, in units of that of the largest: softmax's largest probability is
-// 1 / sum, the next one next / sum. NaN among the logits is in the sum.
+// The sums of exponentials of a row's logits, relative to the largest: softmax's largest
+// probability is 1 / sum, and the next one next / sum. NaN among the logits makes the sum NaN.
 struct SoftmaxTop {
   float next;
   float sum;
 };
-// Of a row of an ExitLogits in host memory, which it overwrites.
+// Computes the SoftmaxTop of a row of an ExitLogits in host memory, which it overwrites.
 SoftmaxTop TopOf(int64_t vocabulary, float* logits);
 
 }  // namespace tfb

@@ -29,7 +29,8 @@ ExitProbabilities ExitProbabilitiesOf(const NamedTensors& parameters, const std:
   for (double& logit : logits) sum += logit = std::exp(logit - max);
   for (double& exponential : logits) exponential /= sum;
   std::sort(logits.begin(), logits.end());
-  // A probability p changes by at most 2 p (1 - p) of what logits do: by half of it.
+  // A probability p changes by at most 2 p (1 - p) times the change of logits, which is at most
+  // half of that change.
   return {logits, logit_error / 2};
 }
 

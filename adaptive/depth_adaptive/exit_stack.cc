@@ -23,7 +23,7 @@ void ForEachRow(int64_t rows, ThreadPool* pool, const Body& body) {
   });
 }
 
-// Of the tokens begin, ..., begin + count - 1; empty where there is no tensor.
+// Returns the tokens begin, ..., begin + count - 1; empty where there is no tensor.
 template <class View>
 View Tokens(const View& view, int64_t begin, int64_t count) {
   return view.empty() ? view : Slice(view, 1, begin, count);

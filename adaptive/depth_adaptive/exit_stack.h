@@ -1,34 +1,36 @@
 // A stack in which each token leaves after a layer of its own: transformer_xl's layers, with exits.
 //
-//   h^n = layer_n(h^(n-1))                        of tokens that are still there
-//   h^n_t = h^(n-1)_t                             of those that have left: the copied state
+//   h^n = layer_n(h^(n-1))                        for tokens that are still there
+//   h^n_t = h^(n-1)_t                             for those that have left: the copied state
 //   out_t = LN_n(h^n_t),  n the layer after which token t leaves
 //
-// A token that has left asks no more: its queries, output projection and feed-forward network are not
-// computed. Its keys and values are, in every layer, from the copied state, so that later tokens see
-// it. What decides is an ExitRule; after the last layer, N, all leave.
+// For a token that has left, queries, output projection and feed-forward network are no longer
+// computed. Its keys and values are computed in every layer from the copied state, so that later
+// tokens see it. An ExitRule decides which tokens leave; after the last layer, N, all leave.
 //
 // CPU. Rows of the tokens that go on lie one behind the other, so that every product has as many rows
 // as there are such tokens; reading a text segment by segment and decoding a batch token by token are
 // the same code. With all tokens there the arithmetic is transformer_xl's, bit for bit.
 //
-// CUDA. Which tokens go on is known on the device alone, and Run does not wait for it. After each layer
-// a kernel lists their rows in device memory (core/cuda/row_list.h); queries, attention, products, norms
-// and what the rule asks of the next layer are launched for all rows, and blocks beyond the list return
-// at once. Of the last block, which like all has 64 rows, warps of 16 rows beyond it multiply nothing.
-// Attention in fp32 takes 64 listed queries to a tile: its products with keys and values fall with the
-// tokens that have left, those with distances half as far. In 16 bits it leaves out tiles of 128 tokens
-// of which all have left, and saves nothing where they left here and there.
+// CUDA. Which tokens go on is known on the device alone, and Run does not wait for it. After each
+// layer a kernel lists their rows in device memory (core/cuda/row_list.h); queries, attention,
+// products, norms and the rule's decision after the next layer are launched for all rows, and
+// blocks beyond the list return at once. In the last block, which like all has 64 rows, warps of 16
+// rows beyond the list multiply nothing. Attention in fp32 takes 64 listed queries to a tile: its
+// products with keys and values fall with the tokens that have left, those with distances half as
+// far. In 16 bits it skips tiles of 128 tokens all of which have left, and saves nothing where the
+// tokens that left are scattered.
 //
-// Products of a list are our own kernel's, since a library is told by the host how many rows there are.
-// On a GPU with cuBLAS that makes those of the first layer and of all keys and values, so that the
-// result where no token leaves is the whole stack's up to rounding; bit for bit where there is no cuBLAS,
-// and where it is known beforehand that none will (ExitRule::never_leaves), when no list is made.
+// Our own kernel computes products of a list, since the host has to tell a library the number of
+// rows. On a GPU with cuBLAS, the library computes the products of the first layer and of all keys
+// and values, so that the result where no token leaves is the whole stack's up to rounding. It is
+// the same bit for bit where there is no cuBLAS, and where it is known beforehand that no token
+// will leave (ExitRule::never_leaves), since no list is made then.
 //
-// That the work falls is counted in the simulator: of fp32's loads and stores, 0.87 of the share of the
-// FLOPs that exits save where every second token left after the first of 4 layers, 0.92 where three of
-// four did (calm_test.cc: 256 tokens of 64 channels in segments of 128). Time on a GPU has not been
-// measured.
+// The simulator counts that the work falls: fp32's loads and stores fall by 0.87 of the share of
+// the FLOPs that exits save where every second token left after the first of 4 layers, and by 0.92
+// where three of four did (calm_test.cc: 256 tokens of 64 channels in segments of 128). Time on a
+// GPU has not been measured.
 #ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_STACK_H_
 #define TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_STACK_H_
 
@@ -68,16 +70,18 @@ struct ExitStackOptions : RelativeStackOptions {
   }
 };
 
-// "exit0" for the norm and classifier after layer 1, ...
+// Returns "exit0" for the norm and classifier after layer 1, ...
 std::string ExitPrefix(int64_t n);
-// Of the norm after layer n of N: exit<n-1>.norm, and final_norm after the last one.
+// Returns the name of the norm after layer n of N: exit<n-1>.norm, and final_norm after the last
+// one.
 std::string ExitNorm(int64_t n, int64_t layers);
 
-// Those of transformer_xl and, for every layer, gamma and beta [model_dim] of its exit's norm.
+// Returns the parameters of transformer_xl and, for every layer, gamma and beta [model_dim] of its
+// exit's norm.
 std::vector<ParameterSpec> ExitStackParameters(const StackSizes& sizes);
 
-// The optional input and output of that name, i32 [batch, tokens]: the layer after which each token
-// leaves, from 1. As an input it takes the rule's place; below 1 counts as 1, above N as N.
+// The name of an optional input and output, i32 [batch, tokens]: the layer after which each token
+// leaves, from 1. As an input it replaces the rule; below 1 counts as 1, above N as N.
 inline constexpr char kExits[] = "exits";
 TensorSpec ExitsSpec(const Problem& problem, int64_t tokens);
 std::vector<TensorSpec> ExitStackInputs(const Problem& problem);
@@ -89,28 +93,28 @@ struct ExitRows {
   TensorView state;        // h^n, f32 [rows, model_dim]
   TensorView before;       // h^(n-1)
   const int32_t* places;   // row r is place b * tokens + t; null: row r is place r
-  int64_t tokens;          // of the segment
-  int64_t first_position;  // of its first token in the stream
-  RowList list = {};       // CUDA: those that are there
+  int64_t tokens;          // tokens of the segment
+  int64_t first_position;  // position of its first token in the stream
+  RowList list = {};       // CUDA: the rows that are still there
 
   int64_t rows() const { return state.dim(0); }
 };
 
-// When tokens leave.
+// Decides when tokens leave.
 class ExitRule {
  public:
   virtual ~ExitRule() = default;
   virtual absl::Status Setup(const NamedTensors& parameters) = 0;
   virtual size_t workspace_bytes(int64_t rows, int threads) const = 0;
-  // FLOPs for a token that it is asked about after the first `layers` layers.
+  // Returns the FLOPs of the decisions about a token after the first `layers` layers.
   virtual double flops(int64_t layers) const = 0;
-  // Whether it reads more of a segment than the token itself, so that another split of the stream
-  // gives something else.
+  // Tells whether the rule reads more of a segment than the token itself, so that another split of
+  // the stream gives another result.
   virtual bool reads_segments() const { return false; }
-  // Whether it is known before it is asked that no token leaves before the last layer.
+  // Tells whether it is known beforehand that no token leaves before the last layer.
   virtual bool never_leaves() const { return false; }
-  // leaves[r] = whether row r leaves after this layer; it is asked about every row that is there,
-  // in the order of the layers. Allocates nothing; on CUDA it enqueues on the stream.
+  // Sets leaves[r] to whether row r leaves after this layer, for every row that is still there, in
+  // the order of the layers. It allocates nothing; on CUDA it enqueues on the stream.
   virtual absl::Status Decide(const ExitRows& rows, uint8_t* leaves,
                               const Execution& execution) = 0;
 };
@@ -123,10 +127,11 @@ class ExitStackLayer : public RelativeStackLayer {
                                                        std::unique_ptr<ExitRule> rule,
                                                        const std::vector<ParameterSpec>& of_rule);
 
-  // Of the tokens of the last Run, or of the stream up to the problem's tokens: known afterwards.
+  // Returns the cost of the tokens of the last Run, or of the stream up to the problem's tokens; it
+  // is known only afterwards.
   Cost cost() const override;
-  // Beside those of the stack, mean_layers that tokens went through, and flops_saved, the share of
-  // the whole stack's FLOPs that was not spent.
+  // Returns the stack's statistics, and mean_layers that tokens went through, and flops_saved, the
+  // share of the whole stack's FLOPs that was saved.
   std::map<std::string, double> statistics() const override;
   int64_t split_tokens() const override;
 
@@ -165,7 +170,7 @@ class ExitStackLayer : public RelativeStackLayer {
   int64_t places() const { return problem().batch * segment().tokens(); }
   bool IsLast(int64_t n) const { return n == sizes().layers; }
 
-  // Layer n, from 1, in which `state` holds h^(n-1) and then h^n of all tokens.
+  // Runs layer n, from 1, where `state` holds h^(n-1) and then h^n of all tokens.
   absl::Status RunOnCpu(int64_t n, const TensorView& state, const Scratch& scratch,
                         const Execution& execution);
   absl::Status RunOnCuda(int64_t n, const TensorView& state, const Scratch& scratch,
@@ -176,7 +181,8 @@ class ExitStackLayer : public RelativeStackLayer {
   // Writes the outputs of rows that leave, and closes the gaps that they leave in active_.
   absl::Status Leave(int64_t n, const Scratch& scratch, const Execution& execution);
   void Record(int64_t place, int64_t n);
-  // The definition's FLOPs of tokens that leave after these layers, and of those that all stay.
+  // The definition's FLOPs for tokens that leave after these layers, and for a stack in which all
+  // stay.
   struct Flops {
     double spent = 0;
     double of_all = 0;
@@ -193,18 +199,18 @@ class ExitStackLayer : public RelativeStackLayer {
   TensorView out_;
   TensorView exits_out_;
   int64_t begin_ = 0;           // of the segment in the tensors
-  int64_t first_position_ = 0;  // and in the stream
+  int64_t first_position_ = 0;  // of the segment in the stream
   bool has_run_ = false;
 
   // CPU: places of the tokens that are there, ascending, and the reverse.
   std::vector<int32_t> active_;
   std::vector<int32_t> row_of_token_;
-  std::vector<int32_t> leaving_;  // places, of the layer that has run
-  // CUDA: the list of those rows.
+  std::vector<int32_t> leaving_;  // places of the tokens that leave after the layer that has run
+  // CUDA: the flags and the list of the rows that are there.
   DeviceArray<uint8_t> stays_;
   DeviceArray<int32_t> listed_;
   DeviceArray<int32_t> list_begins_;
-  DeviceArray<int32_t> recorded_;  // [batch, query_tokens] exits, 0 of tokens not read yet
+  DeviceArray<int32_t> recorded_;  // [batch, query_tokens] exits, 0 for tokens not read yet
 };
 
 }  // namespace tfb

@@ -8,7 +8,7 @@ __device__ int32_t* ExitOf(const DeviceExits& exits, int64_t b, int64_t t) {
   return exits.data + b * exits.batch_stride + t * exits.token_stride;
 }
 
-// A warp for each row.
+// A warp does a row.
 __global__ void __launch_bounds__(kRowThreads) Leave(LeaveArguments a) {
   const int64_t row = RowOfWarp(a.list, a.rows);
   if (row < 0) return;

@@ -10,35 +10,35 @@
 
 namespace tfb {
 
-// i32 [batch, tokens]; null: none.
+// Exits, i32 [batch, tokens], or null.
 struct DeviceExits {
   int32_t* data;
   int64_t batch_stride;
   int64_t token_stride;
 };
 
-// After layer n: rows that are there take their new state, and some of them leave.
+// The step after layer n: rows that are there take their new state, and some of them leave.
 struct LeaveArguments {
   const float* after;       // [rows, channels]: h^n
   const float* normalized;  // [rows, channels]: LN_n of it
   float* state;             // [rows, channels]
   DeviceRows out;
-  DeviceExits given;      // in the place of `leaves`
-  const uint8_t* leaves;  // [rows]; null, where none is given: all leave
-  uint8_t* stays;         // [rows] 1 of rows that stay, 0 of those that leave
+  DeviceExits given;      // replaces `leaves`
+  const uint8_t* leaves;  // [rows]; null, where no exits are given: all leave
+  uint8_t* stays;         // [rows] 1 for rows that stay, 0 for those that leave
   DeviceExits exits;      // outputs
   DeviceExits recorded;
-  int64_t recorded_tokens;  // of each batch row, of the segment
+  int64_t recorded_tokens;  // tokens of the segment that exits are recorded for
   int64_t rows;
   int64_t tokens;
   int64_t channels;
   int64_t layer;
   int64_t layers;
-  RowList list;  // rows that are there
+  RowList list;  // the rows that are there
 };
 
 struct ExitStackKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*leave)(const LeaveArguments& arguments, void* stream);
 };
 

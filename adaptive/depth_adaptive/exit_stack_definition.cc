@@ -8,7 +8,7 @@
 namespace tfb {
 namespace {
 
-// The exits of a tensor i32 [batch, tokens]; 0 where there is none.
+// Returns the exit in a tensor i32 [batch, tokens]; 0 where there is none.
 int64_t ExitIn(const ConstTensorView& exits, int64_t b, int64_t t) {
   return exits.empty() ? 0 : *exits.At<int32_t>(b, t);
 }
@@ -19,7 +19,7 @@ class Sequence {
   Sequence(const StackDefinition& stack, const ExitStackOptions& options, Rows x)
       : stack_(stack), options_(options), h_(std::move(x)), exits_(h_.rows(), 0) {}
 
-  // The states after layer n, from 1, of which those that have left are copied, and before it.
+  // The states before and after layer n, from 1; states of tokens that have left are copied.
   struct Step {
     Rows before;
     Rows after;
@@ -36,7 +36,7 @@ class Sequence {
   void Leave(int64_t t, int64_t n) { exits_[t] = n; }
 
  private:
-  // Of all tokens, as in transformer_xl.
+  // Computes a layer for all tokens, as in transformer_xl.
   Rows Layer(int64_t l) const {
     const auto first_seen = [&](int64_t p) {
       const int64_t from = options_.same_length ? p + 1 : p / options_.segment * options_.segment;
@@ -86,7 +86,7 @@ absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
   if (request.computed != nullptr && request.computed->count(kExits) > 0) {
     computed = request.computed->at(kExits).view();
   }
-  // Whether a token that is there after layer n leaves.
+  // Tells whether a token that is there after layer n leaves.
   const auto leaves = [&](int64_t b, int64_t t, int64_t n, const ExitScoreOf& score_of,
                           const Sequence::Step& step) {
     if (n == layers) return true;

@@ -1,5 +1,5 @@
-// The stack of exit_stack.h in float64, by its formulas: every layer for all tokens, of which those
-// that have left keep their state. None of the layer's code.
+// The stack of exit_stack.h in float64, by its formulas: it computes every layer for all tokens,
+// and tokens that have left keep their state. It shares no code with the layer.
 #ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_STACK_DEFINITION_H_
 #define TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_STACK_DEFINITION_H_
 
@@ -16,31 +16,31 @@
 
 namespace tfb {
 
-// How far the states that a layer computes may be from these, in units of the largest: as its outputs
-// in harness/errors.h.
+// Returns the bound of the error of a layer's states, in units of the largest, which is that of
+// outputs in harness/errors.h.
 double StateError(DType dtype);
 
-// A score, and how far fp32 may be off it.
+// A score, and the bound of its error in fp32.
 struct ExitScore {
   double value = 0;
   double error = 0;
 };
 
-// What a rule says of token t, by states of the whole sequence after layer n and before it: it leaves
-// where the score is at least 0.
+// A rule's score of token t, from the states of the whole sequence after layer n and before it: the
+// token leaves where the score is at least 0.
 using ExitScoreOf =
     std::function<ExitScore(int64_t n, int64_t t, const Rows& after, const Rows& before)>;
 
-// out and exits in f64. `rule` makes the score of one batch row's tokens; it is asked about layers 1
-// to N - 1 in turn, of tokens that have not left. Where its sign is within the error, the exits of
-// the request's computed outputs decide.
+// Computes out and exits in f64. `rule` returns the score function of one batch row's tokens, which
+// is called for layers 1 to N - 1 in turn, for tokens that have not left. Where the sign of a score
+// is within its error, the exits of the request's computed outputs decide.
 absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
                                              const ExitStackOptions& options,
                                              const NamedTensors& parameters, const Inputs& inputs,
                                              const DefinitionRequest& request,
                                              const std::function<ExitScoreOf()>& rule);
 
-// Normalisation of a row by the parameters NAME.gamma and NAME.beta.
+// Normalises a row by the parameters NAME.gamma and NAME.beta.
 std::vector<double> NormOf(const NamedTensors& parameters, const std::string& name,
                            const double* row, int64_t channels);
 

@@ -4,7 +4,7 @@
 namespace tfb {
 namespace {
 
-// A warp for each row; lane l has logits l, l + 32, ...
+// A warp does a row; lane l has logits l, l + 32, ...
 __global__ void __launch_bounds__(kRowThreads) DecideByMax(MaxProbabilityArguments a) {
   const int64_t row = RowOfWarp(a.list, a.rows);
   if (row < 0) return;
@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kRowThreads) DecideByMax(MaxProbabilityArgumen
   for (int step = kWarp / 2; step > 0; step /= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
   }
-  float sum = 0;  // NaN among the logits is in it
+  float sum = 0;  // becomes NaN where a logit is
   for (int64_t v = Lane(); v < a.vocabulary; v += kWarp) sum += expf(logits[v] - largest);
   for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (Lane() == 0) a.leaves[row] = 1 / sum >= a.threshold ? 1 : 0;

@@ -9,7 +9,7 @@
 
 namespace tfb {
 
-// leaves[r] = whether the largest probability of softmax(logits_r) reaches the threshold.
+// Sets leaves[r] to whether the largest probability of softmax(logits_r) reaches the threshold.
 struct MaxProbabilityArguments {
   const float* logits;  // [rows, vocabulary]
   uint8_t* leaves;
@@ -20,7 +20,7 @@ struct MaxProbabilityArguments {
 };
 
 struct MaxProbabilityKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*decide)(const MaxProbabilityArguments& arguments, void* stream);
 };
 

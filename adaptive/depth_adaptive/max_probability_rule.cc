@@ -34,7 +34,7 @@ absl::Status MaxProbabilityRule::Decide(const ExitRows& rows, uint8_t* leaves,
     const int64_t end = std::min((task + 1) * kRowsOfTask, rows.rows());
     for (int64_t r = task * kRowsOfTask; r < end; ++r) {
       const SoftmaxTop top = TopOf(options_.vocabulary, scratch.logits + r * logits_.row_floats());
-      leaves[r] = 1 / top.sum >= threshold ? 1 : 0;  // not where the sum is NaN
+      leaves[r] = 1 / top.sum >= threshold ? 1 : 0;  // false where the sum is NaN
     }
   });
   return absl::OkStatus();

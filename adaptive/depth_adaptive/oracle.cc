@@ -7,7 +7,7 @@
 namespace tfb {
 namespace {
 
-constexpr double kLeastWeight = 1e-12;  // of the kernel: what is below is cut
+constexpr double kLeastWeight = 1e-12;  // weights of the kernel below this are cut off
 
 int64_t Best(const std::vector<double>& scores, double penalty) {
   int64_t best = 1;

@@ -1,7 +1,8 @@
-// The oracles that depth-adaptive classifiers are trained to foretell: arXiv:1910.10073v4, section 3.
+// The oracles that depth-adaptive classifiers are trained to predict: arXiv:1910.10073v4, section
+// 3.
 //
-// Of what each exit n makes of each token t, A^n_t = log p(y_t) or 1 where the most likely token is
-// y_t, else 0:
+// The value of exit n for token t is A^n_t = log p(y_t), or 1 where the most likely token is y_t,
+// else 0:
 //
 //   of a sequence   argmax_n (mean_t A^n_t - penalty n)
 //   of a token      argmax_n (sum_t' exp(-|t - t'|^2 / sigma) A^n_t' - penalty n)
@@ -15,7 +16,7 @@
 
 namespace tfb {
 
-// [exits][tokens] of one sequence.
+// [exits][tokens] for one sequence.
 using ExitValues = std::vector<std::vector<double>>;
 
 int64_t SequenceOracle(const ExitValues& values, double penalty);

@@ -7,11 +7,11 @@
 namespace tfb {
 namespace {
 
-constexpr int64_t kStep = 10;  // of the grid, in thousandths
+constexpr int64_t kStep = 10;  // step of the grid, in thousandths
 constexpr int64_t kHighest =
     101;  // the grid's last, which nothing reaches, behind 0, 10, ..., 1000
 
-constexpr double kRounding = 1e-9;  // more than sums over a text are off
+constexpr double kRounding = 1e-9;  // more than the rounding errors of sums over a text
 
 class Search {
  public:
@@ -20,7 +20,8 @@ class Search {
     for (size_t n = 0; n < gains_.size(); ++n) {
       for (double& gain : gains_[n]) gain -= penalty * static_cast<double>(n + 1);
     }
-    // The last threshold of the grid that each reaches. What a layer compares in fp32 may round.
+    // Finds the last threshold of the grid that each confidence reaches, where a layer's fp32
+    // comparison may round.
     for (size_t n = 0; n + 1 < values.size(); ++n) {
       std::vector<int64_t>& reached = reached_.emplace_back();
       for (const double c : confidences[n]) {
@@ -50,7 +51,7 @@ class Search {
   }
 
  private:
-  // The exit of token t that has not left before layer from + 1, from 0.
+  // Returns the exit, counted from 0, of token t, which has not left before layer from + 1.
   size_t ExitOf(size_t t, size_t from) const {
     size_t n = from;
     while (n < chosen_.size() && reached_[n][t] < chosen_[n]) ++n;
@@ -82,15 +83,18 @@ class Search {
     }
   }
 
-  // Sets the threshold of layer n + 1 to the best, the others as they are; whether that is better.
+  // Sets the threshold of layer n + 1 to the best, keeping the others; returns whether that is
+  // better.
   bool Improve(size_t n) {
-    // more[g]: what leaving here adds to going on, over the tokens that reach g and no more.
+    // more[g] is the gain of leaving here over going on, summed over the tokens whose confidence
+    // reaches g and no more.
     std::vector<double> more(kHighest, 0);
     for (size_t t = 0; t < tokens_; ++t) {
       if (reached_[n][t] < 0 || ExitOf(t, 0) < n) continue;
       more[reached_[n][t]] += gains_[n][t] - gains_[ExitOf(t, n + 1)][t];
     }
-    std::vector<double> of(kHighest + 1, 0);  // by threshold: that of all tokens that reach it
+    // The gain over all tokens that reach a threshold, by threshold.
+    std::vector<double> of(kHighest + 1, 0);
     int64_t best = kHighest;
     for (int64_t g = kHighest - 1; g >= 0; --g) {
       of[g] = of[g + 1] + more[g];

@@ -9,15 +9,16 @@
 
 namespace tfb {
 
-// Of what each exit n makes of each token t, A^n_t, and of how sure it is, c^n_t, both of the stack that
-// nothing leaves, thresholds tau_n, n < N, in thousandths, multiples of 10 or kNeverReached, with a large
+// From the value A^n_t of exit n for token t, and its confidence c^n_t, both in the stack that no
+// token leaves, finds thresholds tau_n, n < N, in thousandths, multiples of 10 or kNeverReached,
+// with a large
 //
 //   mean_t (A^{n(t)}_t - penalty n(t)),   n(t) the first n with c^n_t >= tau_n, else N.
 //
-// One layer's threshold after the other is set to its best, ties to the higher one, until none improves.
-// That is a local maximum: the best of those from the best threshold that all layers share, and from all
-// tokens leaving after one layer. (That tokens which have left change what later ones see is not known
-// here; a reading with the thresholds tells.)
+// One layer's threshold after the other is set to its best, ties to the higher one, until none
+// improves. That is a local maximum: the best of those from the best threshold that all layers
+// share, and from all tokens leaving after one layer. (The search does not know that tokens which
+// have left change the keys of later ones; a reading with the thresholds shows that.)
 std::vector<int64_t> SearchThresholds(const ExitValues& values, const ExitValues& confidences,
                                       double penalty);
 

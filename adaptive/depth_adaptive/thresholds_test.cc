@@ -14,10 +14,11 @@ namespace {
 using ::testing::ElementsAre;
 
 TEST(DepthAdaptiveThresholds, SeparateTheTokensThatAreRightFromThoseThatAreWrong) {
-  // Of four tokens, layer 1 is right about those it is surer than 0.6 of.
+  // There are four tokens, and layer 1 is right about those with a confidence above 0.6.
   const ExitValues values = {{0, 1, 0, 1}, {1, 1, 1, 1}};
   const ExitValues confidences = {{0.58, 0.9, 0.2, 0.63}};
-  EXPECT_THAT(SearchThresholds(values, confidences, 0.1), ElementsAre(630));  // ties to the higher
+  // The higher one wins ties.
+  EXPECT_THAT(SearchThresholds(values, confidences, 0.1), ElementsAre(630));
 }
 
 TEST(DepthAdaptiveThresholds, WithoutAPenaltyNothingLeavesThatTheNextLayerBetters) {

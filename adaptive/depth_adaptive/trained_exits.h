@@ -9,13 +9,14 @@
 
 namespace tfb {
 
-// Holds the shipped language model, run by `technique` with each of the options on 300 bytes of text,
-// to the same in PyTorch, token by token in float64, where a token that has left is not computed but
-// copied (tools/capture/golden_exits.py): where each byte leaves, and what the next one is thought to
-// be. `golden` is a path in the repository; of the case "name" it has "name.exits" and "name.bits".
+// Compares the shipped language model, run by `technique` with each of the options on 300 bytes of
+// text, with the same in PyTorch, token by token in float64, where a token that has left is not
+// computed but copied (tools/capture/golden_exits.py): the layer after which each byte leaves, and
+// the prediction of the next one. `golden` is a path in the repository; for the case "name" it has
+// "name.exits" and "name.bits".
 //
-// Tolerance. A byte's logarithm is off by about 1e-5, as a stack's outputs are; a mean of 300 such
-// errors, which have either sign, by less.
+// Tolerance. A byte's logarithm has an error of about 1e-5, as a stack's outputs have; the mean of
+// 300 such errors, which have either sign, is smaller.
 void ExpectTrainedExits(const Technique& technique, const std::string& golden,
                         const std::map<std::string, Options>& cases);
 

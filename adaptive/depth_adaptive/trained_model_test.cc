@@ -1,4 +1,4 @@
-// DepthAdaptive with weights that were trained, against PyTorch.
+// Tests DepthAdaptive with trained weights against PyTorch.
 #include "adaptive/depth_adaptive/depth_adaptive.h"
 #include "adaptive/depth_adaptive/trained_exits.h"
 #include "gtest/gtest.h"

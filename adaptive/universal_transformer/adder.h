@@ -25,34 +25,36 @@ struct Additions {
   int64_t digits = 0;
   std::vector<int32_t> first, second;  // 0 to 9, or kMark
   std::vector<int32_t> sum;            // 0 to 9; kMark for token 0
-  // From how many places to the right the carry into a token's digit is decided: 1 where the pair
-  // beside it does not add up to 9, one more for each that does. 0 for token 0.
+  // For each token, how many places to the right the carry into its digit is decided: 1 where the
+  // pair beside it does not add up to 9, one more for each that does. 0 for token 0.
   std::vector<int32_t> reach;
 
   static constexpr int32_t kMark = 10;
   int64_t tokens() const { return digits + 2; }
 };
 
-// Each pair of digits adds up to 9 with probability `nines`, and is uniform otherwise. The same for
-// the same seed, whatever else is drawn.
+// Draws additions in which each pair of digits adds up to 9 with probability `nines`, and is
+// uniform otherwise. Equal seeds give equal additions, whatever else is drawn.
 Additions DrawAdditions(int64_t count, int64_t digits, double nines, uint64_t seed);
 
 class Adder {
  public:
-  // NotFound: no such file. InvalidArgument: what is wrong with it.
+  // Returns NotFound where there is no such file, and InvalidArgument with what is wrong with it.
   static absl::StatusOr<Adder> Read(const std::string& path);
 
   const TechniqueSpec& technique() const { return technique_; }
   int64_t steps() const { return steps_; }
   const std::string& data() const { return data_; }
   Problem ProblemOf(const Additions& additions) const;
-  // x [count, tokens, model_dim].
+  // Returns x [count, tokens, model_dim].
   Tensor Embed(const Additions& additions) const;
-  // A layer of the technique with the trained parameters, and with these options before the model's.
+  // Creates a layer of the technique with the trained parameters; these options override the
+  // model's.
   absl::StatusOr<std::unique_ptr<Layer>> LayerFor(const Additions& additions,
                                                   Options options) const;
 
-  // Shares of digits, and of whole sums, that are right in `out` [count, tokens, model_dim], f32.
+  // The shares of digits, and of whole sums, that are right in `out` [count, tokens, model_dim],
+  // f32.
   struct Accuracy {
     double digits = 0;
     double sums = 0;

@@ -17,7 +17,7 @@ Adder Shipped() {
       .value();
 }
 
-// Digits as a number, the most significant first.
+// Returns digits as a number, the most significant first.
 std::string NumberOf(const std::vector<int32_t>& digits, int64_t first, int64_t tokens) {
   std::string number;
   for (int64_t t = tokens - 1; t > 0; --t) number += static_cast<char>('0' + digits[first + t]);
@@ -49,9 +49,10 @@ TEST(Adder, TheReachCountsThePairsThatAddUpToNine) {
   }
 }
 
-// As it was in PyTorch, of problems drawn alike: the digits all right after 5 steps, 92.8 % after 2,
-// and 99.8 % with halting after 3.4 on average (the model's metadata). Five standard errors of 6,400
-// digits, of which half depend on a neighbour, and of as many steps with a deviation of 0.6.
+// The expected shares are those in PyTorch, for problems drawn in the same way: all digits right
+// after 5 steps, 92.8 % after 2, and 99.8 % with halting after 3.4 on average (the model's
+// metadata). The bounds are five standard errors of 6,400 digits, of which half depend on a
+// neighbour, and of as many steps with a deviation of 0.6.
 TEST(Adder, TheTrainedModelAddsAsWellAsInPyTorch) {
   const Adder adder = Shipped();
   const Additions additions = DrawAdditions(256, 24, 0.5, 11);

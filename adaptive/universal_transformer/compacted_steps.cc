@@ -23,7 +23,7 @@ void ForEach(int64_t count, const Execution& execution, absl::FunctionRef<void(i
   });
 }
 
-// In parts side by side, whose sum does not wait for each addition.
+// Sums in several accumulators, so that an addition does not wait for the previous one.
 float Dot(const float* a, const float* b, int64_t size) {
   constexpr int64_t kLanes = 16;
   float part[kLanes] = {};
@@ -38,7 +38,7 @@ float Dot(const float* a, const float* b, int64_t size) {
   return part[0];
 }
 
-// [batch, tokens, heads * channels] as [batch, heads, tokens, channels].
+// Returns [batch, tokens, heads * channels] as [batch, heads, tokens, channels].
 template <class View>
 View Heads(const View& view, int64_t heads) {
   return Transpose(SplitAxis(view, 2, heads), 1, 2);
@@ -126,7 +126,7 @@ absl::Status CompactedSteps::Run(const SharedBlock& block, const Call& call,
   return absl::OkStatus();
 }
 
-// H^0 = x; every token goes on that is no padding.
+// Sets H^0 = x; every token goes on that is not padding.
 void CompactedSteps::Begin(Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   const UniversalSizes& s = sizes_;
@@ -159,7 +159,7 @@ void CompactedSteps::Begin(Walk& walk) const {
   walk.changed = walk.active;
 }
 
-// What the step reads of each listed token, with and without the time.
+// Gathers the step's input of each listed token, with and without the time.
 void CompactedSteps::Gather(const Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   const int64_t width = sizes_.width;
@@ -178,7 +178,7 @@ void CompactedSteps::Gather(const Walk& walk) const {
   });
 }
 
-// One token's halting, of the step's probability from the row `of`.
+// Decides whether one token halts, from the step's probability of the row `of`.
 void CompactedSteps::Decide(const Walk& walk, int64_t place, const float* of) const {
   const Scratch& scratch = walk.scratch;
   const int64_t r = scratch.row[place];
@@ -196,7 +196,7 @@ void CompactedSteps::Decide(const Walk& walk, int64_t place, const float* of) co
   walk.call.ponder[r] = static_cast<float>(walk.step + 1) + (takes_remainder ? remainder : 0.0f);
 }
 
-// Queries of the tokens that go on, keys and values of all of their sequences.
+// Projects queries of the tokens that go on, and keys and values of all tokens of their sequences.
 absl::Status CompactedSteps::Project(const Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   const UniversalSizes& s = sizes_;
@@ -238,7 +238,7 @@ absl::Status CompactedSteps::Project(const Walk& walk) const {
   return absl::OkStatus();
 }
 
-// A = LN(U + MultiHead(U)).
+// Computes A = LN(U + MultiHead(U)).
 absl::Status CompactedSteps::Attend(const Walk& walk) {
   const Scratch& scratch = walk.scratch;
   for (int64_t b = 0; b < problem_.batch; ++b) {
@@ -284,7 +284,7 @@ absl::Status CompactedSteps::AttendBatch(const Walk& walk, int64_t b) {
   return FlashCpu(problem, call, walk.execution);
 }
 
-// S = LN(A + Transition(A)).
+// Computes S = LN(A + Transition(A)).
 absl::Status CompactedSteps::Transit(const Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   const TensorView a = Floats(scratch.placed, walk.active, sizes_.width);
@@ -305,7 +305,7 @@ absl::Status CompactedSteps::Transit(const Walk& walk) const {
   return walk.block.transition_norm.Run(s, s, walk.execution);
 }
 
-// Shows the rows to all tokens, and convolves what is shown into `convolved`.
+// Copies the rows to the memory that all tokens see, and convolves it into `convolved`.
 void CompactedSteps::Convolve(const Walk& walk, const TensorView& rows, float* shown,
                               const DeviceArray<float>& kernel, int64_t size) const {
   const Scratch& scratch = walk.scratch;
@@ -329,7 +329,7 @@ void CompactedSteps::Convolve(const Walk& walk, const TensorView& rows, float* s
   });
 }
 
-// H^n of the tokens that were computed, and what it adds to their output.
+// Keeps H^n of the tokens that were computed, and adds their states to the output.
 void CompactedSteps::KeepStates(const Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   const int64_t width = sizes_.width;
@@ -347,8 +347,8 @@ void CompactedSteps::KeepStates(const Walk& walk) const {
   });
 }
 
-// Lists the tokens that go on, and behind them those that have halted in a sequence of which some go
-// on: their keys and values are to be made of what they have become.
+// Lists the tokens that go on, and behind them those that have just halted in a sequence in which
+// some go on: their keys and values must be computed from their last state.
 void CompactedSteps::Compact(Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   int64_t active = 0, halted = 0;

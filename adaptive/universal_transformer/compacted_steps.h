@@ -1,9 +1,9 @@
 // The steps of a Universal Transformer on the CPU: only tokens that go on are computed.
 //
-// Before each step the tokens that go on are listed, and every product, norm and query has their rows
-// alone, side by side. Keys and values are those of all tokens, of which the projection is in two
-// parts: (H + PE) W of the state and the position, made when the state has changed, and T^n W, a row
-// of a table. So each token's numbers do not depend on which others go on, bit for bit.
+// Before each step the tokens that go on are listed, and every product, norm and query has their
+// rows alone, side by side. Keys and values are those of all tokens. Their projection is in two
+// parts: (H + PE) W of the state and the position, computed when the state has changed, and T^n W,
+// a row of a table. So each token's numbers do not depend on which others go on, bit for bit.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_COMPACTED_STEPS_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_COMPACTED_STEPS_H_
 
@@ -25,34 +25,35 @@ class CompactedSteps : public UniversalSteps {
   absl::Status Run(const SharedBlock& block, const Call& call, const Execution& execution) override;
 
  private:
-  // A row of all tokens is b tokens + t; a place is that of a listed token.
+  // The scratch of a run. The row of a token is b tokens + t; a place is that of a listed token.
   struct Scratch {
     float* state;     // H [rows, width]
     float* weighted;  // the sum or mix of states [rows, width]; null where the output is a state
     float* base;      // (H + PE) W_k, W_v [rows, keys_values]
     TensorView
-        projected;    // [batch, tokens, projected] in the problem's dtype: of queries the rows of
-                      // tokens that go on, of keys and values all
+        projected;    // [batch, tokens, projected] in the problem's dtype: queries have the rows of
+                      // tokens that go on, keys and values those of all
     float* placed;    // H + PE, then A, by place [rows, width]
     float* made;      // U, then S, by place [rows, width]
     float* products;  // by place [rows, the wider of queries, and keys and values]
     TensorView context;  // attention's result by place [rows, context_width], in that dtype
     float* inner;        // the transition's activations by place [rows, inner]
-    // With separable convolutions: what tokens show of A and of the activations, by row, and a
+    // Used with separable convolutions: the A and activations of tokens, by row, and a
     // convolution's result by place.
     float* shown;
     float* shown_inner;
     float* convolved;
-    float* total;          // p^1 + .. + p^n by row
-    float* weight;         // of the state that the step makes, by place
-    int32_t* row;          // by place: of tokens that go on, ascending, then of those just halted
-    int32_t* just_halted;  // their rows, before they are listed
-    int32_t* token;        // by place of those that go on: its number in its batch row
-    uint8_t* halts;        // by place: after this step
-    uint8_t* is_token;     // by row: not padding
+    float* total;   // p^1 + .. + p^n by row
+    float* weight;  // weight of the step's state, by place
+    // The rows, by place, of tokens that go on, ascending, then of those that have just halted.
+    int32_t* row;
+    int32_t* just_halted;  // the rows of the latter, before they are listed
+    int32_t* token;        // by place, for tokens that go on: the token's number in its batch row
+    uint8_t* halts;        // by place: whether it halts after this step
+    uint8_t* is_token;     // by row: whether it is not padding
     int64_t* first_of_batch;  // [batch + 1] places
   };
-  // One run: what its parts share.
+  // The data that the parts of one run share.
   struct Walk {
     const SharedBlock& block;
     const Call& call;
@@ -60,7 +61,7 @@ class CompactedSteps : public UniversalSteps {
     Execution execution;  // with the rest of the workspace
     int64_t step = 0;     // n - 1
     int64_t active = 0;   // tokens that go on
-    int64_t changed = 0;  // and those that have just halted
+    int64_t changed = 0;  // tokens that have just halted
   };
 
   Scratch LayOut(Workspace& workspace) const;

@@ -1,8 +1,9 @@
-// What the trained adder gets right over its steps, and what halting saves: on additions drawn anew.
+// Measures how many digits the trained adder gets right after each number of steps, and the savings
+// of halting, on newly drawn additions.
 //
 //   bazel run -c opt //adaptive/universal_transformer:evaluate
 //
-// Networks take turns, and a time is held against that of the network that never halts in the same
+// Networks take turns, and a time is compared with that of the network that never halts in the same
 // round; the table has the medians of these ratios.
 #include <unistd.h>
 
@@ -98,7 +99,7 @@ absl::StatusOr<Settings> ReadSettings() {
   return settings;
 }
 
-// Of this thread alone where it is the only one.
+// Returns the time of this thread alone where it is the only one.
 double Seconds(const ThreadPool& pool) {
   if (pool.threads() > 1) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
@@ -114,7 +115,7 @@ double Median(std::vector<double> samples) {
   return (samples[(samples.size() - 1) / 2] + samples[samples.size() / 2]) / 2;
 }
 
-// A layer with what its calls need.
+// A layer with the arguments of its calls.
 class Network {
  public:
   static absl::StatusOr<Network> Create(std::string name, const Adder& adder,
@@ -160,7 +161,7 @@ class Network {
   double flops() const { return *layer_->cost().flops; }
   double statistic(const std::string& name) const { return layer_->statistics().at(name); }
   const Tensor& output(const std::string& name) const { return outputs_.at(name); }
-  // Median over the rounds, and that of the ratio to the other's.
+  // Return the median over the rounds, and the median of the ratio to the other network's times.
   double seconds() const { return Median(seconds_); }
   double RatioTo(const Network& other) const {
     std::vector<double> ratios;
@@ -189,7 +190,8 @@ class Network {
   std::vector<double> seconds_;
 };
 
-// One length's networks: of 1, 2, ... fixed steps, with halting, and with a gate that never opens.
+// The networks of one length: of 1, 2, ... fixed steps, with halting, and with a gate that never
+// opens.
 struct Networks {
   std::vector<Network> fixed;
   std::vector<Network> halting;
@@ -258,7 +260,8 @@ void PrintTable(const Networks& networks) {
               100 * (networks.gate_alone[0].RatioTo(all_steps) - 1), all_steps.name().c_str());
 }
 
-// How many steps tokens took at the model's own threshold, and on what that depends.
+// Prints how many steps tokens took at the model's own threshold, and how that depends on the
+// carry.
 void PrintSteps(const Additions& additions, int64_t limit, const Network& network) {
   const auto steps = network.output("steps").span<int32_t>();
   std::vector<int64_t> taking(limit + 1, 0);

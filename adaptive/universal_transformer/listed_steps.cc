@@ -135,7 +135,7 @@ absl::Status ListedSteps::Begin(const Walk& walk) const {
   return ToStatus(walk.kernels->begin(a, walk.execution.stream));
 }
 
-// None where that is not when the network halts.
+// Returns no halting where the network does not halt at that point.
 HaltingArguments ListedSteps::Halting(const Walk& walk, HaltFrom from) const {
   HaltingArguments a = {};
   if (!options_.halts() || options_.halt_from != from) return a;
@@ -167,8 +167,8 @@ absl::Status ListedSteps::Read(const Walk& walk) const {
   return ToStatus(walk.kernels->read(a, walk.execution.stream));
 }
 
-// Queries of the tokens that take the step; keys and values of those that have changed, and their
-// time, which is a row of a table, to those of all.
+// Projects queries of the tokens that take the step, and keys and values of those that have
+// changed; the step's time, a row of a table, is added to all keys and values.
 absl::Status ListedSteps::Project(const Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   const TensorView queries(scratch.queries.mutable_data(), problem_.dtype,
@@ -187,12 +187,13 @@ absl::Status ListedSteps::Project(const Walk& walk) const {
                     walk.execution);
 }
 
-// A = LN(U + MultiHead(U)).
+// Computes A = LN(U + MultiHead(U)).
 absl::Status ListedSteps::Attend(const Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   const UniversalSizes& s = sizes_;
   Band band;
-  band.high = problem_.causal ? 0 : problem_.kv_tokens + kFlashTile;  // which no key is beyond
+  // No key lies beyond this band.
+  band.high = problem_.causal ? 0 : problem_.kv_tokens + kFlashTile;
   const auto of_batches = [&](const TensorView& rows) {
     return TensorView(rows.mutable_data(), DType::kF32,
                       {problem_.batch, problem_.query_tokens, rows.dim(1)});
@@ -212,7 +213,7 @@ absl::Status ListedSteps::Attend(const Walk& walk) const {
   return walk.block.attention_norm.Run(a, a, walk.execution, walk.active);
 }
 
-// S = LN(A + Transition(A)).
+// Computes S = LN(A + Transition(A)).
 absl::Status ListedSteps::Transit(const Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   TensorView into_first = scratch.attended, into_second = scratch.inner;

@@ -1,9 +1,9 @@
-// The steps of a Universal Transformer on CUDA. How many tokens go on is known to the device alone, and
+// The steps of a Universal Transformer on CUDA. Only the device knows how many tokens go on, and
 // the host does not wait for it: after each step a kernel lists their rows in device memory
-// (core/cuda/row_list.h), and what the next step launches for all rows returns at once beyond the list.
-// Keys and values are projected without the step's time, of the tokens that the step before has
-// changed, and kept; each step adds its time to all of them, as on the CPU. Every step is launched,
-// also after all tokens have halted.
+// (core/cuda/row_list.h), and the next step's kernels, launched for all rows, return at once beyond
+// the list. Keys and values are projected without the step's time, for the tokens that the previous
+// step has changed, and kept; each step adds its time to all of them, as on the CPU. Every step is
+// launched, even after all tokens have halted.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_LISTED_STEPS_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_LISTED_STEPS_H_
 
@@ -38,18 +38,18 @@ class ListedSteps : public UniversalSteps {
     TensorView read;         // U, then S
     TensorView attended;     // A
     TensorView queries;      // [batch, tokens, query_width] in the problem's dtype
-    TensorView base;         // [rows, keys_values] of `placed`, the newest of each token
+    TensorView base;         // [rows, keys_values] of `placed`, the latest of each token
     TensorView keys_values;  // [batch, tokens, keys_values] with the time of the step
     TensorView context;      // [batch, tokens, context_width]
     TensorView inner;        // [rows, inner]
-    // With separable convolutions.
+    // Used with separable convolutions.
     float* shown;
     float* shown_inner;
     TensorView convolved;
     TensorView convolved_inner;
     float* total;   // [rows]
     float* weight;  // [rows]
-    // Of the tokens that take a step, and of those that took the step before.
+    // Lists of the tokens that take a step, and of those that took the previous one.
     RowListMemory lists[2];
   };
   struct Walk {
@@ -59,8 +59,8 @@ class ListedSteps : public UniversalSteps {
     Execution execution;
     const UniversalTransformerKernels* kernels;
     int64_t step = 0;
-    // Of the tokens that take this step, and of those that the one before has changed. All, where
-    // nothing halts or this is the first.
+    // The lists of the tokens that take this step, and of those that the previous one has changed.
+    // They are all tokens where there is no halting or this is the first step.
     RowList active = {};
     RowList changed = {};
   };
@@ -75,7 +75,7 @@ class ListedSteps : public UniversalSteps {
   absl::Status Convolve(const Walk& walk, const TensorView& rows, float* shown,
                         const DeviceArray<float>& kernel, int64_t size, const TensorView& y) const;
   absl::Status Keep(const Walk& walk) const;
-  // Lists who goes on, for step `step`.
+  // Lists the tokens that go on, for step `step`.
   absl::Status List(Walk& walk, int64_t step) const;
   absl::Status WriteOut(const Walk& walk) const;
 

@@ -9,7 +9,7 @@
 namespace tfb {
 namespace {
 
-// Rows of T [steps, width] times the matrices side by side, in double, [steps, columns].
+// Returns rows of T [steps, width] times the matrices side by side, in double, [steps, columns].
 std::vector<float> TimesProjected(const Tensor& times,
                                   const std::vector<ConstTensorView>& matrices) {
   std::vector<float> rows;

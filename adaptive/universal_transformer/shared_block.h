@@ -1,5 +1,5 @@
 // The block that all steps of a Universal Transformer share, on a device: its matrices, norms, gate
-// and encodings. What runs it is compacted_steps.h on the CPU and listed_steps.h on CUDA.
+// and encodings. compacted_steps.h runs it on the CPU and listed_steps.h on CUDA.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_SHARED_BLOCK_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_SHARED_BLOCK_H_
 
@@ -36,7 +36,7 @@ struct UniversalSizes {
 };
 
 struct SharedBlock {
-  // Of parameters in host memory.
+  // Creates it from parameters in host memory.
   static absl::StatusOr<SharedBlock> Create(Device device, const Problem& problem,
                                             const UniversalTransformerOptions& options,
                                             const NamedTensors& parameters);
@@ -50,7 +50,7 @@ struct SharedBlock {
   DeviceArray<float> second_kernel;  // [5, inner]
   PackedMatrix second;
   LayerNorm transition_norm;
-  DeviceArray<float> halting_weight;  // [width]; empty: no halting
+  DeviceArray<float> halting_weight;  // [width]; empty where there is no halting
   DeviceArray<float> halting_bias;    // [1]
   DeviceArray<float> positions;       // [tokens, width]
   DeviceArray<float> times;           // [steps, width]
@@ -58,13 +58,14 @@ struct SharedBlock {
   DeviceArray<float> projected_times;
 };
 
-// What runs the steps of one layer.
+// Runs the steps of one layer.
 class UniversalSteps {
  public:
   virtual ~UniversalSteps() = default;
   virtual absl::Status Setup() { return absl::OkStatus(); }
   virtual size_t workspace_bytes(int threads) const = 0;
-  // The views of the layer's call, and what each token has taken, 0 for padding, on the device.
+  // The views of the layer's call, and the ponder and steps of each token, 0 for padding, on the
+  // device.
   struct Call {
     ConstTensorView x;         // [batch, tokens, width]
     ConstTensorView key_mask;  // u8 [batch, tokens], or empty
@@ -74,7 +75,7 @@ class UniversalSteps {
     float* ponder;             // [batch tokens]
     int32_t* steps;            // [batch tokens]
   };
-  // Allocates nothing; on CUDA it enqueues on the stream.
+  // Runs the steps. It allocates nothing; on CUDA it enqueues on the stream.
   virtual absl::Status Run(const SharedBlock& block, const Call& call,
                            const Execution& execution) = 0;
 };

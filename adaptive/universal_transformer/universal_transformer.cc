@@ -101,7 +101,7 @@ class UniversalTransformerLayer : public Layer {
 
   size_t workspace_bytes(int threads) const override { return runner_->workspace_bytes(threads); }
 
-  // On a GPU the last Run must be done: what was computed depends on its data.
+  // On a GPU the last Run must be done: the computed work depends on its data.
   Cost cost() const override {
     Cost cost;
     cost.bytes = TensorBytes();
@@ -113,7 +113,7 @@ class UniversalTransformerLayer : public Layer {
     return cost;
   }
 
-  // Likewise.
+  // On a GPU the last Run must be done for these, too.
   std::map<std::string, double> statistics() const override {
     if (!has_run_) return {};
     const std::vector<int32_t> steps = StepsTaken();
@@ -171,7 +171,7 @@ class UniversalTransformerLayer : public Layer {
     return std::vector<int32_t>(static_cast<size_t>(problem().batch * problem().query_tokens),
                                 static_cast<int32_t>(options_.steps));
   }
-  // Of the last Run, on the host.
+  // Returns the steps of the last Run, on the host.
   std::vector<int32_t> StepsTaken() const {
     std::vector<int32_t> steps(static_cast<size_t>(steps_.size()));
     if (!steps_.Read(steps.data()).ok()) std::fill(steps.begin(), steps.end(), 0);
@@ -263,7 +263,8 @@ absl::StatusOr<TechniqueSpec> UniversalTransformer::Counterpart(const Problem&,
                                                                 const Options& options) const {
   TFB_ASSIGN_OR_RETURN(UniversalTransformerOptions parsed,
                        ParseOptions<UniversalTransformerOptions>(options));
-  // What only halting reads is as by default, so that networks that halt otherwise share this one.
+  // Options that only halting reads are reset to their defaults, so that networks that halt
+  // otherwise share this one.
   const UniversalTransformerOptions unused;
   parsed.halting = UniversalTransformerOptions::Halting::kNone;
   parsed.threshold = unused.threshold;

@@ -7,7 +7,7 @@
 // positional/universal. A network that never halts (halting=none) returns H^steps: a stack of that
 // many equal layers. With adaptive computation time (halting=act) token t stops after its own N_t:
 //
-//   p^n = sigmoid(w . U_t + b)                       halt_from=before: of what step n reads
+//   p^n = sigmoid(w . U_t + b)                       halt_from=before: from the input of step n
 //   p^n = sigmoid(w . S^n_t + b)                     halt_from=after
 //   N_t = min {n : p^1 + .. + p^n >= threshold}, at most `steps`
 //   R_t = 1 - (p^1 + .. + p^(N_t - 1)),   w^n = p^n for n < N_t,   w^(N_t) = R_t
@@ -18,7 +18,7 @@
 //   out_t = H^(N_t)_t                                output=frozen
 //   ponder_t = N_t + R_t                             what training charges
 //
-// A token that runs into the limit gets the remainder too (remainder_at_limit). Key i of batch b is
+// A token that reaches the limit gets the remainder too (remainder_at_limit). Key i of batch b is
 // padding where key_mask says so: it is not seen, takes no step and has output 0 and ponder 0.
 //
 // Transition: feed_forward is relu(A W_1 + b_1) W_2 + b_2; separable_convolution has before each of
@@ -26,27 +26,28 @@
 //
 //   c_t = sum_j k_j z_(t + j - r),   r = (size - 1) / 2, or size - 1 where causal
 //
-// of 3 tokens of z = A and of 5 of the inner activations, zeros beyond the sequence and for padding.
-// What a halted token shows to it is what it had at its last step.
+// of 3 tokens of z = A and of 5 of the inner activations, zeros beyond the sequence and for
+// padding. A halted token enters it with its values at its last step.
 //
 // Sources: Dehghani et al. 2019, "Universal Transformers", arXiv:1807.03819v3, sections 2.1 (block,
 // encoding) and 2.2 (halting; the update of its appendix C is output=basic, its text the copies);
 // Graves 2016, "Adaptive computation time for recurrent neural networks", arXiv:1603.08983v6,
-// section 2 (halt_from=after). Where these and their authors' code are at odds,
-// options have the other way. The convolutions' sizes and halting from before are those of
-// tensor2tensor's universal_transformer_util.py. Not followed of it: halted tokens are recomputed and
-// change as keys; a token halts at > threshold, not >=.
+// section 2 (halt_from=after). Where these and their authors' code differ, options select the other
+// variant. The convolutions' sizes and halting from before are those of tensor2tensor's
+// universal_transformer_util.py. Two of its properties are not followed: halted tokens are
+// recomputed and change as keys; a token halts at > threshold, not >=.
 //
-// Cost. A step of a token that goes on: (4 d^2 + 4 d inner) FLOPs and 4 d a key seen in self-attention
-// of d = model_dim, 4 d^2 for its key and value, and 2 d for the gate. A halted token has its key and
-// value projected once more, from the copied state, and costs nothing after: position and state are
-// projected apart from time, whose rows are a table, so its keys only add another row of that. So work
-// is proportional to the sum of N_t: on the CPU tokens that go on are compacted before each product. On
-// CUDA their number is not known to the host, which does not wait for it: a kernel lists their rows, and
-// what is launched for all rows returns at once beyond the list, in tiles of 64 rows and, in 16-bit
-// attention, 128. All steps are launched. The loads and stores that the simulator counts there fall by
-// 0.99 of the share of the FLOPs that halting saves (256 tokens, of which one in two or three in four
-// halt after the first of 3 steps); time on a GPU has not been measured.
+// Cost. A step of a token that goes on: (4 d^2 + 4 d inner) FLOPs and 4 d a key seen in
+// self-attention of d = model_dim, 4 d^2 for its key and value, and 2 d for the gate. A halted
+// token has its key and value projected once more, from the copied state, and costs nothing after:
+// position and state are projected apart from time, whose rows are a table, so its keys only add
+// another row of that. So work is proportional to the sum of N_t: on the CPU tokens that go on are
+// compacted before each product. On CUDA their number is not known to the host, which does not wait
+// for it: a kernel lists their rows, and kernels launched for all rows return at once beyond the
+// list, in tiles of 64 rows and, in 16-bit attention, 128. All steps are launched. The loads and
+// stores that the simulator counts there fall by 0.99 of the share of the FLOPs that halting saves
+// (256 tokens, of which one in two or three in four halt after the first of 3 steps); time on a GPU
+// has not been measured.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_H_
 
@@ -107,18 +108,19 @@ struct UniversalTransformerOptions {
   }
 };
 
-// Inputs: x [batch, tokens, model_dim] and the optional key_mask. Outputs: out, and with halting=act
-// the optional ponder, of the problem's dtype, and steps, i32 N_t, [batch, tokens].
+// The inputs are x [batch, tokens, model_dim] and the optional key_mask. The outputs are out, and
+// with halting=act the optional ponder, of the problem's dtype, and steps, i32 N_t, [batch,
+// tokens].
 //
-// Parameters, f32: attention.w_q, ... of ProjectionSpecs; attention_norm and ff_norm, .gamma and .beta
-// [model_dim]; ff.w1 [model_dim, inner], .b1, .w2 [inner, model_dim], .b2, and with separable
-// convolutions ff.k1 [3, model_dim], .k2 [5, inner]; with halting=act halting.w [model_dim] and .b
-// [1], drawn as 1; with time=learned t [steps, model_dim]. Hidden states between steps are fp32;
-// attention in 16-bit problems rounds as multi_head does.
+// The parameters, f32, are attention.w_q, ... of ProjectionSpecs; attention_norm and ff_norm,
+// .gamma and .beta [model_dim]; ff.w1 [model_dim, inner], .b1, .w2 [inner, model_dim], .b2, and
+// with separable convolutions ff.k1 [3, model_dim], .k2 [5, inner]; with halting=act halting.w
+// [model_dim] and .b [1], drawn as 1; with time=learned t [steps, model_dim]. Hidden states between
+// steps are fp32; attention in 16-bit problems rounds as multi_head does.
 //
-// Statistics of the last Run: mean_steps, max_steps and mean_ponder over tokens that are no padding,
-// and saved_flops, the share of a network's that never halts. cost().flops are those of the last Run
-// with halting=act, unknown before it.
+// The statistics of the last Run are mean_steps, max_steps and mean_ponder over tokens that are not
+// padding, and saved_flops, as a share of the FLOPs of a network that never halts. cost().flops are
+// those of the last Run with halting=act, unknown before it.
 //
 // The counterpart is the same network with halting=none.
 class UniversalTransformer : public TechniqueOf<UniversalTransformerOptions> {
@@ -140,7 +142,8 @@ class UniversalTransformer : public TechniqueOf<UniversalTransformerOptions> {
                                          const UniversalTransformerOptions& options) const override;
 };
 
-// FLOPs of a run in which token t of batch row b takes steps[b tokens + t] steps, 0 for padding.
+// Returns the FLOPs of a run in which token t of batch row b takes steps[b tokens + t] steps, 0 for
+// padding.
 double UniversalTransformerFlops(const Problem& problem, const UniversalTransformerOptions& options,
                                  const std::vector<int32_t>& steps);
 

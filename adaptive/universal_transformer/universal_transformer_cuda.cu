@@ -5,7 +5,8 @@
 namespace tfb {
 namespace {
 
-// Of a token that runs; `dot` is the lane's part of w . row. Returns the weight of the step's state.
+// Decides for a token that runs; `dot` is the lane's part of w . row. Returns the weight of the
+// step's state.
 __device__ float Decide(const HaltingArguments& a, float dot, int64_t row, int64_t step,
                         int32_t* stop) {
 #pragma unroll

@@ -1,9 +1,9 @@
 // The CUDA kernels of universal_transformer as C++ sees them. Pointers are to device memory; rows are
 // those of all tokens, batch after batch.
 //
-// stop[row] tells who takes a step: a token runs step n, counted from 0, where n < stop[row]. It
-// begins as the largest number of steps, 0 for padding, and becomes N when the token halts. Where work
-// is for the rows of a list, it is for all rows that run where there is none.
+// stop[row] says which tokens take a step: a token runs step n, counted from 0, where n <
+// stop[row]. It begins as the largest number of steps, 0 for padding, and becomes N when the token
+// halts. Work for the rows of a list is for all rows that run where there is no list.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_CUDA_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_CUDA_H_
 
@@ -15,7 +15,7 @@
 
 namespace tfb {
 
-// The halting of a token that runs, from a row of channels that the kernel has at hand.
+// The halting of a token that runs, from a row of channels that the kernel has loaded.
 struct HaltingArguments {
   const float* weight_of_channels;  // w [channels]; null: no halting
   const float* bias;                // [1]
@@ -23,11 +23,11 @@ struct HaltingArguments {
   bool remainder_at_limit;
   int64_t limit;  // steps at most
   float* total;   // [rows] p^1 + .. + p^n
-  float* weight;  // [rows] of the step's state
+  float* weight;  // [rows] weight of the step's state
   float* ponder;  // [rows]
 };
 
-// H = x, and nobody has taken a step.
+// Sets H = x, with no steps taken.
 struct BeginStepsArguments {
   DeviceView x;             // [batch, tokens, channels]
   const uint8_t* key_mask;  // null: no padding
@@ -37,17 +37,18 @@ struct BeginStepsArguments {
   float* total;     // [rows]
   float* ponder;
   int32_t* stop;
-  uint8_t* goes_on;    // [rows] 1 of tokens, 0 of padding; null: not asked for
+  uint8_t* goes_on;    // [rows] 1 for tokens, 0 for padding; null where not wanted
   float* keys_values;  // [rows, key_channels], become 0 for padding
   int64_t rows;
   int64_t tokens;
   int64_t channels;
   int64_t key_channels;
   int64_t limit;
-  bool halts;  // ponder counts what has been taken, else `limit`
+  bool halts;  // whether ponder counts the steps taken; else it is `limit`
 };
 
-// U = H + PE + T, and the same without T, of listed rows, and with halting from before the step, that.
+// Computes U = H + PE + T, and the same without T, for listed rows, and with halting from before
+// the step, its decision.
 struct ReadStatesArguments {
   const float* state;      // [rows, channels]
   const float* positions;  // [tokens, channels]
@@ -63,16 +64,16 @@ struct ReadStatesArguments {
   HaltingArguments halting;
 };
 
-// H = S for who runs, with halting from after the step that, and S joins what is weighted: Y = kept Y
-// + weight S, where `kept` is 1, or 1 - weight of a mix.
+// Sets H = S for tokens that run, decides with halting from after the step, and adds S to the
+// weighted output: Y = kept Y + weight S, where `kept` is 1, or 1 - weight of a mix.
 struct KeepStatesArguments {
   const float* made;  // S [rows, channels]
   float* state;
   float* weighted;      // null: none
-  const float* weight;  // [rows], decided before the step; null: 1
+  const float* weight;  // [rows], decided before the step; null for 1
   bool is_mix;
   int32_t* stop;
-  uint8_t* goes_on;  // [rows] becomes 0 of who runs no further step; null: not asked for
+  uint8_t* goes_on;  // [rows] becomes 0 for tokens that run no further step; null where not wanted
   RowList list;
   int64_t rows;
   int64_t channels;
@@ -80,7 +81,7 @@ struct KeepStatesArguments {
   HaltingArguments halting;
 };
 
-// Rows of who runs become those that others see.
+// Copies rows of tokens that run to those that other tokens see.
 struct ShowRowsArguments {
   const float* from;  // [rows, channels]
   float* shown;
@@ -91,7 +92,8 @@ struct ShowRowsArguments {
   int64_t step;
 };
 
-// y_t = sum_j kernel_j shown_(t + j - before), in each channel, of tokens that are no padding.
+// Computes y_t = sum_j kernel_j shown_(t + j - before), in each channel, for tokens that are not
+// padding.
 struct ConvolveArguments {
   const float* shown;   // [rows, channels]
   const float* kernel;  // [size, channels]
@@ -105,21 +107,21 @@ struct ConvolveArguments {
   int64_t before;
 };
 
-// out = from, 0 for padding, and what each token has taken.
+// Writes out = from, 0 for padding, and the ponder and steps of each token.
 struct WriteStatesArguments {
   const float* from;  // [rows, channels]
   const float* ponder;
   const int32_t* stop;
   DeviceView out;         // [batch, tokens, channels]
-  DeviceView ponder_out;  // [batch, tokens]; data null: not asked for
-  int32_t* steps_out;     // [batch, tokens], with its strides; likewise
+  DeviceView ponder_out;  // [batch, tokens]; data null where not wanted
+  int32_t* steps_out;     // [batch, tokens], with its strides; null where not wanted
   int64_t steps_strides[2];
   int64_t rows;
   int64_t tokens;
   int64_t channels;
 };
 
-// Each enqueues on the stream and returns null, or why not.
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct UniversalTransformerKernels {
   const char* (*begin)(const BeginStepsArguments& arguments, void* stream);
   const char* (*read)(const ReadStatesArguments& arguments, void* stream);

@@ -18,12 +18,12 @@ namespace {
 using HaltFrom = UniversalTransformerOptions::HaltFrom;
 using Output = UniversalTransformerOptions::Output;
 
-// [tokens of all batches][channels].
+// [tokens of all batch rows][channels].
 using Rows = std::vector<std::vector<double>>;
 
-// How far the sum of probabilities may be off in a layer: a state between steps is of order 1 and
-// carries the roundings of attention, which in 16-bit problems are of queries, keys, values and
-// results; the slope of p is 1/4 at most.
+// Returns the bound of the error of a layer's sum of probabilities: a state between steps is of
+// order 1 and carries the roundings of attention, which in 16-bit problems are of queries, keys,
+// values and results; the slope of p is 1/4 at most.
 double SumError(DType dtype) { return 1e-4 + (dtype == DType::kF32 ? 0 : 4 * UnitRoundoff(dtype)); }
 
 class Network {
@@ -101,7 +101,7 @@ class Network {
     return absl::OkStatus();
   }
 
-  // What step n's state adds to the token's output, and whether it is the last one.
+  // Adds step n's state to the token's output, and decides whether it is the last one.
   void Take(int64_t r, int64_t n, const std::vector<double>& of) {
     steps_[r] = n;
     if (!options_.halts()) {
@@ -142,7 +142,7 @@ class Network {
     return total_[r] >= options_.threshold;
   }
 
-  // A of all tokens.
+  // Computes A of all tokens.
   absl::StatusOr<Rows> Attend(const Rows& u) const {
     Tensor hidden(DType::kF64, {problem_.batch, problem_.query_tokens, problem_.model_dim()});
     for (size_t r = 0; r < u.size(); ++r) {
@@ -162,7 +162,7 @@ class Network {
     return a;
   }
 
-  // S of the tokens that run.
+  // Computes S of the tokens that run.
   Rows Transit(const Rows& a, const std::vector<bool>& runs) {
     Rows s = a;
     for (size_t r = 0; r < a.size(); ++r) {
@@ -222,7 +222,7 @@ class Network {
   const Problem& problem_;
   const UniversalTransformerOptions& options_;
   const NamedTensors& parameters_;
-  std::map<std::string, DoubleTensor> values_;  // of the parameters
+  std::map<std::string, DoubleTensor> values_;  // tensors of the parameters
   ConstTensorView key_mask_;
   KeyMask is_token_;
   DoubleTensor x_;

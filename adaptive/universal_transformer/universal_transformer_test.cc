@@ -1,5 +1,5 @@
-// Tolerance: multi_head's, 2e-5 of the largest value, or of 1 where that is more; a stack of blocks has
-// a norm after each.
+// Tolerance. The bound is multi_head's: 2e-5 of the largest value, or of 1 where that is more; a
+// stack of blocks has a norm after each.
 #include "adaptive/universal_transformer/universal_transformer.h"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ NamedTensors Parameters(const Problem& problem, const Options& options = {}) {
   return parameters;
 }
 
-// p = sigmoid(logit), whatever the state.
+// Makes p = sigmoid(logit), whatever the state.
 void SetProbability(double logit, NamedTensors* parameters) {
   Fill(parameters->at("halting.w").view(), 0);
   Fill(parameters->at("halting.b").view(), logit);
@@ -43,7 +43,8 @@ void SetProbability(double logit, NamedTensors* parameters) {
 NamedTensors RunOwn(const Problem& problem, const NamedTensors& inputs, const Options& options,
                     const NamedTensors& parameters, Device device = Device::kCpu, int threads = 1) {
   RunRequest request{options, device};
-  // What the technique has no use for stays away, as the gate of a network that never halts.
+  // Parameters that the technique does not use are left out, such as the gate of a network that
+  // never halts.
   NamedTensors own;
   const auto layer = UniversalTransformer().Create(problem, options, Device::kCpu, 1).value();
   for (const auto& [name, tensor] : layer->parameters()) own[name] = parameters.at(name).Clone();
@@ -83,7 +84,8 @@ const std::vector<Options>& Variants() {
 
 // ---- Halting by hand ----
 
-// What steps of one token make of it, S^1, S^2, ...: the last states of networks that never halt.
+// Returns the states of one token after each step, S^1, S^2, ...: the last states of networks that
+// never halt.
 std::vector<Tensor> StatesOf(const Problem& problem, const NamedTensors& inputs,
                              const NamedTensors& parameters, int64_t steps) {
   std::vector<Tensor> states;
@@ -140,8 +142,8 @@ TEST(UniversalTransformer, WhoNeverHaltsIsTheNetworkOfFixedSteps) {
   }
 }
 
-// p = 0.4 in each step: 0.4 + 0.4 < 0.9, and the third weighs the remainder 0.2, or at a limit of two
-// steps the second 0.6.
+// With p = 0.4 in each step, 0.4 + 0.4 < 0.9, and the third step has the remainder 0.2 as its
+// weight, or at a limit of two steps the second has 0.6.
 TEST(UniversalTransformer, ProbabilitiesOfTwoFifthsWeighTwoFifthsTwoFifthsAndAFifth) {
   const Problem problem = Self(1, 2, 9, 8);
   const NamedTensors inputs = Random(problem);
@@ -178,8 +180,8 @@ TEST(UniversalTransformer, ProbabilitiesOfTwoFifthsWeighTwoFifthsTwoFifthsAndAFi
   }
 }
 
-// One token, whose probabilities are 0.3, 0.4 and 0.9: the state before step n has only its time, of
-// which w picks a channel that the norms cannot reach.
+// There is one token, whose probabilities are 0.3, 0.4 and 0.9: the state before step n has only
+// its time, of which w picks a channel that the norms cannot reach.
 TEST(UniversalTransformer, AMixOfThreeStatesWeighsThemAsItsProductsSay) {
   const Problem problem = Self(1, 1, 1, 4);
   NamedTensors inputs = Random(problem);
@@ -215,7 +217,7 @@ TEST(UniversalTransformer, AMixOfThreeStatesWeighsThemAsItsProductsSay) {
   }
 }
 
-// Of hidden states that are all ones the weighted sum is the sum of the weights.
+// If hidden states are all ones, the weighted sum is the sum of the weights.
 TEST(UniversalTransformer, WeightsSumToOne) {
   const Problem problem = Self(2, 2, 40, 8);
   const NamedTensors inputs = Random(problem);
@@ -267,7 +269,7 @@ TEST(UniversalTransformer, PaddingNeverPondersAndIsNotSeen) {
 // ---- The network ----
 
 TEST(UniversalTransformer, WithoutHaltingItIsAStackOfEqualLayers) {
-  // A layer of encoder_decoder with the encoding added before it, three times.
+  // The reference is a layer of encoder_decoder with the encoding added before it, three times.
   const Problem problem = Self(2, 3, 50, 8);
   const Options options = {{"halting", "none"}, {"steps", "3"}, {"bias", "true"}};
   const NamedTensors inputs = Random(problem), parameters = Parameters(problem, options);
@@ -290,7 +292,7 @@ TEST(UniversalTransformer, WithoutHaltingItIsAStackOfEqualLayers) {
   EXPECT_LE(MaxDifference(out.view(), h.view()), Bound(h.view()));
 }
 
-// One step at a time, all tokens computed and those of halted tokens thrown away.
+// The reference runs one step at a time, computes all tokens and discards those of halted tokens.
 class UniversalTransformerOn : public testing::TestWithParam<Device> {};
 INSTANTIATE_TEST_SUITE_P(, UniversalTransformerOn, testing::ValuesIn(kHostDevices),
                          [](const auto& device) { return std::string(Name(device.param)); });
@@ -321,8 +323,9 @@ TEST_P(UniversalTransformerOn, ComputingOnlyTheTokensThatGoOnChangesNoBit) {
   }
 }
 
-// Of the simulator's loads and stores, against the FLOPs of the definition. Channel 0 of the input
-// decides: tokens that have 100 there halt after the first step, anywhere in the text, others never.
+// The test compares the simulator's loads and stores with the FLOPs of the definition. Channel 0 of
+// the input decides: tokens that have 100 there halt after the first step, anywhere in the text,
+// others never.
 TEST(UniversalTransformer, InTheSimulatorTheWorkFallsWithTheTokensThatHalt) {
   for (const char* transition : {"feed_forward", "separable_convolution"}) {
     const Problem problem = Self(1, 2, 256, 32);
@@ -359,7 +362,7 @@ TEST(UniversalTransformer, InTheSimulatorTheWorkFallsWithTheTokensThatHalt) {
 }
 
 TEST(UniversalTransformer, HaltedTokensStayAndAreStillSeen) {
-  // Token 0 halts after one step, the others never: with it taken away they become something else.
+  // Token 0 halts after one step, the others never: without it their results are different.
   const Problem problem = Self(1, 2, 12, 8);
   NamedTensors inputs = Random(problem);
   const Options options = {{"output", "frozen"}, {"steps", "4"}};
@@ -471,9 +474,9 @@ TEST(UniversalTransformer, FlopsAndStatisticsAreThoseOfTheStepsTaken) {
   const Problem problem = Self(1, 1, 3, 2);
   UniversalTransformerOptions options;
   options.steps = 4;
-  // A step: 2 x 2 x (2 + 2) of queries and output, 4 x 2 x 8 of the transition, 2 x 2 of the gate; a
-  // pair 2 x (2 + 2). A key and value: 2 x 2 x 4, made in steps 1 and 2 for the token that halts after
-  // the first, in 3 for the one that takes 2, as the third does.
+  // A step is 2 x 2 x (2 + 2) for queries and output, 4 x 2 x 8 for the transition, 2 x 2 for the
+  // gate; a pair is 2 x (2 + 2). A key and value are 2 x 2 x 4, computed in steps 1 and 2 for the
+  // token that halts after the first, in 3 for the one that takes 2, as for the third.
   const double step = 16 + 64 + 4, pair = 8, key = 16;
   EXPECT_EQ(UniversalTransformerFlops(problem, options, {1, 2, 3}),
             6 * (step + 3 * pair) + (2 + 3 + 3) * key);
@@ -509,7 +512,7 @@ TEST(UniversalTransformer, KeysOfOtherTokensAreRefused) {
             "keys are of the same tokens as queries: kv_tokens is 5; allowed is query_tokens, 4");
 }
 
-// ---- Other people's results ----
+// ---- Other implementations' results ----
 
 NamedTensors ParametersIn(const SafetensorsFile& file, const Problem& problem,
                           const Options& options) {

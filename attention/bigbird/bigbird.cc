@@ -31,7 +31,7 @@ TechniqueInfo Info() {
   return info;
 }
 
-// How the tokens are cut.
+// The blocks that the tokens are cut into.
 class Blocks {
  public:
   Blocks(const BigBirdOptions& options, int64_t tokens)
@@ -42,7 +42,7 @@ class Blocks {
         count_((tokens - begin_ + size_ - 1) / size_) {}
 
   int64_t count() const { return count_; }
-  int64_t begin() const { return begin_; }  // the first token that is in a block
+  int64_t begin() const { return begin_; }  // the first token of the first block
   int64_t Of(int64_t token) const { return (token - begin_) / size_; }
   int64_t Begin(int64_t block) const { return begin_ + block * size_; }
   int64_t End(int64_t block) const { return std::min(tokens_, Begin(block + 1)); }
@@ -54,7 +54,7 @@ class Blocks {
     if (count_ == 0 || !is_internal_) return {{0, begin_, false}};
     return {{0, End(0), false}, {Begin(count_ - 1), tokens_, false}};
   }
-  // Global tokens, ascending.
+  // Returns the global tokens, ascending.
   std::vector<int32_t> GlobalTokens() const {
     std::vector<int32_t> tokens;
     for (int64_t i = 0; i < tokens_; ++i) {
@@ -71,7 +71,7 @@ class Blocks {
   int64_t count_;
 };
 
-// The blocks that block u sees in any table.
+// Returns the blocks that block u sees whatever the table says.
 std::set<int64_t> SeenAnyway(const Blocks& blocks, int64_t u) {
   std::set<int64_t> seen;
   for (int64_t t = std::max<int64_t>(u - 1, 0); t <= u + 1 && t < blocks.count(); ++t) {
@@ -83,8 +83,9 @@ std::set<int64_t> SeenAnyway(const Blocks& blocks, int64_t u) {
   return seen;
 }
 
-// Rows without repetition from the blocks that are not seen anyway; -1 where there are no more, and
-// for global blocks, which see all. More random blocks begin with those of fewer.
+// Draws rows without repetition from the blocks that are not seen anyway. The rest of a row is -1
+// where there are no more such blocks, and for global blocks, which see all. A table with more
+// random blocks begins with the rows of one with fewer.
 absl::StatusOr<Tensor> DrawTable(const BigBirdOptions& options, const Blocks& blocks, int64_t heads,
                                  uint64_t seed) {
   TFB_ASSIGN_OR_RETURN(Tensor table,
@@ -100,7 +101,7 @@ absl::StatusOr<Tensor> DrawTable(const BigBirdOptions& options, const Blocks& bl
         if (legal == 0) break;
         const double uniform =
             stream.Uniform((h * blocks.count() + u) * BigBirdOptions::kMaxRandom + r);
-        // One of the legal blocks by its rank among them, then by its number.
+        // This is one of the legal blocks, by its rank among them and then by its number.
         int64_t block =
             std::min(legal - 1, static_cast<int64_t>(uniform * static_cast<double>(legal)));
         for (const int64_t t : seen) block += t <= block;
@@ -126,7 +127,8 @@ absl::Status CheckTable(const Tensor& table) {
 
 class BigBirdPattern : public Pattern {
  public:
-  // Without a table there are no random blocks. `rows_of_globals` false leaves those rows empty.
+  // Without a table there are no random blocks. `rows_of_globals` false leaves the rows of global
+  // tokens empty.
   BigBirdPattern(const Blocks& blocks, const Tensor* table, bool rows_of_globals)
       : blocks_(blocks), table_(table), rows_of_globals_(rows_of_globals) {}
 
@@ -160,7 +162,7 @@ class BigBirdPattern : public Pattern {
     return {table_->view().At<int32_t>(head, block), static_cast<size_t>(table_->dim(2))};
   }
 
-  // What query i, and every other of its block, sees.
+  // Adds the ranges that query i, and every other query of its block, sees.
   void AddRangesOf(int64_t head, int64_t i, std::vector<KeyRange>* ranges) const {
     if (blocks_.IsGlobal(i)) {
       if (rows_of_globals_) ranges->push_back({0, kMaxTokens, false});
@@ -179,10 +181,10 @@ class BigBirdPattern : public Pattern {
   bool rows_of_globals_;
 };
 
-// On the CPU one call of engine flash, which begins with the long rows of the global tokens. On
-// CUDA, where one block of threads would walk such a row while all others are done (64 tiles against
-// 8 at 4,096 tokens), those rows are a call of their own: the engine cuts the keys of few queries
-// into parts.
+// A layer that makes, on the CPU, one call of engine flash, which begins with the long rows of the
+// global tokens. On CUDA, where one block of threads would walk such a row while all others are
+// done (64 tiles against 8 at 4,096 tokens), those rows are a call of their own: the engine cuts
+// the keys of few queries into parts.
 class BigBirdLayer : public FlashLayer {
  public:
   BigBirdLayer(const Problem& problem, const Blocks& blocks, NamedTensors parameters, Device device)
@@ -239,7 +241,7 @@ class BigBirdLayer : public FlashLayer {
 
  private:
   Blocks blocks_;
-  // Of the call for global rows, where there is one.
+  // The problem of the call for global rows, where there is one.
   Problem globals_problem_;
   std::vector<int32_t> globals_;
   DeviceArray<int32_t> global_tokens_;

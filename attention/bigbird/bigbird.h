@@ -11,7 +11,7 @@
 // y_i = softmax_j(scale q_i . k_j) v_j over those keys, scale = 1 / sqrt(head_dim). R is the
 // parameter `random`, i32 [query_heads, n, `random`]; -1 stands for no block. The seed draws each
 // row without repetition from the blocks that the query does not see anyway, as many as there are.
-// Any other table is as good: a key that it names twice, or that is seen anyway, counts once.
+// Any other table is allowed: a key that it names twice, or that is seen anyway, counts once.
 //
 // Source: Zaheer et al. 2020, "Big Bird: transformers for longer sequences", NeurIPS,
 // arXiv:2007.14062v2, section 2 and appendix D. Encoders only: the paper has no causal form.

@@ -34,7 +34,7 @@ NamedTensors TableOf(const Problem& problem, const Options& options, uint64_t se
   table["random"] = layer->parameters().at("random").Clone();
   return table;
 }
-// The same rows for every head.
+// Returns a table with the same rows for every head.
 NamedTensors Table(int64_t heads, const std::vector<std::vector<int32_t>>& rows) {
   const int64_t blocks = static_cast<int64_t>(rows.size());
   Tensor table(DType::kI32, {heads, blocks, static_cast<int64_t>(rows[0].size())});
@@ -48,7 +48,8 @@ NamedTensors Table(int64_t heads, const std::vector<std::vector<int32_t>>& rows)
   return parameters;
 }
 
-// The keys that query i sees, read off a run in which value j is the j-th unit vector.
+// Returns the keys that query i sees. They come from a run in which value j is the j-th unit
+// vector.
 Keys KeysSeen(int64_t tokens, int64_t i, const Options& options,
               const NamedTensors* parameters = nullptr) {
   Problem problem = Problem::SelfAttention(1, 1, tokens, 8);
@@ -65,7 +66,7 @@ Keys KeysSeen(int64_t tokens, int64_t i, const Options& options,
 }
 
 TEST(BigBird, AMiddleBlockSeesItsNeighboursTheEndsAndItsRandomBlocks) {
-  // Ten blocks of two tokens, the last of one.
+  // There are ten blocks of two tokens, the last of one.
   const Options options = {{"block", "2"}, {"random", "1"}};
   const NamedTensors table = Table(1, {{-1}, {5}, {6}, {7}, {8}, {2}, {-1}, {2}, {3}, {-1}});
   EXPECT_EQ(KeysSeen(19, 6, options, &table), (Keys{0, 1, 4, 5, 6, 7, 8, 9, 14, 15, 18}));
@@ -78,7 +79,7 @@ TEST(BigBird, AMiddleBlockSeesItsNeighboursTheEndsAndItsRandomBlocks) {
 }
 
 TEST(BigBird, ExtendedGlobalsStandBeforeTheBlocks) {
-  // Tokens 0 to 2 are global; blocks {3, 4}, {5, 6}, {7, 8}, {9, 10}, {11}.
+  // Tokens 0 to 2 are global; the blocks are {3, 4}, {5, 6}, {7, 8}, {9, 10}, {11}.
   const Options options = {
       {"block", "2"}, {"random", "1"}, {"globals", "extended"}, {"global_tokens", "3"}};
   const NamedTensors table = Table(1, {{4}, {-1}, {-1}, {0}, {-1}});
@@ -129,13 +130,13 @@ TEST(BigBird, EveryLegalBlockIsDrawnEquallyOften) {
     for (int64_t r = 0; r < 3; ++r) ++count[*drawn.at("random").view().At<int32_t>(h, 5, r)];
   }
   for (const int64_t t : {1, 2, 3, 7, 8, 9, 10}) {
-    // Variance 500 * 3/7 * 4/7 = 11^2; five deviations.
+    // The variance is 500 * 3/7 * 4/7 = 11^2; the bound is five deviations.
     EXPECT_NEAR(count[t], 500 * 3 / 7.0, 55) << t;
   }
 }
 
 TEST(BigBird, RandomBlocksAreCappedAtTheLegalOnesAndExtendFewer) {
-  // Six blocks: block 1 may draw 3 and 4, block 2 only 4.
+  // There are six blocks: block 1 may draw 3 and 4, block 2 only 4.
   const Problem problem = Problem::SelfAttention(1, 1, 48, 8);
   const NamedTensors many = TableOf(problem, {{"block", "8"}, {"random", "5"}});
   const NamedTensors one = TableOf(problem, {{"block", "8"}, {"random", "1"}});
@@ -226,7 +227,8 @@ TEST(BigBird, MatchesItsDefinitionWithMixedOptions) {
 }
 
 TEST(BigBird, FlopsCountEachKeptPairOnceOnEveryDevice) {
-  // 10 blocks of 8, a random block each: the ends see 80 keys; their neighbours 5 blocks, others 6.
+  // There are 10 blocks of 8, each with a random block: the blocks at the ends see 80 keys, their
+  // neighbours 5 blocks, the others 6.
   const Problem problem = Problem::SelfAttention(3, 2, 80, 16);
   const double pairs = 2 * 8 * 80 + 2 * 8 * 5 * 8 + 6 * 8 * 6 * 8;
   for (const Device device : kHostDevices) {
@@ -258,7 +260,7 @@ TEST(BigBird, WhatItDoesNotDoIsRefusedWithAReason) {
       absl::StatusCode::kUnimplemented);
 }
 
-// Hugging Face's BigBirdBlockSparseAttention computed these; how is in the files' metadata.
+// Hugging Face's BigBirdBlockSparseAttention computed these outputs; the files' metadata say how.
 struct Golden {
   explicit Golden(const std::string& name)
       : file(GoldenFile("attention/bigbird/testdata/" + name + ".safetensors")) {
@@ -276,7 +278,7 @@ struct Golden {
     parameters["random"] = std::move(table);
     EXPECT_TRUE(BigBird().Define(problem, options, parameters, ViewsOf(inputs), {}, &defined).ok());
   }
-  // Rows begin to end - 1 that are no padding; they give 0 for those.
+  // Compares rows begin to end - 1 that are not padding, for which their code gives 0.
   double Difference(const Tensor& out, int64_t begin, int64_t end) const {
     double worst = 0;
     for (int64_t b = 0; b < problem.batch; ++b) {
@@ -309,8 +311,8 @@ TEST(BigBirdGolden, DefinitionAndEnginesMatchHuggingFace) {
   }
 }
 
-// When not training, their table is block 0 throughout, which every row sees as a global block
-// already: they count its keys 1 + random times, the definition once.
+// Outside training, their table is block 0 throughout, which every row sees as a global block
+// already: they count its keys 1 + random times, and the definition counts them once.
 TEST(BigBirdGolden, HuggingFaceCountsRepeatedBlocksMoreThanOnce) {
   const Golden golden("repeated_blocks");
   const int64_t tokens = golden.problem.query_tokens, block = 8;

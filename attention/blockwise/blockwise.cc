@@ -102,14 +102,14 @@ class BlockwisePattern : public Pattern {
     const bool is_shared = static_cast<int64_t>(permutation_.size()) == blocks_;
     return permutation_[(is_shared ? 0 : head * blocks_) + block];
   }
-  // The first token i with i blocks / tokens >= block.
+  // Returns the first token i with i blocks / tokens >= block.
   int64_t Begin(int64_t block, int64_t tokens) const {
     return (block * tokens + blocks_ - 1) / blocks_;
   }
 
   Problem problem_;
   int64_t blocks_;
-  std::vector<int64_t> shifts_;       // [query_heads], or
+  std::vector<int64_t> shifts_;       // [query_heads], or empty where there is a permutation
   std::vector<int64_t> permutation_;  // [blocks] or [query_heads][blocks]
 };
 

@@ -4,12 +4,13 @@
 //   b(i) = floor(i n / query_tokens),  b(j) = floor(j n / kv_tokens)     n = `blocks`
 //   y_i  = softmax_j(scale q_i . k_j) v_j over the keys with b(j) = pi_h(b(i)), scale = 1 / sqrt(head_dim)
 //
-// With pi_h(u) = (u + s_h) mod n, the cyclic shift by s_h; s_h = 0 is block-diagonal attention. Or
-// any permutation, given as a list. Blocks that cannot be equal differ by one token; with n > tokens
-// some are empty. A query whose block of keys is empty, or holds only padding, gives 0.
+// With pi_h(u) = (u + s_h) mod n, the cyclic shift by s_h; s_h = 0 is block-diagonal attention.
+// pi_h can also be any permutation, given as a list. Blocks that cannot be equal differ by one
+// token; with n > tokens some are empty. A query whose block of keys is empty, or holds only
+// padding, gives 0.
 //
-// Which head has which shift: the `shares` w_0 / w_1 / ... of the shifts, w their sum, are scaled to
-// the heads by
+// The shift of a head: the `shares` w_0 / w_1 / ... of the shifts, w their sum, are scaled to the
+// heads by
 //
 //   s_h = min { s : (h + 1) / heads <= (w_0 + ... + w_s) / w },   s_0 = min { s : w_s > 0 }
 //
@@ -19,8 +20,9 @@
 //
 // Source: Qiu, Ma, Levy, Yih, Wang, Tang 2020, "Blockwise self-attention for long document
 // understanding", Findings of EMNLP, arXiv:1911.02972v2, section 3.1; shares: section 4. The paper
-// is bidirectional and has queries and keys of one sequence. Ours: other numbers of keys than
-// queries, and a causal mask over all of it, which empties every row with pi_h(b(i)) > b(i).
+// is bidirectional and has queries and keys of one sequence. This project adds other numbers of
+// keys than queries, and a causal mask over the whole, which empties every row with pi_h(b(i)) >
+// b(i).
 // Cost: 2 pairs (head_dim + value_dim) FLOPs with about query_tokens kv_tokens / n pairs a head.
 #ifndef TFB_ATTENTION_BLOCKWISE_BLOCKWISE_H_
 #define TFB_ATTENTION_BLOCKWISE_BLOCKWISE_H_
@@ -51,7 +53,7 @@ struct BlockwiseOptions {
   }
 };
 
-// The shift of each head, by the rule above.
+// Returns the shift of each head, by the rule above.
 std::vector<int64_t> BlockwiseShifts(const BlockwiseOptions& options, int64_t heads);
 
 class Blockwise : public TechniqueOf<BlockwiseOptions> {

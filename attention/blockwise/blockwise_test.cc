@@ -26,14 +26,15 @@ NamedTensors RunDense(const Problem& problem, const Inputs& inputs) {
 NamedTensors Random(const Problem& problem) {
   return RandomInputs(Blockwise().InputSpecs(problem, {}).value(), 11);
 }
-// Every head has shift `shift`: its share is 1, those before it are 0.
+// Gives every head shift `shift`: its share is 1, and those before it are 0.
 Options Shift(int64_t blocks, int64_t shift) {
   std::string shares;
   for (int64_t s = 0; s < shift; ++s) shares += "0/";
   return {{"blocks", absl::StrCat(blocks)}, {"shares", shares + "1"}};
 }
 
-// The keys that query i of a head sees, read off the weights where value j is the j-th unit vector.
+// Returns the keys that query i of a head sees. They come from the weights where value j is the
+// j-th unit vector.
 Keys KeysSeen(Problem problem, int64_t head, int64_t i, const Options& options) {
   problem.value_dim = problem.kv_tokens;
   NamedTensors inputs = Random(problem);
@@ -100,7 +101,7 @@ TEST(Blockwise, QueriesAndKeysOfDifferentNumbersAreEachSplitEvenly) {
 }
 
 TEST(Blockwise, MoreBlocksThanTokensLeaveRowsWithoutKeys) {
-  // Tokens 0, 1, 2 are in blocks 0, 1, 3 of 5: the next block is token 1, nobody and nobody.
+  // Tokens 0, 1, 2 are in blocks 0, 1, 3 of 5: the next blocks hold token 1, none and none.
   const Problem problem = Problem::SelfAttention(1, 1, 3, 8);
   const NamedTensors inputs = Random(problem);
   const NamedTensors outputs = RunOwn(problem, ViewsOf(inputs), Shift(5, 1));
@@ -142,7 +143,7 @@ TEST(Blockwise, OneBlockEqualsDense) {
   }
 }
 
-// One of three blocks of 50 tokens.
+// Returns one of three blocks of 50 tokens.
 Inputs BlockOf(const NamedTensors& inputs, int64_t query_block, int64_t key_block) {
   return {{"q", Slice(inputs.at("q").view(), 2, 50 * query_block, 50)},
           {"k", Slice(inputs.at("k").view(), 2, 50 * key_block, 50)},

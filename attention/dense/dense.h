@@ -1,10 +1,10 @@
-// Dense scaled dot-product attention: what everything else is held against.
+// Dense scaled dot-product attention, with which every other technique is compared.
 //
 //   y_i = sum_j a_ij v_j,   a_ij = exp(scale q_i . k_j) / sum_r exp(scale q_i . k_r),   scale = 1 /
 //   sqrt(head_dim)
 //
-// over the keys j that are tokens and, where the problem is causal, j <= i + kv_tokens -
-// query_tokens.
+// The sums are over the keys j that are tokens and, where the problem is causal, j <= i + kv_tokens
+// - query_tokens.
 //
 // Source: Vaswani et al. 2017, "Attention is all you need", arXiv:1706.03762v7, section 3.2.1,
 // equation 1. Cost: 2 pairs (head_dim + value_dim) FLOPs, memory linear in tokens (engine flash).

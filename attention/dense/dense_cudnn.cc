@@ -14,7 +14,7 @@
 namespace tfb {
 namespace {
 
-// Of the graph's tensors that a call gives.
+// Ids of the graph's tensors that a call provides.
 enum Id : int64_t {
   kQueries = 1,
   kKeys,
@@ -22,8 +22,9 @@ enum Id : int64_t {
   kOut,
   kLogSumExp,
   kScale,
-  kHidden,     // the score of a key that is not seen
-  kKeyTokens,  // for the diagonal of a causal mask, where there are not as many queries as keys
+  kHidden,  // the score of a key that is not seen
+  // Used for the diagonal of a causal mask, where there are not as many queries as keys.
+  kKeyTokens,
   kQueryTokens,
 };
 
@@ -31,11 +32,12 @@ int DataType(DType dtype) {
   return dtype == DType::kBF16 ? cudnn::kDataBfloat16 : cudnn::kDataHalf;
 }
 
-// A single query sees all keys; cuDNN's kernels for decoding know no mask.
+// Tells whether the graph has a mask. A single query sees all keys, and cuDNN's kernels for
+// decoding support no mask.
 bool HasMask(const Problem& p) { return p.causal && p.query_tokens > 1; }
 
-// The scores of the keys that a query sees, and `hidden` for the others: column j of row i where
-// i + kv_tokens - query_tokens >= j.
+// Returns the scores of the keys that a query sees, and `hidden` for the others: a query sees
+// column j of row i where i + kv_tokens - query_tokens >= j.
 CudnnGraph::Tensor CausalScores(const Problem& p, CudnnGraph::Tensor scores, CudnnGraph* graph) {
   const std::vector<int64_t> dims = {p.batch, p.query_heads, p.query_tokens, p.kv_tokens};
   const auto indices = [&] { return graph->Virtual(cudnn::kDataInt32, dims); };
@@ -57,8 +59,8 @@ CudnnGraph::Tensor CausalScores(const Problem& p, CudnnGraph::Tensor scores, Cud
 
 }  // namespace
 
-// cuDNN recognises the formula by its operations, of which none may be missing: the logarithm is
-// there whether anybody wants it or not.
+// Builds the graph. cuDNN recognises the formula by its operations, none of which may be missing:
+// the logarithm is there even where it is not wanted.
 CudnnGraph CudnnAttentionGraph(const Cudnn* cudnn, const Problem& p) {
   CudnnGraph graph(cudnn);
   const int io = DataType(p.dtype);
@@ -138,7 +140,7 @@ class CudnnDenseLayer : public Layer {
         plan_(std::move(plan)),
         scale_(static_cast<float>(
             scale != 0 ? scale : 1 / std::sqrt(static_cast<double>(problem.head_dim)))),
-        // NVIDIA's own front end gives older versions the lowest number in its place.
+        // NVIDIA's own front end gives older versions the lowest number instead of -inf.
         hidden_(device->cudnn().version() >= 91000 ? -std::numeric_limits<float>::infinity()
                                                    : std::numeric_limits<float>::lowest()),
         kv_tokens_(static_cast<int32_t>(problem.kv_tokens)),
@@ -150,7 +152,7 @@ class CudnnDenseLayer : public Layer {
 
   Cost cost() const override {
     const Problem& p = problem();
-    double pairs = 0;  // of one head and batch row
+    double pairs = 0;  // pairs of one head and batch row
     for (int64_t i = 0; i < p.query_tokens; ++i) {
       pairs += static_cast<double>(p.causal ? i + p.causal_offset() + 1 : p.kv_tokens);
     }
@@ -209,7 +211,7 @@ class CudnnDenseLayer : public Layer {
 
  private:
   struct Scratch {
-    float* log_sum_exp;  // where the caller wants none
+    float* log_sum_exp;  // used where the caller wants no log-sum-exp
     std::byte* library;
   };
   Scratch Take(Workspace& workspace) const {
@@ -220,7 +222,7 @@ class CudnnDenseLayer : public Layer {
 
   CudnnDevice* device_;
   CudnnPlan plan_;
-  // What the plan reads in host memory.
+  // The plan reads these from host memory.
   float scale_;
   float hidden_;
   int32_t kv_tokens_;

@@ -1,4 +1,4 @@
-// Dense attention by cuDNN's fused kernel: what ours is held against on a GPU.
+// Dense attention by cuDNN's fused kernel, with which this project's is compared on a GPU.
 #ifndef TFB_ATTENTION_DENSE_DENSE_CUDNN_H_
 #define TFB_ATTENTION_DENSE_DENSE_CUDNN_H_
 
@@ -11,14 +11,15 @@
 
 namespace tfb {
 
-// The graph of attention for contiguous tensors of the problem, with its log-sum-exp. `cudnn` must
-// outlive it.
+// Returns the graph of attention for contiguous tensors of the problem, with its log-sum-exp.
+// `cudnn` must outlive it.
 CudnnGraph CudnnAttentionGraph(const Cudnn* cudnn, const Problem& problem);
 
-// A layer whose inputs and outputs must be contiguous. Without a key mask. Unimplemented, with the
-// reason, for other devices than a GPU, and for problems that cuDNN does not do: fp32, channels
-// that are no multiple of 8, no keys, causal problems with more queries than keys. Unavailable
-// where there is no GPU or no cuDNN. `scale` 0 means 1 / sqrt(head_dim).
+// Makes a layer without a key mask, whose inputs and outputs must be contiguous. Returns
+// Unimplemented, with the reason, for other devices than a GPU, and for problems that cuDNN does
+// not support: fp32, channels that are no multiple of 8, no keys, causal problems with more queries
+// than keys. Returns Unavailable where there is no GPU or no cuDNN. `scale` 0 means 1 /
+// sqrt(head_dim).
 absl::StatusOr<std::unique_ptr<Layer>> MakeCudnnDense(const Problem& problem, double scale,
                                                       Device device);
 

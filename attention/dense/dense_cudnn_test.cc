@@ -1,6 +1,6 @@
-// Whether cuDNN takes the graph of attention for what it is can be asked without a GPU: it plans
-// for device properties as well, up to where it loads the kernel it compiled. Only execution needs
-// one.
+// Tests the graph of attention without a GPU as far as possible: cuDNN also plans for device
+// properties, up to the point where it loads the kernel that it compiled. Only execution needs a
+// GPU.
 #include "attention/dense/dense_cudnn.h"
 
 #include <string>
@@ -36,7 +36,7 @@ std::vector<Problem> Problems() {
           Make(8, 8, 512, 512, 64, 64, true, DType::kF16),
           Make(4, 4, 100, 100, 128, 128, true, DType::kBF16),
           Make(8, 2, 512, 512, 128, 128, false, DType::kF16),  // grouped heads
-          Make(4, 4, 100, 200, 64, 64, true, DType::kBF16),    // the last keys' diagonal
+          Make(4, 4, 100, 200, 64, 64, true, DType::kBF16),    // the diagonal ends at the last key
           Make(4, 4, 100, 77, 64, 64, false, DType::kBF16),
           Make(4, 4, 1, 300, 64, 64, true, DType::kBF16),  // decoding
           Make(2, 2, 65, 65, 40, 24, true, DType::kF16)};
@@ -93,7 +93,7 @@ struct Gpu {
   const char* name;
   const char* properties;
 };
-// As cuDNN writes them.
+// The texts are in cuDNN's format.
 constexpr Gpu kGpus[] = {
     {"H200",
      R"({"maxGridSize":[2147483647,65535,65535],"maxBlockSize":[1024,1024,64],"regsPerBlock":65536,
@@ -114,7 +114,7 @@ constexpr Gpu kGpus[] = {
          "deviceName":"NVIDIA A100","deviceVer":800,"driverVer":13000,
          "totalGlobalMem":80000000000,"cudaDeviceId":0})"}};
 
-// Null where graphs cannot be planned for device properties.
+// Returns null where graphs cannot be planned for device properties.
 const Cudnn* CudnnThatPlans() {
   const absl::StatusOr<const Cudnn*> cudnn = Cudnn::Open();
   if (!cudnn.ok()) {
@@ -124,7 +124,7 @@ const Cudnn* CudnnThatPlans() {
   return (*cudnn)->version() >= 91100 ? *cudnn : nullptr;
 }
 
-// What cuDNN allocates and keeps is not for the leak sanitizer to judge.
+// Turns off the leak sanitizer, which must not judge memory that cuDNN allocates and keeps.
 class WithoutLeakChecks {
  public:
 #ifdef __SANITIZE_ADDRESS__
@@ -140,7 +140,7 @@ absl::Status PlanFor(const Gpu& gpu, CudnnGraph graph) {
   return graph.Plan(target).status();
 }
 
-// The graph was accepted, and all that failed is what takes a driver or a GPU.
+// Tells whether the graph was accepted and only a step that needs a driver or a GPU failed.
 bool LacksOnlyTheGpu(const absl::Status& status) {
   return status.ok() || absl::StrContains(status.message(), "libcuda") ||
          absl::StrContains(status.message(), "cuLibraryLoadData");
@@ -158,7 +158,7 @@ TEST(DenseCudnn, TheGraphIsAcceptedForEveryProblem) {
   }
 }
 
-// That the check above can fail: products alone are not attention.
+// This shows that the check above can fail: products alone are not attention.
 TEST(DenseCudnn, AnotherGraphIsNotAccepted) {
   const Cudnn* cudnn = CudnnThatPlans();
   if (cudnn == nullptr) GTEST_SKIP() << "no cuDNN of 9.11 or later";
@@ -194,7 +194,7 @@ TEST(DenseCudnn, EqualsTheDefinition) {
     if (absl::IsUnavailable(ours.status())) GTEST_SKIP() << ours.status().message();
     ASSERT_TRUE(ours.ok()) << problem.ToString() << ": " << ours.status();
     const NamedTensors expected = DefineTechnique(Dense(), problem, ViewsOf(inputs), {{}}).value();
-    // The bounds of the harness for 16 bits: five roundings of a value; scores are fp32.
+    // The bounds are those of the harness for 16 bits: five roundings of a value; scores are fp32.
     EXPECT_LE(MaxDifference(ours->at("out").view(), expected.at("out").view()),
               5 * UnitRoundoff(problem.dtype) * MaxAbs(inputs.at("v").view()))
         << problem.ToString();

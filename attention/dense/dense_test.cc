@@ -37,7 +37,7 @@ std::vector<float> Attend(const Problem& problem, std::vector<float> q, std::vec
 }
 
 TEST(Dense, TwoKeysAreWeightedByTheSoftmaxOfTheirScores) {
-  // Scores q k / sqrt(1) are 0 and log 3, so that the weights are 1/4 and 3/4.
+  // The scores q k / sqrt(1) are 0 and log 3, so that the weights are 1/4 and 3/4.
   Problem problem = Problem::SelfAttention(1, 1, 2, 1);
   problem.query_tokens = 1;
   const std::vector<float> out = Attend(problem, {1}, {0, std::log(3.0f)}, {4, 8});
@@ -87,7 +87,7 @@ TEST(Dense, ALargeScaleReturnsTheValueOfTheBestKey) {
   }
 }
 
-// PyTorch computed these in float64; how is in the files' metadata.
+// PyTorch computed these outputs in float64; the files' metadata say how.
 class DenseGolden : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(DenseGolden, DefinitionAndEnginesMatchPyTorch) {

@@ -49,16 +49,16 @@ Activation ActivationOf(const EncoderDecoderOptions& options) {
   return options.block == BlockKind::kSparse ? Activation::kGeluSigmoid : Activation::kRelu;
 }
 
-// ---- What the network is made of, for the layer, the definition and the parameters ----
+// ---- The parts of the network, for the layer, the definition and the parameters ----
 
-// One sublayer of attention.
+// The name and kind of one sublayer of attention.
 struct AttentionPlace {
   std::string name;  // "encoder0.attention"
   Problem problem;
   TechniqueSpec inner;
   bool cross;
 };
-// One layer, whose feed-forward sublayer is the last.
+// The names of one layer, whose feed-forward sublayer is the last.
 struct LayerPlace {
   std::vector<AttentionPlace> attention;
   std::string ff;  // "encoder0.ff"
@@ -69,7 +69,7 @@ struct StackPlace {
   bool on_memory;         // it transforms the memory, not x
 };
 
-// The stacks in the order that they run in.
+// Returns the stacks in the order in which they run.
 std::vector<StackPlace> StacksOf(const Problem& problem, const EncoderDecoderOptions& options) {
   Problem memory = problem, x = problem, cross = problem;
   memory.query_tokens = problem.kv_tokens;
@@ -111,7 +111,7 @@ std::vector<ParameterSpec> FeedForwardSpecs(int64_t width, int64_t inner) {
           {"b2", {width}, 0, of_inner}};
 }
 
-// All but those of the inner techniques.
+// Returns the specs of all parameters but those of the inner techniques.
 std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
                                           const EncoderDecoderOptions& options) {
   const int64_t width = problem.model_dim();
@@ -211,15 +211,15 @@ class EncoderDecoderLayer : public Layer {
     return cost;
   }
 
-  // On a GPU cublas: 1 where cuBLAS makes the products with matrices, else 0.
+  // On a GPU the statistic cublas is 1 where cuBLAS computes the products with matrices, else 0.
   std::map<std::string, double> statistics() const override {
     if (device_ != Device::kCuda) return {};
     return {{"cublas", MatMulUsesCublas(device_) ? 1 : 0}};
   }
 
  protected:
-  // Runs up to the last attention: what that in a layer is to know of its input, the layers below
-  // make.
+  // Runs the network up to the last attention, since the Setup of an attention layer reads its
+  // input, which the layers below compute.
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     const auto norm = [this](const std::string& name) {
       return LayerNorm::Create(device_, Parameter(name + ".gamma"), Parameter(name + ".beta"));
@@ -269,11 +269,12 @@ class EncoderDecoderLayer : public Layer {
     LayerNorm last_norm;
   };
   struct Scratch {
-    TensorView state;   // [batch, query_tokens, model_dim], f32: x between sublayers
-    TensorView memory;  // [batch, kv_tokens, model_dim], f32: the memory between those of `both`
-    TensorView normalized;  // as the larger of them; empty for post_norm
+    TensorView state;  // [batch, query_tokens, model_dim], f32: x between sublayers
+    // [batch, kv_tokens, model_dim], f32: the memory between the stacks of `both`.
+    TensorView memory;
+    TensorView normalized;  // as large as the larger of them; empty for post_norm
   };
-  // What the sublayers of one stack share in one run.
+  // The arguments that the sublayers of one stack share in one run.
   struct Walk {
     TensorView state;
     TensorView normalized;
@@ -381,7 +382,7 @@ class EncoderDecoderLayer : public Layer {
                                walk.execution);
   }
 
-  // One residual sublayer, of which compute(from, residual, to) is `to` = S(from) + residual.
+  // Runs one residual sublayer, where compute(from, residual, to) sets `to` = S(from) + residual.
   template <class Compute>
   absl::Status RunSublayer(const LayerNorm& norm, const Compute& compute,
                            const ConstTensorView& input, const TensorView& output,
@@ -401,13 +402,13 @@ class EncoderDecoderLayer : public Layer {
 
 // ---- The definition ----
 
-// The formulas of the header on hidden states, f64 [batch, tokens, model_dim].
+// Evaluates the formulas of the header on hidden states, f64 [batch, tokens, model_dim].
 class Network {
  public:
   Network(const EncoderDecoderOptions& options, const NamedTensors& parameters)
       : options_(options), parameters_(parameters) {}
 
-  // `mask` is that of self-attention, `memory_mask` of attention to the memory.
+  // `mask` is the mask of self-attention, `memory_mask` that of attention to the memory.
   absl::StatusOr<Tensor> Forward(const StackPlace& stack, const ConstTensorView& x,
                                  const ConstTensorView& mask, const ConstTensorView& memory,
                                  const ConstTensorView& memory_mask) const {

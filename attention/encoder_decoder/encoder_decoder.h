@@ -10,22 +10,23 @@
 //
 //   FF(h) = activation(h W_1 + b_1) W_2 + b_2,   LN as in core/layers/layer_norm.h, epsilon 1e-5
 //
-// The Sparse Transformer's residual block, H <- H + a + b with a = attention(LN(H)) and b = FF(LN(H +
-// a)), is the pre_norm layer written in one line. `sparse` is that, with its activation x sigmoid(1.702
-// x) as the default, and with W_2 and W_o drawn smaller by 1/sqrt(2 layers).
+// The Sparse Transformer's residual block, H <- H + a + b with a = attention(LN(H)) and b = FF(LN(H
+// + a)), is the pre_norm layer written in one line. `sparse` is that layer, with its activation x
+// sigmoid(1.702 x) as the default, and with W_2 and W_o drawn smaller by 1/sqrt(2 layers).
 //
 // `part` says what runs:
 //   encoder   out = encoder(x); kv_tokens must be query_tokens
 //   decoder   out = decoder(x, memory), memory an input [batch, kv_tokens, model_dim]
 //   both      out = decoder(x, encoder(memory))
-// Where the problem is causal, self-attention over x is; that over the memory and attention to it
-// are not. So a language model such as GPT is the causal encoder, and the original Transformer is
-// `both`, causal. key_mask [batch, kv_tokens] hides padded keys of the memory in all attention that
-// reads it, or of x where there is no memory.
+// Where the problem is causal, self-attention over x is causal; self-attention over the memory and
+// attention to it are not. So a language model such as GPT is the causal encoder, and the original
+// Transformer is `both`, causal. key_mask [batch, kv_tokens] hides padded keys of the memory in all
+// attention that reads it, or of x where there is no memory.
 //
 // `inner` is the attention in all self-attention, any technique on q, k, v; attention to the memory
 // is dense. In 16-bit problems each attention rounds as multi_head does; all else is fp32 between
-// the network's input and output. Embeddings, dropout and the output projection are the caller's.
+// the network's input and output. Embeddings, dropout and the output projection are left to the
+// caller.
 //
 // Sources: Vaswani et al. 2017, arXiv:1706.03762v7, sections 3.1 and 3.3; pre-norm: Xiong et al.
 // 2020, "On layer normalization in the Transformer architecture", arXiv:2002.04745v2, Table 1;
@@ -34,7 +35,8 @@
 // authors of the first had none (`bias`). Tensor2Tensor has epsilon 1e-6.
 //
 // Cost of a layer and token, d = model_dim, dense, feed_forward 4: 24 d^2 FLOPs and 4 d a key seen;
-// a decoder layer has 4 d^2 more for it, 4 d^2 for each token of the memory, and 4 d a key of that.
+// a decoder layer has 4 d^2 more for it, 4 d^2 for each token of the memory, and 4 d a key of the
+// memory.
 #ifndef TFB_ATTENTION_ENCODER_DECODER_ENCODER_DECODER_H_
 #define TFB_ATTENTION_ENCODER_DECODER_ENCODER_DECODER_H_
 
@@ -54,7 +56,7 @@ struct EncoderDecoderOptions {
   BlockKind block = BlockKind::kPostNorm;
   int64_t layers = 2;
   int64_t feed_forward = 4;
-  Activation activation = Activation::kNone;  // that of the block
+  Activation activation = Activation::kNone;  // the default activation of the block
   TechniqueSpec inner = {"dense", {}};
   bool bias = true;
 
@@ -108,12 +110,13 @@ class EncoderDecoder : public TechniqueOf<EncoderDecoderOptions> {
                                       const EncoderDecoderOptions& options) const override;
 };
 
-// Numbers in the parameters above, without those of `inner`. For an encoder with biases, equal
-// heads, feed_forward 4 and d = model_dim: 12 d^2 + 13 d a layer, and 2 d for the last norm.
+// Returns how many numbers the parameters above have, without those of `inner`. For an encoder with
+// biases, equal heads, feed_forward 4 and d = model_dim: 12 d^2 + 13 d a layer, and 2 d for the
+// last norm.
 int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& options);
-// Of a language model: with an embedding of the vocabulary, which is the output projection too, and
-// a learned one of the positions. GPT-2 small (12 pre_norm layers of 768, 50257 tokens, 1024
-// positions) has 124,439,808.
+// Returns the number of parameters of a language model: with an embedding of the vocabulary, which
+// is the output projection too, and a learned one of the positions. GPT-2 small (12 pre_norm layers
+// of 768, 50257 tokens, 1024 positions) has 124,439,808.
 int64_t LanguageModelParameterCount(const Problem& problem, const EncoderDecoderOptions& options,
                                     int64_t vocabulary, int64_t positions);
 

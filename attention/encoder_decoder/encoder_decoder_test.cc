@@ -1,5 +1,5 @@
-// Tolerance. As memory/transformer_xl's: a sublayer is held to the bound of fp32 attention, 2e-5 of
-// the largest output, and the errors of several, which are independent, add in quadrature.
+// Tolerance. As in memory/transformer_xl's test, the bound of a sublayer is that of fp32 attention,
+// 2e-5 of the largest output, and the errors of several, which are independent, add in quadrature.
 #include "attention/encoder_decoder/encoder_decoder.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ NamedTensors Random(const Problem& problem, const Options& options = {}, uint64_
   return RandomInputs(EncoderDecoder().InputSpecs(problem, options).value(), seed);
 }
 
-// The parameters of a layer, with gammas and betas moved off 1 and 0.
+// Returns the parameters of a layer, with gammas and betas moved off 1 and 0.
 NamedTensors Parameters(const Problem& problem, const Options& options = {}) {
   const auto layer = EncoderDecoder().Create(problem, options, Device::kCpu, 1);
   EXPECT_TRUE(layer.ok()) << layer.status();
@@ -58,7 +58,8 @@ Tensor RunOwn(const Problem& problem, const NamedTensors& inputs, const Options&
 }
 
 double Bound(const ConstTensorView& expected, DType dtype = DType::kF32) {
-  // Of up to two stacks of two layers of three sublayers; in 16 bits as HalfBound, 5 roundings.
+  // The bound covers up to two stacks of two layers of three sublayers; in 16 bits it adds 5
+  // roundings, as HalfBound does.
   return std::sqrt(12.0) * Fp32Bound(expected) +
          (dtype == DType::kF32 ? 0 : 5 * UnitRoundoff(dtype)) * MaxAbs(expected);
 }
@@ -79,7 +80,7 @@ void ExpectMatchesDefinition(const Problem& problem, const Options& options,
   }
 }
 
-// Sets all that is not of a norm to 0, so that sublayers add nothing.
+// Sets all parameters but the norms' to 0, so that sublayers add nothing.
 NamedTensors OnlyNorms(const Problem& problem, const Options& options) {
   NamedTensors parameters = Parameters(problem, options);
   for (auto& [name, tensor] : parameters) {
@@ -173,7 +174,7 @@ TEST(EncoderDecoder, PaddedTokensAreHiddenWhereverTheyAreKeys) {
     const char* keys = std::strcmp(part, "encoder") == 0 ? "x" : "memory";
     Fill(Slice(inputs[keys].view(), 1, 30, 10), 3);
     const Tensor after = RunOwn(problem, inputs, options, parameters);
-    // In an encoder tokens that are padding are computed all the same.
+    // In an encoder, padding tokens are computed like others.
     EXPECT_EQ(MaxDifference(Slice(before.view(), 1, 0, 30), Slice(after.view(), 1, 0, 30)), 0)
         << part;
     ExpectMatchesDefinition(problem, options, std::move(inputs));
@@ -246,7 +247,7 @@ TEST(EncoderDecoder, TheFutureOfXDoesNotReachItsPastButAllOfTheMemoryDoes) {
     const Tensor after = RunOwn(problem, inputs, options, parameters);
     EXPECT_EQ(MaxDifference(Slice(before.view(), 1, 0, 20), Slice(after.view(), 1, 0, 20)), 0);
     EXPECT_GT(MaxDifference(Slice(before.view(), 1, 20, 1), Slice(after.view(), 1, 20, 1)), 1e-3);
-    Fill(Slice(inputs["memory"].view(), 1, 11, 1), 1);  // the last one, and the first row
+    Fill(Slice(inputs["memory"].view(), 1, 11, 1), 1);  // changes the last token and the first row
     const Tensor other = RunOwn(problem, inputs, options, parameters);
     EXPECT_GT(MaxDifference(Slice(after.view(), 1, 0, 1), Slice(other.view(), 1, 0, 1)), 1e-4);
   }
@@ -299,7 +300,7 @@ TEST(EncoderDecoder, GptTwoSmallHas124439808Parameters) {
   options.layers = 12;
   const Problem problem = Problem::SelfAttention(1, 12, 1024, 64, /*causal=*/true);
   EXPECT_EQ(LanguageModelParameterCount(problem, options, 50257, 1024), 124'439'808);
-  // 12 l d^2 + 13 l d, the embeddings, and the last norm.
+  // The formula is 12 l d^2 + 13 l d, the embeddings, and the last norm.
   EXPECT_EQ(LanguageModelParameterCount(problem, options, 50257, 1024),
             12 * 12 * 768 * 768 + 13 * 12 * 768 + 50257 * 768 + 1024 * 768 + 2 * 768);
 }
@@ -330,13 +331,14 @@ TEST(EncoderDecoder, TheCountOfParametersIsThatOfTheTensors) {
 }
 
 TEST(EncoderDecoder, CostCountsEverySublayer) {
-  // Width 16, feed-forward 32, batch 2; 5 queries, 15 causal pairs a head, and 3 keys of memory.
+  // The width is 16, the feed-forward 32, the batch 2; there are 5 queries, 15 causal pairs a head,
+  // and 3 keys of memory.
   const Problem problem = Make(5, 3, /*causal=*/true);
   const Options options = {{"part", "both"}, {"layers", "1"}, {"feed_forward", "2"}};
   const auto layer = EncoderDecoder().Create(problem, options, Device::kCpu, 1).value();
   const NamedTensors inputs = Random(problem, options);
   ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
-  const double square = 16 * 16, pair = 2 * 16;  // of both heads
+  const double square = 16 * 16, pair = 2 * 16;  // of both heads together
   const double encoder = 3 * (4 * square + 2 * 16 * 32) + 3 * 3 * pair;
   const double decoder =
       5 * (4 * square + 2 * square + 2 * 16 * 32) + 3 * 2 * square + (15 + 5 * 3) * pair;

@@ -43,7 +43,7 @@ struct Tokens {
   int64_t size() const { return end - begin; }
 };
 
-// What queries that begin at one token see of keys that begin at another.
+// A pattern of queries that begin at one token and keys that begin at another.
 class EtcPattern : public Pattern {
  public:
   EtcPattern(int64_t global_tokens, int64_t radius, const Tokens& queries, const Tokens& keys)
@@ -76,20 +76,20 @@ class EtcPattern : public Pattern {
   Tokens keys_;
 };
 
-// Queries that share a softmax's parts: calls of engine flash over the same queries.
+// Queries that share the parts of a softmax: calls of engine flash over the same queries.
 struct QueryGroup {
   Tokens queries;
-  std::vector<Tokens> keys;  // of each part
+  std::vector<Tokens> keys;  // keys of each part
   std::vector<Problem> problems;
   FlashParts softmax;
-  std::vector<FlashCall> calls;  // room for those of a Run
+  std::vector<FlashCall> calls;  // room for the calls of a Run
 };
 
-// Labels differ from piece to piece, so that each piece is a part of its query's softmax. But where
-// only distances have labels and a long query is beyond the radius of all global tokens, the zeros of
-// relative keys beyond it are what those want, and one call has both pieces. Without labels a query
-// type is one part; and on the CPU, where the long rows of global tokens keep no other waiting, both
-// types are one call if they have the same keys.
+// The layer of ETC. Labels differ from piece to piece, so that each piece is a part of its query's
+// softmax. But where only distances have labels, and long queries are beyond the radius of all
+// global tokens, relative keys beyond the radius are zero as those pairs need, and one call has
+// both pieces. Without labels a query type is one part; and on the CPU, where the long rows of
+// global tokens delay no others, both types are one call if they have the same keys.
 class EtcLayer : public Layer {
  public:
   EtcLayer(const Problem& problem, std::vector<TensorSpec> inputs, const EtcOptions& options,
@@ -182,7 +182,7 @@ class EtcLayer : public Layer {
   }
 
  private:
-  // Without those parts that have no keys, and not at all where there are no queries.
+  // Adds a group without the parts that have no keys, and none where there are no queries.
   void AddGroup(const Tokens& queries, const std::vector<Tokens>& keys) {
     if (queries.size() == 0) return;
     QueryGroup group;
@@ -198,7 +198,8 @@ class EtcLayer : public Layer {
     groups_.push_back(std::move(group));
   }
 
-  // Of a batch row: two products a pair, and one of each query with each label's vector.
+  // Returns the multiply-adds of a batch row: two products a pair, and one of each query with each
+  // label's vector.
   double MultiplyAdds() const {
     const Problem& p = problem();
     double pairs = 0, labels = 0;
@@ -216,7 +217,7 @@ class EtcLayer : public Layer {
   }
   bool IsGlobal(const Tokens& tokens) const { return tokens.begin < globals_; }
 
-  // Of pairs at most `reach` apart.
+  // Returns the relative keys of pairs at most `reach` apart.
   RelativeKeys Distances(const char* table, int64_t reach) const {
     const int64_t m = options_.max_distance;
     return RelativeKeys(parameters_.at(table).view(), -reach, reach,
@@ -262,7 +263,7 @@ absl::Status Check(const Problem& problem) {
                                                problem.kv_tokens));
 }
 
-// Of the problem's dtype, as the keys are that its vectors are added to.
+// Draws a table in the problem's dtype, like the keys to which its vectors are added.
 absl::Status DrawTable(const char* name, const Problem& problem, int64_t labels, uint64_t seed,
                        NamedTensors* parameters) {
   const Shape shape = {problem.query_heads, labels, problem.head_dim};
@@ -340,7 +341,7 @@ absl::Status Etc::Definition(const Problem& problem, const EtcOptions& options,
   DefineMaskedAttention(problem, inputs, request, scale, sees, label_score, outputs);
   if (!IsSeparate(options)) return absl::OkStatus();
 
-  // Global rows again with their keys and values.
+  // Computes global rows again with their own keys and values.
   Inputs own = inputs;
   for (const char* name : {"k", "v"}) own.Set(name, inputs.Get(absl::StrCat(name, "_global")));
   NamedTensors global;

@@ -1,5 +1,5 @@
-// ETC: a long input whose tokens see their neighbours, and a few global tokens that see, and are seen
-// by, all.
+// ETC: a long input whose tokens see their neighbours, and a few global tokens, which see all
+// tokens and are seen by all.
 //
 // The sequence is [global; long]: its first g = min(`global_tokens`, tokens) tokens are the global
 // input, the others the long one. Query i sees key j when
@@ -25,16 +25,17 @@
 // authors' code begins with.
 //
 // The paper's four pieces can have projections of their own. A query's projection is that of its
-// type, so q has them all. Where `projections` is separate, the keys and values of long queries are
-// k = [l2g; l2l] and v, and those of global queries are k_global = [g2g; g2l] and v_global; where it
-// is shared, k and v are both.
+// type, so q contains both types. Where `projections` is separate, the keys and values of long
+// queries are k = [l2g; l2l] and v, and those of global queries are k_global = [g2g; g2l] and
+// v_global; where it is shared, k and v are both.
 //
 // Source: Ainslie, Ontanon, Alberti, Cvicek, Fisher, Pham, Ravula, Sanghai, Wang, Yang 2020, "ETC:
-// encoding long and structured inputs in transformers", EMNLP, arXiv:2004.08483, section 3. No causal
-// form. Deviations of the authors' code (google-research/etcmodel) that are not followed: hidden keys
-// have -10000 added, which a row without any other key cancels; a number per label is added to q_i .
-// P_ij; labels of other structure than these; the pieces of a query type share one table, whose rows
-// they divide between them, and rows of distances are in the order 0 .. m, -1 .. -m.
+// encoding long and structured inputs in transformers", EMNLP, arXiv:2004.08483, section 3. There
+// is no causal form. Deviations of the authors' code (google-research/etcmodel) that are not
+// followed: hidden keys have -10000 added, which a row without any other key cancels; a number per
+// label is added to q_i . P_ij; labels of other structure than these; the pieces of a query type
+// share one table, whose rows they divide between them, and rows of distances are in the order 0 ..
+// m, -1 .. -m.
 // Cost: 2 pairs (head_dim + value_dim) FLOPs with n (2 w + 1) + 2 n g + g^2 pairs for n long tokens,
 // and 2 labels head_dim a query.
 #ifndef TFB_ATTENTION_ETC_ETC_H_
@@ -88,8 +89,8 @@ class Etc : public TechniqueOf<EtcOptions> {
   absl::Status Definition(const Problem& problem, const EtcOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
-  // Where `projections` is separate, also k_global and v_global, of the shapes of k and v; with
-  // `segments` also segment.
+  // Returns the inputs; where `projections` is separate, also k_global and v_global, of the shapes
+  // of k and v; with `segments` also segment.
   std::vector<TensorSpec> ReadTensors(const Problem& problem,
                                       const EtcOptions& options) const override;
 };

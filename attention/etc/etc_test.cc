@@ -34,7 +34,7 @@ NamedTensors RunDense(const Problem& problem, const Inputs& inputs) {
   return RunTechnique(Dense(), problem, inputs).value();
 }
 
-// Long tokens belong to the global ones in runs of equal length, every seventh to none.
+// Assigns long tokens to the global ones in runs of equal length, and every seventh to none.
 NamedTensors Random(const Problem& problem, const Options& options, int64_t globals) {
   NamedTensors inputs = RandomInputs(Etc().InputSpecs(problem, options).value(), 11);
   const auto segment = inputs.find("segment");
@@ -174,7 +174,8 @@ TEST(Etc, SequencesUpToTheGlobalTokensAreAllGlobal) {
 }
 
 // With q = (2, 0, 0, 0), head_dim 4 and keys of 0 the score of a pair is the first number of its
-// label's vector. Two global tokens and three long ones, of which the last belongs to none.
+// label's vector. There are two global tokens and three long ones, of which the last belongs to
+// none.
 TEST(Etc, LabelsAreThoseOfTheirPiece) {
   const Problem problem = Problem::SelfAttention(1, 1, 5, 4);
   const Options options = {
@@ -233,7 +234,7 @@ TEST(Etc, MatchesItsDefinitionWithMixedOptions) {
   }
 }
 
-// Computed by pieces as the authors' code does; how is in the file's metadata.
+// The file's outputs were computed by pieces as the authors' code does; its metadata say how.
 TEST(Etc, DefinitionAndEnginesMatchThePiecesOfTheAuthorsCode) {
   const SafetensorsFile golden = GoldenFile("attention/etc/testdata/pieces.safetensors");
   const NamedTensors& tensors = golden.tensors;
@@ -270,7 +271,7 @@ TEST(Etc, FlopsCountPairsAndLabels) {
     std::unique_ptr<Layer> layer = Etc().Create(problem, options, Device::kCpu, 1).value();
     const NamedTensors inputs = Random(problem, options, 4);
     ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
-    // Pairs, less the corners that the window has beyond the ends.
+    // The pairs are counted without the corners of the window beyond the ends.
     const double pairs = 56 * 7 - 2 * (1 + 2 + 3) + 2 * 56 * 4 + 4 * 4;
     const double of_labels = labels ? 60 * (11 + 2) : 0;
     EXPECT_EQ(*layer->cost().flops, 2.0 * 2 * (32 * pairs + 16 * of_labels));

@@ -29,8 +29,8 @@ TechniqueInfo Info() {
 
 using Combine = FixedOptions::Combine;
 
-// Where keys lie: first all tokens in their order, for rows; from a whole tile on the summary tokens,
-// block by block, for columns, so that those of many blocks fill a tile.
+// The places of keys: first all tokens in their order, for rows; from a whole tile on the summary
+// tokens, block by block, for columns, so that the summary tokens of many blocks fill a tile.
 class Places {
  public:
   Places(const FixedOptions& options, int64_t tokens)
@@ -43,14 +43,16 @@ class Places {
   int64_t size() const { return first_ + SummariesBefore(tokens_ + stride_ - 1); }
   int64_t first_summary() const { return first_; }
   bool IsSummary(int64_t place) const { return place >= first_; }
-  // Summary tokens of the blocks that end at or before `token`.
+  // Returns the number of summary tokens of the blocks that end at or before `token`.
   int64_t SummariesBefore(int64_t token) const { return token / stride_ * width_; }
-  // Of a summary place for a key-value head. The last block's may lie beyond the sequence.
+  // Returns the token of a summary place for a key-value head. The last block's may lie beyond the
+  // sequence.
   int64_t Token(int64_t kv_head, int64_t place) const {
     const int64_t n = place - first_, in_block = stride_ - (kv_head % summaries_ + 1) * width_;
     return n / width_ * stride_ + in_block + n % width_;
   }
-  // Places -> tokens, for each key-value head. Places of no token, which nothing sees, read token 0.
+  // Returns the token of each place, for each key-value head. Places of no token, which nothing
+  // sees, read token 0.
   std::vector<int32_t> Order(int64_t kv_heads) const {
     std::vector<int32_t> order;
     order.reserve(kv_heads * size());
@@ -75,7 +77,7 @@ class Places {
   int64_t first_;
 };
 
-// A query's own block in the row's places, other blocks' summaries in the column's.
+// A query sees its own block in the row's places, and other blocks' summaries in the column's.
 class FixedPattern : public Pattern {
  public:
   FixedPattern(const Problem& problem, const FixedOptions& options, const Places& places)
@@ -92,7 +94,7 @@ class FixedPattern : public Pattern {
       return SeesRow(head) && place <= i && Block(place) == Block(i);
     }
     const int64_t token = places_.Token(head / group_, place);
-    // Those of the own block are in the row, if there is one.
+    // Summary tokens of the own block are in the row, if there is one.
     return SeesColumn(head) && token <= i && !(SeesRow(head) && Block(token) == Block(i));
   }
 

@@ -79,7 +79,8 @@ TEST(Fixed, TwoStepsReachEveryEarlierToken) {
     Options column = row;
     column["layer"] = "1";
     for (int64_t i = 0; i < tokens; ++i) {
-      // A column, then the row of what it sees; and the row, as a path may be shorter.
+      // The test takes a column and then the row of each token it reaches; and the row alone, as a
+      // path may be shorter.
       std::set<int64_t> reached;
       for (const int64_t j : Seen(tokens, i, row)) reached.insert(j);
       for (const int64_t j : Seen(tokens, i, column)) {
@@ -112,7 +113,7 @@ TEST(Fixed, MoreSummariesThanFitTheBlockAreRefused) {
   EXPECT_THAT(std::string(layer.status().message()), HasSubstr("allowed with stride=16"));
 }
 
-// Masks that the authors' published code makes for its four heads.
+// The authors' published code makes these masks for its four heads.
 TEST(Fixed, MasksAreThoseOfTheAuthorsCode) {
   const SafetensorsFile golden = GoldenFile("attention/fixed/testdata/masks.safetensors");
   const Tensor& mask = golden.tensors.at("fixed");

@@ -34,7 +34,7 @@ TechniqueInfo Info() {
   return info;
 }
 
-// What scores are multiplied by: nothing where only their order counts.
+// Returns the factor of scores: 1 where only their order counts.
 double Scale(const Problem& problem, const HardOptions& options) {
   if (options.sample == Sample::kNone) return 1;
   return options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim));
@@ -64,7 +64,7 @@ class HardLayer : public Layer {
     const double rows = static_cast<double>(p.batch * p.query_heads * p.query_tokens);
     Cost cost;
     cost.flops = 2.0 * static_cast<double>(p.batch * p.query_heads * p.head_dim) * pairs;
-    // With its noise and index, of four bytes each.
+    // The noise and the index have four bytes each.
     const double noise = options_.sample == Sample::kNone ? 0
                          : options_.sample == Sample::kInverseCdf
                              ? 1
@@ -130,13 +130,13 @@ class HardLayer : public Layer {
 
 // ---- The definition ----
 
-// What one query makes of the keys: kNotSeen where it does not see one.
+// The scores of one query with the keys: kNotSeen where it does not see one.
 struct Scores {
   std::vector<double> score;
-  std::vector<double> error;  // an implementation's, in fp32, is at most this
+  std::vector<double> error;  // bound of the error of an fp32 implementation's score
 };
 
-// The lowest key of the largest score, -1 where none is above -inf.
+// Returns the lowest key of the largest score, or -1 where none is above -inf.
 int64_t ArgMax(const std::vector<double>& scores) {
   int64_t best = -1;
   for (size_t j = 0; j < scores.size(); ++j) {
@@ -146,8 +146,8 @@ int64_t ArgMax(const std::vector<double>& scores) {
   return best;
 }
 
-// The first key at which the weights from the left exceed u of their sum; or `computed`, where it is
-// that within `tolerance` of the sum.
+// Returns the first key at which the weights from the left exceed u of their sum; or `computed`,
+// where that is the first within `tolerance` of the sum.
 int64_t DrawFrom(const std::vector<double>& scores, double u, int64_t computed, double tolerance) {
   const int64_t best = ArgMax(scores);
   if (best < 0) return -1;
@@ -184,7 +184,8 @@ class Choices {
         noise_(inputs.Get(NoiseName(options))),
         is_token_(inputs) {}
 
-  // The key that query i takes. `computed` is what a layer took, or -1: see DefinitionRequest.
+  // Returns the key that query i takes. `computed` is the key that a layer took, or -1: see
+  // DefinitionRequest.
   int64_t Choose(int64_t b, int64_t h, int64_t i, int64_t computed) const {
     const Scores scores = ScoresOf(b, h, i);
     if (options_.sample == Sample::kInverseCdf) {
@@ -196,7 +197,7 @@ class Choices {
   }
 
  private:
-  // Of sums of fp32 weights, relative: as harness/errors.h has it for their means.
+  // The relative error of sums of fp32 weights, which harness/errors.h uses for their means.
   static constexpr double kWeightTolerance = 2e-5;
 
   const double* Key(int64_t b, int64_t h, int64_t j) const {
@@ -229,7 +230,8 @@ class Choices {
     return scores;
   }
 
-  // Whether fp32 may find the score of `computed` the largest. Of equal keys it must be the first.
+  // Tells whether fp32 may find the score of `computed` the largest. Among equal keys it must be
+  // the first.
   bool MayTake(int64_t b, int64_t h, const Scores& scores, int64_t best, int64_t computed) const {
     const bool ties =
         scores.score[computed] + scores.error[computed] >= scores.score[best] - scores.error[best];

@@ -8,20 +8,21 @@
 //                                                        inverse_cdf
 //   y_i  = v_j*                                          bit by bit; `index` is j*
 //
-// over the keys j that are tokens and, where the problem is causal, j <= i + kv_tokens -
+// The keys j are those that are tokens and, where the problem is causal, j <= i + kv_tokens -
 // query_tokens. The noise is an input: u, uniform in [0, 1), or g, of the Gumbel distribution
 // -log(-log u). Either draws j with the probability that soft attention gives it, so that y is an
 // unbiased estimate of soft attention, of mean squared error tr Cov_p(v).
 //
-// CPU and CUDA compute the same scores in fp32, and so choose the same keys: the products of channels
-// 0, 1, 2, ... are added to 0 in this order by fused multiply-adds; where there is a scale, the
-// query's channels are multiplied by it before, and g is added behind. (A CPU without fused
-// multiply-adds rounds products too, and may choose another of two keys that tie within that.) Which
-// of two scores is larger that fp32 cannot tell apart, by the bound of its error, is not defined: the
-// definition takes the layer's word for it. Of equal keys it is the first, however.
-// The weights of inverse_cdf are fp32 exponentials, which devices round each their way: a u within
-// about 1e-6 of the boundary between two keys may draw either of them. Weights below e^-87.33 of the
-// largest are 0.
+// CPU and CUDA compute the same scores in fp32, and so choose the same keys: the products of
+// channels 0, 1, 2, ... are added to 0 in this order by fused multiply-adds; where there is a
+// scale, the query's channels are multiplied by it before, and g is added behind. (A CPU without
+// fused multiply-adds rounds products too, and may choose another of two keys that tie within
+// that.) Where fp32 cannot tell, by the bound of its error, which of two scores is larger, the
+// result is not defined: the definition accepts the layer's choice. Among equal keys it must be the
+// first, however.
+// The weights of inverse_cdf are fp32 exponentials, which devices round differently: a u within
+// about 1e-6 of the boundary between two keys may draw either of them. Weights below e^-87.33 of
+// the largest are 0.
 //
 // A row that sees no key gives 0 and the index -1. A score that is NaN or -inf is never chosen. A u
 // below 0 counts as 0; one that is not below 1 draws the last key of a weight above 0.
@@ -55,8 +56,8 @@ struct HardOptions {
   }
 };
 
-// Reads q, k, v, the optional key_mask, and u f32 [batch, query_heads, query_tokens] or g f32
-// [batch, query_heads, query_tokens, kv_tokens]. Writes out and the optional index, i32 [batch,
+// Hard reads q, k, v, the optional key_mask, and u f32 [batch, query_heads, query_tokens] or g f32
+// [batch, query_heads, query_tokens, kv_tokens]. It writes out and the optional index, i32 [batch,
 // query_heads, query_tokens].
 class Hard : public TechniqueOf<HardOptions> {
  public:

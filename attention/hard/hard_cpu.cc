@@ -1,9 +1,9 @@
 // Keys are packed once per key-value head into panels [head_dim][64 keys], as in engine flash. A
 // task is 64 queries of one head. It takes 512 keys at a time: their scores, 64 x 528 x 4 B = 132
-// KiB in L2, are made by the GEMM kernel, whose sums are in the order of the channels, and then each
-// row is searched for its maximum. That looks at a score once, at 16 B a cycle or more, where
-// making it takes head_dim multiply-adds; where the maximum is in the row is looked for only if it
-// is a new one, which happens about log(chunks) times.
+// KiB in L2, are made by the GEMM kernel, whose sums are in the order of the channels, and then
+// each row is searched for its maximum. The search reads a score once, at 16 B a cycle or more,
+// where computing it takes head_dim multiply-adds. The place of the maximum in the row is searched
+// for only if the maximum is a new one, which happens about log(chunks) times.
 #include "attention/hard/hard_cpu.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kTile = 64;
 constexpr int64_t kChunkTiles = 8;
-constexpr int64_t kScoreRow = kChunkTiles * kTile + 16;  // so that rows differ in cache set
+constexpr int64_t kScoreRow = kChunkTiles * kTile + 16;  // the 16 make rows differ in cache set
 constexpr int64_t kPackedBytes = int64_t{32} << 20;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
@@ -39,19 +39,19 @@ struct Layout {
   }
   int64_t key_depth;
   int64_t key_tiles;
-  int64_t kv_heads;      // of all batches
-  int64_t tile_floats;   // of a packed tile
-  int64_t packed_heads;  // packed at a time
+  int64_t kv_heads;      // key-value heads of all batch rows
+  int64_t tile_floats;   // floats of a packed tile
+  int64_t packed_heads;  // heads packed at a time
 };
 
-// What one thread needs for one task.
+// The scratch of one thread for one task.
 struct Scratch {
   float* queries;  // [64][key_depth]
   float* scores;   // [64][kScoreRow]
   float* noise;    // [kScoreRow]
-  float* max;      // [64]: of the scores so far
+  float* max;      // [64]: the maximum of the scores so far
   int64_t* index;  // [64]: its key, -1 while there is none
-  float* sum;      // [64], and what follows: inverse_cdf
+  float* sum;      // [64]; this and the arrays below are for inverse_cdf
   float* rescale;
   double* target;   // u times the sum of all weights
   double* passed;   // the weights of the keys that have been passed
@@ -88,7 +88,7 @@ Memory LayOut(const Layout& layout, int threads, Workspace& workspace) {
 
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
-// Of a multiple of 16 scores; NaN is passed over. -inf where there is no other.
+// Returns the maximum of a multiple of 16 scores, ignoring NaN; -inf where there is no other.
 float MaxOfRow(const float* row, int64_t columns) {
   Four max[4];
   for (Four& m : max) m = kNegativeInfinity - Four{};
@@ -114,7 +114,7 @@ float SumOfTile(const float* weights) {
   return (all[0] + all[1]) + (all[2] + all[3]);
 }
 
-// The whole call: fixed while its tasks run.
+// The whole call; it does not change while its tasks run.
 class HardRun {
  public:
   HardRun(const Problem& problem, const HardCall& call, const Layout& layout, const Memory& memory)
@@ -127,7 +127,8 @@ class HardRun {
   // Packs tile `tile` of the kv head `kv_head` (counted over batches) into place `slot`.
   void Pack(int64_t slot, int64_t kv_head, int64_t tile, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
-    float* rows = scratch.scores;  // free between tasks: 64 rows of key_depth <= 256 floats
+    // Scores are free between tasks: 64 rows of key_depth <= 256 floats.
+    float* rows = scratch.scores;
     std::memset(rows, 0, layout_.tile_floats * sizeof(float));
     const int64_t keys = std::min(kTile, problem_.kv_tokens - tile * kTile);
     for (int64_t r = 0; r < keys; ++r) {
@@ -137,7 +138,7 @@ class HardRun {
     kernels_.transpose64(rows, layout_.key_depth, layout_.key_depth, PackedKeys(slot, tile));
   }
 
-  // One tile of queries of head `h`, whose keys are in place `slot`.
+  // Chooses keys for one tile of queries of head `h`, whose keys are in place `slot`.
   void Choose(int64_t slot, int64_t b, int64_t h, int64_t query_tile, Scratch& scratch) const {
     Task task{b, h, query_tile * kTile, 0, slot};
     task.rows = std::min(kTile, problem_.query_tokens - task.first_query);
@@ -177,7 +178,7 @@ class HardRun {
     }
   }
 
-  // Keys that query i may see are below this.
+  // Returns the end of the keys that query i may see.
   int64_t KeysEnd(int64_t i) const {
     if (!problem_.causal) return problem_.kv_tokens;
     return std::clamp<int64_t>(i + problem_.causal_offset() + 1, 0, problem_.kv_tokens);
@@ -237,7 +238,8 @@ class HardRun {
     scratch.index[r] = first_key + (std::find(row, row + columns, max) - row);
   }
 
-  // ---- Inverse CDF: once over the keys for the sum of their weights, and again up to u of it ----
+  // ---- Inverse CDF: two passes over the keys, one for the sum of their weights and one up to u of
+  // it ----
 
   void Draw(const Task& task, Scratch& scratch) const {
     std::fill_n(scratch.sum, task.rows, 0.0f);
@@ -271,8 +273,8 @@ class HardRun {
     }
   }
 
-  // Passes the weights of a tile, or stops at the key at which they exceed the target. Until then
-  // the index is the last key of a weight above 0.
+  // Passes over the weights of a tile, or stops at the key at which they exceed the target. Until
+  // then the index is the last key of a weight above 0.
   static void Pass(int64_t r, int64_t first_key, const float* weights, Scratch& scratch) {
     const double passed = scratch.passed[r] + SumOfTile(weights);
     scratch.chosen[r] = passed > scratch.target[r];
@@ -308,7 +310,7 @@ class HardRun {
       }
     }
   }
-  // As bits, so that they stay what they are. 0 for key -1.
+  // Copies a value as bits, so that no conversion changes it; 0 for key -1.
   template <class Bits>
   void CopyValue(int64_t b, int64_t head, int64_t kv_head, int64_t i, int64_t j) const {
     Bits* to = call_.out.MutableAt<Bits>(b, head, i);
@@ -345,7 +347,7 @@ void HardCpu(const Problem& problem, const HardCall& call, const Execution& exec
       const int64_t slot = task / layout.key_tiles;
       run.Pack(slot, first + slot, task % layout.key_tiles, memory.scratch[worker]);
     });
-    // The last queries first: where the problem is causal, they see most.
+    // The last queries come first: where the problem is causal, they see most.
     execution.pool->ParallelFor(heads * group * query_tiles, [&](int64_t task, int worker) {
       const int64_t slot = task / (group * query_tiles);
       const int64_t h = (first + slot) % problem.kv_heads * group + task / query_tiles % group;

@@ -11,7 +11,7 @@
 
 namespace tfb {
 
-// Tensors as hard.h names them, each of any strides.
+// The tensors of hard.h, each of any strides.
 struct HardCall {
   ConstTensorView q, k, v;
   ConstTensorView key_mask;  // or empty
@@ -22,10 +22,10 @@ struct HardCall {
   float scale = 1;
 };
 
-// Packed keys of as many heads as fit 32 MiB, at least of one, and for each thread the scores of 64
-// queries against 512 keys.
+// Returns the workspace: packed keys of as many heads as fit 32 MiB, at least of one, and for each
+// thread the scores of 64 queries against 512 keys.
 size_t HardCpuWorkspaceBytes(const Problem& problem, int threads);
-// Allocates nothing. The result does not depend on the number of threads.
+// Runs a call. It allocates nothing. The result does not depend on the number of threads.
 void HardCpu(const Problem& problem, const HardCall& call, const Execution& execution);
 
 }  // namespace tfb

@@ -7,22 +7,22 @@ namespace {
 // A block chooses for 64 queries of one head. It makes scores of 64 keys at a time with 128
 // threads, each 8 queries x 4 keys in registers, summed in the order of the channels by fp32 fused
 // multiply-adds, as on the CPU; tensor cores have an order of their own. Tiles are 16 channels deep
-// and double-buffered: the next ones are on their way to registers while these are multiplied.
+// and double-buffered: the next ones are loaded to registers while these are multiplied.
 //   shared memory: 2 x 16 x (68 + 68) x 4 B = 17 KiB
 // The 16 threads that share queries each keep the best of the keys that they see, and agree at the
 // end: the larger score, and of equal ones the lower key.
 
-constexpr int kTile = 64;  // queries, and keys
+constexpr int kTile = 64;  // queries of a tile, and keys
 constexpr int kDepth = 16;
 constexpr int kThreads = 128;
 constexpr int kRows = 8;  // of a thread
 constexpr int kColumns = 4;
 constexpr int kTeam = kTile / kColumns;  // threads that share rows: half a warp
 constexpr int kLoads = kTile * kDepth / kThreads;
-constexpr unsigned kNoKey = 0xffffffffu;  // as int32: -1; above all keys
+constexpr unsigned kNoKey = 0xffffffffu;  // -1 as int32, and above all keys
 
 __device__ float NegativeInfinity() { return __int_as_float(0xff800000); }
-// exp(x) for x <= 0, which is 0 where the result would be denormal.
+// Returns exp(x) for x <= 0, and 0 where the result would be denormal.
 __device__ float Weight(float x) { return x < -87.33f ? 0.0f : expf(x); }
 
 struct alignas(16) Tiles {
@@ -36,8 +36,8 @@ struct Task {
   int64_t first_query;
 };
 
-// Blocks of a head follow each other, its last queries first: where the problem is causal, they see
-// most.
+// Returns a block's task. Blocks of a head follow each other, its last queries first: where the
+// problem is causal, they see most.
 __device__ Task TaskOf(const HardArguments& a) {
   const int64_t tiles = (a.query_tokens + kTile - 1) / kTile;
   const int64_t head = blockIdx.x / tiles;
@@ -47,14 +47,14 @@ __device__ Task TaskOf(const HardArguments& a) {
 __device__ int TeamMember() { return static_cast<int>(threadIdx.x) % kTeam; }
 __device__ int ThreadRow() { return static_cast<int>(threadIdx.x) / kTeam * kRows; }
 
-// Keys that query i may see are below this.
+// Returns the end of the keys that query i may see.
 __device__ int64_t KeysEnd(const HardArguments& a, int64_t i) {
   if (!a.causal) return a.kv_tokens;
   return min(max(i + a.kv_tokens - a.query_tokens + 1, int64_t{0}), a.kv_tokens);
 }
 
-// Brings tiles of queries and keys from wherever they lie: a thread channel t % 16 of the rows t /
-// 16 + 8 n, so that 16 lanes read consecutive channels.
+// Loads tiles of queries and keys: a thread loads channel t % 16 of the rows t / 16 + 8 n, so that
+// 16 lanes read consecutive channels.
 class TileLoader {
  public:
   __device__ TileLoader(const HardArguments& a, const Task& task)
@@ -62,7 +62,7 @@ class TileLoader {
         task_(task),
         k_base_(task.batch * a.k.strides[0] + task.head / a.group * a.k.strides[1]) {}
 
-  // Rows beyond the last repeat it: what comes of them is not used. Channels beyond the last are 0.
+  // Rows beyond the last repeat it: their results are not used. Channels beyond the last are 0.
   __device__ void Fetch(int64_t key_tile, int depth, float (&q)[kLoads], float (&k)[kLoads]) const {
     const int channel = depth + static_cast<int>(threadIdx.x) % kDepth;
     const bool exists = channel < a_.head_dim;
@@ -114,7 +114,7 @@ __device__ void Multiply(const Tiles& tiles, float (&scores)[kRows][kColumns]) {
   }
 }
 
-// Adds the noise, and hides what a query does not see, and NaN, behind -inf.
+// Adds the noise, and sets the scores that a query does not see, and NaN, to -inf.
 template <HardSample kSample>
 __device__ void Finish(const HardArguments& a, const Task& task, int64_t first_key,
                        float (&scores)[kRows][kColumns]) {
@@ -156,13 +156,13 @@ __device__ void ForEachTile(const HardArguments& a, const Task& task, Tiles (&ti
   const TileLoader loader(a, task);
   float next_q[kLoads], next_k[kLoads];
   float scores[kRows][kColumns] = {};
-  __syncthreads();  // an earlier walk is done with the tiles
+  __syncthreads();  // the previous walk has read its tiles
   loader.Fetch(0, 0, next_q, next_k);
   loader.Put(next_q, next_k, &tiles[0]);
   int slab = 0;
   int64_t key_tile = 0;
   for (int64_t step = 0; step < steps; ++step) {
-    __syncthreads();  // these tiles are here, and nobody reads the others any more
+    __syncthreads();  // these tiles have arrived, and the others have been read
     const bool last_slab = slab + 1 == slabs;
     const int next_slab = last_slab ? 0 : slab + 1;
     const int64_t next_tile = key_tile + last_slab;
@@ -217,7 +217,7 @@ __device__ void TakeMaxima(const HardArguments& a, const Task& task, Tiles (&til
   }
 }
 
-// The largest score of each row, and the sum of all weights against it.
+// Finds the largest score of each row, and the sum of all weights relative to it.
 __device__ void SumWeights(const HardArguments& a, const Task& task, Tiles (&tiles)[2],
                            float (&max)[kRows], float (&sum)[kRows]) {
 #pragma unroll
@@ -257,13 +257,13 @@ __device__ void SumWeights(const HardArguments& a, const Task& task, Tiles (&til
   }
 }
 
-// Once over the keys for the sum of their weights, and again up to u of it.
+// Goes over the keys twice: for the sum of their weights, and up to u of it.
 __device__ void Draw(const HardArguments& a, const Task& task, Tiles (&tiles)[2],
                      unsigned (&index)[kRows]) {
   float largest[kRows], sum[kRows];
   SumWeights(a, task, tiles, largest, sum);
   double target[kRows], passed[kRows];
-  unsigned last[kRows];  // key + 1 of a weight above 0; 0: none
+  unsigned last[kRows];  // key + 1 of a weight above 0; 0 for none
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int64_t i = min(task.first_query + ThreadRow() + r, a.query_tokens - 1);
@@ -284,7 +284,7 @@ __device__ void Draw(const HardArguments& a, const Task& task, Tiles (&tiles)[2]
             weights[n] = sum[r] == 0 ? 0 : Weight(scores[r][n] - largest[r]);
             own += weights[n];
           }
-          float upto = own;  // the sum of this thread's weights and those before it
+          float upto = own;  // the sum of this thread's weights and those of earlier threads
 #pragma unroll
           for (int lanes = 1; lanes < kTeam; lanes *= 2) {
             const float below = __shfl_up_sync(~0u, upto, lanes, kTeam);
@@ -309,11 +309,11 @@ __device__ void Draw(const HardArguments& a, const Task& task, Tiles (&tiles)[2]
       index[r] = min(index[r], __shfl_xor_sync(~0u, index[r], lanes));
       last[r] = max(last[r], __shfl_xor_sync(~0u, last[r], lanes));
     }
-    if (index[r] == kNoKey) index[r] = last[r] - 1;  // u of 1, or just below it
+    if (index[r] == kNoKey) index[r] = last[r] - 1;  // for u = 1, or just below it
   }
 }
 
-// As bits, so that they stay what they are. 0 for no key.
+// Copies a value as bits, so that no conversion changes it; 0 for no key.
 template <class Bits>
 __device__ void CopyValue(const HardArguments& a, const Task& task, int64_t i, unsigned key) {
   const Bits* v = static_cast<const Bits*>(a.v.data);

@@ -23,18 +23,18 @@ struct HardArguments {
   int64_t index_strides[3];
   int64_t batch;
   int64_t query_heads;
-  int64_t group;  // query heads of a key-value head
+  int64_t group;  // query heads that share a key-value head
   int64_t query_tokens;
   int64_t kv_tokens;
   int head_dim;
   int value_dim;
   bool causal;
   HardSample sample;
-  float scale;  // of the queries
+  float scale;  // factor of the queries
 };
 
 struct HardKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*choose)(const HardArguments& arguments, void* stream);
 };
 

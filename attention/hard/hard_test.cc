@@ -37,7 +37,7 @@ std::vector<int> Indices(const NamedTensors& outputs) {
   return indices;
 }
 
-// One batch, one head, one channel: scores are q_i k_j.
+// Returns one batch row, one head, one channel: scores are q_i k_j.
 NamedTensors Scalars(const std::vector<float>& q, const std::vector<float>& k) {
   NamedTensors inputs;
   const auto set = [&](const char* name, const std::vector<float>& values) {
@@ -114,7 +114,7 @@ TEST(Hard, EveryRowIsARowOfTheValuesBitByBit) {
     problem.kv_heads = 2;
     problem.value_dim = 5;
     NamedTensors inputs = Random(problem);
-    // Bits that a conversion would change: a signalling NaN.
+    // The bits are those of a signalling NaN, which a conversion would change.
     const size_t size = static_cast<size_t>(SizeOf(dtype));
     const uint32_t nan = dtype == DType::kF32    ? 0x7F800001u
                          : dtype == DType::kBF16 ? 0x7F81u
@@ -157,7 +157,8 @@ TEST(Hard, IsTheLimitOfDenseAttentionWithEverLargerScores) {
 
 // ---- The same choice everywhere ----
 
-// Keys that differ by a few roundings, so that the order of the additions decides which is largest.
+// Returns keys that differ by a few roundings, so that the order of the additions decides which is
+// largest.
 NamedTensors NearTies(const Problem& problem, const Options& options) {
   NamedTensors inputs = Random(problem, options);
   const TensorView k = inputs["k"].view();
@@ -192,7 +193,7 @@ TEST(Hard, CpuAndCudaResolveNearTiesTheSame) {
 }
 
 TEST(Hard, NearTiesDependOnTheOrderOfAdditions) {
-  // Else the test above would show nothing: float64 chooses others.
+  // Without this the test above would show nothing: float64 chooses other keys.
   const Problem problem = Problem::SelfAttention(1, 1, 150, 64);
   const NamedTensors inputs = NearTies(problem, {});
   const std::vector<int> cpu = Indices(RunOwn(problem, inputs));
@@ -212,7 +213,7 @@ TEST(Hard, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
   };
   NamedTensors cpu = RunOwn(problem, inputs);
   EXPECT_EQ(defined(&cpu), Indices(cpu));
-  // Not for a key that is far behind, nor for the second of two equal ones.
+  // The definition must not accept a key that is far behind, nor the second of two equal ones.
   const TensorView k = inputs["k"].view();
   for (int64_t c = 0; c < 64; ++c) *k.MutableAt<float>(0, 0, 149, c) *= 0.5f;
   CopyElements(Slice(k, 2, 3, 1), Slice(k, 2, 8, 1));
@@ -269,7 +270,7 @@ TEST(Hard, AllDevicesDrawWhatTheDefinitionDraws) {
 // ---- Sampling ----
 
 TEST(Hard, InverseCdfPassesWeightsFromTheLeftUntilTheyExceedU) {
-  // Weights 1, 2, 0, 5 of 8; the third underflows.
+  // The weights are 1, 2, 0, 5 of 8; the third underflows.
   const std::vector<float> u = {-1, 0, 0.12f, 0.13f, 0.374f, 0.376f, 0.99f, 1, 7, kNan};
   NamedTensors inputs =
       Scalars(std::vector<float>(u.size(), 1), {0, std::log(2.0f), -200, std::log(5.0f)});
@@ -310,7 +311,7 @@ class Draws {
   const NamedTensors& outputs() const { return outputs_; }
   const NamedTensors& inputs() const { return inputs_; }
   const std::vector<double>& counts() const { return counts_; }
-  // Of soft attention, for each key.
+  // Returns the probabilities of soft attention, for each key.
   std::vector<double> Probabilities() const {
     std::vector<double> p;
     double sum = 0;
@@ -333,7 +334,7 @@ class Draws {
   std::vector<double> counts_;
 };
 
-// 7 degrees of freedom: one in a thousand samples exceeds this.
+// With 7 degrees of freedom, one in a thousand samples exceeds this.
 constexpr double kChiSquare = 24.32;
 
 TEST(Hard, FrequenciesOfDrawsAreTheWeightsOfSoftAttention) {
@@ -374,7 +375,7 @@ TEST(Hard, TheMeanOfDrawsIsSoftAttention) {
       for (int64_t i = 0; i < Draws::kDraws; ++i) {
         mean += *draws.outputs().at("out").view().At<float>(0, 0, i, c) / Draws::kDraws;
       }
-      // Four standard errors.
+      // The bound is four standard errors.
       EXPECT_NEAR(mean, soft, 4 * std::sqrt((square - soft * soft) / Draws::kDraws)) << sample;
     }
   }

@@ -29,7 +29,8 @@ TechniqueInfo Info() {
 
 bool Is2d(const ImageLocalOptions& options) { return options.form == ImageLocalOptions::Form::k2d; }
 
-// Tokens in a row of the image: `width`, or the smallest square's that holds all tokens.
+// Returns the tokens in a row of the image: `width`, or the side of the smallest square that holds
+// all tokens.
 int64_t WidthOf(const ImageLocalOptions& options, int64_t tokens) {
   if (options.width > 0) return options.width;
   int64_t width = 1;
@@ -37,7 +38,7 @@ int64_t WidthOf(const ImageLocalOptions& options, int64_t tokens) {
   return width;
 }
 
-// The window around each block; where causal, the schedule cuts it at the query.
+// The window around each block; where causal, the schedule cuts it off at the query.
 class Pattern1d : public Pattern {
  public:
   explicit Pattern1d(const ImageLocalOptions& options)
@@ -67,7 +68,7 @@ class Pattern1d : public Pattern {
 //
 // Queries are in block-raster order: raster inside a block, raster over blocks. Keys are too, but
 // inside a block one strip of columns after the other: strips end where the flange of a neighbour
-// does, so that every memory has a strip's columns all or not at all, and what it has of a strip is
+// does, so that every memory has all of a strip's columns or none, and its part of a strip is
 // contiguous. With f_w = w there is one strip, and the orders are the same.
 class Image {
  public:
@@ -94,7 +95,7 @@ class Image {
   int64_t flange_height() const { return flange_height_; }
   int64_t flange_width() const { return flange_width_; }
   int64_t KeyPlace(int64_t row, int64_t column) const { return key_place_[row * width_ + column]; }
-  // Where the strip of a column ends.
+  // Returns the end of the strip of a column.
   int64_t StripEnd(int64_t column) const {
     const int64_t begin = column / block_width_ * block_width_;
     for (const int64_t cut : cuts_) {
@@ -126,13 +127,13 @@ class Image {
   int64_t block_width_;
   int64_t flange_height_;
   int64_t flange_width_;
-  std::vector<int64_t> cuts_;  // of a block into strips, beside its ends, ascending
+  std::vector<int64_t> cuts_;  // ends of a block's strips, beside the block's, ascending
   std::vector<int32_t> query_order_;
   std::vector<int32_t> key_order_;
   std::vector<int64_t> key_place_;  // the inverse of key_order
 };
 
-// Over places of the image's two orders.
+// A pattern over places of the image's two orders.
 class Pattern2d : public Pattern {
  public:
   explicit Pattern2d(const Image& image) : image_(image) {}
@@ -173,7 +174,7 @@ class Pattern2d : public Pattern {
   Position PositionOf(int64_t token) const {
     return {token / image_.width(), token % image_.width()};
   }
-  // Of the block's first token.
+  // Returns the position of the block's first token.
   Position BlockOf(const Position& at) const {
     return {at.row / image_.block_height() * image_.block_height(),
             at.column / image_.block_width() * image_.block_width()};
@@ -277,7 +278,7 @@ absl::Status ImageLocal::Definition(const Problem& problem, const ImageLocalOpti
         key_r / h == r / h && key_c / w == c / w && (key_r < r || (key_r == r && key_c <= c));
     return above || left || within;
   };
-  Problem block_raster = problem;  // whose order is not the tokens'
+  Problem block_raster = problem;  // the order of rows is not the tokens'
   block_raster.causal = false;
   DefineMaskedAttention(block_raster, inputs, request, /*scale=*/0, sees, no_bias, outputs);
   return absl::OkStatus();

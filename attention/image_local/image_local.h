@@ -25,7 +25,7 @@
 // itself.
 //
 // Source: Parmar et al. 2018, "Image transformer", ICML, arXiv:1802.05751v3, section 3.3. The
-// memory of 2d does not reach down, so that there is no form of it without a causal mask: it is
+// memory of 2d does not reach down, so that 2d has no form without a causal mask: such a problem is
 // refused (tensor2tensor's local_attention_2d has one of its own, with a flange all around).
 // Deviations of tensor2tensor's common_attention.py that are not followed: in 1d with a causal mask
 // l_m is l_q, and below 2 l_q tokens there is one block; tokens with keys of 0 are padding.

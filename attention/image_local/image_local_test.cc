@@ -44,7 +44,8 @@ Options Blocks2d(int64_t width, Size block, Size flange) {
           {"flange_width", absl::StrCat(flange.width)}};
 }
 
-// The keys that query i sees, read off a run in which value j is the j-th unit vector.
+// Returns the keys that query i sees. They come from a run in which value j is the j-th unit
+// vector.
 Keys KeysSeen(int64_t tokens, int64_t i, const Options& options, bool causal = true) {
   Problem problem = Problem::SelfAttention(1, 1, tokens, 8, causal);
   problem.value_dim = tokens;
@@ -58,7 +59,7 @@ Keys KeysSeen(int64_t tokens, int64_t i, const Options& options, bool causal = t
   }
   return keys;
 }
-// The same as a picture of the image: # the query, o a key, . neither.
+// Draws them as a picture of the image: # is the query, o a key, . neither.
 std::string Picture(int64_t tokens, int64_t width, int64_t i, const Options& options) {
   std::string picture(tokens, '.');
   for (const int64_t j : KeysSeen(tokens, i, options)) picture[j] = 'o';
@@ -86,7 +87,8 @@ TEST(ImageLocal, WithoutACausalMaskABlockSeesTheMemoryOnBothSides) {
 }
 
 TEST(ImageLocal, ABlockOfAnImageSeesAboveLeftAndWithin) {
-  // Row 3, column 4: in the middle block of 2 x 3, with one row and two columns of flange.
+  // The query is at row 3, column 4, in the middle block of 2 x 3, with one row and two columns of
+  // flange.
   EXPECT_EQ(Picture(54, 9, 31, Blocks2d(9, {2, 3}, {1, 2})),
             ".........\n"
             ".ooooooo.\n"
@@ -104,7 +106,7 @@ TEST(ImageLocal, BlocksAtTheEdgesOfAnImageAreCutShort) {
             "..oooo.\n"
             "..ooo#.\n"
             "....\n");
-  EXPECT_EQ(Picture(32, 7, 20, options),  // the last column is a block by itself
+  EXPECT_EQ(Picture(32, 7, 20, options),  // the last column is a block of its own
             ".......\n"
             ".....oo\n"
             ".....o#\n"
@@ -147,7 +149,7 @@ TEST(ImageLocal, MemoryOfTheWholeSequenceEqualsDense) {
   ExpectEqualsDense(Problem::SelfAttention(1, 2, 150, 16), Blocks1d(16, 150));
 }
 
-// Without memory every block of `rows` tokens is alone.
+// Checks that, without memory, every block of `rows` tokens is alone.
 void ExpectBlocksAlone(const Options& options, int64_t block) {
   const Problem problem = Causal(150);
   const NamedTensors inputs = Random(problem);
@@ -171,7 +173,7 @@ TEST(ImageLocal, BlocksOfARowWithoutFlangesAreCausalRows) {
 }
 
 TEST(ImageLocal, ABlockSeesNothingOfLaterBlocks) {
-  // Blocks of 3 x 4 in 9 rows of 14: rows 3 to 5 and columns 4 to 7 are the block of token 63.
+  // With blocks of 3 x 4 in 9 rows of 14, rows 3 to 5 and columns 4 to 7 are the block of token 63.
   const Problem problem = Causal(124);
   const Options options = Blocks2d(14, {3, 4}, {4, 6});
   NamedTensors inputs = Random(problem);
@@ -207,8 +209,8 @@ TEST(ImageLocal, MatchesItsDefinitionInBothForms) {
     std::vector<Options> all = {Blocks1d(64, 64), Blocks1d(50, 7), Blocks1d(1, 0),
                                 Blocks1d(7, 1000)};
     if (causal) {
-      // Narrow, wide and no flanges; flanges of several blocks; a block that is wider than the
-      // image; an image of one column.
+      // The cases are narrow, wide and no flanges; flanges of several blocks; a block that is wider
+      // than the image; an image of one column.
       for (const Options& options : {Blocks2d(0, {4, 6}, {3, 2}), Blocks2d(20, {4, 6}, {2, 5}),
                                      Blocks2d(31, {3, 8}, {7, 19}), Blocks2d(17, {5, 5}, {5, 0}),
                                      Blocks2d(17, {5, 5}, {0, 5}), Blocks2d(25, {2, 40}, {3, 4}),
@@ -240,13 +242,13 @@ double Flops(const Problem& problem, const Options& options) {
 }
 
 TEST(ImageLocal, FlopsCountEachKeptPairOnce) {
-  const double flops_of_pair = 2.0 * 2 * 32;  // of two heads
-  // Four blocks of 10 with memory 5, of which the first block has none.
+  const double flops_of_pair = 2.0 * 2 * 32;  // for two heads
+  // There are four blocks of 10 with memory 5, of which the first block has none.
   EXPECT_EQ(Flops(Causal(40), Blocks1d(10, 5)), flops_of_pair * (4 * 55 + 3 * 10 * 5));
   EXPECT_EQ(Flops(Problem::SelfAttention(1, 2, 40, 16), Blocks1d(10, 5)),
             flops_of_pair * 10 * (15 + 20 + 20 + 15));
-  // 2 x 2 blocks of 2 x 3, one row and one column of flange. Within: 21 pairs each. Left: two keys
-  // for each query of the blocks at the right. Above: four keys for those below.
+  // There are 2 x 2 blocks of 2 x 3, with one row and one column of flange. Within: 21 pairs each.
+  // Left: two keys for each query of the blocks at the right. Above: four keys for those below.
   EXPECT_EQ(Flops(Causal(24), Blocks2d(6, {2, 3}, {1, 1})),
             flops_of_pair * (4 * 21 + 2 * 6 * 2 + 2 * 6 * 4));
 }
@@ -262,7 +264,7 @@ TEST(ImageLocal, WhatItDoesNotDoIsRefusedWithAReason) {
               HasSubstr("form=2d is causal"));
 }
 
-// Made with the masks of tensor2tensor; how is in the files' metadata.
+// The masks of tensor2tensor made these files; their metadata say how.
 class ImageLocalGolden : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(ImageLocalGolden, DefinitionAndEnginesMatchTensor2tensorsMask) {

@@ -15,7 +15,8 @@
 namespace tfb {
 namespace {
 
-// Of a product's sums. Blocks of a grid are 64 slots of a chunk: short ones, to have many.
+// The tokens of a chunk, over which a product's sums run. On CUDA, blocks of a grid are 64 slots of
+// a chunk, and chunks are short to have many blocks.
 constexpr int64_t kCpuChunk = 1024;
 constexpr int64_t kCudaChunk = 256;
 constexpr int64_t kBlockTokens = 128;
@@ -23,7 +24,7 @@ constexpr int64_t kBlockSlots = 64;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// to[c] = combine(to[c], from[c]), 16 at a time, of which the compiler makes vectors.
+// Sets to[c] = combine(to[c], from[c]), 16 at a time, which the compiler vectorizes.
 template <class Combine>
 void CombineRows(int64_t row, const float* from, float* to, const Combine& combine) {
   constexpr int64_t kLanes = 16;  // divides PackedValueRow
@@ -33,11 +34,11 @@ void CombineRows(int64_t row, const float* from, float* to, const Combine& combi
 }
 float Sum(float a, float b) { return a + b; }
 float LargerOrNan(float a, float b) {
-  const float larger = b > a ? b : a;  // a where b is a NaN
+  const float larger = b > a ? b : a;  // `a` where b is NaN
   return b != b ? b : larger;
 }
 
-// [table][slots][tokens] to [table][tokens][slots].
+// Packs [table][slots][tokens] to [table][tokens][slots].
 std::vector<float> PackProducts(const ConstTensorView& e) {
   std::vector<float> packed(e.num_elements());
   const Shape turned = {e.dim(0), e.dim(2), e.dim(1)};
@@ -45,7 +46,7 @@ std::vector<float> PackProducts(const ConstTensorView& e) {
   return packed;
 }
 
-// [table][out][in][window] to [table][window][in][row], 0 beyond the last channel.
+// Packs [table][out][in][window] to [table][window][in][row], 0 beyond the last channel.
 std::vector<float> PackConvolutions(const ConstTensorView& e) {
   const Shape padded = {e.dim(0), e.dim(3), e.dim(2), PackedValueRow(e.dim(1))};
   std::vector<float> packed(NumElements(padded), 0.0f);
@@ -80,7 +81,7 @@ int64_t Compressor::chunks() const {
   return kind_ == Compression::kProduct ? CeilDiv(sizes_.tokens, chunk_tokens()) : 1;
 }
 
-// `head` counts through all sequences: b heads + h.
+// `head` counts through all batch rows: b heads + h.
 const float* Compressor::TableOf(int64_t head) const {
   return tables_->Table(head / sizes_.heads * table_of_batch_ +
                         head % sizes_.heads * table_of_head_);
@@ -136,7 +137,7 @@ absl::Status Compressor::RunCpu(const Call& call, const Execution& execution) co
   const int64_t scratch_floats = kBlockTokens * row();
   float* scratch = workspace.Take<float>(execution.pool->threads() * scratch_floats);
   const bool multiplies = kind_ == Compression::kProduct;
-  // All heads of a chunk follow each other: where they share E, its part stays in a cache.
+  // The heads of a chunk follow each other: where they share E, its part stays in a cache.
   const int64_t parts = multiplies ? chunks() : CeilDiv(sizes_.slots, kBlockSlots);
   execution.pool->ParallelFor(parts * heads, [&](int64_t task, int worker) {
     float* own = scratch + worker * scratch_floats;
@@ -156,8 +157,8 @@ bool Compressor::IsToken(const Call& call, int64_t b, int64_t token) const {
          (call.key_mask.empty() || *call.key_mask.At<uint8_t>(b, token) != 0);
 }
 
-// The rows of tokens first, first + step, ...: where they are, or in the scratch, with zeros for
-// padding, for what lies beyond the last token, and for channels up to row().
+// Returns the rows of tokens first, first + step, ...: in place, or in the scratch, with zeros for
+// padding, for rows beyond the last token, and for channels up to row().
 Compressor::Rows Compressor::TokenRows(const Call& call, int64_t head, int64_t first, int64_t step,
                                        int64_t count, float* scratch) const {
   const int64_t b = head / sizes_.heads, h = head % sizes_.heads;

@@ -1,14 +1,14 @@
 // Keys or values compressed along the sequence, on every device: slots [batch, heads, slots,
 // channels] of rows [batch, heads, tokens, channels], as linformer.h says.
 //
-// A product with E sums the tokens of a chunk in fp32 in their order, and then the chunks in theirs,
-// so that the result depends neither on threads nor on the other sequences of a batch. Rows are
-// read once, E once for each head and tensor. CPU:
+// A product with E sums the tokens of a chunk in fp32 in their order, and then the chunks in
+// theirs, so that the result depends neither on threads nor on the other sequences of a batch. Rows
+// are read once, E once for each head and tensor. On the CPU,
 //
 //   a block of 128 tokens at 64 channels is 32 KiB of rows, which stay in L1 while E's 128 x slots
 //   and the slots' sums, 64 KiB at 256 slots, pass by from L2
 //
-// CUDA: linformer_cuda.cu.
+// linformer_cuda.cu has the CUDA kernels.
 #ifndef TFB_ATTENTION_LINFORMER_COMPRESSION_H_
 #define TFB_ATTENTION_LINFORMER_COMPRESSION_H_
 
@@ -28,11 +28,11 @@ namespace tfb {
 
 enum class Compression : uint8_t { kProduct, kMean, kMax, kConvolution };
 
-// Matrices E, or a convolution's, where they are multiplied: products [table][tokens][slots],
-// convolutions [table][window][in][PackedValueRow(out)].
+// The matrices E, or a convolution's, in the layout of the products: matrices
+// [table][tokens][slots], convolutions [table][window][in][PackedValueRow(out)].
 class CompressionTables {
  public:
-  // From the parameters of linformer.h.
+  // Makes tables from the parameters of linformer.h.
   static absl::StatusOr<std::shared_ptr<const CompressionTables>> Create(
       Device device, Compression kind, const ConstTensorView& parameters);
 
@@ -57,7 +57,7 @@ class Compressor {
 
   Compressor() = default;
   Compressor(Device device, Compression kind, const Sizes& sizes);
-  // Head h of sequence b has table b * of_batch + h * of_head.
+  // Sets the tables: head h of batch row b has table b * of_batch + h * of_head.
   void set_tables(std::shared_ptr<const CompressionTables> tables, int64_t of_batch,
                   int64_t of_head) {
     tables_ = std::move(tables);
@@ -70,11 +70,11 @@ class Compressor {
     TensorView slots;       // f32, in the first chunk's memory
   };
   Memory LayOut(Workspace& workspace) const;
-  // Scratch of a Run beside that.
+  // Returns the scratch of a Run besides that.
   size_t workspace_bytes(int threads) const;
 
-  // x [batch, heads, tokens, channels] of any dtype and strides; key_mask u8 [batch, tokens], or
-  // empty. Allocates nothing; on CUDA it enqueues on the stream.
+  // Compresses x [batch, heads, tokens, channels] of any dtype and strides; key_mask is u8 [batch,
+  // tokens], or empty. It allocates nothing; on CUDA it enqueues on the stream.
   absl::Status Run(const ConstTensorView& x, const ConstTensorView& key_mask, const Memory& memory,
                    const Execution& execution) const;
   double flops() const;
@@ -89,7 +89,7 @@ class Compressor {
     const ConstTensorView& x;
     const ConstTensorView& key_mask;
     const Memory& memory;
-    bool is_plain;  // rows can be read where they are
+    bool is_plain;  // rows can be read in place
   };
 
   int64_t row() const;  // floats
@@ -111,7 +111,7 @@ class Compressor {
   Device device_ = Device::kCpu;
   Compression kind_ = Compression::kProduct;
   Sizes sizes_;
-  std::shared_ptr<const CompressionTables> tables_;  // null: mean and max have none
+  std::shared_ptr<const CompressionTables> tables_;  // null for mean and max, which have none
   int64_t table_of_batch_ = 0;
   int64_t table_of_head_ = 0;
 };

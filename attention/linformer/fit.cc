@@ -11,12 +11,12 @@ namespace {
 using Eigen::MatrixXd;
 using Eigen::VectorXd;
 
-// Squares of singular values that are of rounding: below this to the largest, since inputs are fp32,
-// or to the squares of all rows before their mean was taken off.
+// Squares of singular values below this share of the largest are rounding errors, since inputs are
+// fp32; so are those below this share of the squares of all rows before their mean was subtracted.
 constexpr double kLeastSquare = 1e-12;
 constexpr double kLeastSquareOfRows = 1e-24;
 
-// Rows of the tensors' tokens side by side.
+// Returns the rows of the tensors' tokens side by side.
 MatrixXd Gather(const std::vector<ConstTensorView>& tensors, const std::vector<int64_t>& tokens) {
   int64_t columns = 0;
   for (const ConstTensorView& tensor : tensors) columns += tensor.dim(1);
@@ -38,8 +38,8 @@ struct LeftSingular {
   VectorXd squares;
 };
 
-// Of the `most` largest singular values whose squares exceed `least`, by the eigenvectors of
-// whichever of M^T M and M M^T is smaller.
+// Computes those of the `most` largest singular values whose squares exceed `least`, by the
+// eigenvectors of whichever of M^T M and M M^T is smaller.
 LeftSingular Decompose(const MatrixXd& m, int64_t most, double least) {
   const bool is_tall = m.rows() > m.cols();
   MatrixXd products;
@@ -60,8 +60,8 @@ LeftSingular Decompose(const MatrixXd& m, int64_t most, double least) {
   return left;
 }
 
-// R of linformer.h. |sqrt(slots / n) R S - rows S|^2 over the orthonormal R is least for the polar
-// factor of rows S^2 (Schoenemann's orthogonal Procrustes problem).
+// Returns R of linformer.h. |sqrt(slots / n) R S - rows S|^2 over the orthonormal R is least for
+// the polar factor of rows S^2 (Schoenemann's orthogonal Procrustes problem).
 MatrixXd Rotation(const LeftSingular& left, int64_t slots) {
   const int64_t tokens = left.vectors.rows(), rank = left.vectors.cols();
   MatrixXd rows(slots, rank + 1);
@@ -100,7 +100,8 @@ absl::Status FitTable(const std::vector<ConstTensorView>& keys_and_values,
   const LeftSingular left = Decompose(rows, slots - 1, least);
   const MatrixXd rotation = Rotation(left, slots);
   MatrixXd fitted = rotation.rightCols(left.vectors.cols()) * left.vectors.transpose();
-  fitted.array() += 1 / std::sqrt(static_cast<double>(slots) * n);  // of the two constant columns
+  // This adds the product of the two constant columns.
+  fitted.array() += 1 / std::sqrt(static_cast<double>(slots) * n);
   fitted *= std::sqrt(static_cast<double>(slots) / n);
   for (int64_t s = 0; s < slots; ++s) {
     for (size_t t = 0; t < tokens.size(); ++t) {

@@ -10,10 +10,10 @@
 
 namespace tfb {
 
-// What share one table: keys and values in host memory, each [tokens, channels]. Those of the
-// tokens that `is_token` names are fitted; the others' columns of E are 0, and so is all of E where
-// it names none. e is f32 [slots, tokens], slots at most tokens. The arithmetic is float64.
-// InvalidArgument where a key or value of a token is not finite.
+// Fits a table e, f32 [slots, tokens], to the keys and values in host memory that share it, each
+// [tokens, channels]; slots are at most tokens. The fit uses the tokens for which `is_token` is
+// true; the others' columns of E are 0, and so is all of E where there are none. The arithmetic is
+// float64. Returns InvalidArgument where a key or value of a token is not finite.
 absl::Status FitTable(const std::vector<ConstTensorView>& keys_and_values,
                       const std::vector<bool>& is_token, const TensorView& e);
 

@@ -41,7 +41,7 @@ TechniqueInfo Info() {
   return info;
 }
 
-// What options and problem make together.
+// The sizes that follow from options and problem.
 struct Plan {
   Plan(const LinformerOptions& options, const Problem& problem)
       : has_windows(options.projection == Projection::kMean ||
@@ -68,13 +68,13 @@ struct Plan {
   bool is_fitted;
   int64_t window = 1;
   int64_t slots = 0;  // none where there are no tokens
-  // Head h of sequence b has table b table_of_batch + h table_of_head.
+  // Head h of batch row b has table b table_of_batch + h table_of_head.
   int64_t table_of_batch;
   int64_t table_of_head;
   int64_t tables_of_sequence;
   int64_t tables;  // all of them
   bool has_e;
-  bool has_f;  // else it is e
+  bool has_f;  // whether the values' tables are f; else they are e
 };
 
 Compression KindOf(const LinformerOptions& options) {
@@ -90,7 +90,7 @@ Compression KindOf(const LinformerOptions& options) {
   }
 }
 
-// Of e (of keys) or f (of values).
+// Draws e (for keys) or f (for values).
 absl::StatusOr<Tensor> DrawTables(const LinformerOptions& options, const Problem& problem,
                                   const char* name, int64_t channels, uint64_t seed) {
   const Plan plan(options, problem);
@@ -110,7 +110,7 @@ absl::StatusOr<Tensor> DrawTables(const LinformerOptions& options, const Problem
   return tables;
 }
 
-// [tokens, channels] of one head.
+// Returns [tokens, channels] of one head.
 ConstTensorView OfHead(const ConstTensorView& view, int64_t b, int64_t h) {
   const char* first = static_cast<const char*>(view.data) + view.Offset(b, h) * SizeOf(view.dtype);
   return ConstTensorView(first, view.dtype, Shape{view.dim(2), view.dim(3)},
@@ -139,7 +139,7 @@ absl::Status FitTables(const Plan& plan, const ConstTensorView& k, const ConstTe
   return absl::OkStatus();
 }
 
-// Nobody has given it: it is as drawn.
+// Tells whether e is still as drawn, not given by the caller.
 bool IsUnfitted(const Tensor& e) {
   const auto values = e.span<float>();
   return std::all_of(values.begin(), values.end(), [](float value) { return value == 0; });
@@ -149,7 +149,7 @@ bool SameBits(const Tensor& a, const Tensor& b) {
   return a.bytes() == b.bytes() && std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
 }
 
-// Compresses, and attends to the slots.
+// Compresses keys and values, and attends to the slots.
 class LinformerLayer : public Layer {
  public:
   LinformerLayer(const Problem& problem, const LinformerOptions& options, NamedTensors parameters,
@@ -163,7 +163,7 @@ class LinformerLayer : public Layer {
         of_slots_(problem) {
     parameters_ = std::move(parameters);
     of_slots_.kv_tokens = plan_.slots;
-    of_slots_.dtype = DType::kF32;  // what slots are
+    of_slots_.dtype = DType::kF32;  // the dtype of slots
   }
 
   size_t workspace_bytes(int threads) const override {
@@ -258,7 +258,7 @@ class LinformerLayer : public Layer {
   Compressor keys_;
   Compressor values_;
   Problem of_slots_;
-  Tensor fitted_;  // what Fit gave last
+  Tensor fitted_;  // the result of the last Fit
   FlashEngine engine_;
 };
 
@@ -275,7 +275,8 @@ absl::Status Check(const Problem& problem, const LinformerOptions& options) {
 
 // ---- The definition ----
 
-// E K or F V, or what stands for it, f64 [batch, heads, slots, channels], row by row.
+// Returns E K or F V, or the pooled or convolved rows, f64 [batch, heads, slots, channels], row by
+// row.
 Tensor DefineSlots(const LinformerOptions& options, const Plan& plan, const ConstTensorView& x,
                    const KeyMask& is_token, const Tensor* tables) {
   const DoubleTensor rows(x);
@@ -348,7 +349,8 @@ absl::Status Linformer::Definition(const Problem& problem, const LinformerOption
   const KeyMask is_token(inputs);
   const Tensor* e = plan.has_e ? &parameters.at("e") : nullptr;
   Tensor fitted;
-  if (plan.is_fitted && IsUnfitted(*e)) {  // of a layer before its Setup, or inside another layer
+  // So in a layer before its Setup, or inside another layer.
+  if (plan.is_fitted && IsUnfitted(*e)) {
     fitted = e->Clone();
     TFB_RETURN_IF_ERROR(
         FitTables(plan, inputs.Get("k"), inputs.Get("v"), inputs.Get("key_mask"), &fitted));
@@ -360,7 +362,7 @@ absl::Status Linformer::Definition(const Problem& problem, const LinformerOption
 
   Problem of_slots = problem;
   of_slots.kv_tokens = plan.slots;
-  DefinitionRequest without_weights = request;  // those of slots are not of keys
+  DefinitionRequest without_weights = request;  // weights of slots are not weights of keys
   without_weights.weights = false;
   const DoubleTensor q(inputs.Get("q")), k(keys.view());
   const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));

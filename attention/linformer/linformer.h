@@ -1,14 +1,14 @@
-// Linformer: attention to a fixed number of slots, which keys and values are compressed into along
+// Linformer: attention to a fixed number of slots, into which keys and values are compressed along
 // the sequence.
 //
 //   y_i = sum_s p_is V'_s,   p_is = exp(q_i . K'_s / sqrt(head_dim)) / sum_r exp(q_i . K'_r / ...)
 //   K' = E K   [slots, head_dim],   V' = F V   [slots, value_dim],   E, F   [slots, kv_tokens]
 //
-// for each key-value head. Rows of K and V that are padding are 0 before they are compressed; a slot
-// of nothing but padding is 0 and has its weight like any other. log_sum_exp is that over the slots.
-// Every slot may mix all tokens, so there is no causal form: a causal problem is refused.
+// for each key-value head. Rows of K and V that are padding are 0 before they are compressed; a
+// slot of nothing but padding is 0 and has its weight like any other. log_sum_exp is over the
+// slots. Every slot may mix all tokens, so there is no causal form: a causal problem is refused.
 //
-// What compresses (`projection`), with w = ceil(kv_tokens / k), as many slots as there are windows
+// The compression (`projection`), with w = ceil(kv_tokens / k), as many slots as there are windows
 // of w tokens, the last of which may be shorter:
 //
 //   learned      E and F are parameters, k slots
@@ -16,12 +16,12 @@
 //   convolution  K'_s = sum_t C_t K_(s w + t): kernel and stride w, all channels into all, no bias
 //   fit          E = F, fitted to the keys and values that Setup sees; at most kv_tokens slots
 //
-// Who has parameters of its own (`sharing`), of this one layer's tensors e and f:
+// Sharing of parameters (`sharing`), within this layer's tensors e and f:
 //
 //   none         each key-value head, for keys and for values: e and f have kv_heads tables
 //   headwise     keys and values: one table each, for all heads
-//   key_value    nobody: e alone, for all heads, keys and values
-//   layerwise    likewise, and all layers of a stack: e is drawn without regard to `layer`
+//   key_value    e alone, one table for all heads, keys and values
+//   layerwise    the same, and for all layers of a stack: e is drawn without regard to `layer`
 //
 // `layer` counts from 0; a layer has k - layer * k_step slots, at least 1, as deeper layers need
 // fewer (section 4, "Nonuniform projected dimension").
@@ -34,13 +34,13 @@
 //
 // so that the slots [K' V'] have the tokens' mean, and as covariance the best one of rank r to the
 // tokens' (Eckart and Young): the whole of it where slots > head_dim + value_dim. Of all such R it
-// is the one whose slots are nearest to the tokens floor(s n / slots). What that gives: where the
+// is the one whose slots are nearest to the tokens floor(s n / slots). Its property: where the
 // covariance is whole, y is dense attention's to first order in q, and with slots = kv_tokens it is
-// dense attention. What it does not give: a least error of the softmax, which depends on all moments
-// of the keys and on the queries; means of windows can have less, where neighbours are alike. (Rows
-// of U^T themselves for E keep K and V as well, but a softmax over principal directions is none over
-// tokens: on real inputs of 512 tokens its error is 10 to 20 times the output.) With `sharing` other
-// than none M has the columns of all heads. f does not exist.
+// dense attention. It does not minimize the error of the softmax, which depends on all moments of
+// the keys and on the queries; means of windows can have less, where neighbours are alike. (Rows of
+// U^T themselves for E keep K and V as well, but a softmax over principal directions is none over
+// tokens: on real inputs of 512 tokens its error is 10 to 20 times the output.) With `sharing`
+// other than none M has the columns of all heads. f does not exist.
 //
 // Source: Wang, Li, Khabsa, Fang, Ma 2020, "Linformer: self-attention with linear complexity",
 // arXiv:2006.04768v3, equation 7 and section 4. Deviations that are not followed: fairseq's layer
@@ -99,10 +99,10 @@ struct LinformerOptions {
   }
 };
 
-// Parameters e and, unless shared, f, f32: learned [tables, k, kv_tokens]; convolution [tables,
-// channels, channels, w] as [out, in, kernel]; fit [batch * tables, slots, kv_tokens], 0 until Setup
-// has fitted it, which it does unless the caller has given one. The definition takes the E that it
-// is given, and fits it by the same code where that is 0. Statistics: slots.
+// The parameters are e and, unless shared, f, in f32: learned [tables, k, kv_tokens]; convolution
+// [tables, channels, channels, w] as [out, in, kernel]; fit [batch * tables, slots, kv_tokens], 0
+// until Setup has fitted it, which it does unless the caller has given one. The definition takes
+// the E that it is given, and fits it by the same code where that is 0. Statistics: slots.
 class Linformer : public TechniqueOf<LinformerOptions> {
  public:
   Linformer();

@@ -19,7 +19,7 @@ __device__ float Load(const CompressionArguments& a, int64_t b, int64_t h, int64
       a.x.data, a.x.element,
       b * a.x.strides[0] + h * a.x.strides[1] + token * a.x.strides[2] + channel * a.x.strides[3]);
 }
-// The sums of a slot over the tokens of chunk 0.
+// Returns the sums of a slot over the tokens of chunk 0.
 __device__ float* SlotRow(const CompressionArguments& a, int64_t b, int64_t h, int64_t slot) {
   return a.sums + ((b * a.heads + h) * a.slot_count + slot) * a.row;
 }
@@ -34,7 +34,7 @@ __device__ const float* TableOf(const CompressionArguments& a, int64_t b, int64_
 //
 // A block makes 64 slots x 64 channels of one chunk of tokens, each of its threads 8 x 4 of them in
 // registers: per token a thread reads 12 floats of shared memory for 32 multiply-adds. Tiles of 16
-// tokens are double-buffered: the next are on their way to registers while these are multiplied.
+// tokens are double-buffered: the next are loaded to registers while these are multiplied.
 //   shared memory: 2 x 16 x (64 + 64) x 4 B = 16 KiB
 
 constexpr int kTile = 64;
@@ -42,7 +42,7 @@ constexpr int kDepth = 16;
 constexpr int kMultiplyThreads = 128;
 constexpr int kThreadSlots = 8;
 constexpr int kThreadChannels = 4;
-constexpr int kLoads = kTile * kDepth / kMultiplyThreads;  // of a thread, of each matrix
+constexpr int kLoads = kTile * kDepth / kMultiplyThreads;  // loads of a thread for each matrix
 static_assert(kTile / kThreadSlots * (kTile / kThreadChannels) == kMultiplyThreads, "a tile");
 
 struct alignas(16) Tiles {
@@ -50,10 +50,11 @@ struct alignas(16) Tiles {
   float x[kDepth][kTile];
 };
 
-// Brings tokens of E and x: a thread the slot and the channel of its column, of every second token.
+// Loads tokens of E and x: a thread loads the slot and the channel of its column, for every second
+// token.
 class TileLoader {
  public:
-  // Of the tokens up to `end`; for head h of sequence b.
+  // Loads the tokens up to `end`, for head h of batch row b.
   __device__ TileLoader(const CompressionArguments& a, int64_t b, int64_t h, int64_t first_slot,
                         int64_t first_channel, int64_t end)
       : a_(a),
@@ -64,7 +65,7 @@ class TileLoader {
         channel_(first_channel + threadIdx.x % kTile),
         end_(end) {}
 
-  // Zeros for what is no token, slot or channel.
+  // Loads zeros where there is no token, slot or channel.
   __device__ void Fetch(int64_t first) {
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kMultiplyThreads) Multiply(CompressionArgument
   loader.Put(&tiles[0]);
   int current = 0;
   for (int64_t first = begin; first < end; first += kDepth, current ^= 1) {
-    __syncthreads();  // these tiles are here, and nobody reads the others any more
+    __syncthreads();  // these tiles have arrived, and the others have been read
     const bool more = first + kDepth < end;
     if (more) loader.Fetch(first + kDepth);
     MultiplyTiles(tiles[current], thread_slot, thread_channel, sums);

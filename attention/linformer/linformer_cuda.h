@@ -14,7 +14,7 @@ struct CompressionArguments {
   const uint8_t* key_mask;  // [batch, tokens], or null
   int64_t key_mask_strides[2];
   const float* tables;   // products [tokens][slots], convolutions [window][channels][row], or null
-  int64_t batch_stride;  // of the tables, in floats
+  int64_t batch_stride;  // stride of the tables, in floats
   int64_t head_stride;
   float* sums;  // [chunks][batch * heads][slots][row]; slots are those of chunk 0
   int64_t batch;
@@ -22,14 +22,14 @@ struct CompressionArguments {
   int64_t tokens;
   int64_t slot_count;
   int64_t window;        // tokens of a slot, unless it is a product
-  int64_t chunk_tokens;  // of a product
+  int64_t chunk_tokens;  // tokens of a chunk of a product
   int64_t chunks;
   int64_t channels;
   int64_t row;
-  bool is_max;  // of a pool; else the mean
+  bool is_max;  // max pooling; else the mean
 };
 
-// Each enqueues on the stream and returns null, or why not.
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct LinformerKernels {
   const char* (*multiply)(const CompressionArguments& arguments, void* stream);
   const char* (*add_chunks)(const CompressionArguments& arguments, void* stream);

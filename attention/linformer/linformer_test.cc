@@ -33,7 +33,7 @@ Tensor FloatsOf(const Shape& shape, const std::vector<float>& values) {
   std::copy(values.begin(), values.end(), tensor.span<float>().begin());
   return tensor;
 }
-// E and F of one table, row by row.
+// Returns E and F of one table, row by row.
 NamedTensors Parameters(Tensor e, Tensor f) {
   NamedTensors parameters;
   parameters["e"] = std::move(e);
@@ -48,8 +48,8 @@ Tensor PermutationMatrix(const std::vector<int64_t>& permutation) {
   return matrix;
 }
 
-// A layer's outputs, and those of the definition with the parameters that it has then, which a fit
-// has made.
+// A layer's outputs, and those of the definition with the parameters that the layer has after its
+// fit.
 struct RunAndDefinition {
   NamedTensors run;
   NamedTensors defined;
@@ -102,13 +102,14 @@ TEST(Linformer, TwoSlotsOfThreeTokensAreAsComputedByHand) {
     const double expected = (0.5 * 10 + 8 * 6) / 8.5;
     EXPECT_NEAR(both.run.at("out").span<float>()[0], 8, 1e-5);
     EXPECT_NEAR(both.run.at("out").span<float>()[1], expected, 1e-5);
-    EXPECT_NEAR(both.defined.at("out").span<double>()[1], expected, 1e-6);  // of the fp32 log 2
+    // Within the rounding of the fp32 log 2.
+    EXPECT_NEAR(both.defined.at("out").span<double>()[1], expected, 1e-6);
     EXPECT_NEAR(both.run.at("log_sum_exp").span<float>()[1], std::log(8.5), 1e-5);
   }
 }
 
 TEST(Linformer, WindowsAreTheirMeansMaximaAndConvolutions) {
-  // 5 tokens in windows of 2: the last has one token.
+  // There are 5 tokens in windows of 2: the last window has one token.
   Problem problem = Problem::SelfAttention(1, 1, 5, 1);
   NamedTensors inputs;
   inputs["q"] = FloatsOf({1, 1, 5, 1}, {0, 0, 0, 0, 1});
@@ -154,7 +155,7 @@ TEST(Linformer, PaddingIsZeroBeforeItIsCompressedAndItsSlotKeepsItsWeight) {
     EXPECT_NEAR(both.run.at("out").span<float>()[0], (4 * e + 6 * e * e) / (1 + e + e * e), 1e-5);
     EXPECT_NEAR(both.defined.at("out").span<double>()[0], (4 * e + 6 * e * e) / (1 + e + e * e),
                 1e-12);
-    // All of it padding: slots of zeros.
+    // Where all tokens are padding, all slots are zeros.
     Fill(inputs["key_mask"].view(), 0);
     for (const char* projection : {"learned", "mean", "max", "convolution", "fit"}) {
       const RunAndDefinition none =
@@ -249,7 +250,7 @@ TEST(Linformer, EqualsTheCodesOfOthersWithTheirMatrices) {
     for (const char* input : {"q", "k", "v"}) inputs[input] = file.tensors.at(input).Clone();
     Tensor e = file.tensors.at("e").Clone();
     Options options = how;
-    // Of a convolution [heads, out, in, kernel], as many slots as there are windows.
+    // For a convolution [heads, out, in, kernel] there are as many slots as windows.
     options["k"] = absl::StrCat(e.view().rank == 4 ? k[2] / e.dim(3) : e.dim(1));
     const NamedTensors parameters = Parameters(std::move(e), file.tensors.at("f").Clone());
     for (const Device device : kHostDevices) {
@@ -320,7 +321,7 @@ TEST(Linformer, WeightsOverSlotsSumToOne) {
   for (const float y : outputs.at("out").span<float>()) EXPECT_NEAR(y, 1, 2e-6);
 }
 
-// By elimination with pivots.
+// Computes the rank by elimination with pivots.
 int64_t Rank(std::vector<std::vector<double>> rows, double smallest) {
   int64_t rank = 0;
   for (size_t c = 0; c < rows[0].size() && rank < static_cast<int64_t>(rows.size()); ++c) {
@@ -435,14 +436,14 @@ TEST(Linformer, DeeperLayersHaveFewerSlotsAndAtLeastOne) {
   EXPECT_THAT((std::vector<double>{slots("0", "learned"), slots("1", "learned"),
                                    slots("3", "learned"), slots("9", "learned")}),
               ElementsAre(20, 14, 2, 1));
-  // Windows of ceil(64 / 20) = 4 and ceil(64 / 14) = 5 tokens.
+  // The windows have ceil(64 / 20) = 4 and ceil(64 / 14) = 5 tokens.
   EXPECT_EQ(slots("0", "mean"), 16);
   EXPECT_EQ(slots("1", "mean"), 13);
 }
 
 // ---- The fit ----
 
-// The mean of the rows and their covariance.
+// Returns the mean of the rows and their covariance.
 std::vector<double> Moments(const DoubleTensor& k, const DoubleTensor& v, int64_t rows,
                             int64_t channels) {
   const auto at = [&](int64_t n, int64_t c) {
@@ -466,7 +467,7 @@ std::vector<double> Moments(const DoubleTensor& k, const DoubleTensor& v, int64_
   return moments;
 }
 
-// E x, for one head.
+// Returns E x, for one head.
 DoubleTensor Compressed(const Tensor& e, const Tensor& x) {
   const DoubleTensor table(e.view()), rows(x.view());
   Tensor slots(DType::kF64, {1, 1, e.dim(1), x.dim(3)});
@@ -495,7 +496,7 @@ TEST(Linformer, AFitWithSlotsEnoughKeepsMeanAndCovarianceOfKeysAndValues) {
   const NamedTensors inputs = Random(problem);
   const DoubleTensor k(inputs.at("k").view()), v(inputs.at("v").view());
   const std::vector<double> of_tokens = Moments(k, v, 90, 6);
-  for (const int64_t slots : {13, 20, 90}) {  // 2 * 6 + 1 at least
+  for (const int64_t slots : {13, 20, 90}) {  // at least 2 * 6 + 1 slots
     const Tensor e = Fitted(problem, inputs, {{"k", absl::StrCat(slots)}, {"projection", "fit"}});
     const std::vector<double> of_slots =
         Moments(Compressed(e, inputs.at("k")), Compressed(e, inputs.at("v")), slots, 6);
@@ -513,7 +514,7 @@ TEST(Linformer, AFitWithSlotsEnoughKeepsMeanAndCovarianceOfKeysAndValues) {
   }
   for (size_t c = 0; c < 12; ++c) less += of_tokens[12 + 13 * c] - of_few[12 + 13 * c];
   EXPECT_GT(difference, 1e-3);
-  // Of the total variance the smallest of twelve parts is missing.
+  // The smallest of twelve parts of the total variance is missing.
   EXPECT_GT(less, 0);
   EXPECT_LT(less, 1);
 }
@@ -544,7 +545,7 @@ TEST(Linformer, AFitIsDenseAttentionToFirstOrderInSmallScores) {
     return MaxDifference(both.defined.at("out").view(),
                          DefineDense(problem, ViewsOf(scaled)).at("out").view());
   };
-  // The second order is left: a tenth of the scores has a hundredth of the error.
+  // The error is of second order: a tenth of the scores has a hundredth of it.
   EXPECT_NEAR(error(0.1f) / error(0.01f), 100, 20);
 }
 
@@ -625,7 +626,7 @@ TEST(Linformer, AFitOfEqualOrOfNonFiniteKeysIsTheirMeanOrAnError) {
   NamedTensors inputs = Random(problem);
   Fill(inputs["v"].view(), -3);
   const Options options = {{"k", "6"}, {"projection", "fit"}};
-  Fill(inputs["k"].view(), 0.1);  // whose mean is rounded
+  Fill(inputs["k"].view(), 0.1);  // the mean of these values is rounded
   const RunAndDefinition equal = RunBoth(problem, inputs, options);
   for (const float y : equal.run.at("out").span<float>()) EXPECT_NEAR(y, -3, 1e-6);
   inputs["v"].span<float>()[7] = NAN;
@@ -695,7 +696,7 @@ TEST(Linformer, CostCountsTheMultiplyAddsOfTheFormula) {
     return layer->cost().flops.value();
   };
   const double attending = 2 * 2 * 4 * 5 * 4 * (3 + 6);
-  const double elements = 2 * 2 * 11;  // times channels
+  const double elements = 2 * 2 * 11;  // elements times channels
   EXPECT_EQ(flops("learned"), attending + 2 * elements * 4 * (3 + 6));
   EXPECT_EQ(flops("convolution"), attending + 2 * elements * (3 * 3 + 6 * 6));
   EXPECT_EQ(flops("mean"), attending + elements * (3 + 6));

@@ -33,7 +33,7 @@ bool OwnProjections(const LongformerOptions& options) {
   return options.projections == LongformerOptions::Projections::kOwn;
 }
 
-// Global positions inside the sequence, ascending, each once.
+// Returns the global positions inside the sequence, ascending, each once.
 std::vector<int64_t> Globals(const LongformerOptions& options, int64_t tokens) {
   std::vector<int64_t> globals;
   for (int64_t g : options.globals) {
@@ -54,7 +54,8 @@ struct Window {
   int64_t high;
 };
 
-// What tokens that are not global see, over places of the residue order of each key-value head.
+// The pattern of tokens that are not global, over places of the residue order of each key-value
+// head.
 class LocalPattern : public Pattern {
  public:
   LocalPattern(const LongformerOptions& options, const Problem& problem,
@@ -74,7 +75,7 @@ class LocalPattern : public Pattern {
   bool Allows(int64_t head, int64_t i, int64_t j) const override {
     const ResidueOrder& order = orders_[head / group_];
     const int64_t query = order.Token(i), key = order.Token(j);
-    if (is_global_[query]) return false;  // has a call of its own
+    if (is_global_[query]) return false;  // global rows have a call of their own
     if (is_global_[key]) return !causal_ || key <= query;
     // Within one residue, places count steps of the dilation.
     return order.Residue(i) == order.Residue(j) && j - i >= window_.low && j - i <= window_.high;
@@ -91,7 +92,8 @@ class LocalPattern : public Pattern {
       const int64_t last = std::min(end, query_end) - 1;
       ranges->push_back(
           {std::max(begin, i + window_.low), std::min(end, last + window_.high + 1), false});
-      // One residue and no global query: what all rows have in their bands makes full tiles.
+      // With one residue and no global query, the keys that all rows have in their bands make full
+      // tiles.
       const bool whole =
           local_rows == query_end - query_begin && i == query_begin && last == query_end - 1;
       if (whole) {
@@ -113,7 +115,7 @@ class LocalPattern : public Pattern {
   std::vector<bool> is_global_;
 };
 
-// What global tokens see: row r is the r-th of them.
+// The pattern of global tokens: row r is the r-th of them.
 class GlobalPattern : public Pattern {
  public:
   GlobalPattern(std::vector<int64_t> globals, const Problem& problem)
@@ -131,7 +133,7 @@ class GlobalPattern : public Pattern {
   int64_t tokens_;
 };
 
-// Two calls of engine flash: local rows, then the global ones over them.
+// A layer that makes two calls of engine flash: local rows, then the global ones over them.
 class LongformerLayer : public Layer {
  public:
   LongformerLayer(const Problem& problem, std::vector<TensorSpec> inputs,
@@ -142,7 +144,7 @@ class LongformerLayer : public Layer {
         globals_(Globals(options, problem.query_tokens)),
         local_problem_(problem),
         global_problem_(problem) {
-    // The patterns know the mask; their rows are not in the order of tokens.
+    // The patterns contain the mask; their rows are not in the order of tokens.
     local_problem_.causal = global_problem_.causal = false;
     global_problem_.query_tokens = static_cast<int64_t>(globals_.size());
   }
@@ -218,7 +220,7 @@ class LongformerLayer : public Layer {
   Problem local_problem_;
   Problem global_problem_;
   std::vector<ResidueOrder> orders_;   // one, or one per key-value head
-  DeviceArray<int32_t> order_tokens_;  // theirs, one after the other
+  DeviceArray<int32_t> order_tokens_;  // the residue orders, one after the other
   DeviceArray<int32_t> global_tokens_;
   FlashEngine local_;
   FlashEngine global_;
@@ -283,7 +285,7 @@ absl::Status Longformer::Definition(const Problem& problem, const LongformerOpti
   DefineMaskedAttention(problem, inputs, request, 0, sees, no_bias, outputs);
   if (!OwnProjections(options)) return absl::OkStatus();
 
-  // Global rows again with the tensors of their own, which they see all of.
+  // Computes global rows again with their own tensors, all of which they see.
   Inputs own = inputs;
   for (const char* name : {"q", "k", "v"}) own.Set(name, inputs.Get(absl::StrCat(name, "_global")));
   NamedTensors global;

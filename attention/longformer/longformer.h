@@ -1,5 +1,5 @@
-// Longformer: a sliding window, dilated per head, and a few global tokens that see and are seen by
-// all.
+// Longformer: a sliding window, dilated per head, and a few global tokens, which see all tokens and
+// are seen by all.
 //
 // Token i that is not global sees token j when
 //
@@ -11,14 +11,14 @@
 //
 //   y_i = softmax_j(scale q_i . k_j) v_j over the tokens seen, scale = 1 / sqrt(head_dim)
 //
-// where global rows use queries, keys and values of their own (q_global, k_global, v_global, made
-// by projections of their own) if `projections` is own, and the common ones if it is shared. A
+// where global rows use queries, keys and values of their own (q_global, k_global, v_global, the
+// results of separate projections) if `projections` is own, and the common ones if it is shared. A
 // global token inside the window counts once.
 //
 // Source: Beltagy, Peters, Cohan 2020, "Longformer: the long-document transformer",
 // arXiv:2004.05150v2, sections 3.1 and 3.2. Causal windows as in its language models; globals with
-// a causal mask are ours (the paper uses none there). Deviations of others that are not followed:
-// Hugging Face and allenai mask with -10000, and zero the rows of padded queries.
+// a causal mask are this project's addition (the paper uses none there). Deviations of others that
+// are not followed: Hugging Face and allenai mask with -10000, and zero the rows of padded queries.
 // Cost: 2 pairs (head_dim + value_dim) FLOPs with about tokens (w + 1 + 2 globals) pairs: linear.
 #ifndef TFB_ATTENTION_LONGFORMER_LONGFORMER_H_
 #define TFB_ATTENTION_LONGFORMER_LONGFORMER_H_
@@ -66,7 +66,8 @@ class Longformer : public TechniqueOf<LongformerOptions> {
   absl::Status Definition(const Problem& problem, const LongformerOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
-  // Where `projections` is own, also q_global, k_global and v_global, of the shapes of q, k and v.
+  // Returns the inputs; where `projections` is own, also q_global, k_global and v_global, of the
+  // shapes of q, k and v.
   std::vector<TensorSpec> ReadTensors(const Problem& problem,
                                       const LongformerOptions& options) const override;
 };

@@ -169,7 +169,7 @@ TEST(Longformer, CrossAttentionAndWrongDilationListsAreRefusedWithAReason) {
       HasSubstr("dilation has 3 entries; allowed are 1 or kv_heads, 2"));
 }
 
-// Hugging Face's LongformerSelfAttention computed these; how is in the files' metadata.
+// Hugging Face's LongformerSelfAttention computed these outputs; the files' metadata say how.
 class LongformerGolden : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(LongformerGolden, DefinitionAndEnginesMatchHuggingFace) {
@@ -199,7 +199,7 @@ TEST_P(LongformerGolden, DefinitionAndEnginesMatchHuggingFace) {
   }
   NamedTensors defined;
   ASSERT_TRUE(Longformer().Define(problem, options, {}, exact, {}, &defined).ok());
-  // They zero the rows of padded queries; we leave what such a query computes.
+  // Their code zeroes the rows of padded queries; ours leaves the result of such a query.
   const auto zero_padded = [&](Tensor& out) {
     for (int64_t b = 0; b < shape[0]; ++b) {
       for (int64_t i = 0; i < shape[2]; ++i) {

@@ -40,8 +40,8 @@ TechniqueInfo Info() {
   return info;
 }
 
-// Over places of a round's order: those of a query's chunk and of the one before. Places from
-// `tokens` on are those that the first chunk sees besides.
+// A pattern over places of a round's order: a query sees the places of its chunk and of the
+// previous one. Places from `tokens` on are those that the first chunk sees besides.
 class ChunkPattern : public Pattern {
  public:
   ChunkPattern(int64_t tokens, int64_t chunk) : tokens_(tokens), chunk_(chunk) {}
@@ -64,7 +64,7 @@ class ChunkPattern : public Pattern {
   int64_t chunk_;
 };
 
-// What a Run works with, in the workspace.
+// The arrays of a Run, in the workspace.
 struct Memory {
   void* keys;        // [batch][heads][tokens][head_dim] of the problem's dtype
   int32_t* buckets;  // [batch][heads][rounds][tokens]
@@ -92,11 +92,12 @@ class LshLayer : public Layer {
               static_cast<int32_t>(LshBuckets(factors_)),
               tokens,
               options.bucket_mask};
-    // The last chunk, which the first one sees.
+    // `order` includes the last chunk, which the first one sees.
     if (LshWraps(options) && tokens > 0) sizes_.order += (tokens - 1) % chunk + 1;
     Problem part = problem;
     part.kv_tokens = sizes_.order;
-    part.causal = LshIsWhole(options) && problem.causal;  // else by token, not by place
+    // Otherwise the token rule is causal, by token and not by place.
+    part.causal = LshIsWhole(options) && problem.causal;
     parts_.assign(sizes_.rounds, part);
     calls_.resize(parts_.size());
   }
@@ -231,7 +232,7 @@ class LshLayer : public Layer {
     return ToStatus(KernelsOn<LshKernels>(runtime->target()).buckets(a, execution.stream));
   }
 
-  // As the kernel Buckets.
+  // Does what the kernel Buckets does.
   void BucketsOnCpu(const LshBucketArguments& a, const Execution& execution) const {
     execution.pool->ParallelFor(rows(), [&](int64_t row, int) {
       const int64_t head = row / sizes_.rounds, round = row % sizes_.rounds;
@@ -269,7 +270,7 @@ class LshLayer : public Layer {
     return ToStatus(KernelsOn<LshKernels>(runtime->target()).codes(a, execution.stream));
   }
 
-  // As the kernel Codes.
+  // Does what the kernel Codes does.
   void CodesOnCpu(const LshCodeArguments& a, const Execution& execution) const {
     const int64_t tokens = sizes_.tokens, slot = heads() * tokens, tail = sizes_.order - tokens;
     execution.pool->ParallelFor(rows(), [&](int64_t row, int) {
@@ -316,7 +317,7 @@ class LshLayer : public Layer {
   GroupingShare grouping_;
   std::vector<Problem> parts_;
   FlashParts softmax_;
-  std::vector<FlashCall> calls_;  // room for those of a Run
+  std::vector<FlashCall> calls_;  // room for the calls of a Run
   bool is_set_up_ = false;
 };
 
@@ -362,7 +363,7 @@ std::vector<int64_t> LshFactors(const LshOptions& options, int64_t tokens) {
   int64_t first = static_cast<int64_t>(std::sqrt(static_cast<double>(buckets))) / 2 * 2;
   if (options.buckets == 0) return {first / 2, (buckets + 2 * first - 1) / (2 * first)};
   while (first > 2 && (buckets % first != 0 || buckets / first % 2 != 0)) first -= 2;
-  if (buckets % (2 * first) != 0) return {buckets / 2};  // twice an odd number
+  if (buckets % (2 * first) != 0) return {buckets / 2};  // `buckets` is twice an odd number
   return {first / 2, buckets / first / 2};
 }
 

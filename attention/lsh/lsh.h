@@ -13,36 +13,38 @@
 //   h_r(j) = h_r(i)                           where `bucket_mask`
 //   j <= i                                    where the problem is causal
 //
-// (`wrap`: the first chunk's one before is the last chunk of the round before, the first round's that
-// of the last). With N_ij the number of rounds, and slots of a round, in which i sees j,
+// (With `wrap`, the chunk before the first chunk is the last chunk of the previous round, and for
+// the first round that of the last round.) With N_ij the number of rounds, and slots of a round, in
+// which i sees j,
 //
 //   s_ij = scale q_i . k_j + self_bias [i = j] - log N_ij [dedup]
 //   y_i  = sum_r sum_(j in r) exp(s_ij) v_j / sum_r sum_(j in r) exp(s_ij)
 //
-// that is, rounds are merged by their log-sum-exp. So y_i is softmax attention over the keys with
+// That is, rounds are merged by their log-sum-exp. So y_i is softmax attention over the keys with
 // N_ij > 0 exactly; each counts once where `dedup`, and else N_ij times. self_bias lets a token see
-// itself only where it sees nothing else. What the softmax misses of the attention over all keys, the
-// counterpart (`buckets` 1: one bucket, one chunk, no hashing), falls with rounds: a pair with
-// probability p of a common bucket is missed by all with (1 - p)^R, where no bucket outgrows its
-// chunks. For unit vectors at distance t ln(1 / p) is t^2 / (4 - t^2) ln B and O(ln ln B) more: of 64
-// buckets 2.8 times the first term at t = 0.5, 1.5 times it at t = 1, and it alone at t = sqrt(2).
+// itself only where it sees nothing else. The softmax misses a part of the attention over all keys,
+// which is the counterpart (`buckets` 1: one bucket, one chunk, no hashing). That part falls with
+// rounds: all rounds miss a pair with probability p of a common bucket with probability (1 - p)^R,
+// where no bucket outgrows its chunks. For unit vectors at distance t ln(1 / p) is t^2 / (4 - t^2)
+// ln B and O(ln ln B) more: of 64 buckets 2.8 times the first term at t = 0.5, 1.5 times it at t =
+// 1, and it alone at t = sqrt(2).
 //
 // More than 128 buckets are, where `factorize`, a product of two hashes of about sqrt(B) each.
-// Tokens that key_mask says are none are sorted behind all others, and no key.
+// Tokens that key_mask declares padding are sorted behind all others, and are no keys.
 //
-// The output `buckets` says h_r(i); given as an input, it takes the place of the hashes, so that
-// somebody else's hashing can be used. In a causal problem, which tokens share a chunk may depend on
-// later ones; with buckets and tokens' places given, no row depends on a later one.
+// The output `buckets` contains h_r(i); given as an input, it replaces the hashes, so that other
+// implementations' hashing can be used. In a causal problem, which tokens share a chunk may depend
+// on later ones; with buckets and tokens' places given, no row depends on a later one.
 //
 // Source: Kitaev, Kaiser, Levskaya 2020, "Reformer", arXiv:2001.04451v2, section 2 and appendix A
 // (dedup: its equation for N_ij); hashing: Andoni et al. 2015, arXiv:1509.02897v1, theorem 1.
-// Reformer's published code (trax) has no bucket mask and no dedup, but `wrap`; so have Hugging Face
-// transformers, and both scale keys by 1 / sqrt(|x|^2 + head_dim 1e-6) (`key_norm` epsilon).
+// Reformer's published code (trax) has no bucket mask and no dedup, but `wrap`; so have Hugging
+// Face transformers, and both scale keys by 1 / sqrt(|x|^2 + head_dim 1e-6) (`key_norm` epsilon).
 // reformer-pytorch has `scale` 1 / sqrt(head_dim) besides unit keys, tokens / chunk buckets, and
-// `wrap` or, where tokens keep to their buckets, the bucket mask. It and transformers put -5e4 and
-// -1e5 in the place of a token's score with itself: the same output, another log-sum-exp of tokens
-// that see nothing else. Not followed: reformer-pytorch's dedup with wrap, in several rounds, does
-// not count what the first chunk sees of the round before, and divides its weight by 1e-9.
+// `wrap` or, where tokens keep to their buckets, the bucket mask. It and transformers replace a
+// token's score with itself by -5e4 and -1e5: the same output, another log-sum-exp of tokens that
+// see nothing else. Not followed: reformer-pytorch's dedup with wrap, in several rounds, does not
+// count what the first chunk sees of the round before, and divides its weight by 1e-9.
 //
 // Cost: R tokens head_dim B FLOPs to hash (factorized: 2 sqrt(B) for B), a counting sort, and 8 R
 // tokens chunk head_dim for the attention: linear in tokens with chunks of one size. cost() counts
@@ -92,12 +94,12 @@ struct LshOptions {
   }
 };
 
-// Self-attention only, and every head has keys of its own: query_tokens must equal kv_tokens, and
-// query_heads kv_heads. Parameter rotations [head_dim, rounds, columns] f32, of all heads: R_r, and
-// of factors one after the other. Reads q, v, the optional key_mask and the optional buckets, i32
-// [batch, query_heads, query_tokens, rounds]; those out of range count as the nearest one. Writes
-// out, log_sum_exp and buckets. Statistics, on the CPU: grouping_share, the share of
-// a Run that hashing and sorting take.
+// Lsh is self-attention only, and every head has its own keys: query_tokens must equal kv_tokens,
+// and query_heads kv_heads. The parameter rotations [head_dim, rounds, columns] f32, for all heads,
+// has R_r, and the columns of factors one after the other. Lsh reads q, v, the optional key_mask
+// and the optional buckets, i32 [batch, query_heads, query_tokens, rounds]; those out of range
+// count as the nearest one. It writes out, log_sum_exp and buckets. Statistics, on the CPU:
+// grouping_share, the share of a Run that hashing and sorting take.
 class Lsh : public TechniqueOf<LshOptions> {
  public:
   Lsh();
@@ -118,8 +120,8 @@ class Lsh : public TechniqueOf<LshOptions> {
                                          const LshOptions& options) const override;
 };
 
-// How many columns the hashes have whose product of twice each is the number of buckets, which is
-// made to fit where the option leaves it open. Empty where there is one bucket.
+// Returns the numbers of columns of the hashes. The product of twice each is the number of buckets,
+// which is adjusted where the option leaves it open. Empty where there is one bucket.
 std::vector<int64_t> LshFactors(const LshOptions& options, int64_t tokens);
 
 }  // namespace tfb

@@ -4,7 +4,7 @@
 namespace tfb {
 namespace {
 
-// A thread per token and round, or per place of a row's end.
+// A thread does one token and round, or one place of a row's end.
 
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 65535;

@@ -14,12 +14,12 @@
 namespace tfb {
 namespace {
 
-// One head: buckets of its tokens, and in how many ways each sees another.
+// One head: the buckets of its tokens, and in how many ways each token sees another.
 class Head {
  public:
   Head(const Problem& problem, const LshOptions& options) : problem_(problem), options_(options) {}
 
-  // Appends a round, whose buckets are given; a token that is none is behind all others.
+  // Appends a round, whose buckets are given; a padding token is behind all others.
   void AddRound(std::vector<int64_t> bucket) {
     const int64_t tokens = problem_.query_tokens;
     std::vector<int64_t> order(tokens), chunk(tokens);
@@ -34,7 +34,7 @@ class Head {
     chunk_.push_back(std::move(chunk));
   }
 
-  // N_ij.
+  // Returns N_ij.
   int64_t Count(int64_t i, int64_t j) const {
     int64_t count = 0;
     const size_t rounds = chunk_.size();
@@ -56,8 +56,8 @@ class Head {
   std::vector<std::vector<int64_t>> bucket_, chunk_;  // [rounds][tokens]
 };
 
-// The hashes of all tokens: those given, or by the formula. Where fp32 cannot tell which product is
-// the largest, those that a layer computed, if they are such.
+// The hashes of all tokens: the given ones, or those of the formula. Where fp32 cannot tell which
+// product is the largest, they are those that a layer computed, if these are admissible.
 class Hashes {
  public:
   Hashes(const Problem& problem, const LshOptions& options, const NamedTensors& parameters,
@@ -128,7 +128,7 @@ class Hashes {
   ConstTensorView given_, computed_;
 };
 
-// The normalised vectors, in 16 bits where the problem is.
+// Returns the normalised vectors, in 16 bits where the problem is.
 DoubleTensor KeysOf(const Problem& problem, const LshOptions& options, const DoubleTensor& q) {
   Tensor keys(DType::kF64,
               {problem.batch, problem.query_heads, problem.query_tokens, problem.head_dim});

@@ -1,4 +1,4 @@
-// What the options of LSH attention come to on a problem.
+// The sizes that follow from the options of LSH attention for a problem.
 #ifndef TFB_ATTENTION_LSH_LSH_SIZES_H_
 #define TFB_ATTENTION_LSH_LSH_SIZES_H_
 
@@ -36,7 +36,7 @@ inline int64_t LshBuckets(const std::vector<int64_t>& factors) {
   return buckets;
 }
 
-// Whether problem and options go together.
+// Returns OK where problem and options are compatible.
 absl::Status CheckLsh(const Problem& problem, const LshOptions& options);
 
 }  // namespace tfb

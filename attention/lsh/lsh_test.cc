@@ -42,13 +42,13 @@ NamedTensors DefineLsh(const Problem& problem, const NamedTensors& inputs, const
       .value();
 }
 
-// The same sums in another order: 1e-5 is twenty roundings of a score of 8, which is as large as
-// scores are here.
+// The tolerance for the same sums in another order: 1e-5 is twenty roundings of a score of 8, the
+// largest here.
 constexpr double kNear = 1e-5;
 
-// Largest difference of outputs and of log-sum-exps, those of `other` plus `more`. A token that
-// sees itself alone has one of -1e5, which is known to 2^-24 of itself: differences there are
-// divided by |log_sum_exp| / 64.
+// Returns the largest difference of outputs and of log-sum-exps, with `more` added to those of
+// `other`. A token that sees only itself has a log-sum-exp of -1e5, which is known to 2^-24 of
+// itself: differences there are divided by |log_sum_exp| / 64.
 double Difference(const NamedTensors& ours, const NamedTensors& other, double more = 0) {
   double largest = MaxDifference(ours.at("out").view(), other.at("out").view());
   const ConstTensorView a = ours.at("log_sum_exp").view(), b = other.at("log_sum_exp").view();
@@ -59,7 +59,7 @@ double Difference(const NamedTensors& ours, const NamedTensors& other, double mo
   return largest;
 }
 
-// Values by which an output says its weights: that of token j is the j-th unit vector.
+// Sets values from which an output shows its weights: the value of token j is the j-th unit vector.
 void SetUnitValues(NamedTensors* inputs) {
   const TensorView v = inputs->at("v").view();
   Fill(v, 0);
@@ -79,17 +79,17 @@ std::vector<int> BucketsOf(const NamedTensors& outputs) {
   return buckets;
 }
 
-// ---- Who sees whom, by hand ----
+// ---- The pairs that are seen, by hand ----
 
 struct HandCase {
   std::vector<std::vector<int>> rounds;  // the bucket of each token
   Options options;
   bool causal = false;
-  std::vector<int> padding = {};  // tokens that are none
+  std::vector<int> padding = {};  // padding tokens
 };
 
-// A row of digits N_ij for each query. Where all queries are 0, so are all scores, and the output
-// is N_ij / sum_j N_ij, the log-sum-exp the logarithm of that sum.
+// Returns a row of digits N_ij for each query. Where all queries are 0, so are all scores, and the
+// output is N_ij / sum_j N_ij, the log-sum-exp the logarithm of that sum.
 std::vector<std::string> Digits(const NamedTensors& outputs) {
   const ConstTensorView out = outputs.at("out").view(), lse = outputs.at("log_sum_exp").view();
   std::vector<std::string> rows(out.dim(2));
@@ -137,9 +137,9 @@ void ExpectSeen(const HandCase& c, const std::vector<std::string>& expected) {
   }
 }
 
-// Sorted: 1 3 | 6 0 | 2 5 | 7 4, where buckets 0, 1 and 3 are 1 3 6, 0 2 5 7 and 4.
+// The sorted order is 1 3 | 6 0 | 2 5 | 7 4, where buckets 0, 1 and 3 are 1 3 6, 0 2 5 7 and 4.
 const std::vector<int> kFirst = {1, 0, 1, 0, 3, 1, 0, 1};
-// Sorted: 0 1 | 2 6 | 7 3 | 4 5, where buckets 0, 1 and 2 are 0 1 2, 6 7 and 3 4 5.
+// The sorted order is 0 1 | 2 6 | 7 3 | 4 5, where buckets 0, 1 and 2 are 0 1 2, 6 7 and 3 4 5.
 const std::vector<int> kSecond = {0, 0, 0, 2, 2, 2, 1, 1};
 const Options kNoMask = {{"bucket_mask", "false"}};
 const Options kWrap = {{"bucket_mask", "false"}, {"wrap", "true"}};
@@ -160,10 +160,10 @@ TEST(Lsh, WithoutTheBucketMaskAQuerySeesBothChunksWhole) {
 }
 
 TEST(Lsh, WrapShowsTheFirstChunkTheLastOneOfTheRoundBefore) {
-  // Of one round: 1 and 3 see 7 and 4 besides.
+  // With one round, 1 and 3 see 7 and 4 besides.
   ExpectSeen({{kFirst}, kWrap}, {"11010010", "01011001", "10100110", "01011001",  //
                                  "00101101", "10100110", "11010010", "00101101"});
-  // Of two: 1 and 3 see 4 and 5 besides, and then 0 and 1 see 7 and 4.
+  // With two rounds, 1 and 3 see 4 and 5 besides, and then 0 and 1 see 7 and 4.
   ExpectSeen({{kFirst, kSecond}, kWrap}, {"22011011", "12012101", "21200120", "01121111",  //
                                           "00112202", "10111211", "22110020", "00211112"});
   ExpectSeen({{kFirst, kSecond}, kWrap, /*causal=*/true},
@@ -188,7 +188,7 @@ TEST(Lsh, WithDedupAKeyCountsOnce) {
 }
 
 TEST(Lsh, PaddingTokensAreBehindAndNoKeys) {
-  // Without tokens 3 and 4: 1 6 | 0 2 | 5 7 | 3 4.
+  // Without tokens 3 and 4 the order is 1 6 | 0 2 | 5 7 | 3 4.
   HandCase c = {{kFirst}, kNoMask};
   c.padding = {3, 4};
   ExpectSeen(c, {"11100010", "01000010", "11100010", "00000101",  //
@@ -226,7 +226,7 @@ TEST(Lsh, ATokenSeesItselfOnlyWhereItSeesNothingElse) {
 
 // ---- Where it is attention over all tokens ----
 
-// Of dense attention with keys q / |q| and scale 1.
+// Runs dense attention with keys q / |q| and scale 1.
 NamedTensors RunWhole(const Problem& problem, const NamedTensors& inputs) {
   Tensor keys = inputs.at("q").Clone();
   const int64_t channels = problem.head_dim;
@@ -299,7 +299,7 @@ Tensor RotationsOf(const Problem& problem, const Options& options, uint64_t seed
       .at("rotations")
       .Clone();
 }
-// Those of the rounds named.
+// Returns the rotations of the named rounds.
 NamedTensors Rounds(const Tensor& rotations, const std::vector<int>& rounds) {
   NamedTensors parameters;
   Tensor& chosen = parameters["rotations"] = Tensor(
@@ -338,7 +338,7 @@ TEST(Lsh, ABucketIsThatOfTheDirection) {
       const std::vector<int> buckets = BucketsOf(RunLsh(problem, inputs, options, device));
       NamedTensors other = Random(problem);
       const absl::Span<float> q = other["q"].span<float>();
-      // Powers of 2, with which no product is rounded otherwise.
+      // The factors are powers of 2, with which every product has the same rounding.
       for (size_t n = 0; n < q.size(); ++n) q[n] *= std::ldexp(1.0f, static_cast<int>(n / 16 % 9));
       EXPECT_EQ(BucketsOf(RunLsh(problem, other, options, device)), buckets) << count;
     }
@@ -359,7 +359,7 @@ TEST(Lsh, TheNegativeOfAVectorIsInTheOppositeBucket) {
         ASSERT_EQ(opposite[n], (buckets[n] + count / 2) % count) << count;
       }
     }
-    // Of two factors of 12 each.
+    // The rotations are of two factors of 12 each.
     const std::vector<int> buckets =
         BucketsOf(RunLsh(problem, inputs, {{"buckets", "144"}}, device));
     const std::vector<int> opposite =
@@ -437,9 +437,9 @@ TEST(Lsh, FactorsOfManyBucketsAreTwoEvenNumbersNearTheRoot) {
     options.factorize = factorize;
     return LshFactors(options, tokens);
   };
-  using Columns = std::vector<int64_t>;  // half as many as buckets
+  using Columns = std::vector<int64_t>;  // half as many columns as buckets
   EXPECT_EQ(factors(1), (Columns{}));
-  // 2 tokens / chunk, where chunks have 64 tokens.
+  // The default is 2 tokens / chunk, where chunks have 64 tokens.
   EXPECT_EQ(factors(0, 0), (Columns{1}));
   EXPECT_EQ(factors(0, 1), (Columns{1}));
   EXPECT_EQ(factors(0, 64), (Columns{1}));
@@ -448,7 +448,7 @@ TEST(Lsh, FactorsOfManyBucketsAreTwoEvenNumbersNearTheRoot) {
   EXPECT_EQ(factors(0, 4097), (Columns{5, 7}));  // 10 x 14 for 130
   EXPECT_EQ(factors(0, 4097, false), (Columns{65}));
   EXPECT_EQ(factors(0, 65536), (Columns{22, 24}));  // 44 x 48 for 2048
-  // Numbers that were chosen are kept to.
+  // Numbers that the caller chose are kept.
   EXPECT_EQ(factors(2), (Columns{1}));
   EXPECT_EQ(factors(128), (Columns{64}));
   EXPECT_EQ(factors(132), (Columns{3, 11}));
@@ -457,7 +457,7 @@ TEST(Lsh, FactorsOfManyBucketsAreTwoEvenNumbersNearTheRoot) {
   EXPECT_EQ(factors(512), (Columns{8, 16}));
   EXPECT_EQ(factors(65536), (Columns{128, 128}));
   EXPECT_EQ(factors(268), (Columns{1, 67}));  // 4 times a prime
-  EXPECT_EQ(factors(130), (Columns{65}));     // twice an odd number is no product of even ones
+  EXPECT_EQ(factors(130), (Columns{65}));     // twice an odd number is not a product of even ones
   EXPECT_EQ(factors(134), (Columns{67}));
 }
 
@@ -488,14 +488,14 @@ TEST(Lsh, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
     request.computed = &computed;
     for (int32_t& bucket : computed["buckets"].span<int32_t>()) bucket = (bucket + 1) % count;
     EXPECT_EQ(BucketsOf(DefineLsh(problem, inputs, options, nullptr, request)), buckets);
-    // Of a vector of zeros all products are equal.
+    // For a vector of zeros all products are equal.
     Fill(inputs["q"].view(), 0);
     EXPECT_EQ(BucketsOf(DefineLsh(problem, inputs, options, nullptr, request)),
               BucketsOf(computed));
   }
 }
 
-// ---- Padding and what is no number ----
+// ---- Padding and NaN ----
 
 TEST(Lsh, PaddingChangesNothingForTheTokensThereAre) {
   const Options options = {{"chunk", "8"}, {"buckets", "12"}};
@@ -538,7 +538,7 @@ TEST(Lsh, PaddingChangesNothingForTheTokensThereAre) {
   }
 }
 
-// Rows of NaN after `spoil` are those with seen[i], the others as before.
+// Checks that after `spoil` the rows with seen[i] are NaN, and the others unchanged.
 void ExpectSpoiled(const Problem& problem, const NamedTensors& inputs, const Options& options,
                    const std::function<void(NamedTensors*)>& spoil, const std::vector<bool>& seen) {
   NamedTensors spoiled = Random(problem);
@@ -587,7 +587,7 @@ TEST(Lsh, WhatIsNoNumberReachesOnlyThoseThatSeeIt) {
 }
 
 TEST(Lsh, KeyNormSaysWhatKeysAreDividedBy) {
-  // One token of |x|^2 = 4e-6: its score is 4e-6 scale / sqrt(4e-6), or / sqrt(4e-6 + 4e-6).
+  // One token has |x|^2 = 4e-6: its score is 4e-6 scale / sqrt(4e-6), or / sqrt(4e-6 + 4e-6).
   const Problem problem = Problem::SelfAttention(1, 1, 1, 4);
   NamedTensors inputs = Random(problem);
   Fill(inputs["q"].view(), 1e-3);
@@ -600,7 +600,8 @@ TEST(Lsh, KeyNormSaysWhatKeysAreDividedBy) {
     options["key_norm"] = "epsilon";
     EXPECT_NEAR(score(), std::sqrt(2.0), 1e-6);
     options["scale"] = "0";
-    EXPECT_NEAR(score(), 5e-4 * std::sqrt(2.0), 1e-6);  // as exactly as a sum near 1 is known
+    // The bound is the precision of fp32 sums near 1.
+    EXPECT_NEAR(score(), 5e-4 * std::sqrt(2.0), 1e-6);
   }
 }
 
@@ -622,7 +623,7 @@ TEST(Lsh, AKeyIsAUnitVectorHoweverShortOrLongItsQueryIs) {
   }
 }
 
-// ---- What rounds find ----
+// ---- Pairs that rounds find ----
 
 TEST(Lsh, MoreRoundsFindMoreKeysAndMissLessOfTheSoftmax) {
   Problem problem = Problem::SelfAttention(1, 1, 150, 16);
@@ -648,7 +649,8 @@ TEST(Lsh, MoreRoundsFindMoreKeysAndMissLessOfTheSoftmax) {
         ASSERT_TRUE(weight > 0 || !found[n]) << "a key was lost";
         found[n] = weight > 0;
         if (!found[n]) continue;
-        // A key that is found has the weight of attention over all keys, of which the row has less.
+        // A found key has its weight of the attention over all keys, divided by the share of that
+        // attention that the row has found.
         const double of_whole = whole.at("out").span<float>()[n];
         const double had = std::exp(ours.at("log_sum_exp").span<float>()[n / 150] -
                                     whole.at("log_sum_exp").span<float>()[n / 150]);
@@ -661,13 +663,13 @@ TEST(Lsh, MoreRoundsFindMoreKeysAndMissLessOfTheSoftmax) {
   }
 }
 
-// The probability that two unit vectors at distance t have one bucket of 2 n. Their products with a
-// column are a pair X, Y of normal numbers, of correlation 1 - t^2 / 2, and one pair has to be
-// largest in both magnitudes, and of one sign:
+// Returns the probability that two unit vectors at distance t have the same bucket of 2 n. Their
+// products with a column are a pair X, Y of normal numbers, of correlation 1 - t^2 / 2, and one
+// pair has to be largest in both magnitudes, and of one sign:
 //
 //   p = 2 n int_(x > 0) int_(y > 0) phi(x, y) P(|X| < x, |Y| < y)^(n - 1) dx dy
 //
-// by the trapezoidal rule, whose error at this step is below 1e-4.
+// The integral is by the trapezoidal rule, whose error at this step is below 1e-4.
 double CollisionProbability(int64_t n, double t) {
   constexpr int64_t kSteps = 700;
   constexpr double kStep = 0.01;
@@ -691,8 +693,8 @@ double CollisionProbability(int64_t n, double t) {
   return 2 * static_cast<double>(n) * sum * kStep * kStep;
 }
 
-// Of `pairs` pairs of unit vectors at distance t, tokens 2 n and 2 n + 1, the share that no round
-// shows each other.
+// Returns the share of `pairs` pairs of unit vectors at distance t, tokens 2 n and 2 n + 1, that no
+// round shows to each other.
 double ShareMissed(int64_t pairs, double t, int rounds, int buckets, uint64_t seed) {
   Problem problem = Problem::SelfAttention(1, 1, 2 * pairs, 16);
   problem.value_dim = 2 * pairs;
@@ -711,7 +713,7 @@ double ShareMissed(int64_t pairs, double t, int rounds, int buckets, uint64_t se
       y[c] = static_cast<float>(cosine * x[c] + sine * y[c] / of_y);
     }
   }
-  // One chunk, so that buckets alone hide.
+  // There is one chunk, so that only buckets hide keys.
   RunRequest request;
   request.options = {{"rounds", std::to_string(rounds)},
                      {"chunk", std::to_string(2 * pairs)},
@@ -749,8 +751,8 @@ TEST(Lsh, APairIsMissedByAllRoundsAsOftenAsThePowerSays) {
 }
 
 // Andoni et al., theorem 1: ln(1 / p) = t^2 / (4 - t^2) ln B + O(ln ln B). Below a right angle the
-// first term is too small, by less than one ln ln B, and by an ever smaller part of itself. Vectors
-// at a right angle are hashed independently: p = 1 / B.
+// first term is too small by less than ln ln B, and its relative error falls with B. Vectors at a
+// right angle are hashed independently: p = 1 / B.
 TEST(Lsh, TheChanceOfACommonBucketFallsWithTheDistance) {
   EXPECT_NEAR(CollisionProbability(8, std::sqrt(2.0)), 1.0 / 16, 1e-5);
   EXPECT_NEAR(CollisionProbability(32, std::sqrt(2.0)), 1.0 / 64, 1e-5);
@@ -768,9 +770,9 @@ TEST(Lsh, TheChanceOfACommonBucketFallsWithTheDistance) {
   }
 }
 
-// ---- Other people's code ----
+// ---- Other implementations ----
 
-// Rows of padded tokens become 0, as they are in the files.
+// Sets rows of padded tokens to 0, as they are in the files.
 void ZeroPadding(const NamedTensors& inputs, Tensor* out) {
   if (inputs.count("key_mask") == 0) return;
   const ConstTensorView mask = inputs.at("key_mask").view();
@@ -839,10 +841,10 @@ TEST(Lsh, CostCountsWindowsAndHashes) {
     EXPECT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
     return *layer->cost().flops;
   };
-  // Chunks of 2, 2, 2 and 1: 4 pairs of the first, 8 of others and 3 of the last.
+  // The chunks are of 2, 2, 2 and 1 tokens: the first has 4 pairs, others 8 and the last 3.
   const Options options = {{"rounds", "5"}, {"chunk", "2"}, {"buckets", "8"}};
   EXPECT_EQ(flops(options), 2.0 * 2 * 3 * 5 * ((4 + 4) * (4 + 8 + 8 + 3) + 7 * 4 * 4));
-  // The first sees the last besides.
+  // The first chunk sees the last besides.
   EXPECT_EQ(flops(With(options, kWrap)),
             2.0 * 2 * 3 * 5 * ((4 + 4) * (4 + 8 + 8 + 3 + 2) + 7 * 4 * 4));
   EXPECT_EQ(flops({{"buckets", "1"}}), 2.0 * 2 * 3 * (4 + 4) * 49);

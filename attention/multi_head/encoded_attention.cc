@@ -28,7 +28,7 @@ int64_t ProjectionCount(const EncodedAttentionPlan& plan) {
   return plan.shared ? 1 : plan.applications;
 }
 
-// Of the parameters of application n.
+// Returns the prefix of the parameters of application n.
 std::string Prefix(const EncodedAttentionPlan& plan, int64_t n) {
   return ProjectionCount(plan) == 1 ? "" : absl::StrCat("application", n, ".");
 }
@@ -70,8 +70,8 @@ class EncodedAttentionLayer : public Layer {
     return bytes + Workspace::Measure([this](Workspace& workspace) { TakeState(workspace); });
   }
 
-  // FLOPs are multi_head's: additions of encodings are not counted, as those of biases are not. Of
-  // the encodings' parameters a Run reads the rows that it adds.
+  // Returns the cost. FLOPs are multi_head's: additions of encodings are not counted, as those of
+  // biases are not. A Run reads only the rows of the encodings' parameters that it adds.
   Cost cost() const override {
     Cost cost;
     cost.bytes = TensorBytes() - own_bytes_ +
@@ -111,14 +111,15 @@ class EncodedAttentionLayer : public Layer {
     if (tensor.empty()) return DeviceArray<float>();
     return CopyFloats(device_, tensor.view());
   }
-  int64_t IndexOf(int64_t n) const { return plan_.shared ? 0 : n; }  // in attention_
+  // Returns the index of application n in attention_.
+  int64_t IndexOf(int64_t n) const { return plan_.shared ? 0 : n; }
   TensorView TakeState(Workspace& workspace) const {
     const Problem& p = problem();
     const Shape shape = {p.batch, p.query_tokens, p.model_dim()};
     return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
   }
 
-  // P^n and t^n as additions to a hidden state; empty where there is none.
+  // Return P^n and t^n as additions to a hidden state; empty where there is none.
   ConstTensorView Positions(int64_t n) const {
     const Problem& p = problem();
     const int64_t size = p.query_tokens * p.model_dim();
@@ -134,7 +135,7 @@ class EncodedAttentionLayer : public Layer {
                            {p.batch, p.query_tokens, p.model_dim()}, {0, 0, 1});
   }
 
-  // What application n's attention reads: u, in `state` where something is added.
+  // Returns the input of application n's attention: u, in `state` where something is added.
   absl::StatusOr<ConstTensorView> Encode(int64_t n, ConstTensorView h, const TensorView& state,
                                          const Execution& execution) const {
     const ConstTensorView positions = Positions(n), time = Time(n);
@@ -150,7 +151,7 @@ class EncodedAttentionLayer : public Layer {
     return h;
   }
 
-  // Of Setup: up to the attention that is set up last.
+  // Runs the applications; Setup runs up to the attention that is set up last.
   absl::Status Apply(const Inputs& inputs, const TensorView& out, const Execution& execution,
                      bool sets_up) {
     Workspace workspace(execution.workspace);
@@ -179,7 +180,7 @@ class EncodedAttentionLayer : public Layer {
   DeviceArray<float> positions_;
   DeviceArray<float> times_;
   bool repeat_ = false;
-  double own_bytes_ = 0;  // of the encodings' parameters
+  double own_bytes_ = 0;  // bytes of the encodings' parameters
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Self-attention on hidden states to which an encoding of positions has been added: what the
-// techniques share that tell a token its place in this way.
+// Self-attention on hidden states to which an encoding of positions has been added: the base of
+// techniques that encode positions in this way.
 //
 //   h^0 = x
 //   u_p = scale h^(n-1)_p + P^n_p + t^n,   h^n = multi_head(u)       n = 1 .. applications
@@ -25,45 +25,46 @@
 
 namespace tfb {
 
-// The same for all applications but for what Encodings holds.
+// The plan of all applications, without the numbers that Encodings holds.
 struct EncodedAttentionPlan {
   TechniqueSpec inner = {"dense", {}};
   bool bias = false;
-  double scale = 1;  // only with positions for every application
+  double scale = 1;  // differs from 1 only with positions for every application
   int64_t applications = 1;
   bool shared = false;     // all applications have the same projections
-  int64_t rows_added = 0;  // of the encodings' parameters, in a Run
+  int64_t rows_added = 0;  // rows of the encodings' parameters that a Run adds
 };
 
-// What is added, f32, in host memory.
+// The encodings to add, f32, in host memory.
 struct Encodings {
-  // [tables, tokens, model_dim]: application n adds table n, and nothing where there is none.
+  // [tables, tokens, model_dim]: application n adds table n, or nothing where there is none.
   Tensor positions;
   bool repeat = false;  // the only table is added before every application
   Tensor times;         // [applications, model_dim], or empty
 };
-// From a layer's parameters, at Setup.
+// Makes the encodings from a layer's parameters, at Setup.
 using MakeEncodings = std::function<absl::StatusOr<Encodings>(const NamedTensors& parameters)>;
 
-// x and the optional key_mask.
+// Returns the specs of x and the optional key_mask.
 std::vector<TensorSpec> EncodedAttentionInputs(const Problem& problem);
 
-// The layer. Parameters: `own`, which are those of the encodings; those of ProjectionSpecs, and
-// inner.NAME, which begin with applicationN. where there are several with projections of their own.
-// InvalidArgument where keys are not of the queries' tokens. Statistics are those of multi_head, of
-// the first application.
+// Makes the layer. Its parameters are `own`, which are those of the encodings; those of
+// ProjectionSpecs; and inner.NAME. The latter two begin with applicationN. where there are several
+// applications with projections of their own. Returns InvalidArgument where there are other keys
+// than the queries' tokens. Statistics are those of multi_head, for the first application.
 absl::StatusOr<std::unique_ptr<Layer>> CreateEncodedAttention(const Problem& problem,
                                                               const EncodedAttentionPlan& plan,
                                                               const std::vector<ParameterSpec>& own,
                                                               MakeEncodings make_encodings,
                                                               Device device, uint64_t seed);
 
-// Channel c of P^n_p + t^n in float64, n from 0.
+// Returns channel c of P^n_p + t^n in float64, n from 0.
 using DefineEncoding = absl::FunctionRef<double(int64_t n, int64_t p, int64_t c)>;
 
-// y in float64. With request.weights also those of the last application. Where an inner technique
-// chooses by the order of scores, a near tie before the last application may fall otherwise than in a
-// layer, whose y is then another: with several applications in 16 bits that is usual.
+// Computes y in float64, and with request.weights also the weights of the last application. Where
+// an inner technique chooses by the order of scores, a near tie before the last application may be
+// decided otherwise than in a layer, whose y then differs: with several applications in 16 bits
+// that is usual.
 absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttentionPlan& plan,
                                     DefineEncoding encoding, const NamedTensors& parameters,
                                     const Inputs& inputs, const DefinitionRequest& request,

@@ -4,11 +4,12 @@
 //   q = x W_q + b_q,  k = m W_k + b_k,  v = m W_v + b_v     m = x, or with `cross` the input memory
 //   y = concat_heads(inner(q, k, v)) W_o + b_o
 //
-// `inner` is dense attention, or any other technique on q, k and v, which thereby becomes a layer on
-// hidden states: multi_head:inner=longformer[window=64]. Its scale is its own, with head_dim and not
-// model_dim; so are its masks, and what it refuses. A token that sees no key has heads of 0, so that
-// y is b_o. In 16-bit problems q, k, v and the heads' results are rounded to the problem's dtype, as
-// they are wherever attention runs in it; that is a part of the definition. W and b are f32.
+// `inner` is dense attention, or any other technique on q, k and v, which thereby becomes a layer
+// on hidden states: multi_head:inner=longformer[window=64]. The inner technique decides its scale,
+// with head_dim and not model_dim, its masks, and which problems it refuses. A token that sees no
+// key has heads of 0, so that y is b_o. In 16-bit problems q, k, v and the heads' results are
+// rounded to the problem's dtype, as they are wherever attention runs in it; that is a part of the
+// definition. W and b are f32.
 //
 // Source: Vaswani et al. 2017, "Attention is all you need", arXiv:1706.03762v7, section 3.2.2. There
 // b is absent, as it is here by default; torch.nn.MultiheadAttention has it by default. Fewer
@@ -40,10 +41,10 @@ struct MultiHeadOptions {
   }
 };
 
-// Reads x [batch, query_tokens, model_dim], with `cross` memory, and the optional key_mask. Without
-// `cross` kv_tokens must be query_tokens. Parameters: those of ProjectionSpecs, and the inner
-// technique's as inner.NAME. Statistics: the inner layer's; on a GPU also cublas, 1 where cuBLAS
-// makes the projections.
+// MultiHead reads x [batch, query_tokens, model_dim], with `cross` memory, and the optional
+// key_mask. Without `cross` kv_tokens must be query_tokens. Its parameters are those of
+// ProjectionSpecs, and the inner technique's as inner.NAME. Its statistics are the inner layer's;
+// on a GPU also cublas, 1 where cuBLAS computes the projections.
 //
 // The counterpart is the same layer with the inner technique's counterpart inside.
 class MultiHead : public TechniqueOf<MultiHeadOptions> {

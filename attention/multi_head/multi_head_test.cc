@@ -1,4 +1,4 @@
-// Tolerance. Attention is held to the bound of fp32, 2e-5 of the largest value it mixes; the output
+// Tolerance. Attention has the bound of fp32, 2e-5 of the largest value it mixes; the output
 // projection adds up as many products of order 1 / sqrt(rows) as there are rows, so that an error
 // passes through it unchanged in size: 2e-5 of the largest output, or of 1 where that is more.
 #include "attention/multi_head/multi_head.h"
@@ -70,7 +70,7 @@ std::string Error(const Problem& problem, const Options& options) {
   return layer.ok() ? "ok" : std::string(layer.status().message());
 }
 
-// The identity, [size, size].
+// Returns the identity matrix, [size, size].
 Tensor Identity(int64_t size) {
   Tensor matrix(DType::kF32, {size, size});
   Fill(matrix.view(), 0);
@@ -78,7 +78,7 @@ Tensor Identity(int64_t size) {
   return matrix;
 }
 
-// x W of a hidden state as the heads of q, k or v.
+// Returns x W of a hidden state as the heads of q, k or v.
 Tensor Project(const Tensor& x, const Tensor& w, int64_t heads) {
   const int64_t batch = x.dim(0), tokens = x.dim(1), channels = w.dim(1) / heads;
   Tensor result(DType::kF32, {batch, heads, tokens, channels});
@@ -112,7 +112,8 @@ TEST(MultiHead, OneHeadWithoutProjectionsIsDenseAttention) {
 }
 
 TEST(MultiHead, TwoTokensByHand) {
-  // One head of one channel, scale 1: x = 1, 2; q = 2 x, k = x, v = 3 x, y = -attention + 0.5.
+  // There is one head of one channel and scale 1: x = 1, 2; q = 2 x, k = x, v = 3 x, y = -attention
+  // + 0.5.
   Problem problem = Problem::SelfAttention(1, 1, 2, 1);
   NamedTensors parameters;
   for (const auto& [name, value] : std::vector<std::pair<std::string, double>>{
@@ -127,7 +128,7 @@ TEST(MultiHead, TwoTokensByHand) {
   x.span<float>()[1] = 2;
   const Tensor out = RunOwn(problem, {{"x", x.view()}}, {{"bias", "true"}}, &parameters);
   for (int64_t i = 0; i < 2; ++i) {
-    // Scores of token i: 2 (i + 1) and 4 (i + 1); values 3 and 6.
+    // The scores of token i are 2 (i + 1) and 4 (i + 1); values are 3 and 6.
     const double first = std::exp(2.0 * static_cast<double>(i + 1));
     const double second = std::exp(4.0 * static_cast<double>(i + 1));
     EXPECT_NEAR(out.span<float>()[i], 0.5 - (3 * first + 6 * second) / (first + second), 2e-6);
@@ -326,7 +327,7 @@ TEST(MultiHead, CostCountsProjectionsAndPairs) {
   const auto layer = MultiHead().Create(problem, {{"bias", "true"}}, Device::kCpu, 1).value();
   const NamedTensors inputs = Random(problem);
   ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
-  // Width 8: q 8 x 8, k 8 x 4, v 8 x 6, o 12 x 8; 15 pairs a head.
+  // The width is 8: q is 8 x 8, k 8 x 4, v 8 x 6, o 12 x 8; there are 15 pairs a head.
   const double weights = 8 * 8 + 8 * 4 + 8 * 6 + 12 * 8, biases = 8 + 4 + 6 + 8;
   EXPECT_EQ(layer->cost().flops, 2 * 3 * (5 * weights + 4 * 15 * (2 + 3)));
   EXPECT_EQ(layer->cost().bytes, 4 * (2 * 3 * 5 * 8 + weights + biases));

@@ -13,7 +13,7 @@
 namespace tfb {
 namespace {
 
-// The registered technique, with the options that differ from its defaults.
+// Checks that the technique is registered, and keeps the options that differ from its defaults.
 absl::Status CheckInner(TechniqueSpec* inner) {
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(inner->technique));
   if (technique->info().input_kind != InputKind::kQkv) {
@@ -33,7 +33,7 @@ absl::Status OfInner(const TechniqueSpec& inner, const absl::Status& status) {
                       absl::StrCat("inner ", ToBracketedString(inner), ": ", status.message()));
 }
 
-// [batch, tokens, heads * channels] as [batch, heads, tokens, channels].
+// Returns [batch, tokens, heads * channels] as [batch, heads, tokens, channels].
 template <class View>
 View Heads(const View& view, int64_t heads) {
   return Transpose(SplitAxis(view, 2, heads), 1, 2);
@@ -135,7 +135,7 @@ absl::Status ProjectedAttention::Setup(const NamedTensors& parameters, absl::str
     const auto found = parameters.find(absl::StrCat(prefix, name));
     return found == parameters.end() ? ConstTensorView() : ConstTensorView(found->second.view());
   };
-  // The matrices of some projections side by side, and their biases.
+  // Packs the matrices of some projections side by side, and their biases.
   const auto pack = [&](const std::vector<std::string>& names) {
     std::vector<ConstTensorView> matrices;
     std::vector<float> biases;
@@ -209,7 +209,8 @@ absl::Status ProjectedAttention::Project(const Call& call, const Scratch& scratc
     TFB_RETURN_IF_ERROR(MatMul(queries_, {call.x, {}, scratch.packed}, execution));
   }
   inner_inputs_.Set("q", Heads(scratch.queries, problem_.query_heads));
-  if (inner_inputs_.Find("k") != nullptr) {  // queries are keys where it has none
+  // Queries are keys where the inner technique reads no k.
+  if (inner_inputs_.Find("k") != nullptr) {
     inner_inputs_.Set("k", Heads(Slice(scratch.keys_values, 2, 0, key_width_), problem_.kv_heads));
   }
   inner_inputs_.Set(
@@ -242,8 +243,8 @@ double ProjectedAttention::projection_flops() const {
 
 namespace {
 
-// x W + b of f64 rows, where b may be missing, as [batch, heads, tokens, channels] in the problem's
-// dtype, or f64 where that is f32.
+// Returns x W + b of f64 rows, where b may be missing, as [batch, heads, tokens, channels] in the
+// problem's dtype, or f64 where that is f32.
 Tensor DefineProjection(const Problem& problem, const DoubleTensor& x, int64_t tokens,
                         int64_t heads, const ConstTensorView& w, const ConstTensorView& b) {
   const DoubleTensor matrix(w), bias(b);

@@ -31,16 +31,17 @@ namespace tfb {
 
 // ---- The attention inside ----
 
-// An option of that name for the inner technique: one of the registry on q, k and v.
+// Binds an option of that name for the inner technique: a registered one on q, k and v.
 void BindInner(OptionBinder& bind, TechniqueSpec* inner);
 
-// Its layer for the problem. What the technique says where it refuses is passed on, and so is that
-// it reads more than there is here: q, k, v, key_mask and, where `gives_x`, the hidden state x.
+// Creates the inner technique's layer for the problem. Returns the technique's error where it
+// refuses, and an error where it reads more inputs than exist here: q, k, v, key_mask and, where
+// `gives_x`, the hidden state x.
 absl::StatusOr<std::unique_ptr<Layer>> CreateInner(const TechniqueSpec& inner,
                                                    const Problem& problem, Device device,
                                                    uint64_t seed, bool gives_x);
 
-// The technique of the options, with the counterpart of their field `inner` in its place.
+// Returns the technique of the options, with the counterpart of their field `inner` in its place.
 template <class OptionsT>
 absl::StatusOr<TechniqueSpec> WithCounterpartInside(const Technique& technique,
                                                     const Problem& problem,
@@ -55,25 +56,26 @@ absl::StatusOr<TechniqueSpec> WithCounterpartInside(const Technique& technique,
 
 // ---- Parameters ----
 
-// A parameter and how it is drawn.
+// A parameter and its distribution.
 struct ParameterSpec {
   std::string name;
   Shape shape;
   double mean;
   double deviation;
 };
-// w_q [model_dim, query_heads head_dim], w_k [model_dim, kv_heads head_dim], w_v [model_dim,
-// kv_heads value_dim], w_o [query_heads value_dim, model_dim], where y = x W and head h owns columns
-// h head_dim to (h + 1) head_dim - 1 (rows of w_o), and with `bias` b_q, b_k, b_v, b_o. All are
-// N(0, 1 / rows of the matrix), so that q and k of hidden states N(0, 1) give scores N(0, 1).
+// Returns the specs of w_q [model_dim, query_heads head_dim], w_k [model_dim, kv_heads head_dim],
+// w_v [model_dim, kv_heads value_dim], w_o [query_heads value_dim, model_dim], where y = x W and
+// head h owns columns h head_dim to (h + 1) head_dim - 1 (rows of w_o), and with `bias` b_q, b_k,
+// b_v, b_o. All are N(0, 1 / rows of the matrix), so that q and k of hidden states N(0, 1) give
+// scores N(0, 1).
 std::vector<ParameterSpec> ProjectionSpecs(const Problem& problem, bool bias);
-// Adds each, drawn from the seed and its name with the prefix, in f32. ResourceExhausted where there
-// is no memory.
+// Adds each parameter, drawn from the seed and its name with the prefix, in f32. Returns
+// ResourceExhausted where there is no memory.
 absl::Status DrawParameters(const std::vector<ParameterSpec>& specs, absl::string_view prefix,
                             uint64_t seed, NamedTensors* parameters);
-// Those of the inner layer, with the prefix.
+// Adds the parameters of the inner layer, with the prefix.
 void AddInnerParameters(const Layer& inner, absl::string_view prefix, NamedTensors* parameters);
-// Those whose names have the prefix, without it.
+// Returns the parameters whose names have the prefix, without it.
 NamedTensors WithoutPrefix(const NamedTensors& parameters, absl::string_view prefix);
 
 // ---- The layer's part ----
@@ -89,16 +91,17 @@ class ProjectedAttention {
     ConstTensorView x;         // [batch, query_tokens, model_dim] of any dtype
     ConstTensorView memory;    // [batch, kv_tokens, model_dim]; empty unless cross
     ConstTensorView key_mask;  // u8 [batch, kv_tokens], or empty
-    ConstTensorView residual;  // as y, or empty
-    TensorView y;              // [batch, query_tokens, model_dim]; may be x, and the residual
+    ConstTensorView residual;  // of y's shape, or empty
+    TensorView y;              // [batch, query_tokens, model_dim]; may be x or the residual
   };
 
-  // `parameters` in host memory: those of ProjectionSpecs, and the inner layer's as inner.NAME,
-  // each with the prefix. The inner layer sees the call's inputs, as its Setup may need.
+  // Sets up the layer with `parameters` in host memory: those of ProjectionSpecs, and the inner
+  // layer's as inner.NAME, each with the prefix. The inner layer gets the call's inputs, which its
+  // Setup may need.
   absl::Status Setup(const NamedTensors& parameters, absl::string_view prefix, const Call& call,
                      const Execution& execution);
   size_t workspace_bytes(int threads) const;
-  // Allocates nothing; on CUDA it enqueues on the stream.
+  // Runs a call. It allocates nothing; on CUDA it enqueues on the stream.
   absl::Status Run(const Call& call, const Execution& execution);
 
   double projection_flops() const;
@@ -125,15 +128,16 @@ class ProjectedAttention {
   PackedMatrix keys_values_;  // cross: W_k, W_v
   PackedMatrix output_;
   std::unique_ptr<Layer> inner_;
-  Inputs inner_inputs_;  // their names are here before a Run, which must not allocate
+  Inputs inner_inputs_;  // the names are in here before a Run, which must not allocate
   Outputs inner_outputs_;
 };
 
 // ---- The definition, in float64 ----
 
-// y without the residual, f64 [batch, rows, model_dim], by the formula above, with the same
-// roundings to the problem's dtype and the inner technique's own definition. `x` and `memory` are of
-// any dtype, `memory` empty unless cross. With request.weights also the inner's weights.
+// Computes y without the residual, f64 [batch, rows, model_dim], by the formula above, with the
+// same roundings to the problem's dtype and the inner technique's own definition. `x` and `memory`
+// are of any dtype, `memory` empty unless cross. With request.weights it also writes the inner
+// technique's weights.
 absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpec& inner,
                                       const NamedTensors& parameters, absl::string_view prefix,
                                       const ConstTensorView& x, const ConstTensorView& memory,

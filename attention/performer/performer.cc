@@ -61,11 +61,11 @@ FeatureMap MapOf(const PerformerOptions& options, int64_t head_dim) {
   return map;
 }
 
-// What the formula needs of one token.
+// The numbers of one token in the formula.
 struct Projected {
   std::vector<double> products;  // w_r . x, and -w_r . x after them for hyperbolic
   double half_square;            // |x|^2 / 2
-  double maximum;                // of the products
+  double maximum;                // the maximum of the products
 };
 
 // The float64 definition, feature by feature.
@@ -91,8 +91,8 @@ class Formula {
     return projected;
   }
 
-  // What s is the maximum of. Where no epsilon is added any s gives the same ratio, so the largest
-  // exponent itself is taken, which underflows for no norm.
+  // Returns the number of which s is the maximum. Where no epsilon is added any s gives the same
+  // ratio, so the largest exponent itself is taken, which underflows for no norm.
   double StabiliserOf(const Projected& token) const {
     if (options_.kernel == Kernel::kRelu) return 0;
     if (options_.epsilon == 0 && options_.denominator_epsilon == 0)
@@ -119,8 +119,8 @@ class Formula {
   double scale_;
 };
 
-// The keys of one key-value head. Their features are kept as long as the same stabiliser is asked
-// for: a running maximum changes a few times in a sequence.
+// The keys of one key-value head. Their features are cached while callers ask for the same
+// stabiliser: a running maximum changes a few times in a sequence.
 class Keys {
  public:
   Keys(const Formula& formula, const DoubleTensor& k, int64_t b, int64_t head, int64_t tokens)
@@ -139,7 +139,7 @@ class Keys {
  private:
   const Formula& formula_;
   std::vector<Projected> projected_;
-  std::vector<std::vector<double>> features_;  // with stabiliser s_, where there are any
+  std::vector<std::vector<double>> features_;  // features with stabiliser s_, if computed
   double s_ = 0;
 };
 
@@ -148,8 +148,8 @@ struct Row {
   double log_sum_exp = kNotSeen;
 };
 
-// The row of the query `q`, which sees the keys with `sees` and subtracts the maximum over those
-// with `in_maximum`.
+// Returns the row of the query `q`, which sees the keys with `sees` and subtracts the maximum over
+// those with `in_maximum`.
 Row RowOf(const Formula& formula, const double* q, Keys* keys, double denominator_epsilon,
           const std::vector<bool>& sees, const std::vector<bool>& in_maximum) {
   Row row;

@@ -3,20 +3,20 @@
 //   y_i  = sum_j w_ij v_j
 //   w_ij = phi(q_i) . phi(k_j) / (sum_j phi(q_i) . phi(k_j) + d sum_r phi(q_i)_r)
 //
-// over the keys j that are tokens and, where the problem is causal, j <= i + kv_tokens -
-// query_tokens. x is head_dim^(-1/4) times q_i or k_j, w_r a row of W [features, head_dim], epsilon
-// and d options (d is `denominator_epsilon`):
+// The sums are over the keys j that are tokens and, where the problem is causal, j <= i + kv_tokens
+// - query_tokens. x is head_dim^(-1/4) times q_i or k_j, w_r a row of W [features, head_dim],
+// epsilon and d options (d is `denominator_epsilon`):
 //
 //   softmax     phi(x)_r       = m^(-1/2)  (exp(  w_r . x - |x|^2 / 2 - s) + epsilon)
 //   hyperbolic  phi(x)_(r, +-) = (2m)^(-1/2) (exp(+-w_r . x - |x|^2 / 2 - s) + epsilon)
 //   relu        phi(x)_r       = max(w_r . x, 0) + relu_epsilon
 //
 // with m the number of rows of W. relu is a kernel of its own, which does not estimate the softmax.
-// The stabiliser s of a query is max_r w_r . x (of |w_r . x| for hyperbolic). That of the keys is
-// common to all keys of a sum: the maximum over r and over the keys that row i sees (`key_maximum`
-// running), so that no row depends on later keys, or over all keys of the batch and head that are
-// tokens, later ones too (sequence; published code does so). It cancels in w_ij up to epsilon and
-// d. `stabilise` false: s = 0.
+// The stabiliser s of a query is max_r w_r . x (of |w_r . x| for hyperbolic). The stabiliser of the
+// keys is common to all keys of a sum: the maximum over r and over the keys that row i sees
+// (`key_maximum` running), so that no row depends on later keys, or over all keys of the batch and
+// head that are tokens, later ones too (sequence; published code does so). It cancels in w_ij up to
+// epsilon and d. With `stabilise` false, s = 0.
 //
 // Without stabiliser and epsilon, E over W of phi(q_i) . phi(k_j) = exp(q_i . k_j /
 // sqrt(head_dim)), for rows of W that are N(0, I) each: independent (`orthogonal` false), or in
@@ -97,7 +97,7 @@ struct PerformerOptions {
   }
 };
 
-// Parameter w [features, head_dim] f32: W, drawn from the seed.
+// Performer has the parameter w [features, head_dim] f32: W, drawn from the seed.
 class Performer : public TechniqueOf<PerformerOptions> {
  public:
   Performer();

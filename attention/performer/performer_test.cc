@@ -72,7 +72,7 @@ TEST(Performer, OneFeatureWeighsEachKeyByItsOwnFeature) {
     EXPECT_NEAR(run.at("out").span<float>()[i], (2 + 4 * e + 8) / (2 + e), 1e-5);
     EXPECT_NEAR(defined.at("out").span<double>()[i], (2 + 4 * e + 8) / (2 + e), 1e-12);
   }
-  // relu: phi(k) = k + 1e-3.
+  // For relu, phi(k) = k + 1e-3.
   request.options = {{"features", "1"}, {"kernel", "relu"}};
   const double expected = (1e-3 * 2 + 1.001 * 4 + 2.001 * 8) / (3 + 3e-3);
   Fill(inputs["q"].view(), 1);
@@ -119,8 +119,8 @@ TEST(Performer, LayerEqualsDefinitionUnderEveryOption) {
 }
 
 TEST(Performer, LargeNormsUnderflowNeitherLayerNorDefinition) {
-  // Scores up to some hundreds, far above what exp(-|x|^2 / 2) holds in fp32 (and for the larger in
-  // float64).
+  // Scores reach some hundreds, far above the range of exp(-|x|^2 / 2) in fp32 (and for the larger
+  // in float64).
   for (const double magnitude : {8.0, 40.0}) {
     for (const char* epsilon : {"0", "1e-6"}) {
       for (const bool causal : {false, true}) {
@@ -240,7 +240,7 @@ TEST(Performer, OutputsStayWithinTheHullOfTheValues) {
     const ConstTensorView v = inputs.at("v").view();
     for (int64_t c = 0; c < 16; ++c) {
       float low = INFINITY, high = -INFINITY;
-      for (int64_t i = 0; i < 100; ++i) {  // of the values up to i
+      for (int64_t i = 0; i < 100; ++i) {  // the mean of the values up to i
         low = std::min(low, *v.At<float>(0, 0, i, c));
         high = std::max(high, *v.At<float>(0, 0, i, c));
         const float y = *outputs.at("out").view().At<float>(0, 0, i, c);
@@ -341,8 +341,9 @@ TEST(Performer, FewerFeaturesAreTheFirstOfMore) {
 }
 
 TEST(Performer, ElementsOfOrthogonalRowsHaveTheMomentsOfGaussians) {
-  // Of N(0, 1): mean 0, variance 1, fourth moment 3. 256 seeds x 16 rows x 8 channels = 32 K draws,
-  // of which rows of a block are dependent: 1 / sqrt(4 K) = 0.016 at worst for the mean.
+  // The draws must have N(0, 1)'s mean 0, variance 1 and fourth moment 3. 256 seeds x 16 rows x 8
+  // channels = 32 K draws, of which rows of a block are dependent: the deviation of the mean is 1 /
+  // sqrt(4 K) = 0.016 at worst.
   const Problem problem = Problem::SelfAttention(1, 1, 1, 8);
   double mean = 0, square = 0, fourth = 0, count = 0;
   for (uint64_t seed = 0; seed < 256; ++seed) {
@@ -416,9 +417,9 @@ class KernelEstimates {
   }
   int64_t pairs() const { return problem_.batch; }
   double exact(int64_t p) const { return exact_[p]; }
-  // |x + y|^2
+  // Returns |x + y|^2.
   double z_square(int64_t p) const { return z_square_[p]; }
-  // E (phi . phi - SM)^2 of the softmax features with independent rows.
+  // Returns E (phi . phi - SM)^2 of the softmax features with independent rows.
   double SoftmaxMse(int64_t p, double features) const {
     const double z = z_square_[p];
     return std::exp(z) * exact_[p] * exact_[p] * (1 - std::exp(-z)) / features;
@@ -431,7 +432,7 @@ class KernelEstimates {
       estimates.push_back(std::exp(static_cast<double>(lse)));
     return estimates;
   }
-  // Mean over seeds and pairs of ((estimate - exact) / exact)^2.
+  // Returns the mean over seeds and pairs of ((estimate - exact) / exact)^2.
   double RelativeMse(const Options& options, uint64_t seeds) const {
     double sum = 0;
     for (uint64_t seed = 0; seed < seeds; ++seed) {
@@ -472,15 +473,15 @@ TEST(Performer, TheKernelEstimateIsUnbiasedForEachMapAndWayToDraw) {
         EXPECT_NEAR(moments[p].mean(), kernel.exact(p), 4 * moments[p].standard_error())
             << name << ", orthogonal " << orthogonal;
         EXPECT_LT(moments[p].standard_error(),
-                  0.02 * kernel.exact(p));  // so that the line above says something
+                  0.02 * kernel.exact(p));  // ensures that the line above shows something
       }
     }
   }
 }
 
 TEST(Performer, NormsOfSqrtDAreBiased) {
-  // |w| = sqrt(d) and uniform in direction: E exp(w . z) = 1 + |z|^2 / 2 + (d / (d + 2)) |z|^4 / 8
-  // + ..., less than exp(|z|^2 / 2).
+  // |w| = sqrt(d), and w is uniform in direction: E exp(w . z) = 1 + |z|^2 / 2 + (d / (d + 2))
+  // |z|^4 / 8 + ..., less than exp(|z|^2 / 2).
   const KernelEstimates kernel(4, 4, 1);
   std::vector<Moments> moments(kernel.pairs());
   for (uint64_t seed = 0; seed < 4000; ++seed) {
@@ -489,7 +490,8 @@ TEST(Performer, NormsOfSqrtDAreBiased) {
   }
   for (int64_t p = 0; p < kernel.pairs(); ++p) {
     const double z = kernel.z_square(p);
-    // Terms (d z / 4)^n / (n! (d / 2)_n), with d = 4, of E exp(w . z) = 0F1(; d / 2; d |z|^2 / 4).
+    // The terms are (d z / 4)^n / (n! (d / 2)_n), with d = 4, of E exp(w . z) = 0F1(; d / 2; d
+    // |z|^2 / 4).
     double term = 1, expected = 1;
     for (int n = 1; n < 40; ++n) expected += term *= z / (n * (n + 1.0));
     expected *= std::exp(-z / 2);
@@ -520,7 +522,7 @@ TEST(Performer, TheVarianceOfEachMapIsThatOfItsLaw) {
   }
 }
 
-// Least squares of log y against log x.
+// Returns the slope of log y against log x by least squares.
 double Slope(const std::vector<double>& x, const std::vector<double>& y) {
   double mx = 0, my = 0, xy = 0, xx = 0;
   const double n = static_cast<double>(x.size());
@@ -556,7 +558,7 @@ TEST(Performer, OrthogonalRowsAreNoWorseThanIndependentOnes) {
   }
 }
 
-// Mean over seeds of |y - dense|^2 / |dense|^2.
+// Returns the mean over seeds of |y - dense|^2 / |dense|^2.
 double OutputMse(const Problem& problem, const NamedTensors& inputs, const Options& options,
                  uint64_t seeds) {
   const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
@@ -642,7 +644,7 @@ TEST(Performer, AppendingTokensInAnySplitEqualsTheWholeCausalRun) {
     ASSERT_NE(streaming, nullptr);
     for (const auto& segments : std::vector<std::vector<int64_t>>{{1}, {7, 1, 64}, {150}}) {
       const NamedTensors outputs =
-          AppendAll(*streaming, inputs, segments);  // Setup forgets the stream before
+          AppendAll(*streaming, inputs, segments);  // Setup resets the earlier stream
       EXPECT_LE(MaxDifference(whole.at("out").view(), outputs.at("out").view()),
                 Fp32Bound(inputs["v"].view()));
       EXPECT_LE(MaxDifference(whole.at("log_sum_exp").view(), outputs.at("log_sum_exp").view()),

@@ -105,7 +105,7 @@ struct KeyGate {
   double takes;  // 1 - g
 };
 
-// The float64 definition of one key-value head's features and gates.
+// The float64 definition: the features and gates of one key-value head.
 class Formula {
  public:
   Formula(const RfaOptions& options, const Parameters& parameters, int64_t head, int64_t head_dim)
@@ -152,7 +152,7 @@ class Formula {
   std::vector<double> gate_;
 };
 
-// c_ij of the keys j before `end`, where end - 1 is the last that row i sees.
+// Returns c_ij of the keys j before `end`, where end - 1 is the last that row i sees.
 std::vector<double> KeyFactors(const std::vector<bool>& is_token, const std::vector<KeyGate>& gates,
                                int64_t end) {
   std::vector<double> factors(is_token.size(), 0.0);

@@ -10,13 +10,13 @@
 //   gaussian  phi(x) = (n / 2)^(-1/2) [sin(w_r . u / sigma), cos(w_r . u / sigma)], r < n / 2
 //   arccos    phi(x) = n^(-1/2) [max(w_r . u / sigma, 0)],                          r < n
 //
-// c_ij is 1 or, with `gate` key, what the recurrence S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t, and the
-// same for the sum that divides, leaves of key j:
+// c_ij is 1 or, with `gate` key, the factor of key j in the recurrence S_t = g_t S_(t-1) + (1 -
+// g_t) phi(k_t) v_t, and in the same recurrence for the sum that divides:
 //
 //   c_ij = (1 - g_j) prod_(j < l <= i') g_l,   g_t = sigmoid(gate_w . k_t + gate_b)
 //
-// with gate_w and gate_b those of the key-value head, and products over tokens alone. The paper's gate
-// reads the hidden state x_t; k_t, which a layer makes of x_t by a matrix, is what there is of it here.
+// with gate_w and gate_b those of the key-value head, and products over tokens alone. The paper's
+// gate reads the hidden state x_t; here it reads k_t, which a layer computes from x_t by a matrix.
 // gate_w = 0 makes the gate constant: keys then weigh g^(i' - j). Gates are for causal problems.
 //
 // phi . phi estimates, without bias, exp(-|u - u'|^2 / (2 sigma^2)) for gaussian, with the variance
@@ -33,8 +33,8 @@
 //
 // A vector shorter than 2^-60 has no direction: u = 0. One longer than 2^63 gives NaN.
 //
-// `channel_scale`: a parameter [kv_heads, head_dim], 1 until it is set, multiplies the columns of W: a
-// learned sigma for each channel, w_r = scale * w~_r.
+// With `channel_scale`, a parameter [kv_heads, head_dim], 1 until it is set, multiplies the columns
+// of W: a learned sigma for each channel, w_r = scale * w~_r.
 //
 // Source: Peng et al. 2021, "Random Feature Attention", arXiv:2103.02143v2, sections 2.2 (features), 3.1
 // (attention) and 3.2 (gate). w_r / sigma is N(0, sigma^(-2) I), as its code has it too; with
@@ -75,7 +75,7 @@ struct RfaOptions {
   double denominator_floor = 1e-6;
   bool redraw = false;
 
-  // Rows of W.
+  // Returns the number of rows of W.
   int64_t rows() const { return kernel == Kernel::kGaussian ? features / 2 : features; }
 
   void Describe(OptionBinder& bind) {
@@ -101,9 +101,9 @@ struct RfaOptions {
   }
 };
 
-// Parameters, f32: w [kv_heads, rows of W, head_dim], drawn from the seed; with a gate `gate`
-// [kv_heads, head_dim + 1], gate_w and then gate_b, of which the first is drawn from N(0, 1 / head_dim);
-// with channel_scale that [kv_heads, head_dim].
+// The parameters of Rfa, in f32, are w [kv_heads, rows of W, head_dim], drawn from the seed; with a
+// gate `gate` [kv_heads, head_dim + 1], gate_w and then gate_b, of which the first is drawn from
+// N(0, 1 / head_dim); with channel_scale that [kv_heads, head_dim].
 class Rfa : public TechniqueOf<RfaOptions> {
  public:
   Rfa();

@@ -32,7 +32,7 @@ NamedTensors RunOwn(const Problem& problem, const NamedTensors& inputs, const Op
   return RunTechnique(Rfa(), problem, ViewsOf(inputs), request).value();
 }
 
-// Gates of a bias alone.
+// Returns gates that have only a bias.
 Tensor ConstantGate(const Problem& problem, double gate) {
   Tensor tensor(DType::kF32, {problem.kv_heads, problem.head_dim + 1});
   Fill(tensor.view(), 0);
@@ -45,8 +45,8 @@ Tensor ConstantGate(const Problem& problem, double gate) {
 
 // ---- What it computes ----
 
-// Directions +1 and -1 in one channel, and 16 rows of W that are all w: phi(u) . phi(u') =
-// cos(w (u - u')) for gaussian.
+// There are directions +1 and -1 in one channel, and 16 rows of W that are all w: phi(u) . phi(u')
+// = cos(w (u - u')) for gaussian.
 class TwoDirections {
  public:
   TwoDirections(const Options& options, double w) : problem_(Problem::SelfAttention(1, 1, 3, 1)) {
@@ -87,14 +87,14 @@ TEST(Rfa, KeysWeighByTheCosineOfWhatTheirDirectionsDiffer) {
   // cos(2 pi / 3) = -1/2: weights 1, -1/2, 1 of the queries 0 and 2, and -1/2, 1, -1/2 of query 1.
   // For query 1 they sum to 0, which the case below is about; pi / 4 gives 1, 0, 1 and 0, 1, 0.
   TwoDirections(Options{}, M_PI / 4).ExpectRows({5, 4, 5});
-  // sigma divides.
+  // sigma divides the angle.
   TwoDirections({{"sigma", "0.5"}}, M_PI / 8).ExpectRows({5, 4, 5});
-  // 1, 1/2, 1 and 1/2, 1, 1/2.
+  // The weights are 1, 1/2, 1 and 1/2, 1, 1/2.
   TwoDirections(Options{}, M_PI / 6).ExpectRows({12 / 2.5, 9 / 2.0, 12 / 2.5});
 }
 
 TEST(Rfa, ArcCosineFeaturesMeetWhereDirectionsAgree) {
-  // max(w u, 0): query 1 has no feature above 0, and so a denominator of 0.
+  // With max(w u, 0), query 1 has no feature above 0, and so a denominator of 0.
   TwoDirections({{"kernel", "arccos"}}, 0.7).ExpectRows({5, 0, 5});
 }
 
@@ -182,7 +182,8 @@ TEST(Rfa, EqualsTheAuthorsCodeWithItsMatrices) {
   for (int64_t n = 0; n < mask.num_elements(); ++n) {
     mask.span<uint8_t>()[n] = tensors.at("padding").view().Get(n) == 0;
   }
-  // Rows whose sum their incremental form holds at 1 are left out: it is not small.
+  // Rows whose sum the authors' incremental form holds at 1 are left out: the difference is not
+  // small.
   const auto compare = [&](const char* name, bool causal, bool padded, bool incremental) {
     const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3], causal);
     Inputs inputs;
@@ -313,8 +314,8 @@ TEST(Rfa, FewerFeaturesAreTheFirstOfMore) {
 
 // ---- Laws ----
 
-// phi(x) . phi(y) for pairs of vectors of a problem of one key a batch row. A floor of 1 is not below
-// any |phi . phi|, so that with values of 1 the product itself comes out.
+// Estimates phi(x) . phi(y) for pairs of vectors of a problem with one key a batch row. A floor of
+// 1 is not below any |phi . phi|, so that with values of 1 the output is the product itself.
 class KernelEstimates {
  public:
   KernelEstimates(int64_t pairs, int64_t head_dim)
@@ -332,7 +333,7 @@ class KernelEstimates {
   double exact(int64_t p, double sigma) const {
     return std::exp(-squares_[p] / (2 * sigma * sigma));
   }
-  // E (phi . phi - exact)^2.
+  // Returns E (phi . phi - exact)^2.
   double Mse(int64_t p, double sigma, double features) const {
     return std::pow(1 - std::exp(-squares_[p] / (sigma * sigma)), 2) / features;
   }
@@ -341,7 +342,7 @@ class KernelEstimates {
     const NamedTensors outputs = RunOwn(problem_, inputs_, options, seed);
     std::vector<double> estimates;
     for (int64_t p = 0; p < pairs(); ++p) {
-      // With the sign of the denominator, which the floor keeps.
+      // The denominator's sign, which the floor keeps, is included.
       estimates.push_back(*outputs.at("out").view().At<float>(p, 0, 0, 0));
     }
     return estimates;
@@ -371,7 +372,7 @@ TEST(Rfa, TheKernelEstimateHasTheMeanAndVarianceOfItsLaw) {
     for (uint64_t seed = 0; seed < 4000; ++seed) {
       const auto drawn = kernel.Draw({{"features", "256"}, {"sigma", absl::StrCat(sigma)}}, seed);
       for (int64_t p = 0; p < 4; ++p) {
-        // Estimates are positive here: at 256 features 0 is six deviations away.
+        // The estimates are positive here: at 256 features 0 is six deviations away.
         estimates[p].Add(drawn[p]);
         squares[p].Add(std::pow(drawn[p] - kernel.exact(p, sigma), 2));
       }
@@ -383,7 +384,7 @@ TEST(Rfa, TheKernelEstimateHasTheMeanAndVarianceOfItsLaw) {
   }
 }
 
-// Least squares of log y against log x.
+// Returns the slope of log y against log x by least squares.
 double Slope(const std::vector<double>& x, const std::vector<double>& y) {
   double mx = 0, my = 0, xy = 0, xx = 0;
   const double n = static_cast<double>(x.size());
@@ -398,7 +399,7 @@ double Slope(const std::vector<double>& x, const std::vector<double>& y) {
   return xy / xx;
 }
 
-// Queries and keys of length head_dim^(1/4), so that dense attention's scores are u . u'.
+// Returns queries and keys of length head_dim^(1/4), so that dense attention's scores are u . u'.
 NamedTensors OnTheSphere(const Problem& problem) {
   NamedTensors inputs = Random(problem);
   for (const char* name : {"q", "k"}) {
@@ -415,7 +416,7 @@ NamedTensors OnTheSphere(const Problem& problem) {
   return inputs;
 }
 
-// Mean over seeds of |y - dense|^2 / |dense|^2.
+// Returns the mean over seeds of |y - dense|^2 / |dense|^2.
 double OutputMse(const Problem& problem, const NamedTensors& inputs, const Options& options,
                  uint64_t seeds) {
   const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
@@ -496,7 +497,7 @@ TEST(Rfa, AppendingTokensInAnySplitEqualsTheWholeCausalRun) {
 }
 
 TEST(Rfa, StatisticsCountRowsWithoutPositiveWeight) {
-  // As in the hand-made case: cos(2 pi / 3) = -1/2, so that key 1 alone has a negative weight.
+  // As in the case by hand, cos(2 pi / 3) = -1/2, so that only key 1 has a negative weight.
   Problem problem = Problem::SelfAttention(1, 1, 2, 1);
   problem.kv_tokens = 1;
   NamedTensors inputs = Random(problem);

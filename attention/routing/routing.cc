@@ -38,7 +38,8 @@ TechniqueInfo Info() {
   return info;
 }
 
-// Over the members of all clusters, one cluster after the other, in the order of their tokens.
+// A pattern over the members of all clusters, one cluster after the other, in the order of their
+// tokens.
 class ClusterPattern : public Pattern {
  public:
   ClusterPattern(int64_t size, bool causal) : size_(size), causal_(causal) {}
@@ -62,7 +63,7 @@ class ClusterPattern : public Pattern {
   bool causal_;
 };
 
-// Blocks that see themselves and the one before and, where not causal, the next one.
+// A pattern of blocks that see themselves and the previous one and, where not causal, the next one.
 class BlockPattern : public Pattern {
  public:
   BlockPattern(int64_t block, bool causal) : block_(block), causal_(causal) {}
@@ -81,7 +82,7 @@ class BlockPattern : public Pattern {
   bool causal_;
 };
 
-// What a Run works with, in the workspace. Sets beyond those that there are hold nothing.
+// The arrays of a Run, in the workspace. Sets beyond the existing ones hold nothing.
 struct Memory {
   void* normalized[2];  // [batch][heads][tokens][head_dim] of the problem's dtype: queries, keys
   float* scores;        // [batch][heads][clusters][stride]
@@ -103,7 +104,7 @@ class RoutingLayer : public Layer {
     parameters_ = std::move(parameters);
     in_clusters_.query_heads = in_clusters_.kv_heads = sizes_.heads;
     in_clusters_.query_tokens = in_clusters_.kv_tokens = sizes_.clusters * sizes_.size;
-    in_clusters_.causal = false;  // by the pattern
+    in_clusters_.causal = false;  // the pattern is causal
     in_blocks_.query_heads = in_blocks_.kv_heads = sizes_.local_heads;
   }
 
@@ -197,7 +198,7 @@ class RoutingLayer : public Layer {
     return memory;
   }
 
-  // The queries or keys of the heads that have clusters, or that have not.
+  // Returns the queries or keys of the heads that have clusters, or of those that have none.
   ConstTensorView Vectors(const Inputs& inputs, int64_t set) const {
     return inputs.Get(set == 0 || problem().causal ? "q" : "k");
   }

@@ -9,18 +9,19 @@
 // earlier token is a member. n_i is the number of clusters that have i; where it is 0, y_i = 0. So all
 // clusters are of one size, but a token may be in several or in none.
 //
-// Where the problem is causal, keys are queries (k~ = q~, the input k is not read), so that J_c = I_c,
-// and j <= i. Which tokens share a cluster depends on later ones all the same: a token competes with
-// them for its place. The output `members` says who is in which cluster, and given as an input takes
-// the place of the scores.
+// Where the problem is causal, keys are queries (k~ = q~, the input k is not read), so that J_c =
+// I_c, and j <= i. Even so, which tokens share a cluster depends on later ones: a token competes
+// with them for its place. The output `members` says which tokens are in which cluster, and given
+// as an input replaces the scores.
 //
 // Centroids are a parameter. Setup moves them `updates` times towards the tokens that it sees,
 //
 //   mu_c <- decay mu_c + (1 - decay) / 2 (sum_(a(q~_i) = c) q~_i + sum_(a(k~_j) = c) k~_j)
 //   a(x) = argmax_c x . mu_c,                              of tokens, in all batch rows
 //
-// with sums over all tokens of the nearest centroid, or, by `update_mean`, their means (a centroid
-// that none is nearest to then stays). They are read and replaced as `centroids`.
+// The sums are over all tokens of the nearest centroid; with `update_mean` they are means (a
+// centroid that no token is nearest to then stays). Callers read and replace the centroids as the
+// parameter `centroids`.
 //
 // The first `local_heads` heads attend locally instead: with b = local_block, query i sees key j
 // where floor(i / b) - floor(j / b) is 0 or 1 (or -1, where the problem is not causal), by plain
@@ -73,15 +74,16 @@ struct RoutingOptions {
   }
 };
 
-// Self-attention only, and every head has keys of its own: query_tokens must equal kv_tokens, and
-// query_heads kv_heads. Parameter centroids [query_heads, clusters, head_dim] f32, drawn N(0, 1);
-// those of local heads are not read. Reads q, k unless causal, v, the optional key_mask and the
-// optional members, u8 [batch, query_heads, query_tokens, clusters], or twice as many where the
-// problem is not causal, those of queries first: 1 where the token is one of the cluster's. Of given
-// members the first w count, and where there are fewer, the first of the other tokens as well. Where
-// none are given, tokens that key_mask says are none are members after all others, and only those
-// whose scores are NaN come later. Writes out and members (0 for local heads). Statistics, on the
-// CPU: grouping_share, the share of a Run that normalising, scoring and choosing members take.
+// Routing is self-attention only, and every head has its own keys: query_tokens must equal
+// kv_tokens, and query_heads kv_heads. The parameter centroids [query_heads, clusters, head_dim]
+// f32 is drawn N(0, 1); centroids of local heads are not read. Routing reads q, k unless causal, v,
+// the optional key_mask and the optional members, u8 [batch, query_heads, query_tokens, clusters],
+// or twice as many where the problem is not causal, those of queries first: 1 where the token is a
+// member of the cluster. Of given members the first w count, and where there are fewer, the first
+// of the other tokens as well. Where none are given, tokens that key_mask declares padding become
+// members after all others, and only those whose scores are NaN come later. Routing writes out and
+// members (0 for local heads). Statistics, on the CPU: grouping_share, the share of a Run that
+// normalising, scoring and choosing members take.
 class Routing : public TechniqueOf<RoutingOptions> {
  public:
   Routing();
@@ -102,8 +104,8 @@ class Routing : public TechniqueOf<RoutingOptions> {
                                          const RoutingOptions& options) const override;
 };
 
-// One update of the centroids of one head, [clusters][head_dim], by its tokens' vectors [count]
-// [head_dim]; both queries and keys, or queries twice.
+// Updates the centroids of one head, [clusters][head_dim], once by its tokens' vectors [count]
+// [head_dim]: both queries and keys, or queries twice.
 void UpdateCentroids(const RoutingOptions& options, int64_t clusters, int64_t head_dim,
                      const std::vector<std::vector<double>>& queries,
                      const std::vector<std::vector<double>>& keys, std::vector<double>* centroids);

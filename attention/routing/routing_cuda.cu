@@ -4,7 +4,7 @@
 namespace tfb {
 namespace {
 
-// A thread per token and cluster.
+// A thread does one token and cluster.
 
 constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 65535;

@@ -1,4 +1,5 @@
-// Memberships as marks [batch, heads, tokens, groups], on devices. Every pointer is to their memory.
+// Memberships as marks [batch, heads, tokens, groups], on devices. Every pointer is to the device's
+// memory.
 #ifndef TFB_ATTENTION_ROUTING_ROUTING_CUDA_H_
 #define TFB_ATTENTION_ROUTING_ROUTING_CUDA_H_
 
@@ -8,7 +9,8 @@
 
 namespace tfb {
 
-// Groups first to first + clusters - 1 of the marks, of the heads from first_head on.
+// The arguments: groups first to first + clusters - 1 of the marks, for the heads from first_head
+// on.
 struct RoutingMarkArguments {
   uint8_t* marks;
   int64_t strides[4];
@@ -17,7 +19,7 @@ struct RoutingMarkArguments {
   float* scores;     // [batch][heads][clusters][stride]
   int32_t* members;  // [batch][heads][clusters][size], ascending
   int64_t batch;
-  int64_t heads;  // that have clusters
+  int64_t heads;  // heads that have clusters
   int64_t tokens;
   int64_t clusters;
   int64_t stride;
@@ -25,9 +27,9 @@ struct RoutingMarkArguments {
 };
 
 struct RoutingKernels {
-  // Scores of 0 and 1 from marks.
+  // Computes scores of 0 and 1 from marks.
   const char* (*from_marks)(const RoutingMarkArguments& arguments, void* stream);
-  // Marks, of all heads, from members.
+  // Computes marks, for all heads, from members.
   const char* (*to_marks)(const RoutingMarkArguments& arguments, void* stream);
 };
 

@@ -19,11 +19,12 @@ namespace {
 // The clusters of one batch row and head, for queries or for keys.
 class Members {
  public:
-  // Whether two tokens are the same, so that their scores are in any precision.
+  // Tells whether two tokens are the same, so that their scores are equal in any precision.
   using Same = std::function<bool(int64_t i, int64_t j)>;
 
-  // scores[c][i], and how far fp32 may be off them; of what a layer computed, `computed[c]` says
-  // whether token i is a member, and counts where fp32 may find it so. Empty: nothing computed.
+  // Chooses the members. scores[c][i] come with the bound of fp32's error; `computed[c]` says
+  // whether a layer made token i a member, and counts where fp32 may find it so. It is empty where
+  // nothing was computed.
   static std::vector<std::vector<bool>> Choose(const std::vector<std::vector<double>>& scores,
                                                const std::vector<std::vector<double>>& error,
                                                const std::vector<std::vector<bool>>& computed,
@@ -47,8 +48,8 @@ class Members {
     for (int64_t n = 0; n < size; ++n) is_member[order[n]] = true;
     return is_member;
   }
-  // Whether no token outside has a score above that of one inside by more than fp32's errors, and
-  // of tokens that are the same the first are inside.
+  // Tells whether no token outside has a score above that of one inside by more than fp32's errors,
+  // and the first of equal tokens are inside.
   static bool MayBe(const std::vector<double>& scores, const std::vector<double>& error,
                     const std::vector<bool>& computed, int64_t size, const Same& same) {
     if (std::count(computed.begin(), computed.end(), true) != size) return false;
@@ -59,7 +60,7 @@ class Members {
     }
     if (least < most) return false;
     for (size_t j = 0; j < scores.size(); ++j) {
-      // Same tokens have the same bound, and no member's is below `least`.
+      // Equal tokens have the same bound, and no member's score is below `least`.
       if (computed[j] || scores[j] + error[j] < least) continue;
       for (size_t i = j + 1; i < scores.size(); ++i) {
         if (computed[i] && scores[i] == scores[j] && same(i, j)) return false;
@@ -112,7 +113,7 @@ class Assignment {
     const double* mu = centroids_.Row(h, c);
     double magnitude = 0;
     for (int64_t n = 0; n < problem_.head_dim; ++n) magnitude += std::abs(x[n] * mu[n]);
-    // As many roundings of products and of the norm.
+    // These are as many roundings as products and the norm have.
     const double roundings = static_cast<double>(2 * problem_.head_dim + 8);
     scores->push_back(is_token_(b, i) ? Dot(x, mu, problem_.head_dim) : kNotSeen);
     error->push_back(is_token_(b, i) ? roundings * UnitRoundoff(DType::kF32) * magnitude : 0);
@@ -135,7 +136,7 @@ class Assignment {
   ConstTensorView given_, computed_;
 };
 
-// One head's rows: the mean over clusters of attention within them.
+// One head's rows: the mean over clusters of the attention within them.
 class ClusterRows {
  public:
   ClusterRows(const Problem& problem, const RoutingOptions& options, const Inputs& inputs,
@@ -211,7 +212,7 @@ absl::Status Routing::Definition(const Problem& problem, const RoutingOptions& o
   const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
   const int64_t row_count = static_cast<int64_t>(rows.size());
 
-  // All heads as if local, then those that are not over it.
+  // Computes all heads as if local, then the clustered ones over them.
   Inputs local = inputs;
   if (problem.causal) local.Set("k", inputs.Get("q"));
   DefineMaskedAttention(
@@ -220,7 +221,7 @@ absl::Status Routing::Definition(const Problem& problem, const RoutingOptions& o
         return std::abs(i / options.local_block - j / options.local_block) <= 1;
       },
       [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, outputs);
-  outputs->erase("log_sum_exp");  // a mean of softmaxes has none
+  outputs->erase("log_sum_exp");  // a mean of softmaxes has no log-sum-exp
   Tensor members(DType::kF64,
                  {problem.batch, problem.query_heads, row_count, sizes.sets * sizes.clusters});
   Fill(members.view(), 0);

@@ -1,4 +1,4 @@
-// What the options of the Routing Transformer's attention come to on a problem.
+// The sizes that follow from the options of the Routing Transformer's attention for a problem.
 #ifndef TFB_ATTENTION_ROUTING_ROUTING_SIZES_H_
 #define TFB_ATTENTION_ROUTING_ROUTING_SIZES_H_
 
@@ -16,7 +16,7 @@ namespace tfb {
 
 constexpr double kRoutingNormEpsilon = 1e-5;
 
-// What options mean for a problem.
+// The sizes of options on a problem.
 struct RoutingSizes {
   static constexpr int64_t kTokensOfCluster = 512;
 
@@ -32,9 +32,10 @@ struct RoutingSizes {
     heads = problem.query_heads - local_heads;
   }
   int64_t clusters;
-  int64_t size;         // w
-  int64_t sets;         // of members: of queries, and of keys where those are others
-  int64_t local_heads;  // the first ones
+  int64_t size;  // w
+  // Sets of members: that of queries, and that of keys where keys are not queries.
+  int64_t sets;
+  int64_t local_heads;  // the first heads, which are local
   int64_t heads;        // the others
 };
 
@@ -42,11 +43,11 @@ inline double RoutingScale(const Problem& problem, const RoutingOptions& options
   return options.scale != 0 ? options.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim));
 }
 
-// Whether the technique does the problem.
+// Returns OK where the technique supports the problem.
 absl::Status CheckRouting(const Problem& problem);
 
-// (x - mean) / sqrt(variance + 1e-5) of all rows in float64, in 16 bits where the problem is: what the
-// definition and the updates of centroids are made of.
+// Returns (x - mean) / sqrt(variance + 1e-5) of all rows in float64, rounded to 16 bits where the
+// problem is. The definition and the updates of centroids use it.
 DoubleTensor RoutingNormalized(const Problem& problem, const ConstTensorView& view);
 
 }  // namespace tfb

@@ -31,7 +31,7 @@ Options With(Options options, const Options& more) {
   options.insert(more.begin(), more.end());
   return options;
 }
-// All heads have clusters.
+// Returns options with which all heads have clusters.
 Options Clusters(int64_t clusters, const Options& more = {}) {
   return With(more, {{"clusters", std::to_string(clusters)}, {"local_heads", "0"}});
 }
@@ -52,7 +52,7 @@ NamedTensors Parameters(Tensor centroids) {
   return parameters;
 }
 
-// The centroids of a new layer.
+// Returns the centroids of a new layer.
 Tensor Drawn(const Problem& problem, const Options& options) {
   return Routing()
       .Create(problem, options, Device::kCpu, 1)
@@ -67,7 +67,7 @@ Tensor Numbers(const Shape& shape, const std::vector<double>& values) {
   for (int64_t i = 0; i < tensor.num_elements(); ++i) tensor.view().Set(i, values[i]);
   return tensor;
 }
-// [1, 1, tokens, tokens]: a row of the output is a row of weights.
+// Returns [1, 1, tokens, tokens]: a row of the output is then a row of weights.
 Tensor UnitVectors(int64_t tokens) {
   Tensor v(DType::kF32, {1, 1, tokens, tokens});
   Fill(v.view(), 0);
@@ -84,7 +84,7 @@ testing::Matcher<std::vector<double>> Near(const std::vector<double>& values) {
   return testing::Pointwise(testing::DoubleNear(1e-6), values);
 }
 
-// Marks of one batch row and head: a string a cluster, "1" where a token is a member.
+// Returns marks of one batch row and head from a string a cluster, "1" where a token is a member.
 Tensor Marks(const std::vector<std::string>& clusters) {
   const auto count = static_cast<int64_t>(clusters.size());
   const auto tokens = static_cast<int64_t>(clusters[0].size());
@@ -106,7 +106,7 @@ std::vector<std::string> Strings(const Tensor& marks, int64_t b = 0, int64_t h =
   return clusters;
 }
 
-// "1" where there is a token, the same for all batch rows.
+// Returns a mask with "1" where there is a token, the same for all batch rows.
 Tensor KeyMaskOf(const std::string& is_token, int64_t batch = 1) {
   const auto tokens = static_cast<int64_t>(is_token.size());
   Tensor mask(DType::kU8, {batch, tokens});
@@ -117,7 +117,7 @@ Tensor KeyMaskOf(const std::string& is_token, int64_t batch = 1) {
 }
 std::string Repeat(int64_t count, char mark) { return std::string(count, mark); }
 
-// Rows of a layer norm in float64.
+// Returns the rows after a layer norm in float64.
 DoubleTensor Normalized(const Tensor& tensor) {
   DoubleTensor rows(tensor.view());
   const int64_t channels = tensor.dim(3);
@@ -130,7 +130,7 @@ DoubleTensor Normalized(const Tensor& tensor) {
   }
   return rows;
 }
-// Queries and keys of a problem's inputs as clusters see them, and the values.
+// Returns queries and keys of a problem's inputs as clusters see them, and the values.
 NamedTensors WithLayerNorms(const NamedTensors& inputs) {
   const Tensor& q = inputs.at("q");
   const Tensor& k = inputs.count("k") > 0 ? inputs.at("k") : q;
@@ -153,7 +153,7 @@ std::vector<std::vector<double>> RowsOfHead(const DoubleTensor& rows, const Prob
 
 // ---- By hand ----
 
-// Eight tokens under marks, of which all scores are 0.
+// Returns eight tokens under marks, with all scores 0.
 NamedTensors Given(const std::vector<std::string>& marks, bool causal) {
   NamedTensors inputs;
   inputs["q"] = Tensor(DType::kF32, {1, 1, 8, 2});
@@ -170,7 +170,7 @@ Problem GivenProblem(bool causal) {
 }
 
 TEST(Routing, ATokensOutputIsTheMeanOverItsClusters) {
-  // Tokens 1 and 4 are in none.
+  // Tokens 1 and 4 are members of no cluster.
   const std::vector<std::string> marks = {"10100100", "00110001", "00100110"};
   std::vector<std::string> both = marks;
   both.insert(both.end(), marks.begin(), marks.end());
@@ -209,7 +209,8 @@ TEST(Routing, CausalTokensSeeTheEarlierOnesOfTheirClusters) {
 }
 
 TEST(Routing, QueriesAndKeysOfAClusterAreChosenApart) {
-  // Two clusters of 4: queries 0, 1, 2, 3 on keys 4 to 7, and 0, 2, 4, 6 on keys 1, 3, 5, 7.
+  // There are two clusters of 4: queries 0, 1, 2, 3 on keys 4 to 7, and 0, 2, 4, 6 on keys 1, 3, 5,
+  // 7.
   const NamedTensors inputs = Given({"11110000", "10101010", "00001111", "01010101"}, false);
   for (const Device device : kHostDevices) {
     const NamedTensors run = RunRouting(GivenProblem(false), inputs, Clusters(2), device);
@@ -224,7 +225,7 @@ TEST(Routing, QueriesAndKeysOfAClusterAreChosenApart) {
 }
 
 TEST(Routing, ScoresAreOfLayerNormsAndUnscaled) {
-  // Of two channels a layer norm leaves the sign of their difference: scores are 2 and -2.
+  // From two channels a layer norm keeps only the sign of their difference: scores are 2 and -2.
   NamedTensors inputs = Given({"11000110", "00111001", "11000110", "00111001"}, false);
   inputs["q"] = Numbers({1, 1, 8, 2}, {900, 100, 5, 905, 0, 900, 3000, 0,  //
                                        -900, 0, 0, -900, 500, -500, 1, 901});
@@ -236,11 +237,11 @@ TEST(Routing, ScoresAreOfLayerNormsAndUnscaled) {
     const NamedTensors run = RunRouting(GivenProblem(false), inputs, Clusters(2), device);
     EXPECT_THAT(Row(run.at("out"), 0), Near({far, near, 0, 0, 0, far, near, 0}));
     EXPECT_THAT(Row(run.at("out"), 1), Near({near, far, 0, 0, 0, near, far, 0}));
-    // Scores 2 s and -2 s of s = log(3) / 4: weights of 3 to 1.
+    // With s = log(3) / 4, scores are 2 s and -2 s: weights of 3 to 1.
     const Options scale = {{"scale", std::to_string(std::log(3) / 4)}};
     const NamedTensors scaled = RunRouting(GivenProblem(false), inputs, Clusters(2, scale), device);
     EXPECT_THAT(Row(scaled.at("out"), 7), Near({0, 0, 0.375, 0.125, 0.375, 0, 0, 0.125}));
-    const double root = std::exp(std::sqrt(8));  // by the scale 1 / sqrt(2)
+    const double root = std::exp(std::sqrt(8));  // with the scale 1 / sqrt(2)
     const NamedTensors usual =
         RunRouting(GivenProblem(false), inputs, Clusters(2, {{"scale", "0"}}), device);
     EXPECT_NEAR(Row(usual.at("out"), 0)[1] / Row(usual.at("out"), 0)[0], root, 1e-3);
@@ -248,7 +249,7 @@ TEST(Routing, ScoresAreOfLayerNormsAndUnscaled) {
 }
 
 TEST(Routing, OfGivenMarksTheFirstCountAndFirstTokensFillUp) {
-  // Of 4 each: six are too many, two too few, and none.
+  // A cluster has 4 members: six are too many, two too few, and so is none.
   for (const Device device : kHostDevices) {
     const NamedTensors many =
         RunRouting(GivenProblem(true), Given({"01101111", "00010001"}, true), Clusters(2), device);
@@ -286,7 +287,7 @@ TEST(Routing, MembersThatWereWrittenMayBeGiven) {
 // ---- Which tokens are members ----
 
 TEST(Routing, AClusterHasTheTokensOfLargestScore) {
-  // Layer norms (1, -1) s and centroids (c, 0): scores of token i are c s_i.
+  // The layer norms are (1, -1) s and the centroids (c, 0): the score of token i is c s_i.
   NamedTensors inputs = Given({"00000000"}, true);
   inputs.erase("members");
   inputs["q"] = Numbers({1, 1, 8, 2}, {1, -1, -1, 1, 1, -1, -1, 1, -1, 1, 1, -1, -1, 1, 1, -1});
@@ -330,7 +331,7 @@ TEST(Routing, CpuAndCudaChooseTheSameMembers) {
   }
 }
 
-// Tokens that differ by a few roundings, so that these decide which scores are largest.
+// Returns tokens that differ by a few roundings, so that these decide which scores are largest.
 NamedTensors NearTies(const Problem& problem) {
   NamedTensors inputs = Random(problem);
   const RandomStream stream(1, "near");
@@ -377,7 +378,7 @@ TEST(Routing, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
   computed["members"] = RunRouting(problem, inputs, Clusters(75)).at("members").Clone();
   EXPECT_NE(own, Strings(computed["members"]));
   EXPECT_EQ(defined(&computed), Strings(computed["members"]));
-  // Of a cluster from which 149 is far, and whose 2 members are said to be a and b.
+  // 149 is far from this cluster, and its 2 given members are a and b.
   size_t c = 0;
   while (own[c][149] == '1') ++c;
   const auto takes_the_word = [&](int64_t a, int64_t b) {
@@ -393,7 +394,7 @@ TEST(Routing, TheDefinitionTakesTheLayersWordForNearTiesOnly) {
   EXPECT_FALSE(takes_the_word(40, 40));  // one too few
   EXPECT_TRUE(takes_the_word(3, 8));
   EXPECT_TRUE(takes_the_word(3, 40));
-  EXPECT_FALSE(takes_the_word(8, 40));  // without the first of two equal ones
+  EXPECT_FALSE(takes_the_word(8, 40));  // without the first of two equal tokens
 }
 
 TEST(Routing, ClustersAreOfOneSizeAndTheCoverageSumsToTheirs) {
@@ -404,7 +405,7 @@ TEST(Routing, ClustersAreOfOneSizeAndTheCoverageSumsToTheirs) {
       const std::vector<std::string> clusters = Strings(run.at("members"), head / 2, head % 2);
       ASSERT_EQ(clusters.size(), causal ? 7 : 14);
       for (size_t set = 0; set < clusters.size(); set += 7) {
-        std::vector<int64_t> tokens_in(8);  // that many clusters
+        std::vector<int64_t> tokens_in(8);  // tokens in so many clusters
         for (int64_t i = 0; i < 50; ++i) {
           int64_t count = 0;
           for (size_t c = set; c < set + 7; ++c) count += clusters[c][i] == '1';
@@ -435,7 +436,7 @@ TEST(Routing, MoreClustersThanTokensAreOneATokenEach) {
           EXPECT_EQ(std::count(cluster.begin(), cluster.end(), '1'), 1);
           covered[cluster.find('1')] = true;
         }
-        for (int64_t i = 0; i < tokens; ++i) {  // which see themselves alone
+        for (int64_t i = 0; i < tokens; ++i) {  // tokens see only themselves
           std::vector<double> expected = Row(inputs.at("v"), i, h);
           if (!covered[i]) std::fill(expected.begin(), expected.end(), 0);
           EXPECT_THAT(Row(run.at("out"), i, h), Near(expected));
@@ -473,7 +474,8 @@ TEST(Routing, OneClusterIsDenseAttentionOnLayerNorms) {
   }
 }
 
-// Row n + 1 of the Hadamard matrix of 8: of sum 0, variance 1, orthogonal to the others.
+// Returns row n + 1 of the Hadamard matrix of 8: its sum is 0, its variance 1, and it is orthogonal
+// to the others.
 double Direction(int64_t n, int64_t c) {
   const int64_t common = (n + 1) & c;
   return ((common & 1) + (common >> 1 & 1) + (common >> 2 & 1)) % 2 == 0 ? 1 : -1;
@@ -485,7 +487,7 @@ Tensor Directions(int64_t heads, int64_t count) {
   }
   return centroids;
 }
-// Tokens i near direction i % 4, of several lengths.
+// Returns tokens i near direction i % 4, of several lengths.
 Tensor NearDirections(const Problem& p, const std::string& name, double noise) {
   Tensor x(DType::kF32, {p.batch, p.query_heads, p.query_tokens, 8});
   FillNormal(&x, 3, name, 0, noise);
@@ -559,7 +561,8 @@ TEST(Routing, NanInAValueReachesOnlyTheRowsThatSeeIt) {
   const auto sees = [&](int64_t i, int64_t j) {
     return *defined.at("weights").view().At<double>(0, 0, i, j) > 0;
   };
-  // The first key of the first cluster: columns of members are 6 of queries, then 6 of keys.
+  // The NaN is in the first key of the first cluster: columns of members are 6 of queries, then 6
+  // of keys.
   const auto nan =
       static_cast<int64_t>(Strings(defined.at("members").CloneAs(DType::kU8))[6].find('1'));
   *inputs["v"].view().MutableAt<float>(0, 0, nan, 3) = kNan;
@@ -575,7 +578,7 @@ TEST(Routing, NanInAValueReachesOnlyTheRowsThatSeeIt) {
   }
 }
 
-// Even padded tokens, 35 of 40, are members before it.
+// The token is a member only after the padded tokens, 35 of 40.
 TEST(Routing, ATokenWhoseScoresAreNanIsTheLastOfAll) {
   const Problem problem = Problem::SelfAttention(1, 1, 40, 8, /*causal=*/true);
   NamedTensors inputs = Random(problem);
@@ -642,7 +645,7 @@ TEST(Routing, HalfOfTheHeadsAreLocalUnlessSaidOtherwise) {
     for (int64_t h = 0; h < heads; ++h) {
       const ConstTensorView marks = Slice(run.at("members").view(), 1, h, 1);
       if (MaxAbs(marks) > 0) continue;
-      EXPECT_EQ(local, h);  // the first ones
+      EXPECT_EQ(local, h);  // the local heads are the first
       ++local;
     }
     return local;
@@ -691,7 +694,8 @@ RoutingOptions Updates(double decay, bool mean) {
 TEST(Routing, AnUpdateByHand) {
   const std::vector<std::vector<double>> queries = {{1, 0}, {0, 2}}, keys = {{3, 1}, {0, -1}};
   const std::vector<double> centroids = {1, 0, 0, 1, -5, -5};
-  // Nearest to the first are (1, 0) and (3, 1), to the second (0, 2), to the third (0, -1).
+  // The nearest tokens to the first centroid are (1, 0) and (3, 1), to the second (0, 2), to the
+  // third (0, -1).
   std::vector<double> moved = centroids;
   UpdateCentroids(Updates(0.5, false), 3, 2, queries, keys, &moved);
   EXPECT_THAT(moved, Near({1.5, 0.25, 0, 1, -2.5, -2.75}));
@@ -723,7 +727,8 @@ std::vector<double> Flat(const std::vector<std::vector<double>>& vectors) {
   return flat;
 }
 
-// A mean does not leave the hull of the centroid and the tokens: in no direction does it pass all.
+// A mean does not leave the convex hull of the centroid and the tokens: in no direction does it
+// exceed all of them.
 TEST(Routing, AnUpdateByMeansIsAConvexMoveAndOneBySumsIsNot) {
   const auto queries = RandomVectors(60, 6, "q"), keys = RandomVectors(60, 6, "k");
   const std::vector<double> centroids = Flat(RandomVectors(5, 6, "centroids"));
@@ -747,7 +752,7 @@ TEST(Routing, AnUpdateByMeansIsAConvexMoveAndOneBySumsIsNot) {
   }
 }
 
-// The centroids that a layer has after Setup.
+// Returns the centroids that a layer has after Setup.
 Tensor Moved(const Problem& problem, const NamedTensors& inputs, const Options& options,
              Device device = Device::kCpu) {
   const std::unique_ptr<Layer> layer = Routing().Create(problem, options, device, 1).value();
@@ -784,7 +789,7 @@ TEST(Routing, SetupMovesTheCentroidsOfClustersByAllItsTokens) {
       }
       const Tensor cuda = Moved(problem, inputs, options, Device::kSimulator);
       EXPECT_EQ(MaxDifference(moved.view(), cuda.view()), 0);
-      // And the run that follows is one of the moved centroids.
+      // The run that follows uses the moved centroids.
       const NamedTensors parameters = Parameters(moved.Clone());
       Options without = options;
       without["updates"] = "0";
@@ -826,7 +831,7 @@ TEST(Routing, ADecayOfOneChangesNothing) {
   }
 }
 
-// How much of the dense counterpart's weight lies on pairs that share a cluster.
+// Returns the share of the dense counterpart's weight on pairs that share a cluster.
 double KeptMass(const Problem& problem, const NamedTensors& inputs, const Options& options,
                 const NamedTensors& parameters) {
   DefinitionRequest request;
@@ -886,7 +891,7 @@ TEST(Routing, MoreClustersKeepLessOfTheMass) {
 
 const char* const kGolden[] = {"clusters", "clusters_causal", "clusters_padded"};
 
-// A file of routing-transformer.
+// A golden file of routing-transformer.
 struct Golden {
   explicit Golden(const std::string& name)
       : file(GoldenFile("attention/routing/testdata/" + name + ".safetensors")) {
@@ -903,7 +908,7 @@ struct Golden {
                {"scale", file.metadata.at("scale")},
                {"local_heads", "0"}};
   }
-  // Marks of queries and, where keys are others, of keys.
+  // Returns marks of queries and, where keys are not queries, of keys.
   Tensor Members() const {
     const Tensor& queries = file.tensors.at("query_members");
     const int64_t clusters = queries.dim(3), sets = problem.causal ? 1 : 2;
@@ -915,7 +920,7 @@ struct Golden {
     }
     return members;
   }
-  // What `out` is where, as there, a sum over n clusters is divided by n + mean_epsilon, and where
+  // Returns `out` as in that code, where a sum over n clusters is divided by n + mean_epsilon, and
   // rows of padded tokens are 0.
   Tensor AsThere(const Tensor& out) const {
     const double epsilon = std::stod(file.metadata.at("mean_epsilon"));
@@ -963,8 +968,8 @@ TEST(Routing, ClustersMatchRoutingTransformer) {
   }
 }
 
-// Which, of vectors of one length, do not depend on the norm. There padded tokens are as good as
-// others, so that the padded file says nothing here.
+// For vectors of one length the members do not depend on the norm. That code treats padded tokens
+// like others, so that the padded file cannot be used here.
 TEST(Routing, MembersAreThoseOfRoutingTransformer) {
   for (const char* name : {"clusters", "clusters_causal"}) {
     const Golden golden(name);
@@ -977,7 +982,7 @@ TEST(Routing, MembersAreThoseOfRoutingTransformer) {
   }
 }
 
-// There a sum of vectors is made one of unit length before the centroid moves towards it.
+// That code normalises a sum of vectors to unit length before the centroid moves towards it.
 TEST(Routing, CentroidsMoveInTheDirectionsOfRoutingTransformer) {
   for (const char* name : kGolden) {
     const Golden golden(name);
@@ -1040,7 +1045,7 @@ TEST(Routing, CostCountsAssignmentAndPairsOfClustersAndBlocks) {
     const auto layer = Routing().Create(problem, options, Device::kCpu, 1).value();
     EXPECT_FALSE(layer->cost().flops.has_value());
     ASSERT_TRUE(RunLayer(*layer, ViewsOf(Random(problem))).ok());
-    // Clusters of 4. Blocks of 4, 4 and 2.
+    // There are clusters of 4, and blocks of 4, 4 and 2.
     const double assigned = (causal ? 1 : 2) * 2 * 3 * 10 * 5;
     const double in_clusters = 2 * 3 * (causal ? 10 : 16);
     const double in_blocks = causal ? 10 + (10 + 16) + (3 + 8) : 4 * 8 + 4 * 10 + 2 * 6;

@@ -30,7 +30,7 @@ TechniqueInfo Info() {
   info.citation = "Tay, Bahri, Yang, Metzler, Juan 2020, arXiv:2002.11296";
   info.exactness = Exactness::kOwn;
   info.budget_option = "block";
-  info.growth = 1.5;  // with the block that suits each length; with one block, from 1 to 2
+  info.growth = 1.5;  // with the best block for each length; with one block, from 1 to 2
   info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
@@ -68,7 +68,7 @@ TensorSpec MatrixSpec(const char* name, const SinkhornSizes& sizes) {
   return {name, {sizes.batch, sizes.heads, sizes.blocks, sizes.blocks}};
 }
 
-// A query sees the keys of the sorted block in the place of its own.
+// A pattern in which a query sees the keys of the sorted block in the place of its own.
 class SortedBlockPattern : public Pattern {
  public:
   explicit SortedBlockPattern(const SinkhornSizes& sizes) : sizes_(sizes) {}
@@ -90,7 +90,7 @@ class SortedBlockPattern : public Pattern {
   SinkhornSizes sizes_;
 };
 
-// And those of its own block.
+// A pattern in which it also sees those of its own block.
 class OwnBlockPattern : public Pattern {
  public:
   explicit OwnBlockPattern(const SinkhornSizes& sizes) : sizes_(sizes) {}
@@ -127,7 +127,7 @@ class SinkhornLayer : public Layer {
         device_(device) {
     parameters_ = std::move(parameters);
     Problem part = problem;
-    part.causal = false;  // the patterns know
+    part.causal = false;  // the patterns are causal
     parts_.push_back(part);
     parts_[0].kv_tokens = sizes_.mixed_blocks * sizes_.block;
     if (!IsSortCut()) parts_.push_back(part);
@@ -145,7 +145,7 @@ class SinkhornLayer : public Layer {
     const Problem& p = problem();
     const SinkhornSizes& s = sizes_;
     const auto product = [](auto... sizes) { return (1.0 * ... * static_cast<double>(sizes)); };
-    double sums = 0;  // pairs of blocks
+    double sums = 0;  // pairs of blocks that are summed
     for (int64_t u = 0; u < s.mixed_blocks; ++u) sums += static_cast<double>(s.Support(u));
     const double units = s.hidden == 0 ? product(s.width, s.blocks)
                                        : product(s.hidden, s.width) + product(s.hidden, s.blocks);
@@ -204,7 +204,7 @@ class SinkhornLayer : public Layer {
   }
 
  private:
-  // What is made from the inputs.
+  // Tensors that are computed from the inputs.
   struct Sorted {
     TensorView sort;      // [batch, kv_heads, N, N]
     TensorView keys;      // [batch, kv_heads, mixed_blocks block, head_dim]
@@ -213,7 +213,7 @@ class SinkhornLayer : public Layer {
   };
 
   bool IsSortCut() const { return options_.sorted_blocks > 0; }
-  // Of S: what is rounded to 16 bits is computed in float64.
+  // Returns the dtype of S: sums that are rounded to 16 bits are computed in float64.
   DType SortType() const { return problem().dtype == DType::kF32 ? DType::kF32 : DType::kF64; }
   int64_t MixedRows() const { return sizes_.mixed_blocks * sizes_.block; }
 
@@ -355,7 +355,7 @@ class SinkhornLayer : public Layer {
   Device device_;
   std::vector<Problem> parts_;  // the sorted blocks; and, without SortCut, the queries' own
   FlashParts softmax_;
-  std::vector<FlashCall> calls_;                                     // room for those of a Run
+  std::vector<FlashCall> calls_;                                     // room for the calls of a Run
   std::map<std::string, DeviceArray<double>, std::less<>> network_;  // parameters
   bool is_set_up_ = false;
 };

@@ -1,6 +1,6 @@
 // Sparse Sinkhorn attention: blocks of keys and values are sorted, softly, by a matrix that a small
-// network makes from the blocks' sums; a block of queries sees the sorted block in its place and its
-// own.
+// network makes from the blocks' sums; a block of queries sees its own block and the sorted block
+// in its place.
 //
 // Tokens form N blocks of b = min(`block`, tokens) rows; token j is row j mod b of block j / b. Rows
 // that do not exist, at the end of the last block, and tokens that the key mask hides are rows of
@@ -14,16 +14,16 @@
 //           A_ut -= log sum_u' exp A_u't                            where causal only over u' <= u
 //   K^s_u = sum_t S_ut K_t, V^s_u = sum_t S_ut V_t                  rounded to a dtype of 16 bits
 //
-// over all t, or where causal over t < u: there block u depends on tokens up to its first alone, and
-// block 0 has nothing to sort. A query i of block u then attends, in one softmax with the scale
-// head_dim^(-1/2), to
+// The sums are over all t, or where causal over t < u: then block u depends only on tokens up to
+// its first, and block 0 has nothing to sort. A query i of block u then attends, in one softmax
+// with the scale head_dim^(-1/2), to
 //
 //   the rows of K^s_u, and the tokens of K_u (where causal up to i)       sorted_blocks = 0
 //   the rows of K^s_0, ..., K^s_(n-1) for all queries (SortCut)           sorted_blocks = n > 0
 //
-// Row r of K^s_u is a key where a block t of its sum has a token in row r. What comes of padding
-// alone nobody sees; a matrix S that is given and takes a block whose row r is missing gives a key and
-// a value of 0, which count.
+// Row r of K^s_u is a key where a block t of its sum has a token in row r. No query sees rows that
+// come from padding alone. A given matrix S that takes a block whose row r is missing gives a key
+// and a value of 0, which count.
 //
 // x_j is row j of the head's k (`pooled` keys), of q and k side by side (queries_and_keys; queries that
 // share a key-value head are added up), or of the hidden states x, which is the paper's and which the
@@ -37,9 +37,9 @@
 // over u' <= u, whose S has S_(u,u-1) = 1 and is not doubly stochastic.
 //
 // Source: Tay, Bahri, Yang, Metzler, Juan 2020, "Sparse Sinkhorn attention", arXiv:2002.11296; the
-// balance with noise: Mena et al. 2018, arXiv:1802.08665. Choices of ours: a last ReLU, since accounts
-// of the paper call its scores non-negative; which blocks the causal S is over, and its columns. Mixing
-// with dense attention is not here.
+// balance with noise: Mena et al. 2018, arXiv:1802.08665. Choices of ours: a last ReLU, since
+// accounts of the paper call its scores non-negative; which blocks the causal S is over, and its
+// columns. Mixing with dense attention is not implemented.
 //
 // sinkhorn-transformer 0.11.4 (lucidrains) is this with `pooled` queries_and_keys, `hidden` 0,
 // `scores` log_relu, `gumbel` and zero biases where it sorts by SimpleSortNet and Sinkhorn. Not
@@ -103,14 +103,15 @@ struct SinkhornOptions {
   }
 };
 
-// Reads q, k, v, the optional key_mask; x [batch, tokens, model_dim] and g f32 [batch, kv_heads, N,
-// N] where options say so; the optional sort f32 [batch, kv_heads, N, N]. Writes out and the optional
-// log_sum_exp and sort. Self-attention only, of at most 4096 blocks; SortCut is not causal.
+// Sinkhorn reads q, k, v, the optional key_mask; x [batch, tokens, model_dim] and g f32 [batch,
+// kv_heads, N, N] where options say so; the optional sort f32 [batch, kv_heads, N, N]. It writes
+// out and the optional log_sum_exp and sort. It is self-attention only, of at most 4096 blocks;
+// SortCut is not causal.
 //
-// Parameters, f32, of deviation 1 / sqrt(inputs), with width head_dim, twice that, or model_dim:
-// hidden_weights [kv_heads, width, hidden], hidden_bias [kv_heads, hidden], score_weights [kv_heads,
-// hidden, N] and score_bias [kv_heads, N]. Where `hidden` is 0, the first two are not there and
-// score_weights is [kv_heads, width, N].
+// The parameters, f32, of deviation 1 / sqrt(inputs), with width head_dim, twice that, or
+// model_dim, are hidden_weights [kv_heads, width, hidden], hidden_bias [kv_heads, hidden],
+// score_weights [kv_heads, hidden, N] and score_bias [kv_heads, N]. Where `hidden` is 0, the first
+// two do not exist and score_weights is [kv_heads, width, N].
 class Sinkhorn : public TechniqueOf<SinkhornOptions> {
  public:
   Sinkhorn();

@@ -22,7 +22,7 @@ bool IsToken(const SinkhornSizes& sizes, const ConstTensorView& key_mask, int64_
 
 struct SortScratch {
   double* pooled;      // [blocks][width]
-  double* before;      // [width]: the sum of the blocks before
+  double* before;      // [width]: the sum of the earlier blocks
   double* hidden;      // [hidden]
   double* logits;      // [blocks][blocks]: A
   double* column_max;  // [blocks]
@@ -72,7 +72,7 @@ class Sorter {
   }
 
  private:
-  // A_u over its support.
+  // Returns A_u over its support.
   Doubles Logits(int64_t u) const {
     return Doubles(scratch_.logits + u * sizes_.blocks, sizes_.Support(u));
   }
@@ -80,7 +80,7 @@ class Sorter {
     return Doubles(scratch_.pooled + u * sizes_.width, sizes_.width);
   }
 
-  // sum += x_j, where j is a token.
+  // Adds x_j to the sum, where j is a token.
   void AddToken(int64_t j, double* sum) const {
     if (!IsToken(sizes_, call_.key_mask, b_, j)) return;
     for (const PooledRows& part : call_.pooled) {
@@ -99,7 +99,7 @@ class Sorter {
     std::fill_n(scratch_.pooled, sizes_.blocks * sizes_.width, 0.0);
     for (int64_t j = 0; j < sizes_.tokens; ++j) AddToken(j, Pooled(j / sizes_.block).data());
   }
-  // From the sums of blocks to those of all tokens up to a block's first.
+  // Turns the sums of blocks into those of all tokens up to a block's first.
   void SumPrefixes() const {
     Doubles before(scratch_.before, sizes_.width);
     before.setZero();
@@ -119,7 +119,7 @@ class Sorter {
     }
   }
 
-  // relu(W_1' X_u + b_1).
+  // Returns relu(W_1' X_u + b_1).
   Doubles Hidden(int64_t u) const {
     const int64_t units = sizes_.hidden;
     Doubles hidden(scratch_.hidden, units);
@@ -161,7 +161,7 @@ class Sorter {
     for (int64_t u = 0; u < sizes_.blocks; ++u) Logits(u) -= max;
   }
 
-  // The sum of a column so far is exp(max) sum.
+  // Normalises columns. The sum of a column so far is exp(max) sum.
   void NormalisePrefixesOfColumns() const {
     Doubles(scratch_.column_max, sizes_.blocks).setConstant(-kInfinity);
     Doubles(scratch_.column_sum, sizes_.blocks).setZero();
@@ -175,7 +175,8 @@ class Sorter {
     }
   }
 
-  // S_u. What is denormal in fp32 would make its products slow, and changes no sum.
+  // Stores S_u. Numbers that are denormal in fp32 become 0: they would make products slow, and
+  // change no sum.
   void StoreRow(int64_t u) const {
     Doubles logits = Logits(u);
     logits = logits.exp();
@@ -194,7 +195,7 @@ class Sorter {
 
 // ---- Sums of blocks ----
 
-constexpr int64_t kChannels = 64;  // of a task: 128 blocks of 64 floats are 32 KiB
+constexpr int64_t kChannels = 64;  // channels of a task: 128 blocks of 64 floats are 32 KiB
 constexpr int64_t kCausalRows = 16;
 
 template <class Real>
@@ -214,9 +215,9 @@ size_t MixThreadBytes(const SinkhornSizes& sizes) {
   return Workspace::Measure([&](Workspace& workspace) { LayOutMix<Real>(sizes, workspace); });
 }
 
-// sums[u] = sum_t S_ut rows[t] over the support of u. Where causal, rows of S are taken by 16: what
-// all of them sum is one product, and the last few blocks are each row's own, since a product with
-// zeros there would let a NaN of the future through.
+// sums[u] = sum_t S_ut rows[t] over the support of u. Where causal, rows of S are taken by 16: the
+// blocks that all of them sum are one product, and the last few blocks are done row by row, since a
+// product with zeros there would let a NaN of the future through.
 void SumBlocks(const SinkhornSizes& sizes, const float* sort, int64_t columns,
                const MixScratch<float>& scratch) {
   const CpuKernels& kernels = BestCpuKernels();
@@ -239,7 +240,7 @@ void SumBlocks(const SinkhornSizes& sizes, const float* sort, int64_t columns,
     for (int64_t u = first + 1; u < first + rows; ++u) add(u, 1, first, u, true);
   }
 }
-// The same, of which a row's sums stay in registers.
+// Does the same in doubles; a row's sums stay in registers.
 void SumBlocks(const SinkhornSizes& sizes, const double* sort, int64_t,
                const MixScratch<double>& scratch) {
   using Row = Eigen::Array<double, kChannels, 1>;
@@ -252,7 +253,7 @@ void SumBlocks(const SinkhornSizes& sizes, const double* sort, int64_t,
   }
 }
 
-// Channels of a task's row.
+// The channels of a task's row.
 struct RowPart {
   int64_t first;
   int64_t count;

@@ -1,9 +1,9 @@
 // The sorting of sparse Sinkhorn attention on the CPU.
 //
-// A head's matrix is one thread's work, in float64: scores grow with the tokens that are added up, and
-// exp would make much of their roundings. It is kept in fp32 for the sums of blocks of fp32; where
-// those are rounded to 16 bits the matrix and the sums stay float64, as the definition has them: fp32
-// would round one of some 10^4 elements the other way.
+// One thread computes a head's matrix, in float64: scores grow with the tokens that are added up,
+// and exp would amplify their roundings. The matrix is stored in fp32 for the sums of blocks of
+// fp32. Where those are rounded to 16 bits, the matrix and the sums stay float64, as in the
+// definition: fp32 would round one of some 10^4 elements the other way.
 #ifndef TFB_ATTENTION_SINKHORN_SINKHORN_CPU_H_
 #define TFB_ATTENTION_SINKHORN_SINKHORN_CPU_H_
 
@@ -17,8 +17,8 @@
 
 namespace tfb {
 
-// Channels of the pooled rows: of [batch, heads, tokens, channels], where heads h heads_summed + 0,
-// 1, ... are added up for head h.
+// The channels of the pooled rows of [batch, heads, tokens, channels], where heads h heads_summed +
+// 0, 1, ... are added up for head h.
 struct PooledRows {
   ConstTensorView rows;  // empty: none
   int64_t heads_summed = 1;
@@ -33,22 +33,22 @@ struct SortCall {
   TensorView sort;  // f32 or f64 [batch, heads, N, N]: S, and 0 outside of the support
 };
 
-// All of these allocate nothing, and their results do not depend on the number of threads.
+// These functions allocate nothing, and their results do not depend on the number of threads.
 
 size_t SortCpuWorkspaceBytes(const SinkhornSizes& sizes, int threads);
 void SortCpu(const SortCall& call, const Execution& execution);
 
-// Copies a matrix, but for what is outside of the support, which becomes 0.
+// Copies a matrix; entries outside the support become 0.
 void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const TensorView& to,
                  const Execution& execution);
 
-// to [batch, heads, mixed_blocks block, channels]: sum_t S_ut of the blocks of `from` [batch, heads,
-// tokens, channels]. `sort` is contiguous.
+// Computes, to [batch, heads, mixed_blocks block, channels], sum_t S_ut of the blocks of `from`
+// [batch, heads, tokens, channels]. `sort` is contiguous.
 size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, DType sort, int threads);
 void MixCpu(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorView& from,
             const ConstTensorView& key_mask, const TensorView& to, const Execution& execution);
 
-// Which rows of the sorted blocks are keys, [batch][mixed_blocks block], by the key mask.
+// Finds which rows of the sorted blocks are keys, [batch][mixed_blocks block], by the key mask.
 void MaskMixedCpu(const SinkhornSizes& sizes, const ConstTensorView& key_mask, uint8_t* mask);
 
 }  // namespace tfb

@@ -4,7 +4,8 @@
 namespace tfb {
 namespace {
 
-// The matrix is made in float64, and kept in fp32 or float64, as on the CPU: see sinkhorn_cpu.h.
+// The matrix is computed in float64, and stored in fp32 or float64, as on the CPU: see
+// sinkhorn_cpu.h.
 
 constexpr int kWarp = 32;
 constexpr int kThreads = 256;
@@ -35,7 +36,7 @@ __device__ void StoreSort(const SortMatrix& sort, int64_t offset, double value) 
 
 // ---- Pooled rows: a block for each block of tokens, a thread for each channel ----
 
-// Channel c of x_j; 0 where j is no token.
+// Returns channel c of x_j, or 0 where j is no token.
 __device__ double PooledChannel(const SortArguments& a, int64_t b, int64_t h, int64_t j,
                                 int64_t c) {
   if (!IsToken(a.sizes, a.key_mask, b, j)) return 0;
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) Pool(SortArguments a) {
   }
 }
 
-// From the sums of blocks to those of all tokens up to a block's first.
+// Turns the sums of blocks into those of all tokens up to a block's first.
 __global__ void __launch_bounds__(kThreads) SumPrefixes(SortArguments a) {
   const SinkhornSizes& s = a.sizes;
   const int64_t head = blockIdx.x;
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) SumPrefixes(SortArguments a) {
 
 __device__ double Relu(double x) { return x < 0 ? 0 : x; }
 
-// bias[n] + sum_c in[c] weights[c][n].
+// Returns bias[n] + sum_c in[c] weights[c][n].
 __device__ double Unit(int64_t depth, int64_t columns, int64_t n, const double* in,
                        const double* weights, const double* bias) {
   double sum = bias[n];
@@ -136,7 +137,8 @@ __device__ void NormaliseRow(double* logits, int64_t support) {
   for (int64_t t = lane; t < support; t += kWarp) logits[t] -= log_sum_exp;
 }
 
-// The sum of a column so far is exp(max) sum. Where causal each row has that of the rows up to it.
+// Normalises a column. The sum of a column so far is exp(max) sum; where causal each row uses that
+// of the rows up to it.
 __device__ void NormaliseColumn(double* logits, const SinkhornSizes& s, int64_t t) {
   const int64_t first = s.causal ? t + 1 : 0;
   double max = NegativeInfinity(), sum = 0;
@@ -163,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) Balance(SortArguments a) {
     for (int64_t t = threadIdx.x; t < s.blocks; t += kThreads) NormaliseColumn(logits, s, t);
     __syncthreads();
   }
-  // What is denormal in fp32 changes no sum.
+  // Numbers that are denormal in fp32 change no sum.
   for (int64_t n = threadIdx.x; n < s.blocks * s.blocks; n += kThreads) {
     const double entry = n % s.blocks < s.Support(n / s.blocks) ? exp(logits[n]) : 0;
     StoreSort(a.sort, blockIdx.x * s.blocks * s.blocks + n, entry < 1.17549435e-38 ? 0 : entry);
@@ -191,15 +193,15 @@ struct alignas(16) Part {
   Real values[kPart];
 };
 
-// Where the block's numbers are.
+// The place of the numbers that a block computes.
 struct MixTask {
   int64_t b, h;
   int64_t first_row;     // sorted blocks
-  int64_t first_column;  // of block x channels
+  int64_t first_column;  // the first of the block x channels columns
 };
 
-// A thread brings entry t % 16 of the rows t / 16 + 16 n of S, and number t % 64 of the blocks t / 64 +
-// 4 n.
+// A thread loads entry t % 16 of the rows t / 16 + 16 n of S, and number t % 64 of the blocks t /
+// 64 + 4 n.
 template <class Real>
 class MixLoader {
  public:
@@ -213,7 +215,7 @@ class MixLoader {
     channel_offset_ = column % a.channels * a.from.strides[3];
   }
 
-  // Of the blocks from `first_block` on; zeros beyond the last.
+  // Loads the blocks from `first_block` on, with zeros beyond the last.
   __device__ void Load(int64_t first_block, MixTiles<Real>* tiles) const {
     const SinkhornSizes& s = a_.sizes;
     const int entry = static_cast<int>(threadIdx.x) % kDepth;
@@ -243,8 +245,8 @@ class MixLoader {
   int64_t channel_offset_;
 };
 
-// Where the tile has blocks outside of the support, they are passed over: a product with 0 would let
-// a NaN of the future through.
+// Where the tile has blocks outside the support, they are skipped: a product with 0 would let a NaN
+// of the future through.
 template <bool kWhole, class Real>
 __device__ void AddTiles(const MixTiles<Real>& tiles, int row, int column, int64_t first_support,
                          Real (&sums)[kPart][kPart]) {
@@ -276,7 +278,7 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
   Real sums[kPart][kPart] = {};
   const int64_t end = s.causal ? min(task.first_row + kTile, s.blocks) : s.blocks;
   for (int64_t t = 0; t < end; t += kDepth) {
-    __syncthreads();  // nobody reads the tiles any more
+    __syncthreads();  // the tiles have been read
     loader.Load(t, &tiles);
     __syncthreads();
     if (s.causal && t + kDepth > task.first_row) {
@@ -299,7 +301,7 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
   }
 }
 
-// A thread for a row of all blocks of a batch row.
+// A thread does a row of all blocks of a batch row.
 __global__ void __launch_bounds__(kThreads) Mask(MaskArguments a) {
   const SinkhornSizes& s = a.sizes;
   const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -312,7 +314,7 @@ __global__ void __launch_bounds__(kThreads) Mask(MaskArguments a) {
   }
 }
 
-// A block for a row.
+// A block copies a row.
 __global__ void __launch_bounds__(kThreads) CopySort(CopySortArguments a) {
   const SinkhornSizes& s = a.sizes;
   const int64_t u = blockIdx.x % s.blocks, head = blockIdx.x / s.blocks;

@@ -10,7 +10,7 @@
 
 namespace tfb {
 
-// u8 [batch, tokens], or null.
+// A key mask: u8 [batch, tokens], or null.
 struct SinkhornMask {
   const uint8_t* data;
   int64_t strides[2];
@@ -23,7 +23,7 @@ struct SortMatrix {
   bool is_double;
 };
 
-// As SortCall of sinkhorn_cpu.h.
+// The members of SortCall of sinkhorn_cpu.h.
 struct SortArguments {
   SinkhornSizes sizes;
   SortNetwork network;
@@ -43,7 +43,7 @@ struct CopySortArguments {
   SortMatrix to;
 };
 
-// As MixCpu.
+// The arguments of MixCpu.
 struct MixArguments {
   SinkhornSizes sizes;
   SortMatrix sort;  // contiguous
@@ -59,7 +59,7 @@ struct MaskArguments {
   uint8_t* mask;  // [batch][mixed_blocks block]
 };
 
-// Each enqueues on the stream and returns null, or why not.
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct SinkhornKernels {
   const char* (*sort)(const SortArguments& arguments, void* stream);
   const char* (*copy_sort)(const CopySortArguments& arguments, void* stream);

@@ -1,4 +1,4 @@
-// The float64 definition, as sinkhorn.h states it.
+// The float64 definition of sinkhorn.h.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -20,7 +20,7 @@ double LogSumExp(const std::vector<double>& x) {
   return max + std::log(sum);
 }
 
-// The formula of one key-value head of one batch row.
+// The formula for one key-value head of one batch row.
 class Formula {
  public:
   Formula(const Problem& problem, const SinkhornOptions& options, const NamedTensors& parameters,
@@ -38,20 +38,20 @@ class Formula {
 
   int64_t block() const { return block_; }
   int64_t blocks() const { return blocks_; }
-  // Whether sorted block u has block t in its sum.
+  // Tells whether sorted block u has block t in its sum.
   bool Takes(int64_t u, int64_t t) const { return !problem_.causal || t < u; }
   bool HasToken(int64_t t, int64_t r) const {
     const int64_t j = t * block_ + r;
     return j < tokens_ && is_token_(b_, j);
   }
-  // Whether row r of sorted block u is a key.
+  // Tells whether row r of sorted block u is a key.
   bool IsKey(int64_t u, int64_t r) const {
     bool is_key = false;
     for (int64_t t = 0; t < blocks_; ++t) is_key |= Takes(u, t) && HasToken(t, r);
     return is_key;
   }
 
-  // S.
+  // Returns S.
   Matrix Sort() const {
     Matrix s(blocks_, std::vector<double>(blocks_, 0.0));
     const ConstTensorView given = inputs_.Get("sort");
@@ -65,7 +65,7 @@ class Formula {
     return s;
   }
 
-  // sum_t S_ut K_t, row r, of a tensor with rows of tokens.
+  // Returns sum_t S_ut K_t, row r, for a tensor with rows of tokens.
   std::vector<double> SortedRow(const Matrix& s, const DoubleTensor& of, int64_t channels,
                                 int64_t u, int64_t r) const {
     std::vector<double> sum(channels, 0.0);
@@ -83,7 +83,7 @@ class Formula {
     return view.Get(view.rank == 3 ? view.Offset(h_, row, column) : view.Offset(h_, column));
   }
 
-  // x_j.
+  // Returns x_j.
   std::vector<double> TokenRow(int64_t j) const {
     std::vector<double> x;
     const ConstTensorView q = inputs_.Get("q"), k = inputs_.Get("k"), hidden = inputs_.Get("x");
@@ -107,7 +107,7 @@ class Formula {
                                                         : problem_.head_dim;
   }
 
-  // X_u.
+  // Returns X_u.
   std::vector<double> PooledRow(int64_t u) const {
     const int64_t first = problem_.causal ? 0 : u * block_;
     const int64_t last = problem_.causal ? u * block_ : (u + 1) * block_ - 1;
@@ -133,7 +133,7 @@ class Formula {
     return y;
   }
 
-  // (R_u + g_u) / temperature.
+  // Returns (R_u + g_u) / temperature.
   std::vector<double> Scores(int64_t u) const {
     std::vector<double> x = PooledRow(u);
     if (options_.hidden > 0) {
@@ -150,7 +150,7 @@ class Formula {
     return scores;
   }
 
-  // By its sum; where causal, row u by the sum of the rows up to u.
+  // Normalises a column by its sum; where causal, row u by the sum of the rows up to u.
   void NormaliseColumn(int64_t t, Matrix* a) const {
     double log_sum = kNotSeen;
     for (int64_t u = 0; u < blocks_; ++u) {
@@ -192,11 +192,11 @@ class Formula {
   KeyMask is_token_;
 };
 
-// [sorted blocks; own tokens] of every head, what the definition attends to.
+// [sorted blocks; own tokens] of every head, to which the definition attends.
 struct SortedTensors {
   Tensor k, v;
   Tensor sort;
-  std::vector<std::vector<bool>> is_key;  // [batch], of the sorted rows
+  std::vector<std::vector<bool>> is_key;  // [batch], for the sorted rows
 };
 
 // Rounds the first `rows` rows to the dtype.
@@ -261,7 +261,7 @@ absl::Status Sinkhorn::Definition(const Problem& problem, const SinkhornOptions&
   const KeyMask is_token(inputs);
   const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
   const auto sees = [&](int64_t b, int64_t i, int64_t key) {
-    const int64_t j = key - rows;  // its token, where it is not of a sorted block
+    const int64_t j = key - rows;  // the token of the key, where the key is not of a sorted block
     if (j < 0 && !sorted.is_key[b][key]) return false;
     if (options.sorted_blocks > 0) return j < 0 && key / block < options.sorted_blocks;
     if (j < 0) return key / block == i / block;

@@ -11,23 +11,24 @@ enum class SortScores : unsigned char { kRelu, kLinear, kLogRelu };
 
 struct SinkhornSizes {
   int64_t batch;
-  int64_t heads;  // of keys and values
+  int64_t heads;  // heads of keys and values
   int64_t tokens;
   int64_t block;         // rows
   int64_t blocks;        // N
-  int64_t mixed_blocks;  // of K^s and V^s
-  int64_t width;         // of pooled rows
+  int64_t mixed_blocks;  // blocks of K^s and V^s
+  int64_t width;         // width of pooled rows
   int64_t hidden;
   int64_t iterations;
   double temperature;
   SortScores scores;
   bool causal;
 
-  // Blocks t that sorted block u is a sum of: the first so many.
+  // Returns how many blocks t, from the first on, sorted block u is a sum of.
   constexpr int64_t Support(int64_t u) const { return causal ? u : blocks; }
 };
 
-// Of all heads, one after the other. Where `hidden` is 0, score_weights takes pooled rows.
+// The network of all heads, one after the other. Where `hidden` is 0, score_weights takes pooled
+// rows.
 struct SortNetwork {
   const double* hidden_weights;  // [width][hidden]
   const double* hidden_bias;     // [hidden]

@@ -22,7 +22,7 @@ Options With(Options options, const Options& more) {
   return options;
 }
 Options Block(int64_t tokens) { return {{"block", std::to_string(tokens)}}; }
-// R is the input g.
+// Returns options with which R is the input g.
 Options ScoresAreNoise(int64_t block) {
   return With(Block(block), {{"gumbel", "true"}, {"temperature", "1"}});
 }
@@ -54,7 +54,7 @@ testing::Matcher<std::vector<double>> Near(const std::vector<double>& values) {
   return testing::Pointwise(testing::DoubleNear(1e-6), values);
 }
 
-// S for all heads: sorted block u is block order[u].
+// Returns S for all heads: sorted block u is block order[u].
 Tensor Permutation(const Problem& problem, const std::vector<int64_t>& order) {
   const auto blocks = static_cast<int64_t>(order.size());
   Tensor sort(DType::kF32, {problem.batch, problem.kv_heads, blocks, blocks});
@@ -67,7 +67,7 @@ Tensor Permutation(const Problem& problem, const std::vector<int64_t>& order) {
   return sort;
 }
 
-// Parameters of a layer, all 0.
+// Returns the parameters of a layer, all 0.
 NamedTensors Zeros(const Problem& problem, const Options& options) {
   const auto layer = Sinkhorn().Create(problem, options, Device::kCpu, 1).value();
   NamedTensors zeros;
@@ -78,7 +78,7 @@ NamedTensors Zeros(const Problem& problem, const Options& options) {
   return zeros;
 }
 
-// S of float64, of the scores `g` [N, N].
+// Returns S in float64 for the scores `g` [N, N].
 std::vector<double> Balanced(const std::vector<double>& g, const Options& more,
                              bool causal = false) {
   const auto blocks = static_cast<int64_t>(std::lround(std::sqrt(g.size())));
@@ -99,7 +99,7 @@ std::vector<double> Balanced(const std::vector<double>& g, const Options& more,
   return Values(outputs.at("sort"));
 }
 
-// Of the sums of rows, from 1.
+// Returns the largest distance of the sums of rows from 1.
 double RowError(const std::vector<double>& sort, int64_t blocks) {
   double error = 0;
   for (int64_t u = 0; u < blocks; ++u) {
@@ -133,7 +133,7 @@ TEST(Sinkhorn, TwoBlocksOfOneTokenByHand) {
   inputs["k"] = Numbers({1, 1, 2, 1}, {0, 4.0 / 3});
   inputs["v"] = Numbers({1, 1, 2, 1}, {2, 6});
   inputs["sort"] = Numbers({1, 1, 2, 2}, {0.25, 0.75, 1, 0});
-  // Sorted keys are 1 and 0, sorted values 5 and 2.
+  // The sorted keys are 1 and 0, the sorted values 5 and 2.
   for (const Device device : kHostDevices) {
     const NamedTensors run = RunSinkhorn(problem, inputs, Block(1), device);
     EXPECT_THAT(Values(run.at("out")), Near({(2 * 5 + 2) / 3.0, (2 + 6) / 2.0})) << Name(device);
@@ -147,15 +147,15 @@ TEST(Sinkhorn, OneIterationByHand) {
               Near({1.0 / 3, 3.0 / 5, 2.0 / 3, 2.0 / 5}));
 }
 
-// Rows are 1 and (1/4, 3/4); the first column's sums are 1 and 5/4.
+// The rows are 1 and (1/4, 3/4); the first column's sums are 1 and 5/4.
 TEST(Sinkhorn, OneCausalIterationByHand) {
   EXPECT_THAT(Balanced({9, 9, 9, 7, 9, 9, 0, std::log(3), 9}, {{"iterations", "1"}},
                        /*causal=*/true),
               Near({0, 0, 0, 1, 0, 0, 0.2, 1, 0}));
 }
 
-// The same matrix from keys whose sum up to the last block's first token is log 3; the token after it
-// does not count.
+// The matrix is the same, from keys whose sum up to the last block's first token is log 3; the
+// token after it does not count.
 TEST(Sinkhorn, CausalScoresComeFromTheTokensUpToABlocksFirst) {
   const Problem problem = Problem::SelfAttention(1, 1, 6, 1, /*causal=*/true);
   const Options options = With(
@@ -170,7 +170,7 @@ TEST(Sinkhorn, CausalScoresComeFromTheTokensUpToABlocksFirst) {
   }
 }
 
-// relu(2 x) for the sums 3 and -1 of two blocks, of which the hidden layer makes 3 and 0.
+// The sums of the two blocks are 3 and -1, of which the hidden layer makes 3 and 0.
 TEST(Sinkhorn, TheNetworkByHand) {
   const Problem problem = Problem::SelfAttention(1, 1, 4, 1);
   const Options options =
@@ -181,7 +181,7 @@ TEST(Sinkhorn, TheNetworkByHand) {
   parameters["hidden_weights"] = Numbers({1, 1, 1}, {1});
   parameters["score_weights"] = Numbers({1, 1, 2}, {2, -1});
   parameters["score_bias"] = Numbers({1, 2}, {-4, 2});
-  // Scores are (2, 0) and (0, 2), logits (1, 0) and (0, 1).
+  // The scores are (2, 0) and (0, 2), the logits (1, 0) and (0, 1).
   const double larger = std::exp(1) / (std::exp(1) + 1);
   for (const Device device : kHostDevices) {
     const NamedTensors run = RunSinkhorn(problem, inputs, options, device, &parameters);
@@ -282,7 +282,7 @@ TEST(Sinkhorn, OneBlockIsDenseAttentionWithEveryKeyTwice) {
   }
 }
 
-// Queries of a block on the keys of blocks, in a dense problem of their own.
+// Computes queries of a block on the keys of blocks, in a dense problem of their own.
 NamedTensors DenseOnBlocks(const NamedTensors& inputs, int64_t block, int64_t queries,
                            const std::vector<int64_t>& blocks) {
   const int64_t keys = block * static_cast<int64_t>(blocks.size());
@@ -398,7 +398,7 @@ TEST(Sinkhorn, CausalMatricesHaveNoEntriesOfThePresentOrFuture) {
         EXPECT_NEAR(entry, 1, 1e-6);  // the first entry of its column
       } else if (t >= u) {
         EXPECT_EQ(entry, 0);
-        // And none that is given is read.
+        // A given value there is not read.
         *inputs["sort"].view().MutableAt<float>(0, 0, u, t) =
             std::numeric_limits<float>::quiet_NaN();
       }
@@ -422,13 +422,13 @@ TEST(Sinkhorn, TheFirstCausalBlockIsAttentionWithinIt) {
     first[name] = Tensor(DType::kF32, {2, 2, 16, 16});
     CopyElements(Slice(inputs.at(name).view(), 2, 0, 16), first[name].view());
   }
-  // Alone it is a problem of one block.
+  // On its own it is a problem of one block.
   ExpectNear(RunSinkhorn(one, first, Block(16)), RunDense(one, first), 0);
 }
 
 // ---- Padding ----
 
-// The tokens that a last block lacks are as good as masked ones.
+// The tokens that a last block lacks act like masked ones.
 TEST(Sinkhorn, ARaggedBlockIsAMaskedOne) {
   for (const bool causal : {false, true}) {
     const Problem longer = Problem::SelfAttention(2, 2, 48, 8, causal);
@@ -451,8 +451,8 @@ TEST(Sinkhorn, ARaggedBlockIsAMaskedOne) {
   }
 }
 
-// Row 1 of all blocks is padding, row 0 of the first: where causal, sorted block 1 has no key in
-// either.
+// Row 1 of all blocks is padding, and so is row 0 of the first: where causal, sorted block 1 has no
+// key in either.
 TEST(Sinkhorn, RowsOfPaddingAloneAreNoKeys) {
   for (const bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(1, 1, 6, 1, causal);
@@ -461,7 +461,7 @@ TEST(Sinkhorn, RowsOfPaddingAloneAreNoKeys) {
     inputs["key_mask"] = Tensor(DType::kU8, {1, 6});
     const uint8_t is_token[] = {0, 0, 1, 0, 1, 0};
     std::copy_n(is_token, 6, inputs["key_mask"].span<uint8_t>().data());
-    // All scores are 0: a row's keys are exp(log_sum_exp).
+    // All scores are 0: the number of a row's keys is exp(log_sum_exp).
     for (const Device device : kHostDevices) {
       const NamedTensors run = RunSinkhorn(problem, inputs, Block(2), device);
       std::vector<double> keys = Values(run.at("log_sum_exp"));
@@ -511,7 +511,7 @@ TEST(Sinkhorn, MoreBlocksThanATileSums) {
   ExpectRunMatchesDefinition(problem, With(Block(1), {{"sorted_blocks", "70"}}), Device::kCpu);
 }
 
-// Scores, and with them log_sum_exp, are of the same rounded keys.
+// The scores, and so log_sum_exp, come from the same rounded keys.
 TEST(Sinkhorn, SortedBlocksOf16BitsAreRoundedAsTheDefinitionRoundsThem) {
   const Options options = With(Block(8), {{"gumbel", "true"}, {"scores", "log_relu"}});
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
@@ -522,7 +522,7 @@ TEST(Sinkhorn, SortedBlocksOf16BitsAreRoundedAsTheDefinitionRoundsThem) {
   }
 }
 
-// Held against a file of sinkhorn-transformer.
+// Compares with a file of sinkhorn-transformer.
 void ExpectGolden(const std::string& name, bool balanced) {
   const SafetensorsFile file = GoldenFile("attention/sinkhorn/testdata/" + name + ".safetensors");
   Options options = {{"hidden", "0"}, {"scores", "log_relu"}, {"pooled", "queries_and_keys"}};
@@ -544,7 +544,7 @@ void ExpectGolden(const std::string& name, bool balanced) {
   request.parameters = &parameters;
   const NamedTensors defined =
       DefineTechnique(Sinkhorn(), problem, ViewsOf(inputs), request).value();
-  // A matrix that is given has been rounded to fp32.
+  // A given matrix has been rounded to fp32.
   const double exact = balanced ? 1e-12 : 1e-6;
   for (const char* output : {"out", "sort"}) {
     const ConstTensorView expected = file.tensors.at(output).view();
@@ -574,7 +574,8 @@ TEST(Sinkhorn, CostCountsEveryStep) {
     ASSERT_TRUE(RunLayer(*layer, ViewsOf(Random(problem))).ok());
     const double pooled = 12 * 5, network = 2 * 3 * (5 * 7 + 7 * 3), balance = 2 * 4 * 9;
     const double sums = 2 * (causal ? 3 : 9) * 4 * 10;
-    // A block's queries see 4 sorted keys, where causal not those of block 0, and 4 or 10 / 4 own.
+    // A block's queries see 4 sorted keys, except where causal those of block 0, and 4 or 10 / 4
+    // own ones.
     const double pairs = causal ? 2 * 16 + 3 * 10 : 3 * 32;
     EXPECT_EQ(*layer->cost().flops, 6 * (pooled + network + balance + sums + 2 * pairs * 10));
   }

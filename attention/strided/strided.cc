@@ -32,12 +32,13 @@ TechniqueInfo Info() {
 
 using Combine = StridedOptions::Combine;
 
-// How many tokens before the query the row begins.
+// Returns how many tokens before the query the row begins.
 int64_t RowReach(const StridedOptions& options) {
   return options.stride - (options.bandwidth == StridedOptions::Bandwidth::kCode ? 1 : 0);
 }
 
-// Over places of the residue order: those of the same residue, at least `least` steps before.
+// A pattern over places of the residue order: a query sees those of its residue, at least `least`
+// steps back.
 class ColumnPattern : public Pattern {
  public:
   ColumnPattern(const ResidueOrder& order, int64_t least) : order_(order), least_(least) {}
@@ -63,7 +64,8 @@ class ColumnPattern : public Pattern {
   int64_t least_;
 };
 
-// Key-value heads take turns: the row in the order of the tokens, the column in that of residues.
+// A pattern in which key-value heads take turns: the row in the order of the tokens, the column in
+// that of residues.
 class AlternatingPattern : public Pattern {
  public:
   AlternatingPattern(const Problem& problem, BandPattern row, ColumnPattern column)
@@ -113,7 +115,7 @@ class StridedLayer : public FlashPartsLayer {
     switch (options_.combine) {
       case Combine::kMerged:
         add_row();
-        add_column(RowReach(options_) / options_.stride + 1);  // what the row has not
+        add_column(RowReach(options_) / options_.stride + 1);  // adds the keys that the row lacks
         break;
       case Combine::kInterleaved:
         options_.layer % 2 == 0 ? add_row() : add_column(0);

@@ -61,7 +61,7 @@ TEST(Strided, HeadsTakeTurnsByTheirKeyValueHead) {
   EXPECT_EQ(KeysSeen(Strided(), grouped, options, 2, 13), (Keys{3, 8, 13}));
 }
 
-// Section 4.2: every position reaches every earlier one in two steps.
+// By section 4.2, every position reaches every earlier one in two steps.
 TEST(Strided, TwoStepsReachEveryEarlierToken) {
   const int64_t tokens = 30;
   for (const char* bandwidth : {"paper", "code"}) {
@@ -106,7 +106,7 @@ TEST(Strided, CrossAttentionIsRefused) {
   EXPECT_THAT(std::string(layer.status().message()), HasSubstr("kv_tokens is 9"));
 }
 
-// Masks that the authors' published code makes, which keeps `stride` tokens of the row.
+// The authors' published code, which keeps `stride` tokens of the row, makes these masks.
 TEST(Strided, FactorsAreThoseOfTheAuthorsCode) {
   const SafetensorsFile golden = GoldenFile("attention/strided/testdata/masks.safetensors");
   Options options = {

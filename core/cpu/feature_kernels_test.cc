@@ -1,4 +1,5 @@
-// The kernels of engine linear in every instruction set that this machine runs, against loops in double.
+// Tests the kernels of engine linear, in every instruction set that this machine runs, against
+// loops in double.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -85,7 +86,7 @@ TEST_P(FeatureKernels, SinesAndCosinesOfNumbersOfAnySize) {
   const std::vector<float> values = x;
   kernels_->sin_cos(count, x.data(), x.data(), cosine.data());  // in place
   EXPECT_EQ(x, sine);
-  // As features of 16 tokens at a time, of which one is large.
+  // The tokens resemble features of 16 tokens at a time, of which one is large.
   for (const int64_t first : {0, 16, 3200}) {
     std::vector<float> features(values.begin() + first, values.begin() + first + 16), sum(16);
     features.resize(32);

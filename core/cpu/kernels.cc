@@ -46,7 +46,7 @@ inline float HorizontalSum(Floats v) {
   return part[0];
 }
 
-// Blocks of 4 x 4 in registers.
+// Transposes of 4 x 4 blocks in registers.
 typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
 
 // Rows become columns.
@@ -62,7 +62,8 @@ inline void Transpose4(Four (&row)[4]) {
   row[3] = __builtin_shuffle(d, e, Index{2, 3, 6, 7});
 }
 
-// The elements of each of four vectors made one: four reductions for little more than one.
+// Reduces each of four vectors to one number and returns the four numbers. This costs little more
+// than one reduction.
 template <class Combine>
 inline void ReduceFour(const Floats (&v)[4], const Combine& combine, float* reduced) {
   float part[4][kLanes];
@@ -146,7 +147,7 @@ inline Floats SinCos(Floats x, Floats* cos) {
   return reinterpret_cast<const Floats&>(sine_bits);
 }
 
-// The same for numbers of any size, one by one.
+// SinCos for arguments of any size, one element at a time.
 inline Floats WideSinCos(Floats x, Floats* cos) {
   Floats sin;
   for (int i = 0; i < kLanes; ++i) {
@@ -219,7 +220,7 @@ void GemmTile(int64_t depth, const float* a, int64_t a_row, int64_t a_depth, con
   }
 }
 
-// All rows of one group of kVectors columns.
+// Computes all rows of one group of kVectors columns.
 template <int kVectors>
 void GemmColumns(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_depth,
                  const float* b, int64_t b_row, float* c, int64_t c_row, const float* d,
@@ -230,7 +231,7 @@ void GemmColumns(int64_t rows, int64_t depth, const float* a, int64_t a_row, int
          d == nullptr ? nullptr : d + i * d_row, d_row);
     i += tile_rows;
   };
-  // One column of vectors: enough rows to hide the latency of an addition.
+  // With one vector of columns, enough rows are in flight to hide the latency of an addition.
   if (kVectors == 1) {
     while (i + 8 <= rows) next(GemmTile<8, kVectors>, 8);
   }
@@ -300,9 +301,10 @@ void HideBeyondRamp(float* row, int64_t columns, float limit, float slope) {
   }
 }
 
-// Numerators of one row against `max`; returns vectors' sum. Four accumulators hide the latency of
-// the addition; which of them a column belongs to does not depend on the columns behind it, so that
-// more hidden keys at the end change no bit of the sum.
+// Replaces the scores of one row by their softmax numerators relative to `max`; returns vectors'
+// sum. Four accumulators hide the latency of the addition; which of them a column belongs to does
+// not depend on the columns behind it, so that more hidden keys at the end change no bit of the
+// sum.
 template <bool kRamp>
 Floats ExpRow(float* row, int64_t columns, float max, float limit, float slope) {
   const Floats lane = Lane();
@@ -337,7 +339,8 @@ Floats MaxRow(const float* row, int64_t columns) {
   return Max(Max(max[0], max[1]), Max(max[2], max[3]));
 }
 
-// Up to four rows, so that what is done once a row is done for all at once.
+// Handles up to four rows at once, so that the work per row (rescaling, the final reductions) is
+// done for all four together.
 void SoftmaxOfRows(float* scores, int64_t stride, int64_t rows, int64_t columns, float* max,
                    float* sum, float* rescale, const Ramp* ramp, int64_t first) {
   Floats part[4] = {};
@@ -351,8 +354,8 @@ void SoftmaxOfRows(float* scores, int64_t stride, int64_t rows, int64_t columns,
   Floats change = {};
   for (int64_t r = 0; r < rows; ++r) {
     const float new_max = row_max[r] > max[r] ? row_max[r] : max[r];
-    // A row without a key so far: subtracting 0 turns its -inf into 0, where -inf - -inf would be
-    // NaN.
+    // In a row that has seen no key, subtracting 0 turns -inf into a numerator of 0, where -inf -
+    // -inf would be NaN.
     const float shift = new_max == -kInfinity ? 0.0f : new_max;
     float* row = scores + r * stride;
     part[r] = ramp == nullptr
@@ -521,7 +524,7 @@ void ExpRows(const ScoreRows& rows, const float* shift) {
   ForEachVector(rows, [=](Floats s, int64_t r, int64_t) { return Exp(s - shift[r]); });
 }
 
-// The largest magnitude of kVectors vectors of each row; NaN does not count.
+// Returns the largest magnitude in kVectors vectors of each row; NaN are ignored.
 template <int kVectors>
 float LargestOf(const float* values, int64_t stride, int64_t rows) {
   Floats largest[kVectors] = {};
@@ -534,7 +537,7 @@ float LargestOf(const float* values, int64_t stride, int64_t rows) {
   return HorizontalMax(largest[0]);
 }
 
-// kVectors vectors of tokens side by side, so that their sums stay in registers.
+// Handles kVectors vectors of tokens side by side, so that their sums stay in registers.
 template <Feature kFeature, int kVectors>
 void FeatureVectors(float* values, int64_t stride, int64_t projections, int64_t c,
                     const FeatureSums& sums) {
@@ -624,7 +627,8 @@ void PairWeightRows(const ScoreRows& rows, const PairWeights& w) {
   }
 }
 
-// Rows four at a time; the last rows again where their number is not a multiple of four.
+// Takes rows four at a time; where their number is not a multiple of four, the last rows are
+// computed again.
 void MatrixVector(int64_t rows, int64_t columns, const float* a, int64_t a_row, const float* x,
                   float* y, int64_t y_stride, bool accumulate) {
   const int64_t whole = columns / kLanes * kLanes;
@@ -651,13 +655,13 @@ inline const float* RowOf(const IndexedRows& rows, int64_t n) {
   return rows.rows + (rows.index == nullptr ? n : rows.index[n]) * rows.stride;
 }
 
-// Where rows are indexed they lie anywhere, and the processor cannot guess which is next.
+// Indexed rows lie anywhere in memory, and the hardware prefetcher cannot predict which is next.
 inline void PrefetchRow(const IndexedRows& rows, int64_t n) {
   const float* row = RowOf(rows, n);
   for (int64_t c = 0; c < rows.columns; c += 16) __builtin_prefetch(row + c);
 }
 
-// As MatrixVector, with each row also against itself where kSquares.
+// Like MatrixVector, and also computes each row's product with itself where kSquares.
 template <bool kSquares>
 void DotsOf(const IndexedRows& rows, const float* x, float* dots, float* squares) {
   const int64_t whole = rows.columns / kLanes * kLanes;
@@ -671,7 +675,7 @@ void DotsOf(const IndexedRows& rows, const float* x, float* dots, float* squares
       }
     }
     Floats dot[4], square[4];
-    for (int i = 0; i < 4; ++i) {  // row by row, as memory likes it
+    for (int i = 0; i < 4; ++i) {  // row by row, so that memory is read in order
       Floats d = {}, s = {};
       for (int64_t c = 0; c < whole; c += kLanes) {
         const Floats y = Load(row[i] + c);
@@ -750,7 +754,7 @@ void BestOfFour(const ScoreRows& rows, const float* offset, float* best, float* 
 }
 
 void ColumnBounds(const ScoreRows& rows, int64_t wanted, float* bound) {
-  constexpr int kHalvings = 14;  // of the range of a column
+  constexpr int kHalvings = 14;  // halvings of the range of a column
   constexpr float kLargest = 0x1p126f;
   for (int64_t c = 0; c < rows.columns; c += kLanes) {
     const float* column = rows.scores + c;
@@ -775,7 +779,7 @@ void ColumnBounds(const ScoreRows& rows, int64_t wanted, float* bound) {
   }
 }
 
-// Sixteen sums in float64, as doubles have half as many lanes as floats.
+// Keeps sixteen sums in float64; a vector of doubles has half as many lanes as one of floats.
 constexpr int kHalfLanes = kLanes / 2;
 constexpr int kSums = 16;
 constexpr int kSumVectors = kSums / kHalfLanes;
@@ -794,7 +798,7 @@ inline double PairwiseSum(Doubles (&sum)[kSumVectors]) {
   return part[0];
 }
 
-// Adds sixteen columns of a row.
+// Adds sixteen columns of a row to the sums.
 template <bool kDistance>
 inline void AddColumns(const float* x, const float* y, Doubles (&sum)[kSumVectors]) {
 #pragma GCC unroll 8
@@ -834,8 +838,8 @@ void ExactScores(bool distance, const IndexedRows& rows, const float* x, double*
 }
 
 double FmaPeak(int64_t iterations) {
-  // 12 chains: more than latency (4 or 5) x throughput (2) needs. No compiler may shorten a chain
-  // of roundings.
+  // 12 independent chains are more than latency (4 or 5) x throughput (2) needs. The compiler
+  // cannot shorten a chain, since every step rounds.
   constexpr int kChains = 12;
   Floats chain[kChains];
   for (int i = 0; i < kChains; ++i) chain[i] = Broadcast(1.0f + 0.001f * static_cast<float>(i));

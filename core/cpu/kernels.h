@@ -20,7 +20,8 @@ struct ScoreRows {
   int64_t columns;
 };
 
-// exp of each score against its row's running maximum, as flash attention needs it: for each row r
+// The running state of flash attention's softmax: each score becomes exp of its difference to its
+// row's running maximum. For each row r
 //   new_max = max(max[r], max_c scores[r][c]);   rescale[r] = exp(max[r] - new_max)
 //   scores[r][c] = exp(scores[r][c] - new_max);  sum[r] = sum[r] rescale[r] + sum_c scores[r][c];
 //   max[r] = new_max
@@ -32,8 +33,8 @@ struct SoftmaxState {
   float* rescale;
 };
 
-// One multiplicative weight per score, a ramp that falls to 0 with distance: clip((limit[r] + c) *
-// slope, 0, 1) for column c. A weight of 0 hides its key as a mask does: neither its score nor a
+// A multiplicative weight for each score, a ramp that falls to 0 with distance: clip((limit[r] + c)
+// * slope, 0, 1) for column c. A weight of 0 hides its key as a mask does: neither its score nor a
 // NaN in it counts.
 struct Ramp {
   const float* limit;  // per row
@@ -41,8 +42,8 @@ struct Ramp {
 };
 
 // The random features of `columns` tokens from their projections. Column c of `values`
-// [projections][stride] holds the projections p_r of token c, and then its features; what the
-// exponents are relative to goes to `max`:
+// [projections][stride] holds the projections p_r of token c, and is overwritten by its features;
+// `max` receives the maximum that the exponents are relative to:
 //   kExp      max = max_r p_r     values[r] = exp(p_r - max)
 //   kExpPair  max = max_r |p_r|   values[r] = exp(p_r - max)
 //                                 values[projections + r] = exp(-p_r - max)
@@ -64,11 +65,11 @@ struct FeatureSums {
   float* dot;
 };
 
-// Turns products of query and key features into weights: row r sees its first visible[r] columns,
-// with
+// Turns products of query and key features into weights. Row r sees its first visible[r] columns,
+// where
 //   scores[r][c] = exp(decay[c] - shift[r]) (product[r] scores[r][c] + key[r] total[c])
 //                  + constant[r] seen[c]
-// and 0 in the others, whatever stood there; sum[r] = sum_c scores[r][c].
+// and its other columns become 0, whatever they held; sum[r] = sum_c scores[r][c].
 struct PairWeights {
   const float* decay;  // per column
   const float* total;
@@ -81,8 +82,8 @@ struct PairWeights {
   float* sum;
 };
 
-// Pairs of tokens that rows and columns stand for. Codes are [slots][kPairColumns]: slot n has a pair
-// where 0 <= row code - column code <= 1.
+// Codes of the pairs of tokens that rows and columns stand for. Codes are [slots][kPairColumns]:
+// slot n has a pair where 0 <= row code - column code <= 1.
 constexpr int64_t kPairColumns = 64;
 struct TokenPairs {
   const int32_t* row_tokens;
@@ -92,8 +93,8 @@ struct TokenPairs {
   int64_t slots;
 };
 
-// Rows of floats to be held against one vector: rows index[0], index[1], ..., or 0, 1, ... where that
-// is null.
+// Rows of floats that are compared with one vector: rows index[0], index[1], ..., or rows 0, 1, ...
+// where `index` is null.
 struct IndexedRows {
   const float* rows;
   int64_t stride;
@@ -110,14 +111,14 @@ struct CpuKernels {
   void (*gemm)(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
                int64_t a_depth, const float* b, int64_t b_row, float* c, int64_t c_row,
                bool accumulate);
-  // C = A B + D, at the price of C = A B: D is added in registers. Its rows may overlap, as those of
-  // a table of distances do (d_row = -1); 0 where d is null.
+  // C = A B + D, in the time of C = A B, since D is added in registers. The rows of D may overlap,
+  // as those of a table of distances do (d_row = -1); D is 0 where d is null.
   void (*gemm_plus)(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row,
                     int64_t a_depth, const float* b, int64_t b_row, const float* d, int64_t d_row,
                     float* c, int64_t c_row);
 
-  // Softmax numerators in place (above). With a ramp the weights multiply the numerators and enter
-  // the sum.
+  // Replaces scores by softmax numerators in place, as SoftmaxState says. With a ramp, the weights
+  // multiply the numerators and enter the sum.
   void (*softmax)(const ScoreRows& rows, const SoftmaxState& state, const Ramp* ramp);
 
   // scores[r][c] += table[r * table_row + c].
@@ -129,29 +130,31 @@ struct CpuKernels {
   void (*relu_multiply)(const ScoreRows& rows, const float* table, int64_t table_row);
   // scores[r][c] = -inf where bit first_bit + c of masks[r] is 0; first_bit + columns is 64 at most.
   void (*mask)(const ScoreRows& rows, const uint64_t* masks, int64_t first_bit);
-  // Of 64 columns: clears bit c of masks[r] where the column's token is after the row's, if `causal`,
-  // and where any slot does not have the pair.
+  // For 64 columns: clears bit c of masks[r] where the column's token is after the row's, if
+  // `causal`, and where any slot does not have the pair.
   void (*hide_pairs)(int64_t rows, const TokenPairs& pairs, bool causal, uint64_t* masks);
-  // scores[r][c] += self_bias where the tokens are the same; -= log of the number of slots that have
-  // the pair, 1 at least.
+  // scores[r][c] += self_bias where the tokens are the same; otherwise subtracts the log of the
+  // number of slots that have the pair, counted as 1 at least.
   void (*adjust_pairs)(const ScoreRows& rows, const TokenPairs& pairs, float self_bias);
   // index[c] = the least n at which [v ; -v] is largest, with v_r = values[r * 64 + c], for 64 columns
   // c. NaN are smaller than all numbers.
   void (*signed_argmax)(int64_t rows, const float* values, int32_t* index);
-  // The places r * stride + c, in their order, of scores with scores[r][c] - offset[r] >= bound[c].
-  // Returns how many there are; `places` has room for all.
+  // Writes to `places` the offsets r * stride + c, in ascending order, of the scores with
+  // scores[r][c] - offset[r] >= bound[c]. Returns how many there are; `places` has room for all of
+  // them.
   int64_t (*reaching)(const ScoreRows& rows, const float* offset, const float* bound,
                       int32_t* places);
-  // The largest scores[r][c] - offset[r] of each column and `group` consecutive rows, of which the
-  // last may be fewer: maxima[n * stride + c] of group n. NaN are passed over.
+  // Writes the largest scores[r][c] - offset[r] of each column over each group of `group`
+  // consecutive rows, of which the last may be smaller: maxima[n * stride + c] is that of group n.
+  // NaN are ignored.
   void (*group_maxima)(const ScoreRows& rows, const float* offset, int64_t group, float* maxima);
-  // Of each column and four consecutive rows, of which the last may be fewer, the largest scores[r][c] -
-  // offset[r], with r % 4 in the place of its two lowest bits: best[n * stride + c] of rows 4 n to
-  // 4 n + 3. second[c] is the largest of those that are not the best of their four. NaN are passed
-  // over; infinities may become NaN.
+  // For each column and each four consecutive rows, of which the last may be fewer: writes the
+  // largest scores[r][c] - offset[r], with r % 4 in its two lowest bits, to best[n * stride + c]
+  // for rows 4 n to 4 n + 3. second[c] is the largest of the numbers that are not the best of their
+  // four. NaN are ignored; infinities may become NaN.
   void (*best_of_four)(const ScoreRows& rows, const float* offset, float* best, float* second);
-  // bound[c]: what at least `wanted` numbers of column c reach, and if their differences allow, not
-  // many more. -inf where there are not as many finite ones.
+  // Sets bound[c] to a number that at least `wanted` numbers of column c reach and, where their
+  // differences allow it, few more; to -inf where fewer than `wanted` are finite.
   void (*column_bounds)(const ScoreRows& rows, int64_t wanted, float* bound);
   // row[r][c] *= factor[r].
   void (*scale_rows)(const ScoreRows& rows, const float* factor);
@@ -163,30 +166,30 @@ struct CpuKernels {
   void (*exp)(const ScoreRows& rows, const float* shift);
 
   void (*features)(Feature feature, const FeatureColumns& tokens, const FeatureSums& sums);
-  // Of `count` numbers, any number of them; of finite ones to 2^-23, whatever their size. `sin` may be
-  // `x`.
+  // Computes sin and cos of `count` numbers, which may be any number; the error for a finite x is
+  // at most 2^-23, whatever its size. `sin` may be `x`.
   void (*sin_cos)(int64_t count, const float* x, float* sin, float* cos);
   void (*pair_weights)(const ScoreRows& rows, const PairWeights& weights);
-  // y[r * y_stride] = or += sum_c a[r * a_row + c] x[c]. Any number of columns.
+  // y[r * y_stride] = or += sum_c a[r * a_row + c] x[c]. The number of columns is arbitrary.
   void (*matrix_vector)(int64_t rows, int64_t columns, const float* a, int64_t a_row,
                         const float* x, float* y, int64_t y_stride, bool accumulate);
 
-  // Of each row y: dots[n] = sum_c x_c y_c and, unless it is null, squares[n] = sum_c y_c^2. Any
-  // number of columns.
+  // For each row y: dots[n] = sum_c x_c y_c and, unless `squares` is null, squares[n] = sum_c
+  // y_c^2. The number of columns is arbitrary.
   void (*dots)(const IndexedRows& rows, const float* x, float* dots, float* squares);
-  // In float64, for each row y, whatever the instruction set, bit for bit: scores[n] = sum_c x_c y_c,
-  // or sum_c fl(x_c - y_c)^2 where `distance`, with fl rounding to float, so that products and
-  // squares are exact. Column c is in sum c % 16; sum i + 8 is added to sum i, then i + 4, i + 2,
-  // i + 1. Any number of columns.
+  // Computes in float64, with the same bits in every instruction set, for each row y: scores[n] =
+  // sum_c x_c y_c, or sum_c fl(x_c - y_c)^2 where `distance`, with fl rounding to float, so that
+  // products and squares are exact. Column c is added to sum c % 16; then sum i + 8 is added to sum
+  // i, then i + 4, i + 2, i + 1. The number of columns is arbitrary.
   void (*exact_scores)(bool distance, const IndexedRows& rows, const float* x, double* scores);
 
-  // Independent fused multiply-adds in registers, `iterations` times; returns the number of FLOPs
-  // done. For measuring the peak.
+  // Executes independent fused multiply-adds in registers, `iterations` times, to measure the
+  // processor's peak; returns the number of FLOPs done.
   double (*fma_peak)(int64_t iterations);
 };
 
-// The best kernels that this machine runs, or null where `name` is not among them. The environment
-// is not consulted.
+// BestCpuKernels returns the best kernels that this machine runs; FindCpuKernels returns those of
+// that name, or null where this machine does not run them. Neither reads the environment.
 const CpuKernels& BestCpuKernels();
 const CpuKernels* FindCpuKernels(const char* name);
 

@@ -1,5 +1,5 @@
-// The kernels of engine flash that change scores by their row and column, in every instruction set
-// that this machine runs.
+// Tests the kernels of engine flash that change scores by their row and column, in every
+// instruction set that this machine runs.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -41,7 +41,7 @@ TEST_P(ScoreKernels, LabelsAddOneOfTwoTermsOfTheRow) {
   for (const int64_t columns : {16, 48, 64}) {
     std::vector<float> scores = Scores();
     const std::vector<float> before = scores;
-    // Ids need no alignment.
+    // The id arrays need no alignment.
     kernels_->add_by_label({scores.data(), kStride, kRows, columns}, row_ids, column_ids.data() + 1,
                            terms);
     for (int64_t r = 0; r < kRows; ++r) {
@@ -54,7 +54,8 @@ TEST_P(ScoreKernels, LabelsAddOneOfTwoTermsOfTheRow) {
   }
 }
 
-// Of many rows, since the last addition mostly rounds away what an order of the first ones makes.
+// The test uses many rows, since the last addition of a sum mostly rounds away the difference that
+// another order of the first additions makes.
 TEST_P(ScoreKernels, HiddenColumnsAtTheEndChangeNoBitOfASoftmax) {
   constexpr int64_t kMost = 192;
   for (int64_t seen = 1; seen <= 128; ++seen) {
@@ -88,7 +89,7 @@ TEST_P(ScoreKernels, MasksBeginAtTheirFirstBit) {
   }
 }
 
-// Tokens and codes of rows and columns: small numbers, so that many are equal.
+// Tokens and codes of rows and columns. They are small numbers, so that many are equal.
 struct Pairs {
   Pairs() {
     uint32_t random = 1;

@@ -1,4 +1,4 @@
-// The kernels of engine search, in every instruction set that this machine runs.
+// Tests the kernels of engine search in every instruction set that this machine runs.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -86,7 +86,7 @@ TEST_P(SearchKernels, TheBestOfFourRowsAndWhatIsLeft) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   for (const int64_t columns : {16, 48, 80}) {
     std::vector<float> offset(kRows, 0.25f), scores(a(), a() + kRows * kStride);
-    offset[6] = kInfinity;  // of rows 4 to 6
+    offset[6] = kInfinity;  // the infinite offset hides rows 4 to 6
     scores[1 * kStride + 5] = std::numeric_limits<float>::quiet_NaN();
     std::vector<float> best(2 * kStride), second(columns);
     kernels_->best_of_four({scores.data(), kStride, kRows, columns}, offset.data(), best.data(),
@@ -142,7 +142,7 @@ TEST_P(SearchKernels, BoundsThatSomeOfAColumnReachAndFewMore) {
       if (finite < wanted) {
         EXPECT_EQ(bound[c], -kInfinity) << c;
       }
-      // 2^-14 of a range of 8 holds a number or two of 500 normal ones.
+      // An interval of 2^-14 of a range of 8 holds one or two of 500 normal numbers.
       if (c > 5 && wanted < kMany) {
         EXPECT_LE(reach, wanted + 3) << c;
       }
@@ -163,7 +163,7 @@ TEST_P(SearchKernels, DotsAndSquaresOfRows) {
         dot += double{a()[r * kStride + c]} * x()[c];
         square += double{a()[r * kStride + c]} * a()[r * kStride + c];
       }
-      // columns u |x||y|, and both norms are below 20.
+      // The error is at most columns u |x||y|, and both norms are below 20.
       EXPECT_NEAR(dots[n], dot, columns * 0x1p-24 * 400);
       EXPECT_NEAR(squares[n], square, columns * 0x1p-24 * 400);
     }
@@ -174,7 +174,7 @@ TEST_P(SearchKernels, DotsAndSquaresOfRows) {
   }
 }
 
-// The sixteen sums of kernels.h, one by one.
+// Adds the terms to the sixteen sums of kernels.h, one by one.
 double SumBySixteen(const std::vector<double>& terms) {
   double sums[16] = {};
   for (size_t c = 0; c < terms.size(); ++c) sums[c % 16] += terms[c];

@@ -11,7 +11,7 @@ absl::Status CublasError(const CublasFunctions& functions, int status) {
   return absl::InternalError(absl::StrCat("cuBLAS: ", functions.status_string(status)));
 }
 
-// cuBLAS manual, cublasSetWorkspace: 32 MiB from Hopper on, 4 MiB before.
+// The cuBLAS manual, cublasSetWorkspace, recommends 32 MiB from Hopper on and 4 MiB before.
 size_t RecommendedWorkspaceBytes(const CudaDevice& gpu) {
   return size_t{gpu.compute_capability_major >= 9 ? 32u : 4u} << 20;
 }
@@ -60,11 +60,11 @@ absl::Status CudaBlas::Multiply(const GemmCall& call, void* workspace, void* str
       reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace) + kWorkspaceAlignment - 1) /
                               kWorkspaceAlignment * kWorkspaceAlignment);
   const std::lock_guard<std::mutex> lock(mutex_);
-  // In this order: setting the stream takes the workspace away.
+  // The order matters: setting the stream resets the workspace.
   TFB_RETURN_IF_ERROR(CublasError(functions_, functions_.set_stream(handle_, stream)));
   TFB_RETURN_IF_ERROR(
       CublasError(functions_, functions_.set_workspace(handle_, aligned, workspace_bytes_)));
-  // Read as column-major the matrices are their transposes, and c^T = b^T a^T.
+  // Read as column-major, the matrices are their transposes, and c^T = b^T a^T.
   return CublasError(functions_,
                      functions_.sgemm(handle_, kCublasNoTranspose, kCublasNoTranspose, call.columns,
                                       call.rows, call.depth, &kOne, call.b, call.b_stride, call.a,

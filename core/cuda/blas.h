@@ -1,4 +1,4 @@
-// cuBLAS, opened at run time.
+// cuBLAS, which is opened at run time.
 #ifndef TFB_CORE_CUDA_BLAS_H_
 #define TFB_CORE_CUDA_BLAS_H_
 
@@ -30,20 +30,22 @@ struct GemmCall {
   int64_t c_stride = 0;
 };
 
-// Thread-safe: one handle, one call at a time. Its math mode stays the default, in which fp32
-// products are fp32 throughout (no TF32). On one GPU, and with the workspace that a call brings,
-// the same call gives the same bits.
+// A handle of cuBLAS. It is thread-safe: it runs one call at a time. Its math mode stays the
+// default, in which fp32 products are fp32 throughout (no TF32). On one GPU, and with the workspace
+// that a call brings, the same call gives the same bits.
 class CudaBlas {
  public:
-  // Of the first GPU. Unavailable, with the reason, where the library or the GPU is not there.
-  // InvalidArgument for other devices. It lives as long as the program.
+  // Returns the handle of the first GPU, which lives as long as the program. Returns Unavailable,
+  // with the reason, where the library or the GPU is not present, and InvalidArgument for other
+  // devices.
   static absl::StatusOr<CudaBlas*> For(Device device);
 
-  std::string name() const;  // "cuBLAS 13.1.0"
-  // Scratch of a call in bytes: what NVIDIA recommends for the GPU, and room to align it.
+  std::string name() const;  // Returns, say, "cuBLAS 13.1.0".
+  // Returns the scratch of a call in bytes: what NVIDIA recommends for the GPU, and room to align
+  // it.
   size_t workspace_bytes() const { return workspace_bytes_ + kWorkspaceAlignment; }
 
-  // Enqueues on the stream. `workspace` is device memory of workspace_bytes().
+  // Enqueues the product on the stream. `workspace` is device memory of workspace_bytes().
   absl::Status Multiply(const GemmCall& call, void* workspace, void* stream);
 
  private:
@@ -60,10 +62,11 @@ class CudaBlas {
   void* handle_;
   int version_;  // 10000 major + 100 minor + patch
   size_t workspace_bytes_;
-  std::mutex mutex_;  // of the handle
+  std::mutex mutex_;  // guards the handle
 };
 
-// Finds every function of CublasFunctions. Unavailable, with what is missing, where it cannot.
+// Finds every function of CublasFunctions. Returns Unavailable, with the missing name, where it
+// cannot.
 absl::StatusOr<CublasFunctions> OpenCublas();
 
 }  // namespace tfb

@@ -17,7 +17,7 @@ TEST(CudaBlas, TheSimulatorAndTheCpuHaveNone) {
   }
 }
 
-// Opening the library takes no GPU.
+// Opening the library needs no GPU.
 TEST(CudaBlas, HasEveryFunctionOrSaysWhatIsMissing) {
   const absl::StatusOr<CublasFunctions> functions = OpenCublas();
   if (functions.ok()) {

@@ -1,6 +1,6 @@
-// The few functions of cuBLAS that are used, as its header cublas_api.h declares them for CUDA 12
-// and 13, in plain C types: handles are void*, enumerations int. library_prototypes.cu holds them
-// against the header where there is one, so that a build needs none.
+// The functions of cuBLAS that this project uses, as its header cublas_api.h declares them for CUDA
+// 12 and 13, in plain C types: handles are void*, enumerations int. library_prototypes.cu checks
+// them against the header where there is one, so that a build needs no header.
 #ifndef TFB_CORE_CUDA_CUBLAS_FUNCTIONS_H_
 #define TFB_CORE_CUDA_CUBLAS_FUNCTIONS_H_
 

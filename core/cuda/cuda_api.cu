@@ -8,7 +8,7 @@ namespace {
 
 const char* ErrorOf(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // an error that was returned must not come back from the next call
+  cudaGetLastError();  // clears the error, so that the next call does not return it again
   return cudaGetErrorString(error);
 }
 

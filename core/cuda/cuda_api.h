@@ -1,5 +1,5 @@
-// The CUDA runtime's calls that core/cuda/runtime.h is made of, in plain C types. Each returns null,
-// or why it failed, in words that stay good until the next call.
+// The CUDA runtime's calls on which core/cuda/runtime.h is built, in plain C types. Each returns
+// null, or a text that says why it failed, which is valid until the next call.
 #ifndef TFB_CORE_CUDA_CUDA_API_H_
 #define TFB_CORE_CUDA_CUDA_API_H_
 
@@ -12,7 +12,7 @@ namespace tfb {
 enum class CopyDirection : unsigned char { kToDevice, kToHost, kWithinDevice };
 
 struct CudaApi {
-  // *memory is null, with no error, where there is not so much.
+  // *memory becomes null, with no error, where there is not enough memory.
   const char* (*allocate)(void** memory, size_t bytes);
   const char* (*release)(void* memory);
   const char* (*copy)(void* to, const void* from, size_t bytes, CopyDirection direction,
@@ -23,7 +23,7 @@ struct CudaApi {
   const char* (*create_event)(void** event);
   const char* (*destroy_event)(void* event);
   const char* (*record_event)(void* event, void* stream);
-  // Waits for both.
+  // Waits for both events.
   const char* (*elapsed_ms)(float* ms, void* from_event, void* to_event);
 };
 

@@ -53,7 +53,8 @@ std::string Cudnn::LastReason() const {
   char text[4096] = "";
   functions_.last_error_string(text, sizeof(text));
   absl::string_view reason = text;
-  // Of a chain of calls the innermost comes first, in a line such as "Warning: STATUS; Reason: ...".
+  // cuDNN reports a chain of calls with the innermost first, in lines such as "Warning: STATUS;
+  // Reason: ...".
   constexpr absl::string_view kMark = "Reason: ";
   const size_t mark = reason.find(kMark);
   if (mark != absl::string_view::npos) reason.remove_prefix(mark + kMark.size());
@@ -299,7 +300,7 @@ absl::StatusOr<CudnnPlan> CudnnGraph::PlanWith(int heuristic, void* graph,
       "choosing an engine",
       f.get_attribute(heuristics.get(), cudnn::kAttrEngineheurResults,
                       cudnn::kTypeBackendDescriptor, count, &count, results.data())));
-  // Those that support the graph are left, the best of them at the front.
+  // Only plans that support the graph remain, the best of them first.
   absl::Status reason = absl::UnimplementedError(
       absl::StrCat(cudnn_->name(), " has no engine for the graph: ", cudnn_->LastReason()));
   for (int64_t n = 0; n < count; ++n) {

@@ -1,7 +1,7 @@
-// cuDNN, opened at run time: graphs of operations that it makes into one kernel.
+// cuDNN, which is opened at run time: it compiles a graph of operations into one kernel.
 //
-// A graph is built of tensors and operations, planned for a GPU, and the plan is executed with
-// pointers for those of its tensors that are not virtual. See NVIDIA's "cuDNN backend API".
+// A graph is built of tensors and operations and planned for a GPU. The plan is executed with
+// pointers to those of its tensors that are not virtual. See NVIDIA's "cuDNN backend API".
 #ifndef TFB_CORE_CUDA_CUDNN_H_
 #define TFB_CORE_CUDA_CUDNN_H_
 
@@ -24,16 +24,17 @@ namespace tfb {
 // The library. It stays open as long as the program.
 class Cudnn {
  public:
-  // Unavailable, with what is missing, where it cannot be opened.
+  // Returns Unavailable, with the missing name, where the library cannot be opened.
   static absl::StatusOr<const Cudnn*> Open();
 
   const CudnnFunctions& functions() const { return functions_; }
-  std::string name() const;                 // "cuDNN 9.19.0"
+  std::string name() const;                 // Returns, say, "cuDNN 9.19.0".
   int version() const { return version_; }  // 10000 major + 100 minor + patch
-  // What a call returned. Unimplemented where cuDNN says that it does not support something,
-  // Internal else; with its reason, after `doing`: "finalizing the plan".
+  // Converts the result of a call to a status: Unimplemented where cuDNN says that it does not
+  // support something, and Internal for other errors; with cuDNN's reason, after `doing`:
+  // "finalizing the plan".
   absl::Status ToStatus(absl::string_view doing, int status) const;
-  // Why the last call of this thread failed, or found nothing.
+  // Returns why the last call of this thread failed, or found nothing.
   std::string LastReason() const;
 
  private:
@@ -45,7 +46,7 @@ class Cudnn {
   int version_;
 };
 
-// A descriptor, owned. Movable.
+// A descriptor and its ownership. It is movable.
 class CudnnDescriptor {
  public:
   CudnnDescriptor() = default;
@@ -56,13 +57,13 @@ class CudnnDescriptor {
 
   void* get() const { return descriptor_; }
   absl::Status Set(int name, int type, int64_t count, const void* elements);
-  // One element.
+  // Sets an attribute of one element.
   template <class T>
   absl::Status Set(int name, int type, const T& element) {
     return Set(name, type, 1, &element);
   }
   absl::Status SetDescriptor(int name, void* descriptor);
-  // To be called once, after all Sets.
+  // Finalizes the descriptor; call it once, after all Sets.
   absl::Status Finalize();
 
  private:
@@ -70,22 +71,23 @@ class CudnnDescriptor {
   void* descriptor_ = nullptr;
 };
 
-// What a graph is planned for.
+// The GPU that a graph is planned for.
 struct CudnnTarget {
   void* handle = nullptr;  // a GPU
-  // In its place a GPU that need not be there: its properties, as cuDNN 9.8 and later write and
-  // read them (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION). Such a plan cannot be executed.
+  // Properties of a GPU that need not be present, instead of a handle, as cuDNN 9.8 and later write
+  // and read them (CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION). Such a plan cannot be executed.
   std::string device_properties;
 };
 
-// A planned graph. Movable.
+// A planned graph. It is movable.
 class CudnnPlan {
  public:
   CudnnPlan() = default;
   size_t workspace_bytes() const { return workspace_bytes_; }
 
-  // Enqueues. `pointers` are those of the tensors `ids`: to device memory, or to host memory for a
-  // single value. The same pointers as in the last call allocate nothing.
+  // Enqueues the plan. `pointers` belong to the tensors `ids`; they point to device memory, or to
+  // host memory for a single value. With the same pointers as in the last call, it allocates
+  // nothing.
   absl::Status Execute(void* handle, absl::Span<const int64_t> ids,
                        absl::Span<void* const> pointers, void* workspace);
 
@@ -94,12 +96,12 @@ class CudnnPlan {
   const Cudnn* cudnn_ = nullptr;
   CudnnDescriptor plan_;
   size_t workspace_bytes_ = 0;
-  // The last call's.
+  // the last call's variant pack
   CudnnDescriptor pack_;
-  std::vector<void*> pointers_;  // and the workspace
+  std::vector<void*> pointers_;  // the last call's pointers and the workspace
 };
 
-// Operations on tensors. The first error is kept, and Plan returns it.
+// A graph of operations on tensors. It keeps the first error, and Plan returns that.
 class CudnnGraph {
  public:
   // A tensor of the graph, which owns it; null after an error.
@@ -107,11 +109,11 @@ class CudnnGraph {
 
   explicit CudnnGraph(const Cudnn* cudnn) : cudnn_(cudnn) {}
 
-  // Memory that the caller gives, by id, aligned to 16 bytes. Strides in elements.
+  // Adds memory that the caller gives, by id, aligned to 16 bytes. Strides are in elements.
   Tensor Memory(int64_t id, int dtype, std::vector<int64_t> dims, std::vector<int64_t> strides);
-  // One number in host memory that the caller gives, by id, as [1, 1, 1, 1].
+  // Adds one number in host memory that the caller gives, by id, as [1, 1, 1, 1].
   Tensor Value(int64_t id, int dtype);
-  // Between two operations.
+  // Adds a tensor between two operations.
   Tensor Virtual(int dtype, std::vector<int64_t> dims);
 
   // y = a b over the last two dimensions, computed in fp32. Returns y.
@@ -123,12 +125,12 @@ class CudnnGraph {
   // y = the index of each element of x along the axis. Returns y.
   Tensor Index(int64_t axis, Tensor x, Tensor y);
 
-  // The best plan that cuDNN knows, by its heuristics. Unimplemented, with the library's reason,
-  // where it supports none.
+  // Returns the best plan by cuDNN's heuristics, or Unimplemented, with the library's reason, where
+  // cuDNN supports none.
   absl::StatusOr<CudnnPlan> Plan(const CudnnTarget& target);
 
  private:
-  // Takes what there is to take of a result, or keeps its error.
+  // Keeps a descriptor and returns it, or keeps its error.
   void* Keep(absl::StatusOr<CudnnDescriptor> descriptor);
   Tensor Add(absl::StatusOr<CudnnDescriptor> operation, Tensor y);
 
@@ -147,14 +149,14 @@ class CudnnGraph {
   absl::Status status_;
   std::vector<CudnnDescriptor> descriptors_;
   std::vector<void*> operations_;
-  int64_t next_virtual_id_ = int64_t{1} << 32;  // the caller's are below
+  int64_t next_virtual_id_ = int64_t{1} << 32;  // ids below this are the caller's
 };
 
-// A GPU's handle. Thread-safe: one call at a time.
+// A GPU's handle. It is thread-safe: it runs one call at a time.
 class CudnnDevice {
  public:
-  // Of the first GPU. Unavailable, with the reason, where the library or the GPU is not there. It
-  // lives as long as the program.
+  // Returns the handle of the first GPU, which lives as long as the program. Returns Unavailable,
+  // with the reason, where the library or the GPU is not present.
   static absl::StatusOr<CudnnDevice*> Get();
 
   const Cudnn& cudnn() const { return *cudnn_; }
@@ -168,7 +170,7 @@ class CudnnDevice {
 
   const Cudnn* cudnn_;
   void* handle_;
-  std::mutex mutex_;  // of the handle
+  std::mutex mutex_;  // guards the handle
 };
 
 }  // namespace tfb

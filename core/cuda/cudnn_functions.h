@@ -1,7 +1,7 @@
-// The few functions of cuDNN's backend API that are used, and their constants, as cudnn_graph.h of
-// cuDNN 9 has them, in plain C types: handles and descriptors are void*, enumerations int.
-// library_prototypes.cu holds them against the header where there is one, so that a build needs
-// none.
+// The functions of cuDNN's backend API that this project uses, and their constants, as
+// cudnn_graph.h of cuDNN 9 has them, in plain C types: handles and descriptors are void*,
+// enumerations int. library_prototypes.cu checks them against the header where there is one, so
+// that a build needs no header.
 #ifndef TFB_CORE_CUDA_CUDNN_FUNCTIONS_H_
 #define TFB_CORE_CUDA_CUDNN_FUNCTIONS_H_
 
@@ -28,7 +28,7 @@ struct CudnnFunctions {
 
 constexpr int kCudnnSuccess = 0;
 
-// Named as in the header, CUDNN_... in capitals: kBackendTensorDescriptor is
+// Constants have the header's names in this project's style: kBackendTensorDescriptor is
 // CUDNN_BACKEND_TENSOR_DESCRIPTOR.
 namespace cudnn {
 

@@ -1,4 +1,4 @@
-// Numbers that a layer keeps where it runs: parameters, tables, state.
+// Arrays of numbers that a layer keeps on its device: parameters, tables, state.
 #ifndef TFB_CORE_CUDA_DEVICE_ARRAY_H_
 #define TFB_CORE_CUDA_DEVICE_ARRAY_H_
 
@@ -19,13 +19,14 @@
 
 namespace tfb {
 
-// In host memory on the CPU, else in the device's, aligned to 64 bytes. T is a number. Movable.
+// An array in host memory on the CPU, else in the device's memory, aligned to 64 bytes. T is a
+// number type. Arrays are movable.
 template <class T>
 class DeviceArray {
  public:
   DeviceArray() = default;
-  // A copy of host memory. ResourceExhausted where there is not so much memory; other errors are
-  // those of CudaRuntime::For.
+  // Copies host memory. Returns ResourceExhausted where there is not enough memory, and the errors
+  // of CudaRuntime::For.
   static absl::StatusOr<DeviceArray> Create(Device device, const std::vector<T>& values) {
     TFB_ASSIGN_OR_RETURN(DeviceArray array, Allocate(device, static_cast<int64_t>(values.size())));
     if (device == Device::kCpu) {
@@ -34,11 +35,11 @@ class DeviceArray {
     }
     TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
     TFB_RETURN_IF_ERROR(runtime->CopyToDevice(array.mutable_data(), values.data(), array.bytes()));
-    // A layer's stream need not wait for the stream of this copy.
+    // After this, a layer's stream need not wait for the stream of the copy.
     TFB_RETURN_IF_ERROR(runtime->Synchronize());
     return array;
   }
-  // Contents are unspecified.
+  // Allocates an array with unspecified contents.
   static absl::StatusOr<DeviceArray> Allocate(Device device, int64_t size) {
     DeviceArray array;
     array.device_ = device;
@@ -59,13 +60,13 @@ class DeviceArray {
   Device device() const { return device_; }
   int64_t size() const { return size_; }
   size_t bytes() const { return static_cast<size_t>(size_) * sizeof(T); }
-  // On the device. Null where there are no numbers.
+  // Returns the pointer on the device, or null where the array is empty.
   T* mutable_data() const {
     return device_ == Device::kCpu ? static_cast<T*>(on_host_.get()) : on_device_.template As<T>();
   }
   const T* data() const { return mutable_data(); }
 
-  // To host memory, all of them, when what was enqueued on the stream is done.
+  // Copies the whole array to host memory, after the work that was enqueued on the stream before.
   absl::Status Read(T* to, void* stream = nullptr) const {
     if (device_ == Device::kCpu) {
       std::copy_n(data(), size_, to);
@@ -87,20 +88,22 @@ class DeviceArray {
   DeviceBuffer on_device_;
 };
 
-// The elements of a view in host memory, of any floating dtype and strides, last dimension fastest.
+// Copies the elements of a view in host memory, of any floating dtype and strides, last dimension
+// fastest.
 inline absl::StatusOr<DeviceArray<float>> CopyFloats(Device device, const ConstTensorView& view) {
   std::vector<float> values(static_cast<size_t>(view.num_elements()));
   CopyElements(view, TensorView(values.data(), DType::kF32, view.shape()));
   return DeviceArray<float>::Create(device, values);
 }
 
-// A copy in host memory of a tensor that lies in the device's, when what was enqueued on the stream is
-// done.
+// Returns a copy in host memory of a tensor in device memory, made after the work that was enqueued
+// on the stream before.
 inline absl::StatusOr<Tensor> CopyToHost(Device device, ConstTensorView view,
                                          void* stream = nullptr) {
   TFB_ASSIGN_OR_RETURN(Tensor copy, Tensor::Allocate(view.dtype, view.shape()));
   if (view.num_elements() == 0) return copy;
-  std::vector<std::byte> memory;  // what the view spans, gaps between its elements included
+  // The bytes that the view spans, gaps between its elements included.
+  std::vector<std::byte> memory;
   if (device != Device::kCpu) {
     int64_t elements = 1;
     for (int axis = 0; axis < view.rank; ++axis) {

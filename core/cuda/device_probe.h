@@ -11,26 +11,26 @@ namespace tfb {
 
 struct CudaDevice {
   std::string name;
-  std::string pci_bus_id;  // "00000000:3b:00.0": how other tools of the driver know it
+  std::string pci_bus_id;  // "00000000:3b:00.0", the name that other tools of the driver use
   int compute_capability_major = 0;
   int compute_capability_minor = 0;
   int64_t memory_bytes = 0;
   int64_t l2_cache_bytes = 0;
   int64_t shared_memory_bytes_per_block = 0;  // the most that a kernel can opt in to
   int multiprocessors = 0;
-  int clock_khz = 0;         // the peak; 0 where the driver does not tell
+  int clock_khz = 0;         // the peak; 0 where the driver does not report it
   int memory_clock_khz = 0;  // likewise
 };
 
 struct CudaMachine {
   int driver_version = 0;   // 1000 * major + 10 * minor: the newest CUDA that the driver supports
-  int runtime_version = 0;  // likewise: the toolkit that this binary was built with
+  int runtime_version = 0;  // in the same form: the toolkit that this binary was built with
   std::vector<CudaDevice> devices;  // in CUDA's order, at least one
 };
 
-// Asks the driver; creates no context on any device.
+// Asks the driver for its devices; creates no context on any device.
 //
-// Errors, all of them worded "no CUDA device: <reason>":
+// Returns these errors, all of them worded "no CUDA device: <reason>":
 //   Unavailable    no driver, no GPU, or none that CUDA_VISIBLE_DEVICES lets through
 //   Unimplemented  this binary was built without the CUDA toolkit
 //   Internal       the driver failed while it was asked about a device that it had counted

@@ -46,7 +46,7 @@ TEST(DeviceProbe, WithoutADriverThereIsNoDevice) {
   EXPECT_FALSE(ProbeCudaMachine().ok());
 }
 
-// In a process of its own, since the driver reads the variable once.
+// The test runs in a process of its own, since the driver reads the variable once.
 TEST(DeviceProbeDeathTest, HiddenDevicesAreNotCounted) {
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(

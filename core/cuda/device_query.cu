@@ -8,11 +8,11 @@ namespace {
 
 const char* ErrorOf(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // An error that was returned must not come back from the next launch.
+  cudaGetLastError();  // clears the error, so that the next launch does not return it again
   return cudaGetErrorString(error);
 }
 
-// 0 where the driver does not tell: some virtual GPUs hide their clocks.
+// Returns 0 where the driver does not report the attribute: some virtual GPUs hide their clocks.
 int AttributeOrZero(cudaDeviceAttr attribute, int ordinal) {
   int value = 0;
   return ErrorOf(cudaDeviceGetAttribute(&value, attribute, ordinal)) == nullptr ? value : 0;

@@ -1,8 +1,8 @@
 #ifndef TFB_CORE_CUDA_DEVICE_QUERY_H_
 #define TFB_CORE_CUDA_DEVICE_QUERY_H_
 
-// What device_probe.cc asks of the CUDA runtime. Plain C types: nvcc sees no Abseil, and C++ sees
-// no CUDA header.
+// The queries that device_probe.cc makes to the CUDA runtime, in plain C types: nvcc sees no
+// Abseil, and C++ sees no CUDA header.
 
 #include <stddef.h>
 
@@ -23,7 +23,7 @@ struct CudaDeviceQuery {
   int memory_clock_khz;
 };
 
-// Each returns null, or why it failed, in the runtime's words (a static string).
+// Each query returns null, or the runtime's text (a static string) that says why it failed.
 const char* QueryCudaVersions(int* driver_version, int* runtime_version);
 const char* QueryCudaDeviceCount(int* count);
 const char* QueryCudaDevice(int ordinal, CudaDeviceQuery* query);

@@ -9,7 +9,8 @@ namespace tfb {
 // The floating-point dtypes of layers.
 enum class Element : unsigned char { kF32, kBf16, kF16 };
 
-// Up to four dimensions; strides in elements. Null data: no tensor.
+// A view of up to four dimensions, with strides in elements. Null data mean that there is no
+// tensor.
 struct DeviceView {
   void* data;
   int64_t strides[4];

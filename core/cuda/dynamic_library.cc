@@ -9,7 +9,7 @@
 namespace tfb {
 namespace {
 
-// Where the toolkit's installer puts libraries, but does not always tell the linker.
+// The folder in which the toolkit's installer puts libraries, often without telling the linker.
 constexpr char kToolkitFolder[] = "/usr/local/cuda/lib64/";
 
 }  // namespace
@@ -22,7 +22,7 @@ absl::StatusOr<DynamicLibrary> DynamicLibrary::Open(absl::Span<const absl::strin
     if (void* handle = dlopen(plain.c_str(), RTLD_NOW | RTLD_LOCAL)) {
       return DynamicLibrary(plain, handle);
     }
-    const char* reason = dlerror();  // begins with the name, mostly
+    const char* reason = dlerror();  // the linker's text, which mostly begins with the name
     absl::StrAppend(&reasons, reasons.empty() ? "" : "; ",
                     reason == nullptr ? absl::StrCat(name, ": cannot be opened") : reason);
     const std::string in_toolkit = absl::StrCat(kToolkitFolder, name);

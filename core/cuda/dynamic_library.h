@@ -1,5 +1,5 @@
-// Shared libraries that are opened when the program runs, so that one binary starts without them
-// and says what is missing: NVIDIA's cuBLAS and cuDNN.
+// Shared libraries that are opened when the program runs (NVIDIA's cuBLAS and cuDNN), so that one
+// binary starts without them and says which is missing.
 #ifndef TFB_CORE_CUDA_DYNAMIC_LIBRARY_H_
 #define TFB_CORE_CUDA_DYNAMIC_LIBRARY_H_
 
@@ -12,18 +12,19 @@
 
 namespace tfb {
 
-// Stays open as long as the program: what it has given out may be in use anywhere.
+// An open library. It stays open as long as the program, since its functions may be in use
+// anywhere.
 class DynamicLibrary {
  public:
-  // The first of `names` that opens, each looked for where the dynamic linker looks, and then in
-  // the toolkit's usual folder. Unavailable, with the linker's reason for each name, where none
-  // does.
+  // Opens the first of `names` that can be opened. Each is searched for first by the dynamic
+  // linker, and then in the toolkit's usual folder. Returns Unavailable, with the linker's reason
+  // for each name, where none can be opened.
   static absl::StatusOr<DynamicLibrary> Open(absl::Span<const absl::string_view> names);
 
   const std::string& name() const { return name_; }
 
-  // Sets *function. Unavailable, naming library and symbol, where the library has no such symbol.
-  // That the symbol is of this type is the caller's promise.
+  // Sets *function to a symbol. Returns Unavailable, naming library and symbol, where the library
+  // has no such symbol. The caller must know that the symbol has this type.
   template <class Function>
   absl::Status Resolve(const char* symbol, Function** function) const {
     void* address = nullptr;

@@ -1,5 +1,5 @@
-// What every .cu source includes first: CUDA, or the simulator in its place, and the few things that
-// the two spell differently.
+// Every .cu source includes this header first: it provides CUDA, or the simulator instead, and the
+// few operations that the two spell differently.
 #ifndef TFB_CORE_CUDA_KERNEL_CUH_
 #define TFB_CORE_CUDA_KERNEL_CUH_
 
@@ -29,8 +29,8 @@ struct KernelShape {
   size_t shared_bytes = 0;  // dynamic
 };
 
-// Enqueues kernel(arguments...). Returns null, or why it could not be, in words that stay good until
-// the next launch. An empty grid is no work.
+// Enqueues kernel(arguments...). Returns null, or a text that says why the launch failed, which is
+// valid until the next launch. An empty grid is no work.
 template <class... Parameters, class... Arguments>
 const char* Launch(const char* name, void (*kernel)(Parameters...), const KernelShape& shape,
                    void* stream, const Arguments&... arguments) {
@@ -38,7 +38,7 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
 #ifdef __CUDACC__
   (void)name;
   cudaError_t error = cudaSuccess;
-  if (shape.shared_bytes > 48 << 10) {  // more than every GPU has takes asking
+  if (shape.shared_bytes > 48 << 10) {  // more than 48 KiB, which every GPU has, needs an opt-in
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shape.shared_bytes));
   }
@@ -53,11 +53,11 @@ const char* Launch(const char* name, void (*kernel)(Parameters...), const Kernel
       name, kernel, {shape.grid, shape.block, shape.shared_bytes}, arguments...);
 #endif
   if (error == cudaSuccess) return nullptr;
-  cudaGetLastError();  // an error that was returned must not come back from the next launch
+  cudaGetLastError();  // clears the error, so that the next launch does not return it again
   return cudaGetErrorString(error);
 }
 
-// The block's dynamic shared memory, aligned to 128 bytes.
+// Returns the block's dynamic shared memory, aligned to 128 bytes.
 __device__ inline unsigned char* DynamicShared() {
 #ifdef __CUDACC__
   extern __shared__ __align__(128) unsigned char dynamic_shared[];
@@ -70,9 +70,9 @@ __device__ inline unsigned char* DynamicShared() {
 // ---- Matrices of a warp (sm_80 on) ----
 
 #ifdef __CUDACC__
-// PTX ISA, ldmatrix.x4: lane l gives the address in shared memory of 16 bytes, row l % 8 of the 8 x 8
-// matrix l / 8. Register i receives of matrix i the elements (l / 4, 2 (l % 4)) and the next one;
-// Transposed: (2 (l % 4), l / 4) and that below it.
+// PTX ISA, ldmatrix.x4: lane l gives the address in shared memory of 16 bytes, row l % 8 of the 8 x
+// 8 matrix l / 8. Register i receives the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of
+// matrix i; `Transposed` gives it (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
 __device__ inline void LdMatrixX4(unsigned registers[4], const void* row) {
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -107,7 +107,7 @@ __device__ inline void MmaM16N8K16F16(float d[4], const unsigned a[4], const uns
 
 // ---- Tensors of any dtype ----
 
-// Element `offset` of `data` as a float.
+// Returns element `offset` of `data` as a float.
 __device__ inline float LoadElement(const void* data, Element type, int64_t offset) {
   switch (type) {
     case Element::kBf16:

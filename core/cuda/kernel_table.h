@@ -1,4 +1,5 @@
-// How C++ finds the kernels of a source that is compiled twice, for GPUs and for the simulator.
+// Tables through which C++ finds the kernels of a source that is compiled twice, for GPUs and for
+// the simulator.
 //
 // A .cu source puts its launchers, functions of plain C types, into a struct of function pointers:
 //
@@ -14,8 +15,8 @@ namespace tfb {
 
 template <class Table>
 struct KernelTable {
-  static const Table& Gpu();        // defined by nvcc's object
-  static const Table& Simulated();  // defined by the simulator's
+  static const Table& Gpu();        // nvcc's object defines it
+  static const Table& Simulated();  // the simulator's object defines it
 };
 
 #ifdef __CUDACC__
@@ -34,7 +35,7 @@ struct KernelTable {
   }
 #endif
 
-// Where CUDA code runs.
+// The targets on which CUDA code runs.
 enum class CudaTarget : unsigned char { kGpu, kSimulator };
 
 template <class Table>
@@ -42,7 +43,7 @@ const Table& KernelsOn(CudaTarget target) {
 #ifdef TFB_CUDA_AVAILABLE
   if (target == CudaTarget::kGpu) return KernelTable<Table>::Gpu();
 #else
-  if (target == CudaTarget::kGpu) abort();  // a runtime for a GPU cannot have been made
+  if (target == CudaTarget::kGpu) abort();  // unreachable: no runtime for a GPU can have been made
 #endif
   return KernelTable<Table>::Simulated();
 }

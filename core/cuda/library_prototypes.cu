@@ -1,5 +1,5 @@
-// Holds our declarations of the functions of libraries that are opened at run time against the
-// libraries' own headers, where the toolkit has them. That it compiles is the test.
+// Checks our declarations of the functions of libraries that are opened at run time against the
+// libraries' own headers, where the toolkit has them. The check is that this file compiles.
 #include <stdint.h>
 
 #include <type_traits>
@@ -10,7 +10,8 @@
 namespace tfb {
 namespace {
 
-// Passed alike: pointers as pointers, enumerations and integers of the same size.
+// Whether two parameter types are passed in the same way: pointers as pointers, enumerations and
+// integers of the same size.
 template <class A, class B>
 constexpr bool kPassedAlike =
     sizeof(A) == sizeof(B) && std::is_pointer<A>::value
@@ -21,7 +22,7 @@ template <>
 constexpr bool kPassedAlike<void, void> = true;
 
 template <class A, class B>
-struct Alike : std::false_type {};  // different numbers of parameters
+struct Alike : std::false_type {};  // the numbers of parameters differ
 template <class A, class B>
 struct Alike<A (*)(), B (*)()> : std::bool_constant<kPassedAlike<A, B>> {};
 template <class A, class FirstA, class... RestA, class B, class FirstB, class... RestB>
@@ -29,7 +30,7 @@ struct Alike<A (*)(FirstA, RestA...), B (*)(FirstB, RestB...)>
     : std::bool_constant<kPassedAlike<FirstA, FirstB> &&
                          Alike<A (*)(RestA...), B (*)(RestB...)>::value> {};
 
-// A pointer to a function of ours, and the library's function.
+// Compares a pointer to a function of ours with the library's function.
 template <class Ours, class Theirs>
 constexpr bool kSameCall = Alike<Ours, Theirs*>::value;
 
@@ -50,7 +51,8 @@ static_assert(kSameCall<decltype(Cublas::set_stream), decltype(cublasSetStream_v
 static_assert(kSameCall<decltype(Cublas::set_workspace), decltype(cublasSetWorkspace_v2)>);
 static_assert(kSameCall<decltype(Cublas::status_string), decltype(cublasGetStatusString)>);
 static_assert(kSameCall<decltype(Cublas::sgemm), decltype(cublasSgemm_v2_64)>);
-// The check itself: a parameter more, or of another size, is another call.
+// These assertions test the check itself: one parameter more, or one of another size, makes another
+// call.
 static_assert(!kSameCall<decltype(Cublas::create), decltype(cublasGetVersion_v2)>);
 static_assert(!kSameCall<decltype(Cublas::sgemm), decltype(cublasSgemm_v2)>);
 

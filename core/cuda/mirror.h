@@ -16,10 +16,10 @@ class DeviceMirror {
  public:
   explicit DeviceMirror(CudaRuntime* runtime) : runtime_(runtime) {}
 
-  // A copy of the host memory that the view spans, gaps between its elements included, under a view
-  // of the same strides. An empty view gives an empty one.
+  // Copies the host memory that the view spans, gaps between its elements included, and returns a
+  // view of the copy with the same strides. An empty view gives an empty one.
   absl::StatusOr<ConstTensorView> Copy(const ConstTensorView& host);
-  // The same of a view that is written; CopyBack brings all of its memory to the host again.
+  // Does the same for a view that is written; CopyBack copies all of its memory to the host again.
   absl::StatusOr<TensorView> CopyForWriting(const TensorView& host);
   absl::Status CopyBack();
 

@@ -63,7 +63,7 @@ DeviceBuffer& DeviceBuffer::operator=(DeviceBuffer&& other) noexcept {
 
 void DeviceBuffer::Release() {
   if (data_ == nullptr) return;
-  // It fails where an earlier kernel has broken the context, which was reported then.
+  // The release fails where an earlier kernel has broken the context, which was reported then.
   (void)runtime_->api().release(data_);
   runtime_->allocated_ -= static_cast<int64_t>(bytes_);
   data_ = nullptr;

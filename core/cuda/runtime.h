@@ -1,5 +1,5 @@
-// Where CUDA code runs, and the one place for its memory, streams and errors: the GPU, or the
-// simulator of core/cuda/simulator, behind one interface.
+// The interface to the GPU and to the simulator of core/cuda/simulator: memory, streams and errors
+// are handled only here.
 #ifndef TFB_CORE_CUDA_RUNTIME_H_
 #define TFB_CORE_CUDA_RUNTIME_H_
 
@@ -22,7 +22,7 @@ namespace tfb {
 
 class CudaRuntime;
 
-// A moment in the work of a stream. Movable.
+// A point in the work of a stream, as a CUDA event marks it. It is movable.
 class DeviceEvent {
  public:
   static absl::StatusOr<DeviceEvent> Make(CudaRuntime* runtime);
@@ -31,9 +31,9 @@ class DeviceEvent {
   DeviceEvent& operator=(DeviceEvent&& other) noexcept;
   ~DeviceEvent() { Release(); }
 
-  // The moment when what was enqueued before is done.
+  // Marks the point at which all work that was enqueued before is done.
   absl::Status Record(void* stream = nullptr);
-  // Waits for both events, of which this one was recorded later.
+  // Returns the seconds between two events, of which this one was recorded later. Waits for both.
   absl::StatusOr<double> SecondsSince(const DeviceEvent& earlier) const;
 
  private:
@@ -43,7 +43,7 @@ class DeviceEvent {
   void* event_ = nullptr;
 };
 
-// Device memory, owned, aligned to 256 bytes. Movable.
+// Device memory and its ownership, aligned to 256 bytes. Buffers are movable.
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;
@@ -67,42 +67,44 @@ class DeviceBuffer {
   size_t bytes_ = 0;
 };
 
-// Thread-safe.
+// The runtime of one device. It is thread-safe.
 class CudaRuntime {
  public:
-  // Of Device::kCuda, the first GPU that CUDA_VISIBLE_DEVICES lets through, or Device::kSimulator.
-  // Unavailable or Unimplemented, worded "no CUDA device: <reason>", where there is none.
-  // InvalidArgument for the CPU. The runtime lives as long as the program.
+  // Returns the runtime of Device::kCuda, which is the first GPU that CUDA_VISIBLE_DEVICES lets
+  // through, or of Device::kSimulator. It lives as long as the program. Returns Unavailable or
+  // Unimplemented, worded "no CUDA device: <reason>", where there is no GPU, and InvalidArgument
+  // for the CPU.
   static absl::StatusOr<CudaRuntime*> For(Device device);
 
   Device device() const { return target_ == CudaTarget::kGpu ? Device::kCuda : Device::kSimulator; }
   CudaTarget target() const { return target_; }
-  // The simulator calls itself "host simulator"; it has 4 multiprocessors, so that what depends on
-  // their number can be tested on small problems, and shared memory as sm_90 has it.
+  // The simulator calls itself "host simulator"; it has 4 multiprocessors, so that code that
+  // depends on their number can be tested on small problems, and the shared memory of sm_90.
   const CudaDevice& properties() const { return properties_; }
 
-  // ResourceExhausted where there is not so much memory. Contents are unspecified. 0 bytes give a
-  // buffer without memory.
+  // Allocates memory with unspecified contents. Returns ResourceExhausted where there is not enough
+  // memory. 0 bytes give a buffer without memory.
   absl::StatusOr<DeviceBuffer> Allocate(size_t bytes);
-  // Allocates, and copies from the host.
+  // Allocates memory and copies from the host to it.
   absl::StatusOr<DeviceBuffer> Upload(const void* from, size_t bytes);
 
-  // Enqueued on the stream; from and to pageable host memory they return when they are done.
+  // Enqueue copies on the stream; copies from and to pageable host memory return when they are
+  // done.
   absl::Status CopyToDevice(void* to, const void* from, size_t bytes, void* stream = nullptr);
   absl::Status CopyToHost(void* to, const void* from, size_t bytes, void* stream = nullptr);
   absl::Status CopyWithinDevice(void* to, const void* from, size_t bytes, void* stream = nullptr);
   absl::Status Fill(void* memory, int byte, size_t bytes, void* stream = nullptr);
-  // Waits for what was enqueued. Internal where a kernel failed meanwhile.
-  // On a GPU a failed kernel takes the process's context along: every later call fails as well.
+  // Waits for all enqueued work. Returns Internal where a kernel failed meanwhile. On a GPU a
+  // failed kernel destroys the process's context: every later call fails as well.
   absl::Status Synchronize(void* stream = nullptr);
 
-  // Device memory that this program has allocated through the runtime, now and at most since the
-  // last ResetPeak.
+  // The device memory that this program has allocated through the runtime, now and at most since
+  // the last ResetPeak.
   int64_t allocated_bytes() const { return allocated_; }
   int64_t peak_bytes() const { return peak_; }
   void ResetPeak() { peak_ = allocated_.load(); }
-  // Calls through the runtime so far that allocate, and that wait for the device: what a layer's Run
-  // must not make.
+  // The numbers of calls through the runtime so far that allocate, and that wait for the device: a
+  // layer's Run must not make such calls.
   int64_t allocations() const { return allocations_; }
   int64_t waits() const { return waits_; }
 
@@ -121,11 +123,11 @@ class CudaRuntime {
   std::atomic<int64_t> waits_{0};
 };
 
-// What a launcher returned as a status: Internal with its words.
+// Converts a launcher's result to a status: Internal with its text.
 absl::Status ToStatus(const char* launch_error);
 
-// The view for kernels: right-aligned to four dimensions it is not; dimension n of the view is
-// dimension n here. An empty view gives null data.
+// Returns the view for kernels. It is not right-aligned to four dimensions: dimension n of the view
+// is dimension n here. An empty view gives null data.
 DeviceView ToDeviceView(const ConstTensorView& view);
 
 }  // namespace tfb

@@ -15,7 +15,8 @@ TEST(Runtime, DeferredErrorsComeFromWhatWaitsAndStay) {
   deferring.errors_are_deferred = true;
   cuda_simulator::Configure(deferring);
   EXPECT_TRUE(runtime->Synchronize().ok());
-  EXPECT_STREQ(kernels.reduce(nullptr, sum.As<float>(), true), nullptr);  // reads a null pointer
+  // The kernel reads a null pointer.
+  EXPECT_STREQ(kernels.reduce(nullptr, sum.As<float>(), true), nullptr);
   const absl::Status status = runtime->Synchronize();
   EXPECT_NE(status.message().find("null pointer"), std::string::npos) << status;
   EXPECT_FALSE(runtime->Synchronize().ok());

@@ -12,7 +12,7 @@ namespace tfb {
 namespace {
 
 constexpr double kImpossible = -std::numeric_limits<double>::infinity();
-constexpr double kRounding = 1e-4;  // of log-softmax in fp32, for a probability of 1
+constexpr double kRounding = 1e-4;  // rounding of log-softmax in fp32, for a probability of 1
 
 absl::Status OutOfRange(absl::string_view name, double value, absl::string_view range) {
   return absl::InvalidArgumentError(
@@ -35,14 +35,14 @@ absl::Status Check(const BeamSearchOptions& options, int64_t symbols) {
   return absl::OkStatus();
 }
 
-// Hypothesis `from` followed by a symbol.
+// The extension of hypothesis `from` by a symbol.
 struct Candidate {
   size_t from;
   int64_t symbol;
   double log_probability;
 };
 
-// The best `count` extensions, best first. What is impossible is no candidate.
+// Returns the best `count` extensions, best first. A symbol of probability 0 gives no candidate.
 absl::StatusOr<std::vector<Candidate>> Extensions(const std::vector<Hypothesis>& alive,
                                                   absl::Span<const double> next, int64_t symbols,
                                                   size_t count) {

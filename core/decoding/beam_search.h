@@ -5,11 +5,11 @@
 // |Y| counts the symbols, the end symbol among them. alpha 0 leaves the log-probability, which
 // longer sequences only lower; a larger one makes up for it.
 //
-// Every step extends each of the `beam` hypotheses that are alive by every symbol, and ranks what
-// comes of it by log P; ties go to the hypothesis that ranked higher, then to the lower symbol. Of
-// the best `beam` those that end in the end symbol are finished; the best `beam` of the others live
-// on. 2 beam candidates hold them all, since at most one of a hypothesis' ends. The search is over
-// when `beam` are finished, none is alive, or max_length is reached.
+// Every step extends each of the `beam` hypotheses that are alive by every symbol and ranks the
+// extensions by log P; ties go to the hypothesis that ranked higher, then to the lower symbol.
+// Those among the best `beam` that end in the end symbol are finished; the best `beam` of the
+// others stay alive. 2 beam candidates hold them all, since at most one extension of a hypothesis
+// ends. The search is over when `beam` are finished, none is alive, or max_length is reached.
 //
 //   beam = 1                        greedy decoding
 //   beam >= symbols^max_length      every sequence: exact
@@ -47,14 +47,15 @@ struct Hypothesis {
 double LengthPenalty(int64_t length, double alpha);
 double Score(const Hypothesis& hypothesis, double alpha);
 
-// Writes log p of the symbols after each of the alive hypotheses, [alive][symbols]: natural
-// logarithms. What it does not write is -inf: it cannot follow.
+// Writes log p of the symbols after each of the alive hypotheses, [alive][symbols], as natural
+// logarithms. Symbols that it does not write keep -inf: they cannot follow.
 using NextLogProbabilities =
     absl::FunctionRef<absl::Status(absl::Span<const Hypothesis> alive, absl::Span<double> next)>;
 
-// The best finished hypotheses by score, at most `beam`; where none is, the alive ones by score,
-// which max_length has cut; none where nothing can follow. InvalidArgument: an option out of its
-// range, or a log-probability that is NaN or above 0 by more than rounding.
+// Returns the best finished hypotheses by score, at most `beam`; where none is finished, the alive
+// ones by score, which max_length has cut; and none where no symbol can follow. Returns
+// InvalidArgument for an option out of its range, and for a log-probability that is NaN or above 0
+// by more than rounding.
 absl::StatusOr<std::vector<Hypothesis>> BeamSearch(const BeamSearchOptions& options,
                                                    int64_t symbols, NextLogProbabilities next);
 

@@ -15,7 +15,8 @@ namespace {
 using Symbols = std::vector<int64_t>;
 constexpr double kImpossible = -std::numeric_limits<double>::infinity();
 
-// Probabilities of three symbols, of which 0 ends, after each prefix. What is not listed ends.
+// Probabilities of three symbols after each prefix; symbol 0 is the end symbol. A prefix that is
+// not listed ends with certainty.
 class Table {
  public:
   explicit Table(std::map<Symbols, std::vector<double>> rows) : rows_(std::move(rows)) {}
@@ -35,7 +36,7 @@ class Table {
   std::map<Symbols, std::vector<double>> rows_;
 };
 
-// The greedy path 1 1 has 0.6 x 0.4; what begins with 2 has 0.4 x 0.9.
+// The greedy path 1 1 has 0.6 x 0.4; the path that begins with 2 has 0.4 x 0.9.
 const Table kGarden({{{}, {0, 0.6, 0.4}},
                      {{1}, {0.3, 0.4, 0.3}},
                      {{2}, {0.05, 0.05, 0.9}},
@@ -53,7 +54,7 @@ std::vector<Hypothesis> Search(const NextLogProbabilities& next, int64_t beam, d
   return *std::move(found);
 }
 
-// A model of no structure: logarithms of probabilities from a hash of the prefix.
+// A model without structure: the logarithms of its probabilities come from a hash of the prefix.
 absl::Status Arbitrary(absl::Span<const Hypothesis> alive, absl::Span<double> next) {
   for (size_t n = 0; n < alive.size(); ++n) {
     uint64_t state = 88172645463325252u;
@@ -71,7 +72,7 @@ absl::Status Arbitrary(absl::Span<const Hypothesis> alive, absl::Span<double> ne
   return absl::OkStatus();
 }
 
-// Every sequence of at most max_length symbols whose only end symbol is its last.
+// Enumerates every sequence of at most max_length symbols whose only end symbol is its last.
 void Enumerate(Hypothesis prefix, int64_t max_length, std::vector<Hypothesis>* all) {
   if (prefix.finished) all->push_back(prefix);
   if (prefix.finished || static_cast<int64_t>(prefix.symbols.size()) == max_length) return;
@@ -102,7 +103,8 @@ TEST(BeamSearch, ABeamOfOneIsGreedyWhateverThePenalty) {
     EXPECT_NEAR(found[0].log_probability, std::log(0.6 * 0.4), 1e-12);
     EXPECT_TRUE(found[0].finished);
   }
-  // Where ending is likeliest, it ends: a longer one of a better score is not looked for.
+  // Where ending is likeliest, the search ends: it does not look for a longer hypothesis of a
+  // better score.
   const Table ends({{{}, {0.5, 0.4, 0.1}}});
   EXPECT_EQ(Search(ends, 1, 3)[0].symbols, Symbols{0});
 }

@@ -46,7 +46,8 @@ RelativeKeys::RelativeKeys(const ConstTensorView& table, int64_t low, int64_t hi
   }
 }
 
-// Of the offsets that begin `index` behind the first panel's.
+// Tells whether the offsets that begin `index` behind the first panel's all have the preceding
+// vector.
 bool RelativeKeys::BlockRepeats(int64_t head, int64_t index) const {
   const auto channel = [&](int64_t n, int64_t c) {
     return Panel(head, first_panel_ + n / kFlashTile)[c * kFlashTile + n % kFlashTile];

@@ -9,9 +9,9 @@
 //   s_ij = s_ij + self_bias [i = j] - log N_ij                  of tokens, where the call says so
 //   y_i  = sum_j m_ij exp(s_ij) v_j / sum_j m_ij exp(s_ij)      m_ij = 1, or the soft span's ramp
 //
-// over the keys j that the schedule, the key mask and the soft span let query i see. A row without
-// any key gives y_i = 0 and a log-sum-exp of -inf. Online softmax: Milakov and Gimelshein,
-// arXiv:1805.02867v2; tiling: Dao et al., arXiv:2205.14135v2, algorithm 1.
+// The sums are over the keys j that the schedule, the key mask and the soft span let query i see. A
+// row without any key gives y_i = 0 and a log-sum-exp of -inf. Online softmax: Milakov and
+// Gimelshein, arXiv:1805.02867v2; tiling: Dao et al., arXiv:2205.14135v2, algorithm 1.
 //
 // The rule's tables are plain arrays indexed by the offset j - i, so that the engines of all
 // devices read the same data.
@@ -32,25 +32,24 @@
 
 namespace tfb {
 
-constexpr int64_t kFlashTile =
-    64;  // queries and keys of a schedule's tile, as the CPU engine wants them
+constexpr int64_t kFlashTile = 64;  // queries and keys of a schedule's tile on the CPU
 
 // One number per head and offset j - i, from -(query_tokens - 1) to kv_tokens - 1. A row is padded
 // by a tile on the right, so that a kernel may read whole tiles.
 class DistanceTable {
  public:
   DistanceTable() = default;
-  // value(head, offset) for each offset.
+  // Builds a table with value(head, offset) for each offset.
   DistanceTable(int64_t heads, int64_t query_tokens, int64_t kv_tokens,
                 const std::function<float(int64_t head, int64_t offset)>& value);
 
   bool empty() const { return values_.empty(); }
   int64_t heads() const { return heads_; }
-  int64_t row() const { return row_; }    // floats of a head
+  int64_t row() const { return row_; }    // floats per head
   int64_t zero() const { return zero_; }  // index of offset 0 in a row
   const std::vector<float>& values() const { return values_; }
-  // Of head h % heads, for pointer arithmetic with offsets: At(h, j - i)[n] is the entry of offset
-  // j - i + n.
+  // Returns the row of head h % heads, for pointer arithmetic with offsets: At(h, j - i)[n] is the
+  // entry of offset j - i + n.
   const float* At(int64_t head, int64_t offset) const {
     return values_.data() + head % heads_ * row_ + offset + zero_;
   }
@@ -63,13 +62,13 @@ class DistanceTable {
   std::vector<float> values_;
 };
 
-// One vector per head and offset j - i in [low, high]; zero outside. Stored in panels of 64
-// offsets, [head_dim][64], the first panel beginning at a multiple of 64.
+// One vector per head and offset j - i in [low, high]; zero outside. They are stored in panels of
+// 64 offsets, [head_dim][64]; the first panel begins at a multiple of 64.
 class RelativeKeys {
  public:
   RelativeKeys() = default;
-  // row(offset) is the row of `table` [table_heads, rows, head_dim] that offset has; head h reads
-  // table h % table_heads.
+  // Offset o has row row(o) of `table` [table_heads, rows, head_dim]; head h reads table h %
+  // table_heads.
   RelativeKeys(const ConstTensorView& table, int64_t low, int64_t high,
                const std::function<int64_t(int64_t offset)>& row);
 
@@ -77,14 +76,15 @@ class RelativeKeys {
   int64_t heads() const { return heads_; }
   int64_t low() const { return low_; }
   int64_t high() const { return high_; }
-  // The panel of offsets 64 p to 64 p + 63, or null where all of them are outside [low, high].
+  // Returns the panel of offsets 64 p to 64 p + 63, or null where all of them are outside [low,
+  // high].
   const float* Panel(int64_t head, int64_t p) const {
     if (p < first_panel_ || p >= first_panel_ + panel_count_) return nullptr;
     return panels_.data() +
            ((head % heads_) * panel_count_ + (p - first_panel_)) * head_dim_ * kFlashTile;
   }
-  // Whether offsets 16 n to 16 n + 15, of a panel that exists, all have the vector of the offset
-  // before them, as those beyond a clipped distance do.
+  // Tells whether offsets 16 n to 16 n + 15, of a panel that exists, all have the vector of the
+  // offset before them, as offsets beyond a clipped distance do.
   bool Repeats(int64_t head, int64_t n) const {
     constexpr int64_t kOfPanel = kFlashTile / kBlock;
     return repeats_[(head % heads_ * panel_count_ - first_panel_) * kOfPanel + n];
@@ -106,25 +106,27 @@ class RelativeKeys {
 };
 
 // Two vectors per head: one for pairs of a query and a key of different ids, one for pairs of the
-// same. The ids are the call's.
+// same id. The call brings the ids.
 struct LabelKeys {
-  const float* keys = nullptr;  // [heads][2][head_dim], that of equal ids second; null: none
-  int64_t heads = 1;            // head h reads h % heads
+  // [heads][2][head_dim], the vector for equal ids second; null: no label keys.
+  const float* keys = nullptr;
+  int64_t heads = 1;  // head h reads vectors of head h % heads
 };
 
 // Query i of head h sees key j at distance x = i + causal_offset - j with weight clip((ramp + z -
-// x) / ramp, 0, 1), where z = span[b batch_stride + h head_stride + i query_stride]. Keys of weight
-// 0 are not visited.
+// x) / ramp, 0, 1), where z = span[b batch_stride + h head_stride + i query_stride]. The engine
+// does not visit keys of weight 0.
 struct SoftSpan {
   const float* span = nullptr;  // null: none
-  int64_t count = 0;            // floats there
+  int64_t count = 0;            // floats at `span`
   int64_t batch_stride = 0;
   int64_t head_stride = 0;
   int64_t query_stride = 0;
   float ramp = 1;  // > 0, in tokens
 };
 
-// What is not there does not act. Tables are indexed by the offset j - i - query_position.
+// The parts of a score rule. A part that is null or empty has no effect. Tables are indexed by the
+// offset j - i - query_position.
 struct ScoreRule {
   const float* content_bias = nullptr;   // u [query_heads, head_dim]
   const float* position_bias = nullptr;  // w [query_heads, head_dim]
@@ -133,15 +135,17 @@ struct ScoreRule {
   const DistanceTable* relu_multiplier = nullptr;
   const DistanceTable* bias = nullptr;
   SoftSpan soft_span;
-  // Of query 0 among the keys. 0 makes j - i the offset; the call's causal offset makes it minus
-  // the distance, whatever the number of keys, so that one table serves all calls of a stream.
+  // The position of query 0 among the keys. With 0 the offset is j - i; with the call's causal
+  // offset it is minus the distance, whatever the number of keys, so that one table serves all
+  // calls of a stream.
   int64_t query_position = 0;
 };
 
 // The schedule's row n is token tokens[b batch_stride + h / group head_stride + n] of the tensors;
 // without one it is token n. h is a query head for queries, of which `group` share an order, and a
-// key-value head for keys. Tokens may be a part of the tensor's, in any order: engines gather. On
-// the CPU an order of queries may name a token below 0, which is none: no such row is computed.
+// key-value head for keys. The order may name some of the tensor's tokens, in any order: engines
+// gather them. On the CPU an order of queries may contain numbers below 0, which name no token:
+// such a row is not computed.
 struct TokenOrder {
   const int32_t* tokens = nullptr;
   int64_t batch_stride = 0;
@@ -153,19 +157,19 @@ struct TokenOrder {
   }
 };
 
-// What a call says of pairs of tokens by which they are, not by where they stand in its orders: for
-// calls that gather tokens by content. i and j are the tokens that the orders name.
+// A rule on pairs of tokens by their indices in the tensors, not by their places in the call's
+// orders, for calls that gather tokens by content. i and j are the tokens that the orders name.
 //
 // Slot n shows key j to query i where 0 <= a_n(i) - b_n(j) <= 1, with codes a of queries and b of
-// keys: their chunks, say, in the n-th of several sortings.
+// keys, such as their chunks in the n-th of several sortings.
 struct TokenRule {
   bool causal = false;  // hides keys j > i
-  int64_t own = -1;     // hides keys that slot `own` does not show; -1: none
-  float self_bias = 0;  // joins the score of i = j
-  // Divides the weight by the number of slots that show j to i, at least 1: of a key that as many
-  // calls or places of one softmax have, the copies count as one.
+  int64_t own = -1;     // hides keys that slot `own` does not show; -1 for no such slot
+  float self_bias = 0;  // is added to the score of i = j
+  // Divides the weight by the number of slots that show j to i, at least 1. A key that several
+  // calls or places of one softmax contain then counts once.
   bool counts = false;
-  // Codes of a slot, batch and query head or key-value head, one a token.
+  // Codes, one a token, of a slot, batch row and query head or key-value head.
   const int32_t* query_codes = nullptr;
   const int32_t* key_codes = nullptr;
   int64_t slots = 0;  // kMaxTokenSlots at most
@@ -181,9 +185,10 @@ constexpr int64_t kMaxTokenSlots = 64;
 // Keys and values in the layout that the CPU engine computes with (see KeyValueCache), a ring of
 // tiles for each head: the call's key tile t is tile (first_tile + t) % tiles.
 struct PackedKeysAndValues {
-  const float* keys = nullptr;      // [batch * kv_heads][tiles][PackedKeyDepth(head_dim)][64 keys]
-  const float* values = nullptr;    // [batch * kv_heads][tiles][64 keys][PackedValueRow(value_dim)]
-  const uint8_t* finite = nullptr;  // [batch * kv_heads][tiles] whether all values of the tile are
+  const float* keys = nullptr;    // [batch * kv_heads][tiles][PackedKeyDepth(head_dim)][64 keys]
+  const float* values = nullptr;  // [batch * kv_heads][tiles][64 keys][PackedValueRow(value_dim)]
+  // [batch * kv_heads][tiles], whether all values of the tile are finite.
+  const uint8_t* finite = nullptr;
   int64_t tiles = 0;
   int64_t first_tile = 0;
 
@@ -192,8 +197,8 @@ struct PackedKeysAndValues {
 constexpr int64_t PackedKeyDepth(int64_t head_dim) { return (head_dim + 3) / 4 * 4; }
 constexpr int64_t PackedValueRow(int64_t value_dim) { return (value_dim + 15) / 16 * 16; }
 
-// CUDA: k and v are rings of tiles of 64 tokens, and key tile t of the call is tile (first_tile + t)
-// % tiles of theirs.
+// On CUDA, k and v are rings of tiles of 64 tokens: key tile t of the call is tile (first_tile + t)
+// % tiles of the ring.
 struct KeyRing {
   int64_t tiles = 0;  // 0: none
   int64_t first_tile = 0;
@@ -207,45 +212,48 @@ struct FlashCall {
   ConstTensorView v;           // [batch, kv_heads, kv_tokens, value_dim]
   ConstTensorView key_mask;    // u8 [batch, kv_tokens], or empty
   ConstTensorView query_ids;   // i32 [batch, query_tokens], where the rule has label keys
-  ConstTensorView key_ids;     // i32 [batch, kv_tokens], where it has
+  ConstTensorView key_ids;     // i32 [batch, kv_tokens], where the rule has label keys
   TensorView out;              // [batch, query_heads, query_tokens, value_dim]
   TensorView log_sum_exp;      // f32 [batch, query_heads, query_tokens], or empty
-  TokenOrder query_order;      // of q, query_ids, out and log_sum_exp
+  TokenOrder query_order;      // order of q, query_ids, out and log_sum_exp
   bool out_by_row = false;     // rows of out and log_sum_exp are the schedule's, not tokens
-  TokenOrder key_order;        // of k, v, key_mask and key_ids
-  PackedKeysAndValues packed;  // in the place of k, v and key_order, where it is not empty
+  TokenOrder key_order;        // order of k, v, key_mask and key_ids
+  PackedKeysAndValues packed;  // replaces k, v and key_order, where it is not empty
   KeyRing ring;                // CUDA alone
   const BlockSchedule* schedule = nullptr;
-  const Band* band = nullptr;  // CUDA alone: in the place of a schedule
-  // CUDA alone, with a band: rows of the schedule that are computed; of others nothing is read or
-  // written. A tile takes the next queries of the list, wherever they are, so that work goes with its
-  // length, where the rule has relative keys of f32 queries alone, or nothing. Else a tile is as ever,
-  // and left out where none of its queries is listed.
+  const Band* band = nullptr;  // replaces the schedule; on CUDA only
+  // The rows of the schedule to compute, on CUDA only and with a band; other rows are neither read
+  // nor written. Where the rule is empty, or has only relative keys and q is f32, a tile takes the
+  // next queries of the list, wherever they are, so that the work is proportional to the list's
+  // length. In the other cases tiles are those of the schedule, and a tile none of whose queries is
+  // listed is skipped.
   RowList asked;
   ScoreRule rule;
   TokenRule tokens;
   double scale = 0;  // 0: 1 / sqrt(head_dim)
 };
 
-// Whether the call brings the ids that label keys go by.
+// Returns OK where the call brings the ids that its rule's label keys need.
 absl::Status CheckIds(const FlashCall& call);
 
-// Whether the rule's slots are what the engines take.
+// Returns OK where the engines support the rule's slots.
 absl::Status CheckTokenRule(const TokenRule& rule);
 
-// Scratch of one call in bytes: packed keys and values of as many heads as fit 4 MiB (at least one
-// head) and, for each thread, the scores of 64 queries against 512 keys; twice those where the rule
-// has relative keys.
+// Returns the scratch of one call in bytes: packed keys and values of as many heads as fit 4 MiB
+// (at least one head) and, for each thread, the scores of 64 queries against 512 keys; twice those
+// scores where the rule has relative keys.
 size_t FlashWorkspaceBytes(const Problem& problem, bool relative_keys, int threads);
-// The same of calls with packed keys and values: the threads' scratch alone, whatever the tokens.
+// Returns the scratch of calls with packed keys and values: that of the threads alone, whatever the
+// number of tokens.
 size_t FlashWorkspaceBytesPacked(const Problem& problem, bool relative_keys, int threads);
 
-// Runs on the CPU. Arithmetic is fp32; the result does not depend on the number of threads. The
-// schedule's tiles must be 64 x 64. Allocates nothing.
+// Runs the call on the CPU. Arithmetic is fp32; the result does not depend on the number of
+// threads. The schedule's tiles must be 64 x 64. It allocates nothing.
 absl::Status FlashCpu(const Problem& problem, const FlashCall& call, const Execution& execution);
 
-// One softmax over the keys of all calls: see flash_parts.h. The problems differ in kv_tokens alone,
-// the calls not in out and log_sum_exp; each call's query order names every token of theirs once.
+// A call that is part of one softmax over the keys of several calls: see flash_parts.h. The
+// problems may differ in kv_tokens only; the calls share out and log_sum_exp, and each call's query
+// order names every token of these once.
 struct FlashPartCall {
   const Problem* problem;
   const FlashCall* call;

@@ -69,29 +69,29 @@ struct Layout {
   int64_t key_depth;
   int64_t value_row;
   int64_t key_tiles;
-  int64_t kv_heads;      // of all batches
-  int64_t packed_heads;  // packed at a time
-  int64_t owned_tiles;   // in the workspace: none where the caller packed them
+  int64_t kv_heads;      // key-value heads of all batch rows
+  int64_t packed_heads;  // heads that are packed at a time
+  int64_t owned_tiles;   // tiles in the workspace: 0 where the caller packed them
   bool has_positions;
 };
 
-// What has become of a tile's place in the workspace: one of the first two, or kPacked with flags.
+// The state of a tile's place in the workspace: one of the first two, or kPacked with flags.
 enum Packing : uint8_t {
   kNotPacked = 0,
   kUnderWay = 1,
   kPacked = 2,
-  kValuesInPlace = 4,  // values are used where the caller has them
+  kValuesInPlace = 4,  // the caller's values are used in place
   kFiniteValues = 8,
 };
 using PackingState = std::atomic<uint8_t>;
 static_assert(sizeof(PackingState) == 1 && PackingState::is_always_lock_free);
 
-// One tile of a head's keys and values as the kernels want them.
+// One tile of a head's keys and values in the kernels' layout.
 struct PackedTile {
   const float* keys;    // [key_depth][64]
   const float* values;  // [64][value_row]
   int64_t value_row;    // floats
-  bool finite;          // whether all values are
+  bool finite;          // whether all values are finite
 };
 
 // The queries or keys of a tile, where the call has a token rule.
@@ -101,7 +101,7 @@ struct TokenSide {
 };
 static_assert(kTile == kPairColumns, "");
 
-// What one thread needs for one task.
+// The scratch memory of one thread for one task.
 struct Scratch {
   float* content_query;      // [64][key_depth]
   float* position_query;     // [64][key_depth]
@@ -115,7 +115,7 @@ struct Scratch {
   float* sum;
   float* rescale;
   float* limit;
-  uint64_t* visible;  // [kChunkTiles][64]: the mask words of the tiles that have any
+  uint64_t* visible;  // [kChunkTiles][64]: the mask words of the tiles that are not whole
 };
 
 struct Memory {
@@ -152,15 +152,15 @@ Memory LayOut(const Layout& layout, int threads, Workspace& workspace) {
   return memory;
 }
 
-// What the parts of a softmax so far leave of each row of a group of heads: [heads][query tokens] rows
-// of the outputs not yet divided by their sum, the maximum and the sum.
+// The result of the parts of a softmax so far, for each row of a group of heads: [heads][query
+// tokens] rows of the outputs not yet divided by their sum, the maximum and the sum.
 struct PartRows {
   float* rows = nullptr;  // null: there is one part
   bool is_first = true;
   bool is_last = true;
 };
 
-// A call: fixed while its tasks run.
+// One call; it does not change while its tasks run.
 class FlashRun {
  public:
   FlashRun(const Problem& problem, const FlashCall& call, const Layout& layout,
@@ -185,20 +185,21 @@ class FlashRun {
     values_are_plain_ = is_plain(call.v) && problem.value_dim == layout.value_row;
   }
 
-  // Forgets what is packed: before the tasks of other heads.
+  // Forgets the packed tiles, before the tasks of other heads.
   void ForgetPacked() const {
     std::uninitialized_value_construct_n(memory_.packing, layout_.owned_tiles);
   }
 
-  // One tile of queries of a head: row r is the tile's place Place(r).
+  // One tile of queries of a head: row r is place Place(r) of the tile.
   struct Task {
     int64_t batch;
     int64_t head;
     int64_t first_query;
     int64_t rows;
-    int64_t slot;           // where the keys and values of the head are packed
-    bool gaps;              // whether the order names no token for some place before the last row's
-    uint8_t places[kTile];  // of the rows, ascending; where there are gaps
+    int64_t slot;  // where the keys and values of the head are packed
+    // Whether the order names no token for a place before that of the last row.
+    bool gaps;
+    uint8_t places[kTile];  // the places of the rows, ascending; set where there are gaps
 
     int64_t Place(int64_t r) const { return gaps ? places[r] : r; }
   };
@@ -214,7 +215,8 @@ class FlashRun {
     return task;
   }
 
-  // Asks for the rows that a task gathers: nothing but a task's own order says where they are.
+  // Prefetches the rows that a task gathers; the hardware cannot predict them, since the task's own
+  // order names them.
   void Prefetch(const Task& task) const {
     for (int64_t r = 0; call_.query_order.tokens != nullptr && r < task.rows; ++r) {
       PrefetchRow(call_.q, task.batch, task.head, QueryToken(task, r));
@@ -222,7 +224,7 @@ class FlashRun {
         PrefetchBytes(PartRow(task, r), layout_.part_row() * sizeof(float));
       }
     }
-    // Mostly, the keys that nobody has packed are those in the queries' places.
+    // Mostly, the keys that no task has packed yet are those in the queries' places.
     const int64_t tile = task.first_query / kTile;
     if (call_.key_order.tokens == nullptr || !call_.packed.empty() || tile >= layout_.key_tiles ||
         StateOf(task, tile).load(std::memory_order_relaxed) != kNotPacked) {
@@ -285,10 +287,10 @@ class FlashRun {
     int64_t begin;
     int64_t end;
   };
-  // Something to add to scores; nothing where first is null.
+  // A term to add to scores; no term where first is null.
   struct ScoreTerm {
-    const float* first = nullptr;  // of row 0, column 0
-    int64_t row = 0;               // from a row to the next
+    const float* first = nullptr;  // the term of row 0, column 0
+    int64_t row = 0;               // distance from a row to the next
 
     const float* At(int64_t r, int64_t column) const {
       return first == nullptr ? nullptr : first + r * row + column;
@@ -299,21 +301,23 @@ class FlashRun {
     int64_t begin;
     int64_t end;  // 0: none
   };
-  // A key tile and what of it the task's queries see. Products of a tile that is not whole are cut,
-  // for 16 rows at a time, to the columns that any of those rows sees: a triangle costs 5/8 of a
-  // square, one column 1/4. Of the chunk's scores a tile has the columns that any row sees, so that
-  // a few keys of a tile do not cost a softmax over all; or all, where the rule reads offsets.
+  // A key tile and the keys of it that the task's queries see. Products of a tile that is not whole
+  // are cut, for 16 rows at a time, to the columns that any of those rows sees: a triangle costs
+  // 5/8 of a square, one column 1/4. A tile takes as many columns of the chunk's scores as any row
+  // sees, so that a few keys of a tile do not cost a softmax over all 64; it takes all 64 where the
+  // rule reads offsets.
   struct Tile {
     int64_t index;
     bool whole;               // every query sees every key
-    const uint64_t* visible;  // [64] words, bit c for key c; where not whole
-    Extent seen;              // the columns that are in the chunk's scores
-    int64_t column;           // of the chunk's scores, that key 0 has or would have
+    const uint64_t* visible;  // [64] words, bit c for key c; set where the tile is not whole
+    Extent seen;              // the columns that the chunk's scores contain
+    // The column of key 0 in the chunk's scores, even where `seen` leaves key 0 out.
+    int64_t column;
     Extent extents[kTile / kGroupRows];
     bool all_seen[kTile / kGroupRows];  // each of the rows sees all of `seen`
   };
 
-  // Rows for the places alone that the order names tokens for.
+  // Makes rows only for the places for which the order names tokens.
   void LeaveOut(Task* task) const {
     int64_t rows = 0;
     for (int64_t place = 0; place < task->rows; ++place) {
@@ -341,8 +345,8 @@ class FlashRun {
                   view.dim(3) * view.stride(3) * element);
   }
 
-  // Packs key tile `tile` of the task's head, unless it is packed or another task is at it. Uses the
-  // scores' memory.
+  // Packs key tile `tile` of the task's head, unless it is packed already or another task is
+  // packing it. Uses the scores' memory.
   void PackIfNobodyHas(const Task& task, int64_t tile, Scratch& scratch) const {
     const int64_t place = task.slot * layout_.key_tiles + tile;
     PackingState& state = StateOf(task, tile);
@@ -367,7 +371,7 @@ class FlashRun {
     return memory_.packing[task.slot * layout_.key_tiles + tile];
   }
 
-  // Whether the tile is whole and its tokens follow each other in the tensors.
+  // Tells whether the tile is whole and its tokens follow each other in the tensors.
   bool AreNeighbours(const Task& task, int64_t tile) const {
     if ((tile + 1) * kTile > problem_.kv_tokens) return false;
     if (call_.key_order.tokens == nullptr) return true;
@@ -377,14 +381,14 @@ class FlashRun {
     }
     return true;
   }
-  // The rows of such a tile, where the tensor is plain.
+  // Returns the rows of such a tile in place, or null where the tensor is not plain.
   const float* RowsInPlace(const ConstTensorView& view, const Task& task, int64_t tile) const {
     const int64_t h = KvHead(task);
     return view.At<float>(task.batch, h, call_.key_order(task.batch, h, tile * kTile));
   }
 
-  // to[head_dim][64]; `rows` has room for 64 x key_depth floats. Keys that are no tokens may be
-  // anything: their scores are masked.
+  // Packs keys to to[head_dim][64]; `rows` has room for 64 x key_depth floats. Columns without a
+  // token may hold anything: their scores are masked.
   void PackKeys(const Task& task, int64_t tile, bool in_place, float* to, float* rows) const {
     if (in_place && keys_are_plain_) {
       kernels_.transpose64(RowsInPlace(call_.k, task, tile), call_.k.stride(2), layout_.key_depth,
@@ -399,7 +403,7 @@ class FlashRun {
     kernels_.transpose64(rows, layout_.key_depth, layout_.key_depth, to);
   }
 
-  // to[64][value_row]. Whether all of them are finite.
+  // Packs values to to[64][value_row]. Returns whether all of them are finite.
   bool PackValues(const Task& task, int64_t tile, float* to) const {
     bool finite = true;
     for (int64_t r = 0; r < kTile; ++r) {
@@ -418,7 +422,7 @@ class FlashRun {
     }
     return finite;
   }
-  // Key j of the task's head as floats; nothing where it is no token.
+  // Loads key j of the task's head as floats; does nothing where j is no token.
   void LoadTokenRow(const ConstTensorView& view, const Task& task, int64_t j, int64_t channels,
                     float* to) const {
     const int64_t h = KvHead(task);
@@ -427,7 +431,7 @@ class FlashRun {
             channels, to);
   }
 
-  // Waits where another task is still packing it.
+  // Returns a packed tile; waits where another task is still packing it.
   PackedTile Packed(const Task& task, int64_t tile) const {
     if (!call_.packed.empty()) return CallersPacked(task, tile);
     const int64_t place = task.slot * layout_.key_tiles + tile;
@@ -466,7 +470,7 @@ class FlashRun {
     return call_.query_order(task.batch, task.head, task.first_query + task.Place(r));
   }
 
-  // Query rows as float with the scale folded in, so that products with keys are scores.
+  // Loads query rows as float with the scale folded in, so that products with keys are scores.
   void LoadQueries(const Task& task, Scratch& scratch) const {
     const ScoreRule& rule = call_.rule;
     const auto load = [&](const float* bias, float* to) {
@@ -492,7 +496,7 @@ class FlashRun {
     load(rule.content_bias, scratch.content_query);
     if (rule.relative_keys != nullptr) load(rule.position_bias, scratch.position_query);
     if (rule.label_keys.keys != nullptr) {
-      float* rows = scratch.scores;  // whose memory is free
+      float* rows = scratch.scores;  // the scores' memory, which is free here
       load(rule.position_bias, rows);
       ScoreLabels(task, rows, scratch);
     }
@@ -500,7 +504,7 @@ class FlashRun {
     for (int64_t r = 0; r < task.rows; ++r) scratch.limit[r] = RampLimit(task, r);
   }
 
-  // Scores of the queries in `rows` against the label keys, which each pair has one of.
+  // Computes the scores of the queries in `rows` against the label keys. Each pair has one of them.
   void ScoreLabels(const Task& task, const float* rows, Scratch& scratch) const {
     const LabelKeys& labels = call_.rule.label_keys;
     const int64_t channels = problem_.head_dim;
@@ -514,7 +518,7 @@ class FlashRun {
     }
   }
 
-  // The soft span of row r as ramp + z - (i + causal_offset): the weight of key j is then
+  // Returns the soft span of row r as ramp + z - (i + causal_offset): the weight of key j is then
   // clip((limit + j) / ramp, 0, 1).
   float RampLimit(const Task& task, int64_t r) const {
     const SoftSpan& soft = call_.rule.soft_span;
@@ -524,7 +528,7 @@ class FlashRun {
     return soft.ramp + z - static_cast<float>(i + problem_.causal_offset());
   }
 
-  // Whether any row of the task gives any key of tile t a weight above 0.
+  // Tells whether any row of the task gives any key of tile t a weight above 0.
   bool WithinSpan(const Task& task, int64_t t, const Scratch& scratch) const {
     if (call_.rule.soft_span.span == nullptr) return true;
     const float widest = *std::max_element(scratch.limit, scratch.limit + task.rows);
@@ -574,7 +578,7 @@ class FlashRun {
     return tile;
   }
 
-  // Of the side's tokens, of some slots.
+  // Loads the codes of the side's tokens in some slots.
   void LoadCodes(const Task& task, int64_t head, int64_t rows, const int32_t* codes, Slots slots,
                  TokenSide* side) const {
     const TokenRule& rule = call_.tokens;
@@ -590,15 +594,15 @@ class FlashRun {
       side->tokens[r] = static_cast<int32_t>(call_.key_order(task.batch, KvHead(task), first + r));
     }
     LoadCodes(task, KvHead(task), keys, call_.tokens.key_codes, slots, side);
-    for (int64_t r = keys; r < kTile; ++r) {  // as the last: hidden anyway
+    for (int64_t r = keys; r < kTile; ++r) {  // repeats the last code: these keys are hidden anyway
       side->tokens[r] = side->tokens[keys - 1];
       for (int64_t n = slots.begin; n < slots.end; ++n)
         side->codes[n][r] = side->codes[n][keys - 1];
     }
   }
 
-  // Clears the bits of pairs that the token rule hides. False where it hides all, which sorted codes
-  // mostly show at a glance.
+  // Clears the bits of pairs that the token rule hides. Returns false where it hides all pairs,
+  // which the ranges of sorted codes mostly show without a look at pairs.
   bool HidePairs(const Task& task, int64_t tile, const TokenSide& queries,
                  uint64_t* visible) const {
     const TokenRule& rule = call_.tokens;
@@ -645,7 +649,7 @@ class FlashRun {
             RoundUp(kTile - __builtin_clzll(keys), kColumnQuantum)};
   }
 
-  // The keys of a tile that row r gives a weight above 0: those from -limit on.
+  // Returns the keys of a tile that row r gives a weight above 0: those from -limit on.
   uint64_t WithinSpanOf(int64_t r, int64_t tile, const Scratch& scratch) const {
     const float first = std::floor(-scratch.limit[r] - static_cast<float>(tile * kTile)) + 1;
     if (first <= 0) return ~uint64_t{0};
@@ -699,7 +703,7 @@ class FlashRun {
     }
   }
 
-  // From the first column of the chunk that the group sees to the last.
+  // Returns the extent from the first column of the chunk that the group sees to the last.
   static Extent ExtentOf(const Tile* chunk, int64_t tiles, int64_t group) {
     Extent all{0, 0};
     for (int64_t t = 0; t < tiles; ++t) {
@@ -737,7 +741,8 @@ class FlashRun {
   void ComputeScores(const Task& task, const Tile* chunk, int64_t tiles, Scratch& scratch) const {
     const ScoreRule& rule = call_.rule;
     const ScoreRows scores{scratch.scores, kScoreRow, task.rows, tiles * kTile};
-    // Place 0 of the tile at column 0 has the offset first; one place further down it is one less.
+    // Place 0 of the tile at column 0 has the offset `first`; one place further down it is one
+    // less.
     const int64_t first = chunk[0].index * kTile - task.first_query - rule.query_position;
     const bool whole =
         std::all_of(chunk, chunk + tiles, [](const Tile& tile) { return tile.whole; });
@@ -772,13 +777,14 @@ class FlashRun {
     if (call_.tokens.adjusts()) {
       for (int64_t t = 0; t < tiles; ++t) AdjustPairs(task, chunk[t], scratch);
     }
-    // Last, since it also hides what lies outside the extents, which may be anything so far.
+    // Hiding comes last, since it also overwrites the columns outside the extents, which hold
+    // anything so far.
     for (int64_t t = 0; t < tiles; ++t) {
       if (!chunk[t].whole) Hide(task, chunk[t], scratch);
     }
   }
 
-  // Where not all rows see all of the tile that is in the chunk's scores.
+  // Hides keys where not all rows see every column that the tile has in the chunk's scores.
   void Hide(const Task& task, const Tile& tile, Scratch& scratch) const {
     const auto [begin, end] = tile.seen;
     for (int64_t first = 0; first < task.rows; first += kGroupRows) {
@@ -790,7 +796,7 @@ class FlashRun {
   }
 
   void AddLabels(const Task& task, const Tile& tile, Scratch& scratch) const {
-    int32_t key_ids[kTile] = {};  // keys that do not exist may have any
+    int32_t key_ids[kTile] = {};  // keys that do not exist may have any id
     const int64_t first = tile.index * kTile;
     for (int64_t c = 0; c < std::min(kTile, problem_.kv_tokens - first); ++c) {
       const int64_t token = call_.key_order(task.batch, KvHead(task), first + c);
@@ -804,7 +810,7 @@ class FlashRun {
     });
   }
 
-  // One of the kernels that read a table along offsets; `first` is the entry of place 0, column 0.
+  // Calls a kernel that reads a table along offsets; `first` is the entry of place 0, column 0.
   template <class Kernel>
   void ApplyTable(const Task& task, const ScoreRows& scores, const float* first,
                   Kernel kernel) const {
@@ -837,8 +843,8 @@ class FlashRun {
       }
     }
   }
-  // Scores against the relative keys of some rows, from column extent.begin on; place 0 has the
-  // offset `first_of_tile` at column 0. Good until the next call.
+  // Returns the scores against the relative keys of some rows, from column extent.begin on; place 0
+  // has the offset `first_of_tile` at column 0. The result is valid until the next call.
   ScoreTerm PositionScores(const Task& task, int64_t row, int64_t rows, const Extent& extent,
                            int64_t first_of_tile, Scratch& scratch) const {
     const RelativeKeys& keys = *call_.rule.relative_keys;
@@ -865,11 +871,12 @@ class FlashRun {
                     scratch.position_query + row * layout_.key_depth, layout_.key_depth, 1,
                     panel + (block - p * kOfPanel) * kBlock, kTile, columns, kPositionRow, false);
     }
-    // Each further place's begin one column earlier.
+    // The scores of each further place begin one column earlier.
     return {scratch.positions + (first + extent.begin - first_block * kBlock), kPositionRow - 1};
   }
 
-  // Bit c says whether key c of the tile is a token: not padding, and not beyond the sequence.
+  // Returns a word whose bit c says whether key c of the tile is a token: not padding, and not
+  // beyond the sequence.
   uint64_t TokensOf(const Task& task, int64_t tile) const {
     const int64_t keys = std::min(kTile, problem_.kv_tokens - tile * kTile);
     const uint64_t exist = keys == kTile ? ~uint64_t{0} : (uint64_t{1} << keys) - 1;
@@ -881,8 +888,9 @@ class FlashRun {
     return tokens;
   }
 
-  // The product with values of which some are not finite: a hidden key's weight of 0 must not meet
-  // its NaN. In the order of gemm's additions, so that the visible ones give the same bits.
+  // Adds the product with values some of which are not finite: a hidden key's weight of 0 must not
+  // be multiplied by its NaN. The order of additions is gemm's, so that visible keys give the same
+  // bits.
   void AddVisibleValues(const Task& task, const float* weights, const PackedTile& packed,
                         const uint64_t* visible, Scratch& scratch) const {
     for (int64_t r = 0; r < task.rows; ++r) {
@@ -898,7 +906,7 @@ class FlashRun {
     }
   }
 
-  // Of the token that is row r of the task.
+  // Returns the part's row of the token that is row r of the task.
   float* PartRow(const Task& task, int64_t r) const {
     const int64_t group = problem_.group();
     const int64_t head = task.slot * group + task.head % group;
@@ -915,7 +923,7 @@ class FlashRun {
     }
   }
 
-  // Adds what the parts before this one found for row r.
+  // Adds the result of the parts before this one for row r.
   void AddEarlierParts(const Task& task, int64_t r, Scratch& scratch) const {
     float* output = scratch.accumulator + r * layout_.value_row;
     const float* part = PartRow(task, r);
@@ -942,7 +950,7 @@ class FlashRun {
     if (!parts_.is_last) return StorePart(task, scratch);
     for (int64_t r = 0; r < task.rows; ++r) {
       const float sum = scratch.sum[r];
-      scratch.rescale[r] = sum == 0 ? 0 : 1 / sum;  // no key: the accumulator is 0 and stays it
+      scratch.rescale[r] = sum == 0 ? 0 : 1 / sum;  // no key: the accumulator is 0 and stays 0
       if (!call_.log_sum_exp.empty()) {
         *call_.log_sum_exp.MutableAt<float>(task.batch, task.head, OutRow(task, r)) =
             sum == 0 ? kNegativeInfinity : scratch.max[r] + std::log(sum);
@@ -967,12 +975,12 @@ class FlashRun {
   const PartRows& parts_;
   const CpuKernels& kernels_;
   float scale_;
-  bool reads_offsets_;  // the rule reads tables along consecutive keys: a gap must end a chunk
-  // Rows are of adjacent floats, as many as the kernels want: where they follow each other, keys are
-  // transposed from them and values used as they are.
+  bool reads_offsets_;  // the rule reads tables along consecutive keys, so a gap must end a chunk
+  // Rows are adjacent floats of the kernels' lengths. Where such rows follow each other, keys are
+  // transposed directly from them and values are used in place.
   bool keys_are_plain_;
   bool values_are_plain_;
-  bool queries_are_plain_;  // their rows are of adjacent floats
+  bool queries_are_plain_;  // rows of q are adjacent floats
   bool out_is_plain_;
 };
 
@@ -992,9 +1000,9 @@ absl::Status CheckSchedule(const Problem& problem, const BlockSchedule& schedule
                                           problem.ToString()));
 }
 
-// The part's call for key-value heads first, first + 1, ..., counted over batches, whose packed keys
-// and values fit the memory. A thread takes a few query tiles at a time, which mostly see the same
-// keys.
+// Runs the part's call for key-value heads first, first + 1, ..., counted over batches, whose
+// packed keys and values fit the memory. A thread takes a few query tiles at a time, which mostly
+// see the same keys.
 void AttendHeads(const FlashPartCall& part, const PartRows& rows, int64_t first, int64_t heads,
                  absl::Span<std::byte> memory_of_part, ThreadPool* pool) {
   const Problem& problem = *part.problem;
@@ -1067,7 +1075,7 @@ absl::Status FlashCpu(absl::Span<const FlashPartCall> parts, const Execution& ex
     at_a_time = std::min(at_a_time, layout.packed_heads);
     part_row = layout.part_row();
   }
-  // What a part leaves of a group of heads the next takes up at once, while it is in the caches.
+  // The next part takes up a part's result for a group of heads at once, while it is in the caches.
   const Problem& problem = *parts[0].problem;
   Workspace workspace(execution.workspace);
   PartRows rows;

@@ -10,7 +10,7 @@
 namespace tfb {
 namespace {
 
-// Splitting shorter rows than this costs more than it gives: two tiles a part.
+// Splitting rows shorter than two tiles a part costs more than it gives.
 constexpr int64_t kTilesPerPart = 2;
 
 bool IsFew(const Problem& problem) {
@@ -22,8 +22,8 @@ int64_t PartialFloats(const Problem& problem, int64_t splits) {
   return splits == 1 ? 0 : splits * FlashCuda::SlotFloats(problem);
 }
 
-// What the decoding kernel is for, see FlashDecodeKernels: whatever the strides, so that they change
-// no bit.
+// Tells whether the decoding kernel takes the call, see FlashDecodeKernels. Strides do not matter,
+// so that they change no bit of the result.
 bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
   const DeviceScoreRule& rule = a.rule;
   return IsFew(problem) && rule.content_bias == nullptr && rule.relative_keys.rows == nullptr &&
@@ -32,7 +32,7 @@ bool IsForDecoding(const Problem& problem, const FlashArguments& a) {
          (a.schedule.heads == 1 || problem.group() == 1) && a.k.element == a.v.element;
 }
 
-// See FlashCall::asked.
+// Tells whether tiles are filled from the list, see FlashCall::asked.
 bool PacksAsked(const Problem& problem, const FlashArguments& a) {
   if (a.asked.rows == nullptr || IsForDecoding(problem, a)) return false;
   return problem.dtype == DType::kF32
@@ -97,8 +97,8 @@ absl::StatusOr<FlashCuda> FlashCuda::Create(CudaRuntime* runtime, const Problem&
   return flash;
 }
 
-// Enough for two blocks on every multiprocessor, four where the queries are so few that each waits
-// for memory.
+// This is enough for two blocks on every multiprocessor, or four where the queries are so few that
+// each block waits for memory.
 int64_t FlashCuda::Slots(const CudaRuntime& runtime, const Problem& problem) {
   const int64_t queries = FlashCudaQueries(problem.dtype);
   const int64_t tasks = problem.batch * (IsFew(problem) ? problem.kv_heads : problem.query_heads) *
@@ -110,8 +110,8 @@ int64_t FlashCuda::Slots(const CudaRuntime& runtime, const Problem& problem) {
 }
 
 size_t FlashCuda::WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem) {
-  // Calls with fewer queries may be cut into more parts: as many as fill the device, of which the
-  // rows, and so the memory, are at most those of the largest call that is cut.
+  // Calls with fewer queries may be cut into more parts: as many as fill the device. Their rows,
+  // and so their memory, are at most those of the largest call that is cut.
   const int64_t queries = FlashCudaQueries(problem.dtype);
   Problem call = problem;
   int64_t floats = PartialFloats(call, Slots(runtime, call));
@@ -162,8 +162,8 @@ absl::StatusOr<DeviceDistanceTable> FlashCuda::KeepTable(const DistanceTable& ta
                              table.zero()};
 }
 
-// From panels [head_dim][64] of floats to rows of the problem's dtype, in the order of channels that
-// its kernel reads.
+// Converts panels [head_dim][64] of floats to rows of the problem's dtype, in the order of channels
+// that the kernel reads.
 absl::Status FlashCuda::KeepRelativeKeys(const Problem& problem, const RelativeKeys& keys) {
   DeviceRelativeKeys& device = rule_.relative_keys;
   device.heads = keys.heads();

@@ -18,36 +18,36 @@
 
 namespace tfb {
 
-// Queries of the tiles that a schedule for CUDA must have. Keys are 64.
+// Returns the queries of a tile in schedules for CUDA. A tile has 64 keys.
 constexpr int64_t FlashCudaQueries(DType dtype) {
   return dtype == DType::kF32 ? kFlashQueriesF32 : kFlashQueries16;
 }
 
-// What calls of one problem, or of a stream, share on a device: the schedule and the tables of the
-// score rule, copied there once.
+// The data that calls of one problem, or of a stream, share on a device: the schedule and the
+// tables of the score rule, which are copied there once.
 class FlashCuda {
  public:
   FlashCuda() = default;
-  // `schedule` may be null: each call then brings a band. The arrays of the rule, those of its soft
-  // span included, lie in host memory, where nobody needs them afterwards. The problem's tokens are
-  // an upper bound for the calls'.
+  // Creates an engine. `schedule` may be null: each call then brings a band. The arrays of the
+  // rule, those of its soft span included, lie in host memory and may be freed afterwards. The
+  // problem's numbers of tokens are an upper bound for those of the calls.
   static absl::StatusOr<FlashCuda> Create(CudaRuntime* runtime, const Problem& problem,
                                           const BlockSchedule* schedule, const ScoreRule& rule);
 
-  // How many parts the keys of a call are cut into: more than one where queries are too few to fill
-  // the device.
+  // Returns how many parts the keys of a call are cut into: more than one where queries are too few
+  // to fill the device.
   static int64_t Slots(const CudaRuntime& runtime, const Problem& problem);
   int64_t Slots(const Problem& problem) const { return Slots(*runtime_, problem); }
 
-  // Device memory that a call needs: the parts of keys that are split, where queries are too few to
-  // fill the device. Also of calls with fewer tokens than the problem.
+  // Returns the device memory that a call needs: the parts of keys that are split, where queries
+  // are too few to fill the device. It suffices for calls with fewer tokens, too.
   static size_t WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem);
 
-  // Enqueues. Of the call's rule it takes query_position, and the soft span where it has one, whose
-  // pointer is then to device memory; the rest is Create's. `packed` and `scale` as in FlashCpu, but
-  // for `packed`, which must be empty: see FlashCall::ring. Arithmetic on scores and sums is fp32; of
-  // 16-bit problems, products are of 16-bit queries, keys, probabilities and values, on tensor
-  // cores. The result is the same bit by bit in every run on one device. Allocates nothing.
+  // Enqueues a call. From the call's rule it takes query_position and the soft span, whose pointer
+  // must be to device memory; Create has taken the rest. `scale` is as in FlashCpu; `packed` must
+  // be empty: see FlashCall::ring. Arithmetic on scores and sums is fp32; for 16-bit problems,
+  // products are of 16-bit queries, keys, probabilities and values, on tensor cores. The result has
+  // the same bits in every run on one device. Run allocates nothing.
   absl::Status Run(const Problem& problem, const FlashCall& call,
                    const Execution& execution) const {
     return Run(problem, call, SoftmaxPart(), execution);
@@ -57,9 +57,9 @@ class FlashCuda {
   // [query_heads][query_tokens] rows, by their token, of value_dim outputs not yet divided by their
   // sum, the maximum, and the sum.
   struct SoftmaxPart {
-    float* rows = nullptr;  // null: the call is the whole
-    int64_t slot = 0;       // where this call's Slots() begin; those before it are done
-    int64_t slots = 1;      // of all parts
+    float* rows = nullptr;  // null where the call is the whole softmax
+    int64_t slot = 0;       // where this call's Slots() begin; slots before it are done
+    int64_t slots = 1;      // number of slots of all parts
     bool is_last = true;    // merges all slots
   };
   static constexpr int64_t SlotFloats(const Problem& problem) {
@@ -68,13 +68,13 @@ class FlashCuda {
   absl::Status Run(const Problem& problem, const FlashCall& call, const SoftmaxPart& part,
                    const Execution& execution) const;
 
-  size_t bytes() const;  // of device memory held
+  size_t bytes() const;  // Returns the bytes of device memory that the engine holds.
 
-  // Of a grid, 2^31 - 1 where it is not said: for tests.
+  // Sets the blocks of a grid for tests; the default is 2^31 - 1.
   void set_max_blocks(int64_t max_blocks) { max_blocks_ = max_blocks; }
 
  private:
-  static constexpr int64_t kMaxBlocks = 0x7fffffff;  // of a grid's x
+  static constexpr int64_t kMaxBlocks = 0x7fffffff;  // the largest x of a grid
 
   absl::StatusOr<const void*> Keep(const void* from, size_t bytes);
   absl::Status KeepSchedule(const BlockSchedule& schedule);

@@ -1,11 +1,11 @@
 // Engine flash for a few queries against many keys: decoding, where keys and values are read once
 // and reading them is all the work.
 //
-// The query heads that share a key-value head, and their queries, are up to 8 rows, done together by
-// a block of 128 threads, one part of the keys each (see FlashArguments::splits). kDim / 8 lanes
+// The query heads that share a key-value head, and their queries, are up to 8 rows. A block of 128
+// threads does them together, for one part of the keys (see FlashArguments::splits). kDim / 8 lanes
 // take a key, 8 channels a lane, so that a row of 16-bit keys is one 16-byte read a lane; a warp
-// takes 16 of a tile's 64 keys. Each group of lanes keeps a softmax of its own over the keys that it
-// has seen; groups, warps and parts are merged at the end, in a fixed order.
+// takes 16 of a tile's 64 keys. Each group of lanes keeps a softmax of its own over the keys that
+// it has seen; groups, warps and parts are merged at the end, in a fixed order.
 //
 // Arithmetic of one key, D = 128 in bf16, 8 rows: 512 bytes, 2 x 8 x 128 multiply-adds and 8 x 4
 // shuffles of 16 lanes. An H100 reads about 15 bytes a cycle and multiprocessor, 34 cycles a key, in
@@ -37,13 +37,13 @@ __device__ inline float ToFloat(__half x) {
   return __half2float(x);
 }
 
-// 8 channels of one row, as they lie in memory.
+// 8 channels of one row, in memory order.
 template <class T>
 struct Piece {
   static constexpr int kVectors = kChannels * sizeof(T) / sizeof(uint4);
   uint4 vectors[kVectors];
 
-  // Channels `first` on of a row, zeros beyond its `channels`.
+  // Loads channels `first` on of a row, zeros beyond its `channels`.
   __device__ void Load(const T* row, int64_t stride, int first, int channels) {
     if (first + kChannels <= channels && stride == 1 &&
         reinterpret_cast<uintptr_t>(row + first) % sizeof(uint4) == 0) {
@@ -67,7 +67,7 @@ struct Piece {
   __device__ float At(int c) const { return ToFloat(reinterpret_cast<const T*>(vectors)[c]); }
 };
 
-// A softmax over some keys, of one row, in 8 channels.
+// A softmax of one row over some keys, in 8 channels.
 struct Part {
   float maximum = NegativeInfinity();
   float sum = 0;
@@ -87,9 +87,10 @@ struct Part {
 template <class T, int kDim>
 class FlashDecodeBlock {
  public:
-  static constexpr int kLanes = kDim / kChannels;             // that share a key
-  static constexpr int kPasses = kKeysPerWarp * kLanes / 32;  // of a warp over a tile
-  static constexpr int kAtOnce = kPasses < 4 ? kPasses : 4;   // of them, whose reads are in flight
+  static constexpr int kLanes = kDim / kChannels;             // lanes that share a key
+  static constexpr int kPasses = kKeysPerWarp * kLanes / 32;  // passes of a warp over a tile
+  // Passes whose reads are in flight together.
+  static constexpr int kAtOnce = kPasses < 4 ? kPasses : 4;
   static constexpr size_t kSharedFloats = kRows * kDim + kWarps * kRows * (kDim + 2);
 
   // `task.head` is the first query head of the group.
@@ -138,7 +139,7 @@ class FlashDecodeBlock {
            task_.kv_head * view.strides[1] + token * view.strides[2];
   }
 
-  // The keys of passes `first` to first + kAtOnce - 1.
+  // Adds the keys of passes `first` to first + kAtOnce - 1.
   __device__ void AddKeys(const TileWalk& walk, int first) {
     Piece<T> keys[kAtOnce], values[kAtOnce];
     unsigned is_token = 0;
@@ -171,7 +172,7 @@ class FlashDecodeBlock {
     return warp_ * kKeysPerWarp + pass * (32 / kLanes) + group_;
   }
 
-  // Bit p of `visible`: the row sees the key of pass first + p.
+  // Adds keys to a row. Bit p of `visible` says that the row sees the key of pass first + p.
   __device__ void AddToRow(int64_t tile, int first, int row, const Piece<T> (&keys)[kAtOnce],
                            const Piece<T> (&values)[kAtOnce], unsigned visible, Part& part) {
     float query[kChannels];
@@ -224,7 +225,7 @@ class FlashDecodeBlock {
                         QueryOf(row) - a_.rule.query_position];
   }
 
-  // The parts of a warp's groups by shuffles, those of the warps through shared memory.
+  // Merges the parts of a warp's groups by shuffles, and those of the warps through shared memory.
   __device__ void Merge() {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -255,7 +256,7 @@ class FlashDecodeBlock {
     }
   }
 
-  // By one warp.
+  // Stores a row; one warp calls it.
   __device__ void StoreRow(int row) const {
     const auto part = [&](int warp) { return memory_ + (warp * kRows + row) * (kDim + 2); };
     float largest = NegativeInfinity();

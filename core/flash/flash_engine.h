@@ -1,4 +1,4 @@
-// Engine flash for one problem, pattern and score rule, on any device: what techniques use.
+// Engine flash for one problem, pattern and score rule, on any device. Techniques use this class.
 #ifndef TFB_CORE_FLASH_FLASH_ENGINE_H_
 #define TFB_CORE_FLASH_FLASH_ENGINE_H_
 
@@ -18,32 +18,35 @@ namespace tfb {
 class FlashEngine {
  public:
   FlashEngine() = default;
-  // Builds the schedule, and takes it and the rule's tables to the device. On the CPU they are used
-  // where they lie: what the rule points to must live as long as the engine.
+  // Builds the schedule and copies it and the rule's tables to the device. On the CPU the engine
+  // reads the rule's tables in place, so they must live as long as the engine.
   static absl::StatusOr<FlashEngine> Create(Device device, const Problem& problem,
                                             const Pattern& pattern, const ScoreRule& rule = {});
 
-  // For a stream, whose calls differ in their tokens: at most those of `largest`. Each brings its
-  // keys (see KeyValueCache), and a schedule on the CPU or a band on CUDA.
+  // Creates an engine for a stream, whose calls have at most the tokens of `largest`. Each call
+  // brings its keys (see KeyValueCache), and a schedule on the CPU or a band on CUDA.
   static absl::StatusOr<FlashEngine> CreateForStream(Device device, const Problem& largest,
                                                      const ScoreRule& rule = {});
 
-  // Of a call. On a device that is not there: 0, and Create tells.
+  // Returns the workspace of a call in bytes. Returns 0 on a device that is not present; Create
+  // then says why.
   static size_t WorkspaceBytes(Device device, const Problem& problem, bool relative_keys,
                                int threads);
-  // Of any call of a stream.
+  // Returns the workspace of any call of a stream in bytes.
   static size_t StreamWorkspaceBytes(Device device, const Problem& largest, bool relative_keys,
                                      int threads);
 
-  // A call with its rule and, but for streams, its schedule, to be completed by tensors.
+  // Returns a call with its rule and, except for streams, its schedule; the caller adds the
+  // tensors.
   FlashCall NewCall() const;
-  // With the tensors of attention by their usual names: q, k, v, key_mask, out and log_sum_exp.
+  // Returns a call with the tensors of attention by their usual names: q, k, v, key_mask, out and
+  // log_sum_exp.
   FlashCall NewCall(const Inputs& inputs, const Outputs& outputs) const;
-  // Allocates nothing and, on a GPU, does not synchronise.
+  // Runs a call. It allocates nothing and, on a GPU, does not synchronise.
   absl::Status Run(const FlashCall& call, const Execution& execution) const {
     return Run(problem_, call, execution);
   }
-  // A call of a stream, with its own numbers of tokens.
+  // Runs a call of a stream, with its own numbers of tokens.
   absl::Status Run(const Problem& problem, const FlashCall& call, const Execution& execution) const;
 
   const Problem& problem() const { return problem_; }
@@ -56,7 +59,7 @@ class FlashEngine {
   BlockSchedule schedule_;
   bool has_schedule_ = false;
   ScoreRule rule_;
-  FlashCuda cuda_;  // on other devices than the CPU
+  FlashCuda cuda_;  // used on other devices than the CPU
 };
 
 }  // namespace tfb

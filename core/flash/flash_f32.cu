@@ -21,13 +21,13 @@ namespace tfb {
 namespace {
 
 constexpr int kQueries = kFlashQueriesF32;
-constexpr int kThreadsX = 16;  // that share queries
+constexpr int kThreadsX = 16;  // threads that share queries
 constexpr int ThreadsFor(int dim) { return dim <= 128 ? 128 : 256; }
 constexpr int kCombineThreads = 128;
 constexpr int kStride = 68;  // of 64 floats: float4 stay aligned, rows begin in other banks
 static_assert(kQueries == 64 && kKeys == 64, "threads are laid out for tiles of 64 x 64");
 
-// Offsets of the block's shared memory, in floats.
+// Offsets of the arrays in the block's shared memory, in floats.
 template <int kDim>
 struct Shared {
   static constexpr int kValueStride = kDim + 4;
@@ -38,16 +38,16 @@ struct Shared {
   float* kv;          // keys [kDim][kStride], by channel; or values [64][kValueStride]
   float* p;           // [64 keys][kStride], by key
   float* key_bias;    // [64] u . k
-  float* limit;       // [64] of the soft span
+  float* limit;       // [64] limits of the soft span
   uint64_t* visible;  // [64] bit c of word r: query r sees key c
   unsigned* flags;    // [4]: the tokens among the keys; whether a value is not finite
-  int* rows;          // [64] of the call, that the queries are; those beyond the last repeat it
-  // Where there are label or relative keys.
+  int* rows;          // [64] row of the call of each query; queries beyond the last repeat it
+  // Used where there are label or relative keys.
   float2* label_scores;         // [64] queries against the label keys
   int* query_ids;               // [64]
   int* key_ids;                 // [64]
   float* position;              // [64][kStride], where there are relative keys
-  TokenPairs<kQueries>* pairs;  // where there is a token rule
+  TokenPairs<kQueries>* pairs;  // used where there is a token rule
 
   __device__ Shared(float* memory, const DeviceScoreRule& rule)
       : q(memory),
@@ -64,7 +64,7 @@ struct Shared {
         position(reinterpret_cast<float*>(key_ids + 64)),
         pairs(reinterpret_cast<TokenPairs<kQueries>*>(memory + Floats(rule))) {}
 
-  // Of all but `pairs`: an even number.
+  // Returns the floats of all arrays but `pairs`: an even number.
   __host__ __device__ static constexpr size_t Floats(const DeviceScoreRule& rule) {
     const bool relative_keys = rule.relative_keys.rows != nullptr;
     return kDim * kStride + kKeysAndValues + kKeys * kStride + 64 + 64 + 128 + 4 + 64 +
@@ -76,10 +76,10 @@ struct Shared {
   }
 };
 
-// Four channels of a row of any dtype and stride, zeros beyond the last channel.
+// Reads four channels of a row of any dtype and stride, with zeros beyond the last channel.
 class RowReader {
  public:
-  // Without a row: zeros.
+  // Reads zeros.
   __device__ RowReader() : data_(nullptr) {}
   __device__ RowReader(const DeviceView& view, int64_t b, int64_t h, int64_t token, int channels)
       : data_(view.data),
@@ -117,8 +117,8 @@ class RowReader {
   bool is_vector_ = false;
 };
 
-// Rows as columns: to[channel][n] for 64 rows n, of which reader_of(n) reads one. Neighbouring
-// threads store neighbouring words.
+// Transposes rows to to[channel][n] for 64 rows n; reader_of(n) reads row n. Neighbouring threads
+// store neighbouring words.
 template <int kDim, class ReaderOf>
 __device__ void LoadTransposed(float* to, int depth, const ReaderOf& reader_of) {
   const int n = threadIdx.x % 64;
@@ -133,7 +133,7 @@ __device__ void LoadTransposed(float* to, int depth, const ReaderOf& reader_of) 
   }
 }
 
-// `count` floats from shared memory, 16 bytes at a time.
+// Reads `count` floats from shared memory, 16 bytes at a time.
 template <int kCount>
 __device__ void LoadFloats(const float* from, float to[kCount]) {
 #pragma unroll
@@ -165,7 +165,7 @@ __device__ void Multiply(const float* q, const float* k, int depth, float produc
   }
 }
 
-// Over the 16 threads that share queries.
+// Returns the maximum over the 16 threads that share queries.
 __device__ inline float MaxOfRow(float x) {
 #pragma unroll
   for (int step = 8; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step, 16));
@@ -182,8 +182,8 @@ class FlashF32Block {
  public:
   static constexpr int kThreads = ThreadsFor(kDim);
   static constexpr int kRows = kQueries * kThreadsX / kThreads;  // per thread
-  static constexpr int kColumns = kDim / kThreadsX;              // of the output, per thread
-  static constexpr int kVector = kColumns < 4 ? kColumns : 4;    // consecutive ones
+  static constexpr int kColumns = kDim / kThreadsX;              // columns of the output per thread
+  static constexpr int kVector = kColumns < 4 ? kColumns : 4;    // consecutive columns
   static constexpr int kGroups = kColumns / kVector;
 
   __device__ FlashF32Block(const FlashArguments& a, const FlashTask& task, float* memory)
@@ -235,10 +235,10 @@ class FlashF32Block {
   }
 
  private:
-  // Whether this thread has a query: products of the last tile's others are left out.
+  // Tells whether this thread has a query: the last tile leaves out products of the other threads.
   __device__ bool has_rows() const { return first_query_ + ty_ * kRows < queries_; }
   __device__ bool has_pairs() const { return kRule && a_.rule.tokens.acts; }
-  // Row of the call that query `row` of the tile is; beyond the last, that.
+  // Returns the row of the call that query `row` of the tile is; the last row beyond it.
   __device__ int64_t RowOf(int row) const {
     return QueryRow(a_, task_.batch, min(first_query_ + row, queries_ - 1));
   }
@@ -249,7 +249,7 @@ class FlashF32Block {
     return first_query_ + row < queries_ &&
            (a_.packs_asked || IsAsked(a_, task_.batch, RowOf(row)));
   }
-  // Whether there is any. The same for all threads.
+  // Tells whether the task has any query, with the same answer for all threads.
   __device__ bool HasQueries() {
     if (first_query_ >= queries_) return false;
     if (a_.packs_asked || a_.asked.rows == nullptr) return true;
@@ -272,7 +272,7 @@ class FlashF32Block {
     });
     if (kRule && a_.rule.span != nullptr && threadIdx.x < kQueries) {
       const int64_t i = first_query_ + threadIdx.x;
-      // Rows that are none see nothing, and keep no tile from being whole.
+      // Rows that are no queries see nothing, and keep no tile from being whole.
       shared_.limit[threadIdx.x] =
           RampLimit(a_, task_, i < a_.query_tokens ? i : a_.query_tokens - 1);
     }
@@ -293,8 +293,8 @@ class FlashF32Block {
     return !kRule || a_.rule.span == nullptr || narrowest_ + static_cast<float>(tile * kKeys) > 0;
   }
 
-  // The queries' ids, and their scores against the two label keys. Those of rows that are no queries
-  // are any.
+  // Loads the queries' ids and computes their scores against the two label keys. For rows that are
+  // no queries both are arbitrary.
   __device__ void ScoreLabels() {
     if (threadIdx.x >= 2 * kQueries) return;
     const int row = threadIdx.x % kQueries, label = threadIdx.x / kQueries;
@@ -336,7 +336,7 @@ class FlashF32Block {
     });
   }
 
-  // Which keys of the tile each query sees.
+  // Finds which keys of the tile each query sees.
   __device__ void FindVisible(const TileWalk& walk) {
     const int t = static_cast<int>(threadIdx.x);
     if (t < kKeys) {
@@ -354,13 +354,13 @@ class FlashF32Block {
     }
   }
 
-  // u . k_c joins each score of key c.
+  // Adds u . k_c to each score of key c.
   __device__ void ApplyKeyBias(float scores[kRows][4]) {
     if (a_.rule.content_bias == nullptr) return;
     AddColumnBias(a_.rule.content_bias, scores);
   }
-  // bias . (column c of what kv holds), added to column c of the products. Ends with kv still being
-  // read by nobody but the caller.
+  // Adds bias . (column c of the matrix in kv) to column c of the products. When it ends, other
+  // threads may still be reading kv.
   __device__ void AddColumnBias(const float* bias, float products[kRows][4]) {
     if (threadIdx.x < kKeys) {
       const float* row = bias + task_.head * a_.head_dim;
@@ -380,15 +380,16 @@ class FlashF32Block {
     __syncthreads();
   }
 
-  // Everything of the rule that acts on scores; the soft span acts on weights.
+  // Applies everything of the rule that acts on scores; the soft span acts on weights.
   __device__ void ApplyRule(int64_t tile, float scores[kRows][4]) {
     const DeviceScoreRule& rule = a_.rule;
-    const int64_t first = tile * kKeys - first_query_ - rule.query_position;  // of row 0, column 0
+    // The offset of row 0, column 0.
+    const int64_t first = tile * kKeys - first_query_ - rule.query_position;
     if (rule.relative_keys.rows != nullptr) AddPositions(tile, scores);
     if (rule.label_keys.keys != nullptr) AddLabels(scores);
     if (rule.relu_multiplier.values != nullptr) {
       ForEachEntry(rule.relu_multiplier, tile, first, [&](int r, int c, float entry) {
-        scores[r][c] = (scores[r][c] < 0 ? 0 : scores[r][c]) * entry;  // a NaN stays one
+        scores[r][c] = (scores[r][c] < 0 ? 0 : scores[r][c]) * entry;  // a NaN stays NaN
       });
     }
     if (rule.bias.values != nullptr) {
@@ -407,8 +408,8 @@ class FlashF32Block {
     }
   }
 
-  // Calls act(r, c, the table's entry for score r, c). Rows and keys that are none have offsets that
-  // the table need not have.
+  // Calls act(r, c, the table's entry for score r, c). Offsets of rows and keys that do not exist
+  // may lie outside the table.
   template <class Act>
   __device__ void ForEachEntry(const DeviceDistanceTable& table, int64_t tile, int64_t first,
                                const Act& act) {
@@ -426,11 +427,11 @@ class FlashF32Block {
     }
   }
 
-  // Scores against the relative keys of the offsets that the tile has, which are as many as its keys
-  // and the rows from its first query to its last: 64 at a time by way of shared memory, where key c
-  // of a query is in a column that goes with the query's row. Queries that follow one another have
-  // 127 offsets. Where only one in n is asked, 64 of them have 64 (n + 1), so that this product falls
-  // to 1/2 (1 + 1/n) of what it is for all queries, while the others fall to 1/n.
+  // Adds scores against the relative keys of the tile's offsets, which are as many as its keys and
+  // the rows from its first query to its last. It does 64 at a time through shared memory, where
+  // the column of a query's key c depends on the query's row. Queries that follow one another have
+  // 127 offsets. Where only one in n is asked, 64 of them have 64 (n + 1), so that this product
+  // falls to 1/2 (1 + 1/n) of what it is for all queries, while the others fall to 1/n.
   __device__ void AddPositions(int64_t tile, float scores[kRows][4]) {
     const DeviceRelativeKeys& keys = a_.rule.relative_keys;
     const int last_row = shared_.rows[kQueries - 1];
@@ -438,7 +439,7 @@ class FlashF32Block {
     const int64_t lowest = tile * kKeys - last_row - a_.rule.query_position;
     for (int begin = 0; begin < offsets; begin += 64) {
       if (lowest + begin > keys.high || lowest + begin + 63 < keys.low) continue;  // all are zero
-      __syncthreads();  // the keys, or the offsets before, have been read
+      __syncthreads();  // the keys, or the previous offsets, have been read
       LoadTransposed<kDim>(shared_.kv, depth_, [&](int n) {
         const int64_t offset = lowest + begin + n;
         if (offset < keys.low || offset > keys.high) return RowReader();
@@ -471,7 +472,7 @@ class FlashF32Block {
     }
   }
 
-  // Scores to softmax numerators, in shared memory; rescales what was summed before.
+  // Turns scores into softmax numerators, in shared memory, and rescales the earlier sums.
   __device__ void Softmax(int64_t tile, bool whole, float scores[kRows][4]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -486,7 +487,7 @@ class FlashF32Block {
 #pragma unroll
       for (int c = 0; c < 4; ++c) largest = fmaxf(largest, scores[r][c]);
       largest = MaxOfRow(largest);
-      // Nothing seen so far: any finite shift makes all weights 0.
+      // No key has been seen so far: any finite shift makes all weights 0.
       const float shift = largest == NegativeInfinity() ? 0 : largest;
       const float rescale = ExpOf(max_[r] - shift);
       max_[r] = largest;
@@ -538,7 +539,8 @@ class FlashF32Block {
     return whole || shared_.flags[2] == 0;
   }
 
-  // Adds the tile's weighted values. A weight of 0 must not meet a NaN that its query does not see.
+  // Adds the tile's weighted values. A weight of 0 must not be multiplied by a NaN that its query
+  // does not see.
   __device__ void AddValues(bool finite) {
     if (finite) {
 #pragma unroll 2
@@ -605,11 +607,12 @@ class FlashF32Block {
   float widest_ = 0;
   float narrowest_ = 0;
   float max_[kRows];
-  float sum_[kRows] = {};  // of this thread's keys
+  float sum_[kRows] = {};  // sums over this thread's keys
   float output_[kRows][kColumns] = {};
 };
 
-// Blocks of a multiprocessor at a time, for registers: 168 to 255 a thread.
+// Returns the blocks that a multiprocessor holds at a time, which limits registers to 168 to 255 a
+// thread.
 constexpr int BlocksFor(int dim, bool rule) { return dim <= 64 && !rule ? 3 : dim <= 128 ? 2 : 1; }
 
 template <int kDim, bool kRule>

@@ -1,7 +1,7 @@
 // The CUDA kernels of engine flash as C++ sees them: plain data and launchers.
 //
-// Every pointer is to device memory. What the formula is and what the parts of a score rule mean:
-// core/flash/flash.h.
+// Every pointer is to device memory. core/flash/flash.h has the formula and explains the parts of a
+// score rule.
 #ifndef TFB_CORE_FLASH_FLASH_KERNELS_H_
 #define TFB_CORE_FLASH_FLASH_KERNELS_H_
 
@@ -14,10 +14,11 @@
 
 namespace tfb {
 
-// Queries of a schedule's tile: of f32 kernels, and of those on tensor cores. Keys are 64 in both.
+// Queries of a schedule's tile, for f32 kernels and for those on tensor cores. A tile has 64 keys
+// in both.
 constexpr int kFlashQueriesF32 = 64;
 constexpr int kFlashQueries16 = 128;
-// Rows, query heads of a key-value head times queries, that the decoding kernel takes.
+// The most rows (query heads of a key-value head times queries) that the decoding kernel takes.
 constexpr int kFlashDecodeRows = 8;
 
 // A number per head and offset e = j - i - query_position: values[h % heads * row + e + zero].
@@ -28,9 +29,9 @@ struct DeviceDistanceTable {
   int64_t zero;
 };
 
-// A vector per head and offset: row e - low of head h % heads, zero outside [low, high]. Of the
-// problem's dtype, aligned to 16 bytes, rows padded with zeros to `row` elements, a multiple of 8; of
-// 16-bit dtypes a multiple of 32, with channel c at RelativeKeyPlace16(c).
+// A vector per head and offset: row e - low of head h % heads, zero outside [low, high]. Rows have
+// the problem's dtype, are aligned to 16 bytes and are padded with zeros to `row` elements, a
+// multiple of 8; in 16-bit dtypes a multiple of 32, with channel c at RelativeKeyPlace16(c).
 struct DeviceRelativeKeys {
   const void* rows;  // [heads][high - low + 1][row]; null: none
   int64_t heads;
@@ -39,20 +40,21 @@ struct DeviceRelativeKeys {
   int64_t row;
 };
 
-// Of every 32 channels, the 8 that a lane needs for two steps of mma.m16n8k16 follow each other, so
-// that it reads them at once: 0 1 8 9 16 17 24 25, 2 3 10 11 18 19 26 27, ...
+// Returns the place of channel c. Among every 32 channels, the 8 that a lane needs for two steps of
+// mma.m16n8k16 follow each other, so that it reads them at once: 0 1 8 9 16 17 24 25, 2 3 10 11 18
+// 19 26 27, ...
 constexpr int64_t RelativeKeyPlace16(int64_t c) {
   const int64_t pair = c % 32 / 8, lane = c % 8 / 2;
   return c / 32 * 32 + lane * 8 + pair * 2 + c % 2;
 }
 
-// As LabelKeys.
+// LabelKeys in device memory.
 struct DeviceLabelKeys {
   const float* keys;  // null: none
   int64_t heads;
 };
 
-// As TokenRule.
+// The members of TokenRule.
 constexpr int kFlashTokenSlots = 64;  // at most
 struct DeviceTokenRule {
   bool hides;
@@ -77,7 +79,7 @@ struct DeviceScoreRule {
   DeviceLabelKeys label_keys;
   DeviceDistanceTable relu_multiplier;
   DeviceDistanceTable bias;
-  // As in SoftSpan.
+  // The fields of SoftSpan.
   const float* span;
   int64_t span_batch_stride;
   int64_t span_head_stride;
@@ -86,13 +88,14 @@ struct DeviceScoreRule {
   int64_t query_position;
   DeviceTokenRule tokens;
 
-  // Whether scores are more than scaled products: which of two kernels runs.
+  // Tells whether scores are only scaled products: one kernel handles these, another all other
+  // rules.
   __attribute__((always_inline)) bool is_plain() const {
     return relative_keys.rows == nullptr && label_keys.keys == nullptr &&
            relu_multiplier.values == nullptr && bias.values == nullptr && span == nullptr &&
            !tokens.acts;
   }
-  // Whether relative keys are all that scores have besides.
+  // Tells whether scores have relative keys and nothing else besides scaled products.
   __attribute__((always_inline)) bool is_plain_but_for_relative_keys() const {
     DeviceScoreRule rule = *this;
     rule.relative_keys.rows = nullptr;
@@ -100,7 +103,7 @@ struct DeviceScoreRule {
   }
 };
 
-// As TokenOrder.
+// TokenOrder in device memory.
 struct DeviceTokenOrder {
   const int32_t* tokens;  // null: row n is token n
   int64_t batch_stride;
@@ -126,9 +129,9 @@ struct FlashArguments {
   DeviceIds key_ids;
   float* log_sum_exp;  // [batch, query_heads, query tokens], or null
   int64_t log_sum_exp_strides[3];
-  DeviceTokenOrder query_order;  // of q, query_ids, out, log_sum_exp
-  bool out_by_row;               // but not of out and log_sum_exp: theirs are rows of the call
-  DeviceTokenOrder key_order;    // of k, v, key_mask, key_ids
+  DeviceTokenOrder query_order;  // order of q, query_ids, out, log_sum_exp
+  bool out_by_row;               // out and log_sum_exp have the rows of the call instead
+  DeviceTokenOrder key_order;    // order of k, v, key_mask, key_ids
   RowList asked;                 // rows of the call that are computed
   bool packs_asked;              // tiles are filled from the list
   // Where ring_tiles > 0, k and v are rings of that many tiles of 64 tokens, and key tile t is tile
@@ -149,25 +152,26 @@ struct FlashArguments {
   DeviceScoreRule rule;
   float scale;
 
-  // The tiles of a row of the schedule are cut into `splits` parts of equal number, each done by a
-  // block of its own. Where `partial` is not null, part n writes to slot first_slot + n of it.
+  // The tiles of a row of the schedule are cut into `splits` parts of equal number, each of which a
+  // block does. Where `partial` is not null, part n writes to slot first_slot + n of it.
   int splits;
   float* partial;  // [slots][batch][query_heads][query_tokens][value_dim + 2]: output times sum,
                    // running maximum, sum
   int first_slot;
   bool slots_by_token;  // a slot's rows are tokens of `out`, not rows of the call
-  int64_t max_blocks;   // of a grid; blocks take further work in turns
-  int decode_queries;   // decoding: of the schedule's tiles, which have masks of so many rows
+  int64_t max_blocks;   // blocks of a grid; they take further work in turns
+  // Decoding: queries of the schedule's tiles, whose masks have that many rows.
+  int decode_queries;
 };
 
-// Each enqueues on the stream and returns null, or why not.
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct FlashF32Kernels {
   const char* (*forward)(const FlashArguments& arguments, void* stream);
   // Merges the parts, in their order, for any dtype of `out`.
   const char* (*combine)(const FlashArguments& arguments, void* stream);
 };
-// Up to kFlashDecodeRows rows; no rule but a bias; one pattern for all heads, or no grouped heads; k
-// and v of one dtype.
+// Decoding kernels. They take up to kFlashDecodeRows rows, no rule but a bias, one pattern for all
+// heads or no grouped heads, and k and v of one dtype.
 struct FlashDecodeKernels {
   const char* (*forward)(const FlashArguments& arguments, void* stream);
 };

@@ -1,5 +1,5 @@
-// A layer that is engine flash under a pattern and a score rule, on any device. Most attention techniques are one,
-// or derive from it to change queries, keys or the rule.
+// A layer that runs engine flash under a pattern and a score rule, on any device. Most attention
+// techniques are such a layer, or derive from it to change queries, keys or the rule.
 #ifndef TFB_CORE_FLASH_FLASH_LAYER_H_
 #define TFB_CORE_FLASH_FLASH_LAYER_H_
 
@@ -25,26 +25,26 @@ class FlashLayer : public Layer {
              double scale = 0);
 
   size_t workspace_bytes(int threads) const override;
-  // Counts the pairs of the schedule, which Setup builds: absent before it.
+  // Counts the pairs of the schedule, which Setup builds; the cost is absent before Setup.
   Cost cost() const override;
 
  protected:
-  // Part of Setup, before the schedule is built: makes the rule from the parameters, and the
-  // pattern where that depends on them too. The tables that the rule points to must live as long as
-  // the layer.
+  // Makes the rule from the parameters, and the pattern where it depends on them too; Setup calls
+  // it before it builds the schedule. The tables that the rule points to must live as long as the
+  // layer.
   virtual absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) {
     return absl::OkStatus();
   }
   void set_pattern(std::unique_ptr<Pattern> pattern) { pattern_ = std::move(pattern); }
 
-  // Changes the call before it runs, such as to queries and keys of its own in memory taken from
-  // the workspace, of which it takes PrepareBytes.
+  // Changes the call before it runs; for example, it replaces queries and keys by its own, in
+  // PrepareBytes of memory from the workspace.
   virtual absl::Status Prepare(const Inputs&, const Execution&, Workspace*, FlashCall*) {
     return absl::OkStatus();
   }
-  virtual size_t PrepareBytes(int) const { return 0; }  // for so many threads
+  virtual size_t PrepareBytes(int) const { return 0; }  // bytes for so many threads
 
-  // FLOPs of one kept query-key pair: two products and what the rule adds to them.
+  // Returns the FLOPs of one kept query-key pair: two products and the rule's additions.
   virtual double FlopsPerPair() const {
     return 2.0 * static_cast<double>(problem().head_dim + problem().value_dim);
   }
@@ -53,7 +53,7 @@ class FlashLayer : public Layer {
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override;
 
-  // For a constructor whose rule will have relative keys: they need workspace.
+  // A constructor calls this where its rule will have relative keys: they need workspace.
   void set_uses_relative_keys() { uses_relative_keys_ = true; }
 
   Device device() const { return device_; }

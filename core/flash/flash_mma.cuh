@@ -1,9 +1,9 @@
 // Engine flash on tensor cores, for bf16 and f16: mma.sync m16n8k16 with f32 sums, sm_80 and later.
 //
-// A block does one tile of 128 queries of one head, the way of FlashAttention-2 (Dao,
+// A block does one tile of 128 queries of one head, as in FlashAttention-2 (Dao,
 // arXiv:2307.08691v1, section 3.3): each warp has queries of its own and all 64 keys of a tile, so
-// that scores, probabilities and the output never leave its registers. Accumulators of scores are
-// laid out as the left operand of the next product wants probabilities.
+// that scores, probabilities and the output never leave its registers. Accumulators of scores have
+// the layout of the next product's left operand, the probabilities.
 //
 //   shared memory   queries 128 x D, and a ring of three tiles of 64 x D. While a warp multiplies
 //                   with keys t, values t and keys t + 1 are on their way; while it multiplies with
@@ -19,9 +19,9 @@
 // 16-byte chunks of a row are exchanged by the row's number, so that neither copies nor ldmatrix
 // meet two rows in a bank.
 //
-// What is rounded to 16 bits: the inputs, probabilities (in [0, 1]; their sum is of what they were
-// before, as FlashAttention has it), and the output. Sums over keys go tile by tile in the order of
-// the schedule: the result is the same bit by bit in every run.
+// The inputs, the probabilities and the output are rounded to 16 bits. Probabilities are in [0, 1];
+// their sum is taken before they are rounded, as in FlashAttention. Sums over keys go tile by tile
+// in the order of the schedule: every run gives the same bits.
 #ifndef TFB_CORE_FLASH_FLASH_MMA_CUH_
 #define TFB_CORE_FLASH_FLASH_MMA_CUH_
 
@@ -36,7 +36,7 @@ constexpr int kQueries = kFlashQueries16;
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
 
-// What a kernel makes of scaled products of queries and keys.
+// The score rules that kernels are compiled for.
 enum class Rule {
   kNone,          // nothing
   kTables,        // any part of a score rule but
@@ -51,7 +51,7 @@ struct Sixteen;
 template <>
 struct Sixteen<__nv_bfloat16> {
   static constexpr Element kElement = Element::kBf16;
-  static constexpr unsigned kExponent = 0x7f80;  // all ones: infinite, or no number
+  static constexpr unsigned kExponent = 0x7f80;  // all exponent bits: infinity or NaN
   __device__ static float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
   __device__ static __nv_bfloat162 Round(float x, float y) { return __floats2bfloat162_rn(x, y); }
   __device__ static void Multiply(float d[4], const unsigned a[4], const unsigned b[2]) {
@@ -70,7 +70,7 @@ struct Sixteen<__half> {
   }
 };
 
-// Two numbers as operands of products have them, the first in the low half.
+// Packs two numbers as an operand of mma, the first in the low half.
 template <class T>
 __device__ inline unsigned Pair(float low, float high) {
   const auto rounded = Sixteen<T>::Round(low, high);
@@ -85,8 +85,8 @@ __device__ inline float Half(unsigned pair, int which) {
   memcpy(&half, &bits, sizeof(half));
   return Sixteen<T>::ToFloat(half);
 }
-// Bit 15 and bit 31 of the result: whether the low and the high number are infinite or none. Adding
-// one to an exponent of ones carries into the sign's place, which was cleared.
+// Sets bit 15 and bit 31 of the result where the low and the high number are infinite or NaN.
+// Adding one to an exponent of ones carries into the sign bit, which was cleared before.
 template <class T>
 __device__ inline unsigned NonFinite(unsigned pair) {
   constexpr unsigned kExponents = Sixteen<T>::kExponent * 0x10001u;
@@ -94,7 +94,7 @@ __device__ inline unsigned NonFinite(unsigned pair) {
   return ((pair & kExponents) + kOnes) & 0x80008000u;
 }
 
-// 2^x, to two units in the last place; results below 2^-126 are 0.
+// Returns 2^x, to two units in the last place; results below 2^-126 are 0.
 __device__ inline float Exp2(float x) {
 #ifdef __CUDACC__
   float y;
@@ -105,7 +105,7 @@ __device__ inline float Exp2(float x) {
 #endif
 }
 
-// log2(x), with an error of 2^-22 near 1.
+// Returns log2(x), with an error of 2^-22 near 1.
 __device__ inline float Log2(float x) {
 #ifdef __CUDACC__
   float y;
@@ -116,8 +116,8 @@ __device__ inline float Log2(float x) {
 #endif
 }
 
-// 16 bytes to shared memory, begun but not done: see __pipeline_commit. Zeros where they do not
-// exist. Both addresses are multiples of 16.
+// Starts an asynchronous copy of 16 bytes to shared memory: see __pipeline_commit. It writes zeros
+// where the source does not exist. Both addresses are multiples of 16.
 __device__ inline void CopyAsync(void* to, const void* from, bool exist) {
 #ifdef __CUDACC__
   const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
@@ -130,7 +130,8 @@ __device__ inline void CopyAsync(void* to, const void* from, bool exist) {
 #endif
 }
 
-// x. What follows from it is computed here, not before a loop and kept in registers through it.
+// Returns x, opaquely to the compiler: expressions of the result are computed here, not hoisted out
+// of a loop and kept in registers through it.
 __device__ inline unsigned Anew(unsigned x) {
 #ifdef __CUDACC__
   asm volatile("" : "+r"(x));
@@ -145,70 +146,71 @@ struct MmaShape {
   static constexpr int kWarps =
       kDim == 256 || (kDim == 128 && kRule == Rule::kRelativeKeys) ? 8 : 4;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kBlocks = kWarps == 8 ? 1 : kDim == 32 ? 3 : 2;  // of a multiprocessor
+  // Blocks of a multiprocessor.
+  static constexpr int kBlocks = kWarps == 8 ? 1 : kDim == 32 ? 3 : 2;
   static constexpr int kWarpRows = kQueries / kWarps;
-  static constexpr int kRowTiles = kWarpRows / 16;  // of products, one above the other
+  static constexpr int kRowTiles = kWarpRows / 16;  // row tiles of mma of a warp
 
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kTileBytes = kKeys * kRowBytes;
   static constexpr int kRingBytes = 3 * kTileBytes;
-  // The output, when all is done, takes the place of queries and ring. A row's pad keeps rows of
-  // neighbouring lanes in other banks, and holds the row's sum and maximum.
+  // At the end the output takes the place of queries and ring. A row's pad keeps rows of
+  // neighbouring lanes in different banks, and holds the row's sum and maximum.
   static constexpr int kOutputRow = kDim + 8;  // floats
   static_assert(kQueries * kOutputRow * 4 <= kQueries * kRowBytes + kRingBytes, "no room");
 };
 
-// Offset of 16-byte chunk `chunk` of row `row` in rows of kDim 16-bit numbers.
+// Returns the offset of 16-byte chunk `chunk` of row `row` in rows of kDim 16-bit numbers.
 template <int kDim>
 __device__ inline int ChunkOffset(int row, int chunk) {
   const int exchange = kDim == 32 ? row >> 1 & 3 : row & 7;
   return row * (kDim * 2) + (chunk ^ exchange) * 16;
 }
-// From the offset of chunk 0 or 1 of a row, that of the chunk `chunks` further on, an even number:
-// with a constant, one instruction or none.
+// Returns, from the offset of chunk 0 or 1 of a row, that of the chunk `chunks` further on, an even
+// number; with a constant it takes one instruction or none.
 template <int kDim>
 __device__ inline int ChunksOn(int offset, int chunks) {
   constexpr int kExchanged = kDim == 32 ? 3 : 7;
   return (offset ^ (chunks & kExchanged) * 16) + (chunks & ~kExchanged) * 16;
 }
 
-// A tile of keys as a block wants it.
+// A tile of keys, prepared for a block.
 struct alignas(16) MmaTile {
-  int index;           // -1: none, the last one is done
+  int index;           // -1 where the previous tile was the last
   int mask;            // as in KeyTile
-  unsigned first_row;  // of k and v, or of their order
+  unsigned first_row;  // first row in k and v, or in their order
   int unused;
 };
 
-// A block's shared memory. What its threads have in common lies there, since registers are scarce:
-// all that takes a division, found once a task by one thread.
+// A block's shared memory. It holds the data that its threads share, since registers are scarce:
+// everything that takes a division, which one thread computes once a task.
 template <int kDim, Rule kRule>
 struct MmaShared {
   using Shape = MmaShape<kDim, kRule>;
   struct Common {
-    MmaTile tiles[4];  // n at n % 4, from the tile that is worked on to two further on
+    MmaTile tiles[4];  // tile n at n % 4, from the current tile to two further on
     int64_t index;     // of the task
     FlashTask task;
     WalkState walk;  // thread 0's
-    // Of the task's head.
+    // Offsets of the task's head.
     int64_t keys;  // offset in k, in elements
     int64_t values;
-    const int32_t* query_order;  // null: token n
+    const int32_t* query_order;  // null: query n is token n
     const int32_t* key_order;
     const uint8_t* key_mask;
-    int64_t ring_begin;  // the tile of the ring that is the first one's place
+    int64_t ring_begin;  // the ring's tile in the first place
     int first_query;
-    int queries;               // that the batch row's tiles are made of
+    int queries;               // the number of queries that the batch row's tiles are made of
     bool has_queries;          // in this tile
     int tile_with_non_finite;  // the last
   };
   struct CommonOfRule : Common {
-    const float* multipliers;  // of offset e at e + query_position
+    const float* multipliers;  // multiplier of offset e at e + query_position
     const float* biases;
     float slope;   // 1 / ramp
-    float widest;  // of the limits
+    float widest;  // the largest of the limits
     float narrowest;
-    float limit[kQueries];  // of the soft span
+    float limit[kQueries];  // limits of the soft span
     float key_bias[kKeys];  // u . k
   };
   struct CommonOfRelativeKeys : CommonOfRule {
@@ -216,22 +218,22 @@ struct MmaShared {
     float offset_bias[256];  // w . r of offset e + query_position at that modulo 256
   };
 
-  // Where there are label keys.
+  // Used where there are label keys.
   struct Labels {
-    float products[kQueries][2];  // of queries with them
+    float products[kQueries][2];  // products of queries and label keys
     int query_ids[kQueries];
     int key_ids[kKeys];
   };
 
   unsigned char* queries;
   unsigned char* ring;
-  CommonOfRelativeKeys* common;  // as much of it as the rule has
+  CommonOfRelativeKeys* common;  // the members that the rule has
 
   __device__ explicit MmaShared(unsigned char* memory)
       : queries(memory),
         ring(memory + kQueries * Shape::kRowBytes),
         common(reinterpret_cast<CommonOfRelativeKeys*>(ring + Shape::kRingBytes)) {}
-  // One of them at most, or the labels before the pairs.
+  // A rule has at most one of these, or the labels before the pairs.
   __device__ Labels& labels() const { return *reinterpret_cast<Labels*>(queries + BytesOfAll()); }
   __device__ TokenPairs<kQueries>& pairs(const DeviceScoreRule& rule) const {
     return *reinterpret_cast<TokenPairs<kQueries>*>(queries + BytesOfAll() + BytesOfLabels(rule));
@@ -251,7 +253,8 @@ struct MmaShared {
   }
 };
 
-// Whether rows of a tensor are whole 16-byte chunks of the kernel's type, for copies as they are.
+// Tells whether rows of a tensor are whole 16-byte chunks of the kernel's type, so that they can be
+// copied unchanged.
 struct InChunks {
   bool q;
   bool k;
@@ -259,10 +262,10 @@ struct InChunks {
   bool out;
 };
 
-// The rows of a head's relative keys from one offset on, zeros where there is none.
+// The rows of a head's relative keys from one offset on, with zeros where there is none.
 class RelativeRows {
  public:
-  // `offset` + query_position is that of the first row.
+  // `offset` + query_position is the offset of the first row.
   __device__ RelativeRows(const DeviceScoreRule& rule, const uint4* rows, int offset) {
     const DeviceRelativeKeys& keys = rule.relative_keys;
     rows_ = static_cast<int>(keys.high - keys.low) + 1;
@@ -305,13 +308,13 @@ class FlashMmaBlock {
   __device__ void Run(int64_t task) {
     if (!Begin(task)) return;
     Clear();
-    // Keys of tile n are in slot 2 n of the ring, values in slot 2 n + 1, modulo 3.
+    // The keys of tile n are in slot 2 n of the ring, its values in slot 2 n + 1, modulo 3.
     int slot = 0;
     for (int n = 0;; ++n) {
       const MmaTile tile = common_.tiles[n % 4];
       if (tile.index < 0) break;
       __pipeline_wait_prior(1);
-      __syncthreads();  // keys are there; values of the last tile are done with
+      __syncthreads();  // keys have arrived; the last tile's values have been read
       const int value_slot = slot == 2 ? 0 : slot + 1, next_slot = slot == 0 ? 2 : slot - 1;
       StartKeys(n + 1, next_slot);
       if (thread_ == 0) common_.tiles[(n + 2) % 4] = NextTile();
@@ -331,7 +334,7 @@ class FlashMmaBlock {
       Shift(score, minus);
       __pipeline_wait_prior(1);
       if (hides) NoteNonFinite(value_slot, n);
-      __syncthreads();  // values are there; keys are done with
+      __syncthreads();  // values have arrived; keys have been read
       if (hides && common_.tile_with_non_finite == n) SetAsideNonFinite(tile, value_slot);
       StartValues(n + 1, slot);
       AddValues(value_slot, score, minus);
@@ -342,15 +345,17 @@ class FlashMmaBlock {
 
  private:
   static constexpr int kRowTiles = Shape::kRowTiles;
-  static constexpr int kKeyTiles = kKeys / 8;                        // of products, side by side
-  static constexpr int kOutputTiles = kDim / 8;                      // the same of the output
+  // Mma tiles of keys, side by side.
+  static constexpr int kKeyTiles = kKeys / 8;
+  static constexpr int kOutputTiles = kDim / 8;                      // mma tiles of output columns
   static constexpr int kChunks = kDim / 8;                           // of a row
-  static constexpr int kRowThreads = kChunks < 8 ? kChunks : 8;      // that copy a row
+  static constexpr int kRowThreads = kChunks < 8 ? kChunks : 8;      // threads that copy a row
   static constexpr int kCopiedRows = Shape::kThreads / kRowThreads;  // at a time
 
   static constexpr int kOffsetChunks = kDim == 256   ? 4
                                        : kDim == 128 ? 8
-                                                     : kChunks;  // of relative keys at a time
+                                                     // Chunks of relative keys at a time.
+                                                     : kChunks;
   using Scores = float[kRowTiles][kKeyTiles][4];
   using RowValues = float[kRowTiles][2];
 
@@ -358,8 +363,8 @@ class FlashMmaBlock {
   __device__ int warp_row() const {  // the warp's first query
     return static_cast<int>(thread_ / 32) * Shape::kWarpRows;
   }
-  // Of the products of 16 rows, a lane has row() and that 8 below; of every 8 columns, column() and
-  // the next one.
+  // A lane has rows row() and row() + 8 of the products of 16 rows, and columns column() and
+  // column() + 1 of every 8.
   __device__ int row() const { return lane() / 4; }
   __device__ int column() const { return lane() % 4 * 2; }
   __device__ int RowOf(int row_tile, int half) const {
@@ -380,9 +385,9 @@ class FlashMmaBlock {
     }
   }
 
-  // ---- What is to be done ----
+  // ---- Preparation of tasks ----
 
-  // False where there is nothing to do.
+  // Prepares a task. Returns false where there is nothing to do.
   __device__ bool Begin(int64_t index) {
     if (thread_ == 0) FindTask(index);
     __syncthreads();
@@ -443,7 +448,7 @@ class FlashMmaBlock {
     return table.values + common_.task.head % table.heads * table.row;
   }
 
-  // The next tile of which any query sees a key, as far as spans are concerned.
+  // Returns the next tile of which any query sees a key within its span.
   __device__ MmaTile NextTile() {
     WalkState& walk = common_.walk;
     while (walk.Next(a_.schedule)) {
@@ -455,7 +460,7 @@ class FlashMmaBlock {
     return {-1, TileRun::kFull, 0, 0};
   }
 
-  // As FirstKeyRow, without a division.
+  // FirstKeyRow without a division.
   __device__ unsigned FirstRow(int64_t tile) const {
     if (a_.ring_tiles > 0) {
       tile += common_.ring_begin;
@@ -466,7 +471,7 @@ class FlashMmaBlock {
 
   // ---- Copies ----
 
-  // Calls act(row) for the rows, of kRows, of which this thread copies chunks.
+  // Calls act(row) for those of kRows rows of which this thread copies chunks.
   template <int kRows, class Act>
   __device__ void ForEachRow(const Act& act) {
 #pragma unroll
@@ -474,7 +479,7 @@ class FlashMmaBlock {
       act(r + static_cast<int>(thread_ / kRowThreads));
     }
   }
-  // Calls act(chunk) for those of a row.
+  // Calls act(chunk) for the chunks of a row that this thread copies.
   template <class Act>
   __device__ void ForEachChunk(const Act& act) {
 #pragma unroll
@@ -483,8 +488,8 @@ class FlashMmaBlock {
     }
   }
 
-  // Copies rows from `offset` elements into the tensor on, of which row r is that of token
-  // token_of(r): zeros where that is below 0, and beyond the last channel.
+  // Starts copies of rows that begin `offset` elements into the tensor; row r is that of token
+  // token_of(r), and zeros where that is below 0 and beyond the last channel.
   template <int kRows, class TokenOfRow>
   __device__ void StartRows(unsigned char* to, const DeviceView& view, int64_t offset, int channels,
                             const TokenOfRow& token_of) {
@@ -497,7 +502,7 @@ class FlashMmaBlock {
       });
     });
   }
-  // The same of the rows of a tile of keys that are all there, one after the other.
+  // Starts copies of the rows of a tile of keys that all exist and follow each other.
   __device__ void StartConsecutiveRows(unsigned char* to, const DeviceView& view, int64_t offset,
                                        int channels, unsigned first) {
     const int64_t row = first + thread_ / kRowThreads;
@@ -508,7 +513,7 @@ class FlashMmaBlock {
       from += kCopiedRows * view.strides[2];
     });
   }
-  // As StartRows, of a tensor that is not in chunks, or of another dtype.
+  // Like StartRows, for a tensor that is not in chunks, or of another dtype.
   template <int kRows, class TokenOfRow>
   __device__ void ConvertRows(unsigned char* to, const DeviceView& view, int64_t offset,
                               int channels, const TokenOfRow& token_of) {
@@ -533,7 +538,7 @@ class FlashMmaBlock {
   }
 
   // Queries and keys of the first tile are one group of copies; each further tile of keys, and each
-  // of values, is one of its own, also where there is nothing to copy.
+  // tile of values, is a group of its own, even where there is nothing to copy.
   __device__ void StartQueries() {
     const auto token_of = [&](int r) { return IsQuery(r) ? QueryToken(RowOfCall(r)) : -1; };
     const int64_t offset =
@@ -567,8 +572,8 @@ class FlashMmaBlock {
     __pipeline_commit();
   }
 
-  // The row of the call that query r of the block is; beyond the last, that. Only kernels without a
-  // rule fill tiles from a list.
+  // Returns the row of the call that query r of the block is; beyond the last query, that of the
+  // last. Only kernels without a rule fill tiles from a list.
   __device__ int64_t RowOfCall(int r) const {
     const int n = common_.first_query + r;
     if (kRule != Rule::kNone) return n;
@@ -582,7 +587,7 @@ class FlashMmaBlock {
   __device__ int64_t QueryToken(int64_t i) const {
     return common_.query_order == nullptr ? i : common_.query_order[i];
   }
-  // The token of k and v that is key c of the tile; -1 where that is none, or padding.
+  // Returns the token of k and v that is key c of the tile, or -1 where there is none, or padding.
   __device__ int64_t KeyTokenOrNone(const MmaTile& tile, int c) const {
     if (int64_t{tile.index} * kKeys + c >= a_.kv_tokens) return -1;
     const int64_t row = tile.first_row + c;
@@ -595,7 +600,7 @@ class FlashMmaBlock {
 
   __device__ bool has_span() const { return kRule != Rule::kNone && a_.rule.span != nullptr; }
 
-  // The spans of the block's queries, the widest and the narrowest.
+  // Finds the widest and the narrowest span of the block's queries.
   __device__ void FindSpan() {
     if (!has_span()) return;
     for (int r = thread_; r < kQueries; r += Shape::kThreads) {
@@ -614,7 +619,7 @@ class FlashMmaBlock {
     common_.narrowest = narrowest;
   }
 
-  // Whether the schedule or a span hides tokens of the tile.
+  // Tells whether the schedule or a span hides tokens of the tile.
   __device__ bool HidesByRule(const MmaTile& tile) const {
     return tile.mask != TileRun::kFull ||
            (has_span() && WithinSpan(common_.narrowest, tile.index) != ~uint64_t{0}) ||
@@ -627,7 +632,8 @@ class FlashMmaBlock {
     const unsigned high = __ballot_sync(~0u, KeyTokenOrNone(tile, lane() + 32) >= 0);
     return low | static_cast<uint64_t>(high) << 32;
   }
-  // Bit c: query `row` of the block sees key c of the tile, if that is a token.
+  // Returns a word whose bit c says that query `row` of the block sees key c of the tile, if that
+  // is a token.
   __device__ uint64_t Visible(const MmaTile& tile, int row) const {
     uint64_t visible = MaskOf(a_.schedule, {tile.index, tile.mask}, RowOfCall(row), row, kQueries);
     if (has_span()) visible &= WithinSpan(common_.limit[row], tile.index);
@@ -660,7 +666,7 @@ class FlashMmaBlock {
 
   // ---- Scores ----
 
-  // Products of the warp's queries and the keys in `slot`.
+  // Computes products of the warp's queries and the keys in `slot`.
   __device__ void Score(const MmaTile& tile, int slot, Scores& score) {
     if (kRule == Rule::kRelativeKeys) {
       ScoreOffsets(tile, score);
@@ -693,7 +699,7 @@ class FlashMmaBlock {
       }
     }
   }
-  // act(score, n, x) for the scores of columns 8 n + column() + x.
+  // Calls act(score, n, x) for the scores of columns 8 n + column() + x.
   template <class Act>
   __device__ void ForEachScore(Scores& score, const Act& act) {
 #pragma unroll
@@ -706,14 +712,14 @@ class FlashMmaBlock {
     }
   }
 
-  // e + query_position of query 0 of the block and key 0 of the tile, a multiple of 64.
+  // Returns e + query_position of query 0 of the block and key 0 of the tile, a multiple of 64.
   __device__ int FirstOffset(const MmaTile& tile) const {
     return tile.index * kKeys - common_.first_query;
   }
 
-  // The dot products of biases with the tile's keys and with the relative keys of its offsets, one a
-  // thread: u . k_c, and w . r_e of those offsets that the tile before had not. Biases are not added
-  // to queries, which would round them.
+  // Computes the dot products of biases with the tile's keys and with the relative keys of its
+  // offsets, one a thread: u . k_c, and w . r_e of the offsets that the previous tile did not have.
+  // Biases are not added to queries, which would round them.
   __device__ void FindColumnBiases(int n, int slot) {
     const bool of_keys = a_.rule.content_bias != nullptr;
     const bool of_offsets = kRule == Rule::kRelativeKeys && a_.rule.position_bias != nullptr;
@@ -743,7 +749,8 @@ class FlashMmaBlock {
   __device__ static uint4 ChunkOf(const unsigned char* rows, int row, int chunk) {
     return *reinterpret_cast<const uint4*>(rows + ChunkOffset<kDim>(row, chunk));
   }
-  // bias . row, of which chunk_of(c) has pairs of channels, pair p of it from channel_of(c, p) on.
+  // Returns bias . row. chunk_of(c) returns chunk c of the row; pair p of a chunk has the channels
+  // from channel_of(c, p) on.
   template <class ChunkOfRow, class ChannelOf>
   __device__ float Dot(const float* bias, int chunks, const ChunkOfRow& chunk_of,
                        const ChannelOf& channel_of) const {
@@ -762,20 +769,20 @@ class FlashMmaBlock {
     return sum;
   }
 
-  // score = (q + w) . r, for the offset of each of the warp's pairs.
+  // Sets score = (q + w) . r, for the offset of each of the warp's pairs.
   //
   // 16 queries against 64 keys have 79 offsets. Where query 0 of them and key 0 have offset e, the
-  // products with relative keys e - 15 ... e + 64 make rows of 80 columns, and key c of query r is in
-  // column c - r + 15: row r is shifted by 15 - r. The next 16 queries want relative keys from 16
-  // further back on. These come straight from memory, 16 bytes a lane, since 192 rows of them would
-  // not fit beside keys and values at D = 256; blocks of a head have them in common, and a tile has
-  // all but 64 in common with the one before.
+  // products with relative keys e - 15 ... e + 64 make rows of 80 columns, and key c of query r is
+  // in column c - r + 15: row r is shifted by 15 - r. The next 16 queries need relative keys that
+  // begin 16 offsets earlier. Relative keys come straight from memory, 16 bytes a lane, since 192
+  // rows of them would not fit beside keys and values at D = 256. The blocks of a head share them,
+  // and a tile shares all but 64 with the previous one.
   __device__ void ScoreOffsets(const MmaTile& tile, Scores& score) {
     ForEachScore(score, [](float& s, int, int) { s = 0; });
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; chunk += kOffsetChunks) AddOffsets(tile, chunk, score);
   }
-  // Of the part of the channels that begins with `first_chunk`.
+  // Adds the products of the channels from chunk `first_chunk` on.
   __device__ void AddOffsets(const MmaTile& tile, int first_chunk, Scores& score) {
     unsigned query[kRowTiles][kOffsetChunks / 2][4];
     const int query_offset = ChunkOffset<kDim>(warp_row() + lane() % 16, lane() / 16);
@@ -824,7 +831,7 @@ class FlashMmaBlock {
         const int n = c - (kRowTiles - 1 - m) * 2;
         const float(&near)[4] = product[m][(c + 1) % 2];
         const float(&far)[4] = product[m][c % 2];
-        // The rows 8 further down are shifted by 8 columns less.
+        // The rows 8 further down are shifted by 8 columns fewer.
         if (n >= 2 && n < kKeyTiles + 2) AddShifted(near, far, 0, score[m][n - 2]);
         if (n >= 1 && n < kKeyTiles + 1) AddShifted(near, far, 1, score[m][n - 1]);
       }
@@ -843,7 +850,7 @@ class FlashMmaBlock {
     for (int x = 0; x < 2; ++x) {
       const int shift = (15 - r + x) / 2 - 4;  // 0 to 4 lanes
       const int source = (lane() & ~3) | ((t + shift) & 3);
-      // Whether the lane that receives from this one wants what it has of `far`.
+      // Tells whether the lane that receives from this one needs an element of `far`.
       const bool is_far = ((t - shift) & 3) + shift >= 4;
       const float from_near = odd ? near[half * 2 + x] : near[half * 2 + 1 - x];
       const float from_far = odd ? far[half * 2 + x] : far[half * 2 + 1 - x];
@@ -851,14 +858,14 @@ class FlashMmaBlock {
     }
   }
 
-  // Products to scores in nats.
+  // Turns products into scores in nats.
   __device__ void ApplyRule(const MmaTile& tile, Scores& score) {
     if (has_labels()) AddLabels(score);
     ForEachScore(score, [&](float& s, int, int) { s *= a_.scale; });
     if (a_.rule.relu_multiplier.values != nullptr) {
       ForEachEntry(a_.rule.relu_multiplier, common_.multipliers, tile, score,
                    [](float& s, float entry) {
-                     s = (s < 0 ? 0 : s) * entry;  // a NaN stays one
+                     s = (s < 0 ? 0 : s) * entry;  // a NaN stays NaN
                    });
     }
     if (a_.rule.bias.values != nullptr) {
@@ -900,8 +907,8 @@ class FlashMmaBlock {
   __device__ bool has_labels() const {
     return kRule != Rule::kNone && a_.rule.label_keys.keys != nullptr;
   }
-  // The ids of the tile's keys, and, before the first tile, those of queries and their scores
-  // against the two label keys. Those of rows that are none are any.
+  // Loads the ids of the tile's keys and, before the first tile, the queries' ids and their scores
+  // against the two label keys. For rows that are no queries both are arbitrary.
   __device__ void FindLabels(int n, const MmaTile& tile) {
     typename Shared::Labels& labels = shared_.labels();
     const int64_t batch = common_.task.batch;
@@ -957,7 +964,7 @@ class FlashMmaBlock {
       }
     }
   }
-  // The soft span's weights, as what they add to scores.
+  // Adds the logarithms of the soft span's weights to the scores.
   __device__ void AddRamp(const MmaTile& tile, Scores& score) {
     const float slope = common_.slope;
 #pragma unroll
@@ -977,8 +984,9 @@ class FlashMmaBlock {
       }
     }
   }
-  // Calls act(score, the table's entry for it). Scores 8 rows and 8 columns apart share an entry, so
-  // that a lane reads 22 for 64 scores. Rows and keys that are none get any.
+  // Calls act(score, the table's entry for it). Scores 8 rows and 8 columns apart share an entry,
+  // so that a lane reads 22 entries for 64 scores. For rows and keys that do not exist the entry is
+  // arbitrary.
   template <class Act>
   __device__ void ForEachEntry(const DeviceDistanceTable& table, const float* entries,
                                const MmaTile& tile, Scores& score, const Act& act) {
@@ -1004,11 +1012,11 @@ class FlashMmaBlock {
 
   // ---- Softmax ----
 
-  // Brings the running maxima, and what was summed under them, up to the tile, and prepares scores
-  // for WeightOf. A weight is 2^(s factor - minus), one multiply-add, in which the rounding of
-  // minus = maximum factor is in all weights of a row alike. Beyond 256 it would be felt from one
-  // maximum to the next, and finite scores could become infinite: there the maximum is subtracted
-  // from the scores themselves, and minus is 0.
+  // Updates the running maxima for the tile, rescales the earlier sums, and prepares scores for
+  // WeightOf. A weight is 2^(s factor - minus), one multiply-add; the rounding of minus = maximum
+  // factor is the same in all weights of a row. Where minus exceeds 256 its rounding would differ
+  // noticeably from one maximum to the next, and finite scores could become infinite: there the
+  // maximum is subtracted from the scores themselves, and minus is 0.
   __device__ void Shift(Scores& score, RowValues& minus) {
     RowValues rescale;
     bool changed = false, far = false;
@@ -1060,10 +1068,11 @@ class FlashMmaBlock {
   }
   __device__ static bool IsFar(float minus) { return fabsf(minus) > 256; }
 
-  // Exponents of 2 in a unit of scores: of products without their scale, or of nats.
+  // Returns the exponent of 2 for a unit of scores, which are products without their scale, or
+  // nats.
   __device__ float Factor() const { return kRule == Rule::kNone ? a_.scale * kLog2E : kLog2E; }
-  // A row without a key so far: a maximum of 0 makes weights of 0 of its scores of -inf, where -inf -
-  // -inf would be no number.
+  // Replaces the maximum -inf of a row that has seen no key by 0: its scores of -inf then get
+  // weights of 0, where -inf - -inf would be NaN.
   __device__ static float Finite(float x) { return x == NegativeInfinity() ? 0 : x; }
   __device__ float WeightOf(float score, float minus) const {
     return Exp2(fmaf(score, Factor(), -minus));
@@ -1104,8 +1113,8 @@ class FlashMmaBlock {
     }
   }
 
-  // Says that a value that this thread has copied is not finite: then a hidden key's weight of 0
-  // must not meet it.
+  // Notes that a value that this thread has copied is not finite: a hidden key's weight of 0 must
+  // not be multiplied by it.
   __device__ void NoteNonFinite(int slot, int n) {
     unsigned found = 0;
     ForEachRow<kKeys>([&](int r) {
@@ -1118,7 +1127,7 @@ class FlashMmaBlock {
   }
 
   // Adds the values that are not finite to the rows that see them, and puts zeros in their place:
-  // they stay what they are under any weight above 0.
+  // they stay infinite or NaN under any weight above 0.
   __device__ void SetAsideNonFinite(const MmaTile& tile, int slot) {
     const uint64_t tokens = Tokens(tile);
 #pragma unroll 1
@@ -1148,7 +1157,7 @@ class FlashMmaBlock {
     });
     __syncthreads();
   }
-  // Of one key, which bit `bit` of `seen` stands for.
+  // Adds the value of one key, for which bit `bit` of `seen` stands.
   __device__ void AddNonFinite(const unsigned char* values, int key, int bit,
                                const unsigned (&seen)[kRowTiles][2]) {
 #pragma unroll
@@ -1172,10 +1181,10 @@ class FlashMmaBlock {
 
   // ---- Results ----
 
-  // By way of shared memory, from where rows are written in one go.
+  // Stores the output through shared memory, from where whole rows are written in order.
   __device__ void Store() {
     __pipeline_wait_prior(0);
-    __syncthreads();  // the last values are done with; nothing is on its way
+    __syncthreads();  // the last values have been read; no copy is in flight
     float* rows = reinterpret_cast<float*>(shared_.queries) + warp_row() * Shape::kOutputRow;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -1239,8 +1248,8 @@ class FlashMmaBlock {
   typename Shared::CommonOfRelativeKeys& common_;
   unsigned thread_;
   float output_[kRowTiles][kOutputTiles][4];
-  RowValues maximum_;  // of scores, in nats where there is a rule
-  RowValues sum_;      // of this lane's keys
+  RowValues maximum_;  // maxima of scores, in nats where there is a rule
+  RowValues sum_;      // sums over this lane's keys
 };
 
 // ---- Launching ----
@@ -1267,7 +1276,8 @@ const char* LaunchMma(const FlashArguments& a, const InChunks& in_chunks, void* 
       stream, a, in_chunks);
 }
 
-// Whether every row [b, h, token] begins at a multiple of 16 bytes and is whole chunks of the type.
+// Tells whether every row [b, h, token] begins at a multiple of 16 bytes and is whole chunks of the
+// type.
 template <class T>
 bool IsInChunks(const DeviceView& view, int64_t batch, int64_t heads, int channels) {
   constexpr int kChunk = 16 / sizeof(T);

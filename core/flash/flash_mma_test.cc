@@ -1,5 +1,5 @@
-// The tensor-core kernels, called through their tables in the simulator, against float64 loops over
-// the same 16-bit numbers. The engine around them: flash_test.cc.
+// Tests the tensor-core kernels, called through their tables in the simulator, against float64
+// loops over the same 16-bit numbers. flash_test.cc tests the engine around them.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -42,7 +42,7 @@ Problem Make(DType dtype, const Sizes& sizes, bool causal = false) {
   return problem;
 }
 
-// A call with its tensors on the host, and what it gives on the simulated device.
+// A call with its tensors on the host, and its result on the simulated device.
 class Subject {
  public:
   explicit Subject(const Problem& p, const Pattern* of_keys = nullptr)
@@ -63,11 +63,11 @@ class Subject {
   // `low` on.
   Tensor relative_keys;
   int64_t low = 0;
-  const Band* band = nullptr;  // in the place of the pattern's schedule
+  const Band* band = nullptr;  // replaces the pattern's schedule
   int splits = 1;
   int64_t max_blocks = 1 << 20;
-  int64_t shift = 0;  // elements that tensors begin behind an aligned address
-  // Adds to, or replaces, the score of a pair that the pattern lets be seen.
+  int64_t shift = 0;  // elements from an aligned address to the tensors' beginning
+  // Adds to, or replaces, the score of a pair that the pattern shows.
   std::function<double(int64_t b, int64_t h, int64_t i, int64_t j, double score)> change =
       [](int64_t, int64_t, int64_t, int64_t, double score) { return score; };
 
@@ -78,7 +78,7 @@ class Subject {
     return call.out.Get(call.out.Offset(b, h, i, c));
   }
 
-  // `seed` is of the order of blocks and threads. Fails where the simulator finds anything.
+  // `seed` sets the order of blocks and threads. The test fails where the simulator finds an error.
   void Run(uint64_t seed = 1) {
     cuda_simulator::Settings settings;
     settings.seed = seed;
@@ -88,20 +88,20 @@ class Subject {
     ASSERT_TRUE(cuda_simulator::Findings().empty());
   }
 
-  // Rounding probabilities changes an output by at most the unit roundoff times sum_j p_ij |v_j|,
-  // rounding it by as much of itself: the error of plain attention with 16-bit probabilities. The
-  // rest is fp32's.
+  // Rounding probabilities changes an output by at most the unit roundoff times sum_j p_ij |v_j|;
+  // rounding the output adds the unit roundoff times itself. That is the error of plain attention
+  // with 16-bit probabilities. The rest is fp32's.
   void ExpectMatchesLoops(double fp32_factor = 1) {
     Run();
     const NamedTensors expected = Loops();
     const double unit = UnitRoundoff(problem.dtype);
     const double out_unit = UnitRoundoff(call.out.dtype);
     const double fp32 = fp32_factor * Fp32Bound(call.v) +
-                        // f16's smallest numbers are 2^-24 apart.
+                        // The spacing of f16's smallest numbers is 2^-24.
                         std::ldexp(MaxAbs(call.v), -25) * static_cast<double>(problem.kv_tokens) +
                         std::ldexp(1, -25);
     const DoubleTensor v(call.v), y(expected.at("out").view()), p(expected.at("weights").view());
-    double worst = 0;  // as a share of the bound
+    double worst = 0;  // the largest error as a share of the bound
     for (int64_t b = 0; b < problem.batch; ++b) {
       for (int64_t h = 0; h < problem.query_heads; ++h) {
         for (int64_t i = 0; i < problem.query_tokens; ++i) {
@@ -382,7 +382,7 @@ TEST_P(FlashMma, BandsWithoutTablesGiveTheSameBits) {
   EXPECT_EQ(std::memcmp(expected.raw(), subject.out().raw(), expected.bytes()), 0);
 }
 
-// Each head sees other keys.
+// A pattern in which each head sees other keys.
 class OwnPattern : public Pattern {
  public:
   int64_t heads() const override { return 2; }
@@ -404,7 +404,7 @@ TEST_P(FlashMma, SplitKeysAreMerged) {
     subject.splits = splits;
     subject.ExpectMatchesLoops();
   }
-  // Rows that see nothing, and parts that have nothing.
+  // Some rows see no key, and some parts have none.
   Subject few(Make(GetParam(), {200, 100, 16, 16}, /*causal=*/true));
   few.splits = 5;
   few.ExpectMatchesLoops();
@@ -445,7 +445,7 @@ TEST_P(FlashMma, StridedTransposedAndMisalignedViewsGiveTheSameBits) {
   misaligned.Run();
   EXPECT_EQ(MaxDifference(plain.call.out, misaligned.call.out), 0);
 
-  // One key for all; and fp32 tensors of the same numbers, with an fp32 result.
+  // One key serves all; tensors are also given as fp32 of the same numbers, with an fp32 result.
   Subject broadcast(problem);
   broadcast.call.k =
       ConstTensorView(broadcast.input("k").raw(), GetParam(), {2, 2, 150, 24}, {0, 0, 0, 1});
@@ -463,8 +463,8 @@ TEST_P(FlashMma, StridedTransposedAndMisalignedViewsGiveTheSameBits) {
 }
 
 TEST_P(FlashMma, TokenOrdersGatherAndScatter) {
-  // Reversed queries over every third key: the same as attending over those keys and reversing the
-  // result.
+  // Reversed queries over every third key give the same as attention over those keys with the
+  // result reversed.
   const int64_t tokens = 150, keys = 70;
   Subject subject(Make(GetParam(), {tokens, keys, 32, 16, 2, 2, 2}));
   Tensor k(GetParam(), {2, 2, 210, 32}), v(GetParam(), {2, 2, 210, 16});
@@ -550,7 +550,7 @@ TEST_P(FlashMma, DistanceBiasesAreReadAtTheirOffset) {
     };
     subject.ExpectMatchesLoops();
   }
-  // A stream's: query 0 is key 230 of the table's positions.
+  // A call as in a stream: query 0 has position 230 among the table's keys.
   Subject stream(Make(GetParam(), {70, 300, 16, 16, 2, 2}, /*causal=*/true));
   const DistanceTable table(2, 300, 300, bias);
   stream.call.rule.bias = &table;
@@ -603,7 +603,7 @@ TEST_P(FlashMma, RelativeKeysAndQueryBiasesMatchAnExplicitGather) {
         }
         return s;
       };
-      subject.ExpectMatchesLoops(3);  // three products are summed, where the bound is made for one
+      subject.ExpectMatchesLoops(3);  // three products are summed; the bound is derived for one
     }
   }
 }
@@ -658,7 +658,7 @@ TEST_P(FlashMma, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
     return weight <= 0 ? kNotSeen : s + std::log(weight);
   };
   subject.ExpectMatchesLoops();
-  // A key beyond every span may be anything, and so may its score.
+  // A key beyond every span may hold anything, and so may its score.
   const Tensor before = subject.out().Clone();
   *static_cast<uint16_t*>(subject.input("k").raw()) = 0x7fff;  // a NaN in both dtypes
   *static_cast<uint16_t*>(subject.input("v").raw()) = 0x7fff;
@@ -668,7 +668,7 @@ TEST_P(FlashMma, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
   }
 }
 
-// Few different ids, in [batch, tokens].
+// Returns ids with few different values, in [batch, tokens].
 Tensor IdsOf(int64_t batch, int64_t tokens) {
   Tensor ids(DType::kI32, {batch, tokens});
   for (int64_t n = 0; n < ids.num_elements(); ++n) {
@@ -753,7 +753,7 @@ TEST_P(FlashMma, AllPartsOfARuleActTogether) {
   };
   for (int splits : {1, 2}) {
     subject.splits = splits;
-    subject.ExpectMatchesLoops(4);  // the multiplier makes more of the products' error
+    subject.ExpectMatchesLoops(4);  // the multiplier amplifies the products' error
   }
 }
 
@@ -761,7 +761,7 @@ TEST_P(FlashMma, AllPartsOfARuleActTogether) {
 
 TEST_P(FlashMma, NansInHiddenKeysAndValuesDoNotReachTheOutput) {
   const BandPattern band(-5, 5);
-  for (int64_t dim : {32, 256}) {  // 32 queries a warp, and 16
+  for (int64_t dim : {32, 256}) {  // kernels with 32 and with 16 queries a warp
     Subject subject(Make(GetParam(), {150, 150, dim, dim, 2, 2}), &band);
     subject.Run();
     const Tensor clean = subject.out().Clone();
@@ -835,20 +835,21 @@ TEST_P(FlashMma, RowsWithoutAKeyAreZeroWithALogSumExpOfMinusInfinity) {
 }
 
 TEST_P(FlashMma, ExtremeScoresAreSubtractedBeforeTheyAreScaled) {
-  // All scores near the lowest float: a uniform softmax, and no finite mask value would stay below.
+  // All scores are near the lowest float: the softmax is uniform, and no finite mask value would
+  // stay below the scores.
   const double largest = GetParam() == DType::kBF16 ? 3.38e38 : 65504;
   Subject low(Make(GetParam(), {3, 70, 1, 1}));
   Fill(low.input("q").view(), -1);
   Fill(low.input("k").view(), largest);
   low.call.scale = GetParam() == DType::kBF16 ? 1 : 5e33;
   low.ExpectMatchesLoops();
-  // Products that f16 could not hold.
+  // These products overflow f16.
   Subject products(Make(GetParam(), {3, 70, 16, 1}));
   Fill(products.input("q").view(), 60000);
   for (int64_t n = 0; n < 70 * 16; ++n)
     products.input("k").view().Set(n, n / 16 == 9 ? 60000 : 59000);
   products.ExpectMatchesLoops();
-  // Scores of +-1e4, and one that dominates.
+  // Scores are +-1e4, and one key dominates.
   Subject wide(Make(GetParam(), {9, 200, 1, 4}));
   wide.call.scale = 1;
   Fill(wide.input("q").view(), 1);
@@ -856,7 +857,7 @@ TEST_P(FlashMma, ExtremeScoresAreSubtractedBeforeTheyAreScaled) {
     wide.input("k").view().Set(n, n % 100 == 77 ? 6e4 : (n % 2 != 0 ? 1e4 : -1e4));
   }
   wide.ExpectMatchesLoops();
-  // Scaled by less than 0.
+  // The scale is negative.
   Subject reversed(Make(GetParam(), {40, 100, 16, 16}));
   reversed.call.scale = -0.3;
   reversed.ExpectMatchesLoops();

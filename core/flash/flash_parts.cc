@@ -10,7 +10,7 @@
 namespace tfb {
 namespace {
 
-// Room for the calls of a softmax, so that running them allocates nothing: as many as any technique's.
+// Holds the calls of a softmax without allocating; 32 are as many as any technique has.
 using PartCalls = absl::InlinedVector<FlashPartCall, 32>;
 
 int64_t CudaSlots(const CudaRuntime& runtime, absl::Span<const Problem> parts) {
@@ -25,7 +25,7 @@ size_t FlashParts::WorkspaceBytes(Device device, absl::Span<const Problem> parts
                                   bool relative_keys, int threads) {
   if (device == Device::kCpu) return FlashWorkspaceBytesOfParts(parts, relative_keys, threads);
   const absl::StatusOr<CudaRuntime*> runtime = CudaRuntime::For(device);
-  if (!runtime.ok()) return 0;  // Create tells
+  if (!runtime.ok()) return 0;  // Create returns the error
   size_t call = 0;
   for (const Problem& problem : parts) {
     call = std::max(call, FlashCuda::WorkspaceBytes(**runtime, problem));

@@ -17,7 +17,8 @@
 namespace tfb {
 namespace {
 
-// Of place n among the keys j = 3 n + residue, seen from query i or, reversed, from the i-th last.
+// A pattern over places n of the keys j = 3 n + residue, for queries in order or, reversed, from
+// the last.
 class ResiduePattern : public Pattern {
  public:
   ResiduePattern(const Problem& problem, int64_t residue, bool reversed, bool causal)
@@ -134,8 +135,8 @@ TEST_P(Parts, SixteenBitOutputsAreRoundedOnce) {
   Problem problem = Problem::SelfAttention(1, 2, 150, 32, true);
   problem.dtype = DType::kBF16;
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
-  // Half a unit in the last place of the largest value for the output, and as much for the
-  // probabilities that tensor cores take in 16 bits.
+  // The bound is half a unit in the last place of the largest value for the output, and as much for
+  // the probabilities that tensor cores round to 16 bits.
   const double bound = 2 * MaxAbs(inputs.at("v").view()) / 256;
   ExpectMatchesLoops(problem, ViewsOf(inputs), bound);
 }
@@ -154,7 +155,8 @@ TEST_P(Parts, RowsWithoutAKeyInAnyAreEmpty) {
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
   Tensor mask(DType::kU8, {2, 70});
   Fill(mask.view(), 0);
-  for (int64_t j = 40; j < 70; ++j) mask.span<uint8_t>()[j] = 1;  // of batch 0; batch 1 has none
+  // Masks keys of batch row 0; batch row 1 has no masked ones.
+  for (int64_t j = 40; j < 70; ++j) mask.span<uint8_t>()[j] = 1;
   inputs["key_mask"] = std::move(mask);
   ExpectMatchesLoops(problem, ViewsOf(inputs), 2e-5);
   const NamedTensors outputs = Run(problem, ViewsOf(inputs));
@@ -266,7 +268,7 @@ TEST_P(Parts, HaveRulesAndKeysOfTheirOwn) {
                                    : RunCudaLayer(layer, GetParam(), ViewsOf(inputs));
     ASSERT_TRUE(outputs.ok()) << outputs.status();
 
-    // All keys in one tensor.
+    // This problem has all keys in one tensor.
     Problem all = problem;
     all.kv_tokens += more_keys;
     Tensor v(DType::kF32, {2, 2, all.kv_tokens, 16});

@@ -35,8 +35,8 @@ Problem Make(int64_t queries, int64_t keys, int64_t head_dim = 64, int64_t value
   return problem;
 }
 
-// A call with its tensors, and the plain float64 loops that it is held against: they know nothing
-// of tiles.
+// A call with its tensors, and the plain float64 loops that it is compared with. The loops know
+// nothing of tiles.
 class Harness {
  public:
   explicit Harness(Device device, const Problem& problem, const Pattern* pattern = nullptr)
@@ -56,23 +56,23 @@ class Harness {
     call.schedule = &schedule_;
   }
 
-  // Adds to, or replaces, the score of a pair that the pattern lets be seen.
+  // Adds to, or replaces, the score of a pair that the pattern shows.
   std::function<double(int64_t b, int64_t h, int64_t i, int64_t j, double score)> change =
       [](int64_t, int64_t, int64_t, int64_t, double score) { return score; };
   FlashCall call;
-  // On CUDA: in the place of call.k, and in device memory already.
+  // On CUDA: replaces call.k; it is in device memory already.
   ConstTensorView device_k;
-  // On CUDA: of a grid, where not 0.
+  // On CUDA: the blocks of a grid, where not 0.
   int64_t max_blocks = 0;
-  // On CUDA: of each row of the call, whether it is asked; empty: all are.
+  // On CUDA: whether each row of the call is asked for; empty where all are.
   std::vector<uint8_t> asked;
 
   Tensor& input(const char* name) { return inputs_[name]; }
   Tensor& out() { return outputs_["out"]; }
   Tensor& log_sum_exp() { return outputs_["log_sum_exp"]; }
 
-  // `seed` stands for the number of threads on the CPU, and for the order of blocks and threads in
-  // the simulator.
+  // `seed` is the number of threads on the CPU; in the simulator it sets the order of blocks and
+  // threads.
   void Run(int seed = 2) {
     if (device_ == Device::kCpu) {
       RunOnCpu(seed);
@@ -106,7 +106,7 @@ class Harness {
         &expected);
     const double bound = bound_factor * Fp32Bound(call.v);
     EXPECT_LE(MaxDifference(out().view(), expected["out"].view()), bound) << problem_.ToString();
-    // Rounding of the scores, whose size the largest log-sum-exp tells.
+    // The bound covers the rounding of the scores, whose size the largest log-sum-exp shows.
     double size = 1;
     for (double lse : expected["log_sum_exp"].span<double>()) {
       if (std::isfinite(lse)) size = std::max(size, std::abs(lse));
@@ -138,7 +138,7 @@ class Harness {
     if (max_blocks > 0) flash.set_max_blocks(max_blocks);
     DeviceMirror mirror(runtime);
     FlashCall on_device = call;
-    on_device.rule.soft_span.span = nullptr;  // Create has taken it
+    on_device.rule.soft_span.span = nullptr;  // Create has copied it
     for (ConstTensorView* view : {&on_device.q, &on_device.k, &on_device.v, &on_device.key_mask,
                                   &on_device.query_ids, &on_device.key_ids}) {
       TFB_ASSIGN_OR_RETURN(*view, mirror.Copy(*view));
@@ -173,7 +173,7 @@ class Harness {
         begins.push_back(static_cast<int32_t>(rows.size()));
     }
     begins.push_back(begins.back());
-    if (rows.empty()) rows.push_back(-1);  // a list has memory
+    if (rows.empty()) rows.push_back(-1);  // an empty list still needs memory
     const auto copy = [&](const void* data, DType dtype, size_t size) {
       return mirror.Copy(ConstTensorView(data, dtype, {static_cast<int64_t>(size)}));
     };
@@ -196,13 +196,14 @@ class Harness {
   BlockSchedule schedule_;
 };
 
-// Every test on the CPU, and with the CUDA kernels in the simulator.
+// Runs every test on the CPU, and with the CUDA kernels in the simulator.
 class Flash : public testing::TestWithParam<Device> {};
 INSTANTIATE_TEST_SUITE_P(On, Flash, testing::Values(Device::kCpu, Device::kSimulator),
                          [](const auto& device) { return std::string(Name(device.param)); });
 
 TEST_P(Flash, MatchesLoopsAcrossTileEdges) {
-  const int64_t dim = GetParam() == Device::kCpu ? 64 : 8;  // the simulator takes its time
+  // Fewer channels, since the simulator is slow.
+  const int64_t dim = GetParam() == Device::kCpu ? 64 : 8;
   for (int64_t queries : {1, 5, 63, 64, 65, 129}) {
     for (int64_t keys : {1, 17, 64, 65, 513, 600}) {
       for (bool causal : {false, true})
@@ -242,7 +243,7 @@ TEST_P(Flash, BandsAndKeyMasksHideWhatTheyHide) {
   harness.ExpectMatchesLoops();
 }
 
-// On CUDA a kernel of its own does up to 8 rows of grouped heads.
+// On CUDA a separate kernel does up to 8 rows of grouped heads.
 TEST_P(Flash, FewQueriesOfGroupedHeadsReadTheirKeysOnce) {
   for (int64_t dim : {7, 24, 64, 128, 256}) {
     for (int64_t queries : {1, 2, 3}) {  // 4, 8 and 12 rows
@@ -325,7 +326,7 @@ TEST_P(Flash, SixteenBitInputsAreConvertedExactly) {
     harness.call.q = q.view();
     harness.call.k = k.view();
     harness.call.v = v.view();
-    harness.ExpectMatchesLoops();  // f32 output: only arithmetic's error is left
+    harness.ExpectMatchesLoops();  // f32 output: the error is only arithmetic's
     Tensor out(dtype, harness.out().shape());
     const Tensor full = harness.out().Clone();
     harness.call.out = out.view();
@@ -387,14 +388,14 @@ TEST_P(Flash, RowsWithoutAKeyAreZeroWithALogSumExpOfMinusInfinity) {
 }
 
 TEST_P(Flash, ExtremeScoresAreSubtractedBeforeTheyAreScaled) {
-  // All scores at -3.4e38, just above the lowest float: a uniform softmax, and no finite mask value
-  // would stay below them.
+  // All scores are -3.4e38, just above the lowest float: the softmax is uniform, and no finite mask
+  // value would stay below the scores.
   Harness low(GetParam(), Make(3, 70, 1, 1));
   Fill(low.input("q").view(), -1);
   Fill(low.input("k").view(), 3.4e38);
   low.call.scale = 1;
   low.ExpectMatchesLoops();
-  // Scores of +-1e4, and one that dominates by 1e5.
+  // Scores are +-1e4, and one dominates by 1e5.
   Harness wide(GetParam(), Make(9, 200, 1, 4));
   wide.call.scale = 1;
   Fill(wide.input("q").view(), 1);
@@ -466,13 +467,13 @@ TEST_P(Flash, RelativeKeysAndQueryBiasesMatchAnExplicitGather) {
       }
       return s;
     };
-    harness.ExpectMatchesLoops(3);  // three products are summed, where the bound is made for one
+    harness.ExpectMatchesLoops(3);  // three products are summed; the bound is derived for one
   }
 }
 
 TEST_P(Flash, RelativeKeysOfClippedDistancesRepeatTheirEnds) {
   for (const int64_t clip : {0, 7, 20}) {
-    for (const int64_t reach : {0, 50, 400}) {  // beyond, they are 0
+    for (const int64_t reach : {0, 50, 400}) {  // beyond the reach, entries are 0
       const BandPattern band(-70, 90);
       Tensor table(DType::kF32, {1, 2 * clip + 1, 8});
       FillNormal(&table, 3, "table");
@@ -490,7 +491,8 @@ TEST_P(Flash, RelativeKeysOfClippedDistancesRepeatTheirEnds) {
   }
 }
 
-// Ids of `tokens` tokens of two batch rows: few different ones, and another order in each row.
+// Returns ids of `tokens` tokens of two batch rows, with few different values and another order in
+// each row.
 Tensor IdsOf(int64_t tokens) {
   Tensor ids(DType::kI32, {2, tokens});
   for (int64_t n = 0; n < ids.num_elements(); ++n) {
@@ -576,7 +578,7 @@ TEST_P(Flash, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
     const double weight = std::min(1.0, (ramp + z - static_cast<double>(i - j)) / ramp);
     return weight <= 0 ? kNone : s + std::log(weight);
   };
-  // A key beyond every span may be anything, and so may its score.
+  // A key beyond every span may hold anything, and so may its score.
   harness.ExpectMatchesLoops();
   Tensor before = harness.out().Clone();
   *harness.input("k").view().MutableAt<float>(0, 0, 0, 0) = 1e30f;
@@ -585,8 +587,8 @@ TEST_P(Flash, SoftSpansWeighTheirRampAndHideWhatIsBeyond) {
 }
 
 TEST_P(Flash, TokenOrdersGatherAndScatter) {
-  // Reversed queries over every third key: the same as attending over those keys and reversing the
-  // result.
+  // Reversed queries over every third key give the same as attention over those keys with the
+  // result reversed.
   const int64_t tokens = 100, keys = 34;
   Problem problem = Make(tokens, keys, 16, 16);
   Harness harness(GetParam(), problem);
@@ -609,9 +611,8 @@ TEST_P(Flash, TokenOrdersGatherAndScatter) {
   EXPECT_LE(MaxDifference(expected.view(), harness.out().view()), 1e-6);
 }
 
-// Bands in the place of schedules, and rings of keys, are for streams on CUDA.
-// With every rule that reads offsets, a soft span and a mask: rows keep their places. The rest of q
-// and out lie row behind row, those of both batch rows together.
+// The test uses every rule that reads offsets, a soft span and a mask: rows keep their places. The
+// rows of q and out lie one after the other, those of both batch rows together.
 TEST(FlashOrder, RowsWithoutATokenAreLeftOutAndTheOthersKeepTheirOffsets) {
   constexpr int64_t kQueries = 150, kKeys = 200, kLow = -190;
   Problem problem = Make(kQueries, kKeys, 16, 24);
@@ -636,7 +637,7 @@ TEST(FlashOrder, RowsWithoutATokenAreLeftOutAndTheOthersKeepTheirOffsets) {
       std::vector<int32_t> order(2 * kQueries, -1);
       int32_t rows = 0;
       for (size_t n = 0; n < order.size();
-           ++n) {  // `kept` of each batch row, of the second later ones
+           ++n) {  // `kept` rows of each batch row; those of the second begin later
         const int64_t i = static_cast<int64_t>(n) % kQueries;
         if (kept == kQueries || (i * 7 + 5) % kQueries < kept) order[n] = rows++;
       }
@@ -687,7 +688,8 @@ TEST(FlashCudaCall, ABandAndARingGiveWhatAScheduleOverAllKeysGives) {
   Fill(harness.out().view(), NAN);
   const Band band{0, -70, 3};
   harness.call.band = &band;
-  // Tile t of 4 is tile (t + 3) % 4: the second and third of three come first.
+  // Key tile t is tile (t + 3) % 4 of the ring: the second and third of three tiles come first in
+  // memory.
   Tensor k(DType::kF32, {2, 2, 256, 16}), v(DType::kF32, {2, 2, 256, 16});
   Fill(k.view(), NAN);
   Fill(v.view(), NAN);
@@ -705,7 +707,8 @@ TEST(FlashCudaCall, ABandAndARingGiveWhatAScheduleOverAllKeysGives) {
   EXPECT_EQ(std::memcmp(expected.raw(), harness.out().raw(), expected.bytes()), 0);
 }
 
-// Of two batch rows: one token in `one_in`, of the second those after the first `silent`.
+// Returns flags of two batch rows: one token in `one_in` is set, in the second row only after the
+// first `silent`.
 std::vector<uint8_t> Some(int64_t tokens, int64_t one_in, int64_t silent) {
   std::vector<uint8_t> asked(2 * tokens);
   for (int64_t n = 0; n < 2 * tokens; ++n) {
@@ -714,8 +717,9 @@ std::vector<uint8_t> Some(int64_t tokens, int64_t one_in, int64_t silent) {
   return asked;
 }
 
-// f32 kernels fill tiles from the list, with relative keys too; of 16-bit ones, that without a rule;
-// the others leave out tiles. Few queries are the decoding kernel's, and their keys are split.
+// f32 kernels fill tiles from the list, with relative keys too; among 16-bit kernels only the one
+// without a rule does, and the others skip tiles. The decoding kernel takes few queries, and splits
+// their keys.
 TEST(FlashCudaCall, QueriesThatAreAskedGetWhatTheyGetAmongAllAndOthersAreNotTouched) {
   constexpr int64_t kLow = -400;
   Tensor table(DType::kF32, {2, 800, 16});
@@ -739,7 +743,7 @@ TEST(FlashCudaCall, QueriesThatAreAskedGetWhatTheyGetAmongAllAndOthersAreNotTouc
         harness.Run();
         const Tensor all = harness.out().Clone();
         const bool is_f32 = dtype == DType::kF32;
-        // A packed tile rounds the weights under other maxima.
+        // A tile that is filled from the list rounds the weights relative to other maxima.
         const double bound = is_f32 ? Fp32Bound(harness.call.v) : 0.03;
         for (const auto& asked :
              {Some(queries, 1, 0), Some(queries, 3, 0), Some(queries, 7, 200),
@@ -782,7 +786,7 @@ TEST(FlashCudaCall, AskingForSomeQueriesWantsABand) {
             "a call that asks for some queries has no band");
 }
 
-// The simulator's count of loads and stores: as many for each tile of queries and keys.
+// The simulator counts loads and stores: the same number for each tile of queries and keys.
 TEST(FlashCudaCall, AccessesFallWithTheQueriesThatAreAsked) {
   Tensor table(DType::kF32, {1, 1024, 32});
   FillNormal(&table, 3, "table");
@@ -799,7 +803,7 @@ TEST(FlashCudaCall, AccessesFallWithTheQueriesThatAreAsked) {
       return static_cast<double>(cuda_simulator::TotalCounts().accesses - before);
     };
     const double of_all = accesses(1), of_half = accesses(2), of_quarter = accesses(4);
-    // Of the four products of a tile, two are with relative keys, see AddPositions.
+    // Two of the four products of a tile are with relative keys, see AddPositions.
     const double half = has_rule ? (2.0 / 2 + 2 * 3.0 / 4) / 4 : 1.0 / 2;
     const double quarter = has_rule ? (2.0 / 4 + 2 * 5.0 / 8) / 4 : 1.0 / 4;
     EXPECT_NEAR(of_half / of_all, half, 0.05) << has_rule;
@@ -808,8 +812,8 @@ TEST(FlashCudaCall, AccessesFallWithTheQueriesThatAreAsked) {
 }
 
 TEST(FlashCudaCall, KeysFarApartHave64BitOffsets) {
-  // Heads lie 2^32 + 64 elements apart: 16 GiB of addresses, of which few pages exist. What the
-  // simulator takes for device memory is the host's.
+  // Heads lie 2^32 + 64 elements apart: 16 GiB of addresses, of which few pages exist. The
+  // simulator's device memory is host memory.
   const int64_t stride = (int64_t{1} << 32) + 64;
   const size_t bytes = static_cast<size_t>(stride + 70 * 8) * sizeof(float);
   void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -832,7 +836,7 @@ TEST(FlashCudaCall, KeysFarApartHave64BitOffsets) {
 }
 
 TEST(FlashCudaCall, BlocksTakeFurtherTilesWhereTheGridIsSmaller) {
-  // As where there are more tiles than a grid has blocks.
+  // A grid has fewer blocks here than there are tiles.
   Harness harness(Device::kSimulator, Make(200, 200, 8, 8, /*causal=*/true));
   harness.Run();
   const Tensor expected = harness.out().Clone();

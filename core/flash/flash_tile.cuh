@@ -1,5 +1,5 @@
-// What the flash kernels of all dtypes share: how the work is cut into blocks, the walk over a row
-// of the schedule, and which keys a query sees.
+// Utilities that the flash kernels of all dtypes share: how the work is cut into blocks, the walk
+// over a row of the schedule, and which keys a query sees.
 #ifndef TFB_CORE_FLASH_FLASH_TILE_CUH_
 #define TFB_CORE_FLASH_FLASH_TILE_CUH_
 
@@ -19,13 +19,13 @@ __device__ inline int64_t TokenOf(const DeviceTokenOrder& order, int64_t b, int6
              : order.tokens[b * order.batch_stride + h / order.group * order.head_stride + n];
 }
 
-// ---- Calls that ask for some queries alone ----
+// ---- Calls with a list of queries ----
 
-// Of how many queries of batch row b tiles are made.
+// Returns the number of queries of batch row b that tiles are made of.
 __device__ inline int64_t QueriesOf(const FlashArguments& a, int64_t b) {
   return a.packs_asked ? a.asked.begins[b + 1] - a.asked.begins[b] : a.query_tokens;
 }
-// The row of the call that the n-th of them is.
+// Returns the row of the call that the n-th such query is.
 __device__ inline int64_t QueryRow(const FlashArguments& a, int64_t b, int64_t n) {
   return a.packs_asked ? a.asked.rows[a.asked.begins[b] + n] - b * a.query_tokens : n;
 }
@@ -46,8 +46,8 @@ __host__ __device__ inline int64_t FlashTasks(const FlashArguments& a) {
   return a.batch * a.query_heads * a.schedule.query_tiles * a.splits;
 }
 
-// Tasks of a head follow each other, so that its keys and values are read from L2, the longest rows
-// first, so that none is left to run alone at the end.
+// Returns a task. Tasks of a head follow each other, so that its keys and values are read from L2.
+// The longest rows come first, so that none is left to run alone at the end.
 __device__ inline FlashTask TaskOf(const FlashArguments& a, int64_t index) {
   FlashTask task;
   task.split = index % a.splits;
@@ -64,7 +64,7 @@ __device__ inline FlashTask TaskOf(const FlashArguments& a, int64_t index) {
   return task;
 }
 
-// A tile of keys as a row of the schedule has it.
+// A tile of keys as a row of the schedule lists it.
 struct KeyTile {
   static constexpr int32_t kBand = -2;  // `mask` of a tile that the schedule's band cuts
 
@@ -72,7 +72,7 @@ struct KeyTile {
   int32_t mask;  // as in TileRun, or kBand
 };
 
-// Bits first to end - 1 of a word, of which any may lie outside it.
+// Sets bits first to end - 1 of a word, where `first` and `end` may lie outside it.
 __device__ inline uint64_t Bits(int64_t first, int64_t end) {
   if (first >= kKeys || end <= 0 || end <= first) return 0;
   const uint64_t from = first <= 0 ? ~uint64_t{0} : ~uint64_t{0} << first;
@@ -80,8 +80,8 @@ __device__ inline uint64_t Bits(int64_t first, int64_t end) {
   return from & below;
 }
 
-// Bit c: row i of the call, which is query `row` of a tile of `queries`, sees key c of the tile, as
-// far as the schedule says.
+// Returns a word whose bit c says that the schedule shows key c of the tile to row i of the call,
+// which is query `row` of a tile of `queries`.
 __device__ inline uint64_t MaskOf(const ScheduleView& schedule, const KeyTile& tile, int64_t i,
                                   int row, int queries) {
   if (tile.mask == TileRun::kFull) return ~uint64_t{0};
@@ -93,9 +93,10 @@ __device__ inline uint64_t MaskOf(const ScheduleView& schedule, const KeyTile& t
   return Bits(max(band.first_key, i + band.low) - key, i + band.high + 1 - key);
 }
 
-// Where a walk over the key tiles of a task stands. Plain data, for shared memory too.
+// The state of a walk over the key tiles of a task. It is plain data, so that it can lie in shared
+// memory.
 struct WalkState {
-  int64_t first_row;  // of the call, among the task's queries
+  int64_t first_row;  // row of the first of the task's queries
   int64_t last_row;
   int64_t left;  // tiles
   int64_t run;
@@ -103,7 +104,7 @@ struct WalkState {
   int64_t tile;
   bool full;
 
-  // Before the first tile.
+  // Places the walk before the first tile.
   __device__ void Begin(const FlashArguments& a, const FlashTask& task, int queries) {
     const ScheduleView& schedule = a.schedule;
     const int64_t first_query = task.query_tile * queries, count = QueriesOf(a, task.batch);
@@ -125,7 +126,7 @@ struct WalkState {
       tile = first / kKeys;
       tiles = end > first ? (end - 1) / kKeys + 1 - tile : 0;
     }
-    // This part's tiles: skip those before it.
+    // Skips the tiles before this part's.
     int64_t skip = tiles * task.split / a.splits;
     left = tiles * (task.split + 1) / a.splits - skip;
     if (schedule.row_begin == nullptr) {
@@ -137,7 +138,7 @@ struct WalkState {
     in_run = skip - 1;
   }
 
-  // Goes to the next tile. False after the last.
+  // Goes to the next tile. Returns false after the last.
   __device__ bool Next(const ScheduleView& schedule) {
     if (left-- <= 0) return false;
     if (schedule.row_begin == nullptr) {
@@ -165,7 +166,7 @@ struct WalkState {
   }
 };
 
-// Walks the key tiles of a task. The same for all threads of a block.
+// Walks the key tiles of a task. All threads of a block take the same steps.
 class TileWalk {
  public:
   __device__ TileWalk(const FlashArguments& a, const FlashTask& task, int queries)
@@ -173,12 +174,13 @@ class TileWalk {
     state_.Begin(a, task, queries);
   }
 
-  // Goes to the next tile. False after the last.
+  // Goes to the next tile. Returns false after the last.
   __device__ bool Next() { return state_.Next(schedule_); }
   __device__ int64_t tile() const { return state_.tile; }
-  // Every query of the tile sees every key of it that is a token.
+  // Tells whether every query of the tile sees every key of it that is a token.
   __device__ bool full() const { return state_.full; }
-  // Bit c: query `row` of the tile, row i of the call, sees key c, as far as the schedule says.
+  // Returns a word whose bit c says that the schedule shows key c to query `row` of the tile, row i
+  // of the call.
   __device__ uint64_t Mask(int64_t i, int row, int queries) const {
     return MaskOf(schedule_, state_.key_tile(schedule_), i, row, queries);
   }
@@ -188,17 +190,18 @@ class TileWalk {
   WalkState state_;
 };
 
-// The row of k and v that is key 0 of the tile, where there is no order of keys.
+// Returns the row of k and v that is key 0 of the tile, where there is no order of keys.
 __device__ inline int64_t FirstKeyRow(const FlashArguments& a, int64_t tile) {
   return (a.ring_tiles > 0 ? (tile + a.first_tile) % a.ring_tiles : tile) * kKeys;
 }
-// The token of k and v that is key `c` of the tile; the caller knows that it is within the keys.
+// Returns the token of k and v that is key `c` of the tile; the caller knows that c is within the
+// keys.
 __device__ inline int64_t KeyToken(const FlashArguments& a, const FlashTask& task, int64_t tile,
                                    int c) {
   return TokenOf(a.key_order, task.batch, task.kv_head, FirstKeyRow(a, tile) + c);
 }
 
-// Whether key c of the tile is a token: not beyond the sequence, and not padding.
+// Tells whether key c of the tile is a token: not beyond the sequence, and not padding.
 __device__ inline bool IsToken(const FlashArguments& a, const FlashTask& task, int64_t tile,
                                int c) {
   if (tile * kKeys + c >= a.kv_tokens) return false;
@@ -206,12 +209,12 @@ __device__ inline bool IsToken(const FlashArguments& a, const FlashTask& task, i
          a.key_mask[task.batch * a.key_mask_strides[0] +
                     KeyToken(a, task, tile, c) * a.key_mask_strides[1]] != 0;
 }
-// Whether all of them are, as far as is known without looking.
+// Tells whether all keys of the tile are known to be tokens without a look at the mask.
 __device__ inline bool AllTokens(const FlashArguments& a, int64_t tile) {
   return a.key_mask == nullptr && (tile + 1) * kKeys <= a.kv_tokens;
 }
 
-// The soft span of query i as ramp + z - (i + causal_offset): key j has the weight
+// Returns the soft span of query i as ramp + z - (i + causal_offset): key j has the weight
 // clip((limit + j) / ramp, 0, 1).
 __device__ inline float RampLimit(const FlashArguments& a, const FlashTask& task, int64_t i) {
   const DeviceScoreRule& rule = a.rule;
@@ -219,7 +222,7 @@ __device__ inline float RampLimit(const FlashArguments& a, const FlashTask& task
                             task.head * rule.span_head_stride + i * rule.span_query_stride];
   return rule.ramp + z - static_cast<float>(i + a.causal_offset);
 }
-// The keys of a tile that a limit gives a weight above 0: those j with limit + j > 0.
+// Returns the keys of a tile that a limit gives a weight above 0: those j with limit + j > 0.
 __device__ inline uint64_t WithinSpan(float limit, int64_t tile) {
   const float first = floorf(-limit - static_cast<float>(tile * kKeys)) + 1;
   if (first <= 0) return ~uint64_t{0};
@@ -230,12 +233,12 @@ __device__ inline int IdOf(const DeviceIds& ids, int64_t b, int64_t token) {
   return ids.ids[b * ids.batch_stride + token * ids.stride];
 }
 
-// The row of `out` and `log_sum_exp` that row i of the call, of this token, has.
+// Returns the row of `out` and `log_sum_exp` for row i of the call, which is token `token`.
 __device__ inline int64_t OutRow(const FlashArguments& a, int64_t i, int64_t token) {
   return a.out_by_row ? i : token;
 }
 
-// What a block knows of its tile's tokens where the call has a token rule, in shared memory.
+// A block's data on its tile's tokens where the call has a token rule, in shared memory.
 template <int kRows>
 struct TokenPairs {
   uint64_t visible[kRows];  // bit c: the rule does not hide key c from the query
@@ -246,17 +249,18 @@ struct TokenPairs {
   unsigned char counts[kRows][kKeys];
 };
 
-// Whether 0 <= query code - key code <= 1.
+// Tells whether 0 <= query code - key code <= 1.
 __device__ inline bool HasPair(int query, int key) {
   return static_cast<unsigned>(query - key) <= 1;
 }
-// The codes of slot 0 of a batch row and head.
+// Returns the codes of slot 0 of a batch row and head.
 __device__ inline const int32_t* CodesOf(const DeviceTokenRule& rule, const int32_t* codes,
                                          int64_t b, int64_t h) {
   return codes + b * rule.batch_stride + h * rule.head_stride;
 }
 
-// Of a block's queries, in `kThreads` threads. The caller's barrier makes them visible.
+// Loads the codes of a block's queries in `kThreads` threads. They are visible after the caller's
+// barrier.
 template <int kThreads, int kRows>
 __device__ void LoadQueryTokens(const FlashArguments& a, const FlashTask& task, int64_t first,
                                 TokenPairs<kRows>& pairs) {
@@ -268,7 +272,8 @@ __device__ void LoadQueryTokens(const FlashArguments& a, const FlashTask& task, 
     pairs.logs[n] = n > 1 ? logf(static_cast<float>(n)) : 0;
   }
 }
-// Of a tile's keys, and what the rule hides of them. Begins and ends with a barrier.
+// Loads the codes of a tile's keys and finds the keys that the rule hides. Begins and ends with a
+// barrier.
 template <int kThreads, int kRows>
 __device__ void FindPairs(const FlashArguments& a, const FlashTask& task, int64_t tile,
                           TokenPairs<kRows>& pairs) {
@@ -314,7 +319,7 @@ __device__ void FindPairs(const FlashArguments& a, const FlashTask& task, int64_
   __syncthreads();
 }
 
-// What the rule adds to the score of query `row` of the block and key `column` of the tile.
+// Returns the rule's term for the score of query `row` of the block and key `column` of the tile.
 template <int kRows>
 __device__ inline float PairTerm(const DeviceTokenRule& rule, const TokenPairs<kRows>& pairs,
                                  int row, int column) {
@@ -323,20 +328,21 @@ __device__ inline float PairTerm(const DeviceTokenRule& rule, const TokenPairs<k
   return rule.counts ? term - pairs.logs[pairs.counts[row][column]] : term;
 }
 
-// The floats of `partial` that a row of a slot has.
+// Returns the floats of `partial` that belong to a row of a slot.
 __device__ inline float* PartialRow(const FlashArguments& a, int64_t slot, int64_t b, int64_t h,
                                     int64_t n) {
   const int64_t row = ((slot * a.batch + b) * a.query_heads + h) * a.query_tokens + n;
   return a.partial + row * (a.value_dim + 2);
 }
-// Of row i of a task, which is token `token` of `out`.
+// Returns the floats of row i of a task, which is token `token` of `out`.
 __device__ inline float* PartialRow(const FlashArguments& a, const FlashTask& task, int64_t i,
                                     int64_t token) {
   return PartialRow(a, a.first_slot + task.split, task.batch, task.head,
                     a.slots_by_token ? token : i);
 }
 
-// Where a finished row goes: `out`, divided by the sum of its weights, or `partial` as it is.
+// The destination of a finished row: `out`, where it is divided by the sum of its weights, or
+// `partial`, undivided.
 class OutputRow {
  public:
   __device__ OutputRow(const FlashArguments& a, const FlashTask& task, int64_t i, int64_t token,
@@ -346,14 +352,15 @@ class OutputRow {
       data_ = PartialRow(a, task, i, token);
       return;
     }
-    factor_ = sum == 0 ? 0 : 1 / sum;  // no key: the output is 0 and stays it
+    factor_ = sum == 0 ? 0 : 1 / sum;  // no key: the output is 0 and stays 0
     data_ = a.out.data;
     offset_ = task.batch * a.out.strides[0] + task.head * a.out.strides[1] +
               OutRow(a, i, token) * a.out.strides[2];
     stride_ = a.out.strides[3];
     element_ = a.out.element;
   }
-  // Channels `first` to first + kCount - 1, as far as there are so many. Aligned to kCount.
+  // Stores channels `first` to first + kCount - 1, as far as they exist. `first` is a multiple of
+  // kCount.
   template <int kCount>
   __device__ void Store(int first, const float (&values)[kCount]) const {
     float* row = static_cast<float*>(data_) + offset_ + first;
@@ -382,7 +389,8 @@ class OutputRow {
   Element element_ = Element::kF32;
 };
 
-// Writes the maximum of a row's scores in nats and the sum of its weights. By one caller a row.
+// Writes the maximum of a row's scores in nats and the sum of its weights. One thread a row calls
+// it.
 __device__ inline void StoreSums(const FlashArguments& a, const FlashTask& task, int64_t i,
                                  int64_t token, float maximum, float sum) {
   if (a.partial != nullptr) {
@@ -396,7 +404,7 @@ __device__ inline void StoreSums(const FlashArguments& a, const FlashTask& task,
   }
 }
 
-// exp(x) for x <= 0, or NaN.
+// Returns exp(x) for x <= 0, or NaN for NaN.
 __device__ inline float ExpOf(float x) { return exp2f(x * 1.44269504f); }
 
 }  // namespace

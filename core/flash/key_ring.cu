@@ -5,7 +5,7 @@ namespace tfb {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kWarps = 4;  // of a block; each copies one row of keys and one of values
+constexpr int kWarps = 4;  // warps of a block; each copies one row of keys and one of values
 
 __device__ void CopyRow(const RingRows& rows, int64_t b, int64_t h, int64_t token, int64_t place) {
   const DeviceView &from = rows.from, &to = rows.to;

@@ -9,7 +9,7 @@
 
 namespace tfb {
 
-// Token n of `from` goes to place (first_place + n) % places of `to`.
+// A copy of rows: token n of `from` goes to place (first_place + n) % places of `to`.
 struct RingRows {
   DeviceView from;  // [batch, heads, tokens, channels]
   DeviceView to;    // [batch, heads, places, channels]
@@ -27,7 +27,7 @@ struct KeyRingArguments {
 };
 
 struct KeyRingKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*append)(const KeyRingArguments& arguments, void* stream);
 };
 

@@ -29,7 +29,7 @@ absl::StatusOr<KeyValueCache> KeyValueCache::Create(Device device, const Problem
   KeyValueCache cache;
   cache.device_ = device;
   cache.kv_heads_ = problem.kv_heads;
-  // A window of n tokens touches ceil((n - 1) / 64) + 1 tiles where it is worst aligned.
+  // A window of n tokens touches at most ceil((n - 1) / 64) + 1 tiles, in the worst alignment.
   cache.tiles_ = (std::max<int64_t>(window_tokens, 1) + 2 * kFlashTile - 2) / kFlashTile;
   if (device != Device::kCpu) {
     const auto ring = [&](int64_t channels) {
@@ -87,7 +87,8 @@ void KeyValueCache::AppendHead(int64_t head, const ConstTensorView& k, const Con
     float* keys = keys_.view.MutableAt<float>(head, place);
     float* values = values_.view.MutableAt<float>(head, place);
     uint8_t& finite = *finite_.view.MutableAt<uint8_t>(head, place);
-    if (row == 0) {  // columns of keys that do not exist yet are computed with, and then masked
+    // Keys that do not exist yet still take part in products, and are masked afterwards.
+    if (row == 0) {
       std::fill_n(keys, keys_.view.stride(1), 0.0f);
       std::fill_n(values, values_.view.stride(1), 0.0f);
       finite = 1;

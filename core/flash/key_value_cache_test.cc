@@ -1,5 +1,5 @@
-// A stream through the cache against plain calls on the same keys and values, which must agree to
-// the last bit: the arithmetic is the same, only the packing differs.
+// Compares a stream through the cache with plain calls on the same keys and values. They must agree
+// to the last bit: the arithmetic is the same, and only the packing differs.
 #include "core/flash/key_value_cache.h"
 
 #include <algorithm>
@@ -37,7 +37,8 @@ class Stream {
     by_distance_ = RelativeKeys(distances_.view(), -(kWindow - 1), 0, [](int64_t o) { return -o; });
   }
 
-  // Appends the next tokens and attends with them both ways; false where the outputs differ.
+  // Appends the next tokens and attends with them both ways; returns false where the outputs
+  // differ.
   bool AppendAndCompare(int64_t tokens) {
     const int64_t begin = cache_.tokens(), end = begin + tokens;
     Execution execution;
@@ -136,8 +137,8 @@ TEST(KeyValueCache, AStreamEqualsPlainCallsForSegmentsThatStraddleTilesAndTheRin
 TEST(KeyValueCache, AnInfiniteValueDoesNotReachQueriesThatDoNotSeeIt) {
   Stream stream(16, 16);
   stream.v().view().Set(stream.v().view().Offset(0, 0, 3, 5), INFINITY);
-  // Token 3 is seen up to token 152; from 153 on its tile is still visited, and from 213 on not
-  // even that.
+  // Token 3 is seen up to token 152. From 153 on its tile is still visited, and from 213 on it is
+  // not.
   EXPECT_TRUE(stream.AppendAndCompare(130));
   EXPECT_TRUE(stream.AppendAndCompare(23));
   for (int64_t tokens : {1, 60, 100, 130}) {
@@ -154,7 +155,7 @@ TEST(KeyValueCache, ClearBeginsANewStream) {
   EXPECT_TRUE(stream.AppendAndCompare(10));
 }
 
-// On CUDA the keys of a call are a ring in the place of contiguous rows, and a band is its
+// On CUDA the keys of a call are a ring instead of contiguous rows, and a band replaces the
 // schedule.
 class CudaStream {
  public:
@@ -166,7 +167,7 @@ class CudaStream {
     largest_.kv_tokens = kWindow + kSegment + kFlashTile;
     for (auto [tensor, heads, channels] :
          {std::tuple{&q_, int64_t{2}, head_dim}, {&k_, 1, head_dim}, {&v_, 1, value_dim}}) {
-      // Tokens before heads, as projections of a hidden state lie.
+      // Tokens come before heads, as in projections of a hidden state.
       *tensor = Tensor(dtype, Shape{2, kTokens, heads, channels});
       FillNormal(tensor, 3, "stream");
     }

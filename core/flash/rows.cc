@@ -6,7 +6,8 @@
 namespace tfb {
 namespace {
 
-// Element by element, in loops that the compiler vectorises where the stride is known to be 1.
+// Converts element by element, in loops that the compiler vectorises where the stride is known to
+// be 1.
 template <class From, class To>
 void Convert(const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t channels) {
   if (from_stride != 1 || to_stride != 1) {

@@ -12,14 +12,14 @@ namespace tfb {
 // `stride` apart.
 void LoadRow(const ConstTensorView& view, int64_t offset, int64_t stride, int64_t channels,
              float* to);
-// The reverse, rounding to the view's dtype.
+// Does the reverse, rounding to the view's dtype.
 void StoreRow(const float* from, int64_t channels, const TensorView& view, int64_t offset,
               int64_t stride);
 
-// Whether none of the elements is an infinity or NaN.
+// Tells whether none of the elements is an infinity or NaN.
 bool AllFinite(const float* row, int64_t channels);
 
-// The least multiple of `quantum` that is not below `value`.
+// Returns the least multiple of `quantum` that is not below `value`.
 constexpr int64_t RoundUp(int64_t value, int64_t quantum) {
   return (value + quantum - 1) / quantum * quantum;
 }

@@ -1,4 +1,4 @@
-// What calls say of pairs of tokens, on all devices of this machine, against loops.
+// Tests token rules, on all devices of this machine, against loops.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -26,8 +26,8 @@ struct Rule {
   float self_bias;
 };
 
-// Of every batch row, head and round: tokens in the order of drawn buckets, in chunks. A query sees
-// its chunk and the one before, and slots count those of its bucket there.
+// Orders for every batch row, head and round: tokens in the order of drawn buckets, in chunks. A
+// query sees its chunk and the previous one, and slots count the keys of its bucket there.
 struct Sortings {
   explicit Sortings(const Problem& problem) : problem(problem) {
     const int64_t rows = kRounds * problem.batch * problem.query_heads;
@@ -135,7 +135,7 @@ class SortedLayer : public Layer {
   FlashParts parts_;
 };
 
-// Each round that shows a key to a query counts, or all of them as one.
+// Counts each round that shows a key to a query, or all of them as one.
 NamedTensors ByLoops(const Problem& problem, const Rule& rule, const Sortings& sortings,
                      const Inputs& inputs) {
   NamedTensors outputs;
@@ -193,7 +193,7 @@ TEST_P(TokenRules, AgreeWithLoops) {
     const NamedTensors outputs = Run(problem, rule, ViewsOf(inputs));
     const NamedTensors expected = ByLoops(problem, rule, Sortings(problem), ViewsOf(inputs));
     EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.at("out").view()), bound);
-    // A row that sees itself alone has a log-sum-exp of about -1e5.
+    // A row that sees only itself has a log-sum-exp of about -1e5.
     EXPECT_LE(MaxDifference(outputs.at("log_sum_exp").view(), expected.at("log_sum_exp").view()),
               rule.self_bias < -100 ? 2e-2 : bound);
   }

@@ -19,7 +19,7 @@ constexpr int64_t kTile = 64;  // tokens of a task
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A thread's part of the workspace.
+// Returns worker's own part of the workspace.
 absl::Span<std::byte> Of(const Execution& execution, int worker, size_t bytes) {
   return execution.workspace.subspan(worker * bytes, bytes);
 }
@@ -35,7 +35,7 @@ absl::StatusOr<const GatherKernels*> KernelsFor(Device device) {
 
 namespace {
 
-// The sum of term(channel) over a row, sixteen sums side by side.
+// Returns the sum of term(channel) over a row, by sixteen sums side by side.
 template <class Term>
 double SumOfRow(const float* row, int64_t channels, const Term& term) {
   constexpr int64_t kLanes = 16;
@@ -51,7 +51,7 @@ double SumOfRow(const float* row, int64_t channels, const Term& term) {
   return sums[0];
 }
 
-// In place; in float64, so that no square leaves the range.
+// Normalises a row in place. It computes in float64, so that no square overflows.
 void NormalizeRow(const RowNorm& norm, int64_t channels, float* row) {
   const double count = static_cast<double>(channels);
   double mean = 0;
@@ -116,7 +116,7 @@ Columns ColumnsLayout(int64_t head_dim, Workspace& workspace) {
   const int64_t depth = RoundUp(head_dim, 4);
   return {workspace.Take<float>(kTile * depth), workspace.Take<float>(depth * kTile)};
 }
-// Zeros beyond the last token.
+// Loads 64 tokens; columns beyond the last token are zero.
 void LoadColumns(const ConstTensorView& x, int64_t b, int64_t h, int64_t first,
                  const Columns& columns) {
   const int64_t depth = RoundUp(x.dim(3), 4);
@@ -328,7 +328,7 @@ absl::Status SortTokens(Device device, const TokenSortCall& call, const Executio
 
 namespace {
 
-// Unsigned numbers in the order of the floats; -0 as 0, and NaN below all.
+// Maps floats to unsigned numbers in the same order; -0 maps like 0, and NaN below all others.
 void OrderedKeys(const float* scores, int64_t tokens, uint32_t* keys) {
   std::memcpy(keys, scores, tokens * sizeof(float));
   for (int64_t i = 0; i < tokens; ++i) {
@@ -342,15 +342,15 @@ int64_t CountFrom(const uint32_t* keys, int64_t tokens, uint32_t least) {
   int64_t count = 0;
   constexpr int64_t kBlock = 1024;
   for (int64_t first = 0; first < tokens; first += kBlock) {
-    uint32_t in_block = 0;  // as wide as the keys, for vectors
+    uint32_t in_block = 0;  // an unsigned of the keys' width, so that the loop vectorizes
     for (int64_t i = first; i < std::min(first + kBlock, tokens); ++i) in_block += keys[i] >= least;
     count += in_block;
   }
   return count;
 }
 
-// Bisects for the largest bound that at least `count` keys reach; any bound that just so many reach
-// does as well.
+// Bisects for the largest bound that at least `count` keys reach; any bound that exactly as many
+// keys reach serves as well.
 void SelectLargest(const float* scores, int64_t tokens, int64_t count, uint32_t* keys,
                    int32_t* members) {
   OrderedKeys(scores, tokens, keys);
@@ -368,11 +368,11 @@ void SelectLargest(const float* scores, int64_t tokens, int64_t count, uint32_t*
       high = middle - 1;
     }
   }
-  // Where more reach the bound than are wanted, what is too much equals it.
+  // Where more keys reach the bound than are wanted, the surplus keys equal the bound.
   int64_t equals = std::numeric_limits<int64_t>::max();
   if (reach != count) equals = count - CountFrom(keys, tokens, low + 1);
   int64_t kept = 0;
-  constexpr int64_t kBlock = 16;  // most have no member
+  constexpr int64_t kBlock = 16;  // most blocks have no member
   for (int64_t first = 0; first < tokens; first += kBlock) {
     const int64_t size = std::min(kBlock, tokens - first);
     if (CountFrom(keys + first, size, low) == 0) continue;
@@ -428,7 +428,8 @@ MeanScratch MeanLayout(int64_t channels, Workspace& workspace) {
   return {workspace.Take<float>(kTile * channels), workspace.Take<int32_t>(kTile)};
 }
 
-// Of tokens first to first + count - 1 of a head, whose groups and their rows are given.
+// Averages the rows of tokens first to first + count - 1 of a head, whose groups and rows are
+// given.
 void MeanOfTokens(const GroupMeanCall& call, const int32_t* members, const float* rows,
                   int64_t first, int64_t count, const MeanScratch& scratch) {
   const int64_t channels = call.rows.dim(3), stride = call.rows.stride(2);

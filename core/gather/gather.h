@@ -1,6 +1,7 @@
-// Engine gather: what techniques that group tokens by content do before and after attention, on
-// every device. The attention within the groups is engine flash's: its token orders gather the rows,
-// its token rules see to pairs, and core/flash/flash_parts.h merges several groupings.
+// Engine gather: the steps before and after attention in techniques that group tokens by content,
+// on every device. The attention within the groups is engine flash's: its token orders gather the
+// rows, its token rules mask and weigh pairs of tokens, and core/flash/flash_parts.h merges several
+// groupings.
 //
 // Integer arrays lie in the memory of the device, rows after each other; a row is one batch row,
 // head and, where there are several, round. Nothing here allocates or, on a GPU, synchronises, and no
@@ -26,14 +27,14 @@
 
 namespace tfb {
 
-// How much of a layer's Runs on the CPU it takes to find the groups; a device works behind the host's
-// back.
+// Measures how much of a layer's Run on the CPU finding the groups takes. It does not measure GPUs,
+// whose work is asynchronous.
 class GroupingShare {
  public:
   void Begin() { begin_ = Clock::now(); }
   void GroupsAreFound() { grouping_ += Clock::now() - begin_; }
   void End() { all_ += Clock::now() - begin_; }
-  // Under its name, for a layer's statistics.
+  // Returns the share as a layer's statistic, under its name.
   std::map<std::string, double> statistics(Device device) const {
     if (device != Device::kCpu) return {};
     const double ticks = static_cast<double>(std::max<int64_t>(all_.count(), 1));
@@ -48,10 +49,10 @@ class GroupingShare {
 
 // ---- Normalised rows ----
 
-// y = (x - m) / sqrt(s sum_c (x_c - m)^2 + epsilon) for every row x [batch, heads, tokens, channels],
-// with m the mean of its channels where `centered`, else 0, and s = 1 / channels where `mean_square`,
-// else 1. A root of 0 gives 0. y has the shape of x; both may be of any floating dtype. Computed in
-// float64, so that no square leaves the range.
+// y = (x - m) / sqrt(s sum_c (x_c - m)^2 + epsilon) for every row x [batch, heads, tokens,
+// channels], with m the mean of its channels where `centered`, else 0, and s = 1 / channels where
+// `mean_square`, else 1. Where the root is 0, y is 0. y has the shape of x; both may be of any
+// floating dtype. The computation is in float64, so that no square overflows.
 struct RowNorm {
   bool centered = false;
   bool mean_square = false;
@@ -64,22 +65,22 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
 
 // Buckets of vectors x by random rotations: Andoni et al. 2015, arXiv:1509.02897v1, section 3.
 //
-//   h(x) = argmax [x R ; -x R]           of 2 n numbers where R has n columns; ties: the lowest
+//   h(x) = argmax [x R ; -x R]           of 2 n numbers where R has n columns; the lowest index wins ties
 //   bucket = h_1 + 2 n_1 (h_2 + 2 n_2 (h_3 + ...))    where a hash is a product of smaller ones
 //
 // with sums in fp32. NaN are smaller than all numbers.
 class AngularHash {
  public:
   AngularHash() = default;
-  // rotations [head_dim, rounds, columns]; the columns of a round are those of its factors, n_1 +
-  // n_2 + ... .
+  // Creates hashes from rotations [head_dim, rounds, columns]; the columns of a round are those of
+  // its factors, n_1 + n_2 + ... .
   static absl::StatusOr<AngularHash> Create(Device device, const ConstTensorView& rotations,
                                             const std::vector<int64_t>& columns_of_factors);
 
   int64_t rounds() const { return rounds_; }
   static size_t WorkspaceBytes(Device device, int64_t head_dim, int64_t rounds, int64_t columns,
                                int threads);
-  // buckets [batch][heads][rounds][tokens] of x [batch, heads, tokens, head_dim].
+  // Writes buckets [batch][heads][rounds][tokens] of x [batch, heads, tokens, head_dim].
   absl::Status Run(const ConstTensorView& x, int32_t* buckets, const Execution& execution) const;
 
  private:
@@ -94,8 +95,8 @@ class AngularHash {
 
 // ---- Scores against vectors ----
 
-// scores[b, h, n, i] = vectors[h, n] . x[b, h, i], in fp32 in the order of the channels; -inf where
-// key_mask [batch, tokens] says that token i is none.
+// scores[b, h, n, i] = vectors[h, n] . x[b, h, i], summed in fp32 in the order of the channels;
+// -inf where key_mask [batch, tokens] says that token i is padding.
 struct VectorScoreCall {
   ConstTensorView x;     // [batch, heads, tokens, head_dim]
   const float* vectors;  // [heads][count][head_dim]
@@ -110,23 +111,23 @@ absl::Status ScoreVectors(Device device, const VectorScoreCall& call, const Exec
 
 // ---- Sorting ----
 
-// Tokens by ascending key, those of one key in their order: a counting sort.
+// Sorts tokens by ascending key, stably: tokens of one key keep their order. It is a counting sort.
 struct TokenSortCall {
   const int32_t* keys;  // [rows][tokens], in [0, key_count)
   int64_t rows;
   int64_t tokens;
   int64_t key_count;
-  int32_t* order;  // of each row `tokens` numbers, then whatever its stride leaves
+  int32_t* order;  // each row has `tokens` numbers, then its stride's padding
   int64_t order_stride;
-  int32_t* places;  // [rows][tokens] where each token is in the order; null: not wanted
+  int32_t* places;  // [rows][tokens], each token's position in the order; may be null
 };
 size_t SortWorkspaceBytes(Device device, int64_t rows, int64_t key_count, int threads);
 absl::Status SortTokens(Device device, const TokenSortCall& call, const Execution& execution);
 
 // ---- The largest ----
 
-// The `count` tokens of largest score, in their order. Of equal scores the first, -0 equals 0, and
-// NaN are below -inf.
+// Finds the `count` tokens of largest score, in token order. Among equal scores the first tokens
+// win; -0 equals 0, and NaN are below -inf.
 struct LargestCall {
   const float* scores;  // [rows][stride], of which `tokens` are scores
   int64_t rows;
@@ -140,11 +141,11 @@ absl::Status LargestTokens(Device device, const LargestCall& call, const Executi
 
 // ---- Means over groups ----
 
-// What a token is given in all groups that have it, divided by their number; 0 where none has.
+// Averages, for each token, its rows in all groups that have it as a member; 0 where none has.
 //
-//   out[b, h, i] = sum over n, r with members[b, h, n, r] = i of rows[b, h, n, r] / their number
+//   out[b, h, i] = sum over n, r with members[b, h, n, r] = i of rows[b, h, n, r] / number of such n
 //
-// in the order of n. Members of a group are ascending.
+// The sum is in the order of n. Members of a group are ascending.
 struct GroupMeanCall {
   const int32_t* members;  // [batch][heads][groups][size]
   int64_t groups;

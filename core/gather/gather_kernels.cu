@@ -15,7 +15,7 @@ dim3 Blocks(int64_t tasks) {
   return dim3(static_cast<unsigned>(tasks < kMaxBlocks ? tasks : kMaxBlocks));
 }
 
-// Row n of a tensor's first three dimensions.
+// Returns the offset of row n of a tensor's first three dimensions.
 __device__ int64_t RowOffset(const DeviceView& view, int64_t heads, int64_t tokens, int64_t n) {
   return n / tokens / heads * view.strides[0] + n / tokens % heads * view.strides[1] +
          n % tokens * view.strides[2];
@@ -71,7 +71,8 @@ const char* LaunchNormalize(const NormalizeArguments& a, void* stream) {
 constexpr int kHashTokens = 64;
 constexpr int kHashTeams = kThreads / kHashTokens;
 
-// Vectors lie in shared memory by channel, for 64 tokens of a head; zeros beyond the last token.
+// Copies the vectors of 64 tokens of a head to shared memory, by channel, with zeros beyond the
+// last token.
 __device__ void LoadTokens(const DeviceView& view, int64_t heads, int64_t tokens, int64_t head,
                            int64_t first, int head_dim, float* x) {
   const int slot = static_cast<int>(threadIdx.x) % kHashTokens;
@@ -83,7 +84,7 @@ __device__ void LoadTokens(const DeviceView& view, int64_t heads, int64_t tokens
   }
 }
 
-// The larger number, of equal ones that of the lower index.
+// A number with its index; the larger number is better, and of equal ones that of the lower index.
 struct Best {
   float value;
   int index;
@@ -181,10 +182,11 @@ const char* LaunchScore(const VectorScoreArguments& a, void* stream) {
 
 // ---- Sorting: a block a row ----
 //
-// Counts, then where each key begins, then tile by tile: a token's place is its key's next one and
-// the number of tokens of that key before it in the tile.
+// A block first counts the tokens of each key and computes where each key begins. Then it goes tile
+// by tile: a token's place is its key's next free place plus the number of tokens of that key
+// before it in the tile.
 
-// The sum of what threads before this one bring, and of all in *total.
+// Returns the sum of the x of all threads before this one; *total becomes the sum over all threads.
 __device__ int ExclusiveSum(int x, int* of_warps, int* total) {
   int sum = x;
 #pragma unroll
@@ -256,9 +258,9 @@ const char* LaunchSort(const SortArguments& a, void* stream) {
 // ---- The largest: a block a row ----
 //
 // Radix selection of the count-th largest, 8 bits at a time from the top, then one pass that keeps
-// what is larger, and of what equals it the first.
+// the larger scores, and of those that equal it the first.
 
-// Unsigned numbers in the order of the floats; NaN below all.
+// Maps floats to unsigned numbers in the same order; NaN map below all others.
 __device__ unsigned Ordered(float x) {
   if (isnan(x)) return 0;
   const unsigned bits = static_cast<unsigned>(__float_as_int(x + 0.0f));  // -0 becomes 0
@@ -273,8 +275,8 @@ __global__ void __launch_bounds__(kThreads) Largest(const LargestArguments a) {
   const int t = static_cast<int>(threadIdx.x);
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     const float* scores = a.scores + row * a.stride;
-    unsigned prefix = 0;       // the bits of the count-th largest that are known
-    int64_t wanted = a.count;  // of those that begin with it
+    unsigned prefix = 0;       // the known leading bits of the count-th largest
+    int64_t wanted = a.count;  // how many are wanted of the scores that begin with `prefix`
     for (int shift = 24; shift >= 0; shift -= 8) {
       histogram[t] = 0;
       __syncthreads();
@@ -318,7 +320,7 @@ const char* LaunchLargest(const LargestArguments& a, void* stream) {
 
 // ---- Means over groups: a warp a token ----
 
-// Where `token` is among the ascending members; -1 where it is not.
+// Returns the place of `token` among the ascending members, or -1 where it is none of them.
 __device__ int64_t Find(const int32_t* members, int64_t size, int64_t token) {
   int64_t begin = 0, end = size;
   while (begin < end) {
@@ -339,7 +341,7 @@ __global__ void __launch_bounds__(kThreads) GroupMean(const GroupMeanArguments a
     const int64_t head = n / a.tokens, token = n % a.tokens;
     const int32_t* members = a.members + head * a.groups * a.size;
     const int64_t from = head / a.heads * a.rows.strides[0] + head % a.heads * a.rows.strides[1];
-    // 32 groups are searched at once; their rows are added in order. The first round of channels
+    // A warp searches 32 groups at once; their rows are added in order. The first round of channels
     // counts the groups.
     const int64_t to = RowOffset(a.out, a.heads, a.tokens, n);
     for (int first = 0; first < a.channels; first += 32) {

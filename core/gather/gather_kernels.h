@@ -1,5 +1,5 @@
-// The CUDA kernels of engine gather as C++ sees them: plain data and launchers. Every pointer is to
-// device memory; what they do is said in gather.h.
+// The CUDA kernels of engine gather as C++ sees them: plain data and launchers. Every pointer
+// points to device memory; gather.h says what the kernels compute.
 #ifndef TFB_CORE_GATHER_GATHER_KERNELS_H_
 #define TFB_CORE_GATHER_GATHER_KERNELS_H_
 
@@ -25,7 +25,7 @@ struct NormalizeArguments {
 struct HashArguments {
   DeviceView x;            // [batch, heads, tokens, head_dim]
   const float* rotations;  // [rounds * columns][head_dim]
-  const int32_t* factors;  // the columns of each
+  const int32_t* factors;  // the columns of each factor
   int32_t* buckets;        // [batch][heads][rounds][tokens]
   int64_t batch;
   int64_t heads;
@@ -82,7 +82,7 @@ struct GroupMeanArguments {
   int channels;
 };
 
-// Each enqueues on the stream and returns null, or why not.
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct GatherKernels {
   const char* (*normalize)(const NormalizeArguments& arguments, void* stream);
   const char* (*hash)(const HashArguments& arguments, void* stream);

@@ -1,4 +1,4 @@
-// The steps of engine gather against loops, on all devices of this machine.
+// Tests the steps of engine gather against loops, on all devices of this machine.
 #include "core/gather/gather.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ class Gather : public testing::TestWithParam<Device> {
  protected:
   Device device() const { return GetParam(); }
 
-  // Two threads and a workspace of `bytes`.
+  // Returns an execution with two threads and a workspace of `bytes`.
   Execution With(size_t bytes) {
     memory_ = DeviceArray<std::byte>::Allocate(device(), static_cast<int64_t>(bytes)).value();
     Execution execution;
@@ -43,7 +43,7 @@ class Gather : public testing::TestWithParam<Device> {
     EXPECT_TRUE(array.Read(values.data()).ok());
     return values;
   }
-  // Runs act(x, y) with the tensors' views on the device, and brings y back.
+  // Runs act(x, y) with the tensors' views on the device, and copies y back.
   template <class Act>
   void OnDevice(const Tensor& x, Tensor* y, const Act& act) {
     if (device() == Device::kCpu) return act(x.view(), y->view());
@@ -123,7 +123,8 @@ TEST_P(Gather, AHashIsTheLargestOfProductsAndTheirNegatives) {
     const std::vector<int32_t> found = Download(buckets);
     for (int64_t n = 0; n < 2 * 600; ++n) {
       const int64_t round = n / 100 % 2, row = n / 200 * 100 + n % 100;
-      // Sums as the engines make them, so that near ties fall the same way.
+      // The sums are made in the same order as the engines make them, so that near ties fall the
+      // same way.
       std::vector<float> products(16);
       for (int64_t m = 0; m < 8; ++m) {
         float sum = 0;
@@ -149,7 +150,8 @@ TEST(SignedArgmax, PrefersTheLowestAndIgnoresNan) {
     const CpuKernels* kernels = FindCpuKernels(set);
     if (kernels == nullptr) continue;
     std::vector<float> values(4 * 64, 0);
-    values[0 * 64 + 1] = -3, values[2 * 64 + 1] = 3;    // 3 at 2, and of -v at 4 + 0
+    // V has 3 at index 2, and -v has 3 at index 4 + 0.
+    values[0 * 64 + 1] = -3, values[2 * 64 + 1] = 3;
     values[1 * 64 + 2] = -5, values[2 * 64 + 2] = 4;    // 5 at 4 + 1
     values[0 * 64 + 3] = kNan, values[3 * 64 + 3] = 1;  // 1 at 3
     for (int64_t r = 0; r < 4; ++r) values[r * 64 + 4] = kNan;
@@ -289,7 +291,7 @@ TEST_P(Gather, MeansAreOverTheGroupsThatHaveAToken) {
   const RandomStream random(1, "members");
   std::vector<int32_t> members;
   for (int64_t g = 0; g < kBatch * kHeads * kGroups; ++g) {
-    // Ascending and without repetition; the last tokens are in no group.
+    // The members are ascending and distinct; the last tokens are in no group.
     int32_t token = static_cast<int32_t>(random.Bits(g) % 50);
     for (int64_t r = 0; r < kSize; ++r) {
       members.push_back(token);

@@ -1,4 +1,5 @@
-// Functions applied to each channel of a hidden state. Plain C++: kernels include this too.
+// Functions that are applied to each channel of a hidden state. This is plain C++: kernels include
+// it too.
 #ifndef TFB_CORE_LAYERS_ACTIVATION_H_
 #define TFB_CORE_LAYERS_ACTIVATION_H_
 
@@ -16,9 +17,9 @@ enum class Activation : uint8_t {
   kGeluSigmoid,  // x / (1 + exp(-1.702 x))
   kTanh,         // tanh(x)
 };
-const char* Name(Activation activation);  // "none", "relu", "gelu", "gelu_tanh", ...
+const char* Name(Activation activation);  // Returns "none", "relu", "gelu", "gelu_tanh", ...
 
-// x[i] = activation(x[i]) for `count` values in host memory, vectorised.
+// Sets x[i] = activation(x[i]) for `count` values in host memory, vectorised.
 void Activate(Activation activation, int64_t count, float* x);
 
 }  // namespace tfb

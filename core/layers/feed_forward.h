@@ -33,9 +33,10 @@ class FeedForward {
     int64_t inner = 0;
     int64_t out = 0;
   };
-  // The activations of up to `rows` rows, [rows, inner] in fp32, and the products' scratch.
+  // Returns the bytes for the activations of up to `rows` rows, [rows, inner] in fp32, and the
+  // products' scratch.
   static size_t workspace_bytes(Device device, int64_t rows, const Sizes& sizes, int threads);
-  // Views as in MatMulCall. Allocates nothing.
+  // Computes y. Views are as in MatMulCall. It allocates nothing.
   absl::Status Run(const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
                    const Execution& execution, const RowList& rows = {}) const;
   size_t bytes() const { return first_.bytes() + second_.bytes(); }

@@ -14,7 +14,7 @@
 namespace tfb {
 namespace {
 
-// How many sums a row has, in channels.
+// Returns how many sums a row has, in channels.
 int64_t Sums(GateKind kind) {
   switch (kind) {
     case GateKind::kGru:
@@ -26,7 +26,7 @@ int64_t Sums(GateKind kind) {
   }
 }
 
-// `parts` vectors of b_g's size, zeros but for the one at `place`, which is sign b_g.
+// Returns `parts` vectors of b_g's size, zeros except the one at `place`, which is sign b_g.
 Tensor BiasOf(const ConstTensorView& b_g, int64_t parts, int64_t place, double sign) {
   Tensor bias(DType::kF32, {parts * b_g.dim(0)});
   Fill(bias.view(), 0);
@@ -36,7 +36,8 @@ Tensor BiasOf(const ConstTensorView& b_g, int64_t parts, int64_t place, double s
   return bias;
 }
 
-constexpr int64_t kChannels = 64;  // of a pass's part of a row: five such are 1.25 KiB
+// Channels of a row that a pass does at a time: five such arrays are 1.25 KiB.
+constexpr int64_t kChannels = 64;
 using Values = Eigen::Array<float, kChannels, 1>;
 
 void ApplyStep(GateStep step, const Values& a, const Values& b, const Values& x, const Values& y,

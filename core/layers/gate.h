@@ -1,5 +1,5 @@
 // Gates that take the place of a residual connection: Parisotto et al., arXiv:1910.06764v1, section
-// 3.2. x is the state that passes by, y what the sublayer made of it; s is the logistic function, *
+// 3.2. x is the state on the residual path, y the sublayer's output; s is the logistic function, *
 // multiplies channel by channel, b_g is a vector.
 //
 //   input          g = s(x W_g) * x + y
@@ -32,8 +32,8 @@ enum class GateKind : uint8_t { kInput, kOutput, kHighway, kSigmoidTanh, kGru };
 
 class Gate {
  public:
-  // In host memory: matrices [channels, channels], b_g [channels]. Those that the kind has no use for
-  // are empty.
+  // Parameters in host memory: matrices [channels, channels], b_g [channels]. Parameters that the
+  // kind does not use are empty.
   struct Parameters {
     ConstTensorView w_r, w_z, w_g, u_r, u_z, u_g, b_g;
   };
@@ -43,8 +43,9 @@ class Gate {
 
   static size_t workspace_bytes(Device device, GateKind kind, int64_t rows, int64_t channels,
                                 int threads);
-  // All [batch, tokens, channels] or [rows, channels], of any floating dtype and strides; `out` may
-  // be x or y. Allocates nothing; on CUDA it enqueues on the stream.
+  // Computes the gate. Tensors are [batch, tokens, channels] or [rows, channels], of any floating
+  // dtype and strides; `out` may be x or y. It allocates nothing; on CUDA it enqueues on the
+  // stream.
   absl::Status Run(const ConstTensorView& x, const ConstTensorView& y, const TensorView& out,
                    const Execution& execution) const;
   size_t bytes() const { return first_.bytes() + second_.bytes() + third_.bytes(); }
@@ -64,7 +65,7 @@ class Gate {
   static Scratch LayOut(GateKind kind, int64_t rows, int64_t channels, Workspace& workspace);
 
   GateKind kind_ = GateKind::kGru;
-  PackedMatrix first_;   // of x or y: W_g; W_g and U_g; W_r, W_z and W_g
+  PackedMatrix first_;   // W_g; W_g and U_g; or W_r, W_z and W_g: matrices of x or y
   PackedMatrix second_;  // gru: U_r and U_z
   PackedMatrix third_;   // gru: U_g
 };

@@ -8,7 +8,7 @@
 
 namespace tfb {
 
-// Of sums a and b, channel by channel; s is the logistic function.
+// A function of sums a and b, channel by channel; s is the logistic function.
 enum class GateStep : unsigned char {
   kReset,        // s(a) x
   kInput,        // s(a) x + y
@@ -19,18 +19,18 @@ enum class GateStep : unsigned char {
 };
 
 struct GateArguments {
-  DeviceRows a;  // [rows, channels], as all
-  DeviceRows b;  // none where the step has no use for it
+  DeviceRows a;  // [rows, channels], as all others
+  DeviceRows b;  // empty where the step does not use it
   DeviceRows x;
   DeviceRows y;    // likewise
-  DeviceRows out;  // may be any of them
+  DeviceRows out;  // may be any of the others
   int64_t rows;
   int64_t channels;
   GateStep step;
 };
 
 struct GateKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*pass)(const GateArguments& arguments, void* stream);
 };
 

@@ -5,7 +5,7 @@
 namespace tfb {
 namespace {
 
-// Formulas: activation.h. NaN gives NaN in all of them.
+// Computes the formulas of activation.h. NaN gives NaN in all of them.
 __device__ float Activated(Activation activation, float x) {
   switch (activation) {
     case Activation::kRelu:
@@ -29,9 +29,9 @@ __device__ float Activated(Activation activation, float x) {
 // dimension a thread reads 12 floats of shared memory for 32 multiply-adds. Tiles are 16 deep and
 // double-buffered: the next ones are on their way to registers while these are multiplied.
 //   shared memory: 2 x 16 x (68 + 64) x 4 B = 16.5 KiB
-// A row's sum does not depend on the other rows, nor on their number: of a list of rows it has the
-// bits that it has of all. Listed rows are gathered and scattered by the loads and stores; a block
-// beyond the list ends where it begins, and of the last one, warps beyond it only bring tiles.
+// A row's sum does not depend on the other rows, nor on their number: a product of listed rows has
+// the bits of a product of all. The loads gather listed rows and the stores scatter them. A block
+// beyond the list's end returns at once; in the last block, warps beyond it only load tiles.
 
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = 64;
@@ -39,7 +39,8 @@ constexpr int kTileDepth = 16;
 constexpr int kMultiplyThreads = 128;
 constexpr int kThreadRows = 8;
 constexpr int kThreadColumns = 4;
-constexpr int kLoads = kTileRows * kTileDepth / 4 / kMultiplyThreads;  // of a thread and matrix
+// Loads of a thread for a matrix's tile.
+constexpr int kLoads = kTileRows * kTileDepth / 4 / kMultiplyThreads;
 static_assert(kTileRows == kTileColumns, "both tiles have as many elements");
 
 struct alignas(16) Tiles {
@@ -47,14 +48,15 @@ struct alignas(16) Tiles {
   float w[kTileDepth][kTileColumns];
 };
 
-// Whether four consecutive floats of x, or of W, can be read at once, wherever a multiple of four.
+// Whether four consecutive floats of x, or of W, can be read at once from any multiple of four.
 struct InVectors {
   bool x;
   bool weights;
 };
 
-// What a thread brings of the next tiles, four neighbouring elements at a time: of x channels 4 (t % 4)
-// on of rows t / 4 + 32 n, of W columns 4 (t % 16) on of channels t / 16 + 8 n.
+// The elements of the next tiles that a thread loads, four neighbouring ones at a time: for x,
+// channels 4 (t % 4) on of rows t / 4 + 32 n; for W, columns 4 (t % 16) on of channels t / 16 + 8
+// n.
 struct Fetched {
   float4 x[kLoads];
   float4 w[kLoads];
@@ -62,7 +64,7 @@ struct Fetched {
 
 class TileLoader {
  public:
-  // Columns beyond the last repeat others: what comes of them is not stored.
+  // Columns beyond the last repeat others: their results are not stored.
   __device__ TileLoader(const MatMulArguments& a, const InVectors& in_vectors, int64_t rows,
                         int64_t first_row, int64_t first_column)
       : a_(a),
@@ -77,7 +79,7 @@ class TileLoader {
     }
   }
 
-  // The tiles of the channels `depth` on; zeros beyond the last channel and row.
+  // Loads the tiles of the channels `depth` on, with zeros beyond the last channel and row.
   __device__ void Fetch(int64_t depth, Fetched* next) const {
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
@@ -153,7 +155,7 @@ __device__ void MultiplyTiles(const Tiles& tiles, int thread_row, int thread_col
   }
 }
 
-// Blocks of one column tile follow each other, so that its part of W stays in L2.
+// Blocks of one column tile follow each other, so that the tile's part of W stays in L2.
 __global__ void __launch_bounds__(kMultiplyThreads)
     Multiply(MatMulArguments a, InVectors in_vectors) {
   __shared__ Tiles tiles[2];
@@ -166,7 +168,7 @@ __global__ void __launch_bounds__(kMultiplyThreads)
   const int thread_column = threadIdx.x % (kTileColumns / kThreadColumns) * kThreadColumns;
 
   float sums[kThreadRows][kThreadColumns] = {};
-  const bool has_rows = first_row + thread_row < rows;  // a thread has 8, a warp 16
+  const bool has_rows = first_row + thread_row < rows;  // a thread has 8 rows, a warp 16
   const TileLoader loader(a, in_vectors, rows, first_row, first_column);
   Fetched next;
   if (a.in > 0) {
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(kMultiplyThreads)
   }
   int current = 0;
   for (int64_t depth = 0; depth < a.in; depth += kTileDepth, current ^= 1) {
-    __syncthreads();  // these tiles are here, and nobody reads the others any more
+    __syncthreads();  // these tiles have arrived, and the others have been read
     const bool more = depth + kTileDepth < a.in;
     if (more) loader.Fetch(depth + kTileDepth, &next);
     if (has_rows) MultiplyTiles(tiles[current], thread_row, thread_column, sums);

@@ -12,9 +12,10 @@
 
 namespace tfb {
 
-// A hidden state as rows: row r is token r % tokens of batch row r / tokens. Strides in elements.
+// A hidden state as rows: row r is token r % tokens of batch row r / tokens. Strides are in
+// elements.
 struct DeviceRows {
-  void* data;  // null: no tensor
+  void* data;  // null where there is no tensor
   Element element;
   int64_t tokens;  // at least 1
   int64_t batch_stride;
@@ -22,7 +23,8 @@ struct DeviceRows {
   int64_t channel_stride;
 };
 
-// y = activation(x W + b) + residual, as MatMulCall; sums in the order of the input channels.
+// y = activation(x W + b) + residual, as in MatMulCall; sums are in the order of the input
+// channels.
 struct MatMulArguments {
   DeviceRows x;          // [rows, in]
   const float* weights;  // W [in, out], rows `weight_stride` floats apart
@@ -37,8 +39,8 @@ struct MatMulArguments {
   RowList list;
 };
 
-// y = activation(scale x + b) + residual: what follows a product that a library made, a conversion,
-// a sum.
+// y = activation(scale x + b) + residual: a conversion, a sum, or the steps after a product that a
+// library computed.
 struct FinishArguments {
   DeviceRows x;  // [rows, channels]
   float scale;
@@ -50,7 +52,7 @@ struct FinishArguments {
   Activation activation;
 };
 
-// As LayerNorm; y may be x.
+// The arguments of LayerNorm; y may be x.
 struct LayerNormArguments {
   DeviceRows x;  // [rows, channels]
   const float* gamma;
@@ -62,7 +64,7 @@ struct LayerNormArguments {
   RowList list;
 };
 
-// Each enqueues on the stream and returns null, or why not.
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct LayerKernels {
   const char* (*multiply)(const MatMulArguments& arguments, void* stream);
   const char* (*finish)(const FinishArguments& arguments, void* stream);

@@ -15,7 +15,8 @@ namespace {
 
 constexpr int64_t kRowsOfTask = 16;
 
-// Eight sums side by side, which is one vector of doubles and hides the latency of the addition.
+// Adds eight sums side by side, which is one vector of doubles and hides the latency of the
+// addition.
 template <class Term>
 double Sum(int64_t count, Term term) {
   constexpr int kLanes = 8;

@@ -31,12 +31,12 @@ class LayerNorm {
                                           const ConstTensorView& beta,
                                           double epsilon = kLayerNormEpsilon);
 
-  // CPU: for each thread one row. CUDA: none.
+  // CPU: one row for each thread. CUDA: none.
   static size_t workspace_bytes(Device device, int64_t channels, int threads);
 
   // x is [batch, tokens, channels] or [rows, channels], y of its shape; y may be x. Each may be
-  // f32, bf16 or f16, with any strides. Allocates nothing. Internal where the shapes do not fit.
-  // Lists of rows are for CUDA.
+  // f32, bf16 or f16, with any strides. It allocates nothing. Returns Internal where the shapes do
+  // not fit. Lists of rows are supported on CUDA.
   absl::Status Run(const ConstTensorView& x, const TensorView& y, const Execution& execution,
                    const RowList& rows = {}) const;
   Device device() const { return gamma_.device(); }

@@ -6,7 +6,7 @@
 #include "core/layers/layer_kernels.h"
 
 namespace tfb {
-namespace {  // as kernel.cuh
+namespace {  // internal linkage, as in kernel.cuh
 
 constexpr int kWarp = 32;
 
@@ -24,21 +24,21 @@ __device__ inline void Store(const DeviceRows& rows, int64_t row_offset, int64_t
 }
 
 constexpr int kRowThreads = 256;
-constexpr int kPartChannels = 512;  // of a warp's part of a row: 16 a lane
+constexpr int kPartChannels = 512;  // channels of a warp's part of a row: 16 a lane
 
 __device__ inline int64_t WarpOfGrid() {
   return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
 }
 __device__ inline int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
-// How many of `rows` rows there are to work on, and which is the n-th.
+// Return how many of `rows` rows there are to work on, and which is the n-th.
 __device__ inline int64_t RowsOfList(const RowList& list, int64_t rows) {
   return list.rows == nullptr ? rows : *list.count;
 }
 __device__ inline int64_t RowOfList(const RowList& list, int64_t n) {
   return list.rows == nullptr ? n : list.rows[n];
 }
-// Of a warp in a grid of a warp for each row. -1: no work.
+// Returns the row of a warp in a grid with one warp for each row, or -1 where it has no work.
 __device__ inline int64_t RowOfWarp(const RowList& list, int64_t rows) {
   const int64_t n = WarpOfGrid();
   return n < RowsOfList(list, rows) ? RowOfList(list, n) : -1;
@@ -55,7 +55,7 @@ const char* LaunchWarps(const char* name, void (*kernel)(Parameters...), int64_t
 
 // Rows cut into parts of kPartChannels, one for each warp of a grid of RowParts.
 struct RowPart {
-  int64_t row;  // beyond the last one: no work
+  int64_t row;  // beyond the last row there is no work
   int64_t begin;
   int64_t end;
 };

@@ -10,14 +10,14 @@
 namespace tfb {
 namespace {
 
-// Null where products are our own kernel's.
+// Returns null where our own kernel computes products.
 CudaBlas* BlasOf(Device device) {
   return MatMulUsesCublas(device) ? *CudaBlas::For(device) : nullptr;
 }
 
-// Rows of floats that a library can read or write as they are.
+// Rows of floats that a library can read or write in place.
 struct FloatRows {
-  float* first = nullptr;  // null: they are not such
+  float* first = nullptr;  // null where the rows are not such floats
   int64_t stride = 0;
 };
 template <class View>
@@ -30,7 +30,7 @@ FloatRows ToFloatRows(const View& view) {
   return result;
 }
 
-// Of the call's columns; null: none.
+// Returns the bias of the call's columns, or null where there is none.
 const float* BiasOf(const PackedMatrix& matrix, const MatMulCall& call) {
   return matrix.bias() == nullptr ? nullptr : matrix.bias() + call.columns.first;
 }
@@ -100,7 +100,7 @@ absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const 
     TFB_RETURN_IF_ERROR(FinishCuda(matrix.device(), 1, call.x, nullptr, Activation::kNone, {},
                                    converted, execution));
   }
-  // A residual may be y itself, so that the product has to wait elsewhere.
+  // A residual may be y itself, so that the product needs other memory.
   TensorView product = call.y;
   FloatRows y = ToFloatRows(call.y);
   if (y.first == nullptr || !call.residual.empty()) {

@@ -1,4 +1,4 @@
-// The CUDA half of core/layers, on a GPU and in the simulator. Shapes have been checked.
+// The CUDA half of core/layers, on a GPU and in the simulator. Callers have checked the shapes.
 #ifndef TFB_CORE_LAYERS_LAYERS_CUDA_H_
 #define TFB_CORE_LAYERS_LAYERS_CUDA_H_
 
@@ -15,15 +15,16 @@
 
 namespace tfb {
 
-// [rows, channels] or [batch, tokens, channels] as kernels take it; no tensor for an empty view.
+// Returns [rows, channels] or [batch, tokens, channels] as kernels take it, and no tensor for an
+// empty view.
 DeviceRows ToDeviceRows(const ConstTensorView& view);
 
-// The product by our kernel, and by cuBLAS with our kernel before and after it.
+// Computes the product with our kernel, or with cuBLAS and our kernel before and after it.
 absl::Status MultiplyWithKernel(const PackedMatrix& matrix, const MatMulCall& call,
                                 const Execution& execution);
 absl::Status MultiplyWithBlas(CudaBlas* blas, const PackedMatrix& matrix, const MatMulCall& call,
                               const Execution& execution);
-// By whichever MatMulBackend names.
+// Returns the workspace of the implementation that MatMulBackend names.
 size_t MatMulCudaWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out);
 absl::Status MatMulCuda(const PackedMatrix& matrix, const MatMulCall& call,
                         const Execution& execution);

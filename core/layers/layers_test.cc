@@ -1,4 +1,4 @@
-// The building blocks against naive loops in float64.
+// Tests the building blocks against naive loops in float64.
 //
 // Tolerances. A sum of n products in fp32, in any order and with or without fused roundings, is off
 // by at most n u sum |x_k w_k| (u = 2^-24, to first order); adding a bias and a residual makes two
@@ -45,8 +45,8 @@ Tensor Random(DType dtype, std::initializer_list<int64_t> shape, uint64_t seed) 
   return tensor;
 }
 
-// Threads and a workspace of exactly `bytes` on a device: in host memory filled with NaN, between
-// two guards. The simulator checks bounds and unwritten reads itself.
+// Threads and a workspace of exactly `bytes` on a device. In host memory the workspace is filled
+// with NaN and lies between two guards. The simulator checks bounds and unwritten reads itself.
 class Machine {
  public:
   Machine(Device device, int threads, size_t bytes)
@@ -78,7 +78,7 @@ class Machine {
   Execution execution_;
 };
 
-// Every test on every device that is there.
+// Runs every test on every device that is present.
 class LayersOn : public ::testing::TestWithParam<Device> {
  protected:
   void SetUp() override {
@@ -89,15 +89,15 @@ class LayersOn : public ::testing::TestWithParam<Device> {
   }
   Device device() const { return GetParam(); }
 
-  // A host tensor's copy on the device; on the CPU the tensor itself.
+  // Returns a host tensor's copy on the device; on the CPU the tensor itself.
   ConstTensorView In(const ConstTensorView& view) {
     return mirror_.has_value() ? mirror_->Copy(view).value() : view;
   }
-  // The same of one that is written.
+  // Returns the copy on the device of a tensor that is written.
   TensorView Out(const TensorView& view) {
     return mirror_.has_value() ? mirror_->CopyForWriting(view).value() : view;
   }
-  // Brings what was written to the host, and ends all copies.
+  // Copies the written tensors to the host, and frees all copies.
   void Back() {
     if (!mirror_.has_value()) return;
     ASSERT_OK(mirror_->CopyBack());
@@ -143,7 +143,7 @@ constexpr Activation kActivations[] = {Activation::kNone,        Activation::kRe
                                        Activation::kGelu,        Activation::kGeluTanh,
                                        Activation::kGeluSigmoid, Activation::kTanh};
 
-// Holds y = activation(x W + b) + residual against loops; x [batch, tokens, in].
+// Compares y = activation(x W + b) + residual with loops; x is [batch, tokens, in].
 void ExpectProduct(const ConstTensorView& x, const ConstTensorView& weights,
                    const ConstTensorView& bias, const ConstTensorView& residual,
                    Activation activation, const ConstTensorView& y) {
@@ -159,7 +159,7 @@ void ExpectProduct(const ConstTensorView& x, const ConstTensorView& weights,
         }
         const double add = residual.empty() ? 0 : residual.Get(residual.Offset(b, t, c));
         const double expected = Exact(activation, sum) + add;
-        // A GELU is at most 1.13 steep, and its own evaluation is good to a few roundings.
+        // A GELU's slope is at most 1.13, and its own evaluation is good to a few roundings.
         const double bound = 1.2 * static_cast<double>(in + 2) * 0x1p-24 * (magnitude + 1) +
                              0x1p-24 * std::abs(add) +
                              1.01 * UnitRoundoff(y.dtype) * std::abs(expected);
@@ -206,7 +206,7 @@ TEST_P(MatMulOn, ReadsAndWritesEveryDtypeAndStride) {
   const PackedMatrix matrix = Pack(weights.view());
   Machine machine = MachineFor(matrix, batch * tokens);
   for (DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
-    // x lies [tokens][channels][batch], y [batch][heads][channels][tokens].
+    // x is laid out [tokens][channels][batch], y [batch][heads][channels][tokens].
     const Tensor x_memory = Random(dtype, {tokens, in, batch}, 1);
     const ConstTensorView x = Transpose(Transpose(x_memory.view(), 1, 2), 0, 1);
     Tensor y_memory(dtype, {batch, heads * head_dim, tokens});
@@ -292,7 +292,7 @@ TEST_P(MatMulOn, MatricesSideBySideGiveTheirProductsSideBySide) {
   ExpectProduct(x.view(), b.view(), {}, {}, Activation::kNone, Slice(y.view(), 2, 5, 90));
 }
 
-// A library promises this of its products only for one shape.
+// A library guarantees this of its products only for one shape.
 TEST_P(MatMulOn, ARowDoesNotDependOnThreadsOrOnTheOtherRows) {
   const std::string backend = MatMulBackend(device());
   if (absl::StartsWith(backend, "cuBLAS")) GTEST_SKIP() << "products are those of " << backend;
@@ -365,8 +365,7 @@ TEST(MatMulBackend, NamesWhatMultiplies) {
             blas.ok() ? (*blas)->name() : absl::StrCat("own (", blas.status().message(), ")"));
 }
 
-// What runs where there is no cuBLAS must be right where there is one, too.
-// What runs where there is no cuBLAS must be right where there is one, too.
+// The kernel that runs where there is no cuBLAS must be right where there is one, too.
 TEST(MatMulBackend, OurKernelAndCublasAgree) {
   const Device device = Device::kCuda;
   const absl::StatusOr<CudaBlas*> blas = CudaBlas::For(device);
@@ -432,7 +431,7 @@ TEST_P(LayerNormOn, EqualsLoopsAlsoWithALargeCommonOffset) {
           const double normal = (values[c] - mean) / std::sqrt(variance + 1e-5);
           const double expected =
               gamma.span<float>()[c] * normal + static_cast<double>(beta.span<float>()[c]);
-          // Four roundings of the normalised value, one of the sum.
+          // The bound is four roundings of the normalised value and one of the sum.
           const double bound =
               0x1p-24 * (4 * std::abs(gamma.span<float>()[c] * normal) + std::abs(expected)) * 1.01;
           ASSERT_NEAR(y.span<float>()[row * channels + c], expected, bound) << channels;
@@ -443,7 +442,7 @@ TEST_P(LayerNormOn, EqualsLoopsAlsoWithALargeCommonOffset) {
 }
 
 TEST_P(LayerNormOn, WorksInPlaceOnStridedHalfPrecisionRows) {
-  Tensor memory = Random(DType::kBF16, {4, 12, 6}, 1);  // channels in the middle
+  Tensor memory = Random(DType::kBF16, {4, 12, 6}, 1);  // the layout has channels in the middle
   const Tensor before = memory.CloneAs(DType::kF64);
   Tensor ones(DType::kF32, {12}), zeros(DType::kF32, {12});
   Fill(ones.view(), 1);
@@ -525,7 +524,7 @@ TEST_P(LogSoftmaxOn, EqualsLoopsAlsoWhereExponentialsOverflow) {
 }
 
 TEST_P(LogSoftmaxOn, WorksInPlaceOnStridedRowsOfWhichANanTakesItsOwn) {
-  Tensor memory = Random(DType::kF32, {4, 12, 6}, 1);  // channels in the middle
+  Tensor memory = Random(DType::kF32, {4, 12, 6}, 1);  // the layout has channels in the middle
   *memory.view().MutableAt<float>(2, 11, 3) = std::numeric_limits<float>::quiet_NaN();
   Machine machine(device(), 1, LogSoftmaxWorkspaceBytes(device(), 12, 1));
   const TensorView x = Transpose(memory.view(), 1, 2);
@@ -714,8 +713,8 @@ TEST_P(GateOn, EveryKindEqualsItsFormulaInPlaceToo) {
             return std::vector<double>(values.begin(), values.end());
           };
           const std::vector<double> expected = gates.Define(kind, of(x), of(y));
-          // Sums of up to 3 n products of order n^(-1/2), whose slopes are at most 1, times values
-          // of up to 4.
+          // The sums have up to 3 n products of order n^(-1/2); the functions' slopes are at most
+          // 1, and values are up to 4.
           for (int64_t c = 0; c < channels; ++c) {
             ASSERT_NEAR(of(out)[c], expected[c], 2e-5) << row << " " << c;
           }
@@ -769,7 +768,7 @@ INSTANTIATE_TEST_SUITE_P(, FeedForwardOn, ::testing::ValuesIn(kDevices), DeviceN
 INSTANTIATE_TEST_SUITE_P(, GateOn, ::testing::ValuesIn(kDevices), DeviceName);
 INSTANTIATE_TEST_SUITE_P(, AddOn, ::testing::ValuesIn(kDevices), DeviceName);
 
-// The order of blocks and threads is the simulator's seed: the bits must not follow it.
+// The simulator's seed sets the order of blocks and threads: the bits must not depend on it.
 TEST(LayersInTheSimulator, BitsDoNotDependOnTheOrderOfThreads) {
   const Tensor x = Random(DType::kBF16, {2, 50, 90}, 1);
   const Tensor weights = Random(DType::kF32, {90, 90}, 2), row = Random(DType::kF32, {90}, 3);

@@ -4,10 +4,10 @@
 namespace tfb {
 namespace {
 
-// A block lists 1024 rows, each thread 4. Where they go in the list is the number of rows listed
-// before: of those of other blocks, which it counts itself, 16 flags a load, so that no block waits
-// for another; and of its own, a prefix sum over its threads. At 64 Ki rows the 64 blocks read 2 MiB
-// of flags in all.
+// A block lists 1024 rows, each thread 4. A row's place in the list is the number of rows listed
+// before it. A block counts those of earlier blocks itself, 16 flags a load, so that no block waits
+// for another; for its own rows it takes a prefix sum over its threads. At 64 Ki rows the 64 blocks
+// read 2 MiB of flags in all.
 constexpr int kListThreads = 256;
 constexpr int kListWarps = kListThreads / kWarp;
 constexpr int kThreadFlags = 4;

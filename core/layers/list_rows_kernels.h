@@ -17,7 +17,7 @@ struct ListRowsArguments {
 };
 
 struct ListRowsKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*list_rows)(const ListRowsArguments& arguments, void* stream);
 };
 

@@ -1,4 +1,4 @@
-// Lists of rows, and what takes one: against the same work on all rows, bit by bit.
+// Compares work on lists of rows with the same work on all rows, bit by bit.
 #include "core/layers/list_rows.h"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ Tensor Random(std::initializer_list<int64_t> shape, uint64_t seed) {
 
 using Flags = std::vector<uint8_t>;
 
-// A list on a device, of flags in host memory.
+// A list on a device, made from flags in host memory.
 struct Listed {
   Listed(Device device, const Flags& flags, int64_t batch)
       : is_listed(DeviceArray<uint8_t>::Create(device, flags).value()),
@@ -62,7 +62,7 @@ class ListRowsOn : public ::testing::TestWithParam<Device> {
   Device device() const { return GetParam(); }
 };
 
-// Blocks of the kernel have 1024 rows, threads 4.
+// Blocks of the kernel have 1024 rows, its threads 4.
 TEST_P(ListRowsOn, NamesTheRowsInTheirOrderAndWhereEachBatchRowBegins) {
   struct Case {
     int64_t batch, tokens;
@@ -86,7 +86,8 @@ TEST_P(ListRowsOn, NamesTheRowsInTheirOrderAndWhereEachBatchRowBegins) {
     }
     expected_begins.push_back(static_cast<int32_t>(expected.size()));
 
-    for (const uint64_t seed : {1, 2, 3}) {  // of the order of blocks and threads in the simulator
+    // Seeds of the order of blocks and threads in the simulator.
+    for (const uint64_t seed : {1, 2, 3}) {
       cuda_simulator::Settings settings;
       settings.seed = seed;
       cuda_simulator::Configure(settings);
@@ -102,14 +103,14 @@ TEST_P(ListRowsOn, NamesTheRowsInTheirOrderAndWhereEachBatchRowBegins) {
   }
 }
 
-// Every second row of some, none and all of 2 x 75, whose products have tiles of 64 rows.
+// Returns every second row of some, none and all of 2 x 75, whose products have tiles of 64 rows.
 std::vector<Flags> SomeFlags() {
   Flags some(150, 0);
   for (size_t row = 0; row < some.size(); row += 2) some[row] = 1;
   return {some, Flags(150, 0), Flags(150, 1)};
 }
 
-// Rows that are listed have the bits of `all`, others are still NaN.
+// Checks that listed rows have the bits of `all`, and that the others are still NaN.
 void ExpectRows(const Flags& flags, const Tensor& y, const Tensor& all) {
   const int64_t channels = y.shape().back();
   for (size_t row = 0; row < flags.size(); ++row) {
@@ -141,7 +142,7 @@ TEST_P(ListRowsOn, ListedRowsOfLayersHaveTheBitsThatTheyHaveAmongAll) {
   const Listed all_rows(device(), every, 2);
   for (const Flags& flags : SomeFlags()) {
     const Listed listed(device(), flags, 2);
-    // Products, the network and the norm, of the listed rows and of all.
+    // The products, the network and the norm, of the listed rows and of all.
     std::vector<Tensor> found, expected;
     for (int n = 0; n < 6; ++n) {
       Fill((n % 2 == 0 ? found : expected).emplace_back(DType::kF32, Shape{2, 75, 90}).view(),
@@ -195,7 +196,7 @@ INSTANTIATE_TEST_SUITE_P(, ListRowsOn, ::testing::Values(Device::kSimulator, Dev
                            return info.param == Device::kCuda ? "Gpu" : "Simulator";
                          });
 
-// What the simulator counts: each load and store of a kernel, a fixed number of them for each tile.
+// The simulator counts each load and store of a kernel; a tile makes a fixed number of them.
 TEST(ListRows, AccessesOfAProductFallWithTheRowsThatAreListed) {
   const Device device = Device::kSimulator;
   const Tensor x = Random({512, 64}, 1), weights = Random({64, 64}, 2);

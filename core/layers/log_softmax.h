@@ -2,7 +2,8 @@
 //
 //   y_c = (x_c - max) - log sum_e exp(x_e - max)        max = max_e x_e, natural logarithm
 //
-// in fp32. A row with a NaN, or with nothing above -inf, has no softmax: it becomes NaN.
+// The computation is in fp32. A row with a NaN, or with nothing above -inf, has no softmax: it
+// becomes NaN.
 #ifndef TFB_CORE_LAYERS_LOG_SOFTMAX_H_
 #define TFB_CORE_LAYERS_LOG_SOFTMAX_H_
 
@@ -16,12 +17,12 @@
 
 namespace tfb {
 
-// CPU: for each thread a row and its exponentials. CUDA: none.
+// CPU: a row and its exponentials for each thread. CUDA: none.
 size_t LogSoftmaxWorkspaceBytes(Device device, int64_t channels, int threads);
 
-// x is [batch, tokens, channels] or [rows, channels], y of its shape; y may be x. In memory of the
-// device, each f32, bf16 or f16, with any strides. Allocates nothing. Internal where the shapes do
-// not fit.
+// x is [batch, tokens, channels] or [rows, channels], y of its shape; y may be x. Both are in
+// memory of the device, each f32, bf16 or f16, with any strides. LogSoftmax allocates nothing. It
+// returns Internal where the shapes do not fit.
 absl::Status LogSoftmax(Device device, const ConstTensorView& x, const TensorView& y,
                         const Execution& execution);
 

@@ -5,7 +5,7 @@
 namespace tfb {
 namespace {
 
-// A warp has a row: lane l its channels l, l + 32, ..., which it alone reads and writes.
+// A warp has a row: lane l has its channels l, l + 32, ..., which no other lane reads or writes.
 
 __device__ float WarpMax(float x) {
   for (int step = kWarp / 2; step > 0; step /= 2) {
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kRowThreads) LogSoftmaxRows(LogSoftmaxArgument
   const int64_t x = RowOffset(a.x, row), y = RowOffset(a.y, row);
   float max = __int_as_float(0xff800000);  // -inf
   for (int64_t c = Lane(); c < a.channels; c += kWarp) max = fmaxf(max, Load(a.x, x, c));
-  max = WarpMax(max);  // which ignores NaN; the sum does not
+  max = WarpMax(max);  // the maximum ignores NaN; the sum does not
   float sum = 0;
   for (int64_t c = Lane(); c < a.channels; c += kWarp) sum += expf(Load(a.x, x, c) - max);
   const float log_sum = logf(WarpSum(sum));

@@ -16,7 +16,7 @@ struct LogSoftmaxArguments {
 };
 
 struct LogSoftmaxKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*log_softmax)(const LogSoftmaxArguments& arguments, void* stream);
 };
 

@@ -55,7 +55,7 @@ absl::Status CheckShapes(const PackedMatrix& matrix, const MatMulCall& call) {
                                           "] does not give y ", ShapeString(call.y.shape())));
 }
 
-// One call: fixed while its tasks run.
+// One call; it does not change while its tasks run.
 class Product {
  public:
   Product(const PackedMatrix& matrix, const MatMulCall& call)
@@ -68,7 +68,7 @@ class Product {
     direct_ = x_.FirstRow(&direct_stride_);
   }
 
-  // Rows first, ..., first + rows - 1 of panel p.
+  // Computes rows first, ..., first + rows - 1 of panel p.
   void Compute(int64_t first, int64_t rows, int64_t p, const Scratch& scratch) const {
     const int64_t columns = std::min(kPanel, matrix_.out() - p * kPanel);
     const int64_t padded = CeilDiv(columns, kColumnQuantum) * kColumnQuantum;
@@ -118,7 +118,7 @@ class Product {
   int64_t direct_stride_ = 0;
 };
 
-// What PackedMatrix::weights() has on the CPU.
+// Returns the weights in the layout that PackedMatrix::weights() has on the CPU.
 std::vector<float> Panels(const std::vector<ConstTensorView>& matrices, int64_t in, int64_t out) {
   std::vector<float> panels(CeilDiv(out, kPanel) * in * kPanel, 0.0f);
   int64_t column = 0;
@@ -132,7 +132,7 @@ std::vector<float> Panels(const std::vector<ConstTensorView>& matrices, int64_t 
   }
   return panels;
 }
-// And on CUDA.
+// Returns the weights in the layout that PackedMatrix::weights() has on CUDA.
 std::vector<float> RowMajor(const std::vector<ConstTensorView>& matrices, int64_t in, int64_t out) {
   std::vector<float> rows(in * out);
   const TensorView all(rows.data(), DType::kF32, {in, out});

@@ -8,13 +8,14 @@
 // panel for one block of rows; it sums in fp32 in the order of the input channels, so the result
 // depends neither on the number of threads nor on the other rows.
 //
-// CUDA. fp32 throughout, W row-major. On a GPU the product is cuBLAS's where that can be opened,
-// with a kernel that adds the rest; else, and in the simulator, one kernel of our own does all of
-// it (layer_kernels.cu), whose sums are in the order of the input channels too. MatMulBackend tells
-// which. Products of listed rows are our own kernel's on a GPU too: how many rows a library multiplies
-// is an argument that the host passes. It does not know it, and to ask the device would mean to wait
-// for it in every layer; a product of all rows would save nothing. Whether a list of nearly all rows is
-// then slower than cuBLAS with all of them has not been measured.
+// CUDA. Arithmetic is fp32 throughout, and W is row-major. On a GPU cuBLAS computes the product
+// where the library can be opened, and a kernel adds the rest; else, and in the simulator, one
+// kernel of our own does all of it (layer_kernels.cu), whose sums are in the order of the input
+// channels too. MatMulBackend tells which. Our own kernel computes products of listed rows on a GPU
+// too: a library takes the number of rows from the host. The host does not know it, and to ask the
+// device would mean to wait for it in every layer; a product of all rows would save nothing.
+// Whether a list of nearly all rows is then slower than cuBLAS with all of them has not been
+// measured.
 #ifndef TFB_CORE_LAYERS_MATMUL_H_
 #define TFB_CORE_LAYERS_MATMUL_H_
 
@@ -34,16 +35,16 @@
 
 namespace tfb {
 
-// A weight matrix as its device wants it: a copy, made at Setup.
+// A weight matrix in its device's layout: a copy, made at Setup.
 class PackedMatrix {
  public:
   PackedMatrix() = default;
-  // W [in, out] and b [out], or no bias where it is empty; in host memory, of any floating dtype
-  // and strides. Errors: those of the device and of its memory.
+  // Takes W [in, out] and b [out], or no bias where b is empty; both in host memory, of any
+  // floating dtype and strides. Returns errors of the device and of its memory.
   static absl::StatusOr<PackedMatrix> Create(Device device, const ConstTensorView& weights,
                                              const ConstTensorView& bias = {});
-  // The columns of several matrices side by side, such as those of queries, keys and values: x is
-  // then read once.
+  // Puts the columns of several matrices side by side, such as those of queries, keys and values: x
+  // is then read once.
   static absl::StatusOr<PackedMatrix> Create(Device device,
                                              const std::vector<ConstTensorView>& weights,
                                              const ConstTensorView& bias = {});
@@ -63,13 +64,14 @@ class PackedMatrix {
   DeviceArray<float> bias_;
 };
 
-// Of a matrix: y then has `count` channels.
+// Selects columns of a matrix: y then has `count` channels.
 struct Columns {
   int64_t first = 0;
   int64_t count = 0;  // 0: all
 };
 
-// Views of memory of the matrix's device, each f32, bf16 or f16, with any strides.
+// The views of a product, in memory of the matrix's device, each f32, bf16 or f16, with any
+// strides.
 struct MatMulCall {
   ConstTensorView x;         // [batch, tokens, in] or [rows, in]
   ConstTensorView residual;  // of y's shape, or empty
@@ -79,21 +81,22 @@ struct MatMulCall {
   Columns columns = {};  // CUDA alone
 };
 
-// Scratch of products of up to `rows` rows in bytes. CPU: for each thread one block of products and
-// one of converted inputs. CUDA: cuBLAS's own, x and y in fp32; none for our own kernel.
+// Returns the scratch of products of up to `rows` rows in bytes. CPU: for each thread one block of
+// products and one of converted inputs. CUDA: cuBLAS's own, and x and y in fp32; none for our own
+// kernel.
 size_t MatMulWorkspaceBytes(Device device, int64_t rows, int64_t in, int64_t out, int threads);
 
-// Sums are fp32. Allocates nothing; on CUDA it enqueues on the stream. Internal where the shapes do
-// not fit the matrix.
+// Computes a product with fp32 sums. It allocates nothing; on CUDA it enqueues on the stream.
+// Returns Internal where the shapes do not fit the matrix.
 absl::Status MatMul(const PackedMatrix& matrix, const MatMulCall& call, const Execution& execution);
 
-// What multiplies on the device, for reports: "own", "cuBLAS 13.1.0", or why that is not used:
-// "own (libcublas.so.13: cannot open ...)".
+// Names the implementation on the device, for reports: "own", "cuBLAS 13.1.0", or why cuBLAS is not
+// used: "own (libcublas.so.13: cannot open ...)".
 std::string MatMulBackend(Device device);
 bool MatMulUsesCublas(Device device);
 
-// y = a + b, of shape [batch, tokens, channels] or [rows, channels] each, in memory of the device.
-// y may be a or b, which may have strides of 0.
+// y = a + b, each of shape [batch, tokens, channels] or [rows, channels], in memory of the device.
+// y may be a or b; a and b may have strides of 0.
 absl::Status Add(Device device, const ConstTensorView& a, const ConstTensorView& b,
                  const TensorView& y, const Execution& execution);
 // y = scale a + b

@@ -23,7 +23,8 @@ class RowsOf {
     return view_.rank == 2 ? view_.Offset(row)
                            : view_.Offset(row / view_.dim(1), row % view_.dim(1));
   }
-  // Row r of floats begins at FirstRow() + r * *stride; null where the rows are not such floats.
+  // Returns the first row of floats, where row r begins at FirstRow() + r * *stride; null where the
+  // rows are not floats side by side.
   const float* FirstRow(int64_t* stride) const {
     const bool unit = view_.stride(view_.rank - 1) == 1 || channels() == 1;
     if (view_.dtype != DType::kF32 || !unit) return nullptr;
@@ -36,7 +37,7 @@ class RowsOf {
     return static_cast<const float*>(view_.data);
   }
 
-  // `count` channels of a row from channel `first` on.
+  // Loads `count` channels of a row from channel `first` on.
   void Load(int64_t row, int64_t first, int64_t count, float* to) const {
     const int64_t stride = view_.stride(view_.rank - 1);
     LoadRow(view_, Offset(row) + first * stride, stride, count, to);

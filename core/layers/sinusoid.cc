@@ -9,7 +9,7 @@
 namespace tfb {
 namespace {
 
-// f_0, f_1, ...
+// Returns f_0, f_1, ...
 std::vector<double> Frequencies(int64_t channels, const SinusoidForm& form) {
   std::vector<double> frequencies((channels + 1) / 2);
   const double sines = static_cast<double>(frequencies.size());

@@ -33,13 +33,13 @@ struct SinusoidForm {
   double base = 10000;
 };
 
-// Rows of the positions `first` to `first` + `positions` - 1, f32 [positions, channels]; angles are
-// in double. ResourceExhausted where there is no memory.
+// Returns rows of the positions `first` to `first` + `positions` - 1, f32 [positions, channels];
+// angles are in double. Returns ResourceExhausted where there is no memory.
 absl::StatusOr<Tensor> Sinusoids(int64_t first, int64_t positions, int64_t channels,
                                  const SinusoidForm& form);
 
-// The distances 0 to `distances` - 1, concatenated, with the paper's frequencies: as Transformer-XL
-// and its descendants use them.
+// Returns rows of the distances 0 to `distances` - 1, concatenated, with the paper's frequencies,
+// as Transformer-XL and its descendants use them.
 Tensor RelativeSinusoids(int64_t distances, int64_t channels);
 
 }  // namespace tfb

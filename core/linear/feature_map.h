@@ -1,4 +1,4 @@
-// What engine linear is told of the features: see linear.h for the formula.
+// The features of engine linear: see linear.h for the formula.
 #ifndef TFB_CORE_LINEAR_FEATURE_MAP_H_
 #define TFB_CORE_LINEAR_FEATURE_MAP_H_
 
@@ -10,33 +10,34 @@ namespace tfb {
 
 enum class KeyStabiliser : uint8_t { kRunning, kSequence, kNone };
 
-// Whether a map's features are exponentials, relative to their maximum.
+// Tells whether a map's features are exponentials, relative to their maximum.
 constexpr bool IsExponential(Feature feature) {
   return feature == Feature::kExp || feature == Feature::kExpPair;
 }
-// Whether a row of W gives two features.
+// Tells whether a row of W gives two features.
 constexpr bool IsPair(Feature feature) {
   return feature == Feature::kExpPair || feature == Feature::kSinCos;
 }
 
-// Inputs shorter than it have no direction: they count as zero (2^-60). Its square is an fp32 number.
+// Inputs shorter than 2^-60 have no direction: they count as zero. The square of this length is an
+// fp32 number.
 constexpr float kLeastLength = 8.67361738e-19f;
 
-// Plain data: the engines of all devices read it.
+// A feature map. It is plain data: the engines of all devices read it.
 struct FeatureMap {
   Feature feature = Feature::kExp;
   KeyStabiliser stabiliser = KeyStabiliser::kRunning;
   int64_t projections = 0;  // rows of W
   bool per_head = false;    // W is [kv_heads, projections, head_dim], not [projections, head_dim]
   float input_scale = 1;
-  bool unit = false;         // inputs are brought to unit length
-  float length_epsilon = 0;  // added to their length, which divides them
+  bool unit = false;         // inputs are scaled to unit length
+  float length_epsilon = 0;  // added to the inputs' length, which divides them
   bool gated = false;
   double constant = 1;             // c
   double epsilon = 0;              // added to each feature
   double denominator_epsilon = 0;  // d, added to each entry of the sum of key features, for D_i
-  // |D_i| below it is raised to it, keeping the sign. Not for exponentials, whose sums are relative
-  // to s.
+  // |D_i| below it is raised to it, keeping the sign. It does not apply to exponentials, whose sums
+  // are relative to s.
   double denominator_floor = 0;
 
   int64_t features() const { return IsPair(feature) ? 2 * projections : projections; }

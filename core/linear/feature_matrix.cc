@@ -17,7 +17,7 @@ void DrawFeatureRows(const RandomStream& stream, bool orthogonal, RowNorms norms
     for (int64_t c = 0; c < head_dim; ++c) row[c] = stream.Normal(r * head_dim + c);
     const double chi = std::sqrt(Dot(row, row, head_dim));
     const int64_t block = orthogonal ? r / head_dim * head_dim : r;
-    for (int pass = 0; pass < 2; ++pass) {  // the second removes what rounding left
+    for (int pass = 0; pass < 2; ++pass) {  // the second pass removes what rounding left
       for (int64_t other = block; other < r; ++other) {
         const double* unit = drawn.data() + other * head_dim;
         const double shared = Dot(row, unit, head_dim);

@@ -10,13 +10,13 @@ namespace tfb {
 enum class RowNorms { kChi, kSqrtD };
 
 // Fills `rows`, f32 [number, head_dim]. Row r is Gaussian vector r of the stream, N(0, I), so that
-// fewer rows are the first of more.
+// a matrix of fewer rows begins one of more.
 //
-// `orthogonal`: within blocks of head_dim rows, of which the last may be cut short, each direction
-// loses what it shares with the rows before it (Gram and Schmidt, which is the QR of the block with a
-// positive diagonal of R: the directions of a block are uniform over the orthogonal group). Its length
-// stays that of the Gaussian vector, chi(head_dim), which is independent of all directions. Norms of
-// kSqrtD make all rows sqrt(head_dim) long.
+// Where `orthogonal`, within blocks of head_dim rows, of which the last may be shorter, each
+// direction is made orthogonal to the rows before it (Gram and Schmidt, which is the QR of the
+// block with a positive diagonal of R: the directions of a block are uniform over the orthogonal
+// group). The row's length stays that of the Gaussian vector, chi(head_dim), which is independent
+// of all directions. Norms of kSqrtD make all rows sqrt(head_dim) long.
 void DrawFeatureRows(const RandomStream& stream, bool orthogonal, RowNorms norms,
                      const TensorView& rows);
 

@@ -4,10 +4,10 @@
 //   y_i  = sum_j a_ij v_j / D_i,   a_ij = phi_q(q_i) . phi_k(k_j)
 //   D_i  = sum_j a_ij + d sum_r phi_q(q_i)_r
 //
-// over the keys j that are tokens (key mask) and, where the problem is causal, j <= i + kv_tokens -
-// query_tokens. A row without any key, and a row whose D_i is 0, gives y_i = 0. log_sum_exp_i = log
-// D_i with the stabilisers below undone, -inf where D_i is 0: with the softmax maps it estimates
-// the log-sum-exp of dense attention.
+// The sums are over the keys j that are tokens (key mask) and, where the problem is causal, j <= i
+// + kv_tokens - query_tokens. A row without any key, and a row whose D_i is 0, gives y_i = 0.
+// log_sum_exp_i = log D_i with the stabilisers below undone, -inf where D_i is 0: with the softmax
+// maps it estimates the log-sum-exp of dense attention.
 //
 // Features. x is the input times `input_scale`, w_r a row of W, c `constant`:
 //
@@ -23,15 +23,16 @@
 //
 // Weights of kSinCos have either sign, and so have D_i, whose logarithm is that of |D_i|.
 //
-// Gates, of causal problems: g_j = sigmoid(u . k_j + b) of a key's input as it is, with u and b those
-// of its head, makes sums decay:
+// Gates, for causal problems: the gate g_j = sigmoid(u . k_j + b) of a key's input, unscaled, with
+// u and b of its head, makes sums decay:
 //
 //   a_ij = prod_(j < l <= i') g_l (1 - g_j) phi_q(q_i) . phi_k(k_j)
 //
 // where i' is the last key that row i sees. Padding has no gate.
 //
-// The stabiliser s of a query is max_r w_r . q (max_r |w_r . q| for kExpPair). That of the keys is
-// the same maximum over the rows of W *and* over keys, so that it is common to all keys of one sum:
+// The stabiliser s of a query is max_r w_r . q (max_r |w_r . q| for kExpPair). The stabiliser of
+// the keys is the same maximum over the rows of W *and* over keys, so that it is common to all keys
+// of one sum:
 //
 //   kRunning   over the keys that row i sees. In a causal problem phi_k therefore depends on the
 //              row, and row i on nothing after it. Without the causal mask it is kSequence.
@@ -51,24 +52,23 @@
 //                + epsilon exp(rho_j - S) sum_r E_jr
 //                + epsilon^2 m
 //
-// So the sums over keys are kept apart: of exp(rho_j - R) E_j (v_j, 1), of v_j and 1, and of
+// So separate sums over keys are kept: of exp(rho_j - R) E_j (v_j, 1), of v_j and 1, and of
 // exp(rho_j - R) (sum_r E_jr) (v_j, 1), where the reference R is the running maximum of rho_j (not
 // of w_r . k_j: the sums then hold a term of order 1 whatever the norm of the keys). When R grows,
 // the first and the last are multiplied by exp(R_old - R_new). S enters as one factor exp(R - S) a
 // row, so a causal row may have its own, and whatever s and S are, no exponent above 0 is taken:
-// the four terms are divided by max(exp(lambda_i - s), epsilon) max(exp(R - S), epsilon). What is
-// left to underflow is F_i . E_j itself, when no feature is within e^87 of the largest of both q_i
-// and k_j.
+// the four terms are divided by max(exp(lambda_i - s), epsilon) max(exp(R - S), epsilon). Only F_i
+// . E_j itself can underflow, when no feature is within e^87 of the largest of both q_i and k_j.
 //
-// Causal problems go by chunks of 64 keys: what came before is read from the sums at the chunk's
-// beginning, and within the chunk a_ij is formed pair by pair with R_i = max over j <= i. No value
-// of row i depends on a later key, so causality holds bit by bit; chunk edges change nothing but
-// the order of additions.
+// Causal problems go by chunks of 64 keys: the sums at the chunk's beginning stand for all earlier
+// keys, and within the chunk a_ij is formed pair by pair with R_i = max over j <= i. No value of
+// row i depends on a later key, so causality holds bit by bit; chunk edges change nothing but the
+// order of additions.
 //
-// Gates are scales of keys. With G_j = sum of log g_l from the chunk's first key to j, the factor above
-// is exp(log(1 - g_j) - G_j) exp(G_i'): the first joins exp(rho_j), the second is common to all keys of
-// a row and enters log D_i and the floor alone. A chunk's sums are then brought to its end: R falls by
-// its G.
+// Gates are scales of keys. With G_j = sum of log g_l from the chunk's first key to j, the factor
+// above is exp(log(1 - g_j) - G_j) exp(G_i'): the first joins exp(rho_j), the second is common to
+// all keys of a row and enters log D_i and the floor alone. A chunk's sums are then made relative
+// to its end: R falls by its G.
 //
 // FLOPs, for m features and r rows of W: 2 r head_dim a token and head to project queries and keys,
 // 2 m (value_dim + 1) to add a key and as much to read for a query; causal adds some 90 (m +
@@ -102,29 +102,32 @@ struct LinearCall {
   TensorView out;          // [batch, query_heads, query_tokens, value_dim]
   TensorView log_sum_exp;  // f32 [batch, query_heads, query_tokens], or empty
   FeatureMap map;
-  // Where not null, raised by the number of rows that see a key and whose D_i is 0 or below, or not
-  // above the floor.
+  // Where not null, is raised by the number of rows that see a key and whose D_i is 0 or below, or
+  // not above the floor.
   std::atomic<int64_t>* rows_without_weight = nullptr;
 };
 
-// Internal where W or the map is not what the engines take.
+// Returns Internal where the engines do not support W or the map.
 absl::Status CheckLinearMap(const Problem& problem, const FeatureMap& map,
                             const ConstTensorView& w);
 
-// Scratch of one call in bytes. Enough also for LinearAppend of at most problem.kv_tokens tokens.
+// Returns the scratch of one call in bytes. It suffices also for LinearAppend of at most
+// problem.kv_tokens tokens.
 size_t LinearWorkspaceBytes(const Problem& problem, const FeatureMap& map, int threads);
 
-// Runs on the CPU. Tensors are of problem.dtype with any strides; arithmetic is fp32. The result
-// does not depend on the number of threads: tasks are cut by the problem alone. Allocates nothing.
+// Runs a call on the CPU. Tensors are of problem.dtype with any strides; arithmetic is fp32. The
+// result does not depend on the number of threads, since the problem alone decides how tasks are
+// cut. It allocates nothing.
 absl::Status LinearCpu(const Problem& problem, const LinearCall& call, const Execution& execution);
 
-// Decoding: the sums of all heads so far, of a size that does not depend on the number of tokens.
+// Returns the bytes of a decoding state: the sums of all heads so far. The size does not depend on
+// the number of tokens.
 size_t LinearStateBytes(const Problem& problem, const FeatureMap& map);
-// No tokens so far. `state` is aligned to 64 bytes.
+// Sets a state to no tokens. `state` is aligned to 64 bytes.
 void LinearReset(const Problem& problem, const FeatureMap& map, absl::Span<std::byte> state);
 // Appends `tokens` tokens, with queries, keys and values: q, k, v, out, log_sum_exp and key_mask
 // have that many. Each sees itself and all before it, as in one causal call over all of them.
-// problem.query_tokens and kv_tokens are not looked at.
+// problem.query_tokens and kv_tokens are ignored.
 absl::Status LinearAppend(const Problem& problem, int64_t tokens, const LinearCall& call,
                           absl::Span<std::byte> state, const Execution& execution);
 

@@ -2,14 +2,14 @@
 //
 // A block has one key-value head. For a token it goes through the tiles of features: projections of
 // the key and of the queries that share it, their maxima so far, and then one pass over the tile's
-// sums, in which each number is read, brought forward by the key, written, and taken for the
-// queries: S <- S exp(R - R') + E v^T, y <- y + F S. So a step moves the state once in each
-// direction, 2 features (value_dim + 1) 4 B a head, 132 KiB at 256 features and 64 channels, besides
-// W from L2; some two multiply-adds a number and query.
+// sums, in which each number is read, updated by the key, written, and used for the queries: S <- S
+// exp(R - R') + E v^T, y <- y + F S. So a step moves the state once in each direction, 2 features
+// (value_dim + 1) 4 B a head, 132 KiB at 256 features and 64 channels, besides W from L2; some two
+// multiply-adds a number and query.
 //
 // Threads read four columns each, and rows `parts` apart, so that a block reads consecutive
-// addresses; five rows are on their way at a time. Sums over rows are taken per thread and then over
-// the threads of a column in their order: the result is the same in every run.
+// addresses; five rows are being loaded at a time. Sums over rows are taken per thread and then
+// over the threads of a column in their order: the result is the same in every run.
 #include "core/linear/linear_math.cuh"
 #include "core/linear/linear_rows.cuh"
 
@@ -28,21 +28,21 @@ class AppendBlock {
   struct Shared {
     alignas(16) float inputs[kVectors][kMaxChannels];
     float features[kVectors][kTile];   // projections, then features
-    float scaled_key[kTile + 1];       // at the tile's reference; their sum
+    float scaled_key[kTile + 1];       // features at the tile's reference, and their sum
     alignas(16) float value[kMaxRow];  // (v, 1)
     alignas(16) float value_sums[kMaxRow];
-    alignas(16) float feature_values[kMaxRow];  // sums of all features' sums
+    alignas(16) float feature_values[kMaxRow];  // the row of values summed over all features
     alignas(16) float result[kHeads][kMaxRow];
     alignas(16) float4 parts[kThreads];
-    // Of a vector's projections so far.
+    // Maxima of a vector's projections so far.
     float maximum[kVectors];
     float factor[kVectors];
     float half_square[kVectors];
     float total[kVectors];
     RowFactors factors[kHeads];
-    float tile_rescale;    // of the tile's sums
-    float result_rescale;  // of what was read of the tiles before
-    float tile_scale;      // of what is read of this one
+    float tile_rescale;    // factor of the tile's sums
+    float result_rescale;  // factor of the result of the earlier tiles
+    float tile_scale;      // factor of this tile's result
     float reference, key_maximum;
   };
 
@@ -121,7 +121,7 @@ class AppendBlock {
       s_.total[vector] = 0;
       if (vector == 0) s_.reference = s_.key_maximum = NegativeInfinity();
     }
-    if (a_.map.unit) __syncthreads();  // inputs have changed
+    if (a_.map.unit) __syncthreads();  // the inputs have been changed
     if (a_.map.gated) {
       const float* gates = GatesOf(a_, batch_ * a_.kv_heads + kv_head_, token);
       log_gate_ = gates[1] - (token == 0 ? 0 : gates[-1]);
@@ -156,14 +156,14 @@ class AppendBlock {
       const float none = IsExponential(a_) ? NegativeInfinity() : 0;
       float second = -dot, first = dot;
       if (is_sin_cos) sincosf(dot, &first, &second);
-      // Where AddProjections has it.
+      // The places are those of AddProjections.
       float* to = s_.features[vector] + (pair ? row / 16 * 32 + row % 16 : row);
       to[0] = exists ? first : none;
       if (pair) to[16] = exists ? second : none;
     }
   }
 
-  // By one warp, of one vector.
+  // Makes the features of one vector, by one warp.
   __device__ void MakeFeatures(int64_t tile, int vector) {
     float* features = s_.features[vector];
     float low = features[Lane()], high = features[Lane() + 32];
@@ -219,7 +219,7 @@ class AppendBlock {
   __device__ float4* SumsAt(int64_t tile, int row) const {
     return reinterpret_cast<float4*>(state_ + tile * a_.sums.tile + row * a_.sums.row) + quad_;
   }
-  // Rows from `first` on; those of the first call arrive while features are made.
+  // Starts to load rows from `first` on; those of the first call arrive while features are made.
   __device__ void FetchSums(int64_t tile, int first) {
     if (part_ >= parts_) return;
 #pragma unroll
@@ -258,7 +258,7 @@ class AppendBlock {
     }
   }
 
-  // Sums over the threads of a column.
+  // Sums the result over the threads of a column.
   __device__ void CollectResult() {
     if (part_ == kTile % parts_) {
       *reinterpret_cast<float4*>(s_.feature_values + quad_ * 4) = feature_values_;
@@ -317,12 +317,12 @@ class AppendBlock {
   Shared& s_;
   const int64_t batch_, kv_head_;
   float* state_;
-  int quads_, parts_;  // of a row; threads that share a column
+  int quads_, parts_;  // quads of columns in a row; threads that share a column
   int quad_, part_;
   int heads_;
   bool is_seen_ = false;
-  float log_gate_ = 0, log_input_gate_ = 0;  // of the token: log g, log(1 - g)
-  float4 rows_[kRowsAtOnce] = {};            // on their way
+  float log_gate_ = 0, log_input_gate_ = 0;  // log g and log(1 - g) of the token
+  float4 rows_[kRowsAtOnce] = {};            // rows that are being loaded
   float4 result_[kHeads];
   float4 feature_values_;
 };

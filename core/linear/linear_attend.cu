@@ -8,15 +8,15 @@
 //   output [queries x value_dim] += F S      against the sums of the tile
 //   pairs  [64 x 64]             += F E^T    causal: of half of the warps, while the others do the first
 //
-// After the last tile everything is known that the factors of linear.h need, so that epsilon costs a
-// few numbers a row. Causal: weights [64 x 64] of the pairs meet the values of the chunk, and
-// meanwhile the sums of each tile have been brought forward by the chunk, S_t <- S_t + E^T V. So a
-// block walks the chunks of one query head, or of a group of them where heads are few, and a
-// head's sums stay in its shared memory. Query heads that share keys have a block each.
+// After the last tile everything is known that the factors of linear.h need, so that epsilon costs
+// a few numbers a row. Causal: weights [64 x 64] of the pairs are multiplied by the values of the
+// chunk; before that, the chunk has been added to the sums of each tile, S_t <- S_t + E^T V. So a
+// block walks the chunks of one query head, or of a group of them where heads are few, and a head's
+// sums stay in its shared memory. Query heads that share keys have a block each.
 //
 // Multiply-adds of a chunk and tile at 64 channels: 2 x 0.26 M projections, 3 x 0.26 M; of a chunk
-// 0.26 M more. W, K and Q are read anew for each tile, from L2: at 16 bits 16 + 8 + 8 KiB for 1.3 M
-// multiply-adds. The next tile's are on their way, in registers, while the products run.
+// 0.26 M more. W, K and Q are read again for each tile, from L2: at 16 bits 16 + 8 + 8 KiB for 1.3
+// M multiply-adds. The next tile's elements are loaded to registers while the products run.
 //
 // Shared memory in bytes, T tiles (features / 64), up to 64 channels of values (up to 128):
 //
@@ -40,8 +40,9 @@ class AttendBlock {
  public:
   static constexpr int kColumns = kTile * kPanels;
   static constexpr int kQueries = kCausal ? kTile : kRows;
-  using Rows = typename Math::template Inputs<kRows>;         // inputs, then features
-  using Weights = typename Math::template Across<kTile>;      // of pairs, in the place of features
+  using Rows = typename Math::template Inputs<kRows>;  // inputs, then features
+  // Weights of pairs, in the place of features.
+  using Weights = typename Math::template Across<kTile>;
   using Matrix = typename Math::Matrix;                       // W
   using Scaled = typename Math::template Down<kTile, kTile>;  // features of keys, in W's place
   using Columns = typename Math::template Down<kTile, kColumns>;
@@ -58,46 +59,48 @@ class AttendBlock {
 
   // Numbers of rows, columns and the block.
   struct Numbers {
-    float maximum[kRows];  // of a row's projections so far
-    float factor[kRows];   // which brings to it what was relative to the one before
+    float maximum[kRows];  // maxima of rows' projections so far
+    float factor[kRows];   // factor that makes results at the previous maximum relative to this one
     float half_square[kRows];
     float total[kRows];          // sum of a row's features
-    float dot[kRows];            // their product with the normaliser
-    float partial[2][2][kRows];  // of the two warps that share a row
+    float dot[kRows];            // product of the features with the normaliser
+    float partial[2][2][kRows];  // results of the two warps that share a row
     float normaliser[kTile];
-    // Keys of the chunk.
+    // Numbers of the keys of the chunk.
     float seen[kTile];
-    float log_scale[kTile];  // rho_j; -inf for what is no token
+    float log_scale[kTile];  // rho_j; -inf where j is no token
     float running_reference[kTile];
     float running_maximum[kTile];
     float coefficient[kTile];  // exp(rho_j - R) times the sum of the features
-    float gate[kTile];         // key_gates, 0 without gates; decay of the last key beyond it
+    float gate[kTile];         // key_gates, 0 without gates; decay of the last key behind them
     float decay[kTile];
-    // Queries, after the last tile.
+    // Numbers of the queries, after the last tile.
     float product[kQueries];
     float key[kQueries];
     float constant[kQueries];
     float denominator[kQueries];
     float log_scale_of_row[kQueries];
-    float inverse[kQueries];  // of the denominators
+    float inverse[kQueries];  // inverses of the denominators
     unsigned has_keys[kQueries];
-    // By which the chunk's pairs are read.
+    // Factors of the chunk's pairs.
     float shift[kTile];
     float pair_product[kTile];
     float pair_key[kTile];
     // Columns of values: the sums of all features' sums, and of values.
     float feature_values[kColumns];
     float values[kColumns];
-    // Of the head's sums so far: R, max M, the normaliser's sum, tokens.
+    // The head's numbers so far: R, max M, the normaliser's sum, tokens.
     float reference, key_maximum, normaliser_sum, tokens;
-    // Of the tile's sums: what brings them to the reference that the chunk makes.
+    // The tile's numbers: the factor that makes its sums relative to the chunk's reference, and
+    // that reference.
     float tile_rescale, tile_reference;
-    unsigned not_finite[2];  // whether a value of the chunk is not; chunks take turns
+    // Whether a value of the chunk is not finite; chunks use the two in turn.
+    unsigned not_finite[2];
   };
 
   static constexpr int kNumbersBytes = (sizeof(Numbers) + 15) / 16 * 16;
   static constexpr int kElementBytes = sizeof(typename Math::Raw) / 4;
-  // Where two blocks share a multiprocessor, one works while the other waits.
+  // Where two blocks share a multiprocessor, one computes while the other waits for memory.
   static constexpr bool kPrefetches = kCausal;
 
   static size_t Bytes(const LinearArguments& a) {
@@ -136,11 +139,12 @@ class AttendBlock {
                       : a.running + ((head * a.groups + piece_) * parts + part) * a.sums.head;
   }
 
-  // Blocks have parts of the columns of values: whose features they repeat.
+  // Returns the number of blocks that share the columns of values; each repeats the features.
   static __host__ __device__ int64_t Parts(const LinearArguments& a) {
     return (a.value_dim + kColumns - 1) / kColumns;
   }
-  // Not causal: tiles of queries. Causal: the groups of keys at whose places there are queries.
+  // Returns the number of pieces: not causal, tiles of queries; causal, the groups of keys at whose
+  // places there are queries.
   static __host__ __device__ int64_t Pieces(const LinearArguments& a) {
     if (!kCausal) return (a.query_tokens + kQueries - 1) / kQueries;
     const int64_t offset = a.kv_tokens - a.query_tokens;
@@ -180,21 +184,21 @@ class AttendBlock {
   static constexpr int kMatrixLoads = kTile / kRowStep;
   __device__ static int LoadRow() { return Thread() / 16; }
   __device__ static int Channel() { return Thread() % 16 * 4; }
-  // A warp's place in projections, and in its result: pairs for half of the warps where causal, else
-  // rows of y.
+  // A warp's place in projections, and in its result. Where causal, half of the warps compute
+  // pairs; all others compute rows of y.
   __device__ static int TokenRow() { return Warp() % 4 * 32; }
   __device__ static int FeatureColumn() { return Warp() / 4 * 32; }
   __device__ static int ResultRow() { return kCausal ? Warp() % 2 * 32 : TokenRow(); }
   __device__ static int ResultColumn() { return kCausal ? Warp() / 2 % 2 * 32 : FeatureColumn(); }
   __device__ static bool DoesPairs() { return kCausal && Warp() < kWarps / 2; }
-  static constexpr int kFirstQuery = kCausal ? kTile : 0;  // among the rows
+  static constexpr int kFirstQuery = kCausal ? kTile : 0;  // first query among the rows
 
   // ---- The head's sums ----
 
   __device__ const float* Header(const float* sums, int64_t tile) const {
     return sums + tile * a_.sums.tile + (kTile + 1) * a_.sums.row;
   }
-  // The maximum over a head's tiles of number `which` of their headers. For all threads.
+  // Returns the maximum of number `which` of the tiles' headers of a head. All threads call it.
   __device__ float MaxOfHeaders(const float* sums, int which) {
     float largest = NegativeInfinity();
     for (int64_t t = Thread(); t < a_.sums.tiles; t += kThreads) {
@@ -207,7 +211,7 @@ class AttendBlock {
     return MaxOf(numbers_.partial[0][0], kWarps);
   }
 
-  // What is known of the keys that all rows see.
+  // Takes over the numbers of the keys that all rows see.
   __device__ void Start() {
     const int t = Thread();
     reference_ = from_ == nullptr ? NegativeInfinity() : MaxOfHeaders(from_, 0);
@@ -227,7 +231,7 @@ class AttendBlock {
     }
     __syncthreads();
   }
-  // Of the rows that hold the sums of a tile's rows.
+  // Returns a column's sum over the rows that hold the sums of a tile's rows.
   __device__ float SumOfTiles(int64_t column) const {
     float sum = 0;
     if (from_ == nullptr || reference_ == NegativeInfinity()) return sum;
@@ -241,7 +245,7 @@ class AttendBlock {
     return from_ == nullptr ? 0 : from_[a_.sums.tiles * a_.sums.tile + column];
   }
 
-  // A tile's sums as an operand, at the head's reference.
+  // Loads a tile's sums as an operand, at the head's reference.
   __device__ void LoadSums(int64_t tile) {
     const float* from = from_ == nullptr ? nullptr : from_ + tile * a_.sums.tile;
     tile_reference_ = from == nullptr ? NegativeInfinity() : Header(from_, tile)[0];
@@ -267,7 +271,7 @@ class AttendBlock {
     }
   }
 
-  // The tile's sums with the chunk's keys: 64 x 64 of a panel, of which a warp has 32 x 16.
+  // Adds the chunk's keys to the tile's sums: 64 x 64 of a panel, of which a warp has 32 x 16.
   __device__ void UpdateSums(int64_t tile) {
     const int row = Warp() % 2 * 32, column = Warp() / 2 * 16, depth = (count_ + 15) / 16 * 16;
     const float* from = from_ == nullptr ? nullptr : from_ + tile * a_.sums.tile;
@@ -322,9 +326,9 @@ class AttendBlock {
     count_ = count;
     attends_ = first_query_ + count > 0;
     valid_ = 0;
-    __syncthreads();  // what the rows before left has been read
+    __syncthreads();  // the numbers of the previous rows have been read
     const int first_row = LoadRow();
-#pragma unroll 1  // once a chunk: the addresses of all rows at once would spill
+#pragma unroll 1  // not unrolled: the addresses of all rows at once would spill registers
     for (int n = 0; n < kLoads; ++n) {
       const int row = first_row + n * kRowStep;
       if (n < kKeyLoads) {
@@ -359,7 +363,7 @@ class AttendBlock {
     numbers_.decay[row] = gates[1];
   }
 
-  // Four channels from `depth` on of the thread's rows, and of its rows of W in a tile.
+  // Loads four channels from `depth` on of the thread's rows, and of its rows of W in a tile.
   __device__ void Fetch(int64_t tile, int depth) {
     FetchInputs(0, kLoads, depth);
     FetchMatrixRows(tile, depth);
@@ -413,7 +417,7 @@ class AttendBlock {
       matrix_.Store(first_row + n * kRowStep, channel, Times(w_[n], a_.map.input_scale));
     }
   }
-  // Both at once, of half of the rows at a time.
+  // Loads both at once, half of the rows at a time.
   __device__ void Load(int64_t tile, int depth) {
     FetchMatrixRows(tile, depth);
     PutMatrixRows();
@@ -424,7 +428,7 @@ class AttendBlock {
     }
   }
 
-  // The keys' values, zeros for what is no token.
+  // Loads the keys' values, and zeros where a key is no token.
   __device__ void LoadValues() {
     bool finite = true;
     const int row = LoadRow(), channel = Channel();
@@ -492,7 +496,7 @@ class AttendBlock {
     MakePlainFeatures<Math>(a_, tile, FeatureColumn(), features);
   }
 
-  // The maxima of rows with this tile, and what they change.
+  // Finds the maxima of rows with this tile, and the factors that follow from them.
   __device__ void FindMaxima(const Fragment<32>& features) {
     float* partial = numbers_.partial[0][FeatureColumn() / 32] + TokenRow() + Math::FirstRow();
     const bool is_first = Lane() % 4 == 0;
@@ -520,7 +524,7 @@ class AttendBlock {
     __syncthreads();
   }
 
-  // From projections, into shared memory. Ends with a barrier.
+  // Makes features from projections, in shared memory. Ends with a barrier.
   __device__ void MakeFeatures(Fragment<32>* features) {
     const int row = TokenRow(), column = FeatureColumn();
     const bool are_keys = kCausal && row < kTile, is_first = Lane() % 4 == 0;
@@ -551,7 +555,7 @@ class AttendBlock {
     __syncthreads();
   }
 
-  // Features of keys as the tile's sums add them: at the reference that the chunk makes.
+  // Scales features of keys for the tile's sums: relative to the chunk's reference.
   __device__ void ScaleKeys(int row, int column, Fragment<32>* features) {
     const int lane = Lane();
     const float reference = fmaxf(
@@ -613,8 +617,8 @@ class AttendBlock {
 
   // ---- The end of rows ----
 
-  // Factors and denominators of queries, by one thread each, `row` of the queries. `reference` and
-  // `key_maximum` are those of the keys that it sees.
+  // Computes factors and denominators of queries, one thread for each; `row` counts queries.
+  // `reference` and `key_maximum` are those of the keys that the row sees.
   __device__ RowFactors FindFactors(int row, float reference, float key_maximum) {
     const int input = kFirstQuery + row;
     const RowFactors factors =
@@ -631,11 +635,13 @@ class AttendBlock {
     return factors;
   }
 
-  // The denominator of a row, to which `more` is added, and the log-sum-exp. By one thread.
+  // Computes the denominator of a row, to which `more` is added, and the log-sum-exp. One thread
+  // calls it.
   __device__ void EndRow(int row, float reference, float more) {
     const int64_t query = first_query_ + row;
     if (row >= count_ || query < 0) return;
-    const bool is_first = first_column_ == 0;  // of the blocks that have parts of the row
+    // True for one of the blocks that have parts of the row.
+    const bool is_first = first_column_ == 0;
     const bool has_keys = reference != NegativeInfinity();
     float denominator = 0;
     if (has_keys) {
@@ -650,7 +656,7 @@ class AttendBlock {
     }
   }
 
-  // From the products with the sums to rows of y, times their denominators.
+  // Turns the products with the sums into rows of y times their denominators.
   __device__ void ScaleResult() {
     const int row = ResultRow() + Math::FirstRow(), column = ResultColumn() + Math::FirstColumn();
     const bool has_epsilon = a_.constants.epsilon != 0;
@@ -673,12 +679,12 @@ class AttendBlock {
     }
   }
 
-  // Rows of a panel: where causal, in the place of sums, which nobody reads any more; else, where
-  // there are twice as many, in that of features and W.
+  // Returns the place of rows of a panel: where causal, in the memory of sums, which are no longer
+  // read; else, where there are twice as many rows, in that of features and W.
   __device__ float* StagedAt(int panel, int row, int column) const {
     return staged_ + row * kStagedStride + (kCausal ? panel * kTile : 0) + column;
   }
-  // A panel of rows, not divided yet, into shared memory.
+  // Writes a panel of rows, not divided yet, to shared memory.
   __device__ void PutResult(int panel) {
     float* first =
         StagedAt(panel, ResultRow() + Math::FirstRow(), ResultColumn() + Math::FirstColumn());
@@ -704,7 +710,7 @@ class AttendBlock {
     }
   }
 
-  // Not causal.
+  // Finishes rows, not causal.
   __device__ void EndRows() {
     const int t = Thread();
     if (t < kQueries) {
@@ -722,7 +728,7 @@ class AttendBlock {
     }
   }
 
-  // Causal: the pairs, the rows, and the head's numbers with the chunk.
+  // Finishes a chunk, causal: the pairs, the rows, and the head's numbers.
   __device__ void EndChunk() {
     const int t = Thread();
     if (t / 32 == 0) FindRunningMaxima();
@@ -772,7 +778,7 @@ class AttendBlock {
     if (t / 32 == kWarps - 1) CountKeys(reference, rescale);
     reference_ = reference + numbers_.decay[kTile - 1];
   }
-  // The head's numbers with the chunk's. By one warp.
+  // Adds the chunk's numbers to the head's. One warp calls it.
   __device__ void CountKeys(float reference, float rescale) {
     const int j = Lane();
     const float seen = SumOfWarp(numbers_.seen[j] + numbers_.seen[j + 32]);
@@ -784,7 +790,7 @@ class AttendBlock {
     numbers_.key_maximum = numbers_.running_maximum[kTile - 1];
   }
 
-  // Of the keys up to each one of the chunk. By one warp.
+  // Finds the maxima over the keys up to each one of the chunk. One warp calls it.
   __device__ void FindRunningMaxima() {
     const int lane = Lane();
     const bool whole = a_.map.stabiliser == KeyStabiliser::kSequence;
@@ -818,7 +824,7 @@ class AttendBlock {
     to[lane + 32] = high;
   }
 
-  // From products of features to what the values are weighted with, and its sum in each row.
+  // Turns products of features into the weights of values, and computes the sum of each row.
   __device__ void StoreWeights() {
     const int row = ResultRow() + Math::FirstRow(), column = ResultColumn() + Math::FirstColumn();
     float* partial = numbers_.partial[0][ResultColumn() / 32] + row;
@@ -855,8 +861,9 @@ class AttendBlock {
     }
   }
 
-  // A weight of 0 must not meet a value that is not finite and not seen: such values are left out of
-  // the product, and then added to the rows that see them. The sums have had them.
+  // Values that are not finite are left out of the product, since a weight of 0 must not be
+  // multiplied by a hidden one; they are then added to the rows that see them. The sums have
+  // contained them before.
   __device__ bool HasFiniteValues() const { return numbers_.not_finite[turn_] == 0; }
   __device__ void HideInfiniteValues() {
     if (HasFiniteValues()) return;
@@ -894,28 +901,29 @@ class AttendBlock {
   const Columns values_;
   float* const staged_;
   Numbers& numbers_;
-  int first_column_, columns_;  // of values: this block's part
+  int first_column_, columns_;  // columns of values that this block has
   int head_, batch_, kv_head_;
   int64_t piece_;
-  const float* from_ = nullptr;  // the head's sums before the chunk, or of all keys; null: none
-  float* held_ = nullptr;        // where they are brought forward
+  // The head's sums before the chunk, or over all keys; null where there are none.
+  const float* from_ = nullptr;
+  float* held_ = nullptr;  // memory of the block's running sums
 
   int64_t first_query_ = 0, first_key_ = 0;
   int count_ = 0;               // rows of queries, and of keys where causal
-  unsigned valid_ = 0;          // bit n: the thread's row n of the inputs is one
-  bool attends_ = true;         // there are queries
+  unsigned valid_ = 0;          // bit n: the thread's row n of the inputs exists
+  bool attends_ = true;         // there are queries here
   bool updates_ = false;        // the chunk is not the last of the block
-  int turn_ = 0;                // of numbers_.not_finite
+  int turn_ = 0;                // which of numbers_.not_finite the chunk uses
   float reference_ = 0;         // R of the head's sums
-  float tile_reference_ = 0;    // and of the tile's
-  const char* keys_ = nullptr;  // the thread's first row
+  float tile_reference_ = 0;    // the tile's R
+  const char* keys_ = nullptr;  // the thread's first row of keys
   const char* queries_ = nullptr;
   typename Math::Raw inputs_[kLoads];
   float4 w_[kMatrixLoads];
   Fragment<32> result_[kPanels];
 };
 
-// Rows that see no key: those before the first one's place.
+// Clears the rows that see no key: those before the place of the first one.
 __device__ inline void ClearKeylessRows(const LinearArguments& a) {
   const int64_t keyless = min(a.query_tokens - a.kv_tokens, a.query_tokens);
   if (keyless <= 0) return;
@@ -948,7 +956,7 @@ struct Attend {
   using Block = AttendBlock<Math, kPanels, kCausal>;
   static const char* Launch(const char* name, const LinearArguments& a, void* stream) {
     int64_t tasks = Block::Tasks(a);
-    // Without keys there are rows all the same.
+    // Without keys there still are rows to clear.
     if (kCausal && tasks == 0 && a.batch * a.query_heads * a.query_tokens > 0) tasks = 1;
     return tfb::Launch(name, &LinearAttend<Math, kPanels, kCausal>,
                        {Blocks(a, tasks), dim3(kThreads), Block::Bytes(a)}, stream, a);

@@ -1,7 +1,7 @@
 // Times engine linear: its stages on one chunk, whole runs beside engine flash, and decoding.
 //
-// Every figure is the best of several samples, taken in turn with samples of the FMA peak, so that
-// shares of the peak mean something on a shared machine.
+// Every figure is the best of several samples, which alternate with samples of the FMA peak, so
+// that shares of the peak are meaningful on a shared machine.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -47,8 +47,8 @@ struct Timed {
   double seconds = INFINITY;  // best
 };
 
-// Samples of 5 ms or more, the entries in turn. Returns the FMA peak of one core in FLOP/s, sampled
-// along.
+// Takes samples of 5 ms or more of the entries in turn, and of the FMA peak in between. Returns the
+// FMA peak of one core in FLOP/s.
 double Measure(std::vector<Timed>* entries) {
   constexpr int64_t kPeakIterations = 200000;
   double peak = 0;
@@ -150,9 +150,9 @@ Problem SelfAttention(int64_t tokens, bool causal) {
                                 absl::GetFlag(FLAGS_head_dim), causal);
 }
 
-// The kernels on one chunk of 64 tokens, with operands in cache, against what their work predicts:
-// products at 0.87 of the FMA peak, an exponential 0.27 ns. The rest of a run's time is loading,
-// transposing, scaling and writing rows, and cache misses.
+// Times the kernels on one chunk of 64 tokens, with operands in cache, beside predictions from
+// their work: products at 0.87 of the FMA peak, an exponential 0.27 ns. The rest of a run's time is
+// loading, transposing, scaling and writing rows, and cache misses.
 void PrintStages() {
   constexpr int64_t kChunk = kLinearChunk, kTokens = 4096;
   const CpuKernels& kernels = BestCpuKernels();

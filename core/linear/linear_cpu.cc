@@ -1,13 +1,13 @@
 // Engine linear on the CPU.
 //
 // Features are kept with tokens in columns, [features][64], so that maxima, sums and exponentials
-// of 64 tokens are vertical vector operations, W is read as it is, and every product is the GEMM
+// of 64 tokens are vertical vector operations, W is read in place, and every product is the GEMM
 // kernel with a B operand of 64 columns and 64 rows (16 KiB, half of a 32 KiB L1). For a chunk of
 // 64 tokens of one head, head_dim = value_dim = 64, m = 256 features:
 //
 //   project keys      W [256 x 64] K^T [64 x 64]           1.05 M FMA
 //   add to the sums   E [256 x 64] V [64 x 64]             1.05 M FMA
-//   project queries   as keys                              1.05 M FMA
+//   project queries   as for keys                              1.05 M FMA
 //   read the sums     F^T [64 x 256] A [256 x 64]          1.05 M FMA
 //   exponentials      2 x 16 K
 //   causal, twice     F^T [32 x 256] E [256 x 32]          0.26 M FMA, less what is right of the
@@ -39,15 +39,16 @@ namespace linear_cpu {
 namespace {
 
 constexpr int64_t kDepthBlock = 64;  // rows of B that a GEMM takes at a time
-constexpr int64_t kFewTokens = 4;    // taken one by one
-// A gate below e^-18, a quarter of a rounding of 1, has forgotten all: sums of logarithms stay short.
+constexpr int64_t kFewTokens = 4;    // tokens that are taken one by one
+// A gate below e^-18, a quarter of a rounding of 1, is a complete reset; the bound keeps sums of
+// logarithms small.
 constexpr float kLeastLogGate = -18;
 constexpr int64_t kTaskChunks = 4;  // chunks of queries in a task
 constexpr int64_t kSumSlices = 4;   // tasks of one head's running sums
 constexpr int64_t kTileRows = 6;    // of the GEMM
-constexpr int64_t kPairRows = 16;   // of a triangle of pairs at a time
+constexpr int64_t kPairRows = 16;   // rows of a triangle of pairs at a time
 
-// The whole call: fixed while its tasks run.
+// The whole call; it does not change while its tasks run.
 class LinearRun {
  public:
   LinearRun(const Problem& problem, const LinearCall& call, const Sizes& sizes)
@@ -62,11 +63,11 @@ class LinearRun {
         floor_(static_cast<float>(map_.denominator_floor / (map_.constant * map_.constant))),
         log_constants_(2 * std::log(map_.constant)) {}
 
-  // What the causal rows of all heads take for S, where it is not their own: the maximum of the
-  // sequence.
+  // Sets the S of the causal rows of all heads to the maximum of the sequence, instead of each
+  // row's own.
   void set_sequence_maximum(const float* maximum) { sequence_maximum_ = maximum; }
 
-  // max_j M_j over all keys of a head.
+  // Returns max_j M_j over all keys of a head.
   float SequenceMaximum(int64_t kv_head, Scratch& scratch) const {
     float maximum = kNegativeInfinity;
     for (int64_t first = 0; first < problem_.kv_tokens; first += kChunk) {
@@ -88,7 +89,7 @@ class LinearRun {
     }
   }
 
-  // The features, values and scales of the keys from `first` to the end of their chunk.
+  // Loads the features, values and scales of the keys from `first` to the end of their chunk.
   void LoadKeys(int64_t kv_head, int64_t first, Keys& keys, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
     keys.count = std::min(kChunk, problem_.kv_tokens - first);
@@ -111,20 +112,22 @@ class LinearRun {
     LoadValues(b, h, first, keys);
   }
 
-  // sums += keys [begin, end) of the chunk.
+  // Adds keys [begin, end) of the chunk to the sums.
   void Add(Keys& keys, int64_t begin, int64_t end, const Sums& sums, Scratch& scratch) const {
     AdvanceHeader(sums.header(), begin, end, keys);
     AddToSlice(keys, begin, end, sums, 0, sizes_.features, scratch);
   }
 
-  // The header of sums with those keys, and what the keys and the sums so far are scaled by.
+  // Updates the header of sums with those keys, and finds the scales of the keys and of the sums so
+  // far.
   void AdvanceHeader(Sums::Header& header, int64_t begin, int64_t end, Keys& keys) const {
     float reference = header.reference;
     for (int64_t j = begin; j < end; ++j) {
-      reference = std::max(reference, keys.log_scale[j]);  // what it holds where the other is NaN
+      // Std::max returns its first argument where the other is NaN.
+      reference = std::max(reference, keys.log_scale[j]);
       if (keys.seen[j] != 0) header.maximum = std::max(header.maximum, keys.tokens.max[j]);
     }
-    // Sums that hold nothing are zeros at any scale.
+    // Empty sums are zeros at any scale.
     const bool is_empty = header.reference == kNegativeInfinity;
     const float rescale = is_empty ? 1 : Rescale(header.reference, reference).first;
     keys.rescale[begin / kPart] = rescale;
@@ -136,12 +139,12 @@ class LinearRun {
       header.scaled_feature += keys.scale[j] * keys.tokens.total[j];
       header.tokens += keys.seen[j];
     }
-    // After the chunk it is relative to the chunk's end.
+    // After the chunk the reference is relative to the chunk's end.
     header.reference = reference + (end == keys.count ? DecayOf(keys) : 0);
   }
 
-  // The part of sums += keys [begin, end) that is of features [first, last); of the first, also what is
-  // of none.
+  // Does the part of sums += keys [begin, end) for features [first, last); the slice with the first
+  // feature also does the sums without features.
   void AddToSlice(const Keys& keys, int64_t begin, int64_t end, const Sums& sums, int64_t first,
                   int64_t last, Scratch& scratch) const {
     const int64_t count = end - begin;
@@ -171,7 +174,7 @@ class LinearRun {
                            true);
   }
 
-  // into += from.
+  // Adds `from` to `into`.
   void Merge(const Sums& into, const Sums& from) const {
     Sums::Header& header = into.header();
     const Sums::Header& other = from.header();
@@ -181,8 +184,9 @@ class LinearRun {
     header = Merged(header, other);
   }
 
-  // Slice `slice` of the running sums of one head, with the keys of each of its chunks in turn. The sums
-  // before part p of chunk n are left in `before` kParts n + p. Headers are AdvanceHeader's.
+  // Computes slice `slice` of the running sums of one head, adding the keys of each of its chunks
+  // in turn. The sums before part p of chunk n are left in `before` kParts n + p. AdvanceHeader has
+  // computed the headers.
   void AdvanceSlice(const Keys* keys, int64_t chunks, int64_t slice, const Sums& running,
                     const Sums& before, Scratch& scratch) const {
     const int64_t first = SliceBegin(slice), last = SliceBegin(slice + 1);
@@ -198,7 +202,7 @@ class LinearRun {
     return std::min(begin + kPart, keys.count);
   }
 
-  // Rows [begin, end) of query head `h`, which see all that is in the sums.
+  // Computes rows [begin, end) of query head `h`, which see all keys of the sums.
   void ReadRows(int64_t b, int64_t h, int64_t begin, int64_t end, const Sums& sums,
                 Scratch& scratch) const {
     const Sums::Header& header = sums.header();
@@ -212,7 +216,7 @@ class LinearRun {
     }
   }
 
-  // The running maxima of a chunk's keys after those in the sums.
+  // Finds the running maxima of a chunk's keys after those in the sums.
   void RunMaxima(const Sums& sums, int64_t kv_head, Keys& keys) const {
     float reference = sums.header().reference, maximum = sums.header().maximum;
     for (int64_t j = 0; j < keys.count; ++j) {
@@ -223,8 +227,8 @@ class LinearRun {
     }
   }
 
-  // The queries of head h that stand at the part from `begin` on of the chunk of keys from `first_key`:
-  // they see the sums and the keys of the part up to their own.
+  // Computes the queries of head h at the places from `begin` on of the chunk of keys from
+  // `first_key`: they see the sums and the keys of the part up to their own.
   void AttendPart(int64_t b, int64_t h, int64_t first_key, int64_t begin, const Keys& keys,
                   const Sums& sums, Scratch& scratch) const {
     const int64_t offset = problem_.causal_offset(), end = EndOfPart(keys, begin);
@@ -245,8 +249,8 @@ class LinearRun {
     Finish(b, h, first, rows, scratch);
   }
 
-  // All chunks of one head in order, starting from what is in the sums. `keeps`: the last keys are added
-  // to them, too.
+  // Goes through all chunks of one head in order, starting from `sums`. Where `keeps`, the last
+  // keys are added to the sums as well.
   void Scan(int64_t kv_head, const Sums& sums, bool keeps, Scratch& scratch) const {
     const int64_t b = kv_head / problem_.kv_heads, h = kv_head % problem_.kv_heads;
     for (int64_t first = 0; first < problem_.kv_tokens; first += kChunk) {
@@ -262,7 +266,7 @@ class LinearRun {
     }
   }
 
-  // Rows [begin, end) of a head that see no key.
+  // Clears rows [begin, end) of a head that see no key.
   void ClearRows(int64_t b, int64_t h, int64_t begin, int64_t end, Scratch& scratch) const {
     std::memset(scratch.rows, 0, sizes_.value_row * sizeof(float));
     for (int64_t i = begin; i < end; ++i) {
@@ -277,14 +281,14 @@ class LinearRun {
   bool IsToken(int64_t b, int64_t j) const {
     return call_.key_mask.empty() || *call_.key_mask.At<uint8_t>(b, j) != 0;
   }
-  // What is subtracted for a reference: a head without keys has none.
+  // Returns what is subtracted for a reference: 0 for a head without keys.
   static float Shift(float reference) { return reference == kNegativeInfinity ? 0 : reference; }
-  // Logarithm of the largest unstabilised feature: rho_j, lambda_i.
+  // Returns the logarithm of the largest unstabilised feature: rho_j, lambda_i.
   float LogScale(const Tokens& tokens, int64_t t) const {
     return exponential_ ? tokens.max[t] - tokens.half_square[t] : 0.0f;
   }
 
-  // body(first column, columns) for each panel of 64 value channels.
+  // Calls body(first column, columns) for each panel of 64 value channels.
   template <class Body>
   void ForEachPanel(Body body) const {
     for (int64_t panel = 0; panel < sizes_.value_row; panel += kDepthBlock) {
@@ -292,7 +296,7 @@ class LinearRun {
     }
   }
 
-  // The first feature of a slice: whole tiles of the GEMM.
+  // Returns the first feature of a slice; slices are whole tiles of the GEMM.
   int64_t SliceBegin(int64_t slice) const {
     return std::min(RoundUp(CeilDivide(sizes_.features, kSumSlices), kTileRows) * slice,
                     sizes_.features);
@@ -313,7 +317,7 @@ class LinearRun {
     if (factor != 1) kernels_.scale_rows({row, 0, 1, columns}, &factor);
   }
 
-  // Of the keys from `first` on, zeros for padding.
+  // Loads the values of the keys from `first` on, with zeros for padding.
   void LoadValues(int64_t b, int64_t h, int64_t first, Keys& keys) const {
     keys.finite = true;
     ForEachPanel([&](int64_t panel, int64_t width) {
@@ -342,7 +346,7 @@ class LinearRun {
     for (int64_t n = 0; n < count; ++n) into[n] = first * into[n] + second * from[n];
   }
 
-  // G of the chunk's last key.
+  // Returns G of the chunk's last key.
   float DecayOf(const Keys& keys) const { return map_.gated ? keys.decay[keys.count - 1] : 0; }
 
   // 64 rows of inputs.
@@ -350,8 +354,8 @@ class LinearRun {
     const float* data;
     int64_t stride;
   };
-  // `count` rows of inputs from `first` on; those with seen 0 are zeros, and what lies beyond them is
-  // anything. Where they lie if they can be read there, else in scratch.rows.
+  // Loads `count` rows of inputs from `first` on; those with seen 0 are zeros, and rows beyond them
+  // are arbitrary. The rows stay in place if they can be read there, else they go to scratch.rows.
   Rows LoadInputs(const ConstTensorView& view, int64_t b, int64_t h, int64_t first, int64_t count,
                   const float* seen, Scratch& scratch) const {
     const bool all_seen = seen == nullptr || std::count(seen, seen + count, 0.0f) == 0;
@@ -370,7 +374,7 @@ class LinearRun {
     return {scratch.rows, sizes_.depth};
   }
 
-  // Of the keys in `rows`: G, and log(1 - g_j) - G_j in log_scale.
+  // Computes, for the keys in `rows`, G, and log(1 - g_j) - G_j in log_scale.
   void LoadGates(int64_t kv_head, const Rows& rows, Keys& keys) const {
     const float* gate = call_.gate.At<float>(kv_head);
     float logits[kChunk];
@@ -387,20 +391,20 @@ class LinearRun {
       keys.decay[j] = decay;
     }
   }
-  // log(1 / (1 + exp(-x))).
+  // Returns log(1 / (1 + exp(-x))).
   static float LogSigmoid(float x) {
     return std::min(x, 0.0f) - std::log1p(std::exp(-std::abs(x)));
   }
 
-  // What inputs whose squares sum to `square` are multiplied by.
+  // Returns the factor of inputs whose squares sum to `square`.
   float InputFactor(float square) const {
     if (!map_.unit) return map_.input_scale;
     if (square < kLeastLength * kLeastLength) return 0;
-    // The last term is NaN where the square is no number.
+    // The last term is NaN where the square is infinite or NaN.
     return map_.input_scale / (std::sqrt(square) + map_.length_epsilon) + 0 * square;
   }
 
-  // Features of `count` tokens, of which few are in scratch.rows.
+  // Computes features of `count` tokens; where they are few, their inputs are in scratch.rows.
   void MakeFeatures(const Rows& rows, int64_t count, int64_t kv_head, const float* normaliser,
                     Tokens& tokens, Scratch& scratch) const {
     const int64_t head_dim = problem_.head_dim;
@@ -419,7 +423,7 @@ class LinearRun {
                       {tokens.max, tokens.total, normaliser, tokens.dot});
   }
 
-  // Inputs as features take them, in scratch.columns.
+  // Scales inputs for the features, in scratch.columns.
   void ScaleColumns(int64_t lanes, Tokens& tokens, Scratch& scratch) const {
     float factor[kChunk];
     float* half_square = tokens.half_square;
@@ -443,8 +447,8 @@ class LinearRun {
     }
   }
 
-  // The same for token t alone, with its features side by side: of a vector of tokens all but one
-  // would be computed in vain.
+  // Does the same for token t alone, with its features side by side: vectors over tokens would be
+  // computed in vain for all but one of their lanes.
   void OneTokensFeatures(const float* w, int64_t t, const float* normaliser, Tokens& tokens,
                          Scratch& scratch) const {
     float* row = scratch.rows + t * sizes_.depth;
@@ -482,8 +486,8 @@ class LinearRun {
     for (int64_t r = 0; r < sizes_.features; ++r) tokens.features[r * kChunk + t] = features[r];
   }
 
-  // Features of rows of queries, and the factors of the four terms against scratch.reference and
-  // key_maximum.
+  // Computes features of rows of queries, and the factors of the four terms against
+  // scratch.reference and key_maximum.
   void LoadQueries(int64_t b, int64_t h, int64_t first, int64_t rows, const Sums& sums,
                    Scratch& scratch) const {
     const Rows inputs = LoadInputs(call_.q, b, h, first, rows, nullptr, scratch);
@@ -515,7 +519,7 @@ class LinearRun {
 
   bool IsStabilised() const { return exponential_ && map_.stabiliser != KeyStabiliser::kNone; }
 
-  // The logarithms of the two scales of row t: exp(lambda_i - s) and exp(R - S).
+  // Return the logarithms of the two scales of row t: exp(lambda_i - s) and exp(R - S).
   float QueryScale(const Scratch& scratch, int64_t t) const {
     return IsStabilised() ? -scratch.queries.half_square[t] : LogScale(scratch.queries, t);
   }
@@ -535,7 +539,7 @@ class LinearRun {
       scratch.exponent[1][t] = log_epsilon_ - largest_query;
       scratch.exponent[2][t] = key - largest_key;
       scratch.exponent[3][t] = log_epsilon_ - largest_key;
-      // Not by way of lambda_i and R, in which large halves of squares would cancel.
+      // The sum does not go through lambda_i and R, in which large halves of squares would cancel.
       scratch.log_scale[t] = largest_query + largest_key;
       if (IsStabilised()) scratch.log_scale[t] += scratch.queries.max[t] + scratch.key_maximum[t];
     }
@@ -552,7 +556,7 @@ class LinearRun {
     }
   }
 
-  // output and denominator of the rows from the sums alone.
+  // Computes output and denominator of the rows from the sums alone.
   void ReadSums(int64_t rows, const Sums& sums, Scratch& scratch) const {
     const Sums::Header& header = sums.header();
     if (header.tokens == 0) {
@@ -589,11 +593,11 @@ class LinearRun {
     }
   }
 
-  // Adds the keys of the part itself, which begins at `begin`, pair by pair. Rows in blocks, so that what lies right of the
-  // diagonal is left out.
+  // Adds the keys of the part itself, which begins at `begin`, pair by pair. Rows go in blocks, so
+  // that the keys right of the diagonal are skipped.
   void AddPairs(int64_t rows, int64_t begin, const Keys& keys, Scratch& scratch) const {
     for (int64_t t = 0; t < rows; ++t) scratch.shift[t] = Shift(scratch.reference[t]);
-    // A hidden value that is not finite must not meet its weight of 0.
+    // A hidden value that is not finite must not be multiplied by its weight of 0.
     const int64_t block = keys.finite ? kPairRows : 1;
     for (int64_t first = 0; first < rows; first += block) {
       const int64_t count = std::min(block, rows - first);
@@ -643,7 +647,7 @@ class LinearRun {
     float denominator = scratch.denominator[t];
     const bool seen = scratch.reference[t] != kNegativeInfinity;
     if (map_.denominator_epsilon != 0 && seen) {
-      // d sum_r phi_q(q_i)_r, divided as the four terms are.
+      // This is d sum_r phi_q(q_i)_r, divided as the four terms are.
       const float key = KeyScale(scratch, t);
       const float largest = epsilon_ == 0 ? key : std::max(key, log_epsilon_);
       const double query_sum = QuerySum(t, scratch);
@@ -656,7 +660,7 @@ class LinearRun {
     return std::abs(denominator) <= floor ? std::copysign(floor, denominator) : denominator;
   }
 
-  // sum_r phi_q(q_i)_r / c, divided by max(exp(lambda_i - s), epsilon).
+  // Returns sum_r phi_q(q_i)_r / c, divided by max(exp(lambda_i - s), epsilon).
   double QuerySum(int64_t t, const Scratch& scratch) const {
     if (epsilon_ == 0) return scratch.queries.total[t];
     return scratch.exponent[0][t] * scratch.queries.total[t] +
@@ -682,7 +686,7 @@ class LinearRun {
   const float* sequence_maximum_ = nullptr;
 };
 
-// Sums of all keys of each head, then all queries.
+// Sums all keys of each head, then computes all queries.
 void RunAll(const Problem& problem, const LinearRun& run, const Sizes& sizes, const Plan& plan,
             const Memory& memory, ThreadPool& pool) {
   const int64_t group_tokens = RoundUp(CeilDivide(problem.kv_tokens, plan.groups), kChunk);
@@ -717,14 +721,16 @@ void RunAll(const Problem& problem, const LinearRun& run, const Sizes& sizes, co
   }
 }
 
-// Several chunks of each head at a time, for few heads. `states` [heads] holds the running sums.
+// Goes through several chunks of each head at a time, for few heads. `states` [heads] holds the
+// running sums.
 void RunSteps(const Problem& problem, const LinearRun& run, const Sizes& sizes, const Plan& plan,
               const Memory& memory, float* states, ThreadPool& pool) {
   const int64_t heads = plan.heads, group = problem.group();
   for (int64_t step = 0; step < plan.chunks; step += plan.step_chunks) {
     const int64_t chunks = std::min(plan.step_chunks, plan.chunks - step);
     const auto first_key = [&](int64_t slot) { return (step + slot % chunks) * kChunk; };
-    const auto sums = [&](int64_t slot, int64_t begin) {  // before the part from `begin` on
+    // Returns the sums before the part from `begin` on.
+    const auto sums = [&](int64_t slot, int64_t begin) {
       return Sums(sizes, memory.chunk_states + (slot * kParts + begin / kPart) * sizes.state);
     };
     const auto running = [&](int64_t head) { return Sums(sizes, states + head * sizes.state); };
@@ -758,7 +764,7 @@ void RunSteps(const Problem& problem, const LinearRun& run, const Sizes& sizes, 
   }
 }
 
-// Causal, starting from the sums in `states` [heads], or from none where it is null.
+// Runs a causal problem, starting from the sums in `states` [heads], or from none where it is null.
 void RunCausal(const Problem& problem, const LinearRun& run, const Sizes& sizes, const Plan& plan,
                const Memory& memory, float* states, ThreadPool& pool) {
   const int64_t keyless_rows =
@@ -785,7 +791,7 @@ void RunCausal(const Problem& problem, const LinearRun& run, const Sizes& sizes,
   });
 }
 
-// `states` is null, or what a causal problem starts from.
+// `states` is null, or the sums that a causal problem starts from.
 absl::Status Run(const Problem& problem, const LinearCall& call, float* states,
                  const Execution& execution) {
   TFB_RETURN_IF_ERROR(CheckLinearMap(problem, call.map, call.w));
@@ -809,7 +815,7 @@ absl::Status Run(const Problem& problem, const LinearCall& call, float* states,
   return absl::OkStatus();
 }
 
-// Self-attention over the next `tokens` tokens.
+// Returns the problem of self-attention over the next `tokens` tokens.
 Problem SegmentOf(const Problem& problem, int64_t tokens) {
   Problem segment = problem;
   segment.query_tokens = segment.kv_tokens = tokens;

@@ -10,55 +10,57 @@
 namespace tfb {
 namespace {
 
-// Keys in a group, at least: a group costs its sums, 2 features (value_dim + 1) 4 B written and
-// read, where its keys and values are 256 (head_dim + value_dim) of 2 or 4 bytes.
+// The least number of keys in a group. A group costs its sums, 2 features (value_dim + 1) 4 B
+// written and read, where its keys and values are 256 (head_dim + value_dim) of 2 or 4 bytes.
 constexpr int64_t kGroupTokens = 256;
-// Tokens that are appended one by one.
+// The most tokens that are appended one by one.
 constexpr int64_t kFewTokens = 4;
 
 int64_t CeilDivide(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// How a call is cut into blocks: by its sizes, the device's number of multiprocessors and its shared
-// memory.
+// How a call is cut into blocks. The plan depends on its sizes, the device's number of
+// multiprocessors and its shared memory.
 struct Plan {
   int64_t group_tokens = 0;
   int64_t groups = 0;
-  int64_t summed_groups = 0;  // that are summed before the queries are read
+  int64_t summed_groups = 0;  // groups that are summed before the queries are read
   bool merges = false;
   bool has_prefixes = false;
-  bool has_total = false;  // of the workspace
+  bool has_total = false;  // whether the workspace has a total
   bool on_chip = false;
-  // Of the workspace, in floats.
+  // Sizes in the workspace, in floats.
   int64_t key_gates = 0;
   int64_t group_sums = 0;
   int64_t total = 0;
   int64_t running = 0;
 };
 
-// Blocks of 128 columns of values.
+// Returns the number of blocks of 128 columns of values.
 int64_t ValueParts(const LinearArguments& a) {
   return a.value_dim <= kLinearTile ? 1 : CeilDivide(a.value_dim, 2 * kLinearTile);
 }
 
-// `continues`: a causal call that starts from the sums of an earlier one and leaves its own.
+// Makes a plan. `continues` marks a causal call that starts from the sums of an earlier one and
+// leaves its own.
 Plan PlanOf(const CudaRuntime& runtime, const LinearArguments& a, bool continues) {
   const int64_t heads = a.batch * a.kv_heads, queries = a.batch * a.query_heads;
   const int64_t multiprocessors = runtime.properties().multiprocessors;
   Plan plan;
   plan.key_gates = a.map.gated ? heads * a.kv_tokens * 2 : 0;
-  // Not causal: summing has two blocks a multiprocessor. Causal: the walk has one, and where its
-  // blocks are enough, no group is summed before it.
+  // Not causal: two blocks that sum share a multiprocessor. Causal: one block that walks has a
+  // multiprocessor, and where its blocks are enough, no group is summed before it.
   const int64_t blocks = ValueParts(a) * (a.causal ? queries : heads * a.sums.tiles);
   const int64_t wanted = (a.causal ? 1 : 2) * multiprocessors / std::max<int64_t>(blocks, 1);
   const int64_t most = std::min<int64_t>(CeilDivide(a.kv_tokens, kGroupTokens), kLinearGroups);
-  // Memory is for so many: it never shrinks with tokens, as the number of groups can.
+  // Memory is planned for this many groups: it never shrinks with tokens, as the number of groups
+  // can.
   const int64_t groups = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
   plan.group_tokens =
       std::max<int64_t>(CeilDivide(CeilDivide(a.kv_tokens, groups), kLinearTile), 1) * kLinearTile;
   plan.groups = CeilDivide(a.kv_tokens, plan.group_tokens);
   if (!a.causal) {
     plan.summed_groups = plan.groups;
-    plan.merges = plan.groups != 1;  // the sums of one group are those of all
+    plan.merges = plan.groups != 1;  // the sums of the only group are those of all keys
     plan.has_total = true;
     plan.group_sums = plan.merges ? heads * groups * a.sums.head : 0;
     plan.total = heads * a.sums.head;
@@ -77,7 +79,7 @@ Plan PlanOf(const CudaRuntime& runtime, const LinearArguments& a, bool continues
   return plan;
 }
 
-// Whether the walk of a causal call keeps the sums on chip.
+// Decides whether the walk of a causal call keeps the sums in shared memory.
 void PlaceSums(const CudaRuntime& runtime, const LinearAttendKernels& kernels, LinearArguments* a,
                Plan* plan) {
   a->on_chip = true;
@@ -86,7 +88,7 @@ void PlaceSums(const CudaRuntime& runtime, const LinearAttendKernels& kernels, L
   if (plan->on_chip) plan->running = 0;
 }
 
-// Takes a plan's memory off the workspace.
+// Takes a plan's memory from the workspace.
 void LayOut(const Plan& plan, Workspace& workspace, LinearArguments* a) {
   a->group_tokens = plan.group_tokens;
   a->groups = plan.groups;
@@ -100,7 +102,7 @@ void LayOut(const Plan& plan, Workspace& workspace, LinearArguments* a) {
   a->group_sums = plan.merges ? group_sums : a->total;
 }
 
-// Of the problem, the map and the tensors' sizes: what plans look at.
+// Returns the sizes of the problem, the map and the tensors that plans depend on.
 LinearArguments SizesOf(const Problem& problem, const FeatureMap& map) {
   LinearArguments a = {};
   a.map = map;
@@ -142,7 +144,7 @@ bool IsAppendedOneByOne(const Problem& problem, int64_t tokens) {
   return tokens <= kFewTokens && problem.group() <= kLinearAppendHeads;
 }
 
-// Whether four channels of every row lie side by side, aligned as one.
+// Tells whether four channels of every row lie side by side and can be read as one aligned vector.
 bool IsVector(const ConstTensorView& view) {
   const int64_t bytes = SizeOf(view.dtype) * 4;
   bool aligned = view.rank == 4 && view.dim(3) % 4 == 0 && view.stride(3) == 1 &&

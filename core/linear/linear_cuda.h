@@ -16,40 +16,43 @@
 
 namespace tfb {
 
-// What calls of one problem share on a device: W and, where tokens are appended, the sums so far.
+// The data that calls of one problem share on a device: W and, where tokens are appended, the sums
+// so far.
 class LinearCuda {
  public:
   LinearCuda() = default;
-  // `w` and, of a gated map, `gate` lie in host memory: as in LinearCall. `streams`: for Append, with an empty state.
+  // Creates an engine. `w` and, for a gated map, `gate` lie in host memory and are as in
+  // LinearCall. With `streams` it can Append, and begins with an empty state.
   static absl::StatusOr<LinearCuda> Create(CudaRuntime* runtime, const Problem& problem,
                                            const FeatureMap& map, const ConstTensorView& w,
                                            bool streams, const ConstTensorView& gate = {});
 
-  // Device memory that a call needs. Enough also for Append of at most problem.kv_tokens tokens.
+  // Returns the device memory that a call needs. It suffices also for Append of at most
+  // problem.kv_tokens tokens.
   static size_t WorkspaceBytes(const CudaRuntime& runtime, const Problem& problem,
                                const FeatureMap& map);
-  // The sums of all heads, of a size that does not depend on the number of tokens.
+  // Returns the bytes of the sums of all heads. The size does not depend on the number of tokens.
   static size_t StateBytes(const Problem& problem, const FeatureMap& map);
 
-  // Each enqueues. `w` and `rows_without_weight` of a call are not looked at. Arithmetic is fp32; of
-  // 16-bit problems, products are of numbers to 16 bits or more, on tensor cores. The result is the
-  // same bit by bit in every run on one device. They allocate nothing.
+  // Run and Append enqueue. They ignore `w` and `rows_without_weight` of a call. Arithmetic is
+  // fp32; for 16-bit problems, products are of numbers to 16 bits or more, on tensor cores. Every
+  // run on one device gives the same bits. They allocate nothing.
   absl::Status Run(const Problem& problem, const LinearCall& call,
                    const Execution& execution) const;
-  // As LinearAppend.
+  // Appends tokens as LinearAppend does.
   absl::Status Append(const Problem& problem, int64_t tokens, const LinearCall& call,
                       const Execution& execution) const;
-  // No tokens so far.
+  // Sets the state to no tokens.
   absl::Status Reset(void* stream = nullptr) const;
 
-  // Of the last Run; waits for it. See LinearCall.
+  // Returns the number for the last Run, and waits for it. See LinearCall.
   absl::StatusOr<int64_t> RowsWithoutWeight() const;
 
-  // For tests: the most blocks of a grid. More work than that they take in turns.
+  // Sets the most blocks of a grid, for tests. Blocks take more work than that in turns.
   void set_max_blocks(int64_t blocks) { max_blocks_ = blocks; }
 
  private:
-  // What does not depend on a call's tensors.
+  // Returns the arguments that do not depend on a call's tensors.
   LinearArguments ArgumentsOf(const Problem& problem, const LinearCall& call) const;
   absl::Status RunAll(LinearArguments* arguments, const Execution& execution) const;
   absl::Status RunCausal(LinearArguments* arguments, const Execution& execution) const;

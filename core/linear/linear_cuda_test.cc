@@ -1,5 +1,5 @@
-// Engine linear's CUDA kernels, in the simulator, against the formula in float64. Every run is also
-// checked for what the simulator finds: races, unwritten reads, accesses out of bounds.
+// Tests engine linear's CUDA kernels, in the simulator, against the formula in float64. The
+// simulator also checks every run for races, unwritten reads and accesses out of bounds.
 #include "core/linear/linear_cuda.h"
 
 #include <array>
@@ -19,14 +19,14 @@ namespace {
 
 CudaRuntime* Simulator() { return CudaRuntime::For(Device::kSimulator).value(); }
 
-// Of the order of blocks and threads.
+// Sets the seed of the order of blocks and threads.
 void SetSeed(uint64_t seed) {
   cuda_simulator::Settings settings;
   settings.seed = seed;
   cuda_simulator::Configure(settings);
 }
 
-// A call's tensors on the device while `run` is given it with a workspace full of NaN.
+// Copies a call's tensors to the device and calls `run` with a workspace full of NaN.
 template <class RunCall>
 absl::Status OnDevice(const LinearCase& c, LinearCall call, const RunCall& run) {
   DeviceMirror mirror(Simulator());
@@ -68,7 +68,7 @@ LinearResults RunEngine(const LinearCase& c, const LinearTensors& tensors) {
   return RunEngine(c, tensors.Call(c));
 }
 
-// What products of 16-bit problems are rounded to: two bf16 of 8 bits each.
+// Returns the rounding of the products of 16-bit problems: two bf16 of 8 bits each.
 double ProductUnit(const LinearCase& c) {
   return c.problem.dtype == DType::kF32 ? 0 : std::ldexp(1, -17);
 }
@@ -132,7 +132,7 @@ TEST(LinearCuda, EqualsItsFormulaWithAnyNumberOfFeatures) {
   }
 }
 
-// As many features as do not fit on a multiprocessor, and values of more than one block's columns:
+// There are more features than fit on a multiprocessor, and more values than one block's columns:
 // the walk keeps its sums in device memory.
 TEST(LinearCuda, EqualsItsFormulaWhereTheSumsDoNotFitOnChip) {
   LinearCase many{LinearProblem(150, 150, true, 1, 4), LinearMap(Feature::kExp, 700, 4, 1e-5)};
@@ -193,7 +193,7 @@ TEST(LinearCuda, EqualsItsFormulaWhereFewHeadsAreCutIntoGroups) {
       ExpectEqualsFormula(c);
     }
   }
-  for (const int64_t queries : {3, 400}) {  // behind the keys of most groups
+  for (const int64_t queries : {3, 400}) {  // The queries are behind the keys of most groups.
     ExpectEqualsFormula(
         {LinearProblem(queries, 1100, true, 1, 8), LinearMap(Feature::kExp, 16, 8, 1e-6)});
   }
@@ -211,8 +211,8 @@ TEST(LinearCuda, EqualsItsFormulaInSixteenBits) {
   }
 }
 
-// Keys grow along the sequence by e^60 or so in feature: sums kept against one fixed reference
-// would underflow or overflow.
+// The logarithms of features grow along the sequence by 60 or so: sums relative to one fixed
+// reference would underflow or overflow.
 TEST(LinearCuda, EqualsItsFormulaOnDirectionsWithGatesAndWithout) {
   for (const Feature feature : {Feature::kSinCos, Feature::kRelu}) {
     for (const bool gated : {false, true}) {
@@ -252,8 +252,9 @@ TEST(LinearCuda, GatesThatForgetAllAndGatesThatKeepAll) {
     LinearCase c{LinearProblem(200, 200, true, 2, 8), DirectionMap(Feature::kSinCos, 70, true)};
     LinearTensors tensors(c);
     for (int64_t h = 0; h < 2; ++h) *tensors.gate.view().MutableAt<float>(h, 8) = bias;
-    if (bias > 0) c.map.denominator_floor = 0;  // below which all sums are
-    // Logarithms of 64 gates sum to 64 x 18, of which exponents keep 2^-14; few keys weigh at all.
+    if (bias > 0) c.map.denominator_floor = 0;  // all sums are below the floor
+    // Logarithms of 64 gates sum to 64 x 18, of which exponents keep 2^-14; few keys have any
+    // weight.
     ExpectClose(c, RunEngine(c, tensors), DefineLinear(c, tensors),
                 bias < 0 ? std::ldexp(1, -20) : 0);
   }
@@ -280,7 +281,7 @@ TEST(LinearCuda, FollowsAMaximumThatRisesAndOneThatFalls) {
   }
 }
 
-// exp(-|k|^2 / 2) is about e^-450, below what fp32 holds; the ratio of sums does not mind.
+// exp(-|k|^2 / 2) is about e^-450, below fp32's range; the ratio of sums is not affected.
 TEST(LinearCuda, KeepsItsAccuracyWhereTheStabilisedFeaturesUnderflow) {
   for (const bool causal : {false, true}) {
     LinearCase c{LinearProblem(90, 90, causal, 1, 4), LinearMap(Feature::kExp, 16, 4, 0)};
@@ -396,7 +397,8 @@ TEST(LinearCuda, ReadsAndWritesViewsOfAnyStride) {
       c.problem.dtype = dtype;
       const LinearTensors tensors(c);
       const LinearResults expected = RunEngine(c, tensors);
-      // [batch, tokens, channels, heads]: heads fastest, as after a projection without a transpose.
+      // The layout is [batch, tokens, channels, heads], heads fastest, as after a projection
+      // without a transpose.
       const auto scatter = [](const Tensor& from, Tensor* storage) {
         const Shape s = from.shape();
         *storage = Tensor(from.dtype(), {s[0], s[2], s[3], s[1]});
@@ -446,7 +448,7 @@ TEST(LinearCuda, AFloorHoldsTheDenominatorAndCountsTheRowsItHeld) {
   }
 }
 
-// Appends in the given segments, over again until all tokens are taken.
+// Appends segments of the given lengths, over again until all tokens are taken.
 LinearResults AppendAll(const LinearCase& c, const LinearTensors& tensors,
                         const std::vector<int64_t>& segments) {
   const LinearCuda linear = Create(c, tensors, /*streams=*/true);

@@ -1,6 +1,6 @@
 // The CUDA kernels of engine linear as C++ sees them: plain data and launchers.
 //
-// Every pointer is to device memory. The formula and its evaluation: core/linear/linear.h.
+// Every pointer is to device memory. core/linear/linear.h has the formula and its evaluation.
 #ifndef TFB_CORE_LINEAR_LINEAR_KERNELS_H_
 #define TFB_CORE_LINEAR_LINEAR_KERNELS_H_
 
@@ -14,14 +14,14 @@ namespace tfb {
 
 // Tokens of a chunk, and features of a tile.
 constexpr int kLinearTile = 64;
-// At most so many groups of keys a head.
+// The most groups of keys a head.
 constexpr int kLinearGroups = 128;
-// Query heads of a key-value head; with more, tokens are appended as chunks.
+// The most query heads of a key-value head; with more, tokens are appended as chunks.
 constexpr int kLinearAppendHeads = 8;
 
-// The sums over the keys of one key-value head so far, in floats. Features come in tiles of 64 (of
-// pairs both of 32 rows of W), each with a reference of its own, so that tiles are summed
-// independently:
+// The sums over the keys of one key-value head so far, in floats. Features come in tiles of 64
+// (pairs: both features of 32 rows of W), each with a reference of its own, so that tiles are
+// summed independently:
 //
 //   R_t = max rho_j of the features up to tile t, or of the tile's alone; R = max_t R_t
 //
@@ -31,9 +31,9 @@ constexpr int kLinearAppendHeads = 8;
 //            row 64: the sum of the rows above
 //   values   [row]: sum_j v_j, and at `ones` the number of tokens
 //
-// for the tiles one after the other, then the values. A tile without keys has R_t = -inf.
+// The tiles come one after the other, then the values. A tile without keys has R_t = -inf.
 struct LinearSums {
-  int64_t ones;   // value_dim, rounded up to 4
+  int64_t ones;   // value_dim, rounded up to a multiple of 4
   int64_t row;    // ones + 4
   int64_t tile;   // floats of a tile
   int64_t tiles;  // of a head
@@ -51,7 +51,7 @@ constexpr LinearSums LinearSumsOf(const FeatureMap& map, int64_t value_dim) {
   return sums;
 }
 
-// Numbers of a map, as fp32 needs them.
+// The numbers of a map in fp32.
 struct LinearConstants {
   float epsilon;
   float log_epsilon;
@@ -71,9 +71,9 @@ struct LinearArguments {
   float* log_sum_exp;  // [batch, query_heads, query tokens], or null
   int64_t log_sum_exp_strides[3];
   const float* w;                           // [kv_heads or 1, projections, head_dim]
-  const float* gate;                        // of a gated map [kv_heads, head_dim + 1]
+  const float* gate;                        // [kv_heads, head_dim + 1], for a gated map
   float* key_gates;                         // see LinearSumKernels
-  unsigned long long* rows_without_weight;  // or null: see LinearCall
+  unsigned long long* rows_without_weight;  // may be null: see LinearCall
 
   FeatureMap map;
   LinearConstants constants;
@@ -85,48 +85,50 @@ struct LinearArguments {
   int head_dim;
   int value_dim;
   bool causal;
-  // Four channels of a row at a time: they lie side by side, aligned.
+  // Whether four channels of a row lie side by side and can be read as one aligned vector.
   bool vector_q, vector_k, vector_v, vector_out;
 
   LinearSums sums;
-  // Keys in groups of `group_tokens`, a multiple of 64. Those of the first `summed_groups` are summed
-  // into `group_sums` [batch * kv_heads][groups][sums.head].
+  // Keys are in groups of `group_tokens`, a multiple of 64. The first `summed_groups` groups are
+  // summed into `group_sums` [batch * kv_heads][groups][sums.head].
   int64_t group_tokens;
   int64_t groups;
   int64_t summed_groups;
   float* group_sums;
-  // [batch * kv_heads][sums.head]: of all keys. `continues`: merging adds to what it holds.
+  // [batch * kv_heads][sums.head], the sums over all keys. Where `continues`, merging adds to its
+  // contents.
   float* total;
   bool continues;
-  // Causal: the sums before each group are in its group_sums. A block that has not the shared memory
-  // to hold a head's sums keeps them in `running` [batch * query_heads][groups][sums.head].
+  // Causal: group_sums of a group are the sums before it. A block whose shared memory cannot hold a
+  // head's sums keeps them in `running` [batch * query_heads][groups][sums.head].
   bool has_prefixes;
   bool on_chip;
   float* running;
 
-  int64_t max_blocks;  // of a grid; blocks take further work in turns
+  int64_t max_blocks;  // blocks of a grid; they take further work in turns
 };
 
-// Each enqueues on the stream and returns null, or why not.
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct LinearSumKernels {
-  // Of a gated map, before all others: key_gates [batch * kv_heads][kv tokens][2], log(1 - g_j) - G_j and
-  // G_j of each key j, where G begins anew every 64 keys.
+  // For a gated map, runs before all others: computes key_gates [batch * kv_heads][kv tokens][2],
+  // log(1 - g_j) - G_j and G_j of each key j, where G begins again at 0 every 64 keys.
   const char* (*gates)(const LinearArguments& arguments, void* stream);
-  // The sums of the keys of each group.
+  // Sums the keys of each group.
   const char* (*sum)(const LinearArguments& arguments, void* stream);
-  // Merges groups in their order: each group's sums become those of what precedes it, and `total`
-  // those of all. Without groups an empty total, unless it continues.
+  // Merges groups in their order: each group's sums become those of all earlier groups, and `total`
+  // those of all. Without groups, `total` becomes empty, unless it continues.
   const char* (*merge)(const LinearArguments& arguments, void* stream);
 };
 struct LinearAttendKernels {
-  // Every query against `total`, or, where causal, group by group against the sums and the keys of
-  // its chunk.
+  // Computes every query against `total`, or, where causal, group by group against the sums and the
+  // keys of its chunk.
   const char* (*attend)(const LinearArguments& arguments, void* stream);
-  // Shared memory of a block in bytes: whether a head's sums can be on chip.
+  // Returns the shared memory of a block in bytes, which decides whether it can hold a head's sums.
   int64_t (*shared_bytes)(const LinearArguments& arguments);
 };
 struct LinearAppendKernels {
-  // A few tokens, one after the other: adds each to `total`, and reads it for its queries.
+  // Takes a few tokens, one after the other: adds each to `total`, and reads the result for its
+  // queries.
   const char* (*append)(const LinearArguments& arguments, void* stream);
 };
 

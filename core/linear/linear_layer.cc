@@ -15,15 +15,15 @@
 namespace tfb {
 namespace {
 
-// Query rows that see a key, over all heads.
+// Returns the number of query rows that see a key, over all heads.
 double SeeingRows(const Problem& p) {
   if (p.kv_tokens == 0) return 0;
   const int64_t keyless = p.causal ? std::clamp<int64_t>(-p.causal_offset(), 0, p.query_tokens) : 0;
   return static_cast<double>(p.batch * p.query_heads * (p.query_tokens - keyless));
 }
 
-// The same tensors for a segment: tokens are the second dimension of a mask and the third of all
-// others.
+// Returns the same tensors for a segment: tokens are the second dimension of a mask and the third
+// of all others.
 std::vector<TensorSpec> OfSegment(std::vector<TensorSpec> specs) {
   for (TensorSpec& spec : specs) spec.shape[spec.shape.size() == 2 ? 1 : 2] = kSegmentTokens;
   return specs;
@@ -125,7 +125,7 @@ class LinearLayer : public Base {
   ConstTensorView ParameterOf(absl::string_view name) const {
     return this->parameters_.find(name)->second.view();
   }
-  // W as the engine takes it.
+  // Returns W in the engine's layout.
   ConstTensorView matrix() const {
     return has_channel_scale_ ? ConstTensorView(scaled_.view()) : ParameterOf("w");
   }
@@ -147,17 +147,17 @@ class LinearLayer : public Base {
   DrawMatrix draw_;
   bool redraw_;
   bool has_channel_scale_;
-  Tensor scaled_;  // with it, from Setup on
-  Tensor drawn_;   // what draw_ gave last
+  Tensor scaled_;  // W with the channel scale, from Setup on
+  Tensor drawn_;   // the last matrix from draw_
   int64_t setups_ = 0;
   bool has_run_ = false;
   std::atomic<int64_t> rows_without_weight_{0};
-  LinearCuda cuda_;  // on other devices than the CPU, from Setup on
+  LinearCuda cuda_;  // used on other devices than the CPU, from Setup on
 };
 
 class LinearStreamingLayer : public LinearLayer<StreamingLayer> {
  public:
-  // `state`, on the CPU, has LinearStateBytes; Setup, which comes before the first Append, resets it.
+  // On the CPU `state` has LinearStateBytes; Setup, which comes before the first Append, resets it.
   LinearStreamingLayer(Device device, const FeatureMap& map, LinearParameters parameters,
                        Tensor state, const Problem& problem, const std::vector<TensorSpec>& inputs,
                        const std::vector<TensorSpec>& outputs)

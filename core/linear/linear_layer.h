@@ -1,5 +1,5 @@
-// A layer that is engine linear, on any device, under a feature map whose matrix W is the layer's
-// parameter "w". A technique over random features brings the map and how W is drawn.
+// A layer that runs engine linear, on any device, under a feature map whose matrix W is the layer's
+// parameter "w". A technique over random features brings the map and a function that draws W.
 #ifndef TFB_CORE_LINEAR_LINEAR_LAYER_H_
 #define TFB_CORE_LINEAR_LINEAR_LAYER_H_
 
@@ -14,29 +14,29 @@
 
 namespace tfb {
 
-// W for the Setup that follows `setups` others; that of the first is also the layer's from its
-// creation on.
+// Returns W for the Setup that follows `setups` others; the W of the first Setup is also the
+// layer's from its creation on.
 using DrawMatrix = std::function<Tensor(int64_t setups)>;
 
 struct LinearParameters {
   DrawMatrix draw;
-  // Each Setup draws W anew, until SetParameters gives the layer one of the caller's, which stays.
+  // Whether each Setup draws a new W, until SetParameters gives the layer the caller's.
   bool redraw = false;
   // Unless empty, the parameter "gate" of a gated map: see LinearCall.
   Tensor gate;
   // Unless empty, the parameter "channel_scale", f32 [kv_heads, head_dim], which multiplies the
-  // columns of each head's W; the map is per head.
+  // columns of each head's W; the map is then per head.
   Tensor channel_scale;
 };
 
-// The layer's inputs and outputs are those of the technique, which must be attention's (QkvInputs,
-// AttentionOutputs).
+// Makes the layer. Its inputs and outputs are those of the technique, which must be attention's
+// (QkvInputs, AttentionOutputs).
 //
 // Causal layers stream (StreamingLayer): a segment has tokens with q, k, v and optionally key_mask,
-// and what is kept is LinearStateBytes, whatever the number of tokens, in the device's memory. Those
-// whose map needs the maximum of the whole sequence do not. Setup resets the stream.
+// and the state is LinearStateBytes in the device's memory, whatever the number of tokens. Layers
+// whose map needs the maximum of the whole sequence do not stream. Setup resets the stream.
 //
-// ResourceExhausted: no memory for that state; on a GPU Setup tells.
+// Returns ResourceExhausted where there is no memory for that state; on a GPU Setup returns it.
 //
 // Statistics: "state_bytes", the sums of all heads; after a Run also "rows_without_weight", the
 // share of query rows that see a key and whose denominator was 0 or below, or not above the map's
@@ -47,12 +47,12 @@ absl::StatusOr<std::unique_ptr<Layer>> MakeLinearLayer(const Problem& problem,
                                                        Device device, const FeatureMap& map,
                                                        LinearParameters parameters);
 
-// FLOPs of one run, a multiply-add counting 2 and exponentials none, with m features and r rows of
-// W:
+// Returns the FLOPs of one run, a multiply-add counting 2 and exponentials none, with m features
+// and r rows of W:
 //   2 r head_dim                 a query row, and a key row: its projections
 //   2 m (value_dim + 1)          a key row: added to the sums
 //   2 m (value_dim + 1)          a query row: read from them
-// for query rows that see a key. Bytes: q, k, v, out and W once.
+// Query rows that see a key count. The bytes are q, k, v, out and W once.
 Cost LinearCost(const Problem& problem, const FeatureMap& map);
 
 }  // namespace tfb

@@ -36,8 +36,8 @@ constexpr int kTile = kLinearTile;  // tokens of a chunk, features of a tile, ch
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// The same value, of which the compiler knows nothing: it computes what follows from it where it is
-// needed, not ahead of a loop into registers that the loop lacks.
+// Returns the same value, opaquely to the compiler, so that expressions of it are computed where
+// they are needed, not hoisted out of a loop into registers that the loop lacks.
 __device__ inline int Opaque(int x) {
 #ifdef __CUDACC__
   asm volatile("" : "+r"(x));
@@ -82,23 +82,23 @@ struct Fp32 {
   static constexpr int Row(int i) { return i; }
   static constexpr int Column(int j) { return j / 4 * 16 + j % 4; }
 
-  // By depth. Which four rows lie where is exchanged from one four of depth to the next: stores of
-  // rows then reach all banks.
+  // Rows are stored by depth. Groups of four rows are exchanged from one group of four of depth to
+  // the next, so that stores of rows use all banks.
   template <int kRows>
   class Across {
    public:
-    static constexpr int kStep = kRows;  // to the next of depth, within four
+    static constexpr int kStep = kRows;  // distance to the next of depth, within four
     static constexpr int kBytes = kTile * kRows * 4;
     __device__ explicit Across(void* memory) : data_(static_cast<float*>(memory)) {}
 
-    // Of four of depth and four rows, both numbers multiples of 4, the first.
+    // Returns the first of four of depth and four rows; both numbers are multiples of 4.
     __device__ float* At(int depth, int row) const {
       return data_ + depth * kRows + (row / 4 ^ depth / 4 % 8) * 4;
     }
     __device__ float Get(int row, int depth) const {
       return At(depth / 4 * 4, row / 4 * 4)[depth % 4 * kStep + row % 4];
     }
-    // Four of a row.
+    // Stores four elements of a row.
     __device__ void Store(int row, int depth, const float4& x) const {
       float* to = At(depth, row / 4 * 4) + row % 4;
       to[0] = x.x;
@@ -130,7 +130,7 @@ struct Fp32 {
     static constexpr int kStep = kColumns + 4;
     static constexpr int kBytes = kDepth * kStep * 4;
     __device__ explicit Down(void* memory) : data_(static_cast<float*>(memory)) {}
-    // What lies from `depth` on.
+    // Returns the part from `depth` on.
     __device__ Down From(int depth) const { return Down(At(depth, 0)); }
 
     __device__ float* At(int depth, int column) const { return data_ + depth * kStep + column; }
@@ -155,8 +155,8 @@ struct Fp32 {
     float* data_;
   };
 
-  // result += a b, and sums[i] += the sum of the lane's row i of a. Rows of a from `row` on, columns of b
-  // from `column` on; depth is a multiple of 16.
+  // Adds a b to result, and the sum of the lane's row i of a to sums[i]. Rows of a count from `row`
+  // on, columns of b from `column` on; depth is a multiple of 16.
   template <int kColumns, class A, class B>
   __device__ static void Multiply(const A& a, int row, const B& b, int column, int depth,
                                   Fragment<kColumns>* result, float sums[4] = nullptr) {
@@ -208,7 +208,7 @@ struct Fp32 {
 
 // ---- 16 bits ----
 
-// Two numbers rounded to 16 bits, the first in the low half of a word.
+// Rounds two numbers to 16 bits, the first in the low half of a word.
 __device__ inline unsigned PackBf16(float x, float y) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
   unsigned bits;
@@ -248,14 +248,14 @@ struct SplitBf16 {
   static constexpr int Row(int i) { return 8 * i; }
   static constexpr int Column(int j) { return j / 2 * 8 + j % 2; }
 
-  // Planes of [kRows][kColumns], whose sum the elements are; rows are 16 bytes longer, so that 8 that
-  // follow each other begin in different banks.
+  // Planes of [kRows][kColumns], whose sum the elements are; rows are 16 bytes longer, so that 8
+  // consecutive ones begin in different banks.
   template <int kCount, int kRows, int kColumns, bool kDown>
   class Planes {
    public:
     static constexpr int kPlanes = kCount;
     static constexpr int kStride = kColumns + 8;
-    // To 16 further along depth, and along the other dimension.
+    // The distances to 16 further along depth, and along the other dimension.
     static constexpr int kDepth16 = kDown ? 16 * kStride : 16;
     static constexpr int kOther16 = kDown ? 16 : 16 * kStride;
     static constexpr int kPlane = kRows * kStride;
@@ -271,7 +271,7 @@ struct SplitBf16 {
       }
       return sum;
     }
-    // An infinity stays one: nothing is left to add to it.
+    // An infinity stays one: the rest after it is 0.
     __device__ void Store(int row, int column, float4 x) const {
       uint2* to = reinterpret_cast<uint2*>(data_ + row * kStride + column);
 #pragma unroll
@@ -284,7 +284,7 @@ struct SplitBf16 {
         x.w = isinf(x.w) ? 0 : x.w - HighBf16(part.y);
       }
     }
-    // Four elements that are bf16; into the first plane alone.
+    // Stores four elements that are bf16 to the first plane alone.
     __device__ void StoreFirst(int row, int column, const Raw& raw) const {
       *reinterpret_cast<uint2*>(data_ + row * kStride + column) = raw;
     }
@@ -303,13 +303,13 @@ struct SplitBf16 {
       }
     }
 
-    // What the lane tells ldmatrix for 16 x 16 elements from `first` on, at depth 0: where row l % 8
-    // of the 8 x 8 matrix l / 8 begins. The four registers are those of mma's first operand, or of
-    // its second for 8 columns and for the next 8.
+    // Returns the lane's address for ldmatrix of 16 x 16 elements from `first` on, at depth 0: the
+    // beginning of row l % 8 of the 8 x 8 matrix l / 8. The four registers are those of mma's first
+    // operand, or of its second for 8 columns and for the next 8.
     __device__ const unsigned short* Start(int first, bool is_first_operand) const {
       const int lane = Lane(), matrix = lane / 8;
       const bool second_below =
-          is_first_operand != kDown;  // matrix 1 below matrix 0, not beside it
+          is_first_operand != kDown;  // matrix 1 is below matrix 0, not beside it
       const int below = second_below ? matrix % 2 : matrix / 2;
       const int beside = second_below ? matrix / 2 : matrix % 2;
       return data_ + ((kDown ? 0 : first) + lane % 8 + 8 * below) * kStride + (kDown ? first : 0) +
@@ -352,7 +352,8 @@ struct SplitBf16 {
     result->at[2 * half + 1][2 * n + 1] = d[3];
   }
 
-  // With so many planes of a; planes i of a and j of b meet where i + j is below b's number.
+  // Multiplies with so many planes of a; planes i of a and j of b are multiplied where i + j is
+  // below b's number.
   template <int kPlanes, int kColumns, class A, class B>
   __device__ static void MultiplyPlanes(const A& a, int row, const B& b, int column, int depth,
                                         Fragment<kColumns>* result, float sums[4]) {
@@ -361,7 +362,7 @@ struct SplitBf16 {
     const unsigned short* of_b = b.Start(column, false);
 #pragma unroll 1
     for (int k = 0; k < depth; k += 16, of_a += A::kDepth16, of_b += B::kDepth16) {
-      unsigned first[kPlanes][2][4];  // of 16 rows each
+      unsigned first[kPlanes][2][4];  // 16 rows each
 #pragma unroll
       for (int i = 0; i < kPlanes; ++i) {
         A::Load(of_a + i * A::kPlane, first[i][0]);
@@ -424,15 +425,16 @@ struct SplitBf16 {
 
 __device__ inline float NegativeInfinity() { return __int_as_float(0xff800000); }
 
-// exp(x) for x <= 0, or NaN.
+// Returns exp(x) for x <= 0, or NaN for NaN.
 __device__ inline float ExpOf(float x) { return exp2f(x * 1.44269504f); }
 
-// What brings sums at reference `from` to the reference `to`, which is not below it.
+// Returns the factor that changes sums at reference `from` to the reference `to`, which is not
+// below it.
 __device__ inline float Rescale(float from, float to) {
   if (from == to) return 1;
   return from == NegativeInfinity() ? 0 : ExpOf(from - to);
 }
-// What is subtracted for a reference: where there are no keys there is none.
+// Returns what is subtracted for a reference: 0 where there are no keys.
 __device__ inline float Shift(float reference) {
   return reference == NegativeInfinity() ? 0 : reference;
 }

@@ -3,10 +3,11 @@
 namespace tfb::linear_cpu {
 namespace {
 
-constexpr int64_t kGroupTokens = 512;     // least keys in a task
-constexpr int64_t kWantedTasks = 16;      // that few heads are cut into
-constexpr int64_t kEnoughRounds = 4;      // causal: of heads for each thread; then a task per head
-constexpr int64_t kSumsBytes = 32 << 20;  // of heads whose sums are held at a time
+constexpr int64_t kGroupTokens = 512;  // least keys in a task
+constexpr int64_t kWantedTasks = 16;   // tasks that few heads are cut into
+// Causal: rounds of heads for each thread from which on a task is a whole head.
+constexpr int64_t kEnoughRounds = 4;
+constexpr int64_t kSumsBytes = 32 << 20;  // bytes of heads whose sums are held at a time
 
 // `keys` is null while the workspace only counts.
 void LayOutKeys(const Sizes& sizes, Workspace& workspace, Keys* keys) {

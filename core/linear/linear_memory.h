@@ -1,5 +1,5 @@
-// What engine linear keeps while it runs on the CPU: the sums of a head, the features of a chunk of
-// tokens, each thread's scratch, and how a call is cut into tasks.
+// The memory of engine linear on the CPU: the sums of a head, the features of a chunk of tokens,
+// each thread's scratch, and how a call is cut into tasks.
 #ifndef TFB_CORE_LINEAR_LINEAR_MEMORY_H_
 #define TFB_CORE_LINEAR_LINEAR_MEMORY_H_
 
@@ -17,7 +17,8 @@
 namespace tfb::linear_cpu {
 
 constexpr int64_t kChunk = kLinearChunk;
-constexpr int64_t kPart = kChunk / 2;  // causal: keys added, and queries at them, at a time
+// Causal: keys that are added at a time, with the queries at their places.
+constexpr int64_t kPart = kChunk / 2;
 constexpr int64_t kParts = kChunk / kPart;
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
@@ -34,7 +35,7 @@ struct Sizes {
         normaliser(RoundUp(features, kColumnQuantum)),
         scaled_sums(features * value_row + normaliser + value_row),
         state(kColumnQuantum + scaled_sums + value_row) {}
-  int64_t depth;  // transposed four channels at a time
+  int64_t depth;  // rounded up, since channels are transposed four at a time
   int64_t value_row;
   int64_t projections;
   int64_t features;
@@ -49,7 +50,7 @@ class Sums {
  public:
   struct Header {
     double tokens;         // keys that are tokens
-    float reference;       // R = max_j rho_j; -inf without any
+    float reference;       // R = max_j rho_j; -inf without keys
     float maximum;         // max_j M_j
     float scaled_feature;  // sum_j exp(rho_j - R) sum_r E_jr
   };
@@ -63,7 +64,7 @@ class Sums {
   }
   Sums Next(int64_t count) const { return Sums(*sizes_, memory_ + count * sizes_->state); }
   Header& header() const { return *reinterpret_cast<Header*>(memory_); }
-  // What has the factor exp(-R): the next three.
+  // The next three have the factor exp(-R).
   float* scaled() const { return memory_ + kColumnQuantum; }
   // sum_j exp(rho_j - R) E_jr v_j: [features][value_row]
   float* products() const { return scaled(); }
@@ -94,14 +95,13 @@ struct Rescale {
   float second;
 };
 
-// The features of up to 64 tokens and what they are relative to: exp(w_r . x) = features[r]
-// exp(max).
+// The features of up to 64 tokens relative to their maximum: exp(w_r . x) = features[r] exp(max).
 struct Tokens {
   float* features;  // [features][64]
   float max[kChunk];
   float half_square[kChunk];  // |x|^2 / 2
   float total[kChunk];        // sum of the features
-  float dot[kChunk];          // product with the normaliser, of queries
+  float dot[kChunk];          // product of queries' features with the normaliser
 };
 
 struct Keys {
@@ -113,13 +113,13 @@ struct Keys {
   float running_reference[kChunk];  // R and max M over the keys before and up to this one
   float running_maximum[kChunk];
   int64_t count;
-  bool finite;  // all values are
-  // Of sums += keys: exp(rho_j - R) with R after it, and what the sums before it are scaled by.
+  bool finite;  // whether all values are finite
+  // For sums += keys: exp(rho_j - R) with R after the addition, and the scale of the earlier sums.
   float scale[kChunk];
-  float rescale[kParts];  // for each part
+  float rescale[kParts];  // one for each part
 };
 
-// What one thread needs for one task.
+// The scratch of one thread for one task.
 struct Scratch {
   Keys keys;
   Tokens queries;
@@ -129,34 +129,35 @@ struct Scratch {
   float* scaled_values;   // [64][value_row] in panels
   float* output;          // [64][value_row] in panels
   float* weights;         // [64][64]
-  // Per row of queries.
+  // Numbers of a row of queries.
   float reference[kChunk];    // R over the keys that the row sees
-  float shift[kChunk];        // R, 0 where there is none
+  float shift[kChunk];        // R, or 0 where there is none
   float key_maximum[kChunk];  // their S
-  float decay[kChunk];        // G of the last of them
+  float decay[kChunk];        // G of the last key that the row sees
   float product[kChunk];      // factors of the four terms, see linear.h
   float key[kChunk];
   float constant[kChunk];
-  float carry[kChunk];      // exp(reference of the sums - reference)
-  float log_scale[kChunk];  // of the denominator: log D_i = log(denominator) + log_scale + 2 log c
+  float carry[kChunk];  // exp(reference of the sums - reference)
+  // Scale of the denominator: log D_i = log(denominator) + log_scale + 2 log c.
+  float log_scale[kChunk];
   float denominator[kChunk];
   float sum[kChunk];
   float exponent[4][kChunk];
   int32_t visible[kChunk];  // keys of the chunk that the row sees
 };
 
-// How a call is cut into tasks: by its sizes alone where that shows in the result.
+// How a call is cut into tasks. Only its sizes decide where that shows in the result.
 struct Plan {
   Plan(const Problem& problem, const Sizes& sizes, int threads);
 
-  int64_t heads;   // key-value heads of all batches
+  int64_t heads;   // key-value heads of all batch rows
   int64_t chunks;  // of keys
   // Not causal.
-  int64_t groups = 1;      // of keys, each summed by one task
-  int64_t held_heads = 1;  // whose sums are held at a time
+  int64_t groups = 1;      // groups of keys, each summed by one task
+  int64_t held_heads = 1;  // heads whose sums are held at a time
   // Causal.
   bool stepped = false;     // several chunks of a head at once
-  int64_t step_chunks = 1;  // of each head
+  int64_t step_chunks = 1;  // chunks of each head at a time
 };
 
 struct Memory {
@@ -167,8 +168,8 @@ struct Memory {
   Scratch* scratch;         // [threads]
 };
 
-// Takes the memory of a call off the workspace. `has_states`: a causal call that starts from sums
-// which the caller keeps needs none of its own.
+// Takes the memory of a call from the workspace. With `has_states`, a causal call starts from sums
+// which the caller keeps, and needs none of its own.
 Memory LayOut(const Problem& problem, const Sizes& sizes, const Plan& plan, bool has_states,
               int threads, Workspace& workspace);
 

@@ -1,5 +1,5 @@
-// What the kernels of engine linear share: reading rows of tensors, the factors that a query's row of
-// sums is read with, and its end.
+// Utilities that the kernels of engine linear share: reading rows of tensors, the factors with
+// which a query's row of sums is read, and the end of that row.
 #ifndef TFB_CORE_LINEAR_LINEAR_ROWS_CUH_
 #define TFB_CORE_LINEAR_LINEAR_ROWS_CUH_
 
@@ -12,8 +12,8 @@ namespace {
 
 // ---- Rows ----
 
-// Four channels of a row of Math's dtype, zeros beyond the last one. `is_vector`: they lie side by
-// side, aligned.
+// Loads four channels of a row of Math's dtype, zeros beyond the last one. `is_vector` says that
+// they can be read as one aligned vector.
 template <class Math>
 __device__ typename Math::Raw FetchFour(const char* row, int64_t stride, int channel, int channels,
                                         bool is_vector) {
@@ -24,13 +24,13 @@ __device__ typename Math::Raw FetchFour(const char* row, int64_t stride, int cha
   return Math::Gather(from, stride, channels - channel);
 }
 
-// Row `token` of a head.
+// Returns row `token` of a head.
 __device__ inline const char* RowOf(const DeviceView& view, int64_t b, int64_t h, int64_t token) {
   const int64_t offset = b * view.strides[0] + h * view.strides[1] + token * view.strides[2];
   return static_cast<const char*>(view.data) + offset * (view.element == Element::kF32 ? 4 : 2);
 }
 
-// Four channels of row `projection` of W for a key-value head, as inputs meet them.
+// Loads four channels of row `projection` of W for a key-value head, scaled for the inputs.
 __device__ inline float4 FetchMatrix(const LinearArguments& a, int64_t kv_head, int64_t projection,
                                      int channel) {
   if (projection >= a.map.projections) return make_float4(0, 0, 0, 0);
@@ -39,7 +39,7 @@ __device__ inline float4 FetchMatrix(const LinearArguments& a, int64_t kv_head, 
                          a.head_dim, a.head_dim % 4 == 0);
 }
 
-// Whether key j of a batch is a token.
+// Tells whether key j of a batch row is a token.
 __device__ inline bool IsToken(const LinearArguments& a, int64_t b, int64_t j) {
   return a.key_mask == nullptr ||
          a.key_mask[b * a.key_mask_strides[0] + j * a.key_mask_strides[1]] != 0;
@@ -49,8 +49,9 @@ __device__ inline float4 Times(const float4& x, float factor) {
   return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
 }
 
-// |x|^2 / 2 of a row of inputs (before they are brought to unit length, where the map does), of which 16 lanes have four channels each; `first`: of the row's first
-// channels, else added to those before.
+// Adds up |x|^2 / 2 of a row of inputs (before they are scaled to unit length, where the map does),
+// of which 16 lanes have four channels each. With `first` the sum begins with the row's first
+// channels, else it goes on.
 __device__ inline void AddHalfSquare(const LinearArguments& a, const float4& x, bool first,
                                      float* half_square) {
   float sum = x.x * x.x + x.y * x.y + (x.z * x.z + x.w * x.w);
@@ -62,7 +63,7 @@ __device__ inline void AddHalfSquare(const LinearArguments& a, const float4& x, 
 
 // ---- Features ----
 
-// Rows of W in a tile of features.
+// Returns the rows of W in a tile of features.
 __device__ inline bool IsPair(const LinearArguments& a) {
   return a.map.feature == Feature::kExpPair || a.map.feature == Feature::kSinCos;
 }
@@ -76,9 +77,10 @@ __device__ inline bool IsStabilised(const LinearArguments& a) {
   return IsExponential(a) && a.map.stabiliser != KeyStabiliser::kNone;
 }
 
-// The projections of 32 rows of tokens on a tile's features, of which a warp has 32 from `column` on.
-// Of pairs columns 16 to 31 of a warp are the first 16 again, with kExpPair with the other sign. A
-// feature that is none has the projection -inf, or 0 where the map is not exponential.
+// Computes the projections of 32 rows of tokens on a tile's features, of which a warp has 32 from
+// `column` on. For pairs, columns 16 to 31 of a warp repeat the first 16, with kExpPair with the
+// other sign. A feature beyond the last has the projection -inf, or 0 where the map is not
+// exponential.
 template <class Math, class Inputs, class Matrix>
 __device__ void AddProjections(const LinearArguments& a, const Inputs& inputs, int row,
                                const Matrix& w, int column, int depth, Fragment<32>* projections) {
@@ -106,7 +108,8 @@ __device__ void AddProjections(const LinearArguments& a, const Inputs& inputs, i
 template <class Math>
 __device__ void HideMissingFeatures(const LinearArguments& a, int64_t tile, int column,
                                     Fragment<32>* projections) {
-  const int64_t left = a.map.projections - tile * TileProjections(a);  // rows of W from the tile on
+  // Rows of W from this tile on.
+  const int64_t left = a.map.projections - tile * TileProjections(a);
   if (left >= TileProjections(a) || !IsExponential(a)) return;
   const bool pair = IsPair(a);
   const int first = (pair ? column / 2 : column) + Math::FirstColumn();
@@ -118,14 +121,15 @@ __device__ void HideMissingFeatures(const LinearArguments& a, int64_t tile, int 
   }
 }
 
-// What brings inputs to unit length, from half of their square.
+// Returns the factor that scales inputs to unit length, from half of their square.
 __device__ inline float InverseLength(const LinearArguments& a, float half_square) {
   const float square = 2 * half_square;
   if (square < kLeastLength * kLeastLength) return 0;
-  // The last term is NaN where the square is no number.
+  // The last term is NaN where the square is infinite or NaN.
   return 1 / (sqrtf(square) + a.map.length_epsilon) + 0 * square;
 }
-// Projections of 32 rows, to those of unit vectors; `half_squares` of the warp's rows.
+// Scales projections of 32 rows to those of unit vectors; `half_squares` are those of the warp's
+// rows.
 template <class Math>
 __device__ void BringToUnitLength(const LinearArguments& a, const float* half_squares,
                                   Fragment<32>* projections) {
@@ -137,7 +141,7 @@ __device__ void BringToUnitLength(const LinearArguments& a, const float* half_sq
     for (int j = 0; j < 8; ++j) projections->at[i][j] *= factor;
   }
 }
-// From projections to features that are not exponential.
+// Turns projections into features that are not exponential.
 template <class Math>
 __device__ void MakePlainFeatures(const LinearArguments& a, int64_t tile, int column,
                                   Fragment<32>* features) {
@@ -162,14 +166,14 @@ __device__ void MakePlainFeatures(const LinearArguments& a, int64_t tile, int co
   }
 }
 
-// A maximum that NaN does not change.
+// Returns a maximum that ignores NaN.
 __device__ inline float MaxOf(const float* values, int count) {
   float largest = values[0];
 #pragma unroll
   for (int n = 1; n < count; ++n) largest = fmaxf(largest, values[n]);
   return largest;
 }
-// Over the four lanes that share rows.
+// Returns the maximum over the four lanes that share rows.
 __device__ inline float MaxOfRow(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -189,19 +193,21 @@ __device__ inline float SumOfWarp(float x) {
 
 // ---- A query's row ----
 
-// Of its features: F_ir = exp(w_r . q_i - maximum), whose sum is `total`.
+// A query's numbers from its features F_ir = exp(w_r . q_i - maximum), whose sum is `total`.
 struct QueryRow {
   float maximum;
   float half_square;
   float total;
 };
 
-// What the sums are read with (see linear.h): for sums at the reference R of the keys that the row
-// sees, the row of y before it is divided, and with ones for values its denominator, is
+// The factors with which the sums are read (see linear.h): for sums at the reference R of the keys
+// that the row sees, the row of y before it is divided, and with ones for values its denominator,
+// is
 //
 //   product F . sums + key (sum of the features' sums) + constant (sum of values)
 //
-// and the denominator has `extra` more, which is d's. log D = log(denominator) + log_scale + 2 log c.
+// The denominator has `extra` added, which is d's term. log D = log(denominator) + log_scale + 2
+// log c.
 struct RowFactors {
   float product;
   float key;
@@ -210,13 +216,13 @@ struct RowFactors {
   float log_scale;
 };
 
-// `key_maximum`: S of a map that is stabilised.
+// `key_maximum` is S of a map that is stabilised.
 __device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow& query,
                                        float reference, float key_maximum) {
   const float log_epsilon = a.constants.log_epsilon;
   const bool has_keys = reference != NegativeInfinity();
   const float log_query = IsExponential(a) ? query.maximum - query.half_square : 0;
-  // The logarithms of exp(lambda_i - s) and exp(R - S).
+  // These are the logarithms of exp(lambda_i - s) and exp(R - S).
   const float query_scale = IsStabilised(a) ? -query.half_square : log_query;
   const float key_scale = IsStabilised(a) && has_keys ? reference - key_maximum : reference;
   RowFactors factors = {1, 0, 0, 0, log_query + reference};
@@ -232,7 +238,7 @@ __device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow&
     factors.product = of_query * of_key;
     factors.key = epsilon_of_query * of_key;
     factors.constant = epsilon_of_key * query_sum;
-    // Not by way of lambda_i and R, in which large halves of squares would cancel.
+    // The sum does not go through lambda_i and R, in which large halves of squares would cancel.
     factors.log_scale = largest_query + largest_key;
     if (IsStabilised(a)) factors.log_scale += query.maximum + key_maximum;
   }
@@ -242,8 +248,8 @@ __device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow&
   return factors;
 }
 
-// The denominator that divides a row which sees a key: held at the floor. `log_scale`: of what it is
-// relative to, see RowFactors. `counts`: for the one caller of a row that counts it.
+// Returns the denominator that divides a row which sees a key, held at the floor. `log_scale` is
+// its scale, see RowFactors. `counts` is true for the one thread of a row that counts it.
 __device__ inline float HoldDenominator(const LinearArguments& a, float denominator,
                                         float log_scale, bool counts) {
   float floor = a.constants.denominator_floor;
@@ -255,7 +261,7 @@ __device__ inline float HoldDenominator(const LinearArguments& a, float denomina
 
 // ---- Gates ----
 
-// The two numbers of key_gates of a key.
+// Returns the two numbers of key_gates of a key.
 __device__ inline const float* GatesOf(const LinearArguments& a, int64_t head, int64_t key) {
   return a.key_gates + (head * a.kv_tokens + key) * 2;
 }
@@ -271,7 +277,7 @@ __device__ inline void StoreLogSumExp(const LinearArguments& a, int64_t b, int64
   a.log_sum_exp[b * a.log_sum_exp_strides[0] + h * a.log_sum_exp_strides[1] +
                 i * a.log_sum_exp_strides[2]] = result;
 }
-// Four columns of an output row, as far as there are so many.
+// Stores four columns of an output row, as far as they exist.
 __device__ inline void StoreOut(const LinearArguments& a, int64_t b, int64_t h, int64_t i,
                                 int column, int count, const float4& y) {
   const int64_t offset = b * a.out.strides[0] + h * a.out.strides[1] + i * a.out.strides[2] +

@@ -7,10 +7,10 @@
 //   features    [128 x 64] = exp(projections - |k|^2 / 2 - R_t), at the tile's own reference
 //   sums        [64 x value_dim] += features^T V
 //
-// Since a tile has a reference of its own, blocks know nothing of each other. Each half of the
-// warps takes half of the keys of a step, and the halves are added at the end. Keys and values are
-// read once a tile: (head_dim + value_dim) 2 B x 128 from L2, 32 KiB at 64 channels of 16 bits, for
-// 2 x 128 x 64 x 64 multiply-adds, 1 M. Shared memory in bytes:
+// Since a tile has a reference of its own, blocks are independent. Each half of the warps takes
+// half of the keys of a step, and the halves are added at the end. Keys and values are read once a
+// tile: (head_dim + value_dim) 2 B x 128 from L2, 32 KiB at 64 channels of 16 bits, for 2 x 128 x
+// 64 x 64 multiply-adds, 1 M. Shared memory in bytes:
 //
 //                    value_dim <= 64   <= 128     inputs or features, values, W
 //   Fp32             87 K              120 K
@@ -79,7 +79,7 @@ class SumBlock {
     const int64_t begin = group_ * a_.group_tokens;
     const int64_t end = min(begin + a_.group_tokens, a_.kv_tokens);
     for (int64_t first = begin; first < end; first += kKeys) {
-      __syncthreads();  // the step before has read all
+      __syncthreads();  // the previous step has been read
       AddKeys(first, static_cast<int>(min(end - first, int64_t{kKeys})));
     }
     __syncthreads();
@@ -113,7 +113,7 @@ class SumBlock {
     for (int depth = 0; depth < a_.head_dim; depth += kTile) {
       if (depth > 0) __syncthreads();
       LoadInputs(first, seen, depth);
-      // W stays where one piece of channels is all of it.
+      // W stays loaded where one piece of channels is all of it.
       if (a_.head_dim > kTile || !has_matrix_) LoadMatrix(depth);
       has_matrix_ = true;
       __syncthreads();
@@ -184,7 +184,7 @@ class SumBlock {
     }
   }
 
-  // From projections; brings the sums to the reference that these keys make.
+  // Turns projections into features, and scales the sums to the reference that these keys give.
   __device__ void MakeFeatures(int64_t first, int count, Fragment<32>* features) {
     float reference = NegativeInfinity(), maximum = NegativeInfinity();
     float gates[4] = {};
@@ -235,11 +235,11 @@ class SumBlock {
     }
   }
 
-  // key_gates of the lane's rows, and what it returns, G of the last key, from the first of these 128
-  // keys on.
+  // Loads key_gates of the lane's rows, and returns G of the last key, relative to the first of
+  // these 128 keys.
   __device__ float LoadGates(int64_t first, int count, float gates[4]) const {
     if (!a_.map.gated) return 0;
-    const bool second = TokenRow() >= kTile;  // of two chunks
+    const bool second = TokenRow() >= kTile;  // whether the row is in the second of two chunks
     const float half = count > kTile ? GatesOf(a_, head_, first + kTile - 1)[1] : 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -249,7 +249,7 @@ class SumBlock {
     return half + GatesOf(a_, head_, first + count - 1)[1];
   }
 
-  // Adds the halves of the warps, and writes.
+  // Adds the halves of the warps, and writes the sums.
   __device__ void Finish() {
     if (Warp() >= kWarps / 2) PutResult(/*adds=*/false);
     __syncthreads();
@@ -277,7 +277,7 @@ class SumBlock {
     }
     if (tile_ == 0) StoreValueSums(head + a_.sums.tiles * a_.sums.tile);
   }
-  // This part's columns of a row, with what is beside them. By one warp.
+  // Stores this part's columns of a row, and `ones`. One warp calls it.
   __device__ void StoreRow(float* row, const float* columns, float ones) {
     for (int c = Lane(); c < columns_; c += 32) row[first_column_ + c] = columns[c];
     const int behind = a_.value_dim + Lane();
@@ -343,7 +343,7 @@ class SumBlock {
   float decay_ = 0;  // G of the last key
   Fragment<32> sums_[kPanels];
   float normalisers_[4] = {};
-  float4 value_sums_[kPanels] = {};  // of this thread's rows
+  float4 value_sums_[kPanels] = {};  // sums of values over this thread's rows
   int tokens_ = 0;
 };
 
@@ -394,7 +394,7 @@ __global__ void __launch_bounds__(kThreads) LinearMerge(const LinearArguments a)
     float* total = a.total + head * a.sums.head;
     float* first = a.group_sums + head * a.groups * a.sums.head;
     const int64_t at = tile * a.sums.tile, length = (kTile + 1) * a.sums.row;
-    // What precedes all groups.
+    // The sums before all groups.
     const float reference = a.continues ? total[at + length] : NegativeInfinity();
     const float maximum = a.continues ? total[at + length + 1] : NegativeInfinity();
     __syncthreads();
@@ -448,13 +448,14 @@ __global__ void __launch_bounds__(kThreads) LinearMerge(const LinearArguments a)
 
 // ---- Gates ----
 
-// A gate below e^-18, a quarter of a rounding of 1, has forgotten all: sums of logarithms stay short.
+// A gate below e^-18, a quarter of a rounding of 1, is a complete reset; the bound keeps sums of
+// logarithms small.
 constexpr float kLeastLogGate = -18;
 
-// log(1 / (1 + exp(-x))).
+// Returns log(1 / (1 + exp(-x))).
 __device__ inline float LogSigmoid(float x) { return fminf(x, 0) - log1pf(expf(-fabsf(x))); }
 
-// u . k_j + b of a key, in all lanes.
+// Returns u . k_j + b of a key, in all lanes.
 __device__ inline float GateLogit(const LinearArguments& a, int64_t head, int64_t key) {
   const int64_t b = head / a.kv_heads, h = head % a.kv_heads;
   const int64_t row = b * a.k.strides[0] + h * a.k.strides[1] + key * a.k.strides[2];
@@ -466,7 +467,7 @@ __device__ inline float GateLogit(const LinearArguments& a, int64_t head, int64_
   return SumOfWarp(sum) + gate[a.head_dim];
 }
 
-// The sum of the lanes up to this one's.
+// Returns the sum of the lanes up to this one's.
 __device__ inline float RunningSum(float x) {
   for (int lanes = 1; lanes < 32; lanes *= 2) {
     const float other = __shfl_up_sync(~0u, x, lanes);
@@ -475,7 +476,7 @@ __device__ inline float RunningSum(float x) {
   return x;
 }
 
-// A warp takes 64 keys of a head, of which a lane has key `lane` of each half.
+// A warp takes 64 keys of a head, and a lane has key `lane` of each half.
 __global__ void __launch_bounds__(kThreads) LinearGates(const LinearArguments a) {
   const int64_t chunks = (a.kv_tokens + kTile - 1) / kTile;
   const int64_t tasks = a.batch * a.kv_heads * chunks;

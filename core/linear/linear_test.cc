@@ -1,4 +1,4 @@
-// Engine linear against the formula of its header in float64, evaluated pair by pair.
+// Tests engine linear against the formula of its header in float64, evaluated pair by pair.
 #include "core/linear/linear.h"
 
 #include <cmath>
@@ -166,8 +166,8 @@ TEST(Linear, EqualsItsFormulaInSixteenBits) {
   }
 }
 
-// Keys grow along the sequence by e^60 or so in feature: sums kept against one fixed reference
-// would underflow or overflow.
+// The logarithms of features grow along the sequence by 60 or so: sums relative to one fixed
+// reference would underflow or overflow.
 TEST(Linear, EqualsItsFormulaOnDirectionsWithGatesAndWithout) {
   for (const Feature feature : {Feature::kSinCos, Feature::kRelu}) {
     for (const bool gated : {false, true}) {
@@ -207,8 +207,9 @@ TEST(Linear, GatesThatForgetAllAndGatesThatKeepAll) {
     LinearCase c{LinearProblem(200, 200, true, 2, 8), DirectionMap(Feature::kSinCos, 70, true)};
     LinearTensors tensors(c);
     for (int64_t h = 0; h < 2; ++h) *tensors.gate.view().MutableAt<float>(h, 8) = bias;
-    if (bias > 0) c.map.denominator_floor = 0;  // below which all sums are
-    // Logarithms of 64 gates sum to 64 x 18, of which exponents keep 2^-14; few keys weigh at all.
+    if (bias > 0) c.map.denominator_floor = 0;  // all sums are below the floor
+    // Logarithms of 64 gates sum to 64 x 18, of which exponents keep 2^-14; few keys have any
+    // weight.
     ExpectClose(c, RunEngine(c, tensors), DefineLinear(c, tensors),
                 bias < 0 ? std::ldexp(1, -20) : 0);
   }
@@ -235,7 +236,7 @@ TEST(Linear, FollowsAMaximumThatRisesAndOneThatFalls) {
   }
 }
 
-// exp(-|k|^2 / 2) is about e^-450, below what fp32 holds; the ratio of sums does not mind.
+// exp(-|k|^2 / 2) is about e^-450, below fp32's range; the ratio of sums is not affected.
 TEST(Linear, KeepsItsAccuracyWhereTheStabilisedFeaturesUnderflow) {
   for (const bool causal : {false, true}) {
     LinearCase c{LinearProblem(90, 90, causal, 1, 4), LinearMap(Feature::kExp, 16, 4, 0)};
@@ -369,8 +370,8 @@ TEST(Linear, ReadsAndWritesViewsOfAnyStride) {
     c.problem.batch = 2;
     const LinearTensors tensors(c);
     const LinearResults expected = RunEngine(c, tensors);
-    // [batch, tokens, channels, heads]: heads fastest, as after a projection without a transpose,
-    // and outputs likewise.
+    // The layout is [batch, tokens, channels, heads], heads fastest, as after a projection without
+    // a transpose; that of the outputs is the same.
     const auto scatter = [](const Tensor& from, Tensor* storage) {
       const Shape s = from.shape();
       *storage = Tensor(from.dtype(), {s[0], s[2], s[3], s[1]});
@@ -406,7 +407,7 @@ TEST(Linear, AFloorHoldsTheDenominatorAndCountsTheRowsItHeld) {
   EXPECT_LT(held.load(), 160);
 }
 
-// Appends in the given segments, over again until all tokens are taken.
+// Appends segments of the given lengths, over again until all tokens are taken.
 LinearResults AppendAll(const LinearCase& c, const LinearTensors& tensors,
                         const std::vector<int64_t>& segments, int threads) {
   const Problem& p = c.problem;
@@ -471,7 +472,8 @@ TEST(Linear, TheStateDoesNotGrowWithTheSequence) {
   const FeatureMap map = LinearMap(Feature::kExp, 256, 64);
   EXPECT_EQ(LinearStateBytes(LinearProblem(100, 100, true, 8, 64), map),
             LinearStateBytes(LinearProblem(1000000, 1000000, true, 8, 64), map));
-  // The scratch of a causal run does not either, from the step of 16 chunks on.
+  // The scratch of a causal run does not depend on the tokens either, from the step of 16 chunks
+  // on.
   EXPECT_EQ(LinearWorkspaceBytes(LinearProblem(2000, 2000, true, 1, 64), map, 2),
             LinearWorkspaceBytes(LinearProblem(2000000, 2000000, true, 1, 64), map, 2));
 }

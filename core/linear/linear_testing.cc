@@ -121,7 +121,7 @@ LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors) {
                                                          : projection;
     return map.constant * (value + map.epsilon);
   };
-  // `sign` 1: g_j; -1: 1 - g_j.
+  // With `sign` 1 returns g_j; with -1, 1 - g_j.
   const auto gate_of = [&](int64_t b, int64_t head, int64_t j, int sign) {
     const float* gate = tensors.gate.view().At<float>(head);
     double logit = gate[p.head_dim];

@@ -1,5 +1,5 @@
-// What tests of engine linear share: random cases, the formula of linear.h in float64, evaluated pair
-// by pair, and the bound that engines are held to.
+// Utilities that tests of engine linear share: random cases, the formula of linear.h in float64,
+// evaluated pair by pair, and the bound on the engines' error.
 #ifndef TFB_CORE_LINEAR_LINEAR_TESTING_H_
 #define TFB_CORE_LINEAR_LINEAR_TESTING_H_
 
@@ -24,16 +24,16 @@ struct LinearCase {
   uint64_t seed = 1;
 };
 
-// One batch of self-attention but for the number of keys.
+// Returns one batch row of self-attention, except for the number of keys.
 Problem LinearProblem(int64_t query_tokens, int64_t kv_tokens, bool causal, int64_t heads = 2,
                       int64_t head_dim = 16);
-// Softmax's, with c as random features have it.
+// Returns the map of softmax, with random features' c.
 FeatureMap LinearMap(Feature feature, int64_t projections, int64_t head_dim, double epsilon = 0);
-// Of unit vectors, for kSinCos and kRelu.
+// Returns a map of unit vectors, for kSinCos and kRelu.
 FeatureMap DirectionMap(Feature feature, int64_t projections, bool gated);
 std::string Describe(const LinearCase& c);
 
-// Drawn from the case's seed.
+// Tensors drawn from the case's seed.
 struct LinearTensors {
   explicit LinearTensors(const LinearCase& c);
   LinearCall Call(const LinearCase& c) const;
@@ -43,22 +43,23 @@ struct LinearTensors {
 struct LinearResults {
   Tensor out, log_sum_exp;
 };
-// Full of NaN.
+// Returns results full of NaN.
 LinearResults EmptyResults(const Problem& problem);
-// The formula, with every feature of every pair as the header defines it.
+// Evaluates the formula, with every feature of every pair as the header defines it.
 LinearResults DefineLinear(const LinearCase& c, const LinearTensors& tensors);
 
-// The tensors of tokens begin to begin + tokens, and where their results go.
+// Returns the call for tokens begin to begin + tokens, with their places in the results.
 LinearCall SegmentOf(LinearCall call, LinearResults& results, int64_t begin, int64_t tokens);
 
 bool SameBits(const Tensor& a, const Tensor& b);
-// fp32 against float64. A weight is a sum of positive products, so its relative error is that of its
-// exponents: w . x and |x|^2 / 2 round in proportion to |w| |x| = head_dim^(3/4) magnitude and
+// Compares fp32 with float64. A weight is a sum of positive products, so its relative error is that
+// of its exponents: w . x and |x|^2 / 2 round in proportion to |w| |x| = head_dim^(3/4) magnitude
+// and
 // |x|^2 = head_dim^(1/2) magnitude^2, a few units in 2^-24 each, and the logarithms of a chunk's gates
-// add up to some 32; sums add about 10 more. Outputs are
-// means of values of up to 5, or, where weights have signs and their sum may be small, larger in
-// the proportion in which errors are; those of 16 bits are rounded once more. `unit`: of what the products
-// are rounded to, where that is not fp32.
+// add up to some 32; sums add about 10 more. Outputs are means of values of up to 5, or, where
+// weights have signs and their sum may be small, larger in the proportion in which errors are;
+// those of 16 bits are rounded once more. `unit` is the unit roundoff of the products' operands,
+// where that is not fp32's.
 void ExpectClose(const LinearCase& c, const LinearResults& results, const LinearResults& expected,
                  double unit = 0);
 

@@ -9,8 +9,9 @@ namespace tfb {
 namespace {
 
 constexpr double kNotFound = std::numeric_limits<double>::infinity();
-constexpr double kMaxSquare = 0x1p120;  // of states that find or are found
-// A difference of floats is rounded once, its square has twice that error (and a little).
+// Squares of queries' and keys' norms that take part in a search.
+constexpr double kMaxSquare = 0x1p120;
+// A difference of floats is rounded once; its square has twice that error and a little more.
 constexpr double kRounding = 2.01 * 0x1p-24;
 
 }  // namespace
@@ -102,7 +103,7 @@ bool NeighbourDefinition::IsRight(const std::vector<double>& distances,
   for (int64_t n = 0; n < options_.k; ++n) {
     const int64_t entry = computed[n];
     if (entry >= options_.entries) return false;
-    // Of an approximate search, there may be fewer than are nearest.
+    // An approximate search may find fewer entries than are nearest.
     if (options_.exact && (entry < 0) != (found[n] < 0)) return false;
     if (entry < 0) continue;
     if (n > 0 && computed[n - 1] < 0) return false;

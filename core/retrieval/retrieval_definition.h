@@ -1,4 +1,4 @@
-// Which entries of a datastore a token finds, in float64 and by plain loops: for definitions.
+// The entries of a datastore that a token finds, in float64 and by plain loops, for definitions.
 #ifndef TFB_CORE_RETRIEVAL_RETRIEVAL_DEFINITION_H_
 #define TFB_CORE_RETRIEVAL_RETRIEVAL_DEFINITION_H_
 
@@ -19,21 +19,22 @@ struct Neighbour {
   double distance = 0;  // |context - key|^2
 };
 
-// Of the inputs, outputs and parameters of retrieval_layer.h.
+// Reads the inputs, outputs and parameters of retrieval_layer.h.
 class NeighbourDefinition {
  public:
   NeighbourDefinition(const RetrievalOptions& options, const NamedTensors& parameters,
                       const Inputs& inputs, const DefinitionRequest& request);
 
-  // The k neighbours of token i, as the output `neighbours` has them: those of the input of that name
-  // where there is one, else the nearest. Of distances that differ by less than the roundings of
-  // their differences to float, a layer's order is taken; of equal keys the older entry is first.
+  // Returns the k neighbours of token i in the form of the output `neighbours`: those of the input
+  // of that name where there is one, else the nearest. Among distances that differ by less than the
+  // roundings of their differences to float, it takes a layer's order; among equal keys the older
+  // entry is first.
   std::vector<Neighbour> Find(int64_t b, int64_t i) const;
 
  private:
   const float* Key(int64_t entry) const { return keys_.At<float>(entry); }
   double Distance(const double* context, int64_t entry) const;
-  // Infinite to what is no entry.
+  // Returns the distances; that of a row which is no entry is infinite.
   std::vector<double> DistancesTo(const double* context) const;
   std::vector<int64_t> Nearest(const std::vector<double>& distances) const;
   bool MayPrecede(const std::vector<double>& distances, int64_t a, int64_t b) const;
@@ -47,12 +48,12 @@ class NeighbourDefinition {
   ConstTensorView computed_;
 };
 
-// log softmax of the rows of `output` [vocabulary][dim] times `state`.
+// Returns log softmax of the rows of `output` [vocabulary][dim] times `state`.
 std::vector<double> LogProbabilities(const DoubleTensor& output, const RetrievalOptions& options,
                                      const double* state, int64_t dim);
 
-// What a definition writes: out [batch, rows, vocabulary] and neighbours [batch, rows, k], by calling
-// predict(b, i, neighbours) -> log-probabilities.
+// Writes a definition's outputs, out [batch, rows, vocabulary] and neighbours [batch, rows, k], by
+// calling predict(b, i, neighbours) -> log-probabilities.
 template <class Predict>
 void DefineRetrieval(const Problem& problem, const RetrievalOptions& options,
                      const NamedTensors& parameters, const Inputs& inputs,

@@ -8,18 +8,18 @@
 
 namespace tfb {
 
-// [batch, tokens, k]; strides in elements.
+// Arrays are [batch, tokens, k]; strides are in elements.
 struct CopyNeighboursArguments {
   const int32_t* from;
   int64_t from_strides[3];
   int32_t* to;
   int64_t to_strides[3];
   int64_t sizes[3];
-  int64_t entries;  // what is not one of them becomes -1
+  int64_t entries;  // numbers that name no entry become -1
 };
 
 struct RetrievalKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*copy_neighbours)(const CopyNeighboursArguments& arguments, void* stream);
 };
 

@@ -13,14 +13,14 @@
 namespace tfb {
 namespace {
 
-// The specs with `tokens` for the number of tokens, which is their second dimension.
+// Returns the specs with `tokens` for the number of tokens, which is their second dimension.
 std::vector<TensorSpec> WithTokens(std::vector<TensorSpec> specs, int64_t tokens) {
   for (TensorSpec& spec : specs) spec.shape[1] = tokens;
   return specs;
 }
 
-// The rows of [batch, tokens, channels] as the one head of a search; empty where they do not lie
-// evenly, or their channels not next to each other.
+// Returns the rows of [batch, tokens, channels] as the one head of a search; empty where the rows
+// are not evenly spaced or their channels not side by side.
 ConstTensorView EvenRows(const ConstTensorView& view) {
   const bool one_batch = view.dim(0) <= 1, one_token = view.dim(1) <= 1;
   const bool even = one_batch || one_token || view.stride(0) == view.dim(1) * view.stride(1);
@@ -114,7 +114,8 @@ Cost RetrievalLayer::cost() const {
   const double dim = static_cast<double>(problem().model_dim());
   const double tokens = static_cast<double>(problem().batch * problem().query_tokens);
   double searched = static_cast<double>(retrieval_.k == 0 ? 0 : retrieval_.entries);
-  if (!retrieval_.exact) {  // centroids, and as large a part of the entries as of the lists
+  // The centroids, and the share of the entries that the probed lists are of all lists.
+  if (!retrieval_.exact) {
     const double lists = static_cast<double>(std::min(retrieval_.lists, retrieval_.entries));
     const double part = std::min(1.0, static_cast<double>(retrieval_.probes) / lists);
     searched = searched == 0 ? 0 : lists + part * searched;
@@ -171,7 +172,7 @@ absl::Status RetrievalLayer::DoSetup(const Inputs&, const Execution& execution) 
   }
   if (device_ == Device::kCpu) return absl::OkStatus();
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
-  device_keys_ = DeviceBuffer();  // before there is room for others
+  device_keys_ = DeviceBuffer();  // frees the old memory before it allocates
   TFB_ASSIGN_OR_RETURN(device_keys_, runtime->Upload(keys.raw(), keys.bytes()));
   keys_ = device_keys_.As<float>();
   return runtime->Synchronize();

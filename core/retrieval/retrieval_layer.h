@@ -1,19 +1,19 @@
-// Language models that look their states up in a datastore: what such techniques share.
+// The base of techniques for language models that look their states up in a datastore.
 //
-// A model has read some text, and a datastore keeps what it was like there: entry e is the key, a
-// hidden state [model_dim], and the value, the token that followed. Where the model is to predict the
-// next token now, the state `context` finds the k entries of the nearest keys, by |context - key|^2,
-// and the technique makes something of the tokens that followed them:
+// A model has read some text, and a datastore keeps its states: entry e is the key, a hidden state
+// [model_dim], and the value, the token that followed. Where the model is to predict the next token
+// now, the state `context` finds the k entries of the nearest keys, by |context - key|^2, and the
+// technique makes a prediction from the tokens that followed them:
 //
 //   x          [batch, tokens, model_dim]  in: the model's last hidden states; logits are output x
 //   context    [batch, tokens, model_dim]  in: states that are looked up, as keys are
 //   neighbours [batch, tokens, k], i32     in or out, optional: entries, nearest first; -1 is none.
-//                                          Given, they are used as they are, unknown ones as none
+//                                          Given, they are used unchanged, unknown ones as none
 //   out        [batch, tokens, vocabulary] out: log p(next token), natural logarithm
 //
-// Every token is by itself: a stream gives what the whole gives. Which entries are nearest, and what
-// becomes of ties and of numbers that are not finite, is said in core/search/search.h. What an
-// approximate search finds is not the definition's to say: it takes the layer's neighbours, as long
+// Tokens are independent: a stream gives the same outputs as the whole. core/search/search.h says
+// which entries are nearest, and how ties and numbers that are not finite are treated. The
+// definition cannot know what an approximate search finds: it takes the layer's neighbours, as long
 // as they are distinct and in the order of their distances.
 #ifndef TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
 #define TFB_CORE_RETRIEVAL_RETRIEVAL_LAYER_H_
@@ -45,12 +45,13 @@ struct RetrievalOptions {
   int64_t vocabulary = 256;
   int64_t entries = 384;  // a real datastore has many more
   int64_t k = 8;          // neighbours of a token
-  // All entries are looked at, or those of some lists: core/search/inverted_lists.h. On the CPU alone.
+  // Where true, a search looks at all entries; else at those of some lists:
+  // core/search/inverted_lists.h, on the CPU alone.
   bool exact = true;
   int64_t lists = 1024;
   int64_t probes = 32;
 
-  // Bytes are u8; larger vocabularies need i32.
+  // Returns u8 for a vocabulary of bytes; larger ones need i32.
   DType value_dtype() const { return vocabulary <= 256 ? DType::kU8 : DType::kI32; }
 
   void Describe(OptionBinder& bind) {
@@ -69,15 +70,15 @@ struct RetrievalOptions {
 
 std::vector<TensorSpec> RetrievalInputs(const Problem& problem, const RetrievalOptions& options);
 std::vector<TensorSpec> RetrievalOutputs(const Problem& problem, const RetrievalOptions& options);
-// The technique without neighbours, on the same parameters: what it is held against.
+// Returns the technique without neighbours, on the same parameters: its dense counterpart.
 TechniqueSpec ModelAlone(const std::string& technique, const RetrievalOptions& options);
-// InvalidArgument where the problem's sizes are not self-attention's.
+// Returns InvalidArgument where the problem's sizes are not self-attention's.
 absl::Status CheckRetrievalProblem(absl::string_view technique, const Problem& problem);
-// Unimplemented: an approximate search that is not on the CPU.
+// Returns Unimplemented for an approximate search on other devices than the CPU.
 absl::Status CheckRetrievalDevice(absl::string_view technique, const RetrievalOptions& options,
                                   Device device);
 
-// Parameters:
+// A layer with these parameters:
 //   output            [vocabulary, model_dim], drawn N(0, 1 / model_dim)
 //   datastore.keys    [entries, model_dim], drawn N(0, 1)
 //   datastore.values  [entries], below the vocabulary, drawn uniformly
@@ -85,11 +86,11 @@ class RetrievalLayer : public StreamingLayer {
  public:
   size_t workspace_bytes(int threads) const override;
   absl::Status Reset() override { return absl::OkStatus(); }
-  // Of the search and of a product with `output`.
+  // Returns the cost of the search and of a product with `output`.
   Cost cost() const override;
 
  protected:
-  // Of a call, in memory of the device.
+  // The tokens of a call, in memory of the device.
   struct Tokens {
     ConstTensorView x;
     ConstTensorView context;
@@ -100,13 +101,13 @@ class RetrievalLayer : public StreamingLayer {
   };
 
   RetrievalLayer(const Problem& problem, const RetrievalOptions& options, Device device);
-  // Draws the parameters. ResourceExhausted where there is no memory for them.
+  // Draws the parameters. Returns ResourceExhausted where there is no memory for them.
   absl::Status Initialize(uint64_t seed);
 
   virtual absl::Status Predict(const Tokens& tokens, const Execution& execution) = 0;
   virtual size_t predict_workspace_bytes(int64_t rows, int threads) const = 0;
 
-  // InvalidArgument where a value is no token of the vocabulary.
+  // Returns InvalidArgument where a value is no token of the vocabulary.
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override;
@@ -115,7 +116,7 @@ class RetrievalLayer : public StreamingLayer {
 
   const RetrievalOptions& retrieval() const { return retrieval_; }
   Device device() const { return device_; }
-  // On the device, after Setup.
+  // These are on the device, and valid after Setup.
   const PackedMatrix& output() const { return output_; }  // [model_dim, vocabulary]
   const float* keys() const { return keys_; }             // [entries][model_dim]
   const int32_t* values() const { return values_.data(); }
@@ -124,7 +125,8 @@ class RetrievalLayer : public StreamingLayer {
   struct Scratch {
     int32_t* neighbours;  // [rows][k]
     float* scores;        // likewise
-    float* context;       // [rows][model_dim]: a copy, where the search cannot read it as it lies
+    // [rows][model_dim]: a copy, where the search cannot read the input in place.
+    float* context;
   };
   Scratch LayOut(int64_t rows, Workspace& workspace) const;
   int64_t rows() const { return problem().batch * max_segment_tokens(); }
@@ -137,10 +139,10 @@ class RetrievalLayer : public StreamingLayer {
   RetrievalOptions retrieval_;
   Device device_;
   PackedMatrix output_;
-  DeviceBuffer device_keys_;  // on the CPU the parameter itself is read
+  DeviceBuffer device_keys_;  // empty on the CPU, where the parameter itself is read
   const float* keys_ = nullptr;
   DeviceArray<int32_t> values_;
-  InvertedLists lists_;  // where the search is approximate
+  InvertedLists lists_;  // used where the search is approximate
   DeviceArray<float> zero_;
 };
 

@@ -1,5 +1,5 @@
-// What the techniques have in common whose layer is a RetrievalLayer: their tensors, which problems
-// they take, and the model alone as their counterpart.
+// The base of techniques whose layer is a RetrievalLayer: their tensors, the problems they take,
+// and the model alone as their counterpart.
 #ifndef TFB_CORE_RETRIEVAL_RETRIEVAL_TECHNIQUE_H_
 #define TFB_CORE_RETRIEVAL_RETRIEVAL_TECHNIQUE_H_
 
@@ -28,7 +28,7 @@ class RetrievalTechnique : public TechniqueOf<OptionsT> {
  protected:
   explicit RetrievalTechnique(TechniqueInfo info) : TechniqueOf<OptionsT>(std::move(info)) {}
 
-  // Of a problem that has been checked.
+  // Creates a layer for a problem that has been checked.
   virtual absl::StatusOr<std::unique_ptr<Layer>> CreateLayer(const Problem& problem,
                                                              const OptionsT& options, Device device,
                                                              uint64_t seed) const = 0;

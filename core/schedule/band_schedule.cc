@@ -6,8 +6,8 @@
 namespace tfb {
 namespace {
 
-// Tiles of a row that are neither full nor empty: either edge of the band moves by less than a tile
-// within the row, so that it cuts two at most, and so does first_key with one.
+// The most tiles of a row that are neither full nor empty: either edge of the band moves by less
+// than a tile within the row, so that it cuts two at most, and first_key cuts one.
 constexpr int64_t kPartialTiles = 5;
 
 }  // namespace

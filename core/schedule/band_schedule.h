@@ -12,12 +12,12 @@ namespace tfb {
 class BandSchedule {
  public:
   BandSchedule() = default;
-  // Room for up to so many queries.
+  // Reserves room for up to so many queries.
   explicit BandSchedule(int64_t max_query_tokens);
 
-  // The schedule that BuildSchedule gives for the band, up to the order of equally long rows. Valid
-  // until the next call. Allocates nothing. Work is proportional to the tiles that the band
-  // touches.
+  // Builds the schedule that BuildSchedule gives for the band, up to the order of equally long
+  // rows. It is valid until the next call. Build allocates nothing. Its work is proportional to the
+  // tiles that the band touches.
   const BlockSchedule& Build(int64_t query_tokens, int64_t kv_tokens, const Band& band);
 
  private:

@@ -8,7 +8,7 @@
 namespace tfb {
 namespace {
 
-// The band as any other pattern.
+// The band as a general pattern.
 class Predicate : public Pattern {
  public:
   Predicate(const Band& band, int64_t kv_tokens) : band_(band), kv_tokens_(kv_tokens) {}

@@ -39,7 +39,8 @@ class Builder {
                            : schedule_.kv_tokens;
   }
 
-  // The tiles that any range touches, ascending, each once; full where one `all` range covers it.
+  // Collects the tiles that any range touches, ascending, each once; a tile is full where one `all`
+  // range covers it.
   void CollectTiles(int64_t head, int64_t begin, int64_t end) {
     ranges_.clear();
     pattern_.KeyRanges(head, begin, end, &ranges_);

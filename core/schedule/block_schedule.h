@@ -1,5 +1,5 @@
-// A pattern as data that a kernel can walk: per head and tile of queries, the runs of key tiles to
-// visit.
+// A pattern as data that a kernel can walk: for each head and tile of queries, the runs of key
+// tiles to visit.
 #ifndef TFB_CORE_SCHEDULE_BLOCK_SCHEDULE_H_
 #define TFB_CORE_SCHEDULE_BLOCK_SCHEDULE_H_
 
@@ -17,8 +17,9 @@ namespace tfb {
 
 constexpr int64_t kMaskBits = 64;
 
-// Tiles of `query_tile` queries and `key_tile` keys; the last of each may be short. A full run may
-// end in a short tile: its missing keys do not exist for anyone. Equal masks are stored once.
+// The schedule's tiles have `query_tile` queries and `key_tile` keys; the last of each may be
+// short. A full run may end in a short tile: no query sees its missing keys. Equal masks are stored
+// once.
 struct BlockSchedule {
   int64_t query_tokens = 0;
   int64_t kv_tokens = 0;
@@ -42,9 +43,10 @@ struct BlockSchedule {
   }
   const uint64_t* Mask(int32_t index) const { return masks.data() + index * query_tile; }
 
-  // Pairs kept over all `query_heads` heads of the problem.
+  // Returns the pairs kept over all `query_heads` heads of the problem.
   double KeptPairs(int64_t query_heads) const;
-  // Pairs in the visited tiles, over all heads: what an engine computes. At least KeptPairs.
+  // Returns the pairs in the visited tiles, over all heads, which an engine computes. It is at
+  // least KeptPairs.
   double VisitedPairs(int64_t query_heads) const;
   size_t bytes() const;
 };

@@ -1,4 +1,4 @@
-// Which keys a query sees: what a technique says, once, for every engine and device.
+// The keys that a query sees: a technique states its pattern once, for every engine and device.
 #ifndef TFB_CORE_SCHEDULE_PATTERN_H_
 #define TFB_CORE_SCHEDULE_PATTERN_H_
 
@@ -7,25 +7,25 @@
 
 namespace tfb {
 
-// Keys begin, begin + 1, ..., end - 1.
+// The keys begin, begin + 1, ..., end - 1.
 struct KeyRange {
   int64_t begin;
   int64_t end;
   bool all;  // every query asked about sees every key of the range
 };
 
-// A predicate over (head, query, key). The causal mask of the problem is not the pattern's: the
-// schedule builder adds it.
+// A predicate over (head, query, key). It leaves out the causal mask of the problem: the schedule
+// builder adds that.
 class Pattern {
  public:
   virtual ~Pattern() = default;
 
-  // Heads with patterns of their own; head h of the problem has pattern h where there are several,
-  // else pattern 0.
+  // Returns the number of heads with patterns of their own; head h of the problem has pattern h
+  // where there are several, else pattern 0.
   virtual int64_t heads() const { return 1; }
 
-  // Whether query i sees key j, as the paper states it. Positions are token indices of the query
-  // and the key sequence.
+  // Tells whether query i sees key j, as the paper states it. Positions are token indices of the
+  // query and the key sequence.
   virtual bool Allows(int64_t head, int64_t i, int64_t j) const = 0;
 
   // Appends ranges that together hold every key seen by any query in [query_begin, query_end), in
@@ -35,7 +35,7 @@ class Pattern {
                          std::vector<KeyRange>* ranges) const = 0;
 };
 
-// Every query sees every key.
+// A pattern in which every query sees every key.
 class FullPattern : public Pattern {
  public:
   explicit FullPattern(int64_t kv_tokens) : kv_tokens_(kv_tokens) {}
@@ -48,7 +48,7 @@ class FullPattern : public Pattern {
   int64_t kv_tokens_;
 };
 
-// Query i sees the keys j with low <= j - i <= high: a band.
+// A band: query i sees the keys j with low <= j - i <= high.
 class BandPattern : public Pattern {
  public:
   BandPattern(int64_t low, int64_t high) : low_(low), high_(high) {}
@@ -58,7 +58,8 @@ class BandPattern : public Pattern {
   void KeyRanges(int64_t, int64_t query_begin, int64_t query_end,
                  std::vector<KeyRange>* ranges) const override {
     ranges->push_back({query_begin + low_, query_end + high_, false});
-    ranges->push_back({query_end - 1 + low_, query_begin + high_ + 1, true});  // may be empty
+    // The range may be empty.
+    ranges->push_back({query_end - 1 + low_, query_begin + high_ + 1, true});
   }
 
  private:

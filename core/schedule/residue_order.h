@@ -9,9 +9,9 @@
 
 namespace tfb {
 
-// 0, s, 2 s, ..., 1, s + 1, ...: in that order the tokens that are a multiple of the stride apart
-// are neighbours, so that a dilated window is a plain band inside each residue and a strided column
-// a dense block, whose tiles are full and not one key in s.
+// An order of tokens 0, s, 2 s, ..., 1, s + 1, ...: the tokens that are a multiple of the stride
+// apart are neighbours in it, so that a dilated window is a plain band inside each residue, and a
+// strided column is a dense block whose tiles are full instead of having one key in s.
 class ResidueOrder {
  public:
   ResidueOrder(int64_t tokens, int64_t stride)
@@ -24,7 +24,7 @@ class ResidueOrder {
   }
   int64_t Token(int64_t place) const { return tokens_[place]; }
   int64_t Place(int64_t token) const { return begin_[token % stride_] + token / stride_; }
-  // First place and one past the last of the residue that `place` is in.
+  // Returns the first place and one past the last of the residue that `place` is in.
   std::pair<int64_t, int64_t> Residue(int64_t place) const {
     const int64_t r = tokens_[place] % stride_;
     return {begin_[r], begin_[r + 1]};

@@ -16,7 +16,7 @@ Problem Sizes(int64_t queries, int64_t keys, bool causal = false) {
   return problem;
 }
 
-// Whether the schedule lets query i see key j, read as an engine reads it.
+// Tells whether the schedule lets query i see key j, reading it as an engine does.
 bool Visible(const BlockSchedule& schedule, int64_t head, int64_t i, int64_t j) {
   for (const TileRun& run : schedule.Row(head, i / schedule.query_tile)) {
     const int64_t tile = j / schedule.key_tile;
@@ -27,8 +27,8 @@ bool Visible(const BlockSchedule& schedule, int64_t head, int64_t i, int64_t j) 
   return false;
 }
 
-// The property that every schedule must have: it shows what the predicate says, pair by pair, and
-// counts it.
+// Checks the property that every schedule must have: it agrees with the predicate, pair by pair,
+// and counts the pairs.
 void ExpectMatches(const Problem& problem, const Pattern& pattern) {
   const BlockSchedule schedule = BuildSchedule(problem, pattern);
   for (int64_t head = 0; head < pattern.heads(); ++head) {
@@ -54,7 +54,7 @@ void ExpectMatches(const Problem& problem, const Pattern& pattern) {
   }
 }
 
-// An arbitrary predicate, whose ranges say too much: everything.
+// An arbitrary predicate, whose ranges are larger than needed: all keys.
 class ScatteredPattern : public Pattern {
  public:
   int64_t heads() const override { return 2; }
@@ -107,7 +107,7 @@ TEST(BlockSchedule, MemoryOfALinearPatternIsLinearInTokens) {
     return static_cast<double>(
         BuildSchedule(Sizes(tokens, tokens), BandPattern(-256, 256)).bytes());
   };
-  // Beside a constant for the masks.
+  // The masks are a constant besides.
   EXPECT_NEAR((bytes(65536) - bytes(32768)) / (bytes(32768) - bytes(16384)), 2, 0.02);
 }
 
@@ -120,7 +120,7 @@ TEST(BlockSchedule, OrderPutsTheLongestRowsFirst) {
 TEST(BlockSchedule, VisitedPairsAreAtLeastTheKeptOnes) {
   const BlockSchedule schedule = BuildSchedule(Sizes(100, 100, /*causal=*/true), FullPattern(100));
   EXPECT_EQ(schedule.KeptPairs(2), 2 * 5050);
-  // Tiles (0,0), (1,0) and (1,1), cut to 100 tokens: 64 x 64 + 36 x 64 + 36 x 36.
+  // The visited tiles are (0,0), (1,0) and (1,1), cut to 100 tokens: 64 x 64 + 36 x 64 + 36 x 36.
   EXPECT_EQ(schedule.VisitedPairs(2), 2 * (64 * 64 + 36 * 64 + 36 * 36));
 }
 

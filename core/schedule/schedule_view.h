@@ -1,4 +1,4 @@
-// A schedule as kernels of every device walk it: plain data.
+// A schedule in the form that kernels of every device walk: plain data.
 #ifndef TFB_CORE_SCHEDULE_SCHEDULE_VIEW_H_
 #define TFB_CORE_SCHEDULE_SCHEDULE_VIEW_H_
 
@@ -22,7 +22,8 @@ struct Band {
   int64_t high = 0;
 };
 
-// Of BlockSchedule, see there; or, where row_begin is null, of a band, which needs no tables.
+// The arrays of a BlockSchedule, see there; or, where row_begin is null, a band, which needs no
+// tables.
 struct ScheduleView {
   int64_t query_tiles;
   int64_t heads;             // patterns; head h has pattern h % heads

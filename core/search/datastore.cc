@@ -28,7 +28,7 @@ class Fnv {
     for (const char byte : bytes) hash_ = (hash_ ^ static_cast<uint8_t>(byte)) * 0x100000001B3u;
     return *this;
   }
-  // With its length, so that one text's end is not another's beginning.
+  // Adds the text's length too, so that one text's end cannot be another's beginning.
   Fnv& AddText(absl::string_view text) { return Add(absl::StrCat(text.size(), ":", text)); }
   uint64_t hash() const { return hash_; }
 
@@ -84,7 +84,7 @@ absl::Status CheckFingerprint(const std::string& file, absl::string_view field, 
                                 ", not ", Hex(expected)));
 }
 
-// The tensor of this name as a view of the file's bytes.
+// Returns the tensor of this name as a view of the file's bytes.
 absl::StatusOr<ConstTensorView> TensorIn(const SafetensorsLayout& layout, absl::string_view bytes,
                                          const std::string& file, const std::string& name,
                                          DType dtype, int rank) {

@@ -1,5 +1,5 @@
-// A datastore: what a language model's hidden states were, and which token followed each. It is built
-// once, saved, and mapped from disk: Khandelwal et al. 2020, arXiv:1911.00172v2, section 2.
+// A datastore: a language model's hidden states, and which token followed each. It is built once,
+// saved, and mapped from disk: Khandelwal et al. 2020, arXiv:1911.00172v2, section 2.
 //
 // The file is a safetensors file:
 //
@@ -7,8 +7,8 @@
 //   "values"  [entries], u8 or i32; before them "padding", u8, where they would not be aligned else
 //   metadata  "format": "datastore 1", "model" and "text": 16 hexadecimal digits each
 //
-// "model" is a fingerprint of the model whose states the keys are, since those of another mean
-// nothing to its queries; "text" one of what the model read.
+// "model" is a fingerprint of the model whose states the keys are, since keys of another model are
+// useless for its queries; "text" is one of the text that the model read.
 #ifndef TFB_CORE_SEARCH_DATASTORE_H_
 #define TFB_CORE_SEARCH_DATASTORE_H_
 
@@ -26,7 +26,7 @@
 
 namespace tfb {
 
-// 64 bits (FNV-1a) of names, dtypes, shapes and contents, and of a text.
+// Returns 64 bits (FNV-1a) over names, dtypes, shapes and contents, or over a text.
 uint64_t Fingerprint(const NamedTensors& tensors);
 uint64_t Fingerprint(absl::string_view text);
 
@@ -35,21 +35,24 @@ struct DatastoreFormat {
   DType key_dtype = DType::kF32;
   DType value_dtype = DType::kU8;
   uint64_t model = 0;
-  std::optional<uint64_t> text;  // a reader without one takes any
+  std::optional<uint64_t> text;  // a reader that names no text takes any
 };
 
-// Writes a datastore entry by entry. It appears under its path when it is whole, and not before.
+// Writes a datastore entry by entry. The file appears under its path when it is whole, and not
+// before.
 class DatastoreWriter {
  public:
-  // InvalidArgument: a format that there is not. Others: the file cannot be written.
+  // Returns InvalidArgument for a format that does not exist, and other errors where the file
+  // cannot be written.
   static absl::StatusOr<std::unique_ptr<DatastoreWriter>> Create(const std::string& path,
                                                                  const DatastoreFormat& format);
-  ~DatastoreWriter();  // leaves no file behind where Finish was not called
+  ~DatastoreWriter();  // Leaves no file behind where Finish was not called.
 
-  // keys [n, dim] of any floating dtype, rounded to the format's; values [n] of the format's dtype.
-  // InvalidArgument: a key that is not finite, or not so as f16. After an error nothing is appended.
+  // Appends keys [n, dim] of any floating dtype, rounded to the format's, and values [n] of the
+  // format's dtype. Returns InvalidArgument for a key that is not finite, or not so as f16. After
+  // an error nothing is appended.
   absl::Status Append(const ConstTensorView& keys, const ConstTensorView& values);
-  // To be called once, after the last entry, of which there must be one.
+  // Finishes the file; call it once, after the last entry. There must be at least one.
   absl::Status Finish();
 
   int64_t entries() const { return entries_; }
@@ -64,20 +67,20 @@ class DatastoreWriter {
   DatastoreFormat format_;
   int file_ = -1;
   int64_t entries_ = 0;
-  std::vector<std::byte> values_;  // they come behind the last key
+  std::vector<std::byte> values_;  // written behind the last key
 };
 
-// A mapped datastore. Its pages are read when they are looked at, and shared between processes as
-// long as nobody writes to them; a file that another program cuts short meanwhile ends this one
-// (SIGBUS). Movable.
+// A mapped datastore. Its pages are read when they are used, and are shared between processes as
+// long as nobody writes to them. If another program truncates the file meanwhile, this program ends
+// (SIGBUS). Datastores are movable.
 class Datastore {
  public:
-  // InvalidArgument, with the file and the field: no datastore, a truncated one, one of another
-  // model, text, dtype or number of channels, or one without entries. NotFound and the like: it
-  // cannot be opened.
+  // Opens a file. Returns InvalidArgument, with the file and the field, for a file that is no
+  // datastore, a truncated one, one of another model, text, dtype or number of channels, or one
+  // without entries; NotFound and the like where it cannot be opened.
   static absl::StatusOr<Datastore> Open(const std::string& path, const DatastoreFormat& expected);
-  // The same of bytes in memory, aligned to 4 bytes, which the caller keeps; `name` stands for the
-  // path in messages.
+  // Does the same for bytes in memory, aligned to 4 bytes, which the caller keeps; `name` stands
+  // for the path in messages.
   static absl::StatusOr<Datastore> Parse(absl::string_view bytes, const std::string& name,
                                          const DatastoreFormat& expected);
 
@@ -86,8 +89,8 @@ class Datastore {
   const ConstTensorView& values() const { return values_; }
   uint64_t text() const { return text_; }
 
-  // "keys" and "values", which keep the file mapped: nothing is copied (what was parsed is). What is
-  // written to them stays in this process, and changes no file.
+  // Returns "keys" and "values", which keep the file mapped: nothing is copied, except from bytes
+  // that were parsed. Writes to these tensors stay in this process, and change no file.
   NamedTensors Tensors() const;
 
  private:

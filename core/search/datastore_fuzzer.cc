@@ -11,13 +11,13 @@
 
 namespace {
 
-// Aligned as a mapped file is.
+// Reads the bytes from aligned memory, as in a mapped file.
 void Read(const std::string& bytes) {
   tfb::DatastoreFormat expected;
   expected.dim = 2;
   const absl::StatusOr<tfb::Datastore> store = tfb::Datastore::Parse(bytes, "fuzzed", expected);
   if (!store.ok()) return;
-  // What is read can be looked at.
+  // Every element that is read can be accessed.
   double sum = 0;
   for (int64_t n = 0; n < store->entries(); ++n) {
     sum += store->keys().Get(2 * n) + store->keys().Get(2 * n + 1) + store->values().Get(n);
@@ -32,7 +32,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string bytes(reinterpret_cast<const char*>(data), size);
   Read(bytes);
   if (size < 2) return 0;
-  // The same bytes as a file whose header's length is right, so that the fuzzer gets past it.
+  // Reads the same bytes as a file whose header length is right, so that the fuzzer gets past that
+  // check.
   const size_t header = std::min<size_t>(data[0] + 256 * size_t{data[1]}, size - 2);
   std::string file(8, '\0');
   for (int i = 0; i < 8; ++i) file[i] = static_cast<char>(uint64_t{header} >> (8 * i));

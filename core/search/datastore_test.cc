@@ -62,7 +62,7 @@ void SetContents(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary) << bytes;
 }
 
-// What is wrong with the file; "ok" where nothing is.
+// Returns the error of opening the file; "ok" where there is none.
 std::string ErrorOf(const std::string& path, const DatastoreFormat& expected = Format()) {
   const absl::StatusOr<Datastore> store = Datastore::Open(path, expected);
   if (store.ok()) return "ok";
@@ -96,7 +96,7 @@ TEST(Datastore, WhatIsAppendedIsMapped) {
       EXPECT_EQ(MaxDifference(store.values(), all.values.view()), 0);
       EXPECT_EQ(reinterpret_cast<uintptr_t>(store.keys().data) % 4096, 0u);
       EXPECT_EQ(reinterpret_cast<uintptr_t>(store.values().data) % SizeOf(value_dtype), 0u);
-      // Anybody's reader of the format can read it.
+      // Any reader of the safetensors format can read it.
       EXPECT_EQ(ReadSafetensors(path)->tensors.at("values").dim(0), 11);
     }
   }
@@ -259,7 +259,7 @@ TEST(Fingerprint, TellsNamesShapesAndContentsApart) {
   b["w"] = Tensor(DType::kF32, {3, 2});
   Fill(b["w"].view(), 1);
   EXPECT_NE(Fingerprint(b), before);
-  // Published values of FNV-1a.
+  // The expected values are published ones of FNV-1a.
   EXPECT_EQ(Fingerprint(absl::string_view("")), 0xCBF29CE484222325u);
   EXPECT_EQ(Fingerprint(absl::string_view("a")), 0xAF63DC4C8601EC8Cu);
 }

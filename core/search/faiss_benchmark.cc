@@ -43,7 +43,7 @@ double Best(const std::function<void()>& work) {
   return best;
 }
 
-// Rows around 1,024 points.
+// Returns rows around 1,024 points.
 std::vector<float> Clustered(int64_t rows, const char* name) {
   const int64_t dim = absl::GetFlag(FLAGS_dim);
   Tensor points(DType::kF32, {1024, dim}), noise(DType::kF32, {rows, dim});
@@ -67,7 +67,7 @@ struct Workload {
   ThreadPool pool{absl::GetFlag(FLAGS_threads)};
 };
 
-// The share of `slots` whose row of `exact` begins with one of the row.
+// Returns the share of `slots` whose row of `exact` begins with one of the row.
 template <class Slot>
 double RecallOfBest(const std::vector<Slot>& slots, const std::vector<int32_t>& exact, int64_t k) {
   int64_t found = 0;

@@ -1,4 +1,4 @@
-// Engine search and its inverted lists against FAISS, somebody else's. Skipped where that is not
+// Tests engine search and its inverted lists against FAISS. It is skipped where FAISS is not
 // installed.
 #include <faiss/IndexFlat.h>
 
@@ -34,8 +34,8 @@ class FaissTest : public testing::TestWithParam<SearchMetric> {
     execution.workspace = absl::MakeSpan(static_cast<std::byte*>(memory_.raw()), bytes);
     return execution;
   }
-  // FAISS's scores are fp32 sums of `kDim` products: off by kDim 2^-24 of what may reach 100 here.
-  // Scores that lie closer may be in another order.
+  // FAISS's scores are fp32 sums of `kDim` products: their error is up to kDim 2^-24 of products
+  // that may reach 100 here. Scores that lie closer may be in another order.
   void ExpectSame() {
     constexpr double kError = kDim * 0x1p-24 * 100;
     for (int64_t n = 0; n < kQueries * kNeighbours; ++n) {

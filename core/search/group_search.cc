@@ -11,21 +11,23 @@ namespace {
 constexpr int64_t kPanel = 64;   // queries that are packed together
 constexpr int64_t kBlock = 96;   // keys: 16 register tiles of 6; 96 x 64 scores are 24 KiB
 constexpr int64_t kDepth = 64;   // channels: 64 x 64 of a panel are 16 KiB, a third of L1
-constexpr int64_t kSlack = 128;  // candidates beyond the hits, at least
-constexpr int64_t kSpan = 24;    // entries whose second best scores are kept as one
-constexpr int64_t kGroup = 4;    // entries of which a part keeps the largest score alone
+constexpr int64_t kSlack = 128;  // candidates beyond the hits, at the least
+constexpr int64_t kSpan = 24;    // entries whose second-best scores share one number
+constexpr int64_t kGroup = 4;    // entries for which a part keeps only the largest score
 constexpr int64_t kMaxPart = 32768;
-constexpr int64_t kGroupsOfHit = 4;  // of the groups whose k-th largest score bounds a part
-constexpr int64_t kPartOfHit = 16;   // entries of a part for each hit, at least
+// Groups for each hit, among which the k-th largest score bounds a part.
+constexpr int64_t kGroupsOfHit = 4;
+constexpr int64_t kPartOfHit = 16;  // entries of a part for each hit, at the least
 static_assert(kBlock % kSpan == 0 && kSpan % kGroup == 0, "a block has whole spans and groups");
-// What best_of_four's bits change a score by, of (|q| + |e|)^2: 3 of the last place of at most half.
+// best_of_four's bits change a score by at most this share of (|q| + |e|)^2: 3 units in the last
+// place of at most half of it.
 constexpr double kTagError = 3 * 0x1p-24;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr SearchHit kNoHit = {-std::numeric_limits<double>::infinity(), -1};
 
-// Integers in the order of the floats, which are no NaN.
+// Maps floats, which are not NaN, to integers in the same order.
 int32_t Ordered(float x) {
   int32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
@@ -38,7 +40,8 @@ float FromOrdered(int32_t order) {
   return x;
 }
 
-// A bound that at least `wanted` numbers reach, and at most `wanted + slack` where equal ones let it.
+// Returns a bound that at least `wanted` numbers reach, and at most `wanted + slack` where equal
+// numbers allow it.
 int32_t BoundOfLargest(const int32_t* numbers, int64_t count, int64_t wanted, int64_t slack) {
   int64_t low = std::numeric_limits<int32_t>::max(), high = std::numeric_limits<int32_t>::min();
   for (int64_t i = 0; i < count; ++i) low = std::min<int64_t>(low, numbers[i]);
@@ -47,7 +50,7 @@ int32_t BoundOfLargest(const int32_t* numbers, int64_t count, int64_t wanted, in
   while (low < high && reach > wanted + slack) {
     const int64_t middle = low + (high - low) / 2 + 1;
     const auto bound = static_cast<int32_t>(middle);
-    int32_t reach_middle = 0;  // as wide as the numbers, for vectors
+    int32_t reach_middle = 0;  // an integer of the numbers' width, so that the loop vectorizes
     for (int64_t i = 0; i < count; ++i) reach_middle += numbers[i] >= bound;
     if (reach_middle >= wanted) {
       low = middle;
@@ -59,14 +62,14 @@ int32_t BoundOfLargest(const int32_t* numbers, int64_t count, int64_t wanted, in
   return static_cast<int32_t>(low);
 }
 
-// Which of its group the best is.
+// Returns which entry of its group the best is.
 int64_t PlaceInGroup(float best) {
   uint32_t bits;
   std::memcpy(&bits, &best, sizeof(bits));
   return bits % kGroup;
 }
 
-// `count` entries of the run from the n-th on, or those that are left.
+// Returns `count` entries of the run from the n-th on, or those that remain.
 EntryRun PieceOf(const EntryRun& run, int64_t n, int64_t count) {
   return {run.slot + n * run.step, run.age + n * run.step, run.step,
           std::min(count, run.count - n)};
@@ -173,13 +176,13 @@ double GroupSearch::SquaredNorm(const float* row) const {
 
 // ---- Bounds ----
 
-// What s is off by at most.
+// Returns the bound of the error of s.
 double GroupSearch::Error(int64_t q) const {
   const double norms = s_.query_norms[q] + max_norm_;
   return (ScoreError(dim_) + kTagError) * norms * norms + kTinyScoreError;
 }
 
-// s as it would be without error.
+// Returns s as it would be without error.
 float GroupSearch::ScoreOf(int64_t q, double exact) const {
   if (!distance_) return static_cast<float>(exact);
   return static_cast<float>((s_.query_norms[q] * s_.query_norms[q] + exact) / 2);
@@ -213,7 +216,7 @@ void GroupSearch::Scan(const EntryRun& run) {
   }
 }
 
-// Of at most 96 entries: where they lie, or converted.
+// Returns the keys of at most 96 entries: in place, or converted.
 IndexedRows GroupSearch::KeysOf(const EntryRun& block) const {
   if (float_keys_ != nullptr) {
     return {float_keys_ + block.slot * call_.keys.stride(1), block.step * call_.keys.stride(1),
@@ -225,7 +228,8 @@ IndexedRows GroupSearch::KeysOf(const EntryRun& block) const {
   return {s_.keys, depth_, nullptr, block.count, dim_};
 }
 
-// The scores of keys against a panel of queries, without half the keys' norms: s_.products.
+// Computes the products of keys with a panel of queries, without half the keys' norms, in
+// s_.products.
 ScoreRows GroupSearch::Multiply(const IndexedRows& keys, int64_t panel) {
   const int64_t columns = RoundUp(std::min(kPanel, count_ - panel), kColumnQuantum);
   for (int64_t c = 0; c < dim_; c += kDepth) {
@@ -253,9 +257,9 @@ void GroupSearch::ScanBlock(const EntryRun& block, const IndexedRows& keys) {
   }
 }
 
-// Many entries at once. Most scores are far below the k-th best, so that the largest of each few
-// is all that is kept of them at first. The k-th largest of some hundred such numbers is reached by
-// k entries: a bound that few others reach, and only in the groups that do scores are looked at.
+// Scans many entries at once. Most scores are far below the k-th best, so that at first only the
+// largest of each group of a few is kept. The k-th largest of some hundred such maxima is a bound
+// that k entries reach and few others do; only the groups that reach it are looked at again.
 void GroupSearch::ScanPart(const EntryRun& part) {
   for (int64_t n = 0; n < part.count; n += kBlock) {
     const IndexedRows keys = KeysOf(PieceOf(part, n, kBlock));
@@ -283,7 +287,7 @@ void GroupSearch::ScanPart(const EntryRun& part) {
   }
 }
 
-// What ScanPart keeps of a panel's scores: a row for each group.
+// Returns the maxima that ScanPart keeps of a panel's scores: a row for each group.
 ScoreRows GroupSearch::MaximaOf(int64_t panel, int64_t groups) const {
   const int64_t columns = RoundUp(std::min(kPanel, count_ - panel), kColumnQuantum);
   return {s_.maxima + panel * (sizes_.part / kGroup), kPanel, groups, columns};
@@ -311,7 +315,7 @@ void GroupSearch::RaiseBounds(int64_t panel, int64_t groups) {
   }
 }
 
-// The best entries of the groups that reach the bounds.
+// Adds the best entries of the groups that reach the bounds.
 void GroupSearch::AddBest(const EntryRun& part, int64_t panel, int64_t groups) {
   for (int64_t first = 0; first < groups; first += kBlock) {
     ScoreRows maxima = MaximaOf(panel, std::min(kBlock, groups - first));
@@ -326,7 +330,7 @@ void GroupSearch::AddBest(const EntryRun& part, int64_t panel, int64_t groups) {
   }
 }
 
-// The other entries that reach them, which are few: their spans are scored again.
+// Adds the other entries that reach the bounds. They are few: their spans are scored again.
 void GroupSearch::AddSeconds(const EntryRun& part, int64_t panel, int64_t spans) {
   const float* maxima = MaximaOf(panel, 0).scores;
   for (int64_t first = 0; first < spans; first += kBlock) {
@@ -349,16 +353,16 @@ void GroupSearch::AddSeconds(const EntryRun& part, int64_t panel, int64_t spans)
   }
 }
 
-// One query against a block; the block's first has to measure the keys.
+// Compares one query with a block; the first query of the block has to measure the keys.
 template <class Age>
 void GroupSearch::ScanWith(int64_t q, const IndexedRows& keys, bool measure, const Age& age) {
   kernels_.dots(keys, s_.queries + q * depth_, s_.dots, s_.squares);
   if (measure) MeasureKeys(keys, s_.half_norms);
-  constexpr int64_t kRows = 16;  // most of which reach nothing
+  constexpr int64_t kRows = 16;  // rows at a time, most of which reach nothing
   for (int64_t first = 0; first < keys.count; first += kRows) {
     const int64_t end = std::min(first + kRows, keys.count);
     const float bound = s_.bounds[q];
-    int32_t reached = 0;  // as wide as the scores, for vectors
+    int32_t reached = 0;  // an integer of the scores' width, so that the loop vectorizes
     for (int64_t r = first; r < end; ++r) reached |= s_.dots[r] - s_.half_norms[r] >= bound;
     for (int64_t r = first; reached != 0 && r < end; ++r) {
       const float score = s_.dots[r] - s_.half_norms[r];
@@ -367,7 +371,8 @@ void GroupSearch::ScanWith(int64_t q, const IndexedRows& keys, bool measure, con
   }
 }
 
-// From their squares: what to subtract from each key's products, and the largest norm so far.
+// Computes from the keys' squares the half norm to subtract from each key's products, and the
+// largest norm so far.
 void GroupSearch::MeasureKeys(const IndexedRows& keys, float* half_norms) {
   float largest = 0;
   for (int64_t r = 0; r < keys.count; ++r) {
@@ -380,7 +385,7 @@ void GroupSearch::MeasureKeys(const IndexedRows& keys, float* half_norms) {
   }
   if (largest <= max_square_) return;
   max_square_ = largest;
-  // fp32 sums of dim squares are off by dim 2^-24 of themselves.
+  // An fp32 sum of dim squares has a relative error of at most dim 2^-24.
   max_norm_ = std::sqrt(largest * (1 + static_cast<double>(dim_ + 1) * 0x1p-23));
   for (int64_t q = 0; q < count_; ++q) UpdateBound(q);
 }
@@ -403,7 +408,7 @@ void GroupSearch::ScanSlots(absl::Span<const int32_t> slots, absl::Span<const in
 // ---- Candidates ----
 
 void GroupSearch::Add(int64_t q, float score, int64_t age) {
-  if (score < s_.bounds[q]) return;  // which may have risen since the filter
+  if (score < s_.bounds[q]) return;  // the bound may have risen since the filter
   if (s_.counts[q] == sizes_.capacity) {
     Shrink(q, (sizes_.capacity - sizes_.hits) / 8);
     if (s_.counts[q] > (sizes_.hits + sizes_.capacity) / 2) Resolve(q);
@@ -434,7 +439,7 @@ void GroupSearch::Shrink(int64_t q, int64_t slack) {
   s_.counts[q] = kept;
 }
 
-// Scores the candidates in float64 and keeps the best: those of s_.hits.
+// Scores the candidates in float64 and keeps the best s_.hits.
 void GroupSearch::Resolve(int64_t q) {
   Rescore(q);
   SearchHit* end = s_.hits + s_.counts[q];
@@ -448,7 +453,7 @@ void GroupSearch::Resolve(int64_t q) {
   RaiseLower(q, ScoreOf(q, s_.hits[sizes_.hits - 1].score));
 }
 
-// The candidates as hits.
+// Returns the candidates as hits.
 void GroupSearch::Rescore(int64_t q) {
   const int64_t count = s_.counts[q], slots = call_.keys.dim(1);
   const int32_t* ages = s_.ages + q * sizes_.capacity;

@@ -21,7 +21,7 @@ absl::Status CheckLeast(absl::string_view what, int64_t value, int64_t least) {
       absl::StrCat("inverted lists: ", what, " is ", value, "; allowed are ", least, " or more"));
 }
 
-// As many rows, drawn without replacement, in f32 [1, count, dim].
+// Returns as many rows, drawn without replacement, in f32 [1, count, dim].
 Tensor Sample(const ConstTensorView& keys, int64_t count, uint64_t seed) {
   std::vector<int32_t> order(static_cast<size_t>(keys.dim(1)));
   std::iota(order.begin(), order.end(), 0);
@@ -35,7 +35,7 @@ Tensor Sample(const ConstTensorView& keys, int64_t count, uint64_t seed) {
   return sample;
 }
 
-// The nearest centroid of each row, and its squared distance; -1 of what is none.
+// The nearest centroid of each row, and its squared distance; -1 for a row that is no entry.
 struct Nearest {
   std::vector<int32_t> centroids;
   std::vector<float> distances;
@@ -64,7 +64,8 @@ absl::Status FindNearest(const ConstTensorView& rows, const Tensor& centroids, T
   return absl::OkStatus();
 }
 
-// Centroids become the means of their rows; those without, the rows that are farthest from theirs.
+// Moves centroids to the means of their rows; those without rows move to the rows that are farthest
+// from theirs.
 void MoveCentroids(const Tensor& sample, const Nearest& nearest, Tensor* centroids) {
   const int64_t lists = centroids->dim(1), dim = centroids->dim(2);
   std::vector<double> sums(static_cast<size_t>(lists * dim));
@@ -178,7 +179,7 @@ size_t InvertedLists::WorkspaceBytes(int64_t entries, int64_t dim, int64_t lists
   lists = std::min(lists, entries);
   probes = std::min(probes, lists);
   const size_t own = Workspace::Measure([&](Workspace& w) { LayOut(queries * probes, w); });
-  // The two steps follow each other in the same memory.
+  // The two steps use the same memory, one after the other.
   return own + std::max(SearchCpuWorkspaceBytes({1, 1, queries, dim, lists, probes}, threads),
                         SearchListsWorkspaceBytes({1, 1, queries, dim, entries, k}, lists, probes,
                                                   threads));
@@ -213,7 +214,7 @@ absl::Status InvertedLists::Search(const Call& call, const Execution& execution)
   fine.k = call.k;
   fine.slots = call.slots;
   fine.scores = call.scores;
-  if (lists() == 0) return tfb::Search(Device::kCpu, fine, step);  // which finds nothing
+  if (lists() == 0) return tfb::Search(Device::kCpu, fine, step);  // it finds nothing
   SearchLists(fine, {begins_.data(), slots_.data(), lists(), probed.lists, probes}, step);
   return absl::OkStatus();
 }

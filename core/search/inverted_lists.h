@@ -2,13 +2,13 @@
 // their codes; faiss::IndexIVFFlat): k-means parts the entries, and a query sees those of the few
 // clusters whose centroids are best for it.
 //
-// What a search finds are the k best entries of the lists that it probes, in the order and with the
-// scores of search.h; probing all lists is exact search. The lists and so the results depend on the
-// keys, the options and the seed, not on the number of threads.
+// A search finds the k best entries of the lists that it probes, in the order and with the scores
+// of search.h; probing all lists is exact search. The lists and so the results depend on the keys,
+// the options and the seed, not on the number of threads.
 //
-// Cost of a query: a product with all centroids, and entries * probes / lists dots; a batch reads each
-// list once for up to 256 queries. Keys stay where they are: an index holds centroids and 4 bytes an
-// entry. CPU only, as k-means and lists of different lengths have no CUDA kernels here.
+// Cost of a query: a product with all centroids, and entries * probes / lists dots; a batch reads
+// each list once for up to 256 queries. Keys are not copied: an index holds centroids and 4 bytes
+// an entry. CPU only, as k-means and lists of different lengths have no CUDA kernels here.
 //
 // Why not a library: Debian's FAISS (1.7.3) is built for any x86-64 and any BLAS, of which a plain
 // installation has the reference one. core/search:faiss_benchmark on one thread, 65,536 keys of 192
@@ -33,26 +33,27 @@ namespace tfb {
 struct InvertedListsOptions {
   int64_t lists = 1024;
   int64_t iterations = 10;       // of k-means
-  int64_t sample_per_list = 64;  // keys that k-means looks at, for each list
+  int64_t sample_per_list = 64;  // keys that k-means uses, for each list
   uint64_t seed = 1;             // draws them
-  SearchMetric metric = SearchMetric::kSquaredDistance;  // of searches; clusters are of distance
+  // Metric of searches; clusters are by distance.
+  SearchMetric metric = SearchMetric::kSquaredDistance;
 };
 
 class InvertedLists {
  public:
-  // keys [entries, dim] as of a SearchCall, in host memory, which the caller keeps as it is. Entries
-  // that are none (search.h) are in no list. Lists are no more than the entries. InvalidArgument:
-  // options out of their range.
+  // Builds an index of keys [entries, dim] as in a SearchCall, in host memory, which the caller
+  // keeps unchanged. Rows that are no entries (search.h) are in no list. There are at most as many
+  // lists as entries. Returns InvalidArgument for options out of their range.
   static absl::StatusOr<InvertedLists> Build(const ConstTensorView& keys,
                                              const InvertedListsOptions& options, ThreadPool* pool);
 
   int64_t lists() const { return centroids_.dim(1); }
-  // The slots of a list, ascending.
+  // Returns the slots of a list, ascending.
   absl::Span<const int32_t> list(int64_t n) const;
   size_t bytes() const;
 
-  // As Search of one head: slots and scores are [queries][k]. queries [queries, dim]; `probes` lists
-  // are looked at, all of them where there are fewer. Allocates nothing.
+  // A call of Search with one head: slots and scores are [queries][k]. queries are [queries, dim];
+  // `probes` lists are searched, or all of them where there are fewer. It allocates nothing.
   struct Call {
     ConstTensorView queries;
     int64_t k;
@@ -61,7 +62,8 @@ class InvertedLists {
     float* scores;
   };
   size_t WorkspaceBytes(int64_t queries, int64_t k, int64_t probes, int threads) const;
-  // The same before there is an index: of that many entries in `lists` lists.
+  // Returns the workspace before there is an index, which will have so many entries in `lists`
+  // lists.
   static size_t WorkspaceBytes(int64_t entries, int64_t dim, int64_t lists, int64_t queries,
                                int64_t k, int64_t probes, int threads);
   absl::Status Search(const Call& call, const Execution& execution) const;

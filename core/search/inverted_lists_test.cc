@@ -15,7 +15,7 @@ namespace {
 
 constexpr SearchMetric kMetrics[] = {SearchMetric::kInnerProduct, SearchMetric::kSquaredDistance};
 
-// Rows near `centers` points: those of row n near point n % centers.
+// Returns rows near `centers` points; row n is near point n % centers.
 Tensor Clustered(int64_t rows, int64_t dim, int64_t centers, double spread, const char* name) {
   Tensor points(DType::kF32, {centers, dim}), tensor(DType::kF32, {rows, dim});
   FillNormal(&points, 1, "centers");
@@ -115,8 +115,8 @@ TEST(InvertedLists, ProbingAllListsIsExactSearch) {
   }
 }
 
-// Clusters lie |c_i - c_j| = sqrt(2 * 32) = 8 apart and their points 0.1 sqrt(32) = 0.6 from their
-// centers: of a query's cluster no point is in another list, so one list has the ten best.
+// Clusters lie |c_i - c_j| = sqrt(2 * 32) = 8 apart, and their points 0.1 sqrt(32) = 0.6 from their
+// centers. No point of a query's cluster is in another list, so one list has the ten best.
 TEST(InvertedLists, OneListHasTheNeighboursOfWellPartedClusters) {
   const Tensor keys = Clustered(4000, 32, 20, 0.1, "keys");
   const Tensor queries = Clustered(200, 32, 20, 0.1, "queries");
@@ -125,8 +125,8 @@ TEST(InvertedLists, OneListHasTheNeighboursOfWellPartedClusters) {
   options.iterations = 20;
   const InvertedLists index = Build(keys, options);
   const Found exact = Exact(keys, queries, 1, SearchMetric::kSquaredDistance);
-  // A cluster that k-means has cut in two shows its best entry to the queries beside the cut alone,
-  // and chance leaves 20 random seeds a few such; four lists hold any cluster.
+  // Where k-means has cut a cluster in two, only the queries near the cut find their best entry in
+  // one list, and 20 random seeds leave a few such clusters; four lists hold any cluster.
   const Found one = Approximate(index, queries, 1, 1), four = Approximate(index, queries, 1, 4);
   int64_t of_one = 0, of_four = 0;
   for (int64_t q = 0; q < 200; ++q) {

@@ -56,11 +56,11 @@ absl::Status Check(const SearchCall& call) {
 
 constexpr int64_t kBlocksOfMultiprocessor = 2;
 constexpr int64_t kPartEntries = 4096;       // at least
-constexpr int64_t kSlack = 4 * kSearchKeys;  // candidates beyond the hits, at least
+constexpr int64_t kSlack = 4 * kSearchKeys;  // candidates beyond the hits, at the least
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The sizes of a call on a GPU of so many multiprocessors, without its tensors.
+// Returns the sizes of a call on a GPU of so many multiprocessors, without its tensors.
 SearchArguments PlanCuda(const SearchSizes& sizes, int64_t multiprocessors) {
   SearchArguments a = {};
   a.key_heads = sizes.key_heads;
@@ -120,7 +120,7 @@ size_t SearchWorkspaceBytes(Device device, const SearchSizes& sizes, int threads
   CudaRuntime* runtime = nullptr;
   if (device != Device::kCpu) {
     const absl::StatusOr<CudaRuntime*> found = CudaRuntime::For(device);
-    if (!found.ok()) return 0;  // a search says why
+    if (!found.ok()) return 0;  // Search returns the error
     runtime = *found;
   }
   const auto bytes_of = [&](const SearchSizes& call) {
@@ -130,8 +130,9 @@ size_t SearchWorkspaceBytes(Device device, const SearchSizes& sizes, int threads
       LayOut(workspace, &a);
     });
   };
-  // Fewer queries may take more: the entries are cut into more parts. Plans change between multiples
-  // of kSearchQueries, and the last of those that share one take most.
+  // Fewer queries may need more memory, since the entries are cut into more parts. Plans change
+  // between multiples of kSearchQueries, and the largest of the queries that share a plan needs
+  // most.
   size_t bytes = bytes_of(sizes);
   SearchSizes fewer = sizes;
   for (int64_t tiles = (sizes.queries - 1) / kSearchQueries; tiles > 0; --tiles) {

@@ -1,8 +1,8 @@
 // Times engine search: batches beside the matrix product of the same shape, one query beside reading
 // the keys.
 //
-// Every figure is the best of several samples, taken in turn with those of what it is compared with,
-// so that shares mean something on a shared machine.
+// Every figure is the best of several samples, which alternate with samples of the work that it is
+// compared with, so that shares are meaningful on a shared machine.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -59,7 +59,7 @@ double Seconds(const Work& work) {
   return now() - begin;
 }
 
-// The best time of each work, in seconds; one round before is not counted.
+// Returns the best time of each work, in seconds; a first round is not counted.
 std::vector<double> Measure(const std::vector<Work>& works) {
   std::vector<double> best(works.size(), INFINITY);
   for (int round = 0; round <= absl::GetFlag(FLAGS_rounds); ++round) {
@@ -83,7 +83,7 @@ std::vector<int64_t> Numbers(const std::vector<std::string>& texts) {
   return numbers;
 }
 
-// Rows around `centers` points, of the same distribution for every name.
+// Returns rows around `centers` points, of the same distribution for every name.
 Tensor Clustered(int64_t rows, int64_t dim, const char* name) {
   const int64_t centers = absl::GetFlag(FLAGS_centers);
   Tensor points(DType::kF32, {centers, dim}), tensor(DType::kF32, {1, rows, dim});
@@ -134,7 +134,7 @@ class Searcher {
 };
 
 // The matrix product of all keys with all queries by the kernel that search uses, block by block in
-// cache; what it computes is dropped.
+// cache; its results are dropped.
 class Product {
  public:
   Product(const Tensor& keys, const Tensor& queries, ThreadPool* pool)
@@ -168,7 +168,7 @@ class Product {
   std::vector<float> blocks_;
 };
 
-// Synthetic, or those of --states.
+// States that are synthetic, or read from --states.
 struct States {
   Tensor keys;     // [1, entries, dim]
   Tensor queries;  // [1, queries, dim]
@@ -234,7 +234,7 @@ void PrintBatches(ThreadPool* pool) {
   }
 }
 
-// Reads all of the keys and does next to nothing with them.
+// Reads all keys and computes almost nothing with them.
 void ReadAll(const Tensor& keys, ThreadPool* pool) {
   constexpr int64_t kPiece = 1 << 14, kSums = 32;
   const int64_t words = static_cast<int64_t>(keys.bytes() / sizeof(uint64_t));
@@ -272,7 +272,7 @@ void PrintFewQueries(ThreadPool* pool) {
 
 // ---- Inverted lists ----
 
-// The share of the queries whose best entry was found, and of their k best.
+// Returns the share of the queries whose best entry was found, and the share of their k best.
 std::pair<double, double> Recall(const std::vector<int32_t>& found,
                                  const std::vector<int32_t>& exact, int64_t k) {
   int64_t best = 0, all = 0;

@@ -1,5 +1,5 @@
-// A task has a group of queries of one head and part of the entries, or of the lists that the group
-// probes, each of which it reads once.
+// Engine search on the CPU. A task has a group of queries of one head and part of the entries, or
+// of the lists that the group probes, each of which it reads once.
 #include "core/search/search_cpu.h"
 
 #include <algorithm>
@@ -15,11 +15,12 @@ namespace {
 
 constexpr int64_t kMaxGroup = 256;  // queries of a task: a key is loaded once for 4 panels
 constexpr int64_t kPanel = 64;
-constexpr int64_t kFewQueries = 2;      // for which a product of 16 columns is more work than dots
-constexpr int64_t kPartEntries = 1024;  // at least
-constexpr int64_t kCandidateBytes = 4 << 20;  // of a group, where that leaves one panel
+// At most so many queries are faster by dots than by a product of 16 columns.
+constexpr int64_t kFewQueries = 2;
+constexpr int64_t kPartEntries = 1024;        // at least
+constexpr int64_t kCandidateBytes = 4 << 20;  // candidates of a group, where that leaves one panel
 
-// Of a group of up to `queries` queries.
+// Returns the sizes of a group of up to `queries` queries.
 GroupSizes SizesOfGroup(const SearchSizes& sizes, int64_t hits, int64_t queries, bool panels) {
   GroupSizes group = {};
   group.dim = sizes.dim;
@@ -68,13 +69,13 @@ size_t FoundBytes(int64_t hits) {
   return Workspace::Measure([&](Workspace& workspace) { workspace.Take<SearchHit>(hits); });
 }
 
-// Holds the group against a part of the entries.
+// Compares the group with a part of the entries.
 void ScanPart(const SearchCall& call, int64_t part, int64_t parts, GroupSearch* search) {
   const bool bucketed = call.selection == SearchSelection::kBucketed;
   const int64_t slots = call.keys.dim(1), step = bucketed ? parts : 1;
   int64_t age = bucketed ? 0 : call.entries * part / parts;
   const int64_t end = bucketed ? call.entries : call.entries * (part + 1) / parts;
-  while (age < end) {  // to the end of the ring, and from its beginning
+  while (age < end) {  // first to the end of the ring, then from its beginning
     const int64_t slot = (call.oldest + age) % slots;
     const int64_t size = std::min(end - age, slots - slot);
     const int64_t skip = bucketed ? (part - slot % step + step) % step : 0;
@@ -83,7 +84,7 @@ void ScanPart(const SearchCall& call, int64_t part, int64_t parts, GroupSearch* 
   }
 }
 
-// Sorts what was found and hands it out.
+// Sorts the hits and writes the results.
 void Merge(const SearchCall& call, SearchHit* found, int64_t count, int32_t* slots, float* scores) {
   const bool distance = call.metric == SearchMetric::kSquaredDistance;
   const float none = std::numeric_limits<float>::infinity() * (distance ? 1 : -1);
@@ -100,7 +101,7 @@ void Merge(const SearchCall& call, SearchHit* found, int64_t count, int32_t* slo
   std::fill(scores + wanted, scores + call.k, none);
 }
 
-// The same of every query, which has found `of_query` hits.
+// Does the same for every query, which has found `of_query` hits.
 void MergeAll(const SearchCall& call, SearchHit* found, int64_t of_query, ThreadPool* pool) {
   const int64_t rows = call.queries.dim(0) * call.queries.dim(1);
   pool->ParallelFor(CeilDiv(rows, kPanel), [&](int64_t task, int) {
@@ -164,7 +165,7 @@ namespace {
 
 struct ListsPlan {
   GroupSizes group;
-  int64_t step;  // queries of a task: no more than a group has, and work for all threads
+  int64_t step;  // queries of a task: at most a group's, and few enough to give all threads work
 };
 ListsPlan MakeListsPlan(const SearchSizes& sizes, int threads) {
   ListsPlan plan = {};
@@ -173,7 +174,8 @@ ListsPlan MakeListsPlan(const SearchSizes& sizes, int threads) {
   return plan;
 }
 
-// The queries of a task that probe each list: those of list n end at ends[n], where list n + 1 begins.
+// The queries of a task that probe each list: those of list n end at ends[n], where those of list n
+// + 1 begin.
 struct Probers {
   int32_t* ends;     // [lists]
   int32_t* queries;  // [step * probes]
@@ -188,7 +190,7 @@ size_t ListsThreadBytes(const ListsPlan& plan, int64_t lists, int64_t probes) {
   });
 }
 
-// A counting sort of the probes by list.
+// Sorts the probes by list, with a counting sort.
 void FindProbers(const ProbedLists& lists, int64_t first, int64_t count, const Probers& probers) {
   const int32_t* probes = lists.probes + first * lists.count;
   const int64_t size = count * lists.count;

@@ -1,4 +1,4 @@
-// Engine search on the CPU; see search.h. Sizes have been checked.
+// Engine search on the CPU; see search.h. Callers have checked the sizes.
 #ifndef TFB_CORE_SEARCH_SEARCH_CPU_H_
 #define TFB_CORE_SEARCH_SEARCH_CPU_H_
 
@@ -13,7 +13,7 @@ namespace tfb {
 size_t SearchCpuWorkspaceBytes(const SearchSizes& sizes, int threads);
 void SearchCpu(const SearchCall& call, const Execution& execution);
 
-// The k best entries of some lists of slots: those that a query probes.
+// The lists of slots that each query probes for its k best entries.
 struct ProbedLists {
   const int32_t* begins;  // [lists + 1]: where each list begins in `slots`
   const int32_t* slots;
@@ -21,7 +21,7 @@ struct ProbedLists {
   const int32_t* probes;  // [queries][count]: lists; -1: none
   int64_t count;
 };
-// Of keys and queries with one head, and a ring that begins in slot 0.
+// Returns the workspace for keys and queries with one head, and a ring that begins in slot 0.
 size_t SearchListsWorkspaceBytes(const SearchSizes& sizes, int64_t lists, int64_t probes,
                                  int threads);
 void SearchLists(const SearchCall& call, const ProbedLists& lists, const Execution& execution);

@@ -1,10 +1,10 @@
-// A block has 64 queries of a head and a part of its entries, whose keys it streams in tiles of 128:
-// a tiled fp32 product in shared memory and registers, whose scores meet a bound per query before
-// they leave them. What reaches the bound is appended to the query's candidates in global memory.
-// Where these run full a warp raises the bound and drops what is below (Shrink); where that leaves
-// too many, it scores them in float64 and keeps the best (Resolve), as it does in the end. The order
-// in which candidates arrive is the device's, and changes nothing: what is kept depends on scores
-// and ages alone.
+// Engine search on CUDA. A block has 64 queries of a head and a part of its entries, whose keys it
+// streams in tiles of 128: a tiled fp32 product in shared memory and registers. Each score is
+// compared with its query's bound in registers, and a score that reaches the bound is appended to
+// the query's candidates in global memory. Where these are full, a warp raises the bound and drops
+// the candidates below it (Shrink); where too many remain, it scores them in float64 and keeps the
+// best (Resolve), as it does at the end. The order in which candidates arrive is arbitrary and has
+// no effect: scores and ages alone decide which are kept.
 #include <string.h>
 
 #include "core/cuda/kernel.cuh"
@@ -22,7 +22,8 @@ constexpr int kDepth = 32;  // channels that are staged at once
 constexpr int kThreadKeys = 8;
 constexpr int kThreadQueries = 4;
 constexpr int kQueryGroups = kQueries / kThreadQueries;
-// Rows of staged channels: 16 bytes more, so that stores of 32 channels go to 8 banks, not to one.
+// Rows of staged channels are 16 bytes longer, so that stores of 32 channels go to 8 banks, not to
+// one.
 constexpr int kKeyStride = kKeys + 4;
 constexpr int kQueryStride = kQueries + 4;
 constexpr int64_t kMaxBlocks = 65535;
@@ -49,7 +50,8 @@ __device__ int64_t QueryOffset(const SearchArguments& a, int64_t head, int64_t q
 
 // ---- Scores in float64 ----
 
-// Of a query and a key for each half of a warp, of which each lane has one of the sixteen sums.
+// The exact score of a query and a key by half a warp, of which each lane has one of the sixteen
+// sums.
 struct ExactScore {
   double score;   // larger is better
   double square;  // of the key
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) Measure(const SearchArguments a) {
     if (Lane() != 0) continue;
     const float half = a.metric == SearchMetric::kSquaredDistance ? square / 2 : 0;
     a.half_norms[head * a.slots + slot] = exists ? half : static_cast<float>(Infinity());
-    // Bits of floats that are not negative are in their order.
+    // Bits of non-negative floats have the floats' order.
     if (exists) atomicMax(a.max_squares + head, __float_as_int(square));
   }
 }
@@ -103,7 +105,7 @@ const char* LaunchMeasure(const SearchArguments& a, void* stream) {
                 a);
 }
 
-// ---- What a warp does with the numbers 0, ..., count - 1 of a query ----
+// ---- Operations of a warp on the numbers 0, ..., count - 1 of a query ----
 
 template <class Predicate>
 __device__ int CountOf(int count, const Predicate& predicate) {
@@ -114,7 +116,7 @@ __device__ int CountOf(int count, const Predicate& predicate) {
   return sum;
 }
 
-// The largest bound that at least `wanted` keys, of `bits` bits, reach.
+// Returns the largest bound that at least `wanted` keys, of `bits` bits, reach.
 template <class Key>
 __device__ uint64_t BoundOfLargest(int count, int wanted, int bits, const Key& key) {
   uint64_t bound = 0;
@@ -125,7 +127,7 @@ __device__ uint64_t BoundOfLargest(int count, int wanted, int bits, const Key& k
   return bound;
 }
 
-// Unsigned integers in the order of the floating-point numbers, which are no NaN, and back.
+// Map floating-point numbers, which are not NaN, to unsigned integers in the same order, and back.
 __device__ uint64_t Ordered(float x) {
   const unsigned bits = __float_as_uint(x);
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
@@ -144,12 +146,12 @@ __device__ uint64_t Ordered(double x) {
 // ---- The candidates of a block's queries ----
 
 struct Block {
-  // Of queries in shared memory.
+  // Numbers of the queries, in shared memory.
   double norms[kQueries];  // infinite where there is none
-  double lower[kQueries];  // what at least `hits` candidates reach
-  float bounds[kQueries];  // what a score must reach to be kept
+  double lower[kQueries];  // a score that at least `hits` candidates reach
+  float bounds[kQueries];  // the score that a candidate must reach
   int counts[kQueries];
-  // Of keys and queries: channel by channel.
+  // Keys and queries, channel by channel.
   alignas(16) float keys[kDepth * kKeyStride];
   alignas(16) float queries[kDepth * kQueryStride];
   float half_norms[kKeys];
@@ -176,11 +178,11 @@ __device__ float BoundOf(const SearchArguments& a, const Task& task, double quer
   return bound > Lowest() ? static_cast<float>(bound) : Lowest();
 }
 
-// One query's, for a warp.
+// The candidates of one query, for a warp.
 struct Candidates {
   float* scores;
   int32_t* ages;
-  double* exact;  // null: not scored in float64 yet
+  double* exact;  // null while they have not been scored in float64
 };
 __device__ Candidates CandidatesOf(const SearchArguments& a, int query) {
   const int64_t from = (static_cast<int64_t>(blockIdx.x) * kQueries + query) * a.capacity;
@@ -188,7 +190,7 @@ __device__ Candidates CandidatesOf(const SearchArguments& a, int query) {
           a.exact + (static_cast<int64_t>(blockIdx.x) * kWarps + Warp()) * a.capacity};
 }
 
-// Keeps the candidates for which keep(i), in their order; returns how many.
+// Keeps the candidates for which keep(i) is true, in their order; returns how many.
 template <class Keep>
 __device__ int Compress(const Candidates& c, int count, const Keep& keep) {
   int kept = 0;
@@ -216,7 +218,7 @@ __device__ int Compress(const Candidates& c, int count, const Keep& keep) {
   return kept;
 }
 
-// By lane 0.
+// Raises the lower bound. Lane 0 calls it.
 __device__ void RaiseLower(const SearchArguments& a, const Task& task, Block& block, int q,
                            double lower, int count) {
   __syncwarp();
@@ -259,7 +261,7 @@ __device__ void Resolve(const SearchArguments& a, const Task& task, Block& block
   const auto order = [&](int i) { return Ordered(c.exact[i]); };
   const uint64_t worst = BoundOfLargest(count, hits, 64, order);
   const int better = CountOf(count, [&](int i) { return order(i) > worst; });
-  // Of those that equal the worst, the oldest.
+  // Among those that equal the worst, the oldest are kept.
   const auto youth = [&](int i) {
     return order(i) == worst ? uint64_t{0xffffffff} - static_cast<uint64_t>(c.ages[i]) : 0;
   };
@@ -297,7 +299,7 @@ __device__ void Finish(const SearchArguments& a, const Task& task, Block& block,
 
 // ---- Tiles ----
 
-// Entry n of a part, told by its age; -1 beyond the last.
+// Returns the age of entry n of a part; -1 beyond the last.
 __device__ int64_t AgeOf(const SearchArguments& a, const Task& task, int64_t n) {
   if (!a.bucketed) {
     const int64_t age = a.entries * task.part / a.parts + n;
@@ -314,7 +316,7 @@ __device__ int64_t EntriesOf(const SearchArguments& a, const Task& task) {
   return a.entries * (task.part + 1) / a.parts - a.entries * task.part / a.parts;
 }
 
-// Where the tile's keys lie, and what is subtracted from their products.
+// Finds the tile's keys, and what to subtract from their products.
 __device__ void FindKeys(const SearchArguments& a, const Task& task, int64_t first, Block& block) {
   for (int i = static_cast<int>(threadIdx.x); i < kKeys; i += kThreads) {
     const int64_t age = AgeOf(a, task, first + i);
@@ -326,7 +328,8 @@ __device__ void FindKeys(const SearchArguments& a, const Task& task, int64_t fir
   }
 }
 
-// Channels first, ..., first + 31 of a tile's keys and of the queries; zeros beyond the last.
+// Stages channels first, ..., first + 31 of a tile's keys and of the queries; zeros beyond the
+// last.
 __device__ void Stage(const SearchArguments& a, const Task& task, int64_t first, Block& block) {
   const int c = Lane();
   const bool channel = first + c < a.dim;
@@ -362,7 +365,7 @@ __device__ void MultiplyStaged(const Block& block, int key, int query,
   }
 }
 
-// The part's entries first, ..., first + 127. All counts leave room for so many.
+// Searches the part's entries first, ..., first + 127. All candidate lists have room for so many.
 __device__ void SearchTile(const SearchArguments& a, const Task& task, int64_t first,
                            Block& block) {
   const int key = static_cast<int>(threadIdx.x) / kQueryGroups * kThreadKeys;
@@ -375,7 +378,7 @@ __device__ void SearchTile(const SearchArguments& a, const Task& task, int64_t f
     __syncthreads();
     MultiplyStaged(block, key, query, sum);
   }
-  __syncthreads();  // where there are no channels: the keys have been found
+  __syncthreads();  // for keys without channels: the keys have been found
 #pragma unroll
   for (int j = 0; j < kThreadQueries; ++j) {
     const float bound = block.bounds[query + j];
@@ -400,13 +403,13 @@ __device__ Task TaskOf(const SearchArguments& a, int64_t n) {
   task.queries = min(a.query_count - task.first_query, int64_t{kQueries});
   task.head = n / a.parts / tiles;
   task.key_head = task.head / (a.heads / a.key_heads);
-  // fp32 sums of dim squares are off by dim 2^-24 of themselves.
+  // An fp32 sum of dim squares has a relative error of at most dim 2^-24.
   const double square = __int_as_float(a.max_squares[task.key_head]);
   task.max_norm = sqrt(square * (1 + static_cast<double>(a.dim + 1) * 0x1p-23));
   return task;
 }
 
-// By warp.
+// Begins a task. Each warp does some queries.
 __device__ void Begin(const SearchArguments& a, const Task& task, Block& block) {
   for (int q = Warp(); q < kQueries; q += kWarps) {
     const bool exists = q < task.queries;
@@ -467,8 +470,8 @@ __device__ bool Before(const SearchHit& a, const SearchHit& b) {
   return a.score > b.score || (a.score == b.score && a.age < b.age);
 }
 
-// Bitonic sorting in which all exchanges go one way, so that what a power of two lacks counts as
-// last and is never looked at.
+// Sorts bitonically with all exchanges in one direction, so that the entries missing to a power of
+// two count as last and are never accessed.
 __device__ void Sort(SearchHit* hits, int64_t count) {
   const auto exchange = [&](int64_t distance_mask) {
     for (int64_t i = threadIdx.x; i < count; i += kThreads) {

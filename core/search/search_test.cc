@@ -1,4 +1,4 @@
-// Engine search against loops in float64, on all devices of this machine.
+// Tests engine search against loops in float64, on all devices of this machine.
 #include "core/search/search.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ Tensor Normal(DType dtype, std::initializer_list<int64_t> shape, const char* nam
   return tensor;
 }
 
-// A search on host tensors; its results.
+// A search on host tensors, and its results.
 struct Case {
   Tensor keys;     // [key_heads, slots, dim]
   Tensor queries;  // [heads, queries, dim]
@@ -61,7 +61,7 @@ SearchSizes SizesOf(const Case& c) {
           c.k,           c.selection};
 }
 
-// The workspace is of exactly the size that is asked for, and full of NaN.
+// Runs a search with a workspace of exactly the size that it asks for, full of NaN.
 absl::StatusOr<Found> RunSearch(Device device, const Case& c, int threads = 2) {
   ThreadPool pool(threads);
   SearchCall call = CallOf(c);
@@ -94,8 +94,9 @@ absl::StatusOr<Found> RunSearch(Device device, const Case& c, int threads = 2) {
   return found;
 }
 
-// What search.h says, by loops. Sums are float64 in the order of the channels, so entries whose scores
-// differ in the last bits alone may come out the other way round: random ones do not.
+// Computes by loops what search.h defines. Sums are float64 in the order of the channels, so
+// entries whose scores differ only in the last bits may come out in the other order; random entries
+// do not.
 Found Define(const Case& c) {
   const SearchCall call = CallOf(c);
   const int64_t dim = c.keys.dim(2), slots = c.keys.dim(1),
@@ -162,7 +163,7 @@ class SearchTest : public testing::TestWithParam<Device> {
       if (std::isinf(expected.scores[n])) {
         EXPECT_EQ(found->scores[n], expected.scores[n]) << what << " " << n;
       } else {
-        // Both are rounded once from sums in float64.
+        // Both scores are rounded once from sums in float64.
         EXPECT_NEAR(found->scores[n], expected.scores[n],
                     1e-12 + 0x1p-23 * std::abs(expected.scores[n]))
             << what << " " << n;
@@ -241,7 +242,7 @@ TEST_P(SearchTest, OfEqualScoresTheOlderEntryIsFirstAcrossTheRingsEnd) {
     for (const SearchMetric metric : kMetrics) {
       Case c;
       c.keys = Normal(DType::kF32, {1, 1000, 6}, "keys");
-      // Seven different keys.
+      // There are seven different keys.
       for (int64_t n = 7; n < 1000; ++n) {
         std::copy_n(c.keys.span<float>().data() + n % 7 * 6, 6,
                     c.keys.span<float>().data() + n * 6);
@@ -296,7 +297,7 @@ TEST_P(SearchTest, WhatIsNotFiniteIsNotFoundAndFindsNothing) {
       c.queries = Normal(DType::kF32, {1, queries, 3}, "queries");
       const float strange[] = {kNan, kInfinity, -kInfinity, 2e18f, -3e38f};
       for (int64_t n = 0; n < 5; ++n) c.keys.span<float>()[n * 7 * 3 + n % 3] = strange[n];
-      c.keys.span<float>()[36 * 3] = 1e17f;  // far, but found
+      c.keys.span<float>()[36 * 3] = 1e17f;  // this entry is far, but is found
       c.queries.span<float>()[1] = kNan;
       c.k = 38;
       c.metric = metric;
@@ -344,7 +345,7 @@ TEST_P(SearchTest, ABucketGivesItsBest) {
   }
 }
 
-// Small whole numbers: scores are often equal.
+// The numbers are small and whole: scores are often equal.
 TEST(SearchCuda, FindsWhatTheCpuFindsBitForBit) {
   for (const SearchMetric metric : kMetrics) {
     for (const SearchSelection selection : {SearchSelection::kExact, SearchSelection::kBucketed}) {
@@ -404,8 +405,9 @@ TEST_P(SearchTest, AWorkspaceForManyQueriesServesFewer) {
   }
 }
 
-// Parts of 8192 entries, the last of which is cut off, around the ring's end; queries of two panels,
-// the last of which is not full; some entries are none, others nearly the same.
+// The case has parts of 8192 entries, the last of which is cut off, around the ring's end; queries
+// of two panels, the last of which is not full; some rows that are no entries, and others nearly
+// the same.
 TEST_P(SearchTest, LongRingsAreSearchedPartByPart) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     for (const SearchMetric metric : kMetrics) {

@@ -8,7 +8,7 @@ namespace {
 
 int64_t in_launches = 0;
 
-// Adds what is allocated between the beginning and the end of a launch.
+// Adds the allocations between the beginning and the end of a launch.
 void OnLaunch(bool begins) { in_launches += begins ? -AllocationCount() : AllocationCount(); }
 
 void ObserveLaunches(void (*observer)(bool)) {

@@ -1,4 +1,4 @@
-// Counts what a layer's call allocates.
+// Counts the allocations of a layer's call.
 #ifndef TFB_HARNESS_CONFORMANCE_ALLOCATION_METER_H_
 #define TFB_HARNESS_CONFORMANCE_ALLOCATION_METER_H_
 
@@ -8,9 +8,10 @@
 
 namespace tfb::conformance {
 
-// Allocations since it was made: of the host, and of the device through `runtime` (null: the CPU).
-// Not counted are those that no layer is to blame for: the simulator's while it runs a kernel, and
-// on a GPU the host's, where the driver allocates at a kernel's first launch. One at a time.
+// Counts allocations since it was made: those of the host, and those of the device through
+// `runtime` (null for the CPU). It does not count allocations that no layer causes: the simulator's
+// while it runs a kernel, and on a GPU the host's, where the driver allocates at a kernel's first
+// launch. Only one meter may exist at a time.
 class AllocationMeter {
  public:
   explicit AllocationMeter(CudaRuntime* runtime);

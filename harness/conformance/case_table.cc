@@ -27,7 +27,8 @@ bazel run //harness:all_conformance -- --table=$PWD/harness/conformance/CASES.md
 ```
 )";
 
-// What a reason says of all problems alike, in a line: without the sizes, and without the name.
+// Returns the part of a reason that is the same for all problems, in a line: without sizes and
+// without the technique's name.
 std::string Generalized(std::string reason, const std::string& technique) {
   reason = absl::StrReplaceAll(absl::StripAsciiWhitespace(reason), {{"\n", " "}, {"|", "\\|"}});
   for (const char* detail : {": ", "; "}) reason = reason.substr(0, reason.find(detail));
@@ -38,8 +39,8 @@ std::string Generalized(std::string reason, const std::string& technique) {
   return reason;
 }
 
-// Of the reasons on several problems the one that says most: that a form is missing, the others say
-// as well.
+// Returns the most informative of the reasons on several problems: a missing form, which the others
+// imply.
 std::string Choose(const std::set<std::string>& reasons) {
   for (const std::string& reason : reasons) {
     if (!absl::StrContains(reason, "causal only") && !absl::StrContains(reason, "no causal form")) {
@@ -99,7 +100,8 @@ std::string CaseTable::ByTechnique() const {
 
 std::string CaseTable::ByCase() const {
   // Cases that the same techniques do not admit for the same reasons share a row.
-  std::vector<std::pair<std::string, std::vector<std::string>>> rows;  // who does not, cases
+  // Techniques that do not run the case, and cases.
+  std::vector<std::pair<std::string, std::vector<std::string>>> rows;
   for (const std::string& one : cases_) {
     std::map<std::string, std::vector<std::string>> refusing;  // techniques by reason
     size_t ran = 0;

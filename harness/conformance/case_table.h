@@ -1,4 +1,5 @@
-// Which cases each technique runs, and which it does not admit and why: from a run of them all.
+// A table of the cases that each technique runs, and of those that it does not admit and why, from
+// a run of them all.
 #ifndef TFB_HARNESS_CONFORMANCE_CASE_TABLE_H_
 #define TFB_HARNESS_CONFORMANCE_CASE_TABLE_H_
 
@@ -17,9 +18,10 @@ class CaseTable : public ::testing::EmptyTestEventListener {
   void OnTestPartResult(const ::testing::TestPartResult& result) override;
   void OnTestEnd(const ::testing::TestInfo& test) override;
 
-  // Technique by technique how many cases it runs and why not the others, and case by case who does
-  // not run it. A case counts as run where it ran on one of its problems. Numbers and names of
-  // techniques are left out of the reasons, so that what is alike reads alike.
+  // Returns a table: technique by technique, how many cases it runs and why not the others; and
+  // case by case, which techniques do not run it. A case counts as run where it ran on one of its
+  // problems. Numbers and names of techniques are left out of the reasons, so that equal reasons
+  // have equal texts.
   std::string ToMarkdown() const;
 
  private:
@@ -31,7 +33,7 @@ class CaseTable : public ::testing::EmptyTestEventListener {
   std::string ByCase() const;
   const Entry& EntryOf(const std::string& technique, const std::string& one) const;
 
-  std::string reason_;              // of the test at hand
+  std::string reason_;              // reason of the current test
   std::vector<std::string> cases_;  // in the order of their first test
   std::map<std::string, std::map<std::string, Entry>> techniques_;
 };

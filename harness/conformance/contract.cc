@@ -1,5 +1,5 @@
-// What a layer promises its callers: parameters that can be replaced, costs that can be counted,
-// and calls that are refused with a reason.
+// The guarantees of a layer to its callers: parameters that can be replaced, costs that can be
+// counted, and invalid calls that are refused with a reason.
 #include <unistd.h>
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 namespace tfb::conformance {
 namespace {
 
-// Other parameters than the seed's, where the seed draws any: three quarters of each.
+// Returns other parameters than the seed's, where the seed draws any: three quarters of each.
 NamedTensors Smaller(const NamedTensors& parameters) {
   NamedTensors smaller = Copies(parameters);
   for (auto& [name, tensor] : smaller) {
@@ -40,7 +40,7 @@ void ChangedParametersChangeTheLayer(const Subject& subject, const Problem& prob
   trial->ExpectRunMatchesDefinition();
 }
 
-// A layer given another's parameters, by way of a file, is that other layer.
+// A layer that gets another's parameters, through a file, computes the same as that layer.
 void ParametersMakeTheLayer(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem, kSeed);
   const auto other = trial == nullptr ? nullptr : Trial::Make(subject, problem, kSeed + 1);
@@ -81,9 +81,9 @@ void WrongParametersAreRefused(const Subject& subject, const Problem& problem) {
   }
 }
 
-// 2 (head_dim + value_dim) FLOPs for every pair to which the definition gives weight are the least;
-// a rule that adds to scores may double that twice over, and what is done once a token may add to
-// it. A formula that counts masked pairs, or forgets heads or batches, is outside.
+// The FLOPs are at least 2 (head_dim + value_dim) for every pair to which the definition gives
+// weight; a rule that adds to scores may double that twice, and work per token may add to it. A
+// formula that counts masked pairs, or forgets heads or batches, is outside.
 void FlopsAreThoseOfTheKeptPairs(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr) return;
@@ -107,7 +107,7 @@ void FlopsAreThoseOfTheKeptPairs(const Subject& subject, const Problem& problem)
   EXPECT_LE(*cost.flops, 4 * least + of_tokens) << pairs << " pairs are kept";
 }
 
-// Inputs, outputs and parameters, once each, are what there is.
+// The bytes are inputs, outputs and parameters, once each.
 void BytesAreThoseOfTheTensors(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr || trial->Run().empty()) return;
@@ -188,7 +188,7 @@ void OptionalOutputsMayBeLeftOut(const Subject& subject, const Problem& problem)
   ExpectSameBits(required, *written, "with and without optional outputs");
 }
 
-// The rows that are asked for are the rows of the whole.
+// The requested rows equal those rows of the whole.
 void ADefinitionOfSomeRowsIsPartOfTheWhole(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr) return;

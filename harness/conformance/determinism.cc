@@ -1,5 +1,5 @@
-// The same inputs give the same bits: twice, on any number of threads, in any company. And the
-// future does not reach the past.
+// The same inputs give the same bits: twice, on any number of threads, whatever else is in the
+// batch. And the past does not depend on the future.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -35,14 +35,14 @@ void AnyNumberOfThreadsGivesTheSameBits(const Subject& subject, const Problem& p
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr) return;
   const NamedTensors one = trial->Run(RunSettings::Threads(1));
-  // On a device they are the host's, which decide nothing there.
+  // On a device the threads are the host's, which do not matter there.
   const bool on_cpu = subject.device == Device::kCpu;
   for (const int threads : on_cpu ? std::vector<int>{2, 3, 7} : std::vector<int>{7}) {
     ExpectSameBits(one, trial->Run(RunSettings::Threads(threads)), absl::StrCat("1 and ", threads));
   }
 }
 
-// Batch 0 alone, and beside another: draws belong to (seed, batch, head, token).
+// Batch row 0 is computed alone, and beside another: draws belong to (seed, batch, head, token).
 void ABatchDoesNotDependOnItsCompany(const Subject& subject, const Problem& problem) {
   const auto both = Trial::Make(subject, problem);
   Problem single = problem;
@@ -86,11 +86,11 @@ void OtherSeedsDrawOtherParameters(const Subject& subject, const Problem& proble
   if (!differ) Skip("the parameters are not drawn: they are the same for all seeds");
 }
 
-// Overwrites what comes after token t: keys and values of the future, and the queries there.
+// Overwrites everything after token t: keys and values of the future, and the queries there.
 void ChangeFuture(const Problem& problem, int64_t t, const NamedTensors& drawn,
                   NamedTensors* inputs) {
   for (auto& [name, tensor] : *inputs) {
-    if (drawn.count(name) == 0) continue;  // the selection
+    if (drawn.count(name) == 0) continue;  // this input is the selection
     const int axis = TokenAxis(tensor.view());
     const bool of_keys = name == "k" || name == "v" || name == "key_mask";
     const int64_t first = t + 1 + (of_keys ? problem.causal_offset() : 0);
@@ -101,7 +101,8 @@ void ChangeFuture(const Problem& problem, int64_t t, const NamedTensors& drawn,
   }
 }
 
-// What Setup decided, and how tokens are grouped by content, is frozen: it may know the future.
+// The results of Setup, and the groups of tokens by content, are frozen: they may depend on the
+// future.
 void TheFutureDoesNotReachThePast(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   const auto other = trial == nullptr ? nullptr : Trial::Make(subject, problem, kSeed + 1);
@@ -134,7 +135,7 @@ void RunAllocatesNothing(const Subject& subject, const Problem& problem) {
     auto call = Call::Make(trial.get(), threads);
     ASSERT_TRUE(call.ok()) << call.status();
     ASSERT_TRUE(call->Setup().ok());
-    // The first run counts as well: nothing may be put off to it.
+    // The first run counts as well: a layer must not postpone allocations to it.
     for (int run = 0; run < 2; ++run) {
       const AllocationMeter meter(call->runtime());
       const absl::Status status =

@@ -1,5 +1,5 @@
-// What only a device can get wrong: the order of its threads, waiting, and other results than the
-// CPU's.
+// Errors that only a device can make: dependence on the order of its threads, waiting, and other
+// results than the CPU's.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,8 +15,8 @@
 namespace tfb::conformance {
 namespace {
 
-// Blocks come in any order, and between two barriers threads do: the simulator tries several, and a
-// GPU has its own every time.
+// Blocks run in any order, and so do threads between two barriers: the simulator tries several
+// orders, and a GPU has another every time.
 void AnyOrderOfBlocksAndThreadsGivesTheSameBits(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr) return;
@@ -27,7 +27,7 @@ void AnyOrderOfBlocksAndThreadsGivesTheSameBits(const Subject& subject, const Pr
   }
 }
 
-// Work of several streams, or of the host, is to go on meanwhile.
+// Run must not wait, so that work of several streams, or of the host, can go on meanwhile.
 void RunDoesNotWaitForTheDevice(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr) return;
@@ -44,7 +44,7 @@ void RunDoesNotWaitForTheDevice(const Subject& subject, const Problem& problem) 
   }
 }
 
-// Whether an output of integers, such as which keys were found, is not the same in both.
+// Tells whether an output of integers, such as the keys that were found, differs between the two.
 bool ChoseOtherwise(const NamedTensors& a, const NamedTensors& b) {
   for (const auto& [name, tensor] : a) {
     if (IsFloating(tensor.dtype())) continue;
@@ -55,8 +55,8 @@ bool ChoseOtherwise(const NamedTensors& a, const NamedTensors& b) {
   return false;
 }
 
-// The CPU's layer with the same parameters on the same inputs. Each is within its bound of the
-// definition, so the two are within twice the bound of one another.
+// Compares with the CPU's layer with the same parameters on the same inputs. Each is within its
+// bound of the definition, so the two differ by at most twice the bound.
 void TheDeviceAgreesWithTheCpu(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr) return;
@@ -70,8 +70,8 @@ void TheDeviceAgreesWithTheCpu(const Subject& subject, const Problem& problem) {
   cpu->inputs() = Copies(trial->inputs());
   const NamedTensors expected = cpu->Run(), outputs = trial->Run();
   ASSERT_EQ(outputs.size(), expected.size());
-  // A layer behind another chooses by scores of states in 16 bits, to which sums in another order
-  // are rounded otherwise. The definition follows a choice that it finds as good as its own.
+  // A layer behind another chooses by scores of states in 16 bits, and sums in another order are
+  // rounded otherwise. The definition accepts a choice that it finds as good as its own.
   if (SizeOf(problem.dtype) == 2 && ChoseOtherwise(outputs, expected)) {
     trial->ExpectMatchesDefinition(outputs);
     cpu->ExpectMatchesDefinition(expected);

@@ -1,4 +1,4 @@
-// Rows without keys, masked tiles, and what NaN and enormous scores may reach.
+// Rows without keys, masked tiles, and the outputs that NaN and enormous scores may affect.
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -18,7 +18,7 @@ void MaskKeys(Trial* trial, int64_t batch, int64_t begin, int64_t end) {
   for (int64_t j = begin; j < end; ++j) *mask.MutableAt<uint8_t>(batch, j) = 0;
 }
 
-// Where the definition's log-sum-exp is -inf no key is seen: the output must be 0 and nothing else.
+// Where the definition's log-sum-exp is -inf no key is seen: the output must be exactly 0.
 void ExpectEmptyRowsAreZero(Trial* trial, const NamedTensors& outputs, bool some_are_expected) {
   if (outputs.empty()) return;
   const NamedTensors reference = trial->Define();
@@ -58,8 +58,7 @@ void QueriesBeforeAllKeysGiveZero(const Subject& subject, const Problem& problem
   ExpectEmptyRowsAreZero(trial.get(), outputs, trial->inputs().count("q") > 0);
 }
 
-// The running maximum is -inf until a tile has a key, and stays what it was in tiles that have
-// none.
+// The running maximum is -inf until a tile has a key, and does not change in tiles that have none.
 void MaskedTilesBeforeAmongAndBehindTheKeys(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr || !trial->RequireKeyMask()) return;
@@ -69,8 +68,8 @@ void MaskedTilesBeforeAmongAndBehindTheKeys(const Subject& subject, const Proble
   trial->ExpectRunMatchesDefinition();
 }
 
-// Scores below any finite stand-in for -inf, beside keys that are masked. All keys are equal, so
-// that the output is the mean of the values that are seen, however large the scores.
+// Scores are below any finite substitute for -inf, beside keys that are masked. All keys are equal,
+// so that the output is the mean of the values that are seen, however large the scores.
 void ScoresBelowEveryFiniteSentinel(const Subject& subject, const Problem& problem, float score) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr || !trial->RequireExact() || !trial->RequireQkv()) return;
@@ -89,13 +88,15 @@ void ScoresBelowEveryFiniteSentinel(const Subject& subject, const Problem& probl
   trial->ExpectRunMatchesDefinition(Tolerance::Conditioned());
 }
 
-// What NaN reaches, the definition says: not what is masked, and all that sees it.
+// The definition says which outputs a NaN affects: not those that it is masked from, and all that
+// see it.
 void NansReachWhatTheDefinitionSays(const Subject& subject, const Problem& problem,
                                     const char* name, int64_t token, bool masked) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr || !trial->RequireQkv()) return;
   if (trial->inputs().count(name) == 0) return Skip("the keys are the queries");
-  // Where keys decide who attends to whom, the order of a NaN among numbers is nobody's promise.
+  // Where keys decide which tokens attend to which, the order of a NaN among numbers is not
+  // defined.
   if (*name != 'v' && !masked && !trial->RequireExact()) return;
   if (masked) {
     if (!trial->RequireKeyMask()) return;
@@ -130,7 +131,7 @@ Problem MoreQueriesThanKeys(int64_t queries, int64_t keys) {
 }
 
 Case SentinelCase(const std::string& name, const std::string& numbers, float score) {
-  // One channel, so that the score is a product of two numbers that fit.
+  // There is one channel, so that the score is a product of two numbers that fit.
   Problem problem = Problem::SelfAttention(2, 2, 130, 1);
   Problem causal = problem;
   causal.causal = true;

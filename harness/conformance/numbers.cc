@@ -33,8 +33,9 @@ double LongestRow(const ConstTensorView& view) {
   return std::sqrt(longest);
 }
 
-// An estimator of dense attention takes differences of exponents as large as |q||k| / sqrt(d), and
-// so of their roundings, where dense attention has but the scores: eight of them in log_sum_exp.
+// Returns the extra error of an estimator of dense attention, which takes differences of exponents
+// as large as |q||k| / sqrt(d), and so of their roundings, where dense attention has only the
+// scores: eight of them in log_sum_exp.
 double RoundingOfExponents(const Problem& problem, NamedTensors& inputs) {
   return 8 * UnitRoundoff(DType::kF32) * LongestRow(inputs["q"].view()) *
          LongestRow(KeysOf(inputs).view()) / std::sqrt(static_cast<double>(problem.head_dim));
@@ -55,14 +56,14 @@ Case Changed(const std::string& name, const std::string& numbers, std::vector<Pr
           }};
 }
 
-// Scores of about +-1e4: both signs, since the draws have them.
+// Makes scores of about +-1e4, of both signs, since the draws have them.
 void LargeScores(const Problem& problem, NamedTensors* inputs) {
   const double rms = std::sqrt(1e4 / std::sqrt(std::sqrt(static_cast<double>(problem.head_dim))));
   Scale(&inputs->at("q"), rms);
   if (inputs->count("k") > 0) Scale(&inputs->at("k"), rms);
 }
 
-// Key 77 has a score of 1e5 with every query, the others of about 1.
+// Gives key 77 a score of 1e5 with every query; the others have about 1.
 void OneScoreOf1e5(const Problem& problem, NamedTensors* inputs) {
   const TensorView q = inputs->at("q").view();
   const TensorView k = KeysOf(*inputs).view();
@@ -93,7 +94,7 @@ void ZeroKeys(const Problem&, NamedTensors* inputs) { Fill(KeysOf(*inputs).view(
 void ConstantValues(const Problem&, NamedTensors* inputs) { Fill(inputs->at("v").view(), -3.25); }
 void ZeroValues(const Problem&, NamedTensors* inputs) { Fill(inputs->at("v").view(), 0); }
 
-// Keys 2 j and 2 j + 1 are the same, their values are not.
+// Makes keys 2 j and 2 j + 1 equal, but not their values.
 void TiedKeys(const Problem& problem, NamedTensors* inputs) {
   const TensorView k = KeysOf(*inputs).view();
   for (int64_t j = 0; j + 1 < problem.kv_tokens; j += 2) {
@@ -101,7 +102,7 @@ void TiedKeys(const Problem& problem, NamedTensors* inputs) {
   }
 }
 
-// Features such as exp(w.x - |x|^2 / 2) become tiny, and with them the sum that divides.
+// Makes features such as exp(w.x - |x|^2 / 2) tiny, and with them the sum that divides.
 void LongVectors(const Problem&, NamedTensors* inputs) {
   Scale(&inputs->at("q"), 4);
   if (inputs->count("k") > 0) Scale(&inputs->at("k"), 4);
@@ -109,7 +110,7 @@ void LongVectors(const Problem&, NamedTensors* inputs) {
 
 void HugeValues(const Problem&, NamedTensors* inputs) { Scale(&inputs->at("v"), 1e30); }
 
-// Elements of +-300: products of 9e4 and sums of them overflow 16 bits, not fp32.
+// Makes elements of +-300: products of 9e4 and sums of them overflow 16 bits, not fp32.
 void OverflowingProducts(const Problem&, NamedTensors* inputs) {
   for (Tensor* of : {&inputs->at("q"), &KeysOf(*inputs)}) {
     Tensor& tensor = *of;
@@ -119,7 +120,7 @@ void OverflowingProducts(const Problem&, NamedTensors* inputs) {
   }
 }
 
-// Values come back where they are all the same, whatever the weights.
+// Where all values are the same, the output equals them, whatever the weights.
 void ConstantValuesComeBack(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   if (trial == nullptr || !trial->RequireQkv() || !trial->RequireExact()) return;
@@ -128,7 +129,8 @@ void ConstantValuesComeBack(const Subject& subject, const Problem& problem) {
   const NamedTensors outputs = trial->Run();
   const auto found = weights.find("weights");
   if (outputs.empty() || found == weights.end()) return;
-  // Only where the definition is a mean of the values: its weights sum to 1 and give its output.
+  // This holds only where the definition is a mean of the values: its weights sum to 1 and give its
+  // output.
   const Tensor& out = outputs.at("out");
   const int64_t keys = problem.kv_tokens;
   for (int64_t row = 0; row < out.num_elements() / problem.value_dim; ++row) {

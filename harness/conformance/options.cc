@@ -1,4 +1,4 @@
-// Options at the ends of their ranges and beyond the sequence; what is refused, and how.
+// Options at the ends of their ranges and beyond the sequence, and refusals with their messages.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Range {
   double min = 0, max = 0;
 };
 
-// "0 to 128" as two numbers.
+// Parses "0 to 128" as two numbers.
 Range RangeOf(const OptionSpec& option) {
   Range range;
   const std::vector<absl::string_view> ends = absl::StrSplit(option.range, " to ");
@@ -36,8 +36,9 @@ Range RangeOf(const OptionSpec& option) {
   return range;
 }
 
-// The values of an option worth trying with a sequence of `tokens`: its choices, or the ends of
-// its range as far as they are of the sequence's order, and what lies around its own length.
+// Returns the values of an option worth trying with a sequence of `tokens`: its choices, or the
+// ends of its range as far as they are of the sequence's order, and numbers around the sequence's
+// length.
 std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens) {
   if (option.type == "bool") return {"true", "false"};
   if (option.type == "choice") return absl::StrSplit(option.range, " | ");
@@ -68,12 +69,13 @@ std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens) {
     }
     return texts;
   }
-  return {};  // lists are the technique's own to test
+  return {};  // the technique's own tests cover lists
 }
 
 std::string Describe(const Options& options) { return options.empty() ? "" : ToString(options); }
 
-// Runs on every value of every option, the others as they are. What the technique refuses is said.
+// Runs on every value of every option, keeping the others. Values that the technique refuses are
+// printed.
 void EveryOptionAtItsEndsAndBeyondTheSequence(const Subject& subject, const Problem& problem) {
   int tried = 0;
   for (const OptionSpec& option : subject.technique->info().options) {
@@ -151,7 +153,7 @@ void CanonicalOptionsAreFixedPoints(const Subject& subject, const Problem&) {
   }
 }
 
-// What --list prints, and what rendering needs.
+// Checks the fields that --list prints and rendering needs.
 void ItsDescriptionIsComplete(const Subject& subject, const Problem&) {
   const TechniqueInfo& info = subject.technique->info();
   EXPECT_FALSE(info.name.empty());
@@ -191,13 +193,13 @@ void OutputsAreDeclaredAsTheyAreWritten(const Subject& subject, const Problem& p
   }
 }
 
-// A number in [0, bound).
+// Returns a number in [0, bound).
 int64_t Below(int64_t bound, std::mt19937_64* random) {
   return static_cast<int64_t>((*random)() % static_cast<uint64_t>(bound));
 }
 
-// Sizes around those of tiles and far from them, heads in groups, keys that are not the queries; now
-// and then 16 bits.
+// Draws a problem: sizes around those of tiles and far from them, heads in groups, other keys than
+// the queries' tokens; now and then 16 bits.
 Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random) {
   constexpr int64_t kChannels[] = {1, 3, 8, 16, 20, 32, 64};
   const auto channels = [&] { return kChannels[Below(std::size(kChannels), random)]; };
@@ -209,7 +211,7 @@ Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random) {
   if (one_in(4)) problem.value_dim = channels();
   if (one_in(4)) {
     problem.dtype = one_in(2) ? DType::kBF16 : DType::kF16;
-    // A norm of a handful of channels magnifies roundings of 16 bits beyond any bound.
+    // A norm of a handful of channels amplifies roundings of 16 bits beyond any bound.
     problem.head_dim = std::max<int64_t>(problem.head_dim, 16);
   }
   return problem;
@@ -231,8 +233,8 @@ int64_t FromEnvironment(const char* name, int64_t otherwise) {
   return text != nullptr && absl::SimpleAtoi(text, &value) ? value : otherwise;
 }
 
-// Problems and all options drawn together. TFB_PROPERTY_DRAWS and TFB_PROPERTY_SEED ask for more
-// and for others.
+// Draws problems and all options together. TFB_PROPERTY_DRAWS and TFB_PROPERTY_SEED set their
+// number and the seed.
 void ProblemsAndOptionsAtRandom(const Subject& subject, const Problem&) {
   const bool simulated = subject.device != Device::kCpu;
   const int64_t draws = FromEnvironment("TFB_PROPERTY_DRAWS", simulated ? 3 : 10);
@@ -251,7 +253,7 @@ void ProblemsAndOptionsAtRandom(const Subject& subject, const Problem&) {
     if (IsRefusal(layer.status())) continue;
     const auto trial = Trial::Make(drawn, problem);
     ASSERT_NE(trial, nullptr);
-    trial->ExpectRunMatchesDefinition(Tolerance::Conditioned());  // networks of few channels
+    trial->ExpectRunMatchesDefinition(Tolerance::Conditioned());  // for networks of few channels
     ++tried;
   }
   EXPECT_GT(tried, 0) << "every problem was refused";

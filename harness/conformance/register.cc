@@ -26,7 +26,7 @@ class CaseTest : public ::testing::Test {
 
 std::vector<Case> AllCases() {
   std::vector<Case> all;
-  // What options change first: which keys are seen, in which shapes, and on which device.
+  // Options change these first: which keys are seen, in which shapes, and on which device.
   for (const auto& cases : {MaskCases(), ShapeCases(), DeviceCases()}) {
     for (const Case& one : cases) all.emplace_back(one).all_options_simulated = true;
   }
@@ -37,14 +37,14 @@ std::vector<Case> AllCases() {
   return all;
 }
 
-// How many sets of options a case has on a device, of so many.
+// Returns how many of so many sets of options a case runs with on a device.
 size_t SetsOf(const Case& one, Device device, size_t sets) {
   const bool one_set =
       one.default_options_only || (device == Device::kSimulator && !one.all_options_simulated);
   return one_set ? 1 : sets;
 }
 
-// The problems of a case in the forms, causal or not, that the technique has.
+// Returns the problems of a case in the forms, causal or not, that the technique has.
 std::vector<Problem> ProblemsOf(const Case& one, const TechniqueInfo& info) {
   if (one.of_causality) return one.problems;
   std::vector<Problem> problems;
@@ -56,7 +56,7 @@ std::vector<Problem> ProblemsOf(const Case& one, const TechniqueInfo& info) {
   return problems;
 }
 
-// Whether a layer for an ordinary problem of either kind can be made with the options.
+// Tells whether a layer for a usual problem of either kind can be made with the options.
 bool Admits(const Technique& technique, Device device, const Options& options) {
   for (const bool causal : {false, true}) {
     if (technique.Create(Usual(causal), options, device, kSeed).ok()) return true;
@@ -71,7 +71,7 @@ const OptionSpec* FindOption(const TechniqueInfo& info, const std::string& name)
   return nullptr;
 }
 
-// Something that every technique must do, or its other cases could all be skipped unseen.
+// Every technique must pass this case; otherwise all its other cases could be skipped unnoticed.
 void AnOrdinaryProblemIsAdmitted(const Subject& subject, const Problem&) {
   EXPECT_TRUE(Admits(*subject.technique, subject.device, subject.options))
       << subject.technique->Create(Usual(false), subject.options, subject.device, kSeed).status()
@@ -79,8 +79,8 @@ void AnOrdinaryProblemIsAdmitted(const Subject& subject, const Problem&) {
       << subject.technique->Create(Usual(true), subject.options, subject.device, kSeed).status();
 }
 
-// The one test that stands for all of a device that they cannot be run on: skipped with the reason,
-// or failed where the environment asks for a GPU.
+// Returns the one test that stands for all cases of a device that cannot run them: it is skipped
+// with the reason, or fails where the environment requires a GPU.
 std::optional<Case> Obstacle(const TechniqueInfo& info, Device device) {
   if (!RunsOn(info, device)) {
     const std::string reason =
@@ -108,7 +108,7 @@ std::vector<std::pair<std::string, Options>> OptionSets(const Technique& techniq
   int64_t usual = 0, least = 0;
   const bool is_number = absl::SimpleAtoi(budget->default_value, &usual) && usual > 1;
   for (const std::string& value : values) {
-    // A smaller budget than usual, so that the tests are not longer.
+    // A smaller budget than usual is used, so that the tests do not take longer.
     if (is_number && absl::SimpleAtoi(value, &least) && least > usual) continue;
     const Options options = {{budget->name, value}};
     if (value == budget->default_value || !Admits(technique, device, options)) continue;

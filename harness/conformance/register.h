@@ -11,14 +11,14 @@
 
 namespace tfb::conformance {
 
-// Sets of options that the cases run with, by label: the defaults, and for a technique with a
-// budget option one small value of it that an ordinary problem admits, so that on short sequences
-// it differs from dense attention. In the simulator only some cases run with the latter.
+// Returns the sets of options that the cases run with, by label: the defaults, and for a technique
+// with a budget option one small value of it that a usual problem admits, so that on short
+// sequences it differs from dense attention. In the simulator only some cases run with the latter.
 std::vector<std::pair<std::string, Options>> OptionSets(const Technique& technique, Device device);
 
-// Tests named <technique>.<case>/<device>/<options>/<problem>. Returns how many. Where a technique
-// has no implementation for a device, or the machine no such device, one test says so by being
-// skipped; with TFB_REQUIRE_GPU set in the environment, a missing GPU fails it.
+// Registers tests named <technique>.<case>/<device>/<options>/<problem>. Returns how many. Where a
+// technique has no implementation for a device, or the machine no such device, one skipped test
+// says so; with TFB_REQUIRE_GPU set in the environment, a missing GPU fails it.
 int RegisterTests(const std::vector<const Technique*>& techniques,
                   const std::vector<Device>& devices);
 

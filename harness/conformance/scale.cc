@@ -1,4 +1,4 @@
-// Addresses beyond 2^31 elements, many heads, and sizes that no memory holds.
+// Addresses beyond 2^31 elements, many heads, and sizes that exceed any memory.
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -29,19 +29,19 @@
 namespace tfb::conformance {
 namespace {
 
-// Four-dimensional tensors [2, 2, tokens, channels] with batches 2^31 + 8 elements apart and heads
-// 2^30 + 8: a product of 32 bits anywhere between an index and an address reads or writes
+// Four-dimensional tensors [2, 2, tokens, channels] have batch rows 2^31 + 8 elements apart and
+// heads 2^30 + 8: a product of 32 bits anywhere between an index and an address reads or writes
 // elsewhere.
 constexpr int64_t kHeadStride = (int64_t{1} << 30) + 8;
 constexpr int64_t kBatchStride = (int64_t{1} << 31) + 8;
 constexpr size_t kSpreadBytes =
     (2 * size_t{kBatchStride} + 2 * size_t{kHeadStride}) * sizeof(float);
 
-// Memory for one of them: tens of GiB of the GPU's, or else address space without memory, whose
+// Memory for one such tensor: tens of GiB of the GPU's, or else address space without memory, whose
 // pages appear where they are touched.
 class Spread {
  public:
-  // ResourceExhausted where there is none.
+  // Returns ResourceExhausted where there is not enough memory.
   static absl::StatusOr<std::unique_ptr<Spread>> Make(Device device) {
     std::unique_ptr<Spread> spread(new Spread);
     if (device == Device::kCuda) {
@@ -68,7 +68,7 @@ class Spread {
   TensorView On(const ConstTensorView& tensor) const {
     return {data_, tensor.dtype, tensor.shape(), {kBatchStride, kHeadStride, tensor.dims[3], 1}};
   }
-  // To and from a contiguous tensor of the host.
+  // Copy to and from a contiguous tensor of the host.
   absl::Status Write(const ConstTensorView& from) {
     return ForEachHead(from, [this](std::byte* here, const std::byte* there, size_t bytes) {
       if (runtime_ != nullptr) return runtime_->CopyToDevice(here, there, bytes);
@@ -89,7 +89,7 @@ class Spread {
  private:
   Spread() = default;
 
-  // The tokens of a head lie together, here and in the contiguous tensor.
+  // The tokens of a head are contiguous, here and in the contiguous tensor.
   template <class Copy>
   absl::Status ForEachHead(const ConstTensorView& tensor, const Copy& copy) {
     const TensorView here = On(tensor);
@@ -152,7 +152,7 @@ void OffsetsBeyond31Bits(const Subject& subject, const Problem& problem) {
   ExpectSameBits(plain, *results, "far apart and contiguous");
 }
 
-// More than a grid's y and z hold. In the simulator, where each block takes its time, the limit is
+// The sizes exceed a grid's y and z. In the simulator, where each block is slow, the limit is
 // lowered instead.
 void ManyBatchesAndHeads(const Subject& subject, Problem problem) {
   cuda_simulator::Settings settings = cuda_simulator::CurrentSettings();
@@ -171,8 +171,8 @@ void ManyBatchesAndHeads(const Subject& subject, Problem problem) {
   if (const auto trial = Trial::Make(subject, problem)) trial->ExpectRunMatchesDefinition();
 }
 
-// In a child with little memory and time: a layer of an impossible size is refused with a status,
-// or made; it does not end the process, nor hang.
+// Runs in a child process with little memory and time: a layer of an impossible size is refused
+// with a status, or made; it must not end the process, nor hang.
 void ImpossibleSizesAreAStatus(const Subject& subject, const Problem& problem) {
   if (subject.device == Device::kCuda) {
     return Skip("a forked process cannot use the GPU; the simulator's test stands for it");

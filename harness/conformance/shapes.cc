@@ -23,7 +23,7 @@ Problem Sized(int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64
   return problem;
 }
 
-// The sizes, causal and not.
+// Returns the problems, causal and not.
 std::vector<Problem> Both(std::vector<Problem> problems) {
   std::vector<Problem> both;
   for (Problem problem : problems) {
@@ -61,7 +61,7 @@ Problem Grouped(int64_t query_heads, int64_t kv_heads) {
   return problem;
 }
 
-// InvalidArgument or Unimplemented, and a message that names what was wrong.
+// Expects InvalidArgument or Unimplemented, and a message that names the error.
 void ExpectRefusal(const Subject& subject, const Problem& problem, const std::string& size,
                    int64_t value) {
   const auto layer = subject.technique->Create(problem, subject.options, subject.device, kSeed);
@@ -109,7 +109,7 @@ void DtypesThatNoLayerHasAreRefused(const Subject& subject, const Problem& probl
   EXPECT_TRUE(absl::StrContains(layer.status().message(), "i32")) << layer.status();
 }
 
-// Copies batch 0, head 0 of the tensor over all others.
+// Copies batch row 0, head 0 of the tensor over all others.
 void MakeEqualAlongBatchAndHeads(Tensor* tensor) {
   const TensorView view = tensor->view();
   if (view.rank != 4) return;

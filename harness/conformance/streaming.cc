@@ -1,4 +1,5 @@
-// Layers that read their input in segments: any split of a sequence gives what the whole gives.
+// Layers that read their input in segments: any split of a sequence gives the same outputs as the
+// whole.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -26,11 +27,11 @@ int SegmentAxis(const TensorSpec& spec) {
   return static_cast<int>(found - spec.shape.begin());
 }
 
-// A streaming layer that has been set up, and where its outputs gather.
+// A streaming layer that has been set up, and the outputs of its segments.
 class Stream {
  public:
-  // Null, with the test skipped, where the technique does not stream or its segments cannot be cut
-  // from the inputs of the whole.
+  // Returns null, with the test skipped, where the technique does not stream or its segments cannot
+  // be cut from the inputs of the whole.
   static std::unique_ptr<Stream> Make(Trial* trial) {
     auto* layer = dynamic_cast<StreamingLayer*>(&trial->layer());
     const auto skip = [](const std::string& reason) {
@@ -137,7 +138,7 @@ class Stream {
   Trial* trial_;
   StreamingLayer* layer_;
   ThreadPool pool_{2};
-  CudaRuntime* runtime_ = nullptr;  // null: the CPU
+  CudaRuntime* runtime_ = nullptr;  // null on the CPU
   DeviceTensors whole_;             // the trial's inputs
   GuardedWorkspace workspace_;
   Execution execution_;
@@ -186,7 +187,7 @@ void ResetForgetsEverything(const Subject& subject, const Problem& problem) {
   ASSERT_TRUE(first.ok()) << first;
   const NamedTensors once = Copies(stream->outputs());
   ASSERT_TRUE(stream->layer().Reset().ok());
-  ASSERT_TRUE(stream->Append(0, size).ok());  // a sequence that was broken off
+  ASSERT_TRUE(stream->Append(0, size).ok());  // a sequence that is interrupted
   ASSERT_TRUE(stream->layer().Reset().ok());
   ASSERT_TRUE(stream->AppendAll({size}).ok());
   ExpectSameBits(once, stream->outputs(), "before and after Reset");

@@ -18,7 +18,7 @@
 namespace tfb::conformance {
 namespace {
 
-// The shape in memory of a transposed tensor: the dimensions before the last reversed.
+// Returns the shape in memory of a transposed tensor: the dimensions before the last reversed.
 Shape Reversed(const Shape& shape) {
   Shape reversed = shape;
   if (reversed.size() > 1) std::reverse(reversed.begin(), reversed.end() - 1);
@@ -82,11 +82,11 @@ class PlacedTensors {
     return all;
   }
 
-  // On the device.
+  // These are on the device.
   const Inputs& inputs() const { return inputs_; }
   const Outputs& outputs() const { return outputs_; }
 
-  // Brings all of them back to the host, and checks what lies around them.
+  // Copies all of them back to the host, and checks the memory around them.
   absl::Status Download(absl::string_view what) {
     for (auto& [name, placed] : placed_) {
       TFB_RETURN_IF_ERROR(placed.memory.Download());
@@ -94,7 +94,7 @@ class PlacedTensors {
     }
     return absl::OkStatus();
   }
-  // By name, on the host.
+  // Returns the tensors by name, on the host.
   const std::map<std::string, Placed>& placed() const { return placed_; }
 
  private:
@@ -122,7 +122,7 @@ bool SameBits(const ConstTensorView& a, const ConstTensorView& b) {
   return same;
 }
 
-// Runs a layer as RunSettings say, and checks everything that can be wrong about memory.
+// Runs a layer as RunSettings say, and checks everything about memory that can be wrong.
 absl::StatusOr<NamedTensors> GuardedRun(Layer* layer, Device device, const NamedTensors& inputs,
                                         const RunSettings& settings) {
   cuda_simulator::Settings simulated = cuda_simulator::CurrentSettings();
@@ -276,7 +276,7 @@ NamedTensors Trial::DefineOn(const Inputs& inputs, const NamedTensors& parameter
   return {};
 }
 
-// The definition on inputs whose elements differ by about 16 roundings of fp32 (2^-20).
+// Evaluates the definition on inputs whose elements differ by about 16 roundings of fp32 (2^-20).
 std::vector<NamedTensors> Trial::DefinitionsNearby() {
   std::vector<NamedTensors> nearby;
   for (uint64_t variant = 0; variant < 2; ++variant) {
@@ -298,7 +298,7 @@ std::vector<NamedTensors> Trial::DefinitionsNearby() {
 }
 
 void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance) {
-  if (outputs.empty()) return;  // has failed already
+  if (outputs.empty()) return;  // the run has failed already
   const NamedTensors reference =
       DefineOn(ViewsOf(inputs_), layer_->parameters(), /*weights=*/false, &outputs);
   const std::vector<NamedTensors> nearby =
@@ -350,7 +350,7 @@ absl::StatusOr<Call> Call::Make(Trial* trial, int threads, bool optional_outputs
   TFB_ASSIGN_OR_RETURN(call.inputs_, DeviceTensors::Of(device, ViewsOf(trial->inputs())));
   TFB_ASSIGN_OR_RETURN(call.outputs_,
                        DeviceTensors::Allocate(device, call.layer_->outputs(), optional_outputs));
-  // Never without memory, whose address would say nothing.
+  // There is always some memory, so that the workspace's address is meaningful.
   const size_t bytes = std::max<size_t>(call.layer_->workspace_bytes(threads), 1);
   TFB_ASSIGN_OR_RETURN(call.workspace_, DeviceMemory::Allocate(device, bytes));
   call.pool_ = std::make_unique<ThreadPool>(threads);

@@ -1,4 +1,4 @@
-// What a conformance case works with: a technique under certain options on a device, and trials of
+// The arguments of a conformance case: a technique under certain options on a device, and trials of
 // it on one problem.
 #ifndef TFB_HARNESS_CONFORMANCE_SUBJECT_H_
 #define TFB_HARNESS_CONFORMANCE_SUBJECT_H_
@@ -27,18 +27,20 @@ struct Subject {
   Device device = Device::kCpu;
 };
 
-// One test for each of the problems. Named as a sentence without spaces; `numbers` are those of the
-// cases in the project's reliability rules, for people who look for them.
+// A case makes one test for each of its problems. Its name is a sentence without spaces; `numbers`
+// are those of the cases in the project's reliability rules, for reference.
 struct Case {
   std::string name;
   std::string numbers;
   std::vector<Problem> problems;
   std::function<void(const Subject&, const Problem&)> check;
   bool default_options_only = false;
-  bool all_options_simulated = false;  // in the simulator too, which is slow
-  bool of_devices = false;             // it is about GPUs and their simulator: not run on the CPU
-  // It is about which tokens see which. Any other case runs causal problems as non-causal ones, and
-  // the other way round, where that is the only form that the technique has.
+  // Whether all sets of options run in the simulator too, which is slow.
+  bool all_options_simulated = false;
+  // Whether it is about GPUs and their simulator, and does not run on the CPU.
+  bool of_devices = false;
+  // Whether it is about which tokens see which. Any other case runs causal problems as non-causal
+  // ones, and the reverse, where the technique has only that form.
   bool of_causality = false;
 };
 inline Case OfCausality(Case one) {
@@ -56,16 +58,16 @@ std::vector<Case> ContractCases();
 std::vector<Case> StreamingCases();
 std::vector<Case> DeviceCases();
 
-// "b2_h4over2_t130_d16_causal_bf16": what distinguishes the problem, for a test's name.
+// Returns "b2_h4over2_t130_d16_causal_bf16": the properties of the problem, for a test's name.
 std::string LabelOf(const Problem& problem);
 
-// The problem most cases use: big enough for three tiles of 64, small enough for a float64
-// definition in plain loops.
+// Returns the problem that most cases use: big enough for three tiles of 64, small enough for a
+// float64 definition in plain loops.
 Problem Usual(bool causal = false, DType dtype = DType::kF32);
-// It, causal and not.
+// Returns the usual problem, causal and not.
 std::vector<Problem> UsualBoth();
 
-// How an input or output lies in memory.
+// The layout of an input or output in memory.
 enum class Layout {
   kContiguous,
   kGaps,        // padding behind every row
@@ -78,9 +80,10 @@ struct RunSettings {
   int threads = 2;
   Layout inputs = Layout::kContiguous;
   Layout outputs = Layout::kContiguous;
-  bool setup = true;                           // false: as the last run left it
-  const NamedTensors* setup_inputs = nullptr;  // what Setup sees, where that is not what Run sees
-  uint64_t schedule = 1;  // of blocks and threads in the simulator: the seed of their order
+  // Whether Setup runs; else the layer is as the last run left it.
+  bool setup = true;
+  const NamedTensors* setup_inputs = nullptr;  // Setup's inputs, where they are not Run's
+  uint64_t schedule = 1;  // the seed of the order of blocks and threads in the simulator
 
   static RunSettings Threads(int threads) {
     RunSettings settings;
@@ -100,11 +103,12 @@ struct RunSettings {
 };
 
 struct Tolerance {
-  // Times the bound of the dtype.
+  // Multiplies the bound of the dtype.
   double factor = 1;
-  // Adds, element by element, four times what the definition changes by when its floating-point
-  // inputs change by about 16 roundings of fp32. For scores so large that their own roundings
-  // decide: no fp32 implementation can do better, and where nothing hangs on them it is 0.
+  // Adds, element by element, four times the change of the definition when its floating-point
+  // inputs change by about 16 roundings of fp32. It is for scores so large that their own roundings
+  // decide: no fp32 implementation can do better, and where the result does not depend on them the
+  // addition is 0.
   bool conditioned = false;
   double absolute = 0;
   double log_sum_exp = 0;  // added to the bound of log_sum_exp
@@ -121,11 +125,11 @@ struct Tolerance {
   }
 };
 
-// A layer on a problem, with drawn inputs. Fails the running test where something is wrong.
+// A layer on a problem, with drawn inputs. It fails the running test where something is wrong.
 class Trial {
  public:
-  // Null, with the running test marked as skipped and the reason said, where the technique does not
-  // do the problem; and where it fails, with the test failed.
+  // Returns null, with the running test marked as skipped and the reason given, where the technique
+  // does not support the problem; and null with the test failed where it fails.
   static std::unique_ptr<Trial> Make(const Subject& subject, const Problem& problem,
                                      uint64_t seed = kSeed);
 
@@ -134,28 +138,30 @@ class Trial {
   Layer& layer() { return *layer_; }
   NamedTensors& inputs() { return inputs_; }
 
-  // q and v of the usual shapes are among the inputs, and so is k, unless the queries are the keys.
-  // Else the test is marked as skipped.
+  // Requires that q and v of the usual shapes are among the inputs, and so is k, unless the queries
+  // are the keys. Else the test is marked as skipped.
   bool RequireQkv();
-  // The technique reads a key_mask. Adds one of ones. Else the test is marked as skipped.
+  // Requires that the technique reads a key_mask, and adds one of ones. Else the test is marked as
+  // skipped.
   bool RequireKeyMask();
-  // The technique is exact attention under a mask or a bias.
+  // Requires that the technique is exact attention under a mask or a bias.
   bool RequireExact();
 
-  // Sets up and runs once. All tensors lie between guards of NaN, and so does a workspace that is
-  // just as large as asked for; outputs and workspace are NaN before. Checks that the guards and
-  // the inputs are as they were and that every output was written. On a device all of that stands
-  // in its memory. Empty where it failed.
+  // Sets up and runs once. All tensors lie between guards of NaN, and so does a workspace of
+  // exactly the requested size; outputs and workspace are NaN before. Checks that the guards and
+  // the inputs are unchanged and that every output was written. On a device all of this is in its
+  // memory. Returns an empty result where it failed.
   NamedTensors Run(const RunSettings& settings = {});
 
-  // Of these inputs. Empty where the definition fails, with the test failed.
+  // Evaluates the definition on these inputs. Returns an empty result where the definition fails,
+  // with the test failed.
   NamedTensors Define(bool weights = false);
-  // Of other inputs and parameters. `computed` as in DefinitionRequest.
+  // Evaluates the definition on other inputs and parameters. `computed` is as in DefinitionRequest.
   NamedTensors DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights,
                         const NamedTensors* computed = nullptr);
 
   void ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance = {});
-  // Run() and the above.
+  // Calls Run() and compares with the definition.
   void ExpectRunMatchesDefinition(const Tolerance& tolerance = {});
 
  private:
@@ -169,7 +175,7 @@ class Trial {
 };
 
 // A layer with inputs, outputs and workspace in the memory of its device, for cases that call it
-// themselves. Nothing is guarded, and outputs hold anything.
+// themselves. Memory is not guarded, and outputs hold arbitrary bytes.
 class Call {
  public:
   static absl::StatusOr<Call> Make(Trial* trial, int threads = 2, bool optional_outputs = true);
@@ -178,12 +184,12 @@ class Call {
   const Inputs& inputs() const { return inputs_.inputs(); }
   const Outputs& outputs() const { return outputs_.outputs(); }
   const Execution& execution() const { return execution_; }
-  CudaRuntime* runtime() const { return runtime_; }  // null for the CPU
+  CudaRuntime* runtime() const { return runtime_; }  // null on the CPU
 
-  // Each waits until it is done.
+  // Each call waits until it is done.
   absl::Status Setup();
   absl::Status Run();
-  // What the outputs hold.
+  // Returns the contents of the outputs.
   absl::StatusOr<NamedTensors> Results() const { return outputs_.Download(); }
 
  private:
@@ -197,19 +203,20 @@ class Call {
 
 // Marks the running test as skipped, and says why.
 void Skip(const std::string& reason);
-// Whether the status says that the technique does not do what was asked for.
+// Tells whether the status says that the technique does not support the request.
 bool IsRefusal(const absl::Status& status);
 
-// The input that the keys come from: k, or q where the technique has no other.
+// Returns the input that the keys come from: k, or q where the technique has no k.
 Tensor& KeysOf(NamedTensors& inputs);
 
 NamedTensors Copies(const NamedTensors& tensors);
-// Element by element and bit by bit; the first difference fails the running test.
+// Compares element by element and bit by bit; the first difference fails the running test.
 void ExpectSameBits(const NamedTensors& a, const NamedTensors& b, const std::string& what);
-// The same where `compare(axis-wise index of the token)` says so: rows of the token dimension.
+// Does the same where `compare(axis-wise index of the token)` is true: for rows of the token
+// dimension.
 void ExpectSameTokens(const NamedTensors& a, const NamedTensors& b, int64_t tokens_below,
                       const Problem& problem, const std::string& what);
-// The dimension of the tokens: the last but one of three or more, else the last.
+// Returns the dimension of the tokens: the last but one of three or more, else the last.
 int TokenAxis(const ConstTensorView& view);
 
 }  // namespace tfb::conformance

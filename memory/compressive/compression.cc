@@ -15,12 +15,12 @@ namespace {
 
 using Function = CompressiveOptions::Function;
 
-// A view of contiguous f32 rows as rows of `channels`.
+// Returns a view of contiguous f32 rows as rows of `channels`.
 TensorView Rerow(const TensorView& rows, int64_t count, int64_t channels) {
   return TensorView(rows.mutable_data(), rows.dtype, {rows.dim(0), count, channels});
 }
 
-// The convolution's c matrices side by side, each transposed.
+// Packs the convolution's c matrices side by side, each transposed.
 absl::StatusOr<PackedMatrix> PackDecoder(Device device, const ConstTensorView& w) {
   const int64_t rate = w.dim(0), width = w.dim(1);
   std::vector<ConstTensorView> matrices;

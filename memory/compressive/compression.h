@@ -1,4 +1,4 @@
-// The compression f of rows, and the decoder g that the autoencoding loss has of it: see compressive.h.
+// The compression f of rows, and the decoder g of the autoencoding loss: see compressive.h.
 #ifndef TFB_MEMORY_COMPRESSIVE_COMPRESSION_H_
 #define TFB_MEMORY_COMPRESSIVE_COMPRESSION_H_
 
@@ -18,19 +18,20 @@ namespace tfb {
 class Compression {
  public:
   Compression() = default;
-  // Takes the parameters of layer n to the device.
+  // Copies the parameters of layer n to the device.
   static absl::StatusOr<Compression> Create(Device device, const CompressiveOptions& options,
                                             const NamedTensors& parameters, int64_t n);
 
-  // Of either call on up to `blocks` blocks of each batch row.
+  // Returns the workspace of either call on up to `blocks` blocks of each batch row.
   static size_t workspace_bytes(Device device, const CompressiveOptions& options, int64_t batch,
                                 int64_t blocks, int64_t width, int threads);
 
-  // f32, contiguous: old [batch, blocks * rate, width] gives compressed [batch, blocks, width].
-  // `selected` [batch][blocks], with most_used, are the rows that stay. Allocates nothing.
+  // Compresses f32, contiguous old [batch, blocks * rate, width] to compressed [batch, blocks,
+  // width]. `selected` [batch][blocks], with most_used, are the rows that stay. It allocates
+  // nothing.
   absl::Status Compress(const TensorView& old, const int32_t* selected,
                         const TensorView& compressed, const Execution& execution) const;
-  // to [batch] = || old - g(compressed) ||
+  // Computes to [batch] = || old - g(compressed) ||.
   absl::Status AutoencodingLoss(const TensorView& old, const TensorView& compressed,
                                 const TensorView& to, const Execution& execution) const;
 

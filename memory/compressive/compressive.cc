@@ -65,7 +65,7 @@ class CompressiveLayer : public SegmentedLayer {
     return layer;
   }
 
-  // The products of the definition, but for the losses.
+  // Counts the products of the definition, but for those of the losses.
   Cost cost() const override {
     const Walk walk = WalkSequence();
     const double batch = static_cast<double>(problem().batch);
@@ -82,11 +82,11 @@ class CompressiveLayer : public SegmentedLayer {
     return cost;
   }
 
-  // compressed_rows: those that a layer has at the end. reach_tokens: how many tokens before the last
-  // one the rows are of that can change it, through all layers (which of them most_used keeps depends
-  // on still earlier ones). keys_per_token: those that a token sees in one layer, on average, itself
-  // included. cache_bytes: keys, values and rows of all layers. cublas: on a GPU, 1 where cuBLAS makes
-  // the products with matrices, else 0.
+  // compressed_rows: the rows that a layer has at the end. reach_tokens: the number of tokens
+  // before the last one whose rows can change it, through all layers (which of them most_used keeps
+  // depends on still earlier ones). keys_per_token: the keys that a token sees in one layer, on
+  // average, itself included. cache_bytes: keys, values and rows of all layers. cublas: on a GPU, 1
+  // where cuBLAS computes the products with matrices, else 0.
   std::map<std::string, double> statistics() const override {
     const int64_t tokens = problem().query_tokens;
     double cache_bytes = 0;
@@ -169,7 +169,7 @@ class CompressiveLayer : public SegmentedLayer {
         queues_(options, max_segment_tokens()),
         segment_(device, queues_, options.memory, max_segment_tokens()) {}
 
-  // Of layer n and the segment that has begun, in a Run.
+  // Returns the outputs of layer n for the segment that has begun, in a Run.
   CompressionOutputs OutputsOf(int64_t n) const {
     CompressionOutputs outputs;
     if (run_outputs_ == nullptr) return outputs;
@@ -189,10 +189,10 @@ class CompressiveLayer : public SegmentedLayer {
     return outputs;
   }
 
-  // Of one sequence and layer.
+  // Counts over one sequence and layer.
   struct Walk {
-    double pairs = 0;  // of queries and keys, of one head
-    double rows = 0;   // that are compressed rows
+    double pairs = 0;  // pairs of queries and keys, for one head
+    double rows = 0;   // pairs whose keys are compressed rows
     double uses = 0;   // pairs whose weight is computed once more, with most_used
   };
   Walk WalkSequence() const {
@@ -217,7 +217,7 @@ class CompressiveLayer : public SegmentedLayer {
     for (int64_t n = 0; n < options_.layers; ++n) farthest = FirstSeen(farthest);
     return tokens - 1 - farthest;
   }
-  // The first token of the sequence that the attention at token p has anything of.
+  // Returns the first token of the sequence on which the attention at token p depends.
   int64_t FirstSeen(int64_t p) const {
     const int64_t longest = max_segment_tokens(), first = queues_.first_token();
     const int64_t begin = first + p / longest * longest;
@@ -225,7 +225,7 @@ class CompressiveLayer : public SegmentedLayer {
     if (queues_.MemoryRows(begin) > 0) {
       const int64_t row = queues_.Rows(begin) - queues_.MemoryRows(begin) - queues_.first_row();
       seen = row * options_.compression;
-      // What one segment compresses, a choice or a dilated convolution sees as a whole.
+      // A choice or a dilated convolution depends on all rows that one segment compresses.
       const bool whole = options_.function == Function::kMostUsed ||
                          options_.function == Function::kDilatedConvolution;
       for (int64_t s = first; whole && s < begin; s += longest) {
@@ -244,10 +244,10 @@ class CompressiveLayer : public SegmentedLayer {
   MemoryQueues queues_;
   CompressiveSegment segment_;
   std::vector<CompressiveAttention> attentions_;
-  std::optional<ContentAttention> content_;  // where rows are compressed
+  std::optional<ContentAttention> content_;  // used where rows are compressed
   std::vector<DecoderLayer> layers_;
-  const Outputs* run_outputs_ = nullptr;  // during a Run
-  int64_t next_token_ = 0;                // as the queues count
+  const Outputs* run_outputs_ = nullptr;  // set during a Run
+  int64_t next_token_ = 0;                // token number, as the queues count
   int64_t next_segment_ = 0;
 };
 

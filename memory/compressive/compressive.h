@@ -23,9 +23,9 @@
 // A row's attention is the mean weight that the queries and heads of the segment at whose end it left
 // the memory gave it; of rows with equal ones the older stays.
 //
-// Rows that left the memory and do not fill a block of c wait, unseen, for the next segment's. Queues
-// begin empty, and nothing is compressed before the memory is full; with `start_zero` both begin
-// full of zero vectors, which are attended to, as in the paper.
+// Rows that left the memory and do not fill a block of c wait, unseen, for those of the next
+// segment. Queues begin empty, and nothing is compressed before the memory is full; with
+// `start_zero` both begin full of zero vectors, which are attended to, as in the paper.
 //
 // The losses that the compression (and its decoder g) would be trained with, of one segment and layer,
 // 0 where nothing was compressed:
@@ -38,13 +38,13 @@
 // The norm is over all of the segment's tokens (old rows) and channels; with pre_norm, attn reads
 // normalised rows.
 //
-// Source: Rae, Potapenko, Jayakumar, Lillicrap 2020, "Compressive Transformers for long-range sequence
-// modelling", arXiv:1911.05507v1, sections 3.1 and 3.2. The paper leaves open: what becomes of rows
-// that do not fill a block; which attention counts as use; where the padding of the dilated
-// convolution is; the decoder. Where other implementations differ: labml's evicts whole blocks, so that its memory
-// runs short of `memory`, has learned relative keys, and a mean square for the norm;
-// compressive-transformer-pytorch at 0.4.0 pads with the remainder instead of what is missing. Neither
-// is followed.
+// Source: Rae, Potapenko, Jayakumar, Lillicrap 2020, "Compressive Transformers for long-range
+// sequence modelling", arXiv:1911.05507v1, sections 3.1 and 3.2. The paper leaves open what happens
+// to rows that do not fill a block; which attention counts as use; where the padding of the dilated
+// convolution is; the decoder. Where other implementations differ: labml's evicts whole blocks, so
+// that its memory runs short of `memory`, has learned relative keys, and a mean square for the
+// norm; compressive-transformer-pytorch at 0.4.0 pads with the remainder instead of what is
+// missing. Neither is followed.
 //
 // Cost of a token and layer: Transformer-XL's with compressed_memory + memory keys more than the
 // segment's, and 1/c of: 4 d^2 FLOPs for a compressed row's key and value, 2 c d^2 for a convolution
@@ -110,18 +110,19 @@ struct CompressiveOptions {
   }
 };
 
-// Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
-// head_dim. Causal only.
+// Compressive is causal self-attention only: kv_tokens must equal query_tokens, kv_heads
+// query_heads, and value_dim head_dim.
 //
-// Writes out and, as transformer_xl does, the optional context. Of a Run also, optional:
+// It writes out and, as transformer_xl does, the optional context. A Run also writes, optionally:
 //
 //   attention_loss, autoencoding_loss   [batch, segments, layers]
 //   kept, with most_used                i32 [batch, segments, layers, most rows of a segment]: which of
 //                                       the rows compressed after a segment stay, counted from the
 //                                       oldest of them, ascending; -1 beyond the last
 //
-// Parameters: transformer_xl's. With function=convolution layerN.convolution.w [c, d, d] and .b [d],
-// drawn N(0, 1 / (c d)) and 0; with dilated_convolution layerN.dilated_convolution.w and .b.
+// The parameters are transformer_xl's. With function=convolution layerN.convolution.w [c, d, d] and
+// .b [d], drawn N(0, 1 / (c d)) and 0; with dilated_convolution layerN.dilated_convolution.w and
+// .b.
 //
 // The counterpart is the same network with all of the past in its memory.
 class Compressive : public TechniqueOf<CompressiveOptions> {
@@ -141,21 +142,21 @@ class Compressive : public TechniqueOf<CompressiveOptions> {
                                          const CompressiveOptions& options) const override;
 };
 
-// ---- What layer and definition share ----
+// ---- Functions that layer and definition share ----
 
 StackSizes CompressiveSizes(const Problem& problem, const CompressiveOptions& options);
-// "convolution." or "dilated_convolution."; only for a function that convolves.
+// Returns "convolution." or "dilated_convolution."; call it only for a function that convolves.
 std::string ConvolutionPrefix(const CompressiveOptions& options);
 std::vector<ParameterSpec> CompressiveParameters(const Problem& problem,
                                                  const CompressiveOptions& options);
-// Of a Run.
+// Returns the number of segments of a Run.
 int64_t SegmentsOf(const Problem& problem, const CompressiveOptions& options);
-// Compressed rows that one segment can give.
+// Returns the most compressed rows that one segment can give.
 int64_t MaxBlocksOf(int64_t segment, const CompressiveOptions& options);
 
-// The definition of a stream that was cut in segments of these lengths: out and context, attention_loss
-// and autoencoding_loss [batch, segments, layers], and kept with most_used, f64. `computed` as in
-// DefinitionRequest.
+// Computes the definition of a stream that was cut in segments of these lengths: out and context,
+// attention_loss and autoencoding_loss [batch, segments, layers], and kept with most_used, f64.
+// `computed` as in DefinitionRequest.
 absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                const CompressiveOptions& options,
                                                const NamedTensors& parameters,

@@ -11,26 +11,26 @@
 namespace tfb {
 namespace {
 
-// [batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim].
+// Returns [batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim].
 TensorView Heads(const TensorView& view, int64_t heads) {
   return Transpose(SplitAxis(view, 2, heads), 1, 2);
 }
-// The n-th of several hidden states side by side.
+// Returns the n-th of several hidden states side by side.
 TensorView Part(const TensorView& view, int64_t n, int64_t width) {
   return Slice(view, 2, n * width, width);
 }
-// Of scratch for up to some rows, a tensor of fewer.
+// Returns a tensor of fewer rows in the memory of scratch.
 TensorView Sized(const TensorView& scratch, int64_t rows) {
   return TensorView(scratch.mutable_data(), scratch.dtype, {scratch.dim(0), rows, scratch.dim(2)});
 }
-// [batch, heads, 1, head_dim] as the same token `count` times.
+// Returns [batch, heads, 1, head_dim] as the same token `count` times.
 TensorView Repeated(TensorView token, int64_t count) {
   token.dims[2] = count;
   token.strides[2] = 0;
   return token;
 }
 
-// r_d W_r of every distance of the table, f32 [distances, model_dim].
+// Returns r_d W_r of every distance of the table, f32 [distances, model_dim].
 absl::StatusOr<Tensor> ProjectDistances(const ConstTensorView& w_r,
                                         const ConstTensorView& sinusoids, ThreadPool* pool) {
   TFB_ASSIGN_OR_RETURN(const PackedMatrix matrix, PackedMatrix::Create(Device::kCpu, w_r));
@@ -127,7 +127,7 @@ absl::StatusOr<CompressiveAttention> CompressiveAttention::Create(Device device,
 Problem CompressiveAttention::LargestCall() const {
   Problem largest = problem_;
   largest.query_tokens = longest_;
-  // A window begins within its first tile.
+  // A window begins within its first tile, so that there are up to a tile of keys more.
   largest.kv_tokens =
       std::max(options_.memory + longest_, options_.compressed_memory) + kFlashTile - 1;
   return largest;
@@ -239,7 +239,7 @@ absl::Status CompressiveAttention::Append(const Call& call, const Execution& exe
   if (queues_.starts_full() && call.segment.is_first()) {
     TFB_RETURN_IF_ERROR(AppendZeros(call, scratch, rest));
   }
-  // Before y, which may be the same memory, is written.
+  // The rows are kept before y, which may be the same memory, is written.
   TFB_RETURN_IF_ERROR(Remember(call.hidden, call.segment.tokens(), call.segment.begin(), rest));
   TFB_RETURN_IF_ERROR(Attend(call, scratch, rest));
   TFB_RETURN_IF_ERROR(MatMul(output_, {scratch.own.out, call.residual, call.y}, rest));
@@ -300,7 +300,7 @@ absl::Status CompressiveAttention::Attend(const Call& call, const Scratch& scrat
   TFB_RETURN_IF_ERROR(engine_.Run(problem, attend, execution));
   if (!has_rows) return absl::OkStatus();
 
-  // Of the compressed memory, query 0 is key count + memory.
+  // Among the keys of the compressed memory, query 0 has position key count + memory.
   const AttentionPart compressed = {Heads(scratch.compressed.out, heads),
                                     scratch.compressed.log_sum_exp};
   problem.kv_tokens = segment.rows().kv_tokens();
@@ -399,7 +399,7 @@ absl::Status CompressiveAttention::AttentionLoss(const Call& call, const Scratch
                                                  const Execution& execution) {
   const int64_t width = problem_.model_dim(), heads = problem_.query_heads, rows = old.dim(1);
   const TensorView &loss = call.outputs.attention_loss, &of_old = scratch.own.out;
-  const TensorView& of_fresh = scratch.compressed.out;  // nobody needs the two any more
+  const TensorView& of_fresh = scratch.compressed.out;  // both are free here
   if (rows == 0) return NormOfDifference(device_, old, old, 1, loss, execution);
   const TensorView projected = Sized(scratch.projected, rows);
   TFB_RETURN_IF_ERROR(

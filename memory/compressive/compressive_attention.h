@@ -1,4 +1,4 @@
-// One layer's attention with two memories, and what it does with the rows that leave the first.
+// One layer's attention with two memories, and its treatment of the rows that leave the first.
 //
 // Keys and values of tokens are kept in a ring, as in memory/transformer_xl/relative_attention.h, and
 // those of compressed rows in another: both are projected once. The two are calls of one engine, which
@@ -29,19 +29,19 @@
 
 namespace tfb {
 
-// Queries that see all of a run of keys in a cache, as the engine of a device wants it.
+// The mask of queries that all see a run of keys in a cache, in the form of a device's engine.
 class RunView {
  public:
   RunView(Device device, int64_t max_queries) : device_(device), schedules_(max_queries) {}
 
-  // Keys first, ..., first + count - 1 of the cache. Allocates nothing.
+  // Sets the keys first, ..., first + count - 1 of the cache. It allocates nothing.
   void Set(int64_t first, int64_t count, int64_t queries);
 
   int64_t first() const { return first_; }
   int64_t count() const { return count_; }
-  int64_t kv_tokens() const { return kv_tokens_; }  // from the first one's tile on
+  int64_t kv_tokens() const { return kv_tokens_; }  // number of keys from the first one's tile on
   int64_t skipped() const { return kv_tokens_ - count_; }
-  // Good until the next Set.
+  // Sets the mask of the call. It is valid until the next Set.
   void SetMask(FlashCall* call) const {
     call->schedule = schedule_;
     if (schedule_ == nullptr) call->band = &band_;
@@ -57,21 +57,22 @@ class RunView {
   int64_t kv_tokens_ = 0;
 };
 
-// The next segment of a stream: the same for all layers.
+// The next segment of a stream. All layers share it.
 class CompressiveSegment {
  public:
   CompressiveSegment(Device device, const MemoryQueues& queues, int64_t memory, int64_t longest)
       : queues_(queues), own_(device, {memory, false, longest}), rows_(device, longest) {}
 
-  // Tokens begin, ..., begin + tokens - 1 as MemoryQueues counts. Allocates nothing.
+  // Sets the segment to tokens begin, ..., begin + tokens - 1 as MemoryQueues counts. It allocates
+  // nothing.
   void Set(int64_t begin, int64_t tokens);
 
   int64_t begin() const { return begin_; }
   int64_t end() const { return begin_ + own_.tokens(); }
   int64_t tokens() const { return own_.tokens(); }
   bool is_first() const { return begin_ == queues_.first_token(); }
-  const SegmentView& own() const { return own_; }  // the memory and the segment
-  const RunView& rows() const { return rows_; }    // the compressed memory
+  const SegmentView& own() const { return own_; }  // keys of the memory and the segment
+  const RunView& rows() const { return rows_; }    // keys of the compressed memory
 
  private:
   MemoryQueues queues_;
@@ -80,14 +81,14 @@ class CompressiveSegment {
   RunView rows_;
 };
 
-// Attention of content alone, for the loss of that name; all layers use one.
+// Attention by content alone, for the loss of that name; all layers share one.
 class ContentAttention {
  public:
-  // For up to so many queries and keys.
+  // Creates it for up to so many queries and keys.
   static absl::StatusOr<ContentAttention> Create(Device device, const Problem& problem,
                                                  int64_t queries, int64_t keys);
   size_t workspace_bytes(int threads) const;
-  // Of q on all of k and v, [batch, heads, tokens, head_dim] each. Allocates nothing.
+  // Attends with q to all of k and v, [batch, heads, tokens, head_dim] each. It allocates nothing.
   absl::Status Run(const TensorView& q, const TensorView& k, const TensorView& v,
                    const TensorView& out, const Execution& execution);
 
@@ -101,7 +102,7 @@ class ContentAttention {
   RunView view_;
 };
 
-// What a segment may also be asked for, of one layer; empty views are not.
+// Optional outputs of a segment, for one layer; empty views are not computed.
 struct CompressionOutputs {
   TensorView attention_loss;     // [batch]
   TensorView autoencoding_loss;  // [batch]
@@ -110,22 +111,24 @@ struct CompressionOutputs {
 
 class CompressiveAttention {
  public:
-  // Takes the memory for the stream. `longest`: tokens of a segment.
+  // Allocates the memory for the stream. `longest` is the most tokens of a segment.
   static absl::StatusOr<CompressiveAttention> Create(Device device, const Problem& problem,
                                                      const CompressiveOptions& options,
                                                      int64_t longest);
-  // Packs the parameters of layer n and projects `sinusoids`, those of the range. Begins a new stream.
+  // Packs the parameters of layer n and projects `sinusoids`, those of the range. Begins a new
+  // stream.
   absl::Status Setup(const NamedTensors& parameters, int64_t n, const DistanceRange& range,
                      const ConstTensorView& sinusoids, const Execution& execution);
   void Reset();
 
   size_t cache_bytes() const { return tokens_.bytes() + rows_.bytes() + hidden_.bytes(); }
-  // `content_bytes`: of the ContentAttention that its calls have.
+  // `content_bytes` is the workspace of the ContentAttention that its calls have.
   size_t workspace_bytes(size_t content_bytes, int threads) const;
 
-  // `hidden` is the layer's input, x what its attention reads: `hidden` itself, or with `norm`, unless
-  // null, its normalisation. y = attention(x) W_o + residual; y may be any of them. The segment must be
-  // the stream's next. Allocates nothing; on CUDA it enqueues on the stream.
+  // The arguments of a segment. `hidden` is the layer's input and x its attention's input: `hidden`
+  // itself, or with `norm`, unless null, its normalisation. y = attention(x) W_o + residual; y may
+  // be any of them. The segment must be the stream's next. A call allocates nothing; on CUDA it
+  // enqueues on the stream.
   struct Call {
     const CompressiveSegment& segment;
     ConstTensorView hidden;
@@ -134,7 +137,7 @@ class CompressiveAttention {
     TensorView y;
     const LayerNorm* norm;
     CompressionOutputs outputs;
-    ContentAttention* content;  // for the attention loss
+    ContentAttention* content;  // used for the attention loss
   };
   absl::Status Append(const Call& call, const Execution& execution);
 
@@ -149,10 +152,10 @@ class CompressiveAttention {
 
   struct Scratch {
     TensorView projections;      // [batch, tokens, 3 model_dim]: queries, keys, values
-    AttentionPart own;           // of the memory and the segment; out [batch, tokens, model_dim]
-    AttentionPart compressed;    // of the compressed memory
+    AttentionPart own;           // the memory and the segment; out [batch, tokens, model_dim]
+    AttentionPart compressed;    // the compressed memory
     TensorView old;              // f32 [batch, rows, model_dim]
-    TensorView normalized;       // likewise, with pre_norm
+    TensorView normalized;       // of the same shape, with pre_norm
     TensorView projected;        // [batch, rows, 2 model_dim]: keys, values
     TensorView fresh;            // f32 [batch, blocks, model_dim]: compressed rows
     TensorView fresh_projected;  // [batch, blocks, 2 model_dim]
@@ -167,20 +170,20 @@ class CompressiveAttention {
 
   absl::Status SetupUse(const RelativePositions::Parameters& parameters,
                         const ConstTensorView& sinusoids, ThreadPool* pool);
-  // The stream's first rows, with start_zero.
+  // Appends the stream's first rows, with start_zero.
   absl::Status AppendZeros(const Call& call, const Scratch& scratch, const Execution& execution);
   absl::Status Remember(const ConstTensorView& rows, int64_t count, int64_t first_token,
                         const Execution& execution);
   absl::Status Attend(const Call& call, const Scratch& scratch, const Execution& execution);
   absl::Status Compress(const Call& call, const Scratch& scratch, const Execution& execution);
-  // How much attention the tokens got that leave the memory.
+  // Measures how much attention the tokens receive that leave the memory.
   absl::Status MeasureUse(const Call& call, const Scratch& scratch, const Execution& execution);
-  // Which of `rows` tokens from `first` on stay: as many as blocks of them.
+  // Selects which of `rows` tokens from `first` on stay: as many as they have blocks.
   absl::Status Select(const Call& call, const Scratch& scratch, int64_t first, int64_t rows,
                       const Execution& execution);
   absl::Status AttentionLoss(const Call& call, const Scratch& scratch, const TensorView& old,
                              const TensorView& fresh_projected, const Execution& execution);
-  // Of rows [batch, rows, model_dim] as they enter the layer, keys and values side by side.
+  // Projects rows [batch, rows, model_dim] of the layer's input to keys and values side by side.
   absl::Status ProjectRows(const Call& call, const ConstTensorView& rows,
                            const TensorView& normalized, const TensorView& projected,
                            const Execution& execution) const;
@@ -197,19 +200,19 @@ class CompressiveAttention {
   CompressiveOptions options_;
   int64_t longest_;
   MemoryQueues queues_;
-  PackedMatrix projections_;      // of queries, keys and values side by side
-  PackedMatrix keys_and_values_;  // of rows that are compressed
+  PackedMatrix projections_;      // W of queries, keys and values side by side
+  PackedMatrix keys_and_values_;  // W of the keys and values of compressed rows
   PackedMatrix output_;
   Compression compression_;
-  RelativePositions positions_;  // the engine points to it
+  RelativePositions positions_;  // the engine's rule points to it
   FlashEngine engine_;
   KeyValueCache tokens_;
   KeyValueCache rows_;
-  // Of tokens that are not yet compressed, at their number modulo the places.
+  // Data of tokens that are not yet compressed, at their number modulo the places.
   DeviceArray<float> hidden_;  // [batch, places, model_dim]
   DeviceArray<float> use_;     // [batch, places], with most_used
   DeviceArray<float> zeros_;   // [model_dim], with start_zero
-  // With most_used: r_d W_r by distance, v . (r_d W_r) of each head, u.
+  // Used with most_used: r_d W_r by distance, v . (r_d W_r) of each head, u.
   DeviceArray<float> distances_, distance_biases_, u_;
   DistanceRange range_;
 };

@@ -31,7 +31,7 @@ const char* LaunchElements(const char* name, void (*kernel)(Arguments), int64_t 
                 arguments);
 }
 
-// Sums of the block's threads, in an order that is always the same; thread 0 has the result.
+// Returns to thread 0 the sum over the block's threads, always in the same order.
 __device__ double SumOfBlock(double value) {
   __shared__ double sums[kThreads];
   sums[threadIdx.x] = value;
@@ -88,7 +88,7 @@ const char* LaunchPoolRows(const PoolRowsArguments& a, void* stream) {
 
 constexpr int kWarp = 32;
 
-// A warp for each row.
+// A warp merges a row.
 __global__ void __launch_bounds__(kThreads) MergeParts(MergePartsArguments a) {
   const int64_t row = ThreadOfGrid() / kWarp;
   if (row >= a.batch * a.heads * a.tokens) return;
@@ -109,7 +109,7 @@ const char* LaunchMergeParts(const MergePartsArguments& a, void* stream) {
   return LaunchElements("MergeParts", &MergeParts, a.batch * a.heads * a.tokens * kWarp, stream, a);
 }
 
-// A block for each key, whose threads take queries and heads in turns.
+// A block does one key; its threads take queries and heads in turns.
 __global__ void __launch_bounds__(kThreads) Received(ReceivedArguments a) {
   const int64_t b = blockIdx.x / a.keys, key = blockIdx.x % a.keys;
   double sum = 0;
@@ -140,8 +140,8 @@ const char* LaunchReceived(const ReceivedArguments& a, void* stream) {
                 {dim3(static_cast<unsigned>(a.batch * a.keys)), dim3(kThreads)}, stream, a);
 }
 
-// A block for each batch row. The place of a row among those that stay is the number of such rows
-// before it; it stays where fewer than `count` rows come before it by use, then by age.
+// A block does one batch row. The place of a row among those that stay is the number of such rows
+// before it; a row stays where fewer than `count` rows precede it by use, then by age.
 __global__ void __launch_bounds__(kThreads) SelectRows(SelectRowsArguments a) {
   const int64_t b = blockIdx.x;
   const auto use = [&](int64_t n) { return a.use[b * a.places + (a.first + n) % a.places]; };
@@ -177,7 +177,7 @@ const char* LaunchSelectRows(const SelectRowsArguments& a, void* stream) {
 
 // ---- Losses ----
 
-// A block for each batch row.
+// A block does one batch row.
 __global__ void __launch_bounds__(kThreads) NormOfDifference(NormOfDifferenceArguments a) {
   const int64_t b = blockIdx.x;
   double sum = 0;

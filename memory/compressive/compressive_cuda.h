@@ -1,5 +1,5 @@
-// The CUDA kernels of compressive as C++ sees them. Pointers are to device memory. What they do is
-// said in row_operations.h.
+// The CUDA kernels of compressive as C++ sees them. Pointers are to device memory. row_operations.h
+// says what the kernels compute.
 #ifndef TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_CUDA_H_
 #define TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_CUDA_H_
 
@@ -38,9 +38,9 @@ struct PoolRowsArguments {
 };
 
 struct MergePartsArguments {
-  DeviceView out;      // [batch, heads, tokens, channels], also the result
+  DeviceView out;      // [batch, heads, tokens, channels]; receives the result
   DeviceView other;    // likewise
-  float* log_sum_exp;  // [batch][heads][tokens], also the result
+  float* log_sum_exp;  // [batch][heads][tokens]; receives the result
   const float* other_log_sum_exp;
   int64_t batch;
   int64_t heads;
@@ -55,14 +55,14 @@ struct ReceivedArguments {
   const float* distances;        // [distance_rows][heads][head_dim]
   const float* distance_biases;  // [distance_rows][heads]
   const float* u;                // [heads][head_dim]
-  float* use;                    // [batch][places], of key n at (first + n) % places
+  float* use;                    // [batch][places]; key n is at (first + n) % places
   int64_t batch;
   int64_t heads;
   int64_t tokens;
   int64_t keys;
   int64_t head_dim;
   int64_t distance_rows;
-  int64_t first_distance;  // from key 0 to query 0
+  int64_t first_distance;  // distance from key 0 to query 0
   int64_t first;
   int64_t places;
   float scale;
@@ -93,7 +93,7 @@ struct NormOfDifferenceArguments {
   int64_t repeat;
 };
 
-// Each enqueues on the stream and returns null, or why not.
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct CompressiveKernels {
   const char* (*copy_rows)(const CopyRowsArguments& arguments, void* stream);
   const char* (*pool_rows)(const PoolRowsArguments& arguments, void* stream);

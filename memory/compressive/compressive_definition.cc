@@ -1,4 +1,4 @@
-// The definition: two queues of rows a layer and sequence, and the formulas of the header.
+// The definition: two queues of rows for each layer and sequence, and the formulas of the header.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -25,7 +25,7 @@ double NormOfDifference(const Rows& a, const Rows& b) {
   return std::sqrt(sum);
 }
 
-// What the compression after a segment leaves of itself.
+// The outputs of the compression after a segment.
 struct Report {
   double attention_loss = 0;
   double autoencoding_loss = 0;
@@ -45,7 +45,8 @@ class LayerMemory {
         memory_(options.start_zero ? options.memory : 0, stack.sizes().width()),
         waiting_(0, stack.sizes().width()) {}
 
-  // The attention of a segment, with its W_o. `kept`: what a layer chose, or null.
+  // Computes the attention of a segment, with its W_o. `kept` are the rows that a layer chose, or
+  // null.
   Rows Attend(const Rows& segment, const std::vector<int64_t>* kept, Report* report) {
     Rows list = compressed_;
     list.Append(memory_);
@@ -138,8 +139,8 @@ class LayerMemory {
     return y;
   }
 
-  // The most used of the first `candidates` rows that wait. Those that a layer chose, where they are
-  // as good within the tolerance.
+  // Returns the most used of the first `candidates` waiting rows, or those that a layer chose,
+  // where they are as good within the tolerance.
   std::vector<int64_t> Choose(int64_t count, int64_t candidates,
                               const std::vector<int64_t>* computed) const {
     std::vector<int64_t> rows(candidates);
@@ -222,17 +223,17 @@ class LayerMemory {
   double tolerance_;
   Rows compressed_;
   Rows memory_;
-  Rows waiting_;             // left the memory, not yet compressed
-  std::vector<double> use_;  // of those rows
+  Rows waiting_;             // rows that left the memory and are not yet compressed
+  std::vector<double> use_;  // use of those rows
 };
 
-// By how much the attention that a layer computes may differ, as a share of itself. Scores are of
-// order 10, and carry the rounding of queries and keys, which the scores' exponentials multiply by as
-// much again: 32 roundings in 16 bits. In fp32 those are 2e-6; what earlier layers add is a few times
-// 1e-5, see transformer_xl's test.
+// Returns by how much the attention that a layer computes may differ, as a share of itself. Scores
+// are of order 10, and carry the rounding of queries and keys, which the scores' exponentials
+// multiply by as much again: 32 roundings in 16 bits. In fp32 those are 2e-6; earlier layers add a
+// few times 1e-5, see transformer_xl's test.
 double UseTolerance(DType dtype) { return dtype == DType::kF32 ? 1e-4 : 32 * UnitRoundoff(dtype); }
 
-// What a layer wrote in a run as kept, of one batch row, segment and layer.
+// Returns the `kept` of a layer's run, for one batch row, segment and layer.
 std::vector<int64_t> KeptBy(const Tensor& kept, int64_t b, int64_t s, int64_t n) {
   std::vector<int64_t> rows;
   for (int64_t i = 0; i < kept.dim(3); ++i) {
@@ -273,7 +274,8 @@ absl::StatusOr<NamedTensors> DefineCompressive(
     Fill(outputs["kept"].view(), -1);
   }
   for (int64_t b = 0; b < problem.batch; ++b) {
-    // Layer by layer: a memory holds what the layer below gave in earlier segments.
+    // The loop goes layer by layer: a memory holds the output of the layer below in earlier
+    // segments.
     const auto attention = [&](int64_t n, const Rows& h, const Rows&) {
       LayerMemory memory(stack, options, n, UseTolerance(problem.dtype));
       Rows result(0, h.channels());

@@ -1,8 +1,8 @@
-// The Compressive Transformer against its definition, against Transformer-XL where the two are the
-// same, and case by case against what the queues must hold.
+// Tests the Compressive Transformer against its definition, against Transformer-XL where the two
+// are the same, and case by case against the contents that the queues must have.
 //
-// Tolerance. As in transformer_xl's test: each sublayer is held to the bound of fp32 attention, 2e-5
-// of the largest output, and sublayers add in quadrature. Compressed rows are means, maxima, copies,
+// Tolerance. As in transformer_xl's test: each sublayer has the bound of fp32 attention, 2e-5 of
+// the largest output, and sublayers add in quadrature. Compressed rows are means, maxima, copies,
 // or products of a few hundred terms of rows of order 1.
 #include "memory/compressive/compressive.h"
 
@@ -108,7 +108,7 @@ std::unique_ptr<StreamingLayer> MakeLayer(const Problem& problem, const Options&
   return std::unique_ptr<StreamingLayer>(static_cast<StreamingLayer*>(layer->release()));
 }
 
-// x appended in segments of the given lengths.
+// Returns the output of x appended in segments of the given lengths.
 Tensor Stream(StreamingLayer& layer, const Tensor& x, const std::vector<int64_t>& split,
               int threads = 1) {
   ThreadPool pool(threads);
@@ -238,9 +238,9 @@ TEST(Compressive, AMemoryThatHoldsEverythingIsNeverCompressed) {
 
 // ---- The queues ----
 
-// With W_v = W_o = 1 and all else 0 every row of the list has the same weight, and out - x is the mean
-// of the normalised rows. Token t is sign(t) (1, 1, -1, -1), so that the mean of some tokens is m (1, 1,
-// -1, -1), and normalised m / sqrt(m^2 + 1e-5) of it.
+// A layer with W_v = W_o = 1 and all else 0. Every row of the list has the same weight, and out - x
+// is the mean of the normalised rows. Token t is sign(t) (1, 1, -1, -1), so that the mean of some
+// tokens is m (1, 1, -1, -1), which is normalised to m / sqrt(m^2 + 1e-5) times (1, 1, -1, -1).
 class MeansOfRows {
  public:
   explicit MeansOfRows(Options options) : options_(std::move(options)) {
@@ -268,7 +268,7 @@ class MeansOfRows {
   static double Sign(int64_t t) { return (t * t + t / 3) % 5 < 2 ? -1 : 1; }
   static double Normalized(double m) { return m / std::sqrt(m * m + 1e-5); }
 
-  // The mean over the list that token t sees.
+  // Compares with the mean over the list that token t sees.
   void ExpectMean(int64_t t, const std::vector<double>& rows) const {
     double sum = 0;
     for (const double m : rows) sum += Normalized(m);
@@ -313,7 +313,7 @@ TEST(Compressive, QueuesThatStartWithZerosAreSeenFromTheFirstTokenOn) {
 }
 
 TEST(Compressive, RowsOfOneValueAreCompressedToIt) {
-  // Pools and a choice return it, so that nothing is lost.
+  // Pools and a choice return equal rows unchanged, so that nothing is lost.
   const Problem problem = CausalProblem(1, 2, 90, 8);
   Tensor x(DType::kF32, {1, 90, 16});
   for (int64_t t = 0; t < 90; ++t) {
@@ -324,7 +324,7 @@ TEST(Compressive, RowsOfOneValueAreCompressedToIt) {
         {"function", function}, {"segment", "16"}, {"memory", "16"}, {"compression", "3"}};
     const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
     const StackOutcome outcome = EvaluateStack(Compressive(), problem, options, parameters, x);
-    // The first layer's rows are equal; what the second gets of them need not be.
+    // The first layer's rows are equal; the second layer's inputs need not be.
     for (int64_t s = 0; s < 6; ++s) {
       EXPECT_EQ(*outcome.computed.at("autoencoding_loss").view().At<float>(0, s, 0), 0) << s;
       EXPECT_LE(*outcome.computed.at("attention_loss").view().At<float>(0, s, 0), 1e-4) << s;
@@ -333,9 +333,9 @@ TEST(Compressive, RowsOfOneValueAreCompressedToIt) {
 }
 
 TEST(Compressive, MostUsedKeepsTheTokensThatQueriesAttendTo) {
-  // One head of 4 channels, one layer. W_q = 0 and u = 1 times the first channel's direction make the
-  // score of key j its first channel, whatever the query: so the most used of 8 rows are those with
-  // the largest first channels.
+  // There is one head of 4 channels in one layer. W_q = 0 and u = 1 times the first channel's
+  // direction make the score of key j its first channel, whatever the query: so the most used of 8
+  // rows are those with the largest first channels.
   const Problem problem = CausalProblem(1, 1, 24, 4);
   const Options options = {{"function", "most_used"}, {"layers", "1"},      {"segment", "8"},
                            {"memory", "8"},           {"compression", "4"}, {"feed_forward", "1"},
@@ -362,9 +362,9 @@ TEST(Compressive, MostUsedKeepsTheTokensThatQueriesAttendTo) {
 }
 
 TEST(Compressive, ADilatedConvolutionReadsEverySecondRowBackwards) {
-  // c = 4: y_t = b + sum_i x_(4 t + 3 - 2 i) w_i. With w_i = i + 1 for one channel, and old rows 0 to 7
-  // of values 1 to 8: y_0 = 4 * 1 + 2 * 2 = 8 (rows -1 and -3 are zeros), y_1 = 8 + 6 * 2 + 4 * 3 +
-  // 2 * 4 = 40. Decoded, row 4 t + i is y_t w_i.
+  // The rate is c = 4: y_t = b + sum_i x_(4 t + 3 - 2 i) w_i. With w_i = i + 1 for one channel, and
+  // old rows 0 to 7 of values 1 to 8: y_0 = 4 * 1 + 2 * 2 = 8 (rows -1 and -3 are zeros), y_1 = 8 +
+  // 6 * 2 + 4 * 3 + 2 * 4 = 40. The decoded row 4 t + i is y_t w_i.
   const Problem problem = CausalProblem(1, 1, 16, 1);
   const Options options = {{"function", "dilated_convolution"},
                            {"layers", "1"},
@@ -416,7 +416,7 @@ TEST(Compressive, AStatisticKnowsTheFirstTokenThatMatters) {
     const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
     const auto layer = MakeLayer(problem, options, parameters);
     const int64_t reach = static_cast<int64_t>(layer->statistics().at("reach_tokens"));
-    // Token 99 is in segment 96 to 103, its memory 88 to 95, and compressed are 72 to 87.
+    // Token 99 is in segment 96 to 103, its memory is 88 to 95, and rows 72 to 87 are compressed.
     EXPECT_EQ(reach, 99 - 72) << function;
     EXPECT_EQ(layer->statistics().at("compressed_rows"), 4);
     const Tensor x = RandomHidden(problem);
@@ -427,11 +427,12 @@ TEST(Compressive, AStatisticKnowsTheFirstTokenThatMatters) {
       const StackOutcome after = EvaluateStack(Compressive(), problem, options, parameters, other);
       const double difference = MaxDifference(Slice(before.computed.at("out").view(), 1, 99, 1),
                                               Slice(after.computed.at("out").view(), 1, 99, 1));
-      // The attention by which rows are chosen saw what was before them.
+      // The attention by which rows are chosen depends on earlier tokens.
       if (std::strcmp(function, "most_used") == 0) continue;
       if (changed < 99 - reach) {
         EXPECT_EQ(difference, 0) << function;
-      } else if (std::strcmp(function, "dilated_convolution") != 0) {  // it reads every second row
+        // The convolution reads every second row.
+      } else if (std::strcmp(function, "dilated_convolution") != 0) {
         EXPECT_GT(difference, 0) << function;
       }
     }
@@ -441,8 +442,9 @@ TEST(Compressive, AStatisticKnowsTheFirstTokenThatMatters) {
 // ---- Costs, parameters, errors ----
 
 TEST(Compressive, CostCountsTheProductsOfTheDefinition) {
-  // 2 layers, width 4, inner 8, 10 tokens in segments of 4, 4 and 2; memory 2, 1 compressed row of 2
-  // tokens. Keys seen: 1 to 4; then 2 + 1 + 1 to 4; then 2 + 1 + 1 to 2. Compressed rows: 1, 2, 1.
+  // There are 2 layers of width 4 and inner width 8, and 10 tokens in segments of 4, 4 and 2, with
+  // memory 2 and 1 compressed row of 2 tokens. The keys seen are 1 to 4; then 2 + 1 + 1 to 4; then
+  // 2 + 1 + 1 to 2. The compressed rows are 1, 2, 1.
   const Options options = {{"segment", "4"},           {"memory", "2"},
                            {"compressed_memory", "1"}, {"compression", "2"},
                            {"feed_forward", "2"},      {"function", "convolution"}};

@@ -1,5 +1,5 @@
-// What is in the two queues of a layer, as numbers: the same for all layers and batch rows, and a
-// function of how many tokens the stream has.
+// The contents of a layer's two queues as numbers. They are the same for all layers and batch rows,
+// and depend only on how many tokens the stream has.
 #ifndef TFB_MEMORY_COMPRESSIVE_MEMORY_QUEUES_H_
 #define TFB_MEMORY_COMPRESSIVE_MEMORY_QUEUES_H_
 
@@ -14,7 +14,7 @@ namespace tfb {
 // vectors. Compressed rows are counted from the first one, or from the first zero vector.
 class MemoryQueues {
  public:
-  // `segment`: tokens of the longest.
+  // `segment` is the number of tokens of the longest segment.
   MemoryQueues(const CompressiveOptions& options, int64_t segment)
       : memory_(options.memory),
         compressed_(options.compressed_memory),
@@ -22,22 +22,22 @@ class MemoryQueues {
         segment_(segment),
         starts_full_(options.start_zero) {}
 
-  // The tokens and compressed rows that a stream begins with.
+  // The number of tokens and of compressed rows with which a stream begins.
   int64_t first_token() const { return starts_full_ ? memory_ : 0; }
   int64_t first_row() const { return starts_full_ ? compressed_ : 0; }
 
-  // After `tokens` tokens: how many have left the memory, how many of those are compressed, and how
-  // many compressed rows there have been.
+  // Return, after `tokens` tokens, how many have left the memory, how many of those are compressed,
+  // and how many compressed rows there have been.
   int64_t Left(int64_t tokens) const { return std::max<int64_t>(tokens - memory_, 0); }
   int64_t Compressed(int64_t tokens) const {
     return compressed_ == 0 ? 0 : Left(tokens) / rate_ * rate_;
   }
   int64_t Rows(int64_t tokens) const { return first_row() + Compressed(tokens) / rate_; }
-  // Of either queue, what it holds.
+  // Return the number of rows that a queue holds.
   int64_t MemoryTokens(int64_t tokens) const { return std::min(tokens, memory_); }
   int64_t MemoryRows(int64_t tokens) const { return std::min(Rows(tokens), compressed_); }
 
-  // Places for the tokens that are not yet compressed, in whole blocks.
+  // Returns the places for the tokens that are not yet compressed, in whole blocks.
   int64_t places() const { return (memory_ + segment_ + 2 * rate_ - 2) / rate_ * rate_; }
   int64_t max_blocks() const { return (segment_ + rate_ - 1) / rate_; }
   int64_t max_distance() const { return compressed_ + memory_ + segment_ - 1; }

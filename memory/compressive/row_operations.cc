@@ -30,7 +30,7 @@ int64_t SourceOf(const CopyRowsCall& call, int64_t b, int64_t row) {
   return row + call.dilated_block - 1 - 3 * (row % call.dilated_block);
 }
 
-constexpr int64_t kChannels = 256;  // of a row at a time
+constexpr int64_t kChannels = 256;  // channels of a row at a time
 
 void CopyRow(const CopyRowsCall& call, int64_t b, int64_t row) {
   const int64_t source = SourceOf(call, b, row);

@@ -1,6 +1,6 @@
 // Passes over rows of hidden states that no engine has, on every device. Views are of the device's
-// memory; all calls allocate nothing and on CUDA enqueue on the stream. What each computes does not
-// depend on the number of threads.
+// memory; all calls allocate nothing and on CUDA enqueue on the stream. The results do not depend
+// on the number of threads.
 #ifndef TFB_MEMORY_COMPRESSIVE_ROW_OPERATIONS_H_
 #define TFB_MEMORY_COMPRESSIVE_ROW_OPERATIONS_H_
 
@@ -13,8 +13,8 @@
 
 namespace tfb {
 
-// Row n of a list that lies in a ring [batch, places, channels] is at place (first + n) % places. Of
-// any floating dtype:
+// A copy of rows of any floating dtype. Row n of a list that lies in a ring [batch, places,
+// channels] is at place (first + n) % places.
 //
 //   row n of `to` = row s(n) of `from`, or zeros where s(n) < 0
 //   s(n) = n, or selected[b rows + n], or n + c - 1 - 3 (n mod c), which is c t + c - 1 - 2 i for
@@ -30,12 +30,13 @@ struct CopyRowsCall {
 };
 absl::Status CopyRows(Device device, const CopyRowsCall& call, const Execution& execution);
 
-// to [batch, blocks, channels]: of each `rate` rows of `from` the mean or the largest values.
+// Computes to [batch, blocks, channels] the mean or the maximum of each `rate` rows of `from`.
 absl::Status PoolRows(Device device, bool max, int64_t rate, const TensorView& from,
                       const TensorView& to, const Execution& execution);
 
-// A softmax over the keys of two calls of engine flash, of their outputs [batch, heads, tokens,
-// head_dim] and log-sum-exps, f32 [batch, heads, tokens], contiguous. The result is in `own`.
+// A part of a softmax over the keys of two calls of engine flash: the outputs [batch, heads,
+// tokens, head_dim] and log-sum-exps, f32 [batch, heads, tokens], contiguous. The merged result
+// goes to `own`.
 struct AttentionPart {
   TensorView out;
   TensorView log_sum_exp;
@@ -43,11 +44,12 @@ struct AttentionPart {
 absl::Status MergeParts(Device device, const AttentionPart& own, const AttentionPart& other,
                         const Execution& execution);
 
-// use [batch, places] at (first + n) % places: the weight of key n, averaged over queries and heads,
+// Computes use [batch, places] at (first + n) % places: the weight of key n, averaged over queries
+// and heads,
 //   1 / (heads tokens) sum_(h, i) exp(scale ((q_i + u) . k_n + (q_i + v) . r_d) - log_sum_exp_i)
-// over the queries with d = first_distance + i - n >= 0; infinite where that is NaN, so that uses can
-// be ordered. r is f32 [distances, heads, head_dim], of
-// which the last stands for all farther ones.
+// The sum is over the queries with d = first_distance + i - n >= 0; use is infinite where the sum
+// is NaN, so that uses can be ordered. r is f32 [distances, heads, head_dim]; its last row stands
+// for all farther ones.
 struct ReceivedCall {
   TensorView q;  // [batch, heads, tokens, head_dim]
   TensorView k;  // [batch, heads, keys, head_dim]
@@ -62,8 +64,9 @@ struct ReceivedCall {
 };
 absl::Status ReceivedAttention(Device device, const ReceivedCall& call, const Execution& execution);
 
-// Of `rows` rows, whose use is at places first, first + 1, ... of the ring, the `count` most used,
-// ascending; of equal ones the earlier. `kept` i32 [batch, size], unless empty, gets them and -1.
+// Selects, from `rows` rows whose use is at places first, first + 1, ... of the ring, the `count`
+// most used, ascending; among equal ones the earlier. `kept` i32 [batch, size], unless empty,
+// receives them, then -1.
 struct SelectRowsCall {
   TensorView use;
   int64_t first = 0;
@@ -75,8 +78,8 @@ struct SelectRowsCall {
 };
 absl::Status SelectRows(Device device, const SelectRowsCall& call, const Execution& execution);
 
-// to [batch] = || a - b ||, over all rows and channels of a [batch, rows, channels], row n of which is
-// compared with row n / repeat of b.
+// Computes to [batch] = || a - b ||, over all rows and channels of a [batch, rows, channels]; row n
+// of a is compared with row n / repeat of b.
 absl::Status NormOfDifference(Device device, const TensorView& a, const TensorView& b,
                               int64_t repeat, const TensorView& to, const Execution& execution);
 

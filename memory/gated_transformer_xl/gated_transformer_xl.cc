@@ -107,7 +107,7 @@ class GatedTransformerXlLayer : public RelativeStackLayer {
     return layer;
   }
 
-  // With the gates' products.
+  // Returns the cost including the gates' products.
   Cost cost() const override {
     const double rows = static_cast<double>(problem().batch * problem().query_tokens);
     const double width = static_cast<double>(problem().model_dim());
@@ -154,7 +154,7 @@ class GatedTransformerXlLayer : public RelativeStackLayer {
     TFB_RETURN_IF_ERROR(own.attention_norm.Run(call.input, normalized, rest));
     TFB_ASSIGN_OR_RETURN(const RelativeAttention::Attended attended,
                          attention(n).Attend(segment(), normalized, rest));
-    // Without gates the sum is part of the product: its residual.
+    // Without gates the sum is part of the product, as its residual.
     const bool sums = !kind_.has_value();
     TFB_RETURN_IF_ERROR(
         attention(n).Project(attended.context, sums ? call.input : ConstTensorView(),
@@ -185,7 +185,7 @@ class GatedTransformerXlLayer : public RelativeStackLayer {
  private:
   struct Scratch {
     float* normalized;  // [batch, tokens, model_dim]
-    float* update;      // the same: what a gate gets of its sublayer
+    float* update;      // of the same shape: a gate's input from its sublayer
   };
 
   GatedTransformerXlLayer(const Problem& problem, const GatedTransformerXlOptions& options,
@@ -201,18 +201,18 @@ class GatedTransformerXlLayer : public RelativeStackLayer {
 
   GatedTransformerXlOptions options_;
   std::optional<GateKind> kind_;  // none: sums
-  std::vector<Gate> gates_;       // two a layer, attention's first
+  std::vector<Gate> gates_;       // two a layer; attention's comes first
 };
 
 // ---- The definition ----
 
-// The formulas of the header, for one sequence.
+// Evaluates the formulas of the header, for one sequence.
 class GatedDefinition {
  public:
   GatedDefinition(const StackDefinition& stack, const GatedTransformerXlOptions& options)
       : stack_(stack), options_(options) {}
 
-  // `context`: the input of the last feed-forward network.
+  // `context` receives the input of the last feed-forward network.
   Rows Forward(const Rows& x, const std::function<int64_t(int64_t)>& first_seen,
                Rows* context) const {
     Rows h = x;

@@ -21,12 +21,13 @@
 // A large b_g makes every gate but input and sum pass x by: the network begins as a policy without
 // memory. With all matrices 0 the gru gives (1 - s(-b_g)) x, 0.88 x at b_g = 2, not x.
 //
-// Source: Parisotto, Song, Rae, Pascanu, Gulcehre, Jayakumar, Jaderberg, Lopez Kaufman, Clark, Noury,
-// Botvinick, Heess, Hadsell 2020, "Stabilizing Transformers for reinforcement learning",
-// arXiv:1910.06764v1, section 3. Other implementations: RLlib's (rllib/models/torch/attention_net.py)
-// has no biases in its feed-forward networks, which zeros make of ours, and is otherwise the same;
-// DI-engine's takes queries from h^(n-1) as it is and normalises keys and values alone, which the
-// paper's equations do not, and is not followed. Neither is dropout.
+// Source: Parisotto, Song, Rae, Pascanu, Gulcehre, Jayakumar, Jaderberg, Lopez Kaufman, Clark,
+// Noury, Botvinick, Heess, Hadsell 2020, "Stabilizing Transformers for reinforcement learning",
+// arXiv:1910.06764v1, section 3. Other implementations: RLlib's
+// (rllib/models/torch/attention_net.py) has no biases in its feed-forward networks, which equals
+// zero biases here, and is otherwise the same; DI-engine's takes queries from h^(n-1) as it is and
+// normalises keys and values alone, which the paper's equations do not; this is not followed. There
+// is no dropout.
 //
 // Cost of a token and layer: Transformer-XL's and, for two gates of `gru`, 24 d^2 FLOPs (d =
 // model_dim): as much again as a feed-forward network of 4 d takes with its attention's projections.
@@ -72,12 +73,13 @@ struct GatedTransformerXlOptions : RelativeStackOptions {
   }
 };
 
-// Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
-// head_dim. Causal only. Writes out and the optional context, as transformer_xl does.
+// GatedTransformerXl is causal self-attention only: kv_tokens must equal query_tokens, kv_heads
+// query_heads, and value_dim head_dim. It writes out and the optional context, as transformer_xl
+// does.
 //
-// Parameters: transformer_xl's, and for each of the gates layerN.attention_gate and layerN.ff_gate
-// those of its kind: .w_r, .w_z, .w_g, .u_r, .u_z, .u_g [model_dim, model_dim], drawn
-// N(0, 1 / model_dim), and .b_g [model_dim], filled with gate_bias.
+// The parameters are transformer_xl's, and for each of the gates layerN.attention_gate and
+// layerN.ff_gate those of its kind: .w_r, .w_z, .w_g, .u_r, .u_z, .u_g [model_dim, model_dim],
+// drawn N(0, 1 / model_dim), and .b_g [model_dim], filled with gate_bias.
 //
 // The counterpart is the same network with all of the past in its memory.
 class GatedTransformerXl : public TechniqueOf<GatedTransformerXlOptions> {

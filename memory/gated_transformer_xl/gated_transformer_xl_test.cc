@@ -1,7 +1,7 @@
-// GTrXL against its definition, its gates' limits, and RLlib's network.
+// Tests GTrXL against its definition, its gates' limits, and RLlib's network.
 //
-// Tolerance. As in transformer_xl's test: each sublayer is held to the bound of fp32 attention, 2e-5
-// of the largest output, and sublayers add in quadrature. A gate is a mean of the state and the
+// Tolerance. As in transformer_xl's test: each sublayer has the bound of fp32 attention, 2e-5 of
+// the largest output, and sublayers add in quadrature. A gate is a mean of the state and the
 // sublayer's output, or their sum, so it passes errors on as a residual connection does; its own
 // products are of order 1 in fp32.
 #include "memory/gated_transformer_xl/gated_transformer_xl.h"
@@ -141,9 +141,9 @@ TEST(GatedTransformerXl, SumsWithReluOnlyAdd) {
 }
 
 TEST(GatedTransformerXl, TheGateOfOneTokenIsWhatItsFormulaGivesByHand) {
-  // One channel, one token: attention returns the value, LN of one channel is beta, and with all
-  // matrices 1, betas 1 and b_g = 0 the ReLUs pass y = 1: x = 2 gives r = s(1 + 2),
-  // z = s(3), g = (1 - z) 2 + z tanh(1 + r 2).
+  // There are one channel and one token: attention returns the value, LN of one channel is beta,
+  // and with all matrices 1, betas 1 and b_g = 0 the ReLUs pass y = 1: x = 2 gives r = s(1 + 2), z
+  // = s(3), g = (1 - z) 2 + z tanh(1 + r 2).
   const GatedTransformerXl technique;
   const Problem problem = CausalProblem(1, 1, 1, 1);
   const Options options = {{"feed_forward", "1"}};

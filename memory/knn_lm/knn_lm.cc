@@ -39,7 +39,7 @@ TechniqueInfo Info() {
 
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
-// log(exp(a) + exp(b))
+// Returns log(exp(a) + exp(b)).
 template <class T>
 T LogAdd(T a, T b) {
   const T max = std::max(a, b);
@@ -107,20 +107,20 @@ class KnnLmLayer : public RetrievalLayer {
   }
 
  private:
-  // Of a row, for a thread.
+  // The scratch of a thread for one row.
   struct Scratch {
     float* log_p;       // [vocabulary]
     float* log_mass;    // [vocabulary]: -inf between rows
     float* context;     // [model_dim]
     int32_t* entries;   // [k]
     double* distances;  // [k]
-    float* exponents;   // [k]: logarithms of the weights, 0 of the nearest
+    float* exponents;   // [k]: logarithms of the weights, relative to the nearest
   };
 
   KnnLmLayer(const Problem& problem, const KnnLmOptions& options, Device device)
       : RetrievalLayer(problem, options, device), options_(options) {}
 
-  // Where the model's log-probabilities are kept that `out` cannot hold in fp32.
+  // Returns memory for the model's log-probabilities where `out` cannot hold them in fp32.
   float* LayOutLogP(DType dtype, int64_t rows, Workspace& workspace) const {
     return dtype == DType::kF32 ? nullptr : workspace.Take<float>(rows * retrieval().vocabulary);
   }
@@ -138,8 +138,8 @@ class KnnLmLayer : public RetrievalLayer {
     return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); });
   }
 
-  // Exponents of the neighbours; entries without a finite distance are left out. Returns how many
-  // there are, and moves the nearest to the front.
+  // Computes the exponents of the neighbours, leaving out entries without a finite distance.
+  // Returns how many there are, and moves the nearest to the front.
   int64_t Weigh(const int32_t* neighbours, const Scratch& scratch) const {
     int64_t given = 0, count = 0;
     for (int64_t n = 0; n < retrieval().k; ++n) {
@@ -165,8 +165,8 @@ class KnnLmLayer : public RetrievalLayer {
     return count;
   }
 
-  // The formula, on a row of log p_LM; `statistics` are its agreement and mass. In logarithms, as
-  // the weight of a neighbour far away may be no number of fp32.
+  // Evaluates the formula on a row of log p_LM; `statistics` are its agreement and mass. It works
+  // in logarithms, as the weight of a far neighbour may underflow fp32.
   void MixRow(const int32_t* neighbours, const Scratch& scratch, float* statistics) const {
     const int64_t count = Weigh(neighbours, scratch);
     statistics[0] = statistics[1] = 0;
@@ -187,7 +187,7 @@ class KnnLmLayer : public RetrievalLayer {
     for (int64_t y = 0; y < retrieval().vocabulary; ++y) scratch.log_p[y] += log_model;
     for (int64_t n = 0; n < count; ++n) {
       const int32_t token = values()[scratch.entries[n]];
-      if (scratch.log_mass[token] == kNegativeInfinity) continue;  // done already
+      if (scratch.log_mass[token] == kNegativeInfinity) continue;  // this token is done already
       scratch.log_p[token] =
           LogAdd(scratch.log_p[token], log_lambda + (scratch.log_mass[token] - log_total));
       scratch.log_mass[token] = kNegativeInfinity;
@@ -246,7 +246,7 @@ class KnnLmLayer : public RetrievalLayer {
 
 // ---- The definition ----
 
-// log p_kNN over the vocabulary; empty where there is no neighbour.
+// Returns log p_kNN over the vocabulary; empty where there is no neighbour.
 std::vector<double> NeighbourLogProbabilities(const std::vector<Neighbour>& neighbours,
                                               const ConstTensorView& values,
                                               const KnnLmOptions& options) {

@@ -1,27 +1,28 @@
-// kNN-LM: a language model whose prediction is mixed with what followed the most similar states that
-// it had before.
+// kNN-LM: a language model whose prediction is mixed with the tokens that followed the most similar
+// of its earlier states.
 //
 //   p(y)     = (1 - lambda) p_LM(y) + lambda p_kNN(y)            p_LM = softmax(output x)
 //   p_kNN(y) = sum of w_i over the neighbours i with value_i = y
 //   w_i      = exp(-d_i / temperature) / sum_j exp(-d_j / temperature),   d_i = |context - key_i|^2
 //
-// over the k neighbours of the token in the datastore (core/retrieval/retrieval_layer.h). Written is
-// log p. Distances are off by up to 2^-23 of themselves, as the search's are, and weights by that over
-// the temperature. A token that finds no neighbour has p = p_LM. With lambda = 1, where p_LM has no say, the
-// tokens that no neighbour has are -inf.
+// over the k neighbours of the token in the datastore (core/retrieval/retrieval_layer.h). The
+// output is log p. Distances are off by up to 2^-23 of themselves, as the search's are, and weights
+// by that over the temperature. A token that finds no neighbour has p = p_LM. With lambda = 1,
+// where p_LM has no weight, log p of the tokens that no neighbour has is -inf.
 //
-// Source: Khandelwal, Levy, Jurafsky, Zettlemoyer, Lewis 2020, "Generalization through memorization:
-// nearest neighbor language models", arXiv:1911.00172v2, section 2: k = 1024 and lambda = 0.25 in
-// the text's own domain. There the states looked up are the inputs of the last feed-forward network
-// behind its layer norm, and so are the keys; the model decides, not this layer. The temperature
-// is that of kNN-MT, arXiv:2010.00710v2, section 2; here, as there, it divides squared distances.
+// Source: Khandelwal, Levy, Jurafsky, Zettlemoyer, Lewis 2020, "Generalization through
+// memorization: nearest neighbor language models", arXiv:1911.00172v2, section 2: k = 1024 and
+// lambda = 0.25 in the text's own domain. There the states and keys are the inputs of the last
+// feed-forward network after its layer norm; here the model decides, not this layer. The
+// temperature is that of kNN-MT, arXiv:2010.00710v2, section 2; here, as there, it divides squared
+// distances.
 //
 // The authors' code (urvashik/knnlm, fairseq/knnlm.py and sequence_scorer.py) computes the
 // probability of the gold token alone, the same number but for exp(-10000) in place of 0 where no
-// neighbour has it. Its --dstore-fp16 keeps values as int16, which larger vocabularies overflow; that
-// is not followed. A datastore made of the text that is scored holds the token's own entry: to leave
-// it out is for whoever gives the datastore, or the neighbours.
-// The paper searches 4096 clusters of codes by product quantisation and ranks what it finds by the
+// neighbour has it. Its --dstore-fp16 keeps values as int16, which larger vocabularies overflow;
+// that is not followed. A datastore made of the text that is scored holds the token's own entry:
+// the caller who gives the datastore, or the neighbours, has to leave it out.
+// The paper searches 4096 clusters of codes by product quantisation and ranks the results by the
 // keys themselves; search=approximate has clusters too, and compares keys from the start.
 //
 // Cost of a token: 2 entries model_dim FLOPs for the search, 2 vocabulary model_dim for p_LM, 3 k
@@ -52,9 +53,10 @@ struct KnnLmOptions : RetrievalOptions {
   }
 };
 
-// Inputs, outputs and parameters: core/retrieval/retrieval_layer.h. The counterpart is the model alone,
-// k = 0. Statistics of a run, means over its tokens: "agreement", 1 where the nearest neighbour's
-// value is the model's most likely token, and "neighbour_mass", lambda p_kNN of that token.
+// core/retrieval/retrieval_layer.h lists inputs, outputs and parameters. The counterpart is the
+// model alone, k = 0. The statistics of a run are means over its tokens: "agreement", 1 where the
+// nearest neighbour's value is the model's most likely token, and "neighbour_mass", lambda p_kNN of
+// that token.
 class KnnLm : public RetrievalTechnique<KnnLmOptions> {
  public:
   KnnLm();

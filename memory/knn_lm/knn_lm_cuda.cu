@@ -4,10 +4,10 @@
 namespace tfb {
 namespace {
 
-// A block mixes one row. Its warps share the neighbours out for their distances; from there on a
-// neighbour or a token of the vocabulary is a thread's. The weights of a token that several
-// neighbours have are summed by the thread of the first of these, in their order, so that no order of
-// threads shows.
+// A block mixes one row. Its warps divide the neighbours among them to compute distances; after
+// that a thread does one neighbour or one token of the vocabulary at a time. The weights of a token
+// that several neighbours have are summed by the thread of the first of these, in their order, so
+// that the order of threads has no effect.
 //   shared memory: k (8 + 4 + 4 + 4) B, 20 KiB for k = 1024
 
 constexpr int kWarp = 32;
@@ -24,7 +24,7 @@ __device__ T WarpSum(T x) {
   return x;
 }
 
-// The largest of the lanes' scores, and of equal ones the lowest index.
+// Finds the largest of the lanes' scores, and among equal ones the lowest index.
 struct Best {
   double score;
   int index;
@@ -53,7 +53,7 @@ struct Shared {
 
 struct Summary {
   Best nearest;
-  float total;  // of the weights
+  float total;  // sum of the weights
 };
 
 __device__ int64_t Offset(const DeviceView& view, const KnnLmArguments& a, int64_t row) {
@@ -66,7 +66,7 @@ __device__ void Write(const KnnLmArguments& a, int64_t row, int64_t y, float val
   StoreElement(a.out.data, a.out.element, Offset(a.out, a, row) + y * a.out.strides[2], value);
 }
 
-// As the search has it: differences in fp32, their squares in float64.
+// Measures distances as the search does: differences in fp32, their squares in float64.
 __device__ void MeasureNeighbours(const KnnLmArguments& a, int64_t row, const Shared& shared) {
   const int64_t context = Offset(a.context, a, row);
   for (int n = Warp(); n < a.k; n += kThreads / kWarp) {
@@ -93,7 +93,7 @@ __device__ Best Nearest(const KnnLmArguments& a, const Shared& shared) {
   return WarpBest(best);
 }
 
-// Of the first warp. Returns the sum of the weights.
+// Returns the sum of the weights. The first warp calls it.
 __device__ float Summarize(const KnnLmArguments& a, int64_t row, const Shared& shared,
                            const Best& nearest) {
   Best likely = {-1.0 / 0.0, INT32_MAX};
@@ -117,14 +117,14 @@ __device__ float Summarize(const KnnLmArguments& a, int64_t row, const Shared& s
   return total;
 }
 
-// log(exp(a) + exp(b))
+// Returns log(exp(a) + exp(b)).
 __device__ float LogAdd(float a, float b) {
   const float max = fmaxf(a, b);
   return max == NegativeInfinity() ? max : max + log1pf(expf(fminf(a, b) - max));
 }
 
-// log p of neighbour n's token, or NaN where a neighbour before it has the same. In logarithms: the
-// weight of a neighbour far away may be no number of fp32.
+// Returns log p of neighbour n's token, or NaN where an earlier neighbour has the same token. It
+// works in logarithms: the weight of a far neighbour may underflow fp32.
 __device__ float MixedOf(const KnnLmArguments& a, int64_t row, const Shared& shared, int n,
                          float total) {
   const int token = shared.token[n];

@@ -14,8 +14,8 @@ struct KnnLmArguments {
   const float* keys;          // [entries][dim]
   const int32_t* values;      // [entries]
   DeviceView context;         // [batch, tokens, dim]
-  DeviceView log_p;           // [batch, tokens, vocabulary], f32: of the model
-  DeviceView out;             // likewise, of any dtype; may be log_p
+  DeviceView log_p;           // [batch, tokens, vocabulary], f32: the model's
+  DeviceView out;             // of the same shape, of any dtype; may be log_p
   float* statistics;          // [rows][2]: agreement, neighbour mass
   int64_t rows;               // batch * tokens
   int64_t tokens;
@@ -29,7 +29,7 @@ struct KnnLmArguments {
 };
 
 struct KnnLmKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*mix)(const KnnLmArguments& arguments, void* stream);
 };
 

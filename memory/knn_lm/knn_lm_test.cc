@@ -1,7 +1,8 @@
-// kNN-LM against numbers by hand, its limits, and the authors' code.
+// Tests kNN-LM against numbers by hand, its limits, and the authors' code.
 //
-// Tolerance. Logits, distances and weights are fp32 sums of terms of order 1, and their logarithms
-// are off by what these are off relatively: 2e-5 of the largest log-probability, as in the harness.
+// Tolerance. Logits, distances and weights are fp32 sums of terms of order 1, and the errors of
+// their logarithms are these sums' relative errors: 2e-5 of the largest log-probability, as in the
+// harness.
 #include "memory/knn_lm/knn_lm.h"
 
 #include <algorithm>
@@ -35,7 +36,7 @@ Tensor Bytes(const std::vector<int>& values) {
   return tensor;
 }
 
-// A model of one channel and three tokens, all as likely, and a datastore on a line.
+// A model of one channel and three equally likely tokens, and a datastore on a line.
 struct Line {
   Problem problem;
   NamedTensors inputs;
@@ -71,7 +72,7 @@ struct Line {
   }
 };
 
-// exp of row `token` of `out`.
+// Returns exp of row `token` of `out`.
 std::vector<double> Probabilities(const NamedTensors& outputs, int64_t token = 0) {
   const ConstTensorView out = outputs.at("out").view();
   std::vector<double> probabilities;
@@ -96,7 +97,7 @@ void ExpectNear(const std::vector<double>& actual, const std::vector<double>& ex
   for (size_t y = 0; y < expected.size(); ++y) EXPECT_NEAR(actual[y], expected[y], tolerance) << y;
 }
 
-// The layer on both devices and the definition give these probabilities.
+// Checks that the layer on both devices and the definition give these probabilities.
 void ExpectPrediction(const Line& line, int64_t token, const std::vector<double>& expected) {
   for (const Device device : kHostDevices) {
     SCOPED_TRACE(Name(device));
@@ -110,7 +111,7 @@ using Random = RandomRetrieval<KnnLm, 16>;
 // ---- The formula ----
 
 TEST(KnnLm, MixesByTheExponentialsOfSquaredDistances) {
-  // The context 0 is 0, 1 and 9 away, squared; the first and the last were followed by token 2.
+  // The context 0 has squared distances 0, 1 and 9; token 2 followed the first and the last entry.
   const Line line({0}, {0, 1, 3}, {2, 0, 2}, {{"lambda", "0.25"}});
   const double sum = 1 + std::exp(-1.0) + std::exp(-9.0);
   const double of_model = 0.75 / 3;
@@ -255,7 +256,7 @@ TEST(KnnLm, GivenNeighboursAreTakenAsTheyAre) {
   line.inputs["neighbours"] = std::move(given);
   const double sum = std::exp(-9.0) + std::exp(-1.0);
   ExpectPrediction(line, 0, {std::exp(-1.0) / sum, std::exp(-9.0) / sum, 0});
-  ExpectPrediction(line, 1, {1.0 / 3, 1.0 / 3, 1.0 / 3});  // none at all: the model
+  ExpectPrediction(line, 1, {1.0 / 3, 1.0 / 3, 1.0 / 3});  // no neighbour at all: the model alone
   ExpectPrediction(line, 2, {1, 0, 0});
   for (const Device device : kHostDevices) {
     EXPECT_EQ(Neighbours(line.Run(device)), (std::vector<int>{2, 1, -1, -1, 1, -1}));
@@ -275,7 +276,7 @@ TEST(KnnLm, ItsOwnNeighboursGivenChangeNothing) {
 }
 
 TEST(KnnLm, TheDefinitionTakesALayersOrderOnlyWhereFp32CannotTell) {
-  // Squared distances 1 and (1 + 2^-24)^2, which round to the same difference, and 4.
+  // The squared distances are 1 and (1 + 2^-24)^2, which round to the same difference, and 4.
   const float above = 1 + std::ldexp(1.0f, -23);
   Line line({std::ldexp(1.0f, -24)}, {above, 1, -2}, {0, 1, 2}, {{"k", "1"}, {"lambda", "1"}});
   NamedTensors computed;
@@ -319,7 +320,7 @@ TEST(KnnLm, AnApproximateSearchFindsManyAndIsDefinedOnThem) {
     }
   }
   const double recall = static_cast<double>(hits) / static_cast<double>(nearest.size());
-  EXPECT_GT(recall, 0.5);  // of 16 among 300 points without clusters, in 8 of 20 cells
+  EXPECT_GT(recall, 0.5);  // for 16 among 300 points without clusters, in 8 of 20 cells
   EXPECT_LT(recall, 1);
   DefinitionRequest definition;
   definition.computed = &found;
@@ -426,7 +427,8 @@ TEST(KnnLm, ADatastoreThatIsGivenAwayIsNotCopied) {
   const void* keys = given.at("datastore.keys").raw();
   ASSERT_TRUE(layer->SetParameters(std::move(given)).ok());
   EXPECT_EQ(layer->parameters().at("datastore.keys").raw(), keys);
-  EXPECT_EQ(layer->parameters().at("datastore.values").dtype(), DType::kU8);  // was converted
+  // The values were converted.
+  EXPECT_EQ(layer->parameters().at("datastore.values").dtype(), DType::kU8);
   const NamedTensors outputs = RunLayer(*layer, ViewsOf(line.inputs)).value();
   EXPECT_EQ(MaxDifference(outputs.at("out").view(), expected.at("out").view()), 0);
 }

@@ -1,4 +1,4 @@
-// What tests of language models with a datastore share.
+// Utilities that tests of language models with a datastore share.
 #ifndef TFB_MEMORY_KNN_LM_RETRIEVAL_TESTING_H_
 #define TFB_MEMORY_KNN_LM_RETRIEVAL_TESTING_H_
 
@@ -9,7 +9,7 @@
 
 namespace tfb {
 
-// A model and a datastore of usual sizes, of which `neighbours` are retrieved, with random everything.
+// A random model and datastore of usual sizes, from which `neighbours` are retrieved.
 template <typename RetrievingTechnique, int neighbours>
 struct RandomRetrieval {
   RetrievingTechnique technique;

@@ -58,7 +58,7 @@ std::vector<ParameterSpec> ParametersOf(const StackSizes& sizes, const Memorizin
   return specs;
 }
 
-// Of the tokens of a Run, or of a segment.
+// Returns the spec of the retrieved tokens of a Run, or of a segment.
 std::vector<TensorSpec> RetrievedOutput(const Problem& problem, const MemorizingOptions& options,
                                         int64_t tokens) {
   if (options.store == 0) return {};
@@ -91,7 +91,8 @@ class MemorizingLayer : public RelativeStackLayer {
     return layer;
   }
 
-  // With the products that score the store's tokens and mix those that were retrieved.
+  // Returns the cost including the products that score the store's tokens and mix the retrieved
+  // ones.
   Cost cost() const override {
     double pairs = 0;
     for (int64_t begin = 0; begin < problem().query_tokens; begin += max_segment_tokens()) {
@@ -104,7 +105,8 @@ class MemorizingLayer : public RelativeStackLayer {
     return cost;
   }
 
-  // Beside those of the stack, store_entries, that the next segment finds, and store_bytes.
+  // Returns the stack's statistics and also store_entries, the entries that the next segment finds,
+  // and store_bytes.
   std::map<std::string, double> statistics() const override {
     std::map<std::string, double> statistics = RelativeStackLayer::statistics();
     statistics["store_bytes"] = static_cast<double>(store_.bytes());
@@ -112,7 +114,7 @@ class MemorizingLayer : public RelativeStackLayer {
     return statistics;
   }
 
-  // Which tokens a segment finds in the store depends on where it begins.
+  // The tokens that a segment finds in the store depend on where it begins.
   int64_t split_tokens() const override {
     return options_.store > 0 ? max_segment_tokens() : RelativeStackLayer::split_tokens();
   }
@@ -172,7 +174,7 @@ class MemorizingLayer : public RelativeStackLayer {
     return shape;
   }
 
-  // The attention of the layer with the store. It reads, and then writes.
+  // Computes the attention of the layer with the store. It reads the store, and then writes it.
   absl::Status Attend(const ConstTensorView& x, const ConstTensorView& residual,
                       const TensorView& y, const Execution& execution) {
     RelativeAttention& own = attention(options_.layer_with_store());
@@ -186,8 +188,8 @@ class MemorizingLayer : public RelativeStackLayer {
   }
 
   MemorizingOptions options_;
-  MemoryStore store_;     // nothing, where the option is 0
-  TensorView retrieved_;  // of the whole call, empty where nobody wants it
+  MemoryStore store_;     // empty, where the option is 0
+  TensorView retrieved_;  // the output of the whole call; empty where the caller does not want it
   int64_t first_retrieved_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// Memorizing Transformer: a Transformer-XL of which one layer also reads a large store of the keys
-// and values of past tokens, of which each query takes the k nearest.
+// Memorizing Transformer: a Transformer-XL one layer of which also reads a large store of the keys
+// and values of past tokens; each query takes the k nearest from it.
 //
 // All layers are those of memory/transformer_xl/transformer_xl.h. In layer `memory_layer`, for each
 // head h and with q, k, v the queries, keys and values that its own attention has:
@@ -9,27 +9,28 @@
 //   o_p   = sum_j softmax_j(s_pj) v_j                         over the tokens j that p retrieves
 //   y_p   = g_h o_p + (1 - g_h) local_p,  g_h = 1 / (1 + exp(-gate_h))
 //
-// and concat_heads(y_p) W_o takes the place of concat_heads(local_p) W_o, where local_p is what the
-// layer's own attention gives, relative positions and all. Where the store is empty, y_p = local_p.
-// With the whole store retrieved this is still two softmaxes mixed by g, not one over both.
+// and concat_heads(y_p) W_o takes the place of concat_heads(local_p) W_o, where local_p is the
+// result of the layer's own attention, including relative positions. Where the store is empty, y_p
+// = local_p. With the whole store retrieved this is still two softmaxes mixed by g, not one over
+// both.
 //
 // The store is read before it is written: while a segment that begins at token s is read, it holds
 // the newest `store` tokens before s, first in, first out, for each head and batch row by itself.
-// Tokens that the layer's own memory has as well are among them, as in the paper; with
-// `beyond_memory` it holds the newest `store` tokens before s - memory, those that the segment's
-// first token cannot see otherwise. Reset empties it: at the beginning of a document.
+// Tokens that the layer's own memory also has are among them, as in the paper; with `beyond_memory`
+// it holds the newest `store` tokens before s - memory, those that the segment's first token cannot
+// see otherwise. Reset empties it: at the beginning of a document.
 //
-// Which tokens of the store p retrieves:
+// Token p retrieves these tokens of the store:
 //
 //   selection = exact      the k of the largest s_pj, of equal ones the older first
 //   selection = bucketed   of each of k buckets the token of the largest s_pj; token j is in bucket
 //                          (j mod slots) mod k, where slots is `store`, and `memory` more with
 //                          beyond_memory: what the authors' code runs on TPUs
 //
-// Which of two scores is larger that the precision of queries and keys cannot tell apart (2e-5 in
-// f32, 5 roundings in 16 bits; scores without the scale) is not defined: the definition takes the
-// layer's word for it. CPU and CUDA choose by float64 scores of the queries and keys that they have.
-// A key with a NaN is not retrieved, unless all of the store is.
+// Where the precision of queries and keys cannot tell which of two scores is larger (2e-5 in f32, 5
+// roundings in 16 bits; scores without the scale), the result is not defined: the definition
+// accepts the layer's choice. CPU and CUDA choose by float64 scores of the queries and keys that
+// they have. A key with a NaN is not retrieved, unless all of the store is.
 //
 // Source: Wu, Rabe, Hutchins, Szegedy 2022, "Memorizing Transformers", arXiv:2203.08913v1, section
 // 3; |scale|, the form of the gate and the buckets as in the authors' code
@@ -75,7 +76,7 @@ struct MemorizingOptions : RelativeStackOptions {
     bind.Int("memory_layer", &memory_layer, -1, kMaxLayers - 1,
              "the layer that reads the store, from 0; -1 means three quarters of the way up");
     bind.Int("store", &store, 0, kMaxStore, "tokens in the store", {0, 1024, 4096, 16384, 65536});
-    // As in the paper; the authors' code has 128.
+    // The default is the paper's; the authors' code has 128.
     bind.Int("k", &k, 1, kMaxStore, "tokens that a query retrieves");
     bind.Choice("selection", &selection,
                 {{"exact", Selection::kExact}, {"bucketed", Selection::kBucketed}},
@@ -89,13 +90,14 @@ struct MemorizingOptions : RelativeStackOptions {
   int64_t lag() const { return beyond_memory ? memory : 0; }
 };
 
-// Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
-// head_dim. Causal only.
+// Memorizing is causal self-attention only: kv_tokens must equal query_tokens, kv_heads
+// query_heads, and value_dim head_dim.
 //
-// Parameters: transformer_xl's, and, where there is a store, layerN.memory.gate, drawn N(0, 1), and
-// layerN.memory.scale, drawn N(sqrt(head_dim), 1), both [heads], of the layer that reads it.
+// The parameters are transformer_xl's, and, where there is a store, layerN.memory.gate, drawn N(0,
+// 1), and layerN.memory.scale, drawn N(sqrt(head_dim), 1), both [heads], of the layer that reads
+// it.
 //
-// Writes out and the optional context, as transformer_xl does, and, where there is a store, the
+// It writes out and the optional context, as transformer_xl does, and, where there is a store, the
 // optional retrieved, i64 [batch, heads, query_tokens, min(k, store)]: the tokens that were read,
 // ascending, -1 behind the last.
 //

@@ -66,7 +66,7 @@ __device__ int64_t AgeIn(const MixArguments& a, int slot) {
   return age < 0 ? age + a.places : age;
 }
 
-// Each token goes where as many older ones are before it. `slots` null: of all entries.
+// Writes each token to the place given by the number of older ones. `slots` null means all entries.
 __device__ void WriteRetrieved(const MixArguments& a, const int32_t* slots, int64_t to) {
   for (int64_t n = Lane(); n < a.k; n += kWarp) {
     int64_t token = -1, place = n;
@@ -82,7 +82,7 @@ __device__ void WriteRetrieved(const MixArguments& a, const int32_t* slots, int6
   }
 }
 
-// The lane's channels of the softmax of k scores over the values in the slots.
+// Computes the lane's channels of the softmax of k scores over the values in the slots.
 __device__ void ReadSlots(const MixArguments& a, const int32_t* slots, const float* scores,
                           int64_t head, float (&read)[kOfLane]) {
   const float scale = fabsf(a.scales[head % a.heads]), largest = scores[0];
@@ -95,7 +95,7 @@ __device__ void ReadSlots(const MixArguments& a, const int32_t* slots, const flo
     for (int i = 0; i < kWarp; ++i) {
       const int of_entry = __shfl_sync(~0u, slot, i);
       const float share = __shfl_sync(~0u, weight, i);
-      if (of_entry < 0) break;  // for all lanes
+      if (of_entry < 0) break;  // for all lanes together
       weights += share;
 #pragma unroll
       for (int part = 0; part < kOfLane; ++part) {

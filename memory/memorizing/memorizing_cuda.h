@@ -9,9 +9,9 @@
 
 namespace tfb {
 
-constexpr double kLeastNorm = 1e-12;  // of what is divided by its norm
+constexpr double kLeastNorm = 1e-12;  // the least norm that divides
 
-// As it is, of unit length, or of the length of its head's scale.
+// The length that rows get: unchanged, unit length, or the length of their head's scale.
 enum class RowLength : unsigned char { kKept, kUnit, kScale };
 
 // Token n goes to place (first_place + n) % places.
@@ -29,11 +29,11 @@ struct CopyRowsArguments {
 };
 
 // out = g o + (1 - g) out, where o is the softmax of the scores over the values in the slots that
-// were found, best first, or, where slots is null, `mean`; out is left alone where none was found.
+// were found, best first, or, where slots is null, `mean`; out is unchanged where none was found.
 struct MixArguments {
   const int32_t* slots;  // [batch][heads][tokens][k]; -1 behind the last
   const float* scores;
-  const float* mean;  // [batch][heads][tokens][channels]: of all entries
+  const float* mean;  // [batch][heads][tokens][channels]: the mean over all entries
   int64_t entries;
   DeviceView values;  // [batch * heads, places, channels]
   DeviceView out;     // [batch, heads, tokens, channels]
@@ -42,7 +42,7 @@ struct MixArguments {
   int64_t* retrieved;  // null, or with its strides [batch, heads, tokens, k]: the slots' tokens,
                        // ascending, and -1 behind the last
   int64_t retrieved_strides[4];
-  int64_t first_token;  // of slot `oldest`
+  int64_t first_token;  // token of slot `oldest`
   int64_t oldest;
   int64_t places;
   int64_t batch;
@@ -52,7 +52,7 @@ struct MixArguments {
   int64_t channels;  // 256 at most
 };
 
-// Each enqueues on the stream and returns null, or why not.
+// Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct MemorizingKernels {
   const char* (*copy_rows)(const CopyRowsArguments& arguments, void* stream);
   const char* (*mix)(const MixArguments& arguments, void* stream);

@@ -12,18 +12,20 @@
 namespace tfb {
 namespace {
 
-// How far a score q . k of unit vectors may be off in an implementation, which takes them from
-// hidden states whose own errors are of this size: see the bounds of harness/errors.h.
+// Returns the error that a score q . k of unit vectors may have in an implementation, which
+// computes them from hidden states whose own errors are of this size: see the bounds of
+// harness/errors.h.
 double ScoreTolerance(DType dtype) { return dtype == DType::kF32 ? 2e-5 : 5 * UnitRoundoff(dtype); }
 
-// Tokens with their scores, of which a query takes the best.
+// A token with its score; a query takes the best ones.
 struct Candidate {
   int64_t token;
   double score;
 };
 
-// The `count` best of the candidates, of equal scores the lower token first; or those of `computed`
-// that are candidates, if they are the best within the tolerance, and of equal scores the first.
+// Returns the `count` best of the candidates, the lower token first among equal scores; or those of
+// `computed` that are candidates, if they are the best within the tolerance, and among equal scores
+// the first.
 std::vector<Candidate> Best(std::vector<Candidate> candidates, int64_t count,
                             const std::vector<int64_t>& computed, double tolerance) {
   if (static_cast<int64_t>(candidates.size()) <= count) return candidates;
@@ -60,13 +62,13 @@ class MemorizingDefinition {
         computed_(computed),
         retrieved_(retrieved) {}
 
-  // The first key that token p sees in its own attention.
+  // Returns the first key that token p sees in its own attention.
   int64_t FirstSeen(int64_t p) const {
     const int64_t from = options_.same_length ? p + 1 : BeginOfSegment(p);
     return std::max<int64_t>(from - options_.memory, 0);
   }
 
-  // The attention of layer n, which has the store, in batch row b, with its W_o.
+  // Computes the attention of layer n, which has the store, in batch row b, with its W_o.
   Rows Attention(int64_t n, int64_t b, const Rows& x) const {
     const Rows q = stack_.Project(n, "w_q", x), k = stack_.Project(n, "w_k", x),
                v = stack_.Project(n, "w_v", x);
@@ -103,7 +105,7 @@ class MemorizingDefinition {
  private:
   int64_t BeginOfSegment(int64_t p) const { return p / options_.segment * options_.segment; }
 
-  // One head's channels, each row divided by its norm.
+  // Returns one head's channels, each row divided by its norm.
   static Rows UnitRows(const Rows& x, int64_t first, int64_t channels) {
     Rows unit(x.rows(), channels);
     for (int64_t t = 0; t < x.rows(); ++t) {
@@ -114,7 +116,7 @@ class MemorizingDefinition {
     return unit;
   }
 
-  // The best of all or of each bucket, by their tokens.
+  // Returns the best of all or of each bucket, ordered by their tokens.
   std::vector<Candidate> Retrieve(const double* q, const Rows& keys, int64_t p,
                                   const std::vector<int64_t>& computed) const {
     const int64_t end = std::max<int64_t>(BeginOfSegment(p) - options_.lag(), 0);

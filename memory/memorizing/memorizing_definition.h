@@ -9,8 +9,8 @@
 
 namespace tfb {
 
-// out, context and, where there is a store, retrieved. The parameters have been checked. `computed` as
-// in DefinitionRequest.
+// Returns out, context and, where there is a store, retrieved. The caller has checked the
+// parameters. `computed` is as in DefinitionRequest.
 NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
                               const StackSizes& sizes, const NamedTensors& parameters,
                               const ConstTensorView& x, const NamedTensors* computed);

@@ -1,8 +1,8 @@
-// Memorizing against its definition, by hand, and at the limits of its gate, store and k.
+// Tests Memorizing against its definition, by hand, and at the limits of its gate, store and k.
 //
-// Tolerance. As in transformer_xl's test: each sublayer is held to the bound of fp32 attention, 2e-5
-// of the largest output, and sublayers add in quadrature. What is read in the store is a mean of
-// values as attention is.
+// Tolerance. As in transformer_xl's test: each sublayer has the bound of fp32 attention, 2e-5 of
+// the largest output, and sublayers add in quadrature. The result of reading the store is a mean of
+// values, as that of attention is.
 #include "memory/memorizing/memorizing.h"
 
 #include <algorithm>
@@ -115,9 +115,10 @@ TEST(Memorizing, InTheSimulatorItEqualsTheDefinition) {
 
 // ---- By hand ----
 
-// One head of one layer, whose matrices are identities and whose feed-forward network gives 0. The
-// tokens' channels have mean 0 and variance 1, so that LN x = x / sqrt(1 + 1e-5): a, b, a, with a and
-// b orthogonal. A segment has one token, which is all that it sees beside the store, so local = LN x.
+// There is one head of one layer, whose matrices are identities and whose feed-forward network
+// gives 0. The tokens' channels have mean 0 and variance 1, so that LN x = x / sqrt(1 + 1e-5): a,
+// b, a, with a and b orthogonal. A segment has one token, which sees only itself besides the store,
+// so local = LN x.
 TEST(Memorizing, ThreeTokensGiveWhatTheFormulaGivesByHand) {
   const Problem problem = CausalProblem(1, 1, 3, 4);
   const Options options = {{"layers", "1"}, {"pre_norm", "true"},  {"segment", "1"},
@@ -143,7 +144,7 @@ TEST(Memorizing, ThreeTokensGiveWhatTheFormulaGivesByHand) {
     const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
     for (int64_t c = 0; c < 4; ++c) {
       const double expected[] = {
-          a[c] + a[c] / norm,                        // nothing is stored
+          a[c] + a[c] / norm,                        // the store is empty
           b[c] + (a[c] + b[c]) / 2 / norm,           // a is
           a[c] + (7 * a[c] / 8 + b[c] / 8) / norm};  // a and b: scores ln 3 and 0
       for (int64_t p = 0; p < 3; ++p) {
@@ -182,7 +183,7 @@ TEST(Memorizing, AnOpenGateHidesLengthsOfKeys) {
   const Options options = {{"segment", "16"}, {"k", "4"}};
   const Tensor x = RandomHidden(problem);
   NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
-  const auto tail = [&] {  // of the tokens that find something in the store
+  const auto tail = [&] {  // the tokens that find something in the store
     const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x);
     Tensor rows(DType::kF32, {1, 64, problem.model_dim()});
     CopyElements(Slice(computed.at("out").view(), 1, 16, 64), rows.view());
@@ -200,7 +201,7 @@ TEST(Memorizing, AnOpenGateHidesLengthsOfKeys) {
   EXPECT_EQ(MaxDifference(open.view(), tail().view()), 0);  // powers of two round nothing
 }
 
-// ---- The store by itself ----
+// ---- The store on its own ----
 
 constexpr int64_t kHeads = 2, kHeadDim = 8;
 
@@ -213,7 +214,7 @@ StoreTensors RandomTensors(int64_t tokens, int64_t queries) {
           Normal({1, kHeads, queries, kHeadDim}, "heads")};
 }
 
-// What the queries read after the tokens were appended in two parts.
+// Returns the result of reading after the tokens were appended in two parts.
 Tensor ReadAfter(const StoreTensors& tensors, const StoreShape& shape, double gate, double scale) {
   const Problem problem = CausalProblem(1, kHeads, tensors.q.dim(2), kHeadDim);
   MemoryStore store = MemoryStore::Create(Device::kCpu, problem, shape).value();
@@ -260,7 +261,8 @@ TEST(Memorizing, ReadingTheWholeStoreIsDenseAttentionOverIt) {
     CopyElements(Slice(tensors.v.view(), 2, 50 - kept, kept), inputs["v"].view());
     for (const char* name : {"q", "k"}) {
       Tensor& rows = inputs[name];
-      const double length = *name == 'q' ? scale * std::sqrt(kHeadDim) : 1;  // dense divides by it
+      // Dense attention divides by it.
+      const double length = *name == 'q' ? scale * std::sqrt(kHeadDim) : 1;
       for (int64_t r = 0; r < rows.num_elements(); r += kHeadDim) {
         float* row = &rows.span<float>()[r];
         double square = 0;
@@ -327,7 +329,7 @@ TEST(Memorizing, ZeroVectorsAndNanVectorsThatNobodyRetrievesLeaveNoNan) {
 
 // ---- What is in the store ----
 
-// The tokens that each token retrieves where k is the whole store, of a head.
+// Checks the tokens of a head that each token retrieves where k is the whole store.
 void ExpectRetrieved(const Options& options, int64_t tokens, int64_t lag) {
   const Problem problem = CausalProblem(1, 2, tokens, 4);
   const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
@@ -376,7 +378,7 @@ TEST(Memorizing, TheBestOfOneBucketIsTheNearest) {
 // ---- Near ties ----
 
 TEST(Memorizing, TheDefinitionTakesTheLayersWordForNearTiesAlone) {
-  // Tokens 0 and 1 of the first layer, which are what the store has, differ by 1e-7 or by 1.
+  // Tokens 0 and 1 of the first layer, which the store contains, differ by 1e-7 or by 1.
   const Problem problem = CausalProblem(1, 1, 3, 16);
   const Options options = {{"layers", "1"}, {"segment", "2"}, {"k", "1"}};
   const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
@@ -461,7 +463,7 @@ TEST(Memorizing, CostCountsTheScoresAndWhatIsRead) {
     return technique.Create(problem, options, Device::kCpu, 1).value()->cost().flops.value();
   };
   const double plain = flops(TransformerXl(), {});
-  const double token = 2.0 * 3 * 2 * 4;  // of both heads and all batch rows
+  const double token = 2.0 * 3 * 2 * 4;  // for both heads and all batch rows
   // Segments of 4, 4 and 3 tokens find 0, 4 and 6 tokens.
   EXPECT_EQ(flops(Memorizing(), {{"store", "6"}, {"k", "2"}}),
             plain + token * (4 * (4 + 2) + 3 * (6 + 2)));
@@ -498,8 +500,8 @@ TEST(Memorizing, WhatItCannotDoIsSaidInOneLine) {
 
 // ---- Golden file ----
 
-// Hugging Face's Transformer-XL with the authors' store and their attention over it; the file's
-// metadata says how.
+// Hugging Face's Transformer-XL with the authors' store and their attention over it computed the
+// file; its metadata say how.
 TEST(Memorizing, TheAuthorsStoreInTransformerXlComputesTheSame) {
   const SafetensorsFile golden = GoldenFile("memory/memorizing/testdata/buckets.safetensors");
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };

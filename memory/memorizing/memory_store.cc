@@ -21,12 +21,12 @@ void MakeLength(float length, float* row, int64_t channels) {
   for (int64_t c = 0; c < channels; ++c) row[c] = static_cast<float>(row[c] * factor);
 }
 
-// The softmax of k scores, best first, over the rows of `values` in the slots. Returns false where
-// none was found.
+// Computes the softmax of k scores, best first, over the rows of `values` in the slots. Returns
+// false where none was found.
 bool ReadSlots(const int32_t* slots, const float* scores, int64_t k, float scale,
                const float* values, Eigen::Ref<Eigen::ArrayXf> sum) {
   if (slots[0] < 0) return false;
-  for (int64_t n = 0; n < k && slots[n] >= 0; ++n) {  // they lie anywhere
+  for (int64_t n = 0; n < k && slots[n] >= 0; ++n) {  // the rows lie anywhere in memory
     const float* value = values + slots[n] * sum.size();
     for (int64_t c = 0; c < sum.size(); c += 16) __builtin_prefetch(value + c);
   }
@@ -107,7 +107,7 @@ size_t MemoryStore::workspace_bytes(int threads) const {
     search = bytes_of([&](Workspace& workspace) { LayOutSlots(tokens, workspace); }) +
              SearchWorkspaceBytes(device_, LargestSearch(), threads);
   }
-  size_t dense = 0;  // of fewer entries more heads' are packed at a time
+  size_t dense = 0;  // with fewer entries, more heads are packed at a time
   for (int64_t entries = shape_.k; entries > 0; entries = (entries - 1) / kFlashTile * kFlashTile) {
     dense = std::max(dense, FlashEngine::WorkspaceBytes(device_, DenseProblem(tokens, entries),
                                                         /*relative_keys=*/false, threads));
@@ -153,7 +153,7 @@ absl::StatusOr<MemoryStore::Found> MemoryStore::FindBest(const TensorView& queri
   return found;
 }
 
-// In the order of their slots, which makes no difference to a mean.
+// The keys are in the order of their slots, which makes no difference to a mean.
 absl::StatusOr<MemoryStore::Found> MemoryStore::ReadAll(const TensorView& queries,
                                                         const Execution& execution) {
   Workspace workspace(execution.workspace);
@@ -162,7 +162,7 @@ absl::StatusOr<MemoryStore::Found> MemoryStore::ReadAll(const TensorView& querie
   if (entries() == 0) return found;
   const auto by_batch = [&](const TensorView& rows) { return SplitAxis(rows, 0, problem_.batch); };
   FlashCall call = dense_.NewCall();
-  call.scale = 1;  // the queries have the heads'
+  call.scale = 1;  // the queries contain the heads' scales
   call.q = by_batch(queries);
   call.k = Slice(by_batch(Ring(keys_)), 2, 0, entries());
   call.v = Slice(by_batch(Ring(values_)), 2, 0, entries());
@@ -182,7 +182,7 @@ absl::StatusOr<MemoryStore::Found> MemoryStore::ReadAll(const TensorView& querie
 
 absl::Status MemoryStore::Append(const ConstTensorView& k, const ConstTensorView& v,
                                  const Execution& execution) {
-  // Of more tokens than there are slots the last ones stay.
+  // If there are more tokens than slots, the last ones stay.
   const int64_t skip = std::max<int64_t>(k.dim(2) - shape_.slots(), 0);
   const int64_t place = (tokens_ + skip) % shape_.slots();
   TFB_RETURN_IF_ERROR(CopyRows(k, skip, RowLength::kUnit, Ring(keys_), place, execution));

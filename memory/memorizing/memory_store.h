@@ -1,11 +1,11 @@
 // The store of a memorizing layer: normalised keys and values of past tokens, first in, first out,
-// and what queries read in it.
+// and the reading of queries from it.
 //
-// For each batch row and head a ring of slots: token j lies in slot j mod (capacity + lag), so that a
-// token is written once and never moved, and the oldest makes room for the newest. The newest `lag`
+// Each batch row and head has a ring of slots: token j lies in slot j mod (capacity + lag), so that
+// a token is written once and never moved, and the newest replaces the oldest. The newest `lag`
 // tokens are kept but not searched. The CPU keeps fp32, CUDA the problem's dtype.
 //
-// Where queries read all of the store, engine flash does it, and nothing is searched.
+// Where queries read the whole store, engine flash does it, without a search.
 #ifndef TFB_MEMORY_MEMORIZING_MEMORY_STORE_H_
 #define TFB_MEMORY_MEMORIZING_MEMORY_STORE_H_
 
@@ -29,7 +29,7 @@ namespace tfb {
 
 struct StoreShape {
   int64_t capacity = 1;     // entries that a search sees
-  int64_t lag = 0;          // newer tokens that it does not
+  int64_t lag = 0;          // newer tokens that a search does not see
   int64_t k = 1;            // entries that a query reads, at most `capacity`
   int64_t max_segment = 1;  // queries of a Read
   SearchSelection selection = SearchSelection::kExact;
@@ -40,25 +40,26 @@ struct StoreShape {
 class MemoryStore {
  public:
   MemoryStore() = default;
-  // Takes the memory. ResourceExhausted where there is not so much.
+  // Allocates the memory. Returns ResourceExhausted where there is not enough.
   static absl::StatusOr<MemoryStore> Create(Device device, const Problem& problem,
                                             const StoreShape& shape);
 
-  // Takes gate and scale, both f32 [heads] in host memory, to the device.
+  // Copies gate and scale, both f32 [heads] in host memory, to the device.
   absl::Status Setup(const ConstTensorView& gate, const ConstTensorView& scale);
 
   void Clear() { tokens_ = 0; }
-  int64_t entries() const;  // that a Read searches
+  int64_t entries() const;  // number of entries that a Read searches
   size_t bytes() const { return keys_.bytes() + values_.bytes(); }
   size_t workspace_bytes(int threads) const;
 
-  // heads = g o + (1 - g) heads, where o is what the queries read in the store, g = sigmoid(gate);
-  // heads stay as they are where it is empty. q of any floating dtype and heads, f32, are [batch,
-  // heads, tokens, head_dim]. `retrieved`, i64 [batch, heads, tokens, k] unless empty, becomes the
-  // tokens that were read, ascending, counted from the first Append; -1 behind the last.
+  // heads = g o + (1 - g) heads, where o is the result of the queries' reading and g =
+  // sigmoid(gate); heads are unchanged where the store is empty. q of any floating dtype and heads,
+  // f32, are [batch, heads, tokens, head_dim]. `retrieved`, i64 [batch, heads, tokens, k] unless
+  // empty, becomes the tokens that were read, ascending, counted from the first Append; -1 behind
+  // the last.
   absl::Status Read(const ConstTensorView& q, const TensorView& heads, const TensorView& retrieved,
                     const Execution& execution);
-  // The next tokens: k and v, [batch, heads, tokens, head_dim] of any floating dtype.
+  // Appends the next tokens: k and v, [batch, heads, tokens, head_dim] of any floating dtype.
   absl::Status Append(const ConstTensorView& k, const ConstTensorView& v,
                       const Execution& execution);
 
@@ -71,17 +72,18 @@ class MemoryStore {
   int64_t oldest() const { return tokens_ <= shape_.slots() ? 0 : tokens_ % shape_.slots(); }
   TensorView Ring(const DeviceArray<std::byte>& memory) const;  // [rows, slots, head_dim]
   SearchSizes LargestSearch() const;
-  // Of queries that read so many tokens.
+  // Returns the problem of queries that read so many tokens.
   Problem DenseProblem(int64_t queries, int64_t entries) const;
   bool reads_all() const { return shape_.lag == 0 && entries() <= shape_.k; }
 
-  // Of unit length, f32 [rows, tokens, head_dim].
+  // Returns memory for queries of unit length, f32 [rows, tokens, head_dim].
   TensorView LayOutQueries(int64_t tokens, Workspace& workspace) const;
-  // What they read: the best k slots, or the values' mean.
+  // The result of a search: the best k slots, or the values' mean.
   struct Found {
     int32_t* slots = nullptr;  // [rows][tokens][k]
     float* scores = nullptr;   // [rows][tokens][k]
-    float* mean = nullptr;  // [rows][tokens][head_dim]: of all of the store, in the place of slots
+    // [rows][tokens][head_dim]: the mean over the whole store, instead of slots.
+    float* mean = nullptr;
   };
   Found LayOutSlots(int64_t tokens, Workspace& workspace) const;
   Found LayOutMean(int64_t tokens, Workspace& workspace) const;
@@ -89,12 +91,12 @@ class MemoryStore {
   absl::StatusOr<Found> FindBest(const TensorView& queries, const Execution& execution) const;
   absl::StatusOr<Found> ReadAll(const TensorView& queries, const Execution& execution);
 
-  // Rows of `from` [batch, heads, tokens, head_dim], the first `skip` tokens left out, to places
-  // first_place, first_place + 1, ... of the ring `to`.
+  // Copies rows of `from` [batch, heads, tokens, head_dim], without the first `skip` tokens, to
+  // places first_place, first_place + 1, ... of the ring `to`.
   absl::Status CopyRows(const ConstTensorView& from, int64_t skip, RowLength length,
                         const TensorView& to, int64_t first_place,
                         const Execution& execution) const;
-  // The tokens in k slots, which it sorts.
+  // Writes the tokens in k slots, which it sorts.
   void StoreTokens(int32_t* slots, const TensorView& retrieved, int64_t offset) const;
   void MixOnCpu(const Found& found, const TensorView& heads, const TensorView& retrieved,
                 const Execution& execution) const;
@@ -104,14 +106,14 @@ class MemoryStore {
   Device device_ = Device::kCpu;
   Problem problem_;
   StoreShape shape_;
-  DType dtype_ = DType::kF32;  // of keys and values
+  DType dtype_ = DType::kF32;  // dtype of keys and values
   DeviceArray<std::byte> keys_;
   DeviceArray<std::byte> values_;
   DeviceArray<float> gates_;  // [heads]
   DeviceArray<float> scales_;
   FlashEngine dense_;
-  BandSchedule schedule_;  // the CPU's, of a call of it
-  int64_t tokens_ = 0;     // since the last Clear
+  BandSchedule schedule_;  // the schedule of a call on the CPU
+  int64_t tokens_ = 0;     // tokens since the last Clear
 };
 
 }  // namespace tfb

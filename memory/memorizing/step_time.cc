@@ -1,6 +1,6 @@
-// What the store adds to the time of a step, beside the paper's figures (arXiv:2203.08913v1): 0.20 s
-// a step without a store, 0.25 s with 8,192 tokens in it, 0.60 s with 65,536, on TPUs, where a step
-// trains; the time of ours is that of appending a segment.
+// Measures the time that the store adds to a step, beside the paper's figures (arXiv:2203.08913v1):
+// 0.20 s a step without a store, 0.25 s with 8,192 tokens in it, 0.60 s with 65,536, on TPUs, where
+// a step trains; here a step appends a segment.
 //
 // The stacks share their parameters' seed and take turns; a row holds medians over the samples, and
 // the median of each sample's ratio to the stack without a store.
@@ -58,7 +58,7 @@ double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// A stack whose store is full, and texts for it: other ones each time, so that keys differ.
+// A stack whose store is full, and its texts: different ones each time, so that keys differ.
 class Reader {
  public:
   static absl::StatusOr<std::unique_ptr<Reader>> Create(const std::string& store,
@@ -93,7 +93,7 @@ class Reader {
     return reader;
   }
 
-  // Of appending the next segment.
+  // Returns the time of appending the next segment.
   absl::StatusOr<double> Seconds() {
     FillNormal(&x_, ++texts_, "text");
     const double start = Now();

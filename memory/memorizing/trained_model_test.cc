@@ -1,9 +1,9 @@
-// Memorizing with weights that were trained, on 16,384 bytes of held-out text, through which a store
-// of 8,192 wraps: the bits per byte that PyTorch computes in fp32 by the code the gates and scales
-// were learned with (tools/capture/language_model_retrieval.py).
+// Tests Memorizing with trained weights on 16,384 bytes of held-out text, through which a store of
+// 8,192 wraps, against the bits per byte that PyTorch computes in fp32 by the code that learned the
+// gates and scales (tools/capture/language_model_retrieval.py).
 //
-// Tolerance. A byte's logarithm is off by about 1e-5, as a stack's outputs are; a mean of 16,384 such
-// errors, which have either sign, by less.
+// Tolerance. A byte's logarithm has an error of about 1e-5, as a stack's outputs have; the mean of
+// 16,384 such errors, which have either sign, is smaller.
 #include <memory>
 #include <optional>
 
@@ -15,7 +15,7 @@
 namespace tfb {
 namespace {
 
-// With the gates that were learned, or with others.
+// Computes with the learned gates, or with others.
 double BitsPerByte(const Options& given, std::optional<double> gates = std::nullopt) {
   const auto model = ShippedLanguageModel().value();
   const Memorizing technique;

@@ -33,7 +33,7 @@ TechniqueInfo Info() {
   return info;
 }
 
-// The registered technique, with the options that differ from its defaults.
+// Checks that the technique is registered, and keeps the options that differ from its defaults.
 absl::Status CheckF(TechniqueSpec* f) {
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f->technique));
   if (technique->info().input_kind != InputKind::kHidden) {
@@ -80,7 +80,7 @@ class ReversibleLayer : public Layer {
     return cost;
   }
 
-  // Of the first block's f.
+  // Returns the statistics of the first block's f.
   std::map<std::string, double> statistics() const override { return stack_.f(0).statistics(); }
 
  protected:

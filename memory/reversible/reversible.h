@@ -1,4 +1,4 @@
-// Reversible residual layers: two streams, of which each layer's inputs can be computed from its
+// Reversible residual layers: two streams, where each layer's inputs can be computed from its
 // outputs, so that training stores the activations of no layer but the last.
 //
 // For block n = 1 .. layers, on streams that both begin as x:
@@ -7,12 +7,12 @@
 //   x_2 = y_2 - G_n(y_1),   x_1 = y_1 - F_n(x_2)           inverse
 //   F_n = f(LN(.)),         G_n = FF(LN(.)),   FF(h) = activation(h W_1 + b_1) W_2 + b_2
 //
-// f is any technique on hidden states that gives as many, by default multi-head attention; LN as in
-// core/layers/layer_norm.h. Causality and padding are f's. Each token's FF depends on that token
-// alone, so that it can be computed for a part of the tokens after the other (`chunks`): with the
-// same bits, but for products that cuBLAS makes, which takes other kernels for other sizes.
-// `output` says what becomes of the two streams: concatenated (as trax does), their mean
-// (lucidrains' reformer-pytorch), or their sum.
+// f is any technique on hidden states whose output has its input's shape, by default multi-head
+// attention; LN as in core/layers/layer_norm.h. f applies causality and padding. Each token's FF
+// depends on that token alone, so that it can be computed for one part of the tokens after the
+// other (`chunks`), with the same bits, except where cuBLAS computes products, since it uses other
+// kernels for other sizes. `output` says how the two streams are joined: concatenated (as trax
+// does), their mean (lucidrains' reformer-pytorch), or their sum.
 //
 // The map is exact in real numbers whatever F and G are, and its Jacobian has determinant 1. In
 // floating point F and G give the same bits for the same input in both directions, so that a block
@@ -25,9 +25,9 @@
 // without storing activations", arXiv:1707.04585v1, section 3.1 and algorithm 1; the Transformer's
 // form: Kitaev, Kaiser, Levskaya 2020, "Reformer: the efficient Transformer", arXiv:2001.04451v2,
 // section 3. RevNet splits x into the two streams where Reformer duplicates it. Reformer's own f is
-// multi_head[inner=lsh]. What selects by content may select otherwise for an x_2 with other
-// roundings, and F with it; Reformer's authors store what was selected, and dropout's draws, which
-// there are none of here. No layer norm follows the last block; trax has one after the
+// multi_head[inner=lsh]. A technique that selects by content may select otherwise for an x_2 with
+// other roundings, and F then differs; Reformer's authors store the selection, and dropout's draws,
+// which do not exist here. No layer norm follows the last block; trax has one after the
 // concatenation.
 //
 // Cost of a block and token, d = model_dim: f's, and 4 feed_forward d^2 FLOPs. A backward pass takes
@@ -60,12 +60,12 @@ struct ReversibleOptions {
   void Describe(OptionBinder& bind);
 };
 
-// Reads x [batch, tokens, model_dim] and the optional key_mask; kv_tokens must be query_tokens.
-// Writes out [batch, tokens, model_dim], or 2 model_dim where concatenated.
+// Reversible reads x [batch, tokens, model_dim] and the optional key_mask; kv_tokens must be
+// query_tokens. It writes out [batch, tokens, model_dim], or 2 model_dim where concatenated.
 //
-// Parameters, f32: layerN.f.NAME, those of f; layerN.g.w1 [model_dim, inner], .b1, .w2, .b2;
-// layerN.f_norm and layerN.g_norm with .gamma and .beta [model_dim]. Matrices and biases of g are
-// drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
+// The parameters, f32, are layerN.f.NAME, those of f; layerN.g.w1 [model_dim, inner], .b1, .w2,
+// .b2; layerN.f_norm and layerN.g_norm with .gamma and .beta [model_dim]. Matrices and biases of g
+// are drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
 //
 // The counterpart is the same network with f's counterpart inside.
 class Reversible : public TechniqueOf<ReversibleOptions> {
@@ -87,7 +87,7 @@ class Reversible : public TechniqueOf<ReversibleOptions> {
                                          const ReversibleOptions& options) const override;
 };
 
-// What both directions need to know of a network, for the definition.
+// The description of a network that both directions of the definition read.
 struct ReversibleNetwork {
   const Problem& problem;
   const ReversibleOptions& options;
@@ -96,11 +96,11 @@ struct ReversibleNetwork {
 };
 enum class Branch : uint8_t { kF, kG };
 
-// F_n(x) or G_n(x) of block n in float64, f64 [batch, tokens, model_dim].
+// Computes F_n(x) or G_n(x) of block n in float64, f64 [batch, tokens, model_dim].
 absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t block, Branch branch,
                                     const Tensor& x);
-// All blocks on f64 streams, in place: from the first block's inputs to the last one's outputs, or
-// back.
+// Runs all blocks on f64 streams, in place: from the first block's inputs to the last one's
+// outputs, or back.
 absl::Status DefineForward(const ReversibleNetwork& network, Tensor* first, Tensor* second);
 absl::Status DefineInverse(const ReversibleNetwork& network, Tensor* first, Tensor* second);
 

@@ -5,7 +5,7 @@ namespace tfb {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kOfThread = 4;  // elements, a block's threads apart
+constexpr int kOfThread = 4;  // elements of a thread, which lie a block's threads apart
 
 __device__ int64_t Offset(const DeviceView& view, int64_t b, int64_t t, int64_t c) {
   return b * view.strides[0] + t * view.strides[1] + c * view.strides[2];

@@ -22,7 +22,7 @@ struct CombineArguments {
 };
 
 struct ReversibleKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*combine)(const CombineArguments& arguments, void* stream);
 };
 

@@ -30,7 +30,7 @@ absl::Status OfF(const TechniqueSpec& f, const absl::Status& status) {
                       absl::StrCat("f ", ToBracketedString(f), ": ", status.message()));
 }
 
-// The layer of f, if it reads no more than there is and writes a hidden state.
+// Creates the layer of f, if f reads no other inputs than exist and writes a hidden state.
 absl::StatusOr<std::unique_ptr<Layer>> CreateF(const TechniqueSpec& f, const Problem& problem,
                                                Device device, uint64_t seed) {
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f.technique));
@@ -178,7 +178,7 @@ size_t ReversibleStack::workspace_bytes(int threads) const {
                   g + scratch(tokens, DType::kF32));
 }
 
-// first += sign F(second). Setup sets f up before.
+// first += sign F(second). Setup has set up f before.
 absl::Status ReversibleStack::AddF(Block& block, float sign, const Streams& streams,
                                    const ConstTensorView& key_mask, bool sets_up,
                                    const Execution& execution) {
@@ -195,7 +195,7 @@ absl::Status ReversibleStack::AddF(Block& block, float sign, const Streams& stre
   return Combine(device_, 1, streams.first, sign, scratch.update, streams.first, rest);
 }
 
-// second += sign G(first), some tokens at a time.
+// second += sign G(first), for some tokens at a time.
 absl::Status ReversibleStack::AddG(const Block& block, float sign, const Streams& streams,
                                    const Execution& execution) const {
   for (int64_t begin = 0; begin < problem_.query_tokens; begin += chunk_tokens()) {

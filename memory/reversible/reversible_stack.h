@@ -21,20 +21,21 @@
 
 namespace tfb {
 
-// y = a x + b z. Views [batch, tokens, channels] of the device's memory, of any floating dtype and
-// strides; y may be x or z. Each product and the sum are fp32.
+// y = a x + b z. Views are [batch, tokens, channels] of the device's memory, of any floating dtype
+// and strides; y may be x or z. Each product and the sum are fp32.
 absl::Status Combine(Device device, float a, const ConstTensorView& x, float b,
                      const ConstTensorView& z, const TensorView& y, const Execution& execution);
 
 class ReversibleStack {
  public:
-  // f32 [batch, tokens, model_dim] each, of the device, apart from each other.
+  // Two tensors f32 [batch, tokens, model_dim] on the device, which do not overlap.
   struct Streams {
     TensorView first;
     TensorView second;
   };
-  // Adds to `sum` the product of `cotangent` with the Jacobian of F_block or G_block at `input`. All
-  // are of the device, as streams are. What is needed of the branch is computed again, from `input`.
+  // Adds to `sum` the product of `cotangent` with the Jacobian of F_block or G_block at `input`.
+  // All are on the device, as streams are. The function computes the branch's intermediate results
+  // again, from `input`.
   using AddVectorJacobianProduct =
       absl::FunctionRef<absl::Status(int64_t block, Branch branch, const ConstTensorView& input,
                                      const ConstTensorView& cotangent, const TensorView& sum)>;
@@ -44,25 +45,26 @@ class ReversibleStack {
                                                 const ReversibleOptions& options, Device device,
                                                 uint64_t seed, NamedTensors* parameters);
 
-  // f's layers see what a Forward from the streams would give them; the streams are lost.
+  // Sets up. f's layers get the inputs that a Forward from the streams would give them; the streams
+  // are lost.
   absl::Status Setup(const NamedTensors& parameters, const Streams& streams,
                      const ConstTensorView& key_mask, const Execution& execution);
-  // Scratch of any call, the streams not counted; the same for any number of blocks.
+  // Returns the scratch of any call, without the streams; it is the same for any number of blocks.
   size_t workspace_bytes(int threads) const;
 
-  // In place, from the first block's inputs to the last one's outputs, and back. They allocate
+  // Run in place, from the first block's inputs to the last one's outputs, and back. They allocate
   // nothing and, on a GPU, enqueue on the stream.
   absl::Status Forward(const Streams& streams, const ConstTensorView& key_mask,
                        const Execution& execution);
   absl::Status Inverse(const Streams& streams, const ConstTensorView& key_mask,
                        const Execution& execution);
-  // From outputs and their cotangents to inputs and theirs, in place. Nothing is stored of the
-  // forward pass: each block computes its inputs from its outputs, and G and F once more.
+  // Computes inputs and their cotangents from outputs and theirs, in place. Nothing of the forward
+  // pass is stored: each block computes its inputs from its outputs, and G and F once more.
   absl::Status Backward(const Streams& streams, const Streams& cotangents,
                         const ConstTensorView& key_mask, AddVectorJacobianProduct add_product,
                         const Execution& execution);
 
-  // Absent where that of an f is.
+  // Returns the FLOPs; absent where those of an f are.
   std::optional<double> flops() const;
   int64_t blocks() const { return static_cast<int64_t>(blocks_.size()); }
   const Layer& f(int64_t block) const { return *blocks_[block].f; }
@@ -70,13 +72,13 @@ class ReversibleStack {
  private:
   struct Block {
     std::unique_ptr<Layer> f;
-    Inputs f_inputs;  // their names are here before a Run, which must not allocate
+    Inputs f_inputs;  // the names are in here before a Run, which must not allocate
     Outputs f_outputs;
     LayerNorm f_norm;
     LayerNorm g_norm;
     FeedForward g;
   };
-  // Of some tokens: LN's results and the branch's.
+  // Results for some tokens: LN's and the branch's.
   struct Scratch {
     TensorView normalized;
     TensorView update;

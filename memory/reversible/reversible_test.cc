@@ -126,7 +126,7 @@ class StackOnDevice {
 // ---- What it computes ----
 
 TEST(Reversible, OneBlockOnOneTokenIsAsComputedByHand) {
-  // LN(1, 3) = (-1, 1) but for epsilon. Attention to one token is its value: F = 2 LN. G = relu(LN)
+  // Up to epsilon, LN(1, 3) = (-1, 1). Attention to one token is its value: F = 2 LN. G = relu(LN)
   // W_2 + b_2 = (0, 1) W_2 + (1, 0) = (5, 7) + (1, 0).
   const Problem problem = Problem::SelfAttention(1, 1, 1, 2);
   NamedTensors inputs = Random(problem);
@@ -183,7 +183,8 @@ TEST(Reversible, LayerEqualsDefinitionUnderEveryOption) {
         const NamedTensors defined =
             DefineTechnique(Reversible(), problem, ViewsOf(inputs), request).value();
         const double largest = MaxAbs(defined.at("out").view());
-        // In 16 bits roundings in f that fall the other way move outputs by some of their units.
+        // In 16 bits, roundings in f that go the other way move outputs by some units in the last
+        // place.
         const double bound = dtype == DType::kF32 ? 2e-5 : 3 * UnitRoundoff(dtype);
         EXPECT_LE(MaxDifference(run->at("out").view(), defined.at("out").view()), bound * largest)
             << ToString(options) << " " << Name(dtype) << " " << Name(device);
@@ -235,7 +236,7 @@ TEST(Reversible, EqualsReformerPytorchInBothDirections) {
       const NamedTensors run =
           RunTechnique(Reversible(), problem, ViewsOf(inputs), request).value();
       EXPECT_LE(MaxDifference(run.at("out").view(), expected), 2e-5 * MaxAbs(expected)) << name;
-      // From their outputs to their inputs.
+      // The call goes from outputs to inputs.
       HostStreams streams = Draw(problem, 1);
       CopyElements(Slice(expected, 2, 0, shape[2]), streams.first.view());
       CopyElements(Slice(expected, 2, shape[2], shape[2]), streams.second.view());
@@ -310,7 +311,7 @@ TEST(Reversible, WhatIsComputedAgainFromTheSameInputsHasTheSameBits) {
     HostStreams once = x.Clone(), again = x.Clone(), threads = x.Clone();
     stack.Forward(&once);
     HostStreams back = once.Clone();
-    stack.Inverse(&back);  // which leaves nothing behind
+    stack.Inverse(&back);  // which must leave no trace
     stack.Forward(&again);
     on_threads.Forward(&threads);
     EXPECT_EQ(Difference(once, again), 0);
@@ -339,7 +340,7 @@ TEST(Reversible, ABlockIsUndoneToTheLastBitWhereItsSumsAreExact) {
   }
 }
 
-// By elimination with pivots.
+// Computes the determinant by elimination with pivots.
 double Determinant(std::vector<std::vector<double>> rows) {
   double determinant = 1;
   for (size_t c = 0; c < rows.size(); ++c) {
@@ -363,7 +364,7 @@ TEST(Reversible, TheJacobianHasDeterminantOne) {
   const NamedTensors parameters = ParametersOf(problem, options);
   const ReversibleOptions parsed = Parsed(options);
   const ReversibleNetwork network = {problem, parsed, parameters, {}};
-  const int64_t half = 12;  // 3 tokens of 4 channels
+  const int64_t half = 12;  // the 12 numbers are 3 tokens of 4 channels
   const auto at = [&](HostStreams& streams, int64_t n) -> double& {
     return (n < half ? streams.first : streams.second).span<double>()[n % half];
   };
@@ -385,7 +386,7 @@ TEST(Reversible, TheJacobianHasDeterminantOne) {
 
 // ---- The backward pass ----
 
-// cotangent^T d branch / d input in float64, by central differences of the definition.
+// Computes cotangent^T d branch / d input in float64, by central differences of the definition.
 Tensor NumericalProduct(const ReversibleNetwork& network, int64_t block, Branch branch,
                         const Tensor& input, const Tensor& cotangent) {
   const double step = 1e-5;
@@ -492,7 +493,7 @@ TEST(Reversible, ActivationMemoryDoesNotGrowWithTheBlocks) {
   };
   const auto one = layer("1", "1"), many = layer("12", "1"), in_parts = layer("12", "8");
   EXPECT_EQ(one->workspace_bytes(2), many->workspace_bytes(2));
-  // The inner activations are what is largest there, and most of them are gone.
+  // The inner activations are the largest part there, and most of them are gone.
   const size_t inner_bytes = 2000 * 16 * 32 * sizeof(float);
   EXPECT_GT(many->workspace_bytes(2), inner_bytes);
   EXPECT_LT(in_parts->workspace_bytes(2), many->workspace_bytes(2) - inner_bytes / 2);
@@ -526,12 +527,12 @@ TEST(Reversible, CostIsThatOfTheBranches) {
   const auto layer =
       Reversible().Create(problem, {{"layers", "3"}, {"feed_forward", "2"}}, kCpu, 1).value();
   const NamedTensors inputs = Random(problem);
-  ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());  // the inner schedule is Setup's
+  ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());  // Setup makes the inner schedule
   const double projections = 2 * 4 * 20 * 8 * 8, pairs = 2 * 2 * 10 * 10 * 2 * (4 + 4);
   EXPECT_EQ(layer->cost().flops, 3 * (projections + pairs + 2 * 2 * 20 * 8 * 16));
 }
 
-// ---- What is refused ----
+// ---- Refused problems ----
 
 absl::Status Refused(const Problem& problem, const Options& options) {
   return Reversible().Create(problem, options, kCpu, 1).status();

@@ -117,7 +117,7 @@ class SpalmLayer : public RetrievalLayer {
     return {workspace.Take<float>(rows * problem().model_dim()),
             dtype == DType::kF32 ? nullptr : workspace.Take<float>(rows * retrieval().vocabulary)};
   }
-  // A thread's: a row of x, and the neighbours' weights.
+  // Returns the scratch of a thread: a row of x, and the neighbours' weights.
   size_t AggregateBytes() const {
     return Workspace::Measure([this](Workspace& workspace) {
       workspace.Take<float>(problem().model_dim());
@@ -125,13 +125,13 @@ class SpalmLayer : public RetrievalLayer {
     });
   }
 
-  // The row of `output` of a neighbour's token; null where it is none.
+  // Returns the row of `output` of a neighbour's token, or null where there is no neighbour.
   const float* EmbeddingOf(int32_t neighbour) const {
     if (neighbour < 0) return nullptr;
     return embeddings_.data() + values()[neighbour] * problem().model_dim();
   }
 
-  // m, into `mean`. False where there is no neighbour.
+  // Computes m, into `mean`. Returns false where there is no neighbour.
   bool Average(const int32_t* neighbours, const float* x, float* weights, float* mean) const {
     const int64_t dim = problem().model_dim();
     float max = -std::numeric_limits<float>::infinity(), sum = 0;
@@ -157,7 +157,7 @@ class SpalmLayer : public RetrievalLayer {
     return true;
   }
 
-  // A row of z; returns g.
+  // Computes a row of z; returns g.
   float AggregateRow(const int32_t* neighbours, const float* x, float* weights, float* z) const {
     const int64_t dim = problem().model_dim();
     if (!Average(neighbours, x, weights, z)) {
@@ -215,7 +215,7 @@ class SpalmLayer : public RetrievalLayer {
 
 // ---- The definition ----
 
-// z of a token.
+// Computes z of a token.
 std::vector<double> Gated(const std::vector<Neighbour>& neighbours, const ConstTensorView& values,
                           const DoubleTensor& output, const DoubleTensor& gate, const double* x,
                           int64_t dim) {

@@ -1,5 +1,5 @@
-// SPALM: a language model whose last state is gated with an average of the output embeddings of what
-// followed the most similar states that it had before.
+// SPALM: a language model whose last state is gated with an average of the output embeddings of the
+// tokens that followed the most similar of its earlier states.
 //
 //   y_i = row value_i of `output`,  the embeddings of the neighbours' tokens
 //   m   = sum_i softmax_i(y_i . x) y_i                        without 1 / sqrt(d)
@@ -7,13 +7,14 @@
 //   z   = (1 - g) m + g x
 //   p   = softmax(output z)
 //
-// over the neighbours i of the token in the datastore (core/retrieval/retrieval_layer.h), whose
-// distances are not used. Written is log p. A token without neighbours has g = 1: p is the model's.
+// The sum is over the neighbours i of the token in the datastore
+// (core/retrieval/retrieval_layer.h), whose distances are not used. The output is log p. A token
+// without neighbours has g = 1: p is the model's.
 //
-// Source: Yogatama, de Masson d'Autume, Kong 2021, "Adaptive semiparametric language models", TACL 9,
-// arXiv:2102.02557v1, section 2: k = 4, of states of a Transformer trained before, which the keys are
-// too. Its model is a Transformer-XL; x is the last hidden state of any. There is no code of the
-// authors'; g where there is no neighbour is this project's choice.
+// Source: Yogatama, de Masson d'Autume, Kong 2021, "Adaptive semiparametric language models", TACL
+// 9, arXiv:2102.02557v1, section 2: k = 4, with states and keys from a Transformer that was trained
+// before. Its model is a Transformer-XL; x is the last hidden state of any. The authors published
+// no code; g where there is no neighbour is this project's choice.
 //
 // Cost of a token: 2 entries model_dim FLOPs for the search, 2 vocabulary model_dim for p, and (4 k +
 // 5) model_dim for m, g and z.
@@ -33,9 +34,9 @@ struct SpalmOptions : RetrievalOptions {
   SpalmOptions() { k = 4; }
 };
 
-// Inputs, outputs and parameters: core/retrieval/retrieval_layer.h, and the parameter spalm.gate, w_g
-// [model_dim], drawn N(0, 1 / model_dim). The counterpart is the model alone, k = 0. Statistic of a
-// run: "gate", the mean of g.
+// core/retrieval/retrieval_layer.h lists inputs, outputs and parameters; there is also the
+// parameter spalm.gate, w_g [model_dim], drawn N(0, 1 / model_dim). The counterpart is the model
+// alone, k = 0. The statistic of a run is "gate", the mean of g.
 class Spalm : public RetrievalTechnique<SpalmOptions> {
  public:
   Spalm();

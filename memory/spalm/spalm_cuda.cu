@@ -4,9 +4,9 @@
 namespace tfb {
 namespace {
 
-// A block makes one row of z. Its warps share the neighbours' scores and the gate's out; the first
-// warp makes weights of the scores; then a channel is a thread's, which sums the neighbours in their
-// order.
+// A block computes one row of z. Its warps divide the scores of the neighbours and of the gate
+// among them; the first warp turns the scores into weights; then each thread does one channel at a
+// time, summing the neighbours in their order.
 //   shared memory: k (4 + 4) B and the gate's score
 
 constexpr int kWarp = 32;
@@ -33,15 +33,15 @@ __device__ float X(const SpalmArguments& a, int64_t row, int64_t c) {
   return LoadElement(a.x.data, a.x.element, offset + c * a.x.strides[2]);
 }
 
-// x . vector, by a warp.
+// Returns x . vector, computed by a warp.
 __device__ float DotWith(const SpalmArguments& a, int64_t row, const float* vector) {
   float sum = 0;
   for (int64_t c = Lane(); c < a.dim; c += kWarp) sum += X(a, row, c) * vector[c];
   return WarpSum(sum);
 }
 
-// Scores become weights that sum to 1; 0 where there is no neighbour. False where there is none at
-// all. By a warp.
+// Turns scores into weights that sum to 1, with 0 where there is no neighbour. Returns false where
+// there is none at all. A warp calls it.
 __device__ bool Softmax(const int* tokens, int k, float* scores) {
   float max = NegativeInfinity(), sum = 0, found = 0;
   for (int n = Lane(); n < k; n += kWarp) {
@@ -62,7 +62,7 @@ __device__ bool Softmax(const int* tokens, int k, float* scores) {
 __global__ void __launch_bounds__(kThreads) Aggregate(SpalmArguments a) {
   __shared__ float gate;
   float* const weights = reinterpret_cast<float*>(DynamicShared());  // [k]
-  int* const tokens = reinterpret_cast<int*>(weights + a.k);         // [k]: -1: no neighbour
+  int* const tokens = reinterpret_cast<int*>(weights + a.k);         // [k]: -1 for no neighbour
   const int64_t row = blockIdx.x;
 
   for (int n = Warp(); n <= a.k; n += kThreads / kWarp) {

@@ -24,7 +24,7 @@ struct SpalmArguments {
 };
 
 struct SpalmKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*aggregate)(const SpalmArguments& arguments, void* stream);
 };
 

@@ -1,4 +1,4 @@
-// SPALM against numbers by hand and its limits.
+// Tests SPALM against numbers by hand and its limits.
 #include "memory/spalm/spalm.h"
 
 #include <algorithm>
@@ -20,8 +20,8 @@ namespace {
 
 const float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// One token of a model of two channels and three tokens; a datastore in which the context is nearest
-// to entry 0, then 1, and so on.
+// One token of a model of two channels and three tokens, and a datastore in which the context is
+// nearest to entry 0, then 1, and so on.
 struct Plane {
   Problem problem = Problem::SelfAttention(1, 1, 1, 2);
   NamedTensors inputs;
@@ -53,7 +53,7 @@ struct Plane {
         .value();
   }
 
-  // The layer on both devices and the definition predict softmax(output z).
+  // Checks that the layer on both devices and the definition predict softmax(output z).
   void ExpectState(double z0, double z1) const {
     const float* rows = parameters.at("output").span<float>().data();
     std::vector<double> logits;
@@ -82,7 +82,8 @@ using Random = RandomRetrieval<Spalm, 6>;
 // ---- The formula ----
 
 TEST(Spalm, AveragesEmbeddingsBySoftmaxAndGatesThemWithTheState) {
-  // Neighbours 0 and 1 have tokens 1 and 2, whose embeddings score 1 and 2 with x; the gate's 0.5.
+  // Neighbours 0 and 1 have tokens 1 and 2, whose embeddings score 1 and 2 with x; the gate's score
+  // is 0.5.
   const Plane plane({1, 2}, {0.5f, 0.5f, 1, 0, 0, 1}, {1, 2}, {-0.5f, 0.5f});
   const double first = Logistic(1 - 2), second = 1 - first, g = Logistic(0.5);
   plane.ExpectState((1 - g) * first + g * 1, (1 - g) * second + g * 2);
@@ -104,7 +105,8 @@ TEST(Spalm, AnOpenGateIsTheModel) {
 }
 
 TEST(Spalm, ScoresThatOverflowTheExponentialDoNot) {
-  const Plane plane({100, 200}, {0.01f, 0.005f, 10, 0, 0, 10}, {1, 2}, {0, 0});  // 1000 and 2000
+  // The scores are 1000 and 2000.
+  const Plane plane({100, 200}, {0.01f, 0.005f, 10, 0, 0, 10}, {1, 2}, {0, 0});
   plane.ExpectState(0.5 * 0 + 0.5 * 100, 0.5 * 10 + 0.5 * 200);
 }
 
@@ -125,7 +127,7 @@ TEST(Spalm, WithoutNeighboursItIsTheModelAsKnnLmIs) {
     EXPECT_EQ(MaxDifference(knn.at("out").view(), model.view()), 0);
   }
   Random lost;
-  Fill(lost.inputs.at("context").view(), kNan);  // finds nothing
+  Fill(lost.inputs.at("context").view(), kNan);  // this token finds no neighbour
   EXPECT_EQ(MaxDifference(lost.Run({}, &parameters).at("out").view(),
                           lost.Run({{"k", "0"}}, &parameters).at("out").view()),
             0);

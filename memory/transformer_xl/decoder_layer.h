@@ -24,23 +24,24 @@ struct DecoderLayer {
   LayerNorm feed_forward_norm;
   FeedForward feed_forward;
 
-  // Takes the parameters of layer n to the device. `output` is applied to what the feed-forward
-  // network gives, before the residual.
+  // Copies the parameters of layer n to the device. `output` is applied to the feed-forward
+  // network's result, before the residual.
   static absl::StatusOr<DecoderLayer> Create(Device device, const NamedTensors& parameters,
                                              int64_t n, Activation output = Activation::kNone);
 
-  // Scratch of a Run on up to `rows` rows with an attention that wants `attention_bytes`.
+  // Returns the scratch of a Run on up to `rows` rows with an attention that needs
+  // `attention_bytes`.
   static size_t workspace_bytes(Device device, const StackSizes& sizes, int64_t rows, bool pre_norm,
                                 size_t attention_bytes, int threads);
 
-  // y = attention(x) + residual; y may be the residual, and x. It finds in the execution the
-  // workspace that is left.
+  // y = attention(x) + residual; y may be the residual, and x. The execution's workspace is the
+  // part that is left for it.
   using Attention =
       absl::FunctionRef<absl::Status(const ConstTensorView& x, const ConstTensorView& residual,
                                      const TensorView& y, const Execution& execution)>;
-  // All [batch, tokens, model_dim]. `state`, f32, holds what is between the sublayers; it may be the
-  // input, and the output. `context`, unless empty, becomes the feed-forward network's input. `rows`
-  // are, on CUDA, those that are computed.
+  // The tensors are [batch, tokens, model_dim]. `state`, f32, holds the hidden state between the
+  // sublayers; it may be the input, and the output. `context`, unless empty, becomes the
+  // feed-forward network's input. `rows` are, on CUDA, the rows to compute.
   struct Call {
     ConstTensorView input;
     TensorView state;

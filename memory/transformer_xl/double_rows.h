@@ -14,7 +14,7 @@ namespace tfb {
 class Rows {
  public:
   Rows(int64_t rows, int64_t channels) : channels_(channels), values_(rows * channels) {}
-  // Of a view [rows, channels].
+  // Copies a view [rows, channels].
   explicit Rows(const ConstTensorView& view);
 
   int64_t rows() const {
@@ -31,10 +31,10 @@ class Rows {
 
   Rows Times(const Rows& matrix) const;
   Rows Plus(const Rows& other) const;
-  Rows PlusEach(const std::vector<double>& row) const;  // the same added to each row
+  Rows PlusEach(const std::vector<double>& row) const;  // adds the same to each row
   Rows Map(const std::function<double(double)>& function) const;
   Rows Relu() const;
-  // Layer normalisation of each row, with an epsilon of 1e-5.
+  // Returns the layer normalisation of each row, with an epsilon of 1e-5.
   Rows Normalized(const std::vector<double>& gamma, const std::vector<double>& beta) const;
 
  private:

@@ -1,6 +1,6 @@
-// The paper's evaluation speed-up (arXiv:1901.02860v3, section 4.5, Table 9), measured on ours: time
-// for a byte of held-out text that the trained language model of harness/inputs/language_model scores,
-// where every byte sees the same number of earlier ones.
+// Measures the paper's evaluation speed-up (arXiv:1901.02860v3, section 4.5, Table 9) on this
+// implementation: the time for a byte of held-out text that the trained language model of
+// harness/inputs/language_model scores, where every byte sees the same number of earlier ones.
 //
 //   recomputed      a network without memory, run on the whole window again for every byte
 //   segments        the memory is the window, and --segment bytes are appended at a time
@@ -45,7 +45,7 @@ constexpr char kUsage[] =
     "Times how long the trained language model takes for a byte of held-out text: with a memory,\n"
     "segment by segment or byte by byte, and with the window of each byte recomputed.\n\n"
     "Exit status: 0 done, 2 bad usage.";
-constexpr int64_t kSegments = 5;  // that are timed
+constexpr int64_t kSegments = 5;  // segments that are timed
 
 double Median(std::vector<double> samples) {
   std::nth_element(samples.begin(), samples.begin() + samples.size() / 2, samples.end());
@@ -90,18 +90,18 @@ class Reader {
   Execution execution_;
 };
 
-// A text, the states that one way of reading gives its bytes, and what each piece of it took.
+// A text, the states that one way of reading gives its bytes, and the time that each piece took.
 class Reading {
  public:
   explicit Reading(const ConstTensorView& x) : x_(x), out_(DType::kF32, {1, x.dim(1), x.dim(2)}) {}
 
-  // Bytes begin, ..., begin + count - 1 as the next of a stream.
+  // Appends bytes begin, ..., begin + count - 1 of a stream.
   absl::Status Append(Reader* reader, int64_t begin, int64_t count) {
     return Time(count, [&] {
       return reader->Append(Slice(x_, 1, begin, count), Slice(out_.view(), 1, begin, count));
     });
   }
-  // Byte t as the last of a window that is read alone.
+  // Reads byte t as the last of a window that is read alone.
   absl::Status Recompute(Reader* reader, int64_t t, int64_t window) {
     if (scratch_.shape().empty()) scratch_ = Tensor(DType::kF32, {1, window, x_.dim(2)});
     TFB_RETURN_IF_ERROR(Time(
@@ -113,7 +113,8 @@ class Reading {
   void ForgetTimes() { seconds_.clear(); }
   double MsPerByte() const { return 1e3 * Median(seconds_); }
 
-  // Of the bytes from `first` to `end`; the states before them count as often with them as without.
+  // Returns the bits per byte of the bytes from `first` to `end`: the difference of two sums, in
+  // which the earlier bytes cancel.
   absl::StatusOr<double> BitsPerByte(const LanguageModel& model, int64_t first, int64_t end) const {
     const auto sum = [&](int64_t tokens) -> absl::StatusOr<double> {
       const Problem problem = model.Fit(Problem::SelfAttention(1, 1, tokens, 1, /*causal=*/true));

@@ -9,7 +9,7 @@
 namespace tfb {
 namespace {
 
-// [batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim].
+// Returns [batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim].
 template <class View>
 View Heads(const View& view, int64_t heads) {
   return Transpose(SplitAxis(view, 2, heads), 1, 2);
@@ -100,7 +100,7 @@ absl::Status RelativeAttention::Setup(const Parameters& parameters, const Distan
 Problem RelativeAttention::LargestCall() const {
   Problem largest = problem_;
   largest.query_tokens = reach_.max_segment;
-  // A window begins within its first tile.
+  // A window begins within its first tile, so that there are up to a tile of keys more.
   largest.kv_tokens = reach_.memory + reach_.max_segment + kFlashTile - 1;
   return largest;
 }
@@ -217,7 +217,7 @@ absl::Status RelativeAttention::AppendFor(const SegmentView& segment,
   TFB_RETURN_IF_ERROR(cache_.Append(of_tokens(0), of_tokens(1), rest));
   TFB_RETURN_IF_ERROR(MatMul(queries_, {queries.x, {}, scratch.q}, rest));
 
-  // All batch rows have the same rows, of which their order names their own.
+  // All batch rows share the rows; each batch row's order names its own.
   const auto of_rows = [&](const TensorView& rows) {
     return TensorView(rows.mutable_data(), rows.dtype,
                       {problem_.batch, heads, rows.dim(0), problem_.head_dim},

@@ -11,7 +11,7 @@
 // memory model_dim^2 more FLOPs. Scores: positional/transformer_xl_relative/relative_positions.h.
 //
 // Queries, keys and values are fp32 on the CPU; on CUDA they have the problem's dtype, which is
-// what tensor cores multiply. All else is fp32 between the layer's input and output.
+// what tensor cores multiply. Everything else is fp32 between the layer's input and output.
 #ifndef TFB_MEMORY_TRANSFORMER_XL_RELATIVE_ATTENTION_H_
 #define TFB_MEMORY_TRANSFORMER_XL_RELATIVE_ATTENTION_H_
 
@@ -36,26 +36,28 @@
 
 namespace tfb {
 
-// Which earlier tokens a token at position p of a stream sees, where its segment began at s.
+// The earlier tokens that a token at position p of a stream sees, where its segment began at s.
 struct MemoryReach {
   int64_t memory = 0;        // tokens
   bool same_length = false;  // false: max(0, s - memory) <= j <= p; true: 0 <= p - j < memory
   int64_t max_segment = 1;   // tokens of the longest segment
 
   int64_t max_distance() const { return same_length ? memory - 1 : memory + max_segment - 1; }
-  // The first token that a segment beginning at s sees any of.
+  // Returns the first token that any token of a segment beginning at s sees.
   int64_t FirstSeen(int64_t s) const {
     const int64_t first = s - memory + (same_length ? 1 : 0);
     return first > 0 ? first : 0;
   }
 
-  // The first token that token p of a stream sees that is appended in the longest segments.
+  // Returns the first token that token p of a stream sees, where the stream is appended in the
+  // longest segments.
   int64_t FirstSeenBy(int64_t p) const {
     return FirstSeen(same_length ? p : p / max_segment * max_segment);
   }
-  // Query-key pairs of one head and batch row, where a token sees at most so many of its keys.
+  // Returns the query-key pairs of one head and batch row, where a token sees at most so many of
+  // its keys.
   double Pairs(int64_t tokens, double most = std::numeric_limits<double>::infinity()) const;
-  // What the tokens of such a stream see, for costs and statistics.
+  // Numbers of keys and tokens that the tokens of such a stream see, for costs and statistics.
   struct Context {
     double pairs = 0;   // query-key pairs of one head and batch row
     int64_t reach = 0;  // tokens before the last one that can change it, through all layers
@@ -63,19 +65,20 @@ struct MemoryReach {
   Context ContextOf(int64_t tokens, int64_t layers) const;
 };
 
-// The next segment of a stream as the engine of a device wants it: the same for all layers.
+// The next segment of a stream in the form of a device's engine. All layers share it.
 class SegmentView {
  public:
   SegmentView(Device device, const MemoryReach& reach)
       : device_(device), reach_(reach), schedules_(reach.max_segment) {}
 
-  // Tokens begin to begin + tokens - 1 of the stream are the queries. Allocates nothing.
+  // Sets the queries to tokens begin to begin + tokens - 1 of the stream. It allocates nothing.
   void Set(int64_t begin, int64_t tokens);
 
   int64_t tokens() const { return tokens_; }
-  int64_t first_seen() const { return first_seen_; }  // keys are counted from its tile on
+  // Keys are counted from the tile of this token on.
+  int64_t first_seen() const { return first_seen_; }
   int64_t kv_tokens() const { return kv_tokens_; }
-  // What the call's queries see: its schedule or its band. Good until the next Set.
+  // Sets the mask of the call: its schedule or its band. It is valid until the next Set.
   void SetMask(FlashCall* call) const {
     call->schedule = schedule_;
     if (schedule_ == nullptr) call->band = &band_;
@@ -98,22 +101,22 @@ class RelativeAttention {
   struct Parameters {
     ConstTensorView w_q, w_k, w_v, w_o;
     RelativePositions::Parameters positions;
-    ConstTensorView span = {};  // [heads], in tokens; empty: heads see all keys
+    ConstTensorView span = {};  // [heads], in tokens; empty where heads see all keys
     double span_ramp = 0;
   };
 
   static Parameters ParametersOf(const NamedTensors& parameters, const StackSizes& sizes,
                                  int64_t layer);
 
-  enum class Queries : uint8_t { kAll, kSome };  // Append or AppendFor
+  enum class Queries : uint8_t { kAll, kSome };  // whether the stream uses Append or AppendFor
 
-  // Takes the memory for the stream's keys and values.
+  // Allocates the memory for the stream's keys and values.
   static absl::StatusOr<RelativeAttention> Create(Device device, const Problem& problem,
                                                   const MemoryReach& reach,
                                                   Queries queries = Queries::kAll);
 
-  // Packs the matrices and projects `sinusoids`, those of the range. All of it lies in host memory;
-  // u, v and spans must stay there. Begins a new stream.
+  // Packs the matrices and projects `sinusoids`, those of the range. All arguments lie in host
+  // memory; u, v and spans must stay there. Begins a new stream.
   absl::Status Setup(const Parameters& parameters, const DistanceRange& range,
                      const ConstTensorView& sinusoids, const Execution& execution);
 
@@ -121,18 +124,19 @@ class RelativeAttention {
   int64_t tokens() const { return cache_.tokens(); }
   size_t cache_bytes() const { return cache_.bytes(); }
 
-  // `rest_bytes` are what the caller of Attend takes of its rest.
+  // `rest_bytes` is the memory that the caller of Attend takes from its rest.
   size_t workspace_bytes(int threads, size_t rest_bytes = 0) const;
-  // y = attention(x) W_o + residual, all [batch, segment.tokens(), model_dim] of any dtype in
-  // memory of the device; y may be the residual, and x. The segment must be the stream's next.
-  // Allocates nothing; on CUDA it enqueues on the stream.
+  // Appends a segment: y = attention(x) W_o + residual, all [batch, segment.tokens(), model_dim] of
+  // any dtype in memory of the device; y may be the residual, and x. The segment must be the
+  // stream's next. It allocates nothing; on CUDA it enqueues on the stream.
   absl::Status Append(const SegmentView& segment, const ConstTensorView& x,
                       const ConstTensorView& residual, const TensorView& y,
                       const Execution& execution);
 
-  // Append for some of the segment's tokens, as rows: x, residual and y are [rows, model_dim], and
-  // token t of batch row b is row row_of_token[b * tokens + t], or asks nothing where that is below
-  // 0. All tokens are keys and values, made of keys_from [batch, tokens, model_dim]. On the CPU.
+  // An Append for some of the segment's tokens, as rows: x, residual and y are [rows, model_dim],
+  // and token t of batch row b is row row_of_token[b * tokens + t], or is not computed where that
+  // is below 0. All tokens are keys and values, computed from keys_from [batch, tokens, model_dim].
+  // This is for the CPU.
   struct SomeQueries {
     ConstTensorView x;
     const int32_t* row_of_token;
@@ -140,18 +144,20 @@ class RelativeAttention {
   absl::Status AppendFor(const SegmentView& segment, const ConstTensorView& keys_from,
                          const SomeQueries& queries, const ConstTensorView& residual,
                          const TensorView& y, const Execution& execution);
-  // The same on CUDA, where the device alone knows which: Append for the listed rows of x, residual
-  // and y, with all tokens' keys and values made of keys_from. With queries kAll.
+  // Does the same on CUDA, where only the device knows which rows are listed: an Append for the
+  // listed rows of x, residual and y, with all tokens' keys and values computed from keys_from. It
+  // needs queries kAll.
   absl::Status AppendForListed(const SegmentView& segment, const ConstTensorView& keys_from,
                                const RowList& rows, const ConstTensorView& x,
                                const ConstTensorView& residual, const TensorView& y,
                                const Execution& execution);
 
-  // Append in two steps, for layers that put something between them. Attend takes its results from
-  // the execution's workspace and leaves the rest of it; they are good while the caller works there.
+  // An Append in two steps, for layers that do something between them. Attend takes memory for its
+  // results from the execution's workspace and leaves the rest; they are valid while the caller
+  // uses only the rest.
   struct Attended {
-    TensorView q, k, v;  // [batch, heads, tokens, head_dim], the segment's
-    TensorView heads;    // of that shape, f32: what each head's weights make of the values
+    TensorView q, k, v;  // [batch, heads, tokens, head_dim] of the segment
+    TensorView heads;    // of the same shape, f32: the weighted values of each head
     TensorView context;  // the same elements as [batch, tokens, model_dim], the input of W_o
     Execution rest;
   };
@@ -169,7 +175,7 @@ class RelativeAttention {
         problem_(problem),
         reach_(reach),
         queries_apart_(queries == Queries::kSome) {}
-  // Of the longest segment.
+  // Returns the call of the longest segment.
   Problem LargestCall() const;
   DType projected_dtype() const { return device_ == Device::kCpu ? DType::kF32 : problem_.dtype; }
 
@@ -178,7 +184,7 @@ class RelativeAttention {
     TensorView context;      // [batch, tokens, model_dim]
   };
   Scratch LayOut(int64_t tokens, Workspace& workspace) const;
-  // Queries of the listed rows of x, keys and values of all rows of keys_from.
+  // Computes queries of the listed rows of x, and keys and values of all rows of keys_from.
   absl::Status ProjectSome(const ConstTensorView& keys_from, const ConstTensorView& x,
                            const RowList& rows, const TensorView& projections,
                            const Execution& execution) const;
@@ -191,18 +197,18 @@ class RelativeAttention {
     TensorView context;          // [rows, model_dim]
   };
   RowScratch LayOutRows(int64_t tokens, int64_t rows, Workspace& workspace) const;
-  // The attention of the segment's queries, whose keys have been appended, by a call that has q, out
-  // and the order of queries.
+  // Computes the attention of the segment's queries, whose keys have been appended, by a call that
+  // has q, out and the order of queries.
   absl::Status Attend(const SegmentView& segment, FlashCall call, const Execution& execution) const;
 
   Device device_;
   Problem problem_;
   MemoryReach reach_;
   bool queries_apart_;
-  PackedMatrix projections_;  // of queries, keys and values side by side; or of keys and values
+  PackedMatrix projections_;  // W of queries, keys and values side by side; or of keys and values
   PackedMatrix queries_;      // or apart
   PackedMatrix output_;
-  RelativePositions positions_;  // the engine points to it
+  RelativePositions positions_;  // the engine's rule points to it
   FlashEngine engine_;
   KeyValueCache cache_;
 };

@@ -67,7 +67,7 @@ MemoryReach::Context RelativeStackLayer::ContextOfSequence() const {
   return context;
 }
 
-// Of all layers' heads; none where they have none.
+// Returns the spans of all layers' heads; empty where they have none.
 std::vector<float> RelativeStackLayer::Spans() const {
   std::vector<float> spans;
   for (int64_t n = 0; n < sizes().layers && sizes().span_ramp > 0; ++n) {

@@ -1,5 +1,5 @@
-// A stack whose layers have Transformer-XL's attention and memory: all of transformer_xl's layer but
-// how attention and feed-forward network are joined to the state.
+// A stack whose layers have Transformer-XL's attention and memory: everything of transformer_xl's
+// layer except how attention and feed-forward network are joined to the state.
 #ifndef TFB_MEMORY_TRANSFORMER_XL_RELATIVE_STACK_H_
 #define TFB_MEMORY_TRANSFORMER_XL_RELATIVE_STACK_H_
 
@@ -32,7 +32,7 @@ struct RelativeStackShape {
 
 RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& options);
 
-// InvalidArgument where the problem or the memory does not fit the technique.
+// Returns InvalidArgument where the problem or the memory does not fit the technique.
 absl::Status CheckRelativeStack(absl::string_view technique, const Problem& problem,
                                 const RelativeStackOptions& options);
 
@@ -40,10 +40,11 @@ class RelativeStackLayer : public SegmentedLayer {
  public:
   Cost cost() const override;
   // reach_tokens: earlier tokens that can change the last one, through all layers. keys_per_token:
-  // those that a token sees in one layer and head, on average, itself included. mean_span: of heads
-  // that have one, in tokens. cache_bytes: the keys and values of all layers. cublas: on a GPU, 1 where cuBLAS makes the products with matrices, else 0.
+  // the keys that a token sees in one layer and head, on average, itself included. mean_span: the
+  // mean span of the heads that have one, in tokens. cache_bytes: the keys and values of all
+  // layers. cublas: on a GPU, 1 where cuBLAS computes the products with matrices, else 0.
   std::map<std::string, double> statistics() const override;
-  // With same_length the mask knows nothing of segments.
+  // With same_length the mask does not depend on segments.
   int64_t split_tokens() const override;
   absl::Status Reset() override;
 
@@ -52,13 +53,13 @@ class RelativeStackLayer : public SegmentedLayer {
                      const RelativeStackShape& shape, Device device,
                      const std::vector<TensorSpec>& more_of_segments = {},
                      const std::vector<TensorSpec>& more_inputs = {});
-  // For the factory: draws the parameters and takes the memory for keys and values.
+  // Draws the parameters and allocates memory for keys and values. The factory calls it.
   absl::Status Initialize(const std::vector<ParameterSpec>& parameters, uint64_t seed);
 
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
   void BeginSegment(int64_t tokens) override;
 
-  // What a feed-forward network's output goes through.
+  // Returns the activation of a feed-forward network's output.
   virtual Activation feed_forward_output() const { return Activation::kNone; }
 
   Device device() const { return device_; }
@@ -71,7 +72,7 @@ class RelativeStackLayer : public SegmentedLayer {
   const DecoderLayer& layer(int64_t n) const { return layers_[n]; }
 
  private:
-  // Pairs of a head are those of the mean head.
+  // Returns the context of a sequence; pairs of a head are those of the mean head.
   MemoryReach::Context ContextOfSequence() const;
   std::vector<float> Spans() const;
 

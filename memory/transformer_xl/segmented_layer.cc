@@ -37,7 +37,7 @@ std::vector<TensorSpec> RunInputs(const Problem& problem, const std::vector<Tens
   return inputs;
 }
 
-// Of the tokens begin, ..., begin + count - 1; empty where there is no tensor.
+// Returns the tokens begin, ..., begin + count - 1; empty where there is no tensor.
 TensorView Tokens(const TensorView& view, int64_t begin, int64_t count) {
   return view.empty() ? view : Slice(view, 1, begin, count);
 }

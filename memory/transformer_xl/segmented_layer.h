@@ -15,36 +15,36 @@
 
 namespace tfb {
 
-// out, and the optional context: [batch, query_tokens, model_dim], the input of the last layer's
-// feed-forward network.
+// Returns the specs of out and the optional context: [batch, query_tokens, model_dim], the input of
+// the last layer's feed-forward network.
 std::vector<TensorSpec> SegmentedOutputs(const Problem& problem);
 
 class SegmentedLayer : public StreamingLayer {
  public:
   size_t workspace_bytes(int threads) const override;
-  // The segments decide the mask, unless a technique says otherwise.
+  // The segments decide the mask, unless a technique overrides this.
   int64_t split_tokens() const override { return max_segment_tokens(); }
 
  protected:
-  // `segment` tokens at a time, or all where there are fewer. A segment's outputs are out, context
-  // where `outputs`, those of a Run, have one, and `more`, whatever else `outputs` has. Segments
-  // read x and `more_inputs`, a Run the same of all tokens.
+  // Reads `segment` tokens at a time, or all where there are fewer. A segment's outputs are out;
+  // context where `outputs`, those of a Run, have one; and `more`, the other outputs in `outputs`.
+  // Segments read x and `more_inputs`, and a Run reads the same inputs for all tokens.
   SegmentedLayer(const Problem& problem, std::vector<TensorSpec> outputs, int64_t layers,
                  int64_t segment, const std::vector<TensorSpec>& more = {},
                  const std::vector<TensorSpec>& more_inputs = {});
 
-  // Where the next segment's `more` goes, and what else than x it reads: to and from the tokens of
-  // the tensors from `begin` on.
+  // Set where the next segment's `more` is written, and its inputs other than x: the tokens of the
+  // tensors from `begin` on.
   virtual void SetOutputs(const Outputs& /*outputs*/, int64_t /*begin*/) {}
   virtual void SetInputs(const Inputs& /*inputs*/, int64_t /*begin*/) {}
-  // The next segment begins, of so many tokens.
+  // Begins the next segment, of so many tokens.
   virtual void BeginSegment(int64_t tokens) = 0;
-  // Layer n on the segment. The call's context is there in the last layer alone.
+  // Runs layer n on the segment. The call has a context in the last layer only.
   virtual absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
                                 const Execution& execution) = 0;
   virtual size_t layer_workspace_bytes(int threads) const = 0;
 
-  // Leaves the stream at the end of the sequence, as appending it would.
+  // Leaves the stream at the end of the sequence, as appending the sequence would.
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override;
   absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,

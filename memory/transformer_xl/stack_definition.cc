@@ -76,7 +76,7 @@ Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
         if (sizes_.span_ramp > 0) s[j] += std::log(SpanWeight(n, h, here - j));
         max = std::max(max, s[j]);
       }
-      if (max == kNotSeen) continue;  // a span below 0
+      if (max == kNotSeen) continue;  // the span is below 0
       for (int64_t j = first; j <= here; ++j) {
         const double weight = std::exp(s[j] - max);
         sum += weight;

@@ -1,5 +1,5 @@
-// The stack of transformer_xl.h in float64, for one sequence: what definitions of techniques made of
-// it share. Plain loops in the order of the formulas.
+// The stack of transformer_xl.h in float64, for one sequence. The definitions of techniques derived
+// from it share it. These are plain loops in the order of the formulas.
 #ifndef TFB_MEMORY_TRANSFORMER_XL_STACK_DEFINITION_H_
 #define TFB_MEMORY_TRANSFORMER_XL_STACK_DEFINITION_H_
 
@@ -16,7 +16,8 @@ namespace tfb {
 
 class StackDefinition {
  public:
-  // `clamp_length` 0: distances are not clamped. The parameters have been checked, and outlive this.
+  // With `clamp_length` 0 distances are not clamped. The caller has checked the parameters, which
+  // must outlive this object.
   StackDefinition(const StackSizes& sizes, const NamedTensors& parameters, int64_t clamp_length)
       : sizes_(sizes), parameters_(parameters), clamp_length_(clamp_length) {}
 
@@ -31,24 +32,25 @@ class StackDefinition {
     return x.Times(Matrix(LayerPrefix(n) + matrix));
   }
 
-  // What queries see of keys in a list, of which they are the last: query p is key p + first_query()
-  // and sees the keys first_seen(p), ..., p + first_query().
+  // The keys of a list, of which the queries are the last: query p is key p + first_query() and
+  // sees the keys first_seen(p), ..., p + first_query().
   struct Keys {
     Rows k;
     Rows v;
     std::function<int64_t(int64_t p)> first_seen;
   };
-  // concat_heads(sum_j softmax_j(s_pj) v_j), before W_o: positions are places in the list of keys.
-  // `received`, if not null, becomes each key's weight, summed over queries and heads.
+  // Returns concat_heads(sum_j softmax_j(s_pj) v_j), before W_o: positions are places in the list
+  // of keys. `received`, if not null, becomes each key's weight, summed over queries and heads.
   Rows Context(int64_t n, const Rows& q, const Keys& keys,
                std::vector<double>* received = nullptr) const;
-  // The queries' and the keys' input is x.
+  // Returns the attention whose queries and keys both come from x.
   Rows Attention(int64_t n, const Rows& x,
                  const std::function<int64_t(int64_t p)>& first_seen) const;
 
   // ---- All layers ----
 
-  // attention(n, h, x): with its W_o, of the input x, which is the state h or its normalisation.
+  // attention(n, h, x) returns the attention with its W_o, for the input x, which is the state h or
+  // its normalisation.
   using AttentionOf = std::function<Rows(int64_t n, const Rows& h, const Rows& x)>;
   // `context`, if not null, becomes the input of the last feed-forward network.
   Rows Forward(const Rows& x, bool pre_norm, const AttentionOf& attention,
@@ -57,7 +59,7 @@ class StackDefinition {
   const StackSizes& sizes() const { return sizes_; }
 
  private:
-  Rows Sinusoids(int64_t distances) const;  // r_d, [distances, model_dim]
+  Rows Sinusoids(int64_t distances) const;  // Returns r_d, [distances, model_dim].
   double SpanWeight(int64_t n, int64_t h, int64_t distance) const;
 
   StackSizes sizes_;
@@ -65,7 +67,7 @@ class StackDefinition {
   int64_t clamp_length_;
 };
 
-// The tokens of one batch row of x [batch, tokens, model_dim], and the reverse into f64.
+// Convert the tokens of one batch row of x [batch, tokens, model_dim] to rows, and back into f64.
 Rows SequenceOf(const ConstTensorView& x, int64_t b);
 void StoreSequence(const Rows& rows, int64_t b, const TensorView& to);
 

@@ -1,4 +1,4 @@
-// The options that all techniques have which are a stack of layers with Transformer-XL's attention and
+// The options of all techniques that are a stack of layers with Transformer-XL's attention and
 // memory.
 #ifndef TFB_MEMORY_TRANSFORMER_XL_STACK_OPTIONS_H_
 #define TFB_MEMORY_TRANSFORMER_XL_STACK_OPTIONS_H_

@@ -1,4 +1,4 @@
-// What tests of techniques share that are a stack of transformer_xl's layers.
+// Utilities of tests for techniques that are a stack of transformer_xl's layers.
 #ifndef TFB_MEMORY_TRANSFORMER_XL_STACK_TESTING_H_
 #define TFB_MEMORY_TRANSFORMER_XL_STACK_TESTING_H_
 
@@ -9,23 +9,24 @@
 
 namespace tfb {
 
-// Causal self-attention, as every stack has it.
+// Returns causal self-attention, as every stack needs it.
 Problem CausalProblem(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
                       DType dtype = DType::kF32);
 
-// A hidden state of the problem's shape and type, N(0, 1).
+// Returns a hidden state of the problem's shape and type, N(0, 1).
 Tensor RandomHidden(const Problem& problem, uint64_t seed = 3);
 
-// A layer's parameters, with the vectors (gammas, betas and biases, which begin as 1 and 0) moved off
-// what they begin with. The second form is of the layer that the technique creates.
+// Returns a layer's parameters, with the vectors (gammas, betas and biases) moved off their initial
+// 1 and 0. The second form is for the layer that the technique creates.
 NamedTensors PerturbedParameters(const Layer& layer);
 NamedTensors PerturbedParameters(const Technique& technique, const Problem& problem,
                                  const Options& options);
 
-// The bound of a stack of `layers` against its definition; transformer_xl_test.cc derives it.
+// Returns the bound of a stack of `layers` against its definition; transformer_xl_test.cc derives
+// it.
 double StackBound(const ConstTensorView& expected, int64_t layers);
 
-// What a technique computes of the hidden state `x`, and what its definition says.
+// A technique's output for the hidden state `x`, and its definition's.
 struct StackOutcome {
   NamedTensors computed;
   NamedTensors defined;

@@ -1,9 +1,9 @@
-// Transformer-XL with weights and spans that were trained, on 16,384 bytes of held-out text: the bits per
-// byte that PyTorch computes in fp32 (tools/capture/language_model.py, and attention_with_spans of
-// language_model_extras.py).
+// Tests Transformer-XL with trained weights and spans, on 16,384 bytes of held-out text, against
+// the bits per byte that PyTorch computes in fp32 (tools/capture/language_model.py, and
+// attention_with_spans of language_model_extras.py).
 //
-// Tolerance. A byte's logarithm is off by about 1e-5, as a stack's outputs are; a mean of 16,384 such
-// errors, which have either sign, by less.
+// Tolerance. A byte's logarithm has an error of about 1e-5, as a stack's outputs have; the mean of
+// 16,384 such errors, which have either sign, is smaller.
 #include <string>
 
 #include "core/testing.h"

@@ -1,5 +1,5 @@
 // Transformer-XL: a stack of attention and feed-forward layers that reads a sequence segment by
-// segment and lets each layer attend to what the layer below computed for earlier tokens.
+// segment and lets each layer attend to the layer below's outputs for earlier tokens.
 //
 // For layer n = 1 .. layers, with h^0 = x and head_dim e, per head:
 //
@@ -18,14 +18,14 @@
 //   same_length = false   max(0, s - memory) <= j <= p      the memory, and the segment up to p
 //   same_length = true    0 <= p - j < memory               as many keys for every token
 //
-// With a span_ramp R each head has a span z of its own, and sees key j with the weight
-// clip((R + z - (p - j)) / R, 0, 1): adaptive attention span (adaptive/adaptive_span), which there
-// leaves out the token itself and has another encoding of positions. Keys of weight 0 are not
-// computed: a head costs no more than ceil(R + z) keys a token.
+// With a span_ramp R each head has a span z of its own, and sees key j with the weight clip((R + z
+// - (p - j)) / R, 0, 1): adaptive attention span (adaptive/adaptive_span), which leaves out the
+// token itself there and has another encoding of positions. Keys of weight 0 are not computed: a
+// head costs no more than ceil(R + z) keys a token.
 //
 // h^(n-1)_j depends on the layers below at j alone, however the sequence was cut: so the segments
 // are one pass over the whole sequence under a banded mask, at any depth. That is the definition
-// here, and what streaming must equal. With same_length the mask knows nothing of segments, so
+// here, and streaming must equal it. With same_length the mask does not depend on segments, so
 // every split of a stream gives the same; without it the segments that were actually appended
 // decide the mask, and Run uses `segment`.
 //
@@ -63,19 +63,20 @@ struct TransformerXlOptions : RelativeStackOptions {
   }
 };
 
-// Self-attention only: kv_tokens must equal query_tokens, kv_heads query_heads, and value_dim
-// head_dim. Causal only.
+// TransformerXl is causal self-attention only: kv_tokens must equal query_tokens, kv_heads
+// query_heads, and value_dim head_dim.
 //
-// Parameters, f32, y = x W: layerN.w_q, w_k, w_v, w_r, w_o [model_dim, model_dim], head h owning
-// columns h head_dim to (h + 1) head_dim - 1 (rows of w_o); u, v (layerN.u, layerN.v where they are
-// not shared) [heads, head_dim]; with a span_ramp layerN.span [heads]; layerN.attention_norm.gamma, .beta, layerN.ff_norm.gamma, .beta
-// [model_dim]; layerN.ff.w1 [model_dim, f], ff.b1 [f], ff.w2 [f, model_dim], ff.b2 [model_dim].
-// None depends on memory, segment or tokens. Matrices are drawn N(0, 1 / inputs), so that scores
-// are of order 1, u and v N(0, 1/4), spans N(48, 256), gammas 1, the rest 0.
+// The parameters, f32, y = x W, are layerN.w_q, w_k, w_v, w_r, w_o [model_dim, model_dim], head h
+// owning columns h head_dim to (h + 1) head_dim - 1 (rows of w_o); u, v (layerN.u, layerN.v where
+// they are not shared) [heads, head_dim]; with a span_ramp layerN.span [heads];
+// layerN.attention_norm.gamma, .beta, layerN.ff_norm.gamma, .beta [model_dim]; layerN.ff.w1
+// [model_dim, f], ff.b1 [f], ff.w2 [f, model_dim], ff.b2 [model_dim]. None depends on memory,
+// segment or tokens. Matrices are drawn N(0, 1 / inputs), so that scores are of order 1, u and v
+// N(0, 1/4), spans N(48, 256), gammas 1, the rest 0.
 //
-// Writes out and the optional context, [batch, query_tokens, model_dim] both: g of the last layer, or
-// LN g with pre_norm, which is what its feed-forward network reads. Techniques that look up memories
-// of whole texts use it as their key.
+// It writes out and the optional context, [batch, query_tokens, model_dim] both: g of the last
+// layer, or LN g with pre_norm, which is what its feed-forward network reads. Techniques that look
+// up memories of whole texts use it as their key.
 //
 // The counterpart is the same network with all of the past in its memory.
 class TransformerXl : public TechniqueOf<TransformerXlOptions> {
@@ -95,8 +96,8 @@ class TransformerXl : public TechniqueOf<TransformerXlOptions> {
                                          const TransformerXlOptions& options) const override;
 };
 
-// The definition of a stream that was cut in other segments: `begins` has the first token of each,
-// ascending from 0. Returns out and context in f64.
+// Computes the definition of a stream that was cut in other segments: `begins` has the first token
+// of each, ascending from 0. Returns out and context in f64.
 absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
                                                  const TransformerXlOptions& options,
                                                  const NamedTensors& parameters,

@@ -1,13 +1,12 @@
-// Transformer-XL against its definition, streamed in every way, and against what the authors' model
-// computes in Hugging Face's port.
+// Tests Transformer-XL against its definition, streamed in every way, and against the outputs of
+// the authors' model in Hugging Face's port.
 //
-// Tolerance. A sublayer (attention or feed-forward, with its normalisation) is held to the bound of
-// fp32 attention, 2e-5 of the largest output: a convex combination of values, or products of up to
-// a few hundred terms. Each passes errors of its input on, multiplied by about 1 (post-norm divides
-// by the deviation of a sum of two states of deviation 1, pre-norm adds to the state), and
-// roundings are independent, so the 2 layers' sublayers add in quadrature. Measured at widths 32
-// and 128 and 1 to 6 layers: 0.7e-6 to 4.4e-6 for outputs up to 10, growing as the square root of
-// the layers.
+// Tolerance. A sublayer (attention or feed-forward, with its normalisation) has the bound of fp32
+// attention, 2e-5 of the largest output: a convex combination of values, or products of up to a few
+// hundred terms. Each passes errors of its input on, multiplied by about 1 (post-norm divides by
+// the deviation of a sum of two states of deviation 1, pre-norm adds to the state), and roundings
+// are independent, so the 2 layers' sublayers add in quadrature. Measured at widths 32 and 128 and
+// 1 to 6 layers: 0.7e-6 to 4.4e-6 for outputs up to 10, growing as the square root of the layers.
 #include "memory/transformer_xl/transformer_xl.h"
 
 #include <algorithm>
@@ -38,7 +37,7 @@ std::unique_ptr<StreamingLayer> MakeLayer(const Problem& problem, const Options&
   return std::unique_ptr<StreamingLayer>(static_cast<StreamingLayer*>(layer->release()));
 }
 
-// Threads and a workspace of exactly the size that the layer asks for, full of NaN.
+// Provides threads and a workspace of exactly the size that the layer asks for, full of NaN.
 class Machine {
  public:
   Machine(const Layer& layer, int threads)
@@ -96,7 +95,7 @@ class Case {
     EXPECT_TRUE(outputs.ok()) << outputs.status();
     return std::move((*outputs)[output]);
   }
-  // The sequence appended in segments of the given lengths.
+  // Returns the output of the sequence appended in segments of the given lengths.
   Tensor Stream(const std::vector<int64_t>& split, int threads = 1, const char* output = "out") {
     NamedTensors written;
     for (const char* name : {"out", "context"}) {
@@ -188,8 +187,8 @@ TEST(TransformerXl, RunEqualsTheDefinitionWithEveryOption) {
   }
 }
 
-// The options, and the edges of tiles and of the ring, in few and small cases: the simulator is slow,
-// and the conformance test runs it too.
+// The cases cover the options, and the edges of tiles and of the ring. They are few and small,
+// since the simulator is slow and the conformance test runs it too.
 TEST(TransformerXl, InTheSimulatorRunAndStreamsEqualTheDefinition) {
   const Problem problem = CausalProblem(2, 2, 100, 8);
   for (const Options& options :
@@ -293,7 +292,7 @@ TEST(TransformerXl, TheCounterpartSeesTheWholePastWithTheSameParameters) {
             "same_length=false,segment=100,share_biases=true,span_ramp=0");
   Case small(problem, options), whole(problem, counterpart.options);
   ASSERT_TRUE(whole.layer().SetParameters(small.parameters()).ok());
-  // As much memory as tokens is the same network, whatever the segments.
+  // With as much memory as tokens the network is the same, whatever the segments.
   Case enough(problem, {{"memory", "100"}, {"segment", "16"}, {"layers", "3"}});
   const Tensor expected = whole.Run();
   EXPECT_LE(MaxDifference(enough.Run().view(), expected.view()),
@@ -313,7 +312,7 @@ TEST(TransformerXl, SpansBeyondTheMemoryChangeNothingAndOneOfNoKeysLeavesTheHead
   const Tensor expected = plain.Run();
   EXPECT_LE(MaxDifference(spanned.Run().view(), expected.view()), StackBound(expected.view(), 1));
 
-  // Head 1, whose ramp ends at the token itself: its rows of W_o do not matter.
+  // The ramp of head 1 ends at the token itself: its rows of W_o do not matter.
   parameters.at("layer0.span").span<float>()[1] = -8;
   ASSERT_TRUE(spanned.layer().SetParameters(parameters).ok());
   const Tensor without = spanned.Run();
@@ -325,8 +324,7 @@ TEST(TransformerXl, SpansBeyondTheMemoryChangeNothingAndOneOfNoKeysLeavesTheHead
 }
 
 TEST(TransformerXl, AStreamMayBeLongerThanTheProblemAndLeaveOldTokensBehind) {
-  // Two streams that differ until everything different is out of reach: layers * (memory - 1) =
-  // 126.
+  // Two streams differ up to tokens that are out of reach: layers * (memory - 1) = 126.
   Case test(CausalProblem(1, 2, 64, 16),
             {{"memory", "64"}, {"same_length", "true"}, {"segment", "50"}});
   const Problem longer = CausalProblem(1, 2, 700, 16);
@@ -350,8 +348,8 @@ TEST(TransformerXl, AStreamMayBeLongerThanTheProblemAndLeaveOldTokensBehind) {
 }
 
 TEST(TransformerXl, ACommonOffsetOfAllPositionsChangesNothing) {
-  // The same 60 tokens at the start of a stream, and after 1, 64 and 101 others that are out of
-  // reach because memory begins anew: with memory 0 a segment sees itself alone.
+  // The same 60 tokens come at the start of a stream, and after 1, 64 and 101 others that are out
+  // of reach because memory begins anew: with memory 0 a segment sees only itself.
   Case test(CausalProblem(1, 2, 60, 16), {{"memory", "0"}, {"segment", "60"}});
   const Tensor first = test.Stream({60});
   for (const std::vector<int64_t>& prefix :
@@ -508,8 +506,8 @@ TEST(TransformerXl, NoTokensAndNoBatchAreNoWork) {
 
 // ---- The terms of the score, seen through one attention layer whose output is its weights ----
 
-// One head of 64 channels reads unit vectors with W_v = W_o = 1: row p of the output is the weights
-// of token p.
+// A model with one head of 64 channels reads unit vectors with W_v = W_o = 1: row p of the output
+// is the weights of token p.
 class Weights {
  public:
   Weights() {
@@ -520,7 +518,7 @@ class Weights {
       for (int64_t n = 0; n < 64; ++n) matrix->span<float>()[n * 64 + n] = 1;
     }
   }
-  // Logarithms of the weights, [64][64], appended in segments of 16.
+  // Returns the logarithms of the weights, [64][64], appended in segments of 16.
   std::vector<double> Logarithms() {
     const Problem problem = CausalProblem(1, 1, 64, 64);
     const MemoryReach reach{64, false, 16};
@@ -562,11 +560,12 @@ class Weights {
   Tensor identity_{DType::kF32, {64, 64}};
   Tensor x_{DType::kF32, {1, 64, 64}};
 };
-// The difference of two scores of one row: their common log-sum-exp drops out.
+// Returns the difference of two scores of one row: their common log-sum-exp cancels.
 double Gap(const std::vector<double>& logarithms, int64_t p, int64_t j) {
   return logarithms[p * 64 + j] - logarithms[p * 64 + p];
 }
-constexpr double kGapBound = 2e-5;  // scores are of order 1, their logarithms absolute
+// Scores are of order 1, and the errors of logarithms are absolute.
+constexpr double kGapBound = 2e-5;
 
 TEST(TransformerXlScores, AreContentAloneWithoutDistancesAndBiases) {
   Weights weights;
@@ -609,8 +608,8 @@ TEST(TransformerXlScores, OfTheContentBiasDependOnTheKeyAlone) {
 }
 
 TEST(TransformerXlScores, OfDistancesEqualTheAuthorsShiftOfAPaddedProduct) {
-  // Their rel-shift in closed form: BD[i', j] = X[i', L - 1 - i' + j], X = (q + v) R^T with R's row
-  // c the distance T - 1 - c. Here the last segment: L = 16 queries, T = 64 keys.
+  // The authors' rel-shift in closed form is BD[i', j] = X[i', L - 1 - i' + j], X = (q + v) R^T
+  // with R's row c the distance T - 1 - c. This is the last segment: L = 16 queries, T = 64 keys.
   Weights weights;
   for (Tensor* tensor : {&weights.w_k, &weights.u}) Fill(tensor->view(), 0);
   const std::vector<double> logarithms = weights.Logarithms();
@@ -639,8 +638,8 @@ TEST(TransformerXlScores, OfDistancesEqualTheAuthorsShiftOfAPaddedProduct) {
 // ---- Costs, parameters, errors ----
 
 TEST(TransformerXl, CostCountsTheProductsOfTheDefinition) {
-  // 2 layers, width 4, inner 8, 5 tokens in segments of 2 with memory 1: keys seen per token are
-  // 1, 2; 2, 3; 2.
+  // There are 2 layers of width 4 and inner width 8, and 5 tokens in segments of 2 with memory 1:
+  // keys seen per token are 1, 2; 2, 3; 2.
   const auto layer = MakeLayer(CausalProblem(3, 2, 5, 2),
                                {{"segment", "2"}, {"memory", "1"}, {"feed_forward", "2"}});
   const double projections = 5 * 4 * 4 * 4, feed_forward = 5 * 2 * 4 * 8;
@@ -653,11 +652,11 @@ TEST(TransformerXl, CostCountsTheProductsOfTheDefinition) {
   EXPECT_EQ(layer->cost().bytes, 4 * (2 * 3 * 5 * 4 + parameters));
   const auto statistics = layer->statistics();
   EXPECT_EQ(statistics.at("keys_per_token"), 2);
-  EXPECT_EQ(statistics.at("reach_tokens"), 3);  // token 4 sees from 3, which sees from 1
+  EXPECT_EQ(statistics.at("reach_tokens"), 3);  // token 4 sees token 3, which sees token 1
 }
 
 TEST(TransformerXl, CostCountsTheKeysWithinSpans) {
-  // Keys seen are 1, 2; 2, 3; 2, of which a head with ceil(1.5 + z) = 2 keys sees 2 at most.
+  // The keys seen are 1, 2; 2, 3; 2, of which a head with ceil(1.5 + z) = 2 keys sees 2 at most.
   const Problem problem = CausalProblem(1, 2, 5, 2);
   const Options options = {
       {"segment", "2"}, {"memory", "1"}, {"feed_forward", "2"}, {"layers", "1"}};

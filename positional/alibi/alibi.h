@@ -25,10 +25,10 @@ struct AlibiOptions {
   void Describe(OptionBinder&) {}
 };
 
-// m_1 .. m_heads.
+// Returns m_1 .. m_heads.
 std::vector<double> AlibiSlopes(int64_t heads);
 
-// Parameters: slopes [query_heads].
+// Alibi has the parameter slopes [query_heads].
 class Alibi : public TechniqueOf<AlibiOptions> {
  public:
   Alibi();

@@ -78,8 +78,8 @@ TEST(Alibi, SlopesOfZeroEqualDense) {
 }
 
 TEST(Alibi, NeighbouringKeysDifferByTheSlopeInTheScore) {
-  // Equal keys: the ratio of the weights of neighbours is exp(slope). One head has slope 2^-8; two
-  // have 2^-4 and 2^-8.
+  // With equal keys, the ratio of the weights of neighbours is exp(slope). One head has slope 2^-8;
+  // two have 2^-4 and 2^-8.
   Problem problem = Problem::SelfAttention(1, 2, 4, 4, /*causal=*/true);
   problem.value_dim = 4;
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);

@@ -28,7 +28,7 @@ TechniqueInfo Info() {
   return info;
 }
 
-// log(1 + exp(x)) without overflow.
+// Returns log(1 + exp(x)) without overflow.
 double Softplus(double x) { return std::max(x, 0.0) + std::log1p(std::exp(-std::abs(x))); }
 
 class DistanceAwareLayer : public FlashLayer {
@@ -48,7 +48,7 @@ class DistanceAwareLayer : public FlashLayer {
     const absl::Span<const float> alpha = parameters_.at("alpha").span<float>();
     const absl::Span<const float> beta = parameters_.at("beta").span<float>();
     const Problem& p = problem();
-    // Beyond fp32 the largest float, so that a product of 0 stays 0.
+    // Numbers beyond fp32 become the largest float, so that a product with 0 stays 0.
     constexpr double kLargest = std::numeric_limits<float>::max();
     const auto factor = [&](int64_t h, int64_t offset) {
       const int64_t distance = std::abs(p.causal_offset() - offset);

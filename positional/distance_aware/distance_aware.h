@@ -12,9 +12,9 @@
 // Source: Wu, Wu, Huang 2021, "DA-Transformer: distance-aware transformer", NAACL,
 // arXiv:2010.06925v2, section 3. Its model is an encoder, without a causal mask, and its queries and
 // keys are of the same tokens: p_i = i. No code of the authors is public.
-// Ours where the paper is silent: d under the root is head_dim, not model_dim. alpha is drawn from
-// N(0, 0.1^2), so that half of the heads prefer far keys, half near ones, and f changes over tens of
-// tokens; beta from N(0, 1).
+// Where the paper is silent, this project decides: d under the root is head_dim, not model_dim.
+// alpha is drawn from N(0, 0.1^2), so that half of the heads prefer far keys, half near ones, and f
+// changes over tens of tokens; beta from N(0, 1).
 //
 // Cost: dense attention and two operations a score; memory heads (query_tokens + kv_tokens) floats.
 #ifndef TFB_POSITIONAL_DISTANCE_AWARE_DISTANCE_AWARE_H_
@@ -30,10 +30,10 @@ struct DistanceAwareOptions {
   void Describe(OptionBinder&) {}
 };
 
-// f(distance) by the stable form.
+// Returns f(distance) by the stable form.
 double DistanceAwareFactor(double alpha, double beta, int64_t distance);
 
-// Parameters: alpha [query_heads], beta [query_heads].
+// DistanceAware has the parameters alpha [query_heads] and beta [query_heads].
 class DistanceAware : public TechniqueOf<DistanceAwareOptions> {
  public:
   DistanceAware();

@@ -37,7 +37,7 @@ TEST(DistanceAware, FactorOfDistanceZeroIsOne) {
 }
 
 TEST(DistanceAware, FactorIsThePapersQuotient) {
-  // beta = 0: 2 / (1 + e^-n); alpha = log 2, beta = log 3: 4 / (1 + 3 / 2^n).
+  // For beta = 0 f is 2 / (1 + e^-n); for alpha = log 2, beta = log 3 it is 4 / (1 + 3 / 2^n).
   EXPECT_NEAR(DistanceAwareFactor(1, 0, 2), 2 / (1 + std::exp(-2.0)), 1e-15);
   EXPECT_NEAR(DistanceAwareFactor(std::log(2.0), std::log(3.0), 1), 1.6, 1e-14);
   EXPECT_NEAR(DistanceAwareFactor(std::log(2.0), std::log(3.0), 3), 4 / 1.375, 1e-14);
@@ -56,14 +56,15 @@ TEST(DistanceAware, FactorTendsToItsLimitsAndNeverTurns) {
 }
 
 TEST(DistanceAware, FactorStaysFiniteWhereTheQuotientIsInfinityByInfinity) {
-  // beta so large that f = exp(alpha n) as long as alpha n is far below it.
+  // beta is so large that f = exp(alpha n) as long as alpha n is far below it.
   EXPECT_NEAR(DistanceAwareFactor(0.25, 800, 4), std::exp(1.0), 1e-12);
   EXPECT_NEAR(DistanceAwareFactor(-0.25, 800, 4), std::exp(-1.0), 1e-12);
 }
 
 TEST(DistanceAware, WeightsOfThreeKeysByHand) {
-  // head_dim 4, alpha = log 2, beta = log 3: f(0) = 1, f(1) = 1.6. Query 1 is (2, 0, 0, 0), keys are
-  // (x, 0, 0, 0) with x = -5, 3, 5: products -10, 6, 10, over sqrt(4) 0, 3, and 5 * 1.6 = 8.
+  // With head_dim 4, alpha = log 2, beta = log 3: f(0) = 1, f(1) = 1.6. Query 1 is (2, 0, 0, 0),
+  // keys are (x, 0, 0, 0) with x = -5, 3, 5: products -10, 6, 10, over sqrt(4) 0, 3, and 5 * 1.6 =
+  // 8.
   const Problem problem = Problem::SelfAttention(1, 1, 3, 4);
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 1);
   for (const char* name : {"q", "k", "v"}) Fill(inputs[name].view(), 0);
@@ -85,7 +86,8 @@ TEST(DistanceAware, WeightsOfThreeKeysByHand) {
   }
 }
 
-// softmax(relu(q k^T) factor / sqrt(head_dim)) v of one batch row, without a mask, by plain loops.
+// Computes softmax(relu(q k^T) factor / sqrt(head_dim)) v of one batch row, without a mask, by
+// plain loops.
 Tensor PlainAttention(const Problem& problem, const NamedTensors& inputs,
                       const std::vector<float>& alpha, const std::vector<float>& beta) {
   Tensor out(DType::kF64, {1, problem.query_heads, problem.query_tokens, problem.value_dim});
@@ -130,7 +132,7 @@ TEST(DistanceAware, MatchesPlainLoops) {
 }
 
 TEST(DistanceAware, AlphaOfZeroIsTheSoftmaxOfReluScores) {
-  // Where all products are positive, that is dense attention.
+  // Where all products are positive, the result is dense attention.
   for (bool causal : {false, true}) {
     const Problem problem = Problem::SelfAttention(1, 2, 100, 16, causal);
     NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
@@ -144,7 +146,7 @@ TEST(DistanceAware, AlphaOfZeroIsTheSoftmaxOfReluScores) {
 }
 
 TEST(DistanceAware, NegativeProductsAndFarKeysKeepTheWeightOfScoreZero) {
-  // Opposed queries and keys: all scores are 0, whatever alpha, and the output is the mean.
+  // With opposed queries and keys all scores are 0, whatever alpha, and the output is the mean.
   const Problem problem = Problem::SelfAttention(1, 2, 100, 16);
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
   Fill(inputs["q"].view(), 1);

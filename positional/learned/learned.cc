@@ -48,7 +48,7 @@ EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOptions& option
   return plan;
 }
 
-// The rows of the problem's tokens.
+// Returns the rows of the problem's tokens.
 absl::StatusOr<Encodings> RowsOfTokens(const Problem& problem, const LearnedOptions& options,
                                        const NamedTensors& parameters) {
   const ConstTensorView rows = Slice(ConstTensorView(parameters.at("p").view()), 1,

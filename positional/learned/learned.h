@@ -3,11 +3,11 @@
 //
 //   h^0 = x,   h^n = multi_head_n(h^(n-1)_p + P^n[p + position_offset]),   y = h^layers
 //
-// P^n is a parameter [max_tokens, model_dim], drawn N(0, 0.02^2). By default one layer. In a stack
-// the first layer alone has a table, added to its input as if to an embedding, or with per_layer
-// each has its own; multi_head_n have parameters of their own, and nothing else is between them: no
-// residual, no normalisation. There are no positions beyond the table: a problem that needs them is
-// refused.
+// P^n is a parameter [max_tokens, model_dim], drawn N(0, 0.02^2). The default is one layer. In a
+// stack only the first layer has a table, which is added to its input as if to an embedding, or
+// with per_layer each layer has its own; multi_head_n have parameters of their own, and nothing
+// else is between them: no residual, no normalisation. There are no positions beyond the table: a
+// problem that needs them is refused.
 //
 // Sources: Gehring et al. 2017, "Convolutional sequence to sequence learning", arXiv:1705.03122v3,
 // section 3.1; a table for each layer: Al-Rfou et al. 2019, "Character-level language modeling with
@@ -51,10 +51,10 @@ struct LearnedOptions {
   }
 };
 
-// Self-attention on x [batch, tokens, model_dim], with the optional key_mask. Parameters: p [tables,
-// max_tokens, model_dim], and those of multi_head, as applicationN.NAME where there are several
-// layers. InvalidArgument where a token is beyond the tables. The counterpart has the inner technique's
-// counterpart inside.
+// Learned is self-attention on x [batch, tokens, model_dim], with the optional key_mask. Its
+// parameters are p [tables, max_tokens, model_dim], and those of multi_head, as applicationN.NAME
+// where there are several layers. It returns InvalidArgument where a token is beyond the tables.
+// The counterpart has the inner technique's counterpart inside.
 class Learned : public TechniqueOf<LearnedOptions> {
  public:
   Learned();

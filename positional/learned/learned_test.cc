@@ -1,4 +1,4 @@
-// Tolerance: multi_head's, 2e-5 of the largest value, or of 1 where that is more.
+// Tolerance. The bound is multi_head's: 2e-5 of the largest value, or of 1 where that is more.
 #include "positional/learned/learned.h"
 
 #include <algorithm>
@@ -47,7 +47,7 @@ std::string Error(const Problem& problem, const Options& options) {
   return layer.ok() ? "ok" : std::string(layer.status().message());
 }
 
-// multi_head on x + p[table, t], with the parameters of one application.
+// Computes multi_head on x + p[table, t], with the parameters of one application.
 Tensor Reference(const Problem& problem, const Tensor& x, const Tensor& p, int64_t table,
                  const NamedTensors& parameters, const std::string& prefix) {
   NamedTensors own, inputs;
@@ -68,8 +68,8 @@ Tensor Reference(const Problem& problem, const Tensor& x, const Tensor& p, int64
 constexpr int64_t kNoTable = -1;
 
 TEST(Learned, TwoTokensByHand) {
-  // One channel, scale 1, all matrices 1: x = 1, 2 and rows 1 and 2 of the table 0.5, -1 make u =
-  // 1.5, 1.
+  // There is one channel, scale 1, and all matrices are 1: x = 1, 2 and rows 1 and 2 of the table
+  // 0.5, -1 make u = 1.5, 1.
   const Problem problem = Problem::SelfAttention(1, 1, 2, 1);
   NamedTensors parameters;
   for (const char* name : {"w_q", "w_k", "w_v", "w_o"}) {
@@ -103,7 +103,8 @@ TEST(Learned, WithATableOfZerosItKnowsNoOrder) {
     CopyElements(Slice(ConstTensorView(inputs.at("x").view()), 1, t, 1),
                  Slice(turned["x"].view(), 1, 49 - t, 1));
   }
-  const auto difference = [&] {  // of the reversed sequence's output from the reversed output
+  // Difference of the reversed sequence's output to the reversed output.
+  const auto difference = [&] {
     const Tensor out = RunOf(Learned(), problem, ViewsOf(inputs), {}, parameters);
     const Tensor of_turned = RunOf(Learned(), problem, ViewsOf(turned), {}, parameters);
     double worst = 0;
@@ -185,7 +186,7 @@ TEST(Learned, TheTableIsDrawnWithADeviationOfOneFiftieth) {
   EXPECT_EQ(p.shape(), (Shape{1, 4096, 64}));
   double squares = 0;
   for (const float value : p.span<float>()) squares += static_cast<double>(value) * value;
-  // 2^18 draws: the deviation of their mean square is sqrt(2 / 2^18) of it, 0.0028.
+  // With 2^18 draws, the deviation of their mean square is sqrt(2 / 2^18) of it, 0.0028.
   EXPECT_NEAR(squares / static_cast<double>(p.num_elements()) / 4e-4, 1, 5 * 0.0028);
 }
 

@@ -39,9 +39,9 @@ absl::StatusOr<int64_t> RotaryDims(const Problem& problem, const RopeOptions& op
   return options.rotary_dims;
 }
 
-// Turns queries and keys into copies of the problem's dtype and attends with those. `Real` is what
-// it computes in: float in fp32, and double in 16 bits, where the copies are rounded as the
-// definition has it: fp32 would round one of some 2^16 elements the other way.
+// Rotates queries and keys into copies of the problem's dtype and attends with those. It computes
+// in `Real`: float in fp32, and double in 16 bits, where the copies are rounded as in the
+// definition: fp32 would round one of some 2^16 elements the other way.
 template <class Real>
 class RopeLayer : public FlashLayer {
  public:
@@ -52,7 +52,7 @@ class RopeLayer : public FlashLayer {
         pairs_(rotary_dims / 2) {}
 
  protected:
-  // cos and sin of every position from the first of keys and queries to the last of both.
+  // Computes cos and sin of every position from the first of keys and queries to the last of both.
   absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) override {
     const Problem& p = problem();
     first_ = std::min<int64_t>(0, p.causal_offset());
@@ -126,7 +126,7 @@ class RopeLayer : public FlashLayer {
   void Turn(const ConstTensorView& from, int64_t offset, const TensorView& to,
             const Execution& execution) const {
     constexpr int64_t kRows =
-        64;  // a task: 64 rows x 64 channels x 4 B = 16 KiB, enough to outweigh its start
+        64;  // rows of a task: 64 rows x 64 channels x 4 B = 16 KiB, enough to outweigh its start
     const int64_t heads = from.dim(1), tokens = from.dim(2), channels = from.dim(3);
     const int64_t blocks = (tokens + kRows - 1) / kRows;
     execution.pool->ParallelFor(from.dim(0) * heads * blocks, [&](int64_t task, int) {

@@ -1,14 +1,14 @@
-// Rotary position embedding: queries and keys turned by angles proportional to their positions, so
-// that their product depends on the distance alone.
+// Rotary position embedding: queries and keys are rotated by angles proportional to their
+// positions, so that their product depends on the distance alone.
 //
 //   theta_t = base^(-2 t / r), t = 0 .. r/2 - 1, on the first r = rotary_dims channels
 //   (a, b) -> (a cos p theta_t - b sin p theta_t, a sin p theta_t + b cos p theta_t)
 //
-// for the pair t of a row at position p: channels (2t, 2t + 1) in the interleaved layout, and
-// (t, t + r/2) in the half-split one. Keys have the positions j, queries i + kv_tokens -
-// query_tokens, both plus position_offset. Then dense attention. In 16-bit problems turned queries
-// and keys are rounded to the problem's dtype before they meet, as models of that precision do;
-// what is lost so is a part of the definition.
+// for the pair t of a row at position p: channels (2t, 2t + 1) in the interleaved layout, and (t, t
+// + r/2) in the half-split one. Keys have the positions j, queries i + kv_tokens - query_tokens,
+// both plus position_offset. Then dense attention. In 16-bit problems rotated queries and keys are
+// rounded to the problem's dtype before the product, as models of that precision do; that rounding
+// is a part of the definition.
 //
 // Source: Su et al. 2021, "RoFormer", arXiv:2104.09864v5, section 3.2.2, equations 14 to 16
 // (interleaved); half-split as in GPT-NeoX and LLaMA. Angles are formed in float64: in fp32 the

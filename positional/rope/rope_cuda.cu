@@ -4,16 +4,16 @@
 namespace tfb {
 namespace {
 
-// One launch turns queries and keys. A thread turns four pairs of a row, or copies eight of the
-// channels behind the last pair: a row of 64 channels is 8 threads, each with 8 loads under way at
-// once. A block has rows of one head.
+// One launch rotates queries and keys. A thread rotates four pairs of a row, or copies eight of the
+// channels behind the last pair: a row of 64 channels is 8 threads, each with 8 loads in flight. A
+// block has rows of one head.
 constexpr int kThreads = 256;
 constexpr int kPairs = 4;
 constexpr int kChannels = 2 * kPairs;
 
 __host__ __device__ int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-// Threads of a row: at most 33 for 256 channels.
+// Returns the threads of a row: at most 33 for 256 channels.
 template <class Real>
 __host__ __device__ int RowThreads(const TurnArguments<Real>& a) {
   return CeilDiv(a.pairs, kPairs) + CeilDiv(a.channels - 2 * a.pairs, kChannels);
@@ -22,7 +22,7 @@ __host__ __device__ int64_t Blocks(const TurnedRows& rows, int block_rows) {
   return rows.batch * rows.heads * CeilDiv(rows.tokens, block_rows);
 }
 
-// A row of `from` and the same one of `to`.
+// A row of `from` and the row of `to` with the same index.
 struct Row {
   const DeviceView& from;
   const DeviceView& to;

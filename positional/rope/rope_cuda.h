@@ -9,7 +9,7 @@
 
 namespace tfb {
 
-// Rows to turn: those of queries, or of keys.
+// The rows to rotate: those of queries, or of keys.
 struct TurnedRows {
   DeviceView from;  // [batch, heads, tokens, channels]
   DeviceView to;    // the same shape
@@ -19,7 +19,7 @@ struct TurnedRows {
   int64_t first;  // row n has row n + first of the tables
 };
 
-// Computed in Real, float or double.
+// The kernel computes in Real, float or double.
 template <class Real>
 struct TurnArguments {
   TurnedRows queries;
@@ -27,13 +27,13 @@ struct TurnArguments {
   const Real* cos;  // [positions, pairs]
   const Real* sin;
   int channels;
-  int pairs;  // the channels behind them are copied
-  bool half;  // pair t is channels t and t + pairs, else 2 t and 2 t + 1
+  int pairs;  // the channels behind the pairs are copied
+  bool half;  // pair t is channels t and t + pairs; else 2 t and 2 t + 1
 };
 
 template <class Real>
 struct RopeKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*turn)(const TurnArguments<Real>& arguments, void* stream);
 };
 

@@ -19,8 +19,8 @@ NamedTensors RunOwn(const Problem& problem, const Inputs& inputs, const Options&
 }
 
 TEST(Rope, AQuarterTurnSwapsTheChannelsOfAPair) {
-  // base 1 turns every pair by the position in radians. Query (1, 0) at position 1 against keys (1,
-  // 0) at 0 and 1: scores cos 1 and cos 0, over sqrt(2).
+  // base 1 rotates every pair by the position in radians. Query (1, 0) at position 1 with keys (1,
+  // 0) at 0 and 1 gives scores cos 1 and cos 0, over sqrt(2).
   const Problem problem = Problem::SelfAttention(1, 1, 2, 2, /*causal=*/true);
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 1);
   for (const char* name : {"q", "k", "v"}) {
@@ -64,9 +64,9 @@ TEST(Rope, LayoutsAreThePermutationOfEachOther) {
 }
 
 TEST(Rope, AnglesOfAMillionPositionsAreThoseOfFloat64) {
-  // Two tokens of the same vector, base 10000's first pair: a row sees the scores 1 / sqrt(2) and
-  // cos(1) / sqrt(2) at any position. Angles whose difference is off by e change the log-sum-exp by
-  // 0.25 e, so that 2e-7 of it are 8e-7 of an angle.
+  // There are two tokens of the same vector, in base 10000's first pair: a row sees the scores 1 /
+  // sqrt(2) and cos(1) / sqrt(2) at any position. Angles whose difference is off by e change the
+  // log-sum-exp by 0.25 e, so that 2e-7 of it are 8e-7 of an angle.
   const Problem problem = Problem::SelfAttention(1, 1, 2, 2);
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 4);
   const float rows[] = {1, 0, 1, 0};
@@ -123,7 +123,8 @@ TEST(Rope, InSixteenBitsTurnedRowsAreRoundedAsTheDefinitionHasIt) {
           DefineTechnique(Rope(), problem, ViewsOf(inputs), {options}).value();
       for (const Device device : kHostDevices) {
         const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options, device);
-        // The log-sum-exp is fp32: one element of a row rounded the other way would show.
+        // The log-sum-exp is fp32: a single element of a row that is rounded the other way would be
+        // visible.
         EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), expected.at("log_sum_exp").view()),
                   2e-6)
             << Name(dtype) << " " << ToString(options) << " " << Name(device);
@@ -144,8 +145,8 @@ TEST(Rope, RotaryDimsMustBeEvenAndFit) {
   }
 }
 
-// GPT-J, GPT-NeoX and LLaMA of Hugging Face turned these; how is in the files' metadata. Their
-// queries and keys, turned, go through dense attention; ours go through rope untouched.
+// GPT-J, GPT-NeoX and LLaMA of Hugging Face rotated these; the files' metadata say how. Their
+// rotated queries and keys go through dense attention; ours go through rope unrotated.
 class RopeGolden : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(RopeGolden, AttentionWithTheirTurnedRowsEqualsOurs) {

@@ -69,7 +69,7 @@ class ShawLayer : public Layer {
                                                             /*relative_keys=*/false, threads));
   }
 
-  // The products of far pairs, of the near ones and of queries and weights with the tables.
+  // Returns the products of far pairs, of near pairs, and of queries and weights with the tables.
   Cost cost() const override {
     const Problem& p = problem();
     Cost cost;
@@ -135,7 +135,7 @@ class ShawLayer : public Layer {
     return far;
   }
 
-  // Rows of value_row numbers.
+  // Copies rows, each padded to value_row numbers.
   absl::StatusOr<DeviceArray<float>> CopyPadded(const ConstTensorView& table) const {
     Tensor padded(DType::kF32, {table.dim(0), table.dim(1), sizes_.value_row});
     Fill(padded.view(), 0);
@@ -143,7 +143,8 @@ class ShawLayer : public Layer {
     return CopyFloats(device_, padded.view());
   }
 
-  // The keys at distance k or more, before a query or behind it. With k = 0 all are in one bin.
+  // Returns the pattern of the keys at distance k or more, before a query or behind it. With k = 0
+  // all are in one bin.
   std::unique_ptr<Pattern> FarPattern(int64_t part) const {
     const Problem& p = problem();
     const int64_t k = sizes_.max_distance, here = p.causal_offset();
@@ -174,7 +175,7 @@ class ShawLayer : public Layer {
     return ToStatus(KernelsOn<ShawKernels>(runtime->target()).softmax_of_bins(a, stream));
   }
 
-  // Of a head and batch row.
+  // Returns the near pairs of a head and batch row.
   double NearPairs() const {
     double pairs = 0;
     for (int64_t i = 0; i < sizes_.query_tokens; ++i) {
@@ -213,7 +214,7 @@ absl::StatusOr<std::unique_ptr<Layer>> Shaw::MakeLayer(const Problem& problem,
   return std::make_unique<ShawLayer>(problem, options, std::move(parameters), device);
 }
 
-// P^V joins v_j before the sum, pair by pair.
+// P^V is added to v_j before the sum, pair by pair.
 absl::Status Shaw::Definition(const Problem& problem, const ShawOptions& options,
                               const NamedTensors& parameters, const Inputs& inputs,
                               const DefinitionRequest& request, NamedTensors* outputs) const {

@@ -1,12 +1,12 @@
-// Shaw's relative positions: vectors of the clipped offset join the keys and the values.
+// Shaw's relative positions: vectors of the clipped offset are added to the keys and the values.
 //
 //   s_ij  = q_i . (k_j + P^K[rho]) / sqrt(head_dim),     rho = clip(j - p_i, -k, k) + k
 //   y_i   = sum_j a_ij (v_j + P^V[rho]),                 a_ij = softmax_j(s_ij)
 //   p_i   = i + kv_tokens - query_tokens
 //
-// How it is computed. The offsets are 2k + 1 bins. Those inside have one key each; the first and
-// the last have all the far keys of their side, with one and the same vector. So far keys are plain
-// attention, and with o_rho and l_rho the output and the log-sum-exp over the keys of a bin,
+// Evaluation. The offsets are 2k + 1 bins. The inner bins have one key each; the first and the last
+// have all the far keys of their side, with the same vector. So far keys are plain attention, and
+// with o_rho and l_rho the output and the log-sum-exp over the keys of a bin,
 //
 //   y_i = sum_rho b_rho (o_rho + P^V[rho]),   b = softmax_rho(l_rho + q_i . P^K[rho] / sqrt(head_dim))
 //
@@ -41,9 +41,9 @@ struct ShawOptions {
   }
 };
 
-// Parameters, f32, of T = query_heads tables where they are per head, else 1: key_positions [T,
-// 2k + 1, head_dim] and, with `values`, value_positions [T, 2k + 1, value_dim]; drawn N(0, 0.1^2).
-// Row rho is the offset rho - k.
+// The parameters, f32, are T = query_heads tables where they are per head, else 1: key_positions
+// [T, 2k + 1, head_dim] and, with `values`, value_positions [T, 2k + 1, value_dim]; drawn N(0,
+// 0.1^2). Row rho is the offset rho - k.
 class Shaw : public TechniqueOf<ShawOptions> {
  public:
   Shaw();

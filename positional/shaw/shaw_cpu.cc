@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kTile = 64;
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-// Of a thread.
+// The scratch of a thread.
 struct Scratch {
   float* query;   // [head_dim]
   float* keys;    // [keys of a tile][head_dim]
@@ -63,7 +63,7 @@ class ShawHead {
   }
 
  private:
-  // From first_key_ to `last`.
+  // Loads the keys from first_key_ to `last`.
   void LoadKeys(int64_t last) {
     const int64_t head = h_ / sizes_.group;
     for (int64_t j = first_key_; j <= last; ++j) {
@@ -71,7 +71,7 @@ class ShawHead {
       float* value = scratch_.values + row * sizes_.value_row;
       std::fill_n(value, sizes_.value_row, 0.0f);
       scratch_.seen[row] = call_.key_mask.empty() || *call_.key_mask.At<uint8_t>(b_, j) != 0;
-      if (scratch_.seen[row] == 0) continue;  // its value has weight 0, and must not be NaN
+      if (scratch_.seen[row] == 0) continue;  // its value has weight 0 and must not contribute NaN
       LoadRow(call_.k, call_.k.Offset(b_, head, j), call_.k.stride(3), sizes_.head_dim,
               scratch_.keys + row * sizes_.head_dim);
       LoadRow(call_.v, call_.v.Offset(b_, head, j), call_.v.stride(3), sizes_.value_dim, value);
@@ -99,7 +99,7 @@ class ShawHead {
     }
   }
 
-  // Near keys `first`, ... have the bins first_bin, ...
+  // Computes logits. The near keys from `first` on have the bins from first_bin on.
   void FindLogits(int64_t i, int64_t first, int64_t first_bin, int64_t near) {
     float* logits = scratch_.logits;
     const int64_t bins = sizes_.bins();
@@ -112,7 +112,7 @@ class ShawHead {
     for (int64_t n = 0; n < near; ++n) {
       if (scratch_.seen[first - first_key_ + n] == 0) logits[first_bin + n] = kHidden;
     }
-    // The first and the last bin, which is the same where k = 0, are those of far keys.
+    // The first and the last bin, which are the same where k = 0, are those of far keys.
     logits[0] = FarLogit(0, i, logits[0]);
     if (bins == 1) return;
     logits[bins - 1] = FarLogit(1, i, logits[bins - 1]);
@@ -120,14 +120,14 @@ class ShawHead {
     std::fill(logits + 1, logits + first_bin, kHidden);
     std::fill(logits + first_bin + near, logits + bins - 1, kHidden);
   }
-  // A part without keys hides whatever the query is.
+  // Returns -inf for a part without keys, whatever the query is.
   float FarLogit(int64_t part, int64_t i, float position) const {
     if (part >= sizes_.far_parts) return kHidden;
     const float content = call_.far.log_sum_exp[FarRow(part, i)];
     return content == kHidden ? kHidden : content + position;
   }
 
-  // The logits are weights now.
+  // The logits have been replaced by weights.
   void AddValues(int64_t i, int64_t first, int64_t first_bin, int64_t near) {
     const int64_t bins = sizes_.bins(), value_row = sizes_.value_row;
     const float* weights = scratch_.logits;

@@ -11,10 +11,10 @@
 
 namespace tfb {
 
-// What engine flash found for the keys that are not near.
+// Engine flash's results for the keys that are not near.
 struct FarKeys {
   float* rows;         // o: [far_parts][batch, query_heads, query_tokens, value_dim]
-  float* log_sum_exp;  // of the content alone, [far_parts][batch, query_heads, query_tokens]
+  float* log_sum_exp;  // for the content alone, [far_parts][batch, query_heads, query_tokens]
 };
 
 struct ShawCall {
@@ -28,7 +28,7 @@ struct ShawCall {
 };
 
 size_t ShawCpuWorkspaceBytes(const ShawSizes& sizes, int threads);
-// Allocates nothing; the result does not depend on the number of threads.
+// Runs the step. It allocates nothing; the result does not depend on the number of threads.
 void ShawCpu(const ShawSizes& sizes, const ShawCall& call, const Execution& execution);
 
 }  // namespace tfb

@@ -5,14 +5,14 @@ namespace tfb {
 namespace {
 
 // A warp has a query, whose channels its lanes divide. It begins with the bins of the far keys and
-// adds the near ones, 32 at a time: each lane makes its share of 32 scores, which 31 shuffles then
-// add up, one score to a lane.
+// adds the near ones, 32 at a time: each lane computes its share of 32 scores, which 31 shuffles
+// then add up, one score to a lane.
 constexpr int kWarp = 32;
 constexpr int kWarps = 4;
-constexpr int kShare = 8;  // channels of a lane, of 256 at most
+constexpr int kShare = 8;  // channels of a lane, for 256 at most
 constexpr unsigned kAll = ~0u;
 
-// Sums each of the values over the warp; lane n receives that of values[n].
+// Sums each of the values over the warp; lane n receives the sum of values[n].
 __device__ float SumsOfWarp(float values[kWarp]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
 #pragma unroll
@@ -42,8 +42,7 @@ __device__ float Max(float value) {
   return value;
 }
 
-// The softmax of one query so far: what of its channels is this lane's, and the whole maximum and
-// sum.
+// The softmax of one query so far: this lane's part of its channels, and the whole maximum and sum.
 class Query {
  public:
   __device__ Query(const ShawArguments& a, int64_t b, int64_t h, int64_t i)
@@ -130,7 +129,7 @@ class Query {
     return expf(logit - max);
   }
 
-  // Keys first, first + 1, ..., `count` of them, whose bins begin with `bin`.
+  // Adds `count` keys from `first` on, whose bins begin with `bin`.
   __device__ void AddNearKeys(int64_t first, int count, int64_t bin) {
     const ShawSizes& s = a_.sizes;
     const int64_t head = h_ / s.group;

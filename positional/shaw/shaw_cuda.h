@@ -10,7 +10,7 @@
 
 namespace tfb {
 
-// As ShawCall.
+// The arguments of ShawCall in device memory.
 struct ShawArguments {
   ShawSizes sizes;
   DeviceView q;  // [batch, heads, tokens, channels]
@@ -28,7 +28,7 @@ struct ShawArguments {
 };
 
 struct ShawKernels {
-  // Enqueues on the stream and returns null, or why not.
+  // Enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*softmax_of_bins)(const ShawArguments& arguments, void* stream);
 };
 

@@ -14,7 +14,7 @@ namespace {
 
 Options K(int64_t max_distance) { return {{"max_distance", std::to_string(max_distance)}}; }
 
-// N(0, 1), so that an error in any of them shows.
+// Returns tables N(0, 1), so that an error in any of them is visible.
 NamedTensors LargeTables(int64_t heads, int64_t k, int64_t head_dim, int64_t value_dim) {
   return RandomInputs({{"key_positions", {heads, 2 * k + 1, head_dim}},
                        {"value_positions", {heads, 2 * k + 1, value_dim}}},
@@ -31,8 +31,9 @@ RunRequest With(const NamedTensors& parameters, const Options& options,
 }
 
 TEST(Shaw, ThreeTokensAreWhatTheFormulaSaysByHand) {
-  // One channel, one head, k = 1: keys 0, so that q_i P^K alone decides; P^K = (0, log 2, log 4) for
-  // the key before, the same and the one behind, P^V = (10, 20, 30), v = (1, 2, 3), q = 1.
+  // There is one channel, one head, k = 1. Keys are 0, so that only q_i P^K decides; P^K = (0, log
+  // 2, log 4) for the previous key, the same and the next one, P^V = (10, 20, 30), v = (1, 2, 3), q
+  // = 1.
   const Problem problem = Problem::SelfAttention(1, 1, 3, 1);
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
   Fill(inputs["q"].view(), 1);
@@ -43,7 +44,7 @@ TEST(Shaw, ThreeTokensAreWhatTheFormulaSaysByHand) {
     tables["key_positions"].view().Set(n, n * std::log(2.0));
     tables["value_positions"].view().Set(n, 10 * (n + 1));
   }
-  // Weights 2 : 4 : 4, 1 : 2 : 4 and 1 : 1 : 2.
+  // The weights are 2 : 4 : 4, 1 : 2 : 4 and 1 : 1 : 2.
   const double expected[] = {(2 * 21 + 4 * 32 + 4 * 33) / 10.0, (1 * 11 + 2 * 22 + 4 * 33) / 7.0,
                              (1 * 11 + 1 * 12 + 2 * 23) / 4.0};
   for (const Device device : kHostDevices) {
@@ -109,7 +110,7 @@ TEST(Shaw, ShiftingQueriesAndKeysTogetherChangesNothing) {
 }
 
 TEST(Shaw, KeysFartherThanTheDistanceAreIndistinguishable) {
-  // Exchanging two far keys with their values changes the queries that are far from both in nothing.
+  // Exchanging two far keys with their values does not change the queries that are far from both.
   const Problem problem = Problem::SelfAttention(1, 2, 80, 8);
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
   const NamedTensors tables = LargeTables(2, 6, 8, 8);

@@ -1,12 +1,12 @@
-// Sinusoidal encoding: a hidden state becomes one that knows its position, and multi-head attention
-// follows.
+// Sinusoidal encoding: sinusoids of its position are added to a hidden state, and multi-head
+// attention follows.
 //
 //   u_p = scale x_p + PE[p + position_offset],   y = multi_head(u)
 //   PE[p, 2 j] = sin(p w_j),  PE[p, 2 j + 1] = cos(p w_j),   w_j = base^(-2 j / d),  d = model_dim
 //
 // so that |PE[p]|^2 = d / 2, PE[p] . PE[q] depends on p - q alone, and PE[p + k] is PE[p] with each
-// pair of channels turned by k w_j. With an odd d the last cosine is missing, and these hold no
-// more. Nothing is learned: any offset, any length.
+// pair of channels turned by k w_j. With an odd d the last cosine is missing, and these properties
+// do not hold. Nothing is learned: any offset, any length.
 //
 // Source: Vaswani et al. 2017, "Attention is all you need", arXiv:1706.03762v7, section 3.5, base
 // 10000; the scale sqrt(d) is that of embeddings, section 3.4. Embeddings drawn N(0, 1 / d) are N(0,
@@ -62,8 +62,8 @@ struct SinusoidalOptions {
   }
 };
 
-// Self-attention on x [batch, tokens, model_dim], with the optional key_mask. Parameters: those of
-// multi_head. The counterpart has the inner technique's counterpart inside.
+// Sinusoidal is self-attention on x [batch, tokens, model_dim], with the optional key_mask. Its
+// parameters are those of multi_head. The counterpart has the inner technique's counterpart inside.
 class Sinusoidal : public TechniqueOf<SinusoidalOptions> {
  public:
   Sinusoidal();
@@ -81,7 +81,7 @@ class Sinusoidal : public TechniqueOf<SinusoidalOptions> {
                                       const SinusoidalOptions& options) const override;
 };
 
-// PE[p, c] of `channels` channels, in float64.
+// Returns PE[p, c] of `channels` channels, in float64.
 double DefineSinusoid(const SinusoidForm& form, int64_t channels, int64_t p, int64_t c);
 
 }  // namespace tfb

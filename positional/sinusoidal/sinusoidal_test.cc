@@ -43,7 +43,7 @@ Tensor RunOf(const Technique& technique, const Problem& problem, const Inputs& i
 
 double Bound(const ConstTensorView& expected) { return 2e-5 * std::max(1.0, MaxAbs(expected)); }
 
-// PE[first] to PE[first + positions - 1] by the formula in float64.
+// Returns PE[first] to PE[first + positions - 1] by the formula in float64.
 std::vector<std::vector<double>> Table(int64_t first, int64_t positions, int64_t channels,
                                        const SinusoidForm& form = {}) {
   std::vector<std::vector<double>> table(positions, std::vector<double>(channels));
@@ -59,7 +59,7 @@ double Product(const std::vector<double>& a, const std::vector<double>& b) {
   return Dot(a.data(), b.data(), static_cast<int64_t>(a.size()));
 }
 
-// x + table, for each batch row.
+// Returns x + table, for each batch row.
 Tensor Encoded(const Tensor& x, double scale, const Tensor& table) {
   Tensor u = x.Clone();
   for (int64_t n = 0; n < u.num_elements(); ++n) {
@@ -72,7 +72,7 @@ Tensor Encoded(const Tensor& x, double scale, const Tensor& table) {
 // ---- The table ----
 
 TEST(Sinusoidal, FourChannelsByHand) {
-  // Frequencies 1 and 1 / 100; inclusive 1 and 1 / 10000.
+  // The frequencies are 1 and 1 / 100; inclusive ones 1 and 1 / 10000.
   const std::vector<std::vector<double>> table = Table(0, 4, 4);
   EXPECT_THAT(table[0], testing::ElementsAre(0, 1, 0, 1));
   EXPECT_THAT(table[3],
@@ -90,7 +90,7 @@ TEST(Sinusoidal, TheTableOfTheLayerIsThatOfTheDefinition) {
         for (const int64_t first : {int64_t{0}, int64_t{100000}, SinusoidalOptions::kMaxOffset}) {
           const Tensor ours = Sinusoids(first, 9, channels, form).value();
           const auto exact = Table(first, 9, channels, form);
-          // Half an ulp of a float, and the rounding of the angle in double.
+          // The bound is half an ulp of a float, and the rounding of the angle in double.
           const double bound = 0x1p-24 + static_cast<double>(first) * 0x1p-50;
           for (int64_t p = 0; p < 9; ++p) {
             for (int64_t c = 0; c < channels; ++c) {
@@ -137,7 +137,8 @@ TEST(Sinusoidal, ALaterPositionIsAnEarlierOneTurned) {
 }
 
 TEST(Sinusoidal, TheLongestWavelengthOf64ChannelsIs7499Turns) {
-  // 2 pi 10000^(62 / 64); with inclusive frequencies 2 pi 10000. At a quarter of it the sine is 1.
+  // The longest wavelength is 2 pi 10000^(62 / 64); with inclusive frequencies 2 pi 10000. At a
+  // quarter of it the sine is 1.
   const double longest = std::pow(10000, 62.0 / 64);
   EXPECT_NEAR(longest, 7499, 0.5);
   const auto quarter = [](double turns) { return std::llround(turns * M_PI / 2); };

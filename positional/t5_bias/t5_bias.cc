@@ -51,7 +51,8 @@ class Natural {
     if (carry != 0) digits_.push_back(static_cast<uint32_t>(carry));
   }
 
-  std::vector<uint32_t> digits_ = {1};  // to the base 2^32, the lowest first, no zero on top
+  // Digits to the base 2^32, the lowest first, without leading zeros.
+  std::vector<uint32_t> digits_ = {1};
 };
 
 int64_t BucketsOfASide(const Problem& problem, const T5BiasOptions& options) {
@@ -94,7 +95,7 @@ class T5BiasLayer : public FlashLayer {
   double FlopsPerPair() const override { return FlashLayer::FlopsPerPair() + 1; }
 
  private:
-  // Of a key `behind` tokens before the query.
+  // Returns the bucket of a key `behind` tokens before the query.
   int64_t BucketOf(int64_t behind) const {
     const int64_t distance = problem().causal ? std::max<int64_t>(behind, 0) : std::abs(behind);
     const int64_t bucket =
@@ -107,7 +108,7 @@ class T5BiasLayer : public FlashLayer {
   DistanceTable bias_;
 };
 
-// b(n) as the formula has it. An exact power, where the quotient is a whole number, must not fall
+// Computes b(n) by its formula. An exact power, where the quotient is a whole number, must not fall
 // below it by rounding.
 int64_t DefinedBucket(int64_t n, int64_t buckets, int64_t max_distance) {
   const int64_t m = buckets / 2;
@@ -126,7 +127,8 @@ std::vector<int64_t> T5BucketStarts(int64_t buckets, int64_t max_distance) {
   std::vector<int64_t> starts;
   for (int64_t n = 0; n <= exact; ++n) starts.push_back(n);
   for (int64_t r = 1; r < growing; ++r) {
-    // The smallest n with (n/m)^c >= (D/m)^r, that is n^c >= D^r m^(c-r): near m (D/m)^(r/c).
+    // This finds the smallest n with (n/m)^c >= (D/m)^r, that is n^c >= D^r m^(c-r), near m
+    // (D/m)^(r/c).
     Natural bound;
     bound.MultiplyByPower(static_cast<uint32_t>(max_distance), r);
     bound.MultiplyByPower(static_cast<uint32_t>(exact), growing - r);

@@ -1,9 +1,10 @@
-// T5's relative position bias: a learned number per head and bucket of distances joins each score.
+// T5's relative position bias: a learned number per head and bucket of distances is added to each
+// score.
 //
 //   s_ij = scale q_i . k_j + beta[bucket(p_i - j), h],   p_i = i + kv_tokens - query_tokens
 //
 // A side of n' buckets gives the distances n < m = floor(n' / 2) a bucket each and the others
-// buckets that grow geometrically up to max_distance D; whatever lies beyond has the last one:
+// buckets that grow geometrically up to max_distance D; all larger distances have the last one:
 //
 //   b(n) = n                                                       n < m
 //   b(n) = min(n' - 1, m + floor((n' - m) ln(n/m) / ln(D/m)))      n >= m
@@ -50,16 +51,16 @@ struct T5BiasOptions {
   }
 };
 
-// The smallest distance of each of a side's buckets, ascending: a distance is in the last bucket
-// that starts at or below it. Where a start repeats, the buckets before its last are empty.
-// 2 <= buckets, buckets / 2 < max_distance < 2^32.
+// Returns the smallest distance of each of a side's buckets, ascending: a distance is in the last
+// bucket that starts at or below it. Where a start repeats, the buckets before its last are empty.
+// It requires 2 <= buckets and buckets / 2 < max_distance < 2^32.
 std::vector<int64_t> T5BucketStarts(int64_t buckets, int64_t max_distance);
 
-// Parameters: beta [num_buckets, query_heads].
+// T5Bias has the parameter beta [num_buckets, query_heads].
 class T5Bias : public TechniqueOf<T5BiasOptions> {
  public:
   T5Bias();
-  // Dense attention of the same scale.
+  // Returns dense attention of the same scale.
   absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
                                             const Options& options) const override;
 

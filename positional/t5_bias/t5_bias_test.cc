@@ -21,8 +21,8 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// The weights of query i of a head, of a run with zero queries and unit vectors as values: their
-// logarithms are the bias, up to a constant of the row.
+// Returns the weights of query i of a head in a run with zero queries and unit vectors as values:
+// their logarithms are the bias, up to a constant of the row.
 std::vector<double> LogWeights(Problem problem, const NamedTensors& parameters, int64_t head,
                                int64_t i) {
   problem.value_dim = problem.kv_tokens;
@@ -58,9 +58,9 @@ TEST(T5Bias, BidirectionalBucketStartsOf32And128) {
 }
 
 TEST(T5Bias, BucketsStartAtExactPowersWhereThereAreSome) {
-  // m = 4, (D/m)^(r/4) = 3^r.
+  // Here m = 4 and (D/m)^(r/4) = 3^r.
   EXPECT_THAT(T5BucketStarts(8, 324), ElementsAre(0, 1, 2, 3, 4, 12, 36, 108));
-  // m = 5, 10^r, and the end of the options' range: m = 4, 2^(9 r / 2).
+  // Here m = 5, 10^r, and the end of the options' range: m = 4, 2^(9 r / 2).
   EXPECT_THAT(T5BucketStarts(10, 500000), ElementsAre(0, 1, 2, 3, 4, 5, 50, 500, 5000, 50000));
   EXPECT_THAT(T5BucketStarts(8, int64_t{1} << 20), ElementsAre(0, 1, 2, 3, 4, 91, 2048, 46341));
 }
@@ -68,7 +68,7 @@ TEST(T5Bias, BucketsStartAtExactPowersWhereThereAreSome) {
 TEST(T5Bias, SmallestTablesAndEmptyBuckets) {
   EXPECT_THAT(T5BucketStarts(2, 128), ElementsAre(0, 1));
   EXPECT_THAT(T5BucketStarts(3, 128), ElementsAre(0, 1, 12));  // sqrt(128) = 11.3
-  // 4 and 4.2, 4.5, 4.7 to 5: distances from 5 on are in the last bucket.
+  // The starts are 4 and 4.2, 4.5, 4.7 to 5: distances from 5 on are in the last bucket.
   EXPECT_THAT(T5BucketStarts(8, 5), ElementsAre(0, 1, 2, 3, 4, 5, 5, 5));
 }
 
@@ -136,7 +136,7 @@ TEST(T5Bias, ConstantTableEqualsDenseOfTheSameScale) {
 }
 
 TEST(T5Bias, BiasIsToeplitzInEachHead) {
-  // Row i, less what it has 3 tokens before, against row 100, less the same.
+  // Compares row i, divided by its weight 3 tokens back, with row 100, divided in the same way.
   const Problem problem = Problem::SelfAttention(1, 2, 200, 4);
   NamedTensors parameters;
   FillNormal(&(parameters["beta"] = Tensor(DType::kF32, {32, 2})), 5, "beta");
@@ -164,8 +164,8 @@ TEST(T5Bias, DistancesFromTheLastStartOnAreEqual) {
 }
 
 TEST(T5Bias, KeysBehindAndAheadHaveTablesOfTheirOwn) {
-  // Three tokens, four buckets: 0 of the token itself, 1 of keys before it, 3 of keys after it;
-  // value j is the j-th unit vector. Weights of the middle query: 2 : 1 : 4.
+  // There are three tokens and four buckets: 0 for the token itself, 1 for keys before it, 3 for
+  // keys after it; value j is the j-th unit vector. The weights of the middle query are 2 : 1 : 4.
   const Problem problem = Problem::SelfAttention(1, 1, 3, 3);
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
   Fill(inputs["q"].view(), 0);

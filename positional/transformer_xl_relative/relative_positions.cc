@@ -14,7 +14,7 @@
 namespace tfb {
 namespace {
 
-// `sinusoids` times W_r, on the host.
+// Multiplies `sinusoids` by W_r, on the host.
 absl::StatusOr<Tensor> Project(const ConstTensorView& sinusoids, const ConstTensorView& w_r,
                                ThreadPool* pool) {
   TFB_ASSIGN_OR_RETURN(const PackedMatrix matrix, PackedMatrix::Create(Device::kCpu, w_r));
@@ -30,8 +30,8 @@ absl::StatusOr<Tensor> Project(const ConstTensorView& sinusoids, const ConstTens
   return projected;
 }
 
-// The same in float64, rounded to a 16-bit dtype once. Which way a number is rounded must not depend
-// on the order of a sum: neighbouring numbers of 16 bits differ too much.
+// Does the same in float64, rounded to a 16-bit dtype once. The rounding of a number must not
+// depend on the order of a sum: neighbouring numbers of 16 bits differ too much.
 absl::StatusOr<Tensor> ProjectAndRound(const ConstTensorView& sinusoids, const ConstTensorView& w_r,
                                        DType dtype) {
   using Matrix = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;

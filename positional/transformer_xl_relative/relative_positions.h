@@ -3,7 +3,7 @@
 //
 //   s_ij = ((q_i + u) . k_j + (q_i + v) . (r_(i-j) W_r)) / sqrt(head_dim)
 //
-// r_d W_r is made once for every distance d that a call can meet. The engine slides it past the
+// r_d W_r is computed once for every distance d that a call can have. The engine slides it past the
 // queries, each of which reads it one distance further on: the paper's appendix B shifts a product
 // of all tokens x tokens for that, which is never stored here.
 #ifndef TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_RELATIVE_POSITIONS_H_
@@ -23,21 +23,21 @@ namespace tfb {
 struct DistanceRange {
   int64_t first = 0;
   int64_t last = 0;
-  int64_t clamp = 0;  // distances beyond +-clamp count as it; 0: none do
+  int64_t clamp = 0;  // distances beyond +-clamp count as +-clamp; 0 clamps none
 
   int64_t Clamped(int64_t distance) const;
-  // The row of SinusoidsOf that a distance has.
+  // Returns the row of SinusoidsOf for a distance.
   int64_t Row(int64_t distance) const { return Clamped(distance) - Clamped(first); }
   int64_t rows() const { return last < first ? 0 : Row(last) + 1; }
 };
 
-// r_d of the clamped distances, ascending, f32 [range.rows(), channels]. See core/layers/sinusoid.h;
-// that of -d has the sines' signs turned.
+// Returns r_d of the clamped distances, ascending, f32 [range.rows(), channels]. See
+// core/layers/sinusoid.h; r_(-d) is r_d with the sines' signs reversed.
 Tensor SinusoidsOf(const DistanceRange& range, int64_t channels);
 
 class RelativePositions {
  public:
-  // f32, in host memory.
+  // Parameters, f32, in host memory.
   struct Parameters {
     ConstTensorView w_r;  // [channels, heads * head_dim]
     ConstTensorView u;    // [heads, head_dim]
@@ -52,7 +52,7 @@ class RelativePositions {
                                                   const ConstTensorView& sinusoids, int64_t here,
                                                   DType dtype, ThreadPool* pool);
 
-  // Points to u, v and to what this object holds, which may be moved.
+  // Makes the rule point to u, v and the tables of this object, which may be moved.
   void AddTo(ScoreRule* rule) const;
 
  private:

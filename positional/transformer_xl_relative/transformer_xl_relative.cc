@@ -16,7 +16,7 @@ namespace {
 
 const bool registered = RegisterTechnique<TransformerXlRelative>();
 
-constexpr int64_t kMaxWidth = 16384;  // W_r is then 1 GiB
+constexpr int64_t kMaxWidth = 16384;  // the largest width, at which W_r is 1 GiB
 
 TechniqueInfo Info() {
   TechniqueInfo info;
@@ -71,8 +71,8 @@ class TransformerXlRelativeLayer : public FlashLayer {
   RelativePositions positions_;
 };
 
-// r_d W_r for the distances first, first + 1, ..., [heads, distances, head_dim]. Of 16-bit problems
-// r_d is rounded to fp32, and the product to the problem's dtype.
+// Returns r_d W_r for the distances first, first + 1, ..., [heads, distances, head_dim]. In 16-bit
+// problems r_d is rounded to fp32, and the product to the problem's dtype.
 DoubleTensor DefinePositions(const Problem& problem, int64_t clamp, const DoubleTensor& w_r,
                              int64_t first, int64_t distances) {
   const int64_t width = problem.model_dim(), sines = (width + 1) / 2;

@@ -1,5 +1,5 @@
 // Transformer-XL's relative positions: a query scores a key by content and by distance, both with a
-// learned bias in the query's place.
+// learned bias added to the query.
 //
 //   s_ij  = ((q_i + u) . k_j + (q_i + v) . (r_d W_r)) / sqrt(head_dim),   d = p_i - j
 //   p_i   = i + kv_tokens - query_tokens
@@ -11,10 +11,10 @@
 // Source: Dai, Yang, Yang, Carbonell, Le, Salakhutdinov 2019, "Transformer-XL: attentive language
 // models beyond a fixed-length context", arXiv:1901.02860v3, section 3.3 and appendix B; XLNet:
 // Yang et al., arXiv:1906.08237v2, section 2.4. The negative distances and clamp_length are as in
-// the authors' codes. What the paper writes W_E and W_q is the caller's: queries and keys come
-// projected. Of 16-bit problems r_d W_r is rounded to their dtype, as the keys are that it is added
-// to (r_d itself is fp32, as W_r is). Segments and their memory are memory/transformer_xl, which
-// shares relative_positions.h.
+// the authors' codes. The paper's projections W_E and W_q are left to the caller: queries and keys
+// come projected. In 16-bit problems r_d W_r is rounded to their dtype, like the keys to which it
+// is added (r_d itself is fp32, as W_r is). Segments and their memory are memory/transformer_xl,
+// which shares relative_positions.h.
 //
 // Cost: a product of head_dim more a score: 1.5 times dense attention. Setup, 2 model_dim^2 FLOPs a
 // distance. Memory: heads (query_tokens + kv_tokens) head_dim floats.
@@ -38,7 +38,7 @@ struct TransformerXlRelativeOptions {
   }
 };
 
-// Parameters, f32, of H = query_heads: w_r [H head_dim, H head_dim], y = r W_r, u and v
+// The parameters, f32, with H = query_heads, are w_r [H head_dim, H head_dim], y = r W_r, u and v
 // [H, head_dim]; drawn N(0, 0.02^2), as the authors' code does.
 class TransformerXlRelative : public TechniqueOf<TransformerXlRelativeOptions> {
  public:

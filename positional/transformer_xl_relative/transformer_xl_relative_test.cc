@@ -12,7 +12,7 @@
 namespace tfb {
 namespace {
 
-// Large enough that an error in any of them shows.
+// Returns parameters so large that an error in any of them is visible.
 NamedTensors LargeParameters(const Problem& problem) {
   const int64_t width = problem.model_dim();
   const Shape biases = {problem.query_heads, problem.head_dim};
@@ -40,13 +40,13 @@ RunRequest With(const NamedTensors& parameters, const Options& options = {}) {
   return request;
 }
 
-// log(weight of j / weight of `of`) where values are unit vectors.
+// Returns log(weight of j / weight of `of`) where values are unit vectors.
 double LogRatio(const NamedTensors& run, int64_t h, int64_t i, int64_t j, int64_t of) {
   const float* weights = run.at("out").view().At<float>(0, h, i);
   return std::log(weights[j] / weights[of]);
 }
 
-// Random queries and keys, and values that show the weights.
+// Returns random queries and keys, and values that show the weights.
 NamedTensors WeightInputs(const Problem& problem) {
   NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
   Fill(inputs["v"].view(), 0);
@@ -69,7 +69,8 @@ TEST(TransformerXlRelative, SinusoidsOfTwoChannelsAreSineAndCosineOfTheClampedDi
 }
 
 TEST(TransformerXlRelative, AScoreIsWhatTheFormulaSaysByHand) {
-  // One head of two channels, q = 0, k = 0, W_r = I, v = (a, b): s_ij sqrt(2) = a sin d + b cos d.
+  // There is one head of two channels, q = 0, k = 0, W_r = I, v = (a, b): s_ij sqrt(2) = a sin d +
+  // b cos d.
   Problem problem = Problem::SelfAttention(1, 1, 4, 2);
   problem.value_dim = 4;
   NamedTensors inputs = WeightInputs(problem);
@@ -105,7 +106,7 @@ TEST(TransformerXlRelative, WithoutPositionsAndBiasesItEqualsDense) {
 }
 
 TEST(TransformerXlRelative, TheShiftEqualsAnExplicitGather) {
-  // Score minus content is (q_i + v) . R[i - j], with R gathered row by row.
+  // The score minus the content is (q_i + v) . R[i - j], with R gathered row by row.
   Problem problem = Problem::SelfAttention(1, 2, 70, 8);
   problem.value_dim = 70;
   const NamedTensors inputs = WeightInputs(problem);
@@ -232,7 +233,8 @@ TEST(TransformerXlRelative, InSixteenBitsPositionsAreRounded) {
   }
 }
 
-// Hugging Face's Transformer-XL, causal with a memory, and its XLNet, bidirectional.
+// The files are of Hugging Face's Transformer-XL, causal with a memory, and its XLNet,
+// bidirectional.
 TEST(TransformerXlRelative, MatchesHuggingFace) {
   for (const char* name : {"transfo_xl", "transfo_xl_clamped", "xlnet", "xlnet_clamped"}) {
     const SafetensorsFile golden = GoldenFile(

@@ -46,16 +46,16 @@ struct PositionTime {
   }
 };
 
-// With time=learned t [steps, model_dim], drawn N(0, 1); else none.
+// Returns, with time=learned, t [steps, model_dim], drawn N(0, 1); else none.
 std::vector<ParameterSpec> TimeParameters(const PositionTime& encoding, int64_t steps,
                                           int64_t width);
 
-// PE [1, tokens, width], repeated before every step, and T [steps, width].
+// Returns PE [1, tokens, width], repeated before every step, and T [steps, width].
 absl::StatusOr<Encodings> PositionsAndTimes(const PositionTime& encoding, int64_t tokens,
                                             int64_t steps, int64_t width,
                                             const NamedTensors& parameters);
 
-// Channel c of the encoding in float64; n counts steps from 0.
+// Computes channel c of the encoding in float64; n counts steps from 0.
 class DefinedPositionTime {
  public:
   DefinedPositionTime(const PositionTime& encoding, int64_t width, const NamedTensors& parameters);
@@ -64,7 +64,7 @@ class DefinedPositionTime {
  private:
   const PositionTime& encoding_;
   int64_t width_;
-  DoubleTensor learned_;  // empty: sinusoids
+  DoubleTensor learned_;  // empty for sinusoids
 };
 
 }  // namespace tfb

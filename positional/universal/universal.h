@@ -5,13 +5,14 @@
 //   y = h^steps,    n = 1 .. steps
 //   T = PE, the same sinusoids, or with time=learned a parameter with a row for each step
 //
-// PE as in positional/sinusoidal. So P^t[p] = PE[p] + PE[t] is separable, and differs from the
+// PE is as in positional/sinusoidal. So P^t[p] = PE[p] + PE[t] is separable, and differs from the
 // sinusoidal encoding by one row that all tokens have in common.
 //
 // Source: Dehghani et al. 2019, "Universal Transformers", arXiv:1807.03819v3, section 2.1: steps
 // count from 1 and sinusoids are the original's. This is the part of that network which concerns
-// positions: residuals, layer norms, the transition function and halting are those of the whole. So
-// the one multi-head attention, whose parameters all steps share, is applied to its own output.
+// positions: residuals, layer norms, the transition function and halting belong to the whole
+// network. So the one multi-head attention, whose parameters all steps share, is applied to its own
+// output.
 //
 // Where known code differs, an option has it: tensor2tensor (universal_transformer_util.py) learns T
 // by default (time=learned), counts steps from 0 (first_step=0), and has its own sinusoids
@@ -46,9 +47,9 @@ struct UniversalOptions {
   }
 };
 
-// Self-attention on x [batch, tokens, model_dim], with the optional key_mask. Parameters: those of
-// multi_head, and with time=learned t [steps, model_dim]. The counterpart has the inner technique's
-// counterpart inside.
+// Universal is self-attention on x [batch, tokens, model_dim], with the optional key_mask. Its
+// parameters are those of multi_head, and with time=learned t [steps, model_dim]. The counterpart
+// has the inner technique's counterpart inside.
 class Universal : public TechniqueOf<UniversalOptions> {
  public:
   Universal();

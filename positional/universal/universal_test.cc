@@ -1,4 +1,4 @@
-// Tolerance: multi_head's, 2e-5 of the largest value, or of 1 where that is more.
+// Tolerance. The bound is multi_head's: 2e-5 of the largest value, or of 1 where that is more.
 #include "positional/universal/universal.h"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ Tensor RunOf(const Technique& technique, const Problem& problem, const Inputs& i
 
 double Bound(const ConstTensorView& expected) { return 2e-5 * std::max(1.0, MaxAbs(expected)); }
 
-// x with the encoding of a position added to every token.
+// Returns x with the encoding of a position added to every token.
 Tensor WithRow(const Tensor& x, int64_t position) {
   const Tensor row = Sinusoids(position, 1, x.dim(2), {}).value();
   Tensor result = x.Clone();
@@ -52,7 +52,7 @@ Tensor WithRow(const Tensor& x, int64_t position) {
 }
 
 TEST(Universal, AtPositionZeroAndStepZeroZerosAndTwosAreAdded) {
-  // One token, which sees itself, and matrices that are the identity: y = u.
+  // One token sees itself, and the matrices are the identity: y = u.
   const Problem problem = Self(1, 1, 6);
   NamedTensors parameters, inputs;
   for (const char* name : {"w_q", "w_k", "w_v", "w_o"}) {

@@ -1,4 +1,4 @@
-// The README's "from your own C++": example_test.sh holds the two against each other.
+// The example of core/README.md: example_test.sh compares the two.
 #include <cstdio>
 #include <vector>
 

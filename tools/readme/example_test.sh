@@ -1,6 +1,6 @@
 #!/bin/bash
 # usage: example_test.sh EXAMPLE README SOURCE
-# Runs the example, whose equal values must come back, and fails where README.md does not show its source as it stands.
+# Runs the example, whose equal values must come back, and fails where core/README.md does not show its source as it stands.
 set -eu
 example="$1" readme="$2" source="$3"
 
@@ -13,6 +13,6 @@ fi
 # The source below its first comment line, as a block of the README.
 code="$(tail -n +2 "$source")"
 if [[ "$(cat "$readme")" != *"$code"* ]]; then
-  echo "README.md does not show tools/readme/example.cc as it stands" >&2
+  echo "core/README.md does not show tools/readme/example.cc as it stands" >&2
   exit 1
 fi

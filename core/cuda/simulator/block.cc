@@ -8,7 +8,7 @@
 
 namespace cuda_simulator {
 
-// Kernels see them as constants, which they are while a thread runs.
+// Kernels see these variables as constants, which they are while a thread runs.
 uint3 current_thread __asm__("cuda_simulator_threadIdx");
 uint3 current_block __asm__("cuda_simulator_blockIdx");
 uint3 current_block_shape __asm__("cuda_simulator_blockDim");
@@ -30,7 +30,7 @@ void Block::StartLaunch(const dim3& shape, void (*body)(void*), void* context) {
     Thread& thread = threads_[t];
     const unsigned n = static_cast<unsigned>(t);
     thread.index = {n % shape.x, n / shape.x % shape.y, n / shape.x / shape.y};
-    // One that has finished goes on with the next block's thread, also of another launch.
+    // A fibre that has finished takes the next block's thread, also of another launch.
     if (thread.has_fibre && thread.state == State::kFinished) continue;
     thread.fibre.Make(stacks_.stack(t), stacks_.bytes(t), &Block::ThreadMain);
     thread.has_fibre = true;
@@ -76,7 +76,7 @@ void Block::Finish() {
   ++finished_;
   const int warp = running_ / kWarp;
   warps_[warp].live &= ~(1u << running_ % kWarp);
-  // Others may have waited for this lane alone.
+  // Other lanes may have waited for this lane alone.
   for (int lane = 0; lane < kWarp && warps_[warp].waiting != 0; ++lane) {
     if ((warps_[warp].waiting >> lane & 1) == 0) continue;
     const Meeting& meeting = *threads_[warp * kWarp + lane].meeting;
@@ -113,7 +113,7 @@ int Block::PickNext() {
 void Block::Abandon() {
   abandoned_ = true;
   threads_[running_].fibre.SwitchTo(&caller_);
-  std::abort();  // nobody resumes a thread of a launch that is over
+  std::abort();  // unreachable: nothing resumes a thread of a launch that is over
 }
 
 void Block::OnOverflow(const void* site) {
@@ -131,7 +131,8 @@ void Block::WaitAtBarrier(const void* site) {
   SwitchAway();
 }
 
-// Every thread has finished or waits. Lets those at the block's barrier go on; false if none can.
+// Every thread has finished or waits. Lets the threads at the block's barrier go on; returns false
+// where none can.
 bool Block::ReleaseBarrier() {
   if (finished_ == count_) return false;
   if (at_barrier_ + finished_ < count_) {
@@ -175,7 +176,7 @@ void Block::MeetInWarp(const Meeting& meeting) {
   SwitchAway();
 }
 
-// Whether all of its lanes are there; `lanes` receives those.
+// Tells whether all lanes of the meeting have come; `lanes` receives these.
 bool Block::IsComplete(int warp, const Meeting& meeting, unsigned* lanes) const {
   *lanes = meeting.needs_whole_warp ? meeting.mask : meeting.mask & warps_[warp].live;
   if ((warps_[warp].waiting & *lanes) != *lanes) return false;

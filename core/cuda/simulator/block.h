@@ -1,4 +1,4 @@
-// The threads of the block that runs, one fibre each: who goes next, and who waits for whom.
+// The threads of the running block, one fibre each: which goes next, and which waits for which.
 #ifndef TFB_CORE_CUDA_SIMULATOR_BLOCK_H_
 #define TFB_CORE_CUDA_SIMULATOR_BLOCK_H_
 
@@ -34,15 +34,15 @@ class Shuffler {
   uint64_t state_;
 };
 
-// What lanes of a warp do together: they meet where all that are to come give the same name and
-// mask.
+// A collective operation of lanes of a warp: they meet where all that must come give the same name
+// and mask.
 struct Meeting {
   const char* name;
   unsigned mask;
   void* argument;
   Collective complete;
   const void* site;
-  // All 32 lanes must come; otherwise only those of the mask that have not finished.
+  // True where all 32 lanes must come; else only those of the mask that have not finished must.
   bool needs_whole_warp = false;
 };
 
@@ -50,38 +50,39 @@ struct PendingCopy {
   void* to;
   const void* from;
   size_t bytes;
-  size_t zero_bytes;  // at the end, of those
+  size_t zero_bytes;  // bytes at the end that become zeros
   uint64_t group;
 };
 
-// What a thread has copied asynchronously and not yet waited for.
+// The asynchronous copies that a thread has begun and not yet waited for.
 struct PendingCopies {
   std::vector<PendingCopy> copies;  // the oldest first
-  uint64_t open_group = 0;          // the one that the next commit closes
+  uint64_t open_group = 0;          // the group that the next commit closes
 };
 
 class Block {
  public:
   explicit Block(Machine* machine);
 
-  // Blocks of this shape are to come, each of whose threads calls body(context).
+  // Prepares for blocks of this shape, each of whose threads calls body(context).
   void StartLaunch(const dim3& shape, void (*body)(void*), void* context);
-  // Runs one from its beginning to its end. False: it was abandoned, as a launch then is.
+  // Runs a block from its beginning to its end. Returns false where it was abandoned; its launch
+  // then is as well.
   bool Run(const Index3& index);
 
   const Stacks& stacks() const { return stacks_; }
   Index3 index() const { return index_; }
   Index3 index_of(int thread) const { return threads_[thread].index; }
 
-  // ---- The rest is for the thread that runs ----
+  // ---- The members below are for the running thread ----
   int running() const { return running_; }
   PendingCopies& running_copies() { return threads_[running_].copies; }
-  // Lanes of its warp that have not finished.
+  // Returns the lanes of its warp that have not finished.
   unsigned live_lanes() const { return warps_[running_ / kWarp].live; }
   void WaitAtBarrier(const void* site);
   void MeetInWarp(const Meeting& meeting);
-  [[noreturn]] void Abandon();  // and the block, and the launch
-  // Called by a thread that has run out of its stack.
+  [[noreturn]] void Abandon();  // Ends the thread, and with it the block and the launch.
+  // Handles a stack overflow of the calling thread.
   static void OnOverflow(const void* site);
 
  private:
@@ -91,8 +92,8 @@ class Block {
     State state = State::kFinished;
     bool has_fibre = false;
     Index3 index;
-    const void* site = nullptr;        // of the barrier where it waits
-    const Meeting* meeting = nullptr;  // where it waits
+    const void* site = nullptr;        // code address of the barrier where it waits
+    const Meeting* meeting = nullptr;  // the meeting where it waits
     PendingCopies copies;
   };
   struct Warp {
@@ -103,7 +104,8 @@ class Block {
   static void ThreadMain();
   void Finish();
   void SwitchAway();
-  int PickNext();  // makes it the running one; -1: there is none, or it was abandoned
+  // Makes the next thread the running one; returns -1 where there is none, or it was abandoned.
+  int PickNext();
   bool ReleaseBarrier();
   void MakeReady(int thread);
   bool IsComplete(int warp, const Meeting& meeting, unsigned* lanes) const;

@@ -178,7 +178,8 @@ __global__ void OverwriteStage(float* values, int) {
   __pipeline_memcpy_async(&stages[0][t], values + t, sizeof(float));
   __pipeline_commit();
   for (int tile = 0; tile < 4; ++tile) {
-    // The barrier that would come here lets all threads finish with the stage of the last round.
+    // The barrier that is missing here would let all threads finish with the stage of the last
+    // round.
     __pipeline_memcpy_async(&stages[(tile + 1) % 2][t], values + t, sizeof(float));
     __pipeline_commit();
     __pipeline_wait_prior(1);
@@ -277,7 +278,7 @@ __global__ void Recurse(float* values, int depth) {
   values[threadIdx.x] = Descend(values, threadIdx.x == 2 ? depth : 1);
 }
 
-// More than a stack and the page below it: the frame must be touched page by page.
+// The array exceeds a stack and the page below it: the frame must be touched page by page.
 __global__ void BigArray(float* values, int) {
   float numbers[64 << 10];
   const int last = static_cast<int>(values[0]);
@@ -360,7 +361,7 @@ const char* Run(const char* name, float* values, int number) {
   for (const auto& kernel : kKernels) {
     if (strcmp(kernel.name, name) == 0) return kernel.launch(name, values, number);
   }
-  abort();  // no such kernel
+  abort();  // there is no such kernel
 }
 
 }  // namespace

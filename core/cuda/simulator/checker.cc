@@ -75,7 +75,7 @@ void Checker::Report(FindingKind kind, const MemoryAccess& access, const char* r
                    [&] { return Doing(access) + " " + Describe(access.address) + rest; });
 }
 
-// The access ends beyond what it begins in, or is nowhere.
+// Handles an access that ends beyond the buffer in which it begins, or that begins in none.
 void Checker::Leave(const MemoryAccess& access) {
   Report(FindingKind::kOutOfBounds, access, "");
   machine_->block.Abandon();
@@ -144,7 +144,7 @@ void Checker::CheckElsewhere(const MemoryAccess& access) {
   const Segment* segment = SegmentOf(access.address);
   if (segment == nullptr || (!reads && !segment->is_writable)) Leave(access);
   if (!segment->is_writable) return;  // constants
-  // The first access to an image's shared memory.
+  // This is the first access to an image's shared memory.
   const size_t bytes = segment->end - segment->begin;
   static_.push_back(std::make_unique<SharedShadow>(segment->begin, bytes, &order));
   recent_static_ = static_.back().get();
@@ -174,7 +174,7 @@ const Segment* Checker::SegmentOf(uintptr_t address) {
   };
   const Segment* segment = find();
   if (segment != nullptr) return segment;
-  segments_ = LoadedSegments();  // a library may have been loaded since
+  segments_ = LoadedSegments();  // a library may have been loaded since the last look
   return find();
 }
 

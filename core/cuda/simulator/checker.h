@@ -22,22 +22,23 @@ struct MemoryAccess {
   uintptr_t address;
   size_t bytes;
   AccessKind kind;
-  const void* site;  // where in the kernel: a return address
+  const void* site;  // the code address in the kernel: a return address
 };
 
 class Checker {
  public:
-  // Dynamic shared memory that can be at all. What follows a block's own is never anybody's.
+  // The most dynamic shared memory that a block can have. Memory behind a block's own belongs to no
+  // one.
   static constexpr size_t kDynamicCapacity = 512 << 10;
 
   explicit Checker(Machine* machine);
 
-  // Kernels may read their parameters' bytes.
+  // Prepares for a launch. Kernels may read their parameters' bytes.
   void StartLaunch(size_t dynamic_shared_bytes, const void* parameters, size_t parameter_bytes);
   void StartBlock() { order.StartBlock(); }
-  // Of the running thread, not to its stack. Returns if the kernel is to go on.
+  // Checks an access of the running thread outside its stack. Returns if the kernel is to go on.
   void Check(const MemoryAccess& access);
-  // True if it is in order, which most are. Otherwise Check tells.
+  // Returns true if the access is in order, as most are. Otherwise Check reports the error.
   template <AccessKind kKind, size_t kBytes>
   bool CheckQuickly(uintptr_t address) {
     SharedShadow* shared = dynamic_.Contains(address) ? &dynamic_ : recent_static_;
@@ -52,8 +53,8 @@ class Checker {
     ++accesses_;
     return true;
   }
-  int64_t accesses() const { return accesses_; }  // checked so far
-  // An address in words: "at byte 4 of a buffer of 256 bytes".
+  int64_t accesses() const { return accesses_; }  // Returns the number of accesses checked so far.
+  // Describes an address: "at byte 4 of a buffer of 256 bytes".
   std::string Describe(uintptr_t address);
 
   void* dynamic_shared() { return dynamic_shared_; }
@@ -69,17 +70,17 @@ class Checker {
   [[noreturn]] void Leave(const MemoryAccess& access);
   void Report(FindingKind kind, const MemoryAccess& access, const char* rest);
   void ReportShared(SharedShadow::Verdict verdict, int other, const MemoryAccess& access);
-  // Of the static variables that the address is among; null: it is not.
+  // Returns the static variables that contain the address, or null where none do.
   SharedShadow* StaticShared(uintptr_t address);
   const Segment* SegmentOf(uintptr_t address);
 
   Machine* const machine_;
   char* const dynamic_shared_;
   SharedShadow dynamic_;
-  // Of the variables of the program, and of each library with kernels: __shared__ ones are among
-  // them, and kernels can have no others.
+  // Shadows of the variables of the program, and of each library with kernels: their __shared__
+  // variables are among them, and kernels can have no others.
   std::vector<std::unique_ptr<SharedShadow>> static_;
-  SharedShadow* recent_static_;  // the one of those used last; before that dynamic_
+  SharedShadow* recent_static_;  // the one that was used last; before that dynamic_
   int64_t accesses_ = 0;
   uintptr_t parameters_ = 0;
   size_t parameter_bytes_ = 0;

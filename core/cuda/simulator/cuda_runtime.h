@@ -1,6 +1,6 @@
 // CUDA's language and the part of its runtime that kernels and their launchers use, for a host
-// compiler: what <cuda_runtime.h>, <cuda_bf16.h> and <cuda_fp16.h> are to nvcc. A source includes
-// the one or the other:
+// compiler. It takes the place of <cuda_runtime.h>, <cuda_bf16.h> and <cuda_fp16.h>. A source
+// includes the one or the other:
 //
 //   #ifdef __CUDACC__
 //   #include <cuda_runtime.h>
@@ -8,9 +8,9 @@
 //   #include "core/cuda/simulator/cuda_runtime.h"
 //   #endif
 //
-// Everything has CUDA's name and meaning. Not there: <<<...>>> and `extern __shared__`, which are
-// no C++ (use cuda_simulator::LaunchKernel and DynamicShared), __activemask, cooperative groups,
-// textures, and whatever a kernel of this project has not needed yet.
+// Everything has CUDA's name and meaning. It lacks <<<...>>> and `extern __shared__`, which are no
+// C++ (use cuda_simulator::LaunchKernel and DynamicShared), __activemask, cooperative groups,
+// textures, and everything that no kernel of this project has needed yet.
 #ifndef TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
 #define TFB_CORE_CUDA_SIMULATOR_CUDA_RUNTIME_H_
 
@@ -68,8 +68,8 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-// Of the running thread: constants to it, whose reads the compiler does not report. The simulator
-// writes them, under other names.
+// The indices of the running thread. They are constants to the thread, whose reads the compiler
+// does not report. The simulator writes them, under other names.
 extern const uint3 threadIdx __asm__("cuda_simulator_threadIdx");
 extern const uint3 blockIdx __asm__("cuda_simulator_blockIdx");
 extern const uint3 blockDim __asm__("cuda_simulator_blockDim");
@@ -81,16 +81,16 @@ constexpr int warpSize = 32;
 void __syncthreads();
 void __syncwarp(unsigned mask = ~0u);
 
-// Called once by one of the lanes that met, with the arguments of all of them: arguments[lane] is
-// null for the others. `lanes` are those that met.
+// The operation of a meeting. One of the lanes that met calls it, with the arguments of all of
+// them: arguments[lane] is null for the others. `lanes` are those that met.
 using Collective = void (*)(void* const arguments[32], unsigned lanes);
-// The running lane waits until all lanes of `mask` that have not finished have called it with the
-// same `name` and mask. The base of everything that a warp does together.
+// Makes the running lane wait until all lanes of `mask` that have not finished have called it with
+// the same `name` and mask. All collective operations of a warp build on it.
 void MeetInWarp(const char* name, unsigned mask, void* argument, Collective complete);
-// 0 to 31.
+// Returns 0 to 31.
 int LaneId();
 
-// The value of that lane of the warp.
+// Returns the value of that lane of the warp.
 uint64_t Shuffle(unsigned mask, uint64_t value, int source_lane);
 
 template <class T>
@@ -110,7 +110,7 @@ T __shfl_sync(unsigned mask, T value, int source, int width = warpSize) {
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = warpSize) {
   const int lane = LaneId(), source = lane ^ lane_mask;
-  // A later group's lane gives nothing; an earlier group's does.
+  // A lane of a later group gives nothing; a lane of an earlier group does.
   return ShuffleFrom(mask, value, source / width > lane / width ? lane : source);
 }
 template <class T>
@@ -134,8 +134,8 @@ inline void __threadfence_block() {}
 
 // ---- Asynchronous copies: <cuda_pipeline.h> ----
 
-// Of 4, 8 or 16 bytes to shared memory, the last `zero_bytes` as zeros. Done, and to be seen by
-// this thread, when __pipeline_wait_prior says so: until then nobody may use the place.
+// Copies 4, 8 or 16 bytes to shared memory, the last `zero_bytes` as zeros. The copy is done and
+// visible to this thread after __pipeline_wait_prior; until then no thread may use the destination.
 void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zero_bytes = 0);
 void __pipeline_commit();
 void __pipeline_wait_prior(size_t groups);
@@ -143,8 +143,8 @@ void __pipeline_wait_prior(size_t groups);
 // ---- Matrices of a warp, as PTX has them ----
 
 // ldmatrix.x4: lane l gives the address of 16 bytes, row l % 8 of matrix l / 8. Register i receives
-// of matrix i the elements (l / 4, 2 (l % 4)) and the next one; `Transposed` (2 (l % 4), l / 4) and
-// that below it.
+// the elements (l / 4, 2 (l % 4)) and (l / 4, 2 (l % 4) + 1) of matrix i; `Transposed` gives it (2
+// (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
 void LdMatrixX4(unsigned registers[4], const void* row);
 void LdMatrixX4Transposed(unsigned registers[4], const void* row);
 // mma.sync.m16n8k16, row.col, f32 accumulators: d += a b, with PTX's distribution over the lanes.
@@ -153,10 +153,10 @@ void MmaM16N8K16F16(float d[4], const unsigned a[4], const unsigned b[2]);
 
 // ---- Atomics ----
 
-// Tells the checks of an atomic access of the running thread.
+// Reports an atomic access of the running thread to the checker.
 void NoteAtomic(void* address, size_t bytes, const void* site);
 
-// Its own accesses are no accesses of the kernel: NoteAtomic told of them.
+// Accesses inside it are not the kernel's: NoteAtomic has reported them.
 template <class T, class Change>
 __attribute__((no_sanitize("thread"), noinline)) T Atomically(T* address, T operand,
                                                               Change change) {
@@ -165,7 +165,7 @@ __attribute__((no_sanitize("thread"), noinline)) T Atomically(T* address, T oper
   *address = change(old, operand);
   return old;
 }
-// The address alone says of which type an atomic is.
+// The type of the address alone decides the type of an atomic.
 template <class T>
 using Same = std::common_type_t<T>;
 template <class T>
@@ -257,7 +257,7 @@ struct alignas(4) __half2 {
 inline float __bfloat162float(__nv_bfloat16 x) {
   return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
 }
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   const unsigned bits = __float_as_uint(x);
   if (x != x) return {static_cast<unsigned short>(0x7fff)};
@@ -301,7 +301,7 @@ using cudaStream_t = CUstream_st*;
 struct CUevent_st;
 using cudaEvent_t = CUevent_st*;
 
-// Device memory is registered host memory that nothing has written.
+// Returns registered host memory that nothing has written.
 cudaError_t cudaMalloc(void** memory, size_t bytes);
 cudaError_t cudaFree(void* memory);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
@@ -310,14 +310,15 @@ cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t 
 cudaError_t cudaStreamSynchronize(cudaStream_t);
 cudaError_t cudaDeviceSynchronize();
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
-// The host's clock.
+// Events take the host's clock.
 cudaError_t cudaEventCreate(cudaEvent_t* event);
 cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventSynchronize(cudaEvent_t);
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to);
 cudaError_t cudaGetLastError();
-// Of cudaErrorLaunchFailure: what the last failed launch found. Good until the next launch.
+// For cudaErrorLaunchFailure, the text says what the last failed launch found. It is valid until
+// the next launch.
 const char* cudaGetErrorString(cudaError_t error);
 
 // ---- Launches ----
@@ -331,8 +332,8 @@ struct LaunchShape {
 cudaError_t LaunchBody(const char* kernel_name, const LaunchShape& shape, void (*body)(void*),
                        void* context, size_t context_bytes);
 
-// kernel<<<shape.grid, shape.block, shape.shared_bytes>>>(arguments...), run to its end. The name
-// stands in findings.
+// Runs kernel<<<shape.grid, shape.block, shape.shared_bytes>>>(arguments...) to its end. The name
+// appears in findings.
 template <class... Parameters, class... Arguments>
 cudaError_t LaunchKernel(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
                          const Arguments&... arguments) {
@@ -348,7 +349,7 @@ cudaError_t LaunchKernel(const char* name, void (*kernel)(Parameters...), const 
   return LaunchBody(name, shape, &Call::Run, &call, sizeof(call));
 }
 
-// The block's dynamic shared memory, aligned to 128 bytes.
+// Returns the block's dynamic shared memory, aligned to 128 bytes.
 void* DynamicSharedBytes();
 
 }  // namespace cuda_simulator

@@ -1,4 +1,4 @@
-// What kernels call: barriers, shuffles, votes, asynchronous copies, atomics.
+// The functions that kernels call: barriers, shuffles, votes, asynchronous copies, atomics.
 #include "core/cuda/simulator/device.h"
 
 #include <cstring>
@@ -97,7 +97,7 @@ void NoteMisaligned(const void* address, const char* type, size_t alignment, con
     return Format("needs %zu-byte alignment of %s ", alignment, type) +
            running_machine->checker.Describe(reinterpret_cast<uintptr_t>(address));
   });
-  running_machine->block.Abandon();  // it may be fatal to the host, as it is to a GPU
+  running_machine->block.Abandon();  // such an access may crash the host, as it may crash a GPU
 }
 
 void NoteAtomic(void* address, size_t bytes, const void* site) {
@@ -107,7 +107,8 @@ void NoteAtomic(void* address, size_t bytes, const void* site) {
 
 // ---- Asynchronous copies ----
 
-// It happens when it is waited for; until then nobody may use the place.
+// The simulator performs the copy when the thread waits for it; until then no thread may use the
+// destination.
 void __pipeline_memcpy_async(void* to, const void* from, size_t bytes, size_t zero_bytes) {
   Machine& machine = *running_machine;
   const void* site = __builtin_return_address(0);

@@ -1,4 +1,4 @@
-// What the parts of a kernel's side of the simulator share.
+// Functions that the device half of the simulator shares.
 #ifndef TFB_CORE_CUDA_SIMULATOR_DEVICE_H_
 #define TFB_CORE_CUDA_SIMULATOR_DEVICE_H_
 
@@ -6,8 +6,8 @@
 
 namespace cuda_simulator {
 
-// MeetInWarp of all 32 lanes, none of which may have finished, as PTX's .aligned instructions want
-// it. `site` is where in the kernel: a return address.
+// Calls MeetInWarp for all 32 lanes, none of which may have finished, as PTX's .aligned
+// instructions require. `site` is the code address in the kernel: a return address.
 void MeetInWholeWarp(const char* name, void* argument, Collective complete, const void* site);
 
 }  // namespace cuda_simulator

@@ -1,4 +1,4 @@
-// What the simulator knows of device memory: buffers by address, and which of their bytes have been
+// The simulator's data on device memory: buffers by address, and which of their bytes have been
 // written.
 #ifndef TFB_CORE_CUDA_SIMULATOR_DEVICE_MEMORY_H_
 #define TFB_CORE_CUDA_SIMULATOR_DEVICE_MEMORY_H_
@@ -22,7 +22,7 @@ class DeviceBufferShadow {
   uintptr_t begin() const { return begin_; }
   size_t bytes() const { return bytes_; }
   bool Contains(uintptr_t address) const { return address - begin_ < bytes_; }
-  // Whether so many bytes from an address in it are in it.
+  // Tells whether so many bytes from an address in the buffer are all in it.
   bool ContainsAll(uintptr_t address, size_t bytes) const {
     return bytes <= bytes_ - (address - begin_);
   }
@@ -30,7 +30,7 @@ class DeviceBufferShadow {
     if (written_.empty()) return true;
     const uint8_t* written = written_.data() + (address - begin_);
     if (bytes != 4) return std::memchr(written, 0, bytes) == nullptr;
-    uint32_t all;  // by far the most
+    uint32_t all;  // much the most common size
     std::memcpy(&all, written, 4);
     return all == 0x01010101;
   }
@@ -43,29 +43,29 @@ class DeviceBufferShadow {
 
   uintptr_t begin_ = 0;
   size_t bytes_ = 0;
-  std::vector<uint8_t> written_;  // one a byte; empty: all are
+  std::vector<uint8_t> written_;  // one a byte; empty where all are written
 };
 
 class DeviceMemory {
  public:
   void Add(uintptr_t begin, size_t bytes, bool written);
-  bool Remove(uintptr_t begin);  // false: there is no such buffer
+  bool Remove(uintptr_t begin);  // returns false where there is no such buffer
 
-  // The one that contains the address, or null; that only if it was found there lately.
+  // Returns the buffer that contains the address if it was found recently, else null.
   DeviceBufferShadow* FindRecent(uintptr_t address) const {
     DeviceBufferShadow* recent = recent_[address / kLine % recent_.size()];
     return recent != nullptr && recent->Contains(address) ? recent : nullptr;
   }
-  // The one that contains the address, or null.
+  // Returns the buffer that contains the address, or null.
   DeviceBufferShadow* Find(uintptr_t address);
-  // The nearest in words, for messages: "12 bytes behind a buffer of 1024 bytes".
+  // Describes the nearest buffer, for messages: "12 bytes behind a buffer of 1024 bytes".
   std::string DescribeNearest(uintptr_t address) const;
 
  private:
   static constexpr size_t kLine = 1024;
 
   std::map<uintptr_t, DeviceBufferShadow> buffers_;  // by begin
-  // Those found last, by address: what an address was found in, its neighbours will be.
+  // The buffers found last, by address: neighbouring addresses are mostly in the same buffer.
   std::array<DeviceBufferShadow*, 256> recent_ = {};
 };
 

@@ -18,7 +18,7 @@ namespace fcontext = boost::context::detail;
 
 namespace {
 
-// Of functions that were never left: what the address sanitizer knows of a stack.
+// Clears what the address sanitizer knows of a stack whose functions were never left.
 void ForgetFrames(void* stack, size_t bytes) {
 #ifdef __SANITIZE_ADDRESS__
   __asan_unpoison_memory_region(stack, bytes);
@@ -58,7 +58,7 @@ void Fibre::SwitchTo(Fibre* next) {
   Arrive(back.fctx, *static_cast<const Switch*>(back.data));
 }
 
-// On the fibre `jump.to`: the one that it came from goes on at `from_context`.
+// Arrives on the fibre `jump.to`: the fibre that switched goes on at `from_context`.
 void Fibre::Arrive(void* from_context, const Switch& jump) {
   jump.from->context_ = from_context;
 #ifdef __SANITIZE_ADDRESS__
@@ -90,14 +90,15 @@ namespace {
 
 const OverflowTrap* armed_trap = nullptr;  // one launch runs at a time
 
-// Makes the thread that was interrupted go on with function(where), on an empty stack. `where` is
-// what it was at, as if that were a call. False where the processor is not known.
+// Makes the interrupted thread go on with function(where), on an empty stack. `where` is its
+// instruction, as if that had called the function. Returns false where the processor is not
+// supported.
 bool GoOnWith(void (*function)(const void*), char* stack_top, ucontext_t* context) {
   mcontext_t& machine = context->uc_mcontext;
   const uintptr_t top = reinterpret_cast<uintptr_t>(stack_top) / 16 * 16;
 #if defined(__x86_64__)
   machine.gregs[REG_RDI] = machine.gregs[REG_RIP] + 1;
-  machine.gregs[REG_RSP] = static_cast<greg_t>(top - 8);  // as a call leaves it
+  machine.gregs[REG_RSP] = static_cast<greg_t>(top - 8);  // aligned as after a call instruction
   machine.gregs[REG_RIP] = static_cast<greg_t>(reinterpret_cast<uintptr_t>(function));
   return true;
 #elif defined(__aarch64__)
@@ -116,7 +117,7 @@ bool GoOnWith(void (*function)(const void*), char* stack_top, ucontext_t* contex
 OverflowTrap::OverflowTrap(const Stacks* stacks, void (*on_overflow)(const void*))
     : stacks_(stacks), on_overflow_(on_overflow) {
   armed_trap = this;
-  alignas(16) static char handler_stack[64 << 10];  // the fibre's is full
+  alignas(16) static char handler_stack[64 << 10];  // the fibre's own stack is full
   stack_t stack = {};
   stack.ss_sp = handler_stack;
   stack.ss_size = sizeof(handler_stack);
@@ -142,7 +143,8 @@ void OverflowTrap::Handle(int, siginfo_t* info, void* context) {
     ForgetFrames(stack, bytes);
     if (GoOnWith(trap.on_overflow_, stack + bytes, static_cast<ucontext_t*>(context))) return;
   }
-  sigaction(SIGSEGV, &trap.previous_action_, nullptr);  // the access faults again
+  // With the old handler back, the access faults again.
+  sigaction(SIGSEGV, &trap.previous_action_, nullptr);
 }
 
 }  // namespace cuda_simulator

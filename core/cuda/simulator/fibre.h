@@ -1,6 +1,6 @@
-// Fibres, on which CUDA threads run: their stacks, and the switch from one to another. What the
-// address sanitizer and the operating system must be told of them, they are told here. (The thread
-// sanitizer is not told: see BUILD.)
+// Fibres, on which CUDA threads run: their stacks, and the switch from one to another. This file
+// tells the address sanitizer and the operating system what they must know of fibres. (It does not
+// tell the thread sanitizer: see BUILD.)
 #ifndef TFB_CORE_CUDA_SIMULATOR_FIBRE_H_
 #define TFB_CORE_CUDA_SIMULATOR_FIBRE_H_
 
@@ -17,11 +17,11 @@ class Fibre {
   Fibre(const Fibre&) = delete;
   Fibre& operator=(const Fibre&) = delete;
 
-  // The first switch to it calls `entry`, which must not return, on the given stack. A fibre may be
-  // made anew at any time when it does not run: what it was doing is forgotten.
+  // Makes a fibre on the given stack, whose first switch calls `entry`, which must not return. A
+  // fibre may be made anew at any time when it does not run: its earlier work is forgotten.
   void Make(char* stack, size_t bytes, void (*entry)());
-  // To be called on this fibre, or by a host thread on a fibre that was not made and stands for it
-  // from then on. Returns when another one switches to it.
+  // Switches to another fibre and returns when a fibre switches back. Call it on this fibre, or on
+  // a host thread with a fibre that was not made and that stands for the thread from then on.
   void SwitchTo(Fibre* next);
 
  private:
@@ -32,29 +32,29 @@ class Fibre {
   static void Arrive(void* from_context, const Switch& jump);
   friend struct FibreEntry;
 
-  void* context_ = nullptr;  // where it goes on
+  void* context_ = nullptr;  // context where the fibre goes on
   void (*entry_)() = nullptr;
   const void* stack_ = nullptr;
   size_t stack_bytes_ = 0;
   void* asan_stack_ = nullptr;  // the address sanitizer's
 };
 
-// Stacks in one piece of memory, each with a page below it that nobody may touch.
+// Stacks in one piece of memory, each with an inaccessible page below it.
 class Stacks {
  public:
-  // `count` stacks of `bytes`; what was on earlier ones is lost. False, and nothing happens, where
-  // there are such stacks already.
+  // Reserves `count` stacks of `bytes`; the contents of earlier ones are lost. Returns false, and
+  // does nothing, where there are such stacks already.
   bool Reserve(int count, size_t bytes);
 
   char* stack(int index) const { return begin_ + index * stride_ + kPageBytes; }
-  // Less than was asked for, and a little different for each, so that the tops of all stacks do not
-  // lie in the same lines of a cache.
+  // Returns a size a little below the one asked for, different for each stack, so that the tops of
+  // all stacks do not lie in the same lines of a cache.
   size_t bytes(int index) const { return stride_ - kPageBytes - index % 16 * 256; }
-  // In a stack, or below one.
+  // Tells whether the address is in a stack, or below one.
   bool Contains(uintptr_t address) const {
     return address - reinterpret_cast<uintptr_t>(begin_) < total_bytes_;
   }
-  // Below which one it is; -1: below none.
+  // Returns the stack below which the address is, or -1.
   int IndexBelow(uintptr_t address) const {
     const uintptr_t offset = address - reinterpret_cast<uintptr_t>(begin_);
     const bool is_below = offset < total_bytes_ && offset % stride_ < kPageBytes;
@@ -68,9 +68,9 @@ class Stacks {
   size_t stride_ = 0;
 };
 
-// While it lives, a fibre that touches the page below its stack goes on, on the stack as it was at
-// first, with on_overflow(where), which must not return. Faults elsewhere are left to whoever
-// handled them before. On other processors than x86-64 and AArch64 all are.
+// While it lives, a fibre that touches the page below its stack goes on with on_overflow(where),
+// which must not return, on the emptied stack. Faults elsewhere go to the previous handler, as all
+// faults do on processors other than x86-64 and AArch64.
 class OverflowTrap {
  public:
   OverflowTrap(const Stacks* stacks, void (*on_overflow)(const void*));

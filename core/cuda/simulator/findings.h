@@ -1,4 +1,4 @@
-// What a launch has found so far.
+// The findings of a launch so far.
 #ifndef TFB_CORE_CUDA_SIMULATOR_FINDINGS_H_
 #define TFB_CORE_CUDA_SIMULATOR_FINDINGS_H_
 
@@ -9,30 +9,30 @@
 
 namespace cuda_simulator {
 
-// printf's result.
+// Formats like printf.
 std::string Format(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string Text(const Index3& index);  // "(1, 0, 0)"
 
 class FindingLog {
  public:
   void StartLaunch(const char* kernel, int max_findings);
-  // Whether to Add a finding of this kind at this place of the kernel's code. Not if there is one,
-  // which is counted then, nor if there are too many.
+  // Tells whether to Add a finding of this kind at this place of the kernel's code. It returns
+  // false if there is one already, which is counted then, or if there are too many.
   bool Wants(FindingKind kind, const void* site);
   void Add(FindingKind kind, const Index3& block, const Index3& thread, const void* site,
            std::string what);
-  // Looks the lines of the source up and writes the messages.
+  // Looks up the source lines and writes the messages.
   void FinishLaunch();
 
   bool is_full() const { return static_cast<int>(findings_.size()) >= max_findings_; }
   const std::vector<Finding>& findings() const { return findings_; }
-  // The first one's message, and how many more there are.
+  // Returns the first finding's message, and how many more there are.
   std::string Summary() const;
 
  private:
   const char* kernel_ = "";
   int max_findings_ = 0;
-  std::vector<Finding> findings_;   // the message is without its beginning until FinishLaunch
+  std::vector<Finding> findings_;   // a message lacks its beginning until FinishLaunch
   std::vector<const void*> sites_;  // of each
 };
 

@@ -5,7 +5,7 @@
 namespace cuda_simulator {
 namespace {
 
-// Not inlined, so that the usual way needs no more registers than a caller leaves.
+// It is not inlined, so that the usual path needs no more registers than a caller leaves.
 __attribute__((noinline)) void NoteUnusual(AccessKind kind, uintptr_t address, size_t bytes,
                                            const void* site) {
   running_machine->checker.Check({address, bytes, kind, site});
@@ -27,7 +27,7 @@ using cuda_simulator::AccessKind;
 using cuda_simulator::Note;
 using cuda_simulator::NoteQuickly;
 
-// The calls that g++ and clang put before accesses, under the names that the build gives them.
+// g++ and clang put these calls before accesses, under the names that the build gives them.
 extern "C" {
 
 #define TFB_SITE __builtin_return_address(0)
@@ -58,7 +58,7 @@ void cuda_simulator_write_range(void* address, size_t bytes) {
   if (bytes > 0) Note(AccessKind::kWrite, address, bytes, TFB_SITE);
 }
 
-// The C library's, which loops and copies of structs become.
+// Replaces the C library's function, which loops and copies of structs become.
 void* cuda_simulator_memcpy(void* to, const void* from, size_t bytes) {
   if (bytes > 0) Note(AccessKind::kRead, from, bytes, TFB_SITE);
   if (bytes > 0) Note(AccessKind::kWrite, to, bytes, TFB_SITE);
@@ -74,18 +74,18 @@ void* cuda_simulator_memset(void* to, int value, size_t bytes) {
   return std::memset(to, value, bytes);
 }
 
-// -fsanitize=alignment: called where a pointer is used that is not aligned as its type wants it,
-// with what the compiler says of that. Loads and stores of structs may come to the hooks above in
-// parts, so only here is the alignment of a float4 known.
+// -fsanitize=alignment calls it where a pointer is used that is not aligned for its type, with the
+// compiler's description. The hooks above may see loads and stores of structs in parts, so the
+// alignment of a float4 is known only here.
 struct TypeMismatch {
   const char* file;
   unsigned line, column;
   const struct {
     unsigned short kind, info;
-    char name[1];  // and more: "'float4'"
+    char name[1];  // first character of the name: "'float4'"
   } * type;
   unsigned char log_alignment;
-  unsigned char use;  // 0: a load, 1: a store, others: of a reference or a member
+  unsigned char use;  // 0: a load, 1: a store, others: a reference or a member
 };
 void cuda_simulator_misaligned(TypeMismatch* mismatch, void* address) {
   cuda_simulator::NoteMisaligned(address, mismatch->type->name,

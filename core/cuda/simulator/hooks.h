@@ -1,8 +1,8 @@
-// How the simulator sees raw accesses of unmodified kernels. Sources with kernels are compiled with
-// -fsanitize=thread, which puts a call before every load and store; the simulator's build renames
-// those calls (__tsan_read4 to cuda_simulator_read4, see hooks.cc), so that they reach it and never
-// the sanitizer's own library, which may be linked into the same program for other code. Misaligned
-// addresses are told in the same way by -fsanitize=alignment.
+// The hooks through which the simulator sees raw accesses of unmodified kernels. Sources with
+// kernels are compiled with -fsanitize=thread, which puts a call before every load and store; the
+// simulator's build renames those calls (__tsan_read4 to cuda_simulator_read4, see hooks.cc), so
+// that they reach it and never the sanitizer's own library, which may be linked into the same
+// program for other code. -fsanitize=alignment reports misaligned addresses in the same way.
 #ifndef TFB_CORE_CUDA_SIMULATOR_HOOKS_H_
 #define TFB_CORE_CUDA_SIMULATOR_HOOKS_H_
 
@@ -12,9 +12,9 @@
 
 namespace cuda_simulator {
 
-// Checks an access of the running thread. `site` is where in the kernel it happens: a return
-// address. Code outside kernels, in the same sources, may do what it likes, and local variables are
-// the compiler's affair.
+// Checks an access of the running thread. `site` is the code address in the kernel: a return
+// address. Accesses by code outside kernels in the same sources, and to local variables, are not
+// checked.
 inline void Note(AccessKind kind, const void* address, size_t bytes, const void* site) {
   Machine* machine = running_machine;
   const uintptr_t place = reinterpret_cast<uintptr_t>(address);
@@ -22,10 +22,10 @@ inline void Note(AccessKind kind, const void* address, size_t bytes, const void*
   machine->checker.Check({place, bytes, kind, site});
 }
 
-// The running thread uses an address as one of a type that wants this alignment, which it has not.
+// Reports that the running thread uses an address without the alignment that its type needs.
 void NoteMisaligned(const void* address, const char* type, size_t alignment, const void* site);
 
-// NoteMisaligned where that is so.
+// Calls NoteMisaligned where the address is misaligned.
 inline void CheckAlignment(const void* address, const char* type, size_t alignment,
                            const void* site) {
   if (reinterpret_cast<uintptr_t>(address) % alignment != 0) {

@@ -25,7 +25,7 @@ void ForEachImage(const Visit& visit) {
       const_cast<Visit*>(&visit));
 }
 
-// A file's bytes.
+// A mapped file.
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path) {
@@ -43,7 +43,7 @@ class MappedFile {
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
 
-  // `count` of T at an offset; null where the file has not so many.
+  // Returns `count` of T at an offset, or null where the file does not have so many.
   template <class T>
   const T* At(size_t offset, size_t count) const {
     if (memory_ == MAP_FAILED || offset > bytes_ || count > (bytes_ - offset) / sizeof(T)) {
@@ -57,7 +57,7 @@ class MappedFile {
   size_t bytes_ = 0;
 };
 
-// "tile" of "_ZZN3tfb12_GLOBAL__N_18MultiplyEPKfE4tile".
+// Returns "tile" for "_ZZN3tfb12_GLOBAL__N_18MultiplyEPKfE4tile".
 std::string NameInSource(const char* symbol) {
   int status = 0;
   char* demangled = abi::__cxa_demangle(symbol, nullptr, nullptr, &status);
@@ -72,7 +72,7 @@ std::string NameInSource(const char* symbol) {
 std::vector<Segment> LoadedSegments() {
   std::vector<Segment> segments;
   ForEachImage([&](const dl_phdr_info& info) {
-    // What the loader has written and protected since, tables of addresses, comes first.
+    // Memory that the loader has written and then protected (tables of addresses) comes first.
     uintptr_t protected_end = 0;
     for (int i = 0; i < info.dlpi_phnum; ++i) {
       const auto& header = info.dlpi_phdr[i];

@@ -1,4 +1,4 @@
-// The program and its libraries as they lie in memory.
+// The program and its libraries in memory.
 #ifndef TFB_CORE_CUDA_SIMULATOR_IMAGES_H_
 #define TFB_CORE_CUDA_SIMULATOR_IMAGES_H_
 
@@ -13,11 +13,12 @@ namespace cuda_simulator {
 struct Segment {
   uintptr_t begin;
   uintptr_t end;
-  bool is_writable;  // once the program runs: variables
+  bool is_writable;  // while the program runs, as variables are
 };
 std::vector<Segment> LoadedSegments();
 
-// Whose an address is: a file, and how far it was moved when it was loaded. Empty if nobody's.
+// The program or library that contains an address: its file, and how far it was moved when it was
+// loaded. Empty where there is none.
 struct Image {
   std::string path;
   uintptr_t base = 0;

@@ -1,4 +1,4 @@
-// Launches, and what simulator.h declares.
+// Implements launches, and the functions that simulator.h declares.
 #include <algorithm>
 #include <cstdlib>
 #include <utility>
@@ -15,7 +15,7 @@ __thread Machine* running_machine = nullptr;
 
 namespace {
 
-// Why a GPU does not run such a grid; empty where it does.
+// Returns why a GPU does not run such a grid; empty where it does.
 std::string CheckShape(const LaunchShape& shape, const Settings& settings) {
   const struct {
     const char* what;

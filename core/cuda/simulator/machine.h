@@ -1,4 +1,4 @@
-// The simulated GPU: what the parts of the simulator share.
+// The simulated GPU: the state that the parts of the simulator share.
 #ifndef TFB_CORE_CUDA_SIMULATOR_MACHINE_H_
 #define TFB_CORE_CUDA_SIMULATOR_MACHINE_H_
 
@@ -15,7 +15,7 @@ namespace cuda_simulator {
 struct Machine {
   Machine() : checker(this), block(this) {}
 
-  // A finding of the running thread; what() says in words what it does.
+  // Adds a finding of the running thread; what() returns the text that says what the thread does.
   template <class What>
   void Report(FindingKind kind, const void* site, What what) {
     ReportOf(block.running(), kind, site, what);
@@ -28,11 +28,11 @@ struct Machine {
 
   std::mutex mutex;  // held by launches, and changes of device memory
   Settings settings;
-  Counts counts;  // but for accesses, which the checker counts
+  Counts counts;  // without accesses, which the checker counts
   FindingLog findings;
   Checker checker;
   Block block;
-  std::string failure;  // of a kernel, where errors are deferred: what every call says from then on
+  std::string failure;  // a kernel's error where errors are deferred: every later call returns it
 };
 
 Machine& TheMachine();

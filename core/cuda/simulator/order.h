@@ -1,4 +1,4 @@
-// Which earlier accesses of a block's threads come before what one of them does now.
+// The order of a block's accesses: which earlier ones come before the current one.
 #ifndef TFB_CORE_CUDA_SIMULATOR_ORDER_H_
 #define TFB_CORE_CUDA_SIMULATOR_ORDER_H_
 
@@ -11,47 +11,49 @@ namespace cuda_simulator {
 constexpr int kWarp = 32;
 constexpr int kMaxThreads = 1024;  // of a block
 
-// A time: between two barriers that it takes part in, a thread's accesses have the same one. 0 is
-// before everything.
+// A logical time: between two barriers that it takes part in, a thread's accesses have the same
+// stamp. 0 comes before everything.
 using Stamp = uint32_t;
 
-// Only barriers order: those of the block, and __syncwarp among the lanes of its mask. (Shuffles
-// and votes do not, says the CUDA programming guide.) Where only whole warps sync, one time for a
-// warp is enough; for syncs of a part, each lane knows until when it is after each other lane.
+// Only barriers order accesses: those of the block, and __syncwarp among the lanes of its mask. (By
+// the CUDA programming guide, shuffles and votes do not.) Where only whole warps sync, one stamp
+// for a warp is enough; for syncs of a part, each lane has a stamp for each other lane, up to which
+// it comes after that lane.
 class Order {
  public:
   Order() : own_(kMaxThreads), seen_(kMaxThreads * kWarp) {}
 
   void StartBlock() { block_start_ = barrier_ = ++last_; }
   void PassBarrier() { barrier_ = ++last_; }
-  // All `lanes` of the warp meet; `live_lanes` are those that have not finished.
+  // All `lanes` of the warp sync; `live_lanes` are those that have not finished.
   void SyncWarp(int warp, unsigned lanes, unsigned live_lanes);
-  // `thread` runs from now on.
+  // Makes `thread` the running one.
   void Resume(int thread) {
     thread_ = thread;
     now_ = TimeOf(thread);
   }
 
-  // What has a lower stamp was in an earlier block.
+  // Accesses with a lower stamp were in an earlier block.
   Stamp block_start() const { return block_start_; }
-  // What has a lower stamp is before everything now.
+  // Accesses with a lower stamp come before everything now.
   Stamp barrier() const { return barrier_; }
 
-  // ---- Of the running thread ----
+  // ---- The running thread ----
   int thread() const { return thread_; }
   int warp() const { return thread_ / kWarp; }
   Stamp now() const { return now_; }
-  // What has a lower stamp and is of this warp is before everything that the warp does now.
+  // Accesses of this warp with a lower stamp come before everything that the warp does now.
   Stamp warp_barrier() const { return std::max(barrier_, warp_[warp()]); }
-  // Whether what `other` did at `then`, in this block, is before what the thread does now.
+  // Tells whether the access of `other` at `then`, in this block, comes before the thread's current
+  // one.
   bool IsBefore(Stamp then, int other) const {
     if (then < barrier_ || other == thread_) return true;
     if (other / kWarp != warp()) return false;
     return then < warp_[warp()] || then <= seen_[thread_ * kWarp + other % kWarp];
   }
 
-  // Stamps are 32 bits: whether they may run out in the next launch. Then everything that has one
-  // must be forgotten.
+  // Tells whether the 32 bits of stamps may run out in the next launch. All stamps must then be
+  // forgotten.
   bool NeedsReset() const { return last_ > Stamp{1} << 31; }
   void Reset() { *this = Order(); }
 
@@ -66,8 +68,9 @@ class Order {
   Stamp block_start_ = 0;
   Stamp last_ = 0;
   Stamp warp_[kMaxThreads / kWarp] = {};
-  std::vector<Stamp> own_;   // by thread: its last sync of a part of the warp
-  std::vector<Stamp> seen_;  // by thread and lane: what the lane did until then is before it
+  std::vector<Stamp> own_;  // for each thread, its last sync of a part of the warp
+  // For each thread and lane, the stamp up to which the lane's accesses come before it.
+  std::vector<Stamp> seen_;
 };
 
 }  // namespace cuda_simulator

@@ -1,4 +1,4 @@
-// The host's side of cuda_runtime.h: memory, events, errors.
+// The host half of cuda_runtime.h: memory, events, errors.
 #include <unistd.h>
 
 #include <chrono>
@@ -18,7 +18,7 @@ namespace {
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local std::string launch_message;
 
-// Behind every buffer, so that what runs over its end does not land in the next one.
+// The gap behind every buffer, so that an overrun does not land in the next one.
 constexpr size_t kGapBytes = 4096;
 
 }  // namespace
@@ -43,7 +43,7 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 namespace {
 
-// cudaSuccess, or what a kernel has done that went wrong before.
+// Returns cudaSuccess, or the error of an earlier kernel.
 cudaError_t Earlier(const Machine& machine) {
   if (machine.failure.empty()) return cudaSuccess;
   SetLaunchMessage(machine.failure);
@@ -70,7 +70,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
   const size_t padded = (bytes + kGapBytes + kAlignment - 1) / kAlignment * kAlignment;
   *memory = std::aligned_alloc(kAlignment, padded);
   if (*memory == nullptr) return SetLastError(cudaErrorMemoryAllocation);
-  std::memset(*memory, 0xff, bytes);  // as a GPU leaves it: not zero. Floats are NaN
+  std::memset(*memory, 0xff, bytes);  // not zero, as on a GPU; as floats the bytes are NaN
   RegisterBuffer(*memory, bytes, /*written=*/false);
   return cudaSuccess;
 }
@@ -90,7 +90,8 @@ cudaError_t cudaFree(void* memory) {
 
 namespace {
 
-// The buffer that these bytes are in, which copies and fills must not leave; null: there is none.
+// Returns the buffer that contains these bytes, which copies and fills must not leave, or null
+// where there is none.
 DeviceBufferShadow* BufferOf(const void* memory, size_t bytes) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(memory);
   DeviceBufferShadow* buffer = TheMachine().checker.device_memory.Find(address);

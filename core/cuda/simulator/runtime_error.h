@@ -9,7 +9,7 @@
 namespace cuda_simulator {
 
 cudaError_t SetLastError(cudaError_t error);  // returns it
-// What cudaGetErrorString says of launches.
+// Sets the text that cudaGetErrorString returns for launches.
 void SetLaunchMessage(std::string message);
 
 }  // namespace cuda_simulator

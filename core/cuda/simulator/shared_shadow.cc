@@ -18,7 +18,7 @@ void SharedShadow::StartLaunch(size_t bytes) {
   bytes_ = bytes;
   for (const size_t granule : split_granules_) granules_[granule].split = 0;
   split_granules_.clear();
-  splits_.resize(1);  // the 0 of no split
+  splits_.resize(1);  // place 0 means that there is no split
 }
 
 void SharedShadow::Reset() {
@@ -91,7 +91,8 @@ SharedShadow::Verdict SharedShadow::Touch(Cell* cell, AccessKind kind, int* othe
 bool SharedShadow::WriteIsBefore(const Cell& cell) const {
   if (cell.writer < kLanes) return order_.IsBefore(cell.write, cell.writer);
   if (cell.write < order_.barrier()) return true;
-  // Of several, concurrent: whoever has not synced since knows nothing of one of them.
+  // Where several lanes wrote concurrently, a thread that has not synced since is unordered with
+  // one of them.
   return cell.writer != kWarps && cell.writer - kLanes == order_.warp() &&
          cell.write < order_.now();
 }
@@ -112,11 +113,12 @@ void SharedShadow::NoteWrite(Cell* cell, AccessKind kind) {
   Stamp now = order_.now();
   bool atomic = false;
   if (kind != AccessKind::kAtomic) {
-    cell->read = 0;  // whoever is in order with this write is in order with those reads
+    cell->read = 0;  // a thread that is ordered after this write is ordered after those reads
   } else if (cell->write < order_.block_start()) {
     atomic = true;
   } else if (!cell->atomic) {
-    atomic = cell->writer != writer || cell->write < now;  // its own plain write still counts
+    // The thread's own plain write still counts.
+    atomic = cell->writer != writer || cell->write < now;
   } else {
     atomic = true;
     if (!WriteIsBefore(*cell)) {

@@ -1,4 +1,5 @@
-// What is known of each byte of a block's shared memory: who wrote it, and who has read it since.
+// The shadow of a block's shared memory: for each byte, which thread wrote it, and which have read
+// it since.
 #ifndef TFB_CORE_CUDA_SIMULATOR_SHARED_SHADOW_H_
 #define TFB_CORE_CUDA_SIMULATOR_SHARED_SHADOW_H_
 
@@ -13,23 +14,24 @@
 
 namespace cuda_simulator {
 
-// An asynchronous copy writes its place at any time between its begin and its end.
+// The kind of an access. An asynchronous copy writes its destination at any time between its begin
+// and its end.
 enum class AccessKind : uint8_t { kRead, kWrite, kAtomic, kCopyBegin, kCopyEnd };
 
 // A cell stands for 4 aligned bytes, until an access touches some of them only: from then on, until
 // the next launch, for one byte. So threads may use neighbouring bytes as they like.
 //
-// A cell remembers its last write (of concurrent atomic ones, that there are several) and the reads
-// since. Where two lanes of a warp that has synced in parts read the same cell, it remembers the
-// earlier time of both: it may then miss a race, and never invents one.
+// A cell remembers its last write and the reads since; of several concurrent atomic writes, only
+// that there are several. Where two lanes of a warp that has synced in parts read the same cell, it
+// remembers the earlier time of both: it may then miss a race, but never invents one.
 class SharedShadow {
  public:
   SharedShadow(uintptr_t begin, size_t capacity_bytes, const Order* order);
 
-  // Forgets what it knows, and stands for the first `bytes` bytes from now on. Blocks of the launch
-  // are told apart by `order`.
+  // Forgets all accesses, and stands for the first `bytes` bytes from now on. `order` tells the
+  // blocks of the launch apart.
   void StartLaunch(size_t bytes);
-  // Forgets times, too: `order` has been reset.
+  // Forgets stamps, too, after a reset of `order`.
   void Reset();
 
   uintptr_t begin() const { return begin_; }
@@ -38,16 +40,17 @@ class SharedShadow {
 
   enum class Verdict {
     kFine,
-    kUnwritten,      // a read, and nothing in this block has written all of it
-    kInFlight,       // an asynchronous copy that has begun may not have come to its end
+    kUnwritten,      // a read of bytes that nothing in this block has written
+    kInFlight,       // the access meets an asynchronous copy that may not have ended
     kRaceWithRead,   // of `*other`
     kRaceWithWrite,  // of `*other`
   };
-  // An access of the running thread, within bytes(). Tells of the worst byte; `other` receives a
-  // thread, or kSeveral.
+  // Checks and records an access of the running thread, within bytes(). Returns the verdict on the
+  // worst byte; `other` receives a thread, or kSeveral.
   Verdict Access(uintptr_t address, size_t bytes, AccessKind kind, int* other);
-  // True if it is one of the most usual ones, and is noted: a read of what was written in this
-  // block before the last barrier, or the first write since. Otherwise Access tells.
+  // Records one of the most usual accesses and returns true: a read of bytes that were written in
+  // this block before the last barrier, or the first write since. It returns false for others;
+  // Access then decides.
   template <AccessKind kKind, size_t kBytes>
   bool AccessQuickly(uintptr_t address) {
     const size_t at = address - begin_;
@@ -64,20 +67,21 @@ class SharedShadow {
  private:
   static constexpr uint16_t kLanes = 0x8000;
   static constexpr uint16_t kWarps = 0xffff;
-  // All zeros at first.
+  // The state of a cell; all zeros at first.
   struct Cell {
-    Stamp write = 0;        // when; before the block's start: it has not been written
-    Stamp read = 0;         // when, since that write; before the last barrier: no matter
-    uint32_t lanes = 0;     // that read, of `warp`
-    uint16_t writer = 0;    // the thread, or kLanes + warp, or kWarps
-    uint16_t stranger = 0;  // 1 + a reader of another warp; 0: there is none
+    Stamp write = 0;  // when it was written; a stamp before the block's start means never
+    // When it was read since that write; a stamp before the last barrier does not matter.
+    Stamp read = 0;
+    uint32_t lanes = 0;     // the lanes of `warp` that read
+    uint16_t writer = 0;    // the writing thread, or kLanes + warp, or kWarps
+    uint16_t stranger = 0;  // 1 + a reader of another warp; 0 where there is none
     uint8_t warp = 0;
     bool atomic = false;
     bool in_flight = false;
   };
   struct Granule {
     Cell cell;
-    uint32_t split = 0;  // where in splits_ its bytes have cells of their own; 0: they have not
+    uint32_t split = 0;  // place in splits_ of the cells of its bytes; 0 where they have none
   };
 
   template <AccessKind kKind>
@@ -128,8 +132,8 @@ class SharedShadow {
   const uintptr_t begin_;
   size_t bytes_ = 0;
   const Order& order_;
-  // Zeros from the operating system, which gives memory only to what is touched: there may be much
-  // shared memory that no kernel uses.
+  // The zeros come from the operating system, which provides only memory that is touched: there may
+  // be much shared memory that no kernel uses.
   const std::unique_ptr<Granule[], void (*)(void*)> granules_;
   const size_t capacity_bytes_;
   std::vector<std::array<Cell, 4>> splits_;

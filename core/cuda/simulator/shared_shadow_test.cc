@@ -1,5 +1,5 @@
-// Random programs of a block's threads, against an oracle that keeps every access and, for every
-// pair of threads, how much of the one is before what the other does now.
+// Tests random programs of a block's threads against an oracle that keeps every access and, for
+// every pair of threads, how much of the one comes before the other's current access.
 #include "core/cuda/simulator/shared_shadow.h"
 
 #include <gtest/gtest.h>
@@ -31,7 +31,7 @@ class Oracle {
     WaitForAll(warp * kWarp, std::min(kThreads, (warp + 1) * kWarp), lanes);
   }
 
-  // What the access is to be called, and whether that is a race.
+  // Returns the verdict that the access must get.
   Verdict Access(size_t at, size_t bytes, AccessKind kind, int thread) {
     Verdict worst = Verdict::kFine;
     for (size_t byte = at; byte < at + bytes; ++byte) {
@@ -68,7 +68,7 @@ class Oracle {
     return written || kind == AccessKind::kWrite ? Verdict::kFine : Verdict::kUnwritten;
   }
 
-  // The threads of [first, last) that `lanes` names, by number modulo 32, wait for each other.
+  // Lets the threads of [first, last) that `lanes` names, by number modulo 32, wait for each other.
   void WaitForAll(int first, int last, unsigned lanes) {
     std::vector<int> joined(kThreads, 0), members;
     for (int t = first; t < last; ++t) {
@@ -84,7 +84,8 @@ class Oracle {
   }
 
   std::vector<Past> accesses_;
-  std::vector<std::vector<int>> knows_;  // [thread][other]: what other did before that time
+  // [thread][other]: the accesses of `other` before that time.
+  std::vector<std::vector<int>> knows_;
   int now_ = 0;
 };
 
@@ -97,7 +98,7 @@ struct Tally {
 };
 
 // Runs a program of random accesses and syncs, which now and then sync a part of a warp if
-// `with_parts`. The shadow never says of an access what the oracle does not.
+// `with_parts`. The shadow never reports an error that the oracle does not.
 void RunProgram(uint64_t seed, bool with_parts, Tally* tally) {
   std::mt19937_64 random(seed);
   const auto below = [&](uint64_t limit) { return static_cast<int>(random() % limit); };
@@ -107,7 +108,7 @@ void RunProgram(uint64_t seed, bool with_parts, Tally* tally) {
   shadow.StartLaunch(kBytes);
   order.StartBlock();
   oracle.StartBlock();
-  const int active = 2 + below(kThreads - 1);  // few threads race less
+  const int active = 2 + below(kThreads - 1);  // few threads cause fewer races
   const int syncs_per_access = 1 + below(6);   // of 8 steps
   const bool narrow = below(2) == 0;           // bytes, too
   bool raced = false;
@@ -172,7 +173,7 @@ TEST(SharedShadow, InventsNoRaceWherePartsOfWarpsSyncAndMissesFew) {
   EXPECT_GT(tally.races_found, 0.99 * tally.races) << tally.races_found << " of " << tally.races;
 }
 
-// What the hooks ask first is what Access says, and does the same.
+// The quick check, which the hooks call first, agrees with Access and has the same effect.
 TEST(SharedShadow, TheQuickWayAgreesWithTheOther) {
   Order order;
   SharedShadow quick(kBegin, kBytes, &order), slow(kBegin, kBytes, &order);

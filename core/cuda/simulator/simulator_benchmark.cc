@@ -1,4 +1,4 @@
-// What the simulator costs: for each load and store, barrier and thread, shuffle, and launch.
+// Times the simulator: each load and store, barrier and thread, shuffle, and launch.
 #include "benchmark/benchmark.h"
 #include "core/cuda/runtime.h"
 #include "core/cuda/simulator/simulator.h"
@@ -18,7 +18,7 @@ DeviceBuffer Floats(int count) {
   return runtime->Upload(zeros.data(), count * sizeof(float)).value();
 }
 
-// Reports the time for each of the `count` things that one iteration does.
+// Reports the time for each of the `count` operations of one iteration.
 void SetTimeOfEach(double count, benchmark::State* state) {
   state->counters["each"] = Counter(count, Counter::kIsIterationInvariantRate | Counter::kInvert);
 }

@@ -81,7 +81,8 @@ std::vector<Finding> FindingsOf(FindingKind kind) {
   return found;
 }
 
-// Runs it; expects a finding of this kind, and none of another unless `others`. Returns the first.
+// Runs a kernel; expects a finding of this kind, and none of another unless `others`. Returns the
+// first.
 Finding Find(const char* kernel, FindingKind kind, int number = 0, bool written = true,
              bool others = false) {
   SCOPED_TRACE(kernel);
@@ -197,7 +198,7 @@ TEST(UnwrittenRead, OfSharedMemoryIsFound) {
       HasSubstr(
           "reads 4 bytes at byte 28 of the shared variable row (32 bytes), which nothing wrote"));
   Find("ReadDynamicShared", FindingKind::kUnwrittenRead);
-  for (const uint64_t seed : {1, 2, 3, 4}) {  // whichever block is first
+  for (const uint64_t seed : {1, 2, 3, 4}) {  // for every choice of the first block
     ConfigureSeed(seed);
     finding = Find("KeepSharedFromBlockToBlock", FindingKind::kUnwrittenRead);
     ExpectAt(finding, {1, 0, 0}, {0, 0, 0});
@@ -241,7 +242,7 @@ TEST(Race, LanesOfAWarpThatDoNotSyncAreFound) {
   Find("ExchangeInWarp", FindingKind::kRace, 0, true, /*others=*/true);
   for (uint64_t seed = 1; seed <= 16; ++seed) {
     ConfigureSeed(seed);
-    // Lanes 28 to 31 sync with nobody; the others are fine.
+    // Lanes 28 to 31 sync with no other lane; the others are ordered.
     Find("ExchangeInPartOfWarp", FindingKind::kRace, 0x0fffffff, true, /*others=*/true);
     for (const Finding& finding : Findings()) EXPECT_GE(finding.thread.x, 28u) << finding.message;
     EXPECT_EQ(RunBroken("ExchangeInPartOfWarp", -1), nullptr);
@@ -325,7 +326,7 @@ TEST(StackOverflow, IsFoundInItsThread) {
   Configure({});
 }
 
-// ---- What is said of findings, and what follows them ----
+// ---- The text of findings, and calls after them ----
 
 TEST(Findings, NameTheLineOfTheSource) {
   if (std::system("addr2line --version > /dev/null 2>&1") != 0) {
@@ -353,7 +354,7 @@ TEST(Findings, NameTheLineOfTheSource) {
 
 TEST(Findings, OfOnePlaceAreCountedAndOfManyAreBounded) {
   RunBroken("ExchangeInWarp");
-  EXPECT_THAT(FindingsOf(FindingKind::kRace), SizeIs(testing::Le(2)));  // a read, a write
+  EXPECT_THAT(FindingsOf(FindingKind::kRace), SizeIs(testing::Le(2)));  // a read and a write
   int64_t times = 0;
   for (const Finding& finding : Findings()) times += finding.times;
   EXPECT_GE(times, 32);
@@ -406,7 +407,7 @@ TEST(Order, AResultThatDependsOnItShows) {
     results.insert(values.Download()[0]);
   }
   Configure({});
-  EXPECT_GT(results.size(), 24u);  // of 1024 that are possible
+  EXPECT_GT(results.size(), 24u);  // of 1024 possible results
 }
 
 TEST(Order, TheEnvironmentChoosesTheSeed) {
@@ -423,7 +424,8 @@ TEST(Order, TheEnvironmentChoosesTheSeed) {
 
 // ---- Kernels that are right ----
 
-// Runs it on 1, 2, 3, ... in several orders: nothing is found, and output[i] is expected(i).
+// Runs a kernel on 1, 2, 3, ... in several orders: there must be no finding, and output[i] must be
+// expected(i).
 void ExpectSound(const char* kernel, int outputs, const std::function<float(int)>& expected) {
   SCOPED_TRACE(kernel);
   const Values input(true);
@@ -441,7 +443,7 @@ void ExpectSound(const char* kernel, int outputs, const std::function<float(int)
 
 float In(int i) { return static_cast<float>(i + 1); }
 
-// The float of the second to fifth byte of 1, 2.
+// Returns the float in the second to fifth byte of 1, 2.
 float UnalignedIn() {
   const float input[2] = {1, 2};
   float unaligned;
@@ -530,7 +532,7 @@ TEST(Sound, GridsOfThreeDimensionsStructsAndTheStack) {
   });
 }
 
-// Against plain loops in float64, with factors that both types hold exactly.
+// The test compares with plain loops in float64, with factors that both types represent exactly.
 TEST(Sound, MatrixInstructionsGiveTheProduct) {
   CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
   std::vector<float> a(256), a_transposed(256), b(128), c(128);
@@ -571,7 +573,8 @@ TEST(Counts, AreWhatTheKernelDoes) {
   EXPECT_EQ(after.threads - before.threads, 64);
   EXPECT_EQ(after.barriers - before.barriers, 6);
   EXPECT_EQ(after.warp_collectives - before.warp_collectives, 0);
-  // 64 loads and stores; 63 sums of two reads and a write; the last read and write.
+  // The sum is 64 loads and stores; 63 additions of two reads and a write; and the last read and
+  // write.
   EXPECT_EQ(after.accesses - before.accesses, 2 * 64 + 3 * 63 + 2);
   EXPECT_EQ(after.findings - before.findings, 0);
   EXPECT_EQ(Describe(Counts{1, 2, 3, 4, 5, 6, 7}),

@@ -9,7 +9,7 @@ namespace {
 
 // ---- Warps ----
 
-// Neighbours exchange through shared memory, whole warps sync.
+// Neighbours exchange values through shared memory; whole warps sync.
 __global__ void ExchangeInWarp(const float* input, float* output) {
   __shared__ float row[64];
   const unsigned t = threadIdx.x;
@@ -17,12 +17,12 @@ __global__ void ExchangeInWarp(const float* input, float* output) {
   __syncwarp();
   const float other = row[t ^ 1];
   __syncwarp();
-  row[t] = other;  // what another lane has read
+  row[t] = other;  // the value that another lane has read
   __syncwarp();
   output[t] = row[t ^ 2];
 }
 
-// The same, where eight lanes sync at a time, and then all.
+// Does the same, where eight lanes sync at a time, and then all.
 __global__ void ExchangeInPartsOfWarp(const float* input, float* output) {
   __shared__ float row[64];
   const unsigned t = threadIdx.x;
@@ -40,7 +40,7 @@ __global__ void ExchangeInPartsOfWarp(const float* input, float* output) {
   output[t] = row[t ^ 16];
 }
 
-// A lane hands on what it was handed: 0 to 1 to 2, each step a sync of two lanes.
+// A lane passes on the value that it received: 0 to 1 to 2, each step a sync of two lanes.
 __global__ void HandOn(const float* input, float* output) {
   __shared__ float place;
   const unsigned t = threadIdx.x;
@@ -52,7 +52,7 @@ __global__ void HandOn(const float* input, float* output) {
     __syncwarp(0b110);
   } else if (t == 2) {
     __syncwarp(0b110);
-    place += 1;  // after lane 0's write, by way of lane 1
+    place += 1;  // after lane 0's write, through lane 1
     output[0] = place;
   }
 }
@@ -83,7 +83,7 @@ __global__ void Votes(const float* input, float* output) {
   output[t] = static_cast<float>(result);
 }
 
-// Lanes that have finished are waited for by nobody, as of Volta.
+// No lane waits for lanes that have finished, as from Volta on.
 __global__ void LanesReturnEarly(const float* input, float* output) {
   const unsigned t = threadIdx.x;
   if (t % 32 >= 24) return;
@@ -130,7 +130,7 @@ __global__ void StaticAndDynamicShared(const float* input, float* output) {
   output[t] = first[63 - t] + 2 * second[t];
 }
 
-// Everybody reads a place before the barrier, and one writes it after; several times.
+// All threads read a place before the barrier, and one writes it after; several times.
 __global__ void ReadByAllThenWrite(const float* input, float* output) {
   __shared__ float place;
   const unsigned t = threadIdx.x;
@@ -178,7 +178,7 @@ __global__ void Atomics(const float* input, float* output) {
   __syncthreads();
   output[t] = static_cast<float>(counter + least + most) + sum;
   __syncthreads();
-  if (t < 32) {  // among the lanes of a warp
+  if (t < 32) {  // a sync among the lanes of a warp
     if (t == 0) counter = 0;
     __syncwarp();
     atomicAdd(&counter, 2);
@@ -187,7 +187,7 @@ __global__ void Atomics(const float* input, float* output) {
   }
 }
 
-// The last block to finish sums what all have written: threadFenceReduction of the CUDA samples.
+// The last block to finish sums the results of all: threadFenceReduction of the CUDA samples.
 __global__ void LastBlockSums(const float* input, float* output) {
   __shared__ bool is_last;
   const unsigned t = threadIdx.x;
@@ -206,7 +206,7 @@ __global__ void LastBlockSums(const float* input, float* output) {
 
 // ---- Asynchronous copies ----
 
-// Each tile of 16 floats is copied while the one before it is used.
+// Each tile of 16 floats is copied while the previous one is used.
 __global__ void DoubleBuffered(const float* input, float* output) {
   __shared__ __align__(16) float stages[2][16];
   const unsigned t = threadIdx.x;
@@ -223,12 +223,12 @@ __global__ void DoubleBuffered(const float* input, float* output) {
     __pipeline_wait_prior(1);
     __syncthreads();
     sum += stages[tile % 2][t % 16];
-    __syncthreads();  // before the stage is copied to again
+    __syncthreads();  // before the next copy to the stage
   }
   output[t] = sum;
 }
 
-// The last bytes of a copy may be zeros, and its source then end before.
+// The last bytes of a copy may be zeros, and its source may then end earlier.
 __global__ void CopyWithZeros(const float* input, float* output) {
   __shared__ float4 to[17];
   const unsigned t = threadIdx.x;
@@ -254,7 +254,7 @@ struct Row {
   float of[24];
 };
 
-// Memory that the compiler may copy or fill at once, and reads of memory that has no type.
+// The compiler may copy or fill the structs' memory at once, and read it without a type.
 __global__ void Structs(const float* input, float* output) {
   Row* rows = reinterpret_cast<Row*>(output);
   rows[0] = *reinterpret_cast<const Row*>(input);
@@ -327,7 +327,7 @@ const char* LaunchMultiply(const float* a, const float* b, float* c, bool is_bf1
                 KernelShape{dim3(1), dim3(32)}, nullptr, a, b, c, transposed);
 }
 
-// ---- What the benchmark times ----
+// ---- Kernels that the benchmark times ----
 
 // Tiles of 32 x 32; a thread computes 2 x 2 elements.
 __global__ void MultiplyInTiles(const float* a, const float* b, float* c, int n) {
@@ -421,7 +421,7 @@ const char* Run(const char* name, const float* input, float* output) {
   for (const auto& kernel : kKernels) {
     if (strcmp(kernel.name, name) == 0) return kernel.launch(name, input, output);
   }
-  abort();  // no such kernel
+  abort();  // there is no such kernel
 }
 
 }  // namespace

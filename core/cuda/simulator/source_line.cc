@@ -14,7 +14,7 @@
 namespace cuda_simulator {
 namespace {
 
-// What a program prints when it is run, found on PATH; empty where it cannot be.
+// Runs a program found on PATH and returns its output; empty where it cannot be run.
 std::string OutputOf(std::vector<std::string> arguments) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) return "";
@@ -40,8 +40,8 @@ std::string OutputOf(std::vector<std::string> arguments) {
   return output;
 }
 
-// "/a/b/flash.cu:88 (discriminator 2)" as "flash.cu:88"; empty for "??:0" and for what is no line
-// of a kernel: CUDA's language as the simulator has it.
+// Returns "flash.cu:88" for "/a/b/flash.cu:88 (discriminator 2)"; empty for "??:0" and for lines of
+// the simulator's own headers, which are not a kernel's.
 std::string ShortLine(const std::string& line) {
   const size_t slash = line.rfind('/');
   std::string text = slash == std::string::npos ? line : line.substr(slash + 1);
@@ -50,7 +50,8 @@ std::string ShortLine(const std::string& line) {
   return text.rfind("cuda_runtime.h:", 0) == 0 ? "" : text;
 }
 
-// Of addr2line's "0x00001234", followed by a line for each function inlined there, inside out.
+// Parses addr2line's output: "0x00001234", followed by a line for each function inlined there,
+// innermost first.
 std::vector<std::string> ParseLines(const std::string& output, size_t count) {
   std::vector<std::string> innermost(count), outermost(count);
   size_t address = 0;  // counted from 1
@@ -89,7 +90,7 @@ std::vector<std::string> SourceLines(const std::vector<const void*>& return_addr
     std::vector<std::string> arguments = {"addr2line", "--addresses", "--inlines", "--exe=" + path};
     for (const uintptr_t address : addresses) {
       char text[32];
-      // Of a return address the byte before it is of the call.
+      // The byte before a return address belongs to the call.
       std::snprintf(text, sizeof(text), "0x%zx", address - ImageOf(address).base - 1);
       arguments.push_back(text);
     }

@@ -1,4 +1,4 @@
-// Where in the source a place in the program's code is.
+// Source lines of addresses in the program's code.
 #ifndef TFB_CORE_CUDA_SIMULATOR_SOURCE_LINE_H_
 #define TFB_CORE_CUDA_SIMULATOR_SOURCE_LINE_H_
 
@@ -7,9 +7,9 @@
 
 namespace cuda_simulator {
 
-// For each return address the line of its call, such as "flash.cu:88"; of a call in an inlined
-// function of another file "kernel.cuh:112 from flash.cu:88". Asks binutils' addr2line, once for
-// each address; empty where that is not installed or knows nothing.
+// Returns for each return address the line of its call, such as "flash.cu:88", or "kernel.cuh:112
+// from flash.cu:88" for a call in an inlined function of another file. It asks binutils' addr2line,
+// once for each address; the line is empty where that is not installed or does not know it.
 std::vector<std::string> SourceLines(const std::vector<const void*>& return_addresses);
 
 }  // namespace cuda_simulator

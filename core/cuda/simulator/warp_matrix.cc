@@ -57,7 +57,7 @@ struct Product {
     return Widen(T{static_cast<unsigned short>(pair >> 16 * which)});
   }
 
-  // Sums are exact to float64 and rounded once: a GPU's order is its own.
+  // Sums are exact to float64 and rounded once, since the order of a GPU's sums is not documented.
   template <class T>
   static void Complete(void* const arguments[kWarp], unsigned) {
     float a[16][16], b[16][8];
