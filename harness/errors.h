@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "core/dtype.h"
 #include "core/tensor.h"
+#include "core/thread_pool.h"
 
 namespace tfb {
 
@@ -59,7 +60,7 @@ double LargestMagnitude(const ConstTensorView& view);
 
 // What a technique's weights w have of dense attention's p, both f64 [batch, heads, rows, keys]. A
 // technique attends to a key where w > 0. Means over the rows in which both see a key; absent where
-// there is none.
+// there is none. The pool's threads share the rows; the bits are the same without it (null).
 struct KeptAttention {
   double kept_mass = 0;      // sum of p over the keys that the technique attends to
   double kl_divergence = 0;  // sum of w log(w / p), nats; infinite where w > 0 = p
@@ -68,7 +69,8 @@ struct KeptAttention {
 constexpr int64_t kRecallKeys = 32;  // k; or as many as dense attention sees
 absl::StatusOr<std::optional<KeptAttention>> CompareWeights(const ConstTensorView& weights,
                                                             const ConstTensorView& dense,
-                                                            int64_t recall_keys = kRecallKeys);
+                                                            int64_t recall_keys = kRecallKeys,
+                                                            ThreadPool* pool = nullptr);
 
 // --- Bounds. Each is a factor on max |v|, but for the log-sum-exp's, which is absolute.
 // -----------
