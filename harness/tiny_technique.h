@@ -49,6 +49,7 @@ enum class TinyFault {
   kIgnoresParameters,   // that were set
   kForgetsInAppend,     // the first token of each segment
   kRoundsScores,        // to bf16
+  kThreadsDefine,       // the definition sums in an order that the number of threads decides
 
   // Of the layer on a device; on the CPU there is nothing wrong with these.
   kKernelWritesBehindOutput,  // one element

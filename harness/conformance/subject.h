@@ -148,11 +148,12 @@ class Trial {
   // in its memory. Empty where it failed.
   NamedTensors Run(const RunSettings& settings = {});
 
-  // Of these inputs. Empty where the definition fails, with the test failed.
-  NamedTensors Define(bool weights = false);
-  // Of other inputs and parameters. `computed` as in DefinitionRequest.
+  // Evaluates the definition on these inputs. Returns nothing where it fails, with the test failed.
+  // `computed` and `pool` are those of DefinitionRequest.
+  NamedTensors Define(bool weights = false, ThreadPool* pool = nullptr);
+  // The same on other inputs and parameters.
   NamedTensors DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights,
-                        const NamedTensors* computed = nullptr);
+                        const NamedTensors* computed = nullptr, ThreadPool* pool = nullptr);
 
   void ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance = {});
   // Run() and the above.
