@@ -1,8 +1,85 @@
 #include "core/definition.h"
 
+#include <algorithm>
+#include <exception>
+#include <mutex>
 #include <numeric>
 
 namespace tfb {
+namespace {
+
+// y += x_0 w_0 + x_1 w_1 + ..., one of the `in` terms after the other; row k of w begins at w + k stride.
+void AddRowProduct(const double* x, const double* w, int64_t in, int64_t stride, int64_t channels,
+                   double* __restrict y) {
+  int64_t k = 0;
+  for (; k + 4 <= in; k += 4) {
+    const double *w0 = w + k * stride, *w1 = w0 + stride, *w2 = w1 + stride, *w3 = w2 + stride;
+    for (int64_t c = 0; c < channels; ++c) {
+      y[c] = y[c] + x[k] * w0[c] + x[k + 1] * w1[c] + x[k + 2] * w2[c] + x[k + 3] * w3[c];
+    }
+  }
+  for (; k < in; ++k) {
+    for (int64_t c = 0; c < channels; ++c) y[c] += x[k] * w[k * stride + c];
+  }
+}
+
+}  // namespace
+
+void AddProduct(const Product& product, ThreadPool* pool) {
+  // 32 x 128 x 8 B = 32 KiB of w, copied side by side, stay in the first cache while they meet 64 rows.
+  constexpr int64_t kRows = 64, kTerms = 32, kChannels = 128;
+  const int64_t row_blocks = (product.rows + kRows - 1) / kRows;
+  const int64_t channel_blocks = (product.out + kChannels - 1) / kChannels;
+  ForEachOf(pool, row_blocks * channel_blocks, [&](int64_t n) {
+    const int64_t first = n / channel_blocks * kRows, channel = n % channel_blocks * kChannels;
+    const int64_t channels = std::min(kChannels, product.out - channel);
+    std::array<double, kTerms * kChannels> block;
+    for (int64_t term = 0; term < product.in; term += kTerms) {
+      const int64_t terms = std::min(kTerms, product.in - term);
+      for (int64_t k = 0; k < terms; ++k) {
+        const double* w = product.w + (term + k) * product.out + channel;
+        std::copy_n(w, channels, block.data() + k * kChannels);
+      }
+      for (int64_t r = first; r < std::min(first + kRows, product.rows); ++r) {
+        AddRowProduct(product.x + r * product.in + term, block.data(), terms, kChannels, channels,
+                      product.y + r * product.out + channel);
+      }
+    }
+  });
+}
+
+std::vector<double> Affine(const double* x, int64_t rows, const DoubleTensor& w,
+                           const DoubleTensor& b, ThreadPool* pool) {
+  const int64_t in = w.rows(), out = w.channels();
+  std::vector<double> y(rows * out);
+  for (int64_t r = 0; r < rows && b.size() > 0; ++r) std::copy_n(b.data(), out, &y[r * out]);
+  AddProduct({x, w.data(), y.data(), rows, in, out}, pool);
+  return y;
+}
+
+void ForEachOf(ThreadPool* pool, int64_t count, absl::FunctionRef<void(int64_t)> body) {
+  if (pool == nullptr) {
+    for (int64_t n = 0; n < count; ++n) body(n);
+    return;
+  }
+  std::mutex mutex;
+  std::exception_ptr thrown;
+  pool->ParallelFor(count, [&](int64_t n, int) {
+    try {
+      body(n);
+    } catch (...) {  // no memory: it may not leave a thread of the pool
+      const std::lock_guard<std::mutex> lock(mutex);
+      thrown = std::current_exception();
+    }
+  });
+  if (thrown != nullptr) std::rethrow_exception(thrown);
+}
+
+void ForEachRow(ThreadPool* pool, int64_t batch, int64_t heads, int64_t rows,
+                absl::FunctionRef<void(int64_t, int64_t, int64_t)> body) {
+  ForEachOf(pool, batch * heads * rows,
+            [&](int64_t n) { body(n / rows / heads, n / rows % heads, n % rows); });
+}
 
 DoubleTensor::DoubleTensor(const ConstTensorView& view) {
   assert(view.rank <= 4);

@@ -18,9 +18,11 @@
 #include <limits>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
+#include "core/thread_pool.h"
 
 namespace tfb {
 
@@ -36,6 +38,8 @@ class DoubleTensor {
   }
   const double* Row(int64_t a, int64_t b) const { return Row(0, a, b); }
   const double* Row(int64_t a) const { return Row(0, 0, a); }
+  int64_t rows() const { return dims_[2]; }
+  int64_t channels() const { return dims_[3]; }
   double at(int64_t index) const { return values_[index]; }
   double* data() { return values_.data(); }
   const double* data() const { return values_.data(); }
@@ -46,13 +50,58 @@ class DoubleTensor {
   std::vector<double> values_;
 };
 
+// ---- Loops ----
+//
+// Those of known length inside others are there for the compiler, which turns them into vector
+// instructions. Each sum has one order of its terms, whatever computes it.
+
+constexpr int64_t kDotLanes = 8;
+
+// sum_c a_c b_c: the sums over c = n mod 8, added up, and the terms behind the last multiple of 8.
 inline double Dot(const double* a, const double* b, int64_t size) {
+  double sums[kDotLanes] = {};
+  int64_t c = 0;
+  for (; c + kDotLanes <= size; c += kDotLanes) {
+    for (int64_t n = 0; n < kDotLanes; ++n) sums[n] += a[c + n] * b[c + n];
+  }
   double sum = 0;
-  for (int64_t c = 0; c < size; ++c) sum += a[c] * b[c];
+  for (const double of_lane : sums) sum += of_lane;
+  for (; c < size; ++c) sum += a[c] * b[c];
   return sum;
 }
 
-// Returns the rows that a request asks for: all of them where it names none.
+// y += factor x, which do not overlap.
+inline void AddTimes(double factor, const double* x, int64_t size, double* __restrict y) {
+  int64_t c = 0;
+  for (; c + kDotLanes <= size; c += kDotLanes) {
+    for (int64_t n = 0; n < kDotLanes; ++n) y[c + n] += factor * x[c + n];
+  }
+  for (; c < size; ++c) y[c] += factor * x[c];
+}
+
+// y_rc += sum_k x_rk w_kc of contiguous matrices x [rows][in], w [in][out] and y [rows][out]. The terms
+// are added in the order of k, so that a row's bits depend on neither the other rows nor the threads.
+struct Product {
+  const double* x;
+  const double* w;
+  double* y;
+  int64_t rows, in, out;
+};
+void AddProduct(const Product& product, ThreadPool* pool);
+
+// x W + b of contiguous rows: W is [in, out], and b empty where there is none.
+std::vector<double> Affine(const double* x, int64_t rows, const DoubleTensor& w,
+                           const DoubleTensor& b, ThreadPool* pool);
+
+// Calls body(n) once for each n in [0, count), on the threads of the pool if there is one. Calls write
+// to places of their own, and use no pool. What a call throws is thrown again when all have ended.
+void ForEachOf(ThreadPool* pool, int64_t count, absl::FunctionRef<void(int64_t n)> body);
+
+// The same over [0, batch) x [0, heads) x [0, rows): body(b, h, r).
+void ForEachRow(ThreadPool* pool, int64_t batch, int64_t heads, int64_t rows,
+                absl::FunctionRef<void(int64_t b, int64_t h, int64_t r)> body);
+
+// The rows that a request asks for: all of them where it names none.
 std::vector<int64_t> RowsOf(const DefinitionRequest& request, int64_t tokens);
 
 // Tells whether key j of batch b is a token, by the optional key_mask.
@@ -82,37 +131,32 @@ void DefineAttention(const Problem& problem, const Inputs& inputs, const Definit
     weights =
         Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
   }
-  std::vector<double> s(problem.kv_tokens);
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    for (int64_t h = 0; h < problem.query_heads; ++h) {
-      for (int64_t r = 0; r < row_count; ++r) {
-        double max = kNotSeen;
-        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-          s[j] = score(b, h, rows[r], j);
-          if (s[j] > max) max = s[j];
-        }
-        double sum = 0;
-        double* y = out.view().MutableAt<double>(b, h, r);
-        for (int64_t c = 0; c < problem.value_dim; ++c) y[c] = 0;
-        for (int64_t j = 0; j < problem.kv_tokens; ++j) {
-          if (s[j] == kNotSeen) continue;
-          const double p = std::exp(s[j] - max);
-          sum += p;
-          const double* value = v.Row(b, h / problem.group(), j);
-          for (int64_t c = 0; c < problem.value_dim; ++c) y[c] += p * value[c];
-        }
-        const bool seen = sum != 0;
-        if (seen) {
-          for (int64_t c = 0; c < problem.value_dim; ++c) y[c] /= sum;
-        }
-        *lse.view().MutableAt<double>(b, h, r) = seen ? max + std::log(sum) : kNotSeen;
-        for (int64_t j = 0; request.weights && j < problem.kv_tokens; ++j) {
-          *weights.view().MutableAt<double>(b, h, r, j) =
-              s[j] == kNotSeen ? 0 : std::exp(s[j] - max) / sum;
-        }
-      }
-    }
-  }
+  ForEachRow(request.pool, problem.batch, problem.query_heads, row_count,
+             [&](int64_t b, int64_t h, int64_t r) {
+               std::vector<double> s(problem.kv_tokens), p(problem.kv_tokens);
+               double max = kNotSeen;
+               for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+                 s[j] = score(b, h, rows[r], j);
+                 if (s[j] > max) max = s[j];
+               }
+               double sum = 0;
+               double* y = out.view().MutableAt<double>(b, h, r);
+               for (int64_t c = 0; c < problem.value_dim; ++c) y[c] = 0;
+               for (int64_t j = 0; j < problem.kv_tokens; ++j) {
+                 if (s[j] == kNotSeen) continue;
+                 p[j] = std::exp(s[j] - max);
+                 sum += p[j];
+                 AddTimes(p[j], v.Row(b, h / problem.group(), j), problem.value_dim, y);
+               }
+               const bool seen = sum != 0;
+               if (seen) {
+                 for (int64_t c = 0; c < problem.value_dim; ++c) y[c] /= sum;
+               }
+               *lse.view().MutableAt<double>(b, h, r) = seen ? max + std::log(sum) : kNotSeen;
+               for (int64_t j = 0; request.weights && j < problem.kv_tokens; ++j) {
+                 *weights.view().MutableAt<double>(b, h, r, j) = s[j] == kNotSeen ? 0 : p[j] / sum;
+               }
+             });
   (*outputs)["out"] = std::move(out);
   (*outputs)["log_sum_exp"] = std::move(lse);
   if (request.weights) (*outputs)["weights"] = std::move(weights);

@@ -201,16 +201,24 @@ struct TechniqueInfo {
   std::string selection;
 };
 
-// The outputs of a definition that the caller asks for.
+// Which outputs of a definition are asked for, and what it may use to compute them.
 struct DefinitionRequest {
   absl::Span<const int64_t> rows;  // query tokens to evaluate, ascending; empty for all
-  // Asks also for "weights", where the technique has attention weights.
-  bool weights = false;
-  // The outputs that a layer wrote for these inputs, all rows of them, or null. A definition that
-  // chooses by the order of scores (an argmax, the largest few) may choose as the layer did among
-  // scores that fp32 cannot tell apart, and has to show that they are such. It may use `computed`
-  // for nothing else.
+  bool weights = false;            // also "weights", where the technique has attention weights
+  // The threads that share the work; null: the calling thread alone. The bits of the outputs are the
+  // same for any number of threads.
+  ThreadPool* pool = nullptr;
+  // What a layer wrote for these inputs, all rows of it, or null. A definition that chooses by the
+  // order of scores, an argmax or the largest few, may choose as the layer did among those that
+  // fp32 cannot tell apart, and has to show that they are such. Nothing else of it may look there.
   const NamedTensors* computed = nullptr;
+
+  // The request of a part inside a network, which needs all rows of it and no more than its output.
+  DefinitionRequest OfPart() const {
+    DefinitionRequest part;
+    part.pool = pool;
+    return part;
+  }
 };
 
 class Technique {

@@ -154,9 +154,16 @@ void ForEachOffset(const ConstTensorView& a, const ConstTensorView& b,
 }
 
 void CopyElements(const ConstTensorView& from, const TensorView& to) {
-  if (from.dtype == to.dtype && from.is_contiguous() && to.is_contiguous()) {
+  const bool contiguous = from.is_contiguous() && to.is_contiguous();
+  if (contiguous && from.dtype == to.dtype) {
     std::copy_n(static_cast<const char*>(from.data), from.num_elements() * SizeOf(from.dtype),
                 static_cast<char*>(to.mutable_data()));
+    return;
+  }
+  if (contiguous && from.dtype == DType::kF32 && to.dtype == DType::kF64) {
+    // Definitions convert all inputs and parameters.
+    std::copy_n(static_cast<const float*>(from.data), from.num_elements(),
+                static_cast<double*>(to.mutable_data()));
     return;
   }
   ForEachOffset(from, to, [&](int64_t a, int64_t b) { to.Set(b, from.Get(a)); });

@@ -1,6 +1,7 @@
 #include "core/tensor.h"
 
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <utility>
@@ -77,6 +78,23 @@ TEST(Tensor, ConversionRoundsToNearestEven) {
   const Tensor rounded = tensor.CloneAs(DType::kBF16);
   EXPECT_EQ(rounded.view().Get(0), 1);
   EXPECT_EQ(rounded.view().Get(1), 1 + 4.0 / 256);
+}
+
+TEST(CopyElements, FloatsBecomeTheSameDoublesWithAndWithoutStrides) {
+  const std::vector<float> floats = {0.1f, -0.0f, 1e-45f, 3.4e38f, -INFINITY, NAN};
+  const ConstTensorView from(floats.data(), DType::kF32, {2, 3});
+  Tensor contiguous(DType::kF64, {2, 3}), transposed(DType::kF64, {3, 2});
+  CopyElements(from, contiguous.view());
+  CopyElements(from, Transpose(transposed.view(), 0, 1));
+  for (int64_t r = 0; r < 2; ++r) {
+    for (int64_t c = 0; c < 3; ++c) {
+      const double expected = floats[r * 3 + c];
+      for (const double value :
+           {*contiguous.view().At<double>(r, c), *transposed.view().At<double>(c, r)}) {
+        EXPECT_EQ(std::memcmp(&value, &expected, sizeof(double)), 0) << r << ", " << c;
+      }
+    }
+  }
 }
 
 TEST(CopyElements, ReadsAndWritesThroughStrides) {

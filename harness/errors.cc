@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/definition.h"
 #include "core/status.h"
 
 namespace tfb {
@@ -148,11 +149,33 @@ std::vector<int64_t> HeaviestKeys(const double* weights, int64_t keys, int64_t c
   return order;
 }
 
+// Of one row; absent where either side sees no key.
+std::optional<KeptAttention> CompareRow(const double* w, const double* p, int64_t keys,
+                                        int64_t recall_keys) {
+  const auto is_seen = [](double weight) { return weight > 0; };
+  const int64_t seen = std::count_if(p, p + keys, is_seen);
+  if (seen == 0 || std::none_of(w, w + keys, is_seen)) return std::nullopt;
+  KeptAttention row;
+  for (int64_t j = 0; j < keys; ++j) {
+    if (w[j] <= 0) continue;
+    row.kept_mass += p[j];
+    row.kl_divergence += w[j] * std::log(w[j] / p[j]);
+  }
+  const int64_t top = std::min(recall_keys, seen);
+  const std::vector<int64_t> dense_top = HeaviestKeys(p, keys, top);
+  const std::vector<int64_t> own_top = HeaviestKeys(w, keys, top);
+  std::vector<int64_t> found;
+  std::set_intersection(dense_top.begin(), dense_top.end(), own_top.begin(), own_top.end(),
+                        std::back_inserter(found));
+  row.recall = static_cast<double>(found.size()) / static_cast<double>(top);
+  return row;
+}
+
 }  // namespace
 
 absl::StatusOr<std::optional<KeptAttention>> CompareWeights(const ConstTensorView& weights,
                                                             const ConstTensorView& dense,
-                                                            int64_t recall_keys) {
+                                                            int64_t recall_keys, ThreadPool* pool) {
   if (weights.rank != 4 || weights.shape() != dense.shape() || weights.dtype != DType::kF64 ||
       dense.dtype != DType::kF64 || !weights.is_contiguous() || !dense.is_contiguous()) {
     return absl::InvalidArgumentError(absl::StrCat("weights ", ShapeString(weights.shape()),
@@ -161,30 +184,21 @@ absl::StatusOr<std::optional<KeptAttention>> CompareWeights(const ConstTensorVie
   }
   const int64_t keys = dense.dim(3);
   if (keys == 0 || dense.num_elements() == 0) return std::nullopt;
+  std::vector<std::optional<KeptAttention>> rows(dense.num_elements() / keys);
+  ForEachOf(pool, static_cast<int64_t>(rows.size()), [&](int64_t n) {
+    rows[n] = CompareRow(weights.At<double>() + n * keys, dense.At<double>() + n * keys, keys,
+                         recall_keys);
+  });
   KeptAttention sum;
-  int64_t rows = 0;
-  for (int64_t row = 0; row < dense.num_elements() / keys; ++row) {
-    const double* w = weights.At<double>() + row * keys;
-    const double* p = dense.At<double>() + row * keys;
-    const auto is_seen = [](double weight) { return weight > 0; };
-    const int64_t seen = std::count_if(p, p + keys, is_seen);
-    if (seen == 0 || std::none_of(w, w + keys, is_seen)) continue;
-    ++rows;
-    for (int64_t j = 0; j < keys; ++j) {
-      if (w[j] <= 0) continue;
-      sum.kept_mass += p[j];
-      sum.kl_divergence += w[j] * std::log(w[j] / p[j]);
-    }
-    const int64_t top = std::min(recall_keys, seen);
-    const std::vector<int64_t> dense_top = HeaviestKeys(p, keys, top);
-    const std::vector<int64_t> own_top = HeaviestKeys(w, keys, top);
-    std::vector<int64_t> found;
-    std::set_intersection(dense_top.begin(), dense_top.end(), own_top.begin(), own_top.end(),
-                          std::back_inserter(found));
-    sum.recall += static_cast<double>(found.size()) / static_cast<double>(top);
+  double count = 0;
+  for (const std::optional<KeptAttention>& row : rows) {
+    if (!row.has_value()) continue;
+    ++count;
+    sum.kept_mass += row->kept_mass;
+    sum.kl_divergence += row->kl_divergence;
+    sum.recall += row->recall;
   }
-  if (rows == 0) return std::nullopt;
-  const double count = static_cast<double>(rows);
+  if (count == 0) return std::nullopt;
   return KeptAttention{sum.kept_mass / count, sum.kl_divergence / count, sum.recall / count};
 }
 

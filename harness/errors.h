@@ -11,6 +11,7 @@
 #include "absl/types/span.h"
 #include "core/dtype.h"
 #include "core/tensor.h"
+#include "core/thread_pool.h"
 
 namespace tfb {
 
@@ -58,9 +59,9 @@ absl::StatusOr<double> MaxAbsError(const ConstTensorView& output, const ConstTen
 // Returns the largest finite |element|; 0 for an empty tensor.
 double LargestMagnitude(const ConstTensorView& view);
 
-// Compares a technique's weights w with dense attention's p, both f64 [batch, heads, rows, keys]. A
-// technique attends to a key where w > 0. The numbers are means over the rows in which both see a
-// key; they are absent where there is none.
+// What a technique's weights w have of dense attention's p, both f64 [batch, heads, rows, keys]. A
+// technique attends to a key where w > 0. Means over the rows in which both see a key; absent where
+// there is none. The pool's threads share the rows; the bits are the same without it (null).
 struct KeptAttention {
   double kept_mass = 0;      // sum of p over the keys that the technique attends to
   double kl_divergence = 0;  // sum of w log(w / p), nats; infinite where w > 0 = p
@@ -69,7 +70,8 @@ struct KeptAttention {
 constexpr int64_t kRecallKeys = 32;  // k; or as many as dense attention sees
 absl::StatusOr<std::optional<KeptAttention>> CompareWeights(const ConstTensorView& weights,
                                                             const ConstTensorView& dense,
-                                                            int64_t recall_keys = kRecallKeys);
+                                                            int64_t recall_keys = kRecallKeys,
+                                                            ThreadPool* pool = nullptr);
 
 // --- Bounds. Each is a factor on max |v|, but for the log-sum-exp's, which is absolute.
 // -----------

@@ -126,6 +126,24 @@ std::optional<KeptAttention> Kept(const std::vector<double>& w, const std::vecto
   return kept.ok() ? *kept : std::nullopt;
 }
 
+TEST(Errors, KeptAttentionHasTheSameBitsOnAnyNumberOfThreads) {
+  Tensor w(DType::kF64, {1, 2, 9, 40}), p(DType::kF64, {1, 2, 9, 40});
+  for (int64_t n = 0; n < w.num_elements(); ++n) {
+    w.span<double>()[n] = n % 3 == 0 ? 0 : 1.0 / static_cast<double>(n + 1);
+    p.span<double>()[n] = 1.0 / static_cast<double>(n % 17 + 1);
+  }
+  const auto alone = CompareWeights(w.view(), p.view());
+  ASSERT_TRUE(alone.ok() && alone->has_value());
+  for (const int threads : {1, 2, 3}) {
+    ThreadPool pool(threads);
+    const auto shared = CompareWeights(w.view(), p.view(), kRecallKeys, &pool);
+    ASSERT_TRUE(shared.ok() && shared->has_value());
+    EXPECT_EQ((*shared)->kept_mass, (*alone)->kept_mass);
+    EXPECT_EQ((*shared)->kl_divergence, (*alone)->kl_divergence);
+    EXPECT_EQ((*shared)->recall, (*alone)->recall);
+  }
+}
+
 TEST(Errors, KeptMassDivergenceAndRecallAreWhatTheyAreByHand) {
   const auto kept = Kept({0, 0.5, 0.5, 0}, {0.4, 0.3, 0.1, 0.2}, 1);
   ASSERT_TRUE(kept.has_value());

@@ -20,6 +20,7 @@ DefinitionRequest RequestOf(const EvaluateRequest& request, bool weights,
   definition.rows = request.rows;
   definition.weights = weights;
   definition.computed = computed;
+  definition.pool = request.pool;
   return definition;
 }
 
@@ -160,7 +161,8 @@ absl::StatusOr<std::optional<Extrapolation>> ExtrapolationOf(const EvaluateReque
   const auto weights = own.tensors.find("weights");
   if (weights == own.tensors.end()) return std::optional<Extrapolation>();
   return MeasureExtrapolation({request.technique, request.options, request.problem, request.device,
-                               request.inputs, &parameters, request.rows, weights->second.view()});
+                               request.inputs, &parameters, request.rows, weights->second.view(),
+                               request.pool});
 }
 
 absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensors& parameters,
@@ -178,7 +180,8 @@ absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensor
   TFB_ASSIGN_OR_RETURN(accuracy->against_dense, CompareOut(request, outputs, dense));
   if (weights && dense.tensors.count("weights") > 0) {
     TFB_ASSIGN_OR_RETURN(accuracy->kept, CompareWeights(own.tensors.at("weights").view(),
-                                                        dense.tensors.at("weights").view()));
+                                                        dense.tensors.at("weights").view(),
+                                                        kRecallKeys, request.pool));
   }
   if (request.problem.dtype == DType::kF32) return absl::OkStatus();
   const OutputError& error = accuracy->against_definition;

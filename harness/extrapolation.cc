@@ -117,6 +117,7 @@ absl::StatusOr<std::optional<Extrapolation>> MeasureExtrapolation(
   DefinitionRequest request;
   request.rows = rows;
   request.weights = true;
+  request.pool = attention.pool;
   NamedTensors defined;
   TFB_RETURN_IF_ERROR(attention.technique->Define(last, attention.options, *attention.parameters,
                                                   *inputs, request, &defined));

@@ -44,6 +44,7 @@ struct DefinedAttention {
   const NamedTensors* parameters = nullptr;
   absl::Span<const int64_t> rows;  // query tokens that `weights` has, ascending; empty for all
   ConstTensorView weights;         // f64 [batch, heads, rows, kv_tokens]
+  ThreadPool* pool = nullptr;      // see DefinitionRequest
 };
 
 // Returns means over heads and over those rows that see at least three quarters of the last S

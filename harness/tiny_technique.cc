@@ -41,6 +41,7 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kIgnoresParameters, "tiny_ignores_parameters"},
     {TinyFault::kForgetsInAppend, "tiny_forgets_in_append"},
     {TinyFault::kRoundsScores, "tiny_rounds_scores"},
+    {TinyFault::kThreadsDefine, "tiny_threads_define"},
     {TinyFault::kKernelWritesBehindOutput, "tiny_kernel_writes_behind_output"},
     {TinyFault::kKernelReadsUnwritten, "tiny_kernel_reads_unwritten"},
     {TinyFault::kKernelDependsOnOrder, "tiny_kernel_depends_on_order"},
@@ -416,14 +417,17 @@ class Tiny : public TechniqueOf<TinyOptions> {
     const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k"));
     const DoubleTensor gain(parameters.at("gain").view());
     const KeyMask is_token(inputs);
+    const bool splits = fault_ == TinyFault::kThreadsDefine && request.pool != nullptr;
+    const int64_t part = splits ? problem.head_dim / request.pool->threads() : 0;
     DefineAttention(
         problem, inputs, request,
         [&](int64_t b, int64_t h, int64_t i, int64_t j) {
           const int64_t position = i + problem.causal_offset();
           if (problem.causal && j > position) return kNotSeen;
           if (std::abs(position - j) > options.window || !is_token(b, j)) return kNotSeen;
+          const double *query = q.Row(b, h, i), *key = k.Row(b, h / problem.group(), j);
           return gain.at(h) / std::sqrt(static_cast<double>(problem.head_dim)) *
-                 Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), j), problem.head_dim);
+                 (Dot(query, key, part) + Dot(query + part, key + part, problem.head_dim - part));
         },
         outputs);
     return absl::OkStatus();

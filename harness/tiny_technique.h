@@ -49,6 +49,7 @@ enum class TinyFault {
   kIgnoresParameters,   // ignores parameters that were set
   kForgetsInAppend,     // the first token of each segment
   kRoundsScores,        // to bf16
+  kThreadsDefine,       // the definition sums in an order that the number of threads decides
 
   // Faults of the layer on a device; on the CPU these are right.
   kKernelWritesBehindOutput,  // one element

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -54,7 +55,9 @@ std::vector<ParameterSpec> ConfidenceParameters(const Problem& problem,
 class DefinedConfidence {
  public:
   DefinedConfidence(const CalmOptions& options, const NamedTensors& parameters, DType dtype)
-      : options_(options), parameters_(parameters), state_error_(StateError(dtype)) {}
+      : options_(options), parameters_(parameters), state_error_(StateError(dtype)) {
+    if (options.confidence == Confidence::kSoftmax) distribution_.emplace(parameters);
+  }
 
   ExitScore Of(int64_t n, int64_t t, const Rows& after, const Rows& before) const {
     switch (options_.confidence) {
@@ -76,7 +79,7 @@ class DefinedConfidence {
 
   ExitScore Softmax(int64_t n, const double* h, int64_t channels) const {
     const ExitProbabilities p =
-        ExitProbabilitiesOf(parameters_, ExitNorm(n, options_.layers), h, channels, state_error_);
+        distribution_->Of(ExitNorm(n, options_.layers), h, channels, state_error_);
     return {p.ascending.back() - p.ascending[p.ascending.size() - 2], 2 * p.error};
   }
 
@@ -110,6 +113,7 @@ class DefinedConfidence {
   const CalmOptions& options_;
   const NamedTensors& parameters_;
   double state_error_;
+  std::optional<ExitDistribution> distribution_;  // of the softmax
 };
 
 double DefinedThreshold(const CalmOptions& options, int64_t t, int64_t tokens) {

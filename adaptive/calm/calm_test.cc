@@ -508,9 +508,9 @@ TEST_F(CalmT5xTest, ThresholdsDecayAsTheAuthorsDo) {
 
 TEST_F(CalmT5xTest, ProbabilitiesInFloat64AreTheAuthors) {
   const Tensor states = golden_.at("state").CloneAs(DType::kF64);
+  const ExitDistribution distribution(golden_);
   for (int64_t t = 0; t < tokens_; ++t) {
-    const ExitProbabilities p =
-        ExitProbabilitiesOf(golden_, "exit1.norm", states.view().At<double>(t), 12, 0);
+    const ExitProbabilities p = distribution.Of("exit1.norm", states.view().At<double>(t), 12, 0);
     EXPECT_NEAR(p.ascending[29], golden_.at("softmax_max").span<double>()[t], 1e-12);
     EXPECT_NEAR(p.ascending[29] - p.ascending[28], golden_.at("softmax_diff").span<double>()[t],
                 1e-12);

@@ -432,7 +432,7 @@ absl::StatusOr<std::unique_ptr<Layer>> DecisionTransformer::MakeLayer(
 absl::Status DecisionTransformer::Definition(const Problem& problem,
                                              const DecisionTransformerOptions& options,
                                              const NamedTensors& parameters, const Inputs& inputs,
-                                             const DefinitionRequest&,
+                                             const DefinitionRequest& request,
                                              NamedTensors* outputs) const {
   const Network network(problem, options, parameters);
   const Tensor tokens = network.Tokens(inputs);
@@ -440,9 +440,9 @@ absl::Status DecisionTransformer::Definition(const Problem& problem,
   if (const ConstTensorView mask = inputs.Get("key_mask"); !mask.empty()) {
     of_gpt.Set("key_mask", mask);
   }
-  TFB_RETURN_IF_ERROR(
-      EncoderDecoder().Define(problem, OptionsOfGpt(options), parameters, of_gpt, {}, outputs));
-  const Tensor hidden = outputs->at("out").CloneAs(problem.dtype);  // rounded as the heads read it
+  TFB_RETURN_IF_ERROR(EncoderDecoder().Define(problem, OptionsOfGpt(options), parameters, of_gpt,
+                                              request.OfPart(), outputs));
+  const Tensor hidden = outputs->at("out").CloneAs(problem.dtype);  // as the heads read it
   for (const Head& head : HeadsOf(problem, options)) {
     (*outputs)[head.output] = network.Predictions(head, hidden.view());
   }

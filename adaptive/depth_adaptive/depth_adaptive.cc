@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -63,9 +64,12 @@ class DefinedClassifier {
  public:
   DefinedClassifier(const DepthAdaptiveOptions& options, const NamedTensors& parameters,
                     DType dtype)
-      : options_(options), parameters_(parameters), state_error_(StateError(dtype)) {
+      : options_(options), state_error_(StateError(dtype)) {
     if (options.classifier == Classifier::kFixed) return;
-    if (options.classifier == Classifier::kConfidence) return;
+    if (options.classifier == Classifier::kConfidence) {
+      distribution_.emplace(parameters);
+      return;
+    }
     const ConstTensorView w = parameters.at(ClassifierPrefix(options) + "w").view();
     const ConstTensorView b = parameters.at(ClassifierPrefix(options) + "b").view();
     const bool by_class = options.classifier == Classifier::kGeometric;
@@ -88,8 +92,8 @@ class DefinedClassifier {
         return {z.value > 0 ? z.value : std::min(z.value, -DBL_MIN), z.error};
       }
       case Classifier::kConfidence: {
-        const ExitProbabilities p = ExitProbabilitiesOf(parameters_, ExitNorm(n, options_.layers),
-                                                        after[t], after.channels(), state_error_);
+        const ExitProbabilities p = distribution_->Of(ExitNorm(n, options_.layers), after[t],
+                                                      after.channels(), state_error_);
         return {p.ascending.back() - ConfidenceThreshold(options_, n), p.error};
       }
       case Classifier::kMultinomial:
@@ -142,9 +146,9 @@ class DefinedClassifier {
   }
 
   const DepthAdaptiveOptions& options_;
-  const NamedTensors& parameters_;
   double state_error_;
-  std::vector<std::vector<double>> weights_;  // weights of each class
+  std::optional<ExitDistribution> distribution_;  // with classifier=confidence
+  std::vector<std::vector<double>> weights_;      // of each class
   std::vector<double> bias_;
   std::vector<std::vector<double>> states_;  // h^1 of tokens, or its means over segments
 };

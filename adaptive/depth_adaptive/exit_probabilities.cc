@@ -7,22 +7,24 @@
 
 namespace tfb {
 
-ExitProbabilities ExitProbabilitiesOf(const NamedTensors& parameters, const std::string& norm,
-                                      const double* h, int64_t channels, double state_error) {
-  const std::vector<double> y = NormOf(parameters, norm, h, channels);
+ExitDistribution::ExitDistribution(const NamedTensors& parameters)
+    : parameters_(parameters), output_(parameters.at("output").view()) {
+  for (int64_t v = 0; v < output_.rows(); ++v) {
+    double magnitude = 0;
+    for (int64_t c = 0; c < output_.channels(); ++c) magnitude += std::abs(output_.Row(v)[c]);
+    largest_magnitude_ = std::max(largest_magnitude_, magnitude);
+  }
+}
+
+ExitProbabilities ExitDistribution::Of(const std::string& norm, const double* h, int64_t channels,
+                                       double state_error) const {
+  const std::vector<double> y = NormOf(parameters_, norm, h, channels);
   double largest = 0;
   for (const double value : y) largest = std::max(largest, std::abs(value));
-  const ConstTensorView output = parameters.at("output").view();
-  std::vector<double> logits(output.dim(0));
-  double logit_error = 0;
-  for (int64_t v = 0; v < output.dim(0); ++v) {
-    double magnitude = 0;
-    for (int64_t c = 0; c < channels; ++c) {
-      const double w = output.Get(output.Offset(v, c));
-      logits[v] += w * y[c];
-      magnitude += std::abs(w);
-    }
-    logit_error = std::max(logit_error, magnitude * state_error * largest);
+  const double logit_error = largest_magnitude_ * state_error * largest;
+  std::vector<double> logits;
+  for (int64_t v = 0; v < output_.rows(); ++v) {
+    logits.push_back(Dot(output_.Row(v), y.data(), channels));
   }
   const double max = *std::max_element(logits.begin(), logits.end());
   double sum = 0;

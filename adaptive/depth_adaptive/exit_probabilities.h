@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/definition.h"
 #include "core/technique.h"
 
 namespace tfb {
@@ -16,9 +17,18 @@ struct ExitProbabilities {
   // Error of one of them, where states have an error of `state_error` of the largest channel.
   double error;
 };
-// Returns softmax(output LN(h)), by the parameters "output" and those of the norm.
-ExitProbabilities ExitProbabilitiesOf(const NamedTensors& parameters, const std::string& norm,
-                                      const double* h, int64_t channels, double state_error);
+// softmax(output LN(h)), by the parameter "output" and those of the norm. The parameters outlive it.
+class ExitDistribution {
+ public:
+  explicit ExitDistribution(const NamedTensors& parameters);
+  ExitProbabilities Of(const std::string& norm, const double* h, int64_t channels,
+                       double state_error) const;
+
+ private:
+  const NamedTensors& parameters_;
+  DoubleTensor output_;           // [vocabulary, channels]
+  double largest_magnitude_ = 0;  // of its rows: the sum of |w|
+};
 
 }  // namespace tfb
 

@@ -99,7 +99,8 @@ absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
   NamedTensors outputs;
   outputs["out"] = Tensor(DType::kF64, x.shape());
   outputs[kExits] = Tensor(DType::kF64, {problem.batch, tokens});
-  const StackDefinition stack(ShapeOf(problem, options).sizes, parameters, options.clamp_length);
+  const StackDefinition stack(ShapeOf(problem, options).sizes, parameters, options.clamp_length,
+                              request.pool);
   for (int64_t b = 0; b < problem.batch; ++b) {
     const ExitScoreOf score_of = rule();
     Sequence sequence(stack, options, SequenceOf(x, b));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <map>
 #include <string>
 #include <utility>
@@ -32,6 +33,7 @@ class Network {
           const NamedTensors& parameters, const Inputs& inputs, const DefinitionRequest& request)
       : problem_(problem),
         options_(options),
+        request_(request),
         parameters_(parameters),
         key_mask_(inputs.Get("key_mask")),
         is_token_(inputs),
@@ -84,9 +86,9 @@ class Network {
   absl::Status Step(int64_t n) {
     const int64_t rows = static_cast<int64_t>(state_.size()), width = problem_.model_dim();
     Rows u = state_;
-    for (int64_t r = 0; r < rows; ++r) {
+    ForEachOf(request_.pool, rows, [&](int64_t r) {
       for (int64_t c = 0; c < width; ++c) u[r][c] += encoding_(n - 1, Token(r), c);
-    }
+    });
     TFB_ASSIGN_OR_RETURN(const Rows a, Attend(u));
     const std::vector<bool> runs = runs_;
     for (int64_t r = 0; r < rows; ++r) {
@@ -152,7 +154,8 @@ class Network {
     }
     NamedTensors attended;
     TFB_RETURN_IF_ERROR(DefineProjectedAttention(problem_, {"dense", {}}, parameters_, "attention.",
-                                                 hidden.view(), {}, key_mask_, {}, &attended));
+                                                 hidden.view(), {}, key_mask_, request_.OfPart(),
+                                                 &attended));
     const DoubleTensor mixed(attended.at("out").view());
     Rows a = u;
     for (int64_t r = 0; r < static_cast<int64_t>(a.size()); ++r) {
@@ -164,20 +167,27 @@ class Network {
 
   // Computes S of the tokens that run.
   Rows Transit(const Rows& a, const std::vector<bool>& runs) {
-    Rows s = a;
+    std::vector<int64_t> running;
     for (size_t r = 0; r < a.size(); ++r) {
-      if (!runs[r]) continue;
-      shown_inner_[r] =
-          Product(options_.convolves() ? Convolved(shown_, r, "ff.k1") : a[r], "ff.w1", "ff.b1");
-      for (double& value : shown_inner_[r]) value = std::max(value, 0.0);
+      if (runs[r]) running.push_back(static_cast<int64_t>(r));
     }
-    for (size_t r = 0; r < a.size(); ++r) {
-      if (!runs[r]) continue;
-      const std::vector<double> y =
-          Product(options_.convolves() ? Convolved(shown_inner_, r, "ff.k2") : shown_inner_[r],
-                  "ff.w2", "ff.b2");
-      for (size_t c = 0; c < y.size(); ++c) s[r][c] += y[c];
-      Normalize("ff_norm", &s[r]);
+    Rows s = a;
+    const auto first = [&](int64_t r) {
+      return options_.convolves() ? Convolved(shown_, r, "ff.k1") : a[r];
+    };
+    const Rows inner = Products(running, first, "ff.w1", "ff.b1");
+    for (size_t n = 0; n < running.size(); ++n) {
+      shown_inner_[running[n]] = inner[n];
+      for (double& value : shown_inner_[running[n]]) value = std::max(value, 0.0);
+    }
+    const auto second = [&](int64_t r) {
+      return options_.convolves() ? Convolved(shown_inner_, r, "ff.k2") : shown_inner_[r];
+    };
+    const Rows outer = Products(running, second, "ff.w2", "ff.b2");
+    for (size_t n = 0; n < running.size(); ++n) {
+      std::vector<double>& row = s[running[n]];
+      for (size_t c = 0; c < row.size(); ++c) row[c] += outer[n][c];
+      Normalize("ff_norm", &row);
     }
     return s;
   }
@@ -197,14 +207,24 @@ class Network {
     return sum;
   }
 
-  std::vector<double> Product(const std::vector<double>& row, const std::string& matrix,
-                              const std::string& bias) const {
-    const DoubleTensor &w = Value(matrix), &b = Value(bias);
-    std::vector<double> y(b.data(), b.data() + b.size());
-    for (size_t k = 0; k < row.size(); ++k) {
-      for (size_t c = 0; c < y.size(); ++c) y[c] += row[k] * w.Row(static_cast<int64_t>(k))[c];
+  // row(r) W + b of the rows that run.
+  Rows Products(const std::vector<int64_t>& running,
+                const std::function<std::vector<double>(int64_t r)>& row, const std::string& matrix,
+                const std::string& bias) const {
+    std::vector<double> x;
+    for (const int64_t r : running) {
+      const std::vector<double> added = row(r);
+      x.insert(x.end(), added.begin(), added.end());
     }
-    return y;
+    const DoubleTensor& w = Value(matrix);
+    const int64_t count = static_cast<int64_t>(running.size());
+    const std::vector<double> y = Affine(x.data(), count, w, Value(bias), request_.pool);
+    Rows products;
+    for (int64_t n = 0; n < count; ++n) {
+      const double* first = y.data() + n * w.channels();
+      products.emplace_back(first, first + w.channels());
+    }
+    return products;
   }
 
   void Normalize(const std::string& name, std::vector<double>* row) const {
@@ -221,6 +241,7 @@ class Network {
 
   const Problem& problem_;
   const UniversalTransformerOptions& options_;
+  const DefinitionRequest& request_;
   const NamedTensors& parameters_;
   std::map<std::string, DoubleTensor> values_;  // tensors of the parameters
   ConstTensorView key_mask_;

@@ -405,8 +405,8 @@ class EncoderDecoderLayer : public Layer {
 // Evaluates the formulas of the header on hidden states, f64 [batch, tokens, model_dim].
 class Network {
  public:
-  Network(const EncoderDecoderOptions& options, const NamedTensors& parameters)
-      : options_(options), parameters_(parameters) {}
+  Network(const EncoderDecoderOptions& options, const NamedTensors& parameters, ThreadPool* pool)
+      : options_(options), parameters_(parameters), pool_(pool) {}
 
   // `mask` is the mask of self-attention, `memory_mask` that of attention to the memory.
   absl::StatusOr<Tensor> Forward(const StackPlace& stack, const ConstTensorView& x,
@@ -414,6 +414,8 @@ class Network {
                                  const ConstTensorView& memory_mask) const {
     Tensor h(DType::kF64, x.shape());
     CopyElements(x, h.view());
+    DefinitionRequest request;
+    request.pool = pool_;
     for (const LayerPlace& layer : stack.layers) {
       for (const AttentionPlace& place : layer.attention) {
         const bool pre_norm = options_.block != BlockKind::kPostNorm;
@@ -422,7 +424,7 @@ class Network {
         TFB_RETURN_IF_ERROR(
             DefineProjectedAttention(place.problem, place.inner, parameters_, place.name + ".",
                                      input.view(), place.cross ? memory : ConstTensorView(),
-                                     place.cross ? memory_mask : mask, {}, &attended));
+                                     place.cross ? memory_mask : mask, request, &attended));
         h = Plus(h, attended.at("out"));
         if (!pre_norm) h = Norm(h, place.name + "_norm");
       }
@@ -479,27 +481,18 @@ class Network {
   Tensor FeedForwardOf(const Tensor& h, const std::string& name) const {
     const DoubleTensor w1 = Parameter(name + ".w1"), b1 = Parameter(name + ".b1");
     const DoubleTensor w2 = Parameter(name + ".w2"), b2 = Parameter(name + ".b2");
-    const int64_t width = b2.size();
-    std::vector<double> inner(b1.size());
+    const int64_t rows = h.num_elements() / b2.size();
+    std::vector<double> inner = Affine(h.span<double>().data(), rows, w1, b1, pool_);
+    for (double& value : inner) value = Activated(value);
+    const std::vector<double> y = Affine(inner.data(), rows, w2, b2, pool_);
     Tensor result(DType::kF64, h.shape());
-    for (int64_t first = 0; first < h.num_elements(); first += width) {
-      const double* row = h.span<double>().data() + first;
-      double* y = result.span<double>().data() + first;
-      std::copy_n(b1.data(), b1.size(), inner.begin());
-      for (int64_t k = 0; k < width; ++k) {
-        for (int64_t c = 0; c < b1.size(); ++c) inner[c] += row[k] * w1.Row(k)[c];
-      }
-      std::copy_n(b2.data(), width, y);
-      for (int64_t k = 0; k < b1.size(); ++k) {
-        const double active = Activated(inner[k]);
-        for (int64_t c = 0; c < width; ++c) y[c] += active * w2.Row(k)[c];
-      }
-    }
+    std::copy(y.begin(), y.end(), result.span<double>().begin());
     return result;
   }
 
   const EncoderDecoderOptions& options_;
   const NamedTensors& parameters_;
+  ThreadPool* pool_;
 };
 
 }  // namespace
@@ -527,9 +520,10 @@ absl::StatusOr<std::unique_ptr<Layer>> EncoderDecoder::MakeLayer(
 absl::Status EncoderDecoder::Definition(const Problem& problem,
                                         const EncoderDecoderOptions& options,
                                         const NamedTensors& parameters, const Inputs& inputs,
-                                        const DefinitionRequest&, NamedTensors* outputs) const {
+                                        const DefinitionRequest& request,
+                                        NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  const Network network(options, parameters);
+  const Network network(options, parameters, request.pool);
   const ConstTensorView key_mask = inputs.Get("key_mask");
   Tensor encoded;
   for (const StackPlace& stack : StacksOf(problem, options)) {

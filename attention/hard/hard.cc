@@ -222,7 +222,7 @@ class Choices {
       double magnitude = std::abs(g), denormal = 0;
       for (int64_t c = 0; c < problem_.head_dim; ++c) {
         magnitude += scale * std::abs(query[c] * key[c]);
-        denormal += std::ldexp(1 + std::abs(key[c]), -126);
+        denormal += (1 + std::abs(key[c])) * 0x1p-149;
       }
       scores.score[j] = scale * Dot(query, key, problem_.head_dim) + g;
       scores.error[j] = roundings * magnitude + denormal;
@@ -307,21 +307,16 @@ absl::Status Hard::Definition(const Problem& problem, const HardOptions& options
   if (request.computed != nullptr && request.computed->count("index") > 0) {
     computed = &request.computed->at("index");
   }
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    for (int64_t h = 0; h < problem.query_heads; ++h) {
-      for (int64_t r = 0; r < row_count; ++r) {
-        const int64_t given =
-            computed == nullptr ? -1 : *computed->view().At<int32_t>(b, h, rows[r]);
-        const int64_t chosen =
-            choices.Choose(b, h, rows[r], given < problem.kv_tokens ? given : -1);
-        *index.view().MutableAt<double>(b, h, r) = static_cast<double>(chosen);
-        if (chosen < 0) continue;
-        std::copy_n(v.Row(b, h / problem.group(), chosen), problem.value_dim,
-                    out.view().MutableAt<double>(b, h, r));
-        if (request.weights) *weights.view().MutableAt<double>(b, h, r, chosen) = 1;
-      }
-    }
-  }
+  const auto define_row = [&](int64_t b, int64_t h, int64_t r) {
+    const int64_t given = computed == nullptr ? -1 : *computed->view().At<int32_t>(b, h, rows[r]);
+    const int64_t chosen = choices.Choose(b, h, rows[r], given < problem.kv_tokens ? given : -1);
+    *index.view().MutableAt<double>(b, h, r) = static_cast<double>(chosen);
+    if (chosen < 0) return;
+    std::copy_n(v.Row(b, h / problem.group(), chosen), problem.value_dim,
+                out.view().MutableAt<double>(b, h, r));
+    if (request.weights) *weights.view().MutableAt<double>(b, h, r, chosen) = 1;
+  };
+  ForEachRow(request.pool, problem.batch, problem.query_heads, row_count, define_row);
   (*outputs)["out"] = std::move(out);
   (*outputs)["index"] = std::move(index);
   if (request.weights) (*outputs)["weights"] = std::move(weights);

@@ -157,24 +157,22 @@ absl::Status Lsh::Definition(const Problem& problem, const LshOptions& options,
   const std::vector<int64_t> rows = RowsOf(request, tokens);
   Tensor buckets(DType::kF64,
                  {problem.batch, problem.query_heads, static_cast<int64_t>(rows.size()), rounds});
-  std::vector<Head> heads;
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    for (int64_t h = 0; h < problem.query_heads; ++h) {
-      Head& head = heads.emplace_back(problem, options);
-      for (int64_t r = 0; r < rounds; ++r) {
-        std::vector<int64_t> bucket;
-        for (int64_t i = 0; i < tokens; ++i) bucket.push_back(hashes.Of(b, h, i, r));
-        for (size_t n = 0; n < rows.size(); ++n) {
-          *buckets.view().MutableAt<double>(b, h, static_cast<int64_t>(n), r) =
-              static_cast<double>(bucket[rows[n]]);
-        }
-        for (int64_t i = 0; i < tokens; ++i) {
-          if (!is_token(b, i)) bucket[i] = hashes.buckets();
-        }
-        head.AddRound(std::move(bucket));
+  std::vector<Head> heads(problem.batch * problem.query_heads, Head(problem, options));
+  const auto hash_head = [&](int64_t b, int64_t h, int64_t) {
+    for (int64_t r = 0; r < rounds; ++r) {
+      std::vector<int64_t> bucket;
+      for (int64_t i = 0; i < tokens; ++i) bucket.push_back(hashes.Of(b, h, i, r));
+      for (size_t n = 0; n < rows.size(); ++n) {
+        *buckets.view().MutableAt<double>(b, h, static_cast<int64_t>(n), r) =
+            static_cast<double>(bucket[rows[n]]);
       }
+      for (int64_t i = 0; i < tokens; ++i) {
+        if (!is_token(b, i)) bucket[i] = hashes.buckets();
+      }
+      heads[b * problem.query_heads + h].AddRound(std::move(bucket));
     }
-  }
+  };
+  ForEachRow(request.pool, problem.batch, problem.query_heads, 1, hash_head);
   const double scale = LshScale(problem, options);
   const DoubleTensor keys = KeysOf(problem, options, q);
   const auto score = [&](int64_t b, int64_t h, int64_t i, int64_t j) {

@@ -211,18 +211,19 @@ absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttenti
   Tensor h = Tensor(DType::kF64, inputs.Get("x").shape());
   CopyElements(inputs.Get("x"), h.view());
   for (int64_t n = 0; n < plan.applications; ++n) {
-    for (int64_t b = 0; b < problem.batch; ++b) {
-      for (int64_t p = 0; p < problem.query_tokens; ++p) {
-        double* row = h.view().MutableAt<double>(b, p);
-        for (int64_t c = 0; c < problem.model_dim(); ++c) {
-          row[c] = plan.scale * row[c] + encoding(n, p, c);
+    ForEachOf(request.pool, problem.query_tokens, [&](int64_t p) {
+      for (int64_t c = 0; c < problem.model_dim(); ++c) {
+        const double added = encoding(n, p, c);
+        for (int64_t b = 0; b < problem.batch; ++b) {
+          double& x = *h.view().MutableAt<double>(b, p, c);
+          x = plan.scale * x + added;
         }
       }
-    }
+    });
     const bool last = n == plan.applications - 1;
     TFB_RETURN_IF_ERROR(DefineProjectedAttention(problem, plan.inner, parameters, Prefix(plan, n),
                                                  h.view(), {}, inputs.Get("key_mask"),
-                                                 last ? request : DefinitionRequest(), outputs));
+                                                 last ? request : request.OfPart(), outputs));
     if (!last) h = std::move(outputs->at("out"));
   }
   return absl::OkStatus();

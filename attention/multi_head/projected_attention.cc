@@ -246,20 +246,15 @@ namespace {
 // Returns x W + b of f64 rows, where b may be missing, as [batch, heads, tokens, channels] in the
 // problem's dtype, or f64 where that is f32.
 Tensor DefineProjection(const Problem& problem, const DoubleTensor& x, int64_t tokens,
-                        int64_t heads, const ConstTensorView& w, const ConstTensorView& b) {
-  const DoubleTensor matrix(w), bias(b);
-  const int64_t channels = w.dim(1) / heads;
-  Tensor result(DType::kF64, {problem.batch, heads, tokens, channels});
-  for (int64_t n = 0; n < problem.batch; ++n) {
-    for (int64_t t = 0; t < tokens; ++t) {
-      for (int64_t c = 0; c < w.dim(1); ++c) {
-        double sum = bias.size() > 0 ? bias.at(c) : 0;
-        for (int64_t k = 0; k < w.dim(0); ++k) sum += x.Row(n, t)[k] * matrix.Row(k)[c];
-        *result.view().MutableAt<double>(n, c / channels, t, c % channels) = sum;
-      }
-    }
-  }
-  return problem.dtype == DType::kF32 ? std::move(result) : result.CloneAs(problem.dtype);
+                        int64_t heads, const ConstTensorView& w, const ConstTensorView& b,
+                        ThreadPool* pool) {
+  const std::vector<double> y =
+      Affine(x.data(), problem.batch * tokens, DoubleTensor(w), DoubleTensor(b), pool);
+  const ConstTensorView rows(y.data(), DType::kF64, {problem.batch, tokens, w.dim(1)});
+  Tensor result(problem.dtype == DType::kF32 ? DType::kF64 : problem.dtype,
+                {problem.batch, heads, tokens, w.dim(1) / heads});
+  CopyElements(Heads(rows, heads), result.view());
+  return result;
 }
 
 }  // namespace
@@ -277,7 +272,7 @@ absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpe
   const auto project = [&](const DoubleTensor& rows, int64_t tokens, int64_t heads,
                            const std::string& name) {
     return DefineProjection(problem, rows, tokens, heads, parameter("w_" + name),
-                            parameter("b_" + name));
+                            parameter("b_" + name), request.pool);
   };
   const Tensor q = project(hidden, problem.query_tokens, problem.query_heads, "q");
   const Tensor k = project(keys, problem.kv_tokens, problem.kv_heads, "k");
@@ -292,22 +287,17 @@ absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpe
                                         inner_inputs, request, &attended));
   if (problem.dtype != DType::kF32) attended["out"] = attended["out"].CloneAs(problem.dtype);
 
-  const DoubleTensor context(attended["out"].view()), w_o(parameter("w_o")), b_o(parameter("b_o"));
-  const int64_t rows = attended["out"].dim(2), width = problem.model_dim();
-  Tensor out(DType::kF64, {problem.batch, rows, width});
-  for (int64_t n = 0; n < problem.batch; ++n) {
-    for (int64_t t = 0; t < rows; ++t) {
-      double* y = out.view().MutableAt<double>(n, t);
-      for (int64_t c = 0; c < width; ++c) y[c] = b_o.size() > 0 ? b_o.at(c) : 0;
-      for (int64_t h = 0; h < problem.query_heads; ++h) {
-        for (int64_t e = 0; e < problem.value_dim; ++e) {
-          const double* row = w_o.Row(h * problem.value_dim + e);
-          for (int64_t c = 0; c < width; ++c) y[c] += context.Row(n, h, t)[e] * row[c];
-        }
-      }
-    }
-  }
-  (*outputs)["out"] = std::move(out);
+  // The heads of a token side by side, times W_o.
+  const Tensor& heads = attended["out"];
+  Tensor context(DType::kF64,
+                 {problem.batch, heads.dim(2), problem.query_heads * problem.value_dim});
+  CopyElements(heads.view(), Heads(context.view(), problem.query_heads));
+  const std::vector<double> y =
+      Affine(context.span<double>().data(), problem.batch * heads.dim(2),
+             DoubleTensor(parameter("w_o")), DoubleTensor(parameter("b_o")), request.pool);
+  Tensor& out = (*outputs)["out"] =
+      Tensor(DType::kF64, {problem.batch, heads.dim(2), problem.model_dim()});
+  std::copy(y.begin(), y.end(), out.span<double>().begin());
   const auto weights = attended.find("weights");
   if (weights != attended.end()) (*outputs)["weights"] = std::move(weights->second);
   return absl::OkStatus();

@@ -225,19 +225,18 @@ absl::Status Performer::Definition(const Problem& problem, const PerformerOption
       if (request.weights) *weights.view().MutableAt<double>(b, h, r, j) = row.weights[j];
       if (!sees[j]) continue;
       const double* value = v.Row(b, h / problem.group(), j);
-      for (int64_t c = 0; c < problem.value_dim; ++c) y[c] += row.weights[j] * value[c];
+      AddTimes(row.weights[j], value, problem.value_dim, y);
     }
   };
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    for (int64_t kv_head = 0; kv_head < problem.kv_heads; ++kv_head) {
-      Keys keys(formula, k, b, kv_head, problem.kv_tokens);
-      for (int64_t g = 0; g < problem.group(); ++g) {
-        for (int64_t r = 0; r < row_count; ++r) {
-          define_row(b, kv_head * problem.group() + g, r, &keys);
-        }
-      }
-    }
-  }
+  ForEachRow(request.pool, problem.batch, problem.kv_heads, 1,
+             [&](int64_t b, int64_t kv_head, int64_t) {
+               Keys keys(formula, k, b, kv_head, problem.kv_tokens);
+               for (int64_t g = 0; g < problem.group(); ++g) {
+                 for (int64_t r = 0; r < row_count; ++r) {
+                   define_row(b, kv_head * problem.group() + g, r, &keys);
+                 }
+               }
+             });
   (*outputs)["out"] = std::move(out);
   (*outputs)["log_sum_exp"] = std::move(lse);
   if (request.weights) (*outputs)["weights"] = std::move(weights);

@@ -213,44 +213,43 @@ absl::Status Rfa::Definition(const Problem& problem, const RfaOptions& options,
   if (request.weights) {
     weights = Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, keys});
   }
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    for (int64_t h = 0; h < problem.query_heads; ++h) {
-      const int64_t kv_head = h / problem.group();
-      const Formula formula(options, read, kv_head, problem.head_dim);
-      std::vector<bool> is_token(keys);
-      std::vector<std::vector<double>> phi_k;
-      std::vector<KeyGate> gates;
-      for (int64_t j = 0; j < keys; ++j) {
-        is_token[j] = mask(b, j);
-        phi_k.push_back(formula.Features(k.Row(b, kv_head, j)));
-        if (options.gate == Gate::kKey) gates.push_back(formula.GateOf(k.Row(b, kv_head, j)));
+  const auto define_head = [&](int64_t b, int64_t h, int64_t) {
+    const int64_t kv_head = h / problem.group();
+    const Formula formula(options, read, kv_head, problem.head_dim);
+    std::vector<bool> is_token(keys);
+    std::vector<std::vector<double>> phi_k;
+    std::vector<KeyGate> gates;
+    for (int64_t j = 0; j < keys; ++j) {
+      is_token[j] = mask(b, j);
+      phi_k.push_back(formula.Features(k.Row(b, kv_head, j)));
+      if (options.gate == Gate::kKey) gates.push_back(formula.GateOf(k.Row(b, kv_head, j)));
+    }
+    for (int64_t r = 0; r < row_count; ++r) {
+      const int64_t end = problem.causal
+                              ? std::clamp<int64_t>(rows[r] + problem.causal_offset() + 1, 0, keys)
+                              : keys;
+      const std::vector<double> factors = KeyFactors(is_token, gates, end);
+      const std::vector<double> phi_q = formula.Features(q.Row(b, h, rows[r]));
+      std::vector<double> products(keys, 0.0);
+      double denominator = 0;
+      for (int64_t j = 0; j < end; ++j) {
+        if (!is_token[j]) continue;
+        products[j] = factors[j] * Dot(phi_q.data(), phi_k[j].data(), phi_q.size());
+        denominator += products[j];
       }
-      for (int64_t r = 0; r < row_count; ++r) {
-        const int64_t end =
-            problem.causal ? std::clamp<int64_t>(rows[r] + problem.causal_offset() + 1, 0, keys)
-                           : keys;
-        const std::vector<double> factors = KeyFactors(is_token, gates, end);
-        const std::vector<double> phi_q = formula.Features(q.Row(b, h, rows[r]));
-        std::vector<double> products(keys, 0.0);
-        double denominator = 0;
-        for (int64_t j = 0; j < end; ++j) {
-          if (!is_token[j]) continue;
-          products[j] = factors[j] * Dot(phi_q.data(), phi_k[j].data(), phi_q.size());
-          denominator += products[j];
-        }
-        denominator = Held(denominator, options.denominator_floor);
-        double* y = out.view().MutableAt<double>(b, h, r);
-        std::fill_n(y, problem.value_dim, 0.0);
-        for (int64_t j = 0; j < keys; ++j) {
-          const double weight =
-              j < end && is_token[j] && denominator != 0 ? products[j] / denominator : 0;
-          if (request.weights) *weights.view().MutableAt<double>(b, h, r, j) = weight;
-          if (j >= end || !is_token[j]) continue;
-          for (int64_t c = 0; c < problem.value_dim; ++c) y[c] += weight * v.Row(b, kv_head, j)[c];
-        }
+      denominator = Held(denominator, options.denominator_floor);
+      double* y = out.view().MutableAt<double>(b, h, r);
+      std::fill_n(y, problem.value_dim, 0.0);
+      for (int64_t j = 0; j < keys; ++j) {
+        const double weight =
+            j < end && is_token[j] && denominator != 0 ? products[j] / denominator : 0;
+        if (request.weights) *weights.view().MutableAt<double>(b, h, r, j) = weight;
+        if (j >= end || !is_token[j]) continue;
+        AddTimes(weight, v.Row(b, kv_head, j), problem.value_dim, y);
       }
     }
-  }
+  };
+  ForEachRow(request.pool, problem.batch, problem.query_heads, 1, define_head);
   (*outputs)["out"] = std::move(out);
   if (request.weights) (*outputs)["weights"] = std::move(weights);
   return absl::OkStatus();

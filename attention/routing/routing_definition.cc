@@ -167,7 +167,7 @@ class ClusterRows {
         if (score[j] == kNotSeen) continue;
         const double weight = std::exp(score[j] - max) / sum / clusters;
         if (weights != nullptr) weights[j] += weight;
-        for (int64_t n = 0; n < problem_.value_dim; ++n) y[n] += weight * v_.Row(b, h, j)[n];
+        AddTimes(weight, v_.Row(b, h, j), problem_.value_dim, y);
       }
     }
   }
@@ -225,26 +225,26 @@ absl::Status Routing::Definition(const Problem& problem, const RoutingOptions& o
   Tensor members(DType::kF64,
                  {problem.batch, problem.query_heads, row_count, sizes.sets * sizes.clusters});
   Fill(members.view(), 0);
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    for (int64_t h = sizes.local_heads; h < problem.query_heads; ++h) {
-      const auto of_queries = queries.Of(b, h), of_keys = other.Of(b, h);
-      for (int64_t r = 0; r < row_count; ++r) {
-        double* y = outputs->at("out").view().MutableAt<double>(b, h, r);
-        std::fill_n(y, problem.value_dim, 0.0);
-        double* weights = nullptr;
-        if (request.weights) {
-          weights = outputs->at("weights").view().MutableAt<double>(b, h, r);
-          std::fill_n(weights, problem.kv_tokens, 0.0);
-        }
-        in_clusters.Add(b, h, rows[r], of_queries, of_keys, y, weights);
-        double* mark = members.view().MutableAt<double>(b, h, r);
-        for (int64_t c = 0; c < sizes.clusters; ++c) {
-          mark[c] = of_queries[c][rows[r]];
-          if (sizes.sets == 2) mark[sizes.clusters + c] = of_keys[c][rows[r]];
-        }
+  const auto define_head = [&](int64_t b, int64_t clustered, int64_t) {
+    const int64_t h = sizes.local_heads + clustered;
+    const auto of_queries = queries.Of(b, h), of_keys = other.Of(b, h);
+    for (int64_t r = 0; r < row_count; ++r) {
+      double* y = outputs->at("out").view().MutableAt<double>(b, h, r);
+      std::fill_n(y, problem.value_dim, 0.0);
+      double* weights = nullptr;
+      if (request.weights) {
+        weights = outputs->at("weights").view().MutableAt<double>(b, h, r);
+        std::fill_n(weights, problem.kv_tokens, 0.0);
+      }
+      in_clusters.Add(b, h, rows[r], of_queries, of_keys, y, weights);
+      double* mark = members.view().MutableAt<double>(b, h, r);
+      for (int64_t c = 0; c < sizes.clusters; ++c) {
+        mark[c] = of_queries[c][rows[r]];
+        if (sizes.sets == 2) mark[sizes.clusters + c] = of_keys[c][rows[r]];
       }
     }
-  }
+  };
+  ForEachRow(request.pool, problem.batch, problem.query_heads - sizes.local_heads, 1, define_head);
   (*outputs)["members"] = std::move(members);
   return absl::OkStatus();
 }

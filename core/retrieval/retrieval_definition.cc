@@ -23,6 +23,11 @@ NeighbourDefinition::NeighbourDefinition(const RetrievalOptions& options,
       keys_(parameters.at("datastore.keys").view()),
       context_(inputs.Get("context")),
       given_(inputs.Get("neighbours")) {
+  for (int64_t e = 0; e < options.entries; ++e) {
+    double square = 0;
+    for (int64_t c = 0; c < keys_.dim(1); ++c) square += static_cast<double>(Key(e)[c]) * Key(e)[c];
+    may_be_found_.push_back(square <= kMaxSquare);  // NaN is not
+  }
   if (request.computed == nullptr) return;
   const auto found = request.computed->find("neighbours");
   if (found != request.computed->end()) computed_ = found->second.view();
@@ -67,22 +72,27 @@ std::vector<int64_t> NeighbourDefinition::Nearest(const std::vector<double>& dis
 }
 
 double NeighbourDefinition::Distance(const double* context, int64_t entry) const {
-  double distance = 0;
-  for (int64_t c = 0; c < keys_.dim(1); ++c) {
-    distance += (context[c] - Key(entry)[c]) * (context[c] - Key(entry)[c]);
+  const int64_t dim = keys_.dim(1);
+  const float* key = Key(entry);
+  double sums[kDotLanes] = {};  // as in Dot
+  int64_t c = 0;
+  for (; c + kDotLanes <= dim; c += kDotLanes) {
+    for (int64_t n = 0; n < kDotLanes; ++n) {
+      sums[n] += (context[c + n] - key[c + n]) * (context[c + n] - key[c + n]);
+    }
   }
+  double distance = 0;
+  for (const double of_lane : sums) distance += of_lane;
+  for (; c < dim; ++c) distance += (context[c] - key[c]) * (context[c] - key[c]);
   return distance;
 }
 
 std::vector<double> NeighbourDefinition::DistancesTo(const double* context) const {
   const int64_t dim = keys_.dim(1);
-  const double context_square = Dot(context, context, dim);
-  std::vector<double> distances;
-  for (int64_t e = 0; e < options_.entries; ++e) {
-    double key_square = 0;
-    for (int64_t c = 0; c < dim; ++c) key_square += static_cast<double>(Key(e)[c]) * Key(e)[c];
-    const bool is_one = context_square <= kMaxSquare && key_square <= kMaxSquare;  // NaN is not
-    distances.push_back(is_one ? Distance(context, e) : kNotFound);
+  const bool may_find = Dot(context, context, dim) <= kMaxSquare;  // NaN may not
+  std::vector<double> distances(options_.entries, kNotFound);
+  for (int64_t e = 0; may_find && e < options_.entries; ++e) {
+    if (may_be_found_[e]) distances[e] = Distance(context, e);
   }
   return distances;
 }

@@ -43,6 +43,7 @@ class NeighbourDefinition {
 
   RetrievalOptions options_;
   ConstTensorView keys_;
+  std::vector<bool> may_be_found_;  // keys that are not too large to compare, nor NaN
   DoubleTensor context_;
   ConstTensorView given_;
   ConstTensorView computed_;
@@ -64,18 +65,16 @@ void DefineRetrieval(const Problem& problem, const RetrievalOptions& options,
   const int64_t row_count = static_cast<int64_t>(rows.size());
   Tensor out(DType::kF64, {problem.batch, row_count, options.vocabulary});
   Tensor found(DType::kF64, {problem.batch, row_count, options.k});
-  for (int64_t b = 0; b < problem.batch; ++b) {
-    for (int64_t r = 0; r < row_count; ++r) {
-      const std::vector<Neighbour> neighbours = definition.Find(b, rows[r]);
-      const std::vector<double> log_probabilities = predict(b, rows[r], neighbours);
-      for (int64_t y = 0; y < options.vocabulary; ++y) {
-        *out.view().MutableAt<double>(b, r, y) = log_probabilities[y];
-      }
-      for (int64_t n = 0; n < options.k; ++n) {
-        *found.view().MutableAt<double>(b, r, n) = static_cast<double>(neighbours[n].entry);
-      }
+  ForEachRow(request.pool, problem.batch, 1, row_count, [&](int64_t b, int64_t, int64_t r) {
+    const std::vector<Neighbour> neighbours = definition.Find(b, rows[r]);
+    const std::vector<double> log_probabilities = predict(b, rows[r], neighbours);
+    for (int64_t y = 0; y < options.vocabulary; ++y) {
+      *out.view().MutableAt<double>(b, r, y) = log_probabilities[y];
     }
-  }
+    for (int64_t n = 0; n < options.k; ++n) {
+      *found.view().MutableAt<double>(b, r, n) = static_cast<double>(neighbours[n].entry);
+    }
+  });
   (*outputs)["out"] = std::move(out);
   (*outputs)["neighbours"] = std::move(found);
 }

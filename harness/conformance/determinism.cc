@@ -42,7 +42,19 @@ void AnyNumberOfThreadsGivesTheSameBits(const Subject& subject, const Problem& p
   }
 }
 
-// Batch row 0 is computed alone, and beside another: draws belong to (seed, batch, head, token).
+// The definition too, whose work a pool's threads share.
+void AnyNumberOfThreadsDefinesTheSameBits(const Subject& subject, const Problem& problem) {
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  const NamedTensors alone = trial->Define(/*weights=*/true);
+  for (const int threads : {1, 2, 3}) {
+    ThreadPool pool(threads);
+    ExpectSameBits(alone, trial->Define(/*weights=*/true, &pool),
+                   absl::StrCat("a definition without a pool and with one of ", threads));
+  }
+}
+
+// Batch 0 alone, and beside another: draws belong to (seed, batch, head, token).
 void ABatchDoesNotDependOnItsCompany(const Subject& subject, const Problem& problem) {
   const auto both = Trial::Make(subject, problem);
   Problem single = problem;
@@ -167,6 +179,8 @@ std::vector<Case> DeterminismCases() {
       {"TwoRunsGiveTheSameBits", "35", all, TwoRunsGiveTheSameBits},
       {"TwoLayersOfASeedGiveTheSameBits", "35", UsualBoth(), TwoLayersOfASeedGiveTheSameBits},
       {"AnyNumberOfThreadsGivesTheSameBits", "35", all, AnyNumberOfThreadsGivesTheSameBits},
+      {"AnyNumberOfThreadsDefinesTheSameBits", "", UsualBoth(),
+       AnyNumberOfThreadsDefinesTheSameBits},
       {"ABatchDoesNotDependOnItsCompany", "35", UsualBoth(), ABatchDoesNotDependOnItsCompany},
       {"OtherSeedsDrawOtherParameters", "35", {Usual(true)}, OtherSeedsDrawOtherParameters},
       OfCausality(

@@ -259,16 +259,17 @@ NamedTensors Trial::Run(const RunSettings& settings) {
   return {};
 }
 
-NamedTensors Trial::Define(bool weights) {
-  return DefineOn(ViewsOf(inputs_), layer_->parameters(), weights);
+NamedTensors Trial::Define(bool weights, ThreadPool* pool) {
+  return DefineOn(ViewsOf(inputs_), layer_->parameters(), weights, /*computed=*/nullptr, pool);
 }
 
 NamedTensors Trial::DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights,
-                             const NamedTensors* computed) {
+                             const NamedTensors* computed, ThreadPool* pool) {
   NamedTensors reference;
   DefinitionRequest request;
   request.weights = weights;
   request.computed = computed;
+  request.pool = pool;
   const absl::Status status = subject_.technique->Define(problem_, subject_.options, parameters,
                                                          inputs, request, &reference);
   if (status.ok() && reference.count("out") > 0) return reference;

@@ -153,12 +153,12 @@ class Trial {
   // memory. Returns an empty result where it failed.
   NamedTensors Run(const RunSettings& settings = {});
 
-  // Evaluates the definition on these inputs. Returns an empty result where the definition fails,
-  // with the test failed.
-  NamedTensors Define(bool weights = false);
-  // Evaluates the definition on other inputs and parameters. `computed` is as in DefinitionRequest.
+  // Evaluates the definition on these inputs. Returns nothing where it fails, with the test failed.
+  // `computed` and `pool` are those of DefinitionRequest.
+  NamedTensors Define(bool weights = false, ThreadPool* pool = nullptr);
+  // The same on other inputs and parameters.
   NamedTensors DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights,
-                        const NamedTensors* computed = nullptr);
+                        const NamedTensors* computed = nullptr, ThreadPool* pool = nullptr);
 
   void ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance = {});
   // Calls Run() and compares with the definition.

@@ -319,7 +319,7 @@ absl::Status Compressive::Definition(const Problem& problem, const CompressiveOp
     segments.push_back(std::min(options.segment, problem.query_tokens - t));
   }
   TFB_ASSIGN_OR_RETURN(*outputs, DefineCompressive(problem, options, parameters, inputs.Get("x"),
-                                                   segments, request.computed));
+                                                   segments, request));
   return absl::OkStatus();
 }
 

@@ -154,15 +154,15 @@ int64_t SegmentsOf(const Problem& problem, const CompressiveOptions& options);
 // Returns the most compressed rows that one segment can give.
 int64_t MaxBlocksOf(int64_t segment, const CompressiveOptions& options);
 
-// Computes the definition of a stream that was cut in segments of these lengths: out and context,
-// attention_loss and autoencoding_loss [batch, segments, layers], and kept with most_used, f64.
-// `computed` as in DefinitionRequest.
+// The definition of a stream that was cut in segments of these lengths: out and context, attention_loss
+// and autoencoding_loss [batch, segments, layers], and kept with most_used, f64. Of the request, what
+// the layer computed and the threads count.
 absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                const CompressiveOptions& options,
                                                const NamedTensors& parameters,
                                                const ConstTensorView& x,
                                                absl::Span<const int64_t> segments,
-                                               const NamedTensors* computed = nullptr);
+                                               const DefinitionRequest& request = {});
 
 }  // namespace tfb
 

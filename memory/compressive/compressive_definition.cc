@@ -124,18 +124,15 @@ class LayerMemory {
     const int64_t c = options_.compression, d = old.channels();
     const std::vector<double> w = stack_.Vector(prefix + "w"), b = stack_.Vector(prefix + "b");
     Rows y = Rows(old.rows() / c, d).PlusEach(b);
-    for (int64_t t = 0; t < y.rows(); ++t) {
+    ForEachOf(stack_.pool(), y.rows(), [&](int64_t t) {
       for (int64_t i = 0; i < c; ++i) {
         const bool dilated = options_.function == Function::kDilatedConvolution;
         const int64_t j = dilated ? c * t + c - 1 - 2 * i : c * t + i;
-        if (j < 0) continue;
-        for (int64_t in = 0; in < d; ++in) {
-          for (int64_t out = 0; out < d; ++out) {
-            y[t][out] += old[j][in] * w[(i * d + in) * d + out];
-          }
+        for (int64_t in = 0; j >= 0 && in < d; ++in) {
+          AddTimes(old[j][in], &w[(i * d + in) * d], d, y[t]);
         }
       }
-    }
+    });
     return y;
   }
 
@@ -178,13 +175,11 @@ class LayerMemory {
     }
     const std::vector<double> w =
         stack_.Vector(LayerPrefix(n_) + ConvolutionPrefix(options_) + "w");
-    for (int64_t j = 0; j < rows.rows(); ++j) {
-      for (int64_t in = 0; in < d; ++in) {
-        for (int64_t out = 0; out < d; ++out) {
-          rows[j][out] += compressed[j / c][in] * w[(j % c * d + out) * d + in];
-        }
+    ForEachOf(stack_.pool(), rows.rows(), [&](int64_t j) {
+      for (int64_t out = 0; out < d; ++out) {
+        rows[j][out] = Dot(compressed[j / c], &w[(j % c * d + out) * d], d);
       }
-    }
+    });
     return rows;
   }
 
@@ -198,22 +193,21 @@ class LayerMemory {
     const Rows k = stack_.Project(n_, "w_k", m), v = stack_.Project(n_, "w_v", m);
     const int64_t e = stack_.sizes().head_dim;
     Rows context(q.rows(), q.channels());
-    for (int64_t p = 0; p < q.rows(); ++p) {
-      for (int64_t h = 0; h < stack_.sizes().heads; ++h) {
-        std::vector<double> s(k.rows());
-        for (int64_t j = 0; j < k.rows(); ++j) {
-          s[j] = Dot(q[p] + h * e, k[j] + h * e, e) / std::sqrt(static_cast<double>(e));
-        }
-        const double max = *std::max_element(s.begin(), s.end());
-        double sum = 0;
-        for (int64_t j = 0; j < k.rows(); ++j) {
-          const double weight = std::exp(s[j] - max);
-          sum += weight;
-          for (int64_t c = 0; c < e; ++c) context[p][h * e + c] += weight * v[j][h * e + c];
-        }
-        for (int64_t c = 0; c < e; ++c) context[p][h * e + c] /= sum;
-      }
-    }
+    ForEachRow(stack_.pool(), 1, stack_.sizes().heads, q.rows(),
+               [&](int64_t, int64_t h, int64_t p) {
+                 std::vector<double> s(k.rows());
+                 for (int64_t j = 0; j < k.rows(); ++j) {
+                   s[j] = Dot(q[p] + h * e, k[j] + h * e, e) / std::sqrt(static_cast<double>(e));
+                 }
+                 const double max = *std::max_element(s.begin(), s.end());
+                 double sum = 0;
+                 for (int64_t j = 0; j < k.rows(); ++j) {
+                   const double weight = std::exp(s[j] - max);
+                   sum += weight;
+                   AddTimes(weight, v[j] + h * e, e, context[p] + h * e);
+                 }
+                 for (int64_t c = 0; c < e; ++c) context[p][h * e + c] /= sum;
+               });
     return context;
   }
 
@@ -245,9 +239,12 @@ std::vector<int64_t> KeptBy(const Tensor& kept, int64_t b, int64_t s, int64_t n)
 
 }  // namespace
 
-absl::StatusOr<NamedTensors> DefineCompressive(
-    const Problem& problem, const CompressiveOptions& options, const NamedTensors& parameters,
-    const ConstTensorView& x, absl::Span<const int64_t> segments, const NamedTensors* computed) {
+absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
+                                               const CompressiveOptions& options,
+                                               const NamedTensors& parameters,
+                                               const ConstTensorView& x,
+                                               absl::Span<const int64_t> segments,
+                                               const DefinitionRequest& request) {
   TFB_RETURN_IF_ERROR(CheckSelfAttention("compressive", problem));
   TFB_RETURN_IF_ERROR(CheckParameters(CompressiveParameters(problem, options), parameters));
   const int64_t tokens = std::accumulate(segments.begin(), segments.end(), int64_t{0});
@@ -255,12 +252,15 @@ absl::StatusOr<NamedTensors> DefineCompressive(
     return absl::InvalidArgumentError(
         absl::StrCat("segments have ", tokens, " tokens; allowed are ", problem.query_tokens));
   }
-  const StackDefinition stack(CompressiveSizes(problem, options), parameters, options.clamp_length);
+  const StackDefinition stack(CompressiveSizes(problem, options), parameters, options.clamp_length,
+                              request.pool);
   const int64_t count = static_cast<int64_t>(segments.size());
   const int64_t longest =
       segments.empty() ? 0 : *std::max_element(segments.begin(), segments.end());
   const Tensor* given = nullptr;
-  if (computed != nullptr && computed->count("kept") > 0) given = &computed->at("kept");
+  if (request.computed != nullptr && request.computed->count("kept") > 0) {
+    given = &request.computed->at("kept");
+  }
 
   NamedTensors outputs;
   for (const char* name : {"out", "context"}) outputs[name] = Tensor(DType::kF64, x.shape());

@@ -237,8 +237,8 @@ class GatedDefinition {
     if (options_.gate == GateOption::kSum) return x.Plus(y);
     if (options_.gate == GateOption::kGru) return Gru(gate, x, y);
     const bool of_y = options_.gate == GateOption::kSigmoidTanh;
-    const Rows a = (of_y ? y : x).Times(matrix("w_g"));
-    const Rows u = of_y ? y.Times(matrix("u_g")) : y;
+    const Rows a = (of_y ? y : x).Times(matrix("w_g"), stack_.pool());
+    const Rows u = of_y ? y.Times(matrix("u_g"), stack_.pool()) : y;
     std::vector<double> b(x.channels(), 0);
     if (HasBias(options_.gate)) b = stack_.Vector(gate + "b_g");
     Rows g = x;
@@ -261,7 +261,8 @@ class GatedDefinition {
 
   Rows Gru(const std::string& gate, const Rows& x, const Rows& y) const {
     const auto sum = [&](const char* w, const Rows& of_y, const char* u, const Rows& of_x) {
-      return of_y.Times(stack_.Matrix(gate + w)).Plus(of_x.Times(stack_.Matrix(gate + u)));
+      return of_y.Times(stack_.Matrix(gate + w), stack_.pool())
+          .Plus(of_x.Times(stack_.Matrix(gate + u), stack_.pool()));
     };
     const std::vector<double> b = stack_.Vector(gate + "b_g");
     Rows reset = sum("w_r", y, "u_r", x).Map(Logistic);
@@ -302,11 +303,12 @@ absl::StatusOr<std::unique_ptr<Layer>> GatedTransformerXl::MakeLayer(
 absl::Status GatedTransformerXl::Definition(const Problem& problem,
                                             const GatedTransformerXlOptions& options,
                                             const NamedTensors& parameters, const Inputs& inputs,
-                                            const DefinitionRequest&, NamedTensors* outputs) const {
+                                            const DefinitionRequest& request,
+                                            NamedTensors* outputs) const {
   const StackSizes sizes = ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   TFB_RETURN_IF_ERROR(CheckParameters(ParametersOf(sizes, options), parameters));
-  const StackDefinition stack(sizes, parameters, options.clamp_length);
+  const StackDefinition stack(sizes, parameters, options.clamp_length, request.pool);
   const GatedDefinition definition(stack, options);
   const auto first_seen = [&](int64_t p) {
     const int64_t from = options.same_length ? p + 1 : p / options.segment * options.segment;

@@ -215,8 +215,7 @@ absl::Status Memorizing::Definition(const Problem& problem, const MemorizingOpti
   const StackSizes sizes = ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   TFB_RETURN_IF_ERROR(CheckParameters(ParametersOf(sizes, options), parameters));
-  *outputs =
-      DefineMemorizing(problem, options, sizes, parameters, inputs.Get("x"), request.computed);
+  *outputs = DefineMemorizing(problem, options, sizes, parameters, inputs.Get("x"), request);
   return absl::OkStatus();
 }
 

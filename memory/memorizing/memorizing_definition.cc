@@ -80,24 +80,24 @@ class MemorizingDefinition {
     for (int64_t h = 0; h < stack_.sizes().heads; ++h) {
       const Rows unit_q = UnitRows(q, h * e, e), unit_k = UnitRows(k, h * e, e);
       const double g = 1 / (1 + std::exp(-gate[h]));
-      for (int64_t p = 0; p < x.rows(); ++p) {
+      ForEachOf(stack_.pool(), x.rows(), [&](int64_t p) {
         const std::vector<Candidate> taken = Retrieve(unit_q[p], unit_k, p, ComputedAt(b, h, p));
         int64_t* tokens = retrieved_.MutableAt<int64_t>(b, h, p);
         std::fill_n(tokens, options_.retrieved(), -1);
         for (size_t n = 0; n < taken.size(); ++n) tokens[n] = taken[n].token;
-        if (taken.empty()) continue;
+        if (taken.empty()) return;
         double largest = kNotSeen, sum = 0;
         for (const Candidate& one : taken) largest = std::max(largest, one.score);
         std::vector<double> o(e, 0);
         for (const Candidate& one : taken) {
           const double weight = std::exp(std::abs(scale[h]) * (one.score - largest));
           sum += weight;
-          for (int64_t c = 0; c < e; ++c) o[c] += weight * v[one.token][h * e + c];
+          AddTimes(weight, v[one.token] + h * e, e, o.data());
         }
         for (int64_t c = 0; c < e; ++c) {
           y[p][h * e + c] = g * o[c] / sum + (1 - g) * y[p][h * e + c];
         }
-      }
+      });
     }
     return stack_.Project(n, "w_o", y);
   }
@@ -158,7 +158,8 @@ class MemorizingDefinition {
 
 NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
                               const StackSizes& sizes, const NamedTensors& parameters,
-                              const ConstTensorView& x, const NamedTensors* computed) {
+                              const ConstTensorView& x, const DefinitionRequest& request) {
+  const NamedTensors* computed = request.computed;
   NamedTensors outputs;
   for (const char* name : {"out", "context"}) outputs[name] = Tensor(DType::kF64, x.shape());
   ConstTensorView wanted;
@@ -171,7 +172,7 @@ NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& o
       wanted = computed->at("retrieved").view();
     }
   }
-  const StackDefinition stack(sizes, parameters, options.clamp_length);
+  const StackDefinition stack(sizes, parameters, options.clamp_length, request.pool);
   const MemorizingDefinition definition(stack, options, problem.dtype, wanted, retrieved);
   for (int64_t b = 0; b < problem.batch; ++b) {
     const auto attention = [&](int64_t n, const Rows&, const Rows& input) {

@@ -9,11 +9,11 @@
 
 namespace tfb {
 
-// Returns out, context and, where there is a store, retrieved. The caller has checked the
-// parameters. `computed` is as in DefinitionRequest.
+// out, context and, where there is a store, retrieved. The parameters have been checked. Of the
+// request, what the layer computed and the threads count.
 NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
                               const StackSizes& sizes, const NamedTensors& parameters,
-                              const ConstTensorView& x, const NamedTensors* computed);
+                              const ConstTensorView& x, const DefinitionRequest& request);
 
 }  // namespace tfb
 

@@ -182,21 +182,12 @@ double Activated(Activation activation, double x) {
 Tensor FeedForwardOf(const ReversibleNetwork& network, const std::string& name, const Tensor& x) {
   const DoubleTensor w1 = Parameter(network, name + ".w1"), b1 = Parameter(network, name + ".b1");
   const DoubleTensor w2 = Parameter(network, name + ".w2"), b2 = Parameter(network, name + ".b2");
-  const int64_t width = b2.size();
+  const int64_t rows = x.num_elements() / b2.size();
+  std::vector<double> inner = Affine(x.span<double>().data(), rows, w1, b1, network.pool);
+  for (double& value : inner) value = Activated(network.options.activation, value);
+  const std::vector<double> y = Affine(inner.data(), rows, w2, b2, network.pool);
   Tensor result(DType::kF64, x.shape());
-  for (int64_t first = 0; first < x.num_elements(); first += width) {
-    const double* row = x.span<double>().data() + first;
-    double* y = result.span<double>().data() + first;
-    std::vector<double> inner(b1.data(), b1.data() + b1.size());
-    for (int64_t k = 0; k < width; ++k) {
-      for (int64_t c = 0; c < b1.size(); ++c) inner[c] += row[k] * w1.Row(k)[c];
-    }
-    std::copy_n(b2.data(), width, y);
-    for (int64_t k = 0; k < b1.size(); ++k) {
-      const double active = Activated(network.options.activation, inner[k]);
-      for (int64_t c = 0; c < width; ++c) y[c] += active * w2.Row(k)[c];
-    }
-  }
+  std::copy(y.begin(), y.end(), result.span<double>().begin());
   return result;
 }
 
@@ -241,10 +232,12 @@ absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t bl
   const Tensor normalized = rounded(Normalized(network, prefix + "f_norm", x));
   const TechniqueSpec& f = network.options.f;
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f.technique));
+  DefinitionRequest request;
+  request.pool = network.pool;
   NamedTensors outputs;
   TFB_RETURN_IF_ERROR(technique->Define(
       network.problem, f.options, WithoutPrefix(network.parameters, prefix + "f."),
-      {{"x", normalized.view()}, {"key_mask", network.key_mask}}, {}, &outputs));
+      {{"x", normalized.view()}, {"key_mask", network.key_mask}}, request, &outputs));
   return rounded(std::move(outputs.at("out"))).CloneAs(DType::kF64);
 }
 
@@ -298,9 +291,10 @@ absl::StatusOr<std::unique_ptr<Layer>> Reversible::MakeLayer(const Problem& prob
 
 absl::Status Reversible::Definition(const Problem& problem, const ReversibleOptions& options,
                                     const NamedTensors& parameters, const Inputs& inputs,
-                                    const DefinitionRequest&, NamedTensors* outputs) const {
+                                    const DefinitionRequest& request, NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem));
-  const ReversibleNetwork network = {problem, options, parameters, inputs.Get("key_mask")};
+  const ReversibleNetwork network = {problem, options, parameters, inputs.Get("key_mask"),
+                                     request.pool};
   const ConstTensorView x = inputs.Get("x");
   Tensor first(DType::kF64, x.shape());
   CopyElements(x, first.view());

@@ -92,7 +92,8 @@ struct ReversibleNetwork {
   const Problem& problem;
   const ReversibleOptions& options;
   const NamedTensors& parameters;
-  ConstTensorView key_mask;  // or empty
+  ConstTensorView key_mask;    // or empty
+  ThreadPool* pool = nullptr;  // see DefinitionRequest
 };
 enum class Branch : uint8_t { kF, kG };
 

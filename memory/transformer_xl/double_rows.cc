@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/definition.h"
+
 namespace tfb {
 
 Rows::Rows(const ConstTensorView& view) : Rows(view.dim(0), view.dim(1)) {
@@ -15,14 +17,11 @@ Rows Rows::Sub(int64_t begin, int64_t count) const {
   return sub;
 }
 
-Rows Rows::Times(const Rows& matrix) const {
+Rows Rows::Times(const Rows& matrix, ThreadPool* pool) const {
   Rows product(rows(), matrix.channels());
-  for (int64_t r = 0; r < rows(); ++r) {
-    for (int64_t k = 0; k < channels_; ++k) {
-      const double value = (*this)[r][k];
-      for (int64_t c = 0; c < matrix.channels(); ++c) product[r][c] += value * matrix[k][c];
-    }
-  }
+  AddProduct({values_.data(), matrix.values_.data(), product.values_.data(), rows(), channels_,
+              matrix.channels()},
+             pool);
   return product;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/tensor.h"
+#include "core/thread_pool.h"
 
 namespace tfb {
 
@@ -29,7 +30,7 @@ class Rows {
   }
   Rows Sub(int64_t begin, int64_t count) const;
 
-  Rows Times(const Rows& matrix) const;
+  Rows Times(const Rows& matrix, ThreadPool* pool) const;  // see core/definition.h
   Rows Plus(const Rows& other) const;
   Rows PlusEach(const std::vector<double>& row) const;  // adds the same to each row
   Rows Map(const std::function<double(double)>& function) const;

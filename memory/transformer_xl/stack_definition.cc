@@ -26,22 +26,22 @@ Rows StackDefinition::FeedForwardNorm(int64_t n, const Rows& x) const {
 
 Rows StackDefinition::FeedForward(int64_t n, const Rows& x) const {
   const std::string ff = LayerPrefix(n) + "ff.";
-  return x.Times(Matrix(ff + "w1"))
+  return x.Times(Matrix(ff + "w1"), pool_)
       .PlusEach(Vector(ff + "b1"))
       .Relu()
-      .Times(Matrix(ff + "w2"))
+      .Times(Matrix(ff + "w2"), pool_)
       .PlusEach(Vector(ff + "b2"));
 }
 
 Rows StackDefinition::Sinusoids(int64_t distances) const {
   const int64_t width = sizes_.width(), sines = (width + 1) / 2;
   Rows r(distances, width);
-  for (int64_t d = 0; d < distances; ++d) {
-    const double distance =
-        static_cast<double>(clamp_length_ == 0 ? d : std::min(d, clamp_length_));
-    for (int64_t c = 0; c < width; ++c) {
-      const double exponent = 2 * static_cast<double>(c % sines) / static_cast<double>(width);
-      const double angle = distance / std::pow(10000, exponent);
+  for (int64_t c = 0; c < width; ++c) {
+    const double exponent = 2 * static_cast<double>(c % sines) / static_cast<double>(width);
+    const double length = std::pow(10000, exponent);
+    for (int64_t d = 0; d < distances; ++d) {
+      const int64_t distance = clamp_length_ == 0 ? d : std::min(d, clamp_length_);
+      const double angle = static_cast<double>(distance) / length;
       r[d][c] = c < sines ? std::sin(angle) : std::cos(angle);
     }
   }
@@ -59,33 +59,40 @@ Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
   const Rows distances = Project(n, "w_r", Sinusoids(keys.k.rows()));
   const Rows content_bias = Matrix(biases + "u"), position_bias = Matrix(biases + "v");
   const int64_t e = sizes_.head_dim, first_query = keys.k.rows() - q.rows();
-  if (received != nullptr) received->assign(keys.k.rows(), 0);
+  // Of each query, where asked for.
+  Rows weights(received == nullptr ? 0 : q.rows(), keys.k.rows());
   Rows context(q.rows(), q.channels());
-  for (int64_t h = 0; h < sizes_.heads; ++h) {
+  const auto attend = [&](int64_t h, int64_t p) {
+    const int64_t here = first_query + p, first = keys.first_seen(p);
+    std::vector<double> content(e), position(e), s(here + 1, kNotSeen);  // q + u, q + v
+    for (int64_t c = 0; c < e; ++c) {
+      content[c] = q[p][h * e + c] + content_bias[h][c];
+      position[c] = q[p][h * e + c] + position_bias[h][c];
+    }
+    double max = kNotSeen, sum = 0;
+    for (int64_t j = first; j <= here; ++j) {
+      s[j] = (Dot(content.data(), keys.k[j] + h * e, e) +
+              Dot(position.data(), distances[here - j] + h * e, e)) /
+             std::sqrt(static_cast<double>(e));
+      if (sizes_.span_ramp > 0) s[j] += std::log(SpanWeight(n, h, here - j));
+      max = std::max(max, s[j]);
+    }
+    if (max == kNotSeen) return;  // a span below 0
+    for (int64_t j = first; j <= here; ++j) {
+      s[j] = std::exp(s[j] - max);
+      sum += s[j];
+      AddTimes(s[j], keys.v[j] + h * e, e, context[p] + h * e);
+    }
+    for (int64_t c = 0; c < e; ++c) context[p][h * e + c] /= sum;
+    for (int64_t j = first; received != nullptr && j <= here; ++j) weights[p][j] += s[j] / sum;
+  };
+  ForEachOf(pool_, q.rows(), [&](int64_t p) {
+    for (int64_t h = 0; h < sizes_.heads; ++h) attend(h, p);
+  });
+  if (received != nullptr) {
+    received->assign(keys.k.rows(), 0);
     for (int64_t p = 0; p < q.rows(); ++p) {
-      const int64_t here = first_query + p, first = keys.first_seen(p);
-      std::vector<double> s(here + 1, kNotSeen);
-      double max = kNotSeen, sum = 0;
-      for (int64_t j = first; j <= here; ++j) {
-        double content = 0, position = 0;
-        for (int64_t c = 0; c < e; ++c) {
-          content += (q[p][h * e + c] + content_bias[h][c]) * keys.k[j][h * e + c];
-          position += (q[p][h * e + c] + position_bias[h][c]) * distances[here - j][h * e + c];
-        }
-        s[j] = (content + position) / std::sqrt(static_cast<double>(e));
-        if (sizes_.span_ramp > 0) s[j] += std::log(SpanWeight(n, h, here - j));
-        max = std::max(max, s[j]);
-      }
-      if (max == kNotSeen) continue;  // the span is below 0
-      for (int64_t j = first; j <= here; ++j) {
-        const double weight = std::exp(s[j] - max);
-        sum += weight;
-        for (int64_t c = 0; c < e; ++c) context[p][h * e + c] += weight * keys.v[j][h * e + c];
-      }
-      for (int64_t c = 0; c < e; ++c) context[p][h * e + c] /= sum;
-      for (int64_t j = first; received != nullptr && j <= here; ++j) {
-        (*received)[j] += std::exp(s[j] - max) / sum;
-      }
+      for (int64_t j = 0; j < keys.k.rows(); ++j) (*received)[j] += weights[p][j];
     }
   }
   return context;

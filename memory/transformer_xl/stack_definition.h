@@ -16,10 +16,11 @@ namespace tfb {
 
 class StackDefinition {
  public:
-  // With `clamp_length` 0 distances are not clamped. The caller has checked the parameters, which
-  // must outlive this object.
-  StackDefinition(const StackSizes& sizes, const NamedTensors& parameters, int64_t clamp_length)
-      : sizes_(sizes), parameters_(parameters), clamp_length_(clamp_length) {}
+  // `clamp_length` 0: distances are not clamped. The parameters have been checked, and outlive this.
+  // `pool`: see DefinitionRequest.
+  StackDefinition(const StackSizes& sizes, const NamedTensors& parameters, int64_t clamp_length,
+                  ThreadPool* pool)
+      : sizes_(sizes), parameters_(parameters), clamp_length_(clamp_length), pool_(pool) {}
 
   // ---- The formulas of layer n ----
 
@@ -29,7 +30,7 @@ class StackDefinition {
   Rows FeedForwardNorm(int64_t n, const Rows& x) const;
   Rows FeedForward(int64_t n, const Rows& x) const;
   Rows Project(int64_t n, const std::string& matrix, const Rows& x) const {  // "w_q"
-    return x.Times(Matrix(LayerPrefix(n) + matrix));
+    return x.Times(Matrix(LayerPrefix(n) + matrix), pool_);
   }
 
   // The keys of a list, of which the queries are the last: query p is key p + first_query() and
@@ -57,6 +58,7 @@ class StackDefinition {
                Rows* context = nullptr) const;
 
   const StackSizes& sizes() const { return sizes_; }
+  ThreadPool* pool() const { return pool_; }
 
  private:
   Rows Sinusoids(int64_t distances) const;  // Returns r_d, [distances, model_dim].
@@ -65,6 +67,7 @@ class StackDefinition {
   StackSizes sizes_;
   const NamedTensors& parameters_;
   int64_t clamp_length_;
+  ThreadPool* pool_;
 };
 
 // Convert the tokens of one batch row of x [batch, tokens, model_dim] to rows, and back into f64.

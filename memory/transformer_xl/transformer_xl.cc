@@ -80,11 +80,9 @@ class TransformerXlLayer : public RelativeStackLayer {
 
 // ---- The definition ----
 
-absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
-                                                 const TransformerXlOptions& options,
-                                                 const NamedTensors& parameters,
-                                                 const ConstTensorView& x,
-                                                 absl::Span<const int64_t> begins) {
+absl::StatusOr<NamedTensors> DefineTransformerXl(
+    const Problem& problem, const TransformerXlOptions& options, const NamedTensors& parameters,
+    const ConstTensorView& x, absl::Span<const int64_t> begins, ThreadPool* pool) {
   const StackSizes sizes = ShapeWithSpans(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckRelativeStack("transformer_xl", problem, options));
   TFB_RETURN_IF_ERROR(CheckParameters(StackParameters(sizes), parameters));
@@ -96,7 +94,7 @@ absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
     const int64_t from = options.same_length ? p + 1 : *(next - 1);
     return std::max<int64_t>(from - options.memory, 0);
   };
-  const StackDefinition stack(sizes, parameters, options.clamp_length);
+  const StackDefinition stack(sizes, parameters, options.clamp_length, pool);
   const auto attention = [&](int64_t n, const Rows&, const Rows& input) {
     return stack.Attention(n, input, first_seen);
   };
@@ -128,11 +126,12 @@ std::vector<TensorSpec> TransformerXl::WrittenTensors(const Problem& problem,
 
 absl::Status TransformerXl::Definition(const Problem& problem, const TransformerXlOptions& options,
                                        const NamedTensors& parameters, const Inputs& inputs,
-                                       const DefinitionRequest&, NamedTensors* outputs) const {
+                                       const DefinitionRequest& request,
+                                       NamedTensors* outputs) const {
   std::vector<int64_t> begins;
   for (int64_t t = 0; t < problem.query_tokens; t += options.segment) begins.push_back(t);
-  TFB_ASSIGN_OR_RETURN(*outputs,
-                       DefineTransformerXl(problem, options, parameters, inputs.Get("x"), begins));
+  TFB_ASSIGN_OR_RETURN(*outputs, DefineTransformerXl(problem, options, parameters, inputs.Get("x"),
+                                                     begins, request.pool));
   return absl::OkStatus();
 }
 

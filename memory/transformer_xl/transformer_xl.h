@@ -96,13 +96,11 @@ class TransformerXl : public TechniqueOf<TransformerXlOptions> {
                                          const TransformerXlOptions& options) const override;
 };
 
-// Computes the definition of a stream that was cut in other segments: `begins` has the first token
-// of each, ascending from 0. Returns out and context in f64.
-absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
-                                                 const TransformerXlOptions& options,
-                                                 const NamedTensors& parameters,
-                                                 const ConstTensorView& x,
-                                                 absl::Span<const int64_t> begins);
+// The definition of a stream that was cut in other segments: `begins` has the first token of each,
+// ascending from 0. Returns out and context in f64. `pool`: see DefinitionRequest.
+absl::StatusOr<NamedTensors> DefineTransformerXl(
+    const Problem& problem, const TransformerXlOptions& options, const NamedTensors& parameters,
+    const ConstTensorView& x, absl::Span<const int64_t> begins, ThreadPool* pool = nullptr);
 
 }  // namespace tfb
 
