@@ -222,7 +222,7 @@ class Choices {
       double magnitude = std::abs(g), denormal = 0;
       for (int64_t c = 0; c < problem_.head_dim; ++c) {
         magnitude += scale * std::abs(query[c] * key[c]);
-        denormal += (1 + std::abs(key[c])) * 0x1p-149;
+        denormal += (1 + std::abs(key[c])) * 0x1p-126;
       }
       scores.score[j] = scale * Dot(query, key, problem_.head_dim) + g;
       scores.error[j] = roundings * magnitude + denormal;
