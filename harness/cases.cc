@@ -452,6 +452,7 @@ Case MakeRecord(const SweepCase& sweep_case) {
   TechniqueDescription* technique = record.mutable_technique();
   technique->set_display_name(sweep_case.DisplayName());
   technique->set_title(info.title);
+  technique->set_citation(info.citation);
   technique->set_family(info.family);
   technique->set_exactness(ExactnessOf(info.exactness));
   technique->set_input_kind(InputKindOf(info.input_kind));

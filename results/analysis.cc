@@ -77,14 +77,14 @@ std::vector<std::string> SharedOptions(const std::vector<const Case*>& cases) {
 bool HasRunTime(const Case& result) { return RunTime(result).has_value(); }
 
 // All run samples of `cases` together.
-std::optional<MedianInterval> PooledRunTime(const std::vector<const Case*>& cases) {
+std::vector<double> PooledRunTimes(const std::vector<const Case*>& cases) {
   std::vector<double> samples;
   for (const Case* result : cases) {
     if (!HasRunTime(*result)) continue;
     const auto& run_ns = result->outcome().timing().run_ns();
     samples.insert(samples.end(), run_ns.begin(), run_ns.end());
   }
-  return MedianOf(std::move(samples));
+  return samples;
 }
 
 }  // namespace
@@ -241,23 +241,35 @@ void Analysis::Group() {
   }
 }
 
+// The samples of all `cases` against those of all that they are held against.
+std::optional<SpeedUpInterval> Analysis::SpeedUpOver(const std::vector<const Case*>& cases) const {
+  std::vector<const Case*> dense_cases;
+  for (const Case* result : cases) {
+    const Case* dense = DenseOf(*result);
+    if (dense == nullptr) continue;
+    if (std::find(dense_cases.begin(), dense_cases.end(), dense) == dense_cases.end()) {
+      dense_cases.push_back(dense);
+    }
+  }
+  return SpeedUpOf(PooledRunTimes(dense_cases), PooledRunTimes(cases));
+}
+
 void Analysis::Finish(Series* series) const {
   std::vector<LengthTime> times;
-  std::vector<LengthTime> dense_times;
+  std::vector<LengthSpeedUp> speed_ups;
   for (const auto& [tokens, cases] : series->by_tokens) {
-    const std::optional<MedianInterval> time = PooledRunTime(cases);
+    const std::optional<MedianInterval> time = MedianOf(PooledRunTimes(cases));
     if (!time.has_value()) continue;
     series->run_ns[tokens] = *time;
     times.push_back({tokens, time->median});
-    for (const Case* result : cases) {
-      const Case* dense = DenseOf(*result);
-      if (dense == nullptr || !HasRunTime(*result)) continue;
-      const std::optional<MedianInterval> dense_time = RunTime(*dense);
-      if (dense_time.has_value()) dense_times.push_back({tokens, dense_time->median});
-    }
+    const std::optional<SpeedUpInterval> speed_up =
+        series->is_baseline ? SpeedUpInterval() : SpeedUpOver(cases);
+    if (!speed_up.has_value()) continue;
+    series->speed_ups[tokens] = *speed_up;
+    if (tokens > 0) speed_ups.push_back({tokens, *speed_up});
   }
   series->growth = FitGrowth(times);
-  if (!series->is_baseline) series->crossover = FindCrossover(times, dense_times);
+  if (!series->is_baseline) series->crossover = FindCrossover(speed_ups);
 }
 
 const Environment& Analysis::EnvironmentOf(const Case& result) const {
@@ -275,21 +287,6 @@ const Series* Analysis::DenseSeriesOf(const Series& series, int64_t tokens) cons
   const auto cases = series.by_tokens.find(tokens);
   const Case* dense = cases == series.by_tokens.end() ? nullptr : DenseOf(*cases->second.front());
   return dense == nullptr ? nullptr : SeriesOf(*dense);
-}
-
-std::optional<double> Analysis::SpeedUpAt(const Series& series, int64_t tokens) const {
-  const auto time = series.run_ns.find(tokens);
-  if (time == series.run_ns.end() || !(time->second.median > 0)) return std::nullopt;
-  std::vector<double> dense_times;
-  for (const Case* result : series.by_tokens.at(tokens)) {
-    const Case* dense = DenseOf(*result);
-    if (dense == nullptr) continue;
-    const std::optional<MedianInterval> dense_time = RunTime(*dense);
-    if (dense_time.has_value()) dense_times.push_back(dense_time->median);
-  }
-  const std::optional<MedianInterval> dense_time = MedianOf(dense_times);
-  if (!dense_time.has_value()) return std::nullopt;
-  return dense_time->median / time->second.median;
 }
 
 std::string DisplayName(const Case& result) {

@@ -31,6 +31,8 @@ struct Series {
 
   // Of the warm runs, at the lengths that have any.
   std::map<int64_t, MedianInterval> run_ns;
+  // Against dense, at the lengths at which both have a time. A baseline's are 1.
+  std::map<int64_t, SpeedUpInterval> speed_ups;
   std::optional<Growth> growth;
   std::optional<Crossover> crossover;  // against dense; absent for a baseline
   bool is_baseline = false;            // every case is
@@ -79,9 +81,6 @@ class Analysis {
   // What `series` is held against at `tokens`: its row, or null.
   const Series* DenseSeriesOf(const Series& series, int64_t tokens) const;
 
-  // Dense time over the series' time at `tokens`; absent where either is unknown.
-  std::optional<double> SpeedUpAt(const Series& series, int64_t tokens) const;
-
  private:
   void SelectCases();
   void FindCounterparts();
@@ -89,6 +88,7 @@ class Analysis {
   void Group();
   void NameCounterparts(SeriesGroup* group) const;
   void Finish(Series* series) const;
+  std::optional<SpeedUpInterval> SpeedUpOver(const std::vector<const Case*>& cases) const;
 
   const ResultSet& results_;
   DensePartners partners_;

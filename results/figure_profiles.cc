@@ -96,12 +96,10 @@ void BorrowTimes(const Analysis& analysis, std::vector<Entry>* entries) {
       if (group.purpose == Case::PURPOSE_ACCURACY) continue;
       for (const Series& series : group.series) {
         if (series.row_key != entry.series->row_key || series.run_ns.empty()) continue;
-        const std::optional<double> speed_up =
-            analysis.SpeedUpAt(series, series.run_ns.rbegin()->first);
-        if (speed_up.has_value() && *speed_up > 0) {
-          entry.ratios.push_back(1 / *speed_up);
-          entry.borrowed_ratio = true;
-        }
+        const auto speed_up = series.speed_ups.find(series.run_ns.rbegin()->first);
+        if (speed_up == series.speed_ups.end()) continue;
+        entry.ratios.push_back(1 / speed_up->second.ratio);
+        entry.borrowed_ratio = true;
       }
     }
   }

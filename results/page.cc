@@ -19,8 +19,7 @@
 namespace tfb {
 namespace {
 
-constexpr size_t kTallTable = 60;    // rows beyond which a table scrolls within the page
-constexpr size_t kFirstChoices = 2;  // tables of choices that open the page; the others are folded
+constexpr size_t kTallTable = 60;  // rows beyond which a table scrolls within the page
 constexpr absl::string_view kNoCases =
     "No cases: the sweep was stopped before its first case ended, or its selection was empty.";
 
@@ -54,6 +53,13 @@ std::string CellClass(const Table& table, size_t place, Emphasis emphasis) {
 std::string Element(absl::string_view name, absl::string_view text,
                     absl::string_view attributes = "") {
   return absl::StrCat("<", name, attributes, ">", EscapeMarkup(text), "</", name, ">\n");
+}
+
+std::string Detail(const TableCell& cell) {
+  if (cell.detail.empty()) return "";
+  const absl::string_view name = ClassOf(cell.detail_emphasis);
+  return absl::StrCat(" <small", name.empty() ? "" : Attribute("class", name), ">",
+                      EscapeMarkup(cell.detail), "</small>");
 }
 
 // Builds the page from top to bottom.
@@ -164,17 +170,18 @@ class Page {
   void Summary() {
     Section("Summary");
     if (analysis_.cases().empty()) body_ += Element("p", kNoCases);
+    for (const std::string& sentence : report::HeadlineSentences(analysis_)) {
+      body_ += Element("p", sentence, " class=\"message\"");
+    }
     const std::vector<report::OutcomeLine> outcomes = report::OutcomeLines(analysis_);
     body_ += Element("p", outcomes.back().text,
                      outcomes.back().bad ? " class=\"bad\"" : " class=\"count\"");
     for (const std::string& note : options_.notes) {
       body_ += Element("p", Printable(note), " class=\"strong\"");
     }
-    std::vector<Table> choices = report::ChoiceTables(analysis_);
-    const size_t first = std::min(choices.size(), kFirstChoices);
-    for (size_t i = 0; i < first; ++i) AddTable(choices[i]);
-    choices.erase(choices.begin(), choices.begin() + static_cast<std::ptrdiff_t>(first));
-    Folded(absl::StrCat("Choices in ", choices.size(), " more groups of cases"), choices);
+    const report::ChoiceReport choices = report::ChoiceTables(analysis_);
+    for (const Table& table : choices.first) AddTable(table);
+    Folded(absl::StrCat("Choices in ", choices.more.size(), " more groups of cases"), choices.more);
   }
 
   // One for each group of cases: its figures, then its table.
@@ -323,7 +330,7 @@ std::string ToHtml(const Table& table, const std::string& id) {
     for (size_t c = 0; c < table.rows[r].size() && c < table.columns.size(); ++c) {
       const TableCell& cell = table.rows[r][c];
       absl::StrAppend(&out, "<td", CellClass(table, c, cell.emphasis), ">", EscapeMarkup(cell.text),
-                      "</td>");
+                      Detail(cell), "</td>");
     }
     out += "</tr>\n";
   }

@@ -38,7 +38,9 @@ std::vector<Table> AllTables(const Analysis& analysis, bool details) {
     add(report::ExtrapolationTables(analysis));
     add(report::StatisticsTables(analysis));
   }
-  add(report::ChoiceTables(analysis));
+  report::ChoiceReport choices = report::ChoiceTables(analysis);
+  add(std::move(choices.first));
+  add(std::move(choices.more));
   if (details) add(report::EnvironmentTables(analysis));
   return all;
 }
@@ -55,14 +57,16 @@ std::string RenderTerminal(const Analysis& analysis, const RenderOptions& option
   }
   const std::vector<Table> tables = AllTables(analysis, options.details);
   for (const Table& table : tables) absl::StrAppend(&out, "\n", ToTerminal(table, style));
-  const std::string legend = report::LegendLine(tables);
+  std::vector<Table> shown;
+  for (const Table& table : tables) shown.push_back(WithShownDetails(table, style));
+  const std::string legend = report::LegendLine(shown);
   if (!legend.empty()) {
     out += "\n";
     add_line(legend, Emphasis::kFaint);
   }
   out += "\n";
   if (analysis.cases().empty()) add_line(kNoCases, Emphasis::kNone);
-  for (const report::OutcomeLine& line : report::OutcomeLines(analysis)) {
+  for (const report::OutcomeLine& line : report::OutcomeLines(analysis, options.details)) {
     add_line(line.text, line.bad ? Emphasis::kBad : Emphasis::kNone);
   }
   for (const std::string& note : options.notes) add_line(Printable(note), Emphasis::kStrong);
@@ -78,13 +82,15 @@ std::string RenderMarkdown(const Analysis& analysis, const RenderOptions& option
   for (const std::string& line : report::HeaderLines(analysis, options.details)) {
     absl::StrAppend(&out, "- ", line, "\n");
   }
+  const std::vector<std::string> message = report::HeadlineSentences(analysis);
+  if (!message.empty()) absl::StrAppend(&out, "\n", absl::StrJoin(message, " "), "\n");
   const std::vector<Table> tables = AllTables(analysis, options.details);
   for (const Table& table : tables) absl::StrAppend(&out, "\n", ToMarkdown(table));
   const std::string legend = report::LegendLine(tables);
   if (!legend.empty()) absl::StrAppend(&out, "\n", legend, "\n");
   out += "\n### Outcome\n\n";
   if (analysis.cases().empty()) absl::StrAppend(&out, kNoCases, "\n\n");
-  for (const report::OutcomeLine& line : report::OutcomeLines(analysis)) {
+  for (const report::OutcomeLine& line : report::OutcomeLines(analysis, options.details)) {
     absl::StrAppend(&out, "- ", line.bad ? "**" : "", line.text, line.bad ? "**" : "", "\n");
   }
   for (const std::string& note : options.notes) {

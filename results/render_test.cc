@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <vector>
@@ -111,14 +112,14 @@ medians of warm runs without setup; growth: exponent from 1024 to 4096 tokens; m
 Choices at 4096 tokens, cpu f32, 8 heads of 64, causal, input gaussian: of 3 held against plain, those that no other
   beats in both time and error on input real
                  error against
-technique                dense  speed-up    ms  memory
-plain                     2e-7      1.0x   128   4 MiB
-near window=256           0.18      5.8x  22.1   4 MiB
+technique                dense         speed-up    ms  memory
+plain                     2e-7  1.0x              128   4 MiB
+near window=256           0.18  5.8x [5.7, 5.8]  22.1   4 MiB
 error: median over the technique's cases on that input; near window=256 beats sketch features=128
 
 -: not measured, or there is no such number
 
-skipped, 1 case: cuda: no device (near)
+skipped, 1 case: cuda: no device
 19 cases: 18 ok, 0 failed, 1 skipped
 results: results/runs/now.pb
 )");
@@ -136,8 +137,7 @@ TEST(RenderTerminal, ACaseWithoutDensePartnerHasNoSpeedUpAndNoCrossover) {
   CaseSpec spec;
   spec.technique = "alone";
   *results.add_cases() = MakeCase(spec);
-  EXPECT_TRUE(absl::StrContains(AsTerminal(results),
-                                "\nalone      1000       - (2)         -            -  512 KiB"))
+  EXPECT_TRUE(absl::StrContains(AsTerminal(results), "\nalone      1000       - (2)  512 KiB"))
       << AsTerminal(results);
 }
 
@@ -354,7 +354,7 @@ TEST(RenderTerminal, DetailsTellCostsApartAndGiveStatistics) {
   options.details = true;
   const std::string text = Render(sweep, options);
   EXPECT_TRUE(absl::StrContains(text, "mean_layers_used 3.50")) << text;
-  EXPECT_TRUE(absl::StrContains(text, "plain                  4096   12.8         -   128"))
+  EXPECT_TRUE(absl::StrContains(text, "plain                  4096   12.8   128   +-0.80%"))
       << text;
   EXPECT_TRUE(absl::StrContains(text, "g++ 12.2.0")) << text;
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {
@@ -542,13 +542,13 @@ TEST(RenderTerminal, WhatStreamsStandsAmongTheOthersToo) {
   const std::string text = AsTerminal(MakeChain());
   EXPECT_TRUE(absl::StrContains(text, R"(
 Streaming, ms per appended segment: cpu f32, 8 heads of 64, causal, input gaussian
-                   segment    first     last    ms a    growth with
-technique  tokens   tokens  segment  segment   token  tokens before
-chain         256       32     1.00     1.00  0.0312              -
-chain         512       64     2.00     2.00  0.0312              -
-chain        1024      128     4.00     4.00  0.0312              -
-chain        2048      256     8.00     8.00  0.0312              -
-chain        4096      512     16.0     16.0  0.0312              -
+                   segment    first     last    ms a
+technique  tokens   tokens  segment  segment   token
+chain         256       32     1.00     1.00  0.0312
+chain         512       64     2.00     2.00  0.0312
+chain        1024      128     4.00     4.00  0.0312
+chain        2048      256     8.00     8.00  0.0312
+chain        4096      512     16.0     16.0  0.0312
 )")) << text;
 }
 
@@ -639,10 +639,154 @@ TEST(Render, ALegendExplainsTheMarksThatAreThere) {
   timing->add_run_ns(1e6);
   timing->add_run_ns(3e6);
   constexpr absl::string_view kLegend =
-      "\n~: the median's 95% interval is wider than +-5%; -: not measured, or there is no such "
-      "number\n";
-  EXPECT_TRUE(absl::StrContains(AsTerminal(sweep), kLegend)) << AsTerminal(sweep);
+      "\n~: the median's 95% interval is wider than +-5%; ]?: from the ranges of all samples, too "
+      "few "
+      "for an interval of 95%; -: not measured, or there is no such number\n";
+  EXPECT_TRUE(absl::StrContains(AsTerminal(sweep, 0), kLegend)) << AsTerminal(sweep, 0);
   EXPECT_TRUE(absl::StrContains(AsFormat(sweep, RenderFormat::kMarkdown), kLegend));
+}
+
+// "plain" and "rival" at three lengths, the latter `ratio` times as fast at the longest one.
+ResultSet MakeRivals(double ratio) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (const char* technique : {"plain", "rival"}) {
+    for (const int64_t tokens : {256, 512, 1024}) {
+      CaseSpec spec;
+      spec.technique = technique;
+      spec.tokens = tokens;
+      spec.median_ns = 20e6;
+      if (spec.technique == "rival") spec.median_ns *= tokens == 1024 ? 1 / ratio : 1.2;
+      *results.add_cases() = MakeCase(spec);
+    }
+  }
+  return results;
+}
+
+TEST(Render, ASpeedUpWhoseIntervalHoldsOneIsNoneAndMakesNoCrossover) {
+  const std::string equal = AsTerminal(MakeRivals(1.001));
+  EXPECT_TRUE(absl::StrContains(equal, "1.0x=")) << equal;
+  EXPECT_TRUE(absl::StrContains(equal, "unclear")) << equal;
+  EXPECT_TRUE(absl::StrContains(equal, "=: the samples do not tell it apart from dense")) << equal;
+  RenderOptions colours;
+  colours.style.colour = true;
+  EXPECT_TRUE(absl::StrContains(Render(MakeRivals(1.001), colours), "\x1b[2m1.0x=\x1b[0m"));
+  const std::string faster = AsTerminal(MakeRivals(1.2));
+  EXPECT_TRUE(absl::StrContains(faster, "1.2x")) << faster;
+  EXPECT_FALSE(absl::StrContains(faster, "=:")) << faster;
+  EXPECT_TRUE(absl::StrContains(faster, "724 [713, 735]")) << faster;
+}
+
+TEST(Render, MarkdownHasTheIntervalsOfSpeedUpsAndCrossovers) {
+  const std::string text = AsFormat(MakeSweep(), RenderFormat::kMarkdown);
+  EXPECT_TRUE(
+      absl::StrContains(text, "| 22.1 5.8x | 1.00 (1) | 5.8x [5.7, 5.8] | 707 [701, 713] |"))
+      << text;
+}
+
+TEST(RenderTerminal, SpeedUpsStandBesideTimesWhereThereIsRoom) {
+  const std::string wide = AsTerminal(MakeSweep(), 160);
+  EXPECT_TRUE(absl::StrContains(wide, "near window=256       1.38  0.36x  2.76 0.72x")) << wide;
+  EXPECT_FALSE(absl::StrContains(AsTerminal(MakeSweep(), 100), "0.72x"))
+      << AsTerminal(MakeSweep(), 100);
+  for (const int width : {80, 100, 120, 160, 200}) {
+    for (const absl::string_view line : absl::StrSplit(AsTerminal(MakeSweep(), width), '\n')) {
+      EXPECT_LE(DisplayWidth(line), std::max(width, 115)) << line;  // the machine's line is long
+    }
+  }
+}
+
+// `count` techniques of two families beside "plain".
+ResultSet MakeMany(int count) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (int i = -1; i < count; ++i) {
+    CaseSpec spec;
+    if (i >= 0) spec.technique = absl::StrCat("technique_", i);
+    Case result = MakeCase(spec);
+    result.mutable_technique()->set_family(i % 2 == 0 ? "attention" : "memory");
+    *results.add_cases() = result;
+  }
+  return results;
+}
+
+int CountLines(const std::string& text, absl::string_view begin) {
+  int count = 0;
+  for (const absl::string_view line : absl::StrSplit(text, '\n')) {
+    count += absl::StartsWith(line, begin) ? 1 : 0;
+  }
+  return count;
+}
+
+TEST(RenderTerminal, LongTablesShowDenseAgainForEachFamily) {
+  const std::string longer = AsTerminal(MakeMany(30));
+  EXPECT_EQ(CountLines(longer, "plain "), 2) << longer;
+  EXPECT_EQ(CountLines(longer, "attention"), 1);
+  EXPECT_EQ(CountLines(longer, "memory"), 1);
+  EXPECT_EQ(CountLines(AsTerminal(MakeMany(10)), "plain "), 1);
+}
+
+TEST(RenderTerminal, SkipsAreOneLineAReasonAndFailuresHaveNames) {
+  ResultSet results = MakeMany(3);
+  for (int i = 0; i < 3; ++i) {
+    CaseSpec spec;
+    spec.technique = absl::StrCat("technique_", i);
+    spec.device = DEVICE_TYPE_CUDA;
+    *results.add_cases() = MakeUnmeasured(spec, Outcome::STATUS_SKIPPED, "no CUDA device");
+    spec.device = DEVICE_TYPE_CPU;
+    spec.tokens = 64;
+    *results.add_cases() = MakeUnmeasured(spec, Outcome::STATUS_FAILED, "error 3 > 2");
+  }
+  const std::string text = AsTerminal(results);
+  EXPECT_TRUE(absl::StrContains(text, "\nskipped, 3 cases: no CUDA device\n")) << text;
+  EXPECT_TRUE(absl::StrContains(
+      text, "\nfailed, 3 cases: error 3 > 2 (technique_0, technique_1, technique_2)\n"))
+      << text;
+  RenderOptions details;
+  details.details = true;
+  EXPECT_TRUE(absl::StrContains(Render(results, details),
+                                "\nskipped, 3 cases: no CUDA device (technique_0, "));
+}
+
+TEST(RenderTerminal, ChoicesAreAtTheLongestLengthThatMostTechniquesRan) {
+  ResultSet sweep = MakeSweep();
+  for (Case& result : *sweep.mutable_cases()) {
+    const bool longest = result.key().problem().query_tokens() == 4096;
+    if (longest && result.key().technique() != "near") {
+      result.mutable_outcome()->Clear();
+      result.mutable_outcome()->set_status(Outcome::STATUS_SKIPPED);
+      result.mutable_outcome()->set_reason("the time budget of 4:00 was spent");
+    }
+  }
+  const std::string text = AsTerminal(sweep);
+  EXPECT_TRUE(absl::StrContains(text, "Choices at 2048 tokens")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "the longest run has 4096")) << text;
+}
+
+TEST(RenderTerminal, OtherLoadIsSaidWhereItIsWorthTelling) {
+  ResultSet sweep = MakeSweep();
+  EXPECT_FALSE(absl::StrContains(AsTerminal(sweep), "other load"));
+  for (Case& result : *sweep.mutable_cases()) {
+    MachineLoad* load = result.mutable_outcome()->mutable_machine_load();
+    load->set_observed_seconds(2);
+    load->set_cores(2);
+    load->set_usable_cores(2);
+    load->set_threads(2);
+    load->set_other_core_seconds(0.01);
+    load->set_stolen_core_seconds(0.01);
+  }
+  EXPECT_FALSE(absl::StrContains(AsTerminal(sweep), "other load"));
+  for (Case& result : *sweep.mutable_cases()) {
+    MachineLoad* load = result.mutable_outcome()->mutable_machine_load();
+    load->set_other_core_seconds(0.76);
+    load->set_stolen_core_seconds(0.08);
+  }
+  EXPECT_TRUE(absl::StrContains(AsTerminal(sweep, 0),
+                                "\nother load: 38% of a core taken by other processes, 2.0% of all "
+                                "cores stolen by other guests, during these measurements\n"))
+      << AsTerminal(sweep, 0);
+  sweep.mutable_cases(5)->mutable_outcome()->mutable_machine_load()->set_threads(4);
+  EXPECT_TRUE(absl::StrContains(AsTerminal(sweep, 0), "more threads than usable cores"));
 }
 
 TEST(RenderMarkdown, WritesTables) {

@@ -24,9 +24,17 @@ std::vector<Table> ScalingTables(const Analysis& analysis);
 // Times of appended segments, where techniques stream: those of accuracy cases with `details`, or
 // where there are no others.
 std::vector<Table> StreamingTables(const Analysis& analysis, bool details);
+// The message in three sentences: the fastest technique within a limit of the error against dense;
+// from which length on it is faster than dense, and its memory; what did not run, and why. Empty
+// without cases.
+std::vector<std::string> HeadlineSentences(const Analysis& analysis);
 // For each scaling table the techniques that no other beats in both speed and error, among those that
-// are held against the same dense counterpart.
-std::vector<Table> ChoiceTables(const Analysis& analysis);
+// are held against the same dense counterpart, at the longest length that most techniques ran.
+struct ChoiceReport {
+  std::vector<Table> first;  // one for each mask of the cases with the most techniques
+  std::vector<Table> more;
+};
+ChoiceReport ChoiceTables(const Analysis& analysis);
 // How far attention changes when sequences grow, over lengths (harness/extrapolation.h).
 std::vector<Table> ExtrapolationTables(const Analysis& analysis);
 // What techniques report by name.
@@ -38,13 +46,14 @@ std::string LegendLine(const std::vector<Table>& tables);
 // Everything known of each machine.
 std::vector<Table> EnvironmentTables(const Analysis& analysis);
 
-// What did not go well, by status and reason with all techniques concerned, then one line with the
-// number of cases of each status. `bad` marks lines about failures.
+// What did not go well, by status and reason, then one line with the number of cases of each status.
+// A failure has the names of its techniques; a skip has them with `details` alone, since a missing
+// device skips every technique there is. `bad` marks lines about failures.
 struct OutcomeLine {
   std::string text;
   bool bad = false;
 };
-std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis);
+std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis, bool details = false);
 // The same as a table, without the total: status, number of cases, reason, techniques.
 Table OutcomeTable(const Analysis& analysis);
 

@@ -1,14 +1,13 @@
 // Which techniques no other beats in both time and error.
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <optional>
-#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "results/choices.h"
 #include "results/reader.h"
 #include "results/render.h"
 #include "results/report.h"
@@ -18,95 +17,11 @@ namespace tfb {
 namespace report {
 namespace {
 
-constexpr int kWidestNameInText = 60;  // half of a usual line
 // Members that a choice between techniques needs to be worth a table beside the first one.
 constexpr size_t kFewestFurtherChoices = 3;
 
-// A technique's place in the choice between time and error.
-struct Choice {
-  const Series* series;
-  double time_ns;
-  double error;
-  std::optional<double> speed_up;
-  std::optional<double> memory;
-};
-
-bool Beats(const Choice& a, const Choice& b) {
-  return a.time_ns <= b.time_ns && a.error <= b.error &&
-         (a.time_ns < b.time_ns || a.error < b.error);
-}
-
-// The errors against dense by which techniques are chosen, and what they were measured on.
-struct ChoiceErrors {
-  std::map<std::string, std::vector<double>> by_row;  // Series::row_key
-  std::string inputs;
-};
-
-// Of every case of `purpose` with the group's element type, for scaling only the group's own; but
-// nothing of those techniques of which any case failed: what is wrong is no choice.
-ChoiceErrors FindChoiceErrors(const Analysis& analysis, const TableGroup& group,
-                              Case::Purpose purpose) {
-  ChoiceErrors errors;
-  std::set<std::string> failed;
-  std::vector<std::string> inputs;
-  for (const Case* result : analysis.cases()) {
-    const Series* series = analysis.SeriesOf(*result);
-    if (result->key().dtype() != group.first().key().dtype() || series == nullptr) continue;
-    if (result->outcome().status() == Outcome::STATUS_FAILED) failed.insert(series->row_key);
-    if (result->key().purpose() != purpose) continue;
-    InputProfile input = result->key().input();
-    input.clear_layer();
-    if (purpose == Case::PURPOSE_SCALING &&
-        DescribeInput(input) != DescribeInput(group.first().key().input())) {
-      continue;
-    }
-    const std::optional<double> error = DenseError(*result);
-    if (!error.has_value() || std::isnan(*error)) continue;
-    errors.by_row[series->row_key].push_back(*error);
-    const std::string described = DescribeInput(input);
-    if (std::find(inputs.begin(), inputs.end(), described) == inputs.end()) {
-      inputs.push_back(described);
-    }
-  }
-  for (const std::string& row : failed) errors.by_row.erase(row);
-  errors.inputs = absl::StrJoin(inputs, " and ");
-  return errors;
-}
-
-// Techniques that are held against the same dense: only their errors and speed-ups compare.
-struct ChoiceSet {
-  const Series* dense = nullptr;
-  std::vector<Choice> choices;
-};
-
-std::vector<ChoiceSet> FindChoices(const Analysis& analysis, const TableGroup& group,
-                                   const ChoiceErrors& errors, int64_t tokens) {
-  std::vector<ChoiceSet> sets;
-  for (const Row& row : RowsOf(group, true)) {
-    const Series& series = *row.series;
-    const auto time = series.run_ns.find(tokens);
-    const auto error = errors.by_row.find(series.row_key);
-    if (time == series.run_ns.end() || error == errors.by_row.end()) continue;
-    const Series* dense = analysis.DenseSeriesOf(series, tokens);
-    auto set = std::find_if(sets.begin(), sets.end(),
-                            [dense](const ChoiceSet& other) { return other.dense == dense; });
-    if (set == sets.end()) set = sets.insert(sets.end(), {dense, {}});
-    set->choices.push_back({&series, time->second.median, MedianOf(error->second)->median,
-                            analysis.SpeedUpAt(series, tokens),
-                            WorkingMemoryBytes(series.by_tokens.at(tokens).front()->outcome())});
-  }
-  std::stable_sort(sets.begin(), sets.end(), [](const ChoiceSet& a, const ChoiceSet& b) {
-    return a.choices.size() > b.choices.size();
-  });
-  return sets;
-}
-
-// Notes and titles are broken at spaces only, so that a name must not be longer than a line.
-std::string NameInText(const Series& series) {
-  return CutToWidth(SeriesName(series), kWidestNameInText);
-}
-
-// "near beats sketch, far; dense beats other": who is no choice, by the fastest that is better.
+// Names what is no choice, by the fastest that is better: "near beats sketch, far; dense beats
+// other".
 std::string BeatenNote(const std::vector<Choice>& choices) {
   std::vector<std::pair<const Series*, std::vector<std::string>>> beaten;
   for (const Choice& choice : choices) {
@@ -128,10 +43,7 @@ std::string BeatenNote(const std::vector<Choice>& choices) {
   return absl::StrJoin(texts, "; ");
 }
 
-Table ChoiceTable(const TableGroup& group, const ChoiceSet& set, const ChoiceErrors& errors,
-                  int64_t tokens) {
-  Table table;
-  const TimeUnit unit = UnitOf(group);
+std::vector<Choice> BestOf(const ChoiceSet& set) {
   std::vector<Choice> best;
   for (const Choice& choice : set.choices) {
     if (std::none_of(set.choices.begin(), set.choices.end(),
@@ -141,21 +53,33 @@ Table ChoiceTable(const TableGroup& group, const ChoiceSet& set, const ChoiceErr
   }
   std::stable_sort(best.begin(), best.end(),
                    [](const Choice& a, const Choice& b) { return a.error < b.error; });
+  return best;
+}
+
+std::string ChoiceTitle(const TableGroup& group, const ChoiceSet& set, int64_t tokens) {
   const Case::Key& key = group.first().key();
-  table.title = absl::StrCat(
+  return absl::StrCat(
       "Choices at ", tokens, " ", LengthName(group), ", ", Name(key.device()), " ",
       Name(key.dtype()), ", ", DescribeProblem(key.problem(), false), ", input ",
       DescribeInput(key.input()), ": of ", set.choices.size(),
       set.dense == nullptr ? "" : absl::StrCat(" held against ", NameInText(*set.dense)),
-      ", those that no other beats in both time and error on input ", errors.inputs);
+      ", those that no other beats in both time and error on input ", set.inputs);
+}
+
+Table ChoiceTable(const TableGroup& group, const ChoiceSet& set, int64_t tokens) {
+  Table table;
+  const TimeUnit unit = UnitOf(group);
+  table.title = ChoiceTitle(group, set, tokens);
   table.columns = {{"technique", false, kLeastNameWidth},
                    {"error against\ndense", true},
-                   {"speed-up", true},
+                   {"speed-up", true, 0, 1},
                    {unit.name, true},
                    {"memory", true}};
-  for (const Choice& choice : best) {
+  for (const Choice& choice : BestOf(set)) {
+    const bool baseline = choice.series->is_baseline;
     table.AddRow(
-        {SeriesName(*choice.series), FormatError(choice.error), FormatRatio(choice.speed_up),
+        {SeriesName(*choice.series), FormatError(choice.error),
+         baseline && choice.speed_up.has_value() ? TableCell("1.0x") : SpeedUpCell(choice.speed_up),
          FormatSignificant(choice.time_ns / unit.ns), FormatBytes(choice.memory)},
         FamilyOf(*choice.series));
   }
@@ -165,29 +89,34 @@ Table ChoiceTable(const TableGroup& group, const ChoiceSet& set, const ChoiceErr
   return table;
 }
 
-std::vector<Table> ChoiceTablesOf(const Analysis& analysis, const TableGroup& group) {
-  int64_t longest = 0;
+// Says of how many techniques a choice is, where longer lengths were reached by fewer.
+std::string LongerNote(const TableGroup& group, int64_t tokens) {
+  int64_t longest = tokens;
   for (const Series* series : group.AllSeries()) {
     if (!series->run_ns.empty()) longest = std::max(longest, series->run_ns.rbegin()->first);
   }
-  ChoiceErrors errors = FindChoiceErrors(analysis, group, Case::PURPOSE_ACCURACY);
-  std::vector<ChoiceSet> sets = FindChoices(analysis, group, errors, longest);
-  if (sets.empty() || sets.front().choices.size() < 2) {
-    errors = FindChoiceErrors(analysis, group, Case::PURPOSE_SCALING);
-    sets = FindChoices(analysis, group, errors, longest);
-  }
+  if (longest == tokens) return "";
+  return absl::StrCat(
+      "; ", tokens, " ", LengthName(group),
+      " are the most that more than half of the techniques ran; the longest run has ", longest);
+}
+
+std::vector<Table> ChoiceTablesOf(const Analysis& analysis, const TableGroup& group) {
+  const int64_t tokens = SharedLength(group);
   std::vector<Table> tables;
   std::vector<std::string> apart;
-  for (const ChoiceSet& set : sets) {
+  for (const ChoiceSet& set : FindChoiceSets(analysis, group, tokens)) {
     if (set.choices.size() >= (tables.empty() ? 2 : kFewestFurtherChoices)) {
-      tables.push_back(ChoiceTable(group, set, errors, longest));
+      tables.push_back(ChoiceTable(group, set, tokens));
       continue;
     }
     for (const Choice& choice : set.choices) {
       if (!choice.series->is_counterpart) apart.push_back(NameInText(*choice.series));
     }
   }
-  if (!tables.empty() && !apart.empty()) {
+  if (tables.empty()) return tables;
+  tables.front().notes.back() += LongerNote(group, tokens);
+  if (!apart.empty()) {
     absl::StrAppend(
         &tables.front().notes.back(),
         "; held against a dense counterpart of their own: ", absl::StrJoin(apart, ", "));
@@ -197,13 +126,24 @@ std::vector<Table> ChoiceTablesOf(const Analysis& analysis, const TableGroup& gr
 
 }  // namespace
 
-std::vector<Table> ChoiceTables(const Analysis& analysis) {
-  std::vector<Table> tables;
+ChoiceReport ChoiceTables(const Analysis& analysis) {
+  ChoiceReport report;
+  std::vector<const SeriesGroup*> first;
+  for (const TableGroup& group : MainGroups(analysis)) {
+    std::vector<Table> tables = WithRows(ChoiceTablesOf(analysis, group));
+    if (tables.empty()) continue;
+    first.push_back(&group.front());
+    report.first.push_back(std::move(tables.front()));
+    for (size_t i = 1; i < tables.size(); ++i) report.more.push_back(std::move(tables[i]));
+  }
   for (const TableGroup& group : TableGroups(analysis)) {
     if (group.purpose() == Case::PURPOSE_ACCURACY) continue;
-    for (Table& table : ChoiceTablesOf(analysis, group)) tables.push_back(std::move(table));
+    if (std::find(first.begin(), first.end(), &group.front()) != first.end()) continue;
+    for (Table& table : WithRows(ChoiceTablesOf(analysis, group))) {
+      report.more.push_back(std::move(table));
+    }
   }
-  return WithRows(tables);
+  return report;
 }
 
 }  // namespace report

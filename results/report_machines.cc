@@ -207,18 +207,23 @@ std::vector<std::string> HeaderLines(const Analysis& analysis, bool details) {
 }
 
 std::string LegendLine(const std::vector<Table>& tables) {
-  bool unsteady = false, absent = false;
+  bool unsteady = false, absent = false, equal = false, few = false;
   for (const Table& table : tables) {
     for (size_t c = 0; c < table.columns.size(); ++c) {
       if (!table.columns[c].right) continue;
       for (const auto& row : table.rows) {
         unsteady = unsteady || absl::EndsWith(row[c].text, "~");
+        few = few || absl::EndsWith(row[c].detail, "]?");
+        equal =
+            equal || absl::EndsWith(row[c].detail, "x=") || absl::StrContains(row[c].text, "x=");
         absent = absent || row[c].text == "-" || absl::StartsWith(row[c].text, "- ");
       }
     }
   }
   std::vector<std::string> parts;
   if (unsteady) parts.push_back("~: the median's 95% interval is wider than +-5%");
+  if (few) parts.push_back("]?: from the ranges of all samples, too few for an interval of 95%");
+  if (equal) parts.push_back("=: the samples do not tell it apart from dense");
   if (absent) parts.push_back("-: not measured, or there is no such number");
   return absl::StrJoin(parts, "; ");
 }
@@ -243,13 +248,17 @@ Table OutcomeTable(const Analysis& analysis) {
   return table;
 }
 
-std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis) {
+std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis, bool details) {
   std::vector<OutcomeLine> lines;
   std::map<Outcome::Status, int64_t> counts;
   for (const Case* result : analysis.cases()) ++counts[result->outcome().status()];
   for (const Reason& reason : Reasons(analysis)) {
     const std::string text = absl::StrCat(Name(reason.status), ", ", Plural(reason.cases, "case"),
                                           ": ", OrUnknown(reason.reason, "no reason given"));
+    if (!details && !IsBad(reason.status)) {
+      lines.push_back({text, false});
+      continue;
+    }
     // A failure is worth knowing exactly, unless it repeats.
     const std::string who = IsBad(reason.status) && reason.members.size() == 1
                                 ? DescribeCase(*reason.members.front())

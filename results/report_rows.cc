@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <map>
 #include <set>
 #include <utility>
@@ -223,6 +224,62 @@ TableCell StatusCell(Outcome::Status status) {
   }
 }
 
+TableCell SpeedUpCell(const std::optional<SpeedUpInterval>& speed_up) {
+  if (!speed_up.has_value()) return "-";
+  const Emphasis emphasis = !speed_up->distinct   ? Emphasis::kFaint
+                            : speed_up->ratio > 1 ? Emphasis::kGood
+                                                  : Emphasis::kNone;
+  return {absl::StrCat(FormatRatio(speed_up->ratio), speed_up->distinct ? "" : "="), emphasis,
+          absl::StrCat(FormatInterval(speed_up->low, speed_up->high),
+                       speed_up->is_95_percent ? "" : "?"),
+          Emphasis::kFaint};
+}
+
+namespace {
+
+std::string TokensText(double tokens) { return FormatSignificant(tokens, tokens < 100 ? 2 : 3); }
+
+// "[690, 725]"; an end beyond the measured lengths is open.
+std::string CrossoverInterval(const Crossover& crossover) {
+  return absl::StrCat(
+      "[", crossover.low_tokens > 0 ? TokensText(crossover.low_tokens) : "..", ", ",
+      std::isfinite(crossover.high_tokens) ? TokensText(crossover.high_tokens) : "..", "]");
+}
+
+// The length from which on a technique that always seems faster is faster with certainty.
+double CertainFrom(const Crossover& crossover) {
+  return std::max(crossover.tokens, crossover.high_tokens);
+}
+
+}  // namespace
+
+TableCell CrossoverCell(const Crossover& crossover) {
+  if (!crossover.clear) return {"unclear", Emphasis::kFaint};
+  const std::string tokens = TokensText(crossover.tokens);
+  switch (crossover.kind) {
+    case Crossover::Kind::kAt:
+      return {absl::StrCat(tokens, crossover.changes > 1 ? " (last)" : ""), Emphasis::kGood,
+              CrossoverInterval(crossover), Emphasis::kFaint};
+    case Crossover::Kind::kAlways:
+      return {absl::StrCat("<= ", TokensText(CertainFrom(crossover))), Emphasis::kGood};
+    case Crossover::Kind::kNever:
+      return {absl::StrCat("not to ", tokens), Emphasis::kFaint};
+    case Crossover::Kind::kOnlyBelow:
+      return {absl::StrCat("only below ", tokens), Emphasis::kFaint, CrossoverInterval(crossover),
+              Emphasis::kFaint};
+  }
+  return "-";
+}
+
+std::optional<std::string> FasterFromText(const Crossover& crossover) {
+  if (!crossover.clear) return std::nullopt;
+  if (crossover.kind == Crossover::Kind::kAlways) {
+    return absl::StrCat("at most ", TokensText(CertainFrom(crossover)));
+  }
+  if (crossover.kind != Crossover::Kind::kAt) return std::nullopt;
+  return absl::StrCat(TokensText(crossover.tokens), " ", CrossoverInterval(crossover));
+}
+
 std::vector<double> Values(const std::vector<const Case*>& cases, const CaseNumber& number) {
   std::vector<double> values;
   for (const Case* result : cases) {
@@ -284,10 +341,29 @@ TableCell BitsPerByteCell(const std::vector<const Case*>& cases) {
   return bits.has_value() ? absl::StrFormat("%.4f", *bits) : "-";
 }
 
+namespace {
+
+bool HoldsOnlyDashes(const Table& table, size_t column) {
+  return std::all_of(table.rows.begin(), table.rows.end(), [column](const auto& row) {
+    return row[column].text == "-" || row[column].text.empty();
+  });
+}
+
+void DropEmptyColumns(Table* table) {
+  for (size_t c = table->columns.size(); c-- > static_cast<size_t>(table->repeated_columns);) {
+    if (!HoldsOnlyDashes(*table, c)) continue;
+    table->columns.erase(table->columns.begin() + static_cast<std::ptrdiff_t>(c));
+    for (auto& row : table->rows) row.erase(row.begin() + static_cast<std::ptrdiff_t>(c));
+  }
+}
+
+}  // namespace
+
 std::vector<Table> WithRows(std::vector<Table> tables) {
   tables.erase(std::remove_if(tables.begin(), tables.end(),
                               [](const Table& table) { return table.rows.empty(); }),
                tables.end());
+  for (Table& table : tables) DropEmptyColumns(&table);
   return tables;
 }
 

@@ -82,6 +82,17 @@ bool Ran(const Case& result);
 Outcome::Status WorstStatus(const std::vector<const Case*>& cases);
 TableCell StatusCell(Outcome::Status status);
 
+// "3.1x" with its interval as the detail; "1.0x=" in grey where the samples do not tell the technique
+// apart from its counterpart. "-" where there is none.
+TableCell SpeedUpCell(const std::optional<SpeedUpInterval>& speed_up);
+// From which length on a technique is faster than its counterpart, with the interval as the detail:
+// "707", "<= 256", "not to 4096", "only below 512"; "unclear" in grey where the samples at the
+// longest length do not tell the two apart.
+TableCell CrossoverCell(const Crossover& crossover);
+// The same for a sentence, "707 [690, 725]" or "at most 256"; absent where the technique is not
+// faster at the longest length, or not clearly.
+std::optional<std::string> FasterFromText(const Crossover& crossover);
+
 // A number of a case, or nothing.
 using CaseNumber = std::function<std::optional<double>(const Case&)>;
 std::vector<double> Values(const std::vector<const Case*>& cases, const CaseNumber& number);
@@ -101,7 +112,7 @@ TableCell BitsPerByteCell(const std::vector<const Case*>& cases);
 std::optional<double> ExtrapolationChange(const Case& result);
 std::optional<double> ExtrapolationReshape(const Case& result);
 
-// Without the tables that have no rows.
+// Leaves out tables that have no rows, and columns that hold nothing but dashes.
 std::vector<Table> WithRows(std::vector<Table> tables);
 
 }  // namespace report

@@ -1,6 +1,7 @@
 // Tables over lengths: times, and how attention changes when sequences grow.
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <optional>
 #include <set>
@@ -9,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "results/choices.h"
 #include "results/reader.h"
 #include "results/render.h"
 #include "results/report.h"
@@ -32,8 +34,16 @@ TableCell LengthCell(const Series& series, int64_t tokens, const TimeUnit& unit)
     return status == Outcome::STATUS_OK ? TableCell("-") : StatusCell(status);
   }
   const bool unsteady = time->second.relative_half_width() > kUnsteadyHalfWidth;
-  return {absl::StrCat(FormatSignificant(time->second.median / unit.ns), unsteady ? "~" : ""),
-          status == Outcome::STATUS_FAILED ? Emphasis::kBad : Emphasis::kNone};
+  TableCell cell = {
+      absl::StrCat(FormatSignificant(time->second.median / unit.ns), unsteady ? "~" : ""),
+      status == Outcome::STATUS_FAILED ? Emphasis::kBad : Emphasis::kNone};
+  const auto speed_up = series.speed_ups.find(tokens);
+  if (speed_up != series.speed_ups.end() && !series.is_baseline) {
+    const TableCell ratio = SpeedUpCell(speed_up->second);
+    cell.detail = ratio.text;
+    cell.detail_emphasis = ratio.emphasis;
+  }
+  return cell;
 }
 
 TableCell GrowthCell(const Series& series) {
@@ -58,23 +68,6 @@ TableCell GrowthCell(const Series& series) {
           above ? Emphasis::kBad : Emphasis::kNone};
 }
 
-TableCell CrossoverCell(const Series& series) {
-  if (series.is_baseline || !series.crossover.has_value()) return "-";
-  const Crossover& crossover = *series.crossover;
-  const std::string tokens = FormatSignificant(crossover.tokens, crossover.tokens < 100 ? 2 : 3);
-  switch (crossover.kind) {
-    case Crossover::Kind::kAt:
-      return {absl::StrCat(tokens, crossover.changes > 1 ? " (last)" : ""), Emphasis::kGood};
-    case Crossover::Kind::kAlways:
-      return {absl::StrCat("<= ", tokens), Emphasis::kGood};
-    case Crossover::Kind::kNever:
-      return {absl::StrCat("not to ", tokens), Emphasis::kFaint};
-    case Crossover::Kind::kOnlyBelow:
-      return {absl::StrCat("only below ", tokens), Emphasis::kFaint};
-  }
-  return "-";
-}
-
 // The larger of the two shares: what limits the technique, if anything does.
 std::string PeakCell(const Analysis& analysis, const Case& result) {
   const Environment& environment = analysis.EnvironmentOf(result);
@@ -91,17 +84,6 @@ bool ShowsInScaling(const Series& series) {
     const Timing& timing = result->outcome().timing();
     return Ran(*result) && (timing.run_ns_size() > 0 || timing.segments_size() == 0);
   });
-}
-
-// The longest length at which the speed-up is known.
-std::optional<std::pair<int64_t, double>> LongestSpeedUp(const Analysis& analysis,
-                                                         const Series& series) {
-  if (series.is_baseline) return std::nullopt;
-  for (auto time = series.run_ns.rbegin(); time != series.run_ns.rend(); ++time) {
-    const std::optional<double> speed_up = analysis.SpeedUpAt(series, time->first);
-    if (speed_up.has_value()) return std::make_pair(time->first, *speed_up);
-  }
-  return std::nullopt;
 }
 
 // What the notes of a scaling table have to explain.
@@ -130,6 +112,84 @@ std::string ScalingNotes(const TableGroup& group, const ScalingMarks& marks) {
   return absl::StrJoin(notes, "; ");
 }
 
+// The speed-up at `shared`, or where it is not known there at the longest length at which it is,
+// which is named then.
+TableCell SharedSpeedUpCell(const Series& series, int64_t shared, ScalingMarks* marks) {
+  if (series.is_baseline || series.speed_ups.empty()) return "-";
+  auto known = series.speed_ups.find(shared);
+  if (known == series.speed_ups.end()) known = std::prev(series.speed_ups.end());
+  const auto& [tokens, speed_up] = *known;
+  TableCell cell = SpeedUpCell(speed_up);
+  if (tokens != shared) {
+    absl::StrAppend(&cell.text, " (", tokens, ")");
+    marks->shorter = true;
+  }
+  return cell;
+}
+
+// The rows from the top that are the technique which others are held against.
+int ReferenceRows(const std::vector<Row>& rows) {
+  int count = 0;
+  for (const Row& row : rows) {
+    const bool first =
+        row.series->is_common_baseline &&
+        row.series->first().key().technique() == rows.front().series->first().key().technique();
+    if (!first) break;
+    ++count;
+  }
+  return count;
+}
+
+// Other load on the machine while the group's cases were measured, as shares.
+struct OtherLoad {
+  double others = 0;  // core time of other processes over time: 1 is one core
+  double stolen = 0;  // core time that other guests of the host got, over that of all cores
+  bool oversubscribed = false;
+};
+
+OtherLoad LoadOf(const TableGroup& group) {
+  double others = 0, others_seconds = 0, stolen = 0, stolen_seconds = 0;
+  OtherLoad sum;
+  for (const Series* series : group.AllSeries()) {
+    for (const Case* result : series->cases) {
+      const MachineLoad& load = result->outcome().machine_load();
+      if (!(load.observed_seconds() > 0)) continue;
+      if (load.has_other_core_seconds()) {
+        others += load.other_core_seconds();
+        others_seconds += load.observed_seconds();
+      }
+      if (load.has_stolen_core_seconds()) {
+        stolen += load.stolen_core_seconds();
+        stolen_seconds += load.observed_seconds() * std::max(1, load.cores());
+      }
+      sum.oversubscribed =
+          sum.oversubscribed || (load.usable_cores() > 0 && load.threads() > load.usable_cores());
+    }
+  }
+  if (others_seconds > 0) sum.others = others / others_seconds;
+  if (stolen_seconds > 0) sum.stolen = stolen / stolen_seconds;
+  return sum;
+}
+
+// Empty where there was no load worth telling: below a twentieth of a core, and below 1 % of what the
+// hypervisor owes, times do not change by more than they scatter.
+std::string LoadNote(const TableGroup& group) {
+  constexpr double kLeastOthers = 0.05, kLeastStolen = 0.01;
+  const OtherLoad load = LoadOf(group);
+  std::vector<std::string> parts;
+  if (load.others >= kLeastOthers) {
+    parts.push_back(
+        absl::StrCat(FormatPercent(load.others), " of a core taken by other processes"));
+  }
+  if (load.stolen >= kLeastStolen) {
+    parts.push_back(
+        absl::StrCat(FormatPercent(load.stolen), " of all cores stolen by other guests"));
+  }
+  if (load.oversubscribed) parts.push_back("more threads than usable cores");
+  if (parts.empty()) return "";
+  return absl::StrCat("other load: ", absl::StrJoin(parts, ", "), ", during these measurements");
+}
+
 Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
   Table table;
   const TimeUnit unit = UnitOf(group);
@@ -143,19 +203,23 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
   for (const Row& row : rows) {
     for (const auto& [tokens, cases] : row.series->by_tokens) lengths.insert(tokens);
   }
-  const int64_t longest = *lengths.rbegin();
+  // In a sweep that ran out of time few techniques have the longest length.
+  const int64_t shared = SharedLength(group) > 0 ? SharedLength(group) : *lengths.rbegin();
 
   const RowHead head(group, false);
   head.AddColumns(&table);
-  for (const int64_t tokens : lengths) table.columns.push_back({absl::StrCat(tokens), true});
+  for (const int64_t tokens : lengths) {
+    table.columns.push_back({absl::StrCat(tokens), true, 0, 1});
+  }
   table.columns.push_back({"growth\n(expected)", true});
-  table.columns.push_back({absl::StrCat("speed-up\nat ", longest), true});
-  table.columns.push_back({"faster than\ndense from", true});
-  table.columns.push_back({absl::StrCat("memory\nat ", longest), true});
+  table.columns.push_back({absl::StrCat("speed-up\nat ", shared), true, 0, 2});
+  table.columns.push_back({"faster than\ndense from", true, 0, 2});
+  table.columns.push_back({absl::StrCat("memory\nat ", shared), true});
   table.columns.push_back({"of\npeak", true});
   const bool has_bits = AnyHas(group, BitsPerByte);
-  if (has_bits) table.columns.push_back({absl::StrCat("bits per byte\nat ", longest), true});
+  if (has_bits) table.columns.push_back({absl::StrCat("bits per byte\nat ", shared), true});
 
+  table.reference_rows = ReferenceRows(rows);
   ScalingMarks marks;
   for (const Row& row : rows) {
     const Series& series = *row.series;
@@ -167,32 +231,25 @@ Table ScalingTable(const Analysis& analysis, const TableGroup& group) {
     }
     marks.above = marks.above || cells.back().text.find('!') != std::string::npos;
     marks.counterpart = marks.counterpart || series.is_counterpart;
-    TableCell speed_up = "-";
-    if (const auto known = LongestSpeedUp(analysis, series); known.has_value()) {
-      speed_up = {FormatRatio(known->second),
-                  known->second > 1 ? Emphasis::kGood : Emphasis::kNone};
-      if (known->first != longest) {
-        absl::StrAppend(&speed_up.text, " (", known->first, ")");
-        marks.shorter = true;
-      }
-    }
-    cells.push_back(speed_up);
-    cells.push_back(CrossoverCell(series));
-    const auto at_longest = series.by_tokens.find(longest);
-    cells.push_back(FormatBytes(at_longest == series.by_tokens.end()
+    cells.push_back(SharedSpeedUpCell(series, shared, &marks));
+    cells.push_back(series.crossover.has_value() ? CrossoverCell(*series.crossover) : "-");
+    const auto at_shared = series.by_tokens.find(shared);
+    cells.push_back(FormatBytes(at_shared == series.by_tokens.end()
                                     ? std::nullopt
-                                    : WorstValue(at_longest->second, [](const Case& result) {
+                                    : WorstValue(at_shared->second, [](const Case& result) {
                                         return WorkingMemoryBytes(result.outcome());
                                       })));
     cells.push_back(series.longest() == nullptr ? "-" : PeakCell(analysis, *series.longest()));
     marks.bandwidth = marks.bandwidth || cells.back().text.find("bw") != std::string::npos;
     if (has_bits) {
-      cells.push_back(at_longest == series.by_tokens.end() ? TableCell("-")
-                                                           : BitsPerByteCell(at_longest->second));
+      cells.push_back(at_shared == series.by_tokens.end() ? TableCell("-")
+                                                          : BitsPerByteCell(at_shared->second));
     }
     table.AddRow(std::move(cells), FamilyOf(*row.series));
   }
   table.notes.push_back(ScalingNotes(group, marks));
+  const std::string load = LoadNote(group);
+  if (!load.empty()) table.notes.push_back(load);
   return table;
 }
 

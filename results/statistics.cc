@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <tuple>
 #include <utility>
 
 #include "results/reader.h"
+#include "results/two_samples.h"
 
 namespace tfb {
 namespace {
@@ -17,18 +19,36 @@ double LogBinomialHalf(int trials, int successes) {
          std::lgamma(trials - successes + 1.0) - trials * std::log(2.0);
 }
 
-// Geometric mean of the times at each length: where a length was measured more than once.
-std::map<int64_t, double> LogTimeByLength(const std::vector<LengthTime>& points) {
-  std::map<int64_t, std::pair<double, int>> sums;
-  for (const LengthTime& point : points) {
-    if (point.tokens <= 0 || !(point.time > 0) || !std::isfinite(point.time)) continue;
-    auto& [sum, count] = sums[point.tokens];
-    sum += std::log(point.time);
-    ++count;
+// log(tokens) and log(speed-up), the latter of one end of its interval or of the ratio itself.
+using LogCurve = std::vector<std::pair<double, double>>;
+
+LogCurve CurveThrough(const std::vector<LengthSpeedUp>& speed_ups,
+                      double SpeedUpInterval::*member) {
+  LogCurve curve;
+  for (const LengthSpeedUp& at : speed_ups) {
+    curve.emplace_back(std::log(static_cast<double>(at.tokens)), std::log(at.speed_up.*member));
   }
-  std::map<int64_t, double> means;
-  for (const auto& [tokens, sum] : sums) means[tokens] = sum.first / sum.second;
-  return means;
+  return curve;
+}
+
+bool IsFaster(const std::pair<double, double>& point) { return point.second > 0; }
+
+// Where the curve crosses 1 for the last time; absent where it does not.
+std::optional<double> LastCrossing(const LogCurve& curve) {
+  for (size_t i = curve.size() - 1; i > 0; --i) {
+    if (IsFaster(curve[i]) == IsFaster(curve[i - 1])) continue;
+    const auto& [x0, y0] = curve[i - 1];
+    const auto& [x1, y1] = curve[i];
+    return std::exp(x0 + (x1 - x0) * (y0 / (y0 - y1)));
+  }
+  return std::nullopt;
+}
+
+// From which length on the curve has the order that it is to have at the longest one: 0 where it
+// always has, infinite where it never has.
+double HasOrderFrom(const LogCurve& curve, bool faster) {
+  if (IsFaster(curve.back()) != faster) return std::numeric_limits<double>::infinity();
+  return LastCrossing(curve).value_or(0);
 }
 
 std::optional<double> RatePerSecond(const Case& result, bool known, double amount) {
@@ -119,37 +139,45 @@ std::optional<Growth> FitGrowth(std::vector<LengthTime> points) {
   return growth;
 }
 
-std::optional<Crossover> FindCrossover(const std::vector<LengthTime>& technique,
-                                       const std::vector<LengthTime>& dense) {
-  const std::map<int64_t, double> technique_times = LogTimeByLength(technique);
-  const std::map<int64_t, double> dense_times = LogTimeByLength(dense);
-  std::vector<std::pair<double, double>> ratios;  // log tokens, log(technique / dense)
-  for (const auto& [tokens, log_time] : technique_times) {
-    const auto dense_time = dense_times.find(tokens);
-    if (dense_time == dense_times.end()) continue;
-    ratios.emplace_back(std::log(static_cast<double>(tokens)), log_time - dense_time->second);
+std::optional<SpeedUpInterval> SpeedUpOf(const std::vector<double>& dense_ns,
+                                         const std::vector<double>& technique_ns) {
+  const std::optional<RatioInterval> bootstrap =
+      BootstrapRatio({{dense_ns, true}, {technique_ns, false}}, /*seed=*/1);
+  const std::optional<MedianInterval> dense = MedianOf(dense_ns),
+                                      technique = MedianOf(technique_ns);
+  if (!bootstrap.has_value() || !dense.has_value() || !technique.has_value()) return std::nullopt;
+  SpeedUpInterval interval{bootstrap->ratio, bootstrap->low, bootstrap->high, true, false};
+  interval.is_95_percent = dense->is_95_percent() && technique->is_95_percent();
+  if (!interval.is_95_percent) {
+    interval.low = dense->low / technique->high;
+    interval.high = dense->high / technique->low;
   }
-  if (ratios.empty()) return std::nullopt;
+  const bool holds_one = interval.low <= 1 && interval.high >= 1;
+  interval.distinct =
+      !holds_one && (interval.is_95_percent || MannWhitneyP(dense_ns, technique_ns) <= 0.05);
+  return interval;
+}
 
-  const auto faster = [](const std::pair<double, double>& ratio) { return ratio.second < 0; };
+std::optional<Crossover> FindCrossover(const std::vector<LengthSpeedUp>& speed_ups) {
+  if (speed_ups.empty()) return std::nullopt;
+  const LogCurve curve = CurveThrough(speed_ups, &SpeedUpInterval::ratio);
+  const LogCurve low = CurveThrough(speed_ups, &SpeedUpInterval::low);
+  const LogCurve high = CurveThrough(speed_ups, &SpeedUpInterval::high);
+  const bool faster = IsFaster(curve.back());
   Crossover crossover;
-  size_t last_change = 0;
-  for (size_t i = 1; i < ratios.size(); ++i) {
-    if (faster(ratios[i]) != faster(ratios[i - 1])) {
-      ++crossover.changes;
-      last_change = i;
-    }
+  crossover.clear = speed_ups.back().speed_up.distinct;
+  for (size_t i = 1; i < curve.size(); ++i) {
+    if (IsFaster(curve[i]) != IsFaster(curve[i - 1])) ++crossover.changes;
   }
+  crossover.low_tokens = HasOrderFrom(faster ? high : low, faster);
+  crossover.high_tokens = HasOrderFrom(faster ? low : high, faster);
   if (crossover.changes == 0) {
-    const bool always = faster(ratios[0]);
-    crossover.kind = always ? Crossover::Kind::kAlways : Crossover::Kind::kNever;
-    crossover.tokens = std::round(std::exp((always ? ratios.front() : ratios.back()).first));
-    return crossover;
+    crossover.kind = faster ? Crossover::Kind::kAlways : Crossover::Kind::kNever;
+    crossover.tokens = static_cast<double>((faster ? speed_ups.front() : speed_ups.back()).tokens);
+  } else {
+    crossover.kind = faster ? Crossover::Kind::kAt : Crossover::Kind::kOnlyBelow;
+    crossover.tokens = *LastCrossing(curve);
   }
-  crossover.kind = faster(ratios.back()) ? Crossover::Kind::kAt : Crossover::Kind::kOnlyBelow;
-  const auto& [x0, y0] = ratios[last_change - 1];
-  const auto& [x1, y1] = ratios[last_change];
-  crossover.tokens = std::exp(x0 + (x1 - x0) * (y0 / (y0 - y1)));
   return crossover;
 }
 

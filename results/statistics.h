@@ -57,6 +57,26 @@ struct Growth {
 // Absent with fewer than two distinct lengths, or where no two have positive finite times.
 std::optional<Growth> FitGrowth(std::vector<LengthTime> points);
 
+// How many times as fast as its dense counterpart a technique is.
+struct SpeedUpInterval {
+  double ratio = 1;  // median time of the counterpart over median time of the technique
+  double low = 1;    // an interval that holds the ratio of the true medians
+  double high = 1;
+  bool is_95_percent = false;  // otherwise [low, high] is made of the ranges of too few samples
+  bool distinct = false;       // the samples tell the technique apart from its counterpart
+};
+// From six samples of each on, the interval is a bootstrap's (results/two_samples.h), and the two are
+// distinct where it does not hold 1. With fewer, which have no interval of 95 %, it is made of the
+// ranges of all samples, and the two are distinct where the ranges do not overlap and a rank sum
+// test gives at most 0.05. Absent where one has no samples, or one that is not positive and finite.
+std::optional<SpeedUpInterval> SpeedUpOf(const std::vector<double>& dense_ns,
+                                         const std::vector<double>& technique_ns);
+
+struct LengthSpeedUp {
+  int64_t tokens = 0;
+  SpeedUpInterval speed_up;
+};
+
 // Where a technique becomes faster than its dense counterpart, over the lengths that both have.
 struct Crossover {
   enum class Kind {
@@ -68,11 +88,18 @@ struct Crossover {
   Kind kind = Kind::kNever;
   double tokens = 0;
   int changes = 0;  // of who is faster; above 1 the crossover is one of several
+  // The interval of `tokens`: where the curves through the upper and the lower ends of the speed-ups'
+  // intervals cross 1. 0 where that lies below the shortest length, infinite where it lies beyond
+  // the longest one.
+  double low_tokens = 0;
+  double high_tokens = 0;
+  // The two are told apart at the longest length, so that the order there is no accident.
+  bool clear = false;
 };
-// log(time ratio) is interpolated linearly in log(tokens) between the last two lengths at which
-// the order changes. A tie counts as slower. Absent without a length in common.
-std::optional<Crossover> FindCrossover(const std::vector<LengthTime>& technique,
-                                       const std::vector<LengthTime>& dense);
+// log(speed-up) is interpolated linearly in log(tokens) between the last two lengths at which the
+// order changes. A tie counts as slower. `speed_ups` are in the order of tokens, which are positive
+// and different. Absent where there are none.
+std::optional<Crossover> FindCrossover(const std::vector<LengthSpeedUp>& speed_ups);
 
 // The length that a sweep varies: key tokens, or query tokens where those are more.
 int64_t LengthOf(const ProblemSize& problem);

@@ -109,10 +109,21 @@ TEST(FitGrowth, IsAbsentWithOneLengthOrWithoutUsableTimes) {
   EXPECT_FALSE(two->standard_error.has_value());
 }
 
+// Each with an interval of a factor of `spread` to both sides.
+std::vector<LengthSpeedUp> SpeedUps(const std::vector<std::pair<int64_t, double>>& ratios,
+                                    double spread = 1) {
+  std::vector<LengthSpeedUp> speed_ups;
+  for (const auto& [tokens, ratio] : ratios) {
+    const double low = ratio / spread, high = ratio * spread;
+    speed_ups.push_back({tokens, {ratio, low, high, true, low > 1 || high < 1}});
+  }
+  return speed_ups;
+}
+
 TEST(FindCrossover, InterpolatesBetweenMeasuredLengthsInLogarithms) {
   // Technique 3 s, dense s^2, equal at s = 3.
   const std::optional<Crossover> crossover =
-      FindCrossover({{1, 3}, {2, 6}, {4, 12}, {8, 24}}, {{1, 1}, {2, 4}, {4, 16}, {8, 64}});
+      FindCrossover(SpeedUps({{1, 1 / 3.0}, {2, 2 / 3.0}, {4, 4 / 3.0}, {8, 8 / 3.0}}));
   ASSERT_TRUE(crossover.has_value());
   EXPECT_EQ(crossover->kind, Crossover::Kind::kAt);
   EXPECT_NEAR(crossover->tokens, 3, 1e-9);
@@ -120,32 +131,76 @@ TEST(FindCrossover, InterpolatesBetweenMeasuredLengthsInLogarithms) {
 }
 
 TEST(FindCrossover, SaysAlwaysAndNeverAndOnlyBelow) {
-  const std::vector<LengthTime> dense = {{256, 10}, {512, 40}, {1024, 160}};
-  const auto always = FindCrossover({{256, 5}, {512, 10}, {1024, 20}}, dense);
+  const auto always = FindCrossover(SpeedUps({{256, 2}, {512, 4}, {1024, 8}}));
   EXPECT_EQ(always->kind, Crossover::Kind::kAlways);
   EXPECT_EQ(always->tokens, 256);
-  const auto never = FindCrossover({{256, 50}, {512, 100}, {1024, 200}}, dense);
+  EXPECT_EQ(always->low_tokens, 0);
+  EXPECT_EQ(always->high_tokens, 0);
+  const auto never = FindCrossover(SpeedUps({{256, 0.2}, {512, 0.4}, {1024, 0.8}}));
   EXPECT_EQ(never->kind, Crossover::Kind::kNever);
   EXPECT_EQ(never->tokens, 1024);
-  const auto below = FindCrossover({{256, 5}, {512, 80}, {1024, 320}}, dense);
+  const auto below = FindCrossover(SpeedUps({{256, 2}, {512, 0.5}, {1024, 0.5}}));
   EXPECT_EQ(below->kind, Crossover::Kind::kOnlyBelow);
   EXPECT_NEAR(below->tokens, 362, 1);  // half way in both logarithms
 }
 
 TEST(FindCrossover, TakesTheLastOfSeveralAndCountsThem) {
-  const auto crossover = FindCrossover({{1, 0.5}, {2, 2}, {4, 0.5}}, {{1, 1}, {2, 1}, {4, 1}});
+  const auto crossover = FindCrossover(SpeedUps({{1, 2}, {2, 0.5}, {4, 2}}));
   EXPECT_EQ(crossover->kind, Crossover::Kind::kAt);
   EXPECT_EQ(crossover->changes, 2);
   EXPECT_NEAR(crossover->tokens, std::sqrt(8.0), 1e-9);
 }
 
-TEST(FindCrossover, ComparesOnlyLengthsThatBothHave) {
-  EXPECT_FALSE(FindCrossover({{256, 1}}, {{512, 1}}).has_value());
-  EXPECT_FALSE(FindCrossover({{256, 1}}, {}).has_value());
-  EXPECT_FALSE(FindCrossover({{256, kNan}}, {{256, 1}}).has_value());
-  const auto tie = FindCrossover({{256, 1}, {512, 9}}, {{256, 1}});
+TEST(FindCrossover, NeedsALengthAndCallsATieSlower) {
+  EXPECT_FALSE(FindCrossover({}).has_value());
+  const auto tie = FindCrossover(SpeedUps({{256, 1}}));
   EXPECT_EQ(tie->kind, Crossover::Kind::kNever);
   EXPECT_EQ(tie->tokens, 256);
+  EXPECT_FALSE(tie->clear);
+}
+
+TEST(FindCrossover, HasTheIntervalBetweenTheCrossingsOfTheSpeedUpsIntervals) {
+  // The speed-up is tokens / 512, known to a factor of the root of 2: so is the crossover.
+  const auto crossover = FindCrossover(SpeedUps({{256, 0.5}, {512, 1}, {1024, 2}}, std::sqrt(2.0)));
+  EXPECT_NEAR(crossover->tokens, 512, 1e-6);
+  EXPECT_NEAR(crossover->low_tokens, 512 / std::sqrt(2.0), 1e-6);
+  EXPECT_NEAR(crossover->high_tokens, 512 * std::sqrt(2.0), 1e-6);
+  EXPECT_TRUE(crossover->clear);
+}
+
+TEST(FindCrossover, IsNotClearWhereTheLongestLengthTellsNoDifference) {
+  const auto crossover = FindCrossover(SpeedUps({{256, 0.5}, {512, 0.7}, {1024, 1.01}}, 1.1));
+  EXPECT_EQ(crossover->kind, Crossover::Kind::kAt);
+  EXPECT_FALSE(crossover->clear);
+  EXPECT_GT(crossover->low_tokens, 512);
+  EXPECT_TRUE(std::isinf(crossover->high_tokens));
+}
+
+TEST(SpeedUpOf, IsTheRatioOfMediansWithABootstrapInterval) {
+  const std::vector<double> dense = synthetic::Samples(3e6), technique = synthetic::Samples(1e6);
+  const std::optional<SpeedUpInterval> speed_up = SpeedUpOf(dense, technique);
+  ASSERT_TRUE(speed_up.has_value());
+  EXPECT_NEAR(speed_up->ratio, 3, 1e-9);
+  EXPECT_LT(speed_up->low, 3);
+  EXPECT_GT(speed_up->low, 2.94);
+  EXPECT_GT(speed_up->high, 3);
+  EXPECT_LT(speed_up->high, 3.06);
+  EXPECT_TRUE(speed_up->is_95_percent);
+  EXPECT_TRUE(speed_up->distinct);
+  EXPECT_FALSE(SpeedUpOf(dense, dense)->distinct);
+}
+
+TEST(SpeedUpOf, TellsApartByFewSamplesOnlyWhatTheirRanksTell) {
+  EXPECT_FALSE(SpeedUpOf({3}, {1})->distinct);
+  EXPECT_FALSE(SpeedUpOf({3, 3.1, 3.2}, {1, 1.1, 1.2})->distinct);      // 1 of 10 orders
+  const auto four = SpeedUpOf({3, 3.1, 3.2, 3.3}, {1, 1.1, 1.2, 1.3});  // 1 of 35
+  EXPECT_TRUE(four->distinct);
+  EXPECT_FALSE(four->is_95_percent);
+  EXPECT_NEAR(four->low, 3 / 1.3, 1e-9);
+  EXPECT_NEAR(four->high, 3.3, 1e-9);
+  EXPECT_FALSE(SpeedUpOf({1, 3.1, 3.2, 3.3}, {1, 1.1, 1.2, 1.3})->distinct);
+  EXPECT_FALSE(SpeedUpOf({}, {1}).has_value());
+  EXPECT_FALSE(SpeedUpOf({kNan}, {1}).has_value());
 }
 
 TEST(DensePartner, SharesEverythingButTechniqueOptionsAndSeed) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
@@ -15,6 +16,8 @@ namespace {
 
 constexpr int kGapColumns = 2;               // between two columns of a table
 constexpr absl::string_view kIndent = "  ";  // of the second and later lines of a text
+constexpr size_t kLongTable = 25;            // rows beyond which reference rows are repeated
+constexpr int kDetailRanks = 2;
 
 // Decodes the character at the beginning of `text`; its length in bytes through `bytes`. An
 // invalid byte is itself.
@@ -73,14 +76,25 @@ std::vector<std::string> HeaderLines(const TableColumn& column) {
   return absl::StrSplit(column.header, '\n');
 }
 
-std::vector<int> NaturalWidths(const Table& table) {
+// Columns that the details of column `c` take, the space before them included: 0 where their rank
+// is above `rank`, or where there are none.
+int DetailWidth(const Table& table, size_t c, int rank) {
+  if (table.columns[c].detail_rank == 0 || table.columns[c].detail_rank > rank) return 0;
+  int widest = 0;
+  for (const auto& row : table.rows) widest = std::max(widest, DisplayWidth(row[c].detail));
+  return widest == 0 ? 0 : widest + 1;
+}
+
+// The widths of columns with the details of all ranks up to `rank`.
+std::vector<int> NaturalWidths(const Table& table, int rank) {
   std::vector<int> widths;
   for (size_t c = 0; c < table.columns.size(); ++c) {
     int width = 1;
+    for (const auto& row : table.rows) width = std::max(width, DisplayWidth(row[c].text));
+    width += DetailWidth(table, c, rank);
     for (const std::string& line : HeaderLines(table.columns[c])) {
       width = std::max(width, DisplayWidth(line));
     }
-    for (const auto& row : table.rows) width = std::max(width, DisplayWidth(row[c].text));
     widths.push_back(width);
   }
   return widths;
@@ -106,6 +120,19 @@ void Shrink(const Table& table, const std::vector<int>& columns, int limit,
     if (widest < 0) return;
     --(*widths)[widest];
   }
+}
+
+// The highest rank with whose details the table fits as a whole, columns narrowed where they may be.
+int RankThatFits(const Table& table, int limit) {
+  std::vector<int> all(table.columns.size());
+  std::iota(all.begin(), all.end(), 0);
+  for (int rank = kDetailRanks; rank > 0; --rank) {
+    if (limit == 0) return rank;
+    std::vector<int> widths = NaturalWidths(table, rank);
+    Shrink(table, all, limit, &widths);
+    if (TotalWidth(widths, all) <= limit) return rank;
+  }
+  return 0;
 }
 
 // Which columns stand in which part.
@@ -165,45 +192,94 @@ std::string TrimmedRight(std::string line) {
   return line;
 }
 
-std::string ShowPart(const Table& table, const std::vector<int>& columns,
-                     const std::vector<int>& widths, const TextStyle& style) {
-  size_t header_lines = 0;
-  for (const int c : columns) {
-    header_lines = std::max(header_lines, HeaderLines(table.columns[c]).size());
-  }
-  std::string out;
-  for (size_t l = 0; l < header_lines; ++l) {
-    std::string line;
-    for (const int c : columns) {
-      const std::vector<std::string> lines = HeaderLines(table.columns[c]);
-      const size_t missing = header_lines - lines.size();
-      const std::string text = l < missing ? "" : lines[l - missing];
-      if (c != columns.front()) line.append(kGapColumns, ' ');
-      line += Pad(text, widths[c], table.columns[c].right, text);
+// Writes some columns of a table.
+class PartWriter {
+ public:
+  PartWriter(const Table& table, const std::vector<int>& columns, const std::vector<int>& widths,
+             int rank, const TextStyle& style)
+      : table_(table), columns_(columns), widths_(widths), style_(style) {
+    for (size_t c = 0; c < table.columns.size(); ++c) {
+      detail_widths_.push_back(DetailWidth(table, c, rank));
     }
-    absl::StrAppend(&out, Emphasise(TrimmedRight(line), Emphasis::kFaint, style), "\n");
   }
-  for (const auto& row : table.rows) {
+
+  std::string Write() {
+    Headers();
+    const size_t references = std::min<size_t>(table_.reference_rows, table_.rows.size());
+    const bool in_groups = table_.rows.size() > kLongTable && references > 0 &&
+                           table_.row_groups.size() == table_.rows.size();
+    for (size_t r = 0; r < table_.rows.size(); ++r) {
+      const bool begins = in_groups && r >= references &&
+                          (r == references || table_.row_groups[r] != table_.row_groups[r - 1]);
+      if (begins) {
+        AddLine(CutToWidth(table_.row_groups[r], style_.width > 0 ? style_.width : 1000),
+                Emphasis::kFaint);
+        for (size_t again = 0; r > references && again < references; ++again) Row(again);
+      }
+      Row(r);
+    }
+    return std::move(out_);
+  }
+
+ private:
+  void AddLine(std::string line, Emphasis emphasis) {
+    absl::StrAppend(&out_, Emphasise(TrimmedRight(std::move(line)), emphasis, style_), "\n");
+  }
+
+  void Headers() {
+    size_t header_lines = 0;
+    for (const int c : columns_) {
+      header_lines = std::max(header_lines, HeaderLines(table_.columns[c]).size());
+    }
+    for (size_t l = 0; l < header_lines; ++l) {
+      std::string line;
+      for (const int c : columns_) {
+        const std::vector<std::string> lines = HeaderLines(table_.columns[c]);
+        const size_t missing = header_lines - lines.size();
+        const std::string text = l < missing ? "" : lines[l - missing];
+        if (c != columns_.front()) line.append(kGapColumns, ' ');
+        line += Pad(text, widths_[c], table_.columns[c].right, text);
+      }
+      AddLine(std::move(line), Emphasis::kFaint);
+    }
+  }
+
+  void Row(size_t r) {
+    const std::vector<TableCell>& row = table_.rows[r];
     std::vector<std::vector<std::string>> cells;  // lines of each column
     size_t row_lines = 1;
-    for (const int c : columns) {
-      cells.push_back(CellLines(row[c].text, table.columns[c], widths[c]));
+    for (const int c : columns_) {
+      cells.push_back(CellLines(row[c].text, table_.columns[c], widths_[c] - detail_widths_[c]));
       row_lines = std::max(row_lines, cells.back().size());
     }
     for (size_t l = 0; l < row_lines; ++l) {
       std::string line;
-      for (size_t i = 0; i < columns.size(); ++i) {
-        const int c = columns[i];
+      for (size_t i = 0; i < columns_.size(); ++i) {
+        const int c = columns_[i];
         const std::string text = l < cells[i].size() ? cells[i][l] : "";
         if (i > 0) line.append(kGapColumns, ' ');
-        line +=
-            Pad(text, widths[c], table.columns[c].right, Emphasise(text, row[c].emphasis, style));
+        line += Pad(text, widths_[c] - detail_widths_[c], table_.columns[c].right,
+                    Emphasise(text, row[c].emphasis, style_));
+        line += DetailText(row[c], detail_widths_[c], l == 0);
       }
-      absl::StrAppend(&out, TrimmedRight(line), "\n");
+      AddLine(std::move(line), Emphasis::kNone);
     }
   }
-  return out;
-}
+
+  std::string DetailText(const TableCell& cell, int width, bool first_line) const {
+    if (width == 0) return "";
+    const std::string detail = first_line ? cell.detail : "";
+    return absl::StrCat(
+        " ", Pad(detail, width - 1, true, Emphasise(detail, cell.detail_emphasis, style_)));
+  }
+
+  const Table& table_;
+  const std::vector<int>& columns_;
+  const std::vector<int>& widths_;
+  const TextStyle& style_;
+  std::vector<int> detail_widths_;
+  std::string out_;
+};
 
 std::string MarkdownCell(absl::string_view text) {
   const std::string escaped = absl::StrReplaceAll(text, {{"\\", "\\\\"},
@@ -241,7 +317,8 @@ std::string WithoutTrailingZeros(const std::string& text) {
 }  // namespace
 
 std::string ToTerminal(const Table& table, const TextStyle& style) {
-  std::vector<int> widths = NaturalWidths(table);
+  const int rank = RankThatFits(table, style.width);
+  const std::vector<int> widths = NaturalWidths(table, rank);
   const std::vector<std::vector<int>> parts = Parts(table, widths, style.width);
   std::string out;
   if (!table.title.empty()) {
@@ -254,13 +331,22 @@ std::string ToTerminal(const Table& table, const TextStyle& style) {
     if (style.width > 0) Shrink(table, parts[p], style.width, &part_widths);
     Tighten(table, parts[p], &part_widths);
     if (p > 0) out += "\n";
-    out += ShowPart(table, parts[p], part_widths, style);
+    out += PartWriter(table, parts[p], part_widths, rank, style).Write();
   }
   for (const std::string& note : table.notes) {
     const std::string wrapped = style.width > 0 ? Wrap(note, style.width, kIndent) : note;
     absl::StrAppend(&out, Emphasise(wrapped, Emphasis::kFaint, style), "\n");
   }
   return style.unicode ? out : ToAscii(out);
+}
+
+Table WithShownDetails(Table table, const TextStyle& style) {
+  const int rank = RankThatFits(table, style.width);
+  for (size_t c = 0; c < table.columns.size(); ++c) {
+    if (DetailWidth(table, c, rank) > 0) continue;
+    for (auto& row : table.rows) row[c].detail.clear();
+  }
+  return table;
 }
 
 std::string ToMarkdown(const Table& table) {
@@ -274,7 +360,8 @@ std::string ToMarkdown(const Table& table) {
   out += "|\n";
   for (const auto& row : table.rows) {
     for (const TableCell& cell : row) {
-      const std::string text = MarkdownCell(cell.text);
+      const std::string text =
+          MarkdownCell(cell.detail.empty() ? cell.text : absl::StrCat(cell.text, " ", cell.detail));
       const bool bold = cell.emphasis == Emphasis::kBad && !text.empty();
       absl::StrAppend(&out, "| ", bold ? "**" : "", text, bold ? "**" : "", " ");
     }
@@ -438,6 +525,16 @@ std::string FormatPercent(std::optional<double> share) {
 
 std::string FormatRatio(std::optional<double> ratio) {
   return ratio.has_value() ? absl::StrCat(FormatSignificant(*ratio, 2), "x") : "-";
+}
+
+std::string FormatInterval(double low, double high) {
+  std::string from, to;
+  const auto is_one = [](const std::string& text) { return std::atof(text.c_str()) == 1; };
+  for (int digits = 2; digits <= 4 && (from == to || is_one(from) || is_one(to)); ++digits) {
+    from = FormatSignificant(low, digits);
+    to = FormatSignificant(high, digits);
+  }
+  return absl::StrCat("[", from, ", ", to, "]");
 }
 
 std::string FormatScaled(std::optional<double> value, absl::string_view unit) {

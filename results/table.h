@@ -19,8 +19,13 @@ struct TableCell {
   TableCell(std::string t, Emphasis e = Emphasis::kNone)  // NOLINT: a text is a cell
       : text(std::move(t)), emphasis(e) {}
   TableCell(const char* t) : text(t) {}  // NOLINT
+  TableCell(std::string t, Emphasis e, std::string d, Emphasis detail_e)
+      : text(std::move(t)), emphasis(e), detail(std::move(d)), detail_emphasis(detail_e) {}
   std::string text;
   Emphasis emphasis = Emphasis::kNone;
+  // Stands behind the text where there is room for it: an interval, a ratio.
+  std::string detail;
+  Emphasis detail_emphasis = Emphasis::kFaint;
 };
 
 struct TableColumn {
@@ -29,6 +34,9 @@ struct TableColumn {
   // Fewest characters to which the column may be narrowed where the table is too wide: its cells go
   // on in further lines, broken at spaces. 0: never.
   int least_width = 0;
+  // On a terminal the details of a column of rank 1 are shown where the table fits with all of that
+  // rank, those of rank 2 where it fits with both. Markdown and HTML always show details.
+  int detail_rank = 0;
 };
 
 struct Table {
@@ -40,6 +48,9 @@ struct Table {
   std::vector<std::string> notes;  // below the table
   // Columns from the left that stand in every part where a wide table is shown in parts.
   int repeated_columns = 1;
+  // Rows from the top that the others are compared with: a terminal shows them again at the head of
+  // each group of rows where the table is long.
+  int reference_rows = 0;
 
   void AddRow(std::vector<TableCell> cells, std::string group) {
     rows.push_back(std::move(cells));
@@ -58,6 +69,8 @@ struct TextStyle {
 // cut, ending in an ellipsis. If that is not enough the table is shown in parts, none of them wider
 // unless a single column is.
 std::string ToTerminal(const Table& table, const TextStyle& style);
+// The table without the details that ToTerminal has no room for.
+Table WithShownDetails(Table table, const TextStyle& style);
 std::string ToMarkdown(const Table& table);
 
 // Columns that `text`, in UTF-8, takes on a terminal: combining marks none, East Asian wide
@@ -85,6 +98,9 @@ std::string FormatMilliseconds(std::optional<double> ns);
 std::string FormatBytes(std::optional<double> bytes);    // 512 B, 1.5 KiB, 12 MiB
 std::string FormatPercent(std::optional<double> share);  // 0.61: 61%
 std::string FormatRatio(std::optional<double> ratio);    // 8.1x
+// "[7.9, 8.3]" for two ratios: with two digits, or up to four where those do not tell the ends from
+// each other or from 1.
+std::string FormatInterval(double low, double high);
 // Scaled by 1000s: FormatScaled(4.2e11, "FLOP/s") is "420 GFLOP/s".
 std::string FormatScaled(std::optional<double> value, absl::string_view unit);
 

@@ -80,6 +80,33 @@ TEST(Table, ColourSurroundsCellsWithoutChangingTheirPlaces) {
             "\x1b[1;31mbad\x1b[0m  x\n");
 }
 
+TEST(Table, ShowsDetailsByRankWhereTheyFit) {
+  Table table;
+  table.columns = {{"name"}, {"ms", true, 0, 1}, {"speed-up", true, 0, 2}};
+  table.rows = {{"a", "10", "-"},
+                {"b",
+                 {"9.1", Emphasis::kNone, "1.1x", Emphasis::kFaint},
+                 {"1.1x", Emphasis::kNone, "[1.0, 1.2]", Emphasis::kFaint}}};
+  TextStyle style;
+  EXPECT_EQ(ToTerminal(table, style),
+            "name        ms         speed-up\n"
+            "a      10          -\n"
+            "b     9.1 1.1x  1.1x [1.0, 1.2]\n");
+  style.width = 30;
+  EXPECT_EQ(ToTerminal(table, style),
+            "name        ms  speed-up\n"
+            "a      10              -\n"
+            "b     9.1 1.1x      1.1x\n");
+  EXPECT_EQ(WithShownDetails(table, style).rows[1][2].detail, "");
+  EXPECT_EQ(WithShownDetails(table, style).rows[1][1].detail, "1.1x");
+  style.width = 20;
+  EXPECT_EQ(ToTerminal(table, style),
+            "name   ms  speed-up\n"
+            "a      10         -\n"
+            "b     9.1      1.1x\n");
+  EXPECT_NE(ToMarkdown(table).find("| b | 9.1 1.1x | 1.1x [1.0, 1.2] |"), std::string::npos);
+}
+
 TEST(Table, MarkdownEscapesWhatWouldBreakIt) {
   Table table;
   table.columns = {{"a|b"}, {"n\nm", true}};
@@ -165,6 +192,9 @@ TEST(Format, BytesPercentRatioAndScale) {
   EXPECT_EQ(FormatPercent(0.614), "61%");
   EXPECT_EQ(FormatPercent(0.0341), "3.4%");
   EXPECT_EQ(FormatRatio(8.14), "8.1x");
+  EXPECT_EQ(FormatInterval(7.91, 8.34), "[7.9, 8.3]");
+  EXPECT_EQ(FormatInterval(8.11, 8.14), "[8.11, 8.14]");
+  EXPECT_EQ(FormatInterval(0.93, 0.998), "[0.930, 0.998]");
   EXPECT_EQ(FormatRatio(123.4), "123x");
   EXPECT_EQ(FormatScaled(4.2e11, "FLOP/s"), "420 GFLOP/s");
   EXPECT_EQ(FormatScaled(20e9, "B/s"), "20 GB/s");

@@ -1,0 +1,156 @@
+#include "results/choices.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "results/reader.h"
+#include "results/render.h"
+
+namespace tfb {
+namespace report {
+namespace {
+
+constexpr int kWidestNameInText = 60;
+
+// The errors against dense by which techniques are chosen, and what they were measured on.
+struct ChoiceErrors {
+  std::map<std::string, std::vector<double>> by_row;  // by Series::row_key
+  std::string inputs;
+};
+
+// Collects the errors of every case of `purpose` with the group's element type; for scaling, those
+// on the group's own input alone.
+ChoiceErrors FindErrors(const Analysis& analysis, const TableGroup& group, Case::Purpose purpose) {
+  ChoiceErrors errors;
+  std::set<std::string> failed;
+  std::vector<std::string> inputs;
+  for (const Case* result : analysis.cases()) {
+    const Series* series = analysis.SeriesOf(*result);
+    if (result->key().dtype() != group.first().key().dtype() || series == nullptr) continue;
+    if (result->outcome().status() == Outcome::STATUS_FAILED) failed.insert(series->row_key);
+    if (result->key().purpose() != purpose) continue;
+    InputProfile input = result->key().input();
+    input.clear_layer();
+    if (purpose == Case::PURPOSE_SCALING &&
+        DescribeInput(input) != DescribeInput(group.first().key().input())) {
+      continue;
+    }
+    const std::optional<double> error = DenseError(*result);
+    if (!error.has_value() || std::isnan(*error)) continue;
+    errors.by_row[series->row_key].push_back(*error);
+    const std::string described = DescribeInput(input);
+    if (std::find(inputs.begin(), inputs.end(), described) == inputs.end()) {
+      inputs.push_back(described);
+    }
+  }
+  for (const std::string& row : failed) errors.by_row.erase(row);
+  errors.inputs = absl::StrJoin(inputs, " and ");
+  return errors;
+}
+
+std::vector<ChoiceSet> SetsWith(const Analysis& analysis, const TableGroup& group,
+                                const ChoiceErrors& errors, int64_t tokens) {
+  std::vector<ChoiceSet> sets;
+  for (const Row& row : RowsOf(group, true)) {
+    const Series& series = *row.series;
+    const auto time = series.run_ns.find(tokens);
+    const auto error = errors.by_row.find(series.row_key);
+    if (time == series.run_ns.end() || error == errors.by_row.end()) continue;
+    const Series* dense = analysis.DenseSeriesOf(series, tokens);
+    auto set = std::find_if(sets.begin(), sets.end(),
+                            [dense](const ChoiceSet& other) { return other.dense == dense; });
+    if (set == sets.end()) set = sets.insert(sets.end(), {dense, {}, errors.inputs});
+    Choice choice{&series, time->second.median, MedianOf(error->second)->median, std::nullopt,
+                  WorkingMemoryBytes(series.by_tokens.at(tokens).front()->outcome())};
+    const auto speed_up = series.speed_ups.find(tokens);
+    if (speed_up != series.speed_ups.end()) choice.speed_up = speed_up->second;
+    set->choices.push_back(std::move(choice));
+  }
+  std::stable_sort(sets.begin(), sets.end(), [](const ChoiceSet& a, const ChoiceSet& b) {
+    return a.choices.size() > b.choices.size();
+  });
+  return sets;
+}
+
+// Equal for groups that differ in their mask alone.
+std::string KeyWithoutMask(const TableGroup& group) {
+  const Case::Key& key = group.first().key();
+  ProblemSize problem = key.problem();
+  problem.clear_causal();
+  const void* machine = group.front().environment;
+  return absl::StrCat(Name(key.device()), " ", Name(key.dtype()), " ",
+                      DescribeProblem(problem, false), " ", LengthName(group), " ",
+                      DescribeInput(key.input()), " ", reinterpret_cast<uintptr_t>(machine));
+}
+
+}  // namespace
+
+bool Beats(const Choice& a, const Choice& b) {
+  return a.time_ns <= b.time_ns && a.error <= b.error &&
+         (a.time_ns < b.time_ns || a.error < b.error);
+}
+
+int64_t SharedLength(const TableGroup& group) {
+  std::map<int64_t, size_t> counts;
+  size_t techniques = 0;
+  for (const Series* series : group.AllSeries()) {
+    if (series->run_ns.empty() || series->is_counterpart) continue;
+    ++techniques;
+    for (const auto& [tokens, time] : series->run_ns) ++counts[tokens];
+  }
+  for (auto count = counts.rbegin(); count != counts.rend(); ++count) {
+    if (2 * count->second > techniques) return count->first;
+  }
+  return counts.empty() ? 0 : counts.rbegin()->first;
+}
+
+std::vector<ChoiceSet> FindChoiceSets(const Analysis& analysis, const TableGroup& group,
+                                      int64_t tokens) {
+  for (const Case::Purpose purpose : {Case::PURPOSE_ACCURACY, Case::PURPOSE_SCALING}) {
+    std::vector<ChoiceSet> sets =
+        SetsWith(analysis, group, FindErrors(analysis, group, purpose), tokens);
+    if (!sets.empty() && sets.front().choices.size() >= 2) return sets;
+  }
+  return {};
+}
+
+std::vector<TableGroup> MainGroups(const Analysis& analysis) {
+  struct Masks {
+    std::vector<TableGroup> groups;
+    size_t choices = 0;
+  };
+  std::vector<std::pair<std::string, Masks>> all;  // in the order of the file
+  for (const TableGroup& group : TableGroups(analysis)) {
+    if (group.purpose() == Case::PURPOSE_ACCURACY) continue;
+    const std::vector<ChoiceSet> sets = FindChoiceSets(analysis, group, SharedLength(group));
+    if (sets.empty()) continue;
+    const std::string key = KeyWithoutMask(group);
+    auto masks = std::find_if(all.begin(), all.end(),
+                              [&key](const auto& entry) { return entry.first == key; });
+    if (masks == all.end()) masks = all.insert(all.end(), {key, Masks()});
+    masks->second.groups.push_back(group);
+    masks->second.choices += sets.front().choices.size();
+  }
+  const auto most = std::max_element(all.begin(), all.end(), [](const auto& a, const auto& b) {
+    return a.second.choices < b.second.choices;
+  });
+  if (most == all.end()) return {};
+  std::stable_sort(most->second.groups.begin(), most->second.groups.end(),
+                   [](const TableGroup& a, const TableGroup& b) {
+                     return !a.first().key().problem().causal() &&
+                            b.first().key().problem().causal();
+                   });
+  return most->second.groups;
+}
+
+std::string NameInText(const Series& series) {
+  return CutToWidth(SeriesName(series), kWidestNameInText);
+}
+
+}  // namespace report
+}  // namespace tfb

@@ -1,0 +1,201 @@
+// The message of a result set in three sentences.
+
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "results/choices.h"
+#include "results/reader.h"
+#include "results/report.h"
+#include "results/report_rows.h"
+
+namespace tfb {
+namespace report {
+namespace {
+
+// Relative errors against dense up to which a technique is looked for, the first at which one is
+// faster than dense: a tenth of the output's norm, then what a reader may still put up with.
+constexpr double kErrorLimits[] = {0.1, 0.3, 0.5};
+constexpr size_t kMostReasons = 3;  // that the last sentence names
+
+// The choices of one mask.
+struct Mask {
+  const TableGroup* group = nullptr;
+  int64_t tokens = 0;
+  ChoiceSet set;
+  const Choice* fastest = nullptr;  // within the limit, or null
+  std::string name() const { return group->first().key().problem().causal() ? "causal" : "full"; }
+};
+
+const Choice* FastestWithin(const ChoiceSet& set, double limit) {
+  const Choice* fastest = nullptr;
+  for (const Choice& choice : set.choices) {
+    const bool faster = !choice.series->is_baseline && choice.speed_up.has_value() &&
+                        choice.speed_up->distinct && choice.speed_up->ratio > 1;
+    if (!faster || !(choice.error <= limit)) continue;
+    if (fastest == nullptr || choice.time_ns < fastest->time_ns) fastest = &choice;
+  }
+  return fastest;
+}
+
+// Finds the fastest of each mask; returns the limit that was needed, or nothing where no technique
+// is faster than dense within any limit.
+std::optional<double> FindFastest(std::vector<Mask>* masks) {
+  for (const double limit : kErrorLimits) {
+    bool any = false;
+    for (Mask& mask : *masks) {
+      mask.fastest = FastestWithin(mask.set, limit);
+      any = any || mask.fastest != nullptr;
+    }
+    if (any) return limit;
+  }
+  return std::nullopt;
+}
+
+std::string DenseName(const Mask& mask) {
+  return mask.set.dense == nullptr ? "dense" : NameInText(*mask.set.dense);
+}
+
+std::string LengthText(const Mask& mask) {
+  return absl::StrCat(mask.tokens, " ", LengthName(*mask.group));
+}
+
+std::string ConditionsText(const Mask& mask) {
+  const Case::Key& key = mask.group->first().key();
+  return absl::StrCat(" (", Name(key.device()), ", ", Name(key.dtype()), ", errors on input ",
+                      mask.set.inputs, ")");
+}
+
+// "under the causal mask near window=256: 5.8x [5.7, 5.9] as fast as dense at 4096 tokens, error 0.18".
+std::string FastestText(const Mask& mask) {
+  const std::string begin = absl::StrCat("under the ", mask.name(), " mask ");
+  if (mask.fastest == nullptr) {
+    return absl::StrCat(begin, "none is faster than ", DenseName(mask), " at ", LengthText(mask));
+  }
+  const SpeedUpInterval& speed_up = *mask.fastest->speed_up;
+  return absl::StrCat(begin, NameInText(*mask.fastest->series), ": ", FormatRatio(speed_up.ratio),
+                      " ", FormatInterval(speed_up.low, speed_up.high), " as fast as ",
+                      DenseName(mask), " at ", LengthText(mask), ", error ",
+                      FormatError(mask.fastest->error));
+}
+
+std::string FastestSentence(const std::vector<Mask>& masks, double limit) {
+  std::vector<std::string> parts;
+  for (const Mask& mask : masks) parts.push_back(FastestText(mask));
+  std::string sentence =
+      absl::StrCat("With an error of at most ", FormatBound(limit), " against dense ");
+  if (limit > kErrorLimits[0]) {
+    absl::StrAppend(&sentence, "(with at most ", FormatBound(kErrorLimits[0]),
+                    " none is faster than ", DenseName(masks.front()), ") ");
+  }
+  return absl::StrCat(sentence, "the fastest technique is ", absl::StrJoin(parts, "; "),
+                      ConditionsText(masks.front()), ".");
+}
+
+// "near window=256 is faster than dense from 707 [690, 725] tokens on under the causal mask and takes
+// 4 MiB of memory at 4096 tokens, where dense takes 8 MiB".
+std::string CostText(const Mask& mask) {
+  const Series& series = *mask.fastest->series;
+  const std::optional<std::string> from =
+      series.crossover.has_value() ? FasterFromText(*series.crossover) : std::nullopt;
+  std::string text = absl::StrCat(
+      NameInText(series), " is faster than ", DenseName(mask), " ",
+      from.has_value() ? absl::StrCat("from ", *from, " ", LengthName(*mask.group), " on")
+                       : absl::StrCat("at ", LengthText(mask)),
+      " under the ", mask.name(), " mask");
+  if (!mask.fastest->memory.has_value()) return text;
+  absl::StrAppend(&text, " and takes ", FormatBytes(mask.fastest->memory), " of memory at ",
+                  LengthText(mask));
+  for (const Choice& choice : mask.set.choices) {
+    if (choice.series == mask.set.dense && choice.memory.has_value()) {
+      absl::StrAppend(&text, ", where ", DenseName(mask), " takes ", FormatBytes(choice.memory));
+    }
+  }
+  return text;
+}
+
+std::string CostSentence(const std::vector<Mask>& masks) {
+  std::vector<std::string> parts;
+  for (const Mask& mask : masks) {
+    if (mask.fastest != nullptr) parts.push_back(CostText(mask));
+  }
+  return absl::StrCat(absl::StrJoin(parts, "; "), ".");
+}
+
+std::string Cases(int64_t count) { return absl::StrCat(count, count == 1 ? " case" : " cases"); }
+
+// What did not run, by reason, the most frequent first; and what failed.
+std::string MissingSentence(const Analysis& analysis) {
+  std::map<std::string, int64_t> counts;
+  int64_t missing = 0, failed = 0;
+  for (const Case* result : analysis.cases()) {
+    const Outcome& outcome = result->outcome();
+    if (outcome.status() == Outcome::STATUS_OK) continue;
+    if (outcome.status() == Outcome::STATUS_FAILED) {
+      ++failed;
+      continue;
+    }
+    ++missing;
+    ++counts[outcome.reason().empty() ? std::string(Name(outcome.status()))
+                                      : Printable(outcome.reason())];
+  }
+  const int64_t all = static_cast<int64_t>(analysis.cases().size());
+  const std::string failures =
+      failed == 0 ? "no error exceeds its bound" : absl::StrCat(Cases(failed), " failed");
+  if (missing == 0) return absl::StrCat("All ", Cases(all), " ran, and ", failures, ".");
+  std::vector<std::pair<std::string, int64_t>> reasons(counts.begin(), counts.end());
+  std::stable_sort(reasons.begin(), reasons.end(),
+                   [](const auto& a, const auto& b) { return a.second > b.second; });
+  std::vector<std::string> parts;
+  int64_t named = 0;
+  for (size_t i = 0; i < std::min(reasons.size(), kMostReasons); ++i) {
+    parts.push_back(absl::StrCat(reasons[i].second, " (", reasons[i].first, ")"));
+    named += reasons[i].second;
+  }
+  if (named < missing) {
+    parts.push_back(
+        absl::StrCat(missing - named, " (", reasons.size() - kMostReasons,
+                     reasons.size() == kMostReasons + 1 ? " more reason)" : " more reasons)"));
+  }
+  return absl::StrCat("Missing are ", missing, " of ", Cases(all),
+                      ", which did not run: ", absl::StrJoin(parts, ", "), "; of those that ran, ",
+                      failed == 0 ? "no error exceeds its bound" : absl::StrCat(failed, " failed"),
+                      ".");
+}
+
+}  // namespace
+
+std::vector<std::string> HeadlineSentences(const Analysis& analysis) {
+  if (analysis.cases().empty()) return {};
+  const std::vector<TableGroup> groups = MainGroups(analysis);
+  std::vector<Mask> masks;
+  for (const TableGroup& group : groups) {
+    const int64_t tokens = SharedLength(group);
+    masks.push_back({&group, tokens, FindChoiceSets(analysis, group, tokens).front(), nullptr});
+  }
+  const std::optional<double> limit = FindFastest(&masks);
+  std::vector<std::string> sentences;
+  if (masks.empty()) {
+    sentences = {"Nothing can be recommended: no two techniques have both a time and an error.",
+                 "No speed-up, no crossover and no memory can be compared."};
+  } else if (!limit.has_value()) {
+    sentences = {
+        absl::StrCat("No technique with an error of at most ",
+                     FormatBound(kErrorLimits[std::size(kErrorLimits) - 1]),
+                     " against dense is measurably faster than ", DenseName(masks.front()), " at ",
+                     LengthText(masks.front()), ConditionsText(masks.front()), "."),
+        absl::StrCat("At that length ", DenseName(masks.front()),
+                     " is the choice; other lengths are in the tables below.")};
+  } else {
+    sentences = {FastestSentence(masks, *limit), CostSentence(masks)};
+  }
+  sentences.push_back(MissingSentence(analysis));
+  return sentences;
+}
+
+}  // namespace report
+}  // namespace tfb
