@@ -195,12 +195,13 @@ bool Measurer::Measure(const std::vector<GroupCase>& group, const MeasureHooks& 
     std::vector<size_t> later;
     // Where time is short, what has been prepared by a third of it is timed before the rest is
     // prepared.
-    const double prepare_until = MonotonicSeconds() + (hooks.seconds_left == nullptr
-                                                           ? std::numeric_limits<double>::infinity()
-                                                           : hooks.seconds_left() / 3);
+    const double prepare_until =
+        options_.clock->Seconds() + (hooks.seconds_left == nullptr
+                                         ? std::numeric_limits<double>::infinity()
+                                         : hooks.seconds_left() / 3);
     for (const size_t index : waiting) {
       if (Stopped(hooks)) break;
-      const bool late = !batch.cases.empty() && MonotonicSeconds() > prepare_until;
+      const bool late = !batch.cases.empty() && options_.clock->Seconds() > prepare_until;
       if (late || !Prepare(group[index], index, hooks, &batch)) later.push_back(index);
     }
     Time(hooks, &batch);
@@ -211,7 +212,7 @@ bool Measurer::Measure(const std::vector<GroupCase>& group, const MeasureHooks& 
 
 bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureHooks& hooks,
                        Batch* batch) {
-  const double begin = MonotonicSeconds();
+  const double begin = options_.clock->Seconds();
   hooks.on_activity(index, "create");
   auto prepared = std::make_unique<Prepared>();
   prepared->index = index;
@@ -230,7 +231,7 @@ bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureH
   if (prepared->waits) return false;
   device_lost_ |= on_device && !status.ok() && RuntimeOf(group_case.sweep_case->device).ok() &&
                   !DeviceStatus(group_case.sweep_case->device).ok();
-  prepared->preparation_seconds = MonotonicSeconds() - begin;
+  prepared->preparation_seconds = options_.clock->Seconds() - begin;
   outcome->set_elapsed_seconds(prepared->preparation_seconds);
   outcome->set_process_peak_bytes(PeakResidentBytes());
   if (!status.ok()) {
@@ -368,7 +369,7 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
   const SweepCase& sweep_case = *group_case.sweep_case;
   Outcome* outcome = prepared->record.mutable_outcome();
   hooks.on_activity(prepared->index, "first run");
-  const double run_begin = MonotonicSeconds();
+  const double run_begin = options_.clock->Seconds();
   absl::StatusOr<LayerRun> run = RunOnce(prepared->layer.get(), sweep_case.device,
                                          ViewsOf(*prepared->inputs), Pool(sweep_case.threads));
   if (!run.ok()) {
@@ -380,7 +381,7 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
   device_bytes->NoteRun(run->device_bytes);
   outcome->set_status(Outcome::STATUS_OK);
   RecordText(sweep_case, prepared->layer->parameters(), run->outputs, outcome);
-  const double run_seconds = MonotonicSeconds() - run_begin;
+  const double run_seconds = options_.clock->Seconds() - run_begin;
   if (options_.case_timeout > 0 && run_seconds > options_.case_timeout) {
     return TooLong(absl::StrFormat("setup and one run took %.2g s", run_seconds));
   }
@@ -416,7 +417,7 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
     return absl::OkStatus();
   }
   hooks.on_activity(prepared->index, "check");
-  const double begin = MonotonicSeconds();
+  const double begin = options_.clock->Seconds();
   EvaluateRequest request;
   request.technique = sweep_case.technique;
   request.options = sweep_case.options;
@@ -439,7 +440,7 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
     return absl::InternalError(absl::StrCat("the check failed: ", accuracy.status().message()));
   }
   RecordAccuracy(*accuracy, outcome);
-  check_seconds_[key] = {tokens, MonotonicSeconds() - begin};
+  check_seconds_[key] = {tokens, options_.clock->Seconds() - begin};
   return absl::OkStatus();
 }
 
@@ -465,6 +466,7 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
     }
   }
   TimingOptions options;
+  options.clock = options_.clock;
   options.repetitions = options_.repetitions;
   options.min_time = options_.min_time;
   options.flush_caches = Flusher(*batch);

@@ -16,6 +16,7 @@
 #include "core/cuda/runtime.h"
 #include "core/thread_pool.h"
 #include "harness/cases.h"
+#include "harness/clock.h"
 #include "harness/device_monitor.h"
 #include "harness/instruction_counter.h"
 #include "harness/timing.h"
@@ -35,6 +36,7 @@ struct MeasureOptions {
   int64_t sampled_rows = 64;
   bool cold = true;
   const Registry* registry = &Registry::Global();
+  Clock* clock = RealClock();
 };
 
 // A case and how it is to be measured.

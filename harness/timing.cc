@@ -1,11 +1,9 @@
 #include "harness/timing.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <new>
 #include <utility>
 
@@ -26,40 +24,16 @@ constexpr int kColdSamples = kIntervalSamples;
 constexpr int kStreams = kIntervalSamples;
 constexpr size_t kSegmentsKept = 32;  // of a stream, evenly spaced
 
-// Enough arithmetic for 50 us: long against the clock's resolution, short against a time slice of
+// 6 cycles each where two vectors of 12 are multiplied and added in one, 12 where one is: 65 or
+// 130 us at 3 GHz. That is long against the clock's resolution and short against a time slice of
 // some ms.
-int64_t CalibrateProbe() {
-  int64_t iterations = 64;
-  for (double seconds = 0; seconds < 50e-6; iterations *= 2) {
-    const double begin = MonotonicSeconds();
-    BestCpuKernels().fma_peak(iterations);
-    seconds = MonotonicSeconds() - begin;
-  }
-  return iterations / 2;
-}
+constexpr int64_t kProbeIterations = 1 << 15;
 
-double ProbeSeconds() {
-  static const int64_t iterations = CalibrateProbe();
-  const double begin = MonotonicSeconds();
-  BestCpuKernels().fma_peak(iterations);
-  return MonotonicSeconds() - begin;
-}
-
-// Collects the repetitions of each benchmark instead of printing them.
-class SampleReporter : public benchmark::BenchmarkReporter {
+// Keeps the library from printing: a Measurement notes its samples itself.
+class SilentReporter : public benchmark::BenchmarkReporter {
  public:
   bool ReportContext(const Context&) override { return true; }
-  void ReportRuns(const std::vector<Run>& runs) override {
-    for (const Run& run : runs) {
-      if (run.run_type != Run::RT_Iteration || run.error_occurred || run.iterations == 0) continue;
-      runs_[run.run_name.function_name].push_back(run);
-    }
-  }
-  // In the order in which they were taken.
-  const std::vector<Run>& Runs(const std::string& name) { return runs_[name]; }
-
- private:
-  std::map<std::string, std::vector<Run>> runs_;
+  void ReportRuns(const std::vector<Run>&) override {}
 };
 
 void InitializeBenchmarkLibrary() {
@@ -78,7 +52,11 @@ class Measurement {
  public:
   // *device_lost becomes true with a call that loses the device, and ends the samples of all.
   Measurement(const TimingOptions& options, size_t index, TimedCase* timed, bool* device_lost)
-      : options_(options), index_(index), timed_(*timed), device_lost_(*device_lost) {}
+      : options_(options),
+        clock_(*options.clock),
+        index_(index),
+        timed_(*timed),
+        device_lost_(*device_lost) {}
 
   // Times batches of calls, each twice as long as the one before; from the fastest follow the
   // number of calls a sample and the number of samples. Several batches, since the first call is
@@ -93,22 +71,22 @@ class Measurement {
     timed_.state_before = timed_.state_after = ReadState();
     if (timed_.device != nullptr && !(Prepare(&begin_) && Prepare(&end_))) return;
     Announce("run");
-    const double start = MonotonicSeconds();
+    const double start = clock_.Seconds();
     call_seconds_ = std::numeric_limits<double>::infinity();
     for (int64_t calls = 1; calls <= kMostCalls; calls *= 2) {
-      const double begin = MonotonicSeconds();
+      const double begin = clock_.Seconds();
       for (int64_t i = 0; i < calls; ++i) {
         if (!Keep(Run())) return;
       }
       if (!Keep(Synchronize())) return;
-      const double seconds = MonotonicSeconds() - begin;
+      const double seconds = clock_.Seconds() - begin;
       call_seconds_ = std::min(call_seconds_, seconds / static_cast<double>(calls));
       if (seconds >= options_.min_time || (seconds >= options_.min_time / 4 && calls >= 4)) break;
     }
     calls_per_sample_ = std::clamp<int64_t>(
         static_cast<int64_t>(std::ceil(options_.min_time / std::max(call_seconds_, 1e-12))), 1,
         kMostCalls);
-    spent_ += MonotonicSeconds() - start;
+    spent_ += clock_.Seconds() - start;
     PlanStream();
   }
 
@@ -119,17 +97,14 @@ class Measurement {
     // A call that is longer than the share is measured once: it costs what it costs.
     const double fit = Fitting(0.6, sample_seconds);
     const int fewest = fit >= kIntervalSamples ? kIntervalSamples : fit >= 0.5 ? kFewestSamples : 1;
-    const int samples = Clamp(fit, std::min(fewest, options_.repetitions), options_.repetitions);
-    if (timed_.device == nullptr) {
-      Add("run", samples, &Measurement::RunSample)->Iterations(calls_per_sample_)->UseRealTime();
-    } else {
-      Add("run", samples, &Measurement::DeviceRunSample)->Iterations(1)->UseManualTime();
-    }
+    planned_runs_ = Clamp(fit, std::min(fewest, options_.repetitions), options_.repetitions);
+    Add("run", planned_runs_,
+        timed_.device == nullptr ? &Measurement::RunSample : &Measurement::DeviceRunSample);
     // The others only where the share has room for them.
     const auto add_single = [&](absl::string_view what, int wanted, double part, double seconds,
                                 Body body) {
       const int samples = Clamp(Fitting(part, seconds), 0, wanted);
-      if (samples > 0) Add(what, samples, body)->Iterations(1)->UseManualTime();
+      if (samples > 0) Add(what, samples, body);
     };
     if (options_.setup) {
       add_single("setup", kSetupSamples, 0.2, 2 * call_seconds_, &Measurement::SetupSample);
@@ -154,23 +129,20 @@ class Measurement {
     }
   }
 
-  // What the library reports of the runs, joined with what was noted here.
-  void Finish(SampleReporter* reporter, double usual_probe) {
-    const auto& runs = reporter->Runs(NameOf("run"));
+  // Puts the samples of runs that are kept into the timing, and says of the case how it ended.
+  void Finish(double usual_probe) {
     const bool on_device = timed_.device != nullptr;
     const std::vector<bool> kept =
         on_device ? UnthrottledSamples(states_) : UndisturbedSamples(probes_, usual_probe);
-    const double calls = on_device ? static_cast<double>(calls_per_sample_) : 1;  // an iteration
-    size_t taken = 0;
+    const size_t taken = run_seconds_.size();
     int64_t discarded = 0;
-    for (size_t i = 0; i < std::min(runs.size(), run_taken_.size()); ++i) {
-      if (!run_taken_[i]) continue;
-      if (!on_device && kept[taken]) timed_.timing.add_probe_ns(probes_[taken] * 1e9);
-      if (kept[taken++]) {
-        timed_.timing.add_run_ns(runs[i].real_accumulated_time / runs[i].iterations / calls * 1e9);
-      } else {
+    for (size_t i = 0; i < taken; ++i) {
+      if (!kept[i]) {
         ++discarded;
+        continue;
       }
+      if (!on_device) timed_.timing.add_probe_ns(probes_[i] * 1e9);
+      timed_.timing.add_run_ns(run_seconds_[i] / static_cast<double>(calls_per_sample_) * 1e9);
     }
     timed_.spent_seconds = spent_;
     timed_.timing.set_calls_per_sample(calls_per_sample_);
@@ -182,7 +154,7 @@ class Measurement {
     }
     FinishStream();
     if (!timed_.status.ok()) return;
-    if (stopped_ && taken < std::min<size_t>(kFewestSamples, runs.size())) {
+    if (stopped_ && taken < std::min<size_t>(kFewestSamples, planned_runs_)) {
       timed_.status = absl::CancelledError("stopped before there were enough samples");
     } else if (taken == 0) {
       timed_.status = absl::DeadlineExceededError(
@@ -193,15 +165,17 @@ class Measurement {
   const std::vector<double>& probes() const { return probes_; }
 
  private:
-  using Body = void (Measurement::*)(benchmark::State&);
+  using Body = void (Measurement::*)();
 
-  std::string NameOf(absl::string_view what) const { return absl::StrCat(index_, "_", what); }
-
-  benchmark::internal::Benchmark* Add(absl::string_view what, int samples, Body body) {
-    return benchmark::RegisterBenchmark(
-               NameOf(what).c_str(),
-               [this, body, what](benchmark::State& state) { Sample(what, body, state); })
-        ->Repetitions(samples);
+  // `body` takes one sample and notes its time by the clock of the options, or of the device; the
+  // library calls it `samples` times. What the library itself takes for the time is not looked at.
+  void Add(absl::string_view what, int samples, Body body) {
+    const auto sample = [this, body, what](benchmark::State& state) {
+      for (auto _ : state) Sample(what, body);
+    };
+    benchmark::RegisterBenchmark(absl::StrCat(index_, "_", what).c_str(), sample)
+        ->Repetitions(samples)
+        ->Iterations(1);
   }
 
   // How many samples fit a part of the share.
@@ -216,75 +190,72 @@ class Measurement {
   // One sample of any kind. When the case is over, its remaining repetitions do nothing; they are
   // not skipped with an error, because the library computes statistics over repetitions and aborts
   // where some have failed.
-  void Sample(absl::string_view what, Body body, benchmark::State& state) {
+  void Sample(absl::string_view what, Body body) {
     timed_out_ = timed_out_ || (timed_.timeout_seconds > 0 && spent_ > timed_.timeout_seconds);
     stopped_ = stopped_ || device_lost_ || (options_.stopped != nullptr && options_.stopped());
-    if (!timed_.status.ok() || timed_out_ || stopped_) {
-      if (what == "run") run_taken_.push_back(false);
-      for (auto _ : state) state.SetIterationTime(0);
-      return;
-    }
+    if (!timed_.status.ok() || timed_out_ || stopped_) return;
     Announce(what);
-    const double begin = MonotonicSeconds();
-    (this->*body)(state);
-    spent_ += MonotonicSeconds() - begin;
+    const double begin = clock_.Seconds();
+    (this->*body)();
+    spent_ += clock_.Seconds() - begin;
   }
 
-  void RunSample(benchmark::State& state) {
-    const bool warm = call_seconds_ >= kWarmedSeconds || Keep(RunAndWait());
-    const double before = ProbeSeconds();
-    for (auto _ : state) {
-      if (timed_.status.ok()) timed_.status = Run();
-    }
-    const double after = ProbeSeconds();
-    run_taken_.push_back(warm && timed_.status.ok());
-    if (run_taken_.back()) probes_.push_back(std::max(before, after));
+  absl::Status RunTimes(int64_t calls) {
+    for (int64_t call = 0; call < calls; ++call) TFB_RETURN_IF_ERROR(Run());
+    return absl::OkStatus();
+  }
+  absl::Status Warm() { return call_seconds_ >= kWarmedSeconds ? absl::OkStatus() : RunAndWait(); }
+  double ProbeSeconds() {
+    const double begin = clock_.Seconds();
+    options_.probe();
+    return clock_.Seconds() - begin;
   }
 
-  void DeviceRunSample(benchmark::State& state) {
-    const bool warm = call_seconds_ >= kWarmedSeconds || Keep(RunAndWait());
+  void RunSample() {
+    if (!Keep(Warm())) return;
+    const double probe_before = ProbeSeconds();
+    const double begin = clock_.Seconds();
+    const absl::Status status = RunTimes(calls_per_sample_);
+    const double seconds = clock_.Seconds() - begin;
+    const double probe_after = ProbeSeconds();
+    if (!Keep(status)) return;
+    run_seconds_.push_back(seconds);
+    probes_.push_back(std::max(probe_before, probe_after));
+  }
+
+  void DeviceRunSample() {
+    if (!Keep(Warm())) return;
     const DeviceState before = ReadState();
-    for (auto _ : state) {
-      const absl::StatusOr<double> seconds = DeviceSeconds([&]() -> absl::Status {
-        for (int64_t call = 0; call < calls_per_sample_; ++call) TFB_RETURN_IF_ERROR(Run());
-        return absl::OkStatus();
-      });
-      Keep(seconds.status());
-      state.SetIterationTime(seconds.value_or(0));
-    }
+    const absl::StatusOr<double> seconds =
+        DeviceSeconds([this] { return RunTimes(calls_per_sample_); });
     timed_.state_after = ReadState();
-    run_taken_.push_back(warm && timed_.status.ok());
-    if (run_taken_.back()) states_.push_back(Worse(before, timed_.state_after));
+    if (!Keep(seconds.status())) return;
+    run_seconds_.push_back(*seconds);
+    states_.push_back(Worse(before, timed_.state_after));
   }
 
-  void SetupSample(benchmark::State& state) {
-    for (auto _ : state) {
-      const double begin = MonotonicSeconds();
-      absl::Status status = Setup();
-      if (status.ok()) status = Synchronize();
-      const double middle = MonotonicSeconds();
-      if (status.ok()) status = RunAndWait();
-      const double end = MonotonicSeconds();
-      state.SetIterationTime(end - begin);
-      if (!Keep(status)) continue;
-      timed_.timing.add_setup_ns((middle - begin) * 1e9);
-      timed_.timing.add_end_to_end_ns((end - begin) * 1e9);
-    }
+  void SetupSample() {
+    const double begin = clock_.Seconds();
+    absl::Status status = Setup();
+    if (status.ok()) status = Synchronize();
+    const double middle = clock_.Seconds();
+    if (status.ok()) status = RunAndWait();
+    const double end = clock_.Seconds();
+    if (!Keep(status)) return;
+    timed_.timing.add_setup_ns((middle - begin) * 1e9);
+    timed_.timing.add_end_to_end_ns((end - begin) * 1e9);
   }
 
-  void ColdSample(benchmark::State& state) {
-    for (auto _ : state) {
-      const absl::StatusOr<double> seconds = ColdSeconds();
-      state.SetIterationTime(seconds.value_or(0));
-      if (Keep(seconds.status())) timed_.timing.add_cold_run_ns(*seconds * 1e9);
-    }
+  void ColdSample() {
+    const absl::StatusOr<double> seconds = ColdSeconds();
+    if (Keep(seconds.status())) timed_.timing.add_cold_run_ns(*seconds * 1e9);
   }
   absl::StatusOr<double> ColdSeconds() {
     TFB_RETURN_IF_ERROR(options_.flush_caches());
     if (timed_.device != nullptr) return DeviceSeconds([&] { return Run(); });
-    const double begin = MonotonicSeconds();
+    const double begin = clock_.Seconds();
     TFB_RETURN_IF_ERROR(Run());
-    return MonotonicSeconds() - begin;
+    return clock_.Seconds() - begin;
   }
 
   // --- Streams
@@ -346,12 +317,8 @@ class Measurement {
     }
   }
 
-  void StreamSample(benchmark::State& state) {
-    for (auto _ : state) {
-      const double begin = MonotonicSeconds();
-      timed_.stream_status.Update(timed_.device == nullptr ? Stream() : StreamOnDevice());
-      state.SetIterationTime(MonotonicSeconds() - begin);
-    }
+  void StreamSample() {
+    timed_.stream_status.Update(timed_.device == nullptr ? Stream() : StreamOnDevice());
     if (timed_.stream_status.ok()) return;
     segments_.clear();
     NoteLoss();
@@ -361,9 +328,9 @@ class Measurement {
   absl::Status Stream() {
     TFB_RETURN_IF_ERROR(stream_->Reset());
     for (SegmentCall& call : segments_) {
-      const double start = MonotonicSeconds();
+      const double start = clock_.Seconds();
       TFB_RETURN_IF_ERROR(stream_->Append(call.inputs, call.outputs, timed_.execution));
-      call.append_ns.push_back((MonotonicSeconds() - start) * 1e9);
+      call.append_ns.push_back((clock_.Seconds() - start) * 1e9);
     }
     return absl::OkStatus();
   }
@@ -464,6 +431,7 @@ class Measurement {
   static constexpr int64_t kMostCalls = 1 << 20;  // a sample
 
   const TimingOptions& options_;
+  Clock& clock_;
   const size_t index_;
   TimedCase& timed_;
   bool& device_lost_;
@@ -472,9 +440,10 @@ class Measurement {
   bool timed_out_ = false;
   bool stopped_ = false;
   int64_t calls_per_sample_ = 1;
-  std::vector<bool> run_taken_;      // by repetition
-  std::vector<double> probes_;       // of those that were taken, on the CPU
-  std::vector<DeviceState> states_;  // likewise on a device: the worse about each
+  int planned_runs_ = 0;
+  std::vector<double> run_seconds_;  // by sample of `run`, all of its calls together
+  std::vector<double> probes_;       // likewise on the CPU: the longer of the two about the sample
+  std::vector<DeviceState> states_;  // likewise on a device: the worse of the two
   DeviceEvent begin_, end_;
   StreamingLayer* stream_ = nullptr;
   std::vector<SegmentCall> segments_;
@@ -493,9 +462,9 @@ double UsualProbe(const std::vector<std::unique_ptr<Measurement>>& measurements)
 
 }  // namespace
 
-double MonotonicSeconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double MonotonicSeconds() { return RealClock()->Seconds(); }
+
+void ProbeArithmetic() { BestCpuKernels().fma_peak(kProbeIterations); }
 
 std::vector<bool> UndisturbedSamples(const std::vector<double>& probes, double usual) {
   std::vector<bool> keep(probes.size(), true);
@@ -575,13 +544,13 @@ void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cas
     measurements.back()->Register();
     measurements.back()->CountInstructions();
   }
-  SampleReporter reporter;
   const bool any = std::any_of(cases->begin(), cases->end(),
                                [](const TimedCase& timed) { return timed.status.ok(); });
+  SilentReporter reporter;
   if (any) benchmark::RunSpecifiedBenchmarks(&reporter, ".");
   benchmark::ClearRegisteredBenchmarks();  // they hold pointers into `measurements`
   const double usual_probe = UsualProbe(measurements);
-  for (const auto& measurement : measurements) measurement->Finish(&reporter, usual_probe);
+  for (const auto& measurement : measurements) measurement->Finish(usual_probe);
 }
 
 }  // namespace tfb

@@ -11,9 +11,9 @@
 //   setup    Setup, timed apart, and followed by one Run: together "end to end"
 //   stream   Reset, then Append over the whole sequence; a sample is the time of one segment
 //
-// What happens to odd samples. None is dropped for being slow: medians and their intervals cope
-// with tails, and a sample removed for its value biases both. But directly before and after each
-// sample of `run` a fixed amount of arithmetic is timed, on one thread. Where that took over
+// No sample is dropped for being slow: medians and their intervals cope with tails, and a sample
+// removed for its value biases both. But directly before and after each sample of `run` a fixed
+// amount of arithmetic (TimingOptions::probe) is timed, on one thread. Where that took over
 // kDisturbedFactor of its usual time (kUsualQuantile over the samples taken together), the core
 // itself was slower then, throttled or taken away, and the sample says little of the layer: it is
 // discarded and counted, the worst first and never more than a third of a case's samples.
@@ -40,6 +40,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 #include "core/thread_pool.h"
+#include "harness/clock.h"
 #include "harness/device_monitor.h"
 #include "results/results.pb.h"
 
@@ -71,6 +72,9 @@ struct TimedCase {
   absl::Status stream_status;
 };
 
+// Does multiply-adds in registers, always the same number of them.
+void ProbeArithmetic();
+
 struct TimingOptions {
   int repetitions = 11;    // samples of `run`, unless the share is too small for them
   double min_time = 0.01;  // seconds that a sample of `run` lasts at least
@@ -80,6 +84,10 @@ struct TimingOptions {
   DeviceMonitor* monitor = nullptr;  // of the device; null: nothing is known of it
   // Instructions that the process has retired so far (harness/instruction_counter.h); null: unknown.
   std::function<int64_t()> instructions;
+  // The clock by which everything on the CPU is timed, and all limits are kept.
+  Clock* clock = RealClock();
+  // A fixed amount of work, which is timed beside each sample of `run` on the CPU.
+  std::function<void()> probe = &ProbeArithmetic;
   // Called before each sample with the case's index and "run", "cold", "setup" or "stream".
   std::function<void(size_t index, absl::string_view what)> on_sample;
   // Once true, no further sample is begun. What was sampled by then is kept.
@@ -125,7 +133,7 @@ class DeviceCacheFlusher {
   uint8_t value_ = 0;
 };
 
-// Seconds since some point, monotonic.
+// Returns the seconds of the real clock.
 double MonotonicSeconds();
 
 // Which samples to keep, by the time of the fixed arithmetic beside each (the policy above).
