@@ -29,7 +29,8 @@ absl::StatusOr<std::vector<int64_t>> ParseSizes(absl::string_view flag, absl::st
 struct ChosenTechnique {
   const Technique* technique;
   Options options;
-  Options given;  // those of them that `text` has
+  Options given;      // those of them that `text` has
+  bool named = true;  // `text` has the technique's name, not a glob that it matches
 };
 absl::StatusOr<std::vector<ChosenTechnique>> ChooseTechniques(absl::string_view text,
                                                               const Registry& registry);
