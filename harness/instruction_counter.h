@@ -10,14 +10,14 @@
 
 namespace tfb {
 
-// Of the calling thread, and of those that it and its like start from then on: open it before the
-// thread pool is made.
+// Counts for the calling thread, and for those that it and its like start from then on: open it
+// before the thread pool is made.
 class InstructionCounter {
  public:
   // Unavailable, with the reason, where the kernel grants no counter: a virtual machine without one,
   // or perf_event_paranoid above 2.
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open();
-  // Of another event of perf_event_open(2), for tests.
+  // Counts another event of perf_event_open(2), for tests.
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open(uint32_t type, uint64_t config);
   ~InstructionCounter();
   InstructionCounter(const InstructionCounter&) = delete;

@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
@@ -230,7 +229,7 @@ void DescribeGpus(Environment* environment) {
   }
 }
 
-// What a program prints, or nothing where it cannot be started or fails.
+// Returns what a program prints, or nothing where it cannot be started or fails.
 std::optional<std::string> OutputOf(std::vector<std::string> command) {
   int ends[2];
   if (pipe(ends) != 0) return std::nullopt;
@@ -269,10 +268,10 @@ void DescribeCommit(const std::string& workspace, Environment* environment) {
   if (changes.has_value()) environment->set_git_dirty(!changes->empty());
 }
 
-double SecondsOf(absl::FunctionRef<void()> work) {
-  const auto begin = std::chrono::steady_clock::now();
+double SecondsOf(Clock* clock, absl::FunctionRef<void()> work) {
+  const double begin = clock->Seconds();
   work();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  return clock->Seconds() - begin;
 }
 
 // The best of many short passes: a peak is what the machine does when nothing disturbs it, and on a
@@ -281,20 +280,20 @@ constexpr double kPassSeconds = 0.002;
 constexpr double kMeasuringSeconds = 0.15;
 constexpr int kFewestPasses = 5;
 
-double BestRate(absl::FunctionRef<double()> rate_of_a_pass) {
+double BestRate(Clock* clock, absl::FunctionRef<double()> rate_of_a_pass) {
   double best = 0, spent = 0;
   for (int passes = 0; passes < kFewestPasses || spent < kMeasuringSeconds; ++passes) {
-    spent += SecondsOf([&] { best = std::max(best, rate_of_a_pass()); });
+    spent += SecondsOf(clock, [&] { best = std::max(best, rate_of_a_pass()); });
   }
   return best;
 }
 
-double FmaRate(int threads) {
+double FmaRate(Clock* clock, int threads) {
   const CpuKernels& kernels = BestCpuKernels();
   ThreadPool pool(threads);
   std::vector<double> flops(threads);
   const auto pass = [&](int64_t iterations) {
-    return SecondsOf([&] {
+    return SecondsOf(clock, [&] {
       pool.ParallelFor(threads,
                        [&](int64_t task, int) { flops[task] = kernels.fma_peak(iterations); });
     });
@@ -302,13 +301,13 @@ double FmaRate(int threads) {
   // Long against starting the threads, short against a time slice.
   int64_t iterations = 1 << 12;
   while (pass(iterations) < kPassSeconds) iterations *= 2;
-  return BestRate([&] {
+  return BestRate(clock, [&] {
     const double seconds = pass(iterations);
     return std::accumulate(flops.begin(), flops.end(), 0.0) / seconds;
   });
 }
 
-double ReadRate(int threads, int64_t bytes) {
+double ReadRate(Clock* clock, int threads, int64_t bytes) {
   const absl::StatusOr<Tensor> memory = Tensor::Allocate(DType::kU8, {bytes});
   if (!memory.ok()) return 0;
   const uint64_t* words = static_cast<const uint64_t*>(memory->raw());
@@ -320,8 +319,8 @@ double ReadRate(int threads, int64_t bytes) {
     std::fill_n(const_cast<uint64_t*>(words) + piece * kPiece / 8, kPiece / 8, piece);
   });
   std::vector<uint64_t> sums(pieces);
-  return BestRate([&] {
-    const double seconds = SecondsOf([&] {
+  return BestRate(clock, [&] {
+    const double seconds = SecondsOf(clock, [&] {
       pool.ParallelFor(pieces, [&](int64_t piece, int) {
         sums[piece] = ReadAll(words + piece * kPiece / 8, kPiece / 8);
       });
@@ -429,14 +428,14 @@ Environment DescribeMachine(int threads, const std::string& workspace) {
   return environment;
 }
 
-void MeasurePeaks(const std::vector<int>& threads, Environment* environment) {
+void MeasurePeaks(const std::vector<int>& threads, Environment* environment, Clock* clock) {
   // Four times the last cache, so that at least three quarters come from memory; at most 256 MiB,
   // where a server's cache is larger than one process gets of it anyway.
   const int64_t bytes = std::clamp<int64_t>(4 * LastLevelCacheBytes(), 64 << 20, 256 << 20);
   for (const int count : std::set<int>(threads.begin(), threads.end())) {
-    AddPeak("f32 fma", FmaRate(count), "FLOP/s", count, Peak::KIND_COMPUTE, ELEMENT_TYPE_F32,
+    AddPeak("f32 fma", FmaRate(clock, count), "FLOP/s", count, Peak::KIND_COMPUTE, ELEMENT_TYPE_F32,
             environment);
-    AddPeak("read", ReadRate(count, bytes), "B/s", count, Peak::KIND_READ_BANDWIDTH,
+    AddPeak("read", ReadRate(clock, count, bytes), "B/s", count, Peak::KIND_READ_BANDWIDTH,
             ELEMENT_TYPE_UNSPECIFIED, environment);
   }
 }

@@ -1,4 +1,4 @@
-// What a result has to know of the machine that made it: who it is, how the binary was built, and
+// Describes for a result the machine that made it: who it is, how the binary was built, and
 // the limits that it reaches, measured by the same process.
 #ifndef TFB_HARNESS_MACHINE_H_
 #define TFB_HARNESS_MACHINE_H_
@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "harness/clock.h"
 #include "results/results.pb.h"
 
 namespace tfb {
@@ -17,9 +18,10 @@ namespace tfb {
 // `workspace` is the folder whose git commit is recorded, empty for none.
 Environment DescribeMachine(int threads, const std::string& workspace);
 
-// Adds to `environment` the f32 FMA rate and the read bandwidth of a pool of each size. Takes about
-// 0.3 s a size.
-void MeasurePeaks(const std::vector<int>& threads, Environment* environment);
+// Adds to `environment` the f32 FMA rate and the read bandwidth of a pool of each size, timed by
+// `clock`. Takes about 0.3 s a size.
+void MeasurePeaks(const std::vector<int>& threads, Environment* environment,
+                  Clock* clock = RealClock());
 
 // Cores that this process may use: its affinity, bounded by the CPU quota of its control group.
 int UsableCores();
@@ -28,7 +30,7 @@ int UsableCores();
 // control group.
 int64_t AvailableMemoryBytes();
 
-// Of the processor that this runs on; 32 MiB where the system does not tell.
+// Bytes of the last cache of the processor that this runs on; 32 MiB where the system does not tell.
 int64_t LastLevelCacheBytes();
 
 // The largest resident size that this process has had.

@@ -49,13 +49,13 @@ std::string Gibibytes(double bytes) {
   return absl::StrCat(std::round(bytes / (1 << 30) * 100) / 100, " GiB");
 }
 
-// What the heap holds; 0 where the C library cannot say, as under sanitizers.
+// Returns the bytes that the heap holds, 0 where the C library cannot say, as under sanitizers.
 int64_t HeapBytes() {
   const struct mallinfo2 info = mallinfo2();
   return static_cast<int64_t>(info.uordblks + info.hblkhd);
 }
 
-// What freed chunks that the C library keeps at hand may come to.
+// Freed chunks that the C library keeps at hand may come to so many bytes.
 constexpr int64_t kHeapNoise = 64 << 10;
 
 // Judge, whose float64 copies need memory of their own.
@@ -232,7 +232,7 @@ bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureH
   } catch (const std::bad_alloc&) {
     status = absl::ResourceExhaustedError("an allocation failed");
   }
-  // What a device has no memory for beside the other cases it may have for that one alone.
+  // A device that has no memory for a case beside the others may have it for that case alone.
   const bool on_device = group_case.sweep_case->device != Device::kCpu;
   prepared->waits |= on_device && absl::IsResourceExhausted(status) && !batch->cases.empty();
   if (prepared->waits) return false;
@@ -287,7 +287,7 @@ absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hoo
   if (inputs == batch->inputs.end()) {
     absl::StatusOr<NamedTensors> made =
         MakeInputs(sweep_case.input, input_specs, sweep_case.problem, sweep_case.seed);
-    // What a file has is not the technique's fault.
+    // A file that does not fit is not the technique's fault.
     if (absl::IsInvalidArgument(made.status())) return absl::NotFoundError(made.status().message());
     if (!made.ok()) return made.status();
     inputs = batch->inputs.emplace(inputs_key, *std::move(made)).first;
@@ -494,6 +494,7 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   }
   TimingOptions options;
   options.clock = options_.clock;
+  options.probe = options_.probe;
   options.repetitions = options_.repetitions;
   options.min_time = options_.min_time;
   options.flush_caches = Flusher(*batch);

@@ -36,7 +36,9 @@ struct MeasureOptions {
   int64_t sampled_rows = 64;
   bool cold = true;
   const Registry* registry = &Registry::Global();
+  // As in TimingOptions.
   Clock* clock = RealClock();
+  std::function<void()> probe = &ProbeArithmetic;
 };
 
 // A case and how it is to be measured.

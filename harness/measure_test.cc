@@ -1,5 +1,6 @@
 #include "harness/measure.h"
 
+#include <algorithm>
 #include <map>
 #include <string>
 #include <utility>
@@ -9,6 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/device_memory.h"
+#include "harness/simulated_clock.h"
 #include "harness/toys.h"
 
 namespace tfb {
@@ -19,8 +21,11 @@ using ::testing::HasSubstr;
 class MeasureTest : public ::testing::Test {
  protected:
   MeasureTest() {
-    AddToys(registry_);
-    AddDenseToy(registry_);
+    const ToyTime time = {&clock_, /*seconds_per_round=*/1e-4};
+    AddToys(registry_, time);
+    AddDenseToy(registry_, time);
+    options_.clock = &clock_;
+    options_.probe = [this] { clock_.Advance(5e-5); };
     options_.repetitions = 4;
     options_.min_time = 1e-4;
     options_.cold = false;
@@ -47,9 +52,11 @@ class MeasureTest : public ::testing::Test {
     for (const SweepCase& sweep_case : cases_) group.push_back({&sweep_case, check_, 0});
     std::map<std::string, Case> records;
     MeasureHooks hooks;
-    hooks.on_activity = [this](size_t, absl::string_view what) {
+    hooks.on_activity = [this](size_t index, absl::string_view what) {
       ++activities_[std::string(what)];
+      sequence_.emplace_back(index, what);
     };
+    if (seconds_left_ > 0) hooks.seconds_left = [this] { return seconds_left_; };
     hooks.stopped = [this] { return stopped_; };
     hooks.done = [&](size_t index, Case record) {
       const std::string name = cases_[index].DisplayName();
@@ -59,10 +66,14 @@ class MeasureTest : public ::testing::Test {
     return records;
   }
 
+  SimulatedClock clock_;
   Registry registry_;
   MeasureOptions options_;
   std::vector<SweepCase> cases_;
+  using Activity = std::pair<size_t, std::string>;
   std::map<std::string, int> activities_;
+  std::vector<Activity> sequence_;
+  double seconds_left_ = 0;  // 0: there is no such limit
   bool check_ = true, case_check_ = true, stopped_ = false, kept_device_ = true;
 };
 
@@ -70,7 +81,7 @@ TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
   const auto records = Measure("toy_mean");
   const Outcome& outcome = records.at("toy_mean").outcome();
   EXPECT_EQ(outcome.status(), Outcome::STATUS_OK) << outcome.reason();
-  EXPECT_EQ(outcome.timing().run_ns_size() + outcome.timing().discarded_samples(), 4);
+  EXPECT_EQ(outcome.timing().run_ns_size(), 4);
   EXPECT_GT(outcome.timing().setup_ns_size(), 0);
   EXPECT_LT(outcome.against_definition().max_abs(), 1e-6);
   EXPECT_TRUE(outcome.against_definition().passed());
@@ -82,7 +93,9 @@ TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
   EXPECT_EQ(outcome.input_bytes(), 3u * 2 * 16 * 8 * 4);
   EXPECT_EQ(outcome.output_bytes(), 2u * 16 * 8 * 4);
   EXPECT_GT(outcome.process_peak_bytes(), 1u << 20);
-  EXPECT_GT(outcome.elapsed_seconds(), 0);
+  // A setup and a run to check, and what is timed: by default they are some ten.
+  EXPECT_GT(outcome.elapsed_seconds(), 10 * 1e-4);
+  EXPECT_LT(outcome.elapsed_seconds(), 100 * 1e-4);
   EXPECT_EQ(outcome.statistics().at("rounds"), 1);
   EXPECT_EQ(records.at("toy_mean").technique().weights(), TechniqueDescription::WEIGHTS_NONE);
 }
@@ -117,11 +130,11 @@ TEST_F(MeasureTest, MemoryIsCheckedBeforeItIsAllocated) {
 }
 
 TEST_F(MeasureTest, CasesThatDoNotFitTogetherAreMeasuredOneAfterTheOther) {
-  // Of 2^16 tokens: 12 MiB of inputs, 4 of outputs, and three times that while they are checked.
-  options_.memory_limit = 40 << 20;
+  // 2^14 tokens make 3 MiB of inputs, 1 of outputs, and three times that while they are checked.
+  options_.memory_limit = 10 << 20;
   options_.repetitions = 1;
   check_ = false;
-  const auto records = Measure("toy_mean,toy_causal,toy_slow,toy_hungry", 1 << 16);
+  const auto records = Measure("toy_mean,toy_causal,toy_slow,toy_hungry", 1 << 14);
   ASSERT_EQ(records.size(), 4u);
   for (const auto& [name, record] : records) {
     EXPECT_EQ(record.outcome().status(), Outcome::STATUS_OK) << name << record.outcome().reason();
@@ -160,12 +173,31 @@ TEST_F(MeasureTest, CaseWithoutACheckSaysWhyAndHasTimes) {
 }
 
 TEST_F(MeasureTest, TimeoutIsARowAndKeepsTheErrors) {
-  options_.case_timeout = 0.05;
-  auto records = Measure("toy_slow:ms=100,toy_mean");
-  const Outcome& slow = records.at("toy_slow ms=100").outcome();
+  options_.case_timeout = 0.5;
+  auto records = Measure("toy_slow:ms=300,toy_slow:ms=1000,toy_mean");
+  // One run and the pilot's fit, and then the time is over.
+  const Outcome& slow = records.at("toy_slow ms=300").outcome();
   EXPECT_EQ(slow.status(), Outcome::STATUS_TIMEOUT);
-  EXPECT_THAT(slow.reason(), HasSubstr("--case_timeout is 0.05 s"));
+  EXPECT_EQ(slow.reason(), "no sample: a call takes 0.3 s; --case_timeout is 0.5 s");
+  EXPECT_TRUE(slow.against_definition().passed());
+  const Outcome& slower = records.at("toy_slow ms=1000").outcome();
+  EXPECT_EQ(slower.status(), Outcome::STATUS_TIMEOUT);
+  EXPECT_EQ(slower.reason(), "setup and one run took 1 s; --case_timeout is 0.5 s");
   EXPECT_EQ(records.at("toy_mean").outcome().status(), Outcome::STATUS_OK);
+}
+
+TEST_F(MeasureTest, WhereTimeIsShortWhatIsPreparedIsTimedBeforeTheRest) {
+  // Preparing takes 1 s a case: of the 4 s that are left the first two take the third and more.
+  seconds_left_ = 4;
+  const auto records = Measure("toy_slow:ms=1000,toy_slow:ms=1001,toy_slow:ms=1002");
+  ASSERT_EQ(records.size(), 3u);
+  const auto at = [this](const Activity& activity) {
+    return std::find(sequence_.begin(), sequence_.end(), activity) - sequence_.begin();
+  };
+  EXPECT_LT(at({1, "create"}), at({0, "run"}));
+  EXPECT_LT(at({0, "run"}), at({2, "create"}));
+  EXPECT_LT(at({1, "run"}), at({2, "create"}));
+  EXPECT_LT(at({2, "create"}), at({2, "run"}));
 }
 
 TEST_F(MeasureTest, NothingIsReportedOfWhatWasStopped) {

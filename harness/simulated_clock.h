@@ -1,14 +1,15 @@
-// A clock for tests, which stands still until somebody waits by it or advances it.
+// Clocks for tests.
 #ifndef TFB_HARNESS_SIMULATED_CLOCK_H_
 #define TFB_HARNESS_SIMULATED_CLOCK_H_
 
+#include <algorithm>
 #include <atomic>
 
 #include "harness/clock.h"
 
 namespace tfb {
 
-// Threads share it, and so do processes that are forked while it exists: who waits in one of them
+// A clock that stands still until somebody waits by it or advances it. Threads share it, and so do processes that are forked while it exists: who waits in one of them
 // advances the clock of all. Waiting takes no real time.
 class SimulatedClock : public Clock {
  public:
@@ -23,6 +24,19 @@ class SimulatedClock : public Clock {
 
  private:
   std::atomic<double>* seconds_;  // in shared memory
+};
+
+// A clock by which each reading is `tick` seconds later than the one before, for code under test
+// that waits for time to pass but waits by no clock.
+class TickingClock : public Clock {
+ public:
+  explicit TickingClock(double tick) : tick_(tick) {}
+  double Seconds() override { return seconds_ += tick_; }
+  void WaitUntil(double seconds) override { seconds_ = std::max(seconds_, seconds); }
+
+ private:
+  const double tick_;
+  double seconds_ = 0;
 };
 
 }  // namespace tfb

@@ -304,7 +304,7 @@ class Measurement {
     if (timed_.stream_status.ok()) return;
     segments_.clear();
     NoteLoss();
-    // What loses the device to all is the case's failure, not its stream's alone.
+    // A stream that loses the device to all cases is the case's failure, not its own alone.
     if (device_lost_) timed_.status.Update(timed_.stream_status);
   }
   absl::Status Stream() {

@@ -63,7 +63,7 @@ struct TimedCase {
   double share_seconds = 0;
   int repetitions = 0;  // samples of `run` at most; 0: those of the options
 
-  // What came out.
+  // The results.
   Timing timing;
   DeviceState state_before, state_after;  // of the device, by TimingOptions::monitor
   double spent_seconds = 0;
@@ -97,9 +97,9 @@ struct TimingOptions {
   std::function<bool()> stopped;
 };
 
-// Measures the cases together, each into its own `timing`. Not reentrant, as Google Benchmark is
-// not. Where one of them loses the device to this process (DeviceStatus), that one has the status,
-// and for the others it is as if `stopped` were true from then on.
+// Measures the cases together, each into its own `timing`. This is not reentrant, as Google
+// Benchmark is not. Where a case loses the device to this process (DeviceStatus), that case has the
+// status, and for the others it is as if `stopped` were true from then on.
 void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cases);
 
 // Overwrites twice the last level's size, at most 256 MiB, by all threads of the pool, so that no
@@ -139,7 +139,7 @@ double MonotonicSeconds();
 // `usual` is that time undisturbed.
 std::vector<bool> UndisturbedSamples(const std::vector<double>& probes, double usual);
 
-// Likewise on a device, by the states that its monitor read about each sample.
+// Which samples of a device to keep, by the states that its monitor read about each.
 std::vector<bool> UnthrottledSamples(const std::vector<DeviceState>& states);
 
 // The segments of a stream: [begin, begin + tokens), whole and in order.

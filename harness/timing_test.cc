@@ -13,18 +13,28 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "harness/device_memory.h"
+#include "harness/simulated_clock.h"
 #include "harness/tiny_technique.h"
 #include "harness/toys.h"
 
 namespace tfb {
 namespace {
 
+using ::testing::DoubleNear;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::Gt;
 using ::testing::HasSubstr;
 
-// Layers with the tensors that they are timed on.
+// A round of the toys' work, and the probe, take so long by the simulated clock. They are powers of
+// two, so that sums of them are exact.
+constexpr double kRoundSeconds = 1.0 / (1 << 20);
+constexpr double kProbeSeconds = 1.0 / (1 << 14);
+constexpr double kRoundNs = kRoundSeconds * 1e9;
+constexpr double kTick = 1.0 / (1 << 10);  // of a ticking clock
+
+// Layers with the tensors that they are timed on. The toys' time is that of a simulated clock, and
+// so is that of the simulated device's events.
 class TimingTest : public ::testing::Test {
  protected:
   struct Prepared {
@@ -35,8 +45,16 @@ class TimingTest : public ::testing::Test {
   };
 
   TimingTest() : pool_(2) {
-    AddToys(registry_);
+    AddToys(registry_, {&clock_, kRoundSeconds});
     registry_.Add(MakeTiny(TinyFault::kNone));
+    SetEventClock(&clock_);
+  }
+  ~TimingTest() override { cuda_simulator::Configure({}); }
+
+  static void SetEventClock(Clock* clock) {
+    cuda_simulator::Settings settings;
+    settings.event_seconds = [clock] { return clock->Seconds(); };
+    cuda_simulator::Configure(settings);
   }
 
   TimedCase Prepare(const std::string& name, const Options& options, int64_t tokens,
@@ -65,17 +83,22 @@ class TimingTest : public ::testing::Test {
     return timed;
   }
 
-  static TimingOptions Quick() {
+  // A sample of toy_mean is 512 calls long; on the simulated device, whose work is slow, 8.
+  TimingOptions QuickOnDevice() {
+    TimingOptions options = Quick();
+    options.min_time = 8 * kRoundSeconds;
+    return options;
+  }
+  TimingOptions Quick() {
     TimingOptions options;
     options.repetitions = 7;
-    options.min_time = 0.0005;
+    options.min_time = 512 * kRoundSeconds;
+    options.clock = &clock_;
+    options.probe = [this] { clock_.Advance(kProbeSeconds); };
     return options;
   }
 
-  static double Fastest(const TimedCase& timed) {
-    return *std::min_element(timed.timing.run_ns().begin(), timed.timing.run_ns().end());
-  }
-
+  SimulatedClock clock_;
   Registry registry_;
   ThreadPool pool_;
   std::vector<std::unique_ptr<Prepared>> prepared_;
@@ -87,21 +110,28 @@ TEST_F(TimingTest, EverySampleIsKept) {
   cases.push_back(Prepare("toy_mean", {{"rounds", "50"}}, 16));
   CpuCacheFlusher flusher(&pool_);
   TimingOptions options = Quick();
-  options.flush_caches = [&] { return flusher(); };
+  options.flush_caches = [&] {
+    clock_.Advance(1);  // is no part of a cold run
+    return flusher();
+  };
   MeasureSideBySide(options, &cases);
   for (const TimedCase& timed : cases) {
+    const double run_ns = (&timed == &cases[1] ? 50 : 1) * kRoundNs;
     EXPECT_TRUE(timed.status.ok()) << timed.status;
-    EXPECT_EQ(timed.timing.run_ns_size() + timed.timing.discarded_samples(), 7);
+    EXPECT_EQ(timed.timing.run_ns_size(), 7);
+    EXPECT_EQ(timed.timing.discarded_samples(), 0);
     EXPECT_EQ(timed.timing.setup_ns_size(), kIntervalSamples);
     EXPECT_EQ(timed.timing.end_to_end_ns_size(), kIntervalSamples);
     EXPECT_EQ(timed.timing.cold_run_ns_size(), kIntervalSamples);
     EXPECT_EQ(timed.timing.clock(), Timing::CLOCK_WALL);
-    EXPECT_THAT(timed.timing.run_ns(), Each(Gt(0)));
-    EXPECT_THAT(timed.timing.cold_run_ns(), Each(Gt(0)));
+    EXPECT_THAT(timed.timing.run_ns(), Each(run_ns));
+    EXPECT_THAT(timed.timing.cold_run_ns(), Each(run_ns));
+    EXPECT_THAT(timed.timing.setup_ns(), Each(kRoundNs));
+    EXPECT_THAT(timed.timing.end_to_end_ns(), Each(kRoundNs + run_ns));
   }
-  // Fifty times the work, and calls are averaged until a sample is long enough.
-  EXPECT_GT(Fastest(cases[1]), 5 * Fastest(cases[0]));
-  EXPECT_GT(cases[0].timing.calls_per_sample(), cases[1].timing.calls_per_sample());
+  // Calls are averaged until a sample is long enough.
+  EXPECT_EQ(cases[0].timing.calls_per_sample(), 512);
+  EXPECT_EQ(cases[1].timing.calls_per_sample(), 11);  // of 50 rounds each
 }
 
 TEST_F(TimingTest, InstructionsAreCountedWhereThereIsACounter) {
@@ -120,8 +150,41 @@ TEST_F(TimingTest, EachSampleHasTheTimeOfTheArithmeticBesideIt) {
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("toy_mean", {}, 16));
   MeasureSideBySide(Quick(), &cases);
-  EXPECT_EQ(cases[0].timing.probe_ns_size(), cases[0].timing.run_ns_size());
-  EXPECT_THAT(cases[0].timing.probe_ns(), Each(Gt(0)));
+  EXPECT_EQ(cases[0].timing.probe_ns_size(), 7);
+  EXPECT_THAT(cases[0].timing.probe_ns(), Each(kProbeSeconds * 1e9));
+}
+
+TEST_F(TimingTest, SamplesBesideSlowArithmeticAreDiscardedAndCounted) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  TimingOptions options = Quick();
+  // There is one before and one after each sample: the second sample's second and the fifth's first
+  // take twice as long.
+  int probes = 0;
+  options.probe = [&] {
+    clock_.Advance(probes == 3 || probes == 8 ? 2 * kProbeSeconds : kProbeSeconds);
+    ++probes;
+  };
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(probes, 2 * 7);
+  EXPECT_EQ(cases[0].timing.discarded_samples(), 2);
+  EXPECT_EQ(cases[0].timing.discarded_reason(), "the core was slower meanwhile");
+  EXPECT_EQ(cases[0].timing.run_ns_size(), 5);
+  EXPECT_EQ(cases[0].timing.probe_ns_size(), 5);
+  EXPECT_THAT(cases[0].timing.probe_ns(), Each(kProbeSeconds * 1e9));
+  EXPECT_THAT(cases[0].timing.run_ns(), Each(kRoundNs));
+}
+
+TEST_F(TimingTest, TheProbeIsTimedByTheClockToo) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  TickingClock clock(kTick);
+  TimingOptions options = Quick();
+  options.clock = &clock;
+  options.probe = TimingOptions().probe;
+  MeasureSideBySide(options, &cases);
+  EXPECT_THAT(cases[0].timing.run_ns(), Each(kTick * 1e9));
+  EXPECT_THAT(cases[0].timing.probe_ns(), Each(kTick * 1e9));
 }
 
 TEST_F(TimingTest, SamplesOfDifferentCasesAreInterleaved) {
@@ -135,16 +198,17 @@ TEST_F(TimingTest, SamplesOfDifferentCasesAreInterleaved) {
   MeasureSideBySide(options, &cases);
   int changes = 0;
   for (size_t i = 1; i < order.size(); ++i) changes += order[i] != order[i - 1];
-  // Of some 50 samples in random order about 25; in blocks there would be 3. The chance of fewer
-  // than 8 is below 1e-6.
+  // Some 50 samples in random order have about 25 changes; in blocks there would be 3. The chance
+  // of fewer than 8 is below 1e-6.
   EXPECT_GE(changes, 8);
 }
 
-TEST_F(TimingTest, TimeOfASleepIsTheSleep) {
+TEST_F(TimingTest, ALongCallIsASampleOfItsOwn) {
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("toy_slow", {{"ms", "4"}}, 1));
   MeasureSideBySide(Quick(), &cases);
-  EXPECT_THAT(cases[0].timing.run_ns(), Each(Gt(4e6)));
+  EXPECT_EQ(cases[0].timing.run_ns_size(), 7);
+  EXPECT_THAT(cases[0].timing.run_ns(), Each(DoubleNear(4e6 + kRoundNs, 1e-2)));
   EXPECT_EQ(cases[0].timing.calls_per_sample(), 1);
 }
 
@@ -155,8 +219,8 @@ TEST_F(TimingTest, SmallShareOfTimeTakesFewerSamples) {
   cases[0].share_seconds = 0.15;   // 0.6 of it is room for 2 samples of 40 ms, warming included
   cases[1].share_seconds = 0.005;  // not even for one
   MeasureSideBySide(Quick(), &cases);
-  EXPECT_EQ(cases[0].timing.run_ns_size() + cases[0].timing.discarded_samples(), kFewestSamples);
-  EXPECT_EQ(cases[1].timing.run_ns_size() + cases[1].timing.discarded_samples(), 1);
+  EXPECT_EQ(cases[0].timing.run_ns_size(), kFewestSamples);
+  EXPECT_EQ(cases[1].timing.run_ns_size(), 1);
   EXPECT_EQ(cases[1].timing.setup_ns_size(), 0);
 }
 
@@ -191,8 +255,8 @@ TEST_F(TimingTest, StoppedMeasuringKeepsWhatItHas) {
   options.stopped = [&] { return samples >= 40; };
   MeasureSideBySide(options, &cases);
   EXPECT_TRUE(cases[0].status.ok()) << cases[0].status;
-  EXPECT_GT(cases[0].timing.run_ns_size(), 0);
-  EXPECT_LE(cases[0].timing.run_ns_size(), 40);
+  // The pilot is announced too, and the others are of its setup.
+  EXPECT_EQ(cases[0].timing.run_ns_size() + cases[0].timing.setup_ns_size(), 39);
 }
 
 TEST_F(TimingTest, SegmentsOfAStreamAreTimedByPosition) {
@@ -205,10 +269,13 @@ TEST_F(TimingTest, SegmentsOfAStreamAreTimedByPosition) {
   EXPECT_EQ(cases[0].timing.segments(1).tokens_before(), 5);
   EXPECT_EQ(cases[0].timing.segments(7).tokens(), 5);
   EXPECT_EQ(cases[0].timing.segments(0).append_ns_size(), kIntervalSamples);
+  EXPECT_THAT(cases[0].timing.segments(7).append_ns(), Each(5 * kRoundNs));
   ASSERT_EQ(cases[1].timing.segments_size(), 32);
   EXPECT_EQ(cases[1].timing.segments(0).tokens_before(), 0);
   EXPECT_EQ(cases[1].timing.segments(31).tokens_before(), 992);
   EXPECT_EQ(cases[1].timing.segments(31).tokens(), 8);
+  EXPECT_THAT(cases[1].timing.segments(0).append_ns(), Each(16 * kRoundNs));
+  EXPECT_THAT(cases[1].timing.segments(31).append_ns(), Each(8 * kRoundNs));
   EXPECT_EQ(cases[2].timing.segments_size(), 0);
 }
 
@@ -239,24 +306,27 @@ TEST_F(TimingTest, OnADeviceEventsTellTheTime) {
   const auto flusher = DeviceCacheFlusher::Make(runtime);
   ASSERT_TRUE(flusher.ok()) << flusher.status();
   FakeMonitor monitor([](int) { return Clocked(1700, false); });
-  TimingOptions options = Quick();
+  TimingOptions options = QuickOnDevice();
   options.flush_caches = [&] { return (**flusher)(); };
   options.monitor = &monitor;
   MeasureSideBySide(options, &cases);
   for (const TimedCase& timed : cases) {
+    const double run_ns = (&timed == &cases[1] ? 20 : 1) * kRoundNs;
     EXPECT_TRUE(timed.status.ok()) << timed.status;
     EXPECT_EQ(timed.timing.clock(), Timing::CLOCK_DEVICE_EVENTS);
     EXPECT_EQ(timed.timing.run_ns_size(), 7);
     EXPECT_EQ(timed.timing.discarded_samples(), 0);
     EXPECT_EQ(timed.timing.cold_run_ns_size(), kIntervalSamples);
     EXPECT_EQ(timed.timing.setup_ns_size(), kIntervalSamples);
-    EXPECT_THAT(timed.timing.run_ns(), Each(Gt(0)));
-    EXPECT_THAT(timed.timing.cold_run_ns(), Each(Gt(0)));
+    // Events tell milliseconds in f32.
+    EXPECT_THAT(timed.timing.run_ns(), Each(DoubleNear(run_ns, 1e-6 * run_ns)));
+    EXPECT_THAT(timed.timing.cold_run_ns(), Each(DoubleNear(run_ns, 1e-6 * run_ns)));
     EXPECT_EQ(timed.state_before.clock_mhz(), 1700);
     EXPECT_EQ(timed.state_after.clock_mhz(), 1700);
   }
   EXPECT_EQ(monitor.reads(), 2 * (1 + 2 * 7));
-  EXPECT_GT(Fastest(cases[1]), 5 * Fastest(cases[0]));
+  EXPECT_EQ(cases[0].timing.calls_per_sample(), 8);
+  EXPECT_EQ(cases[1].timing.calls_per_sample(), 1);
 }
 
 TEST_F(TimingTest, SamplesOfAThrottledDeviceAreDiscardedAndCounted) {
@@ -264,7 +334,7 @@ TEST_F(TimingTest, SamplesOfAThrottledDeviceAreDiscardedAndCounted) {
   FakeMonitor monitor([](int n) { return Clocked(1700 - n, n % 6 == 3); });
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
-  TimingOptions options = Quick();
+  TimingOptions options = QuickOnDevice();
   options.repetitions = 9;
   options.monitor = &monitor;
   MeasureSideBySide(options, &cases);
@@ -277,14 +347,17 @@ TEST_F(TimingTest, SamplesOfAThrottledDeviceAreDiscardedAndCounted) {
 TEST_F(TimingTest, SegmentsOfAStreamOnADeviceAreTimedToo) {
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("tiny", {}, 40, Device::kSimulator));
+  TickingClock clock(kTick);
+  SetEventClock(&clock);
   TimingOptions options = Quick();
+  options.clock = &clock;
   options.cold = options.setup = false;
   MeasureSideBySide(options, &cases);
   EXPECT_TRUE(cases[0].stream_status.ok()) << cases[0].stream_status;
   ASSERT_EQ(cases[0].timing.segments_size(), 8);
   EXPECT_EQ(cases[0].timing.segments(7).tokens_before(), 35);
   EXPECT_EQ(cases[0].timing.segments(7).append_ns_size(), kIntervalSamples);
-  EXPECT_THAT(cases[0].timing.segments(7).append_ns(), Each(Gt(0)));
+  EXPECT_THAT(cases[0].timing.segments(7).append_ns(), Each(kTick * 1e9));
 }
 
 TEST_F(TimingTest, ALostDeviceIsTheFaultOfWhoLostIt) {
@@ -293,12 +366,11 @@ TEST_F(TimingTest, ALostDeviceIsTheFaultOfWhoLostIt) {
   cases.push_back(Prepare("toy_bad_launch", {}, 4, Device::kSimulator));
   cases.push_back(Prepare("toy_bad_kernel", {}, 4, Device::kSimulator));
   cases.push_back(Prepare("toy_device", {}, 4, Device::kSimulator));
-  cuda_simulator::Settings settings;
+  cuda_simulator::Settings settings = cuda_simulator::CurrentSettings();
   settings.errors_are_deferred = true;
   cuda_simulator::Configure(settings);
-  MeasureSideBySide(Quick(), &cases);
+  MeasureSideBySide(QuickOnDevice(), &cases);
   EXPECT_FALSE(DeviceStatus(Device::kSimulator).ok());
-  cuda_simulator::Configure({});
   EXPECT_TRUE(absl::IsCancelled(cases[0].status)) << cases[0].status;
   EXPECT_THAT(std::string(cases[1].status.message()), HasSubstr("gridDim"));
   EXPECT_TRUE(absl::IsInternal(cases[2].status)) << cases[2].status;

@@ -6,8 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
 #include "harness/tiny_kernels.h"
@@ -24,7 +22,7 @@ struct ToyOptions {
   void Describe(OptionBinder& bind) {
     bind.Int("rounds", &rounds, 1, 1000000, "times that the work is done", {1, 2, 4});
     bind.Int("shade", &shade, 0, 2, "changes nothing", {0, 2});
-    bind.Int("ms", &ms, 0, 3600000, "milliseconds that a Run sleeps");
+    bind.Int("ms", &ms, 0, 3600000, "milliseconds that a Run waits");
     bind.Int("mib", &mib, 0, int64_t{1} << 40, "MiB that are taken");
   }
 };
@@ -41,13 +39,19 @@ enum class Deed {
   kBadKernel,
 };
 
+double RunSeconds(const ToyOptions& options, const ToyTime& time) {
+  return static_cast<double>(options.ms) / 1000 +
+         static_cast<double>(options.rounds) * time.seconds_per_round;
+}
+
 // y_i = mean of v_j over the keys that row i sees.
 class MeanLayer : public Layer {
  public:
-  MeanLayer(const Problem& problem, const ToyOptions& options, Deed deed)
+  MeanLayer(const Problem& problem, const ToyOptions& options, Deed deed, const ToyTime& time)
       : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
         options_(options),
-        deed_(deed) {}
+        deed_(deed),
+        time_(time) {}
 
   size_t workspace_bytes(int threads) const override {
     if (deed_ == Deed::kHungry) return static_cast<size_t>(options_.mib) << 20;
@@ -63,6 +67,7 @@ class MeanLayer : public Layer {
 
  protected:
   absl::Status DoSetup(const Inputs&, const Execution&) override {
+    time_.clock->Wait(time_.seconds_per_round);
     if (deed_ == Deed::kHoards) hoard_.assign(options_.mib << 20, 1);
     return absl::OkStatus();
   }
@@ -73,7 +78,7 @@ class MeanLayer : public Layer {
       signal(SIGSEGV, SIG_DFL);  // sanitizers catch it
       raise(SIGSEGV);
     }
-    if (options_.ms > 0) absl::SleepFor(absl::Milliseconds(options_.ms));
+    time_.clock->Wait(RunSeconds(options_, time_));
     for (int64_t round = 0; round < options_.rounds; ++round) Fill(inputs.Get("v"), outputs);
     return absl::OkStatus();
   }
@@ -106,6 +111,7 @@ class MeanLayer : public Layer {
 
   ToyOptions options_;
   Deed deed_;
+  ToyTime time_;
   std::vector<char> hoard_;
 };
 
@@ -114,9 +120,10 @@ class MeanDeviceLayer : public Layer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Make(const Problem& problem,
                                                      const ToyOptions& options, Deed deed,
-                                                     Device device) {
+                                                     const ToyTime& time, Device device) {
     TFB_ASSIGN_OR_RETURN(CudaRuntime* const runtime, CudaRuntime::For(device));
-    std::unique_ptr<MeanDeviceLayer> layer(new MeanDeviceLayer(problem, options, deed, runtime));
+    std::unique_ptr<MeanDeviceLayer> layer(
+        new MeanDeviceLayer(problem, options, deed, time, runtime));
     TFB_ASSIGN_OR_RETURN(layer->gain_, runtime->Allocate(problem.query_heads * sizeof(float)));
     TFB_RETURN_IF_ERROR(runtime->Fill(layer->gain_.data(), 0, layer->gain_.bytes()));
     return layer;
@@ -159,6 +166,7 @@ class MeanDeviceLayer : public Layer {
       call.heads = call.queries = 1;
     }
     if (deed_ == Deed::kBadKernel) call.out.data = reinterpret_cast<void*>(uintptr_t{64});
+    time_.clock->Wait(RunSeconds(options_, time_));
     for (int64_t round = 0; round < options_.rounds; ++round) {
       TFB_RETURN_IF_ERROR(
           ToStatus(KernelsOn<TinyKernels>(runtime_->target()).attend(call, execution.stream)));
@@ -167,31 +175,34 @@ class MeanDeviceLayer : public Layer {
   }
 
  private:
-  MeanDeviceLayer(const Problem& problem, const ToyOptions& options, Deed deed,
+  MeanDeviceLayer(const Problem& problem, const ToyOptions& options, Deed deed, const ToyTime& time,
                   CudaRuntime* runtime)
       : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
         options_(options),
         deed_(deed),
+        time_(time),
         runtime_(runtime) {}
 
   ToyOptions options_;
   Deed deed_;
+  ToyTime time_;
   CudaRuntime* runtime_;
   DeviceBuffer gain_;  // 0, by head
 };
 
 class MeanToy : public TechniqueOf<ToyOptions> {
  public:
-  MeanToy(TechniqueInfo info, Deed deed) : TechniqueOf(std::move(info)), deed_(deed) {}
+  MeanToy(TechniqueInfo info, Deed deed, const ToyTime& time)
+      : TechniqueOf(std::move(info)), deed_(deed), time_(time) {}
 
  protected:
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
                                                    const ToyOptions& options, Device device,
                                                    uint64_t) const override {
     if (deed_ == Deed::kUnable) return absl::UnimplementedError("the toy is unable to");
-    if (device == Device::kCpu) return std::make_unique<MeanLayer>(problem, options, deed_);
+    if (device == Device::kCpu) return std::make_unique<MeanLayer>(problem, options, deed_, time_);
     if (!RunsOn(info(), Device::kCpu)) return absl::InternalError("the toy has no kernels");
-    return MeanDeviceLayer::Make(problem, options, deed_, device);
+    return MeanDeviceLayer::Make(problem, options, deed_, time_, device);
   }
   absl::Status Definition(const Problem& problem, const ToyOptions&, const NamedTensors&,
                           const Inputs& inputs, const DefinitionRequest& request,
@@ -207,15 +218,17 @@ class MeanToy : public TechniqueOf<ToyOptions> {
 
  private:
   Deed deed_;
+  ToyTime time_;
 };
 
 class CopyLayer : public StreamingLayer {
  public:
-  explicit CopyLayer(const Problem& p)
+  CopyLayer(const Problem& p, const ToyTime& time)
       : StreamingLayer(p, HiddenInputs(p), HiddenOutputs(p),
                        {{"x", {p.batch, kSegmentTokens, p.model_dim()}, p.dtype, false}},
                        {{"out", {p.batch, kSegmentTokens, p.model_dim()}, p.dtype, false}},
-                       /*max_segment_tokens=*/16) {}
+                       /*max_segment_tokens=*/16),
+        time_(time) {}
   size_t workspace_bytes(int) const override { return 0; }
   Cost cost() const override { return {}; }
   absl::Status Reset() override {
@@ -225,11 +238,13 @@ class CopyLayer : public StreamingLayer {
 
  protected:
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs, const Execution&) override {
+    time_.clock->Wait(time_.seconds_per_round);
     CopyElements(inputs.Get("x"), outputs.Get("out"));
     return absl::OkStatus();
   }
   absl::Status DoAppend(int64_t tokens, const Inputs& segment, const Outputs& outputs,
                         const Execution&) override {
+    time_.clock->Wait(static_cast<double>(tokens) * time_.seconds_per_round);
     appended_ += tokens;
     if (appended_ > problem().query_tokens)
       return absl::OutOfRangeError("more tokens than there are");
@@ -239,26 +254,33 @@ class CopyLayer : public StreamingLayer {
 
  private:
   int64_t appended_ = 0;
+  ToyTime time_;
 };
 
 class WholeCopyLayer : public Layer {
  public:
-  explicit WholeCopyLayer(const Problem& p) : Layer(p, HiddenInputs(p), HiddenOutputs(p)) {}
+  WholeCopyLayer(const Problem& p, const ToyTime& time)
+      : Layer(p, HiddenInputs(p), HiddenOutputs(p)), time_(time) {}
   size_t workspace_bytes(int) const override { return 0; }
   Cost cost() const override { return {}; }
 
  protected:
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs, const Execution&) override {
+    time_.clock->Wait(time_.seconds_per_round);
     CopyElements(inputs.Get("x"), outputs.Get("out"));
     return absl::OkStatus();
   }
+
+ private:
+  ToyTime time_;
 };
 
 class CopyToy : public TechniqueOf<ToyOptions> {
  public:
-  CopyToy(TechniqueInfo info, bool streams) : TechniqueOf(std::move(info)), streams_(streams) {}
+  CopyToy(TechniqueInfo info, bool streams, const ToyTime& time)
+      : TechniqueOf(std::move(info)), streams_(streams), time_(time) {}
 
-  // Its own counterpart: nothing dense is in it.
+  // The toy is its own counterpart, since nothing dense is in it.
   absl::StatusOr<TechniqueSpec> Counterpart(const Problem&, const Options&) const override {
     return TechniqueSpec{info().name, {}};
   }
@@ -266,8 +288,8 @@ class CopyToy : public TechniqueOf<ToyOptions> {
  protected:
   absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem, const ToyOptions&,
                                                    Device, uint64_t) const override {
-    if (streams_) return std::make_unique<CopyLayer>(problem);
-    return std::make_unique<WholeCopyLayer>(problem);
+    if (streams_) return std::make_unique<CopyLayer>(problem, time_);
+    return std::make_unique<WholeCopyLayer>(problem, time_);
   }
   absl::Status Definition(const Problem&, const ToyOptions&, const NamedTensors&,
                           const Inputs& inputs, const DefinitionRequest&,
@@ -280,6 +302,7 @@ class CopyToy : public TechniqueOf<ToyOptions> {
 
  private:
   bool streams_;
+  ToyTime time_;
 };
 
 TechniqueInfo Info(absl::string_view name) {
@@ -296,9 +319,9 @@ TechniqueInfo Info(absl::string_view name) {
 
 }  // namespace
 
-void AddToys(Registry& registry) {
+void AddToys(Registry& registry, const ToyTime& time) {
   const auto add_mean = [&](absl::string_view name, Deed deed) {
-    registry.Add(std::make_unique<MeanToy>(Info(name), deed));
+    registry.Add(std::make_unique<MeanToy>(Info(name), deed, time));
   };
   add_mean("toy_mean", Deed::kNone);
   add_mean("toy_wrong", Deed::kWrong);
@@ -310,30 +333,30 @@ void AddToys(Registry& registry) {
   add_mean("toy_crash", Deed::kCrashes);
   TechniqueInfo causal = Info("toy_causal");
   causal.supports_noncausal = false;
-  registry.Add(std::make_unique<MeanToy>(causal, Deed::kNone));
+  registry.Add(std::make_unique<MeanToy>(causal, Deed::kNone, time));
   TechniqueInfo full = Info("toy_full");
   full.supports_causal = false;
-  registry.Add(std::make_unique<MeanToy>(full, Deed::kNone));
+  registry.Add(std::make_unique<MeanToy>(full, Deed::kNone, time));
   TechniqueInfo cuda = Info("toy_cuda");
   cuda.devices = {Device::kCuda};
-  registry.Add(std::make_unique<MeanToy>(cuda, Deed::kNone));
+  registry.Add(std::make_unique<MeanToy>(cuda, Deed::kNone, time));
   const auto add_device = [&](absl::string_view name, Deed deed) {
     TechniqueInfo info = Info(name);
     info.devices = {Device::kCpu, Device::kCuda};
-    registry.Add(std::make_unique<MeanToy>(info, deed));
+    registry.Add(std::make_unique<MeanToy>(info, deed, time));
   };
   add_device("toy_device", Deed::kNone);
   add_device("toy_bad_launch", Deed::kBadLaunch);
   add_device("toy_bad_kernel", Deed::kBadKernel);
   TechniqueInfo hidden = Info("toy_hidden");
   hidden.input_kind = InputKind::kHidden;
-  registry.Add(std::make_unique<CopyToy>(hidden, /*streams=*/false));
+  registry.Add(std::make_unique<CopyToy>(hidden, /*streams=*/false, time));
   hidden.name = "toy_stream";
-  registry.Add(std::make_unique<CopyToy>(hidden, /*streams=*/true));
+  registry.Add(std::make_unique<CopyToy>(hidden, /*streams=*/true, time));
 }
 
-void AddDenseToy(Registry& registry) {
-  registry.Add(std::make_unique<MeanToy>(Info("dense"), Deed::kNone));
+void AddDenseToy(Registry& registry, const ToyTime& time) {
+  registry.Add(std::make_unique<MeanToy>(Info("dense"), Deed::kNone, time));
 }
 
 }  // namespace tfb

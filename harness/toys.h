@@ -3,6 +3,7 @@
 #define TFB_HARNESS_TOYS_H_
 
 #include "core/technique.h"
+#include "harness/clock.h"
 
 namespace tfb {
 
@@ -14,7 +15,7 @@ namespace tfb {
 // toy_wrong        toy_mean, off by 1
 // toy_unable       Create answers Unimplemented
 // toy_refuses      Run answers Internal
-// toy_slow         toy_mean, sleeping ms milliseconds a Run
+// toy_slow         toy_mean; a Run waits ms milliseconds by the clock of the toys
 // toy_hungry       asks for a workspace of mib MiB
 // toy_hoarder      takes mib MiB in Setup, unannounced
 // toy_crash        ends the process by a signal in Run
@@ -23,10 +24,17 @@ namespace tfb {
 // toy_bad_launch   toy_mean on the CPU; on a device Run answers that a kernel cannot be launched
 // toy_bad_kernel   toy_mean on the CPU; on a device its kernel touches memory that is nobody's,
 //                  which loses a GPU to the process
-void AddToys(Registry& registry);
+//
+// How long toys wait, beside what their work takes by the real clock.
+struct ToyTime {
+  Clock* clock = RealClock();
+  // A Setup waits so long, an Append so long a token, and a Run so long a round.
+  double seconds_per_round = 0;
+};
+void AddToys(Registry& registry, const ToyTime& time = {});
 // A toy of the name that techniques are held against by default. For registries without the real
 // one.
-void AddDenseToy(Registry& registry);
+void AddDenseToy(Registry& registry, const ToyTime& time = {});
 
 }  // namespace tfb
 

@@ -22,7 +22,6 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "harness/timing.h"
 
 // Under a sanitizer memory has another meaning: shadows, quarantines, and an abort where an
 // allocation fails.
@@ -124,7 +123,7 @@ void WorkerSide::Announce(int64_t index, absl::string_view activity) {
   const size_t size = std::min(activity.size(), sizeof(shared_->activity) - 1);
   memcpy(shared_->activity, activity.data(), size);
   shared_->activity[size] = '\0';
-  shared_->activity_since = MonotonicSeconds();
+  shared_->activity_since = clock_->Seconds();
   shared_->activity_index = index;
 }
 
@@ -132,12 +131,13 @@ bool WorkerSide::stopped() const { return shared_->stopped || SecondsLeft() < 0;
 
 double WorkerSide::SecondsLeft() const {
   const double deadline = shared_->deadline;
-  return deadline > 0 ? deadline - MonotonicSeconds() : std::numeric_limits<double>::infinity();
+  return deadline > 0 ? deadline - clock_->Seconds() : std::numeric_limits<double>::infinity();
 }
 
 absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(const std::function<void(WorkerSide&)>& body,
-                                                      int64_t memory_limit) {
+                                                      int64_t memory_limit, Clock* clock) {
   std::unique_ptr<Worker> worker(new Worker);
+  worker->clock_ = clock;
   void* shared =
       mmap(nullptr, sizeof(SharedState), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (shared == MAP_FAILED) return absl::ErrnoToStatus(errno, "mmap");
@@ -161,6 +161,7 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(const std::function<void(W
     side.in_ = to_worker[0];
     side.out_ = to_parent[1];
     side.shared_ = worker->shared_;
+    side.clock_ = clock;
     body(side);
     std::fflush(nullptr);
     _exit(0);
@@ -232,7 +233,7 @@ Worker::Activity Worker::activity() const {
   char what[sizeof(shared_->activity)];
   memcpy(what, shared_->activity, sizeof(what));
   what[sizeof(what) - 1] = '\0';
-  return {shared_->activity_index, MonotonicSeconds() - shared_->activity_since, what};
+  return {shared_->activity_index, clock_->Seconds() - shared_->activity_since, what};
 }
 
 std::string Worker::HowItEnded() const {

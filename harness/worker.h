@@ -19,16 +19,17 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "harness/clock.h"
 
 namespace tfb {
 
 // Memory that both processes see. The worker says what it is at without waking the parent, which
 // would disturb a measurement.
 struct SharedState {
-  std::atomic<bool> stopped{false};  // parent: begin nothing more
-  std::atomic<double> deadline{0};   // parent: nor after this MonotonicSeconds(), where it is not 0
+  std::atomic<bool> stopped{false};         // parent: begin nothing more
+  std::atomic<double> deadline{0};          // parent: nor after this reading of the clock; 0: none
   std::atomic<int64_t> activity_index{-1};  // worker: of the case, -1 for none
-  std::atomic<double> activity_since{0};    // worker: MonotonicSeconds()
+  std::atomic<double> activity_since{0};    // worker: the clock's reading
   char activity[32] = "";                   // worker: may be torn when read; for people only
 };
 
@@ -46,6 +47,7 @@ class WorkerSide {
   friend class Worker;
   int in_ = -1, out_ = -1;
   SharedState* shared_ = nullptr;
+  Clock* clock_ = nullptr;
 };
 
 // The parent's side.
@@ -54,9 +56,10 @@ class Worker {
   // Forks. `body` runs in the new process, which ends when it returns. Interrupts from the terminal
   // are the parent's affair: the worker ignores SIGINT and SIGTERM, and is killed when the parent
   // dies. It may take `memory_limit` bytes more than the parent has (0: any number), beyond which
-  // allocations fail.
+  // allocations fail. Both processes read `clock`.
   static absl::StatusOr<std::unique_ptr<Worker>> Start(const std::function<void(WorkerSide&)>& body,
-                                                       int64_t memory_limit);
+                                                       int64_t memory_limit,
+                                                       Clock* clock = RealClock());
   ~Worker();  // kills it
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -64,14 +67,15 @@ class Worker {
   absl::Status Send(absl::string_view message);
 
   enum class Event { kMessage, kNothing, kEnded };
-  // Waits for a message, the end of the worker, a signal, or `seconds`.
+  // Waits for a message, the end of the worker or a signal, but no longer than so many seconds of
+  // real time, whatever the clock.
   Event Wait(double seconds, std::string* message);
 
   void Stop() { shared_->stopped = true; }
-  void SetDeadline(double monotonic_seconds) { shared_->deadline = monotonic_seconds; }
+  void SetDeadline(double seconds) { shared_->deadline = seconds; }  // a reading of the clock
   void Kill();
 
-  // What the worker was last at.
+  // The case and the step that the worker has last announced.
   struct Activity {
     int64_t index;  // -1: nothing
     double seconds;
@@ -89,6 +93,7 @@ class Worker {
   pid_t pid_ = -1;
   int in_ = -1, out_ = -1;
   SharedState* shared_ = nullptr;
+  Clock* clock_ = nullptr;
   std::string received_;  // of a message that is not whole yet
   int status_ = 0;
 };

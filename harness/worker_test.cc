@@ -10,16 +10,16 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
-#include "harness/timing.h"
+#include "harness/simulated_clock.h"
 
 namespace tfb {
 namespace {
 
-// The next message, or how the worker ended.
+// Waits for the next message, or for the worker's end, and returns the one or how it was.
 std::string Next(Worker& worker) {
   std::string message;
-  for (const double end = MonotonicSeconds() + 20; MonotonicSeconds() < end;) {
-    switch (worker.Wait(0.1, &message)) {
+  for (;;) {
+    switch (worker.Wait(/*seconds=*/3600, &message)) {
       case Worker::Event::kMessage:
         return message;
       case Worker::Event::kEnded:
@@ -28,7 +28,6 @@ std::string Next(Worker& worker) {
         break;
     }
   }
-  return "nothing";
 }
 
 std::unique_ptr<Worker> Started(const std::function<void(WorkerSide&)>& body,
@@ -71,33 +70,48 @@ TEST(Worker, CrashIsToldWithWhatItWasAt) {
   EXPECT_FALSE(worker->Send("after").ok());
 }
 
-TEST(Worker, HangingWorkerIsKilled) {
-  auto worker = Started([](WorkerSide& side) {
+TEST(Worker, HangingWorkerIsSeenAndKilled) {
+  SimulatedClock clock;
+  const auto hang = [](WorkerSide& side) {
     side.Announce(1, "hang");
+    side.Send("announced");
     for (;;) pause();
-  });
+  };
+  auto worker = Worker::Start(hang, /*memory_limit=*/0, &clock).value();
+  EXPECT_EQ(Next(*worker), "announced");
   std::string message;
-  EXPECT_EQ(worker->Wait(0.3, &message), Worker::Event::kNothing);
-  EXPECT_GT(worker->activity().seconds, 0.1);
+  EXPECT_EQ(worker->Wait(0, &message), Worker::Event::kNothing);
+  EXPECT_EQ(worker->activity().seconds, 0);
+  clock.Advance(100);
+  EXPECT_EQ(worker->activity().seconds, 100);
+  EXPECT_EQ(worker->activity().index, 1);
   worker->Kill();
   EXPECT_EQ(Next(*worker), "ended: signal 9 (Killed)");
   EXPECT_TRUE(worker->was_killed());
 }
 
 TEST(Worker, StopAndDeadlineAreSeen) {
-  const auto body = [](WorkerSide& side) {
-    side.Send(side.stopped() ? "stopped" : "running");
-    while (!side.stopped()) usleep(1000);
-    side.Send("stopped");
+  SimulatedClock clock;
+  const auto answer = [](WorkerSide& side) {
+    while (side.Receive().has_value()) {
+      side.Send(absl::StrCat(side.stopped() ? "stopped, " : "running, ", side.SecondsLeft()));
+    }
   };
-  auto worker = Started(body);
-  EXPECT_EQ(Next(*worker), "running");
+  const auto ask = [](Worker& worker) {
+    EXPECT_TRUE(worker.Send("?").ok());
+    return Next(worker);
+  };
+  auto worker = Worker::Start(answer, /*memory_limit=*/0, &clock).value();
+  EXPECT_EQ(ask(*worker), "running, inf");
   worker->Stop();
-  EXPECT_EQ(Next(*worker), "stopped");
-  worker = Started(body);
-  EXPECT_EQ(Next(*worker), "running");
-  worker->SetDeadline(MonotonicSeconds() + 0.05);
-  EXPECT_EQ(Next(*worker), "stopped");
+  EXPECT_EQ(ask(*worker), "stopped, inf");
+  worker = Worker::Start(answer, /*memory_limit=*/0, &clock).value();
+  worker->SetDeadline(clock.Seconds() + 10);
+  EXPECT_EQ(ask(*worker), "running, 10");
+  clock.Advance(10);
+  EXPECT_EQ(ask(*worker), "running, 0");
+  clock.Advance(0.5);
+  EXPECT_EQ(ask(*worker), "stopped, -0.5");
 }
 
 TEST(Worker, InterruptsAreTheParentsAffair) {

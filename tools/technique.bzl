@@ -31,7 +31,7 @@ def technique(
         cuda_deps = [],
         test_deps = [],
         test_data = [],
-        test_size = "small",
+        test_size = "medium",
         conformance_size = "medium",
         cuda_conformance_size = "large",
         counterpart = "//attention/dense",
@@ -48,7 +48,7 @@ def technique(
       cuda_deps: libraries of the CUDA sources, beside //core/cuda:kernel.
       test_deps: libraries of NAME_test.cc beside this technique and GoogleTest.
       test_data: files that NAME_test.cc reads.
-      test_size: of NAME_test.
+      test_size: of NAME_test. Some take seconds, which a slow and busy machine makes minutes.
       conformance_size: of the conformance test on the CPU.
       cuda_conformance_size: of the conformance test on devices.
       counterpart: the technique that this one is held against (Technique::Counterpart), linked into the conformance test

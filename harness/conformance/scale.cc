@@ -64,7 +64,7 @@ class Spread {
   }
   Spread(const Spread&) = delete;
 
-  // What a contiguous tensor becomes here.
+  // A contiguous tensor becomes one of this kind.
   TensorView On(const ConstTensorView& tensor) const {
     return {data_, tensor.dtype, tensor.shape(), {kBatchStride, kHeadStride, tensor.dims[3], 1}};
   }
@@ -187,7 +187,9 @@ void ImpossibleSizesAreAStatus(const Subject& subject, const Problem& problem) {
     if (TFB_LIMITS_MEMORY) setrlimit(RLIMIT_AS, &memory);
     const rlimit core = {0, 0};
     setrlimit(RLIMIT_CORE, &core);
-    alarm(20);
+    // A Create that never returns takes all of its own time, however busy the machine is.
+    const rlimit processor_seconds = {60, 60};
+    setrlimit(RLIMIT_CPU, &processor_seconds);
     const auto layer = subject.technique->Create(problem, subject.options, subject.device, kSeed);
     std::string text = layer.ok() ? "made" : layer.status().ToString();
     if (layer.ok()) text += " with a workspace of " + std::to_string((*layer)->workspace_bytes(2));

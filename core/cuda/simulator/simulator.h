@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,7 @@ struct Finding {
 uint64_t SeedOfEnvironment();
 
 struct Settings {
-  // Of the order in which blocks, and threads between two barriers, run. A launch's order depends
+  // Seeds the order in which blocks, and threads between two barriers, run. An order depends
   // on this and on its shape alone.
   uint64_t seed = SeedOfEnvironment();
   // A launch stops at the end of a block that brings it to so many; at once where going on would
@@ -59,15 +60,18 @@ struct Settings {
   // Called before (true) and after (false) every launch, for what counts or times a program's own
   // doings.
   void (*on_launch)(bool begins) = nullptr;
+  // Returns the seconds that an event records. Where it is empty events record those of the
+  // steady clock.
+  std::function<double()> event_seconds;
 };
-// Of all launches from here on.
+// Sets or returns what holds for all launches from here on.
 void Configure(const Settings& settings);
 Settings CurrentSettings();
 
-// Of the last launch.
+// Returns the findings of the last launch.
 const std::vector<Finding>& Findings();
 
-// Of all launches so far.
+// Sums over all launches so far.
 struct Counts {
   int64_t launches = 0;
   int64_t blocks = 0;
