@@ -295,7 +295,7 @@ TEST_F(CasesTest, RecordsNameEveryOptionAndWhatRenderingNeeds) {
   const auto cases = Cases(Drawn("toy_mean:rounds=2"));
   ASSERT_EQ(cases.size(), 1u);
   const Case record = MakeRecord(cases[0]);
-  EXPECT_EQ(record.key().options_text(), "mib=0,ms=0,rounds=2,shade=0");
+  EXPECT_EQ(record.key().options_text(), "from=1,mib=0,ms=0,rounds=2,shade=0");
   EXPECT_EQ(record.key().options().at("rounds"), "2");
   EXPECT_EQ(record.key().threads(), UsableCores());
   EXPECT_EQ(record.technique().display_name(), "toy_mean rounds=2");

@@ -207,7 +207,11 @@ constexpr double kLockSeconds = 2;
 class Sweep {
  public:
   Sweep(const SweepOptions& options, const std::vector<SweepCase>& cases)
-      : options_(options), cases_(cases), begin_(MonotonicSeconds()), visits_(cases.size()) {
+      : options_(options),
+        cases_(cases),
+        clock_(*options.measure.clock),
+        begin_(clock_.Seconds()),
+        visits_(cases.size()) {
     options_.rounds = std::max(options_.rounds, 1);
   }
 
@@ -252,7 +256,7 @@ class Sweep {
         ResultAppender::Open(options_.output, how);
     // The worker of a sweep that was just killed may not have ended yet, and have the file's lock.
     while (absl::IsUnavailable(opened.status()) && Elapsed() < kLockSeconds) {
-      absl::SleepFor(absl::Milliseconds(50));
+      clock_.Wait(0.05);
       opened = ResultAppender::Open(options_.output, how);
     }
     if (absl::IsAlreadyExists(opened.status())) {
@@ -449,7 +453,7 @@ class Sweep {
   absl::Status StartWorker() {
     TFB_ASSIGN_OR_RETURN(worker_,
                          Worker::Start([this](WorkerSide& side) { Work(options_, cases_, side); },
-                                       options_.measure.memory_limit));
+                                       options_.measure.memory_limit, &clock_));
     return absl::OkStatus();
   }
 
@@ -516,7 +520,7 @@ class Sweep {
       std::stable_partition(items.begin(), items.end(), [this](const GroupItem& item) {
         return IsBaseline(MakeRecord(cases_[item.visit.index]));
       });
-      if (deadline > 0 && MonotonicSeconds() >= deadline) break;
+      if (deadline > 0 && clock_.Seconds() >= deadline) break;
       if (worker_ == nullptr) TFB_RETURN_IF_ERROR(StartWorker());
       worker_->SetDeadline(deadline);
       TFB_RETURN_IF_ERROR(worker_->Send(EncodeGroup(items)));
@@ -699,7 +703,7 @@ class Sweep {
 
   // --- Time
 
-  double Elapsed() const { return MonotonicSeconds() - begin_; }
+  double Elapsed() const { return clock_.Seconds() - begin_; }
 
   double ExpectedLeft() const {
     return plan_ == nullptr ? options_.time_budget : plan_->ExpectedSeconds(Elapsed());
@@ -756,6 +760,7 @@ class Sweep {
 
   SweepOptions options_;
   const std::vector<SweepCase>& cases_;
+  Clock& clock_;
   const double begin_;
   std::unique_ptr<ResultAppender> appender_;
   std::unique_ptr<Worker> worker_;
