@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdio>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -48,6 +49,9 @@ ABSL_FLAG(std::string, input, "gaussian",
           "Of gaussian, peaked, needle, real, FILE.safetensors: sweep explains them.");
 ABSL_FLAG(int, threads, 1, "Threads of the pool.");
 ABSL_FLAG(bool, setup, false, "Also measure Setup.");
+ABSL_FLAG(bool, denormals, false,
+          "Also time each case on denormal inputs, in turns with the usual ones: the counter "
+          "denormal_x is the ratio of the fastest runs. On the CPU alone.");
 
 namespace tfb {
 namespace {
@@ -57,9 +61,9 @@ constexpr char kUsage[] =
     "benchmark [flags] [--benchmark_filter=… and the other flags of Google Benchmark]\n"
     "Times techniques beside their dense counterparts.\n\n"
     "Counters: GFLOP/s by the technique's own count of operations, of_peak: its share of the\n"
-    "measured rate of arithmetic in its type in percent, tokens/s. On a GPU a time is that of "
-    "many\n"
-    "calls that are enqueued together.";
+    "measured rate of arithmetic in its type in percent, tokens/s; with --denormals, denormal_x. "
+    "On\n"
+    "a GPU a time is that of many calls that are enqueued together.";
 
 // The arguments of a layer's calls.
 struct Callable {
@@ -91,6 +95,40 @@ absl::StatusOr<Callable> Prepare(const SweepCase& sweep_case, ThreadPool* pool) 
   return callable;
 }
 
+// The same case with inputs so small that all of them, and what comes of them, are denormal.
+absl::StatusOr<Callable> PrepareDenormal(const SweepCase& sweep_case, ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(Callable callable, Prepare(sweep_case, pool));
+  for (auto& [name, tensor] : callable.host) {
+    if (!IsFloating(tensor.dtype())) continue;
+    const TensorView view = tensor.view();
+    for (int64_t i = 0; i < tensor.num_elements(); ++i) view.Set(i, 1e-40 * view.Get(i));
+  }
+  TFB_ASSIGN_OR_RETURN(callable.inputs,
+                       DeviceTensors::Of(sweep_case.device, ViewsOf(callable.host)));
+  TFB_RETURN_IF_ERROR(callable.layer->Setup(callable.inputs.inputs(), callable.execution));
+  return callable;
+}
+
+// The fastest run on denormal inputs over the fastest on the usual ones, which take turns. The
+// fastest, because what disturbs a run makes it slower.
+absl::StatusOr<double> DenormalRatio(const SweepCase& sweep_case, Callable* usual,
+                                     ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(Callable denormal, PrepareDenormal(sweep_case, pool));
+  constexpr int kPairs = 15;
+  double fastest[2] = {std::numeric_limits<double>::infinity(),
+                       std::numeric_limits<double>::infinity()};
+  for (int pair = 0; pair < kPairs; ++pair) {
+    for (int which = 0; which < 2; ++which) {
+      Callable& one = which == 0 ? *usual : denormal;
+      const double begin = MonotonicSeconds();
+      TFB_RETURN_IF_ERROR(
+          one.layer->Run(one.inputs.inputs(), one.outputs.outputs(), one.execution));
+      fastest[which] = std::min(fastest[which], MonotonicSeconds() - begin);
+    }
+  }
+  return fastest[1] / fastest[0];
+}
+
 // Times Run, or Setup, and sets the counters.
 absl::Status Measure(const SweepCase& sweep_case, bool setup, ThreadPool* pool, double peak,
                      benchmark::State& state) {
@@ -120,6 +158,9 @@ absl::Status Measure(const SweepCase& sweep_case, bool setup, ThreadPool* pool, 
   if (const auto flops = layer.cost().flops; flops.has_value()) {
     state.counters["GFLOP/s"] = *flops / seconds / 1e9;
     if (peak > 0) state.counters["of_peak"] = 100 * *flops / seconds / peak;
+  }
+  if (absl::GetFlag(FLAGS_denormals) && callable.runtime == nullptr) {
+    TFB_ASSIGN_OR_RETURN(state.counters["denormal_x"], DenormalRatio(sweep_case, &callable, pool));
   }
   return absl::OkStatus();
 }

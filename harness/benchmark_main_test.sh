@@ -17,6 +17,10 @@ for expected in "toy_mean/16x2x8/causal/f32/real_time" "toy_mean:rounds=4/32x2x8
   [[ "$output" == *"$expected"* ]] || fail "\"$expected\" is not in: $output"
 done
 
+output="$("$benchmark" --technique=toy_mean --lengths=16 --denormals --benchmark_min_time=0.001 2> /dev/null)" \
+  || fail "exit status $?"
+[[ "$output" == *"denormal_x="* ]] || fail "\"denormal_x=\" is not in: $output"
+
 # Google Benchmark's own flags hold, and a case that cannot run does not end the others.
 output="$("$benchmark" --technique=toy_mean,toy_refuses --lengths=16 --benchmark_filter=toy_ \
   --benchmark_min_time=0.001 2> /dev/null)"

@@ -39,8 +39,9 @@ constexpr int64_t kMaxThreads = 4096;
 
 absl::Status ParseListed(const CaseFlags& flags, absl::string_view folder, Axes* axes) {
   axes->devices_given = !flags.devices.empty();
+  const std::string present = flags.cuda_present ? "cpu,cuda" : "cpu";
   TFB_ASSIGN_OR_RETURN(const auto devices,
-                       ParseWords("devices", axes->devices_given ? flags.devices : "cpu,cuda"));
+                       ParseWords("devices", axes->devices_given ? flags.devices : present));
   for (const std::string& word : devices) {
     const absl::StatusOr<Device> device = ParseDevice(word);
     if (!device.ok()) return FlagError("devices", device.status());
@@ -228,6 +229,7 @@ absl::Status AddCases(const CaseFlags& flags, const Axes& axes, const ChosenTech
           Problem wanted = problem;
           wanted.causal = IsCausal(causal, info, captured);
           Fit(input, wanted, &added);
+          if (!chosen.named && !added.obstacle.ok()) continue;
           added.check =
               flags.accuracy || input.text == nullptr || added.problem.query_tokens <= kRealTokens;
           if (flags.accuracy || !captured) list->Add(added);

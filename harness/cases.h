@@ -26,9 +26,10 @@ struct CaseFlags {
   // option lists for sweeps. A glob with options takes the techniques that have all of these
   // options.
   std::string techniques = "*";
-  // Of cpu, cuda, and simulator where `simulator` is true. Empty: the CPU, and CUDA for the
-  // techniques that have it.
+  // Of cpu, cuda, and simulator where `simulator` is true. Empty: the CPU, and CUDA where
+  // `cuda_present` is true for the techniques that have it.
   std::string devices;
+  bool cuda_present = false;
   bool simulator = false;
   std::string dtypes = "f32";
   // Tokens: numbers, and ranges "256:4096" that double. Empty: kDefaultLengths for drawn inputs,
@@ -45,7 +46,9 @@ struct CaseFlags {
   // Profiles and files (harness/inputs.h). Captured tensors make accuracy cases of the file's
   // sizes, drawn ones scaling cases, and text scaling cases with an accuracy case of kRealTokens
   // beside them, since the definitions of networks take minutes at such lengths. Options that are not
-  // given are those of the language model, where it has them.
+  // given are those of the language model, where it has them. A technique that a glob has chosen has
+  // no cases for an input without the tensors that it reads; one that is named has cases with an
+  // obstacle.
   std::string inputs = "real,gaussian";
   std::string threads;  // sizes of the CPU pool; empty: every usable core
   uint64_t seed = 1;

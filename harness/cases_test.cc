@@ -260,11 +260,42 @@ TEST_F(CasesTest, AFileWithoutTheTensorsOfATechniqueIsAnObstacleOfThatCase) {
   EXPECT_TRUE(absl::IsNotFound(cases[1].obstacle)) << cases[1].obstacle;
 }
 
+TEST_F(CasesTest, AGlobChoosesNoCasesOfAFileWithoutTheirTensors) {
+  NamedTensors tensors;
+  for (const char* name : {"q", "k", "v"}) {
+    FillNormal(&(tensors[name] = Tensor(DType::kF32, {1, 2, 5, 4})), 1, name);
+  }
+  const std::string path = ::testing::TempDir() + "/qkv_for_globs.safetensors";
+  ASSERT_TRUE(WriteSafetensors(path, tensors).ok());
+  CaseFlags flags;
+  flags.techniques = "toy_m*,toy_h*";
+  flags.inputs = "qkv_for_globs.safetensors";
+  const std::vector<SweepCase> cases = Cases(flags);
+  for (const SweepCase& one : cases) EXPECT_TRUE(one.obstacle.ok()) << one.ToString();
+  EXPECT_THAT(Names(cases), testing::Contains("toy_mean"));
+  EXPECT_THAT(Names(cases), testing::Not(testing::Contains("toy_hidden")));
+  flags.techniques = "toy_hidden*";
+  EXPECT_THAT(Error(flags), HasSubstr("no case is left"));
+}
+
+TEST_F(CasesTest, DevicesDefaultToThosePresent) {
+  CaseFlags flags = Drawn("toy_device,toy_mean");
+  flags.cuda_present = true;
+  std::set<Device> devices;
+  for (const SweepCase& one : Cases(flags)) devices.insert(one.device);
+  EXPECT_THAT(devices, ElementsAre(Device::kCpu, Device::kCuda));
+  flags.cuda_present = false;
+  for (const SweepCase& one : Cases(flags)) EXPECT_EQ(one.device, Device::kCpu);
+  // What is asked for by name stays a case, and becomes a row that says why it did not run.
+  flags.devices = "cuda";
+  EXPECT_EQ(Cases(flags).front().device, Device::kCuda);
+}
+
 TEST_F(CasesTest, RecordsNameEveryOptionAndWhatRenderingNeeds) {
   const auto cases = Cases(Drawn("toy_mean:rounds=2"));
   ASSERT_EQ(cases.size(), 1u);
   const Case record = MakeRecord(cases[0]);
-  EXPECT_EQ(record.key().options_text(), "mib=0,ms=0,rounds=2,shade=0");
+  EXPECT_EQ(record.key().options_text(), "from=1,mib=0,ms=0,rounds=2,shade=0");
   EXPECT_EQ(record.key().options().at("rounds"), "2");
   EXPECT_EQ(record.key().threads(), UsableCores());
   EXPECT_EQ(record.technique().display_name(), "toy_mean rounds=2");

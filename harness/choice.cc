@@ -145,7 +145,8 @@ absl::StatusOr<std::vector<ChosenTechnique>> ChooseTechniques(absl::string_view 
           return FlagError("techniques", absl::StrCat(technique->info().name, ": ",
                                                       canonical.status().message()));
         }
-        chosen.push_back({technique, *canonical, options});
+        const bool named = spec.technique == technique->info().name;
+        chosen.push_back({technique, *canonical, options, named});
       }
     }
   }

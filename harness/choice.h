@@ -30,7 +30,8 @@ absl::StatusOr<std::vector<int64_t>> ParseSizes(absl::string_view flag, absl::st
 struct ChosenTechnique {
   const Technique* technique;
   Options options;
-  Options given;  // the options that `text` contains
+  Options given;      // the options that `text` contains
+  bool named = true;  // whether `text` has the technique's name, not a glob that it matches
 };
 absl::StatusOr<std::vector<ChosenTechnique>> ChooseTechniques(absl::string_view text,
                                                               const Registry& registry);

@@ -129,7 +129,8 @@ struct Measurer::Prepared {
   Inputs device_inputs;
   DeviceTensors outputs;
   double share_seconds = 0;
-  double preparation_seconds = 0;
+  int repetitions = 0;
+  CaseCost cost;
   bool waits = false;  // for the next batch: it does not fit beside the cases of this one
 };
 
@@ -163,7 +164,12 @@ std::function<absl::Status()> Measurer::Flusher(const Batch& batch) {
   if (!options_.cold) return nullptr;
   if (batch.runtime == nullptr) {
     std::unique_ptr<CpuCacheFlusher>& flusher = flushers_[batch.threads];
-    if (flusher == nullptr) flusher = std::make_unique<CpuCacheFlusher>(Pool(batch.threads));
+    if (flusher == nullptr) {
+      flusher = std::make_unique<CpuCacheFlusher>(Pool(batch.threads));
+      const double begin = options_.clock->Seconds();
+      (*flusher)().IgnoreError();  // there is none
+      flush_seconds_[batch.threads] = options_.clock->Seconds() - begin;
+    }
     return [flusher = flusher.get()] { return (*flusher)(); };
   }
   std::unique_ptr<DeviceCacheFlusher>& flusher = device_flushers_[batch.runtime];
@@ -217,6 +223,7 @@ bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureH
   auto prepared = std::make_unique<Prepared>();
   prepared->index = index;
   prepared->share_seconds = group_case.share_seconds;
+  prepared->repetitions = group_case.repetitions;
   prepared->record = MakeRecord(*group_case.sweep_case);
   Outcome* outcome = prepared->record.mutable_outcome();
   absl::Status status = group_case.sweep_case->obstacle;
@@ -231,13 +238,13 @@ bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureH
   if (prepared->waits) return false;
   device_lost_ |= on_device && !status.ok() && RuntimeOf(group_case.sweep_case->device).ok() &&
                   !DeviceStatus(group_case.sweep_case->device).ok();
-  prepared->preparation_seconds = options_.clock->Seconds() - begin;
-  outcome->set_elapsed_seconds(prepared->preparation_seconds);
+  prepared->cost.preparation_seconds = options_.clock->Seconds() - begin;
+  outcome->set_elapsed_seconds(prepared->cost.preparation_seconds);
   outcome->set_process_peak_bytes(PeakResidentBytes());
   if (!status.ok()) {
     outcome->set_status(OutcomeOf(status));
     outcome->set_reason(std::string(status.message()));
-    hooks.done(index, std::move(prepared->record));
+    hooks.done(index, std::move(prepared->record), prepared->cost);
     return true;
   }
   batch->threads = group_case.sweep_case->threads;
@@ -361,7 +368,48 @@ absl::Status Measurer::Place(const SweepCase& sweep_case, const std::string& inp
   return absl::OkStatus();
 }
 
+// A scaling case is there for its times: errors of a technique whose definition cannot be evaluated
+// row by row are measured where that is quick.
 constexpr double kScalingCheckSeconds = 5;
+
+// Checks of one key take times that say something of each other. All rows of a text are checked,
+// whatever the purpose.
+std::string Measurer::CheckKey(const SweepCase& sweep_case, Case::Purpose purpose) {
+  const int kind = sweep_case.input.text != nullptr ? 0 : static_cast<int>(purpose);
+  return absl::StrCat(sweep_case.DisplayName(), " ", kind);
+}
+
+// By the last check of the technique; for its first scaling case by that of an accuracy case. 0
+// where there was none.
+double Measurer::ExpectedCheckSeconds(const SweepCase& sweep_case) const {
+  for (const Case::Purpose purpose : {sweep_case.purpose, Case::PURPOSE_ACCURACY}) {
+    const auto found = check_seconds_.find(CheckKey(sweep_case, purpose));
+    if (found == check_seconds_.end()) continue;
+    const auto [tokens, seconds] = found->second;
+    // At most quadratic in tokens, and at least linear.
+    const double ratio = static_cast<double>(sweep_case.problem.query_tokens) /
+                         static_cast<double>(std::max<int64_t>(tokens, 1));
+    return seconds * ratio * std::max(1.0, ratio);
+  }
+  return 0;
+}
+
+// Empty where the case is to be checked.
+std::string Measurer::WhyNotChecked(const GroupCase& group_case) const {
+  const SweepCase& sweep_case = *group_case.sweep_case;
+  if (!sweep_case.check) {
+    return absl::StrCat("--accuracy=false leaves out those of more than ", kRealTokens,
+                        " tokens of text");
+  }
+  if (!group_case.check) return "that took longer than --case_timeout";
+  double limit = std::numeric_limits<double>::infinity();
+  if (sweep_case.purpose == Case::PURPOSE_SCALING) limit = kScalingCheckSeconds;
+  if (group_case.check_seconds > 0) limit = group_case.check_seconds;
+  if (options_.case_timeout > 0) limit = std::min(limit, options_.case_timeout / 2);
+  const double expected = ExpectedCheckSeconds(sweep_case);
+  if (expected <= limit) return "";
+  return absl::StrFormat("that would take about %.2g s", expected);
+}
 
 // Runs the layer once in guarded memory and holds it against its definition and dense attention.
 absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& hooks,
@@ -387,33 +435,9 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
   }
 
   const int64_t tokens = sweep_case.problem.query_tokens;
-  if (!sweep_case.check) {
-    outcome->set_reason(
-        absl::StrCat("errors were not measured: --accuracy=false leaves out those of "
-                     "more than ",
-                     kRealTokens, " tokens of text"));
-    return absl::OkStatus();
-  }
-  // All rows of a text are checked, whatever the purpose.
-  const int purpose = sweep_case.input.text != nullptr ? 0 : static_cast<int>(sweep_case.purpose);
-  const std::string key = absl::StrCat(sweep_case.DisplayName(), " ", purpose);
-  const auto [previous_tokens, previous_seconds] = check_seconds_[key];
-  if (previous_tokens > 0) {
-    // At most quadratic in tokens.
-    const double ratio = static_cast<double>(tokens) / static_cast<double>(previous_tokens);
-    const double expected = previous_seconds * std::max(1.0, ratio * ratio);
-    // A scaling case is there for its times: errors of a technique whose definition cannot be
-    // evaluated row by row are measured where that is quick.
-    const bool slow =
-        sweep_case.purpose == Case::PURPOSE_SCALING && expected > kScalingCheckSeconds;
-    if (slow || (options_.case_timeout > 0 && expected > options_.case_timeout / 2)) {
-      outcome->set_reason(absl::StrCat("errors were not measured: at ", previous_tokens,
-                                       " tokens that took ", std::round(previous_seconds), " s"));
-      return absl::OkStatus();
-    }
-  }
-  if (!group_case.check) {
-    outcome->set_reason("errors were not measured: that took longer than --case_timeout");
+  const std::string reason = WhyNotChecked(group_case);
+  if (!reason.empty()) {
+    outcome->set_reason(absl::StrCat("errors were not measured: ", reason));
     return absl::OkStatus();
   }
   hooks.on_activity(prepared->index, "check");
@@ -440,7 +464,8 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
     return absl::InternalError(absl::StrCat("the check failed: ", accuracy.status().message()));
   }
   RecordAccuracy(*accuracy, outcome);
-  check_seconds_[key] = {tokens, options_.clock->Seconds() - begin};
+  prepared->cost.check_seconds = options_.clock->Seconds() - begin;
+  check_seconds_[CheckKey(sweep_case, sweep_case.purpose)] = {tokens, prepared->cost.check_seconds};
   return absl::OkStatus();
 }
 
@@ -461,8 +486,10 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
     one.execution.workspace = batch->workspace.bytes();
     one.device = batch->runtime;
     one.share_seconds = prepared->share_seconds;
+    one.repetitions = prepared->repetitions;
     if (options_.case_timeout > 0) {
-      one.timeout_seconds = std::max(options_.case_timeout - prepared->preparation_seconds, 1e-3);
+      one.timeout_seconds =
+          std::max(options_.case_timeout - prepared->cost.preparation_seconds, 1e-3);
     }
   }
   TimingOptions options;
@@ -471,6 +498,7 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   options.repetitions = options_.repetitions;
   options.min_time = options_.min_time;
   options.flush_caches = Flusher(*batch);
+  if (batch->runtime == nullptr) options.flush_seconds = flush_seconds_[batch->threads];
   options.monitor = Monitor(batch->runtime);
   if (instructions_ != nullptr) options.instructions = [this] { return instructions_->Read(); };
   options.on_sample = [&](size_t index, absl::string_view what) {
@@ -489,7 +517,8 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
       *outcome->mutable_device_state_before() = timed[i].state_before;
       *outcome->mutable_device_state_after() = timed[i].state_after;
     }
-    outcome->set_elapsed_seconds(batch->cases[i]->preparation_seconds + timed[i].spent_seconds);
+    outcome->set_elapsed_seconds(batch->cases[i]->cost.preparation_seconds +
+                                 timed[i].spent_seconds);
     outcome->set_process_peak_bytes(PeakResidentBytes());
     if (!timed[i].status.ok() && outcome->status() == Outcome::STATUS_OK) {
       const absl::Status status = absl::IsDeadlineExceeded(timed[i].status)
@@ -503,7 +532,7 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
           absl::StrCat(outcome->reason(), outcome->reason().empty() ? "" : "; ",
                        "segments were not measured: ", timed[i].stream_status.message()));
     }
-    hooks.done(batch->cases[i]->index, std::move(record));
+    hooks.done(batch->cases[i]->index, std::move(record), batch->cases[i]->cost);
   }
 }
 

@@ -46,6 +46,15 @@ struct GroupCase {
   const SweepCase* sweep_case = nullptr;
   bool check = true;         // hold it against float64
   double share_seconds = 0;  // about as long as its timing should take; 0: no limit
+  int repetitions = 0;       // samples of a run at most; 0: MeasureOptions::repetitions
+  // A check that is expected to take longer is left out, as the times are what matters; 0: no limit.
+  double check_seconds = 0;
+};
+
+// What a case took of the time that its record does not say.
+struct CaseCost {
+  double preparation_seconds = 0;  // creating it, its first run, and the check
+  double check_seconds = 0;        // of these, for the check
 };
 
 struct MeasureHooks {
@@ -56,7 +65,7 @@ struct MeasureHooks {
   // Until `stopped` will be true for lack of time; null where there is no such limit.
   std::function<double()> seconds_left;
   // The record of a finished case. In any order.
-  std::function<void(size_t index, Case record)> done;
+  std::function<void(size_t index, Case record, const CaseCost& cost)> done;
 };
 
 // Keeps what outlives a group: pools, the memory that flushes caches, how long checks took.
@@ -84,6 +93,9 @@ class Measurer {
                      Prepared* prepared);
   absl::Status Check(const GroupCase& group_case, const MeasureHooks& hooks, Prepared* prepared,
                      DeviceBytes* device_bytes);
+  static std::string CheckKey(const SweepCase& sweep_case, Case::Purpose purpose);
+  double ExpectedCheckSeconds(const SweepCase& sweep_case) const;
+  std::string WhyNotChecked(const GroupCase& group_case) const;
   absl::Status TooLong(absl::string_view what) const;
   void Time(const MeasureHooks& hooks, Batch* batch);
 
@@ -96,6 +108,7 @@ class Measurer {
   bool device_lost_ = false;
   // By technique, options and purpose: tokens and seconds of the last check.
   std::map<std::string, std::pair<int64_t, double>> check_seconds_;
+  std::map<int, double> flush_seconds_;  // by threads: of overwriting the caches once
 };
 
 // The status of a case whose preparation ended with `status`.

@@ -58,7 +58,7 @@ class MeasureTest : public ::testing::Test {
     };
     if (seconds_left_ > 0) hooks.seconds_left = [this] { return seconds_left_; };
     hooks.stopped = [this] { return stopped_; };
-    hooks.done = [&](size_t index, Case record) {
+    hooks.done = [&](size_t index, Case record, const CaseCost&) {
       const std::string name = cases_[index].DisplayName();
       EXPECT_TRUE(records.emplace(name, std::move(record)).second) << name << " is reported twice";
     };

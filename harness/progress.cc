@@ -3,9 +3,8 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <cmath>
 #include <cstdlib>
+#include <string>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -25,16 +24,6 @@ int WidthOf(std::FILE* out) {
   struct winsize size;
   if (ioctl(fileno(out), TIOCGWINSZ, &size) != 0 || size.ws_col < 20) return 80;
   return size.ws_col;
-}
-
-std::string KeyOf(const SweepCase& sweep_case) {
-  return absl::StrCat(sweep_case.DisplayName(), " ", Name(sweep_case.device), " ",
-                      static_cast<int>(sweep_case.purpose));
-}
-
-int64_t TokensOf(const SweepCase& sweep_case) {
-  return std::max<int64_t>(1,
-                           std::max(sweep_case.problem.query_tokens, sweep_case.problem.kv_tokens));
 }
 
 }  // namespace
@@ -70,25 +59,6 @@ void Progress::Clear() {
   std::fputs("\r\033[K", out_);
   std::fflush(out_);
   drawn_ = false;
-}
-
-void CaseTimes::Add(const SweepCase& sweep_case, double seconds) {
-  last_[KeyOf(sweep_case)] = {TokensOf(sweep_case), seconds};
-  sum_seconds_ += seconds;
-  sum_weights_ += RelativeEffort(sweep_case);
-}
-
-double CaseTimes::Expected(const SweepCase& sweep_case) const {
-  const auto seen = last_.find(KeyOf(sweep_case));
-  if (seen != last_.end()) {
-    const double ratio =
-        static_cast<double>(TokensOf(sweep_case)) / static_cast<double>(seen->second.tokens);
-    // Samples become fewer as calls become longer, so the whole grows less than a call: by about
-    // half the exponent.
-    return seen->second.seconds * std::pow(ratio, sweep_case.technique->info().growth / 2);
-  }
-  if (sum_weights_ == 0) return kGuessSeconds * RelativeEffort(sweep_case);
-  return sum_seconds_ / sum_weights_ * RelativeEffort(sweep_case);
 }
 
 }  // namespace tfb

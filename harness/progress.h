@@ -5,13 +5,8 @@
 
 #include <cstddef>
 #include <cstdio>
-#include <map>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "absl/strings/string_view.h"
-#include "harness/cases.h"
 
 namespace tfb {
 
@@ -40,24 +35,6 @@ class Progress {
   size_t total_;
   size_t finished_ = 0;
   bool drawn_ = false;
-};
-
-// How long cases take, from those that are done: the same technique's at another length by its
-// expected growth, or else the mean of the others'. Before there are any, kGuessSeconds.
-class CaseTimes {
- public:
-  static constexpr double kGuessSeconds = 1;
-
-  void Add(const SweepCase& sweep_case, double seconds);
-  double Expected(const SweepCase& sweep_case) const;
-
- private:
-  struct Seen {
-    int64_t tokens;
-    double seconds;
-  };
-  std::map<std::string, Seen> last_;  // by technique, options, device and purpose
-  double sum_seconds_ = 0, sum_weights_ = 0;
 };
 
 }  // namespace tfb

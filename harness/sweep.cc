@@ -26,6 +26,7 @@
 #include "harness/machine.h"
 #include "harness/progress.h"
 #include "harness/quantities.h"
+#include "harness/sweep_plan.h"
 #include "harness/timing.h"
 #include "harness/turns.h"
 #include "harness/worker.h"
@@ -71,22 +72,22 @@ class SignalGuard {
 };
 
 // --- The worker's side. Messages to it: 'E' (describe the machine), 'G' and a group; from it: 'E'
-// and the environment, 'C', the index of a case and its record, 'D' (the group is done), 'L' (the
+// and the environment, 'C', the index of a case, its cost and its record, 'D' (the group is done), 'L' (the
 // device is lost to this worker, which ends).
 
 constexpr char kDescribe = 'E', kGroup = 'G', kCase = 'C', kDone = 'D', kLost = 'L';
 
-// A case of a group as it travels: its index in the list of all cases.
+// A case of a group as it travels from the parent: its index in the list of all cases.
 struct GroupItem {
-  size_t index = 0;
+  Visit::Item visit;
   bool check = true;
-  double share_seconds = 0;
 };
 
 std::string EncodeGroup(const std::vector<GroupItem>& items) {
   std::string text(1, kGroup);
   for (const GroupItem& item : items) {
-    absl::StrAppend(&text, item.index, ",", item.check, ",", item.share_seconds, ";");
+    absl::StrAppend(&text, item.visit.index, ",", item.check, ",", item.visit.repetitions, ",",
+                    item.visit.share_seconds, ",", item.visit.check_seconds, ";");
   }
   return text;
 }
@@ -97,8 +98,11 @@ std::vector<GroupItem> DecodeGroup(absl::string_view text) {
     const std::vector<absl::string_view> parts = absl::StrSplit(word, ',');
     GroupItem item;
     int check = 1;
-    if (parts.size() != 3 || !absl::SimpleAtoi(parts[0], &item.index) ||
-        !absl::SimpleAtoi(parts[1], &check) || !absl::SimpleAtod(parts[2], &item.share_seconds)) {
+    if (parts.size() != 5 || !absl::SimpleAtoi(parts[0], &item.visit.index) ||
+        !absl::SimpleAtoi(parts[1], &check) ||
+        !absl::SimpleAtoi(parts[2], &item.visit.repetitions) ||
+        !absl::SimpleAtod(parts[3], &item.visit.share_seconds) ||
+        !absl::SimpleAtod(parts[4], &item.visit.check_seconds)) {
       continue;
     }
     item.check = check != 0;
@@ -128,17 +132,19 @@ bool MeasureGroup(Measurer* measurer, const std::vector<SweepCase>& cases,
                   const std::vector<GroupItem>& items, WorkerSide* side) {
   std::vector<GroupCase> group;
   for (const GroupItem& item : items) {
-    group.push_back({&cases[item.index], item.check, item.share_seconds});
+    group.push_back({&cases[item.visit.index], item.check, item.visit.share_seconds,
+                     item.visit.repetitions, item.visit.check_seconds});
   }
   MeasureHooks hooks;
   hooks.on_activity = [&](size_t i, absl::string_view what) {
-    side->Announce(static_cast<int64_t>(items[i].index), what);
+    side->Announce(static_cast<int64_t>(items[i].visit.index), what);
   };
   hooks.stopped = [&] { return side->stopped(); };
   hooks.seconds_left = [&] { return side->SecondsLeft(); };
-  hooks.done = [&](size_t i, Case record) {
-    side->Send(
-        absl::StrCat(std::string(1, kCase), items[i].index, "\n", record.SerializeAsString()));
+  hooks.done = [&](size_t i, Case record, const CaseCost& cost) {
+    side->Send(absl::StrCat(std::string(1, kCase), items[i].visit.index, ",",
+                            cost.preparation_seconds, ",", cost.check_seconds, "\n",
+                            record.SerializeAsString()));
   };
   return measurer->Measure(group, hooks);
 }
@@ -201,11 +207,12 @@ constexpr double kLockSeconds = 2;
 class Sweep {
  public:
   Sweep(const SweepOptions& options, const std::vector<SweepCase>& cases)
-      : options_(options), cases_(cases), begin_(MonotonicSeconds()), visits_(cases.size()) {
+      : options_(options),
+        cases_(cases),
+        clock_(*options.measure.clock),
+        begin_(clock_.Seconds()),
+        visits_(cases.size()) {
     options_.rounds = std::max(options_.rounds, 1);
-    // Those of all rounds together.
-    int& repetitions = options_.measure.repetitions;
-    repetitions = (repetitions + options_.rounds - 1) / options_.rounds;
   }
 
   int Run() {
@@ -249,7 +256,7 @@ class Sweep {
         ResultAppender::Open(options_.output, how);
     // The worker of a sweep that was just killed may not have ended yet, and have the file's lock.
     while (absl::IsUnavailable(opened.status()) && Elapsed() < kLockSeconds) {
-      absl::SleepFor(absl::Milliseconds(50));
+      clock_.Wait(0.05);
       opened = ResultAppender::Open(options_.output, how);
     }
     if (absl::IsAlreadyExists(opened.status())) {
@@ -265,13 +272,13 @@ class Sweep {
       PrintError(options_.program, absl::StrCat(options_.output, ": cut off a torn record of ",
                                                 appender_->cut_bytes(), " bytes"));
     }
-    PlanGroups();
+    FindLeft();
     return absl::OkStatus();
   }
 
-  // Sorts the cases that are left into groups. A case whose record says "skipped" is tried again:
-  // what kept it may be gone.
-  void PlanGroups() {
+  // Which cases the file lacks. A case whose record says "skipped" is tried again: what kept it may
+  // be gone.
+  void FindLeft() {
     const std::map<std::string, const Case*> recorded = CasesByKey(appender_->existing());
     std::vector<std::string> keys;
     for (const SweepCase& sweep_case : cases_) keys.push_back(CaseKey(MakeRecord(sweep_case)));
@@ -284,30 +291,23 @@ class Sweep {
       if (left_[i]) skipped_before_[i] = outcome.reason();
       if (outcome.status() == Outcome::STATUS_FAILED) failed_.insert(i);
     }
-    std::string last;
-    for (size_t i = 0; i < cases_.size(); ++i) {
-      const std::string key = GroupKey(cases_[i]);
-      if (groups_.empty() || key != last) groups_.emplace_back();
-      last = key;
-      groups_.back().push_back(i);
-    }
-    for (std::vector<size_t>& group : groups_) KeepLeft(&group);
+    std::map<std::string, std::vector<size_t>> groups;
+    for (size_t i = 0; i < cases_.size(); ++i) groups[GroupKey(cases_[i])].push_back(i);
+    for (const auto& [key, group] : groups) AddCounterparts(group);
   }
 
-  // Only what is left, and the dense counterparts of it: a ratio is of two times from one run.
-  void KeepLeft(std::vector<size_t>* group) {
+  // The dense counterparts of what is left are measured again beside it: a ratio is of two times
+  // from one run.
+  void AddCounterparts(const std::vector<size_t>& group) {
     std::set<std::string> counterparts;
-    for (const size_t i : *group) {
+    for (const size_t i : group) {
       if (!left_[i]) continue;
       const auto spec = cases_[i].technique->Counterpart(cases_[i].problem, cases_[i].options);
       if (spec.ok()) counterparts.insert(spec->technique);
     }
-    std::vector<size_t> kept;
-    for (const size_t i : *group) {
-      if (!left_[i] && counterparts.count(cases_[i].technique->info().name) > 0) left_[i] = true;
-      if (left_[i]) kept.push_back(i);
+    for (const size_t i : group) {
+      if (counterparts.count(cases_[i].technique->info().name) > 0) left_[i] = true;
     }
-    *group = std::move(kept);
   }
 
   size_t CountLeft() const {
@@ -331,8 +331,7 @@ class Sweep {
     } else {
       failed_.erase(index);
     }
-    partial_.erase(index);
-    times_.Add(cases_[index], outcome.elapsed_seconds());
+    open_.erase(index);
     progress_->Finished(absl::StrCat(cases_[index].ToString(), ": ", Summary(record)),
                         outcome.status() == Outcome::STATUS_FAILED ||
                             outcome.status() == Outcome::STATUS_TIMEOUT ||
@@ -344,6 +343,8 @@ class Sweep {
     Case record = MakeRecord(cases_[index]);
     record.mutable_outcome()->set_status(status);
     record.mutable_outcome()->set_reason(std::string(reason));
+    plan_->Finish(index);
+    improved_.erase(index);
     return Append(index, record);
   }
 
@@ -365,9 +366,20 @@ class Sweep {
     TFB_RETURN_IF_ERROR(StartWorker());
     TFB_RETURN_IF_ERROR(AppendEnvironment());
     TFB_RETURN_IF_ERROR(AppendObstacles());
+    MakePlan();
     TFB_RETURN_IF_ERROR(follows() ? Follow() : Lead());
     worker_.reset();
     return absl::OkStatus();
+  }
+
+  void MakePlan() {
+    SweepPlanOptions how;
+    how.time_budget = options_.time_budget;
+    how.repetitions = options_.measure.repetitions;
+    how.min_time = options_.measure.min_time;
+    how.rounds = options_.rounds;
+    how.takes_turns = takes_turns();
+    plan_ = std::make_unique<SweepPlan>(cases_, left_, how);
   }
 
   static bool Stopped() { return signals_seen > 0; }
@@ -379,11 +391,13 @@ class Sweep {
       TFB_ASSIGN_OR_RETURN(
           other, OtherSweep::Start(options_.other.program, options_.other.arguments, &Stopped));
     }
-    for (const std::vector<size_t>& group : groups_) {
-      for (int round = 0; round < options_.rounds && !Stopped(); ++round) {
-        TFB_RETURN_IF_ERROR(MeasureRound(group, round, other.get()));
-      }
+    for (int turn = 0; !Stopped(); ++turn) {
+      const std::optional<Visit> visit = plan_->Next(Elapsed());
+      TFB_RETURN_IF_ERROR(AppendLeftOut());
+      if (!visit.has_value()) break;
+      TFB_RETURN_IF_ERROR(TakeTurns(*visit, turn, other.get()));
     }
+    TFB_RETURN_IF_ERROR(AppendImproved());
     if (other == nullptr || Stopped()) return absl::OkStatus();
     TFB_ASSIGN_OR_RETURN(const int exit_status, other->Finish());
     if (exit_status == kExitDone || exit_status == kExitCheckFailed) return absl::OkStatus();
@@ -391,34 +405,45 @@ class Sweep {
         absl::StrCat(options_.other.program, " ended with exit status ", exit_status));
   }
 
-  // Who goes first changes from round to round.
-  absl::Status MeasureRound(const std::vector<size_t>& group, int round, OtherSweep* other) {
-    if (group.empty()) return absl::OkStatus();
+  // Who goes first changes from visit to visit.
+  absl::Status TakeTurns(const Visit& visit, int turn, OtherSweep* other) {
     const auto measure_other = [&]() -> absl::Status {
       if (other == nullptr || Stopped()) return absl::OkStatus();
       progress_->Show(absl::StrCat("the same of ", options_.other.program), Elapsed(),
                       ExpectedLeft());
-      const absl::Status status = other->Measure(GroupKey(cases_[group.front()]));
+      const absl::Status status = other->Measure(GroupKey(cases_[visit.items.front().index]));
       return absl::IsCancelled(status) ? absl::OkStatus() : status;
     };
-    if (round % 2 == 1) TFB_RETURN_IF_ERROR(measure_other());
-    TFB_RETURN_IF_ERROR(MeasureGroupOf(group, round));
-    return round % 2 == 0 ? measure_other() : absl::OkStatus();
+    if (turn % 2 == 1) TFB_RETURN_IF_ERROR(measure_other());
+    TFB_RETURN_IF_ERROR(MeasureVisit(visit));
+    return turn % 2 == 0 ? measure_other() : absl::OkStatus();
   }
 
   absl::Status Follow() {
     TFB_ASSIGN_OR_RETURN(const std::unique_ptr<Turns> turns,
                          Turns::FromFlag(options_.turns, &Stopped));
-    std::map<std::string, int> rounds;  // by group: those that were asked for
     while (const std::optional<Turns::Turn> turn = turns->Next()) {
-      for (const std::vector<size_t>& group : groups_) {
-        if (group.empty()) continue;
-        const std::string key = GroupKey(cases_[group.front()]);
-        if (!turn->rest && turn->group != key) continue;
-        int& round = rounds[key];
-        const int end = turn->rest ? options_.rounds : std::min(round + 1, options_.rounds);
-        for (; round < end && !Stopped(); ++round) {
-          TFB_RETURN_IF_ERROR(MeasureGroupOf(group, round));
+      if (turn->rest) {
+        TFB_RETURN_IF_ERROR(FollowToTheEnd());
+        continue;
+      }
+      const Visit visit = plan_->VisitGroup(turn->group);
+      if (!visit.items.empty()) TFB_RETURN_IF_ERROR(MeasureVisit(visit));
+    }
+    return absl::OkStatus();
+  }
+
+  // The groups that the leader never asked for. Where there is a time budget the leader has left
+  // them out to keep it.
+  absl::Status FollowToTheEnd() {
+    for (size_t i = 0; i < cases_.size() && !Stopped(); ++i) {
+      while (left_[i] && !Stopped()) {
+        const Visit visit = plan_->VisitGroup(GroupKey(cases_[i]));
+        if (visit.items.empty()) break;
+        if (options_.time_budget > 0) {
+          TFB_RETURN_IF_ERROR(LeaveOut(i, "the sweep that this one takes turns with left it out"));
+        } else {
+          TFB_RETURN_IF_ERROR(MeasureVisit(visit));
         }
       }
     }
@@ -428,12 +453,9 @@ class Sweep {
   absl::Status StartWorker() {
     TFB_ASSIGN_OR_RETURN(worker_,
                          Worker::Start([this](WorkerSide& side) { Work(options_, cases_, side); },
-                                       options_.measure.memory_limit));
-    if (deadline() > 0) worker_->SetDeadline(deadline());
+                                       options_.measure.memory_limit, &clock_));
     return absl::OkStatus();
   }
-
-  double deadline() const { return options_.time_budget > 0 ? begin_ + options_.time_budget : 0; }
 
   absl::Status AppendEnvironment() {
     TFB_RETURN_IF_ERROR(worker_->Send(std::string(1, kDescribe)));
@@ -481,32 +503,41 @@ class Sweep {
     return absl::OkStatus();
   }
 
-  absl::Status MeasureGroupOf(const std::vector<size_t>& group, int round) {
+  // Until each of the visit's cases has been visited, or the deadline has come.
+  absl::Status MeasureVisit(const Visit& visit) {
+    const double deadline = visit.deadline > 0 ? begin_ + visit.deadline : 0;
     std::set<size_t> unchecked;  // whose check has hung
-    for (;;) {
+    open_.clear();
+    for (const Visit::Item& item : visit.items) open_.insert(item.index);
+    while (!open_.empty()) {
       std::vector<GroupItem> items;
-      for (const size_t i : group) {
-        if (!left_[i] || visits_[i] > round) continue;
-        items.push_back({i, visits_[i] == 0 && unchecked.count(i) == 0, ShareOf(i)});
+      for (const Visit::Item& item : visit.items) {
+        const bool check = visits_[item.index] == 0 && unchecked.count(item.index) == 0;
+        if (open_.count(item.index) > 0) items.push_back({item, check});
       }
-      if (items.empty()) return absl::OkStatus();
       // Where a group does not fit memory or time at once, the dense counterparts are in its first
       // part.
       std::stable_partition(items.begin(), items.end(), [this](const GroupItem& item) {
-        return IsBaseline(MakeRecord(cases_[item.index]));
+        return IsBaseline(MakeRecord(cases_[item.visit.index]));
       });
-      if (deadline() > 0 && MonotonicSeconds() >= deadline()) return AppendSkipped(items);
+      if (deadline > 0 && clock_.Seconds() >= deadline) break;
       if (worker_ == nullptr) TFB_RETURN_IF_ERROR(StartWorker());
+      worker_->SetDeadline(deadline);
       TFB_RETURN_IF_ERROR(worker_->Send(EncodeGroup(items)));
-      TFB_ASSIGN_OR_RETURN(const bool done, Listen(items.size(), &unchecked));
+      TFB_ASSIGN_OR_RETURN(const bool done, Listen(visit, &unchecked));
       if (signals_seen > 0) return absl::OkStatus();
       if (!done) worker_.reset();  // and the rest of the group once more, by another worker
     }
+    // A repetition that the deadline has cut short is not tried again.
+    for (const size_t index : open_) {
+      if (visit.repeats) plan_->Finish(index);
+    }
+    return absl::OkStatus();
   }
 
   // Takes records until the group is done (true), or the worker has ended or is of no more use
   // (false).
-  absl::StatusOr<bool> Listen(size_t size, std::set<size_t>* unchecked) {
+  absl::StatusOr<bool> Listen(const Visit& visit, std::set<size_t>* unchecked) {
     bool told = false, hung = false;
     int taken = 0;
     Worker::Activity last = {-1, 0, ""};
@@ -544,8 +575,9 @@ class Sweep {
       }
       if (now.index >= 0) {
         const SweepCase& at = cases_[static_cast<size_t>(now.index)];
-        progress_->Show(absl::StrCat(at.problem.query_tokens, " tokens, ", size,
-                                     " cases: ", at.DisplayName(), " (", now.what, ")"),
+        progress_->Show(absl::StrCat(visit.repeats ? "more samples: " : "", at.problem.query_tokens,
+                                     " tokens, ", visit.items.size(), " cases: ", at.DisplayName(),
+                                     " (", now.what, ")"),
                         Elapsed(), ExpectedLeft());
       }
     }
@@ -560,29 +592,58 @@ class Sweep {
   absl::Status TakeCase(absl::string_view message) {
     const std::vector<absl::string_view> parts =
         absl::StrSplit(message.substr(1), absl::MaxSplits('\n', 1));
+    const std::vector<absl::string_view> words = absl::StrSplit(parts[0], ',');
     size_t index = 0;
+    CaseCost cost;
     Case record;
-    if (parts.size() != 2 || !absl::SimpleAtoi(parts[0], &index) || index >= cases_.size() ||
+    if (parts.size() != 2 || words.size() != 3 || !absl::SimpleAtoi(words[0], &index) ||
+        index >= cases_.size() || !absl::SimpleAtod(words[1], &cost.preparation_seconds) ||
+        !absl::SimpleAtod(words[2], &cost.check_seconds) ||
         !record.ParseFromArray(parts[1].data(), static_cast<int>(parts[1].size()))) {
       return absl::InternalError("the worker's record does not parse");
     }
-    return Visited(index, std::move(record));
+    return TakeVisit(index, std::move(record), cost);
   }
 
-  // The record of one visit joins those of the visits before. What could not be measured needs no
-  // further one.
-  absl::Status Visited(size_t index, Case record) {
-    ++visits_[index];
-    const auto [entry, is_first] = partial_.try_emplace(index, std::move(record));
-    if (!is_first) AddVisit(record, &entry->second);
-    const bool goes_on =
-        visits_[index] < options_.rounds && entry->second.outcome().timing().run_ns_size() > 0;
-    return goes_on ? absl::OkStatus() : AppendPartial(index);
+  // The record of one visit joins those of the visits before. It is written after the first rounds,
+  // and once more at the end where repetitions have added samples.
+  absl::Status TakeVisit(size_t index, Case record, const CaseCost& cost) {
+    open_.erase(index);
+    const int visits = ++visits_[index];
+    const auto [entry, is_first] = records_.try_emplace(index, std::move(record));
+    Case& all = entry->second;
+    if (!is_first) AddVisit(record, &all);
+    plan_->Note(index, VisitedBy(all, cost));
+    const bool can_go_on =
+        all.outcome().status() == Outcome::STATUS_OK && all.outcome().timing().run_ns_size() > 0;
+    if (!can_go_on) plan_->Finish(index);
+    if (visits > options_.rounds) {
+      improved_.insert(index);
+      return absl::OkStatus();
+    }
+    const bool goes_on = visits < options_.rounds && can_go_on;
+    return goes_on ? absl::OkStatus() : Append(index, all);
   }
 
-  absl::Status AppendPartial(size_t index) {
-    const Case record = std::move(partial_.at(index));
-    return Append(index, record);
+  static Visited VisitedBy(const Case& all, const CaseCost& cost) {
+    Visited visited;
+    visited.preparation_seconds = cost.preparation_seconds;
+    visited.check_seconds = cost.check_seconds;
+    visited.samples = all.outcome().timing().run_ns_size();
+    if (const auto time = RunTime(all); time.has_value()) {
+      visited.call_seconds = time->median / 1e9;
+      visited.half_width = time->relative_half_width();
+    }
+    return visited;
+  }
+
+  // Further samples of cases that the file has already: the last record of a case counts.
+  absl::Status AppendImproved() {
+    for (const size_t index : improved_) {
+      TFB_RETURN_IF_ERROR(appender_->Append(records_.at(index)));
+    }
+    improved_.clear();
+    return absl::OkStatus();
   }
 
   // No case is to blame: the rest is tried once more, unless that keeps happening.
@@ -595,8 +656,14 @@ class Sweep {
   absl::Status RecordEnd(const Worker::Activity& at, bool hung, std::set<size_t>* unchecked) {
     if (signals_seen > 1) return absl::OkStatus();
     const size_t index = static_cast<size_t>(at.index);
-    if (at.index < 0 || !left_[index]) {
+    if (at.index < 0 || open_.count(index) == 0) {
       return CountEndBetweenCases(worker_->HowItEnded());
+    }
+    // A case that has its record keeps it where only more samples of it could not be had.
+    if (!left_[index] && (hung || worker_->was_killed())) {
+      open_.erase(index);
+      plan_->Finish(index);
+      return absl::OkStatus();
     }
     if (hung && at.what == "check" && unchecked->insert(index).second) return absl::OkStatus();
     if (hung) {
@@ -615,42 +682,31 @@ class Sweep {
         absl::StrCat("\"", at.what, "\" ended the process: ", worker_->HowItEnded()));
   }
 
-  absl::Status AppendSkipped(const std::vector<GroupItem>& items) {
-    for (const GroupItem& item : items) {
-      if (partial_.count(item.index) > 0) {
-        TFB_RETURN_IF_ERROR(AppendPartial(item.index));
-        continue;
+  absl::Status LeaveOut(size_t index, absl::string_view reason) {
+    const auto held = records_.find(index);
+    if (held != records_.end()) return Append(index, held->second);
+    return AppendUnmeasured(index, Outcome::STATUS_SKIPPED, reason);
+  }
+
+  // What the plan has given up, and one line that says so.
+  absl::Status AppendLeftOut() {
+    for (const LeftOut& left_out : plan_->TakeLeftOut()) {
+      progress_->Say(absl::StrCat(left_out.cases.size(),
+                                  left_out.cases.size() == 1 ? " case" : " cases",
+                                  " skipped: ", left_out.reason));
+      for (const size_t index : left_out.cases) {
+        TFB_RETURN_IF_ERROR(LeaveOut(index, left_out.reason));
       }
-      TFB_RETURN_IF_ERROR(AppendUnmeasured(
-          item.index, Outcome::STATUS_SKIPPED,
-          absl::StrCat("the time budget of ", FormatClock(options_.time_budget), " was spent")));
     }
     return absl::OkStatus();
   }
 
   // --- Time
 
-  double Elapsed() const { return MonotonicSeconds() - begin_; }
-
-  // The part of the budget that is left which one visit to a case may take for its timing. The
-  // rest, about half, is for creating, first runs and checks.
-  double ShareOf(size_t index) const {
-    if (deadline() == 0) return 0;
-    double efforts = 0;
-    for (size_t i = 0; i < cases_.size(); ++i) {
-      if (left_[i]) efforts += RelativeEffort(cases_[i]) * (options_.rounds - visits_[i]);
-    }
-    const double seconds =
-        std::max(deadline() - MonotonicSeconds(), 1e-3) / (takes_turns() ? 2 : 1);
-    return 0.5 * seconds * RelativeEffort(cases_[index]) / efforts;
-  }
+  double Elapsed() const { return clock_.Seconds() - begin_; }
 
   double ExpectedLeft() const {
-    double seconds = 0;
-    for (size_t i = 0; i < cases_.size(); ++i) {
-      if (left_[i]) seconds += times_.Expected(cases_[i]);
-    }
-    return deadline() > 0 ? std::min(seconds, deadline() - MonotonicSeconds()) : seconds;
+    return plan_ == nullptr ? options_.time_budget : plan_->ExpectedSeconds(Elapsed());
   }
 
   // --- The end
@@ -704,19 +760,21 @@ class Sweep {
 
   SweepOptions options_;
   const std::vector<SweepCase>& cases_;
+  Clock& clock_;
   const double begin_;
   std::unique_ptr<ResultAppender> appender_;
   std::unique_ptr<Worker> worker_;
   std::unique_ptr<Progress> progress_;
-  std::vector<std::vector<size_t>> groups_;
+  std::unique_ptr<SweepPlan> plan_;
   std::vector<bool> left_;                        // by case: no record yet
   std::map<size_t, std::string> skipped_before_;  // by case: the reason in the file
   std::vector<int> visits_;                       // by case
-  std::map<size_t, Case> partial_;                // of cases that are to be visited again
+  std::set<size_t> open_;                         // cases that the visit at hand waits for
+  std::map<size_t, Case> records_;                // by case: all visits to it
+  std::set<size_t> improved_;                     // cases with samples that the file lacks
   std::set<size_t> failed_;
   std::string no_gpu_reason_;
   int ends_between_cases_ = 0;
-  CaseTimes times_;
 };
 
 }  // namespace

@@ -17,9 +17,9 @@ namespace tfb {
 
 struct SweepOptions {
   MeasureOptions measure;
-  double time_budget = 540;  // seconds for all cases, 0: none. Samples become fewer to keep it;
-                             // what does not fit is skipped.
-  std::string output;        // path of the result file
+  // Seconds for everything; 0: no limit. harness/sweep_plan.h says how it is spent.
+  double time_budget = 300;
+  std::string output;   // path of the result file
   bool resume = false;  // go on with `output`: cases with a record there are not run again, unless
                         // they were skipped
   std::string program;  // begins messages: "sweep"
@@ -28,9 +28,9 @@ struct SweepOptions {
   std::vector<std::string> command_line;
   std::string workspace;  // of the git commit
 
-  // The samples of a case are taken in so many visits to its group. Between two of them everything
-  // is created anew, in other memory, and what is particular to one place of a tensor does not count
-  // for all samples. Checked at the first.
+  // The samples of a case are spread over at least so many visits to its group. Between two visits
+  // everything is created anew, in other memory, so that what is particular to one place of a tensor
+  // does not count for all samples. The first visit holds the case against float64.
   int rounds = 1;
   // A sweep of another build that takes turns with this one, group by group and round by round
   // (harness/turns.h), and what it is told besides --output. None where the program is empty.

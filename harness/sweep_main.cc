@@ -15,6 +15,7 @@
 #include "absl/strings/strip.h"
 #include "core/status.h"
 #include "harness/cases.h"
+#include "harness/device_presence.h"
 #include "harness/machine.h"
 #include "harness/quantities.h"
 #include "harness/sweep.h"
@@ -28,8 +29,7 @@ ABSL_FLAG(std::string, techniques, "*",
           "What to run: names or globs, each with options, as in "
           "dense,longformer:window=256,performer:features=*. A value of * takes every value that "
           "--list shows for the option.");
-ABSL_FLAG(std::string, devices, "",
-          "Of cpu, cuda. Empty: the CPU, and CUDA for the techniques that have it.");
+ABSL_FLAG(std::string, devices, "", "Of cpu, cuda. Empty: those that are present.");
 ABSL_FLAG(std::string, dtypes, "f32", "Of f32, bf16, f16: the type of inputs and outputs.");
 ABSL_FLAG(std::string, lengths, "",
           "Tokens: numbers, or ranges that double, as in 100,256:4096. Empty: 256:4096 for drawn "
@@ -56,13 +56,19 @@ ABSL_FLAG(
     "tensors and on the beginning of a text. false: without these cases; those that are timed are "
     "still checked once, but for texts of more than 512 tokens.");
 
-ABSL_FLAG(int, repetitions, 11, "Samples of a steady run; fewer where the time budget is small.");
+ABSL_FLAG(
+    int, repetitions, 33,
+    "Samples of a steady run at most. Every case gets at least three; what the time budget has "
+    "room for beyond goes where the interval of the median is widest.");
 ABSL_FLAG(std::string, min_time, "10ms", "A sample averages as many calls as last this long.");
 ABSL_FLAG(std::string, case_timeout, "60s",
           "A case that takes longer is stopped: a row that says so. 0: no limit.");
-ABSL_FLAG(std::string, time_budget, "9m",
-          "For the whole sweep: samples become fewer to keep it, and cases that it does not "
-          "reach are skipped. 0: no limit.");
+ABSL_FLAG(
+    std::string, time_budget, "5m",
+    "For the whole sweep. Accuracy takes at most a third; then lengths are measured from the "
+    "shortest on, and one that would not fit is left out for all techniques alike, with a line "
+    "that says so; what is left buys samples. A length that has begun is finished, for at most "
+    "a fifth more. 0: no limit.");
 ABSL_FLAG(std::string, memory_limit, "",
           "Of a case, as in 16GiB: checked before it is allocated. Empty: 80% of what is free.");
 
@@ -92,7 +98,7 @@ constexpr int kInterleavedRounds = 4;
 constexpr char kUsage[] =
     "sweep [flags]\n"
     "Measures error, time and memory of every technique beside dense attention: accuracy on real\n"
-    "tensors, then scaling over lengths. Without flags it takes less than ten minutes.\n\n"
+    "tensors, then scaling over lengths. Without flags it takes five minutes.\n\n"
     "Exit status: 0 done, 1 a case failed (an error beyond its bound, a crash), 2 bad usage,\n"
     "130 stopped by Ctrl-C: the file is valid and --resume goes on.";
 
@@ -100,6 +106,7 @@ CaseFlags CaseFlagsFromFlags() {
   CaseFlags flags;
   flags.techniques = absl::GetFlag(FLAGS_techniques);
   flags.devices = absl::GetFlag(FLAGS_devices);
+  if (flags.devices.empty()) flags.cuda_present = CudaDeviceIsPresent();
   flags.dtypes = absl::GetFlag(FLAGS_dtypes);
   flags.lengths = absl::GetFlag(FLAGS_lengths);
   flags.heads = absl::GetFlag(FLAGS_heads);

@@ -18,10 +18,8 @@
 namespace tfb {
 namespace {
 
-constexpr int kSetupSamples = kIntervalSamples;
 constexpr int kCountedRuns = 3;
-constexpr int kColdSamples = kIntervalSamples;
-constexpr int kStreams = kIntervalSamples;
+constexpr double kCountedPart = 0.1;  // of the share, for runs whose instructions are counted
 constexpr size_t kSegmentsKept = 32;  // of a stream, evenly spaced
 
 // 6 cycles each where two vectors of 12 are multiplied and added in one, 12 where one is: 65 or
@@ -92,35 +90,27 @@ class Measurement {
 
   void Register() {
     if (!timed_.status.ok()) return;
-    const double warming = call_seconds_ < kWarmedSeconds ? call_seconds_ : 0;
-    const double sample_seconds = std::max(options_.min_time, call_seconds_) + warming;
-    // A call that is longer than the share is measured once: it costs what it costs.
-    const double fit = Fitting(0.6, sample_seconds);
-    const int fewest = fit >= kIntervalSamples ? kIntervalSamples : fit >= 0.5 ? kFewestSamples : 1;
-    planned_runs_ = Clamp(fit, std::min(fewest, options_.repetitions), options_.repetitions);
-    Add("run", planned_runs_,
+    SampleWishes wishes;
+    wishes.repetitions = timed_.repetitions > 0 ? timed_.repetitions : options_.repetitions;
+    wishes.min_time = options_.min_time;
+    wishes.setup = options_.setup;
+    wishes.cold = options_.cold && options_.flush_caches != nullptr;
+    wishes.stream = !segments_.empty();
+    wishes.flush_seconds = options_.flush_seconds;
+    const SamplePlan plan = PlanSamples(wishes, call_seconds_, timed_.share_seconds);
+    planned_runs_ = plan.runs;
+    Add("run", plan.runs,
         timed_.device == nullptr ? &Measurement::RunSample : &Measurement::DeviceRunSample);
-    // The others only where the share has room for them.
-    const auto add_single = [&](absl::string_view what, int wanted, double part, double seconds,
-                                Body body) {
-      const int samples = Clamp(Fitting(part, seconds), 0, wanted);
-      if (samples > 0) Add(what, samples, body);
-    };
-    if (options_.setup) {
-      add_single("setup", kSetupSamples, 0.2, 2 * call_seconds_, &Measurement::SetupSample);
-    }
-    if (options_.cold && options_.flush_caches != nullptr) {
-      add_single("cold", kColdSamples, 0.2, 1.5 * call_seconds_, &Measurement::ColdSample);
-    }
-    if (!segments_.empty()) {
-      add_single("stream", kStreams, 0.4, 2 * call_seconds_, &Measurement::StreamSample);
-    }
+    Add("setup", plan.setups, &Measurement::SetupSample);
+    Add("cold", plan.colds, &Measurement::ColdSample);
+    Add("stream", plan.streams, &Measurement::StreamSample);
   }
 
   // Instructions of single runs, where there is a counter and time for it.
   void CountInstructions() {
     if (options_.instructions == nullptr || timed_.device != nullptr || !timed_.status.ok()) return;
-    if (Fitting(0.1, kCountedRuns * call_seconds_) < 1) return;
+    const double counting_seconds = kCountedRuns * call_seconds_;
+    if (timed_.share_seconds > 0 && counting_seconds > kCountedPart * timed_.share_seconds) return;
     for (int i = 0; i < kCountedRuns; ++i) {
       const int64_t before = options_.instructions();
       if (!Keep(Run())) return;
@@ -170,21 +160,13 @@ class Measurement {
   // `body` takes one sample and notes its time by the clock of the options, or of the device; the
   // library calls it `samples` times. What the library itself takes for the time is not looked at.
   void Add(absl::string_view what, int samples, Body body) {
+    if (samples == 0) return;
     const auto sample = [this, body, what](benchmark::State& state) {
       for (auto _ : state) Sample(what, body);
     };
     benchmark::RegisterBenchmark(absl::StrCat(index_, "_", what).c_str(), sample)
         ->Repetitions(samples)
         ->Iterations(1);
-  }
-
-  // How many samples fit a part of the share.
-  double Fitting(double part, double sample_seconds) const {
-    if (timed_.share_seconds <= 0) return std::numeric_limits<double>::infinity();
-    return part * timed_.share_seconds / std::max(sample_seconds, 1e-9);
-  }
-  static int Clamp(double value, int low, int high) {
-    return static_cast<int>(std::clamp<double>(value, low, high));
   }
 
   // One sample of any kind. When the case is over, its remaining repetitions do nothing; they are
@@ -426,8 +408,6 @@ class Measurement {
     return end_.SecondsSince(begin_);
   }
 
-  // A longer call needs no warming: what caches give is lost in it.
-  static constexpr double kWarmedSeconds = 0.05;
   static constexpr int64_t kMostCalls = 1 << 20;  // a sample
 
   const TimingOptions& options_;

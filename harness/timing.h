@@ -42,6 +42,7 @@
 #include "core/thread_pool.h"
 #include "harness/clock.h"
 #include "harness/device_monitor.h"
+#include "harness/sample_plan.h"
 #include "results/results.pb.h"
 
 namespace tfb {
@@ -60,6 +61,7 @@ struct TimedCase {
   // About as long as the measuring should take: the numbers of samples adapt, down to
   // kFewestSamples. 0: no limit.
   double share_seconds = 0;
+  int repetitions = 0;  // samples of `run` at most; 0: those of the options
 
   // The results.
   Timing timing;
@@ -81,6 +83,7 @@ struct TimingOptions {
   bool setup = true, cold = true, stream = true;
   // Overwrites the caches of the cores, or enqueues that on the device; null: no cold runs.
   std::function<absl::Status()> flush_caches;
+  double flush_seconds = 0;          // that one call of it takes
   DeviceMonitor* monitor = nullptr;  // of the device; null: nothing is known of it
   // Instructions that the process has retired so far (harness/instruction_counter.h); null: unknown.
   std::function<int64_t()> instructions;
@@ -93,10 +96,6 @@ struct TimingOptions {
   // Once true, no further sample is begun. What was sampled by then is kept.
   std::function<bool()> stopped;
 };
-// With six samples their range is a 95% interval of the median; so fewer are taken only where not
-// even those fit.
-constexpr int kIntervalSamples = 6;
-constexpr int kFewestSamples = 3;
 
 // Measures the cases together, each into its own `timing`. This is not reentrant, as Google
 // Benchmark is not. Where a case loses the device to this process (DeviceStatus), that case has the

@@ -1,7 +1,10 @@
 #include "harness/toys.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <csignal>
+#include <cstdlib>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -18,12 +21,14 @@ struct ToyOptions {
   int64_t shade = 0;
   int64_t ms = 0;
   int64_t mib = 0;
+  int64_t from = 1;
 
   void Describe(OptionBinder& bind) {
     bind.Int("rounds", &rounds, 1, 1000000, "times that the work is done", {1, 2, 4});
     bind.Int("shade", &shade, 0, 2, "changes nothing", {0, 2});
     bind.Int("ms", &ms, 0, 3600000, "milliseconds that a Run waits");
     bind.Int("mib", &mib, 0, int64_t{1} << 40, "MiB that are taken");
+    bind.Int("from", &from, 1, int64_t{1} << 40, "query tokens from which a Run waits at the gate");
   }
 };
 
@@ -35,6 +40,8 @@ enum class Deed {
   kHungry,
   kHoards,
   kCrashes,
+  kHangs,
+  kWaitsAtGate,
   kBadLaunch,
   kBadKernel,
 };
@@ -78,12 +85,23 @@ class MeanLayer : public Layer {
       signal(SIGSEGV, SIG_DFL);  // sanitizers catch it
       raise(SIGSEGV);
     }
+    if (deed_ == Deed::kHangs) {
+      time_.clock->Wait(3600);
+      for (;;) pause();
+    }
+    if (deed_ == Deed::kWaitsAtGate) WaitAtGate();
     time_.clock->Wait(RunSeconds(options_, time_));
     for (int64_t round = 0; round < options_.rounds; ++round) Fill(inputs.Get("v"), outputs);
     return absl::OkStatus();
   }
 
  private:
+  void WaitAtGate() const {
+    const char* gate = std::getenv("TFB_TOY_GATE");
+    while (gate != nullptr && problem().query_tokens >= options_.from && access(gate, F_OK) == 0) {
+      usleep(1000);
+    }
+  }
   void Fill(const ConstTensorView& v, const Outputs& outputs) {
     const Problem& p = problem();
     const TensorView out = outputs.Get("out"), lse = outputs.Get("log_sum_exp");
@@ -331,6 +349,8 @@ void AddToys(Registry& registry, const ToyTime& time) {
   add_mean("toy_hungry", Deed::kHungry);
   add_mean("toy_hoarder", Deed::kHoards);
   add_mean("toy_crash", Deed::kCrashes);
+  add_mean("toy_hang", Deed::kHangs);
+  add_mean("toy_gate", Deed::kWaitsAtGate);
   TechniqueInfo causal = Info("toy_causal");
   causal.supports_noncausal = false;
   registry.Add(std::make_unique<MeanToy>(causal, Deed::kNone, time));
