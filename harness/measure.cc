@@ -505,7 +505,11 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
     hooks.on_activity(batch->cases[index]->index, what);
   };
   options.stopped = hooks.stopped;
+  const LoadReading load_before = ReadMachineLoad(options_.load);
   MeasureSideBySide(options, &timed);
+  // All cases of the batch were timed in the same stretch of time.
+  const MachineLoad load =
+      LoadBetween(load_before, ReadMachineLoad(options_.load), batch->threads, UsableCores());
   device_lost_ |= batch->runtime != nullptr && !batch->runtime->Synchronize().ok();
   for (size_t i = 0; i < timed.size(); ++i) {
     // Stopped too early to say anything: as if it had not been begun.
@@ -513,6 +517,7 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
     Case& record = batch->cases[i]->record;
     Outcome* outcome = record.mutable_outcome();
     *outcome->mutable_timing() = timed[i].timing;
+    *outcome->mutable_machine_load() = load;
     if (options.monitor != nullptr) {
       *outcome->mutable_device_state_before() = timed[i].state_before;
       *outcome->mutable_device_state_after() = timed[i].state_after;

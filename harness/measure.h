@@ -19,6 +19,7 @@
 #include "harness/clock.h"
 #include "harness/device_monitor.h"
 #include "harness/instruction_counter.h"
+#include "harness/machine_load.h"
 #include "harness/timing.h"
 #include "results/results.pb.h"
 
@@ -39,6 +40,7 @@ struct MeasureOptions {
   // As in TimingOptions.
   Clock* clock = RealClock();
   std::function<void()> probe = &ProbeArithmetic;
+  LoadSources load;  // where the load of the machine is read
 };
 
 // A case and how it is to be measured.

@@ -24,6 +24,7 @@
 #include "core/status.h"
 #include "harness/device_peaks.h"
 #include "harness/machine.h"
+#include "harness/machine_load.h"
 #include "harness/progress.h"
 #include "harness/quantities.h"
 #include "harness/sweep_plan.h"
@@ -189,6 +190,9 @@ void AddVisit(const Case& visit, Case* all) {
   outcome->set_elapsed_seconds(outcome->elapsed_seconds() + visit.outcome().elapsed_seconds());
   outcome->set_process_peak_bytes(
       std::max(outcome->process_peak_bytes(), visit.outcome().process_peak_bytes()));
+  if (visit.outcome().has_machine_load()) {
+    AddLoad(visit.outcome().machine_load(), outcome->mutable_machine_load());
+  }
   if (visit.outcome().has_device_state_after()) {
     *outcome->mutable_device_state_after() = visit.outcome().device_state_after();
   }

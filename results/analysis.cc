@@ -131,9 +131,11 @@ void Analysis::SelectCases() {
     places[keys.back()] = static_cast<int>(keys.size()) - 1;
   }
   for (int i = 0; i < results_.cases_size(); ++i) {
-    if (places[keys[i]] == i) {
-      cases_.push_back(&results_.cases(i));
-    } else {
+    const Case& last = results_.cases(places[keys[i]]);
+    if (&last == &results_.cases(i)) {
+      cases_.push_back(&last);
+    } else if (last.environment_id() != results_.cases(i).environment_id()) {
+      // Within one sweep a later record has the samples of the earlier one, and more.
       ++superseded_cases_;
     }
   }
