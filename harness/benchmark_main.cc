@@ -95,7 +95,7 @@ absl::StatusOr<Callable> Prepare(const SweepCase& sweep_case, ThreadPool* pool) 
   return callable;
 }
 
-// The same case with inputs so small that all of them, and what comes of them, are denormal.
+// Prepares the same case with inputs so small that all of them, and their products, are denormal.
 absl::StatusOr<Callable> PrepareDenormal(const SweepCase& sweep_case, ThreadPool* pool) {
   TFB_ASSIGN_OR_RETURN(Callable callable, Prepare(sweep_case, pool));
   for (auto& [name, tensor] : callable.host) {

@@ -1,5 +1,5 @@
-// From the flags of a sweep to the list of its cases: every technique and options at every problem,
-// on every device, for every input. Nothing runs here.
+// Makes the list of a sweep's cases from its flags: every technique and options at every problem, on
+// every device, for every input. Nothing runs here.
 #ifndef TFB_HARNESS_CASES_H_
 #define TFB_HARNESS_CASES_H_
 
@@ -19,7 +19,7 @@
 
 namespace tfb {
 
-// What the caller typed, as flags have it. Each is a list that commas separate; the cases are every
+// The flags as the caller typed them. Each is a list that commas separate; the cases are every
 // combination.
 struct CaseFlags {
   // Names or globs, each with ":option=value,option=value". A value of * takes every value that the
@@ -94,13 +94,13 @@ struct SweepCase {
 absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const Registry& registry,
                                                  absl::string_view folder);
 
-// What a case takes in comparison with others when nothing else is known: its fixed costs, and a
-// part that grows with tokens.
+// Returns the effort of a case relative to others when nothing else is known: fixed costs, and a part
+// that grows with tokens.
 double RelativeEffort(const SweepCase& sweep_case);
 
 // The record of a case without an outcome: its key and what rendering has to know of the technique.
 Case MakeRecord(const SweepCase& sweep_case);
-// Where the case is one of text: "bits_per_byte" among the statistics. `parameters` are the layer's.
+// Adds "bits_per_byte" to the statistics of a case of text. `parameters` are the layer's.
 void RecordText(const SweepCase& sweep_case, const NamedTensors& parameters,
                 const NamedTensors& outputs, Outcome* outcome);
 // Equal for cases that differ in nothing but technique and options: those that are measured side by

@@ -33,7 +33,7 @@ bool WeightsFit(const EvaluateRequest& request) {
   return bytes <= static_cast<double>(kMaxWeightBytes);
 }
 
-// What errors are measured in: the largest value that is mixed, or the largest output where that is
+// Returns the unit of errors: the largest value that is mixed, or the largest output where that is
 // more (a technique may add to the values, or have none).
 double Scale(const NamedTensors& inputs, const Tensor& reference) {
   const auto v = inputs.find("v");

@@ -1,4 +1,4 @@
-// What a layer computes, held against float64: the technique's own definition (a bug shows there)
+// Compares a layer's outputs with float64: with the technique's own definition (a bug shows there)
 // and dense attention on the same tensors (what the approximation costs).
 #ifndef TFB_HARNESS_EVALUATE_H_
 #define TFB_HARNESS_EVALUATE_H_
@@ -34,7 +34,7 @@ struct EvaluateRequest {
   std::vector<int64_t> rows;                 // query tokens to check, ascending; empty for all
   ThreadPool* pool = nullptr;
   bool against_dense = true;
-  // Where dense counterparts are looked up.
+  // The registry in which dense counterparts are looked up.
   const Registry* registry = &Registry::Global();
 };
 
@@ -47,7 +47,7 @@ struct Bounded {
 
 struct Accuracy {
   OutputError against_definition;
-  // Of against_definition.max_abs_over_max_value: AbsoluteBound.
+  // The bound of against_definition.max_abs_over_max_value (AbsoluteBound).
   double definition_bound = 0;
   // Absolute, of log_sum_exp; absent where the technique has none.
   std::optional<Bounded> log_sum_exp_error;
@@ -66,7 +66,7 @@ struct Accuracy {
   bool passed = false;
   std::string failure;  // which bound was exceeded, in one line; empty where passed
 
-  // Of the layer.
+  // Properties of the layer.
   std::string counterpart;  // "name:option=value"; empty where it is not known
   std::map<std::string, double> statistics;
   Cost cost;

@@ -26,7 +26,8 @@ class MachineLoadTest : public ::testing::Test {
     std::ofstream(path, std::ios::binary) << text;
   }
 
-  // Of two cores: ticks that they were busy and stolen, ticks of the own process.
+  // Writes the files of a machine of two cores: ticks that its cores were busy and stolen, and ticks
+  // of the own process.
   LoadReading ReadingOf(int busy, int stolen, int own, double at_seconds) {
     const std::string user = std::to_string(busy - 6);
     Write(sources_.stat, "cpu  " + user + " 1 2 5000 70 1 2 " + std::to_string(stolen) +

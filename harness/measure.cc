@@ -136,7 +136,7 @@ struct Measurer::Prepared {
 
 // Cases that are timed together, and the memory that they share.
 struct Measurer::Batch {
-  // By their specs: of one problem and seed they are the same.
+  // The key is made of the specs: inputs of one problem and seed with equal specs are the same.
   std::map<std::string, NamedTensors> inputs;
   std::map<std::string, DeviceTensors> device_inputs;
   std::vector<std::unique_ptr<Prepared>> cases;
@@ -159,7 +159,7 @@ ThreadPool* Measurer::Pool(int threads) {
   return pool.get();
 }
 
-// Null where there is no memory for it on the device: then there are no cold runs.
+// Returns null where the device has no memory for it; then there are no cold runs.
 std::function<absl::Status()> Measurer::Flusher(const Batch& batch) {
   if (!options_.cold) return nullptr;
   if (batch.runtime == nullptr) {
@@ -341,7 +341,7 @@ absl::Status Measurer::Fill(const GroupCase& group_case, const MeasureHooks& hoo
   return absl::OkStatus();
 }
 
-// Where the case will be timed.
+// Puts inputs and outputs into the memory in which the case will be timed.
 absl::Status Measurer::Place(const SweepCase& sweep_case, const std::string& inputs_key,
                              Batch* batch, Prepared* prepared) {
   auto inputs = batch->device_inputs.find(inputs_key);
@@ -379,8 +379,8 @@ std::string Measurer::CheckKey(const SweepCase& sweep_case, Case::Purpose purpos
   return absl::StrCat(sweep_case.DisplayName(), " ", kind);
 }
 
-// By the last check of the technique; for its first scaling case by that of an accuracy case. 0
-// where there was none.
+// Foretells from the last check of the technique, or, for its first scaling case, from the check of
+// an accuracy case. Returns 0 where there was none.
 double Measurer::ExpectedCheckSeconds(const SweepCase& sweep_case) const {
   for (const Case::Purpose purpose : {sweep_case.purpose, Case::PURPOSE_ACCURACY}) {
     const auto found = check_seconds_.find(CheckKey(sweep_case, purpose));
@@ -394,7 +394,7 @@ double Measurer::ExpectedCheckSeconds(const SweepCase& sweep_case) const {
   return 0;
 }
 
-// Empty where the case is to be checked.
+// Returns the reason why the errors of a case are not measured, or nothing where they are.
 std::string Measurer::WhyNotChecked(const GroupCase& group_case) const {
   const SweepCase& sweep_case = *group_case.sweep_case;
   if (!sweep_case.check) {
@@ -421,7 +421,7 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
   absl::StatusOr<LayerRun> run = RunOnce(prepared->layer.get(), sweep_case.device,
                                          ViewsOf(*prepared->inputs), Pool(sweep_case.threads));
   if (!run.ok()) {
-    // From here on what the caller asked for is legal: another status is the technique's failure.
+    // The caller's problem has been admitted, so that any other status is the technique's failure.
     const bool known =
         absl::IsUnimplemented(run.status()) || absl::IsResourceExhausted(run.status());
     return known ? run.status() : absl::InternalError(run.status().message());

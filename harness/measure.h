@@ -37,7 +37,7 @@ struct MeasureOptions {
   int64_t sampled_rows = 64;
   bool cold = true;
   const Registry* registry = &Registry::Global();
-  // As in TimingOptions.
+  // The clock and the fixed arithmetic of TimingOptions.
   Clock* clock = RealClock();
   std::function<void()> probe = &ProbeArithmetic;
   LoadSources load;  // where the load of the machine is read
@@ -53,7 +53,7 @@ struct GroupCase {
   double check_seconds = 0;
 };
 
-// What a case took of the time that its record does not say.
+// Times of a case that its record does not hold.
 struct CaseCost {
   double preparation_seconds = 0;  // creating it, its first run, and the check
   double check_seconds = 0;        // of these, for the check
@@ -62,9 +62,9 @@ struct CaseCost {
 struct MeasureHooks {
   // Called before whatever may take long, with the index of the case in the group.
   std::function<void(size_t index, absl::string_view what)> on_activity;
-  // Once true, no further work is begun. Cases without enough samples by then are not reported.
+  // No further work begins once this is true. Cases without enough samples by then are not reported.
   std::function<bool()> stopped;
-  // Until `stopped` will be true for lack of time; null where there is no such limit.
+  // Returns the seconds until `stopped` will be true for lack of time; null means no such limit.
   std::function<double()> seconds_left;
   // The record of a finished case. In any order.
   std::function<void(size_t index, Case record, const CaseCost& cost)> done;
@@ -108,9 +108,9 @@ class Measurer {
   std::map<CudaRuntime*, std::unique_ptr<DeviceCacheFlusher>> device_flushers_;
   std::map<CudaRuntime*, std::unique_ptr<DeviceMonitor>> monitors_;  // null where there is none
   bool device_lost_ = false;
-  // By technique, options and purpose: tokens and seconds of the last check.
+  // Tokens and seconds of the last check, by technique, options and purpose.
   std::map<std::string, std::pair<int64_t, double>> check_seconds_;
-  std::map<int, double> flush_seconds_;  // by threads: of overwriting the caches once
+  std::map<int, double> flush_seconds_;  // that overwriting the caches takes, by threads
 };
 
 // The status of a case whose preparation ended with `status`.

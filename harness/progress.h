@@ -1,5 +1,5 @@
-// What a sweep tells while it runs: one line that is redrawn on a terminal, a line a case
-// elsewhere.
+// Tells what a sweep does while it runs: a terminal shows one line that is redrawn, anything else
+// gets a line a case.
 #ifndef TFB_HARNESS_PROGRESS_H_
 #define TFB_HARNESS_PROGRESS_H_
 
@@ -15,15 +15,15 @@ class Progress {
   // On a terminal, unless TERM is "dumb", lines are redrawn and cut to its width.
   Progress(std::FILE* out, size_t total);
 
-  // What is going on: redrawn on a terminal, nothing elsewhere.
+  // Shows what is going on, on a terminal alone.
   void Show(absl::string_view activity, double elapsed_seconds, double left_seconds);
-  // A case is finished. On a terminal it is only counted, unless it went wrong.
+  // Reports a finished case. A terminal only counts it, unless it went wrong.
   void Finished(absl::string_view line, bool wrong);
-  // A case is finished of which nothing is said: counted alone.
+  // Counts a finished case without a word.
   void Count() { ++finished_; }
-  // A line that stays.
+  // Prints a line that stays.
   void Say(absl::string_view line);
-  // Takes the redrawn line away.
+  // Erases the redrawn line.
   void Clear();
 
   size_t finished() const { return finished_; }

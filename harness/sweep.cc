@@ -121,7 +121,7 @@ Environment Describe(const SweepOptions& options, const std::vector<SweepCase>& 
     return sweep_case.device == Device::kCuda;
   });
   if (const auto gpu = CudaRuntime::For(Device::kCuda); on_gpu && gpu.ok()) {
-    // Without them there are no shares of a peak; the cases themselves say what is wrong.
+    // A failure here costs the shares of a peak alone; the cases themselves say what is wrong.
     MeasureDevicePeaks(*gpu, &environment).IgnoreError();
   }
   for (const std::string& word : options.command_line) environment.add_command_line(word);
@@ -318,7 +318,7 @@ class Sweep {
     return static_cast<size_t>(std::count(left_.begin(), left_.end(), true));
   }
 
-  // To the file, unless it says so already: skipped for the same reason as before.
+  // Writes the record to the file, unless the file has one that says skipped for the same reason.
   absl::Status Write(size_t index, const Case& record) {
     left_[index] = false;
     const Outcome& outcome = record.outcome();
@@ -507,7 +507,7 @@ class Sweep {
     return absl::OkStatus();
   }
 
-  // Until each of the visit's cases has been visited, or the deadline has come.
+  // Measures until each of the visit's cases has been visited, or the deadline has come.
   absl::Status MeasureVisit(const Visit& visit) {
     const double deadline = visit.deadline > 0 ? begin_ + visit.deadline : 0;
     std::set<size_t> unchecked;  // whose check has hung
@@ -692,7 +692,7 @@ class Sweep {
     return AppendUnmeasured(index, Outcome::STATUS_SKIPPED, reason);
   }
 
-  // What the plan has given up, and one line that says so.
+  // Records the cases that the plan has left out, and says so in one line for each reason.
   absl::Status AppendLeftOut() {
     for (const LeftOut& left_out : plan_->TakeLeftOut()) {
       progress_->Say(absl::StrCat(left_out.cases.size(),
@@ -743,7 +743,7 @@ class Sweep {
     return absl::OkStatus();
   }
 
-  // As the caller would type it from where they stand.
+  // Returns the path as the caller would type it in their folder.
   static std::string ShortPath(const std::string& path) {
     const std::filesystem::path folder = CallerPath(".");
     const std::filesystem::path relative =

@@ -58,7 +58,7 @@ class SweepByClock : public ::testing::Test {
     return exit_status;
   }
 
-  // Of the records that count, by "technique tokens".
+  // Returns the outcomes of the records that count, by "technique tokens".
   std::map<std::string, Outcome> Outcomes() {
     std::map<std::string, Outcome> outcomes;
     const absl::StatusOr<ResultFile> file = ReadResultFile(options_.output);

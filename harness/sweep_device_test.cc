@@ -29,7 +29,7 @@ class SweepOnDevices : public ::testing::Test {
   }
   ~SweepOnDevices() override { cuda_simulator::Configure({}); }
 
-  // By "technique option=value tokens".
+  // Returns the outcomes by "technique option=value tokens".
   std::map<std::string, Outcome> Sweep(const std::string& techniques, const std::string& lengths,
                                        int* exit_status) {
     CaseFlags flags;

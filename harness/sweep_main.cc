@@ -206,7 +206,7 @@ absl::StatusOr<SweepOptions::Other> OtherFromFlags(const std::vector<std::string
   return other;
 }
 
-// What to type for the same sweep: as it was typed, but for the two flags that say where to go on.
+// Returns the command line of the same sweep without the two flags that say where to go on.
 std::string Command(const std::vector<std::string>& argv) {
   std::string command =
       WorkspaceFolder().empty() ? argv[0] : std::string("bazel run //harness:sweep --");

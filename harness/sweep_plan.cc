@@ -26,7 +26,7 @@ constexpr double kNarrow = 0.02;
 constexpr int kMostVisits = 10;
 // A repetition takes its time in fewer, longer visits, since each has to create the case anew.
 constexpr double kRepetitionShare = 2;
-// Of a case whose technique has not been seen yet.
+// A case whose technique has not been seen yet is taken to last so long, times its relative effort.
 constexpr double kGuessSeconds = 0.2;
 
 double TokensOf(const SweepCase& sweep_case) {
@@ -144,7 +144,7 @@ SweepPlan::Observation SweepPlan::Foretell(size_t index) const {
   const std::vector<Observation>& seen = found->second;
   const Observation& last = seen.back();
   const Observation before = seen.size() > 1 ? seen[seen.size() - 2] : Observation{0, 0, 0};
-  // What is said of a technique's growth need not hold with the options of a counterpart.
+  // The growth that a technique states need not hold with the options of a counterpart.
   const double growth = cases_[index].added ? 2 : cases_[index].technique->info().growth;
   const double ratio = tokens / last.tokens;
   const auto grown = [&](double earlier, double now) {
@@ -259,7 +259,7 @@ Visit::Item SweepPlan::ItemFor(size_t index, bool repeats) const {
   return item;
 }
 
-// The tier and all of its kind beyond it.
+// Leaves out the tier, and all tiers of its kind beyond it.
 void SweepPlan::LeaveOut(size_t first_tier, double elapsed_seconds) {
   const Tier& first = tiers_[first_tier];
   const double needed = kCaution * TierSeconds(first);
@@ -284,7 +284,7 @@ void SweepPlan::LeaveOut(size_t first_tier, double elapsed_seconds) {
   left_out_.push_back(std::move(left_out));
 }
 
-// What is left of the tier that has begun.
+// Leaves out the cases of the current tier that have not had their visits.
 void SweepPlan::LeaveOutRest(const std::string& reason) {
   LeftOut left_out;
   left_out.reason = reason;

@@ -1,4 +1,4 @@
-// What a sweep measures next, so that its result tells the whole story within a time budget.
+// Decides what a sweep measures next, so that its result tells the whole story within a budget.
 //
 //   1. Accuracy cases take at most a third of the budget. They come input by input (a file's layers,
 //      say). An input that would not fit is left out for all techniques.
@@ -48,7 +48,7 @@ struct Visit {
   double deadline = 0;   // seconds since the beginning after which nothing is begun; 0: none
 };
 
-// What a visit to a case found.
+// The findings of a visit to a case.
 struct Visited {
   double preparation_seconds = 0;  // creating it, its first run, and its check
   double check_seconds = 0;        // of these, for the check
@@ -70,25 +70,25 @@ class SweepPlan {
   SweepPlan(const std::vector<SweepCase>& cases, const std::vector<bool>& left,
             const SweepPlanOptions& options);
 
-  // The next visit, given the seconds since the beginning. Nothing where all is done.
+  // Returns the next visit, given the seconds since the beginning, or nothing when all is done.
   std::optional<Visit> Next(double elapsed_seconds);
-  // The next visit to the cases of a group that another build chose (harness/turns.h), which also
-  // keeps to the time. No items where every case has had its visits.
+  // Returns the next visit to a group that another build chose (harness/turns.h); that build also
+  // keeps to the time. The visit has no items where every case has had its visits.
   Visit VisitGroup(const std::string& group_key);
 
   void Note(size_t index, const Visited& visited);
   // The case needs no further visit: it failed, or it cannot run.
   void Finish(size_t index);
-  // The cases that Next has decided to leave out since the last call.
+  // Returns the cases that Next has decided to leave out since the last call.
   std::vector<LeftOut> TakeLeftOut();
-  // Why cases of a visit that its deadline cut short are left out.
+  // Returns why cases of a visit that its deadline cut short are left out.
   std::string DeadlineReason(const Visit& visit) const;
 
-  // What is still to be done, as far as it can be foretold.
+  // Returns how long the rest will take, as far as that can be foretold.
   double ExpectedSeconds(double elapsed_seconds) const;
 
  private:
-  // What a technique with its options took at one length.
+  // The times of a technique with its options at one length.
   struct Observation {
     double tokens;
     double preparation_seconds;
@@ -110,7 +110,7 @@ class SweepPlan {
 
   void MakeTiers();
   void FindCounterparts();
-  // It has not had its visits of the breadth phase.
+  // Returns whether the case still lacks visits of the breadth phase.
   bool IsLeft(size_t index) const {
     const State& state = states_[index];
     return !state.finished && !state.dropped && state.visits < options_.rounds;

@@ -24,7 +24,7 @@ using ::testing::IsEmpty;
 
 constexpr double kBudget = 300;
 
-// What the default sweep runs on two threads of a machine without a GPU.
+// Returns the cases of the default sweep on two threads of a machine without a GPU.
 std::vector<SweepCase> DefaultCases() {
   CaseFlags flags;
   flags.devices = "cpu";
@@ -42,7 +42,7 @@ bool IsAccuracy(const SweepCase& one) { return one.purpose == Case::PURPOSE_ACCU
 class Machine {
  public:
   explicit Machine(double speed) : speed_(speed) {}
-  // From that many seconds on, everything takes so many times as long.
+  // Makes everything take `factor` times as long from then on.
   void SlowDownAt(double seconds, double factor) {
     slow_from_ = seconds;
     slow_factor_ = factor;
@@ -84,7 +84,7 @@ class Machine {
   double slow_from_ = 1e9, slow_factor_ = 1;
 };
 
-// What became of a sweep.
+// The events of a sweep that was carried out.
 struct Story {
   std::vector<int> samples;  // by case
   std::vector<int> visits;

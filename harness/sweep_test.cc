@@ -56,7 +56,7 @@ class SweepTest : public ::testing::Test {
   // A running sweep. Small ones unless `arguments` say otherwise.
   class Process {
    public:
-    // Where `gate` is not empty it is the file that toy_gate waits at.
+    // A `gate` that is not empty names the file that toy_gate waits at.
     Process(const std::string& folder, const std::vector<std::string>& arguments, bool plain = true,
             const std::string& gate = "")
         : out_(folder + "/stdout"), err_(folder + "/stderr") {
@@ -354,7 +354,7 @@ TEST_F(SweepTest, InterruptLeavesAValidFileAndSaysHowToGoOn) {
   EXPECT_EQ(Keys("a.pb").size(), 27u);
 }
 
-// It ends although the case at hand never does: were it waited for, the test would not end.
+// The case at hand never ends: if the sweep waited for it, this test would not end either.
 TEST_F(SweepTest, SecondInterruptStopsAtOnce) {
   Process process(folder_,
                   Small({"--techniques=toy_gate,toy_mean", "--lengths=16", "--case_timeout=0",
@@ -377,7 +377,7 @@ TEST_F(SweepTest, ProgressIsRedrawnOnATerminal) {
   EXPECT_EQ(run.exit_status, 1);
   EXPECT_THAT(run.err, HasSubstr("\r["));
   EXPECT_THAT(run.err, HasSubstr("left: "));
-  // Of cases only what went wrong stays on the screen.
+  // Only cases that went wrong stay on the screen.
   EXPECT_THAT(run.err, HasSubstr("toy_crash, cpu, "));
   EXPECT_THAT(run.err, Not(HasSubstr("toy_slow ms=50, cpu, ")));
 }
@@ -405,7 +405,7 @@ TEST_F(SweepTest, ShardsTogetherHaveTheCasesOfTheWholeAndEachItsCounterparts) {
     EXPECT_FALSE(part.empty());
     EXPECT_LT(part.size(), whole.size());
     together.insert(part.begin(), part.end());
-    // What is held against another case in the whole is so in its part.
+    // A case that has a dense partner in the whole has it in its part.
     const absl::StatusOr<ResultFile> file = ReadResultFile(Path(name));
     ASSERT_TRUE(file.ok());
     const DensePartners partners(file->results);

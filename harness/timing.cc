@@ -316,7 +316,7 @@ class Measurement {
     }
     return absl::OkStatus();
   }
-  // Without waiting between the segments, as a decoder would not.
+  // Enqueues all segments without waiting in between, as a decoder would.
   absl::Status StreamOnDevice() {
     TFB_RETURN_IF_ERROR(stream_->Reset());
     TFB_RETURN_IF_ERROR(begin_.Record(timed_.execution.stream));
@@ -399,7 +399,8 @@ class Measurement {
     if (made.ok()) *event = *std::move(made);
     return Keep(made.status());
   }
-  // From before the first to after the last of what `body` enqueues. Waits for it.
+  // Returns the seconds from before the first to after the last kernel that `body` enqueues, and waits
+  // for them.
   template <class Body>
   absl::StatusOr<double> DeviceSeconds(const Body& body) {
     TFB_RETURN_IF_ERROR(begin_.Record(timed_.execution.stream));
@@ -457,7 +458,7 @@ std::vector<bool> UndisturbedSamples(const std::vector<double>& probes, double u
 }
 
 std::vector<bool> UnthrottledSamples(const std::vector<DeviceState>& states) {
-  // As probes: undisturbed 1, throttled the more the lower the clock.
+  // A state counts like a probe: 1 where it is undisturbed, and more the lower a throttled clock is.
   std::vector<double> probes;
   for (const DeviceState& state : states) {
     probes.push_back(IsThrottled(state) ? 2 + 1 / std::max(state.clock_mhz(), 1.0) : 1);

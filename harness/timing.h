@@ -93,7 +93,7 @@ struct TimingOptions {
   std::function<void()> probe = &ProbeArithmetic;
   // Called before each sample with the case's index and "run", "cold", "setup" or "stream".
   std::function<void(size_t index, absl::string_view what)> on_sample;
-  // Once true, no further sample is begun. What was sampled by then is kept.
+  // No further sample begins once this is true. Samples taken by then are kept.
   std::function<bool()> stopped;
 };
 

@@ -82,7 +82,7 @@ class Worker {
     std::string what;
   };
   Activity activity() const;
-  // Once it has ended: "signal 11 (Segmentation fault)", "exit status 3".
+  // Returns how the worker ended, as in "signal 11 (Segmentation fault)" or "exit status 3".
   std::string HowItEnded() const;
   bool was_killed() const;  // by SIGKILL, as the system does that runs out of memory
 
