@@ -199,7 +199,7 @@ TEST(DepthAdaptive, ConfidenceLeavesAtTheFirstProbabilityThatReachesItsLayersThr
     EXPECT_THAT(exits("500"), Each(1));  // reached, not passed
     EXPECT_THAT(exits("501/740"), Each(2));
     EXPECT_THAT(exits("501/760/890"), Each(3));
-    EXPECT_THAT(exits("760"), Each(3));  // above the probabilities of all layers
+    EXPECT_THAT(exits("760"), Each(3));  // the threshold of all layers
     EXPECT_THAT(exits("501/760/910"), Each(4));
     EXPECT_THAT(exits("1001/1001/0"), Each(3));
     EXPECT_THAT(exits("1001/1001/1001/0"), Each(4));  // after the last layer all leave
