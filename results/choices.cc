@@ -119,6 +119,16 @@ std::vector<ChoiceSet> FindChoiceSets(const Analysis& analysis, const TableGroup
   return {};
 }
 
+std::map<std::string, double> ErrorsByRow(const Analysis& analysis, const TableGroup& group) {
+  std::map<std::string, double> medians;
+  for (const Case::Purpose purpose : {Case::PURPOSE_ACCURACY, Case::PURPOSE_SCALING}) {
+    for (const auto& [row, errors] : FindErrors(analysis, group, purpose).by_row) {
+      medians.emplace(row, MedianOf(errors)->median);
+    }
+  }
+  return medians;
+}
+
 std::vector<TableGroup> MainGroups(const Analysis& analysis) {
   struct Masks {
     std::vector<TableGroup> groups;

@@ -155,11 +155,7 @@ plot::Axis LengthAxis(const SeriesGroup& group) {
   plot::Axis axis;
   axis.title = LengthWord(group);
   axis.base = 2;
-  axis.format = [](double value) {
-    return value >= 1024 && value == static_cast<double>(static_cast<int64_t>(value / 1024)) * 1024
-               ? absl::StrFormat("%gK", value / 1024)
-               : absl::StrFormat("%g", value);
-  };
+  axis.format = [](double value) { return absl::StrFormat("%.0f", value); };
   return axis;
 }
 

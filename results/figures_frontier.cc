@@ -203,6 +203,7 @@ void AddRoundingLine(const std::vector<Spot>& spots, const Rounding& rounding, p
     line.points.push_back({x, rounding.level, std::nullopt, std::nullopt});
   }
   plot->guides.push_back(std::move(line));
+  plot->room.push_back({low, rounding.level / 2, std::nullopt, std::nullopt});  // for names
 }
 
 FrontierAxes ErrorAxes() {

@@ -27,9 +27,10 @@ struct Point {
 
 struct Curve {
   enum class Kind {
-    kLine,     // markers joined by a line, the name at its end
-    kFaint,    // a thin line without markers or name, in the colour of what it belongs to
-    kScatter,  // markers, the name beside the first
+    kLine,         // markers joined by a line, the name at its end
+    kCounterpart,  // a bold dotted line without markers or name, in the colour of the technique
+                   // that is held against it
+    kScatter,      // markers, the name beside the first
   };
   std::string name;
   std::string label;   // beside the drawing, where the name is long; the name where it is empty
@@ -86,6 +87,7 @@ struct Plot {
     std::string label;
   };
   std::vector<Slope> slopes;
+  std::vector<Point> room;  // places that the axes enclose though nothing is drawn there
   // Pixels of 1/96 inch: 340 wide is 90 mm.
   double width = 520, height = 340;
 };
@@ -93,7 +95,8 @@ struct Plot {
 // The markup of one plot, for a page; `id` is unique there.
 std::string DrawForPage(const Plot& plot, const std::string& id);
 
-// A file: the plots in rows of `columns`, on white. Empty without plots.
+// A file: the plots in rows of `columns`, on white. A point whose name has no room has a number, and
+// its name stands below its plot. Empty without plots.
 std::string DrawFile(const std::vector<Plot>& plots, int columns, const std::string& title);
 
 // The marker, and line, of a style as a drawing of its own, for a legend on a page.

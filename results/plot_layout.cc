@@ -19,6 +19,9 @@ std::vector<double> Values(const Plot& plot, double Point::*member) {
       if (IsShown(plot, point)) values.push_back(point.*member);
     }
   }
+  for (const Point& point : plot.room) {
+    if (IsShown(plot, point)) values.push_back(point.*member);
+  }
   for (const Guide& guide : plot.guides) {
     if (guide.kind != Guide::Kind::kBound) continue;
     for (const Point& point : guide.points) values.push_back(point.*member);

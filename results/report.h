@@ -35,6 +35,17 @@ struct ChoiceReport {
   std::vector<Table> more;
 };
 ChoiceReport ChoiceTables(const Analysis& analysis);
+// What a technique is, where it comes from, and what it costs beside its own dense counterpart: a row
+// for each of its options and masks. A technique without any time has a row that says why.
+struct TechniqueCard {
+  std::string name;
+  std::string title;
+  std::string citation;
+  std::string counterpart;  // "held against dense"; empty where nothing is
+  Table numbers;
+};
+// By family and name, on the cases with the most techniques (MainGroups in results/choices.h).
+std::vector<TechniqueCard> TechniqueCards(const Analysis& analysis);
 // How far attention changes when sequences grow, over lengths (harness/extrapolation.h).
 std::vector<Table> ExtrapolationTables(const Analysis& analysis);
 // What techniques report by name.
