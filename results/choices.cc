@@ -77,7 +77,7 @@ std::vector<ChoiceSet> SetsWith(const Analysis& analysis, const TableGroup& grou
   return sets;
 }
 
-// Equal for groups that differ in their mask alone.
+// Returns a key that is equal for groups that differ in their mask alone.
 std::string KeyWithoutMask(const TableGroup& group) {
   const Case::Key& key = group.first().key();
   ProblemSize problem = key.problem();

@@ -1,5 +1,5 @@
-// What a choice between techniques rests on: the error, the time and the memory of each at one
-// length. Private to the report.
+// The numbers that a choice between techniques rests on: the error, the time and the memory of each
+// at one length. Private to the report.
 #ifndef TFB_RESULTS_CHOICES_H_
 #define TFB_RESULTS_CHOICES_H_
 

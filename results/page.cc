@@ -83,7 +83,7 @@ class Page {
     return absl::StrCat(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
         "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
-        // What a file tries to load is refused, and so is a script other than the page's own.
+        // The browser refuses whatever a file tries to load, and any script but the page's own.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
         "<meta name=\"color-scheme\" content=\"light dark\">\n",
@@ -380,7 +380,7 @@ std::string ToHtml(const Table& table, const std::string& id) {
   std::string out = "<section>";
   if (!table.title.empty()) out += Element("h3", table.title, Attribute("id", id + "-title"));
   const bool tall = table.rows.size() > kTallTable;
-  // What scrolls can be reached by keyboard.
+  // The keyboard reaches whatever scrolls.
   absl::StrAppend(&out, "<div class=\"table", tall ? " tall" : "",
                   "\" tabindex=\"0\" role=\"region\"",
                   table.title.empty() ? Attribute("aria-label", "Table")

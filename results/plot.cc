@@ -48,7 +48,7 @@ class Drawing {
   std::string Draw() const {
     return absl::StrCat(Titles(), Keys(), Axes(), Slopes(), Guides(), Curves(), Marks(), List());
   }
-  // With the list of the names that have no room beside their points.
+  // Includes the list of the names that have no room beside their points.
   double height() const {
     return plot_.height + (list_.empty() ? 0 : kLine * static_cast<double>(list_.size()) + 6);
   }
@@ -228,7 +228,7 @@ class Drawing {
                      Coordinate(x), " ", Coordinate(y), ") rotate(", Coordinate(angle), ")\""));
   }
 
-  // Of level guides: names of points stay off them.
+  // The boxes of level guides' labels, which names of points stay off.
   std::vector<Box> GuideLabelBoxes() const {
     std::vector<Box> boxes;
     for (const Guide& guide : plot_.guides) {

@@ -21,7 +21,7 @@ inline constexpr int kReferenceStyle = -1;  // what others are held against: the
 
 struct Point {
   double x = 0, y = 0;
-  // What is known of y, drawn as a whisker.
+  // The interval of y, drawn as a whisker.
   std::optional<double> low, high;
 };
 
@@ -43,7 +43,7 @@ struct Curve {
   int style = 0;
   Kind kind = Kind::kLine;
   bool hollow = false;
-  bool name_needed = true;  // of scatters: a name further away rather than none
+  bool name_needed = true;  // a scattered point's name stands further away rather than nowhere
   std::vector<Point> points;
 };
 

@@ -42,7 +42,7 @@ struct PlacedLabel {
   Box box;
   bool with_leader = false;  // too far from its point to do without a line to it
 };
-// What labels have to stay off.
+// Places that labels have to stay off.
 struct Obstacles {
   std::vector<Box> points;
   std::vector<Box> texts;  // no line to a label leads through one

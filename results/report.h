@@ -48,7 +48,7 @@ struct TechniqueCard {
 std::vector<TechniqueCard> TechniqueCards(const Analysis& analysis);
 // How far attention changes when sequences grow, over lengths (harness/extrapolation.h).
 std::vector<Table> ExtrapolationTables(const Analysis& analysis);
-// What techniques report by name.
+// The statistics that techniques report by name.
 std::vector<Table> StatisticsTables(const Analysis& analysis);
 // Setup, cold and warm runs, rates and memory at each technique's longest length.
 std::vector<Table> CostTables(const Analysis& analysis);
@@ -65,7 +65,7 @@ struct OutcomeLine {
   bool bad = false;
 };
 std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis, bool details = false);
-// The same as a table, without the total: status, number of cases, reason, techniques.
+// Returns status, number of cases, reason and techniques as a table without the total.
 Table OutcomeTable(const Analysis& analysis);
 
 }  // namespace report

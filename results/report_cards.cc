@@ -1,4 +1,4 @@
-// What each technique is, and what it costs beside its own counterpart.
+// A card for each technique: its sentence and citation, and its cost beside its own counterpart.
 
 #include <algorithm>
 #include <map>
