@@ -29,9 +29,9 @@ struct Series {
   std::vector<const Case*> cases;
   std::map<int64_t, std::vector<const Case*>> by_tokens;  // LengthOf(problem)
 
-  // Of the warm runs, at the lengths that have any.
+  // The time of a warm run, at the lengths that were timed.
   std::map<int64_t, MedianInterval> run_ns;
-  // Against dense, at the lengths at which both have a time. A baseline's are 1.
+  // The speed-up over dense, at the lengths at which both have a time. A baseline's is 1.
   std::map<int64_t, SpeedUpInterval> speed_ups;
   std::optional<Growth> growth;
   std::optional<Crossover> crossover;  // against dense; absent for a baseline
@@ -53,8 +53,8 @@ struct SeriesGroup {
   std::vector<Series> series;    // by StandsBefore, then in the order of the file
   std::vector<int64_t> lengths;  // ascending
   const Environment* environment = nullptr;
-  // Equal for the groups that one table may hold together: those of accuracy that differ in nothing
-  // but the layer of the input and the mask.
+  // Groups with equal fold keys may stand in one table: accuracy groups that differ in nothing but
+  // the layer of the input and the mask.
   std::string fold_key;
   const Case& first() const { return series.front().first(); }
 };
@@ -67,18 +67,18 @@ class Analysis {
   Analysis& operator=(const Analysis&) = delete;
 
   const ResultSet& results() const { return results_; }
-  // In the file's order, each key once a machine: the last of several.
+  // The cases that count, in the file's order: of several with one key on one machine the last.
   const std::vector<const Case*>& cases() const { return cases_; }
   int64_t superseded_cases() const { return superseded_cases_; }
   const std::vector<SeriesGroup>& groups() const { return groups_; }
   // One environment for each machine, in the file's order.
   const std::vector<const Environment*>& machines() const { return machines_; }
 
-  // Never null: an empty one where the file lacks it.
+  // Returns an empty environment where the file lacks the case's own.
   const Environment& EnvironmentOf(const Case& result) const;
   const Case* DenseOf(const Case& result) const { return partners_.Find(result); }
   const Series* SeriesOf(const Case& result) const;
-  // What `series` is held against at `tokens`: its row, or null.
+  // Returns the row that `series` is held against at `tokens`, or null.
   const Series* DenseSeriesOf(const Series& series, int64_t tokens) const;
 
  private:
@@ -98,8 +98,8 @@ class Analysis {
   std::vector<const Environment*> machines_;
   std::vector<const Case*> cases_;
   int64_t superseded_cases_ = 0;
-  // For each case that is only there for others, the row of one of those that are held against it
-  // or against another counterpart of theirs.
+  // Maps a case that ran only as a counterpart to the row of a technique that is held against it, or
+  // against another case of the same row of counterparts.
   std::map<const Case*, std::string> counterparts_;
   std::set<std::string> common_baselines_;  // techniques
   std::vector<SeriesGroup> groups_;

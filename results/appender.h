@@ -52,7 +52,7 @@ class ResultAppender {
   // ResourceExhausted (disk or file full) the file ends where it did before.
   absl::Status Append(Case result);
 
-  // What the file held when it was opened: of a new file nothing.
+  // Returns what the file held when it was opened, which is nothing for a new file.
   const ResultSet& existing() const { return existing_; }
   // Bytes of a torn tail that was cut off on opening. Say so to the user where it is not 0.
   int64_t cut_bytes() const { return cut_bytes_; }

@@ -77,7 +77,7 @@ std::vector<ChoiceSet> SetsWith(const Analysis& analysis, const TableGroup& grou
   return sets;
 }
 
-// Equal for groups that differ in their mask alone.
+// Returns a key that is equal for groups that differ in their mask alone.
 std::string KeyWithoutMask(const TableGroup& group) {
   const Case::Key& key = group.first().key();
   ProblemSize problem = key.problem();
@@ -117,6 +117,16 @@ std::vector<ChoiceSet> FindChoiceSets(const Analysis& analysis, const TableGroup
     if (!sets.empty() && sets.front().choices.size() >= 2) return sets;
   }
   return {};
+}
+
+std::map<std::string, double> ErrorsByRow(const Analysis& analysis, const TableGroup& group) {
+  std::map<std::string, double> medians;
+  for (const Case::Purpose purpose : {Case::PURPOSE_ACCURACY, Case::PURPOSE_SCALING}) {
+    for (const auto& [row, errors] : FindErrors(analysis, group, purpose).by_row) {
+      medians.emplace(row, MedianOf(errors)->median);
+    }
+  }
+  return medians;
 }
 
 std::vector<TableGroup> MainGroups(const Analysis& analysis) {

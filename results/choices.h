@@ -1,9 +1,10 @@
-// What a choice between techniques rests on: the error, the time and the memory of each at one
-// length. Private to the report.
+// The numbers that a choice between techniques rests on: the error, the time and the memory of each
+// at one length. Private to the report.
 #ifndef TFB_RESULTS_CHOICES_H_
 #define TFB_RESULTS_CHOICES_H_
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -43,6 +44,9 @@ int64_t SharedLength(const TableGroup& group);
 // technique is left out where any of its cases failed: what is wrong is no choice.
 std::vector<ChoiceSet> FindChoiceSets(const Analysis& analysis, const TableGroup& group,
                                       int64_t tokens);
+
+// The errors against dense, medians by Series::row_key, as FindChoiceSets takes them.
+std::map<std::string, double> ErrorsByRow(const Analysis& analysis, const TableGroup& group);
 
 // The scaling groups that differ in their mask alone and have the most techniques to choose from
 // among them, without a mask first. Empty where no group has two techniques to choose from.

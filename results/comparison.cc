@@ -32,7 +32,7 @@ Samples ToSamples(const Range& range) {
   return Samples(range.begin(), range.end());
 }
 
-// The same number for the same text, on every platform (FNV-1a).
+// Returns the same number for the same text on every platform (FNV-1a).
 uint64_t SeedOf(absl::string_view text) {
   uint64_t hash = 14695981039346656037u;
   for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
@@ -77,7 +77,7 @@ std::string GpuText(const Environment& environment) {
   });
 }
 
-// In what a case on `device` depends on.
+// Compares only what a case on `device` depends on.
 void AddDifferences(const Environment& base, const Environment& now, DeviceType device,
                     std::set<std::string>* differences) {
   AddDifference("processor", base.cpu_model(), now.cpu_model(), differences);
@@ -95,7 +95,7 @@ void AddDifferences(const Environment& base, const Environment& now, DeviceType 
 
 constexpr char kElementTypes[] = "element types";
 
-// What a key's fields are called, and their values as text.
+// Returns the names of a key's fields, and their values as text.
 std::map<std::string, std::string> FieldsOf(const Case::Key& key) {
   const ProblemSize& problem = key.problem();
   return {{"techniques", key.technique()},
@@ -542,7 +542,7 @@ class Comparer {
                        if (a.verdict != b.verdict) return a.verdict < b.verdict;
                        const double size_a = std::fabs(std::log(a.change));
                        const double size_b = std::fabs(std::log(b.change));
-                       // What is no number comes first.
+                       // Findings without a number come first.
                        const bool number_a = a.change != 1 && !std::isnan(size_a);
                        const bool number_b = b.change != 1 && !std::isnan(size_b);
                        if (number_a != number_b) return number_b;

@@ -30,7 +30,8 @@ struct CompareOptions {
   double threshold = 1.05;
   // Memory is exact: it regressed where it grew by this factor.
   double memory_threshold = 1.05;
-  // The same for errors against dense, and for unbounded ones against the definition.
+  // An error against dense regressed where it grew by this factor, and so did an error against the
+  // definition that has no bound.
   double error_threshold = 1.25;
   // Errors up to here are rounding, and are not compared.
   double error_floor = 1e-5;
@@ -59,8 +60,8 @@ struct Finding {
   bool is_time = false;
   std::string base, now;
   double change = 1;  // now over base, where both are numbers: above 1 is worse
-  // Of times: the 95 % interval of the change, and how likely samples of equal times are as far
-  // apart, corrected for the number of times compared.
+  // Times alone have the 95 % interval of the change, and the probability that samples of equal
+  // times lie as far apart, corrected for the number of times compared.
   std::optional<RatioInterval> interval;
   std::optional<double> p_value;
   Verdict verdict = Verdict::kSame;

@@ -145,6 +145,7 @@ Fields TechniqueFields(const Case& result) {
   const TechniqueDescription& technique = result.technique();
   return {{"display_name", Value::Text(DisplayName(result))},
           {"title", Value::Text(technique.title())},
+          {"citation", Value::Text(technique.citation())},
           {"family", Value::Text(technique.family())},
           {"exactness", Value::Text(Name(technique.exactness()))},
           {"input_kind", Value::Text(Name(technique.input_kind()))},
@@ -182,6 +183,7 @@ Fields TimeFields(const Analysis& analysis, const Case& result) {
 
 Fields CostFields(const Analysis& analysis, const Case& result) {
   const Outcome& outcome = result.outcome();
+  const MachineLoad& load = outcome.machine_load();
   const Environment& environment = analysis.EnvironmentOf(result);
   const std::pair<const char*, std::optional<double>> numbers[] = {
       {"flops", Known(outcome.has_flops(), outcome.flops())},
@@ -196,7 +198,10 @@ Fields CostFields(const Analysis& analysis, const Case& result) {
       {"input_bytes", Known(outcome.has_input_bytes(), outcome.input_bytes())},
       {"output_bytes", Known(outcome.has_output_bytes(), outcome.output_bytes())},
       {"process_peak_bytes", Known(outcome.has_process_peak_bytes(), outcome.process_peak_bytes())},
-      {"device_peak_bytes", Known(outcome.has_device_peak_bytes(), outcome.device_peak_bytes())}};
+      {"device_peak_bytes", Known(outcome.has_device_peak_bytes(), outcome.device_peak_bytes())},
+      {"other_core_seconds", Known(load.has_other_core_seconds(), load.other_core_seconds())},
+      {"stolen_core_seconds", Known(load.has_stolen_core_seconds(), load.stolen_core_seconds())},
+      {"load_observed_seconds", Known(load.observed_seconds() > 0, load.observed_seconds())}};
   Fields fields;
   for (const auto& [name, number] : numbers) fields.emplace_back(name, Value::Number(number));
   return fields;
@@ -239,6 +244,23 @@ Fields CurveFields(const Analysis& analysis, const Case& result) {
                       crossed ? Value::Text(NameOf(series->crossover->kind)) : Value());
   fields.emplace_back("crossover_tokens",
                       crossed ? Value::Number(series->crossover->tokens) : Value());
+  fields.emplace_back("crossover_low_tokens",
+                      crossed ? Value::Number(series->crossover->low_tokens) : Value());
+  fields.emplace_back("crossover_high_tokens",
+                      crossed ? Value::Number(series->crossover->high_tokens) : Value());
+  fields.emplace_back("crossover_clear",
+                      crossed ? Value::Number(series->crossover->clear ? 1.0 : 0.0) : Value());
+  const SpeedUpInterval* speed_up = nullptr;
+  if (series != nullptr) {
+    const auto found = series->speed_ups.find(LengthOf(result.key().problem()));
+    if (found != series->speed_ups.end()) speed_up = &found->second;
+  }
+  fields.emplace_back("speed_up_low", speed_up != nullptr ? Value::Number(speed_up->low) : Value());
+  fields.emplace_back("speed_up_high",
+                      speed_up != nullptr ? Value::Number(speed_up->high) : Value());
+  fields.emplace_back("speed_up_distinct", speed_up != nullptr
+                                               ? Value::Number(speed_up->distinct ? 1.0 : 0.0)
+                                               : Value());
   return fields;
 }
 

@@ -20,7 +20,7 @@ namespace {
 
 constexpr size_t kMostCurves = plot::kStyles;
 
-// What distinguishes techniques, coarsest first.
+// Properties by which techniques are split, coarsest first.
 std::string KindText(const Series& series) {
   switch (series.first().technique().input_kind()) {
     case TechniqueDescription::INPUT_KIND_HIDDEN:
@@ -39,7 +39,7 @@ std::string GrowthText(const Series& series) {
 
 using Splitter = std::string (*)(const Series&);
 
-// In the order of first appearance.
+// Returns the parts in the order of first appearance.
 std::vector<Panel> SplitBy(const Panel& panel, Splitter splitter) {
   std::vector<Panel> parts;
   std::map<std::string, size_t> places;
@@ -56,7 +56,7 @@ std::vector<Panel> SplitBy(const Panel& panel, Splitter splitter) {
   return parts;
 }
 
-// As many as fit, a technique's options together where they do.
+// Fills panels with as many techniques as fit, a technique's options together where they fit.
 std::vector<Panel> Fill(const Panel& panel) {
   std::vector<Panel> parts;
   for (const Panel& technique :
@@ -155,11 +155,7 @@ plot::Axis LengthAxis(const SeriesGroup& group) {
   plot::Axis axis;
   axis.title = LengthWord(group);
   axis.base = 2;
-  axis.format = [](double value) {
-    return value >= 1024 && value == static_cast<double>(static_cast<int64_t>(value / 1024)) * 1024
-               ? absl::StrFormat("%gK", value / 1024)
-               : absl::StrFormat("%g", value);
-  };
+  axis.format = [](double value) { return absl::StrFormat("%.0f", value); };
   return axis;
 }
 

@@ -1,4 +1,4 @@
-// What the figures have in common; private to them.
+// Parts that the figures share. Private to them.
 #ifndef TFB_RESULTS_FIGURE_PARTS_H_
 #define TFB_RESULTS_FIGURE_PARTS_H_
 
@@ -18,12 +18,12 @@ namespace figure {
 struct Panel {
   std::string title;
   std::vector<const Series*> members;
-  // For each member its name without the words that all of them share, which are the subtitle.
+  // The name of each member without the words that all of them share, which are the subtitle.
   std::vector<std::string> labels;
   std::string subtitle;
 };
 
-// `members` in panels of at most plot::kStyles techniques' curves.
+// Splits `members` into panels of at most plot::kStyles techniques.
 std::vector<Panel> SplitPanels(const std::vector<const Series*>& members);
 
 // The group's series that are techniques of their own and pass the filter.
@@ -38,7 +38,7 @@ std::string LengthWord(const SeriesGroup& group);  // "tokens", "keys" or "queri
 // "near window=256", made printable; with " (failed)" where a case failed: what is wrong is drawn, but
 // says so.
 std::string CurveName(const Series& series);
-// The same for one series wherever it is drawn.
+// Returns a key that is the same for a series in every figure.
 std::string CurveKey(const Series& series);
 std::string FamilyOf(const Series& series);
 

@@ -75,7 +75,7 @@ void AddCase(const Analysis& analysis, const Series& series, const Case& result,
   }
 }
 
-// Of what others are held against, what nothing else in `entries` is held against.
+// Removes the counterparts that no technique in `entries` is held against.
 void DropUnusedReferences(const SeriesFilter& filter, std::vector<Entry>* entries) {
   std::set<std::string> used;
   for (const Entry& entry : *entries) {

@@ -30,7 +30,7 @@ struct Entry {
   bool borrowed_ratio = false;  // of another input, at the longest length with a time
 };
 
-// The median; NaN where one of them is. Absent where there are none.
+// Returns the median; NaN where a value is NaN, and nothing where there are no values.
 std::optional<double> Middle(const std::vector<double>& values);
 std::optional<double> Middle(const Entry& entry, const char* statistic);
 
@@ -40,7 +40,8 @@ struct Profile {
   std::map<int64_t, std::vector<Entry>> by_tokens;
 };
 
-// In the order of the file. What others are held against is there where one of them is.
+// Returns the profiles in the order of the file. A dense counterpart is kept where a technique that
+// is held against it passes the filter.
 std::vector<Profile> ProfilesOf(const Analysis& analysis, const SeriesFilter& filter);
 
 // The longest length at which enough is known to choose, or null. Where a profile has errors and no

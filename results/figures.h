@@ -51,7 +51,7 @@ std::vector<Figure> RooflineFigures(const Analysis& analysis, const SeriesFilter
 std::vector<Figure> FiguresOf(FigureKind kind, const Analysis& analysis,
                               const SeriesFilter& filter);
 
-// Of a group of scaling cases: "cpu f32, 8 heads of 64, causal, input gaussian".
+// Names a group of scaling cases: "cpu f32, 8 heads of 64, causal, input gaussian".
 std::string GroupName(const Analysis& analysis, const SeriesGroup& group);
 
 }  // namespace tfb

@@ -170,7 +170,7 @@ Rounding FindRounding(const std::vector<Entry>& entries) {
   return {least, least};
 }
 
-// What has a place in a plot of errors; the names of what has none go to `left_out`.
+// Returns the techniques that have a place in a plot of errors; the names of others go to `left_out`.
 std::vector<Spot> ErrorSpots(const std::vector<Entry>& entries, const Rounding& rounding,
                              std::vector<std::string>* left_out) {
   std::vector<Spot> spots;
@@ -203,6 +203,7 @@ void AddRoundingLine(const std::vector<Spot>& spots, const Rounding& rounding, p
     line.points.push_back({x, rounding.level, std::nullopt, std::nullopt});
   }
   plot->guides.push_back(std::move(line));
+  plot->room.push_back({low, rounding.level / 2, std::nullopt, std::nullopt});  // for names
 }
 
 FrontierAxes ErrorAxes() {

@@ -77,7 +77,7 @@ plot::Guide Bound(std::string label, double low, double low_y, double high, doub
   return guide;
 }
 
-// What of the roof lies from `low` to `high` FLOPs a byte: the slope of the bandwidth, the level of
+// Adds the part of the roof from `low` to `high` FLOPs a byte: the slope of the bandwidth, the level of
 // arithmetic, or both with the ridge between them.
 void AddRoof(const Roof& roof, bool name_threads, double low, double high, plot::Plot* plot) {
   const std::string threads =
@@ -108,7 +108,7 @@ void AddRoofs(const Analysis& analysis, const std::vector<Rate>& rates, plot::Pl
   if (high == 0) return;
   const std::vector<Roof> roofs = RoofsOf(analysis, rates);
   for (const Roof& roof : roofs) {
-    // With room for the corner where it is not far from the points.
+    // The range has room for the corner where it is not far from the points.
     const double ridge = roof.compute.has_value() && roof.bandwidth.has_value()
                              ? *roof.compute / *roof.bandwidth
                              : low;

@@ -69,12 +69,11 @@ plot::Curve CurveOf(const Series& series, int style, PointsOf points_of, const s
   return curve;
 }
 
-// The series that `series` is held against at its longest length, where that is not a common one.
-const Series* OwnCounterpart(const Analysis& analysis, const Series& series) {
+// The series that `series` is held against at the longest length at which there is one, or null.
+const Series* CounterpartOf(const Analysis& analysis, const Series& series) {
   for (auto at = series.by_tokens.rbegin(); at != series.by_tokens.rend(); ++at) {
     const Series* dense = analysis.DenseSeriesOf(series, at->first);
-    if (dense == nullptr) continue;
-    return dense == &series || dense->is_common_baseline ? nullptr : dense;
+    if (dense != nullptr) return dense;
   }
   return nullptr;
 }
@@ -94,6 +93,7 @@ std::optional<double> HeightAt(const std::vector<plot::Point>& points, double x)
 std::optional<plot::Mark> CrossoverMark(const Series& series, const plot::Curve& curve) {
   if (!series.crossover.has_value()) return std::nullopt;
   const Crossover& crossover = *series.crossover;
+  if (!crossover.clear) return std::nullopt;
   const bool from = crossover.kind == Crossover::Kind::kAt;
   if (!from && crossover.kind != Crossover::Kind::kOnlyBelow) return std::nullopt;
   const std::optional<double> height = HeightAt(curve.points, crossover.tokens);
@@ -147,13 +147,28 @@ struct LengthFigure {
   std::string caption;
 };
 
-// The common baselines, as the reference of every panel.
+// The common baselines of a group.
 std::vector<const Series*> Baselines(const SeriesGroup& group) {
   std::vector<const Series*> baselines;
   for (const Series& series : group.series) {
     if (series.is_common_baseline) baselines.push_back(&series);
   }
   return baselines;
+}
+
+// The common baselines that a member of the panel is held against: those whose members all have dense
+// counterparts of their own have none. A panel of nothing but baselines has them all.
+std::vector<const Series*> ReferencesOf(const Analysis& analysis, const SeriesGroup& group,
+                                        const Panel& panel) {
+  std::vector<const Series*> references = Baselines(group);
+  if (panel.members.empty()) return references;
+  std::set<const Series*> used;
+  for (const Series* member : panel.members) used.insert(CounterpartOf(analysis, *member));
+  references.erase(
+      std::remove_if(references.begin(), references.end(),
+                     [&used](const Series* series) { return used.count(series) == 0; }),
+      references.end());
+  return references;
 }
 
 plot::Plot PanelPlot(const Analysis& analysis, const SeriesGroup& group, const Panel& panel,
@@ -166,11 +181,11 @@ plot::Plot PanelPlot(const Analysis& analysis, const SeriesGroup& group, const P
   const std::string unit = plot.x.title;
   const bool times = figure.kind == FigureKind::kScaling;
   std::set<const Series*> drawn;
-  for (const Series* series : Baselines(group)) {
+  std::vector<const Series*> slopes = ReferencesOf(analysis, group, panel);
+  for (const Series* series : slopes) {
     plot.curves.push_back(CurveOf(*series, plot::kReferenceStyle, figure.points_of, unit));
     drawn.insert(series);
   }
-  std::vector<const Series*> slopes = Baselines(group);
   for (size_t i = 0; i < panel.members.size(); ++i) {
     const Series& series = *panel.members[i];
     const int style = static_cast<int>(i);
@@ -184,12 +199,13 @@ plot::Plot PanelPlot(const Analysis& analysis, const SeriesGroup& group, const P
         plot.marks.push_back(*mark);
       }
     }
-    const Series* counterpart = OwnCounterpart(analysis, series);
-    if (counterpart != nullptr && drawn.insert(counterpart).second) {
-      plot::Curve thin = CurveOf(*counterpart, style, figure.points_of, unit);
-      thin.kind = plot::Curve::Kind::kFaint;
-      thin.key = curve.key;  // hidden and shown with its technique
-      plot.curves.push_back(std::move(thin));
+    const Series* counterpart = CounterpartOf(analysis, series);
+    const bool own = counterpart != nullptr && !counterpart->is_common_baseline;
+    if (own && drawn.insert(counterpart).second) {
+      plot::Curve dotted = CurveOf(*counterpart, style, figure.points_of, unit);
+      dotted.kind = plot::Curve::Kind::kCounterpart;
+      dotted.key = curve.key;  // hidden and shown with its technique
+      plot.curves.push_back(std::move(dotted));
     }
     plot.curves.push_back(std::move(curve));
   }
@@ -257,19 +273,20 @@ std::vector<Figure> ScalingFigures(const Analysis& analysis, const SeriesFilter&
   return LengthFigures(
       analysis, filter,
       {FigureKind::kScaling, &TimePoints, figure::TimeAxis("time of a run"),
-       "Median time of a warm run, setup apart; a whisker is the median's 95% interval. Square "
-       "markers: what techniques are held against. A thin dotted line in a technique's colour: the "
-       "dense counterpart of its own. Ring: where a technique and its counterpart cross. Dashed "
-       "slopes: the growth that the techniques promise."});
+       "Median time of a warm run, setup apart; a whisker is the median's 95% interval. Bold: what "
+       "techniques are held against, black for all of a panel, or dotted in a technique's colour "
+       "for "
+       "the dense counterpart of its own. Ring: where a technique and its counterpart cross, where "
+       "their intervals tell. Dashed slopes: the growth that the techniques promise."});
 }
 
 std::vector<Figure> MemoryFigures(const Analysis& analysis, const SeriesFilter& filter) {
   return LengthFigures(
       analysis, filter,
       {FigureKind::kMemory, &MemoryPoints, figure::BytesAxis("workspace and parameters"),
-       "Working memory: what a technique needs beyond its inputs and outputs. A thin dotted line "
-       "in "
-       "a technique's colour: the dense counterpart of its own."});
+       "Working memory: what a technique needs beyond its inputs and outputs. Bold: what "
+       "techniques "
+       "are held against, dotted in a technique's colour for the dense counterpart of its own."});
 }
 
 }  // namespace tfb

@@ -73,6 +73,7 @@ class Page {
     Summary();
     ScalingSections();
     FigureSection("Error against cost", FrontierFigures(analysis_, nullptr));
+    Cards();
     TableSection("Accuracy", report::AccuracyTables(analysis_, true));
     TableSection("Streaming", report::StreamingTables(analysis_, true));
     Details();
@@ -82,7 +83,7 @@ class Page {
     return absl::StrCat(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
         "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
-        // What a file tries to load is refused, and so is a script other than the page's own.
+        // The browser refuses whatever a file tries to load, and any script but the page's own.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; "
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
         "<meta name=\"color-scheme\" content=\"light dark\">\n",
@@ -181,6 +182,8 @@ class Page {
     }
     const report::ChoiceReport choices = report::ChoiceTables(analysis_);
     for (const Table& table : choices.first) AddTable(table);
+    const std::string legend = report::LegendLine(choices.first);
+    if (!legend.empty()) body_ += Element("p", legend, " class=\"note\"");
     Folded(absl::StrCat("Choices in ", choices.more.size(), " more groups of cases"), choices.more);
   }
 
@@ -217,6 +220,22 @@ class Page {
     if (tables.empty()) return;
     Section(title);
     for (const Table& table : tables) AddTable(table);
+  }
+
+  void Cards() {
+    const std::vector<report::TechniqueCard> cards = report::TechniqueCards(analysis_);
+    if (cards.empty()) return;
+    Section("Techniques");
+    body_ += "<div class=\"cards\">\n";
+    for (const report::TechniqueCard& card : cards) {
+      absl::StrAppend(&body_, "<section class=\"card\">", Element("h3", card.name));
+      if (!card.title.empty()) body_ += Element("p", card.title);
+      if (!card.citation.empty()) body_ += Element("p", card.citation, " class=\"note\"");
+      if (!card.counterpart.empty()) body_ += Element("p", card.counterpart, " class=\"note\"");
+      AddTable(card.numbers);
+      body_ += "</section>\n";
+    }
+    body_ += "</div>\n";
   }
 
   void Details() {
@@ -261,13 +280,51 @@ class Page {
     body_ += "<section>";
     body_ += Element("h3", by_kind ? std::string(Heading(figure.kind)) : figure.title);
     body_ += Element("p", figure.caption, " class=\"caption\"");
-    const bool wide = figure.panels.size() == 1 && figure.panels.front().width > 700;
-    absl::StrAppend(&body_, "<div class=\"panels", wide ? " wide" : "", "\" data-plot=\"",
-                    Name(figure.kind), "\">\n");
-    for (const plot::Plot& panel : figure.panels) AddPanel(panel);
-    body_ += "</div>\n";
+    std::vector<plot::Plot> panels;
+    Table single;
+    for (const plot::Plot& panel : figure.panels) {
+      if (PointsOf(panel) > 1) {
+        panels.push_back(panel);
+      } else {
+        AddSinglePoint(panel, &single);
+      }
+    }
+    if (!panels.empty()) {
+      const bool wide = panels.size() == 1 && panels.front().width > 700;
+      absl::StrAppend(&body_, "<div class=\"panels", wide ? " wide" : "", "\" data-plot=\"",
+                      Name(figure.kind), "\">\n");
+      for (plot::Plot& panel : panels) AddPanel(std::move(panel));
+      body_ += "</div>\n";
+    }
+    AddTable(single);
     Folded("The numbers behind it", {figure.data});
     body_ += "</section>\n";
+  }
+
+  // Points of the techniques that a panel is about, what they are held against apart; of all curves
+  // where there is nothing else.
+  static size_t PointsOf(const plot::Plot& panel) {
+    size_t points = 0, all = 0;
+    for (const plot::Curve& curve : panel.curves) {
+      all += curve.points.size();
+      const bool reference =
+          curve.style == plot::kReferenceStyle || curve.kind == plot::Curve::Kind::kCounterpart;
+      if (!reference) points += curve.points.size();
+    }
+    return points > 0 ? points : all;
+  }
+
+  // A panel of one point is a row of a table.
+  static void AddSinglePoint(const plot::Plot& panel, Table* table) {
+    const auto text = [](const plot::Axis& axis, double value) {
+      return axis.format ? axis.format(value) : FormatSignificant(value);
+    };
+    table->columns = {{"technique"}, {panel.x.title, true}, {panel.y.title, true}};
+    for (const plot::Curve& curve : panel.curves) {
+      if (curve.points.size() != 1) continue;
+      const plot::Point& point = curve.points.front();
+      table->AddRow({curve.name, text(panel.x, point.x), text(panel.y, point.y)}, curve.group);
+    }
   }
 
   void AddPanel(plot::Plot panel) {
@@ -278,22 +335,34 @@ class Page {
     };
     for (plot::Curve& curve : panel.curves) shorten(&curve.key);
     for (plot::Mark& mark : panel.marks) shorten(&mark.key);
+    const std::string legend = Legend(&panel);
     absl::StrAppend(&body_, "<figure><div class=\"scroll\">",
-                    plot::DrawForPage(panel, absl::StrCat("plot-", ++plots_)), "</div>\n",
-                    Legend(panel), "<p class=\"readout\" aria-live=\"polite\"></p></figure>\n");
+                    plot::DrawForPage(panel, absl::StrCat("plot-", ++plots_)), "</div>\n", legend,
+                    "<p class=\"readout\" aria-live=\"polite\"></p></figure>\n");
   }
 
-  // A button for each key, in the style of its first curve.
-  static std::string Legend(const plot::Plot& panel) {
+  // A button for each key, in the style of its first curve; none where names stand at the ends of all
+  // curves. What the buttons explain is taken from the panel's own legend.
+  static std::string Legend(plot::Plot* panel) {
+    const bool scattered = std::any_of(
+        panel->curves.begin(), panel->curves.end(),
+        [](const plot::Curve& curve) { return curve.kind == plot::Curve::Kind::kScatter; });
+    if (!scattered) return "";
     std::string out = "<ul class=\"legend\" aria-label=\"Hide and show\">\n";
-    std::set<std::string> seen;
-    for (const plot::Curve& curve : panel.curves) {
-      if (curve.kind == plot::Curve::Kind::kFaint || !seen.insert(curve.key).second) continue;
-      absl::StrAppend(
-          &out, "<li><button type=\"button\" aria-pressed=\"true\"",
-          Attribute("data-key", curve.key), ">", plot::DrawSwatch(curve.style, curve.kind),
-          EscapeMarkup(curve.legend.empty() ? curve.name : curve.legend), "</button></li>\n");
+    std::set<std::string> seen, texts;
+    for (const plot::Curve& curve : panel->curves) {
+      if (!seen.insert(curve.key).second) continue;
+      const std::string& text = curve.legend.empty() ? curve.name : curve.legend;
+      texts.insert(text);
+      absl::StrAppend(&out, "<li><button type=\"button\" aria-pressed=\"true\"",
+                      Attribute("data-key", curve.key), ">",
+                      plot::DrawSwatch(curve.style, curve.kind), EscapeMarkup(text),
+                      "</button></li>\n");
     }
+    panel->keys.erase(
+        std::remove_if(panel->keys.begin(), panel->keys.end(),
+                       [&texts](const plot::KeyEntry& key) { return texts.count(key.text) > 0; }),
+        panel->keys.end());
     return out + "</ul>";
   }
 
@@ -311,7 +380,7 @@ std::string ToHtml(const Table& table, const std::string& id) {
   std::string out = "<section>";
   if (!table.title.empty()) out += Element("h3", table.title, Attribute("id", id + "-title"));
   const bool tall = table.rows.size() > kTallTable;
-  // What scrolls can be reached by keyboard.
+  // The keyboard reaches whatever scrolls.
   absl::StrAppend(&out, "<div class=\"table", tall ? " tall" : "",
                   "\" tabindex=\"0\" role=\"region\"",
                   table.title.empty() ? Attribute("aria-label", "Table")

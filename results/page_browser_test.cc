@@ -102,7 +102,7 @@ constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
 
   // The scaling table by its first length, up and down.
   const table = all('table').find((table) => table.tHead.textContent.includes('growth'));
-  const column = () => Array.from(table.tBodies[0].rows).filter(shown).map((row) => row.cells[1].textContent);
+  const column = () => Array.from(table.tBodies[0].rows).filter(shown).map((row) => row.cells[1].firstChild.textContent.trim());
   const header = () => table.tHead.rows[0].cells[1];
   header().querySelector('button').click();
   found.ascending = [header().getAttribute('aria-sort'), ...column()];
@@ -135,21 +135,24 @@ constexpr char kProbe[] = R"(<pre id="probe"></pre><script>
   form.dispatchEvent(new Event('reset', {cancelable: true}));
   found.reset = [names().length, curves()];
 
-  // A curve hidden by its button; what is focused is told in words and stands out.
-  const figure = document.querySelector('[data-plot=scaling] figure');
-  const button = all('.legend button', figure)[1];
+  // A point hidden by its button; what is focused is told in words and stands out.
+  const scatter = document.querySelector('[data-plot=frontier] figure');
+  const button = all('.legend button', scatter)[1];
   button.click();
-  const hidden = all('.curve', figure).filter((curve) => curve.dataset.key === button.dataset.key);
+  const hidden = all('.curve', scatter).filter((curve) => curve.dataset.key === button.dataset.key);
   found.toggled = [button.getAttribute('aria-pressed'), hidden.length, hidden.some(shown)];
   button.click();
   found.toggled_back = [button.getAttribute('aria-pressed'), hidden.every(shown)];
-  hidden[0].focus();
+  const figure = document.querySelector('[data-plot=scaling] figure');
+  const named = all('.curve', figure)[1];
+  named.focus();
   found.stops = all('figure').filter((figure) => all('.curve', figure).filter((curve) => curve.tabIndex === 0).length !== 1).length;
   const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
   press('ArrowRight');
-  found.arrow = document.activeElement !== hidden[0] && document.activeElement.classList.contains('curve');
+  found.arrow = document.activeElement !== named && document.activeElement.classList.contains('curve');
   press('ArrowLeft');
-  found.readout = [figure.querySelector('.readout').textContent, hidden[0].getAttribute('aria-label')];
+  found.readout = [figure.querySelector('.readout').textContent, named.getAttribute('aria-label')];
+  found.labelled = all('[data-plot=scaling] .legend, [data-plot=memory] .legend').length;
 
   found.resources = performance.getEntriesByType('resource').map((entry) => entry.name);
   found.problems = problems;
@@ -254,6 +257,7 @@ TEST_F(PageInBrowser, DrawsEveryTechniqueSortsFiltersAndLoadsNothing) {
 
   EXPECT_EQ(found["toggled"], Json({"false", 1, false}));
   EXPECT_EQ(found["toggled_back"], Json({"true", true}));
+  EXPECT_EQ(found["labelled"], 0) << "a legend where names stand at the curves' ends";
   EXPECT_EQ(found["stops"], 0);  // figures without exactly one stop for the Tab key
   EXPECT_TRUE(found["arrow"].get<bool>());
   EXPECT_EQ(found["readout"][0], found["readout"][1]);
@@ -278,6 +282,36 @@ TEST_F(PageInBrowser, AnAddressKeepsFilterAndOrder) {
   ASSERT_EQ(rows.size(), 11u) << rows;
   EXPECT_EQ(rows.front(), "technique_43");
   EXPECT_EQ(rows.back(), "technique_3");
+}
+
+// What is wider than a narrow window scrolls within it, and has a shadow at the edge that hides more.
+TEST_F(PageInBrowser, NarrowTablesShowThatTheyScroll) {
+  constexpr char kScroll[] = R"(<pre id="probe"></pre><script>
+    const tables = Array.from(document.querySelectorAll('.table')).filter((table) => table.getClientRects().length > 0);
+    const wide = tables.filter((table) => table.scrollWidth > table.clientWidth);
+    document.getElementById('probe').textContent = JSON.stringify({
+      width: window.innerWidth,
+      page: document.documentElement.scrollWidth > document.documentElement.clientWidth,
+      wide: wide.length,
+      shadows: wide.filter((table) => {
+        const style = getComputedStyle(table);
+        return (style.backgroundImage.match(/linear-gradient/g) || []).length === 4 &&
+            style.backgroundAttachment === 'local, local, scroll, scroll';
+      }).length,
+      reachable: wide.filter((table) => table.tabIndex === 0).length,
+      covered: wide.filter((table) => getComputedStyle(table.querySelector('td')).backgroundColor !== 'rgba(0, 0, 0, 0)').length,
+    });
+  </script>)";
+  const ResultSet results = DefaultSweep();
+  const Json found =
+      Probed(Open(RenderPage(Analysis(results), {}), kScroll, "", "--window-size=500,1000"));
+  ASSERT_TRUE(found.is_object());
+  EXPECT_LE(found["width"], 500);
+  EXPECT_FALSE(found["page"].get<bool>());
+  EXPECT_GT(found["wide"], 0);
+  EXPECT_EQ(found["shadows"], found["wide"]);
+  EXPECT_EQ(found["reachable"], found["wide"]);
+  EXPECT_EQ(found["covered"], 0) << "cells that hide the shadow behind them";
 }
 
 // Text that is written in a curve's colour can be read in light and in dark.

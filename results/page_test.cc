@@ -64,6 +64,140 @@ TEST(Page, HoldsEveryFigureAndNothingFromElsewhere) {
   EXPECT_TRUE(StrContains(page, "default-src 'none'"));
 }
 
+TEST(Page, OpensWithTheMessageInThreeSentences) {
+  ResultSet results = MakeSweep();
+  CaseSpec spec;
+  spec.device = DEVICE_TYPE_CUDA;
+  for (const int64_t tokens : {256, 512}) {
+    spec.tokens = tokens;
+    *results.add_cases() = MakeUnmeasured(spec, Outcome::STATUS_SKIPPED, "no CUDA device");
+  }
+  spec.tokens = 1024;
+  *results.add_cases() = MakeUnmeasured(spec, Outcome::STATUS_SKIPPED, "the budget was spent");
+  const std::string page = PageOf(results);
+  const std::vector<std::string> sentences = {
+      "With an error of at most 0.3 against dense (with at most 0.1 none is faster than plain) the "
+      "fastest technique is under the causal mask near window=256: 5.8x [5.7, 5.8] as fast as "
+      "plain "
+      "at 4096 tokens, error 0.18 (cpu, f32, errors on input real).",
+      "near window=256 is faster than plain from 707 [701, 713] tokens on under the causal mask "
+      "and "
+      "takes 4 MiB of memory at 4096 tokens, where plain takes 4 MiB.",
+      "Missing are 3 of 21 cases, which did not run: 2 (no CUDA device), 1 (the budget was spent); "
+      "of those that ran, no error exceeds its bound."};
+  size_t at = page.find("<main>");
+  for (const std::string& sentence : sentences) {
+    at = page.find(absl::StrCat("<p class=\"message\">", sentence, "</p>"), at);
+    ASSERT_NE(at, std::string::npos) << sentence << "\n" << page;
+  }
+  EXPECT_LT(at, page.find("<table"));
+}
+
+TEST(Page, SaysThatNothingIsFasterRatherThanNameWhatScattersAroundDense) {
+  ResultSet results = MakeSweep();
+  for (Case& result : *results.mutable_cases()) {
+    if (result.outcome().timing().run_ns_size() == 0) continue;
+    Timing* timing = result.mutable_outcome()->mutable_timing();
+    timing->clear_run_ns();
+    for (const double ns : synthetic::Samples(1e6)) timing->add_run_ns(ns);
+  }
+  EXPECT_TRUE(StrContains(PageOf(results), "is measurably faster than plain at 4096 tokens"));
+}
+
+TEST(Page, ShowsChoicesForEachMask) {
+  ResultSet results = MakeSweep();
+  const int cases = results.cases_size();
+  for (int i = 0; i < cases; ++i) {
+    Case full = results.cases(i);
+    full.mutable_key()->mutable_problem()->set_causal(false);
+    *results.add_cases() = full;
+  }
+  const std::string page = PageOf(results);
+  const std::string summary = page.substr(0, page.find("section-2\">", page.find("<main>")));
+  const size_t full = summary.find("Choices at 4096 tokens, cpu f32, 8 heads of 64, input");
+  const size_t causal = summary.find("Choices at 4096 tokens, cpu f32, 8 heads of 64, causal");
+  EXPECT_NE(full, std::string::npos) << summary;
+  EXPECT_NE(causal, std::string::npos) << summary;
+  EXPECT_TRUE(StrContains(summary, "under the full mask")) << summary;
+}
+
+TEST(Page, HasACardForEachTechnique) {
+  ResultSet results = MakeSweep();
+  for (Case& result : *results.mutable_cases()) {
+    result.mutable_technique()->set_citation("Someone 2020, arXiv:2000.00001v1");
+  }
+  CaseSpec spec;
+  spec.technique = "shy";
+  *results.add_cases() = MakeUnmeasured(spec, Outcome::STATUS_SKIPPED, "too shy");
+  const std::string page = PageOf(results);
+  const size_t card = page.find("<section class=\"card\"><h3>near</h3>");
+  ASSERT_NE(card, std::string::npos) << page;
+  const std::string near = page.substr(card, page.find("</table>", card) - card);
+  EXPECT_TRUE(StrContains(near, "The near technique")) << near;
+  EXPECT_TRUE(StrContains(near, "Someone 2020, arXiv:2000.00001v1")) << near;
+  EXPECT_TRUE(StrContains(near, ">5.8x <small class=\"faint\">[5.7, 5.8]</small>")) << near;
+  EXPECT_TRUE(StrContains(near, ">0.18<")) << near;
+  EXPECT_TRUE(StrContains(near, ">4 MiB <small class=\"faint\">1.0x</small>")) << near;
+  EXPECT_TRUE(StrContains(near, ">held against plain<")) << near;
+  EXPECT_TRUE(StrContains(page, "too shy"));
+}
+
+// As files were before techniques had citations and cases told other load.
+TEST(Page, DoesWithoutCitationsAndLoad) {
+  ResultSet results = MakeSweep();
+  for (Case& result : *results.mutable_cases()) {
+    result.mutable_technique()->clear_title();
+    result.mutable_technique()->clear_citation();
+  }
+  const std::string page = PageOf(results);
+  EXPECT_EQ(MarkupProblem(page, true), "");
+  EXPECT_TRUE(StrContains(page, "<section class=\"card\"><h3>near</h3>"));
+  EXPECT_FALSE(StrContains(page, "other load"));
+}
+
+TEST(Page, HasNoLegendWhereCurvesAreNamedAtTheirEnds) {
+  const std::string page = PageOf(MakeSweep());
+  const auto figures = [&page](const std::string& kind) {
+    const size_t begin = page.find(absl::StrCat("data-plot=\"", kind, "\""));
+    return page.substr(begin, page.find("</section>", begin) - begin);
+  };
+  EXPECT_FALSE(StrContains(figures("scaling"), "class=\"legend\""));
+  EXPECT_FALSE(StrContains(figures("memory"), "class=\"legend\""));
+  EXPECT_TRUE(StrContains(figures("frontier"), "class=\"legend\""));
+  EXPECT_TRUE(StrContains(figures("roofline"), "class=\"legend\""));
+}
+
+TEST(Page, LeavesOutColumnsThatHoldOnlyDashes) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  CaseSpec spec;
+  spec.technique = "alone";  // without anything to compare it with
+  *results.add_cases() = MakeCase(spec);
+  const std::string page = PageOf(results);
+  EXPECT_FALSE(StrContains(page, "speed-up<br>"));
+  EXPECT_TRUE(StrContains(PageOf(MakeSweep()), "speed-up<br>"));
+}
+
+TEST(Page, APanelOfOnePointIsARowOfATable) {
+  ResultSet results;
+  *results.add_environments() = MakeEnvironment();
+  for (const char* technique : {"plain", "near"}) {
+    CaseSpec spec;
+    spec.technique = technique;
+    *results.add_cases() = MakeCase(spec);
+  }
+  const std::string page = PageOf(results);
+  EXPECT_EQ(MarkupProblem(page, true), "");
+  EXPECT_FALSE(StrContains(page, "data-plot=\"scaling\""));
+  EXPECT_TRUE(StrContains(page, "<td>near</td><td>512</td><td>1 ms</td>")) << page;
+}
+
+TEST(Page, WritesLengthsInFull) {
+  const std::string page = PageOf(MakeSweep());
+  EXPECT_TRUE(StrContains(page, ">1024</text>"));
+  EXPECT_FALSE(StrContains(page, ">1K</text>"));
+}
+
 TEST(Page, ShowsMarkupInAFileAsText) {
   ResultSet results = MakeSweep();
   const std::string evil = "<script>window.hacked=1</script>\"'><img src=x onerror=alert(1)>&";
@@ -173,6 +307,53 @@ TEST(ScalingFigure, DrawsMediansWithTheirIntervalsAndRingsTheCrossover) {
   ASSERT_EQ(panel.slopes.size(), 2u);
   EXPECT_EQ(panel.slopes[0].label, "n");
   EXPECT_EQ(panel.slopes[1].label, "n²");
+}
+
+// "chain" and "loop" are held against themselves with a longer memory, "near" against "plain".
+TEST(ScalingFigure, DrawsThePanelsOwnBaselineBoldAndNoOther) {
+  ResultSet results = MakeSweep();
+  for (const char* technique : {"chain", "loop"}) {
+    for (const int64_t tokens : {256, 512, 1024}) {
+      for (const bool whole : {false, true}) {
+        CaseSpec spec;
+        spec.technique = technique;
+        spec.option_name = "memory";
+        spec.option_value = whole ? absl::StrCat(tokens) : "128";
+        spec.tokens = tokens;
+        Case result = MakeCase(spec);
+        TechniqueDescription* description = result.mutable_technique();
+        description->set_family("memory");
+        description->set_options_are_default(!whole);
+        description->set_dense_counterpart(technique);
+        (*description->mutable_dense_counterpart_options())["memory"] = absl::StrCat(tokens);
+        *results.add_cases() = result;
+      }
+    }
+  }
+  const Analysis analysis(results);
+  const std::vector<Figure> figures = ScalingFigures(analysis, nullptr);
+  ASSERT_EQ(figures[0].panels.size(), 2u);
+  for (const plot::Plot& panel : figures[0].panels) {
+    const bool hidden = panel.title == "memory";
+    EXPECT_EQ(FindCurve(panel, "plain") == nullptr, hidden) << panel.title;
+    const plot::Curve* own = FindCurve(panel, "chain (dense counterpart)");
+    ASSERT_EQ(own != nullptr, hidden) << panel.title;
+    if (!hidden) continue;
+    EXPECT_EQ(own->kind, plot::Curve::Kind::kCounterpart);
+  }
+}
+
+TEST(ScalingFigure, RingsNoCrossoverThatIntervalsDoNotTell) {
+  ResultSet results = MakeSweep();
+  for (Case& result : *results.mutable_cases()) {
+    const Case::Key& key = result.key();
+    if (key.technique() != "near" || key.problem().query_tokens() != 4096) continue;
+    Timing* timing = result.mutable_outcome()->mutable_timing();
+    timing->clear_run_ns();
+    for (const double ns : synthetic::Samples(127.9e6)) timing->add_run_ns(ns);
+  }
+  const Analysis analysis(results);
+  EXPECT_TRUE(ScalingFigures(analysis, nullptr)[0].panels[0].marks.empty());
 }
 
 TEST(ScalingFigure, NamesWhatFailed) {

@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "results/markup.h"
 #include "results/plot_labels.h"
 #include "results/plot_layout.h"
@@ -37,10 +39,18 @@ class Drawing {
         layout_(plot),
         frame_(layout_.frame),
         x_(layout_.x),
-        y_(layout_.y) {}
+        y_(layout_.y),
+        names_(plot.curves.size()) {
+    NameLines(&names_);
+    NamePoints(&names_);
+  }
 
   std::string Draw() const {
-    return absl::StrCat(Titles(), Keys(), Axes(), Slopes(), Guides(), Curves(), Marks());
+    return absl::StrCat(Titles(), Keys(), Axes(), Slopes(), Guides(), Curves(), Marks(), List());
+  }
+  // Includes the list of the names that have no room beside their points.
+  double height() const {
+    return plot_.height + (list_.empty() ? 0 : kLine * static_cast<double>(list_.size()) + 6);
   }
 
  private:
@@ -74,17 +84,18 @@ class Drawing {
   static std::string KeySwatch(const KeyEntry& key, double x, double y) {
     std::string out =
         absl::StrCat("<g class=\"", StyleClass(key.style), key.hollow ? " hollow" : "",
-                     key.kind == Curve::Kind::kFaint ? " faint" : "", "\">");
+                     key.kind == Curve::Kind::kCounterpart ? " faint" : "", "\">");
     if (key.ring) {
       absl::StrAppend(&out, "<circle class=\"ring\" cx=\"", Coordinate(x + 11), "\" cy=\"",
                       Coordinate(y), "\" r=\"5\"/>");
     } else {
       if (key.kind != Curve::Kind::kScatter) {
-        const std::string dashes = key.kind == Curve::Kind::kFaint ? "1.5 2.5" : Dashes(key.style);
+        const std::string dashes =
+            key.kind == Curve::Kind::kCounterpart ? "1.5 2.5" : Dashes(key.style);
         absl::StrAppend(&out, "<path class=\"line\"", DashAttribute(dashes), " d=\"",
                         Segment(x, y, x + 22, y), "\"/>");
       }
-      if (key.kind != Curve::Kind::kFaint) {
+      if (key.kind != Curve::Kind::kCounterpart) {
         absl::StrAppend(&out, "<path class=\"marker\" d=\"",
                         MarkerPath(key.style, x + 11, y, kMarkerRadius), "\"/>");
       }
@@ -217,7 +228,7 @@ class Drawing {
                      Coordinate(x), " ", Coordinate(y), ") rotate(", Coordinate(angle), ")\""));
   }
 
-  // Of level guides: names of points stay off them.
+  // The boxes of level guides' labels, which names of points stay off.
   std::vector<Box> GuideLabelBoxes() const {
     std::vector<Box> boxes;
     for (const Guide& guide : plot_.guides) {
@@ -230,14 +241,13 @@ class Drawing {
   }
 
   std::string Curves() const {
-    const std::vector<std::string> names = Names();
     std::string faint, rest, reference;  // what others are held against lies on top
     for (size_t i = 0; i < plot_.curves.size(); ++i) {
       const Curve& curve = plot_.curves[i];
-      std::string* layer = curve.kind == Curve::Kind::kFaint ? &faint
-                           : curve.style == kReferenceStyle  ? &reference
-                                                             : &rest;
-      *layer += CurveMarkup(curve, names[i]);
+      std::string* layer = curve.kind == Curve::Kind::kCounterpart ? &faint
+                           : curve.style == kReferenceStyle        ? &reference
+                                                                   : &rest;
+      *layer += CurveMarkup(curve, names_[i]);
     }
     return absl::StrCat("<g class=\"curves\">", faint, rest, reference, "</g>");
   }
@@ -245,7 +255,7 @@ class Drawing {
   std::string CurveMarkup(const Curve& curve, const std::string& name) const {
     const std::string path = PathOf(curve.points);
     if (path.empty()) return "";
-    const bool faint = curve.kind == Curve::Kind::kFaint;
+    const bool faint = curve.kind == Curve::Kind::kCounterpart;
     std::string out = absl::StrCat("<g class=\"curve ", StyleClass(curve.style),
                                    faint ? " faint" : "", curve.hollow ? " hollow" : "", "\"");
     if (interactive_) {
@@ -289,13 +299,6 @@ class Drawing {
     return path.empty() ? "" : absl::StrCat("<path class=\"whisker\" d=\"", path, "\"/>");
   }
 
-  std::vector<std::string> Names() const {
-    std::vector<std::string> names(plot_.curves.size());
-    NameLines(&names);
-    NamePoints(&names);
-    return names;
-  }
-
   const Point* LastShown(const Curve& curve) const {
     const auto last = std::find_if(curve.points.rbegin(), curve.points.rend(),
                                    [this](const Point& point) { return Shown(point); });
@@ -330,38 +333,73 @@ class Drawing {
     }
   }
 
-  void NamePoints(std::vector<std::string>* names) const {
-    std::vector<PointLabel> labels;
+  // A point whose name has no room gets a number in a file, which cannot be pointed at, and its name
+  // stands in a list below.
+  void NamePoints(std::vector<std::string>* names) {
     std::vector<size_t> owners;
-    std::vector<Box> obstacles = GuideLabelBoxes();
+    Obstacles obstacles;
+    obstacles.texts = GuideLabelBoxes();
+    AddGuideLines(&obstacles);
     for (size_t i = 0; i < plot_.curves.size(); ++i) {
       const Curve& curve = plot_.curves[i];
       const Point* last = LastShown(curve);
       if (curve.kind != Curve::Kind::kScatter || last == nullptr) continue;
-      const double x = x_.Pixel(last->x), y = y_.Pixel(last->y);
-      obstacles.push_back({x - 4, y - 4, 8, 8});
-      labels.push_back({x, y, CutToWidth(curve.shown_name(), kWidestPointName), curve.name_needed});
+      obstacles.points.push_back({x_.Pixel(last->x) - 4, y_.Pixel(last->y) - 4, 8, 8});
       owners.push_back(i);
     }
-    std::vector<size_t> order(labels.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-    std::stable_partition(order.begin(), order.end(),
-                          [&labels](size_t i) { return labels[i].needed; });
-    std::vector<PointLabel> sorted;
-    for (const size_t i : order) sorted.push_back(labels[i]);
+    std::stable_partition(owners.begin(), owners.end(),
+                          [this](size_t i) { return plot_.curves[i].name_needed; });
+    const std::vector<size_t> unnamed = PlaceNames(owners, false, &obstacles, names);
+    if (interactive_ || unnamed.empty()) return;
+    PlaceNames(unnamed, true, &obstacles, names);
+    std::vector<std::string> entries;
+    for (size_t i = 0; i < unnamed.size(); ++i) {
+      entries.push_back(absl::StrCat(i + 1, "\u00a0", plot_.curves[unnamed[i]].shown_name()));
+    }
+    const int columns =
+        std::max(20, static_cast<int>((plot_.width - 16) / TextWidth("n", kFontSize)));
+    list_ = absl::StrSplit(Wrap(absl::StrJoin(entries, ", "), columns, ""), '\n');
+  }
+
+  // Places the names of the curves, or their numbers from 1 on; returns those that have no room.
+  std::vector<size_t> PlaceNames(const std::vector<size_t>& owners, bool numbers,
+                                 Obstacles* obstacles, std::vector<std::string>* names) const {
+    std::vector<PointLabel> labels;
+    for (const size_t i : owners) {
+      const Curve& curve = plot_.curves[i];
+      const Point* last = LastShown(curve);
+      labels.push_back({x_.Pixel(last->x), y_.Pixel(last->y),
+                        numbers ? absl::StrCat(labels.size() + 1)
+                                : CutToWidth(curve.shown_name(), kWidestPointName),
+                        curve.name_needed, numbers});
+    }
     const std::vector<std::optional<PlacedLabel>> places =
-        PlaceLabels(sorted, obstacles, frame_, kFontSize);
+        PlaceLabels(labels, frame_, kFontSize, obstacles);
+    std::vector<size_t> unnamed;
     for (size_t i = 0; i < places.size(); ++i) {
-      if (!places[i].has_value()) continue;
-      const Box& box = places[i]->box;
-      std::string& name = (*names)[owners[order[i]]];
-      if (places[i]->with_leader) {
-        const double x = std::clamp(sorted[i].x, box.x, box.x + box.width);
-        const double y = std::clamp(sorted[i].y, box.y, box.y + box.height);
-        absl::StrAppend(&name, "<path class=\"leader\" d=\"",
-                        Segment(sorted[i].x, sorted[i].y, x, y), "\"/>");
+      if (!places[i].has_value()) {
+        unnamed.push_back(owners[i]);
+        continue;
       }
-      name += Text(box.x, box.y + box.height - 3, sorted[i].text, " class=\"label\"");
+      const Box& box = places[i]->box;
+      std::string& name = (*names)[owners[i]];
+      if (places[i]->with_leader) {
+        const Line leader = LeaderOf(labels[i], box);
+        absl::StrAppend(&name, "<path class=\"leader\" d=\"",
+                        Segment(leader.x1, leader.y1, leader.x2, leader.y2), "\"/>");
+      }
+      name += Text(box.x, box.y + box.height - 3, labels[i].text, " class=\"label\"");
+    }
+    return unnamed;
+  }
+
+  void AddGuideLines(Obstacles* obstacles) const {
+    for (const Guide& guide : plot_.guides) {
+      for (size_t i = 1; i < guide.points.size(); ++i) {
+        const Point &a = guide.points[i - 1], &b = guide.points[i];
+        if (!Shown(a) || !Shown(b)) continue;
+        obstacles->lines.push_back({x_.Pixel(a.x), y_.Pixel(a.y), x_.Pixel(b.x), y_.Pixel(b.y)});
+      }
     }
   }
 
@@ -379,11 +417,21 @@ class Drawing {
     return out;
   }
 
+  std::string List() const {
+    std::string out;
+    for (size_t i = 0; i < list_.size(); ++i) {
+      out += Text(8, plot_.height + kLine * static_cast<double>(i) + 8, list_[i]);
+    }
+    return out;
+  }
+
   const Plot& plot_;
   const bool interactive_;
   const Layout layout_;
   const Box& frame_;
   const Scale &x_, &y_;
+  std::vector<std::string> names_;  // of each curve, as markup
+  std::vector<std::string> list_;   // lines of "1 name, 2 name" below the plot
 };
 
 std::string ViewBox(double width, double height) {
@@ -410,11 +458,12 @@ std::string DrawFile(const std::vector<Plot>& plots, int columns, const std::str
       height += row_height;
       x = row_height = 0;
     }
+    const Drawing drawing(plots[i], false);
     absl::StrAppend(&body, "<g transform=\"translate(", Coordinate(x), " ", Coordinate(height),
-                    ")\">", Drawing(plots[i], false).Draw(), "</g>\n");
+                    ")\">", drawing.Draw(), "</g>\n");
     x += plots[i].width;
     width = std::max(width, x);
-    row_height = std::max(row_height, plots[i].height);
+    row_height = std::max(row_height, drawing.height());
   }
   height += row_height;
   constexpr double kMillimetre = 96 / 25.4;

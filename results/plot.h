@@ -21,15 +21,16 @@ inline constexpr int kReferenceStyle = -1;  // what others are held against: the
 
 struct Point {
   double x = 0, y = 0;
-  // What is known of y, drawn as a whisker.
+  // The interval of y, drawn as a whisker.
   std::optional<double> low, high;
 };
 
 struct Curve {
   enum class Kind {
-    kLine,     // markers joined by a line, the name at its end
-    kFaint,    // a thin line without markers or name, in the colour of what it belongs to
-    kScatter,  // markers, the name beside the first
+    kLine,         // markers joined by a line, the name at its end
+    kCounterpart,  // a bold dotted line without markers or name, in the colour of the technique
+                   // that is held against it
+    kScatter,      // markers, the name beside the first
   };
   std::string name;
   std::string label;   // beside the drawing, where the name is long; the name where it is empty
@@ -42,7 +43,7 @@ struct Curve {
   int style = 0;
   Kind kind = Kind::kLine;
   bool hollow = false;
-  bool name_needed = true;  // of scatters: a name further away rather than none
+  bool name_needed = true;  // a scattered point's name stands further away rather than nowhere
   std::vector<Point> points;
 };
 
@@ -86,6 +87,7 @@ struct Plot {
     std::string label;
   };
   std::vector<Slope> slopes;
+  std::vector<Point> room;  // places that the axes enclose though nothing is drawn there
   // Pixels of 1/96 inch: 340 wide is 90 mm.
   double width = 520, height = 340;
 };
@@ -93,7 +95,8 @@ struct Plot {
 // The markup of one plot, for a page; `id` is unique there.
 std::string DrawForPage(const Plot& plot, const std::string& id);
 
-// A file: the plots in rows of `columns`, on white. Empty without plots.
+// A file: the plots in rows of `columns`, on white. A point whose name has no room has a number, and
+// its name stands below its plot. Empty without plots.
 std::string DrawFile(const std::vector<Plot>& plots, int columns, const std::string& title);
 
 // The marker, and line, of a style as a drawing of its own, for a legend on a page.

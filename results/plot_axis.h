@@ -36,7 +36,8 @@ Range RangeOf(const Axis& axis, const std::vector<double>& values);
 class Scale {
  public:
   Scale(const Axis& axis, const Range& range, double from, double to);
-  // Of a value that CanShow; beyond the range it lies beyond the pixels.
+  // Returns the pixel of a value for which CanShow holds; a value beyond the range lies beyond `from`
+  // or `to`.
   double Pixel(double value) const;
   // About one labelled tick for each `spacing` pixels, ascending, all within the range.
   std::vector<Tick> Ticks(double spacing) const;

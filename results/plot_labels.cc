@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <iterator>
 #include <numeric>
 
 #include "results/table.h"
@@ -26,10 +27,27 @@ Box LabelBox(const PointLabel& label, double angle, double distance, double font
   return box;
 }
 
-bool IsFree(const Box& box, const std::vector<Box>& taken, const Box& area) {
-  return area.Contains(box) && std::none_of(taken.begin(), taken.end(), [&box](const Box& other) {
-           return box.Overlaps(other);
-         });
+bool OverlapsAny(const Box& box, const std::vector<Box>& others) {
+  return std::any_of(others.begin(), others.end(),
+                     [&box](const Box& other) { return box.Overlaps(other); });
+}
+
+bool IsFree(const Box& box, const Obstacles& obstacles, const Box& area) {
+  return area.Contains(box) && !OverlapsAny(box, obstacles.points) &&
+         !OverlapsAny(box, obstacles.texts) &&
+         std::none_of(obstacles.lines.begin(), obstacles.lines.end(),
+                      [&box](const Line& line) { return line.Crosses(box); });
+}
+
+bool CrossesText(const Line& line, const Obstacles& obstacles) {
+  return std::any_of(obstacles.texts.begin(), obstacles.texts.end(),
+                     [&line](const Box& text) { return line.Crosses(text); });
+}
+
+// Steps away from its point that a label may stand: none, where it is right beside it.
+int MostSteps(const PointLabel& label) {
+  if (label.short_text) return 24;
+  return label.needed ? 8 : 2;
 }
 
 }  // namespace
@@ -42,6 +60,20 @@ bool Box::Overlaps(const Box& other) const {
 bool Box::Contains(const Box& other) const {
   return other.x >= x && other.y >= y && other.x + other.width <= x + width &&
          other.y + other.height <= y + height;
+}
+
+// Clips the line to the box (Liang and Barsky 1984); something is left where they cross.
+bool Line::Crosses(const Box& box) const {
+  double from = 0, to = 1;
+  const auto clip = [&](double start, double length, double low, double high) {
+    if (length == 0) return start > low && start < high;
+    const double a = (low - start) / length, b = (high - start) / length;
+    from = std::max(from, std::min(a, b));
+    to = std::min(to, std::max(a, b));
+    return from < to;
+  };
+  return clip(x1, x2 - x1, box.x, box.x + box.width) &&
+         clip(y1, y2 - y1, box.y, box.y + box.height);
 }
 
 double TextWidth(absl::string_view text, double font_size) {
@@ -95,24 +127,44 @@ std::vector<double> Spread(const std::vector<double>& wanted, double spacing, do
   return places;
 }
 
-std::vector<std::optional<PlacedLabel>> PlaceLabels(const std::vector<PointLabel>& labels,
-                                                    const std::vector<Box>& obstacles,
-                                                    const Box& area, double font_size) {
+Line LeaderOf(const PointLabel& label, const Box& box) {
+  return {label.x, label.y, std::clamp(label.x, box.x, box.x + box.width),
+          std::clamp(label.y, box.y, box.y + box.height)};
+}
+
+namespace {
+
+// Directions from a point in sixteenths of a turn: to the right first, then to the left, above, below
+// and between; those further between are for short texts.
+constexpr double kDirections[] = {0, 8, 12, 4, 14, 2, 10, 6, 1, 3, 5, 7, 9, 11, 13, 15};
+
+std::optional<PlacedLabel> PlaceOf(const PointLabel& label, const Box& area, double font_size,
+                                   const Obstacles& obstacles) {
   constexpr double kPi = 3.14159265358979323846;
-  // To the right first, then to the left, above, below and between.
-  constexpr double kEighths[] = {0, 4, 6, 2, 7, 1, 5, 3};
-  std::vector<Box> taken = obstacles;
-  std::vector<std::optional<PlacedLabel>> places(labels.size());
-  for (size_t i = 0; i < labels.size(); ++i) {
-    const int most_steps = labels[i].needed ? 8 : 2;
-    for (int step = 0; step < most_steps && !places[i].has_value(); ++step) {
-      for (const double eighth : kEighths) {
-        const Box box = LabelBox(labels[i], eighth * kPi / 4, kGap + 6 * step, font_size);
-        if (!IsFree(box, taken, area)) continue;
-        places[i] = PlacedLabel{box, step > 0};
-        taken.push_back(box);
-        break;
-      }
+  const size_t directions = label.short_text ? std::size(kDirections) : 8;
+  for (int step = 0; step < MostSteps(label); ++step) {
+    for (size_t i = 0; i < directions; ++i) {
+      const Box box = LabelBox(label, kDirections[i] * kPi / 8, kGap + 6 * step, font_size);
+      if (!IsFree(box, obstacles, area)) continue;
+      if (step > 0 && CrossesText(LeaderOf(label, box), obstacles)) continue;
+      return PlacedLabel{box, step > 0};
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::vector<std::optional<PlacedLabel>> PlaceLabels(const std::vector<PointLabel>& labels,
+                                                    const Box& area, double font_size,
+                                                    Obstacles* obstacles) {
+  std::vector<std::optional<PlacedLabel>> places;
+  for (const PointLabel& label : labels) {
+    places.push_back(PlaceOf(label, area, font_size, *obstacles));
+    if (!places.back().has_value()) continue;
+    obstacles->texts.push_back(places.back()->box);
+    if (places.back()->with_leader) {
+      obstacles->lines.push_back(LeaderOf(label, places.back()->box));
     }
   }
   return places;

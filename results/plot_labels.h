@@ -25,21 +25,36 @@ double TextWidth(absl::string_view text, double font_size);
 std::vector<double> Spread(const std::vector<double>& wanted, double spacing, double top,
                            double bottom);
 
+// A straight line that no label may lie on.
+struct Line {
+  double x1 = 0, y1 = 0, x2 = 0, y2 = 0;
+  bool Crosses(const Box& box) const;
+};
+
 // A label beside a point, the important ones first.
 struct PointLabel {
   double x = 0, y = 0;  // of the point
   std::string text;
-  bool needed = false;  // further from its point rather than not at all
+  bool needed = false;      // stands further from its point rather than not at all
+  bool short_text = false;  // a number, which may stand further away than a name
 };
 struct PlacedLabel {
   Box box;
   bool with_leader = false;  // too far from its point to do without a line to it
 };
-// For each label its place within `area`, free of the points `obstacles` and of the labels before
-// it, or nothing.
+// Places that labels have to stay off.
+struct Obstacles {
+  std::vector<Box> points;
+  std::vector<Box> texts;  // no line to a label leads through one
+  std::vector<Line> lines;
+};
+// Finds for each label a place within `area`, free of the obstacles, of the labels before it and of
+// the lines to those; or nothing. Adds the labels and their lines to the obstacles.
 std::vector<std::optional<PlacedLabel>> PlaceLabels(const std::vector<PointLabel>& labels,
-                                                    const std::vector<Box>& obstacles,
-                                                    const Box& area, double font_size);
+                                                    const Box& area, double font_size,
+                                                    Obstacles* obstacles);
+// The line from a label's point to its place.
+Line LeaderOf(const PointLabel& label, const Box& box);
 
 }  // namespace plot
 }  // namespace tfb

@@ -19,6 +19,9 @@ std::vector<double> Values(const Plot& plot, double Point::*member) {
       if (IsShown(plot, point)) values.push_back(point.*member);
     }
   }
+  for (const Point& point : plot.room) {
+    if (IsShown(plot, point)) values.push_back(point.*member);
+  }
   for (const Guide& guide : plot.guides) {
     if (guide.kind != Guide::Kind::kBound) continue;
     for (const Point& point : guide.points) values.push_back(point.*member);
@@ -58,7 +61,7 @@ double NameWidth(const Plot& plot) {
   return widest == 0 ? 8 : std::min(widest + 28, plot.width * kWidestNameShare);
 }
 
-// Of the labels of the vertical axis, which do not depend on where the axis will stand.
+// Returns the width of the vertical axis' labels, which do not depend on where the axis will stand.
 double TickWidth(const Plot& plot) {
   const Scale scale(plot.y, RangeOf(plot.y, Values(plot, &Point::y)), plot.height - 70, 0);
   double widest = 0;

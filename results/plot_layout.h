@@ -21,7 +21,7 @@ inline constexpr int kWidestLineName = 34;  // characters beside a line's end
 // Whether a point has a place on both axes.
 bool IsShown(const Plot& plot, const Point& point);
 
-// Of an entry of the legend, with the space behind it.
+// Returns the width of an entry of the legend, with the space behind it.
 double KeyWidth(const KeyEntry& key);
 
 struct Layout {

@@ -192,7 +192,11 @@ TEST(PlaceLabels, LeavesNoLabelOnAnotherOrOnAPoint) {
     obstacles.push_back({x - 4, y - 4, 8, 8});
   }
   const Box area{0, 0, 400, 300};
-  const auto places = PlaceLabels(labels, obstacles, area, 10);
+  Obstacles all;
+  all.points = obstacles;
+  all.lines = {{0, 90, 400, 90}, {150, 0, 150, 300}};
+  const std::vector<Line> lines = all.lines;
+  const auto places = PlaceLabels(labels, area, 10, &all);
   std::vector<Box> taken = obstacles;
   int placed = 0;
   for (const auto& place : places) {
@@ -200,10 +204,50 @@ TEST(PlaceLabels, LeavesNoLabelOnAnotherOrOnAPoint) {
     ++placed;
     EXPECT_TRUE(area.Contains(place->box));
     for (const Box& box : taken) EXPECT_FALSE(place->box.Overlaps(box));
+    for (const Line& line : lines) EXPECT_FALSE(line.Crosses(place->box));
     taken.push_back(place->box);
   }
   EXPECT_GE(placed, 5);
   EXPECT_LT(placed, 30);  // there is no room for all around the crowd
+  // No line to a label leads through another label.
+  for (size_t i = 0; i < places.size(); ++i) {
+    if (!places[i].has_value() || !places[i]->with_leader) continue;
+    const Line leader = LeaderOf(labels[i], places[i]->box);
+    for (size_t j = 0; j < places.size(); ++j) {
+      if (j == i || !places[j].has_value()) continue;
+      EXPECT_FALSE(leader.Crosses(places[j]->box));
+    }
+  }
+}
+
+TEST(Line, CrossesBoxesThatItEntersAndNoOthers) {
+  const Box box{10, 10, 20, 10};
+  EXPECT_TRUE((Line{0, 0, 40, 30}.Crosses(box)));
+  EXPECT_TRUE((Line{15, 12, 16, 13}.Crosses(box)));  // within it
+  EXPECT_TRUE((Line{20, 0, 20, 50}.Crosses(box)));
+  EXPECT_FALSE((Line{0, 0, 5, 5}.Crosses(box)));  // ends before it
+  EXPECT_FALSE((Line{0, 25, 40, 25}.Crosses(box)));
+  EXPECT_FALSE((Line{0, 20, 40, 20}.Crosses(box)));  // along its edge
+}
+
+TEST(Plot, AFileNamesEveryPointBesideItOrInAListBelow) {
+  Plot plot;
+  for (int i = 0; i < 40; ++i) {
+    Curve curve;
+    curve.kind = Curve::Kind::kScatter;
+    curve.name = absl::StrCat("technique_", i, "_of_many");
+    curve.name_needed = false;
+    curve.points = {{1 + 0.01 * (i % 7), 1 + 0.01 * (i / 7), {}, {}}};
+    plot.curves.push_back(curve);
+  }
+  plot.curves.push_back(plot.curves.back());
+  plot.curves.back().points = {{2, 2, {}, {}}};
+  const std::string svg = DrawFile({plot}, 1, "crowd");
+  EXPECT_EQ(MarkupProblem(svg, false), "");
+  for (int i = 0; i < 40; ++i) {
+    EXPECT_TRUE(absl::StrContains(svg, absl::StrCat("technique_", i, "_of_many"))) << i;
+  }
+  EXPECT_TRUE(absl::StrContains(svg, ">1</text>")) << svg;
 }
 
 TEST(Plot, DrawsAPowerLawAsAStraightLineOfItsSlope) {
@@ -239,7 +283,7 @@ TEST(Plot, IsWellFormedWhateverItHolds) {
       {{1e-300, 1e300, 0, kInfinity}, {1e300, 1e-300, kNan, 1}}};
   for (const auto& points : degenerate) {
     for (const Curve::Kind kind :
-         {Curve::Kind::kLine, Curve::Kind::kFaint, Curve::Kind::kScatter}) {
+         {Curve::Kind::kLine, Curve::Kind::kCounterpart, Curve::Kind::kScatter}) {
       Plot plot = PlotOf({CurveThrough(points, kind)});
       plot.curves[0].name = plot.curves[0].description = "</svg><script>alert(\"1\")</script>&";
       plot.curves[0].key = plot.curves[0].group = "\"'><";

@@ -818,6 +818,12 @@ TEST(RenderCsv, HasOneLineACaseWithEveryFieldOfTheHeader) {
   EXPECT_NEAR(std::stod(last_near[Column(csv, "speed_up_over_dense")]), 16 / 2.7621, 1e-9);
   EXPECT_EQ(last_near[Column(csv, "crossover")], "at");
   EXPECT_NEAR(std::stod(last_near[Column(csv, "crossover_tokens")]), 707.1, 0.1);
+  EXPECT_NEAR(std::stod(last_near[Column(csv, "crossover_low_tokens")]), 701, 1);
+  EXPECT_NEAR(std::stod(last_near[Column(csv, "crossover_high_tokens")]), 713, 1);
+  EXPECT_EQ(last_near[Column(csv, "crossover_clear")], "1");
+  EXPECT_LT(std::stod(last_near[Column(csv, "speed_up_low")]), 16 / 2.7621);
+  EXPECT_GT(std::stod(last_near[Column(csv, "speed_up_high")]), 16 / 2.7621);
+  EXPECT_EQ(last_near[Column(csv, "speed_up_distinct")], "1");
   EXPECT_NEAR(std::stod(last_near[Column(csv, "growth")]), 1, 1e-9);
   EXPECT_EQ(last_near[Column(csv, "kept_mass")], "");
   EXPECT_EQ(last_near[Column(csv, "key")], CaseKey(sweep.cases(sweep.cases_size() - 2)));

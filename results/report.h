@@ -35,9 +35,20 @@ struct ChoiceReport {
   std::vector<Table> more;
 };
 ChoiceReport ChoiceTables(const Analysis& analysis);
+// What a technique is, where it comes from, and what it costs beside its own dense counterpart: a row
+// for each of its options and masks. A technique without any time has a row that says why.
+struct TechniqueCard {
+  std::string name;
+  std::string title;
+  std::string citation;
+  std::string counterpart;  // "held against dense"; empty where nothing is
+  Table numbers;
+};
+// By family and name, on the cases with the most techniques (MainGroups in results/choices.h).
+std::vector<TechniqueCard> TechniqueCards(const Analysis& analysis);
 // How far attention changes when sequences grow, over lengths (harness/extrapolation.h).
 std::vector<Table> ExtrapolationTables(const Analysis& analysis);
-// What techniques report by name.
+// The statistics that techniques report by name.
 std::vector<Table> StatisticsTables(const Analysis& analysis);
 // Setup, cold and warm runs, rates and memory at each technique's longest length.
 std::vector<Table> CostTables(const Analysis& analysis);
@@ -54,7 +65,7 @@ struct OutcomeLine {
   bool bad = false;
 };
 std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis, bool details = false);
-// The same as a table, without the total: status, number of cases, reason, techniques.
+// Returns status, number of cases, reason and techniques as a table without the total.
 Table OutcomeTable(const Analysis& analysis);
 
 }  // namespace report

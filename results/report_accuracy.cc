@@ -125,7 +125,7 @@ Table AccuracyTable(const TableGroup& group, bool by_layer) {
                          });
                        }});
   }
-  // In detail: the verdict has it.
+  // A column of its own is for details: the verdict holds it otherwise.
   const bool has_log_sum_exp = by_layer && AnyHas(group, LogSumExpError);
   if (has_log_sum_exp) {
     columns.push_back({{"LSE\nerror", true}, [](const std::vector<const Case*>& cases) {

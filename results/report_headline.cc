@@ -128,7 +128,7 @@ std::string CostSentence(const std::vector<Mask>& masks) {
 
 std::string Cases(int64_t count) { return absl::StrCat(count, count == 1 ? " case" : " cases"); }
 
-// What did not run, by reason, the most frequent first; and what failed.
+// Tells how many cases did not run, by reason, the most frequent first, and how many failed.
 std::string MissingSentence(const Analysis& analysis) {
   std::map<std::string, int64_t> counts;
   int64_t missing = 0, failed = 0;

@@ -1,4 +1,4 @@
-// What stands around the tables: machines, inputs, outcomes, marks.
+// The lines around the tables: machines, inputs, outcomes, marks.
 
 #include <algorithm>
 #include <map>
@@ -106,7 +106,7 @@ std::string GpuLine(const Environment& environment) {
              : absl::StrCat("GPU: none (", Printable(environment.no_gpu_reason()), ")");
 }
 
-// "0: name, name" for the techniques of cases that share a reason.
+// The cases that share a status and a reason.
 struct Reason {
   Outcome::Status status;
   std::string reason;

@@ -24,7 +24,7 @@ struct Row {
   std::string layer;  // as it is shown; empty where the row holds several
 };
 
-// What one table holds: groups of an analysis that differ in nothing but layer and mask.
+// The groups of one table, which differ in nothing but layer and mask.
 struct TableGroup {
   std::vector<const SeriesGroup*> groups;
   const SeriesGroup& front() const { return *groups.front(); }
@@ -40,18 +40,20 @@ struct TableGroup {
 };
 
 std::vector<TableGroup> TableGroups(const Analysis& analysis);
-// In the order in which they are shown: all layers of an input in one row, or one each.
+// Returns the rows in the order in which they are shown. A row holds one layer of an input with
+// `by_layer`, and all of them without.
 std::vector<Row> RowsOf(const TableGroup& group, bool by_layer);
-// As they are shown, in the order of the file.
+// Returns the names of layers as they are shown, in the order of the file.
 std::vector<std::string> LayersOf(const std::vector<const Case*>& cases);
 std::vector<std::string> LayersOf(const TableGroup& group);
 
-// With the number of seeds where there are several.
+// Returns the series' name, with the number of seeds where there are several.
 std::string SeriesName(const Series& series);
 std::string FamilyOf(const Series& series);
 // "tokens", "keys" or "queries": what a group's lengths count.
 std::string LengthName(const TableGroup& group);
-// What all rows of the group share. Masks and layers of accuracy are told apart by the rows.
+// Returns `what` followed by all that the group's rows share. An accuracy group's rows tell their
+// masks and layers themselves.
 std::string GroupTitle(absl::string_view what, const TableGroup& group);
 
 // The columns that say what a row is, of which a table has those that tell its rows apart.
@@ -89,21 +91,22 @@ TableCell SpeedUpCell(const std::optional<SpeedUpInterval>& speed_up);
 // "707", "<= 256", "not to 4096", "only below 512"; "unclear" in grey where the samples at the
 // longest length do not tell the two apart.
 TableCell CrossoverCell(const Crossover& crossover);
-// The same for a sentence, "707 [690, 725]" or "at most 256"; absent where the technique is not
-// faster at the longest length, or not clearly.
+// Returns the same length for a sentence, "707 [690, 725]" or "at most 256"; nothing where the
+// technique is not faster at the longest length, or not clearly.
 std::optional<std::string> FasterFromText(const Crossover& crossover);
 
 // A number of a case, or nothing.
 using CaseNumber = std::function<std::optional<double>(const Case&)>;
 std::vector<double> Values(const std::vector<const Case*>& cases, const CaseNumber& number);
-// NaN where one of them is.
+// Both return NaN where a value is NaN, and nothing where no case has one.
 std::optional<double> MedianValue(const std::vector<const Case*>& cases, const CaseNumber& number);
 std::optional<double> WorstValue(const std::vector<const Case*>& cases, const CaseNumber& number);
 bool AnyHas(const TableGroup& group, const CaseNumber& number);
 
-// Relative where it is known: the one number to compare techniques by.
+// Returns the error against dense by which techniques are compared: the relative one where it is
+// known.
 std::optional<double> DenseError(const Case& result);
-// Of what a technique or the harness reports by name.
+// Returns a statistic that a technique or the harness reports by name.
 std::optional<double> Statistic(const Case& result, absl::string_view name);
 // harness/language_model.h defines it.
 std::optional<double> BitsPerByte(const Case& result);

@@ -86,7 +86,7 @@ bool ShowsInScaling(const Series& series) {
   });
 }
 
-// What the notes of a scaling table have to explain.
+// Marks that the notes of a scaling table have to explain.
 struct ScalingMarks {
   std::set<std::pair<int64_t, int64_t>> fitted;  // lengths
   bool counterpart = false, shorter = false, above = false, bandwidth = false;

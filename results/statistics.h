@@ -1,4 +1,4 @@
-// What is derived from samples and cases: medians with intervals, growth, crossover, shares.
+// Derives medians with intervals, growth, crossovers and shares from samples and cases.
 // Every number that cannot be derived is absent.
 #ifndef TFB_RESULTS_STATISTICS_H_
 #define TFB_RESULTS_STATISTICS_H_

@@ -39,7 +39,7 @@ struct CaseSpec {
 // carry both errors and a bound of 2e-6.
 Case MakeCase(const CaseSpec& spec);
 
-// The same with a status and a reason and nothing measured.
+// Makes a case with the same key, a status and a reason, and nothing measured.
 Case MakeUnmeasured(const CaseSpec& spec, Outcome::Status status, absl::string_view reason);
 
 // One sweep: "plain" (quadratic), "near" (linear, faster than "plain" from 707 tokens on, see the

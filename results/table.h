@@ -43,7 +43,7 @@ struct Table {
   std::string title;
   std::vector<TableColumn> columns;
   std::vector<std::vector<TableCell>> rows;  // each as long as `columns`
-  // What each row belongs to, for who filters: as long as `rows`, or empty where it is not told.
+  // The group of each row, by which pages filter: as long as `rows`, or empty.
   std::vector<std::string> row_groups;
   std::vector<std::string> notes;  // below the table
   // Columns from the left that stand in every part where a wide table is shown in parts.

@@ -9,7 +9,7 @@
 
 namespace tfb {
 
-// What is wrong and where, or "". With `html` a doctype, elements without an end (meta, input, br) and
+// Says what is wrong and where, or returns "". With `html` a doctype, elements without an end (meta, input, br) and
 // attributes without a value are right, and what stands in style and script is not looked at.
 std::string MarkupProblem(absl::string_view markup, bool html);
 

@@ -42,7 +42,7 @@ void AppendChecksum(absl::string_view record, std::string* out);
 // The first bytes of every file: the format field.
 std::string Signature();
 
-// What stands at the beginning of some bytes.
+// The field at the beginning of some bytes.
 struct Field {
   enum class State {
     kWhole,     // the field lies wholly within the bytes
