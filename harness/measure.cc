@@ -449,9 +449,9 @@ absl::Status Measurer::Check(const GroupCase& group_case, const MeasureHooks& ho
   request.device = sweep_case.device;
   request.seed = sweep_case.seed;
   request.inputs = prepared->inputs;
-  if (sweep_case.purpose == Case::PURPOSE_SCALING) {
-    request.rows = SampleRows(tokens, options_.sampled_rows, sweep_case.seed);
-  }
+  const int64_t rows =
+      sweep_case.purpose == Case::PURPOSE_SCALING ? options_.sampled_rows : options_.accuracy_rows;
+  if (rows > 0) request.rows = SampleRows(tokens, rows, sweep_case.seed);
   request.pool = Pool(sweep_case.threads);
   request.registry = options_.registry;
   const absl::StatusOr<Accuracy> accuracy =

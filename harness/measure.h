@@ -32,9 +32,10 @@ struct MeasureOptions {
   double min_time = 0.01;
   double case_timeout = 60;  // seconds; 0: none
   int64_t memory_limit = 0;  // bytes of tensors, workspace and parameters together; 0: none
-  // Rows that the errors of a scaling case are measured on; those of an accuracy case are measured
-  // on all.
+  // Query tokens that the errors of a scaling case, and of an accuracy case, are measured on, where
+  // the definition can evaluate single ones; 0: all.
   int64_t sampled_rows = 64;
+  int64_t accuracy_rows = 0;
   bool cold = true;
   const Registry* registry = &Registry::Global();
   // The clock and the fixed arithmetic of TimingOptions.

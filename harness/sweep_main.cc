@@ -130,6 +130,11 @@ absl::StatusOr<SweepOptions> OptionsFromFlags() {
     return absl::InvalidArgumentError(
         absl::StrCat("--repetitions: ", options.measure.repetitions, "; allowed are 1 to 100000"));
   }
+  options.measure.accuracy_rows = absl::GetFlag(FLAGS_accuracy_rows);
+  if (options.measure.accuracy_rows < 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--accuracy_rows: ", options.measure.accuracy_rows, "; allowed are 0 and more"));
+  }
   TFB_ASSIGN_OR_RETURN(options.measure.min_time,
                        ParseSeconds("min_time", absl::GetFlag(FLAGS_min_time)));
   TFB_ASSIGN_OR_RETURN(options.measure.case_timeout,
