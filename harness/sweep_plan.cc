@@ -75,8 +75,11 @@ SweepPlan::SweepPlan(const std::vector<SweepCase>& cases, const std::vector<bool
     if (left[i]) ++(IsAccuracy(cases_[i]) ? accuracy : scaling);
   }
   const double visits = turns() * options_.rounds;
-  const double accuracy_budget = options_.time_budget * (scaling > 0 ? kAccuracyPart : 1);
-  if (accuracy > 0) accuracy_share_ = kAccuracyTimingPart * accuracy_budget / accuracy / visits;
+  accuracy_alone_ = scaling == 0;
+  if (accuracy > 0) {
+    const double part = accuracy_alone_ ? kScalingTimingPart : kAccuracyPart * kAccuracyTimingPart;
+    accuracy_share_ = part * options_.time_budget / accuracy / visits;
+  }
   if (scaling > 0) {
     scaling_share_ = kScalingTimingPart * options_.time_budget / scaling / visits;
   }
@@ -193,8 +196,7 @@ double SweepPlan::ExpectedSeconds(double elapsed_seconds) const {
 
 double SweepPlan::Limit(const Tier& tier) const {
   if (options_.time_budget <= 0) return std::numeric_limits<double>::infinity();
-  const bool others = !tiers_.back().accuracy;
-  return options_.time_budget * (tier.accuracy && others ? kAccuracyPart : 1);
+  return options_.time_budget * (tier.accuracy && !accuracy_alone_ ? kAccuracyPart : 1);
 }
 
 bool SweepPlan::Fits(const Tier& tier, double elapsed_seconds) const {
@@ -256,6 +258,8 @@ Visit::Item SweepPlan::ItemFor(size_t index, bool repeats) const {
   item.check_seconds = IsAccuracy(cases_[index]) ? 0 : scaling_share_;
   const int of_round = (options_.repetitions + options_.rounds - 1) / options_.rounds;
   item.repetitions = options_.time_budget > 0 ? std::min(of_round, kVisitRepetitions) : of_round;
+  const bool is_timed = !IsAccuracy(cases_[index]) || accuracy_alone_ || options_.time_budget <= 0;
+  if (!is_timed) item.repetitions = 1;
   return item;
 }
 
@@ -316,8 +320,8 @@ std::vector<LeftOut> SweepPlan::TakeLeftOut() {
 // all others.
 double SweepPlan::Urgency(size_t index) const {
   const State& state = states_[index];
-  const bool can_repeat = !IsAccuracy(cases_[index]) && !state.finished && !state.dropped &&
-                          state.last.has_value() && state.last->samples > 0 &&
+  const bool can_repeat = (!IsAccuracy(cases_[index]) || accuracy_alone_) && !state.finished &&
+                          !state.dropped && state.last.has_value() && state.last->samples > 0 &&
                           state.last->samples < options_.repetitions && state.visits < kMostVisits;
   if (!can_repeat) return 0;
   if (state.last->samples < kIntervalSamples) return 1 + kIntervalSamples - state.last->samples;

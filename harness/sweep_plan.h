@@ -1,7 +1,8 @@
 // Decides what a sweep measures next, so that its result tells the whole story within a budget.
 //
 //   1. Accuracy cases take at most a third of the budget. They come input by input (a file's layers,
-//      say). An input that would not fit is left out for all techniques.
+//      say). An input that would not fit is left out for all techniques. Beside scaling cases, whose
+//      times are the ones that count, a case is timed once; alone, accuracy cases are timed as those.
 //   2. Breadth: scaling cases by length, the shortest first. Every case of a length gets at least
 //      three samples before the next length begins. What a length will cost is foretold from the
 //      shorter ones; one that would not fit is left out for all techniques alike, and so are those
@@ -141,6 +142,7 @@ class SweepPlan {
   int round_ = 0;
   bool tier_begun_ = false;
   double accuracy_share_ = 0, scaling_share_ = 0;  // seconds for the timing of a case
+  bool accuracy_alone_ = false;                    // there are no scaling cases
   std::vector<LeftOut> left_out_;
 };
 

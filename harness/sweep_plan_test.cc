@@ -170,7 +170,7 @@ TEST_P(OnMachines, EveryTechniqueHasThreeSamplesAtEveryLengthThatAnyHas) {
   }
   for (size_t i = 0; i < cases.size(); ++i) {
     if (story.dropped.count(i) == 0) {
-      EXPECT_GE(story.samples[i], kFewestSamples) << cases[i].ToString();
+      EXPECT_GE(story.samples[i], IsAccuracy(cases[i]) ? 1 : kFewestSamples) << cases[i].ToString();
     }
   }
   const auto lengths = CountLengths(cases, story);
@@ -288,6 +288,19 @@ TEST(SweepPlan, WithoutABudgetEveryCaseIsVisitedOncePerRoundWithAllItsSamples) {
   for (size_t i = 0; i < cases.size(); ++i) {
     EXPECT_EQ(story.visits[i], 3) << cases[i].ToString();
     EXPECT_EQ(story.samples[i], 21) << "20 in 3 visits are 7 each";
+  }
+}
+
+TEST(SweepPlan, AccuracyCasesAloneHaveTheWholeBudgetAndAreTimed) {
+  std::vector<SweepCase> cases = DefaultCases();
+  cases.erase(std::remove_if(cases.begin(), cases.end(),
+                             [](const SweepCase& one) { return !IsAccuracy(one); }),
+              cases.end());
+  const Story story = CarryOut(cases, DefaultOptions(), Machine(0.25));
+  EXPECT_GT(story.accuracy_end, kBudget / 3);
+  EXPECT_LE(story.end, kBudget);
+  for (size_t i = 0; i < cases.size(); ++i) {
+    if (story.dropped.count(i) == 0) EXPECT_GE(story.samples[i], kFewestSamples);
   }
 }
 
