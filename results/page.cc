@@ -226,6 +226,11 @@ class Page {
     const std::vector<report::TechniqueCard> cards = report::TechniqueCards(analysis_);
     if (cards.empty()) return;
     Section("Techniques");
+    body_ += Element("p",
+                     "The speed-up over the technique's own counterpart with its interval, the "
+                     "median error against dense, and the memory with its ratio to the "
+                     "counterpart's.",
+                     " class=\"caption\"");
     body_ += "<div class=\"cards\">\n";
     for (const report::TechniqueCard& card : cards) {
       absl::StrAppend(&body_, "<section class=\"card\">", Element("h3", card.name));

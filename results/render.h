@@ -32,11 +32,13 @@ struct RenderOptions {
 // where it tells one, but at least 80, and 120 otherwise.
 TextStyle StyleFor(int file_descriptor);
 
-// Terminal and Markdown: for each machine a header; a table of errors for each element type, length
+// Terminal and Markdown: for each machine a header; in Markdown the message in three sentences; a
+// table of errors for each element type, length
 // and input file, over its layers and both masks; a table of times over lengths for each family of
 // problems, and of segments where techniques stream; the choices that nothing beats in both error
 // and time; what the marks mean; what did not run, by reason; a count of cases. A result set
-// without cases says so.
+// without cases says so. Where the terminal is wide, speed-ups stand beside times, and intervals
+// beside speed-ups; a long table shows the dense row again for each family.
 //
 // CSV (RFC 4180): a header line, then one line a case, in the order of the file; absent values are
 // empty fields, and numbers that are not finite are inf, -inf and nan. Times are in nanoseconds.

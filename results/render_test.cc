@@ -463,6 +463,16 @@ TEST(RenderTerminal, TheWorstLayerDecidesTheVerdictAndItsBoundIsShown) {
       << AsTerminal(results);
 }
 
+TEST(RenderTerminal, TheVerdictIsThatOfTheLayersThatRanAndSaysHowMany) {
+  ResultSet results = MakeLayers();
+  Outcome* skipped = results.mutable_cases(0)->mutable_outcome();
+  skipped->Clear();
+  skipped->set_status(Outcome::STATUS_SKIPPED);
+  skipped->set_reason("the time budget of 4:00 was spent");
+  EXPECT_TRUE(absl::StrContains(AsTerminal(results), "0.78  ok, 2 of 3 ran\n"))
+      << AsTerminal(results);
+}
+
 TEST(RenderTerminal, ARowThatLacksALayerSaysSo) {
   ResultSet results = MakeLayers();
   results.mutable_cases()->DeleteSubrange(0, 1);

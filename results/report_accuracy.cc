@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <set>
@@ -147,17 +148,21 @@ Table AccuracyTable(const TableGroup& group, bool by_layer) {
   table.columns.push_back({"verdict"});
 
   for (const Row& row : RowsOf(group, by_layer)) {
-    const bool shown = std::any_of(row.cases.begin(), row.cases.end(),
-                                   [](const Case* result) { return Ran(*result); });
-    if (!shown) continue;  // among the reasons below the tables
+    std::vector<const Case*> ran;
+    std::copy_if(row.cases.begin(), row.cases.end(), std::back_inserter(ran),
+                 [](const Case* result) { return Ran(*result); });
+    if (ran.empty()) continue;  // among the reasons below the tables
     std::vector<TableCell> cells = head.Cells(row);
     cells.emplace_back(std::string(Name(row.series->first().technique().exactness())));
     for (const Column& column : columns) cells.push_back(column.cell(row.cases));
-    TableCell verdict = StatusCell(WorstStatus(row.cases));
+    TableCell verdict = StatusCell(WorstStatus(ran));
     const bool judged = std::any_of(row.cases.begin(), row.cases.end(), [](const Case* result) {
       return result->outcome().against_definition().has_passed();
     });
     if (verdict.text == "ok" && !judged) verdict = {"not judged", Emphasis::kFaint};
+    if (ran.size() < row.cases.size()) {
+      absl::StrAppend(&verdict.text, ", ", ran.size(), " of ", row.cases.size(), " ran");
+    }
     cells.push_back(verdict);
     table.AddRow(std::move(cells), FamilyOf(*row.series));
   }

@@ -28,10 +28,12 @@ ABSL_FLAG(
     "and png (single plots, with --plot).");
 ABSL_FLAG(std::string, output, "",
           "File to write to, relative to the caller's folder; standard output where empty.");
-ABSL_FLAG(bool, details, false,
-          "With terminal and markdown: each layer of an input in a row of its own; also streams on "
-          "captured inputs, setup, cold and warm times told apart with their intervals, rates, the "
-          "statistics that techniques report, and the whole environment.");
+ABSL_FLAG(
+    bool, details, false,
+    "With terminal and markdown: each layer of an input in a row of its own, and the names of "
+    "what was skipped for each reason; also streams on captured inputs, setup, cold and warm times "
+    "told apart with their intervals, rates, the "
+    "statistics that techniques report, and the whole environment.");
 ABSL_FLAG(
     std::string, plot, "",
     "With svg and png: scaling (time over tokens), frontier (error, or bits per byte, against "
