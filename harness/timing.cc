@@ -45,13 +45,24 @@ double ProbeSeconds() {
   return MonotonicSeconds() - begin;
 }
 
+// Whether a benchmark gave up with an error. The member's name is that of Google Benchmark 1.7; from
+// 1.8 on it is an enumeration.
+template <class Run>
+auto GaveUp(const Run& run, int) -> decltype(bool{run.error_occurred}) {
+  return run.error_occurred;
+}
+template <class Run>
+bool GaveUp(const Run& run, long) {
+  return static_cast<bool>(run.skipped);
+}
+
 // Collects the repetitions of each benchmark instead of printing them.
 class SampleReporter : public benchmark::BenchmarkReporter {
  public:
   bool ReportContext(const Context&) override { return true; }
   void ReportRuns(const std::vector<Run>& runs) override {
     for (const Run& run : runs) {
-      if (run.run_type != Run::RT_Iteration || run.error_occurred || run.iterations == 0) continue;
+      if (run.run_type != Run::RT_Iteration || GaveUp(run, 0) || run.iterations == 0) continue;
       runs_[run.run_name.function_name].push_back(run);
     }
   }
