@@ -27,6 +27,17 @@ struct Subject {
   Device device = Device::kCpu;
 };
 
+// What the simulator, where each access takes its time, leaves of a case's problems. Nothing of it
+// holds on a GPU, or with IsExhaustive.
+enum class SimulatedSize {
+  kAsItIs,       // the sizes are what the case is about
+  kFewerTokens,  // 80 tokens where there are more, a whole tile of 64 and a part of one; 130 keys
+  kOneOfABatch,  // that, and one sequence; one head where head_dim is more than 40
+};
+
+// Whether TFB_EXHAUSTIVE is set in the environment, as by --config=exhaustive.
+bool IsExhaustive();
+
 // One test for each of the problems. Named as a sentence without spaces; `numbers` are those of the
 // cases in the project's reliability rules, for people who look for them.
 struct Case {
@@ -36,7 +47,8 @@ struct Case {
   std::function<void(const Subject&, const Problem&)> check;
   bool default_options_only = false;
   bool all_options_simulated = false;  // in the simulator too, which is slow
-  bool of_devices = false;             // it is about GPUs and their simulator: not run on the CPU
+  SimulatedSize simulated_size = SimulatedSize::kOneOfABatch;
+  bool of_devices = false;  // it is about GPUs and their simulator: not run on the CPU
   // It is about which tokens see which. Any other case runs causal problems as non-causal ones, and
   // the other way round, where that is the only form that the technique has.
   bool of_causality = false;
