@@ -23,10 +23,13 @@ struct CudaDeviceQuery {
   int memory_clock_khz;
 };
 
-// Each returns null, or why it failed, in the runtime's words (a static string).
-const char* QueryCudaVersions(int* driver_version, int* runtime_version);
-const char* QueryCudaDeviceCount(int* count);
-const char* QueryCudaDevice(int ordinal, CudaDeviceQuery* query);
+// Each call returns null, or why it failed, in the runtime's words (a static string).
+struct CudaDeviceQueries {
+  const char* compiler;  // "nvcc 13.0.88"
+  const char* (*versions)(int* driver_version, int* runtime_version);
+  const char* (*device_count)(int* count);
+  const char* (*device)(int ordinal, CudaDeviceQuery* query);
+};
 
 }  // namespace tfb
 
