@@ -4,17 +4,13 @@
 
 #include <cstdint>
 
-#include "Eigen/Core"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "core/half.h"
 
 namespace tfb {
 
 enum class DType : uint8_t { kF32, kF64, kF16, kBF16, kI32, kI64, kU8 };
-
-// Half and BFloat16 are IEEE 754 binary16 and bfloat16; conversions round to nearest even.
-using Half = Eigen::half;
-using BFloat16 = Eigen::bfloat16;
 
 constexpr int64_t SizeOf(DType dtype) {
   switch (dtype) {

@@ -57,7 +57,7 @@ struct ConstTensorView {
   template <class... Index>
   int64_t Offset(Index... index) const {
     int64_t offset = 0;
-    int axis = 0;
+    [[maybe_unused]] int axis = 0;  // without an index
     ((offset += static_cast<int64_t>(index) * strides[axis++]), ...);
     return offset;
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/flags/flag.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -84,6 +85,11 @@ absl::StatusOr<std::vector<SweepCase>> MakeAllCases() {
   flags.techniques = absl::GetFlag(FLAGS_techniques);
   flags.devices = absl::GetFlag(FLAGS_devices);
   flags.simulator = true;
+  if (absl::StrContains(flags.devices, Name(Device::kSimulator))) {
+    const absl::Status linked = RuntimeOf(Device::kSimulator).status();
+    if (!linked.ok())
+      return absl::InvalidArgumentError(absl::StrCat("--devices: ", linked.message()));
+  }
   flags.dtypes = absl::GetFlag(FLAGS_dtypes);
   flags.heads = absl::GetFlag(FLAGS_heads);
   flags.kv_heads = absl::GetFlag(FLAGS_kv_heads);

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "core/cuda/simulator/simulator.h"
 #include "core/status.h"
 
 namespace tfb {
@@ -99,7 +98,7 @@ absl::StatusOr<FencedMemory> FencedMemory::Allocate(CudaRuntime* runtime, size_t
   FencedMemory memory;
   TFB_ASSIGN_OR_RETURN(memory.buffer_, runtime->Allocate(bytes));
   memory.part_ = memory.whole().subspan(part_begin, part_bytes);
-  memory.simulated_ = runtime->target() == CudaTarget::kSimulator;
+  memory.runtime_ = runtime;
   return memory;
 }
 
@@ -107,24 +106,25 @@ FencedMemory& FencedMemory::operator=(FencedMemory&& other) noexcept {
   TakeDown();
   buffer_ = std::move(other.buffer_);
   part_ = std::exchange(other.part_, {});
-  simulated_ = other.simulated_;
+  runtime_ = other.runtime_;
   is_up_ = std::exchange(other.is_up_, false);
   return *this;
 }
 
 // The simulator knows a buffer by where it begins: with the fence up, the buffer is the inner part.
 void FencedMemory::PutUp(Contents contents) {
-  if (!simulated_) return;
   TakeDown();
-  cuda_simulator::UnregisterBuffer(buffer_.data());
-  cuda_simulator::RegisterBuffer(part_.data(), part_.size(), contents == Contents::kWritten);
+  const CudaApi& api = runtime_->api();
+  api.unregister_buffer(buffer_.data());
+  api.register_buffer(part_.data(), part_.size(), contents == Contents::kWritten);
   is_up_ = true;
 }
 
 void FencedMemory::TakeDown() {
   if (!is_up_) return;
-  cuda_simulator::UnregisterBuffer(part_.data());
-  cuda_simulator::RegisterBuffer(buffer_.data(), buffer_.bytes(), /*written=*/true);
+  const CudaApi& api = runtime_->api();
+  api.unregister_buffer(part_.data());
+  api.register_buffer(buffer_.data(), buffer_.bytes(), /*written=*/true);
   is_up_ = false;
 }
 

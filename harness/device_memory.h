@@ -94,9 +94,9 @@ class FencedMemory {
   void TakeDown();
 
  private:
+  CudaRuntime* runtime_ = nullptr;
   DeviceBuffer buffer_;
   absl::Span<std::byte> part_;
-  bool simulated_ = false;
   bool is_up_ = false;
 };
 

@@ -414,7 +414,7 @@ Environment DescribeMachine(int threads, const std::string& workspace) {
   }
   DescribeGpus(&environment);
   environment.set_compiler(Compiler());
-  environment.set_cuda_compiler(kCudaCompiler);
+  environment.set_cuda_compiler(CudaCompiler());
   environment.set_compile_flags(kCompileFlags);
   environment.set_compilation_mode(kCompilationMode);
   DescribeCommit(workspace, &environment);

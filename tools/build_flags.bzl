@@ -10,8 +10,6 @@ namespace tfb {{
 // What Bazel hands to the compiler beyond its toolchain's own flags; a target may add some.
 constexpr char kCompileFlags[] = "{flags}";
 constexpr char kCompilationMode[] = "{mode}";
-// The last line of `nvcc --version`; empty where CUDA sources are not compiled.
-constexpr char kCudaCompiler[] = "{cuda}";
 
 }}  // namespace tfb
 
@@ -25,7 +23,6 @@ def _build_flags_impl(ctx):
     cpp = ctx.fragments.cpp
     header = ctx.actions.declare_file(ctx.attr.name + ".h")
     ctx.actions.write(header, _HEADER.format(
-        cuda = _quoted(ctx.attr.cuda_compiler),
         flags = _quoted(" ".join(cpp.copts + cpp.cxxopts)),
         guard = "TFB_%s_H_" % header.short_path[:-len(".h")].replace("/", "_").upper(),
         mode = ctx.var["COMPILATION_MODE"],
@@ -34,7 +31,6 @@ def _build_flags_impl(ctx):
 
 build_flags = rule(
     implementation = _build_flags_impl,
-    attrs = {"cuda_compiler": attr.string()},
     doc = "Makes NAME.h.",
     fragments = ["cpp"],
 )

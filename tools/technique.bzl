@@ -13,13 +13,13 @@ makes, in a folder attention/mine with mine.h, mine.cc and mine_test.cc,
     :mine_test                     its own test
     :mine_conformance_test         what every technique must pass, on the CPU; no source of its own
     :mine_cuda_conformance_test    the same in the simulator of GPUs, and on a GPU where there is one
-    :mine_benchmark                Google Benchmark over the usual problems; no source of its own
+    :mine_benchmark                Google Benchmark over the usual problems; no source of its own, built by name alone
 
 The last three link the harness's mains, which walk the registry.
 """
 
-load("@rules_cc//cc:defs.bzl", "cc_binary", "cc_library", "cc_test")
-load("//tools/cuda:cuda_library.bzl", "cuda_library")
+load("@rules_cc//cc:defs.bzl", "cc_library")
+load("//tools/cuda:cuda_library.bzl", "cuda_binary", "cuda_library", "cuda_test")
 
 def technique(
         name,
@@ -74,7 +74,7 @@ def technique(
         deps = deps + ["//core:technique"],
     )
 
-    cc_test(
+    cuda_test(
         name = name + "_test",
         size = test_size,
         srcs = [name + "_test.cc"],
@@ -89,7 +89,7 @@ def technique(
 
     own_label = "//" + native.package_name()
     linked = [":" + name] + ([counterpart] if counterpart not in ["", own_label] else [])
-    cc_test(
+    cuda_test(
         name = name + "_conformance_test",
         size = conformance_size,
         args = ["--technique=" + name],
@@ -107,10 +107,11 @@ def technique(
         ],
         tags = ["gpu"],  # what --config=gpu runs
     )
-    cc_binary(
+    cuda_binary(
         name = name + "_benchmark",
         testonly = True,
         args = ["--technique=" + name],
+        tags = ["manual"],  # by name: `bazel test //...` need not link it, which tests the same main with toys
         deps = linked + ["//harness:benchmark_main"],
     )
 

@@ -60,6 +60,17 @@ LeftSingular Decompose(const MatrixXd& m, int64_t most, double least) {
   return left;
 }
 
+// Returns U V^T of m = U S V^T, the matrix with orthonormal columns that is closest to m.
+MatrixXd PolarFactor(const MatrixXd& m) {
+  constexpr int kThin = Eigen::ComputeThinU | Eigen::ComputeThinV;
+#if EIGEN_VERSION_AT_LEAST(3, 4, 90)
+  const Eigen::BDCSVD<MatrixXd, kThin> svd(m);
+#else
+  const Eigen::BDCSVD<MatrixXd> svd(m, kThin);
+#endif
+  return svd.matrixU() * svd.matrixV().transpose();
+}
+
 // Returns R of linformer.h. |sqrt(slots / n) R S - rows S|^2 over the orthonormal R is least for
 // the polar factor of rows S^2 (Schoenemann's orthogonal Procrustes problem).
 MatrixXd Rotation(const LeftSingular& left, int64_t slots) {
@@ -73,8 +84,7 @@ MatrixXd Rotation(const LeftSingular& left, int64_t slots) {
     rows.col(c).array() -= rows.col(c).mean();
     rows.col(c) *= left.squares(c - 1) / left.squares(rank - 1);
   }
-  const Eigen::BDCSVD<MatrixXd> svd(rows, Eigen::ComputeThinU | Eigen::ComputeThinV);
-  return svd.matrixU() * svd.matrixV().transpose();
+  return PolarFactor(rows);
 }
 
 }  // namespace

@@ -345,7 +345,6 @@ class RoutingLayer : public Layer {
 
 absl::Status RoutingLayer::Update(const Inputs& inputs, const Execution& execution) {
   const Problem& p = problem();
-  const Shape shape = {p.batch, p.query_heads, p.query_tokens, p.head_dim};
   std::vector<DoubleTensor> sets;
   for (int64_t set = 0; set < sizes_.sets; ++set) {
     const ConstTensorView view = Vectors(inputs, set);

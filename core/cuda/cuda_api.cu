@@ -2,6 +2,9 @@
 
 #include "core/cuda/cuda_api.h"
 #include "core/cuda/kernel.cuh"
+#ifndef __CUDACC__
+#include "core/cuda/simulator/simulator.h"
+#endif
 
 namespace tfb {
 namespace {
@@ -55,9 +58,18 @@ const char* ElapsedMs(float* ms, void* from_event, void* to_event) {
   return ErrorOf(cudaEventElapsedTime(ms, EventOf(from_event), EventOf(to_event)));
 }
 
+#ifdef __CUDACC__
+void RegisterBuffer(const void*, size_t, bool) {}
+void UnregisterBuffer(const void*) {}
+#else
+using cuda_simulator::RegisterBuffer;
+using cuda_simulator::UnregisterBuffer;
+#endif
+
 }  // namespace
 
-TFB_KERNEL_TABLE(CudaApi, {&Allocate, &Release, &Copy, &Fill, &Synchronize, &FreeMemory,
-                           &CreateEvent, &DestroyEvent, &RecordEvent, &ElapsedMs});
+TFB_KERNEL_TABLE(CudaApi,
+                 {&Allocate, &Release, &Copy, &Fill, &Synchronize, &FreeMemory, &CreateEvent,
+                  &DestroyEvent, &RecordEvent, &ElapsedMs, &RegisterBuffer, &UnregisterBuffer});
 
 }  // namespace tfb

@@ -25,6 +25,10 @@ struct CudaApi {
   const char* (*record_event)(void* event, void* stream);
   // Waits for both events.
   const char* (*elapsed_ms)(float* ms, void* from_event, void* to_event);
+  // Admit kernels to memory, whose contents do or do not count as written, and refuse it to them
+  // again. For the simulator; a GPU ignores it.
+  void (*register_buffer)(const void* begin, size_t bytes, bool written);
+  void (*unregister_buffer)(const void* begin);
 };
 
 }  // namespace tfb

@@ -3,6 +3,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_format.h"
 #include "core/cuda/device_query.h"
+#include "core/cuda/kernel_table.h"
 
 namespace tfb {
 namespace {
@@ -37,23 +38,34 @@ CudaDevice ToDevice(const CudaDeviceQuery& query) {
 }  // namespace
 
 absl::StatusOr<CudaMachine> ProbeCudaMachine() {
+  const auto* const queries = FindKernels<CudaDeviceQueries>(CudaTarget::kGpu);
+  if (queries == nullptr) {
+    return absl::UnimplementedError(
+        "no CUDA device: this program was built without CUDA kernels; with a CUDA toolkit, "
+        "`bazel build --config=cuda` adds them");
+  }
   CudaMachine machine;
-  if (const char* error = QueryCudaVersions(&machine.driver_version, &machine.runtime_version)) {
+  if (const char* error = queries->versions(&machine.driver_version, &machine.runtime_version)) {
     return NoDevice(error, machine);
   }
   int count = 0;
-  if (const char* error = QueryCudaDeviceCount(&count)) return NoDevice(error, machine);
+  if (const char* error = queries->device_count(&count)) return NoDevice(error, machine);
   if (count == 0) return NoDevice("the driver counts none", machine);
 
   for (int ordinal = 0; ordinal < count; ++ordinal) {
     CudaDeviceQuery query = {};
-    if (const char* error = QueryCudaDevice(ordinal, &query)) {
+    if (const char* error = queries->device(ordinal, &query)) {
       return absl::InternalError(absl::StrFormat("no CUDA device: %s, asking about device %d of %d",
                                                  error, ordinal, count));
     }
     machine.devices.push_back(ToDevice(query));
   }
   return machine;
+}
+
+std::string CudaCompiler() {
+  const auto* const queries = FindKernels<CudaDeviceQueries>(CudaTarget::kGpu);
+  return queries == nullptr ? "" : queries->compiler;
 }
 
 }  // namespace tfb

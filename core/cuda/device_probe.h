@@ -32,9 +32,12 @@ struct CudaMachine {
 //
 // Returns these errors, all of them worded "no CUDA device: <reason>":
 //   Unavailable    no driver, no GPU, or none that CUDA_VISIBLE_DEVICES lets through
-//   Unimplemented  this binary was built without the CUDA toolkit
+//   Unimplemented  this program was built without CUDA kernels
 //   Internal       the driver failed while it was asked about a device that it had counted
 absl::StatusOr<CudaMachine> ProbeCudaMachine();
+
+// What compiled this program's kernels for GPUs, "nvcc 13.0.88"; empty where it has none.
+std::string CudaCompiler();
 
 }  // namespace tfb
 

@@ -1,7 +1,7 @@
-#include <cuda_runtime.h>
 #include <string.h>
 
 #include "core/cuda/device_query.h"
+#include "core/cuda/kernel.cuh"
 
 namespace tfb {
 namespace {
@@ -18,16 +18,14 @@ int AttributeOrZero(cudaDeviceAttr attribute, int ordinal) {
   return ErrorOf(cudaDeviceGetAttribute(&value, attribute, ordinal)) == nullptr ? value : 0;
 }
 
-}  // namespace
-
-const char* QueryCudaVersions(int* driver_version, int* runtime_version) {
+const char* QueryVersions(int* driver_version, int* runtime_version) {
   if (const char* error = ErrorOf(cudaDriverGetVersion(driver_version))) return error;
   return ErrorOf(cudaRuntimeGetVersion(runtime_version));
 }
 
-const char* QueryCudaDeviceCount(int* count) { return ErrorOf(cudaGetDeviceCount(count)); }
+const char* QueryDeviceCount(int* count) { return ErrorOf(cudaGetDeviceCount(count)); }
 
-const char* QueryCudaDevice(int ordinal, CudaDeviceQuery* query) {
+const char* QueryDevice(int ordinal, CudaDeviceQuery* query) {
   cudaDeviceProp properties;
   if (const char* error = ErrorOf(cudaGetDeviceProperties(&properties, ordinal))) return error;
   static_assert(sizeof(query->name) == sizeof(properties.name), "both hold 256 characters");
@@ -46,5 +44,14 @@ const char* QueryCudaDevice(int ordinal, CudaDeviceQuery* query) {
   query->memory_clock_khz = AttributeOrZero(cudaDevAttrMemoryClockRate, ordinal);
   return nullptr;
 }
+
+#define TFB_TEXT(number) TFB_TEXT_OF(number)
+#define TFB_TEXT_OF(number) #number
+constexpr char kCompiler[] = "nvcc " TFB_TEXT(__CUDACC_VER_MAJOR__) "." TFB_TEXT(
+    __CUDACC_VER_MINOR__) "." TFB_TEXT(__CUDACC_VER_BUILD__);
+
+}  // namespace
+
+TFB_KERNEL_TABLE(CudaDeviceQueries, {kCompiler, &QueryVersions, &QueryDeviceCount, &QueryDevice});
 
 }  // namespace tfb

@@ -23,10 +23,13 @@ struct CudaDeviceQuery {
   int memory_clock_khz;
 };
 
-// Each query returns null, or the runtime's text (a static string) that says why it failed.
-const char* QueryCudaVersions(int* driver_version, int* runtime_version);
-const char* QueryCudaDeviceCount(int* count);
-const char* QueryCudaDevice(int ordinal, CudaDeviceQuery* query);
+// Each call returns null, or the runtime's text (a static string) that says why it failed.
+struct CudaDeviceQueries {
+  const char* compiler;  // "nvcc 13.0.88"
+  const char* (*versions)(int* driver_version, int* runtime_version);
+  const char* (*device_count)(int* count);
+  const char* (*device)(int ordinal, CudaDeviceQuery* query);
+};
 
 }  // namespace tfb
 

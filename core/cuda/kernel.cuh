@@ -21,6 +21,30 @@
 namespace tfb {
 namespace {  // each source is compiled twice into one program
 
+// ---- How C++ finds a source's launchers: core/cuda/kernel_table.h ----
+
+#ifdef __CUDACC__
+constexpr CudaTarget kTarget = CudaTarget::kGpu;
+#else
+constexpr CudaTarget kTarget = CudaTarget::kSimulator;
+#endif
+
+template <class Table>
+class KernelRegistration {
+ public:
+  explicit KernelRegistration(const Table& table) : table_(table) {
+    registered_kernels<Table>[static_cast<int>(kTarget)] = &table_;
+  }
+
+ private:
+  const Table table_;
+};
+
+#define TFB_KERNEL_TABLE(Table, ...) TFB_KERNEL_TABLE_OF_LINE(__LINE__, Table, __VA_ARGS__)
+#define TFB_KERNEL_TABLE_OF_LINE(line, Table, ...) TFB_KERNEL_TABLE_NAMED(line, Table, __VA_ARGS__)
+#define TFB_KERNEL_TABLE_NAMED(line, Table, ...) \
+  const KernelRegistration<Table> kernel_registration_##line(Table __VA_ARGS__)
+
 // ---- Launching ----
 
 struct KernelShape {

@@ -5,7 +5,11 @@
 //
 //   flash_kernels.h                                 struct FlashKernels { const char* (*forward)(...); };
 //   flash.cu, at its end, in namespace tfb          TFB_KERNEL_TABLE(FlashKernels, {&LaunchForward});
-//   flash_cuda.cc                                   KernelsOn<FlashKernels>(device).forward(...);
+//   flash_cuda.cc                                   KernelsOn<FlashKernels>(target).forward(...);
+//
+// The macro, of core/cuda/kernel.cuh, registers the table before main in every program that its
+// object is linked into. C++ is compiled alike for programs with kernels and without
+// (tools/cuda/cuda_library.bzl).
 #ifndef TFB_CORE_CUDA_KERNEL_TABLE_H_
 #define TFB_CORE_CUDA_KERNEL_TABLE_H_
 
@@ -13,39 +17,27 @@
 
 namespace tfb {
 
-template <class Table>
-struct KernelTable {
-  static const Table& Gpu();        // nvcc's object defines it
-  static const Table& Simulated();  // the simulator's object defines it
-};
-
-#ifdef __CUDACC__
-#define TFB_KERNEL_TABLE(Table, ...)              \
-  template <>                                     \
-  const Table& ::tfb::KernelTable<Table>::Gpu() { \
-    static const Table table = __VA_ARGS__;       \
-    return table;                                 \
-  }
-#else
-#define TFB_KERNEL_TABLE(Table, ...)                    \
-  template <>                                           \
-  const Table& ::tfb::KernelTable<Table>::Simulated() { \
-    static const Table table = __VA_ARGS__;             \
-    return table;                                       \
-  }
-#endif
-
 // The targets on which CUDA code runs.
 enum class CudaTarget : unsigned char { kGpu, kSimulator };
 
+// A target's table, by CudaTarget; null where the program was linked without its kernels. Written
+// before main alone.
+template <class Table>
+inline const Table* registered_kernels[2] = {nullptr, nullptr};
+
+// Null where the program was linked without the kernels of the target.
+template <class Table>
+const Table* FindKernels(CudaTarget target) {
+  return registered_kernels<Table>[static_cast<int>(target)];
+}
+
+// The same for whoever has a CudaRuntime of the target, which a program without kernels cannot
+// make: a program has the kernels of all its libraries, or none.
 template <class Table>
 const Table& KernelsOn(CudaTarget target) {
-#ifdef TFB_CUDA_AVAILABLE
-  if (target == CudaTarget::kGpu) return KernelTable<Table>::Gpu();
-#else
-  if (target == CudaTarget::kGpu) abort();  // unreachable: no runtime for a GPU can have been made
-#endif
-  return KernelTable<Table>::Simulated();
+  const Table* const kernels = FindKernels<Table>(target);
+  if (kernels == nullptr) abort();
+  return *kernels;
 }
 
 }  // namespace tfb

@@ -71,6 +71,11 @@ void DeviceBuffer::Release() {
 
 absl::StatusOr<CudaRuntime*> CudaRuntime::For(Device device) {
   if (device == Device::kSimulator) {
+    if (FindKernels<CudaApi>(CudaTarget::kSimulator) == nullptr) {
+      return absl::UnimplementedError(
+          "this program was built without the simulator of GPUs; `bazel run --config=simulator` "
+          "adds it");
+    }
     static CudaRuntime* simulator = new CudaRuntime(CudaTarget::kSimulator, SimulatedDevice());
     return simulator;
   }

@@ -279,6 +279,7 @@ class FlashRun {
     }
     if (tiles > 0) Accumulate(task, chunk, tiles, is_first, scratch);
     StoreResults(task, scratch);
+    scratch.queries = nullptr;
   }
 
  private:

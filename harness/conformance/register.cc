@@ -1,5 +1,6 @@
 #include "harness/conformance/register.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <optional>
@@ -26,31 +27,44 @@ class CaseTest : public ::testing::Test {
 
 std::vector<Case> AllCases() {
   std::vector<Case> all;
-  // Options change these first: which keys are seen, in which shapes, and on which device.
-  for (const auto& cases : {MaskCases(), ShapeCases(), DeviceCases()}) {
-    for (const Case& one : cases) all.emplace_back(one).all_options_simulated = true;
-  }
-  for (const auto& cases : {OptionCases(), NumberCases(), ScaleCases(), DeterminismCases(),
-                            ContractCases(), StreamingCases()}) {
+  for (const auto& cases : {MaskCases(), ShapeCases(), DeviceCases(), OptionCases(), NumberCases(),
+                            ScaleCases(), DeterminismCases(), ContractCases(), StreamingCases()}) {
     all.insert(all.end(), cases.begin(), cases.end());
   }
   return all;
 }
 
+bool IsReduced(Device device) { return device == Device::kSimulator && !IsExhaustive(); }
+
 // Returns how many of so many sets of options a case runs with on a device.
 size_t SetsOf(const Case& one, Device device, size_t sets) {
   const bool one_set =
-      one.default_options_only || (device == Device::kSimulator && !one.all_options_simulated);
+      one.default_options_only || (IsReduced(device) && !one.all_options_simulated);
   return one_set ? 1 : sets;
 }
 
+// Returns the problem as the simulator runs it.
+Problem Reduced(Problem problem, SimulatedSize size) {
+  if (size == SimulatedSize::kAsItIs) return problem;
+  const bool is_square = problem.kv_tokens == problem.query_tokens;
+  problem.query_tokens = std::min<int64_t>(problem.query_tokens, 80);
+  problem.kv_tokens = std::min<int64_t>(problem.kv_tokens, is_square ? 80 : 130);
+  if (size == SimulatedSize::kFewerTokens) return problem;
+  problem.batch = std::min<int64_t>(problem.batch, 1);
+  // Products with projections grow with the square of heads x head_dim.
+  if (problem.head_dim > 40) problem.query_heads = problem.kv_heads = 1;
+  return problem;
+}
+
 // Returns the problems of a case in the forms, causal or not, that the technique has.
-std::vector<Problem> ProblemsOf(const Case& one, const TechniqueInfo& info) {
-  if (one.of_causality) return one.problems;
+std::vector<Problem> ProblemsOf(const Case& one, const TechniqueInfo& info, Device device) {
   std::vector<Problem> problems;
   std::set<std::string> labels;
   for (Problem problem : one.problems) {
-    problem.causal = problem.causal ? info.supports_causal : !info.supports_noncausal;
+    if (!one.of_causality) {
+      problem.causal = problem.causal ? info.supports_causal : !info.supports_noncausal;
+    }
+    if (IsReduced(device)) problem = Reduced(problem, one.simulated_size);
     if (labels.insert(LabelOf(problem)).second) problems.push_back(problem);
   }
   return problems;
@@ -143,7 +157,7 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
         if (one.of_devices && device == Device::kCpu) continue;
         for (size_t set = 0; set < SetsOf(one, device, option_sets.size()); ++set) {
           const auto& [label, options] = option_sets[set];
-          for (const Problem& problem : ProblemsOf(one, technique->info())) {
+          for (const Problem& problem : ProblemsOf(one, technique->info(), device)) {
             add(one, {technique, options, device}, label, problem);
           }
         }

@@ -233,8 +233,10 @@ std::vector<Case> StreamingCases() {
   segments.push_back(Problem::SelfAttention(1, 4, 130, 16, true));
   segments.back().kv_heads = 2;
   segments.push_back(Problem::SelfAttention(1, 2, 5, 16, true));
+  Case in_segments = {"ASequenceInSegmentsIsTheWhole", "", segments, ASequenceInSegmentsIsTheWhole};
+  in_segments.simulated_size = SimulatedSize::kAsItIs;
   return {
-      {"ASequenceInSegmentsIsTheWhole", "", segments, ASequenceInSegmentsIsTheWhole},
+      in_segments,
       {"ResetForgetsEverything", "", causal, ResetForgetsEverything},
       {"AppendAllocatesNothing", "", causal, AppendAllocatesNothing},
       {"SegmentsOfNoTokensAreRefused", "", causal, SegmentsOfNoTokensAreRefused},

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -190,6 +191,11 @@ Problem Usual(bool causal, DType dtype) {
 }
 
 std::vector<Problem> UsualBoth() { return {Usual(false), Usual(true)}; }
+
+bool IsExhaustive() {
+  const char* exhaustive = std::getenv("TFB_EXHAUSTIVE");
+  return exhaustive != nullptr && *exhaustive != '\0';
+}
 
 void Skip(const std::string& reason) { GTEST_SKIP() << reason; }
 

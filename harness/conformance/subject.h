@@ -27,6 +27,17 @@ struct Subject {
   Device device = Device::kCpu;
 };
 
+// How a case's problems shrink in the simulator, where each access is slow. They do not shrink on a
+// GPU, nor where IsExhaustive.
+enum class SimulatedSize {
+  kAsItIs,       // the sizes are what the case is about
+  kFewerTokens,  // 80 tokens where there are more, a whole tile of 64 and a part of one; 130 keys
+  kOneOfABatch,  // that, and one sequence; one head where head_dim is more than 40
+};
+
+// Returns whether TFB_EXHAUSTIVE is set in the environment, as by --config=exhaustive.
+bool IsExhaustive();
+
 // A case makes one test for each of its problems. Its name is a sentence without spaces; `numbers`
 // are those of the cases in the project's reliability rules, for reference.
 struct Case {
@@ -37,6 +48,7 @@ struct Case {
   bool default_options_only = false;
   // Whether all sets of options run in the simulator too, which is slow.
   bool all_options_simulated = false;
+  SimulatedSize simulated_size = SimulatedSize::kOneOfABatch;
   // Whether it is about GPUs and their simulator, and does not run on the CPU.
   bool of_devices = false;
   // Whether it is about which tokens see which. Any other case runs causal problems as non-causal

@@ -1,5 +1,5 @@
-"""cuda_library: CUDA sources for C++ targets to depend on, each compiled twice: by nvcc for GPUs, and by the C++
-compiler for the simulator of core/cuda/simulator.
+"""CUDA sources in C++ programs, each compiled twice: by nvcc for GPUs, and by the C++ compiler for the simulator of
+core/cuda/simulator.
 
     cuda_library(
         name = "flash_kernels",
@@ -8,16 +8,28 @@ compiler for the simulator of core/cuda/simulator.
         deps = ["//core/cuda:kernel"],
     )
 
-It is a C++ library to its users (CcInfo). Only .cu sources can include CUDA's headers: what C++ includes of a
-cuda_library is plain C++. Where there is no toolkit it holds the simulated objects alone. With simulated = False it
-is for GPUs alone; where there is no toolkit the target is then incompatible, which Bazel reports as skipped.
+To C++ libraries it is its headers, and they are compiled alike whatever becomes of the kernels: nothing in them names a
+kernel (core/cuda/kernel_table.h). The program decides. cuda_test and cuda_binary are cc_test and cc_binary that link the
+kernels of all libraries that they depend on:
+
+    cuda_test                          the simulator's, and nvcc's where there is a toolkit
+    cuda_binary                        nvcc's where the machine has a GPU and a toolkit, or with --config=cuda;
+                                       the simulator's with --config=simulator
+    cuda_binary, for_tests = True      as cuda_test
+
+cc_test and cc_binary link none: their programs say so when they are asked for a device. What no program links is compiled
+by `bazel build //...`, but not for a program.
+
+Only .cu sources can include CUDA's headers: what C++ includes of a cuda_library is plain C++. With simulated = False a
+library is for GPUs alone.
 
 A simulated object is compiled with -fsanitize=thread, whose calls before every load and store are renamed to the
-simulator's. Both objects end up in one program, so a source may define with external linkage only what
-core/cuda/kernel_table.h gives two names: all else stands in an anonymous namespace, in .cuh files too.
+simulator's. Both objects may end up in one program, so a source defines nothing with external linkage: all stands in
+an anonymous namespace, in .cuh files too.
 """
 
 load("@local_cuda//:toolkit.bzl", "NVCC", "VERSION")
+load("@rules_cc//cc:defs.bzl", "cc_binary", "cc_test")
 
 # --- The architectures: --//:cuda_archs=sm_80,sm_90a
 
@@ -50,14 +62,14 @@ def _gencode(names):
         for virtual, code in codes.items()
     ]
 
-# --- Whether there is a toolkit, and --//tools/cuda:enabled
+# --- Whether there is a toolkit, and --//tools/cuda:enabled; what programs link
 
-EnabledInfo = provider("Whether CUDA is wanted.", fields = ["value"])
+EnabledInfo = provider("Whether something is wanted.", fields = ["value"])
 
 def _enabled_impl(ctx):
     return [EnabledInfo(value = ctx.build_setting_value)]
 
-cuda_enabled = rule(
+cuda_setting = rule(
     implementation = _enabled_impl,
     build_setting = config.bool(flag = True),
 )
@@ -71,7 +83,24 @@ cuda_availability = rule(
     attrs = {"enabled": attr.label(providers = [EnabledInfo])},
 )
 
+def _has_toolkit(ctx):
+    return bool(NVCC) and ctx.attr._enabled[EnabledInfo].value
+
 # --- The library
+
+KernelsInfo = provider(
+    "Compiled kernels, apart from the C++ that launches them.",
+    fields = {
+        "for_gpu": "CcInfo to link, by nvcc; empty where there is no toolkit",
+        "simulated": "CcInfo to link, with the simulator",
+    },
+)
+
+def _merge(infos):
+    return KernelsInfo(
+        for_gpu = cc_common.merge_cc_infos(cc_infos = [info.for_gpu for info in infos]),
+        simulated = cc_common.merge_cc_infos(cc_infos = [info.simulated for info in infos]),
+    )
 
 _MODE_FLAGS = {
     "dbg": ["-O0", "-g", "-lineinfo"],
@@ -173,17 +202,32 @@ def _compile(ctx, cc_toolchain, source, context):
     )
     return output
 
+def _link(ctx, objects, suffix, runtime):
+    """A CcInfo that links kernels and what they run on; an empty one where there are none."""
+    if not objects:
+        return CcInfo()
+    cc_toolchain = ctx.attr._cc_toolchain[cc_common.CcToolchainInfo]
+    objects = depset(objects)
+    linking, _ = cc_common.create_linking_context_from_compilation_outputs(
+        actions = ctx.actions,
+        alwayslink = True,  # a table registers itself; nothing names it
+        cc_toolchain = cc_toolchain,
+        compilation_outputs = cc_common.create_compilation_outputs(objects = objects, pic_objects = objects),
+        disallow_dynamic_library = True,
+        feature_configuration = cc_common.configure_features(
+            ctx = ctx,
+            cc_toolchain = cc_toolchain,
+            requested_features = ctx.features,
+            unsupported_features = ctx.disabled_features,
+        ),
+        linking_contexts = [runtime[CcInfo].linking_context],
+        name = ctx.label.name + suffix,
+    )
+    return CcInfo(linking_context = linking)
+
 def _cuda_library_impl(ctx):
     cc_toolchain = ctx.attr._cc_toolchain[cc_common.CcToolchainInfo]
-    features = cc_common.configure_features(
-        ctx = ctx,
-        cc_toolchain = cc_toolchain,
-        requested_features = ctx.features,
-        unsupported_features = ctx.disabled_features,
-    )
-    for_gpu = bool(NVCC) and ctx.attr._enabled[EnabledInfo].value
-    linked = ([ctx.attr._runtime] if for_gpu else []) + ([ctx.attr._simulator] if ctx.attr.simulated else [])
-    deps = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps + linked])
+    deps = cc_common.merge_cc_infos(cc_infos = [dep[CcInfo] for dep in ctx.attr.deps])
     own = cc_common.create_compilation_context(
         headers = depset(ctx.files.hdrs),
         quote_includes = depset([".", ctx.bin_dir.path]),
@@ -191,33 +235,27 @@ def _cuda_library_impl(ctx):
     context = cc_common.merge_cc_infos(
         cc_infos = [CcInfo(compilation_context = own), deps],
     ).compilation_context
-
     sources = [source for source in ctx.files.srcs if source.extension == "cu"]
-    objects = []
-    if for_gpu:
-        objects += [_compile(ctx, cc_toolchain, source, context) for source in sources]
+
+    # Compiled when something asks for the objects: a program that links them, or `bazel build` of this target.
+    for_gpu = []
+    if _has_toolkit(ctx):
+        for_gpu = [_compile(ctx, cc_toolchain, source, context) for source in sources]
+    simulated = []
     if ctx.attr.simulated:
-        objects += [_compile_for_simulator(ctx, cc_toolchain, source, context) for source in sources]
-    objects = depset(objects)
-    linking, _ = cc_common.create_linking_context_from_compilation_outputs(
-        actions = ctx.actions,
-        alwayslink = ctx.attr.alwayslink,
-        cc_toolchain = cc_toolchain,
-        compilation_outputs = cc_common.create_compilation_outputs(objects = objects, pic_objects = objects),
-        disallow_dynamic_library = True,
-        feature_configuration = features,
-        linking_contexts = [deps.linking_context],
-        name = ctx.label.name,
-    )
+        simulated = [_compile_for_simulator(ctx, cc_toolchain, source, context) for source in sources]
     return [
-        DefaultInfo(files = objects),
-        CcInfo(compilation_context = context, linking_context = linking),
+        DefaultInfo(files = depset(for_gpu + simulated)),
+        CcInfo(compilation_context = context, linking_context = deps.linking_context),
+        _merge([dep[KernelsInfo] for dep in ctx.attr.deps if KernelsInfo in dep] + [KernelsInfo(
+            for_gpu = _link(ctx, for_gpu, "_for_gpu", ctx.attr._runtime),
+            simulated = _link(ctx, simulated, "_simulated", ctx.attr._simulator),
+        )]),
     ]
 
-_cuda_library = rule(
+cuda_library = rule(
     implementation = _cuda_library_impl,
     attrs = {
-        "alwayslink": attr.bool(doc = "Keep all objects, such as those that only register something."),
         "copts": attr.string_list(doc = "More flags for nvcc."),
         "deps": attr.label_list(providers = [CcInfo]),
         "hdrs": attr.label_list(allow_files = [".h", ".cuh", ".inc"]),
@@ -232,16 +270,79 @@ _cuda_library = rule(
         "_simulator": attr.label(default = "//core/cuda/simulator"),
     },
     fragments = ["cpp"],
-    provides = [CcInfo],
+    provides = [CcInfo, KernelsInfo],
     toolchains = ["@bazel_tools//tools/cpp:toolchain_type"],
 )
 
-def cuda_library(name, simulated = True, target_compatible_with = [], **kwargs):
-    """See the head of this file."""
-    _cuda_library(
+# --- Programs
+
+def _collect_impl(target, ctx):
+    if KernelsInfo in target:
+        return []
+    return [_merge([dep[KernelsInfo] for dep in getattr(ctx.rule.attr, "deps", []) if KernelsInfo in dep])]
+
+# Kernels of all that a library depends on.
+_collect = aspect(
+    implementation = _collect_impl,
+    attr_aspects = ["deps"],
+)
+
+def _linked_kernels_impl(ctx):
+    wants_gpu = ctx.attr._in_programs_for_gpu[EnabledInfo].value
+    if wants_gpu and not NVCC:
+        fail("--config=cuda: no CUDA toolkit is found; `tools/setup --cuda` installs one")
+    kernels = _merge([dep[KernelsInfo] for dep in ctx.attr.deps if KernelsInfo in dep])
+    linked = []
+    if ctx.attr.for_tests or wants_gpu:
+        linked.append(kernels.for_gpu)
+    if ctx.attr.for_tests or ctx.attr._in_programs_simulated[EnabledInfo].value:
+        linked.append(kernels.simulated)
+    return [cc_common.merge_cc_infos(cc_infos = linked)]
+
+_linked_kernels = rule(
+    implementation = _linked_kernels_impl,
+    attrs = {
+        "deps": attr.label_list(aspects = [_collect], providers = [CcInfo]),
+        "for_tests": attr.bool(),
+        "_in_programs_for_gpu": attr.label(default = "//tools/cuda:in_programs_for_gpu"),
+        "_in_programs_simulated": attr.label(default = "//tools/cuda:in_programs_simulated"),
+    },
+    provides = [CcInfo],
+)
+
+def _with_kernels(name, deps, for_tests, testonly):
+    """`deps`, and the kernels that they need."""
+    _linked_kernels(
+        name = name + "_kernels",
+        testonly = testonly,
+        for_tests = for_tests,
+        visibility = ["//visibility:private"],
+        deps = deps,
+    )
+    return deps + [":%s_kernels" % name]
+
+def cuda_test(name, deps, **kwargs):
+    """A cc_test with kernels (see the head of this file)."""
+    cc_test(
         name = name,
-        simulated = simulated,
-        target_compatible_with = target_compatible_with + ([] if simulated else REQUIRES_CUDA),
+        deps = _with_kernels(name, deps, for_tests = True, testonly = True),
+        **kwargs
+    )
+
+def cuda_binary(name, deps, for_tests = False, testonly = False, **kwargs):
+    """A cc_binary with kernels (see the head of this file).
+
+    Args:
+      name: of the target
+      deps: of the program, with the libraries whose kernels it links
+      for_tests: whether it links kernels as tests do, since a test runs it
+      testonly: as everywhere
+      **kwargs: cc_binary's other attributes
+    """
+    cc_binary(
+        name = name,
+        testonly = testonly or for_tests,
+        deps = _with_kernels(name, deps, for_tests, testonly or for_tests),
         **kwargs
     )
 

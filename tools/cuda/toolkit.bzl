@@ -1,6 +1,7 @@
 """@local_cuda: the CUDA toolkit of this machine, as tools/cuda/find_toolkit finds it, or the statement that there is none.
 
-    toolkit.bzl   NVCC, the compiler's path, and VERSION, the last line of its --version; both "" where there is none
+    toolkit.bzl   NVCC, the compiler's path, and VERSION, the last line of its --version; both "" where there is none.
+                  HAS_GPU, whether the machine has an NVIDIA GPU and its driver
     :runtime      the static CUDA runtime; nothing where there is none
 """
 
@@ -32,7 +33,11 @@ def _cuda_toolkit_impl(ctx):
         ]
     ctx.file("WORKSPACE", "workspace(name = \"%s\")\n" % ctx.name)
     ctx.file("BUILD", _BUILD.format(linkopts = linkopts))
-    ctx.file("toolkit.bzl", "NVCC = %r\nVERSION = %r\n" % (nvcc, version))
+
+    # The driver's devices; in WSL, the window to the host's driver.
+    devices = [path.basename for path in ctx.path("/dev").readdir()]
+    has_gpu = any([name == "dxg" or name.startswith("nvidia") and name[6:].isdigit() for name in devices])
+    ctx.file("toolkit.bzl", "NVCC = %r\nVERSION = %r\nHAS_GPU = %r\n" % (nvcc, version, has_gpu))
 
 cuda_toolkit = repository_rule(
     implementation = _cuda_toolkit_impl,
