@@ -57,6 +57,10 @@ ABSL_FLAG(
     "still checked once, but for texts of more than 512 tokens.");
 
 ABSL_FLAG(
+    int, accuracy_rows, 64,
+    "Query tokens that the errors of an accuracy case are measured on, evenly spread; networks "
+    "are evaluated as a whole. 0: all, which takes longer. //harness:check measures all.");
+ABSL_FLAG(
     int, repetitions, 33,
     "Samples of a steady run at most. Every case gets at least three; what the time budget has "
     "room for beyond goes where the interval of the median is widest.");
