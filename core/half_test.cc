@@ -21,7 +21,7 @@ uint16_t Stored(T value) {
 template <class T>
 T Holding(uint16_t bits) {
   T value;
-  std::memcpy(&value, &bits, sizeof(bits));
+  std::memcpy(static_cast<void*>(&value), &bits, sizeof(bits));
   return value;
 }
 

@@ -397,6 +397,23 @@ double RelativeEffort(const SweepCase& sweep_case) {
   return fixed + static_cast<double>(LengthOf(sweep_case)) / 512;
 }
 
+namespace {
+
+absl::Status NoCaseLeft(const CaseFlags& flags, const Axes& axes) {
+  if (!flags.lengths.empty() && !axes.inputs.empty() && axes.inputs.front().captured != nullptr) {
+    return FlagError("lengths", absl::StrCat("no case is left: no input of \"", flags.inputs,
+                                             "\" has as many tokens as \"", flags.lengths, "\""));
+  }
+  std::vector<absl::string_view> devices;
+  for (const Device device : axes.devices) devices.push_back(Name(device));
+  return FlagError("techniques",
+                   absl::StrCat("no case is left: nothing that \"", flags.techniques,
+                                "\" chooses runs on ", absl::StrJoin(devices, " or "),
+                                " and reads the tensors of input \"", flags.inputs, "\""));
+}
+
+}  // namespace
+
 absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const Registry& registry,
                                                  absl::string_view folder) {
   TFB_ASSIGN_OR_RETURN(const Axes axes, ParseAxes(flags, registry, folder));
@@ -408,8 +425,7 @@ absl::StatusOr<std::vector<SweepCase>> MakeCases(const CaseFlags& flags, const R
     }
   }
   if (list.cases().empty()) {
-    return FlagError("lengths", absl::StrCat("no case is left: no input of \"", flags.inputs,
-                                             "\" has as many tokens as \"", flags.lengths, "\""));
+    return NoCaseLeft(flags, axes);
   }
   TFB_RETURN_IF_ERROR(KeepShard(flags.shard, &list));
   if (flags.counterparts) AddCounterparts(registry, &list);

@@ -109,7 +109,7 @@ TEST_F(CasesTest, CasesOfOneProblemFollowOneAnotherShortOnesFirst) {
 
 TEST_F(CasesTest, GlobsTakeTheTechniquesThatHaveTheOptions) {
   EXPECT_THAT(Names(Cases(Drawn("toy_h*"))),
-              ElementsAre("toy_hidden", "toy_hoarder", "toy_hungry"));
+              ElementsAre("toy_hang", "toy_hidden", "toy_hoarder", "toy_hungry"));
   EXPECT_THAT(Names(Cases(Drawn("toy_h?ngry:mib=3"))), ElementsAre("toy_hungry mib=3"));
 }
 
@@ -128,14 +128,15 @@ TEST_F(CasesTest, TheSameCaseIsThereOnce) {
 
 TEST_F(CasesTest, UnknownTechniqueIsAnsweredWithTheNearestNames) {
   EXPECT_EQ(Error(Drawn("toy_maen")),
-            "--techniques: there is no technique \"toy_maen\"; nearest are toy_mean, toy_crash, "
-            "toy_cuda (--list shows all)");
+            "--techniques: there is no technique \"toy_maen\"; nearest are toy_mean, toy_gate, "
+            "toy_hang (--list shows all)");
   EXPECT_EQ(Error(Drawn("big*")), "--techniques: no technique matches \"big*\" (--list shows all)");
 }
 
 TEST_F(CasesTest, UnknownOptionIsAnsweredWithTheList) {
-  EXPECT_EQ(Error(Drawn("toy_mean:widow=1")),
-            "--techniques: toy_mean: unknown option \"widow\"; known are rounds, shade, ms, mib");
+  EXPECT_EQ(
+      Error(Drawn("toy_mean:widow=1")),
+      "--techniques: toy_mean: unknown option \"widow\"; known are rounds, shade, ms, mib, from");
   EXPECT_EQ(Error(Drawn("toy_mean:shade=3")),
             "--techniques: toy_mean: option shade is \"3\"; allowed are 0 to 2");
   EXPECT_EQ(Error(Drawn("*:widow=1")),
@@ -182,7 +183,9 @@ TEST_F(CasesTest, ByDefaultATechniqueIsCausalWhereItCanBe) {
 
 TEST_F(CasesTest, ByDefaultCudaIsForTheTechniquesThatHaveIt) {
   std::set<std::string> on_cpu, on_cuda;
-  for (const SweepCase& c : Cases(Drawn("*"))) {
+  CaseFlags all = Drawn("*");
+  all.cuda_present = true;
+  for (const SweepCase& c : Cases(all)) {
     (c.device == Device::kCuda ? on_cuda : on_cpu).insert(c.technique->info().name);
   }
   EXPECT_THAT(on_cuda, ElementsAre("toy_bad_kernel", "toy_bad_launch", "toy_cuda", "toy_device"));
@@ -207,6 +210,11 @@ TEST_F(CasesTest, TheSimulatorIsForThoseWhoTakeNoTimes) {
 
 TEST_F(CasesTest, ThreadsAreNoAxisOfAGpu) {
   CaseFlags flags = Drawn("toy_cuda");
+  EXPECT_EQ(
+      Error(flags),
+      "--techniques: no case is left: nothing that \"toy_cuda\" chooses runs on cpu and reads "
+      "the tensors of input \"gaussian\"");
+  flags.cuda_present = true;
   flags.threads = "1,2";
   EXPECT_EQ(Cases(flags).size(), 1u);
 }

@@ -10,7 +10,7 @@ namespace {
 using benchmark::Counter;
 using cuda_simulator::TotalCounts;
 
-const SoundKernels& Kernels() { return KernelTable<SoundKernels>::Simulated(); }
+const SoundKernels& Kernels() { return KernelsOn<SoundKernels>(CudaTarget::kSimulator); }
 
 DeviceBuffer Floats(int count) {
   CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();

@@ -70,7 +70,7 @@ void ConfigureSeed(uint64_t seed) {
 
 const char* RunBroken(const char* kernel, int number = 0, bool written = true) {
   const Values values(written);
-  return KernelTable<BrokenKernels>::Simulated().run(kernel, values.data(), number);
+  return KernelsOn<BrokenKernels>(CudaTarget::kSimulator).run(kernel, values.data(), number);
 }
 
 std::vector<Finding> FindingsOf(FindingKind kind) {
@@ -135,7 +135,7 @@ TEST(OutOfBounds, AccessesThatBeginWithinTheBufferAreFound) {
   const std::vector<float> registered(63);
   cuda_simulator::RegisterBuffer(registered.data(), 63 * sizeof(float), /*written=*/true);
   float* data = const_cast<float*>(registered.data());
-  const auto& kernels = KernelTable<BrokenKernels>::Simulated();
+  const auto& kernels = KernelsOn<BrokenKernels>(CudaTarget::kSimulator);
   EXPECT_EQ(kernels.run("ReadAt", data, 62), nullptr);
   EXPECT_NE(kernels.run("ReadVectorAt", data, 60), nullptr);
   EXPECT_THAT(Findings()[0].message,
@@ -145,7 +145,7 @@ TEST(OutOfBounds, AccessesThatBeginWithinTheBufferAreFound) {
 }
 
 TEST(OutOfBounds, NullPointersAndMemoryOfTheHostAreFound) {
-  const auto& kernels = KernelTable<BrokenKernels>::Simulated();
+  const auto& kernels = KernelsOn<BrokenKernels>(CudaTarget::kSimulator);
   EXPECT_THAT(kernels.run("ReadAt", nullptr, 0), HasSubstr("a null pointer"));
   EXPECT_THAT(kernels.run("WriteAt", nullptr, 1), HasSubstr("an offset from a null pointer"));
   std::vector<float> host(kValues);
@@ -214,7 +214,7 @@ TEST(UnwrittenRead, BeforeAnAsynchronousCopyEndsIsFound) {
 
 TEST(Race, AForgottenBarrierIsFound) {
   const Values values(true), sum(false);
-  const BrokenKernels& kernels = KernelTable<BrokenKernels>::Simulated();
+  const BrokenKernels& kernels = KernelsOn<BrokenKernels>(CudaTarget::kSimulator);
   ASSERT_EQ(kernels.reduce(values.data(), sum.data(), true), nullptr);
   EXPECT_EQ(sum.Download()[0], 64 * 65 / 2);
   for (uint64_t seed = 1; seed <= 16; ++seed) {
@@ -368,7 +368,7 @@ TEST(Findings, OfOnePlaceAreCountedAndOfManyAreBounded) {
 
 TEST(Findings, TheNextLaunchIsAsIfThereHadBeenNone) {
   const Values values(true), sum(false);
-  const BrokenKernels& kernels = KernelTable<BrokenKernels>::Simulated();
+  const BrokenKernels& kernels = KernelsOn<BrokenKernels>(CudaTarget::kSimulator);
   for (const char* kernel :
        {"ReadAt", "ReturnBeforeBarrier", "BarrierInBranch", "DifferentMasks", "MultiplyInHalfWarp",
         "ShuffleByOutsider", "TooManyThreads", "BigArray", "WriteAfterRead", "OverwriteStage"}) {
@@ -402,8 +402,9 @@ TEST(Order, AResultThatDependsOnItShows) {
   const Values values(true);
   for (uint64_t seed = 1; seed <= 32; ++seed) {
     ConfigureSeed(seed);
-    ASSERT_EQ(KernelTable<BrokenKernels>::Simulated().run("LastWriterWins", values.data(), 0),
-              nullptr);
+    ASSERT_EQ(
+        KernelsOn<BrokenKernels>(CudaTarget::kSimulator).run("LastWriterWins", values.data(), 0),
+        nullptr);
     results.insert(values.Download()[0]);
   }
   Configure({});
@@ -433,7 +434,7 @@ void ExpectSound(const char* kernel, int outputs, const std::function<float(int)
     ConfigureSeed(seed);
     const Values output(false);
     const char* error =
-        KernelTable<SoundKernels>::Simulated().run(kernel, input.data(), output.data());
+        KernelsOn<SoundKernels>(CudaTarget::kSimulator).run(kernel, input.data(), output.data());
     ASSERT_EQ(error, nullptr) << error;
     const std::vector<float> result = output.Download();
     for (int i = 0; i < outputs; ++i) ASSERT_EQ(result[i], expected(i)) << "at " << i;
@@ -499,9 +500,9 @@ TEST(Sound, TheLastBlockMaySumUp) {
     ConfigureSeed(seed);
     Values output(false);
     output.Upload(std::vector<float>(kValues));
-    ASSERT_EQ(
-        KernelTable<SoundKernels>::Simulated().run("LastBlockSums", input.data(), output.data()),
-        nullptr);
+    ASSERT_EQ(KernelsOn<SoundKernels>(CudaTarget::kSimulator)
+                  .run("LastBlockSums", input.data(), output.data()),
+              nullptr);
     EXPECT_EQ(output.Download()[0], 36);
   }
   Configure({});
@@ -545,9 +546,9 @@ TEST(Sound, MatrixInstructionsGiveTheProduct) {
     const DeviceBuffer device_a = runtime->Upload(source.data(), 256 * sizeof(float)).value();
     for (const bool is_bf16 : {false, true}) {
       const DeviceBuffer device_c = runtime->Allocate(128 * sizeof(float)).value();
-      ASSERT_EQ(KernelTable<SoundKernels>::Simulated().multiply(
-                    device_a.As<float>(), device_b.As<float>(), device_c.As<float>(), is_bf16,
-                    transposed),
+      ASSERT_EQ(KernelsOn<SoundKernels>(CudaTarget::kSimulator)
+                    .multiply(device_a.As<float>(), device_b.As<float>(), device_c.As<float>(),
+                              is_bf16, transposed),
                 nullptr);
       ASSERT_TRUE(runtime->CopyToHost(c.data(), device_c.data(), 128 * sizeof(float)).ok());
       for (int i = 0; i < 128; ++i) {
@@ -565,8 +566,9 @@ TEST(Sound, MatrixInstructionsGiveTheProduct) {
 TEST(Counts, AreWhatTheKernelDoes) {
   const Values values(true), sum(false);
   const Counts before = TotalCounts();
-  ASSERT_EQ(KernelTable<BrokenKernels>::Simulated().reduce(values.data(), sum.data(), true),
-            nullptr);
+  ASSERT_EQ(
+      KernelsOn<BrokenKernels>(CudaTarget::kSimulator).reduce(values.data(), sum.data(), true),
+      nullptr);
   const Counts after = TotalCounts();
   EXPECT_EQ(after.launches - before.launches, 1);
   EXPECT_EQ(after.blocks - before.blocks, 1);
@@ -588,7 +590,8 @@ TEST(HostThreads, MayLaunchAtTheSameTime) {
     threads.emplace_back([] {
       for (int launch = 0; launch < 20; ++launch) {
         const Values values(true), sum(false);
-        EXPECT_EQ(KernelTable<BrokenKernels>::Simulated().reduce(values.data(), sum.data(), true),
+        EXPECT_EQ(KernelsOn<BrokenKernels>(CudaTarget::kSimulator)
+                      .reduce(values.data(), sum.data(), true),
                   nullptr);
         EXPECT_EQ(sum.Download()[0], 64 * 65 / 2);
       }
