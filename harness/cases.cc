@@ -180,6 +180,8 @@ void Fit(const InputSource& input, const Problem& wanted, SweepCase* sweep_case)
   const absl::StatusOr<Problem> fitted = FitProblem(input, kind, wanted);
   if (fitted.ok()) {
     sweep_case->problem = *fitted;
+    const auto specs = sweep_case->technique->InputSpecs(*fitted, sweep_case->options);
+    if (specs.ok()) sweep_case->obstacle = CheckTensorsAreThere(input, *specs);
     return;
   }
   sweep_case->obstacle = fitted.status();

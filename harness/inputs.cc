@@ -300,20 +300,26 @@ absl::StatusOr<Tensor> Cut(const CapturedLayer& layer, const TensorSpec& spec,
   return cut;
 }
 
+// Returns NotFound where the layer has no tensor for a spec that must have one.
+absl::Status CheckHas(const CapturedLayer& layer, const TensorSpec& spec) {
+  if (layer.Find(spec.name) != nullptr || spec.optional || spec.noise.has_value()) {
+    return absl::OkStatus();
+  }
+  return absl::NotFoundError(absl::StrCat(WithTensor(layer, spec.name),
+                                          " is not there; the file has ",
+                                          absl::StrJoin(layer.names(), ", ")));
+}
+
 absl::StatusOr<NamedTensors> CutAll(const CapturedLayer& layer,
                                     const std::vector<TensorSpec>& specs, uint64_t seed) {
   NamedTensors tensors;
   for (const TensorSpec& spec : specs) {
     const Tensor* tensor = layer.Find(spec.name);
     if (tensor == nullptr) {
+      TFB_RETURN_IF_ERROR(CheckHas(layer, spec));
       if (spec.optional) continue;
-      if (spec.noise.has_value()) {
-        TFB_ASSIGN_OR_RETURN(tensors[spec.name], DrawOne(spec, seed));
-        continue;
-      }
-      return absl::NotFoundError(absl::StrCat(WithTensor(layer, spec.name),
-                                              " is not there; the file has ",
-                                              absl::StrJoin(layer.names(), ", ")));
+      TFB_ASSIGN_OR_RETURN(tensors[spec.name], DrawOne(spec, seed));
+      continue;
     }
     TFB_ASSIGN_OR_RETURN(tensors[spec.name], Cut(layer, spec, *tensor));
   }
@@ -460,6 +466,12 @@ absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
   problem.head_dim = layer.head_dim;
   problem.value_dim = layer.value_dim;
   return problem;
+}
+
+absl::Status CheckTensorsAreThere(const InputSource& source, const std::vector<TensorSpec>& specs) {
+  if (source.captured == nullptr) return absl::OkStatus();
+  for (const TensorSpec& spec : specs) TFB_RETURN_IF_ERROR(CheckHas(*source.captured, spec));
+  return absl::OkStatus();
 }
 
 absl::StatusOr<NamedTensors> MakeInputs(const InputSource& source,

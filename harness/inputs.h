@@ -99,6 +99,10 @@ absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string&
 absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
                                    const Problem& wanted);
 
+// Returns NotFound where the source is a file that lacks a tensor of the specs. Optional tensors and
+// noise, which is drawn, may be missing.
+absl::Status CheckTensorsAreThere(const InputSource& source, const std::vector<TensorSpec>& specs);
+
 // Makes a tensor for each spec, and for optional ones only where a file has them. Integers are
 // drawn uniformly from 0 to kDrawnIds - 1. Errors:
 //   NotFound: the file has no such tensor.
