@@ -688,10 +688,16 @@ class Sweep {
         absl::StrCat("\"", at.what, "\" ended the process: ", worker_->HowItEnded()));
   }
 
+  // Nothing is said of a single case: there is one line for all that are left out together.
   absl::Status LeaveOut(size_t index, absl::string_view reason) {
     const auto held = records_.find(index);
     if (held != records_.end()) return Append(index, held->second);
-    return AppendUnmeasured(index, Outcome::STATUS_SKIPPED, reason);
+    Case record = MakeRecord(cases_[index]);
+    record.mutable_outcome()->set_status(Outcome::STATUS_SKIPPED);
+    record.mutable_outcome()->set_reason(std::string(reason));
+    plan_->Finish(index);
+    progress_->Count();
+    return Write(index, record);
   }
 
   // Records the cases that the plan has left out, and says so in one line for each reason.
