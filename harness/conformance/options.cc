@@ -38,16 +38,16 @@ Range RangeOf(const OptionSpec& option) {
 
 // Returns the values of an option worth trying with a sequence of `tokens`: its choices, or the
 // ends of its range as far as they are of the sequence's order, and numbers around the sequence's
-// length.
-std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens) {
+// length. With `few` it leaves out the numbers between these.
+std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens, bool few) {
   if (option.type == "bool") return {"true", "false"};
   if (option.type == "choice") return absl::StrSplit(option.range, " | ");
   if (option.type == "int") {
     const Range range = RangeOf(option);
+    std::vector<int64_t> candidates = {static_cast<int64_t>(range.min), 1, tokens - 1, tokens + 1};
+    if (!few) candidates.insert(candidates.end(), {0, 2, 3, 5, 8, tokens, 2 * tokens, 1000});
     std::set<int64_t> values;
-    for (const int64_t value :
-         {static_cast<int64_t>(range.min), int64_t{0}, int64_t{1}, int64_t{2}, int64_t{3},
-          int64_t{5}, int64_t{8}, tokens - 1, tokens, tokens + 1, 2 * tokens, int64_t{1000}}) {
+    for (const int64_t value : candidates) {
       const bool in_range =
           static_cast<double>(value) >= range.min && static_cast<double>(value) <= range.max;
       if (in_range && std::abs(value) <= 1000) values.insert(value);
@@ -77,9 +77,10 @@ std::string Describe(const Options& options) { return options.empty() ? "" : ToS
 // Runs on every value of every option, keeping the others. Values that the technique refuses are
 // printed.
 void EveryOptionAtItsEndsAndBeyondTheSequence(const Subject& subject, const Problem& problem) {
+  const bool few = subject.device == Device::kSimulator && !IsExhaustive();
   int tried = 0;
   for (const OptionSpec& option : subject.technique->info().options) {
-    for (const std::string& value : ValuesToTry(option, problem.query_tokens)) {
+    for (const std::string& value : ValuesToTry(option, problem.query_tokens, few)) {
       Subject varied = subject;
       varied.options[option.name] = value;
       SCOPED_TRACE(absl::StrCat("options ", Describe(varied.options)));
@@ -220,7 +221,7 @@ Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random) {
 Options OptionsAtRandom(const TechniqueInfo& info, int64_t tokens, std::mt19937_64* random) {
   Options options;
   for (const OptionSpec& option : info.options) {
-    const std::vector<std::string> values = ValuesToTry(option, tokens);
+    const std::vector<std::string> values = ValuesToTry(option, tokens, /*few=*/false);
     if (values.empty() || Below(5, random) >= 2) continue;
     options[option.name] = values[Below(static_cast<int64_t>(values.size()), random)];
   }

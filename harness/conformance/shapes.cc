@@ -191,9 +191,7 @@ std::vector<Case> ShapeCases() {
   const std::set<std::string> about_tiles = {"NoTokensAndNoBatch", "TokensBelowAtAndAboveTiles",
                                              "KeysAndQueriesOfDifferentNumber"};
   for (Case& one : cases) {
-    const bool is_about_tiles = about_tiles.count(one.name) > 0;
-    one.all_options_simulated = is_about_tiles;
-    one.simulated_size = is_about_tiles ? SimulatedSize::kAsItIs : one.simulated_size;
+    if (about_tiles.count(one.name) > 0) one.simulated_size = SimulatedSize::kAsItIs;
   }
   return cases;
 }
