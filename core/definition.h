@@ -60,13 +60,14 @@ constexpr int64_t kDotLanes = 8;
 // sum_c a_c b_c: the sums over c = n mod 8, added up, and the terms behind the last multiple of 8.
 inline double Dot(const double* a, const double* b, int64_t size) {
   double sums[kDotLanes] = {};
-  int64_t c = 0;
-  for (; c + kDotLanes <= size; c += kDotLanes) {
+  const int64_t rest = size % kDotLanes;
+  const int64_t whole = size - rest;
+  for (int64_t c = 0; c < whole; c += kDotLanes) {
     for (int64_t n = 0; n < kDotLanes; ++n) sums[n] += a[c + n] * b[c + n];
   }
   double sum = 0;
   for (const double of_lane : sums) sum += of_lane;
-  for (; c < size; ++c) sum += a[c] * b[c];
+  for (int64_t n = 0; n < rest; ++n) sum += a[whole + n] * b[whole + n];
   return sum;
 }
 

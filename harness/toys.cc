@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdlib>
+#include <fstream>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -98,9 +99,9 @@ class MeanLayer : public Layer {
  private:
   void WaitAtGate() const {
     const char* gate = std::getenv("TFB_TOY_GATE");
-    while (gate != nullptr && problem().query_tokens >= options_.from && access(gate, F_OK) == 0) {
-      usleep(1000);
-    }
+    if (gate == nullptr || problem().query_tokens < options_.from) return;
+    std::ofstream(std::string(gate) + ".reached") << "reached";
+    while (access(gate, F_OK) == 0) usleep(1000);
   }
   void Fill(const ConstTensorView& v, const Outputs& outputs) {
     const Problem& p = problem();

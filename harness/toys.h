@@ -21,7 +21,8 @@ namespace tfb {
 // toy_crash        ends the process by a signal in Run
 // toy_hang         lets an hour pass by the clock of the toys in Run, and never returns
 // toy_gate         toy_mean; a Run of `from` query tokens or more waits as long as the file exists that
-//                  the environment variable TFB_TOY_GATE names
+//                  the environment variable TFB_TOY_GATE names; a file with ".reached" behind that
+//                  name says that it has come there
 // toy_cuda         has an implementation for CUDA alone, which fails
 // toy_device       toy_mean, on the CPU and on devices, there with a workspace of mib MiB or more
 // toy_bad_launch   toy_mean on the CPU; on a device Run answers that a kernel cannot be launched

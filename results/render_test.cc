@@ -264,12 +264,26 @@ TEST(RenderTerminal, ARepeatedCaseReplacesTheEarlierOneAndIsCounted) {
   Case again = sweep.cases(sweep.cases_size() - 1);
   again.mutable_outcome()->mutable_timing()->clear_run_ns();
   again.mutable_outcome()->mutable_timing()->add_run_ns(777e6);
+  *sweep.add_environments() = MakeEnvironment("later");
+  again.set_environment_id("later");
   *sweep.add_cases() = again;
   const std::string text = AsTerminal(sweep);
   EXPECT_TRUE(absl::StrContains(text, "80.0   777")) << text;
   EXPECT_TRUE(absl::StrContains(
       text, "18 cases: 18 ok, 0 failed; 1 repeated case left out for a later one"))
       << text;
+}
+
+// A sweep writes a case again when it has more samples of it.
+TEST(RenderTerminal, ALaterRecordOfTheSameSweepIsNoRepeatedCase) {
+  ResultSet sweep = MakeSweep();
+  Case more = sweep.cases(sweep.cases_size() - 1);
+  more.mutable_outcome()->mutable_timing()->clear_run_ns();
+  more.mutable_outcome()->mutable_timing()->add_run_ns(777e6);
+  *sweep.add_cases() = more;
+  const std::string text = AsTerminal(sweep);
+  EXPECT_TRUE(absl::StrContains(text, "80.0   777")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "18 cases: 18 ok, 0 failed\n")) << text;
 }
 
 // Adds the text to every text of a message and of those in it, also where there was none.

@@ -111,12 +111,18 @@ class Assignment {
     }
     const double* x = vectors_.Row(b, h, i);
     const double* mu = centroids_.Row(h, c);
-    double magnitude = 0;
-    for (int64_t n = 0; n < problem_.head_dim; ++n) magnitude += std::abs(x[n] * mu[n]);
+    // In fp32 a term may lose as much as the smallest normal number where it is denormal, and where
+    // the token or its mean is, that number over the root of the norm (core/denormals.h).
+    double magnitude = 0, denormal = 0;
+    for (int64_t n = 0; n < problem_.head_dim; ++n) {
+      magnitude += std::abs(x[n] * mu[n]);
+      denormal += (1 + 2 * std::abs(mu[n]) / std::sqrt(kRoutingNormEpsilon)) * 0x1p-126;
+    }
     // These are as many roundings as products and the norm have.
     const double roundings = static_cast<double>(2 * problem_.head_dim + 8);
     scores->push_back(is_token_(b, i) ? Dot(x, mu, problem_.head_dim) : kNotSeen);
-    error->push_back(is_token_(b, i) ? roundings * UnitRoundoff(DType::kF32) * magnitude : 0);
+    const double bound = roundings * UnitRoundoff(DType::kF32) * magnitude + denormal;
+    error->push_back(is_token_(b, i) ? bound : 0);
   }
   std::vector<std::vector<bool>> Marks(const ConstTensorView& view, int64_t b, int64_t h) const {
     std::vector<std::vector<bool>> marks(sizes_.clusters);
