@@ -67,6 +67,8 @@ run --techniques=near02,dense
 sed -i 's/techniques= -->/techniques=near05,near01 -->/' "$copy"
 run
 [[ "$(rows_of "$copy")" == "$(printf 'near05\nnear01')" ]] || fail "the marker's list gave $(rows_of "$copy")"
+# near01 takes as long as dense attention at every length.
+grep -q '^| `near01` .* | 1.0x | 2 MiB | unclear |$' "$copy" || fail "a crossover is claimed that is unclear: $(cat "$copy")"
 
 # Without markers, or without rows, it fails and changes nothing.
 cp "$copy" "$copy.once"
