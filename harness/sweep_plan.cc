@@ -15,7 +15,7 @@ namespace {
 
 // Of the budget: what accuracy may take, what the timing of scaling cases is meant to take, and, of
 // accuracy's third, what the timing of accuracy cases is meant to take.
-constexpr double kAccuracyPart = 1.0 / 3, kScalingTimingPart = 0.4, kAccuracyTimingPart = 0.1;
+constexpr double kAccuracyPart = 1.0 / 3, kScalingTimingPart = 0.2, kAccuracyTimingPart = 0.1;
 // A length begins only where what is left is more than its foretold time by this factor, and goes on
 // beyond the budget by this part of it where the foretelling fell short.
 constexpr double kCaution = 1.15, kOverrun = 0.2;
