@@ -26,8 +26,8 @@ struct CaseFlags {
   // option lists for sweeps. A glob with options takes the techniques that have all of these
   // options.
   std::string techniques = "*";
-  // Of cpu, cuda, and simulator where `simulator` is true. Empty: the CPU, and CUDA where
-  // `cuda_present` is true for the techniques that have it.
+  // The devices are cpu, cuda and, where `simulator` is true, simulator. An empty text means the CPU
+  // and, where `cuda_present` is true, CUDA for the techniques that have it.
   std::string devices;
   bool cuda_present = false;
   bool simulator = false;

@@ -294,7 +294,7 @@ TEST_F(CasesTest, DevicesDefaultToThosePresent) {
   EXPECT_THAT(devices, ElementsAre(Device::kCpu, Device::kCuda));
   flags.cuda_present = false;
   for (const SweepCase& one : Cases(flags)) EXPECT_EQ(one.device, Device::kCpu);
-  // What is asked for by name stays a case, and becomes a row that says why it did not run.
+  // A device that is asked for by name makes a case, whose row says why it did not run.
   flags.devices = "cuda";
   EXPECT_EQ(Cases(flags).front().device, Device::kCuda);
 }

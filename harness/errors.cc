@@ -149,7 +149,7 @@ std::vector<int64_t> HeaviestKeys(const double* weights, int64_t keys, int64_t c
   return order;
 }
 
-// Of one row; absent where either side sees no key.
+// Returns the measures of one row, or nothing where either side sees no key.
 std::optional<KeptAttention> CompareRow(const double* w, const double* p, int64_t keys,
                                         int64_t recall_keys) {
   const auto is_seen = [](double weight) { return weight > 0; };

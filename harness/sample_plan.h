@@ -11,7 +11,7 @@ inline constexpr int kFewestSamples = 3;
 // A longer call needs no untimed call before it: what warm caches give is lost in it.
 inline constexpr double kWarmedSeconds = 0.05;
 
-// What a case would have if time did not matter.
+// The samples that a case would have if time did not matter.
 struct SampleWishes {
   int repetitions = 11;        // samples of warm runs
   double min_time = 0.01;      // seconds that a sample of warm runs lasts at least
