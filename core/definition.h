@@ -52,7 +52,7 @@ class DoubleTensor {
 
 // ---- Loops ----
 //
-// Those of known length inside others are there for the compiler, which turns them into vector
+// Inner loops of known length are there for the compiler, which turns them into vector
 // instructions. Each sum has one order of its terms, whatever computes it.
 
 constexpr int64_t kDotLanes = 8;

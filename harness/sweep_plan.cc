@@ -13,8 +13,8 @@
 namespace tfb {
 namespace {
 
-// Of the budget: what accuracy may take, what the timing of scaling cases is meant to take, and, of
-// accuracy's third, what the timing of accuracy cases is meant to take.
+// Parts of the budget: accuracy may take the first, and the timing of scaling cases is meant to take
+// the second. The last is the part of accuracy's third that the timing of its cases is meant to take.
 constexpr double kAccuracyPart = 1.0 / 3, kScalingTimingPart = 0.2, kAccuracyTimingPart = 0.1;
 // A length begins only where what is left is more than its foretold time by this factor, and goes on
 // beyond the budget by this part of it where the foretelling fell short.

@@ -284,7 +284,7 @@ TEST_F(PageInBrowser, AnAddressKeepsFilterAndOrder) {
   EXPECT_EQ(rows.back(), "technique_3");
 }
 
-// What is wider than a narrow window scrolls within it, and has a shadow at the edge that hides more.
+// A table wider than a narrow window scrolls within it, and a shadow marks the edge that hides more.
 TEST_F(PageInBrowser, NarrowTablesShowThatTheyScroll) {
   constexpr char kScroll[] = R"(<pre id="probe"></pre><script>
     const tables = Array.from(document.querySelectorAll('.table')).filter((table) => table.getClientRects().length > 0);

@@ -35,7 +35,7 @@ struct ChoiceReport {
   std::vector<Table> more;
 };
 ChoiceReport ChoiceTables(const Analysis& analysis);
-// What a technique is, where it comes from, and what it costs beside its own dense counterpart: a row
+// Tells of each technique its title, its source and its cost beside its own dense counterpart: a row
 // for each of its options and masks. A technique without any time has a row that says why.
 struct TechniqueCard {
   std::string name;

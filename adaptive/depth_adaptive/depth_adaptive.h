@@ -83,7 +83,7 @@ double ConfidenceThreshold(const DepthAdaptiveOptions& options, int64_t n);
 // .beta [model_dim]; and, of the classifier, in the name of oracle and level,
 // likelihood.2.multinomial.w [model_dim, N], .b [N], sequence likewise, or likelihood.2.geometric.w
 // [N - 1, model_dim], .b [N - 1]. Drawn N(0, 4 / model_dim), so that tokens differ, the b N(0, 1).
-// Of confidence there is "output" [vocabulary, model_dim] instead, drawn N(0, 16 / model_dim), so
+// Confidence has "output" [vocabulary, model_dim] instead, drawn N(0, 16 / model_dim), so
 // that probabilities are of all sizes.
 //
 // DepthAdaptive reads x and the optional exits, i32 [batch, query_tokens], which then replace the

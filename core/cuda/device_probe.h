@@ -36,7 +36,7 @@ struct CudaMachine {
 //   Internal       the driver failed while it was asked about a device that it had counted
 absl::StatusOr<CudaMachine> ProbeCudaMachine();
 
-// What compiled this program's kernels for GPUs, "nvcc 13.0.88"; empty where it has none.
+// Returns the compiler of this program's kernels for GPUs, "nvcc 13.0.88"; empty where it has none.
 std::string CudaCompiler();
 
 }  // namespace tfb

@@ -7,7 +7,7 @@
 //
 // Every step extends each of the `beam` hypotheses that are alive by every symbol and ranks the
 // extensions by log P; ties go to the hypothesis that ranked higher, then to the lower symbol.
-// Those among the best `beam` that end in the end symbol are finished; the best `beam` of the
+// Extensions among the best `beam` with the end symbol are finished; the best `beam` of the
 // others stay alive. 2 beam candidates hold them all, since at most one extension of a hypothesis
 // ends. The search is over when `beam` are finished, none is alive, or max_length is reached.
 //

@@ -59,7 +59,7 @@ Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
   const Rows distances = Project(n, "w_r", Sinusoids(keys.k.rows()));
   const Rows content_bias = Matrix(biases + "u"), position_bias = Matrix(biases + "v");
   const int64_t e = sizes_.head_dim, first_query = keys.k.rows() - q.rows();
-  // Of each query, where asked for.
+  // The entry of each query, where it is asked for.
   Rows weights(received == nullptr ? 0 : q.rows(), keys.k.rows());
   Rows context(q.rows(), q.channels());
   const auto attend = [&](int64_t h, int64_t p) {
