@@ -25,10 +25,11 @@
 #include "harness/measure.h"
 #include "harness/worker.h"
 #include "results/analysis.h"
+#include "results/describe.h"
 #include "results/files.h"
 #include "results/reader.h"
-#include "results/render.h"
 #include "results/report.h"
+#include "results/report_text.h"
 #include "results/table.h"
 #include "tools/command_line.h"
 

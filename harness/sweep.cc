@@ -31,12 +31,13 @@
 #include "harness/timing.h"
 #include "harness/turns.h"
 #include "harness/worker.h"
+#include "results/analysis.h"
 #include "results/appender.h"
 #include "results/comparison.h"
 #include "results/comparison_report.h"
 #include "results/files.h"
 #include "results/reader.h"
-#include "results/render.h"
+#include "results/report_text.h"
 #include "results/statistics.h"
 #include "tools/command_line.h"
 
@@ -725,13 +726,13 @@ class Sweep {
 
   absl::Status Show() {
     TFB_ASSIGN_OR_RETURN(const ResultFile file, ReadResultFile(options_.output));
-    RenderOptions how;
+    ReportOptions how;
     how.style = StyleFor(STDOUT_FILENO);
     how.paths = {ShortPath(options_.output)};
     if (progress_->finished() == 0) {
       how.notes.push_back("nothing was left to measure: the file has every case");
     }
-    std::fputs(Render(file.results, how).c_str(), stdout);
+    std::fputs(TerminalReport(Analysis(file.results), how).c_str(), stdout);
     if (!options_.other.program.empty()) TFB_RETURN_IF_ERROR(ShowComparison(file.results));
     std::fflush(stdout);
     return absl::OkStatus();

@@ -11,8 +11,9 @@
 #include "absl/strings/str_replace.h"
 #include "absl/time/time.h"
 #include "nlohmann/json.hpp"
+#include "results/describe.h"
 #include "results/reader.h"
-#include "results/render.h"
+#include "results/table.h"
 
 namespace tfb {
 namespace {

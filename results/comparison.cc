@@ -14,9 +14,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "core/status.h"
+#include "results/describe.h"
 #include "results/reader.h"
-#include "results/render.h"
 #include "results/statistics.h"
+#include "results/table.h"
 
 namespace tfb {
 namespace {

@@ -11,8 +11,8 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "results/describe.h"
 #include "results/reader.h"
-#include "results/render.h"
 
 namespace tfb {
 namespace figure {

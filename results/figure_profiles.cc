@@ -5,8 +5,8 @@
 #include <set>
 
 #include "absl/strings/str_cat.h"
+#include "results/describe.h"
 #include "results/reader.h"
-#include "results/render.h"
 
 namespace tfb {
 namespace figure {

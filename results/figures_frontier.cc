@@ -16,7 +16,6 @@
 #include "results/figure_profiles.h"
 #include "results/figures.h"
 #include "results/reader.h"
-#include "results/render.h"
 
 namespace tfb {
 namespace {

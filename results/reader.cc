@@ -132,8 +132,10 @@ bool ParseQuietly(const std::string& bytes, ResultSet* results) {
   return results->ParseFromString(bytes);
 }
 
+// Compares each byte with the one before it, at the speed of memory.
 bool AllZero(absl::string_view bytes) {
-  return std::all_of(bytes.begin(), bytes.end(), [](char c) { return c == 0; });
+  return bytes.empty() ||
+         (bytes[0] == 0 && memcmp(bytes.data(), bytes.data() + 1, bytes.size() - 1) == 0);
 }
 
 uint32_t LittleEndian32(absl::string_view bytes) {

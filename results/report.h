@@ -28,6 +28,8 @@ std::vector<Table> StreamingTables(const Analysis& analysis, bool details);
 // from which length on it is faster than dense, and its memory; what did not run, and why. Empty
 // without cases.
 std::vector<std::string> HeadlineSentences(const Analysis& analysis);
+// The first two of them; empty where no two techniques have both a time and an error.
+std::vector<std::string> RecommendationSentences(const Analysis& analysis);
 // For each scaling table the techniques that no other beats in both speed and error, among those that
 // are held against the same dense counterpart, at the longest length that most techniques ran.
 struct ChoiceReport {

@@ -8,8 +8,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "results/choices.h"
+#include "results/describe.h"
 #include "results/reader.h"
-#include "results/render.h"
 #include "results/report.h"
 #include "results/report_rows.h"
 

@@ -10,7 +10,6 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "results/reader.h"
-#include "results/render.h"
 #include "results/report.h"
 #include "results/report_rows.h"
 

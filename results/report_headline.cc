@@ -169,29 +169,30 @@ std::string MissingSentence(const Analysis& analysis) {
 
 }  // namespace
 
-std::vector<std::string> HeadlineSentences(const Analysis& analysis) {
-  if (analysis.cases().empty()) return {};
+std::vector<std::string> RecommendationSentences(const Analysis& analysis) {
   const std::vector<TableGroup> groups = MainGroups(analysis);
   std::vector<Mask> masks;
   for (const TableGroup& group : groups) {
     const int64_t tokens = SharedLength(group);
     masks.push_back({&group, tokens, FindChoiceSets(analysis, group, tokens).front(), nullptr});
   }
+  if (masks.empty()) return {};
   const std::optional<double> limit = FindFastest(&masks);
-  std::vector<std::string> sentences;
-  if (masks.empty()) {
+  if (limit.has_value()) return {FastestSentence(masks, *limit), CostSentence(masks)};
+  return {absl::StrCat("No technique with an error of at most ",
+                       FormatBound(kErrorLimits[std::size(kErrorLimits) - 1]),
+                       " against dense is measurably faster than ", DenseName(masks.front()),
+                       " at ", LengthText(masks.front()), ConditionsText(masks.front()), "."),
+          absl::StrCat("At that length ", DenseName(masks.front()),
+                       " is the choice; other lengths are in the tables.")};
+}
+
+std::vector<std::string> HeadlineSentences(const Analysis& analysis) {
+  if (analysis.cases().empty()) return {};
+  std::vector<std::string> sentences = RecommendationSentences(analysis);
+  if (sentences.empty()) {
     sentences = {"Nothing can be recommended: no two techniques have both a time and an error.",
                  "No speed-up, no crossover and no memory can be compared."};
-  } else if (!limit.has_value()) {
-    sentences = {
-        absl::StrCat("No technique with an error of at most ",
-                     FormatBound(kErrorLimits[std::size(kErrorLimits) - 1]),
-                     " against dense is measurably faster than ", DenseName(masks.front()), " at ",
-                     LengthText(masks.front()), ConditionsText(masks.front()), "."),
-        absl::StrCat("At that length ", DenseName(masks.front()),
-                     " is the choice; other lengths are in the tables below.")};
-  } else {
-    sentences = {FastestSentence(masks, *limit), CostSentence(masks)};
   }
   sentences.push_back(MissingSentence(analysis));
   return sentences;

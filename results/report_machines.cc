@@ -9,8 +9,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/time.h"
+#include "results/describe.h"
 #include "results/reader.h"
-#include "results/render.h"
 #include "results/report.h"
 
 namespace tfb {

@@ -11,8 +11,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
+#include "results/describe.h"
 #include "results/reader.h"
-#include "results/render.h"
 
 namespace tfb {
 namespace report {

@@ -12,7 +12,6 @@
 #include "absl/strings/str_join.h"
 #include "results/choices.h"
 #include "results/reader.h"
-#include "results/render.h"
 #include "results/report.h"
 #include "results/report_rows.h"
 

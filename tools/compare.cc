@@ -15,7 +15,7 @@
 #include "results/comparison_report.h"
 #include "results/files.h"
 #include "results/reader.h"
-#include "results/render.h"
+#include "results/report_text.h"
 #include "tools/command_line.h"
 
 ABSL_FLAG(double, threshold, 1.05,

@@ -1,5 +1,6 @@
 // Shows result files: tables and a page for people, plots for a paper, CSV and JSON for programs.
 
+#include "results/report_text.h"
 #include "results/render.h"
 
 #include <stdio.h>

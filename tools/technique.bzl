@@ -100,6 +100,7 @@ def technique(
     native.sh_test(
         name = name + "_cuda_conformance_test",
         size = cuda_conformance_size,
+        shard_count = 3,  # of minutes on a slow machine
         srcs = [":%s_conformance_test" % name],
         args = [
             "--technique=" + name,

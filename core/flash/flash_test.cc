@@ -636,8 +636,8 @@ TEST(FlashOrder, RowsWithoutATokenAreLeftOutAndTheOthersKeepTheirOffsets) {
     for (const int64_t kept : {int64_t{1}, int64_t{3}, int64_t{60}, kQueries}) {
       std::vector<int32_t> order(2 * kQueries, -1);
       int32_t rows = 0;
-      for (size_t n = 0; n < order.size();
-           ++n) {  // `kept` rows of each batch row; those of the second begin later
+      // `kept` rows of each batch row; those of the second begin later.
+      for (size_t n = 0; n < order.size(); ++n) {
         const int64_t i = static_cast<int64_t>(n) % kQueries;
         if (kept == kQueries || (i * 7 + 5) % kQueries < kept) order[n] = rows++;
       }
@@ -661,6 +661,7 @@ TEST(FlashOrder, RowsWithoutATokenAreLeftOutAndTheOthersKeepTheirOffsets) {
       some.call.query_order = {order.data(), kQueries, 0, 1};
       whole.Run();
       some.Run();
+      const double bound = Fp32Bound(call.v);
       for (size_t n = 0; n < order.size(); ++n) {
         const int64_t b = static_cast<int64_t>(n) / kQueries,
                       i = static_cast<int64_t>(n) % kQueries;
@@ -668,8 +669,7 @@ TEST(FlashOrder, RowsWithoutATokenAreLeftOutAndTheOthersKeepTheirOffsets) {
           const float* expected = whole.out().view().At<float>(b, h, i);
           const float* found = out.view().At<float>(h, order[n]);
           for (int64_t c = 0; c < 24; ++c) {
-            ASSERT_NEAR(found[c], expected[c], Fp32Bound(call.v))
-                << rule << " " << kept << " " << i;
+            ASSERT_NEAR(found[c], expected[c], bound) << rule << " " << kept << " " << i;
             if (kept == kQueries) {
               ASSERT_EQ(found[c], expected[c]) << rule;
             }

@@ -56,11 +56,29 @@ Problem Reduced(Problem problem, SimulatedSize size) {
   return problem;
 }
 
-// Returns the problems of a case in the forms, causal or not, that the technique has.
-std::vector<Problem> ProblemsOf(const Case& one, const TechniqueInfo& info, Device device) {
+// Keeps one of any two problems that differ in their mask alone: causal and not by turns.
+std::vector<Problem> WithOneMaskEach(const std::vector<Problem>& problems, size_t turn) {
+  std::vector<Problem> kept;
+  for (const Problem& problem : problems) {
+    Problem other = problem;
+    other.causal = !other.causal;
+    if (std::find(problems.begin(), problems.end(), other) == problems.end()) {
+      kept.push_back(problem);
+    } else if (!problem.causal) {
+      kept.push_back(turn++ % 2 == 0 ? problem : other);
+    }
+  }
+  return kept;
+}
+
+// Returns the problems of the case of that number in the forms, causal or not, that the technique has.
+std::vector<Problem> ProblemsOf(const Case& one, size_t number, const TechniqueInfo& info,
+                                Device device) {
+  const bool has_both_masks =
+      one.of_causality || one.simulated_size == SimulatedSize::kAsItIs || !IsReduced(device);
   std::vector<Problem> problems;
   std::set<std::string> labels;
-  for (Problem problem : one.problems) {
+  for (Problem problem : has_both_masks ? one.problems : WithOneMaskEach(one.problems, number)) {
     if (!one.of_causality) {
       problem.causal = problem.causal ? info.supports_causal : !info.supports_noncausal;
     }
@@ -153,11 +171,12 @@ int RegisterTests(const std::vector<const Technique*>& techniques,
         continue;
       }
       const auto option_sets = OptionSets(*technique, device);
-      for (const Case& one : cases) {
+      for (size_t number = 0; number < cases.size(); ++number) {
+        const Case& one = cases[number];
         if (one.of_devices && device == Device::kCpu) continue;
         for (size_t set = 0; set < SetsOf(one, device, option_sets.size()); ++set) {
           const auto& [label, options] = option_sets[set];
-          for (const Problem& problem : ProblemsOf(one, technique->info(), device)) {
+          for (const Problem& problem : ProblemsOf(one, number, technique->info(), device)) {
             add(one, {technique, options, device}, label, problem);
           }
         }

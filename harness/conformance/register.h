@@ -14,7 +14,7 @@ namespace tfb::conformance {
 // Returns the sets of options that the cases run with, by label: the defaults, and for a technique
 // with a budget option one small value of it that a usual problem admits, so that on short
 // sequences it differs from dense attention. In the simulator only some cases run with the latter,
-// and most on smaller problems, unless IsExhaustive.
+// and most on smaller problems and under one mask, unless IsExhaustive.
 std::vector<std::pair<std::string, Options>> OptionSets(const Technique& technique, Device device);
 
 // Registers tests named <technique>.<case>/<device>/<options>/<problem>. Returns how many. Where a

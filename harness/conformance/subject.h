@@ -28,7 +28,8 @@ struct Subject {
 };
 
 // How a case's problems shrink in the simulator, where each access is slow. They do not shrink on a
-// GPU, nor where IsExhaustive.
+// GPU, nor where IsExhaustive. Where they shrink, two problems that differ in their mask alone
+// become one, causal and not by turns.
 enum class SimulatedSize {
   kAsItIs,       // the sizes are what the case is about
   kFewerTokens,  // 80 tokens where there are more, a whole tile of 64 and a part of one; 130 keys

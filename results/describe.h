@@ -1,0 +1,20 @@
+// What a case ran on, in words.
+#ifndef TFB_RESULTS_DESCRIBE_H_
+#define TFB_RESULTS_DESCRIBE_H_
+
+#include <string>
+
+#include "results/results.pb.h"
+
+namespace tfb {
+
+// "512 tokens, 8 heads of 64, causal", without the tokens where they vary within a table.
+std::string DescribeProblem(const ProblemSize& problem, bool with_tokens);
+// "real (file.safetensors, layer 3)"; the model where no file is named.
+std::string DescribeInput(const InputProfile& input);
+// "near window=256, cpu f32, 512 tokens, 8 heads of 64, causal, real".
+std::string DescribeCase(const Case& result);
+
+}  // namespace tfb
+
+#endif  // TFB_RESULTS_DESCRIBE_H_
