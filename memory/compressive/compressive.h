@@ -155,8 +155,8 @@ int64_t SegmentsOf(const Problem& problem, const CompressiveOptions& options);
 int64_t MaxBlocksOf(int64_t segment, const CompressiveOptions& options);
 
 // The definition of a stream that was cut in segments of these lengths: out and context, attention_loss
-// and autoencoding_loss [batch, segments, layers], and kept with most_used, f64. Of the request, what
-// the layer computed and the threads count.
+// and autoencoding_loss [batch, segments, layers], and kept with most_used, f64. Reads
+// `computed` and `pool` of the request.
 absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                const CompressiveOptions& options,
                                                const NamedTensors& parameters,

@@ -9,8 +9,8 @@
 
 namespace tfb {
 
-// out, context and, where there is a store, retrieved. The parameters have been checked. Of the
-// request, what the layer computed and the threads count.
+// Returns out, context and, where there is a store, retrieved. The parameters have been checked. Reads
+// `computed` and `pool` of the request.
 NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
                               const StackSizes& sizes, const NamedTensors& parameters,
                               const ConstTensorView& x, const DefinitionRequest& request);
