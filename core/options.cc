@@ -286,8 +286,9 @@ std::string ToBracketedString(const TechniqueSpec& spec) {
 std::vector<std::string> NearestNames(absl::string_view name, const std::vector<std::string>& known,
                                       size_t count) {
   std::vector<std::pair<int, std::string>> ranked;
+  const std::string lower = absl::AsciiStrToLower(name);
   for (const std::string& candidate : known) {
-    ranked.emplace_back(EditDistance(name, candidate), candidate);
+    ranked.emplace_back(EditDistance(lower, absl::AsciiStrToLower(candidate)), candidate);
   }
   std::sort(ranked.begin(), ranked.end());
   std::vector<std::string> names;

@@ -118,7 +118,8 @@ std::string ToString(const Options& options);  // "dilation=1,window=256"
 // Returns "longformer[dilation=1,window=256]", which can be the value of an option.
 std::string ToBracketedString(const TechniqueSpec& spec);
 
-// Returns the known names nearest to `name` by edit distance, best first, for "did you mean".
+// Returns the known names nearest to `name` by edit distance, whatever the case of their letters,
+// best first, for "did you mean".
 std::vector<std::string> NearestNames(absl::string_view name, const std::vector<std::string>& known,
                                       size_t count = 3);
 

@@ -150,6 +150,7 @@ TEST(TechniqueSpecs, MalformedTextIsAnErrorThatQuotesIt) {
 TEST(NearestNames, AreOrderedByEditDistance) {
   EXPECT_THAT(NearestNames("longfomer", {"dense", "longformer", "performer"}, 2),
               ElementsAre("longformer", "performer"));
+  EXPECT_THAT(NearestNames("DENSE", {"alibi", "dense", "etc"}, 1), ElementsAre("dense"));
 }
 
 }  // namespace

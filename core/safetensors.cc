@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "core/output_file.h"
 #include "core/status.h"
 
 namespace tfb {
@@ -194,26 +196,48 @@ absl::Status CheckCoverage(absl::string_view file, std::vector<Entry> entries, i
   return absl::OkStatus();
 }
 
-// Parses the header as JSON. Duplicate names, which the JSON library would silently merge, are
-// errors.
+// Finds a name that an object of a JSON text has twice, which the JSON library would silently merge.
+// (Its parser with a callback would tell as well, in time that grows with the square of the names.)
+class DuplicateFinder : public Json::json_sax_t {
+ public:
+  const std::string& duplicate() const { return duplicate_; }  // quoted; empty where there is none
+
+  bool start_object(size_t) override {
+    open_.emplace_back();
+    return true;
+  }
+  bool key(std::string& name) override {
+    if (!open_.back().insert(name).second && duplicate_.empty()) duplicate_ = Quoted(name);
+    return true;
+  }
+  bool end_object() override {
+    open_.pop_back();
+    return true;
+  }
+  bool start_array(size_t) override { return true; }
+  bool end_array() override { return true; }
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(int64_t) override { return true; }
+  bool number_unsigned(uint64_t) override { return true; }
+  bool number_float(double, const std::string&) override { return true; }
+  bool string(std::string&) override { return true; }
+  bool binary(Json::binary_t&) override { return true; }
+  bool parse_error(size_t, const std::string&, const Json::exception&) override { return false; }
+
+ private:
+  std::vector<std::set<std::string>> open_;  // the names of the objects around
+  std::string duplicate_;
+};
+
 absl::StatusOr<Json> ParseHeader(absl::string_view file, const std::string& text) {
   if (text.empty() || text[0] != '{') return Bad(file, "header does not begin with \"{\"");
-  std::vector<std::set<std::string>> open_objects;
-  std::string duplicate;
-  const auto watch = [&](int /*depth*/, Json::parse_event_t event, Json& parsed) {
-    if (event == Json::parse_event_t::object_start) open_objects.emplace_back();
-    if (event == Json::parse_event_t::object_end) open_objects.pop_back();
-    if (event == Json::parse_event_t::key) {
-      const std::string& key = parsed.get_ref<const std::string&>();
-      if (!open_objects.back().insert(key).second && duplicate.empty()) duplicate = Quoted(key);
-    }
-    return true;
-  };
-  Json header = Json::parse(text, watch, /*allow_exceptions=*/false);
-  if (header.is_discarded()) return Bad(file, "header is not valid JSON");
-  if (!duplicate.empty()) {
-    return Bad(file, absl::StrCat("header has the name ", duplicate, " twice"));
+  DuplicateFinder finder;
+  if (!Json::sax_parse(text, &finder)) return Bad(file, "header is not valid JSON");
+  if (!finder.duplicate().empty()) {
+    return Bad(file, absl::StrCat("header has the name ", finder.duplicate(), " twice"));
   }
+  Json header = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!header.is_object()) return Bad(file, "header is not a JSON object");
   return header;
 }
@@ -360,17 +384,6 @@ absl::StatusOr<std::string> SerializeHeader(const NamedTensors& tensors,
   return WithLength(text);
 }
 
-absl::Status WriteAll(int descriptor, const char* data, size_t size, absl::string_view path) {
-  while (size > 0) {
-    const ssize_t written = write(descriptor, data, size);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return SystemError(path, "cannot write");
-    data += written;
-    size -= static_cast<size_t>(written);
-  }
-  return absl::OkStatus();
-}
-
 absl::string_view BytesOf(const Tensor& tensor) {
   return absl::string_view(static_cast<const char*>(tensor.raw()), tensor.bytes());
 }
@@ -378,7 +391,8 @@ absl::string_view BytesOf(const Tensor& tensor) {
 }  // namespace
 
 absl::StatusOr<SafetensorsFile> ReadSafetensors(const std::string& path) {
-  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // Opening a FIFO without O_NONBLOCK waits for a writer; it makes no difference to a plain file.
+  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) return SystemError(path, "cannot open");
   const auto closer = absl::MakeCleanup([descriptor] { close(descriptor); });
   struct stat info;
@@ -451,24 +465,12 @@ absl::Status WriteSafetensors(const std::string& path, const NamedTensors& tenso
                               const std::map<std::string, std::string>& metadata) {
   const absl::StatusOr<std::string> header = SerializeHeader(tensors, metadata);
   if (!header.ok()) return Bad(path, header.status().message());
-  // The temporary file is in the same folder, since a rename does not cross file systems.
-  const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
-  const int descriptor =
-      open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
-  if (descriptor < 0) return SystemError(path, "cannot write");
-  absl::Status status = WriteAll(descriptor, header->data(), header->size(), path);
+  TFB_ASSIGN_OR_RETURN(const std::unique_ptr<OutputFile> file, OutputFile::Open(path));
+  TFB_RETURN_IF_ERROR(file->Write(*header));
   for (const auto& it : FileOrder(tensors)) {
-    if (!status.ok()) break;
-    const absl::string_view bytes = BytesOf(it->second);
-    status = WriteAll(descriptor, bytes.data(), bytes.size(), path);
+    TFB_RETURN_IF_ERROR(file->Write(BytesOf(it->second)));
   }
-  if (status.ok() && fsync(descriptor) != 0) status = SystemError(path, "cannot write");
-  if (close(descriptor) != 0 && status.ok()) status = SystemError(path, "cannot write");
-  if (status.ok() && rename(temporary.c_str(), path.c_str()) != 0) {
-    status = SystemError(path, "cannot write");
-  }
-  if (!status.ok()) unlink(temporary.c_str());
-  return status;
+  return file->Finish();
 }
 
 }  // namespace tfb

@@ -179,6 +179,21 @@ TEST(Safetensors, DuplicateNamesAreNamed) {
   EXPECT_THAT(ErrorOf(R"({"__metadata__":{"k":"1","k":"2"}})"), HasSubstr("the name \"k\" twice"));
 }
 
+// In time that grows with their number alone: with its square this takes a minute.
+TEST(Safetensors, FortyThousandTensorsAreRead) {
+  NamedTensors tensors;
+  for (int n = 0; n < 40'000; ++n) {
+    Tensor& tensor = tensors[absl::StrCat("layer", n, ".q")] = Tensor(DType::kU8, {1});
+    Fill(tensor.view(), n % 256);
+  }
+  const auto bytes = SerializeSafetensors(tensors);
+  ASSERT_TRUE(bytes.ok()) << bytes.status();
+  const auto file = ParseSafetensors(*bytes, "many");
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(file->tensors.size(), 40'000u);
+  EXPECT_EQ(file->tensors.at("layer39999.q").span<uint8_t>()[0], 39'999 % 256);
+}
+
 TEST(Safetensors, MissingFieldsAreNamedWithTheirTensor) {
   EXPECT_THAT(ErrorOf("{\"q\":3}"), HasSubstr("tensor \"q\" is not described"));
   EXPECT_THAT(ErrorOf(R"({"q":{"shape":[1],"data_offsets":[0,4]}})", 4),

@@ -50,6 +50,11 @@ absl::Status Layer::CheckParameters(const NamedTensors& parameters) const {
                                                      ShapeString(tensor.shape()), "; expected is ",
                                                      ShapeString(own->second.shape())));
     }
+    if (!CanConvert(tensor.view(), own->second.dtype())) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter ", name, " is ", Name(own->second.dtype()),
+                       "; there is an element that is no such number"));
+    }
   }
   return absl::OkStatus();
 }

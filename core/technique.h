@@ -245,7 +245,9 @@ class Technique {
   // Evaluates the definition in float64. Writes f64 tensors: "out", "log_sum_exp" and, where asked
   // for and known, "weights" [batch, query_heads, rows, kv_tokens]; dimensions of query tokens have
   // the requested rows only. A technique that cannot evaluate single rows (a stack of layers)
-  // evaluates all rows; the sizes that it returns show that.
+  // evaluates all rows; the sizes that it returns show that. A further output NAME that is a
+  // difference, and so may be near 0 while its two sides are not, has their size as NAME.scale: its
+  // error is measured in units of the larger of the two.
   virtual absl::Status Define(const Problem& problem, const Options& options,
                               const NamedTensors& parameters, const Inputs& inputs,
                               const DefinitionRequest& request, NamedTensors* outputs) const = 0;

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cmath>
 #include <cstdlib>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -167,6 +169,19 @@ void CopyElements(const ConstTensorView& from, const TensorView& to) {
     return;
   }
   ForEachOffset(from, to, [&](int64_t a, int64_t b) { to.Set(b, from.Get(a)); });
+}
+
+bool CanConvert(const ConstTensorView& from, DType dtype) {
+  if (IsFloating(dtype) || from.dtype == dtype) return true;
+  const auto [min, max] = dtype == DType::kU8    ? std::make_pair(0.0, 255.0)
+                          : dtype == DType::kI32 ? std::make_pair(-0x1p31, 0x1p31 - 1)
+                                                 : std::make_pair(-0x1p53, 0x1p53);
+  bool can = true;
+  ForEachOffset(from, from, [&, min = min, max = max](int64_t offset, int64_t) {
+    const double value = from.Get(offset);
+    can = can && value >= min && value <= max && value == std::trunc(value);
+  });
+  return can;
 }
 
 void Fill(const TensorView& view, double value) {

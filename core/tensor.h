@@ -110,6 +110,9 @@ void ForEachOffset(const ConstTensorView& a, const ConstTensorView& b,
 // Copies element by element, converting through double (integers up to 2^53 are exact). The shapes
 // must be equal.
 void CopyElements(const ConstTensorView& from, const TensorView& to);
+// Tells whether CopyElements can convert all elements to the dtype: to an integer only whole numbers
+// in its range (of at most 2^53), to a floating-point number all.
+bool CanConvert(const ConstTensorView& from, DType dtype);
 void Fill(const TensorView& view, double value);
 
 // Owns contiguous host memory, aligned to 64 bytes, or shares memory that another object owns.

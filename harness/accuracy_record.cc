@@ -1,15 +1,20 @@
 #include "harness/accuracy_record.h"
 
+#include <cmath>
+
 #include "absl/strings/str_cat.h"
 
 namespace tfb {
 namespace {
 
 void Record(const OutputError& error, ErrorMeasure* measure) {
-  measure->set_relative_frobenius(error.relative_frobenius);
+  // What could not be compared is absent.
+  if (!std::isnan(error.relative_frobenius)) {
+    measure->set_relative_frobenius(error.relative_frobenius);
+  }
   measure->set_max_abs(error.max_abs);
   measure->set_max_abs_over_max_value(error.max_abs_over_max_value);
-  measure->set_mean_cosine(error.mean_cosine);
+  if (!std::isnan(error.mean_cosine)) measure->set_mean_cosine(error.mean_cosine);
   measure->set_rows_checked(error.rows_checked);
   measure->set_rows(error.rows);
 }
@@ -55,13 +60,20 @@ void RecordAccuracy(const Accuracy& accuracy, Outcome* outcome) {
     (*outcome->mutable_statistics())["extrapolation_change"] = accuracy.extrapolation->change;
     (*outcome->mutable_statistics())["extrapolation_reshape"] = accuracy.extrapolation->reshape;
   }
+  if (const int64_t count = accuracy.against_definition.not_finite; count > 0) {
+    (*outcome->mutable_statistics())["elements_not_finite"] = static_cast<double>(count);
+  }
   for (const auto& [name, error] : accuracy.other_errors) {
     (*outcome->mutable_statistics())[absl::StrCat("error_", name)] = error.value;
   }
   if (accuracy.cost.flops.has_value()) outcome->set_flops(*accuracy.cost.flops);
   if (accuracy.cost.bytes.has_value()) outcome->set_bytes_moved(*accuracy.cost.bytes);
-  outcome->set_peak_workspace_bytes(accuracy.workspace_bytes);
-  outcome->set_parameter_bytes(accuracy.parameter_bytes);
+  if (accuracy.workspace_bytes.has_value()) {
+    outcome->set_peak_workspace_bytes(*accuracy.workspace_bytes);
+  }
+  if (accuracy.parameter_bytes.has_value()) {
+    outcome->set_parameter_bytes(*accuracy.parameter_bytes);
+  }
 }
 
 InputProfile RecordInput(const InputSource& source) {

@@ -56,6 +56,8 @@ TEST(AccuracyRecord, WhatIsNotKnownIsAbsent) {
   EXPECT_TRUE(outcome.statistics().empty());
   EXPECT_FALSE(outcome.has_ratio_to_dense_error());
   EXPECT_FALSE(outcome.has_flops());
+  EXPECT_FALSE(outcome.has_peak_workspace_bytes());
+  EXPECT_FALSE(outcome.has_parameter_bytes());
 }
 
 TEST(AccuracyRecord, AnInputIsNamedByItsFileAndLayer) {

@@ -1,9 +1,11 @@
 // Applies one technique to the caller's own tensors and prints its errors.
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -12,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "core/output_file.h"
 #include "core/safetensors.h"
 #include "core/status.h"
 #include "core/technique.h"
@@ -130,7 +133,38 @@ absl::StatusOr<InputSource> ReadInput() {
                                                                 : absl::StrJoin(layers, ", ")));
 }
 
+// Expects different files of the flags that read and write them, as what is written would replace the
+// other; and that they can be written, before anything is computed.
+absl::Status CheckPaths() {
+  const std::pair<const char*, std::string> written[] = {
+      {"output", absl::GetFlag(FLAGS_output)},
+      {"dump_parameters", absl::GetFlag(FLAGS_dump_parameters)}};
+  const std::pair<const char*, std::string> others[] = {
+      {"input", absl::GetFlag(FLAGS_input)},
+      {"parameters", absl::GetFlag(FLAGS_parameters)},
+      written[0]};
+  for (const auto& [flag, path] : written) {
+    for (const auto& [other_flag, other] : others) {
+      if (path.empty() || other.empty() || absl::string_view(flag) == other_flag) continue;
+      std::error_code ignored;
+      const std::filesystem::path a = CallerPath(path), b = CallerPath(other);
+      // A device may be written to twice.
+      const bool is_same = a.lexically_normal() == b.lexically_normal() ||
+                           std::filesystem::equivalent(a, b, ignored);
+      if (!is_same || std::filesystem::is_character_file(a, ignored)) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("--", flag, ": is the file of --", other_flag, ", ", path));
+    }
+    if (path.empty()) continue;
+    if (const absl::Status status = CheckWritable(CallerPath(path)); !status.ok()) {
+      return WithFlag(flag, status);
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Plan> ReadPlan() {
+  TFB_RETURN_IF_ERROR(CheckPaths());
   Plan plan;
   TFB_RETURN_IF_ERROR(ReadTechnique(&plan));
   const absl::StatusOr<Device> device = ParseDevice(absl::GetFlag(FLAGS_device));
@@ -161,7 +195,7 @@ absl::StatusOr<Plan> ReadPlan() {
   }
   wanted.causal = absl::GetFlag(FLAGS_causal);
   const absl::StatusOr<Problem> problem =
-      FitProblem(plan.input, plan.technique->info().input_kind, wanted);
+      FitProblem(plan.input, *plan.technique, plan.options, wanted);
   if (!problem.ok()) return WithFlag("input", problem.status());
   plan.problem = *problem;
   const TechniqueInfo& info = plan.technique->info();
@@ -220,6 +254,13 @@ void PrintErrors(const Plan& plan, const Accuracy& accuracy) {
             absl::StrCat(FormatError(own.relative_frobenius), " relative", rows));
   PrintLine("  largest, over the largest value",
             Against({own.max_abs_over_max_value, accuracy.definition_bound}));
+  if (own.not_finite > 0) {
+    PrintLine("elements that are NaN or infinite",
+              absl::StrCat(own.not_finite, " of ", own.checked,
+                           own.unexpected == 0 ? ", as in its definition"
+                                               : absl::StrCat(", of which ", own.unexpected,
+                                                              " are finite in its definition")));
+  }
   if (accuracy.log_sum_exp_error.has_value()) {
     PrintLine("  of log_sum_exp", Against(*accuracy.log_sum_exp_error));
   }
@@ -261,6 +302,9 @@ absl::StatusOr<int> Apply() {
   TFB_ASSIGN_OR_RETURN(const Plan plan, ReadPlan());
   TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
                        plan.technique->InputSpecs(plan.problem, plan.options));
+  if (const absl::Status read = CheckTensorsAreRead(plan.input, specs); !read.ok()) {
+    return WithFlag("input", read);
+  }
   const absl::StatusOr<NamedTensors> inputs =
       MakeInputs(plan.input, specs, plan.problem, absl::GetFlag(FLAGS_seed));
   if (!inputs.ok()) return WithFlag("input", inputs.status());
@@ -278,19 +322,16 @@ absl::StatusOr<int> Apply() {
   if (const int64_t rows = absl::GetFlag(FLAGS_rows); rows > 0) {
     request.rows = SampleRows(plan.problem.query_tokens, rows, request.seed);
   }
-  SafetensorsFile parameters;
+  TFB_ASSIGN_OR_RETURN(
+      const std::unique_ptr<Layer> layer,
+      plan.technique->Create(plan.problem, plan.options, plan.device, request.seed));
   if (const std::string path = absl::GetFlag(FLAGS_parameters); !path.empty()) {
     absl::StatusOr<SafetensorsFile> file = ReadSafetensors(CallerPath(path));
     if (!file.ok()) return WithFlag("parameters", file.status());
-    parameters = *std::move(file);
-    TFB_ASSIGN_OR_RETURN(
-        const std::unique_ptr<Layer> layer,
-        plan.technique->Create(plan.problem, plan.options, plan.device, request.seed));
-    const absl::Status fits = layer->SetParameters(parameters.tensors);
+    const absl::Status fits = layer->SetParameters(std::move(file->tensors));
     if (!fits.ok()) return WithFlag("parameters", fits);
-    request.parameters = &parameters.tensors;
   }
-  TFB_ASSIGN_OR_RETURN(const Accuracy accuracy, Evaluate(request));
+  TFB_ASSIGN_OR_RETURN(const Accuracy accuracy, EvaluateLayer(request, layer.get()));
   TFB_RETURN_IF_ERROR(WriteFiles(plan, accuracy));
   PrintErrors(plan, accuracy);
   return accuracy.passed ? kExitDone : kExitCheckFailed;

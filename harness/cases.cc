@@ -177,7 +177,8 @@ void Fit(const InputSource& input, const Problem& wanted, SweepCase* sweep_case)
     return;
   }
   if (input.captured == nullptr) return;
-  const absl::StatusOr<Problem> fitted = FitProblem(input, kind, wanted);
+  const absl::StatusOr<Problem> fitted =
+      FitProblem(input, *sweep_case->technique, sweep_case->options, wanted);
   if (fitted.ok()) {
     sweep_case->problem = *fitted;
     const auto specs = sweep_case->technique->InputSpecs(*fitted, sweep_case->options);

@@ -28,12 +28,14 @@ double Relative(double difference, double reference) {
   return reference == 0 ? kInfinity : std::sqrt(difference / reference);
 }
 
-// Sums over one row.
+// Sums over the finite elements of one row.
 struct RowSums {
   double yy = 0, rr = 0, yr = 0;
+  bool any = false;
 
   void Add(double y, double r) {
     if (!std::isfinite(y) || !std::isfinite(r)) return;
+    any = true;
     yy += y * y;
     rr += r * r;
     yr += y * r;
@@ -89,7 +91,9 @@ absl::StatusOr<OutputError> CompareOutput(const ConstTensorView& output,
   if (channels == 0) return error;
   error.rows = output.num_elements() / channels;
   error.rows_checked = reference.num_elements() / channels;
+  error.checked = reference.num_elements();
   double difference = 0, norm = 0, cosines = 0;
+  int64_t finite_rows = 0;
   for (int64_t row = 0; row < error.rows_checked; ++row) {
     RowSums sums;
     const int64_t first = compared.OutputOffset(row * channels);
@@ -100,14 +104,21 @@ absl::StatusOr<OutputError> CompareOutput(const ConstTensorView& output,
       error.max_abs = std::max(error.max_abs, off);
       difference += off * off;
       sums.Add(y, r);
+      error.not_finite += !std::isfinite(y);
+      error.unexpected += !std::isfinite(y) && std::isfinite(r);
     }
     norm += sums.rr;
-    cosines += sums.Cosine();
+    if (sums.any) cosines += sums.Cosine();
+    finite_rows += sums.any;
   }
   error.relative_frobenius = Relative(difference, norm);
   const bool none = error.max_abs == 0;
   error.max_abs_over_max_value = none ? 0 : max_value == 0 ? kInfinity : error.max_abs / max_value;
-  if (error.rows_checked > 0) error.mean_cosine = cosines / static_cast<double>(error.rows_checked);
+  if (finite_rows > 0) {
+    error.mean_cosine = cosines / static_cast<double>(finite_rows);
+  } else if (error.checked > 0) {
+    error.relative_frobenius = error.mean_cosine = std::numeric_limits<double>::quiet_NaN();
+  }
   return error;
 }
 

@@ -16,14 +16,19 @@
 namespace tfb {
 
 // The errors of an output y against its reference r. An element that is not finite is right where
-// the reference is the same infinity, or both are NaN, and infinitely wrong otherwise.
+// the reference is the same infinity, or both are NaN, and infinitely wrong otherwise. Where y and r
+// have elements and no two of them are finite, relative_frobenius and mean_cosine are NaN.
 struct OutputError {
   double relative_frobenius = 0;      // |y - r| / |r|, over all elements; 0 where both are 0
   double max_abs = 0;                 // max |y - r|
   double max_abs_over_max_value = 0;  // max |y - r| / max |v|
-  double mean_cosine = 1;             // mean over the rows of y and r; rows that are both 0 have 1
-  int64_t rows_checked = 0;           // rows of the last dimension
-  int64_t rows = 0;                   // of the whole output
+  // Mean over the rows of y and r with two finite elements; rows that are both 0 have 1.
+  double mean_cosine = 1;
+  int64_t rows_checked = 0;  // rows of the last dimension
+  int64_t rows = 0;          // of the whole output
+  int64_t checked = 0;       // elements of the rows that were checked
+  int64_t not_finite = 0;    // elements of y among them that are NaN or infinite
+  int64_t unexpected = 0;    // of these, where r is finite
 };
 
 // The view of `output` that a reference of the given shape covers: the whole of it, or, where the

@@ -53,6 +53,26 @@ TEST(Errors, NanWhereNanIsDueIsRightAndInfinityNeedsItsSign) {
             kInfinity);
 }
 
+TEST(Errors, ElementsThatAreNotFiniteAreCountedAndNotAveraged) {
+  const Tensor reference = Of(DType::kF64, {3, 2}, {kNan, kNan, 3, 4, kInfinity, 1});
+  const Tensor output = Of(DType::kF32, {3, 2}, {kNan, kNan, kNan, 4, kInfinity, 1});
+  const OutputError error = Compare(output, reference, 1);
+  EXPECT_EQ(error.checked, 6);
+  EXPECT_EQ(error.not_finite, 4);
+  EXPECT_EQ(error.unexpected, 1);
+  EXPECT_EQ(error.mean_cosine, 1);  // of two rows
+  EXPECT_EQ(error.relative_frobenius, kInfinity);
+}
+
+TEST(Errors, NothingIsKnownWhereNothingIsFinite) {
+  const Tensor nan = Of(DType::kF64, {2, 2}, {kNan, kNan, kNan, kInfinity});
+  const OutputError error = Compare(nan, nan, 1);
+  EXPECT_EQ(error.not_finite, 4);
+  EXPECT_EQ(error.unexpected, 0);
+  EXPECT_TRUE(std::isnan(error.mean_cosine));
+  EXPECT_TRUE(std::isnan(error.relative_frobenius));
+}
+
 TEST(Errors, ZeroRowsAreRightWhenZeroIsDue) {
   const Tensor zero = Of(DType::kF64, {2, 2}, {0, 0, 0, 0});
   const OutputError right = Compare(zero, zero, 0);
@@ -106,6 +126,7 @@ TEST(Errors, EmptyOutputsHaveNoError) {
   const Tensor reference(DType::kF64, {1, 4, 0, 8});
   const Tensor output(DType::kF32, {1, 4, 0, 8});
   EXPECT_EQ(Compare(output, reference, 0).max_abs_over_max_value, 0);
+  EXPECT_EQ(Compare(output, reference, 0).mean_cosine, 1);
 }
 
 TEST(Errors, LogSumExpOfRowsWithoutKeysIsMinusInfinityInBoth) {

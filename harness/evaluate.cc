@@ -82,10 +82,15 @@ absl::Status CompareFurtherOutputs(const EvaluateRequest& request, const NamedTe
     if (name == "out" || expected == reference.tensors.end()) continue;
     TFB_ASSIGN_OR_RETURN(const double error,
                          MaxAbsError(output.view(), expected->second.view(), request.rows));
-    const double largest = LargestMagnitude(expected->second.view());
+    double largest = LargestMagnitude(expected->second.view());
     if (name == "log_sum_exp") {
       accuracy->log_sum_exp_error = {error, LogSumExpBound(keys, largest)};
     } else if (IsFloating(output.dtype())) {
+      // See Technique::Define: the size of what a difference was taken of.
+      if (const auto parts = reference.tensors.find(absl::StrCat(name, ".scale"));
+          parts != reference.tensors.end()) {
+        largest = std::max(largest, LargestMagnitude(parts->second.view()));
+      }
       accuracy->other_errors[name] = {error == 0 ? 0 : error / std::max(largest, 1e-30),
                                       AbsoluteBound(output.dtype(), keys)};
     } else {
@@ -201,7 +206,20 @@ absl::Status JudgeAgainstDense(const EvaluateRequest& request, const NamedTensor
   return absl::OkStatus();
 }
 
+// Says what is wrong with an output whose elements are not finite; empty where nothing is.
+std::string NotFiniteFailure(const OutputError& error) {
+  if (error.unexpected > 0) {
+    return absl::StrCat(error.unexpected, " of ", error.checked,
+                        " elements of out are NaN or infinite where the definition is finite");
+  }
+  if (std::isnan(error.mean_cosine)) {
+    return "nothing was compared: no element of out is finite, nor is the definition";
+  }
+  return "";
+}
+
 void Pass(Accuracy* accuracy) {
+  accuracy->failure = NotFiniteFailure(accuracy->against_definition);
   const auto check = [accuracy](absl::string_view what, const Bounded& error) {
     if (error.passed() || !accuracy->failure.empty()) return;
     accuracy->failure =
@@ -293,14 +311,19 @@ absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request) {
   if (request.parameters != nullptr) {
     TFB_RETURN_IF_ERROR(layer->SetParameters(*request.parameters));
   }
-  TFB_ASSIGN_OR_RETURN(
-      LayerRun run, RunOnce(layer.get(), request.device, ViewsOf(*request.inputs), request.pool));
+  return EvaluateLayer(request, layer.get());
+}
+
+absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* layer) {
+  TFB_ASSIGN_OR_RETURN(LayerRun run,
+                       RunOnce(layer, request.device, ViewsOf(*request.inputs), request.pool));
   TFB_ASSIGN_OR_RETURN(Accuracy accuracy, Judge(request, layer->parameters(), run.outputs));
   accuracy.statistics = layer->statistics();
   accuracy.cost = layer->cost();
   accuracy.workspace_bytes = run.workspace_bytes;
   accuracy.parameters = Copies(layer->parameters());
-  for (const auto& entry : accuracy.parameters) accuracy.parameter_bytes += entry.second.bytes();
+  accuracy.parameter_bytes = 0;
+  for (const auto& entry : accuracy.parameters) *accuracy.parameter_bytes += entry.second.bytes();
   accuracy.outputs = std::move(run.outputs);
   return accuracy;
 }

@@ -51,7 +51,8 @@ struct Accuracy {
   double definition_bound = 0;
   // Absolute, of log_sum_exp; absent where the technique has none.
   std::optional<Bounded> log_sum_exp_error;
-  // max |y - r| / max |r| of the further outputs that the definition has, by name.
+  // max |y - r| / max |r| of the further outputs that the definition has, by name; over NAME.scale
+  // where the definition gives one that is larger.
   std::map<std::string, Bounded> other_errors;
   // 16-bit problems: against_definition.max_abs over that of the dense counterpart's layer in the
   // same precision against its own definition. The bound is 2, or what one rounding of the largest
@@ -70,8 +71,8 @@ struct Accuracy {
   std::string counterpart;  // "name:option=value"; empty where it is not known
   std::map<std::string, double> statistics;
   Cost cost;
-  size_t workspace_bytes = 0;
-  size_t parameter_bytes = 0;
+  std::optional<size_t> workspace_bytes;  // absent where another made the layer
+  std::optional<size_t> parameter_bytes;
   NamedTensors outputs;     // whole, of the problem's dtype
   NamedTensors parameters;  // that the layer ran with
 };
@@ -84,6 +85,10 @@ constexpr int64_t kMaxWeightBytes = int64_t{1} << 28;
 absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request);
 
 // The parts of it, for callers that have a layer already.
+
+// Evaluate with a layer of the request's technique, options, problem and device, which has the parameters
+// that count: those of the request are not read.
+absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* layer);
 
 struct LayerRun {
   NamedTensors outputs;  // of every output, the optional ones included

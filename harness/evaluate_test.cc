@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,7 +60,7 @@ TEST_F(Evaluation, ARightLayerPassesWithSmallErrors) {
   EXPECT_EQ(accuracy->counterpart, "tiny");
   EXPECT_EQ(accuracy->parameters.count("gain"), 1u);
   EXPECT_EQ(accuracy->parameter_bytes, 16u);
-  EXPECT_GT(accuracy->workspace_bytes, 0u);
+  EXPECT_GT(accuracy->workspace_bytes.value_or(0), 0u);
   EXPECT_EQ(accuracy->outputs.at("out").shape(), Shape({2, 4, 70, 16}));
 }
 
@@ -102,7 +103,20 @@ TEST_F(Evaluation, RowsThatAreLeftUnwrittenDoNotPass) {
   ASSERT_TRUE(accuracy.ok()) << accuracy.status();
   EXPECT_FALSE(accuracy->passed);
   EXPECT_TRUE(std::isinf(accuracy->against_definition.max_abs));
+  EXPECT_THAT(accuracy->failure,
+              HasSubstr("elements of out are NaN or infinite where the definition is finite"));
   EXPECT_TRUE(Run(TinyFault::kNone, problem)->passed);
+}
+
+TEST_F(Evaluation, AnOutputWithoutANumberDoesNotPass) {
+  NamedTensors gain;
+  gain["gain"] = Tensor(DType::kF32, {4});
+  Fill(gain.at("gain").view(), std::numeric_limits<double>::quiet_NaN());
+  const auto accuracy = Run(TinyFault::kNone, kProblem, {}, {}, &gain);
+  ASSERT_TRUE(accuracy.ok()) << accuracy.status();
+  EXPECT_FALSE(accuracy->passed);
+  EXPECT_THAT(accuracy->failure, HasSubstr("nothing was compared"));
+  EXPECT_EQ(accuracy->against_definition.not_finite, accuracy->against_definition.checked);
 }
 
 TEST_F(Evaluation, WritingOutOfBoundsIsAnError) {

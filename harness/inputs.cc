@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <limits>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -267,19 +268,6 @@ bool CanBeCut(const Shape& from, const Shape& to) {
   return true;
 }
 
-// Tells whether every element is a whole number that the integer dtype holds.
-bool Holds(DType dtype, const ConstTensorView& view) {
-  const auto [min, max] = dtype == DType::kU8    ? std::make_pair(0.0, 255.0)
-                          : dtype == DType::kI32 ? std::make_pair(-0x1p31, 0x1p31 - 1)
-                                                 : std::make_pair(-0x1p53, 0x1p53);
-  bool holds = true;
-  ForEachOffset(view, view, [&, min = min, max = max](int64_t offset, int64_t) {
-    const double value = view.Get(offset);
-    holds = holds && value >= min && value <= max;
-  });
-  return holds;
-}
-
 absl::StatusOr<Tensor> Cut(const CapturedLayer& layer, const TensorSpec& spec,
                            const Tensor& tensor) {
   if (!CanBeCut(tensor.shape(), spec.shape)) {
@@ -289,8 +277,7 @@ absl::StatusOr<Tensor> Cut(const CapturedLayer& layer, const TensorSpec& spec,
   }
   ConstTensorView view = tensor.view();
   for (int axis = 0; axis < view.rank; ++axis) view = Slice(view, axis, 0, spec.shape[axis]);
-  if (IsFloating(tensor.dtype()) != IsFloating(spec.dtype) ||
-      (!IsFloating(spec.dtype) && !Holds(spec.dtype, view))) {
+  if (IsFloating(tensor.dtype()) != IsFloating(spec.dtype) || !CanConvert(view, spec.dtype)) {
     return absl::InvalidArgumentError(
         absl::StrCat(WithTensor(layer, spec.name), " is ", Name(tensor.dtype()),
                      " and cannot be converted to ", Name(spec.dtype)));
@@ -468,9 +455,88 @@ absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
   return problem;
 }
 
+namespace {
+
+absl::StatusOr<Problem> FitWithMemory(const InputSource& source, const Technique& technique,
+                                      const Options& options, const Problem& wanted) {
+  TFB_ASSIGN_OR_RETURN(const Problem problem,
+                       FitProblem(source, technique.info().input_kind, wanted));
+  const Tensor* memory = source.captured == nullptr ? nullptr : source.captured->Find("memory");
+  if (technique.info().input_kind == InputKind::kQkv || memory == nullptr ||
+      memory->shape().size() != 3) {
+    return problem;
+  }
+  Problem crossed = problem;
+  crossed.kv_tokens = std::min(wanted.kv_tokens, memory->dim(1));
+  const auto specs = technique.InputSpecs(crossed, options);
+  const bool reads_memory =
+      specs.ok() && std::any_of(specs->begin(), specs->end(),
+                                [](const TensorSpec& spec) { return spec.name == "memory"; });
+  return reads_memory ? crossed : problem;
+}
+
+// "q [1, 2, 30, 8] and k [1, 2, 35, 8]": the tensors that the sizes of a problem come from.
+std::string SizesOf(const CapturedLayer& layer, InputKind kind) {
+  std::vector<std::string> parts;
+  for (const char* name : {"q", "k", "x", "memory"}) {
+    const bool is_qkv = absl::string_view(name) == "q" || absl::string_view(name) == "k";
+    const Tensor* tensor = layer.Find(name);
+    if (tensor == nullptr || is_qkv != (kind == InputKind::kQkv)) continue;
+    parts.push_back(absl::StrCat(name, " ", ShapeString(tensor->shape())));
+  }
+  return absl::StrJoin(parts, " and ");
+}
+
+// Expects of each tensor that has a spec the shape that it has for the whole file.
+absl::Status CheckSizes(const InputSource& source, const Technique& technique,
+                        const Options& options, const Problem& wanted) {
+  Problem most = wanted;
+  most.batch = most.query_tokens = most.kv_tokens = kMaxTokens;
+  TFB_ASSIGN_OR_RETURN(const Problem whole, FitWithMemory(source, technique, options, most));
+  const auto specs = technique.InputSpecs(whole, options);
+  if (!specs.ok()) return absl::OkStatus();  // creating the layer tells why
+  for (const TensorSpec& spec : *specs) {
+    const Tensor* tensor = source.captured->Find(spec.name);
+    if (tensor == nullptr || tensor->shape() == spec.shape) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(WithTensor(*source.captured, spec.name), " is ", ShapeString(tensor->shape()),
+                     "; beside ", SizesOf(*source.captured, technique.info().input_kind), " ",
+                     technique.info().name, " reads ", ShapeString(spec.shape)));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<Problem> FitProblem(const InputSource& source, const Technique& technique,
+                                   const Options& options, const Problem& wanted) {
+  if (source.captured != nullptr) {
+    TFB_RETURN_IF_ERROR(CheckSizes(source, technique, options, wanted));
+  }
+  return FitWithMemory(source, technique, options, wanted);
+}
+
 absl::Status CheckTensorsAreThere(const InputSource& source, const std::vector<TensorSpec>& specs) {
   if (source.captured == nullptr) return absl::OkStatus();
   for (const TensorSpec& spec : specs) TFB_RETURN_IF_ERROR(CheckHas(*source.captured, spec));
+  return absl::OkStatus();
+}
+
+absl::Status CheckTensorsAreRead(const InputSource& source, const std::vector<TensorSpec>& specs) {
+  if (source.captured == nullptr || source.profile != "file") return absl::OkStatus();
+  std::vector<std::string> read;
+  for (const TensorSpec& spec : specs) {
+    read.push_back(absl::StrCat(
+        spec.name, spec.optional || spec.noise.has_value() ? " (where there is one)" : ""));
+  }
+  std::set<std::string> known = {"q", "k", "v", "x", "tokens"};
+  for (const TensorSpec& spec : specs) known.insert(spec.name);
+  for (const std::string& name : source.captured->names()) {
+    if (known.count(name) > 0) continue;
+    return absl::InvalidArgumentError(absl::StrCat(WithTensor(*source.captured, name),
+                                                   " would not be read; what is read are ",
+                                                   absl::StrJoin(read, ", ")));
+  }
   return absl::OkStatus();
 }
 

@@ -99,9 +99,20 @@ absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string&
 absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
                                    const Problem& wanted);
 
+// The same for a technique with its options. Where it attends from x to the rows of a tensor
+// `memory`, the file's number of those is the problem's kv_tokens. Returns InvalidArgument where two
+// tensors of the file, cut or not, disagree in a size.
+absl::StatusOr<Problem> FitProblem(const InputSource& source, const Technique& technique,
+                                   const Options& options, const Problem& wanted);
+
 // Returns NotFound where the source is a file that lacks a tensor of the specs. Optional tensors and
 // noise, which is drawn, may be missing.
 absl::Status CheckTensorsAreThere(const InputSource& source, const std::vector<TensorSpec>& specs);
+
+// Returns InvalidArgument where the source is a file of the caller's own with a tensor that is not
+// among the specs. q, k, v and x may be there for techniques of another input kind, and `tokens`, which
+// captures have: the text that their tensors are of.
+absl::Status CheckTensorsAreRead(const InputSource& source, const std::vector<TensorSpec>& specs);
 
 // Makes a tensor for each spec, and for optional ones only where a file has them. Integers are
 // drawn uniformly from 0 to kDrawnIds - 1. Errors:

@@ -321,6 +321,95 @@ TEST(Inputs, AFileOfTheCallersOwnIsReadRelativeToItsFolder) {
                     HasSubstr("is i64 and cannot be converted to u8")));
 }
 
+// A technique on hidden states with a mask, which attends to `memory` where the option says so.
+class Crossing : public Technique {
+ public:
+  Crossing() : Technique(Info()) {}
+  absl::StatusOr<Options> Canonical(const Options& options) const override { return options; }
+  absl::StatusOr<std::vector<TensorSpec>> InputSpecs(const Problem& problem,
+                                                     const Options& options) const override {
+    std::vector<TensorSpec> specs = HiddenInputs(problem);
+    if (options.count("cross") > 0) {
+      specs.push_back({"memory", {problem.batch, problem.kv_tokens, problem.model_dim()}});
+    } else if (problem.kv_tokens != problem.query_tokens) {
+      return absl::UnimplementedError("is self-attention");
+    }
+    specs.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+    return specs;
+  }
+  absl::StatusOr<std::vector<TensorSpec>> OutputSpecs(const Problem&,
+                                                      const Options&) const override {
+    return std::vector<TensorSpec>();
+  }
+  absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem&, const Options&, Device,
+                                                uint64_t) const override {
+    return absl::UnimplementedError("has no layer");
+  }
+  absl::Status Define(const Problem&, const Options&, const NamedTensors&, const Inputs&,
+                      const DefinitionRequest&, NamedTensors*) const override {
+    return absl::UnimplementedError("has no definition");
+  }
+
+ private:
+  static TechniqueInfo Info() {
+    TechniqueInfo info;
+    info.name = "crossing";
+    info.input_kind = InputKind::kHidden;
+    return info;
+  }
+};
+
+InputSource FileSource(const std::string& name, const NamedTensors& tensors) {
+  return ParseInputSources(WriteFile(name, tensors)).value().at(0);
+}
+
+TEST(Inputs, KeysHaveTheLengthOfTheMemoryThatIsAttendedTo) {
+  NamedTensors tensors;
+  tensors["x"] = Filled(DType::kF32, {1, 48, 32});
+  tensors["memory"] = Filled(DType::kF32, {1, 77, 32});
+  tensors["key_mask"] = Filled(DType::kU8, {1, 77});
+  const InputSource source = FileSource("cross.safetensors", tensors);
+  Problem wanted = Problem::SelfAttention(8, 4, 1000, 8);
+  const auto crossed = FitProblem(source, Crossing(), {{"cross", "1"}}, wanted);
+  ASSERT_TRUE(crossed.ok()) << crossed.status();
+  EXPECT_EQ(crossed->query_tokens, 48);
+  EXPECT_EQ(crossed->kv_tokens, 77);
+  wanted.query_tokens = wanted.kv_tokens = 60;  // a prefix may be asked for
+  EXPECT_EQ(FitProblem(source, Crossing(), {{"cross", "1"}}, wanted)->kv_tokens, 60);
+  // Without cross attention the keys are x, and the mask is too long for them.
+  const auto alone = FitProblem(source, Crossing(), {}, wanted);
+  EXPECT_EQ(alone.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(alone.status().message()),
+              AllOf(HasSubstr("\"key_mask\" is [1, 77]"), HasSubstr("x [1, 48, 32]"),
+                    HasSubstr("crossing reads [1, 48]")));
+}
+
+TEST(Inputs, SizesThatDoNotAgreeAreNamedAndNotCut) {
+  NamedTensors tensors;
+  tensors["x"] = Filled(DType::kF32, {1, 30, 32});
+  tensors["key_mask"] = Filled(DType::kU8, {2, 30});
+  const InputSource source = FileSource("two_masks.safetensors", tensors);
+  const auto fitted = FitProblem(source, Crossing(), {}, Problem::SelfAttention(1, 4, 10, 8));
+  EXPECT_THAT(std::string(fitted.status().message()),
+              AllOf(HasSubstr("\"key_mask\" is [2, 30]"), HasSubstr("reads [1, 30]")));
+}
+
+TEST(Inputs, TensorsThatNothingReadsAreNamedWithThoseThatAreRead) {
+  const Problem problem = Problem::SelfAttention(1, 4, 30, 8);
+  NamedTensors tensors;
+  tensors["x"] = Filled(DType::kF32, {1, 30, 32});
+  for (const char* name : {"q", "k", "v"}) tensors[name] = Filled(DType::kF32, {1, 4, 30, 8});
+  const std::vector<TensorSpec> specs = *Crossing().InputSpecs(problem, {});
+  EXPECT_TRUE(CheckTensorsAreRead(FileSource("all_read.safetensors", tensors), specs).ok());
+  tensors["key_padding"] = Filled(DType::kU8, {1, 30});
+  const absl::Status status =
+      CheckTensorsAreRead(FileSource("misspelt.safetensors", tensors), specs);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), AllOf(HasSubstr("\"key_padding\" would not be read"),
+                                                   HasSubstr("x, key_mask (where there is one)")));
+  EXPECT_TRUE(CheckTensorsAreRead(ParseInputSources("real")->at(0), specs).ok());
+}
+
 TEST(Inputs, ContradictorySizesOfAFileAreNamed) {
   const auto error = [](NamedTensors tensors) {
     const auto layers = ReadCapturedLayers(WriteFile("bad.safetensors", tensors));

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -167,6 +168,41 @@ TEST_F(Programs, ApplyExitsWith1WhenAnErrorExceedsItsBoundAndWritesAllTheSame) {
   EXPECT_EQ(Read("wrong.safetensors").count("out"), 1u);
 }
 
+TEST_F(Programs, ApplyRefusesTensorsThatItWouldCutOrPassOver) {
+  NamedTensors tensors;
+  tensors["q"] = Tensor(DType::kF32, {1, 4, 90, 16});
+  tensors["k"] = Tensor(DType::kF32, {1, 2, 100, 16});
+  tensors["v"] = Tensor(DType::kF32, {1, 2, 100, 8});
+  for (auto& [key, tensor] : tensors) FillNormal(&tensor, 1, key);
+  tensors["key_mask"] = Tensor(DType::kU8, {1, 105});
+  Fill(tensors.at("key_mask").view(), 1);
+  ASSERT_TRUE(WriteSafetensors(Path("long_mask.safetensors"), tensors).ok());
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=long_mask.safetensors",
+                 "\"key_mask\" is [1, 105]; beside q [1, 4, 90, 16] and k [1, 2, 100, 16] tiny "
+                 "reads [1, 100]");
+  tensors.erase("key_mask");
+  tensors["key_padding"] = Tensor(DType::kU8, {1, 100});
+  Fill(tensors.at("key_padding").view(), 1);
+  ASSERT_TRUE(WriteSafetensors(Path("misspelt.safetensors"), tensors).ok());
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=misspelt.safetensors",
+                 "\"key_padding\" would not be read; what is read are q, k, v, key_mask (where "
+                 "there is one)");
+}
+
+TEST_F(Programs, ApplySaysThatNothingOfTheOutputIsANumber) {
+  NamedTensors tensors;
+  for (const char* name : {"q", "k", "v"}) {
+    tensors[name] = Tensor(DType::kF32, {1, 4, 30, 16});
+    Fill(tensors[name].view(), std::numeric_limits<double>::quiet_NaN());
+  }
+  ASSERT_TRUE(WriteSafetensors(Path("nan.safetensors"), tensors).ok());
+  const Finished finished = Apply("--technique=tiny --input=nan.safetensors");
+  EXPECT_EQ(finished.exit_code, 1) << finished.err;
+  EXPECT_THAT(finished.out, AllOf(HasSubstr("elements that are NaN or infinite"),
+                                  HasSubstr("1920 of 1920, as in its definition"),
+                                  HasSubstr("FAILED: nothing was compared")));
+}
+
 TEST_F(Programs, ApplyAnswersBadUsageInOneLineThatNamesTheFlag) {
   WriteQkv("qkv.safetensors");
   WriteQkv("named.safetensors", "query_");
@@ -193,6 +229,13 @@ TEST_F(Programs, ApplyAnswersBadUsageInOneLineThatNamesTheFlag) {
                  "--parameters: there is no parameter \"k\"; the layer has gain");
   ExpectBadUsage("tiny_apply", "--technique=tiny --output=absent/out.safetensors" + input,
                  "--output: ");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --output=./qkv.safetensors" + input,
+                 "--output: is the file of --input");
+  ExpectBadUsage("tiny_apply",
+                 "--technique=tiny --output=a.safetensors --dump_parameters=a.safetensors" + input,
+                 "--dump_parameters: is the file of --output");
+  ASSERT_EQ(mkfifo(Path("fifo.safetensors").c_str(), 0600), 0);
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=fifo.safetensors", "not a regular file");
   ExpectBadUsage("tiny_apply", "--technique=tiny extra" + input, "\"extra\" is no flag");
   ExpectBadUsage("tiny_apply", "--technique=tiny --inputs=x", "did you mean --input?");
 }

@@ -233,12 +233,15 @@ class Sweep {
                               ? absl::OkStatus()
                               : MeasureAll();
     progress_->Clear();
-    if (!status.ok()) return Fail(status);
+    if (!status.ok()) return FailWhileMeasuring(status);
     appender_.reset();  // closes the file
     if (!is_quiet()) {
       if (const absl::Status shown = Show(); !shown.ok()) return Fail(shown);
     }
     if (signals_seen > 0) return Interrupted();
+    if (!any_ran_ && !leaves_out_ && !cases_.empty()) {
+      return Fail(absl::UnavailableError(absl::StrCat("no case could run: ", reason_of_skip_)));
+    }
     return AnyFailed() ? kExitCheckFailed : kExitDone;
   }
 
@@ -246,6 +249,18 @@ class Sweep {
   int Fail(const absl::Status& status) {
     PrintError(options_.program, status.message());
     return kExitBadUsage;
+  }
+
+  // What was measured is kept; a file that holds no case would only be in the next sweep's way.
+  int FailWhileMeasuring(const absl::Status& status) {
+    appender_.reset();
+    const absl::StatusOr<ResultFile> file = ReadResultFile(options_.output);
+    if (file.ok() && file->results.cases_size() == 0 && is_new_) unlink(options_.output.c_str());
+    if (!file.ok() || file->results.cases_size() == 0) return Fail(status);
+    return Fail(absl::Status(
+        status.code(),
+        absl::StrCat(status.message(), "; ", file->results.cases_size(), " cases are in ",
+                     ShortPath(options_.output), ", --resume goes on")));
   }
 
   bool follows() const { return !options_.turns.empty(); }
@@ -257,6 +272,7 @@ class Sweep {
 
   absl::Status Open() {
     AppenderOptions how;
+    is_new_ = access(options_.output.c_str(), F_OK) != 0;
     how.existing =
         options_.resume ? AppenderOptions::Existing::kResume : AppenderOptions::Existing::kRefuse;
     absl::StatusOr<std::unique_ptr<ResultAppender>> opened =
@@ -297,6 +313,7 @@ class Sweep {
       left_[i] = outcome.status() == Outcome::STATUS_SKIPPED;
       if (left_[i]) skipped_before_[i] = outcome.reason();
       if (outcome.status() == Outcome::STATUS_FAILED) failed_.insert(i);
+      NoteOutcome(outcome);
     }
     std::map<std::string, std::vector<size_t>> groups;
     for (size_t i = 0; i < cases_.size(); ++i) groups[GroupKey(cases_[i])].push_back(i);
@@ -325,10 +342,21 @@ class Sweep {
   absl::Status Write(size_t index, const Case& record) {
     left_[index] = false;
     const Outcome& outcome = record.outcome();
+    NoteOutcome(outcome);
     const auto before = skipped_before_.find(index);
     const bool known = before != skipped_before_.end() && before->second == outcome.reason() &&
                        outcome.status() == Outcome::STATUS_SKIPPED;
     return known ? absl::OkStatus() : appender_->Append(record);
+  }
+
+  // Whether anything was tried, of this sweep or of the one that it resumes.
+  void NoteOutcome(const Outcome& outcome) {
+    if (outcome.status() == Outcome::STATUS_SKIPPED ||
+        outcome.status() == Outcome::STATUS_UNSUPPORTED) {
+      reason_of_skip_ = outcome.reason();
+    } else {
+      any_ran_ = true;
+    }
   }
 
   absl::Status Append(size_t index, const Case& record) {
@@ -691,6 +719,7 @@ class Sweep {
 
   // Nothing is said of a single case: there is one line for all that are left out together.
   absl::Status LeaveOut(size_t index, absl::string_view reason) {
+    leaves_out_ = true;
     const auto held = records_.find(index);
     if (held != records_.end()) return Append(index, held->second);
     Case record = MakeRecord(cases_[index]);
@@ -730,7 +759,9 @@ class Sweep {
     how.style = StyleFor(STDOUT_FILENO);
     how.paths = {ShortPath(options_.output)};
     if (progress_->finished() == 0) {
-      how.notes.push_back("nothing was left to measure: the file has every case");
+      how.notes.push_back(signals_seen > 0
+                              ? "stopped before the first case was done"
+                              : "nothing was left to measure: the file has every case");
     }
     std::fputs(TerminalReport(Analysis(file.results), how).c_str(), stdout);
     if (!options_.other.program.empty()) TFB_RETURN_IF_ERROR(ShowComparison(file.results));
@@ -786,6 +817,10 @@ class Sweep {
   std::map<size_t, Case> records_;                // by case: all visits to it
   std::set<size_t> improved_;                     // cases with samples that the file lacks
   std::set<size_t> failed_;
+  bool any_ran_ = false;
+  bool leaves_out_ = false;     // cases that the time is not enough for
+  bool is_new_ = false;         // the file was not there before
+  std::string reason_of_skip_;  // the last one
   std::string no_gpu_reason_;
   int ends_between_cases_ = 0;
 };

@@ -49,7 +49,7 @@ struct SweepOptions {
 // another build's sweep, also the comparison of both (results/comparison.h).
 //
 // Returns the exit status: 0 done; 1 a case failed (an error beyond its bound, or a technique's
-// failure); 2 the file cannot be written; 128 + signal where SIGINT or SIGTERM stopped it, with a
+// failure); 2 the file cannot be written, or no case could run; 128 + signal where SIGINT or SIGTERM stopped it, with a
 // message on how to go on. The first signal lets the samples at hand be recorded, a second one
 // stops at once. Needs a process with a single thread.
 int RunSweep(const SweepOptions& options, const std::vector<SweepCase>& cases);

@@ -243,6 +243,14 @@ TEST_F(SweepTest, WhatGoesWrongIsARowAndTheNextCaseRuns) {
   EXPECT_THAT(run.out, HasSubstr("FAILED"));
 }
 
+TEST_F(SweepTest, ASweepOfWhichNothingCouldRunIsAnError) {
+  const Finished run =
+      Run({"--techniques=toy_unable", "--counterparts=false", "--lengths=16:32", "--output=a.pb"});
+  EXPECT_EQ(run.exit_status, 2) << run.err;
+  EXPECT_THAT(run.err, HasSubstr("no case could run: "));
+  EXPECT_EQ(Outcomes("a.pb").size(), 2u);  // they are in the file all the same
+}
+
 TEST_F(SweepTest, MemoryThatSetupTakesUnannouncedIsARow) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   GTEST_SKIP() << "sanitizers have their own ideas of memory";

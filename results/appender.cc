@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "core/output_file.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/io/zero_copy_stream_impl_lite.h"
 #include "results/reader.h"
@@ -38,6 +39,14 @@ absl::Status SystemError(const std::string& path, absl::string_view action, int 
     default:
       return absl::UnavailableError(message);
   }
+}
+
+// Locks a result file until it is closed. Returns Unavailable where another process holds it.
+absl::Status Lock(const std::string& path, int fd) {
+  if (flock(fd, LOCK_EX | LOCK_NB) == 0) return absl::OkStatus();
+  if (errno != EWOULDBLOCK) return SystemError(path, "lock", errno);
+  return absl::UnavailableError(
+      absl::StrCat(path, ": another process is appending to it; name another file"));
 }
 
 // Maps in a fixed order, so that equal results are equal bytes.
@@ -94,13 +103,7 @@ absl::StatusOr<std::unique_ptr<ResultAppender>> ResultAppender::Open(
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd < 0) return SystemError(path, "open for appending", errno);
   std::unique_ptr<ResultAppender> appender(new ResultAppender(path, fd, options));
-  if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
-    if (errno == EWOULDBLOCK) {
-      return absl::UnavailableError(
-          absl::StrCat(path, ": another process is appending to it; name another file"));
-    }
-    return SystemError(path, "lock", errno);
-  }
+  if (absl::Status status = Lock(path, fd); !status.ok()) return status;
   if (absl::Status status = appender->Begin(); !status.ok()) return status;
   return appender;
 }
@@ -214,28 +217,13 @@ std::string SerializeResults(const ResultSet& results) {
 }
 
 absl::Status WriteResultFile(const std::string& path, const ResultSet& results) {
-  const std::string temporary = absl::StrCat(path, ".", getpid(), ".tmp");
-  const int fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (fd < 0) return SystemError(temporary, "create", errno);
-  const std::string bytes = SerializeResults(results);
-  size_t done = 0;
-  int error = 0;
-  while (done < bytes.size() && error == 0) {
-    const ssize_t written = write(fd, bytes.data() + done, bytes.size() - done);
-    if (written >= 0) {
-      done += written;
-    } else if (errno != EINTR) {
-      error = errno;
-    }
-  }
-  if (error == 0 && fdatasync(fd) != 0 && errno != EINVAL) error = errno;
-  if (close(fd) != 0 && error == 0) error = errno;
-  if (error == 0 && rename(temporary.c_str(), path.c_str()) != 0) error = errno;
-  if (error != 0) {
-    unlink(temporary.c_str());
-    return SystemError(path, "write", error);
-  }
-  return absl::OkStatus();
+  struct stat info;
+  const bool is_plain = stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
+  const int replaced = is_plain ? open(path.c_str(), O_RDONLY | O_CLOEXEC) : -1;
+  absl::Status status = replaced < 0 ? absl::OkStatus() : Lock(path, replaced);
+  if (status.ok()) status = WriteFile(path, SerializeResults(results));
+  if (replaced >= 0) close(replaced);
+  return status;
 }
 
 }  // namespace tfb

@@ -254,6 +254,20 @@ class Comparer {
     return finding;
   }
 
+  // A number that BASE has and NEW lacks, of a case that ran in both. A difference of status tells by
+  // itself why numbers are missing.
+  void AddVanished(absl::string_view what, std::string base_text, const Case& base,
+                   const Case& now) {
+    const bool ran = base.outcome().status() == Outcome::STATUS_OK &&
+                     now.outcome().status() == Outcome::STATUS_OK;
+    if (!ran) return;
+    Finding& finding =
+        Add(what, now, options().allow_missing ? Verdict::kNotJudged : Verdict::kRegressed);
+    finding.base = std::move(base_text);
+    finding.now = "missing";
+    finding.reason = Printable(now.outcome().reason());
+  }
+
   // By a threshold alone: for numbers without noise.
   Verdict Judge(double change, double threshold) const {
     if (change >= threshold || std::isnan(change)) return Verdict::kRegressed;
@@ -297,6 +311,9 @@ class Comparer {
   void CompareInstructions(const Case& base, const Case& now) {
     const Samples before = ToSamples(base.outcome().timing().run_instructions());
     const Samples after = ToSamples(now.outcome().timing().run_instructions());
+    if (!before.empty() && after.empty()) {
+      AddVanished("instructions", FormatSignificant(MedianOrNan(before)), base, now);
+    }
     if (before.empty() || after.empty()) return;
     Finding& finding = Add("instructions", now, Verdict::kSame);
     finding.is_time = true;
@@ -310,8 +327,10 @@ class Comparer {
     const Samples before = ToSamples(base.outcome().timing().setup_ns());
     const Samples after = ToSamples(now.outcome().timing().setup_ns());
     const std::optional<MedianInterval> run = RunTime(now);
-    if (before.empty() || after.empty() || !run.has_value()) return;
-    if (std::max(MedianOrNan(before), MedianOrNan(after)) < kLeastSetupShare * run->median) return;
+    if (!run.has_value()) return;  // CompareRuns has told
+    const double longest =
+        std::max(before.empty() ? 0 : MedianOrNan(before), after.empty() ? 0 : MedianOrNan(after));
+    if (longest < kLeastSetupShare * run->median) return;
     CompareTimes("setup time", base, now, before, after);
   }
 
@@ -371,6 +390,9 @@ class Comparer {
 
   void CompareTimes(absl::string_view name, const Case& base, const Case& now,
                     const Samples& before, const Samples& after) {
+    if (!before.empty() && after.empty()) {
+      AddVanished(name, absl::StrCat(FormatMilliseconds(MedianOrNan(before)), " ms"), base, now);
+    }
     if (before.empty() || after.empty()) return;
     const TimeView view = ChooseView(base, now, before, after);
     Finding& finding = Add(absl::StrCat(name, view.divisor), now, Verdict::kSame);
@@ -384,7 +406,10 @@ class Comparer {
     };
     finding.base = shown(before, view.base);
     finding.now = shown(after, view.now);
-    if (!change.has_value()) {
+    if (!AreTimes(after) && AreTimes(before)) {
+      finding.verdict = Verdict::kRegressed;
+      finding.reason = "a time of NEW is not positive and finite";
+    } else if (!change.has_value()) {
       NotJudged("a time that is not positive and finite", &finding);
     } else if (!view.portable && !comparison_.environment_differences.empty()) {
       NotJudged("a time of another environment", &finding);
@@ -397,6 +422,11 @@ class Comparer {
       if (!other.has_value()) other = OverPeak(base, now, before, after);
       Confirm(view, other, &finding);
     }
+  }
+
+  static bool AreTimes(const Samples& samples) {
+    return std::all_of(samples.begin(), samples.end(),
+                       [](double ns) { return std::isfinite(ns) && ns > 0; });
   }
 
   static void NotJudged(std::string reason, Finding* finding) {
@@ -458,6 +488,9 @@ class Comparer {
   void CompareMemory(const Case& base, const Case& now) {
     const std::optional<double> before = WorkingMemoryBytes(base.outcome());
     const std::optional<double> after = WorkingMemoryBytes(now.outcome());
+    if (before.has_value() && !after.has_value()) {
+      AddVanished("working memory", FormatBytes(before), base, now);
+    }
     if (!before.has_value() || !after.has_value()) return;
     // Below a page there is nothing to regress: 0 to 64 bytes is no infinite growth.
     constexpr double kPageBytes = 4096;
@@ -481,8 +514,11 @@ class Comparer {
     const ErrorMeasure& after = now.outcome().against_definition();
     const std::optional<double> value_before = BoundedValue(before);
     const std::optional<double> value_after = BoundedValue(after);
-    if (!value_before.has_value() || !value_after.has_value()) return;
     constexpr absl::string_view kWhat = "error against its definition";
+    if (value_before.has_value() && !value_after.has_value()) {
+      AddVanished(kWhat, FormatError(value_before), base, now);
+    }
+    if (!value_before.has_value() || !value_after.has_value()) return;
     if (before.has_passed() && after.has_passed()) {
       Verdict verdict = Verdict::kSame;
       if (before.passed() && !after.passed()) verdict = Verdict::kRegressed;
@@ -507,6 +543,9 @@ class Comparer {
     };
     const std::optional<double> before = value(base);
     const std::optional<double> after = value(now);
+    if (before.has_value() && !after.has_value()) {
+      AddVanished("error against dense", FormatError(before), base, now);
+    }
     if (!before.has_value() || !after.has_value()) return;
     // std::max drops a NaN on its right: asked for first.
     const Verdict verdict = std::isnan(*after) && !std::isnan(*before)

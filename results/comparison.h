@@ -40,7 +40,8 @@ struct CompareOptions {
   bool allow_different_environment = false;
   // Match cases whatever their element type. Errors are then not judged.
   bool allow_different_precision = false;
-  // A case of the base that is missing or skipped now is not a regression.
+  // A case of the base that is missing or skipped now, and a number of it that is missing, is not a
+  // regression.
   bool allow_missing = false;
 };
 

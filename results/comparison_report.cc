@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <set>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "nlohmann/json.hpp"
 
 namespace tfb {
@@ -98,6 +100,26 @@ Table FindingsTable(const Comparison& comparison, Verdict verdict) {
   return table;
 }
 
+// The command whose samples would tell what is ambiguous now; empty where nothing is.
+std::string Advice(const Comparison& comparison) {
+  constexpr size_t kMostNames = 12;
+  std::set<std::string> names;
+  int times = 0;
+  for (const Finding& finding : comparison.findings) {
+    if (finding.verdict != Verdict::kAmbiguous || !finding.is_time) continue;
+    ++times;
+    // "near window=256, cpu f32, ...".
+    names.insert(finding.subject.substr(0, finding.subject.find_first_of(" ,")));
+  }
+  if (times == 0) return "";
+  return absl::StrCat(
+      times, times == 1 ? " time is" : " times are",
+      " ambiguous; more samples of both builds, taken by turns, would tell:\n"
+      "bazel run //harness:sweep -- --interleave_with=SWEEP_OF_BASE --rounds=3 --time_budget=0",
+      names.size() <= kMostNames ? absl::StrCat(" --techniques=", absl::StrJoin(names, ",")) : "",
+      "\n");
+}
+
 std::string Text(const Comparison& comparison, bool markdown, bool all, const TextStyle& style) {
   std::string out;
   for (const Verdict verdict : kVerdicts) {
@@ -107,7 +129,8 @@ std::string Text(const Comparison& comparison, bool markdown, bool all, const Te
     absl::StrAppend(&out, markdown ? ToMarkdown(table) : ToTerminal(table, style), "\n");
   }
   for (const std::string& difference : comparison.environment_differences) {
-    absl::StrAppend(&out, "environments differ in ", difference, "\n");
+    const std::string text = Printable(difference);
+    absl::StrAppend(&out, "environments differ in ", markdown ? MarkdownText(text) : text, "\n");
   }
   absl::StrAppend(&out, comparison.cases, comparison.cases == 1 ? " case" : " cases", " in both, ",
                   comparison.missing, " missing, ", comparison.added, " new; of their numbers");
@@ -117,7 +140,7 @@ std::string Text(const Comparison& comparison, bool markdown, bool all, const Te
     separator = ", ";
   }
   const bool hides = comparison.Count(Verdict::kAmbiguous) + comparison.Count(Verdict::kNotJudged);
-  absl::StrAppend(&out, !all && hides ? " (--all lists them)" : "", "\n",
+  absl::StrAppend(&out, !all && hides ? " (--all lists them)" : "", "\n", Advice(comparison),
                   comparison.regressed() ? "regressed" : "nothing regressed", "\n");
   return markdown || style.unicode ? out : ToAscii(out);
 }

@@ -1,5 +1,6 @@
 #include "results/comparison.h"
 
+#include <cmath>
 #include <limits>
 #include <random>
 #include <string>
@@ -81,6 +82,64 @@ TEST(Compare, ASlowerTechniqueRegresses) {
   EXPECT_TRUE(absl::EndsWith(worst.what, " time over dense")) << worst.what;
   EXPECT_NEAR(worst.change, 1.3, 1e-9);
   EXPECT_TRUE(absl::StrContains(worst.subject, "near window=256, cpu f32"));
+}
+
+TEST(Compare, EveryNumberThatVanishesCounts) {
+  const auto lose = [](void (*lose_from)(Outcome*), bool allow_missing = false) {
+    ResultSet now = MakeSweep();
+    for (Case& result : *now.mutable_cases()) {
+      if (result.key().technique() == "near") lose_from(result.mutable_outcome());
+    }
+    CompareOptions options;
+    options.allow_missing = allow_missing;
+    return CompareOrDie(MakeSweep(), now, options);
+  };
+  const auto count = [](const Comparison& comparison, const std::string& what) {
+    int count = 0;
+    for (const Finding& finding : comparison.findings) {
+      count += finding.what == what && finding.now == "missing" &&
+               finding.verdict == Verdict::kRegressed;
+    }
+    return count;
+  };
+  const auto no_times = [](Outcome* outcome) { outcome->clear_timing(); };
+  EXPECT_EQ(count(lose(no_times), "run time"), 5) << Text(lose(no_times));
+  EXPECT_EQ(count(lose([](Outcome* outcome) { outcome->mutable_timing()->clear_setup_ns(); }),
+                  "setup time"),
+            5);
+  EXPECT_EQ(count(lose([](Outcome* outcome) { outcome->clear_against_definition(); }),
+                  "error against its definition"),
+            1);
+  EXPECT_EQ(
+      count(lose([](Outcome* outcome) { outcome->clear_against_dense(); }), "error against dense"),
+      1);
+  EXPECT_EQ(count(lose([](Outcome* outcome) { outcome->clear_peak_workspace_bytes(); }),
+                  "working memory"),
+            6);
+  EXPECT_FALSE(lose(no_times, /*allow_missing=*/true).regressed());
+}
+
+TEST(Compare, AmbiguousTimesComeWithTheCommandThatWouldTell) {
+  EXPECT_FALSE(absl::StrContains(Text(CompareOrDie(MakeSweep(), MakeSweep())), "ambiguous;"));
+  ResultSet now = MakeSweep();
+  Case* near = Find("near", Case::PURPOSE_SCALING, &now);
+  auto* times = near->mutable_outcome()->mutable_timing()->mutable_run_ns();
+  for (int i = 0; i < times->size(); ++i) times->Set(i, times->Get(i) * (i % 2 == 0 ? 0.7 : 1.5));
+  const std::string text = Text(CompareOrDie(MakeSweep(), now));
+  EXPECT_TRUE(absl::StrContains(text, "1 time is ambiguous; more samples")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "--techniques=near\n")) << text;
+}
+
+TEST(Compare, ATimeThatIsNoTimeRegresses) {
+  for (const double ns : {std::nan(""), HUGE_VAL, 0.0, -5.0}) {
+    ResultSet now = MakeSweep();
+    Case* near = Find("near", Case::PURPOSE_SCALING, &now);
+    for (double& time : *near->mutable_outcome()->mutable_timing()->mutable_run_ns()) time = ns;
+    const Comparison comparison = CompareOrDie(MakeSweep(), now);
+    EXPECT_TRUE(comparison.regressed()) << ns << Text(comparison);
+    // A number that was none before either is no news.
+    EXPECT_FALSE(CompareOrDie(now, now).regressed()) << ns;
+  }
 }
 
 TEST(Compare, AFasterTechniqueImproves) {
@@ -268,13 +327,14 @@ TEST(Compare, IsSilentOnNoiseInNinetyNineOfAHundredSweeps) {
 
 TEST(Compare, TwoSamplesAreTooFewToJudge) {
   ResultSet base = MakeSweep();
-  ResultSet now = MakeSweep();
+  for (Case& result : *base.mutable_cases()) {
+    result.mutable_outcome()->mutable_timing()->clear_setup_ns();
+  }
+  ResultSet now = base;
   Slow(2, "near", &now);
   for (Case& result : *now.mutable_cases()) {
     if (result.key().technique() != "near") continue;
-    Timing* timing = result.mutable_outcome()->mutable_timing();
-    timing->mutable_run_ns()->Truncate(2);
-    timing->clear_setup_ns();
+    result.mutable_outcome()->mutable_timing()->mutable_run_ns()->Truncate(2);
   }
   const Comparison comparison = CompareOrDie(base, now);
   EXPECT_FALSE(comparison.regressed()) << Text(comparison);
@@ -429,9 +489,9 @@ TEST(RenderComparison, ListsRegressionsAndCounts) {
   *base.add_cases() = MakeCase(spec);
   spec.technique = "near";
   *base.add_cases() = MakeCase(spec);
+  base.mutable_cases(1)->mutable_outcome()->mutable_timing()->clear_setup_ns();
   ResultSet now = base;
   Slow(1.5, "near", &now);
-  now.mutable_cases(1)->mutable_outcome()->mutable_timing()->clear_setup_ns();
   const Comparison comparison = CompareOrDie(base, now);
   EXPECT_EQ(RenderComparison(comparison, ComparisonFormat::kTerminal, false, TextStyle()),
             "Regressions\n"

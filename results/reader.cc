@@ -45,7 +45,8 @@ absl::Status FileError(const std::string& path, absl::string_view action, int er
 class FileSource : public ByteSource {
  public:
   static absl::StatusOr<std::unique_ptr<ByteSource>> Open(const std::string& path) {
-    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    // Opening a FIFO without O_NONBLOCK waits for a writer; it makes no difference to a plain file.
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) return FileError(path, "open", errno);
     struct stat info;
     if (fstat(fd, &info) != 0) {
@@ -207,6 +208,20 @@ absl::Status ResultReader::CheckSignature() {
   absl::StatusOr<bool> zeros = ZerosFrom(0);
   if (!zeros.ok()) return zeros.status();
   if (*zeros) return absl::OkStatus();
+  // A layout that this build does not know has the same name and another number.
+  std::string head;
+  if (absl::Status status = source_->Read(0, 64, &head); !status.ok()) return status;
+  const wire::Field field = wire::ParseField(head, static_cast<int64_t>(head.size()));
+  const absl::string_view name = wire::kFormat.substr(0, wire::kFormat.find('/') + 1);
+  if (field.state == wire::Field::State::kWhole && field.number == wire::kFormatField) {
+    const absl::string_view format =
+        absl::string_view(head).substr(field.payload_begin, field.end - field.payload_begin);
+    if (format.substr(0, name.size()) == name) {
+      return absl::UnimplementedError(absl::StrCat(name_, ": is a result file of format ",
+                                                   Escape(format), "; this build reads ",
+                                                   wire::kFormat, ": use a newer one"));
+    }
+  }
   return absl::InvalidArgumentError(
       absl::StrCat(name_, ": is not a result file (it does not begin with the signature \"",
                    wire::kFormat, "\")"));

@@ -289,6 +289,16 @@ TEST(ResultReader, UnknownFieldsSurviveARewrite) {
   EXPECT_EQ(unknown(again->results).field(0).length_delimited(), "summary");
 }
 
+TEST(ResultReader, AFileOfANewerFormatIsCalledThat) {
+  std::string bytes;
+  wire::AppendLengthDelimited(wire::kFormatField, "tfb.ResultSet/2", &bytes);
+  const absl::Status status = ReadResultBytes(bytes + "more", "new.pb").status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(status.message(),
+            "new.pb: is a result file of format tfb.ResultSet/2; this build reads tfb.ResultSet/1: "
+            "use a newer one");
+}
+
 TEST(ResultReader, AFileBeyondTwoGibibytesIsReadUpToItsTornTail) {
   const std::string path = Path("sparse.pb");
   const std::string bytes = MakeSmallFile().bytes;

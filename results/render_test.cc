@@ -119,9 +119,9 @@ error: median over the technique's cases on that input; near window=256 beats sk
 
 -: not measured, or there is no such number
 
-With an error of at most 0.3 against dense (with at most 0.1 none is faster than plain) the fastest technique is under
-  the causal mask near window=256: 5.8x [5.7, 5.8] as fast as plain at 4096 tokens, error 0.18 (cpu, f32, errors on
-  input real).
+With an error of at most 0.3 against dense (with at most 0.1 none is surely faster than plain) the fastest technique is
+  under the causal mask near window=256: 5.8x [5.7, 5.8] as fast as plain at 4096 tokens, error 0.18 (cpu, f32, errors
+  on input real).
 near window=256 is faster than plain from 707 [701, 713] tokens on under the causal mask and takes 4 MiB of memory at
   4096 tokens, where plain takes 4 MiB.
 
@@ -129,6 +129,17 @@ skipped, 1 case: cuda: no device
 19 cases: 18 ok, 0 failed, 1 skipped
 results: results/runs/now.pb
 )");
+}
+
+TEST(RenderTerminal, AFastestOfTooFewSamplesIsSaidToBeUnsure) {
+  ResultSet sweep = MakeSweep();
+  for (Case& result : *sweep.mutable_cases()) {
+    auto* samples = result.mutable_outcome()->mutable_timing()->mutable_run_ns();
+    if (samples->size() > 3) samples->Truncate(3);
+  }
+  const std::string text = AsTerminal(sweep);
+  EXPECT_TRUE(absl::StrContains(text, "error 0.18, of too few")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "near window=256 seems faster than plain")) << text;
 }
 
 TEST(RenderTerminal, ZeroCasesSaySo) {
@@ -831,6 +842,23 @@ TEST(RenderMarkdown, WritesTables) {
       "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |\n"
       "| plain | causal | exact | 2e-7 (<= 2e-6) | 2e-7 | 1.0 | 0 | 1.0 | ok |\n"))
       << text;
+}
+
+TEST(RenderMarkdown, NothingOfAFileIsMarkup) {
+  ResultSet sweep = MakeSweep();
+  sweep.mutable_environments(0)->set_host("<script>alert(1)</script>");
+  Outcome* outcome = sweep.mutable_cases(0)->mutable_outcome();
+  outcome->set_status(Outcome::STATUS_FAILED);
+  outcome->set_reason("<img src=x> *loud* `code`");
+  RenderOptions options;
+  options.format = RenderFormat::kMarkdown;
+  options.notes = {"<b>note</b>"};
+  options.paths = {"a_b_<i>.pb"};
+  const std::string text = Render(sweep, options);
+  for (const char* tag : {"<script", "<img", "<b>", "<i>", " *loud*", " `code`"}) {
+    EXPECT_FALSE(absl::StrContains(text, tag)) << tag << "\n" << text;
+  }
+  EXPECT_TRUE(absl::StrContains(text, "&lt;img src=x> \\*loud\\*")) << text;
 }
 
 TEST(RenderCsv, HasOneLineACaseWithEveryFieldOfTheHeader) {

@@ -109,10 +109,11 @@ std::string TerminalReport(const Analysis& analysis, const ReportOptions& option
 std::string MarkdownReport(const Analysis& analysis, const ReportOptions& options) {
   std::string out = "# Results\n\n";
   for (const std::string& line : report::HeaderLines(analysis, options.details)) {
-    absl::StrAppend(&out, "- ", line, "\n");
+    absl::StrAppend(&out, "- ", MarkdownText(line), "\n");
   }
   const std::vector<std::string> message = report::HeadlineSentences(analysis);
-  if (!message.empty()) absl::StrAppend(&out, "\n", absl::StrJoin(message, " "), "\n");
+  if (!message.empty())
+    absl::StrAppend(&out, "\n", MarkdownText(absl::StrJoin(message, " ")), "\n");
   const std::vector<Table> tables = AllTables(analysis, options.details);
   for (const Table& table : tables) absl::StrAppend(&out, "\n", ToMarkdown(table));
   const std::string legend = report::LegendLine(tables);
@@ -120,13 +121,14 @@ std::string MarkdownReport(const Analysis& analysis, const ReportOptions& option
   out += "\n### Outcome\n\n";
   if (analysis.cases().empty()) absl::StrAppend(&out, kNoCases, "\n\n");
   for (const report::OutcomeLine& line : report::OutcomeLines(analysis, options.details)) {
-    absl::StrAppend(&out, "- ", line.bad ? "**" : "", line.text, line.bad ? "**" : "", "\n");
+    absl::StrAppend(&out, "- ", line.bad ? "**" : "", MarkdownText(line.text), line.bad ? "**" : "",
+                    "\n");
   }
   for (const std::string& note : options.notes) {
-    absl::StrAppend(&out, "- ", Printable(note), "\n");
+    absl::StrAppend(&out, "- ", MarkdownText(Printable(note)), "\n");
   }
   for (const std::string& path : options.paths) {
-    absl::StrAppend(&out, "- results: ", Printable(path), "\n");
+    absl::StrAppend(&out, "- results: ", MarkdownText(Printable(path)), "\n");
   }
   return out;
 }

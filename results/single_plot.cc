@@ -3,13 +3,14 @@
 #include <errno.h>
 #include <fnmatch.h>
 #include <spawn.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <fstream>
+#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "core/output_file.h"
 #include "results/analysis.h"
 #include "results/figures.h"
 #include "results/plot.h"
@@ -166,14 +168,17 @@ absl::Status WritePng(const std::string& svg, int dots_per_inch, const std::stri
   TemporaryFile source;
   const absl::Status written = source.Write(svg);
   if (!written.ok()) return written;
-  const std::string part = absl::StrCat(path, ".part");
+  TemporaryFile image;
   const std::string dpi = absl::StrCat(dots_per_inch);
-  absl::StatusOr<int> exit_status = RunProgram({"rsvg-convert", "--format=png", "--dpi-x", dpi,
-                                                "--dpi-y", dpi, "--output", part, source.path()});
+  absl::StatusOr<int> exit_status =
+      RunProgram({"rsvg-convert", "--format=png", "--dpi-x", dpi, "--dpi-y", dpi, "--output",
+                  image.path(), source.path()});
   if (!exit_status.ok()) return exit_status.status();
-  if (*exit_status == 0 && rename(part.c_str(), path.c_str()) == 0) return absl::OkStatus();
-  unlink(part.c_str());
-  return absl::UnavailableError(absl::StrCat("--output: rsvg-convert could not write ", path));
+  std::stringstream bytes;
+  if (*exit_status != 0 || !(bytes << std::ifstream(image.path(), std::ios::binary).rdbuf())) {
+    return absl::InternalError("rsvg-convert could not make the image");
+  }
+  return WriteFile(path, bytes.str());
 }
 
 }  // namespace tfb

@@ -281,24 +281,6 @@ class PartWriter {
   std::string out_;
 };
 
-std::string MarkdownCell(absl::string_view text) {
-  const std::string escaped = absl::StrReplaceAll(text, {{"\\", "\\\\"},
-                                                         {"|", "\\|"},
-                                                         {"\n", " "},
-                                                         {"`", "\\`"},
-                                                         {"*", "\\*"},
-                                                         {"_", "\\_"},
-                                                         {"&", "&amp;"}});
-  // Only what could begin a tag: "<= 2e-6" stays readable in the source.
-  std::string out;
-  for (size_t i = 0; i < escaped.size(); ++i) {
-    const char next = i + 1 < escaped.size() ? escaped[i + 1] : ' ';
-    const bool tag = escaped[i] == '<' && next != ' ' && next != '=';
-    absl::StrAppend(&out, tag ? "&lt;" : absl::string_view(&escaped[i], 1));
-  }
-  return out;
-}
-
 std::string WithoutExponentZeros(std::string text) {
   return absl::StrReplaceAll(text, {{"e-0", "e-"}, {"e+0", "e"}, {"e+", "e"}});
 }
@@ -349,11 +331,29 @@ Table WithShownDetails(Table table, const TextStyle& style) {
   return table;
 }
 
+std::string MarkdownText(absl::string_view text) {
+  const std::string escaped = absl::StrReplaceAll(text, {{"\\", "\\\\"},
+                                                         {"|", "\\|"},
+                                                         {"\n", " "},
+                                                         {"`", "\\`"},
+                                                         {"*", "\\*"},
+                                                         {"_", "\\_"},
+                                                         {"&", "&amp;"}});
+  // Only what could begin a tag: "<= 2e-6" stays readable in the source.
+  std::string out;
+  for (size_t i = 0; i < escaped.size(); ++i) {
+    const char next = i + 1 < escaped.size() ? escaped[i + 1] : ' ';
+    const bool tag = escaped[i] == '<' && next != ' ' && next != '=';
+    absl::StrAppend(&out, tag ? "&lt;" : absl::string_view(&escaped[i], 1));
+  }
+  return out;
+}
+
 std::string ToMarkdown(const Table& table) {
   std::string out;
-  if (!table.title.empty()) absl::StrAppend(&out, "### ", MarkdownCell(table.title), "\n\n");
+  if (!table.title.empty()) absl::StrAppend(&out, "### ", MarkdownText(table.title), "\n\n");
   for (const TableColumn& column : table.columns) {
-    absl::StrAppend(&out, "| ", MarkdownCell(column.header), " ");
+    absl::StrAppend(&out, "| ", MarkdownText(column.header), " ");
   }
   out += "|\n";
   for (const TableColumn& column : table.columns) out += column.right ? "| ---: " : "| --- ";
@@ -361,13 +361,13 @@ std::string ToMarkdown(const Table& table) {
   for (const auto& row : table.rows) {
     for (const TableCell& cell : row) {
       const std::string text =
-          MarkdownCell(cell.detail.empty() ? cell.text : absl::StrCat(cell.text, " ", cell.detail));
+          MarkdownText(cell.detail.empty() ? cell.text : absl::StrCat(cell.text, " ", cell.detail));
       const bool bold = cell.emphasis == Emphasis::kBad && !text.empty();
       absl::StrAppend(&out, "| ", bold ? "**" : "", text, bold ? "**" : "", " ");
     }
     out += "|\n";
   }
-  for (const std::string& note : table.notes) absl::StrAppend(&out, "\n", MarkdownCell(note), "\n");
+  for (const std::string& note : table.notes) absl::StrAppend(&out, "\n", MarkdownText(note), "\n");
   return out;
 }
 

@@ -1,8 +1,12 @@
 #include "tools/command_line.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
+#include <string.h>
 
 #include <algorithm>
+#include <iostream>
 #include <map>
 #include <numeric>
 
@@ -17,6 +21,8 @@ namespace tfb {
 namespace {
 
 constexpr size_t kHelpColumns = 100;
+// An error that quotes much of its input is cut in the middle.
+constexpr size_t kErrorHead = 1200, kErrorTail = 400;
 
 // The flags that programs here define, without those of Abseil itself.
 std::map<std::string, absl::CommandLineFlag*> OwnFlags() {
@@ -61,6 +67,48 @@ absl::Status SetFlag(absl::CommandLineFlag& flag, absl::string_view value) {
   return absl::InvalidArgumentError(absl::StrCat(
       "--", flag.Name(), "=", value, ": ",
       error.empty() ? "not a value of this flag" : absl::StrReplaceAll(error, {{"\n", " "}})));
+}
+
+// Opens /dev/null as the standard input, output or error that the caller has closed. The next file
+// that the program opens would otherwise take its place, and be written to as if it were that.
+void OpenStandardStreams() {
+  for (int descriptor = 0; descriptor <= 2; ++descriptor) {
+    if (fcntl(descriptor, F_GETFD) >= 0 || errno != EBADF) continue;
+    // The lowest free number is this one, since all below are open.
+    if (open("/dev/null", O_RDWR) != descriptor) return;
+  }
+}
+
+// Returns `exit_status`, or where standard output could not be written says so and returns
+// kExitBadUsage.
+int FinishOutput(absl::string_view program, int exit_status) {
+  errno = 0;
+  std::cout.flush();
+  const bool printed = fflush(stdout) == 0 && ferror(stdout) == 0 && std::cout.good();
+  if (printed) return exit_status;
+  PrintError(program, absl::StrCat("cannot write standard output",
+                                   errno == 0 ? "" : absl::StrCat(": ", strerror(errno))));
+  return kExitBadUsage;
+}
+
+// Replaces what a terminal would obey: control characters, C1 ones in UTF-8 among them.
+std::string WithoutControls(absl::string_view text) {
+  std::string clean;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const unsigned char c = static_cast<unsigned char>(text[i]);
+    const unsigned char next = i + 1 < text.size() ? static_cast<unsigned char>(text[i + 1]) : 0;
+    if (c == '\n') {
+      clean += ' ';
+    } else if (c < 0x20 || c == 0x7f) {
+      clean += '?';
+    } else if (c == 0xc2 && next >= 0x80 && next < 0xa0) {
+      clean += '?';
+      ++i;
+    } else {
+      clean += text[i];
+    }
+  }
+  return clean;
 }
 
 }  // namespace
@@ -130,13 +178,14 @@ std::string HelpText(absl::string_view usage) {
 int RunMain(absl::string_view program, absl::string_view usage,
             const std::vector<std::string>& argv,
             const std::function<absl::StatusOr<int>(const CommandLine&)>& run) {
+  OpenStandardStreams();
   const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
   if (line.ok() && line->help) {
     fputs(HelpText(usage).c_str(), stdout);
-    return kExitDone;
+    return FinishOutput(program, kExitDone);
   }
   const absl::StatusOr<int> exit_status = line.ok() ? run(*line) : line.status();
-  if (exit_status.ok()) return *exit_status;
+  if (exit_status.ok()) return FinishOutput(program, *exit_status);
   PrintError(program, exit_status.status().message());
   return kExitBadUsage;
 }
@@ -151,9 +200,13 @@ int RunMain(absl::string_view program, absl::string_view usage,
 }
 
 void PrintError(absl::string_view program, absl::string_view message) {
-  const std::string line =
-      absl::StrCat(program, ": ", absl::StrReplaceAll(message, {{"\n", " "}}), "\n");
-  fputs(line.c_str(), stderr);
+  std::string clean = WithoutControls(message);
+  if (clean.size() > kErrorHead + kErrorTail) {
+    const std::string gap =
+        absl::StrCat(" ... ", clean.size() - kErrorHead - kErrorTail, " bytes ... ");
+    clean.replace(kErrorHead, clean.size() - kErrorHead - kErrorTail, gap);
+  }
+  fputs(absl::StrCat(program, ": ", clean, "\n").c_str(), stderr);
 }
 
 std::string Nearest(absl::string_view given, const std::vector<std::string>& known) {

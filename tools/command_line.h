@@ -34,15 +34,17 @@ std::string HelpText(absl::string_view usage);
 
 // All that the main function of a program does: sets the flags from `argv`, prints HelpText to stdout
 // and returns kExitDone where --help is given, and else returns what `run` does. An error, of the flags
-// or of `run`, is printed to stderr and kExitBadUsage. The second form is that of a program without
-// arguments: one is an error that names it.
+// or of `run`, is printed to stderr, and kExitBadUsage is returned; so it is where standard output
+// could not be written. Standard streams that the caller has closed lead to /dev/null. The second form
+// is that of a program without arguments: one is an error that names it.
 int RunMain(absl::string_view program, absl::string_view usage,
             const std::vector<std::string>& argv,
             const std::function<absl::StatusOr<int>(const CommandLine&)>& run);
 int RunMain(absl::string_view program, absl::string_view usage,
             const std::vector<std::string>& argv, const std::function<absl::StatusOr<int>()>& run);
 
-// "program: message" on stderr, in one line.
+// Prints "program: message" to stderr, in one line. Control characters become '?', and a message of
+// more than 1600 bytes is cut in its middle.
 void PrintError(absl::string_view program, absl::string_view message);
 
 // The known text that `given` most likely stands for, or "" where none is near: at most a third of

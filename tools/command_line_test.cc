@@ -105,6 +105,23 @@ TEST_F(RunMainTest, AnErrorIsPrintedInOneLineAndIsBadUsage) {
   EXPECT_EQ(RunProgram({"program"}, fails), (Ended{kExitBadUsage, "", "program: no file\n"}));
 }
 
+TEST_F(RunMainTest, AnErrorIsHarmlessToATerminalAndNotTooLong) {
+  const auto quotes = [] {
+    return absl::StatusOr<int>(
+        absl::NotFoundError("a\x1b[31mb\x7f c\xc2\x9b"
+                            "d \xc3\xa4"));
+  };
+  EXPECT_EQ(RunProgram({"program"}, quotes),
+            (Ended{kExitBadUsage, "", "program: a?[31mb? c?d \xc3\xa4\n"}));
+  const auto quotes_much = [] {
+    return absl::StatusOr<int>(absl::NotFoundError(std::string(100000, 'x') + " end"));
+  };
+  const Ended much = RunProgram({"program"}, quotes_much);
+  EXPECT_LT(much.err.size(), 2000u);
+  EXPECT_NE(much.err.find("x ... 98404 bytes ... x"), std::string::npos) << much.err;
+  EXPECT_NE(much.err.find("x end\n"), std::string::npos) << much.err;
+}
+
 TEST_F(RunMainTest, NothingRunsForBadFlagsOrHelp) {
   const auto never = []() -> absl::StatusOr<int> {
     ADD_FAILURE() << "it ran";

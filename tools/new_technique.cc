@@ -89,7 +89,21 @@ std::vector<std::string> Families(const fs::path& workspace) {
   return families;
 }
 
+// Words of C++17 that pass for names, each between spaces.
+constexpr absl::string_view kWords =
+    " alignas alignof and asm auto bitand bitor bool break case catch char class compl const "
+    "const_cast constexpr continue decltype default delete do double dynamic_cast else enum "
+    "explicit export extern false float for friend goto if inline int long mutable namespace "
+    "new noexcept not nullptr operator or private protected public register reinterpret_cast "
+    "return short signed sizeof static static_assert static_cast struct switch template this "
+    "thread_local throw true try typedef typeid typename union unsigned using virtual void "
+    "volatile while xor ";
+
 absl::Status CheckName(absl::string_view name) {
+  if (absl::StrContains(kWords, absl::StrCat(" ", name, " "))) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "\"", name, "\" is a word of C++; a technique's name is also that of its namespace"));
+  }
   const auto is_word = [](char c) {
     return absl::ascii_islower(static_cast<unsigned char>(c)) ||
            absl::ascii_isdigit(static_cast<unsigned char>(c)) || c == '_';

@@ -119,6 +119,7 @@ TEST_F(NewTechniqueTest, RefusalsAreOneLineAndWriteNothing) {
       {"core/mine", "there is no family \"core\"; there are attention, memory\n"},
       {"attention/Mine", "\"Mine\" is not a technique's name: lower-case letters"},
       {"attention/2mine", "\"2mine\" is not a technique's name"},
+      {"attention/switch", "\"switch\" is a word of C++"},
       {"attention/mi__ne", "\"mi__ne\" is not a technique's name"},
       {"attention/mine_", "\"mine_\" is not a technique's name"},
       {"attention/mi-ne", "\"mi-ne\" is not a technique's name"},

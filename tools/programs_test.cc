@@ -2,6 +2,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -139,7 +140,8 @@ TEST_F(Programs, BadUsageIsTwoAndOneLineThatNamesWhatIsWrong) {
       {"render", path + " --width=3", "render: --width=3: 0, -1, or at least 40 is wanted\n"},
       {"render", path + " --colour=red",
        "render: --colour: \"red\" is none of auto, always, never\n"},
-      {"render", path + " --output=/nowhere/x", "render: --output: cannot write /nowhere/x\n"},
+      {"render", path + " --output=/nowhere/x",
+       "render: --output: /nowhere/x: cannot write: No such file or directory\n"},
       {"compare", path, "compare: two result files are wanted, BASE and NEW, not 1; see --help\n"},
       {"compare", path + " /nowhere/x.pb",
        "compare: /nowhere/x.pb: cannot open: No such file or directory\n"},
@@ -154,6 +156,67 @@ TEST_F(Programs, BadUsageIsTwoAndOneLineThatNamesWhatIsWrong) {
     EXPECT_EQ(outcome.err, bad.message);
     EXPECT_EQ(outcome.out, "");
   }
+}
+
+TEST_F(Programs, OutputThatCannotBeWrittenIsAnError) {
+  const std::string path = Write("a.pb", MakeSweep());
+  for (const std::string& command :
+       {"render " + path, "compare " + path + " " + path, std::string("render --help")}) {
+    const std::string err = (folder_ / "err").string();
+    const int status = system(absl::StrCat("tools/", command, " >/dev/full 2>", err).c_str());
+    EXPECT_EQ(WEXITSTATUS(status), 2) << command;
+    EXPECT_TRUE(absl::StrContains(Contents(err), "cannot write standard output")) << command;
+  }
+}
+
+TEST_F(Programs, AFileDoesNotTakeThePlaceOfAClosedStream) {
+  const std::string path = Write("a.pb", MakeSweep());
+  const std::string merged = (folder_ / "merged.pb").string();
+  const int status = system(
+      absl::StrCat("tools/merge ", path, " ", path, " --output=", merged, " <&- >&- 2>&-").c_str());
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  const Ended shown = Run("render", merged);
+  EXPECT_EQ(shown.exit_status, 0) << shown.err;
+  EXPECT_TRUE(absl::StrContains(shown.out, "18 cases")) << shown.out;
+}
+
+TEST_F(Programs, WhatIsNoPlainFileIsWrittenThrough) {
+  const std::string path = Write("a.pb", MakeSweep());
+  ASSERT_EQ(Run("merge", path + " --output=/dev/null").exit_status, 0);
+  ASSERT_EQ(Run("render", path + " --format=csv --output=/dev/null").exit_status, 0);
+  ASSERT_EQ(Run("render", path + " --format=png --plot=scaling --output=/dev/null").exit_status, 0);
+  EXPECT_TRUE(fs::is_character_file("/dev/null"));
+  const Ended full = Run("render", path + " --format=html --output=/dev/full");
+  EXPECT_EQ(full.exit_status, 2);
+  EXPECT_EQ(full.err, "render: --output: /dev/full: cannot write: No space left on device\n");
+  fs::create_symlink("target.html", folder_ / "link.html");
+  const std::string link = (folder_ / "link.html").string();
+  ASSERT_EQ(Run("render", path + " --format=html --output=" + link).exit_status, 0);
+  EXPECT_TRUE(fs::is_symlink(link));
+  EXPECT_TRUE(absl::StartsWith(Contents(folder_ / "target.html"), "<!DOCTYPE html>"));
+}
+
+TEST_F(Programs, AFifoAsInputIsRefusedAndNotWaitedFor) {
+  const std::string fifo = (folder_ / "fifo.pb").string();
+  ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
+  for (const std::string& arguments : {fifo, fifo + " --output=" + fifo}) {
+    const char* program = arguments == fifo ? "render" : "merge";
+    const Ended ended = Run(program, arguments);
+    EXPECT_EQ(ended.exit_status, 2);
+    EXPECT_TRUE(absl::StrContains(ended.err, "is not a regular file")) << ended.err;
+  }
+}
+
+TEST_F(Programs, AFileThatIsBeingAppendedToIsNotMergedOver) {
+  const std::string path = Write("a.pb", MakeSweep());
+  const std::string growing = Write("growing.pb", MakeSweep());
+  AppenderOptions options;
+  options.existing = AppenderOptions::Existing::kResume;
+  const auto appender = ResultAppender::Open(growing, options);
+  ASSERT_TRUE(appender.ok()) << appender.status();
+  const Ended ended = Run("merge", path + " --output=" + growing);
+  EXPECT_EQ(ended.exit_status, 2);
+  EXPECT_TRUE(absl::StrContains(ended.err, "another process is appending to it")) << ended.err;
 }
 
 TEST_F(Programs, RenderWritesAPageAndPlots) {

@@ -1,12 +1,10 @@
 // Shows result files: tables and a page for people, plots for a paper, CSV and JSON for programs.
 
-#include "results/report_text.h"
 #include "results/render.h"
 
 #include <stdio.h>
 #include <unistd.h>
 
-#include <fstream>
 #include <iostream>
 #include <string>
 #include <utility>
@@ -16,8 +14,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "core/output_file.h"
 #include "results/files.h"
 #include "results/reader.h"
+#include "results/report_text.h"
 #include "results/single_plot.h"
 #include "tools/command_line.h"
 
@@ -134,12 +134,9 @@ absl::Status Write(const std::string& text) {
     std::cout << text << std::flush;
     return std::cout ? absl::OkStatus() : absl::UnavailableError("cannot write standard output");
   }
-  const std::string path = CallerPath(output);
-  std::ofstream stream(path, std::ios::binary);
-  stream << text;
-  stream.close();
-  if (!stream) return absl::UnavailableError(absl::StrCat("--output: cannot write ", path));
-  return absl::OkStatus();
+  const absl::Status status = WriteFile(CallerPath(output), text);
+  return status.ok() ? status
+                     : absl::Status(status.code(), absl::StrCat("--output: ", status.message()));
 }
 
 bool IsPlotFormat(absl::string_view format) { return format == "svg" || format == "png"; }

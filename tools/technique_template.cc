@@ -39,7 +39,7 @@ constexpr char kHeader[] = R"(// @Title@: FILL IN what it does, in one sentence.
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::@name@ {
 
 struct @Name@Options {
   int64_t window = 256;
@@ -63,7 +63,7 @@ class @Name@ : public TechniqueOf<@Name@Options> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::@name@
 
 #endif  // TFB_@FAMILY@_@NAME@_@NAME@_H_
 )";
@@ -76,7 +76,7 @@ constexpr char kSource[] = R"(#include "@family@/@name@/@name@.h"
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
 
-namespace tfb {
+namespace tfb::@name@ {
 namespace {
 
 const bool registered = RegisterTechnique<@Name@>();
@@ -144,7 +144,7 @@ absl::Status @Name@::Definition(const Problem& problem, const @Name@Options& opt
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::@name@
 )";
 
 constexpr char kTest[] = R"(#include "@family@/@name@/@name@.h"
@@ -153,7 +153,7 @@ constexpr char kTest[] = R"(#include "@family@/@name@/@name@.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::@name@ {
 namespace {
 
 // The conformance test runs what every technique must pass. Here stand cases computed by hand and
@@ -179,7 +179,7 @@ TEST(@Name@, WindowCoveringTheSequenceEqualsDense) {
     const Problem problem = Problem::SelfAttention(1, 2, 70, 16, causal);
     const NamedTensors inputs = Random(problem);
     const NamedTensors outputs = RunOwn(problem, inputs, {{"window", "70"}});
-    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
     EXPECT_LE(MaxDifference(outputs.at("out").view(), dense.at("out").view()),
               Fp32Bound(inputs.at("v").view()));
   }
@@ -200,7 +200,7 @@ TEST(@Name@, ZeroQueriesGiveTheMeanOfTheWindow) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::@name@
 )";
 
 // "longformer_two": "Longformer two".

@@ -13,7 +13,7 @@
 #include "core/layers/matmul.h"
 #include "core/random.h"
 
-namespace tfb {
+namespace tfb::adaptive_span {
 namespace {
 
 const bool registered = RegisterTechnique<AdaptiveSpan>();
@@ -343,4 +343,4 @@ absl::Status AdaptiveSpan::Definition(const Problem& problem, const AdaptiveSpan
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::adaptive_span

@@ -23,7 +23,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::adaptive_span {
 
 struct AdaptiveSpanOptions {
   int64_t max_span = 1024;
@@ -64,6 +64,6 @@ class AdaptiveSpan : public TechniqueOf<AdaptiveSpanOptions> {
                                       const AdaptiveSpanOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::adaptive_span
 
 #endif  // TFB_ADAPTIVE_ADAPTIVE_SPAN_ADAPTIVE_SPAN_H_

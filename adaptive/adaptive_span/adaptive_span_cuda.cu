@@ -1,7 +1,7 @@
 #include "adaptive/adaptive_span/adaptive_span_cuda.h"
 #include "core/cuda/kernel.cuh"
 
-namespace tfb {
+namespace tfb::adaptive_span {
 namespace {
 
 // A warp computes the spans of 8 tokens for 4 heads at a time: its lanes divide the channels, so
@@ -83,4 +83,4 @@ const char* LaunchGate(const GateArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(AdaptiveSpanKernels, {&LaunchGate});
 
-}  // namespace tfb
+}  // namespace tfb::adaptive_span

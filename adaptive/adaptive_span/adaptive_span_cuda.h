@@ -7,7 +7,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::adaptive_span {
 
 // Computes z of every token and head: max_span sigmoid(weight_h . x_i + bias_h).
 struct GateArguments {
@@ -27,6 +27,6 @@ struct AdaptiveSpanKernels {
   const char* (*gate)(const GateArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::adaptive_span
 
 #endif  // TFB_ADAPTIVE_ADAPTIVE_SPAN_ADAPTIVE_SPAN_CUDA_H_

@@ -10,7 +10,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::adaptive_span {
 namespace {
 
 constexpr int64_t kHeads = 3;
@@ -91,7 +91,7 @@ TEST(AdaptiveSpan, AFullSpanWithoutPositionsIsDenseAttentionOverThePast) {
   request.parameters = &parameters;
   const NamedTensors ours = RunTechnique(AdaptiveSpan(), problem, ViewsOf(inputs), request).value();
   const Problem past = Problem::SelfAttention(1, kHeads, tokens - 1, 16, /*causal=*/true);
-  const NamedTensors dense = RunTechnique(Dense(), past,
+  const NamedTensors dense = RunTechnique(dense::Dense(), past,
                                           {{"q", Slice(inputs.at("q").view(), 2, 1, tokens - 1)},
                                            {"k", Slice(inputs.at("k").view(), 2, 0, tokens - 1)},
                                            {"v", Slice(inputs.at("v").view(), 2, 0, tokens - 1)}})
@@ -173,4 +173,4 @@ TEST(AdaptiveSpan, WithoutACausalMaskItIsRefused) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::adaptive_span

@@ -42,8 +42,10 @@ ABSL_FLAG(int, repetitions, 5, "Timings of each kind, of which the median counts
 ABSL_FLAG(int, threads, 2, "Threads of the readings; timings are of one.");
 ABSL_FLAG(uint64_t, seed, 1, "Of the splits.");
 
-namespace tfb {
+namespace tfb::calm {
 namespace {
+
+using depth_adaptive::TextReading;
 
 constexpr char kProgram[] = "calibrate";
 constexpr char kUsage[] =
@@ -68,7 +70,7 @@ struct Settings {
   PValue p_value = PValue::kHoeffdingBentkus;
   bool excess = false;
   std::vector<std::string> measures;
-  TextSample sample;
+  depth_adaptive::TextSample sample;
 };
 
 Options OptionsOf(const std::string& measure, const std::string& threshold) {
@@ -122,13 +124,12 @@ std::vector<double> ThresholdsOf(const std::string& measure) {
   return thresholds;
 }
 
-absl::StatusOr<std::unique_ptr<TextReader>> ReaderOf(const std::string& measure,
-                                                     const std::string& threshold,
-                                                     const TextSample& sample, int64_t at_a_time,
-                                                     bool decodes, ThreadPool* pool) {
+absl::StatusOr<std::unique_ptr<depth_adaptive::TextReader>> ReaderOf(
+    const std::string& measure, const std::string& threshold,
+    const depth_adaptive::TextSample& sample, int64_t at_a_time, bool decodes, ThreadPool* pool) {
   Options options = OptionsOf(measure, threshold);
   if (decodes) options["segment"] = "1";
-  return TextReader::Create(Calm(), options, sample, at_a_time, pool);
+  return depth_adaptive::TextReader::Create(Calm(), options, sample, at_a_time, pool);
 }
 
 // Returns the loss of each sequence, in [0, 1].
@@ -211,8 +212,8 @@ Violations CountViolations(const Table& table, const Settings& settings) {
 
 // Returns 1 less the ratio of the times with and without the layer's decisions, by alternating
 // timings.
-absl::StatusOr<double> TimeSaved(TextReader* reader, bool decodes) {
-  using Leave = TextReader::Leave;
+absl::StatusOr<double> TimeSaved(depth_adaptive::TextReader* reader, bool decodes) {
+  using Leave = depth_adaptive::TextReader::Leave;
   const auto time = [&](Leave leave) {
     return decodes ? reader->TimeDecoding(leave) : reader->TimeReading(leave);
   };
@@ -222,7 +223,7 @@ absl::StatusOr<double> TimeSaved(TextReader* reader, bool decodes) {
     TFB_ASSIGN_OR_RETURN(never.emplace_back(), time(Leave::kNever));
     TFB_ASSIGN_OR_RETURN(decided.emplace_back(), time(Leave::kAsDecided));
   }
-  return 1 - Median(decided) / Median(never);
+  return 1 - depth_adaptive::Median(decided) / depth_adaptive::Median(never);
 }
 
 struct Savings {
@@ -231,7 +232,7 @@ struct Savings {
 };
 absl::StatusOr<Savings> Measure(const std::string& measure, const std::string& threshold,
                                 bool decodes, const Settings& settings, ThreadPool* pool) {
-  TextSample sample = settings.sample;
+  depth_adaptive::TextSample sample = settings.sample;
   sample.sequences =
       std::min(decodes ? absl::GetFlag(FLAGS_decode_batch) : kSequencesAtATime, sample.sequences);
   TFB_ASSIGN_OR_RETURN(const auto reader,
@@ -332,8 +333,9 @@ absl::StatusOr<int> CalibrateAll() {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::calm
 
 int main(int argc, char** argv) {
-  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::CalibrateAll);
+  return tfb::RunMain(tfb::calm::kProgram, tfb::calm::kUsage, {argv, argv + argc},
+                      tfb::calm::CalibrateAll);
 }

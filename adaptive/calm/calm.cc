@@ -12,8 +12,12 @@
 #include "adaptive/depth_adaptive/exit_stack_definition.h"
 #include "memory/transformer_xl/double_rows.h"
 
-namespace tfb {
+namespace tfb::calm {
 namespace {
+
+using depth_adaptive::ExitScore;
+using transformer_xl::ParameterSpec;
+using transformer_xl::Rows;
 
 const bool registered = RegisterTechnique<Calm>();
 
@@ -29,7 +33,7 @@ TechniqueInfo Info() {
   info.growth = 1;
   info.supports_noncausal = false;
   info.devices = {Device::kCpu, Device::kCuda};
-  info.selection = kExits;
+  info.selection = depth_adaptive::kExits;
   return info;
 }
 
@@ -42,8 +46,8 @@ std::vector<ParameterSpec> ConfidenceParameters(const Problem& problem,
   }
   std::vector<ParameterSpec> specs;
   for (int64_t n = 1; options.confidence == Confidence::kClassifier && n < options.layers; ++n) {
-    specs.push_back({ExitPrefix(n - 1) + ".confidence.w", {width}, 0, deviation});
-    specs.push_back({ExitPrefix(n - 1) + ".confidence.b", {1}, 0, 0});
+    specs.push_back({depth_adaptive::ExitPrefix(n - 1) + ".confidence.w", {width}, 0, deviation});
+    specs.push_back({depth_adaptive::ExitPrefix(n - 1) + ".confidence.b", {1}, 0, 0});
   }
   return specs;
 }
@@ -55,7 +59,9 @@ std::vector<ParameterSpec> ConfidenceParameters(const Problem& problem,
 class DefinedConfidence {
  public:
   DefinedConfidence(const CalmOptions& options, const NamedTensors& parameters, DType dtype)
-      : options_(options), parameters_(parameters), state_error_(StateError(dtype)) {
+      : options_(options),
+        parameters_(parameters),
+        state_error_(depth_adaptive::StateError(dtype)) {
     if (options.confidence == Confidence::kSoftmax) distribution_.emplace(parameters);
   }
 
@@ -78,8 +84,8 @@ class DefinedConfidence {
   }
 
   ExitScore Softmax(int64_t n, const double* h, int64_t channels) const {
-    const ExitProbabilities p =
-        distribution_->Of(ExitNorm(n, options_.layers), h, channels, state_error_);
+    const depth_adaptive::ExitProbabilities p =
+        distribution_->Of(depth_adaptive::ExitNorm(n, options_.layers), h, channels, state_error_);
     return {p.ascending.back() - p.ascending[p.ascending.size() - 2], 2 * p.error};
   }
 
@@ -100,7 +106,7 @@ class DefinedConfidence {
 
   // A sigmoid is nowhere steeper than 1/4.
   ExitScore Classifier(int64_t n, const double* h, int64_t channels) const {
-    const std::string prefix = ExitPrefix(n - 1) + ".confidence.";
+    const std::string prefix = depth_adaptive::ExitPrefix(n - 1) + ".confidence.";
     const ConstTensorView w = parameters_.at(prefix + "w").view();
     double z = parameters_.at(prefix + "b").view().Get(0), magnitude = 0;
     for (int64_t c = 0; c < channels; ++c) {
@@ -113,7 +119,7 @@ class DefinedConfidence {
   const CalmOptions& options_;
   const NamedTensors& parameters_;
   double state_error_;
-  std::optional<ExitDistribution> distribution_;  // of the softmax
+  std::optional<depth_adaptive::ExitDistribution> distribution_;  // of the softmax
 };
 
 double DefinedThreshold(const CalmOptions& options, int64_t t, int64_t tokens) {
@@ -130,38 +136,39 @@ double DefinedThreshold(const CalmOptions& options, int64_t t, int64_t tokens) {
 Calm::Calm() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Calm::ReadTensors(const Problem& problem, const CalmOptions&) const {
-  return ExitStackInputs(problem);
+  return depth_adaptive::ExitStackInputs(problem);
 }
 std::vector<TensorSpec> Calm::WrittenTensors(const Problem& problem, const CalmOptions&) const {
-  return ExitStackOutputs(problem);
+  return depth_adaptive::ExitStackOutputs(problem);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Calm::MakeLayer(const Problem& problem,
                                                        const CalmOptions& options, Device device,
                                                        uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckRelativeStack("calm", problem, options));
-  return ExitStackLayer::Create(problem, options, device, seed,
-                                std::make_unique<ConfidenceRule>(device, problem, options),
-                                ConfidenceParameters(problem, options));
+  TFB_RETURN_IF_ERROR(transformer_xl::CheckRelativeStack("calm", problem, options));
+  return depth_adaptive::ExitStackLayer::Create(
+      problem, options, device, seed, std::make_unique<ConfidenceRule>(device, problem, options),
+      ConfidenceParameters(problem, options));
 }
 
 absl::Status Calm::Definition(const Problem& problem, const CalmOptions& options,
                               const NamedTensors& parameters, const Inputs& inputs,
                               const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckRelativeStack("calm", problem, options));
-  std::vector<ParameterSpec> specs = ExitStackParameters(ShapeOf(problem, options).sizes);
+  TFB_RETURN_IF_ERROR(transformer_xl::CheckRelativeStack("calm", problem, options));
+  std::vector<ParameterSpec> specs =
+      depth_adaptive::ExitStackParameters(transformer_xl::ShapeOf(problem, options).sizes);
   for (ParameterSpec& spec : ConfidenceParameters(problem, options)) specs.push_back(spec);
-  TFB_RETURN_IF_ERROR(CheckParameters(specs, parameters));
+  TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(specs, parameters));
   const DefinedConfidence confidence(options, parameters, problem.dtype);
-  const auto rule = [&]() -> ExitScoreOf {
+  const auto rule = [&]() -> depth_adaptive::ExitScoreOf {
     return [&](int64_t n, int64_t t, const Rows& after, const Rows& before) {
       ExitScore score = confidence.Of(n, t, after, before);
       score.value -= DefinedThreshold(options, t, problem.query_tokens);
       return score;
     };
   };
-  TFB_ASSIGN_OR_RETURN(*outputs,
-                       DefineExitStack(problem, options, parameters, inputs, request, rule));
+  TFB_ASSIGN_OR_RETURN(*outputs, depth_adaptive::DefineExitStack(problem, options, parameters,
+                                                                 inputs, request, rule));
   return absl::OkStatus();
 }
 
@@ -171,4 +178,4 @@ absl::StatusOr<TechniqueSpec> Calm::Counterpart(const Problem&, const Options& o
   return TechniqueSpec{info().name, std::move(whole)};
 }
 
-}  // namespace tfb
+}  // namespace tfb::calm

@@ -44,9 +44,9 @@
 #include "adaptive/depth_adaptive/exit_stack.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::calm {
 
-struct CalmOptions : ExitStackOptions {
+struct CalmOptions : depth_adaptive::ExitStackOptions {
   enum class Schedule { kConstant, kDecaying, kT5x };
 
   Confidence confidence = Confidence::kSoftmax;
@@ -71,7 +71,7 @@ struct CalmOptions : ExitStackOptions {
                 "how the threshold goes with the token's place");
     bind.Real("temperature", &temperature, 0, 1000, "how fast it decays over the sequence");
     bind.Int("vocabulary", &vocabulary, 2, 65536, "tokens that softmax chooses from");
-    ExitStackOptions::Describe(bind);
+    depth_adaptive::ExitStackOptions::Describe(bind);
   }
 };
 
@@ -105,6 +105,6 @@ class Calm : public TechniqueOf<CalmOptions> {
                                          const CalmOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::calm
 
 #endif  // TFB_ADAPTIVE_CALM_CALM_H_

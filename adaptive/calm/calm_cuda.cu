@@ -1,7 +1,7 @@
 #include "adaptive/calm/calm_cuda.h"
 #include "core/layers/layer_rows.cuh"
 
-namespace tfb {
+namespace tfb::calm {
 namespace {
 
 __device__ float WarpSum(float x) {
@@ -75,4 +75,4 @@ const char* LaunchDecide(const ConfidenceArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(CalmKernels, {&LaunchDecide});
 
-}  // namespace tfb
+}  // namespace tfb::calm

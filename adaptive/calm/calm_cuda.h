@@ -7,7 +7,7 @@
 #include "core/cuda/kernel_table.h"
 #include "core/cuda/row_list.h"
 
-namespace tfb {
+namespace tfb::calm {
 
 enum class Confidence : unsigned char { kSoftmax, kSaturation, kClassifier };
 
@@ -40,6 +40,6 @@ struct CalmKernels {
   const char* (*decide)(const ConfidenceArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::calm
 
 #endif  // TFB_ADAPTIVE_CALM_CALM_CUDA_H_

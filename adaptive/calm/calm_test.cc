@@ -25,15 +25,18 @@
 #include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
-namespace tfb {
+namespace tfb::calm {
 namespace {
+
+using transformer_xl::CausalProblem;
+using transformer_xl::PerturbedParameters;
 
 using ::testing::Each;
 using ::testing::ElementsAre;
 
 NamedTensors InputsFor(const Problem& problem) {
   NamedTensors inputs;
-  inputs["x"] = RandomHidden(problem);
+  inputs["x"] = transformer_xl::RandomHidden(problem);
   return inputs;
 }
 
@@ -73,7 +76,7 @@ NamedTensors TruncatedModel(const Problem& problem, const NamedTensors& inputs,
                             int64_t of_layers, Device device) {
   for (const char* name : {"confidence", "threshold", "vocabulary"}) options.erase(name);
   options["layers"] = std::to_string(layers);
-  const auto layer = TransformerXl().Create(problem, options, Device::kCpu, 1);
+  const auto layer = transformer_xl::TransformerXl().Create(problem, options, Device::kCpu, 1);
   EXPECT_TRUE(layer.ok()) << layer.status();
   NamedTensors own;
   for (const auto& entry : (*layer)->parameters()) {
@@ -84,9 +87,10 @@ NamedTensors TruncatedModel(const Problem& problem, const NamedTensors& inputs,
   unrounded.dtype = DType::kF32;
   NamedTensors x;
   x["x"] = inputs.at("x").CloneAs(DType::kF32);
-  auto states = RunTechnique(TransformerXl(), unrounded, ViewsOf(x), {options, device, 1, &own, 2});
+  auto states = RunTechnique(transformer_xl::TransformerXl(), unrounded, ViewsOf(x),
+                             {options, device, 1, &own, 2});
   EXPECT_TRUE(states.ok()) << states.status();
-  const std::string norm = ExitNorm(layers, of_layers);
+  const std::string norm = depth_adaptive::ExitNorm(layers, of_layers);
   const LayerNorm exit = LayerNorm::Create(Device::kCpu, parameters.at(norm + ".gamma").view(),
                                            parameters.at(norm + ".beta").view())
                              .value();
@@ -363,12 +367,12 @@ class RowRule {
         nullptr};
     const int32_t place = 0;
     uint8_t leaves = 2;
-    const ExitRows rows = {layer,
-                           TensorView(state.data(), DType::kF32, {1, 2}),
-                           TensorView(before.data(), DType::kF32, {1, 2}),
-                           &place,
-                           1,
-                           0};
+    const depth_adaptive::ExitRows rows = {layer,
+                                           TensorView(state.data(), DType::kF32, {1, 2}),
+                                           TensorView(before.data(), DType::kF32, {1, 2}),
+                                           &place,
+                                           1,
+                                           0};
     EXPECT_TRUE(rule.Decide(rows, &leaves, execution).ok());
     EXPECT_LE(leaves, 1);
     return leaves == 1;
@@ -508,9 +512,10 @@ TEST_F(CalmT5xTest, ThresholdsDecayAsTheAuthorsDo) {
 
 TEST_F(CalmT5xTest, ProbabilitiesInFloat64AreTheAuthors) {
   const Tensor states = golden_.at("state").CloneAs(DType::kF64);
-  const ExitDistribution distribution(golden_);
+  const depth_adaptive::ExitDistribution distribution(golden_);
   for (int64_t t = 0; t < tokens_; ++t) {
-    const ExitProbabilities p = distribution.Of("exit1.norm", states.view().At<double>(t), 12, 0);
+    const depth_adaptive::ExitProbabilities p =
+        distribution.Of("exit1.norm", states.view().At<double>(t), 12, 0);
     EXPECT_NEAR(p.ascending[29], golden_.at("softmax_max").span<double>()[t], 1e-12);
     EXPECT_NEAR(p.ascending[29] - p.ascending[28], golden_.at("softmax_diff").span<double>()[t],
                 1e-12);
@@ -592,4 +597,4 @@ TEST(Calm, WhatItCannotDoIsSaidInOneLine) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::calm

@@ -13,13 +13,13 @@
 #include "core/cuda/device_array.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::calm {
 
 // Returns lambda_t of a problem of so many tokens, and its value in fp32.
 Threshold ThresholdOf(const CalmOptions& options, int64_t tokens);
 float ThresholdAt(const Threshold& threshold, int64_t t);
 
-class ConfidenceRule : public ExitRule {
+class ConfidenceRule : public depth_adaptive::ExitRule {
  public:
   ConfidenceRule(Device device, const Problem& problem, const CalmOptions& options);
 
@@ -27,31 +27,33 @@ class ConfidenceRule : public ExitRule {
   size_t workspace_bytes(int64_t rows, int threads) const override;
   double flops(int64_t layers) const override;
   bool never_leaves() const override { return options_.threshold > 1; }
-  absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution) override;
+  absl::Status Decide(const depth_adaptive::ExitRows& rows, uint8_t* leaves,
+                      const Execution& execution) override;
 
  private:
   struct Scratch {
     float* confidences;             // [rows]
-    ExitLogits::Scratch of_logits;  // of softmax
+    depth_adaptive::ExitLogits::Scratch of_logits;  // of softmax
   };
   Scratch LayOut(int64_t rows, Workspace& workspace) const;
   bool has_logits() const { return options_.confidence == Confidence::kSoftmax; }
-  void ConfidencesOnCpu(const ExitRows& rows, const Scratch& scratch,
+  void ConfidencesOnCpu(const depth_adaptive::ExitRows& rows, const Scratch& scratch,
                         const Execution& execution) const;
   // Computes the confidences of rows first to first + count - 1.
-  void Classify(const ExitRows& rows, int64_t first, int64_t count, float* confidences) const;
-  absl::Status DecideOnCuda(const ExitRows& rows, const Scratch& scratch, uint8_t* leaves,
-                            const Execution& execution) const;
+  void Classify(const depth_adaptive::ExitRows& rows, int64_t first, int64_t count,
+                float* confidences) const;
+  absl::Status DecideOnCuda(const depth_adaptive::ExitRows& rows, const Scratch& scratch,
+                            uint8_t* leaves, const Execution& execution) const;
 
   Device device_;
   int64_t width_;
   CalmOptions options_;
-  ExitLogits logits_;
+  depth_adaptive::ExitLogits logits_;
   Threshold threshold_;
   std::vector<DeviceArray<float>> weights_;  // w of the classifiers
   std::vector<float> biases_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::calm
 
 #endif  // TFB_ADAPTIVE_CALM_CONFIDENCE_RULE_H_

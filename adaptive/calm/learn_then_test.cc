@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-namespace tfb {
+namespace tfb::calm {
 namespace {
 
 // Returns a ln(a / b), whose limit at a = 0 is 0.
@@ -46,4 +46,4 @@ int64_t LastAccepted(PValue kind, const std::vector<double>& mean_losses, int64_
   return last;
 }
 
-}  // namespace tfb
+}  // namespace tfb::calm

@@ -19,7 +19,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace tfb {
+namespace tfb::calm {
 
 enum class PValue : uint8_t { kHoeffding, kHoeffdingBentkus };
 
@@ -37,6 +37,6 @@ double PValueOf(PValue kind, double mean_loss, int64_t sequences, double risk);
 int64_t LastAccepted(PValue kind, const std::vector<double>& mean_losses, int64_t sequences,
                      const RiskPromise& promise);
 
-}  // namespace tfb
+}  // namespace tfb::calm
 
 #endif  // TFB_ADAPTIVE_CALM_LEARN_THEN_TEST_H_

@@ -6,7 +6,7 @@
 
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::calm {
 namespace {
 
 constexpr PValue kBoth[] = {PValue::kHoeffding, PValue::kHoeffdingBentkus};
@@ -84,4 +84,4 @@ TEST(LearnThenTest, PromisesAreBrokenNoMoreOftenThanPromised) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::calm

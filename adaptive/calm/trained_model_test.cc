@@ -3,15 +3,16 @@
 #include "adaptive/depth_adaptive/trained_exits.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::calm {
 namespace {
 
 TEST(TrainedCalm, BytesLeaveWhereTheyDoInPyTorchAndAreAsLikely) {
-  ExpectTrainedExits(Calm(), "adaptive/calm/testdata/trained.safetensors",
-                     {{"softmax", {{"confidence", "softmax"}, {"threshold", "0.8"}}},
-                      {"saturation", {{"confidence", "saturation"}, {"threshold", "0.95"}}},
-                      {"classifier", {{"confidence", "classifier"}, {"threshold", "0.9"}}}});
+  depth_adaptive::ExpectTrainedExits(
+      Calm(), "adaptive/calm/testdata/trained.safetensors",
+      {{"softmax", {{"confidence", "softmax"}, {"threshold", "0.8"}}},
+       {"saturation", {{"confidence", "saturation"}, {"threshold", "0.95"}}},
+       {"classifier", {{"confidence", "classifier"}, {"threshold", "0.9"}}}});
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::calm

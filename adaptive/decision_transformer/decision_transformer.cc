@@ -19,7 +19,7 @@
 #include "core/layers/matmul.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::decision_transformer {
 namespace {
 
 const bool registered = RegisterTechnique<DecisionTransformer>();
@@ -81,10 +81,10 @@ View OfModality(const View& tokens, int64_t m, int64_t count) {
 }
 
 // Returns the specs of all parameters but the GPT's.
-std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
-                                          const DecisionTransformerOptions& options) {
+std::vector<multi_head::ParameterSpec> ParameterSpecs(const Problem& problem,
+                                                      const DecisionTransformerOptions& options) {
   const int64_t width = problem.model_dim();
-  std::vector<ParameterSpec> all;
+  std::vector<multi_head::ParameterSpec> all;
   const auto add = [&all](const std::string& name, int64_t in, int64_t out) {
     const double deviation = 1 / std::sqrt(static_cast<double>(in));
     all.push_back({name + ".w", {in, out}, 0, deviation});
@@ -119,11 +119,11 @@ class DecisionTransformerLayer : public Layer {
                                                        Device device, uint64_t seed) {
     std::unique_ptr<DecisionTransformerLayer> layer(new DecisionTransformerLayer(
         problem, std::move(inputs), std::move(outputs), options, device));
-    TFB_ASSIGN_OR_RETURN(layer->gpt_,
-                         EncoderDecoder().Create(problem, OptionsOfGpt(options), device, seed));
-    TFB_RETURN_IF_ERROR(
-        DrawParameters(ParameterSpecs(problem, options), "", seed, &layer->parameters_));
-    AddInnerParameters(*layer->gpt_, "", &layer->parameters_);
+    TFB_ASSIGN_OR_RETURN(layer->gpt_, encoder_decoder::EncoderDecoder().Create(
+                                          problem, OptionsOfGpt(options), device, seed));
+    TFB_RETURN_IF_ERROR(multi_head::DrawParameters(ParameterSpecs(problem, options), "", seed,
+                                                   &layer->parameters_));
+    multi_head::AddInnerParameters(*layer->gpt_, "", &layer->parameters_);
     return layer;
   }
 
@@ -440,8 +440,8 @@ absl::Status DecisionTransformer::Definition(const Problem& problem,
   if (const ConstTensorView mask = inputs.Get("key_mask"); !mask.empty()) {
     of_gpt.Set("key_mask", mask);
   }
-  TFB_RETURN_IF_ERROR(EncoderDecoder().Define(problem, OptionsOfGpt(options), parameters, of_gpt,
-                                              request.OfPart(), outputs));
+  TFB_RETURN_IF_ERROR(encoder_decoder::EncoderDecoder().Define(
+      problem, OptionsOfGpt(options), parameters, of_gpt, request.OfPart(), outputs));
   const Tensor hidden = outputs->at("out").CloneAs(problem.dtype);  // as the heads read it
   for (const Head& head : HeadsOf(problem, options)) {
     (*outputs)[head.output] = network.Predictions(head, hidden.view());
@@ -455,4 +455,4 @@ absl::StatusOr<TechniqueSpec> DecisionTransformer::Counterpart(const Problem&,
   return TechniqueSpec{info().name, std::move(canonical)};
 }
 
-}  // namespace tfb
+}  // namespace tfb::decision_transformer

@@ -42,7 +42,7 @@
 #include "core/layers/activation.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::decision_transformer {
 
 struct DecisionTransformerOptions {
   static constexpr int64_t kMaxChannels = int64_t{1} << 20;
@@ -116,6 +116,6 @@ class DecisionTransformer : public TechniqueOf<DecisionTransformerOptions> {
                                          const DecisionTransformerOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::decision_transformer
 
 #endif  // TFB_ADAPTIVE_DECISION_TRANSFORMER_DECISION_TRANSFORMER_H_

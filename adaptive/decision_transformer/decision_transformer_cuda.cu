@@ -1,7 +1,7 @@
 #include "adaptive/decision_transformer/decision_transformer_cuda.h"
 #include "core/cuda/kernel.cuh"
 
-namespace tfb {
+namespace tfb::decision_transformer {
 namespace {
 
 constexpr int kThreads = 256;
@@ -28,4 +28,4 @@ const char* LaunchEmbedTimesteps(const EmbedTimestepsArguments& a, void* stream)
 
 TFB_KERNEL_TABLE(DecisionTransformerKernels, {&LaunchEmbedTimesteps});
 
-}  // namespace tfb
+}  // namespace tfb::decision_transformer

@@ -6,7 +6,7 @@
 
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::decision_transformer {
 
 // Copies to each token its step's row of the table: token i becomes table[timestep of i / 3].
 struct EmbedTimestepsArguments {
@@ -25,6 +25,6 @@ struct DecisionTransformerKernels {
   const char* (*embed_timesteps)(const EmbedTimestepsArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::decision_transformer
 
 #endif  // TFB_ADAPTIVE_DECISION_TRANSFORMER_DECISION_TRANSFORMER_CUDA_H_

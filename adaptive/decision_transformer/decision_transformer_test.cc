@@ -13,7 +13,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::decision_transformer {
 namespace {
 
 constexpr const char* kOutputs[] = {"out", "action", "state", "return"};
@@ -378,4 +378,4 @@ TEST(DecisionTransformer, EqualsHuggingFaceWithContinuousActionsAndPadding) {
 TEST(DecisionTransformer, EqualsHuggingFaceWithLogits) { ExpectEqualsHuggingFace("logits"); }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::decision_transformer

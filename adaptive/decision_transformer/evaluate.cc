@@ -37,7 +37,7 @@ ABSL_FLAG(double, length_penalty, 0,
 ABSL_FLAG(bool, paths, false, "Print the paths of the line \"that of a shortest path\".");
 ABSL_FLAG(int, threads, 1, "Threads.");
 
-namespace tfb {
+namespace tfb::decision_transformer {
 namespace {
 
 constexpr char kProgram[] = "evaluate";
@@ -237,8 +237,9 @@ absl::StatusOr<int> Evaluate() {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::decision_transformer
 
 int main(int argc, char** argv) {
-  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Evaluate);
+  return tfb::RunMain(tfb::decision_transformer::kProgram, tfb::decision_transformer::kUsage,
+                      {argv, argv + argc}, tfb::decision_transformer::Evaluate);
 }

@@ -13,7 +13,7 @@
 #include "core/safetensors.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::decision_transformer {
 namespace {
 
 constexpr int64_t kBatch = 32;  // trajectories of one run
@@ -301,4 +301,4 @@ absl::StatusOr<Outcome> PlanAndWalk(WalkModel* model, int64_t start, double aske
   return outcome;
 }
 
-}  // namespace tfb
+}  // namespace tfb::decision_transformer

@@ -19,7 +19,7 @@
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 
-namespace tfb {
+namespace tfb::decision_transformer {
 
 struct WalkGraph {
   std::vector<std::vector<bool>> edges;  // [from][to]
@@ -100,6 +100,6 @@ absl::StatusOr<std::vector<Outcome>> RollOut(WalkModel* model, absl::Span<const 
 absl::StatusOr<Outcome> PlanAndWalk(WalkModel* model, int64_t start, double asked, int64_t beam,
                                     double length_penalty);
 
-}  // namespace tfb
+}  // namespace tfb::decision_transformer
 
 #endif  // TFB_ADAPTIVE_DECISION_TRANSFORMER_ROLLOUT_H_

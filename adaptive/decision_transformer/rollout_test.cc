@@ -16,7 +16,7 @@
 #include "core/safetensors.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::decision_transformer {
 namespace {
 
 constexpr char kModel[] = "adaptive/decision_transformer/model/model.safetensors";
@@ -262,4 +262,4 @@ TEST(EvaluateProgram, BadUsageNamesTheFlag) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::decision_transformer

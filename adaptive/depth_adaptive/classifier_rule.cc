@@ -13,7 +13,7 @@
 #include "core/status.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 constexpr int64_t kRowsOfTask = 16;
@@ -184,4 +184,4 @@ absl::Status ClassifierRule::Fill(const ExitRows& rows, bool leave, uint8_t* lea
   return runtime->Fill(leaves, leave ? 1 : 0, static_cast<size_t>(rows.rows()), execution.stream);
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

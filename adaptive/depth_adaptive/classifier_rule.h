@@ -12,7 +12,7 @@
 #include "adaptive/depth_adaptive/exit_stack.h"
 #include "core/cuda/device_array.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 // Returns the prefix of the classifier's parameters, such as "likelihood.2.geometric.".
 std::string ClassifierPrefix(const DepthAdaptiveOptions& options);
@@ -59,6 +59,6 @@ class ClassifierRule : public ExitRule {
   bool known_ = false;          // whether exits_ hold for this segment
 };
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_CLASSIFIER_RULE_H_

@@ -15,8 +15,10 @@
 #include "adaptive/depth_adaptive/max_probability_rule.h"
 #include "memory/transformer_xl/double_rows.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
+
+using transformer_xl::Rows;
 
 using Classifier = DepthAdaptiveOptions::Classifier;
 
@@ -38,8 +40,8 @@ TechniqueInfo Info() {
   return info;
 }
 
-std::vector<ParameterSpec> ClassifierParameters(const Problem& problem,
-                                                const DepthAdaptiveOptions& options) {
+std::vector<transformer_xl::ParameterSpec> ClassifierParameters(
+    const Problem& problem, const DepthAdaptiveOptions& options) {
   if (options.classifier == Classifier::kFixed) return {};
   const int64_t width = problem.model_dim(), layers = options.layers;
   const double deviation = 2 / std::sqrt(static_cast<double>(width));
@@ -54,7 +56,7 @@ std::vector<ParameterSpec> ClassifierParameters(const Problem& problem,
 }
 
 absl::Status CheckProblem(const Problem& problem, const DepthAdaptiveOptions& options) {
-  return CheckRelativeStack("depth_adaptive", problem, options);
+  return transformer_xl::CheckRelativeStack("depth_adaptive", problem, options);
 }
 
 // ---- The definition ----
@@ -191,9 +193,11 @@ absl::Status DepthAdaptive::Definition(const Problem& problem, const DepthAdapti
                                        const DefinitionRequest& request,
                                        NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  std::vector<ParameterSpec> specs = ExitStackParameters(ShapeOf(problem, options).sizes);
-  for (ParameterSpec& spec : ClassifierParameters(problem, options)) specs.push_back(spec);
-  TFB_RETURN_IF_ERROR(CheckParameters(specs, parameters));
+  std::vector<transformer_xl::ParameterSpec> specs =
+      ExitStackParameters(transformer_xl::ShapeOf(problem, options).sizes);
+  for (transformer_xl::ParameterSpec& spec : ClassifierParameters(problem, options))
+    specs.push_back(spec);
+  TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(specs, parameters));
   const auto rule = [&]() -> ExitScoreOf {
     const auto classifier = std::make_shared<DefinedClassifier>(options, parameters, problem.dtype);
     return [classifier](int64_t n, int64_t t, const Rows& after, const Rows&) {
@@ -213,4 +217,4 @@ absl::StatusOr<TechniqueSpec> DepthAdaptive::Counterpart(const Problem&,
   return TechniqueSpec{info().name, std::move(whole)};
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

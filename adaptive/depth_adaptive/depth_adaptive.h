@@ -37,7 +37,7 @@
 #include "adaptive/depth_adaptive/exit_stack.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 struct DepthAdaptiveOptions : ExitStackOptions {
   static constexpr int64_t kNeverReached = 1001;
@@ -108,6 +108,6 @@ class DepthAdaptive : public TechniqueOf<DepthAdaptiveOptions> {
                                          const DepthAdaptiveOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_H_

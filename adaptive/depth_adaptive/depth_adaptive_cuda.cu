@@ -1,7 +1,7 @@
 #include "adaptive/depth_adaptive/depth_adaptive_cuda.h"
 #include "core/layers/layer_rows.cuh"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 __device__ float WarpSum(float x) {
@@ -61,4 +61,4 @@ const char* LaunchObey(const ObeyArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(DepthAdaptiveKernels, {&LaunchClassify, &LaunchObey});
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

@@ -7,7 +7,7 @@
 #include "core/cuda/kernel_table.h"
 #include "core/cuda/row_list.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 constexpr int64_t kMaxExits = 32;
 
@@ -44,6 +44,6 @@ struct DepthAdaptiveKernels {
   const char* (*obey)(const ObeyArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_CUDA_H_

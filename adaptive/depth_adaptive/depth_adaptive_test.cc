@@ -15,7 +15,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 using ::testing::Each;
@@ -290,4 +290,4 @@ TEST(DepthAdaptiveOracle, WideSmoothingGivesEveryTokenTheSequencesExit) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

@@ -26,7 +26,7 @@ ABSL_FLAG(double, sigma, 4,
           "Of the oracles' kernel over tokens, squared tokens; 0 does not smooth.");
 ABSL_FLAG(int, threads, 2, "Threads.");
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 constexpr char kProgram[] = "evaluate";
@@ -204,8 +204,9 @@ absl::StatusOr<int> Evaluate() {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 int main(int argc, char** argv) {
-  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Evaluate);
+  return tfb::RunMain(tfb::depth_adaptive::kProgram, tfb::depth_adaptive::kUsage,
+                      {argv, argv + argc}, tfb::depth_adaptive::Evaluate);
 }

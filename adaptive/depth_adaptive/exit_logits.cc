@@ -9,7 +9,7 @@
 #include "core/cpu/kernels.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 constexpr int64_t kLanes = 16;  // sums side by side, as many as the widest vector has lanes
@@ -81,4 +81,4 @@ SoftmaxTop TopOf(int64_t vocabulary, float* logits) {
   return {std::exp(next - largest), sum};
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

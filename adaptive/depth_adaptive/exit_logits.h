@@ -14,7 +14,7 @@
 #include "core/technique.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 class ExitLogits {
  public:
@@ -56,6 +56,6 @@ struct SoftmaxTop {
 // Computes the SoftmaxTop of a row of an ExitLogits in host memory, which it overwrites.
 SoftmaxTop TopOf(int64_t vocabulary, float* logits);
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_LOGITS_H_

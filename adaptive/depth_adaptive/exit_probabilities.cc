@@ -5,7 +5,7 @@
 
 #include "adaptive/depth_adaptive/exit_stack_definition.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 ExitDistribution::ExitDistribution(const NamedTensors& parameters)
     : parameters_(parameters), output_(parameters.at("output").view()) {
@@ -36,4 +36,4 @@ ExitProbabilities ExitDistribution::Of(const std::string& norm, const double* h,
   return {logits, logit_error / 2};
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

@@ -10,7 +10,7 @@
 #include "core/definition.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 struct ExitProbabilities {
   std::vector<double> ascending;
@@ -30,6 +30,6 @@ class ExitDistribution {
   double largest_magnitude_ = 0;  // of its rows: the sum of |w|
 };
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_PROBABILITIES_H_

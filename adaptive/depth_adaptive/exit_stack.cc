@@ -9,8 +9,10 @@
 #include "core/layers/rows_of.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
+
+using transformer_xl::ParameterSpec;
 
 constexpr int64_t kRowsOfTask = 64;  // of copies
 
@@ -41,8 +43,8 @@ std::string ExitNorm(int64_t n, int64_t layers) {
   return n == layers ? "final_norm" : ExitPrefix(n - 1) + ".norm";
 }
 
-std::vector<ParameterSpec> ExitStackParameters(const StackSizes& sizes) {
-  std::vector<ParameterSpec> specs = StackParameters(sizes);
+std::vector<ParameterSpec> ExitStackParameters(const transformer_xl::StackSizes& sizes) {
+  std::vector<ParameterSpec> specs = transformer_xl::StackParameters(sizes);
   for (int64_t n = 1; n <= sizes.layers; ++n) {
     const std::string norm = ExitNorm(n, sizes.layers);
     specs.push_back({norm + ".gamma", {sizes.width()}, 1, 0});
@@ -61,10 +63,11 @@ std::vector<TensorSpec> ExitStackOutputs(const Problem& problem) {
   return {HiddenOutputs(problem)[0], ExitsSpec(problem, problem.query_tokens)};
 }
 
-RelativeStackShape ExitStackLayer::ShapeFor(const Problem& problem, const ExitStackOptions& options,
-                                            Device device) {
-  RelativeStackShape shape = ShapeOf(problem, options);
-  if (device == Device::kCpu) shape.queries = RelativeAttention::Queries::kSome;
+transformer_xl::RelativeStackShape ExitStackLayer::ShapeFor(const Problem& problem,
+                                                            const ExitStackOptions& options,
+                                                            Device device) {
+  transformer_xl::RelativeStackShape shape = transformer_xl::ShapeOf(problem, options);
+  if (device == Device::kCpu) shape.queries = transformer_xl::RelativeAttention::Queries::kSome;
   return shape;
 }
 
@@ -94,7 +97,7 @@ absl::StatusOr<std::unique_ptr<Layer>> ExitStackLayer::Create(
 }
 
 absl::Status ExitStackLayer::DoSetup(const Inputs& inputs, const Execution& execution) {
-  TFB_RETURN_IF_ERROR(RelativeStackLayer::DoSetup(inputs, execution));
+  TFB_RETURN_IF_ERROR(transformer_xl::RelativeStackLayer::DoSetup(inputs, execution));
   exit_norms_.clear();
   for (int64_t n = 1; n <= sizes().layers; ++n) {
     const std::string norm = ExitNorm(n, sizes().layers);
@@ -107,7 +110,8 @@ absl::Status ExitStackLayer::DoSetup(const Inputs& inputs, const Execution& exec
 }
 
 int64_t ExitStackLayer::split_tokens() const {
-  return rule_->reads_segments() ? max_segment_tokens() : RelativeStackLayer::split_tokens();
+  return rule_->reads_segments() ? max_segment_tokens()
+                                 : transformer_xl::RelativeStackLayer::split_tokens();
 }
 
 void ExitStackLayer::SetInputs(const Inputs& inputs, int64_t begin) {
@@ -121,7 +125,7 @@ void ExitStackLayer::SetOutputs(const Outputs& outputs, int64_t) {
 }
 
 void ExitStackLayer::BeginSegment(int64_t tokens) {
-  RelativeStackLayer::BeginSegment(tokens);
+  transformer_xl::RelativeStackLayer::BeginSegment(tokens);
   given_ = Tokens(given_, begin_, tokens);
   out_ = Tokens(out_, begin_, tokens);
   exits_out_ = Tokens(exits_out_, begin_, tokens);
@@ -145,8 +149,9 @@ ExitStackLayer::Scratch ExitStackLayer::LayOut(int64_t places, Workspace& worksp
 
 size_t ExitStackLayer::layer_workspace_bytes(int threads) const {
   return Workspace::Measure([&](Workspace& workspace) { LayOut(max_rows(), workspace); }) +
-         std::max({DecoderLayer::workspace_bytes(device(), sizes(), max_rows(), pre_norm_,
-                                                 attention(0).workspace_bytes(threads), threads),
+         std::max({transformer_xl::DecoderLayer::workspace_bytes(
+                       device(), sizes(), max_rows(), pre_norm_,
+                       attention(0).workspace_bytes(threads), threads),
                    LayerNorm::workspace_bytes(device(), problem().model_dim(), threads),
                    rule_->workspace_bytes(max_rows(), threads)});
 }
@@ -155,7 +160,7 @@ TensorView ExitStackLayer::Rows(float* rows, int64_t count) const {
   return TensorView(rows, DType::kF32, {count, problem().model_dim()});
 }
 
-absl::Status ExitStackLayer::RunLayer(int64_t n, const DecoderLayer::Call& call,
+absl::Status ExitStackLayer::RunLayer(int64_t n, const transformer_xl::DecoderLayer::Call& call,
                                       const Execution& execution) {
   Workspace workspace(execution.workspace);
   const Scratch scratch = LayOut(places(), workspace);
@@ -319,7 +324,7 @@ absl::StatusOr<ExitStackLayer::Flops> ExitStackLayer::Count() const {
   std::vector<int32_t> exits(recorded_.size());
   TFB_RETURN_IF_ERROR(recorded_.Read(exits.data()));
   const double width = static_cast<double>(problem().model_dim());
-  StackSizes one = sizes();
+  transformer_xl::StackSizes one = sizes();
   one.layers = 1;
   double layers = 0, pairs = 0, copied = 0, decisions = 0, all_pairs = 0;
   for (size_t place = 0; place < exits.size(); ++place) {
@@ -333,15 +338,15 @@ absl::StatusOr<ExitStackLayer::Flops> ExitStackLayer::Count() const {
   }
   const double rows = static_cast<double>(exits.size());
   Flops flops;
-  flops.spent = StackFlops(one, layers, pairs) + copied * 4 * width * width +
+  flops.spent = transformer_xl::StackFlops(one, layers, pairs) + copied * 4 * width * width +
                 (given_.empty() ? decisions : 0);
-  flops.of_all = StackFlops(sizes(), rows, all_pairs);
+  flops.of_all = transformer_xl::StackFlops(sizes(), rows, all_pairs);
   flops.layers = layers / std::max(rows, 1.0);
   return flops;
 }
 
 Cost ExitStackLayer::cost() const {
-  Cost cost = RelativeStackLayer::cost();
+  Cost cost = transformer_xl::RelativeStackLayer::cost();
   cost.flops.reset();
   if (!has_run_) return cost;
   if (const absl::StatusOr<Flops> flops = Count(); flops.ok()) cost.flops = flops->spent;
@@ -349,7 +354,7 @@ Cost ExitStackLayer::cost() const {
 }
 
 std::map<std::string, double> ExitStackLayer::statistics() const {
-  std::map<std::string, double> statistics = RelativeStackLayer::statistics();
+  std::map<std::string, double> statistics = transformer_xl::RelativeStackLayer::statistics();
   if (!has_run_) return statistics;
   if (const absl::StatusOr<Flops> flops = Count(); flops.ok()) {
     statistics["mean_layers"] = flops->layers;
@@ -358,4 +363,4 @@ std::map<std::string, double> ExitStackLayer::statistics() const {
   return statistics;
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

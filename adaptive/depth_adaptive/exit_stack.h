@@ -59,9 +59,9 @@
 #include "memory/transformer_xl/stack.h"
 #include "memory/transformer_xl/stack_options.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
-struct ExitStackOptions : RelativeStackOptions {
+struct ExitStackOptions : transformer_xl::RelativeStackOptions {
   bool pre_norm = false;
 
   void Describe(OptionBinder& bind) {
@@ -78,7 +78,8 @@ std::string ExitNorm(int64_t n, int64_t layers);
 
 // Returns the parameters of transformer_xl and, for every layer, gamma and beta [model_dim] of its
 // exit's norm.
-std::vector<ParameterSpec> ExitStackParameters(const StackSizes& sizes);
+std::vector<transformer_xl::ParameterSpec> ExitStackParameters(
+    const transformer_xl::StackSizes& sizes);
 
 // The name of an optional input and output, i32 [batch, tokens]: the layer after which each token
 // leaves, from 1. As an input it replaces the rule; below 1 counts as 1, above N as N.
@@ -119,13 +120,11 @@ class ExitRule {
                               const Execution& execution) = 0;
 };
 
-class ExitStackLayer : public RelativeStackLayer {
+class ExitStackLayer : public transformer_xl::RelativeStackLayer {
  public:
-  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
-                                                       const ExitStackOptions& options,
-                                                       Device device, uint64_t seed,
-                                                       std::unique_ptr<ExitRule> rule,
-                                                       const std::vector<ParameterSpec>& of_rule);
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(
+      const Problem& problem, const ExitStackOptions& options, Device device, uint64_t seed,
+      std::unique_ptr<ExitRule> rule, const std::vector<transformer_xl::ParameterSpec>& of_rule);
 
   // Returns the cost of the tokens of the last Run, or of the stream up to the problem's tokens; it
   // is known only afterwards.
@@ -140,21 +139,22 @@ class ExitStackLayer : public RelativeStackLayer {
   void SetInputs(const Inputs& inputs, int64_t begin) override;
   void SetOutputs(const Outputs& outputs, int64_t begin) override;
   void BeginSegment(int64_t tokens) override;
-  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+  absl::Status RunLayer(int64_t n, const transformer_xl::DecoderLayer::Call& call,
                         const Execution& execution) override;
   size_t layer_workspace_bytes(int threads) const override;
 
  private:
   ExitStackLayer(const Problem& problem, const ExitStackOptions& options, Device device,
                  std::unique_ptr<ExitRule> rule)
-      : RelativeStackLayer(problem, ExitStackOutputs(problem), ShapeFor(problem, options, device),
-                           device, {ExitsSpec(problem, kSegmentTokens)},
-                           {ExitsSpec(problem, kSegmentTokens)}),
+      : transformer_xl::RelativeStackLayer(
+            problem, ExitStackOutputs(problem), ShapeFor(problem, options, device), device,
+            {ExitsSpec(problem, kSegmentTokens)}, {ExitsSpec(problem, kSegmentTokens)}),
         pre_norm_(options.pre_norm),
         rule_(std::move(rule)) {}
 
-  static RelativeStackShape ShapeFor(const Problem& problem, const ExitStackOptions& options,
-                                     Device device);
+  static transformer_xl::RelativeStackShape ShapeFor(const Problem& problem,
+                                                     const ExitStackOptions& options,
+                                                     Device device);
 
   struct Scratch {
     float* normalized;  // [places, model_dim]
@@ -213,6 +213,6 @@ class ExitStackLayer : public RelativeStackLayer {
   DeviceArray<int32_t> recorded_;  // [batch, query_tokens] exits, 0 for tokens not read yet
 };
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_STACK_H_

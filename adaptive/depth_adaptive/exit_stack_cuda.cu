@@ -1,7 +1,7 @@
 #include "adaptive/depth_adaptive/exit_stack_cuda.h"
 #include "core/layers/layer_rows.cuh"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 __device__ int32_t* ExitOf(const DeviceExits& exits, int64_t b, int64_t t) {
@@ -37,4 +37,4 @@ const char* LaunchLeave(const LeaveArguments& arguments, void* stream) {
 
 TFB_KERNEL_TABLE(ExitStackKernels, {&LaunchLeave});
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

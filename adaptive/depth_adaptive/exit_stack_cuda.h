@@ -8,7 +8,7 @@
 #include "core/cuda/row_list.h"
 #include "core/layers/layer_kernels.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 // Exits, i32 [batch, tokens], or null.
 struct DeviceExits {
@@ -42,6 +42,6 @@ struct ExitStackKernels {
   const char* (*leave)(const LeaveArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_STACK_CUDA_H_

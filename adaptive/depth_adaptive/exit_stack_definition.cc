@@ -5,8 +5,10 @@
 
 #include "memory/transformer_xl/stack_definition.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
+
+using transformer_xl::Rows;
 
 // Returns the exit in a tensor i32 [batch, tokens]; 0 where there is none.
 int64_t ExitIn(const ConstTensorView& exits, int64_t b, int64_t t) {
@@ -16,7 +18,7 @@ int64_t ExitIn(const ConstTensorView& exits, int64_t b, int64_t t) {
 // One sequence, layer by layer.
 class Sequence {
  public:
-  Sequence(const StackDefinition& stack, const ExitStackOptions& options, Rows x)
+  Sequence(const transformer_xl::StackDefinition& stack, const ExitStackOptions& options, Rows x)
       : stack_(stack), options_(options), h_(std::move(x)), exits_(h_.rows(), 0) {}
 
   // The states before and after layer n, from 1; states of tokens that have left are copied.
@@ -50,7 +52,7 @@ class Sequence {
     return stack_.FeedForwardNorm(l, g.Plus(stack_.FeedForward(l, g)));
   }
 
-  const StackDefinition& stack_;
+  const transformer_xl::StackDefinition& stack_;
   const ExitStackOptions& options_;
   Rows h_;
   std::vector<int64_t> exits_;
@@ -99,11 +101,11 @@ absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
   NamedTensors outputs;
   outputs["out"] = Tensor(DType::kF64, x.shape());
   outputs[kExits] = Tensor(DType::kF64, {problem.batch, tokens});
-  const StackDefinition stack(ShapeOf(problem, options).sizes, parameters, options.clamp_length,
-                              request.pool);
+  const transformer_xl::StackDefinition stack(transformer_xl::ShapeOf(problem, options).sizes,
+                                              parameters, options.clamp_length, request.pool);
   for (int64_t b = 0; b < problem.batch; ++b) {
     const ExitScoreOf score_of = rule();
-    Sequence sequence(stack, options, SequenceOf(x, b));
+    Sequence sequence(stack, options, transformer_xl::SequenceOf(x, b));
     for (int64_t n = 1; n <= layers; ++n) {
       const Sequence::Step step = sequence.Advance(n);
       for (int64_t t = 0; t < tokens; ++t) {
@@ -119,4 +121,4 @@ absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
   return outputs;
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

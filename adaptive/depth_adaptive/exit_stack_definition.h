@@ -14,7 +14,7 @@
 #include "core/tensor.h"
 #include "memory/transformer_xl/double_rows.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 // Returns the bound of the error of a layer's states, in units of the largest, which is that of
 // outputs in harness/errors.h.
@@ -28,8 +28,8 @@ struct ExitScore {
 
 // A rule's score of token t, from the states of the whole sequence after layer n and before it: the
 // token leaves where the score is at least 0.
-using ExitScoreOf =
-    std::function<ExitScore(int64_t n, int64_t t, const Rows& after, const Rows& before)>;
+using ExitScoreOf = std::function<ExitScore(int64_t n, int64_t t, const transformer_xl::Rows& after,
+                                            const transformer_xl::Rows& before)>;
 
 // Computes out and exits in f64. `rule` returns the score function of one batch row's tokens, which
 // is called for layers 1 to N - 1 in turn, for tokens that have not left. Where the sign of a score
@@ -44,6 +44,6 @@ absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
 std::vector<double> NormOf(const NamedTensors& parameters, const std::string& name,
                            const double* row, int64_t channels);
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_EXIT_STACK_DEFINITION_H_

@@ -1,7 +1,7 @@
 #include "adaptive/depth_adaptive/max_probability_cuda.h"
 #include "core/layers/layer_rows.cuh"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 // A warp does a row; lane l has logits l, l + 32, ...
@@ -28,4 +28,4 @@ const char* LaunchDecide(const MaxProbabilityArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(MaxProbabilityKernels, {&LaunchDecide});
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

@@ -7,7 +7,7 @@
 #include "core/cuda/kernel_table.h"
 #include "core/cuda/row_list.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 // Sets leaves[r] to whether the largest probability of softmax(logits_r) reaches the threshold.
 struct MaxProbabilityArguments {
@@ -24,6 +24,6 @@ struct MaxProbabilityKernels {
   const char* (*decide)(const MaxProbabilityArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_MAX_PROBABILITY_CUDA_H_

@@ -7,7 +7,7 @@
 #include "core/status.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 size_t MaxProbabilityRule::workspace_bytes(int64_t rows, int threads) const {
   return Workspace::Measure([&](Workspace& workspace) { logits_.LayOut(rows, workspace); }) +
@@ -40,4 +40,4 @@ absl::Status MaxProbabilityRule::Decide(const ExitRows& rows, uint8_t* leaves,
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

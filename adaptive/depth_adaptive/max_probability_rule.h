@@ -11,7 +11,7 @@
 #include "adaptive/depth_adaptive/exit_logits.h"
 #include "adaptive/depth_adaptive/exit_stack.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 class MaxProbabilityRule : public ExitRule {
  public:
@@ -35,6 +35,6 @@ class MaxProbabilityRule : public ExitRule {
   ExitLogits logits_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_MAX_PROBABILITY_RULE_H_

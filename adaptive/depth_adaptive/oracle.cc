@@ -4,7 +4,7 @@
 #include <cmath>
 #include <numeric>
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 constexpr double kLeastWeight = 1e-12;  // weights of the kernel below this are cut off
@@ -52,4 +52,4 @@ std::vector<int32_t> TokenOracle(const ExitValues& values, double penalty, doubl
   return exits;
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 // [exits][tokens] for one sequence.
 using ExitValues = std::vector<std::vector<double>>;
@@ -22,6 +22,6 @@ using ExitValues = std::vector<std::vector<double>>;
 int64_t SequenceOracle(const ExitValues& values, double penalty);
 std::vector<int32_t> TokenOracle(const ExitValues& values, double penalty, double sigma);
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_ORACLE_H_

@@ -11,7 +11,7 @@
 #include "Eigen/Core"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
@@ -168,4 +168,4 @@ absl::StatusOr<double> TextReader::TimeDecoding(Leave leave) {
   return ThreadSeconds() - begin;
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

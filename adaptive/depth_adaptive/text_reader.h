@@ -15,7 +15,7 @@
 #include "core/thread_pool.h"
 #include "harness/language_model.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 // Sequences of held-out text, far apart. Of two samples with equal `sequences` and `tokens`, one that
 // skips the other's tokens reads the text behind them.
@@ -90,6 +90,6 @@ class TextReader {
 double ThreadSeconds();
 double Median(std::vector<double> samples);
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_TEXT_READER_H_

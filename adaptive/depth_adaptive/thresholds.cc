@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstddef>
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 constexpr int64_t kStep = 10;  // step of the grid, in thousandths
@@ -118,4 +118,4 @@ std::vector<int64_t> SearchThresholds(const ExitValues& values, const ExitValues
   return Search(values, confidences, penalty).Run();
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

@@ -7,7 +7,7 @@
 
 #include "adaptive/depth_adaptive/oracle.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 // From the value A^n_t of exit n for token t, and its confidence c^n_t, both in the stack that no
 // token leaves, finds thresholds tau_n, n < N, in thousandths, multiples of 10 or kNeverReached,
@@ -22,6 +22,6 @@ namespace tfb {
 std::vector<int64_t> SearchThresholds(const ExitValues& values, const ExitValues& confidences,
                                       double penalty);
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_THRESHOLDS_H_

@@ -8,7 +8,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 using ::testing::ElementsAre;
@@ -77,4 +77,4 @@ TEST(DepthAdaptiveThresholds, OfRandomTokensNoLayersThresholdIsBetteredByAnother
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

@@ -7,7 +7,7 @@
 #include "gtest/gtest.h"
 #include "harness/language_model.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 void ExpectTrainedExits(const Technique& technique, const std::string& golden,
                         const std::map<std::string, Options>& cases) {
@@ -34,4 +34,4 @@ void ExpectTrainedExits(const Technique& technique, const std::string& golden,
   }
 }
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

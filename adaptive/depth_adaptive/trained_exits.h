@@ -7,7 +7,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 
 // Compares the shipped language model, run by `technique` with each of the options on 300 bytes of
 // text, with the same in PyTorch, token by token in float64, where a token that has left is not
@@ -20,6 +20,6 @@ namespace tfb {
 void ExpectTrainedExits(const Technique& technique, const std::string& golden,
                         const std::map<std::string, Options>& cases);
 
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive
 
 #endif  // TFB_ADAPTIVE_DEPTH_ADAPTIVE_TRAINED_EXITS_H_

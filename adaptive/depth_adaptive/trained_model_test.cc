@@ -3,7 +3,7 @@
 #include "adaptive/depth_adaptive/trained_exits.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::depth_adaptive {
 namespace {
 
 TEST(TrainedDepthAdaptive, BytesLeaveWhereTheyDoInPyTorchAndAreAsLikely) {
@@ -16,4 +16,4 @@ TEST(TrainedDepthAdaptive, BytesLeaveWhereTheyDoInPyTorchAndAreAsLikely) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::depth_adaptive

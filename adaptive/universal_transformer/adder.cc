@@ -11,7 +11,7 @@
 #include "core/safetensors.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 namespace {
 
 absl::Status CheckShape(const std::string& path, const NamedTensors& tensors,
@@ -155,4 +155,4 @@ Adder::Accuracy Adder::Judge(const Additions& additions, const Tensor& out) cons
           static_cast<double>(right_sums) / count};
 }
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer

@@ -17,7 +17,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 
 // Additions of equal length: token t of problem b has index b tokens + t.
 struct Additions {
@@ -71,6 +71,6 @@ class Adder {
   NamedTensors parameters_;  // f32
 };
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer
 
 #endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_ADDER_H_

@@ -9,7 +9,7 @@
 #include "gtest/gtest.h"
 #include "harness/runfiles.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 namespace {
 
 Adder Shipped() {
@@ -86,4 +86,4 @@ TEST(Adder, WrongFilesAreRefusedWithTheReason) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::universal_transformer

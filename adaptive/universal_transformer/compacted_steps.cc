@@ -8,7 +8,7 @@
 #include "core/flash/rows.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 namespace {
 
 using HaltFrom = UniversalTransformerOptions::HaltFrom;
@@ -387,4 +387,4 @@ void CompactedSteps::WriteOut(const Walk& walk) const {
   });
 }
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer

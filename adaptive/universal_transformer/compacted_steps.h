@@ -16,7 +16,7 @@
 #include "core/schedule/band_schedule.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 
 class CompactedSteps : public UniversalSteps {
  public:
@@ -86,6 +86,6 @@ class CompactedSteps : public UniversalSteps {
   BandSchedule schedule_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer
 
 #endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_COMPACTED_STEPS_H_

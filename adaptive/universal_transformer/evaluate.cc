@@ -43,7 +43,7 @@ ABSL_FLAG(
     "Threads. With 1 the processor's time counts, not the clock's, as others may use it too.");
 ABSL_FLAG(uint64_t, seed, 1, "Of the additions.");
 
-namespace tfb {
+namespace tfb::universal_transformer {
 namespace {
 
 constexpr char kProgram[] = "evaluate";
@@ -330,8 +330,9 @@ absl::StatusOr<int> Evaluate() {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::universal_transformer
 
 int main(int argc, char** argv) {
-  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Evaluate);
+  return tfb::RunMain(tfb::universal_transformer::kProgram, tfb::universal_transformer::kUsage,
+                      {argv, argv + argc}, tfb::universal_transformer::Evaluate);
 }

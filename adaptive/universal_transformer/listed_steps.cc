@@ -5,7 +5,7 @@
 #include "core/layers/layers_cuda.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 namespace {
 
 using HaltFrom = UniversalTransformerOptions::HaltFrom;
@@ -299,4 +299,4 @@ absl::Status ListedSteps::WriteOut(const Walk& walk) const {
   return ToStatus(walk.kernels->write(a, walk.execution.stream));
 }
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer

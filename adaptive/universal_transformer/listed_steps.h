@@ -20,7 +20,7 @@
 #include "core/layers/list_rows.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 
 class ListedSteps : public UniversalSteps {
  public:
@@ -86,6 +86,6 @@ class ListedSteps : public UniversalSteps {
   FlashEngine engine_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer
 
 #endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_LISTED_STEPS_H_

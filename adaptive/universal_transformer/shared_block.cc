@@ -6,7 +6,7 @@
 
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 namespace {
 
 // Returns rows of T [steps, width] times the matrices side by side, in double, [steps, columns].
@@ -78,9 +78,10 @@ absl::StatusOr<SharedBlock> SharedBlock::Create(Device device, const Problem& pr
   TFB_ASSIGN_OR_RETURN(block.halting_weight, floats("halting.w"));
   TFB_ASSIGN_OR_RETURN(block.halting_bias, floats("halting.b"));
 
-  TFB_ASSIGN_OR_RETURN(const Encodings encodings,
-                       PositionsAndTimes(options.encoding, problem.query_tokens, options.steps,
-                                         problem.model_dim(), parameters));
+  TFB_ASSIGN_OR_RETURN(
+      const multi_head::Encodings encodings,
+      universal::PositionsAndTimes(options.encoding, problem.query_tokens, options.steps,
+                                   problem.model_dim(), parameters));
   TFB_ASSIGN_OR_RETURN(block.positions, CopyFloats(device, encodings.positions.view()));
   TFB_ASSIGN_OR_RETURN(block.times, CopyFloats(device, encodings.times.view()));
   TFB_ASSIGN_OR_RETURN(
@@ -89,4 +90,4 @@ absl::StatusOr<SharedBlock> SharedBlock::Create(Device device, const Problem& pr
   return block;
 }
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer

@@ -16,7 +16,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 
 constexpr int64_t kFirstKernel = 3;  // tokens
 constexpr int64_t kSecondKernel = 5;
@@ -80,6 +80,6 @@ class UniversalSteps {
                            const Execution& execution) = 0;
 };
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer
 
 #endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_SHARED_BLOCK_H_

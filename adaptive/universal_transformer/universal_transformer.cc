@@ -17,8 +17,10 @@
 #include "core/cuda/device_array.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 namespace {
+
+using multi_head::ParameterSpec;
 
 const bool registered = RegisterTechnique<UniversalTransformer>();
 
@@ -55,7 +57,7 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
                                           const UniversalTransformerOptions& options) {
   const UniversalSizes s(problem, options);
   const auto deviation = [](int64_t in) { return 1 / std::sqrt(static_cast<double>(in)); };
-  std::vector<ParameterSpec> specs = ProjectionSpecs(problem, options.bias);
+  std::vector<ParameterSpec> specs = multi_head::ProjectionSpecs(problem, options.bias);
   for (ParameterSpec& spec : specs) spec.name = "attention." + spec.name;
   const auto add = [&](const std::string& name, const Shape& shape, double mean, double of) {
     specs.push_back({name, shape, mean, of});
@@ -77,7 +79,7 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
     add("halting.b", {1}, 1, 0);
   }
   const std::vector<ParameterSpec> of_time =
-      TimeParameters(options.encoding, options.steps, s.width);
+      universal::TimeParameters(options.encoding, options.steps, s.width);
   specs.insert(specs.end(), of_time.begin(), of_time.end());
   return specs;
 }
@@ -96,7 +98,7 @@ class UniversalTransformerLayer : public Layer {
   }
 
   absl::Status Draw(uint64_t seed) {
-    return DrawParameters(ParameterSpecs(problem(), options_), "", seed, &parameters_);
+    return multi_head::DrawParameters(ParameterSpecs(problem(), options_), "", seed, &parameters_);
   }
 
   size_t workspace_bytes(int threads) const override { return runner_->workspace_bytes(threads); }
@@ -276,4 +278,4 @@ absl::StatusOr<TechniqueSpec> UniversalTransformer::Counterpart(const Problem&,
   return TechniqueSpec{info().name, binder.Values()};
 }
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer

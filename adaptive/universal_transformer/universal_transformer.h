@@ -57,7 +57,7 @@
 #include "core/technique.h"
 #include "positional/universal/position_time.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 
 struct UniversalTransformerOptions {
   enum class Halting { kNone, kAct };
@@ -73,7 +73,7 @@ struct UniversalTransformerOptions {
   bool remainder_at_limit = true;
   Transition transition = Transition::kFeedForward;
   int64_t feed_forward = 4;
-  PositionTime encoding;
+  universal::PositionTime encoding;
   bool bias = false;
 
   bool halts() const { return halting == Halting::kAct; }
@@ -147,6 +147,6 @@ class UniversalTransformer : public TechniqueOf<UniversalTransformerOptions> {
 double UniversalTransformerFlops(const Problem& problem, const UniversalTransformerOptions& options,
                                  const std::vector<int32_t>& steps);
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer
 
 #endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_H_

@@ -2,7 +2,7 @@
 #include "adaptive/universal_transformer/universal_transformer_cuda.h"
 #include "core/layers/layer_rows.cuh"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 namespace {
 
 // Decides for a token that runs; `dot` is the lane's part of w . row. Returns the weight of the
@@ -158,4 +158,4 @@ const char* LaunchWrite(const WriteStatesArguments& a, void* stream) {
 TFB_KERNEL_TABLE(UniversalTransformerKernels, {&LaunchBegin, &LaunchRead, &LaunchKeep, &LaunchShow,
                                                &LaunchConvolve, &LaunchWrite});
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer

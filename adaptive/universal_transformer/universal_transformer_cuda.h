@@ -13,7 +13,7 @@
 #include "core/cuda/kernel_table.h"
 #include "core/cuda/row_list.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 
 // The halting of a token that runs, from a row of channels that the kernel has loaded.
 struct HaltingArguments {
@@ -131,6 +131,6 @@ struct UniversalTransformerKernels {
   const char* (*write)(const WriteStatesArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer
 
 #endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_CUDA_H_

@@ -13,7 +13,7 @@
 #include "core/status.h"
 #include "positional/universal/position_time.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 namespace {
 
 using HaltFrom = UniversalTransformerOptions::HaltFrom;
@@ -153,9 +153,9 @@ class Network {
                                                 Token(static_cast<int64_t>(r))));
     }
     NamedTensors attended;
-    TFB_RETURN_IF_ERROR(DefineProjectedAttention(problem_, {"dense", {}}, parameters_, "attention.",
-                                                 hidden.view(), {}, key_mask_, request_.OfPart(),
-                                                 &attended));
+    TFB_RETURN_IF_ERROR(multi_head::DefineProjectedAttention(
+        problem_, {"dense", {}}, parameters_, "attention.", hidden.view(), {}, key_mask_,
+        request_.OfPart(), &attended));
     const DoubleTensor mixed(attended.at("out").view());
     Rows a = u;
     for (int64_t r = 0; r < static_cast<int64_t>(a.size()); ++r) {
@@ -247,7 +247,7 @@ class Network {
   ConstTensorView key_mask_;
   KeyMask is_token_;
   DoubleTensor x_;
-  DefinedPositionTime encoding_;
+  universal::DefinedPositionTime encoding_;
   ConstTensorView computed_;
   Rows state_, shown_, shown_inner_, output_;
   std::vector<double> total_, ponder_;
@@ -267,4 +267,4 @@ absl::Status DefineUniversalTransformer(const Problem& problem,
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer

@@ -6,7 +6,7 @@
 #include "adaptive/universal_transformer/universal_transformer.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 
 // Writes "out", "ponder" and "steps". Where the sum of a token's halting probabilities comes so near
 // to the threshold that fp32 cannot tell on which side it is, request.computed's "steps" decide.
@@ -15,6 +15,6 @@ absl::Status DefineUniversalTransformer(const Problem& problem,
                                         const NamedTensors& parameters, const Inputs& inputs,
                                         const DefinitionRequest& request, NamedTensors* outputs);
 
-}  // namespace tfb
+}  // namespace tfb::universal_transformer
 
 #endif  // TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_DEFINITION_H_

@@ -15,7 +15,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::universal_transformer {
 namespace {
 
 Problem Self(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim, bool causal = false) {
@@ -286,7 +286,9 @@ TEST(UniversalTransformer, WithoutHaltingItIsAStackOfEqualLayers) {
     }
     RunRequest request{{{"layers", "1"}}};
     request.parameters = &of_layer;
-    h = std::move(RunTechnique(EncoderDecoder(), problem, {{"x", h.view()}}, request)->at("out"));
+    h = std::move(
+        RunTechnique(encoder_decoder::EncoderDecoder(), problem, {{"x", h.view()}}, request)
+            ->at("out"));
   }
   const Tensor out = OutOf(problem, inputs, options, parameters);
   EXPECT_LE(MaxDifference(out.view(), h.view()), Bound(h.view()));
@@ -591,4 +593,4 @@ TEST(UniversalTransformer, TheTrainedModelIsWhatItIsInPyTorch) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::universal_transformer

@@ -12,7 +12,7 @@
 #include "core/flash/flash_layer.h"
 #include "core/random.h"
 
-namespace tfb {
+namespace tfb::bigbird {
 namespace {
 
 const bool registered = RegisterTechnique<BigBird>();
@@ -302,4 +302,4 @@ absl::Status BigBird::Definition(const Problem& problem, const BigBirdOptions& o
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::bigbird

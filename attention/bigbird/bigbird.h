@@ -29,7 +29,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::bigbird {
 
 struct BigBirdOptions {
   static constexpr int64_t kMaxRandom = 1024;
@@ -65,6 +65,6 @@ class BigBird : public TechniqueOf<BigBirdOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::bigbird
 
 #endif  // TFB_ATTENTION_BIGBIRD_BIGBIRD_H_

@@ -12,7 +12,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::bigbird {
 namespace {
 
 using ::testing::HasSubstr;
@@ -156,7 +156,7 @@ TEST(BigBird, RandomBlocksAreCappedAtTheLegalOnesAndExtendFewer) {
 void ExpectEqualsDense(const Problem& problem, const Options& options,
                        const NamedTensors* parameters = nullptr) {
   const NamedTensors inputs = Random(problem);
-  const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+  const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
   for (const Device device : kHostDevices) {
     const NamedTensors ours = RunOwn(problem, inputs, options, parameters, device);
     EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()),
@@ -325,4 +325,4 @@ TEST(BigBirdGolden, HuggingFaceCountsRepeatedBlocksMoreThanOnce) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::bigbird

@@ -8,7 +8,7 @@
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
 
-namespace tfb {
+namespace tfb::blockwise {
 namespace {
 
 const bool registered = RegisterTechnique<Blockwise>();
@@ -163,4 +163,4 @@ absl::Status Blockwise::Definition(const Problem& problem, const BlockwiseOption
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::blockwise

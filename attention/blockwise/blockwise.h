@@ -33,7 +33,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::blockwise {
 
 struct BlockwiseOptions {
   static constexpr int64_t kMaxBlocks = int64_t{1} << 20;
@@ -69,6 +69,6 @@ class Blockwise : public TechniqueOf<BlockwiseOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::blockwise
 
 #endif  // TFB_ATTENTION_BLOCKWISE_BLOCKWISE_H_

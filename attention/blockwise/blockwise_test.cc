@@ -10,7 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::blockwise {
 namespace {
 
 using ::testing::HasSubstr;
@@ -21,7 +21,7 @@ NamedTensors RunOwn(const Problem& problem, const Inputs& inputs, const Options&
   return RunTechnique(Blockwise(), problem, inputs, {options}).value();
 }
 NamedTensors RunDense(const Problem& problem, const Inputs& inputs) {
-  return RunTechnique(Dense(), problem, inputs).value();
+  return RunTechnique(dense::Dense(), problem, inputs).value();
 }
 NamedTensors Random(const Problem& problem) {
   return RandomInputs(Blockwise().InputSpecs(problem, {}).value(), 11);
@@ -247,4 +247,4 @@ TEST(Blockwise, WrongListsAreRefusedWithAReason) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::blockwise

@@ -6,7 +6,7 @@
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
 
-namespace tfb {
+namespace tfb::dense {
 namespace {
 
 const bool registered = RegisterTechnique<Dense>();
@@ -47,4 +47,4 @@ absl::Status Dense::Definition(const Problem& problem, const DenseOptions& optio
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::dense

@@ -13,7 +13,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::dense {
 
 struct DenseOptions {
   enum class Backend { kOwn, kCudnn };
@@ -40,6 +40,6 @@ class Dense : public TechniqueOf<DenseOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::dense
 
 #endif  // TFB_ATTENTION_DENSE_DENSE_H_

@@ -11,7 +11,7 @@
 #include "core/status.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::dense {
 namespace {
 
 // Ids of the graph's tensors that a call provides.
@@ -243,4 +243,4 @@ absl::StatusOr<std::unique_ptr<Layer>> MakeCudnnDense(const Problem& problem, do
   return std::make_unique<CudnnDenseLayer>(problem, scale, gpu, std::move(plan));
 }
 
-}  // namespace tfb
+}  // namespace tfb::dense

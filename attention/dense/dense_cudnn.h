@@ -9,7 +9,7 @@
 #include "core/problem.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::dense {
 
 // Returns the graph of attention for contiguous tensors of the problem, with its log-sum-exp.
 // `cudnn` must outlive it.
@@ -23,6 +23,6 @@ CudnnGraph CudnnAttentionGraph(const Cudnn* cudnn, const Problem& problem);
 absl::StatusOr<std::unique_ptr<Layer>> MakeCudnnDense(const Problem& problem, double scale,
                                                       Device device);
 
-}  // namespace tfb
+}  // namespace tfb::dense
 
 #endif  // TFB_ATTENTION_DENSE_DENSE_CUDNN_H_

@@ -17,7 +17,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::dense {
 namespace {
 
 using ::testing::HasSubstr;
@@ -205,4 +205,4 @@ TEST(DenseCudnn, EqualsTheDefinition) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::dense

@@ -10,7 +10,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::dense {
 namespace {
 
 // Runs dense on one head of f32 tensors given row by row.
@@ -125,4 +125,4 @@ INSTANTIATE_TEST_SUITE_P(Files, DenseGolden,
                                            "grouped_heads_causal"));
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::dense

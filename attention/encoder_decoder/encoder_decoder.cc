@@ -15,8 +15,10 @@
 #include "core/status.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::encoder_decoder {
 namespace {
+
+using multi_head::ParameterSpec;
 
 using Part = EncoderDecoderOptions::Part;
 using BlockKind = EncoderDecoderOptions::BlockKind;
@@ -129,7 +131,7 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
   for (const StackPlace& stack : StacksOf(problem, options)) {
     for (const LayerPlace& layer : stack.layers) {
       for (const AttentionPlace& attention : layer.attention) {
-        add(attention.name + ".", ProjectionSpecs(attention.problem, options.bias));
+        add(attention.name + ".", multi_head::ProjectionSpecs(attention.problem, options.bias));
         add("", NormSpecs(attention.name + "_norm", width));
       }
       add(layer.ff + ".", FeedForwardSpecs(width, options.feed_forward * width));
@@ -150,8 +152,8 @@ class EncoderDecoderLayer : public Layer {
                                                        Device device, uint64_t seed) {
     std::unique_ptr<EncoderDecoderLayer> layer(
         new EncoderDecoderLayer(problem, std::move(inputs), options, device));
-    TFB_RETURN_IF_ERROR(
-        DrawParameters(ParameterSpecs(problem, options), "", seed, &layer->parameters_));
+    TFB_RETURN_IF_ERROR(multi_head::DrawParameters(ParameterSpecs(problem, options), "", seed,
+                                                   &layer->parameters_));
     for (StackPlace& place : StacksOf(problem, options)) {
       Stack& stack = layer->stacks_.emplace_back();
       for (const LayerPlace& layer_place : place.layers) {
@@ -159,13 +161,15 @@ class EncoderDecoderLayer : public Layer {
         for (const AttentionPlace& attention : layer_place.attention) {
           // Hidden states between the layers are fp32.
           const bool gives_x = problem.dtype == DType::kF32;
-          TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> inner,
-                               CreateInner(attention.inner, attention.problem, device,
-                                           RandomStream(seed, attention.name).Bits(0), gives_x));
-          AddInnerParameters(*inner, attention.name + ".inner.", &layer->parameters_);
+          TFB_ASSIGN_OR_RETURN(
+              std::unique_ptr<Layer> inner,
+              multi_head::CreateInner(attention.inner, attention.problem, device,
+                                      RandomStream(seed, attention.name).Bits(0), gives_x));
+          multi_head::AddInnerParameters(*inner, attention.name + ".inner.", &layer->parameters_);
           block.attention.push_back(
               {attention,
-               ProjectedAttention(device, attention.problem, attention.cross, std::move(inner)),
+               multi_head::ProjectedAttention(device, attention.problem, attention.cross,
+                                              std::move(inner)),
                {}});
         }
       }
@@ -255,7 +259,7 @@ class EncoderDecoderLayer : public Layer {
  private:
   struct Attention {
     AttentionPlace place;
-    ProjectedAttention attention;
+    multi_head::ProjectedAttention attention;
     LayerNorm norm;
   };
   struct Block {
@@ -367,9 +371,10 @@ class EncoderDecoderLayer : public Layer {
     return pre_norm() ? stack.last_norm.Run(walk.state, out, walk.execution) : absl::OkStatus();
   }
 
-  static ProjectedAttention::Call CallOf(const Attention& one, const ConstTensorView& from,
-                                         const ConstTensorView& residual, const TensorView& to,
-                                         const Walk& walk) {
+  static multi_head::ProjectedAttention::Call CallOf(const Attention& one,
+                                                     const ConstTensorView& from,
+                                                     const ConstTensorView& residual,
+                                                     const TensorView& to, const Walk& walk) {
     const bool cross = one.place.cross;
     return {from, cross ? walk.memory : ConstTensorView(), cross ? walk.cross_mask : walk.self_mask,
             residual, to};
@@ -421,10 +426,10 @@ class Network {
         const bool pre_norm = options_.block != BlockKind::kPostNorm;
         const Tensor input = pre_norm ? Norm(h, place.name + "_norm") : h.Clone();
         NamedTensors attended;
-        TFB_RETURN_IF_ERROR(
-            DefineProjectedAttention(place.problem, place.inner, parameters_, place.name + ".",
-                                     input.view(), place.cross ? memory : ConstTensorView(),
-                                     place.cross ? memory_mask : mask, request, &attended));
+        TFB_RETURN_IF_ERROR(multi_head::DefineProjectedAttention(
+            place.problem, place.inner, parameters_, place.name + ".", input.view(),
+            place.cross ? memory : ConstTensorView(), place.cross ? memory_mask : mask, request,
+            &attended));
         h = Plus(h, attended.at("out"));
         if (!pre_norm) h = Norm(h, place.name + "_norm");
       }
@@ -539,7 +544,7 @@ absl::Status EncoderDecoder::Definition(const Problem& problem,
 
 absl::StatusOr<TechniqueSpec> EncoderDecoder::Counterpart(const Problem& problem,
                                                           const Options& options) const {
-  return WithCounterpartInside<EncoderDecoderOptions>(*this, problem, options);
+  return multi_head::WithCounterpartInside<EncoderDecoderOptions>(*this, problem, options);
 }
 
 int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& options) {
@@ -566,4 +571,4 @@ int64_t LanguageModelParameterCount(const Problem& problem, const EncoderDecoder
   return ParameterCount(problem, options) + (vocabulary + positions) * problem.model_dim();
 }
 
-}  // namespace tfb
+}  // namespace tfb::encoder_decoder

@@ -47,7 +47,7 @@
 #include "core/layers/activation.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::encoder_decoder {
 
 struct EncoderDecoderOptions {
   enum class Part { kEncoder, kDecoder, kBoth };
@@ -81,7 +81,7 @@ struct EncoderDecoderOptions {
                  {"gelu_tanh", Activation::kGeluTanh},
                  {"gelu_sigmoid", Activation::kGeluSigmoid}},
                 "of the feed-forward sublayers; auto is gelu_sigmoid for block=sparse, else relu");
-    BindInner(bind, &inner);
+    multi_head::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "attention's projections add biases");
   }
 };
@@ -120,6 +120,6 @@ int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& opti
 int64_t LanguageModelParameterCount(const Problem& problem, const EncoderDecoderOptions& options,
                                     int64_t vocabulary, int64_t positions);
 
-}  // namespace tfb
+}  // namespace tfb::encoder_decoder
 
 #endif  // TFB_ATTENTION_ENCODER_DECODER_ENCODER_DECODER_H_

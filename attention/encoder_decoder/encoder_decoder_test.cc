@@ -16,7 +16,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::encoder_decoder {
 namespace {
 
 using ::testing::Contains;
@@ -439,4 +439,4 @@ TEST_P(EncoderDecoderGolden, TorchComputesTheSame) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::encoder_decoder

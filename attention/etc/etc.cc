@@ -11,7 +11,7 @@
 #include "core/flash/flash_parts.h"
 #include "core/random.h"
 
-namespace tfb {
+namespace tfb::etc {
 namespace {
 
 const bool registered = RegisterTechnique<Etc>();
@@ -355,4 +355,4 @@ absl::Status Etc::Definition(const Problem& problem, const EtcOptions& options,
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::etc

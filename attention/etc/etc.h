@@ -47,7 +47,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::etc {
 
 struct EtcOptions {
   static constexpr int64_t kMaxDistance = 4096;
@@ -95,6 +95,6 @@ class Etc : public TechniqueOf<EtcOptions> {
                                       const EtcOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::etc
 
 #endif  // TFB_ATTENTION_ETC_ETC_H_

@@ -11,7 +11,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::etc {
 namespace {
 
 using ::testing::HasSubstr;
@@ -31,7 +31,7 @@ NamedTensors RunEtc(const Problem& problem, const Inputs& inputs, const Options&
   return RunTechnique(Etc(), problem, inputs, request).value();
 }
 NamedTensors RunDense(const Problem& problem, const Inputs& inputs) {
-  return RunTechnique(Dense(), problem, inputs).value();
+  return RunTechnique(dense::Dense(), problem, inputs).value();
 }
 
 // Assigns long tokens to the global ones in runs of equal length, and every seventh to none.
@@ -292,4 +292,4 @@ TEST(Etc, CausalAndCrossAttentionAreRefusedWithAReason) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::etc

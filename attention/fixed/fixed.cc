@@ -8,7 +8,7 @@
 #include "core/definition.h"
 #include "core/flash/flash_parts.h"
 
-namespace tfb {
+namespace tfb::fixed {
 namespace {
 
 const bool registered = RegisterTechnique<Fixed>();
@@ -210,4 +210,4 @@ absl::Status Fixed::Definition(const Problem& problem, const FixedOptions& optio
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::fixed

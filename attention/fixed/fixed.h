@@ -29,7 +29,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::fixed {
 
 struct FixedOptions {
   int64_t stride = 128;
@@ -70,6 +70,6 @@ class Fixed : public TechniqueOf<FixedOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::fixed
 
 #endif  // TFB_ATTENTION_FIXED_FIXED_H_

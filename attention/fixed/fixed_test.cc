@@ -10,7 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::fixed {
 namespace {
 
 using ::testing::HasSubstr;
@@ -94,7 +94,7 @@ TEST(Fixed, TwoStepsReachEveryEarlierToken) {
 TEST(Fixed, ABlockOfTheSequenceOrAllSummariesAreDense) {
   const Problem problem = Problem::SelfAttention(2, 2, 150, 16, true);
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 11);
-  const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+  const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
   for (const Options& options : {Options{{"stride", "150"}}, Options{{"stride", "1000000"}},
                                  Options{{"stride", "10"}, {"summary", "10"}},
                                  Options{{"stride", "1"}}, Options{{"stride", "5"}}}) {
@@ -133,4 +133,4 @@ TEST(Fixed, MasksAreThoseOfTheAuthorsCode) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::fixed

@@ -15,7 +15,7 @@
 #include "core/definition.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::hard {
 namespace {
 
 using Sample = HardOptions::Sample;
@@ -323,4 +323,4 @@ absl::Status Hard::Definition(const Problem& problem, const HardOptions& options
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::hard

@@ -38,7 +38,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::hard {
 
 struct HardOptions {
   enum class Sample { kNone, kInverseCdf, kGumbel };
@@ -76,6 +76,6 @@ class Hard : public TechniqueOf<HardOptions> {
                                          const HardOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::hard
 
 #endif  // TFB_ATTENTION_HARD_HARD_H_

@@ -15,7 +15,7 @@
 #include "core/flash/rows.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::hard {
 namespace {
 
 constexpr int64_t kTile = 64;
@@ -357,4 +357,4 @@ void HardCpu(const Problem& problem, const HardCall& call, const Execution& exec
   }
 }
 
-}  // namespace tfb
+}  // namespace tfb::hard

@@ -9,7 +9,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 
-namespace tfb {
+namespace tfb::hard {
 
 // The tensors of hard.h, each of any strides.
 struct HardCall {
@@ -28,6 +28,6 @@ size_t HardCpuWorkspaceBytes(const Problem& problem, int threads);
 // Runs a call. It allocates nothing. The result does not depend on the number of threads.
 void HardCpu(const Problem& problem, const HardCall& call, const Execution& execution);
 
-}  // namespace tfb
+}  // namespace tfb::hard
 
 #endif  // TFB_ATTENTION_HARD_HARD_CPU_H_

@@ -1,7 +1,7 @@
 #include "attention/hard/hard_cuda.h"
 #include "core/cuda/kernel.cuh"
 
-namespace tfb {
+namespace tfb::hard {
 namespace {
 
 // A block chooses for 64 queries of one head. It makes scores of 64 keys at a time with 128
@@ -373,4 +373,4 @@ const char* LaunchChoose(const HardArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(HardKernels, {&LaunchChoose});
 
-}  // namespace tfb
+}  // namespace tfb::hard

@@ -7,7 +7,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::hard {
 
 enum class HardSample : unsigned char { kNone, kInverseCdf, kGumbel };
 
@@ -38,6 +38,6 @@ struct HardKernels {
   const char* (*choose)(const HardArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::hard
 
 #endif  // TFB_ATTENTION_HARD_HARD_CUDA_H_

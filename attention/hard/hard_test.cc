@@ -14,7 +14,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::hard {
 namespace {
 
 const float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -149,7 +149,7 @@ TEST(Hard, IsTheLimitOfDenseAttentionWithEverLargerScores) {
   const Problem problem = Problem::SelfAttention(1, 2, 90, 16);
   const NamedTensors inputs = Random(problem);
   const NamedTensors dense =
-      RunTechnique(Dense(), problem, ViewsOf(inputs), {{{"scale", "100000"}}}).value();
+      RunTechnique(dense::Dense(), problem, ViewsOf(inputs), {{{"scale", "100000"}}}).value();
   const NamedTensors outputs = RunOwn(problem, inputs);
   EXPECT_LE(MaxDifference(outputs.at("out").view(), dense.at("out").view()),
             Fp32Bound(inputs.at("v").view()));
@@ -418,4 +418,4 @@ TEST(Hard, MoreKeysThanAnIndexCountsAreRefused) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::hard

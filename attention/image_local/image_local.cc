@@ -9,7 +9,7 @@
 #include "core/flash/flash_layer.h"
 #include "core/flash/flash_parts.h"
 
-namespace tfb {
+namespace tfb::image_local {
 namespace {
 
 const bool registered = RegisterTechnique<ImageLocal>();
@@ -284,4 +284,4 @@ absl::Status ImageLocal::Definition(const Problem& problem, const ImageLocalOpti
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::image_local

@@ -39,7 +39,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::image_local {
 
 struct ImageLocalOptions {
   enum class Form { k1d, k2d };
@@ -84,6 +84,6 @@ class ImageLocal : public TechniqueOf<ImageLocalOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::image_local
 
 #endif  // TFB_ATTENTION_IMAGE_LOCAL_IMAGE_LOCAL_H_

@@ -11,7 +11,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::image_local {
 namespace {
 
 using ::testing::HasSubstr;
@@ -131,7 +131,7 @@ TEST(ImageLocal, AWidthOfZeroIsAboutASquare) {
 void ExpectEqualsDense(const Problem& problem, const Options& options) {
   const NamedTensors inputs = Random(problem);
   const NamedTensors ours = RunOwn(problem, inputs, options);
-  const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+  const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
   EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()),
             Fp32Bound(inputs.at("v").view()));
   EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), dense.at("log_sum_exp").view()), 1e-5);
@@ -160,7 +160,7 @@ void ExpectBlocksAlone(const Options& options, int64_t block) {
     for (const char* name : {"q", "k", "v"}) {
       part.Set(name, Slice(inputs.at(name).view(), 2, begin, size));
     }
-    const NamedTensors dense = RunTechnique(Dense(), Causal(size), part).value();
+    const NamedTensors dense = RunTechnique(dense::Dense(), Causal(size), part).value();
     EXPECT_LE(MaxDifference(Slice(ours.at("out").view(), 2, begin, size), dense.at("out").view()),
               Fp32Bound(inputs.at("v").view()));
   }
@@ -296,4 +296,4 @@ INSTANTIATE_TEST_SUITE_P(Files, ImageLocalGolden,
                          ::testing::Values("causal_1d", "both_sides_1d", "block_raster_2d"));
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::image_local

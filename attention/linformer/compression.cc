@@ -12,7 +12,7 @@
 #include "core/flash/rows.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::linformer {
 namespace {
 
 // The tokens of a chunk, over which a product's sums run. On CUDA, blocks of a grid are 64 slots of
@@ -268,4 +268,4 @@ absl::Status Compressor::RunCuda(const Call& call, const Execution& execution) c
   }
 }
 
-}  // namespace tfb
+}  // namespace tfb::linformer

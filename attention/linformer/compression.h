@@ -24,7 +24,7 @@
 #include "core/tensor.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::linformer {
 
 enum class Compression : uint8_t { kProduct, kMean, kMax, kConvolution };
 
@@ -116,6 +116,6 @@ class Compressor {
   int64_t table_of_head_ = 0;
 };
 
-}  // namespace tfb
+}  // namespace tfb::linformer
 
 #endif  // TFB_ATTENTION_LINFORMER_COMPRESSION_H_

@@ -5,7 +5,7 @@
 
 #include "Eigen/Dense"
 
-namespace tfb {
+namespace tfb::linformer {
 namespace {
 
 using Eigen::MatrixXd;
@@ -121,4 +121,4 @@ absl::Status FitTable(const std::vector<ConstTensorView>& keys_and_values,
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::linformer

@@ -8,7 +8,7 @@
 #include "absl/status/status.h"
 #include "core/tensor.h"
 
-namespace tfb {
+namespace tfb::linformer {
 
 // Fits a table e, f32 [slots, tokens], to the keys and values in host memory that share it, each
 // [tokens, channels]; slots are at most tokens. The fit uses the tokens for which `is_token` is
@@ -17,6 +17,6 @@ namespace tfb {
 absl::Status FitTable(const std::vector<ConstTensorView>& keys_and_values,
                       const std::vector<bool>& is_token, const TensorView& e);
 
-}  // namespace tfb
+}  // namespace tfb::linformer
 
 #endif  // TFB_ATTENTION_LINFORMER_FIT_H_

@@ -19,7 +19,7 @@
 #include "core/schedule/pattern.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::linformer {
 namespace {
 
 const bool registered = RegisterTechnique<Linformer>();
@@ -375,4 +375,4 @@ absl::Status Linformer::Definition(const Problem& problem, const LinformerOption
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::linformer

@@ -64,7 +64,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::linformer {
 
 struct LinformerOptions {
   enum class Projection { kLearned, kMean, kMax, kConvolution, kFit };
@@ -116,6 +116,6 @@ class Linformer : public TechniqueOf<LinformerOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::linformer
 
 #endif  // TFB_ATTENTION_LINFORMER_LINFORMER_H_

@@ -1,7 +1,7 @@
 #include "attention/linformer/linformer_cuda.h"
 #include "core/cuda/kernel.cuh"
 
-namespace tfb {
+namespace tfb::linformer {
 namespace {
 
 constexpr int kThreads = 256;
@@ -248,4 +248,4 @@ const char* LaunchConvolve(const CompressionArguments& a, void* stream) {
 TFB_KERNEL_TABLE(LinformerKernels,
                  {&LaunchMultiply, &LaunchAddChunks, &LaunchPool, &LaunchConvolve});
 
-}  // namespace tfb
+}  // namespace tfb::linformer

@@ -7,7 +7,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::linformer {
 
 struct CompressionArguments {
   DeviceView x;             // [batch, heads, tokens, channels]
@@ -37,6 +37,6 @@ struct LinformerKernels {
   const char* (*convolve)(const CompressionArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::linformer
 
 #endif  // TFB_ATTENTION_LINFORMER_LINFORMER_CUDA_H_

@@ -17,7 +17,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::linformer {
 namespace {
 
 using ::testing::ElementsAre;
@@ -79,10 +79,10 @@ void ExpectMatch(const RunAndDefinition& both, const NamedTensors& inputs,
 }
 
 NamedTensors RunDense(const Problem& problem, const Inputs& inputs) {
-  return RunTechnique(Dense(), problem, inputs).value();
+  return RunTechnique(dense::Dense(), problem, inputs).value();
 }
 NamedTensors DefineDense(const Problem& problem, const Inputs& inputs) {
-  return DefineTechnique(Dense(), problem, inputs).value();
+  return DefineTechnique(dense::Dense(), problem, inputs).value();
 }
 
 // ---- What it computes ----
@@ -596,9 +596,10 @@ TEST(Linformer, AFitInsideAnotherLayerIsToItsKeysAndValues) {
   const auto error = [&](const char* inner) {
     RunRequest request;
     request.options = {{"inner", inner}};
-    const NamedTensors run = RunTechnique(MultiHead(), problem, ViewsOf(inputs), request).value();
+    const NamedTensors run =
+        RunTechnique(multi_head::MultiHead(), problem, ViewsOf(inputs), request).value();
     const NamedTensors defined =
-        DefineTechnique(MultiHead(), problem, ViewsOf(inputs), request).value();
+        DefineTechnique(multi_head::MultiHead(), problem, ViewsOf(inputs), request).value();
     return MaxDifference(run.at("out").view(), defined.at("out").view());
   };
   EXPECT_LE(error("linformer[k=12,projection=fit]"), 2e-5);
@@ -713,4 +714,4 @@ TEST(Linformer, OptionsOutOfRangeAreRefusedWithTheRange) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::linformer

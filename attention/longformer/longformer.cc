@@ -11,7 +11,7 @@
 #include "core/flash/flash_engine.h"
 #include "core/schedule/residue_order.h"
 
-namespace tfb {
+namespace tfb::longformer {
 namespace {
 
 const bool registered = RegisterTechnique<Longformer>();
@@ -301,4 +301,4 @@ absl::Status Longformer::Definition(const Problem& problem, const LongformerOpti
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::longformer

@@ -28,7 +28,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::longformer {
 
 struct LongformerOptions {
   int64_t window = 512;
@@ -72,6 +72,6 @@ class Longformer : public TechniqueOf<LongformerOptions> {
                                       const LongformerOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::longformer
 
 #endif  // TFB_ATTENTION_LONGFORMER_LONGFORMER_H_

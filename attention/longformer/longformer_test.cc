@@ -11,7 +11,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::longformer {
 namespace {
 
 using ::testing::HasSubstr;
@@ -23,7 +23,7 @@ NamedTensors RunOwn(const Problem& problem, const Inputs& inputs, const Options&
   return RunTechnique(Longformer(), problem, inputs, {options, device}).value();
 }
 NamedTensors RunDense(const Problem& problem, const Inputs& inputs) {
-  return RunTechnique(Dense(), problem, inputs).value();
+  return RunTechnique(dense::Dense(), problem, inputs).value();
 }
 NamedTensors Random(const Problem& problem, const Options& options = {}) {
   return RandomInputs(Longformer().InputSpecs(problem, options).value(), 11);
@@ -223,4 +223,4 @@ INSTANTIATE_TEST_SUITE_P(Files, LongformerGolden,
                          ::testing::Values("no_global", "global", "global_padded"));
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::longformer

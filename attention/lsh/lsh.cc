@@ -19,7 +19,7 @@
 #include "core/status.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::lsh {
 namespace {
 
 const bool registered = RegisterTechnique<Lsh>();
@@ -417,4 +417,4 @@ absl::StatusOr<std::unique_ptr<Layer>> Lsh::MakeLayer(const Problem& problem,
                                     std::move(parameters));
 }
 
-}  // namespace tfb
+}  // namespace tfb::lsh

@@ -58,7 +58,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::lsh {
 
 struct LshOptions {
   enum class KeyNorm { kUnit, kEpsilon };
@@ -124,6 +124,6 @@ class Lsh : public TechniqueOf<LshOptions> {
 // which is adjusted where the option leaves it open. Empty where there is one bucket.
 std::vector<int64_t> LshFactors(const LshOptions& options, int64_t tokens);
 
-}  // namespace tfb
+}  // namespace tfb::lsh
 
 #endif  // TFB_ATTENTION_LSH_LSH_H_

@@ -1,7 +1,7 @@
 #include "attention/lsh/lsh_cuda.h"
 #include "core/cuda/kernel.cuh"
 
-namespace tfb {
+namespace tfb::lsh {
 namespace {
 
 // A thread does one token and round, or one place of a row's end.
@@ -73,4 +73,4 @@ const char* LaunchCodes(const LshCodeArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(LshKernels, {&LaunchBuckets, &LaunchCodes});
 
-}  // namespace tfb
+}  // namespace tfb::lsh

@@ -7,7 +7,7 @@
 
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::lsh {
 
 struct LshSizes {
   int64_t batch;
@@ -64,6 +64,6 @@ struct LshKernels {
   const char* (*codes)(const LshCodeArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::lsh
 
 #endif  // TFB_ATTENTION_LSH_LSH_CUDA_H_

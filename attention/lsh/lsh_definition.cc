@@ -11,7 +11,7 @@
 #include "core/definition.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::lsh {
 namespace {
 
 // One head: the buckets of its tokens, and in how many ways each token sees another.
@@ -188,4 +188,4 @@ absl::Status Lsh::Definition(const Problem& problem, const LshOptions& options,
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::lsh

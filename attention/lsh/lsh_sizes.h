@@ -11,7 +11,7 @@
 #include "attention/lsh/lsh.h"
 #include "core/problem.h"
 
-namespace tfb {
+namespace tfb::lsh {
 
 inline bool LshIsWhole(const LshOptions& options) { return options.buckets == 1; }
 inline bool LshWraps(const LshOptions& options) { return options.wrap && !LshIsWhole(options); }
@@ -39,6 +39,6 @@ inline int64_t LshBuckets(const std::vector<int64_t>& factors) {
 // Returns OK where problem and options are compatible.
 absl::Status CheckLsh(const Problem& problem, const LshOptions& options);
 
-}  // namespace tfb
+}  // namespace tfb::lsh
 
 #endif  // TFB_ATTENTION_LSH_LSH_SIZES_H_

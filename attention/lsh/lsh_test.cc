@@ -15,7 +15,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::lsh {
 namespace {
 
 using ::testing::HasSubstr;
@@ -236,7 +236,7 @@ NamedTensors RunWhole(const Problem& problem, const NamedTensors& inputs) {
   }
   Inputs views = ViewsOf(inputs);
   views.Set("k", keys.view());
-  return RunTechnique(Dense(), problem, views, {{{"scale", "1"}}}).value();
+  return RunTechnique(dense::Dense(), problem, views, {{{"scale", "1"}}}).value();
 }
 
 TEST(Lsh, OneBucketAndOneChunkAreAttentionOverAllTokens) {
@@ -867,4 +867,4 @@ TEST(Lsh, WhatItDoesNotDoIsRefusedWithAReason) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::lsh

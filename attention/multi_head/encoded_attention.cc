@@ -14,7 +14,7 @@
 #include "core/status.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::multi_head {
 namespace {
 
 absl::Status CheckProblem(const Problem& problem) {
@@ -229,4 +229,4 @@ absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttenti
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::multi_head

@@ -23,7 +23,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 
-namespace tfb {
+namespace tfb::multi_head {
 
 // The plan of all applications, without the numbers that Encodings holds.
 struct EncodedAttentionPlan {
@@ -70,6 +70,6 @@ absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttenti
                                     const Inputs& inputs, const DefinitionRequest& request,
                                     NamedTensors* outputs);
 
-}  // namespace tfb
+}  // namespace tfb::multi_head
 
 #endif  // TFB_ATTENTION_MULTI_HEAD_ENCODED_ATTENTION_H_

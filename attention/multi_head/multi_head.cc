@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::multi_head {
 namespace {
 
 const bool registered = RegisterTechnique<MultiHead>();
@@ -126,4 +126,4 @@ absl::StatusOr<TechniqueSpec> MultiHead::Counterpart(const Problem& problem,
   return WithCounterpartInside<MultiHeadOptions>(*this, problem, options);
 }
 
-}  // namespace tfb
+}  // namespace tfb::multi_head

@@ -26,7 +26,7 @@
 #include "attention/multi_head/projected_attention.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::multi_head {
 
 struct MultiHeadOptions {
   TechniqueSpec inner = {"dense", {}};
@@ -64,6 +64,6 @@ class MultiHead : public TechniqueOf<MultiHeadOptions> {
                                       const MultiHeadOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::multi_head
 
 #endif  // TFB_ATTENTION_MULTI_HEAD_MULTI_HEAD_H_

@@ -16,7 +16,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::multi_head {
 namespace {
 
 using ::testing::HasSubstr;
@@ -106,7 +106,7 @@ TEST(MultiHead, OneHeadWithoutProjectionsIsDenseAttention) {
   const Tensor& x = inputs.at("x");
   const ConstTensorView head(x.raw(), x.dtype(), {2, 1, 50, 16});
   const NamedTensors dense =
-      RunTechnique(Dense(), problem, {{"q", head}, {"k", head}, {"v", head}}).value();
+      RunTechnique(dense::Dense(), problem, {{"q", head}, {"k", head}, {"v", head}}).value();
   const ConstTensorView expected(dense.at("out").raw(), DType::kF32, {2, 50, 16});
   EXPECT_EQ(MaxDifference(RunOwn(problem, ViewsOf(inputs), {}, &parameters).view(), expected), 0);
 }
@@ -256,7 +256,8 @@ TEST(MultiHead, ItsHeadsAreTheTechniqueInsideOnTheProjections) {
     projected[name] = Project(inputs.at("x"), parameters.at(std::string("w_") + name), 2);
   }
   const NamedTensors longformer =
-      RunTechnique(Longformer(), problem, ViewsOf(projected), {{{"window", "10"}}}).value();
+      RunTechnique(longformer::Longformer(), problem, ViewsOf(projected), {{{"window", "10"}}})
+          .value();
   const ConstTensorView heads = Transpose(SplitAxis(out.view(), 2, 2), 1, 2);
   EXPECT_LE(MaxDifference(heads, longformer.at("out").view()), 1e-5);
 }
@@ -366,4 +367,4 @@ TEST_P(MultiHeadGolden, TorchsMultiheadAttentionComputesTheSame) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::multi_head

@@ -10,7 +10,7 @@
 #include "core/random.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::multi_head {
 namespace {
 
 // Checks that the technique is registered, and keeps the options that differ from its defaults.
@@ -303,4 +303,4 @@ absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpe
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::multi_head

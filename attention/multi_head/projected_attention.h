@@ -27,7 +27,7 @@
 #include "core/tensor.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::multi_head {
 
 // ---- The attention inside ----
 
@@ -144,6 +144,6 @@ absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpe
                                       const ConstTensorView& key_mask,
                                       const DefinitionRequest& request, NamedTensors* outputs);
 
-}  // namespace tfb
+}  // namespace tfb::multi_head
 
 #endif  // TFB_ATTENTION_MULTI_HEAD_PROJECTED_ATTENTION_H_

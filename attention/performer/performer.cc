@@ -11,7 +11,7 @@
 #include "core/linear/linear_layer.h"
 #include "core/random.h"
 
-namespace tfb {
+namespace tfb::performer {
 namespace {
 
 const bool registered = RegisterTechnique<Performer>();
@@ -243,4 +243,4 @@ absl::Status Performer::Definition(const Problem& problem, const PerformerOption
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::performer

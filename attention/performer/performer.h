@@ -52,7 +52,7 @@
 #include "core/linear/feature_matrix.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::performer {
 
 struct PerformerOptions {
   enum class Kernel { kSoftmax, kHyperbolic, kRelu };
@@ -111,6 +111,6 @@ class Performer : public TechniqueOf<PerformerOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::performer
 
 #endif  // TFB_ATTENTION_PERFORMER_PERFORMER_H_

@@ -14,7 +14,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::performer {
 namespace {
 
 using ::testing::HasSubstr;
@@ -561,7 +561,7 @@ TEST(Performer, OrthogonalRowsAreNoWorseThanIndependentOnes) {
 // Returns the mean over seeds of |y - dense|^2 / |dense|^2.
 double OutputMse(const Problem& problem, const NamedTensors& inputs, const Options& options,
                  uint64_t seeds) {
-  const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+  const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
   const auto exact = dense.at("out").span<float>();
   double error = 0, norm = 0;
   for (uint64_t seed = 0; seed < seeds; ++seed) {
@@ -597,7 +597,7 @@ TEST(Performer, TheLogSumExpEstimatesThatOfDenseAttention) {
   for (const char* name : {"q", "k"}) {
     for (float& x : inputs[name].span<float>()) x *= 0.35f;
   }
-  const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+  const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
   const NamedTensors outputs = RunOwn(problem, inputs, {{"features", "4096"}});
   EXPECT_LT(MaxDifference(dense.at("log_sum_exp").view(), outputs.at("log_sum_exp").view()), 0.1);
 }
@@ -764,4 +764,4 @@ TEST(Performer, OptionsOutOfRangeAreRefusedWithTheRange) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::performer

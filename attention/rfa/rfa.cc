@@ -11,7 +11,7 @@
 #include "core/linear/linear_layer.h"
 #include "core/random.h"
 
-namespace tfb {
+namespace tfb::rfa {
 namespace {
 
 const bool registered = RegisterTechnique<Rfa>();
@@ -255,4 +255,4 @@ absl::Status Rfa::Definition(const Problem& problem, const RfaOptions& options,
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::rfa

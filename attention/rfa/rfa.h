@@ -58,7 +58,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::rfa {
 
 struct RfaOptions {
   enum class Kernel { kGaussian, kArccos };
@@ -118,6 +118,6 @@ class Rfa : public TechniqueOf<RfaOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::rfa
 
 #endif  // TFB_ATTENTION_RFA_RFA_H_

@@ -13,7 +13,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::rfa {
 namespace {
 
 using ::testing::HasSubstr;
@@ -419,7 +419,7 @@ NamedTensors OnTheSphere(const Problem& problem) {
 // Returns the mean over seeds of |y - dense|^2 / |dense|^2.
 double OutputMse(const Problem& problem, const NamedTensors& inputs, const Options& options,
                  uint64_t seeds) {
-  const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+  const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
   const auto exact = dense.at("out").span<float>();
   double error = 0, norm = 0;
   for (uint64_t seed = 0; seed < seeds; ++seed) {
@@ -543,4 +543,4 @@ TEST(Rfa, OptionsThatDoNotFitAreRefusedWithWhatDoes) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::rfa

@@ -19,7 +19,7 @@
 #include "core/status.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::routing {
 namespace {
 
 const bool registered = RegisterTechnique<Routing>();
@@ -472,4 +472,4 @@ absl::StatusOr<std::unique_ptr<Layer>> Routing::MakeLayer(const Problem& problem
                                         std::move(parameters));
 }
 
-}  // namespace tfb
+}  // namespace tfb::routing

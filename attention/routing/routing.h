@@ -49,7 +49,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::routing {
 
 struct RoutingOptions {
   int64_t clusters = 0;
@@ -110,6 +110,6 @@ void UpdateCentroids(const RoutingOptions& options, int64_t clusters, int64_t he
                      const std::vector<std::vector<double>>& queries,
                      const std::vector<std::vector<double>>& keys, std::vector<double>* centroids);
 
-}  // namespace tfb
+}  // namespace tfb::routing
 
 #endif  // TFB_ATTENTION_ROUTING_ROUTING_H_

@@ -1,7 +1,7 @@
 #include "attention/routing/routing_cuda.h"
 #include "core/cuda/kernel.cuh"
 
-namespace tfb {
+namespace tfb::routing {
 namespace {
 
 // A thread does one token and cluster.
@@ -71,4 +71,4 @@ const char* LaunchToMarks(const RoutingMarkArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(RoutingKernels, {&LaunchFromMarks, &LaunchToMarks});
 
-}  // namespace tfb
+}  // namespace tfb::routing

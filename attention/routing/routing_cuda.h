@@ -7,7 +7,7 @@
 
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::routing {
 
 // The arguments: groups first to first + clusters - 1 of the marks, for the heads from first_head
 // on.
@@ -33,6 +33,6 @@ struct RoutingKernels {
   const char* (*to_marks)(const RoutingMarkArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::routing
 
 #endif  // TFB_ATTENTION_ROUTING_ROUTING_CUDA_H_

@@ -13,7 +13,7 @@
 #include "core/definition.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::routing {
 namespace {
 
 // The clusters of one batch row and head, for queries or for keys.
@@ -255,4 +255,4 @@ absl::Status Routing::Definition(const Problem& problem, const RoutingOptions& o
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::routing

@@ -12,7 +12,7 @@
 #include "core/problem.h"
 #include "core/tensor.h"
 
-namespace tfb {
+namespace tfb::routing {
 
 constexpr double kRoutingNormEpsilon = 1e-5;
 
@@ -50,6 +50,6 @@ absl::Status CheckRouting(const Problem& problem);
 // problem is. The definition and the updates of centroids use it.
 DoubleTensor RoutingNormalized(const Problem& problem, const ConstTensorView& view);
 
-}  // namespace tfb
+}  // namespace tfb::routing
 
 #endif  // TFB_ATTENTION_ROUTING_ROUTING_SIZES_H_

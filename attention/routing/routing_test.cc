@@ -18,7 +18,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::routing {
 namespace {
 
 using ::testing::Each;
@@ -465,7 +465,7 @@ TEST(Routing, OneClusterIsDenseAttentionOnLayerNorms) {
     const NamedTensors inputs = Random(problem);
     const NamedTensors normalized = WithLayerNorms(inputs);
     const NamedTensors dense =
-        RunTechnique(Dense(), problem, ViewsOf(normalized), {{{"scale", "1"}}}).value();
+        RunTechnique(dense::Dense(), problem, ViewsOf(normalized), {{{"scale", "1"}}}).value();
     for (const Device device : kHostDevices) {
       const NamedTensors run = RunRouting(problem, inputs, Clusters(1), device);
       EXPECT_LE(MaxDifference(run.at("out").view(), dense.at("out").view()),
@@ -628,7 +628,7 @@ TEST(Routing, LocalHeadsOfOneBlockAreDenseOnPlainScores) {
     const NamedTensors run = RunRouting(problem, inputs, options);
     const NamedTensors cuda = RunRouting(problem, inputs, options, Device::kSimulator);
     if (causal) inputs["k"] = inputs.at("q").Clone();
-    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
     for (const NamedTensors* outputs : {&run, &cuda}) {
       EXPECT_LE(MaxDifference(outputs->at("out").view(), dense.at("out").view()),
                 Fp32Bound(inputs.at("v").view()));
@@ -1074,4 +1074,4 @@ TEST(Routing, WhatItDoesNotDoIsRefused) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::routing

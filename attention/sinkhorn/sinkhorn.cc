@@ -13,7 +13,7 @@
 #include "core/random.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::sinkhorn {
 namespace {
 
 using Pooled = SinkhornOptions::Pooled;
@@ -441,4 +441,4 @@ absl::StatusOr<std::unique_ptr<Layer>> Sinkhorn::MakeLayer(const Problem& proble
                                          std::move(parameters), device);
 }
 
-}  // namespace tfb
+}  // namespace tfb::sinkhorn

@@ -64,7 +64,7 @@
 #include "attention/sinkhorn/sinkhorn_sizes.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::sinkhorn {
 
 struct SinkhornOptions {
   enum class Pooled { kKeys, kQueriesAndKeys, kHidden };
@@ -132,6 +132,6 @@ class Sinkhorn : public TechniqueOf<SinkhornOptions> {
   static absl::Status Check(const Problem& problem, const SinkhornOptions& options);
 };
 
-}  // namespace tfb
+}  // namespace tfb::sinkhorn
 
 #endif  // TFB_ATTENTION_SINKHORN_SINKHORN_H_

@@ -9,7 +9,7 @@
 #include "core/flash/rows.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::sinkhorn {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -359,4 +359,4 @@ void MaskMixedCpu(const SinkhornSizes& sizes, const ConstTensorView& key_mask, u
   }
 }
 
-}  // namespace tfb
+}  // namespace tfb::sinkhorn

@@ -15,7 +15,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 
-namespace tfb {
+namespace tfb::sinkhorn {
 
 // The channels of the pooled rows of [batch, heads, tokens, channels], where heads h heads_summed +
 // 0, 1, ... are added up for head h.
@@ -51,6 +51,6 @@ void MixCpu(const SinkhornSizes& sizes, const TensorView& sort, const ConstTenso
 // Finds which rows of the sorted blocks are keys, [batch][mixed_blocks block], by the key mask.
 void MaskMixedCpu(const SinkhornSizes& sizes, const ConstTensorView& key_mask, uint8_t* mask);
 
-}  // namespace tfb
+}  // namespace tfb::sinkhorn
 
 #endif  // TFB_ATTENTION_SINKHORN_SINKHORN_CPU_H_

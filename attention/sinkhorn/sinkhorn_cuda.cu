@@ -1,7 +1,7 @@
 #include "attention/sinkhorn/sinkhorn_cuda.h"
 #include "core/cuda/kernel.cuh"
 
-namespace tfb {
+namespace tfb::sinkhorn {
 namespace {
 
 // The matrix is computed in float64, and stored in fp32 or float64, as on the CPU: see
@@ -377,4 +377,4 @@ const char* LaunchMask(const MaskArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(SinkhornKernels, {&LaunchSort, &LaunchCopySort, &LaunchMix, &LaunchMask});
 
-}  // namespace tfb
+}  // namespace tfb::sinkhorn

@@ -8,7 +8,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::sinkhorn {
 
 // A key mask: u8 [batch, tokens], or null.
 struct SinkhornMask {
@@ -67,6 +67,6 @@ struct SinkhornKernels {
   const char* (*mask)(const MaskArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::sinkhorn
 
 #endif  // TFB_ATTENTION_SINKHORN_SINKHORN_CUDA_H_

@@ -7,7 +7,7 @@
 #include "attention/sinkhorn/sinkhorn.h"
 #include "core/definition.h"
 
-namespace tfb {
+namespace tfb::sinkhorn {
 namespace {
 
 using Pooled = SinkhornOptions::Pooled;
@@ -280,4 +280,4 @@ absl::Status Sinkhorn::Definition(const Problem& problem, const SinkhornOptions&
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::sinkhorn

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-namespace tfb {
+namespace tfb::sinkhorn {
 
 enum class SortScores : unsigned char { kRelu, kLinear, kLogRelu };
 
@@ -36,6 +36,6 @@ struct SortNetwork {
   const double* score_bias;      // [blocks]
 };
 
-}  // namespace tfb
+}  // namespace tfb::sinkhorn
 
 #endif  // TFB_ATTENTION_SINKHORN_SINKHORN_SIZES_H_

@@ -12,7 +12,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::sinkhorn {
 namespace {
 
 using ::testing::HasSubstr;
@@ -34,7 +34,7 @@ NamedTensors RunSinkhorn(const Problem& problem, const NamedTensors& inputs, con
   return RunTechnique(Sinkhorn(), problem, ViewsOf(inputs), request).value();
 }
 NamedTensors RunDense(const Problem& problem, const NamedTensors& inputs) {
-  return RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+  return RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
 }
 NamedTensors Random(const Problem& problem, const Options& options = {}) {
   return RandomInputs(Sinkhorn().InputSpecs(problem, options).value(), 11);
@@ -595,4 +595,4 @@ TEST(Sinkhorn, WhatItDoesNotDoIsRefused) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::sinkhorn

@@ -11,7 +11,7 @@
 #include "core/flash/flash_parts.h"
 #include "core/schedule/residue_order.h"
 
-namespace tfb {
+namespace tfb::strided {
 namespace {
 
 const bool registered = RegisterTechnique<Strided>();
@@ -183,4 +183,4 @@ absl::Status Strided::Definition(const Problem& problem, const StridedOptions& o
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::strided

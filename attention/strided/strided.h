@@ -25,7 +25,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::strided {
 
 struct StridedOptions {
   int64_t stride = 128;
@@ -69,6 +69,6 @@ class Strided : public TechniqueOf<StridedOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::strided
 
 #endif  // TFB_ATTENTION_STRIDED_STRIDED_H_

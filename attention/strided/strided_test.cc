@@ -10,7 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::strided {
 namespace {
 
 using ::testing::HasSubstr;
@@ -81,7 +81,7 @@ TEST(Strided, TwoStepsReachEveryEarlierToken) {
 void ExpectEqualsDense(const Options& options) {
   const Problem problem = Problem::SelfAttention(2, 2, 150, 16, true);
   const NamedTensors inputs = RandomInputs(QkvInputs(problem), 11);
-  const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+  const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
   const NamedTensors ours = RunTechnique(Strided(), problem, ViewsOf(inputs), {options}).value();
   EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()),
             Fp32Bound(inputs.at("v").view()));
@@ -126,4 +126,4 @@ TEST(Strided, FactorsAreThoseOfTheAuthorsCode) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::strided

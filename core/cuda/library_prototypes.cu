@@ -42,19 +42,18 @@ constexpr bool kSameCall = Alike<Ours, Theirs*>::value;
 
 namespace tfb {
 
-using Cublas = CublasFunctions;
 static_assert(kCublasSuccess == CUBLAS_STATUS_SUCCESS);
 static_assert(kCublasNoTranspose == CUBLAS_OP_N);
-static_assert(kSameCall<decltype(Cublas::create), decltype(cublasCreate_v2)>);
-static_assert(kSameCall<decltype(Cublas::get_version), decltype(cublasGetVersion_v2)>);
-static_assert(kSameCall<decltype(Cublas::set_stream), decltype(cublasSetStream_v2)>);
-static_assert(kSameCall<decltype(Cublas::set_workspace), decltype(cublasSetWorkspace_v2)>);
-static_assert(kSameCall<decltype(Cublas::status_string), decltype(cublasGetStatusString)>);
-static_assert(kSameCall<decltype(Cublas::sgemm), decltype(cublasSgemm_v2_64)>);
+static_assert(kSameCall<decltype(CublasFunctions::create), decltype(cublasCreate_v2)>);
+static_assert(kSameCall<decltype(CublasFunctions::get_version), decltype(cublasGetVersion_v2)>);
+static_assert(kSameCall<decltype(CublasFunctions::set_stream), decltype(cublasSetStream_v2)>);
+static_assert(kSameCall<decltype(CublasFunctions::set_workspace), decltype(cublasSetWorkspace_v2)>);
+static_assert(kSameCall<decltype(CublasFunctions::status_string), decltype(cublasGetStatusString)>);
+static_assert(kSameCall<decltype(CublasFunctions::sgemm), decltype(cublasSgemm_v2_64)>);
 // These assertions test the check itself: one parameter more, or one of another size, makes another
 // call.
-static_assert(!kSameCall<decltype(Cublas::create), decltype(cublasGetVersion_v2)>);
-static_assert(!kSameCall<decltype(Cublas::sgemm), decltype(cublasSgemm_v2)>);
+static_assert(!kSameCall<decltype(CublasFunctions::create), decltype(cublasGetVersion_v2)>);
+static_assert(!kSameCall<decltype(CublasFunctions::sgemm), decltype(cublasSgemm_v2)>);
 
 }  // namespace tfb
 #endif
@@ -65,20 +64,21 @@ static_assert(!kSameCall<decltype(Cublas::sgemm), decltype(cublasSgemm_v2)>);
 
 namespace tfb {
 
-using Cudnn = CudnnFunctions;
 static_assert(kCudnnSuccess == CUDNN_STATUS_SUCCESS);
-static_assert(kSameCall<decltype(Cudnn::get_version), decltype(cudnnGetVersion)>);
-static_assert(kSameCall<decltype(Cudnn::create), decltype(cudnnCreate)>);
-static_assert(kSameCall<decltype(Cudnn::set_stream), decltype(cudnnSetStream)>);
-static_assert(kSameCall<decltype(Cudnn::error_string), decltype(cudnnGetErrorString)>);
+static_assert(kSameCall<decltype(CudnnFunctions::get_version), decltype(cudnnGetVersion)>);
+static_assert(kSameCall<decltype(CudnnFunctions::create), decltype(cudnnCreate)>);
+static_assert(kSameCall<decltype(CudnnFunctions::set_stream), decltype(cudnnSetStream)>);
+static_assert(kSameCall<decltype(CudnnFunctions::error_string), decltype(cudnnGetErrorString)>);
 static_assert(
-    kSameCall<decltype(Cudnn::create_descriptor), decltype(cudnnBackendCreateDescriptor)>);
+    kSameCall<decltype(CudnnFunctions::create_descriptor), decltype(cudnnBackendCreateDescriptor)>);
+static_assert(kSameCall<decltype(CudnnFunctions::destroy_descriptor),
+                        decltype(cudnnBackendDestroyDescriptor)>);
 static_assert(
-    kSameCall<decltype(Cudnn::destroy_descriptor), decltype(cudnnBackendDestroyDescriptor)>);
-static_assert(kSameCall<decltype(Cudnn::set_attribute), decltype(cudnnBackendSetAttribute)>);
-static_assert(kSameCall<decltype(Cudnn::get_attribute), decltype(cudnnBackendGetAttribute)>);
-static_assert(kSameCall<decltype(Cudnn::finalize), decltype(cudnnBackendFinalize)>);
-static_assert(kSameCall<decltype(Cudnn::execute), decltype(cudnnBackendExecute)>);
+    kSameCall<decltype(CudnnFunctions::set_attribute), decltype(cudnnBackendSetAttribute)>);
+static_assert(
+    kSameCall<decltype(CudnnFunctions::get_attribute), decltype(cudnnBackendGetAttribute)>);
+static_assert(kSameCall<decltype(CudnnFunctions::finalize), decltype(cudnnBackendFinalize)>);
+static_assert(kSameCall<decltype(CudnnFunctions::execute), decltype(cudnnBackendExecute)>);
 
 static_assert(cudnn::kDataFloat == CUDNN_DATA_FLOAT);
 static_assert(cudnn::kDataHalf == CUDNN_DATA_HALF);

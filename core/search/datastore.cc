@@ -131,39 +131,21 @@ uint64_t Fingerprint(absl::string_view text) { return Fnv().Add(text).hash(); }
 
 // ---- Writing ----
 
-DatastoreWriter::DatastoreWriter(std::string path, const DatastoreFormat& format)
-    : path_(std::move(path)),
-      temporary_(absl::StrCat(path_, ".", getpid(), ".tmp")),
-      format_(format) {}
+DatastoreWriter::DatastoreWriter(std::string path, const DatastoreFormat& format,
+                                 std::unique_ptr<OutputFile> file)
+    : path_(std::move(path)), format_(format), file_(std::move(file)) {}
 
 absl::StatusOr<std::unique_ptr<DatastoreWriter>> DatastoreWriter::Create(
     const std::string& path, const DatastoreFormat& format) {
   TFB_RETURN_IF_ERROR(CheckFormat(path, format));
-  auto writer = std::unique_ptr<DatastoreWriter>(new DatastoreWriter(path, format));
-  writer->file_ =
-      open(writer->temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
-  if (writer->file_ < 0) return SystemError(path, "cannot write");
-  if (lseek(writer->file_, kKeysBegin, SEEK_SET) < 0) return SystemError(path, "cannot write");
-  return writer;
+  TFB_ASSIGN_OR_RETURN(std::unique_ptr<OutputFile> file, OutputFile::Open(path));
+  // The header, which is known at the end, takes the place of these.
+  TFB_RETURN_IF_ERROR(file->Write(std::string(kKeysBegin, '\0')));
+  TFB_RETURN_IF_ERROR(file->WriteAt(0, ""));
+  return std::unique_ptr<DatastoreWriter>(new DatastoreWriter(path, format, std::move(file)));
 }
 
-DatastoreWriter::~DatastoreWriter() {
-  if (file_ < 0) return;
-  close(file_);
-  unlink(temporary_.c_str());
-}
-
-absl::Status DatastoreWriter::Write(const void* data, size_t bytes) {
-  const auto* from = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t written = write(file_, from, bytes);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return SystemError(path_, "cannot write");
-    from += written;
-    bytes -= static_cast<size_t>(written);
-  }
-  return absl::OkStatus();
-}
+DatastoreWriter::~DatastoreWriter() = default;
 
 absl::Status DatastoreWriter::Append(const ConstTensorView& keys, const ConstTensorView& values) {
   if (keys.rank != 2 || keys.dim(1) != format_.dim || !IsFloating(keys.dtype) || values.rank != 1 ||
@@ -185,9 +167,8 @@ absl::Status DatastoreWriter::Append(const ConstTensorView& keys, const ConstTen
                  absl::StrCat("key ", entries_ + n, " is not finite in ", Name(format_.key_dtype)));
     }
   }
-  TFB_RETURN_IF_ERROR(Write(rounded.raw(), rounded.bytes()));
-  const auto* bytes = static_cast<const std::byte*>(copied.raw());
-  values_.insert(values_.end(), bytes, bytes + copied.bytes());
+  TFB_RETURN_IF_ERROR(file_->Write({static_cast<const char*>(rounded.raw()), rounded.bytes()}));
+  values_.append(static_cast<const char*>(copied.raw()), copied.bytes());
   entries_ += keys.dim(0);
   return absl::OkStatus();
 }
@@ -206,21 +187,17 @@ absl::Status DatastoreWriter::WriteHeaderAndValues() {
     layout.tensors["padding"] = {DType::kU8, {values_begin - keys_end}, keys_end, values_begin};
   }
   TFB_ASSIGN_OR_RETURN(const std::string header, SerializeSafetensorsLayout(layout));
-  TFB_RETURN_IF_ERROR(Write(padding.data(), padding.size()));
-  TFB_RETURN_IF_ERROR(Write(values_.data(), values_.size()));
-  if (lseek(file_, 0, SEEK_SET) < 0) return SystemError(path_, "cannot write");
-  TFB_RETURN_IF_ERROR(Write(header.data(), header.size()));
-  return fsync(file_) == 0 ? absl::OkStatus() : SystemError(path_, "cannot write");
+  TFB_RETURN_IF_ERROR(file_->Write(padding));
+  TFB_RETURN_IF_ERROR(file_->Write(values_));
+  return file_->WriteAt(0, header);
 }
 
 absl::Status DatastoreWriter::Finish() {
-  if (file_ < 0) return absl::FailedPreconditionError(absl::StrCat(path_, ": is finished"));
+  if (file_ == nullptr) return absl::FailedPreconditionError(absl::StrCat(path_, ": is finished"));
   if (entries_ == 0) return Bad(path_, "has no entries");
   TFB_RETURN_IF_ERROR(WriteHeaderAndValues());
-  const int closed = close(std::exchange(file_, -1));
-  if (closed == 0 && rename(temporary_.c_str(), path_.c_str()) == 0) return absl::OkStatus();
-  const absl::Status status = SystemError(path_, "cannot write");
-  unlink(temporary_.c_str());
+  const absl::Status status = file_->Finish();
+  file_ = nullptr;
   return status;
 }
 
@@ -249,7 +226,8 @@ absl::StatusOr<Datastore> Datastore::Parse(absl::string_view bytes, const std::s
 
 absl::StatusOr<Datastore> Datastore::Open(const std::string& path,
                                           const DatastoreFormat& expected) {
-  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // Opening a FIFO without O_NONBLOCK waits for a writer; it makes no difference to a plain file.
+  const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (file < 0) return SystemError(path, "cannot open");
   const auto closer = absl::MakeCleanup([file] { close(file); });
   struct stat info;

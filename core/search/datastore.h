@@ -22,6 +22,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "core/output_file.h"
 #include "core/tensor.h"
 
 namespace tfb {
@@ -42,8 +43,8 @@ struct DatastoreFormat {
 // before.
 class DatastoreWriter {
  public:
-  // Returns InvalidArgument for a format that does not exist, and other errors where the file
-  // cannot be written.
+  // Returns InvalidArgument for a format that does not exist or a path that leads to no plain file,
+  // and the errors of OutputFile.
   static absl::StatusOr<std::unique_ptr<DatastoreWriter>> Create(const std::string& path,
                                                                  const DatastoreFormat& format);
   ~DatastoreWriter();  // Leaves no file behind where Finish was not called.
@@ -58,16 +59,15 @@ class DatastoreWriter {
   int64_t entries() const { return entries_; }
 
  private:
-  DatastoreWriter(std::string path, const DatastoreFormat& format);
-  absl::Status Write(const void* data, size_t bytes);
+  DatastoreWriter(std::string path, const DatastoreFormat& format,
+                  std::unique_ptr<OutputFile> file);
   absl::Status WriteHeaderAndValues();
 
   std::string path_;
-  std::string temporary_;
   DatastoreFormat format_;
-  int file_ = -1;
+  std::unique_ptr<OutputFile> file_;  // null after Finish
   int64_t entries_ = 0;
-  std::vector<std::byte> values_;  // written behind the last key
+  std::string values_;  // written behind the last key
 };
 
 // A mapped datastore. Its pages are read when they are used, and are shared between processes as

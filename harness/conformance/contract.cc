@@ -2,6 +2,7 @@
 // counted, and invalid calls that are refused with a reason.
 #include <unistd.h>
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -78,6 +79,14 @@ void WrongParametersAreRefused(const Subject& subject, const Problem& problem) {
     const absl::Status refused = trial->layer().SetParameters(wrong);
     EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << name;
     EXPECT_TRUE(absl::StrContains(refused.message(), name)) << refused;
+    if (IsFloating(tensor.dtype()) || tensor.num_elements() == 0) continue;
+    // A number that is not whole, none at all, and one beyond any integer.
+    for (const double value : {0.5, std::nan(""), 1e10}) {
+      wrong[name] = Tensor(DType::kF64, tensor.shape());
+      Fill(wrong[name].view(), value);
+      EXPECT_EQ(trial->layer().SetParameters(wrong).code(), absl::StatusCode::kInvalidArgument)
+          << name << " of " << value;
+    }
   }
 }
 

@@ -10,7 +10,7 @@
 #include "memory/compressive/row_operations.h"
 #include "memory/transformer_xl/stack.h"
 
-namespace tfb {
+namespace tfb::compressive {
 namespace {
 
 using Function = CompressiveOptions::Function;
@@ -39,7 +39,7 @@ absl::StatusOr<Compression> Compression::Create(Device device, const Compressive
   compression.device_ = device;
   compression.options_ = options;
   if (!options.convolves()) return compression;
-  const std::string layer = LayerPrefix(n);
+  const std::string layer = transformer_xl::LayerPrefix(n);
   const Tensor& w = parameters.at(layer + ConvolutionPrefix(options) + "w");
   const int64_t rate = w.dim(0), width = w.dim(1);
   const ConstTensorView matrix(w.raw(), DType::kF32, {rate * width, width});
@@ -108,4 +108,4 @@ absl::Status Compression::AutoencodingLoss(const TensorView& old, const TensorVi
   return NormOfDifference(device_, old, decoded, 1, to, rest);
 }
 
-}  // namespace tfb
+}  // namespace tfb::compressive

@@ -13,7 +13,7 @@
 #include "core/tensor.h"
 #include "memory/compressive/compressive.h"
 
-namespace tfb {
+namespace tfb::compressive {
 
 class Compression {
  public:
@@ -42,6 +42,6 @@ class Compression {
   PackedMatrix decoder_;      // [width, rate * width]
 };
 
-}  // namespace tfb
+}  // namespace tfb::compressive
 
 #endif  // TFB_MEMORY_COMPRESSIVE_COMPRESSION_H_

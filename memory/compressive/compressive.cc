@@ -14,7 +14,7 @@
 #include "memory/transformer_xl/decoder_layer.h"
 #include "memory/transformer_xl/segmented_layer.h"
 
-namespace tfb {
+namespace tfb::compressive {
 namespace {
 
 using Function = CompressiveOptions::Function;
@@ -40,7 +40,7 @@ int64_t LongestSegment(const Problem& problem, const CompressiveOptions& options
   return std::min(options.segment, std::max<int64_t>(problem.query_tokens, 1));
 }
 
-class CompressiveLayer : public SegmentedLayer {
+class CompressiveLayer : public transformer_xl::SegmentedLayer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        const CompressiveOptions& options,
@@ -48,8 +48,8 @@ class CompressiveLayer : public SegmentedLayer {
                                                        Device device, uint64_t seed) {
     auto layer = std::unique_ptr<CompressiveLayer>(
         new CompressiveLayer(problem, options, std::move(outputs), device));
-    TFB_ASSIGN_OR_RETURN(layer->parameters_,
-                         DrawParameters(CompressiveParameters(problem, options), seed));
+    TFB_ASSIGN_OR_RETURN(layer->parameters_, transformer_xl::DrawParameters(
+                                                 CompressiveParameters(problem, options), seed));
     const int64_t longest = layer->max_segment_tokens();
     for (int64_t n = 0; n < options.layers; ++n) {
       TFB_ASSIGN_OR_RETURN(CompressiveAttention attention,
@@ -74,8 +74,8 @@ class CompressiveLayer : public SegmentedLayer {
     const double convolution =
         options_.convolves() ? 2 * static_cast<double>(options_.compression) * width * width : 0;
     Cost cost;
-    cost.flops =
-        StackFlops(sizes_, batch * static_cast<double>(problem().query_tokens), batch * walk.pairs);
+    cost.flops = transformer_xl::StackFlops(
+        sizes_, batch * static_cast<double>(problem().query_tokens), batch * walk.pairs);
     *cost.flops += batch * layers * walk.rows * (4 * width * width + convolution);
     *cost.flops += batch * layers * walk.uses * 4 * width;
     cost.bytes = TensorBytes();
@@ -113,12 +113,14 @@ class CompressiveLayer : public SegmentedLayer {
 
  protected:
   absl::Status DoSetup(const Inputs&, const Execution& execution) override {
-    const DistanceRange range = {0, queues_.max_distance(), options_.clamp_length};
-    const Tensor sinusoids = SinusoidsOf(range, problem().model_dim());
+    const transformer_xl_relative::DistanceRange range = {0, queues_.max_distance(),
+                                                          options_.clamp_length};
+    const Tensor sinusoids = transformer_xl_relative::SinusoidsOf(range, problem().model_dim());
     layers_.clear();
     for (int64_t n = 0; n < options_.layers; ++n) {
       TFB_RETURN_IF_ERROR(attentions_[n].Setup(parameters_, n, range, sinusoids.view(), execution));
-      TFB_ASSIGN_OR_RETURN(DecoderLayer layer, DecoderLayer::Create(device_, parameters_, n));
+      TFB_ASSIGN_OR_RETURN(transformer_xl::DecoderLayer layer,
+                           transformer_xl::DecoderLayer::Create(device_, parameters_, n));
       layers_.push_back(std::move(layer));
     }
     return Reset();
@@ -127,7 +129,7 @@ class CompressiveLayer : public SegmentedLayer {
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
     run_outputs_ = &outputs;
-    const absl::Status status = SegmentedLayer::DoRun(inputs, outputs, execution);
+    const absl::Status status = transformer_xl::SegmentedLayer::DoRun(inputs, outputs, execution);
     run_outputs_ = nullptr;
     return status;
   }
@@ -138,7 +140,7 @@ class CompressiveLayer : public SegmentedLayer {
     ++next_segment_;
   }
 
-  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+  absl::Status RunLayer(int64_t n, const transformer_xl::DecoderLayer::Call& call,
                         const Execution& execution) override {
     return layers_[n].Run(
         options_.pre_norm, call,
@@ -154,15 +156,16 @@ class CompressiveLayer : public SegmentedLayer {
 
   size_t layer_workspace_bytes(int threads) const override {
     const size_t content = content_.has_value() ? content_->workspace_bytes(threads) : 0;
-    return DecoderLayer::workspace_bytes(device_, sizes_, problem().batch * max_segment_tokens(),
-                                         options_.pre_norm,
-                                         attentions_[0].workspace_bytes(content, threads), threads);
+    return transformer_xl::DecoderLayer::workspace_bytes(
+        device_, sizes_, problem().batch * max_segment_tokens(), options_.pre_norm,
+        attentions_[0].workspace_bytes(content, threads), threads);
   }
 
  private:
   CompressiveLayer(const Problem& problem, const CompressiveOptions& options,
                    std::vector<TensorSpec> outputs, Device device)
-      : SegmentedLayer(problem, std::move(outputs), options.layers, options.segment),
+      : transformer_xl::SegmentedLayer(problem, std::move(outputs), options.layers,
+                                       options.segment),
         options_(options),
         device_(device),
         sizes_(CompressiveSizes(problem, options)),
@@ -240,12 +243,12 @@ class CompressiveLayer : public SegmentedLayer {
 
   CompressiveOptions options_;
   Device device_;
-  StackSizes sizes_;
+  transformer_xl::StackSizes sizes_;
   MemoryQueues queues_;
   CompressiveSegment segment_;
   std::vector<CompressiveAttention> attentions_;
   std::optional<ContentAttention> content_;  // used where rows are compressed
-  std::vector<DecoderLayer> layers_;
+  std::vector<transformer_xl::DecoderLayer> layers_;
   const Outputs* run_outputs_ = nullptr;  // set during a Run
   int64_t next_token_ = 0;                // token number, as the queues count
   int64_t next_segment_ = 0;
@@ -253,7 +256,8 @@ class CompressiveLayer : public SegmentedLayer {
 
 }  // namespace
 
-StackSizes CompressiveSizes(const Problem& problem, const CompressiveOptions& options) {
+transformer_xl::StackSizes CompressiveSizes(const Problem& problem,
+                                            const CompressiveOptions& options) {
   return {options.layers, problem.query_heads, problem.head_dim,
           options.feed_forward * problem.model_dim(), options.share_biases};
 }
@@ -262,13 +266,13 @@ std::string ConvolutionPrefix(const CompressiveOptions& options) {
   return options.function == Function::kConvolution ? "convolution." : "dilated_convolution.";
 }
 
-std::vector<ParameterSpec> CompressiveParameters(const Problem& problem,
-                                                 const CompressiveOptions& options) {
-  const StackSizes sizes = CompressiveSizes(problem, options);
-  std::vector<ParameterSpec> specs = StackParameters(sizes);
+std::vector<transformer_xl::ParameterSpec> CompressiveParameters(
+    const Problem& problem, const CompressiveOptions& options) {
+  const transformer_xl::StackSizes sizes = CompressiveSizes(problem, options);
+  std::vector<transformer_xl::ParameterSpec> specs = transformer_xl::StackParameters(sizes);
   const int64_t width = sizes.width(), rate = options.compression;
   for (int64_t n = 0; n < sizes.layers && options.convolves(); ++n) {
-    const std::string convolution = LayerPrefix(n) + ConvolutionPrefix(options);
+    const std::string convolution = transformer_xl::LayerPrefix(n) + ConvolutionPrefix(options);
     const Shape matrices = {rate, width, width};
     specs.push_back(
         {convolution + "w", matrices, 0, 1 / std::sqrt(static_cast<double>(rate * width))});
@@ -290,7 +294,7 @@ Compressive::Compressive() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Compressive::WrittenTensors(const Problem& p,
                                                     const CompressiveOptions& options) const {
-  std::vector<TensorSpec> outputs = SegmentedOutputs(p);
+  std::vector<TensorSpec> outputs = transformer_xl::SegmentedOutputs(p);
   if (options.compressed_memory == 0) return outputs;
   const int64_t segments = SegmentsOf(p, options);
   for (const char* name : {"attention_loss", "autoencoding_loss"}) {
@@ -306,7 +310,7 @@ std::vector<TensorSpec> Compressive::WrittenTensors(const Problem& p,
 absl::StatusOr<std::unique_ptr<Layer>> Compressive::MakeLayer(const Problem& problem,
                                                               const CompressiveOptions& options,
                                                               Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckSelfAttention("compressive", problem));
+  TFB_RETURN_IF_ERROR(transformer_xl::CheckSelfAttention("compressive", problem));
   return CompressiveLayer::Create(problem, options, WrittenTensors(problem, options), device, seed);
 }
 
@@ -333,4 +337,4 @@ absl::StatusOr<TechniqueSpec> Compressive::Counterpart(const Problem& problem,
   return TechniqueSpec{info().name, std::move(whole_past)};
 }
 
-}  // namespace tfb
+}  // namespace tfb::compressive

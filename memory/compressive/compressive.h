@@ -63,7 +63,7 @@
 #include "core/technique.h"
 #include "memory/transformer_xl/stack.h"
 
-namespace tfb {
+namespace tfb::compressive {
 
 struct CompressiveOptions {
   enum class Function { kMean, kMax, kConvolution, kDilatedConvolution, kMostUsed };
@@ -144,11 +144,12 @@ class Compressive : public TechniqueOf<CompressiveOptions> {
 
 // ---- Functions that layer and definition share ----
 
-StackSizes CompressiveSizes(const Problem& problem, const CompressiveOptions& options);
+transformer_xl::StackSizes CompressiveSizes(const Problem& problem,
+                                            const CompressiveOptions& options);
 // Returns "convolution." or "dilated_convolution."; call it only for a function that convolves.
 std::string ConvolutionPrefix(const CompressiveOptions& options);
-std::vector<ParameterSpec> CompressiveParameters(const Problem& problem,
-                                                 const CompressiveOptions& options);
+std::vector<transformer_xl::ParameterSpec> CompressiveParameters(const Problem& problem,
+                                                                 const CompressiveOptions& options);
 // Returns the number of segments of a Run.
 int64_t SegmentsOf(const Problem& problem, const CompressiveOptions& options);
 // Returns the most compressed rows that one segment can give.
@@ -164,6 +165,6 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                absl::Span<const int64_t> segments,
                                                const DefinitionRequest& request = {});
 
-}  // namespace tfb
+}  // namespace tfb::compressive
 
 #endif  // TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_H_

@@ -8,7 +8,7 @@
 #include "core/status.h"
 #include "memory/transformer_xl/stack.h"
 
-namespace tfb {
+namespace tfb::compressive {
 namespace {
 
 // Returns [batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim].
@@ -134,19 +134,20 @@ Problem CompressiveAttention::LargestCall() const {
 }
 
 absl::Status CompressiveAttention::Setup(const NamedTensors& parameters, int64_t n,
-                                         const DistanceRange& range,
+                                         const transformer_xl_relative::DistanceRange& range,
                                          const ConstTensorView& sinusoids,
                                          const Execution& execution) {
   range_ = range;
-  const StackSizes sizes = CompressiveSizes(problem_, options_);
-  const RelativeAttention::Parameters own = RelativeAttention::ParametersOf(parameters, sizes, n);
+  const transformer_xl::StackSizes sizes = CompressiveSizes(problem_, options_);
+  const transformer_xl::RelativeAttention::Parameters own =
+      transformer_xl::RelativeAttention::ParametersOf(parameters, sizes, n);
   TFB_ASSIGN_OR_RETURN(projections_, PackedMatrix::Create(device_, {own.w_q, own.w_k, own.w_v}));
   TFB_ASSIGN_OR_RETURN(keys_and_values_, PackedMatrix::Create(device_, {own.w_k, own.w_v}));
   TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(device_, own.w_o));
   TFB_ASSIGN_OR_RETURN(compression_, Compression::Create(device_, options_, parameters, n));
-  TFB_ASSIGN_OR_RETURN(positions_,
-                       RelativePositions::Create(own.positions, range, sinusoids,
-                                                 /*here=*/0, DType::kF32, execution.pool));
+  TFB_ASSIGN_OR_RETURN(positions_, transformer_xl_relative::RelativePositions::Create(
+                                       own.positions, range, sinusoids,
+                                       /*here=*/0, DType::kF32, execution.pool));
   ScoreRule rule;
   positions_.AddTo(&rule);
   TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::CreateForStream(device_, LargestCall(), rule));
@@ -161,8 +162,9 @@ absl::Status CompressiveAttention::Setup(const NamedTensors& parameters, int64_t
   return absl::OkStatus();
 }
 
-absl::Status CompressiveAttention::SetupUse(const RelativePositions::Parameters& parameters,
-                                            const ConstTensorView& sinusoids, ThreadPool* pool) {
+absl::Status CompressiveAttention::SetupUse(
+    const transformer_xl_relative::RelativePositions::Parameters& parameters,
+    const ConstTensorView& sinusoids, ThreadPool* pool) {
   TFB_ASSIGN_OR_RETURN(const Tensor distances, ProjectDistances(parameters.w_r, sinusoids, pool));
   const int64_t heads = problem_.query_heads, e = problem_.head_dim;
   Tensor biases(DType::kF32, {distances.dim(0), heads});
@@ -424,4 +426,4 @@ absl::Status CompressiveAttention::ProjectRows(const Call& call, const ConstTens
   return MatMul(keys_and_values_, {normalized, {}, projected}, execution);
 }
 
-}  // namespace tfb
+}  // namespace tfb::compressive

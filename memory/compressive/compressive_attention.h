@@ -27,7 +27,7 @@
 #include "memory/compressive/row_operations.h"
 #include "memory/transformer_xl/relative_attention.h"
 
-namespace tfb {
+namespace tfb::compressive {
 
 // The mask of queries that all see a run of keys in a cache, in the form of a device's engine.
 class RunView {
@@ -71,13 +71,15 @@ class CompressiveSegment {
   int64_t end() const { return begin_ + own_.tokens(); }
   int64_t tokens() const { return own_.tokens(); }
   bool is_first() const { return begin_ == queues_.first_token(); }
-  const SegmentView& own() const { return own_; }  // keys of the memory and the segment
+  const transformer_xl::SegmentView& own() const {
+    return own_;
+  }                                                // keys of the memory and the segment
   const RunView& rows() const { return rows_; }    // keys of the compressed memory
 
  private:
   MemoryQueues queues_;
   int64_t begin_ = 0;
-  SegmentView own_;
+  transformer_xl::SegmentView own_;
   RunView rows_;
 };
 
@@ -117,7 +119,8 @@ class CompressiveAttention {
                                                      int64_t longest);
   // Packs the parameters of layer n and projects `sinusoids`, those of the range. Begins a new
   // stream.
-  absl::Status Setup(const NamedTensors& parameters, int64_t n, const DistanceRange& range,
+  absl::Status Setup(const NamedTensors& parameters, int64_t n,
+                     const transformer_xl_relative::DistanceRange& range,
                      const ConstTensorView& sinusoids, const Execution& execution);
   void Reset();
 
@@ -168,7 +171,7 @@ class CompressiveAttention {
   bool chooses() const { return options_.function == CompressiveOptions::Function::kMostUsed; }
   int64_t max_old() const { return queues_.max_blocks() * queues_.rate(); }
 
-  absl::Status SetupUse(const RelativePositions::Parameters& parameters,
+  absl::Status SetupUse(const transformer_xl_relative::RelativePositions::Parameters& parameters,
                         const ConstTensorView& sinusoids, ThreadPool* pool);
   // Appends the stream's first rows, with start_zero.
   absl::Status AppendZeros(const Call& call, const Scratch& scratch, const Execution& execution);
@@ -204,7 +207,7 @@ class CompressiveAttention {
   PackedMatrix keys_and_values_;  // W of the keys and values of compressed rows
   PackedMatrix output_;
   Compression compression_;
-  RelativePositions positions_;  // the engine's rule points to it
+  transformer_xl_relative::RelativePositions positions_;  // the engine's rule points to it
   FlashEngine engine_;
   KeyValueCache tokens_;
   KeyValueCache rows_;
@@ -214,9 +217,9 @@ class CompressiveAttention {
   DeviceArray<float> zeros_;   // [model_dim], with start_zero
   // Used with most_used: r_d W_r by distance, v . (r_d W_r) of each head, u.
   DeviceArray<float> distances_, distance_biases_, u_;
-  DistanceRange range_;
+  transformer_xl_relative::DistanceRange range_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::compressive
 
 #endif  // TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_ATTENTION_H_

@@ -1,7 +1,7 @@
 #include "core/cuda/kernel.cuh"
 #include "memory/compressive/compressive_cuda.h"
 
-namespace tfb {
+namespace tfb::compressive {
 namespace {
 
 constexpr int kThreads = 256;
@@ -201,4 +201,4 @@ const char* LaunchNormOfDifference(const NormOfDifferenceArguments& a, void* str
 TFB_KERNEL_TABLE(CompressiveKernels, {&LaunchCopyRows, &LaunchPoolRows, &LaunchMergeParts,
                                       &LaunchReceived, &LaunchSelectRows, &LaunchNormOfDifference});
 
-}  // namespace tfb
+}  // namespace tfb::compressive

@@ -8,7 +8,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::compressive {
 
 // A list of rows in a ring [batch, places, channels]: row n is at place (first + n) % places.
 struct DeviceRowList {
@@ -103,6 +103,6 @@ struct CompressiveKernels {
   const char* (*norm_of_difference)(const NormOfDifferenceArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::compressive
 
 #endif  // TFB_MEMORY_COMPRESSIVE_COMPRESSIVE_CUDA_H_

@@ -12,8 +12,10 @@
 #include "memory/compressive/compressive.h"
 #include "memory/transformer_xl/stack_definition.h"
 
-namespace tfb {
+namespace tfb::compressive {
 namespace {
+
+using transformer_xl::Rows;
 
 using Function = CompressiveOptions::Function;
 
@@ -25,18 +27,21 @@ double NormOfDifference(const Rows& a, const Rows& b) {
   return std::sqrt(sum);
 }
 
+double Norm(const Rows& a) { return NormOfDifference(a, Rows(a.rows(), a.channels())); }
+
 // The outputs of the compression after a segment.
 struct Report {
-  double attention_loss = 0;
-  double autoencoding_loss = 0;
+  // Each loss is the norm of a difference: sizes are the norms of its two sides together.
+  double attention_loss = 0, attention_size = 0;
+  double autoencoding_loss = 0, autoencoding_size = 0;
   std::vector<int64_t> kept;
 };
 
 // One layer of one sequence.
 class LayerMemory {
  public:
-  LayerMemory(const StackDefinition& stack, const CompressiveOptions& options, int64_t n,
-              double tolerance)
+  LayerMemory(const transformer_xl::StackDefinition& stack, const CompressiveOptions& options,
+              int64_t n, double tolerance)
       : stack_(stack),
         options_(options),
         n_(n),
@@ -86,8 +91,14 @@ class LayerMemory {
     if (blocks == 0) return;
     const Rows old = waiting_.Sub(0, blocks * options_.compression);
     const Rows compressed = Compress(old, kept, report);
-    report->attention_loss = AttentionLoss(queries, old, compressed);
-    report->autoencoding_loss = NormOfDifference(old, Decode(compressed));
+    const Rows q = stack_.Project(n_, "w_q", queries);
+    const Rows of_old = ContentAttention(q, Normalized(old));
+    const Rows of_compressed = ContentAttention(q, Normalized(compressed));
+    report->attention_loss = NormOfDifference(of_old, of_compressed);
+    report->attention_size = Norm(of_old) + Norm(of_compressed);
+    const Rows decoded = Decode(compressed);
+    report->autoencoding_loss = NormOfDifference(old, decoded);
+    report->autoencoding_size = Norm(old) + Norm(decoded);
     waiting_ = waiting_.Sub(old.rows(), waiting_.rows() - old.rows());
     use_.erase(use_.begin(), use_.begin() + old.rows());
     compressed_.Append(compressed);
@@ -120,7 +131,7 @@ class LayerMemory {
   }
 
   Rows Convolve(const Rows& old) const {
-    const std::string prefix = LayerPrefix(n_) + ConvolutionPrefix(options_);
+    const std::string prefix = transformer_xl::LayerPrefix(n_) + ConvolutionPrefix(options_);
     const int64_t c = options_.compression, d = old.channels();
     const std::vector<double> w = stack_.Vector(prefix + "w"), b = stack_.Vector(prefix + "b");
     Rows y = Rows(old.rows() / c, d).PlusEach(b);
@@ -174,19 +185,13 @@ class LayerMemory {
       return rows;
     }
     const std::vector<double> w =
-        stack_.Vector(LayerPrefix(n_) + ConvolutionPrefix(options_) + "w");
+        stack_.Vector(transformer_xl::LayerPrefix(n_) + ConvolutionPrefix(options_) + "w");
     ForEachOf(stack_.pool(), rows.rows(), [&](int64_t j) {
       for (int64_t out = 0; out < d; ++out) {
         rows[j][out] = Dot(compressed[j / c], &w[(j % c * d + out) * d], d);
       }
     });
     return rows;
-  }
-
-  double AttentionLoss(const Rows& queries, const Rows& old, const Rows& compressed) const {
-    const Rows q = stack_.Project(n_, "w_q", queries);
-    return NormOfDifference(ContentAttention(q, Normalized(old)),
-                            ContentAttention(q, Normalized(compressed)));
   }
 
   Rows ContentAttention(const Rows& q, const Rows& m) const {
@@ -211,7 +216,7 @@ class LayerMemory {
     return context;
   }
 
-  const StackDefinition& stack_;
+  const transformer_xl::StackDefinition& stack_;
   const CompressiveOptions& options_;
   int64_t n_;
   double tolerance_;
@@ -245,15 +250,16 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                const ConstTensorView& x,
                                                absl::Span<const int64_t> segments,
                                                const DefinitionRequest& request) {
-  TFB_RETURN_IF_ERROR(CheckSelfAttention("compressive", problem));
-  TFB_RETURN_IF_ERROR(CheckParameters(CompressiveParameters(problem, options), parameters));
+  TFB_RETURN_IF_ERROR(transformer_xl::CheckSelfAttention("compressive", problem));
+  TFB_RETURN_IF_ERROR(
+      transformer_xl::CheckParameters(CompressiveParameters(problem, options), parameters));
   const int64_t tokens = std::accumulate(segments.begin(), segments.end(), int64_t{0});
   if (tokens != problem.query_tokens) {
     return absl::InvalidArgumentError(
         absl::StrCat("segments have ", tokens, " tokens; allowed are ", problem.query_tokens));
   }
-  const StackDefinition stack(CompressiveSizes(problem, options), parameters, options.clamp_length,
-                              request.pool);
+  const transformer_xl::StackDefinition stack(CompressiveSizes(problem, options), parameters,
+                                              options.clamp_length, request.pool);
   const int64_t count = static_cast<int64_t>(segments.size());
   const int64_t longest =
       segments.empty() ? 0 : *std::max_element(segments.begin(), segments.end());
@@ -264,8 +270,10 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
 
   NamedTensors outputs;
   for (const char* name : {"out", "context"}) outputs[name] = Tensor(DType::kF64, x.shape());
-  for (const char* name : {"attention_loss", "autoencoding_loss"}) {
-    outputs[name] = Tensor(DType::kF64, {problem.batch, count, options.layers});
+  const Shape of_losses = {problem.batch, count, options.layers};
+  for (const char* name :
+       {"attention_loss", "attention_loss.scale", "autoencoding_loss", "autoencoding_loss.scale"}) {
+    outputs[name] = Tensor(DType::kF64, of_losses);
   }
   const bool chooses = options.function == Function::kMostUsed;
   if (chooses) {
@@ -287,10 +295,13 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
         result.Append(
             memory.Attend(h.Sub(begin, segments[s]), given != nullptr ? &kept : nullptr, &report));
         begin += segments[s];
-        outputs["attention_loss"].view().Set(outputs["attention_loss"].view().Offset(b, s, n),
-                                             report.attention_loss);
-        outputs["autoencoding_loss"].view().Set(outputs["autoencoding_loss"].view().Offset(b, s, n),
-                                                report.autoencoding_loss);
+        const auto set = [&](const char* name, double value) {
+          *outputs[name].view().MutableAt<double>(b, s, n) = value;
+        };
+        set("attention_loss", report.attention_loss);
+        set("attention_loss.scale", report.attention_size);
+        set("autoencoding_loss", report.autoencoding_loss);
+        set("autoencoding_loss.scale", report.autoencoding_size);
         for (size_t i = 0; i < report.kept.size(); ++i) {
           *outputs["kept"].view().MutableAt<double>(b, s, n, i) =
               static_cast<double>(report.kept[i]);
@@ -299,11 +310,12 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
       return result;
     };
     Rows context(0, problem.model_dim());
-    const Rows out = stack.Forward(SequenceOf(x, b), options.pre_norm, attention, &context);
-    StoreSequence(out, b, outputs["out"].view());
-    StoreSequence(context, b, outputs["context"].view());
+    const Rows out =
+        stack.Forward(transformer_xl::SequenceOf(x, b), options.pre_norm, attention, &context);
+    transformer_xl::StoreSequence(out, b, outputs["out"].view());
+    transformer_xl::StoreSequence(context, b, outputs["context"].view());
   }
   return outputs;
 }
 
-}  // namespace tfb
+}  // namespace tfb::compressive

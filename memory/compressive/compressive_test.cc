@@ -19,8 +19,15 @@
 #include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
-namespace tfb {
+namespace tfb::compressive {
 namespace {
+
+using transformer_xl::CausalProblem;
+using transformer_xl::EvaluateStack;
+using transformer_xl::PerturbedParameters;
+using transformer_xl::RandomHidden;
+using transformer_xl::StackBound;
+using transformer_xl::StackOutcome;
 
 constexpr const char* kFunctions[] = {"mean", "max", "convolution", "dilated_convolution",
                                       "most_used"};
@@ -178,7 +185,7 @@ TEST(Compressive, ResetBeginsAnewAndThreadsChangeNoBit) {
 
 void ExpectIsTransformerXl(const Options& options, const Options& theirs) {
   const Compressive technique;
-  const TransformerXl transformer_xl;
+  const transformer_xl::TransformerXl transformer_xl;
   const Problem problem = CausalProblem(2, 2, 130, 8);
   const Tensor x = RandomHidden(problem);
   const NamedTensors parameters = PerturbedParameters(technique, problem, options);
@@ -519,4 +526,4 @@ TEST(Compressive, LabmlsNetworkComputesTheSame) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::compressive

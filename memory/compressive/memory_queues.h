@@ -8,7 +8,7 @@
 
 #include "memory/compressive/compressive.h"
 
-namespace tfb {
+namespace tfb::compressive {
 
 // Tokens are counted from the stream's first; with start_zero that is the first of `memory` zero
 // vectors. Compressed rows are counted from the first one, or from the first zero vector.
@@ -53,6 +53,6 @@ class MemoryQueues {
   bool starts_full_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::compressive
 
 #endif  // TFB_MEMORY_COMPRESSIVE_MEMORY_QUEUES_H_

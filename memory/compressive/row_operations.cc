@@ -11,7 +11,7 @@
 #include "core/status.h"
 #include "memory/compressive/compressive_cuda.h"
 
-namespace tfb {
+namespace tfb::compressive {
 namespace {
 
 // Runs one of the kernels.
@@ -242,4 +242,4 @@ absl::Status NormOfDifference(Device device, const TensorView& a, const TensorVi
   return Launch(device, &CompressiveKernels::norm_of_difference, arguments, execution);
 }
 
-}  // namespace tfb
+}  // namespace tfb::compressive

@@ -11,7 +11,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 
-namespace tfb {
+namespace tfb::compressive {
 
 // A copy of rows of any floating dtype. Row n of a list that lies in a ring [batch, places,
 // channels] is at place (first + n) % places.
@@ -83,6 +83,6 @@ absl::Status SelectRows(Device device, const SelectRowsCall& call, const Executi
 absl::Status NormOfDifference(Device device, const TensorView& a, const TensorView& b,
                               int64_t repeat, const TensorView& to, const Execution& execution);
 
-}  // namespace tfb
+}  // namespace tfb::compressive
 
 #endif  // TFB_MEMORY_COMPRESSIVE_ROW_OPERATIONS_H_

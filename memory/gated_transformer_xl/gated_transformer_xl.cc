@@ -15,8 +15,11 @@
 #include "memory/transformer_xl/relative_stack.h"
 #include "memory/transformer_xl/stack_definition.h"
 
-namespace tfb {
+namespace tfb::gated_transformer_xl {
 namespace {
+
+using transformer_xl::LayerPrefix;
+using transformer_xl::Rows;
 
 using GateOption = GatedTransformerXlOptions::Gate;
 
@@ -38,7 +41,7 @@ TechniqueInfo Info() {
 }
 
 absl::Status CheckProblem(const Problem& problem, const GatedTransformerXlOptions& options) {
-  return CheckRelativeStack("gated_transformer_xl", problem, options);
+  return transformer_xl::CheckRelativeStack("gated_transformer_xl", problem, options);
 }
 
 // ---- Parameters ----
@@ -59,14 +62,14 @@ std::vector<std::string> GateMatrices(GateOption gate) {
 }
 bool HasBias(GateOption gate) { return gate != GateOption::kInput && gate != GateOption::kSum; }
 
-std::vector<ParameterSpec> ParametersOf(const StackSizes& sizes,
-                                        const GatedTransformerXlOptions& options) {
-  std::vector<ParameterSpec> specs = StackParameters(sizes);
+std::vector<transformer_xl::ParameterSpec> ParametersOf(const transformer_xl::StackSizes& sizes,
+                                                        const GatedTransformerXlOptions& options) {
+  std::vector<transformer_xl::ParameterSpec> specs = transformer_xl::StackParameters(sizes);
   for (int64_t n = 0; n < sizes.layers; ++n) {
     for (const char* gate : kGateNames) {
       const std::string prefix = LayerPrefix(n) + gate;
       for (const std::string& matrix : GateMatrices(options.gate)) {
-        specs.push_back(MatrixSpec(prefix + matrix, sizes.width(), sizes.width()));
+        specs.push_back(transformer_xl::MatrixSpec(prefix + matrix, sizes.width(), sizes.width()));
       }
       if (HasBias(options.gate)) {
         specs.push_back({prefix + "b_g", {sizes.width()}, options.gate_bias, 0});
@@ -96,7 +99,7 @@ std::optional<GateKind> KindOf(GateOption gate) {
   return std::nullopt;
 }
 
-class GatedTransformerXlLayer : public RelativeStackLayer {
+class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        const GatedTransformerXlOptions& options,
@@ -112,7 +115,7 @@ class GatedTransformerXlLayer : public RelativeStackLayer {
     const double rows = static_cast<double>(problem().batch * problem().query_tokens);
     const double width = static_cast<double>(problem().model_dim());
     const double matrices = static_cast<double>(2 * GateMatrices(options_.gate).size());
-    Cost cost = RelativeStackLayer::cost();
+    Cost cost = transformer_xl::RelativeStackLayer::cost();
     *cost.flops += 2 * rows * static_cast<double>(options_.layers) * matrices * width * width;
     return cost;
   }
@@ -138,10 +141,10 @@ class GatedTransformerXlLayer : public RelativeStackLayer {
         gates_.push_back(std::move(gate));
       }
     }
-    return RelativeStackLayer::DoSetup(inputs, execution);
+    return transformer_xl::RelativeStackLayer::DoSetup(inputs, execution);
   }
 
-  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+  absl::Status RunLayer(int64_t n, const transformer_xl::DecoderLayer::Call& call,
                         const Execution& execution) override {
     Workspace workspace(execution.workspace);
     const Scratch scratch = LayOut(call.state.num_elements(), workspace);
@@ -149,10 +152,10 @@ class GatedTransformerXlLayer : public RelativeStackLayer {
     const TensorView update(scratch.update, DType::kF32, call.state.shape());
     Execution rest = execution;
     rest.workspace = workspace.Rest();
-    const DecoderLayer& own = layer(n);
+    const transformer_xl::DecoderLayer& own = layer(n);
 
     TFB_RETURN_IF_ERROR(own.attention_norm.Run(call.input, normalized, rest));
-    TFB_ASSIGN_OR_RETURN(const RelativeAttention::Attended attended,
+    TFB_ASSIGN_OR_RETURN(const transformer_xl::RelativeAttention::Attended attended,
                          attention(n).Attend(segment(), normalized, rest));
     // Without gates the sum is part of the product, as its residual.
     const bool sums = !kind_.has_value();
@@ -177,7 +180,7 @@ class GatedTransformerXlLayer : public RelativeStackLayer {
         Workspace::Measure([&](Workspace& workspace) { LayOut(max_rows() * width, workspace); });
     const size_t gates =
         kind_.has_value() ? Gate::workspace_bytes(device(), *kind_, max_rows(), width, threads) : 0;
-    return own + std::max(gates, DecoderLayer::workspace_bytes(
+    return own + std::max(gates, transformer_xl::DecoderLayer::workspace_bytes(
                                      device(), sizes(), max_rows(), /*pre_norm=*/false,
                                      attention(0).workspace_bytes(threads), threads));
   }
@@ -190,7 +193,8 @@ class GatedTransformerXlLayer : public RelativeStackLayer {
 
   GatedTransformerXlLayer(const Problem& problem, const GatedTransformerXlOptions& options,
                           Device device)
-      : RelativeStackLayer(problem, SegmentedOutputs(problem), ShapeOf(problem, options), device),
+      : transformer_xl::RelativeStackLayer(problem, transformer_xl::SegmentedOutputs(problem),
+                                           transformer_xl::ShapeOf(problem, options), device),
         options_(options),
         kind_(KindOf(options.gate)) {}
 
@@ -209,7 +213,8 @@ class GatedTransformerXlLayer : public RelativeStackLayer {
 // Evaluates the formulas of the header, for one sequence.
 class GatedDefinition {
  public:
-  GatedDefinition(const StackDefinition& stack, const GatedTransformerXlOptions& options)
+  GatedDefinition(const transformer_xl::StackDefinition& stack,
+                  const GatedTransformerXlOptions& options)
       : stack_(stack), options_(options) {}
 
   // `context` receives the input of the last feed-forward network.
@@ -280,7 +285,7 @@ class GatedDefinition {
     return g;
   }
 
-  const StackDefinition& stack_;
+  const transformer_xl::StackDefinition& stack_;
   const GatedTransformerXlOptions& options_;
 };
 
@@ -290,7 +295,7 @@ GatedTransformerXl::GatedTransformerXl() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> GatedTransformerXl::WrittenTensors(const Problem& problem,
                                                            const GatedTransformerXlOptions&) const {
-  return SegmentedOutputs(problem);
+  return transformer_xl::SegmentedOutputs(problem);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> GatedTransformerXl::MakeLayer(
@@ -305,10 +310,11 @@ absl::Status GatedTransformerXl::Definition(const Problem& problem,
                                             const NamedTensors& parameters, const Inputs& inputs,
                                             const DefinitionRequest& request,
                                             NamedTensors* outputs) const {
-  const StackSizes sizes = ShapeOf(problem, options).sizes;
+  const transformer_xl::StackSizes sizes = transformer_xl::ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  TFB_RETURN_IF_ERROR(CheckParameters(ParametersOf(sizes, options), parameters));
-  const StackDefinition stack(sizes, parameters, options.clamp_length, request.pool);
+  TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(ParametersOf(sizes, options), parameters));
+  const transformer_xl::StackDefinition stack(sizes, parameters, options.clamp_length,
+                                              request.pool);
   const GatedDefinition definition(stack, options);
   const auto first_seen = [&](int64_t p) {
     const int64_t from = options.same_length ? p + 1 : p / options.segment * options.segment;
@@ -318,9 +324,10 @@ absl::Status GatedTransformerXl::Definition(const Problem& problem,
   for (const char* name : {"out", "context"}) (*outputs)[name] = Tensor(DType::kF64, x.shape());
   for (int64_t b = 0; b < problem.batch; ++b) {
     Rows context(0, problem.model_dim());
-    StoreSequence(definition.Forward(SequenceOf(x, b), first_seen, &context), b,
-                  (*outputs)["out"].view());
-    StoreSequence(context, b, (*outputs)["context"].view());
+    transformer_xl::StoreSequence(
+        definition.Forward(transformer_xl::SequenceOf(x, b), first_seen, &context), b,
+        (*outputs)["out"].view());
+    transformer_xl::StoreSequence(context, b, (*outputs)["context"].view());
   }
   return absl::OkStatus();
 }
@@ -335,4 +342,4 @@ absl::StatusOr<TechniqueSpec> GatedTransformerXl::Counterpart(const Problem& pro
   return TechniqueSpec{info().name, std::move(whole_past)};
 }
 
-}  // namespace tfb
+}  // namespace tfb::gated_transformer_xl

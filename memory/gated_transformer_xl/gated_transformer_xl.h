@@ -43,9 +43,9 @@
 #include "core/technique.h"
 #include "memory/transformer_xl/stack_options.h"
 
-namespace tfb {
+namespace tfb::gated_transformer_xl {
 
-struct GatedTransformerXlOptions : RelativeStackOptions {
+struct GatedTransformerXlOptions : transformer_xl::RelativeStackOptions {
   enum class Gate { kGru, kInput, kOutput, kHighway, kSigmoidTanh, kSum };
 
   Gate gate = Gate::kGru;
@@ -99,6 +99,6 @@ class GatedTransformerXl : public TechniqueOf<GatedTransformerXlOptions> {
                                          const GatedTransformerXlOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::gated_transformer_xl
 
 #endif  // TFB_MEMORY_GATED_TRANSFORMER_XL_GATED_TRANSFORMER_XL_H_

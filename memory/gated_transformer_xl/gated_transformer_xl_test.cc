@@ -17,8 +17,14 @@
 #include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
-namespace tfb {
+namespace tfb::gated_transformer_xl {
 namespace {
+
+using transformer_xl::CausalProblem;
+using transformer_xl::EvaluateStack;
+using transformer_xl::PerturbedParameters;
+using transformer_xl::RandomHidden;
+using transformer_xl::StackOutcome;
 
 constexpr const char* kGates[] = {"gru", "input", "output", "highway", "sigmoid_tanh", "sum"};
 
@@ -40,7 +46,7 @@ TEST(GatedTransformerXl, EveryGateEqualsTheDefinition) {
       for (const char* output : {"out", "context"}) {
         EXPECT_LE(
             MaxDifference(outcome.computed.at(output).view(), outcome.defined.at(output).view()),
-            StackBound(outcome.defined.at(output).view(), 3))
+            transformer_xl::StackBound(outcome.defined.at(output).view(), 3))
             << output;
       }
     }
@@ -58,7 +64,7 @@ TEST(GatedTransformerXl, InTheSimulatorEveryGateEqualsTheDefinition) {
     const StackOutcome outcome =
         EvaluateStack(technique, problem, options, parameters, x, Device::kSimulator);
     EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), outcome.defined.at("out").view()),
-              StackBound(outcome.defined.at("out").view(), 2));
+              transformer_xl::StackBound(outcome.defined.at("out").view(), 2));
   }
 }
 
@@ -105,7 +111,7 @@ TEST(GatedTransformerXl, WithZeroMatricesTheGruGateKeepsAShareOfItsStateThatItsB
 
 TEST(GatedTransformerXl, SumsWithoutReluArePreNormTransformerXl) {
   const GatedTransformerXl technique;
-  const TransformerXl transformer_xl;
+  const transformer_xl::TransformerXl transformer_xl;
   const Problem problem = CausalProblem(2, 2, 90, 16);
   const Tensor x = RandomHidden(problem);
   const Options shared = {{"segment", "32"}, {"memory", "40"}, {"layers", "3"}};
@@ -169,7 +175,7 @@ TEST(GatedTransformerXl, TheGateOfOneTokenIsWhatItsFormulaGivesByHand) {
 
 TEST(GatedTransformerXl, CostCountsTheGatesProducts) {
   const GatedTransformerXl technique;
-  const TransformerXl transformer_xl;
+  const transformer_xl::TransformerXl transformer_xl;
   const Problem problem = CausalProblem(3, 2, 5, 4);
   const double plain =
       transformer_xl.Create(problem, {}, Device::kCpu, 1).value()->cost().flops.value();
@@ -237,9 +243,10 @@ TEST(GatedTransformerXl, RllibsNetworkComputesTheSame) {
   for (const Device device : kHostDevices) {
     const StackOutcome outcome = EvaluateStack(technique, problem, options, parameters, x, device);
     EXPECT_LE(MaxDifference(outcome.defined.at("out").view(), out), 1e-13);
-    EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), out), StackBound(out, 2));
+    EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), out),
+              transformer_xl::StackBound(out, 2));
   }
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::gated_transformer_xl

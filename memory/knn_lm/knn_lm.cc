@@ -17,7 +17,7 @@
 #include "core/workspace.h"
 #include "memory/knn_lm/knn_lm_cuda.h"
 
-namespace tfb {
+namespace tfb::knn_lm {
 namespace {
 
 const bool registered = RegisterTechnique<KnnLm>();
@@ -297,4 +297,4 @@ absl::Status KnnLm::DefineChecked(const Problem& problem, const KnnLmOptions& op
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::knn_lm

@@ -37,7 +37,7 @@
 #include "core/retrieval/retrieval_technique.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::knn_lm {
 
 struct KnnLmOptions : RetrievalOptions {
   double lambda = 0.25;
@@ -71,6 +71,6 @@ class KnnLm : public RetrievalTechnique<KnnLmOptions> {
                              NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::knn_lm
 
 #endif  // TFB_MEMORY_KNN_LM_KNN_LM_H_

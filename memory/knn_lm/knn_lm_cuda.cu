@@ -1,7 +1,7 @@
 #include "core/cuda/kernel.cuh"
 #include "memory/knn_lm/knn_lm_cuda.h"
 
-namespace tfb {
+namespace tfb::knn_lm {
 namespace {
 
 // A block mixes one row. Its warps divide the neighbours among them to compute distances; after
@@ -190,4 +190,4 @@ const char* LaunchMix(const KnnLmArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(KnnLmKernels, {&LaunchMix});
 
-}  // namespace tfb
+}  // namespace tfb::knn_lm

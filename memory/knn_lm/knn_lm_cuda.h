@@ -7,7 +7,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::knn_lm {
 
 struct KnnLmArguments {
   const int32_t* neighbours;  // [rows][k], -1: none
@@ -33,6 +33,6 @@ struct KnnLmKernels {
   const char* (*mix)(const KnnLmArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::knn_lm
 
 #endif  // TFB_MEMORY_KNN_LM_KNN_LM_CUDA_H_

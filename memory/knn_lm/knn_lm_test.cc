@@ -18,7 +18,7 @@
 #include "gtest/gtest.h"
 #include "memory/knn_lm/retrieval_testing.h"
 
-namespace tfb {
+namespace tfb::knn_lm {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -472,4 +472,4 @@ TEST(KnnLm, TheAuthorsCodeGivesEveryTokenTheSameProbability) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::knn_lm

@@ -7,7 +7,7 @@
 #include "core/technique.h"
 #include "core/testing.h"
 
-namespace tfb {
+namespace tfb::knn_lm {
 
 // A random model and datastore of usual sizes, from which `neighbours` are retrieved.
 template <typename RetrievingTechnique, int neighbours>
@@ -32,6 +32,6 @@ struct RandomRetrieval {
   }
 };
 
-}  // namespace tfb
+}  // namespace tfb::knn_lm
 
 #endif  // TFB_MEMORY_KNN_LM_RETRIEVAL_TESTING_H_

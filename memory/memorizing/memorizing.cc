@@ -16,7 +16,7 @@
 #include "memory/transformer_xl/segmented_layer.h"
 #include "memory/transformer_xl/stack.h"
 
-namespace tfb {
+namespace tfb::memorizing {
 namespace {
 
 const bool registered = RegisterTechnique<Memorizing>();
@@ -42,15 +42,16 @@ absl::Status CheckProblem(const Problem& problem, const MemorizingOptions& optio
                                                    "; allowed with layers=", options.layers,
                                                    " are -1 to ", options.layers - 1));
   }
-  return CheckRelativeStack("memorizing", problem, options);
+  return transformer_xl::CheckRelativeStack("memorizing", problem, options);
 }
 
 std::string StorePrefix(const MemorizingOptions& options) {
-  return absl::StrCat(LayerPrefix(options.layer_with_store()), "memory.");
+  return absl::StrCat(transformer_xl::LayerPrefix(options.layer_with_store()), "memory.");
 }
 
-std::vector<ParameterSpec> ParametersOf(const StackSizes& sizes, const MemorizingOptions& options) {
-  std::vector<ParameterSpec> specs = StackParameters(sizes);
+std::vector<transformer_xl::ParameterSpec> ParametersOf(const transformer_xl::StackSizes& sizes,
+                                                        const MemorizingOptions& options) {
+  std::vector<transformer_xl::ParameterSpec> specs = transformer_xl::StackParameters(sizes);
   if (options.store == 0) return specs;
   const double scale = std::sqrt(static_cast<double>(sizes.head_dim));
   specs.push_back({StorePrefix(options) + "gate", {sizes.heads}, 0, 1});
@@ -69,7 +70,7 @@ std::vector<TensorSpec> RetrievedOutput(const Problem& problem, const Memorizing
 }
 
 std::vector<TensorSpec> OutputsOf(const Problem& problem, const MemorizingOptions& options) {
-  std::vector<TensorSpec> outputs = SegmentedOutputs(problem);
+  std::vector<TensorSpec> outputs = transformer_xl::SegmentedOutputs(problem);
   for (TensorSpec& spec : RetrievedOutput(problem, options, problem.query_tokens)) {
     outputs.push_back(std::move(spec));
   }
@@ -78,7 +79,7 @@ std::vector<TensorSpec> OutputsOf(const Problem& problem, const MemorizingOption
 
 // ---- The layer ----
 
-class MemorizingLayer : public RelativeStackLayer {
+class MemorizingLayer : public transformer_xl::RelativeStackLayer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        const MemorizingOptions& options,
@@ -100,7 +101,7 @@ class MemorizingLayer : public RelativeStackLayer {
       const int64_t tokens = std::min(max_segment_tokens(), problem().query_tokens - begin);
       pairs += static_cast<double>(tokens * (stored + std::min(stored, options_.retrieved())));
     }
-    Cost cost = RelativeStackLayer::cost();
+    Cost cost = transformer_xl::RelativeStackLayer::cost();
     *cost.flops += 2 * pairs * static_cast<double>(problem().batch * problem().model_dim());
     return cost;
   }
@@ -108,7 +109,7 @@ class MemorizingLayer : public RelativeStackLayer {
   // Returns the stack's statistics and also store_entries, the entries that the next segment finds,
   // and store_bytes.
   std::map<std::string, double> statistics() const override {
-    std::map<std::string, double> statistics = RelativeStackLayer::statistics();
+    std::map<std::string, double> statistics = transformer_xl::RelativeStackLayer::statistics();
     statistics["store_bytes"] = static_cast<double>(store_.bytes());
     statistics["store_entries"] = static_cast<double>(store_.entries());
     return statistics;
@@ -116,12 +117,13 @@ class MemorizingLayer : public RelativeStackLayer {
 
   // The tokens that a segment finds in the store depend on where it begins.
   int64_t split_tokens() const override {
-    return options_.store > 0 ? max_segment_tokens() : RelativeStackLayer::split_tokens();
+    return options_.store > 0 ? max_segment_tokens()
+                              : transformer_xl::RelativeStackLayer::split_tokens();
   }
 
   absl::Status Reset() override {
     store_.Clear();
-    return RelativeStackLayer::Reset();
+    return transformer_xl::RelativeStackLayer::Reset();
   }
 
  protected:
@@ -132,7 +134,7 @@ class MemorizingLayer : public RelativeStackLayer {
                                        parameters_.at(prefix + "scale").view()));
       store_.Clear();
     }
-    return RelativeStackLayer::DoSetup(inputs, execution);
+    return transformer_xl::RelativeStackLayer::DoSetup(inputs, execution);
   }
 
   void SetOutputs(const Outputs& outputs, int64_t begin) override {
@@ -140,7 +142,7 @@ class MemorizingLayer : public RelativeStackLayer {
     first_retrieved_ = begin;
   }
 
-  absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
+  absl::Status RunLayer(int64_t n, const transformer_xl::DecoderLayer::Call& call,
                         const Execution& execution) override {
     const bool reads = options_.store > 0 && n == options_.layer_with_store();
     return layer(n).Run(
@@ -155,15 +157,16 @@ class MemorizingLayer : public RelativeStackLayer {
 
   size_t layer_workspace_bytes(int threads) const override {
     const size_t store_bytes = options_.store > 0 ? store_.workspace_bytes(threads) : 0;
-    return DecoderLayer::workspace_bytes(device(), sizes(), max_rows(), options_.pre_norm,
-                                         attention(0).workspace_bytes(threads, store_bytes),
-                                         threads);
+    return transformer_xl::DecoderLayer::workspace_bytes(
+        device(), sizes(), max_rows(), options_.pre_norm,
+        attention(0).workspace_bytes(threads, store_bytes), threads);
   }
 
  private:
   MemorizingLayer(const Problem& problem, const MemorizingOptions& options, Device device)
-      : RelativeStackLayer(problem, OutputsOf(problem, options), ShapeOf(problem, options), device,
-                           RetrievedOutput(problem, options, kSegmentTokens)),
+      : transformer_xl::RelativeStackLayer(problem, OutputsOf(problem, options),
+                                           transformer_xl::ShapeOf(problem, options), device,
+                                           RetrievedOutput(problem, options, kSegmentTokens)),
         options_(options) {}
 
   StoreShape StoreOf() const {
@@ -177,8 +180,8 @@ class MemorizingLayer : public RelativeStackLayer {
   // Computes the attention of the layer with the store. It reads the store, and then writes it.
   absl::Status Attend(const ConstTensorView& x, const ConstTensorView& residual,
                       const TensorView& y, const Execution& execution) {
-    RelativeAttention& own = attention(options_.layer_with_store());
-    TFB_ASSIGN_OR_RETURN(const RelativeAttention::Attended attended,
+    transformer_xl::RelativeAttention& own = attention(options_.layer_with_store());
+    TFB_ASSIGN_OR_RETURN(const transformer_xl::RelativeAttention::Attended attended,
                          own.Attend(segment(), x, execution));
     TensorView retrieved = retrieved_;
     if (!retrieved.empty()) retrieved = Slice(retrieved, 2, first_retrieved_, x.dim(1));
@@ -212,9 +215,9 @@ absl::StatusOr<std::unique_ptr<Layer>> Memorizing::MakeLayer(const Problem& prob
 absl::Status Memorizing::Definition(const Problem& problem, const MemorizingOptions& options,
                                     const NamedTensors& parameters, const Inputs& inputs,
                                     const DefinitionRequest& request, NamedTensors* outputs) const {
-  const StackSizes sizes = ShapeOf(problem, options).sizes;
+  const transformer_xl::StackSizes sizes = transformer_xl::ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  TFB_RETURN_IF_ERROR(CheckParameters(ParametersOf(sizes, options), parameters));
+  TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(ParametersOf(sizes, options), parameters));
   *outputs = DefineMemorizing(problem, options, sizes, parameters, inputs.Get("x"), request);
   return absl::OkStatus();
 }
@@ -229,4 +232,4 @@ absl::StatusOr<TechniqueSpec> Memorizing::Counterpart(const Problem& problem,
   return TechniqueSpec{info().name, std::move(whole_past)};
 }
 
-}  // namespace tfb
+}  // namespace tfb::memorizing

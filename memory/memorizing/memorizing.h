@@ -55,9 +55,9 @@
 #include "core/technique.h"
 #include "memory/transformer_xl/stack_options.h"
 
-namespace tfb {
+namespace tfb::memorizing {
 
-struct MemorizingOptions : RelativeStackOptions {
+struct MemorizingOptions : transformer_xl::RelativeStackOptions {
   enum class Selection { kExact, kBucketed };
   static constexpr int64_t kMaxLayers = 32;
   static constexpr int64_t kMaxStore = int64_t{1} << 18;  // the paper's largest
@@ -119,6 +119,6 @@ class Memorizing : public TechniqueOf<MemorizingOptions> {
                                          const MemorizingOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::memorizing
 
 #endif  // TFB_MEMORY_MEMORIZING_MEMORIZING_H_

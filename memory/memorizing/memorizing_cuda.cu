@@ -2,7 +2,7 @@
 #include "core/cuda/kernel.cuh"
 #include "memory/memorizing/memorizing_cuda.h"
 
-namespace tfb {
+namespace tfb::memorizing {
 namespace {
 
 constexpr int kWarp = 32;
@@ -147,4 +147,4 @@ const char* LaunchMix(const MixArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(MemorizingKernels, {&LaunchCopyRows, &LaunchMix});
 
-}  // namespace tfb
+}  // namespace tfb::memorizing

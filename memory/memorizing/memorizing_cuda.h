@@ -7,7 +7,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::memorizing {
 
 constexpr double kLeastNorm = 1e-12;  // the least norm that divides
 
@@ -58,6 +58,6 @@ struct MemorizingKernels {
   const char* (*mix)(const MixArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::memorizing
 
 #endif  // TFB_MEMORY_MEMORIZING_MEMORIZING_CUDA_H_

@@ -9,8 +9,10 @@
 #include "core/dtype.h"
 #include "memory/transformer_xl/stack_definition.h"
 
-namespace tfb {
+namespace tfb::memorizing {
 namespace {
+
+using transformer_xl::Rows;
 
 // Returns the error that a score q . k of unit vectors may have in an implementation, which
 // computes them from hidden states whose own errors are of this size: see the bounds of
@@ -54,7 +56,8 @@ std::vector<Candidate> Best(std::vector<Candidate> candidates, int64_t count,
 class MemorizingDefinition {
  public:
   // `computed` and `retrieved` are [batch, heads, tokens, k], the former empty where there is none.
-  MemorizingDefinition(const StackDefinition& stack, const MemorizingOptions& options, DType dtype,
+  MemorizingDefinition(const transformer_xl::StackDefinition& stack,
+                       const MemorizingOptions& options, DType dtype,
                        const ConstTensorView& computed, const TensorView& retrieved)
       : stack_(stack),
         options_(options),
@@ -73,7 +76,7 @@ class MemorizingDefinition {
     const Rows q = stack_.Project(n, "w_q", x), k = stack_.Project(n, "w_k", x),
                v = stack_.Project(n, "w_v", x);
     Rows y = stack_.Context(n, q, {k, v, [this](int64_t p) { return FirstSeen(p); }});
-    const std::string prefix = LayerPrefix(n) + "memory.";
+    const std::string prefix = transformer_xl::LayerPrefix(n) + "memory.";
     const std::vector<double> gate = stack_.Vector(prefix + "gate");
     const std::vector<double> scale = stack_.Vector(prefix + "scale");
     const int64_t e = stack_.sizes().head_dim;
@@ -147,7 +150,7 @@ class MemorizingDefinition {
     return std::vector<int64_t>(begin, begin + options_.retrieved());
   }
 
-  const StackDefinition& stack_;
+  const transformer_xl::StackDefinition& stack_;
   const MemorizingOptions& options_;
   double tolerance_;
   ConstTensorView computed_;
@@ -157,8 +160,9 @@ class MemorizingDefinition {
 }  // namespace
 
 NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
-                              const StackSizes& sizes, const NamedTensors& parameters,
-                              const ConstTensorView& x, const DefinitionRequest& request) {
+                              const transformer_xl::StackSizes& sizes,
+                              const NamedTensors& parameters, const ConstTensorView& x,
+                              const DefinitionRequest& request) {
   const NamedTensors* computed = request.computed;
   NamedTensors outputs;
   for (const char* name : {"out", "context"}) outputs[name] = Tensor(DType::kF64, x.shape());
@@ -172,7 +176,8 @@ NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& o
       wanted = computed->at("retrieved").view();
     }
   }
-  const StackDefinition stack(sizes, parameters, options.clamp_length, request.pool);
+  const transformer_xl::StackDefinition stack(sizes, parameters, options.clamp_length,
+                                              request.pool);
   const MemorizingDefinition definition(stack, options, problem.dtype, wanted, retrieved);
   for (int64_t b = 0; b < problem.batch; ++b) {
     const auto attention = [&](int64_t n, const Rows&, const Rows& input) {
@@ -182,11 +187,12 @@ NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& o
       return stack.Attention(n, input, [&](int64_t p) { return definition.FirstSeen(p); });
     };
     Rows context(0, problem.model_dim());
-    const Rows out = stack.Forward(SequenceOf(x, b), options.pre_norm, attention, &context);
-    StoreSequence(out, b, outputs["out"].view());
-    StoreSequence(context, b, outputs["context"].view());
+    const Rows out =
+        stack.Forward(transformer_xl::SequenceOf(x, b), options.pre_norm, attention, &context);
+    transformer_xl::StoreSequence(out, b, outputs["out"].view());
+    transformer_xl::StoreSequence(context, b, outputs["context"].view());
   }
   return outputs;
 }
 
-}  // namespace tfb
+}  // namespace tfb::memorizing

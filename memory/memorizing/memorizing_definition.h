@@ -7,14 +7,15 @@
 #include "memory/memorizing/memorizing.h"
 #include "memory/transformer_xl/stack.h"
 
-namespace tfb {
+namespace tfb::memorizing {
 
 // Returns out, context and, where there is a store, retrieved. The parameters have been checked. Reads
 // `computed` and `pool` of the request.
 NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
-                              const StackSizes& sizes, const NamedTensors& parameters,
-                              const ConstTensorView& x, const DefinitionRequest& request);
+                              const transformer_xl::StackSizes& sizes,
+                              const NamedTensors& parameters, const ConstTensorView& x,
+                              const DefinitionRequest& request);
 
-}  // namespace tfb
+}  // namespace tfb::memorizing
 
 #endif  // TFB_MEMORY_MEMORIZING_MEMORIZING_DEFINITION_H_

@@ -19,8 +19,11 @@
 #include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
-namespace tfb {
+namespace tfb::memorizing {
 namespace {
+
+using transformer_xl::CausalProblem;
+using transformer_xl::RandomHidden;
 
 Tensor Normal(const Shape& shape, const char* name) {
   Tensor tensor(DType::kF32, shape);
@@ -75,7 +78,7 @@ void ExpectAsDefined(const Problem& problem, const Options& options, Device devi
   const NamedTensors defined = Define(problem, options, parameters, x, &computed);
   for (const char* output : {"out", "context"}) {
     EXPECT_LE(MaxDifference(computed.at(output).view(), defined.at(output).view()),
-              StackBound(defined.at(output).view(), 3))
+              transformer_xl::StackBound(defined.at(output).view(), 3))
         << output;
   }
   EXPECT_EQ(MaxDifference(computed.at("retrieved").view(), defined.at("retrieved").view()), 0);
@@ -166,9 +169,10 @@ TEST(Memorizing, AClosedGateIsTransformerXlBitByBit) {
   const Problem problem = CausalProblem(2, 2, 90, 16);
   const Options shared = {{"segment", "32"}, {"memory", "40"}, {"layers", "3"}};
   const Tensor x = RandomHidden(problem);
-  NamedTensors parameters = ParametersOf(TransformerXl(), problem, shared);
+  NamedTensors parameters = ParametersOf(transformer_xl::TransformerXl(), problem, shared);
   for (const Device device : kHostDevices) {
-    const NamedTensors plain = Compute(TransformerXl(), problem, shared, parameters, x, device);
+    const NamedTensors plain =
+        Compute(transformer_xl::TransformerXl(), problem, shared, parameters, x, device);
     NamedTensors with_gate = ParametersOf(Memorizing(), problem, shared);
     Fill(with_gate.at("layer2.memory.gate").view(), -INFINITY);
     ExpectSame(Compute(Memorizing(), problem, shared, with_gate, x, device), plain);
@@ -272,7 +276,7 @@ TEST(Memorizing, ReadingTheWholeStoreIsDenseAttentionOverIt) {
         }
       }
     }
-    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
     const Tensor read = ReadAfter(tensors, ShapeOf(kept, kept, 20), /*gate=*/100, scale);
     EXPECT_LE(MaxDifference(read.view(), dense.at("out").view()), Fp32Bound(tensors.v.view()));
   }
@@ -462,7 +466,7 @@ TEST(Memorizing, CostCountsTheScoresAndWhatIsRead) {
     for (const auto& [name, value] : shared) options[name] = value;
     return technique.Create(problem, options, Device::kCpu, 1).value()->cost().flops.value();
   };
-  const double plain = flops(TransformerXl(), {});
+  const double plain = flops(transformer_xl::TransformerXl(), {});
   const double token = 2.0 * 3 * 2 * 4;  // for both heads and all batch rows
   // Segments of 4, 4 and 3 tokens find 0, 4 and 6 tokens.
   EXPECT_EQ(flops(Memorizing(), {{"store", "6"}, {"k", "2"}}),
@@ -522,9 +526,9 @@ TEST(Memorizing, TheAuthorsStoreInTransformerXlComputesTheSame) {
   EXPECT_LE(MaxDifference(Define(problem, options, parameters, x).at("out").view(), out), 1e-13);
   for (const Device device : kHostDevices) {
     const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
-    EXPECT_LE(MaxDifference(computed.at("out").view(), out), StackBound(out, 2));
+    EXPECT_LE(MaxDifference(computed.at("out").view(), out), transformer_xl::StackBound(out, 2));
   }
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::memorizing

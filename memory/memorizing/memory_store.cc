@@ -9,7 +9,7 @@
 #include "core/status.h"
 #include "memory/memorizing/memorizing_cuda.h"
 
-namespace tfb {
+namespace tfb::memorizing {
 namespace {
 
 constexpr int64_t kTokensOfTask = 32;
@@ -291,4 +291,4 @@ absl::Status MemoryStore::MixOnCuda(const Found& found, const TensorView& heads,
   return ToStatus(KernelsOn<MemorizingKernels>(runtime->target()).mix(arguments, execution.stream));
 }
 
-}  // namespace tfb
+}  // namespace tfb::memorizing

@@ -25,7 +25,7 @@
 #include "core/workspace.h"
 #include "memory/memorizing/memorizing_cuda.h"
 
-namespace tfb {
+namespace tfb::memorizing {
 
 struct StoreShape {
   int64_t capacity = 1;     // entries that a search sees
@@ -116,6 +116,6 @@ class MemoryStore {
   int64_t tokens_ = 0;     // tokens since the last Clear
 };
 
-}  // namespace tfb
+}  // namespace tfb::memorizing
 
 #endif  // TFB_MEMORY_MEMORIZING_MEMORY_STORE_H_

@@ -38,7 +38,7 @@ ABSL_FLAG(int, samples, 7, "samples of each store");
 ABSL_FLAG(bool, cpu_time, false,
           "count the processor's time, not the clock's: for one thread on a shared machine");
 
-namespace tfb {
+namespace tfb::memorizing {
 namespace {
 
 constexpr char kProgram[] = "step_time";
@@ -157,8 +157,9 @@ absl::StatusOr<int> Measure() {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::memorizing
 
 int main(int argc, char** argv) {
-  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Measure);
+  return tfb::RunMain(tfb::memorizing::kProgram, tfb::memorizing::kUsage, {argv, argv + argc},
+                      tfb::memorizing::Measure);
 }

@@ -12,7 +12,7 @@
 #include "harness/language_model.h"
 #include "memory/memorizing/memorizing.h"
 
-namespace tfb {
+namespace tfb::memorizing {
 namespace {
 
 // Computes with the learned gates, or with others.
@@ -39,4 +39,4 @@ TEST(TrainedMemorizing, TextIsAsLikelyAsInPyTorch) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::memorizing

@@ -13,7 +13,7 @@
 #include "core/workspace.h"
 #include "memory/reversible/reversible_stack.h"
 
-namespace tfb {
+namespace tfb::reversible {
 namespace {
 
 using Output = ReversibleOptions::Output;
@@ -236,7 +236,7 @@ absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t bl
   request.pool = network.pool;
   NamedTensors outputs;
   TFB_RETURN_IF_ERROR(technique->Define(
-      network.problem, f.options, WithoutPrefix(network.parameters, prefix + "f."),
+      network.problem, f.options, multi_head::WithoutPrefix(network.parameters, prefix + "f."),
       {{"x", normalized.view()}, {"key_mask", network.key_mask}}, request, &outputs));
   return rounded(std::move(outputs.at("out"))).CloneAs(DType::kF64);
 }
@@ -324,4 +324,4 @@ absl::StatusOr<TechniqueSpec> Reversible::Counterpart(const Problem& problem,
   return TechniqueSpec{info().name, binder.Values()};
 }
 
-}  // namespace tfb
+}  // namespace tfb::reversible

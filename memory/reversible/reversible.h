@@ -45,7 +45,7 @@
 #include "core/layers/activation.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::reversible {
 
 struct ReversibleOptions {
   enum class Output { kConcatenate, kMean, kSum };
@@ -105,6 +105,6 @@ absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t bl
 absl::Status DefineForward(const ReversibleNetwork& network, Tensor* first, Tensor* second);
 absl::Status DefineInverse(const ReversibleNetwork& network, Tensor* first, Tensor* second);
 
-}  // namespace tfb
+}  // namespace tfb::reversible
 
 #endif  // TFB_MEMORY_REVERSIBLE_REVERSIBLE_H_

@@ -1,7 +1,7 @@
 #include "core/cuda/kernel.cuh"
 #include "memory/reversible/reversible_cuda.h"
 
-namespace tfb {
+namespace tfb::reversible {
 namespace {
 
 constexpr int kThreads = 256;
@@ -35,4 +35,4 @@ const char* LaunchCombine(const CombineArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(ReversibleKernels, {&LaunchCombine});
 
-}  // namespace tfb
+}  // namespace tfb::reversible

@@ -7,7 +7,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::reversible {
 
 // y = a x + b z. Views are [batch, tokens, channels].
 struct CombineArguments {
@@ -26,6 +26,6 @@ struct ReversibleKernels {
   const char* (*combine)(const CombineArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::reversible
 
 #endif  // TFB_MEMORY_REVERSIBLE_REVERSIBLE_CUDA_H_

@@ -11,12 +11,12 @@
 #include "core/status.h"
 #include "memory/reversible/reversible_cuda.h"
 
-namespace tfb {
+namespace tfb::reversible {
 namespace {
 
 std::string Prefix(int64_t block) { return absl::StrCat("layer", block, "."); }
 
-std::vector<ParameterSpec> FeedForwardSpecs(int64_t width, int64_t inner) {
+std::vector<multi_head::ParameterSpec> FeedForwardSpecs(int64_t width, int64_t inner) {
   const double of_width = 1 / std::sqrt(static_cast<double>(width));
   const double of_inner = 1 / std::sqrt(static_cast<double>(inner));
   return {{"g.w1", {width, inner}, 0, of_width}, {"g.b1", {inner}, 0, of_width},
@@ -106,12 +106,12 @@ absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
   const int64_t width = problem.model_dim();
   for (int64_t n = 0; n < options.layers; ++n) {
     const std::string prefix = Prefix(n);
-    TFB_RETURN_IF_ERROR(DrawParameters(FeedForwardSpecs(width, options.feed_forward * width),
-                                       prefix, seed, parameters));
+    TFB_RETURN_IF_ERROR(multi_head::DrawParameters(
+        FeedForwardSpecs(width, options.feed_forward * width), prefix, seed, parameters));
     Block& block = stack.blocks_.emplace_back();
     TFB_ASSIGN_OR_RETURN(block.f, CreateF(options.f, problem, device,
                                           RandomStream(seed, absl::StrCat(prefix, "f")).Bits(0)));
-    AddInnerParameters(*block.f, absl::StrCat(prefix, "f."), parameters);
+    multi_head::AddInnerParameters(*block.f, absl::StrCat(prefix, "f."), parameters);
     for (const TensorSpec& spec : block.f->inputs()) {
       if (spec.name == "x" || spec.name == "key_mask") block.f_inputs.Set(spec.name, {});
     }
@@ -140,7 +140,7 @@ absl::Status ReversibleStack::Setup(const NamedTensors& parameters, const Stream
                          PackedMatrix::Create(device_, parameter("g.w2"), parameter("g.b2")));
     block.g = FeedForward(std::move(first), std::move(second), options_.activation);
     TFB_RETURN_IF_ERROR(
-        block.f->SetParameters(WithoutPrefix(parameters, absl::StrCat(prefix, "f."))));
+        block.f->SetParameters(multi_head::WithoutPrefix(parameters, absl::StrCat(prefix, "f."))));
     TFB_RETURN_IF_ERROR(AddF(block, 1, streams, key_mask, /*sets_up=*/true, execution));
     TFB_RETURN_IF_ERROR(AddG(block, 1, streams, execution));
   }
@@ -260,4 +260,4 @@ std::optional<double> ReversibleStack::flops() const {
   return flops;
 }
 
-}  // namespace tfb
+}  // namespace tfb::reversible

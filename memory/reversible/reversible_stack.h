@@ -19,7 +19,7 @@
 #include "core/workspace.h"
 #include "memory/reversible/reversible.h"
 
-namespace tfb {
+namespace tfb::reversible {
 
 // y = a x + b z. Views are [batch, tokens, channels] of the device's memory, of any floating dtype
 // and strides; y may be x or z. Each product and the sum are fp32.
@@ -97,6 +97,6 @@ class ReversibleStack {
   std::vector<Block> blocks_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::reversible
 
 #endif  // TFB_MEMORY_REVERSIBLE_REVERSIBLE_STACK_H_

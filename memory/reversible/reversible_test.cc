@@ -18,7 +18,7 @@
 #include "gtest/gtest.h"
 #include "memory/reversible/reversible_stack.h"
 
-namespace tfb {
+namespace tfb::reversible {
 namespace {
 
 using ::testing::HasSubstr;
@@ -567,4 +567,4 @@ TEST(Reversible, TheCounterpartHasThatOfFInside) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::reversible

@@ -18,7 +18,7 @@
 #include "core/workspace.h"
 #include "memory/spalm/spalm_cuda.h"
 
-namespace tfb {
+namespace tfb::spalm {
 namespace {
 
 const bool registered = RegisterTechnique<Spalm>();
@@ -269,4 +269,4 @@ absl::Status Spalm::DefineChecked(const Problem& problem, const SpalmOptions& op
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::spalm

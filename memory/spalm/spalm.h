@@ -28,7 +28,7 @@
 #include "core/retrieval/retrieval_technique.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::spalm {
 
 struct SpalmOptions : RetrievalOptions {
   SpalmOptions() { k = 4; }
@@ -51,6 +51,6 @@ class Spalm : public RetrievalTechnique<SpalmOptions> {
                              NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::spalm
 
 #endif  // TFB_MEMORY_SPALM_SPALM_H_

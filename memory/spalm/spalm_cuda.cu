@@ -1,7 +1,7 @@
 #include "core/cuda/kernel.cuh"
 #include "memory/spalm/spalm_cuda.h"
 
-namespace tfb {
+namespace tfb::spalm {
 namespace {
 
 // A block computes one row of z. Its warps divide the scores of the neighbours and of the gate
@@ -109,4 +109,4 @@ const char* LaunchAggregate(const SpalmArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(SpalmKernels, {&LaunchAggregate});
 
-}  // namespace tfb
+}  // namespace tfb::spalm

@@ -7,7 +7,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::spalm {
 
 struct SpalmArguments {
   const int32_t* neighbours;  // [rows][k], -1: none
@@ -28,6 +28,6 @@ struct SpalmKernels {
   const char* (*aggregate)(const SpalmArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::spalm
 
 #endif  // TFB_MEMORY_SPALM_SPALM_CUDA_H_

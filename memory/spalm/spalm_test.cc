@@ -15,7 +15,7 @@
 #include "memory/knn_lm/knn_lm.h"
 #include "memory/knn_lm/retrieval_testing.h"
 
-namespace tfb {
+namespace tfb::spalm {
 namespace {
 
 const float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -77,7 +77,7 @@ struct Plane {
 
 double Logistic(double x) { return 1 / (1 + std::exp(-x)); }
 
-using Random = RandomRetrieval<Spalm, 6>;
+using Random = knn_lm::RandomRetrieval<Spalm, 6>;
 
 // ---- The formula ----
 
@@ -121,7 +121,7 @@ TEST(Spalm, WithoutNeighboursItIsTheModelAsKnnLmIs) {
     const Tensor model = random.Run({{"k", "0"}}, &parameters, device).at("out").Clone();
     Options alone = random.options;
     alone["lambda"] = "0";
-    const auto knn = RunTechnique(KnnLm(), random.problem, ViewsOf(random.inputs),
+    const auto knn = RunTechnique(knn_lm::KnnLm(), random.problem, ViewsOf(random.inputs),
                                   {alone, device, 1, &shared, 2})
                          .value();
     EXPECT_EQ(MaxDifference(knn.at("out").view(), model.view()), 0);
@@ -198,4 +198,4 @@ TEST(Spalm, WhatItCannotDoIsSaidInOneLine) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::spalm

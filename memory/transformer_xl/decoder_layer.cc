@@ -8,7 +8,7 @@
 #include "core/status.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 absl::StatusOr<DecoderLayer> DecoderLayer::Create(Device device, const NamedTensors& parameters,
                                                   int64_t n, Activation output) {
@@ -74,4 +74,4 @@ absl::Status DecoderLayer::PreNorm(const Call& call, Attention attention,
   return feed_forward.Run(normalized, call.state, call.output, rest, call.rows);
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

@@ -17,7 +17,7 @@
 #include "core/tensor.h"
 #include "memory/transformer_xl/stack.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 struct DecoderLayer {
   LayerNorm attention_norm;
@@ -57,6 +57,6 @@ struct DecoderLayer {
   absl::Status PreNorm(const Call& call, Attention attention, const Execution& execution) const;
 };
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_DECODER_LAYER_H_

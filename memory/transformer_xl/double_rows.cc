@@ -5,7 +5,7 @@
 
 #include "core/definition.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 Rows::Rows(const ConstTensorView& view) : Rows(view.dim(0), view.dim(1)) {
   CopyElements(view, TensorView(values_.data(), DType::kF64, view.shape()));
@@ -64,4 +64,4 @@ Rows Rows::Normalized(const std::vector<double>& gamma, const std::vector<double
   return result;
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

@@ -10,7 +10,7 @@
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 class Rows {
  public:
@@ -43,6 +43,6 @@ class Rows {
   std::vector<double> values_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_DOUBLE_ROWS_H_

@@ -36,7 +36,7 @@ ABSL_FLAG(int64_t, bytes, 64, "Bytes that are scored, and recomputed windows tha
 ABSL_FLAG(int64_t, segment, 128, "Bytes of a segment.");
 ABSL_FLAG(int, threads, 2, "Threads.");
 
-namespace tfb {
+namespace tfb::transformer_xl {
 namespace {
 
 constexpr char kProgram[] = "evaluation_speed";
@@ -218,8 +218,9 @@ absl::StatusOr<int> MeasureAll() {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 int main(int argc, char** argv) {
-  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::MeasureAll);
+  return tfb::RunMain(tfb::transformer_xl::kProgram, tfb::transformer_xl::kUsage,
+                      {argv, argv + argc}, tfb::transformer_xl::MeasureAll);
 }

@@ -6,7 +6,7 @@
 #include "core/status.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 namespace {
 
 // Returns [batch, tokens, heads * head_dim] as [batch, heads, tokens, head_dim].
@@ -71,7 +71,8 @@ absl::StatusOr<RelativeAttention> RelativeAttention::Create(Device device, const
   return attention;
 }
 
-absl::Status RelativeAttention::Setup(const Parameters& parameters, const DistanceRange& range,
+absl::Status RelativeAttention::Setup(const Parameters& parameters,
+                                      const transformer_xl_relative::DistanceRange& range,
                                       const ConstTensorView& sinusoids,
                                       const Execution& execution) {
   std::vector<ConstTensorView> projections = {parameters.w_q, parameters.w_k, parameters.w_v};
@@ -81,9 +82,9 @@ absl::Status RelativeAttention::Setup(const Parameters& parameters, const Distan
   }
   TFB_ASSIGN_OR_RETURN(projections_, PackedMatrix::Create(device_, projections));
   TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(device_, parameters.w_o));
-  TFB_ASSIGN_OR_RETURN(positions_,
-                       RelativePositions::Create(parameters.positions, range, sinusoids,
-                                                 /*here=*/0, DType::kF32, execution.pool));
+  TFB_ASSIGN_OR_RETURN(positions_, transformer_xl_relative::RelativePositions::Create(
+                                       parameters.positions, range, sinusoids,
+                                       /*here=*/0, DType::kF32, execution.pool));
   ScoreRule rule;
   positions_.AddTo(&rule);
   if (!parameters.span.empty()) {
@@ -254,4 +255,4 @@ absl::Status RelativeAttention::Append(const SegmentView& segment, const ConstTe
   return Project(attended.context, residual, y, attended.rest);
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

@@ -34,7 +34,7 @@
 #include "memory/transformer_xl/stack.h"
 #include "positional/transformer_xl_relative/relative_positions.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 // The earlier tokens that a token at position p of a stream sees, where its segment began at s.
 struct MemoryReach {
@@ -100,7 +100,7 @@ class RelativeAttention {
   // Views of the layer's parameters, f32: matrices [model_dim, model_dim].
   struct Parameters {
     ConstTensorView w_q, w_k, w_v, w_o;
-    RelativePositions::Parameters positions;
+    transformer_xl_relative::RelativePositions::Parameters positions;
     ConstTensorView span = {};  // [heads], in tokens; empty where heads see all keys
     double span_ramp = 0;
   };
@@ -117,7 +117,8 @@ class RelativeAttention {
 
   // Packs the matrices and projects `sinusoids`, those of the range. All arguments lie in host
   // memory; u, v and spans must stay there. Begins a new stream.
-  absl::Status Setup(const Parameters& parameters, const DistanceRange& range,
+  absl::Status Setup(const Parameters& parameters,
+                     const transformer_xl_relative::DistanceRange& range,
                      const ConstTensorView& sinusoids, const Execution& execution);
 
   void Reset() { cache_.Clear(); }
@@ -208,11 +209,11 @@ class RelativeAttention {
   PackedMatrix projections_;  // W of queries, keys and values side by side; or of keys and values
   PackedMatrix queries_;      // or apart
   PackedMatrix output_;
-  RelativePositions positions_;  // the engine's rule points to it
+  transformer_xl_relative::RelativePositions positions_;  // the engine's rule points to it
   FlashEngine engine_;
   KeyValueCache cache_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_RELATIVE_ATTENTION_H_

@@ -8,7 +8,7 @@
 #include "core/status.h"
 #include "positional/transformer_xl_relative/relative_positions.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& options) {
   RelativeStackShape shape;
@@ -115,8 +115,9 @@ absl::Status RelativeStackLayer::Reset() {
 }
 
 absl::Status RelativeStackLayer::DoSetup(const Inputs&, const Execution& execution) {
-  const DistanceRange range = {0, reach_.max_distance(), shape_.clamp_length};
-  const Tensor sinusoids = SinusoidsOf(range, problem().model_dim());
+  const transformer_xl_relative::DistanceRange range = {0, reach_.max_distance(),
+                                                        shape_.clamp_length};
+  const Tensor sinusoids = transformer_xl_relative::SinusoidsOf(range, problem().model_dim());
   layers_.clear();
   for (int64_t n = 0; n < sizes().layers; ++n) {
     TFB_RETURN_IF_ERROR(
@@ -133,4 +134,4 @@ void RelativeStackLayer::BeginSegment(int64_t tokens) {
   segment_.Set(attentions_[0].tokens(), tokens);
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

@@ -19,7 +19,7 @@
 #include "memory/transformer_xl/stack.h"
 #include "memory/transformer_xl/stack_options.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 struct RelativeStackShape {
   StackSizes sizes;
@@ -84,6 +84,6 @@ class RelativeStackLayer : public SegmentedLayer {
   std::vector<DecoderLayer> layers_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_RELATIVE_STACK_H_

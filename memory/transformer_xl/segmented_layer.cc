@@ -5,7 +5,7 @@
 
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 namespace {
 
 TensorSpec SegmentSpec(const Problem& problem, const char* name, bool optional = false) {
@@ -111,4 +111,4 @@ absl::Status SegmentedLayer::AppendSegment(const ConstTensorView& x, const Tenso
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

@@ -13,7 +13,7 @@
 #include "core/workspace.h"
 #include "memory/transformer_xl/decoder_layer.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 // Returns the specs of out and the optional context: [batch, query_tokens, model_dim], the input of
 // the last layer's feed-forward network.
@@ -58,6 +58,6 @@ class SegmentedLayer : public StreamingLayer {
   int64_t layers_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_SEGMENTED_LAYER_H_

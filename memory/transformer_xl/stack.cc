@@ -7,7 +7,7 @@
 #include "core/random.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 ParameterSpec MatrixSpec(const std::string& name, int64_t in, int64_t out) {
   return {name, {in, out}, 0, 1 / std::sqrt(static_cast<double>(in))};
@@ -91,4 +91,4 @@ double StackFlops(const StackSizes& sizes, double rows, double pairs) {
          (rows * width * (4 * width + 2 * inner) + pairs * 3 * width);
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

@@ -16,7 +16,7 @@
 #include "core/problem.h"
 #include "core/tensor.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 struct StackSizes {
   int64_t layers = 1;
@@ -63,6 +63,6 @@ absl::Status CheckSelfAttention(absl::string_view technique, const Problem& prob
 // one head in one layer and all batch rows.
 double StackFlops(const StackSizes& sizes, double rows, double pairs);
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_STACK_H_

@@ -5,7 +5,7 @@
 
 #include "core/definition.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 std::vector<double> StackDefinition::Vector(const std::string& name) const {
   const ConstTensorView view = parameters_.at(name).view();
@@ -132,4 +132,4 @@ void StoreSequence(const Rows& rows, int64_t b, const TensorView& to) {
   }
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

@@ -12,7 +12,7 @@
 #include "memory/transformer_xl/double_rows.h"
 #include "memory/transformer_xl/stack.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 class StackDefinition {
  public:
@@ -74,6 +74,6 @@ class StackDefinition {
 Rows SequenceOf(const ConstTensorView& x, int64_t b);
 void StoreSequence(const Rows& rows, int64_t b, const TensorView& to);
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_STACK_DEFINITION_H_

@@ -7,7 +7,7 @@
 
 #include "core/options.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 struct RelativeStackOptions {
   static constexpr int64_t kMaxMemory = int64_t{1} << 20;
@@ -38,6 +38,6 @@ struct RelativeStackOptions {
   }
 };
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_STACK_OPTIONS_H_

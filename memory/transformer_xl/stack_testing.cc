@@ -7,7 +7,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 Problem CausalProblem(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim, DType dtype) {
   return Problem::SelfAttention(batch, heads, tokens, head_dim, /*causal=*/true, dtype);
@@ -57,4 +57,4 @@ StackOutcome EvaluateStack(const Technique& technique, const Problem& problem,
   return {*std::move(computed), *std::move(defined)};
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

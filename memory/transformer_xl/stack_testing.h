@@ -7,7 +7,7 @@
 #include "core/technique.h"
 #include "core/tensor.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 // Returns causal self-attention, as every stack needs it.
 Problem CausalProblem(int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
@@ -35,6 +35,6 @@ StackOutcome EvaluateStack(const Technique& technique, const Problem& problem,
                            const Options& options, const NamedTensors& parameters, const Tensor& x,
                            Device device = Device::kCpu, int threads = 1);
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_STACK_TESTING_H_

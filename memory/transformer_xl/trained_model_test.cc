@@ -11,7 +11,7 @@
 #include "harness/language_model.h"
 #include "memory/transformer_xl/transformer_xl.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 namespace {
 
 TEST(TrainedTransformerXl, TextIsAsLikelyAsInPyTorch) {
@@ -34,4 +34,4 @@ TEST(TrainedTransformerXl, TextIsAsLikelyAsInPyTorch) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

@@ -13,7 +13,7 @@
 #include "memory/transformer_xl/stack.h"
 #include "memory/transformer_xl/stack_definition.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 namespace {
 
 const bool registered = RegisterTechnique<TransformerXl>();
@@ -146,4 +146,4 @@ absl::StatusOr<TechniqueSpec> TransformerXl::Counterpart(const Problem& problem,
   return TechniqueSpec{info().name, std::move(whole_past)};
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

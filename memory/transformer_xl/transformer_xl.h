@@ -49,7 +49,7 @@
 #include "core/technique.h"
 #include "memory/transformer_xl/stack_options.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 
 struct TransformerXlOptions : RelativeStackOptions {
   bool pre_norm = false;
@@ -102,6 +102,6 @@ absl::StatusOr<NamedTensors> DefineTransformerXl(
     const Problem& problem, const TransformerXlOptions& options, const NamedTensors& parameters,
     const ConstTensorView& x, absl::Span<const int64_t> begins, ThreadPool* pool = nullptr);
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_TRANSFORMER_XL_H_

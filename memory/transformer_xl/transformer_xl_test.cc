@@ -27,7 +27,7 @@
 #include "memory/transformer_xl/stack_definition.h"
 #include "memory/transformer_xl/stack_testing.h"
 
-namespace tfb {
+namespace tfb::transformer_xl {
 namespace {
 
 std::unique_ptr<StreamingLayer> MakeLayer(const Problem& problem, const Options& options,
@@ -529,14 +529,14 @@ class Weights {
     execution.pool = &pool;
     execution.workspace =
         absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
-    const DistanceRange range = {0, reach.max_distance(), 0};
+    const transformer_xl_relative::DistanceRange range = {0, reach.max_distance(), 0};
     EXPECT_TRUE(attention
                     .Setup({w_q.view(),
                             w_k.view(),
                             identity_.view(),
                             identity_.view(),
                             {w_r.view(), u.view(), v.view()}},
-                           range, SinusoidsOf(range, 64).view(), execution)
+                           range, transformer_xl_relative::SinusoidsOf(range, 64).view(), execution)
                     .ok());
     Tensor out(DType::kF32, x_.shape());
     SegmentView segment(Device::kCpu, reach);
@@ -823,4 +823,4 @@ TEST(TransformerXlGolden, TheTrainedLanguageModelComputesWhatPyTorchDoes) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::transformer_xl

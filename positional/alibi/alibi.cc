@@ -7,7 +7,7 @@
 #include "core/definition.h"
 #include "core/flash/flash_layer.h"
 
-namespace tfb {
+namespace tfb::alibi {
 namespace {
 
 const bool registered = RegisterTechnique<Alibi>();
@@ -90,4 +90,4 @@ absl::Status Alibi::Definition(const Problem& problem, const AlibiOptions&,
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::alibi

@@ -19,7 +19,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::alibi {
 
 struct AlibiOptions {
   void Describe(OptionBinder&) {}
@@ -42,6 +42,6 @@ class Alibi : public TechniqueOf<AlibiOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::alibi
 
 #endif  // TFB_POSITIONAL_ALIBI_ALIBI_H_

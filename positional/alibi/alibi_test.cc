@@ -8,7 +8,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::alibi {
 namespace {
 
 TEST(Alibi, SlopesOfEightHeadsAreHalvesToTheFirstToEighthPower) {
@@ -72,7 +72,7 @@ TEST(Alibi, SlopesOfZeroEqualDense) {
     RunRequest request;
     request.parameters = &parameters;
     const NamedTensors ours = RunTechnique(Alibi(), problem, ViewsOf(inputs), request).value();
-    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
     EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()), 1e-6);
   }
 }
@@ -125,4 +125,4 @@ TEST(Alibi, MatchesItsDefinitionBidirectionallyAndCausally) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::alibi

@@ -11,7 +11,7 @@
 #include "core/flash/flash_layer.h"
 #include "core/random.h"
 
-namespace tfb {
+namespace tfb::distance_aware {
 namespace {
 
 const bool registered = RegisterTechnique<DistanceAware>();
@@ -104,4 +104,4 @@ absl::Status DistanceAware::Definition(const Problem& problem, const DistanceAwa
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::distance_aware

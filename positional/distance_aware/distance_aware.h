@@ -24,7 +24,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::distance_aware {
 
 struct DistanceAwareOptions {
   void Describe(OptionBinder&) {}
@@ -47,6 +47,6 @@ class DistanceAware : public TechniqueOf<DistanceAwareOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::distance_aware
 
 #endif  // TFB_POSITIONAL_DISTANCE_AWARE_DISTANCE_AWARE_H_

@@ -9,7 +9,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::distance_aware {
 namespace {
 
 NamedTensors Parameters(const std::vector<float>& alpha, const std::vector<float>& beta) {
@@ -140,7 +140,7 @@ TEST(DistanceAware, AlphaOfZeroIsTheSoftmaxOfReluScores) {
       for (float& value : inputs[name].span<float>()) value = std::abs(value);
     }
     const NamedTensors ours = RunWith(problem, inputs, Parameters({0, 0}, {3, -1}));
-    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
     EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()), 2e-6);
   }
 }
@@ -200,4 +200,4 @@ TEST(DistanceAware, TheLastQueriesOfManyAreThoseOfAProblemOfTheirOwn) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::distance_aware

@@ -9,7 +9,7 @@
 #include "core/definition.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::learned {
 namespace {
 
 const bool registered = RegisterTechnique<Learned>();
@@ -39,8 +39,8 @@ absl::Status CheckPositions(const Problem& problem, const LearnedOptions& option
       std::max<int64_t>(options.max_tokens - options.position_offset, 0)));
 }
 
-EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOptions& options) {
-  EncodedAttentionPlan plan;
+multi_head::EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOptions& options) {
+  multi_head::EncodedAttentionPlan plan;
   plan.inner = options.inner;
   plan.bias = options.bias;
   plan.applications = options.layers;
@@ -49,11 +49,12 @@ EncodedAttentionPlan PlanOf(const Problem& problem, const LearnedOptions& option
 }
 
 // Returns the rows of the problem's tokens.
-absl::StatusOr<Encodings> RowsOfTokens(const Problem& problem, const LearnedOptions& options,
-                                       const NamedTensors& parameters) {
+absl::StatusOr<multi_head::Encodings> RowsOfTokens(const Problem& problem,
+                                                   const LearnedOptions& options,
+                                                   const NamedTensors& parameters) {
   const ConstTensorView rows = Slice(ConstTensorView(parameters.at("p").view()), 1,
                                      options.position_offset, problem.query_tokens);
-  Encodings encodings;
+  multi_head::Encodings encodings;
   TFB_ASSIGN_OR_RETURN(encodings.positions, Tensor::Allocate(DType::kF32, rows.shape()));
   CopyElements(rows, encodings.positions.view());
   return encodings;
@@ -64,19 +65,20 @@ absl::StatusOr<Encodings> RowsOfTokens(const Problem& problem, const LearnedOpti
 Learned::Learned() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Learned::ReadTensors(const Problem& problem, const LearnedOptions&) const {
-  return EncodedAttentionInputs(problem);
+  return multi_head::EncodedAttentionInputs(problem);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Learned::MakeLayer(const Problem& problem,
                                                           const LearnedOptions& options,
                                                           Device device, uint64_t seed) const {
   TFB_RETURN_IF_ERROR(CheckPositions(problem, options));
-  const ParameterSpec tables = {
+  const multi_head::ParameterSpec tables = {
       "p", {options.tables(), options.max_tokens, problem.model_dim()}, 0, 0.02};
   const auto encode = [=](const NamedTensors& parameters) {
     return RowsOfTokens(problem, options, parameters);
   };
-  return CreateEncodedAttention(problem, PlanOf(problem, options), {tables}, encode, device, seed);
+  return multi_head::CreateEncodedAttention(problem, PlanOf(problem, options), {tables}, encode,
+                                            device, seed);
 }
 
 absl::Status Learned::Definition(const Problem& problem, const LearnedOptions& options,
@@ -88,13 +90,13 @@ absl::Status Learned::Definition(const Problem& problem, const LearnedOptions& o
     if (n > 0 && !options.per_layer) return 0.0;
     return tables.Row(n, options.position_offset + p)[c];
   };
-  return DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters, inputs,
-                                request, outputs);
+  return multi_head::DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters,
+                                            inputs, request, outputs);
 }
 
 absl::StatusOr<TechniqueSpec> Learned::Counterpart(const Problem& problem,
                                                    const Options& options) const {
-  return WithCounterpartInside<LearnedOptions>(*this, problem, options);
+  return multi_head::WithCounterpartInside<LearnedOptions>(*this, problem, options);
 }
 
-}  // namespace tfb
+}  // namespace tfb::learned

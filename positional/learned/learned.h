@@ -27,7 +27,7 @@
 #include "attention/multi_head/projected_attention.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::learned {
 
 struct LearnedOptions {
   static constexpr int64_t kMaxPositions = int64_t{1} << 20;
@@ -46,7 +46,7 @@ struct LearnedOptions {
     bind.Int("layers", &layers, 1, 16, "multi-head attention layers, one on the other");
     bind.Bool("per_layer", &per_layer, "each layer adds a table of its own; else only the first");
     bind.Int("position_offset", &position_offset, 0, kMaxPositions, "row of token 0");
-    BindInner(bind, &inner);
+    multi_head::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
   }
 };
@@ -72,6 +72,6 @@ class Learned : public TechniqueOf<LearnedOptions> {
                                       const LearnedOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::learned
 
 #endif  // TFB_POSITIONAL_LEARNED_LEARNED_H_

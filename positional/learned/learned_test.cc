@@ -12,7 +12,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::learned {
 namespace {
 
 Problem Self(int64_t heads, int64_t tokens, int64_t head_dim, bool causal = false) {
@@ -62,7 +62,7 @@ Tensor Reference(const Problem& problem, const Tensor& x, const Tensor& p, int64
       }
     }
   }
-  return RunOf(MultiHead(), problem, ViewsOf(inputs), {}, own);
+  return RunOf(multi_head::MultiHead(), problem, ViewsOf(inputs), {}, own);
 }
 
 constexpr int64_t kNoTable = -1;
@@ -222,4 +222,4 @@ TEST(Learned, TorchsAttentionOnOptsTableComputesTheSame) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::learned

@@ -12,7 +12,7 @@
 #include "core/flash/rows.h"
 #include "positional/rope/rope_cuda.h"
 
-namespace tfb {
+namespace tfb::rope {
 namespace {
 
 const bool registered = RegisterTechnique<Rope>();
@@ -222,4 +222,4 @@ absl::Status Rope::Definition(const Problem& problem, const RopeOptions& options
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::rope

@@ -21,7 +21,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::rope {
 
 struct RopeOptions {
   enum class Layout { kInterleaved, kHalf };
@@ -54,6 +54,6 @@ class Rope : public TechniqueOf<RopeOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::rope
 
 #endif  // TFB_POSITIONAL_ROPE_ROPE_H_

@@ -1,7 +1,7 @@
 #include "core/cuda/kernel.cuh"
 #include "positional/rope/rope_cuda.h"
 
-namespace tfb {
+namespace tfb::rope {
 namespace {
 
 // One launch rotates queries and keys. A thread rotates four pairs of a row, or copies eight of the
@@ -101,4 +101,4 @@ const char* LaunchTurn(const TurnArguments<Real>& a, void* stream) {
 TFB_KERNEL_TABLE(RopeKernels<float>, {&LaunchTurn<float>});
 TFB_KERNEL_TABLE(RopeKernels<double>, {&LaunchTurn<double>});
 
-}  // namespace tfb
+}  // namespace tfb::rope

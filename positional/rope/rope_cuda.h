@@ -7,7 +7,7 @@
 #include "core/cuda/device_view.h"
 #include "core/cuda/kernel_table.h"
 
-namespace tfb {
+namespace tfb::rope {
 
 // The rows to rotate: those of queries, or of keys.
 struct TurnedRows {
@@ -37,6 +37,6 @@ struct RopeKernels {
   const char* (*turn)(const TurnArguments<Real>& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::rope
 
 #endif  // TFB_POSITIONAL_ROPE_ROPE_CUDA_H_

@@ -10,7 +10,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::rope {
 namespace {
 
 NamedTensors RunOwn(const Problem& problem, const Inputs& inputs, const Options& options,
@@ -166,7 +166,7 @@ TEST_P(RopeGolden, AttentionWithTheirTurnedRowsEqualsOurs) {
   const Inputs turned = {{"q", tensors.at("q_rotated").view()},
                          {"k", tensors.at("k_rotated").view()},
                          {"v", values.at("v").view()}};
-  ASSERT_TRUE(Dense().Define(problem, {}, {}, turned, {}, &theirs).ok());
+  ASSERT_TRUE(dense::Dense().Define(problem, {}, {}, turned, {}, &theirs).ok());
   const Inputs plain = {
       {"q", tensors.at("q").view()}, {"k", tensors.at("k").view()}, {"v", values.at("v").view()}};
   ASSERT_TRUE(Rope().Define(problem, options, {}, plain, {}, &defined).ok());
@@ -186,4 +186,4 @@ INSTANTIATE_TEST_SUITE_P(Files, RopeGolden,
                                            "half_split_far", "half_split_partial"));
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::rope

@@ -17,7 +17,7 @@
 #include "positional/shaw/shaw_cpu.h"
 #include "positional/shaw/shaw_cuda.h"
 
-namespace tfb {
+namespace tfb::shaw {
 namespace {
 
 const bool registered = RegisterTechnique<Shaw>();
@@ -254,4 +254,4 @@ absl::Status Shaw::Definition(const Problem& problem, const ShawOptions& options
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::shaw

@@ -27,7 +27,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::shaw {
 
 struct ShawOptions {
   int64_t max_distance = 16;
@@ -57,6 +57,6 @@ class Shaw : public TechniqueOf<ShawOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::shaw
 
 #endif  // TFB_POSITIONAL_SHAW_SHAW_H_

@@ -8,7 +8,7 @@
 #include "core/flash/rows.h"
 #include "core/workspace.h"
 
-namespace tfb {
+namespace tfb::shaw {
 namespace {
 
 // Queries of a task: with k = 16 it loads 94 keys for 64 queries.
@@ -181,4 +181,4 @@ void ShawCpu(const ShawSizes& sizes, const ShawCall& call, const Execution& exec
   });
 }
 
-}  // namespace tfb
+}  // namespace tfb::shaw

@@ -9,7 +9,7 @@
 #include "core/tensor.h"
 #include "positional/shaw/shaw_sizes.h"
 
-namespace tfb {
+namespace tfb::shaw {
 
 // Engine flash's results for the keys that are not near.
 struct FarKeys {
@@ -31,6 +31,6 @@ size_t ShawCpuWorkspaceBytes(const ShawSizes& sizes, int threads);
 // Runs the step. It allocates nothing; the result does not depend on the number of threads.
 void ShawCpu(const ShawSizes& sizes, const ShawCall& call, const Execution& execution);
 
-}  // namespace tfb
+}  // namespace tfb::shaw
 
 #endif  // TFB_POSITIONAL_SHAW_SHAW_CPU_H_

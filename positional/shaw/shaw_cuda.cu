@@ -1,7 +1,7 @@
 #include "core/cuda/kernel.cuh"
 #include "positional/shaw/shaw_cuda.h"
 
-namespace tfb {
+namespace tfb::shaw {
 namespace {
 
 // A warp has a query, whose channels its lanes divide. It begins with the bins of the far keys and
@@ -208,4 +208,4 @@ const char* LaunchSoftmaxOfBins(const ShawArguments& a, void* stream) {
 
 TFB_KERNEL_TABLE(ShawKernels, {&LaunchSoftmaxOfBins});
 
-}  // namespace tfb
+}  // namespace tfb::shaw

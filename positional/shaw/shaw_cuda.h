@@ -8,7 +8,7 @@
 #include "core/cuda/kernel_table.h"
 #include "positional/shaw/shaw_sizes.h"
 
-namespace tfb {
+namespace tfb::shaw {
 
 // The arguments of ShawCall in device memory.
 struct ShawArguments {
@@ -32,6 +32,6 @@ struct ShawKernels {
   const char* (*softmax_of_bins)(const ShawArguments& arguments, void* stream);
 };
 
-}  // namespace tfb
+}  // namespace tfb::shaw
 
 #endif  // TFB_POSITIONAL_SHAW_SHAW_CUDA_H_

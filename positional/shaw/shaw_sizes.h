@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-namespace tfb {
+namespace tfb::shaw {
 
 struct ShawSizes {
   int64_t batch;
@@ -35,6 +35,6 @@ struct ShawSizes {
   }
 };
 
-}  // namespace tfb
+}  // namespace tfb::shaw
 
 #endif  // TFB_POSITIONAL_SHAW_SHAW_SIZES_H_

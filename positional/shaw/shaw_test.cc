@@ -9,7 +9,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::shaw {
 namespace {
 
 Options K(int64_t max_distance) { return {{"max_distance", std::to_string(max_distance)}}; }
@@ -63,7 +63,7 @@ TEST(Shaw, TablesOfZeroEqualDense) {
     const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
     NamedTensors tables = LargeTables(3, 16, 16, 16);
     for (auto& [name, table] : tables) Fill(table.view(), 0);
-    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
     const NamedTensors ours =
         RunTechnique(Shaw(), problem, ViewsOf(inputs), With(tables, {})).value();
     EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()), 1e-6);
@@ -76,7 +76,7 @@ TEST(Shaw, ADistanceOfZeroShiftsTheOutputByTheOnlyValueVector) {
     const Problem problem = Problem::SelfAttention(1, 2, 70, 8, causal);
     const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
     const NamedTensors tables = LargeTables(2, 0, 8, 8);
-    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
     const NamedTensors ours =
         RunTechnique(Shaw(), problem, ViewsOf(inputs), With(tables, K(0))).value();
     for (int64_t h = 0; h < 2; ++h) {
@@ -209,4 +209,4 @@ TEST(Shaw, MatchesTensor2tensor) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::shaw

@@ -7,7 +7,7 @@
 #include "attention/multi_head/encoded_attention.h"
 #include "core/status.h"
 
-namespace tfb {
+namespace tfb::sinusoidal {
 namespace {
 
 const bool registered = RegisterTechnique<Sinusoidal>();
@@ -25,8 +25,8 @@ TechniqueInfo Info() {
   return info;
 }
 
-EncodedAttentionPlan PlanOf(const Problem& problem, const SinusoidalOptions& options) {
-  EncodedAttentionPlan plan;
+multi_head::EncodedAttentionPlan PlanOf(const Problem& problem, const SinusoidalOptions& options) {
+  multi_head::EncodedAttentionPlan plan;
   plan.inner = options.inner;
   plan.bias = options.bias;
   if (options.embedding_scale == SinusoidalOptions::Scale::kSqrtModelDim) {
@@ -55,20 +55,21 @@ Sinusoidal::Sinusoidal() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Sinusoidal::ReadTensors(const Problem& problem,
                                                 const SinusoidalOptions&) const {
-  return EncodedAttentionInputs(problem);
+  return multi_head::EncodedAttentionInputs(problem);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Sinusoidal::MakeLayer(const Problem& problem,
                                                              const SinusoidalOptions& options,
                                                              Device device, uint64_t seed) const {
-  const auto encode = [=](const NamedTensors&) -> absl::StatusOr<Encodings> {
+  const auto encode = [=](const NamedTensors&) -> absl::StatusOr<multi_head::Encodings> {
     TFB_ASSIGN_OR_RETURN(Tensor table, Sinusoids(options.position_offset, problem.query_tokens,
                                                  problem.model_dim(), options.form));
-    Encodings encodings;
+    multi_head::Encodings encodings;
     encodings.positions = std::move(table);
     return encodings;
   };
-  return CreateEncodedAttention(problem, PlanOf(problem, options), {}, encode, device, seed);
+  return multi_head::CreateEncodedAttention(problem, PlanOf(problem, options), {}, encode, device,
+                                            seed);
 }
 
 absl::Status Sinusoidal::Definition(const Problem& problem, const SinusoidalOptions& options,
@@ -77,13 +78,13 @@ absl::Status Sinusoidal::Definition(const Problem& problem, const SinusoidalOpti
   const auto encoding = [&](int64_t, int64_t p, int64_t c) {
     return DefineSinusoid(options.form, problem.model_dim(), options.position_offset + p, c);
   };
-  return DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters, inputs,
-                                request, outputs);
+  return multi_head::DefineEncodedAttention(problem, PlanOf(problem, options), encoding, parameters,
+                                            inputs, request, outputs);
 }
 
 absl::StatusOr<TechniqueSpec> Sinusoidal::Counterpart(const Problem& problem,
                                                       const Options& options) const {
-  return WithCounterpartInside<SinusoidalOptions>(*this, problem, options);
+  return multi_head::WithCounterpartInside<SinusoidalOptions>(*this, problem, options);
 }
 
-}  // namespace tfb
+}  // namespace tfb::sinusoidal

@@ -30,7 +30,7 @@
 #include "core/layers/sinusoid.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::sinusoidal {
 
 struct SinusoidalOptions {
   // Angles up to 2^30 radians are right to 2^-22, 2.4e-7, since a frequency in double has 2^-52.
@@ -57,7 +57,7 @@ struct SinusoidalOptions {
     bind.Choice("embedding_scale", &embedding_scale,
                 {{"one", Scale::kOne}, {"sqrt_model_dim", Scale::kSqrtModelDim}},
                 "factor of x; sqrt_model_dim is for embeddings of variance 1 / model_dim");
-    BindInner(bind, &inner);
+    multi_head::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
   }
 };
@@ -84,6 +84,6 @@ class Sinusoidal : public TechniqueOf<SinusoidalOptions> {
 // Returns PE[p, c] of `channels` channels, in float64.
 double DefineSinusoid(const SinusoidForm& form, int64_t channels, int64_t p, int64_t c);
 
-}  // namespace tfb
+}  // namespace tfb::sinusoidal
 
 #endif  // TFB_POSITIONAL_SINUSOIDAL_SINUSOIDAL_H_

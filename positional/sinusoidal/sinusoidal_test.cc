@@ -14,7 +14,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::sinusoidal {
 namespace {
 
 using ::testing::HasSubstr;
@@ -169,7 +169,8 @@ TEST(Sinusoidal, IsMultiHeadAttentionOnEncodedHiddenStates) {
     for (const bool scaled : {false, true}) {
       NamedTensors encoded;
       encoded["x"] = Encoded(inputs.at("x"), scaled ? 4 : 1, Sinusoids(1000, 70, 16, {}).value());
-      const Tensor expected = RunOf(MultiHead(), problem, ViewsOf(encoded), {{"inner", inner}});
+      const Tensor expected =
+          RunOf(multi_head::MultiHead(), problem, ViewsOf(encoded), {{"inner", inner}});
       for (const Device device : kHostDevices) {
         const Options options = {{"inner", inner},
                                  {"position_offset", "1000"},
@@ -286,4 +287,4 @@ TEST(Sinusoidal, TorchsAttentionOnDistilbertsTableComputesTheSame) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::sinusoidal

@@ -11,7 +11,7 @@
 #include "core/flash/flash_layer.h"
 #include "core/random.h"
 
-namespace tfb {
+namespace tfb::t5_bias {
 namespace {
 
 const bool registered = RegisterTechnique<T5Bias>();
@@ -182,4 +182,4 @@ absl::Status T5Bias::Definition(const Problem& problem, const T5BiasOptions& opt
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::t5_bias

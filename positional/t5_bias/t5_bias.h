@@ -34,7 +34,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::t5_bias {
 
 struct T5BiasOptions {
   int64_t num_buckets = 32;
@@ -73,6 +73,6 @@ class T5Bias : public TechniqueOf<T5BiasOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::t5_bias
 
 #endif  // TFB_POSITIONAL_T5_BIAS_T5_BIAS_H_

@@ -15,7 +15,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace tfb {
+namespace tfb::t5_bias {
 namespace {
 
 using ::testing::ElementsAre;
@@ -128,7 +128,7 @@ TEST(T5Bias, ConstantTableEqualsDenseOfTheSameScale) {
           RunTechnique(T5Bias(), problem, ViewsOf(inputs), {options, Device::kCpu, 1, &parameters})
               .value();
       const NamedTensors expected =
-          RunTechnique(Dense(), problem, ViewsOf(inputs), {dense.options}).value();
+          RunTechnique(dense::Dense(), problem, ViewsOf(inputs), {dense.options}).value();
       EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
                 Fp32Bound(inputs.at("v").view()));
     }
@@ -221,4 +221,4 @@ TEST(T5Bias, MaxDistanceWithinTheExactBucketsIsRefused) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::t5_bias

@@ -11,7 +11,7 @@
 #include "core/status.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::transformer_xl_relative {
 namespace {
 
 // Multiplies `sinusoids` by W_r, on the host.
@@ -94,4 +94,4 @@ void RelativePositions::AddTo(ScoreRule* rule) const {
   rule->relative_keys = distances_.get();
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl_relative

@@ -17,7 +17,7 @@
 #include "core/tensor.h"
 #include "core/thread_pool.h"
 
-namespace tfb {
+namespace tfb::transformer_xl_relative {
 
 // The distances i - j from `first` to `last`, negative ones being those of later keys.
 struct DistanceRange {
@@ -61,6 +61,6 @@ class RelativePositions {
   std::unique_ptr<RelativeKeys> distances_;
 };
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl_relative
 
 #endif  // TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_RELATIVE_POSITIONS_H_

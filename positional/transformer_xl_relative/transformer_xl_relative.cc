@@ -11,7 +11,7 @@
 #include "core/random.h"
 #include "positional/transformer_xl_relative/relative_positions.h"
 
-namespace tfb {
+namespace tfb::transformer_xl_relative {
 namespace {
 
 const bool registered = RegisterTechnique<TransformerXlRelative>();
@@ -144,4 +144,4 @@ absl::Status TransformerXlRelative::Definition(const Problem& problem,
   return absl::OkStatus();
 }
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl_relative

@@ -25,7 +25,7 @@
 
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::transformer_xl_relative {
 
 struct TransformerXlRelativeOptions {
   static constexpr int64_t kMaxClamp = int64_t{1} << 20;
@@ -53,6 +53,6 @@ class TransformerXlRelative : public TechniqueOf<TransformerXlRelativeOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::transformer_xl_relative
 
 #endif  // TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_TRANSFORMER_XL_RELATIVE_H_

@@ -9,7 +9,7 @@
 #include "gtest/gtest.h"
 #include "positional/transformer_xl_relative/relative_positions.h"
 
-namespace tfb {
+namespace tfb::transformer_xl_relative {
 namespace {
 
 // Returns parameters so large that an error in any of them is visible.
@@ -100,7 +100,7 @@ TEST(TransformerXlRelative, WithoutPositionsAndBiasesItEqualsDense) {
     const NamedTensors parameters = ZeroParameters(problem);
     const NamedTensors ours =
         RunTechnique(TransformerXlRelative(), problem, ViewsOf(inputs), With(parameters)).value();
-    const NamedTensors dense = RunTechnique(Dense(), problem, ViewsOf(inputs)).value();
+    const NamedTensors dense = RunTechnique(dense::Dense(), problem, ViewsOf(inputs)).value();
     EXPECT_LE(MaxDifference(ours.at("out").view(), dense.at("out").view()), 1e-6);
   }
 }
@@ -268,4 +268,4 @@ TEST(TransformerXlRelative, MatchesHuggingFace) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::transformer_xl_relative

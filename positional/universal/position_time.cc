@@ -3,18 +3,19 @@
 #include "core/status.h"
 #include "positional/sinusoidal/sinusoidal.h"
 
-namespace tfb {
+namespace tfb::universal {
 
-std::vector<ParameterSpec> TimeParameters(const PositionTime& encoding, int64_t steps,
-                                          int64_t width) {
+std::vector<multi_head::ParameterSpec> TimeParameters(const PositionTime& encoding, int64_t steps,
+                                                      int64_t width) {
   if (encoding.time == PositionTime::Time::kSinusoid) return {};
   return {{"t", {steps, width}, 0, 1}};
 }
 
-absl::StatusOr<Encodings> PositionsAndTimes(const PositionTime& encoding, int64_t tokens,
-                                            int64_t steps, int64_t width,
-                                            const NamedTensors& parameters) {
-  Encodings encodings;
+absl::StatusOr<multi_head::Encodings> PositionsAndTimes(const PositionTime& encoding,
+                                                        int64_t tokens, int64_t steps,
+                                                        int64_t width,
+                                                        const NamedTensors& parameters) {
+  multi_head::Encodings encodings;
   encodings.repeat = true;
   TFB_ASSIGN_OR_RETURN(encodings.positions,
                        Sinusoids(encoding.position_offset, tokens, width, encoding.form));
@@ -37,10 +38,10 @@ DefinedPositionTime::DefinedPositionTime(const PositionTime& encoding, int64_t w
 
 double DefinedPositionTime::operator()(int64_t n, int64_t p, int64_t c) const {
   const auto sinusoid = [&](int64_t position) {
-    return DefineSinusoid(encoding_.form, width_, position, c);
+    return sinusoidal::DefineSinusoid(encoding_.form, width_, position, c);
   };
   const double time = learned_.size() > 0 ? learned_.Row(n)[c] : sinusoid(encoding_.first_step + n);
   return sinusoid(encoding_.position_offset + p) + time;
 }
 
-}  // namespace tfb
+}  // namespace tfb::universal

@@ -18,7 +18,7 @@
 #include "core/options.h"
 #include "core/technique.h"
 
-namespace tfb {
+namespace tfb::universal {
 
 struct PositionTime {
   static constexpr int64_t kMaxOffset = int64_t{1} << 30;  // see positional/sinusoidal
@@ -47,13 +47,14 @@ struct PositionTime {
 };
 
 // Returns, with time=learned, t [steps, model_dim], drawn N(0, 1); else none.
-std::vector<ParameterSpec> TimeParameters(const PositionTime& encoding, int64_t steps,
-                                          int64_t width);
+std::vector<multi_head::ParameterSpec> TimeParameters(const PositionTime& encoding, int64_t steps,
+                                                      int64_t width);
 
 // Returns PE [1, tokens, width], repeated before every step, and T [steps, width].
-absl::StatusOr<Encodings> PositionsAndTimes(const PositionTime& encoding, int64_t tokens,
-                                            int64_t steps, int64_t width,
-                                            const NamedTensors& parameters);
+absl::StatusOr<multi_head::Encodings> PositionsAndTimes(const PositionTime& encoding,
+                                                        int64_t tokens, int64_t steps,
+                                                        int64_t width,
+                                                        const NamedTensors& parameters);
 
 // Computes channel c of the encoding in float64; n counts steps from 0.
 class DefinedPositionTime {
@@ -67,6 +68,6 @@ class DefinedPositionTime {
   DoubleTensor learned_;  // empty for sinusoids
 };
 
-}  // namespace tfb
+}  // namespace tfb::universal
 
 #endif  // TFB_POSITIONAL_UNIVERSAL_POSITION_TIME_H_

@@ -5,7 +5,7 @@
 
 #include "attention/multi_head/encoded_attention.h"
 
-namespace tfb {
+namespace tfb::universal {
 namespace {
 
 const bool registered = RegisterTechnique<Universal>();
@@ -23,8 +23,8 @@ TechniqueInfo Info() {
   return info;
 }
 
-EncodedAttentionPlan PlanOf(const UniversalOptions& options) {
-  EncodedAttentionPlan plan;
+multi_head::EncodedAttentionPlan PlanOf(const UniversalOptions& options) {
+  multi_head::EncodedAttentionPlan plan;
   plan.inner = options.inner;
   plan.bias = options.bias;
   plan.applications = options.steps;
@@ -39,7 +39,7 @@ Universal::Universal() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Universal::ReadTensors(const Problem& problem,
                                                const UniversalOptions&) const {
-  return EncodedAttentionInputs(problem);
+  return multi_head::EncodedAttentionInputs(problem);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Universal::MakeLayer(const Problem& problem,
@@ -50,15 +50,15 @@ absl::StatusOr<std::unique_ptr<Layer>> Universal::MakeLayer(const Problem& probl
     return PositionsAndTimes(options.encoding, problem.query_tokens, options.steps, width,
                              parameters);
   };
-  return CreateEncodedAttention(problem, PlanOf(options),
-                                TimeParameters(options.encoding, options.steps, width), encode,
-                                device, seed);
+  return multi_head::CreateEncodedAttention(problem, PlanOf(options),
+                                            TimeParameters(options.encoding, options.steps, width),
+                                            encode, device, seed);
 }
 
 absl::Status Universal::Definition(const Problem& problem, const UniversalOptions& options,
                                    const NamedTensors& parameters, const Inputs& inputs,
                                    const DefinitionRequest& request, NamedTensors* outputs) const {
-  return DefineEncodedAttention(
+  return multi_head::DefineEncodedAttention(
       problem, PlanOf(options),
       DefinedPositionTime(options.encoding, problem.model_dim(), parameters), parameters, inputs,
       request, outputs);
@@ -66,7 +66,7 @@ absl::Status Universal::Definition(const Problem& problem, const UniversalOption
 
 absl::StatusOr<TechniqueSpec> Universal::Counterpart(const Problem& problem,
                                                      const Options& options) const {
-  return WithCounterpartInside<UniversalOptions>(*this, problem, options);
+  return multi_head::WithCounterpartInside<UniversalOptions>(*this, problem, options);
 }
 
-}  // namespace tfb
+}  // namespace tfb::universal

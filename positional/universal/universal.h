@@ -31,7 +31,7 @@
 #include "core/technique.h"
 #include "positional/universal/position_time.h"
 
-namespace tfb {
+namespace tfb::universal {
 
 struct UniversalOptions {
   int64_t steps = 2;
@@ -42,7 +42,7 @@ struct UniversalOptions {
   void Describe(OptionBinder& bind) {
     bind.Int("steps", &steps, 1, 16, "applications of the attention");
     encoding.Describe(bind);
-    BindInner(bind, &inner);
+    multi_head::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "projections add biases");
   }
 };
@@ -67,6 +67,6 @@ class Universal : public TechniqueOf<UniversalOptions> {
                                       const UniversalOptions& options) const override;
 };
 
-}  // namespace tfb
+}  // namespace tfb::universal
 
 #endif  // TFB_POSITIONAL_UNIVERSAL_UNIVERSAL_H_

@@ -11,7 +11,7 @@
 #include "gtest/gtest.h"
 #include "positional/sinusoidal/sinusoidal.h"
 
-namespace tfb {
+namespace tfb::universal {
 namespace {
 
 Problem Self(int64_t heads, int64_t tokens, int64_t head_dim, bool causal = false) {
@@ -80,8 +80,8 @@ TEST(Universal, OneStepIsTheSinusoidalEncodingOfAHiddenStateThatHasOneRowAddedTo
   for (const int64_t step : {1, 5}) {
     NamedTensors shifted;
     shifted["x"] = WithRow(inputs.at("x"), step);
-    const Tensor expected =
-        RunOf(Sinusoidal(), problem, ViewsOf(shifted), {{"position_offset", "3"}}, parameters);
+    const Tensor expected = RunOf(sinusoidal::Sinusoidal(), problem, ViewsOf(shifted),
+                                  {{"position_offset", "3"}}, parameters);
     const Options options = {
         {"steps", "1"}, {"first_step", std::to_string(step)}, {"position_offset", "3"}};
     const Tensor out = RunOf(Universal(), problem, ViewsOf(inputs), options, parameters);
@@ -97,7 +97,7 @@ TEST(Universal, StepsAreApplicationsOfTheSameAttention) {
     h["x"] = inputs.at("x").Clone();
     for (int64_t step = 1; step <= 3; ++step) {
       h["x"] = WithRow(h["x"], step);
-      h["x"] = RunOf(Sinusoidal(), problem, ViewsOf(h), {{"inner", inner}}, parameters);
+      h["x"] = RunOf(sinusoidal::Sinusoidal(), problem, ViewsOf(h), {{"inner", inner}}, parameters);
     }
     for (const Device device : kHostDevices) {
       const Tensor out = RunOf(Universal(), problem, ViewsOf(inputs),
@@ -133,7 +133,8 @@ TEST(Universal, WithoutTimeOneStepIsTheSinusoidalEncoding) {
   for (const auto& [name, tensor] : parameters) {
     if (name != "t") without_times[name] = tensor.Clone();
   }
-  const Tensor expected = RunOf(Sinusoidal(), problem, ViewsOf(inputs), {}, without_times);
+  const Tensor expected =
+      RunOf(sinusoidal::Sinusoidal(), problem, ViewsOf(inputs), {}, without_times);
   const Tensor out = RunOf(Universal(), problem, ViewsOf(inputs), options, parameters);
   EXPECT_EQ(MaxDifference(out.view(), expected.view()), 0);
 }
@@ -176,4 +177,4 @@ TEST(Universal, APortOfTensor2TensorsEncoderComputesTheSame) {
 }
 
 }  // namespace
-}  // namespace tfb
+}  // namespace tfb::universal
