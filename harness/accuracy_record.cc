@@ -8,7 +8,7 @@ namespace tfb {
 namespace {
 
 void Record(const OutputError& error, ErrorMeasure* measure) {
-  // What could not be compared is absent.
+  // The record lacks a number that could not be computed.
   if (!std::isnan(error.relative_frobenius)) {
     measure->set_relative_frobenius(error.relative_frobenius);
   }

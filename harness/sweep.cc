@@ -251,7 +251,8 @@ class Sweep {
     return kExitBadUsage;
   }
 
-  // What was measured is kept; a file that holds no case would only be in the next sweep's way.
+  // The file keeps the cases that were measured. One without any case is removed, since it would
+  // only be in the next sweep's way.
   int FailWhileMeasuring(const absl::Status& status) {
     appender_.reset();
     const absl::StatusOr<ResultFile> file = ReadResultFile(options_.output);

@@ -1,4 +1,4 @@
-// What a case ran on, in words.
+// Describes in words what a case ran on.
 #ifndef TFB_RESULTS_DESCRIBE_H_
 #define TFB_RESULTS_DESCRIBE_H_
 

@@ -32,7 +32,8 @@ struct Mask {
   std::string name() const { return group->first().key().problem().causal() ? "causal" : "full"; }
 };
 
-// Of those that the samples tell apart from dense, or else of those that too few samples show faster.
+// Returns the fastest within the limit: with `sure` of those that the samples tell apart from dense,
+// else of those that look faster in too few samples.
 const Choice* FastestWithin(const ChoiceSet& set, double limit, bool sure) {
   const Choice* fastest = nullptr;
   for (const Choice& choice : set.choices) {

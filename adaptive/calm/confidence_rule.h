@@ -32,7 +32,7 @@ class ConfidenceRule : public depth_adaptive::ExitRule {
 
  private:
   struct Scratch {
-    float* confidences;             // [rows]
+    float* confidences;                             // [rows]
     depth_adaptive::ExitLogits::Scratch of_logits;  // of softmax
   };
   Scratch LayOut(int64_t rows, Workspace& workspace) const;

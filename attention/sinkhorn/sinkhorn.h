@@ -39,7 +39,7 @@
 // Source: Tay, Bahri, Yang, Metzler, Juan 2020, "Sparse Sinkhorn attention", arXiv:2002.11296; the
 // balance with noise: Mena et al. 2018, arXiv:1802.08665. Choices of ours: a last ReLU, since
 // accounts of the paper call its scores non-negative; which blocks the causal S is over, and its
-// columns. Mixing with dense attention is not implemented.
+// columns. The paper's mixture with dense attention is left out.
 //
 // sinkhorn-transformer 0.11.4 (lucidrains) is this with `pooled` queries_and_keys, `hidden` 0,
 // `scores` log_relu, `gumbel` and zero biases where it sorts by SimpleSortNet and Sinkhorn. Not
