@@ -104,7 +104,7 @@ Options OptionsOfGpt(const DecisionTransformerOptions& options) {
   return {{"part", "encoder"},
           {"block", "pre_norm"},
           {"layers", absl::StrCat(options.layers)},
-          {"feed_forward", absl::StrCat(options.feed_forward)},
+          {"feed_forward_dim", absl::StrCat(options.feed_forward_dim)},
           {"activation", Name(options.activation)}};
 }
 

@@ -40,6 +40,7 @@
 
 #include "absl/types/span.h"
 #include "core/layers/activation.h"
+#include "core/layers/feed_forward_dim.h"
 #include "core/technique.h"
 
 namespace tfb::decision_transformer {
@@ -48,7 +49,7 @@ struct DecisionTransformerOptions {
   static constexpr int64_t kMaxChannels = int64_t{1} << 20;
 
   int64_t layers = 2;
-  int64_t feed_forward = 4;
+  int64_t feed_forward_dim = 0;
   Activation activation = Activation::kRelu;
   int64_t state_dim = 17;
   int64_t action_dim = 6;
@@ -58,8 +59,7 @@ struct DecisionTransformerOptions {
 
   void Describe(OptionBinder& bind) {
     bind.Int("layers", &layers, 1, 32, "of attention and a feed-forward network; Gym's code has 3");
-    bind.Int("feed_forward", &feed_forward, 1, 16,
-             "inner width of the feed-forward networks, in model_dim");
+    DescribeFeedForwardDim(bind, &feed_forward_dim);
     bind.Choice("activation", &activation,
                 {{"relu", Activation::kRelu},
                  {"gelu", Activation::kGelu},

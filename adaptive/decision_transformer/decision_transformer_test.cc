@@ -324,14 +324,13 @@ void ExpectEqualsHuggingFace(const std::string& name) {
   const ConstTensorView real = golden.tensors.at("real_steps").view();
   const int64_t batch = real.dim(0), steps = real.dim(1), layers = number("layers");
   const Problem problem = Make(batch, number("heads"), 3 * steps, number("head_dim"));
-  const Options options = {
-      {"layers", golden.metadata.at("layers")},
-      {"feed_forward", std::to_string(number("inner_dim") / problem.model_dim())},
-      {"activation", golden.metadata.at("activation")},
-      {"state_dim", golden.metadata.at("state_dim")},
-      {"action_dim", golden.metadata.at("action_dim")},
-      {"max_timestep", golden.metadata.at("max_timestep")},
-      {"action_tanh", golden.metadata.at("action_tanh")}};
+  const Options options = {{"layers", golden.metadata.at("layers")},
+                           {"feed_forward_dim", golden.metadata.at("inner_dim")},
+                           {"activation", golden.metadata.at("activation")},
+                           {"state_dim", golden.metadata.at("state_dim")},
+                           {"action_dim", golden.metadata.at("action_dim")},
+                           {"max_timestep", golden.metadata.at("max_timestep")},
+                           {"action_tanh", golden.metadata.at("action_tanh")}};
   NamedTensors parameters, inputs;
   for (auto& [key, drawn] : ParametersOf(problem, options)) {
     parameters[key] = golden.tensors.at(key).Clone();

@@ -65,7 +65,7 @@ struct ExitStackOptions : transformer_xl::RelativeStackOptions {
   bool pre_norm = false;
 
   void Describe(OptionBinder& bind) {
-    DescribeStack(bind, /*max_layers=*/32, /*max_feed_forward=*/16);
+    DescribeStack(bind, /*max_layers=*/32);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
   }
 };

@@ -102,7 +102,7 @@ absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
   outputs["out"] = Tensor(DType::kF64, x.shape());
   outputs[kExits] = Tensor(DType::kF64, {problem.batch, tokens});
   const transformer_xl::StackDefinition stack(transformer_xl::ShapeOf(problem, options).sizes,
-                                              parameters, options.clamp_length, request.pool);
+                                              parameters, options.max_distance, request.pool);
   for (int64_t b = 0; b < problem.batch; ++b) {
     const ExitScoreOf score_of = rule();
     Sequence sequence(stack, options, transformer_xl::SequenceOf(x, b));

@@ -78,7 +78,7 @@ CompactedSteps::Scratch CompactedSteps::LayOut(Workspace& workspace) const {
   if (options_.convolves()) {
     scratch.shown = floats(s.width);
     scratch.shown_inner = floats(s.inner);
-    scratch.convolved = floats(s.inner);
+    scratch.convolved = floats(std::max(s.width, s.inner));
   }
   scratch.total = floats(1);
   scratch.weight = floats(1);

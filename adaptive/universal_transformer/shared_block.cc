@@ -35,7 +35,7 @@ UniversalSizes::UniversalSizes(const Problem& problem, const UniversalTransforme
       key_width(problem.kv_heads * problem.head_dim),
       value_width(problem.kv_heads * problem.value_dim),
       context_width(problem.query_heads * problem.value_dim),
-      inner(options.feed_forward * problem.model_dim()) {}
+      inner(FeedForwardDim(options.feed_forward_dim, problem.model_dim())) {}
 
 absl::StatusOr<SharedBlock> SharedBlock::Create(Device device, const Problem& problem,
                                                 const UniversalTransformerOptions& options,

@@ -54,6 +54,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/layers/feed_forward_dim.h"
 #include "core/technique.h"
 #include "positional/universal/position_time.h"
 
@@ -72,7 +73,7 @@ struct UniversalTransformerOptions {
   HaltFrom halt_from = HaltFrom::kBefore;
   bool remainder_at_limit = true;
   Transition transition = Transition::kFeedForward;
-  int64_t feed_forward = 4;
+  int64_t feed_forward_dim = 0;
   universal::PositionTime encoding;
   bool bias = false;
 
@@ -102,7 +103,7 @@ struct UniversalTransformerOptions {
                 {{"feed_forward", Transition::kFeedForward},
                  {"separable_convolution", Transition::kSeparableConvolution}},
                 "of a token alone, or of its neighbours too");
-    bind.Int("feed_forward", &feed_forward, 1, 16, "inner width of the transition, in model_dim");
+    DescribeFeedForwardDim(bind, &feed_forward_dim);
     encoding.Describe(bind);
     bind.Bool("bias", &bias, "attention's projections add biases");
   }

@@ -75,7 +75,7 @@ const std::vector<Options>& Variants() {
       {{"output", "frozen"}, {"bias", "true"}, {"steps", "5"}},
       {{"halt_from", "after"}, {"steps", "3"}},
       {{"remainder_at_limit", "false"}, {"steps", "2"}, {"time", "learned"}},
-      {{"transition", "separable_convolution"}, {"feed_forward", "2"}, {"steps", "4"}},
+      {{"transition", "separable_convolution"}, {"feed_forward_dim", "19"}, {"steps", "4"}},
       {{"transition", "separable_convolution"}, {"halting", "none"}, {"steps", "2"}},
       {{"halting", "none"}, {"steps", "3"}},
   };

@@ -37,7 +37,7 @@ class Blocks {
   Blocks(const BigBirdOptions& options, int64_t tokens)
       : size_(options.block),
         tokens_(tokens),
-        is_internal_(options.globals == BigBirdOptions::Globals::kInternal),
+        is_internal_(options.construction == BigBirdOptions::Construction::kItc),
         begin_(is_internal_ ? 0 : std::min(options.global_tokens, tokens)),
         count_((tokens - begin_ + size_ - 1) / size_) {}
 
@@ -276,7 +276,7 @@ absl::Status BigBird::Definition(const Problem& problem, const BigBirdOptions& o
                                  const NamedTensors& parameters, const Inputs& inputs,
                                  const DefinitionRequest& request, NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(Check(problem));
-  const bool is_internal = options.globals == BigBirdOptions::Globals::kInternal;
+  const bool is_internal = options.construction == BigBirdOptions::Construction::kItc;
   const int64_t g = is_internal ? 0 : options.global_tokens;
   const int64_t b = options.block;
   const int64_t last_block = (problem.kv_tokens - 1 - g) / b;

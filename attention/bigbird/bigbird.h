@@ -5,8 +5,8 @@
 //
 //   i is global, or j is global, or |u(i) - u(j)| <= 1, or u(j) is in R_h(u(i))
 //
-//   internal: g = 0, and the tokens of blocks 0 and n - 1 are global           the paper's ITC
-//   extended: the first g = `global_tokens` tokens are global, no block is     the paper's ETC
+//   itc: g = 0, and the tokens of blocks 0 and n - 1 are global
+//   etc: the first g = `global_tokens` tokens are global, no block is
 //
 // y_i = softmax_j(scale q_i . k_j) v_j over those keys, scale = 1 / sqrt(head_dim). R is the
 // parameter `random`, i32 [query_heads, n, `random`]; -1 stands for no block. The seed draws each
@@ -36,18 +36,19 @@ struct BigBirdOptions {
 
   int64_t block = 64;
   int64_t random = 3;
-  enum class Globals { kInternal, kExtended };
-  Globals globals = Globals::kInternal;
+  enum class Construction { kItc, kEtc };
+  Construction construction = Construction::kItc;
   int64_t global_tokens = 128;
 
   void Describe(OptionBinder& bind) {
     bind.Int("block", &block, 1, kMaxTokens, "tokens of a block", {16, 32, 64, 128, 256});
     bind.Int("random", &random, 0, kMaxRandom, "random blocks seen by each block of queries");
-    bind.Choice("globals", &globals,
-                {{"internal", Globals::kInternal}, {"extended", Globals::kExtended}},
-                "what is global: the first and the last block, or tokens before all blocks");
+    bind.Choice("construction", &construction,
+                {{"itc", Construction::kItc}, {"etc", Construction::kEtc}},
+                "what is global: the first and the last block (internal transformer construction), "
+                "or tokens before all blocks (extended)");
     bind.Int("global_tokens", &global_tokens, 0, kMaxTokens,
-             "where extended, the global tokens that the sequence begins with");
+             "where etc, the global tokens that the sequence begins with");
   }
 };
 

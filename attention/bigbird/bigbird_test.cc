@@ -81,7 +81,7 @@ TEST(BigBird, AMiddleBlockSeesItsNeighboursTheEndsAndItsRandomBlocks) {
 TEST(BigBird, ExtendedGlobalsStandBeforeTheBlocks) {
   // Tokens 0 to 2 are global; the blocks are {3, 4}, {5, 6}, {7, 8}, {9, 10}, {11}.
   const Options options = {
-      {"block", "2"}, {"random", "1"}, {"globals", "extended"}, {"global_tokens", "3"}};
+      {"block", "2"}, {"random", "1"}, {"construction", "etc"}, {"global_tokens", "3"}};
   const NamedTensors table = Table(1, {{4}, {-1}, {-1}, {0}, {-1}});
   EXPECT_EQ(KeysSeen(12, 2, options, &table).size(), 12u);
   EXPECT_EQ(KeysSeen(12, 3, options, &table), (Keys{0, 1, 2, 3, 4, 5, 6, 11}));
@@ -92,7 +92,7 @@ TEST(BigBird, ExtendedGlobalsStandBeforeTheBlocks) {
 
 TEST(BigBird, WithoutGlobalsAndRandomBlocksThereIsABandOfBlocks) {
   const Options options = {
-      {"block", "3"}, {"random", "0"}, {"globals", "extended"}, {"global_tokens", "0"}};
+      {"block", "3"}, {"random", "0"}, {"construction", "etc"}, {"global_tokens", "0"}};
   EXPECT_EQ(KeysSeen(10, 0, options), (Keys{0, 1, 2, 3, 4, 5}));
   EXPECT_EQ(KeysSeen(10, 5, options), (Keys{0, 1, 2, 3, 4, 5, 6, 7, 8}));
   EXPECT_EQ(KeysSeen(10, 9, options), (Keys{6, 7, 8, 9}));
@@ -182,7 +182,7 @@ TEST(BigBird, ATableOfAllBlocksEqualsDense) {
 TEST(BigBird, OnlyGlobalTokensEqualDense) {
   for (const char* tokens : {"70", "1000"}) {
     ExpectEqualsDense(Problem::SelfAttention(1, 2, 70, 16),
-                      {{"globals", "extended"}, {"global_tokens", tokens}});
+                      {{"construction", "etc"}, {"global_tokens", tokens}});
   }
 }
 
@@ -209,8 +209,8 @@ TEST(BigBird, MatchesItsDefinitionWithMixedOptions) {
   Fill(Slice(Slice(inputs["key_mask"].view(), 0, 1, 1), 1, 150, 53), 0);
   for (const Options& options :
        {Options{{"block", "16"}}, Options{{"block", "13"}, {"random", "2"}},
-        Options{{"block", "8"}, {"globals", "extended"}, {"global_tokens", "70"}},
-        Options{{"block", "24"}, {"random", "0"}, {"globals", "extended"}, {"global_tokens", "0"}},
+        Options{{"block", "8"}, {"construction", "etc"}, {"global_tokens", "70"}},
+        Options{{"block", "24"}, {"random", "0"}, {"construction", "etc"}, {"global_tokens", "0"}},
         Options{{"block", "1"}, {"random", "9"}}}) {
     const NamedTensors expected =
         DefineTechnique(BigBird(), problem, ViewsOf(inputs), {options}).value();

@@ -134,7 +134,7 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
         add(attention.name + ".", multi_head::ProjectionSpecs(attention.problem, options.bias));
         add("", NormSpecs(attention.name + "_norm", width));
       }
-      add(layer.ff + ".", FeedForwardSpecs(width, options.feed_forward * width));
+      add(layer.ff + ".", FeedForwardSpecs(width, FeedForwardDim(options.feed_forward_dim, width)));
       add("", NormSpecs(layer.ff + "_norm", width));
     }
     if (!stack.last_norm.empty()) add("", NormSpecs(stack.last_norm, width));
@@ -295,7 +295,9 @@ class EncoderDecoderLayer : public Layer {
         options_(options),
         device_(device) {}
 
-  int64_t inner_dim() const { return options_.feed_forward * problem().model_dim(); }
+  int64_t inner_dim() const {
+    return FeedForwardDim(options_.feed_forward_dim, problem().model_dim());
+  }
   bool pre_norm() const { return options_.block != BlockKind::kPostNorm; }
   ConstTensorView Parameter(const std::string& name) const { return parameters_.at(name).view(); }
 
@@ -548,7 +550,8 @@ absl::StatusOr<TechniqueSpec> EncoderDecoder::Counterpart(const Problem& problem
 }
 
 int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& options) {
-  const int64_t width = problem.model_dim(), inner = options.feed_forward * width;
+  const int64_t width = problem.model_dim(),
+                inner = FeedForwardDim(options.feed_forward_dim, width);
   const int64_t queries = problem.query_heads * problem.head_dim;
   const int64_t keys = problem.kv_heads * problem.head_dim;
   const int64_t values = problem.kv_heads * problem.value_dim;

@@ -34,7 +34,7 @@
 // arXiv:1904.10509v1, section 5.2. Projections have biases by default, as in PyTorch and GPT-2; the
 // authors of the first had none (`bias`). Tensor2Tensor has epsilon 1e-6.
 //
-// Cost of a layer and token, d = model_dim, dense, feed_forward 4: 24 d^2 FLOPs and 4 d a key seen;
+// Cost of a layer and token, d = model_dim, dense, feed_forward_dim 4 d: 24 d^2 FLOPs and 4 d a key seen;
 // a decoder layer has 4 d^2 more for it, 4 d^2 for each token of the memory, and 4 d a key of the
 // memory.
 #ifndef TFB_ATTENTION_ENCODER_DECODER_ENCODER_DECODER_H_
@@ -45,6 +45,7 @@
 
 #include "attention/multi_head/projected_attention.h"
 #include "core/layers/activation.h"
+#include "core/layers/feed_forward_dim.h"
 #include "core/technique.h"
 
 namespace tfb::encoder_decoder {
@@ -55,7 +56,7 @@ struct EncoderDecoderOptions {
   Part part = Part::kEncoder;
   BlockKind block = BlockKind::kPostNorm;
   int64_t layers = 2;
-  int64_t feed_forward = 4;
+  int64_t feed_forward_dim = 0;
   Activation activation = Activation::kNone;  // the default activation of the block
   TechniqueSpec inner = {"dense", {}};
   bool bias = true;
@@ -72,8 +73,7 @@ struct EncoderDecoderOptions {
                  {"sparse", BlockKind::kSparse}},
                 "where layers normalise; sparse is the Sparse Transformer's residual block");
     bind.Int("layers", &layers, 1, 128, "of each stack");
-    bind.Int("feed_forward", &feed_forward, 1, 16,
-             "inner width of the feed-forward sublayers, in model_dim");
+    DescribeFeedForwardDim(bind, &feed_forward_dim);
     bind.Choice("activation", &activation,
                 {{"auto", Activation::kNone},
                  {"relu", Activation::kRelu},
@@ -111,7 +111,7 @@ class EncoderDecoder : public TechniqueOf<EncoderDecoderOptions> {
 };
 
 // Returns how many numbers the parameters above have, without those of `inner`. For an encoder with
-// biases, equal heads, feed_forward 4 and d = model_dim: 12 d^2 + 13 d a layer, and 2 d for the
+// biases, equal heads, feed_forward_dim 4 d and d = model_dim: 12 d^2 + 13 d a layer, and 2 d for the
 // last norm.
 int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& options);
 // Returns the number of parameters of a language model: with an embedding of the vocabulary, which

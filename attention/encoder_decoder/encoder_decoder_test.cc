@@ -119,8 +119,8 @@ TEST(EncoderDecoder, EveryPartAndBlockMatchesTheDefinition) {
 
 TEST(EncoderDecoder, EveryActivationMatchesTheDefinition) {
   for (const char* activation : {"relu", "gelu", "gelu_tanh", "gelu_sigmoid"}) {
-    ExpectMatchesDefinition(Make(20, 20),
-                            {{"activation", activation}, {"layers", "1"}, {"feed_forward", "2"}});
+    ExpectMatchesDefinition(
+        Make(20, 20), {{"activation", activation}, {"layers", "1"}, {"feed_forward_dim", "21"}});
   }
 }
 
@@ -317,7 +317,7 @@ TEST(EncoderDecoder, TheCountOfParametersIsThatOfTheTensors) {
                                    {"block", block},
                                    {"bias", bias},
                                    {"layers", "3"},
-                                   {"feed_forward", "2"}};
+                                   {"feed_forward_dim", "21"}};
           int64_t count = 0;
           for (const auto& entry : Parameters(problem, options)) {
             count += entry.second.num_elements();
@@ -334,7 +334,7 @@ TEST(EncoderDecoder, CostCountsEverySublayer) {
   // The width is 16, the feed-forward 32, the batch 2; there are 5 queries, 15 causal pairs a head,
   // and 3 keys of memory.
   const Problem problem = Make(5, 3, /*causal=*/true);
-  const Options options = {{"part", "both"}, {"layers", "1"}, {"feed_forward", "2"}};
+  const Options options = {{"part", "both"}, {"layers", "1"}, {"feed_forward_dim", "32"}};
   const auto layer = EncoderDecoder().Create(problem, options, Device::kCpu, 1).value();
   const NamedTensors inputs = Random(problem, options);
   ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
@@ -380,7 +380,7 @@ TEST(EncoderDecoder, TheCounterpartHasDenseAttentionInside) {
                          .Counterpart(Make(40, 40),
                                       {{"inner", "longformer[window=8]"}, {"block", "sparse"}})
                          .value()),
-            "encoder_decoder:activation=auto,bias=true,block=sparse,feed_forward=4,inner=dense,"
+            "encoder_decoder:activation=auto,bias=true,block=sparse,feed_forward_dim=0,inner=dense,"
             "layers=2,part=encoder");
 }
 
@@ -418,12 +418,11 @@ TEST_P(EncoderDecoderGolden, TorchComputesTheSame) {
   Problem problem =
       Problem::SelfAttention(2, heads, inputs.at("x").dim(1), head_dim, text("causal") == "true");
   if (inputs.count("memory") > 0) problem.kv_tokens = inputs.at("memory").dim(1);
-  const int64_t inner = std::stoll(text("inner_dim")) / (heads * head_dim);
   RunRequest request{{{"part", text("part")},
                       {"block", text("block")},
                       {"activation", text("activation")},
                       {"layers", text("layers")},
-                      {"feed_forward", std::to_string(inner)}}};
+                      {"feed_forward_dim", text("inner_dim")}}};
   ASSERT_EQ(parameters.size(), Parameters(problem, request.options).size());
   request.parameters = &parameters;
   const ConstTensorView out = golden.tensors.at("out").view();

@@ -33,7 +33,7 @@ TechniqueInfo Info() {
 bool HasDistances(const EtcOptions& options) { return options.max_distance >= 0; }
 bool HasLabels(const EtcOptions& options) { return HasDistances(options) || options.segments; }
 bool IsSeparate(const EtcOptions& options) {
-  return options.projections == EtcOptions::Projections::kSeparate;
+  return options.projections == EtcOptions::Projections::kOwn;
 }
 
 // Tokens begin to end - 1.

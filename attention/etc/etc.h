@@ -56,7 +56,7 @@ struct EtcOptions {
   int64_t global_tokens = 16;
   int64_t max_distance = 12;
   bool segments = false;
-  enum class Projections { kShared, kSeparate };
+  enum class Projections { kShared, kOwn };
   Projections projections = Projections::kShared;
 
   void Describe(OptionBinder& bind) {
@@ -72,7 +72,7 @@ struct EtcOptions {
         "segments", &segments,
         "whether pairs of a global and a long token have labels, which go by the input segment");
     bind.Choice("projections", &projections,
-                {{"shared", Projections::kShared}, {"separate", Projections::kSeparate}},
+                {{"shared", Projections::kShared}, {"own", Projections::kOwn}},
                 "whether global queries have keys and values of their own");
   }
 };

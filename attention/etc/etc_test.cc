@@ -137,7 +137,7 @@ TEST(Etc, WithoutGlobalTokensItIsLocalAttention) {
 TEST(Etc, SeparateProjectionsAreOneCallForEachTypeOfQuery) {
   const Problem problem = Problem::SelfAttention(2, 2, 150, 16);
   const Options shared = {{"radius", "10"}, {"global_tokens", "7"}, {"segments", "true"}};
-  const Options separate = With(shared, {{"projections", "separate"}});
+  const Options separate = With(shared, {{"projections", "own"}});
   const NamedTensors inputs = Random(problem, separate, 7);
   const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), separate);
   Inputs local, global;
@@ -218,7 +218,7 @@ TEST(Etc, MatchesItsDefinitionWithMixedOptions) {
        {Options{{"radius", "32"}, {"max_distance", "-1"}},
         Options{{"radius", "32"}, {"max_distance", "-1"}, {"segments", "true"}},
         Options{{"radius", "90"}, {"max_distance", "70"}, {"global_tokens", "70"}},
-        Options{{"radius", "5"}, {"projections", "separate"}, {"segments", "true"}},
+        Options{{"radius", "5"}, {"projections", "own"}, {"segments", "true"}},
         Options{{"radius", "9"}, {"max_distance", "0"}, {"global_tokens", "1"}}}) {
     NamedTensors inputs = Random(problem, options, 16);
     Tensor mask(DType::kU8, {2, 200});
@@ -240,7 +240,7 @@ TEST(Etc, DefinitionAndEnginesMatchThePiecesOfTheAuthorsCode) {
   const NamedTensors& tensors = golden.tensors;
   const Shape shape = tensors.at("q").shape();
   const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3]);
-  Options options = {{"projections", "separate"}, {"segments", "true"}};
+  Options options = {{"projections", "own"}, {"segments", "true"}};
   for (const char* name : {"radius", "global_tokens", "max_distance"}) {
     options[name] = golden.metadata.at(name);
   }

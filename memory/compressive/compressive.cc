@@ -114,7 +114,7 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
  protected:
   absl::Status DoSetup(const Inputs&, const Execution& execution) override {
     const transformer_xl_relative::DistanceRange range = {0, queues_.max_distance(),
-                                                          options_.clamp_length};
+                                                          options_.max_distance};
     const Tensor sinusoids = transformer_xl_relative::SinusoidsOf(range, problem().model_dim());
     layers_.clear();
     for (int64_t n = 0; n < options_.layers; ++n) {
@@ -259,7 +259,7 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
 transformer_xl::StackSizes CompressiveSizes(const Problem& problem,
                                             const CompressiveOptions& options) {
   return {options.layers, problem.query_heads, problem.head_dim,
-          options.feed_forward * problem.model_dim(), options.share_biases};
+          FeedForwardDim(options.feed_forward_dim, problem.model_dim()), options.share_biases};
 }
 
 std::string ConvolutionPrefix(const CompressiveOptions& options) {

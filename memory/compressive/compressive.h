@@ -60,6 +60,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "core/layers/feed_forward_dim.h"
 #include "core/technique.h"
 #include "memory/transformer_xl/stack.h"
 
@@ -76,8 +77,8 @@ struct CompressiveOptions {
   int64_t compression = 4;
   Function function = Function::kMean;
   bool start_zero = false;
-  int64_t clamp_length = 0;
-  int64_t feed_forward = 4;
+  int64_t max_distance = 0;
+  int64_t feed_forward_dim = 0;
   bool pre_norm = false;
   bool share_biases = true;
 
@@ -97,10 +98,9 @@ struct CompressiveOptions {
                  {"most_used", Function::kMostUsed}},
                 "how tokens are compressed");
     bind.Bool("start_zero", &start_zero, "begin with memories full of zero vectors");
-    bind.Int("clamp_length", &clamp_length, 0, kMaxMemory,
+    bind.Int("max_distance", &max_distance, 0, kMaxMemory,
              "larger distances count as this one; 0 means none do");
-    bind.Int("feed_forward", &feed_forward, 1, 64,
-             "inner width of the feed-forward layers, in model_dim");
+    DescribeFeedForwardDim(bind, &feed_forward_dim);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
     bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
   }

@@ -259,7 +259,7 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
         absl::StrCat("segments have ", tokens, " tokens; allowed are ", problem.query_tokens));
   }
   const transformer_xl::StackDefinition stack(CompressiveSizes(problem, options), parameters,
-                                              options.clamp_length, request.pool);
+                                              options.max_distance, request.pool);
   const int64_t count = static_cast<int64_t>(segments.size());
   const int64_t longest =
       segments.empty() ? 0 : *std::max_element(segments.begin(), segments.end());

@@ -55,7 +55,7 @@ TEST(Compressive, RunEqualsTheDefinitionWithEveryFunctionAndOption) {
               {"compression", "3"}},
              {{"segment", "7"}, {"memory", "5"}, {"pre_norm", "true"}, {"compression", "2"}},
              {{"segment", "32"}, {"memory", "0"}, {"compressed_memory", "3"}, {"layers", "3"}},
-             {{"segment", "20"}, {"memory", "30"}, {"start_zero", "true"}, {"clamp_length", "40"}},
+             {{"segment", "20"}, {"memory", "30"}, {"start_zero", "true"}, {"max_distance", "40"}},
              {{"segment", "20"}, {"memory", "20"}, {"start_zero", "true"}, {"pre_norm", "true"}},
              {{"segment", "1"}, {"memory", "8"}, {"compressed_memory", "100"}, {"layers", "1"}},
              {{"segment", "16"}, {"memory", "70"}, {"share_biases", "false"}},
@@ -254,7 +254,7 @@ class MeansOfRows {
     for (const auto& [name, value] :
          {std::pair("layers", "1"), std::pair("segment", "4"), std::pair("memory", "4"),
           std::pair("compressed_memory", "3"), std::pair("pre_norm", "true"),
-          std::pair("feed_forward", "1")}) {
+          std::pair("feed_forward_dim", "4")}) {
       options_[name] = value;
     }
     NamedTensors parameters = PerturbedParameters(Compressive(), problem_, options_);
@@ -344,8 +344,9 @@ TEST(Compressive, MostUsedKeepsTheTokensThatQueriesAttendTo) {
   // direction make the score of key j its first channel, whatever the query: so the most used of 8
   // rows are those with the largest first channels.
   const Problem problem = CausalProblem(1, 1, 24, 4);
-  const Options options = {{"function", "most_used"}, {"layers", "1"},      {"segment", "8"},
-                           {"memory", "8"},           {"compression", "4"}, {"feed_forward", "1"},
+  const Options options = {{"function", "most_used"}, {"layers", "1"},
+                           {"segment", "8"},          {"memory", "8"},
+                           {"compression", "4"},      {"feed_forward_dim", "4"},
                            {"compressed_memory", "8"}};
   NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
   for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
@@ -378,7 +379,7 @@ TEST(Compressive, ADilatedConvolutionReadsEverySecondRowBackwards) {
                            {"segment", "8"},
                            {"memory", "8"},
                            {"compression", "4"},
-                           {"feed_forward", "1"}};
+                           {"feed_forward_dim", "1"}};
   NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
   for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
   for (int64_t i = 0; i < 4; ++i) {
@@ -454,7 +455,7 @@ TEST(Compressive, CostCountsTheProductsOfTheDefinition) {
   // 2 + 1 + 1 to 2. The compressed rows are 1, 2, 1.
   const Options options = {{"segment", "4"},           {"memory", "2"},
                            {"compressed_memory", "1"}, {"compression", "2"},
-                           {"feed_forward", "2"},      {"function", "convolution"}};
+                           {"feed_forward_dim", "8"},  {"function", "convolution"}};
   const auto layer =
       Compressive().Create(CausalProblem(3, 2, 10, 2), options, Device::kCpu, 1).value();
   const double projections = 10 * 4 * 4 * 4, feed_forward = 10 * 2 * 4 * 8;
@@ -501,15 +502,14 @@ TEST(Compressive, LabmlsNetworkComputesTheSame) {
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
   const Tensor& x = golden.tensors.at("x");
   const Problem problem = CausalProblem(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
-  const Options options = {
-      {"layers", golden.metadata.at("layers")},
-      {"segment", golden.metadata.at("segment_tokens")},
-      {"memory", golden.metadata.at("memory_tokens")},
-      {"compressed_memory", golden.metadata.at("compressed_rows")},
-      {"compression", golden.metadata.at("compression")},
-      {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))},
-      {"function", "convolution"},
-      {"pre_norm", "true"}};
+  const Options options = {{"layers", golden.metadata.at("layers")},
+                           {"segment", golden.metadata.at("segment_tokens")},
+                           {"memory", golden.metadata.at("memory_tokens")},
+                           {"compressed_memory", golden.metadata.at("compressed_rows")},
+                           {"compression", golden.metadata.at("compression")},
+                           {"feed_forward_dim", golden.metadata.at("inner_dim")},
+                           {"function", "convolution"},
+                           {"pre_norm", "true"}};
   NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
   for (auto& [name, tensor] : parameters) tensor = golden.tensors.at(name).Clone();
   for (const Device device : kHostDevices) {

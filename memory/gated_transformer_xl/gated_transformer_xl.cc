@@ -313,7 +313,7 @@ absl::Status GatedTransformerXl::Definition(const Problem& problem,
   const transformer_xl::StackSizes sizes = transformer_xl::ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(ParametersOf(sizes, options), parameters));
-  const transformer_xl::StackDefinition stack(sizes, parameters, options.clamp_length,
+  const transformer_xl::StackDefinition stack(sizes, parameters, options.max_distance,
                                               request.pool);
   const GatedDefinition definition(stack, options);
   const auto first_seen = [&](int64_t p) {

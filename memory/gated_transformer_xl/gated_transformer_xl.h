@@ -57,7 +57,7 @@ struct GatedTransformerXlOptions : transformer_xl::RelativeStackOptions {
   void Describe(OptionBinder& bind) {
     // The paper's largest has 12. Each gate shrinks the state, whose rounding errors the next
     // normalisation magnifies: 40 layers of gates as drawn have a relative error of 1e-4 in fp32.
-    DescribeStack(bind, /*max_layers=*/32, /*max_feed_forward=*/64);
+    DescribeStack(bind, /*max_layers=*/32);
     bind.Choice("gate", &gate,
                 {{"gru", Gate::kGru},
                  {"input", Gate::kInput},

@@ -37,7 +37,7 @@ TEST(GatedTransformerXl, EveryGateEqualsTheDefinition) {
              {{"segment", "32"}, {"memory", "50"}},
              {{"segment", "40"}, {"memory", "30"}, {"same_length", "true"}},
              {{"segment", "64"}, {"memory", "0"}, {"relu", "false"}},
-             {{"clamp_length", "20"}, {"share_biases", "false"}, {"layers", "3"}}}) {
+             {{"max_distance", "20"}, {"share_biases", "false"}, {"layers", "3"}}}) {
       Options options = more;
       options["gate"] = gate;
       SCOPED_TRACE(ToString(options));
@@ -152,7 +152,7 @@ TEST(GatedTransformerXl, TheGateOfOneTokenIsWhatItsFormulaGivesByHand) {
   // = s(3), g = (1 - z) 2 + z tanh(1 + r 2).
   const GatedTransformerXl technique;
   const Problem problem = CausalProblem(1, 1, 1, 1);
-  const Options options = {{"feed_forward", "1"}};
+  const Options options = {{"feed_forward_dim", "1"}};
   NamedTensors parameters = PerturbedParameters(technique, problem, options);
   for (auto& [name, tensor] : parameters) {
     const bool zero =
@@ -224,12 +224,11 @@ TEST(GatedTransformerXl, RllibsNetworkComputesTheSame) {
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
   const Tensor& x = golden.tensors.at("x");
   const Problem problem = CausalProblem(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
-  const Options options = {
-      {"layers", golden.metadata.at("layers")},
-      {"segment", golden.metadata.at("segment_tokens")},
-      {"memory", golden.metadata.at("memory_tokens")},
-      {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))},
-      {"share_biases", "false"}};
+  const Options options = {{"layers", golden.metadata.at("layers")},
+                           {"segment", golden.metadata.at("segment_tokens")},
+                           {"memory", golden.metadata.at("memory_tokens")},
+                           {"feed_forward_dim", golden.metadata.at("inner_dim")},
+                           {"share_biases", "false"}};
   const GatedTransformerXl technique;
   NamedTensors parameters = PerturbedParameters(technique, problem, options);
   for (auto& [name, tensor] : parameters) {

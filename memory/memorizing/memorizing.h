@@ -70,7 +70,7 @@ struct MemorizingOptions : transformer_xl::RelativeStackOptions {
   bool beyond_memory = false;
 
   void Describe(OptionBinder& bind) {
-    DescribeStack(bind, kMaxLayers, /*max_feed_forward=*/64);
+    DescribeStack(bind, kMaxLayers);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
     // The paper's is the 9th of 12.
     bind.Int("memory_layer", &memory_layer, -1, kMaxLayers - 1,

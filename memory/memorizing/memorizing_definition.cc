@@ -176,7 +176,7 @@ NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& o
       wanted = computed->at("retrieved").view();
     }
   }
-  const transformer_xl::StackDefinition stack(sizes, parameters, options.clamp_length,
+  const transformer_xl::StackDefinition stack(sizes, parameters, options.max_distance,
                                               request.pool);
   const MemorizingDefinition definition(stack, options, problem.dtype, wanted, retrieved);
   for (int64_t b = 0; b < problem.batch; ++b) {

@@ -100,7 +100,7 @@ TEST(Memorizing, EveryOptionEqualsTheDefinition) {
             {"beyond_memory", "true"}},
            {{"segment", "1"}, {"store", "1"}, {"k", "32"}},
            {{"segment", "20"}, {"layers", "3"}, {"memory_layer", "0"}, {"pre_norm", "true"}},
-           {{"segment", "20"}, {"share_biases", "false"}, {"clamp_length", "9"}},
+           {{"segment", "20"}, {"share_biases", "false"}, {"max_distance", "9"}},
            {{"segment", "128"}}}) {
     ExpectAsDefined(CausalProblem(2, 3, 100, 8), options, Device::kCpu);
   }
@@ -124,8 +124,8 @@ TEST(Memorizing, InTheSimulatorItEqualsTheDefinition) {
 // so local = LN x.
 TEST(Memorizing, ThreeTokensGiveWhatTheFormulaGivesByHand) {
   const Problem problem = CausalProblem(1, 1, 3, 4);
-  const Options options = {{"layers", "1"}, {"pre_norm", "true"},  {"segment", "1"},
-                           {"memory", "0"}, {"feed_forward", "1"}, {"k", "2"}};
+  const Options options = {{"layers", "1"}, {"pre_norm", "true"},      {"segment", "1"},
+                           {"memory", "0"}, {"feed_forward_dim", "4"}, {"k", "2"}};
   NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
   for (const char* name : {"w_q", "w_k", "w_v", "w_o"}) {
     Tensor& matrix = parameters.at(std::string("layer0.") + name);
@@ -511,15 +511,14 @@ TEST(Memorizing, TheAuthorsStoreInTransformerXlComputesTheSame) {
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
   const Tensor& x = golden.tensors.at("x");
   const Problem problem = CausalProblem(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
-  const Options options = {
-      {"layers", golden.metadata.at("layers")},
-      {"segment", golden.metadata.at("segment_tokens")},
-      {"memory", golden.metadata.at("memory_tokens")},
-      {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))},
-      {"memory_layer", golden.metadata.at("store_layer")},
-      {"store", golden.metadata.at("store_tokens")},
-      {"k", golden.metadata.at("neighbours")},
-      {"selection", "bucketed"}};
+  const Options options = {{"layers", golden.metadata.at("layers")},
+                           {"segment", golden.metadata.at("segment_tokens")},
+                           {"memory", golden.metadata.at("memory_tokens")},
+                           {"feed_forward_dim", golden.metadata.at("inner_dim")},
+                           {"memory_layer", golden.metadata.at("store_layer")},
+                           {"store", golden.metadata.at("store_tokens")},
+                           {"k", golden.metadata.at("neighbours")},
+                           {"selection", "bucketed"}};
   NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
   for (auto& [name, tensor] : parameters) tensor = golden.tensors.at(name).Clone();
   const ConstTensorView out = golden.tensors.at("out").view();

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "attention/multi_head/projected_attention.h"
 #include "core/definition.h"
+#include "core/layers/feed_forward_dim.h"
 #include "core/status.h"
 #include "core/workspace.h"
 #include "memory/reversible/reversible_stack.h"
@@ -203,8 +204,7 @@ void ReversibleOptions::Describe(OptionBinder& bind) {
   bind.Int("layers", &layers, 1, 64, "reversible blocks");
   bind.Technique("f", &f, "techniques on hidden states, as multi_head[inner=longformer]", CheckF,
                  "the attention of the blocks, as a layer");
-  bind.Int("feed_forward", &feed_forward, 1, 16,
-           "inner width of the feed-forward network, in model_dim");
+  DescribeFeedForwardDim(bind, &feed_forward_dim);
   bind.Choice("activation", &activation,
               {{"relu", Activation::kRelu},
                {"gelu", Activation::kGelu},

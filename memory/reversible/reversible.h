@@ -30,7 +30,7 @@
 // which do not exist here. No layer norm follows the last block; trax has one after the
 // concatenation.
 //
-// Cost of a block and token, d = model_dim: f's, and 4 feed_forward d^2 FLOPs. A backward pass takes
+// Cost of a block and token, d = model_dim: f's, and 4 feed_forward_dim d FLOPs. A backward pass takes
 // one more forward. Activations: 2 tokens d floats a sequence, whatever the number of blocks (where a
 // plain residual network stores some of that for each), f's scratch, and FF's inner activations
 // for ceil(tokens / chunks) tokens.
@@ -52,7 +52,7 @@ struct ReversibleOptions {
 
   int64_t layers = 2;
   TechniqueSpec f = {"multi_head", {}};
-  int64_t feed_forward = 4;
+  int64_t feed_forward_dim = 0;
   Activation activation = Activation::kRelu;
   int64_t chunks = 1;
   Output output = Output::kConcatenate;

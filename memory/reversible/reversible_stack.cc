@@ -7,6 +7,7 @@
 #include "attention/multi_head/projected_attention.h"
 #include "core/cuda/runtime.h"
 #include "core/flash/rows.h"
+#include "core/layers/feed_forward_dim.h"
 #include "core/random.h"
 #include "core/status.h"
 #include "memory/reversible/reversible_cuda.h"
@@ -107,7 +108,8 @@ absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
   for (int64_t n = 0; n < options.layers; ++n) {
     const std::string prefix = Prefix(n);
     TFB_RETURN_IF_ERROR(multi_head::DrawParameters(
-        FeedForwardSpecs(width, options.feed_forward * width), prefix, seed, parameters));
+        FeedForwardSpecs(width, FeedForwardDim(options.feed_forward_dim, width)), prefix, seed,
+        parameters));
     Block& block = stack.blocks_.emplace_back();
     TFB_ASSIGN_OR_RETURN(block.f, CreateF(options.f, problem, device,
                                           RandomStream(seed, absl::StrCat(prefix, "f")).Bits(0)));
@@ -147,6 +149,10 @@ absl::Status ReversibleStack::Setup(const NamedTensors& parameters, const Stream
   return absl::OkStatus();
 }
 
+int64_t ReversibleStack::inner_dim() const {
+  return FeedForwardDim(options_.feed_forward_dim, problem_.model_dim());
+}
+
 int64_t ReversibleStack::chunk_tokens() const {
   return std::max<int64_t>((problem_.query_tokens + options_.chunks - 1) / options_.chunks, 1);
 }
@@ -168,9 +174,9 @@ size_t ReversibleStack::workspace_bytes(int threads) const {
   const size_t norm = LayerNorm::workspace_bytes(device_, width, threads);
   size_t f = norm;
   for (const Block& block : blocks_) f = std::max(f, block.f->workspace_bytes(threads));
-  const size_t g = std::max(
-      norm, FeedForward::workspace_bytes(device_, problem_.batch * tokens,
-                                         {width, options_.feed_forward * width, width}, threads));
+  const size_t g =
+      std::max(norm, FeedForward::workspace_bytes(device_, problem_.batch * tokens,
+                                                  {width, inner_dim(), width}, threads));
   const auto scratch = [&](int64_t count, DType dtype) {
     return Workspace::Measure([&](Workspace& workspace) { LayOut(count, dtype, workspace); });
   };
@@ -255,7 +261,7 @@ std::optional<double> ReversibleStack::flops() const {
   for (const Block& block : blocks_) {
     const Cost f = block.f->cost();
     if (!f.flops.has_value()) return std::nullopt;
-    flops += *f.flops + 4 * rows * width * width * static_cast<double>(options_.feed_forward);
+    flops += *f.flops + 4 * rows * width * static_cast<double>(inner_dim());
   }
   return flops;
 }

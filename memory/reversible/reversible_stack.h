@@ -84,6 +84,7 @@ class ReversibleStack {
     TensorView update;
   };
 
+  int64_t inner_dim() const;
   int64_t chunk_tokens() const;
   Scratch LayOut(int64_t tokens, DType dtype, Workspace& workspace) const;
   absl::Status AddF(Block& block, float sign, const Streams& streams,

@@ -132,7 +132,7 @@ TEST(Reversible, OneBlockOnOneTokenIsAsComputedByHand) {
   NamedTensors inputs = Random(problem);
   SetTo({1, 3}, &inputs["x"]);
   const auto run = [&](const char* output, Device device) {
-    const Options options = {{"layers", "1"}, {"feed_forward", "1"}, {"output", output}};
+    const Options options = {{"layers", "1"}, {"feed_forward_dim", "2"}, {"output", output}};
     NamedTensors parameters = ParametersOf(problem, options);
     SetTo({1, 0, 0, 1}, &parameters["layer0.f.w_v"]);
     SetTo({2, 0, 0, 2}, &parameters["layer0.f.w_o"]);
@@ -164,7 +164,7 @@ TEST(Reversible, LayerEqualsDefinitionUnderEveryOption) {
   std::vector<Options> all;
   for (const char* output : {"concatenate", "mean", "sum"}) all.push_back({{"output", output}});
   for (const char* activation : {"relu", "gelu", "gelu_tanh", "gelu_sigmoid"}) {
-    all.push_back({{"activation", activation}, {"feed_forward", "1"}, {"chunks", "4"}});
+    all.push_back({{"activation", activation}, {"feed_forward_dim", "13"}, {"chunks", "4"}});
   }
   all.push_back({{"layers", "1"}, {"f", "multi_head[bias=true]"}});
   all.push_back({{"layers", "3"}, {"f", "multi_head[inner=longformer[window=8]]"}});
@@ -217,7 +217,7 @@ TEST(Reversible, EqualsReformerPytorchInBothDirections) {
                                                    file.metadata.at("causal") == "true");
     const Options options = {{"layers", file.metadata.at("layers")},
                              {"f", "multi_head[bias=true]"},
-                             {"feed_forward", "2"},
+                             {"feed_forward_dim", std::to_string(2 * shape[2])},
                              {"activation", file.metadata.at("activation")}};
     NamedTensors parameters, inputs;
     inputs["x"] = file.tensors.at("x").Clone();
@@ -416,7 +416,7 @@ TEST(Reversible, TheBackwardPassThatStoresNothingGivesAutomaticDifferentiationsG
                                                    file.metadata.at("causal") == "true");
     const Options options = {{"layers", file.metadata.at("layers")},
                              {"f", "multi_head[bias=true]"},
-                             {"feed_forward", "2"},
+                             {"feed_forward_dim", std::to_string(2 * shape[2])},
                              {"activation", file.metadata.at("activation")}};
     NamedTensors parameters;
     for (const auto& [parameter, tensor] : file.tensors) {
@@ -488,7 +488,7 @@ TEST(Reversible, AnyNumberOfChunksGivesTheSameBits) {
 TEST(Reversible, ActivationMemoryDoesNotGrowWithTheBlocks) {
   const Problem problem = Problem::SelfAttention(1, 2, 2000, 16);
   const auto layer = [&](const char* layers, const char* chunks) {
-    const Options options = {{"layers", layers}, {"chunks", chunks}, {"feed_forward", "16"}};
+    const Options options = {{"layers", layers}, {"chunks", chunks}, {"feed_forward_dim", "512"}};
     return Reversible().Create(problem, options, kCpu, 1).value();
   };
   const auto one = layer("1", "1"), many = layer("12", "1"), in_parts = layer("12", "8");
@@ -525,7 +525,7 @@ TEST(Reversible, BothDirectionsAllocateNothing) {
 TEST(Reversible, CostIsThatOfTheBranches) {
   const Problem problem = Problem::SelfAttention(2, 2, 10, 4);
   const auto layer =
-      Reversible().Create(problem, {{"layers", "3"}, {"feed_forward", "2"}}, kCpu, 1).value();
+      Reversible().Create(problem, {{"layers", "3"}, {"feed_forward_dim", "16"}}, kCpu, 1).value();
   const NamedTensors inputs = Random(problem);
   ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());  // Setup makes the inner schedule
   const double projections = 2 * 4 * 20 * 8 * 8, pairs = 2 * 2 * 10 * 10 * 2 * (4 + 4);
@@ -563,7 +563,7 @@ TEST(Reversible, TheCounterpartHasThatOfFInside) {
                                                 {"layers", "3"}})
                          .value()),
             "reversible:activation=relu,chunks=1,f=multi_head[bias=false,cross=false,inner=dense],"
-            "feed_forward=4,layers=3,output=concatenate");
+            "feed_forward_dim=0,layers=3,output=concatenate");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/layers/feed_forward_dim.h"
 #include "core/status.h"
 #include "positional/transformer_xl_relative/relative_positions.h"
 
@@ -15,12 +16,12 @@ RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& o
   shape.sizes.layers = options.layers;
   shape.sizes.heads = problem.query_heads;
   shape.sizes.head_dim = problem.head_dim;
-  shape.sizes.inner = options.feed_forward * problem.model_dim();
+  shape.sizes.inner = FeedForwardDim(options.feed_forward_dim, problem.model_dim());
   shape.sizes.share_biases = options.share_biases;
   shape.segment = options.segment;
   shape.memory = options.memory;
   shape.same_length = options.same_length;
-  shape.clamp_length = options.clamp_length;
+  shape.max_distance = options.max_distance;
   return shape;
 }
 
@@ -116,7 +117,7 @@ absl::Status RelativeStackLayer::Reset() {
 
 absl::Status RelativeStackLayer::DoSetup(const Inputs&, const Execution& execution) {
   const transformer_xl_relative::DistanceRange range = {0, reach_.max_distance(),
-                                                        shape_.clamp_length};
+                                                        shape_.max_distance};
   const Tensor sinusoids = transformer_xl_relative::SinusoidsOf(range, problem().model_dim());
   layers_.clear();
   for (int64_t n = 0; n < sizes().layers; ++n) {

@@ -26,7 +26,7 @@ struct RelativeStackShape {
   int64_t segment = 1;
   int64_t memory = 0;
   bool same_length = false;
-  int64_t clamp_length = 0;
+  int64_t max_distance = 0;
   RelativeAttention::Queries queries = RelativeAttention::Queries::kAll;
 };
 

@@ -40,7 +40,7 @@ Rows StackDefinition::Sinusoids(int64_t distances) const {
     const double exponent = 2 * static_cast<double>(c % sines) / static_cast<double>(width);
     const double length = std::pow(10000, exponent);
     for (int64_t d = 0; d < distances; ++d) {
-      const int64_t distance = clamp_length_ == 0 ? d : std::min(d, clamp_length_);
+      const int64_t distance = max_distance_ == 0 ? d : std::min(d, max_distance_);
       const double angle = static_cast<double>(distance) / length;
       r[d][c] = c < sines ? std::sin(angle) : std::cos(angle);
     }

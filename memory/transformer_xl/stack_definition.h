@@ -16,11 +16,11 @@ namespace tfb::transformer_xl {
 
 class StackDefinition {
  public:
-  // `clamp_length` 0: distances are not clamped. The parameters have been checked, and outlive this.
+  // `max_distance` 0: distances are not clamped. The parameters have been checked, and outlive this.
   // `pool`: see DefinitionRequest.
-  StackDefinition(const StackSizes& sizes, const NamedTensors& parameters, int64_t clamp_length,
+  StackDefinition(const StackSizes& sizes, const NamedTensors& parameters, int64_t max_distance,
                   ThreadPool* pool)
-      : sizes_(sizes), parameters_(parameters), clamp_length_(clamp_length), pool_(pool) {}
+      : sizes_(sizes), parameters_(parameters), max_distance_(max_distance), pool_(pool) {}
 
   // ---- The formulas of layer n ----
 
@@ -66,7 +66,7 @@ class StackDefinition {
 
   StackSizes sizes_;
   const NamedTensors& parameters_;
-  int64_t clamp_length_;
+  int64_t max_distance_;
   ThreadPool* pool_;
 };
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/layers/feed_forward_dim.h"
 #include "core/options.h"
 
 namespace tfb::transformer_xl {
@@ -16,11 +17,11 @@ struct RelativeStackOptions {
   int64_t segment = 128;
   int64_t memory = 128;
   bool same_length = false;
-  int64_t clamp_length = 0;
-  int64_t feed_forward = 4;
+  int64_t max_distance = 0;
+  int64_t feed_forward_dim = 0;
   bool share_biases = true;
 
-  void DescribeStack(OptionBinder& bind, int64_t max_layers, int64_t max_feed_forward) {
+  void DescribeStack(OptionBinder& bind, int64_t max_layers) {
     bind.Int("layers", &layers, 1, max_layers, "attention and feed-forward layers");
     bind.Int("segment", &segment, 1, kMaxMemory, "tokens that are processed at a time");
     bind.Int("memory", &memory, 0, kMaxMemory, "earlier tokens that a layer keeps",
@@ -28,10 +29,9 @@ struct RelativeStackOptions {
     bind.Bool("same_length", &same_length,
               "every token sees `memory` keys, its own among them; else all of the memory and the "
               "segment up to itself");
-    bind.Int("clamp_length", &clamp_length, 0, kMaxMemory,
+    bind.Int("max_distance", &max_distance, 0, kMaxMemory,
              "larger distances count as this one; 0 means none do");
-    bind.Int("feed_forward", &feed_forward, 1, max_feed_forward,
-             "inner width of the feed-forward layers, in model_dim");
+    DescribeFeedForwardDim(bind, &feed_forward_dim);
     // In the equations of section 3.3 u and v have no layer's index, where W_r has one; the code's
     // untie_r is off by default (its scripts for WikiText-103 and One Billion Word turn it on).
     bind.Bool("share_biases", &share_biases, "one u and one v for all layers");

@@ -94,7 +94,7 @@ absl::StatusOr<NamedTensors> DefineTransformerXl(
     const int64_t from = options.same_length ? p + 1 : *(next - 1);
     return std::max<int64_t>(from - options.memory, 0);
   };
-  const StackDefinition stack(sizes, parameters, options.clamp_length, pool);
+  const StackDefinition stack(sizes, parameters, options.max_distance, pool);
   const auto attention = [&](int64_t n, const Rows&, const Rows& input) {
     return stack.Attention(n, input, first_seen);
   };

@@ -31,12 +31,12 @@
 //
 // Source: Dai, Yang, Yang, Carbonell, Le, Salakhutdinov 2019, "Transformer-XL: attentive language
 // models beyond a fixed-length context", arXiv:1901.02860v3, sections 3.2 and 3.3; same_length,
-// clamp_length and pre_norm as in the authors' code (github.com/kimiyoung/transformer-xl,
+// max_distance and pre_norm as in the authors' code (github.com/kimiyoung/transformer-xl,
 // pytorch/mem_transformer.py). Where we differ from that code: keys and values are kept instead of
 // hidden states, which are projected once and not in every segment again; a query that no segment
 // precedes sees no memory (Hugging Face begins with zero vectors that are attended to); no dropout.
 //
-// Cost of a token and layer: 8 d^2 + 4 d f FLOPs (d = model_dim, f = feed_forward d) and 6 d a key
+// Cost of a token and layer: 8 d^2 + 4 d f FLOPs (d = model_dim, f = feed_forward_dim) and 6 d a key
 // seen: time is linear in tokens. State: 2 (memory + segment) d floats a layer and batch row.
 #ifndef TFB_MEMORY_TRANSFORMER_XL_TRANSFORMER_XL_H_
 #define TFB_MEMORY_TRANSFORMER_XL_TRANSFORMER_XL_H_
@@ -56,7 +56,7 @@ struct TransformerXlOptions : RelativeStackOptions {
   double span_ramp = 0;
 
   void Describe(OptionBinder& bind) {
-    DescribeStack(bind, /*max_layers=*/1000, /*max_feed_forward=*/64);
+    DescribeStack(bind, /*max_layers=*/1000);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
     bind.Real("span_ramp", &span_ramp, 0, 1 << 20,
               "soft edge, in tokens, of spans that heads have learned; 0: heads have none");

@@ -169,9 +169,9 @@ TEST(TransformerXl, RunEqualsTheDefinitionWithEveryOption) {
        std::vector<Options>{{},
                             {{"layers", "3"}, {"segment", "32"}, {"memory", "50"}},
                             {{"segment", "32"}, {"memory", "50"}, {"same_length", "true"}},
-                            {{"segment", "40"}, {"memory", "100"}, {"clamp_length", "30"}},
-                            {{"segment", "40"}, {"memory", "100"}, {"clamp_length", "1000"}},
-                            {{"segment", "64"}, {"memory", "64"}, {"feed_forward", "1"}},
+                            {{"segment", "40"}, {"memory", "100"}, {"max_distance", "30"}},
+                            {{"segment", "40"}, {"memory", "100"}, {"max_distance", "1000"}},
+                            {{"segment", "64"}, {"memory", "64"}, {"feed_forward_dim", "37"}},
                             {{"segment", "64"}, {"memory", "64"}, {"pre_norm", "true"}},
                             {{"segment", "64"}, {"memory", "64"}, {"share_biases", "false"}},
                             {{"segment", "100"}, {"memory", "0"}},
@@ -194,7 +194,7 @@ TEST(TransformerXl, InTheSimulatorRunAndStreamsEqualTheDefinition) {
   for (const Options& options :
        std::vector<Options>{{{"segment", "70"}, {"memory", "50"}},
                             {{"segment", "70"}, {"memory", "50"}, {"same_length", "true"}},
-                            {{"segment", "40"}, {"memory", "100"}, {"clamp_length", "30"}},
+                            {{"segment", "40"}, {"memory", "100"}, {"max_distance", "30"}},
                             {{"segment", "40"}, {"memory", "90"}, {"span_ramp", "9.5"}},
                             {{"segment", "66"}, {"memory", "0"}, {"pre_norm", "true"}}}) {
     SCOPED_TRACE(ToString(options));
@@ -288,7 +288,7 @@ TEST(TransformerXl, TheCounterpartSeesTheWholePastWithTheSameParameters) {
       {"memory", "16"}, {"segment", "16"}, {"same_length", "true"}, {"layers", "3"}};
   const TechniqueSpec counterpart = technique.Counterpart(problem, options).value();
   EXPECT_EQ(ToString(counterpart),
-            "transformer_xl:clamp_length=0,feed_forward=4,layers=3,memory=100,pre_norm=false,"
+            "transformer_xl:feed_forward_dim=0,layers=3,max_distance=0,memory=100,pre_norm=false,"
             "same_length=false,segment=100,share_biases=true,span_ramp=0");
   Case small(problem, options), whole(problem, counterpart.options);
   ASSERT_TRUE(whole.layer().SetParameters(small.parameters()).ok());
@@ -641,7 +641,7 @@ TEST(TransformerXl, CostCountsTheProductsOfTheDefinition) {
   // There are 2 layers of width 4 and inner width 8, and 5 tokens in segments of 2 with memory 1:
   // keys seen per token are 1, 2; 2, 3; 2.
   const auto layer = MakeLayer(CausalProblem(3, 2, 5, 2),
-                               {{"segment", "2"}, {"memory", "1"}, {"feed_forward", "2"}});
+                               {{"segment", "2"}, {"memory", "1"}, {"feed_forward_dim", "8"}});
   const double projections = 5 * 4 * 4 * 4, feed_forward = 5 * 2 * 4 * 8;
   const double pairs = 10 * 2 /* heads */, scores_and_values = pairs * (2 + 2 + 2);
   EXPECT_EQ(layer->cost().flops, 2.0 * 3 * 2 * (projections + feed_forward + scores_and_values));
@@ -659,7 +659,7 @@ TEST(TransformerXl, CostCountsTheKeysWithinSpans) {
   // The keys seen are 1, 2; 2, 3; 2, of which a head with ceil(1.5 + z) = 2 keys sees 2 at most.
   const Problem problem = CausalProblem(1, 2, 5, 2);
   const Options options = {
-      {"segment", "2"}, {"memory", "1"}, {"feed_forward", "2"}, {"layers", "1"}};
+      {"segment", "2"}, {"memory", "1"}, {"feed_forward_dim", "8"}, {"layers", "1"}};
   Options spans = options;
   spans["span_ramp"] = "1.5";
   const auto plain = MakeLayer(problem, options), spanned = MakeLayer(problem, spans);
@@ -758,12 +758,11 @@ TEST_P(TransformerXlGolden, HuggingFacesTransfoXlModelComputesTheSame) {
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
   const Problem problem = CausalProblem(golden.tensors.at("x").dim(0), number("heads"),
                                         golden.tensors.at("x").dim(1), number("head_dim"));
-  const Options options = {
-      {"layers", golden.metadata.at("layers")},
-      {"segment", golden.metadata.at("segment_tokens")},
-      {"memory", golden.metadata.at("memory_tokens")},
-      {"same_length", golden.metadata.at("same_length")},
-      {"feed_forward", std::to_string(number("inner_dim") / number("model_dim"))}};
+  const Options options = {{"layers", golden.metadata.at("layers")},
+                           {"segment", golden.metadata.at("segment_tokens")},
+                           {"memory", golden.metadata.at("memory_tokens")},
+                           {"same_length", golden.metadata.at("same_length")},
+                           {"feed_forward_dim", golden.metadata.at("inner_dim")}};
   for (const Device device : kHostDevices) {
     SCOPED_TRACE(Name(device));
     Case test(problem, options, device);

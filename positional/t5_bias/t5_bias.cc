@@ -56,17 +56,17 @@ class Natural {
 };
 
 int64_t BucketsOfASide(const Problem& problem, const T5BiasOptions& options) {
-  return problem.causal ? options.num_buckets : options.num_buckets / 2;
+  return problem.causal ? options.buckets : options.buckets / 2;
 }
 
 absl::Status CheckBuckets(const Problem& problem, const T5BiasOptions& options) {
   const int64_t exact = BucketsOfASide(problem, options) / 2;
   if (options.max_distance > exact) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "max_distance=", options.max_distance, ": with num_buckets=", options.num_buckets, " ",
-      problem.causal ? "and" : "and no", " causal mask, distances below ", exact,
-      " have buckets of their own, and max_distance must be above that: ", exact + 1, " to ",
-      int64_t{1} << 20));
+  return absl::InvalidArgumentError(
+      absl::StrCat("max_distance=", options.max_distance, ": with buckets=", options.buckets, " ",
+                   problem.causal ? "and" : "and no", " causal mask, distances below ", exact,
+                   " have buckets of their own, and max_distance must be above that: ", exact + 1,
+                   " to ", int64_t{1} << 20));
 }
 
 class T5BiasLayer : public FlashLayer {
@@ -76,7 +76,7 @@ class T5BiasLayer : public FlashLayer {
                    std::make_unique<FullPattern>(problem.kv_tokens), options.scale),
         buckets_(BucketsOfASide(problem, options)),
         starts_(T5BucketStarts(buckets_, options.max_distance)) {
-    Tensor beta(DType::kF32, {options.num_buckets, problem.query_heads});
+    Tensor beta(DType::kF32, {options.buckets, problem.query_heads});
     FillNormal(&beta, seed, "beta", 0, 1 / std::sqrt(static_cast<double>(problem.model_dim())));
     parameters_["beta"] = std::move(beta);
   }
@@ -172,9 +172,9 @@ absl::Status T5Bias::Definition(const Problem& problem, const T5BiasOptions& opt
       [&](int64_t, int64_t h, int64_t i, int64_t j) {
         const int64_t behind = i + problem.kv_tokens - problem.query_tokens - j;
         if (problem.causal) {
-          return beta.Row(DefinedBucket(behind, options.num_buckets, options.max_distance))[h];
+          return beta.Row(DefinedBucket(behind, options.buckets, options.max_distance))[h];
         }
-        const int64_t half = options.num_buckets / 2;
+        const int64_t half = options.buckets / 2;
         const int64_t bucket = DefinedBucket(std::abs(behind), half, options.max_distance);
         return beta.Row(behind < 0 ? half + bucket : bucket)[h];
       },

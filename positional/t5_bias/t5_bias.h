@@ -9,8 +9,8 @@
 //   b(n) = n                                                       n < m
 //   b(n) = min(n' - 1, m + floor((n' - m) ln(n/m) / ln(D/m)))      n >= m
 //
-//   causal         bucket(x) = b(max(x, 0))                n' = num_buckets
-//   bidirectional  bucket(x) = b(|x|) + (x < 0 ? n' : 0)   n' = floor(num_buckets / 2)
+//   causal         bucket(x) = b(max(x, 0))                n' = buckets
+//   bidirectional  bucket(x) = b(|x|) + (x < 0 ? n' : 0)   n' = floor(buckets / 2)
 //
 // b(n) >= m + r means (n/m)^(n'-m) >= (D/m)^r. Bucket starts are computed from this in integers, so
 // no logarithm is rounded to the wrong side of one.
@@ -37,16 +37,16 @@
 namespace tfb::t5_bias {
 
 struct T5BiasOptions {
-  int64_t num_buckets = 32;
+  int64_t buckets = 32;
   int64_t max_distance = 128;
   double scale = 1;
 
   void Describe(OptionBinder& bind) {
-    bind.Int("num_buckets", &num_buckets, 4, 512,
+    bind.Int("buckets", &buckets, 4, 512,
              "rows of the table; without a causal mask half of them, rounded down, for each side");
     bind.Int(
         "max_distance", &max_distance, 2, int64_t{1} << 20,
-        "distances from here on share a bucket; more than a quarter of num_buckets, causally half");
+        "distances from here on share a bucket; more than a quarter of buckets, causally half");
     bind.Real("scale", &scale, 0, 1e6, "factor on q . k; 0 means 1/sqrt(head_dim)");
   }
 };
@@ -56,7 +56,7 @@ struct T5BiasOptions {
 // It requires 2 <= buckets and buckets / 2 < max_distance < 2^32.
 std::vector<int64_t> T5BucketStarts(int64_t buckets, int64_t max_distance);
 
-// T5Bias has the parameter beta [num_buckets, query_heads].
+// T5Bias has the parameter beta [buckets, query_heads].
 class T5Bias : public TechniqueOf<T5BiasOptions> {
  public:
   T5Bias();

@@ -176,7 +176,7 @@ TEST(T5Bias, KeysBehindAndAheadHaveTablesOfTheirOwn) {
   const double weights[] = {1, 2, 100, 4};
   for (int n = 0; n < 4; ++n) beta.span<float>()[n] = static_cast<float>(std::log(weights[n]));
   const NamedTensors ours = RunTechnique(T5Bias(), problem, ViewsOf(inputs),
-                                         {{{"num_buckets", "4"}}, Device::kCpu, 1, &parameters})
+                                         {{{"buckets", "4"}}, Device::kCpu, 1, &parameters})
                                 .value();
   const float* middle = ours.at("out").view().At<float>(0, 0, 1);
   EXPECT_NEAR(middle[0], 2.0 / 7, 1e-6);
@@ -198,7 +198,7 @@ TEST(T5Bias, MatchesItsDefinitionOfAllBucketsBidirectionallyAndCausally) {
         NamedTensors parameters;
         FillNormal(&(parameters["beta"] = Tensor(DType::kF32, {std::stoi(buckets), 6})), 5, "beta");
         RunRequest request;
-        request.options = {{"num_buckets", buckets}, {"max_distance", distance}, {"scale", "0.25"}};
+        request.options = {{"buckets", buckets}, {"max_distance", distance}, {"scale", "0.25"}};
         request.parameters = &parameters;
         const NamedTensors ours = RunTechnique(T5Bias(), problem, ViewsOf(inputs), request).value();
         const NamedTensors expected =

@@ -52,7 +52,7 @@ class TransformerXlRelativeLayer : public FlashLayer {
     DistanceRange range;
     range.first = p.causal ? std::max<int64_t>(0, 1 - p.query_tokens) : 1 - p.query_tokens;
     range.last = p.kv_tokens - 1;
-    range.clamp = options_.clamp_length;
+    range.clamp = options_.max_distance;
     const Tensor sinusoids = SinusoidsOf(range, p.model_dim());
     TFB_ASSIGN_OR_RETURN(
         positions_,
@@ -125,7 +125,7 @@ absl::Status TransformerXlRelative::Definition(const Problem& problem,
   const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
   const int64_t nearest = problem.causal ? 0 : -problem.query_tokens;
   const DoubleTensor positions =
-      DefinePositions(problem, options.clamp_length, w_r, nearest, problem.kv_tokens - nearest + 1);
+      DefinePositions(problem, options.max_distance, w_r, nearest, problem.kv_tokens - nearest + 1);
   DefineAttention(
       problem, inputs, request,
       [&](int64_t b, int64_t h, int64_t i, int64_t j) {

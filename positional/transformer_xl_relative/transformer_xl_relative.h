@@ -10,7 +10,7 @@
 //
 // Source: Dai, Yang, Yang, Carbonell, Le, Salakhutdinov 2019, "Transformer-XL: attentive language
 // models beyond a fixed-length context", arXiv:1901.02860v3, section 3.3 and appendix B; XLNet:
-// Yang et al., arXiv:1906.08237v2, section 2.4. The negative distances and clamp_length are as in
+// Yang et al., arXiv:1906.08237v2, section 2.4. The negative distances and max_distance are as in
 // the authors' codes. The paper's projections W_E and W_q are left to the caller: queries and keys
 // come projected. In 16-bit problems r_d W_r is rounded to their dtype, like the keys to which it
 // is added (r_d itself is fp32, as W_r is). Segments and their memory are memory/transformer_xl,
@@ -30,10 +30,10 @@ namespace tfb::transformer_xl_relative {
 struct TransformerXlRelativeOptions {
   static constexpr int64_t kMaxClamp = int64_t{1} << 20;
 
-  int64_t clamp_length = 0;
+  int64_t max_distance = 0;
 
   void Describe(OptionBinder& bind) {
-    bind.Int("clamp_length", &clamp_length, 0, kMaxClamp,
+    bind.Int("max_distance", &max_distance, 0, kMaxClamp,
              "larger distances count as this one; 0 means none do");
   }
 };

@@ -163,7 +163,7 @@ TEST(TransformerXlRelative, ClampedDistancesAreIndistinguishable) {
   Fill(inputs["k"].view(), 0.5);
   const NamedTensors parameters = LargeParameters(problem);
   const NamedTensors run = RunTechnique(TransformerXlRelative(), problem, ViewsOf(inputs),
-                                        With(parameters, {{"clamp_length", "5"}}))
+                                        With(parameters, {{"max_distance", "5"}}))
                                .value();
   for (int64_t j = 0; j <= 7; ++j) EXPECT_NEAR(LogRatio(run, 0, 12, j, 0), 0, 1e-6);
   for (int64_t j = 17; j < 24; ++j) EXPECT_NEAR(LogRatio(run, 0, 12, j, 23), 0, 1e-6);
@@ -198,7 +198,7 @@ TEST(TransformerXlRelative, MatchesItsDefinitionBidirectionallyAndCausally) {
         problem.value_dim = 9;
         const NamedTensors inputs = RandomInputs(QkvInputs(problem), 2);
         const NamedTensors parameters = LargeParameters(problem);
-        RunRequest request = With(parameters, {{"clamp_length", causal ? "0" : "40"}});
+        RunRequest request = With(parameters, {{"max_distance", causal ? "0" : "40"}});
         request.device = device;
         const NamedTensors ours =
             RunTechnique(TransformerXlRelative(), problem, ViewsOf(inputs), request).value();
@@ -244,7 +244,7 @@ TEST(TransformerXlRelative, MatchesHuggingFace) {
     Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3]);
     problem.kv_tokens = tensors.at("k").dim(2);
     problem.causal = golden.metadata.at("causal") == "True";
-    const Options options = {{"clamp_length", golden.metadata.at("clamp_length")}};
+    const Options options = {{"max_distance", golden.metadata.at("max_distance")}};
     NamedTensors parameters;
     Inputs inputs;
     for (const char* tensor : {"q", "k", "v"}) inputs.Set(tensor, tensors.at(tensor).view());

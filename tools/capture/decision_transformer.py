@@ -21,7 +21,7 @@ NODES, EDGE_PROBABILITY, WALKS, STEPS = 20, 0.1, 1000, 10  # the paper's
 LAYERS, HEADS, HEAD_DIM = 3, 2, 32
 WIDTH, INNER = HEADS * HEAD_DIM, 4 * HEADS * HEAD_DIM
 RETURN_SCALE = 1 / STEPS
-TECHNIQUE = (f"decision_transformer:layers={LAYERS},feed_forward=4,state_dim={NODES},"
+TECHNIQUE = (f"decision_transformer:layers={LAYERS},state_dim={NODES},"
              f"action_dim={NODES},max_timestep={STEPS},action_tanh=false")
 
 

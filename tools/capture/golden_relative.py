@@ -58,9 +58,9 @@ def relative_case(compute, causal, clamp, tokens, keys):
     tensors = {"q": f32(q), "k": f32(k), "v": f32(v), "w_r": f32(w_r), "u": f32(u),
                "v_bias": f32(v_bias), "out": f64(out)}
     return tensors, {
-        "causal": str(causal), "clamp_length": str(clamp),
+        "causal": str(causal), "max_distance": str(clamp),
         "formula": "softmax(((q_i + u) k_j + (q_i + v_bias) (r_d w_r)) / sqrt(head_dim)) v, "
-                   "d = i + kv_tokens - query_tokens - j clipped to +-clamp_length where that is "
+                   "d = i + kv_tokens - query_tokens - j clipped to +-max_distance where that is "
                    "not 0, r_d = [sines, cosines]",
     }, relative_formula(causal, clamp)
 

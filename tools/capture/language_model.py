@@ -20,7 +20,7 @@ WIDTH, INNER = HEADS * HEAD_DIM, 4 * HEADS * HEAD_DIM
 SEGMENT, MEMORY = 128, 256
 BYTES = 256
 TECHNIQUE = (f"transformer_xl:layers={LAYERS},segment={SEGMENT},memory={MEMORY},pre_norm=true,"
-             "share_biases=false,feed_forward=4")
+             "share_biases=false")
 
 
 def exit_names():
