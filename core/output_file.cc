@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/file_error.h"
 #include "core/status.h"
 
 namespace tfb {
@@ -20,35 +21,14 @@ namespace fs = std::filesystem;
 
 constexpr int kMostLinks = 40;  // as Linux
 
-absl::Status SystemError(const std::string& path, int error) {
-  const std::string message = absl::StrCat(path, ": cannot write: ", strerror(error));
-  switch (error) {
-    case ENOENT:
-    case ENOTDIR:
-      return absl::NotFoundError(message);
-    case EACCES:
-    case EPERM:
-    case EROFS:
-      return absl::PermissionDeniedError(message);
-    case EISDIR:
-      return absl::InvalidArgumentError(message);
-    case ENOSPC:
-    case EDQUOT:
-    case EFBIG:
-      return absl::ResourceExhaustedError(message);
-    default:
-      return absl::UnavailableError(message);
-  }
-}
-
 // Follows links, also to what does not exist yet.
 absl::StatusOr<std::string> TargetOf(const std::string& path) {
   fs::path target = path;
   std::error_code error;
   for (int links = 0; fs::is_symlink(fs::symlink_status(target, error)); ++links) {
-    if (links == kMostLinks) return SystemError(path, ELOOP);
+    if (links == kMostLinks) return FileError(path, "write", ELOOP);
     const fs::path next = fs::read_symlink(target, error);
-    if (error) return SystemError(path, error.value());
+    if (error) return FileError(path, "write", error.value());
     target = next.is_absolute() ? next : target.parent_path() / next;
   }
   return target.string();
@@ -60,19 +40,19 @@ absl::StatusOr<std::unique_ptr<OutputFile>> OutputFile::Open(const std::string& 
   TFB_ASSIGN_OR_RETURN(const std::string target, TargetOf(path));
   struct stat info;
   const bool is_there = stat(target.c_str(), &info) == 0;
-  if (!is_there && errno != ENOENT) return SystemError(path, errno);
-  if (is_there && S_ISDIR(info.st_mode)) return SystemError(path, EISDIR);
-  if (is_there && access(target.c_str(), W_OK) != 0) return SystemError(path, errno);
+  if (!is_there && errno != ENOENT) return FileError(path, "write", errno);
+  if (is_there && S_ISDIR(info.st_mode)) return FileError(path, "write", EISDIR);
+  if (is_there && access(target.c_str(), W_OK) != 0) return FileError(path, "write", errno);
   const bool is_direct = is_there && !S_ISREG(info.st_mode);
   const std::string temporary = is_direct ? "" : absl::StrCat(target, ".", getpid(), ".tmp");
   const int descriptor =
       is_direct
           ? open(target.c_str(), O_WRONLY | O_CLOEXEC)
           : open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
-  if (descriptor < 0) return SystemError(path, errno);
+  if (descriptor < 0) return FileError(path, "write", errno);
   std::unique_ptr<OutputFile> file(new OutputFile(path, target, temporary, descriptor));
   if (is_there && !is_direct && fchmod(descriptor, info.st_mode & 07777) != 0) {
-    return SystemError(path, errno);
+    return FileError(path, "write", errno);
   }
   return file;
 }
@@ -93,7 +73,7 @@ absl::Status OutputFile::Write(absl::string_view bytes) {
   while (!bytes.empty()) {
     const ssize_t written = write(descriptor_, bytes.data(), bytes.size());
     if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return SystemError(path_, errno);
+    if (written < 0) return FileError(path_, "write", errno);
     bytes.remove_prefix(static_cast<size_t>(written));
   }
   return absl::OkStatus();
@@ -107,7 +87,7 @@ absl::Status OutputFile::WriteAt(int64_t offset, absl::string_view bytes) {
   while (!bytes.empty()) {
     const ssize_t written = pwrite(descriptor_, bytes.data(), bytes.size(), offset);
     if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return SystemError(path_, errno);
+    if (written < 0) return FileError(path_, "write", errno);
     bytes.remove_prefix(static_cast<size_t>(written));
     offset += written;
   }
@@ -118,11 +98,11 @@ absl::Status OutputFile::Finish() {
   // Devices and FIFOs have no disk to wait for.
   int error = !temporary_.empty() && fsync(descriptor_) != 0 ? errno : 0;
   if (close(std::exchange(descriptor_, -1)) != 0 && error == 0) error = errno;
-  if (temporary_.empty()) return error == 0 ? absl::OkStatus() : SystemError(path_, error);
+  if (temporary_.empty()) return error == 0 ? absl::OkStatus() : FileError(path_, "write", error);
   if (error == 0 && rename(temporary_.c_str(), target_.c_str()) != 0) error = errno;
   if (error == 0) return absl::OkStatus();
   unlink(temporary_.c_str());
-  return SystemError(path_, error);
+  return FileError(path_, "write", error);
 }
 
 absl::Status CheckWritable(const std::string& path) {
@@ -130,7 +110,7 @@ absl::Status CheckWritable(const std::string& path) {
   const bool is_special =
       stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode);
   if (is_special)
-    return access(path.c_str(), W_OK) == 0 ? absl::OkStatus() : SystemError(path, errno);
+    return access(path.c_str(), W_OK) == 0 ? absl::OkStatus() : FileError(path, "write", errno);
   return OutputFile::Open(path).status();
 }
 

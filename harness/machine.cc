@@ -34,6 +34,7 @@
 #include "core/thread_pool.h"
 #include "harness/build_flags.h"
 #include "harness/device_monitor.h"
+#include "results/wire.h"
 
 namespace tfb {
 namespace {
@@ -418,6 +419,9 @@ Environment DescribeMachine(int threads, const std::string& workspace) {
   environment.set_compile_flags(kCompileFlags);
   environment.set_compilation_mode(kCompilationMode);
   DescribeCommit(workspace, &environment);
+  if (const std::string program = ReadText("/proc/self/exe"); !program.empty()) {
+    environment.set_program_checksum(wire::Crc32c(program));
+  }
   environment.set_start_unix_ns(absl::ToUnixNanos(absl::Now()));
   char folder[PATH_MAX];
   if (const char* callers = std::getenv("BUILD_WORKING_DIRECTORY"); callers != nullptr) {

@@ -120,6 +120,30 @@ Outcome::Status OutcomeOf(const absl::Status& status) {
   }
 }
 
+// Passes on records of cases that are being timed, some at a time: a report wakes the process that
+// takes it, which may disturb the sample that follows.
+class InterimReports {
+ public:
+  InterimReports(const MeasureHooks& hooks, Clock* clock)
+      : hooks_(hooks), clock_(clock), last_(clock->Seconds()) {}
+
+  void Add(size_t index, Case record, const CaseCost& cost) {
+    waiting_[index] = {std::move(record), cost};
+    if (clock_->Seconds() < last_ + kSeconds) return;
+    for (auto& [i, report] : waiting_) hooks_.so_far(i, std::move(report.first), report.second);
+    waiting_.clear();
+    last_ = clock_->Seconds();
+  }
+
+ private:
+  static constexpr double kSeconds = 1;
+
+  const MeasureHooks& hooks_;
+  Clock* clock_;
+  double last_;
+  std::map<size_t, std::pair<Case, CaseCost>> waiting_;
+};
+
 // A case on its way: what it owns while the batch is timed, and its record so far.
 struct Measurer::Prepared {
   size_t index = 0;
@@ -247,6 +271,7 @@ bool Measurer::Prepare(const GroupCase& group_case, size_t index, const MeasureH
     hooks.done(index, std::move(prepared->record), prepared->cost);
     return true;
   }
+  if (hooks.so_far != nullptr) hooks.so_far(index, prepared->record, prepared->cost);
   batch->threads = group_case.sweep_case->threads;
   batch->cases.push_back(std::move(prepared));
   return true;
@@ -505,6 +530,15 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
     hooks.on_activity(batch->cases[index]->index, what);
   };
   options.stopped = hooks.stopped;
+  InterimReports reports(hooks, options_.clock);
+  if (hooks.so_far != nullptr) {
+    options.on_enough = [&](size_t index, const Timing& so_far) {
+      const Prepared& prepared = *batch->cases[index];
+      Case record = prepared.record;
+      *record.mutable_outcome()->mutable_timing() = so_far;
+      reports.Add(prepared.index, std::move(record), prepared.cost);
+    };
+  }
   const LoadReading load_before = ReadMachineLoad(options_.load);
   MeasureSideBySide(options, &timed);
   // All cases of the batch were timed in the same stretch of time.

@@ -67,6 +67,9 @@ struct MeasureHooks {
   std::function<bool()> stopped;
   // Returns the seconds until `stopped` will be true for lack of time; null means no such limit.
   std::function<double()> seconds_left;
+  // The record so far of a case that is not finished: after its check, and while it is timed when it
+  // has enough samples to count. Null: nobody asks.
+  std::function<void(size_t index, Case record, const CaseCost& cost)> so_far;
   // The record of a finished case. In any order.
   std::function<void(size_t index, Case record, const CaseCost& cost)> done;
 };

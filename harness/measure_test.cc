@@ -58,6 +58,10 @@ class MeasureTest : public ::testing::Test {
     };
     if (seconds_left_ > 0) hooks.seconds_left = [this] { return seconds_left_; };
     hooks.stopped = [this] { return stopped_; };
+    hooks.so_far = [&](size_t, Case record, const CaseCost&) {
+      so_far_.push_back(std::move(record));
+      activities_at_so_far_.push_back(activities_);
+    };
     hooks.done = [&](size_t index, Case record, const CaseCost&) {
       const std::string name = cases_[index].DisplayName();
       EXPECT_TRUE(records.emplace(name, std::move(record)).second) << name << " is reported twice";
@@ -72,6 +76,8 @@ class MeasureTest : public ::testing::Test {
   std::vector<SweepCase> cases_;
   using Activity = std::pair<size_t, std::string>;
   std::map<std::string, int> activities_;
+  std::vector<Case> so_far_;
+  std::vector<std::map<std::string, int>> activities_at_so_far_;
   std::vector<Activity> sequence_;
   double seconds_left_ = 0;  // 0: there is no such limit
   bool check_ = true, case_check_ = true, stopped_ = false, kept_device_ = true;
@@ -98,6 +104,19 @@ TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
   EXPECT_LT(outcome.elapsed_seconds(), 100 * 1e-4);
   EXPECT_EQ(outcome.statistics().at("rounds"), 1);
   EXPECT_EQ(records.at("toy_mean").technique().weights(), TechniqueDescription::WEIGHTS_NONE);
+}
+
+TEST_F(MeasureTest, ARecordIsToldAfterItsCheckBeforeAnyCaseIsTimed) {
+  Measure("toy_mean,toy_causal,toy_unable");
+  // Of the two that run, in the order in which they were checked.
+  ASSERT_GE(so_far_.size(), 2u);
+  for (size_t i = 0; i < 2; ++i) {
+    EXPECT_TRUE(so_far_[i].outcome().against_definition().passed());
+    EXPECT_EQ(so_far_[i].outcome().timing().run_ns_size(), 0);
+    EXPECT_EQ(activities_at_so_far_[i].count("setup"), 0u);
+  }
+  EXPECT_EQ(so_far_[0].key().technique(), "toy_mean");
+  EXPECT_EQ(so_far_[1].key().technique(), "toy_causal");
 }
 
 TEST_F(MeasureTest, WhatCannotRunHasAStatusAndAReasonAndTheOthersRun) {

@@ -13,24 +13,22 @@
 #include <system_error>
 #include <utility>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/str_split.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
-#include "core/cuda/runtime.h"
 #include "core/status.h"
-#include "harness/device_peaks.h"
-#include "harness/machine.h"
 #include "harness/machine_load.h"
 #include "harness/progress.h"
 #include "harness/quantities.h"
 #include "harness/sweep_plan.h"
+#include "harness/sweep_worker.h"
 #include "harness/timing.h"
 #include "harness/turns.h"
 #include "harness/worker.h"
+#include "harness/worker_messages.pb.h"
 #include "results/analysis.h"
 #include "results/appender.h"
 #include "results/comparison.h"
@@ -73,101 +71,7 @@ class SignalGuard {
   struct sigaction interrupt_, terminate_;
 };
 
-// --- The worker's side. Messages to it: 'E' (describe the machine), 'G' and a group; from it: 'E'
-// and the environment, 'C', the index of a case, its cost and its record, 'D' (the group is done), 'L' (the
-// device is lost to this worker, which ends).
-
-constexpr char kDescribe = 'E', kGroup = 'G', kCase = 'C', kDone = 'D', kLost = 'L';
-
-// A case of a group as it travels from the parent: its index in the list of all cases.
-struct GroupItem {
-  Visit::Item visit;
-  bool check = true;
-};
-
-std::string EncodeGroup(const std::vector<GroupItem>& items) {
-  std::string text(1, kGroup);
-  for (const GroupItem& item : items) {
-    absl::StrAppend(&text, item.visit.index, ",", item.check, ",", item.visit.repetitions, ",",
-                    item.visit.share_seconds, ",", item.visit.check_seconds, ";");
-  }
-  return text;
-}
-
-std::vector<GroupItem> DecodeGroup(absl::string_view text) {
-  std::vector<GroupItem> items;
-  for (absl::string_view word : absl::StrSplit(text, ';', absl::SkipEmpty())) {
-    const std::vector<absl::string_view> parts = absl::StrSplit(word, ',');
-    GroupItem item;
-    int check = 1;
-    if (parts.size() != 5 || !absl::SimpleAtoi(parts[0], &item.visit.index) ||
-        !absl::SimpleAtoi(parts[1], &check) ||
-        !absl::SimpleAtoi(parts[2], &item.visit.repetitions) ||
-        !absl::SimpleAtod(parts[3], &item.visit.share_seconds) ||
-        !absl::SimpleAtod(parts[4], &item.visit.check_seconds)) {
-      continue;
-    }
-    item.check = check != 0;
-    items.push_back(item);
-  }
-  return items;
-}
-
-Environment Describe(const SweepOptions& options, const std::vector<SweepCase>& cases) {
-  std::vector<int> threads = {1};
-  for (const SweepCase& sweep_case : cases) threads.push_back(sweep_case.threads);
-  Environment environment = DescribeMachine(cases.front().threads, options.workspace);
-  MeasurePeaks(threads, &environment);
-  const bool on_gpu = std::any_of(cases.begin(), cases.end(), [](const SweepCase& sweep_case) {
-    return sweep_case.device == Device::kCuda;
-  });
-  if (const auto gpu = CudaRuntime::For(Device::kCuda); on_gpu && gpu.ok()) {
-    // A failure here costs the shares of a peak alone; the cases themselves say what is wrong.
-    MeasureDevicePeaks(*gpu, &environment).IgnoreError();
-  }
-  for (const std::string& word : options.command_line) environment.add_command_line(word);
-  return environment;
-}
-
-// False where the device is lost.
-bool MeasureGroup(Measurer* measurer, const std::vector<SweepCase>& cases,
-                  const std::vector<GroupItem>& items, WorkerSide* side) {
-  std::vector<GroupCase> group;
-  for (const GroupItem& item : items) {
-    group.push_back({&cases[item.visit.index], item.check, item.visit.share_seconds,
-                     item.visit.repetitions, item.visit.check_seconds});
-  }
-  MeasureHooks hooks;
-  hooks.on_activity = [&](size_t i, absl::string_view what) {
-    side->Announce(static_cast<int64_t>(items[i].visit.index), what);
-  };
-  hooks.stopped = [&] { return side->stopped(); };
-  hooks.seconds_left = [&] { return side->SecondsLeft(); };
-  hooks.done = [&](size_t i, Case record, const CaseCost& cost) {
-    side->Send(absl::StrCat(std::string(1, kCase), items[i].visit.index, ",",
-                            cost.preparation_seconds, ",", cost.check_seconds, "\n",
-                            record.SerializeAsString()));
-  };
-  return measurer->Measure(group, hooks);
-}
-
-void Work(const SweepOptions& options, const std::vector<SweepCase>& cases, WorkerSide& side) {
-  Measurer measurer(options.measure);
-  while (const std::optional<std::string> message = side.Receive()) {
-    if (message->empty()) continue;
-    if ((*message)[0] == kDescribe) {
-      side.Send(std::string(1, kDescribe) + Describe(options, cases).SerializeAsString());
-    } else {
-      const bool kept =
-          MeasureGroup(&measurer, cases, DecodeGroup(absl::string_view(*message).substr(1)), &side);
-      side.Announce(-1, "");
-      side.Send(std::string(1, kept ? kDone : kLost));
-      if (!kept) return;
-    }
-  }
-}
-
-// --- The parent's side
+// --- Records
 
 // Samples of a further visit to the same case. What stands once (errors, memory) is the first's; a
 // status that is not ok is the case's.
@@ -175,15 +79,21 @@ void AddVisit(const Case& visit, Case* all) {
   const Timing& more = visit.outcome().timing();
   Outcome* outcome = all->mutable_outcome();
   Timing* timing = outcome->mutable_timing();
+  if (timing->clock() == Timing::CLOCK_UNSPECIFIED) timing->set_clock(more.clock());
+  if (more.calls_per_sample() > 0) timing->set_calls_per_sample(more.calls_per_sample());
   timing->mutable_setup_ns()->MergeFrom(more.setup_ns());
   timing->mutable_cold_run_ns()->MergeFrom(more.cold_run_ns());
   timing->mutable_run_ns()->MergeFrom(more.run_ns());
   timing->mutable_end_to_end_ns()->MergeFrom(more.end_to_end_ns());
   timing->mutable_probe_ns()->MergeFrom(more.probe_ns());
   timing->mutable_run_instructions()->MergeFrom(more.run_instructions());
-  const int segments = std::min(timing->segments_size(), more.segments_size());
-  for (int i = 0; i < segments; ++i) {
-    timing->mutable_segments(i)->mutable_append_ns()->MergeFrom(more.segments(i).append_ns());
+  if (timing->segments_size() == 0) {
+    *timing->mutable_segments() = more.segments();
+  } else {
+    const int segments = std::min(timing->segments_size(), more.segments_size());
+    for (int i = 0; i < segments; ++i) {
+      timing->mutable_segments(i)->mutable_append_ns()->MergeFrom(more.segments(i).append_ns());
+    }
   }
   timing->set_discarded_samples(timing->discarded_samples() + more.discarded_samples());
   timing->set_throttled_samples(timing->throttled_samples() + more.throttled_samples());
@@ -193,6 +103,9 @@ void AddVisit(const Case& visit, Case* all) {
       std::max(outcome->process_peak_bytes(), visit.outcome().process_peak_bytes()));
   if (visit.outcome().has_machine_load()) {
     AddLoad(visit.outcome().machine_load(), outcome->mutable_machine_load());
+  }
+  if (!outcome->has_device_state_before() && visit.outcome().has_device_state_before()) {
+    *outcome->mutable_device_state_before() = visit.outcome().device_state_before();
   }
   if (visit.outcome().has_device_state_after()) {
     *outcome->mutable_device_state_after() = visit.outcome().device_state_after();
@@ -208,6 +121,12 @@ double HangGraceSeconds(double case_timeout) { return std::clamp(case_timeout / 
 constexpr double kRedrawSeconds = 0.2;
 constexpr int kMostEndsBetweenCases = 3;
 constexpr double kLockSeconds = 2;
+// The end of an unfinished record's reason that says why there are no times.
+constexpr absl::string_view kNotTimed = "times were not measured: ";
+
+std::string WithoutNotTimed(absl::string_view reason) {
+  return std::string(absl::StripSuffix(reason.substr(0, reason.find(kNotTimed)), "; "));
+}
 
 class Sweep {
  public:
@@ -229,9 +148,7 @@ class Sweep {
         is_quiet() ? std::fopen("/dev/null", "w") : nullptr, &CloseFile);
     progress_ =
         std::make_unique<Progress>(nowhere != nullptr ? nowhere.get() : stderr, CountLeft());
-    absl::Status status = CountLeft() == 0 && options_.other.program.empty() && !follows()
-                              ? absl::OkStatus()
-                              : MeasureAll();
+    absl::Status status = MeasureAll();
     progress_->Clear();
     if (!status.ok()) return FailWhileMeasuring(status);
     appender_.reset();  // closes the file
@@ -257,10 +174,11 @@ class Sweep {
     appender_.reset();
     const absl::StatusOr<ResultFile> file = ReadResultFile(options_.output);
     if (file.ok() && file->results.cases_size() == 0 && is_new_) unlink(options_.output.c_str());
-    if (!file.ok() || file->results.cases_size() == 0) return Fail(status);
+    if (!measures_ || !file.ok() || file->results.cases_size() == 0) return Fail(status);
+    if (!is_quiet()) Show().IgnoreError();  // the error that matters is printed below
     return Fail(absl::Status(
         status.code(),
-        absl::StrCat(status.message(), "; ", file->results.cases_size(), " cases are in ",
+        absl::StrCat(status.message(), "; ", CasesByKey(file->results).size(), " cases are in ",
                      ShortPath(options_.output), ", --resume goes on")));
   }
 
@@ -300,8 +218,8 @@ class Sweep {
     return absl::OkStatus();
   }
 
-  // Which cases the file lacks. A case whose record says "skipped" is tried again: what kept it may
-  // be gone.
+  // Finds the cases that the file lacks. A case whose record says "skipped" is tried again: what
+  // kept it may be gone.
   void FindLeft() {
     const std::map<std::string, const Case*> recorded = CasesByKey(appender_->existing());
     std::vector<std::string> keys;
@@ -311,8 +229,17 @@ class Sweep {
       const auto found = recorded.find(keys[i]);
       if (found == recorded.end()) continue;
       const Outcome& outcome = found->second->outcome();
-      left_[i] = outcome.status() == Outcome::STATUS_SKIPPED;
-      if (left_[i]) skipped_before_[i] = outcome.reason();
+      if (outcome.status() == Outcome::STATUS_SKIPPED) {
+        skipped_before_[i] = outcome.reason();
+      } else if (outcome.unfinished()) {
+        unfinished_before_[i] = found->second;
+      } else {
+        left_[i] = false;
+        finished_before_.insert(i);
+      }
+      if (outcome.status() != Outcome::STATUS_SKIPPED) {
+        origins_.insert(found->second->environment_id());
+      }
       if (outcome.status() == Outcome::STATUS_FAILED) failed_.insert(i);
       NoteOutcome(outcome);
     }
@@ -347,7 +274,22 @@ class Sweep {
     const auto before = skipped_before_.find(index);
     const bool known = before != skipped_before_.end() && before->second == outcome.reason() &&
                        outcome.status() == Outcome::STATUS_SKIPPED;
-    return known ? absl::OkStatus() : appender_->Append(record);
+    return known ? absl::OkStatus() : AppendRecord(record);
+  }
+
+  // The environment is written before the first record: a sweep that is ended sooner leaves none.
+  absl::Status AppendRecord(const Case& record) {
+    if (!environment_appended_) TFB_RETURN_IF_ERROR(appender_->Append(environment_));
+    environment_appended_ = true;
+    return appender_->Append(record);
+  }
+
+  // Writes what is known of a case that is not finished, for a sweep that goes on where this one was
+  // stopped. A whole record that the file has already is worth more.
+  absl::Status AppendUnfinished(size_t index, Case record) {
+    if (finished_before_.count(index) > 0) return absl::OkStatus();
+    record.mutable_outcome()->set_unfinished(true);
+    return AppendRecord(record);
   }
 
   // Whether anything was tried, of this sweep or of the one that it resumes.
@@ -376,7 +318,9 @@ class Sweep {
   }
 
   absl::Status AppendUnmeasured(size_t index, Outcome::Status status, absl::string_view reason) {
-    Case record = MakeRecord(cases_[index]);
+    KeepInterim();
+    const auto held = records_.find(index);
+    Case record = held != records_.end() ? held->second : MakeRecord(cases_[index]);
     record.mutable_outcome()->set_status(status);
     record.mutable_outcome()->set_reason(std::string(reason));
     plan_->Finish(index);
@@ -399,10 +343,17 @@ class Sweep {
   // --- Measuring
 
   absl::Status MeasureAll() {
+    const bool is_done = CountLeft() == 0 && !takes_turns();
+    if (is_done && origins_.empty()) return absl::OkStatus();
     TFB_RETURN_IF_ERROR(StartWorker());
-    TFB_RETURN_IF_ERROR(AppendEnvironment());
+    TFB_RETURN_IF_ERROR(DescribeHere());
+    TFB_RETURN_IF_ERROR(CheckOrigins());
+    measures_ = true;
+    if (is_done) return absl::OkStatus();
+    TFB_RETURN_IF_ERROR(MeasurePeaksHere());
     TFB_RETURN_IF_ERROR(AppendObstacles());
     MakePlan();
+    TFB_RETURN_IF_ERROR(TakeUnfinished());
     TFB_RETURN_IF_ERROR(follows() ? Follow() : Lead());
     worker_.reset();
     return absl::OkStatus();
@@ -416,6 +367,25 @@ class Sweep {
     how.rounds = options_.rounds;
     how.takes_turns = takes_turns();
     plan_ = std::make_unique<SweepPlan>(cases_, left_, how);
+  }
+
+  // Goes on with the cases that an earlier sweep on this machine has checked, or timed in part.
+  absl::Status TakeUnfinished() {
+    for (const auto& [index, record] : unfinished_before_) {
+      const Environment* origin = FindEnvironment(appender_->existing(), record->environment_id());
+      if (!left_[index] || !MachineDifferences(*origin, environment_).empty()) continue;
+      Case all = *record;
+      all.clear_environment_id();
+      Outcome* outcome = all.mutable_outcome();
+      outcome->set_unfinished(false);
+      outcome->set_reason(WithoutNotTimed(outcome->reason()));
+      CaseCost cost;
+      cost.preparation_seconds = outcome->elapsed_seconds();
+      visits_[index] = plan_->Resume(index, VisitedBy(all, cost));
+      records_[index] = all;
+      if (visits_[index] >= options_.rounds) TFB_RETURN_IF_ERROR(Append(index, all));
+    }
+    return absl::OkStatus();
   }
 
   static bool Stopped() { return signals_seen > 0; }
@@ -487,16 +457,22 @@ class Sweep {
   }
 
   absl::Status StartWorker() {
-    TFB_ASSIGN_OR_RETURN(worker_,
-                         Worker::Start([this](WorkerSide& side) { Work(options_, cases_, side); },
-                                       options_.measure.memory_limit, &clock_));
+    TFB_ASSIGN_OR_RETURN(
+        worker_, Worker::Start([this](WorkerSide& side) { WorkForSweep(options_, cases_, side); },
+                               options_.measure.memory_limit, &clock_));
     return absl::OkStatus();
   }
 
-  absl::Status AppendEnvironment() {
-    TFB_RETURN_IF_ERROR(worker_->Send(std::string(1, kDescribe)));
+  static absl::StatusOr<FromWorker> Parsed(const std::string& message) {
+    FromWorker answer;
+    if (answer.ParseFromString(message)) return answer;
+    return absl::InternalError("an answer of the measuring process does not parse");
+  }
+
+  absl::StatusOr<Environment> AskForEnvironment(const ToWorker& request, absl::string_view what) {
+    TFB_RETURN_IF_ERROR(worker_->Send(request.SerializeAsString()));
     for (;;) {
-      progress_->Show("measuring the machine's peaks", Elapsed(), ExpectedLeft());
+      progress_->Show(what, Elapsed(), ExpectedLeft());
       std::string message;
       switch (worker_->Wait(kRedrawSeconds, &message)) {
         case Worker::Event::kNothing:
@@ -504,16 +480,46 @@ class Sweep {
           continue;
         case Worker::Event::kEnded:
           return absl::InternalError(
-              absl::StrCat("describing the machine ended the process: ", worker_->HowItEnded()));
+              absl::StrCat(what, " ended the process: ", worker_->HowItEnded()));
         case Worker::Event::kMessage:
-          Environment environment;
-          if (!environment.ParseFromString(message.substr(1))) {
-            return absl::InternalError("the worker's environment does not parse");
-          }
-          no_gpu_reason_ = environment.no_gpu_reason();
-          return appender_->Append(std::move(environment));
+          TFB_ASSIGN_OR_RETURN(const FromWorker answer, Parsed(message));
+          return answer.environment();
       }
     }
+  }
+
+  absl::Status DescribeHere() {
+    ToWorker request;
+    request.set_describe(true);
+    TFB_ASSIGN_OR_RETURN(environment_, AskForEnvironment(request, "describing the machine"));
+    return absl::OkStatus();
+  }
+
+  absl::Status MeasurePeaksHere() {
+    ToWorker request;
+    request.set_measure_peaks(true);
+    TFB_ASSIGN_OR_RETURN(const Environment peaks,
+                         AskForEnvironment(request, "measuring the machine's peaks"));
+    environment_.MergeFrom(peaks);
+    return absl::OkStatus();
+  }
+
+  // Cases of another machine, build or version are not taken for this one's.
+  absl::Status CheckOrigins() const {
+    if (options_.allow_different_environment) return absl::OkStatus();
+    for (const std::string& id : origins_) {
+      const Environment* origin = FindEnvironment(appender_->existing(), id);
+      const std::vector<std::string> differences = origin == nullptr
+                                                       ? std::vector<std::string>{"unknown"}
+                                                       : MachineDifferences(*origin, environment_);
+      if (differences.empty()) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          "--resume: ", ShortPath(options_.output),
+          " has cases of another machine, build or version (there / here: ",
+          absl::StrJoin(differences, "; "),
+          "); --allow_different_environment takes them as they are, another --output begins anew"));
+    }
+    return absl::OkStatus();
   }
 
   // Records of cases that are known not to run, and one line for each reason.
@@ -522,8 +528,8 @@ class Sweep {
     for (size_t i = 0; i < cases_.size(); ++i) {
       if (!left_[i]) continue;
       absl::Status obstacle = cases_[i].obstacle;
-      if (cases_[i].device == Device::kCuda && !no_gpu_reason_.empty()) {
-        obstacle.Update(absl::UnavailableError(no_gpu_reason_));
+      if (cases_[i].device == Device::kCuda && !environment_.no_gpu_reason().empty()) {
+        obstacle.Update(absl::UnavailableError(environment_.no_gpu_reason()));
       }
       if (obstacle.ok()) continue;
       Case record = MakeRecord(cases_[i]);
@@ -546,22 +552,13 @@ class Sweep {
     open_.clear();
     for (const Visit::Item& item : visit.items) open_.insert(item.index);
     while (!open_.empty()) {
-      std::vector<GroupItem> items;
-      for (const Visit::Item& item : visit.items) {
-        const bool check = visits_[item.index] == 0 && unchecked.count(item.index) == 0;
-        if (open_.count(item.index) > 0) items.push_back({item, check});
-      }
-      // Where a group does not fit memory or time at once, the dense counterparts are in its first
-      // part.
-      std::stable_partition(items.begin(), items.end(), [this](const GroupItem& item) {
-        return IsBaseline(MakeRecord(cases_[item.visit.index]));
-      });
       if (deadline > 0 && clock_.Seconds() >= deadline) break;
       if (worker_ == nullptr) TFB_RETURN_IF_ERROR(StartWorker());
       worker_->SetDeadline(deadline);
-      TFB_RETURN_IF_ERROR(worker_->Send(EncodeGroup(items)));
+      TFB_RETURN_IF_ERROR(worker_->Send(RequestFor(visit, unchecked).SerializeAsString()));
       TFB_ASSIGN_OR_RETURN(const bool done, Listen(visit, &unchecked));
       if (signals_seen > 0) return absl::OkStatus();
+      KeepInterim();
       if (!done) worker_.reset();  // and the rest of the group once more, by another worker
     }
     // A repetition that the deadline has cut short is not tried again.
@@ -569,6 +566,29 @@ class Sweep {
       if (visit.repeats) plan_->Finish(index);
     }
     return absl::OkStatus();
+  }
+
+  // Returns the request for the cases of the visit that are open.
+  ToWorker RequestFor(const Visit& visit, const std::set<size_t>& unchecked) const {
+    std::vector<Visit::Item> items;
+    for (const Visit::Item& item : visit.items) {
+      if (open_.count(item.index) > 0) items.push_back(item);
+    }
+    // Where a group does not fit memory or time at once, the dense counterparts are in its first
+    // part.
+    std::stable_partition(items.begin(), items.end(), [this](const Visit::Item& item) {
+      return IsBaseline(MakeRecord(cases_[item.index]));
+    });
+    ToWorker request;
+    for (const Visit::Item& item : items) {
+      GroupRequest::Item* sent = request.mutable_group()->add_items();
+      sent->set_index(item.index);
+      sent->set_check(records_.count(item.index) == 0 && unchecked.count(item.index) == 0);
+      sent->set_repetitions(item.repetitions);
+      sent->set_share_seconds(item.share_seconds);
+      sent->set_check_seconds(item.check_seconds);
+    }
+    return request;
   }
 
   // Takes records until the group is done (true), or the worker has ended or is of no more use
@@ -585,14 +605,16 @@ class Sweep {
         return false;
       }
       if (event == Worker::Event::kMessage) {
-        if (message[0] == kDone) return true;
-        if (message[0] == kLost) {
+        TFB_ASSIGN_OR_RETURN(FromWorker answer, Parsed(message));
+        if (!answer.has_report()) {
           // The case that lost the device has its record. But without any there would be no end.
-          if (taken == 0) TFB_RETURN_IF_ERROR(CountEndBetweenCases("the device was lost"));
-          return false;
+          if (!answer.group_done() && taken == 0) {
+            TFB_RETURN_IF_ERROR(CountEndBetweenCases("the device was lost"));
+          }
+          return answer.group_done();
         }
-        TFB_RETURN_IF_ERROR(TakeCase(message));
-        ++taken;
+        if (answer.report().finished()) ++taken;
+        TFB_RETURN_IF_ERROR(TakeReport(std::move(*answer.mutable_report())));
       }
       if (signals_seen > 0 && !told) {
         worker_->Stop();
@@ -625,30 +647,44 @@ class Sweep {
                options_.measure.case_timeout + HangGraceSeconds(options_.measure.case_timeout);
   }
 
-  absl::Status TakeCase(absl::string_view message) {
-    const std::vector<absl::string_view> parts =
-        absl::StrSplit(message.substr(1), absl::MaxSplits('\n', 1));
-    const std::vector<absl::string_view> words = absl::StrSplit(parts[0], ',');
-    size_t index = 0;
-    CaseCost cost;
-    Case record;
-    if (parts.size() != 2 || words.size() != 3 || !absl::SimpleAtoi(words[0], &index) ||
-        index >= cases_.size() || !absl::SimpleAtod(words[1], &cost.preparation_seconds) ||
-        !absl::SimpleAtod(words[2], &cost.check_seconds) ||
-        !record.ParseFromArray(parts[1].data(), static_cast<int>(parts[1].size()))) {
-      return absl::InternalError("the worker's record does not parse");
+  absl::Status TakeReport(CaseReport report) {
+    const size_t index = report.index();
+    if (index >= cases_.size()) return absl::InternalError("a report of a case that there is not");
+    if (report.finished()) {
+      return TakeVisit(index, std::move(*report.mutable_record()),
+                       {report.preparation_seconds(), report.check_seconds()});
     }
-    return TakeVisit(index, std::move(record), cost);
+    interim_[index] = std::move(*report.mutable_record());
+    // Further samples of a case that has its record can wait.
+    if (visits_[index] >= options_.rounds) return absl::OkStatus();
+    return AppendUnfinished(index, WithEarlierVisits(index, interim_[index]));
   }
 
-  // The record of one visit joins those of the visits before. It is written after the first rounds,
-  // and once more at the end where repetitions have added samples.
-  absl::Status TakeVisit(size_t index, Case record, const CaseCost& cost) {
+  // Returns the record with the samples of the visits before.
+  Case WithEarlierVisits(size_t index, const Case& visit) const {
+    const auto held = records_.find(index);
+    if (held == records_.end()) return visit;
+    Case all = held->second;
+    AddVisit(visit, &all);
+    return all;
+  }
+
+  // Makes what a visit has found of cases, but could not finish, part of their records.
+  void KeepInterim() {
+    for (const auto& [index, record] : interim_) {
+      records_[index] = WithEarlierVisits(index, record);
+      if (visits_[index] >= options_.rounds) improved_.insert(index);
+    }
+    interim_.clear();
+  }
+
+  // The record of one visit joins those of the visits before. The case has its record after the first
+  // rounds, and once more at the end where repetitions have added samples.
+  absl::Status TakeVisit(size_t index, const Case& record, const CaseCost& cost) {
     open_.erase(index);
+    interim_.erase(index);
     const int visits = ++visits_[index];
-    const auto [entry, is_first] = records_.try_emplace(index, std::move(record));
-    Case& all = entry->second;
-    if (!is_first) AddVisit(record, &all);
+    const Case& all = records_[index] = WithEarlierVisits(index, record);
     plan_->Note(index, VisitedBy(all, cost));
     const bool can_go_on =
         all.outcome().status() == Outcome::STATUS_OK && all.outcome().timing().run_ns_size() > 0;
@@ -658,7 +694,7 @@ class Sweep {
       return absl::OkStatus();
     }
     const bool goes_on = visits < options_.rounds && can_go_on;
-    return goes_on ? absl::OkStatus() : Append(index, all);
+    return goes_on ? AppendUnfinished(index, all) : Append(index, all);
   }
 
   static Visited VisitedBy(const Case& all, const CaseCost& cost) {
@@ -676,7 +712,7 @@ class Sweep {
   // Further samples of cases that the file has already: the last record of a case counts.
   absl::Status AppendImproved() {
     for (const size_t index : improved_) {
-      TFB_RETURN_IF_ERROR(appender_->Append(records_.at(index)));
+      TFB_RETURN_IF_ERROR(AppendRecord(records_.at(index)));
     }
     improved_.clear();
     return absl::OkStatus();
@@ -696,7 +732,8 @@ class Sweep {
       return CountEndBetweenCases(worker_->HowItEnded());
     }
     // A case that has its record keeps it where only more samples of it could not be had.
-    if (!left_[index] && (hung || worker_->was_killed())) {
+    const Worker::End end = worker_->end();
+    if (!left_[index] && (hung || end != Worker::End::kOther)) {
       open_.erase(index);
       plan_->Finish(index);
       return absl::OkStatus();
@@ -708,24 +745,43 @@ class Sweep {
           absl::StrCat("\"", at.what, "\" took longer than --case_timeout=",
                        options_.measure.case_timeout, "s; its process was ended"));
     }
-    if (worker_->was_killed()) {
-      return AppendUnmeasured(
-          index, Outcome::STATUS_OUT_OF_MEMORY,
-          absl::StrCat("\"", at.what, "\": the system killed the process, most likely for memory"));
+    const auto append = [&](Outcome::Status status, absl::string_view how) {
+      return AppendUnmeasured(index, status, absl::StrCat("\"", at.what, "\"", how));
+    };
+    switch (end) {
+      case Worker::End::kKilled:
+        return append(Outcome::STATUS_OUT_OF_MEMORY,
+                      ": the system killed the process, most likely for memory");
+      case Worker::End::kNoMemory:
+        return append(Outcome::STATUS_OUT_OF_MEMORY, ": an allocation failed");
+      case Worker::End::kCpuTime:
+        return append(Outcome::STATUS_TIMEOUT, absl::StrCat(": ", worker_->HowItEnded()));
+      case Worker::End::kOther:
+        break;
     }
-    return AppendUnmeasured(
-        index, Outcome::STATUS_FAILED,
-        absl::StrCat("\"", at.what, "\" ended the process: ", worker_->HowItEnded()));
+    return append(Outcome::STATUS_FAILED,
+                  absl::StrCat(" ended the process: ", worker_->HowItEnded()));
   }
 
   // Nothing is said of a single case: there is one line for all that are left out together.
   absl::Status LeaveOut(size_t index, absl::string_view reason) {
     leaves_out_ = true;
     const auto held = records_.find(index);
-    if (held != records_.end()) return Append(index, held->second);
-    Case record = MakeRecord(cases_[index]);
-    record.mutable_outcome()->set_status(Outcome::STATUS_SKIPPED);
-    record.mutable_outcome()->set_reason(std::string(reason));
+    const bool is_checked = held != records_.end();
+    if (is_checked && held->second.outcome().timing().run_ns_size() > 0) {
+      return Append(index, held->second);
+    }
+    Case record = is_checked ? held->second : MakeRecord(cases_[index]);
+    Outcome* outcome = record.mutable_outcome();
+    if (is_checked) {
+      // Its errors stand, and --resume takes the times.
+      outcome->set_unfinished(true);
+      outcome->set_reason(absl::StrCat(outcome->reason(), outcome->reason().empty() ? "" : "; ",
+                                       kNotTimed, reason));
+    } else {
+      outcome->set_status(Outcome::STATUS_SKIPPED);
+      outcome->set_reason(std::string(reason));
+    }
     plan_->Finish(index);
     progress_->Count();
     return Write(index, record);
@@ -811,18 +867,26 @@ class Sweep {
   std::unique_ptr<Worker> worker_;
   std::unique_ptr<Progress> progress_;
   std::unique_ptr<SweepPlan> plan_;
-  std::vector<bool> left_;                        // by case: no record yet
-  std::map<size_t, std::string> skipped_before_;  // by case: the reason in the file
-  std::vector<int> visits_;                       // by case
-  std::set<size_t> open_;                         // cases that the visit at hand waits for
-  std::map<size_t, Case> records_;                // by case: all visits to it
-  std::set<size_t> improved_;                     // cases with samples that the file lacks
+  std::vector<bool> left_;  // by case: no record yet
+  Environment environment_;
+  bool environment_appended_ = false;
+  bool measures_ = false;  // all that can be refused has been admitted
+  // What the file had when it was opened: the reasons of skipped cases, the records of those that
+  // were not finished, and the environments of all that were tried.
+  std::map<size_t, std::string> skipped_before_;
+  std::map<size_t, const Case*> unfinished_before_;
+  std::set<size_t> finished_before_;
+  std::set<std::string> origins_;
+  std::vector<int> visits_;         // by case
+  std::set<size_t> open_;           // cases that the visit at hand waits for
+  std::map<size_t, Case> records_;  // by case: all visits to it
+  std::map<size_t, Case> interim_;  // by case: the visit at hand so far
+  std::set<size_t> improved_;       // cases with samples that the file lacks
   std::set<size_t> failed_;
   bool any_ran_ = false;
   bool leaves_out_ = false;     // cases that the time is not enough for
   bool is_new_ = false;         // the file was not there before
   std::string reason_of_skip_;  // the last one
-  std::string no_gpu_reason_;
   int ends_between_cases_ = 0;
 };
 

@@ -22,6 +22,8 @@ struct SweepOptions {
   std::string output;   // path of the result file
   bool resume = false;  // go on with `output`: cases with a record there are not run again, unless
                         // they were skipped
+  // `output` may have cases of another machine, build or version, which then count as this one's.
+  bool allow_different_environment = false;
   std::string program;  // begins messages: "sweep"
   std::string
       command;  // what to type to run the same sweep, for the message that says how to resume

@@ -81,6 +81,9 @@ ABSL_FLAG(std::string, output, "",
 ABSL_FLAG(bool, resume, false,
           "Go on with the file of --output: cases that it has are not run again.");
 
+ABSL_FLAG(bool, allow_different_environment, false,
+          "With --resume: also go on with a file of another machine, build or version.");
+
 ABSL_FLAG(std::string, shard, "",
           "A part of the cases, as in 2/4 for the second of four parts of about equal effort: for "
           "sweeps on several machines, whose files //tools:merge joins. Empty: all.");
@@ -153,6 +156,7 @@ absl::StatusOr<SweepOptions> OptionsFromFlags() {
     TFB_ASSIGN_OR_RETURN(options.measure.memory_limit, ParseBytes("memory_limit", memory_limit));
   }
   options.resume = absl::GetFlag(FLAGS_resume);
+  options.allow_different_environment = absl::GetFlag(FLAGS_allow_different_environment);
   const std::string output = absl::GetFlag(FLAGS_output);
   if (options.resume && output.empty()) {
     return absl::InvalidArgumentError("--resume: name the file to go on with by --output=FILE");

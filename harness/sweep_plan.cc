@@ -260,6 +260,11 @@ Visit::Item SweepPlan::ItemFor(size_t index, bool repeats) const {
   item.repetitions = options_.time_budget > 0 ? std::min(of_round, kVisitRepetitions) : of_round;
   const bool is_timed = !IsAccuracy(cases_[index]) || accuracy_alone_ || options_.time_budget <= 0;
   if (!is_timed) item.repetitions = 1;
+  // The samples of a visit that was stopped are not taken again.
+  const State& state = states_[index];
+  if (state.visits == 0 && state.last.has_value()) {
+    item.repetitions = std::max(1, item.repetitions - state.last->samples);
+  }
   return item;
 }
 
@@ -370,7 +375,22 @@ void SweepPlan::Note(size_t index, const Visited& visited) {
   State& state = states_[index];
   const bool is_first = state.visits++ == 0;
   state.last = visited;
-  if (!is_first) return;
+  if (is_first) Observe(index, visited);
+}
+
+int SweepPlan::Resume(size_t index, const Visited& visited) {
+  State& state = states_[index];
+  const int wanted = ItemFor(index, /*repeats=*/false).repetitions;
+  // Where time is short a visit may end with the fewest samples; repetitions can add more.
+  const bool may_be_short = options_.time_budget > 0 && options_.rounds == 1;
+  const int of_visit = may_be_short ? std::min(wanted, kFewestSamples) : wanted;
+  state.visits = std::min(options_.rounds, visited.samples / of_visit);
+  state.last = visited;
+  if (state.visits > 0) Observe(index, visited);
+  return state.visits;
+}
+
+void SweepPlan::Observe(size_t index, const Visited& visited) {
   std::vector<Observation>& seen = observations_[series_[index]];
   const double tokens = TokensOf(cases_[index]);
   // Inputs and layers of one length are worth one observation, the last.

@@ -78,6 +78,9 @@ class SweepPlan {
   Visit VisitGroup(const std::string& group_key);
 
   void Note(size_t index, const Visited& visited);
+  // An earlier sweep was stopped when it had found this of a case that is left, all its samples
+  // together. Returns the visits that they are worth.
+  int Resume(size_t index, const Visited& visited);
   // The case needs no further visit: it failed, or it cannot run.
   void Finish(size_t index);
   // Returns the cases that Next has decided to leave out since the last call.
@@ -120,6 +123,7 @@ class SweepPlan {
   bool Fits(const Tier& tier, double elapsed_seconds) const;
   double Limit(const Tier& tier) const;
   void LeaveOut(size_t first_tier, double elapsed_seconds);
+  void Observe(size_t index, const Visited& visited);
   void LeaveOutRest(const std::string& reason);
   std::optional<Visit> NextRepetition(double elapsed_seconds);
   Visit::Item ItemFor(size_t index, bool repeats) const;

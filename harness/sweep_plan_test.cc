@@ -315,6 +315,60 @@ TEST(SweepPlan, OnlyWhatIsLeftIsVisited) {
   for (size_t i = 0; i < cases.size(); ++i) EXPECT_EQ(story.visits[i] > 0, left[i]);
 }
 
+// Returns the repetitions that each case is asked for before any repetition, 0 where it is not.
+std::vector<int> AskedFor(const std::vector<SweepCase>& cases, SweepPlan* plan) {
+  std::vector<int> repetitions(cases.size(), 0);
+  while (const std::optional<Visit> visit = plan->Next(/*elapsed_seconds=*/0)) {
+    if (visit->repeats) break;
+    for (const Visit::Item& item : visit->items) {
+      repetitions[item.index] += item.repetitions;
+      Visited found;
+      found.call_seconds = 1e-3;
+      found.samples = item.repetitions;
+      plan->Note(item.index, found);
+    }
+  }
+  return repetitions;
+}
+
+TEST(SweepPlan, OfAStoppedCaseOnlyTheSamplesThatItLacksAreTaken) {
+  std::vector<SweepCase> cases = DefaultCases();
+  cases.erase(std::remove_if(cases.begin(), cases.end(), &IsAccuracy), cases.end());
+  const std::vector<bool> left(cases.size(), true);
+  const auto resume = [](SweepPlan& plan, size_t index, int samples) {
+    Visited found;
+    found.call_seconds = 1e-3;
+    found.samples = samples;
+    return plan.Resume(index, found);
+  };
+  SweepPlanOptions options;
+  options.time_budget = 0;
+  options.repetitions = 11;
+  SweepPlan unlimited(cases, left, options);
+  EXPECT_EQ(resume(unlimited, 0, 11), 1);
+  EXPECT_EQ(resume(unlimited, 1, 6), 0);
+  EXPECT_EQ(resume(unlimited, 2, 0), 0);
+  std::vector<int> asked = AskedFor(cases, &unlimited);
+  EXPECT_EQ(asked[0], 0);
+  EXPECT_EQ(asked[1], 5);
+  EXPECT_EQ(asked[2], 11);
+  EXPECT_EQ(asked[3], 11);
+
+  // With a budget a case that has the fewest samples is not visited before all have them.
+  SweepPlan limited(cases, left, DefaultOptions());
+  EXPECT_EQ(resume(limited, 0, kFewestSamples), 1);
+  EXPECT_EQ(resume(limited, 1, 0), 0);
+  asked = AskedFor(cases, &limited);
+  EXPECT_EQ(asked[0], 0);
+  EXPECT_GT(asked[1], 0);
+
+  options.repetitions = 12;
+  options.rounds = 4;
+  SweepPlan in_rounds(cases, left, options);
+  EXPECT_EQ(resume(in_rounds, 0, 6), 2);
+  EXPECT_EQ(AskedFor(cases, &in_rounds)[0], 6);
+}
+
 TEST(SweepPlan, AFinishedCaseIsNotVisitedAgain) {
   const std::vector<SweepCase> cases = DefaultCases();
   SweepPlan plan(cases, std::vector<bool>(cases.size(), true), DefaultOptions());

@@ -18,9 +18,11 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "results/appender.h"
 #include "results/reader.h"
 #include "results/statistics.h"
 
@@ -169,6 +171,16 @@ class SweepTest : public ::testing::Test {
     for (const auto& entry : CasesByKey(file->results)) keys.insert(entry.first);
     return keys;
   }
+  std::set<std::string> FinishedKeys(const std::string& name) {
+    std::set<std::string> keys;
+    const absl::StatusOr<ResultFile> file = ReadResultFile(Path(name));
+    EXPECT_TRUE(file.ok()) << file.status();
+    if (!file.ok()) return keys;
+    for (const auto& [key, result] : CasesByKey(file->results)) {
+      if (!result->outcome().unfinished()) keys.insert(key);
+    }
+    return keys;
+  }
   // While the gate is closed, toy_gate waits. Returns its path, for the sweep.
   std::string CloseGate() {
     std::ofstream(Path("gate")) << "closed";
@@ -192,11 +204,12 @@ TEST_F(SweepTest, SmallSweepWritesEveryCaseAndEndsWithTheFilesPath) {
   ASSERT_EQ(results.environments_size(), 1);
   EXPECT_GT(results.environments(0).peaks_size(), 0);
   EXPECT_GT(results.environments(0).command_line_size(), 3);
-  for (const Case& record : results.cases()) {
-    EXPECT_EQ(record.outcome().status(), Outcome::STATUS_OK) << record.outcome().reason();
-    EXPECT_GT(record.outcome().timing().run_ns_size(), 0);
-    EXPECT_TRUE(record.outcome().against_definition().passed());
-    EXPECT_EQ(record.environment_id(), results.environments(0).id());
+  for (const auto& [key, record] : CasesByKey(results)) {
+    EXPECT_EQ(record->outcome().status(), Outcome::STATUS_OK) << record->outcome().reason();
+    EXPECT_FALSE(record->outcome().unfinished()) << key;
+    EXPECT_GT(record->outcome().timing().run_ns_size(), 0) << key;
+    EXPECT_TRUE(record->outcome().against_definition().passed()) << key;
+    EXPECT_EQ(record->environment_id(), results.environments(0).id());
   }
 }
 
@@ -211,10 +224,10 @@ TEST_F(SweepTest, RealTensorsAreThere) {
   const auto file = ReadResultFile(Path("a.pb"));
   ASSERT_TRUE(file.ok());
   int ok = 0, skipped = 0;
-  for (const Case& record : file->results.cases()) {
-    EXPECT_EQ(record.key().purpose(), Case::PURPOSE_ACCURACY);
-    ok += record.outcome().status() == Outcome::STATUS_OK;
-    skipped += record.outcome().status() == Outcome::STATUS_SKIPPED;
+  for (const auto& [key, record] : CasesByKey(file->results)) {
+    EXPECT_EQ(record->key().purpose(), Case::PURPOSE_ACCURACY) << key;
+    ok += record->outcome().status() == Outcome::STATUS_OK;
+    skipped += record->outcome().status() == Outcome::STATUS_SKIPPED;
   }
   EXPECT_EQ(ok, 4 + 4 + 3);
   EXPECT_LE(skipped, 1);
@@ -274,15 +287,112 @@ TEST_F(SweepTest, KilledAnywhereItResumesToTheSameCases) {
   for (const auto& [cases, from] : gates) {
     const std::string name = absl::StrCat("killed", cases, ".pb");
     Process process(folder_, sweep(from, {"--output=" + name}), /*plain=*/true, CloseGate());
-    process.AwaitCases(Path(name), cases);
+    process.AwaitGate();
     process.Signal(SIGKILL);
     EXPECT_EQ(process.Wait().exit_status, 128 + SIGKILL);
-    EXPECT_EQ(Keys(name).size(), static_cast<size_t>(cases));
+    EXPECT_EQ(FinishedKeys(name).size(), static_cast<size_t>(cases));
     OpenGate();
     const Finished resumed = Process(folder_, sweep(from, {"--output=" + name, "--resume"})).Wait();
     EXPECT_EQ(resumed.exit_status, 0) << resumed.err;
-    EXPECT_EQ(Keys(name).size(), 16u);
+    EXPECT_EQ(FinishedKeys(name).size(), 16u);
   }
+}
+
+TEST_F(SweepTest, ACaseIsInTheFileWhenItIsCheckedAndIsNotCheckedAgain) {
+  const auto sweep = [](std::vector<std::string> more) {
+    more.insert(more.begin(), {"--techniques=toy_mean,toy_gate", "--lengths=16",
+                               "--counterparts=false", "--case_timeout=0", "--output=a.pb"});
+    return Small(more);
+  };
+  Process process(folder_, sweep({}), /*plain=*/true, CloseGate());
+  process.AwaitGate();
+  process.AwaitCases(Path("a.pb"), 1);
+  process.Signal(SIGKILL);
+  process.Wait();
+  const absl::StatusOr<ResultFile> killed = ReadResultFile(Path("a.pb"));
+  ASSERT_TRUE(killed.ok()) << killed.status();
+  ASSERT_EQ(killed->results.cases_size(), 1);
+  const Outcome& checked = killed->results.cases(0).outcome();
+  EXPECT_TRUE(checked.unfinished());
+  EXPECT_TRUE(checked.against_definition().passed());
+  EXPECT_EQ(checked.timing().run_ns_size(), 0);
+
+  // An error that no check would find stands for the check: it is still there at the end.
+  ResultSet marked = killed->results;
+  marked.mutable_cases(0)->mutable_outcome()->mutable_against_definition()->set_max_abs(0.125);
+  ASSERT_TRUE(WriteResultFile(Path("a.pb"), marked).ok());
+  OpenGate();
+  const Finished resumed = Process(folder_, sweep({"--resume"})).Wait();
+  EXPECT_EQ(resumed.exit_status, 0) << resumed.err;
+  const std::map<std::string, Outcome> outcomes = Outcomes("a.pb");
+  const Outcome& finished = outcomes.at("toy_mean 16");
+  EXPECT_FALSE(finished.unfinished());
+  EXPECT_EQ(finished.timing().run_ns_size() + finished.timing().discarded_samples(), 3);
+  EXPECT_EQ(finished.against_definition().max_abs(), 0.125);
+  EXPECT_THAT(resumed.out, HasSubstr("2 cases: 2 ok"));
+  EXPECT_THAT(resumed.out, Not(HasSubstr("repeated")));
+}
+
+TEST_F(SweepTest, ASweepThatMeasuredNothingLeavesNoEnvironment) {
+  const std::vector<std::string> sweep =
+      Small({"--techniques=toy_gate", "--lengths=16", "--counterparts=false", "--case_timeout=0",
+             "--output=a.pb", "--resume"});
+  for (int kill = 0; kill < 2; ++kill) {
+    Process process(folder_, sweep, /*plain=*/true, CloseGate());
+    process.AwaitGate();
+    process.Signal(SIGKILL);
+    process.Wait();
+  }
+  const absl::StatusOr<ResultFile> file = ReadResultFile(Path("a.pb"));
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(file->results.environments_size(), 0);
+}
+
+TEST_F(SweepTest, ResumeRefusesAnotherMachinesBuildsOrVersionsCases) {
+  const std::vector<std::string> sweep = {"--techniques=toy_mean", "--lengths=16", "--output=a.pb",
+                                          "--resume"};
+  EXPECT_EQ(Run(sweep).exit_status, 0);
+  const ResultSet own = ReadResultFile(Path("a.pb")).value().results;
+  using Change = std::function<void(Environment*)>;
+  const std::vector<std::pair<std::string, Change>> changes = {
+      {"processor: Cray-1 / ", [](Environment* other) { other->set_cpu_model("Cray-1"); }},
+      {"commit: 12ab / ", [](Environment* other) { other->set_git_commit("12ab"); }},
+      {"program's checksum: 00000001 / ",
+       [](Environment* other) { other->set_program_checksum(1); }},
+      {"compiler flags: -O0 / ", [](Environment* other) { other->set_compile_flags("-O0"); }}};
+  for (const auto& [what, change] : changes) {
+    ResultSet other = own;
+    change(other.mutable_environments(0));
+    ASSERT_TRUE(WriteResultFile(Path("a.pb"), other).ok());
+    const std::string before = Contents(Path("a.pb"));
+    const Finished refused = Run(sweep);
+    EXPECT_EQ(refused.exit_status, 2);
+    EXPECT_THAT(refused.err, HasSubstr("has cases of another machine, build or version"));
+    EXPECT_THAT(refused.err, HasSubstr(what));
+    EXPECT_EQ(Contents(Path("a.pb")), before);
+    std::vector<std::string> told = sweep;
+    told.push_back("--allow_different_environment");
+    EXPECT_EQ(Run(told).exit_status, 0);
+    EXPECT_EQ(Contents(Path("a.pb")), before);
+  }
+}
+
+TEST_F(SweepTest, AFullFileEndsWithTheTableAndHowToGoOn) {
+  // A file may grow to 16 blocks of 1024 bytes; standard output and error go through pipes.
+  const std::string command =
+      absl::StrCat("(ulimit -f 16; BUILD_WORKING_DIRECTORY=", folder_, " harness/toy_sweep ",
+                   absl::StrJoin(Small({"--techniques=toy_mean,toy_causal:rounds=*,toy_stream",
+                                        "--lengths=8:4096", "--output=a.pb"}),
+                                 " "),
+                   " 2>&1; echo exit status $?) | cat > ", Path("said"));
+  ASSERT_EQ(system(command.c_str()), 0);
+  const std::string said = Contents(Path("said"));
+  EXPECT_THAT(said, HasSubstr("a.pb: cannot append: File too large; "));
+  EXPECT_THAT(said, HasSubstr(" cases are in a.pb, --resume goes on"));
+  EXPECT_THAT(said, HasSubstr("toy_causal"));
+  EXPECT_THAT(said, HasSubstr("results: a.pb"));
+  EXPECT_THAT(said, EndsWith("exit status 2\n"));
+  EXPECT_FALSE(Keys("a.pb").empty());
 }
 
 // Fifty kills in ten tests, as tests run beside each other. Each kill meets whatever the sweep is

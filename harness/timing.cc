@@ -49,12 +49,15 @@ void InitializeBenchmarkLibrary() {
 class Measurement {
  public:
   // *device_lost becomes true with a call that loses the device, and ends the samples of all.
-  Measurement(const TimingOptions& options, size_t index, TimedCase* timed, bool* device_lost)
+  // `usual_probe` returns the usual time of the fixed arithmetic so far, over all cases.
+  Measurement(const TimingOptions& options, size_t index, TimedCase* timed, bool* device_lost,
+              std::function<double()> usual_probe)
       : options_(options),
         clock_(*options.clock),
         index_(index),
         timed_(*timed),
-        device_lost_(*device_lost) {}
+        device_lost_(*device_lost),
+        usual_probe_(std::move(usual_probe)) {}
 
   // Times batches of calls, each twice as long as the one before; from the fastest follow the
   // number of calls a sample and the number of samples. Several batches, since the first call is
@@ -99,6 +102,7 @@ class Measurement {
     wishes.flush_seconds = options_.flush_seconds;
     const SamplePlan plan = PlanSamples(wishes, call_seconds_, timed_.share_seconds);
     planned_runs_ = plan.runs;
+    samples_left_ = plan.runs + plan.setups + plan.colds + plan.streams;
     Add("run", plan.runs,
         timed_.device == nullptr ? &Measurement::RunSample : &Measurement::DeviceRunSample);
     Add("setup", plan.setups, &Measurement::SetupSample);
@@ -119,31 +123,12 @@ class Measurement {
     }
   }
 
-  // Puts the samples of runs that are kept into the timing, and says of the case how it ended.
-  void Finish(double usual_probe) {
-    const bool on_device = timed_.device != nullptr;
-    const std::vector<bool> kept =
-        on_device ? UnthrottledSamples(states_) : UndisturbedSamples(probes_, usual_probe);
-    const size_t taken = run_seconds_.size();
-    int64_t discarded = 0;
-    for (size_t i = 0; i < taken; ++i) {
-      if (!kept[i]) {
-        ++discarded;
-        continue;
-      }
-      if (!on_device) timed_.timing.add_probe_ns(probes_[i] * 1e9);
-      timed_.timing.add_run_ns(run_seconds_[i] / static_cast<double>(calls_per_sample_) * 1e9);
-    }
+  // Puts the samples into the timing, and says of the case how it ended.
+  void Finish() {
+    timed_.timing = TimingSoFar();
     timed_.spent_seconds = spent_;
-    timed_.timing.set_calls_per_sample(calls_per_sample_);
-    timed_.timing.set_throttled_samples(std::count_if(states_.begin(), states_.end(), IsThrottled));
-    timed_.timing.set_discarded_samples(discarded);
-    if (discarded > 0) {
-      timed_.timing.set_discarded_reason(on_device ? "the device throttled meanwhile"
-                                                   : "the core was slower meanwhile");
-    }
-    FinishStream();
     if (!timed_.status.ok()) return;
+    const size_t taken = run_seconds_.size();
     if (stopped_ && taken < std::min<size_t>(kFewestSamples, planned_runs_)) {
       timed_.status = absl::CancelledError("stopped before there were enough samples");
     } else if (taken == 0) {
@@ -169,6 +154,32 @@ class Measurement {
         ->Iterations(1);
   }
 
+  // Returns the samples taken, those of runs that are kept.
+  Timing TimingSoFar() const {
+    Timing timing = timed_.timing;
+    const bool on_device = timed_.device != nullptr;
+    const std::vector<bool> kept =
+        on_device ? UnthrottledSamples(states_) : UndisturbedSamples(probes_, usual_probe_());
+    int64_t discarded = 0;
+    for (size_t i = 0; i < run_seconds_.size(); ++i) {
+      if (!kept[i]) {
+        ++discarded;
+        continue;
+      }
+      if (!on_device) timing.add_probe_ns(probes_[i] * 1e9);
+      timing.add_run_ns(run_seconds_[i] / static_cast<double>(calls_per_sample_) * 1e9);
+    }
+    timing.set_calls_per_sample(calls_per_sample_);
+    timing.set_throttled_samples(std::count_if(states_.begin(), states_.end(), IsThrottled));
+    timing.set_discarded_samples(discarded);
+    if (discarded > 0) {
+      timing.set_discarded_reason(on_device ? "the device throttled meanwhile"
+                                            : "the core was slower meanwhile");
+    }
+    AddSegments(&timing);
+    return timing;
+  }
+
   // One sample of any kind. When the case is over, its remaining repetitions do nothing; they are
   // not skipped with an error, because the library computes statistics over repetitions and aborts
   // where some have failed.
@@ -178,8 +189,15 @@ class Measurement {
     if (!timed_.status.ok() || timed_out_ || stopped_) return;
     Announce(what);
     const double begin = clock_.Seconds();
+    const size_t runs_before = run_seconds_.size();
     (this->*body)();
     spent_ += clock_.Seconds() - begin;
+    const bool enough =
+        run_seconds_.size() > runs_before && run_seconds_.size() == kIntervalSamples;
+    if (--samples_left_ > 0 && !enough) return;
+    if (options_.on_enough != nullptr && timed_.status.ok()) {
+      options_.on_enough(index_, TimingSoFar());
+    }
   }
 
   absl::Status RunTimes(int64_t calls) {
@@ -333,14 +351,14 @@ class Measurement {
     return absl::OkStatus();
   }
 
-  void FinishStream() {
+  void AddSegments(Timing* timing) const {
     const size_t count = segments_.size();
     const size_t kept = std::min(count, kSegmentsKept);
     for (size_t n = 0; n < kept; ++n) {
       // Evenly spaced, the first and the last among them.
       const SegmentCall& call = segments_[kept == 1 ? 0 : n * (count - 1) / (kept - 1)];
       if (call.append_ns.empty()) continue;
-      SegmentTiming* segment = timed_.timing.add_segments();
+      SegmentTiming* segment = timing->add_segments();
       segment->set_tokens_before(call.segment.begin);
       segment->set_tokens(call.segment.tokens);
       for (const double ns : call.append_ns) segment->add_append_ns(ns);
@@ -416,12 +434,14 @@ class Measurement {
   const size_t index_;
   TimedCase& timed_;
   bool& device_lost_;
+  const std::function<double()> usual_probe_;
   double call_seconds_ = 0;
   double spent_ = 0;
   bool timed_out_ = false;
   bool stopped_ = false;
   int64_t calls_per_sample_ = 1;
   int planned_runs_ = 0;
+  int samples_left_ = 0;             // of all kinds
   std::vector<double> run_seconds_;  // by sample of `run`, all of its calls together
   std::vector<double> probes_;       // likewise on the CPU: the longer of the two about the sample
   std::vector<DeviceState> states_;  // likewise on a device: the worse of the two
@@ -520,7 +540,8 @@ void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cas
   bool device_lost = false;
   std::vector<std::unique_ptr<Measurement>> measurements;
   for (size_t i = 0; i < cases->size(); ++i) {
-    measurements.push_back(std::make_unique<Measurement>(options, i, &(*cases)[i], &device_lost));
+    measurements.push_back(std::make_unique<Measurement>(options, i, &(*cases)[i], &device_lost,
+                                                         [&] { return UsualProbe(measurements); }));
     measurements.back()->Pilot();
     measurements.back()->Register();
     measurements.back()->CountInstructions();
@@ -530,8 +551,7 @@ void MeasureSideBySide(const TimingOptions& options, std::vector<TimedCase>* cas
   SilentReporter reporter;
   if (any) benchmark::RunSpecifiedBenchmarks(&reporter, ".");
   benchmark::ClearRegisteredBenchmarks();  // they hold pointers into `measurements`
-  const double usual_probe = UsualProbe(measurements);
-  for (const auto& measurement : measurements) measurement->Finish(usual_probe);
+  for (const auto& measurement : measurements) measurement->Finish();
 }
 
 }  // namespace tfb

@@ -91,6 +91,9 @@ struct TimingOptions {
   Clock* clock = RealClock();
   // A fixed amount of work, which is timed beside each sample of `run` on the CPU.
   std::function<void()> probe = &ProbeArithmetic;
+  // Called with what is known of a case when it has kIntervalSamples samples of `run`, and when it
+  // has all of its samples, while others may lack theirs. Null: nobody asks.
+  std::function<void(size_t index, const Timing& so_far)> on_enough;
   // Called before each sample with the case's index and "run", "cold", "setup" or "stream".
   std::function<void(size_t index, absl::string_view what)> on_sample;
   // No further sample begins once this is true. Samples taken by then are kept.

@@ -134,6 +134,24 @@ TEST_F(TimingTest, EverySampleIsKept) {
   EXPECT_EQ(cases[1].timing.calls_per_sample(), 11);  // of 50 rounds each
 }
 
+TEST_F(TimingTest, ACaseTellsItsSamplesWhenTheyAreEnoughAndWhenTheyAreAll) {
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  cases.push_back(Prepare("toy_mean", {{"rounds", "50"}}, 16));
+  TimingOptions options = Quick();
+  options.repetitions = kIntervalSamples + 3;
+  std::map<size_t, std::vector<Timing>> told;
+  options.on_enough = [&](size_t index, const Timing& so_far) { told[index].push_back(so_far); };
+  MeasureSideBySide(options, &cases);
+  ASSERT_EQ(told.size(), 2u);
+  for (const auto& [index, timings] : told) {
+    ASSERT_EQ(timings.size(), 2u);
+    EXPECT_EQ(timings[0].run_ns_size(), kIntervalSamples);
+    EXPECT_EQ(timings[1].run_ns_size(), kIntervalSamples + 3);
+    EXPECT_EQ(timings[1].SerializeAsString(), cases[index].timing.SerializeAsString());
+  }
+}
+
 TEST_F(TimingTest, InstructionsAreCountedWhereThereIsACounter) {
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("toy_mean", {}, 16));

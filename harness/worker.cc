@@ -14,6 +14,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <fstream>
 #include <limits>
 #include <new>
@@ -105,6 +106,35 @@ void LimitMemory(int64_t bytes) {
   setrlimit(RLIMIT_DATA, &limit);
 }
 
+constexpr int kNoMemoryExit = 77;
+
+// Ends the process where an exception is not caught; an allocation that failed is told by the exit
+// status, whichever thread it failed in.
+[[noreturn]] void EndForException() {
+  try {
+    if (const std::exception_ptr exception = std::current_exception(); exception != nullptr) {
+      std::rethrow_exception(exception);
+    }
+  } catch (const std::bad_alloc&) {
+    _exit(kNoMemoryExit);
+  } catch (...) {
+  }
+  std::abort();
+}
+
+// The system kills at the hard limit, and a process whose limits are equal gets no SIGXCPU before.
+bool IsBeyondCpuLimit(const struct rusage& usage) {
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_CPU, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return false;
+  const auto seconds = [](const struct timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  // The kernel's account of what was used lags behind by some ticks.
+  constexpr double kLagSeconds = 0.5;
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime) + kLagSeconds >=
+         static_cast<double>(limit.rlim_cur);
+}
+
 }  // namespace
 
 std::optional<std::string> WorkerSide::Receive() {
@@ -157,12 +187,14 @@ absl::StatusOr<std::unique_ptr<Worker>> Worker::Start(const std::function<void(W
     signal(SIGTERM, SIG_IGN);
     CloseAllBut(to_worker[0], to_parent[1]);
     LimitMemory(memory_limit);
+    std::set_terminate(EndForException);
     WorkerSide side;
     side.in_ = to_worker[0];
     side.out_ = to_parent[1];
     side.shared_ = worker->shared_;
     side.clock_ = clock;
-    body(side);
+    // An exception ends the process here; the frames below are the parent's.
+    [&]() noexcept { body(side); }();
     std::fflush(nullptr);
     _exit(0);
   }
@@ -224,9 +256,18 @@ void Worker::Kill() {
 
 void Worker::Reap() {
   if (pid_ <= 0) return;
-  while (waitpid(pid_, &status_, 0) < 0 && errno == EINTR) {
+  struct rusage usage = {};
+  while (wait4(pid_, &status_, 0, &usage) < 0 && errno == EINTR) {
   }
   pid_ = -1;
+  const int signal = WIFSIGNALED(status_) ? WTERMSIG(status_) : 0;
+  if (signal == SIGXCPU || (signal == SIGKILL && IsBeyondCpuLimit(usage))) {
+    end_ = End::kCpuTime;
+  } else if (signal == SIGKILL) {
+    end_ = End::kKilled;
+  } else if (WIFEXITED(status_) && WEXITSTATUS(status_) == kNoMemoryExit) {
+    end_ = End::kNoMemory;
+  }
 }
 
 Worker::Activity Worker::activity() const {
@@ -237,12 +278,12 @@ Worker::Activity Worker::activity() const {
 }
 
 std::string Worker::HowItEnded() const {
+  if (end_ == End::kNoMemory) return "an allocation failed";
+  if (end_ == End::kCpuTime) return "the limit of CPU time (ulimit -t) was reached";
   if (WIFSIGNALED(status_)) {
     return absl::StrCat("signal ", WTERMSIG(status_), " (", strsignal(WTERMSIG(status_)), ")");
   }
   return absl::StrCat("exit status ", WEXITSTATUS(status_));
 }
-
-bool Worker::was_killed() const { return WIFSIGNALED(status_) && WTERMSIG(status_) == SIGKILL; }
 
 }  // namespace tfb

@@ -82,9 +82,16 @@ class Worker {
     std::string what;
   };
   Activity activity() const;
+  // Why the worker ended.
+  enum class End {
+    kOther,
+    kNoMemory,  // an allocation failed, and nothing caught that
+    kKilled,    // by SIGKILL, as the system does that runs out of memory
+    kCpuTime    // by the limit of CPU time that it runs under (ulimit -t)
+  };
+  End end() const { return end_; }
   // Returns how the worker ended, as in "signal 11 (Segmentation fault)" or "exit status 3".
   std::string HowItEnded() const;
-  bool was_killed() const;  // by SIGKILL, as the system does that runs out of memory
 
  private:
   Worker() = default;
@@ -96,6 +103,7 @@ class Worker {
   Clock* clock_ = nullptr;
   std::string received_;  // of a message that is not whole yet
   int status_ = 0;
+  End end_ = End::kOther;
 };
 
 }  // namespace tfb

@@ -1,10 +1,13 @@
 #include "harness/worker.h"
 
 #include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <new>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -66,8 +69,39 @@ TEST(Worker, CrashIsToldWithWhatItWasAt) {
   EXPECT_EQ(Next(*worker), "ended: signal 11 (Segmentation fault)");
   EXPECT_EQ(worker->activity().index, 7);
   EXPECT_EQ(worker->activity().what, "a rather long description of so");
-  EXPECT_FALSE(worker->was_killed());
+  EXPECT_EQ(worker->end(), Worker::End::kOther);
   EXPECT_FALSE(worker->Send("after").ok());
+}
+
+TEST(Worker, AnAllocationThatFailsInAnyThreadIsToldAsThat) {
+  for (const bool in_thread : {false, true}) {
+    auto worker = Started([in_thread](WorkerSide&) {
+      const auto fail = [] { throw std::bad_alloc(); };
+      if (in_thread) std::thread(fail).join();
+      fail();
+    });
+    EXPECT_EQ(Next(*worker), "ended: an allocation failed");
+    EXPECT_EQ(worker->end(), Worker::End::kNoMemory);
+  }
+}
+
+TEST(Worker, TheLimitOfCpuTimeIsToldAsThat) {
+  const auto spin = [](WorkerSide&) {
+    for (volatile int64_t i = 0;; i = i + 1) {
+    }
+  };
+  // A process with the limits has the worker, so that this one keeps its own.
+  const auto run_under_limit = [&spin](rlim_t hard) {
+    struct rlimit limit;
+    limit.rlim_cur = 1;
+    limit.rlim_max = hard;
+    setrlimit(RLIMIT_CPU, &limit);
+    auto worker = Started(spin);
+    std::fputs(Next(*worker).c_str(), stderr);
+    _exit(worker->end() == Worker::End::kCpuTime ? 0 : 1);
+  };
+  EXPECT_EXIT(run_under_limit(1), ::testing::ExitedWithCode(0), "the limit of CPU time");
+  EXPECT_EXIT(run_under_limit(100), ::testing::ExitedWithCode(0), "the limit of CPU time");
 }
 
 TEST(Worker, HangingWorkerIsSeenAndKilled) {
@@ -87,7 +121,7 @@ TEST(Worker, HangingWorkerIsSeenAndKilled) {
   EXPECT_EQ(worker->activity().index, 1);
   worker->Kill();
   EXPECT_EQ(Next(*worker), "ended: signal 9 (Killed)");
-  EXPECT_TRUE(worker->was_killed());
+  EXPECT_EQ(worker->end(), Worker::End::kKilled);
 }
 
 TEST(Worker, StopAndDeadlineAreSeen) {

@@ -134,8 +134,10 @@ void Analysis::SelectCases() {
     const Case& last = results_.cases(places[keys[i]]);
     if (&last == &results_.cases(i)) {
       cases_.push_back(&last);
-    } else if (last.environment_id() != results_.cases(i).environment_id()) {
-      // Within one sweep a later record has the samples of the earlier one, and more.
+    } else if (last.environment_id() != results_.cases(i).environment_id() &&
+               !results_.cases(i).outcome().unfinished()) {
+      // Within one sweep a later record has the samples of the earlier one, and more; so has the
+      // record of a case that another sweep began.
       ++superseded_cases_;
     }
   }

@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "core/file_error.h"
 #include "core/output_file.h"
 #include "google/protobuf/io/coded_stream.h"
 #include "google/protobuf/io/zero_copy_stream_impl_lite.h"
@@ -22,29 +23,10 @@
 namespace tfb {
 namespace {
 
-absl::Status SystemError(const std::string& path, absl::string_view action, int error) {
-  const std::string message = absl::StrCat(path, ": cannot ", action, ": ", strerror(error));
-  switch (error) {
-    case ENOENT:
-    case ENOTDIR:
-      return absl::NotFoundError(message);
-    case EACCES:
-    case EPERM:
-    case EROFS:
-      return absl::PermissionDeniedError(message);
-    case ENOSPC:
-    case EDQUOT:
-    case EFBIG:
-      return absl::ResourceExhaustedError(message);
-    default:
-      return absl::UnavailableError(message);
-  }
-}
-
 // Locks a result file until it is closed. Returns Unavailable where another process holds it.
 absl::Status Lock(const std::string& path, int fd) {
   if (flock(fd, LOCK_EX | LOCK_NB) == 0) return absl::OkStatus();
-  if (errno != EWOULDBLOCK) return SystemError(path, "lock", errno);
+  if (errno != EWOULDBLOCK) return FileError(path, "lock", errno);
   return absl::UnavailableError(
       absl::StrCat(path, ": another process is appending to it; name another file"));
 }
@@ -84,7 +66,7 @@ absl::Status MakeFoldersFor(const std::string& path) {
   if (folder.empty()) return absl::OkStatus();
   std::error_code error;
   std::filesystem::create_directories(folder, error);
-  if (error) return SystemError(folder.string(), "make this folder", error.value());
+  if (error) return FileError(folder.string(), "make this folder", error.value());
   return absl::OkStatus();
 }
 
@@ -101,7 +83,7 @@ absl::StatusOr<std::unique_ptr<ResultAppender>> ResultAppender::Open(
     if (absl::Status status = MakeFoldersFor(path); !status.ok()) return status;
   }
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-  if (fd < 0) return SystemError(path, "open for appending", errno);
+  if (fd < 0) return FileError(path, "open for appending", errno);
   std::unique_ptr<ResultAppender> appender(new ResultAppender(path, fd, options));
   if (absl::Status status = Lock(path, fd); !status.ok()) return status;
   if (absl::Status status = appender->Begin(); !status.ok()) return status;
@@ -110,7 +92,7 @@ absl::StatusOr<std::unique_ptr<ResultAppender>> ResultAppender::Open(
 
 absl::Status ResultAppender::Begin() {
   struct stat info;
-  if (fstat(fd_, &info) != 0) return SystemError(path_, "inspect", errno);
+  if (fstat(fd_, &info) != 0) return FileError(path_, "inspect", errno);
   if (info.st_size > 0 && options_.existing == AppenderOptions::Existing::kRefuse) {
     return absl::AlreadyExistsError(absl::StrCat(path_, ": holds ", info.st_size,
                                                  " bytes already; resume it or name another file"));
@@ -121,7 +103,7 @@ absl::Status ResultAppender::Begin() {
   size_bytes_ = file->whole_bytes;
   cut_bytes_ = file->torn_bytes;
   if (cut_bytes_ > 0 && ftruncate(fd_, size_bytes_) != 0) {
-    return SystemError(path_, "cut off its torn tail", errno);
+    return FileError(path_, "cut off its torn tail", errno);
   }
   return absl::OkStatus();
 }
@@ -151,21 +133,25 @@ absl::Status ResultAppender::WriteRecord(int field, absl::string_view payload) {
                                                      " bytes; at most ", options_.max_file_bytes,
                                                      " are allowed; go on in another file"));
   }
-  ssize_t written;
-  do {
-    written = write(fd_, bytes.data(), bytes.size());
-  } while (written < 0 && errno == EINTR);
-  if (written != static_cast<ssize_t>(bytes.size())) {
-    const int error = written < 0 ? errno : ENOSPC;
-    if (written > 0 && ftruncate(fd_, size_bytes_) != 0) {
-      return SystemError(path_, "append, nor cut off what was written in part", errno);
+  // A write that is cut short has met a limit, and the next one says which.
+  size_t done = 0;
+  int error = 0;
+  while (done < bytes.size() && error == 0) {
+    const ssize_t written = write(fd_, bytes.data() + done, bytes.size() - done);
+    if (written > 0) done += static_cast<size_t>(written);
+    if (written == 0) error = ENOSPC;
+    if (written < 0 && errno != EINTR) error = errno;
+  }
+  if (error != 0) {
+    if (done > 0 && ftruncate(fd_, size_bytes_) != 0) {
+      return FileError(path_, "append, nor cut off what was written in part", errno);
     }
-    return SystemError(path_, "append", error);
+    return FileError(path_, "append", error);
   }
   size_bytes_ = size_after;
   // EINVAL: the file is on something that has nothing to synchronise.
   if (options_.sync && fdatasync(fd_) != 0 && errno != EINVAL) {
-    return SystemError(path_, "bring to disk", errno);
+    return FileError(path_, "bring to disk", errno);
   }
   return absl::OkStatus();
 }

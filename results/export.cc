@@ -285,6 +285,7 @@ Fields ErrorFields(const Case& result) {
 Fields StatusFields(const Case& result) {
   return {{"status", Value::Text(Name(result.outcome().status()))},
           {"reason", Value::Text(result.outcome().reason())},
+          {"unfinished", Value::Truth(result.outcome().unfinished())},
           {"elapsed_seconds", Value::Number(result.outcome().elapsed_seconds())}};
 }
 

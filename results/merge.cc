@@ -25,13 +25,13 @@ bool SameUnknownFields(const google::protobuf::Message& a, const google::protobu
 // Keeps what is known of the files so far.
 class Merger {
  public:
-  absl::Status Add(const std::string& path) {
-    absl::StatusOr<ResultFile> file = ReadResultFile(path);
+  absl::Status Add(const std::string& path, Damage damage) {
+    absl::StatusOr<ResultFile> file = ReadResultFile(path, damage);
     if (!file.ok()) return file.status();
-    if (file->torn_bytes > 0) {
-      merged_.notes.push_back(
-          absl::StrCat(path, ": ", file->torn_bytes, " bytes of a torn last record were left out"));
+    if (std::string note = WhatWasLeftOut(*file); !note.empty()) {
+      merged_.notes.push_back(std::move(note));
     }
+    int64_t orphans = 0;
     ++merged_.files;
     std::set<std::string> here;
     for (const Environment& environment : file->results.environments()) {
@@ -41,11 +41,19 @@ class Merger {
     }
     for (Case& result : *file->results.mutable_cases()) {
       if (here.count(result.environment_id()) == 0) {
+        if (file->damaged_bytes > 0) {
+          ++orphans;
+          continue;
+        }
         return absl::FailedPreconditionError(absl::StrCat(path, ": a case names environment \"",
                                                           result.environment_id(),
                                                           "\", which is not there"));
       }
       AddCase(std::move(result));
+    }
+    if (orphans > 0) {
+      merged_.notes.push_back(
+          absl::StrCat(path, ": left out: ", orphans, " cases whose environment is damaged"));
     }
     const google::protobuf::Reflection& reflection = *ResultSet::GetReflection();
     reflection.MutableUnknownFields(&merged_.results)
@@ -97,10 +105,10 @@ class Merger {
 
 }  // namespace
 
-absl::StatusOr<Merged> MergeResultFiles(const std::vector<std::string>& paths) {
+absl::StatusOr<Merged> MergeResultFiles(const std::vector<std::string>& paths, Damage damage) {
   Merger merger;
   for (const std::string& path : paths) {
-    const absl::Status added = merger.Add(path);
+    const absl::Status added = merger.Add(path, damage);
     if (!added.ok()) return added;
   }
   return std::move(merger).Finish();

@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "results/reader.h"
 #include "results/results.pb.h"
 
 namespace tfb {
@@ -17,7 +18,7 @@ struct Merged {
   int64_t files = 0;
   int64_t replaced_cases = 0;         // left out for a later one with the same key and environment
   int64_t repeated_environments = 0;  // equal ones with the same id, kept once
-  std::vector<std::string> notes;     // for people: what a torn tail lost
+  std::vector<std::string> notes;     // for people: what was left out
 };
 
 // Reads `paths` and joins them in their order. Environments are kept, each id once; cases are kept
@@ -27,7 +28,11 @@ struct Merged {
 // Errors name the file: those of results/reader.h where one cannot be read or is damaged;
 // FailedPrecondition where an id stands for different environments in two files, or where a case
 // names an environment that its file lacks. A torn tail is no error, but a note.
-absl::StatusOr<Merged> MergeResultFiles(const std::vector<std::string>& paths);
+//
+// Where damage is to be passed over, what it took is a note, and cases whose environment it took are
+// left out.
+absl::StatusOr<Merged> MergeResultFiles(const std::vector<std::string>& paths,
+                                        Damage damage = Damage::kRefuse);
 
 }  // namespace tfb
 

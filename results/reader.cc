@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "core/file_error.h"
 #include "google/protobuf/stubs/common.h"
 #include "results/wire.h"
 
@@ -27,20 +28,6 @@ class ByteSource {
 };
 
 namespace {
-
-absl::Status FileError(const std::string& path, absl::string_view action, int error) {
-  const std::string message = absl::StrCat(path, ": cannot ", action, ": ", strerror(error));
-  switch (error) {
-    case ENOENT:
-    case ENOTDIR:
-      return absl::NotFoundError(message);
-    case EACCES:
-    case EPERM:
-      return absl::PermissionDeniedError(message);
-    default:
-      return absl::UnavailableError(message);
-  }
-}
 
 class FileSource : public ByteSource {
  public:
@@ -177,23 +164,25 @@ std::string Escape(absl::string_view text) {
 
 }  // namespace
 
-ResultReader::ResultReader(std::unique_ptr<ByteSource> source, std::string name)
-    : source_(std::move(source)), name_(std::move(name)) {}
+ResultReader::ResultReader(std::unique_ptr<ByteSource> source, std::string name, Damage damage)
+    : source_(std::move(source)), name_(std::move(name)), damage_(damage) {}
 
 ResultReader::~ResultReader() = default;
 
-absl::StatusOr<std::unique_ptr<ResultReader>> ResultReader::Open(const std::string& path) {
+absl::StatusOr<std::unique_ptr<ResultReader>> ResultReader::Open(const std::string& path,
+                                                                 Damage damage) {
   absl::StatusOr<std::unique_ptr<ByteSource>> source = FileSource::Open(path);
   if (!source.ok()) return source.status();
-  std::unique_ptr<ResultReader> reader(new ResultReader(*std::move(source), path));
+  std::unique_ptr<ResultReader> reader(new ResultReader(*std::move(source), path, damage));
   if (absl::Status status = reader->CheckSignature(); !status.ok()) return status;
   return reader;
 }
 
 absl::StatusOr<std::unique_ptr<ResultReader>> ResultReader::FromBytes(absl::string_view bytes,
-                                                                      const std::string& name) {
+                                                                      const std::string& name,
+                                                                      Damage damage) {
   std::unique_ptr<ResultReader> reader(
-      new ResultReader(std::make_unique<MemorySource>(bytes), name));
+      new ResultReader(std::make_unique<MemorySource>(bytes), name, damage));
   if (absl::Status status = reader->CheckSignature(); !status.ok()) return status;
   return reader;
 }
@@ -222,33 +211,44 @@ absl::Status ResultReader::CheckSignature() {
                                                    wire::kFormat, ": use a newer one"));
     }
   }
+  if (damage_ == Damage::kPassOver) {
+    absl::StatusOr<int64_t> first = FindVerifiedRecord(0);
+    if (!first.ok()) return first.status();
+    if (*first < source_->size()) return absl::OkStatus();
+  }
   return absl::InvalidArgumentError(
       absl::StrCat(name_, ": is not a result file (it does not begin with the signature \"",
                    wire::kFormat, "\")"));
 }
 
 absl::Status ResultReader::Damaged(absl::string_view what) const {
-  return absl::DataLossError(
-      absl::StrCat(name_, ": damaged at offset ", offset_, " of ", source_->size(), ": ", what));
+  return absl::DataLossError(absl::StrCat(name_, ": damaged at offset ", offset_, " of ",
+                                          source_->size(), ": ", what,
+                                          "; --salvage of //tools:render or //tools:merge reads "
+                                          "what is whole"));
 }
 
-absl::StatusOr<bool> ResultReader::TailHoldsRecord() {
-  std::string tail;
-  // A torn record is at most kMaxRecordBytes long, so whatever follows it is within twice that.
-  if (absl::Status status = source_->Read(offset_, 2 * wire::kMaxRecordBytes, &tail);
-      !status.ok()) {
-    return status;
+absl::StatusOr<int64_t> ResultReader::FindVerifiedRecord(int64_t begin) {
+  std::string window;
+  while (begin < source_->size()) {
+    // A record that begins in the first half of the window ends within it.
+    if (absl::Status status = source_->Read(begin, 2 * wire::kMaxRecordBytes, &window);
+        !status.ok()) {
+      return status;
+    }
+    const size_t places = std::min<size_t>(window.size(), wire::kMaxRecordBytes);
+    for (size_t place = 0; place < places; ++place) {
+      if (VerifiedRecordAt(window, place)) return begin + static_cast<int64_t>(place);
+    }
+    begin += static_cast<int64_t>(places);
   }
-  for (size_t begin = 1; begin < tail.size(); ++begin) {
-    if (VerifiedRecordAt(tail, begin)) return true;
-  }
-  return false;
+  return source_->size();
 }
 
 absl::StatusOr<bool> ResultReader::EndAtTornTail(int64_t field_number) {
-  absl::StatusOr<bool> holds_record = TailHoldsRecord();
-  if (!holds_record.ok()) return holds_record.status();
-  if (*holds_record) {
+  absl::StatusOr<int64_t> next = FindVerifiedRecord(offset_ + 1);
+  if (!next.ok()) return next.status();
+  if (*next < source_->size()) {
     return Damaged(absl::StrCat("the length of field ", field_number,
                                 " passes the file's end, yet whole records follow"));
   }
@@ -277,6 +277,23 @@ absl::StatusOr<bool> ResultReader::EndAtZeros(int64_t begin, absl::string_view o
 }
 
 absl::StatusOr<bool> ResultReader::Next(ResultSet* results) {
+  while (true) {
+    absl::StatusOr<bool> next = NextUndamaged(results);
+    if (!absl::IsDataLoss(next.status()) || damage_ == Damage::kRefuse) return next;
+    if (absl::Status status = PassOverDamage(); !status.ok()) return status;
+  }
+}
+
+absl::Status ResultReader::PassOverDamage() {
+  absl::StatusOr<int64_t> next = FindVerifiedRecord(offset_ + 1);
+  if (!next.ok()) return next.status();
+  damaged_bytes_ += *next - offset_;
+  ++damaged_places_;
+  offset_ = *next;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> ResultReader::NextUndamaged(ResultSet* results) {
   std::string head;
   std::string record;
   while (offset_ < source_->size()) {
@@ -349,21 +366,38 @@ absl::StatusOr<ResultFile> ReadAll(ResultReader& reader, const std::string& name
   }
   file.whole_bytes = reader.whole_bytes();
   file.torn_bytes = reader.torn_bytes();
+  file.damaged_bytes = reader.damaged_bytes();
+  file.damaged_places = reader.damaged_places();
   return file;
 }
 
 }  // namespace
 
-absl::StatusOr<ResultFile> ReadResultFile(const std::string& path) {
-  absl::StatusOr<std::unique_ptr<ResultReader>> reader = ResultReader::Open(path);
+absl::StatusOr<ResultFile> ReadResultFile(const std::string& path, Damage damage) {
+  absl::StatusOr<std::unique_ptr<ResultReader>> reader = ResultReader::Open(path, damage);
   if (!reader.ok()) return reader.status();
   return ReadAll(**reader, path);
 }
 
-absl::StatusOr<ResultFile> ReadResultBytes(absl::string_view bytes, const std::string& name) {
-  absl::StatusOr<std::unique_ptr<ResultReader>> reader = ResultReader::FromBytes(bytes, name);
+absl::StatusOr<ResultFile> ReadResultBytes(absl::string_view bytes, const std::string& name,
+                                           Damage damage) {
+  absl::StatusOr<std::unique_ptr<ResultReader>> reader =
+      ResultReader::FromBytes(bytes, name, damage);
   if (!reader.ok()) return reader.status();
   return ReadAll(**reader, name);
+}
+
+std::string WhatWasLeftOut(const ResultFile& file) {
+  std::vector<std::string> parts;
+  if (file.damaged_bytes > 0) {
+    parts.push_back(absl::StrCat(file.damaged_bytes, " bytes in ", file.damaged_places,
+                                 file.damaged_places == 1 ? " place" : " places", " are damaged"));
+  }
+  if (file.torn_bytes > 0) {
+    parts.push_back(absl::StrCat(file.torn_bytes, " bytes of a torn last record"));
+  }
+  if (parts.empty()) return "";
+  return absl::StrCat(file.path, ": left out: ", absl::StrJoin(parts, ", "));
 }
 
 std::string CanonicalOptions(const std::map<std::string, std::string>& options) {
@@ -530,22 +564,57 @@ const Environment* FindEnvironment(const ResultSet& results, absl::string_view i
   return nullptr;
 }
 
+namespace {
+
+struct MachineField {
+  absl::string_view name;
+  std::string value;
+};
+
+std::vector<MachineField> MachineFields(const Environment& environment) {
+  std::vector<std::string> gpus;
+  for (const Gpu& gpu : environment.gpus()) {
+    gpus.push_back(
+        absl::StrCat(gpu.name(), ", driver ", gpu.driver(), ", toolkit ", gpu.toolkit()));
+  }
+  return {{"host", environment.host()},
+          {"system", environment.os()},
+          {"processor", environment.cpu_model()},
+          {"cores", absl::StrCat(environment.logical_cores())},
+          {"SIMD", absl::StrJoin(environment.simd(), " ")},
+          {"GPUs", absl::StrJoin(gpus, "; ")},
+          {"compiler", environment.compiler()},
+          {"CUDA compiler", environment.cuda_compiler()},
+          {"compiler flags", environment.compile_flags()},
+          {"compilation mode", environment.compilation_mode()},
+          {"commit",
+           absl::StrCat(environment.git_commit(), environment.git_dirty() ? " with changes" : "")},
+          {"program's checksum", environment.has_program_checksum()
+                                     ? absl::StrFormat("%08x", environment.program_checksum())
+                                     : ""}};
+}
+
+}  // namespace
+
 std::string MachineOf(const ResultSet& results, absl::string_view environment_id) {
   const Environment* environment = FindEnvironment(results, environment_id);
   if (environment == nullptr) return absl::StrCat("unknown ", Escape(environment_id));
-  std::string gpus;
-  for (const Gpu& gpu : environment->gpus()) {
-    absl::StrAppend(&gpus, Escape(gpu.name()), ",", Escape(gpu.driver()), ",",
-                    Escape(gpu.toolkit()), ";");
+  return absl::StrJoin(MachineFields(*environment), " ",
+                       [](std::string* out, const MachineField& field) {
+                         absl::StrAppend(out, Escape(field.name), "=", Escape(field.value));
+                       });
+}
+
+std::vector<std::string> MachineDifferences(const Environment& a, const Environment& b) {
+  const std::vector<MachineField> of_a = MachineFields(a), of_b = MachineFields(b);
+  const auto shown = [](const std::string& value) { return value.empty() ? "unknown" : value; };
+  std::vector<std::string> differences;
+  for (size_t i = 0; i < of_a.size(); ++i) {
+    if (of_a[i].value == of_b[i].value) continue;
+    differences.push_back(
+        absl::StrCat(of_a[i].name, ": ", shown(of_a[i].value), " / ", shown(of_b[i].value)));
   }
-  return absl::StrCat(
-      "host=", Escape(environment->host()), " os=", Escape(environment->os()),
-      " cpu=", Escape(environment->cpu_model()), " cores=", environment->logical_cores(),
-      " simd=", Escape(absl::StrJoin(environment->simd(), "+")), " gpus=", gpus,
-      " compiler=", Escape(environment->compiler()), " cuda=", Escape(environment->cuda_compiler()),
-      " flags=", Escape(environment->compile_flags()),
-      " mode=", Escape(environment->compilation_mode()),
-      " commit=", Escape(environment->git_commit()), " dirty=", environment->git_dirty());
+  return differences;
 }
 
 std::map<std::string, const Case*> CasesByKey(const ResultSet& results,

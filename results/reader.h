@@ -8,7 +8,8 @@
 //                bytes is reported. A tail that still holds a record with a valid checksum is not
 //                torn but damage.
 //   damage       a checksum that does not match, bytes that are no record, a payload that does not
-//                parse: absl::DataLossError with path and offset.
+//                parse: absl::DataLossError with path and offset; or, where the caller asks for
+//                what is whole, passed over up to the next record with a valid checksum.
 //   not a result file   absl::InvalidArgumentError with the path.
 //   no such file        absl::NotFoundError; not readable: absl::PermissionDeniedError.
 #ifndef TFB_RESULTS_READER_H_
@@ -18,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -28,14 +30,19 @@ namespace tfb {
 
 class ByteSource;  // bytes at offsets, from a file or from memory
 
+// What becomes of a damaged file: an error, or everything in it that is whole.
+enum class Damage { kRefuse, kPassOver };
+
 // One pass over a result file. Not thread-safe.
 class ResultReader {
  public:
   // Opens `path` for reading; nothing is read but the signature. An empty file has no records.
-  static absl::StatusOr<std::unique_ptr<ResultReader>> Open(const std::string& path);
+  static absl::StatusOr<std::unique_ptr<ResultReader>> Open(const std::string& path,
+                                                            Damage damage = Damage::kRefuse);
   // Reads `bytes`, which must outlive the reader; `name` stands for the path in messages.
   static absl::StatusOr<std::unique_ptr<ResultReader>> FromBytes(absl::string_view bytes,
-                                                                 const std::string& name);
+                                                                 const std::string& name,
+                                                                 Damage damage = Damage::kRefuse);
   ~ResultReader();
 
   // Reads the next environment, case or unknown field and merges it into `results`, which keeps
@@ -46,21 +53,30 @@ class ResultReader {
   int64_t whole_bytes() const { return offset_; }
   // Bytes of the torn tail, 0 where there is none; known once Next has returned false.
   int64_t torn_bytes() const { return torn_bytes_; }
+  // Bytes that were passed over for damage, and in how many places.
+  int64_t damaged_bytes() const { return damaged_bytes_; }
+  int64_t damaged_places() const { return damaged_places_; }
 
  private:
-  ResultReader(std::unique_ptr<ByteSource> source, std::string name);
+  ResultReader(std::unique_ptr<ByteSource> source, std::string name, Damage damage);
   absl::Status CheckSignature();
   // Each ends the reading with a torn tail at offset_, or returns the damage that it is instead.
   absl::StatusOr<bool> EndAtTornTail(int64_t field_number);
   absl::StatusOr<bool> EndAtZeros(int64_t begin, absl::string_view otherwise);
-  absl::StatusOr<bool> TailHoldsRecord();
+  absl::StatusOr<bool> NextUndamaged(ResultSet* results);
+  absl::Status PassOverDamage();
+  // Returns the offset of the first record with a valid checksum from `begin` on, or the size.
+  absl::StatusOr<int64_t> FindVerifiedRecord(int64_t begin);
   absl::StatusOr<bool> ZerosFrom(int64_t begin);
   absl::Status Damaged(absl::string_view what) const;
 
   std::unique_ptr<ByteSource> source_;
   std::string name_;
+  Damage damage_;
   int64_t offset_ = 0;
   int64_t torn_bytes_ = 0;
+  int64_t damaged_bytes_ = 0;
+  int64_t damaged_places_ = 0;
 };
 
 // A whole file in memory.
@@ -69,9 +85,14 @@ struct ResultFile {
   ResultSet results;
   int64_t whole_bytes = 0;
   int64_t torn_bytes = 0;  // ignored at the end
+  int64_t damaged_bytes = 0;
+  int64_t damaged_places = 0;
 };
-absl::StatusOr<ResultFile> ReadResultFile(const std::string& path);
-absl::StatusOr<ResultFile> ReadResultBytes(absl::string_view bytes, const std::string& name);
+absl::StatusOr<ResultFile> ReadResultFile(const std::string& path, Damage damage = Damage::kRefuse);
+absl::StatusOr<ResultFile> ReadResultBytes(absl::string_view bytes, const std::string& name,
+                                           Damage damage = Damage::kRefuse);
+// Returns a sentence for people where something of the file could not be read, else nothing.
+std::string WhatWasLeftOut(const ResultFile& file);
 
 // "name=value,name=value" in the order of names, with the four characters `%,=` and space written
 // as %XX, so that different options never give the same text.
@@ -99,10 +120,13 @@ absl::string_view Name(ErrorMeasure::Metric metric);
 // The environment that `id` names, or null.
 const Environment* FindEnvironment(const ResultSet& results, absl::string_view id);
 
-// Names everything that a time depends on besides its case: host, processor, memory, GPUs, compiler, flags, commit.
-// Equal for the environments of a sweep and of its continuation with --resume on the same machine,
-// so that their times stand in one table. An unknown id is a machine of its own.
+// Names everything that a time depends on besides its case: host, processor, memory, GPUs, compiler,
+// flags, commit, the program's checksum. Equal for the environments of a sweep and of its
+// continuation with --resume, so that their times stand in one table. An unknown id is a machine of
+// its own.
 std::string MachineOf(const ResultSet& results, absl::string_view environment_id);
+// Returns what two machines in this sense differ in, as in "commit: 1a2b / 3c4d".
+std::vector<std::string> MachineDifferences(const Environment& a, const Environment& b);
 
 // The cases that count, by key: of several with one key and one environment the last. Where
 // `environment_id` is empty, of several with one key whatever their environments.

@@ -277,6 +277,13 @@ std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis, bool details) {
   }
   std::string total =
       absl::StrCat(Plural(analysis.cases().size(), "case"), ": ", absl::StrJoin(parts, ", "));
+  const int64_t unfinished =
+      std::count_if(analysis.cases().begin(), analysis.cases().end(),
+                    [](const Case* result) { return result->outcome().unfinished(); });
+  if (unfinished > 0) {
+    absl::StrAppend(&total, "; ", unfinished,
+                    " lack samples, as the sweep was ended before: --resume takes them");
+  }
   if (analysis.superseded_cases() > 0) {
     absl::StrAppend(&total, "; ", Plural(analysis.superseded_cases(), "repeated case"),
                     " left out for a later one");

@@ -2,12 +2,14 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 
 #include <algorithm>
 #include <iostream>
 #include <map>
+#include <new>
 #include <numeric>
 
 #include "absl/flags/commandlineflag.h"
@@ -76,6 +78,15 @@ void OpenStandardStreams() {
     if (fcntl(descriptor, F_GETFD) >= 0 || errno != EBADF) continue;
     // The lowest free number is this one, since all below are open.
     if (open("/dev/null", O_RDWR) != descriptor) return;
+  }
+}
+
+// Runs `body`, and where memory is not enough for it says so.
+absl::StatusOr<int> WithMemory(const std::function<absl::StatusOr<int>()>& body) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return absl::ResourceExhaustedError("an allocation failed: there is not enough memory");
   }
 }
 
@@ -179,12 +190,15 @@ int RunMain(absl::string_view program, absl::string_view usage,
             const std::vector<std::string>& argv,
             const std::function<absl::StatusOr<int>(const CommandLine&)>& run) {
   OpenStandardStreams();
+  // Beyond the limit of a file's size (ulimit -f) a write then fails, which is told with the path.
+  signal(SIGXFSZ, SIG_IGN);
   const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
   if (line.ok() && line->help) {
     fputs(HelpText(usage).c_str(), stdout);
     return FinishOutput(program, kExitDone);
   }
-  const absl::StatusOr<int> exit_status = line.ok() ? run(*line) : line.status();
+  const absl::StatusOr<int> exit_status =
+      line.ok() ? WithMemory([&] { return run(*line); }) : line.status();
   if (exit_status.ok()) return FinishOutput(program, *exit_status);
   PrintError(program, exit_status.status().message());
   return kExitBadUsage;

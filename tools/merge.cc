@@ -19,6 +19,9 @@ ABSL_FLAG(
     "File to write, relative to the caller's folder; it is written whole or not at all, and may "
     "be one of those that are read.");
 
+ABSL_FLAG(bool, salvage, false,
+          "Take what is whole in damaged files, and say how much is not; else they are an error.");
+
 namespace tfb {
 namespace {
 
@@ -36,7 +39,8 @@ absl::StatusOr<int> MergeAll(const CommandLine& line) {
   if (line.arguments.empty()) return absl::InvalidArgumentError("name the files to merge");
   std::vector<std::string> paths;
   for (const std::string& argument : line.arguments) paths.push_back(CallerPath(argument));
-  absl::StatusOr<Merged> merged = MergeResultFiles(paths);
+  absl::StatusOr<Merged> merged =
+      MergeResultFiles(paths, absl::GetFlag(FLAGS_salvage) ? Damage::kPassOver : Damage::kRefuse);
   if (!merged.ok()) return merged.status();
   for (const std::string& note : merged->notes) PrintError(kProgram, note);
   const std::string path = CallerPath(output);

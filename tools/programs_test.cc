@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "results/appender.h"
+#include "results/reader.h"
 #include "results/synthetic.h"
 
 namespace tfb {
@@ -120,8 +121,31 @@ TEST_F(Programs, RenderSaysWhatATornTailLost) {
   fs::resize_file(path, fs::file_size(path) - 100);
   const Ended outcome = Run("render", path);
   EXPECT_EQ(outcome.exit_status, 0);
-  EXPECT_TRUE(absl::StrContains(outcome.err, "bytes of a torn last record were left out"));
+  EXPECT_TRUE(absl::StrContains(outcome.err, "bytes of a torn last record"));
   EXPECT_TRUE(absl::StrContains(outcome.out, "17 cases")) << outcome.out;
+}
+
+TEST_F(Programs, ADamagedFileIsAnErrorUnlessWhatIsWholeIsAskedFor) {
+  const std::string path = Write("flipped.pb", MakeSweep());
+  std::string bytes = Contents(path);
+  bytes[bytes.size() / 2] ^= 1;
+  std::ofstream(path, std::ios::binary) << bytes;
+  const Ended refused = Run("render", path);
+  EXPECT_EQ(refused.exit_status, 2);
+  EXPECT_TRUE(absl::StrContains(refused.err, "--salvage of //tools:render or //tools:merge"))
+      << refused.err;
+  const Ended salvaged = Run("render", path + " --salvage");
+  EXPECT_EQ(salvaged.exit_status, 0) << salvaged.err;
+  EXPECT_TRUE(absl::StrContains(salvaged.err, "bytes in 1 place are damaged")) << salvaged.err;
+  EXPECT_TRUE(absl::StrContains(salvaged.out, "17 cases")) << salvaged.out;
+
+  const std::string whole = (folder_ / "whole.pb").string();
+  EXPECT_EQ(Run("merge", absl::StrCat(path, " --output=", whole)).exit_status, 2);
+  const Ended merged = Run("merge", absl::StrCat(path, " --salvage --output=", whole));
+  EXPECT_EQ(merged.exit_status, 0) << merged.err;
+  const absl::StatusOr<ResultFile> file = ReadResultFile(whole);
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_EQ(file->results.cases_size(), 17);
 }
 
 TEST_F(Programs, BadUsageIsTwoAndOneLineThatNamesWhatIsWrong) {

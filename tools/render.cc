@@ -50,6 +50,8 @@ ABSL_FLAG(
     "\"input real\" or computation.");
 ABSL_FLAG(double, width_mm, 180, "With --plot: width on paper, 60 to 1000.");
 ABSL_FLAG(int, dpi, 300, "With png: dots an inch, 30 to 2400.");
+ABSL_FLAG(bool, salvage, false,
+          "Read what is whole in a damaged file, and say how much is not; else it is an error.");
 ABSL_FLAG(std::string, colour, "auto",
           "always, never, or auto: on a terminal where NO_COLOR is not set.");
 ABSL_FLAG(
@@ -110,17 +112,16 @@ absl::StatusOr<std::vector<std::string>> Paths(const CommandLine& line) {
   return paths;
 }
 
-// Everything that the files hold as one; torn tails go to the notes and to stderr.
+// Everything that the files hold as one; what was left out goes to the notes and to stderr.
 absl::Status ReadAll(const std::vector<std::string>& paths, ResultSet* results,
                      RenderOptions* options) {
   for (const std::string& path : paths) {
-    absl::StatusOr<ResultFile> file = ReadResultFile(path);
+    absl::StatusOr<ResultFile> file =
+        ReadResultFile(path, absl::GetFlag(FLAGS_salvage) ? Damage::kPassOver : Damage::kRefuse);
     if (!file.ok()) return file.status();
     results->MergeFrom(file->results);
     options->paths.push_back(path);
-    if (file->torn_bytes > 0) {
-      const std::string note =
-          absl::StrCat(path, ": ", file->torn_bytes, " bytes of a torn last record were left out");
+    if (const std::string note = WhatWasLeftOut(*file); !note.empty()) {
       options->notes.push_back(note);
       PrintError(kProgram, note);
     }
