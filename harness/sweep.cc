@@ -574,6 +574,10 @@ class Sweep {
     for (const Visit::Item& item : visit.items) {
       if (open_.count(item.index) > 0) items.push_back(item);
     }
+    // What was checked before comes last, so that a sweep that is stopped again and again gets on.
+    std::stable_partition(items.begin(), items.end(), [this](const Visit::Item& item) {
+      return records_.count(item.index) == 0;
+    });
     // Where a group does not fit memory or time at once, the dense counterparts are in its first
     // part.
     std::stable_partition(items.begin(), items.end(), [this](const Visit::Item& item) {
