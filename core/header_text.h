@@ -1,7 +1,7 @@
 // The comments of a technique's header, for programs that show them.
 //
-// technique() in tools/technique.bzl takes them from NAME.h when the technique is built, so that the
-// header is the one place where the formula stands.
+// technique() in tools/technique.bzl takes them from NAME.h when the technique is built, so that
+// the header is the one place where the formula stands.
 #ifndef TFB_CORE_HEADER_TEXT_H_
 #define TFB_CORE_HEADER_TEXT_H_
 

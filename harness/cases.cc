@@ -100,7 +100,8 @@ absl::StatusOr<Axes> ParseAxes(const CaseFlags& flags, const Registry& registry,
   return axes;
 }
 
-// Tokens of a captured layer for the technique's kind of input; 0 where it has no tensor of that kind.
+// Tokens of a captured layer for the technique's kind of input; 0 where it has no tensor of that
+// kind.
 int64_t CapturedTokens(const CapturedLayer& layer, InputKind kind) {
   return kind == InputKind::kQkv ? layer.query_tokens : layer.hidden_tokens;
 }

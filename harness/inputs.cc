@@ -502,8 +502,8 @@ class Reading {
   Reading(const InputSource& source, const Technique& technique, const Options& options)
       : source_(source), layer_(*source.captured), technique_(technique), options_(options) {}
 
-  // Returns the specs that a problem of some sizes has, of which the names count: they depend on the
-  // direction of the mask, but on no size.
+  // Returns the specs that a problem of some sizes has, of which the names count: they depend on
+  // the direction of the mask, but on no size.
   absl::StatusOr<std::vector<TensorSpec>> Names(const Problem& wanted) const {
     Problem problem;
     problem.causal = wanted.causal;
@@ -547,8 +547,7 @@ class Reading {
  private:
   // Returns the problem of the most tokens that all tensors of the file have enough rows for, in
   // wanted's heads: for techniques that read neither q nor x.
-  absl::StatusOr<Problem> FitTokens(const std::vector<TensorSpec>& names,
-                                    const Problem& wanted) const {
+  Problem FitTokens(const std::vector<TensorSpec>& names, const Problem& wanted) const {
     Problem problem = wanted;
     for (const TensorSpec& spec : names) {
       const Tensor* tensor = layer_.Find(spec.name);
@@ -556,12 +555,20 @@ class Reading {
         problem.batch = std::min(problem.batch, tensor->dim(0));
       }
     }
-    int64_t fits = 0, fits_not = wanted.query_tokens + 1;
+    const auto has_rows_for = [&](int64_t tokens) {
+      problem.query_tokens = problem.kv_tokens = tokens;
+      const auto specs = technique_.InputSpecs(problem, options_);
+      return specs.ok() && HoldsAll(layer_, *specs);
+    };
+    int64_t fits = 0, fits_not = 1;
+    while (fits_not <= wanted.query_tokens && has_rows_for(fits_not)) {
+      fits = fits_not;
+      fits_not *= 2;
+    }
+    fits_not = std::min(fits_not, wanted.query_tokens + 1);
     while (fits_not - fits > 1) {
       const int64_t tokens = fits + (fits_not - fits) / 2;
-      problem.query_tokens = problem.kv_tokens = tokens;
-      TFB_ASSIGN_OR_RETURN(const auto specs, technique_.InputSpecs(problem, options_));
-      (HoldsAll(layer_, specs) ? fits : fits_not) = tokens;
+      (has_rows_for(tokens) ? fits : fits_not) = tokens;
     }
     problem.query_tokens = problem.kv_tokens = fits;
     return problem;

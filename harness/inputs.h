@@ -88,9 +88,9 @@ struct InputSource {
 // one for each layer of each shipped file, the files with fewer tokens first.
 absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view word,
                                                            absl::string_view folder = "");
-// Returns the layers of a file that have q or x, in the order of their numbers, or all of its layers
-// where none has. Returns NotFound where it has no tensors; InvalidArgument where the sizes of q, k,
-// v and x contradict one another.
+// Returns the layers of a file that have q or x, in the order of their numbers, or all of its
+// layers where none has. Returns NotFound where it has no tensors; InvalidArgument where the sizes
+// of q, k, v and x contradict one another.
 absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string& path);
 
 // Returns the problem nearest to `wanted` that the source can serve: `wanted` itself for a drawn
@@ -103,10 +103,10 @@ absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
 
 // The same for a technique with its options, which needs no tensors but those that it reads. Where
 // it attends from x to the rows of a tensor `memory`, the file's number of those is the problem's
-// kv_tokens; where it reads neither q nor x, the problem has as many tokens as all of its tensors have
-// rows for, and `wanted`'s heads. Returns NotFound where the file lacks tensors that the technique
-// reads, with the names of those that it reads; InvalidArgument where two tensors of the file, cut or
-// not, disagree in a size.
+// kv_tokens; where it reads neither q nor x, the problem has as many tokens as all of its tensors
+// have rows for, and `wanted`'s heads. Returns NotFound where the file lacks tensors that the
+// technique reads, with the names of those that it reads; InvalidArgument where two tensors of the
+// file, cut or not, disagree in a size.
 absl::StatusOr<Problem> FitProblem(const InputSource& source, const Technique& technique,
                                    const Options& options, const Problem& wanted);
 

@@ -112,8 +112,9 @@ const TensorSpec& SpecOf(const Answer& answer, const std::string& name) {
                        [&name](const TensorSpec& spec) { return spec.name == name; });
 }
 
-// Returns the first candidate that is the dimension in all answers, and is not the same in all. What
-// another option changes is not counted: one of 0, say, may stand for a number that the sizes decide.
+// Returns the first candidate that is the dimension in all answers, and is not the same in all.
+// What another option changes is not counted: one of 0, say, may stand for a number that the sizes
+// decide.
 std::string SymbolOf(const std::vector<Answer>& answers,
                      const std::vector<std::vector<NamedSize>>& candidates, const std::string& name,
                      size_t axis) {
@@ -276,9 +277,10 @@ std::vector<NamedTensorSpec> JoinLayers(const std::vector<NamedTensorSpec>& tens
         numbers.back() - numbers.front() + 1 == static_cast<int64_t>(numbers.size());
     const LayerName name = SplitLayer(group.first->spec.name);
     joined.back().spec.name =
-        absl::StrCat(name.prefix, "N", name.rest, ", N = ",
-                     is_range ? absl::StrCat(numbers.front(), " to ", numbers.back())
-                              : absl::StrJoin(numbers, ", "));
+        absl::StrCat(name.prefix, "{",
+                     is_range ? absl::StrCat(numbers.front(), "..", numbers.back())
+                              : absl::StrJoin(numbers, ","),
+                     "}", name.rest);
   }
   return joined;
 }

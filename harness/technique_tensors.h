@@ -1,8 +1,8 @@
 // The tensors of a technique for a problem, with their shapes in symbols.
 //
-// A technique gives shapes in numbers. Which size decides a dimension is found out: the technique is
-// asked again for problems and options in which one size differs. A dimension is named after a size
-// where it equals that size, or two to four times it, for all of them.
+// A technique gives shapes in numbers. Which size decides a dimension is found out: the technique
+// is asked again for problems and options in which one size differs. A dimension is named after a
+// size where it equals that size, or two to four times it, for all of them.
 #ifndef TFB_HARNESS_TECHNIQUE_TENSORS_H_
 #define TFB_HARNESS_TECHNIQUE_TENSORS_H_
 
@@ -47,13 +47,14 @@ absl::StatusOr<TechniqueTensors> DescribeTensors(const Technique& technique, con
                                                  const Problem& problem, uint64_t seed);
 
 // Returns those of the names of `parameters`, a layer's on `problem`, whose values depend on the
-// seed. It creates layers for a small problem, or for this one where a small one has other parameters.
+// seed. It creates layers for a small problem, or for this one where a small one has other
+// parameters.
 std::vector<std::string> DrawnParameters(const Technique& technique, const Options& options,
                                          const Problem& problem, const NamedTensors& parameters,
                                          uint64_t seed);
 
 // Puts together the tensors of like layers, "layer0.w_q" and "layer1.w_q", that are equal in all
-// else: as "layerN.w_q, N = 0 to 1". The order is that of the first of each.
+// else: as "layer{0..1}.w_q". The order is that of the first of each.
 std::vector<NamedTensorSpec> JoinLayers(const std::vector<NamedTensorSpec>& tensors);
 
 }  // namespace tfb
