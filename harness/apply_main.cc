@@ -22,6 +22,8 @@
 #include "harness/evaluate.h"
 #include "harness/inputs.h"
 #include "harness/machine.h"
+#include "harness/technique_help.h"
+#include "harness/technique_tensors.h"
 #include "results/files.h"
 #include "results/table.h"
 #include "tools/command_line.h"
@@ -37,9 +39,14 @@ ABSL_FLAG(
     "f32, bf16 or f16: what the file's tensors are converted to, and the type of the output.");
 ABSL_FLAG(
     std::string, input, "",
-    "A safetensors file with q, k and v, each [batch, heads, tokens, channels], or x, [batch, "
-    "tokens, model_dim], bare or as layer<N>.q. A tensor key_mask, u8 [batch, tokens], is "
-    "read where there is one. Or \"real\": the tensors shipped with the repository.");
+    "A safetensors file with the tensors that the technique reads, which --technique=NAME --help "
+    "lists: most read q, k and v, each [batch, heads, tokens, channels], or x, [batch, tokens, "
+    "model_dim], bare or as layer<N>.q, and key_mask, u8 [batch, tokens], where there is one. Or "
+    "\"real\": the tensors shipped with the repository.");
+ABSL_FLAG(
+    std::string, draw_input, "",
+    "A safetensors file to write in place of all else: drawn tensors of the names, shapes and "
+    "types that the technique reads for 512 tokens, as --technique=NAME --help lists them.");
 ABSL_FLAG(std::string, layer, "",
           "Which layer of the input file, as in layer2, where it has several.");
 ABSL_FLAG(int64_t, heads, 0,
@@ -66,6 +73,9 @@ constexpr char kUsage[] =
     "apply --technique=NAME --input=FILE [--output=FILE] [flags]\n"
     "Applies a technique to tensors of your own, writes the result, and prints its errors against\n"
     "its definition and against dense attention, both in float64.\n\n"
+    "apply --technique=NAME[:option=value,...] --help [--input=FILE] [flags]\n"
+    "Prints the technique's formula, options, inputs, outputs and parameters, with their shapes\n"
+    "for the file's sizes, or else for 512 tokens.\n\n"
     "Exit status: 0 done, 1 an error exceeds its bound (the result is written all the same),\n"
     "2 bad usage.";
 
@@ -138,7 +148,8 @@ absl::StatusOr<InputSource> ReadInput() {
 absl::Status CheckPaths() {
   const std::pair<const char*, std::string> written[] = {
       {"output", absl::GetFlag(FLAGS_output)},
-      {"dump_parameters", absl::GetFlag(FLAGS_dump_parameters)}};
+      {"dump_parameters", absl::GetFlag(FLAGS_dump_parameters)},
+      {"draw_input", absl::GetFlag(FLAGS_draw_input)}};
   const std::pair<const char*, std::string> others[] = {
       {"input", absl::GetFlag(FLAGS_input)},
       {"parameters", absl::GetFlag(FLAGS_parameters)},
@@ -163,8 +174,8 @@ absl::Status CheckPaths() {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Plan> ReadPlan() {
-  TFB_RETURN_IF_ERROR(CheckPaths());
+// Reads technique, device, dtype, heads and direction, and checks the other numbers.
+absl::StatusOr<Plan> ReadWithoutInput() {
   Plan plan;
   TFB_RETURN_IF_ERROR(ReadTechnique(&plan));
   const absl::StatusOr<Device> device = ParseDevice(absl::GetFlag(FLAGS_device));
@@ -172,9 +183,10 @@ absl::StatusOr<Plan> ReadPlan() {
   plan.device = *device;
   const absl::StatusOr<DType> dtype = ParseDType(absl::GetFlag(FLAGS_dtype));
   if (!dtype.ok()) return WithFlag("dtype", dtype.status());
-  Problem wanted;
-  wanted.dtype = *dtype;
-  if (const absl::Status valid = Validate(wanted); !valid.ok()) return WithFlag("dtype", valid);
+  plan.problem.dtype = *dtype;
+  if (const absl::Status valid = Validate(plan.problem); !valid.ok()) {
+    return WithFlag("dtype", valid);
+  }
   if (absl::GetFlag(FLAGS_heads) < 0 || absl::GetFlag(FLAGS_heads) > kMaxTokens) {
     return absl::InvalidArgumentError(
         absl::StrCat("--heads: ", absl::GetFlag(FLAGS_heads), "; allowed are 0 to ", kMaxTokens));
@@ -187,23 +199,40 @@ absl::StatusOr<Plan> ReadPlan() {
     return absl::InvalidArgumentError(
         absl::StrCat("--threads: ", absl::GetFlag(FLAGS_threads), "; allowed are 0 to 4096"));
   }
-  TFB_ASSIGN_OR_RETURN(plan.input, ReadInput());
-  // This asks for as much as the file has.
-  wanted.batch = wanted.query_tokens = wanted.kv_tokens = kMaxTokens;
   if (absl::GetFlag(FLAGS_heads) > 0) {
-    wanted.query_heads = wanted.kv_heads = absl::GetFlag(FLAGS_heads);
+    plan.problem.query_heads = plan.problem.kv_heads = absl::GetFlag(FLAGS_heads);
   }
-  wanted.causal = absl::GetFlag(FLAGS_causal);
-  const absl::StatusOr<Problem> problem =
-      FitProblem(plan.input, *plan.technique, plan.options, wanted);
-  if (!problem.ok()) return WithFlag("input", problem.status());
-  plan.problem = *problem;
+  plan.problem.causal = absl::GetFlag(FLAGS_causal);
+  return plan;
+}
+
+absl::Status CheckDirection(const Plan& plan) {
   const TechniqueInfo& info = plan.technique->info();
-  if (plan.problem.causal ? !info.supports_causal : !info.supports_noncausal) {
-    return absl::InvalidArgumentError(
-        plan.problem.causal ? absl::StrCat("--causal: ", info.name, " has no causal form")
-                            : absl::StrCat("--causal: ", info.name, " is causal only: give it"));
+  if (plan.problem.causal ? info.supports_causal : info.supports_noncausal) {
+    return absl::OkStatus();
   }
+  return absl::InvalidArgumentError(
+      plan.problem.causal ? absl::StrCat("--causal: ", info.name, " has no causal form")
+                          : absl::StrCat("--causal: ", info.name, " is causal only: give it"));
+}
+
+// Reads the input, and gives the problem its sizes.
+absl::Status FitToInput(Plan* plan) {
+  TFB_ASSIGN_OR_RETURN(plan->input, ReadInput());
+  Problem wanted = plan->problem;
+  wanted.batch = wanted.query_tokens = wanted.kv_tokens = kMaxTokens;  // as much as the file has
+  const absl::StatusOr<Problem> problem =
+      FitProblem(plan->input, *plan->technique, plan->options, wanted);
+  if (!problem.ok()) return WithFlag("input", problem.status());
+  plan->problem = *problem;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Plan> ReadPlan() {
+  TFB_RETURN_IF_ERROR(CheckPaths());
+  TFB_ASSIGN_OR_RETURN(Plan plan, ReadWithoutInput());
+  TFB_RETURN_IF_ERROR(FitToInput(&plan));
+  TFB_RETURN_IF_ERROR(CheckDirection(plan));
   return plan;
 }
 
@@ -298,7 +327,66 @@ void PrintErrors(const Plan& plan, const Accuracy& accuracy) {
   if (!accuracy.passed) absl::PrintF("FAILED: %s\n", accuracy.failure);
 }
 
+// Returns the page about the technique that is named, or "" where none is.
+absl::StatusOr<std::string> Help() {
+  if (absl::GetFlag(FLAGS_technique).empty()) return "";
+  TFB_ASSIGN_OR_RETURN(Plan plan, ReadWithoutInput());
+  // A technique of one direction alone needs no flag to be explained.
+  const TechniqueInfo& info = plan.technique->info();
+  if (!info.supports_noncausal) plan.problem.causal = true;
+  HelpRequest request;
+  request.sizes_from = "by default";
+  if (!absl::GetFlag(FLAGS_input).empty()) {
+    TFB_RETURN_IF_ERROR(FitToInput(&plan));
+    request.sizes_from = absl::StrCat("of ", plan.input.ToString());
+  }
+  TFB_RETURN_IF_ERROR(CheckDirection(plan));
+  request.technique = plan.technique;
+  request.options = plan.options;
+  request.problem = plan.problem;
+  request.seed = absl::GetFlag(FLAGS_seed);
+  return TechniqueHelp(request);
+}
+
+absl::StatusOr<int> DrawInput() {
+  TFB_RETURN_IF_ERROR(CheckPaths());
+  TFB_ASSIGN_OR_RETURN(Plan plan, ReadWithoutInput());
+  TFB_RETURN_IF_ERROR(CheckDirection(plan));
+  TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
+                       plan.technique->InputSpecs(plan.problem, plan.options));
+  TFB_ASSIGN_OR_RETURN(const NamedTensors inputs,
+                       MakeInputs(plan.input, specs, plan.problem, absl::GetFlag(FLAGS_seed)));
+  const std::string path = CallerPath(absl::GetFlag(FLAGS_draw_input));
+  const absl::Status written = WriteSafetensors(path, inputs, MetadataOf(plan));
+  if (!written.ok()) return WithFlag("draw_input", written);
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : inputs) {
+    names.push_back(absl::StrCat(name, " ", ShapeString(tensor.shape())));
+  }
+  absl::PrintF("%s written to %s\n", absl::StrJoin(names, ", "), path);
+  return kExitDone;
+}
+
+// Says on standard error what nobody gave.
+void PrintDrawn(const Plan& plan, const std::vector<TensorSpec>& specs,
+                const std::vector<std::string>& given_parameters, const NamedTensors& parameters) {
+  const uint64_t seed = absl::GetFlag(FLAGS_seed);
+  std::vector<std::string> drawn;
+  for (const std::string& name :
+       DrawnParameters(*plan.technique, plan.options, plan.problem, parameters, seed)) {
+    if (std::find(given_parameters.begin(), given_parameters.end(), name) ==
+        given_parameters.end()) {
+      drawn.push_back(name);
+    }
+  }
+  for (const std::string& line :
+       DrawnLines(DrawnInputs(plan.input, specs), drawn, parameters, seed)) {
+    PrintError(kProgram, line);
+  }
+}
+
 absl::StatusOr<int> Apply() {
+  if (!absl::GetFlag(FLAGS_draw_input).empty()) return DrawInput();
   TFB_ASSIGN_OR_RETURN(const Plan plan, ReadPlan());
   TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> specs,
                        plan.technique->InputSpecs(plan.problem, plan.options));
@@ -325,14 +413,17 @@ absl::StatusOr<int> Apply() {
   TFB_ASSIGN_OR_RETURN(
       const std::unique_ptr<Layer> layer,
       plan.technique->Create(plan.problem, plan.options, plan.device, request.seed));
+  std::vector<std::string> given_parameters;
   if (const std::string path = absl::GetFlag(FLAGS_parameters); !path.empty()) {
     absl::StatusOr<SafetensorsFile> file = ReadSafetensors(CallerPath(path));
     if (!file.ok()) return WithFlag("parameters", file.status());
+    for (const auto& entry : file->tensors) given_parameters.push_back(entry.first);
     const absl::Status fits = layer->SetParameters(std::move(file->tensors));
     if (!fits.ok()) return WithFlag("parameters", fits);
   }
   TFB_ASSIGN_OR_RETURN(const Accuracy accuracy, EvaluateLayer(request, layer.get()));
   TFB_RETURN_IF_ERROR(WriteFiles(plan, accuracy));
+  PrintDrawn(plan, specs, given_parameters, accuracy.parameters);
   PrintErrors(plan, accuracy);
   return accuracy.passed ? kExitDone : kExitCheckFailed;
 }
@@ -341,5 +432,5 @@ absl::StatusOr<int> Apply() {
 }  // namespace tfb
 
 int main(int argc, char** argv) {
-  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Apply);
+  return tfb::RunMain(tfb::kProgram, tfb::kUsage, {argv, argv + argc}, tfb::Apply, tfb::Help);
 }

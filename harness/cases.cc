@@ -100,7 +100,8 @@ absl::StatusOr<Axes> ParseAxes(const CaseFlags& flags, const Registry& registry,
   return axes;
 }
 
-// Tokens of a captured layer for the technique's kind of input.
+// Tokens of a captured layer for the technique's kind of input; 0 where it has no tensor of that
+// kind.
 int64_t CapturedTokens(const CapturedLayer& layer, InputKind kind) {
   return kind == InputKind::kQkv ? layer.query_tokens : layer.hidden_tokens;
 }
@@ -144,10 +145,8 @@ absl::StatusOr<std::vector<Problem>> Problems(const Axes& axes, const InputSourc
               if (const absl::Status status = Validate(problem); !status.ok() && !captured) {
                 return FlagError(kv_heads == heads ? "heads" : "kv_heads", status);
               }
-              if (captured && length != kMaxSize &&
-                  length > CapturedTokens(*input.captured, kind)) {
-                continue;
-              }
+              const int64_t most = captured ? CapturedTokens(*input.captured, kind) : 0;
+              if (most > 0 && length != kMaxSize && length > most) continue;
               problems.push_back(problem);
             }
           }

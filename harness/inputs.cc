@@ -198,6 +198,19 @@ std::string WithTensor(const CapturedLayer& layer, absl::string_view name) {
                       layer.layer.empty() ? "" : absl::StrCat(layer.layer, "."), name, "\"");
 }
 
+// Returns the sizes of the layer's q, k and v, with at most the wanted batch and tokens.
+Problem FitQueries(const CapturedLayer& layer, const Problem& wanted) {
+  Problem problem = wanted;
+  problem.batch = std::min(wanted.batch, layer.batch);
+  problem.query_heads = layer.query_heads;
+  problem.kv_heads = layer.kv_heads;
+  problem.query_tokens = std::min(wanted.query_tokens, layer.query_tokens);
+  problem.kv_tokens = std::min(wanted.kv_tokens, layer.kv_tokens);
+  problem.head_dim = layer.head_dim;
+  problem.value_dim = layer.value_dim;
+  return problem;
+}
+
 // Reads the sizes from the layer's tensors q, k, v and x.
 absl::Status ReadSizes(CapturedLayer* layer) {
   const auto wrong = [layer](absl::string_view name, const Tensor& tensor,
@@ -210,34 +223,36 @@ absl::Status ReadSizes(CapturedLayer* layer) {
   const Tensor* k = layer->Find("k");
   const Tensor* v = layer->Find("v");
   const Tensor* x = layer->Find("x");
-  if (q != nullptr && k != nullptr && v != nullptr) {
+  if (q != nullptr) {
     constexpr char kForm[] = "floating point [batch, heads, tokens, channels]";
     for (const auto& [name, tensor] : {std::make_pair("q", q), {"k", k}, {"v", v}}) {
-      if (tensor->shape().size() != 4 || !IsFloating(tensor->dtype())) {
+      if (tensor != nullptr && (tensor->shape().size() != 4 || !IsFloating(tensor->dtype()))) {
         return wrong(name, *tensor, kForm);
       }
     }
+    // A technique whose keys are its queries needs no k.
+    const Tensor* keys = k != nullptr ? k : v != nullptr ? v : q;
     layer->batch = q->dim(0);
     layer->query_heads = q->dim(1);
     layer->query_tokens = q->dim(2);
     layer->head_dim = q->dim(3);
-    layer->kv_heads = k->dim(1);
-    layer->kv_tokens = k->dim(2);
-    layer->value_dim = v->dim(3);
-    if (k->dim(0) != q->dim(0) || k->dim(3) != q->dim(3)) {
+    layer->kv_heads = keys->dim(1);
+    layer->kv_tokens = keys->dim(2);
+    layer->value_dim = v != nullptr ? v->dim(3) : layer->head_dim;
+    if (k != nullptr && (k->dim(0) != q->dim(0) || k->dim(3) != q->dim(3))) {
       return wrong("k", *k, absl::StrCat("the batch and channels of q ", ShapeString(q->shape())));
     }
+    if (k == nullptr && v != nullptr && v->dim(0) != q->dim(0)) {
+      return wrong("v", *v, absl::StrCat("the batch of q ", ShapeString(q->shape())));
+    }
     for (int axis : {0, 1, 2}) {
-      if (v->dim(axis) != k->dim(axis)) {
+      if (k != nullptr && v != nullptr && v->dim(axis) != k->dim(axis)) {
         return wrong(
             "v", *v,
             absl::StrCat("the sizes of k ", ShapeString(k->shape()), " but for the channels"));
       }
     }
-    TFB_ASSIGN_OR_RETURN(
-        const Problem whole,
-        FitProblem({"file", std::make_shared<CapturedLayer>(*layer)}, InputKind::kQkv, Problem()));
-    const absl::Status valid = Validate(whole);
+    const absl::Status valid = Validate(FitQueries(*layer, Problem()));
     if (!valid.ok()) {
       return absl::InvalidArgumentError(absl::StrCat(layer->path, ": ", valid.message()));
     }
@@ -246,7 +261,7 @@ absl::Status ReadSizes(CapturedLayer* layer) {
     if (x->shape().size() != 3 || !IsFloating(x->dtype())) {
       return wrong("x", *x, "floating point [batch, tokens, model_dim]");
     }
-    if (layer->has_qkv() && x->dim(0) != layer->batch) {
+    if (layer->has_queries() && x->dim(0) != layer->batch) {
       return wrong("x", *x, absl::StrCat("the batch of q, ", layer->batch));
     }
     layer->batch = x->dim(0);
@@ -287,23 +302,40 @@ absl::StatusOr<Tensor> Cut(const CapturedLayer& layer, const TensorSpec& spec,
   return cut;
 }
 
-// Returns NotFound where the layer has no tensor for a spec that must have one.
-absl::Status CheckHas(const CapturedLayer& layer, const TensorSpec& spec) {
-  if (layer.Find(spec.name) != nullptr || spec.optional || spec.noise.has_value()) {
-    return absl::OkStatus();
+bool MayBeAbsent(const TensorSpec& spec) { return spec.optional || spec.noise.has_value(); }
+
+// "q, k, v, key_mask (where there is one)"
+std::string NamesRead(const std::vector<TensorSpec>& specs) {
+  std::vector<std::string> read;
+  for (const TensorSpec& spec : specs) {
+    read.push_back(absl::StrCat(spec.name, MayBeAbsent(spec) ? " (where there is one)" : ""));
   }
-  return absl::NotFoundError(absl::StrCat(WithTensor(layer, spec.name),
-                                          " is not there; the file has ",
+  return absl::StrJoin(read, ", ");
+}
+
+// Returns NotFound where the layer lacks tensors that must be there, with their names and those of
+// all that `reader` reads.
+absl::Status CheckHasAll(const CapturedLayer& layer, const std::vector<TensorSpec>& specs,
+                         absl::string_view reader) {
+  std::vector<std::string> missing;
+  for (const TensorSpec& spec : specs) {
+    if (layer.Find(spec.name) == nullptr && !MayBeAbsent(spec)) missing.push_back(spec.name);
+  }
+  if (missing.empty()) return absl::OkStatus();
+  return absl::NotFoundError(absl::StrCat(layer.path, layer.layer.empty() ? "" : " ", layer.layer,
+                                          ": has no ", absl::StrJoin(missing, ", "), "; ", reader,
+                                          " reads ", NamesRead(specs), "; the file has ",
                                           absl::StrJoin(layer.names(), ", ")));
 }
 
-absl::StatusOr<NamedTensors> CutAll(const CapturedLayer& layer,
-                                    const std::vector<TensorSpec>& specs, uint64_t seed) {
+absl::StatusOr<NamedTensors> CutAll(const InputSource& source, const std::vector<TensorSpec>& specs,
+                                    uint64_t seed) {
+  TFB_RETURN_IF_ERROR(CheckTensorsAreThere(source, specs));
+  const CapturedLayer& layer = *source.captured;
   NamedTensors tensors;
   for (const TensorSpec& spec : specs) {
     const Tensor* tensor = layer.Find(spec.name);
     if (tensor == nullptr) {
-      TFB_RETURN_IF_ERROR(CheckHas(layer, spec));
       if (spec.optional) continue;
       TFB_ASSIGN_OR_RETURN(tensors[spec.name], DrawOne(spec, seed));
       continue;
@@ -378,22 +410,17 @@ absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string&
     layer.layer = name;
     layer.contents = contents;
   }
-  std::vector<CapturedLayer> usable;
+  std::vector<CapturedLayer> usable, others;
   for (auto& [key, layer] : layers) {
     TFB_RETURN_IF_ERROR(ReadSizes(&layer));
-    if (layer.has_qkv() || layer.has_hidden()) usable.push_back(std::move(layer));
+    if (layer.has_queries() || layer.has_hidden()) usable.push_back(layer);
   }
-  if (usable.empty()) {
-    std::vector<std::string> names;
-    for (const auto& entry : contents->tensors) names.push_back(entry.first);
-    constexpr size_t kShown = 8;
-    const bool more = names.size() > kShown;
-    if (more) names.resize(kShown);
-    return absl::NotFoundError(absl::StrCat(
-        path, ": has neither q, k and v nor x, bare or as layer<N>.q; it has ",
-        names.empty() ? "no tensors" : absl::StrJoin(names, ", "), more ? ", ..." : ""));
+  // A technique may read neither q nor x.
+  for (auto it = layers.begin(); usable.empty() && it != layers.end(); ++it) {
+    others.push_back(std::move(it->second));
   }
-  return usable;
+  if (layers.empty()) return absl::NotFoundError(absl::StrCat(path, ": has no tensors"));
+  return usable.empty() ? others : usable;
 }
 
 absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view word,
@@ -439,103 +466,175 @@ absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
   if (source.captured == nullptr) return wanted;
   const CapturedLayer& layer = *source.captured;
   const bool qkv = kind == InputKind::kQkv;
-  if (qkv ? !layer.has_qkv() : !layer.has_hidden()) {
-    return absl::NotFoundError(absl::StrCat(source.ToString(), " has no ", qkv ? "q, k and v" : "x",
+  if (qkv ? !layer.has_queries() : !layer.has_hidden()) {
+    return absl::NotFoundError(absl::StrCat(source.ToString(), " has no ", qkv ? "q" : "x",
                                             "; it has ", absl::StrJoin(layer.names(), ", ")));
   }
   if (!qkv) return FitHidden(layer, wanted);
-  Problem problem = wanted;
-  problem.batch = std::min(wanted.batch, layer.batch);
-  problem.query_heads = layer.query_heads;
-  problem.kv_heads = layer.kv_heads;
-  problem.query_tokens = std::min(wanted.query_tokens, layer.query_tokens);
-  problem.kv_tokens = std::min(wanted.kv_tokens, layer.kv_tokens);
-  problem.head_dim = layer.head_dim;
-  problem.value_dim = layer.value_dim;
-  return problem;
+  return FitQueries(layer, wanted);
 }
 
 namespace {
 
-absl::StatusOr<Problem> FitWithMemory(const InputSource& source, const Technique& technique,
-                                      const Options& options, const Problem& wanted) {
-  TFB_ASSIGN_OR_RETURN(const Problem problem,
-                       FitProblem(source, technique.info().input_kind, wanted));
-  const Tensor* memory = source.captured == nullptr ? nullptr : source.captured->Find("memory");
-  if (technique.info().input_kind == InputKind::kQkv || memory == nullptr ||
-      memory->shape().size() != 3) {
+const TensorSpec* FindSpec(const std::vector<TensorSpec>& specs, absl::string_view name) {
+  for (const TensorSpec& spec : specs) {
+    if (spec.name == name) return &spec;
+  }
+  return nullptr;
+}
+
+// Tells whether every tensor of the layer that a spec names is at least as long as the spec.
+bool HoldsAll(const CapturedLayer& layer, const std::vector<TensorSpec>& specs) {
+  for (const TensorSpec& spec : specs) {
+    const Tensor* tensor = layer.Find(spec.name);
+    if (tensor == nullptr) continue;
+    if (tensor->shape().size() != spec.shape.size()) return false;
+    for (size_t axis = 0; axis < spec.shape.size(); ++axis) {
+      if (tensor->shape()[axis] < spec.shape[axis]) return false;
+    }
+  }
+  return true;
+}
+
+// What a technique with its options reads of a file.
+class Reading {
+ public:
+  Reading(const InputSource& source, const Technique& technique, const Options& options)
+      : source_(source), layer_(*source.captured), technique_(technique), options_(options) {}
+
+  // Returns the specs that a problem of some sizes has, of which the names count: they depend on
+  // the direction of the mask, but on no size.
+  absl::StatusOr<std::vector<TensorSpec>> Names(const Problem& wanted) const {
+    Problem problem;
+    problem.causal = wanted.causal;
+    problem.dtype = wanted.dtype;
+    return technique_.InputSpecs(problem, options_);
+  }
+
+  // Returns the file's sizes, with at most the wanted batch and tokens.
+  absl::StatusOr<Problem> Fit(const Problem& wanted) const {
+    const auto names = Names(wanted);
+    if (!names.ok()) return FitProblem(source_, technique_.info().input_kind, wanted);
+    TFB_RETURN_IF_ERROR(CheckHasAll(layer_, *names, technique_.info().name));
+    if (FindSpec(*names, "q") != nullptr) return FitQueries(layer_, wanted);
+    if (FindSpec(*names, "x") == nullptr) return FitTokens(*names, wanted);
+    TFB_ASSIGN_OR_RETURN(Problem problem, FitHidden(layer_, wanted));
+    const Tensor* memory = layer_.Find("memory");
+    if (FindSpec(*names, "memory") != nullptr && memory->shape().size() == 3) {
+      problem.kv_tokens = std::min(wanted.kv_tokens, memory->dim(1));
+    }
     return problem;
   }
-  Problem crossed = problem;
-  crossed.kv_tokens = std::min(wanted.kv_tokens, memory->dim(1));
-  const auto specs = technique.InputSpecs(crossed, options);
-  const bool reads_memory =
-      specs.ok() && std::any_of(specs->begin(), specs->end(),
-                                [](const TensorSpec& spec) { return spec.name == "memory"; });
-  return reads_memory ? crossed : problem;
-}
 
-// "q [1, 2, 30, 8] and k [1, 2, 35, 8]": the tensors that the sizes of a problem come from.
-std::string SizesOf(const CapturedLayer& layer, InputKind kind) {
-  std::vector<std::string> parts;
-  for (const char* name : {"q", "k", "x", "memory"}) {
-    const bool is_qkv = absl::string_view(name) == "q" || absl::string_view(name) == "k";
-    const Tensor* tensor = layer.Find(name);
-    if (tensor == nullptr || is_qkv != (kind == InputKind::kQkv)) continue;
-    parts.push_back(absl::StrCat(name, " ", ShapeString(tensor->shape())));
+  // Expects of each tensor that has a spec the shape that it has for the whole file.
+  absl::Status CheckSizes(const Problem& wanted) const {
+    Problem most = wanted;
+    most.batch = most.query_tokens = most.kv_tokens = kMaxTokens;
+    TFB_ASSIGN_OR_RETURN(const Problem whole, Fit(most));
+    const auto specs = technique_.InputSpecs(whole, options_);
+    if (!specs.ok()) return absl::OkStatus();  // creating the layer tells why
+    for (const TensorSpec& spec : *specs) {
+      const Tensor* tensor = layer_.Find(spec.name);
+      if (tensor == nullptr || tensor->shape() == spec.shape) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat(WithTensor(layer_, spec.name), " is ", ShapeString(tensor->shape()),
+                       "; beside ", SizesBeside(spec.name, *specs), " ", technique_.info().name,
+                       " reads ", ShapeString(spec.shape)));
+    }
+    return absl::OkStatus();
   }
-  return absl::StrJoin(parts, " and ");
-}
 
-// Expects of each tensor that has a spec the shape that it has for the whole file.
-absl::Status CheckSizes(const InputSource& source, const Technique& technique,
-                        const Options& options, const Problem& wanted) {
-  Problem most = wanted;
-  most.batch = most.query_tokens = most.kv_tokens = kMaxTokens;
-  TFB_ASSIGN_OR_RETURN(const Problem whole, FitWithMemory(source, technique, options, most));
-  const auto specs = technique.InputSpecs(whole, options);
-  if (!specs.ok()) return absl::OkStatus();  // creating the layer tells why
-  for (const TensorSpec& spec : *specs) {
-    const Tensor* tensor = source.captured->Find(spec.name);
-    if (tensor == nullptr || tensor->shape() == spec.shape) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat(WithTensor(*source.captured, spec.name), " is ", ShapeString(tensor->shape()),
-                     "; beside ", SizesOf(*source.captured, technique.info().input_kind), " ",
-                     technique.info().name, " reads ", ShapeString(spec.shape)));
+ private:
+  // Returns the problem of the most tokens that all tensors of the file have enough rows for, in
+  // wanted's heads: for techniques that read neither q nor x.
+  Problem FitTokens(const std::vector<TensorSpec>& names, const Problem& wanted) const {
+    Problem problem = wanted;
+    for (const TensorSpec& spec : names) {
+      const Tensor* tensor = layer_.Find(spec.name);
+      if (tensor != nullptr && !tensor->shape().empty()) {
+        problem.batch = std::min(problem.batch, tensor->dim(0));
+      }
+    }
+    const auto has_rows_for = [&](int64_t tokens) {
+      problem.query_tokens = problem.kv_tokens = tokens;
+      const auto specs = technique_.InputSpecs(problem, options_);
+      return specs.ok() && HoldsAll(layer_, *specs);
+    };
+    int64_t fits = 0, fits_not = 1;
+    while (fits_not <= wanted.query_tokens && has_rows_for(fits_not)) {
+      fits = fits_not;
+      fits_not *= 2;
+    }
+    fits_not = std::min(fits_not, wanted.query_tokens + 1);
+    while (fits_not - fits > 1) {
+      const int64_t tokens = fits + (fits_not - fits) / 2;
+      (has_rows_for(tokens) ? fits : fits_not) = tokens;
+    }
+    problem.query_tokens = problem.kv_tokens = fits;
+    return problem;
   }
-  return absl::OkStatus();
-}
+
+  // "q [1, 2, 30, 8] and k [1, 2, 35, 8]": the tensors that the sizes of a problem come from, but
+  // for `name`.
+  std::string SizesBeside(absl::string_view name, const std::vector<TensorSpec>& specs) const {
+    std::vector<std::string> giving = {"x", "memory"};
+    if (FindSpec(specs, "q") != nullptr) {
+      giving = {"q", FindSpec(specs, "k") != nullptr ? "k" : "v"};
+    } else if (FindSpec(specs, "x") == nullptr) {
+      giving.clear();
+      for (const TensorSpec& spec : specs) giving.push_back(spec.name);
+    }
+    std::vector<std::string> parts;
+    for (const std::string& other : giving) {
+      const Tensor* tensor = layer_.Find(other);
+      if (tensor == nullptr || FindSpec(specs, other) == nullptr || other == name) continue;
+      parts.push_back(absl::StrCat(other, " ", ShapeString(tensor->shape())));
+    }
+    return absl::StrJoin(parts, " and ");
+  }
+
+  const InputSource& source_;
+  const CapturedLayer& layer_;
+  const Technique& technique_;
+  const Options& options_;
+};
 
 }  // namespace
 
 absl::StatusOr<Problem> FitProblem(const InputSource& source, const Technique& technique,
                                    const Options& options, const Problem& wanted) {
-  if (source.captured != nullptr) {
-    TFB_RETURN_IF_ERROR(CheckSizes(source, technique, options, wanted));
+  if (source.captured == nullptr) {
+    return FitProblem(source, technique.info().input_kind, wanted);
   }
-  return FitWithMemory(source, technique, options, wanted);
+  const Reading reading(source, technique, options);
+  TFB_RETURN_IF_ERROR(reading.CheckSizes(wanted));
+  return reading.Fit(wanted);
 }
 
 absl::Status CheckTensorsAreThere(const InputSource& source, const std::vector<TensorSpec>& specs) {
   if (source.captured == nullptr) return absl::OkStatus();
-  for (const TensorSpec& spec : specs) TFB_RETURN_IF_ERROR(CheckHas(*source.captured, spec));
-  return absl::OkStatus();
+  return CheckHasAll(*source.captured, specs, "the technique");
+}
+
+std::vector<TensorSpec> DrawnInputs(const InputSource& source,
+                                    const std::vector<TensorSpec>& specs) {
+  std::vector<TensorSpec> drawn;
+  for (const TensorSpec& spec : specs) {
+    const bool is_there = source.captured != nullptr && source.captured->Find(spec.name) != nullptr;
+    if (!spec.optional && !is_there && source.text == nullptr) drawn.push_back(spec);
+  }
+  return drawn;
 }
 
 absl::Status CheckTensorsAreRead(const InputSource& source, const std::vector<TensorSpec>& specs) {
   if (source.captured == nullptr || source.profile != "file") return absl::OkStatus();
-  std::vector<std::string> read;
-  for (const TensorSpec& spec : specs) {
-    read.push_back(absl::StrCat(
-        spec.name, spec.optional || spec.noise.has_value() ? " (where there is one)" : ""));
-  }
   std::set<std::string> known = {"q", "k", "v", "x", "tokens"};
   for (const TensorSpec& spec : specs) known.insert(spec.name);
   for (const std::string& name : source.captured->names()) {
     if (known.count(name) > 0) continue;
     return absl::InvalidArgumentError(absl::StrCat(WithTensor(*source.captured, name),
                                                    " would not be read; what is read are ",
-                                                   absl::StrJoin(read, ", ")));
+                                                   NamesRead(specs)));
   }
   return absl::OkStatus();
 }
@@ -543,7 +642,7 @@ absl::Status CheckTensorsAreRead(const InputSource& source, const std::vector<Te
 absl::StatusOr<NamedTensors> MakeInputs(const InputSource& source,
                                         const std::vector<TensorSpec>& specs,
                                         const Problem& problem, uint64_t seed) {
-  if (source.captured != nullptr) return CutAll(*source.captured, specs, seed);
+  if (source.captured != nullptr) return CutAll(source, specs, seed);
   if (source.text != nullptr) return source.text->MakeInputs(specs, problem);
   if (source.profile == "peaked") return DrawPeaks(kPeaked, "peaked", specs, problem, seed);
   if (source.profile == "needle") return DrawPeaks(kNeedle, "needle", specs, problem, seed);

@@ -62,10 +62,11 @@ struct CapturedLayer {
 
   int64_t batch = 0;
   int64_t query_heads = 0, query_tokens = 0, head_dim = 0;  // of q
-  int64_t kv_heads = 0, kv_tokens = 0, value_dim = 0;       // of k and v
-  int64_t hidden_tokens = 0, model_dim = 0;                 // of x
+  // Of k and v; where one is absent the other's, and else those of q.
+  int64_t kv_heads = 0, kv_tokens = 0, value_dim = 0;
+  int64_t hidden_tokens = 0, model_dim = 0;  // of x
 
-  bool has_qkv() const { return head_dim > 0; }
+  bool has_queries() const { return head_dim > 0; }
   bool has_hidden() const { return model_dim > 0; }
   // Returns the tensor of that name of this layer, else of the file; null where there is none.
   const Tensor* Find(absl::string_view name) const;
@@ -87,27 +88,35 @@ struct InputSource {
 // one for each layer of each shipped file, the files with fewer tokens first.
 absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view word,
                                                            absl::string_view folder = "");
-// Returns the layers of a file, in the order of their numbers. Returns NotFound where it has
-// neither q, k and v nor x; InvalidArgument where their sizes contradict one another.
+// Returns the layers of a file that have q or x, in the order of their numbers, or all of its
+// layers where none has. Returns NotFound where it has no tensors; InvalidArgument where the sizes
+// of q, k, v and x contradict one another.
 absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string& path);
 
 // Returns the problem nearest to `wanted` that the source can serve: `wanted` itself for a drawn
 // source, a problem with the model's heads for text, else the file's sizes with at most the wanted
 // batch and tokens. Hidden states are split into the heads that the layer's q has, where it has
-// one, else into `wanted`'s. Returns NotFound where the file lacks the tensors of such an input
-// kind.
+// one, else into `wanted`'s. Returns NotFound where the file lacks q or x, whichever such an input
+// kind has.
 absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
                                    const Problem& wanted);
 
-// The same for a technique with its options. Where it attends from x to the rows of a tensor
-// `memory`, the file's number of those is the problem's kv_tokens. Returns InvalidArgument where two
-// tensors of the file, cut or not, disagree in a size.
+// The same for a technique with its options, which needs no tensors but those that it reads. Where
+// it attends from x to the rows of a tensor `memory`, the file's number of those is the problem's
+// kv_tokens; where it reads neither q nor x, the problem has as many tokens as all of its tensors
+// have rows for, and `wanted`'s heads. Returns NotFound where the file lacks tensors that the
+// technique reads, with the names of those that it reads; InvalidArgument where two tensors of the
+// file, cut or not, disagree in a size.
 absl::StatusOr<Problem> FitProblem(const InputSource& source, const Technique& technique,
                                    const Options& options, const Problem& wanted);
 
 // Returns NotFound where the source is a file that lacks a tensor of the specs. Optional tensors and
 // noise, which is drawn, may be missing.
 absl::Status CheckTensorsAreThere(const InputSource& source, const std::vector<TensorSpec>& specs);
+
+// Returns the specs of the tensors that MakeInputs draws.
+std::vector<TensorSpec> DrawnInputs(const InputSource& source,
+                                    const std::vector<TensorSpec>& specs);
 
 // Returns InvalidArgument where the source is a file of the caller's own with a tensor that is not
 // among the specs. q, k, v and x may be there for techniques of another input kind, and `tokens`, which

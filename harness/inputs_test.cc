@@ -15,7 +15,9 @@ namespace tfb {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 using ::testing::StartsWith;
 
 InputSource Drawn(const std::string& profile) { return {profile, nullptr}; }
@@ -253,8 +255,9 @@ TEST(Inputs, WhatAFileHasNotIsNotFoundAndNotDrawn) {
   const auto inputs = MakeInputs((*sources)[0], specs, problem, 1);
   EXPECT_EQ(inputs.status().code(), absl::StatusCode::kNotFound);
   EXPECT_THAT(std::string(inputs.status().message()),
-              AllOf(StartsWith("minilm_512.safetensors: tensor \"layer0.q_global\""),
-                    HasSubstr("k, q, v, x, tokens")));
+              AllOf(StartsWith("minilm_512.safetensors layer0: has no q_global;"),
+                    HasSubstr("reads q, k, v, key_mask (where there is one), q_global;"),
+                    HasSubstr("the file has k, q, v, x, tokens")));
   const auto other_size =
       MakeInputs((*sources)[0], QkvInputs(Problem::SelfAttention(1, 8, 100, 32)), problem, 1);
   EXPECT_EQ(other_size.status().code(), absl::StatusCode::kInvalidArgument);
@@ -321,22 +324,10 @@ TEST(Inputs, AFileOfTheCallersOwnIsReadRelativeToItsFolder) {
                     HasSubstr("is i64 and cannot be converted to u8")));
 }
 
-// A technique on hidden states with a mask, which attends to `memory` where the option says so.
-class Crossing : public Technique {
+// A technique that declares what it reads, and does nothing.
+class Declaring : public Technique {
  public:
-  Crossing() : Technique(Info()) {}
   absl::StatusOr<Options> Canonical(const Options& options) const override { return options; }
-  absl::StatusOr<std::vector<TensorSpec>> InputSpecs(const Problem& problem,
-                                                     const Options& options) const override {
-    std::vector<TensorSpec> specs = HiddenInputs(problem);
-    if (options.count("cross") > 0) {
-      specs.push_back({"memory", {problem.batch, problem.kv_tokens, problem.model_dim()}});
-    } else if (problem.kv_tokens != problem.query_tokens) {
-      return absl::UnimplementedError("is self-attention");
-    }
-    specs.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
-    return specs;
-  }
   absl::StatusOr<std::vector<TensorSpec>> OutputSpecs(const Problem&,
                                                       const Options&) const override {
     return std::vector<TensorSpec>();
@@ -350,12 +341,57 @@ class Crossing : public Technique {
     return absl::UnimplementedError("has no definition");
   }
 
+ protected:
+  Declaring(const std::string& name, InputKind kind) : Technique(Info(name, kind)) {}
+
  private:
-  static TechniqueInfo Info() {
+  static TechniqueInfo Info(const std::string& name, InputKind kind) {
     TechniqueInfo info;
-    info.name = "crossing";
-    info.input_kind = InputKind::kHidden;
+    info.name = name;
+    info.input_kind = kind;
     return info;
+  }
+};
+
+// A technique on hidden states with a mask, which attends to `memory` where the option says so.
+class Crossing : public Declaring {
+ public:
+  Crossing() : Declaring("crossing", InputKind::kHidden) {}
+  absl::StatusOr<std::vector<TensorSpec>> InputSpecs(const Problem& problem,
+                                                     const Options& options) const override {
+    std::vector<TensorSpec> specs = HiddenInputs(problem);
+    if (options.count("cross") > 0) {
+      specs.push_back({"memory", {problem.batch, problem.kv_tokens, problem.model_dim()}});
+    } else if (problem.kv_tokens != problem.query_tokens) {
+      return absl::UnimplementedError("is self-attention");
+    }
+    specs.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+    return specs;
+  }
+};
+
+// Queries that are the keys, but where the problem is not causal.
+class SharedKeys : public Declaring {
+ public:
+  SharedKeys() : Declaring("shared_keys", InputKind::kQkv) {}
+  absl::StatusOr<std::vector<TensorSpec>> InputSpecs(const Problem& problem,
+                                                     const Options&) const override {
+    std::vector<TensorSpec> specs = QkvInputs(problem);
+    if (problem.causal) specs.erase(specs.begin() + 1);
+    return specs;
+  }
+};
+
+// Two sorts of tokens that alternate, neither of which is x.
+class Alternating : public Declaring {
+ public:
+  Alternating() : Declaring("alternating", InputKind::kHidden) {}
+  absl::StatusOr<std::vector<TensorSpec>> InputSpecs(const Problem& problem,
+                                                     const Options&) const override {
+    return std::vector<TensorSpec>{
+        {"even", {problem.batch, (problem.query_tokens + 1) / 2, 3}},
+        {"odd", {problem.batch, problem.query_tokens / 2, 5}},
+        {"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true}};
   }
 };
 
@@ -382,6 +418,61 @@ TEST(Inputs, KeysHaveTheLengthOfTheMemoryThatIsAttendedTo) {
   EXPECT_THAT(std::string(alone.status().message()),
               AllOf(HasSubstr("\"key_mask\" is [1, 77]"), HasSubstr("x [1, 48, 32]"),
                     HasSubstr("crossing reads [1, 48]")));
+}
+
+TEST(Inputs, KeysAreAskedForOnlyWhereTheyAreRead) {
+  NamedTensors tensors;
+  tensors["q"] = Filled(DType::kF32, {2, 4, 10, 8});
+  tensors["v"] = Filled(DType::kF32, {2, 2, 12, 5});
+  const InputSource source = FileSource("shared_keys.safetensors", tensors);
+  Problem wanted = Problem::SelfAttention(9, 1, 1000, 64, /*causal=*/true);
+  const auto fitted = FitProblem(source, SharedKeys(), {}, wanted);
+  ASSERT_TRUE(fitted.ok()) << fitted.status();
+  EXPECT_EQ(fitted->ToString(),
+            "batch 2, 4 heads of 8 (values of 5) over 2 key-value heads, 10 tokens over 12 keys, "
+            "causal, f32");
+  const auto specs = SharedKeys().InputSpecs(*fitted, {});
+  EXPECT_TRUE(MakeInputs(source, *specs, *fitted, 1).ok());
+  wanted.causal = false;
+  const absl::Status refused = FitProblem(source, SharedKeys(), {}, wanted).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr("shared_keys.safetensors: has no k; shared_keys reads q, k, v, key_mask "
+                        "(where there is one); the file has q, v"));
+}
+
+TEST(Inputs, SizesComeFromTensorsOfAnyNameWhereNeitherQueriesNorHiddenStatesAreRead) {
+  NamedTensors tensors;
+  tensors["even"] = Filled(DType::kF32, {2, 4, 3});
+  tensors["odd"] = Filled(DType::kF32, {2, 3, 5});
+  const InputSource source = FileSource("alternating.safetensors", tensors);
+  Problem wanted = Problem::SelfAttention(9, 4, 1000, 16);
+  EXPECT_EQ(*FitProblem(source, Alternating(), {}, wanted), Problem::SelfAttention(2, 4, 7, 16));
+  wanted.query_tokens = wanted.kv_tokens = 5;
+  EXPECT_EQ(*FitProblem(source, Alternating(), {}, wanted), Problem::SelfAttention(2, 4, 5, 16));
+  tensors["odd"] = Filled(DType::kF32, {2, 9, 5});
+  EXPECT_THAT(
+      std::string(FitProblem(FileSource("uneven.safetensors", tensors), Alternating(), {}, wanted)
+                      .status()
+                      .message()),
+      HasSubstr("\"odd\" is [2, 9, 5]; beside even [2, 4, 3] alternating reads [2, 4, 5]"));
+}
+
+TEST(Inputs, NoiseThatTheFileLacksIsAmongTheDrawnInputs) {
+  const auto names = [](const std::vector<TensorSpec>& specs) {
+    std::vector<std::string> all;
+    for (const TensorSpec& spec : specs) all.push_back(spec.name);
+    return all;
+  };
+  std::vector<TensorSpec> specs = QkvInputs(Problem::SelfAttention(1, 2, 10, 8));
+  specs.push_back({"u", {1, 2, 10}, DType::kF32, false, Distribution::kUniform});
+  NamedTensors tensors;
+  for (const char* name : {"q", "k", "v"}) tensors[name] = Filled(DType::kF32, {1, 2, 10, 8});
+  EXPECT_THAT(names(DrawnInputs(FileSource("no_noise.safetensors", tensors), specs)),
+              ElementsAre("u"));
+  tensors["u"] = Filled(DType::kF32, {1, 2, 10});
+  EXPECT_THAT(names(DrawnInputs(FileSource("noise.safetensors", tensors), specs)), IsEmpty());
+  EXPECT_THAT(names(DrawnInputs(Drawn("gaussian"), specs)), ElementsAre("q", "k", "v", "u"));
 }
 
 TEST(Inputs, SizesThatDoNotAgreeAreNamedAndNotCut) {
@@ -434,8 +525,10 @@ TEST(Inputs, ContradictorySizesOfAFileAreNamed) {
   tensors["layer3.x"] = Filled(DType::kI32, {1, 4, 10});
   EXPECT_THAT(error(std::move(tensors)), HasSubstr("tensor \"layer3.x\" is i32"));
   tensors.clear();
-  tensors["w"] = Filled(DType::kF32, {1});
-  EXPECT_THAT(error(std::move(tensors)), HasSubstr("neither q, k and v nor x"));
+  tensors["q"] = Filled(DType::kF32, {1, 4, 10, 8});
+  tensors["v"] = Filled(DType::kF32, {2, 4, 10, 8});
+  EXPECT_THAT(error(std::move(tensors)), HasSubstr("expected is the batch of q [1, 4, 10, 8]"));
+  EXPECT_THAT(error(NamedTensors()), HasSubstr("has no tensors"));
 }
 
 }  // namespace

@@ -218,7 +218,9 @@ TEST_F(Programs, ApplyAnswersBadUsageInOneLineThatNamesTheFlag) {
                  Path("absent.safetensors"));
   ExpectBadUsage("tiny_apply", "--technique=tiny --input=gaussian", "is drawn");
   ExpectBadUsage("tiny_apply", "--technique=tiny --input=qkv.bin", "FILE.safetensors");
-  ExpectBadUsage("tiny_apply", "--technique=tiny --input=named.safetensors", "neither q, k and v");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --input=named.safetensors",
+                 "has no q, k, v; tiny reads q, k, v, key_mask (where there is one); the file has "
+                 "query_k, query_q, query_v");
   ExpectBadUsage("tiny_apply", "--technique=tiny --device=tpu" + input, "--device: unknown device");
   ExpectBadUsage("tiny_apply", "--technique=tiny --dtype=f8" + input, "--dtype: unknown dtype");
   ExpectBadUsage("tiny_apply", "--technique=tiny --dtype=i32" + input,
@@ -258,6 +260,52 @@ TEST_F(Programs, ApplyRunsInTheSimulatorAndFallsBackToNothing) {
                  "no CUDA device: ");
 }
 
+TEST_F(Programs, HelpOfATechniqueIsAPageAboutIt) {
+  const Finished finished = Apply("--technique=tiny --options=window=4 --help");
+  EXPECT_EQ(finished.exit_code, 0) << finished.err;
+  EXPECT_THAT(finished.out,
+              AllOf(HasSubstr("windowed attention in plain loops"), HasSubstr("0 to 1099511627776"),
+                    HasSubstr("tokens on each side that a query sees"),
+                    HasSubstr("query_tokens 512"), HasSubstr("[1, 8, 512, 64]"),
+                    HasSubstr("[batch, kv_tokens]"), HasSubstr("[query_heads]"),
+                    HasSubstr("--technique=tiny:window=4 --input=in.safetensors")));
+  ExpectBadUsage("tiny_apply", "--technique=tyny --help", "nearest are tiny");
+  ExpectBadUsage("tiny_apply", "--technique=tiny --options=widow=3 --help", "known are window");
+}
+
+TEST_F(Programs, HelpOfATechniqueHasTheSizesOfTheInput) {
+  WriteQkv("qkv.safetensors");
+  const Finished finished = Apply("--technique=tiny --help --input=qkv.safetensors --causal");
+  EXPECT_EQ(finished.exit_code, 0) << finished.err;
+  EXPECT_THAT(finished.out, AllOf(HasSubstr("Sizes of file qkv.safetensors: batch 1"),
+                                  HasSubstr("[1, 4, 90, 16]"), HasSubstr("[1, 2, 100, 8]"),
+                                  HasSubstr("--technique=tiny --causal --input")));
+}
+
+TEST_F(Programs, DrawnInputsCanBeAppliedTo) {
+  const Finished drawn = Apply("--technique=tiny --heads=2 --draw_input=drawn.safetensors");
+  EXPECT_EQ(drawn.exit_code, 0) << drawn.err;
+  EXPECT_THAT(drawn.out, HasSubstr("q [1, 2, 512, 64]"));
+  const Finished applied = Apply("--technique=tiny --input=drawn.safetensors");
+  EXPECT_EQ(applied.exit_code, 0) << applied.err;
+  ExpectBadUsage("tiny_apply",
+                 "--technique=tiny --input=drawn.safetensors --draw_input=drawn.safetensors",
+                 "--draw_input: is the file of --input");
+}
+
+TEST_F(Programs, ApplySaysWhichParametersAreDrawnAndNotThoseThatAreGiven) {
+  WriteQkv("qkv.safetensors");
+  const std::string run = "--technique=tiny --input=qkv.safetensors --seed=5";
+  const Finished drawn = Apply(run + " --dump_parameters=parameters.safetensors");
+  EXPECT_EQ(drawn.exit_code, 0) << drawn.err;
+  EXPECT_EQ(drawn.err,
+            "apply: parameters are drawn from seed 5: gain [4]; give them by these names in "
+            "--parameters\n");
+  const Finished given = Apply(run + " --parameters=parameters.safetensors");
+  EXPECT_EQ(given.exit_code, 0) << given.err;
+  EXPECT_EQ(given.err, "");
+}
+
 TEST_F(Programs, HelpExplainsEveryFlag) {
   for (const char* program : {"tiny_apply", "tiny_check"}) {
     const Finished finished = Run(program, "--help");
@@ -265,6 +313,7 @@ TEST_F(Programs, HelpExplainsEveryFlag) {
     EXPECT_THAT(finished.out, AllOf(HasSubstr("Exit status"), HasSubstr("--input"),
                                     HasSubstr("--seed"), HasSubstr("--threads")));
   }
+  EXPECT_THAT(Apply("--help").out, HasSubstr("--technique=NAME[:option=value,...] --help"));
 }
 
 TEST_F(Programs, CheckPassesARightTechniqueOnAllInputs) {

@@ -188,29 +188,35 @@ std::string HelpText(absl::string_view usage) {
 
 int RunMain(absl::string_view program, absl::string_view usage,
             const std::vector<std::string>& argv,
-            const std::function<absl::StatusOr<int>(const CommandLine&)>& run) {
+            const std::function<absl::StatusOr<int>(const CommandLine&)>& run,
+            const HelpPage& help) {
   OpenStandardStreams();
   // Beyond the limit of a file's size (ulimit -f) a write then fails, which is told with the path.
   signal(SIGXFSZ, SIG_IGN);
   const absl::StatusOr<CommandLine> line = ParseCommandLine(argv);
-  if (line.ok() && line->help) {
-    fputs(HelpText(usage).c_str(), stdout);
-    return FinishOutput(program, kExitDone);
-  }
+  const auto print_help = [&]() -> absl::StatusOr<int> {
+    absl::StatusOr<std::string> page = help ? help() : "";
+    if (!page.ok()) return page.status();
+    fputs(page->empty() ? HelpText(usage).c_str() : page->c_str(), stdout);
+    return kExitDone;
+  };
   const absl::StatusOr<int> exit_status =
-      line.ok() ? WithMemory([&] { return run(*line); }) : line.status();
+      line.ok() ? WithMemory([&] { return line->help ? print_help() : run(*line); })
+                : line.status();
   if (exit_status.ok()) return FinishOutput(program, *exit_status);
   PrintError(program, exit_status.status().message());
   return kExitBadUsage;
 }
 
 int RunMain(absl::string_view program, absl::string_view usage,
-            const std::vector<std::string>& argv, const std::function<absl::StatusOr<int>()>& run) {
-  return RunMain(program, usage, argv, [&run](const CommandLine& line) -> absl::StatusOr<int> {
+            const std::vector<std::string>& argv, const std::function<absl::StatusOr<int>()>& run,
+            const HelpPage& help) {
+  const auto run_without_arguments = [&run](const CommandLine& line) -> absl::StatusOr<int> {
     if (line.arguments.empty()) return run();
     return absl::InvalidArgumentError(
         absl::StrCat("\"", line.arguments[0], "\" is no flag; --help lists the flags"));
-  });
+  };
+  return RunMain(program, usage, argv, run_without_arguments, help);
 }
 
 void PrintError(absl::string_view program, absl::string_view message) {

@@ -32,16 +32,22 @@ absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& arg
 // `usage` (first line: the program and its arguments), then every flag with its default.
 std::string HelpText(absl::string_view usage);
 
-// All that the main function of a program does: sets the flags from `argv`, prints HelpText to stdout
-// and returns kExitDone where --help is given, and else returns what `run` does. An error, of the flags
-// or of `run`, is printed to stderr, and kExitBadUsage is returned; so it is where standard output
-// could not be written. Standard streams that the caller has closed lead to /dev/null. The second form
-// is that of a program without arguments: one is an error that names it.
+// The page that --help prints in place of HelpText: "" for that after all.
+using HelpPage = std::function<absl::StatusOr<std::string>()>;
+
+// All that the main function of a program does: sets the flags from `argv`, prints what `help`
+// returns, or HelpText, to stdout and returns kExitDone where --help is given, and else returns
+// what `run` does. An error, of the flags or of `run`, is printed to stderr, and kExitBadUsage is
+// returned; so it is where standard output could not be written. Standard streams that the caller
+// has closed lead to /dev/null. The second form is that of a program without arguments: one is an
+// error that names it.
 int RunMain(absl::string_view program, absl::string_view usage,
             const std::vector<std::string>& argv,
-            const std::function<absl::StatusOr<int>(const CommandLine&)>& run);
+            const std::function<absl::StatusOr<int>(const CommandLine&)>& run,
+            const HelpPage& help = nullptr);
 int RunMain(absl::string_view program, absl::string_view usage,
-            const std::vector<std::string>& argv, const std::function<absl::StatusOr<int>()>& run);
+            const std::vector<std::string>& argv, const std::function<absl::StatusOr<int>()>& run,
+            const HelpPage& help = nullptr);
 
 // Prints "program: message" to stderr, in one line. Control characters become '?', and a message of
 // more than 1600 bytes is cut in its middle.

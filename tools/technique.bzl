@@ -8,7 +8,8 @@
 
 makes, in a folder attention/mine with mine.h, mine.cc and mine_test.cc,
 
-    :mine                          the library, which registers the technique wherever it is linked in
+    :mine                          the library, which registers the technique, and the comments of mine.h that
+                                   `apply --technique=mine --help` shows, wherever it is linked in
     :mine_cuda                     its device code, where it has cuda_srcs
     :mine_test                     its own test
     :mine_conformance_test         what every technique must pass, on the CPU; no source of its own
@@ -21,10 +22,31 @@ The last three link the harness's mains, which walk the registry.
 load("@rules_cc//cc:defs.bzl", "cc_library")
 load("//tools/cuda:cuda_library.bzl", "cuda_binary", "cuda_library", "cuda_test")
 
+def header_text(name, technique, hdrs):
+    """Makes NAME.cc, which registers the comments of a technique's header (core/header_text.h).
+
+    Args:
+      name: of the target and the file.
+      technique: the name that the technique registers.
+      hdrs: its header, and further ones whose first comments belong to its formula.
+    """
+    native.genrule(
+        name = name,
+        srcs = hdrs,
+        outs = [name + ".cc"],
+        cmd = "LC_ALL=C awk -f $(location //tools:header_text.awk) -v technique=%s %s > $@" % (
+            technique,
+            " ".join(["$(location %s)" % header for header in hdrs]),
+        ),
+        tools = ["//tools:header_text.awk"],
+        visibility = ["//visibility:private"],
+    )
+
 def technique(
         name,
         srcs = None,
         hdrs = None,
+        formula_hdrs = [],
         deps = [],
         cuda_srcs = [],
         cuda_hdrs = [],
@@ -42,6 +64,7 @@ def technique(
       name: the folder's, which is the name that the technique registers.
       srcs: C++ sources; by default NAME.cc.
       hdrs: headers; by default NAME.h.
+      formula_hdrs: headers that the comment at the head of NAME.h refers to; their own heads are shown behind it.
       deps: libraries beside //core:technique.
       cuda_srcs: CUDA sources, with private headers: kernels that no engine of core/ has (see core/cuda/kernel_table.h).
       cuda_hdrs: plain C++ headers of the CUDA sources, which `srcs` include.
@@ -65,13 +88,21 @@ def technique(
         )
         deps = deps + [":%s_cuda" % name]
 
+    header_text(
+        name = name + "_header_text",
+        technique = name,
+        hdrs = [name + ".h"] + formula_hdrs,
+    )
     cc_library(
         name = name,
-        srcs = srcs if srcs != None else [name + ".cc"],
+        srcs = (srcs if srcs != None else [name + ".cc"]) + [":%s_header_text" % name],
         hdrs = hdrs if hdrs != None else [name + ".h"],
         alwayslink = True,
         visibility = visibility,
-        deps = deps + ["//core:technique"],
+        deps = deps + [
+            "//core:header_text",
+            "//core:technique",
+        ],
     )
 
     cuda_test(
