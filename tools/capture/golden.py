@@ -188,7 +188,8 @@ def dense_grouped():
 LONGFORMER = "transformers.models.longformer.modeling_longformer.LongformerSelfAttention"
 
 
-def longformer_case(batch, tokens, window, global_tokens, padded_from):
+def longformer_case(batch, tokens, window, global_tokens, padded_from, marked=()):
+    """`global_tokens` are global in all sequences, `marked` lists each sequence's own ones instead."""
     from transformers import LongformerConfig
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
     heads, head_dim = 2, 8
@@ -201,11 +202,14 @@ def longformer_case(batch, tokens, window, global_tokens, padded_from):
         redraw_parameters(module, 0.4)
         mask = torch.zeros(batch, tokens)  # the module's code: 0 local, 10000 global, -10000 padded
         mask[:, global_tokens] = 10000
+        for row, its_tokens in enumerate(marked):
+            mask[row, its_tokens] = 10000
+        marks = (mask > 0).numpy().astype(np.int32)
         for row, first in enumerate(padded_from):
             mask[row, first:] = -10000
         (out,) = module(
             x, attention_mask=mask, is_index_masked=mask < 0, is_index_global_attn=mask > 0,
-            is_global_attn=bool(global_tokens))
+            is_global_attn=bool(global_tokens or marked))
         projections = {"q": "query", "k": "key", "v": "value", "q_global": "query_global",
                        "k_global": "key_global", "v_global": "value_global"}
         tensors = {"x": f32(x)}
@@ -218,6 +222,8 @@ def longformer_case(batch, tokens, window, global_tokens, padded_from):
             tensors[name] = split_heads(f64(projected), heads)
     if global_tokens:
         tensors["global_tokens"] = np.array(global_tokens, np.int32)
+    if marked:
+        tensors["global_mask"] = marks
     if padded_from:
         tensors["key_padding"] = (mask >= 0).numpy().astype(np.int32)
     tensors["out"] = split_heads(f64(out), heads)
@@ -228,12 +234,12 @@ def longformer_case(batch, tokens, window, global_tokens, padded_from):
             for name in projections
         }
         i, j = np.mgrid[:tokens, :tokens]
-        is_global = np.isin(np.arange(tokens), global_tokens)
+        is_global = (mask > 0).numpy()[:, None, None, :]
         real = (mask >= 0).numpy()[:, None, None, :]
         local = attend(*(projected[n] for n in ("q", "k", "v")),
-                       real & ((abs(i - j) <= window // 2) | is_global[j]) | (i == j))
+                       real & ((abs(i - j) <= window // 2) | is_global) | (i == j))
         wide = attend(*(projected[f"{n}_global"] for n in ("q", "k", "v")), real)
-        expected = np.where(is_global[:, None], wide, local)
+        expected = np.where(is_global.swapaxes(2, 3), wide, local)
         return {**projected, "out": expected * real.swapaxes(2, 3)}
 
     metadata = {
@@ -244,6 +250,9 @@ def longformer_case(batch, tokens, window, global_tokens, padded_from):
                    "q_i k_j / sqrt(head_dim), with v; i global: softmax over all j of q_global_i "
                    "k_global_j / sqrt(head_dim), with v_global",
     }
+    if marked:
+        metadata["global_tokens"] = ("global_mask [batch, tokens]: 1 for a token of global_tokens; one "
+                                     "that is padded as well is only padded")
     if padded_from:
         metadata["mask"] = ("key_padding [batch, tokens]: 1 a real token, 0 a padded one; rows of padded "
                             "tokens are 0 in `out`, which is that implementation's choice")
@@ -263,6 +272,11 @@ def longformer_global():
 @case("attention/longformer/testdata/global_padded", LONGFORMER, 23)
 def longformer_global_padded():
     return longformer_case(2, 64, 16, [0, 37], [51, 64])
+
+
+@case("attention/longformer/testdata/global_each", LONGFORMER, 24)
+def longformer_global_each():
+    return longformer_case(2, 32, 8, [], [32, 22], marked=[[0, 17, 30], [5, 28]])
 
 
 # ---- attention/bigbird ----
