@@ -18,16 +18,16 @@
 // Which tokens are global is the task's choice, so that none is by default. Those of the option
 // `globals` are global in every sequence. With max_globals > 0 there is also the optional input
 // global_mask, u8 [batch, tokens], by which each sequence has global tokens of its own: the first
-// max_globals tokens that it marks with 1, not counting those of `globals`. Padding that it marks is
-// no global token.
+// max_globals tokens that it marks with 1, not counting those of `globals`. Padding that it marks
+// is no global token.
 //
 // Source: Beltagy, Peters, Cohan 2020, "Longformer: the long-document transformer",
 // arXiv:2004.05150v2, sections 3.1 and 3.2. Causal windows as in its language models; globals with
 // a causal mask are this project's addition (the paper uses none there). global_mask is Hugging
 // Face's global_attention_mask, which has no largest number. Deviations of others that are not
 // followed: Hugging Face and allenai mask with -10000, and zero the rows of padded queries.
-// Cost: 2 pairs (head_dim + value_dim) FLOPs with about tokens (w + 1 + 2 globals) pairs: linear. On
-// a GPU, which does not tell the host how many tokens are marked, each token passes over
+// Cost: 2 pairs (head_dim + value_dim) FLOPs with about tokens (w + 1 + 2 globals) pairs: linear.
+// On a GPU, which does not tell the host how many tokens are marked, each token passes over
 // max_globals keys.
 #ifndef TFB_ATTENTION_LONGFORMER_LONGFORMER_H_
 #define TFB_ATTENTION_LONGFORMER_LONGFORMER_H_

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "attention/multi_head/multi_head.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -338,6 +339,44 @@ TEST_P(LongformerGolden, DefinitionAndEnginesMatchHuggingFace) {
     EXPECT_LE(MaxDifference(ours["out"].view(), tensors.at("out").view()),
               Fp32Bound(single["v"].view()))
         << Name(device);
+  }
+}
+
+// The same module from its hidden states: inside multi_head, with their weights and an output
+// matrix that is the identity.
+TEST(Longformer, InsideMultiHeadIsHuggingFacesLayer) {
+  const SafetensorsFile golden = GoldenFile("attention/longformer/testdata/global.safetensors");
+  const NamedTensors& tensors = golden.tensors;
+  const Shape shape = tensors.at("q").shape();
+  const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3]);
+  const Options options = {{"inner", "longformer[globals=0/1/50,projections=own,window=" +
+                                         golden.metadata.at("window") + "]"},
+                           {"bias", "true"}};
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : tensors) {
+    if (name[0] == 'w' || name[0] == 'b') parameters[name] = tensor.Clone();
+  }
+  const int64_t width = problem.model_dim();
+  parameters["w_o"] = Tensor(DType::kF32, {width, width});
+  parameters["b_o"] = Tensor(DType::kF32, {width});
+  Fill(parameters["w_o"].view(), 0);
+  Fill(parameters["b_o"].view(), 0);
+  for (int64_t c = 0; c < width; ++c) *parameters["w_o"].view().MutableAt<float>(c, c) = 1;
+  const Inputs inputs = {{"x", tensors.at("x").view()}};
+  const ConstTensorView out = tensors.at("out").view();
+  const auto heads = [&](const Tensor& y) {
+    return Transpose(SplitAxis(y.view(), 2, problem.query_heads), 1, 2);
+  };
+  const multi_head::MultiHead layer;
+  NamedTensors defined;
+  ASSERT_TRUE(layer.Define(problem, options, parameters, inputs, {}, &defined).ok());
+  EXPECT_LE(MaxDifference(heads(defined.at("out")), out), 1e-12);
+  for (const Device device : kHostDevices) {
+    RunRequest request{options, device};
+    request.parameters = &parameters;
+    const NamedTensors ours = RunTechnique(layer, problem, inputs, request).value();
+    // Values are sums of 16 products: see multi_head_test.
+    EXPECT_LE(MaxDifference(heads(ours.at("out")), out), Fp32Bound(out) + 2e-5) << Name(device);
   }
 }
 

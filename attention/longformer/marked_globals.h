@@ -1,9 +1,9 @@
 // Longformer's attention with global tokens that an input names, other ones in each sequence.
 //
 // The lists of a call's global tokens are made on the device, and the host does not know their
-// lengths. Local rows are one softmax over two parts with disjoint keys: the window, whose keys that
-// are global are hidden, and the list of global tokens. Global rows are a call over all keys, which
-// writes over the local rows of these tokens.
+// lengths. Local rows are one softmax over two parts with disjoint keys: the window, whose keys
+// that are global are hidden, and the list of global tokens. Global rows are a call over all keys,
+// which writes over the local rows of these tokens.
 #ifndef TFB_ATTENTION_LONGFORMER_MARKED_GLOBALS_H_
 #define TFB_ATTENTION_LONGFORMER_MARKED_GLOBALS_H_
 
