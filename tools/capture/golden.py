@@ -467,24 +467,32 @@ def etc_distance_ids(distances, largest):
     return torch.where(distances >= 0, ahead, largest + behind)
 
 
-def etc_attend(queries, keys, values, ids, seen, table):
+def etc_attend(queries, keys, values, ids, seen, table, numbers):
     """A query type over keys of its own for each query: [batch, heads, queries, keys, channels]."""
     content = torch.einsum("bhnc,bhnkc->bhnk", queries, keys)
-    of_labels = torch.einsum("bhnc,hrc->bhnr", queries, table)
+    of_labels = torch.einsum("bhnc,hrc->bhnr", queries, table) + numbers[:, None, :]
     relative = of_labels.gather(3, ids[:, None].expand(content.shape))
     logits = (content + relative) / math.sqrt(queries.shape[-1]) - 10000.0 * ~seen[:, None]
     return torch.einsum("bhnk,bhnkc->bhnc", torch.softmax(logits, -1), values)
 
 
-@case("attention/etc/testdata/pieces", "torch.softmax", 95)
-def etc_pieces():
-    """By pieces as google-research/etcmodel has them: windows of long keys, then the global ones."""
+def etc_case(masked):
+    """By pieces as google-research/etcmodel has them: windows of long keys, then the global ones.
+
+    `masked`: with its masks of the pieces and its number a label.
+    """
     batch, heads, first, tokens, channels, radius, m = 2, 2, 3, 33, 8, 4, 3
     drawn = {name: draw(batch, heads, tokens, channels)
              for name in ("q", "k", "v", "k_global", "v_global")}
     q, k, v, k_global, v_global = drawn.values()
     # Of each query type: its distances, then a pair of different segments, then one of the same.
     tables = {name: draw(heads, 2 * m + 3, channels, scale=0.5) for name in ("g", "l")}
+    numbers = {name: draw(heads, 2 * m + 3) if masked else torch.zeros(heads, 2 * m + 3)
+               for name in ("g", "l")}
+    masks = {name: torch.rand(batch, *shape) < 0.7 if masked else torch.ones(batch, *shape).bool()
+             for name, shape in (("g2g", (first, first)), ("g2l", (first, tokens - first)),
+                                 ("l2g", (tokens - first, first)),
+                                 ("l2l", (tokens - first, 2 * radius + 1)))}
     token = torch.arange(tokens)
     segment = torch.stack([torch.where(token < first, token, (token - first) // 10),
                            torch.where(token < first, token, (token * 7) % 4 - 1)])
@@ -505,16 +513,18 @@ def etc_pieces():
     both = torch.cat([index, side], 1)
     ids = torch.cat([etc_distance_ids(window, m).expand(batch, count, -1),
                      labels[:, first:, :first]], 2)
-    seen = torch.cat([per_query(is_token, index) & inside, per_query(is_token, side)], 2)
+    seen = torch.cat([per_query(is_token, index) & inside & masks["l2l"],
+                      per_query(is_token, side) & masks["l2g"]], 2)
     of_long = etc_attend(q[:, :, first:], per_query(k, both), per_query(v, both), ids, seen,
-                         tables["l"])
+                         tables["l"], numbers["l"])
 
     every = token.expand(first, tokens)
     between = token[None, :first] - token[:first, None]
     ids = torch.cat([etc_distance_ids(between, m).expand(batch, -1, -1),
                      labels[:, :first, first:]], 2)
     of_global = etc_attend(q[:, :, :first], per_query(k_global, every), per_query(v_global, every),
-                           ids, per_query(is_token, every), tables["g"])
+                           ids, per_query(is_token, every) &
+                           torch.cat([masks["g2g"], masks["g2l"]], 2), tables["g"], numbers["g"])
 
     ascending = etc_distance_ids(torch.arange(-m, m + 1), m)
     tensors = {name: f32(x) for name, x in drawn.items()}
@@ -523,23 +533,41 @@ def etc_pieces():
                 "segment": segment.numpy().astype(np.int32),
                 "key_padding": is_token.numpy().astype(np.int32),
                 "out": f64(torch.cat([of_global, of_long], 2))}
+    if masked:
+        tensors |= {f"{name}_mask": mask.numpy().astype(np.int32) for name, mask in masks.items()}
+        tensors |= {"g2g_bias": f32(numbers["g"][:, ascending]), "g2l_bias": f32(numbers["g"][:, -2:]),
+                    "l2l_bias": f32(numbers["l"][:, ascending]), "l2g_bias": f32(numbers["l"][:, -2:])}
+
+    def hidden(t):
+        """Pairs that the masks hide, [batch, tokens, tokens]."""
+        whole = np.ones((batch, tokens, tokens), bool)
+        whole[:, :first, :first] = t["g2g_mask"] > 0
+        whole[:, :first, first:] = t["g2l_mask"] > 0
+        whole[:, first:, :first] = t["l2g_mask"] > 0
+        for c in range(2 * radius + 1):
+            row = np.arange(max(0, radius - c), min(count, count + radius - c))
+            whole[:, first + row, first + row + c - radius] = t["l2l_mask"][:, row, c] > 0
+        return ~whole
 
     def formula(t):
         i, j = np.mgrid[:tokens, :tokens]
         same = (t["segment"][:, :, None] == t["segment"][:, None, :]).astype(int)
         near = np.broadcast_to(np.clip(j - i, -m, m) + m, same.shape)
         allowed = ((i < first) | (j < first) | (abs(i - j) <= radius)) & (t["key_padding"] > 0)[:, None]
+        if masked:
+            allowed = allowed & ~hidden(t)
 
         def attention(keys, values, inside, across):
-            def products(table, rows):
-                return np.take_along_axis(np.einsum("bhic,hrc->bhir", t["q"], table),
+            def products(name, rows):
+                number = t[name + "_bias"][:, None, :] if masked else 0
+                return np.take_along_axis(np.einsum("bhic,hrc->bhir", t["q"], t[name]) + number,
                                           np.broadcast_to(rows[:, None], (batch, heads) + i.shape), 3)
             relative = np.where((i < first) == (j < first), products(inside, near),
                                 products(across, same))
             return attend(t["q"], keys, values, allowed[:, None], relative / math.sqrt(channels))
 
-        of_global = attention(t["k_global"], t["v_global"], t["g2g"], t["g2l"])
-        of_long = attention(t["k"], t["v"], t["l2l"], t["l2g"])
+        of_global = attention(t["k_global"], t["v_global"], "g2g", "g2l")
+        of_long = attention(t["k"], t["v"], "l2l", "l2g")
         return {"out": np.concatenate([of_global[:, :, :first], of_long[:, :, first:]], 2)}
 
     metadata = {
@@ -551,7 +579,22 @@ def etc_pieces():
                  "a label, which is 0",
         "mask": "key_padding [batch, tokens]: 1 a real key, 0 a padded one",
     }
+    if masked:
+        metadata["after"] = "google-research/etcmodel: layers/attention.py, feature_utils.py"
+        metadata["formula"] += ("; the same row of g2g_bias, ... is added to q_i . (k_j + P_ij); pairs "
+                                "with a 0 in their piece's mask are hidden, that of long tokens i and "
+                                "i + c - radius being column c of l2l_mask")
     return tensors, metadata, formula
+
+
+@case("attention/etc/testdata/pieces", "torch.softmax", 95)
+def etc_pieces():
+    return etc_case(masked=False)
+
+
+@case("attention/etc/testdata/masked_pieces", "torch.softmax", 97)
+def etc_masked_pieces():
+    return etc_case(masked=True)
 
 
 # ---- attention/strided and attention/fixed ----
