@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "core/run_allocations.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -261,6 +262,14 @@ TEST(BigBird, ARepeatedKeyCountsAsOftenAsItIsSeenWhereRepeatsAreCounted) {
       }
     }
   }
+}
+
+TEST(BigBird, WithRepeatsRunAllocatesNothing) {
+  const Problem problem = Problem::SelfAttention(2, 1, 16, 8);
+  const Options options = {{"block", "2"}, {"random", "3"}, {"count_repeats", "true"}};
+  const auto layer = BigBird().Create(problem, options, kCpu, 1).value();
+  ASSERT_TRUE(layer->SetParameters(Table(1, std::vector<std::vector<int32_t>>(8, {0, 0, 0}))).ok());
+  EXPECT_EQ(AllocationsOfRun(*layer, ViewsOf(Random(problem))).value(), 0);
 }
 
 TEST(BigBird, TablesOfTheSeedHaveNothingToCountTwice) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "core/run_allocations.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -331,6 +332,15 @@ TEST(Etc, ARowWithoutAnyPairIsZero) {
     EXPECT_EQ(MaxAbs(Slice(ours.at("out").view(), 2, 10, 1)), 0);
     EXPECT_EQ(ours.at("log_sum_exp").span<float>()[10], -INFINITY);
   }
+}
+
+TEST(Etc, WithMasksRunAllocatesNothing) {
+  const Problem problem = Problem::SelfAttention(2, 2, 150, 16);
+  const Options options = {{"radius", "10"}, {"masks", "true"}, {"labels", "both"}};
+  NamedTensors inputs = Random(problem, options, 16);
+  AddMasks(problem, options, &inputs);
+  const auto layer = Etc().Create(problem, options, Device::kCpu, 1).value();
+  EXPECT_EQ(AllocationsOfRun(*layer, ViewsOf(inputs)).value(), 0);
 }
 
 TEST(Etc, MasksOfOnesChangeNothing) {

@@ -8,6 +8,7 @@
 
 #include "attention/dense/dense.h"
 #include "attention/multi_head/multi_head.h"
+#include "core/run_allocations.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -252,6 +253,15 @@ TEST(Longformer, WithAllTokensMarkedItIsDense) {
               Fp32Bound(inputs.at("v").view()))
         << Name(device);
   }
+}
+
+TEST(Longformer, WithAMaskRunAllocatesNothing) {
+  const Problem problem = Problem::SelfAttention(2, 2, 70, 16);
+  const Options options = {{"window", "6"}, {"max_globals", "5"}, {"globals", "4"}};
+  NamedTensors inputs = Random(problem, options);
+  inputs["global_mask"] = Marks(70, {{2, 30, 69}, {}});
+  const auto layer = Longformer().Create(problem, options, kCpu, 1).value();
+  EXPECT_EQ(AllocationsOfRun(*layer, ViewsOf(inputs)).value(), 0);
 }
 
 TEST(Longformer, WithoutAMaskTheOptionsTokensAreGlobal) {

@@ -13,6 +13,7 @@
 //
 // relu is a kernel of its own, which does not estimate the softmax. W is one matrix for all heads
 // or, with `per_head`, one for each key-value head.
+//
 // The stabiliser s of a query is max_r w_r . x (of |w_r . x| for hyperbolic). The stabiliser of the
 // keys is common to all keys of a sum: the maximum over r and over the keys that row i sees
 // (`key_maximum` running), so that no row depends on later keys, or over all keys of the batch and
@@ -26,7 +27,7 @@
 // the scaled vectors, z = x + y, SM = exp(x . y), for independent rows:
 //
 //   softmax     E (phi . phi - SM)^2 = exp(|z|^2) SM^2 (1 - exp(-|z|^2)) / m
-//   hyperbolic  that, times (1 - exp(-|z|^2)): half of it once more at the same number of rows
+//   hyperbolic  that, times (1 - exp(-|z|^2)); with as many rows of W, half of this
 //
 // Orthogonal rows are better. The error of y_i falls as features^(-1/2); it grows with |q_i + k_j|.
 //
