@@ -1,6 +1,7 @@
 #include "attention/bigbird/bigbird.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <set>
 #include <utility>
@@ -9,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/cuda/device_array.h"
 #include "core/definition.h"
-#include "core/flash/flash_layer.h"
+#include "core/flash/flash_parts.h"
 #include "core/random.h"
 
 namespace tfb::bigbird {
@@ -181,58 +182,130 @@ class BigBirdPattern : public Pattern {
   bool rows_of_globals_;
 };
 
+// The pairs that count at least `times` times, 2 or more.
+class RepeatedPattern : public Pattern {
+ public:
+  RepeatedPattern(const Blocks& blocks, const Tensor& table, int64_t times)
+      : blocks_(blocks), table_(table), times_(times) {}
+
+  // Returns how often a query of block u counts the keys of block t.
+  static int64_t Times(const Blocks& blocks, const Tensor& table, int64_t head, int64_t u,
+                       int64_t t) {
+    const int32_t* row = table.view().At<int32_t>(head, u);
+    const bool anyway = std::abs(u - t) <= 1 || blocks.IsGlobalBlock(t);
+    return (anyway ? 1 : 0) + std::count(row, row + table.dim(2), static_cast<int32_t>(t));
+  }
+  // Returns the largest number of times that any pair counts.
+  static int64_t MostTimes(const Blocks& blocks, const Tensor& table) {
+    int64_t most = 1;
+    for (int64_t h = 0; h < table.dim(0); ++h) {
+      for (int64_t u = 0; u < blocks.count(); ++u) {
+        for (int64_t r = 0; r < table.dim(2); ++r) {
+          const int32_t t = *table.view().At<int32_t>(h, u, r);
+          if (t >= 0 && !blocks.IsGlobalBlock(u))
+            most = std::max(most, Times(blocks, table, h, u, t));
+        }
+      }
+    }
+    return most;
+  }
+
+  int64_t heads() const override { return table_.dim(0); }
+  bool Allows(int64_t head, int64_t i, int64_t j) const override {
+    if (blocks_.IsGlobal(i) || j < blocks_.begin()) return false;
+    return Times(blocks_, table_, head, blocks_.Of(i), blocks_.Of(j)) >= times_;
+  }
+  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
+                 std::vector<KeyRange>* ranges) const override {
+    for (int64_t i = std::max(query_begin, blocks_.begin()); i < query_end;) {
+      const int64_t u = blocks_.Of(i);
+      for (int64_t r = 0; !blocks_.IsGlobalBlock(u) && r < table_.dim(2); ++r) {
+        const int32_t t = *table_.view().At<int32_t>(head, u, r);
+        if (t < 0 || Times(blocks_, table_, head, u, t) < times_) continue;
+        ranges->push_back({blocks_.Begin(t), blocks_.End(t), false});
+      }
+      i = blocks_.End(u);
+    }
+  }
+
+ private:
+  Blocks blocks_;
+  const Tensor& table_;
+  int64_t times_;
+};
+
 // A layer that makes, on the CPU, one call of engine flash, which begins with the long rows of the
 // global tokens. On CUDA, where one block of threads would walk such a row while all others are
 // done (64 tiles against 8 at 4,096 tokens), those rows are a call of their own: the engine cuts
-// the keys of few queries into parts.
-class BigBirdLayer : public FlashLayer {
+// the keys of few queries into parts. A pair that counts n times is in n parts of its softmax.
+class BigBirdLayer : public Layer {
  public:
-  BigBirdLayer(const Problem& problem, const Blocks& blocks, NamedTensors parameters, Device device)
-      : FlashLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device, nullptr),
+  BigBirdLayer(const Problem& problem, const BigBirdOptions& options, const Blocks& blocks,
+               NamedTensors parameters, Device device)
+      : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
+        device_(device),
         blocks_(blocks),
+        counts_repeats_(options.count_repeats && options.random > 0),
+        parts_(counts_repeats_ ? std::min(options.random + 1, kMostTimes) : 1, problem),
         globals_problem_(problem) {
     parameters_ = std::move(parameters);
+    calls_.reserve(parts_.size());
     if (device != Device::kCpu) globals_ = blocks_.GlobalTokens();
     globals_problem_.query_tokens = static_cast<int64_t>(globals_.size());
   }
 
   size_t workspace_bytes(int threads) const override {
-    return std::max(FlashLayer::workspace_bytes(threads),
-                    FlashEngine::WorkspaceBytes(device(), globals_problem_, false, threads));
+    return std::max(FlashParts::WorkspaceBytes(device_, parts_, false, threads),
+                    FlashEngine::WorkspaceBytes(device_, globals_problem_, false, threads));
   }
 
   Cost cost() const override {
-    Cost cost = FlashLayer::cost();
-    if (cost.flops.has_value() && !globals_.empty()) {
-      const Problem& p = problem();
-      *cost.flops += static_cast<double>(p.batch) * FlopsPerPair() *
-                     globals_engine_.schedule().KeptPairs(p.query_heads);
+    const Problem& p = problem();
+    Cost cost;
+    cost.bytes = AttentionBytes(p);
+    if (softmax_.engines().empty()) return cost;
+    double pairs = globals_.empty() ? 0 : globals_engine_.schedule().KeptPairs(p.query_heads);
+    for (const FlashEngine& engine : softmax_.engines()) {
+      pairs += engine.schedule().KeptPairs(p.query_heads);
     }
+    cost.flops = 2.0 * static_cast<double>(p.batch * (p.head_dim + p.value_dim)) * pairs;
     return cost;
   }
 
  protected:
-  absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) override {
-    const auto table = parameters_.find("random");
-    const bool has_table = table != parameters_.end();
-    if (has_table) TFB_RETURN_IF_ERROR(CheckTable(table->second));
-    set_pattern(std::make_unique<BigBirdPattern>(blocks_, has_table ? &table->second : nullptr,
-                                                 /*rows_of_globals=*/globals_.empty()));
-    return absl::OkStatus();
-  }
-
-  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
-    TFB_RETURN_IF_ERROR(FlashLayer::DoSetup(inputs, execution));
+  absl::Status DoSetup(const Inputs&, const Execution&) override {
+    const auto found = parameters_.find("random");
+    const Tensor* table = found == parameters_.end() ? nullptr : &found->second;
+    if (table != nullptr) TFB_RETURN_IF_ERROR(CheckTable(*table));
+    const int64_t times = counts_repeats_ ? RepeatedPattern::MostTimes(blocks_, *table) : 1;
+    if (times > kMostTimes) {
+      return absl::InvalidArgumentError(absl::StrCat("parameter random makes a key count ", times,
+                                                     " times; allowed are ", kMostTimes));
+    }
+    std::vector<FlashEngine> engines(times);
+    TFB_ASSIGN_OR_RETURN(
+        engines[0],
+        FlashEngine::Create(device_, problem(),
+                            BigBirdPattern(blocks_, table, /*rows_of_globals=*/globals_.empty())));
+    for (int64_t n = 1; n < times; ++n) {
+      const RepeatedPattern pattern(blocks_, *table, n + 1);
+      TFB_ASSIGN_OR_RETURN(engines[n], FlashEngine::Create(device_, problem(), pattern));
+    }
+    softmax_ = FlashParts(device_, std::move(engines));
+    calls_.resize(times);
     if (globals_.empty()) return absl::OkStatus();
-    TFB_ASSIGN_OR_RETURN(global_tokens_, DeviceArray<int32_t>::Create(device(), globals_));
-    TFB_ASSIGN_OR_RETURN(globals_engine_, FlashEngine::Create(device(), globals_problem_,
+    TFB_ASSIGN_OR_RETURN(global_tokens_, DeviceArray<int32_t>::Create(device_, globals_));
+    TFB_ASSIGN_OR_RETURN(globals_engine_, FlashEngine::Create(device_, globals_problem_,
                                                               FullPattern(problem().kv_tokens)));
     return absl::OkStatus();
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
-    TFB_RETURN_IF_ERROR(FlashLayer::DoRun(inputs, outputs, execution));
+    for (size_t n = 0; n < calls_.size(); ++n) {
+      calls_[n] = softmax_.engines()[n].NewCall(inputs, outputs);
+    }
+    TFB_RETURN_IF_ERROR(softmax_.Run(calls_, execution));
     if (globals_.empty()) return absl::OkStatus();
     FlashCall call = globals_engine_.NewCall(inputs, outputs);
     call.query_order = {global_tokens_.data(), 0, 0};
@@ -240,11 +313,18 @@ class BigBirdLayer : public FlashLayer {
   }
 
  private:
+  static constexpr int64_t kMostTimes = 32;  // parts of a softmax: see FlashParts
+
+  Device device_;
   Blocks blocks_;
+  bool counts_repeats_;
+  std::vector<Problem> parts_;  // as many as a softmax may have
   // The problem of the call for global rows, where there is one.
   Problem globals_problem_;
   std::vector<int32_t> globals_;
   DeviceArray<int32_t> global_tokens_;
+  FlashParts softmax_;
+  std::vector<FlashCall> calls_;  // room for the calls of a Run
   FlashEngine globals_engine_;
 };
 
@@ -269,7 +349,7 @@ absl::StatusOr<std::unique_ptr<Layer>> BigBird::MakeLayer(const Problem& problem
     TFB_ASSIGN_OR_RETURN(parameters["random"],
                          DrawTable(options, blocks, problem.query_heads, seed));
   }
-  return std::make_unique<BigBirdLayer>(problem, blocks, std::move(parameters), device);
+  return std::make_unique<BigBirdLayer>(problem, options, blocks, std::move(parameters), device);
 }
 
 absl::Status BigBird::Definition(const Problem& problem, const BigBirdOptions& options,
@@ -288,17 +368,20 @@ absl::Status BigBird::Definition(const Problem& problem, const BigBirdOptions& o
   const auto is_global = [&](int64_t i) {
     return i < g || (is_internal && (i / b == 0 || i / b == last_block));
   };
-  const auto sees = [&](int64_t h, int64_t i, int64_t j) {
-    if (is_global(i) || is_global(j)) return true;
+  // Returns n_ij, or 1 where a key counts once.
+  const auto times = [&](int64_t h, int64_t i, int64_t j) {
+    if (is_global(i)) return 1;
     const int64_t u = (i - g) / b, t = (j - g) / b;
-    for (int64_t r = 0; r < options.random; ++r) {
-      if (*table.At<int32_t>(h, u, r) == t) return true;
+    int count = is_global(j) || std::abs(u - t) <= 1 ? 1 : 0;
+    for (int64_t r = 0; j >= g && r < options.random; ++r) {
+      count += *table.At<int32_t>(h, u, r) == t ? 1 : 0;
     }
-    return t >= u - 1 && t <= u + 1;
+    return options.count_repeats ? count : std::min(count, 1);
   };
   DefineMaskedAttention(
-      problem, inputs, request, /*scale=*/0, sees,
-      [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, outputs);
+      problem, inputs, request, /*scale=*/0,
+      [&](int64_t h, int64_t i, int64_t j) { return times(h, i, j) > 0; },
+      [&](int64_t, int64_t h, int64_t i, int64_t j) { return std::log(times(h, i, j)); }, outputs);
   return absl::OkStatus();
 }
 

@@ -1,6 +1,7 @@
 #include "attention/bigbird/bigbird.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <memory>
 #include <set>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "core/run_allocations.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -200,6 +202,116 @@ TEST(BigBird, ABlockThatIsNamedTwiceOrSeenAnywayCountsOnce) {
   EXPECT_EQ(MaxDifference(a.at("log_sum_exp").view(), b.at("log_sum_exp").view()), 0);
 }
 
+// With queries of 0 all scores are equal, so that an output of unit vectors holds n_ij / sum_j n_ij.
+TEST(BigBird, ARepeatedKeyCountsAsOftenAsItIsSeenWhereRepeatsAreCounted) {
+  // There are eight blocks of two tokens, and six blocks behind three global tokens.
+  const NamedTensors itc = Table(
+      1,
+      {{-1, -1, -1}, {0, 4, 4}, {4, 5, -1}, {0, 0, 0}, {4, 7, 1}, {1, 2, 3}, {5, 5, 6}, {3, 3, 3}});
+  const NamedTensors etc =
+      Table(1, {{0, 3, 3}, {4, 4, 4}, {-1, 2, -1}, {0, 0, 5}, {-1, -1, -1}, {1, 1, 1}, {5, 4, 0}});
+  struct Case {
+    const char* construction;
+    const NamedTensors* table;
+    int64_t i;
+    std::string once, counted;
+  };
+  const std::vector<Case> cases = {{"itc", &itc, 1, "1111111111111111", "1111111111111111"},
+                                   {"itc", &itc, 2, "1111110011000011", "2211110022000011"},
+                                   {"itc", &itc, 5, "1111111111110011", "1111111111110011"},
+                                   {"itc", &itc, 7, "1100111111000011", "4400111111000011"},
+                                   {"itc", &itc, 9, "1111001111110011", "1111001122110022"},
+                                   {"itc", &itc, 13, "1100000000111111", "1100000000332211"},
+                                   {"itc", &itc, 15, "1111111111111111", "1111111111111111"},
+                                   {"etc", &etc, 2, "1111111111111111", "1111111111111111"},
+                                   {"etc", &etc, 3, "1111111001100000", "1112211002200000"},
+                                   {"etc", &etc, 9, "1111100111111110", "1112200111111110"},
+                                   {"etc", &etc, 15, "1111100000011111", "1111100000011221"}};
+  for (const Case& c : cases) {
+    for (const bool counts : {false, true}) {
+      Problem problem = Problem::SelfAttention(1, 1, 16, 8);
+      problem.value_dim = 16;
+      NamedTensors inputs = Random(problem);
+      Fill(inputs["q"].view(), 0);
+      Fill(inputs["v"].view(), 0);
+      for (int64_t j = 0; j < 16; ++j) *inputs["v"].view().MutableAt<float>(0, 0, j, j) = 1;
+      const Options options = {{"block", "2"},
+                               {"random", "3"},
+                               {"construction", c.construction},
+                               {"global_tokens", "3"},
+                               {"count_repeats", counts ? "true" : "false"}};
+      const auto digits = [&](const NamedTensors& outputs) {
+        std::string text;
+        for (int64_t j = 0; j < 16; ++j) {
+          const ConstTensorView out = outputs.at("out").view(),
+                                lse = outputs.at("log_sum_exp").view();
+          const double times =
+              out.Get(out.Offset(0, 0, c.i, j)) * std::exp(lse.Get(lse.Offset(0, 0, c.i)));
+          EXPECT_NEAR(times, std::round(times), 1e-5);
+          text += static_cast<char>('0' + std::lround(times));
+        }
+        return text;
+      };
+      const std::string& expected = counts ? c.counted : c.once;
+      NamedTensors defined;
+      ASSERT_TRUE(BigBird().Define(problem, options, *c.table, ViewsOf(inputs), {}, &defined).ok());
+      EXPECT_EQ(digits(defined), expected) << c.construction << ", token " << c.i;
+      for (const Device device : kHostDevices) {
+        EXPECT_EQ(digits(RunOwn(problem, inputs, options, c.table, device)), expected)
+            << c.construction << ", token " << c.i << " on " << Name(device);
+      }
+    }
+  }
+}
+
+TEST(BigBird, WithRepeatsRunAllocatesNothing) {
+  const Problem problem = Problem::SelfAttention(2, 1, 16, 8);
+  const Options options = {{"block", "2"}, {"random", "3"}, {"count_repeats", "true"}};
+  const auto layer = BigBird().Create(problem, options, kCpu, 1).value();
+  ASSERT_TRUE(layer->SetParameters(Table(1, std::vector<std::vector<int32_t>>(8, {0, 0, 0}))).ok());
+  EXPECT_EQ(AllocationsOfRun(*layer, ViewsOf(Random(problem))).value(), 0);
+}
+
+TEST(BigBird, TablesOfTheSeedHaveNothingToCountTwice) {
+  const Problem problem = Problem::SelfAttention(2, 2, 150, 16);
+  const NamedTensors inputs = Random(problem);
+  const NamedTensors once = RunOwn(problem, inputs, {{"block", "8"}});
+  const NamedTensors counted = RunOwn(problem, inputs, {{"block", "8"}, {"count_repeats", "true"}});
+  EXPECT_EQ(MaxDifference(once.at("out").view(), counted.at("out").view()), 0);
+}
+
+TEST(BigBird, MatchesItsDefinitionWhereATableRepeatsBlocks) {
+  Problem problem = Problem::SelfAttention(2, 4, 203, 24);
+  problem.kv_heads = 2;
+  NamedTensors inputs = Random(problem);
+  inputs["key_mask"] = Tensor(DType::kU8, {2, 203});
+  Fill(inputs["key_mask"].view(), 1);
+  Fill(Slice(Slice(inputs["key_mask"].view(), 0, 1, 1), 1, 150, 53), 0);
+  for (const char* construction : {"itc", "etc"}) {
+    const Options options = {{"block", "13"},
+                             {"random", "6"},
+                             {"construction", construction},
+                             {"global_tokens", "20"},
+                             {"count_repeats", "true"}};
+    NamedTensors table = TableOf(problem, options);
+    const int64_t blocks = table["random"].dim(1);
+    for (int64_t n = 0; n < table["random"].num_elements(); ++n) {
+      table["random"].span<int32_t>()[n] = static_cast<int32_t>(n * n % 17 % (blocks / 3) - 1);
+    }
+    NamedTensors expected;
+    ASSERT_TRUE(BigBird().Define(problem, options, table, ViewsOf(inputs), {}, &expected).ok());
+    for (const Device device : kHostDevices) {
+      const NamedTensors ours = RunOwn(problem, inputs, options, &table, device);
+      EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
+                Fp32Bound(inputs.at("v").view()))
+          << construction << " on " << Name(device);
+      EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), expected.at("log_sum_exp").view()),
+                2e-5)
+          << construction << " on " << Name(device);
+    }
+  }
+}
+
 TEST(BigBird, MatchesItsDefinitionWithMixedOptions) {
   Problem problem = Problem::SelfAttention(2, 4, 203, 24);
   problem.kv_heads = 2;
@@ -252,6 +364,14 @@ TEST(BigBird, WhatItDoesNotDoIsRefusedWithAReason) {
                       .status()
                       .message()),
       HasSubstr("names block 3 for block 2 of head 0; allowed are -1 to 2"));
+  const NamedTensors many = Table(
+      1, {std::vector<int32_t>(40, 0), std::vector<int32_t>(40, 1), std::vector<int32_t>(40, 2)});
+  const Options counts = {{"block", "10"}, {"random", "40"}, {"count_repeats", "true"}};
+  EXPECT_THAT(
+      std::string(RunTechnique(BigBird(), problem, ViewsOf(inputs), {counts, kCpu, 1, &many})
+                      .status()
+                      .message()),
+      HasSubstr("makes a key count 41 times; allowed are 32"));
   problem.kv_tokens = 40;
   EXPECT_THAT(std::string(BigBird().Create(problem, {}, kCpu, 1).status().message()),
               HasSubstr("query_tokens is 30, kv_tokens is 40"));
@@ -312,8 +432,26 @@ TEST(BigBirdGolden, DefinitionAndEnginesMatchHuggingFace) {
 }
 
 // Outside training, their table is block 0 throughout, which every row sees as a global block
-// already: they count its keys 1 + random times, and the definition counts them once.
-TEST(BigBirdGolden, HuggingFaceCountsRepeatedBlocksMoreThanOnce) {
+// already: they count its keys 1 + random times.
+TEST(BigBirdGolden, WithRepeatsCountedDefinitionAndEnginesMatchHuggingFaceOutsideTraining) {
+  Golden golden("repeated_blocks");
+  golden.options["count_repeats"] = "true";
+  const int64_t tokens = golden.problem.query_tokens;
+  NamedTensors defined;
+  ASSERT_TRUE(BigBird()
+                  .Define(golden.problem, golden.options, golden.parameters, ViewsOf(golden.inputs),
+                          {}, &defined)
+                  .ok());
+  EXPECT_LE(golden.Difference(defined.at("out"), 0, tokens), 1e-12);
+  for (const Device device : kHostDevices) {
+    const NamedTensors ours =
+        RunOwn(golden.problem, golden.inputs, golden.options, &golden.parameters, device);
+    EXPECT_LE(golden.Difference(ours.at("out"), 0, tokens), Fp32Bound(golden.inputs.at("v").view()))
+        << Name(device);
+  }
+}
+
+TEST(BigBirdGolden, ByDefaultRepeatedBlocksCountOnceAndNotAsHuggingFaceCountsThem) {
   const Golden golden("repeated_blocks");
   const int64_t tokens = golden.problem.query_tokens, block = 8;
   const Tensor& out = golden.defined.at("out");

@@ -131,7 +131,8 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
   for (const StackPlace& stack : StacksOf(problem, options)) {
     for (const LayerPlace& layer : stack.layers) {
       for (const AttentionPlace& attention : layer.attention) {
-        add(attention.name + ".", multi_head::ProjectionSpecs(attention.problem, options.bias));
+        add(attention.name + ".",
+            multi_head::ProjectionSpecs(attention.problem, options.bias, attention.inner));
         add("", NormSpecs(attention.name + "_norm", width));
       }
       add(layer.ff + ".", FeedForwardSpecs(width, FeedForwardDim(options.feed_forward_dim, width)));

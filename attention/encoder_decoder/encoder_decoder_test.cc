@@ -144,6 +144,9 @@ TEST(EncoderDecoder, TechniquesInsideAreThoseOfSelfAttention) {
   ExpectMatchesDefinition(
       Make(40, 70, true),
       {{"inner", "longformer[window=8]"}, {"part", "both"}, {"block", "sparse"}});
+  const Options own = {{"inner", "longformer[window=8,globals=0/9,projections=own]"}};
+  ExpectMatchesDefinition(Make(40, 40), own);
+  EXPECT_EQ(Parameters(Make(40, 40), own).count("encoder1.attention.w_q_global"), 1u);
   const Options performer = {{"inner", "performer[features=16]"}};
   ExpectMatchesDefinition(Make(40, 40, true), performer);
   const NamedTensors parameters = Parameters(Make(40, 40), performer);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -32,9 +33,14 @@ TechniqueInfo Info() {
 
 bool HasDistances(const EtcOptions& options) { return options.max_distance >= 0; }
 bool HasLabels(const EtcOptions& options) { return HasDistances(options) || options.segments; }
+bool HasVectors(const EtcOptions& options) { return options.labels != EtcOptions::Labels::kBiases; }
+bool HasBiases(const EtcOptions& options) { return options.labels != EtcOptions::Labels::kVectors; }
 bool IsSeparate(const EtcOptions& options) {
   return options.projections == EtcOptions::Projections::kOwn;
 }
+
+constexpr const char* kPieces[] = {"g2g", "g2l", "l2g", "l2l"};
+const char* Piece(bool of_long, bool to_long) { return kPieces[2 * of_long + to_long]; }
 
 // Tokens begin to end - 1.
 struct Tokens {
@@ -85,11 +91,11 @@ struct QueryGroup {
   std::vector<FlashCall> calls;  // room for the calls of a Run
 };
 
-// The layer of ETC. Labels differ from piece to piece, so that each piece is a part of its query's
-// softmax. But where only distances have labels, and long queries are beyond the radius of all
-// global tokens, relative keys beyond the radius are zero as those pairs need, and one call has
-// both pieces. Without labels a query type is one part; and on the CPU, where the long rows of
-// global tokens delay no others, both types are one call if they have the same keys.
+// The layer of ETC. Labels and masks differ from piece to piece, so that each piece is a part of
+// its query's softmax. But where only distances have labels, and long queries are beyond the
+// radius of all global tokens, relative keys beyond the radius are zero as those pairs need, and
+// one call has both pieces. Without labels a query type is one part; and on the CPU, where the
+// long rows of global tokens delay no others, both types are one call if they have the same keys.
 class EtcLayer : public Layer {
  public:
   EtcLayer(const Problem& problem, std::vector<TensorSpec> inputs, const EtcOptions& options,
@@ -101,6 +107,10 @@ class EtcLayer : public Layer {
     const int64_t tokens = problem.query_tokens;
     globals_ = std::min(options.global_tokens, tokens);
     const Tokens all = {0, tokens}, global = {0, globals_}, local = {globals_, tokens};
+    if (options.masks) {
+      for (const Tokens& queries : {global, local}) AddGroup(queries, {global, local});
+      return;
+    }
     if (device == Device::kCpu && !HasLabels(options) && !IsSeparate(options)) {
       AddGroup(all, {all});
       return;
@@ -127,21 +137,30 @@ class EtcLayer : public Layer {
   Cost cost() const override {
     const Problem& p = problem();
     Cost cost;
-    if (is_set_up_) cost.flops = 2.0 * static_cast<double>(p.batch) * MultiplyAdds();
+    if (is_set_up_ && !is_masked_) cost.flops = 2.0 * static_cast<double>(p.batch) * MultiplyAdds();
     cost.bytes = TensorBytes();
     return cost;
   }
 
  protected:
-  absl::Status DoSetup(const Inputs&, const Execution&) override {
+  absl::Status DoSetup(const Inputs& inputs, const Execution&) override {
+    is_masked_ = std::any_of(std::begin(kPieces), std::end(kPieces), [&](const char* piece) {
+      return !inputs.Get(absl::StrCat(piece, "_mask")).empty();
+    });
     if (HasDistances(options_)) {
-      within_globals_ = Distances("g2g", globals_ - 1);
-      within_long_ =
-          Distances("l2l", std::min(options_.radius, problem().kv_tokens - globals_ - 1));
+      const int64_t reach = std::min(options_.radius, problem().kv_tokens - globals_ - 1);
+      if (HasVectors(options_)) {
+        within_globals_ = Distances("g2g", globals_ - 1);
+        within_long_ = Distances("l2l", reach);
+      }
+      if (HasBiases(options_)) {
+        globals_bias_ = DistanceBiases("g2g_bias", globals_ - 1);
+        long_bias_ = DistanceBiases("l2l_bias", reach);
+      }
     }
     if (options_.segments) {
-      global_to_long_ = parameters_.at("g2l").CloneAs(DType::kF32);
-      long_to_global_ = parameters_.at("l2g").CloneAs(DType::kF32);
+      global_to_long_ = SegmentVectors("g2l");
+      long_to_global_ = SegmentVectors("l2g");
     }
     for (QueryGroup& group : groups_) {
       std::vector<FlashEngine> engines;
@@ -175,6 +194,7 @@ class EtcLayer : public Layer {
         call.key_ids = Of(group.keys[n], 1, inputs.Get("segment"));
         call.out = Of(group.queries, 2, outputs.Get("out"));
         call.log_sum_exp = Of(group.queries, 2, outputs.Get("log_sum_exp"));
+        if (options_.masks) call.tokens.mask = MaskOf(inputs, group.queries, group.keys[n]);
       }
       TFB_RETURN_IF_ERROR(group.softmax.Run(group.calls, execution));
     }
@@ -208,7 +228,7 @@ class EtcLayer : public Layer {
         pairs += engine.schedule().KeptPairs(p.query_heads);
         const ScoreRule rule = engine.NewCall().rule;
         const int64_t vectors = (rule.relative_keys ? 2 * options_.max_distance + 1 : 0) +
-                                (rule.label_keys.keys ? 2 : 0);
+                                (rule.label_keys.keys && HasVectors(options_) ? 2 : 0);
         labels += static_cast<double>(p.query_heads * group.queries.size() * vectors);
       }
     }
@@ -224,18 +244,57 @@ class EtcLayer : public Layer {
                         [m](int64_t distance) { return std::clamp(distance, -m, m) + m; });
   }
 
+  // Returns the terms of scores by distance for pairs at most `reach` apart.
+  DistanceTable DistanceBiases(const char* name, int64_t reach) const {
+    const Problem& p = problem();
+    const ConstTensorView biases = parameters_.at(name).view();
+    const int64_t m = options_.max_distance;
+    const float scale = 1 / std::sqrt(static_cast<float>(p.head_dim));
+    return DistanceTable(p.query_heads, p.query_tokens, p.kv_tokens,
+                         [&](int64_t head, int64_t distance) {
+                           if (std::abs(distance) > reach) return 0.0f;
+                           return scale * *biases.At<float>(head, std::clamp(distance, -m, m) + m);
+                         });
+  }
+
+  // Returns the vectors of the segments' labels in f32, which are 0 where labels are biases alone.
+  Tensor SegmentVectors(const char* name) const {
+    if (HasVectors(options_)) return parameters_.at(name).CloneAs(DType::kF32);
+    Tensor zeros(DType::kF32, {problem().query_heads, 2, problem().head_dim});
+    Fill(zeros.view(), 0);
+    return zeros;
+  }
+
+  PairMask MaskOf(const Inputs& inputs, const Tokens& queries, const Tokens& keys) const {
+    const bool of_long = !IsGlobal(queries), to_long = !IsGlobal(keys);
+    const ConstTensorView view = inputs.Get(absl::StrCat(Piece(of_long, to_long), "_mask"));
+    if (view.empty()) return {};
+    const uint8_t* data = static_cast<const uint8_t*>(view.data);
+    if (!of_long || !to_long) return {data, view.stride(0), view.stride(1), view.stride(2)};
+    // Key i + c - w of query i is column c.
+    const int64_t w = options_.radius, column = view.stride(2);
+    return {data + w * column, view.stride(0), view.stride(1) - column, column, -w, w};
+  }
+
   ScoreRule RuleOf(const Tokens& queries, const Tokens& keys) const {
     ScoreRule rule;
     if (!HasLabels(options_)) return rule;
     const bool has_both = keys.begin < globals_ && keys.end > globals_;
     if (has_both || IsGlobal(queries) == IsGlobal(keys)) {
       if (HasDistances(options_)) {
-        rule.relative_keys = IsGlobal(queries) ? &within_globals_ : &within_long_;
+        const bool global = IsGlobal(queries);
+        if (HasVectors(options_)) rule.relative_keys = global ? &within_globals_ : &within_long_;
+        if (HasBiases(options_)) rule.bias = global ? &globals_bias_ : &long_bias_;
         rule.query_position = queries.begin - keys.begin;
       }
     } else if (options_.segments) {
-      const Tensor& table = IsGlobal(queries) ? global_to_long_ : long_to_global_;
+      const bool global = IsGlobal(queries);
+      const Tensor& table = global ? global_to_long_ : long_to_global_;
       rule.label_keys = {table.span<float>().data(), table.dim(0)};
+      if (HasBiases(options_)) {
+        const Tensor& biases = parameters_.at(global ? "g2l_bias" : "l2g_bias");
+        rule.label_keys.biases = biases.span<float>().data();
+      }
     }
     return rule;
   }
@@ -253,7 +312,10 @@ class EtcLayer : public Layer {
   RelativeKeys within_long_;
   Tensor global_to_long_;  // f32
   Tensor long_to_global_;
+  DistanceTable globals_bias_;
+  DistanceTable long_bias_;
   bool is_set_up_ = false;
+  bool is_masked_ = false;  // Setup had a mask of a piece
 };
 
 absl::Status Check(const Problem& problem) {
@@ -263,15 +325,43 @@ absl::Status Check(const Problem& problem) {
                                                problem.kv_tokens));
 }
 
-// Draws a table in the problem's dtype, like the keys to which its vectors are added.
-absl::Status DrawTable(const char* name, const Problem& problem, int64_t labels, uint64_t seed,
-                       NamedTensors* parameters) {
-  const Shape shape = {problem.query_heads, labels, problem.head_dim};
-  TFB_ASSIGN_OR_RETURN(Tensor table, Tensor::Allocate(problem.dtype, shape));
-  FillNormal(&table, seed, name, /*mean=*/0, /*deviation=*/0.5);
-  (*parameters)[name] = std::move(table);
-  return absl::OkStatus();
+// Draws the parameters of a piece's labels: vectors in the problem's dtype, like the keys to which
+// they are added, and biases.
+absl::Status DrawTables(const std::string& piece, const Problem& problem, const EtcOptions& options,
+                        int64_t labels, uint64_t seed, NamedTensors* parameters) {
+  const auto draw = [&](const std::string& name, DType dtype, const Shape& shape) -> absl::Status {
+    TFB_ASSIGN_OR_RETURN(Tensor table, Tensor::Allocate(dtype, shape));
+    FillNormal(&table, seed, name, /*mean=*/0, /*deviation=*/0.5);
+    (*parameters)[name] = std::move(table);
+    return absl::OkStatus();
+  };
+  if (HasVectors(options)) {
+    const Shape shape = {problem.query_heads, labels, problem.head_dim};
+    TFB_RETURN_IF_ERROR(draw(piece, problem.dtype, shape));
+  }
+  if (!HasBiases(options)) return absl::OkStatus();
+  return draw(piece + "_bias", DType::kF32, {problem.query_heads, labels});
 }
+
+// What the definition reads for the labels of a piece: empty where there is none.
+struct PieceTables {
+  DoubleTensor vectors;  // [query_heads, labels, head_dim]
+  DoubleTensor biases;   // [query_heads, labels]
+
+  static PieceTables Of(const char* piece, const NamedTensors& parameters) {
+    PieceTables tables;
+    const auto vectors = parameters.find(piece),
+               biases = parameters.find(absl::StrCat(piece, "_bias"));
+    if (vectors != parameters.end()) tables.vectors = DoubleTensor(vectors->second.view());
+    if (biases != parameters.end()) tables.biases = DoubleTensor(biases->second.view());
+    return tables;
+  }
+  // Returns q . P + the number of a label.
+  double Score(const double* q, int64_t head_dim, int64_t h, int64_t label) const {
+    const double product = vectors.size() == 0 ? 0 : Dot(q, vectors.Row(h, label), head_dim);
+    return product + (biases.size() == 0 ? 0 : biases.Row(h)[label]);
+  }
+};
 
 }  // namespace
 
@@ -289,6 +379,18 @@ std::vector<TensorSpec> Etc::ReadTensors(const Problem& problem, const EtcOption
   if (options.segments) {
     tensors.push_back({"segment", {problem.batch, problem.kv_tokens}, DType::kI32});
   }
+  if (!options.masks) return tensors;
+  const int64_t global = std::min(options.global_tokens, problem.kv_tokens);
+  const int64_t sizes[] = {global, problem.kv_tokens - global};
+  for (const bool of_long : {false, true}) {
+    for (const bool to_long : {false, true}) {
+      const int64_t keys = of_long && to_long ? 2 * options.radius + 1 : sizes[to_long];
+      tensors.push_back({absl::StrCat(Piece(of_long, to_long), "_mask"),
+                         {problem.batch, sizes[of_long], keys},
+                         DType::kU8,
+                         /*optional=*/true});
+    }
+  }
   return tensors;
 }
 
@@ -300,12 +402,12 @@ absl::StatusOr<std::unique_ptr<Layer>> Etc::MakeLayer(const Problem& problem,
   if (HasDistances(options)) {
     const int64_t labels = 2 * options.max_distance + 1;
     for (const char* name : {"g2g", "l2l"}) {
-      TFB_RETURN_IF_ERROR(DrawTable(name, problem, labels, seed, &parameters));
+      TFB_RETURN_IF_ERROR(DrawTables(name, problem, options, labels, seed, &parameters));
     }
   }
   if (options.segments) {
     for (const char* name : {"g2l", "l2g"}) {
-      TFB_RETURN_IF_ERROR(DrawTable(name, problem, 2, seed, &parameters));
+      TFB_RETURN_IF_ERROR(DrawTables(name, problem, options, 2, seed, &parameters));
     }
   }
   return std::make_unique<EtcLayer>(problem, ReadTensors(problem, options), options,
@@ -317,35 +419,51 @@ absl::Status Etc::Definition(const Problem& problem, const EtcOptions& options,
                              const DefinitionRequest& request, NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(Check(problem));
   const int64_t g = options.global_tokens, m = options.max_distance;
-  DoubleTensor tables[2][2];  // [query is long][key is long]
-  const char* const names[2][2] = {{"g2g", "g2l"}, {"l2g", "l2l"}};
-  for (int query = 0; query < 2; ++query) {
-    for (int key = 0; key < 2; ++key) {
-      const auto table = parameters.find(names[query][key]);
-      if (table != parameters.end()) tables[query][key] = DoubleTensor(table->second.view());
+  PieceTables tables[2][2];  // [query is long][key is long]
+  ConstTensorView masks[2][2];
+  for (const bool of_long : {false, true}) {
+    for (const bool to_long : {false, true}) {
+      tables[of_long][to_long] = PieceTables::Of(Piece(of_long, to_long), parameters);
+      masks[of_long][to_long] = inputs.Get(absl::StrCat(Piece(of_long, to_long), "_mask"));
     }
   }
   const DoubleTensor q(inputs.Get("q"));
   const ConstTensorView segment = inputs.Get("segment");
-  const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
-  const auto sees = [&](int64_t, int64_t i, int64_t j) {
-    return i < g || j < g || std::abs(i - j) <= options.radius;
+  const KeyMask is_token(inputs);
+  const auto sees = [&](int64_t b, int64_t i, int64_t j) {
+    const bool in_window = i < g || j < g || std::abs(i - j) <= options.radius;
+    if (!in_window || !is_token(b, j)) return false;
+    const ConstTensorView& mask = masks[i >= g][j >= g];
+    if (mask.empty()) return true;
+    const int64_t row = i < g ? i : i - g;
+    const int64_t column = j < g ? j : i < g ? j - g : j - i + options.radius;
+    return *mask.At<uint8_t>(b, row, column) != 0;
   };
   const auto label_score = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
     const bool same_input = (i >= g) == (j >= g);
     if (same_input ? m < 0 : !options.segments) return 0.0;
     const int64_t label = same_input ? std::min(std::max(j - i, -m), m) + m
                                      : *segment.At<int32_t>(b, i) == *segment.At<int32_t>(b, j);
-    return scale * Dot(q.Row(b, h, i), tables[i >= g][j >= g].Row(h, label), problem.head_dim);
+    return tables[i >= g][j >= g].Score(q.Row(b, h, i), problem.head_dim, h, label);
   };
-  DefineMaskedAttention(problem, inputs, request, scale, sees, label_score, outputs);
+  const auto attend = [&](const Inputs& tensors, NamedTensors* result) {
+    const DoubleTensor k(tensors.Get("k"));
+    const auto score = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+      if (!sees(b, i, j)) return kNotSeen;
+      const double content =
+          Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), j), problem.head_dim);
+      return (content + label_score(b, h, i, j)) / std::sqrt(static_cast<double>(problem.head_dim));
+    };
+    DefineAttention(problem, tensors, request, score, result);
+  };
+  attend(inputs, outputs);
   if (!IsSeparate(options)) return absl::OkStatus();
 
   // Computes global rows again with their own keys and values.
   Inputs own = inputs;
   for (const char* name : {"k", "v"}) own.Set(name, inputs.Get(absl::StrCat(name, "_global")));
   NamedTensors global;
-  DefineMaskedAttention(problem, own, request, scale, sees, label_score, &global);
+  attend(own, &global);
   const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
   const int64_t global_rows = std::lower_bound(rows.begin(), rows.end(), g) - rows.begin();
   for (auto& [name, tensor] : *outputs) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "core/run_allocations.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -211,6 +212,181 @@ TEST(Etc, LabelsAreThoseOfTheirPiece) {
   }
 }
 
+// As above, with numbers as labels: the score is half of them, since head_dim is 4.
+TEST(Etc, BiasesAreAddedToTheProductsBeforeTheScale) {
+  const Problem problem = Problem::SelfAttention(1, 1, 5, 4);
+  for (const char* labels : {"biases", "both"}) {
+    const Options options = {{"radius", "1"},
+                             {"global_tokens", "2"},
+                             {"max_distance", "1"},
+                             {"segments", "true"},
+                             {"labels", labels}};
+    NamedTensors inputs = Random(problem, options, 2);
+    Fill(inputs["q"].view(), 0);
+    const int32_t segments[] = {0, 1, 0, 1, -1};
+    std::copy_n(segments, 5, inputs["segment"].span<int32_t>().data());
+    NamedTensors biases;
+    const auto set = [&](const char* name, const std::vector<float>& values) {
+      Tensor& table = biases[name] = Tensor(DType::kF32, {1, static_cast<int64_t>(values.size())});
+      std::copy(values.begin(), values.end(), table.span<float>().begin());
+    };
+    set("g2g_bias", {-1, 0.5f, 1});
+    set("l2l_bias", {-2, 0.25f, 2});
+    set("g2l_bias", {0.1f, 0.7f});
+    set("l2g_bias", {0.2f, 0.9f});
+    const std::vector<std::vector<double>> numbers = {{0.5, 1, 0.7, 0.1, 0.1},
+                                                      {-1, 0.5, 0.1, 0.7, 0.1},
+                                                      {0.9, 0.2, 0.25, 2},
+                                                      {0.2, 0.9, -2, 0.25, 2},
+                                                      {0.2, 0.2, -2, 0.25}};
+    for (const Device device : kHostDevices) {
+      const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), options, device, &biases);
+      for (int64_t i = 0; i < 5; ++i) {
+        double sum = 0;
+        for (const double number : numbers[i]) sum += std::exp(number / 2);
+        EXPECT_NEAR(ours.at("log_sum_exp").span<float>()[i], std::log(sum), 1e-6) << i;
+      }
+    }
+  }
+}
+
+TEST(Etc, LabelsOfBothKindsHaveBothParameters) {
+  const auto names = [](const Options& options) {
+    const auto layer =
+        Etc().Create(Problem::SelfAttention(1, 1, 40, 4), options, Device::kCpu, 1).value();
+    std::vector<std::string> result;
+    for (const auto& entry : layer->parameters()) result.push_back(entry.first);
+    return result;
+  };
+  using testing::ElementsAre;
+  EXPECT_THAT(names({}), ElementsAre("g2g", "l2l"));
+  EXPECT_THAT(names({{"labels", "biases"}}), ElementsAre("g2g_bias", "l2l_bias"));
+  EXPECT_THAT(
+      names({{"labels", "both"}, {"segments", "true"}}),
+      ElementsAre("g2g", "g2g_bias", "g2l", "g2l_bias", "l2g", "l2g_bias", "l2l", "l2l_bias"));
+}
+
+// Draws masks of all pieces, in which one pair in three is hidden.
+void AddMasks(const Problem& problem, const Options& options, NamedTensors* inputs) {
+  for (const TensorSpec& spec : Etc().InputSpecs(problem, options).value()) {
+    if (spec.name.size() != 8 || spec.name.substr(3) != "_mask" || spec.name == "key_mask")
+      continue;
+    Tensor& mask = (*inputs)[spec.name] = Tensor(DType::kU8, spec.shape);
+    for (int64_t n = 0; n < mask.num_elements(); ++n) mask.span<uint8_t>()[n] = n * n % 31 % 3 != 1;
+  }
+}
+
+TEST(Etc, MasksHidePairsOfTheirPiece) {
+  const int64_t tokens = 9, g = 2, w = 1;
+  Problem problem = Problem::SelfAttention(1, 1, tokens, 8);
+  problem.value_dim = tokens;
+  const Options options = {{"radius", "1"}, {"global_tokens", "2"}, {"masks", "true"}};
+  NamedTensors inputs = Random(problem, options, g);
+  Fill(inputs["v"].view(), 0);
+  for (int64_t j = 0; j < tokens; ++j) *inputs["v"].view().MutableAt<float>(0, 0, j, j) = 1;
+  const auto seen = [&](const NamedTensors& given, int64_t i, Device device) {
+    const NamedTensors outputs = RunEtc(problem, ViewsOf(given), options, device);
+    Keys keys;
+    for (int64_t j = 0; j < tokens; ++j) {
+      if (*outputs.at("out").view().At<float>(0, 0, i, j) > 0) keys.push_back(j);
+    }
+    return keys;
+  };
+  const auto hide = [&](const char* name, int64_t row, int64_t column) {
+    const std::string piece = name;
+    const int64_t rows = piece[0] == 'g' ? g : tokens - g;
+    const int64_t columns = piece == "l2l_mask" ? 2 * w + 1 : piece[2] == 'g' ? g : tokens - g;
+    Tensor& mask = inputs[name];
+    if (mask.empty()) Fill((mask = Tensor(DType::kU8, {1, rows, columns})).view(), 1);
+    *mask.view().MutableAt<uint8_t>(0, row, column) = 0;
+  };
+  for (const Device device : kHostDevices) {
+    SCOPED_TRACE(Name(device));
+    for (const char* name : {"g2g_mask", "g2l_mask", "l2g_mask", "l2l_mask"}) inputs.erase(name);
+    EXPECT_EQ(seen(inputs, 0, device).size(), 9u);
+    EXPECT_EQ(seen(inputs, 5, device), (Keys{0, 1, 4, 5, 6}));
+    hide("g2g_mask", 0, 1);
+    EXPECT_EQ(seen(inputs, 0, device), (Keys{0, 2, 3, 4, 5, 6, 7, 8}));
+    EXPECT_EQ(seen(inputs, 1, device).size(), 9u);
+    hide("g2l_mask", 0, 3);  // token 5
+    EXPECT_EQ(seen(inputs, 0, device), (Keys{0, 2, 3, 4, 6, 7, 8}));
+    EXPECT_EQ(seen(inputs, 5, device), (Keys{0, 1, 4, 5, 6}));
+    hide("l2g_mask", 3, 0);
+    EXPECT_EQ(seen(inputs, 5, device), (Keys{1, 4, 5, 6}));
+    hide("l2l_mask", 3, 2);  // tokens 5 and 6
+    EXPECT_EQ(seen(inputs, 5, device), (Keys{1, 4, 5}));
+    EXPECT_EQ(seen(inputs, 6, device), (Keys{0, 1, 5, 6, 7}));
+    hide("l2l_mask", 0, 0);  // beyond the first long token there is none to hide
+    EXPECT_EQ(seen(inputs, 2, device), (Keys{0, 1, 2, 3}));
+  }
+}
+
+TEST(Etc, ARowWithoutAnyPairIsZero) {
+  const Problem problem = Problem::SelfAttention(1, 2, 40, 8);
+  const Options options = {{"radius", "5"}, {"global_tokens", "3"}, {"masks", "true"}};
+  NamedTensors inputs = Random(problem, options, 3);
+  AddMasks(problem, options, &inputs);
+  for (const char* name : {"l2g_mask", "l2l_mask"}) Fill(Slice(inputs[name].view(), 1, 7, 1), 0);
+  for (const Device device : kHostDevices) {
+    const NamedTensors ours = RunEtc(problem, ViewsOf(inputs), options, device);
+    EXPECT_EQ(MaxAbs(Slice(ours.at("out").view(), 2, 10, 1)), 0);
+    EXPECT_EQ(ours.at("log_sum_exp").span<float>()[10], -INFINITY);
+  }
+}
+
+TEST(Etc, WithMasksRunAllocatesNothing) {
+  const Problem problem = Problem::SelfAttention(2, 2, 150, 16);
+  const Options options = {{"radius", "10"}, {"masks", "true"}, {"labels", "both"}};
+  NamedTensors inputs = Random(problem, options, 16);
+  AddMasks(problem, options, &inputs);
+  const auto layer = Etc().Create(problem, options, Device::kCpu, 1).value();
+  EXPECT_EQ(AllocationsOfRun(*layer, ViewsOf(inputs)).value(), 0);
+}
+
+TEST(Etc, MasksOfOnesChangeNothing) {
+  const Problem problem = Problem::SelfAttention(2, 2, 150, 16);
+  const Options plain = {{"radius", "10"}, {"global_tokens", "7"}, {"segments", "true"}};
+  const Options masked = With(plain, {{"masks", "true"}});
+  NamedTensors inputs = Random(problem, plain, 7);
+  const NamedTensors expected = RunEtc(problem, ViewsOf(inputs), plain);
+  ExpectNear(RunEtc(problem, ViewsOf(inputs), masked), expected);
+  AddMasks(problem, masked, &inputs);
+  for (const char* name : {"g2g_mask", "g2l_mask", "l2g_mask", "l2l_mask"}) {
+    Fill(inputs.at(name).view(), 1);
+  }
+  ExpectNear(RunEtc(problem, ViewsOf(inputs), masked), expected);
+}
+
+TEST(Etc, MatchesItsDefinitionWithMasksAndBiases) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    Problem problem = Problem::SelfAttention(2, 4, 200, 24, /*causal=*/false, dtype);
+    problem.kv_heads = 2;
+    for (const Options& options :
+         {Options{{"radius", "32"}, {"max_distance", "-1"}, {"masks", "true"}},
+          Options{{"radius", "90"}, {"labels", "biases"}, {"global_tokens", "70"}},
+          Options{{"radius", "20"}, {"labels", "both"}, {"masks", "true"}, {"segments", "true"}},
+          Options{
+              {"radius", "5"}, {"labels", "biases"}, {"projections", "own"}, {"segments", "true"}},
+          Options{
+              {"radius", "300"}, {"labels", "both"}, {"masks", "true"}, {"global_tokens", "0"}}}) {
+      NamedTensors inputs = Random(problem, options, 16);
+      AddMasks(problem, options, &inputs);
+      Tensor padding(DType::kU8, {2, 200});
+      for (int64_t n = 0; n < 400; ++n) padding.span<uint8_t>()[n] = n % 5 != 3 && n % 200 < 170;
+      inputs["key_mask"] = std::move(padding);
+      const NamedTensors expected =
+          DefineTechnique(Etc(), problem, ViewsOf(inputs), {options}).value();
+      // 16-bit outputs are rounded; so are the weights of values on a GPU.
+      const double rounding = dtype == DType::kF32 ? 0 : 4 * UnitRoundoff(dtype);
+      for (const Device device : kHostDevices) {
+        SCOPED_TRACE(ToString(options));
+        ExpectNear(RunEtc(problem, ViewsOf(inputs), options, device), expected,
+                   2 * Fp32Bound(inputs.at("v").view()) + rounding * MaxAbs(inputs.at("v").view()));
+      }
+    }
+  }
+}
+
 TEST(Etc, MatchesItsDefinitionWithMixedOptions) {
   Problem problem = Problem::SelfAttention(2, 4, 200, 24);
   problem.kv_heads = 2;
@@ -235,8 +411,14 @@ TEST(Etc, MatchesItsDefinitionWithMixedOptions) {
 }
 
 // The file's outputs were computed by pieces as the authors' code does; its metadata say how.
-TEST(Etc, DefinitionAndEnginesMatchThePiecesOfTheAuthorsCode) {
-  const SafetensorsFile golden = GoldenFile("attention/etc/testdata/pieces.safetensors");
+class EtcGolden : public testing::TestWithParam<const char*> {};
+
+INSTANTIATE_TEST_SUITE_P(Files, EtcGolden, testing::Values("pieces", "masked_pieces"),
+                         [](const auto& file) { return std::string(file.param); });
+
+TEST_P(EtcGolden, DefinitionAndEnginesMatchThePiecesOfTheAuthorsCode) {
+  const SafetensorsFile golden =
+      GoldenFile(std::string("attention/etc/testdata/") + GetParam() + ".safetensors");
   const NamedTensors& tensors = golden.tensors;
   const Shape shape = tensors.at("q").shape();
   const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3]);
@@ -249,7 +431,14 @@ TEST(Etc, DefinitionAndEnginesMatchThePiecesOfTheAuthorsCode) {
     inputs[name] = tensors.at(name).Clone();
   }
   inputs["key_mask"] = tensors.at("key_padding").CloneAs(DType::kU8);
-  for (const char* name : {"g2g", "g2l", "l2g", "l2l"}) tables[name] = tensors.at(name).Clone();
+  for (const std::string piece : {"g2g", "g2l", "l2g", "l2l"}) {
+    tables[piece] = tensors.at(piece).Clone();
+    if (tensors.count(piece + "_mask") == 0) continue;
+    options["masks"] = "true";
+    options["labels"] = "both";
+    inputs[piece + "_mask"] = tensors.at(piece + "_mask").CloneAs(DType::kU8);
+    tables[piece + "_bias"] = tensors.at(piece + "_bias").Clone();
+  }
   NamedTensors defined;
   ASSERT_TRUE(Etc().Define(problem, options, tables, ViewsOf(inputs), {}, &defined).ok());
   EXPECT_LE(MaxDifference(defined.at("out").view(), tensors.at("out").view()), 1e-12);

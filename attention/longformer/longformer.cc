@@ -1,11 +1,13 @@
 #include "attention/longformer/longformer.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "attention/longformer/marked_globals.h"
 #include "core/cuda/device_array.h"
 #include "core/definition.h"
 #include "core/flash/flash_engine.h"
@@ -33,6 +35,8 @@ bool OwnProjections(const LongformerOptions& options) {
   return options.projections == LongformerOptions::Projections::kOwn;
 }
 
+bool ReadsMask(const LongformerOptions& options) { return options.max_globals > 0; }
+
 // Returns the global positions inside the sequence, ascending, each once.
 std::vector<int64_t> Globals(const LongformerOptions& options, int64_t tokens) {
   std::vector<int64_t> globals;
@@ -58,14 +62,15 @@ struct Window {
 // head.
 class LocalPattern : public Pattern {
  public:
+  // `globals` are the global tokens of all sequences, ascending.
   LocalPattern(const LongformerOptions& options, const Problem& problem,
-               const std::vector<ResidueOrder>& orders)
+               const std::vector<ResidueOrder>& orders, std::vector<int64_t> globals)
       : window_(options, problem.causal),
         causal_(problem.causal),
         heads_(orders.size() == 1 ? 1 : problem.query_heads),
         group_(orders.size() == 1 ? 1 : problem.group()),
         orders_(orders),
-        globals_(Globals(options, problem.query_tokens)),
+        globals_(std::move(globals)),
         is_global_(problem.query_tokens, false) {
     for (int64_t g : globals_) is_global_[g] = true;
   }
@@ -133,7 +138,9 @@ class GlobalPattern : public Pattern {
   int64_t tokens_;
 };
 
-// A layer that makes two calls of engine flash: local rows, then the global ones over them.
+// A layer that makes two calls of engine flash: local rows, then the global ones over them. Where
+// the input says which tokens are global, local rows are the softmax of two parts, see
+// MarkedGlobals.
 class LongformerLayer : public Layer {
  public:
   LongformerLayer(const Problem& problem, std::vector<TensorSpec> inputs,
@@ -142,6 +149,7 @@ class LongformerLayer : public Layer {
         options_(options),
         device_(device),
         globals_(Globals(options, problem.query_tokens)),
+        marked_(device, problem, globals_, options.max_globals),
         local_problem_(problem),
         global_problem_(problem) {
     // The patterns contain the mask; their rows are not in the order of tokens.
@@ -150,13 +158,15 @@ class LongformerLayer : public Layer {
   }
 
   size_t workspace_bytes(int threads) const override {
-    return std::max(FlashEngine::WorkspaceBytes(device_, local_problem_, false, threads),
-                    FlashEngine::WorkspaceBytes(device_, global_problem_, false, threads));
+    const size_t bytes =
+        std::max(FlashEngine::WorkspaceBytes(device_, local_problem_, false, threads),
+                 FlashEngine::WorkspaceBytes(device_, global_problem_, false, threads));
+    return ReadsMask(options_) ? std::max(bytes, marked_.workspace_bytes(threads)) : bytes;
   }
 
   Cost cost() const override {
     Cost cost;
-    if (is_set_up_) {
+    if (is_set_up_ && !is_marked_) {
       const Problem& p = problem();
       const double pairs =
           local_.schedule().KeptPairs(p.query_heads) + global_.schedule().KeptPairs(p.query_heads);
@@ -169,7 +179,7 @@ class LongformerLayer : public Layer {
   }
 
  protected:
-  absl::Status DoSetup(const Inputs&, const Execution&) override {
+  absl::Status DoSetup(const Inputs& inputs, const Execution&) override {
     const Problem& p = problem();
     orders_.clear();
     std::vector<int32_t> order_tokens;
@@ -181,10 +191,14 @@ class LongformerLayer : public Layer {
                          DeviceArray<int32_t>::Create(device_, std::move(order_tokens)));
     TFB_ASSIGN_OR_RETURN(global_tokens_,
                          DeviceArray<int32_t>::Create(device_, {globals_.begin(), globals_.end()}));
-    TFB_ASSIGN_OR_RETURN(
-        local_, FlashEngine::Create(device_, local_problem_, LocalPattern(options_, p, orders_)));
+    TFB_ASSIGN_OR_RETURN(local_, FlashEngine::Create(device_, local_problem_,
+                                                     LocalPattern(options_, p, orders_, globals_)));
     TFB_ASSIGN_OR_RETURN(global_,
                          FlashEngine::Create(device_, global_problem_, GlobalPattern(globals_, p)));
+    is_marked_ = ReadsMask(options_) && !inputs.Get("global_mask").empty();
+    if (ReadsMask(options_)) {
+      TFB_RETURN_IF_ERROR(marked_.Setup(LocalPattern(options_, p, orders_, {})));
+    }
     is_set_up_ = true;
     return absl::OkStatus();
   }
@@ -200,23 +214,25 @@ class LongformerLayer : public Layer {
       // A query head reads its key-value head's order.
       call.query_order = {order_tokens_.data(), 0, stride, problem().group()};
     }
+    FlashCall of_globals = global_.NewCall(inputs, outputs);
+    if (OwnProjections(options_)) {
+      of_globals.q = inputs.Get("q_global");
+      of_globals.k = inputs.Get("k_global");
+      of_globals.v = inputs.Get("v_global");
+    }
+    const ConstTensorView global_mask = inputs.Get("global_mask");
+    if (!global_mask.empty()) return marked_.Run(global_mask, call, of_globals, execution);
     TFB_RETURN_IF_ERROR(local_.Run(call, execution));
     if (globals_.empty()) return absl::OkStatus();
-    if (OwnProjections(options_)) {
-      call.q = inputs.Get("q_global");
-      call.k = inputs.Get("k_global");
-      call.v = inputs.Get("v_global");
-    }
-    call.schedule = &global_.schedule();
-    call.key_order = {};
-    call.query_order = {global_tokens_.data(), 0, 0};
-    return global_.Run(call, execution);
+    of_globals.query_order = {global_tokens_.data(), 0, 0};
+    return global_.Run(of_globals, execution);
   }
 
  private:
   LongformerOptions options_;
   Device device_;
   std::vector<int64_t> globals_;
+  MarkedGlobals marked_;
   Problem local_problem_;
   Problem global_problem_;
   std::vector<ResidueOrder> orders_;   // one, or one per key-value head
@@ -225,6 +241,7 @@ class LongformerLayer : public Layer {
   FlashEngine local_;
   FlashEngine global_;
   bool is_set_up_ = false;
+  bool is_marked_ = false;  // Setup had a global_mask
 };
 
 absl::Status Check(const Problem& problem, const LongformerOptions& options) {
@@ -241,6 +258,27 @@ absl::Status Check(const Problem& problem, const LongformerOptions& options) {
   return absl::OkStatus();
 }
 
+// Tells for each token of each sequence whether it is global.
+std::vector<std::vector<bool>> DefineGlobals(const Problem& problem,
+                                             const LongformerOptions& options,
+                                             const Inputs& inputs) {
+  const KeyMask is_token(inputs);
+  const ConstTensorView mask = inputs.Get("global_mask");
+  std::vector<std::vector<bool>> is_global(problem.batch,
+                                           std::vector<bool>(problem.kv_tokens, false));
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    for (int64_t g : options.globals) {
+      if (g >= 0 && g < problem.kv_tokens) is_global[b][g] = true;
+    }
+    int64_t marked = 0;
+    for (int64_t i = 0; !mask.empty() && i < problem.kv_tokens; ++i) {
+      if (is_global[b][i] || !is_token(b, i) || *mask.At<uint8_t>(b, i) == 0) continue;
+      if (marked++ < options.max_globals) is_global[b][i] = true;
+    }
+  }
+  return is_global;
+}
+
 }  // namespace
 
 Longformer::Longformer() : TechniqueOf(Info()) {}
@@ -254,6 +292,9 @@ std::vector<TensorSpec> Longformer::ReadTensors(const Problem& problem,
       own.name += "_global";
       tensors.push_back(std::move(own));
     }
+  }
+  if (ReadsMask(options)) {
+    tensors.push_back({"global_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
   }
   return tensors;
 }
@@ -269,33 +310,42 @@ absl::Status Longformer::Definition(const Problem& problem, const LongformerOpti
                                     const NamedTensors&, const Inputs& inputs,
                                     const DefinitionRequest& request, NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(Check(problem, options));
-  std::vector<bool> is_global(problem.kv_tokens, false);
-  for (int64_t g : options.globals) {
-    if (g >= 0 && g < problem.kv_tokens) is_global[g] = true;
-  }
+  const KeyMask is_token(inputs);
+  const std::vector<std::vector<bool>> is_global = DefineGlobals(problem, options, inputs);
   const int64_t behind =
       problem.causal && options.one_sided >= 0 ? options.one_sided : options.window / 2;
-  const auto sees = [&](int64_t h, int64_t i, int64_t j) {
-    if (is_global[i] || is_global[j]) return true;
+  const auto sees = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    if (!is_token(b, j) || (problem.causal && j > i)) return false;
+    if (is_global[b][i] || is_global[b][j]) return true;
     const int64_t dilation =
         options.dilation.size() == 1 ? options.dilation[0] : options.dilation[h / problem.group()];
     return (i - j) % dilation == 0 && std::abs(i - j) / dilation <= behind;
   };
-  const auto no_bias = [](int64_t, int64_t, int64_t, int64_t) { return 0.0; };
-  DefineMaskedAttention(problem, inputs, request, 0, sees, no_bias, outputs);
+  const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
+  const auto attend = [&](const Inputs& tensors, NamedTensors* result) {
+    const DoubleTensor q(tensors.Get("q")), k(tensors.Get("k"));
+    const auto score = [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+      if (!sees(b, h, i, j)) return kNotSeen;
+      return scale * Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), j), problem.head_dim);
+    };
+    DefineAttention(problem, tensors, request, score, result);
+  };
+  attend(inputs, outputs);
   if (!OwnProjections(options)) return absl::OkStatus();
 
   // Computes global rows again with their own tensors, all of which they see.
   Inputs own = inputs;
   for (const char* name : {"q", "k", "v"}) own.Set(name, inputs.Get(absl::StrCat(name, "_global")));
   NamedTensors global;
-  DefineMaskedAttention(problem, own, request, 0, sees, no_bias, &global);
+  attend(own, &global);
   const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
   for (auto& [name, tensor] : *outputs) {
-    for (size_t r = 0; r < rows.size(); ++r) {
-      if (!is_global[rows[r]]) continue;
-      CopyElements(Slice(std::as_const(global.at(name)).view(), 2, r, 1),
-                   Slice(tensor.view(), 2, r, 1));
+    for (int64_t b = 0; b < problem.batch; ++b) {
+      for (size_t r = 0; r < rows.size(); ++r) {
+        if (!is_global[b][rows[r]]) continue;
+        const auto row = [b, r](const auto& view) { return Slice(Slice(view, 0, b, 1), 2, r, 1); };
+        CopyElements(row(std::as_const(global.at(name)).view()), row(tensor.view()));
+      }
     }
   }
   return absl::OkStatus();

@@ -15,11 +15,20 @@
 // results of separate projections) if `projections` is own, and the common ones if it is shared. A
 // global token inside the window counts once.
 //
+// Which tokens are global is the task's choice, so that none is by default. Those of the option
+// `globals` are global in every sequence. With max_globals > 0 there is also the optional input
+// global_mask, u8 [batch, tokens], by which each sequence has global tokens of its own: the first
+// max_globals tokens that it marks with 1, not counting those of `globals`. Padding that it marks
+// is no global token.
+//
 // Source: Beltagy, Peters, Cohan 2020, "Longformer: the long-document transformer",
 // arXiv:2004.05150v2, sections 3.1 and 3.2. Causal windows as in its language models; globals with
-// a causal mask are this project's addition (the paper uses none there). Deviations of others that
-// are not followed: Hugging Face and allenai mask with -10000, and zero the rows of padded queries.
+// a causal mask are this project's addition (the paper uses none there). global_mask is Hugging
+// Face's global_attention_mask, which has no largest number. Deviations of others that are not
+// followed: Hugging Face and allenai mask with -10000, and zero the rows of padded queries.
 // Cost: 2 pairs (head_dim + value_dim) FLOPs with about tokens (w + 1 + 2 globals) pairs: linear.
+// On a GPU, which does not tell the host how many tokens are marked, each token passes over
+// max_globals keys.
 #ifndef TFB_ATTENTION_LONGFORMER_LONGFORMER_H_
 #define TFB_ATTENTION_LONGFORMER_LONGFORMER_H_
 
@@ -34,7 +43,8 @@ struct LongformerOptions {
   int64_t window = 512;
   int64_t one_sided = -1;
   std::vector<int64_t> dilation = {1};
-  std::vector<int64_t> globals = {0};
+  std::vector<int64_t> globals = {-1};
+  int64_t max_globals = 0;
   enum class Projections { kShared, kOwn };
   Projections projections = Projections::kShared;
 
@@ -48,6 +58,9 @@ struct LongformerOptions {
               "gap between the window's keys: one for all heads, or one per key-value head");
     bind.Ints("globals", &globals, -1, kMaxTokens,
               "positions of the global tokens; those beyond the sequence and -1 stand for none");
+    bind.Int("max_globals", &max_globals, 0, kMaxTokens,
+             "tokens of a sequence that the optional input global_mask can make global; 0 means "
+             "that there is no such input");
     bind.Choice("projections", &projections,
                 {{"shared", Projections::kShared}, {"own", Projections::kOwn}},
                 "whether global rows have queries, keys and values of their own");
@@ -67,7 +80,7 @@ class Longformer : public TechniqueOf<LongformerOptions> {
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
   // Returns the inputs; where `projections` is own, also q_global, k_global and v_global, of the
-  // shapes of q, k and v.
+  // shapes of q, k and v; where max_globals > 0, also global_mask.
   std::vector<TensorSpec> ReadTensors(const Problem& problem,
                                       const LongformerOptions& options) const override;
 };

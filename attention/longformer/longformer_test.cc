@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "attention/dense/dense.h"
+#include "attention/multi_head/multi_head.h"
+#include "core/run_allocations.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -38,14 +40,21 @@ std::vector<int64_t> KeysSeen(int64_t tokens, int64_t i, const Options& options,
 using Keys = std::vector<int64_t>;
 
 TEST(Longformer, AWindowOfFourSeesTwoKeysOnEachSideAndItself) {
-  EXPECT_EQ(KeysSeen(12, 6, {{"window", "4"}, {"globals", "-1"}}), (Keys{4, 5, 6, 7, 8}));
-  EXPECT_EQ(KeysSeen(12, 0, {{"window", "4"}, {"globals", "-1"}}), (Keys{0, 1, 2}));
-  EXPECT_EQ(KeysSeen(12, 11, {{"window", "4"}, {"globals", "-1"}}), (Keys{9, 10, 11}));
+  EXPECT_EQ(KeysSeen(12, 6, {{"window", "4"}}), (Keys{4, 5, 6, 7, 8}));
+  EXPECT_EQ(KeysSeen(12, 0, {{"window", "4"}}), (Keys{0, 1, 2}));
+  EXPECT_EQ(KeysSeen(12, 11, {{"window", "4"}}), (Keys{9, 10, 11}));
 }
 
 TEST(Longformer, ACausalWindowIsOneSided) {
-  EXPECT_EQ(KeysSeen(12, 6, {{"window", "4"}, {"globals", "-1"}}, true), (Keys{4, 5, 6}));
-  EXPECT_EQ(KeysSeen(12, 6, {{"one_sided", "4"}, {"globals", "-1"}}, true), (Keys{2, 3, 4, 5, 6}));
+  EXPECT_EQ(KeysSeen(12, 6, {{"window", "4"}}, true), (Keys{4, 5, 6}));
+  EXPECT_EQ(KeysSeen(12, 6, {{"one_sided", "4"}}, true), (Keys{2, 3, 4, 5, 6}));
+}
+
+TEST(Longformer, NoTokenIsGlobalByDefault) {
+  for (const bool causal : {false, true}) {
+    EXPECT_EQ(KeysSeen(12, 0, {{"window", "2"}}, causal), causal ? (Keys{0}) : (Keys{0, 1}));
+    EXPECT_EQ(KeysSeen(12, 8, {{"window", "2"}}, causal), causal ? (Keys{7, 8}) : (Keys{7, 8, 9}));
+  }
 }
 
 TEST(Longformer, GlobalTokensSeeAllAndAreSeenByAllOnce) {
@@ -58,7 +67,7 @@ TEST(Longformer, GlobalTokensSeeAllAndAreSeenByAllOnce) {
 }
 
 TEST(Longformer, DilationSkipsKeysPerHead) {
-  const Options options = {{"window", "4"}, {"dilation", "1/3"}, {"globals", "-1"}};
+  const Options options = {{"window", "4"}, {"dilation", "1/3"}};
   EXPECT_EQ(KeysSeen(20, 10, options, false, 2, 0), (Keys{8, 9, 10, 11, 12}));
   EXPECT_EQ(KeysSeen(20, 10, options, false, 2, 1), (Keys{4, 7, 10, 13, 16}));
   EXPECT_EQ(KeysSeen(20, 10, options, true, 2, 1), (Keys{4, 7, 10}));
@@ -96,7 +105,7 @@ TEST(Longformer, AllTokensGlobalEqualsDenseWithTheTensorsOfGlobals) {
 TEST(Longformer, AWindowOfZeroWithoutGlobalsReturnsTheValues) {
   const Problem problem = Problem::SelfAttention(1, 2, 130, 16);
   const NamedTensors inputs = Random(problem);
-  const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), {{"window", "0"}, {"globals", "-1"}});
+  const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), {{"window", "0"}});
   EXPECT_LE(MaxDifference(ours.at("out").view(), inputs.at("v").view()), 1e-6);
 }
 
@@ -104,7 +113,7 @@ TEST(Longformer, DilationIsThatManyInterleavedProblems) {
   const int64_t dilation = 3, tokens = 131;
   const Problem problem = Problem::SelfAttention(1, 2, tokens, 16);
   const NamedTensors inputs = Random(problem);
-  const Options window = {{"window", "10"}, {"globals", "-1"}};
+  const Options window = {{"window", "10"}};
   Options dilated = window;
   dilated["dilation"] = "3";
   const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), dilated);
@@ -127,10 +136,10 @@ TEST(Longformer, MatchesItsDefinitionWithMixedOptions) {
     Problem problem = Problem::SelfAttention(2, 4, 200, 24, causal);
     problem.kv_heads = 2;
     for (const Options& options :
-         {Options{{"window", "64"}},
+         {Options{{"window", "64"}}, Options{{"window", "64"}, {"globals", "0"}},
           Options{{"window", "30"}, {"dilation", "1/4"}, {"globals", "0/77/199/5000"}},
           Options{{"window", "16"}, {"projections", "own"}, {"globals", "3/150"}},
-          Options{{"window", "8"}, {"dilation", "500"}, {"globals", "-1"}}}) {
+          Options{{"window", "8"}, {"dilation", "500"}}}) {
       const NamedTensors inputs = Random(problem, options);
       const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options);
       const NamedTensors expected =
@@ -143,6 +152,123 @@ TEST(Longformer, MatchesItsDefinitionWithMixedOptions) {
           << ToString(options);
     }
   }
+}
+
+// ---- Global tokens of each sequence ----
+
+// Returns u8 [rows, tokens] with `value` at the listed tokens of each row, and the other one of 0
+// and 1 elsewhere.
+Tensor Marks(int64_t tokens, const std::vector<std::vector<int64_t>>& rows, uint8_t value = 1) {
+  Tensor mask(DType::kU8, {static_cast<int64_t>(rows.size()), tokens});
+  Fill(mask.view(), 1 - value);
+  for (size_t b = 0; b < rows.size(); ++b) {
+    for (const int64_t i : rows[b]) *mask.view().MutableAt<uint8_t>(b, i) = value;
+  }
+  return mask;
+}
+
+// Expects that with these inputs each sequence has the outputs of the option `globals`, which lists
+// its own global tokens.
+void ExpectGlobals(const Problem& problem, const NamedTensors& inputs, const Options& options,
+                   const std::vector<std::string>& globals) {
+  Problem of_one = problem;
+  of_one.batch = 1;
+  const NamedTensors defined =
+      DefineTechnique(Longformer(), problem, ViewsOf(inputs), {options}).value();
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    SCOPED_TRACE(ToString(options) + ", sequence " + std::to_string(b));
+    Inputs alone;
+    for (const auto& [name, tensor] : inputs) {
+      if (name != "global_mask") alone.Set(name, Slice(tensor.view(), 0, b, 1));
+    }
+    Options listed = options;
+    listed.erase("max_globals");
+    listed["globals"] = globals[b];
+    const NamedTensors expected = DefineTechnique(Longformer(), of_one, alone, {listed}).value();
+    for (const char* name : {"out", "log_sum_exp"}) {
+      EXPECT_EQ(MaxDifference(Slice(defined.at(name).view(), 0, b, 1), expected.at(name).view()),
+                0);
+      for (const Device device : kHostDevices) {
+        const NamedTensors ours = RunOwn(problem, ViewsOf(inputs), options, device);
+        EXPECT_LE(MaxDifference(Slice(ours.at(name).view(), 0, b, 1), expected.at(name).view()),
+                  Fp32Bound(inputs.at("v").view()))
+            << name << " on " << Name(device);
+      }
+    }
+  }
+}
+
+TEST(Longformer, AMaskGivesEachSequenceGlobalTokensOfItsOwn) {
+  for (const bool causal : {false, true}) {
+    Problem problem = Problem::SelfAttention(3, 2, 90, 8, causal);
+    for (const Options& options :
+         {Options{{"window", "6"}, {"max_globals", "7"}},
+          Options{{"window", "6"}, {"max_globals", "1000"}, {"projections", "own"}},
+          Options{{"window", "4"}, {"max_globals", "3"}, {"dilation", "1/5"}}}) {
+      NamedTensors inputs = Random(problem, options);
+      inputs["global_mask"] = Marks(90, {{3, 40, 89}, {}, {0}});
+      ExpectGlobals(problem, inputs, options, {"3/40/89", "-1", "0"});
+    }
+  }
+}
+
+TEST(Longformer, TokensOfTheMaskAreGlobalBesidesThoseOfTheOption) {
+  const Problem problem = Problem::SelfAttention(2, 1, 70, 8);
+  const Options options = {{"window", "6"}, {"max_globals", "2"}, {"globals", "30/31/700"}};
+  NamedTensors inputs = Random(problem, options);
+  // Token 30, which is global anyway, is not one of the two.
+  inputs["global_mask"] = Marks(70, {{2, 30, 69}, {}});
+  ExpectGlobals(problem, inputs, options, {"2/30/31/69", "30/31"});
+}
+
+TEST(Longformer, OfTheMarkedTokensTheFirstAreGlobal) {
+  const Problem problem = Problem::SelfAttention(2, 1, 70, 8);
+  const Options options = {{"window", "6"}, {"max_globals", "2"}};
+  NamedTensors inputs = Random(problem, options);
+  inputs["global_mask"] = Marks(70, {{2, 30, 69}, {68, 69}});
+  ExpectGlobals(problem, inputs, options, {"2/30", "68/69"});
+}
+
+TEST(Longformer, MarkedPaddingIsNoGlobalToken) {
+  const Problem problem = Problem::SelfAttention(2, 1, 70, 8);
+  const Options options = {{"window", "6"}, {"max_globals", "2"}, {"projections", "own"}};
+  NamedTensors inputs = Random(problem, options);
+  inputs["global_mask"] = Marks(70, {{2, 30, 69}, {5, 69}});
+  inputs["key_mask"] = Marks(70, {{30}, {68, 69}}, 0);
+  ExpectGlobals(problem, inputs, options, {"2/69", "5"});
+}
+
+TEST(Longformer, WithAllTokensMarkedItIsDense) {
+  const Problem problem = Problem::SelfAttention(2, 2, 70, 16);
+  const Options options = {{"window", "2"}, {"max_globals", "70"}};
+  NamedTensors inputs = Random(problem, options);
+  inputs["global_mask"] = Tensor(DType::kU8, {2, 70});
+  Fill(inputs["global_mask"].view(), 1);
+  const Inputs views = ViewsOf(inputs);
+  const NamedTensors dense =
+      RunDense(problem, {{"q", views.Get("q")}, {"k", views.Get("k")}, {"v", views.Get("v")}});
+  for (const Device device : kHostDevices) {
+    EXPECT_LE(MaxDifference(RunOwn(problem, views, options, device).at("out").view(),
+                            dense.at("out").view()),
+              Fp32Bound(inputs.at("v").view()))
+        << Name(device);
+  }
+}
+
+TEST(Longformer, WithAMaskRunAllocatesNothing) {
+  const Problem problem = Problem::SelfAttention(2, 2, 70, 16);
+  const Options options = {{"window", "6"}, {"max_globals", "5"}, {"globals", "4"}};
+  NamedTensors inputs = Random(problem, options);
+  inputs["global_mask"] = Marks(70, {{2, 30, 69}, {}});
+  const auto layer = Longformer().Create(problem, options, kCpu, 1).value();
+  EXPECT_EQ(AllocationsOfRun(*layer, ViewsOf(inputs)).value(), 0);
+}
+
+TEST(Longformer, WithoutAMaskTheOptionsTokensAreGlobal) {
+  const Problem problem = Problem::SelfAttention(2, 2, 70, 16);
+  const Options options = {{"window", "2"}, {"max_globals", "5"}, {"globals", "4"}};
+  const NamedTensors inputs = Random(problem, options);
+  ExpectGlobals(problem, inputs, options, {"4", "4"});
 }
 
 TEST(Longformer, FlopsCountEachKeptPairOnce) {
@@ -185,6 +311,7 @@ TEST_P(LongformerGolden, DefinitionAndEnginesMatchHuggingFace) {
     for (int32_t g : tensors.at("global_tokens").span<int32_t>())
       globals += "/" + std::to_string(g);
   }
+  if (tensors.count("global_mask") != 0) options["max_globals"] = std::to_string(shape[2]);
   NamedTensors single;
   for (const char* name : {"q", "k", "v", "q_global", "k_global", "v_global"}) {
     single[name] = tensors.at(name).CloneAs(DType::kF32);
@@ -196,6 +323,12 @@ TEST_P(LongformerGolden, DefinitionAndEnginesMatchHuggingFace) {
     mask = tensors.at("key_padding").CloneAs(DType::kU8);
     exact.Set("key_mask", mask.view());
     rounded.Set("key_mask", mask.view());
+  }
+  Tensor global_mask;
+  if (tensors.count("global_mask") != 0) {
+    global_mask = tensors.at("global_mask").CloneAs(DType::kU8);
+    exact.Set("global_mask", global_mask.view());
+    rounded.Set("global_mask", global_mask.view());
   }
   NamedTensors defined;
   ASSERT_TRUE(Longformer().Define(problem, options, {}, exact, {}, &defined).ok());
@@ -219,8 +352,46 @@ TEST_P(LongformerGolden, DefinitionAndEnginesMatchHuggingFace) {
   }
 }
 
+// The same module from its hidden states: inside multi_head, with their weights and an output
+// matrix that is the identity.
+TEST(Longformer, InsideMultiHeadIsHuggingFacesLayer) {
+  const SafetensorsFile golden = GoldenFile("attention/longformer/testdata/global.safetensors");
+  const NamedTensors& tensors = golden.tensors;
+  const Shape shape = tensors.at("q").shape();
+  const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3]);
+  const Options options = {{"inner", "longformer[globals=0/1/50,projections=own,window=" +
+                                         golden.metadata.at("window") + "]"},
+                           {"bias", "true"}};
+  NamedTensors parameters;
+  for (const auto& [name, tensor] : tensors) {
+    if (name[0] == 'w' || name[0] == 'b') parameters[name] = tensor.Clone();
+  }
+  const int64_t width = problem.model_dim();
+  parameters["w_o"] = Tensor(DType::kF32, {width, width});
+  parameters["b_o"] = Tensor(DType::kF32, {width});
+  Fill(parameters["w_o"].view(), 0);
+  Fill(parameters["b_o"].view(), 0);
+  for (int64_t c = 0; c < width; ++c) *parameters["w_o"].view().MutableAt<float>(c, c) = 1;
+  const Inputs inputs = {{"x", tensors.at("x").view()}};
+  const ConstTensorView out = tensors.at("out").view();
+  const auto heads = [&](const Tensor& y) {
+    return Transpose(SplitAxis(y.view(), 2, problem.query_heads), 1, 2);
+  };
+  const multi_head::MultiHead layer;
+  NamedTensors defined;
+  ASSERT_TRUE(layer.Define(problem, options, parameters, inputs, {}, &defined).ok());
+  EXPECT_LE(MaxDifference(heads(defined.at("out")), out), 1e-12);
+  for (const Device device : kHostDevices) {
+    RunRequest request{options, device};
+    request.parameters = &parameters;
+    const NamedTensors ours = RunTechnique(layer, problem, inputs, request).value();
+    // Values are sums of 16 products: see multi_head_test.
+    EXPECT_LE(MaxDifference(heads(ours.at("out")), out), Fp32Bound(out) + 2e-5) << Name(device);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Files, LongformerGolden,
-                         ::testing::Values("no_global", "global", "global_padded"));
+                         ::testing::Values("no_global", "global", "global_padded", "global_each"));
 
 }  // namespace
 }  // namespace tfb::longformer

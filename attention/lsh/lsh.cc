@@ -406,9 +406,10 @@ absl::StatusOr<std::unique_ptr<Layer>> Lsh::MakeLayer(const Problem& problem,
   NamedTensors parameters;
   if (!factors.empty()) {
     const int64_t columns = std::accumulate(factors.begin(), factors.end(), int64_t{0});
-    TFB_ASSIGN_OR_RETURN(
-        Tensor rotations,
-        Tensor::Allocate(DType::kF32, Shape{problem.head_dim, options.rounds, columns}));
+    const Shape shape = {problem.head_dim, options.rounds, columns};
+    const Shape per_head = {problem.query_heads, problem.head_dim, options.rounds, columns};
+    TFB_ASSIGN_OR_RETURN(Tensor rotations,
+                         Tensor::Allocate(DType::kF32, options.per_head ? per_head : shape));
     FillNormal(&rotations, seed, "rotations");
     parameters["rotations"] = std::move(rotations);
   }

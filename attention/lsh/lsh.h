@@ -29,6 +29,8 @@
 // ln B and O(ln ln B) more: of 64 buckets 2.8 times the first term at t = 0.5, 1.5 times it at t =
 // 1, and it alone at t = sqrt(2).
 //
+// R_r is the same for all heads or, with `per_head`, drawn for each.
+//
 // More than 128 buckets are, where `factorize`, a product of two hashes of about sqrt(B) each.
 // Tokens that key_mask declares padding are sorted behind all others, and are no keys.
 //
@@ -36,10 +38,12 @@
 // implementations' hashing can be used. In a causal problem, which tokens share a chunk may depend
 // on later ones; with buckets and tokens' places given, no row depends on a later one.
 //
-// Source: Kitaev, Kaiser, Levskaya 2020, "Reformer", arXiv:2001.04451v2, section 2 and appendix A
-// (dedup: its equation for N_ij); hashing: Andoni et al. 2015, arXiv:1509.02897v1, theorem 1.
-// Reformer's published code (trax) has no bucket mask and no dedup, but `wrap`; so have Hugging
-// Face transformers, and both scale keys by 1 / sqrt(|x|^2 + head_dim 1e-6) (`key_norm` epsilon).
+// Source: Kitaev, Kaiser, Levskaya 2020, "Reformer", arXiv:2001.04451v2, section 2 (R_r has no head
+// there) and appendix A (dedup: its equation for N_ij); hashing: Andoni et al. 2015,
+// arXiv:1509.02897v1, theorem 1. Reformer's published code (trax) has no bucket mask and no dedup,
+// but `wrap` and `per_head`; so have Hugging Face transformers, and both scale keys by 1 /
+// sqrt(|x|^2 + head_dim 1e-6) (`key_norm` epsilon). `per_head` is an option of reformer-pytorch,
+// too, which then draws R_r for each sequence as well.
 // reformer-pytorch has `scale` 1 / sqrt(head_dim) besides unit keys, tokens / chunk buckets, and
 // `wrap` or, where tokens keep to their buckets, the bucket mask. It and transformers replace a
 // token's score with itself by -5e4 and -1e5: the same output, another log-sum-exp of tokens that
@@ -73,6 +77,7 @@ struct LshOptions {
   double scale = 1;
   double self_bias = -1e5;
   KeyNorm key_norm = KeyNorm::kUnit;
+  bool per_head = false;
 
   void Describe(OptionBinder& bind) {
     bind.Int("rounds", &rounds, 1, 32, "hashings, each of which finds other keys", {1, 2, 4, 8});
@@ -91,15 +96,17 @@ struct LshOptions {
     bind.Real("self_bias", &self_bias, -1e9, 0, "added to a token's score with itself");
     bind.Choice("key_norm", &key_norm, {{"unit", KeyNorm::kUnit}, {"epsilon", KeyNorm::kEpsilon}},
                 "what keys are divided by: |x|, or sqrt(|x|^2 + head_dim 1e-6)");
+    bind.Bool("per_head", &per_head, "whether each head has rotations of its own to hash with");
   }
 };
 
 // Lsh is self-attention only, and every head has its own keys: query_tokens must equal kv_tokens,
-// and query_heads kv_heads. The parameter rotations [head_dim, rounds, columns] f32, for all heads,
-// has R_r, and the columns of factors one after the other. Lsh reads q, v, the optional key_mask
-// and the optional buckets, i32 [batch, query_heads, query_tokens, rounds]; those out of range
-// count as the nearest one. It writes out, log_sum_exp and buckets. Statistics, on the CPU:
-// grouping_share, the share of a Run that hashing and sorting take.
+// and query_heads kv_heads. The parameter rotations [head_dim, rounds, columns] f32 has R_r, and
+// the columns of factors one after the other; with per_head it is [query_heads, head_dim, rounds,
+// columns]. Lsh reads q, v, the optional key_mask and the optional buckets, i32 [batch,
+// query_heads, query_tokens, rounds]; those out of range count as the nearest one. It writes out,
+// log_sum_exp and buckets. Statistics, on the CPU: grouping_share, the share of a Run that hashing
+// and sorting take.
 class Lsh : public TechniqueOf<LshOptions> {
  public:
   Lsh();

@@ -63,6 +63,7 @@ class Hashes {
   Hashes(const Problem& problem, const LshOptions& options, const NamedTensors& parameters,
          const Inputs& inputs, const DefinitionRequest& request)
       : problem_(problem),
+        per_head_(options.per_head),
         factors_(LshFactors(options, problem.query_tokens)),
         q_(inputs.Get("q")),
         given_(inputs.Get("buckets")) {
@@ -81,8 +82,7 @@ class Hashes {
     int64_t bucket = 0, step = 1, first = 0;
     for (const int64_t columns : factors_) {
       const int64_t word = computed % (2 * columns);
-      bucket +=
-          step * OfFactor(q_.Row(b, h, i), round, first, columns, computed_.empty() ? -1 : word);
+      bucket += step * OfFactor(b, h, i, round, first, columns, computed_.empty() ? -1 : word);
       computed /= 2 * columns;
       step *= 2 * columns;
       first += columns;
@@ -91,15 +91,16 @@ class Hashes {
   }
 
  private:
-  int64_t OfFactor(const double* x, int64_t round, int64_t first, int64_t columns,
+  int64_t OfFactor(int64_t b, int64_t h, int64_t i, int64_t round, int64_t first, int64_t columns,
                    int64_t computed) const {
+    const double* x = q_.Row(b, h, i);
     std::vector<double> product, error;
     for (int64_t n = 0; n < columns; ++n) {
       // In fp32 each term may lose as much as the smallest normal number, where it or x is denormal
       // (core/denormals.h).
       double sum = 0, magnitude = 0, denormal = 0;
       for (int64_t c = 0; c < problem_.head_dim; ++c) {
-        const double rotation = rotations_.Row(c, round)[first + n];
+        const double rotation = rotations_.Row(per_head_ ? h : 0, c, round)[first + n];
         sum += x[c] * rotation;
         magnitude += std::abs(x[c] * rotation);
         denormal += std::ldexp(1 + std::abs(rotation), -126);
@@ -123,6 +124,7 @@ class Hashes {
   }
 
   const Problem& problem_;
+  bool per_head_;
   std::vector<int64_t> factors_;
   DoubleTensor q_, rotations_;
   ConstTensorView given_, computed_;

@@ -461,6 +461,56 @@ TEST(Lsh, FactorsOfManyBucketsAreTwoEvenNumbersNearTheRoot) {
   EXPECT_EQ(factors(134), (Columns{67}));
 }
 
+TEST(Lsh, AHeadWithRotationsOfItsOwnHashesAsIfItWereAlone) {
+  const Problem problem = Problem::SelfAttention(2, 3, 90, 16, true);
+  const Problem alone = Problem::SelfAttention(2, 1, 90, 16, true);
+  const NamedTensors inputs = Random(problem);
+  for (const char* count : {"12", "144"}) {
+    const Options shared = {{"rounds", "2"}, {"chunk", "8"}, {"buckets", count}};
+    const Options own = With(shared, {{"per_head", "true"}});
+    const Tensor rotations = RotationsOf(problem, own);
+    ASSERT_EQ(rotations.dim(0), 3);
+    const NamedTensors defined = DefineLsh(problem, inputs, own);
+    for (int64_t h = 0; h < 3; ++h) {
+      NamedTensors of_head, parameters;
+      for (const char* name : {"q", "v"}) {
+        of_head[name] = Tensor(DType::kF32, {2, 1, 90, 16});
+        CopyElements(Slice(inputs.at(name).view(), 1, h, 1), of_head[name].view());
+      }
+      Tensor& its = parameters["rotations"] =
+          Tensor(DType::kF32, {16, rotations.dim(2), rotations.dim(3)});
+      CopyElements(Slice(rotations.view(), 0, h, 1), SplitAxis(its.view(), 0, 1));
+      const auto head = [h](const NamedTensors& outputs, const char* name) {
+        return Slice(outputs.at(name).view(), 1, h, 1);
+      };
+      const NamedTensors expected = DefineLsh(alone, of_head, shared, &parameters);
+      for (const char* name : {"buckets", "out"}) {
+        EXPECT_EQ(MaxDifference(head(defined, name), expected.at(name).view()), 0) << name;
+      }
+      for (const Device device : kHostDevices) {
+        const NamedTensors ours = RunLsh(problem, inputs, own, device);
+        EXPECT_EQ(MaxDifference(head(ours, "buckets"), expected.at("buckets").view()), 0);
+        EXPECT_LE(MaxDifference(head(ours, "out"), expected.at("out").view()),
+                  Fp32Bound(inputs.at("v").view()));
+      }
+    }
+  }
+}
+
+TEST(Lsh, HeadsHashWithTheSameRotationsUnlessTheyHaveTheirOwn) {
+  const Problem problem = Problem::SelfAttention(1, 2, 200, 16);
+  NamedTensors inputs = Random(problem);
+  CopyElements(Slice(inputs["q"].view(), 1, 0, 1), Slice(inputs["q"].view(), 1, 1, 1));
+  for (const Device device : kHostDevices) {
+    for (const char* own : {"false", "true"}) {
+      const NamedTensors outputs =
+          RunLsh(problem, inputs, {{"buckets", "16"}, {"per_head", own}}, device);
+      const auto head = [&](int64_t h) { return Slice(outputs.at("buckets").view(), 1, h, 1); };
+      EXPECT_EQ(MaxDifference(head(0), head(1)) > 0, std::string(own) == "true");
+    }
+  }
+}
+
 TEST(Lsh, ManyBucketsAreThoseOfTheDefinition) {
   const Problem problem = Problem::SelfAttention(1, 2, 130, 16, true);
   const NamedTensors inputs = Random(problem);
@@ -788,7 +838,8 @@ class LshGolden : public testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Files, LshGolden,
                          testing::Values("own_bucket_once", "own_bucket", "across_buckets",
                                          "across_buckets_once", "hugging_face_causal",
-                                         "hugging_face_padded", "hugging_face_factorized"),
+                                         "hugging_face_padded", "hugging_face_factorized",
+                                         "hugging_face_per_head", "per_head"),
                          [](const auto& file) { return std::string(file.param); });
 
 TEST_P(LshGolden, DefinitionAndRunAreWhatOtherCodeComputes) {
@@ -803,6 +854,7 @@ TEST_P(LshGolden, DefinitionAndRunAreWhatOtherCodeComputes) {
        {"rounds", "chunk", "buckets", "bucket_mask", "dedup", "wrap", "scale", "key_norm"}) {
     options[name] = golden.metadata.at(name);
   }
+  if (tensors.at("rotations").shape().size() == 4) options["per_head"] = "true";
   NamedTensors inputs, parameters;
   for (const char* name : {"q", "v"}) inputs[name] = tensors.at(name).Clone();
   parameters["rotations"] = tensors.at("rotations").Clone();

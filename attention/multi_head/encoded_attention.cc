@@ -51,8 +51,8 @@ class EncodedAttentionLayer : public Layer {
     const bool gives_x = problem().dtype == DType::kF32;
     for (int64_t n = 0; n < ProjectionCount(plan_); ++n) {
       const std::string prefix = Prefix(plan_, n);
-      TFB_RETURN_IF_ERROR(
-          DrawParameters(ProjectionSpecs(problem(), plan_.bias), prefix, seed, &parameters_));
+      TFB_RETURN_IF_ERROR(DrawParameters(ProjectionSpecs(problem(), plan_.bias, plan_.inner),
+                                         prefix, seed, &parameters_));
       const uint64_t inner_seed = prefix.empty() ? seed : RandomStream(seed, prefix).Bits(0);
       TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> inner,
                            CreateInner(plan_.inner, problem(), device_, inner_seed, gives_x));

@@ -44,8 +44,8 @@ class MultiHeadLayer : public Layer {
                                                        const MultiHeadOptions& options,
                                                        Device device, uint64_t seed) {
     NamedTensors parameters;
-    TFB_RETURN_IF_ERROR(
-        DrawParameters(ProjectionSpecs(problem, options.bias), "", seed, &parameters));
+    TFB_RETURN_IF_ERROR(DrawParameters(ProjectionSpecs(problem, options.bias, options.inner), "",
+                                       seed, &parameters));
     TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> inner,
                          CreateInner(options.inner, problem, device, seed, /*gives_x=*/true));
     AddInnerParameters(*inner, "inner.", &parameters);

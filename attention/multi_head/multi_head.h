@@ -6,10 +6,12 @@
 //
 // `inner` is dense attention, or any other technique on q, k and v, which thereby becomes a layer
 // on hidden states: multi_head:inner=longformer[window=64]. The inner technique decides its scale,
-// with head_dim and not model_dim, its masks, and which problems it refuses. A token that sees no
-// key has heads of 0, so that y is b_o. In 16-bit problems q, k, v and the heads' results are
-// rounded to the problem's dtype, as they are wherever attention runs in it; that is a part of the
-// definition. W and b are f32.
+// with head_dim and not model_dim, its masks, and which problems it refuses. Where it reads
+// further queries, keys or values, they have projections of their own: with projections=own
+// Longformer's q_global is x W_q_global + b_q_global. A token that sees no key has heads of 0, so
+// that y is b_o. In 16-bit problems q, k, v and the heads' results are rounded to the problem's
+// dtype, as they are wherever attention runs in it; that is a part of the definition. W and b are
+// f32.
 //
 // Source: Vaswani et al. 2017, "Attention is all you need", arXiv:1706.03762v7, section 3.2.2. There
 // b is absent, as it is here by default; torch.nn.MultiheadAttention has it by default. Fewer

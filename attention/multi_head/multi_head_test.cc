@@ -242,6 +242,14 @@ TEST(MultiHead, EveryTechniqueOnQueriesKeysAndValuesWorksInside) {
     }
   }
   ExpectMatchesDefinition(Self(2, 70, 16), {{"inner", "performer[features=32]"}});
+  Problem grouped = Self(4, 70, 16);
+  grouped.kv_heads = 2;
+  grouped.value_dim = 8;
+  for (const char* inner :
+       {"longformer[window=8,globals=0/40,projections=own]", "etc[radius=5,projections=own]"}) {
+    ExpectMatchesDefinition(grouped, {{"inner", inner}, {"bias", "true"}});
+    ExpectMatchesDefinition(Self(2, 70, 16, false, DType::kBF16), {{"inner", inner}});
+  }
 }
 
 TEST(MultiHead, ItsHeadsAreTheTechniqueInsideOnTheProjections) {
@@ -260,6 +268,36 @@ TEST(MultiHead, ItsHeadsAreTheTechniqueInsideOnTheProjections) {
           .value();
   const ConstTensorView heads = Transpose(SplitAxis(out.view(), 2, 2), 1, 2);
   EXPECT_LE(MaxDifference(heads, longformer.at("out").view()), 1e-5);
+}
+
+TEST(MultiHead, FurtherQueriesKeysAndValuesHaveProjectionsOfTheirOwn) {
+  const Problem problem = Self(2, 40, 8);
+  const Options options = {{"inner", "longformer[window=6,globals=3,projections=own]"},
+                           {"bias", "true"}};
+  NamedTensors parameters = Parameters(problem, options);
+  std::vector<std::string> names;
+  for (const auto& entry : parameters) names.push_back(entry.first);
+  EXPECT_THAT(names, testing::ElementsAre("b_k", "b_k_global", "b_o", "b_q", "b_q_global", "b_v",
+                                          "b_v_global", "w_k", "w_k_global", "w_o", "w_q",
+                                          "w_q_global", "w_v", "w_v_global"));
+  const NamedTensors inputs = Random(problem);
+  const Tensor own = RunOwn(problem, ViewsOf(inputs), options, &parameters);
+
+  // Row 3 alone is computed with them, and with the others' values is that of shared projections.
+  const Options shared = {{"inner", "longformer[window=6,globals=3]"}, {"bias", "true"}};
+  NamedTensors common = Parameters(problem, shared);
+  const Tensor expected = RunOwn(problem, ViewsOf(inputs), shared, &common);
+  for (const int64_t i : {2, 3, 4}) {
+    const double difference =
+        MaxDifference(Slice(own.view(), 1, i, 1), Slice(expected.view(), 1, i, 1));
+    EXPECT_EQ(difference > 1e-6, i == 3) << i << ": " << difference;
+  }
+  for (const char* name : {"w_q", "w_k", "w_v", "b_q", "b_k", "b_v"}) {
+    parameters[std::string(name) + "_global"] = common.at(name).Clone();
+  }
+  EXPECT_LE(
+      MaxDifference(RunOwn(problem, ViewsOf(inputs), options, &parameters).view(), expected.view()),
+      1e-6);
 }
 
 TEST(MultiHead, ParametersOfTheTechniqueInsideAreItsOwn) {
@@ -309,9 +347,10 @@ TEST(MultiHead, WhatItCannotDoIsSaidWithTheReason) {
               HasSubstr("the input of transformer_xl is hidden"));
   EXPECT_EQ(Error(problem, {{"inner", "adaptive_span"}}),
             "inner adaptive_span: adaptive_span is causal only");
-  EXPECT_EQ(Error(problem, {{"inner", "longformer[projections=own]"}}),
-            "inner longformer[projections=own]: it reads q_global too; given are q, k, v and "
-            "key_mask, and the hidden state x");
+  EXPECT_EQ(
+      Error(problem, {{"inner", "etc[segments=true]"}}),
+      "inner etc[segments=true]: it reads segment too; given are q, k, v and key_mask, and the "
+      "hidden state x");
   Problem cross = problem;
   cross.kv_tokens = 41;
   EXPECT_EQ(Error(cross, {}),
@@ -332,6 +371,17 @@ TEST(MultiHead, CostCountsProjectionsAndPairs) {
   const double weights = 8 * 8 + 8 * 4 + 8 * 6 + 12 * 8, biases = 8 + 4 + 6 + 8;
   EXPECT_EQ(layer->cost().flops, 2 * 3 * (5 * weights + 4 * 15 * (2 + 3)));
   EXPECT_EQ(layer->cost().bytes, 4 * (2 * 3 * 5 * 8 + weights + biases));
+}
+
+TEST(MultiHead, CostCountsFurtherProjections) {
+  const Problem problem = Problem::SelfAttention(3, 4, 5, 2);
+  const auto flops = [&](const char* inner) {
+    const auto layer = MultiHead().Create(problem, {{"inner", inner}}, Device::kCpu, 1).value();
+    EXPECT_TRUE(RunLayer(*layer, ViewsOf(Random(problem))).ok());
+    return *layer->cost().flops;
+  };
+  EXPECT_EQ(flops("longformer[globals=0,projections=own]") - flops("longformer[globals=0]"),
+            2 * 3 * 5 * 3 * 8 * 8);
 }
 
 // ---- Golden files ----

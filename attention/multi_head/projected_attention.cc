@@ -39,6 +39,14 @@ View Heads(const View& view, int64_t heads) {
   return Transpose(SplitAxis(view, 2, heads), 1, 2);
 }
 
+// Returns the number of heads of a projection, by its name's first letter, and of their channels.
+int64_t HeadsOf(const Problem& problem, absl::string_view name) {
+  return name[0] == 'q' ? problem.query_heads : problem.kv_heads;
+}
+int64_t ChannelsOf(const Problem& problem, absl::string_view name) {
+  return name[0] == 'v' ? problem.value_dim : problem.head_dim;
+}
+
 const TensorSpec* FindSpec(const std::vector<TensorSpec>& specs, absl::string_view name) {
   const auto found = std::find_if(specs.begin(), specs.end(),
                                   [=](const TensorSpec& spec) { return spec.name == name; });
@@ -61,8 +69,10 @@ absl::StatusOr<std::unique_ptr<Layer>> CreateInner(const TechniqueSpec& inner,
   auto layer = technique->Create(problem, inner.options, device, seed);
   if (!layer.ok()) return OfInner(inner, layer.status());
   const std::vector<TensorSpec> given = QkvInputs(problem);
+  const std::vector<std::string> further = FurtherProjections(problem, (*layer)->inputs());
   for (const TensorSpec& spec : (*layer)->inputs()) {
     if (spec.optional || FindSpec(given, spec.name) != nullptr) continue;
+    if (std::find(further.begin(), further.end(), spec.name) != further.end()) continue;
     if (spec.name == "x" && gives_x) continue;
     return OfInner(inner, absl::UnimplementedError(absl::StrCat(
                               "it reads ", spec.name, " too; given are q, k, v and key_mask",
@@ -73,18 +83,55 @@ absl::StatusOr<std::unique_ptr<Layer>> CreateInner(const TechniqueSpec& inner,
 
 // ---- Parameters ----
 
+std::vector<std::string> FurtherProjections(const Problem& problem,
+                                            const std::vector<TensorSpec>& inputs) {
+  const std::vector<TensorSpec> given = QkvInputs(problem);
+  std::vector<std::string> names;
+  for (const TensorSpec& spec : inputs) {
+    if (spec.optional || spec.name.size() < 3 || spec.name[1] != '_') continue;
+    const TensorSpec* like = FindSpec(given, absl::string_view(spec.name).substr(0, 1));
+    if (like != nullptr && spec.shape == like->shape && spec.dtype == like->dtype) {
+      names.push_back(spec.name);
+    }
+  }
+  return names;
+}
+
+namespace {
+
+void AddProjectionSpec(const std::string& name, int64_t in, int64_t out, bool bias,
+                       std::vector<ParameterSpec>* specs) {
+  const double deviation = 1 / std::sqrt(static_cast<double>(in));
+  specs->push_back({"w_" + name, {in, out}, 0, deviation});
+  if (bias) specs->push_back({"b_" + name, {out}, 0, deviation});
+}
+
+void AddInputSpec(const Problem& problem, const std::string& name, bool bias,
+                  std::vector<ParameterSpec>* specs) {
+  AddProjectionSpec(name, problem.model_dim(), HeadsOf(problem, name) * ChannelsOf(problem, name),
+                    bias, specs);
+}
+
+}  // namespace
+
 std::vector<ParameterSpec> ProjectionSpecs(const Problem& problem, bool bias) {
-  const int64_t width = problem.model_dim();
   std::vector<ParameterSpec> specs;
-  const auto projection = [&](const std::string& name, int64_t in, int64_t out) {
-    const double deviation = 1 / std::sqrt(static_cast<double>(in));
-    specs.push_back({"w_" + name, {in, out}, 0, deviation});
-    if (bias) specs.push_back({"b_" + name, {out}, 0, deviation});
-  };
-  projection("q", width, problem.query_heads * problem.head_dim);
-  projection("k", width, problem.kv_heads * problem.head_dim);
-  projection("v", width, problem.kv_heads * problem.value_dim);
-  projection("o", problem.query_heads * problem.value_dim, width);
+  for (const char* name : {"q", "k", "v"}) AddInputSpec(problem, name, bias, &specs);
+  AddProjectionSpec("o", problem.query_heads * problem.value_dim, problem.model_dim(), bias,
+                    &specs);
+  return specs;
+}
+
+std::vector<ParameterSpec> ProjectionSpecs(const Problem& problem, bool bias,
+                                           const TechniqueSpec& inner) {
+  std::vector<ParameterSpec> specs = ProjectionSpecs(problem, bias);
+  const absl::StatusOr<const Technique*> technique = Registry::Global().Find(inner.technique);
+  if (!technique.ok()) return specs;  // CreateInner says why
+  const auto inputs = (*technique)->InputSpecs(problem, inner.options);
+  if (!inputs.ok()) return specs;
+  for (const std::string& name : FurtherProjections(problem, *inputs)) {
+    AddInputSpec(problem, name, bias, &specs);
+  }
   return specs;
 }
 
@@ -120,13 +167,22 @@ ProjectedAttention::ProjectedAttention(Device device, const Problem& problem, bo
     : device_(device),
       problem_(problem),
       cross_(cross),
-      query_width_(problem.query_heads * problem.head_dim),
-      key_width_(problem.kv_heads * problem.head_dim),
-      value_width_(problem.kv_heads * problem.value_dim),
       context_width_(problem.query_heads * problem.value_dim),
       inner_(std::move(inner)) {
+  for (const char* name : {"q", "k", "v"}) AddProjection(name);
+  for (const std::string& name : FurtherProjections(problem, inner_->inputs())) {
+    AddProjection(name);
+  }
   for (const TensorSpec& spec : inner_->inputs()) inner_inputs_.Set(spec.name, {});
   for (const TensorSpec& spec : inner_->outputs()) inner_outputs_.Set(spec.name, {});
+}
+
+void ProjectedAttention::AddProjection(const std::string& name) {
+  const bool of_memory = cross_ && name[0] != 'q';
+  int64_t* width = of_memory ? &memory_width_ : &x_width_;
+  const int64_t heads = HeadsOf(problem_, name);
+  projections_.push_back({name, of_memory, heads, *width, heads * ChannelsOf(problem_, name)});
+  *width += projections_.back().width;
 }
 
 absl::Status ProjectedAttention::Setup(const NamedTensors& parameters, absl::string_view prefix,
@@ -148,11 +204,16 @@ absl::Status ProjectedAttention::Setup(const NamedTensors& parameters, absl::str
     const ConstTensorView bias(biases.data(), DType::kF32, {static_cast<int64_t>(biases.size())});
     return PackedMatrix::Create(device_, matrices, biases.empty() ? ConstTensorView() : bias);
   };
+  const auto names = [this](bool of_memory) {
+    std::vector<std::string> result;
+    for (const Projection& projection : projections_) {
+      if (projection.of_memory == of_memory) result.push_back(projection.name);
+    }
+    return result;
+  };
+  TFB_ASSIGN_OR_RETURN(of_x_, pack(names(/*of_memory=*/false)));
   if (cross_) {
-    TFB_ASSIGN_OR_RETURN(queries_, pack({"q"}));
-    TFB_ASSIGN_OR_RETURN(keys_values_, pack({"k", "v"}));
-  } else {
-    TFB_ASSIGN_OR_RETURN(queries_, pack({"q", "k", "v"}));
+    TFB_ASSIGN_OR_RETURN(of_memory_, pack(names(/*of_memory=*/true)));
   }
   TFB_ASSIGN_OR_RETURN(output_, pack({"o"}));
 
@@ -173,48 +234,37 @@ ProjectedAttention::Scratch ProjectedAttention::LayOut(Workspace& workspace) con
     return TensorView(memory, problem_.dtype, shape);
   };
   Scratch scratch;
-  const int64_t kv_width = key_width_ + value_width_;
-  if (cross_) {
-    scratch.queries = take(problem_.query_tokens, query_width_);
-    scratch.keys_values = take(problem_.kv_tokens, kv_width);
-  } else {
-    scratch.packed = take(problem_.query_tokens, query_width_ + kv_width);
-    scratch.queries = Slice(scratch.packed, 2, 0, query_width_);
-    scratch.keys_values = Slice(scratch.packed, 2, query_width_, kv_width);
-  }
+  scratch.of_x = take(problem_.query_tokens, x_width_);
+  if (cross_) scratch.of_memory = take(problem_.kv_tokens, memory_width_);
   scratch.context = take(problem_.query_tokens, context_width_);
   return scratch;
 }
 
 size_t ProjectedAttention::workspace_bytes(int threads) const {
   const int64_t query_rows = problem_.batch * problem_.query_tokens;
-  const int64_t kv_width = key_width_ + value_width_;
   const auto product = [&](int64_t rows, int64_t in, int64_t out) {
     return MatMulWorkspaceBytes(device_, rows, in, out, threads);
   };
   const int64_t width = problem_.model_dim();
   return Workspace::Measure([this](Workspace& workspace) { LayOut(workspace); }) +
-         std::max({inner_->workspace_bytes(threads),
-                   product(query_rows, width, query_width_ + (cross_ ? 0 : kv_width)),
-                   cross_ ? product(problem_.batch * problem_.kv_tokens, width, kv_width) : 0,
+         std::max({inner_->workspace_bytes(threads), product(query_rows, width, x_width_),
+                   cross_ ? product(problem_.batch * problem_.kv_tokens, width, memory_width_) : 0,
                    product(query_rows, context_width_, width)});
 }
 
 absl::Status ProjectedAttention::Project(const Call& call, const Scratch& scratch,
                                          const Execution& execution) {
+  TFB_RETURN_IF_ERROR(MatMul(of_x_, {call.x, {}, scratch.of_x}, execution));
   if (cross_) {
-    TFB_RETURN_IF_ERROR(MatMul(queries_, {call.x, {}, scratch.queries}, execution));
-    TFB_RETURN_IF_ERROR(MatMul(keys_values_, {call.memory, {}, scratch.keys_values}, execution));
-  } else {
-    TFB_RETURN_IF_ERROR(MatMul(queries_, {call.x, {}, scratch.packed}, execution));
+    TFB_RETURN_IF_ERROR(MatMul(of_memory_, {call.memory, {}, scratch.of_memory}, execution));
   }
-  inner_inputs_.Set("q", Heads(scratch.queries, problem_.query_heads));
-  // Queries are keys where the inner technique reads no k.
-  if (inner_inputs_.Find("k") != nullptr) {
-    inner_inputs_.Set("k", Heads(Slice(scratch.keys_values, 2, 0, key_width_), problem_.kv_heads));
+  for (const Projection& projection : projections_) {
+    // Queries are keys where the inner technique reads no k.
+    if (inner_inputs_.Find(projection.name) == nullptr) continue;
+    const TensorView& rows = projection.of_memory ? scratch.of_memory : scratch.of_x;
+    inner_inputs_.Set(projection.name,
+                      Heads(Slice(rows, 2, projection.first, projection.width), projection.heads));
   }
-  inner_inputs_.Set(
-      "v", Heads(Slice(scratch.keys_values, 2, key_width_, value_width_), problem_.kv_heads));
   if (inner_inputs_.Find("key_mask") != nullptr) inner_inputs_.Set("key_mask", call.key_mask);
   if (inner_inputs_.Find("x") != nullptr) inner_inputs_.Set("x", call.x);
   inner_outputs_.Set("out", Heads(scratch.context, problem_.query_heads));
@@ -234,9 +284,9 @@ absl::Status ProjectedAttention::Run(const Call& call, const Execution& executio
 double ProjectedAttention::projection_flops() const {
   const double query_rows = static_cast<double>(problem_.batch * problem_.query_tokens);
   const double kv_rows = static_cast<double>(problem_.batch * problem_.kv_tokens);
+  const double of_memory = cross_ ? kv_rows * static_cast<double>(memory_width_) : 0;
   return 2 * static_cast<double>(problem_.model_dim()) *
-         (query_rows * static_cast<double>(query_width_ + context_width_) +
-          kv_rows * static_cast<double>(key_width_ + value_width_));
+         (query_rows * static_cast<double>(x_width_ + context_width_) + of_memory);
 }
 
 // ---- The definition ----
@@ -269,18 +319,22 @@ absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpe
     return found == parameters.end() ? ConstTensorView() : ConstTensorView(found->second.view());
   };
   const DoubleTensor hidden(x), keys(memory.empty() ? x : memory);
-  const auto project = [&](const DoubleTensor& rows, int64_t tokens, int64_t heads,
-                           const std::string& name) {
-    return DefineProjection(problem, rows, tokens, heads, parameter("w_" + name),
-                            parameter("b_" + name), request.pool);
-  };
-  const Tensor q = project(hidden, problem.query_tokens, problem.query_heads, "q");
-  const Tensor k = project(keys, problem.kv_tokens, problem.kv_heads, "k");
-  const Tensor v = project(keys, problem.kv_tokens, problem.kv_heads, "v");
-
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(inner.technique));
-  const Inputs inner_inputs = {
-      {"q", q.view()}, {"k", k.view()}, {"v", v.view()}, {"key_mask", key_mask}, {"x", x}};
+  TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> read,
+                       technique->InputSpecs(problem, inner.options));
+  std::vector<std::string> names = {"q", "k", "v"};
+  for (const std::string& name : FurtherProjections(problem, read)) names.push_back(name);
+  NamedTensors projected;
+  for (const std::string& name : names) {
+    const bool is_query = name[0] == 'q';
+    projected[name] = DefineProjection(
+        problem, is_query ? hidden : keys, is_query ? problem.query_tokens : problem.kv_tokens,
+        is_query ? problem.query_heads : problem.kv_heads, parameter("w_" + name),
+        parameter("b_" + name), request.pool);
+  }
+  Inputs inner_inputs = ViewsOf(projected);
+  inner_inputs.Set("key_mask", key_mask);
+  inner_inputs.Set("x", x);
   NamedTensors attended;
   TFB_RETURN_IF_ERROR(technique->Define(problem, inner.options,
                                         WithoutPrefix(parameters, absl::StrCat(prefix, "inner.")),

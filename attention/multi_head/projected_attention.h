@@ -4,6 +4,10 @@
 //   q = x W_q + b_q,  k = m W_k + b_k,  v = m W_v + b_v     m = x, or the memory of cross attention
 //   y = concat_heads(inner(q, k, v)) W_o + b_o + residual
 //
+// Where the inner technique reads further queries, keys or values, as longformer does with
+// projections=own, these are projections of their own: its input k_global is m W_k_global +
+// b_k_global.
+//
 // W_q, W_k and W_v lie side by side, so that self-attention projects x by one product, and cross
 // attention x by one and the memory by another. Heads are views of the products' rows: nothing is
 // transposed. q, k, v and the heads' results are rounded to the problem's dtype, which is what the
@@ -35,8 +39,8 @@ namespace tfb::multi_head {
 void BindInner(OptionBinder& bind, TechniqueSpec* inner);
 
 // Creates the inner technique's layer for the problem. Returns the technique's error where it
-// refuses, and an error where it reads more inputs than exist here: q, k, v, key_mask and, where
-// `gives_x`, the hidden state x.
+// refuses, and an error where it reads more inputs than exist here: q, k, v, further ones of these,
+// key_mask and, where `gives_x`, the hidden state x.
 absl::StatusOr<std::unique_ptr<Layer>> CreateInner(const TechniqueSpec& inner,
                                                    const Problem& problem, Device device,
                                                    uint64_t seed, bool gives_x);
@@ -63,12 +67,21 @@ struct ParameterSpec {
   double mean;
   double deviation;
 };
+// Returns the names of the further queries, keys and values among the inputs of an inner technique:
+// those whose names begin with q_, k_ or v_, and which have the shape and dtype of q, k or v.
+std::vector<std::string> FurtherProjections(const Problem& problem,
+                                            const std::vector<TensorSpec>& inputs);
+
 // Returns the specs of w_q [model_dim, query_heads head_dim], w_k [model_dim, kv_heads head_dim],
 // w_v [model_dim, kv_heads value_dim], w_o [query_heads value_dim, model_dim], where y = x W and
 // head h owns columns h head_dim to (h + 1) head_dim - 1 (rows of w_o), and with `bias` b_q, b_k,
 // b_v, b_o. All are N(0, 1 / rows of the matrix), so that q and k of hidden states N(0, 1) give
 // scores N(0, 1).
 std::vector<ParameterSpec> ProjectionSpecs(const Problem& problem, bool bias);
+// Returns also those of the further queries, keys and values of the inner technique: w_q_global, of
+// the shape of w_q, for its input q_global, and b_q_global.
+std::vector<ParameterSpec> ProjectionSpecs(const Problem& problem, bool bias,
+                                           const TechniqueSpec& inner);
 // Adds each parameter, drawn from the seed and its name with the prefix, in f32. Returns
 // ResourceExhausted where there is no memory.
 absl::Status DrawParameters(const std::vector<ParameterSpec>& specs, absl::string_view prefix,
@@ -108,24 +121,33 @@ class ProjectedAttention {
   const Layer& inner() const { return *inner_; }
 
  private:
-  struct Scratch {
-    TensorView queries;      // [batch, query_tokens, query_width]
-    TensorView keys_values;  // [batch, kv_tokens, key_width + value_width]
-    TensorView packed;       // unless cross: both of them side by side
-    TensorView context;      // [batch, query_tokens, context_width]
+  // A projection is columns first to first + width - 1 of the product with the hidden state that it
+  // is of.
+  struct Projection {
+    std::string name;  // of the inner technique's input
+    bool of_memory;    // of the memory in cross attention
+    int64_t heads;
+    int64_t first;
+    int64_t width;
   };
+  struct Scratch {
+    TensorView of_x;       // [batch, query_tokens, x_width]: the projections of x
+    TensorView of_memory;  // [batch, kv_tokens, memory_width], empty unless cross
+    TensorView context;    // [batch, query_tokens, context_width]
+  };
+  void AddProjection(const std::string& name);
   Scratch LayOut(Workspace& workspace) const;
   absl::Status Project(const Call& call, const Scratch& scratch, const Execution& execution);
 
   Device device_;
   Problem problem_;
   bool cross_;
-  int64_t query_width_;
-  int64_t key_width_;
-  int64_t value_width_;
+  std::vector<Projection> projections_;
+  int64_t x_width_ = 0;
+  int64_t memory_width_ = 0;
   int64_t context_width_;
-  PackedMatrix queries_;      // cross: W_q; else W_q, W_k, W_v
-  PackedMatrix keys_values_;  // cross: W_k, W_v
+  PackedMatrix of_x_;
+  PackedMatrix of_memory_;
   PackedMatrix output_;
   std::unique_ptr<Layer> inner_;
   Inputs inner_inputs_;  // the names are in here before a Run, which must not allocate

@@ -31,10 +31,29 @@ TechniqueInfo Info() {
   return info;
 }
 
-Tensor DrawW(const PerformerOptions& options, int64_t head_dim, uint64_t seed, int64_t setups) {
-  const RandomStream stream(seed, setups == 0 ? "w" : absl::StrCat("w", setups));
-  Tensor w(DType::kF32, {options.features, head_dim});
-  DrawFeatureRows(stream, options.orthogonal, options.norms, w.view());
+absl::Status CheckOptions(const PerformerOptions& options) {
+  if (options.kernel != Kernel::kHyperbolic || options.features % 2 == 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("features is ", options.features,
+                   "; the hyperbolic kernel has two features a row of W: an even number"));
+}
+
+Tensor DrawW(const PerformerOptions& options, const Problem& problem, uint64_t seed,
+             int64_t setups) {
+  const std::string name = setups == 0 ? "w" : absl::StrCat("w", setups);
+  const auto draw = [&](const std::string& stream, const TensorView& rows) {
+    DrawFeatureRows(RandomStream(seed, stream), options.orthogonal, options.norms, rows);
+  };
+  if (!options.per_head) {
+    Tensor w(DType::kF32, {options.rows(), problem.head_dim});
+    draw(name, w.view());
+    return w;
+  }
+  Tensor w(DType::kF32, {problem.kv_heads, options.rows(), problem.head_dim});
+  for (int64_t h = 0; h < problem.kv_heads; ++h) {
+    draw(absl::StrCat(name, "/", h),
+         TensorView(w.view().MutableAt<float>(h), DType::kF32, {options.rows(), problem.head_dim}));
+  }
   return w;
 }
 
@@ -44,7 +63,8 @@ bool HasScale(const PerformerOptions& options) {
 
 FeatureMap MapOf(const PerformerOptions& options, int64_t head_dim) {
   FeatureMap map;
-  map.projections = options.features;
+  map.projections = options.rows();
+  map.per_head = options.per_head;
   map.feature = options.kernel == Kernel::kSoftmax      ? Feature::kExp
                 : options.kernel == Kernel::kHyperbolic ? Feature::kExpPair
                                                         : Feature::kRelu;
@@ -71,10 +91,13 @@ struct Projected {
 // The float64 definition, feature by feature.
 class Formula {
  public:
-  Formula(const Problem& problem, const PerformerOptions& options, const ConstTensorView& w)
+  // W is that of key-value head `head`.
+  Formula(const Problem& problem, const PerformerOptions& options, const DoubleTensor& w,
+          int64_t head)
       : head_dim_(problem.head_dim),
         options_(options),
         w_(w),
+        head_(options.per_head ? head : 0),
         scale_(HasScale(options) ? std::pow(static_cast<double>(problem.head_dim), -0.25) : 1) {}
 
   Projected Project(const double* row) const {
@@ -82,9 +105,9 @@ class Formula {
     for (double& value : x) value *= scale_;
     Projected projected;
     projected.half_square = Dot(x.data(), x.data(), head_dim_) / 2;
-    for (int64_t r = 0; r < options_.features; ++r)
-      projected.products.push_back(Dot(w_.Row(r), x.data(), head_dim_));
-    for (int64_t r = 0; options_.kernel == Kernel::kHyperbolic && r < options_.features; ++r) {
+    for (int64_t r = 0; r < options_.rows(); ++r)
+      projected.products.push_back(Dot(w_.Row(head_, r), x.data(), head_dim_));
+    for (int64_t r = 0; options_.kernel == Kernel::kHyperbolic && r < options_.rows(); ++r) {
       projected.products.push_back(-projected.products[r]);
     }
     projected.maximum = *std::max_element(projected.products.begin(), projected.products.end());
@@ -115,7 +138,8 @@ class Formula {
  private:
   int64_t head_dim_;
   const PerformerOptions& options_;
-  DoubleTensor w_;
+  const DoubleTensor& w_;
+  int64_t head_;
   double scale_;
 };
 
@@ -182,9 +206,10 @@ Performer::Performer() : TechniqueOf(Info()) {}
 absl::StatusOr<std::unique_ptr<Layer>> Performer::MakeLayer(const Problem& problem,
                                                             const PerformerOptions& options,
                                                             Device device, uint64_t seed) const {
+  TFB_RETURN_IF_ERROR(CheckOptions(options));
   LinearParameters parameters;
-  parameters.draw = [options, head_dim = problem.head_dim, seed](int64_t setups) {
-    return DrawW(options, head_dim, seed, setups);
+  parameters.draw = [options, problem, seed](int64_t setups) {
+    return DrawW(options, problem, seed, setups);
   };
   parameters.redraw = options.redraw;
   return MakeLinearLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device,
@@ -194,11 +219,12 @@ absl::StatusOr<std::unique_ptr<Layer>> Performer::MakeLayer(const Problem& probl
 absl::Status Performer::Definition(const Problem& problem, const PerformerOptions& options,
                                    const NamedTensors& parameters, const Inputs& inputs,
                                    const DefinitionRequest& request, NamedTensors* outputs) const {
+  TFB_RETURN_IF_ERROR(CheckOptions(options));
   const auto w = parameters.find("w");
   if (w == parameters.end()) return absl::InvalidArgumentError("parameter w is missing");
   const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), v(inputs.Get("v"));
   const KeyMask is_token(inputs);
-  const Formula formula(problem, options, w->second.view());
+  const DoubleTensor matrix(w->second.view());
   const std::vector<int64_t> rows = RowsOf(request, problem.query_tokens);
   const int64_t row_count = static_cast<int64_t>(rows.size());
   Tensor out(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.value_dim});
@@ -208,7 +234,7 @@ absl::Status Performer::Definition(const Problem& problem, const PerformerOption
     weights =
         Tensor(DType::kF64, {problem.batch, problem.query_heads, row_count, problem.kv_tokens});
   }
-  const auto define_row = [&](int64_t b, int64_t h, int64_t r, Keys* keys) {
+  const auto define_row = [&](const Formula& formula, int64_t b, int64_t h, int64_t r, Keys* keys) {
     std::vector<bool> sees, in_maximum;
     for (int64_t j = 0; j < problem.kv_tokens; ++j) {
       const bool later = problem.causal && j > rows[r] + problem.causal_offset();
@@ -230,10 +256,11 @@ absl::Status Performer::Definition(const Problem& problem, const PerformerOption
   };
   ForEachRow(request.pool, problem.batch, problem.kv_heads, 1,
              [&](int64_t b, int64_t kv_head, int64_t) {
+               const Formula formula(problem, options, matrix, kv_head);
                Keys keys(formula, k, b, kv_head, problem.kv_tokens);
                for (int64_t g = 0; g < problem.group(); ++g) {
                  for (int64_t r = 0; r < row_count; ++r) {
-                   define_row(b, kv_head * problem.group() + g, r, &keys);
+                   define_row(formula, b, kv_head * problem.group() + g, r, &keys);
                  }
                }
              });

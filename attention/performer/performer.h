@@ -4,14 +4,16 @@
 //   w_ij = phi(q_i) . phi(k_j) / (sum_j phi(q_i) . phi(k_j) + d sum_r phi(q_i)_r)
 //
 // The sums are over the keys j that are tokens and, where the problem is causal, j <= i + kv_tokens
-// - query_tokens. x is head_dim^(-1/4) times q_i or k_j, w_r a row of W [features, head_dim],
-// epsilon and d options (d is `denominator_epsilon`):
+// - query_tokens. x is head_dim^(-1/4) times q_i or k_j, w_r a row of W, epsilon and d options (d
+// is `denominator_epsilon`), and m = `features` the length of phi:
 //
-//   softmax     phi(x)_r       = m^(-1/2)  (exp(  w_r . x - |x|^2 / 2 - s) + epsilon)
-//   hyperbolic  phi(x)_(r, +-) = (2m)^(-1/2) (exp(+-w_r . x - |x|^2 / 2 - s) + epsilon)
-//   relu        phi(x)_r       = max(w_r . x, 0) + relu_epsilon
+//   softmax     phi(x)_r       = m^(-1/2) (exp(  w_r . x - |x|^2 / 2 - s) + epsilon)    r < m
+//   hyperbolic  phi(x)_(r, +-) = m^(-1/2) (exp(+-w_r . x - |x|^2 / 2 - s) + epsilon)    r < m / 2
+//   relu        phi(x)_r       = max(w_r . x, 0) + relu_epsilon                         r < m
 //
-// with m the number of rows of W. relu is a kernel of its own, which does not estimate the softmax.
+// relu is a kernel of its own, which does not estimate the softmax. W is one matrix for all heads
+// or, with `per_head`, one for each key-value head.
+//
 // The stabiliser s of a query is max_r w_r . x (of |w_r . x| for hyperbolic). The stabiliser of the
 // keys is common to all keys of a sum: the maximum over r and over the keys that row i sees
 // (`key_maximum` running), so that no row depends on later keys, or over all keys of the batch and
@@ -25,7 +27,7 @@
 // the scaled vectors, z = x + y, SM = exp(x . y), for independent rows:
 //
 //   softmax     E (phi . phi - SM)^2 = exp(|z|^2) SM^2 (1 - exp(-|z|^2)) / m
-//   hyperbolic  half of that, times (1 - exp(-|z|^2)), at the same number of rows
+//   hyperbolic  that, times (1 - exp(-|z|^2)); with as many rows of W, half of this
 //
 // Orthogonal rows are better. The error of y_i falls as features^(-1/2); it grows with |q_i + k_j|.
 //
@@ -37,12 +39,14 @@
 // published codes: epsilon 1e-6 (TensorFlow) or 1e-4 (JAX, performer-pytorch), the key maximum over
 // the sequence even where causal; for relu TensorFlow and JAX leave out head_dim^(-1/4)
 // (`relu_scale` false); performer-pytorch adds 1e-6 to the running sums of features
-// (`denominator_epsilon`); W is drawn anew every 1000 steps or at each call (`redraw`).
+// (`denominator_epsilon`); W is drawn anew every 1000 steps or at each call (`redraw`). All of them
+// have one W for the heads of a layer; the paper does not say. `per_head` is as in Random Feature
+// Attention's code (attention/rfa), so that the heads' errors are independent.
 //
-// Cost: 2 m head_dim FLOPs a token for its projections and 2 m (value_dim + 1) to add a key or to
-// read for a query: linear in tokens, 8 tokens m head_dim a head in all (hyperbolic: 12). Decoding
-// keeps m (value_dim + 1) numbers a head, whatever the number of tokens. Engine linear
-// (core/linear) does the work.
+// Cost for r rows of W: 2 r head_dim FLOPs a token for its projections and 2 m (value_dim + 1) to
+// add a key or to read for a query: linear in tokens, 8 tokens m head_dim a head in all
+// (hyperbolic: 6). Decoding keeps m (value_dim + 1) numbers a head, whatever the number of tokens.
+// Engine linear (core/linear) does the work.
 #ifndef TFB_ATTENTION_PERFORMER_PERFORMER_H_
 #define TFB_ATTENTION_PERFORMER_PERFORMER_H_
 
@@ -70,9 +74,14 @@ struct PerformerOptions {
   KeyMaximum key_maximum = KeyMaximum::kRunning;
   bool relu_scale = true;
   bool redraw = false;
+  bool per_head = false;
+
+  // Returns the number of rows of W.
+  int64_t rows() const { return kernel == Kernel::kHyperbolic ? features / 2 : features; }
 
   void Describe(OptionBinder& bind) {
-    bind.Int("features", &features, 1, 65536, "rows of W; hyperbolic has two features a row",
+    bind.Int("features", &features, 1, 65536,
+             "length of phi; hyperbolic has two features a row of W, so an even number",
              {32, 64, 128, 256, 512, 1024});
     bind.Choice("kernel", &kernel,
                 {{"softmax", Kernel::kSoftmax},
@@ -94,10 +103,12 @@ struct PerformerOptions {
     bind.Bool(
         "redraw", &redraw,
         "each Setup draws W anew, unless the caller has given one; the first keeps the seed's");
+    bind.Bool("per_head", &per_head, "whether each key-value head has a matrix W of its own");
   }
 };
 
-// Performer has the parameter w [features, head_dim] f32: W, drawn from the seed.
+// Performer has the parameter w f32, W: [rows of W, head_dim], or with per_head [kv_heads, rows of
+// W, head_dim], drawn from the seed.
 class Performer : public TechniqueOf<PerformerOptions> {
  public:
   Performer();

@@ -91,6 +91,7 @@ std::vector<Options> ManyOptions() {
       all.push_back({{"kernel", kernel}, {"epsilon", epsilon}, {"denominator_epsilon", "1e-3"}});
     }
     all.push_back({{"kernel", kernel}, {"orthogonal", "false"}, {"norms", "sqrt_d"}});
+    all.push_back({{"kernel", kernel}, {"per_head", "true"}});
   }
   all.push_back({{"kernel", "relu"}, {"relu_scale", "false"}, {"relu_epsilon", "0"}});
   for (Options& options : all) options["features"] = "40";
@@ -315,6 +316,62 @@ TEST(Performer, BitsDoNotDependOnTheNumberOfThreads) {
 
 // ---- The matrix ----
 
+TEST(Performer, FeaturesAreTheLengthOfPhiWhateverTheKernel) {
+  const Problem problem = Problem::SelfAttention(1, 2, 1, 8);
+  for (const char* kernel : kKernels) {
+    const Tensor w = DrawnW(problem, {{"features", "12"}, {"kernel", kernel}}, 3);
+    EXPECT_EQ(w.shape(), (Shape{std::string(kernel) == "hyperbolic" ? 6 : 12, 8}));
+  }
+  const absl::Status odd =
+      Performer().Create(problem, {{"features", "7"}, {"kernel", "hyperbolic"}}, kCpu, 1).status();
+  EXPECT_EQ(odd.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(odd.message()), HasSubstr("features is 7"));
+  EXPECT_THAT(std::string(odd.message()), HasSubstr("an even number"));
+  EXPECT_TRUE(Performer().Create(problem, {{"features", "7"}}, kCpu, 1).ok());
+}
+
+TEST(Performer, AHeadWithAMatrixOfItsOwnIsAsIfItWereAlone) {
+  for (const bool causal : {false, true}) {
+    Problem problem = Problem::SelfAttention(2, 4, 90, 16, causal);
+    problem.kv_heads = 2;
+    Problem alone = problem;
+    alone.query_heads = 2;
+    alone.kv_heads = 1;
+    const NamedTensors inputs = Random(problem);
+    for (const char* kernel : kKernels) {
+      const Options shared = {{"features", "32"}, {"kernel", kernel}};
+      Options own = shared;
+      own["per_head"] = "true";
+      const Tensor w = DrawnW(problem, own, 1);
+      ASSERT_EQ(w.dim(0), 2);
+      EXPECT_GT(MaxDifference(Slice(w.view(), 0, 0, 1), Slice(w.view(), 0, 1, 1)), 0.1);
+      for (int64_t h = 0; h < 2; ++h) {
+        Inputs of_head;
+        of_head.Set("q", Slice(inputs.at("q").view(), 1, 2 * h, 2));
+        for (const char* name : {"k", "v"})
+          of_head.Set(name, Slice(inputs.at(name).view(), 1, h, 1));
+        Tensor its(DType::kF32, {w.dim(1), w.dim(2)});
+        CopyElements(Slice(w.view(), 0, h, 1), SplitAxis(its.view(), 0, 1));
+        const NamedTensors parameters = With("w", std::move(its));
+        RunRequest request{shared};
+        request.parameters = &parameters;
+        const NamedTensors expected = DefineTechnique(Performer(), alone, of_head, request).value();
+        const auto head = [&](const NamedTensors& outputs) {
+          return Slice(outputs.at("out").view(), 1, 2 * h, 2);
+        };
+        const ConstTensorView out = expected.at("out").view();
+        EXPECT_EQ(MaxDifference(head(Define(problem, inputs, own)), out), 0);
+        for (const Device device : kHostDevices) {
+          RunRequest on{own, device};
+          const NamedTensors ours = RunTechnique(Performer(), problem, ViewsOf(inputs), on).value();
+          EXPECT_LE(MaxDifference(head(ours), out), Fp32Bound(inputs.at("v").view()))
+              << kernel << " on " << Name(device);
+        }
+      }
+    }
+  }
+}
+
 TEST(Performer, RowsOfABlockAreOrthogonalAndTheLastBlockIsCutShort) {
   const Problem problem = Problem::SelfAttention(1, 1, 1, 24);
   for (const char* norms : {"chi", "sqrt_d"}) {
@@ -514,7 +571,7 @@ TEST(Performer, TheVarianceOfEachMapIsThatOfItsLaw) {
     }
     for (int64_t p = 0; p < kernel.pairs(); ++p) {
       double law = kernel.SoftmaxMse(p, 16);
-      if (hyperbolic) law *= (1 - std::exp(-kernel.z_square(p))) / 2;
+      if (hyperbolic) law *= 1 - std::exp(-kernel.z_square(p));
       EXPECT_NEAR(squares[p].mean(), law, 4 * squares[p].standard_error())
           << "hyperbolic " << hyperbolic;
       EXPECT_LT(squares[p].standard_error(), 0.1 * law);
@@ -700,7 +757,7 @@ TEST(Performer, CostCountsTheMultiplyAddsOfTheFormula) {
     problem.kv_heads = 2;
     problem.kv_tokens = 4;  // the first query sees no key
     problem.value_dim = 6;
-    const int64_t rows = 7, features = hyperbolic ? 14 : 7;
+    const int64_t features = 14, rows = hyperbolic ? 7 : 14;
     double flops = 0;
     const auto project = [&] {
       for (int64_t r = 0; r < rows; ++r) {
@@ -729,11 +786,12 @@ TEST(Performer, CostCountsTheMultiplyAddsOfTheFormula) {
     }
     const auto layer =
         Performer()
-            .Create(problem, {{"features", "7"}, {"kernel", hyperbolic ? "hyperbolic" : "softmax"}},
-                    kCpu, 1)
+            .Create(problem,
+                    {{"features", "14"}, {"kernel", hyperbolic ? "hyperbolic" : "softmax"}}, kCpu,
+                    1)
             .value();
     EXPECT_EQ(layer->cost().flops, flops);
-    EXPECT_EQ(layer->cost().bytes, 4.0 * (2 * 4 * 5 * (3 + 6) + 2 * 2 * 4 * (3 + 6) + 7 * 3));
+    EXPECT_EQ(layer->cost().bytes, 4.0 * (2 * 4 * 5 * (3 + 6) + 2 * 2 * 4 * (3 + 6) + rows * 3));
   }
 }
 

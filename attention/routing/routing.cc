@@ -85,6 +85,7 @@ class BlockPattern : public Pattern {
 // The arrays of a Run, in the workspace. Sets beyond the existing ones hold nothing.
 struct Memory {
   void* normalized[2];  // [batch][heads][tokens][head_dim] of the problem's dtype: queries, keys
+  void* unit_keys;      // likewise, where scored keys are queries of length 1
   float* scores;        // [batch][heads][clusters][stride]
   int32_t* members[2];  // [batch][heads][clusters][size]
   float* rows;          // [batch][heads][clusters * size][value_dim]
@@ -193,6 +194,10 @@ class RoutingLayer : public Layer {
           workspace.Take<std::byte>(heads * p.query_tokens * p.head_dim * SizeOf(p.dtype));
       memory.members[set] = workspace.Take<int32_t>(rows * sizes_.size);
     }
+    if (ScoresGiven() && p.causal) {
+      memory.unit_keys =
+          workspace.Take<std::byte>(heads * p.query_tokens * p.head_dim * SizeOf(p.dtype));
+    }
     memory.scores = workspace.Take<float>(rows * ScoreStride(p.query_tokens));
     memory.rows = workspace.Take<float>(rows * sizes_.size * p.value_dim);
     return memory;
@@ -206,11 +211,11 @@ class RoutingLayer : public Layer {
   View Clustered(const View& view) const {
     return Slice(view, 1, sizes_.local_heads, sizes_.heads);
   }
-  TensorView Normalized(const Memory& memory, int64_t set) const {
+  TensorView Normalized(void* vectors) const {
     const Problem& p = problem();
-    return TensorView(memory.normalized[set], p.dtype,
-                      {p.batch, sizes_.heads, p.query_tokens, p.head_dim});
+    return TensorView(vectors, p.dtype, {p.batch, sizes_.heads, p.query_tokens, p.head_dim});
   }
+  bool ScoresGiven() const { return options_.scored == RoutingOptions::Scored::kGiven; }
 
   absl::Status AttendLocally(const Inputs& inputs, const Outputs& outputs,
                              const Execution& execution) const {
@@ -229,9 +234,12 @@ class RoutingLayer : public Layer {
   absl::Status Assign(const Inputs& inputs, int64_t set, const Memory& memory,
                       const Execution& execution) const {
     const Problem& p = problem();
-    const TensorView normalized = Normalized(memory, set);
-    TFB_RETURN_IF_ERROR(NormalizeRows(device_, {true, true, kRoutingNormEpsilon},
-                                      Clustered(Vectors(inputs, set)), normalized, execution));
+    const TensorView normalized = Normalized(memory.normalized[set]);
+    const RowNorm norm = options_.norm == RoutingOptions::Norm::kUnit
+                             ? RowNorm{}
+                             : RowNorm{true, true, kRoutingNormEpsilon};
+    TFB_RETURN_IF_ERROR(
+        NormalizeRows(device_, norm, Clustered(Vectors(inputs, set)), normalized, execution));
     const int64_t stride = ScoreStride(p.query_tokens);
     const ConstTensorView given = inputs.Get("members");
     if (given.empty()) {
@@ -313,8 +321,18 @@ class RoutingLayer : public Layer {
     const Problem& p = problem();
     const int64_t keys = sizes_.sets - 1, places = sizes_.clusters * sizes_.size;
     FlashCall call = clusters_.NewCall();
-    call.q = Normalized(memory, 0);
-    call.k = Normalized(memory, keys);
+    call.q = Normalized(memory.normalized[0]);
+    call.k = Normalized(memory.normalized[keys]);
+    if (ScoresGiven()) {
+      call.q = Clustered(inputs.Get("q"));
+      call.k = Clustered(Vectors(inputs, keys));
+    }
+    if (ScoresGiven() && p.causal) {
+      const TensorView unit = Normalized(memory.unit_keys);
+      TFB_RETURN_IF_ERROR(NormalizeRows(device_, {}, call.q, unit, execution));
+      call.k = unit;
+    }
+    call.tokens.self_bias = static_cast<float>(options_.self_bias);
     call.v = Clustered(inputs.Get("v"));
     call.key_mask = inputs.Get("key_mask");
     call.query_order = {memory.members[0], sizes_.heads * places, places};
@@ -349,7 +367,7 @@ absl::Status RoutingLayer::Update(const Inputs& inputs, const Execution& executi
   for (int64_t set = 0; set < sizes_.sets; ++set) {
     const ConstTensorView view = Vectors(inputs, set);
     TFB_ASSIGN_OR_RETURN(const Tensor on_host, CopyToHost(device_, view, execution.stream));
-    sets.push_back(RoutingNormalized(p, on_host.view()));
+    sets.push_back(RoutingNormalized(p, options_.norm, on_host.view()));
   }
   const ConstTensorView key_mask = inputs.Get("key_mask");
   Tensor tokens(DType::kU8, {p.batch, p.query_tokens});

@@ -1,7 +1,7 @@
 // The Routing Transformer's attention: tokens attend within clusters of normalised queries and keys.
 //
-//   q~ = (q - mean q) / sqrt(var q + 1e-5),  k~ likewise, over the channels; rounded to the problem's
-//   dtype where that is of 16 bits
+//   q~ = (q - mean q) / sqrt(var q + 1e-5),  k~ likewise, over the channels, or with `norm` unit
+//   q~ = q / |q|, k~ = k / |k|; rounded to the problem's dtype where that is of 16 bits
 //   I_c = the w tokens of largest q~_i . mu_c,  J_c = the w of largest k~_j . mu_c,  w = ceil(L / C)
 //   y_i = 1 / n_i sum over c with i in I_c of softmax_(j in J_c)(scale q~_i . k~_j) v_j
 //
@@ -9,10 +9,13 @@
 // earlier token is a member. n_i is the number of clusters that have i; where it is 0, y_i = 0. So all
 // clusters are of one size, but a token may be in several or in none.
 //
-// Where the problem is causal, keys are queries (k~ = q~, the input k is not read), so that J_c =
-// I_c, and j <= i. Even so, which tokens share a cluster depends on later ones: a token competes
-// with them for its place. The output `members` says which tokens are in which cluster, and given
-// as an input replaces the scores.
+// With `scored` given, scores are scale q_i . k_j instead, of the vectors as they are given, and q~
+// and k~ only choose the clusters. `self_bias` is added to a token's score with itself.
+//
+// Where the problem is causal, keys are queries (k~ = q~, and k = q / |q| where `scored` is given;
+// the input k is not read), so that J_c = I_c, and j <= i. Even so, which tokens share a cluster
+// depends on later ones: a token competes with them for its place. The output `members` says which
+// tokens are in which cluster, and given as an input replaces the scores.
 //
 // Centroids are a parameter. Setup moves them `updates` times towards the tokens that it sees,
 //
@@ -29,13 +32,13 @@
 //
 // Source: Roy, Saffar, Vaswani, Grangier 2021, arXiv:2003.05997v5, section 4 and algorithm 1. Its
 // published code averages counts and sums separately with Laplace smoothing (`update_mean` is the
-// nearest to it), masks by rank in the cluster, which is the same where keys are queries, and divides
-// by n_i + 0.01; its layer norm comes after 1/sqrt(head_dim), which that cancels, so that scores are
-// unscaled as here. routing-transformer 1.6.1 (lucidrains) finds members by vectors of unit length,
-// but scores those that it is given, by q_i . k_j / sqrt(head_dim); where keys are queries, keys have
-// unit length and a token does not see itself. Its centroids begin with 10 k-means steps from tokens
-// and move towards sums that are made of unit length. It divides by n_i + 1e-5, lets padded tokens
-// compete with others, and has learned keys and, in local heads, rotary positions.
+// nearest to it), masks by rank in the cluster, which is the same where keys are queries, and
+// divides by n_i + 0.01; its layer norm comes after 1/sqrt(head_dim), which that cancels, so that
+// scores are unscaled as here. routing-transformer 1.6.1 (lucidrains) has `norm` unit and `scored`
+// given, with `scale` 0; where keys are queries a token sees itself only if it sees nothing else
+// (`self_bias` -5e4). Its centroids begin with 10 k-means steps from tokens and move towards sums
+// that are made of unit length. It divides by n_i + 1e-5, lets padded tokens compete with others,
+// and has learned keys and, in local heads, rotary positions.
 //
 // Cost: 4 L C head_dim FLOPs to assign queries and keys (2 where causal) and 4 L w head_dim for the
 // attention, half of which are kept where causal: least at C = sqrt(L), and linear in L for a w of
@@ -59,6 +62,11 @@ struct RoutingOptions {
   int64_t updates = 0;
   double decay = 0.999;
   bool update_mean = false;
+  enum class Norm { kLayerNorm, kUnit };
+  Norm norm = Norm::kLayerNorm;
+  enum class Scored { kNormalized, kGiven };
+  Scored scored = Scored::kNormalized;
+  double self_bias = 0;
 
   void Describe(OptionBinder& bind) {
     bind.Int("clusters", &clusters, 0, 4096,
@@ -71,6 +79,13 @@ struct RoutingOptions {
     bind.Int("updates", &updates, 0, 1000, "times that Setup moves centroids towards its tokens");
     bind.Real("decay", &decay, 0, 1, "how much of a centroid an update keeps");
     bind.Bool("update_mean", &update_mean, "whether an update is by means, not sums, of tokens");
+    bind.Choice("norm", &norm, {{"layer_norm", Norm::kLayerNorm}, {"unit", Norm::kUnit}},
+                "how queries and keys are normalised: a layer norm without weights, or length 1");
+    bind.Choice(
+        "scored", &scored, {{"normalized", Scored::kNormalized}, {"given", Scored::kGiven}},
+        "the queries and keys of scores in clusters: normalised, or as they are given, where "
+        "keys that are queries have length 1");
+    bind.Real("self_bias", &self_bias, -1e9, 0, "added to a token's score with itself in clusters");
   }
 };
 

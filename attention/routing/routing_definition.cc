@@ -75,8 +75,14 @@ class Assignment {
  public:
   Assignment(const Problem& problem, const RoutingOptions& options, const NamedTensors& parameters,
              const Inputs& inputs, const DefinitionRequest& request, int64_t set)
-      : problem_(problem), sizes_(problem, options), set_(set), is_token_(inputs) {
-    vectors_ = RoutingNormalized(problem, inputs.Get(set == 0 ? "q" : "k"));
+      : problem_(problem),
+        options_(options),
+        sizes_(problem, options),
+        set_(set),
+        is_token_(inputs) {
+    const ConstTensorView given = inputs.Get(set == 0 ? "q" : "k");
+    vectors_ = RoutingNormalized(problem, options.norm, given);
+    if (options.norm == RoutingOptions::Norm::kUnit) lengths_of_ = DoubleTensor(given);
     centroids_ = DoubleTensor(parameters.at("centroids").view());
     given_ = inputs.Get("members");
     if (request.computed != nullptr && request.computed->count("members") > 0) {
@@ -113,16 +119,23 @@ class Assignment {
     const double* mu = centroids_.Row(h, c);
     // In fp32 a term may lose as much as the smallest normal number where it is denormal, and where
     // the token or its mean is, that number over the root of the norm (core/denormals.h).
+    const double root = RootOf(b, h, i);
     double magnitude = 0, denormal = 0;
     for (int64_t n = 0; n < problem_.head_dim; ++n) {
       magnitude += std::abs(x[n] * mu[n]);
-      denormal += (1 + 2 * std::abs(mu[n]) / std::sqrt(kRoutingNormEpsilon)) * 0x1p-126;
+      denormal += (1 + 2 * std::abs(mu[n]) / root) * 0x1p-126;
     }
     // These are as many roundings as products and the norm have.
     const double roundings = static_cast<double>(2 * problem_.head_dim + 8);
     scores->push_back(is_token_(b, i) ? Dot(x, mu, problem_.head_dim) : kNotSeen);
     const double bound = roundings * UnitRoundoff(DType::kF32) * magnitude + denormal;
     error->push_back(is_token_(b, i) ? bound : 0);
+  }
+  // Returns a lower bound of what a token's vector is divided by.
+  double RootOf(int64_t b, int64_t h, int64_t i) const {
+    if (options_.norm == RoutingOptions::Norm::kLayerNorm) return std::sqrt(kRoutingNormEpsilon);
+    const double* x = lengths_of_.Row(b, h, i);
+    return std::max(std::sqrt(Dot(x, x, problem_.head_dim)), 0x1p-126);
   }
   std::vector<std::vector<bool>> Marks(const ConstTensorView& view, int64_t b, int64_t h) const {
     std::vector<std::vector<bool>> marks(sizes_.clusters);
@@ -135,10 +148,11 @@ class Assignment {
   }
 
   const Problem& problem_;
+  const RoutingOptions& options_;
   RoutingSizes sizes_;
   int64_t set_;
   KeyMask is_token_;
-  DoubleTensor vectors_, centroids_;
+  DoubleTensor vectors_, centroids_, lengths_of_;
   ConstTensorView given_, computed_;
 };
 
@@ -149,10 +163,17 @@ class ClusterRows {
               const Assignment& queries, const Assignment& keys)
       : problem_(problem),
         scale_(RoutingScale(problem, options)),
-        queries_(queries),
-        keys_(keys),
+        self_bias_(options.self_bias),
+        queries_(queries.vectors()),
+        keys_(keys.vectors()),
         v_(inputs.Get("v")),
-        is_token_(inputs) {}
+        is_token_(inputs) {
+    if (options.scored == RoutingOptions::Scored::kNormalized) return;
+    queries_ = DoubleTensor(inputs.Get("q"));
+    keys_ = problem.causal
+                ? RoutingNormalized(problem, RoutingOptions::Norm::kUnit, inputs.Get("q"))
+                : DoubleTensor(inputs.Get("k"));
+  }
 
   void Add(int64_t b, int64_t h, int64_t i, const std::vector<std::vector<bool>>& query_members,
            const std::vector<std::vector<bool>>& key_members, double* y, double* weights) const {
@@ -164,8 +185,8 @@ class ClusterRows {
       double max = kNotSeen, sum = 0;
       for (int64_t j = 0; j < problem_.kv_tokens; ++j) {
         if (!key_members[c][j] || !is_token_(b, j) || (problem_.causal && j > i)) continue;
-        score[j] = scale_ * Dot(queries_.vectors().Row(b, h, i), keys_.vectors().Row(b, h, j),
-                                problem_.head_dim);
+        score[j] = scale_ * Dot(queries_.Row(b, h, i), keys_.Row(b, h, j), problem_.head_dim) +
+                   (i == j ? self_bias_ : 0);
         max = score[j] > max ? score[j] : max;
       }
       for (const double s : score) sum += s == kNotSeen ? 0 : std::exp(s - max);
@@ -181,20 +202,27 @@ class ClusterRows {
  private:
   const Problem& problem_;
   double scale_;
-  const Assignment& queries_;
-  const Assignment& keys_;
+  double self_bias_;
+  DoubleTensor queries_;
+  DoubleTensor keys_;
   DoubleTensor v_;
   KeyMask is_token_;
 };
 
 }  // namespace
 
-DoubleTensor RoutingNormalized(const Problem& problem, const ConstTensorView& view) {
+DoubleTensor RoutingNormalized(const Problem& problem, RoutingOptions::Norm norm,
+                               const ConstTensorView& view) {
   Tensor rows(DType::kF64, view.shape());
   CopyElements(view, rows.view());
   const int64_t channels = view.dim(3);
   for (int64_t n = 0; n < rows.num_elements(); n += channels) {
     double* x = rows.span<double>().data() + n;
+    if (norm == RoutingOptions::Norm::kUnit) {
+      const double length = std::sqrt(Dot(x, x, channels));
+      for (int64_t c = 0; c < channels; ++c) x[c] = length == 0 ? 0 : x[c] / length;
+      continue;
+    }
     double mean = 0, variance = 0;
     for (int64_t c = 0; c < channels; ++c) mean += x[c] / static_cast<double>(channels);
     for (int64_t c = 0; c < channels; ++c) {

@@ -46,9 +46,10 @@ inline double RoutingScale(const Problem& problem, const RoutingOptions& options
 // Returns OK where the technique supports the problem.
 absl::Status CheckRouting(const Problem& problem);
 
-// Returns (x - mean) / sqrt(variance + 1e-5) of all rows in float64, rounded to 16 bits where the
-// problem is. The definition and the updates of centroids use it.
-DoubleTensor RoutingNormalized(const Problem& problem, const ConstTensorView& view);
+// Returns (x - mean) / sqrt(variance + 1e-5) or x / |x|, 0 where that is 0, of all rows in float64,
+// rounded to 16 bits where the problem is. The definition and the updates of centroids use it.
+DoubleTensor RoutingNormalized(const Problem& problem, RoutingOptions::Norm norm,
+                               const ConstTensorView& view);
 
 }  // namespace tfb::routing
 

@@ -887,9 +887,98 @@ TEST(Routing, MoreClustersKeepLessOfTheMass) {
   }
 }
 
+// ---- What is normalised ----
+
+TEST(Routing, UnitMembersDoNotDependOnTheLengthOfVectors) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 70, 16, causal);
+    const Options options = {{"clusters", "5"}, {"local_heads", "0"}, {"norm", "unit"}};
+    const NamedTensors inputs = Random(problem);
+    NamedTensors other = Random(problem);
+    for (const char* name : {"q", "k"}) {
+      if (other.count(name) == 0) continue;
+      const absl::Span<float> x = other[name].span<float>();
+      for (size_t n = 0; n < x.size(); ++n) x[n] *= std::ldexp(1.0f, static_cast<int>(n / 16 % 9));
+    }
+    for (const Device device : kHostDevices) {
+      const NamedTensors ours = RunRouting(problem, inputs, options, device);
+      const NamedTensors scaled = RunRouting(problem, other, options, device);
+      EXPECT_EQ(MaxDifference(ours.at("members").view(), scaled.at("members").view()), 0);
+      EXPECT_EQ(MaxDifference(ours.at("out").view(), scaled.at("out").view()), 0);
+    }
+  }
+}
+
+// In one cluster of all tokens nothing but the scores is left.
+TEST(Routing, OneClusterOfGivenVectorsIsDenseAttention) {
+  Problem problem = Problem::SelfAttention(2, 2, 70, 16);
+  const Options options = {
+      {"clusters", "1"}, {"local_heads", "0"}, {"scored", "given"}, {"scale", "0"}};
+  const NamedTensors inputs = Random(problem);
+  const Inputs views = ViewsOf(inputs);
+  const NamedTensors dense = RunTechnique(dense::Dense(), problem, views).value();
+  problem.causal = true;
+  const Inputs causal = {{"q", views.Get("q")}, {"v", views.Get("v")}};
+  Tensor unit = inputs.at("q").Clone();
+  for (int64_t row = 0; row < unit.num_elements(); row += 16) {
+    float* x = unit.span<float>().data() + row;
+    double square = 0;
+    for (int64_t c = 0; c < 16; ++c) square += static_cast<double>(x[c]) * x[c];
+    for (int64_t c = 0; c < 16; ++c) x[c] = static_cast<float>(x[c] / std::sqrt(square));
+  }
+  const NamedTensors of_unit_keys =
+      RunTechnique(dense::Dense(), problem,
+                   {{"q", views.Get("q")}, {"k", unit.view()}, {"v", views.Get("v")}})
+          .value();
+  for (const char* norm : {"layer_norm", "unit"}) {
+    Options with = options;
+    with["norm"] = norm;
+    for (const Device device : kHostDevices) {
+      problem.causal = false;
+      EXPECT_LE(MaxDifference(RunRouting(problem, inputs, with, device).at("out").view(),
+                              dense.at("out").view()),
+                Fp32Bound(inputs.at("v").view()));
+      problem.causal = true;
+      const NamedTensors ours = RunTechnique(Routing(), problem, causal, {with, device}).value();
+      EXPECT_LE(MaxDifference(ours.at("out").view(), of_unit_keys.at("out").view()),
+                Fp32Bound(inputs.at("v").view()));
+    }
+  }
+}
+
+TEST(Routing, MatchesItsDefinitionWhateverIsNormalised) {
+  for (const bool causal : {false, true}) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      const Problem problem = Problem::SelfAttention(2, 3, 130, 16, causal, dtype);
+      const NamedTensors inputs = Random(problem);
+      for (const char* norm : {"layer_norm", "unit"}) {
+        for (const char* scored : {"normalized", "given"}) {
+          const Options options = {{"clusters", "4"},  {"local_heads", "1"}, {"norm", norm},
+                                   {"scored", scored}, {"self_bias", "-2"},  {"scale", "0.5"}};
+          for (const Device device : kHostDevices) {
+            const NamedTensors ours = RunRouting(problem, inputs, options, device);
+            DefinitionRequest request;
+            request.computed = &ours;
+            const NamedTensors expected =
+                DefineTechnique(Routing(), problem, ViewsOf(inputs), {options}, request).value();
+            const ConstTensorView v = inputs.at("v").view();
+            const double rounding = dtype == DType::kF32 ? 0 : 4 * UnitRoundoff(dtype) * MaxAbs(v);
+            EXPECT_EQ(MaxDifference(ours.at("members").view(), expected.at("members").view()), 0);
+            EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
+                      Fp32Bound(v) + rounding)
+                << ToString(options) << " on " << Name(device);
+          }
+        }
+      }
+    }
+  }
+}
+
 // ---- Other implementations ----
 
 const char* const kGolden[] = {"clusters", "clusters_causal", "clusters_padded"};
+// Of vectors that have several lengths, with that code's own norms.
+const char* const kGivenGolden[] = {"given", "given_shared"};
 
 // A golden file of routing-transformer.
 struct Golden {
@@ -907,6 +996,10 @@ struct Golden {
     options = {{"clusters", file.metadata.at("clusters")},
                {"scale", file.metadata.at("scale")},
                {"local_heads", "0"}};
+    for (const char* option : {"norm", "scored", "self_bias"}) {
+      const auto value = file.metadata.find(option);
+      if (value != file.metadata.end()) options[option] = value->second;
+    }
   }
   // Returns marks of queries and, where keys are not queries, of keys.
   Tensor Members() const {
@@ -961,6 +1054,29 @@ TEST(Routing, ClustersMatchRoutingTransformer) {
     for (const Device device : kHostDevices) {
       const NamedTensors run =
           RunRouting(golden.problem, golden.inputs, golden.options, device, &golden.parameters);
+      EXPECT_LE(MaxDifference(golden.AsThere(run.at("out")).view(), expected),
+                Fp32Bound(golden.inputs.at("v").view()))
+          << name << " " << Name(device);
+    }
+  }
+}
+
+TEST(Routing, ClustersOfGivenVectorsMatchRoutingTransformer) {
+  for (const char* name : kGivenGolden) {
+    const Golden golden(name);
+    const ConstTensorView expected = golden.file.tensors.at("out").view();
+    const Tensor members = golden.Members();
+    RunRequest request{golden.options};
+    request.parameters = &golden.parameters;
+    const NamedTensors defined =
+        DefineTechnique(Routing(), golden.problem, ViewsOf(golden.inputs), request).value();
+    EXPECT_EQ(MaxDifference(defined.at("members").view(), members.view()), 0) << name;
+    EXPECT_LE(MaxDifference(golden.AsThere(defined.at("out")).view(), expected), 1e-12) << name;
+    for (const Device device : kHostDevices) {
+      const NamedTensors run =
+          RunRouting(golden.problem, golden.inputs, golden.options, device, &golden.parameters);
+      EXPECT_EQ(MaxDifference(run.at("members").view(), members.view()), 0)
+          << name << " " << Name(device);
       EXPECT_LE(MaxDifference(golden.AsThere(run.at("out")).view(), expected),
                 Fp32Bound(golden.inputs.at("v").view()))
           << name << " " << Name(device);

@@ -3,7 +3,7 @@
 //
 //   s_ij = scale (q_i + u) . k_j                                content
 //        + scale (q_i + w) . r_(j-i)                            relative keys, where there are any
-//        + scale (q_i + w) . l_[a_i = b_j]                      label keys, by the tokens' ids a, b
+//        + scale ((q_i + w) . l_[a_i = b_j] + c_[a_i = b_j])    label keys, by the tokens' ids a, b
 //   s_ij = relu(s_ij) multiplier_(j-i)                          where there is a ReLU multiplier
 //   s_ij = s_ij + bias_(j-i)                                    where there is a distance bias
 //   s_ij = s_ij + self_bias [i = j] - log N_ij                  of tokens, where the call says so
@@ -106,11 +106,13 @@ class RelativeKeys {
 };
 
 // Two vectors per head: one for pairs of a query and a key of different ids, one for pairs of the
-// same id. The call brings the ids.
+// same id, and perhaps a number with each. The call brings the ids.
 struct LabelKeys {
   // [heads][2][head_dim], the vector for equal ids second; null: no label keys.
   const float* keys = nullptr;
   int64_t heads = 1;  // head h reads vectors of head h % heads
+  // c, [heads][2], which are added to the products with the vectors; null: none.
+  const float* biases = nullptr;
 };
 
 // Query i of head h sees key j at distance x = i + causal_offset - j with weight clip((ramp + z -
@@ -157,6 +159,19 @@ struct TokenOrder {
   }
 };
 
+// A number for each pair of a query and a key, which hides the pair where it is 0: that of query i
+// and key j is data[b batch_stride + i query_stride + j key_stride]. Pairs with j - i below `low`
+// or above `high` have none, and are not hidden by it: so a band [queries, high - low + 1] is a
+// mask, too.
+struct PairMask {
+  const uint8_t* data = nullptr;  // null: none
+  int64_t batch_stride = 0;
+  int64_t query_stride = 0;
+  int64_t key_stride = 0;
+  int64_t low = INT64_MIN / 2;
+  int64_t high = INT64_MAX / 2;
+};
+
 // A rule on pairs of tokens by their indices in the tensors, not by their places in the call's
 // orders, for calls that gather tokens by content. i and j are the tokens that the orders name.
 //
@@ -164,6 +179,7 @@ struct TokenOrder {
 // keys, such as their chunks in the n-th of several sortings.
 struct TokenRule {
   bool causal = false;  // hides keys j > i
+  PairMask mask;        // hides pairs
   int64_t own = -1;     // hides keys that slot `own` does not show; -1 for no such slot
   float self_bias = 0;  // is added to the score of i = j
   // Divides the weight by the number of slots that show j to i, at least 1. A key that several
@@ -177,7 +193,7 @@ struct TokenRule {
   int64_t batch_stride = 0;
   int64_t head_stride = 0;
 
-  bool hides() const { return causal || own >= 0; }
+  bool hides() const { return causal || own >= 0 || mask.data != nullptr; }
   bool adjusts() const { return self_bias != 0 || counts; }
 };
 constexpr int64_t kMaxTokenSlots = 64;

@@ -513,6 +513,9 @@ class FlashRun {
       const float* key = labels.keys + (task.head % labels.heads * 2 + label) * channels;
       kernels_.matrix_vector(task.rows, channels, rows, layout_.key_depth, key,
                              scratch.label_scores[0] + label, 2, false);
+      if (labels.biases == nullptr) continue;
+      const float bias = scale_ * labels.biases[task.head % labels.heads * 2 + label];
+      for (int64_t r = 0; r < task.rows; ++r) scratch.label_scores[r][label] += bias;
     }
     for (int64_t r = 0; r < task.rows; ++r) {
       scratch.query_ids[r] = *call_.query_ids.At<int32_t>(task.batch, QueryToken(task, r));
@@ -625,7 +628,24 @@ class FlashRun {
       if (*high < *first || *low > *last + 1) return false;
     }
     kernels_.hide_pairs(task.rows, pairs, rule.causal, visible);
+    if (rule.mask.data != nullptr) HideMaskedPairs(task, queries, keys, visible);
     return true;
+  }
+
+  // Clears the bits of pairs that the token rule's mask hides.
+  void HideMaskedPairs(const Task& task, const TokenSide& queries, const TokenSide& keys,
+                       uint64_t* visible) const {
+    const PairMask& mask = call_.tokens.mask;
+    for (int64_t r = 0; r < task.rows; ++r) {
+      const int64_t i = queries.tokens[r];
+      const uint8_t* row = mask.data + task.batch * mask.batch_stride + i * mask.query_stride;
+      for (uint64_t rest = visible[r]; rest != 0; rest &= rest - 1) {
+        const int c = __builtin_ctzll(rest);
+        const int64_t j = keys.tokens[c];
+        if (j - i < mask.low || j - i > mask.high) continue;
+        if (row[j * mask.key_stride] == 0) visible[r] &= ~(uint64_t{1} << c);
+      }
+    }
   }
 
   void AdjustPairs(const Task& task, const Tile& tile, Scratch& scratch) const {

@@ -72,6 +72,9 @@ DeviceTokenRule ToDevice(const TokenRule& rule) {
   device.slot_stride = rule.slot_stride;
   device.batch_stride = rule.batch_stride;
   device.head_stride = rule.head_stride;
+  const PairMask& mask = rule.mask;
+  device.mask = {mask.data,       mask.batch_stride, mask.query_stride,
+                 mask.key_stride, mask.low,          mask.high};
   return device;
 }
 DeviceIds ToDeviceIds(const ConstTensorView& ids) {
@@ -216,6 +219,8 @@ absl::Status FlashCuda::KeepRule(const Problem& problem, const ScoreRule& rule) 
   TFB_RETURN_IF_ERROR(keep(labels.keys,
                            static_cast<size_t>(labels.heads * 2 * problem.head_dim) * sizeof(float),
                            &rule_.label_keys.keys));
+  TFB_RETURN_IF_ERROR(keep(labels.biases, static_cast<size_t>(labels.heads * 2) * sizeof(float),
+                           &rule_.label_keys.biases));
   if (rule.relu_multiplier != nullptr) {
     TFB_ASSIGN_OR_RETURN(rule_.relu_multiplier, KeepTable(*rule.relu_multiplier));
   }

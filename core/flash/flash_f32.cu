@@ -302,7 +302,8 @@ class FlashF32Block {
     const float* key = labels.keys + (task_.head % labels.heads * 2 + label) * a_.head_dim;
     const float* bias = a_.rule.position_bias;
     if (bias != nullptr) bias += task_.head * a_.head_dim;
-    float sum = 0;
+    const float* number = labels.biases;
+    float sum = number == nullptr ? 0 : number[task_.head % labels.heads * 2 + label];
     for (int c = 0; c < a_.head_dim; ++c) {
       const float query = shared_.q[c * kStride + row];
       sum = fmaf(bias == nullptr ? query : query + bias[c], key[c], sum);

@@ -52,6 +52,17 @@ constexpr int64_t RelativeKeyPlace16(int64_t c) {
 struct DeviceLabelKeys {
   const float* keys;  // null: none
   int64_t heads;
+  const float* biases;  // null: none
+};
+
+// PairMask in device memory.
+struct DevicePairMask {
+  const uint8_t* data;  // null: none
+  int64_t batch_stride;
+  int64_t query_stride;
+  int64_t key_stride;
+  int64_t low;
+  int64_t high;
 };
 
 // The members of TokenRule.
@@ -70,6 +81,7 @@ struct DeviceTokenRule {
   int64_t slot_stride;
   int64_t batch_stride;
   int64_t head_stride;
+  DevicePairMask mask;
 };
 
 struct DeviceScoreRule {

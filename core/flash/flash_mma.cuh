@@ -931,11 +931,12 @@ class FlashMmaBlock {
   }
   __device__ float LabelProduct(int row, int label) const {
     const int64_t head = common_.task.head;
-    const float* key =
-        a_.rule.label_keys.keys + (head % a_.rule.label_keys.heads * 2 + label) * a_.head_dim;
+    const int64_t place = head % a_.rule.label_keys.heads * 2 + label;
+    const float* key = a_.rule.label_keys.keys + place * a_.head_dim;
     const float* bias = a_.rule.position_bias;
     if (bias != nullptr) bias += head * a_.head_dim;
-    float sum = 0;
+    const float* number = a_.rule.label_keys.biases;
+    float sum = number == nullptr ? 0 : number[place];
 #pragma unroll 1
     for (int c = 0; c < a_.head_dim; ++c) {
       const unsigned pair = *reinterpret_cast<const unsigned*>(

@@ -219,6 +219,9 @@ class Subject {
     device->label_keys.heads = labels.heads;
     TFB_ASSIGN_OR_RETURN(device->label_keys.keys,
                          Upload(labels.keys, labels.heads * 2 * problem.head_dim));
+    if (labels.biases != nullptr) {
+      TFB_ASSIGN_OR_RETURN(device->label_keys.biases, Upload(labels.biases, labels.heads * 2));
+    }
     if (relative_keys.empty()) return absl::OkStatus();
     DeviceRelativeKeys& keys = device->relative_keys;
     keys.heads = relative_keys.dim(0);
@@ -684,7 +687,10 @@ TEST_P(FlashMma, LabelKeysGoByTheIdsOfQueryAndKey) {
     FillNormal(&labels, 3, "labels");
     FillNormal(&w, 3, "w");
     const Tensor query_ids = IdsOf(2, 150), key_ids = IdsOf(2, 90);
-    subject.call.rule.label_keys = {labels.span<float>().data(), 2};
+    const float numbers[2][2] = {{0.7f, -1.3f}, {2, 0.5f}};
+    const bool has_numbers = dim != 40;
+    subject.call.rule.label_keys = {labels.span<float>().data(), 2,
+                                    has_numbers ? numbers[0] : nullptr};
     subject.call.rule.position_bias = w.span<float>().data();
     subject.call.query_ids = query_ids.view();
     subject.call.key_ids = key_ids.view();
@@ -692,8 +698,8 @@ TEST_P(FlashMma, LabelKeysGoByTheIdsOfQueryAndKey) {
     subject.change = [&](int64_t b, int64_t h, int64_t i, int64_t j, double s) {
       const int64_t same =
           *query_ids.view().At<int32_t>(b, i) == *key_ids.view().At<int32_t>(b, j) ? 1 : 0;
-      const double dot =
-          Dot(q.Row(b, h, i), l.Row(h, same), dim) + Dot(dw.Row(h), l.Row(h, same), dim);
+      const double dot = Dot(q.Row(b, h, i), l.Row(h, same), dim) +
+                         Dot(dw.Row(h), l.Row(h, same), dim) + (has_numbers ? numbers[h][same] : 0);
       return s + dot / std::sqrt(static_cast<double>(dim));
     };
     subject.ExpectMatchesLoops(3);

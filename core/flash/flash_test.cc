@@ -510,7 +510,10 @@ TEST_P(Flash, LabelKeysGoByTheIdsOfQueryAndKey) {
       FillNormal(&labels, 3, "labels");
       FillNormal(&w, 3, "w");
       const Tensor query_ids = IdsOf(queries), key_ids = IdsOf(keys);
-      harness.call.rule.label_keys = {labels.span<float>().data(), 1};
+      const float numbers[2] = {0.7f, -1.3f};
+      const bool has_numbers = dim != 30;
+      harness.call.rule.label_keys = {labels.span<float>().data(), 1,
+                                      has_numbers ? numbers : nullptr};
       harness.call.rule.position_bias = w.span<float>().data();
       harness.call.query_ids = query_ids.view();
       harness.call.key_ids = key_ids.view();
@@ -519,6 +522,7 @@ TEST_P(Flash, LabelKeysGoByTheIdsOfQueryAndKey) {
         const bool same = *query_ids.view().At<int32_t>(b, i) == *key_ids.view().At<int32_t>(b, j);
         double dot = Dot(q.Row(b, h, i), l.Row(same ? 1 : 0), dim);
         dot += Dot(dw.Row(h), l.Row(same ? 1 : 0), dim);
+        if (has_numbers) dot += numbers[same ? 1 : 0];
         return s + dot / std::sqrt(static_cast<double>(dim));
       };
       harness.ExpectMatchesLoops(3);

@@ -272,6 +272,11 @@ __device__ void LoadQueryTokens(const FlashArguments& a, const FlashTask& task, 
     pairs.logs[n] = n > 1 ? logf(static_cast<float>(n)) : 0;
   }
 }
+// Tells whether the mask shows key j to query i.
+__device__ inline bool ShowsPair(const DevicePairMask& mask, int64_t b, int64_t i, int64_t j) {
+  return mask.data == nullptr || j - i < mask.low || j - i > mask.high ||
+         mask.data[b * mask.batch_stride + i * mask.query_stride + j * mask.key_stride] != 0;
+}
 // Loads the codes of a tile's keys and finds the keys that the rule hides. Begins and ends with a
 // barrier.
 template <int kThreads, int kRows>
@@ -299,7 +304,8 @@ __device__ void FindPairs(const FlashArguments& a, const FlashTask& task, int64_
     uint64_t visible = 0;
     for (int c = 0; c < kKeys; ++c) {
       const bool sees = (!rule.causal || pairs.key_tokens[c] <= token) &&
-                        (!has_codes || HasPair(code, pairs.own_codes[c]));
+                        (!has_codes || HasPair(code, pairs.own_codes[c])) &&
+                        ShowsPair(rule.mask, task.batch, token, pairs.key_tokens[c]);
       visible |= static_cast<uint64_t>(sees) << c;
     }
     pairs.visible[r] = visible;

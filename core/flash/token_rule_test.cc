@@ -24,7 +24,29 @@ struct Rule {
   bool own;
   bool counts;
   float self_bias;
+  // A mask [batch, tokens, tokens], or with `band` [batch, tokens, 2 kReach + 1] of the keys at most
+  // kReach away.
+  bool mask = false;
+  bool band = false;
 };
+constexpr int64_t kReach = 30;
+
+// Tells whether the masks show key j to query i.
+bool MaskShows(int64_t b, int64_t i, int64_t j) { return (3 * i + 5 * j + b) % 7 != 2; }
+bool Shows(const Rule& rule, int64_t b, int64_t i, int64_t j) {
+  return !rule.mask || (rule.band && std::abs(i - j) > kReach) || MaskShows(b, i, j);
+}
+std::vector<uint8_t> MaskOf(const Rule& rule, const Problem& problem) {
+  std::vector<uint8_t> mask;
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    for (int64_t i = 0; i < problem.query_tokens; ++i) {
+      const int64_t begin = rule.band ? i - kReach : 0;
+      const int64_t end = rule.band ? i + kReach + 1 : problem.kv_tokens;
+      for (int64_t j = begin; j < end; ++j) mask.push_back(MaskShows(b, i, j) ? 1 : 0);
+    }
+  }
+  return mask;
+}
 
 // Orders for every batch row, head and round: tokens in the order of drawn buckets, in chunks. A
 // query sees its chunk and the previous one, and slots count the keys of its bucket there.
@@ -95,6 +117,7 @@ class SortedLayer : public Layer {
   absl::Status DoSetup(const Inputs&, const Execution&) override {
     TFB_ASSIGN_OR_RETURN(orders_, DeviceArray<int32_t>::Create(device_, sortings_.orders));
     TFB_ASSIGN_OR_RETURN(codes_, DeviceArray<int32_t>::Create(device_, sortings_.codes));
+    TFB_ASSIGN_OR_RETURN(mask_, DeviceArray<uint8_t>::Create(device_, MaskOf(rule_, problem())));
     std::vector<FlashEngine> engines;
     for (const Problem& part : problems_) {
       TFB_ASSIGN_OR_RETURN(FlashEngine engine, FlashEngine::Create(device_, part, ChunkPattern()));
@@ -121,6 +144,12 @@ class SortedLayer : public Layer {
       call.tokens.slot_stride = round;
       call.tokens.batch_stride = batch;
       call.tokens.head_stride = head;
+      if (rule_.mask && rule_.band) {
+        const int64_t row = 2 * kReach + 1;
+        call.tokens.mask = {mask_.data() + kReach, head * row, row - 1, 1, -kReach, kReach};
+      } else if (rule_.mask) {
+        call.tokens.mask = {mask_.data(), head * head, head, 1};
+      }
       calls.push_back(call);
     }
     return parts_.Run(calls, execution);
@@ -132,6 +161,7 @@ class SortedLayer : public Layer {
   Device device_;
   std::vector<Problem> problems_;
   DeviceArray<int32_t> orders_, codes_;
+  DeviceArray<uint8_t> mask_;
   FlashParts parts_;
 };
 
@@ -146,7 +176,7 @@ NamedTensors ByLoops(const Problem& problem, const Rule& rule, const Sortings& s
       shown += rule.own ? sortings.Shows(n, b, h, i, j) : sortings.IsInWindow(n, b, h, i, j);
       counted += sortings.Shows(n, b, h, i, j);
     }
-    if (shown == 0 || (rule.causal && j > i)) return kNotSeen;
+    if (shown == 0 || (rule.causal && j > i) || !Shows(rule, b, i, j)) return kNotSeen;
     double s = Dot(q.Row(b, h, i), k.Row(b, h, j), problem.head_dim) / std::sqrt(problem.head_dim);
     if (i == j) s += rule.self_bias;
     if (rule.counts) s -= std::log(std::max(counted, 1));
@@ -178,10 +208,11 @@ INSTANTIATE_TEST_SUITE_P(On, TokenRules,
                                                Name(std::get<1>(test.param)));
                          });
 
-constexpr Rule kRules[] = {{false, false, false, 0},   {true, false, false, 0},
-                           {false, true, false, 0},    {true, true, false, -1e5f},
-                           {false, false, false, 0.5}, {true, true, true, -1e5f},
-                           {false, true, true, -2}};
+constexpr Rule kRules[] = {{false, false, false, 0},     {true, false, false, 0},
+                           {false, true, false, 0},      {true, true, false, -1e5f},
+                           {false, false, false, 0.5},   {true, true, true, -1e5f},
+                           {false, true, true, -2},      {false, false, false, 0, true},
+                           {true, true, true, -2, true}, {false, true, false, 0, true, true}};
 
 TEST_P(TokenRules, AgreeWithLoops) {
   const Problem problem = Problem::SelfAttention(2, 2, 230, 16, false, dtype());
@@ -189,7 +220,8 @@ TEST_P(TokenRules, AgreeWithLoops) {
   const double bound = dtype() == DType::kF32 ? 3e-6 : 2e-2;
   for (const Rule& rule : kRules) {
     SCOPED_TRACE(testing::Message() << "causal " << rule.causal << ", own " << rule.own
-                                    << ", counts " << rule.counts << ", self " << rule.self_bias);
+                                    << ", counts " << rule.counts << ", self " << rule.self_bias
+                                    << ", mask " << rule.mask << ", band " << rule.band);
     const NamedTensors outputs = Run(problem, rule, ViewsOf(inputs));
     const NamedTensors expected = ByLoops(problem, rule, Sortings(problem), ViewsOf(inputs));
     EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.at("out").view()), bound);

@@ -142,23 +142,29 @@ HashScratch HashLayout(int64_t head_dim, int64_t products, Workspace& workspace)
 absl::StatusOr<AngularHash> AngularHash::Create(Device device, const ConstTensorView& rotations,
                                                 const std::vector<int64_t>& columns_of_factors) {
   AngularHash hash;
-  hash.head_dim_ = rotations.dim(0);
-  hash.rounds_ = rotations.dim(1);
+  const bool per_head = rotations.rank == 4;
+  const ConstTensorView heads = per_head ? rotations : SplitAxis(rotations, 0, 1);
+  hash.head_dim_ = heads.dim(1);
+  hash.rounds_ = heads.dim(2);
+  hash.columns_ = heads.dim(3);
   hash.factors_ = columns_of_factors;
   int64_t columns = 0;
   for (const int64_t of_factor : columns_of_factors) columns += of_factor;
-  if (columns != rotations.dim(2)) {
+  if (columns != hash.columns_) {
     return absl::InternalError(absl::StrCat("rotations ", ShapeString(rotations.shape()),
                                             " for factors of ", columns, " columns in all"));
   }
   std::vector<float> rows;
-  for (int64_t round = 0; round < hash.rounds_; ++round) {
-    for (int64_t n = 0; n < columns; ++n) {
-      for (int64_t c = 0; c < hash.head_dim_; ++c) {
-        rows.push_back(static_cast<float>(rotations.Get(rotations.Offset(c, round, n))));
+  for (int64_t h = 0; h < heads.dim(0); ++h) {
+    for (int64_t round = 0; round < hash.rounds_; ++round) {
+      for (int64_t n = 0; n < columns; ++n) {
+        for (int64_t c = 0; c < hash.head_dim_; ++c) {
+          rows.push_back(static_cast<float>(heads.Get(heads.Offset(h, c, round, n))));
+        }
       }
     }
   }
+  if (per_head) hash.head_stride_ = hash.rounds_ * columns * hash.head_dim_;
   TFB_ASSIGN_OR_RETURN(hash.rotations_, DeviceArray<float>::Create(device, rows));
   if (device != Device::kCpu) {
     const std::vector<int32_t> factors(columns_of_factors.begin(), columns_of_factors.end());
@@ -189,7 +195,8 @@ absl::Status AngularHash::Run(const ConstTensorView& x, int32_t* buckets,
   a.heads = x.dim(1);
   a.tokens = x.dim(2);
   a.rounds = rounds_;
-  a.columns = static_cast<int>(rotations_.size() / std::max<int64_t>(rounds_ * head_dim_, 1));
+  a.head_stride = head_stride_;
+  a.columns = static_cast<int>(columns_);
   a.factor_count = static_cast<int>(factors_.size());
   a.head_dim = static_cast<int>(head_dim_);
   return ToStatus(kernels->hash(a, execution.stream));
@@ -199,8 +206,8 @@ absl::Status AngularHash::RunCpu(const ConstTensorView& x, int32_t* buckets,
                                  const Execution& execution) const {
   const int64_t batch = x.dim(0), heads = x.dim(1), tokens = x.dim(2);
   const int64_t tiles = CeilDiv(tokens, kTile);
-  const int64_t products = rotations_.size() / std::max<int64_t>(head_dim_, 1);
-  const size_t bytes = WorkspaceBytes(Device::kCpu, head_dim_, rounds_, products / rounds_, 1);
+  const int64_t products = rounds_ * columns_;
+  const size_t bytes = WorkspaceBytes(Device::kCpu, head_dim_, rounds_, columns_, 1);
   const CpuKernels& kernels = BestCpuKernels();
   execution.pool->ParallelFor(batch * heads * tiles, [&](int64_t task, int worker) {
     const int64_t row = task / tiles, first = task % tiles * kTile;
@@ -208,8 +215,8 @@ absl::Status AngularHash::RunCpu(const ConstTensorView& x, int32_t* buckets,
     Workspace workspace(Of(execution, worker, bytes));
     const HashScratch scratch = HashLayout(head_dim_, products, workspace);
     LoadColumns(x, row / heads, row % heads, first, scratch.columns);
-    kernels.gemm(products, kTile, head_dim_, rotations_.data(), head_dim_, 1,
-                 scratch.columns.columns, kTile, scratch.products, kTile, false);
+    kernels.gemm(products, kTile, head_dim_, rotations_.data() + row % heads * head_stride_,
+                 head_dim_, 1, scratch.columns.columns, kTile, scratch.products, kTile, false);
     const float* of_factor = scratch.products;
     for (int64_t round = 0; round < rounds_; ++round) {
       int32_t* to = buckets + (row * rounds_ + round) * tokens + first;

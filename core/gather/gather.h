@@ -72,8 +72,8 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
 class AngularHash {
  public:
   AngularHash() = default;
-  // Creates hashes from rotations [head_dim, rounds, columns]; the columns of a round are those of
-  // its factors, n_1 + n_2 + ... .
+  // Creates hashes from rotations [head_dim, rounds, columns], or where each head has its own [heads,
+  // head_dim, rounds, columns]; the columns of a round are those of its factors, n_1 + n_2 + ... .
   static absl::StatusOr<AngularHash> Create(Device device, const ConstTensorView& rotations,
                                             const std::vector<int64_t>& columns_of_factors);
 
@@ -88,8 +88,10 @@ class AngularHash {
 
   int64_t head_dim_ = 0;
   int64_t rounds_ = 0;
+  int64_t columns_ = 0;             // of a round
   std::vector<int64_t> factors_;    // their columns
-  DeviceArray<float> rotations_;    // [rounds * columns][head_dim]
+  int64_t head_stride_ = 0;         // floats from a head's rotations to the next; 0: one for all
+  DeviceArray<float> rotations_;    // [1 or heads][rounds * columns][head_dim]
   DeviceArray<int32_t> on_device_;  // factors_, where that is not the CPU
 };
 

@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(kThreads) Hash(const HashArguments a) {
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
     const int64_t row = task / tiles, token = task % tiles * kHashTokens + slot;
     const bool exists = token < a.tokens;
+    const float* rotations = a.rotations + row % a.heads * a.head_stride;
     LoadTokens(a.x, a.heads, a.tokens, row, task % tiles * kHashTokens, a.head_dim, x);
     __syncthreads();
     for (int64_t round = 0; round < a.rounds; ++round) {
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(kThreads) Hash(const HashArguments a) {
         const int columns = a.factors[f];
         Best best = {__int_as_float(0xff800000), 0x7fffffff};
         for (int n = team; n < columns; n += kHashTeams) {
-          const float* rotation = a.rotations + (round * a.columns + first + n) * a.head_dim;
+          const float* rotation = rotations + (round * a.columns + first + n) * a.head_dim;
           float sum = 0;
           for (int c = 0; c < a.head_dim; ++c) {
             sum = fmaf(rotation[c], x[c * kHashTokens + slot], sum);

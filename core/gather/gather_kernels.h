@@ -24,7 +24,8 @@ struct NormalizeArguments {
 
 struct HashArguments {
   DeviceView x;            // [batch, heads, tokens, head_dim]
-  const float* rotations;  // [rounds * columns][head_dim]
+  const float* rotations;  // [1 or heads][rounds * columns][head_dim]
+  int64_t head_stride;     // floats from a head's rotations to the next; 0: one for all heads
   const int32_t* factors;  // the columns of each factor
   int32_t* buckets;        // [batch][heads][rounds][tokens]
   int64_t batch;

@@ -110,11 +110,17 @@ TEST_P(Gather, RowsWhoseSquaresFloatsDoNotHoldAreNormalized) {
 }
 
 TEST_P(Gather, AHashIsTheLargestOfProductsAndTheirNegatives) {
-  for (const int64_t head_dim : {1, 7, 64}) {
-    Tensor x(DType::kF32, {2, 3, 100, head_dim}), rotations(DType::kF32, {head_dim, 2, 3 + 5});
+  for (const auto& [head_dim, heads] :
+       std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {7, 1}, {64, 1}, {7, 3}, {64, 3}}) {
+    Tensor x(DType::kF32, {2, 3, 100, head_dim}),
+        rotations(DType::kF32, {heads, head_dim, 2, 3 + 5});
     FillNormal(&x, 1, "x");
     FillNormal(&rotations, 1, "r");
-    const AngularHash hash = AngularHash::Create(device(), rotations.view(), {3, 5}).value();
+    // Without a dimension of heads, all heads have the same rotations.
+    const ConstTensorView given =
+        heads == 1 ? ConstTensorView(rotations.raw(), DType::kF32, {head_dim, 2, 3 + 5})
+                   : ConstTensorView(rotations.view());
+    const AngularHash hash = AngularHash::Create(device(), given, {3, 5}).value();
     DeviceArray<int32_t> buckets = DeviceArray<int32_t>::Allocate(device(), 2 * 600).value();
     Tensor unused(DType::kF32, {1});
     OnDevice(x, &unused, [&](const ConstTensorView& from, const TensorView&) {
@@ -124,13 +130,14 @@ TEST_P(Gather, AHashIsTheLargestOfProductsAndTheirNegatives) {
     const std::vector<int32_t> found = Download(buckets);
     for (int64_t n = 0; n < 2 * 600; ++n) {
       const int64_t round = n / 100 % 2, row = n / 200 * 100 + n % 100;
+      const int64_t of_head = n / 200 % heads * head_dim;
       // The sums are made in the same order as the engines make them, so that near ties fall the
       // same way.
       std::vector<float> products(16);
       for (int64_t m = 0; m < 8; ++m) {
         float sum = 0;
         for (int64_t c = 0; c < head_dim; ++c) {
-          sum = std::fma(rotations.span<float>()[(c * 2 + round) * 8 + m],
+          sum = std::fma(rotations.span<float>()[((of_head + c) * 2 + round) * 8 + m],
                          x.span<float>()[row * head_dim + c], sum);
         }
         const int64_t first = m < 3 ? 0 : 6, columns = m < 3 ? 3 : 5, in = m < 3 ? m : m - 3;

@@ -188,7 +188,8 @@ def dense_grouped():
 LONGFORMER = "transformers.models.longformer.modeling_longformer.LongformerSelfAttention"
 
 
-def longformer_case(batch, tokens, window, global_tokens, padded_from):
+def longformer_case(batch, tokens, window, global_tokens, padded_from, marked=()):
+    """`global_tokens` are global in all sequences, `marked` lists each sequence's own ones instead."""
     from transformers import LongformerConfig
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
     heads, head_dim = 2, 8
@@ -201,11 +202,14 @@ def longformer_case(batch, tokens, window, global_tokens, padded_from):
         redraw_parameters(module, 0.4)
         mask = torch.zeros(batch, tokens)  # the module's code: 0 local, 10000 global, -10000 padded
         mask[:, global_tokens] = 10000
+        for row, its_tokens in enumerate(marked):
+            mask[row, its_tokens] = 10000
+        marks = (mask > 0).numpy().astype(np.int32)
         for row, first in enumerate(padded_from):
             mask[row, first:] = -10000
         (out,) = module(
             x, attention_mask=mask, is_index_masked=mask < 0, is_index_global_attn=mask > 0,
-            is_global_attn=bool(global_tokens))
+            is_global_attn=bool(global_tokens or marked))
         projections = {"q": "query", "k": "key", "v": "value", "q_global": "query_global",
                        "k_global": "key_global", "v_global": "value_global"}
         tensors = {"x": f32(x)}
@@ -218,6 +222,8 @@ def longformer_case(batch, tokens, window, global_tokens, padded_from):
             tensors[name] = split_heads(f64(projected), heads)
     if global_tokens:
         tensors["global_tokens"] = np.array(global_tokens, np.int32)
+    if marked:
+        tensors["global_mask"] = marks
     if padded_from:
         tensors["key_padding"] = (mask >= 0).numpy().astype(np.int32)
     tensors["out"] = split_heads(f64(out), heads)
@@ -228,12 +234,12 @@ def longformer_case(batch, tokens, window, global_tokens, padded_from):
             for name in projections
         }
         i, j = np.mgrid[:tokens, :tokens]
-        is_global = np.isin(np.arange(tokens), global_tokens)
+        is_global = (mask > 0).numpy()[:, None, None, :]
         real = (mask >= 0).numpy()[:, None, None, :]
         local = attend(*(projected[n] for n in ("q", "k", "v")),
-                       real & ((abs(i - j) <= window // 2) | is_global[j]) | (i == j))
+                       real & ((abs(i - j) <= window // 2) | is_global) | (i == j))
         wide = attend(*(projected[f"{n}_global"] for n in ("q", "k", "v")), real)
-        expected = np.where(is_global[:, None], wide, local)
+        expected = np.where(is_global.swapaxes(2, 3), wide, local)
         return {**projected, "out": expected * real.swapaxes(2, 3)}
 
     metadata = {
@@ -244,6 +250,9 @@ def longformer_case(batch, tokens, window, global_tokens, padded_from):
                    "q_i k_j / sqrt(head_dim), with v; i global: softmax over all j of q_global_i "
                    "k_global_j / sqrt(head_dim), with v_global",
     }
+    if marked:
+        metadata["global_tokens"] = ("global_mask [batch, tokens]: 1 for a token of global_tokens; one "
+                                     "that is padded as well is only padded")
     if padded_from:
         metadata["mask"] = ("key_padding [batch, tokens]: 1 a real token, 0 a padded one; rows of padded "
                             "tokens are 0 in `out`, which is that implementation's choice")
@@ -263,6 +272,11 @@ def longformer_global():
 @case("attention/longformer/testdata/global_padded", LONGFORMER, 23)
 def longformer_global_padded():
     return longformer_case(2, 64, 16, [0, 37], [51, 64])
+
+
+@case("attention/longformer/testdata/global_each", LONGFORMER, 24)
+def longformer_global_each():
+    return longformer_case(2, 32, 8, [], [32, 22], marked=[[0, 17, 30], [5, 28]])
 
 
 # ---- attention/bigbird ----
@@ -453,24 +467,32 @@ def etc_distance_ids(distances, largest):
     return torch.where(distances >= 0, ahead, largest + behind)
 
 
-def etc_attend(queries, keys, values, ids, seen, table):
+def etc_attend(queries, keys, values, ids, seen, table, numbers):
     """A query type over keys of its own for each query: [batch, heads, queries, keys, channels]."""
     content = torch.einsum("bhnc,bhnkc->bhnk", queries, keys)
-    of_labels = torch.einsum("bhnc,hrc->bhnr", queries, table)
+    of_labels = torch.einsum("bhnc,hrc->bhnr", queries, table) + numbers[:, None, :]
     relative = of_labels.gather(3, ids[:, None].expand(content.shape))
     logits = (content + relative) / math.sqrt(queries.shape[-1]) - 10000.0 * ~seen[:, None]
     return torch.einsum("bhnk,bhnkc->bhnc", torch.softmax(logits, -1), values)
 
 
-@case("attention/etc/testdata/pieces", "torch.softmax", 95)
-def etc_pieces():
-    """By pieces as google-research/etcmodel has them: windows of long keys, then the global ones."""
+def etc_case(masked):
+    """By pieces as google-research/etcmodel has them: windows of long keys, then the global ones.
+
+    `masked`: with its masks of the pieces and its number a label.
+    """
     batch, heads, first, tokens, channels, radius, m = 2, 2, 3, 33, 8, 4, 3
     drawn = {name: draw(batch, heads, tokens, channels)
              for name in ("q", "k", "v", "k_global", "v_global")}
     q, k, v, k_global, v_global = drawn.values()
     # Of each query type: its distances, then a pair of different segments, then one of the same.
     tables = {name: draw(heads, 2 * m + 3, channels, scale=0.5) for name in ("g", "l")}
+    numbers = {name: draw(heads, 2 * m + 3) if masked else torch.zeros(heads, 2 * m + 3)
+               for name in ("g", "l")}
+    masks = {name: torch.rand(batch, *shape) < 0.7 if masked else torch.ones(batch, *shape).bool()
+             for name, shape in (("g2g", (first, first)), ("g2l", (first, tokens - first)),
+                                 ("l2g", (tokens - first, first)),
+                                 ("l2l", (tokens - first, 2 * radius + 1)))}
     token = torch.arange(tokens)
     segment = torch.stack([torch.where(token < first, token, (token - first) // 10),
                            torch.where(token < first, token, (token * 7) % 4 - 1)])
@@ -491,16 +513,18 @@ def etc_pieces():
     both = torch.cat([index, side], 1)
     ids = torch.cat([etc_distance_ids(window, m).expand(batch, count, -1),
                      labels[:, first:, :first]], 2)
-    seen = torch.cat([per_query(is_token, index) & inside, per_query(is_token, side)], 2)
+    seen = torch.cat([per_query(is_token, index) & inside & masks["l2l"],
+                      per_query(is_token, side) & masks["l2g"]], 2)
     of_long = etc_attend(q[:, :, first:], per_query(k, both), per_query(v, both), ids, seen,
-                         tables["l"])
+                         tables["l"], numbers["l"])
 
     every = token.expand(first, tokens)
     between = token[None, :first] - token[:first, None]
     ids = torch.cat([etc_distance_ids(between, m).expand(batch, -1, -1),
                      labels[:, :first, first:]], 2)
     of_global = etc_attend(q[:, :, :first], per_query(k_global, every), per_query(v_global, every),
-                           ids, per_query(is_token, every), tables["g"])
+                           ids, per_query(is_token, every) &
+                           torch.cat([masks["g2g"], masks["g2l"]], 2), tables["g"], numbers["g"])
 
     ascending = etc_distance_ids(torch.arange(-m, m + 1), m)
     tensors = {name: f32(x) for name, x in drawn.items()}
@@ -509,23 +533,41 @@ def etc_pieces():
                 "segment": segment.numpy().astype(np.int32),
                 "key_padding": is_token.numpy().astype(np.int32),
                 "out": f64(torch.cat([of_global, of_long], 2))}
+    if masked:
+        tensors |= {f"{name}_mask": mask.numpy().astype(np.int32) for name, mask in masks.items()}
+        tensors |= {"g2g_bias": f32(numbers["g"][:, ascending]), "g2l_bias": f32(numbers["g"][:, -2:]),
+                    "l2l_bias": f32(numbers["l"][:, ascending]), "l2g_bias": f32(numbers["l"][:, -2:])}
+
+    def hidden(t):
+        """Pairs that the masks hide, [batch, tokens, tokens]."""
+        whole = np.ones((batch, tokens, tokens), bool)
+        whole[:, :first, :first] = t["g2g_mask"] > 0
+        whole[:, :first, first:] = t["g2l_mask"] > 0
+        whole[:, first:, :first] = t["l2g_mask"] > 0
+        for c in range(2 * radius + 1):
+            row = np.arange(max(0, radius - c), min(count, count + radius - c))
+            whole[:, first + row, first + row + c - radius] = t["l2l_mask"][:, row, c] > 0
+        return ~whole
 
     def formula(t):
         i, j = np.mgrid[:tokens, :tokens]
         same = (t["segment"][:, :, None] == t["segment"][:, None, :]).astype(int)
         near = np.broadcast_to(np.clip(j - i, -m, m) + m, same.shape)
         allowed = ((i < first) | (j < first) | (abs(i - j) <= radius)) & (t["key_padding"] > 0)[:, None]
+        if masked:
+            allowed = allowed & ~hidden(t)
 
         def attention(keys, values, inside, across):
-            def products(table, rows):
-                return np.take_along_axis(np.einsum("bhic,hrc->bhir", t["q"], table),
+            def products(name, rows):
+                number = t[name + "_bias"][:, None, :] if masked else 0
+                return np.take_along_axis(np.einsum("bhic,hrc->bhir", t["q"], t[name]) + number,
                                           np.broadcast_to(rows[:, None], (batch, heads) + i.shape), 3)
             relative = np.where((i < first) == (j < first), products(inside, near),
                                 products(across, same))
             return attend(t["q"], keys, values, allowed[:, None], relative / math.sqrt(channels))
 
-        of_global = attention(t["k_global"], t["v_global"], t["g2g"], t["g2l"])
-        of_long = attention(t["k"], t["v"], t["l2l"], t["l2g"])
+        of_global = attention(t["k_global"], t["v_global"], "g2g", "g2l")
+        of_long = attention(t["k"], t["v"], "l2l", "l2g")
         return {"out": np.concatenate([of_global[:, :, :first], of_long[:, :, first:]], 2)}
 
     metadata = {
@@ -537,7 +579,22 @@ def etc_pieces():
                  "a label, which is 0",
         "mask": "key_padding [batch, tokens]: 1 a real key, 0 a padded one",
     }
+    if masked:
+        metadata["after"] = "google-research/etcmodel: layers/attention.py, feature_utils.py"
+        metadata["formula"] += ("; the same row of g2g_bias, ... is added to q_i . (k_j + P_ij); pairs "
+                                "with a 0 in their piece's mask are hidden, that of long tokens i and "
+                                "i + c - radius being column c of l2l_mask")
     return tensors, metadata, formula
+
+
+@case("attention/etc/testdata/pieces", "torch.softmax", 95)
+def etc_pieces():
+    return etc_case(masked=False)
+
+
+@case("attention/etc/testdata/masked_pieces", "torch.softmax", 97)
+def etc_masked_pieces():
+    return etc_case(masked=True)
 
 
 # ---- attention/strided and attention/fixed ----

@@ -16,9 +16,13 @@ DUPLICATES_EPSILON = 1e-9  # reformer-pytorch subtracts log(N + this) for a key 
 
 
 def with_rotations(rotations):
-    """The packages draw theirs inside; here all heads have these."""
-    return unittest.mock.patch.object(torch, "randn",
-                                      lambda shape, **_: rotations.expand(*shape))
+    """The packages draw theirs inside; here all heads have these, or each its own in all sequences."""
+    def given(shape, **_):
+        if rotations.dim() == 3:
+            return rotations.expand(*shape)
+        assert list(shape[1:]) == list(rotations.shape[1:])
+        return rotations.repeat(shape[0] // len(rotations), 1, 1, 1)
+    return unittest.mock.patch.object(torch, "randn", given)
 
 
 def hashes(q, rotations, factors):
@@ -26,7 +30,8 @@ def hashes(q, rotations, factors):
     bucket, first, step = 0, 0, 1
     for factor in factors:
         columns = rotations[..., first:first + factor // 2]
-        product = np.einsum("bhic,crn->bhirn", q, columns)
+        heads = "h" if rotations.ndim == 4 else ""
+        product = np.einsum(f"bhic,{heads}crn->bhirn", q, columns)
         bucket = bucket + step * np.concatenate([product, -product], -1).argmax(-1)
         first, step = first + factor // 2, step * factor
     return bucket
@@ -76,7 +81,8 @@ def lsh_case(self_score, q, v, rotations, factors, options, out, buckets, paddin
     metadata = {
         **options, "buckets": math.prod(factors), "factors": factors,
         "formula": "bucket h_1 + factor_1 h_2 of hashes argmax [q R; -q R], R the next factor / 2 "
-                   "columns of rotations [head_dim, rounds, columns]; keys q / |q|, or q / "
+                   f"columns of rotations [{'heads, ' * (rotations.dim() == 4)}head_dim, rounds, "
+                   "columns]; keys q / |q|, or q / "
                    "sqrt(|q|^2 + head_dim 1e-6) where key_norm is epsilon; softmax over keys that "
                    f"N > 0 rounds show, of scale q k{count_term}; scale 0 is 1 / sqrt(head_dim)",
         "self": f"{self_score} in the place of a token's score with itself; the formula adds -1e5, "
@@ -102,15 +108,16 @@ def of_rounds(buckets, batch, heads, rounds, step):
 LUCIDRAINS = "reformer_pytorch.reformer_pytorch.LSHAttention"
 
 
-def lucidrains_case(rounds, causal, across_buckets, duplicates):
+def lucidrains_case(rounds, causal, across_buckets, duplicates, per_head=False):
     from reformer_pytorch import LSHAttention
     batch, heads, tokens, channels, chunk = 2, 2, 48, 8, 4
     q = draw(batch, heads, tokens, channels)
     v = draw(batch, heads, tokens, channels)
     count = tokens // chunk
-    rotations = draw(channels, rounds, count // 2)
+    rotations = draw(*[heads] * per_head, channels, rounds, count // 2)
     with in_float64(), with_rotations(rotations):
         module = LSHAttention(
+            random_rotations_per_head=per_head,
             bucket_size=chunk, n_hashes=rounds, causal=causal, attend_across_buckets=across_buckets,
             allow_duplicate_attention=duplicates).eval()
         out, _, buckets = module(q.flatten(0, 1), v.flatten(0, 1))
@@ -142,12 +149,17 @@ def across_buckets_once():
     return lucidrains_case(1, causal=False, across_buckets=True, duplicates=False)
 
 
+@case("attention/lsh/testdata/per_head", LUCIDRAINS, 108)
+def per_head():
+    return lucidrains_case(4, causal=False, across_buckets=False, duplicates=True, per_head=True)
+
+
 # ---- Hugging Face transformers ----
 
 HUGGING_FACE = "transformers.models.reformer.modeling_reformer.LSHSelfAttention"
 
 
-def hugging_face_case(rounds, causal, chunk, factors, padded_from):
+def hugging_face_case(rounds, causal, chunk, factors, padded_from, per_head=False):
     """Its layer without the projections of hidden states, which pick q and v here."""
     from transformers import ReformerConfig
     from transformers.models.reformer.modeling_reformer import LSHSelfAttention
@@ -155,7 +167,7 @@ def hugging_face_case(rounds, causal, chunk, factors, padded_from):
     width = heads * channels
     q = draw(batch, heads, tokens, channels)
     v = draw(batch, heads, tokens, channels)
-    rotations = draw(channels, rounds, sum(factors) // 2)
+    rotations = draw(*[heads] * per_head, channels, rounds, sum(factors) // 2)
     padding = torch.ones(batch, tokens)
     for row, first in enumerate(padded_from):
         padding[row, first:] = 0
@@ -193,6 +205,11 @@ def hugging_face_padded():
 @case("attention/lsh/testdata/hugging_face_factorized", HUGGING_FACE, 107)
 def hugging_face_factorized():
     return hugging_face_case(2, False, 4, [12, 12], [48])
+
+
+@case("attention/lsh/testdata/hugging_face_per_head", HUGGING_FACE, 109)
+def hugging_face_per_head():
+    return hugging_face_case(2, False, 6, [8], [48], per_head=True)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,71 @@ def clusters_padded():
     return clusters_case(causal=False, padded_from=38)
 
 
+# ---- routing-transformer, vectors of any length ----
+
+
+def of_length_one(x):
+    return x / np.sqrt((x**2).sum(-1, keepdims=True))
+
+
+def given_case(shared):
+    """`shared`: keys are the queries, in a causal layer, which hides a token from itself."""
+    from routing_transformer import routing_transformer as package
+    batch, heads, tokens, channels, clusters = 2, 2, 30, 8, 4
+    size = -(-tokens // clusters)
+    q, k, v = (draw(batch, heads, tokens, channels) for _ in range(3))
+    centroids = draw(heads, clusters, channels)
+    recorded = []
+
+    def record(*args, choose=package.distribution):
+        recorded.append(choose(*args))
+        return recorded[-1]
+
+    with in_float64(), unittest.mock.patch.object(package, "distribution", record):
+        module = package.KmeansAttention(clusters, size, heads, channels, causal=shared, shared_qk=shared)
+        assert module.num_mem_kv == 0
+        module.kmeans.means.copy_(centroids)
+        module.kmeans.initted.fill_(True)
+        out, _ = module.eval()(q, q if shared else k, v)
+    marks = [members_of(indices, (batch, heads, tokens), clusters) for indices in recorded]
+    tensors = {"q": f32(q), "k": f32(q if shared else k), "v": f32(v), "centroids": f32(centroids),
+               "query_members": marks[0].numpy(), "key_members": marks[-1].numpy(), "out": f64(out)}
+
+    def formula(t):
+        keys = of_length_one(t["q"]) if shared else t["k"]
+        allowed = np.tril(np.ones((tokens, tokens), bool)) if shared else np.ones((tokens, tokens), bool)
+        bias = -5e4 * np.eye(tokens) if shared else 0
+        total = 0
+        for c in range(clusters):
+            is_query = t["query_members"][..., c:c + 1]
+            seen = np.where(is_query > 0, allowed & (t["key_members"][:, :, None, :, c] > 0), True)
+            total = total + is_query * attend(t["q"], keys, t["v"], seen, bias)
+        count = t["query_members"].sum(-1, keepdims=True)
+        return {"out": total / (count + MEAN_EPSILON),
+                "query_members": largest(of_length_one(t["q"]), t["centroids"], size),
+                "key_members": largest(of_length_one(t["k"]), t["centroids"], size)}
+
+    return tensors, {
+        "clusters": clusters, "causal": str(shared).lower(), "scale": "0", "mean_epsilon": MEAN_EPSILON,
+        "norm": "unit", "scored": "given", "self_bias": "-5e4" if shared else "0",
+        "formula": "members: of each cluster the ceil(tokens / clusters) tokens of largest q . centroid / |q|, and of "
+                   "keys; out = 1 / (n + mean_epsilon) sum over the n clusters of a query of softmax(q k / "
+                   "sqrt(head_dim) + self_bias [i = j]) v over the cluster's keys; where causal keys are q / |q|, and "
+                   "j <= i",
+        "self": "the package puts -5e4 in the place of a token's score with itself; the output is the same",
+    }, formula
+
+
+@case("attention/routing/testdata/given", ROUTING, 115)
+def given():
+    return given_case(shared=False)
+
+
+@case("attention/routing/testdata/given_shared", ROUTING, 116)
+def given_shared():
+    return given_case(shared=True)
+
+
 # ---- local-attention ----
 
 
