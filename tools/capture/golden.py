@@ -732,7 +732,8 @@ ACTIVATIONS = {
 
 def stack_formula(t, prefix, x, heads, layers, pre_norm, activation, allowed, memory=None,
                   memory_allowed=None):
-    """One stack; `allowed` of self-attention, `memory_allowed` of attention to the memory."""
+    """One stack; `allowed` of self-attention, `memory_allowed` of attention to the memory. It ends
+    with a norm where `t` has one."""
     def norm(h, name):
         return layer_norm(h, t[f"{name}.gamma"], t[f"{name}.beta"], 1e-5)
 
@@ -756,26 +757,28 @@ def stack_formula(t, prefix, x, heads, layers, pre_norm, activation, allowed, me
             name = f"{prefix}{n}.{name}"
             h = (h + compute(name, norm(h, f"{name}_norm")) if pre_norm else
                  norm(h + compute(name, h), f"{name}_norm"))
-    return norm(h, f"{prefix}_norm") if pre_norm else h
+    return norm(h, f"{prefix}_norm") if f"{prefix}_norm.gamma" in t else h
 
 
-def stack_metadata(part, block, activation, heads, head_dim, inner, layers, causal):
+def stack_metadata(part, block, final_norm, activation, heads, head_dim, inner, layers, causal):
     return {
-        "part": part, "block": block, "activation": activation, "heads": heads,
-        "head_dim": head_dim, "inner_dim": inner, "layers": layers, "causal": str(causal).lower(),
+        "part": part, "block": block, "final_norm": str(final_norm).lower(),
+        "activation": activation, "heads": heads, "head_dim": head_dim, "inner_dim": inner, "layers": layers, "causal": str(causal).lower(),
         "layer_norm_epsilon": 1e-5,
         "orientation": "y = x W + b, W [in, out]; head h owns columns h head_dim to (h + 1) head_dim "
                        "- 1 of w_q, w_k, w_v and those rows of w_o",
         "formula": "per sublayer S (attention, in a decoder attention to the memory, feed-forward) "
-                   "post_norm h <- norm(h + S(h)), else h <- h + S(norm(h)) and a last norm; "
-                   "feed-forward activation(h w1 + b1) w2 + b2; gelu_sigmoid is x sigmoid(1.702 x)",
+                   "post_norm h <- norm(h + S(h)), else h <- h + S(norm(h)); where final_norm is "
+                   "true a last norm; feed-forward activation(h w1 + b1) w2 + b2; gelu_sigmoid is x sigmoid(1.702 x)",
         "mask": "causal: of attention over x; key_padding [batch, kv_tokens], where it is there: 1 a "
                 "real key of the memory, or of x where there is no memory, 0 a padded one",
     }
 
 
-def stack_case(decodes, pre_norm, activation, tokens, kv_tokens=None, causal=False, padding=None):
-    batch, heads, head_dim, layers = 2, 3, 8, 2
+def stack_case(decodes, pre_norm, activation, tokens, kv_tokens=None, causal=False, padding=None,
+               final_norm=None, heads=3, head_dim=8):
+    batch, layers = 2, 2
+    final_norm = pre_norm if final_norm is None else final_norm
     width, inner = heads * head_dim, 2 * heads * head_dim
     x = draw(batch, tokens, width)
     memory = draw(batch, kv_tokens, width) if decodes else None
@@ -786,7 +789,7 @@ def stack_case(decodes, pre_norm, activation, tokens, kv_tokens=None, causal=Fal
     settings = {"dropout": 0.0, "activation": activation, "batch_first": True,
                 "norm_first": pre_norm}
     with in_float64():
-        last = torch.nn.LayerNorm(width) if pre_norm else None
+        last = torch.nn.LayerNorm(width) if final_norm else None
         if decodes:
             layer = torch.nn.TransformerDecoderLayer(width, heads, inner, **settings)
             module = torch.nn.TransformerDecoder(layer, layers, norm=last)
@@ -813,8 +816,8 @@ def stack_case(decodes, pre_norm, activation, tokens, kv_tokens=None, causal=Fal
         return {"out": stack_formula(t, prefix, t["x"], heads, layers, pre_norm, activation,
                                      over_x if decodes else over_x & keys, t.get("memory"), keys)}
 
-    return tensors, stack_metadata(prefix, "pre_norm" if pre_norm else "post_norm", activation,
-                                   heads, head_dim, inner, layers, causal), formula
+    return tensors, stack_metadata(prefix, "pre_norm" if pre_norm else "post_norm", final_norm,
+                                   activation, heads, head_dim, inner, layers, causal), formula
 
 
 @case("attention/encoder_decoder/testdata/encoder_post_norm", "torch.nn.TransformerEncoderLayer", 81)
@@ -836,6 +839,19 @@ def decoder_post_norm():
 def decoder_pre_norm():
     return stack_case(True, True, "relu", 13, kv_tokens=22, causal=True,
                       padding=[(0, 17, 22), (1, 0, 4)])
+
+
+@case("attention/encoder_decoder/testdata/encoder_pre_norm_no_final_norm",
+      "torch.nn.TransformerEncoder", 86)
+def encoder_pre_norm_no_final_norm():
+    return stack_case(False, True, "relu", 9, causal=True, final_norm=False, heads=2, head_dim=4)
+
+
+@case("attention/encoder_decoder/testdata/decoder_post_norm_final_norm",
+      "torch.nn.TransformerDecoder", 87)
+def decoder_post_norm_final_norm():
+    return stack_case(True, False, "relu", 7, kv_tokens=11, causal=True, final_norm=True, heads=2,
+                      head_dim=4)
 
 
 @case("attention/encoder_decoder/testdata/sparse",
@@ -882,8 +898,8 @@ def sparse_block():
     out = norm(h, "encoder_norm")
     tensors = {"x": f32(x), **{name: f32(value) for name, value in p.items()}, "out": f64(out)}
     allowed = np.tril(np.ones((tokens, tokens), bool))
-    return tensors, stack_metadata("encoder", "sparse", "gelu_sigmoid", heads, head_dim, inner,
-                                   layers, True), lambda t: {
+    return tensors, stack_metadata("encoder", "sparse", True, "gelu_sigmoid", heads, head_dim,
+                                   inner, layers, True), lambda t: {
         "out": stack_formula(t, "encoder", t["x"], heads, layers, True, "gelu_sigmoid", allowed)}
 
 
