@@ -227,7 +227,7 @@ class GatedDefinition {
       *context = stack_.FeedForwardNorm(n, g);
       h = Gated(LayerPrefix(n) + "ff_gate.", g, Update(stack_.FeedForward(n, *context)));
     }
-    return h;
+    return stack_.FinalNorm(h);
   }
 
  private:

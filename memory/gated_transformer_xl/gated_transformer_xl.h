@@ -5,6 +5,7 @@
 //
 //   g   = gate_1(h^(n-1), relu(attention(LN [memory; h^(n-1)])))
 //   h^n = gate_2(g, relu(FF(LN g)))                        FF(x) = relu(x W_1 + b_1) W_2 + b_2
+//   out = h^layers, or LN(h^layers) with `final_norm`
 //
 // Attention, its memory, masks, and parameters are those of memory/transformer_xl/transformer_xl.h:
 // queries come from the segment, keys and values from the memory too, all of them normalised. With *
@@ -40,6 +41,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "core/layers/final_norm.h"
 #include "core/technique.h"
 #include "memory/transformer_xl/stack_options.h"
 
@@ -70,6 +72,7 @@ struct GatedTransformerXlOptions : transformer_xl::RelativeStackOptions {
     bind.Real("gate_bias", &gate_bias, -1e4, 1e4,
               "the value that b_g begins with; larger ones let less of a sublayer through");
     bind.Bool("relu", &relu, "a ReLU on what a sublayer gives to its gate");
+    DescribeFinalNorm(bind, &final_norm);
   }
 };
 

@@ -37,6 +37,7 @@ TEST(GatedTransformerXl, EveryGateEqualsTheDefinition) {
              {{"segment", "32"}, {"memory", "50"}},
              {{"segment", "40"}, {"memory", "30"}, {"same_length", "true"}},
              {{"segment", "64"}, {"memory", "0"}, {"relu", "false"}},
+             {{"segment", "40"}, {"final_norm", "true"}},
              {{"max_distance", "20"}, {"share_biases", "false"}, {"layers", "3"}}}) {
       Options options = more;
       options["gate"] = gate;

@@ -1,7 +1,7 @@
 // Memorizing Transformer: a Transformer-XL one layer of which also reads a large store of the keys
 // and values of past tokens; each query takes the k nearest from it.
 //
-// All layers are those of memory/transformer_xl/transformer_xl.h. In layer `memory_layer`, for each
+// All layers are those of memory/transformer_xl/transformer_xl.h, with its pre_norm and final_norm. In layer `memory_layer`, for each
 // head h and with q, k, v the queries, keys and values that its own attention has:
 //
 //   unit(x) = x / max(|x|, 1e-12)
@@ -52,6 +52,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "core/layers/final_norm.h"
 #include "core/technique.h"
 #include "memory/transformer_xl/stack_options.h"
 
@@ -72,6 +73,7 @@ struct MemorizingOptions : transformer_xl::RelativeStackOptions {
   void Describe(OptionBinder& bind) {
     DescribeStack(bind, kMaxLayers);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
+    DescribeFinalNorm(bind, &final_norm);
     // The paper's is the 9th of 12.
     bind.Int("memory_layer", &memory_layer, -1, kMaxLayers - 1,
              "the layer that reads the store, from 0; -1 means three quarters of the way up");

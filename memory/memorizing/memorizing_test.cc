@@ -100,6 +100,7 @@ TEST(Memorizing, EveryOptionEqualsTheDefinition) {
             {"beyond_memory", "true"}},
            {{"segment", "1"}, {"store", "1"}, {"k", "32"}},
            {{"segment", "20"}, {"layers", "3"}, {"memory_layer", "0"}, {"pre_norm", "true"}},
+           {{"segment", "20"}, {"pre_norm", "true"}, {"final_norm", "true"}},
            {{"segment", "20"}, {"share_biases", "false"}, {"max_distance", "9"}},
            {{"segment", "128"}}}) {
     ExpectAsDefined(CausalProblem(2, 3, 100, 8), options, Device::kCpu);

@@ -24,6 +24,11 @@ Rows StackDefinition::FeedForwardNorm(int64_t n, const Rows& x) const {
   return x.Normalized(Vector(norm + ".gamma"), Vector(norm + ".beta"));
 }
 
+Rows StackDefinition::FinalNorm(const Rows& h) const {
+  if (!sizes_.final_norm) return h;
+  return h.Normalized(Vector("final_norm.gamma"), Vector("final_norm.beta"));
+}
+
 Rows StackDefinition::FeedForward(int64_t n, const Rows& x) const {
   const std::string ff = LayerPrefix(n) + "ff.";
   return x.Times(Matrix(ff + "w1"), pool_)
@@ -115,7 +120,7 @@ Rows StackDefinition::Forward(const Rows& x, bool pre_norm, const AttentionOf& a
     if (!pre_norm) h = FeedForwardNorm(n, h);
     if (context != nullptr) *context = input;
   }
-  return h;
+  return FinalNorm(h);
 }
 
 Rows SequenceOf(const ConstTensorView& x, int64_t b) {

@@ -29,6 +29,8 @@ class StackDefinition {
   Rows AttentionNorm(int64_t n, const Rows& x) const;
   Rows FeedForwardNorm(int64_t n, const Rows& x) const;
   Rows FeedForward(int64_t n, const Rows& x) const;
+  // Normalises what the last layer writes, where the stack has a norm for it.
+  Rows FinalNorm(const Rows& h) const;
   Rows Project(int64_t n, const std::string& matrix, const Rows& x) const {  // "w_q"
     return x.Times(Matrix(LayerPrefix(n) + matrix), pool_);
   }
