@@ -1128,17 +1128,20 @@ def sinkhorn_attend(t, block, sorted_blocks):
                   np.concatenate((sorted_v, t["v"]), 2), np.concatenate((own, own), 1))
 
 
-def sinkhorn_sort(t, block, iterations, temperature):
-    rows = np.concatenate((t["q"], t["k"]), -1)
-    batch, heads, tokens, width = rows.shape
-    pooled = rows.reshape(batch, heads, tokens // block, block, width).sum(3)
-    scores = np.maximum(np.einsum("bhuc,hct->bhut", pooled, t["score_weights"]), 0)
-    a = (np.log(scores + 1e-6) + t["g"]) / temperature
+def balance(a, iterations):
     for _ in range(iterations):
         for axis in (-1, -2):
             a = a - np.log(np.exp(a - a.max(axis, keepdims=True)).sum(axis, keepdims=True)) \
                 - a.max(axis, keepdims=True)
     return np.exp(a)
+
+
+def sinkhorn_sort(t, block, iterations, temperature):
+    rows = np.concatenate((t["q"], t["k"]), -1)
+    batch, heads, tokens, width = rows.shape
+    pooled = rows.reshape(batch, heads, tokens // block, block, width).sum(3)
+    scores = np.maximum(np.einsum("bhuc,hct->bhut", pooled, t["score_weights"]), 0)
+    return balance((np.log(scores + 1e-6) + t["g"]) / temperature, iterations)
 
 
 def sinkhorn_case(balanced, sorted_blocks=0):
