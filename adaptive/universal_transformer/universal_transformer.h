@@ -35,10 +35,10 @@
 // Graves 2016, "Adaptive computation time for recurrent neural networks", arXiv:1603.08983v6,
 // section 2 (halt_from=after). Where these and their authors' code differ, options select the other
 // variant. The convolutions' sizes and halting from before are those of tensor2tensor's
-// universal_transformer_util.py, whose functions universal_transformer_act_basic and _accumulated are
-// output=basic and accumulated with halted=recomputed, halt_when=above and remainder_at_limit=false,
-// layer normalisations apart. (Some of its versions have previous_state * 1 - update_weights in the
-// first, an error that is not followed.)
+// universal_transformer_util.py, whose functions universal_transformer_act_basic and _accumulated
+// are output=basic and accumulated with halted=recomputed, halt_when=above and
+// remainder_at_limit=false, layer normalisations apart. (Some of its versions subtract the weights
+// from the first's mix, an error of precedence that is not followed.)
 //
 // Cost. A step of a token that goes on: (4 d^2 + 4 d inner) FLOPs and 4 d a key seen in
 // self-attention of d = model_dim, 4 d^2 for its key and value, and 2 d for the gate. A halted
@@ -50,9 +50,9 @@
 // list, in tiles of 64 rows and, in 16-bit attention, 128. All steps are launched. The loads and
 // stores that the simulator counts there fall by 0.99 of the share of the FLOPs that halting saves
 // (256 tokens, of which one in two or three in four halt after the first of 3 steps); time on a GPU
-// has not been measured. With halted=recomputed all tokens of a sequence take as many steps as the one
-// that takes most, whatever they add to the output: halting saves what is behind that step, and on
-// CUDA nothing.
+// has not been measured. With halted=recomputed all tokens of a sequence take as many steps as the
+// one that takes most, whatever they add to the output: halting saves what is behind that step, and
+// on CUDA nothing.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_H_
 
@@ -139,8 +139,8 @@ struct UniversalTransformerOptions {
 //
 // The statistics of the last Run are mean_steps, max_steps and mean_ponder over tokens that are not
 // padding, and saved_flops, as a share of the FLOPs of a network that never halts. cost().flops are
-// those of the last Run with halting=act, unknown before it. Steps are N_t; FLOPs and saved_flops count
-// the steps in which a halted token is recomputed.
+// those of the last Run with halting=act, unknown before it. Steps are N_t; FLOPs and saved_flops
+// count the steps in which a halted token is recomputed.
 //
 // The counterpart is the same network with halting=none.
 class UniversalTransformer : public TechniqueOf<UniversalTransformerOptions> {

@@ -65,9 +65,9 @@ struct ReadStatesArguments {
   HaltingArguments halting;
 };
 
-// Sets H = S for tokens that run or are recomputed, and for those that run decides with halting from
-// after the step, and adds S to the output: Y = kept Y + weight S, where `kept` is 1, or 1 - weight of
-// a mix; or Y = S.
+// Sets H = S for tokens that run or are recomputed, and for those that run decides with halting
+// from after the step, and adds S to the output: Y = kept Y + weight S, where `kept` is 1, or 1 -
+// weight of a mix; or Y = S.
 struct KeepStatesArguments {
   const float* made;  // S [rows, channels]
   float* state;

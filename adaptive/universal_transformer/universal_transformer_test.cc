@@ -430,8 +430,8 @@ TEST(UniversalTransformer, ASumThatIsTheThresholdReachesItButIsNotAboveIt) {
   }
 }
 
-// Token 0 halts after one step, the others never. The states of all tokens are those of a network that
-// never halts, and token 0's output is its first.
+// Token 0 halts after one step, the others never. The states of all tokens are those of a network
+// that never halts, and token 0's output is its first.
 TEST(UniversalTransformer, RecomputedTokensChangeForTheOthersButNotInTheOutput) {
   const Problem problem = Self(2, 2, 12, 8);
   NamedTensors inputs = Random(problem);

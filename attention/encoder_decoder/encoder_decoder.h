@@ -8,7 +8,8 @@
 //   h <- LN(h + S(h))           post_norm, the original
 //   h <- h + S(LN(h))           pre_norm
 //
-// A last LN follows each stack where `final_norm` is true; auto is true unless layers are post_norm.
+// A last LN follows each stack where `final_norm` is true; auto is true unless layers are
+// post_norm.
 //
 //   FF(h) = activation(h W_1 + b_1) W_2 + b_2,   LN as in core/layers/layer_norm.h, epsilon 1e-5
 //
@@ -104,7 +105,8 @@ struct EncoderDecoderOptions {
 // Parameters, f32: encoderN.attention, decoderN.self and decoderN.cross with .w_q, ... of
 // ProjectionSpecs and .inner.NAME; encoderN.ff and decoderN.ff with .w1 [model_dim, f], .b1 [f], .w2
 // [f, model_dim], .b2 [model_dim]; a norm beside each of them, encoderN.attention_norm, decoderN.
-// ff_norm, with .gamma and .beta [model_dim]; encoder_norm and decoder_norm where there is a final norm. Matrices and biases are drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
+// ff_norm, with .gamma and .beta [model_dim]; encoder_norm and decoder_norm where there is a final
+// norm. Matrices and biases are drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
 //
 // The counterpart is the same network with the inner technique's counterpart inside.
 class EncoderDecoder : public TechniqueOf<EncoderDecoderOptions> {

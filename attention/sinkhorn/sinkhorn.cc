@@ -269,6 +269,7 @@ class SinkhornLayer : public Layer {
   }
 
   std::array<PooledRows, 2> PooledRowsOf(const Inputs& inputs) const {
+    if (options_.scores == SortScores::kGiven) return {};
     const PooledRows keys = {inputs.Get("k"), 1};
     switch (options_.pooled) {
       case Pooled::kQueriesAndKeys:

@@ -16,22 +16,22 @@
 //
 // The sums are over all t, or where causal over t < u: then block u depends only on tokens up to
 // its first, and block 0 has nothing to sort. With `null_key`, where causal, a null block of b rows
-// that are all the head's learned null key (null value) comes before block 0, and all blocks sort it too:
-// R and S have it as a first column, and columns are normalised as before. A query i of block u then attends, in one softmax
-// with the scale head_dim^(-1/2), to
+// that are all the head's learned null key (null value) comes before block 0, and all blocks sort
+// it too: R and S have it as a first column, and columns are normalised as before. A query i of
+// block u then attends, in one softmax with the scale head_dim^(-1/2), to
 //
 //   the rows of K^s_u, and the tokens of K_u (where causal up to i)       sorted_blocks = 0
 //   the rows of K^s_0, ..., K^s_(n-1) for all queries (SortCut)           sorted_blocks = n > 0
 //
-// Row r of K^s_u is a key where a block t of its sum has a token in row r; the null block has one in
-// each. No query sees rows that
+// Row r of K^s_u is a key where a block t of its sum has a token in row r; the null block has one
+// in each. No query sees rows that
 // come from padding alone. A given matrix S that takes a block whose row r is missing gives a key
 // and a value of 0, which count.
 //
 // x_j is row j of the head's k (`pooled` keys), of q and k side by side (queries_and_keys; queries that
 // share a key-value head are added up), or of the hidden states x, which is the paper's and which the
-// other two are projections of. With `scores` given R is the input `logits`, of any network. S is written to the optional output `sort`; where the optional input
-// `sort` is there, it is S.
+// other two are projections of. With `scores` given R is the input `logits`, of any network. S is
+// written to the optional output `sort`; where the optional input `sort` is there, it is S.
 //
 // Without causality columns of S sum to 1, and rows ever more nearly. N = 1 makes S = 1: attention to
 // every key twice, which is dense attention. With S = I it is attention within blocks, and with S a
@@ -50,8 +50,8 @@
 // block too, unless blocks of keys have another size; a masked key counts in the sums, and hides
 // those that S takes most of; by default it keeps of a softmax over R the largest entry of each row
 // (such an S can be given as `sort`), or scores blocks by their mean queries and keys; where causal it
-// has `null_key`, a masked softmax instead of the balance (its S can be given too), and half of the heads
-// on rotated tokens. Its null keys and values are the source of ours; the paper has none.
+// has `null_key`, a masked softmax instead of the balance (its S can be given too), and half of the
+// heads on rotated tokens. Its null keys and values are the source of ours; the paper has none.
 //
 // Cost, a head of d: tokens d for X, 2 N (width hidden + hidden N) for R, 4 N^2 for each iteration, 4
 // N tokens d for the sums, half of that where causal, and 8 tokens b d for attention. That is linear in
@@ -113,16 +113,17 @@ struct SinkhornOptions {
 };
 
 // Sinkhorn reads q, k, v, the optional key_mask; x [batch, tokens, model_dim], logits and g f32
-// [batch, kv_heads, N, M] where options say so, M = N, or N + 1 with a null key; the optional sort of
-// that shape. It writes
+// [batch, kv_heads, N, M] where options say so, M = N, or N + 1 with a null key; the optional sort
+// of that shape. It writes
 // out and the optional log_sum_exp and sort. It is self-attention only, of at most 4096 blocks;
 // SortCut is not causal.
 //
 // The parameters, f32, of deviation 1 / sqrt(inputs), with width head_dim, twice that, or
 // model_dim, are hidden_weights [kv_heads, width, hidden], hidden_bias [kv_heads, hidden],
 // score_weights [kv_heads, hidden, M] and score_bias [kv_heads, M]. Where `hidden` is 0, the first
-// two do not exist and score_weights is [kv_heads, width, M]; where scores are given, none of the four
-// exists. A null key has null_key [kv_heads, head_dim] and null_value [kv_heads, value_dim], N(0, 1).
+// two do not exist and score_weights is [kv_heads, width, M]; where scores are given, none of the
+// four exists. A null key has null_key [kv_heads, head_dim] and null_value [kv_heads, value_dim],
+// N(0, 1).
 class Sinkhorn : public TechniqueOf<SinkhornOptions> {
  public:
   Sinkhorn();

@@ -44,8 +44,8 @@ void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const 
                  const Execution& execution);
 
 // Computes, to [batch, heads, mixed_blocks block, channels], sum_t S_ut of the blocks of `from`
-// [batch, heads, tokens, channels]. `sort` is contiguous; `null_rows` has the null block's row of each
-// head, [heads][channels], where there is one.
+// [batch, heads, tokens, channels]. `sort` is contiguous; `null_rows` has the null block's row of
+// each head, [heads][channels], where there is one.
 size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, DType sort, int threads);
 void MixCpu(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorView& from,
             const double* null_rows, const ConstTensorView& key_mask, const TensorView& to,

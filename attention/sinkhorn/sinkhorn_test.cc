@@ -535,6 +535,7 @@ TEST(Sinkhorn, GivenLogitsAreTheScoresOfANetworkThatGivesThem) {
           EXPECT_EQ(MaxDifference(a.at(output).view(), b.at(output).view()), 0) << output;
         }
         ExpectRunMatchesDefinition(problem, given, device);
+        ExpectRunMatchesDefinition(problem, With(given, {{"pooled", "hidden"}}), device);
       }
     }
   }
@@ -716,7 +717,8 @@ TEST(Sinkhorn, CostCountsEveryStep) {
     const double pairs = causal ? 2 * 16 + 3 * 10 : 3 * 32;
     EXPECT_EQ(*layer->cost().flops, 6 * (pooled + network + balance + sums + 2 * pairs * 10));
   }
-  // With a null key all 3 blocks sort one block more, which block 0 sees; given scores cost nothing.
+  // With a null key all 3 blocks sort one block more, which block 0 sees; given scores cost
+  // nothing.
   const Problem problem = Problem::SelfAttention(2, 3, 12, 5, /*causal=*/true);
   const Options options =
       With(Block(4), {{"iterations", "2"}, {"null_key", "true"}, {"scores", "given"}});

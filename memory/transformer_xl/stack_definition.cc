@@ -59,7 +59,7 @@ double StackDefinition::SpanWeight(int64_t n, int64_t h, int64_t distance) const
 }
 
 Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
-                              std::vector<double>* received) const {
+                              std::vector<double>* received, Rows* log_sum_exp) const {
   const std::string biases = BiasPrefix(sizes_, n);
   const Rows distances = Project(n, "w_r", Sinusoids(keys.k.rows()));
   const Rows content_bias = Matrix(biases + "u"), position_bias = Matrix(biases + "v");
@@ -89,6 +89,7 @@ Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
       AddTimes(s[j], keys.v[j] + h * e, e, context[p] + h * e);
     }
     for (int64_t c = 0; c < e; ++c) context[p][h * e + c] /= sum;
+    if (log_sum_exp != nullptr) (*log_sum_exp)[p][h] = max + std::log(sum);
     for (int64_t j = first; received != nullptr && j <= here; ++j) weights[p][j] += s[j] / sum;
   };
   ForEachOf(pool_, q.rows(), [&](int64_t p) {
