@@ -75,21 +75,18 @@ def set_positions(attention, w_r, u, v):
     attention.query_pos_bias.copy_(u)
 
 
-def layer_parameters(layer, w_r):
-    attention, feed_forward = layer.self_attn, layer.feed_forward
-    return {"w_q": attention.query.linear.weight.T, "w_k": attention.key.linear.weight.T,
-            "w_v": attention.value.linear.weight.T, "w_r": w_r, "w_o": attention.output.weight.T,
-            "attention_norm.gamma": layer.norm_self_attn.weight,
-            "attention_norm.beta": layer.norm_self_attn.bias,
-            "ff_norm.gamma": layer.norm_ff.weight, "ff_norm.beta": layer.norm_ff.bias,
-            "ff.w1": feed_forward.layer1.weight.T, "ff.b1": feed_forward.layer1.bias,
-            "ff.w2": feed_forward.layer2.weight.T, "ff.b2": feed_forward.layer2.bias}
-
-
 def parameters_of(model, w_r, u, v):
     parameters = {"u": u, "v": v}
     for n, layer in enumerate(model.layers):
-        own = {**layer_parameters(layer, w_r[n]),
+        attention, feed_forward = layer.self_attn, layer.feed_forward
+        own = {"w_q": attention.query.linear.weight.T, "w_k": attention.key.linear.weight.T,
+               "w_v": attention.value.linear.weight.T, "w_r": w_r[n],
+               "w_o": attention.output.weight.T,
+               "attention_norm.gamma": layer.norm_self_attn.weight,
+               "attention_norm.beta": layer.norm_self_attn.bias,
+               "ff_norm.gamma": layer.norm_ff.weight, "ff_norm.beta": layer.norm_ff.bias,
+               "ff.w1": feed_forward.layer1.weight.T, "ff.b1": feed_forward.layer1.bias,
+               "ff.w2": feed_forward.layer2.weight.T, "ff.b2": feed_forward.layer2.bias,
                "convolution.w": layer.compress.conv.weight.permute(2, 1, 0),
                "convolution.b": layer.compress.conv.bias}
         parameters.update({f"layer{n}.{name}": p for name, p in own.items()})

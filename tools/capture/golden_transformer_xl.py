@@ -12,9 +12,10 @@ import golden
 import golden_compressive
 from golden import (attend, case, draw, f32, f64, in_float64, layer_norm, merge_heads,
                     redraw_parameters, split_heads)
-from golden_compressive import HEADS, HEAD_DIM, INNER, LAYERS, WIDTH
 
 FIRST = len(golden.CASES)
+LAYERS, HEADS, HEAD_DIM, INNER = 2, 2, 6, 24
+WIDTH = HEADS * HEAD_DIM
 SEGMENT, MEMORY, SEGMENTS, BATCH = 6, 9, 4, 2
 
 
@@ -33,11 +34,34 @@ def network():
     return module.TransformerXL(layer, LAYERS).eval()
 
 
+def positions(distances):
+    angles = np.outer(np.arange(distances), 10000.0 ** (-np.arange(0, WIDTH, 2) / WIDTH))
+    return np.concatenate((np.sin(angles), np.cos(angles)), -1)
+
+
+def set_positions(attention, w_r, u, v):
+    """Its learned vector of distance d is row P - d: Transformer-XL's r_d W_r, and v with it."""
+    r = torch.from_numpy(positions(MEMORY + SEGMENT)) @ w_r
+    r = r.reshape(-1, HEADS, HEAD_DIM)
+    place = attention.P - torch.arange(r.shape[0])
+    attention.key_pos_embeddings[place] = r
+    attention.key_pos_bias[place] = (r * v).sum(-1)
+    attention.query_pos_bias.copy_(u)
+
+
 def parameters_of(model, w_r, u, v):
     parameters = {"u": u, "v": v, "final_norm.gamma": model.norm.weight,
                   "final_norm.beta": model.norm.bias}
     for n, layer in enumerate(model.layers):
-        own = golden_compressive.layer_parameters(layer, w_r[n])
+        attention, feed_forward = layer.self_attn, layer.feed_forward
+        own = {"w_q": attention.query.linear.weight.T, "w_k": attention.key.linear.weight.T,
+               "w_v": attention.value.linear.weight.T, "w_r": w_r[n],
+               "w_o": attention.output.weight.T,
+               "attention_norm.gamma": layer.norm_self_attn.weight,
+               "attention_norm.beta": layer.norm_self_attn.bias,
+               "ff_norm.gamma": layer.norm_ff.weight, "ff_norm.beta": layer.norm_ff.bias,
+               "ff.w1": feed_forward.layer1.weight.T, "ff.b1": feed_forward.layer1.bias,
+               "ff.w2": feed_forward.layer2.weight.T, "ff.b2": feed_forward.layer2.bias}
         parameters.update({f"layer{n}.{name}": p for name, p in own.items()})
     return parameters
 
@@ -52,7 +76,7 @@ def formula(t):
         p = {name.split(".", 1)[1]: a for name, a in t.items() if name.startswith(f"layer{n}.")}
         x = layer_norm(h, p["attention_norm.gamma"], p["attention_norm.beta"], 1e-5)
         q, k, v = (split_heads(x @ p[name], HEADS) for name in ("w_q", "w_k", "w_v"))
-        r = split_heads((golden_compressive.positions(total) @ p["w_r"])[None], HEADS)[0]
+        r = split_heads((positions(total) @ p["w_r"])[None], HEADS)[0]
         by_distance = np.einsum("bhid,hcd->bhic", q + t["v"][:, None], r)
         bias = np.take_along_axis(
             by_distance, np.broadcast_to(np.maximum(i - j, 0), by_distance.shape), -1)
@@ -72,7 +96,7 @@ def labml_network():
         model = network()
         redraw_parameters(model, 0.3)
         for layer, matrix in zip(model.layers, w_r):
-            golden_compressive.set_positions(layer.self_attn, matrix, u, v)
+            set_positions(layer.self_attn, matrix, u, v)
             layer.self_attn.value.linear.bias.zero_()  # ours have no biases there
             layer.self_attn.output.bias.zero_()
         memories, outs = [], []
