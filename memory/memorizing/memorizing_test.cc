@@ -255,7 +255,9 @@ TEST(Memorizing, JoinedScoresAndANullSlotGiveWhatTheFormulaGivesByHand) {
       Fill(matrix.view(), 0);
       for (int64_t c = 0; c < 4; ++c) matrix.span<float>()[5 * c] = 1;
     }
-    for (const char* name : {"u", "v", "layer0.ff.w2"}) Fill(parameters.at(name).view(), 0);
+    for (const char* name : {"u", "v", "layer0.w_r", "layer0.ff.w2"}) {
+      Fill(parameters.at(name).view(), 0);
+    }
     Fill(parameters.at("layer0.memory.scale").view(), std::log(3.0));
     if (!joins) {
       Fill(parameters.at("layer0.memory.gate").view(), 0);  // g = 1/2

@@ -163,8 +163,11 @@ absl::Status RelativeAttention::Replace(const ConstTensorView& x, const Executio
   const Scratch scratch = LayOut(x.dim(1), workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
-  MatMulCall call{x, {}, Slice(scratch.projections, 2, width, 2 * width)};
-  call.columns = {width, 2 * width};
+  MatMulCall call{x, {}, scratch.projections};
+  if (device_ != Device::kCpu) {  // where some columns of a product can be had
+    call.y = Slice(scratch.projections, 2, width, 2 * width);
+    call.columns = {width, 2 * width};
+  }
   TFB_RETURN_IF_ERROR(MatMul(projections_, call, rest));
   const auto projection = [&](int64_t n) {
     return Heads(Slice(scratch.projections, 2, n * width, width), problem_.query_heads);
