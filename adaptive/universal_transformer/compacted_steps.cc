@@ -12,6 +12,7 @@ namespace tfb::universal_transformer {
 namespace {
 
 using HaltFrom = UniversalTransformerOptions::HaltFrom;
+using HaltWhen = UniversalTransformerOptions::HaltWhen;
 using Output = UniversalTransformerOptions::Output;
 
 constexpr int64_t kRowsOfTask = 16;
@@ -67,7 +68,7 @@ CompactedSteps::Scratch CompactedSteps::LayOut(Workspace& workspace) const {
   };
   Scratch scratch = {};
   scratch.state = floats(s.width);
-  if (options_.weighs()) scratch.weighted = floats(s.width);
+  if (options_.keeps_outputs()) scratch.output = floats(s.width);
   scratch.base = floats(s.keys_values());
   scratch.projected = of_dtype({problem_.batch, problem_.query_tokens, s.projected()});
   scratch.placed = floats(s.width);
@@ -85,8 +86,8 @@ CompactedSteps::Scratch CompactedSteps::LayOut(Workspace& workspace) const {
   scratch.row = workspace.Take<int32_t>(s.rows);
   scratch.just_halted = workspace.Take<int32_t>(s.rows);
   scratch.token = workspace.Take<int32_t>(s.rows);
-  scratch.halts = workspace.Take<uint8_t>(s.rows);
   scratch.is_token = workspace.Take<uint8_t>(s.rows);
+  scratch.has_halted = workspace.Take<uint8_t>(s.rows);
   scratch.first_of_batch = workspace.Take<int64_t>(problem_.batch + 1);
   return scratch;
 }
@@ -138,11 +139,12 @@ void CompactedSteps::Begin(Walk& walk) const {
     const int64_t b = r / tokens, t = r % tokens;
     const bool is_token = mask.empty() || *mask.At<uint8_t>(b, t) != 0;
     scratch.is_token[r] = is_token;
+    scratch.has_halted[r] = 0;
     scratch.total[r] = 0;
     walk.call.ponder[r] = is_token && !options_.halts() ? static_cast<float>(options_.steps) : 0;
     walk.call.steps[r] = is_token && !options_.halts() ? static_cast<int32_t>(options_.steps) : 0;
     LoadRow(x, x.Offset(b, t), x.stride(2), s.width, scratch.state + r * s.width);
-    if (options_.weighs()) std::fill_n(scratch.weighted + r * s.width, s.width, 0.0f);
+    if (options_.keeps_outputs()) std::fill_n(scratch.output + r * s.width, s.width, 0.0f);
     if (is_token) return;
     float* zeros = scratch.base + r * s.keys_values();
     std::fill_n(zeros, s.keys_values(), 0.0f);
@@ -178,19 +180,22 @@ void CompactedSteps::Gather(const Walk& walk) const {
   });
 }
 
-// Decides whether one token halts, from the step's probability of the row `of`.
+// Decides whether one token halts that has not, from the step's probability of the row `of`.
 void CompactedSteps::Decide(const Walk& walk, int64_t place, const float* of) const {
   const Scratch& scratch = walk.scratch;
   const int64_t r = scratch.row[place];
+  if (scratch.has_halted[r] != 0) return;
   const float logit =
       Dot(walk.block.halting_weight.data(), of, sizes_.width) + walk.block.halting_bias.data()[0];
   const float p = 1 / (1 + std::exp(-logit));
   const float remainder = 1 - scratch.total[r];
   scratch.total[r] += p;
-  const bool reaches = scratch.total[r] >= static_cast<float>(options_.threshold);
+  const float threshold = static_cast<float>(options_.threshold);
+  const bool reaches = options_.halt_when == HaltWhen::kAbove ? scratch.total[r] > threshold
+                                                              : scratch.total[r] >= threshold;
   const bool halts = reaches || walk.step + 1 == options_.steps;
   const bool takes_remainder = reaches || (halts && options_.remainder_at_limit);
-  scratch.halts[place] = halts;
+  scratch.has_halted[r] = halts;
   scratch.weight[place] = takes_remainder ? remainder : p;
   walk.call.steps[r] = static_cast<int32_t>(walk.step + 1);
   walk.call.ponder[r] = static_cast<float>(walk.step + 1) + (takes_remainder ? remainder : 0.0f);
@@ -334,17 +339,39 @@ void CompactedSteps::KeepStates(const Walk& walk) const {
   const Scratch& scratch = walk.scratch;
   const int64_t width = sizes_.width;
   const bool decides = options_.halts() && options_.halt_from == HaltFrom::kAfter;
-  const bool is_mix = options_.output == Output::kBasic;
   ForEach(walk.active, walk.execution, [&](int64_t place) {
     const int64_t r = scratch.row[place];
     const float* made = scratch.made + place * width;
     std::copy_n(made, width, scratch.state + r * width);
     if (decides) Decide(walk, place, made);
-    if (!options_.weighs()) return;
-    const float weight = scratch.weight[place], kept = is_mix ? 1 - weight : 1;
-    float* sum = scratch.weighted + r * width;
-    for (int64_t c = 0; c < width; ++c) sum[c] = kept * sum[c] + weight * made[c];
+    // A token that halted in an earlier step is computed for the others alone.
+    if (options_.keeps_outputs() && walk.call.steps[r] == walk.step + 1) AddToOutput(walk, place);
   });
+}
+
+void CompactedSteps::AddToOutput(const Walk& walk, int64_t place) const {
+  const Scratch& scratch = walk.scratch;
+  const int64_t width = sizes_.width;
+  const float* made = scratch.made + place * width;
+  float* output = scratch.output + scratch.row[place] * width;
+  if (options_.output == Output::kFrozen) {
+    std::copy_n(made, width, output);
+    return;
+  }
+  const float weight = scratch.weight[place];
+  const float kept = options_.output == Output::kBasic ? 1 - weight : 1;
+  for (int64_t c = 0; c < width; ++c) output[c] = kept * output[c] + weight * made[c];
+}
+
+// Tells whether all tokens of a sequence go on, for the one of them that has not halted.
+bool CompactedSteps::Stays(const Walk& walk, int64_t b) const {
+  if (!options_.recomputes()) return false;
+  const int64_t tokens = problem_.query_tokens;
+  bool stays = false;
+  for (int64_t r = b * tokens; r < (b + 1) * tokens; ++r) {
+    stays |= walk.scratch.is_token[r] != 0 && walk.scratch.has_halted[r] == 0;
+  }
+  return stays;
 }
 
 // Lists the tokens that go on, and behind them those that have just halted in a sequence in which
@@ -354,8 +381,9 @@ void CompactedSteps::Compact(Walk& walk) const {
   int64_t active = 0, halted = 0;
   for (int64_t b = 0, place = 0; b < problem_.batch; ++b) {
     const int64_t first = active, first_halted = halted, end = scratch.first_of_batch[b + 1];
+    const bool stays = Stays(walk, b);
     for (; place < end; ++place) {
-      if (scratch.halts[place]) {
+      if (scratch.has_halted[scratch.row[place]] != 0 && !stays) {
         scratch.just_halted[halted++] = scratch.row[place];
       } else {
         scratch.row[active] = scratch.row[place];
@@ -375,7 +403,7 @@ void CompactedSteps::WriteOut(const Walk& walk) const {
   const int64_t width = sizes_.width;
   const TensorView& out = walk.call.out;
   ForEach(sizes_.rows, walk.execution, [&](int64_t r) {
-    float* row = (options_.weighs() ? scratch.weighted : scratch.state) + r * width;
+    float* row = (options_.keeps_outputs() ? scratch.output : scratch.state) + r * width;
     if (!scratch.is_token[r]) std::fill_n(row, width, 0.0f);
     const int64_t b = r / problem_.query_tokens, t = r % problem_.query_tokens;
     const Call& call = walk.call;

@@ -1,6 +1,7 @@
 // The steps of a Universal Transformer on the CPU: only tokens that go on are computed.
 //
-// Before each step the tokens that go on are listed, and every product, norm and query has their
+// Before each step the tokens that go on are listed (with halted=recomputed all tokens of a
+// sequence in which one does), and every product, norm and query has their
 // rows alone, side by side. Keys and values are those of all tokens. Their projection is in two
 // parts: (H + PE) W of the state and the position, computed when the state has changed, and T^n W,
 // a row of a table. So each token's numbers do not depend on which others go on, bit for bit.
@@ -27,9 +28,10 @@ class CompactedSteps : public UniversalSteps {
  private:
   // The scratch of a run. The row of a token is b tokens + t; a place is that of a listed token.
   struct Scratch {
-    float* state;     // H [rows, width]
-    float* weighted;  // the sum or mix of states [rows, width]; null where the output is a state
-    float* base;      // (H + PE) W_k, W_v [rows, keys_values]
+    float* state;   // H [rows, width]
+    float* output;  // the sum or mix of states, or a halted token's last [rows, width]; null where
+                    // the output is the state
+    float* base;    // (H + PE) W_k, W_v [rows, keys_values]
     TensorView
         projected;    // [batch, tokens, projected] in the problem's dtype: queries have the rows of
                       // tokens that go on, keys and values those of all
@@ -49,8 +51,8 @@ class CompactedSteps : public UniversalSteps {
     int32_t* row;
     int32_t* just_halted;  // the rows of the latter, before they are listed
     int32_t* token;        // by place, for tokens that go on: the token's number in its batch row
-    uint8_t* halts;        // by place: whether it halts after this step
     uint8_t* is_token;     // by row: whether it is not padding
+    uint8_t* has_halted;   // by row
     int64_t* first_of_batch;  // [batch + 1] places
   };
   // The data that the parts of one run share.
@@ -75,7 +77,9 @@ class CompactedSteps : public UniversalSteps {
   void Convolve(const Walk& walk, const TensorView& rows, float* shown,
                 const DeviceArray<float>& kernel, int64_t size) const;
   void KeepStates(const Walk& walk) const;
+  void AddToOutput(const Walk& walk, int64_t place) const;
   void Compact(Walk& walk) const;
+  bool Stays(const Walk& walk, int64_t b) const;
   void WriteOut(const Walk& walk) const;
 
   void Decide(const Walk& walk, int64_t place, const float* of) const;

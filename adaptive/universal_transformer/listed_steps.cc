@@ -9,6 +9,7 @@ namespace tfb::universal_transformer {
 namespace {
 
 using HaltFrom = UniversalTransformerOptions::HaltFrom;
+using HaltWhen = UniversalTransformerOptions::HaltWhen;
 using Output = UniversalTransformerOptions::Output;
 
 template <class View>
@@ -37,7 +38,7 @@ ListedSteps::Scratch ListedSteps::LayOut(Workspace& workspace) const {
   };
   Scratch scratch = {};
   scratch.state = FloatsOf(floats(s.width));
-  if (options_.weighs()) scratch.weighted = FloatsOf(floats(s.width));
+  if (options_.keeps_outputs()) scratch.output = FloatsOf(floats(s.width));
   scratch.placed = floats(s.width);
   scratch.read = floats(s.width);
   scratch.attended = floats(s.width);
@@ -96,7 +97,7 @@ absl::Status ListedSteps::Run(const SharedBlock& block, const Call& call,
     TFB_RETURN_IF_ERROR(Attend(walk));
     TFB_RETURN_IF_ERROR(Transit(walk));
     TFB_RETURN_IF_ERROR(Keep(walk));
-    if (options_.halts() && walk.step + 1 < options_.steps) {
+    if (options_.halts() && !options_.recomputes() && walk.step + 1 < options_.steps) {
       TFB_RETURN_IF_ERROR(List(walk, walk.step + 1));
     }
   }
@@ -120,7 +121,7 @@ absl::Status ListedSteps::Begin(const Walk& walk) const {
     a.mask_strides[1] = mask.stride(1);
   }
   a.state = walk.scratch.state;
-  a.weighted = walk.scratch.weighted;
+  a.output = walk.scratch.output;
   a.total = walk.scratch.total;
   a.ponder = walk.call.ponder;
   a.stop = walk.call.steps;
@@ -142,6 +143,7 @@ HaltingArguments ListedSteps::Halting(const Walk& walk, HaltFrom from) const {
   a.weight_of_channels = walk.block.halting_weight.data();
   a.bias = walk.block.halting_bias.data();
   a.threshold = static_cast<float>(options_.threshold);
+  a.above = options_.halt_when == HaltWhen::kAbove;
   a.remainder_at_limit = options_.remainder_at_limit;
   a.limit = options_.steps;
   a.total = walk.scratch.total;
@@ -243,6 +245,7 @@ absl::Status ListedSteps::Convolve(const Walk& walk, const TensorView& rows, flo
   ShowRowsArguments show = {};
   show.from = FloatsOf(rows);
   show.shown = shown;
+  show.recomputes = options_.recomputes();
   show.stop = walk.call.steps;
   show.rows = sizes_.rows;
   show.channels = rows.dim(1);
@@ -267,9 +270,11 @@ absl::Status ListedSteps::Keep(const Walk& walk) const {
   KeepStatesArguments a = {};
   a.made = FloatsOf(walk.scratch.read);
   a.state = walk.scratch.state;
-  a.weighted = walk.scratch.weighted;
+  a.output = walk.scratch.output;
   a.weight = options_.halts() ? walk.scratch.weight : nullptr;
   a.is_mix = options_.output == Output::kBasic;
+  a.is_last = options_.output == Output::kFrozen;
+  a.recomputes = options_.recomputes();
   a.stop = walk.call.steps;
   a.goes_on = walk.scratch.lists[0].is_listed;
   a.list = walk.active;
@@ -282,7 +287,7 @@ absl::Status ListedSteps::Keep(const Walk& walk) const {
 
 absl::Status ListedSteps::WriteOut(const Walk& walk) const {
   WriteStatesArguments a = {};
-  a.from = walk.scratch.weighted != nullptr ? walk.scratch.weighted : walk.scratch.state;
+  a.from = walk.scratch.output != nullptr ? walk.scratch.output : walk.scratch.state;
   a.ponder = walk.call.ponder;
   a.stop = walk.call.steps;
   a.out = ToDeviceView(walk.call.out);

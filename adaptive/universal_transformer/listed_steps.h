@@ -3,7 +3,8 @@
 // (core/cuda/row_list.h), and the next step's kernels, launched for all rows, return at once beyond
 // the list. Keys and values are projected without the step's time, for the tokens that the previous
 // step has changed, and kept; each step adds its time to all of them, as on the CPU. Every step is
-// launched, even after all tokens have halted.
+// launched, even after all tokens have halted. With halted=recomputed nothing but padding is left
+// out.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_LISTED_STEPS_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_LISTED_STEPS_H_
 
@@ -33,7 +34,7 @@ class ListedSteps : public UniversalSteps {
  private:
   struct Scratch {
     float* state;            // H [rows, width]
-    float* weighted;         // [rows, width]; null where the output is a state
+    float* output;           // [rows, width]; null where the output is the state
     TensorView placed;       // H and its position, of the tokens that have changed
     TensorView read;         // U, then S
     TensorView attended;     // A

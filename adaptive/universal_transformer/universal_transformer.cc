@@ -195,8 +195,9 @@ double UniversalTransformerFlops(const Problem& problem, const UniversalTransfor
                                  const std::vector<int32_t>& steps) {
   const UniversalSizes s(problem, options);
   const double width = static_cast<double>(s.width), inner = static_cast<double>(s.inner);
-  double of_step = 2 * width * static_cast<double>(s.query_width + s.context_width) +
-                   4 * width * inner + (options.halts() ? 2 * width : 0);
+  double of_step =
+      2 * width * static_cast<double>(s.query_width + s.context_width) + 4 * width * inner;
+  const double of_gate = options.halts() ? 2 * width : 0;
   if (options.convolves()) {
     of_step += 2 * (static_cast<double>(kFirstKernel) * width +
                     static_cast<double>(kSecondKernel) * inner);
@@ -215,8 +216,10 @@ double UniversalTransformerFlops(const Problem& problem, const UniversalTransfor
       if (taken[t] == 0) continue;
       ++seen;
       const double keys = static_cast<double>(problem.causal ? seen : tokens);
-      flops += static_cast<double>(taken[t]) * (of_step + of_pair * keys) +
-               static_cast<double>(std::min(taken[t] + 1, last)) * of_key;
+      const int32_t computed = options.recomputes() ? last : taken[t];
+      flops += static_cast<double>(taken[t]) * of_gate +
+               static_cast<double>(computed) * (of_step + of_pair * keys) +
+               static_cast<double>(std::min(computed + 1, last)) * of_key;
     }
   }
   return flops;
@@ -272,6 +275,8 @@ absl::StatusOr<TechniqueSpec> UniversalTransformer::Counterpart(const Problem&,
   parsed.threshold = unused.threshold;
   parsed.output = unused.output;
   parsed.halt_from = unused.halt_from;
+  parsed.halt_when = unused.halt_when;
+  parsed.halted = unused.halted;
   parsed.remainder_at_limit = unused.remainder_at_limit;
   OptionBinder binder;
   parsed.Describe(binder);

@@ -9,9 +9,10 @@
 //
 //   p^n = sigmoid(w . U_t + b)                       halt_from=before: from the input of step n
 //   p^n = sigmoid(w . S^n_t + b)                     halt_from=after
-//   N_t = min {n : p^1 + .. + p^n >= threshold}, at most `steps`
+//   N_t = min {n : p^1 + .. + p^n >= threshold}, at most `steps`; or > with halt_when=above
 //   R_t = 1 - (p^1 + .. + p^(N_t - 1)),   w^n = p^n for n < N_t,   w^(N_t) = R_t
-//   H^n_t = H^(N_t)_t for n > N_t                    halted tokens are copied, and the others see them
+//   H^n_t = H^(N_t)_t for n > N_t                    halted=copied: the others see its last state
+//   H^n_t = S^n_t for n > N_t                        halted=recomputed: the others see it change
 //
 //   out_t = sum_n w^n S^n_t                          output=accumulated: the weights sum to 1
 //   out_t = Y^(N_t), Y^n = w^n S^n + (1 - w^n) Y^(n-1), Y^0 = 0       output=basic
@@ -27,15 +28,17 @@
 //   c_t = sum_j k_j z_(t + j - r),   r = (size - 1) / 2, or size - 1 where causal
 //
 // of 3 tokens of z = A and of 5 of the inner activations, zeros beyond the sequence and for
-// padding. A halted token enters it with its values at its last step.
+// padding. A halted token enters it with its values at its last step, unless it is recomputed.
 //
 // Sources: Dehghani et al. 2019, "Universal Transformers", arXiv:1807.03819v3, sections 2.1 (block,
 // encoding) and 2.2 (halting; the update of its appendix C is output=basic, its text the copies);
 // Graves 2016, "Adaptive computation time for recurrent neural networks", arXiv:1603.08983v6,
 // section 2 (halt_from=after). Where these and their authors' code differ, options select the other
 // variant. The convolutions' sizes and halting from before are those of tensor2tensor's
-// universal_transformer_util.py. Two of its properties are not followed: halted tokens are
-// recomputed and change as keys; a token halts at > threshold, not >=.
+// universal_transformer_util.py, whose functions universal_transformer_act_basic and _accumulated
+// are output=basic and accumulated with halted=recomputed, halt_when=above and
+// remainder_at_limit=false, layer normalisations apart. (Some of its versions subtract the weights
+// from the first's mix, an error of precedence that is not followed.)
 //
 // Cost. A step of a token that goes on: (4 d^2 + 4 d inner) FLOPs and 4 d a key seen in
 // self-attention of d = model_dim, 4 d^2 for its key and value, and 2 d for the gate. A halted
@@ -47,7 +50,9 @@
 // list, in tiles of 64 rows and, in 16-bit attention, 128. All steps are launched. The loads and
 // stores that the simulator counts there fall by 0.99 of the share of the FLOPs that halting saves
 // (256 tokens, of which one in two or three in four halt after the first of 3 steps); time on a GPU
-// has not been measured.
+// has not been measured. With halted=recomputed all tokens of a sequence take as many steps as the
+// one that takes most, whatever they add to the output: halting saves what is behind that step, and
+// on CUDA nothing.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_UNIVERSAL_TRANSFORMER_H_
 
@@ -64,6 +69,8 @@ struct UniversalTransformerOptions {
   enum class Halting { kNone, kAct };
   enum class Output { kAccumulated, kBasic, kFrozen };
   enum class HaltFrom { kBefore, kAfter };
+  enum class HaltWhen { kAtLeast, kAbove };
+  enum class Halted { kCopied, kRecomputed };
   enum class Transition { kFeedForward, kSeparableConvolution };
 
   int64_t steps = 2;
@@ -71,6 +78,8 @@ struct UniversalTransformerOptions {
   double threshold = 0.99;
   Output output = Output::kAccumulated;
   HaltFrom halt_from = HaltFrom::kBefore;
+  HaltWhen halt_when = HaltWhen::kAtLeast;
+  Halted halted = Halted::kCopied;
   bool remainder_at_limit = true;
   Transition transition = Transition::kFeedForward;
   int64_t feed_forward_dim = 0;
@@ -78,7 +87,9 @@ struct UniversalTransformerOptions {
   bool bias = false;
 
   bool halts() const { return halting == Halting::kAct; }
-  bool weighs() const { return halts() && output != Output::kFrozen; }
+  bool recomputes() const { return halts() && halted == Halted::kRecomputed; }
+  // Tells whether outputs are kept apart from the states.
+  bool keeps_outputs() const { return recomputes() || (halts() && output != Output::kFrozen); }
   bool convolves() const { return transition == Transition::kSeparableConvolution; }
 
   void Describe(OptionBinder& bind) {
@@ -96,6 +107,13 @@ struct UniversalTransformerOptions {
     bind.Choice("halt_from", &halt_from,
                 {{"before", HaltFrom::kBefore}, {"after", HaltFrom::kAfter}},
                 "halting probabilities of what a step reads, or of the state that it makes");
+    bind.Choice(
+        "halt_when", &halt_when, {{"at_least", HaltWhen::kAtLeast}, {"above", HaltWhen::kAbove}},
+        "a token stops where its sum is at least the threshold; above it, in tensor2tensor");
+    bind.Choice("halted", &halted,
+                {{"copied", Halted::kCopied}, {"recomputed", Halted::kRecomputed}},
+                "the state of a token that has stopped is copied from step to step, or computed as "
+                "before, which saves nothing; tensor2tensor's is");
     bind.Bool("remainder_at_limit", &remainder_at_limit,
               "the last step of a token that never reaches the threshold weighs the remainder; "
               "false: its probability, as tensor2tensor has it");
@@ -121,7 +139,8 @@ struct UniversalTransformerOptions {
 //
 // The statistics of the last Run are mean_steps, max_steps and mean_ponder over tokens that are not
 // padding, and saved_flops, as a share of the FLOPs of a network that never halts. cost().flops are
-// those of the last Run with halting=act, unknown before it.
+// those of the last Run with halting=act, unknown before it. Steps are N_t; FLOPs and saved_flops
+// count the steps in which a halted token is recomputed.
 //
 // The counterpart is the same network with halting=none.
 class UniversalTransformer : public TechniqueOf<UniversalTransformerOptions> {

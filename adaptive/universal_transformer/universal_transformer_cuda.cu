@@ -13,7 +13,7 @@ __device__ float Decide(const HaltingArguments& a, float dot, int64_t row, int64
   for (int other = kWarp / 2; other > 0; other /= 2) dot += __shfl_xor_sync(~0u, dot, other);
   const float p = 1 / (1 + expf(-(dot + a.bias[0])));
   const float total = a.total[row], sum = total + p;
-  const bool reaches = sum >= a.threshold;
+  const bool reaches = a.above ? sum > a.threshold : sum >= a.threshold;
   const bool halts = reaches || step + 1 == a.limit;
   const bool takes_remainder = reaches || (halts && a.remainder_at_limit);
   const float weight = takes_remainder ? 1 - total : p;
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kRowThreads) BeginSteps(BeginStepsArguments a)
   const int64_t x = b * a.x.strides[0] + t * a.x.strides[1];
   for (int64_t c = Lane(); c < a.channels; c += kWarp) {
     a.state[row * a.channels + c] = LoadElement(a.x.data, a.x.element, x + c * a.x.strides[2]);
-    if (a.weighted != nullptr) a.weighted[row * a.channels + c] = 0;
+    if (a.output != nullptr) a.output[row * a.channels + c] = 0;
   }
   const bool is_token =
       a.key_mask == nullptr || a.key_mask[b * a.mask_strides[0] + t * a.mask_strides[1]] != 0;
@@ -71,12 +71,18 @@ const char* LaunchRead(const ReadStatesArguments& a, void* stream) {
   return LaunchWarps("ReadStates", &ReadStates, a.rows, stream, a);
 }
 
+// Tells whether a row is computed in a step: a token's that runs, or that is recomputed.
+__device__ bool IsComputed(int32_t stop, int64_t step, bool recomputes) {
+  return step < stop || (recomputes && stop > 0);
+}
+
 __global__ void __launch_bounds__(kRowThreads) KeepStates(KeepStatesArguments a) {
   const int64_t row = RowOfWarp(a.list, a.rows);
-  if (row < 0 || a.step >= a.stop[row]) return;
+  if (row < 0 || !IsComputed(a.stop[row], a.step, a.recomputes)) return;
   const float* made = a.made + row * a.channels;
+  const bool runs = a.step < a.stop[row];
   float weight = 1;
-  if (a.halting.weight_of_channels != nullptr) {
+  if (runs && a.halting.weight_of_channels != nullptr) {
     float dot = 0;
     for (int64_t c = Lane(); c < a.channels; c += kWarp) {
       dot += a.halting.weight_of_channels[c] * made[c];
@@ -88,9 +94,9 @@ __global__ void __launch_bounds__(kRowThreads) KeepStates(KeepStatesArguments a)
   const float kept = a.is_mix ? 1 - weight : 1;
   for (int64_t c = Lane(); c < a.channels; c += kWarp) {
     a.state[row * a.channels + c] = made[c];
-    if (a.weighted == nullptr) continue;
-    float* sum = a.weighted + row * a.channels + c;
-    *sum = kept * *sum + weight * made[c];
+    if (!runs || a.output == nullptr) continue;
+    float* output = a.output + row * a.channels + c;
+    *output = a.is_last ? made[c] : kept * *output + weight * made[c];
   }
   if (Lane() == 0 && a.goes_on != nullptr) a.goes_on[row] = a.step + 1 < a.stop[row] ? 1 : 0;
 }
@@ -101,7 +107,7 @@ const char* LaunchKeep(const KeepStatesArguments& a, void* stream) {
 
 __global__ void __launch_bounds__(kRowThreads) ShowRows(ShowRowsArguments a) {
   const int64_t row = RowOfWarp(a.list, a.rows);
-  if (row < 0 || a.step >= a.stop[row]) return;
+  if (row < 0 || !IsComputed(a.stop[row], a.step, a.recomputes)) return;
   for (int64_t c = Lane(); c < a.channels; c += kWarp) {
     a.shown[row * a.channels + c] = a.from[row * a.channels + c];
   }

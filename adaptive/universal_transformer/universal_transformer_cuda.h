@@ -20,6 +20,7 @@ struct HaltingArguments {
   const float* weight_of_channels;  // w [channels]; null: no halting
   const float* bias;                // [1]
   float threshold;
+  bool above;  // halts where the sum is above the threshold; else at least it
   bool remainder_at_limit;
   int64_t limit;  // steps at most
   float* total;   // [rows] p^1 + .. + p^n
@@ -32,9 +33,9 @@ struct BeginStepsArguments {
   DeviceView x;             // [batch, tokens, channels]
   const uint8_t* key_mask;  // null: no padding
   int64_t mask_strides[2];
-  float* state;     // [rows, channels]
-  float* weighted;  // [rows, channels], or null
-  float* total;     // [rows]
+  float* state;   // [rows, channels]
+  float* output;  // [rows, channels], or null
+  float* total;   // [rows]
   float* ponder;
   int32_t* stop;
   uint8_t* goes_on;    // [rows] 1 for tokens, 0 for padding; null where not wanted
@@ -64,14 +65,17 @@ struct ReadStatesArguments {
   HaltingArguments halting;
 };
 
-// Sets H = S for tokens that run, decides with halting from after the step, and adds S to the
-// weighted output: Y = kept Y + weight S, where `kept` is 1, or 1 - weight of a mix.
+// Sets H = S for tokens that run or are recomputed, and for those that run decides with halting
+// from after the step, and adds S to the output: Y = kept Y + weight S, where `kept` is 1, or 1 -
+// weight of a mix; or Y = S.
 struct KeepStatesArguments {
   const float* made;  // S [rows, channels]
   float* state;
-  float* weighted;      // null: none
+  float* output;        // null: the output is the state
   const float* weight;  // [rows], decided before the step; null for 1
   bool is_mix;
+  bool is_last;     // Y = S
+  bool recomputes;  // tokens that have halted
   int32_t* stop;
   uint8_t* goes_on;  // [rows] becomes 0 for tokens that run no further step; null where not wanted
   RowList list;
@@ -81,10 +85,11 @@ struct KeepStatesArguments {
   HaltingArguments halting;
 };
 
-// Copies rows of tokens that run to those that other tokens see.
+// Copies rows of tokens that run or are recomputed to those that other tokens see.
 struct ShowRowsArguments {
   const float* from;  // [rows, channels]
   float* shown;
+  bool recomputes;
   const int32_t* stop;
   RowList list;
   int64_t rows;

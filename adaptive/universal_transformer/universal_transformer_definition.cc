@@ -17,6 +17,7 @@ namespace tfb::universal_transformer {
 namespace {
 
 using HaltFrom = UniversalTransformerOptions::HaltFrom;
+using HaltWhen = UniversalTransformerOptions::HaltWhen;
 using Output = UniversalTransformerOptions::Output;
 
 // [tokens of all batch rows][channels].
@@ -90,15 +91,18 @@ class Network {
       for (int64_t c = 0; c < width; ++c) u[r][c] += encoding_(n - 1, Token(r), c);
     });
     TFB_ASSIGN_OR_RETURN(const Rows a, Attend(u));
-    const std::vector<bool> runs = runs_;
-    for (int64_t r = 0; r < rows; ++r) {
-      if (runs[r]) shown_[r] = a[r];
+    std::vector<bool> computed = runs_;
+    for (int64_t r = 0; r < rows && options_.recomputes(); ++r) {
+      computed[r] = is_token_(Batch(r), Token(r));
     }
-    const Rows s = Transit(a, runs);
     for (int64_t r = 0; r < rows; ++r) {
-      if (!runs[r]) continue;
+      if (computed[r]) shown_[r] = a[r];
+    }
+    const Rows s = Transit(a, computed);
+    for (int64_t r = 0; r < rows; ++r) {
+      if (!computed[r]) continue;
       state_[r] = s[r];
-      Take(r, n, options_.halt_from == HaltFrom::kBefore ? u[r] : s[r]);
+      if (runs_[r]) Take(r, n, options_.halt_from == HaltFrom::kBefore ? u[r] : s[r]);
     }
     return absl::OkStatus();
   }
@@ -141,7 +145,8 @@ class Network {
     if (is_near && !computed_.empty() && n < options_.steps) {
       return computed_.Get(computed_.Offset(Batch(r), Token(r))) <= static_cast<double>(n);
     }
-    return total_[r] >= options_.threshold;
+    return options_.halt_when == HaltWhen::kAbove ? total_[r] > options_.threshold
+                                                  : total_[r] >= options_.threshold;
   }
 
   // Computes A of all tokens.
@@ -165,11 +170,11 @@ class Network {
     return a;
   }
 
-  // Computes S of the tokens that run.
-  Rows Transit(const Rows& a, const std::vector<bool>& runs) {
+  // Computes S of some tokens.
+  Rows Transit(const Rows& a, const std::vector<bool>& computed) {
     std::vector<int64_t> running;
     for (size_t r = 0; r < a.size(); ++r) {
-      if (runs[r]) running.push_back(static_cast<int64_t>(r));
+      if (computed[r]) running.push_back(static_cast<int64_t>(r));
     }
     Rows s = a;
     const auto first = [&](int64_t r) {

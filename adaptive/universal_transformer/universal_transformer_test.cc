@@ -78,6 +78,10 @@ const std::vector<Options>& Variants() {
       {{"transition", "separable_convolution"}, {"feed_forward_dim", "19"}, {"steps", "4"}},
       {{"transition", "separable_convolution"}, {"halting", "none"}, {"steps", "2"}},
       {{"halting", "none"}, {"steps", "3"}},
+      {{"halted", "recomputed"}, {"steps", "5"}},
+      {{"halted", "recomputed"}, {"output", "basic"}, {"halt_when", "above"}, {"steps", "4"}},
+      {{"halted", "recomputed"}, {"output", "frozen"}, {"halt_from", "after"}, {"steps", "4"}},
+      {{"halted", "recomputed"}, {"transition", "separable_convolution"}, {"steps", "4"}},
   };
   return variants;
 }
@@ -395,6 +399,64 @@ TEST(UniversalTransformer, HaltedTokensStayAndAreStillSeen) {
   }
 }
 
+// p = 1/2, exactly: the sum is 1 after two steps, which is not above it.
+TEST(UniversalTransformer, ASumThatIsTheThresholdReachesItButIsNotAboveIt) {
+  const Problem problem = Self(1, 2, 6, 8);
+  const NamedTensors inputs = Random(problem);
+  NamedTensors parameters = Parameters(problem);
+  SetProbability(0, &parameters);
+  const std::vector<Tensor> states = StatesOf(problem, inputs, parameters, 3);
+  for (const Device device : kHostDevices) {
+    for (const char* from : {"before", "after"}) {
+      Options options = {{"threshold", "1"}, {"steps", "4"}, {"halt_from", from}};
+      for (const char* when : {"at_least", "above"}) {
+        options["halt_when"] = when;
+        const NamedTensors outputs = RunOwn(problem, inputs, options, parameters, device);
+        const bool above = std::strcmp(when, "above") == 0;
+        for (const int32_t n : outputs.at("steps").span<int32_t>()) EXPECT_EQ(n, above ? 3 : 2);
+        // The remainder of the third step is 0.
+        for (const float ponder : outputs.at("ponder").span<float>()) {
+          EXPECT_EQ(ponder, above ? 3 : 2.5);
+        }
+        const Tensor expected = Weighted(states, {0.5, 0.5, 0});
+        EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.view()), Bound(expected.view()));
+        RunRequest request{options};
+        request.parameters = &parameters;
+        const NamedTensors defined =
+            DefineTechnique(UniversalTransformer(), problem, ViewsOf(inputs), request).value();
+        EXPECT_EQ(defined.at("steps").span<double>()[0], above ? 3 : 2);
+      }
+    }
+  }
+}
+
+// Token 0 halts after one step, the others never. The states of all tokens are those of a network
+// that never halts, and token 0's output is its first.
+TEST(UniversalTransformer, RecomputedTokensChangeForTheOthersButNotInTheOutput) {
+  const Problem problem = Self(2, 2, 12, 8);
+  NamedTensors inputs = Random(problem);
+  const Options never = {{"halting", "none"}, {"steps", "4"}};
+  const Options options = {{"output", "frozen"}, {"steps", "4"}, {"halted", "recomputed"}};
+  NamedTensors parameters = Parameters(problem, options);
+  Fill(parameters["halting.w"].view(), 0);
+  *parameters["halting.w"].view().MutableAt<float>(0) = 1;
+  Fill(parameters["halting.b"].view(), -50);
+  for (const int64_t b : {0, 1}) *inputs["x"].view().MutableAt<float>(b, 0, 0) = 100;
+  const Tensor first = OutOf(problem, inputs, {{"halting", "none"}, {"steps", "1"}}, parameters);
+  const Tensor fixed = OutOf(problem, inputs, never, parameters);
+  for (const Device device : kHostDevices) {
+    const Tensor out = OutOf(problem, inputs, options, parameters, device);
+    EXPECT_LE(MaxDifference(Slice(out.view(), 1, 0, 1), Slice(first.view(), 1, 0, 1)),
+              Bound(first.view()));
+    EXPECT_LE(MaxDifference(Slice(out.view(), 1, 1, 11), Slice(fixed.view(), 1, 1, 11)),
+              Bound(fixed.view()));
+    Options copied = options;
+    copied["halted"] = "copied";
+    const Tensor other = OutOf(problem, inputs, copied, parameters, device);
+    EXPECT_GT(MaxDifference(Slice(out.view(), 1, 1, 11), Slice(other.view(), 1, 1, 11)), 1e-3);
+  }
+}
+
 TEST(UniversalTransformer, AConvolutionOfItsOwnTokenAloneIsTheFeedForwardTransition) {
   for (const bool causal : {false, true}) {
     const Problem problem = Self(2, 2, 30, 8, causal);
@@ -489,6 +551,11 @@ TEST(UniversalTransformer, FlopsAndStatisticsAreThoseOfTheStepsTaken) {
   EXPECT_EQ(UniversalTransformerFlops(causal, options, {1, 2, 3}),
             6 * step + (1 + 2 * 2 + 3 * 3) * pair + (2 + 3 + 3) * key);
 
+  // Recomputed, all tokens take 3 steps, of which each has its gate in its own.
+  options.halted = UniversalTransformerOptions::Halted::kRecomputed;
+  EXPECT_EQ(UniversalTransformerFlops(problem, options, {1, 2, 3}),
+            9 * (step - 4 + 3 * pair + key) + 6 * 4);
+
   const NamedTensors inputs = Random(problem);
   for (const Device device : kHostDevices) {
     const auto layer =
@@ -535,14 +602,17 @@ void ExpectOutputs(const SafetensorsFile& file, const NamedTensors& outputs, Dev
   EXPECT_EQ(MaxDifference(outputs.at("steps").view(), file.tensors.at("steps").view()), 0);
 }
 
-TEST(UniversalTransformer, MatchesThePortOfTensor2Tensor) {
+void ExpectMatchesPort(const std::string& name, const Options& more) {
   const SafetensorsFile file =
-      GoldenFile("adaptive/universal_transformer/testdata/basic.safetensors");
-  const Problem problem = Self(3, 2, 11, 8);
-  const Options options = {{"steps", "5"},      {"threshold", "0.9"},
-                           {"output", "basic"}, {"remainder_at_limit", "false"},
-                           {"first_step", "0"}, {"layout", "concatenated"},
-                           {"bias", "true"},    {"frequencies", "inclusive"}};
+      GoldenFile("adaptive/universal_transformer/testdata/" + name + ".safetensors");
+  const int64_t heads = std::stoll(file.metadata.at("heads"));
+  const ConstTensorView x = file.tensors.at("x").view();
+  const Problem problem = Self(x.dim(0), heads, x.dim(1), x.dim(2) / heads);
+  Options options = {{"steps", "5"},      {"threshold", "0.9"},
+                     {"output", "basic"}, {"remainder_at_limit", "false"},
+                     {"first_step", "0"}, {"layout", "concatenated"},
+                     {"bias", "true"},    {"frequencies", "inclusive"}};
+  options.insert(more.begin(), more.end());
   const NamedTensors parameters = ParametersIn(file, problem, options);
   NamedTensors inputs;
   inputs["x"] = file.tensors.at("x").Clone();
@@ -556,6 +626,14 @@ TEST(UniversalTransformer, MatchesThePortOfTensor2Tensor) {
   for (const char* name : {"out", "ponder"}) {
     EXPECT_LE(MaxDifference(defined.at(name).view(), file.tensors.at(name).view()), 1e-12) << name;
   }
+}
+
+TEST(UniversalTransformer, MatchesThePortOfTensor2TensorWithHaltedTokensPutBack) {
+  ExpectMatchesPort("basic", {});
+}
+TEST(UniversalTransformer, MatchesThePortOfTensor2TensorAsItIs) {
+  ExpectMatchesPort("recomputed",
+                    {{"halted", "recomputed"}, {"halt_when", "above"}, {"feed_forward_dim", "16"}});
 }
 
 TEST(UniversalTransformer, TheTrainedModelIsWhatItIsInPyTorch) {

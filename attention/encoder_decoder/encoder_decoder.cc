@@ -67,8 +67,8 @@ struct LayerPlace {
 };
 struct StackPlace {
   std::vector<LayerPlace> layers;
-  std::string last_norm;  // empty: none
-  bool on_memory;         // it transforms the memory, not x
+  std::string final_norm;  // empty: none
+  bool on_memory;          // it transforms the memory, not x
 };
 
 // Returns the stacks in the order in which they run.
@@ -90,7 +90,7 @@ std::vector<StackPlace> StacksOf(const Problem& problem, const EncoderDecoderOpt
       place.ff = layer + "ff";
       result.layers.push_back(std::move(place));
     }
-    if (options.block != BlockKind::kPostNorm) result.last_norm = name + "_norm";
+    if (options.has_final_norm()) result.final_norm = name + "_norm";
     return result;
   };
   std::vector<StackPlace> stacks;
@@ -138,7 +138,7 @@ std::vector<ParameterSpec> ParameterSpecs(const Problem& problem,
       add(layer.ff + ".", FeedForwardSpecs(width, FeedForwardDim(options.feed_forward_dim, width)));
       add("", NormSpecs(layer.ff + "_norm", width));
     }
-    if (!stack.last_norm.empty()) add("", NormSpecs(stack.last_norm, width));
+    if (!stack.final_norm.empty()) add("", NormSpecs(stack.final_norm, width));
   }
   return all;
 }
@@ -246,8 +246,8 @@ class EncoderDecoderLayer : public Layer {
             FeedForward(std::move(first), std::move(second), ActivationOf(options_));
         TFB_ASSIGN_OR_RETURN(block.feed_forward_norm, norm(ff + "_norm"));
       }
-      if (stack.place.last_norm.empty()) continue;
-      TFB_ASSIGN_OR_RETURN(stack.last_norm, norm(stack.place.last_norm));
+      if (stack.place.final_norm.empty()) continue;
+      TFB_ASSIGN_OR_RETURN(stack.final_norm, norm(stack.place.final_norm));
     }
     return RunStacks(inputs, {}, /*sets_up=*/true, execution);
   }
@@ -271,7 +271,7 @@ class EncoderDecoderLayer : public Layer {
   struct Stack {
     StackPlace place;
     std::vector<Block> blocks;
-    LayerNorm last_norm;
+    LayerNorm final_norm;
   };
   struct Scratch {
     TensorView state;  // [batch, query_tokens, model_dim], f32: x between sublayers
@@ -348,6 +348,7 @@ class EncoderDecoderLayer : public Layer {
   // Setup ends with the last attention of the last stack.
   absl::Status RunStack(Stack& stack, const ConstTensorView& x, const TensorView& out,
                         const Walk& walk) {
+    const bool normalises = !stack.place.final_norm.empty();
     ConstTensorView input = x;
     for (Block& block : stack.blocks) {
       const bool is_last = &block == &stack.blocks.back();
@@ -369,9 +370,9 @@ class EncoderDecoderLayer : public Layer {
         return block.feed_forward.Run(from, residual, to, walk.execution);
       };
       TFB_RETURN_IF_ERROR(RunSublayer(block.feed_forward_norm, feed_forward, input,
-                                      is_last && !pre_norm() ? out : walk.state, walk));
+                                      is_last && !normalises ? out : walk.state, walk));
     }
-    return pre_norm() ? stack.last_norm.Run(walk.state, out, walk.execution) : absl::OkStatus();
+    return normalises ? stack.final_norm.Run(walk.state, out, walk.execution) : absl::OkStatus();
   }
 
   static multi_head::ProjectedAttention::Call CallOf(const Attention& one,
@@ -442,7 +443,7 @@ class Network {
         h = Plus(h, FeedForwardOf(Norm(h, layer.ff + "_norm"), layer.ff));
       }
     }
-    return stack.last_norm.empty() ? std::move(h) : Norm(h, stack.last_norm);
+    return stack.final_norm.empty() ? std::move(h) : Norm(h, stack.final_norm);
   }
 
  private:
@@ -563,10 +564,10 @@ int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& opti
   const int64_t norm = 2 * width;
   const int64_t encoder = attention + feed_forward + 2 * norm;
   const int64_t decoder = 2 * attention + feed_forward + 3 * norm;
-  const int64_t last_norm = options.block == BlockKind::kPostNorm ? 0 : norm;
+  const int64_t final_norm = options.has_final_norm() ? norm : 0;
   int64_t count = 0;
-  if (options.part != Part::kDecoder) count += options.layers * encoder + last_norm;
-  if (options.part != Part::kEncoder) count += options.layers * decoder + last_norm;
+  if (options.part != Part::kDecoder) count += options.layers * encoder + final_norm;
+  if (options.part != Part::kEncoder) count += options.layers * decoder + final_norm;
   return count;
 }
 

@@ -6,7 +6,10 @@
 // where attention is multi-head (attention/multi_head) and each sublayer S is residual:
 //
 //   h <- LN(h + S(h))           post_norm, the original
-//   h <- h + S(LN(h))           pre_norm; a last LN follows the stack
+//   h <- h + S(LN(h))           pre_norm
+//
+// A last LN follows each stack where `final_norm` is true; auto is true unless layers are
+// post_norm.
 //
 //   FF(h) = activation(h W_1 + b_1) W_2 + b_2,   LN as in core/layers/layer_norm.h, epsilon 1e-5
 //
@@ -29,7 +32,8 @@
 // caller.
 //
 // Sources: Vaswani et al. 2017, arXiv:1706.03762v7, sections 3.1 and 3.3; pre-norm: Xiong et al.
-// 2020, "On layer normalization in the Transformer architecture", arXiv:2002.04745v2, Table 1;
+// 2020, "On layer normalization in the Transformer architecture", arXiv:2002.04745v2, Table 1, with
+// a final norm; core/layers/final_norm.h says who has the other combinations;
 // sparse: Child et al. 2019, "Generating long sequences with Sparse Transformers",
 // arXiv:1904.10509v1, section 5.2. Projections have biases by default, as in PyTorch and GPT-2; the
 // authors of the first had none (`bias`). Tensor2Tensor has epsilon 1e-6.
@@ -53,8 +57,10 @@ namespace tfb::encoder_decoder {
 struct EncoderDecoderOptions {
   enum class Part { kEncoder, kDecoder, kBoth };
   enum class BlockKind { kPostNorm, kPreNorm, kSparse };
+  enum class FinalNorm { kAuto, kTrue, kFalse };
   Part part = Part::kEncoder;
   BlockKind block = BlockKind::kPostNorm;
+  FinalNorm final_norm = FinalNorm::kAuto;
   int64_t layers = 2;
   int64_t feed_forward_dim = 0;
   Activation activation = Activation::kNone;  // the default activation of the block
@@ -72,6 +78,11 @@ struct EncoderDecoderOptions {
                  {"pre_norm", BlockKind::kPreNorm},
                  {"sparse", BlockKind::kSparse}},
                 "where layers normalise; sparse is the Sparse Transformer's residual block");
+    bind.Choice(
+        "final_norm", &final_norm,
+        {{"auto", FinalNorm::kAuto}, {"true", FinalNorm::kTrue}, {"false", FinalNorm::kFalse}},
+        "normalise what the last layer of a stack writes once more; auto is false for "
+        "block=post_norm, else true");
     bind.Int("layers", &layers, 1, 128, "of each stack");
     DescribeFeedForwardDim(bind, &feed_forward_dim);
     bind.Choice("activation", &activation,
@@ -84,13 +95,18 @@ struct EncoderDecoderOptions {
     multi_head::BindInner(bind, &inner);
     bind.Bool("bias", &bias, "attention's projections add biases");
   }
+
+  bool has_final_norm() const {
+    return final_norm == FinalNorm::kAuto ? block != BlockKind::kPostNorm
+                                          : final_norm == FinalNorm::kTrue;
+  }
 };
 
 // Parameters, f32: encoderN.attention, decoderN.self and decoderN.cross with .w_q, ... of
 // ProjectionSpecs and .inner.NAME; encoderN.ff and decoderN.ff with .w1 [model_dim, f], .b1 [f], .w2
 // [f, model_dim], .b2 [model_dim]; a norm beside each of them, encoderN.attention_norm, decoderN.
-// ff_norm, with .gamma and .beta [model_dim]; encoder_norm and decoder_norm, the last ones, unless
-// post_norm. Matrices and biases are drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
+// ff_norm, with .gamma and .beta [model_dim]; encoder_norm and decoder_norm where there is a final
+// norm. Matrices and biases are drawn N(0, 1 / rows of the matrix), gammas 1, betas 0.
 //
 // The counterpart is the same network with the inner technique's counterpart inside.
 class EncoderDecoder : public TechniqueOf<EncoderDecoderOptions> {
@@ -112,7 +128,7 @@ class EncoderDecoder : public TechniqueOf<EncoderDecoderOptions> {
 
 // Returns how many numbers the parameters above have, without those of `inner`. For an encoder with
 // biases, equal heads, feed_forward_dim 4 d and d = model_dim: 12 d^2 + 13 d a layer, and 2 d for the
-// last norm.
+// final norm.
 int64_t ParameterCount(const Problem& problem, const EncoderDecoderOptions& options);
 // Returns the number of parameters of a language model: with an embedding of the vocabulary, which
 // is the output projection too, and a learned one of the positions. GPT-2 small (12 pre_norm layers

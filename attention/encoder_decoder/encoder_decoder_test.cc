@@ -117,6 +117,17 @@ TEST(EncoderDecoder, EveryPartAndBlockMatchesTheDefinition) {
   }
 }
 
+TEST(EncoderDecoder, EveryBlockWithAndWithoutAFinalNormMatchesTheDefinition) {
+  for (const char* block : {"post_norm", "pre_norm", "sparse"}) {
+    for (const char* final_norm : {"auto", "true", "false"}) {
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        ExpectMatchesDefinition(Make(20, 33, true, dtype),
+                                {{"block", block}, {"final_norm", final_norm}, {"part", "both"}});
+      }
+    }
+  }
+}
+
 TEST(EncoderDecoder, EveryActivationMatchesTheDefinition) {
   for (const char* activation : {"relu", "gelu", "gelu_tanh", "gelu_sigmoid"}) {
     ExpectMatchesDefinition(
@@ -196,6 +207,35 @@ TEST(EncoderDecoder, PreNormLayersThatAddNothingLeaveTheLastNorm) {
                                        parameters.at("decoder_norm.beta"));
     EXPECT_LE(MaxDifference(RunOwn(problem, inputs, options, parameters).view(), expected.view()),
               Fp32Bound(expected.view()));
+  }
+}
+
+TEST(EncoderDecoder, PreNormLayersThatAddNothingAndNoFinalNormLeaveTheInputBitByBit) {
+  const Problem problem = Make(30, 20);
+  for (const char* block : {"pre_norm", "sparse"}) {
+    const Options options = {{"block", block}, {"part", "decoder"}, {"final_norm", "false"}};
+    const NamedTensors inputs = Random(problem, options);
+    const NamedTensors parameters = OnlyNorms(problem, options);
+    EXPECT_EQ(parameters.count("decoder_norm.gamma"), 0u);
+    const Tensor out = RunOwn(problem, inputs, options, parameters);
+    EXPECT_EQ(MaxDifference(out.view(), inputs.at("x").view()), 0);
+  }
+}
+
+TEST(EncoderDecoder, TheFinalNormIsANormOfWhatTheStackWritesWithoutIt) {
+  const Problem problem = Make(30, 20, /*causal=*/true);
+  for (const char* block : {"post_norm", "pre_norm"}) {
+    Options options = {{"block", block}, {"part", "decoder"}, {"final_norm", "true"}};
+    const NamedTensors inputs = Random(problem, options);
+    NamedTensors parameters = Parameters(problem, options);
+    const Tensor with = RunOwn(problem, inputs, options, parameters);
+    const Tensor gamma = std::move(parameters.at("decoder_norm.gamma"));
+    const Tensor beta = std::move(parameters.at("decoder_norm.beta"));
+    parameters.erase("decoder_norm.gamma");
+    parameters.erase("decoder_norm.beta");
+    options["final_norm"] = "false";
+    const Tensor expected = Normalized(RunOwn(problem, inputs, options, parameters), gamma, beta);
+    EXPECT_LE(MaxDifference(with.view(), expected.view()), Fp32Bound(expected.view()));
   }
 }
 
@@ -316,11 +356,9 @@ TEST(EncoderDecoder, TheCountOfParametersIsThatOfTheTensors) {
     for (const char* part : {"encoder", "decoder", "both"}) {
       for (const char* block : {"post_norm", "pre_norm", "sparse"}) {
         for (const char* bias : {"true", "false"}) {
-          const Options options = {{"part", part},
-                                   {"block", block},
-                                   {"bias", bias},
-                                   {"layers", "3"},
-                                   {"feed_forward_dim", "21"}};
+          const Options options = {{"part", part},  {"block", block},
+                                   {"bias", bias},  {"final_norm", bias},
+                                   {"layers", "3"}, {"feed_forward_dim", "21"}};
           int64_t count = 0;
           for (const auto& entry : Parameters(problem, options)) {
             count += entry.second.num_elements();
@@ -383,8 +421,8 @@ TEST(EncoderDecoder, TheCounterpartHasDenseAttentionInside) {
                          .Counterpart(Make(40, 40),
                                       {{"inner", "longformer[window=8]"}, {"block", "sparse"}})
                          .value()),
-            "encoder_decoder:activation=auto,bias=true,block=sparse,feed_forward_dim=0,inner=dense,"
-            "layers=2,part=encoder");
+            "encoder_decoder:activation=auto,bias=true,block=sparse,feed_forward_dim=0,final_norm="
+            "auto,inner=dense,layers=2,part=encoder");
 }
 
 TEST(EncoderDecoder, WhatItCannotDoIsSaidWithTheReason) {
@@ -405,7 +443,9 @@ TEST(EncoderDecoder, WhatItCannotDoIsSaidWithTheReason) {
 class EncoderDecoderGolden : public testing::TestWithParam<const char*> {};
 INSTANTIATE_TEST_SUITE_P(Files, EncoderDecoderGolden,
                          testing::Values("encoder_post_norm", "encoder_pre_norm",
-                                         "decoder_post_norm", "decoder_pre_norm", "sparse"));
+                                         "decoder_post_norm", "decoder_pre_norm", "sparse",
+                                         "encoder_pre_norm_no_final_norm",
+                                         "decoder_post_norm_final_norm"));
 
 TEST_P(EncoderDecoderGolden, TorchComputesTheSame) {
   const SafetensorsFile golden =
@@ -423,6 +463,7 @@ TEST_P(EncoderDecoderGolden, TorchComputesTheSame) {
   if (inputs.count("memory") > 0) problem.kv_tokens = inputs.at("memory").dim(1);
   RunRequest request{{{"part", text("part")},
                       {"block", text("block")},
+                      {"final_norm", text("final_norm")},
                       {"activation", text("activation")},
                       {"layers", text("layers")},
                       {"feed_forward_dim", text("inner_dim")}}};

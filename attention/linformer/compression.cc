@@ -55,13 +55,32 @@ std::vector<float> PackConvolutions(const ConstTensorView& e) {
   return packed;
 }
 
+// Packs [table][channels][window] to [table][window][row], 0 beyond the last channel.
+std::vector<float> PackDepthwise(const ConstTensorView& e) {
+  const Shape padded = {e.dim(0), e.dim(2), PackedValueRow(e.dim(1))};
+  std::vector<float> packed(NumElements(padded), 0.0f);
+  const TensorView all(packed.data(), DType::kF32, padded);
+  CopyElements(Transpose(e, 1, 2), Slice(all, 2, 0, e.dim(1)));
+  return packed;
+}
+
+std::vector<float> Pack(Compression kind, const ConstTensorView& e) {
+  switch (kind) {
+    case Compression::kConvolution:
+      return PackConvolutions(e);
+    case Compression::kDepthwiseConvolution:
+      return PackDepthwise(e);
+    default:
+      return PackProducts(e);
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const CompressionTables>> CompressionTables::Create(
     Device device, Compression kind, const ConstTensorView& parameters) {
   auto tables = std::make_shared<CompressionTables>();
-  const std::vector<float> packed =
-      kind == Compression::kConvolution ? PackConvolutions(parameters) : PackProducts(parameters);
+  const std::vector<float> packed = Pack(kind, parameters);
   tables->table_floats_ =
       static_cast<int64_t>(packed.size()) / std::max<int64_t>(parameters.dim(0), 1);
   TFB_ASSIGN_OR_RETURN(tables->numbers_, DeviceArray<float>::Create(device, packed));
@@ -116,6 +135,8 @@ double Compressor::flops() const {
       return 2 * elements * static_cast<double>(sizes_.slots);
     case Compression::kConvolution:
       return 2 * elements * static_cast<double>(sizes_.channels);
+    case Compression::kDepthwiseConvolution:
+      return 2 * elements;
     default:
       return elements;
   }
@@ -204,16 +225,20 @@ void Compressor::Pool(const Call& call, int64_t head, int64_t slot, float* scrat
   const int64_t begin = slot * sizes_.window;
   const int64_t count = std::min(sizes_.window, sizes_.tokens - begin);
   const bool is_max = kind_ == Compression::kMax;
+  const bool convolves = kind_ == Compression::kDepthwiseConvolution;
   std::fill_n(to, row(), is_max ? -std::numeric_limits<float>::infinity() : 0.0f);
   for (int64_t n = 0; n < count; ++n) {
     const float* from = TokenRows(call, head, begin + n, 1, 1, scratch).first;
     if (is_max) {
       CombineRows(row(), from, to, LargerOrNan);
+    } else if (convolves) {
+      const float* kernel = TableOf(head) + n * row();
+      for (int64_t c = 0; c < row(); ++c) to[c] += kernel[c] * from[c];
     } else {
       CombineRows(row(), from, to, Sum);
     }
   }
-  if (is_max) return;
+  if (is_max || convolves) return;
   for (int64_t c = 0; c < row(); ++c) to[c] /= static_cast<float>(count);
 }
 
@@ -262,6 +287,8 @@ absl::Status Compressor::RunCuda(const Call& call, const Execution& execution) c
       return ToStatus(kernels.add_chunks(a, execution.stream));
     case Compression::kConvolution:
       return ToStatus(kernels.convolve(a, execution.stream));
+    case Compression::kDepthwiseConvolution:
+      return ToStatus(kernels.convolve_depthwise(a, execution.stream));
     default:
       a.is_max = kind_ == Compression::kMax;
       return ToStatus(kernels.pool(a, execution.stream));

@@ -26,10 +26,11 @@
 
 namespace tfb::linformer {
 
-enum class Compression : uint8_t { kProduct, kMean, kMax, kConvolution };
+enum class Compression : uint8_t { kProduct, kMean, kMax, kConvolution, kDepthwiseConvolution };
 
 // The matrices E, or a convolution's, in the layout of the products: matrices
-// [table][tokens][slots], convolutions [table][window][in][PackedValueRow(out)].
+// [table][tokens][slots], convolutions [table][window][in][PackedValueRow(out)], depthwise ones
+// [table][window][PackedValueRow(channels)].
 class CompressionTables {
  public:
   // Makes tables from the parameters of linformer.h.

@@ -46,7 +46,8 @@ struct Plan {
   Plan(const LinformerOptions& options, const Problem& problem)
       : has_windows(options.projection == Projection::kMean ||
                     options.projection == Projection::kMax ||
-                    options.projection == Projection::kConvolution),
+                    options.projection == Projection::kConvolution ||
+                    options.projection == Projection::kDepthwiseConvolution),
         is_fitted(options.projection == Projection::kFit) {
     const int64_t k = std::max<int64_t>(options.k - options.layer * options.k_step, 1);
     const int64_t tokens = problem.kv_tokens;
@@ -85,6 +86,8 @@ Compression KindOf(const LinformerOptions& options) {
       return Compression::kMax;
     case Projection::kConvolution:
       return Compression::kConvolution;
+    case Projection::kDepthwiseConvolution:
+      return Compression::kDepthwiseConvolution;
     default:
       return Compression::kProduct;
   }
@@ -94,9 +97,15 @@ Compression KindOf(const LinformerOptions& options) {
 absl::StatusOr<Tensor> DrawTables(const LinformerOptions& options, const Problem& problem,
                                   const char* name, int64_t channels, uint64_t seed) {
   const Plan plan(options, problem);
-  const bool convolves = options.projection == Projection::kConvolution;
   Shape shape = {plan.tables, plan.slots, problem.kv_tokens};
-  if (convolves) shape = {plan.tables, channels, channels, plan.window};
+  int64_t terms = problem.kv_tokens;  // of the sum that is an element of a slot
+  if (options.projection == Projection::kConvolution) {
+    shape = {plan.tables, channels, channels, plan.window};
+    terms = plan.window * channels;
+  } else if (options.projection == Projection::kDepthwiseConvolution) {
+    shape = {plan.tables, channels, plan.window};
+    terms = plan.window;
+  }
   TFB_ASSIGN_OR_RETURN(Tensor tables, Tensor::Allocate(DType::kF32, shape));
   if (plan.is_fitted) {
     Fill(tables.view(), 0);
@@ -104,7 +113,6 @@ absl::StatusOr<Tensor> DrawTables(const LinformerOptions& options, const Problem
   }
   const std::string stream =
       options.sharing == Sharing::kLayerwise ? name : absl::StrCat(name, options.layer);
-  const int64_t terms = convolves ? plan.window * channels : problem.kv_tokens;
   const double variance = 1 / static_cast<double>(std::max<int64_t>(terms, 1));
   FillNormal(&tables, seed, stream, /*mean=*/0, std::sqrt(variance));
   return tables;
@@ -264,8 +272,9 @@ class LinformerLayer : public Layer {
 
 absl::Status Check(const Problem& problem, const LinformerOptions& options) {
   const Plan plan(options, problem);
-  if (options.projection != Projection::kConvolution || plan.has_f ||
-      problem.head_dim == problem.value_dim) {
+  const bool convolves = options.projection == Projection::kConvolution ||
+                         options.projection == Projection::kDepthwiseConvolution;
+  if (!convolves || plan.has_f || problem.head_dim == problem.value_dim) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
@@ -308,6 +317,9 @@ Tensor DefineSlots(const LinformerOptions& options, const Plan& plan, const Cons
                 for (int64_t out = 0; real && out < channels; ++out) {
                   to[out] += table.Row(of, out, c)[j - begin] * element;
                 }
+                break;
+              case Projection::kDepthwiseConvolution:
+                if (real) to[c] += table.Row(of, c)[j - begin] * element;
                 break;
               default:
                 if (real) to[c] += table.Row(of, s)[j] * element;

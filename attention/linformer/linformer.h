@@ -14,6 +14,7 @@
 //   learned      E and F are parameters, k slots
 //   mean, max    of the window's rows, channel by channel
 //   convolution  K'_s = sum_t C_t K_(s w + t): kernel and stride w, all channels into all, no bias
+//   depthwise_convolution  K'_s = sum_t c_t * K_(s w + t): likewise, each channel c by itself
 //   fit          E = F, fitted to the keys and values that Setup sees; at most kv_tokens slots
 //
 // Sharing of parameters (`sharing`), within this layer's tensors e and f:
@@ -43,19 +44,24 @@
 // other than none M has the columns of all heads. f does not exist.
 //
 // Source: Wang, Li, Khabsa, Fang, Ma 2020, "Linformer: self-attention with linear complexity",
-// arXiv:2006.04768v3, equation 7 and section 4. Deviations that are not followed: fairseq's layer
-// compresses hidden states before it projects them, so that a bias of keys is not multiplied by E,
-// shares among heads always, and ignores padding; linformer-pytorch adds biases to E, F and the
-// convolution, and cuts off what a window of floor(kv_tokens / k) leaves over. Shorter inputs take
-// the first columns of E, as lucidrains' code does: that is the caller's to cut.
+// arXiv:2006.04768v3, equation 7 and section 4, which names convolution and leaves open what it
+// does to channels: linformer-pytorch's is full. A depthwise one pools keys and values in
+// Multiscale Vision Transformers (Fan et al. 2021, arXiv:2104.11227v1, section 3.1; the authors'
+// SlowFast, mode "conv", where kernels overlap and a norm follows: neither is followed). Deviations
+// that are not followed: fairseq's layer compresses hidden states before it projects them, so that
+// a bias of keys is not multiplied by E, shares among heads always, and ignores padding;
+// linformer-pytorch adds biases to E, F and the convolution, and cuts off what a window of
+// floor(kv_tokens / k) leaves over. Shorter inputs take the first columns of E, as lucidrains' code
+// does: that is the caller's to cut.
 //
-// Seeded entries are N(0, 1 / kv_tokens), those of a convolution N(0, 1 / (w channels)), so that
-// slots of N(0, 1) keys are N(0, 1): the scale of the authors' code. Untrained, it estimates nothing.
+// Seeded entries are N(0, 1 / kv_tokens), those of a convolution N(0, 1 / (w channels)), of a
+// depthwise one N(0, 1 / w), so that slots of N(0, 1) keys are N(0, 1): the scale of the authors'
+// code. Untrained, it estimates nothing.
 //
 // Cost: 2 slots (head_dim + value_dim) FLOPs a token and key-value head to compress (a convolution:
-// 2 (head_dim^2 + value_dim^2); a window: one an element), and as many a token and query head to
-// attend. K and V are read once; slots kv_tokens parameters a table. Slots are fp32 on every device,
-// and attended to in fp32, in 16-bit problems too.
+// 2 (head_dim^2 + value_dim^2), depthwise 2 (head_dim + value_dim); a window: one an element), and
+// as many a token and query head to attend. K and V are read once; slots kv_tokens parameters a
+// table. Slots are fp32 on every device, and attended to in fp32, in 16-bit problems too.
 #ifndef TFB_ATTENTION_LINFORMER_LINFORMER_H_
 #define TFB_ATTENTION_LINFORMER_LINFORMER_H_
 
@@ -67,7 +73,7 @@
 namespace tfb::linformer {
 
 struct LinformerOptions {
-  enum class Projection { kLearned, kMean, kMax, kConvolution, kFit };
+  enum class Projection { kLearned, kMean, kMax, kConvolution, kDepthwiseConvolution, kFit };
   enum class Sharing { kNone, kHeadwise, kKeyValue, kLayerwise };
 
   int64_t k = 256;
@@ -85,9 +91,11 @@ struct LinformerOptions {
          {"mean", Projection::kMean},
          {"max", Projection::kMax},
          {"convolution", Projection::kConvolution},
+         {"depthwise_convolution", Projection::kDepthwiseConvolution},
          {"fit", Projection::kFit}},
-        "what compresses: matrices E and F, windows of ceil(kv_tokens / k) tokens, or E = F "
-        "fitted to the keys and values by a singular value decomposition");
+        "what compresses: matrices E and F; mean, maximum or convolution of windows of "
+        "ceil(kv_tokens / k) tokens, depthwise where each channel has a kernel of its own; or E = "
+        "F fitted to the keys and values by a singular value decomposition");
     bind.Choice("sharing", &sharing,
                 {{"none", Sharing::kNone},
                  {"headwise", Sharing::kHeadwise},
@@ -100,9 +108,10 @@ struct LinformerOptions {
 };
 
 // The parameters are e and, unless shared, f, in f32: learned [tables, k, kv_tokens]; convolution
-// [tables, channels, channels, w] as [out, in, kernel]; fit [batch * tables, slots, kv_tokens], 0
-// until Setup has fitted it, which it does unless the caller has given one. The definition takes
-// the E that it is given, and fits it by the same code where that is 0. Statistics: slots.
+// [tables, channels, channels, w] as [out, in, kernel], depthwise [tables, channels, w]; fit [batch
+// * tables, slots, kv_tokens], 0 until Setup has fitted it, which it does unless the caller has
+// given one. The definition takes the E that it is given, and fits it by the same code where that
+// is 0. Statistics: slots.
 class Linformer : public TechniqueOf<LinformerOptions> {
  public:
   Linformer();

@@ -227,6 +227,18 @@ __global__ void __launch_bounds__(kThreads) Convolve(CompressionArguments a) {
   SlotRow(a, p.b, p.h, p.slot)[p.channel] = sum;
 }
 
+__global__ void __launch_bounds__(kThreads) ConvolveDepthwise(CompressionArguments a) {
+  const Place p = PlaceOfThread(a);
+  if (!p.exists) return;
+  const float* kernel = TableOf(a, p.b, p.h) + p.channel;
+  float sum = 0;
+  for (int64_t t = 0; t < a.window; ++t) {
+    const int64_t token = p.slot * a.window + t;
+    if (IsToken(a, p.b, token)) sum += kernel[t * a.row] * Load(a, p.b, p.h, token, p.channel);
+  }
+  SlotRow(a, p.b, p.h, p.slot)[p.channel] = sum;
+}
+
 const char* LaunchElements(const char* name, void (*kernel)(CompressionArguments),
                            const CompressionArguments& a, void* stream) {
   const int64_t blocks = CeilDiv(a.batch * a.heads * a.slot_count * a.channels, kThreads);
@@ -242,10 +254,13 @@ const char* LaunchPool(const CompressionArguments& a, void* stream) {
 const char* LaunchConvolve(const CompressionArguments& a, void* stream) {
   return LaunchElements("Convolve", &Convolve, a, stream);
 }
+const char* LaunchConvolveDepthwise(const CompressionArguments& a, void* stream) {
+  return LaunchElements("ConvolveDepthwise", &ConvolveDepthwise, a, stream);
+}
 
 }  // namespace
 
-TFB_KERNEL_TABLE(LinformerKernels,
-                 {&LaunchMultiply, &LaunchAddChunks, &LaunchPool, &LaunchConvolve});
+TFB_KERNEL_TABLE(LinformerKernels, {&LaunchMultiply, &LaunchAddChunks, &LaunchPool, &LaunchConvolve,
+                                    &LaunchConvolveDepthwise});
 
 }  // namespace tfb::linformer

@@ -13,7 +13,8 @@ struct CompressionArguments {
   DeviceView x;             // [batch, heads, tokens, channels]
   const uint8_t* key_mask;  // [batch, tokens], or null
   int64_t key_mask_strides[2];
-  const float* tables;   // products [tokens][slots], convolutions [window][channels][row], or null
+  const float* tables;  // products [tokens][slots], convolutions [window][channels][row], depthwise
+                        // [window][row], or null
   int64_t batch_stride;  // stride of the tables, in floats
   int64_t head_stride;
   float* sums;  // [chunks][batch * heads][slots][row]; slots are those of chunk 0
@@ -35,6 +36,7 @@ struct LinformerKernels {
   const char* (*add_chunks)(const CompressionArguments& arguments, void* stream);
   const char* (*pool)(const CompressionArguments& arguments, void* stream);
   const char* (*convolve)(const CompressionArguments& arguments, void* stream);
+  const char* (*convolve_depthwise)(const CompressionArguments& arguments, void* stream);
 };
 
 }  // namespace tfb::linformer

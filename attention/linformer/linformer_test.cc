@@ -138,6 +138,55 @@ TEST(Linformer, WindowsAreTheirMeansMaximaAndConvolutions) {
   }
 }
 
+TEST(Linformer, ADepthwiseConvolutionHasAKernelForEachChannelAsComputedByHand) {
+  // There are 3 tokens of 2 channels in windows of 2: the last window has one token.
+  const Problem problem = Problem::SelfAttention(1, 1, 3, 2);
+  NamedTensors inputs;
+  inputs["q"] = FloatsOf({1, 1, 3, 2}, {0, 0, 0, 0, std::sqrt(2.0f), 0});
+  inputs["k"] = FloatsOf({1, 1, 3, 2}, {1, 7, 3, 8, 5, 9});
+  inputs["v"] = FloatsOf({1, 1, 3, 2}, {4, 1, -2, 3, 6, 5});
+  const NamedTensors kernels =
+      Parameters(FloatsOf({1, 2, 2}, {1, 0.5f, 8, 9}), FloatsOf({1, 2, 2}, {2, -1, 1, 10}));
+  // K' = (1 + 1.5, ...), (5, ...); V' = (8 + 2, 1 + 30), (12, 5); scores 2.5 and 5.
+  const double first = 1 / (1 + std::exp(2.5));
+  for (const Device device : kHostDevices) {
+    const Options options = {{"k", "2"}, {"projection", "depthwise_convolution"}};
+    const RunAndDefinition both = RunBoth(problem, inputs, options, device, &kernels);
+    EXPECT_NEAR(both.run.at("out").span<float>()[4], 12 - 2 * first, 1e-5);
+    EXPECT_NEAR(both.run.at("out").span<float>()[5], 5 + 26 * first, 1e-5);
+    ExpectMatch(both, inputs, "depthwise");
+  }
+}
+
+// A full convolution without its entries from one channel to another is a depthwise one.
+TEST(Linformer, ADiagonalConvolutionIsADepthwiseOne) {
+  const Problem problem = Problem::SelfAttention(2, 3, 50, 5);
+  const NamedTensors inputs = Random(problem);
+  Options options = {{"k", "7"}, {"projection", "depthwise_convolution"}};
+  const auto layer = Linformer().Create(problem, options, kCpu, 1).value();
+  NamedTensors diagonal;
+  for (const auto& [name, kernels] : layer->parameters()) {  // [heads, channels, 8]
+    Tensor& full = diagonal[name] = Tensor(DType::kF32, {3, 5, 5, 8});
+    Fill(full.view(), 0);
+    for (int64_t h = 0; h < 3; ++h) {
+      for (int64_t c = 0; c < 5; ++c) {
+        std::copy_n(kernels.view().At<float>(h, c), 8, full.view().MutableAt<float>(h, c, c));
+      }
+    }
+  }
+  for (const Device device : kHostDevices) {
+    const RunAndDefinition depthwise =
+        RunBoth(problem, inputs, options, device, &layer->parameters());
+    Options other = options;
+    other["projection"] = "convolution";
+    const RunAndDefinition full = RunBoth(problem, inputs, other, device, &diagonal);
+    EXPECT_LE(MaxDifference(depthwise.run.at("out").view(), full.run.at("out").view()),
+              Fp32Bound(inputs.at("v").view()));
+    EXPECT_LE(MaxDifference(depthwise.defined.at("out").view(), full.defined.at("out").view()),
+              1e-14);
+  }
+}
+
 TEST(Linformer, PaddingIsZeroBeforeItIsCompressedAndItsSlotKeepsItsWeight) {
   // E = F = I: the padded token is a slot of zeros with weight exp(0).
   Problem problem = Problem::SelfAttention(1, 1, 3, 1);
@@ -157,7 +206,8 @@ TEST(Linformer, PaddingIsZeroBeforeItIsCompressedAndItsSlotKeepsItsWeight) {
                 1e-12);
     // Where all tokens are padding, all slots are zeros.
     Fill(inputs["key_mask"].view(), 0);
-    for (const char* projection : {"learned", "mean", "max", "convolution", "fit"}) {
+    for (const char* projection :
+         {"learned", "mean", "max", "convolution", "depthwise_convolution", "fit"}) {
       const RunAndDefinition none =
           RunBoth(problem, inputs, {{"k", "3"}, {"projection", projection}}, device);
       EXPECT_EQ(none.run.at("out").span<float>()[0], 0) << projection;
@@ -170,7 +220,8 @@ TEST(Linformer, PaddingIsZeroBeforeItIsCompressedAndItsSlotKeepsItsWeight) {
 
 std::vector<Options> ManyOptions() {
   std::vector<Options> all;
-  for (const char* projection : {"learned", "mean", "max", "convolution", "fit"}) {
+  for (const char* projection :
+       {"learned", "mean", "max", "convolution", "depthwise_convolution", "fit"}) {
     for (const char* sharing : {"none", "headwise", "key_value", "layerwise"}) {
       for (const char* k : {"1", "7", "70"}) {
         all.push_back({{"projection", projection}, {"sharing", sharing}, {"k", k}});
@@ -202,7 +253,8 @@ TEST(Linformer, AnyHeadDimAndValueDimMatchesTheDefinition) {
       Problem problem = Problem::SelfAttention(1, 2, 70, head_dim);
       problem.value_dim = value_dim;
       const NamedTensors inputs = Random(problem);
-      for (const char* projection : {"learned", "max", "convolution", "fit"}) {
+      for (const char* projection :
+           {"learned", "max", "convolution", "depthwise_convolution", "fit"}) {
         const Options options = {{"k", "9"}, {"projection", projection}};
         for (const Device device : kHostDevices) {
           if (device != kCpu && head_dim == 256) continue;  // slow there
@@ -239,7 +291,8 @@ TEST(Linformer, EqualsTheCodesOfOthersWithTheirMatrices) {
       {"shorter_input", {{"sharing", "headwise"}}},
       {"one_key_value_head", {{"sharing", "headwise"}}},
       {"each_head", {}},
-      {"convolution", {{"projection", "convolution"}}}};
+      {"convolution", {{"projection", "convolution"}}},
+      {"depthwise_convolution", {{"projection", "depthwise_convolution"}}}};
   for (const auto& [name, how] : files) {
     const SafetensorsFile file =
         GoldenFile(absl::StrCat("attention/linformer/testdata/", name, ".safetensors"));
@@ -250,8 +303,9 @@ TEST(Linformer, EqualsTheCodesOfOthersWithTheirMatrices) {
     for (const char* input : {"q", "k", "v"}) inputs[input] = file.tensors.at(input).Clone();
     Tensor e = file.tensors.at("e").Clone();
     Options options = how;
-    // For a convolution [heads, out, in, kernel] there are as many slots as windows.
-    options["k"] = absl::StrCat(e.view().rank == 4 ? k[2] / e.dim(3) : e.dim(1));
+    // For a convolution, whose last dimension is the kernel's, there are as many slots as windows.
+    const bool convolves = options.count("projection") > 0;
+    options["k"] = absl::StrCat(convolves ? k[2] / e.shape().back() : e.dim(1));
     const NamedTensors parameters = Parameters(std::move(e), file.tensors.at("f").Clone());
     for (const Device device : kHostDevices) {
       const RunAndDefinition both = RunBoth(problem, inputs, options, device, &parameters);
@@ -402,6 +456,8 @@ TEST(Linformer, SharingSaysWhichTablesThereAre) {
   EXPECT_EQ(shapes("key_value", "learned"), "e[1, 5, 20]");
   EXPECT_EQ(shapes("layerwise", "learned"), "e[1, 5, 20]");
   EXPECT_EQ(shapes("none", "convolution"), "e[3, 8, 8, 4]f[3, 8, 8, 4]");
+  EXPECT_EQ(shapes("none", "depthwise_convolution"), "e[3, 8, 4]f[3, 8, 4]");
+  EXPECT_EQ(shapes("key_value", "depthwise_convolution"), "e[1, 8, 4]");
   EXPECT_EQ(shapes("none", "fit"), "e[3, 5, 20]");
   EXPECT_EQ(shapes("none", "mean"), "");
 }
@@ -643,7 +699,8 @@ TEST(Linformer, WithoutTokensThereAreNoSlotsAndRowsAreEmpty) {
   Problem problem = Problem::SelfAttention(1, 1, 3, 4);
   problem.kv_tokens = 0;
   const NamedTensors inputs = Random(problem);
-  for (const char* projection : {"learned", "mean", "max", "convolution", "fit"}) {
+  for (const char* projection :
+       {"learned", "mean", "max", "convolution", "depthwise_convolution", "fit"}) {
     for (const Device device : kHostDevices) {
       const RunAndDefinition both = RunBoth(problem, inputs, {{"projection", projection}}, device);
       for (const float y : both.run.at("out").span<float>()) EXPECT_EQ(y, 0);
@@ -657,7 +714,8 @@ TEST(Linformer, ANanReachesItsWindowAloneAndAllRows) {
   const Problem problem = Problem::SelfAttention(1, 2, 30, 4);
   NamedTensors inputs = Random(problem);
   *inputs["v"].view().MutableAt<float>(0, 1, 17, 2) = NAN;
-  for (const char* projection : {"learned", "mean", "max", "convolution"}) {
+  for (const char* projection :
+       {"learned", "mean", "max", "convolution", "depthwise_convolution"}) {
     for (const Device device : kHostDevices) {
       const RunAndDefinition both =
           RunBoth(problem, inputs, {{"k", "8"}, {"projection", projection}}, device);
@@ -680,10 +738,12 @@ TEST(Linformer, ACausalProblemIsRefused) {
 TEST(Linformer, OneConvolutionForKeysAndValuesNeedsTheirChannelsEqual) {
   Problem problem = Problem::SelfAttention(1, 1, 8, 8);
   problem.value_dim = 5;
-  const Options options = {{"projection", "convolution"}, {"sharing", "key_value"}};
-  const absl::Status status = Linformer().Create(problem, options, kCpu, 1).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("value_dim is 5; allowed is head_dim, 8"));
+  for (const char* projection : {"convolution", "depthwise_convolution"}) {
+    const Options options = {{"projection", projection}, {"sharing", "key_value"}};
+    const absl::Status status = Linformer().Create(problem, options, kCpu, 1).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("value_dim is 5; allowed is head_dim, 8"));
+  }
 }
 
 TEST(Linformer, CostCountsTheMultiplyAddsOfTheFormula) {
@@ -700,6 +760,7 @@ TEST(Linformer, CostCountsTheMultiplyAddsOfTheFormula) {
   const double elements = 2 * 2 * 11;  // elements times channels
   EXPECT_EQ(flops("learned"), attending + 2 * elements * 4 * (3 + 6));
   EXPECT_EQ(flops("convolution"), attending + 2 * elements * (3 * 3 + 6 * 6));
+  EXPECT_EQ(flops("depthwise_convolution"), attending + 2 * elements * (3 + 6));
   EXPECT_EQ(flops("mean"), attending + elements * (3 + 6));
   const auto layer = Linformer().Create(problem, {{"k", "4"}}, kCpu, 1).value();
   EXPECT_EQ(layer->cost().bytes,

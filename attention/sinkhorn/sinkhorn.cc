@@ -53,6 +53,7 @@ SinkhornSizes SizesOf(const Problem& problem, const SinkhornOptions& options) {
   sizes.tokens = problem.kv_tokens;
   sizes.block = std::min(options.block, std::max<int64_t>(problem.kv_tokens, 1));
   sizes.blocks = std::max<int64_t>((problem.kv_tokens + sizes.block - 1) / sizes.block, 1);
+  sizes.null_blocks = options.null_key ? 1 : 0;
   sizes.mixed_blocks =
       options.sorted_blocks == 0 ? sizes.blocks : std::min(options.sorted_blocks, sizes.blocks);
   sizes.width = WidthOf(problem, options);
@@ -65,7 +66,7 @@ SinkhornSizes SizesOf(const Problem& problem, const SinkhornOptions& options) {
 }
 
 TensorSpec MatrixSpec(const char* name, const SinkhornSizes& sizes) {
-  return {name, {sizes.batch, sizes.heads, sizes.blocks, sizes.blocks}};
+  return {name, {sizes.batch, sizes.heads, sizes.blocks, sizes.Columns()}};
 }
 
 // A pattern in which a query sees the keys of the sorted block in the place of its own.
@@ -79,7 +80,7 @@ class SortedBlockPattern : public Pattern {
   void KeyRanges(int64_t, int64_t query_begin, int64_t query_end,
                  std::vector<KeyRange>* ranges) const override {
     const int64_t block = sizes_.block;
-    const int64_t first = std::max<int64_t>(query_begin / block, sizes_.causal ? 1 : 0);
+    const int64_t first = std::max<int64_t>(query_begin / block, sizes_.Support(0) > 0 ? 0 : 1);
     const int64_t last = (query_end - 1) / block;
     if (first > last) return;
     const bool all = query_begin / block == last;
@@ -147,10 +148,13 @@ class SinkhornLayer : public Layer {
     const auto product = [](auto... sizes) { return (1.0 * ... * static_cast<double>(sizes)); };
     double sums = 0;  // pairs of blocks that are summed
     for (int64_t u = 0; u < s.mixed_blocks; ++u) sums += static_cast<double>(s.Support(u));
-    const double units = s.hidden == 0 ? product(s.width, s.blocks)
-                                       : product(s.hidden, s.width) + product(s.hidden, s.blocks);
-    double of_head = product(s.tokens, s.width) + 2 * product(s.blocks) * units +
-                     product(s.iterations, 4, s.blocks, s.blocks);
+    const double units = s.hidden == 0
+                             ? product(s.width, s.Columns())
+                             : product(s.hidden, s.width) + product(s.hidden, s.Columns());
+    double of_head = product(s.iterations, 4, s.blocks, s.Columns());
+    if (s.scores != SortScores::kGiven) {
+      of_head += product(s.tokens, s.width) + 2 * product(s.blocks) * units;
+    }
     of_head += 2 * sums * product(s.block, p.head_dim + p.value_dim);
     Cost cost;
     if (is_set_up_) {
@@ -206,7 +210,7 @@ class SinkhornLayer : public Layer {
  private:
   // Tensors that are computed from the inputs.
   struct Sorted {
-    TensorView sort;      // [batch, kv_heads, N, N]
+    TensorView sort;      // [batch, kv_heads, N, columns]
     TensorView keys;      // [batch, kv_heads, mixed_blocks block, head_dim]
     TensorView values;    // [batch, kv_heads, mixed_blocks block, value_dim]
     TensorView key_mask;  // u8 [batch, mixed_blocks block]
@@ -224,7 +228,7 @@ class SinkhornLayer : public Layer {
       return TensorView(memory, dtype, shape);
     };
     Sorted sorted;
-    sorted.sort = take(SortType(), {p.batch, p.kv_heads, sizes_.blocks, sizes_.blocks});
+    sorted.sort = take(SortType(), {p.batch, p.kv_heads, sizes_.blocks, sizes_.Columns()});
     sorted.keys = take(p.dtype, {p.batch, p.kv_heads, MixedRows(), p.head_dim});
     sorted.values = take(p.dtype, {p.batch, p.kv_heads, MixedRows(), p.value_dim});
     sorted.key_mask = take(DType::kU8, {p.batch, MixedRows()});
@@ -244,7 +248,7 @@ class SinkhornLayer : public Layer {
   CudaScratch TakeCudaScratch(Workspace& workspace) const {
     const int64_t rows = sizes_.batch * sizes_.heads * sizes_.blocks;
     return {workspace.Take<double>(rows * sizes_.width),
-            workspace.Take<double>(rows * sizes_.blocks)};
+            workspace.Take<double>(rows * sizes_.Columns())};
   }
   size_t SortBytes(int threads) const {
     if (device_ != Device::kCpu) {
@@ -254,15 +258,18 @@ class SinkhornLayer : public Layer {
                     MixCpuWorkspaceBytes(sizes_, SortType(), threads));
   }
 
+  // Returns a parameter on the device; null where the options have none.
+  const double* Numbers(const char* name) const {
+    const auto found = network_.find(name);
+    return found == network_.end() ? nullptr : found->second.data();
+  }
   SortNetwork Network() const {
-    const auto data = [this](const char* name) {
-      const auto found = network_.find(name);
-      return found == network_.end() ? nullptr : found->second.data();
-    };
-    return {data("hidden_weights"), data("hidden_bias"), data("score_weights"), data("score_bias")};
+    return {Numbers("hidden_weights"), Numbers("hidden_bias"), Numbers("score_weights"),
+            Numbers("score_bias")};
   }
 
   std::array<PooledRows, 2> PooledRowsOf(const Inputs& inputs) const {
+    if (options_.scores == SortScores::kGiven) return {};
     const PooledRows keys = {inputs.Get("k"), 1};
     switch (options_.pooled) {
       case Pooled::kQueriesAndKeys:
@@ -282,15 +289,18 @@ class SinkhornLayer : public Layer {
                   const Execution& execution) const {
     const ConstTensorView key_mask = inputs.Get("key_mask"), given = inputs.Get("sort");
     if (given.empty()) {
-      SortCpu({sizes_, Network(), PooledRowsOf(inputs), key_mask, inputs.Get("g"), sorted.sort},
+      SortCpu({sizes_, Network(), PooledRowsOf(inputs), key_mask, inputs.Get("logits"),
+               inputs.Get("g"), sorted.sort},
               execution);
     } else {
       CopySortCpu(sizes_, given, sorted.sort, execution);
     }
     const TensorView asked = outputs.Get("sort");
     if (!asked.empty()) CopySortCpu(sizes_, sorted.sort, asked, execution);
-    MixCpu(sizes_, sorted.sort, inputs.Get("k"), key_mask, sorted.keys, execution);
-    MixCpu(sizes_, sorted.sort, inputs.Get("v"), key_mask, sorted.values, execution);
+    MixCpu(sizes_, sorted.sort, inputs.Get("k"), Numbers("null_key"), key_mask, sorted.keys,
+           execution);
+    MixCpu(sizes_, sorted.sort, inputs.Get("v"), Numbers("null_value"), key_mask, sorted.values,
+           execution);
     if (!key_mask.empty()) MaskMixedCpu(sizes_, key_mask, sorted.key_mask.MutableAt<uint8_t>(0));
   }
 
@@ -307,11 +317,15 @@ class SinkhornLayer : public Layer {
       const CopySortArguments arguments = {sizes_, ToSortMatrix(from), ToSortMatrix(to)};
       return ToStatus(kernels.copy_sort(arguments, execution.stream));
     };
-    const auto mix = [&](const char* name, const TensorView& to) {
+    const auto mix = [&](const char* name, const char* null_rows, const TensorView& to) {
       const ConstTensorView from = inputs.Get(name);
-      const MixArguments arguments = {
-          sizes_, ToSortMatrix(sorted.sort), ToDeviceView(from), ToDeviceView(to), from.dim(3),
-          mask};
+      const MixArguments arguments = {sizes_,
+                                      ToSortMatrix(sorted.sort),
+                                      ToDeviceView(from),
+                                      ToDeviceView(to),
+                                      from.dim(3),
+                                      Numbers(null_rows),
+                                      mask};
       return ToStatus(kernels.mix(arguments, execution.stream));
     };
     if (given.empty()) {
@@ -322,8 +336,8 @@ class SinkhornLayer : public Layer {
     }
     const TensorView asked = outputs.Get("sort");
     if (!asked.empty()) TFB_RETURN_IF_ERROR(copy(sorted.sort, asked));
-    TFB_RETURN_IF_ERROR(mix("k", sorted.keys));
-    TFB_RETURN_IF_ERROR(mix("v", sorted.values));
+    TFB_RETURN_IF_ERROR(mix("k", "null_key", sorted.keys));
+    TFB_RETURN_IF_ERROR(mix("v", "null_value", sorted.values));
     if (mask.data == nullptr) return absl::OkStatus();
     const MaskArguments arguments = {sizes_, mask, sorted.key_mask.MutableAt<uint8_t>(0)};
     return ToStatus(kernels.mask(arguments, execution.stream));
@@ -343,6 +357,7 @@ class SinkhornLayer : public Layer {
       arguments.heads_summed[n] = pooled[n].heads_summed;
     }
     arguments.key_mask = mask;
+    arguments.given = ToDeviceView(inputs.Get("logits"));
     arguments.noise = ToDeviceView(inputs.Get("g"));
     arguments.pooled = scratch.pooled;
     arguments.logits = scratch.logits;
@@ -368,19 +383,29 @@ absl::Status DrawParameter(const char* name, const Shape& shape, int64_t inputs,
   return absl::OkStatus();
 }
 
-absl::StatusOr<NamedTensors> DrawParameters(const SinkhornSizes& s, uint64_t seed) {
-  NamedTensors parameters;
+absl::Status DrawNetwork(const SinkhornSizes& s, uint64_t seed, NamedTensors* parameters) {
   int64_t depth = s.width;
   if (s.hidden > 0) {
     TFB_RETURN_IF_ERROR(
-        DrawParameter("hidden_weights", {s.heads, s.width, s.hidden}, s.width, seed, &parameters));
+        DrawParameter("hidden_weights", {s.heads, s.width, s.hidden}, s.width, seed, parameters));
     TFB_RETURN_IF_ERROR(
-        DrawParameter("hidden_bias", {s.heads, s.hidden}, s.width, seed, &parameters));
+        DrawParameter("hidden_bias", {s.heads, s.hidden}, s.width, seed, parameters));
     depth = s.hidden;
   }
   TFB_RETURN_IF_ERROR(
-      DrawParameter("score_weights", {s.heads, depth, s.blocks}, depth, seed, &parameters));
-  TFB_RETURN_IF_ERROR(DrawParameter("score_bias", {s.heads, s.blocks}, depth, seed, &parameters));
+      DrawParameter("score_weights", {s.heads, depth, s.Columns()}, depth, seed, parameters));
+  return DrawParameter("score_bias", {s.heads, s.Columns()}, depth, seed, parameters);
+}
+
+absl::StatusOr<NamedTensors> DrawParameters(const Problem& problem, const SinkhornSizes& s,
+                                            uint64_t seed) {
+  NamedTensors parameters;
+  if (s.scores != SortScores::kGiven) TFB_RETURN_IF_ERROR(DrawNetwork(s, seed, &parameters));
+  if (s.null_blocks == 0) return parameters;
+  TFB_RETURN_IF_ERROR(
+      DrawParameter("null_key", {s.heads, problem.head_dim}, /*inputs=*/1, seed, &parameters));
+  TFB_RETURN_IF_ERROR(
+      DrawParameter("null_value", {s.heads, problem.value_dim}, /*inputs=*/1, seed, &parameters));
   return parameters;
 }
 
@@ -399,6 +424,11 @@ absl::Status Sinkhorn::Check(const Problem& problem, const SinkhornOptions& opti
         absl::StrCat("sorted_blocks is ", options.sorted_blocks,
                      ": all queries would see blocks of the future; causal needs 0"));
   }
+  if (options.null_key && !problem.causal) {
+    return absl::UnimplementedError(
+        "null_key is true: the null block is for the first block of a causal problem, which has no "
+        "block before it");
+  }
   const SinkhornSizes sizes = SizesOf(problem, options);
   if (sizes.blocks <= kMaxBlocks) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("kv_tokens ", problem.kv_tokens, " with block ",
@@ -410,7 +440,9 @@ std::vector<TensorSpec> Sinkhorn::ReadTensors(const Problem& problem,
                                               const SinkhornOptions& options) const {
   const SinkhornSizes sizes = SizesOf(problem, options);
   std::vector<TensorSpec> tensors = QkvInputs(problem);
-  if (options.pooled == Pooled::kHidden) {
+  if (options.scores == SortScores::kGiven) {
+    tensors.push_back(MatrixSpec("logits", sizes));
+  } else if (options.pooled == Pooled::kHidden) {
     tensors.push_back(
         {"x", {problem.batch, problem.kv_tokens, problem.model_dim()}, problem.dtype});
   }
@@ -435,7 +467,8 @@ absl::StatusOr<std::unique_ptr<Layer>> Sinkhorn::MakeLayer(const Problem& proble
                                                            const SinkhornOptions& options,
                                                            Device device, uint64_t seed) const {
   TFB_RETURN_IF_ERROR(Check(problem, options));
-  TFB_ASSIGN_OR_RETURN(NamedTensors parameters, DrawParameters(SizesOf(problem, options), seed));
+  TFB_ASSIGN_OR_RETURN(NamedTensors parameters,
+                       DrawParameters(problem, SizesOf(problem, options), seed));
   return std::make_unique<SinkhornLayer>(problem, ReadTensors(problem, options),
                                          WrittenTensors(problem, options), options,
                                          std::move(parameters), device);

@@ -7,7 +7,7 @@
 // zeros in every sum. For a key-value head, with blocks u and t,
 //
 //   X_u = sum of x_j over the tokens j of block u, or where causal over j <= u b
-//   R_u = relu(W_2' relu(W_1' X_u + b_1) + b_2)                     N scores, see `scores`
+//   R_u = relu(W_2' relu(W_1' X_u + b_1) + b_2)                     scores of blocks, see `scores`
 //   A   = (R + g) / temperature                                     g: Gumbel noise, or 0
 //   S   = exp of A, after `iterations` times
 //           A_ut -= log sum_t' exp A_ut'                            rows, then columns
@@ -15,20 +15,23 @@
 //   K^s_u = sum_t S_ut K_t, V^s_u = sum_t S_ut V_t                  rounded to a dtype of 16 bits
 //
 // The sums are over all t, or where causal over t < u: then block u depends only on tokens up to
-// its first, and block 0 has nothing to sort. A query i of block u then attends, in one softmax
-// with the scale head_dim^(-1/2), to
+// its first, and block 0 has nothing to sort. With `null_key`, where causal, a null block of b rows
+// that are all the head's learned null key (null value) comes before block 0, and all blocks sort
+// it too: R and S have it as a first column, and columns are normalised as before. A query i of
+// block u then attends, in one softmax with the scale head_dim^(-1/2), to
 //
 //   the rows of K^s_u, and the tokens of K_u (where causal up to i)       sorted_blocks = 0
 //   the rows of K^s_0, ..., K^s_(n-1) for all queries (SortCut)           sorted_blocks = n > 0
 //
-// Row r of K^s_u is a key where a block t of its sum has a token in row r. No query sees rows that
+// Row r of K^s_u is a key where a block t of its sum has a token in row r; the null block has one
+// in each. No query sees rows that
 // come from padding alone. A given matrix S that takes a block whose row r is missing gives a key
 // and a value of 0, which count.
 //
 // x_j is row j of the head's k (`pooled` keys), of q and k side by side (queries_and_keys; queries that
 // share a key-value head are added up), or of the hidden states x, which is the paper's and which the
-// other two are projections of. S is written to the optional output `sort`; where the optional input
-// `sort` is there, it is S.
+// other two are projections of. With `scores` given R is the input `logits`, of any network. S is
+// written to the optional output `sort`; where the optional input `sort` is there, it is S.
 //
 // Without causality columns of S sum to 1, and rows ever more nearly. N = 1 makes S = 1: attention to
 // every key twice, which is dense attention. With S = I it is attention within blocks, and with S a
@@ -47,8 +50,8 @@
 // block too, unless blocks of keys have another size; a masked key counts in the sums, and hides
 // those that S takes most of; by default it keeps of a softmax over R the largest entry of each row
 // (such an S can be given as `sort`), or scores blocks by their mean queries and keys; where causal it
-// has null keys instead of an empty block 0, a masked softmax instead of the balance, and half of the
-// heads on rotated tokens.
+// has `null_key`, a masked softmax instead of the balance (its S can be given too), and half of the
+// heads on rotated tokens. Its null keys and values are the source of ours; the paper has none.
 //
 // Cost, a head of d: tokens d for X, 2 N (width hidden + hidden N) for R, 4 N^2 for each iteration, 4
 // N tokens d for the sums, half of that where causal, and 8 tokens b d for attention. That is linear in
@@ -74,6 +77,7 @@ struct SinkhornOptions {
   int64_t iterations = 8;
   double temperature = 0.75;
   bool gumbel = false;
+  bool null_key = false;
   Pooled pooled = Pooled::kKeys;
   int64_t hidden = 64;
   SortScores scores = SortScores::kRelu;
@@ -88,6 +92,8 @@ struct SinkhornOptions {
     bind.Int("iterations", &iterations, 1, 100, "times that rows and columns are normalised");
     bind.Real("temperature", &temperature, 1e-3, 1e3, "divides the scores of blocks");
     bind.Bool("gumbel", &gumbel, "add the noise in the input g to the scores of blocks");
+    bind.Bool("null_key", &null_key,
+              "where causal, blocks also sort a block whose rows all are a learned key and value");
     bind.Choice("pooled", &pooled,
                 {{"keys", Pooled::kKeys},
                  {"queries_and_keys", Pooled::kQueriesAndKeys},
@@ -95,23 +101,29 @@ struct SinkhornOptions {
                 "what a block's score is made from: its keys, its queries and keys, or its hidden "
                 "states in the input x");
     bind.Int("hidden", &hidden, 0, 4096, "units of the scoring network; 0: one matrix, no layer");
-    bind.Choice("scores", &scores,
-                {{"relu", SortScores::kRelu},
-                 {"linear", SortScores::kLinear},
-                 {"log_relu", SortScores::kLogRelu}},
-                "the network's last step: relu(y), y, or log(relu(y) + 1e-6)");
+    bind.Choice(
+        "scores", &scores,
+        {{"relu", SortScores::kRelu},
+         {"linear", SortScores::kLinear},
+         {"log_relu", SortScores::kLogRelu},
+         {"given", SortScores::kGiven}},
+        "the network's last step: relu(y), y, or log(relu(y) + 1e-6); given: no network, the "
+        "scores are the input logits");
   }
 };
 
-// Sinkhorn reads q, k, v, the optional key_mask; x [batch, tokens, model_dim] and g f32 [batch,
-// kv_heads, N, N] where options say so; the optional sort f32 [batch, kv_heads, N, N]. It writes
+// Sinkhorn reads q, k, v, the optional key_mask; x [batch, tokens, model_dim], logits and g f32
+// [batch, kv_heads, N, M] where options say so, M = N, or N + 1 with a null key; the optional sort
+// of that shape. It writes
 // out and the optional log_sum_exp and sort. It is self-attention only, of at most 4096 blocks;
 // SortCut is not causal.
 //
 // The parameters, f32, of deviation 1 / sqrt(inputs), with width head_dim, twice that, or
 // model_dim, are hidden_weights [kv_heads, width, hidden], hidden_bias [kv_heads, hidden],
-// score_weights [kv_heads, hidden, N] and score_bias [kv_heads, N]. Where `hidden` is 0, the first
-// two do not exist and score_weights is [kv_heads, width, N].
+// score_weights [kv_heads, hidden, M] and score_bias [kv_heads, M]. Where `hidden` is 0, the first
+// two do not exist and score_weights is [kv_heads, width, M]; where scores are given, none of the
+// four exists. A null key has null_key [kv_heads, head_dim] and null_value [kv_heads, value_dim],
+// N(0, 1).
 class Sinkhorn : public TechniqueOf<SinkhornOptions> {
  public:
   Sinkhorn();

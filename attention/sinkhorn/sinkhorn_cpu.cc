@@ -24,10 +24,10 @@ struct SortScratch {
   double* pooled;      // [blocks][width]
   double* before;      // [width]: the sum of the earlier blocks
   double* hidden;      // [hidden]
-  double* logits;      // [blocks][blocks]: A
-  double* column_max;  // [blocks]
-  double* column_sum;  // [blocks]
-  double* new_max;     // [blocks]
+  double* logits;      // [blocks][columns]: A
+  double* column_max;  // [columns]
+  double* column_sum;  // [columns]
+  double* new_max;     // [columns]
   float* row;          // [width]
 };
 
@@ -36,10 +36,10 @@ SortScratch LayOutSort(const SinkhornSizes& sizes, Workspace& workspace) {
   scratch.pooled = workspace.Take<double>(sizes.blocks * sizes.width);
   scratch.before = workspace.Take<double>(sizes.width);
   scratch.hidden = workspace.Take<double>(sizes.hidden);
-  scratch.logits = workspace.Take<double>(sizes.blocks * sizes.blocks);
-  scratch.column_max = workspace.Take<double>(sizes.blocks);
-  scratch.column_sum = workspace.Take<double>(sizes.blocks);
-  scratch.new_max = workspace.Take<double>(sizes.blocks);
+  scratch.logits = workspace.Take<double>(sizes.blocks * sizes.Columns());
+  scratch.column_max = workspace.Take<double>(sizes.Columns());
+  scratch.column_sum = workspace.Take<double>(sizes.Columns());
+  scratch.new_max = workspace.Take<double>(sizes.Columns());
   scratch.row = workspace.Take<float>(sizes.width);
   return scratch;
 }
@@ -57,8 +57,8 @@ class Sorter {
       : call_(call), sizes_(call.sizes), scratch_(scratch), b_(b), h_(h) {}
 
   void Sort() const {
-    Pool();
-    if (sizes_.causal) SumPrefixes();
+    if (call_.logits.empty()) Pool();
+    if (call_.logits.empty() && sizes_.causal) SumPrefixes();
     for (int64_t u = 0; u < sizes_.blocks; ++u) Score(u);
     for (int64_t n = 0; n < sizes_.iterations; ++n) {
       for (int64_t u = 0; u < sizes_.blocks; ++u) NormaliseRow(u);
@@ -74,7 +74,7 @@ class Sorter {
  private:
   // Returns A_u over its support.
   Doubles Logits(int64_t u) const {
-    return Doubles(scratch_.logits + u * sizes_.blocks, sizes_.Support(u));
+    return Doubles(scratch_.logits + u * sizes_.Columns(), sizes_.Support(u));
   }
   Doubles Pooled(int64_t u) const {
     return Doubles(scratch_.pooled + u * sizes_.width, sizes_.width);
@@ -129,16 +129,29 @@ class Sorter {
     return hidden;
   }
 
-  void Score(int64_t u) const {
-    const SortNetwork& network = call_.network;
-    const Doubles in = sizes_.hidden > 0 ? Hidden(u) : Pooled(u);
+  // Returns R_u, and for scores that are not given its last step is still to do.
+  Doubles LastLayer(int64_t u) const {
+    const int64_t columns = sizes_.Columns();
     Doubles logits = Logits(u);
-    Multiply(in, network.score_weights + h_ * in.size() * sizes_.blocks, sizes_.blocks,
-             network.score_bias + h_ * sizes_.blocks, logits);
+    if (!call_.logits.empty()) {
+      for (int64_t t = 0; t < logits.size(); ++t) {
+        logits[t] = static_cast<double>(*call_.logits.At<float>(b_, h_, u, t));
+      }
+      return logits;
+    }
+    const Doubles in = sizes_.hidden > 0 ? Hidden(u) : Pooled(u);
+    Multiply(in, call_.network.score_weights + h_ * in.size() * columns, columns,
+             call_.network.score_bias + h_ * columns, logits);
+    return logits;
+  }
+
+  void Score(int64_t u) const {
+    const SortScores step = sizes_.scores;
+    Doubles logits = LastLayer(u);
     for (int64_t t = 0; t < logits.size(); ++t) {
       double score = logits[t];
-      if (sizes_.scores != SortScores::kLinear && score < 0) score = 0;
-      if (sizes_.scores == SortScores::kLogRelu) score = std::log(score + 1e-6);
+      if ((step == SortScores::kRelu || step == SortScores::kLogRelu) && score < 0) score = 0;
+      if (step == SortScores::kLogRelu) score = std::log(score + 1e-6);
       if (!call_.noise.empty()) score += static_cast<double>(*call_.noise.At<float>(b_, h_, u, t));
       logits[t] = score / sizes_.temperature;
     }
@@ -152,7 +165,7 @@ class Sorter {
   }
 
   void NormaliseColumns() const {
-    Doubles max(scratch_.column_max, sizes_.blocks), sum(scratch_.column_sum, sizes_.blocks);
+    Doubles max(scratch_.column_max, sizes_.Columns()), sum(scratch_.column_sum, sizes_.Columns());
     max.setConstant(-kInfinity);
     sum.setZero();
     for (int64_t u = 0; u < sizes_.blocks; ++u) max = max.max(Logits(u));
@@ -163,11 +176,13 @@ class Sorter {
 
   // Normalises columns. The sum of a column so far is exp(max) sum.
   void NormalisePrefixesOfColumns() const {
-    Doubles(scratch_.column_max, sizes_.blocks).setConstant(-kInfinity);
-    Doubles(scratch_.column_sum, sizes_.blocks).setZero();
-    for (int64_t u = 1; u < sizes_.blocks; ++u) {
-      Doubles logits = Logits(u), max(scratch_.column_max, u), sum(scratch_.column_sum, u);
-      Doubles new_max(scratch_.new_max, u);
+    Doubles(scratch_.column_max, sizes_.Columns()).setConstant(-kInfinity);
+    Doubles(scratch_.column_sum, sizes_.Columns()).setZero();
+    for (int64_t u = 0; u < sizes_.blocks; ++u) {
+      Doubles logits = Logits(u);
+      const int64_t columns = logits.size();
+      Doubles max(scratch_.column_max, columns), sum(scratch_.column_sum, columns);
+      Doubles new_max(scratch_.new_max, columns);
       new_max = max.max(logits);
       sum = sum * (max - new_max).exp() + (logits - new_max).exp();
       max = new_max;
@@ -180,7 +195,7 @@ class Sorter {
   void StoreRow(int64_t u) const {
     Doubles logits = Logits(u);
     logits = logits.exp();
-    for (int64_t t = 0; t < sizes_.blocks; ++t) {
+    for (int64_t t = 0; t < sizes_.Columns(); ++t) {
       const bool counts = t < logits.size() && !(logits[t] < std::numeric_limits<float>::min());
       call_.sort.Set(call_.sort.Offset(b_, h_, u, t), counts ? logits[t] : 0);
     }
@@ -200,13 +215,13 @@ constexpr int64_t kCausalRows = 16;
 
 template <class Real>
 struct MixScratch {
-  Real* rows;  // [blocks][kChannels]: one row of every block
+  Real* rows;  // [columns][kChannels]: one row of every block
   Real* sums;  // [mixed_blocks][kChannels]
 };
 
 template <class Real>
 MixScratch<Real> LayOutMix(const SinkhornSizes& sizes, Workspace& workspace) {
-  return {workspace.Take<Real>(sizes.blocks * kChannels),
+  return {workspace.Take<Real>(sizes.Columns() * kChannels),
           workspace.Take<Real>(sizes.mixed_blocks * kChannels)};
 }
 
@@ -221,23 +236,25 @@ size_t MixThreadBytes(const SinkhornSizes& sizes) {
 void SumBlocks(const SinkhornSizes& sizes, const float* sort, int64_t columns,
                const MixScratch<float>& scratch) {
   const CpuKernels& kernels = BestCpuKernels();
+  const int64_t stride = sizes.Columns();
   const auto add = [&](int64_t u, int64_t rows, int64_t first, int64_t last, bool accumulate) {
-    kernels.gemm(rows, columns, last - first, sort + u * sizes.blocks + first, sizes.blocks, 1,
+    kernels.gemm(rows, columns, last - first, sort + u * stride + first, stride, 1,
                  scratch.rows + first * kChannels, kChannels, scratch.sums + u * kChannels,
                  kChannels, accumulate);
   };
   if (!sizes.causal) {
-    add(0, sizes.mixed_blocks, 0, sizes.blocks, false);
+    add(0, sizes.mixed_blocks, 0, stride, false);
     return;
   }
   for (int64_t first = 0; first < sizes.mixed_blocks; first += kCausalRows) {
     const int64_t rows = std::min(kCausalRows, sizes.mixed_blocks - first);
-    if (first > 0) {
-      add(first, rows, 0, first, false);
+    const int64_t shared = sizes.Support(first);
+    if (shared > 0) {
+      add(first, rows, 0, shared, false);
     } else {
       std::fill_n(scratch.sums, rows * kChannels, 0.0f);
     }
-    for (int64_t u = first + 1; u < first + rows; ++u) add(u, 1, first, u, true);
+    for (int64_t u = first + 1; u < first + rows; ++u) add(u, 1, shared, sizes.Support(u), true);
   }
 }
 // Does the same in doubles; a row's sums stay in registers.
@@ -247,7 +264,7 @@ void SumBlocks(const SinkhornSizes& sizes, const double* sort, int64_t,
   for (int64_t u = 0; u < sizes.mixed_blocks; ++u) {
     Row sum = Row::Zero();
     for (int64_t t = 0; t < sizes.Support(u); ++t) {
-      sum += sort[u * sizes.blocks + t] * Eigen::Map<const Row>(scratch.rows + t * kChannels);
+      sum += sort[u * sizes.Columns() + t] * Eigen::Map<const Row>(scratch.rows + t * kChannels);
     }
     Eigen::Map<Row>(scratch.sums + u * kChannels) = sum;
   }
@@ -279,7 +296,8 @@ void StorePart(const double* from, const RowPart& part, const TensorView& view, 
 // A task is a part of the channels of row r of all blocks of a head.
 template <class Real>
 void Mix(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorView& from,
-         const ConstTensorView& key_mask, const TensorView& to, const Execution& execution) {
+         const double* null_rows, const ConstTensorView& key_mask, const TensorView& to,
+         const Execution& execution) {
   const size_t bytes = MixThreadBytes<Real>(sizes);
   const int64_t channels = from.dim(3);
   const int64_t chunks = (channels + kChannels - 1) / kChannels;
@@ -291,9 +309,14 @@ void Mix(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorVi
     const int64_t head = task / chunks / sizes.block;
     const int64_t b = head / sizes.heads, h = head % sizes.heads;
     const RowPart part = {first, std::min(kChannels, channels - first)};
+    for (int64_t n = 0; n < sizes.null_blocks; ++n) {
+      Real* row = scratch.rows + n * kChannels;
+      std::copy_n(null_rows + h * channels + part.first, part.count, row);
+      std::fill(row + part.count, row + kChannels, Real{0});
+    }
     for (int64_t t = 0; t < sizes.blocks; ++t) {
       const int64_t j = t * sizes.block + r;
-      Real* row = scratch.rows + t * kChannels;
+      Real* row = scratch.rows + (sizes.null_blocks + t) * kChannels;
       const int64_t count = IsToken(sizes, key_mask, b, j) ? part.count : 0;
       if (count > 0) LoadPart(from, from.Offset(b, h, j), part, row);
       std::fill(row + count, row + kChannels, Real{0});
@@ -326,7 +349,7 @@ void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const 
     const int64_t b = task / sizes.heads, h = task % sizes.heads;
     for (int64_t u = 0; u < sizes.blocks; ++u) {
       const int64_t support = sizes.Support(u);
-      for (int64_t t = 0; t < sizes.blocks; ++t) {
+      for (int64_t t = 0; t < sizes.Columns(); ++t) {
         to.Set(to.Offset(b, h, u, t), t < support ? from.Get(from.Offset(b, h, u, t)) : 0);
       }
     }
@@ -339,19 +362,23 @@ size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, DType sort, int threads)
 }
 
 void MixCpu(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorView& from,
-            const ConstTensorView& key_mask, const TensorView& to, const Execution& execution) {
+            const double* null_rows, const ConstTensorView& key_mask, const TensorView& to,
+            const Execution& execution) {
   if (sort.dtype == DType::kF64) {
-    Mix<double>(sizes, sort, from, key_mask, to, execution);
+    Mix<double>(sizes, sort, from, null_rows, key_mask, to, execution);
   } else {
-    Mix<float>(sizes, sort, from, key_mask, to, execution);
+    Mix<float>(sizes, sort, from, null_rows, key_mask, to, execution);
   }
 }
 
 void MaskMixedCpu(const SinkhornSizes& sizes, const ConstTensorView& key_mask, uint8_t* mask) {
   for (int64_t b = 0; b < sizes.batch; ++b, mask += sizes.mixed_blocks * sizes.block) {
     for (int64_t r = 0; r < sizes.block; ++r) {
-      int64_t first = 0;  // the first block with a token in row r
-      while (first < sizes.blocks && !IsToken(sizes, key_mask, b, first * sizes.block + r)) ++first;
+      int64_t first = 0;  // the first column with a key in row r: the null block has one in each
+      while (sizes.null_blocks == 0 && first < sizes.blocks &&
+             !IsToken(sizes, key_mask, b, first * sizes.block + r)) {
+        ++first;
+      }
       for (int64_t u = 0; u < sizes.mixed_blocks; ++u) {
         mask[u * sizes.block + r] = first < sizes.Support(u);
       }

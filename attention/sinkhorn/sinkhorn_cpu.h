@@ -29,8 +29,9 @@ struct SortCall {
   SortNetwork network = {};
   std::array<PooledRows, 2> pooled;  // side by side
   ConstTensorView key_mask;          // or empty
-  ConstTensorView noise;             // f32 [batch, heads, N, N], or empty
-  TensorView sort;  // f32 or f64 [batch, heads, N, N]: S, and 0 outside of the support
+  ConstTensorView logits;            // f32 [batch, heads, N, columns]: given scores, or empty
+  ConstTensorView noise;             // of that shape, or empty
+  TensorView sort;                   // f32 or f64 of that shape: S, and 0 outside of the support
 };
 
 // These functions allocate nothing, and their results do not depend on the number of threads.
@@ -43,10 +44,12 @@ void CopySortCpu(const SinkhornSizes& sizes, const ConstTensorView& from, const 
                  const Execution& execution);
 
 // Computes, to [batch, heads, mixed_blocks block, channels], sum_t S_ut of the blocks of `from`
-// [batch, heads, tokens, channels]. `sort` is contiguous.
+// [batch, heads, tokens, channels]. `sort` is contiguous; `null_rows` has the null block's row of
+// each head, [heads][channels], where there is one.
 size_t MixCpuWorkspaceBytes(const SinkhornSizes& sizes, DType sort, int threads);
 void MixCpu(const SinkhornSizes& sizes, const TensorView& sort, const ConstTensorView& from,
-            const ConstTensorView& key_mask, const TensorView& to, const Execution& execution);
+            const double* null_rows, const ConstTensorView& key_mask, const TensorView& to,
+            const Execution& execution);
 
 // Finds which rows of the sorted blocks are keys, [batch][mixed_blocks block], by the key mask.
 void MaskMixedCpu(const SinkhornSizes& sizes, const ConstTensorView& key_mask, uint8_t* mask);

@@ -91,14 +91,20 @@ __device__ double Unit(int64_t depth, int64_t columns, int64_t n, const double* 
   return sum;
 }
 
+// Returns entry (u, t) of a matrix of floats.
+__device__ double LoadScore(const DeviceView& view, int64_t b, int64_t h, int64_t u, int64_t t) {
+  return static_cast<const float*>(view.data)[OffsetOf(view, b, h, u) + t * view.strides[3]];
+}
+
 __global__ void __launch_bounds__(kThreads) Score(SortArguments a) {
   double* hidden = reinterpret_cast<double*>(DynamicShared());
   const SinkhornSizes& s = a.sizes;
   const int64_t u = blockIdx.x % s.blocks, head = blockIdx.x / s.blocks;
-  const int64_t h = head % s.heads;
+  const int64_t b = head / s.heads, h = head % s.heads, columns = s.Columns();
+  const bool is_given = a.given.data != nullptr;
   const double* in = a.pooled + (head * s.blocks + u) * s.width;
   int64_t depth = s.width;
-  if (s.hidden > 0) {
+  if (s.hidden > 0 && !is_given) {
     for (int64_t n = threadIdx.x; n < s.hidden; n += kThreads) {
       hidden[n] = Relu(Unit(depth, s.hidden, n, in, a.network.hidden_weights + h * depth * s.hidden,
                             a.network.hidden_bias + h * s.hidden));
@@ -109,15 +115,14 @@ __global__ void __launch_bounds__(kThreads) Score(SortArguments a) {
   }
   const int64_t support = s.Support(u);
   for (int64_t t = threadIdx.x; t < support; t += kThreads) {
-    double score = Unit(depth, s.blocks, t, in, a.network.score_weights + h * depth * s.blocks,
-                        a.network.score_bias + h * s.blocks);
-    if (s.scores != SortScores::kLinear) score = Relu(score);
+    double score = is_given
+                       ? LoadScore(a.given, b, h, u, t)
+                       : Unit(depth, columns, t, in, a.network.score_weights + h * depth * columns,
+                              a.network.score_bias + h * columns);
+    if (s.scores == SortScores::kRelu || s.scores == SortScores::kLogRelu) score = Relu(score);
     if (s.scores == SortScores::kLogRelu) score = log(score + 1e-6);
-    if (a.noise.data != nullptr) {
-      score += static_cast<const float*>(
-          a.noise.data)[OffsetOf(a.noise, head / s.heads, h, u) + t * a.noise.strides[3]];
-    }
-    a.logits[(head * s.blocks + u) * s.blocks + t] = score / s.temperature;
+    if (a.noise.data != nullptr) score += LoadScore(a.noise, b, h, u, t);
+    a.logits[(head * s.blocks + u) * columns + t] = score / s.temperature;
   }
 }
 
@@ -140,10 +145,10 @@ __device__ void NormaliseRow(double* logits, int64_t support) {
 // Normalises a column. The sum of a column so far is exp(max) sum; where causal each row uses that
 // of the rows up to it.
 __device__ void NormaliseColumn(double* logits, const SinkhornSizes& s, int64_t t) {
-  const int64_t first = s.causal ? t + 1 : 0;
+  const int64_t first = s.causal ? max(t + 1 - s.null_blocks, int64_t{0}) : 0;
   double max = NegativeInfinity(), sum = 0;
   for (int64_t u = first; u < s.blocks; ++u) {
-    double& logit = logits[u * s.blocks + t];
+    double& logit = logits[u * s.Columns() + t];
     const double smaller = exp(-fabs(logit - max));
     sum = logit > max ? sum * smaller + 1 : sum + smaller;
     max = logit > max ? logit : max;
@@ -151,24 +156,25 @@ __device__ void NormaliseColumn(double* logits, const SinkhornSizes& s, int64_t 
   }
   if (s.causal) return;
   const double log_sum_exp = max + log(sum);
-  for (int64_t u = first; u < s.blocks; ++u) logits[u * s.blocks + t] -= log_sum_exp;
+  for (int64_t u = first; u < s.blocks; ++u) logits[u * s.Columns() + t] -= log_sum_exp;
 }
 
 __global__ void __launch_bounds__(kThreads) Balance(SortArguments a) {
   const SinkhornSizes& s = a.sizes;
-  double* logits = a.logits + blockIdx.x * s.blocks * s.blocks;
+  const int64_t columns = s.Columns(), entries = s.blocks * columns;
+  double* logits = a.logits + blockIdx.x * entries;
   for (int64_t n = 0; n < s.iterations; ++n) {
     for (int64_t u = threadIdx.x / kWarp; u < s.blocks; u += kWarps) {
-      NormaliseRow(logits + u * s.blocks, s.Support(u));
+      NormaliseRow(logits + u * columns, s.Support(u));
     }
     __syncthreads();
-    for (int64_t t = threadIdx.x; t < s.blocks; t += kThreads) NormaliseColumn(logits, s, t);
+    for (int64_t t = threadIdx.x; t < columns; t += kThreads) NormaliseColumn(logits, s, t);
     __syncthreads();
   }
   // Numbers that are denormal in fp32 change no sum.
-  for (int64_t n = threadIdx.x; n < s.blocks * s.blocks; n += kThreads) {
-    const double entry = n % s.blocks < s.Support(n / s.blocks) ? exp(logits[n]) : 0;
-    StoreSort(a.sort, blockIdx.x * s.blocks * s.blocks + n, entry < 1.17549435e-38 ? 0 : entry);
+  for (int64_t n = threadIdx.x; n < entries; n += kThreads) {
+    const double entry = n % columns < s.Support(n / columns) ? exp(logits[n]) : 0;
+    StoreSort(a.sort, blockIdx.x * entries + n, entry < 1.17549435e-38 ? 0 : entry);
   }
 }
 
@@ -209,13 +215,13 @@ class MixLoader {
       : a_(a),
         task_(task),
         sort_(static_cast<const Real*>(a.sort.data) +
-              (task.b * a.sizes.heads + task.h) * a.sizes.blocks * a.sizes.blocks) {
+              (task.b * a.sizes.heads + task.h) * a.sizes.blocks * a.sizes.Columns()) {
     const int64_t column = task.first_column + threadIdx.x % kTile;
     row_of_block_ = column / a.channels;
-    channel_offset_ = column % a.channels * a.from.strides[3];
+    channel_ = column % a.channels;
   }
 
-  // Loads the blocks from `first_block` on, with zeros beyond the last.
+  // Loads the columns of S from `first_block` on, with zeros beyond the last.
   __device__ void Load(int64_t first_block, MixTiles<Real>* tiles) const {
     const SinkhornSizes& s = a_.sizes;
     const int entry = static_cast<int>(threadIdx.x) % kDepth;
@@ -224,25 +230,34 @@ class MixLoader {
     for (int n = 0; n < kLoads; ++n) {
       const int row = static_cast<int>(threadIdx.x) / kDepth + n * (kThreads / kDepth);
       const int64_t u = task_.first_row + row;
-      const bool exists = u < s.mixed_blocks && first_block + entry < s.blocks;
-      tiles->sort[entry][row] = exists ? sort_[u * s.blocks + first_block + entry] : 0;
+      const bool exists = u < s.mixed_blocks && first_block + entry < s.Columns();
+      tiles->sort[entry][row] = exists ? sort_[u * s.Columns() + first_block + entry] : 0;
     }
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
       const int row = static_cast<int>(threadIdx.x) / kTile + n * (kThreads / kTile);
-      const int64_t j = (first_block + row) * s.block + row_of_block_;
-      const bool exists = row_of_block_ < s.block && IsToken(s, a_.key_mask, task_.b, j);
-      const int64_t offset = OffsetOf(a_.from, task_.b, task_.h, j) + channel_offset_;
-      tiles->rows[row][column] = exists ? LoadElement(a_.from.data, a_.from.element, offset) : 0;
+      tiles->rows[row][column] = row_of_block_ < s.block ? Row(first_block + row) : 0;
     }
   }
 
  private:
+  // Returns the thread's number of block t, counted as columns of S are.
+  __device__ Real Row(int64_t t) const {
+    const SinkhornSizes& s = a_.sizes;
+    if (t < s.null_blocks) {
+      return static_cast<Real>(a_.null_rows[task_.h * a_.channels + channel_]);
+    }
+    const int64_t j = (t - s.null_blocks) * s.block + row_of_block_;
+    if (!IsToken(s, a_.key_mask, task_.b, j)) return 0;
+    return LoadElement(a_.from.data, a_.from.element,
+                       OffsetOf(a_.from, task_.b, task_.h, j) + channel_ * a_.from.strides[3]);
+  }
+
   const MixArguments& a_;
   const MixTask& task_;
   const Real* sort_;
   int64_t row_of_block_;
-  int64_t channel_offset_;
+  int64_t channel_;
 };
 
 // Where the tile has blocks outside the support, they are skipped: a product with 0 would let a NaN
@@ -276,13 +291,15 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
   const int column = static_cast<int>(threadIdx.x) % (kTile / kPart) * kPart;
   const MixLoader<Real> loader(a, task);
   Real sums[kPart][kPart] = {};
-  const int64_t end = s.causal ? min(task.first_row + kTile, s.blocks) : s.blocks;
+  const int64_t columns = s.Columns();
+  const int64_t end = s.causal ? min(task.first_row + kTile + s.null_blocks, columns) : columns;
+  const int64_t whole = s.causal ? s.Support(task.first_row) : end;  // all rows take these
   for (int64_t t = 0; t < end; t += kDepth) {
     __syncthreads();  // the tiles have been read
     loader.Load(t, &tiles);
     __syncthreads();
-    if (s.causal && t + kDepth > task.first_row) {
-      AddTiles<false>(tiles, row, column, task.first_row + row - t, sums);
+    if (s.causal && t + kDepth > whole) {
+      AddTiles<false>(tiles, row, column, whole + row - t, sums);
     } else {
       AddTiles<true>(tiles, row, column, 0, sums);
     }
@@ -307,8 +324,11 @@ __global__ void __launch_bounds__(kThreads) Mask(MaskArguments a) {
   const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (n >= s.batch * s.block) return;
   const int64_t b = n / s.block, r = n % s.block;
-  int64_t first = 0;  // the first block with a token in row r
-  while (first < s.blocks && !IsToken(s, a.key_mask, b, first * s.block + r)) ++first;
+  int64_t first = 0;  // the first column with a key in row r: the null block has one in each
+  while (s.null_blocks == 0 && first < s.blocks &&
+         !IsToken(s, a.key_mask, b, first * s.block + r)) {
+    ++first;
+  }
   for (int64_t u = 0; u < s.mixed_blocks; ++u) {
     a.mask[(b * s.mixed_blocks + u) * s.block + r] = first < s.Support(u);
   }
@@ -322,7 +342,7 @@ __global__ void __launch_bounds__(kThreads) CopySort(CopySortArguments a) {
     return head / s.heads * sort.strides[0] + head % s.heads * sort.strides[1] +
            u * sort.strides[2];
   };
-  for (int64_t t = threadIdx.x; t < s.blocks; t += kThreads) {
+  for (int64_t t = threadIdx.x; t < s.Columns(); t += kThreads) {
     const double entry =
         t < s.Support(u) ? LoadSort(a.from, row_of(a.from) + t * a.from.strides[3]) : 0;
     StoreSort(a.to, row_of(a.to) + t * a.to.strides[3], entry);
@@ -344,8 +364,10 @@ const char* LaunchBlocks(const char* name, void (*kernel)(Arguments), int64_t bl
 
 const char* LaunchSort(const SortArguments& a, void* stream) {
   const int64_t heads = a.sizes.batch * a.sizes.heads;
-  const char* error = LaunchBlocks("Pool", &Pool, heads * a.sizes.blocks, stream, a);
-  if (error == nullptr && a.sizes.causal) {
+  const bool is_given = a.given.data != nullptr;
+  const char* error =
+      is_given ? nullptr : LaunchBlocks("Pool", &Pool, heads * a.sizes.blocks, stream, a);
+  if (error == nullptr && a.sizes.causal && !is_given) {
     error = LaunchBlocks("SumPrefixes", &SumPrefixes, heads, stream, a);
   }
   if (error == nullptr) {

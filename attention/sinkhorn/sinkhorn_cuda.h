@@ -16,7 +16,7 @@ struct SinkhornMask {
   int64_t strides[2];
 };
 
-// S [batch, heads, blocks, blocks], of floats or doubles.
+// S [batch, heads, blocks, columns], of floats or doubles.
 struct SortMatrix {
   void* data;
   int64_t strides[4];
@@ -31,9 +31,10 @@ struct SortArguments {
   int64_t channels[2];
   int64_t heads_summed[2];
   SinkhornMask key_mask;
+  DeviceView given;  // f32 scores; null data: those of the network
   DeviceView noise;  // null data: none
   double* pooled;    // scratch [batch][heads][blocks][width]
-  double* logits;    // scratch [batch][heads][blocks][blocks]
+  double* logits;    // scratch [batch][heads][blocks][columns]
   SortMatrix sort;   // contiguous
 };
 
@@ -50,6 +51,7 @@ struct MixArguments {
   DeviceView from;  // [batch, heads, tokens, channels]
   DeviceView to;    // [batch, heads, mixed_blocks block, channels]
   int64_t channels;
+  const double* null_rows;  // [heads][channels], where there is a null block
   SinkhornMask key_mask;
 };
 

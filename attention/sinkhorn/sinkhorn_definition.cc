@@ -34,12 +34,15 @@ class Formula {
         tokens_(problem.kv_tokens),
         block_(std::min(options.block, std::max<int64_t>(tokens_, 1))),
         blocks_(std::max<int64_t>((tokens_ + block_ - 1) / block_, 1)),
+        nulls_(options.null_key ? 1 : 0),
         is_token_(inputs) {}
 
   int64_t block() const { return block_; }
   int64_t blocks() const { return blocks_; }
-  // Tells whether sorted block u has block t in its sum.
-  bool Takes(int64_t u, int64_t t) const { return !problem_.causal || t < u; }
+  // Returns the columns of S: the null block, where there is one, and then the blocks of tokens.
+  int64_t columns() const { return nulls_ + blocks_; }
+  // Tells whether sorted block u has column t of S in its sum.
+  bool Takes(int64_t u, int64_t t) const { return !problem_.causal || t - nulls_ < u; }
   bool HasToken(int64_t t, int64_t r) const {
     const int64_t j = t * block_ + r;
     return j < tokens_ && is_token_(b_, j);
@@ -47,17 +50,19 @@ class Formula {
   // Tells whether row r of sorted block u is a key.
   bool IsKey(int64_t u, int64_t r) const {
     bool is_key = false;
-    for (int64_t t = 0; t < blocks_; ++t) is_key |= Takes(u, t) && HasToken(t, r);
+    for (int64_t t = 0; t < columns(); ++t) {
+      is_key |= Takes(u, t) && (t < nulls_ || HasToken(t - nulls_, r));
+    }
     return is_key;
   }
 
   // Returns S.
   Matrix Sort() const {
-    Matrix s(blocks_, std::vector<double>(blocks_, 0.0));
+    Matrix s(blocks_, std::vector<double>(columns(), 0.0));
     const ConstTensorView given = inputs_.Get("sort");
     if (given.empty()) s = Balanced();
     for (int64_t u = 0; u < blocks_; ++u) {
-      for (int64_t t = 0; t < blocks_; ++t) {
+      for (int64_t t = 0; t < columns(); ++t) {
         if (!given.empty()) s[u][t] = given.Get(given.Offset(b_, h_, u, t));
         if (!Takes(u, t)) s[u][t] = 0;
       }
@@ -65,13 +70,16 @@ class Formula {
     return s;
   }
 
-  // Returns sum_t S_ut K_t, row r, for a tensor with rows of tokens.
-  std::vector<double> SortedRow(const Matrix& s, const DoubleTensor& of, int64_t channels,
-                                int64_t u, int64_t r) const {
+  // Returns sum_t S_ut K_t, row r, for a tensor with rows of tokens, whose null row is a parameter.
+  std::vector<double> SortedRow(const Matrix& s, const DoubleTensor& of, const char* null_row,
+                                int64_t channels, int64_t u, int64_t r) const {
     std::vector<double> sum(channels, 0.0);
-    for (int64_t t = 0; t < blocks_; ++t) {
-      if (!Takes(u, t) || !HasToken(t, r)) continue;
-      const double* row = of.Row(b_, h_, t * block_ + r);
+    for (int64_t c = 0; c < channels && nulls_ > 0; ++c) {
+      sum[c] = s[u][0] * Parameter(null_row, 0, c);
+    }
+    for (int64_t t = nulls_; t < columns(); ++t) {
+      if (!Takes(u, t) || !HasToken(t - nulls_, r)) continue;
+      const double* row = of.Row(b_, h_, (t - nulls_) * block_ + r);
       for (int64_t c = 0; c < channels; ++c) sum[c] += s[u][t] * row[c];
     }
     return sum;
@@ -135,14 +143,21 @@ class Formula {
 
   // Returns (R_u + g_u) / temperature.
   std::vector<double> Scores(int64_t u) const {
-    std::vector<double> x = PooledRow(u);
-    if (options_.hidden > 0) {
-      x = Layer(x, "hidden_weights", "hidden_bias", options_.hidden, /*relu=*/true);
+    std::vector<double> scores;
+    const ConstTensorView g = inputs_.Get("g"), logits = inputs_.Get("logits");
+    if (options_.scores == SortScores::kGiven) {
+      for (int64_t t = 0; t < columns(); ++t) {
+        scores.push_back(logits.Get(logits.Offset(b_, h_, u, t)));
+      }
+    } else {
+      std::vector<double> x = PooledRow(u);
+      if (options_.hidden > 0) {
+        x = Layer(x, "hidden_weights", "hidden_bias", options_.hidden, /*relu=*/true);
+      }
+      scores = Layer(x, "score_weights", "score_bias", columns(),
+                     options_.scores != SortScores::kLinear);
     }
-    std::vector<double> scores =
-        Layer(x, "score_weights", "score_bias", blocks_, options_.scores != SortScores::kLinear);
-    const ConstTensorView g = inputs_.Get("g");
-    for (int64_t t = 0; t < blocks_; ++t) {
+    for (int64_t t = 0; t < columns(); ++t) {
       if (options_.scores == SortScores::kLogRelu) scores[t] = std::log(scores[t] + 1e-6);
       if (options_.gumbel) scores[t] += g.Get(g.Offset(b_, h_, u, t));
       scores[t] /= options_.temperature;
@@ -165,7 +180,7 @@ class Formula {
     Matrix a;
     for (int64_t u = 0; u < blocks_; ++u) {
       a.push_back(Scores(u));
-      for (int64_t t = 0; t < blocks_; ++t) {
+      for (int64_t t = 0; t < columns(); ++t) {
         if (!Takes(u, t)) a[u][t] = kNotSeen;
       }
     }
@@ -175,7 +190,7 @@ class Formula {
         const double log_sum_exp = LogSumExp(a[u]);
         for (double& logit : a[u]) logit -= log_sum_exp;
       }
-      for (int64_t t = 0; t < blocks_; ++t) NormaliseColumn(t, &a);
+      for (int64_t t = 0; t < columns(); ++t) NormaliseColumn(t, &a);
     }
     for (std::vector<double>& row : a) {
       for (double& logit : row) logit = std::exp(logit);
@@ -188,7 +203,7 @@ class Formula {
   const NamedTensors& parameters_;
   const Inputs& inputs_;
   int64_t b_, h_;
-  int64_t tokens_, block_, blocks_;
+  int64_t tokens_, block_, blocks_, nulls_;
   KeyMask is_token_;
 };
 
@@ -221,7 +236,7 @@ SortedTensors SortByDefinition(const Problem& p, const SinkhornOptions& options,
   SortedTensors sorted;
   sorted.k = with_room(inputs.Get("k"));
   sorted.v = with_room(inputs.Get("v"));
-  sorted.sort = Tensor(DType::kF64, {p.batch, p.kv_heads, n, n});
+  sorted.sort = Tensor(DType::kF64, {p.batch, p.kv_heads, n, sizes.columns()});
   sorted.is_key.assign(p.batch, std::vector<bool>(rows));
   for (int64_t head = 0; head < p.batch * p.kv_heads; ++head) {
     const int64_t b = head / p.kv_heads, h = head % p.kv_heads;
@@ -231,8 +246,8 @@ SortedTensors SortByDefinition(const Problem& p, const SinkhornOptions& options,
       std::copy(s[u].begin(), s[u].end(), sorted.sort.view().MutableAt<double>(b, h, u));
       for (int64_t r = 0; r < sizes.block(); ++r) {
         const int64_t row = u * sizes.block() + r;
-        const auto key = formula.SortedRow(s, k, p.head_dim, u, r);
-        const auto value = formula.SortedRow(s, v, p.value_dim, u, r);
+        const auto key = formula.SortedRow(s, k, "null_key", p.head_dim, u, r);
+        const auto value = formula.SortedRow(s, v, "null_value", p.value_dim, u, r);
         std::copy(key.begin(), key.end(), sorted.k.view().MutableAt<double>(b, h, row));
         std::copy(value.begin(), value.end(), sorted.v.view().MutableAt<double>(b, h, row));
         sorted.is_key[b][row] = formula.IsKey(u, r);

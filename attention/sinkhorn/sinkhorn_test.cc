@@ -124,6 +124,20 @@ void ExpectSameRows(const NamedTensors& a, const NamedTensors& b, int64_t rows) 
       0);
 }
 
+void ExpectRunMatchesDefinition(const Problem& problem, const Options& options, Device device) {
+  const NamedTensors inputs = Random(problem, options);
+  const NamedTensors run = RunSinkhorn(problem, inputs, options, device);
+  const NamedTensors defined =
+      DefineTechnique(Sinkhorn(), problem, ViewsOf(inputs), {options}).value();
+  const double fp32 = Fp32Bound(inputs.at("v").view());
+  for (const char* name : {"out", "log_sum_exp", "sort"}) {
+    const bool rounded = problem.dtype != DType::kF32 && name == std::string("out");
+    EXPECT_LE(MaxDifference(run.at(name).view(), defined.at(name).view()), rounded ? 0.02 : fp32)
+        << name << " of " << problem.ToString() << ", " << ToString(options) << ", "
+        << Name(device);
+  }
+}
+
 // ---- By hand ----
 
 TEST(Sinkhorn, TwoBlocksOfOneTokenByHand) {
@@ -426,6 +440,107 @@ TEST(Sinkhorn, TheFirstCausalBlockIsAttentionWithinIt) {
   ExpectNear(RunSinkhorn(one, first, Block(16)), RunDense(one, first), 0);
 }
 
+// ---- Null keys ----
+
+TEST(Sinkhorn, ANullKeyByHand) {
+  // Blocks of one token, head_dim 1, scores 0: block 0 sorts the null block alone, S = (1, 0, 0).
+  // One iteration of row 1 gives (1/2, 1/2), and its columns those over the entries so far: 1/2 /
+  // (1 + 1/2) = 1/3, and 1.
+  const Problem problem = Problem::SelfAttention(1, 1, 2, 1, /*causal=*/true);
+  const Options options = With(ScoresAreNoise(1), {{"null_key", "true"}, {"iterations", "1"}});
+  NamedTensors inputs = Random(problem, options);
+  inputs["q"] = Numbers({1, 1, 2, 1}, {1, 1});
+  inputs["k"] = Numbers({1, 1, 2, 1}, {1, 2});
+  inputs["v"] = Numbers({1, 1, 2, 1}, {5, 7});
+  inputs["g"] = Numbers({1, 1, 2, 3}, {0, 9, 9, 0, 0, 9});
+  NamedTensors parameters = Zeros(problem, options);
+  parameters["null_key"] = Numbers({1, 1}, {3});
+  parameters["null_value"] = Numbers({1, 1}, {11});
+  for (const Device device : kHostDevices) {
+    const NamedTensors run = RunSinkhorn(problem, inputs, options, device, &parameters);
+    EXPECT_THAT(Values(run.at("sort")), Near({1, 0, 0, 1.0 / 3, 1, 0}));
+    // Keys 3 and 1 with values 11 and 5; keys 3/3 + 1 and 2 with values 11/3 + 5 and 7.
+    const double first = (11 * std::exp(2.0) + 5) / (std::exp(2.0) + 1);
+    const double second = (11.0 / 3 + 5 + 7) / 2;
+    EXPECT_NEAR(run.at("out").view().Get(0), first, 1e-5);
+    EXPECT_NEAR(run.at("out").view().Get(1), second, 1e-5);
+  }
+}
+
+TEST(Sinkhorn, NullKeysMatchTheDefinition) {
+  const Options null_key = {{"null_key", "true"}};
+  Problem grouped = Problem::SelfAttention(2, 4, 50, 8, /*causal=*/true);
+  grouped.kv_heads = 2;
+  grouped.value_dim = 5;
+  Problem half = Problem::SelfAttention(1, 2, 50, 16, /*causal=*/true);
+  half.dtype = DType::kBF16;
+  for (const Device device : kHostDevices) {
+    ExpectRunMatchesDefinition(grouped, With(Block(8), null_key), device);
+    ExpectRunMatchesDefinition(
+        grouped, With(ScoresAreNoise(8), {{"null_key", "true"}, {"hidden", "0"}}), device);
+    ExpectRunMatchesDefinition(half, With(Block(8), null_key), device);
+    ExpectRunMatchesDefinition(Problem::SelfAttention(1, 1, 150, 4, true), With(Block(1), null_key),
+                               device);
+  }
+}
+
+// A matrix whose first column is 0 sorts no null block, and one of nothing else sorts it alone.
+TEST(Sinkhorn, AMatrixMaySortNoNullBlockOrItAlone) {
+  const Problem problem = Problem::SelfAttention(1, 2, 24, 4, /*causal=*/true);
+  const Options null_key = With(Block(4), {{"null_key", "true"}});
+  const NamedTensors without = RunSinkhorn(problem, Random(problem), Block(4));
+  NamedTensors inputs = Random(problem);
+  Tensor& sort = inputs["sort"] = Tensor(DType::kF32, {1, 2, 6, 7});
+  Fill(sort.view(), 0);
+  CopyElements(without.at("sort").view(), Slice(sort.view(), 3, 1, 6));
+  const NamedTensors with = RunSinkhorn(problem, inputs, null_key);
+  // Block 0 sees null rows of zeros now, and the others what they saw.
+  EXPECT_EQ(MaxDifference(Slice(with.at("out").view(), 2, 4, 20),
+                          Slice(without.at("out").view(), 2, 4, 20)),
+            0);
+  Fill(sort.view(), 0);
+  Fill(Slice(sort.view(), 3, 0, 1), 1);
+  const NamedTensors alone = RunSinkhorn(problem, inputs, null_key);
+  for (const Device device : kHostDevices) {
+    NamedTensors changed = Random(problem);
+    changed["sort"] = sort.Clone();
+    Fill(Slice(changed["k"].view(), 2, 0, 4), 3);  // block 0 is in no other block's sum
+    EXPECT_LE(MaxDifference(
+                  Slice(RunSinkhorn(problem, changed, null_key, device).at("out").view(), 2, 4, 20),
+                  Slice(alone.at("out").view(), 2, 4, 20)),
+              1e-6);
+  }
+}
+
+// ---- Given logits ----
+
+TEST(Sinkhorn, GivenLogitsAreTheScoresOfANetworkThatGivesThem) {
+  for (const bool causal : {false, true}) {
+    for (const char* null_key : {"false", "true"}) {
+      if (!causal && std::string(null_key) == "true") continue;
+      const Problem problem = Problem::SelfAttention(2, 2, 40, 8, causal);
+      const Options more = {{"null_key", null_key}};
+      const Options noise = With(ScoresAreNoise(8), more);
+      const Options given = With(With(Block(8), {{"scores", "given"}, {"temperature", "1"}}), more);
+      NamedTensors inputs = Random(problem, noise);
+      NamedTensors own;
+      for (const char* name : {"q", "k", "v"}) own[name] = inputs.at(name).Clone();
+      own["logits"] = inputs.at("g").Clone();
+      NamedTensors zeros = Zeros(problem, noise), nulls = Zeros(problem, given);
+      EXPECT_EQ(nulls.size(), causal && std::string(null_key) == "true" ? 2u : 0u);
+      for (const Device device : kHostDevices) {
+        const NamedTensors a = RunSinkhorn(problem, inputs, noise, device, &zeros);
+        const NamedTensors b = RunSinkhorn(problem, own, given, device, &nulls);
+        for (const char* output : {"out", "sort"}) {
+          EXPECT_EQ(MaxDifference(a.at(output).view(), b.at(output).view()), 0) << output;
+        }
+        ExpectRunMatchesDefinition(problem, given, device);
+        ExpectRunMatchesDefinition(problem, With(given, {{"pooled", "hidden"}}), device);
+      }
+    }
+  }
+}
+
 // ---- Padding ----
 
 // The tokens that a last block lacks act like masked ones.
@@ -475,20 +590,6 @@ TEST(Sinkhorn, RowsOfPaddingAloneAreNoKeys) {
 }
 
 // ---- The definition, other implementations ----
-
-void ExpectRunMatchesDefinition(const Problem& problem, const Options& options, Device device) {
-  const NamedTensors inputs = Random(problem, options);
-  const NamedTensors run = RunSinkhorn(problem, inputs, options, device);
-  const NamedTensors defined =
-      DefineTechnique(Sinkhorn(), problem, ViewsOf(inputs), {options}).value();
-  const double fp32 = Fp32Bound(inputs.at("v").view());
-  for (const char* name : {"out", "log_sum_exp", "sort"}) {
-    const bool rounded = problem.dtype != DType::kF32 && name == std::string("out");
-    EXPECT_LE(MaxDifference(run.at(name).view(), defined.at(name).view()), rounded ? 0.02 : fp32)
-        << name << " of " << problem.ToString() << ", " << ToString(options) << ", "
-        << Name(device);
-  }
-}
 
 TEST(Sinkhorn, GroupedHeadsPoolTheQueriesOfTheirGroup) {
   for (const bool causal : {false, true}) {
@@ -563,6 +664,43 @@ TEST(Sinkhorn, BalancedMatricesMatchSinkhornTransformer) { ExpectGolden("balance
 TEST(Sinkhorn, SortCutMatchesSinkhornTransformer) { ExpectGolden("sortcut", true); }
 TEST(Sinkhorn, ItsLargestEntriesMayBeTheMatrix) { ExpectGolden("largest_entries", false); }
 
+TEST(Sinkhorn, GivenLogitsAndNullKeysMatchSinkhornTransformer) {
+  for (const char* name : {"given_logits", "null_key"}) {
+    const SafetensorsFile file =
+        GoldenFile(std::string("attention/sinkhorn/testdata/") + name + ".safetensors");
+    const bool causal = file.tensors.count("null_key") > 0;
+    Options options = {{"block", file.metadata.at("block")}, {"scores", "given"}};
+    if (causal) options["null_key"] = "true";
+    for (const char* option : {"iterations", "temperature"}) {
+      if (file.metadata.count(option) > 0) options[option] = file.metadata.at(option);
+    }
+    const Problem problem = Problem::SelfAttention(2, 2, 24, 4, causal);
+    NamedTensors inputs = Random(problem, options), parameters = Zeros(problem, options);
+    for (const char* input : {"q", "k", "v"}) inputs[input] = file.tensors.at(input).Clone();
+    if (causal) {
+      inputs["sort"] = file.tensors.at("sort").Clone();
+    } else {
+      inputs["logits"] = file.tensors.at("logits").Clone();
+    }
+    for (auto& [parameter, tensor] : parameters) tensor = file.tensors.at(parameter).Clone();
+    RunRequest request{options};
+    request.parameters = &parameters;
+    const NamedTensors defined =
+        DefineTechnique(Sinkhorn(), problem, ViewsOf(inputs), request).value();
+    for (const char* output : {"out", "sort"}) {
+      const ConstTensorView expected = file.tensors.at(output).view();
+      EXPECT_LE(MaxDifference(defined.at(output).view(), expected), 1e-12) << name << output;
+      for (const Device device : kHostDevices) {
+        EXPECT_LE(MaxDifference(
+                      RunSinkhorn(problem, inputs, options, device, &parameters).at(output).view(),
+                      expected),
+                  Fp32Bound(inputs.at("v").view()))
+            << name << " " << output << " " << Name(device);
+      }
+    }
+  }
+}
+
 // ---- Cost, errors ----
 
 TEST(Sinkhorn, CostCountsEveryStep) {
@@ -579,6 +717,14 @@ TEST(Sinkhorn, CostCountsEveryStep) {
     const double pairs = causal ? 2 * 16 + 3 * 10 : 3 * 32;
     EXPECT_EQ(*layer->cost().flops, 6 * (pooled + network + balance + sums + 2 * pairs * 10));
   }
+  // With a null key all 3 blocks sort one block more, which block 0 sees; given scores cost
+  // nothing.
+  const Problem problem = Problem::SelfAttention(2, 3, 12, 5, /*causal=*/true);
+  const Options options =
+      With(Block(4), {{"iterations", "2"}, {"null_key", "true"}, {"scores", "given"}});
+  const auto layer = Sinkhorn().Create(problem, options, Device::kCpu, 1).value();
+  ASSERT_TRUE(RunLayer(*layer, ViewsOf(Random(problem, options))).ok());
+  EXPECT_EQ(*layer->cost().flops, 6 * (2 * 4 * 12 + 2 * 6 * 4 * 10 + 2 * (3 * 16 + 3 * 10) * 10.0));
 }
 
 TEST(Sinkhorn, WhatItDoesNotDoIsRefused) {
@@ -590,6 +736,8 @@ TEST(Sinkhorn, WhatItDoesNotDoIsRefused) {
   EXPECT_THAT(refusal(cross, {}), HasSubstr("query_tokens is 30, kv_tokens is 31"));
   EXPECT_THAT(refusal(Problem::SelfAttention(1, 1, 30, 8, true), {{"sorted_blocks", "2"}}),
               HasSubstr("sorted_blocks is 2"));
+  EXPECT_THAT(refusal(Problem::SelfAttention(1, 1, 30, 8), {{"null_key", "true"}}),
+              HasSubstr("null_key is true"));
   EXPECT_THAT(refusal(Problem::SelfAttention(1, 1, 8195, 8), Block(2)),
               HasSubstr("are 4098 blocks; allowed are 1 to 4096"));
 }

@@ -38,6 +38,9 @@ class KeyValueCache {
   absl::Status Append(const ConstTensorView& k, const ConstTensorView& v,
                       const Execution& execution);
 
+  // Takes back the last tokens, at most the last Append's, so that an Append replaces them.
+  void TakeBack(int64_t tokens) { tokens_ -= tokens; }
+
   // Returns the first token of the tile that `token` is in, which is key 0 of a call whose window
   // begins at `token`. The call's schedule or band hides the keys between the two.
   static int64_t TileBegin(int64_t token) { return token / kFlashTile * kFlashTile; }

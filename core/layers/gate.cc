@@ -26,13 +26,19 @@ int64_t Sums(GateKind kind) {
   }
 }
 
+// Adds sign b to the vector at `place` of a row of vectors of b's size, unless b is empty.
+void AddBias(const ConstTensorView& b, int64_t place, double sign, Tensor* bias) {
+  for (int64_t c = 0; !b.empty() && c < b.dim(0); ++c) {
+    const int64_t to = place * b.dim(0) + c;
+    bias->view().Set(to, bias->view().Get(to) + sign * b.Get(b.Offset(c)));
+  }
+}
+
 // Returns `parts` vectors of b_g's size, zeros except the one at `place`, which is sign b_g.
 Tensor BiasOf(const ConstTensorView& b_g, int64_t parts, int64_t place, double sign) {
   Tensor bias(DType::kF32, {parts * b_g.dim(0)});
   Fill(bias.view(), 0);
-  for (int64_t c = 0; c < b_g.dim(0); ++c) {
-    bias.view().Set(place * b_g.dim(0) + c, sign * b_g.Get(b_g.Offset(c)));
-  }
+  AddBias(b_g, place, sign, &bias);
   return bias;
 }
 
@@ -118,8 +124,11 @@ absl::StatusOr<Gate> Gate::Create(Device device, GateKind kind, const Parameters
       break;
     }
     case GateKind::kGru: {
-      TFB_ASSIGN_OR_RETURN(gate.first_,
-                           pack({p.w_r, p.w_z, p.w_g}, BiasOf(p.b_g, 3, 1, -1).view()));
+      Tensor biases = BiasOf(p.b_g, 3, 1, -1);
+      AddBias(p.b_r, 0, 1, &biases);
+      AddBias(p.b_z, 1, 1, &biases);
+      AddBias(p.b_h, 2, 1, &biases);
+      TFB_ASSIGN_OR_RETURN(gate.first_, pack({p.w_r, p.w_z, p.w_g}, biases.view()));
       TFB_ASSIGN_OR_RETURN(gate.second_, pack({p.u_r, p.u_z}, {}));
       TFB_ASSIGN_OR_RETURN(gate.third_, pack({p.u_g}, {}));
       break;

@@ -6,8 +6,10 @@
 //   output         g = x + s(x W_g - b_g) * y
 //   highway        g = s(x W_g + b_g) * x + (1 - s(x W_g + b_g)) * y
 //   sigmoid_tanh   g = x + s(y W_g - b_g) * tanh(y U_g)
-//   gru            r = s(y W_r + x U_r),  z = s(y W_z + x U_z - b_g)
-//                  g = (1 - z) * x + z * tanh(y W_g + (r * x) U_g)
+//   gru            r = s(y W_r + x U_r + b_r),  z = s(y W_z + x U_z + b_z - b_g)
+//                  g = (1 - z) * x + z * tanh(y W_g + (r * x) U_g + b_h)
+//
+// The paper has no b_r, b_z and b_h.
 //
 // With a large b_g all but the first are the identity of x. Products share a read of their input: W_r,
 // W_z, W_g are one product, U_r, U_z another that adds to it; what follows is one pass over the rows.
@@ -32,10 +34,10 @@ enum class GateKind : uint8_t { kInput, kOutput, kHighway, kSigmoidTanh, kGru };
 
 class Gate {
  public:
-  // Parameters in host memory: matrices [channels, channels], b_g [channels]. Parameters that the
-  // kind does not use are empty.
+  // Parameters in host memory: matrices [channels, channels], biases [channels]. Parameters that
+  // the kind does not use are empty, and b_r, b_z and b_h may be.
   struct Parameters {
-    ConstTensorView w_r, w_z, w_g, u_r, u_z, u_g, b_g;
+    ConstTensorView w_r, w_z, w_g, u_r, u_z, u_g, b_g, b_r = {}, b_z = {}, b_h = {};
   };
 
   Gate() = default;

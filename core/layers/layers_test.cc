@@ -633,12 +633,20 @@ struct GateCase {
       *matrix = Tensor(DType::kF32, {channels, channels});
       FillNormal(matrix, ++seed, "gate", 0, 1 / std::sqrt(static_cast<double>(channels)));
     }
-    b_g = Random(DType::kF32, {channels}, ++seed);
+    for (Tensor* bias : {&b_g, &b_r, &b_z, &b_h}) *bias = Random(DType::kF32, {channels}, ++seed);
+    for (Tensor* bias : {&b_r, &b_z, &b_h}) Fill(bias->view(), 0);
   }
+  // A gate without the gru's biases, which are 0, or with them.
   Gate Make(Device device, GateKind kind) const {
     return Gate::Create(
                device, kind,
                {w_r.view(), w_z.view(), w_g.view(), u_r.view(), u_z.view(), u_g.view(), b_g.view()})
+        .value();
+  }
+  Gate MakeBiased(Device device) const {
+    return Gate::Create(device, GateKind::kGru,
+                        {w_r.view(), w_z.view(), w_g.view(), u_r.view(), u_z.view(), u_g.view(),
+                         b_g.view(), b_r.view(), b_z.view(), b_h.view()})
         .value();
   }
   static std::vector<double> Times(const std::vector<double>& row, const Tensor& matrix) {
@@ -656,7 +664,9 @@ struct GateCase {
     const std::vector<double> y_r = Times(y, w_r), x_r = Times(x, u_r);
     const std::vector<double> y_z = Times(y, w_z), x_z = Times(x, u_z);
     std::vector<double> reset(n), g(n);
-    for (size_t c = 0; c < n; ++c) reset[c] = logistic(y_r[c] + x_r[c]) * x[c];
+    for (size_t c = 0; c < n; ++c) {
+      reset[c] = logistic(y_r[c] + x_r[c] + b_r.span<float>()[c]) * x[c];
+    }
     const std::vector<double> reset_u = Times(reset, u_g);
     for (size_t c = 0; c < n; ++c) {
       const double b = b_g.span<float>()[c];
@@ -674,8 +684,8 @@ struct GateCase {
           g[c] = x[c] + logistic(y_g[c] - b) * std::tanh(y_u[c]);
           break;
         case GateKind::kGru: {
-          const double z = logistic(y_z[c] + x_z[c] - b);
-          g[c] = (1 - z) * x[c] + z * std::tanh(y_g[c] + reset_u[c]);
+          const double z = logistic(y_z[c] + x_z[c] + b_z.span<float>()[c] - b);
+          g[c] = (1 - z) * x[c] + z * std::tanh(y_g[c] + reset_u[c] + b_h.span<float>()[c]);
           break;
         }
       }
@@ -684,7 +694,7 @@ struct GateCase {
   }
 
   uint64_t seed = 0;
-  Tensor w_r, w_z, w_g, u_r, u_z, u_g, b_g;
+  Tensor w_r, w_z, w_g, u_r, u_z, u_g, b_g, b_r, b_z, b_h;
 };
 
 TEST_P(GateOn, EveryKindEqualsItsFormulaInPlaceToo) {
@@ -720,6 +730,31 @@ TEST_P(GateOn, EveryKindEqualsItsFormulaInPlaceToo) {
           }
         }
       }
+    }
+  }
+}
+
+TEST_P(GateOn, AGruMayHaveBiasesOfItsMatrices) {
+  constexpr int64_t kChannels = 70;
+  GateCase gates(kChannels);
+  for (Tensor* bias : {&gates.b_r, &gates.b_z, &gates.b_h}) {
+    *bias = Random(DType::kF32, {kChannels}, ++gates.seed);
+  }
+  const Tensor x = Random(DType::kF32, {9, kChannels}, 20);
+  const Tensor y = Random(DType::kF32, {9, kChannels}, 21);
+  Tensor out(DType::kF32, x.shape());
+  Machine machine(device(), 2, Gate::workspace_bytes(device(), GateKind::kGru, 9, kChannels, 2));
+  ASSERT_OK(gates.MakeBiased(device()).Run(In(x.view()), In(y.view()), Out(out.view()),
+                                           machine.execution()));
+  Back();
+  for (int64_t row = 0; row < 9; ++row) {
+    const auto of = [&](const Tensor& tensor) {
+      const auto values = tensor.span<float>().subspan(row * kChannels, kChannels);
+      return std::vector<double>(values.begin(), values.end());
+    };
+    const std::vector<double> expected = gates.Define(GateKind::kGru, of(x), of(y));
+    for (int64_t c = 0; c < kChannels; ++c) {
+      ASSERT_NEAR(of(out)[c], expected[c], 2e-5) << row << " " << c;
     }
   }
 }

@@ -123,6 +123,10 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
                            transformer_xl::DecoderLayer::Create(device_, parameters_, n));
       layers_.push_back(std::move(layer));
     }
+    if (options_.final_norm) {
+      TFB_ASSIGN_OR_RETURN(final_norm_,
+                           transformer_xl::DecoderLayer::CreateFinalNorm(device_, parameters_));
+    }
     return Reset();
   }
 
@@ -152,6 +156,10 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
                                        rest);
         },
         execution);
+  }
+
+  const LayerNorm* final_norm() const override {
+    return options_.final_norm ? &final_norm_ : nullptr;
   }
 
   size_t layer_workspace_bytes(int threads) const override {
@@ -249,6 +257,7 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
   std::vector<CompressiveAttention> attentions_;
   std::optional<ContentAttention> content_;  // used where rows are compressed
   std::vector<transformer_xl::DecoderLayer> layers_;
+  LayerNorm final_norm_;
   const Outputs* run_outputs_ = nullptr;  // set during a Run
   int64_t next_token_ = 0;                // token number, as the queues count
   int64_t next_segment_ = 0;
@@ -258,8 +267,14 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
 
 transformer_xl::StackSizes CompressiveSizes(const Problem& problem,
                                             const CompressiveOptions& options) {
-  return {options.layers, problem.query_heads, problem.head_dim,
-          FeedForwardDim(options.feed_forward_dim, problem.model_dim()), options.share_biases};
+  transformer_xl::StackSizes sizes;
+  sizes.layers = options.layers;
+  sizes.heads = problem.query_heads;
+  sizes.head_dim = problem.head_dim;
+  sizes.inner = FeedForwardDim(options.feed_forward_dim, problem.model_dim());
+  sizes.share_biases = options.share_biases;
+  sizes.final_norm = options.final_norm;
+  return sizes;
 }
 
 std::string ConvolutionPrefix(const CompressiveOptions& options) {

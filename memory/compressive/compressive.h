@@ -36,7 +36,7 @@
 //                         has their weights, g(y)_(c t + i) = y_t w_i^T
 //
 // The norm is over all of the segment's tokens (old rows) and channels; with pre_norm, attn reads
-// normalised rows.
+// normalised rows. With `final_norm` out is LN of what the last layer writes.
 //
 // Source: Rae, Potapenko, Jayakumar, Lillicrap 2020, "Compressive Transformers for long-range
 // sequence modelling", arXiv:1911.05507v1, sections 3.1 and 3.2. The paper leaves open what happens
@@ -61,6 +61,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "core/layers/feed_forward_dim.h"
+#include "core/layers/final_norm.h"
 #include "core/technique.h"
 #include "memory/transformer_xl/stack.h"
 
@@ -80,6 +81,7 @@ struct CompressiveOptions {
   int64_t max_distance = 0;
   int64_t feed_forward_dim = 0;
   bool pre_norm = false;
+  bool final_norm = false;
   bool share_biases = true;
 
   void Describe(OptionBinder& bind) {
@@ -102,6 +104,7 @@ struct CompressiveOptions {
              "larger distances count as this one; 0 means none do");
     DescribeFeedForwardDim(bind, &feed_forward_dim);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
+    DescribeFinalNorm(bind, &final_norm);
     bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
   }
 

@@ -58,6 +58,7 @@ TEST(Compressive, RunEqualsTheDefinitionWithEveryFunctionAndOption) {
              {{"segment", "20"}, {"memory", "30"}, {"start_zero", "true"}, {"max_distance", "40"}},
              {{"segment", "20"}, {"memory", "20"}, {"start_zero", "true"}, {"pre_norm", "true"}},
              {{"segment", "1"}, {"memory", "8"}, {"compressed_memory", "100"}, {"layers", "1"}},
+             {{"segment", "20"}, {"memory", "20"}, {"pre_norm", "true"}, {"final_norm", "true"}},
              {{"segment", "16"}, {"memory", "70"}, {"share_biases", "false"}},
              {{"segment", "16"}, {"memory", "16"}, {"compression", "1"}}}) {
       Options options = more;

@@ -41,12 +41,16 @@ TechniqueInfo Info() {
 }
 
 absl::Status CheckProblem(const Problem& problem, const GatedTransformerXlOptions& options) {
+  if (options.gate_biases && options.gate != GateOption::kGru) {
+    return absl::InvalidArgumentError("option gate_biases is true; allowed is that with gate=gru");
+  }
   return transformer_xl::CheckRelativeStack("gated_transformer_xl", problem, options);
 }
 
 // ---- Parameters ----
 
 constexpr const char* kGateNames[] = {"attention_gate.", "ff_gate."};
+constexpr const char* kMatrixBiases[] = {"b_r", "b_z", "b_h"};
 
 std::vector<std::string> GateMatrices(GateOption gate) {
   switch (gate) {
@@ -73,6 +77,10 @@ std::vector<transformer_xl::ParameterSpec> ParametersOf(const transformer_xl::St
       }
       if (HasBias(options.gate)) {
         specs.push_back({prefix + "b_g", {sizes.width()}, options.gate_bias, 0});
+      }
+      for (const char* bias : kMatrixBiases) {
+        const double deviation = 1 / std::sqrt(static_cast<double>(sizes.width()));
+        if (options.gate_biases) specs.push_back({prefix + bias, {sizes.width()}, 0, deviation});
       }
     }
   }
@@ -110,14 +118,23 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
     return layer;
   }
 
-  // Returns the cost including the gates' products.
+  // Returns the cost including the gates' products, and those of keys and values that are made a
+  // second time.
   Cost cost() const override {
     const double rows = static_cast<double>(problem().batch * problem().query_tokens);
     const double width = static_cast<double>(problem().model_dim());
     const double matrices = static_cast<double>(2 * GateMatrices(options_.gate).size());
     Cost cost = transformer_xl::RelativeStackLayer::cost();
-    *cost.flops += 2 * rows * static_cast<double>(options_.layers) * matrices * width * width;
+    const double projections = options_.normalise_memory ? 0 : 2;
+    *cost.flops +=
+        2 * rows * static_cast<double>(options_.layers) * (matrices + projections) * width * width;
     return cost;
+  }
+
+  // Where the memory is not normalised a key depends on whether it is the segment's.
+  int64_t split_tokens() const override {
+    return options_.normalise_memory ? transformer_xl::RelativeStackLayer::split_tokens()
+                                     : max_segment_tokens();
   }
 
  protected:
@@ -137,7 +154,8 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
             Gate gate,
             Gate::Create(device(), *kind_,
                          {parameter("w_r"), parameter("w_z"), parameter("w_g"), parameter("u_r"),
-                          parameter("u_z"), parameter("u_g"), parameter("b_g")}));
+                          parameter("u_z"), parameter("u_g"), parameter("b_g"), parameter("b_r"),
+                          parameter("b_z"), parameter("b_h")}));
         gates_.push_back(std::move(gate));
       }
     }
@@ -157,6 +175,9 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
     TFB_RETURN_IF_ERROR(own.attention_norm.Run(call.input, normalized, rest));
     TFB_ASSIGN_OR_RETURN(const transformer_xl::RelativeAttention::Attended attended,
                          attention(n).Attend(segment(), normalized, rest));
+    if (!options_.normalise_memory) {
+      TFB_RETURN_IF_ERROR(attention(n).Replace(call.input, attended.rest));
+    }
     // Without gates the sum is part of the product, as its residual.
     const bool sums = !kind_.has_value();
     TFB_RETURN_IF_ERROR(
@@ -180,9 +201,11 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
         Workspace::Measure([&](Workspace& workspace) { LayOut(max_rows() * width, workspace); });
     const size_t gates =
         kind_.has_value() ? Gate::workspace_bytes(device(), *kind_, max_rows(), width, threads) : 0;
+    const size_t of_replacing =
+        options_.normalise_memory ? 0 : attention(0).replace_workspace_bytes(threads);
     return own + std::max(gates, transformer_xl::DecoderLayer::workspace_bytes(
                                      device(), sizes(), max_rows(), /*pre_norm=*/false,
-                                     attention(0).workspace_bytes(threads), threads));
+                                     attention(0).workspace_bytes(threads, of_replacing), threads));
   }
 
  private:
@@ -217,21 +240,42 @@ class GatedDefinition {
                   const GatedTransformerXlOptions& options)
       : stack_(stack), options_(options) {}
 
+  // Tells which token is the first that token p sees.
+  int64_t FirstSeen(int64_t p) const {
+    const int64_t from = options_.same_length ? p + 1 : p / options_.segment * options_.segment;
+    return std::max<int64_t>(from - options_.memory, 0);
+  }
+
   // `context` receives the input of the last feed-forward network.
-  Rows Forward(const Rows& x, const std::function<int64_t(int64_t)>& first_seen,
-               Rows* context) const {
+  Rows Forward(const Rows& x, Rows* context) const {
     Rows h = x;
     for (int64_t n = 0; n < options_.layers; ++n) {
-      const Rows attended = stack_.Attention(n, stack_.AttentionNorm(n, h), first_seen);
-      const Rows g = Gated(LayerPrefix(n) + "attention_gate.", h, Update(attended));
+      const Rows g = Gated(LayerPrefix(n) + "attention_gate.", h, Update(Attention(n, h)));
       *context = stack_.FeedForwardNorm(n, g);
       h = Gated(LayerPrefix(n) + "ff_gate.", g, Update(stack_.FeedForward(n, *context)));
     }
-    return h;
+    return stack_.FinalNorm(h);
   }
 
  private:
   static double Logistic(double value) { return 1 / (1 + std::exp(-value)); }
+
+  Rows Attention(int64_t n, const Rows& h) const {
+    const Rows normalized = stack_.AttentionNorm(n, h);
+    if (options_.normalise_memory) {
+      return stack_.Attention(n, normalized, [this](int64_t p) { return FirstSeen(p); });
+    }
+    Rows context(0, h.channels());
+    for (int64_t begin = 0; begin < h.rows(); begin += options_.segment) {
+      const Rows own = normalized.Sub(begin, std::min(options_.segment, h.rows() - begin));
+      Rows seen = h.Sub(0, begin);
+      seen.Append(own);
+      context.Append(stack_.Context(n, stack_.Project(n, "w_q", own),
+                                    {stack_.Project(n, "w_k", seen), stack_.Project(n, "w_v", seen),
+                                     [&](int64_t p) { return FirstSeen(begin + p); }}));
+    }
+    return stack_.Project(n, "w_o", context);
+  }
 
   Rows Update(const Rows& of_sublayer) const {
     return options_.relu ? of_sublayer.Relu() : of_sublayer;
@@ -270,11 +314,15 @@ class GatedDefinition {
           .Plus(of_x.Times(stack_.Matrix(gate + u), stack_.pool()));
     };
     const std::vector<double> b = stack_.Vector(gate + "b_g");
-    Rows reset = sum("w_r", y, "u_r", x).Map(Logistic);
+    const auto biased = [&](const Rows& rows, const char* bias) {
+      return options_.gate_biases ? rows.PlusEach(stack_.Vector(gate + bias)) : rows;
+    };
+    Rows reset = biased(sum("w_r", y, "u_r", x), "b_r").Map(Logistic);
     for (int64_t t = 0; t < x.rows(); ++t) {
       for (int64_t c = 0; c < x.channels(); ++c) reset[t][c] *= x[t][c];
     }
-    const Rows z = sum("w_z", y, "u_z", x), candidate = sum("w_g", y, "u_g", reset);
+    const Rows z = biased(sum("w_z", y, "u_z", x), "b_z");
+    const Rows candidate = biased(sum("w_g", y, "u_g", reset), "b_h");
     Rows g = x;
     for (int64_t t = 0; t < x.rows(); ++t) {
       for (int64_t c = 0; c < x.channels(); ++c) {
@@ -316,17 +364,12 @@ absl::Status GatedTransformerXl::Definition(const Problem& problem,
   const transformer_xl::StackDefinition stack(sizes, parameters, options.max_distance,
                                               request.pool);
   const GatedDefinition definition(stack, options);
-  const auto first_seen = [&](int64_t p) {
-    const int64_t from = options.same_length ? p + 1 : p / options.segment * options.segment;
-    return std::max<int64_t>(from - options.memory, 0);
-  };
   const ConstTensorView x = inputs.Get("x");
   for (const char* name : {"out", "context"}) (*outputs)[name] = Tensor(DType::kF64, x.shape());
   for (int64_t b = 0; b < problem.batch; ++b) {
     Rows context(0, problem.model_dim());
-    transformer_xl::StoreSequence(
-        definition.Forward(transformer_xl::SequenceOf(x, b), first_seen, &context), b,
-        (*outputs)["out"].view());
+    transformer_xl::StoreSequence(definition.Forward(transformer_xl::SequenceOf(x, b), &context), b,
+                                  (*outputs)["out"].view());
     transformer_xl::StoreSequence(context, b, (*outputs)["context"].view());
   }
   return absl::OkStatus();

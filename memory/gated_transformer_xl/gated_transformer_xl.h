@@ -5,6 +5,7 @@
 //
 //   g   = gate_1(h^(n-1), relu(attention(LN [memory; h^(n-1)])))
 //   h^n = gate_2(g, relu(FF(LN g)))                        FF(x) = relu(x W_1 + b_1) W_2 + b_2
+//   out = h^layers, or LN(h^layers) with `final_norm`
 //
 // Attention, its memory, masks, and parameters are those of memory/transformer_xl/transformer_xl.h:
 // queries come from the segment, keys and values from the memory too, all of them normalised. With *
@@ -12,11 +13,15 @@
 //
 //   gate = gru            r = s(y W_r + x U_r),  z = s(y W_z + x U_z - b_g)
 //                         (1 - z) * x + z * tanh(y W_g + (r * x) U_g)
+//                         with gate_biases b_r, b_z and b_h are added in r, z and tanh
 //   gate = input          s(x W_g) * x + y
 //   gate = output         x + s(x W_g - b_g) * y
 //   gate = highway        s(x W_g + b_g) * x + (1 - s(x W_g + b_g)) * y
 //   gate = sigmoid_tanh   x + s(y W_g - b_g) * tanh(y U_g)
 //   gate = sum            x + y: with `relu`, the paper's TrXL-I; without, pre-norm Transformer-XL
+//
+// With normalise_memory=false keys and values of tokens of earlier segments come from h^(n-1) as it
+// is, and LN h^(n-1) gives the queries, and the keys and values of the segment itself.
 //
 // A large b_g makes every gate but input and sum pass x by: the network begins as a policy without
 // memory. With all matrices 0 the gru gives (1 - s(-b_g)) x, 0.88 x at b_g = 2, not x.
@@ -25,13 +30,16 @@
 // Noury, Botvinick, Heess, Hadsell 2020, "Stabilizing Transformers for reinforcement learning",
 // arXiv:1910.06764v1, section 3. Other implementations: RLlib's
 // (rllib/models/torch/attention_net.py) has no biases in its feed-forward networks, which equals
-// zero biases here, and is otherwise the same; DI-engine's takes queries from h^(n-1) as it is and
-// normalises keys and values alone, which the paper's equations do not; this is not followed. There
-// is no dropout.
+// zero biases here, and is otherwise the same. Transformers-RL (github.com/dhruvramani, layers.py),
+// from which others are derived, has normalise_memory=false, gate_biases=true and relu=false; its
+// memory begins as vectors of zeros, which is not followed. DI-engine's takes queries from h^(n-1)
+// as it is and normalises keys and values alone, which the paper's equations do not; this is not
+// followed. There is no dropout.
 //
 // Cost of a token and layer: Transformer-XL's and, for two gates of `gru`, 24 d^2 FLOPs (d =
 // model_dim): as much again as a feed-forward network of 4 d takes with its attention's projections.
-// The other gates: 8 d^2 for sigmoid_tanh, else 4 d^2.
+// The other gates: 8 d^2 for sigmoid_tanh, else 4 d^2. A memory that is not normalised: 4 d^2 for
+// its keys and values.
 #ifndef TFB_MEMORY_GATED_TRANSFORMER_XL_GATED_TRANSFORMER_XL_H_
 #define TFB_MEMORY_GATED_TRANSFORMER_XL_GATED_TRANSFORMER_XL_H_
 
@@ -40,6 +48,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "core/layers/final_norm.h"
 #include "core/technique.h"
 #include "memory/transformer_xl/stack_options.h"
 
@@ -50,7 +59,9 @@ struct GatedTransformerXlOptions : transformer_xl::RelativeStackOptions {
 
   Gate gate = Gate::kGru;
   double gate_bias = 2;
+  bool gate_biases = false;
   bool relu = true;
+  bool normalise_memory = true;
 
   GatedTransformerXlOptions() { layers = 1; }  // as in RLlib
 
@@ -69,7 +80,12 @@ struct GatedTransformerXlOptions : transformer_xl::RelativeStackOptions {
     // Section 3.2: positive values begin near the identity. RLlib's default is 2.
     bind.Real("gate_bias", &gate_bias, -1e4, 1e4,
               "the value that b_g begins with; larger ones let less of a sublayer through");
+    bind.Bool("gate_biases", &gate_biases, "gate=gru also adds biases to its matrices' products");
+    bind.Bool("normalise_memory", &normalise_memory,
+              "keys and values of earlier segments are of normalised states, as the segment's are; "
+              "else of the states");
     bind.Bool("relu", &relu, "a ReLU on what a sublayer gives to its gate");
+    DescribeFinalNorm(bind, &final_norm);
   }
 };
 
@@ -79,7 +95,8 @@ struct GatedTransformerXlOptions : transformer_xl::RelativeStackOptions {
 //
 // The parameters are transformer_xl's, and for each of the gates layerN.attention_gate and
 // layerN.ff_gate those of its kind: .w_r, .w_z, .w_g, .u_r, .u_z, .u_g [model_dim, model_dim],
-// drawn N(0, 1 / model_dim), and .b_g [model_dim], filled with gate_bias.
+// drawn N(0, 1 / model_dim), and .b_g [model_dim], filled with gate_bias; with gate_biases .b_r,
+// .b_z and .b_h [model_dim], N(0, 1 / model_dim), each the sum of the biases of two matrices.
 //
 // The counterpart is the same network with all of the past in its memory.
 class GatedTransformerXl : public TechniqueOf<GatedTransformerXlOptions> {

@@ -37,6 +37,12 @@ TEST(GatedTransformerXl, EveryGateEqualsTheDefinition) {
              {{"segment", "32"}, {"memory", "50"}},
              {{"segment", "40"}, {"memory", "30"}, {"same_length", "true"}},
              {{"segment", "64"}, {"memory", "0"}, {"relu", "false"}},
+             {{"segment", "40"}, {"final_norm", "true"}},
+             {{"segment", "32"}, {"memory", "50"}, {"normalise_memory", "false"}},
+             {{"segment", "40"},
+              {"memory", "70"},
+              {"same_length", "true"},
+              {"normalise_memory", "false"}},
              {{"max_distance", "20"}, {"share_biases", "false"}, {"layers", "3"}}}) {
       Options options = more;
       options["gate"] = gate;
@@ -59,13 +65,77 @@ TEST(GatedTransformerXl, InTheSimulatorEveryGateEqualsTheDefinition) {
   const Tensor x = RandomHidden(problem);
   for (const char* gate : kGates) {
     SCOPED_TRACE(gate);
-    const Options options = {{"gate", gate}, {"segment", "40"}, {"memory", "20"}, {"layers", "2"}};
+    const bool is_gru = std::string(gate) == "gru";
+    const Options options = {{"gate", gate},
+                             {"segment", "40"},
+                             {"memory", "20"},
+                             {"layers", "2"},
+                             {"normalise_memory", is_gru ? "false" : "true"},
+                             {"gate_biases", is_gru ? "true" : "false"}};
     const NamedTensors parameters = PerturbedParameters(technique, problem, options);
     const StackOutcome outcome =
         EvaluateStack(technique, problem, options, parameters, x, Device::kSimulator);
     EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), outcome.defined.at("out").view()),
               transformer_xl::StackBound(outcome.defined.at("out").view(), 2));
   }
+}
+
+TEST(GatedTransformerXl, AGruWithBiasesEqualsTheDefinition) {
+  const GatedTransformerXl technique;
+  const Problem problem = CausalProblem(2, 3, 100, 8);
+  const Tensor x = RandomHidden(problem);
+  const Options options = {{"gate_biases", "true"}, {"segment", "32"}, {"layers", "2"}};
+  const NamedTensors parameters = PerturbedParameters(technique, problem, options);
+  EXPECT_EQ(parameters.count("layer1.ff_gate.b_h"), 1u);
+  const StackOutcome outcome = EvaluateStack(technique, problem, options, parameters, x);
+  const ConstTensorView expected = outcome.defined.at("out").view();
+  EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), expected),
+            transformer_xl::StackBound(expected, 2));
+}
+
+// ---- A memory that is not normalised ----
+
+TEST(GatedTransformerXl, TheFirstSegmentDoesNotKnowWhetherTheMemoryIsNormalised) {
+  const GatedTransformerXl technique;
+  const Problem problem = CausalProblem(2, 2, 60, 8);
+  const Tensor x = RandomHidden(problem);
+  for (const Device device : kHostDevices) {
+    RunRequest request;
+    request.device = device;
+    request.options = {{"segment", "20"}, {"memory", "30"}};
+    const NamedTensors normalised =
+        RunTechnique(technique, problem, {{"x", x.view()}}, request).value();
+    request.options["normalise_memory"] = "false";
+    const NamedTensors raw = RunTechnique(technique, problem, {{"x", x.view()}}, request).value();
+    const auto difference = [&](int64_t begin, int64_t tokens) {
+      return MaxDifference(Slice(normalised.at("out").view(), 1, begin, tokens),
+                           Slice(raw.at("out").view(), 1, begin, tokens));
+    };
+    EXPECT_EQ(difference(0, 20), 0);
+    EXPECT_GT(difference(20, 40), 1e-3);
+  }
+}
+
+// LN with gamma 1 and beta 0 leaves rows of mean 0 and variance 1 as they are, but for its epsilon.
+TEST(GatedTransformerXl, AMemoryOfNormalisedStatesNeedsNoNorm) {
+  const GatedTransformerXl technique;
+  const Problem problem = CausalProblem(1, 2, 60, 8);
+  Tensor x(DType::kF32, {1, 60, 16});
+  for (int64_t t = 0; t < 60; ++t) {
+    // 8 ones and 8 minus ones: a bit of the channel's number, another one for the next token.
+    for (int64_t c = 0; c < 16; ++c) x.view().Set(t * 16 + c, (c >> (t % 4)) % 2 == 0 ? 1 : -1);
+  }
+  Options options = {{"segment", "20"}, {"memory", "30"}, {"layers", "1"}};
+  NamedTensors parameters = PerturbedParameters(technique, problem, options);
+  Fill(parameters["layer0.attention_norm.gamma"].view(), 1);
+  Fill(parameters["layer0.attention_norm.beta"].view(), 0);
+  const StackOutcome normalised = EvaluateStack(technique, problem, options, parameters, x);
+  options["normalise_memory"] = "false";
+  const StackOutcome raw = EvaluateStack(technique, problem, options, parameters, x);
+  // 1 / sqrt(1 + 1e-5) is 1 - 5e-6.
+  EXPECT_LE(MaxDifference(normalised.defined.at("out").view(), raw.defined.at("out").view()), 1e-4);
+  EXPECT_LE(MaxDifference(normalised.computed.at("out").view(), raw.computed.at("out").view()),
+            1e-4);
 }
 
 // ---- The gates' limits ----
@@ -188,6 +258,9 @@ TEST(GatedTransformerXl, CostCountsTheGatesProducts) {
     EXPECT_EQ(layer->cost().flops.value(), plain + 2 * 2 * count * matrix) << gate;
     EXPECT_EQ(layer->parameters().count("layer1.ff_gate.w_g"), count > 0 ? 1u : 0u);
   }
+  const auto raw = technique.Create(
+      problem, {{"gate", "sum"}, {"layers", "2"}, {"normalise_memory", "false"}}, Device::kCpu, 1);
+  EXPECT_EQ((*raw)->cost().flops.value(), plain + 2 * 2 * matrix);
 }
 
 TEST(GatedTransformerXl, TheBiasBeginsWithTheOption) {
@@ -211,31 +284,36 @@ TEST(GatedTransformerXl, WhatItCannotDoIsSaidInOneLine) {
       message(problem, {{"gate", "lstm"}}),
       "INVALID_ARGUMENT: option gate is \"lstm\"; allowed are gru | input | output | highway | "
       "sigmoid_tanh | sum");
+  EXPECT_EQ(message(problem, {{"gate", "input"}, {"gate_biases", "true"}}),
+            "INVALID_ARGUMENT: option gate_biases is true; allowed is that with gate=gru");
   problem.kv_heads = 2;
   EXPECT_EQ(message(problem, {}),
             "INVALID_ARGUMENT: gated_transformer_xl is self-attention: kv_heads is 2; allowed is "
             "query_heads, 4");
 }
 
-// ---- Golden file ----
+// ---- Golden files ----
 
-TEST(GatedTransformerXl, RllibsNetworkComputesTheSame) {
-  SafetensorsFile golden = GoldenFile("memory/gated_transformer_xl/testdata/rllib.safetensors");
+void ExpectMatchesGolden(const std::string& name, const Options& more) {
+  SafetensorsFile golden =
+      GoldenFile("memory/gated_transformer_xl/testdata/" + name + ".safetensors");
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
   const Tensor& x = golden.tensors.at("x");
   const Problem problem = CausalProblem(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
-  const Options options = {{"layers", golden.metadata.at("layers")},
-                           {"segment", golden.metadata.at("segment_tokens")},
-                           {"memory", golden.metadata.at("memory_tokens")},
-                           {"feed_forward_dim", golden.metadata.at("inner_dim")},
-                           {"share_biases", "false"}};
+  Options options = {{"layers", golden.metadata.at("layers")},
+                     {"segment", golden.metadata.at("segment_tokens")},
+                     {"memory", golden.metadata.at("memory_tokens")},
+                     {"feed_forward_dim", golden.metadata.at("inner_dim")}};
+  options.insert(more.begin(), more.end());
   const GatedTransformerXl technique;
   NamedTensors parameters = PerturbedParameters(technique, problem, options);
   for (auto& [name, tensor] : parameters) {
-    if (name.find("ff.b") != std::string::npos) {
-      Fill(tensor.view(), 0);
+    const auto found = golden.tensors.find(name);
+    if (found == golden.tensors.end()) {
+      ASSERT_NE(name.find("ff.b"), std::string::npos) << name;
+      Fill(tensor.view(), 0);  // RLlib's has none
     } else {
-      tensor = golden.tensors.at(name).Clone();
+      tensor = found->second.Clone();
     }
   }
   const ConstTensorView out = golden.tensors.at("out").view();
@@ -245,6 +323,14 @@ TEST(GatedTransformerXl, RllibsNetworkComputesTheSame) {
     EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), out),
               transformer_xl::StackBound(out, 2));
   }
+}
+
+TEST(GatedTransformerXl, RllibsNetworkComputesTheSame) {
+  ExpectMatchesGolden("rllib", {{"share_biases", "false"}});
+}
+TEST(GatedTransformerXl, TransformersRlsNetworkComputesTheSame) {
+  ExpectMatchesGolden("transformers_rl",
+                      {{"relu", "false"}, {"gate_biases", "true"}, {"normalise_memory", "false"}});
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/workspace.h"
 #include "memory/memorizing/memorizing_definition.h"
 #include "memory/memorizing/memory_store.h"
 #include "memory/transformer_xl/decoder_layer.h"
@@ -52,10 +53,21 @@ std::string StorePrefix(const MemorizingOptions& options) {
 std::vector<transformer_xl::ParameterSpec> ParametersOf(const transformer_xl::StackSizes& sizes,
                                                         const MemorizingOptions& options) {
   std::vector<transformer_xl::ParameterSpec> specs = transformer_xl::StackParameters(sizes);
+  const std::string layer = transformer_xl::LayerPrefix(options.layer_with_store());
+  const int64_t key_heads = options.one_key_value_head ? 1 : sizes.heads;
+  for (transformer_xl::ParameterSpec& spec : specs) {
+    if (spec.name == layer + "w_k" || spec.name == layer + "w_v") {
+      spec = transformer_xl::MatrixSpec(spec.name, sizes.width(), key_heads * sizes.head_dim);
+    }
+  }
   if (options.store == 0) return specs;
+  const std::string store = StorePrefix(options);
   const double scale = std::sqrt(static_cast<double>(sizes.head_dim));
-  specs.push_back({StorePrefix(options) + "gate", {sizes.heads}, 0, 1});
-  specs.push_back({StorePrefix(options) + "scale", {sizes.heads}, scale, 1});
+  if (!options.joins()) specs.push_back({store + "gate", {sizes.heads}, 0, 1});
+  specs.push_back({store + "scale", {sizes.heads}, scale, 1});
+  for (const char* name : {"null_key", "null_value"}) {
+    if (options.null_key) specs.push_back({store + name, {key_heads, sizes.head_dim}, 0, 1});
+  }
   return specs;
 }
 
@@ -87,7 +99,9 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
     auto layer = std::unique_ptr<MemorizingLayer>(new MemorizingLayer(problem, options, device));
     TFB_RETURN_IF_ERROR(layer->Initialize(ParametersOf(layer->sizes(), options), seed));
     if (options.store > 0) {
-      TFB_ASSIGN_OR_RETURN(layer->store_, MemoryStore::Create(device, problem, layer->StoreOf()));
+      Problem of_store = problem;
+      if (options.one_key_value_head) of_store.kv_heads = 1;
+      TFB_ASSIGN_OR_RETURN(layer->store_, MemoryStore::Create(device, of_store, layer->StoreOf()));
     }
     return layer;
   }
@@ -100,9 +114,16 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
       const int64_t stored = std::clamp<int64_t>(begin - options_.lag(), 0, options_.store);
       const int64_t tokens = std::min(max_segment_tokens(), problem().query_tokens - begin);
       pairs += static_cast<double>(tokens * (stored + std::min(stored, options_.retrieved())));
+      if (options_.null_key && options_.store > 0) pairs += static_cast<double>(2 * tokens);
     }
     Cost cost = transformer_xl::RelativeStackLayer::cost();
-    *cost.flops += 2 * pairs * static_cast<double>(problem().batch * problem().model_dim());
+    const double width = static_cast<double>(problem().model_dim());
+    const double batch = static_cast<double>(problem().batch);
+    *cost.flops += 2 * pairs * batch * width;
+    if (options_.one_key_value_head) {  // the other heads have no projections
+      *cost.flops -= 4 * batch * static_cast<double>(problem().query_tokens) * width *
+                     (width - static_cast<double>(problem().head_dim));
+    }
     return cost;
   }
 
@@ -130,8 +151,12 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
     if (options_.store > 0) {
       const std::string prefix = StorePrefix(options_);
-      TFB_RETURN_IF_ERROR(store_.Setup(parameters_.at(prefix + "gate").view(),
-                                       parameters_.at(prefix + "scale").view()));
+      const auto parameter = [&](const char* name) {
+        const auto found = parameters_.find(prefix + name);
+        return found == parameters_.end() ? ConstTensorView() : found->second.view();
+      };
+      TFB_RETURN_IF_ERROR(store_.Setup(
+          {parameter("gate"), parameter("scale"), parameter("null_key"), parameter("null_value")}));
       store_.Clear();
     }
     return transformer_xl::RelativeStackLayer::DoSetup(inputs, execution);
@@ -157,9 +182,11 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
 
   size_t layer_workspace_bytes(int threads) const override {
     const size_t store_bytes = options_.store > 0 ? store_.workspace_bytes(threads) : 0;
-    return transformer_xl::DecoderLayer::workspace_bytes(
-        device(), sizes(), max_rows(), options_.pre_norm,
-        attention(0).workspace_bytes(threads, store_bytes), threads);
+    const size_t of_scores = Workspace::Measure(
+        [this](Workspace& workspace) { TakeLogSumExp(max_segment_tokens(), workspace); });
+    return of_scores + transformer_xl::DecoderLayer::workspace_bytes(
+                           device(), sizes(), max_rows(), options_.pre_norm,
+                           attention(0).workspace_bytes(threads, store_bytes), threads);
   }
 
  private:
@@ -169,11 +196,21 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
                                            RetrievedOutput(problem, options, kSegmentTokens)),
         options_(options) {}
 
+  // Returns the log-sum-exps of the layer's own scores, f32 [batch, heads, tokens]; empty where
+  // they are not used.
+  TensorView TakeLogSumExp(int64_t tokens, Workspace& workspace) const {
+    if (!options_.joins() || options_.store == 0) return {};
+    const Shape shape = {problem().batch, problem().query_heads, tokens};
+    return TensorView(workspace.Take<float>(NumElements(shape)), DType::kF32, shape);
+  }
+
   StoreShape StoreOf() const {
     StoreShape shape = {options_.store, options_.lag(), options_.retrieved(), max_segment_tokens()};
     if (options_.selection == MemorizingOptions::Selection::kBucketed) {
       shape.selection = SearchSelection::kBucketed;
     }
+    shape.has_null = options_.null_key;
+    shape.joins = options_.joins();
     return shape;
   }
 
@@ -181,12 +218,20 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
   absl::Status Attend(const ConstTensorView& x, const ConstTensorView& residual,
                       const TensorView& y, const Execution& execution) {
     transformer_xl::RelativeAttention& own = attention(options_.layer_with_store());
+    Workspace workspace(execution.workspace);
+    const TensorView log_sum_exp = TakeLogSumExp(x.dim(1), workspace);
+    Execution rest = execution;
+    rest.workspace = workspace.Rest();
     TFB_ASSIGN_OR_RETURN(const transformer_xl::RelativeAttention::Attended attended,
-                         own.Attend(segment(), x, execution));
+                         own.Attend(segment(), x, rest, log_sum_exp));
     TensorView retrieved = retrieved_;
     if (!retrieved.empty()) retrieved = Slice(retrieved, 2, first_retrieved_, x.dim(1));
-    TFB_RETURN_IF_ERROR(store_.Read(attended.q, attended.heads, retrieved, attended.rest));
-    TFB_RETURN_IF_ERROR(store_.Append(attended.k, attended.v, attended.rest));
+    TFB_RETURN_IF_ERROR(
+        store_.Read(attended.q, attended.heads, log_sum_exp, retrieved, attended.rest));
+    // Where heads share one of keys and values, all of the layer's are copies of it.
+    const int64_t key_heads = options_.one_key_value_head ? 1 : problem().query_heads;
+    TFB_RETURN_IF_ERROR(store_.Append(Slice(attended.k, 1, 0, key_heads),
+                                      Slice(attended.v, 1, 0, key_heads), attended.rest));
     return own.Project(attended.context, residual, y, attended.rest);
   }
 

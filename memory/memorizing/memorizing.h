@@ -1,8 +1,9 @@
 // Memorizing Transformer: a Transformer-XL one layer of which also reads a large store of the keys
 // and values of past tokens; each query takes the k nearest from it.
 //
-// All layers are those of memory/transformer_xl/transformer_xl.h. In layer `memory_layer`, for each
-// head h and with q, k, v the queries, keys and values that its own attention has:
+// All layers are those of memory/transformer_xl/transformer_xl.h, with its pre_norm and final_norm.
+// In layer `memory_layer`, for each head h and with q, k, v the queries, keys and values that its
+// own attention has:
 //
 //   unit(x) = x / max(|x|, 1e-12)
 //   s_pj  = |scale_h| unit(q_p) . unit(k_j)                   so that |s_pj| <= |scale_h|
@@ -12,7 +13,14 @@
 // and concat_heads(y_p) W_o takes the place of concat_heads(local_p) W_o, where local_p is the
 // result of the layer's own attention, including relative positions. Where the store is empty, y_p
 // = local_p. With the whole store retrieved this is still two softmaxes mixed by g, not one over
-// both.
+// both. Options change this, as other implementations do:
+//
+//   softmax = joint      y_p is one softmax over the layer's own scores and the s_pj: g = 1 / (1 +
+//                        exp(m - l)) with m and l the log-sum-exps of the two
+//   null_key             p also retrieves a learned key and value of the head, whatever the store
+//                        has: with an empty store o_p is that value
+//   one_key_value_head   w_k and w_v of this layer make one head of keys and values, which all
+//                        heads of queries share, in its own attention as in the store
 //
 // The store is read before it is written: while a segment that begins at token s is read, it holds
 // the newest `store` tokens before s, first in, first out, for each head and batch row by itself.
@@ -38,13 +46,16 @@
 // that code differs and is not followed: it normalises the keys and queries of the local attention
 // too, and uses sqrt(|x|^2 + 1e-6); it begins with gates of 0 and scales of 1, where we draw so that
 // heads differ; slots that were never written are read as zeros, which dilutes the softmax; in this
-// layer its local attention has no positions. memorizing-transformers-pytorch has one head of keys
-// and values, lets sigmoid(gate) multiply the local side, normalises stored values and not queries,
-// and adds a learned key and value to what is retrieved: none of it is in the paper.
+// layer its local attention has no positions. memorizing-transformers-pytorch has
+// one_key_value_head; at 0.1.0 also null_key, with a sigmoid(gate) that multiplies the local side,
+// and normalised values and no normalised queries, which are not followed; at 0.4.1 softmax=joint,
+// where the layer's own scores are those of unit vectors with the same scale, which is not
+// followed. None of it is in the paper.
 //
 // Cost beside Transformer-XL's, of a token and n = min(store, tokens before): 2 n d FLOPs to score
 // (d = model_dim) and 2 min(k, n) d to read; where k >= n nothing is selected, and engine flash reads
-// all. Store: 2 `store` d numbers a batch row, fp32 on the CPU.
+// all. Store: 2 `store` d numbers a batch row, fp32 on the CPU; with one_key_value_head head_dim in
+// the place of d, though the layer's own attention keeps a copy for each head.
 #ifndef TFB_MEMORY_MEMORIZING_MEMORIZING_H_
 #define TFB_MEMORY_MEMORIZING_MEMORIZING_H_
 
@@ -52,6 +63,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "core/layers/final_norm.h"
 #include "core/technique.h"
 #include "memory/transformer_xl/stack_options.h"
 
@@ -59,6 +71,7 @@ namespace tfb::memorizing {
 
 struct MemorizingOptions : transformer_xl::RelativeStackOptions {
   enum class Selection { kExact, kBucketed };
+  enum class Softmax { kSeparate, kJoint };
   static constexpr int64_t kMaxLayers = 32;
   static constexpr int64_t kMaxStore = int64_t{1} << 18;  // the paper's largest
 
@@ -68,10 +81,14 @@ struct MemorizingOptions : transformer_xl::RelativeStackOptions {
   int64_t k = 32;
   Selection selection = Selection::kExact;
   bool beyond_memory = false;
+  Softmax softmax = Softmax::kSeparate;
+  bool null_key = false;
+  bool one_key_value_head = false;
 
   void Describe(OptionBinder& bind) {
     DescribeStack(bind, kMaxLayers);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
+    DescribeFinalNorm(bind, &final_norm);
     // The paper's is the 9th of 12.
     bind.Int("memory_layer", &memory_layer, -1, kMaxLayers - 1,
              "the layer that reads the store, from 0; -1 means three quarters of the way up");
@@ -83,19 +100,28 @@ struct MemorizingOptions : transformer_xl::RelativeStackOptions {
                 "the k nearest tokens, or the nearest of each of k buckets");
     bind.Bool("beyond_memory", &beyond_memory,
               "the store has no tokens that the layer's own memory still has");
+    bind.Choice(
+        "softmax", &softmax, {{"separate", Softmax::kSeparate}, {"joint", Softmax::kJoint}},
+        "of the layer's own keys and of what is retrieved, mixed by a gate; or one over both");
+    bind.Bool("null_key", &null_key, "queries also retrieve a learned key and value");
+    bind.Bool("one_key_value_head", &one_key_value_head,
+              "all heads of the layer with the store share one of keys and values");
   }
 
   int64_t layer_with_store() const { return memory_layer >= 0 ? memory_layer : 3 * layers / 4; }
   int64_t retrieved() const { return k < store ? k : store; }
   int64_t lag() const { return beyond_memory ? memory : 0; }
+  bool joins() const { return softmax == Softmax::kJoint; }
 };
 
 // Memorizing is causal self-attention only: kv_tokens must equal query_tokens, kv_heads
 // query_heads, and value_dim head_dim.
 //
 // The parameters are transformer_xl's, and, where there is a store, layerN.memory.gate, drawn N(0,
-// 1), and layerN.memory.scale, drawn N(sqrt(head_dim), 1), both [heads], of the layer that reads
-// it.
+// 1), unless softmax=joint, and layerN.memory.scale, drawn N(sqrt(head_dim), 1), both [heads], of
+// the layer that reads it; with a null key layerN.memory.null_key and .null_value [heads,
+// head_dim], drawn N(0, 1). With one_key_value_head that layer's w_k and w_v are [model_dim,
+// head_dim], and the null key and value [1, head_dim].
 //
 // It writes out and the optional context, as transformer_xl does, and, where there is a store, the
 // optional retrieved, i64 [batch, heads, query_tokens, min(k, store)]: the tokens that were read,

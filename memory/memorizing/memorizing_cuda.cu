@@ -82,11 +82,12 @@ __device__ void WriteRetrieved(const MixArguments& a, const int32_t* slots, int6
   }
 }
 
-// Computes the lane's channels of the softmax of k scores over the values in the slots.
-__device__ void ReadSlots(const MixArguments& a, const int32_t* slots, const float* scores,
-                          int64_t head, float (&read)[kOfLane]) {
+// Computes the lane's channels of the softmax of k scores over the values in the slots. Returns the
+// log-sum-exp of the scaled scores.
+__device__ float ReadSlots(const MixArguments& a, const int32_t* slots, const float* scores,
+                           int64_t head, float (&read)[kOfLane]) {
   const float scale = fabsf(a.scales[head % a.heads]), largest = scores[0];
-  const int64_t values = head * a.values.strides[0];
+  const int64_t values = head / a.group * a.values.strides[0];
   float weights = 0;
   for (int64_t first = 0; first < a.k; first += kWarp) {
     const int64_t n = first + Lane();
@@ -109,6 +110,41 @@ __device__ void ReadSlots(const MixArguments& a, const int32_t* slots, const flo
   }
 #pragma unroll
   for (int part = 0; part < kOfLane; ++part) read[part] /= weights;
+  return scale * largest + logf(weights);
+}
+
+// Adds the null slot to the lane's channels of what was read, and to its log-sum-exp, which it
+// returns.
+__device__ float AddNull(const MixArguments& a, int64_t row, int64_t h, float log_sum_exp,
+                         float (&read)[kOfLane]) {
+  const float* key = a.null_keys + h / a.group * a.channels;
+  const float* value = a.null_values + h / a.group * a.channels;
+  float score = 0;
+  for (int64_t c = Lane(); c < a.channels; c += kWarp) {
+    score += a.queries[row * a.channels + c] * key[c];
+  }
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
+  if (a.slots != nullptr) score *= fabsf(a.scales[h]);
+  const float largest = fmaxf(score, log_sum_exp);
+  const float of_null = expf(score - largest), of_read = expf(log_sum_exp - largest);
+#pragma unroll
+  for (int part = 0; part < kOfLane; ++part) {
+    const int64_t c = Lane() + part * kWarp;
+    if (c >= a.channels) break;
+    const float sum = of_read == 0 ? 0 : of_read * read[part];
+    read[part] = (of_null * value[c] + sum) / (of_null + of_read);
+  }
+  return largest + logf(of_null + of_read);
+}
+
+// Returns the weight of what was read, whose scores have this log-sum-exp.
+__device__ float GateOf(const MixArguments& a, int64_t b, int64_t h, int64_t t, float log_sum_exp) {
+  const DeviceView& own = a.own_log_sum_exp;
+  if (own.data == nullptr) return 1 / (1 + expf(-a.gates[h]));
+  const float of_own = static_cast<const float*>(
+      own.data)[b * own.strides[0] + h * own.strides[1] + t * own.strides[2]];
+  return 1 / (1 + expf(of_own - log_sum_exp));
 }
 
 __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
@@ -122,11 +158,20 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
         a, slots,
         b * a.retrieved_strides[0] + h * a.retrieved_strides[1] + t * a.retrieved_strides[2]);
   }
-  if (a.entries == 0 || (slots != nullptr && slots[0] < 0)) return;
+  const bool any = slots != nullptr ? slots[0] >= 0 : a.entries > 0;
+  if (!any && a.null_keys == nullptr) return;
 
-  float read[kOfLane] = {};
-  if (slots != nullptr) ReadSlots(a, slots, a.scores + row * a.k, head, read);
-  const float gate = 1 / (1 + expf(-a.gates[h]));
+  float read[kOfLane] = {}, log_sum_exp = -INFINITY;
+  if (any && slots != nullptr) {
+    log_sum_exp = ReadSlots(a, slots, a.scores + row * a.k, head, read);
+  } else if (any) {
+    log_sum_exp = a.mean_log_sum_exp[row];
+    for (int part = 0; part < kOfLane && Lane() + part * kWarp < a.channels; ++part) {
+      read[part] = a.mean[row * a.channels + Lane() + part * kWarp];
+    }
+  }
+  if (a.null_keys != nullptr) log_sum_exp = AddNull(a, row, h, log_sum_exp, read);
+  const float gate = GateOf(a, b, h, t, log_sum_exp);
   const int64_t out = b * a.out.strides[0] + h * a.out.strides[1] + t * a.out.strides[2];
 #pragma unroll
   for (int part = 0; part < kOfLane; ++part) {
@@ -134,8 +179,7 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
     if (c >= a.channels) break;
     const int64_t at = out + c * a.out.strides[3];
     const float local = LoadElement(a.out.data, a.out.element, at);
-    const float of_store = slots != nullptr ? read[part] : a.mean[row * a.channels + c];
-    StoreElement(a.out.data, a.out.element, at, gate * of_store + (1 - gate) * local);
+    StoreElement(a.out.data, a.out.element, at, gate * read[part] + (1 - gate) * local);
   }
 }
 

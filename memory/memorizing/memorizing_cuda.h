@@ -29,13 +29,22 @@ struct CopyRowsArguments {
 };
 
 // out = g o + (1 - g) out, where o is the softmax of the scores over the values in the slots that
-// were found, best first, or, where slots is null, `mean`; out is unchanged where none was found.
+// were found, best first, or, where slots is null, `mean`; and over the null slot, where there is
+// one. g is sigmoid(gate), or of the difference of the log-sum-exps of these scores and of the
+// layer's own. out is unchanged where nothing was read.
 struct MixArguments {
+  // [batch][heads][tokens][channels], of unit length, or, where slots is null, of their scales.
+  const float* queries;
   const int32_t* slots;  // [batch][heads][tokens][k]; -1 behind the last
   const float* scores;
-  const float* mean;  // [batch][heads][tokens][channels]: the mean over all entries
+  const float* mean;              // [batch][heads][tokens][channels]: the mean over all entries
+  const float* mean_log_sum_exp;  // [batch][heads][tokens]
+  const float* null_keys;         // [heads / group][channels], of unit length, or null
+  const float* null_values;
+  DeviceView own_log_sum_exp;  // [batch, heads, tokens]; null data: gates
   int64_t entries;
-  DeviceView values;  // [batch * heads, places, channels]
+  int64_t group;      // heads that share a row of values
+  DeviceView values;  // [batch * heads / group, places, channels]
   DeviceView out;     // [batch, heads, tokens, channels]
   const float* gates;
   const float* scales;

@@ -73,39 +73,90 @@ class MemorizingDefinition {
 
   // Computes the attention of layer n, which has the store, in batch row b, with its W_o.
   Rows Attention(int64_t n, int64_t b, const Rows& x) const {
-    const Rows q = stack_.Project(n, "w_q", x), k = stack_.Project(n, "w_k", x),
-               v = stack_.Project(n, "w_v", x);
-    Rows y = stack_.Context(n, q, {k, v, [this](int64_t p) { return FirstSeen(p); }});
-    const std::string prefix = transformer_xl::LayerPrefix(n) + "memory.";
-    const std::vector<double> gate = stack_.Vector(prefix + "gate");
-    const std::vector<double> scale = stack_.Vector(prefix + "scale");
-    const int64_t e = stack_.sizes().head_dim;
-    for (int64_t h = 0; h < stack_.sizes().heads; ++h) {
+    const int64_t e = stack_.sizes().head_dim, heads = stack_.sizes().heads;
+    const Rows q = stack_.Project(n, "w_q", x), k = ForHeads(stack_.Project(n, "w_k", x)),
+               v = ForHeads(stack_.Project(n, "w_v", x));
+    Rows own(x.rows(), heads);  // log-sum-exps of the layer's own scores
+    Rows y =
+        stack_.Context(n, q, {k, v, [this](int64_t p) { return FirstSeen(p); }}, nullptr, &own);
+    for (int64_t h = 0; h < heads && options_.store > 0; ++h) {
+      const Store store = StoreOf(n, h);
       const Rows unit_q = UnitRows(q, h * e, e), unit_k = UnitRows(k, h * e, e);
-      const double g = 1 / (1 + std::exp(-gate[h]));
       ForEachOf(stack_.pool(), x.rows(), [&](int64_t p) {
         const std::vector<Candidate> taken = Retrieve(unit_q[p], unit_k, p, ComputedAt(b, h, p));
         int64_t* tokens = retrieved_.MutableAt<int64_t>(b, h, p);
         std::fill_n(tokens, options_.retrieved(), -1);
-        for (size_t n = 0; n < taken.size(); ++n) tokens[n] = taken[n].token;
-        if (taken.empty()) return;
-        double largest = kNotSeen, sum = 0;
-        for (const Candidate& one : taken) largest = std::max(largest, one.score);
-        std::vector<double> o(e, 0);
-        for (const Candidate& one : taken) {
-          const double weight = std::exp(std::abs(scale[h]) * (one.score - largest));
-          sum += weight;
-          AddTimes(weight, v[one.token] + h * e, e, o.data());
-        }
-        for (int64_t c = 0; c < e; ++c) {
-          y[p][h * e + c] = g * o[c] / sum + (1 - g) * y[p][h * e + c];
-        }
+        for (size_t i = 0; i < taken.size(); ++i) tokens[i] = taken[i].token;
+        Read(store, unit_q[p], taken, v, h * e, own[p][h], y[p] + h * e);
       });
     }
     return stack_.Project(n, "w_o", y);
   }
 
  private:
+  // One head's parameters.
+  struct Store {
+    double gate = 0;
+    double scale = 0;
+    std::vector<double> null_key, null_value;  // empty: none; the key has unit length
+  };
+  Store StoreOf(int64_t n, int64_t h) const {
+    const std::string prefix = transformer_xl::LayerPrefix(n) + "memory.";
+    const int64_t e = stack_.sizes().head_dim;
+    Store store;
+    if (!options_.joins()) store.gate = stack_.Vector(prefix + "gate")[h];
+    store.scale = std::abs(stack_.Vector(prefix + "scale")[h]);
+    if (!options_.null_key) return store;
+    const Rows keys = stack_.Matrix(prefix + "null_key");
+    const Rows values = stack_.Matrix(prefix + "null_value");
+    const int64_t row = options_.one_key_value_head ? 0 : h;
+    const Rows unit = UnitRows(keys, 0, e);
+    store.null_key.assign(unit[row], unit[row] + e);
+    store.null_value.assign(values[row], values[row] + e);
+    return store;
+  }
+
+  // Sets y, the head's local result, to y_p: the scores of what is retrieved, one after the other,
+  // and their values.
+  void Read(const Store& store, const double* unit_q, const std::vector<Candidate>& taken,
+            const Rows& v, int64_t first, double own, double* y) const {
+    const int64_t e = stack_.sizes().head_dim;
+    std::vector<double> scores;
+    std::vector<const double*> values;
+    for (const Candidate& one : taken) {
+      scores.push_back(store.scale * one.score);
+      values.push_back(v[one.token] + first);
+    }
+    if (!store.null_key.empty()) {
+      scores.push_back(store.scale * Dot(unit_q, store.null_key.data(), e));
+      values.push_back(store.null_value.data());
+    }
+    if (scores.empty()) return;
+    const double largest = *std::max_element(scores.begin(), scores.end());
+    double sum = 0;
+    std::vector<double> o(e, 0);
+    for (size_t i = 0; i < scores.size(); ++i) {
+      const double weight = std::exp(scores[i] - largest);
+      sum += weight;
+      AddTimes(weight, values[i], e, o.data());
+    }
+    // In one softmax the two sums' weights are in the ratio of exp of their log-sum-exps.
+    const double logit = options_.joins() ? largest + std::log(sum) - own : store.gate;
+    const double g = 1 / (1 + std::exp(-logit));
+    for (int64_t c = 0; c < e; ++c) y[c] = g * o[c] / sum + (1 - g) * y[c];
+  }
+
+  // Returns the keys or values of all heads, which are copies where there is one.
+  Rows ForHeads(const Rows& x) const {
+    if (!options_.one_key_value_head) return x;
+    const int64_t e = x.channels();
+    Rows all(x.rows(), stack_.sizes().width());
+    for (int64_t t = 0; t < x.rows(); ++t) {
+      for (int64_t c = 0; c < all.channels(); ++c) all[t][c] = x[t][c % e];
+    }
+    return all;
+  }
+
   int64_t BeginOfSegment(int64_t p) const { return p / options_.segment * options_.segment; }
 
   // Returns one head's channels, each row divided by its norm.
@@ -181,7 +232,7 @@ NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& o
   const MemorizingDefinition definition(stack, options, problem.dtype, wanted, retrieved);
   for (int64_t b = 0; b < problem.batch; ++b) {
     const auto attention = [&](int64_t n, const Rows&, const Rows& input) {
-      if (options.store > 0 && n == options.layer_with_store()) {
+      if (n == options.layer_with_store()) {
         return definition.Attention(n, b, input);
       }
       return stack.Attention(n, input, [&](int64_t p) { return definition.FirstSeen(p); });

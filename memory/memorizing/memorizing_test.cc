@@ -100,6 +100,21 @@ TEST(Memorizing, EveryOptionEqualsTheDefinition) {
             {"beyond_memory", "true"}},
            {{"segment", "1"}, {"store", "1"}, {"k", "32"}},
            {{"segment", "20"}, {"layers", "3"}, {"memory_layer", "0"}, {"pre_norm", "true"}},
+           {{"segment", "20"}, {"pre_norm", "true"}, {"final_norm", "true"}},
+           {{"segment", "16"}, {"store", "40"}, {"k", "5"}, {"softmax", "joint"}},
+           {{"segment", "7"}, {"store", "200"}, {"k", "200"}, {"softmax", "joint"}},
+           {{"segment", "16"}, {"store", "40"}, {"k", "5"}, {"null_key", "true"}},
+           {{"segment", "7"}, {"store", "200"}, {"k", "200"}, {"null_key", "true"}},
+           {{"segment", "16"}, {"store", "40"}, {"k", "5"}, {"one_key_value_head", "true"}},
+           {{"segment", "9"},
+            {"selection", "bucketed"},
+            {"store", "30"},
+            {"k", "8"},
+            {"memory", "11"},
+            {"beyond_memory", "true"},
+            {"softmax", "joint"},
+            {"null_key", "true"},
+            {"one_key_value_head", "true"}},
            {{"segment", "20"}, {"share_biases", "false"}, {"max_distance", "9"}},
            {{"segment", "128"}}}) {
     ExpectAsDefined(CausalProblem(2, 3, 100, 8), options, Device::kCpu);
@@ -111,9 +126,65 @@ TEST(Memorizing, InTheSimulatorItEqualsTheDefinition) {
            {{"segment", "20"}, {"memory", "10"}, {"store", "40"}, {"k", "5"}},
            {{"segment", "16"}, {"memory", "9"}, {"store", "30"}, {"beyond_memory", "true"}},
            {{"segment", "20"}, {"selection", "bucketed"}, {"store", "37"}, {"k", "4"}},
+           {{"segment", "20"}, {"store", "40"}, {"k", "5"}, {"softmax", "joint"}},
+           {{"segment", "20"}, {"store", "90"}, {"k", "90"}, {"softmax", "joint"}},
+           {{"segment", "20"}, {"store", "40"}, {"k", "5"}, {"null_key", "true"}},
+           {{"segment", "20"},
+            {"store", "90"},
+            {"k", "90"},
+            {"softmax", "joint"},
+            {"null_key", "true"},
+            {"one_key_value_head", "true"}},
            {{"segment", "50"}, {"store", "30"}, {"k", "40"}}}) {
     ExpectAsDefined(CausalProblem(2, 2, 70, 8), options, Device::kSimulator);
   }
+}
+
+TEST(Memorizing, OneHeadOfKeysAndValuesIsEveryHeadsAlike) {
+  const Problem problem = CausalProblem(2, 3, 60, 8);
+  const Tensor x = RandomHidden(problem);
+  for (const char* k : {"5", "100"}) {  // searched, and read as a whole
+    const Options shared = {{"segment", "16"}, {"store", "40"}, {"k", k}, {"null_key", "true"}};
+    Options one = shared;
+    one["one_key_value_head"] = "true";
+    const NamedTensors parameters = ParametersOf(Memorizing(), problem, one);
+    NamedTensors copied;
+    for (const auto& [name, tensor] : ParametersOf(Memorizing(), problem, shared)) {
+      const Tensor& own = parameters.at(name);
+      Tensor& copy = copied[name] = Tensor(DType::kF32, tensor.shape());
+      const bool by_row = name.find("null") != std::string::npos;
+      const int axis = by_row ? 0 : 1;
+      if (own.shape() == tensor.shape()) {
+        CopyElements(own.view(), copy.view());
+        continue;
+      }
+      for (int64_t h = 0; h < 3; ++h) {
+        CopyElements(own.view(), Slice(copy.view(), axis, h * own.dim(axis), own.dim(axis)));
+      }
+    }
+    for (const Device device : kHostDevices) {
+      ExpectSame(Compute(Memorizing(), problem, one, parameters, x, device),
+                 Compute(Memorizing(), problem, shared, copied, x, device));
+    }
+  }
+  // Without a store it is the same in the layer's own attention.
+  const Options one = {{"store", "0"}, {"one_key_value_head", "true"}};
+  const NamedTensors parameters = ParametersOf(Memorizing(), problem, one);
+  const NamedTensors defined = Define(problem, one, parameters, x);
+  EXPECT_LE(MaxDifference(Compute(Memorizing(), problem, one, parameters, x).at("out").view(),
+                          defined.at("out").view()),
+            transformer_xl::StackBound(defined.at("out").view(), 2));
+}
+
+TEST(Memorizing, OneHeadOfKeysAndValuesIsOneInTheStore) {
+  const Problem problem = CausalProblem(1, 4, 60, 8);
+  const auto bytes = [&](const char* one) {
+    const Options options = {{"store", "64"}, {"one_key_value_head", one}};
+    const auto layer = Memorizing().Create(problem, options, Device::kCpu, 1).value();
+    return layer->statistics().at("store_bytes");
+  };
+  EXPECT_EQ(bytes("false"), 2 * 64 * 4 * 8 * 4);
+  EXPECT_EQ(bytes("true"), 2 * 64 * 8 * 4);
 }
 
 // ---- By hand ----
@@ -159,6 +230,59 @@ TEST(Memorizing, ThreeTokensGiveWhatTheFormulaGivesByHand) {
     for (size_t n = 0; n < retrieved.size(); ++n) {
       EXPECT_EQ(computed.at("retrieved").span<int64_t>()[n], retrieved[n]);
       EXPECT_EQ(defined.at("retrieved").span<int64_t>()[n], retrieved[n]);
+    }
+  }
+}
+
+// The same tokens in one softmax with the token's own score, |LN a|^2 / sqrt(4) = 2 / (1 + 1e-5),
+// and with a null slot along a, of value w, half of what is mixed by the gate.
+TEST(Memorizing, JoinedScoresAndANullSlotGiveWhatTheFormulaGivesByHand) {
+  const Problem problem = CausalProblem(1, 1, 3, 4);
+  const double a[] = {1, 1, -1, -1}, b[] = {1, -1, 1, -1}, w[] = {2, 3, 5, 7};
+  Tensor x(DType::kF32, {1, 3, 4});
+  for (int64_t c = 0; c < 4; ++c) {
+    x.span<float>()[c] = x.span<float>()[8 + c] = static_cast<float>(a[c]);
+    x.span<float>()[4 + c] = static_cast<float>(b[c]);
+  }
+  for (const bool joins : {false, true}) {
+    Options options = {{"layers", "1"}, {"pre_norm", "true"},      {"segment", "1"},
+                       {"memory", "0"}, {"feed_forward_dim", "4"}, {"k", "2"}};
+    options[joins ? "softmax" : "null_key"] = joins ? "joint" : "true";
+    NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+    EXPECT_EQ(parameters.count("layer0.memory.gate"), joins ? 0u : 1u);
+    for (const char* name : {"w_q", "w_k", "w_v", "w_o"}) {
+      Tensor& matrix = parameters.at(std::string("layer0.") + name);
+      Fill(matrix.view(), 0);
+      for (int64_t c = 0; c < 4; ++c) matrix.span<float>()[5 * c] = 1;
+    }
+    for (const char* name : {"u", "v", "layer0.w_r", "layer0.ff.w2"}) {
+      Fill(parameters.at(name).view(), 0);
+    }
+    Fill(parameters.at("layer0.memory.scale").view(), std::log(3.0));
+    if (!joins) {
+      Fill(parameters.at("layer0.memory.gate").view(), 0);  // g = 1/2
+      for (int64_t c = 0; c < 4; ++c) {
+        parameters["layer0.memory.null_key"].span<float>()[c] = static_cast<float>(5 * a[c]);
+        parameters["layer0.memory.null_value"].span<float>()[c] = static_cast<float>(w[c]);
+      }
+    }
+    const NamedTensors defined = Define(problem, options, parameters, x);
+    const double norm = std::sqrt(1 + 1e-5), own = std::exp(2 / (1 + 1e-5));
+    for (int64_t c = 0; c < 4; ++c) {
+      const double of_a = a[c] / norm, of_b = b[c] / norm;
+      // Scores ln 3 of equal tokens and 0 of others: weights 3 and 1.
+      const double expected[] = {
+          a[c] + (joins ? of_a : (w[c] + of_a) / 2),
+          b[c] + (joins ? (own * of_b + of_a) / (own + 1) : ((w[c] + of_a) / 2 + of_b) / 2),
+          a[c] + (joins ? ((own + 3) * of_a + of_b) / (own + 4)
+                        : ((3 * w[c] + 3 * of_a + of_b) / 7 + of_a) / 2)};
+      for (int64_t p = 0; p < 3; ++p) {
+        EXPECT_NEAR(defined.at("out").span<double>()[4 * p + c], expected[p], 1e-6) << p;
+        for (const Device device : kHostDevices) {
+          const NamedTensors run = Compute(Memorizing(), problem, options, parameters, x, device);
+          EXPECT_NEAR(run.at("out").span<float>()[4 * p + c], expected[p], 1e-5) << p;
+        }
+      }
     }
   }
 }
@@ -225,7 +349,7 @@ Tensor ReadAfter(const StoreTensors& tensors, const StoreShape& shape, double ga
   Tensor gates(DType::kF32, {kHeads}), scales(DType::kF32, {kHeads});
   Fill(gates.view(), gate);
   Fill(scales.view(), scale);
-  EXPECT_TRUE(store.Setup(gates.view(), scales.view()).ok());
+  EXPECT_TRUE(store.Setup({gates.view(), scales.view()}).ok());
   ThreadPool pool(2);
   Tensor memory(DType::kU8, {static_cast<int64_t>(store.workspace_bytes(2))});
   Execution execution;
@@ -239,7 +363,7 @@ Tensor ReadAfter(const StoreTensors& tensors, const StoreShape& shape, double ga
                     .ok());
   }
   Tensor heads = tensors.heads.Clone();
-  EXPECT_TRUE(store.Read(tensors.q.view(), heads.view(), {}, execution).ok());
+  EXPECT_TRUE(store.Read(tensors.q.view(), heads.view(), {}, {}, execution).ok());
   return heads;
 }
 
@@ -502,7 +626,41 @@ TEST(Memorizing, WhatItCannotDoIsSaidInOneLine) {
             "query_heads, 4");
 }
 
-// ---- Golden file ----
+// ---- Golden files ----
+
+// One pre-norm layer whose feed-forward network gives 0.
+TEST(Memorizing, MemorizingTransformersPytorchJoinsScoresInTheSameWay) {
+  for (const char* name : {"joint", "joint_null_key"}) {
+    const SafetensorsFile golden =
+        GoldenFile(std::string("memory/memorizing/testdata/") + name + ".safetensors");
+    const auto number = [&](const char* of) { return std::stoll(golden.metadata.at(of)); };
+    const Tensor& x = golden.tensors.at("x");
+    const Problem problem = CausalProblem(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+    const bool has_null = golden.tensors.count("layer0.memory.null_key") > 0;
+    const Options options = {{"layers", "1"},
+                             {"pre_norm", "true"},
+                             {"segment", golden.metadata.at("segment_tokens")},
+                             {"memory", "0"},
+                             {"k", golden.metadata.at("neighbours")},
+                             {"softmax", "joint"},
+                             {"one_key_value_head", "true"},
+                             {"null_key", has_null ? "true" : "false"}};
+    NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+    for (auto& [parameter, tensor] : parameters) {
+      if (parameter.find(".ff") != std::string::npos) {
+        Fill(tensor.view(), 0);
+      } else {
+        tensor = golden.tensors.at(parameter).Clone();
+      }
+    }
+    const ConstTensorView out = golden.tensors.at("out").view();
+    EXPECT_LE(MaxDifference(Define(problem, options, parameters, x).at("out").view(), out), 1e-13);
+    for (const Device device : kHostDevices) {
+      const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
+      EXPECT_LE(MaxDifference(computed.at("out").view(), out), transformer_xl::StackBound(out, 1));
+    }
+  }
+}
 
 // Hugging Face's Transformer-XL with the authors' store and their attention over it computed the
 // file; its metadata say how.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <vector>
 
 #include "Eigen/Core"
 #include "core/cuda/runtime.h"
@@ -21,11 +23,11 @@ void MakeLength(float length, float* row, int64_t channels) {
   for (int64_t c = 0; c < channels; ++c) row[c] = static_cast<float>(row[c] * factor);
 }
 
-// Computes the softmax of k scores, best first, over the rows of `values` in the slots. Returns
-// false where none was found.
-bool ReadSlots(const int32_t* slots, const float* scores, int64_t k, float scale,
-               const float* values, Eigen::Ref<Eigen::ArrayXf> sum) {
-  if (slots[0] < 0) return false;
+// Computes the softmax of k scores, best first, over the rows of `values` in the slots. Returns the
+// log-sum-exp of the scaled scores, -inf where none was found.
+float ReadSlots(const int32_t* slots, const float* scores, int64_t k, float scale,
+                const float* values, Eigen::Ref<Eigen::ArrayXf> sum) {
+  if (slots[0] < 0) return -std::numeric_limits<float>::infinity();
   for (int64_t n = 0; n < k && slots[n] >= 0; ++n) {  // the rows lie anywhere in memory
     const float* value = values + slots[n] * sum.size();
     for (int64_t c = 0; c < sum.size(); c += 16) __builtin_prefetch(value + c);
@@ -39,7 +41,19 @@ bool ReadSlots(const int32_t* slots, const float* scores, int64_t k, float scale
     sum += weight * Eigen::Map<const Eigen::ArrayXf>(value, sum.size());
   }
   sum /= weights;
-  return true;
+  return scale * scores[0] + std::log(weights);
+}
+
+float Logistic(float x) { return 1 / (1 + std::exp(-x)); }
+
+// Returns [rows][channels] in float, each row divided by its norm.
+std::vector<float> UnitRows(const ConstTensorView& rows) {
+  std::vector<float> unit(static_cast<size_t>(rows.num_elements()));
+  CopyElements(rows, TensorView(unit.data(), DType::kF32, rows.shape()));
+  for (int64_t row = 0; row < rows.dim(0); ++row) {
+    MakeLength(1, unit.data() + row * rows.dim(1), rows.dim(1));
+  }
+  return unit;
 }
 
 }  // namespace
@@ -48,15 +62,22 @@ absl::StatusOr<MemoryStore> MemoryStore::Create(Device device, const Problem& pr
                                                 const StoreShape& shape) {
   MemoryStore store(device, problem, shape);
   if (device != Device::kCpu) store.dtype_ = problem.dtype;
-  const int64_t bytes = store.rows() * shape.slots() * problem.head_dim * SizeOf(store.dtype_);
+  const int64_t bytes = store.key_rows() * shape.slots() * problem.head_dim * SizeOf(store.dtype_);
   TFB_ASSIGN_OR_RETURN(store.keys_, DeviceArray<std::byte>::Allocate(device, bytes));
   TFB_ASSIGN_OR_RETURN(store.values_, DeviceArray<std::byte>::Allocate(device, bytes));
   return store;
 }
 
-absl::Status MemoryStore::Setup(const ConstTensorView& gate, const ConstTensorView& scale) {
-  TFB_ASSIGN_OR_RETURN(gates_, CopyFloats(device_, gate));
-  TFB_ASSIGN_OR_RETURN(scales_, CopyFloats(device_, scale));
+absl::Status MemoryStore::Setup(const Parameters& parameters) {
+  if (!shape_.joins) {
+    TFB_ASSIGN_OR_RETURN(gates_, CopyFloats(device_, parameters.gate));
+  }
+  TFB_ASSIGN_OR_RETURN(scales_, CopyFloats(device_, parameters.scale));
+  if (shape_.has_null) {
+    TFB_ASSIGN_OR_RETURN(null_keys_,
+                         DeviceArray<float>::Create(device_, UnitRows(parameters.null_key)));
+    TFB_ASSIGN_OR_RETURN(null_values_, CopyFloats(device_, parameters.null_value));
+  }
   TFB_ASSIGN_OR_RETURN(
       dense_, FlashEngine::CreateForStream(device_, DenseProblem(shape_.max_segment, shape_.k)));
   return absl::OkStatus();
@@ -65,7 +86,8 @@ absl::Status MemoryStore::Setup(const ConstTensorView& gate, const ConstTensorVi
 int64_t MemoryStore::entries() const { return std::max<int64_t>(kept() - shape_.lag, 0); }
 
 TensorView MemoryStore::Ring(const DeviceArray<std::byte>& memory) const {
-  return TensorView(memory.mutable_data(), dtype_, {rows(), shape_.slots(), problem_.head_dim});
+  const Shape shape = {key_rows(), shape_.slots(), problem_.head_dim};
+  return TensorView(memory.mutable_data(), dtype_, shape);
 }
 
 TensorView MemoryStore::LayOutQueries(int64_t tokens, Workspace& workspace) const {
@@ -83,11 +105,12 @@ MemoryStore::Found MemoryStore::LayOutSlots(int64_t tokens, Workspace& workspace
 MemoryStore::Found MemoryStore::LayOutMean(int64_t tokens, Workspace& workspace) const {
   Found found;
   found.mean = workspace.Take<float>(rows() * tokens * problem_.head_dim);
+  found.log_sum_exp = workspace.Take<float>(rows() * tokens);
   return found;
 }
 
 SearchSizes MemoryStore::LargestSearch() const {
-  return {rows(),         rows(),   shape_.max_segment, problem_.head_dim,
+  return {key_rows(),     rows(),   shape_.max_segment, problem_.head_dim,
           shape_.slots(), shape_.k, shape_.selection};
 }
 
@@ -118,8 +141,9 @@ size_t MemoryStore::workspace_bytes(int threads) const {
 }
 
 absl::Status MemoryStore::Read(const ConstTensorView& q, const TensorView& heads,
-                               const TensorView& retrieved, const Execution& execution) {
-  const bool nothing = entries() == 0 && retrieved.empty();
+                               const ConstTensorView& log_sum_exp, const TensorView& retrieved,
+                               const Execution& execution) {
+  const bool nothing = entries() == 0 && !shape_.has_null && retrieved.empty();
   if (nothing || rows() == 0) return absl::OkStatus();
   Workspace workspace(execution.workspace);
   const TensorView queries = LayOutQueries(q.dim(2), workspace);
@@ -129,8 +153,9 @@ absl::Status MemoryStore::Read(const ConstTensorView& q, const TensorView& heads
   TFB_RETURN_IF_ERROR(CopyRows(q, 0, length, queries, 0, rest));
   TFB_ASSIGN_OR_RETURN(const Found found,
                        reads_all() ? ReadAll(queries, rest) : FindBest(queries, rest));
-  if (device_ != Device::kCpu) return MixOnCuda(found, heads, retrieved, rest);
-  MixOnCpu(found, heads, retrieved, rest);
+  const Reading reading = {queries, log_sum_exp, found};
+  if (device_ != Device::kCpu) return MixOnCuda(reading, heads, retrieved, rest);
+  MixOnCpu(reading, heads, retrieved, rest);
   return absl::OkStatus();
 }
 
@@ -167,6 +192,7 @@ absl::StatusOr<MemoryStore::Found> MemoryStore::ReadAll(const TensorView& querie
   call.k = Slice(by_batch(Ring(keys_)), 2, 0, entries());
   call.v = Slice(by_batch(Ring(values_)), 2, 0, entries());
   call.out = by_batch(TensorView(found.mean, DType::kF32, queries.shape()));
+  call.log_sum_exp = by_batch(TensorView(found.log_sum_exp, DType::kF32, {rows(), tokens}));
   Band all;
   all.high = entries();
   if (device_ == Device::kCpu) {
@@ -194,7 +220,7 @@ absl::Status MemoryStore::Append(const ConstTensorView& k, const ConstTensorView
 absl::Status MemoryStore::CopyRows(const ConstTensorView& from, int64_t skip, RowLength length,
                                    const TensorView& to, int64_t first_place,
                                    const Execution& execution) const {
-  const int64_t tokens = from.dim(2) - skip, heads = problem_.query_heads, channels = from.dim(3);
+  const int64_t tokens = from.dim(2) - skip, heads = from.dim(1), channels = from.dim(3);
   if (device_ != Device::kCpu) {
     const ConstTensorView kept = Slice(from, 2, skip, tokens);
     const CopyRowsArguments arguments = {
@@ -205,7 +231,7 @@ absl::Status MemoryStore::CopyRows(const ConstTensorView& from, int64_t skip, Ro
         KernelsOn<MemorizingKernels>(runtime->target()).copy_rows(arguments, execution.stream));
   }
   const int64_t tasks = (tokens + kTokensOfTask - 1) / kTokensOfTask;
-  execution.pool->ParallelFor(rows() * tasks, [&](int64_t task, int) {
+  execution.pool->ParallelFor(problem_.batch * heads * tasks, [&](int64_t task, int) {
     const int64_t row = task / tasks, first = task % tasks * kTokensOfTask, h = row % heads;
     const float scale = length == RowLength::kScale ? std::abs(scales_.data()[h]) : 1;
     for (int64_t t = first; t < std::min(first + kTokensOfTask, tokens); ++t) {
@@ -217,31 +243,55 @@ absl::Status MemoryStore::CopyRows(const ConstTensorView& from, int64_t skip, Ro
   return absl::OkStatus();
 }
 
-void MemoryStore::MixOnCpu(const Found& found, const TensorView& heads, const TensorView& retrieved,
-                           const Execution& execution) const {
+// Adds the null slot of head h to what was read.
+void MemoryStore::AddNull(const Reading& reading, int64_t query, int64_t h, OneRead* read) const {
+  const int64_t channels = problem_.head_dim, of_head = h / problem_.group() * channels;
+  using Row = Eigen::Map<const Eigen::ArrayXf>;
+  const Row q(reading.queries.At<float>(0) + query * channels, channels);
+  const Row key(null_keys_.data() + of_head, channels),
+      value(null_values_.data() + of_head, channels);
+  const bool is_scaled = reading.found.slots == nullptr;
+  const float score = (q * key).sum() * (is_scaled ? 1 : std::abs(scales_.data()[h]));
+  const float largest = std::max(score, read->log_sum_exp);
+  const float of_null = std::exp(score - largest), of_read = std::exp(read->log_sum_exp - largest);
+  Eigen::Map<Eigen::ArrayXf> sum(read->sum, channels);
+  if (of_read == 0) sum.setZero();
+  sum = (of_null * value + of_read * sum) / (of_null + of_read);
+  read->log_sum_exp = largest + std::log(of_null + of_read);
+}
+
+void MemoryStore::MixOnCpu(const Reading& reading, const TensorView& heads,
+                           const TensorView& retrieved, const Execution& execution) const {
   const int64_t tokens = heads.dim(2), channels = heads.dim(3), k = shape_.k;
   const int64_t tasks = (tokens + kTokensOfTask - 1) / kTokensOfTask;
   const TensorView values = Ring(values_);
+  const Found& found = reading.found;
   execution.pool->ParallelFor(rows() * tasks, [&](int64_t task, int) {
     float memory[kMaxHeadDim];
     const int64_t row = task / tasks, first = task % tasks * kTokensOfTask;
     const int64_t b = row / problem_.query_heads, h = row % problem_.query_heads;
-    const float gate = 1 / (1 + std::exp(-gates_.data()[h]));
     const float scale = std::abs(scales_.data()[h]);
     for (int64_t t = first; t < std::min(first + kTokensOfTask, tokens); ++t) {
       const int64_t query = row * tokens + t;
       int32_t* slots = found.slots == nullptr ? nullptr : found.slots + query * k;
-      Eigen::Map<Eigen::ArrayXf> read(memory, channels);
-      bool any = entries() > 0;
+      Eigen::Map<Eigen::ArrayXf> sum(memory, channels);
+      OneRead read = {memory, -std::numeric_limits<float>::infinity()};
       if (slots != nullptr) {
-        any = ReadSlots(slots, found.scores + query * k, k, scale, values.At<float>(row), read);
-      } else if (any) {
-        read = Eigen::Map<const Eigen::ArrayXf>(found.mean + query * channels, channels);
+        const float* of_row = values.At<float>(row / problem_.group());
+        read.log_sum_exp = ReadSlots(slots, found.scores + query * k, k, scale, of_row, sum);
+      } else if (entries() > 0) {
+        sum = Eigen::Map<const Eigen::ArrayXf>(found.mean + query * channels, channels);
+        read.log_sum_exp = found.log_sum_exp[query];
       }
-      if (any) {
+      const bool any = slots != nullptr ? slots[0] >= 0 : entries() > 0;
+      if (shape_.has_null) AddNull(reading, query, h, &read);
+      if (any || shape_.has_null) {
+        const float gate =
+            Logistic(shape_.joins ? read.log_sum_exp - *reading.log_sum_exp.At<float>(b, h, t)
+                                  : gates_.data()[h]);
         Eigen::Map<Eigen::ArrayXf, 0, Eigen::InnerStride<>> out(
             heads.MutableAt<float>(b, h, t), channels, Eigen::InnerStride<>(heads.stride(3)));
-        out = gate * read + (1 - gate) * out;
+        out = gate * sum + (1 - gate) * out;
       }
       if (!retrieved.empty()) StoreTokens(slots, retrieved, retrieved.Offset(b, h, t));
     }
@@ -264,9 +314,18 @@ void MemoryStore::StoreTokens(int32_t* slots, const TensorView& retrieved, int64
   }
 }
 
-absl::Status MemoryStore::MixOnCuda(const Found& found, const TensorView& heads,
+absl::Status MemoryStore::MixOnCuda(const Reading& reading, const TensorView& heads,
                                     const TensorView& retrieved, const Execution& execution) const {
+  const Found& found = reading.found;
   MixArguments arguments = {};
+  arguments.queries = reading.queries.At<float>(0);
+  arguments.mean_log_sum_exp = found.log_sum_exp;
+  if (shape_.joins) arguments.own_log_sum_exp = ToDeviceView(reading.log_sum_exp);
+  if (shape_.has_null) {
+    arguments.null_keys = null_keys_.data();
+    arguments.null_values = null_values_.data();
+  }
+  arguments.group = problem_.group();
   arguments.slots = found.slots;
   arguments.scores = found.scores;
   arguments.mean = found.mean;

@@ -1,9 +1,9 @@
 // The store of a memorizing layer: normalised keys and values of past tokens, first in, first out,
 // and the reading of queries from it.
 //
-// Each batch row and head has a ring of slots: token j lies in slot j mod (capacity + lag), so that
-// a token is written once and never moved, and the newest replaces the oldest. The newest `lag`
-// tokens are kept but not searched. The CPU keeps fp32, CUDA the problem's dtype.
+// Each batch row and head of keys has a ring of slots: token j lies in slot j mod (capacity + lag),
+// so that a token is written once and never moved, and the newest replaces the oldest. The newest
+// `lag` tokens are kept but not searched. The CPU keeps fp32, CUDA the problem's dtype.
 //
 // Where queries read the whole store, engine flash does it, without a search.
 #ifndef TFB_MEMORY_MEMORIZING_MEMORY_STORE_H_
@@ -33,6 +33,8 @@ struct StoreShape {
   int64_t k = 1;            // entries that a query reads, at most `capacity`
   int64_t max_segment = 1;  // queries of a Read
   SearchSelection selection = SearchSelection::kExact;
+  bool has_null = false;  // queries read a learned key and value, too
+  bool joins = false;     // one softmax over what is read and the layer's own keys; else a gate
 
   int64_t slots() const { return capacity + lag; }
 };
@@ -44,8 +46,13 @@ class MemoryStore {
   static absl::StatusOr<MemoryStore> Create(Device device, const Problem& problem,
                                             const StoreShape& shape);
 
-  // Copies gate and scale, both f32 [heads] in host memory, to the device.
-  absl::Status Setup(const ConstTensorView& gate, const ConstTensorView& scale);
+  // f32 in host memory: gate, which `joins` does without, and scale [heads]; with a null slot its
+  // key and value [kv_heads, head_dim].
+  struct Parameters {
+    ConstTensorView gate, scale, null_key = {}, null_value = {};
+  };
+  // Copies the parameters to the device.
+  absl::Status Setup(const Parameters& parameters);
 
   void Clear() { tokens_ = 0; }
   int64_t entries() const;  // number of entries that a Read searches
@@ -53,13 +60,16 @@ class MemoryStore {
   size_t workspace_bytes(int threads) const;
 
   // heads = g o + (1 - g) heads, where o is the result of the queries' reading and g =
-  // sigmoid(gate); heads are unchanged where the store is empty. q of any floating dtype and heads,
-  // f32, are [batch, heads, tokens, head_dim]. `retrieved`, i64 [batch, heads, tokens, k] unless
+  // sigmoid(gate), or with `joins` sigmoid(l - m), of the log-sum-exps l of the scores of what is
+  // read and m, `log_sum_exp` f32 [batch, heads, tokens], of the layer's own. Heads are unchanged
+  // where nothing is read. q of any floating dtype and heads, f32, are [batch, heads, tokens,
+  // head_dim]. `retrieved`, i64 [batch, heads, tokens, k] unless
   // empty, becomes the tokens that were read, ascending, counted from the first Append; -1 behind
   // the last.
-  absl::Status Read(const ConstTensorView& q, const TensorView& heads, const TensorView& retrieved,
+  absl::Status Read(const ConstTensorView& q, const TensorView& heads,
+                    const ConstTensorView& log_sum_exp, const TensorView& retrieved,
                     const Execution& execution);
-  // Appends the next tokens: k and v, [batch, heads, tokens, head_dim] of any floating dtype.
+  // Appends the next tokens: k and v, [batch, kv_heads, tokens, head_dim] of any floating dtype.
   absl::Status Append(const ConstTensorView& k, const ConstTensorView& v,
                       const Execution& execution);
 
@@ -68,9 +78,10 @@ class MemoryStore {
       : device_(device), problem_(problem), shape_(shape), schedule_(shape.max_segment) {}
 
   int64_t rows() const { return problem_.batch * problem_.query_heads; }
+  int64_t key_rows() const { return problem_.batch * problem_.kv_heads; }
   int64_t kept() const { return std::min(tokens_, shape_.slots()); }
   int64_t oldest() const { return tokens_ <= shape_.slots() ? 0 : tokens_ % shape_.slots(); }
-  TensorView Ring(const DeviceArray<std::byte>& memory) const;  // [rows, slots, head_dim]
+  TensorView Ring(const DeviceArray<std::byte>& memory) const;  // [key_rows, slots, head_dim]
   SearchSizes LargestSearch() const;
   // Returns the problem of queries that read so many tokens.
   Problem DenseProblem(int64_t queries, int64_t entries) const;
@@ -82,8 +93,16 @@ class MemoryStore {
   struct Found {
     int32_t* slots = nullptr;  // [rows][tokens][k]
     float* scores = nullptr;   // [rows][tokens][k]
-    // [rows][tokens][head_dim]: the mean over the whole store, instead of slots.
+    // [rows][tokens][head_dim]: the mean over the whole store, instead of slots; and the
+    // log-sum-exp of its scores, [rows][tokens].
     float* mean = nullptr;
+    float* log_sum_exp = nullptr;
+  };
+  // A Read on its way to Mix.
+  struct Reading {
+    TensorView queries;           // [rows, tokens, head_dim], of unit length, or of their scales
+    ConstTensorView log_sum_exp;  // of the layer's own scores; empty unless it `joins`
+    Found found;
   };
   Found LayOutSlots(int64_t tokens, Workspace& workspace) const;
   Found LayOutMean(int64_t tokens, Workspace& workspace) const;
@@ -91,17 +110,24 @@ class MemoryStore {
   absl::StatusOr<Found> FindBest(const TensorView& queries, const Execution& execution) const;
   absl::StatusOr<Found> ReadAll(const TensorView& queries, const Execution& execution);
 
-  // Copies rows of `from` [batch, heads, tokens, head_dim], without the first `skip` tokens, to
-  // places first_place, first_place + 1, ... of the ring `to`.
+  // Copies rows of `from` [batch, query or key heads, tokens, head_dim], without the first `skip`
+  // tokens, to places first_place, first_place + 1, ... of the ring `to`.
   absl::Status CopyRows(const ConstTensorView& from, int64_t skip, RowLength length,
                         const TensorView& to, int64_t first_place,
                         const Execution& execution) const;
   // Writes the tokens in k slots, which it sorts.
   void StoreTokens(int32_t* slots, const TensorView& retrieved, int64_t offset) const;
-  void MixOnCpu(const Found& found, const TensorView& heads, const TensorView& retrieved,
+  // What one query reads: the softmax of its scores over values, and their log-sum-exp, -inf where
+  // it reads nothing.
+  struct OneRead {
+    float* sum;  // [head_dim]
+    float log_sum_exp;
+  };
+  void AddNull(const Reading& reading, int64_t query, int64_t h, OneRead* read) const;
+  void MixOnCpu(const Reading& reading, const TensorView& heads, const TensorView& retrieved,
                 const Execution& execution) const;
-  absl::Status MixOnCuda(const Found& found, const TensorView& heads, const TensorView& retrieved,
-                         const Execution& execution) const;
+  absl::Status MixOnCuda(const Reading& reading, const TensorView& heads,
+                         const TensorView& retrieved, const Execution& execution) const;
 
   Device device_ = Device::kCpu;
   Problem problem_;
@@ -111,6 +137,8 @@ class MemoryStore {
   DeviceArray<std::byte> values_;
   DeviceArray<float> gates_;  // [heads]
   DeviceArray<float> scales_;
+  DeviceArray<float> null_keys_;  // [kv_heads, head_dim], of unit length
+  DeviceArray<float> null_values_;
   FlashEngine dense_;
   BandSchedule schedule_;  // the schedule of a call on the CPU
   int64_t tokens_ = 0;     // tokens since the last Clear

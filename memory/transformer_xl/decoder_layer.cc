@@ -30,6 +30,13 @@ absl::StatusOr<DecoderLayer> DecoderLayer::Create(Device device, const NamedTens
   return layer;
 }
 
+absl::StatusOr<LayerNorm> DecoderLayer::CreateFinalNorm(Device device,
+                                                        const NamedTensors& parameters) {
+  const std::string norm = kFinalNorm;
+  return LayerNorm::Create(device, parameters.at(norm + ".gamma").view(),
+                           parameters.at(norm + ".beta").view());
+}
+
 size_t DecoderLayer::workspace_bytes(Device device, const StackSizes& sizes, int64_t rows,
                                      bool pre_norm, size_t attention_bytes, int threads) {
   const int64_t width = sizes.width();

@@ -29,6 +29,9 @@ struct DecoderLayer {
   static absl::StatusOr<DecoderLayer> Create(Device device, const NamedTensors& parameters,
                                              int64_t n, Activation output = Activation::kNone);
 
+  // Copies the parameters of the stack's last norm.
+  static absl::StatusOr<LayerNorm> CreateFinalNorm(Device device, const NamedTensors& parameters);
+
   // Returns the scratch of a Run on up to `rows` rows with an attention that needs
   // `attention_bytes`.
   static size_t workspace_bytes(Device device, const StackSizes& sizes, int64_t rows, bool pre_norm,

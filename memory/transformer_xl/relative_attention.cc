@@ -75,7 +75,10 @@ absl::Status RelativeAttention::Setup(const Parameters& parameters,
                                       const transformer_xl_relative::DistanceRange& range,
                                       const ConstTensorView& sinusoids,
                                       const Execution& execution) {
-  std::vector<ConstTensorView> projections = {parameters.w_q, parameters.w_k, parameters.w_v};
+  std::vector<ConstTensorView> projections = {parameters.w_q};
+  for (const ConstTensorView& matrix : {parameters.w_k, parameters.w_v}) {
+    projections.insert(projections.end(), problem_.model_dim() / matrix.dim(1), matrix);
+  }
   if (queries_apart_) {
     TFB_ASSIGN_OR_RETURN(queries_, PackedMatrix::Create(device_, parameters.w_q));
     projections.erase(projections.begin());
@@ -141,10 +144,36 @@ size_t RelativeAttention::workspace_bytes(int threads, size_t rest_bytes) const 
                                                      threads)});
 }
 
-absl::StatusOr<RelativeAttention::Attended> RelativeAttention::Attend(const SegmentView& segment,
-                                                                      const ConstTensorView& x,
-                                                                      const Execution& execution) {
-  return Attend(segment, x, x, {}, execution);
+absl::StatusOr<RelativeAttention::Attended> RelativeAttention::Attend(
+    const SegmentView& segment, const ConstTensorView& x, const Execution& execution,
+    const TensorView& log_sum_exp) {
+  return Attend(segment, x, x, {}, log_sum_exp, execution);
+}
+
+size_t RelativeAttention::replace_workspace_bytes(int threads) const {
+  const int64_t rows = problem_.batch * reach_.max_segment, width = problem_.model_dim();
+  return Workspace::Measure(
+             [this](Workspace& workspace) { LayOut(reach_.max_segment, workspace); }) +
+         MatMulWorkspaceBytes(device_, rows, width, 3 * width, threads);
+}
+
+absl::Status RelativeAttention::Replace(const ConstTensorView& x, const Execution& execution) {
+  const int64_t width = problem_.model_dim();
+  Workspace workspace(execution.workspace);
+  const Scratch scratch = LayOut(x.dim(1), workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  MatMulCall call{x, {}, scratch.projections};
+  if (device_ != Device::kCpu) {  // where some columns of a product can be had
+    call.y = Slice(scratch.projections, 2, width, 2 * width);
+    call.columns = {width, 2 * width};
+  }
+  TFB_RETURN_IF_ERROR(MatMul(projections_, call, rest));
+  const auto projection = [&](int64_t n) {
+    return Heads(Slice(scratch.projections, 2, n * width, width), problem_.query_heads);
+  };
+  cache_.TakeBack(x.dim(1));
+  return cache_.Append(projection(1), projection(2), rest);
 }
 
 absl::Status RelativeAttention::ProjectSome(const ConstTensorView& keys_from,
@@ -163,7 +192,7 @@ absl::Status RelativeAttention::ProjectSome(const ConstTensorView& keys_from,
 
 absl::StatusOr<RelativeAttention::Attended> RelativeAttention::Attend(
     const SegmentView& segment, const ConstTensorView& keys_from, const ConstTensorView& x,
-    const RowList& rows, const Execution& execution) {
+    const RowList& rows, const TensorView& log_sum_exp, const Execution& execution) {
   Workspace workspace(execution.workspace);
   const Scratch scratch = LayOut(segment.tokens(), workspace);
   const auto projection = [&](int64_t n) {
@@ -185,6 +214,7 @@ absl::StatusOr<RelativeAttention::Attended> RelativeAttention::Attend(
   FlashCall call = engine_.NewCall();
   call.q = attended.q;
   call.out = attended.heads;
+  call.log_sum_exp = log_sum_exp;
   call.asked = rows;
   TFB_RETURN_IF_ERROR(Attend(segment, call, attended.rest));
   return attended;
@@ -238,7 +268,7 @@ absl::Status RelativeAttention::AppendForListed(const SegmentView& segment,
                                                 const RowList& rows, const ConstTensorView& x,
                                                 const ConstTensorView& residual,
                                                 const TensorView& y, const Execution& execution) {
-  TFB_ASSIGN_OR_RETURN(const Attended attended, Attend(segment, keys_from, x, rows, execution));
+  TFB_ASSIGN_OR_RETURN(const Attended attended, Attend(segment, keys_from, x, rows, {}, execution));
   return MatMul(output_, {attended.context, residual, y, Activation::kNone, rows}, attended.rest);
 }
 

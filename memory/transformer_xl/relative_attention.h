@@ -97,7 +97,8 @@ class SegmentView {
 
 class RelativeAttention {
  public:
-  // Views of the layer's parameters, f32: matrices [model_dim, model_dim].
+  // Views of the layer's parameters, f32: matrices [model_dim, model_dim]; where all heads share
+  // one of keys and values, w_k and w_v [model_dim, head_dim].
   struct Parameters {
     ConstTensorView w_q, w_k, w_v, w_o;
     transformer_xl_relative::RelativePositions::Parameters positions;
@@ -162,8 +163,13 @@ class RelativeAttention {
     TensorView context;  // the same elements as [batch, tokens, model_dim], the input of W_o
     Execution rest;
   };
+  // `log_sum_exp`, f32 [batch, heads, tokens] unless empty, becomes that of the scores.
   absl::StatusOr<Attended> Attend(const SegmentView& segment, const ConstTensorView& x,
-                                  const Execution& execution);
+                                  const Execution& execution, const TensorView& log_sum_exp = {});
+  // Replaces the keys and values of the segment that has been appended last by those of x [batch,
+  // tokens, model_dim], which later segments see. It needs queries kAll.
+  absl::Status Replace(const ConstTensorView& x, const Execution& execution);
+  size_t replace_workspace_bytes(int threads) const;
   // y = activation(context W_o) + residual
   absl::Status Project(const ConstTensorView& context, const ConstTensorView& residual,
                        const TensorView& y, const Execution& execution,
@@ -191,7 +197,7 @@ class RelativeAttention {
                            const Execution& execution) const;
   absl::StatusOr<Attended> Attend(const SegmentView& segment, const ConstTensorView& keys_from,
                                   const ConstTensorView& x, const RowList& rows,
-                                  const Execution& execution);
+                                  const TensorView& log_sum_exp, const Execution& execution);
   struct RowScratch {
     TensorView keys_and_values;  // [batch, tokens, 2 model_dim]
     TensorView q;                // [rows, model_dim]

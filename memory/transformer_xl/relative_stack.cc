@@ -18,6 +18,7 @@ RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& o
   shape.sizes.head_dim = problem.head_dim;
   shape.sizes.inner = FeedForwardDim(options.feed_forward_dim, problem.model_dim());
   shape.sizes.share_biases = options.share_biases;
+  shape.sizes.final_norm = options.final_norm;
   shape.segment = options.segment;
   shape.memory = options.memory;
   shape.same_length = options.same_length;
@@ -128,6 +129,8 @@ absl::Status RelativeStackLayer::DoSetup(const Inputs&, const Execution& executi
                          DecoderLayer::Create(device_, parameters_, n, feed_forward_output()));
     layers_.push_back(std::move(layer));
   }
+  if (!sizes().final_norm) return absl::OkStatus();
+  TFB_ASSIGN_OR_RETURN(final_norm_, DecoderLayer::CreateFinalNorm(device_, parameters_));
   return absl::OkStatus();
 }
 

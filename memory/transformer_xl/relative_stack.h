@@ -59,6 +59,9 @@ class RelativeStackLayer : public SegmentedLayer {
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
   void BeginSegment(int64_t tokens) override;
 
+  const LayerNorm* final_norm() const override {
+    return sizes().final_norm ? &final_norm_ : nullptr;
+  }
   // Returns the activation of a feed-forward network's output.
   virtual Activation feed_forward_output() const { return Activation::kNone; }
 
@@ -82,6 +85,7 @@ class RelativeStackLayer : public SegmentedLayer {
   SegmentView segment_;
   std::vector<RelativeAttention> attentions_;
   std::vector<DecoderLayer> layers_;
+  LayerNorm final_norm_;
 };
 
 }  // namespace tfb::transformer_xl

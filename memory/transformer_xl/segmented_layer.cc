@@ -104,11 +104,11 @@ absl::Status SegmentedLayer::AppendSegment(const ConstTensorView& x, const Tenso
     DecoderLayer::Call call;
     call.input = n == 0 ? x : state;
     call.state = state;
-    call.output = is_last ? out : state;
+    call.output = is_last && final_norm() == nullptr ? out : state;
     if (is_last) call.context = context;
     TFB_RETURN_IF_ERROR(RunLayer(n, call, rest));
   }
-  return absl::OkStatus();
+  return final_norm() == nullptr ? absl::OkStatus() : final_norm()->Run(state, out, rest);
 }
 
 }  // namespace tfb::transformer_xl

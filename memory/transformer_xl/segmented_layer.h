@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "core/layers/layer_norm.h"
 #include "core/problem.h"
 #include "core/technique.h"
 #include "core/tensor.h"
@@ -42,6 +43,9 @@ class SegmentedLayer : public StreamingLayer {
   // Runs layer n on the segment. The call has a context in the last layer only.
   virtual absl::Status RunLayer(int64_t n, const DecoderLayer::Call& call,
                                 const Execution& execution) = 0;
+  // The norm of what the last layer writes; null where there is none.
+  virtual const LayerNorm* final_norm() const { return nullptr; }
+  // Covers that norm's workspace, too.
   virtual size_t layer_workspace_bytes(int threads) const = 0;
 
   // Leaves the stream at the end of the sequence, as appending the sequence would.

@@ -45,6 +45,7 @@ std::vector<ParameterSpec> StackParameters(const StackSizes& sizes) {
     specs.push_back({layer + "ff.b2", {width}, 0, 0});
     norm(layer + "ff_norm");
   }
+  if (sizes.final_norm) norm(kFinalNorm);
   return specs;
 }
 

@@ -26,6 +26,7 @@ struct StackSizes {
   bool share_biases = true;  // one u and one v for all layers
   // Ramp of the spans that heads have learned, in tokens; 0 where they have none.
   double span_ramp = 0;
+  bool final_norm = false;  // a norm of the last layer's output
 
   // Returns the most keys that a head with span z sees: those of a weight above 0.
   double KeysWithin(double z) const { return std::max(std::ceil(span_ramp + z), 0.0); }
@@ -42,6 +43,9 @@ struct ParameterSpec {
 
 // Returns the spec of a matrix N(0, 1 / in): a product with it keeps the scale of its input.
 ParameterSpec MatrixSpec(const std::string& name, int64_t in, int64_t out);
+
+// The last norm's parameters are final_norm.gamma and .beta.
+inline constexpr char kFinalNorm[] = "final_norm";
 
 std::string LayerPrefix(int64_t layer);                          // "layer3."
 std::string BiasPrefix(const StackSizes& sizes, int64_t layer);  // of u and v

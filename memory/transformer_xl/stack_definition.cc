@@ -24,6 +24,11 @@ Rows StackDefinition::FeedForwardNorm(int64_t n, const Rows& x) const {
   return x.Normalized(Vector(norm + ".gamma"), Vector(norm + ".beta"));
 }
 
+Rows StackDefinition::FinalNorm(const Rows& h) const {
+  if (!sizes_.final_norm) return h;
+  return h.Normalized(Vector("final_norm.gamma"), Vector("final_norm.beta"));
+}
+
 Rows StackDefinition::FeedForward(int64_t n, const Rows& x) const {
   const std::string ff = LayerPrefix(n) + "ff.";
   return x.Times(Matrix(ff + "w1"), pool_)
@@ -54,7 +59,7 @@ double StackDefinition::SpanWeight(int64_t n, int64_t h, int64_t distance) const
 }
 
 Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
-                              std::vector<double>* received) const {
+                              std::vector<double>* received, Rows* log_sum_exp) const {
   const std::string biases = BiasPrefix(sizes_, n);
   const Rows distances = Project(n, "w_r", Sinusoids(keys.k.rows()));
   const Rows content_bias = Matrix(biases + "u"), position_bias = Matrix(biases + "v");
@@ -84,6 +89,7 @@ Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
       AddTimes(s[j], keys.v[j] + h * e, e, context[p] + h * e);
     }
     for (int64_t c = 0; c < e; ++c) context[p][h * e + c] /= sum;
+    if (log_sum_exp != nullptr) (*log_sum_exp)[p][h] = max + std::log(sum);
     for (int64_t j = first; received != nullptr && j <= here; ++j) weights[p][j] += s[j] / sum;
   };
   ForEachOf(pool_, q.rows(), [&](int64_t p) {
@@ -115,7 +121,7 @@ Rows StackDefinition::Forward(const Rows& x, bool pre_norm, const AttentionOf& a
     if (!pre_norm) h = FeedForwardNorm(n, h);
     if (context != nullptr) *context = input;
   }
-  return h;
+  return FinalNorm(h);
 }
 
 Rows SequenceOf(const ConstTensorView& x, int64_t b) {

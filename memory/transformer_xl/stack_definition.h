@@ -29,6 +29,8 @@ class StackDefinition {
   Rows AttentionNorm(int64_t n, const Rows& x) const;
   Rows FeedForwardNorm(int64_t n, const Rows& x) const;
   Rows FeedForward(int64_t n, const Rows& x) const;
+  // Normalises what the last layer writes, where the stack has a norm for it.
+  Rows FinalNorm(const Rows& h) const;
   Rows Project(int64_t n, const std::string& matrix, const Rows& x) const {  // "w_q"
     return x.Times(Matrix(LayerPrefix(n) + matrix), pool_);
   }
@@ -41,9 +43,10 @@ class StackDefinition {
     std::function<int64_t(int64_t p)> first_seen;
   };
   // Returns concat_heads(sum_j softmax_j(s_pj) v_j), before W_o: positions are places in the list
-  // of keys. `received`, if not null, becomes each key's weight, summed over queries and heads.
-  Rows Context(int64_t n, const Rows& q, const Keys& keys,
-               std::vector<double>* received = nullptr) const;
+  // of keys. `received`, if not null, becomes each key's weight, summed over queries and heads, and
+  // `log_sum_exp`, [queries, heads], that of the scores.
+  Rows Context(int64_t n, const Rows& q, const Keys& keys, std::vector<double>* received = nullptr,
+               Rows* log_sum_exp = nullptr) const;
   // Returns the attention whose queries and keys both come from x.
   Rows Attention(int64_t n, const Rows& x,
                  const std::function<int64_t(int64_t p)>& first_seen) const;

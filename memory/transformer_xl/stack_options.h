@@ -20,6 +20,8 @@ struct RelativeStackOptions {
   int64_t max_distance = 0;
   int64_t feed_forward_dim = 0;
   bool share_biases = true;
+  // Techniques whose layers may do without a norm behind the last one describe it (final_norm.h).
+  bool final_norm = false;
 
   void DescribeStack(OptionBinder& bind, int64_t max_layers) {
     bind.Int("layers", &layers, 1, max_layers, "attention and feed-forward layers");

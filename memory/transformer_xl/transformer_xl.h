@@ -9,6 +9,7 @@
 //
 //   g = LN(h^(n-1) + a),        h^n = LN(g + FF(g))         post-norm, the paper's
 //   g = h^(n-1) + a(LN h^(n-1)), h^n = g + FF(LN g)         with `pre_norm`
+//   out = h^layers, or LN(h^layers) with `final_norm`
 //
 //   FF(g) = relu(g W_1 + b_1) W_2 + b_2
 //
@@ -32,9 +33,10 @@
 // Source: Dai, Yang, Yang, Carbonell, Le, Salakhutdinov 2019, "Transformer-XL: attentive language
 // models beyond a fixed-length context", arXiv:1901.02860v3, sections 3.2 and 3.3; same_length,
 // max_distance and pre_norm as in the authors' code (github.com/kimiyoung/transformer-xl,
-// pytorch/mem_transformer.py). Where we differ from that code: keys and values are kept instead of
-// hidden states, which are projected once and not in every segment again; a query that no segment
-// precedes sees no memory (Hugging Face begins with zero vectors that are attended to); no dropout.
+// pytorch/mem_transformer.py), which has no final norm with pre_norm either; labml_nn's
+// TransformerXL has one. Where we differ from that code: keys and values are kept instead of hidden
+// states, which are projected once and not in every segment again; a query that no segment precedes
+// sees no memory (Hugging Face begins with zero vectors that are attended to); no dropout.
 //
 // Cost of a token and layer: 8 d^2 + 4 d f FLOPs (d = model_dim, f = feed_forward_dim) and 6 d a key
 // seen: time is linear in tokens. State: 2 (memory + segment) d floats a layer and batch row.
@@ -46,6 +48,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "core/layers/final_norm.h"
 #include "core/technique.h"
 #include "memory/transformer_xl/stack_options.h"
 
@@ -58,6 +61,7 @@ struct TransformerXlOptions : RelativeStackOptions {
   void Describe(OptionBinder& bind) {
     DescribeStack(bind, /*max_layers=*/1000);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
+    DescribeFinalNorm(bind, &final_norm);
     bind.Real("span_ramp", &span_ramp, 0, 1 << 20,
               "soft edge, in tokens, of spans that heads have learned; 0: heads have none");
   }
@@ -70,7 +74,8 @@ struct TransformerXlOptions : RelativeStackOptions {
 // owning columns h head_dim to (h + 1) head_dim - 1 (rows of w_o); u, v (layerN.u, layerN.v where
 // they are not shared) [heads, head_dim]; with a span_ramp layerN.span [heads];
 // layerN.attention_norm.gamma, .beta, layerN.ff_norm.gamma, .beta [model_dim]; layerN.ff.w1
-// [model_dim, f], ff.b1 [f], ff.w2 [f, model_dim], ff.b2 [model_dim]. None depends on memory,
+// [model_dim, f], ff.b1 [f], ff.w2 [f, model_dim], ff.b2 [model_dim]; with a final norm
+// final_norm.gamma, .beta [model_dim]. None depends on memory,
 // segment or tokens. Matrices are drawn N(0, 1 / inputs), so that scores are of order 1, u and v
 // N(0, 1/4), spans N(48, 256), gammas 1, the rest 0.
 //

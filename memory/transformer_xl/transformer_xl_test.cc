@@ -173,6 +173,8 @@ TEST(TransformerXl, RunEqualsTheDefinitionWithEveryOption) {
                             {{"segment", "40"}, {"memory", "100"}, {"max_distance", "1000"}},
                             {{"segment", "64"}, {"memory", "64"}, {"feed_forward_dim", "37"}},
                             {{"segment", "64"}, {"memory", "64"}, {"pre_norm", "true"}},
+                            {{"segment", "64"}, {"memory", "64"}, {"final_norm", "true"}},
+                            {{"segment", "64"}, {"pre_norm", "true"}, {"final_norm", "true"}},
                             {{"segment", "64"}, {"memory", "64"}, {"share_biases", "false"}},
                             {{"segment", "100"}, {"memory", "0"}},
                             {{"segment", "32"}, {"memory", "90"}, {"span_ramp", "20"}},
@@ -288,8 +290,8 @@ TEST(TransformerXl, TheCounterpartSeesTheWholePastWithTheSameParameters) {
       {"memory", "16"}, {"segment", "16"}, {"same_length", "true"}, {"layers", "3"}};
   const TechniqueSpec counterpart = technique.Counterpart(problem, options).value();
   EXPECT_EQ(ToString(counterpart),
-            "transformer_xl:feed_forward_dim=0,layers=3,max_distance=0,memory=100,pre_norm=false,"
-            "same_length=false,segment=100,share_biases=true,span_ramp=0");
+            "transformer_xl:feed_forward_dim=0,final_norm=false,layers=3,max_distance=0,memory=100,"
+            "pre_norm=false,same_length=false,segment=100,share_biases=true,span_ramp=0");
   Case small(problem, options), whole(problem, counterpart.options);
   ASSERT_TRUE(whole.layer().SetParameters(small.parameters()).ok());
   // With as much memory as tokens the network is the same, whatever the segments.
@@ -422,6 +424,34 @@ TEST(TransformerXl, TheContextIsWhatTheLastFeedForwardNetworkReads) {
 }
 
 // ---- Properties ----
+
+TEST(TransformerXl, TheFinalNormIsANormOfWhatTheStackWritesWithoutIt) {
+  for (const Device device : kHostDevices) {
+    for (const char* pre_norm : {"false", "true"}) {
+      SCOPED_TRACE(testing::Message() << Name(device) << ", pre_norm=" << pre_norm);
+      const Problem problem = CausalProblem(2, 2, 70, 8);
+      Options options = {{"memory", "20"}, {"segment", "32"}, {"pre_norm", pre_norm}};
+      Case without(problem, options, device);
+      options["final_norm"] = "true";
+      Case with(problem, options, device);
+      const Tensor h = without.Run(), out = with.Run();
+      const Tensor& gamma = with.parameters().at("final_norm.gamma");
+      const Tensor& beta = with.parameters().at("final_norm.beta");
+      const std::vector<double> scale(gamma.span<float>().begin(), gamma.span<float>().end());
+      const std::vector<double> shift(beta.span<float>().begin(), beta.span<float>().end());
+      for (int64_t b = 0; b < 2; ++b) {
+        const Rows expected = SequenceOf(h.view(), b).Normalized(scale, shift);
+        for (int64_t t = 0; t < 70; ++t) {
+          for (int64_t c = 0; c < 16; ++c) {
+            ASSERT_NEAR(*out.view().At<float>(b, t, c), expected[t][c], 2e-5) << t;
+          }
+        }
+      }
+      EXPECT_EQ(MaxDifference(with.Stream(Repeat(32, 70)).view(), out.view()), 0);
+      EXPECT_EQ(MaxDifference(with.Run(1, "context").view(), without.Run(1, "context").view()), 0);
+    }
+  }
+}
 
 TEST(TransformerXl, LaterTokensDoNotChangeEarlierOutputs) {
   Case test(CausalProblem(1, 2, 150, 16), {{"memory", "40"}, {"segment", "50"}, {"layers", "3"}});
@@ -783,6 +813,28 @@ TEST_P(TransformerXlGolden, HuggingFacesTransfoXlModelComputesTheSame) {
     EXPECT_LE(MaxDifference(test.Define(split).view(), out), 1e-13);
     EXPECT_LE(MaxDifference(test.Run().view(), out), StackBound(out, 2));
     EXPECT_LE(MaxDifference(test.Stream(split).view(), out), StackBound(out, 2));
+  }
+}
+
+TEST(TransformerXlGolden, LabmlsPreNormNetworkWithItsFinalNormComputesTheSame) {
+  SafetensorsFile golden = GoldenFile("memory/transformer_xl/testdata/labml.safetensors");
+  const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
+  const Tensor& x = golden.tensors.at("x");
+  const Problem problem = CausalProblem(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
+  const Options options = {{"layers", golden.metadata.at("layers")},
+                           {"segment", golden.metadata.at("segment_tokens")},
+                           {"memory", golden.metadata.at("memory_tokens")},
+                           {"feed_forward_dim", golden.metadata.at("inner_dim")},
+                           {"pre_norm", "true"},
+                           {"final_norm", "true"}};
+  NamedTensors parameters = PerturbedParameters(TransformerXl(), problem, options);
+  for (auto& [name, tensor] : parameters) tensor = golden.tensors.at(name).Clone();
+  const ConstTensorView out = golden.tensors.at("out").view();
+  for (const Device device : kHostDevices) {
+    const StackOutcome outcome =
+        EvaluateStack(TransformerXl(), problem, options, parameters, x, device);
+    EXPECT_LE(MaxDifference(outcome.defined.at("out").view(), out), 1e-13);
+    EXPECT_LE(MaxDifference(outcome.computed.at("out").view(), out), StackBound(out, 2));
   }
 }
 

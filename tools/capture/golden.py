@@ -789,7 +789,8 @@ ACTIVATIONS = {
 
 def stack_formula(t, prefix, x, heads, layers, pre_norm, activation, allowed, memory=None,
                   memory_allowed=None):
-    """One stack; `allowed` of self-attention, `memory_allowed` of attention to the memory."""
+    """One stack; `allowed` of self-attention, `memory_allowed` of attention to the memory. It ends
+    with a norm where `t` has one."""
     def norm(h, name):
         return layer_norm(h, t[f"{name}.gamma"], t[f"{name}.beta"], 1e-5)
 
@@ -813,26 +814,28 @@ def stack_formula(t, prefix, x, heads, layers, pre_norm, activation, allowed, me
             name = f"{prefix}{n}.{name}"
             h = (h + compute(name, norm(h, f"{name}_norm")) if pre_norm else
                  norm(h + compute(name, h), f"{name}_norm"))
-    return norm(h, f"{prefix}_norm") if pre_norm else h
+    return norm(h, f"{prefix}_norm") if f"{prefix}_norm.gamma" in t else h
 
 
-def stack_metadata(part, block, activation, heads, head_dim, inner, layers, causal):
+def stack_metadata(part, block, final_norm, activation, heads, head_dim, inner, layers, causal):
     return {
-        "part": part, "block": block, "activation": activation, "heads": heads,
-        "head_dim": head_dim, "inner_dim": inner, "layers": layers, "causal": str(causal).lower(),
+        "part": part, "block": block, "final_norm": str(final_norm).lower(),
+        "activation": activation, "heads": heads, "head_dim": head_dim, "inner_dim": inner, "layers": layers, "causal": str(causal).lower(),
         "layer_norm_epsilon": 1e-5,
         "orientation": "y = x W + b, W [in, out]; head h owns columns h head_dim to (h + 1) head_dim "
                        "- 1 of w_q, w_k, w_v and those rows of w_o",
         "formula": "per sublayer S (attention, in a decoder attention to the memory, feed-forward) "
-                   "post_norm h <- norm(h + S(h)), else h <- h + S(norm(h)) and a last norm; "
-                   "feed-forward activation(h w1 + b1) w2 + b2; gelu_sigmoid is x sigmoid(1.702 x)",
+                   "post_norm h <- norm(h + S(h)), else h <- h + S(norm(h)); where final_norm is "
+                   "true a last norm; feed-forward activation(h w1 + b1) w2 + b2; gelu_sigmoid is x sigmoid(1.702 x)",
         "mask": "causal: of attention over x; key_padding [batch, kv_tokens], where it is there: 1 a "
                 "real key of the memory, or of x where there is no memory, 0 a padded one",
     }
 
 
-def stack_case(decodes, pre_norm, activation, tokens, kv_tokens=None, causal=False, padding=None):
-    batch, heads, head_dim, layers = 2, 3, 8, 2
+def stack_case(decodes, pre_norm, activation, tokens, kv_tokens=None, causal=False, padding=None,
+               final_norm=None, heads=3, head_dim=8):
+    batch, layers = 2, 2
+    final_norm = pre_norm if final_norm is None else final_norm
     width, inner = heads * head_dim, 2 * heads * head_dim
     x = draw(batch, tokens, width)
     memory = draw(batch, kv_tokens, width) if decodes else None
@@ -843,7 +846,7 @@ def stack_case(decodes, pre_norm, activation, tokens, kv_tokens=None, causal=Fal
     settings = {"dropout": 0.0, "activation": activation, "batch_first": True,
                 "norm_first": pre_norm}
     with in_float64():
-        last = torch.nn.LayerNorm(width) if pre_norm else None
+        last = torch.nn.LayerNorm(width) if final_norm else None
         if decodes:
             layer = torch.nn.TransformerDecoderLayer(width, heads, inner, **settings)
             module = torch.nn.TransformerDecoder(layer, layers, norm=last)
@@ -870,8 +873,8 @@ def stack_case(decodes, pre_norm, activation, tokens, kv_tokens=None, causal=Fal
         return {"out": stack_formula(t, prefix, t["x"], heads, layers, pre_norm, activation,
                                      over_x if decodes else over_x & keys, t.get("memory"), keys)}
 
-    return tensors, stack_metadata(prefix, "pre_norm" if pre_norm else "post_norm", activation,
-                                   heads, head_dim, inner, layers, causal), formula
+    return tensors, stack_metadata(prefix, "pre_norm" if pre_norm else "post_norm", final_norm,
+                                   activation, heads, head_dim, inner, layers, causal), formula
 
 
 @case("attention/encoder_decoder/testdata/encoder_post_norm", "torch.nn.TransformerEncoderLayer", 81)
@@ -893,6 +896,19 @@ def decoder_post_norm():
 def decoder_pre_norm():
     return stack_case(True, True, "relu", 13, kv_tokens=22, causal=True,
                       padding=[(0, 17, 22), (1, 0, 4)])
+
+
+@case("attention/encoder_decoder/testdata/encoder_pre_norm_no_final_norm",
+      "torch.nn.TransformerEncoder", 86)
+def encoder_pre_norm_no_final_norm():
+    return stack_case(False, True, "relu", 9, causal=True, final_norm=False, heads=2, head_dim=4)
+
+
+@case("attention/encoder_decoder/testdata/decoder_post_norm_final_norm",
+      "torch.nn.TransformerDecoder", 87)
+def decoder_post_norm_final_norm():
+    return stack_case(True, False, "relu", 7, kv_tokens=11, causal=True, final_norm=True, heads=2,
+                      head_dim=4)
 
 
 @case("attention/encoder_decoder/testdata/sparse",
@@ -939,8 +955,8 @@ def sparse_block():
     out = norm(h, "encoder_norm")
     tensors = {"x": f32(x), **{name: f32(value) for name, value in p.items()}, "out": f64(out)}
     allowed = np.tril(np.ones((tokens, tokens), bool))
-    return tensors, stack_metadata("encoder", "sparse", "gelu_sigmoid", heads, head_dim, inner,
-                                   layers, True), lambda t: {
+    return tensors, stack_metadata("encoder", "sparse", True, "gelu_sigmoid", heads, head_dim,
+                                   inner, layers, True), lambda t: {
         "out": stack_formula(t, "encoder", t["x"], heads, layers, True, "gelu_sigmoid", allowed)}
 
 
@@ -1169,17 +1185,20 @@ def sinkhorn_attend(t, block, sorted_blocks):
                   np.concatenate((sorted_v, t["v"]), 2), np.concatenate((own, own), 1))
 
 
-def sinkhorn_sort(t, block, iterations, temperature):
-    rows = np.concatenate((t["q"], t["k"]), -1)
-    batch, heads, tokens, width = rows.shape
-    pooled = rows.reshape(batch, heads, tokens // block, block, width).sum(3)
-    scores = np.maximum(np.einsum("bhuc,hct->bhut", pooled, t["score_weights"]), 0)
-    a = (np.log(scores + 1e-6) + t["g"]) / temperature
+def balance(a, iterations):
     for _ in range(iterations):
         for axis in (-1, -2):
             a = a - np.log(np.exp(a - a.max(axis, keepdims=True)).sum(axis, keepdims=True)) \
                 - a.max(axis, keepdims=True)
     return np.exp(a)
+
+
+def sinkhorn_sort(t, block, iterations, temperature):
+    rows = np.concatenate((t["q"], t["k"]), -1)
+    batch, heads, tokens, width = rows.shape
+    pooled = rows.reshape(batch, heads, tokens // block, block, width).sum(3)
+    scores = np.maximum(np.einsum("bhuc,hct->bhut", pooled, t["score_weights"]), 0)
+    return balance((np.log(scores + 1e-6) + t["g"]) / temperature, iterations)
 
 
 def sinkhorn_case(balanced, sorted_blocks=0):

@@ -100,21 +100,30 @@ def without_bias(module):
 
 
 def tatp22_case(method, share_kv, tokens, slots):
-    """One head of the package for each head, with projections of its own."""
+    """One head of the package for each head, with projections of its own. Its get_EF has no depthwise
+    convolution; its head takes any torch.nn.Conv1d."""
     package = tatp22_module()
     heads, channels = 2, 6
     q, k, v = (draw(2, heads, tokens, channels) for _ in range(3))
     outputs, tables = [], {"e": [], "f": []}
+
+    def projection():
+        if method != "depthwise":
+            return package.get_EF(tokens, slots, method, channels)
+        kernel = tokens // slots
+        return torch.nn.Conv1d(channels, channels, kernel, stride=kernel, groups=channels)
+
     with in_float64():
         for h in range(heads):
-            e = without_bias(package.get_EF(tokens, slots, method, channels))
-            f = e if share_kv else without_bias(package.get_EF(tokens, slots, method, channels))
+            e = without_bias(projection())
+            f = e if share_kv else without_bias(projection())
             for module in (e, f):
                 module.weight.copy_(rounded(torch.randn_like(module.weight) * 0.3))
             head = package.LinearAttentionHead(channels, 0.0, e, f, None).eval()
             outputs.append(head(q[:, h].clone(), k[:, h].clone(), v[:, h].clone()))
-            tables["e"].append(e.weight.detach())
-            tables["f"].append(f.weight.detach())
+            for name, module in (("e", e), ("f", f)):
+                weight = module.weight.detach()
+                tables[name].append(weight[:, 0] if method == "depthwise" else weight)
         out = torch.stack(outputs, 1)
     tensors = {"q": f32(q), "k": f32(k), "v": f32(v), "out": f64(out)}
     tensors.update({name: f32(torch.stack(weights)) for name, weights in tables.items()})
@@ -123,14 +132,18 @@ def tatp22_case(method, share_kv, tokens, slots):
         def compress(x, weights):
             window = weights.shape[-1]
             rows = x.reshape(*x.shape[:2], slots, window, channels)
-            return np.einsum("hoit,bhsti->bhso", weights, rows)
+            of = "hot,bhsto->bhso" if method == "depthwise" else "hoit,bhsti->bhso"
+            return np.einsum(of, weights, rows)
         return {"out": attend_to_slots(t["q"], compress(t["k"], t["e"]), compress(t["v"], t["f"]))}
 
-    convolves = method == "convolution"
+    convolves = method in ("convolution", "depthwise")
     return tensors, {
         "sharing": "none", "bias": "0",
         "formula": "softmax(q (e k)^T / sqrt(head_dim)) (f v); e and f " + (
-            "[heads, out, in, kernel] convolve tokens with stride = kernel" if convolves else
+            "[heads, out, in, kernel] convolve tokens with stride = kernel"
+            if method == "convolution" else
+            "[heads, channels, kernel] convolve each channel's tokens with stride = kernel"
+            if convolves else
             "[heads, slots, tokens]"),
     }, convolution_formula if convolves else product_formula
 
@@ -143,6 +156,11 @@ def each_head():
 @case("attention/linformer/testdata/convolution", f"{TATP22}, get_EF", 95)
 def convolution():
     return tatp22_case("convolution", False, 40, 8)
+
+
+@case("attention/linformer/testdata/depthwise_convolution", f"{TATP22}; torch.nn.Conv1d", 96)
+def depthwise_convolution():
+    return tatp22_case("depthwise", False, 40, 8)
 
 
 if __name__ == "__main__":

@@ -43,18 +43,20 @@ class Block(torch.nn.Module):
     """The paper's block of PyTorch's layers, in the place of the port's pre-norm one.
 
     The port goes on to compute tokens that have halted, and the others see them change. The paper
-    copies them, so rows that have halted by the port's gate are put back after each call.
+    copies them, so rows that have halted by the port's gate are put back after each call, unless
+    the file is of the port as it is.
     """
 
-    def __init__(self, gate):
+    def __init__(self, gate, width, inner, puts_back):
         super().__init__()
-        self.layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, batch_first=True)
+        self.layer = torch.nn.TransformerEncoderLayer(width, HEADS, inner, batch_first=True)
         self.gate, self.total, self.state = [gate], 0.0, None  # a list, so that it is no child
+        self.puts_back = puts_back
 
     def forward(self, u):
         a = self.layer.norm1(u + self.layer.self_attn(u, u, u, need_weights=True)[0])
         state, gate = self.layer.norm2(a + self.layer._ff_block(a)), self.gate[0]
-        if self.state is not None:
+        if self.state is not None and self.puts_back:
             halted = self.total > gate.threshold
             state = torch.where(halted[..., None], self.state, state)
         self.total = self.total + torch.sigmoid(gate.p(u)).squeeze(-1)
@@ -62,17 +64,14 @@ class Block(torch.nn.Module):
         return state
 
 
-@case("adaptive/universal_transformer/testdata/basic",
-      f"{positional.PORT}.models.UTransformer.Encoder, ACT_basic", 141)
-def basic():
-    batch, tokens = 3, 11
-    x = draw(batch, tokens, WIDTH)
+def port_case(batch, tokens, width, inner, puts_back):
+    x = draw(batch, tokens, width)
     was = torch.Tensor.cuda
     torch.Tensor.cuda = lambda tensor: tensor  # the port wants a GPU
     try:
         with positional.tables_in_float64():
-            module = positional.port().Encoder(WIDTH, WIDTH, STEPS, HEADS, WIDTH, WIDTH, WIDTH, act=True).eval()
-            module.enc = Block(module.act_fn).eval()
+            module = positional.port().Encoder(width, width, STEPS, HEADS, width, width, width, act=True).eval()
+            module.enc = Block(module.act_fn, width, inner, puts_back).eval()
             module.proj_flag = False  # it is on where sizes are equal
             redraw_parameters(module.enc, 0.3)
             redraw_parameters(module.act_fn, 0.3)
@@ -95,13 +94,13 @@ def basic():
         h, y = t["x"], np.zeros_like(t["x"])
         total, ponder = np.zeros((batch, tokens)), np.zeros((batch, tokens))
         for n in range(STEPS):
-            u = h + positional.sinusoids(range(tokens), WIDTH, "concatenated", "inclusive")
-            u = u + positional.sinusoids([n], WIDTH, "concatenated", "inclusive")
+            u = h + positional.sinusoids(range(tokens), width, "concatenated", "inclusive")
+            u = u + positional.sinusoids([n], width, "concatenated", "inclusive")
             p = sigmoid(u @ t["halting.w"] + t["halting.b"])
             runs = total <= gate.threshold
             halts = runs & (total + p > gate.threshold)
             weight = np.where(halts, 1 - total, p) * runs
-            h = np.where(runs[..., None], block_formula(t, u, HEADS), h)
+            h = np.where(runs[..., None] | (not puts_back), block_formula(t, u, HEADS), h)
             y = weight[..., None] * h + (1 - weight[..., None]) * y
             ponder += runs + halts * (1 - total)
             total = total + p * runs
@@ -110,8 +109,21 @@ def basic():
     return tensors, {"heads": HEADS, "threshold": gate.threshold, "max_steps": STEPS,
                      "formula": "u = h_p + S[p] + S[n], n = 0, 1, ...; p = sigmoid(u . w + b); y = w h + (1 - w) y with "
                                 "w = p, or 1 - the sum of the earlier p where the sum exceeds the threshold, which it "
-                                "need not at the last step; h of tokens beyond it stays, which the script sees to",
+                                "need not at the last step; h of tokens beyond it " +
+                                ("stays, which the script sees to" if puts_back else "is computed further, w is 0"),
                      }, formula
+
+
+@case("adaptive/universal_transformer/testdata/basic",
+      f"{positional.PORT}.models.UTransformer.Encoder, ACT_basic", 141)
+def basic():
+    return port_case(3, 11, WIDTH, 4 * WIDTH, puts_back=True)
+
+
+@case("adaptive/universal_transformer/testdata/recomputed",
+      f"{positional.PORT}.models.UTransformer.Encoder, ACT_basic", 143)
+def recomputed():
+    return port_case(2, 9, 8, 16, puts_back=False)
 
 
 # ---- The trained model ----
