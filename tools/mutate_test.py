@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """tools/mutate without Bazel: what its patterns edit, that it restores files, and that its table adds up."""
 
+import contextlib
 import importlib.machinery
 import importlib.util
+import io
 import pathlib
 import random
 import re
@@ -171,6 +173,27 @@ class Tests(unittest.TestCase):
         self.assertEqual(bazel.run, ['1', '2'])
         self.assertEqual(bazel.judge('11'), ('survived', '2 tests'))
         self.assertEqual(bazel.judge('13'), ('broken', ''))
+
+    def test_a_test_that_fails_without_an_edit_is_left_out(self):
+
+        class Fake(mutate.Bazel):
+
+            def stages(self, path):
+                return [['bad'], ['good']]
+
+            def test(self, labels):
+                is_edited = (self.root / 'a.cc').read_text() != SOURCE
+                return ('failed', labels[0]) if labels == ['bad'] or is_edited else ('passed', '')
+
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder)
+            (root / 'a.cc').write_text(SOURCE)
+            bazel = Fake(root, ['bazel'], 60)
+            edit = mutate.edits_of('a.cc', SOURCE)[0]
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                self.assertEqual(bazel.judge_edit(edit), ('noticed', 'good'))
+            self.assertEqual(bazel.unsound, {'bad'})
+            self.assertEqual(printed.getvalue(), 'bad fails without an edit, and is left out\n')
 
 
 class Report(unittest.TestCase):
