@@ -1,6 +1,8 @@
 #include "results/statistics.h"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <random>
 #include <vector>
@@ -324,6 +326,43 @@ TEST(Rates, AreAbsentWhereTheAmountOrTheTimeOrThePeakIsUnknown) {
   EXPECT_FALSE(GigaflopsPerSecond(other).has_value());
   other.mutable_outcome()->mutable_timing()->clear_run_ns();
   EXPECT_FALSE(GigabytesPerSecond(other).has_value());
+}
+
+TEST(Rates, OnlyPeaksOfTheSameDevicePrecisionAndThreadsCount) {
+  CaseSpec spec;
+  const Case result = MakeCase(spec);  // on 2 threads of the CPU, in f32
+  const double share = *ShareOfComputePeak(result, MakeEnvironment());
+  const double of_bandwidth = *ShareOfBandwidthPeak(result, MakeEnvironment());
+  EXPECT_NEAR(share * 400e9, *GigaflopsPerSecond(result) * 1e9, 1);
+  EXPECT_NEAR(of_bandwidth * 20e9, *GigabytesPerSecond(result) * 1e9, 1);
+  // Each of these is higher than the peak that counts, and of something else.
+  Environment environment = MakeEnvironment();
+  const auto add = [&](const Peak& like, const std::function<void(Peak*)>& change) {
+    Peak* peak = environment.add_peaks();
+    *peak = like;
+    peak->set_value(10 * like.value());
+    change(peak);
+  };
+  const Environment measured = environment;
+  for (const int like : {1, 2}) {
+    add(measured.peaks(like), [](Peak* peak) { peak->set_threads(3); });
+    add(measured.peaks(like), [](Peak* peak) { peak->set_device(DEVICE_TYPE_CUDA); });
+    add(measured.peaks(like), [](Peak* peak) { peak->set_value(0); });
+    add(measured.peaks(like), [](Peak* peak) { peak->set_kind(Peak::KIND_UNSPECIFIED); });
+  }
+  add(measured.peaks(1), [](Peak* peak) { peak->set_dtype(ELEMENT_TYPE_BF16); });
+  EXPECT_EQ(*ShareOfComputePeak(result, environment), share);
+  EXPECT_EQ(*ShareOfBandwidthPeak(result, environment), of_bandwidth);
+  // A higher one of the same kind does, and that of reading before that of copying.
+  add(measured.peaks(1), [](Peak*) {});
+  EXPECT_NEAR(*ShareOfComputePeak(result, environment), share / 10, 1e-12);
+  add(measured.peaks(2), [](Peak* peak) { peak->set_kind(Peak::KIND_COPY_BANDWIDTH); });
+  EXPECT_EQ(*ShareOfBandwidthPeak(result, environment), of_bandwidth);
+  // Threads are no matter of a GPU.
+  Case on_gpu = result;
+  on_gpu.mutable_key()->set_device(DEVICE_TYPE_CUDA);
+  on_gpu.mutable_key()->set_threads(0);
+  EXPECT_NEAR(*ShareOfComputePeak(on_gpu, environment), share / 10, 1e-12);
 }
 
 TEST(WorkingMemory, IsWorkspaceAndParametersAndUnknownWithoutTheFormer) {

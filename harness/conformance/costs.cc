@@ -130,12 +130,13 @@ void BytesAreThoseOfTheTensors(const Subject& subject, const Problem& problem) {
       << unread << " and optional outputs " << written;
 }
 
-// Adds a problem whose values have other channels than its keys, and whose heads are in groups.
+// Adds problems whose values have other channels than their keys, with heads in groups and without.
 std::vector<Problem> WithOtherValues() {
   std::vector<Problem> problems = UsualBoth();
-  for (Problem problem : UsualBoth()) {
+  for (const bool groups : {true, false}) {
+    Problem problem = Usual(/*causal=*/groups);
     problem.value_dim = 24;
-    problem.query_heads = 2 * problem.kv_heads;
+    if (groups) problem.query_heads = 2 * problem.kv_heads;
     problems.push_back(problem);
   }
   return problems;
