@@ -100,6 +100,14 @@ absl::StatusOr<NamedTensors> DefineTechnique(const Technique& technique, const P
   return outputs;
 }
 
+Cost CostOf(const Technique& technique, const Problem& problem, const Options& options) {
+  const std::unique_ptr<Layer> layer =
+      technique.Create(problem, options, Device::kCpu, /*seed=*/1).value();
+  const NamedTensors inputs = RandomInputs(layer->inputs(), /*seed=*/1);
+  RunLayer(*layer, ViewsOf(inputs)).value();
+  return layer->cost();
+}
+
 std::vector<int64_t> KeysSeen(const Technique& technique, Problem problem, const Options& options,
                               int64_t head, int64_t i) {
   problem.value_dim = problem.kv_tokens;

@@ -46,6 +46,10 @@ absl::StatusOr<NamedTensors> DefineTechnique(const Technique& technique, const P
                                              const Inputs& inputs, const RunRequest& request = {},
                                              const DefinitionRequest& definition = {});
 
+// Returns the cost of a layer of `technique` after a run on the CPU on random inputs. It aborts where
+// there is no such layer.
+Cost CostOf(const Technique& technique, const Problem& problem, const Options& options = {});
+
 // Returns the keys that query i of a head sees, ascending. They come from a run in which value j is
 // the j-th unit vector and the other inputs are random. The problem must have one batch row and an
 // input v; its value_dim is set to kv_tokens.

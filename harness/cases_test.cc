@@ -126,6 +126,40 @@ TEST_F(CasesTest, TheSameCaseIsThereOnce) {
   EXPECT_EQ(Cases(Drawn("toy_mean,toy_mea*,toy_mean:rounds=1")).size(), 1u);
 }
 
+TEST_F(CasesTest, ShardsAreDisjointCoverAllAndAreBalanced) {
+  CaseFlags flags = Drawn("toy_mean:rounds=*,toy_causal,toy_hidden");
+  flags.lengths = "16:4096";
+  flags.counterparts = false;
+  const std::vector<SweepCase> all = Cases(flags);
+  const auto effort = [](const std::vector<SweepCase>& cases) {
+    double sum = 0;
+    for (const SweepCase& one : cases) sum += RelativeEffort(one);
+    return sum;
+  };
+  double longest = 0;
+  for (const SweepCase& one : all) longest = std::max(longest, RelativeEffort(one));
+  for (const int count : {1, 2, 3, 7}) {
+    std::multiset<std::string> texts;
+    double least = effort(all), most = 0;
+    for (int part = 1; part <= count; ++part) {
+      flags.shard = absl::StrCat(part, "/", count);
+      const std::vector<SweepCase> cases = Cases(flags);
+      for (const SweepCase& one : cases) texts.insert(one.ToString());
+      least = std::min(least, effort(cases));
+      most = std::max(most, effort(cases));
+    }
+    std::multiset<std::string> expected;
+    for (const SweepCase& one : all) expected.insert(one.ToString());
+    EXPECT_EQ(texts, expected) << count;
+    // A part that takes the next case was the smallest, so that two parts differ by one case at most.
+    EXPECT_LE(most - least, longest) << count;
+    // Of the longest first: where there are many cases, by much less.
+    if (count <= 3) {
+      EXPECT_LE(most - least, 0.1 * most) << count;
+    }
+  }
+}
+
 TEST_F(CasesTest, UnknownTechniqueIsAnsweredWithTheNearestNames) {
   EXPECT_EQ(Error(Drawn("toy_maen")),
             "--techniques: there is no technique \"toy_maen\"; nearest are toy_mean, toy_gate, "

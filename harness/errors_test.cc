@@ -210,5 +210,13 @@ TEST(Errors, BoundsGrowWithTheRootOfTheKeysBeyond16K) {
   EXPECT_DOUBLE_EQ(RatioBound(DType::kF16, 1e-5, 0.5), std::ldexp(1, -12));
 }
 
+TEST(Errors, TheBoundOfLogSumExpIsThatOfItsScoresAndElevenRoundingsOfItself) {
+  const double rounding = std::ldexp(1, -24);
+  EXPECT_DOUBLE_EQ(LogSumExpBound(512, 0), 2e-5);
+  EXPECT_DOUBLE_EQ(LogSumExpBound(4 * 16384, 0), 4e-5);
+  EXPECT_DOUBLE_EQ(LogSumExpBound(512, 100), 2e-5 + 11 * rounding * 100);
+  EXPECT_DOUBLE_EQ(LogSumExpBound(512, 1e5), 2e-5 + 11 * rounding * 1e5);
+}
+
 }  // namespace
 }  // namespace tfb

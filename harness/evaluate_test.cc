@@ -3,12 +3,15 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "harness/errors.h"
 #include "harness/guarded.h"
 #include "harness/inputs.h"
 #include "harness/tiny_technique.h"
@@ -265,6 +268,116 @@ TEST(Guards, ANanThatWasComputedCountsAsWritten) {
   auto tensor = *GuardedTensor::Allocate(DType::kF32, {4});
   Fill(tensor.view(), std::nan(""));
   EXPECT_EQ(tensor.CountUnwritten(), 0);
+}
+
+// The tiny technique with further outputs: a whole number for each row, a number, and a difference
+// of numbers of size 100.
+class WithFurtherOutputs : public Technique {
+ public:
+  WithFurtherOutputs() : Technique(Info()), tiny_(MakeTiny(TinyFault::kNone)) {}
+
+  absl::StatusOr<Options> Canonical(const Options& options) const override {
+    return tiny_->Canonical(options);
+  }
+  absl::StatusOr<std::vector<TensorSpec>> InputSpecs(const Problem& problem,
+                                                     const Options& options) const override {
+    return tiny_->InputSpecs(problem, options);
+  }
+  absl::StatusOr<std::vector<TensorSpec>> OutputSpecs(const Problem& problem,
+                                                      const Options& options) const override {
+    return tiny_->OutputSpecs(problem, options);
+  }
+  absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem, const Options& options,
+                                                Device device, uint64_t seed) const override {
+    return tiny_->Create(problem, options, device, seed);
+  }
+  absl::Status Define(const Problem& problem, const Options& options,
+                      const NamedTensors& parameters, const Inputs& inputs,
+                      const DefinitionRequest& request, NamedTensors* outputs) const override {
+    TFB_RETURN_IF_ERROR(tiny_->Define(problem, options, parameters, inputs, request, outputs));
+    for (const auto& [name, value] : {std::pair<const char*, double>{"index", 3},
+                                      {"number", 0.5},
+                                      {"difference", 0.01},
+                                      {"difference.scale", 100}}) {
+      Fill(((*outputs)[name] = Tensor(DType::kF64, {problem.query_tokens})).view(), value);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  static TechniqueInfo Info() {
+    TechniqueInfo info = MakeTiny(TinyFault::kNone)->info();
+    info.name = "with_further_outputs";
+    return info;
+  }
+  std::unique_ptr<Technique> tiny_;
+};
+
+TEST_F(Evaluation, EveryFurtherOutputIsJudgedInItsOwnUnits) {
+  const WithFurtherOutputs technique;
+  const auto own = Run(TinyFault::kNone, kProblem);
+  ASSERT_TRUE(own.ok()) << own.status();
+  EvaluateRequest request;
+  request.technique = &technique;
+  request.problem = kProblem;
+  request.pool = &pool_;
+  request.registry = &registry_;
+  request.inputs = &inputs_;
+  // Judges the outputs of the tiny layer, and further ones of which the last element is off.
+  const auto judge = [&](const std::string& name, double off) {
+    NamedTensors outputs;
+    for (const auto& [output, tensor] : own->outputs) outputs[output] = tensor.Clone();
+    Fill((outputs["index"] = Tensor(DType::kI32, {70})).view(), 3);
+    Fill((outputs["number"] = Tensor(DType::kF32, {70})).view(), 0.5);
+    Fill((outputs["difference"] = Tensor(DType::kF32, {70})).view(), 0.01);
+    if (!name.empty()) outputs[name].view().Set(69, outputs[name].view().Get(69) + off);
+    auto accuracy = Judge(request, own->parameters, outputs);
+    EXPECT_TRUE(accuracy.ok()) << accuracy.status();
+    return *std::move(accuracy);
+  };
+  const Accuracy right = judge("", 0);
+  EXPECT_TRUE(right.passed) << right.failure;
+  EXPECT_EQ(right.other_errors.size(), 3u);
+  EXPECT_EQ(right.other_errors.at("index").value, 0);
+  EXPECT_EQ(right.other_errors.at("index").bound, 0);
+  EXPECT_DOUBLE_EQ(right.other_errors.at("number").bound, Fp32Bound(70));
+  // The bound is 2e-5 of the largest number, which is 0.5, and of 100 for the difference.
+  for (const auto& [name, wrong, fine] : {std::tuple<std::string, double, double>{"index", 1, 0},
+                                          {"number", 1.1 * 2e-5 * 0.5, 0.9 * 2e-5 * 0.5},
+                                          {"difference", 1.1 * 2e-5 * 100, 0.9 * 2e-5 * 100}}) {
+    const Accuracy failed = judge(name, wrong);
+    EXPECT_FALSE(failed.passed) << name;
+    EXPECT_THAT(failed.failure, HasSubstr("error of output " + name));
+    EXPECT_TRUE(judge(name, fine).passed) << name;
+  }
+}
+
+TEST_F(Evaluation, ABoundIsHeldByWhatIsBelowItAlone) {
+  const auto judge_lse = [&](double factor) {
+    const auto own = Run(TinyFault::kNone, kProblem);
+    EvaluateRequest request;
+    request.technique = *registry_.Find(TinyName(TinyFault::kNone));
+    request.problem = kProblem;
+    request.pool = &pool_;
+    request.registry = &registry_;
+    request.inputs = &inputs_;
+    NamedTensors defined, outputs;
+    DefinitionRequest all;
+    EXPECT_TRUE(
+        request.technique->Define(kProblem, {}, own->parameters, ViewsOf(inputs_), all, &defined)
+            .ok());
+    for (const auto& [name, tensor] : defined) {
+      if (own->outputs.count(name) > 0) outputs[name] = tensor.CloneAs(DType::kF64);
+    }
+    Tensor& sums = outputs.at("log_sum_exp");
+    const double bound = LogSumExpBound(70, LargestMagnitude(sums.view()));
+    sums.view().Set(5, sums.view().Get(5) + factor * bound);
+    const auto accuracy = Judge(request, own->parameters, outputs);
+    EXPECT_TRUE(accuracy.ok()) << accuracy.status();
+    return accuracy->passed;
+  };
+  EXPECT_TRUE(judge_lse(0.99));
+  EXPECT_FALSE(judge_lse(1.01));
 }
 
 }  // namespace

@@ -1,8 +1,10 @@
 #include "harness/extrapolation.h"
 
+#include <cmath>
 #include <utility>
 #include <vector>
 
+#include "core/random.h"
 #include "gtest/gtest.h"
 #include "harness/evaluate.h"
 #include "harness/inputs.h"
@@ -105,6 +107,53 @@ TEST_F(Growth, ShortSequencesAndOthersKeysHaveNone) {
   Problem cross = Problem::SelfAttention(1, 2, 128, 8, false);
   cross.kv_tokens = 256;
   EXPECT_FALSE(Judge(cross, {}).extrapolation.has_value());
+}
+
+TEST(CompareLengths, IsHalfTheDistanceOfTheWeightsWithAndWithoutTheFartherKeys) {
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    const RandomStream random(seed, "weights");
+    std::vector<double> all(12), last(5);
+    double sum_all = 0, sum_last = 0;
+    for (size_t j = 0; j < all.size(); ++j) sum_all += all[j] = random.Uniform(j);
+    for (size_t j = 0; j < last.size(); ++j) sum_last += last[j] = random.Uniform(100 + j);
+    for (double& weight : all) weight /= sum_all;
+    for (double& weight : last) weight /= sum_last;
+    double common = 0, change = 0, reshape = 0;
+    for (size_t j = 7; j < 12; ++j) common += all[j];
+    for (size_t j = 0; j < 12; ++j) change += std::abs(all[j] - (j < 7 ? 0 : last[j - 7]));
+    for (size_t j = 0; j < 5; ++j) reshape += std::abs(all[7 + j] / common - last[j]);
+    const auto result = CompareLengths(all, last);
+    ASSERT_TRUE(result.has_value());
+    EXPECT_NEAR(result->change, change / 2, 1e-12);
+    EXPECT_NEAR(result->reshape, reshape / 2, 1e-12);
+  }
+}
+
+TEST_F(Growth, SixtyFourTokensAreEnoughAndTheLastQuarterOfTheShorterSequenceIsCompared) {
+  EXPECT_TRUE(Judge(Problem::SelfAttention(1, 2, 64, 8, true), {}).extrapolation.has_value());
+  // The shorter sequence has the last 64 tokens, of which the last 16 are compared.
+  const Problem problem = Problem::SelfAttention(1, 2, 512, 8, true);
+  EXPECT_FALSE(Judge(problem, {}, 1, {495}).extrapolation.has_value());
+  EXPECT_TRUE(Judge(problem, {}, 1, {496}).extrapolation.has_value());
+}
+
+TEST_F(Growth, TheMeanOfAllRowsIsThatOfEachAlone) {
+  const Problem problem = Problem::SelfAttention(2, 2, 256, 8, true);
+  Extrapolation sum;
+  std::vector<int64_t> rows;
+  for (int64_t row = 248; row < 256; ++row) {
+    const auto one = Judge(problem, {}, 1, {row}).extrapolation;
+    ASSERT_TRUE(one.has_value());
+    sum.change += one->change / 8;
+    sum.reshape += one->reshape / 8;
+    rows.push_back(row);
+  }
+  for (const auto& chosen : {rows, std::vector<int64_t>()}) {
+    const auto mean = Judge(problem, {}, 1, chosen).extrapolation;
+    ASSERT_TRUE(mean.has_value());
+    EXPECT_NEAR(mean->change, sum.change, 1e-12);
+    EXPECT_NEAR(mean->reshape, sum.reshape, 1e-12);
+  }
 }
 
 }  // namespace

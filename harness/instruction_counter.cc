@@ -33,7 +33,11 @@ absl::StatusOr<std::unique_ptr<InstructionCounter>> InstructionCounter::Open(uin
     return absl::UnavailableError(
         absl::StrCat("the kernel counts no instructions: ", std::strerror(errno)));
   }
-  return std::unique_ptr<InstructionCounter>(new InstructionCounter(static_cast<int>(file)));
+  return OfFile(static_cast<int>(file));
+}
+
+std::unique_ptr<InstructionCounter> InstructionCounter::OfFile(int file) {
+  return std::unique_ptr<InstructionCounter>(new InstructionCounter(file));
 }
 
 InstructionCounter::~InstructionCounter() { close(file_); }

@@ -20,6 +20,8 @@ class InstructionCounter {
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open();
   // Counts another event of perf_event_open(2), for tests.
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open(uint32_t type, uint64_t config);
+  // Counts what the file says, 8 bytes a read as perf_event_open's files give them; takes the file.
+  static std::unique_ptr<InstructionCounter> OfFile(int file);
   ~InstructionCounter();
   InstructionCounter(const InstructionCounter&) = delete;
   InstructionCounter& operator=(const InstructionCounter&) = delete;

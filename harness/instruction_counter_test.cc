@@ -1,10 +1,11 @@
 #include "harness/instruction_counter.h"
 
+#include <fcntl.h>
 #include <linux/perf_event.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <string>
+#include <cstdint>
 #include <thread>
 
 #include "absl/strings/match.h"
@@ -25,15 +26,37 @@ void TouchPages(size_t pages) {
   munmap(memory, bytes);
 }
 
+void ExpectCounterOrReason(const absl::Status& status) {
+  if (status.ok()) return;
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_TRUE(absl::StrContains(status.message(), "the kernel counts no instructions: ")) << status;
+}
+
+TEST(InstructionCounter, AnEventThatNoKernelHasIsUnavailableWithTheReason) {
+  const auto counter = InstructionCounter::Open(/*type=*/0x7fffffff, /*config=*/~uint64_t{0});
+  ASSERT_FALSE(counter.ok());
+  ExpectCounterOrReason(counter.status());
+}
+
+TEST(InstructionCounter, ReadsTheCountsOfItsFileAndClosesIt) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const int64_t counts[] = {7, int64_t{1} << 40};
+  ASSERT_EQ(write(ends[1], counts, sizeof(counts)), static_cast<ssize_t>(sizeof(counts)));
+  close(ends[1]);
+  auto counter = InstructionCounter::OfFile(ends[0]);
+  for (const int64_t count : counts) EXPECT_EQ(counter->Read(), count);
+  EXPECT_EQ(counter->Read(), 0) << "the file has no more";
+  counter.reset();
+  EXPECT_EQ(fcntl(ends[0], F_GETFD), -1);
+}
+
 // Faults are an event as well, which kernels of virtual machines count, too, and of which there are
 // as many on a slow machine as on a fast one.
 TEST(InstructionCounter, CountsWhatThisThreadAndThoseItStartsDo) {
   const auto counter = InstructionCounter::Open(PERF_TYPE_SOFTWARE, PERF_COUNT_SW_PAGE_FAULTS);
-  if (!counter.ok()) {  // perf_event_paranoid above 2
-    EXPECT_EQ(counter.status().code(), absl::StatusCode::kUnavailable);
-    EXPECT_TRUE(absl::StrContains(counter.status().message(), "the kernel counts no instructions"));
-    return;
-  }
+  ExpectCounterOrReason(counter.status());
+  if (!counter.ok()) GTEST_SKIP() << counter.status();  // perf_event_paranoid above 2
   const int64_t begin = (*counter)->Read();
   TouchPages(1000);
   const int64_t middle = (*counter)->Read();
@@ -48,10 +71,8 @@ TEST(InstructionCounter, CountsWhatThisThreadAndThoseItStartsDo) {
 
 TEST(InstructionCounter, IsThereOrSaysWhyNot) {
   const auto counter = InstructionCounter::Open();
-  if (!counter.ok()) {
-    EXPECT_EQ(counter.status().code(), absl::StatusCode::kUnavailable);
-    return;
-  }
+  ExpectCounterOrReason(counter.status());
+  if (!counter.ok()) GTEST_SKIP() << counter.status();
   const int64_t before = (*counter)->Read();
   volatile int sum = 0;
   for (int i = 0; i < 1'000'000; ++i) sum = sum + i;

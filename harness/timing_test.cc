@@ -230,6 +230,64 @@ TEST_F(TimingTest, ALongCallIsASampleOfItsOwn) {
   EXPECT_EQ(cases[0].timing.calls_per_sample(), 1);
 }
 
+TEST_F(TimingTest, ASampleHasAsManyCallsAsLastItsLeastTime) {
+  for (const int64_t rounds : {1, 3, 7, 100, 511, 512, 513}) {
+    std::vector<TimedCase> cases;
+    cases.push_back(Prepare("toy_mean", {{"rounds", std::to_string(rounds)}}, 1));
+    MeasureSideBySide(Quick(), &cases);
+    EXPECT_EQ(cases[0].timing.calls_per_sample(), (512 + rounds - 1) / rounds) << rounds;
+    EXPECT_THAT(cases[0].timing.run_ns(),
+                Each(DoubleNear(static_cast<double>(rounds) * kRoundNs, 1e-6)));
+  }
+}
+
+TEST_F(TimingTest, ALongCallIsNotWarmedAndAShortOneIsOncePerSample) {
+  for (const bool is_long : {false, true}) {
+    std::vector<TimedCase> cases;
+    // 64 or 32 ms of simulated time a call; kWarmedSeconds are 50.
+    cases.push_back(Prepare("toy_slow", {{"ms", is_long ? "64" : "32"}}, 1));
+    TimingOptions options = Quick();
+    options.setup = options.cold = false;
+    MeasureSideBySide(options, &cases);
+    const double call = (is_long ? 0.064 : 0.032) + kRoundSeconds;
+    const double pilots = 1, samples = 7, warmings = is_long ? 0 : 7;
+    EXPECT_EQ(cases[0].timing.run_ns_size(), 7);
+    EXPECT_NEAR(cases[0].spent_seconds,
+                (pilots + samples + warmings) * call + samples * 2 * kProbeSeconds, 1e-6);
+  }
+}
+
+TEST_F(TimingTest, TheUsualTimeOfTheArithmeticIsThatOfAllCasesTogether) {
+  // Beside every sample of the first case the arithmetic takes twice as long as beside the second's:
+  // as many as may be discarded are.
+  std::vector<TimedCase> cases;
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  cases.push_back(Prepare("toy_mean", {}, 16));
+  TimingOptions options = Quick();
+  options.repetitions = 9;
+  size_t current = 0;
+  options.on_sample = [&](size_t index, absl::string_view) { current = index; };
+  options.probe = [&] { clock_.Advance(current == 0 ? 2 * kProbeSeconds : kProbeSeconds); };
+  MeasureSideBySide(options, &cases);
+  EXPECT_EQ(cases[0].timing.discarded_samples(), 3);
+  EXPECT_EQ(cases[1].timing.discarded_samples(), 0);
+  EXPECT_EQ(cases[1].timing.run_ns_size(), 9);
+}
+
+TEST_F(TimingTest, InstructionsAreCountedOnlyWhereTheShareHasTimeForIt) {
+  // Three counted runs may take a tenth of the share.
+  for (const double share_calls : {29.0, 31.0}) {
+    std::vector<TimedCase> cases;
+    cases.push_back(Prepare("toy_slow", {{"ms", "4"}}, 1));
+    cases[0].share_seconds = share_calls * (0.004 + kRoundSeconds);
+    TimingOptions options = Quick();
+    int64_t count = 0;
+    options.instructions = [&] { return count += 1000; };
+    MeasureSideBySide(options, &cases);
+    EXPECT_EQ(cases[0].timing.run_instructions_size(), share_calls > 30 ? 3 : 0);
+  }
+}
+
 TEST_F(TimingTest, SmallShareOfTimeTakesFewerSamples) {
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("toy_slow", {{"ms", "20"}}, 1));
@@ -418,6 +476,12 @@ TEST(Timing, DisturbedSamplesAreDiscardedWorstFirstAndAtMostAThird) {
   EXPECT_THAT(UndisturbedSamples({2, 3, 4, 5, 2, 2}, 1),
               ElementsAre(true, true, false, false, true, true));
   EXPECT_THAT(UndisturbedSamples({2, 2}, 1), ElementsAre(true, true));
+}
+
+TEST(Timing, ASampleIsDisturbedWhereItsArithmeticTookOverSoMuchMoreThanUsual) {
+  const double limit = kDisturbedFactor * 10;
+  EXPECT_THAT(UndisturbedSamples({10, limit, 10}, 10), ElementsAre(true, true, true));
+  EXPECT_THAT(UndisturbedSamples({10, limit * 1.001, 10}, 10), ElementsAre(true, false, true));
 }
 
 TEST(Timing, SegmentsCoverTheSequence) {

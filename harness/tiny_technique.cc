@@ -3,11 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "core/cuda/runtime.h"
 #include "core/definition.h"
 #include "core/random.h"
+#include "core/schedule/block_schedule.h"
+#include "core/schedule/pattern.h"
 #include "core/workspace.h"
 #include "harness/tiny_kernels.h"
 
@@ -38,6 +41,10 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kTopLeftCausal, "tiny_top_left_causal"},
     {TinyFault::kAllocates, "tiny_allocates"},
     {TinyFault::kWrongFlops, "tiny_wrong_flops"},
+    {TinyFault::kFlopsOfKeys, "tiny_flops_of_keys"},
+    {TinyFault::kForgetsBytes, "tiny_forgets_bytes"},
+    {TinyFault::kShortKeyRange, "tiny_short_key_range"},
+    {TinyFault::kLongAllRange, "tiny_long_all_range"},
     {TinyFault::kIgnoresParameters, "tiny_ignores_parameters"},
     {TinyFault::kForgetsInAppend, "tiny_forgets_in_append"},
     {TinyFault::kRoundsScores, "tiny_rounds_scores"},
@@ -55,6 +62,23 @@ const std::pair<TinyFault, const char*> kNames[] = {
 struct Span {
   int64_t first_query = 0;  // position of query 0
   int64_t first_key = 0;
+};
+
+// The window about query i, which is at i + offset among the keys.
+class TinyPattern : public BandPattern {
+ public:
+  TinyPattern(int64_t offset, int64_t window, TinyFault fault)
+      : BandPattern(offset - window, offset + window), fault_(fault) {}
+
+  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
+                 std::vector<KeyRange>* ranges) const override {
+    BandPattern::KeyRanges(head, query_begin, query_end, ranges);
+    if (fault_ == TinyFault::kShortKeyRange) ++ranges->front().begin;
+    if (fault_ == TinyFault::kLongAllRange) --ranges->back().begin;
+  }
+
+ private:
+  TinyFault fault_;
 };
 
 class TinyLayer : public StreamingLayer {
@@ -85,22 +109,13 @@ class TinyLayer : public StreamingLayer {
 
   Cost cost() const override {
     const Problem& p = problem();
-    double pairs = 0;
-    for (int64_t i = 0; i < p.query_tokens; ++i) {
-      for (int64_t j = 0; j < p.kv_tokens; ++j) {
-        pairs += fault_ == TinyFault::kWrongFlops || Sees(i + Whole().first_query, j) ? 1 : 0;
-      }
-    }
     Cost cost;
-    cost.flops = 2 * pairs * static_cast<double>(p.batch * p.query_heads) *
-                 static_cast<double>(p.head_dim + p.value_dim);
-    double elements = 0;
-    for (const auto* specs : {&inputs(), &outputs()}) {
-      for (const TensorSpec& spec : *specs) {
-        if (!spec.optional) elements += static_cast<double>(NumElements(spec.shape));
-      }
+    if (pairs_.has_value()) {
+      const int64_t values = fault_ == TinyFault::kFlopsOfKeys ? p.head_dim : p.value_dim;
+      cost.flops =
+          2 * *pairs_ * static_cast<double>(p.batch) * static_cast<double>(p.head_dim + values);
     }
-    cost.bytes = elements * static_cast<double>(SizeOf(p.dtype));
+    cost.bytes = fault_ == TinyFault::kForgetsBytes ? AttentionBytes(p) : TensorBytes();
     return cost;
   }
 
@@ -112,7 +127,19 @@ class TinyLayer : public StreamingLayer {
  protected:
   TinyOptions options_;
   TinyFault fault_;
-  int64_t cached_ = 0;  // tokens
+  int64_t cached_ = 0;           // tokens
+  std::optional<double> pairs_;  // of all heads of a sequence
+
+  // Counts the pairs with the schedule that an engine would walk.
+  absl::Status DoSetup(const Inputs&, const Execution&) override {
+    const Problem& p = problem();
+    const bool all = fault_ == TinyFault::kWrongFlops;
+    const TinyPattern pattern(p.causal_offset(), all ? kMaxTokens : options_.window, fault_);
+    Problem seen = p;
+    seen.causal = p.causal && !all;
+    pairs_ = BuildSchedule(seen, pattern).KeptPairs(p.query_heads);
+    return absl::OkStatus();
+  }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
@@ -301,7 +328,8 @@ class TinyDeviceLayer : public TinyLayer {
   }
 
  protected:
-  absl::Status DoSetup(const Inputs&, const Execution& execution) override {
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
+    TFB_RETURN_IF_ERROR(TinyLayer::DoSetup(inputs, execution));
     const Tensor& gain = parameters().at("gain");
     return runtime_->CopyToDevice(gain_.data(), gain.raw(), gain.bytes(), execution.stream);
   }

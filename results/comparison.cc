@@ -324,13 +324,21 @@ class Comparer {
 
   void CompareSetups(const Case& base, const Case& now) {
     if (options().metric == CompareOptions::Metric::kInstructions) return;
-    const Samples before = ToSamples(base.outcome().timing().setup_ns());
-    const Samples after = ToSamples(now.outcome().timing().setup_ns());
+    Samples before = ToSamples(base.outcome().timing().setup_ns());
+    Samples after = ToSamples(now.outcome().timing().setup_ns());
     const std::optional<MedianInterval> run = RunTime(now);
     if (!run.has_value()) return;  // CompareRuns has told
-    const double longest =
-        std::max(before.empty() ? 0 : MedianOrNan(before), after.empty() ? 0 : MedianOrNan(after));
-    if (longest < kLeastSetupShare * run->median) return;
+    const double least = kLeastSetupShare * run->median;
+    const auto is_negligible = [least](const Samples& samples) {
+      return samples.empty() || MedianOrNan(samples) < least;
+    };
+    if (is_negligible(before) && is_negligible(after)) return;
+    // A setup that becomes large is judged against the least that is: before, it may have been 0.
+    for (Samples* samples : {&before, &after}) {
+      for (double& ns : *samples) {
+        if (ns >= 0) ns = std::max(ns, least);
+      }
+    }
     CompareTimes("setup time", base, now, before, after);
   }
 

@@ -88,7 +88,8 @@ struct Comparison {
 //                   for the number of times compared, says that the two differ (p < 0.05);
 //                   likewise for the better. A time over dense that its time over the fixed
 //                   arithmetic, or over the peak, does not confirm is ambiguous: dense changed. Under three samples
-//                   nothing is judged, nor is a setup below 5 % of its run.
+//                   nothing is judged, nor is a setup below 5 % of its run; one that was, and no longer is,
+//                   is held against those 5 %.
 //   working memory  workspace and parameters, which are exact
 //   errors          a bound that was held and is not; an error against dense that grew
 //   status          ok before, and not now

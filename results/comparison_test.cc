@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 #include <random>
+#include <set>
 #include <string>
 
 #include "absl/strings/match.h"
@@ -534,6 +535,157 @@ TEST(ParseComparisonFormat, NamesWhatIsAllowed) {
   EXPECT_EQ(*ParseComparisonFormat("json"), ComparisonFormat::kJson);
   EXPECT_EQ(std::string(ParseComparisonFormat("yaml").status().message()),
             "--format: \"yaml\" is none of terminal, markdown, json");
+}
+
+// Sets the times of all setups of `technique`, as a share of their runs.
+void SetSetups(double share, const std::string& technique, ResultSet* results) {
+  for (Case& result : *results->mutable_cases()) {
+    if (result.key().technique() != technique) continue;
+    Timing* timing = result.mutable_outcome()->mutable_timing();
+    for (int i = 0; i < timing->setup_ns_size(); ++i) {
+      timing->set_setup_ns(i, share * timing->run_ns(i));
+    }
+  }
+}
+
+TEST(Compare, ASetupThatWasNegligibleAndIsLargeRegresses) {
+  for (const double share : {0.0, 1e-6, 0.04}) {
+    ResultSet base = MakeSweep();
+    SetSetups(share, "near", &base);
+    ResultSet now = base;
+    EXPECT_FALSE(CompareOrDie(base, now).regressed()) << share;
+    SetSetups(0.5, "near", &now);
+    const Comparison comparison = CompareOrDie(base, now);
+    EXPECT_EQ(comparison.Count(Verdict::kRegressed), 5) << share << Text(comparison);
+    const Finding& finding = comparison.findings.front();
+    EXPECT_TRUE(absl::StartsWith(finding.what, "setup time")) << finding.what;
+    EXPECT_NEAR(finding.change, 0.5 / 0.05, 0.01) << share;
+    EXPECT_EQ(CompareOrDie(now, base).Count(Verdict::kImproved), 5) << share;
+  }
+}
+
+TEST(Compare, SetupsBelowAShareOfTheirRunsAreNotJudged) {
+  ResultSet base = MakeSweep();
+  SetSetups(0.01, "near", &base);
+  ResultSet now = base;
+  SetSetups(0.0499, "near", &now);
+  EXPECT_FALSE(CompareOrDie(base, now).regressed());
+  SetSetups(0.06, "near", &now);  // 1.2 times the least that is judged
+  EXPECT_EQ(CompareOrDie(base, now).Count(Verdict::kRegressed), 5);
+  SetSetups(std::nan(""), "near", &now);
+  EXPECT_EQ(CompareOrDie(base, now).Count(Verdict::kRegressed), 5);
+}
+
+// Returns the verdict that an interval alone leads to.
+Verdict VerdictOf(const RatioInterval& interval, double threshold) {
+  if (interval.low > threshold) return Verdict::kRegressed;
+  if (interval.high < 1 / threshold) return Verdict::kImproved;
+  const bool inside = interval.low >= 1 / threshold && interval.high <= threshold;
+  return inside ? Verdict::kSame : Verdict::kAmbiguous;
+}
+
+TEST(Compare, TheVerdictOfATimeFollowsFromItsIntervalForEveryFactorAndThreshold) {
+  std::set<Verdict> seen;
+  for (const double threshold : {1.02, 1.05, 1.3}) {
+    for (double factor = 0.7; factor < 1.45; factor += 0.083) {
+      ResultSet now = MakeSweep();
+      Slow(factor, "near", &now);
+      CompareOptions options;
+      options.threshold = threshold;
+      options.metric = CompareOptions::Metric::kAbsolute;
+      for (const Finding& finding : CompareOrDie(MakeSweep(), now, options).findings) {
+        if (!finding.is_time) continue;
+        ASSERT_TRUE(finding.interval.has_value());
+        EXPECT_LE(finding.interval->low, finding.change);
+        EXPECT_GE(finding.interval->high, finding.change);
+        EXPECT_NEAR(finding.change, absl::StartsWith(finding.subject, "near") ? factor : 1, 1e-9);
+        EXPECT_EQ(finding.verdict, VerdictOf(*finding.interval, threshold))
+            << finding.what << " of " << finding.subject << ": " << finding.interval->low << " to "
+            << finding.interval->high;
+        seen.insert(finding.verdict);
+      }
+    }
+  }
+  EXPECT_EQ(seen.size(), 4u);
+}
+
+// Dense became slower or faster by `dense`, and the technique, by its own clock, by `own`.
+Verdict VerdictBeside(double dense, double own) {
+  ResultSet base = MakeSweep(), now = MakeSweep();
+  SetProbes(1e5, &base);
+  SetProbes(1e5, &now);
+  Slow(dense, "plain", &now);
+  Slow(own, "near", &now);
+  for (const Finding& finding : CompareOrDie(base, now).findings) {
+    if (finding.what == "run time over dense" && absl::StartsWith(finding.subject, "near")) {
+      return finding.verdict;
+    }
+  }
+  ADD_FAILURE() << "the time was not compared";
+  return Verdict::kNotJudged;
+}
+
+TEST(Compare, AChangeOverDenseCountsWhereHalfOfTheThresholdIsItsOwn) {
+  const double half = std::sqrt(CompareOptions().threshold);
+  EXPECT_EQ(VerdictBeside(0.5, half * 1.001), Verdict::kRegressed);
+  EXPECT_EQ(VerdictBeside(0.5, half * 0.999), Verdict::kAmbiguous);
+  EXPECT_EQ(VerdictBeside(0.5, 1 / half), Verdict::kAmbiguous);
+  EXPECT_EQ(VerdictBeside(2, 0.999 / half), Verdict::kImproved);
+  EXPECT_EQ(VerdictBeside(2, 1.001 / half), Verdict::kAmbiguous);
+  EXPECT_EQ(VerdictBeside(2, half), Verdict::kAmbiguous);
+}
+
+TEST(Compare, ChangesOfErrorsAndMemoryAreRatiosWithTheirThresholds) {
+  const auto verdict = [](const std::string& what, const CompareOptions& options, double factor) {
+    ResultSet now = MakeSweep();
+    for (Case& result : *now.mutable_cases()) {
+      if (result.key().technique() != "near") continue;
+      Outcome* outcome = result.mutable_outcome();
+      outcome->set_peak_workspace_bytes(
+          static_cast<uint64_t>(factor * static_cast<double>(outcome->peak_workspace_bytes())));
+      if (!outcome->has_against_dense()) continue;
+      ErrorMeasure* dense = outcome->mutable_against_dense();
+      dense->set_relative_frobenius(factor * dense->relative_frobenius());
+    }
+    for (const Finding& finding : CompareOrDie(MakeSweep(), now, options).findings) {
+      if (finding.what != what || !absl::StartsWith(finding.subject, "near")) continue;
+      EXPECT_NEAR(finding.change, factor, 1e-2) << what;
+      return finding.verdict;
+    }
+    ADD_FAILURE() << what << " was not compared";
+    return Verdict::kNotJudged;
+  };
+  const CompareOptions options;
+  EXPECT_EQ(verdict("working memory", options, 1.01 * options.memory_threshold),
+            Verdict::kRegressed);
+  EXPECT_EQ(verdict("working memory", options, 0.99 * options.memory_threshold), Verdict::kSame);
+  EXPECT_EQ(verdict("working memory", options, 0.99 / options.memory_threshold),
+            Verdict::kImproved);
+  EXPECT_EQ(verdict("error against dense", options, 1.01 * options.error_threshold),
+            Verdict::kRegressed);
+  EXPECT_EQ(verdict("error against dense", options, 0.99 * options.error_threshold),
+            Verdict::kSame);
+  EXPECT_EQ(verdict("error against dense", options, 0.99 / options.error_threshold),
+            Verdict::kImproved);
+}
+
+TEST(Compare, FindingsComeWorstFirst) {
+  ResultSet now = MakeSweep();
+  double factor = 1.2;
+  for (Case& result : *now.mutable_cases()) {
+    Timing* timing = result.mutable_outcome()->mutable_timing();
+    if (result.key().technique() != "near") continue;
+    for (double& ns : *timing->mutable_run_ns()) ns *= factor;
+    factor *= result.key().problem().query_tokens() % 1024 == 0 ? 0.6 : 1.7;
+  }
+  const Comparison comparison = CompareOrDie(MakeSweep(), now);
+  for (size_t i = 1; i < comparison.findings.size(); ++i) {
+    const Finding &a = comparison.findings[i - 1], &b = comparison.findings[i];
+    ASSERT_LE(a.verdict, b.verdict);
+    if (a.verdict != b.verdict || a.change == 1 || b.change == 1) continue;
+    EXPECT_GE(std::fabs(std::log(a.change)), std::fabs(std::log(b.change)));
+  }
+  EXPECT_GT(comparison.Count(Verdict::kRegressed), 1);
 }
 
 }  // namespace

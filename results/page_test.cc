@@ -76,7 +76,8 @@ TEST(Page, OpensWithTheMessageInThreeSentences) {
   *results.add_cases() = MakeUnmeasured(spec, Outcome::STATUS_SKIPPED, "the budget was spent");
   const std::string page = PageOf(results);
   const std::vector<std::string> sentences = {
-      "With an error of at most 0.3 against dense (with at most 0.1 none is surely faster than plain) the "
+      "With an error of at most 0.3 against dense (with at most 0.1 none is surely faster than "
+      "plain) the "
       "fastest technique is under the causal mask near window=256: 5.8x [5.7, 5.8] as fast as "
       "plain "
       "at 4096 tokens, error 0.18 (cpu, f32, errors on input real).",

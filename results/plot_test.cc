@@ -18,6 +18,7 @@
 #include "results/markup.h"
 #include "results/plot_axis.h"
 #include "results/plot_labels.h"
+#include "results/plot_style.h"
 #include "results/well_formed.h"
 
 namespace tfb {
@@ -357,6 +358,45 @@ TEST(WellFormed, FindsWhatIsWrong) {
   for (const char* wrong : {"<a>", "<a></b>", "<a b=1></a>", "<a b=\"1\" b=\"2\"/>", "a & b", "<>",
                             "<a b=\"<\"/>", "<a b/>"}) {
     EXPECT_NE(MarkupProblem(wrong, false), "") << wrong;
+  }
+}
+
+// Returns the corners of a path of straight lines.
+std::vector<std::pair<double, double>> CornersOf(const std::string& path) {
+  std::vector<std::pair<double, double>> corners;
+  for (const absl::string_view corner :
+       absl::StrSplit(path, absl::ByAnyChar("MLZ"), absl::SkipEmpty())) {
+    const std::pair<std::string, std::string> point = absl::StrSplit(corner, ' ');
+    corners.emplace_back();
+    EXPECT_TRUE(absl::SimpleAtod(point.first, &corners.back().first)) << path;
+    EXPECT_TRUE(absl::SimpleAtod(point.second, &corners.back().second)) << path;
+  }
+  return corners;
+}
+
+TEST(MarkerPath, IsSymmetricAndScalesWithItsRadiusAboutItsPoint) {
+  std::set<std::string> shapes;
+  for (int style = -1; style < 7; ++style) {
+    const std::string path = MarkerPath(style, 100, 200, 10);
+    EXPECT_TRUE(shapes.insert(path).second) << path << " is the marker of two styles";
+    if (path.find('a') != std::string::npos) continue;  // a disc
+    const auto small = CornersOf(path), large = CornersOf(MarkerPath(style, 30, 50, 40));
+    ASSERT_EQ(small.size(), large.size());
+    ASSERT_GE(small.size(), 3u);
+    std::set<std::pair<double, double>> corners, mirrored;
+    double area = 0;
+    for (size_t n = 0; n < small.size(); ++n) {
+      const double x = small[n].first - 100, y = small[n].second - 200;
+      const auto& [next_x, next_y] = small[(n + 1) % small.size()];
+      EXPECT_NEAR(large[n].first - 30, 4 * x, 0.1) << path;
+      EXPECT_NEAR(large[n].second - 50, 4 * y, 0.1) << path;
+      EXPECT_LT(std::hypot(x, y), 1.6 * 10) << path;
+      corners.insert({std::round(10 * x), std::round(10 * y)});
+      mirrored.insert({std::round(-10 * x), std::round(10 * y)});
+      area += (x * (next_y - 200) - (next_x - 100) * y) / 2;
+    }
+    EXPECT_EQ(corners, mirrored) << path;
+    EXPECT_NEAR(std::fabs(area), 3 * 10 * 10, 100) << path << ": markers are about equally large";
   }
 }
 

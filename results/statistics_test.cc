@@ -1,6 +1,8 @@
 #include "results/statistics.h"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <random>
 #include <vector>
@@ -326,6 +328,43 @@ TEST(Rates, AreAbsentWhereTheAmountOrTheTimeOrThePeakIsUnknown) {
   EXPECT_FALSE(GigabytesPerSecond(other).has_value());
 }
 
+TEST(Rates, OnlyPeaksOfTheSameDevicePrecisionAndThreadsCount) {
+  CaseSpec spec;
+  const Case result = MakeCase(spec);  // on 2 threads of the CPU, in f32
+  const double share = *ShareOfComputePeak(result, MakeEnvironment());
+  const double of_bandwidth = *ShareOfBandwidthPeak(result, MakeEnvironment());
+  EXPECT_NEAR(share * 400e9, *GigaflopsPerSecond(result) * 1e9, 1);
+  EXPECT_NEAR(of_bandwidth * 20e9, *GigabytesPerSecond(result) * 1e9, 1);
+  // Each of these is higher than the peak that counts, and of something else.
+  Environment environment = MakeEnvironment();
+  const auto add = [&](const Peak& like, const std::function<void(Peak*)>& change) {
+    Peak* peak = environment.add_peaks();
+    *peak = like;
+    peak->set_value(10 * like.value());
+    change(peak);
+  };
+  const Environment measured = environment;
+  for (const int like : {1, 2}) {
+    add(measured.peaks(like), [](Peak* peak) { peak->set_threads(3); });
+    add(measured.peaks(like), [](Peak* peak) { peak->set_device(DEVICE_TYPE_CUDA); });
+    add(measured.peaks(like), [](Peak* peak) { peak->set_value(0); });
+    add(measured.peaks(like), [](Peak* peak) { peak->set_kind(Peak::KIND_UNSPECIFIED); });
+  }
+  add(measured.peaks(1), [](Peak* peak) { peak->set_dtype(ELEMENT_TYPE_BF16); });
+  EXPECT_EQ(*ShareOfComputePeak(result, environment), share);
+  EXPECT_EQ(*ShareOfBandwidthPeak(result, environment), of_bandwidth);
+  // A higher one of the same kind does, and that of reading before that of copying.
+  add(measured.peaks(1), [](Peak*) {});
+  EXPECT_NEAR(*ShareOfComputePeak(result, environment), share / 10, 1e-12);
+  add(measured.peaks(2), [](Peak* peak) { peak->set_kind(Peak::KIND_COPY_BANDWIDTH); });
+  EXPECT_EQ(*ShareOfBandwidthPeak(result, environment), of_bandwidth);
+  // Threads are no matter of a GPU.
+  Case on_gpu = result;
+  on_gpu.mutable_key()->set_device(DEVICE_TYPE_CUDA);
+  on_gpu.mutable_key()->set_threads(0);
+  EXPECT_NEAR(*ShareOfComputePeak(on_gpu, environment), share / 10, 1e-12);
+}
+
 TEST(WorkingMemory, IsWorkspaceAndParametersAndUnknownWithoutTheFormer) {
   Outcome outcome;
   outcome.set_parameter_bytes(5);
@@ -347,6 +386,54 @@ TEST(BoundedValue, IsThatOfTheBoundedMetric) {
   EXPECT_FALSE(BoundedValue(error).has_value());
   error.set_mean_cosine(0.75);
   EXPECT_EQ(BoundedValue(error), 0.25);
+}
+
+TEST(Median, IntervalsAreTheNarrowestThatCoverNinetyFivePercentForAnyNumber) {
+  for (int n = 1; n <= 60; ++n) {
+    // below[k]: P(Bin(n, 1/2) < k), from the sums of Pascal's triangle.
+    std::vector<double> row = {1};
+    for (int trial = 0; trial < n; ++trial) {
+      std::vector<double> next(row.size() + 1, 0.0);
+      for (size_t i = 0; i < row.size(); ++i) {
+        next[i] += row[i] / 2;
+        next[i + 1] += row[i] / 2;
+      }
+      row = next;
+    }
+    int k = 1;
+    double below = row[0];
+    for (int more = 2; 2 * more <= n; ++more) {
+      double tail = 0;
+      for (int i = 0; i < more; ++i) tail += row[i];
+      if (1 - 2 * tail < 0.95) break;
+      k = more;
+      below = tail;
+    }
+    const MedianInterval interval = *MedianOf(OneTo(n));
+    EXPECT_EQ(interval.samples, n);
+    EXPECT_EQ(interval.low, k) << n;
+    EXPECT_EQ(interval.high, n + 1 - k) << n;
+    EXPECT_NEAR(interval.coverage, std::max(0.0, 1 - 2 * below), 1e-12) << n;
+    EXPECT_EQ(interval.is_95_percent(), n >= 6) << n;
+    EXPECT_NEAR(interval.relative_half_width(), (n + 1 - 2.0 * k) / (n + 1), 1e-12) << n;
+  }
+}
+
+TEST(FitGrowth, HasTheStandardErrorOfALeastSquaresLine) {
+  // log2 of times at 2^8, 2^9 and 2^10, two each: the slope of (-1, 0, 1) against (0, 1 +- 0.1, 2).
+  std::vector<LengthTime> points;
+  for (const int power : {0, 1, 2}) {
+    for (const double off : {-0.1, 0.1}) {
+      points.push_back({int64_t{256} << power, std::exp2(power + (power == 1 ? off : 0.0))});
+    }
+  }
+  const Growth growth = *FitGrowth(points);
+  EXPECT_NEAR(growth.exponent, 1, 1e-12);
+  // The residuals are twice 0.1; six points less two; the squares of x sum to 4.
+  ASSERT_TRUE(growth.standard_error.has_value());
+  EXPECT_NEAR(*growth.standard_error, std::sqrt(2 * 0.01 / 4 / 4), 1e-12);
+  EXPECT_EQ(growth.from_tokens, 256);
+  EXPECT_EQ(growth.to_tokens, 1024);
 }
 
 }  // namespace

@@ -393,5 +393,16 @@ TEST(Longformer, InsideMultiHeadIsHuggingFacesLayer) {
 INSTANTIATE_TEST_SUITE_P(Files, LongformerGolden,
                          ::testing::Values("no_global", "global", "global_padded", "global_each"));
 
+TEST(Longformer, BytesOfOwnProjectionsAreThoseOfGlobalQueriesAndOfAllGlobalKeysAndValues) {
+  Problem problem = Problem::SelfAttention(3, 4, 100, 6);
+  problem.kv_heads = 2;
+  problem.value_dim = 7;
+  const double shared = 4 * 3 * 100 * (4 * (6 + 7) + 2 * (6 + 7));
+  EXPECT_EQ(CostOf(Longformer(), problem).bytes, shared);
+  // Two global rows are read and written again, and all rows of k_global and v_global read.
+  EXPECT_EQ(CostOf(Longformer(), problem, {{"globals", "0/50"}, {"projections", "own"}}).bytes,
+            shared + 4 * 3 * (2 * 4 * (6 + 7) + 100 * 2 * (6 + 7)));
+}
+
 }  // namespace
 }  // namespace tfb::longformer

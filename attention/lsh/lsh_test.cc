@@ -886,7 +886,8 @@ TEST_P(LshGolden, DefinitionAndRunAreWhatOtherCodeComputes) {
 // ---- What tools ask ----
 
 TEST(Lsh, CostCountsWindowsAndHashes) {
-  const Problem problem = Problem::SelfAttention(2, 3, 7, 4);
+  Problem problem = Problem::SelfAttention(2, 3, 7, 4);
+  problem.value_dim = 5;
   const NamedTensors inputs = Random(problem);
   const auto flops = [&](const Options& options) {
     std::unique_ptr<Layer> layer = Lsh().Create(problem, options, Device::kCpu, 1).value();
@@ -895,11 +896,11 @@ TEST(Lsh, CostCountsWindowsAndHashes) {
   };
   // The chunks are of 2, 2, 2 and 1 tokens: the first has 4 pairs, others 8 and the last 3.
   const Options options = {{"rounds", "5"}, {"chunk", "2"}, {"buckets", "8"}};
-  EXPECT_EQ(flops(options), 2.0 * 2 * 3 * 5 * ((4 + 4) * (4 + 8 + 8 + 3) + 7 * 4 * 4));
+  EXPECT_EQ(flops(options), 2.0 * 2 * 3 * 5 * ((4 + 5) * (4 + 8 + 8 + 3) + 7 * 4 * 4));
   // The first chunk sees the last besides.
   EXPECT_EQ(flops(With(options, kWrap)),
-            2.0 * 2 * 3 * 5 * ((4 + 4) * (4 + 8 + 8 + 3 + 2) + 7 * 4 * 4));
-  EXPECT_EQ(flops({{"buckets", "1"}}), 2.0 * 2 * 3 * (4 + 4) * 49);
+            2.0 * 2 * 3 * 5 * ((4 + 5) * (4 + 8 + 8 + 3 + 2) + 7 * 4 * 4));
+  EXPECT_EQ(flops({{"buckets", "1"}}), 2.0 * 2 * 3 * (4 + 5) * 49);
 }
 
 TEST(Lsh, WhatItDoesNotDoIsRefusedWithAReason) {

@@ -106,6 +106,28 @@ TEST(Rfa, AConstantGateWeighsKeysByItsPowers) {
   three.ExpectRows({2, (2 * g + 4) / (g + 1), (2 * g * g + 4 * g + 8) / (g * g + g + 1)});
 }
 
+TEST(Rfa, GatesThatDifferWeighAKeyByItsOwnAndLaterOnes) {
+  TwoDirections three({{"gate", "key"}}, 0);  // all features are sin 0 and cos 0
+  three.problem().causal = true;
+  Tensor& gate = three.parameters()["gate"] = Tensor(DType::kF32, {1, 2});
+  gate.span<float>()[0] = 0.5f;
+  gate.span<float>()[1] = 0.25f;
+  double g[3];
+  const double keys[] = {3, -7, 0.5};
+  for (int64_t t = 0; t < 3; ++t) g[t] = 1 / (1 + std::exp(-0.5 * keys[t] - 0.25));
+  const auto mean = [](const std::vector<double>& weights) {
+    const double values[] = {2, 4, 8};
+    double sum = 0, weight = 0;
+    for (size_t j = 0; j < weights.size(); ++j) {
+      sum += weights[j] * values[j];
+      weight += weights[j];
+    }
+    return sum / weight;
+  };
+  three.ExpectRows({2, mean({(1 - g[0]) * g[1], 1 - g[1]}),
+                    mean({(1 - g[0]) * g[1] * g[2], (1 - g[1]) * g[2], 1 - g[2]})});
+}
+
 TEST(Rfa, AVectorWithoutDirectionHasTheFeaturesOfZero) {
   const Problem problem = Problem::SelfAttention(1, 1, 2, 4);
   NamedTensors inputs = Random(problem);
@@ -516,7 +538,8 @@ TEST(Rfa, StatisticsCountRowsWithoutPositiveWeight) {
 }
 
 TEST(Rfa, CostCountsTheMultiplyAddsOfTheFormula) {
-  const Problem problem = Problem::SelfAttention(2, 4, 50, 8);
+  Problem problem = Problem::SelfAttention(2, 4, 50, 8);
+  problem.value_dim = 12;
   const auto flops = [&](const char* kernel) {
     return Rfa()
         .Create(problem, {{"features", "64"}, {"kernel", kernel}}, kCpu, 1)
@@ -525,8 +548,8 @@ TEST(Rfa, CostCountsTheMultiplyAddsOfTheFormula) {
         .flops.value();
   };
   const double tokens = 2 * 2 * 4 * 50;  // queries and keys of all heads
-  EXPECT_EQ(flops("gaussian"), tokens * (2 * 32 * 8 + 2 * 64 * 9));
-  EXPECT_EQ(flops("arccos"), tokens * (2 * 64 * 8 + 2 * 64 * 9));
+  EXPECT_EQ(flops("gaussian"), tokens * (2 * 32 * 8 + 2 * 64 * 13));
+  EXPECT_EQ(flops("arccos"), tokens * (2 * 64 * 8 + 2 * 64 * 13));
 }
 
 TEST(Rfa, OptionsThatDoNotFitAreRefusedWithWhatDoes) {

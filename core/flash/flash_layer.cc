@@ -23,7 +23,7 @@ Cost FlashLayer::cost() const {
     cost.flops = static_cast<double>(problem().batch) *
                  schedule().KeptPairs(problem().query_heads) * FlopsPerPair();
   }
-  cost.bytes = AttentionBytes(problem());
+  cost.bytes = TensorBytes();
   return cost;
 }
 

@@ -3,12 +3,16 @@
 #include <algorithm>
 #include <numeric>
 #include <string>
+#include <utility>
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/string_view.h"
+#include "core/schedule/pattern_observer.h"
 
 namespace tfb {
 namespace {
+
+thread_local const PatternObserver::Observe* observe_pattern = nullptr;
 
 // Builds one row after the other; keeps the scratch and the index of masks between rows.
 class Builder {
@@ -117,6 +121,12 @@ class Builder {
 
 }  // namespace
 
+PatternObserver::PatternObserver(Observe observe) : observe_(std::move(observe)) {
+  observe_pattern = &observe_;
+}
+
+PatternObserver::~PatternObserver() { observe_pattern = nullptr; }
+
 double BlockSchedule::KeptPairs(int64_t query_heads) const {
   double total = 0;
   for (int64_t h = 0; h < query_heads; ++h) total += static_cast<double>(pairs[h % heads]);
@@ -144,6 +154,7 @@ size_t BlockSchedule::bytes() const {
 }
 
 BlockSchedule BuildSchedule(const Problem& problem, const Pattern& pattern, int64_t query_tile) {
+  if (observe_pattern != nullptr) (*observe_pattern)(problem, pattern);
   BlockSchedule schedule;
   schedule.query_tokens = problem.query_tokens;
   schedule.kv_tokens = problem.kv_tokens;

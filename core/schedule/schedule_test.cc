@@ -5,6 +5,8 @@
 #include "core/random.h"
 #include "core/schedule/block_schedule.h"
 #include "core/schedule/pattern.h"
+#include "core/schedule/pattern_check.h"
+#include "core/schedule/pattern_observer.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -30,6 +32,7 @@ bool Visible(const BlockSchedule& schedule, int64_t head, int64_t i, int64_t j) 
 // Checks the property that every schedule must have: it agrees with the predicate, pair by pair,
 // and counts the pairs.
 void ExpectMatches(const Problem& problem, const Pattern& pattern) {
+  EXPECT_EQ(CheckKeyRanges(problem, pattern), absl::OkStatus());
   const BlockSchedule schedule = BuildSchedule(problem, pattern);
   for (int64_t head = 0; head < pattern.heads(); ++head) {
     int64_t pairs = 0;
@@ -122,6 +125,63 @@ TEST(BlockSchedule, VisitedPairsAreAtLeastTheKeptOnes) {
   EXPECT_EQ(schedule.KeptPairs(2), 2 * 5050);
   // The visited tiles are (0,0), (1,0) and (1,1), cut to 100 tokens: 64 x 64 + 36 x 64 + 36 x 36.
   EXPECT_EQ(schedule.VisitedPairs(2), 2 * (64 * 64 + 36 * 64 + 36 * 36));
+}
+
+// A band whose ranges are wrong by `error` keys at one of their ends.
+class WrongBand : public BandPattern {
+ public:
+  enum class End { kBegin, kEnd, kAllBegin, kAllEnd };
+  WrongBand(End end, int64_t error) : BandPattern(-40, 30), end_(end), error_(error) {}
+  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
+                 std::vector<KeyRange>* ranges) const override {
+    BandPattern::KeyRanges(head, query_begin, query_end, ranges);
+    switch (end_) {
+      case End::kBegin:
+        ranges->at(0).begin += error_;
+        break;
+      case End::kEnd:
+        ranges->at(0).end += error_;
+        break;
+      case End::kAllBegin:
+        ranges->at(1).begin += error_;
+        break;
+      case End::kAllEnd:
+        ranges->at(1).end += error_;
+    }
+  }
+
+ private:
+  End end_;
+  int64_t error_;
+};
+
+TEST(CheckKeyRanges, NoticesARangeOneKeyTooShortAndAnAllRangeOneKeyTooLong) {
+  using End = WrongBand::End;
+  for (const bool causal : {false, true}) {
+    const auto ok = [&](End end, int64_t error) {
+      return CheckKeyRanges(Sizes(277, 277, causal), WrongBand(end, error)).ok();
+    };
+    EXPECT_FALSE(ok(End::kBegin, 1));
+    EXPECT_TRUE(ok(End::kBegin, -1));
+    EXPECT_EQ(ok(End::kEnd, -1), causal) << "the causal mask hides that end";
+    EXPECT_TRUE(ok(End::kEnd, 1));
+    EXPECT_FALSE(ok(End::kAllBegin, -1));
+    EXPECT_TRUE(ok(End::kAllBegin, 1));
+    EXPECT_EQ(ok(End::kAllEnd, 1), causal);
+    EXPECT_TRUE(ok(End::kAllEnd, -1));
+  }
+}
+
+TEST(PatternObserver, SeesThePatternsOfItsLifeOnly) {
+  int64_t seen = 0;
+  BuildSchedule(Sizes(3, 5), FullPattern(5));
+  {
+    const PatternObserver observer(
+        [&seen](const Problem& problem, const Pattern&) { seen += problem.kv_tokens; });
+    BuildSchedule(Sizes(3, 5), FullPattern(5));
+  }
+  BuildSchedule(Sizes(3, 5), FullPattern(5));
+  EXPECT_EQ(seen, 5);
 }
 
 }  // namespace

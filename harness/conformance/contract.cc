@@ -1,5 +1,5 @@
-// The guarantees of a layer to its callers: parameters that can be replaced, costs that can be
-// counted, and invalid calls that are refused with a reason.
+// The guarantees of a layer to its callers: parameters that can be replaced, and invalid calls that
+// are refused with a reason.
 #include <unistd.h>
 
 #include <cmath>
@@ -88,52 +88,6 @@ void WrongParametersAreRefused(const Subject& subject, const Problem& problem) {
           << name << " of " << value;
     }
   }
-}
-
-// The FLOPs are at least 2 (head_dim + value_dim) for every pair to which the definition gives
-// weight; a rule that adds to scores may double that twice, and work per token may add to it. A
-// formula that counts masked pairs, or forgets heads or batches, is outside.
-void FlopsAreThoseOfTheKeptPairs(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
-  if (trial == nullptr) return;
-  if (trial->Run().empty()) return;  // some costs are known after Setup
-  const Cost cost = trial->layer().cost();
-  if (!cost.flops.has_value()) return Skip("cost().flops is not known");
-  EXPECT_GT(*cost.flops, 0);
-  if (!trial->RequireExact()) return;
-  const NamedTensors reference = trial->Define(/*weights=*/true);
-  const auto weights = reference.find("weights");
-  if (weights == reference.end()) return Skip("the definition has no weights");
-  double pairs = 0;
-  for (const double weight : weights->second.span<double>()) pairs += weight > 0 ? 1 : 0;
-  const double least = 2 * pairs * static_cast<double>(problem.head_dim + problem.value_dim);
-  EXPECT_GE(*cost.flops, 0.999 * least) << pairs << " pairs are kept";
-  const double model_dim = static_cast<double>(problem.query_heads * problem.head_dim);
-  const double tokens =
-      static_cast<double>(problem.batch * (problem.query_tokens + problem.kv_tokens));
-  const bool projects = trial->inputs().count("q") == 0;
-  const double of_tokens = tokens * model_dim * (projects ? 32 * model_dim : 16);
-  EXPECT_LE(*cost.flops, 4 * least + of_tokens) << pairs << " pairs are kept";
-}
-
-// The bytes are inputs, outputs and parameters, once each.
-void BytesAreThoseOfTheTensors(const Subject& subject, const Problem& problem) {
-  const auto trial = Trial::Make(subject, problem);
-  if (trial == nullptr || trial->Run().empty()) return;
-  const Cost cost = trial->layer().cost();
-  if (!cost.bytes.has_value()) return Skip("cost().bytes is not known");
-  double bytes = 0;
-  for (const std::vector<TensorSpec>* specs :
-       {&trial->layer().inputs(), &trial->layer().outputs()}) {
-    for (const TensorSpec& spec : *specs) {
-      bytes += static_cast<double>(NumElements(spec.shape) * SizeOf(spec.dtype));
-    }
-  }
-  for (const auto& entry : trial->layer().parameters()) {
-    bytes += static_cast<double>(entry.second.bytes());
-  }
-  EXPECT_GT(*cost.bytes, 0);
-  EXPECT_LE(*cost.bytes, 1.001 * bytes);
 }
 
 void ExpectError(const absl::Status& status, absl::StatusCode code, absl::string_view part) {
@@ -233,8 +187,6 @@ std::vector<Case> ContractCases() {
       {"ParametersMakeTheLayer", "", UsualBoth(), ParametersMakeTheLayer},
       {"ChangedParametersChangeTheLayer", "", UsualBoth(), ChangedParametersChangeTheLayer},
       {"WrongParametersAreRefused", "", UsualBoth(), WrongParametersAreRefused},
-      {"FlopsAreThoseOfTheKeptPairs", "", UsualBoth(), FlopsAreThoseOfTheKeptPairs},
-      {"BytesAreThoseOfTheTensors", "", UsualBoth(), BytesAreThoseOfTheTensors},
       {"WrongCallsAreRefusedWithAReason", "", UsualBoth(), WrongCallsAreRefusedWithAReason},
       {"OptionalOutputsMayBeLeftOut", "", UsualBoth(), OptionalOutputsMayBeLeftOut},
       {"ADefinitionOfSomeRowsIsPartOfTheWhole", "", UsualBoth(),

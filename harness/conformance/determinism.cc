@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "harness/conformance/allocation_meter.h"
+#include "harness/conformance/drawn.h"
 #include "harness/conformance/subject.h"
 #include "harness/inputs.h"
 
@@ -171,6 +172,36 @@ std::vector<Problem> UsualIn16Bits() {
   return {Usual(false, DType::kBF16), Usual(true, DType::kF16)};
 }
 
+// A definition may choose as the layer did only among what fp32 cannot tell apart: the choices of a
+// run on other inputs change nothing. Every choice and flag of the options is tried.
+void ADefinitionFollowsNoChoiceOfARunOnOtherInputs(const Subject& subject, const Problem& problem) {
+  std::vector<Options> all = {subject.options};
+  for (const OptionSpec& option : subject.technique->info().options) {
+    if (option.type != "choice" && option.type != "bool") continue;
+    if (subject.device != Device::kCpu) continue;  // the definition is the same
+    for (const std::string& value : ValuesToTry(option, problem.query_tokens, /*few=*/true)) {
+      if (value == option.default_value) continue;
+      all.push_back(subject.options);
+      all.back()[option.name] = value;
+    }
+  }
+  for (const Options& options : all) {
+    SCOPED_TRACE(ToString(options));
+    const Subject varied = {subject.technique, options, subject.device};
+    const auto created = varied.technique->Create(problem, options, subject.device, kSeed);
+    if (IsRefusal(created.status())) continue;
+    const auto trial = Trial::Make(varied, problem);
+    const auto other = Trial::Make(varied, problem, kSeed + 1);
+    if (trial == nullptr || other == nullptr) return;
+    const NamedTensors choices = other->Run();
+    const auto define = [&](const NamedTensors* computed) {
+      return trial->DefineOn(ViewsOf(trial->inputs()), trial->layer().parameters(),
+                             /*weights=*/false, computed);
+    };
+    ExpectSameBits(define(nullptr), define(&choices), "without and with another run's choices");
+  }
+}
+
 }  // namespace
 
 std::vector<Case> DeterminismCases() {
@@ -192,6 +223,10 @@ std::vector<Case> DeterminismCases() {
       OfCausality(
           {"TheFutureDoesNotReachThePast", "", CausalProblems(), TheFutureDoesNotReachThePast}),
       {"RunAllocatesNothing", "", all, RunAllocatesNothing},
+      {"ADefinitionFollowsNoChoiceOfARunOnOtherInputs",
+       "",
+       {Usual(true)},
+       ADefinitionFollowsNoChoiceOfARunOnOtherInputs},
   };
 }
 

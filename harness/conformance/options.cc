@@ -1,6 +1,4 @@
 // Options at the ends of their ranges and beyond the sequence, and refusals with their messages.
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <iostream>
@@ -16,61 +14,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "gtest/gtest.h"
+#include "harness/conformance/drawn.h"
 #include "harness/conformance/subject.h"
 
 namespace tfb::conformance {
 namespace {
-
-struct Range {
-  double min = 0, max = 0;
-};
-
-// Parses "0 to 128" as two numbers.
-Range RangeOf(const OptionSpec& option) {
-  Range range;
-  const std::vector<absl::string_view> ends = absl::StrSplit(option.range, " to ");
-  EXPECT_EQ(ends.size(), 2u) << option.name << " has range " << option.range;
-  if (ends.size() != 2) return range;
-  EXPECT_TRUE(absl::SimpleAtod(ends[0], &range.min)) << option.range;
-  EXPECT_TRUE(absl::SimpleAtod(ends[1], &range.max)) << option.range;
-  return range;
-}
-
-// Returns the values of an option worth trying with a sequence of `tokens`: its choices, or the
-// ends of its range as far as they are of the sequence's order, and numbers around the sequence's
-// length. With `few` it leaves out the numbers between these.
-std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens, bool few) {
-  if (option.type == "bool") return {"true", "false"};
-  if (option.type == "choice") return absl::StrSplit(option.range, " | ");
-  if (option.type == "int") {
-    const Range range = RangeOf(option);
-    std::vector<int64_t> candidates = {static_cast<int64_t>(range.min), 1, tokens - 1, tokens + 1};
-    if (!few) candidates.insert(candidates.end(), {0, 2, 3, 5, 8, tokens, 2 * tokens, 1000});
-    std::set<int64_t> values;
-    for (const int64_t value : candidates) {
-      const bool in_range =
-          static_cast<double>(value) >= range.min && static_cast<double>(value) <= range.max;
-      if (in_range && std::abs(value) <= 1000) values.insert(value);
-    }
-    std::vector<std::string> texts;
-    for (const int64_t value : values) texts.push_back(absl::StrCat(value));
-    return texts;
-  }
-  if (option.type == "real") {
-    std::vector<std::string> texts = option.sweep;
-    double value;
-    if (absl::SimpleAtod(option.default_value, &value) && value != 0) {
-      const Range range = RangeOf(option);
-      for (const double factor : {0.5, 2.0}) {
-        if (factor * value >= range.min && factor * value <= range.max) {
-          texts.push_back(absl::StrCat(factor * value));
-        }
-      }
-    }
-    return texts;
-  }
-  return {};  // the technique's own tests cover lists
-}
 
 std::string Describe(const Options& options) { return options.empty() ? "" : ToString(options); }
 
@@ -194,56 +142,12 @@ void OutputsAreDeclaredAsTheyAreWritten(const Subject& subject, const Problem& p
   }
 }
 
-// Returns a number in [0, bound).
-int64_t Below(int64_t bound, std::mt19937_64* random) {
-  return static_cast<int64_t>((*random)() % static_cast<uint64_t>(bound));
-}
-
-// Draws a problem: sizes around those of tiles and far from them, heads in groups, other keys than
-// the queries' tokens; now and then 16 bits.
-Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random) {
-  constexpr int64_t kChannels[] = {1, 3, 8, 16, 20, 32, 64};
-  const auto channels = [&] { return kChannels[Below(std::size(kChannels), random)]; };
-  const auto one_in = [&](int64_t n) { return Below(n, random) == 0; };
-  Problem problem = Problem::SelfAttention(1 + Below(2, random), 1 + Below(3, random),
-                                           1 + Below(most_tokens, random), channels(), one_in(2));
-  if (one_in(3)) problem.query_heads *= 2;
-  if (one_in(4)) problem.kv_tokens = 1 + Below(most_tokens, random);
-  if (one_in(4)) problem.value_dim = channels();
-  if (one_in(4)) {
-    problem.dtype = one_in(2) ? DType::kBF16 : DType::kF16;
-    // A norm of a handful of channels amplifies roundings of 16 bits beyond any bound.
-    problem.head_dim = std::max<int64_t>(problem.head_dim, 16);
-  }
-  return problem;
-}
-
-Options OptionsAtRandom(const TechniqueInfo& info, int64_t tokens, std::mt19937_64* random) {
-  Options options;
-  for (const OptionSpec& option : info.options) {
-    const std::vector<std::string> values = ValuesToTry(option, tokens, /*few=*/false);
-    if (values.empty() || Below(5, random) >= 2) continue;
-    options[option.name] = values[Below(static_cast<int64_t>(values.size()), random)];
-  }
-  return options;
-}
-
-int64_t FromEnvironment(const char* name, int64_t otherwise) {
-  const char* text = std::getenv(name);
-  int64_t value = 0;
-  return text != nullptr && absl::SimpleAtoi(text, &value) ? value : otherwise;
-}
-
-// Draws problems and all options together. TFB_PROPERTY_DRAWS and TFB_PROPERTY_SEED set their
-// number and the seed.
+// Draws problems and all options together. TFB_PROPERTY_DRAWS sets their number.
 void ProblemsAndOptionsAtRandom(const Subject& subject, const Problem&) {
   const bool simulated = subject.device != Device::kCpu;
   const int64_t draws = FromEnvironment("TFB_PROPERTY_DRAWS", simulated ? 3 : 10);
   const TechniqueInfo& info = subject.technique->info();
-  std::seed_seq seeds(info.name.begin(), info.name.end());
-  std::vector<uint32_t> seed(1);
-  seeds.generate(seed.begin(), seed.end());
-  std::mt19937_64 random(seed[0] + FromEnvironment("TFB_PROPERTY_SEED", 0));
+  std::mt19937_64 random = RandomOf(info);
   int64_t tried = 0;
   for (int64_t attempt = 0; attempt < 20 * draws && tried < draws; ++attempt) {
     const Problem problem = ProblemAtRandom(simulated ? 40 : 100, &random);

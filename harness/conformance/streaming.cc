@@ -236,6 +236,8 @@ std::vector<Case> StreamingCases() {
   segments.push_back(Problem::SelfAttention(1, 4, 130, 16, true));
   segments.back().kv_heads = 2;
   segments.push_back(Problem::SelfAttention(1, 2, 5, 16, true));
+  // More than four tiles: rings of keys wrap where the memory is short.
+  segments.push_back(Problem::SelfAttention(1, 1, 277, 8, true));
   Case in_segments = {"ASequenceInSegmentsIsTheWhole", "", segments, ASequenceInSegmentsIsTheWhole};
   in_segments.simulated_size = SimulatedSize::kAsItIs;
   return {

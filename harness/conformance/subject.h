@@ -64,10 +64,12 @@ inline Case OfCausality(Case one) {
 std::vector<Case> MaskCases();
 std::vector<Case> ShapeCases();
 std::vector<Case> OptionCases();
+std::vector<Case> PatternCases();
 std::vector<Case> NumberCases();
 std::vector<Case> ScaleCases();
 std::vector<Case> DeterminismCases();
 std::vector<Case> ContractCases();
+std::vector<Case> CostCases();
 std::vector<Case> StreamingCases();
 std::vector<Case> DeviceCases();
 

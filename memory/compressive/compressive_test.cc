@@ -370,6 +370,40 @@ TEST(Compressive, MostUsedKeepsTheTokensThatQueriesAttendTo) {
   ExpectDefined(outcome, 1);
 }
 
+TEST(Compressive, TheDefinitionFollowsALayersChoiceOnlyWhereItIsAsGood) {
+  const Problem problem = CausalProblem(1, 1, 24, 4);
+  const Options options = {{"function", "most_used"}, {"layers", "1"},      {"segment", "8"},
+                           {"memory", "8"},           {"compression", "4"}, {"feed_forward", "1"},
+                           {"compressed_memory", "8"}};
+  const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+  const Tensor x = RandomHidden(problem);
+  const auto define = [&](const NamedTensors* computed) {
+    NamedTensors outputs;
+    DefinitionRequest request;
+    request.computed = computed;
+    Inputs inputs;
+    inputs.Set("x", x.view());
+    EXPECT_TRUE(Compressive().Define(problem, options, parameters, inputs, request, &outputs).ok());
+    return outputs;
+  };
+  const NamedTensors own = define(nullptr);
+  const auto kept = own.at("kept").span<double>();
+  ASSERT_EQ(kept.size(), 6u);
+  // Any other pair of the eight rows is less used, by more than roundings.
+  for (int32_t a = 0; a < 8; ++a) {
+    for (int32_t b = 0; b < 9; ++b) {
+      NamedTensors computed;
+      Tensor& choice = computed["kept"] = Tensor(DType::kI32, own.at("kept").shape());
+      const double rows[] = {-1, -1, double(a), double(b), kept[4], kept[5]};
+      for (int64_t n = 0; n < 6; ++n) choice.view().Set(n, rows[n]);
+      const NamedTensors followed = define(&computed);
+      EXPECT_EQ(MaxDifference(followed.at("kept").view(), own.at("kept").view()), 0)
+          << a << ", " << b;
+      EXPECT_EQ(MaxDifference(followed.at("out").view(), own.at("out").view()), 0);
+    }
+  }
+}
+
 TEST(Compressive, ADilatedConvolutionReadsEverySecondRowBackwards) {
   // The rate is c = 4: y_t = b + sum_i x_(4 t + 3 - 2 i) w_i. With w_i = i + 1 for one channel, and
   // old rows 0 to 7 of values 1 to 8: y_0 = 4 * 1 + 2 * 2 = 8 (rows -1 and -3 are zeros), y_1 = 8 +

@@ -14,7 +14,8 @@ for wrong in --stores= --stores=-1 --samples=0 --threads=0 --segment=0 --heads=-
   code=0
   message="$("$program" "${small[@]}" "$wrong" 2>&1 > /dev/null)" || code=$?
   name="${wrong%%=*}"
-  [[ $code == 2 && "$message" == *"${name#--}"* || "$message" == *store* ]] || {
+  # --stores= is answered with what a store is.
+  [[ $code == 2 && ( "$message" == *"${name#--}"* || "$message" == *store* ) ]] || {
     echo "$wrong: exit $code, $message"
     exit 1
   }

@@ -124,5 +124,13 @@ TEST(Alibi, MatchesItsDefinitionBidirectionallyAndCausally) {
   }
 }
 
+TEST(Alibi, CostCountsTwoProductsAndAnAdditionAPair) {
+  Problem problem = Problem::SelfAttention(3, 4, 5, 6, /*causal=*/true);
+  problem.kv_heads = 2;
+  problem.value_dim = 7;
+  // There are 15 pairs a head.
+  EXPECT_EQ(CostOf(Alibi(), problem).flops, 3 * 4 * 15 * (2 * (6 + 7) + 1));
+}
+
 }  // namespace
 }  // namespace tfb::alibi

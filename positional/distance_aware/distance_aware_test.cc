@@ -199,5 +199,13 @@ TEST(DistanceAware, TheLastQueriesOfManyAreThoseOfAProblemOfTheirOwn) {
   EXPECT_LE(MaxDifference(Slice(whole.at("out").view(), 2, 60, 40), part.at("out").view()), 1e-6);
 }
 
+TEST(DistanceAware, CostCountsTwoProductsAndTwoOperationsAPair) {
+  Problem problem = Problem::SelfAttention(3, 4, 5, 6, /*causal=*/true);
+  problem.kv_heads = 2;
+  problem.value_dim = 7;
+  // There are 15 pairs a head.
+  EXPECT_EQ(CostOf(DistanceAware(), problem).flops, 3 * 4 * 15 * (2 * (6 + 7) + 2));
+}
+
 }  // namespace
 }  // namespace tfb::distance_aware

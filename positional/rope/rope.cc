@@ -51,6 +51,16 @@ class RopeLayer : public FlashLayer {
         options_(options),
         pairs_(rotary_dims / 2) {}
 
+  Cost cost() const override {
+    const Problem& p = problem();
+    Cost cost = FlashLayer::cost();
+    if (!cost.flops.has_value()) return cost;
+    constexpr double kOfPair = 6;  // four products and two sums turn a pair of channels
+    const int64_t rows = p.query_heads * p.query_tokens + p.kv_heads * p.kv_tokens;
+    *cost.flops += kOfPair * static_cast<double>(p.batch * rows * pairs_);
+    return cost;
+  }
+
  protected:
   // Computes cos and sin of every position from the first of keys and queries to the last of both.
   absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) override {

@@ -185,5 +185,16 @@ INSTANTIATE_TEST_SUITE_P(Files, RopeGolden,
                          ::testing::Values("interleaved", "interleaved_partial", "half_split",
                                            "half_split_far", "half_split_partial"));
 
+TEST(Rope, CostCountsPairsAndTurnedRows) {
+  Problem problem = Problem::SelfAttention(3, 4, 5, 6, /*causal=*/true);
+  problem.kv_heads = 2;
+  problem.value_dim = 7;
+  // There are 15 pairs a head, and 5 rows of 4 heads of queries and 2 heads of keys.
+  const double of_pairs = 3 * 4 * 15 * 2 * (6 + 7);
+  EXPECT_EQ(CostOf(Rope(), problem).flops, of_pairs + 3 * 5 * (4 + 2) * 3 * 6);
+  EXPECT_EQ(CostOf(Rope(), problem, {{"rotary_dims", "2"}}).flops,
+            of_pairs + 3 * 5 * (4 + 2) * 3 * 2);
+}
+
 }  // namespace
 }  // namespace tfb::rope

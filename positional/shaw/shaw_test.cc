@@ -208,5 +208,16 @@ TEST(Shaw, MatchesTensor2tensor) {
   }
 }
 
+TEST(Shaw, CostCountsPairsAndTheTablesOfEachQuery) {
+  Problem problem = Problem::SelfAttention(3, 4, 5, 6, /*causal=*/true);
+  problem.kv_heads = 2;
+  problem.value_dim = 7;
+  // There are 15 pairs a head, and 2 k + 1 = 5 rows of each table for 3 x 4 x 5 queries.
+  const double of_pairs = 3 * 4 * 15 * 2 * (6 + 7);
+  EXPECT_EQ(CostOf(Shaw(), problem, K(2)).flops, of_pairs + 3 * 4 * 5 * 2 * 5 * (6 + 7));
+  EXPECT_EQ(CostOf(Shaw(), problem, {{"max_distance", "2"}, {"values", "false"}}).flops,
+            of_pairs + 3 * 4 * 5 * 2 * 5 * 6);
+}
+
 }  // namespace
 }  // namespace tfb::shaw

@@ -286,5 +286,14 @@ TEST(Sinusoidal, TorchsAttentionOnDistilbertsTableComputesTheSame) {
   }
 }
 
+TEST(Sinusoidal, CostCountsProjectionsAndPairs) {
+  Problem problem = Problem::SelfAttention(3, 4, 5, 2, /*causal=*/true);
+  problem.kv_heads = 2;
+  problem.value_dim = 3;
+  // The width is 8: q is 8 x 8, k 8 x 4, v 8 x 6, o 12 x 8; there are 15 pairs a head.
+  const double weights = 8 * 8 + 8 * 4 + 8 * 6 + 12 * 8;
+  EXPECT_EQ(CostOf(Sinusoidal(), problem).flops, 2 * 3 * (5 * weights + 4 * 15 * (2 + 3)));
+}
+
 }  // namespace
 }  // namespace tfb::sinusoidal

@@ -220,5 +220,13 @@ TEST(T5Bias, MaxDistanceWithinTheExactBucketsIsRefused) {
   EXPECT_TRUE(T5Bias().Create(Problem::SelfAttention(1, 1, 8, 4), options, Device::kCpu, 1).ok());
 }
 
+TEST(T5Bias, CostCountsTwoProductsAndAnAdditionAPair) {
+  Problem problem = Problem::SelfAttention(3, 4, 5, 6, /*causal=*/true);
+  problem.kv_heads = 2;
+  problem.value_dim = 7;
+  // There are 15 pairs a head.
+  EXPECT_EQ(CostOf(T5Bias(), problem).flops, 3 * 4 * 15 * (2 * (6 + 7) + 1));
+}
+
 }  // namespace
 }  // namespace tfb::t5_bias

@@ -267,5 +267,13 @@ TEST(TransformerXlRelative, MatchesHuggingFace) {
   }
 }
 
+TEST(TransformerXlRelative, CostCountsAProductWithThePositionBesidesThoseWithKeyAndValue) {
+  Problem problem = Problem::SelfAttention(3, 4, 5, 6, /*causal=*/true);
+  problem.kv_heads = 2;
+  problem.value_dim = 7;
+  // There are 15 pairs a head.
+  EXPECT_EQ(CostOf(TransformerXlRelative(), problem).flops, 3 * 4 * 15 * 2 * (6 + 6 + 7));
+}
+
 }  // namespace
 }  // namespace tfb::transformer_xl_relative

@@ -1,0 +1,102 @@
+#include "harness/conformance/drawn.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <iterator>
+#include <set>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "gtest/gtest.h"
+
+namespace tfb::conformance {
+
+Range RangeOf(const OptionSpec& option) {
+  Range range;
+  const std::vector<absl::string_view> ends = absl::StrSplit(option.range, " to ");
+  EXPECT_EQ(ends.size(), 2u) << option.name << " has range " << option.range;
+  if (ends.size() != 2) return range;
+  EXPECT_TRUE(absl::SimpleAtod(ends[0], &range.min)) << option.range;
+  EXPECT_TRUE(absl::SimpleAtod(ends[1], &range.max)) << option.range;
+  return range;
+}
+
+std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens, bool few) {
+  if (option.type == "bool") return {"true", "false"};
+  if (option.type == "choice") return absl::StrSplit(option.range, " | ");
+  if (option.type == "int") {
+    const Range range = RangeOf(option);
+    std::vector<int64_t> candidates = {static_cast<int64_t>(range.min), 1, tokens - 1, tokens + 1};
+    if (!few) candidates.insert(candidates.end(), {0, 2, 3, 5, 8, tokens, 2 * tokens, 1000});
+    std::set<int64_t> values;
+    for (const int64_t value : candidates) {
+      const bool in_range =
+          static_cast<double>(value) >= range.min && static_cast<double>(value) <= range.max;
+      if (in_range && std::abs(value) <= 1000) values.insert(value);
+    }
+    std::vector<std::string> texts;
+    for (const int64_t value : values) texts.push_back(absl::StrCat(value));
+    return texts;
+  }
+  if (option.type == "real") {
+    std::vector<std::string> texts = option.sweep;
+    double value;
+    if (absl::SimpleAtod(option.default_value, &value) && value != 0) {
+      const Range range = RangeOf(option);
+      for (const double factor : {0.5, 2.0}) {
+        if (factor * value >= range.min && factor * value <= range.max) {
+          texts.push_back(absl::StrCat(factor * value));
+        }
+      }
+    }
+    return texts;
+  }
+  return {};  // the technique's own tests cover lists
+}
+
+int64_t FromEnvironment(const char* name, int64_t otherwise) {
+  const char* text = std::getenv(name);
+  int64_t value = 0;
+  return text != nullptr && absl::SimpleAtoi(text, &value) ? value : otherwise;
+}
+
+std::mt19937_64 RandomOf(const TechniqueInfo& info) {
+  std::seed_seq seeds(info.name.begin(), info.name.end());
+  std::vector<uint32_t> seed(1);
+  seeds.generate(seed.begin(), seed.end());
+  return std::mt19937_64(seed[0] + FromEnvironment("TFB_PROPERTY_SEED", 0));
+}
+
+int64_t Below(int64_t bound, std::mt19937_64* random) {
+  return static_cast<int64_t>((*random)() % static_cast<uint64_t>(bound));
+}
+
+Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random) {
+  constexpr int64_t kChannels[] = {1, 3, 8, 16, 20, 32, 64};
+  const auto channels = [&] { return kChannels[Below(std::size(kChannels), random)]; };
+  const auto one_in = [&](int64_t n) { return Below(n, random) == 0; };
+  Problem problem = Problem::SelfAttention(1 + Below(2, random), 1 + Below(3, random),
+                                           1 + Below(most_tokens, random), channels(), one_in(2));
+  if (one_in(3)) problem.query_heads *= 2;
+  if (one_in(4)) problem.kv_tokens = 1 + Below(most_tokens, random);
+  if (one_in(4)) problem.value_dim = channels();
+  if (one_in(4)) {
+    problem.dtype = one_in(2) ? DType::kBF16 : DType::kF16;
+    // A norm of a handful of channels amplifies roundings of 16 bits beyond any bound.
+    problem.head_dim = std::max<int64_t>(problem.head_dim, 16);
+  }
+  return problem;
+}
+
+Options OptionsAtRandom(const TechniqueInfo& info, int64_t tokens, std::mt19937_64* random) {
+  Options options;
+  for (const OptionSpec& option : info.options) {
+    const std::vector<std::string> values = ValuesToTry(option, tokens, /*few=*/false);
+    if (values.empty() || Below(5, random) >= 2) continue;
+    options[option.name] = values[Below(static_cast<int64_t>(values.size()), random)];
+  }
+  return options;
+}
+
+}  // namespace tfb::conformance

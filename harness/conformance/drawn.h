@@ -1,0 +1,41 @@
+// Problems and options that cases draw.
+#ifndef TFB_HARNESS_CONFORMANCE_DRAWN_H_
+#define TFB_HARNESS_CONFORMANCE_DRAWN_H_
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/options.h"
+#include "core/problem.h"
+#include "core/technique.h"
+
+namespace tfb::conformance {
+
+struct Range {
+  double min = 0, max = 0;
+};
+// Parses the range "0 to 128" as two numbers.
+Range RangeOf(const OptionSpec& option);
+
+// Returns the values of an option worth trying with a sequence of `tokens`: its choices, or the
+// ends of its range as far as they are of the sequence's order, and numbers around the sequence's
+// length. With `few` it leaves out the numbers between these. Lists have none.
+std::vector<std::string> ValuesToTry(const OptionSpec& option, int64_t tokens, bool few);
+
+// Returns the number of an environment variable, or `otherwise`.
+int64_t FromEnvironment(const char* name, int64_t otherwise);
+// Returns the generator of a technique's draws. TFB_PROPERTY_SEED is added to its seed.
+std::mt19937_64 RandomOf(const TechniqueInfo& info);
+// Returns a number in [0, bound).
+int64_t Below(int64_t bound, std::mt19937_64* random);
+// Draws a problem: sizes around those of tiles and far from them, heads in groups, other keys than
+// the queries' tokens; now and then 16 bits.
+Problem ProblemAtRandom(int64_t most_tokens, std::mt19937_64* random);
+// Draws values of two in five options, lists not among them.
+Options OptionsAtRandom(const TechniqueInfo& info, int64_t tokens, std::mt19937_64* random);
+
+}  // namespace tfb::conformance
+
+#endif  // TFB_HARNESS_CONFORMANCE_DRAWN_H_

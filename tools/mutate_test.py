@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""tools/mutate without Bazel: what its patterns edit, that it restores files, and that its table adds up."""
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import io
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+import xml.etree.ElementTree
+
+sys.dont_write_bytecode = True
+SCRIPT = pathlib.Path(__file__).resolve().parent / 'mutate'
+LOADER = importlib.machinery.SourceFileLoader('mutate', str(SCRIPT))
+mutate = importlib.util.module_from_spec(importlib.util.spec_from_loader('mutate', LOADER))
+LOADER.exec_module(mutate)
+
+SOURCE = '''#include "a.h"  // 1 < 2
+#define N 3
+
+// Returns 4 + 5.
+int64_t Keys(const Problem& p, int64_t begin) {
+  if (p.causal && !wide) return absl::InvalidArgumentError("7 < 8");
+  const std::vector<int> low(p.head_dim, 0);
+  return 2 * std::min(begin + 1, p.kv_tokens);
+}
+'''
+
+
+def results(text, pattern):
+    return {edit.apply(text) for edit in mutate.edits_of('a.cc', text) if edit.pattern == pattern}
+
+
+class Patterns(unittest.TestCase):
+
+    def expect(self, pattern, line, *mutants):
+        self.assertEqual(results(line, pattern), set(mutants), pattern)
+
+    def test_each_makes_the_edits_that_its_name_says(self):
+        self.expect('comparison', 'x = a < b;', 'x = a <= b;', 'x = a >= b;')
+        self.expect('comparison', 'x = a == b;', 'x = a != b;')
+        self.expect('arithmetic', 'x = (a + b) / c;', 'x = (a - b) / c;', 'x = (a + b) * c;')
+        self.expect('assignment', 'x += y;', 'x -= y;', 'x = y;')
+        self.expect('logic', 'x = a && b;', 'x = a || b;')
+        self.expect('not', 'return !found;', 'return found;')
+        self.expect('constant', 'x[i + 1] = 0;', 'x[i + 2] = 0;', 'x[i + 0] = 0;', 'x[i + 1] = 1;')
+        self.expect('dropped term', 'f(a + b.c[0], d);', 'f(a, d);')
+        self.expect('dropped factor', 'f(a * b.c);', 'f(b.c);', 'f(a);')
+        self.expect('factor two', 'x = 2.0 * y;', 'x = y;')
+        self.expect('min and max', 'x = std::min(a, b);', 'x = std::max(a, b);')
+        self.expect('condition', 'if (f(a) && b) c();', 'if (!(f(a) && b)) c();')
+        self.expect('truth', 'x = true;', 'x = false;')
+        self.expect('size', 'x = p.head_dim;', 'x = p.value_dim;')
+        self.expect('heads', 'x = p.kv_heads;', 'x = p.query_heads;')
+        self.expect('tokens', 'x = p.kv_tokens;', 'x = p.query_tokens;')
+        self.expect('end', 'x = begin;', 'x = end;')
+        self.expect('end', 'x = y.front();', 'x = y.back();')
+        self.expect('error', '  TFB_RETURN_IF_ERROR(Check(a));', '  ;')
+        self.expect('error', '  return absl::NotFoundError(a);', '  return absl::OkStatus();')
+        self.expect('statement', '\n  total = a;\n', '\n\n')
+        self.expect('statement', '\n  parts.push_back(a);\n', '\n\n')
+        self.expect('statement', 'continue;', ';')
+
+    def test_templates_pointers_and_iterators_are_no_operators(self):
+        for line in ('std::vector<int> x;', 'const float* x;', 'f(*x, &y, -z);', 'a.begin();'):
+            self.assertEqual(results(line, 'comparison') | results(line, 'arithmetic') | results(line, 'end'), set(), line)
+
+    def test_every_pattern_has_a_place_in_some_line_of_this_test(self):
+        named = set(re.findall(r"expect\('([^']+)'", pathlib.Path(__file__).read_text()))
+        self.assertEqual(named, {pattern[0] for pattern in mutate.PATTERNS})
+
+    def test_comments_texts_and_the_preprocessor_stay(self):
+        self.assertEqual(len(mutate.blank(SOURCE)), len(SOURCE))
+        for edit in mutate.edits_of('a.cc', SOURCE):
+            mutant = edit.apply(SOURCE)
+            self.assertNotEqual(mutant, SOURCE)
+            self.assertEqual(mutant.splitlines()[:4], SOURCE.splitlines()[:4])
+            self.assertTrue('"7 < 8"' in mutant or edit.pattern == 'error')
+
+    def test_a_diff_and_the_changed_lines_show_the_edit(self):
+        edit = next(edit for edit in mutate.edits_of('d/a.cc', SOURCE) if edit.pattern == 'min and max')
+        self.assertEqual(
+            edit.lines(SOURCE),
+            ('return 2 * std::min(begin + 1, p.kv_tokens);', 'return 2 * std::max(begin + 1, p.kv_tokens);'))
+        self.assertIn('--- a/d/a.cc\n+++ b/d/a.cc\n', edit.diff(SOURCE))
+        self.assertIn('\n-  return 2 * std::min(begin', edit.diff(SOURCE))
+
+
+class Files(unittest.TestCase):
+
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.root = pathlib.Path(self.folder.name)
+        (self.root / 'a.cc').write_text(SOURCE)
+
+    def test_an_edit_is_made_and_taken_back_even_when_interrupted(self):
+        edit = mutate.edits_of('a.cc', SOURCE)[0]
+        for interruption in (None, KeyboardInterrupt, SystemExit):
+            try:
+                with mutate.edited(self.root, edit):
+                    self.assertEqual((self.root / 'a.cc').read_text(), edit.apply(SOURCE))
+                    if interruption:
+                        raise interruption
+            except (KeyboardInterrupt, SystemExit):
+                pass
+            self.assertEqual((self.root / 'a.cc').read_text(), SOURCE)
+
+    def test_a_seed_draws_the_same_edits_and_none_twice(self):
+
+        def drawn(seed):
+            edits = mutate.draw(self.root, ['a.cc'], random.Random(seed))
+            return [(edit.begin, edit.replacement, edit.pattern) for edit in edits]
+
+        self.assertEqual(drawn(1), drawn(1))
+        self.assertNotEqual(drawn(1), drawn(2))
+        self.assertEqual(len(set(drawn(1))), len(drawn(1)))
+        self.assertEqual(len(drawn(1)), len(mutate.edits_of('a.cc', SOURCE)))
+
+    def test_product_sources_leave_out_tests(self):
+        for name in ('a_test.cc', 'toys.cc', 'results/synthetic.h', 'harness/conformance/masks.cc', 'b.cu', 'c.py'):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / name).write_text('')
+        for command in (['init', '--quiet'], ['add', '.']):
+            subprocess.run(['git'] + command, cwd=str(self.root), check=True)
+        self.assertEqual(sorted(mutate.product_sources(self.root, ['.'])), ['a.cc', 'b.cu'])
+
+
+class Tests(unittest.TestCase):
+
+    @staticmethod
+    def target(label, size='medium', tags=()):
+        rule = '<rule class="cc_test" name="%s"><string name="size" value="%s"/><list name="tags">%s</list></rule>' % (
+            label, size, ''.join('<string value="%s"/>' % tag for tag in tags))
+        return mutate.TestTarget(xml.etree.ElementTree.fromstring(rule))
+
+    def test_those_of_the_file_come_first_then_its_package_then_others_then_slow_ones(self):
+        tests = [
+            self.target('//d:b_test'),
+            self.target('//d:a_test', 'small'),
+            self.target('//d:a_sweep_test', 'large'),
+            self.target('//e:a_test'),
+            self.target('//d:a_cuda_conformance_test', 'large', ['gpu']),
+            self.target('//d:by_hand_test', tags=['manual']),
+        ]
+        self.assertEqual(
+            mutate.stages('d/a.cc', tests),
+            [['//d:a_test'], ['//d:b_test'], ['//d:a_cuda_conformance_test', '//d:a_sweep_test'], ['//e:a_test']])
+        self.assertEqual(
+            mutate.stages('d/a_cuda.cu', tests)[:2],
+            [['//d:a_test'], ['//d:a_cuda_conformance_test', '//d:b_test']])
+
+    def test_the_first_stage_that_fails_decides(self):
+
+        class Fake(mutate.Bazel):
+            verdicts = {'1': ('passed', ''), '2': ('failed', '//d:2'), '3': ('broken', '')}
+            run = []
+
+            def stages(self, path):
+                return [[label] for label in path]
+
+            def test(self, labels):
+                self.run += labels
+                return self.verdicts[labels[0]]
+
+        bazel = Fake(pathlib.Path(), ['bazel'], 60)
+        self.assertEqual(bazel.judge('121'), ('noticed', '//d:2'))
+        self.assertEqual(bazel.run, ['1', '2'])
+        self.assertEqual(bazel.judge('11'), ('survived', '2 tests'))
+        self.assertEqual(bazel.judge('13'), ('broken', ''))
+
+    def test_a_test_that_fails_without_an_edit_is_left_out(self):
+
+        class Fake(mutate.Bazel):
+
+            def stages(self, path):
+                return [['bad'], ['good']]
+
+            def test(self, labels):
+                is_edited = (self.root / 'a.cc').read_text() != SOURCE
+                return ('failed', labels[0]) if labels == ['bad'] or is_edited else ('passed', '')
+
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder)
+            (root / 'a.cc').write_text(SOURCE)
+            bazel = Fake(root, ['bazel'], 60)
+            edit = mutate.edits_of('a.cc', SOURCE)[0]
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                self.assertEqual(bazel.judge_edit(edit), ('noticed', 'good'))
+            self.assertEqual(bazel.unsound, {'bad'})
+            self.assertEqual(printed.getvalue(), 'bad fails without an edit, and is left out\n')
+
+
+class Report(unittest.TestCase):
+
+    def test_the_table_adds_up(self):
+        score = mutate.Score()
+        edits = {path: mutate.Edit(path, 'constant', 0, 1, '2') for path in ('a/b/c/d.cc', 'a/b/e.cc', 'results/f.cc')}
+        for path, verdict in (('a/b/c/d.cc', 'noticed'), ('a/b/e.cc', 'survived'), ('results/f.cc', 'noticed'),
+                              ('results/f.cc', 'noticed')):
+            score.add(edits[path], verdict, 'diff of ' + path)
+        self.assertEqual(score.table().splitlines()[1:], [
+            'a/b            1      2',
+            'results        2      2',
+            'all            3      4',
+        ])
+        self.assertEqual(score.share(), 0.75)
+        self.assertIn('75.0 % noticed', score.report())
+        self.assertIn('diff of a/b/e.cc', score.report())
+        self.assertNotIn('diff of results', score.report())
+
+    def test_edits_that_change_nothing_are_read_with_their_reasons(self):
+        text = '# why\n\na/b.cc\n- x <  y\n+ x <= y\n= they are never equal\n- z\n+\n= z is unused\n'
+        self.assertEqual(
+            mutate.read_equivalent(text), {
+                ('a/b.cc', 'x < y', 'x <= y'): 'they are never equal',
+                ('a/b.cc', 'z', ''): 'z is unused'
+            })
+        with self.assertRaises(ValueError):
+            mutate.read_equivalent('a/b.cc\n- x\n= no line after\n')
+
+    def test_the_file_of_those_edits_can_be_read(self):
+        mutate.read_equivalent((SCRIPT.parent / 'mutate_equivalent').read_text())
+
+    def test_wrong_flags_are_refused(self):
+        for flags in (['--count=0'], ['--least=1.5'], ['--no_such_flag']):
+            done = subprocess.run([sys.executable, str(SCRIPT)] + flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            self.assertEqual(done.returncode, 2, flags)
+            self.assertIn(flags[0].split('=')[0], done.stderr.decode())
+
+
+if __name__ == '__main__':
+    unittest.main()
