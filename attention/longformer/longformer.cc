@@ -31,8 +31,12 @@ TechniqueInfo Info() {
   return info;
 }
 
+// Tells whether global rows read tensors of their own, which they do not where there can be none.
 bool OwnProjections(const LongformerOptions& options) {
-  return options.projections == LongformerOptions::Projections::kOwn;
+  const bool may_have_globals =
+      options.max_globals > 0 ||
+      std::any_of(options.globals.begin(), options.globals.end(), [](int64_t g) { return g >= 0; });
+  return may_have_globals && options.projections == LongformerOptions::Projections::kOwn;
 }
 
 bool ReadsMask(const LongformerOptions& options) { return options.max_globals > 0; }

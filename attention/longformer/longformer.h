@@ -79,8 +79,9 @@ class Longformer : public TechniqueOf<LongformerOptions> {
   absl::Status Definition(const Problem& problem, const LongformerOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
-  // Returns the inputs; where `projections` is own, also q_global, k_global and v_global, of the
-  // shapes of q, k and v; where max_globals > 0, also global_mask.
+  // Returns the inputs; where `projections` is own and the options allow of global tokens, also
+  // q_global, k_global and v_global, of the shapes of q, k and v; where max_globals > 0, also
+  // global_mask.
   std::vector<TensorSpec> ReadTensors(const Problem& problem,
                                       const LongformerOptions& options) const override;
 };
