@@ -262,7 +262,7 @@ class BigBirdLayer : public Layer {
   Cost cost() const override {
     const Problem& p = problem();
     Cost cost;
-    cost.bytes = AttentionBytes(p);
+    cost.bytes = TensorBytes();
     if (softmax_.engines().empty()) return cost;
     double pairs = globals_.empty() ? 0 : globals_engine_.schedule().KeptPairs(p.query_heads);
     for (const FlashEngine& engine : softmax_.engines()) {
