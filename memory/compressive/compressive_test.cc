@@ -372,8 +372,9 @@ TEST(Compressive, MostUsedKeepsTheTokensThatQueriesAttendTo) {
 
 TEST(Compressive, TheDefinitionFollowsALayersChoiceOnlyWhereItIsAsGood) {
   const Problem problem = CausalProblem(1, 1, 24, 4);
-  const Options options = {{"function", "most_used"}, {"layers", "1"},      {"segment", "8"},
-                           {"memory", "8"},           {"compression", "4"}, {"feed_forward", "1"},
+  const Options options = {{"function", "most_used"}, {"layers", "1"},
+                           {"segment", "8"},          {"memory", "8"},
+                           {"compression", "4"},      {"feed_forward_dim", "1"},
                            {"compressed_memory", "8"}};
   const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
   const Tensor x = RandomHidden(problem);
