@@ -1,10 +1,10 @@
 // The steps of a Universal Transformer on the CPU: only tokens that go on are computed.
 //
 // Before each step the tokens that go on are listed (with halted=recomputed all tokens of a
-// sequence in which one does), and every product, norm and query has their
-// rows alone, side by side. Keys and values are those of all tokens. Their projection is in two
-// parts: (H + PE) W of the state and the position, computed when the state has changed, and T^n W,
-// a row of a table. So each token's numbers do not depend on which others go on, bit for bit.
+// sequence in which one does), and every product, norm and query has their rows alone, side by
+// side. Keys and values are those of all tokens. Their projection is in two parts: (H + PE) W of
+// the state and the position, computed when the state has changed, and T^n W, a row of a table. So
+// each token's numbers do not depend on which others go on, bit for bit.
 #ifndef TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_COMPACTED_STEPS_H_
 #define TFB_ADAPTIVE_UNIVERSAL_TRANSFORMER_COMPACTED_STEPS_H_
 

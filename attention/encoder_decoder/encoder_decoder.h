@@ -33,10 +33,10 @@
 //
 // Sources: Vaswani et al. 2017, arXiv:1706.03762v7, sections 3.1 and 3.3; pre-norm: Xiong et al.
 // 2020, "On layer normalization in the Transformer architecture", arXiv:2002.04745v2, Table 1, with
-// a final norm; core/layers/final_norm.h says who has the other combinations;
-// sparse: Child et al. 2019, "Generating long sequences with Sparse Transformers",
-// arXiv:1904.10509v1, section 5.2. Projections have biases by default, as in PyTorch and GPT-2; the
-// authors of the first had none (`bias`). Tensor2Tensor has epsilon 1e-6.
+// a final norm; core/layers/final_norm.h says who has the other combinations; sparse: Child et al.
+// 2019, "Generating long sequences with Sparse Transformers", arXiv:1904.10509v1, section 5.2.
+// Projections have biases by default, as in PyTorch and GPT-2; the authors of the first had none
+// (`bias`). Tensor2Tensor has epsilon 1e-6.
 //
 // Cost of a layer and token, d = model_dim, dense, feed_forward_dim 4 d: 24 d^2 FLOPs and 4 d a key seen;
 // a decoder layer has 4 d^2 more for it, 4 d^2 for each token of the memory, and 4 d a key of the

@@ -24,9 +24,8 @@
 //   the rows of K^s_0, ..., K^s_(n-1) for all queries (SortCut)           sorted_blocks = n > 0
 //
 // Row r of K^s_u is a key where a block t of its sum has a token in row r; the null block has one
-// in each. No query sees rows that
-// come from padding alone. A given matrix S that takes a block whose row r is missing gives a key
-// and a value of 0, which count.
+// in each. No query sees rows that come from padding alone. A given matrix S that takes a block
+// whose row r is missing gives a key and a value of 0, which count.
 //
 // x_j is row j of the head's k (`pooled` keys), of q and k side by side (queries_and_keys; queries that
 // share a key-value head are added up), or of the hidden states x, which is the paper's and which the
@@ -114,9 +113,8 @@ struct SinkhornOptions {
 
 // Sinkhorn reads q, k, v, the optional key_mask; x [batch, tokens, model_dim], logits and g f32
 // [batch, kv_heads, N, M] where options say so, M = N, or N + 1 with a null key; the optional sort
-// of that shape. It writes
-// out and the optional log_sum_exp and sort. It is self-attention only, of at most 4096 blocks;
-// SortCut is not causal.
+// of that shape. It writes out and the optional log_sum_exp and sort. It is self-attention only, of
+// at most 4096 blocks; SortCut is not causal.
 //
 // The parameters, f32, of deviation 1 / sqrt(inputs), with width head_dim, twice that, or
 // model_dim, are hidden_weights [kv_heads, width, hidden], hidden_bias [kv_heads, hidden],

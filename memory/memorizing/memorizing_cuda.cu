@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
   if (any && slots != nullptr) {
     log_sum_exp = ReadSlots(a, slots, a.scores + row * a.k, head, read);
   } else if (any) {
-    log_sum_exp = a.mean_log_sum_exp[row];
+    if (a.mean_log_sum_exp != nullptr) log_sum_exp = a.mean_log_sum_exp[row];
     for (int part = 0; part < kOfLane && Lane() + part * kWarp < a.channels; ++part) {
       read[part] = a.mean[row * a.channels + Lane() + part * kWarp];
     }

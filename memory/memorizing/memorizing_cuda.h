@@ -38,7 +38,7 @@ struct MixArguments {
   const int32_t* slots;  // [batch][heads][tokens][k]; -1 behind the last
   const float* scores;
   const float* mean;              // [batch][heads][tokens][channels]: the mean over all entries
-  const float* mean_log_sum_exp;  // [batch][heads][tokens]
+  const float* mean_log_sum_exp;  // [batch][heads][tokens], or null where it is not used
   const float* null_keys;         // [heads / group][channels], of unit length, or null
   const float* null_values;
   DeviceView own_log_sum_exp;  // [batch, heads, tokens]; null data: gates

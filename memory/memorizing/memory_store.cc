@@ -105,7 +105,7 @@ MemoryStore::Found MemoryStore::LayOutSlots(int64_t tokens, Workspace& workspace
 MemoryStore::Found MemoryStore::LayOutMean(int64_t tokens, Workspace& workspace) const {
   Found found;
   found.mean = workspace.Take<float>(rows() * tokens * problem_.head_dim);
-  found.log_sum_exp = workspace.Take<float>(rows() * tokens);
+  if (shape_.weighs()) found.log_sum_exp = workspace.Take<float>(rows() * tokens);
   return found;
 }
 
@@ -192,7 +192,9 @@ absl::StatusOr<MemoryStore::Found> MemoryStore::ReadAll(const TensorView& querie
   call.k = Slice(by_batch(Ring(keys_)), 2, 0, entries());
   call.v = Slice(by_batch(Ring(values_)), 2, 0, entries());
   call.out = by_batch(TensorView(found.mean, DType::kF32, queries.shape()));
-  call.log_sum_exp = by_batch(TensorView(found.log_sum_exp, DType::kF32, {rows(), tokens}));
+  if (shape_.weighs()) {
+    call.log_sum_exp = by_batch(TensorView(found.log_sum_exp, DType::kF32, {rows(), tokens}));
+  }
   Band all;
   all.high = entries();
   if (device_ == Device::kCpu) {
@@ -281,7 +283,7 @@ void MemoryStore::MixOnCpu(const Reading& reading, const TensorView& heads,
         read.log_sum_exp = ReadSlots(slots, found.scores + query * k, k, scale, of_row, sum);
       } else if (entries() > 0) {
         sum = Eigen::Map<const Eigen::ArrayXf>(found.mean + query * channels, channels);
-        read.log_sum_exp = found.log_sum_exp[query];
+        if (shape_.weighs()) read.log_sum_exp = found.log_sum_exp[query];
       }
       const bool any = slots != nullptr ? slots[0] >= 0 : entries() > 0;
       if (shape_.has_null) AddNull(reading, query, h, &read);

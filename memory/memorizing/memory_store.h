@@ -36,6 +36,8 @@ struct StoreShape {
   bool has_null = false;  // queries read a learned key and value, too
   bool joins = false;     // one softmax over what is read and the layer's own keys; else a gate
 
+  // Whether the size of the scores matters beside their differences.
+  bool weighs() const { return has_null || joins; }
   int64_t slots() const { return capacity + lag; }
 };
 
@@ -63,9 +65,8 @@ class MemoryStore {
   // sigmoid(gate), or with `joins` sigmoid(l - m), of the log-sum-exps l of the scores of what is
   // read and m, `log_sum_exp` f32 [batch, heads, tokens], of the layer's own. Heads are unchanged
   // where nothing is read. q of any floating dtype and heads, f32, are [batch, heads, tokens,
-  // head_dim]. `retrieved`, i64 [batch, heads, tokens, k] unless
-  // empty, becomes the tokens that were read, ascending, counted from the first Append; -1 behind
-  // the last.
+  // head_dim]. `retrieved`, i64 [batch, heads, tokens, k] unless empty, becomes the tokens that
+  // were read, ascending, counted from the first Append; -1 behind the last.
   absl::Status Read(const ConstTensorView& q, const TensorView& heads,
                     const ConstTensorView& log_sum_exp, const TensorView& retrieved,
                     const Execution& execution);
@@ -96,7 +97,7 @@ class MemoryStore {
     // [rows][tokens][head_dim]: the mean over the whole store, instead of slots; and the
     // log-sum-exp of its scores, [rows][tokens].
     float* mean = nullptr;
-    float* log_sum_exp = nullptr;
+    float* log_sum_exp = nullptr;  // null where it is not used
   };
   // A Read on its way to Mix.
   struct Reading {

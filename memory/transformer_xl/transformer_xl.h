@@ -75,9 +75,9 @@ struct TransformerXlOptions : RelativeStackOptions {
 // they are not shared) [heads, head_dim]; with a span_ramp layerN.span [heads];
 // layerN.attention_norm.gamma, .beta, layerN.ff_norm.gamma, .beta [model_dim]; layerN.ff.w1
 // [model_dim, f], ff.b1 [f], ff.w2 [f, model_dim], ff.b2 [model_dim]; with a final norm
-// final_norm.gamma, .beta [model_dim]. None depends on memory,
-// segment or tokens. Matrices are drawn N(0, 1 / inputs), so that scores are of order 1, u and v
-// N(0, 1/4), spans N(48, 256), gammas 1, the rest 0.
+// final_norm.gamma, .beta [model_dim]. None depends on memory, segment or tokens. Matrices are
+// drawn N(0, 1 / inputs), so that scores are of order 1, u and v N(0, 1/4), spans N(48, 256),
+// gammas 1, the rest 0.
 //
 // It writes out and the optional context, [batch, query_tokens, model_dim] both: g of the last
 // layer, or LN g with pre_norm, which is what its feed-forward network reads. Techniques that look
