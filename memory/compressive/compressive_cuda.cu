@@ -178,7 +178,7 @@ const char* LaunchSelectRows(const SelectRowsArguments& a, void* stream) {
 // ---- Losses ----
 
 // A block does one batch row.
-__global__ void __launch_bounds__(kThreads) NormOfDifference(NormOfDifferenceArguments a) {
+__global__ void __launch_bounds__(kThreads) LossOfDifference(LossOfDifferenceArguments a) {
   const int64_t b = blockIdx.x;
   double sum = 0;
   for (int64_t n = threadIdx.x; n < a.rows * a.channels; n += kThreads) {
@@ -188,17 +188,20 @@ __global__ void __launch_bounds__(kThreads) NormOfDifference(NormOfDifferenceArg
     sum += difference * difference;
   }
   const double total = SumOfBlock(sum);
-  if (threadIdx.x == 0) Store(a.to, b * a.to.strides[0], static_cast<float>(sqrt(total)));
+  if (threadIdx.x > 0) return;
+  const double elements = static_cast<double>(max(a.rows * a.channels, int64_t{1}));
+  const double loss = a.mean_square ? total / elements : sqrt(total);
+  Store(a.to, b * a.to.strides[0], static_cast<float>(loss));
 }
 
-const char* LaunchNormOfDifference(const NormOfDifferenceArguments& a, void* stream) {
-  return Launch("NormOfDifference", &NormOfDifference,
+const char* LaunchLossOfDifference(const LossOfDifferenceArguments& a, void* stream) {
+  return Launch("LossOfDifference", &LossOfDifference,
                 {dim3(static_cast<unsigned>(a.batch)), dim3(kThreads)}, stream, a);
 }
 
 }  // namespace
 
 TFB_KERNEL_TABLE(CompressiveKernels, {&LaunchCopyRows, &LaunchPoolRows, &LaunchMergeParts,
-                                      &LaunchReceived, &LaunchSelectRows, &LaunchNormOfDifference});
+                                      &LaunchReceived, &LaunchSelectRows, &LaunchLossOfDifference});
 
 }  // namespace tfb::compressive

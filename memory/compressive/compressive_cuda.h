@@ -83,7 +83,7 @@ struct SelectRowsArguments {
   int64_t kept_size;
 };
 
-struct NormOfDifferenceArguments {
+struct LossOfDifferenceArguments {
   DeviceView a;   // [batch, rows, channels]
   DeviceView b;   // [batch, ceil(rows / repeat), channels]
   DeviceView to;  // [batch]
@@ -91,6 +91,7 @@ struct NormOfDifferenceArguments {
   int64_t rows;
   int64_t channels;
   int64_t repeat;
+  bool mean_square;
 };
 
 // Each launcher enqueues on the stream and returns null, or a text that says why it could not.
@@ -100,7 +101,7 @@ struct CompressiveKernels {
   const char* (*merge_parts)(const MergePartsArguments& arguments, void* stream);
   const char* (*received)(const ReceivedArguments& arguments, void* stream);
   const char* (*select_rows)(const SelectRowsArguments& arguments, void* stream);
-  const char* (*norm_of_difference)(const NormOfDifferenceArguments& arguments, void* stream);
+  const char* (*loss_of_difference)(const LossOfDifferenceArguments& arguments, void* stream);
 };
 
 }  // namespace tfb::compressive

@@ -221,8 +221,9 @@ absl::Status SelectRows(Device device, const SelectRowsCall& call, const Executi
   return Launch(device, &CompressiveKernels::select_rows, arguments, execution);
 }
 
-absl::Status NormOfDifference(Device device, const TensorView& a, const TensorView& b,
-                              int64_t repeat, const TensorView& to, const Execution& execution) {
+absl::Status LossOfDifference(Device device, bool mean_square, const TensorView& a,
+                              const TensorView& b, int64_t repeat, const TensorView& to,
+                              const Execution& execution) {
   if (device == Device::kCpu) {
     execution.pool->ParallelFor(a.dim(0), [&](int64_t batch, int) {
       double sum = 0;
@@ -233,13 +234,15 @@ absl::Status NormOfDifference(Device device, const TensorView& a, const TensorVi
           sum += difference * difference;
         }
       }
-      to.Set(to.Offset(batch), std::sqrt(sum));
+      const double elements = static_cast<double>(std::max<int64_t>(a.dim(1) * a.dim(2), 1));
+      to.Set(to.Offset(batch), mean_square ? sum / elements : std::sqrt(sum));
     });
     return absl::OkStatus();
   }
-  const NormOfDifferenceArguments arguments = {
-      ToDeviceView(a), ToDeviceView(b), ToDeviceView(to), a.dim(0), a.dim(1), a.dim(2), repeat};
-  return Launch(device, &CompressiveKernels::norm_of_difference, arguments, execution);
+  const LossOfDifferenceArguments arguments = {ToDeviceView(a), ToDeviceView(b), ToDeviceView(to),
+                                               a.dim(0),        a.dim(1),        a.dim(2),
+                                               repeat,          mean_square};
+  return Launch(device, &CompressiveKernels::loss_of_difference, arguments, execution);
 }
 
 }  // namespace tfb::compressive

@@ -78,10 +78,12 @@ struct SelectRowsCall {
 };
 absl::Status SelectRows(Device device, const SelectRowsCall& call, const Execution& execution);
 
-// Computes to [batch] = || a - b ||, over all rows and channels of a [batch, rows, channels]; row n
-// of a is compared with row n / repeat of b.
-absl::Status NormOfDifference(Device device, const TensorView& a, const TensorView& b,
-                              int64_t repeat, const TensorView& to, const Execution& execution);
+// Computes to [batch] = || a - b ||, or with `mean_square` the mean of (a - b)^2, over all rows and
+// channels of a [batch, rows, channels]; 0 where there are no rows. Row n of a is compared with row
+// n / repeat of b.
+absl::Status LossOfDifference(Device device, bool mean_square, const TensorView& a,
+                              const TensorView& b, int64_t repeat, const TensorView& to,
+                              const Execution& execution);
 
 }  // namespace tfb::compressive
 

@@ -34,9 +34,9 @@ MemoryReach::Context MemoryReach::ContextOf(int64_t tokens, int64_t layers) cons
   return context;
 }
 
-void SegmentView::Set(int64_t begin, int64_t tokens) {
+void SegmentView::Set(int64_t begin, int64_t tokens, int64_t first_seen) {
   tokens_ = tokens;
-  first_seen_ = reach_.FirstSeen(begin);
+  first_seen_ = first_seen;
   const int64_t first_key = KeyValueCache::TileBegin(first_seen_);
   kv_tokens_ = begin + tokens - first_key;
   band_ = {};
@@ -57,7 +57,8 @@ RelativeAttention::Parameters RelativeAttention::ParametersOf(const NamedTensors
           parameter(own, "w_k"),
           parameter(own, "w_v"),
           parameter(own, "w_o"),
-          {parameter(own, "w_r"), parameter(biases, "u"), parameter(biases, "v")},
+          {sizes.learned_distances > 0 ? ConstTensorView() : parameter(own, "w_r"),
+           parameter(biases, "u"), parameter(biases, "v")},
           sizes.span_ramp > 0 ? parameter(own, "span") : ConstTensorView(),
           sizes.span_ramp};
 }

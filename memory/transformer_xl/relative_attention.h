@@ -72,7 +72,9 @@ class SegmentView {
       : device_(device), reach_(reach), schedules_(reach.max_segment) {}
 
   // Sets the queries to tokens begin to begin + tokens - 1 of the stream. It allocates nothing.
-  void Set(int64_t begin, int64_t tokens);
+  void Set(int64_t begin, int64_t tokens) { Set(begin, tokens, reach_.FirstSeen(begin)); }
+  // Does the same for a memory that begins with token `first_seen`.
+  void Set(int64_t begin, int64_t tokens, int64_t first_seen);
 
   int64_t tokens() const { return tokens_; }
   // Keys are counted from the tile of this token on.

@@ -53,6 +53,22 @@ Rows StackDefinition::Sinusoids(int64_t distances) const {
   return r;
 }
 
+Rows StackDefinition::KeysOfDistances(int64_t n, int64_t distances) const {
+  if (sizes_.learned_distances == 0) return Project(n, "w_r", Sinusoids(distances));
+  const ConstTensorView table = parameters_.at(LayerPrefix(n) + "relative_keys").view();
+  Rows keys(distances, sizes_.width());
+  for (int64_t d = 0; d < distances; ++d) {
+    // With a largest distance the table ends there.
+    const int64_t row = std::min(d, sizes_.learned_distances - 1);
+    for (int64_t h = 0; h < sizes_.heads; ++h) {
+      for (int64_t c = 0; c < sizes_.head_dim; ++c) {
+        keys[d][h * sizes_.head_dim + c] = table.Get(table.Offset(row, h, c));
+      }
+    }
+  }
+  return keys;
+}
+
 double StackDefinition::SpanWeight(int64_t n, int64_t h, int64_t distance) const {
   const double z = parameters_.at(LayerPrefix(n) + "span").view().Get(h), r = sizes_.span_ramp;
   return std::clamp((r + z - static_cast<double>(distance)) / r, 0.0, 1.0);
@@ -61,7 +77,7 @@ double StackDefinition::SpanWeight(int64_t n, int64_t h, int64_t distance) const
 Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
                               std::vector<double>* received, Rows* log_sum_exp) const {
   const std::string biases = BiasPrefix(sizes_, n);
-  const Rows distances = Project(n, "w_r", Sinusoids(keys.k.rows()));
+  const Rows distances = KeysOfDistances(n, keys.k.rows());
   const Rows content_bias = Matrix(biases + "u"), position_bias = Matrix(biases + "v");
   const int64_t e = sizes_.head_dim, first_query = keys.k.rows() - q.rows();
   // The entry of each query, where it is asked for.

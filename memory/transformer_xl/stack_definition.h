@@ -65,6 +65,8 @@ class StackDefinition {
 
  private:
   Rows Sinusoids(int64_t distances) const;  // Returns r_d, [distances, model_dim].
+  // Returns r_d W_r, or the learned vectors of layer n, [distances, model_dim].
+  Rows KeysOfDistances(int64_t n, int64_t distances) const;
   double SpanWeight(int64_t n, int64_t h, int64_t distance) const;
 
   StackSizes sizes_;
