@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/layers/copy_rows.h"
 #include "core/status.h"
 #include "core/workspace.h"
 #include "memory/compressive/row_operations.h"

@@ -178,7 +178,7 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
  private:
   CompressiveLayer(const Problem& problem, const CompressiveOptions& options,
                    std::vector<TensorSpec> outputs, Device device)
-      : transformer_xl::SegmentedLayer(problem, std::move(outputs), options.layers,
+      : transformer_xl::SegmentedLayer(device, problem, std::move(outputs), options.layers,
                                        options.segment),
         options_(options),
         device_(device),

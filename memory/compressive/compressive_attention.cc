@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/layers/copy_rows.h"
 #include "core/status.h"
 #include "memory/transformer_xl/stack.h"
 

@@ -45,25 +45,6 @@ __device__ double SumOfBlock(double value) {
 
 // ---- Rows ----
 
-__global__ void __launch_bounds__(kThreads) CopyRows(CopyRowsArguments a) {
-  const int64_t n = ThreadOfGrid();
-  if (n >= a.batch * a.rows * a.channels) return;
-  const int64_t c = n % a.channels, row = n / a.channels % a.rows;
-  const int64_t b = n / a.channels / a.rows;
-  int64_t source = row;
-  if (a.selected != nullptr) source = a.selected[b * a.rows + row];
-  if (a.dilated_block > 0) source += a.dilated_block - 1 - 3 * (row % a.dilated_block);
-  float value = 0;
-  if (source >= 0) {
-    value = Load(a.from.view, Offset(a.from.view, b, (a.from.first + source) % a.from.places, c));
-  }
-  Store(a.to.view, Offset(a.to.view, b, (a.to.first + row) % a.to.places, c), value);
-}
-
-const char* LaunchCopyRows(const CopyRowsArguments& a, void* stream) {
-  return LaunchElements("CopyRows", &CopyRows, a.batch * a.rows * a.channels, stream, a);
-}
-
 __global__ void __launch_bounds__(kThreads) PoolRows(PoolRowsArguments a) {
   const int64_t n = ThreadOfGrid();
   if (n >= a.batch * a.blocks * a.channels) return;
@@ -201,7 +182,7 @@ const char* LaunchLossOfDifference(const LossOfDifferenceArguments& a, void* str
 
 }  // namespace
 
-TFB_KERNEL_TABLE(CompressiveKernels, {&LaunchCopyRows, &LaunchPoolRows, &LaunchMergeParts,
-                                      &LaunchReceived, &LaunchSelectRows, &LaunchLossOfDifference});
+TFB_KERNEL_TABLE(CompressiveKernels, {&LaunchPoolRows, &LaunchMergeParts, &LaunchReceived,
+                                      &LaunchSelectRows, &LaunchLossOfDifference});
 
 }  // namespace tfb::compressive
