@@ -259,6 +259,43 @@ TEST(DepthAdaptive, ParametersAreNamedByOracleAndLevel) {
 
 const ExitValues kValues = {{-3, -1, -2, -1}, {-1, -2, -1, -1}, {-1, -1, -1, -0.5}};
 
+// Two exits, three tokens of three: the exits give probabilities 1/2, 1/4, 1/4 in turn.
+Tensor TurningLogits() {
+  Tensor logits(DType::kF32, {2, 3, 3});
+  for (int64_t n = 0; n < 2; ++n) {
+    for (int64_t t = 0; t < 3; ++t) {
+      for (int64_t v = 0; v < 3; ++v) {
+        logits.view().Set((n * 3 + t) * 3 + v, v == (n + t) % 3 ? std::log(2.0) + 5 : 5);
+      }
+    }
+  }
+  return logits;
+}
+
+TEST(DepthAdaptiveOracle, ValuesAreTheLikelihoodOrTheCorrectnessOfTheNextToken) {
+  const Tensor logits = TurningLogits();
+  const std::vector<int64_t> next = {0, 2, 2};
+  const double half = std::log(0.5), quarter = std::log(0.25);
+  const auto near = [](double value) { return ::testing::DoubleNear(value, 1e-6); };
+  const ExitValues likelihood = LikelihoodOfExits(logits.view(), next);
+  EXPECT_THAT(likelihood[0], ElementsAre(near(half), near(quarter), near(half)));
+  EXPECT_THAT(likelihood[1], ElementsAre(near(quarter), near(half), near(quarter)));
+  const ExitValues correctness = CorrectnessOfExits(logits.view(), next);
+  EXPECT_THAT(correctness[0], ElementsAre(1, 0, 1));
+  EXPECT_THAT(correctness[1], ElementsAre(0, 1, 0));
+  // Exit 2 gains log 2 for token 1 alone, where the penalty of one more exit is below that.
+  EXPECT_THAT(TokenOracle(likelihood, 0.69, 0), ElementsAre(1, 2, 1));
+  EXPECT_THAT(TokenOracle(likelihood, 0.7, 0), Each(1));
+  EXPECT_THAT(TokenOracle(correctness, 0.99, 0), ElementsAre(1, 2, 1));
+  EXPECT_EQ(SequenceOracle(correctness, 0), 1);
+}
+
+TEST(DepthAdaptiveOracle, OfEquallyLikelyTokensTheFirstIsTheMostLikely) {
+  Tensor logits(DType::kF32, {1, 2, 3});
+  Fill(logits.view(), 1);
+  EXPECT_THAT(CorrectnessOfExits(logits.view(), std::vector<int64_t>{0, 1})[0], ElementsAre(1, 0));
+}
+
 TEST(DepthAdaptiveOracle, OfASequenceTakesTheBestMeanLessThePenalty) {
   EXPECT_EQ(SequenceOracle(kValues, 0), 3);    // means -1.75, -1.25, -0.875
   EXPECT_EQ(SequenceOracle(kValues, 0.4), 2);  // -2.15, -2.05, -2.075

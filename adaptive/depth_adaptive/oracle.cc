@@ -21,7 +21,37 @@ int64_t Best(const std::vector<double>& scores, double penalty) {
   return best;
 }
 
+// Calls value(logits of a row, y_t) for each exit and token.
+template <class Value>
+ExitValues ValuesOf(const ConstTensorView& logits, absl::Span<const int64_t> next,
+                    const Value& value) {
+  ExitValues values(logits.dim(0), std::vector<double>(logits.dim(1)));
+  std::vector<double> row(logits.dim(2));
+  for (int64_t n = 0; n < logits.dim(0); ++n) {
+    for (int64_t t = 0; t < logits.dim(1); ++t) {
+      for (int64_t v = 0; v < logits.dim(2); ++v) row[v] = logits.Get(logits.Offset(n, t, v));
+      values[n][t] = value(row, next[t]);
+    }
+  }
+  return values;
+}
+
 }  // namespace
+
+ExitValues LikelihoodOfExits(const ConstTensorView& logits, absl::Span<const int64_t> next) {
+  return ValuesOf(logits, next, [](const std::vector<double>& row, int64_t y) {
+    const double largest = *std::max_element(row.begin(), row.end());
+    double sum = 0;
+    for (const double logit : row) sum += std::exp(logit - largest);
+    return row[y] - largest - std::log(sum);
+  });
+}
+
+ExitValues CorrectnessOfExits(const ConstTensorView& logits, absl::Span<const int64_t> next) {
+  return ValuesOf(logits, next, [](const std::vector<double>& row, int64_t y) {
+    return std::max_element(row.begin(), row.end()) - row.begin() == y ? 1.0 : 0.0;
+  });
+}
 
 int64_t SequenceOracle(const ExitValues& values, double penalty) {
   std::vector<double> means;

@@ -1,23 +1,38 @@
 // Beam search for the most likely sequence of symbols, with a length penalty.
 //
-//   score(Y) = log P(Y) / lp(Y),  lp(Y) = ((5 + |Y|) / 6)^alpha,  log P(Y) = sum log p(y_t | y_<t)
+//   score(Y) = log P(Y) / lp(|Y|),  log P(Y) = sum log p(y_t | y_<t)
+//   lp(n) = ((5 + n) / 6)^alpha   Normalisation::kGnmt, the paper's and Tensor2Tensor's
+//   lp(n) = n^alpha               Normalisation::kPower, fairseq's
 //
 // |Y| counts the symbols, the end symbol among them. alpha 0 leaves the log-probability, which
 // longer sequences only lower; a larger one makes up for it.
 //
 // Every step extends each of the `beam` hypotheses that are alive by every symbol and ranks the
-// extensions by log P; ties go to the hypothesis that ranked higher, then to the lower symbol.
-// Extensions among the best `beam` with the end symbol are finished; the best `beam` of the
-// others stay alive. 2 beam candidates hold them all, since at most one extension of a hypothesis
-// ends. The search is over when `beam` are finished, none is alive, or max_length is reached.
+// extensions by log P; ties go to the hypothesis that ranked higher, then to the lower symbol. The
+// candidates are the best 2 beam; the best `beam` of those without the end symbol stay alive. The
+// search is over when none is alive, when max_length is reached, or earlier by the rule of
+// finishing. A hypothesis that is alive can score no more than b = log P / lp(max_length).
 //
-//   beam = 1                        greedy decoding
-//   beam >= symbols^max_length      every sequence: exact
+//                       kFairseq                            kTensor2Tensor
+//   that finish         those among the best `beam`         all candidates with the end symbol
+//                       candidates with the end symbol
+//   are kept            the first `beam`                    the best `beam` by score
+//   is over, with
+//     early_stopping    when `beam` are finished            when the best finished scores above the
+//                                                           b of the best alive
+//     without           when `beam` are finished and the    when `beam` are finished and the worst
+//                       worst scores at least that b; till  scores above that b
+//                       then a better one replaces it
+//
+//   kFairseq, beam = 1, early_stopping   greedy decoding
+//   beam >= symbols^max_length           every sequence: exact
 //
 // Source: Wu et al. 2016, "Google's neural machine translation system", arXiv:1609.08144v2, section
-// 7, equation 14, without its coverage penalty; finishing as in fairseq. Not followed:
-// Tensor2Tensor also finishes candidates behind the best `beam`, and goes on while an alive one may
-// still score higher, so that its beam of 1 may end elsewhere than greedy decoding.
+// 7, equation 14, without its coverage penalty. The paper does not say how a search ends. fairseq
+// (sequence_generator.py) stops early; versions before 0.9 have a flag for going on. It takes the b
+// of the best candidate where this takes that of the best alive, so that it may go on for a step
+// that changes nothing, and forces the end symbol at the last step: force_end. Tensor2Tensor
+// (utils/beam_search.py, version 1.15) goes on by default.
 #ifndef TFB_CORE_DECODING_BEAM_SEARCH_H_
 #define TFB_CORE_DECODING_BEAM_SEARCH_H_
 
@@ -32,10 +47,18 @@
 namespace tfb {
 
 struct BeamSearchOptions {
+  enum class Normalisation : uint8_t { kGnmt, kPower };
+  enum class Finishing : uint8_t { kFairseq, kTensor2Tensor };
+
   int64_t beam = 4;             // at least 1
   double length_penalty = 0.6;  // alpha, at least 0
   int64_t max_length = 50;      // symbols, the end symbol among them; at least 1
   int64_t end_symbol = 0;
+  Normalisation normalisation = Normalisation::kGnmt;
+  Finishing finishing = Finishing::kFairseq;
+  bool early_stopping = true;
+  // Symbol number max_length is the end symbol or none.
+  bool force_end = false;
 };
 
 struct Hypothesis {
@@ -44,8 +67,11 @@ struct Hypothesis {
   bool finished = false;  // it ends with the end symbol
 };
 
-double LengthPenalty(int64_t length, double alpha);
-double Score(const Hypothesis& hypothesis, double alpha);
+using Normalisation = BeamSearchOptions::Normalisation;
+double LengthPenalty(int64_t length, double alpha,
+                     Normalisation normalisation = Normalisation::kGnmt);
+double Score(const Hypothesis& hypothesis, double alpha,
+             Normalisation normalisation = Normalisation::kGnmt);
 
 // Writes log p of the symbols after each of the alive hypotheses, [alive][symbols], as natural
 // logarithms. Symbols that it does not write keep -inf: they cannot follow.

@@ -7,6 +7,8 @@
 #include <map>
 #include <vector>
 
+#include "core/safetensors.h"
+#include "core/testing.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -166,6 +168,231 @@ TEST(BeamSearch, TiesGoToTheHigherRankedAndThenToTheLowerSymbol) {
   ASSERT_EQ(found.size(), 2u);
   EXPECT_EQ(found[0].symbols, (Symbols{1, 1}));
   EXPECT_EQ(found[1].symbols, (Symbols{1, 2}));
+}
+
+// ---- Rules of finishing, and of normalising ----
+
+using Finishing = BeamSearchOptions::Finishing;
+
+std::vector<Hypothesis> SearchWith(const BeamSearchOptions& options,
+                                   const NextLogProbabilities& next) {
+  auto found = BeamSearch(options, 3, next);
+  EXPECT_TRUE(found.ok()) << found.status();
+  return *std::move(found);
+}
+
+// Ending at once has 0.5, 2 six times and then the end 0.4.
+absl::Status ShortOrLong(absl::Span<const Hypothesis> alive, absl::Span<double> next) {
+  for (size_t n = 0; n < alive.size(); ++n) {
+    const size_t length = alive[n].symbols.size();
+    const double p[3] = {length == 0   ? 0.5
+                         : length == 6 ? 1.0
+                                       : 0.0,
+                         length == 0 ? 0.1 : 0.0,
+                         length == 0  ? 0.4
+                         : length < 6 ? 1.0
+                                      : 0.0};
+    for (size_t y = 0; y < 3; ++y) next[3 * n + y] = std::log(p[y]);
+  }
+  return absl::OkStatus();
+}
+
+TEST(BeamSearch, WithoutEarlyStoppingABetterScoreReplacesTheWorstFinished) {
+  // lp(7) = 2: log 0.4 / 2 = -0.458 is above log 0.5 / lp(1) = -0.693.
+  const Symbols longer = {2, 2, 2, 2, 2, 2, 0};
+  for (const Finishing finishing : {Finishing::kFairseq, Finishing::kTensor2Tensor}) {
+    BeamSearchOptions options;
+    options.beam = 1;
+    options.length_penalty = 1;
+    options.finishing = finishing;
+    options.early_stopping = false;
+    EXPECT_EQ(SearchWith(options, ShortOrLong)[0].symbols, longer);
+    // After one symbol log 0.4 / lp(3) = -0.687 may still win, log 0.4 / lp(2) = -0.785 no longer.
+    options.max_length = 3;
+    EXPECT_EQ(SearchWith(options, ShortOrLong)[0].symbols, Symbols{0});
+  }
+  BeamSearchOptions options;
+  options.beam = 1;
+  options.length_penalty = 1;
+  EXPECT_EQ(SearchWith(options, ShortOrLong)[0].symbols, Symbols{0});  // fairseq's
+  options.finishing = Finishing::kTensor2Tensor;  // the best finished may still be beaten
+  EXPECT_EQ(SearchWith(options, ShortOrLong)[0].symbols, longer);
+}
+
+TEST(BeamSearch, TheSearchEndsWhenNoneThatIsAliveCanScoreMore) {
+  int calls = 0;
+  const auto counted = [&](absl::Span<const Hypothesis> alive, absl::Span<double> next) {
+    ++calls;
+    return ShortOrLong(alive, next);
+  };
+  const auto steps = [&](Finishing finishing, bool early, int64_t max_length, int64_t beam) {
+    BeamSearchOptions options;
+    options.beam = beam;
+    options.length_penalty = 1;
+    options.finishing = finishing;
+    options.early_stopping = early;
+    options.max_length = max_length;
+    calls = 0;
+    SearchWith(options, counted);
+    return calls;
+  };
+  // log 0.5 = -0.693 is above log 0.4 / lp(2) = -0.785, and below log 0.4 / lp(3) = -0.687.
+  for (const Finishing finishing : {Finishing::kFairseq, Finishing::kTensor2Tensor}) {
+    EXPECT_EQ(steps(finishing, false, 2, 1), 1);
+    EXPECT_EQ(steps(finishing, false, 3, 1), 3);
+    EXPECT_EQ(steps(finishing, false, 2, 2), 2);  // one of two is finished
+  }
+  EXPECT_EQ(steps(Finishing::kTensor2Tensor, true, 2, 2), 1);  // the best one is
+  EXPECT_EQ(steps(Finishing::kTensor2Tensor, true, 3, 2), 3);
+  EXPECT_EQ(steps(Finishing::kFairseq, true, 3, 1), 1);
+}
+
+TEST(BeamSearch, TensorToTensorFinishesCandidatesBehindTheBestBeam) {
+  // The end symbol is the second best of the first step, and a beam of 1 has 2 candidates.
+  const Table table({{{}, {0.3, 0.5, 0.2}}, {{1}, {0.2, 0.5, 0.3}}, {{1, 1}, {1, 0, 0}}});
+  BeamSearchOptions options;
+  options.beam = 1;
+  options.length_penalty = 0;
+  EXPECT_EQ(SearchWith(options, table)[0].symbols, (Symbols{1, 1, 0}));  // 0.25
+  options.finishing = Finishing::kTensor2Tensor;
+  EXPECT_EQ(SearchWith(options, table)[0].symbols, Symbols{0});  // 0.3
+}
+
+TEST(BeamSearch, FairseqKeepsTheFirstFinishedAndTensorToTensorTheBest) {
+  // 0 ends in step 1 with log 0.3 = -1.204. In step 2 both hypotheses of a beam of 2 end: 1 0 with log
+  // 0.36 / (7 / 6) = -0.876, 2 0 with log 0.3 / (7 / 6) = -1.032.
+  const Table table({{{}, {0.3, 0.4, 0.3}}, {{1}, {0.9, 0.1, 0}}, {{2}, {1, 0, 0}}});
+  BeamSearchOptions options;
+  options.beam = 2;
+  options.length_penalty = 1;
+  const auto found = [&] {
+    std::vector<Symbols> symbols;
+    for (const Hypothesis& one : SearchWith(options, table)) symbols.push_back(one.symbols);
+    return symbols;
+  };
+  EXPECT_EQ(found(), (std::vector<Symbols>{{1, 0}, {0}}));
+  options.early_stopping = false;
+  EXPECT_EQ(found(), (std::vector<Symbols>{{1, 0}, {2, 0}}));
+  options.finishing = Finishing::kTensor2Tensor;
+  EXPECT_EQ(found(), (std::vector<Symbols>{{1, 0}, {2, 0}}));
+}
+
+TEST(BeamSearch, APowerOfTheLengthFavoursLongerOnes) {
+  EXPECT_DOUBLE_EQ(LengthPenalty(7, 2, Normalisation::kPower), 49);
+  EXPECT_DOUBLE_EQ(LengthPenalty(1, 0.6, Normalisation::kPower), 1);
+  EXPECT_DOUBLE_EQ(Score({{1, 2, 0}, -6, true}, 1, Normalisation::kPower), -2);
+  // 0 has 0.5, 1 2 0 has 0.3: log 0.3 / (8 / 6) = -0.903 is below log 0.5 = -0.693, and log 0.3 / 3
+  // = -0.401 above it.
+  const Table table({{{}, {0.5, 0.3, 0.2}}, {{1}, {0, 0, 1}}, {{1, 2}, {1, 0, 0}}});
+  BeamSearchOptions options;
+  options.beam = 3;
+  options.length_penalty = 1;
+  EXPECT_EQ(SearchWith(options, table)[0].symbols, Symbols{0});
+  options.normalisation = Normalisation::kPower;
+  EXPECT_EQ(SearchWith(options, table)[0].symbols, (Symbols{1, 2, 0}));
+}
+
+TEST(BeamSearch, AForcedEndFinishesWhatMaxLengthWouldCut) {
+  const Table endless(
+      {{{}, {0.1, 0.6, 0.3}}, {{1}, {0.1, 0.2, 0.7}}, {{2}, {0.2, 0.7, 0.1}}, {{1, 2}, {0, 1, 0}}});
+  BeamSearchOptions options;
+  options.beam = 2;
+  options.length_penalty = 0;
+  options.max_length = 2;
+  EXPECT_FALSE(SearchWith(options, endless)[0].finished);
+  options.force_end = true;
+  const std::vector<Hypothesis> found = SearchWith(options, endless);
+  ASSERT_EQ(found.size(), 2u);
+  EXPECT_TRUE(found[0].finished);
+  EXPECT_EQ(found[0].symbols, (Symbols{1, 0}));  // 0.06 and 0.06: ties to the higher ranked
+  EXPECT_NEAR(found[0].log_probability, std::log(0.06), 1e-12);
+  EXPECT_EQ(found[1].symbols, (Symbols{2, 0}));
+  options.max_length = 3;  // 1 2 cannot end there
+  for (const Hypothesis& one : SearchWith(options, endless)) {
+    EXPECT_NE(one.symbols, (Symbols{1, 2, 0}));
+  }
+}
+
+TEST(BeamSearch, EveryRuleIsExactWithAWideEnoughBeam) {
+  constexpr int64_t kLength = 4;
+  std::vector<Hypothesis> all;
+  Enumerate({}, kLength, &all);
+  for (const Normalisation normalisation : {Normalisation::kGnmt, Normalisation::kPower}) {
+    for (const double alpha : {0.0, 0.6, 2.5}) {
+      std::stable_sort(all.begin(), all.end(), [&](const Hypothesis& a, const Hypothesis& b) {
+        return Score(a, alpha, normalisation) > Score(b, alpha, normalisation);
+      });
+      for (const Finishing finishing : {Finishing::kFairseq, Finishing::kTensor2Tensor}) {
+        for (const bool early : {false, true}) {
+          BeamSearchOptions options;
+          options.beam = 81;
+          options.length_penalty = alpha;
+          options.max_length = kLength;
+          options.normalisation = normalisation;
+          options.finishing = finishing;
+          options.early_stopping = early;
+          const std::vector<Hypothesis> found = SearchWith(options, Arbitrary);
+          // Tensor2Tensor may stop early once it has the best.
+          const bool best_alone = finishing == Finishing::kTensor2Tensor && early;
+          ASSERT_GE(found.size(), best_alone ? 1 : all.size());
+          for (size_t n = 0; n < (best_alone ? 1 : found.size()); ++n) {
+            EXPECT_EQ(found[n].symbols, all[n].symbols) << n << " of alpha " << alpha;
+          }
+        }
+      }
+    }
+  }
+}
+
+// ---- Golden file ----
+
+TEST(BeamSearch, TheRulesOfBothPackagesFindTheSame) {
+  const SafetensorsFile golden = GoldenFile("core/decoding/testdata/rules.safetensors");
+  const ConstTensorView tables = golden.tensors.at("log_probabilities").view();
+  const ConstTensorView cases = golden.tensors.at("cases").view();
+  const ConstTensorView alphas = golden.tensors.at("alphas").view();
+  const ConstTensorView expected = golden.tensors.at("symbols").view();
+  const ConstTensorView scores = golden.tensors.at("scores").view();
+  const int64_t max_length = tables.dim(1), symbols = tables.dim(3);
+  for (int64_t n = 0; n < cases.dim(0); ++n) {
+    SCOPED_TRACE(n);
+    const int32_t* one = cases.At<int32_t>(n);  // table, rule, beam, early_stopping
+    const bool fairseq = one[1] == 0;
+    BeamSearchOptions options;
+    options.beam = one[2];
+    options.length_penalty = alphas.Get(n);
+    options.max_length = max_length;
+    options.finishing = fairseq ? Finishing::kFairseq : Finishing::kTensor2Tensor;
+    options.normalisation = fairseq ? Normalisation::kPower : Normalisation::kGnmt;
+    options.early_stopping = one[3] == 1;
+    options.force_end = fairseq;
+    const auto next = [&](absl::Span<const Hypothesis> alive, absl::Span<double> to) {
+      for (size_t a = 0; a < alive.size(); ++a) {
+        const Symbols& before = alive[a].symbols;
+        const int64_t last = before.empty() ? 0 : before.back();
+        for (int64_t y = 0; y < symbols; ++y) {
+          to[a * static_cast<size_t>(symbols) + y] =
+              *tables.At<double>(one[0], static_cast<int64_t>(before.size()), last, y);
+        }
+      }
+      return absl::OkStatus();
+    };
+    const auto found = BeamSearch(options, symbols, next);
+    ASSERT_TRUE(found.ok()) << found.status();
+    const auto count = static_cast<int64_t>(golden.tensors.at("counts").view().Get(n));
+    ASSERT_EQ(static_cast<int64_t>(found->size()), count);
+    for (int64_t rank = 0; rank < count; ++rank) {
+      const Hypothesis& hypothesis = (*found)[rank];
+      const double score = hypothesis.finished
+                               ? Score(hypothesis, options.length_penalty, options.normalisation)
+                               : hypothesis.log_probability;
+      EXPECT_NEAR(score, scores.Get(scores.Offset(n, rank)), 1e-12);
+      const int32_t* theirs = expected.At<int32_t>(n, rank);
+      for (size_t t = 0; t < hypothesis.symbols.size(); ++t) {
+        EXPECT_EQ(hypothesis.symbols[t], theirs[t]) << "rank " << rank << " symbol " << t;
+      }
+    }
+  }
 }
 
 TEST(BeamSearch, WrongOptionsAndProbabilitiesAreRefusedWithTheRange) {

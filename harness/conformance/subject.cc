@@ -323,6 +323,9 @@ void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance
     } else if (IsFloating(output.dtype())) {
       const auto v = inputs_.find("v");
       if (v != inputs_.end()) scale = std::max(scale, LargestMagnitude(v->second.view()));
+      // See Technique::Define.
+      const auto parts = reference.find(absl::StrCat(name, ".scale"));
+      if (parts != reference.end()) scale = std::max(scale, LargestMagnitude(parts->second.view()));
       bound = AbsoluteBound(output.dtype(), keys) * scale;
     }
     bound = bound * tolerance.factor + tolerance.absolute;

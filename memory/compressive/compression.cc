@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/layers/copy_rows.h"
 #include "core/status.h"
 #include "core/workspace.h"
 #include "memory/compressive/row_operations.h"
@@ -98,14 +99,15 @@ absl::Status Compression::Compress(const TensorView& old, const int32_t* selecte
 absl::Status Compression::AutoencodingLoss(const TensorView& old, const TensorView& compressed,
                                            const TensorView& to, const Execution& execution) const {
   const int64_t rate = options_.compression;
-  if (!options_.convolves()) return NormOfDifference(device_, old, compressed, rate, to, execution);
+  if (!options_.convolves())
+    return LossOfDifference(device_, options_.mean_square(), old, compressed, rate, to, execution);
   Workspace workspace(execution.workspace);
   const TensorView decoded(workspace.Take<float>(old.num_elements()), DType::kF32, old.shape());
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(MatMul(
       decoder_, {compressed, {}, Rerow(decoded, compressed.dim(1), rate * old.dim(2))}, rest));
-  return NormOfDifference(device_, old, decoded, 1, to, rest);
+  return LossOfDifference(device_, options_.mean_square(), old, decoded, 1, to, rest);
 }
 
 }  // namespace tfb::compressive

@@ -31,7 +31,7 @@ class Compression {
   // nothing.
   absl::Status Compress(const TensorView& old, const int32_t* selected,
                         const TensorView& compressed, const Execution& execution) const;
-  // Computes to [batch] = || old - g(compressed) ||.
+  // Computes to [batch] the loss of old - g(compressed).
   absl::Status AutoencodingLoss(const TensorView& old, const TensorView& compressed,
                                 const TensorView& to, const Execution& execution) const;
 

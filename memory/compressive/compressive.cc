@@ -40,6 +40,12 @@ int64_t LongestSegment(const Problem& problem, const CompressiveOptions& options
   return std::min(options.segment, std::max<int64_t>(problem.query_tokens, 1));
 }
 
+// Returns how many distances a token and a key can have, in a list as long as it gets. It is at least
+// 2, so that a largest distance can limit a table of them.
+int64_t DistancesOf(const CompressiveOptions& options) {
+  return std::max<int64_t>(options.compressed_memory + options.memory + options.segment, 2);
+}
+
 class CompressiveLayer : public transformer_xl::SegmentedLayer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
@@ -172,7 +178,7 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
  private:
   CompressiveLayer(const Problem& problem, const CompressiveOptions& options,
                    std::vector<TensorSpec> outputs, Device device)
-      : transformer_xl::SegmentedLayer(problem, std::move(outputs), options.layers,
+      : transformer_xl::SegmentedLayer(device, problem, std::move(outputs), options.layers,
                                        options.segment),
         options_(options),
         device_(device),
@@ -274,7 +280,23 @@ transformer_xl::StackSizes CompressiveSizes(const Problem& problem,
   sizes.inner = FeedForwardDim(options.feed_forward_dim, problem.model_dim());
   sizes.share_biases = options.share_biases;
   sizes.final_norm = options.final_norm;
+  if (options.learned_positions) {
+    const int64_t all = DistancesOf(options);
+    sizes.learned_distances =
+        options.max_distance == 0 ? all : std::min(options.max_distance + 1, all);
+  }
   return sizes;
+}
+
+absl::Status CheckCompressive(const Problem& problem, const CompressiveOptions& options) {
+  TFB_RETURN_IF_ERROR(transformer_xl::CheckSelfAttention("compressive", problem));
+  const bool whole_blocks = options.eviction == CompressiveOptions::Eviction::kWholeBlocks;
+  if (!whole_blocks || options.memory >= options.compression - 1) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("option memory is ", options.memory,
+                   "; allowed with eviction=whole_blocks, which takes up to ",
+                   options.compression - 1, " tokens more than the overflow, are ",
+                   options.compression - 1, " to ", CompressiveOptions::kMaxMemory));
 }
 
 std::string ConvolutionPrefix(const CompressiveOptions& options) {
@@ -325,7 +347,7 @@ std::vector<TensorSpec> Compressive::WrittenTensors(const Problem& p,
 absl::StatusOr<std::unique_ptr<Layer>> Compressive::MakeLayer(const Problem& problem,
                                                               const CompressiveOptions& options,
                                                               Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(transformer_xl::CheckSelfAttention("compressive", problem));
+  TFB_RETURN_IF_ERROR(CheckCompressive(problem, options));
   return CompressiveLayer::Create(problem, options, WrittenTensors(problem, options), device, seed);
 }
 
@@ -349,6 +371,13 @@ absl::StatusOr<TechniqueSpec> Compressive::Counterpart(const Problem& problem,
   whole_past["memory"] = tokens;
   whole_past["segment"] = tokens;
   whole_past["start_zero"] = "false";
+  TFB_ASSIGN_OR_RETURN(const auto parsed, ParseOptions<CompressiveOptions>(options));
+  if (parsed.learned_positions) {
+    // The counterpart has the same table, whose last vector stands for all distances beyond it.
+    const int64_t learned = CompressiveSizes(problem, parsed).learned_distances;
+    whole_past["memory"] = absl::StrCat(std::max(problem.query_tokens, learned));
+    whole_past["max_distance"] = absl::StrCat(learned - 1);
+  }
   return TechniqueSpec{info().name, std::move(whole_past)};
 }
 

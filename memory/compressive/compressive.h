@@ -24,7 +24,8 @@
 // the memory gave it; of rows with equal ones the older stays.
 //
 // Rows that left the memory and do not fill a block of c wait, unseen, for those of the next
-// segment. Queues begin empty, and nothing is compressed before the memory is full; with
+// segment. With eviction=whole_blocks none waits: for each block that the rows beyond `memory` begin,
+// its c rows leave, so that the memory runs up to c - 1 rows short of `memory`. Queues begin empty, and nothing is compressed before the memory is full; with
 // `start_zero` both begin full of zero vectors, which are attended to, as in the paper.
 //
 // The losses that the compression (and its decoder g) would be trained with, of one segment and layer,
@@ -36,15 +37,21 @@
 //                         has their weights, g(y)_(c t + i) = y_t w_i^T
 //
 // The norm is over all of the segment's tokens (old rows) and channels; with pre_norm, attn reads
-// normalised rows. With `final_norm` out is LN of what the last layer writes.
+// normalised rows. With loss=mean_square a loss is the mean of the squares over those elements. With
+// learned_positions a learned vector of each distance, head and layer is in the place of r_d W_r, and
+// v stays. With `final_norm` out is LN of what the last layer writes.
 //
 // Source: Rae, Potapenko, Jayakumar, Lillicrap 2020, "Compressive Transformers for long-range
-// sequence modelling", arXiv:1911.05507v1, sections 3.1 and 3.2. The paper leaves open what happens
-// to rows that do not fill a block; which attention counts as use; where the padding of the dilated
-// convolution is; the decoder. Where other implementations differ: labml's evicts whole blocks, so
-// that its memory runs short of `memory`, has learned relative keys, and a mean square for the
-// norm; compressive-transformer-pytorch at 0.4.0 pads with the remainder instead of what is
-// missing. Neither is followed.
+// sequence modelling", arXiv:1911.05507v1, sections 3.1 and 3.2; its algorithm 1 evicts as many rows
+// as a segment has, which are those beyond `memory`, and has norms for losses. The paper leaves open
+// what happens to rows that do not fill a block; which attention counts as use; where the padding of
+// the dilated convolution is; the decoder. Two implementations have what the options add:
+// labml_nn 0.5.1 (transformers/compressive) evicts whole blocks and learns vectors of distances for
+// each layer; compressive-transformer-pytorch 0.4.0 learns them for all layers together, without u
+// and v, and evicts what is beyond `memory`; both losses are mean squares. The latter pads rows that
+// do not fill a block with as many zeros as it has rows too many, where as many as are missing would
+// fill it: that is not followed, nor is its loss's comparison with the whole memory, which differs
+// from that with the evicted rows where `memory` is longer than a segment.
 //
 // Cost of a token and layer: Transformer-XL's with compressed_memory + memory keys more than the
 // segment's, and 1/c of: 4 d^2 FLOPs for a compressed row's key and value, 2 c d^2 for a convolution
@@ -69,6 +76,8 @@ namespace tfb::compressive {
 
 struct CompressiveOptions {
   enum class Function { kMean, kMax, kConvolution, kDilatedConvolution, kMostUsed };
+  enum class Eviction { kOverflow, kWholeBlocks };
+  enum class Loss { kNorm, kMeanSquare };
   static constexpr int64_t kMaxMemory = int64_t{1} << 20;
 
   int64_t layers = 2;
@@ -77,7 +86,10 @@ struct CompressiveOptions {
   int64_t compressed_memory = 64;
   int64_t compression = 4;
   Function function = Function::kMean;
+  Eviction eviction = Eviction::kOverflow;
+  Loss loss = Loss::kNorm;
   bool start_zero = false;
+  bool learned_positions = false;
   int64_t max_distance = 0;
   int64_t feed_forward_dim = 0;
   bool pre_norm = false;
@@ -99,7 +111,16 @@ struct CompressiveOptions {
                  {"dilated_convolution", Function::kDilatedConvolution},
                  {"most_used", Function::kMostUsed}},
                 "how tokens are compressed");
+    bind.Choice("eviction", &eviction,
+                {{"overflow", Eviction::kOverflow}, {"whole_blocks", Eviction::kWholeBlocks}},
+                "which tokens leave a memory that is too full: those beyond `memory`, or as many "
+                "more as complete a block");
+    bind.Choice("loss", &loss, {{"norm", Loss::kNorm}, {"mean_square", Loss::kMeanSquare}},
+                "how the losses measure a difference of rows");
     bind.Bool("start_zero", &start_zero, "begin with memories full of zero vectors");
+    bind.Bool("learned_positions", &learned_positions,
+              "a learned vector for each distance, head and layer in the place of the projected "
+              "sinusoid");
     bind.Int("max_distance", &max_distance, 0, kMaxMemory,
              "larger distances count as this one; 0 means none do");
     DescribeFeedForwardDim(bind, &feed_forward_dim);
@@ -108,6 +129,7 @@ struct CompressiveOptions {
     bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
   }
 
+  bool mean_square() const { return loss == Loss::kMeanSquare; }
   bool convolves() const {
     return function == Function::kConvolution || function == Function::kDilatedConvolution;
   }
@@ -123,7 +145,9 @@ struct CompressiveOptions {
 //                                       the rows compressed after a segment stay, counted from the
 //                                       oldest of them, ascending; -1 beyond the last
 //
-// The parameters are transformer_xl's. With function=convolution layerN.convolution.w [c, d, d] and
+// The parameters are transformer_xl's; with learned_positions layerN.relative_keys [distances, heads,
+// head_dim], N(0, 1/2), is in the place of layerN.w_r, and distances = compressed_memory + memory +
+// segment (at least 2), or max_distance + 1 where that is less. With function=convolution layerN.convolution.w [c, d, d] and
 // .b [d], drawn N(0, 1 / (c d)) and 0; with dilated_convolution layerN.dilated_convolution.w and
 // .b.
 //
@@ -149,6 +173,8 @@ class Compressive : public TechniqueOf<CompressiveOptions> {
 
 transformer_xl::StackSizes CompressiveSizes(const Problem& problem,
                                             const CompressiveOptions& options);
+// Returns InvalidArgument where the problem or the options cannot exist.
+absl::Status CheckCompressive(const Problem& problem, const CompressiveOptions& options);
 // Returns "convolution." or "dilated_convolution."; call it only for a function that convolves.
 std::string ConvolutionPrefix(const CompressiveOptions& options);
 std::vector<transformer_xl::ParameterSpec> CompressiveParameters(const Problem& problem,

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/layers/copy_rows.h"
 #include "core/status.h"
 #include "memory/transformer_xl/stack.h"
 
@@ -30,22 +31,6 @@ TensorView Repeated(TensorView token, int64_t count) {
   return token;
 }
 
-// Returns r_d W_r of every distance of the table, f32 [distances, model_dim].
-absl::StatusOr<Tensor> ProjectDistances(const ConstTensorView& w_r,
-                                        const ConstTensorView& sinusoids, ThreadPool* pool) {
-  TFB_ASSIGN_OR_RETURN(const PackedMatrix matrix, PackedMatrix::Create(Device::kCpu, w_r));
-  TFB_ASSIGN_OR_RETURN(Tensor projected,
-                       Tensor::Allocate(DType::kF32, Shape{sinusoids.dim(0), matrix.out()}));
-  const size_t bytes = MatMulWorkspaceBytes(Device::kCpu, sinusoids.dim(0), matrix.in(),
-                                            matrix.out(), pool->threads());
-  Tensor scratch(DType::kU8, {static_cast<int64_t>(bytes)});
-  Execution execution;
-  execution.pool = pool;
-  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), bytes);
-  TFB_RETURN_IF_ERROR(MatMul(matrix, {sinusoids, {}, projected.view()}, execution));
-  return projected;
-}
-
 }  // namespace
 
 void RunView::Set(int64_t first, int64_t count, int64_t queries) {
@@ -62,7 +47,7 @@ void RunView::Set(int64_t first, int64_t count, int64_t queries) {
 
 void CompressiveSegment::Set(int64_t begin, int64_t tokens) {
   begin_ = begin;
-  own_.Set(begin, tokens);
+  own_.Set(begin, tokens, queues_.Left(begin));
   const int64_t count = queues_.MemoryRows(begin);
   rows_.Set(queues_.Rows(begin) - count, count, tokens);
 }
@@ -145,14 +130,15 @@ absl::Status CompressiveAttention::Setup(const NamedTensors& parameters, int64_t
   TFB_ASSIGN_OR_RETURN(keys_and_values_, PackedMatrix::Create(device_, {own.w_k, own.w_v}));
   TFB_ASSIGN_OR_RETURN(output_, PackedMatrix::Create(device_, own.w_o));
   TFB_ASSIGN_OR_RETURN(compression_, Compression::Create(device_, options_, parameters, n));
-  TFB_ASSIGN_OR_RETURN(positions_, transformer_xl_relative::RelativePositions::Create(
-                                       own.positions, range, sinusoids,
-                                       /*here=*/0, DType::kF32, execution.pool));
+  TFB_ASSIGN_OR_RETURN(const Tensor distances,
+                       KeysOfDistances(parameters, n, sinusoids, execution.pool));
+  positions_ = transformer_xl_relative::RelativePositions::FromTable(
+      distances.view(), own.positions.u, own.positions.v, range, /*here=*/0);
   ScoreRule rule;
   positions_.AddTo(&rule);
   TFB_ASSIGN_OR_RETURN(engine_, FlashEngine::CreateForStream(device_, LargestCall(), rule));
   if (chooses() && queues_.compresses()) {
-    TFB_RETURN_IF_ERROR(SetupUse(own.positions, sinusoids, execution.pool));
+    TFB_RETURN_IF_ERROR(SetupUse(own.positions, distances.view()));
   }
   if (queues_.starts_full()) {
     TFB_ASSIGN_OR_RETURN(zeros_, DeviceArray<float>::Create(
@@ -162,22 +148,38 @@ absl::Status CompressiveAttention::Setup(const NamedTensors& parameters, int64_t
   return absl::OkStatus();
 }
 
+absl::StatusOr<Tensor> CompressiveAttention::KeysOfDistances(const NamedTensors& parameters,
+                                                             int64_t n,
+                                                             const ConstTensorView& sinusoids,
+                                                             ThreadPool* pool) const {
+  const std::string layer = transformer_xl::LayerPrefix(n);
+  if (!options_.learned_positions) {
+    return transformer_xl_relative::ProjectSinusoids(sinusoids, parameters.at(layer + "w_r").view(),
+                                                     pool);
+  }
+  const ConstTensorView learned = parameters.at(layer + "relative_keys").view();
+  TFB_ASSIGN_OR_RETURN(Tensor table,
+                       Tensor::Allocate(DType::kF32, Shape{range_.rows(), problem_.model_dim()}));
+  CopyElements(Slice(learned, 0, 0, range_.rows()),
+               SplitAxis(table.view(), 1, problem_.query_heads));
+  return table;
+}
+
 absl::Status CompressiveAttention::SetupUse(
     const transformer_xl_relative::RelativePositions::Parameters& parameters,
-    const ConstTensorView& sinusoids, ThreadPool* pool) {
-  TFB_ASSIGN_OR_RETURN(const Tensor distances, ProjectDistances(parameters.w_r, sinusoids, pool));
+    const ConstTensorView& distances) {
   const int64_t heads = problem_.query_heads, e = problem_.head_dim;
   Tensor biases(DType::kF32, {distances.dim(0), heads});
   for (int64_t d = 0; d < distances.dim(0); ++d) {
     for (int64_t h = 0; h < heads; ++h) {
       double sum = 0;
       for (int64_t c = 0; c < e; ++c) {
-        sum += *parameters.v.At<float>(h, c) * *distances.view().At<float>(d, h * e + c);
+        sum += *parameters.v.At<float>(h, c) * *distances.At<float>(d, h * e + c);
       }
       *biases.view().MutableAt<float>(d, h) = static_cast<float>(sum);
     }
   }
-  TFB_ASSIGN_OR_RETURN(distances_, CopyFloats(device_, distances.view()));
+  TFB_ASSIGN_OR_RETURN(distances_, CopyFloats(device_, distances));
   TFB_ASSIGN_OR_RETURN(distance_biases_, CopyFloats(device_, biases.view()));
   TFB_ASSIGN_OR_RETURN(u_, CopyFloats(device_, parameters.u));
   return absl::OkStatus();
@@ -346,7 +348,8 @@ absl::Status CompressiveAttention::Compress(const Call& call, const Scratch& scr
   const TensorView& autoencoding = call.outputs.autoencoding_loss;
   if (!autoencoding.empty()) {
     TFB_RETURN_IF_ERROR(blocks == 0
-                            ? NormOfDifference(device_, old, old, 1, autoencoding, execution)
+                            ? LossOfDifference(device_, options_.mean_square(), old, old, 1,
+                                               autoencoding, execution)
                             : compression_.AutoencodingLoss(old, fresh, autoencoding, execution));
   }
   if (call.outputs.attention_loss.empty()) return absl::OkStatus();
@@ -402,7 +405,8 @@ absl::Status CompressiveAttention::AttentionLoss(const Call& call, const Scratch
   const int64_t width = problem_.model_dim(), heads = problem_.query_heads, rows = old.dim(1);
   const TensorView &loss = call.outputs.attention_loss, &of_old = scratch.own.out;
   const TensorView& of_fresh = scratch.compressed.out;  // both are free here
-  if (rows == 0) return NormOfDifference(device_, old, old, 1, loss, execution);
+  if (rows == 0)
+    return LossOfDifference(device_, options_.mean_square(), old, old, 1, loss, execution);
   const TensorView projected = Sized(scratch.projected, rows);
   TFB_RETURN_IF_ERROR(
       ProjectRows(call, old, Sized(scratch.normalized, rows), projected, execution));
@@ -414,7 +418,7 @@ absl::Status CompressiveAttention::AttentionLoss(const Call& call, const Scratch
   };
   TFB_RETURN_IF_ERROR(attend(projected, of_old));
   TFB_RETURN_IF_ERROR(attend(fresh_projected, of_fresh));
-  return NormOfDifference(device_, of_old, of_fresh, 1, loss, execution);
+  return LossOfDifference(device_, options_.mean_square(), of_old, of_fresh, 1, loss, execution);
 }
 
 absl::Status CompressiveAttention::ProjectRows(const Call& call, const ConstTensorView& rows,

@@ -73,8 +73,8 @@ class CompressiveSegment {
   bool is_first() const { return begin_ == queues_.first_token(); }
   const transformer_xl::SegmentView& own() const {
     return own_;
-  }                                                // keys of the memory and the segment
-  const RunView& rows() const { return rows_; }    // keys of the compressed memory
+  }                                              // keys of the memory and the segment
+  const RunView& rows() const { return rows_; }  // keys of the compressed memory
 
  private:
   MemoryQueues queues_;
@@ -117,8 +117,8 @@ class CompressiveAttention {
   static absl::StatusOr<CompressiveAttention> Create(Device device, const Problem& problem,
                                                      const CompressiveOptions& options,
                                                      int64_t longest);
-  // Packs the parameters of layer n and projects `sinusoids`, those of the range. Begins a new
-  // stream.
+  // Packs the parameters of layer n and, unless positions are learned, projects `sinusoids`, those
+  // of the range. Begins a new stream.
   absl::Status Setup(const NamedTensors& parameters, int64_t n,
                      const transformer_xl_relative::DistanceRange& range,
                      const ConstTensorView& sinusoids, const Execution& execution);
@@ -172,7 +172,10 @@ class CompressiveAttention {
   int64_t max_old() const { return queues_.max_blocks() * queues_.rate(); }
 
   absl::Status SetupUse(const transformer_xl_relative::RelativePositions::Parameters& parameters,
-                        const ConstTensorView& sinusoids, ThreadPool* pool);
+                        const ConstTensorView& distances);
+  // Returns the vectors of all distances of the range, f32 [distances, model_dim].
+  absl::StatusOr<Tensor> KeysOfDistances(const NamedTensors& parameters, int64_t n,
+                                         const ConstTensorView& sinusoids, ThreadPool* pool) const;
   // Appends the stream's first rows, with start_zero.
   absl::Status AppendZeros(const Call& call, const Scratch& scratch, const Execution& execution);
   absl::Status Remember(const ConstTensorView& rows, int64_t count, int64_t first_token,
@@ -215,7 +218,7 @@ class CompressiveAttention {
   DeviceArray<float> hidden_;  // [batch, places, model_dim]
   DeviceArray<float> use_;     // [batch, places], with most_used
   DeviceArray<float> zeros_;   // [model_dim], with start_zero
-  // Used with most_used: r_d W_r by distance, v . (r_d W_r) of each head, u.
+  // Used with most_used: the vectors r of all distances, v . r of each head, u.
   DeviceArray<float> distances_, distance_biases_, u_;
   transformer_xl_relative::DistanceRange range_;
 };

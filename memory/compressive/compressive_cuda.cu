@@ -45,25 +45,6 @@ __device__ double SumOfBlock(double value) {
 
 // ---- Rows ----
 
-__global__ void __launch_bounds__(kThreads) CopyRows(CopyRowsArguments a) {
-  const int64_t n = ThreadOfGrid();
-  if (n >= a.batch * a.rows * a.channels) return;
-  const int64_t c = n % a.channels, row = n / a.channels % a.rows;
-  const int64_t b = n / a.channels / a.rows;
-  int64_t source = row;
-  if (a.selected != nullptr) source = a.selected[b * a.rows + row];
-  if (a.dilated_block > 0) source += a.dilated_block - 1 - 3 * (row % a.dilated_block);
-  float value = 0;
-  if (source >= 0) {
-    value = Load(a.from.view, Offset(a.from.view, b, (a.from.first + source) % a.from.places, c));
-  }
-  Store(a.to.view, Offset(a.to.view, b, (a.to.first + row) % a.to.places, c), value);
-}
-
-const char* LaunchCopyRows(const CopyRowsArguments& a, void* stream) {
-  return LaunchElements("CopyRows", &CopyRows, a.batch * a.rows * a.channels, stream, a);
-}
-
 __global__ void __launch_bounds__(kThreads) PoolRows(PoolRowsArguments a) {
   const int64_t n = ThreadOfGrid();
   if (n >= a.batch * a.blocks * a.channels) return;
@@ -178,7 +159,7 @@ const char* LaunchSelectRows(const SelectRowsArguments& a, void* stream) {
 // ---- Losses ----
 
 // A block does one batch row.
-__global__ void __launch_bounds__(kThreads) NormOfDifference(NormOfDifferenceArguments a) {
+__global__ void __launch_bounds__(kThreads) LossOfDifference(LossOfDifferenceArguments a) {
   const int64_t b = blockIdx.x;
   double sum = 0;
   for (int64_t n = threadIdx.x; n < a.rows * a.channels; n += kThreads) {
@@ -188,17 +169,20 @@ __global__ void __launch_bounds__(kThreads) NormOfDifference(NormOfDifferenceArg
     sum += difference * difference;
   }
   const double total = SumOfBlock(sum);
-  if (threadIdx.x == 0) Store(a.to, b * a.to.strides[0], static_cast<float>(sqrt(total)));
+  if (threadIdx.x > 0) return;
+  const double elements = static_cast<double>(max(a.rows * a.channels, int64_t{1}));
+  const double loss = a.mean_square ? total / elements : sqrt(total);
+  Store(a.to, b * a.to.strides[0], static_cast<float>(loss));
 }
 
-const char* LaunchNormOfDifference(const NormOfDifferenceArguments& a, void* stream) {
-  return Launch("NormOfDifference", &NormOfDifference,
+const char* LaunchLossOfDifference(const LossOfDifferenceArguments& a, void* stream) {
+  return Launch("LossOfDifference", &LossOfDifference,
                 {dim3(static_cast<unsigned>(a.batch)), dim3(kThreads)}, stream, a);
 }
 
 }  // namespace
 
-TFB_KERNEL_TABLE(CompressiveKernels, {&LaunchCopyRows, &LaunchPoolRows, &LaunchMergeParts,
-                                      &LaunchReceived, &LaunchSelectRows, &LaunchNormOfDifference});
+TFB_KERNEL_TABLE(CompressiveKernels, {&LaunchPoolRows, &LaunchMergeParts, &LaunchReceived,
+                                      &LaunchSelectRows, &LaunchLossOfDifference});
 
 }  // namespace tfb::compressive

@@ -10,23 +10,6 @@
 
 namespace tfb::compressive {
 
-// A list of rows in a ring [batch, places, channels]: row n is at place (first + n) % places.
-struct DeviceRowList {
-  DeviceView view;
-  int64_t first;
-  int64_t places;
-};
-
-struct CopyRowsArguments {
-  DeviceRowList from;
-  DeviceRowList to;
-  int64_t batch;
-  int64_t rows;
-  int64_t channels;
-  const int32_t* selected;  // [batch][rows], or null
-  int64_t dilated_block;    // or 0
-};
-
 struct PoolRowsArguments {
   DeviceView from;  // [batch, blocks * rate, channels]
   DeviceView to;    // [batch, blocks, channels]
@@ -83,7 +66,7 @@ struct SelectRowsArguments {
   int64_t kept_size;
 };
 
-struct NormOfDifferenceArguments {
+struct LossOfDifferenceArguments {
   DeviceView a;   // [batch, rows, channels]
   DeviceView b;   // [batch, ceil(rows / repeat), channels]
   DeviceView to;  // [batch]
@@ -91,16 +74,16 @@ struct NormOfDifferenceArguments {
   int64_t rows;
   int64_t channels;
   int64_t repeat;
+  bool mean_square;
 };
 
 // Each launcher enqueues on the stream and returns null, or a text that says why it could not.
 struct CompressiveKernels {
-  const char* (*copy_rows)(const CopyRowsArguments& arguments, void* stream);
   const char* (*pool_rows)(const PoolRowsArguments& arguments, void* stream);
   const char* (*merge_parts)(const MergePartsArguments& arguments, void* stream);
   const char* (*received)(const ReceivedArguments& arguments, void* stream);
   const char* (*select_rows)(const SelectRowsArguments& arguments, void* stream);
-  const char* (*norm_of_difference)(const NormOfDifferenceArguments& arguments, void* stream);
+  const char* (*loss_of_difference)(const LossOfDifferenceArguments& arguments, void* stream);
 };
 
 }  // namespace tfb::compressive

@@ -17,23 +17,35 @@ namespace {
 
 using transformer_xl::Rows;
 
+using Eviction = CompressiveOptions::Eviction;
 using Function = CompressiveOptions::Function;
 
-double NormOfDifference(const Rows& a, const Rows& b) {
+double SquareOfDifference(const Rows& a, const Rows& b) {
   double sum = 0;
   for (int64_t r = 0; r < a.rows(); ++r) {
     for (int64_t c = 0; c < a.channels(); ++c) sum += (a[r][c] - b[r][c]) * (a[r][c] - b[r][c]);
   }
-  return std::sqrt(sum);
+  return sum;
 }
 
-double Norm(const Rows& a) { return NormOfDifference(a, Rows(a.rows(), a.channels())); }
+double Norm(const Rows& a) {
+  return std::sqrt(SquareOfDifference(a, Rows(a.rows(), a.channels())));
+}
+
+// A loss, and what it would be if its two sides were opposite: the unit of its error.
+struct Loss {
+  double loss = 0, size = 0;
+};
+Loss LossOf(const Rows& a, const Rows& b, bool mean_square) {
+  const double square = SquareOfDifference(a, b), size = Norm(a) + Norm(b);
+  const double elements = static_cast<double>(a.rows() * a.channels());
+  if (mean_square) return {square / elements, size * size / elements};
+  return {std::sqrt(square), size};
+}
 
 // The outputs of the compression after a segment.
 struct Report {
-  // Each loss is the norm of a difference: sizes are the norms of its two sides together.
-  double attention_loss = 0, attention_size = 0;
-  double autoencoding_loss = 0, autoencoding_size = 0;
+  Loss attention, autoencoding;
   std::vector<int64_t> kept;
 };
 
@@ -81,7 +93,10 @@ class LayerMemory {
 
   void Evict(const std::vector<double>& received, const Rows& queries,
              const std::vector<int64_t>* kept, Report* report) {
-    const int64_t overflow = std::max<int64_t>(memory_.rows() - options_.memory, 0);
+    int64_t overflow = std::max<int64_t>(memory_.rows() - options_.memory, 0);
+    while (options_.eviction == Eviction::kWholeBlocks && overflow % options_.compression > 0) {
+      ++overflow;
+    }
     if (options_.compressed_memory > 0) {
       waiting_.Append(memory_.Sub(0, overflow));
       use_.insert(use_.end(), received.begin(), received.begin() + overflow);
@@ -94,11 +109,8 @@ class LayerMemory {
     const Rows q = stack_.Project(n_, "w_q", queries);
     const Rows of_old = ContentAttention(q, Normalized(old));
     const Rows of_compressed = ContentAttention(q, Normalized(compressed));
-    report->attention_loss = NormOfDifference(of_old, of_compressed);
-    report->attention_size = Norm(of_old) + Norm(of_compressed);
-    const Rows decoded = Decode(compressed);
-    report->autoencoding_loss = NormOfDifference(old, decoded);
-    report->autoencoding_size = Norm(old) + Norm(decoded);
+    report->attention = LossOf(of_old, of_compressed, options_.mean_square());
+    report->autoencoding = LossOf(old, Decode(compressed), options_.mean_square());
     waiting_ = waiting_.Sub(old.rows(), waiting_.rows() - old.rows());
     use_.erase(use_.begin(), use_.begin() + old.rows());
     compressed_.Append(compressed);
@@ -250,7 +262,7 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                const ConstTensorView& x,
                                                absl::Span<const int64_t> segments,
                                                const DefinitionRequest& request) {
-  TFB_RETURN_IF_ERROR(transformer_xl::CheckSelfAttention("compressive", problem));
+  TFB_RETURN_IF_ERROR(CheckCompressive(problem, options));
   TFB_RETURN_IF_ERROR(
       transformer_xl::CheckParameters(CompressiveParameters(problem, options), parameters));
   const int64_t tokens = std::accumulate(segments.begin(), segments.end(), int64_t{0});
@@ -298,10 +310,10 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
         const auto set = [&](const char* name, double value) {
           *outputs[name].view().MutableAt<double>(b, s, n) = value;
         };
-        set("attention_loss", report.attention_loss);
-        set("attention_loss.scale", report.attention_size);
-        set("autoencoding_loss", report.autoencoding_loss);
-        set("autoencoding_loss.scale", report.autoencoding_size);
+        set("attention_loss", report.attention.loss);
+        set("attention_loss.scale", report.attention.size);
+        set("autoencoding_loss", report.autoencoding.loss);
+        set("autoencoding_loss.scale", report.autoencoding.size);
         for (size_t i = 0; i < report.kept.size(); ++i) {
           *outputs["kept"].view().MutableAt<double>(b, s, n, i) =
               static_cast<double>(report.kept[i]);

@@ -18,6 +18,7 @@
 #include "gtest/gtest.h"
 #include "memory/transformer_xl/stack_testing.h"
 #include "memory/transformer_xl/transformer_xl.h"
+#include "positional/transformer_xl_relative/relative_positions.h"
 
 namespace tfb::compressive {
 namespace {
@@ -60,7 +61,23 @@ TEST(Compressive, RunEqualsTheDefinitionWithEveryFunctionAndOption) {
              {{"segment", "1"}, {"memory", "8"}, {"compressed_memory", "100"}, {"layers", "1"}},
              {{"segment", "20"}, {"memory", "20"}, {"pre_norm", "true"}, {"final_norm", "true"}},
              {{"segment", "16"}, {"memory", "70"}, {"share_biases", "false"}},
-             {{"segment", "16"}, {"memory", "16"}, {"compression", "1"}}}) {
+             {{"segment", "16"}, {"memory", "16"}, {"compression", "1"}},
+             {{"segment", "7"}, {"memory", "9"}, {"eviction", "whole_blocks"}},
+             {{"segment", "5"},
+              {"memory", "4"},
+              {"eviction", "whole_blocks"},
+              {"compression", "5"},
+              {"start_zero", "true"},
+              {"loss", "mean_square"}},
+             {{"segment", "13"},
+              {"memory", "10"},
+              {"learned_positions", "true"},
+              {"loss", "mean_square"},
+              {"pre_norm", "true"}},
+             {{"segment", "16"},
+              {"memory", "16"},
+              {"learned_positions", "true"},
+              {"max_distance", "20"}}}) {
       Options options = more;
       options["function"] = function;
       SCOPED_TRACE(ToString(options));
@@ -79,10 +96,16 @@ TEST(Compressive, InTheSimulatorEveryFunctionEqualsTheDefinition) {
       const Options options = {{"function", function},   {"pre_norm", pre_norm},
                                {"start_zero", pre_norm}, {"segment", "18"},
                                {"memory", "13"},         {"compressed_memory", "9"}};
-      SCOPED_TRACE(ToString(options));
-      const NamedTensors parameters = PerturbedParameters(technique, problem, options);
-      ExpectDefined(EvaluateStack(technique, problem, options, parameters, x, Device::kSimulator),
-                    2);
+      Options others = options;
+      others["eviction"] = "whole_blocks";
+      others["loss"] = "mean_square";
+      others["learned_positions"] = "true";
+      for (const Options& chosen : {options, others}) {
+        SCOPED_TRACE(ToString(chosen));
+        const NamedTensors parameters = PerturbedParameters(technique, problem, chosen);
+        ExpectDefined(EvaluateStack(technique, problem, chosen, parameters, x, Device::kSimulator),
+                      2);
+      }
     }
   }
 }
@@ -308,6 +331,126 @@ TEST(Compressive, QueuesHoldTheLastTokensAndTheLastBlocksAndTheRestWaits) {
   }
 }
 
+TEST(Compressive, WholeBlocksLeaveTheMemoryBeforeItOverflowsByThem) {
+  // Of 8, 12, 16, ... tokens all but the last 4 overflow; blocks of 3 take 6 of 8, 9 of 12, 12 of 16.
+  for (const int64_t c : {1, 2, 3, 5}) {
+    const MeansOfRows means({{"compression", std::to_string(c)}, {"eviction", "whole_blocks"}});
+    for (int64_t t = 0; t < MeansOfRows::kTokens; ++t) {
+      const int64_t blocks = (std::max<int64_t>(t / 4 * 4 - 4, 0) + c - 1) / c;
+      std::vector<double> rows;
+      for (int64_t block = std::max<int64_t>(blocks - 3, 0); block < blocks; ++block) {
+        double sum = 0;
+        for (int64_t j = block * c; j < (block + 1) * c; ++j) sum += MeansOfRows::Sign(j);
+        rows.push_back(sum / static_cast<double>(c));
+      }
+      for (int64_t j = blocks * c; j <= t; ++j) rows.push_back(MeansOfRows::Sign(j));
+      means.ExpectMean(t, rows);
+    }
+  }
+  const MeansOfRows means({{"compression", "3"}, {"eviction", "whole_blocks"}});
+  const auto sign = MeansOfRows::Sign;
+  means.ExpectMean(8, {(sign(0) + sign(1) + sign(2)) / 3, (sign(3) + sign(4) + sign(5)) / 3,
+                       sign(6), sign(7), sign(8)});
+}
+
+TEST(Compressive, AMeanSquareIsTheSquareOfTheNormOverTheNumberOfElements) {
+  // Segments of 20, 20 and 10 tokens of 16 channels; 5, 20 and 10 rows leave the memory of 15, of
+  // which blocks of 3 take 3, 21 and 9.
+  const Problem problem = CausalProblem(2, 2, 50, 8);
+  const Tensor x = RandomHidden(problem);
+  const double tokens[] = {20, 20, 10}, rows[] = {3, 21, 9};
+  for (const char* function : {"mean", "convolution"}) {
+    Options options = {
+        {"function", function}, {"segment", "20"}, {"memory", "15"}, {"compression", "3"}};
+    const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+    const StackOutcome norms = EvaluateStack(Compressive(), problem, options, parameters, x);
+    options["loss"] = "mean_square";
+    const StackOutcome squares = EvaluateStack(Compressive(), problem, options, parameters, x);
+    for (const char* loss : {"attention_loss", "autoencoding_loss"}) {
+      const bool of_attention = std::string(loss) == "attention_loss";
+      for (int64_t b = 0; b < 2; ++b) {
+        for (int64_t s = 0; s < 3; ++s) {
+          const double norm = *norms.defined.at(loss).view().At<double>(b, s, 0);
+          const double square = *squares.defined.at(loss).view().At<double>(b, s, 0);
+          const double elements = 16 * (of_attention ? tokens[s] : rows[s]);
+          EXPECT_GT(norm, 0);
+          EXPECT_NEAR(square, norm * norm / elements, 1e-12 * square) << loss << " " << s;
+          EXPECT_NEAR(*squares.computed.at(loss).view().At<float>(b, s, 0), square, 1e-4 * square);
+        }
+      }
+    }
+  }
+}
+
+TEST(Compressive, LearnedVectorsThatAreTheProjectedSinusoidsChangeNoBit) {
+  const Problem problem = CausalProblem(2, 2, 90, 8);
+  const Tensor x = RandomHidden(problem);
+  Options options = {{"segment", "10"}, {"memory", "12"}, {"compressed_memory", "5"}};
+  NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+  const StackOutcome sinusoids = EvaluateStack(Compressive(), problem, options, parameters, x);
+  ThreadPool pool(1);
+  for (const std::string layer : {"layer0.", "layer1."}) {
+    const Tensor r = transformer_xl_relative::SinusoidsOf({0, 26, 0}, problem.model_dim());
+    const Tensor table = transformer_xl_relative::ProjectSinusoids(
+                             r.view(), parameters.at(layer + "w_r").view(), &pool)
+                             .value();
+    parameters.erase(layer + "w_r");
+    Tensor& learned = parameters[layer + "relative_keys"] = Tensor(DType::kF32, {27, 2, 8});
+    std::copy_n(table.span<float>().data(), table.num_elements(), learned.span<float>().data());
+  }
+  options["learned_positions"] = "true";
+  const StackOutcome learned = EvaluateStack(Compressive(), problem, options, parameters, x);
+  EXPECT_EQ(MaxDifference(learned.computed.at("out").view(), sinusoids.computed.at("out").view()),
+            0);
+  // Only the table's rounding to fp32 divides the definitions.
+  const ConstTensorView expected = sinusoids.defined.at("out").view();
+  EXPECT_LE(MaxDifference(learned.defined.at("out").view(), expected), StackBound(expected, 2));
+}
+
+TEST(Compressive, ALearnedVectorDrawsQueriesToItsDistance) {
+  // Scores are v . r_d with v = 1 and r_d = 0 but for r_3 = 100 in one channel of 4, scaled by 1 / 2:
+  // a token's attention is all at the third token before it, where W_v = W_o = 1. Tokens 0 to 2 see
+  // none at that distance and attend equally.
+  const Problem problem = CausalProblem(1, 1, 30, 4);
+  const Options options = {{"layers", "1"},           {"segment", "4"},
+                           {"memory", "4"},           {"pre_norm", "true"},
+                           {"feed_forward_dim", "4"}, {"learned_positions", "true"}};
+  NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+  for (auto& [name, tensor] : parameters) Fill(tensor.view(), 0);
+  Fill(parameters["layer0.attention_norm.gamma"].view(), 1);
+  for (int64_t c = 0; c < 4; ++c) {
+    for (const char* name : {"layer0.w_v", "layer0.w_o"}) {
+      *parameters[name].view().MutableAt<float>(c, c) = 1;
+    }
+  }
+  *parameters["v"].view().MutableAt<float>(0, 1) = 1;
+  *parameters["layer0.relative_keys"].view().MutableAt<float>(3, 0, 1) = 100;
+  Tensor x(DType::kF32, {1, 30, 4});  // rows that are their own normalisation
+  for (int64_t t = 0; t < 30; ++t) {
+    for (int64_t c = 0; c < 4; ++c) x.view().Set(t * 4 + c, (c < 2) == (t % 7 < 3) ? 1 : -1);
+  }
+  const StackOutcome outcome = EvaluateStack(Compressive(), problem, options, parameters, x);
+  for (int64_t t = 3; t < 30; ++t) {
+    const double expected = x.view().Get(t * 4) + x.view().Get((t - 3) * 4);
+    EXPECT_NEAR(outcome.computed.at("out").span<float>()[t * 4], expected, 1e-4) << t;
+    EXPECT_NEAR(outcome.defined.at("out").span<double>()[t * 4], expected, 1e-4) << t;
+  }
+}
+
+TEST(Compressive, TheCounterpartOfLearnedVectorsHasThemToo) {
+  const Problem problem = CausalProblem(1, 2, 60, 8);
+  const Tensor x = RandomHidden(problem);
+  for (const char* segment : {"1", "8", "100"}) {
+    const Options options = {{"segment", segment},
+                             {"memory", "0"},
+                             {"compressed_memory", "0"},
+                             {"learned_positions", "true"}};
+    const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+    const TechniqueSpec counterpart = Compressive().Counterpart(problem, options).value();
+    ExpectDefined(EvaluateStack(Compressive(), problem, counterpart.options, parameters, x), 2);
+  }
+}
+
 TEST(Compressive, QueuesThatStartWithZerosAreSeenFromTheFirstTokenOn) {
   const MeansOfRows means({{"compression", "2"}, {"start_zero", "true"}});
   const auto sign = MeansOfRows::Sign;
@@ -525,16 +668,19 @@ TEST(Compressive, WhatItCannotDoIsSaidInOneLine) {
       message(problem, {{"function", "median"}}),
       "INVALID_ARGUMENT: option function is \"median\"; allowed are mean | max | convolution | "
       "dilated_convolution | most_used");
+  EXPECT_EQ(message(problem, {{"eviction", "whole_blocks"}, {"memory", "2"}}),
+            "INVALID_ARGUMENT: option memory is 2; allowed with eviction=whole_blocks, which takes "
+            "up to 3 tokens more than the overflow, are 3 to 1048576");
   problem.kv_heads = 2;
   EXPECT_EQ(message(problem, {}),
             "INVALID_ARGUMENT: compressive is self-attention: kv_heads is 2; allowed is "
             "query_heads, 4");
 }
 
-// ---- Golden file ----
+// ---- Golden files ----
 
-TEST(Compressive, LabmlsNetworkComputesTheSame) {
-  SafetensorsFile golden = GoldenFile("memory/compressive/testdata/labml.safetensors");
+void ExpectGolden(const std::string& file) {
+  SafetensorsFile golden = GoldenFile("memory/compressive/testdata/" + file + ".safetensors");
   const auto number = [&](const char* name) { return std::stoll(golden.metadata.at(name)); };
   const Tensor& x = golden.tensors.at("x");
   const Problem problem = CausalProblem(x.dim(0), number("heads"), x.dim(1), number("head_dim"));
@@ -545,7 +691,11 @@ TEST(Compressive, LabmlsNetworkComputesTheSame) {
                            {"compression", golden.metadata.at("compression")},
                            {"feed_forward_dim", golden.metadata.at("inner_dim")},
                            {"function", "convolution"},
-                           {"pre_norm", "true"}};
+                           {"eviction", golden.metadata.at("eviction")},
+                           {"loss", golden.metadata.at("loss")},
+                           {"start_zero", golden.metadata.at("start_zero")},
+                           {"learned_positions", golden.metadata.at("learned_positions")},
+                           {"pre_norm", golden.metadata.at("pre_norm")}};
   NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
   for (auto& [name, tensor] : parameters) tensor = golden.tensors.at(name).Clone();
   for (const Device device : kHostDevices) {
@@ -560,6 +710,10 @@ TEST(Compressive, LabmlsNetworkComputesTheSame) {
     }
   }
 }
+
+TEST(Compressive, LabmlsNetworkComputesTheSame) { ExpectGolden("labml"); }
+TEST(Compressive, LabmlsNetworkEvictsWholeBlocks) { ExpectGolden("labml_whole_blocks"); }
+TEST(Compressive, LucidrainsAttentionComputesTheSame) { ExpectGolden("lucidrains"); }
 
 }  // namespace
 }  // namespace tfb::compressive

@@ -20,7 +20,8 @@ class MemoryQueues {
         compressed_(options.compressed_memory),
         rate_(options.compression),
         segment_(segment),
-        starts_full_(options.start_zero) {}
+        starts_full_(options.start_zero),
+        evicts_blocks_(options.eviction == CompressiveOptions::Eviction::kWholeBlocks) {}
 
   // The number of tokens and of compressed rows with which a stream begins.
   int64_t first_token() const { return starts_full_ ? memory_ : 0; }
@@ -28,13 +29,16 @@ class MemoryQueues {
 
   // Return, after `tokens` tokens, how many have left the memory, how many of those are compressed,
   // and how many compressed rows there have been.
-  int64_t Left(int64_t tokens) const { return std::max<int64_t>(tokens - memory_, 0); }
+  int64_t Left(int64_t tokens) const {
+    const int64_t overflow = std::max<int64_t>(tokens - memory_, 0);
+    return evicts_blocks_ ? (overflow + rate_ - 1) / rate_ * rate_ : overflow;
+  }
   int64_t Compressed(int64_t tokens) const {
     return compressed_ == 0 ? 0 : Left(tokens) / rate_ * rate_;
   }
   int64_t Rows(int64_t tokens) const { return first_row() + Compressed(tokens) / rate_; }
   // Return the number of rows that a queue holds.
-  int64_t MemoryTokens(int64_t tokens) const { return std::min(tokens, memory_); }
+  int64_t MemoryTokens(int64_t tokens) const { return tokens - Left(tokens); }
   int64_t MemoryRows(int64_t tokens) const { return std::min(Rows(tokens), compressed_); }
 
   // Returns the places for the tokens that are not yet compressed, in whole blocks.
@@ -51,6 +55,7 @@ class MemoryQueues {
   int64_t rate_;
   int64_t segment_;
   bool starts_full_;
+  bool evicts_blocks_;
 };
 
 }  // namespace tfb::compressive

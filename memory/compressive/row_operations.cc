@@ -7,7 +7,6 @@
 
 #include "Eigen/Core"
 #include "core/cuda/runtime.h"
-#include "core/flash/rows.h"
 #include "core/status.h"
 #include "memory/compressive/compressive_cuda.h"
 
@@ -22,29 +21,6 @@ absl::Status Launch(Device device,
   TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device));
   const CompressiveKernels& kernels = KernelsOn<CompressiveKernels>(runtime->target());
   return ToStatus((kernels.*kernel)(arguments, execution.stream));
-}
-
-int64_t SourceOf(const CopyRowsCall& call, int64_t b, int64_t row) {
-  if (call.selected != nullptr) return call.selected[b * call.rows + row];
-  if (call.dilated_block == 0) return row;
-  return row + call.dilated_block - 1 - 3 * (row % call.dilated_block);
-}
-
-constexpr int64_t kChannels = 256;  // channels of a row at a time
-
-void CopyRow(const CopyRowsCall& call, int64_t b, int64_t row) {
-  const int64_t source = SourceOf(call, b, row);
-  const ConstTensorView& from = call.from;
-  const TensorView& to = call.to;
-  float values[kChannels] = {};
-  for (int64_t c = 0; c < to.dim(2); c += kChannels) {
-    const int64_t count = std::min(kChannels, to.dim(2) - c);
-    if (source >= 0) {
-      LoadRow(from, from.Offset(b, (call.from_first + source) % from.dim(1), c), from.stride(2),
-              count, values);
-    }
-    StoreRow(values, count, to, to.Offset(b, (call.to_first + row) % to.dim(1), c), to.stride(2));
-  }
 }
 
 void PoolBlock(bool max, int64_t rate, const TensorView& from, const TensorView& to, int64_t b,
@@ -100,25 +76,6 @@ void SelectOfBatch(const SelectRowsCall& call, int64_t b) {
 }
 
 }  // namespace
-
-absl::Status CopyRows(Device device, const CopyRowsCall& call, const Execution& execution) {
-  const int64_t batch = call.to.dim(0);
-  if (device == Device::kCpu) {
-    execution.pool->ParallelFor(batch * call.rows, [&](int64_t task, int) {
-      CopyRow(call, task / call.rows, task % call.rows);
-    });
-    return absl::OkStatus();
-  }
-  CopyRowsArguments arguments = {};
-  arguments.from = {ToDeviceView(call.from), call.from_first, call.from.dim(1)};
-  arguments.to = {ToDeviceView(call.to), call.to_first, call.to.dim(1)};
-  arguments.batch = batch;
-  arguments.rows = call.rows;
-  arguments.channels = call.to.dim(2);
-  arguments.selected = call.selected;
-  arguments.dilated_block = call.dilated_block;
-  return Launch(device, &CompressiveKernels::copy_rows, arguments, execution);
-}
 
 absl::Status PoolRows(Device device, bool max, int64_t rate, const TensorView& from,
                       const TensorView& to, const Execution& execution) {
@@ -221,8 +178,9 @@ absl::Status SelectRows(Device device, const SelectRowsCall& call, const Executi
   return Launch(device, &CompressiveKernels::select_rows, arguments, execution);
 }
 
-absl::Status NormOfDifference(Device device, const TensorView& a, const TensorView& b,
-                              int64_t repeat, const TensorView& to, const Execution& execution) {
+absl::Status LossOfDifference(Device device, bool mean_square, const TensorView& a,
+                              const TensorView& b, int64_t repeat, const TensorView& to,
+                              const Execution& execution) {
   if (device == Device::kCpu) {
     execution.pool->ParallelFor(a.dim(0), [&](int64_t batch, int) {
       double sum = 0;
@@ -233,13 +191,15 @@ absl::Status NormOfDifference(Device device, const TensorView& a, const TensorVi
           sum += difference * difference;
         }
       }
-      to.Set(to.Offset(batch), std::sqrt(sum));
+      const double elements = static_cast<double>(std::max<int64_t>(a.dim(1) * a.dim(2), 1));
+      to.Set(to.Offset(batch), mean_square ? sum / elements : std::sqrt(sum));
     });
     return absl::OkStatus();
   }
-  const NormOfDifferenceArguments arguments = {
-      ToDeviceView(a), ToDeviceView(b), ToDeviceView(to), a.dim(0), a.dim(1), a.dim(2), repeat};
-  return Launch(device, &CompressiveKernels::norm_of_difference, arguments, execution);
+  const LossOfDifferenceArguments arguments = {ToDeviceView(a), ToDeviceView(b), ToDeviceView(to),
+                                               a.dim(0),        a.dim(1),        a.dim(2),
+                                               repeat,          mean_square};
+  return Launch(device, &CompressiveKernels::loss_of_difference, arguments, execution);
 }
 
 }  // namespace tfb::compressive

@@ -13,23 +13,6 @@
 
 namespace tfb::compressive {
 
-// A copy of rows of any floating dtype. Row n of a list that lies in a ring [batch, places,
-// channels] is at place (first + n) % places.
-//
-//   row n of `to` = row s(n) of `from`, or zeros where s(n) < 0
-//   s(n) = n, or selected[b rows + n], or n + c - 1 - 3 (n mod c), which is c t + c - 1 - 2 i for
-//   n = c t + i, where c = dilated_block
-struct CopyRowsCall {
-  ConstTensorView from;
-  int64_t from_first = 0;
-  TensorView to;
-  int64_t to_first = 0;
-  int64_t rows = 0;
-  const int32_t* selected = nullptr;
-  int64_t dilated_block = 0;
-};
-absl::Status CopyRows(Device device, const CopyRowsCall& call, const Execution& execution);
-
 // Computes to [batch, blocks, channels] the mean or the maximum of each `rate` rows of `from`.
 absl::Status PoolRows(Device device, bool max, int64_t rate, const TensorView& from,
                       const TensorView& to, const Execution& execution);
@@ -78,10 +61,12 @@ struct SelectRowsCall {
 };
 absl::Status SelectRows(Device device, const SelectRowsCall& call, const Execution& execution);
 
-// Computes to [batch] = || a - b ||, over all rows and channels of a [batch, rows, channels]; row n
-// of a is compared with row n / repeat of b.
-absl::Status NormOfDifference(Device device, const TensorView& a, const TensorView& b,
-                              int64_t repeat, const TensorView& to, const Execution& execution);
+// Computes to [batch] = || a - b ||, or with `mean_square` the mean of (a - b)^2, over all rows and
+// channels of a [batch, rows, channels]; 0 where there are no rows. Row n of a is compared with row
+// n / repeat of b.
+absl::Status LossOfDifference(Device device, bool mean_square, const TensorView& a,
+                              const TensorView& b, int64_t repeat, const TensorView& to,
+                              const Execution& execution);
 
 }  // namespace tfb::compressive
 

@@ -87,6 +87,15 @@ std::vector<transformer_xl::ParameterSpec> ParametersOf(const transformer_xl::St
   return specs;
 }
 
+std::vector<TensorSpec> OutputsOf(const Problem& problem,
+                                  const GatedTransformerXlOptions& options) {
+  std::vector<TensorSpec> outputs = transformer_xl::SegmentedOutputs(problem);
+  for (TensorSpec& spec : transformer_xl::FinalMemories(problem, options)) {
+    outputs.push_back(std::move(spec));
+  }
+  return outputs;
+}
+
 // ---- The layer ----
 
 std::optional<GateKind> KindOf(GateOption gate) {
@@ -138,6 +147,7 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
   }
 
  protected:
+  bool normalizes_memory() const override { return options_.normalise_memory; }
   Activation feed_forward_output() const override {
     return options_.relu ? Activation::kRelu : Activation::kNone;
   }
@@ -216,8 +226,9 @@ class GatedTransformerXlLayer : public transformer_xl::RelativeStackLayer {
 
   GatedTransformerXlLayer(const Problem& problem, const GatedTransformerXlOptions& options,
                           Device device)
-      : transformer_xl::RelativeStackLayer(problem, transformer_xl::SegmentedOutputs(problem),
-                                           transformer_xl::ShapeOf(problem, options), device),
+      : transformer_xl::RelativeStackLayer(problem, OutputsOf(problem, options),
+                                           transformer_xl::ShapeOf(problem, options), device, {},
+                                           transformer_xl::GivenMemories(problem, options)),
         options_(options),
         kind_(KindOf(options.gate)) {}
 
@@ -240,17 +251,20 @@ class GatedDefinition {
                   const GatedTransformerXlOptions& options)
       : stack_(stack), options_(options) {}
 
-  // Tells which token is the first that token p sees.
+  // Tells which token is the first that token p sees; given ones come before token 0.
   int64_t FirstSeen(int64_t p) const {
     const int64_t from = options_.same_length ? p + 1 : p / options_.segment * options_.segment;
-    return std::max<int64_t>(from - options_.memory, 0);
+    return std::max<int64_t>(options_.given_memory + from - options_.memory, 0);
   }
 
   // `context` receives the input of the last feed-forward network.
-  Rows Forward(const Rows& x, Rows* context) const {
+  Rows Forward(const Rows& x, const transformer_xl::SequenceMemories& memories,
+               Rows* context) const {
     Rows h = x;
     for (int64_t n = 0; n < options_.layers; ++n) {
-      const Rows g = Gated(LayerPrefix(n) + "attention_gate.", h, Update(Attention(n, h)));
+      memories.Keep(n, h);
+      const Rows attended = Attention(n, h, memories.Given(n, h.channels()));
+      const Rows g = Gated(LayerPrefix(n) + "attention_gate.", h, Update(attended));
       *context = stack_.FeedForwardNorm(n, g);
       h = Gated(LayerPrefix(n) + "ff_gate.", g, Update(stack_.FeedForward(n, *context)));
     }
@@ -260,15 +274,18 @@ class GatedDefinition {
  private:
   static double Logistic(double value) { return 1 / (1 + std::exp(-value)); }
 
-  Rows Attention(int64_t n, const Rows& h) const {
+  Rows Attention(int64_t n, const Rows& h, const Rows& given) const {
     const Rows normalized = stack_.AttentionNorm(n, h);
     if (options_.normalise_memory) {
-      return stack_.Attention(n, normalized, [this](int64_t p) { return FirstSeen(p); });
+      return stack_.Attention(
+          n, normalized, [this](int64_t p) { return FirstSeen(p); },
+          stack_.AttentionNorm(n, given));
     }
     Rows context(0, h.channels());
     for (int64_t begin = 0; begin < h.rows(); begin += options_.segment) {
       const Rows own = normalized.Sub(begin, std::min(options_.segment, h.rows() - begin));
-      Rows seen = h.Sub(0, begin);
+      Rows seen = given;
+      seen.Append(h.Sub(0, begin));
       seen.Append(own);
       context.Append(stack_.Context(n, stack_.Project(n, "w_q", own),
                                     {stack_.Project(n, "w_k", seen), stack_.Project(n, "w_v", seen),
@@ -341,9 +358,17 @@ class GatedDefinition {
 
 GatedTransformerXl::GatedTransformerXl() : TechniqueOf(Info()) {}
 
-std::vector<TensorSpec> GatedTransformerXl::WrittenTensors(const Problem& problem,
-                                                           const GatedTransformerXlOptions&) const {
-  return transformer_xl::SegmentedOutputs(problem);
+std::vector<TensorSpec> GatedTransformerXl::ReadTensors(
+    const Problem& problem, const GatedTransformerXlOptions& options) const {
+  std::vector<TensorSpec> inputs = HiddenInputs(problem);
+  for (TensorSpec& spec : transformer_xl::GivenMemories(problem, options)) {
+    inputs.push_back(std::move(spec));
+  }
+  return inputs;
+}
+std::vector<TensorSpec> GatedTransformerXl::WrittenTensors(
+    const Problem& problem, const GatedTransformerXlOptions& options) const {
+  return OutputsOf(problem, options);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> GatedTransformerXl::MakeLayer(
@@ -365,11 +390,16 @@ absl::Status GatedTransformerXl::Definition(const Problem& problem,
                                               request.pool);
   const GatedDefinition definition(stack, options);
   const ConstTensorView x = inputs.Get("x");
+  transformer_xl::SequenceMemories::AddOutputs(transformer_xl::FinalMemories(problem, options),
+                                               outputs);
   for (const char* name : {"out", "context"}) (*outputs)[name] = Tensor(DType::kF64, x.shape());
   for (int64_t b = 0; b < problem.batch; ++b) {
     Rows context(0, problem.model_dim());
-    transformer_xl::StoreSequence(definition.Forward(transformer_xl::SequenceOf(x, b), &context), b,
-                                  (*outputs)["out"].view());
+    const transformer_xl::SequenceMemories memories(inputs.Get(transformer_xl::kMemories), outputs,
+                                                    b);
+    transformer_xl::StoreSequence(
+        definition.Forward(transformer_xl::SequenceOf(x, b), memories, &context), b,
+        (*outputs)["out"].view());
     transformer_xl::StoreSequence(context, b, (*outputs)["context"].view());
   }
   return absl::OkStatus();
@@ -379,7 +409,9 @@ absl::StatusOr<TechniqueSpec> GatedTransformerXl::Counterpart(const Problem& pro
                                                               const Options& options) const {
   TFB_ASSIGN_OR_RETURN(Options whole_past, Canonical(options));
   const std::string tokens = absl::StrCat(std::max<int64_t>(problem.query_tokens, 1));
-  whole_past["memory"] = tokens;
+  TFB_ASSIGN_OR_RETURN(const auto parsed, ParseOptions<GatedTransformerXlOptions>(options));
+  whole_past["memory"] =
+      absl::StrCat(parsed.given_memory + std::max<int64_t>(problem.query_tokens, 1));
   whole_past["segment"] = tokens;
   whole_past["same_length"] = "false";
   return TechniqueSpec{info().name, std::move(whole_past)};

@@ -69,6 +69,7 @@ struct GatedTransformerXlOptions : transformer_xl::RelativeStackOptions {
     // The paper's largest has 12. Each gate shrinks the state, whose rounding errors the next
     // normalisation magnifies: 40 layers of gates as drawn have a relative error of 1e-4 in fp32.
     DescribeStack(bind, /*max_layers=*/32);
+    DescribeGivenMemory(bind);
     bind.Choice("gate", &gate,
                 {{"gru", Gate::kGru},
                  {"input", Gate::kInput},
@@ -90,8 +91,8 @@ struct GatedTransformerXlOptions : transformer_xl::RelativeStackOptions {
 };
 
 // GatedTransformerXl is causal self-attention only: kv_tokens must equal query_tokens, kv_heads
-// query_heads, and value_dim head_dim. It writes out and the optional context, as transformer_xl
-// does.
+// query_heads, and value_dim head_dim. It writes out and, as transformer_xl does, the optional context
+// and memories, which it reads with given_memory.
 //
 // The parameters are transformer_xl's, and for each of the gates layerN.attention_gate and
 // layerN.ff_gate those of its kind: .w_r, .w_z, .w_g, .u_r, .u_z, .u_g [model_dim, model_dim],
@@ -112,6 +113,8 @@ class GatedTransformerXl : public TechniqueOf<GatedTransformerXlOptions> {
   absl::Status Definition(const Problem& problem, const GatedTransformerXlOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const GatedTransformerXlOptions& options) const override;
   std::vector<TensorSpec> WrittenTensors(const Problem& problem,
                                          const GatedTransformerXlOptions& options) const override;
 };

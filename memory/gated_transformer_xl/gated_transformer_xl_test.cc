@@ -243,6 +243,25 @@ TEST(GatedTransformerXl, TheGateOfOneTokenIsWhatItsFormulaGivesByHand) {
 
 // ---- Costs, parameters, errors ----
 
+TEST(GatedTransformerXl, TwoRunsWithTheMemoriesHandedOverAreOne) {
+  for (const Device device : kHostDevices) {
+    for (const char* gate : {"gru", "sum"}) {
+      for (const char* same_length : {"false", "true"}) {
+        const Options options = {
+            {"gate", gate},
+            {"same_length", same_length},
+            {"normalise_memory", gate == std::string("gru") ? "true" : "false"},
+            {"segment", "16"},
+            {"memory", "20"},
+            {"layers", "2"}};
+        SCOPED_TRACE(ToString(options));
+        transformer_xl::ExpectTwoRunsAreOne(GatedTransformerXl(), CausalProblem(2, 2, 75, 8),
+                                            options, 48, device);
+      }
+    }
+  }
+}
+
 TEST(GatedTransformerXl, CostCountsTheGatesProducts) {
   const GatedTransformerXl technique;
   const transformer_xl::TransformerXl transformer_xl;

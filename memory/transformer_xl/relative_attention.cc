@@ -19,7 +19,7 @@ View Heads(const View& view, int64_t heads) {
 
 double MemoryReach::Pairs(int64_t tokens, double most) const {
   double pairs = 0;
-  for (int64_t p = 0; p < tokens; ++p) {
+  for (int64_t p = given; p < given + tokens; ++p) {
     pairs += std::min(static_cast<double>(p - FirstSeenBy(p) + 1), most);
   }
   return pairs;
@@ -28,15 +28,17 @@ double MemoryReach::Pairs(int64_t tokens, double most) const {
 MemoryReach::Context MemoryReach::ContextOf(int64_t tokens, int64_t layers) const {
   Context context;
   context.pairs = Pairs(tokens);
-  int64_t farthest = tokens - 1;
-  for (int64_t n = 0; n < layers && tokens > 0; ++n) farthest = FirstSeenBy(farthest);
-  context.reach = tokens == 0 ? 0 : tokens - 1 - farthest;
+  const int64_t last = given + tokens - 1;
+  int64_t farthest = last;
+  // What a given token depends on is not known here.
+  for (int64_t n = 0; n < layers && farthest >= given; ++n) farthest = FirstSeenBy(farthest);
+  context.reach = tokens == 0 ? 0 : last - farthest;
   return context;
 }
 
-void SegmentView::Set(int64_t begin, int64_t tokens) {
+void SegmentView::Set(int64_t begin, int64_t tokens, int64_t first_seen) {
   tokens_ = tokens;
-  first_seen_ = reach_.FirstSeen(begin);
+  first_seen_ = first_seen;
   const int64_t first_key = KeyValueCache::TileBegin(first_seen_);
   kv_tokens_ = begin + tokens - first_key;
   band_ = {};
@@ -57,7 +59,8 @@ RelativeAttention::Parameters RelativeAttention::ParametersOf(const NamedTensors
           parameter(own, "w_k"),
           parameter(own, "w_v"),
           parameter(own, "w_o"),
-          {parameter(own, "w_r"), parameter(biases, "u"), parameter(biases, "v")},
+          {sizes.learned_distances > 0 ? ConstTensorView() : parameter(own, "w_r"),
+           parameter(biases, "u"), parameter(biases, "v")},
           sizes.span_ramp > 0 ? parameter(own, "span") : ConstTensorView(),
           sizes.span_ramp};
 }
@@ -270,6 +273,22 @@ absl::Status RelativeAttention::AppendForListed(const SegmentView& segment,
                                                 const TensorView& y, const Execution& execution) {
   TFB_ASSIGN_OR_RETURN(const Attended attended, Attend(segment, keys_from, x, rows, {}, execution));
   return MatMul(output_, {attended.context, residual, y, Activation::kNone, rows}, attended.rest);
+}
+
+absl::Status RelativeAttention::AppendKeys(const ConstTensorView& x, const Execution& execution) {
+  const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
+  // The queries, which lie before keys and values, are computed for nothing.
+  const int64_t skipped = queries_apart_ ? 0 : width;
+  const Shape shape = {problem_.batch, x.dim(1), skipped + 2 * width};
+  Workspace workspace(execution.workspace);
+  const TensorView projected(
+      workspace.Take<std::byte>(NumElements(shape) * SizeOf(projected_dtype())), projected_dtype(),
+      shape);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(MatMul(projections_, {x, {}, projected}, rest));
+  return cache_.Append(Heads(Slice(projected, 2, skipped, width), heads),
+                       Heads(Slice(projected, 2, skipped + width, width), heads), rest);
 }
 
 absl::Status RelativeAttention::Project(const ConstTensorView& context,

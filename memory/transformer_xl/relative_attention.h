@@ -41,6 +41,7 @@ struct MemoryReach {
   int64_t memory = 0;        // tokens
   bool same_length = false;  // false: max(0, s - memory) <= j <= p; true: 0 <= p - j < memory
   int64_t max_segment = 1;   // tokens of the longest segment
+  int64_t given = 0;         // tokens before the first segment, from an earlier run
 
   int64_t max_distance() const { return same_length ? memory - 1 : memory + max_segment - 1; }
   // Returns the first token that any token of a segment beginning at s sees.
@@ -50,12 +51,12 @@ struct MemoryReach {
   }
 
   // Returns the first token that token p of a stream sees, where the stream is appended in the
-  // longest segments.
+  // longest segments. Tokens are counted from the first given one.
   int64_t FirstSeenBy(int64_t p) const {
-    return FirstSeen(same_length ? p : p / max_segment * max_segment);
+    return FirstSeen(same_length ? p : given + (p - given) / max_segment * max_segment);
   }
-  // Returns the query-key pairs of one head and batch row, where a token sees at most so many of
-  // its keys.
+  // Returns the query-key pairs of one head and batch row in a stream of so many tokens, where a
+  // token sees at most so many of its keys.
   double Pairs(int64_t tokens, double most = std::numeric_limits<double>::infinity()) const;
   // Numbers of keys and tokens that the tokens of such a stream see, for costs and statistics.
   struct Context {
@@ -72,7 +73,9 @@ class SegmentView {
       : device_(device), reach_(reach), schedules_(reach.max_segment) {}
 
   // Sets the queries to tokens begin to begin + tokens - 1 of the stream. It allocates nothing.
-  void Set(int64_t begin, int64_t tokens);
+  void Set(int64_t begin, int64_t tokens) { Set(begin, tokens, reach_.FirstSeen(begin)); }
+  // Does the same for a memory that begins with token `first_seen`.
+  void Set(int64_t begin, int64_t tokens, int64_t first_seen);
 
   int64_t tokens() const { return tokens_; }
   // Keys are counted from the tile of this token on.
@@ -153,6 +156,10 @@ class RelativeAttention {
                                const RowList& rows, const ConstTensorView& x,
                                const ConstTensorView& residual, const TensorView& y,
                                const Execution& execution);
+
+  // Appends up to a segment's tokens whose outputs are not asked for: keys and values of x [batch,
+  // tokens, model_dim] alone.
+  absl::Status AppendKeys(const ConstTensorView& x, const Execution& execution);
 
   // An Append in two steps, for layers that do something between them. Attend takes memory for its
   // results from the execution's workspace and leaves the rest; they are valid while the caller

@@ -23,12 +23,18 @@ RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& o
   shape.memory = options.memory;
   shape.same_length = options.same_length;
   shape.max_distance = options.max_distance;
+  shape.given_memory = options.given_memory;
   return shape;
 }
 
 absl::Status CheckRelativeStack(absl::string_view technique, const Problem& problem,
                                 const RelativeStackOptions& options) {
   TFB_RETURN_IF_ERROR(CheckSelfAttention(technique, problem));
+  if (options.given_memory > options.memory) {
+    return absl::InvalidArgumentError(absl::StrCat("option given_memory is ", options.given_memory,
+                                                   "; allowed with memory=", options.memory,
+                                                   " are 0 to ", options.memory));
+  }
   if (!options.same_length || options.memory > 0) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
       "option memory is 0; allowed with same_length=true, where a token is one of the keys it "
@@ -36,15 +42,27 @@ absl::Status CheckRelativeStack(absl::string_view technique, const Problem& prob
       RelativeStackOptions::kMaxMemory));
 }
 
+std::vector<TensorSpec> GivenMemories(const Problem& problem, const RelativeStackOptions& options) {
+  if (options.given_memory == 0) return {};
+  return {MemoriesSpec(problem, options.layers, options.given_memory)};
+}
+std::vector<TensorSpec> FinalMemories(const Problem& problem, const RelativeStackOptions& options) {
+  const int64_t kept = std::min(options.memory, options.given_memory + problem.query_tokens);
+  if (kept == 0) return {};
+  std::vector<TensorSpec> memories = {MemoriesSpec(problem, options.layers, kept)};
+  memories[0].optional = true;
+  return memories;
+}
+
 RelativeStackLayer::RelativeStackLayer(const Problem& problem, std::vector<TensorSpec> outputs,
                                        const RelativeStackShape& shape, Device device,
                                        const std::vector<TensorSpec>& more_of_segments,
                                        const std::vector<TensorSpec>& more_inputs)
-    : SegmentedLayer(problem, std::move(outputs), shape.sizes.layers, shape.segment,
+    : SegmentedLayer(device, problem, std::move(outputs), shape.sizes.layers, shape.segment,
                      more_of_segments, more_inputs),
       shape_(shape),
       device_(device),
-      reach_{shape.memory, shape.same_length, max_segment_tokens()},
+      reach_{shape.memory, shape.same_length, max_segment_tokens(), shape.given_memory},
       segment_(device, reach_) {}
 
 absl::Status RelativeStackLayer::Initialize(const std::vector<ParameterSpec>& parameters,
@@ -132,6 +150,18 @@ absl::Status RelativeStackLayer::DoSetup(const Inputs&, const Execution& executi
   if (!sizes().final_norm) return absl::OkStatus();
   TFB_ASSIGN_OR_RETURN(final_norm_, DecoderLayer::CreateFinalNorm(device_, parameters_));
   return absl::OkStatus();
+}
+
+absl::Status RelativeStackLayer::Recall(int64_t n, const ConstTensorView& rows,
+                                        const Execution& execution) {
+  if (!normalizes_memory()) return attentions_[n].AppendKeys(rows, execution);
+  Workspace workspace(execution.workspace);
+  const TensorView normalized(workspace.Take<float>(rows.num_elements()), DType::kF32,
+                              rows.shape());
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(layers_[n].attention_norm.Run(rows, normalized, rest));
+  return attentions_[n].AppendKeys(normalized, rest);
 }
 
 void RelativeStackLayer::BeginSegment(int64_t tokens) {

@@ -27,6 +27,7 @@ struct RelativeStackShape {
   int64_t memory = 0;
   bool same_length = false;
   int64_t max_distance = 0;
+  int64_t given_memory = 0;
   RelativeAttention::Queries queries = RelativeAttention::Queries::kAll;
 };
 
@@ -35,6 +36,11 @@ RelativeStackShape ShapeOf(const Problem& problem, const RelativeStackOptions& o
 // Returns InvalidArgument where the problem or the memory does not fit the technique.
 absl::Status CheckRelativeStack(absl::string_view technique, const Problem& problem,
                                 const RelativeStackOptions& options);
+
+// Returns the specs of the input `memories`, if some are given, and of the output, if it holds a
+// token: [batch, layers, tokens, model_dim], what went into each layer.
+std::vector<TensorSpec> GivenMemories(const Problem& problem, const RelativeStackOptions& options);
+std::vector<TensorSpec> FinalMemories(const Problem& problem, const RelativeStackOptions& options);
 
 class RelativeStackLayer : public SegmentedLayer {
  public:
@@ -58,10 +64,14 @@ class RelativeStackLayer : public SegmentedLayer {
 
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
   void BeginSegment(int64_t tokens) override;
+  bool IsAtBeginning() const override { return attentions_[0].tokens() == 0; }
+  absl::Status Recall(int64_t n, const ConstTensorView& rows, const Execution& execution) override;
 
   const LayerNorm* final_norm() const override {
     return sizes().final_norm ? &final_norm_ : nullptr;
   }
+  // Tells whether a layer normalises its memory before it makes keys and values.
+  virtual bool normalizes_memory() const { return false; }
   // Returns the activation of a feed-forward network's output.
   virtual Activation feed_forward_output() const { return Activation::kNone; }
 

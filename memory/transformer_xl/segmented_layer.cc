@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/string_view.h"
+#include "core/layers/copy_rows.h"
 #include "core/status.h"
 
 namespace tfb::transformer_xl {
@@ -26,11 +28,16 @@ std::vector<TensorSpec> SegmentOutputs(const Problem& problem,
 
 std::vector<TensorSpec> SegmentInputs(const Problem& problem, const std::vector<TensorSpec>& more) {
   std::vector<TensorSpec> inputs = {SegmentSpec(problem, "x")};
-  inputs.insert(inputs.end(), more.begin(), more.end());
+  for (TensorSpec spec : more) {
+    const bool of_tokens = std::count(spec.shape.begin(), spec.shape.end(), kSegmentTokens) > 0;
+    spec.optional = spec.optional || !of_tokens;
+    inputs.push_back(std::move(spec));
+  }
   return inputs;
 }
 std::vector<TensorSpec> RunInputs(const Problem& problem, const std::vector<TensorSpec>& more) {
-  std::vector<TensorSpec> inputs = SegmentInputs(problem, more);
+  std::vector<TensorSpec> inputs = {SegmentSpec(problem, "x")};
+  inputs.insert(inputs.end(), more.begin(), more.end());
   for (TensorSpec& spec : inputs) {
     std::replace(spec.shape.begin(), spec.shape.end(), kSegmentTokens, problem.query_tokens);
   }
@@ -42,7 +49,26 @@ TensorView Tokens(const TensorView& view, int64_t begin, int64_t count) {
   return view.empty() ? view : Slice(view, 1, begin, count);
 }
 
+bool Has(const std::vector<TensorSpec>& specs, absl::string_view name) {
+  return std::any_of(specs.begin(), specs.end(),
+                     [&](const TensorSpec& spec) { return spec.name == name; });
+}
+
+// Copies rows [batch, tokens, model_dim], all of them.
+absl::Status CopyAll(Device device, const ConstTensorView& from, const TensorView& to,
+                     const Execution& execution) {
+  CopyRowsCall copy;
+  copy.from = from;
+  copy.to = to;
+  copy.rows = from.dim(1);
+  return CopyRows(device, copy, execution);
+}
+
 }  // namespace
+
+TensorSpec MemoriesSpec(const Problem& problem, int64_t layers, int64_t tokens) {
+  return {kMemories, {problem.batch, layers, tokens, problem.model_dim()}, problem.dtype};
+}
 
 std::vector<TensorSpec> SegmentedOutputs(const Problem& problem) {
   std::vector<TensorSpec> outputs = HiddenOutputs(problem);
@@ -51,13 +77,16 @@ std::vector<TensorSpec> SegmentedOutputs(const Problem& problem) {
   return outputs;
 }
 
-SegmentedLayer::SegmentedLayer(const Problem& problem, std::vector<TensorSpec> outputs,
-                               int64_t layers, int64_t segment, const std::vector<TensorSpec>& more,
+SegmentedLayer::SegmentedLayer(Device device, const Problem& problem,
+                               std::vector<TensorSpec> outputs, int64_t layers, int64_t segment,
+                               const std::vector<TensorSpec>& more,
                                const std::vector<TensorSpec>& more_inputs)
     : StreamingLayer(problem, RunInputs(problem, more_inputs), outputs,
                      SegmentInputs(problem, more_inputs), SegmentOutputs(problem, outputs, more),
                      std::min(segment, std::max<int64_t>(problem.query_tokens, 1))),
-      layers_(layers) {}
+      device_(device),
+      layers_(layers),
+      reads_memories_(Has(more_inputs, kMemories)) {}
 
 TensorView SegmentedLayer::LayOutState(int64_t tokens, Workspace& workspace) const {
   const Shape shape = {problem().batch, tokens, problem().model_dim()};
@@ -74,10 +103,14 @@ absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
                                    const Execution& execution) {
   TFB_RETURN_IF_ERROR(Reset());
   const int64_t total = problem().query_tokens;
+  TFB_RETURN_IF_ERROR(RecallGiven(inputs.Get(kMemories), execution));
+  final_memories_ = outputs.Get(kMemories);
+  TFB_RETURN_IF_ERROR(KeepGiven(inputs.Get(kMemories), execution));
   for (int64_t begin = 0; begin < total; begin += max_segment_tokens()) {
     const int64_t tokens = std::min(max_segment_tokens(), total - begin);
     SetInputs(inputs, begin);
     SetOutputs(outputs, begin);
+    begin_ = begin;
     TFB_RETURN_IF_ERROR(AppendSegment(Slice(inputs.Get("x"), 1, begin, tokens),
                                       Tokens(outputs.Get("out"), begin, tokens),
                                       Tokens(outputs.Get("context"), begin, tokens), execution));
@@ -89,7 +122,49 @@ absl::Status SegmentedLayer::DoAppend(int64_t, const Inputs& segment, const Outp
                                       const Execution& execution) {
   SetInputs(segment, 0);
   SetOutputs(outputs, 0);
+  final_memories_ = {};
+  TFB_RETURN_IF_ERROR(RecallGiven(segment.Get(kMemories), execution));
   return AppendSegment(segment.Get("x"), outputs.Get("out"), outputs.Get("context"), execution);
+}
+
+absl::Status SegmentedLayer::RecallGiven(const ConstTensorView& memories,
+                                         const Execution& execution) {
+  if (!reads_memories_ || !IsAtBeginning()) return absl::OkStatus();
+  if (memories.empty()) {
+    return absl::InvalidArgumentError(
+        "input memories is missing; the first segment has need of it");
+  }
+  for (int64_t n = 0; n < layers_; ++n) {
+    for (int64_t begin = 0; begin < memories.dim(2); begin += max_segment_tokens()) {
+      const int64_t count = std::min(max_segment_tokens(), memories.dim(2) - begin);
+      TFB_RETURN_IF_ERROR(Recall(n, Slice(OfLayer(memories, n), 1, begin, count), execution));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SegmentedLayer::KeepGiven(const ConstTensorView& memories,
+                                       const Execution& execution) const {
+  if (final_memories_.empty() || memories.empty()) return absl::OkStatus();
+  const int64_t count = final_memories_.dim(2) - problem().query_tokens;
+  if (count <= 0) return absl::OkStatus();
+  for (int64_t n = 0; n < layers_; ++n) {
+    TFB_RETURN_IF_ERROR(CopyAll(device_,
+                                Slice(OfLayer(memories, n), 1, memories.dim(2) - count, count),
+                                Slice(OfLayer(final_memories_, n), 1, 0, count), execution));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SegmentedLayer::Keep(int64_t n, int64_t begin, const ConstTensorView& rows,
+                                  const Execution& execution) const {
+  if (final_memories_.empty()) return absl::OkStatus();
+  // The memories begin with this token of the Run, a given one where it is below 0.
+  const int64_t first_kept = problem().query_tokens - final_memories_.dim(2);
+  const int64_t first = std::max(begin, first_kept), count = begin + rows.dim(1) - first;
+  if (count <= 0) return absl::OkStatus();
+  return CopyAll(device_, Slice(rows, 1, first - begin, count),
+                 Slice(OfLayer(final_memories_, n), 1, first - first_kept, count), execution);
 }
 
 absl::Status SegmentedLayer::AppendSegment(const ConstTensorView& x, const TensorView& out,
@@ -106,6 +181,7 @@ absl::Status SegmentedLayer::AppendSegment(const ConstTensorView& x, const Tenso
     call.state = state;
     call.output = is_last && final_norm() == nullptr ? out : state;
     if (is_last) call.context = context;
+    TFB_RETURN_IF_ERROR(Keep(n, begin_, call.input, rest));
     TFB_RETURN_IF_ERROR(RunLayer(n, call, rest));
   }
   return final_norm() == nullptr ? absl::OkStatus() : final_norm()->Run(state, out, rest);

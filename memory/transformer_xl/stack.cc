@@ -33,8 +33,17 @@ std::vector<ParameterSpec> StackParameters(const StackSizes& sizes) {
   if (sizes.share_biases) biases("");
   for (int64_t n = 0; n < sizes.layers; ++n) {
     const std::string layer = LayerPrefix(n);
-    for (const char* name : {"w_q", "w_k", "w_v", "w_r", "w_o"}) {
+    const bool learned = sizes.learned_distances > 0;
+    for (const std::string name : {"w_q", "w_k", "w_v", "w_r", "w_o"}) {
+      if (learned && name == "w_r") continue;
       specs.push_back(MatrixSpec(layer + name, width, width));
+    }
+    if (learned) {
+      // The elements of r_d W_r have this deviation.
+      specs.push_back({layer + "relative_keys",
+                       {sizes.learned_distances, sizes.heads, sizes.head_dim},
+                       0,
+                       std::sqrt(0.5)});
     }
     if (!sizes.share_biases) biases(layer);
     if (sizes.span_ramp > 0) specs.push_back({layer + "span", {sizes.heads}, 48, 16});

@@ -27,6 +27,8 @@ struct StackSizes {
   // Ramp of the spans that heads have learned, in tokens; 0 where they have none.
   double span_ramp = 0;
   bool final_norm = false;  // a norm of the last layer's output
+  // Distances whose vectors are learned, in the place of r_d W_r; 0: the vectors are r_d W_r.
+  int64_t learned_distances = 0;
 
   // Returns the most keys that a head with span z sees: those of a weight above 0.
   double KeysWithin(double z) const { return std::max(std::ceil(span_ramp + z), 0.0); }

@@ -53,6 +53,22 @@ Rows StackDefinition::Sinusoids(int64_t distances) const {
   return r;
 }
 
+Rows StackDefinition::KeysOfDistances(int64_t n, int64_t distances) const {
+  if (sizes_.learned_distances == 0) return Project(n, "w_r", Sinusoids(distances));
+  const ConstTensorView table = parameters_.at(LayerPrefix(n) + "relative_keys").view();
+  Rows keys(distances, sizes_.width());
+  for (int64_t d = 0; d < distances; ++d) {
+    // With a largest distance the table ends there.
+    const int64_t row = std::min(d, sizes_.learned_distances - 1);
+    for (int64_t h = 0; h < sizes_.heads; ++h) {
+      for (int64_t c = 0; c < sizes_.head_dim; ++c) {
+        keys[d][h * sizes_.head_dim + c] = table.Get(table.Offset(row, h, c));
+      }
+    }
+  }
+  return keys;
+}
+
 double StackDefinition::SpanWeight(int64_t n, int64_t h, int64_t distance) const {
   const double z = parameters_.at(LayerPrefix(n) + "span").view().Get(h), r = sizes_.span_ramp;
   return std::clamp((r + z - static_cast<double>(distance)) / r, 0.0, 1.0);
@@ -61,7 +77,7 @@ double StackDefinition::SpanWeight(int64_t n, int64_t h, int64_t distance) const
 Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
                               std::vector<double>* received, Rows* log_sum_exp) const {
   const std::string biases = BiasPrefix(sizes_, n);
-  const Rows distances = Project(n, "w_r", Sinusoids(keys.k.rows()));
+  const Rows distances = KeysOfDistances(n, keys.k.rows());
   const Rows content_bias = Matrix(biases + "u"), position_bias = Matrix(biases + "v");
   const int64_t e = sizes_.head_dim, first_query = keys.k.rows() - q.rows();
   // The entry of each query, where it is asked for.
@@ -105,8 +121,11 @@ Rows StackDefinition::Context(int64_t n, const Rows& q, const Keys& keys,
 }
 
 Rows StackDefinition::Attention(int64_t n, const Rows& x,
-                                const std::function<int64_t(int64_t p)>& first_seen) const {
-  const Keys keys = {Project(n, "w_k", x), Project(n, "w_v", x), first_seen};
+                                const std::function<int64_t(int64_t p)>& first_seen,
+                                const Rows& earlier) const {
+  Rows list = earlier;
+  list.Append(x);
+  const Keys keys = {Project(n, "w_k", list), Project(n, "w_v", list), first_seen};
   return Project(n, "w_o", Context(n, Project(n, "w_q", x), keys));
 }
 
@@ -122,6 +141,38 @@ Rows StackDefinition::Forward(const Rows& x, bool pre_norm, const AttentionOf& a
     if (context != nullptr) *context = input;
   }
   return FinalNorm(h);
+}
+
+Rows SequenceMemories::Given(int64_t n, int64_t channels) const {
+  Rows rows(given_.empty() ? 0 : given_.dim(2), channels);
+  for (int64_t t = 0; t < rows.rows(); ++t) {
+    for (int64_t c = 0; c < channels; ++c) rows[t][c] = given_.Get(given_.Offset(b_, n, t, c));
+  }
+  return rows;
+}
+
+void SequenceMemories::AddOutputs(const std::vector<TensorSpec>& specs, NamedTensors* outputs) {
+  for (const TensorSpec& spec : specs) {
+    (*outputs)[spec.name] = Tensor(DType::kF64, spec.shape);
+    (*outputs)[spec.name + ".scale"] = Tensor(DType::kF64, spec.shape);
+  }
+}
+
+void SequenceMemories::Keep(int64_t n, const Rows& h) const {
+  const auto found = outputs_->find("memories");
+  if (found == outputs_->end()) return;
+  const TensorView kept = found->second.view();
+  const TensorView scale = outputs_->at("memories.scale").view();
+  Rows list = Given(n, h.channels());
+  list.Append(h);
+  const int64_t first = list.rows() - kept.dim(2);
+  for (int64_t t = 0; t < kept.dim(2); ++t) {
+    std::copy_n(list[first + t], h.channels(), kept.MutableAt<double>(b_, n, t));
+    for (int64_t c = 0; c < h.channels(); ++c) {
+      *scale.MutableAt<double>(b_, n, t, c) =
+          std::sqrt(static_cast<double>(n)) * std::abs(list[first + t][c]);
+    }
+  }
 }
 
 Rows SequenceOf(const ConstTensorView& x, int64_t b) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/technique.h"
 #include "core/tensor.h"
 #include "memory/transformer_xl/double_rows.h"
 #include "memory/transformer_xl/stack.h"
@@ -47,9 +48,13 @@ class StackDefinition {
   // `log_sum_exp`, [queries, heads], that of the scores.
   Rows Context(int64_t n, const Rows& q, const Keys& keys, std::vector<double>* received = nullptr,
                Rows* log_sum_exp = nullptr) const;
-  // Returns the attention whose queries and keys both come from x.
+  // Returns the attention whose queries come from x, and whose keys come from `earlier` rows and x.
+  Rows Attention(int64_t n, const Rows& x, const std::function<int64_t(int64_t p)>& first_seen,
+                 const Rows& earlier) const;
   Rows Attention(int64_t n, const Rows& x,
-                 const std::function<int64_t(int64_t p)>& first_seen) const;
+                 const std::function<int64_t(int64_t p)>& first_seen) const {
+    return Attention(n, x, first_seen, Rows(0, x.channels()));
+  }
 
   // ---- All layers ----
 
@@ -65,12 +70,36 @@ class StackDefinition {
 
  private:
   Rows Sinusoids(int64_t distances) const;  // Returns r_d, [distances, model_dim].
+  // Returns r_d W_r, or the learned vectors of layer n, [distances, model_dim].
+  Rows KeysOfDistances(int64_t n, int64_t distances) const;
   double SpanWeight(int64_t n, int64_t h, int64_t distance) const;
 
   StackSizes sizes_;
   const NamedTensors& parameters_;
   int64_t max_distance_;
   ThreadPool* pool_;
+};
+
+// The memories of one sequence: those that its layers are given, and those that they leave.
+class SequenceMemories {
+ public:
+  // Adds the output memories to `outputs`, unless `specs` has none, and memories.scale: the input of
+  // layer n, from 0, has passed n layers, whose errors add in quadrature, and the bound of errors is
+  // that of one layer. So a state counts as sqrt(n) times as large.
+  static void AddOutputs(const std::vector<TensorSpec>& specs, NamedTensors* outputs);
+
+  // `given` [batch, layers, tokens, model_dim] may be empty.
+  SequenceMemories(const ConstTensorView& given, NamedTensors* outputs, int64_t b)
+      : given_(given), outputs_(outputs), b_(b) {}
+
+  Rows Given(int64_t n, int64_t channels) const;
+  // Stores what layer n leaves: the last of the rows that it was given and of h, its input.
+  void Keep(int64_t n, const Rows& h) const;
+
+ private:
+  ConstTensorView given_;
+  NamedTensors* outputs_;
+  int64_t b_;
 };
 
 // Convert the tokens of one batch row of x [batch, tokens, model_dim] to rows, and back into f64.

@@ -22,6 +22,7 @@ struct RelativeStackOptions {
   bool share_biases = true;
   // Techniques whose layers may do without a norm behind the last one describe it (final_norm.h).
   bool final_norm = false;
+  int64_t given_memory = 0;
 
   void DescribeStack(OptionBinder& bind, int64_t max_layers) {
     bind.Int("layers", &layers, 1, max_layers, "attention and feed-forward layers");
@@ -37,6 +38,11 @@ struct RelativeStackOptions {
     // In the equations of section 3.3 u and v have no layer's index, where W_r has one; the code's
     // untie_r is off by default (its scripts for WikiText-103 and One Billion Word turn it on).
     bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
+  }
+  // Describes the option of stacks that can go on from the memories of an earlier run.
+  void DescribeGivenMemory(OptionBinder& bind) {
+    bind.Int("given_memory", &given_memory, 0, kMaxMemory,
+             "tokens of an earlier run that the input `memories` holds; 0: there is none");
   }
 };
 

@@ -1,6 +1,7 @@
 #include "memory/transformer_xl/stack_testing.h"
 
 #include <cmath>
+#include <string>
 #include <utility>
 
 #include "core/random.h"
@@ -55,6 +56,67 @@ StackOutcome EvaluateStack(const Technique& technique, const Problem& problem,
   auto defined = DefineTechnique(technique, problem, inputs, request, definition);
   EXPECT_TRUE(defined.ok()) << defined.status();
   return {*std::move(computed), *std::move(defined)};
+}
+
+namespace {
+
+// The outputs of a layer, and of its definition, of parts of x.
+struct Parts {
+  const Technique& technique;
+  Problem problem;
+  Options options;
+  Device device;
+  NamedTensors parameters;
+  Tensor x;
+
+  StackOutcome Of(int64_t begin, int64_t end, const StackOutcome* before) const {
+    Problem part = problem;
+    part.query_tokens = part.kv_tokens = end - begin;
+    Options own = options;
+    Inputs inputs = {{"x", Slice(x.view(), 1, begin, end - begin)}}, of_definition = inputs;
+    if (before != nullptr) {
+      const Tensor& memories = before->computed.at("memories");
+      own["given_memory"] = std::to_string(memories.dim(2));
+      inputs.Set("memories", memories.view());
+      of_definition.Set("memories", before->defined.at("memories").view());
+    }
+    const RunRequest request = {own, device, /*seed=*/1, &parameters, /*threads=*/1};
+    auto computed = RunTechnique(technique, part, inputs, request);
+    auto defined = DefineTechnique(technique, part, of_definition, request, {});
+    EXPECT_TRUE(computed.ok()) << computed.status();
+    EXPECT_TRUE(defined.ok()) << defined.status();
+    return {*std::move(computed), *std::move(defined)};
+  }
+};
+
+}  // namespace
+
+void ExpectTwoRunsAreOne(const Technique& technique, const Problem& problem, const Options& options,
+                         int64_t first, Device device) {
+  const Parts parts = {technique,
+                       problem,
+                       options,
+                       device,
+                       PerturbedParameters(technique, problem, options),
+                       RandomHidden(problem)};
+  const int64_t tokens = problem.query_tokens, layers = std::stoll(options.at("layers"));
+  const StackOutcome whole = parts.Of(0, tokens, nullptr);
+  const StackOutcome before = parts.Of(0, first, nullptr);
+  const StackOutcome after = parts.Of(first, tokens, &before);
+  for (const char* name : {"out", "context", "memories"}) {
+    const bool of_tokens = std::string(name) != "memories";
+    const auto of_second = [&](const NamedTensors& outputs) -> ConstTensorView {
+      const ConstTensorView view = outputs.at(name).view();
+      return of_tokens ? Slice(view, 1, first, tokens - first) : view;
+    };
+    const ConstTensorView expected = of_second(whole.defined);
+    const double bound =
+        StackBound(expected, layers) +
+        (problem.dtype == DType::kF32 ? 0 : 5 * UnitRoundoff(problem.dtype) * MaxAbs(expected));
+    EXPECT_LE(MaxDifference(after.defined.at(name).view(), expected), 1e-12) << name;
+    EXPECT_LE(MaxDifference(of_second(whole.computed), expected), bound) << name;
+    EXPECT_LE(MaxDifference(after.computed.at(name).view(), expected), bound) << name;
+  }
 }
 
 }  // namespace tfb::transformer_xl

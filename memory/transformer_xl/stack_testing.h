@@ -35,6 +35,12 @@ StackOutcome EvaluateStack(const Technique& technique, const Problem& problem,
                            const Options& options, const NamedTensors& parameters, const Tensor& x,
                            Device device = Device::kCpu, int threads = 1);
 
+// Expects a run of all tokens to equal two runs, of the first `first` tokens and of the others, which
+// is given the memories that the first leaves: the definitions up to rounding in float64, the layers
+// within StackBound of them, and in 16 bits 5 roundings more. So are the memories that the two leave.
+void ExpectTwoRunsAreOne(const Technique& technique, const Problem& problem, const Options& options,
+                         int64_t first, Device device = Device::kCpu);
+
 }  // namespace tfb::transformer_xl
 
 #endif  // TFB_MEMORY_TRANSFORMER_XL_STACK_TESTING_H_

@@ -39,6 +39,12 @@ RelativeStackShape ShapeWithSpans(const Problem& problem, const TransformerXlOpt
   return shape;
 }
 
+std::vector<TensorSpec> OutputsOf(const Problem& problem, const TransformerXlOptions& options) {
+  std::vector<TensorSpec> outputs = SegmentedOutputs(problem);
+  for (TensorSpec& spec : FinalMemories(problem, options)) outputs.push_back(std::move(spec));
+  return outputs;
+}
+
 // ---- The layer ----
 
 class TransformerXlLayer : public RelativeStackLayer {
@@ -62,6 +68,8 @@ class TransformerXlLayer : public RelativeStackLayer {
         execution);
   }
 
+  bool normalizes_memory() const override { return pre_norm_; }
+
   size_t layer_workspace_bytes(int threads) const override {
     return DecoderLayer::workspace_bytes(device(), sizes(), max_rows(), pre_norm_,
                                          attention(0).workspace_bytes(threads), threads);
@@ -69,8 +77,8 @@ class TransformerXlLayer : public RelativeStackLayer {
 
  private:
   TransformerXlLayer(const Problem& problem, const TransformerXlOptions& options, Device device)
-      : RelativeStackLayer(problem, SegmentedOutputs(problem), ShapeWithSpans(problem, options),
-                           device),
+      : RelativeStackLayer(problem, OutputsOf(problem, options), ShapeWithSpans(problem, options),
+                           device, {}, GivenMemories(problem, options)),
         pre_norm_(options.pre_norm) {}
 
   bool pre_norm_;
@@ -80,9 +88,12 @@ class TransformerXlLayer : public RelativeStackLayer {
 
 // ---- The definition ----
 
-absl::StatusOr<NamedTensors> DefineTransformerXl(
-    const Problem& problem, const TransformerXlOptions& options, const NamedTensors& parameters,
-    const ConstTensorView& x, absl::Span<const int64_t> begins, ThreadPool* pool) {
+absl::StatusOr<NamedTensors> DefineTransformerXl(const Problem& problem,
+                                                 const TransformerXlOptions& options,
+                                                 const NamedTensors& parameters,
+                                                 const ConstTensorView& x,
+                                                 absl::Span<const int64_t> begins, ThreadPool* pool,
+                                                 const ConstTensorView& memories) {
   const StackSizes sizes = ShapeWithSpans(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckRelativeStack("transformer_xl", problem, options));
   TFB_RETURN_IF_ERROR(CheckParameters(StackParameters(sizes), parameters));
@@ -92,15 +103,20 @@ absl::StatusOr<NamedTensors> DefineTransformerXl(
   const auto first_seen = [&](int64_t p) {
     const auto next = std::upper_bound(begins.begin(), begins.end(), p);
     const int64_t from = options.same_length ? p + 1 : *(next - 1);
-    return std::max<int64_t>(from - options.memory, 0);
+    return std::max<int64_t>(options.given_memory + from - options.memory, 0);
   };
   const StackDefinition stack(sizes, parameters, options.max_distance, pool);
-  const auto attention = [&](int64_t n, const Rows&, const Rows& input) {
-    return stack.Attention(n, input, first_seen);
-  };
   NamedTensors outputs;
   for (const char* name : {"out", "context"}) outputs[name] = Tensor(DType::kF64, x.shape());
+  SequenceMemories::AddOutputs(FinalMemories(problem, options), &outputs);
   for (int64_t b = 0; b < problem.batch; ++b) {
+    const SequenceMemories memory(memories, &outputs, b);
+    const auto attention = [&](int64_t n, const Rows& h, const Rows& input) {
+      memory.Keep(n, h);
+      const Rows given = memory.Given(n, h.channels());
+      return stack.Attention(n, input, first_seen,
+                             options.pre_norm ? stack.AttentionNorm(n, given) : given);
+    };
     Rows context(0, problem.model_dim());
     const Rows out = stack.Forward(SequenceOf(x, b), options.pre_norm, attention, &context);
     StoreSequence(out, b, outputs["out"].view());
@@ -119,9 +135,15 @@ absl::StatusOr<std::unique_ptr<Layer>> TransformerXl::MakeLayer(const Problem& p
   return TransformerXlLayer::Create(problem, options, device, seed);
 }
 
+std::vector<TensorSpec> TransformerXl::ReadTensors(const Problem& problem,
+                                                   const TransformerXlOptions& options) const {
+  std::vector<TensorSpec> inputs = HiddenInputs(problem);
+  for (TensorSpec& spec : GivenMemories(problem, options)) inputs.push_back(std::move(spec));
+  return inputs;
+}
 std::vector<TensorSpec> TransformerXl::WrittenTensors(const Problem& problem,
-                                                      const TransformerXlOptions&) const {
-  return SegmentedOutputs(problem);
+                                                      const TransformerXlOptions& options) const {
+  return OutputsOf(problem, options);
 }
 
 absl::Status TransformerXl::Definition(const Problem& problem, const TransformerXlOptions& options,
@@ -131,7 +153,7 @@ absl::Status TransformerXl::Definition(const Problem& problem, const Transformer
   std::vector<int64_t> begins;
   for (int64_t t = 0; t < problem.query_tokens; t += options.segment) begins.push_back(t);
   TFB_ASSIGN_OR_RETURN(*outputs, DefineTransformerXl(problem, options, parameters, inputs.Get("x"),
-                                                     begins, request.pool));
+                                                     begins, request.pool, inputs.Get(kMemories)));
   return absl::OkStatus();
 }
 
@@ -139,7 +161,9 @@ absl::StatusOr<TechniqueSpec> TransformerXl::Counterpart(const Problem& problem,
                                                          const Options& options) const {
   TFB_ASSIGN_OR_RETURN(Options whole_past, Canonical(options));
   const std::string tokens = absl::StrCat(std::max<int64_t>(problem.query_tokens, 1));
-  whole_past["memory"] = tokens;
+  TFB_ASSIGN_OR_RETURN(const auto parsed, ParseOptions<TransformerXlOptions>(options));
+  whole_past["memory"] =
+      absl::StrCat(parsed.given_memory + std::max<int64_t>(problem.query_tokens, 1));
   whole_past["segment"] = tokens;
   whole_past["same_length"] = "false";
   whole_past["span_ramp"] = "0";

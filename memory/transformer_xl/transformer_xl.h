@@ -62,6 +62,7 @@ struct TransformerXlOptions : RelativeStackOptions {
     DescribeStack(bind, /*max_layers=*/1000);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
     DescribeFinalNorm(bind, &final_norm);
+    DescribeGivenMemory(bind);
     bind.Real("span_ramp", &span_ramp, 0, 1 << 20,
               "soft edge, in tokens, of spans that heads have learned; 0: heads have none");
   }
@@ -81,7 +82,12 @@ struct TransformerXlOptions : RelativeStackOptions {
 //
 // It writes out and the optional context, [batch, query_tokens, model_dim] both: g of the last
 // layer, or LN g with pre_norm, which is what its feed-forward network reads. Techniques that look
-// up memories of whole texts use it as their key.
+// up memories of whole texts use it as their key. A Run also writes, optionally, memories [batch,
+// layers, min(memory, given_memory + query_tokens), model_dim]: what went into each layer for the last
+// tokens. With given_memory it reads memories [batch, layers, given_memory, model_dim] of an earlier
+// run, whose last token precedes the first one; tokens then see what they would in one run over both,
+// segments being counted from the first token of this one. A stream reads them with its first
+// segment.
 //
 // The counterpart is the same network with all of the past in its memory.
 class TransformerXl : public TechniqueOf<TransformerXlOptions> {
@@ -97,15 +103,19 @@ class TransformerXl : public TechniqueOf<TransformerXlOptions> {
   absl::Status Definition(const Problem& problem, const TransformerXlOptions& options,
                           const NamedTensors& parameters, const Inputs& inputs,
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const TransformerXlOptions& options) const override;
   std::vector<TensorSpec> WrittenTensors(const Problem& problem,
                                          const TransformerXlOptions& options) const override;
 };
 
 // The definition of a stream that was cut in other segments: `begins` has the first token of each,
-// ascending from 0. Returns out and context in f64. `pool`: see DefinitionRequest.
+// ascending from 0. Returns out, context and memories in f64. `pool`: see DefinitionRequest;
+// `memories`: the input of that name, if some are given.
 absl::StatusOr<NamedTensors> DefineTransformerXl(
     const Problem& problem, const TransformerXlOptions& options, const NamedTensors& parameters,
-    const ConstTensorView& x, absl::Span<const int64_t> begins, ThreadPool* pool = nullptr);
+    const ConstTensorView& x, absl::Span<const int64_t> begins, ThreadPool* pool = nullptr,
+    const ConstTensorView& memories = {});
 
 }  // namespace tfb::transformer_xl
 

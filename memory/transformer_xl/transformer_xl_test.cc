@@ -24,6 +24,7 @@
 #include "core/testing.h"
 #include "gtest/gtest.h"
 #include "memory/transformer_xl/relative_attention.h"
+#include "memory/transformer_xl/segmented_layer.h"
 #include "memory/transformer_xl/stack_definition.h"
 #include "memory/transformer_xl/stack_testing.h"
 
@@ -290,8 +291,9 @@ TEST(TransformerXl, TheCounterpartSeesTheWholePastWithTheSameParameters) {
       {"memory", "16"}, {"segment", "16"}, {"same_length", "true"}, {"layers", "3"}};
   const TechniqueSpec counterpart = technique.Counterpart(problem, options).value();
   EXPECT_EQ(ToString(counterpart),
-            "transformer_xl:feed_forward_dim=0,final_norm=false,layers=3,max_distance=0,memory=100,"
-            "pre_norm=false,same_length=false,segment=100,share_biases=true,span_ramp=0");
+            "transformer_xl:feed_forward_dim=0,final_norm=false,given_memory=0,layers=3,"
+            "max_distance=0,memory=100,pre_norm=false,same_length=false,segment=100,"
+            "share_biases=true,span_ramp=0");
   Case small(problem, options), whole(problem, counterpart.options);
   ASSERT_TRUE(whole.layer().SetParameters(small.parameters()).ok());
   // With as much memory as tokens the network is the same, whatever the segments.
@@ -386,6 +388,88 @@ TEST(TransformerXl, ResetBeginsAnew) {
                     .ok());
   }
   EXPECT_EQ(MaxDifference(first.view(), again.view()), 0);
+}
+
+// ---- Memories of an earlier run ----
+
+TEST(TransformerXl, TwoRunsWithTheMemoriesHandedOverAreOne) {
+  for (const Device device : kHostDevices) {
+    for (const Options& more :
+         std::vector<Options>{{{"memory", "20"}},
+                              {{"memory", "37"}, {"pre_norm", "true"}},
+                              {{"memory", "200"}, {"pre_norm", "true"}, {"share_biases", "false"}},
+                              {{"memory", "20"}, {"same_length", "true"}, {"max_distance", "9"}},
+                              {{"memory", "30"}, {"span_ramp", "8"}, {"layers", "3"}}}) {
+      Options options = more;
+      options["segment"] = "16";
+      options.insert({"layers", "2"});
+      SCOPED_TRACE(ToString(options));
+      for (const int64_t first : {16, 48}) {
+        ExpectTwoRunsAreOne(TransformerXl(), CausalProblem(2, 2, 75, 8), options, first, device);
+      }
+      // The second run leaves memories that are partly given.
+      ExpectTwoRunsAreOne(TransformerXl(), CausalProblem(1, 2, 51, 8), options, 48, device);
+    }
+  }
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    ExpectTwoRunsAreOne(TransformerXl(), CausalProblem(1, 2, 75, 16, dtype),
+                        {{"memory", "20"}, {"segment", "16"}, {"layers", "2"}}, 32);
+  }
+}
+
+TEST(TransformerXl, MemoriesAreWhatWentIntoEachLayerForTheLastTokens) {
+  const Problem problem = CausalProblem(2, 2, 40, 8);
+  for (const int64_t memory : {1, 7, 16, 40, 100}) {
+    Case xl(problem, {{"memory", std::to_string(memory)}, {"segment", "16"}, {"layers", "1"}});
+    const Tensor memories = xl.Run(1, "memories");
+    const int64_t kept = std::min<int64_t>(memory, 40);
+    ASSERT_EQ(memories.shape(), (Shape{2, 1, kept, 16}));
+    EXPECT_EQ(MaxDifference(OfLayer(ConstTensorView(memories.view()), 0),
+                            Slice(xl.x().view(), 1, 40 - kept, kept)),
+              0);
+  }
+  const auto outputs = TransformerXl().OutputSpecs(problem, {{"memory", "0"}});
+  for (const TensorSpec& spec : *outputs) EXPECT_NE(spec.name, "memories");
+}
+
+TEST(TransformerXl, AStreamReadsTheMemoriesWithItsFirstSegment) {
+  const Problem problem = CausalProblem(2, 2, 40, 8);
+  const Options options = {{"memory", "30"}, {"given_memory", "25"}, {"segment", "16"}};
+  Case xl(problem, options);
+  Tensor memories(DType::kF32, {2, 2, 25, 16});
+  FillNormal(&memories, 9, "memories");
+  const auto run = RunLayer(xl.layer(), {{"x", xl.x().view()}, {"memories", memories.view()}}, 1);
+  ASSERT_TRUE(run.ok()) << run.status();
+  Machine machine(xl.layer(), 1);
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    ASSERT_TRUE(xl.layer().Reset().ok());
+    Tensor out(DType::kF32, xl.x().shape());
+    for (const int64_t begin : {0, 16, 32}) {
+      const int64_t count = std::min<int64_t>(16, 40 - begin);
+      Inputs segment = {{"x", Slice(xl.x().view(), 1, begin, count)}};
+      const Outputs written = {{"out", Slice(out.view(), 1, begin, count)}};
+      if (begin == 0) {
+        const absl::Status without = xl.layer().Append(segment, written, machine.execution());
+        EXPECT_EQ(without.message(), "input memories is missing; the first segment has need of it");
+        segment.Set("memories", memories.view());
+      }
+      const absl::Status status = xl.layer().Append(segment, written, machine.execution());
+      ASSERT_TRUE(status.ok()) << status;
+    }
+    EXPECT_EQ(MaxDifference(out.view(), run->at("out").view()), 0);
+  }
+  EXPECT_TRUE(machine.guard_intact());
+}
+
+TEST(TransformerXl, CostsCountTheGivenKeys) {
+  // Tokens of the first segment see 3 given ones and 1, ..., 4 of the segment; those of the second,
+  // after 4 tokens, 3 and 1, 2.
+  const Problem problem = CausalProblem(1, 2, 6, 4);
+  const auto layer = MakeLayer(
+      problem, {{"segment", "4"}, {"memory", "3"}, {"given_memory", "3"}, {"layers", "1"}});
+  EXPECT_EQ(layer->statistics().at("keys_per_token"), (4 + 5 + 6 + 7 + 4 + 5) / 6.0);
+  EXPECT_EQ(layer->statistics().at("reach_tokens"),
+            4);  // tokens 1, 2, 3 and the one before the last
 }
 
 TEST(TransformerXl, TheContextIsWhatTheLastFeedForwardNetworkReads) {
@@ -757,6 +841,15 @@ TEST(TransformerXl, WhatItCannotDoIsSaidInOneLine) {
   problem = CausalProblem(1, 4, 64, 16);
   problem.causal = false;
   EXPECT_EQ(message(problem, {}), "UNIMPLEMENTED: transformer_xl is causal only");
+}
+
+TEST(TransformerXl, MoreThanTheMemoryCannotBeGiven) {
+  EXPECT_EQ(TransformerXl()
+                .Create(CausalProblem(1, 2, 8, 4), {{"memory", "5"}, {"given_memory", "6"}},
+                        Device::kCpu, 1)
+                .status()
+                .message(),
+            "option given_memory is 6; allowed with memory=5 are 0 to 5");
 }
 
 TEST(TransformerXl, ASegmentThatIsTooLongIsAnError) {

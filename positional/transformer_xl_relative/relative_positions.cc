@@ -14,23 +14,7 @@
 namespace tfb::transformer_xl_relative {
 namespace {
 
-// Multiplies `sinusoids` by W_r, on the host.
-absl::StatusOr<Tensor> Project(const ConstTensorView& sinusoids, const ConstTensorView& w_r,
-                               ThreadPool* pool) {
-  TFB_ASSIGN_OR_RETURN(const PackedMatrix matrix, PackedMatrix::Create(Device::kCpu, w_r));
-  TFB_ASSIGN_OR_RETURN(Tensor projected,
-                       Tensor::Allocate(DType::kF32, Shape{sinusoids.dim(0), matrix.out()}));
-  const size_t bytes = MatMulWorkspaceBytes(Device::kCpu, sinusoids.dim(0), matrix.in(),
-                                            matrix.out(), pool->threads());
-  Tensor scratch(DType::kU8, {static_cast<int64_t>(bytes)});
-  Execution execution;
-  execution.pool = pool;
-  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), bytes);
-  TFB_RETURN_IF_ERROR(MatMul(matrix, {sinusoids, {}, projected.view()}, execution));
-  return projected;
-}
-
-// Does the same in float64, rounded to a 16-bit dtype once. The rounding of a number must not
+// Multiplies `sinusoids` by W_r in float64, rounded to a 16-bit dtype once. The rounding of a number must not
 // depend on the order of a sum: neighbouring numbers of 16 bits differ too much.
 absl::StatusOr<Tensor> ProjectAndRound(const ConstTensorView& sinusoids, const ConstTensorView& w_r,
                                        DType dtype) {
@@ -68,20 +52,41 @@ Tensor SinusoidsOf(const DistanceRange& range, int64_t channels) {
   return table;
 }
 
+absl::StatusOr<Tensor> ProjectSinusoids(const ConstTensorView& sinusoids,
+                                        const ConstTensorView& w_r, ThreadPool* pool) {
+  TFB_ASSIGN_OR_RETURN(const PackedMatrix matrix, PackedMatrix::Create(Device::kCpu, w_r));
+  TFB_ASSIGN_OR_RETURN(Tensor projected,
+                       Tensor::Allocate(DType::kF32, Shape{sinusoids.dim(0), matrix.out()}));
+  const size_t bytes = MatMulWorkspaceBytes(Device::kCpu, sinusoids.dim(0), matrix.in(),
+                                            matrix.out(), pool->threads());
+  Tensor scratch(DType::kU8, {static_cast<int64_t>(bytes)});
+  Execution execution;
+  execution.pool = pool;
+  execution.workspace = absl::MakeSpan(static_cast<std::byte*>(scratch.raw()), bytes);
+  TFB_RETURN_IF_ERROR(MatMul(matrix, {sinusoids, {}, projected.view()}, execution));
+  return projected;
+}
+
 absl::StatusOr<RelativePositions> RelativePositions::Create(const Parameters& parameters,
                                                             const DistanceRange& range,
                                                             const ConstTensorView& sinusoids,
                                                             int64_t here, DType dtype,
                                                             ThreadPool* pool) {
-  RelativePositions positions;
-  positions.u_ = parameters.u.At<float>(0);
-  positions.v_ = parameters.v.At<float>(0);
-  if (range.rows() == 0) return positions;
+  if (range.rows() == 0) return FromTable({}, parameters.u, parameters.v, range, here);
   TFB_ASSIGN_OR_RETURN(const Tensor projected,
-                       dtype == DType::kF32 ? Project(sinusoids, parameters.w_r, pool)
+                       dtype == DType::kF32 ? ProjectSinusoids(sinusoids, parameters.w_r, pool)
                                             : ProjectAndRound(sinusoids, parameters.w_r, dtype));
-  const ConstTensorView by_head =
-      Transpose(SplitAxis(projected.view(), 1, parameters.u.dim(0)), 0, 1);
+  return FromTable(projected.view(), parameters.u, parameters.v, range, here);
+}
+
+RelativePositions RelativePositions::FromTable(const ConstTensorView& table,
+                                               const ConstTensorView& u, const ConstTensorView& v,
+                                               const DistanceRange& range, int64_t here) {
+  RelativePositions positions;
+  positions.u_ = u.At<float>(0);
+  positions.v_ = v.At<float>(0);
+  if (range.rows() == 0) return positions;
+  const ConstTensorView by_head = Transpose(SplitAxis(table, 1, u.dim(0)), 0, 1);
   positions.distances_ =
       std::make_unique<RelativeKeys>(by_head, here - range.last, here - range.first,
                                      [&](int64_t offset) { return range.Row(here - offset); });

@@ -35,6 +35,10 @@ struct DistanceRange {
 // core/layers/sinusoid.h; r_(-d) is r_d with the sines' signs reversed.
 Tensor SinusoidsOf(const DistanceRange& range, int64_t channels);
 
+// Returns `sinusoids` W_r, f32 [distances, heads * head_dim].
+absl::StatusOr<Tensor> ProjectSinusoids(const ConstTensorView& sinusoids,
+                                        const ConstTensorView& w_r, ThreadPool* pool);
+
 class RelativePositions {
  public:
   // Parameters, f32, in host memory.
@@ -51,6 +55,12 @@ class RelativePositions {
                                                   const DistanceRange& range,
                                                   const ConstTensorView& sinusoids, int64_t here,
                                                   DType dtype, ThreadPool* pool);
+
+  // Takes the table f32 [range.rows(), heads * head_dim] in the place of that product: row Row(d)
+  // has the vectors of distance d.
+  static RelativePositions FromTable(const ConstTensorView& table, const ConstTensorView& u,
+                                     const ConstTensorView& v, const DistanceRange& range,
+                                     int64_t here);
 
   // Makes the rule point to u, v and the tables of this object, which may be moved.
   void AddTo(ScoreRule* rule) const;

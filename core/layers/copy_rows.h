@@ -1,0 +1,34 @@
+// Copies of rows of hidden states between views, on every device.
+#ifndef TFB_CORE_LAYERS_COPY_ROWS_H_
+#define TFB_CORE_LAYERS_COPY_ROWS_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "core/problem.h"
+#include "core/technique.h"
+#include "core/tensor.h"
+
+namespace tfb {
+
+// A copy of rows of any floating dtype. Row n of a list that lies in a ring [batch, places,
+// channels] is at place (first + n) % places.
+//
+//   row n of `to` = row s(n) of `from`, or zeros where s(n) < 0
+//   s(n) = n, or selected[b rows + n], or n + c - 1 - 3 (n mod c), which is c t + c - 1 - 2 i for
+//   n = c t + i, where c = dilated_block
+struct CopyRowsCall {
+  ConstTensorView from;
+  int64_t from_first = 0;
+  TensorView to;
+  int64_t to_first = 0;
+  int64_t rows = 0;
+  const int32_t* selected = nullptr;
+  int64_t dilated_block = 0;
+};
+// It allocates nothing; on CUDA it enqueues on the stream.
+absl::Status CopyRows(Device device, const CopyRowsCall& call, const Execution& execution);
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_LAYERS_COPY_ROWS_H_
