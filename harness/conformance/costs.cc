@@ -103,6 +103,14 @@ double BytesOf(const std::vector<TensorSpec>& specs, bool optional) {
   return bytes;
 }
 
+// Tells whether so many rows of a matrix are those of a projection.
+bool IsChannels(int64_t rows, const Problem& problem) {
+  return rows == problem.model_dim() || rows == problem.query_heads * problem.head_dim ||
+         rows == problem.query_heads * problem.value_dim ||
+         rows == problem.kv_heads * problem.head_dim ||
+         rows == problem.kv_heads * problem.value_dim;
+}
+
 // The bytes are required inputs and outputs and parameters, once each. Of a table with a row for
 // each position, rows beyond the sequence need not move; what a layer always writes may count
 // though the caller need not ask for it.
@@ -119,7 +127,7 @@ void BytesAreThoseOfTheTensors(const Subject& subject, const Problem& problem) {
     bytes += static_cast<double>(tensor.bytes());
     if (tensor.shape().size() < 2) continue;
     const int64_t rows = tensor.dim(static_cast<int>(tensor.shape().size()) - 2);
-    if (rows <= problem.kv_tokens) continue;
+    if (rows <= problem.kv_tokens || IsChannels(rows, problem)) continue;
     unread += static_cast<double>(tensor.bytes()) * static_cast<double>(rows - problem.kv_tokens) /
               static_cast<double>(rows);
   }
