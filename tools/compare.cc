@@ -36,8 +36,9 @@ ABSL_FLAG(bool, allow_different_environment, false,
           "judged.");
 ABSL_FLAG(bool, allow_different_precision, false,
           "Match cases whatever their element type; errors are then not judged.");
-ABSL_FLAG(bool, allow_missing, false,
-          "Cases of BASE that NEW lacks, or skipped, and numbers that it lacks, are no regression.");
+ABSL_FLAG(
+    bool, allow_missing, false,
+    "Cases of BASE that NEW lacks, or skipped, and numbers that it lacks, are no regression.");
 ABSL_FLAG(bool, all, false, "Also list what is the same, ambiguous, or not judged.");
 ABSL_FLAG(std::string, format, "terminal", "terminal, markdown or json (with all verdicts).");
 
