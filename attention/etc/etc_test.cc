@@ -268,7 +268,8 @@ TEST(Etc, LabelsOfBothKindsHaveBothParameters) {
 
 // Draws masks of all pieces, in which one pair in three is hidden.
 void AddMasks(const Problem& problem, const Options& options, NamedTensors* inputs) {
-  for (const TensorSpec& spec : Etc().InputSpecs(problem, options).value()) {
+  const std::vector<TensorSpec> specs = Etc().InputSpecs(problem, options).value();
+  for (const TensorSpec& spec : specs) {
     if (spec.name.size() != 8 || spec.name.substr(3) != "_mask" || spec.name == "key_mask")
       continue;
     Tensor& mask = (*inputs)[spec.name] = Tensor(DType::kU8, spec.shape);
