@@ -153,7 +153,7 @@ TEST_F(CasesTest, ShardsAreDisjointCoverAllAndAreBalanced) {
     EXPECT_EQ(texts, expected) << count;
     // A part that takes the next case was the smallest, so that two parts differ by one case at most.
     EXPECT_LE(most - least, longest) << count;
-    // Of the longest first: where there are many cases, by much less.
+    // The longest cases are dealt first, so that with many cases the parts differ by much less.
     if (count <= 3) {
       EXPECT_LE(most - least, 0.1 * most) << count;
     }

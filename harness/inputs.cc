@@ -496,7 +496,7 @@ bool HoldsAll(const CapturedLayer& layer, const std::vector<TensorSpec>& specs) 
   return true;
 }
 
-// What a technique with its options reads of a file.
+// The tensors of a file that a technique with its options reads.
 class Reading {
  public:
   Reading(const InputSource& source, const Technique& technique, const Options& options)

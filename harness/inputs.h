@@ -62,7 +62,7 @@ struct CapturedLayer {
 
   int64_t batch = 0;
   int64_t query_heads = 0, query_tokens = 0, head_dim = 0;  // of q
-  // Of k and v; where one is absent the other's, and else those of q.
+  // The tokens of k and v. Where one is absent they are those of the other, and else those of q.
   int64_t kv_heads = 0, kv_tokens = 0, value_dim = 0;
   int64_t hidden_tokens = 0, model_dim = 0;  // of x
 

@@ -108,7 +108,7 @@ TEST_F(MeasureTest, RecordHasTimesErrorsCostsAndMemory) {
 
 TEST_F(MeasureTest, ARecordIsToldAfterItsCheckBeforeAnyCaseIsTimed) {
   Measure("toy_mean,toy_causal,toy_unable");
-  // Of the two that run, in the order in which they were checked.
+  // The two cases that run are told in the order in which they were checked.
   ASSERT_GE(so_far_.size(), 2u);
   for (size_t i = 0; i < 2; ++i) {
     EXPECT_TRUE(so_far_[i].outcome().against_definition().passed());

@@ -574,7 +574,7 @@ class Sweep {
     for (const Visit::Item& item : visit.items) {
       if (open_.count(item.index) > 0) items.push_back(item);
     }
-    // What was checked before comes last, so that a sweep that is stopped again and again gets on.
+    // Cases that were checked before come last, so that a sweep that is stopped often gets on.
     std::stable_partition(items.begin(), items.end(), [this](const Visit::Item& item) {
       return records_.count(item.index) == 0;
     });

@@ -343,7 +343,7 @@ absl::Status DrawTables(const std::string& piece, const Problem& problem, const 
   return draw(piece + "_bias", DType::kF32, {problem.query_heads, labels});
 }
 
-// What the definition reads for the labels of a piece: empty where there is none.
+// The tensors that the definition reads for the labels of a piece. One that is absent is empty.
 struct PieceTables {
   DoubleTensor vectors;  // [query_heads, labels, head_dim]
   DoubleTensor biases;   // [query_heads, labels]

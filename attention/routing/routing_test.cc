@@ -977,7 +977,7 @@ TEST(Routing, MatchesItsDefinitionWhateverIsNormalised) {
 // ---- Other implementations ----
 
 const char* const kGolden[] = {"clusters", "clusters_causal", "clusters_padded"};
-// Of vectors that have several lengths, with that code's own norms.
+// The golden files have vectors of several lengths, normalised as that code does it.
 const char* const kGivenGolden[] = {"given", "given_shared"};
 
 // A golden file of routing-transformer.

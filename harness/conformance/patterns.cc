@@ -1,4 +1,5 @@
-// What a technique's patterns promise to the builder of schedules: KeyRanges holds what Allows says.
+// Cases that hold a technique's patterns to what the builder of schedules relies on: KeyRanges covers
+// the keys that Allows shows.
 #include <cstdint>
 #include <random>
 #include <string>
