@@ -122,6 +122,28 @@ class Files(unittest.TestCase):
         self.assertEqual(len(set(drawn(1))), len(drawn(1)))
         self.assertEqual(len(drawn(1)), len(mutate.edits_of('a.cc', SOURCE)))
 
+    def test_those_that_survived_are_found_again_by_what_was_printed(self):
+
+        class Fake(mutate.Bazel):
+
+            def judge_edit(self, edit):
+                return ('survived', '3 tests') if edit.pattern == 'factor two' else ('noticed', '//:a_test')
+
+        (self.root / 'b.cc').write_text('x = 2 * y;\nf();\nx = 2 * y;\n')
+        edits = list(mutate.draw(self.root, ['a.cc', 'b.cc'], random.Random(1)))
+        score = mutate.Score()
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            for edit in edits:
+                mutate.try_edit(Fake(self.root, ['bazel'], 60), edit, (self.root / edit.path).read_text(), score, len(edits))
+        twos = {(edit.path, edit.begin) for edit in edits if edit.pattern == 'factor two'}
+        self.assertEqual(len(twos), 3)
+        again = list(mutate.survivors(self.root, printed.getvalue()))
+        self.assertEqual({(edit.path, edit.begin) for edit in again}, twos)
+        (self.root / 'b.cc').unlink()
+        with contextlib.redirect_stdout(io.StringIO()) as warned:
+            self.assertEqual([edit.path for edit in mutate.survivors(self.root, printed.getvalue())], ['a.cc'])
+        self.assertEqual(warned.getvalue(), 'no longer there: b.cc: x = 2 * y;\n' * 2)
+
     def test_product_sources_leave_out_tests(self):
         for name in ('a_test.cc', 'toys.cc', 'results/synthetic.h', 'harness/conformance/masks.cc', 'b.cu', 'c.py'):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -228,7 +250,7 @@ class Report(unittest.TestCase):
         mutate.read_equivalent((SCRIPT.parent / 'mutate_equivalent').read_text())
 
     def test_wrong_flags_are_refused(self):
-        for flags in (['--count=0'], ['--least=1.5'], ['--no_such_flag']):
+        for flags in (['--count=0'], ['--least=1.5'], ['--again=/no/such/file'], ['--no_such_flag']):
             done = subprocess.run([sys.executable, str(SCRIPT)] + flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             self.assertEqual(done.returncode, 2, flags)
             self.assertIn(flags[0].split('=')[0], done.stderr.decode())
