@@ -327,7 +327,8 @@ TEST_F(SweepTest, ACaseIsInTheFileWhenItIsCheckedAndIsNotCheckedAgain) {
   const std::map<std::string, Outcome> outcomes = Outcomes("a.pb");
   const Outcome& finished = outcomes.at("toy_mean 16");
   EXPECT_FALSE(finished.unfinished());
-  EXPECT_EQ(finished.timing().run_ns_size() + finished.timing().discarded_samples(), 3);
+  // On a busy machine disturbed samples are taken again.
+  EXPECT_GE(finished.timing().run_ns_size() + finished.timing().discarded_samples(), 3);
   EXPECT_EQ(finished.against_definition().max_abs(), 0.125);
   EXPECT_THAT(resumed.out, HasSubstr("2 cases: 2 ok"));
   EXPECT_THAT(resumed.out, Not(HasSubstr("repeated")));
