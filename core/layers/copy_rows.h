@@ -15,18 +15,20 @@ namespace tfb {
 // channels] is at place (first + n) % places.
 //
 //   row n of `to` = row s(n) of `from`, or zeros where s(n) < 0
-//   s(n) = n, or selected[b rows + n], or n + c - 1 - 3 (n mod c), which is c t + c - 1 - 2 i for
-//   n = c t + i, where c = dilated_block
+//   s(n) = selected[b rows + n]        where `selected` is not null
+//        = n + c - 1 - 3 (n mod c)     where c = dilated_block is not 0, which is
+//                                      c t + c - 1 - 2 i for n = c t + i
+//        = n                           else
 struct CopyRowsCall {
-  ConstTensorView from;
-  int64_t from_first = 0;
-  TensorView to;
+  ConstTensorView from;    // [batch, places, channels]
+  int64_t from_first = 0;  // place of row 0
+  TensorView to;           // [batch, places, channels]
   int64_t to_first = 0;
-  int64_t rows = 0;
-  const int32_t* selected = nullptr;
+  int64_t rows = 0;                   // that are written in each sequence of the batch
+  const int32_t* selected = nullptr;  // [batch, rows] on the device
   int64_t dilated_block = 0;
 };
-// It allocates nothing; on CUDA it enqueues on the stream.
+// Copies the rows. It allocates nothing; on CUDA it enqueues on the stream.
 absl::Status CopyRows(Device device, const CopyRowsCall& call, const Execution& execution);
 
 }  // namespace tfb

@@ -22,8 +22,11 @@ __global__ void __launch_bounds__(kThreads) CopyRows(CopyRowsArguments a) {
   const int64_t c = n % a.channels, row = n / a.channels % a.rows;
   const int64_t b = n / a.channels / a.rows;
   int64_t source = row;
-  if (a.selected != nullptr) source = a.selected[b * a.rows + row];
-  if (a.dilated_block > 0) source += a.dilated_block - 1 - 3 * (row % a.dilated_block);
+  if (a.selected != nullptr) {
+    source = a.selected[b * a.rows + row];
+  } else if (a.dilated_block > 0) {
+    source += a.dilated_block - 1 - 3 * (row % a.dilated_block);
+  }
   float value = 0;
   if (source >= 0) {
     value = Load(a.from.view, Offset(a.from.view, b, (a.from.first + source) % a.from.places, c));

@@ -43,21 +43,17 @@ absl::StatusOr<Shares> SharesOf(const LabelSmoothing& options, int64_t classes) 
   return Shares{all ? 1 - e + share : 1 - e, share};
 }
 
-// Returns the largest of a row of logits, and log(sum_k exp(logit_k)).
-struct Normaliser {
-  double largest;
-  double log_sum_exp;
-};
-Normaliser NormaliserOf(const ConstTensorView& row) {
+// Returns log(sum_k exp(logit_k)) of a row of logits.
+double LogSumExp(const ConstTensorView& row) {
   double largest = row.Get(0), sum = 0;
   for (int64_t k = 1; k < row.dim(0); ++k) largest = std::max(largest, row.Get(row.Offset(k)));
   for (int64_t k = 0; k < row.dim(0); ++k) sum += std::exp(row.Get(row.Offset(k)) - largest);
-  return {largest, largest + std::log(sum)};
+  return largest + std::log(sum);
 }
 
 // Returns the cross-entropy of a row of logits.
 double CrossEntropy(const std::vector<double>& q, const ConstTensorView& row) {
-  const double log_sum_exp = NormaliserOf(row).log_sum_exp;
+  const double log_sum_exp = LogSumExp(row);
   double loss = 0;
   for (int64_t k = 0; k < row.dim(0); ++k) {
     if (q[k] > 0) loss += q[k] * (log_sum_exp - row.Get(row.Offset(k)));
@@ -97,6 +93,10 @@ absl::StatusOr<SmoothedLoss> SmoothedCrossEntropy(const LabelSmoothing& options,
     return absl::InvalidArgumentError(absl::StrCat("label smoothing: logits are ",
                                                    ShapeString(logits.shape()), "; allowed are [",
                                                    tokens, ", classes], a row for each label"));
+  }
+  if (!IsFloating(logits.dtype)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "label smoothing: logits are ", Name(logits.dtype), "; a floating-point type is wanted"));
   }
   const int64_t classes = logits.dim(1);
   TFB_RETURN_IF_ERROR(SharesOf(options, classes).status());

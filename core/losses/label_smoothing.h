@@ -6,19 +6,19 @@
 //   Spread::kAllClasses     q_k = e / K for all K classes, and 1 - e + e / K for y
 //   Spread::kWrongClasses   q_k = e / (K - 1) for all classes but y, and 1 - e for y
 //
-// The two are the same where the latter's e is (K - 1) / K times the former's. Tokens whose label is
-// `padding` have no loss and are not counted. Unless `spread_to_padding`, that class has q = 0, and
-// K is the number of the other classes. With `subtract_entropy` the loss has - sum_k q_k log q_k
-// taken off, the least that it can be, so that a prediction of q costs 0.
+// The two are the same where the latter's e is (K - 1) / K times the former's. Tokens whose label
+// is `padding` have no loss and are not counted. Unless `spread_to_padding`, that class has q = 0,
+// and K is the number of the other classes. `subtract_entropy` subtracts - sum_k q_k log q_k, the
+// least that the loss can be, so that a prediction of q costs 0.
 //
-//   Spread         spread_to_padding  subtract_entropy   as in
-//   kAllClasses    true               false              Szegedy et al. 2016; PyTorch's cross_entropy;
-//                                                        fairseq before 0.10
-//   kWrongClasses  true               false              fairseq since (label_smoothed_nll_loss)
-//   kWrongClasses  true               true               Tensor2Tensor (smoothing_cross_entropy, which
-//                                                        adds 1e-20 to q in the logarithm)
-//   kWrongClasses  false              false              The Annotated Transformer; OpenNMT-py less
-//                                                        the entropy, as a divergence
+//   Spread         spread_to_padding  subtract_entropy  as in
+//   kAllClasses    true               false             Szegedy et al. 2016; PyTorch's
+//                                                       cross_entropy; fairseq before 0.10
+//   kWrongClasses  true               false             fairseq since (label_smoothed_nll_loss)
+//   kWrongClasses  true               true              Tensor2Tensor (smoothing_cross_entropy,
+//                                                       which adds 1e-20 to q in the logarithm)
+//   kWrongClasses  false              false             The Annotated Transformer; OpenNMT-py less
+//                                                       the entropy, as a divergence
 //
 // Source: Szegedy, Vanhoucke, Ioffe, Shlens, Wojna 2016, "Rethinking the Inception architecture for
 // computer vision", arXiv:1512.00567v3, section 7; the defaults are its. Vaswani et al.,
@@ -59,8 +59,9 @@ struct SmoothedLoss {
   double Mean() const;  // over those tokens; 0 where there are none
 };
 
-// Returns the losses of logits [tokens, classes], of any floating dtype, and labels [tokens]. A logit
-// of minus infinity makes the loss infinite where its class has q > 0.
+// Returns the losses of logits [tokens, classes], of any floating dtype, and labels [tokens]. A
+// logit of minus infinity makes the loss infinite where its class has q > 0. Returns
+// InvalidArgument as SmoothedLabel does, and for logits of another shape or an integer dtype.
 absl::StatusOr<SmoothedLoss> SmoothedCrossEntropy(const LabelSmoothing& options,
                                                   const ConstTensorView& logits,
                                                   absl::Span<const int64_t> labels);

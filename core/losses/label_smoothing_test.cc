@@ -168,6 +168,11 @@ TEST(LabelSmoothing, WhatIsOutOfRangeIsRefusedWithTheRange) {
       std::string(
           SmoothedCrossEntropy({}, logits.view(), std::vector<int64_t>{1, 2}).status().message()),
       "label smoothing: logits are [3, 4]; allowed are [2, classes], a row for each label");
+  const Tensor integers(DType::kI32, {1, 4});
+  EXPECT_EQ(
+      std::string(
+          SmoothedCrossEntropy({}, integers.view(), std::vector<int64_t>{1}).status().message()),
+      "label smoothing: logits are i32; a floating-point type is wanted");
 }
 
 // ---- Golden file ----
