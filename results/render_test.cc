@@ -852,10 +852,11 @@ TEST(RenderMarkdown, NothingOfAFileIsMarkup) {
   outcome->set_reason("<img src=x> *loud* `code`");
   RenderOptions options;
   options.format = RenderFormat::kMarkdown;
-  options.notes = {"<b>note</b>"};
+  options.notes = {"<b>note</b>", "[good](http://bad) [good][0] [0]: http://bad"};
   options.paths = {"a_b_<i>.pb"};
   const std::string text = Render(sweep, options);
-  for (const char* tag : {"<script", "<img", "<b>", "<i>", " *loud*", " `code`"}) {
+  for (const char* tag :
+       {"<script", "<img", "<b>", "<i>", " *loud*", " `code`", "good](", "d][", "0]:"}) {
     EXPECT_FALSE(absl::StrContains(text, tag)) << tag << "\n" << text;
   }
   EXPECT_TRUE(absl::StrContains(text, "&lt;img src=x> \\*loud\\*")) << text;

@@ -281,8 +281,8 @@ std::vector<OutcomeLine> OutcomeLines(const Analysis& analysis, bool details) {
       std::count_if(analysis.cases().begin(), analysis.cases().end(),
                     [](const Case* result) { return result->outcome().unfinished(); });
   if (unfinished > 0) {
-    absl::StrAppend(&total, "; ", unfinished,
-                    " lack samples, as the sweep was ended before: --resume takes them");
+    absl::StrAppend(&total, "; ", unfinished, unfinished == 1 ? " lacks" : " lack",
+                    " samples, as the sweep was stopped before it took them: --resume takes them");
   }
   if (analysis.superseded_cases() > 0) {
     absl::StrAppend(&total, "; ", Plural(analysis.superseded_cases(), "repeated case"),

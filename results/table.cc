@@ -122,7 +122,8 @@ void Shrink(const Table& table, const std::vector<int>& columns, int limit,
   }
 }
 
-// The highest rank with whose details the table fits as a whole, columns narrowed where they may be.
+// The highest rank with whose details the table fits as a whole, columns narrowed where they may
+// be.
 int RankThatFits(const Table& table, int limit) {
   std::vector<int> all(table.columns.size());
   std::iota(all.begin(), all.end(), 0);
@@ -332,12 +333,16 @@ Table WithShownDetails(Table table, const TextStyle& style) {
 }
 
 std::string MarkdownText(absl::string_view text) {
+  // A bracket alone is no link: "[0.9, 1.1]" stays readable in the source.
   const std::string escaped = absl::StrReplaceAll(text, {{"\\", "\\\\"},
                                                          {"|", "\\|"},
                                                          {"\n", " "},
                                                          {"`", "\\`"},
                                                          {"*", "\\*"},
                                                          {"_", "\\_"},
+                                                         {"](", "\\]("},
+                                                         {"][", "\\]["},
+                                                         {"]:", "\\]:"},
                                                          {"&", "&amp;"}});
   // Only what could begin a tag: "<= 2e-6" stays readable in the source.
   std::string out;

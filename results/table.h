@@ -72,7 +72,8 @@ std::string ToTerminal(const Table& table, const TextStyle& style);
 // The table without the details that ToTerminal has no room for.
 Table WithShownDetails(Table table, const TextStyle& style);
 std::string ToMarkdown(const Table& table);
-// `text` for Markdown in which it is shown as it is: nothing of it is markup, and a newline is a space.
+// Returns Markdown that shows `text` as it is: nothing within a line of it is markup, and a newline
+// is a space.
 std::string MarkdownText(absl::string_view text);
 
 // Columns that `text`, in UTF-8, takes on a terminal: combining marks none, East Asian wide
