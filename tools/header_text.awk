@@ -17,6 +17,7 @@ FNR == 1 {
 }
 in_head && /^\/\// {
     head = head text($0)
+    if (headers == 1) has_head = 1
     next
 }
 { in_head = 0 }
@@ -29,8 +30,8 @@ headers > 1 { nextfile }
 { comment = "" }
 
 END {
-    if (head == "") {
-        print FILENAME ": begins with no comment, which would be the formula" > "/dev/stderr"
+    if (!has_head) {
+        print ARGV[1] ": begins with no comment, which would be the formula" > "/dev/stderr"
         exit 1
     }
     print "// From " ARGV[1] ", by tools/header_text.awk."

@@ -65,3 +65,8 @@ if awk -f "$awk_program" -v technique=bare "$folder/bare.h" >"$folder/written" 2
     exit 1
 fi
 grep -q "bare.h: begins with no comment" "$folder/error"
+if awk -f "$awk_program" -v technique=bare "$folder/bare.h" "$folder/base.h" >"$folder/written" 2>"$folder/error"; then
+    echo "the comment of a second header is taken for the first one's"
+    exit 1
+fi
+grep -q "bare.h: begins with no comment" "$folder/error"

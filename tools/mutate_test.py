@@ -250,7 +250,7 @@ class Report(unittest.TestCase):
         mutate.read_equivalent((SCRIPT.parent / 'mutate_equivalent').read_text())
 
     def test_wrong_flags_are_refused(self):
-        for flags in (['--count=0'], ['--least=1.5'], ['--again=/no/such/file'], ['--no_such_flag']):
+        for flags in (['--count=0'], ['--least=1.5'], ['--timeout=0'], ['--again=/no/such/file'], ['--no_such_flag']):
             done = subprocess.run([sys.executable, str(SCRIPT)] + flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             self.assertEqual(done.returncode, 2, flags)
             self.assertIn(flags[0].split('=')[0], done.stderr.decode())

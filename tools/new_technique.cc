@@ -1,5 +1,5 @@
-// Writes the folder of a new technique and its line in the family's list. What it writes builds, and passes every test, as it
-// stands: tools/technique_template.cc has it.
+// Writes the folder of a new technique and its line in the family's list. What it writes builds,
+// and passes every test, as it stands: tools/technique_template.cc has it.
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -59,7 +59,8 @@ absl::Status Write(const fs::path& path, const std::string& text) {
   return absl::OkStatus();
 }
 
-// In the repository's format, where the formatter is installed: line breaks depend on the length of the name.
+// In the repository's format, where the formatter is installed: line breaks depend on the length of
+// the name.
 void Format(const fs::path& folder) {
   std::vector<std::string> words = {"clang-format", "--style=file", "--fallback-style=none", "-i"};
   for (const auto& entry : fs::directory_iterator(folder)) {
@@ -89,15 +90,15 @@ std::vector<std::string> Families(const fs::path& workspace) {
   return families;
 }
 
-// Words of C++17 that pass for names, each between spaces.
+// Keywords of C++17, each between spaces.
 constexpr absl::string_view kWords =
-    " alignas alignof and asm auto bitand bitor bool break case catch char class compl const "
-    "const_cast constexpr continue decltype default delete do double dynamic_cast else enum "
-    "explicit export extern false float for friend goto if inline int long mutable namespace "
-    "new noexcept not nullptr operator or private protected public register reinterpret_cast "
-    "return short signed sizeof static static_assert static_cast struct switch template this "
-    "thread_local throw true try typedef typeid typename union unsigned using virtual void "
-    "volatile while xor ";
+    " alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t "
+    "char32_t class compl const const_cast constexpr continue decltype default delete do double "
+    "dynamic_cast else enum explicit export extern false float for friend goto if inline int long "
+    "mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public "
+    "register reinterpret_cast return short signed sizeof static static_assert static_cast struct "
+    "switch template this thread_local throw true try typedef typeid typename union unsigned using "
+    "virtual void volatile wchar_t while xor xor_eq ";
 
 absl::Status CheckName(absl::string_view name) {
   if (absl::StrContains(kWords, absl::StrCat(" ", name, " "))) {
