@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kMostLinks = 40;  // as Linux
+constexpr int kMostLinks = 40;  // as many as Linux follows
 
 // Follows links, also to what does not exist yet.
 absl::StatusOr<std::string> TargetOf(const std::string& path) {
@@ -37,21 +37,24 @@ absl::StatusOr<std::string> TargetOf(const std::string& path) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<OutputFile>> OutputFile::Open(const std::string& path) {
-  TFB_ASSIGN_OR_RETURN(const std::string target, TargetOf(path));
   struct stat info;
-  const bool is_there = stat(target.c_str(), &info) == 0;
+  const bool is_there = stat(path.c_str(), &info) == 0;
   if (!is_there && errno != ENOENT) return FileError(path, "write", errno);
   if (is_there && S_ISDIR(info.st_mode)) return FileError(path, "write", EISDIR);
-  if (is_there && access(target.c_str(), W_OK) != 0) return FileError(path, "write", errno);
-  const bool is_direct = is_there && !S_ISREG(info.st_mode);
-  const std::string temporary = is_direct ? "" : absl::StrCat(target, ".", getpid(), ".tmp");
+  if (is_there && access(path.c_str(), W_OK) != 0) return FileError(path, "write", errno);
+  if (is_there && !S_ISREG(info.st_mode)) {
+    // Opened by the caller's path: /dev/stdout leads to a pipe that has no path of its own.
+    const int descriptor = open(path.c_str(), O_WRONLY | O_CLOEXEC);
+    if (descriptor < 0) return FileError(path, "write", errno);
+    return std::unique_ptr<OutputFile>(new OutputFile(path, path, "", descriptor));
+  }
+  TFB_ASSIGN_OR_RETURN(const std::string target, TargetOf(path));
+  const std::string temporary = absl::StrCat(target, ".", getpid(), ".tmp");
   const int descriptor =
-      is_direct
-          ? open(target.c_str(), O_WRONLY | O_CLOEXEC)
-          : open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
+      open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
   if (descriptor < 0) return FileError(path, "write", errno);
   std::unique_ptr<OutputFile> file(new OutputFile(path, target, temporary, descriptor));
-  if (is_there && !is_direct && fchmod(descriptor, info.st_mode & 07777) != 0) {
+  if (is_there && fchmod(descriptor, info.st_mode & 07777) != 0) {
     return FileError(path, "write", errno);
   }
   return file;
@@ -109,9 +112,18 @@ absl::Status CheckWritable(const std::string& path) {
   struct stat info;
   const bool is_special =
       stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode);
-  if (is_special)
-    return access(path.c_str(), W_OK) == 0 ? absl::OkStatus() : FileError(path, "write", errno);
-  return OutputFile::Open(path).status();
+  if (!is_special) return OutputFile::Open(path).status();
+  return access(path.c_str(), W_OK) == 0 ? absl::OkStatus() : FileError(path, "write", errno);
+}
+
+bool IsSamePlainFile(const std::string& a, const std::string& b) {
+  std::error_code ignored;
+  const fs::file_type type = fs::status(a, ignored).type();
+  if (type != fs::file_type::regular && type != fs::file_type::not_found) return false;
+  const auto normal = [&ignored](const std::string& path) {
+    return fs::absolute(path, ignored).lexically_normal();
+  };
+  return normal(a) == normal(b) || fs::equivalent(a, b, ignored);
 }
 
 absl::Status WriteFile(const std::string& path, absl::string_view bytes) {

@@ -13,11 +13,11 @@
 namespace tfb {
 
 // Bytes go to a temporary file in the same folder, which Finish puts in the place of what is at the
-// path. Until then that is untouched: it outlives a full disk, a failure and a kill, which leaves the
-// temporary file PATH.<process>.tmp behind. A symbolic link stays, and what it leads to is replaced;
-// the permissions of what was there stay too.
+// path. Until then that is untouched: it outlives a full disk, a failure and a kill, which leaves
+// the temporary file PATH.<process>.tmp behind. A symbolic link stays, and what it leads to is
+// replaced; the permissions of what was there stay too.
 //
-// A path that leads to no plain file (a device, a FIFO) is written to directly.
+// A path that leads to no plain file (a device, a FIFO, a pipe's /dev/fd/N) is written to directly.
 //
 // Errors name the path and the system's reason: NotFound (no such folder), PermissionDenied,
 // InvalidArgument (the path is a folder), ResourceExhausted (no space), Unavailable (all else).
@@ -33,7 +33,8 @@ class OutputFile {
   // Writes over bytes that were written before. Returns InvalidArgument where the path leads to no
   // plain file.
   absl::Status WriteAt(int64_t offset, absl::string_view bytes);
-  // Waits until the bytes are on the disk, and puts them in their place. Nothing is written after it.
+  // Waits until the bytes are on the disk, and puts them in their place. Nothing is written after
+  // it.
   absl::Status Finish();
 
  private:
@@ -48,6 +49,10 @@ class OutputFile {
 // Returns the error that Open would, for a program that computes long before it writes. Nothing is
 // changed, and what is no plain file is not opened.
 absl::Status CheckWritable(const std::string& path);
+
+// Tells whether two paths lead, or would lead, to one plain file, so that writing the one loses
+// what the other has.
+bool IsSamePlainFile(const std::string& a, const std::string& b);
 
 // Writes the bytes as such a file.
 absl::Status WriteFile(const std::string& path, absl::string_view bytes);

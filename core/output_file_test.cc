@@ -98,6 +98,20 @@ TEST_F(OutputFileTest, AFifoIsWrittenTo) {
   EXPECT_EQ(Files(), 1);
 }
 
+TEST_F(OutputFileTest, APipeWithoutAPathIsWrittenToThroughItsDescriptor) {
+  int ends[2];
+  ASSERT_EQ(pipe(ends), 0);
+  const std::string path = absl::StrCat("/dev/fd/", ends[1]);  // as /dev/stdout leads to one
+  EXPECT_TRUE(CheckWritable(path).ok());
+  const absl::Status status = WriteFile(path, "through");
+  EXPECT_TRUE(status.ok()) << status;
+  close(ends[1]);
+  char buffer[16];
+  ASSERT_EQ(read(ends[0], buffer, sizeof(buffer)), 7);
+  EXPECT_EQ(std::string(buffer, 7), "through");
+  close(ends[0]);
+}
+
 TEST_F(OutputFileTest, ADeviceStaysADeviceAndAFullOneIsAnError) {
   EXPECT_TRUE(WriteFile("/dev/null", "gone").ok());
   EXPECT_TRUE(fs::is_character_file("/dev/null"));
@@ -120,6 +134,18 @@ TEST_F(OutputFileTest, WhetherAPathCanBeWrittenIsKnownBefore) {
   EXPECT_EQ(Files(), 2);
   EXPECT_EQ(CheckWritable(Path("absent/a")).code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(CheckWritable(folder_).code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(OutputFileTest, OnePlainFileIsKnownByAnyOfItsPaths) {
+  EXPECT_TRUE(IsSamePlainFile(Path("absent"), Path("./absent")));
+  EXPECT_TRUE(IsSamePlainFile("absent", fs::current_path().string() + "/absent"));
+  EXPECT_FALSE(IsSamePlainFile(Path("absent"), Path("other")));
+  ASSERT_TRUE(WriteFile(Path("a"), "x").ok());
+  fs::create_symlink("a", Path("link"));
+  EXPECT_TRUE(IsSamePlainFile(Path("a"), Path("link")));
+  EXPECT_TRUE(IsSamePlainFile(Path("link"), Path("a")));
+  EXPECT_FALSE(IsSamePlainFile(Path("a"), Path("absent")));
+  EXPECT_FALSE(IsSamePlainFile("/dev/null", "/dev/null"));
 }
 
 TEST_F(OutputFileTest, WhatCannotBeWrittenIsNamed) {

@@ -1,11 +1,9 @@
 // Applies one technique to the caller's own tensors and prints its errors.
 #include <algorithm>
 #include <cstdio>
-#include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -143,8 +141,8 @@ absl::StatusOr<InputSource> ReadInput() {
                                                                 : absl::StrJoin(layers, ", ")));
 }
 
-// Expects different files of the flags that read and write them, as what is written would replace the
-// other; and that they can be written, before anything is computed.
+// Expects different files of the flags that read and write them, since what is written would
+// replace the other; and that they can be written, before anything is computed.
 absl::Status CheckPaths() {
   const std::pair<const char*, std::string> written[] = {
       {"output", absl::GetFlag(FLAGS_output)},
@@ -157,12 +155,7 @@ absl::Status CheckPaths() {
   for (const auto& [flag, path] : written) {
     for (const auto& [other_flag, other] : others) {
       if (path.empty() || other.empty() || absl::string_view(flag) == other_flag) continue;
-      std::error_code ignored;
-      const std::filesystem::path a = CallerPath(path), b = CallerPath(other);
-      // A device may be written to twice.
-      const bool is_same = a.lexically_normal() == b.lexically_normal() ||
-                           std::filesystem::equivalent(a, b, ignored);
-      if (!is_same || std::filesystem::is_character_file(a, ignored)) continue;
+      if (!IsSamePlainFile(CallerPath(path), CallerPath(other))) continue;
       return absl::InvalidArgumentError(
           absl::StrCat("--", flag, ": is the file of --", other_flag, ", ", path));
     }
@@ -367,7 +360,7 @@ absl::StatusOr<int> DrawInput() {
   return kExitDone;
 }
 
-// Says on standard error what nobody gave.
+// Prints to standard error which inputs and parameters nobody gave, which were drawn therefore.
 void PrintDrawn(const Plan& plan, const std::vector<TensorSpec>& specs,
                 const std::vector<std::string>& given_parameters, const NamedTensors& parameters) {
   const uint64_t seed = absl::GetFlag(FLAGS_seed);

@@ -220,6 +220,20 @@ TEST_F(Programs, WhatIsNoPlainFileIsWrittenThrough) {
   EXPECT_TRUE(absl::StartsWith(Contents(folder_ / "target.html"), "<!DOCTYPE html>"));
 }
 
+TEST_F(Programs, AFileThatIsRenderedIsNotReplacedByWhatIsRendered) {
+  const std::string path = Write("a.pb", MakeSweep());
+  const std::string bytes = Contents(path);
+  fs::create_symlink(path, folder_ / "link.pb");
+  const std::string link = (folder_ / "link.pb").string();
+  for (const std::string& output : {path, link}) {
+    const Ended ended = Run("render", path + " --format=csv --output=" + output);
+    EXPECT_EQ(ended.exit_status, 2);
+    EXPECT_EQ(ended.err,
+              absl::StrCat("render: --output: ", output, " is one of the files that are read\n"));
+    EXPECT_EQ(Contents(path), bytes);
+  }
+}
+
 TEST_F(Programs, AFifoAsInputIsRefusedAndNotWaitedFor) {
   const std::string fifo = (folder_ / "fifo.pb").string();
   ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);

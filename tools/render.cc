@@ -129,6 +129,21 @@ absl::Status ReadAll(const std::vector<std::string>& paths, ResultSet* results,
   return absl::OkStatus();
 }
 
+absl::Status OutputError(absl::StatusCode code, absl::string_view message) {
+  return absl::Status(code, absl::StrCat("--output: ", message));
+}
+
+// Expects another file to write than those that are read, which would be lost.
+absl::Status CheckOutput(const std::vector<std::string>& paths) {
+  const std::string output = absl::GetFlag(FLAGS_output);
+  for (const std::string& path : paths) {
+    if (output.empty() || !IsSamePlainFile(CallerPath(output), path)) continue;
+    return OutputError(absl::StatusCode::kInvalidArgument,
+                       absl::StrCat(output, " is one of the files that are read"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Write(const std::string& text) {
   const std::string output = absl::GetFlag(FLAGS_output);
   if (output.empty()) {
@@ -136,8 +151,7 @@ absl::Status Write(const std::string& text) {
     return std::cout ? absl::OkStatus() : absl::UnavailableError("cannot write standard output");
   }
   const absl::Status status = WriteFile(CallerPath(output), text);
-  return status.ok() ? status
-                     : absl::Status(status.code(), absl::StrCat("--output: ", status.message()));
+  return status.ok() ? status : OutputError(status.code(), status.message());
 }
 
 bool IsPlotFormat(absl::string_view format) { return format == "svg" || format == "png"; }
@@ -170,6 +184,7 @@ absl::StatusOr<int> RenderAll(const CommandLine& line) {
   }
   absl::StatusOr<std::vector<std::string>> paths = Paths(line);
   if (!paths.ok()) return paths.status();
+  if (const absl::Status distinct = CheckOutput(*paths); !distinct.ok()) return distinct;
   ResultSet results;
   const absl::Status read = ReadAll(*paths, &results, &options);
   if (!read.ok()) return read;
