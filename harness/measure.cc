@@ -499,24 +499,27 @@ absl::Status Measurer::TooLong(absl::string_view what) const {
       absl::StrCat(what, "; --case_timeout is ", options_.case_timeout, " s"));
 }
 
+TimedCase Measurer::ToTimedCase(const Batch& batch, const Prepared& prepared) {
+  TimedCase timed;
+  timed.layer = prepared.layer.get();
+  timed.inputs = prepared.device_inputs;
+  timed.outputs = prepared.outputs.outputs();
+  timed.execution.pool = Pool(batch.threads);
+  timed.execution.workspace = batch.workspace.bytes();
+  timed.device = batch.runtime;
+  timed.share_seconds = prepared.share_seconds;
+  timed.repetitions = prepared.repetitions;
+  if (options_.case_timeout > 0) {
+    timed.timeout_seconds =
+        std::max(options_.case_timeout - prepared.cost.preparation_seconds, 1e-3);
+  }
+  return timed;
+}
+
 void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   if (batch->cases.empty() || Stopped(hooks)) return;
   std::vector<TimedCase> timed;
-  for (const auto& prepared : batch->cases) {
-    TimedCase& one = timed.emplace_back();
-    one.layer = prepared->layer.get();
-    one.inputs = prepared->device_inputs;
-    one.outputs = prepared->outputs.outputs();
-    one.execution.pool = Pool(batch->threads);
-    one.execution.workspace = batch->workspace.bytes();
-    one.device = batch->runtime;
-    one.share_seconds = prepared->share_seconds;
-    one.repetitions = prepared->repetitions;
-    if (options_.case_timeout > 0) {
-      one.timeout_seconds =
-          std::max(options_.case_timeout - prepared->cost.preparation_seconds, 1e-3);
-    }
-  }
+  for (const auto& prepared : batch->cases) timed.push_back(ToTimedCase(*batch, *prepared));
   TimingOptions options;
   options.clock = options_.clock;
   options.probe = options_.probe;
@@ -548,30 +551,33 @@ void Measurer::Time(const MeasureHooks& hooks, Batch* batch) {
   for (size_t i = 0; i < timed.size(); ++i) {
     // Stopped too early to say anything: as if it had not been begun.
     if (absl::IsCancelled(timed[i].status)) continue;
-    Case& record = batch->cases[i]->record;
-    Outcome* outcome = record.mutable_outcome();
-    *outcome->mutable_timing() = timed[i].timing;
-    *outcome->mutable_machine_load() = load;
-    if (options.monitor != nullptr) {
-      *outcome->mutable_device_state_before() = timed[i].state_before;
-      *outcome->mutable_device_state_after() = timed[i].state_after;
-    }
-    outcome->set_elapsed_seconds(batch->cases[i]->cost.preparation_seconds +
-                                 timed[i].spent_seconds);
-    outcome->set_process_peak_bytes(PeakResidentBytes());
-    if (!timed[i].status.ok() && outcome->status() == Outcome::STATUS_OK) {
-      const absl::Status status = absl::IsDeadlineExceeded(timed[i].status)
-                                      ? TooLong(timed[i].status.message())
-                                      : timed[i].status;
-      outcome->set_status(OutcomeOf(status));
-      outcome->set_reason(std::string(status.message()));
-    }
-    if (!timed[i].stream_status.ok()) {
-      outcome->set_reason(
-          absl::StrCat(outcome->reason(), outcome->reason().empty() ? "" : "; ",
-                       "segments were not measured: ", timed[i].stream_status.message()));
-    }
-    hooks.done(batch->cases[i]->index, std::move(record), batch->cases[i]->cost);
+    Prepared& prepared = *batch->cases[i];
+    RecordTimes(timed[i], load, /*monitored=*/options.monitor != nullptr, &prepared);
+    hooks.done(prepared.index, std::move(prepared.record), prepared.cost);
+  }
+}
+
+void Measurer::RecordTimes(const TimedCase& timed, const MachineLoad& load, bool monitored,
+                           Prepared* prepared) const {
+  Outcome* outcome = prepared->record.mutable_outcome();
+  *outcome->mutable_timing() = timed.timing;
+  *outcome->mutable_machine_load() = load;
+  if (monitored) {
+    *outcome->mutable_device_state_before() = timed.state_before;
+    *outcome->mutable_device_state_after() = timed.state_after;
+  }
+  outcome->set_elapsed_seconds(prepared->cost.preparation_seconds + timed.spent_seconds);
+  outcome->set_process_peak_bytes(PeakResidentBytes());
+  if (!timed.status.ok() && outcome->status() == Outcome::STATUS_OK) {
+    const absl::Status status =
+        absl::IsDeadlineExceeded(timed.status) ? TooLong(timed.status.message()) : timed.status;
+    outcome->set_status(OutcomeOf(status));
+    outcome->set_reason(std::string(status.message()));
+  }
+  if (!timed.stream_status.ok()) {
+    outcome->set_reason(
+        absl::StrCat(outcome->reason(), outcome->reason().empty() ? "" : "; ",
+                     "segments were not measured: ", timed.stream_status.message()));
   }
 }
 

@@ -50,7 +50,8 @@ struct GroupCase {
   bool check = true;         // hold it against float64
   double share_seconds = 0;  // about as long as its timing should take; 0: no limit
   int repetitions = 0;       // samples of a run at most; 0: MeasureOptions::repetitions
-  // A check that is expected to take longer is left out, as the times are what matters; 0: no limit.
+  // A check that is expected to take longer is left out, as the times are what matters; 0: no
+  // limit.
   double check_seconds = 0;
 };
 
@@ -63,12 +64,13 @@ struct CaseCost {
 struct MeasureHooks {
   // Called before whatever may take long, with the index of the case in the group.
   std::function<void(size_t index, absl::string_view what)> on_activity;
-  // No further work begins once this is true. Cases without enough samples by then are not reported.
+  // No further work begins once this is true. Cases without enough samples by then are not
+  // reported.
   std::function<bool()> stopped;
   // Returns the seconds until `stopped` will be true for lack of time; null means no such limit.
   std::function<double()> seconds_left;
-  // The record so far of a case that is not finished: after its check, and while it is timed when it
-  // has enough samples to count. Null: nobody asks.
+  // The record so far of a case that is not finished: after its check, and while it is timed when
+  // it has enough samples to count. Null: nobody asks.
   std::function<void(size_t index, Case record, const CaseCost& cost)> so_far;
   // The record of a finished case. In any order.
   std::function<void(size_t index, Case record, const CaseCost& cost)> done;
@@ -103,7 +105,11 @@ class Measurer {
   double ExpectedCheckSeconds(const SweepCase& sweep_case) const;
   std::string WhyNotChecked(const GroupCase& group_case) const;
   absl::Status TooLong(absl::string_view what) const;
+  TimedCase ToTimedCase(const Batch& batch, const Prepared& prepared);
   void Time(const MeasureHooks& hooks, Batch* batch);
+  // Puts what was timed into the case's record.
+  void RecordTimes(const TimedCase& timed, const MachineLoad& load, bool monitored,
+                   Prepared* prepared) const;
 
   MeasureOptions options_;
   std::unique_ptr<InstructionCounter> instructions_;  // null where the kernel has none

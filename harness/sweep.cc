@@ -171,9 +171,10 @@ class Sweep {
   // The file keeps the cases that were measured. One without any case is removed, since it would
   // only be in the next sweep's way.
   int FailWhileMeasuring(const absl::Status& status) {
-    appender_.reset();
     const absl::StatusOr<ResultFile> file = ReadResultFile(options_.output);
+    // While the file is locked: another sweep may begin it as soon as it is not.
     if (file.ok() && file->results.cases_size() == 0 && is_new_) unlink(options_.output.c_str());
+    appender_.reset();
     if (!measures_ || !file.ok() || file->results.cases_size() == 0) return Fail(status);
     if (!is_quiet()) Show().IgnoreError();  // the error that matters is printed below
     return Fail(absl::Status(
@@ -284,15 +285,15 @@ class Sweep {
     return appender_->Append(record);
   }
 
-  // Writes what is known of a case that is not finished, for a sweep that goes on where this one was
-  // stopped. A whole record that the file has already is worth more.
+  // Writes what is known of a case that is not finished, for a sweep that goes on where this one
+  // was stopped. A whole record that the file has already is worth more.
   absl::Status AppendUnfinished(size_t index, Case record) {
     if (finished_before_.count(index) > 0) return absl::OkStatus();
     record.mutable_outcome()->set_unfinished(true);
     return AppendRecord(record);
   }
 
-  // Whether anything was tried, of this sweep or of the one that it resumes.
+  // Notes whether any case was tried, by this sweep or by the one that it resumes.
   void NoteOutcome(const Outcome& outcome) {
     if (outcome.status() == Outcome::STATUS_SKIPPED ||
         outcome.status() == Outcome::STATUS_UNSUPPORTED) {
@@ -373,7 +374,8 @@ class Sweep {
   absl::Status TakeUnfinished() {
     for (const auto& [index, record] : unfinished_before_) {
       const Environment* origin = FindEnvironment(appender_->existing(), record->environment_id());
-      if (!left_[index] || !MachineDifferences(*origin, environment_).empty()) continue;
+      const bool is_here = origin != nullptr && MachineDifferences(*origin, environment_).empty();
+      if (!left_[index] || !is_here) continue;
       Case all = *record;
       all.clear_environment_id();
       Outcome* outcome = all.mutable_outcome();
@@ -653,7 +655,9 @@ class Sweep {
 
   absl::Status TakeReport(CaseReport report) {
     const size_t index = report.index();
-    if (index >= cases_.size()) return absl::InternalError("a report of a case that there is not");
+    if (index >= cases_.size()) {
+      return absl::InternalError("the measuring process reports a case that does not exist");
+    }
     if (report.finished()) {
       return TakeVisit(index, std::move(*report.mutable_record()),
                        {report.preparation_seconds(), report.check_seconds()});
@@ -682,8 +686,8 @@ class Sweep {
     interim_.clear();
   }
 
-  // The record of one visit joins those of the visits before. The case has its record after the first
-  // rounds, and once more at the end where repetitions have added samples.
+  // The record of one visit joins those of the visits before. The case has its record after the
+  // first rounds, and once more at the end where repetitions have added samples.
   absl::Status TakeVisit(size_t index, const Case& record, const CaseCost& cost) {
     open_.erase(index);
     interim_.erase(index);
@@ -874,7 +878,7 @@ class Sweep {
   std::vector<bool> left_;  // by case: no record yet
   Environment environment_;
   bool environment_appended_ = false;
-  bool measures_ = false;  // all that can be refused has been admitted
+  bool measures_ = false;  // nothing was refused, and measuring has begun
   // What the file had when it was opened: the reasons of skipped cases, the records of those that
   // were not finished, and the environments of all that were tried.
   std::map<size_t, std::string> skipped_before_;

@@ -31,8 +31,8 @@ struct SweepOptions {
   std::string workspace;  // of the git commit
 
   // The samples of a case are spread over at least so many visits to its group. Between two visits
-  // everything is created anew, in other memory, so that what is particular to one place of a tensor
-  // does not count for all samples. The first visit holds the case against float64.
+  // everything is created anew, in other memory, so that what is particular to one place of a
+  // tensor does not count for all samples. The first visit holds the case against float64.
   int rounds = 1;
   // A sweep of another build that takes turns with this one, group by group and round by round
   // (harness/turns.h), and what it is told besides --output. None where the program is empty.
@@ -51,9 +51,9 @@ struct SweepOptions {
 // another build's sweep, also the comparison of both (results/comparison.h).
 //
 // Returns the exit status: 0 done; 1 a case failed (an error beyond its bound, or a technique's
-// failure); 2 the file cannot be written, or no case could run; 128 + signal where SIGINT or SIGTERM stopped it, with a
-// message on how to go on. The first signal lets the samples at hand be recorded, a second one
-// stops at once. Needs a process with a single thread.
+// failure); 2 the file cannot be written, or no case could run; 128 + signal where SIGINT or
+// SIGTERM stopped it, with a message on how to go on. The first signal lets the samples at hand be
+// recorded, a second one stops at once. Needs a process with a single thread.
 int RunSweep(const SweepOptions& options, const std::vector<SweepCase>& cases);
 
 // results/runs/<time>-<host>.pb in the repository, a name that is not taken.

@@ -106,9 +106,8 @@ constexpr char kUsage[] =
     "sweep [flags]\n"
     "Measures error, time and memory of every technique beside dense attention: accuracy on real\n"
     "tensors, then scaling over lengths. Without flags it takes five minutes.\n\n"
-    "Exit status: 0 done, 1 a case failed (an error beyond its bound, a crash), 2 bad usage, or "
-    "no\n"
-    "case could run, 130 stopped by Ctrl-C: the file is valid and --resume goes on.";
+    "Exit status: 0 done, 1 a case failed (an error beyond its bound, a crash), 2 bad usage, or\n"
+    "no case could run, 130 stopped by Ctrl-C: the file is valid and --resume goes on.";
 
 CaseFlags CaseFlagsFromFlags() {
   CaseFlags flags;

@@ -378,8 +378,32 @@ TEST_F(SweepTest, ResumeRefusesAnotherMachinesBuildsOrVersionsCases) {
   }
 }
 
+TEST_F(SweepTest, AnUnfinishedCaseOfAnUnknownMachineIsMeasuredAnew) {
+  const std::vector<std::string> sweep = {"--techniques=toy_mean", "--lengths=16",
+                                          "--counterparts=false", "--output=a.pb", "--resume"};
+  EXPECT_EQ(Run(sweep).exit_status, 0);
+  ResultSet results = ReadResultFile(Path("a.pb")).value().results;
+  results.clear_environments();
+  for (Case& record : *results.mutable_cases()) {
+    record.mutable_outcome()->set_unfinished(true);
+    record.mutable_outcome()->mutable_against_definition()->set_max_abs(0.125);
+  }
+  ASSERT_TRUE(WriteResultFile(Path("a.pb"), results).ok());
+  const Finished refused = Run(sweep);
+  EXPECT_EQ(refused.exit_status, 2);
+  EXPECT_THAT(refused.err, HasSubstr("(there / here: unknown)"));
+  std::vector<std::string> told = sweep;
+  told.push_back("--allow_different_environment");
+  const Finished resumed = Run(told);
+  EXPECT_EQ(resumed.exit_status, 0) << resumed.err;
+  const std::map<std::string, Outcome> outcomes = Outcomes("a.pb");
+  EXPECT_FALSE(outcomes.at("toy_mean 16").unfinished());
+  EXPECT_NE(outcomes.at("toy_mean 16").against_definition().max_abs(), 0.125);
+}
+
 TEST_F(SweepTest, AFullFileEndsWithTheTableAndHowToGoOn) {
-  // A file may grow to 16 blocks of 1024 bytes; standard output and error go through pipes.
+  // A file may grow to 16 blocks, of 512 or 1024 bytes by the shell; standard output and error go
+  // through pipes.
   const std::string command =
       absl::StrCat("(ulimit -f 16; BUILD_WORKING_DIRECTORY=", folder_, " harness/toy_sweep ",
                    absl::StrJoin(Small({"--techniques=toy_mean,toy_causal:rounds=*,toy_stream",
