@@ -52,8 +52,8 @@ absl::Status Layer::CheckParameters(const NamedTensors& parameters) const {
     }
     if (!CanConvert(tensor.view(), own->second.dtype())) {
       return absl::InvalidArgumentError(
-          absl::StrCat("parameter ", name, " is ", Name(own->second.dtype()),
-                       "; there is an element that is no such number"));
+          absl::StrCat("parameter ", name, " is of type ", Name(own->second.dtype()),
+                       ", which does not hold every element of the tensor given for it"));
     }
   }
   return absl::OkStatus();
@@ -261,8 +261,7 @@ absl::StatusOr<const Technique*> Registry::Find(absl::string_view name) const {
   std::vector<std::string> known;
   for (const auto& entry : techniques_) known.push_back(entry.first);
   return absl::NotFoundError(absl::StrCat("there is no technique \"", name, "\"; nearest are ",
-                                          absl::StrJoin(NearestNames(name, known), ", "),
-                                          " (--list shows all)"));
+                                          absl::StrJoin(NearestNames(name, known), ", ")));
 }
 
 }  // namespace tfb

@@ -151,7 +151,8 @@ TEST_F(CasesTest, ShardsAreDisjointCoverAllAndAreBalanced) {
     std::multiset<std::string> expected;
     for (const SweepCase& one : all) expected.insert(one.ToString());
     EXPECT_EQ(texts, expected) << count;
-    // A part that takes the next case was the smallest, so that two parts differ by one case at most.
+    // A part that takes the next case was the smallest, so that two parts differ by one case at
+    // most.
     EXPECT_LE(most - least, longest) << count;
     // The longest cases are dealt first, so that with many cases the parts differ by much less.
     if (count <= 3) {
@@ -163,8 +164,9 @@ TEST_F(CasesTest, ShardsAreDisjointCoverAllAndAreBalanced) {
 TEST_F(CasesTest, UnknownTechniqueIsAnsweredWithTheNearestNames) {
   EXPECT_EQ(Error(Drawn("toy_maen")),
             "--techniques: there is no technique \"toy_maen\"; nearest are toy_mean, toy_gate, "
-            "toy_hang (--list shows all)");
-  EXPECT_EQ(Error(Drawn("big*")), "--techniques: no technique matches \"big*\" (--list shows all)");
+            "toy_hang (sweep --list shows all)");
+  EXPECT_EQ(Error(Drawn("big*")),
+            "--techniques: no technique matches \"big*\" (sweep --list shows all)");
 }
 
 TEST_F(CasesTest, UnknownOptionIsAnsweredWithTheList) {
@@ -174,8 +176,8 @@ TEST_F(CasesTest, UnknownOptionIsAnsweredWithTheList) {
   EXPECT_EQ(Error(Drawn("toy_mean:shade=3")),
             "--techniques: toy_mean: option shade is \"3\"; allowed are 0 to 2");
   EXPECT_EQ(Error(Drawn("*:widow=1")),
-            "--techniques: no technique that matches \"*\" has the options widow=1 (--list shows "
-            "all)");
+            "--techniques: no technique that matches \"*\" has the options widow=1 (sweep --list "
+            "shows all)");
   EXPECT_THAT(Error(Drawn("")), StartsWith("--techniques: "));
 }
 

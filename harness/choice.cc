@@ -15,6 +15,8 @@
 namespace tfb {
 namespace {
 
+constexpr char kSeeList[] = " (sweep --list shows all)";
+
 bool HasOption(const TechniqueInfo& info, absl::string_view name) {
   return std::any_of(info.options.begin(), info.options.end(),
                      [&](const OptionSpec& spec) { return spec.name == name; });
@@ -56,8 +58,9 @@ absl::StatusOr<std::vector<Options>> ExpandSweeps(const TechniqueInfo& info,
 absl::StatusOr<std::vector<const Technique*>> Matching(const TechniqueSpec& spec,
                                                        const Registry& registry) {
   if (spec.technique.find_first_of("*?") == std::string::npos) {
-    TFB_ASSIGN_OR_RETURN(const Technique* found, registry.Find(spec.technique));
-    return std::vector<const Technique*>{found};
+    const absl::StatusOr<const Technique*> found = registry.Find(spec.technique);
+    if (found.ok()) return std::vector<const Technique*>{*found};
+    return absl::Status(found.status().code(), absl::StrCat(found.status().message(), kSeeList));
   }
   std::vector<const Technique*> matching;
   bool name_matches = false;
@@ -71,12 +74,12 @@ absl::StatusOr<std::vector<const Technique*>> Matching(const TechniqueSpec& spec
   }
   if (!name_matches) {
     return absl::NotFoundError(
-        absl::StrCat("no technique matches \"", spec.technique, "\" (--list shows all)"));
+        absl::StrCat("no technique matches \"", spec.technique, "\"", kSeeList));
   }
   if (matching.empty()) {
     return absl::NotFoundError(absl::StrCat("no technique that matches \"", spec.technique,
                                             "\" has the options ", ToString(spec.options),
-                                            " (--list shows all)"));
+                                            kSeeList));
   }
   return matching;
 }

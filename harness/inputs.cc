@@ -410,17 +410,15 @@ absl::StatusOr<std::vector<CapturedLayer>> ReadCapturedLayers(const std::string&
     layer.layer = name;
     layer.contents = contents;
   }
-  std::vector<CapturedLayer> usable, others;
+  if (layers.empty()) return absl::NotFoundError(absl::StrCat(path, ": has no tensors"));
+  std::vector<CapturedLayer> all, with_queries_or_hidden;
   for (auto& [key, layer] : layers) {
     TFB_RETURN_IF_ERROR(ReadSizes(&layer));
-    if (layer.has_queries() || layer.has_hidden()) usable.push_back(layer);
+    if (layer.has_queries() || layer.has_hidden()) with_queries_or_hidden.push_back(layer);
+    all.push_back(std::move(layer));
   }
   // A technique may read neither q nor x.
-  for (auto it = layers.begin(); usable.empty() && it != layers.end(); ++it) {
-    others.push_back(std::move(it->second));
-  }
-  if (layers.empty()) return absl::NotFoundError(absl::StrCat(path, ": has no tensors"));
-  return usable.empty() ? others : usable;
+  return with_queries_or_hidden.empty() ? all : with_queries_or_hidden;
 }
 
 absl::StatusOr<std::vector<InputSource>> ParseInputSources(absl::string_view word,
