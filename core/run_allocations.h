@@ -1,5 +1,5 @@
-// Counts what a layer's Run allocates, for tests of inputs and parameters that the conformance tests
-// do not have.
+// Counts what a layer's Run allocates, for tests of inputs and parameters that the conformance
+// tests do not have.
 #ifndef TFB_CORE_RUN_ALLOCATIONS_H_
 #define TFB_CORE_RUN_ALLOCATIONS_H_
 

@@ -196,8 +196,9 @@ absl::Status CheckCoverage(absl::string_view file, std::vector<Entry> entries, i
   return absl::OkStatus();
 }
 
-// Finds a name that an object of a JSON text has twice, which the JSON library would silently merge.
-// (Its parser with a callback would tell as well, in time that grows with the square of the names.)
+// Finds a name that an object of a JSON text has twice, which the JSON library would silently
+// merge. (Its parser with a callback would tell as well, in time that grows with the square of the
+// names.)
 class DuplicateFinder : public Json::json_sax_t {
  public:
   const std::string& duplicate() const { return duplicate_; }  // quoted; empty where there is none

@@ -16,8 +16,8 @@
 namespace tfb {
 
 // The errors of an output y against its reference r. An element that is not finite is right where
-// the reference is the same infinity, or both are NaN, and infinitely wrong otherwise. Where y and r
-// have elements and no two of them are finite, relative_frobenius and mean_cosine are NaN.
+// the reference is the same infinity, or both are NaN, and infinitely wrong otherwise. Where y and
+// r have elements and no two of them are finite, relative_frobenius and mean_cosine are NaN.
 struct OutputError {
   double relative_frobenius = 0;      // |y - r| / |r|, over all elements; 0 where both are 0
   double max_abs = 0;                 // max |y - r|

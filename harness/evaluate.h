@@ -71,7 +71,7 @@ struct Accuracy {
   std::string counterpart;  // "name:option=value"; empty where it is not known
   std::map<std::string, double> statistics;
   Cost cost;
-  std::optional<size_t> workspace_bytes;  // absent where another made the layer
+  std::optional<size_t> workspace_bytes;  // absent where outputs alone were judged
   std::optional<size_t> parameter_bytes;
   NamedTensors outputs;     // whole, of the problem's dtype
   NamedTensors parameters;  // that the layer ran with
@@ -86,8 +86,8 @@ absl::StatusOr<Accuracy> Evaluate(const EvaluateRequest& request);
 
 // The parts of it, for callers that have a layer already.
 
-// Evaluate with a layer of the request's technique, options, problem and device, which has the parameters
-// that count: those of the request are not read.
+// Evaluates a layer of the request's technique, options, problem and device with the parameters
+// that the layer has: those of the request are not read.
 absl::StatusOr<Accuracy> EvaluateLayer(const EvaluateRequest& request, Layer* layer);
 
 struct LayerRun {

@@ -110,8 +110,8 @@ absl::StatusOr<Problem> FitProblem(const InputSource& source, InputKind kind,
 absl::StatusOr<Problem> FitProblem(const InputSource& source, const Technique& technique,
                                    const Options& options, const Problem& wanted);
 
-// Returns NotFound where the source is a file that lacks a tensor of the specs. Optional tensors and
-// noise, which is drawn, may be missing.
+// Returns NotFound where the source is a file that lacks a tensor of the specs. Optional tensors
+// and noise, which is drawn, may be missing.
 absl::Status CheckTensorsAreThere(const InputSource& source, const std::vector<TensorSpec>& specs);
 
 // Returns the specs of the tensors that MakeInputs draws.
@@ -119,8 +119,8 @@ std::vector<TensorSpec> DrawnInputs(const InputSource& source,
                                     const std::vector<TensorSpec>& specs);
 
 // Returns InvalidArgument where the source is a file of the caller's own with a tensor that is not
-// among the specs. q, k, v and x may be there for techniques of another input kind, and `tokens`, which
-// captures have: the text that their tensors are of.
+// among the specs. q, k, v and x may be there for techniques of another input kind, and `tokens`,
+// which captures have: the text that their tensors are of.
 absl::Status CheckTensorsAreRead(const InputSource& source, const std::vector<TensorSpec>& specs);
 
 // Makes a tensor for each spec, and for optional ones only where a file has them. Integers are

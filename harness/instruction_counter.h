@@ -20,7 +20,8 @@ class InstructionCounter {
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open();
   // Counts another event of perf_event_open(2), for tests.
   static absl::StatusOr<std::unique_ptr<InstructionCounter>> Open(uint32_t type, uint64_t config);
-  // Counts what the file says, 8 bytes a read as perf_event_open's files give them; takes the file.
+  // Counts what can be read from the descriptor `file`, 8 bytes at a time as from those of
+  // perf_event_open, for tests. The counter closes it.
   static std::unique_ptr<InstructionCounter> OfFile(int file);
   ~InstructionCounter();
   InstructionCounter(const InstructionCounter&) = delete;

@@ -13,11 +13,12 @@
 namespace tfb {
 namespace {
 
-// Parts of the budget: accuracy may take the first, and the timing of scaling cases is meant to take
-// the second. The last is the part of accuracy's third that the timing of its cases is meant to take.
+// Parts of the budget: accuracy may take the first, and the timing of scaling cases is meant to
+// take the second. The last is the part of accuracy's third that the timing of its cases is meant
+// to take.
 constexpr double kAccuracyPart = 1.0 / 3, kScalingTimingPart = 0.2, kAccuracyTimingPart = 0.1;
-// A length begins only where what is left is more than its foretold time by this factor, and goes on
-// beyond the budget by this part of it where the foretelling fell short.
+// A length begins only where what is left is more than its foretold time by this factor, and goes
+// on beyond the budget by this part of it where the foretelling fell short.
 constexpr double kCaution = 1.15, kOverrun = 0.2;
 // Samples of a run at one visit.
 constexpr int kVisitRepetitions = 11;
@@ -52,9 +53,9 @@ std::string SeriesKey(const SweepCase& sweep_case) {
   return absl::StrCat(CaseKey(key), sweep_case.added ? " added" : "");
 }
 
-// The exponent with which a time grows from the last length on: the one between the last two lengths
-// where it is known, but no less than halfway from there to `growth`, since fixed costs hide the
-// growth of what lies beneath.
+// The exponent with which a time grows from the last length on: the one between the last two
+// lengths where it is known, but no less than halfway from there to `growth`, since fixed costs
+// hide the growth of what lies beneath.
 double Exponent(double growth, double tokens_before, double before, double tokens, double now) {
   if (before <= 0 || now <= 0 || tokens <= tokens_before) return growth;
   const double local = std::log(now / before) / std::log(tokens / tokens_before);

@@ -1,8 +1,9 @@
 // Decides what a sweep measures next, so that its result tells the whole story within a budget.
 //
-//   1. Accuracy cases take at most a third of the budget. They come input by input (a file's layers,
-//      say). An input that would not fit is left out for all techniques. Beside scaling cases, whose
-//      times are the ones that count, a case is timed once; alone, accuracy cases are timed as those.
+//   1. Accuracy cases take at most a third of the budget. They come input by input (a file's
+//      layers, say). An input that would not fit is left out for all techniques. Beside scaling
+//      cases, whose times are the ones that count, a case is timed once; alone, accuracy cases are
+//      timed as those.
 //   2. Breadth: scaling cases by length, the shortest first. Every case of a length gets at least
 //      three samples before the next length begins. What a length will cost is foretold from the
 //      shorter ones; one that would not fit is left out for all techniques alike, and so are those
@@ -78,8 +79,8 @@ class SweepPlan {
   Visit VisitGroup(const std::string& group_key);
 
   void Note(size_t index, const Visited& visited);
-  // An earlier sweep was stopped when it had found this of a case that is left, all its samples
-  // together. Returns the visits that they are worth.
+  // Takes over what an earlier sweep had found of a case when it was stopped: `visited` has all
+  // samples of the case together. Returns the number of visits that they are worth.
   int Resume(size_t index, const Visited& visited);
   // The case needs no further visit: it failed, or it cannot run.
   void Finish(size_t index);

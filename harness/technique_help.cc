@@ -15,9 +15,10 @@ namespace tfb {
 namespace {
 
 constexpr int kColumns = 100;
-constexpr size_t kNamedParameters = 8;  // of a line that says what was drawn
+constexpr size_t kNamedParameters = 8;  // that a line names at most
 
-// What the tensors are that many techniques read or write. Of the others the header tells.
+// The meanings of tensors that many techniques read or write. The technique's header explains the
+// others.
 const std::pair<const char*, const char*> kCommonTensors[] = {
     {"q", "queries"},
     {"k", "keys"},

@@ -61,7 +61,7 @@ std::set<std::string> Names(const Specs& specs) {
   return names;
 }
 
-// Adds the answer for the problem where it is of the same tensors.
+// Adds the answer for the problem, and returns true, where it has the same tensors as the first.
 bool Ask(const Lister& list, const Problem& problem, const Options& options,
          std::vector<Answer>* answers, const std::string& changed = "") {
   absl::StatusOr<Specs> specs = list(problem, options);

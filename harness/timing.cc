@@ -417,8 +417,8 @@ class Measurement {
     if (made.ok()) *event = *std::move(made);
     return Keep(made.status());
   }
-  // Returns the seconds from before the first to after the last kernel that `body` enqueues, and waits
-  // for them.
+  // Returns the seconds from before the first to after the last kernel that `body` enqueues, and
+  // waits for them.
   template <class Body>
   absl::StatusOr<double> DeviceSeconds(const Body& body) {
     TFB_RETURN_IF_ERROR(begin_.Record(timed_.execution.stream));
@@ -478,7 +478,8 @@ std::vector<bool> UndisturbedSamples(const std::vector<double>& probes, double u
 }
 
 std::vector<bool> UnthrottledSamples(const std::vector<DeviceState>& states) {
-  // A state counts like a probe: 1 where it is undisturbed, and more the lower a throttled clock is.
+  // A state counts like a probe: 1 where it is undisturbed, and more the lower a throttled clock
+  // is.
   std::vector<double> probes;
   for (const DeviceState& state : states) {
     probes.push_back(IsThrottled(state) ? 2 + 1 / std::max(state.clock_mhz(), 1.0) : 1);

@@ -85,7 +85,8 @@ struct TimingOptions {
   std::function<absl::Status()> flush_caches;
   double flush_seconds = 0;          // that one call of it takes
   DeviceMonitor* monitor = nullptr;  // of the device; null: nothing is known of it
-  // Instructions that the process has retired so far (harness/instruction_counter.h); null: unknown.
+  // Instructions that the process has retired so far (harness/instruction_counter.h); null:
+  // unknown.
   std::function<int64_t()> instructions;
   // The clock by which everything on the CPU is timed, and all limits are kept.
   Clock* clock = RealClock();

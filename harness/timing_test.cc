@@ -258,8 +258,8 @@ TEST_F(TimingTest, ALongCallIsNotWarmedAndAShortOneIsOncePerSample) {
 }
 
 TEST_F(TimingTest, TheUsualTimeOfTheArithmeticIsThatOfAllCasesTogether) {
-  // Beside every sample of the first case the arithmetic takes twice as long as beside the second's:
-  // as many as may be discarded are.
+  // Beside every sample of the first case the arithmetic takes twice as long as beside the
+  // second's: as many as may be discarded are.
   std::vector<TimedCase> cases;
   cases.push_back(Prepare("toy_mean", {}, 16));
   cases.push_back(Prepare("toy_mean", {}, 16));

@@ -254,8 +254,8 @@ class Comparer {
     return finding;
   }
 
-  // A number that BASE has and NEW lacks, of a case that ran in both. A difference of status tells by
-  // itself why numbers are missing.
+  // A number that BASE has and NEW lacks, of a case that ran in both. A difference of status tells
+  // by itself why numbers are missing.
   void AddVanished(absl::string_view what, std::string base_text, const Case& base,
                    const Case& now) {
     const bool ran = base.outcome().status() == Outcome::STATUS_OK &&
@@ -327,7 +327,7 @@ class Comparer {
     Samples before = ToSamples(base.outcome().timing().setup_ns());
     Samples after = ToSamples(now.outcome().timing().setup_ns());
     const std::optional<MedianInterval> run = RunTime(now);
-    if (!run.has_value()) return;  // CompareRuns has told
+    if (!run.has_value()) return;  // CompareRuns reports it
     const double least = kLeastSetupShare * run->median;
     const auto is_negligible = [least](const Samples& samples) {
       return samples.empty() || MedianOrNan(samples) < least;

@@ -17,8 +17,8 @@ struct CompareOptions {
   enum class Metric {
     // A time over that of dense in the same run, which cancels what a shared machine does to both.
     // Dense itself, and what has no dense partner on both sides, is judged by its time over that of
-    // the fixed arithmetic that was timed beside each sample; where that is unknown, by its share of
-    // the measured peak, and else by its time.
+    // the fixed arithmetic that was timed beside each sample; where that is unknown, by its share
+    // of the measured peak, and else by its time.
     kRelativeToDense,
     kAbsolute,  // times
     // Instructions of one run, where both machines count them: the same from run to run but for
@@ -87,9 +87,9 @@ struct Comparison {
 //                   interval lies beyond the threshold as a whole and the rank sum test, corrected
 //                   for the number of times compared, says that the two differ (p < 0.05);
 //                   likewise for the better. A time over dense that its time over the fixed
-//                   arithmetic, or over the peak, does not confirm is ambiguous: dense changed. Under three samples
-//                   nothing is judged, nor is a setup below 5 % of its run; one that was, and no longer is,
-//                   is held against those 5 %.
+//                   arithmetic, or over the peak, does not confirm is ambiguous: dense changed.
+//                   Under three samples nothing is judged, nor is a setup below 5 % of its run; one
+//                   that was, and no longer is, is held against those 5 %.
 //   working memory  workspace and parameters, which are exact
 //   errors          a bound that was held and is not; an error against dense that grew
 //   status          ok before, and not now

@@ -100,7 +100,8 @@ Table FindingsTable(const Comparison& comparison, Verdict verdict) {
   return table;
 }
 
-// The command whose samples would tell what is ambiguous now; empty where nothing is.
+// Returns the command that takes the samples which would decide what is ambiguous; empty where no
+// time is.
 std::string Advice(const Comparison& comparison) {
   constexpr size_t kMostNames = 12;
   std::set<std::string> names;

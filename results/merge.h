@@ -29,8 +29,8 @@ struct Merged {
 // FailedPrecondition where an id stands for different environments in two files, or where a case
 // names an environment that its file lacks. A torn tail is no error, but a note.
 //
-// Where damage is to be passed over, what it took is a note, and cases whose environment it took are
-// left out.
+// Where damage is to be passed over, what it took is a note, and cases whose environment it took
+// are left out.
 absl::StatusOr<Merged> MergeResultFiles(const std::vector<std::string>& paths,
                                         Damage damage = Damage::kRefuse);
 

@@ -120,8 +120,8 @@ absl::string_view Name(ErrorMeasure::Metric metric);
 // The environment that `id` names, or null.
 const Environment* FindEnvironment(const ResultSet& results, absl::string_view id);
 
-// Names everything that a time depends on besides its case: host, processor, memory, GPUs, compiler,
-// flags, commit, the program's checksum. Equal for the environments of a sweep and of its
+// Names everything that a time depends on besides its case: host, processor, memory, GPUs,
+// compiler, flags, commit, the program's checksum. Equal for the environments of a sweep and of its
 // continuation with --resume, so that their times stand in one table. An unknown id is a machine of
 // its own.
 std::string MachineOf(const ResultSet& results, absl::string_view environment_id);

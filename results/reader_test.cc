@@ -194,8 +194,8 @@ TEST(ResultReader, WhateverByteIsChangedAllOtherRecordsCanBeSalvaged) {
       continue;
     }
     ASSERT_TRUE(file.ok()) << place << ": " << file.status();
-    // The signature is no record; any other place costs the record that it is in, but for the tag of
-    // a checksum, without which a record is read unverified.
+    // The signature is no record; any other place costs the record that it is in, but for the tag
+    // of a checksum, without which a record is read unverified.
     const int lost = place < wire::Signature().size() ? 0 : 1;
     EXPECT_GE(file->results.cases_size() + file->results.environments_size(), 4 - lost) << place;
     EXPECT_GT(file->damaged_bytes + file->torn_bytes, 0) << place;

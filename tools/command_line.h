@@ -32,7 +32,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(const std::vector<std::string>& arg
 // `usage` (first line: the program and its arguments), then every flag with its default.
 std::string HelpText(absl::string_view usage);
 
-// The page that --help prints in place of HelpText: "" for that after all.
+// Returns the page that --help prints in place of HelpText, or "" where HelpText is to be printed.
 using HelpPage = std::function<absl::StatusOr<std::string>()>;
 
 // All that the main function of a program does: sets the flags from `argv`, prints what `help`

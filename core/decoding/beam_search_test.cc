@@ -259,8 +259,8 @@ TEST(BeamSearch, TensorToTensorFinishesCandidatesBehindTheBestBeam) {
 }
 
 TEST(BeamSearch, FairseqKeepsTheFirstFinishedAndTensorToTensorTheBest) {
-  // 0 ends in step 1 with log 0.3 = -1.204. In step 2 both hypotheses of a beam of 2 end: 1 0 with log
-  // 0.36 / (7 / 6) = -0.876, 2 0 with log 0.3 / (7 / 6) = -1.032.
+  // 0 ends in step 1 with log 0.3 = -1.204. In step 2 both hypotheses of a beam of 2 end: 1 0 with
+  // log 0.36 / (7 / 6) = -0.876, 2 0 with log 0.3 / (7 / 6) = -1.032.
   const Table table({{{}, {0.3, 0.4, 0.3}}, {{1}, {0.9, 0.1, 0}}, {{2}, {1, 0, 0}}});
   BeamSearchOptions options;
   options.beam = 2;

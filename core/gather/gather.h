@@ -4,8 +4,8 @@
 // groupings.
 //
 // Integer arrays lie in the memory of the device, rows after each other; a row is one batch row,
-// head and, where there are several, round. Nothing here allocates or, on a GPU, synchronises, and no
-// result depends on the number of threads or on the order in which a device works.
+// head and, where there are several, round. Nothing here allocates or, on a GPU, synchronises, and
+// no result depends on the number of threads or on the order in which a device works.
 #ifndef TFB_CORE_GATHER_GATHER_H_
 #define TFB_CORE_GATHER_GATHER_H_
 
@@ -65,15 +65,18 @@ absl::Status NormalizeRows(Device device, const RowNorm& norm, const ConstTensor
 
 // Buckets of vectors x by random rotations: Andoni et al. 2015, arXiv:1509.02897v1, section 3.
 //
-//   h(x) = argmax [x R ; -x R]           of 2 n numbers where R has n columns; the lowest index wins ties
-//   bucket = h_1 + 2 n_1 (h_2 + 2 n_2 (h_3 + ...))    where a hash is a product of smaller ones
+//   h(x) = argmax [x R ; -x R]
+//   bucket = h_1 + 2 n_1 (h_2 + 2 n_2 (h_3 + ...))
 //
-// with sums in fp32. NaN are smaller than all numbers.
+// The argmax is over 2 n numbers where R has n columns; the lowest index wins ties. The second line
+// is of a hash that is a product of smaller ones. Sums are in fp32; NaN are smaller than all
+// numbers.
 class AngularHash {
  public:
   AngularHash() = default;
-  // Creates hashes from rotations [head_dim, rounds, columns], or where each head has its own [heads,
-  // head_dim, rounds, columns]; the columns of a round are those of its factors, n_1 + n_2 + ... .
+  // Creates hashes from rotations [head_dim, rounds, columns], or where each head has its own
+  // [heads, head_dim, rounds, columns]; the columns of a round are those of its factors, n_1 + n_2
+  // + ... .
   static absl::StatusOr<AngularHash> Create(Device device, const ConstTensorView& rotations,
                                             const std::vector<int64_t>& columns_of_factors);
 
@@ -145,7 +148,7 @@ absl::Status LargestTokens(Device device, const LargestCall& call, const Executi
 
 // Averages, for each token, its rows in all groups that have it as a member; 0 where none has.
 //
-//   out[b, h, i] = sum over n, r with members[b, h, n, r] = i of rows[b, h, n, r] / number of such n
+//   out[b, h, i] = sum over n, r with members[b, h, n, r] = i of rows[b, h, n, r] / count of such n
 //
 // The sum is in the order of n. Members of a group are ascending.
 struct GroupMeanCall {

@@ -64,9 +64,9 @@ const char* LaunchNormalize(const NormalizeArguments& a, void* stream) {
 
 // ---- Angular hashing ----
 //
-// A block hashes 64 tokens of a head; a thread has one token and every fourth of a factor's columns,
-// and the four threads of a token then agree. Vectors lie in shared memory by channel, so that
-// neighbouring threads read neighbouring words; a rotation's element is the same for a warp.
+// A block hashes 64 tokens of a head; a thread has one token and every fourth of a factor's
+// columns, and the four threads of a token then agree. Vectors lie in shared memory by channel, so
+// that neighbouring threads read neighbouring words; a rotation's element is the same for a warp.
 
 constexpr int kHashTokens = 64;
 constexpr int kHashTeams = kThreads / kHashTokens;
@@ -149,7 +149,8 @@ const char* LaunchHash(const HashArguments& a, void* stream) {
                 a);
 }
 
-// ---- Scores against vectors: a block 64 tokens of a head, a thread a token and every fourth vector ----
+// ---- Scores against vectors. A block has 64 tokens of a head; a thread has a token and every
+// fourth vector.
 
 __global__ void __launch_bounds__(kThreads) Score(const VectorScoreArguments a) {
   float* x = reinterpret_cast<float*>(DynamicShared());  // [head_dim][64]

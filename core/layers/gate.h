@@ -11,8 +11,9 @@
 //
 // The paper has no b_r, b_z and b_h.
 //
-// With a large b_g all but the first are the identity of x. Products share a read of their input: W_r,
-// W_z, W_g are one product, U_r, U_z another that adds to it; what follows is one pass over the rows.
+// With a large b_g all but the first are the identity of x. Products share a read of their input:
+// W_r, W_z, W_g are one product, U_r, U_z another that adds to it; what follows is one pass over
+// the rows.
 #ifndef TFB_CORE_LAYERS_GATE_H_
 #define TFB_CORE_LAYERS_GATE_H_
 

@@ -18,8 +18,8 @@ std::optional<Cost> CostOf(Trial* trial) {
   return trial->layer().cost();
 }
 
-// Returns the pairs of a query and a key to which the definition gives weight, over batch and heads,
-// or nothing where it has no weights.
+// Returns the pairs of a query and a key to which the definition gives weight, over batch and
+// heads, or nothing where it has no weights.
 std::optional<double> KeptPairs(Trial* trial) {
   const NamedTensors reference = trial->Define(/*weights=*/true);
   const auto weights = reference.find("weights");

@@ -185,8 +185,9 @@ double ShareThatDiffers(const Tensor& a, const Tensor& b) {
          static_cast<double>(std::max<int64_t>(1, a.num_elements()));
 }
 
-// A definition may choose as the layer did only among what fp32 cannot tell apart: of the choices of
-// a run on other inputs it follows hardly any. (What it may follow is a choice for a token or two.)
+// A definition may choose as the layer did only among what fp32 cannot tell apart: of the choices
+// of a run on other inputs it follows hardly any. (What it may follow is a choice for a token or
+// two.)
 void ADefinitionFollowsNoChoiceOfARunOnOtherInputs(const Subject& subject, const Problem& problem) {
   const auto trial = Trial::Make(subject, problem);
   const auto other = trial == nullptr ? nullptr : Trial::Make(subject, problem, kSeed + 1);
@@ -208,8 +209,8 @@ std::vector<Case> DeterminismCases() {
   for (const Problem& problem : UsualIn16Bits()) all.push_back(problem);
   Case company = {"ABatchDoesNotDependOnItsCompany", "35", UsualBoth(),
                   ABatchDoesNotDependOnItsCompany};
-  // With fewer tokens a device would split the keys over its blocks, the more the smaller the batch,
-  // and the order of sums would depend on it.
+  // With fewer tokens a device would split the keys over its blocks, the more the smaller the
+  // batch, and the order of sums would depend on it.
   company.simulated_size = SimulatedSize::kAsItIs;
   return {
       {"TwoRunsGiveTheSameBits", "35", all, TwoRunsGiveTheSameBits},

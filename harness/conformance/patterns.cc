@@ -1,5 +1,5 @@
-// Cases that hold a technique's patterns to what the builder of schedules relies on: KeyRanges covers
-// the keys that Allows shows.
+// Cases that hold a technique's patterns to what the builder of schedules relies on: KeyRanges
+// covers the keys that Allows shows.
 #include <cstdint>
 #include <random>
 #include <string>
@@ -54,8 +54,8 @@ int64_t CheckPatterns(const Subject& subject, const Problem& problem) {
   return patterns;
 }
 
-// Draws problems and options, lists included. A window of any length shows an error at its ends,
-// since the check takes queries from each place of a tile on.
+// Draws problems and options, lists included. The check takes queries from each place of a tile on,
+// so that it finds an error at the end of a window of any length.
 void KeyRangesHoldWhatThePatternsAllow(const Subject& subject, const Problem&) {
   const bool simulated = subject.device != Device::kCpu;
   const int64_t draws = simulated && !IsExhaustive() ? 4 : 24;

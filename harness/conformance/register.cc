@@ -72,7 +72,8 @@ std::vector<Problem> WithOneMaskEach(const std::vector<Problem>& problems, size_
   return kept;
 }
 
-// Returns the problems of the case of that number in the forms, causal or not, that the technique has.
+// Returns the problems of the case of that number in the forms, causal or not, that the technique
+// has.
 std::vector<Problem> ProblemsOf(const Case& one, size_t number, const TechniqueInfo& info,
                                 Device device) {
   const bool has_both_masks =

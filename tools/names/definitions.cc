@@ -19,8 +19,8 @@ struct Token {
 
 bool IsWordCharacter(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
 
-// Splits a source into words and punctuation, without comments, literals and preprocessor lines. "::"
-// is one token; a literal of characters is the token "".
+// Splits a source into words and punctuation, without comments, literals and preprocessor lines.
+// "::" is one token; a literal of characters is the token "".
 class Lexer {
  public:
   explicit Lexer(absl::string_view source) : source_(source) {}

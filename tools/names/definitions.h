@@ -1,6 +1,6 @@
-// Finds what C++ sources define in namespaces, so that a test can tell where two files give one name to
-// two things. The linker does not: of two inline functions or templates of one name it keeps one, and
-// two types of one name make it merge the templates that take them as arguments.
+// Finds what C++ sources define in namespaces, so that a test can tell where two files give one
+// name to two things. The linker does not: of two inline functions or templates of one name it
+// keeps one, and two types of one name make it merge the templates that take them as arguments.
 #ifndef TFB_TOOLS_NAMES_DEFINITIONS_H_
 #define TFB_TOOLS_NAMES_DEFINITIONS_H_
 
@@ -20,8 +20,9 @@ struct Definition {
 };
 
 // Returns the types, functions, aliases and constants that the source defines, in
-// the order of their lines. Those of unnamed namespaces, `static` ones, members of classes and main,
-// of which each program has its own, are not among them. `source` is text before preprocessing: all branches of an #if count.
+// the order of their lines. Those of unnamed namespaces, `static` ones, members of classes and
+// main, of which each program has its own, are not among them. `source` is text before
+// preprocessing: all branches of an #if count.
 std::vector<Definition> DefinitionsIn(absl::string_view source);
 
 // A name that several files define, each as "file:line".
