@@ -54,18 +54,36 @@ std::vector<ParameterSpec> ConfidenceParameters(const Problem& problem,
 
 // ---- The definition ----
 
+double DefinedThreshold(const CalmOptions& options, int64_t t, int64_t tokens) {
+  const double lambda = options.threshold;
+  if (options.schedule == CalmOptions::Schedule::kConstant || lambda > 1) return lambda;
+  const double decayed =
+      std::exp(-options.temperature * static_cast<double>(t) / static_cast<double>(tokens));
+  const double first = options.schedule == CalmOptions::Schedule::kT5x ? lambda : 1;
+  return std::clamp(0.9 * lambda + 0.1 * first * decayed, 0.0, 1.0);
+}
+
 // The confidences of one sequence in float64, with bounds of the error of a layer's: its states
 // have an error of `state_error` of the largest channel.
-class DefinedConfidence {
+class DefinedConfidence : public depth_adaptive::DefinedRule {
  public:
-  DefinedConfidence(const CalmOptions& options, const NamedTensors& parameters, DType dtype)
-      : options_(options),
+  DefinedConfidence(const Problem& problem, const CalmOptions& options,
+                    const NamedTensors& parameters)
+      : tokens_(problem.query_tokens),
+        options_(options),
         parameters_(parameters),
-        state_error_(depth_adaptive::StateError(dtype)) {
+        state_error_(depth_adaptive::StateError(problem.dtype)) {
     if (options.confidence == Confidence::kSoftmax) distribution_.emplace(parameters);
   }
 
-  ExitScore Of(int64_t n, int64_t t, const Rows& after, const Rows& before) const {
+  ExitScore Of(int64_t n, int64_t t, const Rows& after, const Rows& before) override {
+    ExitScore score = ConfidenceOf(n, t, after, before);
+    score.value -= DefinedThreshold(options_, t, tokens_);
+    return score;
+  }
+
+ private:
+  ExitScore ConfidenceOf(int64_t n, int64_t t, const Rows& after, const Rows& before) const {
     switch (options_.confidence) {
       case Confidence::kSoftmax:
         return Softmax(n, after[t], after.channels());
@@ -76,7 +94,6 @@ class DefinedConfidence {
     }
   }
 
- private:
   static double Largest(const double* x, int64_t channels) {
     double largest = 0;
     for (int64_t c = 0; c < channels; ++c) largest = std::max(largest, std::abs(x[c]));
@@ -116,20 +133,12 @@ class DefinedConfidence {
     return {1 / (1 + std::exp(-z)), magnitude * state_error_ * Largest(h, channels) / 4};
   }
 
+  int64_t tokens_;
   const CalmOptions& options_;
   const NamedTensors& parameters_;
   double state_error_;
   std::optional<depth_adaptive::ExitDistribution> distribution_;  // of the softmax
 };
-
-double DefinedThreshold(const CalmOptions& options, int64_t t, int64_t tokens) {
-  const double lambda = options.threshold;
-  if (options.schedule == CalmOptions::Schedule::kConstant || lambda > 1) return lambda;
-  const double decayed =
-      std::exp(-options.temperature * static_cast<double>(t) / static_cast<double>(tokens));
-  const double first = options.schedule == CalmOptions::Schedule::kT5x ? lambda : 1;
-  return std::clamp(0.9 * lambda + 0.1 * first * decayed, 0.0, 1.0);
-}
 
 }  // namespace
 
@@ -138,8 +147,9 @@ Calm::Calm() : TechniqueOf(Info()) {}
 std::vector<TensorSpec> Calm::ReadTensors(const Problem& problem, const CalmOptions&) const {
   return depth_adaptive::ExitStackInputs(problem);
 }
-std::vector<TensorSpec> Calm::WrittenTensors(const Problem& problem, const CalmOptions&) const {
-  return depth_adaptive::ExitStackOutputs(problem);
+std::vector<TensorSpec> Calm::WrittenTensors(const Problem& problem,
+                                             const CalmOptions& options) const {
+  return depth_adaptive::ExitStackOutputs(problem, options, /*has_probabilities=*/false);
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Calm::MakeLayer(const Problem& problem,
@@ -159,13 +169,8 @@ absl::Status Calm::Definition(const Problem& problem, const CalmOptions& options
       depth_adaptive::ExitStackParameters(transformer_xl::ShapeOf(problem, options).sizes);
   for (ParameterSpec& spec : ConfidenceParameters(problem, options)) specs.push_back(spec);
   TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(specs, parameters));
-  const DefinedConfidence confidence(options, parameters, problem.dtype);
-  const auto rule = [&]() -> depth_adaptive::ExitScoreOf {
-    return [&](int64_t n, int64_t t, const Rows& after, const Rows& before) {
-      ExitScore score = confidence.Of(n, t, after, before);
-      score.value -= DefinedThreshold(options, t, problem.query_tokens);
-      return score;
-    };
+  const auto rule = [&](int64_t) {
+    return std::make_unique<DefinedConfidence>(problem, options, parameters);
   };
   TFB_ASSIGN_OR_RETURN(*outputs, depth_adaptive::DefineExitStack(problem, options, parameters,
                                                                  inputs, request, rule));

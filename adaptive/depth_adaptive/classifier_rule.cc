@@ -1,7 +1,7 @@
 #include "adaptive/depth_adaptive/classifier_rule.h"
 
 #include <algorithm>
-#include <cstring>
+#include <cmath>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -23,7 +23,23 @@ int32_t ArgMax(const float* scores, int64_t count) {
   return static_cast<int32_t>(std::max_element(scores, scores + count) - scores);
 }
 
+void Softmax(const float* scores, int64_t count, float* q) {
+  const float largest = *std::max_element(scores, scores + count);
+  float sum = 0;
+  for (int64_t n = 0; n < count; ++n) sum += q[n] = std::exp(scores[n] - largest);
+  for (int64_t n = 0; n < count; ++n) q[n] /= sum;
+}
+
+DeviceProbabilities ToDevice(const TensorView& view) {
+  return {view.MutableAt<float>(0), view.stride(0), view.stride(1), view.stride(2), view.dim(1)};
+}
+
 }  // namespace
+
+bool HasProbabilities(const DepthAdaptiveOptions& options) {
+  using Classifier = DepthAdaptiveOptions::Classifier;
+  return options.classifier != Classifier::kConfidence && options.classifier != Classifier::kFixed;
+}
 
 std::string ClassifierPrefix(const DepthAdaptiveOptions& options) {
   using Options = DepthAdaptiveOptions;
@@ -40,8 +56,11 @@ absl::StatusOr<std::unique_ptr<ClassifierRule>> ClassifierRule::Create(
   std::unique_ptr<ClassifierRule> rule(new ClassifierRule(device, problem, options));
   const int64_t tokens = std::min(options.segment, std::max<int64_t>(problem.query_tokens, 1));
   const int64_t decisions = problem.batch * (rule->Is(Classifier::kMultinomial) ? tokens : 1);
-  TFB_ASSIGN_OR_RETURN(rule->exits_, DeviceArray<int32_t>::Allocate(device, decisions));
-  TFB_ASSIGN_OR_RETURN(rule->next_, DeviceArray<int32_t>::Allocate(device, decisions));
+  for (Decisions* of_segment : {&rule->here_, &rule->next_}) {
+    TFB_ASSIGN_OR_RETURN(of_segment->scores,
+                         DeviceArray<float>::Allocate(device, decisions * options.layers));
+    TFB_ASSIGN_OR_RETURN(of_segment->exits, DeviceArray<int32_t>::Allocate(device, decisions));
+  }
   return rule;
 }
 
@@ -80,17 +99,18 @@ absl::Status ClassifierRule::Decide(const ExitRows& rows, uint8_t* leaves,
   const int64_t width = problem_.model_dim();
   const int64_t count = Is(Classifier::kSequence) ? rows.tokens : 1;
   if (device_ == Device::kCpu && geometric) {
-    GeometricOnCpu(rows, leaves, execution);
+    ForEachLogit(rows.layer, rows.state, execution,
+                 [&](int64_t r, float z) { leaves[r] = z > 0 ? 1 : 0; });
     return absl::OkStatus();
   }
   if (device_ == Device::kCpu) {
     for (int64_t r = 0; r < rows.rows(); ++r) {
-      leaves[r] = exits_.data()[rows.places[r] / count] <= rows.layer ? 1 : 0;
+      leaves[r] = here_.exits.data()[rows.places[r] / count] <= rows.layer ? 1 : 0;
     }
     return absl::OkStatus();
   }
   ObeyArguments arguments = {};
-  arguments.exits = exits_.data();
+  arguments.exits = here_.exits.data();
   arguments.rows = rows.state.At<float>(0);
   arguments.weights = geometric ? weights_.data() + (rows.layer - 1) * width : nullptr;
   arguments.bias = geometric ? bias_.data() + rows.layer - 1 : nullptr;
@@ -110,19 +130,21 @@ absl::Status ClassifierRule::Classify(const ExitRows& rows, const Execution& exe
   if (sequence) {
     known_ = rows.first_position == known_from_;
     known_from_ = rows.first_position + rows.tokens;
-    std::swap(exits_, next_);
+    std::swap(here_, next_);
   }
-  DeviceArray<int32_t>& exits = sequence ? next_ : exits_;
+  const Decisions& decisions = sequence ? next_ : here_;
   const int64_t count = sequence ? rows.tokens : 1;
   if (device_ == Device::kCpu) {
-    ClassifyOnCpu(rows, count, exits.mutable_data(), execution);
+    ClassifyOnCpu(rows, count, decisions.scores.mutable_data(), decisions.exits.mutable_data(),
+                  execution);
     return absl::OkStatus();
   }
   ClassifyArguments arguments = {};
   arguments.rows = rows.state.At<float>(0);
   arguments.weights = weights_.data();
   arguments.bias = bias_.data();
-  arguments.exits = exits.mutable_data();
+  arguments.scores = decisions.scores.mutable_data();
+  arguments.exits = decisions.exits.mutable_data();
   arguments.segments = rows.rows() / count;
   arguments.count = count;
   arguments.channels = problem_.model_dim();
@@ -132,8 +154,8 @@ absl::Status ClassifierRule::Classify(const ExitRows& rows, const Execution& exe
       KernelsOn<DepthAdaptiveKernels>(runtime->target()).classify(arguments, execution.stream));
 }
 
-void ClassifierRule::ClassifyOnCpu(const ExitRows& rows, int64_t count, int32_t* exits,
-                                   const Execution& execution) const {
+void ClassifierRule::ClassifyOnCpu(const ExitRows& rows, int64_t count, float* scores,
+                                   int32_t* exits, const Execution& execution) const {
   const int64_t width = problem_.model_dim(), segments = rows.rows() / count;
   const size_t thread_bytes = workspace_bytes(0, 1);
   execution.pool->ParallelFor(
@@ -148,30 +170,85 @@ void ClassifierRule::ClassifyOnCpu(const ExitRows& rows, int64_t count, int32_t*
             for (int64_t c = 0; c < width; ++c) mean[c] += row[c];
           }
           for (int64_t c = 0; c < width; ++c) mean[c] /= static_cast<float>(count);
-          float scores[kMaxExits];
-          std::copy_n(bias_.data(), options_.layers, scores);
-          BestCpuKernels().matrix_vector(options_.layers, width, weights_.data(), width, mean,
-                                         scores, 1, /*accumulate=*/true);
-          exits[s] = ArgMax(scores, options_.layers) + 1;
+          float* own = scores + s * options_.layers;
+          std::copy_n(bias_.data(), options_.layers, own);
+          BestCpuKernels().matrix_vector(options_.layers, width, weights_.data(), width, mean, own,
+                                         1, /*accumulate=*/true);
+          exits[s] = ArgMax(own, options_.layers) + 1;
         }
       });
 }
 
-void ClassifierRule::GeometricOnCpu(const ExitRows& rows, uint8_t* leaves,
-                                    const Execution& execution) const {
-  const int64_t width = problem_.model_dim();
-  const float* weights = weights_.data() + (rows.layer - 1) * width;
-  execution.pool->ParallelFor(
-      (rows.rows() + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-        const int64_t first = task * kRowsOfTask;
-        const int64_t count = std::min(kRowsOfTask, rows.rows() - first);
-        float scores[kRowsOfTask];
-        BestCpuKernels().matrix_vector(count, width, rows.state.At<float>(first), width, weights,
-                                       scores, 1, /*accumulate=*/false);
-        for (int64_t r = 0; r < count; ++r) {
-          leaves[first + r] = scores[r] + bias_.data()[rows.layer - 1] > 0 ? 1 : 0;
-        }
-      });
+template <class Body>
+void ClassifierRule::ForEachLogit(int64_t n, const ConstTensorView& state,
+                                  const Execution& execution, const Body& body) const {
+  const int64_t width = problem_.model_dim(), rows = state.dim(0);
+  const float* weights = weights_.data() + (n - 1) * width;
+  execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
+    const int64_t first = task * kRowsOfTask;
+    const int64_t count = std::min(kRowsOfTask, rows - first);
+    float logits[kRowsOfTask];
+    BestCpuKernels().matrix_vector(count, width, state.At<float>(first), width, weights, logits, 1,
+                                   /*accumulate=*/false);
+    for (int64_t r = 0; r < count; ++r) body(first + r, logits[r] + bias_.data()[n - 1]);
+  });
+}
+
+absl::Status ClassifierRule::WriteProbabilities(int64_t n, const ConstTensorView& state,
+                                                const TensorView& probabilities,
+                                                const Execution& execution) {
+  const bool is_last = n == options_.layers;
+  if (Is(Classifier::kGeometric) && !is_last) {
+    return WriteGeometric(n, state, probabilities, execution);
+  }
+  if (n > 1) return absl::OkStatus();
+  const bool has_scores = !is_last && (known_ || Is(Classifier::kMultinomial));
+  return WriteSoftmax(has_scores ? here_.scores.data() : nullptr, probabilities, execution);
+}
+
+absl::Status ClassifierRule::WriteSoftmax(const float* scores, const TensorView& probabilities,
+                                          const Execution& execution) const {
+  const int64_t tokens = probabilities.dim(1), rows = probabilities.dim(0) * tokens;
+  const int64_t classes = options_.layers, count = Is(Classifier::kSequence) ? tokens : 1;
+  if (device_ != Device::kCpu) {
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    return ToStatus(
+        KernelsOn<DepthAdaptiveKernels>(runtime->target())
+            .softmax({scores, ToDevice(probabilities), rows, count, classes}, execution.stream));
+  }
+  execution.pool->ParallelFor((rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
+    const int64_t end = std::min((task + 1) * kRowsOfTask, rows);
+    for (int64_t r = task * kRowsOfTask; r < end; ++r) {
+      float q[kMaxExits] = {};
+      q[classes - 1] = 1;
+      if (scores != nullptr) Softmax(scores + r / count * classes, classes, q);
+      for (int64_t n = 0; n < classes; ++n) {
+        *probabilities.MutableAt<float>(r / tokens, r % tokens, n) = q[n];
+      }
+    }
+  });
+  return absl::OkStatus();
+}
+
+absl::Status ClassifierRule::WriteGeometric(int64_t n, const ConstTensorView& state,
+                                            const TensorView& probabilities,
+                                            const Execution& execution) const {
+  const int64_t width = problem_.model_dim(), tokens = probabilities.dim(1);
+  if (device_ != Device::kCpu) {
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
+    return ToStatus(
+        KernelsOn<DepthAdaptiveKernels>(runtime->target())
+            .geometric({state.At<float>(0), weights_.data() + (n - 1) * width, bias_.data() + n - 1,
+                        ToDevice(probabilities), state.dim(0), width, n, options_.layers},
+                       execution.stream));
+  }
+  ForEachLogit(n, state, execution, [&](int64_t r, float z) {
+    float& rest = *probabilities.MutableAt<float>(r / tokens, r % tokens, options_.layers - 1);
+    const float left = n == 1 ? 1 : rest;
+    *probabilities.MutableAt<float>(r / tokens, r % tokens, n - 1) = left / (1 + std::exp(-z));
+    rest = left / (1 + std::exp(z));
+  });
+  return absl::OkStatus();
 }
 
 absl::Status ClassifierRule::Fill(const ExitRows& rows, bool leave, uint8_t* leaves,

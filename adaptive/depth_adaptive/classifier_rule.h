@@ -16,6 +16,8 @@ namespace tfb::depth_adaptive {
 
 // Returns the prefix of the classifier's parameters, such as "likelihood.2.geometric.".
 std::string ClassifierPrefix(const DepthAdaptiveOptions& options);
+// Tells whether the classifier has probabilities of leaving after each layer.
+bool HasProbabilities(const DepthAdaptiveOptions& options);
 
 class ClassifierRule : public ExitRule {
  public:
@@ -31,6 +33,10 @@ class ClassifierRule : public ExitRule {
     return Is(Classifier::kFixed) && options_.exit >= options_.layers;
   }
   absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution) override;
+  bool has_probabilities() const override { return HasProbabilities(options_); }
+  absl::Status WriteProbabilities(int64_t n, const ConstTensorView& state,
+                                  const TensorView& probabilities,
+                                  const Execution& execution) override;
 
  private:
   using Classifier = DepthAdaptiveOptions::Classifier;
@@ -39,12 +45,21 @@ class ClassifierRule : public ExitRule {
       : device_(device), problem_(problem), options_(options) {}
   bool Is(Classifier classifier) const { return options_.classifier == classifier; }
 
-  // Computes, after layer 1 and from all rows, the exits of the tokens, or those of the next
-  // segment.
+  // Computes, after layer 1 and from all rows, the scores and exits of the tokens, or those of the
+  // next segment.
   absl::Status Classify(const ExitRows& rows, const Execution& execution);
-  void ClassifyOnCpu(const ExitRows& rows, int64_t count, int32_t* exits,
+  void ClassifyOnCpu(const ExitRows& rows, int64_t count, float* scores, int32_t* exits,
                      const Execution& execution) const;
-  void GeometricOnCpu(const ExitRows& rows, uint8_t* leaves, const Execution& execution) const;
+  // Calls body(r, z) with the logit of chi^n of each row r of `state`.
+  template <class Body>
+  void ForEachLogit(int64_t n, const ConstTensorView& state, const Execution& execution,
+                    const Body& body) const;
+  // Writes the softmax of each token's scores, or 1 for the last layer where they are null.
+  absl::Status WriteSoftmax(const float* scores, const TensorView& probabilities,
+                            const Execution& execution) const;
+  // Parts what is left of the probability, which lies at layer N, between layer n and those above.
+  absl::Status WriteGeometric(int64_t n, const ConstTensorView& state,
+                              const TensorView& probabilities, const Execution& execution) const;
   absl::Status Fill(const ExitRows& rows, bool leave, uint8_t* leaves,
                     const Execution& execution) const;
 
@@ -53,10 +68,15 @@ class ClassifierRule : public ExitRule {
   DepthAdaptiveOptions options_;
   DeviceArray<float> weights_;  // [classes, model_dim]
   DeviceArray<float> bias_;     // [classes]
-  DeviceArray<int32_t> exits_;  // exits of tokens by their places, or of batch rows in this segment
-  DeviceArray<int32_t> next_;   // exits of batch rows in the next segment
-  int64_t known_from_ = -1;     // the position at which next_ takes over
-  bool known_ = false;          // whether exits_ hold for this segment
+  // Scores and exits of tokens by their places, or of batch rows: the scores are [decisions, N].
+  struct Decisions {
+    DeviceArray<float> scores;
+    DeviceArray<int32_t> exits;
+  };
+  Decisions here_;           // in this segment
+  Decisions next_;           // in the next one
+  int64_t known_from_ = -1;  // the position at which next_ takes over
+  bool known_ = false;       // whether here_ holds for this segment
 };
 
 }  // namespace tfb::depth_adaptive

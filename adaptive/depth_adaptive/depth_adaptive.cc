@@ -61,12 +61,16 @@ absl::Status CheckProblem(const Problem& problem, const DepthAdaptiveOptions& op
 
 // ---- The definition ----
 
-// The decisions about one sequence in float64.
-class DefinedClassifier {
+// The definition's output with the scale of the probabilities' errors, f64 [batch, tokens].
+constexpr char kProbabilityScale[] = "exit_probabilities.scale";
+
+// The decisions about one sequence in float64, and its probabilities.
+class DefinedClassifier : public DefinedRule {
  public:
+  // Where `outputs` have the probabilities, it writes those of this batch row.
   DefinedClassifier(const DepthAdaptiveOptions& options, const NamedTensors& parameters,
-                    DType dtype)
-      : options_(options), state_error_(StateError(dtype)) {
+                    DType dtype, NamedTensors* outputs, int64_t row)
+      : options_(options), state_error_(StateError(dtype)), outputs_(outputs), row_(row) {
     if (options.classifier == Classifier::kFixed) return;
     if (options.classifier == Classifier::kConfidence) {
       distribution_.emplace(parameters);
@@ -84,13 +88,25 @@ class DefinedClassifier {
     }
   }
 
-  ExitScore Of(int64_t n, int64_t t, const Rows& after) {
+  void Read(int64_t n, const Rows& after) override {
+    if (n == 1 && options_.classifier == Classifier::kMultinomial) RememberStates(after);
+    if (n == 1 && options_.classifier == Classifier::kSequence) RememberMeans(after);
+    if (!HasProbabilities(options_)) return;
+    for (int64_t t = 0; t < after.rows(); ++t) {
+      if (options_.classifier == Classifier::kGeometric) {
+        ReadGeometric(n, t, after);
+      } else if (n == 1) {
+        WriteSoftmax(t);
+      }
+    }
+  }
+
+  ExitScore Of(int64_t n, int64_t t, const Rows& after, const Rows&) override {
     switch (options_.classifier) {
       case Classifier::kFixed:
         return {n >= options_.exit ? 1.0 : -1.0, 0};
       case Classifier::kGeometric: {
-        const std::vector<double> state(after[t], after[t] + after.channels());
-        const ExitScore z = Logit(n - 1, state);  // above 0 where chi is above 1/2
+        const ExitScore z = Logit(n - 1, StateOf(after, t));  // above 0 where chi is above 1/2
         return {z.value > 0 ? z.value : std::min(z.value, -DBL_MIN), z.error};
       }
       case Classifier::kConfidence: {
@@ -98,17 +114,22 @@ class DefinedClassifier {
                                                       after.channels(), state_error_);
         return {p.ascending.back() - ConfidenceThreshold(options_, n), p.error};
       }
-      case Classifier::kMultinomial:
-        if (n == 1) RememberStates(after);
-        return AtMost(n, states_[t]);
       default:
-        if (n == 1 && states_.empty()) RememberMeans(after);
-        const int64_t segment = t / options_.segment;
-        return segment == 0 ? ExitScore{-1, 0} : AtMost(n, states_[segment - 1]);
+        return ClassifiedState(t) == nullptr ? ExitScore{-1, 0} : AtMost(n, *ClassifiedState(t));
     }
   }
 
  private:
+  static std::vector<double> StateOf(const Rows& h, int64_t t) {
+    return std::vector<double>(h[t], h[t] + h.channels());
+  }
+  // Returns what a classifier that decides once reads for token t; null where there is nothing.
+  const std::vector<double>* ClassifiedState(int64_t t) const {
+    if (options_.classifier == Classifier::kMultinomial) return &states_[t];
+    const int64_t segment = t / options_.segment;
+    return segment == 0 ? nullptr : &states_[segment - 1];
+  }
+
   ExitScore Logit(int64_t n, const std::vector<double>& state) const {
     ExitScore z = {bias_[n], 0};
     double magnitude = 0, largest = 0;
@@ -134,8 +155,7 @@ class DefinedClassifier {
   }
 
   void RememberStates(const Rows& h) {
-    if (!states_.empty()) return;
-    for (int64_t t = 0; t < h.rows(); ++t) states_.emplace_back(h[t], h[t] + h.channels());
+    for (int64_t t = 0; t < h.rows(); ++t) states_.push_back(StateOf(h, t));
   }
   void RememberMeans(const Rows& h) {
     for (int64_t begin = 0; begin < h.rows(); begin += options_.segment) {
@@ -147,12 +167,64 @@ class DefinedClassifier {
     }
   }
 
+  // Parts what layers below n have left of the probability of token t. The errors of logits move a
+  // probability by at most 1/e of the largest error: the magnitudes of its derivatives sum to
+  // (chi (1 - chi) + chi S) prod (1 - chi'), where S = sum chi' and prod (1 - chi') <= exp(-S),
+  // which is largest with chi = S = 1.
+  void ReadGeometric(int64_t n, int64_t t, const Rows& after) {
+    if (n == 1) rest_.resize(after.rows(), {1, 0});
+    ExitScore& rest = rest_[t];
+    if (n == options_.layers) {
+      Write(n, t, rest.value);
+      WriteScale(t, rest.error / std::exp(1.0));
+      return;
+    }
+    const ExitScore z = Logit(n - 1, StateOf(after, t));
+    const double chi = 1 / (1 + std::exp(-z.value));
+    Write(n, t, chi * rest.value);
+    rest.value *= 1 - chi;
+    rest.error = std::max(rest.error, z.error);
+  }
+
+  // A softmax is the sigmoid of a logit less the log-sum-exp of the others, which moves by at most
+  // twice their error, and a sigmoid is nowhere steeper than 1/4.
+  void WriteSoftmax(int64_t t) {
+    std::vector<double> q(options_.layers, 0);
+    double error = 0, sum = 0;
+    if (const std::vector<double>* state = ClassifiedState(t); state == nullptr) {
+      q.back() = sum = 1;
+    } else {
+      for (int64_t n = 0; n < options_.layers; ++n) {
+        const ExitScore z = Logit(n, *state);
+        error = std::max(error, z.error);
+        q[n] = z.value;
+      }
+      const double largest = *std::max_element(q.begin(), q.end());
+      for (double& each : q) sum += each = std::exp(each - largest);
+    }
+    for (int64_t n = 0; n < options_.layers; ++n) Write(n + 1, t, q[n] / sum);
+    WriteScale(t, error / 2);
+  }
+
+  void Write(int64_t n, int64_t t, double q) {
+    *outputs_->at(kExitProbabilities).view().MutableAt<double>(row_, t, n - 1) = q;
+  }
+  // The error is in units of the bound of outputs in f32 (see Technique::Define).
+  void WriteScale(int64_t t, double error) {
+    *outputs_->at(kProbabilityScale).view().MutableAt<double>(row_, t) =
+        error / StateError(DType::kF32);
+  }
+
   const DepthAdaptiveOptions& options_;
   double state_error_;
+  NamedTensors* outputs_;
+  int64_t row_;
   std::optional<ExitDistribution> distribution_;  // with classifier=confidence
   std::vector<std::vector<double>> weights_;      // of each class
   std::vector<double> bias_;
   std::vector<std::vector<double>> states_;  // h^1 of tokens, or its means over segments
+  // Of the geometric classifier: prod (1 - chi) of each token, and the largest error of a logit.
+  std::vector<ExitScore> rest_;
 };
 
 }  // namespace
@@ -169,8 +241,8 @@ std::vector<TensorSpec> DepthAdaptive::ReadTensors(const Problem& problem,
   return ExitStackInputs(problem);
 }
 std::vector<TensorSpec> DepthAdaptive::WrittenTensors(const Problem& problem,
-                                                      const DepthAdaptiveOptions&) const {
-  return ExitStackOutputs(problem);
+                                                      const DepthAdaptiveOptions& options) const {
+  return ExitStackOutputs(problem, options, HasProbabilities(options));
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> DepthAdaptive::MakeLayer(const Problem& problem,
@@ -198,14 +270,19 @@ absl::Status DepthAdaptive::Definition(const Problem& problem, const DepthAdapti
   for (transformer_xl::ParameterSpec& spec : ClassifierParameters(problem, options))
     specs.push_back(spec);
   TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(specs, parameters));
-  const auto rule = [&]() -> ExitScoreOf {
-    const auto classifier = std::make_shared<DefinedClassifier>(options, parameters, problem.dtype);
-    return [classifier](int64_t n, int64_t t, const Rows& after, const Rows&) {
-      return classifier->Of(n, t, after);
-    };
+  NamedTensors probabilities;
+  if (HasProbabilities(options)) {
+    const int64_t batch = problem.batch, tokens = problem.query_tokens;
+    probabilities[kExitProbabilities] = Tensor(DType::kF64, {batch, tokens, options.layers});
+    probabilities[kProbabilityScale] = Tensor(DType::kF64, {batch, tokens});
+  }
+  const auto rule = [&](int64_t b) {
+    return std::make_unique<DefinedClassifier>(options, parameters, problem.dtype, &probabilities,
+                                               b);
   };
   TFB_ASSIGN_OR_RETURN(*outputs,
                        DefineExitStack(problem, options, parameters, inputs, request, rule));
+  outputs->merge(std::move(probabilities));
   return absl::OkStatus();
 }
 

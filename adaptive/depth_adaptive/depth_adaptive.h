@@ -24,6 +24,15 @@
 // leaves open how the geometric-like classifier decides: the first chi above 1/2, as the authors'
 // code does.
 //
+// The optional output exit_probabilities has q_t(n) for every n: the softmax of sequence, with 1 at
+// N in the first segment, or of multinomial; and of geometric, where h^n_t is the copied state
+// after a token has left,
+//
+//   q_t(n) = chi^n_t prod_(n' < n) (1 - chi^n'_t) for n < N,  q_t(N) = prod_(n' < N) (1 - chi^n'_t)
+//
+// So the probabilities of a token sum to 1. They are the classifier's where exits are given, too;
+// confidence and fixed have none. They cost nothing where the output is left out.
+//
 // Cost of a decision: multinomial and sequence 2 model_dim N FLOPs once a token or segment, geometric
 // 2 model_dim after each layer, confidence 2 model_dim vocabulary.
 #ifndef TFB_ADAPTIVE_DEPTH_ADAPTIVE_DEPTH_ADAPTIVE_H_
@@ -87,7 +96,8 @@ double ConfidenceThreshold(const DepthAdaptiveOptions& options, int64_t n);
 // that probabilities are of all sizes.
 //
 // DepthAdaptive reads x and the optional exits, i32 [batch, query_tokens], which then replace the
-// classifier; it writes out, normalised, and the optional exits. The counterpart is the stack that
+// classifier; it writes out, normalised, the optional exits and, with a classifier that has them,
+// the optional exit_probabilities, f32 [batch, query_tokens, N]. The counterpart is the stack that
 // no token leaves.
 class DepthAdaptive : public TechniqueOf<DepthAdaptiveOptions> {
  public:

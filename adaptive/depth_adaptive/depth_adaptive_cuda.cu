@@ -25,12 +25,22 @@ __global__ void __launch_bounds__(kRowThreads) Classify(ClassifyArguments a) {
   float largest = 0;
   for (int n = 0; n < a.classes; ++n) {
     const float score = WarpSum(scores[n]) + a.bias[n];
+    if (Lane() == n) a.scores[segment * a.classes + n] = score;
     if (n == 0 || score > largest) {
       best = n;
       largest = score;
     }
   }
   if (Lane() == 0) a.exits[segment] = best + 1;
+}
+
+__device__ float Dot(const float* x, const float* y, int64_t channels) {
+  float dot = 0;
+  for (int64_t c = Lane(); c < channels; c += kWarp) dot += x[c] * y[c];
+  return WarpSum(dot);
+}
+__device__ float* RowOf(const DeviceProbabilities& q, int64_t row) {
+  return q.data + row / q.tokens * q.batch_stride + row % q.tokens * q.token_stride;
 }
 
 // A warp does a row.
@@ -41,13 +51,39 @@ __global__ void __launch_bounds__(kRowThreads) Obey(ObeyArguments a) {
   if (a.weights == nullptr) {
     leaves = a.exits[row / a.count] <= a.layer;
   } else {
-    float dot = 0;
-    for (int64_t c = Lane(); c < a.channels; c += kWarp) {
-      dot += a.weights[c] * a.rows[row * a.channels + c];
-    }
-    leaves = WarpSum(dot) + *a.bias > 0;
+    leaves = Dot(a.weights, a.rows + row * a.channels, a.channels) + *a.bias > 0;
   }
   if (Lane() == 0) a.leaves[row] = leaves ? 1 : 0;
+}
+
+// A warp does a row, lane n its class n: there are at most as many classes as lanes.
+__global__ void __launch_bounds__(kRowThreads) ExitSoftmax(ExitSoftmaxArguments a) {
+  static_assert(kMaxExits <= kWarp, "each class has a lane");
+  const int64_t row = WarpOfGrid();
+  if (row >= a.row_count) return;
+  const bool has_class = Lane() < a.classes;
+  float q = Lane() + 1 == a.classes ? 1 : 0;
+  if (a.scores != nullptr) {
+    const float* scores = a.scores + row / a.count * a.classes;
+    float largest = scores[0];
+    for (int64_t n = 1; n < a.classes; ++n) largest = fmaxf(largest, scores[n]);
+    q = has_class ? expf(scores[Lane()] - largest) : 0;
+    q /= WarpSum(q);
+  }
+  if (has_class) RowOf(a.q, row)[Lane() * a.q.class_stride] = q;
+}
+
+// A warp does a row.
+__global__ void __launch_bounds__(kRowThreads) Geometric(GeometricArguments a) {
+  const int64_t row = WarpOfGrid();
+  if (row >= a.row_count) return;
+  const float z = Dot(a.weights, a.rows + row * a.channels, a.channels) + *a.bias;
+  if (Lane() != 0) return;
+  float* q = RowOf(a.q, row);
+  float* last = q + (a.classes - 1) * a.q.class_stride;
+  const float rest = a.layer == 1 ? 1 : *last;
+  q[(a.layer - 1) * a.q.class_stride] = rest / (1 + expf(-z));
+  *last = rest / (1 + expf(z));
 }
 
 const char* LaunchClassify(const ClassifyArguments& a, void* stream) {
@@ -56,9 +92,16 @@ const char* LaunchClassify(const ClassifyArguments& a, void* stream) {
 const char* LaunchObey(const ObeyArguments& a, void* stream) {
   return LaunchWarps("Obey", &Obey, a.row_count, stream, a);
 }
+const char* LaunchSoftmax(const ExitSoftmaxArguments& a, void* stream) {
+  return LaunchWarps("ExitSoftmax", &ExitSoftmax, a.row_count, stream, a);
+}
+const char* LaunchGeometric(const GeometricArguments& a, void* stream) {
+  return LaunchWarps("Geometric", &Geometric, a.row_count, stream, a);
+}
 
 }  // namespace
 
-TFB_KERNEL_TABLE(DepthAdaptiveKernels, {&LaunchClassify, &LaunchObey});
+TFB_KERNEL_TABLE(DepthAdaptiveKernels,
+                 {&LaunchClassify, &LaunchObey, &LaunchSoftmax, &LaunchGeometric});
 
 }  // namespace tfb::depth_adaptive

@@ -11,12 +11,13 @@ namespace tfb::depth_adaptive {
 
 constexpr int64_t kMaxExits = 32;
 
-// exits[s] = 1 + argmax_n (weights_n . mean_s + bias_n), mean_s that of rows s * count, ..., s * count
-// + count - 1; ties go to the smallest n.
+// scores[s][n] = weights_n . mean_s + bias_n, mean_s that of rows s * count, ..., s * count + count
+// - 1; exits[s] = 1 + argmax_n scores[s][n]; ties go to the smallest n.
 struct ClassifyArguments {
   const float* rows;     // [segments * count, channels]
   const float* weights;  // [classes, channels]
   const float* bias;     // [classes], kMaxExits at most
+  float* scores;         // [segments, classes]
   int32_t* exits;        // [segments]
   int64_t segments;
   int64_t count;
@@ -38,10 +39,45 @@ struct ObeyArguments {
   RowList list;
 };
 
+// Probabilities q [batch, tokens, classes]; row r is token r % tokens of sequence r / tokens.
+struct DeviceProbabilities {
+  float* data;
+  int64_t batch_stride;
+  int64_t token_stride;
+  int64_t class_stride;
+  int64_t tokens;
+};
+
+// q of row r = softmax(scores[r / count]); or, where there are no scores, 1 for the last class.
+struct ExitSoftmaxArguments {
+  const float* scores;  // [row_count / count, classes], or null
+  DeviceProbabilities q;
+  int64_t row_count;
+  int64_t count;
+  int64_t classes;
+};
+
+// With chi = sigmoid(weights . row_r + bias), layer < classes, and rest the last class of q, or 1
+// for layer 1:
+//
+//   q of row r, layer = chi rest,  the last class = (1 - chi) rest
+struct GeometricArguments {
+  const float* rows;     // [row_count, channels]
+  const float* weights;  // [channels]
+  const float* bias;     // one
+  DeviceProbabilities q;
+  int64_t row_count;
+  int64_t channels;
+  int64_t layer;
+  int64_t classes;
+};
+
 struct DepthAdaptiveKernels {
   // Each launcher enqueues on the stream and returns null, or a text that says why it could not.
   const char* (*classify)(const ClassifyArguments& arguments, void* stream);
   const char* (*obey)(const ObeyArguments& arguments, void* stream);
+  const char* (*softmax)(const ExitSoftmaxArguments& arguments, void* stream);
+  const char* (*geometric)(const GeometricArguments& arguments, void* stream);
 };
 
 }  // namespace tfb::depth_adaptive

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -12,6 +14,7 @@
 #include "adaptive/depth_adaptive/oracle.h"
 #include "core/random.h"
 #include "core/testing.h"
+#include "core/thread_pool.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -54,6 +57,15 @@ std::vector<int> ExitsOf(const NamedTensors& outputs) {
   return std::vector<int>(exits.begin(), exits.end());
 }
 
+// Expects the probabilities of a run within the bound that the definition gives.
+void ExpectSameProbabilities(const NamedTensors& found, const NamedTensors& expected) {
+  ASSERT_EQ(found.count("exit_probabilities"), expected.count("exit_probabilities"));
+  if (found.count("exit_probabilities") == 0) return;
+  const ConstTensorView q = expected.at("exit_probabilities").view();
+  EXPECT_LE(MaxDifference(found.at("exit_probabilities").view(), q),
+            std::max(Fp32Bound(q), Fp32Bound(expected.at("exit_probabilities.scale").view())));
+}
+
 TEST(DepthAdaptive, RunEqualsTheDefinitionWithEveryClassifier) {
   const Problem problem = Make(2, 90, 12);
   for (const Device device : kHostDevices) {
@@ -80,6 +92,7 @@ TEST(DepthAdaptive, RunEqualsTheDefinitionWithEveryClassifier) {
         for (int64_t n = 0; n < 180; ++n) {
           ASSERT_EQ(exits[n], expected->at("exits").view().Get(n)) << classifier << " " << n;
         }
+        ExpectSameProbabilities(found, *expected);
       }
     }
   }
@@ -253,6 +266,187 @@ TEST(DepthAdaptive, ParametersAreNamedByOracleAndLevel) {
   EXPECT_FALSE(has({{"classifier", "fixed"}}, "likelihood.2.geometric.w"));
   EXPECT_TRUE(has({{"classifier", "confidence"}}, "output"));
   EXPECT_FALSE(has({{"classifier", "confidence"}}, "likelihood.2.geometric.w"));
+}
+
+// ---- The probabilities of leaving ----
+
+// Returns the probabilities of a token of batch row 0, layer by layer.
+std::vector<double> ProbabilitiesOf(const NamedTensors& outputs, int64_t t) {
+  const ConstTensorView q = outputs.at("exit_probabilities").view();
+  std::vector<double> of_token;
+  for (int64_t n = 0; n < q.dim(2); ++n) of_token.push_back(*q.At<float>(0, t, n));
+  return of_token;
+}
+
+auto Near(const std::vector<double>& values) {
+  return ::testing::Pointwise(::testing::DoubleNear(1e-6), values);
+}
+
+TEST(DepthAdaptive, ProbabilitiesOfKnownLogitsAreWhatTheFormulaGivesByHand) {
+  const Problem problem = Make(1, 10);
+  const auto logs = [](const std::vector<double>& odds) {
+    std::vector<float> logs;
+    for (const double each : odds) logs.push_back(static_cast<float>(std::log(each)));
+    return logs;
+  };
+  for (const Device device : kHostDevices) {
+    const auto run = [&](const std::string& classifier, const std::vector<double>& odds) {
+      const Options options = {{"layers", "4"}, {"segment", "5"}, {"classifier", classifier}};
+      return RunIt(problem, InputsFor(problem),
+                   WithBias(problem, options, "likelihood.2." + classifier, logs(odds)), options,
+                   device);
+    };
+    EXPECT_THAT(ProbabilitiesOf(run("multinomial", {1, 2, 4, 1}), 3),
+                Near({0.125, 0.25, 0.5, 0.125}));
+    const NamedTensors of_segments = run("sequence", {1, 2, 4, 1});
+    EXPECT_THAT(ProbabilitiesOf(of_segments, 4), ElementsAre(0, 0, 0, 1));
+    EXPECT_THAT(ProbabilitiesOf(of_segments, 5), Near({0.125, 0.25, 0.5, 0.125}));
+    // chi is 1/4, 1/2 and 3/4.
+    EXPECT_THAT(ProbabilitiesOf(run("geometric", {1.0 / 3, 1, 3}), 9),
+                Near({0.25, 0.375, 0.28125, 0.09375}));
+  }
+}
+
+TEST(DepthAdaptive, AStackOfOneLayerIsLeftAfterItWithProbabilityOne) {
+  const Problem problem = Make(1, 10);
+  for (const Device device : kHostDevices) {
+    for (const char* classifier : {"sequence", "multinomial", "geometric"}) {
+      const Options options = {{"layers", "1"}, {"segment", "4"}, {"classifier", classifier}};
+      const NamedTensors found =
+          RunIt(problem, InputsFor(problem), ParametersOf(problem, options), options, device);
+      for (int64_t t = 0; t < 10; ++t) EXPECT_THAT(ProbabilitiesOf(found, t), ElementsAre(1));
+    }
+  }
+}
+
+// Each product and quotient rounds by 2^-24 of itself.
+constexpr double kRounding = 40 * 6e-8;
+
+TEST(DepthAdaptive, ProbabilitiesOfATokenSumToOneAndPointAtItsExit) {
+  const Problem problem = Make(1, 90, 12);
+  for (const Device device : kHostDevices) {
+    for (const std::string classifier : {"sequence", "multinomial", "geometric"}) {
+      const Options options = {
+          {"layers", "5"}, {"segment", "20"}, {"memory", "40"}, {"classifier", classifier}};
+      const NamedTensors found =
+          RunIt(problem, InputsFor(problem), ParametersOf(problem, options), options, device);
+      const std::vector<int> exits = ExitsOf(found);
+      EXPECT_GE(std::set<int>(exits.begin(), exits.end()).size(), 2u);
+      for (int64_t t = 0; t < 90; ++t) {
+        const std::vector<double> q = ProbabilitiesOf(found, t);
+        double rest = std::accumulate(q.begin(), q.end(), 0.0);
+        EXPECT_NEAR(rest, 1, kRounding) << classifier << " " << t;
+        if (classifier != "geometric") {
+          EXPECT_EQ(q[exits[t] - 1], *std::max_element(q.begin(), q.end())) << classifier << t;
+          continue;
+        }
+        // chi > 1/2 where layer n takes more than half of what the layers below have left.
+        for (int n = 1; n <= exits[t]; ++n) {
+          rest -= q[n - 1];
+          const double more = q[n - 1] - rest;
+          EXPECT_GE(n < exits[t] ? -more : more, -kRounding) << t << " " << n;
+        }
+      }
+    }
+  }
+}
+
+TEST(DepthAdaptive, AGeometricClassifierGoesOnWithTheCopiedState) {
+  const Problem problem = Make(1, 30);
+  const Options options = {{"layers", "4"}, {"segment", "8"}};
+  NamedTensors parameters = ParametersOf(problem, options);
+  // The same classifier after every layer.
+  const TensorView w = parameters.at("likelihood.2.geometric.w").view();
+  for (int64_t n = 1; n < 3; ++n) CopyElements(Slice(w, 0, 0, 1), Slice(w, 0, n, 1));
+  Fill(parameters.at("likelihood.2.geometric.b").view(), 0);
+  for (const Device device : kHostDevices) {
+    NamedTensors inputs = InputsFor(problem);
+    inputs["exits"] = Tensor(DType::kI32, {1, 30});
+    for (int64_t t = 0; t < 30; ++t) inputs["exits"].span<int32_t>()[t] = t % 2 == 0 ? 1 : 4;
+    const NamedTensors found = RunIt(problem, inputs, parameters, options, device);
+    double largest = 0;
+    for (int64_t t = 0; t < 30; ++t) {
+      const std::vector<double> q = ProbabilitiesOf(found, t);
+      const double chi = q[0], of_second = q[1] / (1 - chi);
+      if (t % 2 == 0) {
+        EXPECT_THAT(q,
+                    Near({chi, chi * (1 - chi), chi * std::pow(1 - chi, 2), std::pow(1 - chi, 3)}));
+      } else {
+        largest = std::max(largest, std::abs(of_second - chi));
+      }
+    }
+    EXPECT_GE(largest, 0.1);  // the state of tokens that stay is another after each layer
+  }
+}
+
+TEST(DepthAdaptive, ProbabilitiesAreTheClassifiersWhereItsOwnExitsAreGiven) {
+  const Problem problem = Make(2, 50, 12);
+  for (const Device device : kHostDevices) {
+    for (const char* classifier : {"sequence", "multinomial", "geometric"}) {
+      const Options options = {
+          {"layers", "4"}, {"segment", "16"}, {"memory", "20"}, {"classifier", classifier}};
+      const NamedTensors parameters = ParametersOf(problem, options);
+      NamedTensors inputs = InputsFor(problem);
+      const NamedTensors free = RunIt(problem, inputs, parameters, options, device);
+      inputs["exits"] = free.at("exits").Clone();
+      const NamedTensors given = RunIt(problem, inputs, parameters, options, device);
+      EXPECT_EQ(MaxDifference(given.at("exit_probabilities").view(),
+                              free.at("exit_probabilities").view()),
+                0)
+          << classifier;
+      // Other exits leave other states, but the definition has the same.
+      Fill(inputs["exits"].view(), 2);
+      const auto expected = DefineTechnique(DepthAdaptive(), problem, ViewsOf(inputs),
+                                            {options, Device::kCpu, 1, &parameters});
+      ASSERT_TRUE(expected.ok()) << expected.status();
+      ExpectSameProbabilities(RunIt(problem, inputs, parameters, options, device), *expected);
+    }
+  }
+}
+
+TEST(DepthAdaptive, ASegmentWhoseExitsAreGivenCountsForTheNext) {
+  const Problem problem = Make(2, 15);
+  const Options options = {{"layers", "4"}, {"segment", "5"}, {"classifier", "sequence"}};
+  const NamedTensors inputs = InputsFor(problem);
+  const auto layer = DepthAdaptive().Create(problem, options, Device::kCpu, 1).value();
+  auto& stream = dynamic_cast<StreamingLayer&>(*layer);
+  const auto whole = RunLayer(*layer, ViewsOf(inputs), 2);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  ThreadPool pool(2);
+  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer->workspace_bytes(2))});
+  const Execution execution = {
+      &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()), nullptr};
+  ASSERT_TRUE(stream.Reset().ok());
+  Tensor out(DType::kF32, {2, 5, 16}), q(DType::kF32, {2, 5, 4});
+  for (const int64_t begin : {0, 5, 10}) {
+    Inputs segment = {{"x", Slice(inputs.at("x").view(), 1, begin, 5)}};
+    Outputs written = {{"out", out.view()}};
+    if (begin < 10) {
+      segment.Set("exits", Slice(whole->at("exits").view(), 1, begin, 5));
+    } else {
+      written.Set("exit_probabilities", q.view());
+    }
+    const absl::Status status = stream.Append(segment, written, execution);
+    ASSERT_TRUE(status.ok()) << status;
+  }
+  EXPECT_EQ(MaxDifference(out.view(), Slice(whole->at("out").view(), 1, 10, 5)), 0);
+  EXPECT_EQ(MaxDifference(q.view(), Slice(whole->at("exit_probabilities").view(), 1, 10, 5)), 0);
+}
+
+TEST(DepthAdaptive, OnlyClassifiersOfLayersHaveProbabilities) {
+  for (const auto& [classifier, has] :
+       std::vector<std::pair<std::string, bool>>{{"sequence", true},
+                                                 {"multinomial", true},
+                                                 {"geometric", true},
+                                                 {"confidence", false},
+                                                 {"fixed", false}}) {
+    const auto outputs = DepthAdaptive().OutputSpecs(Make(1, 10), {{"classifier", classifier}});
+    ASSERT_TRUE(outputs.ok());
+    EXPECT_EQ(std::any_of(outputs->begin(), outputs->end(),
+                          [](const TensorSpec& spec) { return spec.name == "exit_probabilities"; }),
+              has)
+        << classifier;
+  }
 }
 
 // ---- Oracles ----

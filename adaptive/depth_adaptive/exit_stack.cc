@@ -56,11 +56,29 @@ std::vector<ParameterSpec> ExitStackParameters(const transformer_xl::StackSizes&
 TensorSpec ExitsSpec(const Problem& problem, int64_t tokens) {
   return {kExits, {problem.batch, tokens}, DType::kI32, true};
 }
+TensorSpec ExitProbabilitiesSpec(const Problem& problem, int64_t layers, int64_t tokens) {
+  return {kExitProbabilities, {problem.batch, tokens, layers}, DType::kF32, true};
+}
 std::vector<TensorSpec> ExitStackInputs(const Problem& problem) {
   return {HiddenInputs(problem)[0], ExitsSpec(problem, problem.query_tokens)};
 }
-std::vector<TensorSpec> ExitStackOutputs(const Problem& problem) {
-  return {HiddenOutputs(problem)[0], ExitsSpec(problem, problem.query_tokens)};
+std::vector<TensorSpec> ExitStackOutputs(const Problem& problem, const ExitStackOptions& options,
+                                         bool has_probabilities) {
+  std::vector<TensorSpec> outputs = {HiddenOutputs(problem)[0],
+                                     ExitsSpec(problem, problem.query_tokens)};
+  if (has_probabilities) {
+    outputs.push_back(ExitProbabilitiesSpec(problem, options.layers, problem.query_tokens));
+  }
+  return outputs;
+}
+std::vector<TensorSpec> ExitStackLayer::SegmentOutputs(const Problem& problem,
+                                                       const ExitStackOptions& options,
+                                                       bool has_probabilities) {
+  std::vector<TensorSpec> outputs = {ExitsSpec(problem, kSegmentTokens)};
+  if (has_probabilities) {
+    outputs.push_back(ExitProbabilitiesSpec(problem, options.layers, kSegmentTokens));
+  }
+  return outputs;
 }
 
 transformer_xl::RelativeStackShape ExitStackLayer::ShapeFor(const Problem& problem,
@@ -122,6 +140,7 @@ void ExitStackLayer::SetInputs(const Inputs& inputs, int64_t begin) {
 void ExitStackLayer::SetOutputs(const Outputs& outputs, int64_t) {
   out_ = outputs.Get("out");
   exits_out_ = outputs.Get(kExits);
+  probabilities_out_ = outputs.Get(kExitProbabilities);
 }
 
 void ExitStackLayer::BeginSegment(int64_t tokens) {
@@ -129,6 +148,7 @@ void ExitStackLayer::BeginSegment(int64_t tokens) {
   given_ = Tokens(given_, begin_, tokens);
   out_ = Tokens(out_, begin_, tokens);
   exits_out_ = Tokens(exits_out_, begin_, tokens);
+  probabilities_out_ = Tokens(probabilities_out_, begin_, tokens);
   first_position_ = attention(0).tokens();
   has_run_ = true;
   if (device() != Device::kCpu) return;
@@ -212,12 +232,21 @@ absl::Status ExitStackLayer::RunOnCpu(int64_t n, const TensorView& state, const 
         Decide({n, after, before, active_.data(), segment().tokens(), first_position_},
                scratch.leaves, execution));
   }
-  return Leave(n, scratch, execution);
+  TFB_RETURN_IF_ERROR(Leave(n, scratch, execution));
+  return WriteProbabilities(n, state, execution);
+}
+
+absl::Status ExitStackLayer::WriteProbabilities(int64_t n, const TensorView& state,
+                                                const Execution& execution) {
+  if (probabilities_out_.empty()) return absl::OkStatus();
+  return rule_->WriteProbabilities(n, Rows(state.MutableAt<float>(0), places()), probabilities_out_,
+                                   execution);
 }
 
 absl::Status ExitStackLayer::Decide(const ExitRows& rows, uint8_t* leaves,
                                     const Execution& execution) {
-  if (given_.empty()) return rule_->Decide(rows, leaves, execution);
+  if (CallsRule(rows.layer)) TFB_RETURN_IF_ERROR(rule_->Decide(rows, leaves, execution));
+  if (given_.empty()) return absl::OkStatus();
   for (int64_t r = 0; r < rows.rows(); ++r) {
     const int64_t place = rows.places[r];
     leaves[r] = *given_.At<int32_t>(place / rows.tokens, place % rows.tokens) <= rows.layer;
@@ -279,8 +308,7 @@ absl::Status ExitStackLayer::RunOnCuda(int64_t n, const TensorView& state, const
   };
   TFB_RETURN_IF_ERROR(
       layer(n - 1).Run(pre_norm_, {state, after, after, {}, rows}, attend, execution));
-  const bool decides = !IsLast(n) && given_.empty();
-  if (decides) {
+  if (CallsRule(n)) {
     const auto of_places = [&](const TensorView& view) {
       return Rows(static_cast<float*>(view.mutable_data()), places());
     };
@@ -289,7 +317,8 @@ absl::Status ExitStackLayer::RunOnCuda(int64_t n, const TensorView& state, const
         scratch.leaves, execution));
   }
   TFB_RETURN_IF_ERROR(exit_norms_[n - 1].Run(after, normalized, execution, rows));
-  TFB_RETURN_IF_ERROR(LeaveOnCuda(n, state, scratch, decides, rows, execution));
+  TFB_RETURN_IF_ERROR(LeaveOnCuda(n, state, scratch, CallsRule(n), rows, execution));
+  TFB_RETURN_IF_ERROR(WriteProbabilities(n, state, execution));
   if (IsLast(n) || !may_leave) return absl::OkStatus();
   return ListRows(device(), list_memory(), problem().batch, segment().tokens(), execution);
 }
@@ -339,7 +368,7 @@ absl::StatusOr<ExitStackLayer::Flops> ExitStackLayer::Count() const {
   const double rows = static_cast<double>(exits.size());
   Flops flops;
   flops.spent = transformer_xl::StackFlops(one, layers, pairs) + copied * 4 * width * width +
-                (given_.empty() ? decisions : 0);
+                (given_.empty() || rule_->reads_segments() ? decisions : 0);
   flops.of_all = transformer_xl::StackFlops(sizes(), rows, all_pairs);
   flops.layers = layers / std::max(rows, 1.0);
   return flops;

@@ -85,8 +85,13 @@ std::vector<transformer_xl::ParameterSpec> ExitStackParameters(
 // leaves, from 1. As an input it replaces the rule; below 1 counts as 1, above N as N.
 inline constexpr char kExits[] = "exits";
 TensorSpec ExitsSpec(const Problem& problem, int64_t tokens);
+// The name of an optional output, f32 [batch, tokens, N]: the probability of leaving after each
+// layer, by rules that have one.
+inline constexpr char kExitProbabilities[] = "exit_probabilities";
+TensorSpec ExitProbabilitiesSpec(const Problem& problem, int64_t layers, int64_t tokens);
 std::vector<TensorSpec> ExitStackInputs(const Problem& problem);
-std::vector<TensorSpec> ExitStackOutputs(const Problem& problem);
+std::vector<TensorSpec> ExitStackOutputs(const Problem& problem, const ExitStackOptions& options,
+                                         bool has_probabilities);
 
 // Rows of a segment after a layer, in memory of the device.
 struct ExitRows {
@@ -118,6 +123,18 @@ class ExitRule {
   // the order of the layers. It allocates nothing; on CUDA it enqueues on the stream.
   virtual absl::Status Decide(const ExitRows& rows, uint8_t* leaves,
                               const Execution& execution) = 0;
+
+  // Tells whether the rule has probabilities of leaving.
+  virtual bool has_probabilities() const { return false; }
+  // Writes what the states after layer n say of the probabilities, f32 [batch, tokens, N], of all
+  // tokens of the segment: row b * tokens + t of `state`, f32 [batch * tokens, model_dim]. It is
+  // called for n = 1, ..., N in turn, and Decide is called before it for all tokens where n is 1
+  // and not N. It allocates nothing; on CUDA it enqueues on the stream.
+  virtual absl::Status WriteProbabilities(int64_t /*n*/, const ConstTensorView& /*state*/,
+                                          const TensorView& /*probabilities*/,
+                                          const Execution& /*execution*/) {
+    return absl::UnimplementedError("the rule has no probabilities");
+  }
 };
 
 class ExitStackLayer : public transformer_xl::RelativeStackLayer {
@@ -147,14 +164,20 @@ class ExitStackLayer : public transformer_xl::RelativeStackLayer {
   ExitStackLayer(const Problem& problem, const ExitStackOptions& options, Device device,
                  std::unique_ptr<ExitRule> rule)
       : transformer_xl::RelativeStackLayer(
-            problem, ExitStackOutputs(problem), ShapeFor(problem, options, device), device,
-            {ExitsSpec(problem, kSegmentTokens)}, {ExitsSpec(problem, kSegmentTokens)}),
+            problem, ExitStackOutputs(problem, options, rule->has_probabilities()),
+            ShapeFor(problem, options, device), device,
+            SegmentOutputs(problem, options, rule->has_probabilities()),
+            {ExitsSpec(problem, kSegmentTokens)}),
         pre_norm_(options.pre_norm),
         rule_(std::move(rule)) {}
 
   static transformer_xl::RelativeStackShape ShapeFor(const Problem& problem,
                                                      const ExitStackOptions& options,
                                                      Device device);
+  // Returns the outputs of a segment other than out.
+  static std::vector<TensorSpec> SegmentOutputs(const Problem& problem,
+                                                const ExitStackOptions& options,
+                                                bool has_probabilities);
 
   struct Scratch {
     float* normalized;  // [places, model_dim]
@@ -169,6 +192,12 @@ class ExitStackLayer : public transformer_xl::RelativeStackLayer {
   }
   int64_t places() const { return problem().batch * segment().tokens(); }
   bool IsLast(int64_t n) const { return n == sizes().layers; }
+  // Tells whether the rule is called after layer n. Where exits are given, it is after the first
+  // layer alone, whose states may say something of the next segment or of the probabilities.
+  bool CallsRule(int64_t n) const {
+    if (IsLast(n) || given_.empty()) return !IsLast(n);
+    return n == 1 && (rule_->reads_segments() || !probabilities_out_.empty());
+  }
 
   // Runs layer n, from 1, where `state` holds h^(n-1) and then h^n of all tokens.
   absl::Status RunOnCpu(int64_t n, const TensorView& state, const Scratch& scratch,
@@ -178,6 +207,7 @@ class ExitStackLayer : public transformer_xl::RelativeStackLayer {
   absl::Status LeaveOnCuda(int64_t n, const TensorView& state, const Scratch& scratch,
                            bool has_decided, const RowList& rows, const Execution& execution);
   absl::Status Decide(const ExitRows& rows, uint8_t* leaves, const Execution& execution);
+  absl::Status WriteProbabilities(int64_t n, const TensorView& state, const Execution& execution);
   // Writes the outputs of rows that leave, and closes the gaps that they leave in active_.
   absl::Status Leave(int64_t n, const Scratch& scratch, const Execution& execution);
   void Record(int64_t place, int64_t n);
@@ -198,6 +228,7 @@ class ExitStackLayer : public transformer_xl::RelativeStackLayer {
   ConstTensorView given_;  // exits; empty: the rule decides
   TensorView out_;
   TensorView exits_out_;
+  TensorView probabilities_out_;
   int64_t begin_ = 0;           // of the segment in the tensors
   int64_t first_position_ = 0;  // of the segment in the stream
   bool has_run_ = false;

@@ -77,11 +77,10 @@ std::vector<double> NormOf(const NamedTensors& parameters, const std::string& na
   return std::vector<double>(normalized[0], normalized[0] + channels);
 }
 
-absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
-                                             const ExitStackOptions& options,
-                                             const NamedTensors& parameters, const Inputs& inputs,
-                                             const DefinitionRequest& request,
-                                             const std::function<ExitScoreOf()>& rule) {
+absl::StatusOr<NamedTensors> DefineExitStack(
+    const Problem& problem, const ExitStackOptions& options, const NamedTensors& parameters,
+    const Inputs& inputs, const DefinitionRequest& request,
+    const std::function<std::unique_ptr<DefinedRule>(int64_t b)>& rule) {
   const int64_t tokens = problem.query_tokens, layers = options.layers;
   const ConstTensorView x = inputs.Get("x"), given = inputs.Get(kExits);
   ConstTensorView computed;
@@ -89,11 +88,11 @@ absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
     computed = request.computed->at(kExits).view();
   }
   // Tells whether a token that is there after layer n leaves.
-  const auto leaves = [&](int64_t b, int64_t t, int64_t n, const ExitScoreOf& score_of,
+  const auto leaves = [&](int64_t b, int64_t t, int64_t n, DefinedRule& of_sequence,
                           const Sequence::Step& step) {
     if (n == layers) return true;
     if (!given.empty()) return ExitIn(given, b, t) <= n;
-    const ExitScore score = score_of(n, t, step.after, step.before);
+    const ExitScore score = of_sequence.Of(n, t, step.after, step.before);
     const bool near = std::abs(score.value) <= score.error;
     return near && !computed.empty() ? ExitIn(computed, b, t) == n : score.value >= 0;
   };
@@ -104,12 +103,13 @@ absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
   const transformer_xl::StackDefinition stack(transformer_xl::ShapeOf(problem, options).sizes,
                                               parameters, options.max_distance, request.pool);
   for (int64_t b = 0; b < problem.batch; ++b) {
-    const ExitScoreOf score_of = rule();
+    const std::unique_ptr<DefinedRule> of_sequence = rule(b);
     Sequence sequence(stack, options, transformer_xl::SequenceOf(x, b));
     for (int64_t n = 1; n <= layers; ++n) {
       const Sequence::Step step = sequence.Advance(n);
+      of_sequence->Read(n, step.after);
       for (int64_t t = 0; t < tokens; ++t) {
-        if (sequence.exit(t) > 0 || !leaves(b, t, n, score_of, step)) continue;
+        if (sequence.exit(t) > 0 || !leaves(b, t, n, *of_sequence, step)) continue;
         sequence.Leave(t, n);
         *outputs[kExits].view().MutableAt<double>(b, t) = static_cast<double>(n);
         const std::vector<double> out =

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -26,19 +27,24 @@ struct ExitScore {
   double error = 0;
 };
 
-// A rule's score of token t, from the states of the whole sequence after layer n and before it: the
-// token leaves where the score is at least 0.
-using ExitScoreOf = std::function<ExitScore(int64_t n, int64_t t, const transformer_xl::Rows& after,
-                                            const transformer_xl::Rows& before)>;
+// Decides about the tokens of one sequence.
+class DefinedRule {
+ public:
+  virtual ~DefinedRule() = default;
+  // Reads the states of the whole sequence after layer n, for n = 1, ..., N in turn.
+  virtual void Read(int64_t /*n*/, const transformer_xl::Rows& /*after*/) {}
+  // Returns the score of token t from the states after layer n, which have been read, and before
+  // it: the token leaves where the score is at least 0. It is called for tokens that have not left.
+  virtual ExitScore Of(int64_t n, int64_t t, const transformer_xl::Rows& after,
+                       const transformer_xl::Rows& before) = 0;
+};
 
-// Computes out and exits in f64. `rule` returns the score function of one batch row's tokens, which
-// is called for layers 1 to N - 1 in turn, for tokens that have not left. Where the sign of a score
+// Computes out and exits in f64. `rule` returns the rule of batch row b. Where the sign of a score
 // is within its error, the exits of the request's computed outputs decide.
-absl::StatusOr<NamedTensors> DefineExitStack(const Problem& problem,
-                                             const ExitStackOptions& options,
-                                             const NamedTensors& parameters, const Inputs& inputs,
-                                             const DefinitionRequest& request,
-                                             const std::function<ExitScoreOf()>& rule);
+absl::StatusOr<NamedTensors> DefineExitStack(
+    const Problem& problem, const ExitStackOptions& options, const NamedTensors& parameters,
+    const Inputs& inputs, const DefinitionRequest& request,
+    const std::function<std::unique_ptr<DefinedRule>(int64_t b)>& rule);
 
 // Normalises a row by the parameters NAME.gamma and NAME.beta.
 std::vector<double> NormOf(const NamedTensors& parameters, const std::string& name,

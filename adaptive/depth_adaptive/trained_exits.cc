@@ -1,13 +1,35 @@
 #include "adaptive/depth_adaptive/trained_exits.h"
 
+#include <algorithm>
+#include <cstdint>
 #include <numeric>
 #include <vector>
 
 #include "core/testing.h"
+#include "core/thread_pool.h"
 #include "gtest/gtest.h"
 #include "harness/language_model.h"
 
 namespace tfb::depth_adaptive {
+namespace {
+
+// Expects the probabilities of every tenth token: the definition's to the rounding of float64,
+// which 6 layers magnify, and the layer's within the definition's bound of it.
+void ExpectProbabilities(const ConstTensorView& expected, const NamedTensors& outputs,
+                         const NamedTensors& defined) {
+  const ConstTensorView q = outputs.at("exit_probabilities").view();
+  const ConstTensorView of_definition = defined.at("exit_probabilities").view();
+  const ConstTensorView scale = defined.at("exit_probabilities.scale").view();
+  EXPECT_LE(MaxDifference(q, of_definition), std::max(Fp32Bound(q), Fp32Bound(scale)));
+  for (int64_t t = 0; t < expected.dim(0); ++t) {
+    for (int64_t n = 0; n < expected.dim(1); ++n) {
+      EXPECT_NEAR(*of_definition.At<double>(0, 10 * t, n), *expected.At<double>(t, n), 1e-12)
+          << "token " << 10 * t << " layer " << n + 1;
+    }
+  }
+}
+
+}  // namespace
 
 void ExpectTrainedExits(const Technique& technique, const std::string& golden,
                         const std::map<std::string, Options>& cases) {
@@ -31,6 +53,17 @@ void ExpectTrainedExits(const Technique& technique, const std::string& golden,
                                   layer->parameters())
                     .value(),
                 std::accumulate(bits.begin(), bits.end(), 0.0) / 300, 1e-5);
+    if (const auto q = file.tensors.find(name + ".exit_probabilities"); q != file.tensors.end()) {
+      ThreadPool pool(2);
+      DefinitionRequest request;
+      request.pool = &pool;
+      NamedTensors defined;
+      ASSERT_TRUE(
+          technique
+              .Define(problem, options, layer->parameters(), ViewsOf(inputs), request, &defined)
+              .ok());
+      ExpectProbabilities(q->second.view(), outputs, defined);
+    }
   }
 }
 

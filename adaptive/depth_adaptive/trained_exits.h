@@ -13,7 +13,8 @@ namespace tfb::depth_adaptive {
 // text, with the same in PyTorch, token by token in float64, where a token that has left is not
 // computed but copied (tools/capture/golden_exits.py): the layer after which each byte leaves, and
 // the prediction of the next one. `golden` is a path in the repository; for the case "name" it has
-// "name.exits" and "name.bits".
+// "name.exits" and "name.bits" and, where the technique has them, "name.exit_probabilities" of
+// every tenth byte.
 //
 // Tolerance. A byte's logarithm has an error of about 1e-5, as a stack's outputs have; the mean of
 // 300 such errors, which have either sign, is smaller.

@@ -77,17 +77,15 @@ void TheDeviceAgreesWithTheCpu(const Subject& subject, const Problem& problem) {
     cpu->ExpectMatchesDefinition(expected);
     return;
   }
+  const NamedTensors reference = trial->Define();
   const int64_t keys = std::max(problem.kv_tokens, problem.query_tokens);
   for (const auto& [name, output] : outputs) {
     const ConstTensorView other = expected.at(name).view();
-    double scale = LargestMagnitude(other);
     double bound = 0;  // of integers
     if (name == "log_sum_exp") {
-      bound = 2 * LogSumExpBound(keys, scale);
+      bound = 2 * LogSumExpBound(keys, LargestMagnitude(other));
     } else if (IsFloating(output.dtype())) {
-      const auto v = trial->inputs().find("v");
-      if (v != trial->inputs().end()) scale = std::max(scale, LargestMagnitude(v->second.view()));
-      bound = 2 * AbsoluteBound(output.dtype(), keys) * scale;
+      bound = 2 * AbsoluteBound(output.dtype(), keys) * trial->ScaleOf(name, other, reference);
     }
     double largest = 0;
     int64_t place = -1;

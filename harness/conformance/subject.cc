@@ -304,6 +304,16 @@ std::vector<NamedTensors> Trial::DefinitionsNearby() {
   return nearby;
 }
 
+double Trial::ScaleOf(const std::string& name, const ConstTensorView& values,
+                      const NamedTensors& reference) const {
+  double scale = LargestMagnitude(values);
+  const auto v = inputs_.find("v");
+  if (v != inputs_.end()) scale = std::max(scale, LargestMagnitude(v->second.view()));
+  const auto parts = reference.find(absl::StrCat(name, ".scale"));
+  if (parts != reference.end()) scale = std::max(scale, LargestMagnitude(parts->second.view()));
+  return scale;
+}
+
 void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance) {
   if (outputs.empty()) return;  // the run has failed already
   const NamedTensors reference =
@@ -321,11 +331,7 @@ void Trial::ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance
     if (name == "log_sum_exp") {
       bound = LogSumExpBound(keys, scale) + tolerance.log_sum_exp;
     } else if (IsFloating(output.dtype())) {
-      const auto v = inputs_.find("v");
-      if (v != inputs_.end()) scale = std::max(scale, LargestMagnitude(v->second.view()));
-      // See Technique::Define.
-      const auto parts = reference.find(absl::StrCat(name, ".scale"));
-      if (parts != reference.end()) scale = std::max(scale, LargestMagnitude(parts->second.view()));
+      scale = ScaleOf(name, expected.view(), reference);
       bound = AbsoluteBound(output.dtype(), keys) * scale;
     }
     bound = bound * tolerance.factor + tolerance.absolute;

@@ -175,6 +175,12 @@ class Trial {
   NamedTensors DefineOn(const Inputs& inputs, const NamedTensors& parameters, bool weights,
                         const NamedTensors* computed = nullptr, ThreadPool* pool = nullptr);
 
+  // Returns the unit of the errors of a floating-point output with these values: the largest of
+  // them, of v, and of the output's scale in the definition's outputs `reference`, where there are
+  // such (see Technique::Define).
+  double ScaleOf(const std::string& name, const ConstTensorView& values,
+                 const NamedTensors& reference) const;
+
   void ExpectMatchesDefinition(const NamedTensors& outputs, const Tolerance& tolerance = {});
   // Calls Run() and compares with the definition.
   void ExpectRunMatchesDefinition(const Tolerance& tolerance = {});

@@ -3,7 +3,8 @@
 What the reference language model says of the next byte when its tokens leave early, computed in
 float64 token by token: each token goes through the layers until its rule lets it leave; in the layers
 above, its keys and values are made of the state that it left with. The rules are those of calm and
-depth_adaptive, with the weights of harness/inputs/language_model.
+depth_adaptive, with the weights of harness/inputs/language_model. Of classifiers that have probabilities
+of leaving after each layer, those of every tenth token are kept.
 """
 
 import math
@@ -19,6 +20,7 @@ import tensor_file
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "harness/inputs/language_model"
 TOKENS = 300
+EVERY = 10  # tokens from one whose probabilities are kept to the next
 
 
 class Stream:
@@ -52,15 +54,17 @@ class Stream:
         return g + model.feed_forward(p, n, model.norm(p, name + "ff_norm", g))
 
     def read(self, byte):
-        """Returns (exit, logits of the next byte)."""
-        h, left = self.parameters["embedding"][byte], None
+        """Returns (exit, logits of the next byte, probabilities of the exits or None)."""
+        h, left, states = self.parameters["embedding"][byte], None, []
         for n in range(model.LAYERS):
             before = h
             h = self.layer(n, h, active=left is None)
             if left is None and (n + 1 == model.LAYERS or self.rule(self, n + 1, h, before)):
                 left = n + 1
+            states.append(h)
         self.position += 1
-        return left, self.logits(left, h)
+        probabilities = getattr(self.rule, "probabilities", lambda *_: None)
+        return left, self.logits(left, h), probabilities(self, states)
 
     def logits(self, n, h):
         return model.norm(self.parameters, model.exit_names()[n - 1], h) @ self.parameters["output"].T
@@ -100,6 +104,13 @@ def geometric(prefix):
     def rule(stream, n, h, _):
         w, b = (stream.parameters[f"{prefix}.geometric.{name}"] for name in "wb")
         return torch.sigmoid(w[n - 1] @ h + b[n - 1]) > 0.5
+
+    def probabilities(stream, states):
+        w, b = (stream.parameters[f"{prefix}.geometric.{name}"] for name in "wb")
+        chi = torch.sigmoid((w * torch.stack(states[:-1])).sum(1) + b)
+        goes_on = torch.cat([torch.ones(1), (1 - chi).cumprod(0)])
+        return goes_on * torch.cat([chi, torch.ones(1)])
+    rule.probabilities = probabilities
     return rule
 
 
@@ -107,8 +118,10 @@ def multinomial(prefix):
     def rule(stream, n, h, _):
         if n == 1:
             w, b = (stream.parameters[f"{prefix}.multinomial.{name}"] for name in "wb")
-            stream.chosen = int((h @ w + b).argmax()) + 1
+            stream.scores = h @ w + b
+            stream.chosen = int(stream.scores.argmax()) + 1
         return n >= stream.chosen
+    rule.probabilities = lambda stream, _: stream.scores.softmax(0)
     return rule
 
 
@@ -117,36 +130,48 @@ def sequence(prefix):
         if n == 1:
             if stream.position == 0:
                 stream.states, stream.chosen = [], model.LAYERS
+                stream.scores = torch.full((model.LAYERS,), -math.inf)
+                stream.scores[-1] = 0
             elif stream.position % model.SEGMENT == 0:
                 w, b = (stream.parameters[f"{prefix}.sequence.{name}"] for name in "wb")
                 mean = torch.stack(stream.states[-model.SEGMENT:]).mean(0)
-                stream.chosen = int((mean @ w + b).argmax()) + 1
+                stream.scores = mean @ w + b
+                stream.chosen = int(stream.scores.argmax()) + 1
             stream.states.append(h)
         return n >= stream.chosen
+    rule.probabilities = lambda stream, _: stream.scores.softmax(0)
     return rule
 
 
 def run(parameters, text, rule):
-    """Returns (exits, bits of the next bytes)."""
-    stream, exits, bits = Stream(parameters, rule), [], []
+    """Returns {exits, bits of the next bytes, and exit_probabilities [TOKENS / EVERY, LAYERS] if any}."""
+    stream, exits, bits, probabilities = Stream(parameters, rule), [], [], []
     for here, following in zip(text[:-1], text[1:]):
-        left, logits = stream.read(here)
+        left, logits, q = stream.read(here)
         exits.append(left)
         bits.append(-logits.log_softmax(0)[following].item() / math.log(2))
-    return np.array(exits, np.int32), np.array(bits)
+        if q is not None:
+            probabilities.append(q.numpy())
+    tensors = {"exits": np.array(exits, np.int32), "bits": np.array(bits)}
+    if probabilities:
+        tensors["exit_probabilities"] = np.stack(probabilities[::EVERY])
+    return tensors
 
 
 def write(target, rules, parameters, text):
     tensors = {}
     for name, rule in rules.items():
-        tensors[name + ".exits"], tensors[name + ".bits"] = run(parameters, text, rule)
+        tensors.update({f"{name}.{key}": t for key, t in run(parameters, text, rule).items()})
         print(f"{name}: exit {tensors[name + '.exits'].mean():.3f}, "
               f"{tensors[name + '.bits'].mean():.4f} bits per byte")
     target.parent.mkdir(exist_ok=True)
+    has_probabilities = any(name.endswith(".exit_probabilities") for name in tensors)
     size = tensor_file.write(target, tensors, {
         "made_by": "tools/capture/golden_exits.py, torch in float64, token by token",
         "weights": "harness/inputs/language_model/model.safetensors, exits.safetensors",
         "tokens": f"the first {TOKENS} bytes of held_out.txt; bits are -log2 p of the byte after each",
+        **({"exit_probabilities": f"of every {EVERY}th token from the first"} if has_probabilities
+           else {}),
         "segment_tokens": model.SEGMENT,
         "memory_tokens": model.MEMORY,
         "command": "python3 tools/capture/golden_exits.py",
@@ -170,7 +195,7 @@ def main():
             out.append(model.final_logits(parameters, hidden)[0])
         log_p = torch.cat(out).log_softmax(-1)
         expected = -log_p[torch.arange(TOKENS), torch.tensor(list(text[1:]))] / math.log(2)
-        _, whole = run(parameters, text, lambda *_: False)
+        whole = run(parameters, text, lambda *_: False)["bits"]
         worst = abs(whole - expected.numpy()).max()
         if worst > 1e-9:
             raise SystemExit(f"the stream differs from the network by {worst:.1e} bits")
