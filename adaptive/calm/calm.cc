@@ -144,8 +144,9 @@ class DefinedConfidence : public depth_adaptive::DefinedRule {
 
 Calm::Calm() : TechniqueOf(Info()) {}
 
-std::vector<TensorSpec> Calm::ReadTensors(const Problem& problem, const CalmOptions&) const {
-  return depth_adaptive::ExitStackInputs(problem);
+std::vector<TensorSpec> Calm::ReadTensors(const Problem& problem,
+                                          const CalmOptions& options) const {
+  return depth_adaptive::ExitStackInputs(problem, options);
 }
 std::vector<TensorSpec> Calm::WrittenTensors(const Problem& problem,
                                              const CalmOptions& options) const {

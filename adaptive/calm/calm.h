@@ -11,7 +11,8 @@
 //   classifier   sigmoid(w_n . h^n_t + b_n), learned: the probability that the prediction after layer
 //                n is the whole model's
 //
-// and the threshold, where token t of the stream counts from 0 and T is the problem's tokens:
+// and the threshold, where token t of the stream counts from 0, behind given memories too, and T is
+// the problem's tokens:
 //
 //   constant     lambda
 //   decaying     clip(0.9 lambda + 0.1 exp(-temperature t / T), 0, 1)         equation 5
@@ -84,8 +85,8 @@ struct CalmOptions : depth_adaptive::ExitStackOptions {
 // N(0, 16 / model_dim), so that probabilities are of all sizes, w N(0, 1 / model_dim).
 //
 // Calm reads x and the optional exits, i32 [batch, query_tokens], which then replace the
-// confidence; it writes out, normalised, and the optional exits. The counterpart is the stack that
-// no token leaves.
+// confidence; it writes out, normalised, and the optional exits. The optional memories, which it
+// reads with given_memory, are transformer_xl's. The counterpart is the stack that no token leaves.
 class Calm : public TechniqueOf<CalmOptions> {
  public:
   Calm();

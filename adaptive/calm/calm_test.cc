@@ -564,6 +564,66 @@ TEST(Calm, CostAndStatisticsCountWhatWasComputed) {
   }
 }
 
+TEST(Calm, CostsCountTheGivenKeys) {
+  const Problem problem = CausalProblem(1, 2, 3, 4);
+  NamedTensors inputs = InputsFor(problem);
+  inputs["exits"] = Tensor(DType::kI32, {1, 3});
+  for (int t = 0; t < 3; ++t) inputs["exits"].span<int32_t>()[t] = t + 1;
+  inputs["memories"] = Tensor(DType::kF32, {1, 4, 2, 8});
+  FillNormal(&inputs["memories"], 9, "memories");
+  auto layer = Calm()
+                   .Create(problem, {{"layers", "4"}, {"vocabulary", "9"}, {"given_memory", "2"}},
+                           Device::kCpu, 1)
+                   .value();
+  ASSERT_TRUE(RunLayer(*layer, ViewsOf(inputs)).ok());
+  // As above, with two keys more for each token.
+  EXPECT_EQ(*layer->cost().flops, 6 * 1536 + 48 * (1 * 3 + 2 * 4 + 3 * 5) + 6 * 256);
+}
+
+TEST(Calm, TwoRunsWithTheMemoriesHandedOverAreOne) {
+  const Problem problem = CausalProblem(2, 2, 75, 8);
+  for (const Device device : kHostDevices) {
+    for (const auto& [confidence, threshold] : std::vector<std::pair<std::string, std::string>>{
+             {"softmax", "0.3"}, {"saturation", "0.8"}, {"classifier", "0.6"}}) {
+      const Options options = {{"confidence", confidence},
+                               {"threshold", threshold},
+                               {"pre_norm", confidence == "softmax" ? "true" : "false"},
+                               {"same_length", confidence == "saturation" ? "true" : "false"},
+                               {"vocabulary", "7"},
+                               {"layers", "3"},
+                               {"segment", "16"},
+                               {"memory", "20"}};
+      SCOPED_TRACE(ToString(options));
+      const std::vector<int> exits = ExitsOf(RunCalm(
+          problem, InputsFor(problem), PerturbedParameters(Calm(), problem, options), options));
+      EXPECT_GE(std::set<int>(exits.begin(), exits.end()).size(), 2u);
+      transformer_xl::ExpectTwoRunsAreOne(Calm(), problem, options, 48, device);
+    }
+  }
+}
+
+TEST(Calm, ThresholdsDecayFromTheFirstTokenBehindGivenMemories) {
+  const Problem problem = CausalProblem(2, 2, 90, 12);
+  const Options options = {{"confidence", "classifier"},
+                           {"threshold", "0.55"},
+                           {"schedule", "decaying"},
+                           {"temperature", "3"},
+                           {"layers", "4"},
+                           {"given_memory", "60"},
+                           {"segment", "32"}};
+  const NamedTensors parameters = PerturbedParameters(Calm(), problem, options);
+  NamedTensors inputs = InputsFor(problem);
+  inputs["memories"] = Tensor(DType::kF32, {2, 4, 60, 24});
+  FillNormal(&inputs["memories"], 9, "memories");
+  Options constant = options;
+  constant["schedule"] = "constant";
+  for (const Device device : kHostDevices) {
+    const NamedTensors found = RunCalm(problem, inputs, parameters, options, device);
+    ExpectEqualsDefinition(problem, inputs, parameters, options, found);
+    EXPECT_NE(ExitsOf(found), ExitsOf(RunCalm(problem, inputs, parameters, constant, device)));
+  }
+}
+
 TEST(Calm, DecisionsCostWhatTheConfidenceCosts) {
   const Problem problem = CausalProblem(1, 2, 3, 4);
   NamedTensors inputs = InputsFor(problem);

@@ -237,8 +237,8 @@ double ConfidenceThreshold(const DepthAdaptiveOptions& options, int64_t n) {
 DepthAdaptive::DepthAdaptive() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> DepthAdaptive::ReadTensors(const Problem& problem,
-                                                   const DepthAdaptiveOptions&) const {
-  return ExitStackInputs(problem);
+                                                   const DepthAdaptiveOptions& options) const {
+  return ExitStackInputs(problem, options);
 }
 std::vector<TensorSpec> DepthAdaptive::WrittenTensors(const Problem& problem,
                                                       const DepthAdaptiveOptions& options) const {

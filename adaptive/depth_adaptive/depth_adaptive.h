@@ -97,8 +97,8 @@ double ConfidenceThreshold(const DepthAdaptiveOptions& options, int64_t n);
 //
 // DepthAdaptive reads x and the optional exits, i32 [batch, query_tokens], which then replace the
 // classifier; it writes out, normalised, the optional exits and, with a classifier that has them,
-// the optional exit_probabilities, f32 [batch, query_tokens, N]. The counterpart is the stack that
-// no token leaves.
+// the optional exit_probabilities, f32 [batch, query_tokens, N]. The optional memories, which it
+// reads with given_memory, are transformer_xl's. The counterpart is the stack that no token leaves.
 class DepthAdaptive : public TechniqueOf<DepthAdaptiveOptions> {
  public:
   DepthAdaptive();

@@ -17,6 +17,8 @@
 #include "core/thread_pool.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "memory/transformer_xl/segmented_layer.h"
+#include "memory/transformer_xl/stack_testing.h"
 
 namespace tfb::depth_adaptive {
 namespace {
@@ -447,6 +449,123 @@ TEST(DepthAdaptive, OnlyClassifiersOfLayersHaveProbabilities) {
               has)
         << classifier;
   }
+}
+
+// ---- Memories of an earlier run ----
+
+TEST(DepthAdaptive, TwoRunsWithTheMemoriesHandedOverAreOne) {
+  const Problem problem = Make(2, 75);
+  for (const Device device : kHostDevices) {
+    for (const Options& more : std::vector<Options>{
+             {{"classifier", "geometric"}, {"memory", "20"}},
+             {{"classifier", "geometric"}, {"memory", "30"}, {"same_length", "true"}},
+             {{"classifier", "multinomial"}, {"memory", "37"}, {"pre_norm", "true"}},
+             {{"classifier", "confidence"}, {"memory", "200"}, {"pre_norm", "true"}},
+             {{"classifier", "fixed"}, {"memory", "20"}, {"exit", "1"}}}) {
+      Options options = more;
+      options.insert({{"layers", "3"}, {"segment", "16"}, {"vocabulary", "9"}});
+      options.insert({"thresholds", "400/500"});
+      SCOPED_TRACE(ToString(options));
+      const NamedTensors found =
+          RunIt(problem, InputsFor(problem),
+                transformer_xl::PerturbedParameters(DepthAdaptive(), problem, options), options);
+      const std::vector<int> exits = ExitsOf(found);
+      EXPECT_GE(std::set<int>(exits.begin(), exits.end()).size(),
+                more.at("classifier") == "fixed" ? 1u : 2u);
+      for (const int64_t first : {16, 48}) {
+        transformer_xl::ExpectTwoRunsAreOne(DepthAdaptive(), problem, options, first, device);
+      }
+      // The second run leaves memories that are partly given.
+      transformer_xl::ExpectTwoRunsAreOne(DepthAdaptive(), Make(1, 51), options, 48, device);
+    }
+    Problem in_16_bits = Make(1, 75, 16);
+    in_16_bits.dtype = DType::kBF16;
+    transformer_xl::ExpectTwoRunsAreOne(DepthAdaptive(), in_16_bits,
+                                        {{"classifier", "fixed"},
+                                         {"exit", "2"},
+                                         {"layers", "3"},
+                                         {"memory", "20"},
+                                         {"segment", "16"}},
+                                        32, device);
+  }
+}
+
+TEST(DepthAdaptive, MemoriesOfTokensThatHaveLeftAreTheCopiedStates) {
+  const Problem problem = Make(2, 40);
+  const Options options = {{"layers", "3"}, {"segment", "16"}, {"memory", "23"}};
+  const NamedTensors parameters = ParametersOf(problem, options);
+  NamedTensors inputs = InputsFor(problem);
+  inputs["exits"] = Tensor(DType::kI32, {2, 40});
+  for (int64_t t = 0; t < 80; ++t) inputs["exits"].span<int32_t>()[t] = t % 2 == 0 ? 1 : 3;
+  for (const Device device : kHostDevices) {
+    const NamedTensors found = RunIt(problem, inputs, parameters, options, device);
+    const ConstTensorView memories = found.at("memories").view();
+    ASSERT_EQ(memories.shape(), (Shape{2, 3, 23, 16}));
+    EXPECT_EQ(MaxDifference(transformer_xl::OfLayer(memories, 0),
+                            Slice(inputs.at("x").view(), 1, 17, 23)),
+              0);
+    for (int64_t t = 17; t < 40; ++t) {
+      const auto of_token = [&](int64_t n) {
+        return Slice(transformer_xl::OfLayer(memories, n), 1, t - 17, 1);
+      };
+      EXPECT_EQ(MaxDifference(of_token(1), of_token(2)) == 0, t % 2 == 0) << t;
+      EXPECT_GT(MaxDifference(of_token(0), of_token(1)), 0) << t;
+    }
+  }
+}
+
+TEST(DepthAdaptive, AStreamReadsTheMemoriesWithItsFirstSegmentAndCountsFromIt) {
+  const Problem problem = Make(2, 40);
+  const Options options = {{"memory", "30"},
+                           {"given_memory", "25"},
+                           {"segment", "16"},
+                           {"layers", "4"},
+                           {"classifier", "sequence"}};
+  NamedTensors inputs = InputsFor(problem);
+  inputs["memories"] = Tensor(DType::kF32, {2, 4, 25, 16});
+  FillNormal(&inputs["memories"], 9, "memories");
+  const auto layer = DepthAdaptive().Create(problem, options, Device::kCpu, 1).value();
+  ASSERT_TRUE(
+      layer->SetParameters(WithBias(problem, options, "likelihood.2.sequence", {0, 1, 0, 0})).ok());
+  const auto whole = RunLayer(*layer, ViewsOf(inputs), 2);
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  for (int64_t t = 0; t < 40; ++t) {
+    EXPECT_EQ(*whole->at("exits").view().At<int32_t>(0, t), t < 16 ? 4 : 2) << t;
+  }
+  auto& stream = dynamic_cast<StreamingLayer&>(*layer);
+  ThreadPool pool(2);
+  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer->workspace_bytes(2))});
+  const Execution execution = {
+      &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()), nullptr};
+  ASSERT_TRUE(stream.Reset().ok());
+  Tensor out(DType::kF32, {2, 40, 16}), exits(DType::kI32, {2, 40});
+  for (const int64_t begin : {0, 16, 32}) {
+    const int64_t count = std::min<int64_t>(16, 40 - begin);
+    Inputs segment = {{"x", Slice(inputs.at("x").view(), 1, begin, count)}};
+    const Outputs written = {{"out", Slice(out.view(), 1, begin, count)},
+                             {"exits", Slice(exits.view(), 1, begin, count)}};
+    if (begin == 0) {
+      const absl::Status without = stream.Append(segment, written, execution);
+      EXPECT_EQ(without.message(), "input memories is missing; the first segment has need of it");
+      segment.Set("memories", inputs.at("memories").view());
+    }
+    const absl::Status status = stream.Append(segment, written, execution);
+    ASSERT_TRUE(status.ok()) << status;
+  }
+  EXPECT_EQ(MaxDifference(out.view(), whole->at("out").view()), 0);
+  EXPECT_EQ(MaxDifference(exits.view(), whole->at("exits").view()), 0);
+}
+
+TEST(DepthAdaptive, MoreThanTheMemoryCannotBeGivenAndTheCounterpartReadsAsMuch) {
+  const Problem problem = Make(1, 10);
+  EXPECT_EQ(DepthAdaptive()
+                .Create(problem, {{"memory", "5"}, {"given_memory", "6"}}, Device::kCpu, 1)
+                .status()
+                .message(),
+            "option given_memory is 6; allowed with memory=5 are 0 to 5");
+  const auto counterpart = DepthAdaptive().Counterpart(problem, {{"given_memory", "6"}});
+  ASSERT_TRUE(counterpart.ok());
+  EXPECT_EQ(counterpart->options.at("given_memory"), "6");
 }
 
 // ---- Oracles ----

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "core/cuda/runtime.h"
@@ -29,6 +30,11 @@ void ForEachRow(int64_t rows, ThreadPool* pool, const Body& body) {
 template <class View>
 View Tokens(const View& view, int64_t begin, int64_t count) {
   return view.empty() ? view : Slice(view, 1, begin, count);
+}
+
+std::vector<TensorSpec> Joined(std::vector<TensorSpec> specs, const std::vector<TensorSpec>& more) {
+  specs.insert(specs.end(), more.begin(), more.end());
+  return specs;
 }
 
 DeviceExits ToDeviceExits(const ConstTensorView& view) {
@@ -59,8 +65,9 @@ TensorSpec ExitsSpec(const Problem& problem, int64_t tokens) {
 TensorSpec ExitProbabilitiesSpec(const Problem& problem, int64_t layers, int64_t tokens) {
   return {kExitProbabilities, {problem.batch, tokens, layers}, DType::kF32, true};
 }
-std::vector<TensorSpec> ExitStackInputs(const Problem& problem) {
-  return {HiddenInputs(problem)[0], ExitsSpec(problem, problem.query_tokens)};
+std::vector<TensorSpec> ExitStackInputs(const Problem& problem, const ExitStackOptions& options) {
+  return Joined({HiddenInputs(problem)[0], ExitsSpec(problem, problem.query_tokens)},
+                transformer_xl::GivenMemories(problem, options));
 }
 std::vector<TensorSpec> ExitStackOutputs(const Problem& problem, const ExitStackOptions& options,
                                          bool has_probabilities) {
@@ -69,7 +76,12 @@ std::vector<TensorSpec> ExitStackOutputs(const Problem& problem, const ExitStack
   if (has_probabilities) {
     outputs.push_back(ExitProbabilitiesSpec(problem, options.layers, problem.query_tokens));
   }
-  return outputs;
+  return Joined(std::move(outputs), transformer_xl::FinalMemories(problem, options));
+}
+std::vector<TensorSpec> ExitStackLayer::SegmentInputs(const Problem& problem,
+                                                      const ExitStackOptions& options) {
+  return Joined({ExitsSpec(problem, kSegmentTokens)},
+                transformer_xl::GivenMemories(problem, options));
 }
 std::vector<TensorSpec> ExitStackLayer::SegmentOutputs(const Problem& problem,
                                                        const ExitStackOptions& options,
@@ -149,7 +161,7 @@ void ExitStackLayer::BeginSegment(int64_t tokens) {
   out_ = Tokens(out_, begin_, tokens);
   exits_out_ = Tokens(exits_out_, begin_, tokens);
   probabilities_out_ = Tokens(probabilities_out_, begin_, tokens);
-  first_position_ = attention(0).tokens();
+  first_position_ = attention(0).tokens() - reach().given;
   has_run_ = true;
   if (device() != Device::kCpu) return;
   active_.resize(places());
@@ -357,7 +369,7 @@ absl::StatusOr<ExitStackLayer::Flops> ExitStackLayer::Count() const {
   one.layers = 1;
   double layers = 0, pairs = 0, copied = 0, decisions = 0, all_pairs = 0;
   for (size_t place = 0; place < exits.size(); ++place) {
-    const int64_t t = static_cast<int64_t>(place) % problem().query_tokens;
+    const int64_t t = reach().given + static_cast<int64_t>(place) % problem().query_tokens;
     const double keys = static_cast<double>(t - reach().FirstSeenBy(t) + 1), n = exits[place];
     layers += n;
     pairs += n * keys;

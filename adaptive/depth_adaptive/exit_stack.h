@@ -4,6 +4,10 @@
 //   h^n_t = h^(n-1)_t                             for those that have left: the copied state
 //   out_t = LN_n(h^n_t),  n the layer after which token t leaves
 //
+// The optional output memories and, with given_memory, the input are transformer_xl's
+// (memory/transformer_xl/transformer_xl.h): memories[:, n], n = 0, ..., N - 1, are h^n of the last
+// tokens, copied states included. Rules count segments and tokens from the first token of the run.
+//
 // For a token that has left, queries, output projection and feed-forward network are no longer
 // computed. Its keys and values are computed in every layer from the copied state, so that later
 // tokens see it. An ExitRule decides which tokens leave; after the last layer, N, all leave.
@@ -67,6 +71,7 @@ struct ExitStackOptions : transformer_xl::RelativeStackOptions {
   void Describe(OptionBinder& bind) {
     DescribeStack(bind, /*max_layers=*/32);
     bind.Bool("pre_norm", &pre_norm, "normalise the input of each sublayer instead of its output");
+    DescribeGivenMemory(bind);
   }
 };
 
@@ -89,7 +94,7 @@ TensorSpec ExitsSpec(const Problem& problem, int64_t tokens);
 // layer, by rules that have one.
 inline constexpr char kExitProbabilities[] = "exit_probabilities";
 TensorSpec ExitProbabilitiesSpec(const Problem& problem, int64_t layers, int64_t tokens);
-std::vector<TensorSpec> ExitStackInputs(const Problem& problem);
+std::vector<TensorSpec> ExitStackInputs(const Problem& problem, const ExitStackOptions& options);
 std::vector<TensorSpec> ExitStackOutputs(const Problem& problem, const ExitStackOptions& options,
                                          bool has_probabilities);
 
@@ -159,6 +164,7 @@ class ExitStackLayer : public transformer_xl::RelativeStackLayer {
   absl::Status RunLayer(int64_t n, const transformer_xl::DecoderLayer::Call& call,
                         const Execution& execution) override;
   size_t layer_workspace_bytes(int threads) const override;
+  bool normalizes_memory() const override { return pre_norm_; }
 
  private:
   ExitStackLayer(const Problem& problem, const ExitStackOptions& options, Device device,
@@ -167,14 +173,16 @@ class ExitStackLayer : public transformer_xl::RelativeStackLayer {
             problem, ExitStackOutputs(problem, options, rule->has_probabilities()),
             ShapeFor(problem, options, device), device,
             SegmentOutputs(problem, options, rule->has_probabilities()),
-            {ExitsSpec(problem, kSegmentTokens)}),
+            SegmentInputs(problem, options)),
         pre_norm_(options.pre_norm),
         rule_(std::move(rule)) {}
 
   static transformer_xl::RelativeStackShape ShapeFor(const Problem& problem,
                                                      const ExitStackOptions& options,
                                                      Device device);
-  // Returns the outputs of a segment other than out.
+  // Return the inputs of a segment other than x, and its outputs other than out.
+  static std::vector<TensorSpec> SegmentInputs(const Problem& problem,
+                                               const ExitStackOptions& options);
   static std::vector<TensorSpec> SegmentOutputs(const Problem& problem,
                                                 const ExitStackOptions& options,
                                                 bool has_probabilities);
@@ -230,7 +238,7 @@ class ExitStackLayer : public transformer_xl::RelativeStackLayer {
   TensorView exits_out_;
   TensorView probabilities_out_;
   int64_t begin_ = 0;           // of the segment in the tensors
-  int64_t first_position_ = 0;  // of the segment in the stream
+  int64_t first_position_ = 0;  // of the segment in the stream, without given memories
   bool has_run_ = false;
 
   // CPU: places of the tokens that are there, ascending, and the reverse.

@@ -18,8 +18,13 @@ int64_t ExitIn(const ConstTensorView& exits, int64_t b, int64_t t) {
 // One sequence, layer by layer.
 class Sequence {
  public:
-  Sequence(const transformer_xl::StackDefinition& stack, const ExitStackOptions& options, Rows x)
-      : stack_(stack), options_(options), h_(std::move(x)), exits_(h_.rows(), 0) {}
+  Sequence(const transformer_xl::StackDefinition& stack, const ExitStackOptions& options, Rows x,
+           const transformer_xl::SequenceMemories& memories)
+      : stack_(stack),
+        options_(options),
+        memories_(memories),
+        h_(std::move(x)),
+        exits_(h_.rows(), 0) {}
 
   // The states before and after layer n, from 1; states of tokens that have left are copied.
   struct Step {
@@ -27,6 +32,7 @@ class Sequence {
     Rows after;
   };
   Step Advance(int64_t n) {
+    memories_.Keep(n - 1, h_);
     Step step = {h_, Layer(n - 1)};
     for (int64_t t = 0; t < h_.rows(); ++t) {
       if (exits_[t] > 0) std::copy_n(step.before[t], h_.channels(), step.after[t]);
@@ -42,18 +48,21 @@ class Sequence {
   Rows Layer(int64_t l) const {
     const auto first_seen = [&](int64_t p) {
       const int64_t from = options_.same_length ? p + 1 : p / options_.segment * options_.segment;
-      return std::max<int64_t>(from - options_.memory, 0);
+      return std::max<int64_t>(options_.given_memory + from - options_.memory, 0);
     };
+    const Rows given = memories_.Given(l, h_.channels());
     if (options_.pre_norm) {
-      const Rows g = h_.Plus(stack_.Attention(l, stack_.AttentionNorm(l, h_), first_seen));
+      const Rows g = h_.Plus(stack_.Attention(l, stack_.AttentionNorm(l, h_), first_seen,
+                                              stack_.AttentionNorm(l, given)));
       return g.Plus(stack_.FeedForward(l, stack_.FeedForwardNorm(l, g)));
     }
-    const Rows g = stack_.AttentionNorm(l, h_.Plus(stack_.Attention(l, h_, first_seen)));
+    const Rows g = stack_.AttentionNorm(l, h_.Plus(stack_.Attention(l, h_, first_seen, given)));
     return stack_.FeedForwardNorm(l, g.Plus(stack_.FeedForward(l, g)));
   }
 
   const transformer_xl::StackDefinition& stack_;
   const ExitStackOptions& options_;
+  const transformer_xl::SequenceMemories& memories_;
   Rows h_;
   std::vector<int64_t> exits_;
 };
@@ -100,11 +109,15 @@ absl::StatusOr<NamedTensors> DefineExitStack(
   NamedTensors outputs;
   outputs["out"] = Tensor(DType::kF64, x.shape());
   outputs[kExits] = Tensor(DType::kF64, {problem.batch, tokens});
+  transformer_xl::SequenceMemories::AddOutputs(transformer_xl::FinalMemories(problem, options),
+                                               &outputs);
   const transformer_xl::StackDefinition stack(transformer_xl::ShapeOf(problem, options).sizes,
                                               parameters, options.max_distance, request.pool);
   for (int64_t b = 0; b < problem.batch; ++b) {
     const std::unique_ptr<DefinedRule> of_sequence = rule(b);
-    Sequence sequence(stack, options, transformer_xl::SequenceOf(x, b));
+    const transformer_xl::SequenceMemories memories(inputs.Get(transformer_xl::kMemories), &outputs,
+                                                    b);
+    Sequence sequence(stack, options, transformer_xl::SequenceOf(x, b), memories);
     for (int64_t n = 1; n <= layers; ++n) {
       const Sequence::Step step = sequence.Advance(n);
       of_sequence->Read(n, step.after);

@@ -39,8 +39,8 @@ class DefinedRule {
                        const transformer_xl::Rows& before) = 0;
 };
 
-// Computes out and exits in f64. `rule` returns the rule of batch row b. Where the sign of a score
-// is within its error, the exits of the request's computed outputs decide.
+// Computes out, exits and memories in f64. `rule` returns the rule of batch row b. Where the sign
+// of a score is within its error, the exits of the request's computed outputs decide.
 absl::StatusOr<NamedTensors> DefineExitStack(
     const Problem& problem, const ExitStackOptions& options, const NamedTensors& parameters,
     const Inputs& inputs, const DefinitionRequest& request,

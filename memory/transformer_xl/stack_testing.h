@@ -38,6 +38,7 @@ StackOutcome EvaluateStack(const Technique& technique, const Problem& problem,
 // Expects a run of all tokens to equal two runs, of the first `first` tokens and of the others, which
 // is given the memories that the first leaves: the definitions up to rounding in float64, the layers
 // within StackBound of them, and in 16 bits 5 roundings more. So are the memories that the two leave.
+// Exits, where the technique has them, are the same: they are integers.
 void ExpectTwoRunsAreOne(const Technique& technique, const Problem& problem, const Options& options,
                          int64_t first, Device device = Device::kCpu);
 
