@@ -27,7 +27,9 @@
 // attention that reads it, or of x where there is no memory.
 //
 // `inner` is the attention in all self-attention, any technique on q, k, v; attention to the memory
-// is dense. In 16-bit problems each attention rounds as multi_head does; all else is fp32 between
+// is dense. What `inner` reads beside these and key_mask are inputs of the network, such as
+// Longformer's global_mask, which all layers read; with part=both they are encoder.global_mask and
+// decoder.global_mask. Noise and choices to follow are each attention's own: encoder0.attention.u. In 16-bit problems each attention rounds as multi_head does; all else is fp32 between
 // the network's input and output. Embeddings, dropout and the output projection are left to the
 // caller.
 //
