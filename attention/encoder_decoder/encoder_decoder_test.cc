@@ -501,6 +501,11 @@ TEST(EncoderDecoder, WhatItCannotDoIsSaidWithTheReason) {
             "with part=encoder keys are of the same tokens as queries: kv_tokens is 41; allowed is "
             "query_tokens, 40");
   EXPECT_THAT(error(Make(40, 40), {{"inner", "dense[skale=1]"}}), HasSubstr("known are scale"));
+  const Options hidden = {{"inner", "sinkhorn[pooled=hidden]"}};
+  EXPECT_EQ(error(Make(40, 40), hidden), "ok");
+  EXPECT_EQ(error(Make(40, 40, false, DType::kBF16), hidden),
+            "inner sinkhorn[pooled=hidden]: it reads the hidden state x in bf16, but between "
+            "layers x is f32");
   EXPECT_THAT(error(Make(40, 40), {{"inner", "longformer[dilation=1/2/3]"}}),
               HasSubstr("dilation has 3 entries"));
 }

@@ -308,8 +308,8 @@ NamedTensors MasksOf(const NamedTensors& tensors) {
   return masks;
 }
 
-// Their code zeroes the rows of padded queries, where ours leaves the result of such a query. Tokens
-// are that axis of `out`.
+// Their code zeroes the rows of padded queries, where ours leaves the result of such a query.
+// Tokens are that axis of `out`.
 void ZeroPaddedRows(const NamedTensors& inputs, int axis, const TensorView& out) {
   const auto mask = inputs.find("key_mask");
   if (mask == inputs.end()) return;

@@ -7,9 +7,9 @@
 //
 // P^n has a row for each token, t^n is one row for all tokens. multi_head is the technique of that
 // name; each application has projections of its own, or all have the same. u and the h between
-// applications are fp32; attention in 16-bit problems rounds as multi_head does. Inputs of the inner
-// technique, such as masks, are the same in all applications, but for noise and choices to follow:
-// where there are several applications, theirs are applicationN.NAME.
+// applications are fp32; attention in 16-bit problems rounds as multi_head does. Inputs of the
+// inner technique, such as masks, are the same in all applications, but for noise and choices to
+// follow: where there are several applications, theirs are applicationN.NAME.
 #ifndef TFB_ATTENTION_MULTI_HEAD_ENCODED_ATTENTION_H_
 #define TFB_ATTENTION_MULTI_HEAD_ENCODED_ATTENTION_H_
 

@@ -6,13 +6,13 @@
 //
 // `inner` is dense attention, or any other technique on q, k and v, which thereby becomes a layer
 // on hidden states: multi_head:inner=longformer[window=64]. The inner technique decides its scale,
-// with head_dim and not model_dim, its masks, and which problems it refuses. Where it reads
-// further queries, keys or values, they have projections of their own: with projections=own
-// Longformer's q_global is x W_q_global + b_q_global. What else it reads and writes is an input or
-// output of the layer under its own name: Longformer's global_mask, ETC's segment, the noise of hard
-// attention, routing's members. With max_globals and projections=own the layer is Hugging Face's
-// LongformerSelfAttention and the product with W_o. A token that sees no key has heads of 0, so that
-// y is b_o. In 16-bit problems q, k, v and the heads' results are rounded to the problem's
+// with head_dim and not model_dim, its masks, and which problems it refuses. Where it reads further
+// queries, keys or values, they have projections of their own: with projections=own Longformer's
+// q_global is x W_q_global + b_q_global. What else it reads and writes is an input or output of the
+// layer under its own name: Longformer's global_mask, ETC's segment, the noise of hard attention,
+// routing's members. With max_globals and projections=own the layer is Hugging Face's
+// LongformerSelfAttention and the product with W_o. A token that sees no key has heads of 0, so
+// that y is b_o. In 16-bit problems q, k, v and the heads' results are rounded to the problem's
 // dtype, as they are wherever attention runs in it; that is a part of the definition. W and b are
 // f32.
 //

@@ -310,7 +310,7 @@ std::vector<std::string> NamesOf(const std::vector<TensorSpec>& specs) {
   return names;
 }
 
-// Returns a tensor for the spec: drawn as RandomInputs does, integers from 0 to 3, and bytes 0 or 1.
+// Returns a tensor for the spec: floats as RandomInputs draws them, ids 0 to 3, masks 0 or 1.
 Tensor Drawn(const TensorSpec& spec) {
   TensorSpec needed = spec;
   needed.optional = false;
