@@ -159,7 +159,7 @@ class Network {
     }
     NamedTensors attended;
     TFB_RETURN_IF_ERROR(multi_head::DefineProjectedAttention(
-        problem_, {"dense", {}}, parameters_, "attention.", hidden.view(), {}, key_mask_,
+        problem_, {"dense", {}}, parameters_, "attention.", {hidden.view(), {}, key_mask_},
         request_.OfPart(), &attended));
     const DoubleTensor mixed(attended.at("out").view());
     Rows a = u;

@@ -280,61 +280,57 @@ TEST(BigBird, TablesOfTheSeedHaveNothingToCountTwice) {
   EXPECT_EQ(MaxDifference(once.at("out").view(), counted.at("out").view()), 0);
 }
 
-TEST(BigBird, MatchesItsDefinitionWhereATableRepeatsBlocks) {
+Problem GroupedProblem() {
   Problem problem = Problem::SelfAttention(2, 4, 203, 24);
   problem.kv_heads = 2;
+  return problem;
+}
+
+// Expects that runs on the grouped problem, where one sequence ends in padding, match the
+// definition.
+void ExpectMatchesDefinition(const Options& options, const NamedTensors* table = nullptr) {
+  const Problem problem = GroupedProblem();
   NamedTensors inputs = Random(problem);
   inputs["key_mask"] = Tensor(DType::kU8, {2, 203});
   Fill(inputs["key_mask"].view(), 1);
   Fill(Slice(Slice(inputs["key_mask"].view(), 0, 1, 1), 1, 150, 53), 0);
+  RunRequest request{options};
+  request.parameters = table;
+  const NamedTensors expected =
+      DefineTechnique(BigBird(), problem, ViewsOf(inputs), request).value();
+  for (const Device device : kHostDevices) {
+    const NamedTensors ours = RunOwn(problem, inputs, options, table, device);
+    EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
+              Fp32Bound(inputs.at("v").view()))
+        << ToString(options) << " on " << Name(device);
+    EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), expected.at("log_sum_exp").view()), 2e-5)
+        << ToString(options) << " on " << Name(device);
+  }
+}
+
+TEST(BigBird, MatchesItsDefinitionWhereATableRepeatsBlocks) {
   for (const char* construction : {"itc", "etc"}) {
     const Options options = {{"block", "13"},
                              {"random", "6"},
                              {"construction", construction},
                              {"global_tokens", "20"},
                              {"count_repeats", "true"}};
-    NamedTensors table = TableOf(problem, options);
+    NamedTensors table = TableOf(GroupedProblem(), options);
     const int64_t blocks = table["random"].dim(1);
     for (int64_t n = 0; n < table["random"].num_elements(); ++n) {
       table["random"].span<int32_t>()[n] = static_cast<int32_t>(n * n % 17 % (blocks / 3) - 1);
     }
-    NamedTensors expected;
-    ASSERT_TRUE(BigBird().Define(problem, options, table, ViewsOf(inputs), {}, &expected).ok());
-    for (const Device device : kHostDevices) {
-      const NamedTensors ours = RunOwn(problem, inputs, options, &table, device);
-      EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
-                Fp32Bound(inputs.at("v").view()))
-          << construction << " on " << Name(device);
-      EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), expected.at("log_sum_exp").view()),
-                2e-5)
-          << construction << " on " << Name(device);
-    }
+    ExpectMatchesDefinition(options, &table);
   }
 }
 
 TEST(BigBird, MatchesItsDefinitionWithMixedOptions) {
-  Problem problem = Problem::SelfAttention(2, 4, 203, 24);
-  problem.kv_heads = 2;
-  NamedTensors inputs = Random(problem);
-  inputs["key_mask"] = Tensor(DType::kU8, {2, 203});
-  Fill(inputs["key_mask"].view(), 1);
-  Fill(Slice(Slice(inputs["key_mask"].view(), 0, 1, 1), 1, 150, 53), 0);
   for (const Options& options :
        {Options{{"block", "16"}}, Options{{"block", "13"}, {"random", "2"}},
         Options{{"block", "8"}, {"construction", "etc"}, {"global_tokens", "70"}},
         Options{{"block", "24"}, {"random", "0"}, {"construction", "etc"}, {"global_tokens", "0"}},
         Options{{"block", "1"}, {"random", "9"}}}) {
-    const NamedTensors expected =
-        DefineTechnique(BigBird(), problem, ViewsOf(inputs), {options}).value();
-    for (const Device device : kHostDevices) {
-      const NamedTensors ours = RunOwn(problem, inputs, options, nullptr, device);
-      EXPECT_LE(MaxDifference(ours.at("out").view(), expected.at("out").view()),
-                Fp32Bound(inputs.at("v").view()))
-          << ToString(options) << " on " << Name(device);
-      EXPECT_LE(MaxDifference(ours.at("log_sum_exp").view(), expected.at("log_sum_exp").view()),
-                2e-5)
-          << ToString(options) << " on " << Name(device);
-    }
+    ExpectMatchesDefinition(options);
   }
 }
 

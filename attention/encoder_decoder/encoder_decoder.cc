@@ -59,6 +59,7 @@ struct AttentionPlace {
   Problem problem;
   TechniqueSpec inner;
   bool cross;
+  multi_head::FurtherInputs further;
 };
 // The names of one layer, whose feed-forward sublayer is the last.
 struct LayerPlace {
@@ -79,14 +80,17 @@ std::vector<StackPlace> StacksOf(const Problem& problem, const EncoderDecoderOpt
   x.kv_tokens = problem.query_tokens;
   const auto stack = [&](const std::string& name, const Problem& self, bool decodes,
                          bool on_memory) {
+    const std::string of_stack = options.part == Part::kBoth ? name + "." : "";
     StackPlace result;
     result.on_memory = on_memory;
     for (int64_t n = 0; n < options.layers; ++n) {
       const std::string layer = absl::StrCat(name, n, ".");
       LayerPlace place;
+      const std::string attention = layer + (decodes ? "self" : "attention");
       place.attention.push_back(
-          {layer + (decodes ? "self" : "attention"), self, options.inner, false});
-      if (decodes) place.attention.push_back({layer + "cross", cross, {"dense", {}}, true});
+          {attention, self, options.inner, false,
+           multi_head::FurtherInputsOf(options.inner, self, {of_stack, attention + "."})});
+      if (decodes) place.attention.push_back({layer + "cross", cross, {"dense", {}}, true, {}});
       place.ff = layer + "ff";
       result.layers.push_back(std::move(place));
     }
@@ -286,6 +290,7 @@ class EncoderDecoderLayer : public Layer {
     ConstTensorView memory;
     ConstTensorView self_mask;
     ConstTensorView cross_mask;
+    const Inputs* inputs = nullptr;  // the layer's
     bool sets_up;
     Execution execution;
   };
@@ -328,6 +333,7 @@ class EncoderDecoderLayer : public Layer {
     walk.execution = execution;
     walk.execution.workspace = workspace.Rest();
     walk.memory = inputs.Get("memory");
+    walk.inputs = &inputs;
     for (Stack& stack : stacks_) {
       const bool on_memory = stack.place.on_memory;
       walk.state = on_memory ? scratch.memory : scratch.state;
@@ -375,13 +381,14 @@ class EncoderDecoderLayer : public Layer {
     return normalises ? stack.final_norm.Run(walk.state, out, walk.execution) : absl::OkStatus();
   }
 
-  static multi_head::ProjectedAttention::Call CallOf(const Attention& one,
-                                                     const ConstTensorView& from,
+  static multi_head::ProjectedAttention::Call CallOf(Attention& one, const ConstTensorView& from,
                                                      const ConstTensorView& residual,
                                                      const TensorView& to, const Walk& walk) {
     const bool cross = one.place.cross;
-    return {from, cross ? walk.memory : ConstTensorView(), cross ? walk.cross_mask : walk.self_mask,
-            residual, to};
+    return {{from, cross ? walk.memory : ConstTensorView(),
+             cross ? walk.cross_mask : walk.self_mask, &one.place.further.From(*walk.inputs)},
+            residual,
+            to};
   }
 
   absl::Status SetUpAttention(Attention& one, const ConstTensorView& input, const Walk& walk) {
@@ -417,10 +424,11 @@ class Network {
   Network(const EncoderDecoderOptions& options, const NamedTensors& parameters, ThreadPool* pool)
       : options_(options), parameters_(parameters), pool_(pool) {}
 
-  // `mask` is the mask of self-attention, `memory_mask` that of attention to the memory.
+  // `mask` is the mask of self-attention, `memory_mask` that of attention to the memory; `inputs`
+  // are the network's.
   absl::StatusOr<Tensor> Forward(const StackPlace& stack, const ConstTensorView& x,
                                  const ConstTensorView& mask, const ConstTensorView& memory,
-                                 const ConstTensorView& memory_mask) const {
+                                 const ConstTensorView& memory_mask, const Inputs& inputs) const {
     Tensor h(DType::kF64, x.shape());
     CopyElements(x, h.view());
     DefinitionRequest request;
@@ -429,11 +437,13 @@ class Network {
       for (const AttentionPlace& place : layer.attention) {
         const bool pre_norm = options_.block != BlockKind::kPostNorm;
         const Tensor input = pre_norm ? Norm(h, place.name + "_norm") : h.Clone();
+        multi_head::FurtherInputs further = place.further;
         NamedTensors attended;
         TFB_RETURN_IF_ERROR(multi_head::DefineProjectedAttention(
-            place.problem, place.inner, parameters_, place.name + ".", input.view(),
-            place.cross ? memory : ConstTensorView(), place.cross ? memory_mask : mask, request,
-            &attended));
+            place.problem, place.inner, parameters_, place.name + ".",
+            {input.view(), place.cross ? memory : ConstTensorView(),
+             place.cross ? memory_mask : mask, &further.From(inputs)},
+            request, &attended));
         h = Plus(h, attended.at("out"));
         if (!pre_norm) h = Norm(h, place.name + "_norm");
       }
@@ -516,6 +526,11 @@ std::vector<TensorSpec> EncoderDecoder::ReadTensors(const Problem& problem,
         {"memory", {problem.batch, problem.kv_tokens, problem.model_dim()}, problem.dtype});
   }
   tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+  for (const StackPlace& stack : StacksOf(problem, options)) {
+    for (const LayerPlace& layer : stack.layers) {
+      for (const AttentionPlace& attention : layer.attention) attention.further.AddTo(&tensors);
+    }
+  }
   return tensors;
 }
 
@@ -539,8 +554,9 @@ absl::Status EncoderDecoder::Definition(const Problem& problem,
     const ConstTensorView memory = encoded.empty() ? inputs.Get("memory") : encoded.view();
     const bool masks_self = stack.on_memory || options.part == Part::kEncoder;
     TFB_ASSIGN_OR_RETURN(
-        Tensor h, network.Forward(stack, stack.on_memory ? memory : inputs.Get("x"),
-                                  masks_self ? key_mask : ConstTensorView(), memory, key_mask));
+        Tensor h,
+        network.Forward(stack, stack.on_memory ? memory : inputs.Get("x"),
+                        masks_self ? key_mask : ConstTensorView(), memory, key_mask, inputs));
     (stack.on_memory ? encoded : (*outputs)["out"]) = std::move(h);
   }
   return absl::OkStatus();

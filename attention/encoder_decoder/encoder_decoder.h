@@ -27,9 +27,11 @@
 // attention that reads it, or of x where there is no memory.
 //
 // `inner` is the attention in all self-attention, any technique on q, k, v; attention to the memory
-// is dense. In 16-bit problems each attention rounds as multi_head does; all else is fp32 between
-// the network's input and output. Embeddings, dropout and the output projection are left to the
-// caller.
+// is dense. What `inner` reads beside these and key_mask are inputs of the network, such as
+// Longformer's global_mask, which all layers read; with part=both they are encoder.global_mask and
+// decoder.global_mask. Noise and choices to follow are each attention's own: encoder0.attention.u.
+// In 16-bit problems each attention rounds as multi_head does; all else is fp32 between the
+// network's input and output. Embeddings, dropout and the output projection are left to the caller.
 //
 // Sources: Vaswani et al. 2017, arXiv:1706.03762v7, sections 3.1 and 3.3; pre-norm: Xiong et al.
 // 2020, "On layer normalization in the Transformer architecture", arXiv:2002.04745v2, Table 1, with

@@ -12,6 +12,7 @@
 
 #include "core/allocations.h"
 #include "core/random.h"
+#include "core/run_allocations.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -20,6 +21,7 @@ namespace tfb::encoder_decoder {
 namespace {
 
 using ::testing::Contains;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
@@ -172,6 +174,71 @@ TEST(EncoderDecoder, TechniquesInsideAreThoseOfSelfAttention) {
   }
   EXPECT_THAT(names, Contains(StartsWith("decoder0.self.inner.")));
   EXPECT_THAT(names, Not(Contains(StartsWith("decoder0.cross.inner."))));
+}
+
+std::vector<std::string> InputNames(const Problem& problem, const Options& options) {
+  std::vector<std::string> names;
+  const std::vector<TensorSpec> specs = EncoderDecoder().InputSpecs(problem, options).value();
+  for (const TensorSpec& spec : specs) names.push_back(spec.name);
+  return names;
+}
+
+// Expects that the network with this input matches the definition, and is not the one with the
+// other input or, where that is empty, without.
+void ExpectMatters(const Problem& problem, const Options& options, const NamedTensors& inputs,
+                   const std::string& name, Tensor other) {
+  NamedTensors with, without;
+  for (const auto& [key, tensor] : inputs) {
+    with[key] = tensor.Clone();
+    if (key != name) without[key] = tensor.Clone();
+  }
+  if (!other.empty()) without[name] = std::move(other);
+  const NamedTensors parameters = Parameters(problem, options);
+  for (const Device device : kHostDevices) {
+    EXPECT_GT(MaxDifference(RunOwn(problem, with, options, parameters, device).view(),
+                            RunOwn(problem, without, options, parameters, device).view()),
+              1e-2)
+        << name << " " << Name(device);
+  }
+  ExpectMatchesDefinition(problem, options, std::move(with));
+}
+
+TEST(EncoderDecoder, MasksOfTheTechniqueInsideReachAllLayersOfAStack) {
+  const auto marked = [](int64_t tokens) {
+    Tensor mask(DType::kU8, {2, tokens});
+    Fill(mask.view(), 0);
+    for (const int64_t token : {3, 29}) Fill(Slice(mask.view(), 1, token, 1), 1);
+    return mask;
+  };
+  Options options = {{"inner", "longformer[window=4,max_globals=2]"}};
+  EXPECT_THAT(InputNames(Make(40, 40), options), ElementsAre("x", "key_mask", "global_mask"));
+  NamedTensors inputs = Random(Make(40, 40), options);
+  inputs["global_mask"] = marked(40);
+  ExpectMatters(Make(40, 40), options, inputs, "global_mask", {});
+  const auto layer = EncoderDecoder().Create(Make(40, 40), options, Device::kCpu, 1).value();
+  EXPECT_EQ(AllocationsOfRun(*layer, ViewsOf(inputs)).value(), 0);
+
+  options["part"] = "both";
+  const Problem both = Make(40, 70);
+  EXPECT_THAT(InputNames(both, options),
+              ElementsAre("x", "memory", "key_mask", "encoder.global_mask", "decoder.global_mask"));
+  for (const char* stack : {"encoder", "decoder"}) {
+    inputs = Random(both, options);
+    const std::string name = std::string(stack) + ".global_mask";
+    inputs[name] = marked(stack[0] == 'e' ? 70 : 40);
+    ExpectMatters(both, options, inputs, name, {});
+  }
+}
+
+TEST(EncoderDecoder, NoiseOfTheTechniqueInsideIsEachLayersOwn) {
+  const Problem problem = Make(20, 20);
+  const Options options = {{"inner", "hard[sample=gumbel]"}};
+  EXPECT_THAT(InputNames(problem, options),
+              ElementsAre("x", "key_mask", "encoder0.attention.g", "encoder1.attention.g"));
+  const NamedTensors inputs = Random(problem, options), others = Random(problem, options, 6);
+  for (const char* name : {"encoder0.attention.g", "encoder1.attention.g"}) {
+    ExpectMatters(problem, options, inputs, name, others.at(name).Clone());
+  }
 }
 
 TEST(EncoderDecoder, PaddedTokensAreHiddenWhereverTheyAreKeys) {
@@ -434,6 +501,11 @@ TEST(EncoderDecoder, WhatItCannotDoIsSaidWithTheReason) {
             "with part=encoder keys are of the same tokens as queries: kv_tokens is 41; allowed is "
             "query_tokens, 40");
   EXPECT_THAT(error(Make(40, 40), {{"inner", "dense[skale=1]"}}), HasSubstr("known are scale"));
+  const Options hidden = {{"inner", "sinkhorn[pooled=hidden]"}};
+  EXPECT_EQ(error(Make(40, 40), hidden), "ok");
+  EXPECT_EQ(error(Make(40, 40, false, DType::kBF16), hidden),
+            "inner sinkhorn[pooled=hidden]: it reads the hidden state x in bf16, but between "
+            "layers x is f32");
   EXPECT_THAT(error(Make(40, 40), {{"inner", "longformer[dilation=1/2/3]"}}),
               HasSubstr("dilation has 3 entries"));
 }

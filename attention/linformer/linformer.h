@@ -62,6 +62,11 @@
 // 2 (head_dim^2 + value_dim^2), depthwise 2 (head_dim + value_dim); a window: one an element), and
 // as many a token and query head to attend. K and V are read once; slots kv_tokens parameters a
 // table. Slots are fp32 on every device, and attended to in fp32, in 16-bit problems too.
+//
+// What is in a sequence changes no bit of another one's result. How many sequences there are
+// changes none on the CPU. On a GPU, where few queries would leave multiprocessors idle, engine
+// flash cuts more than 192 slots into parts, whose number depends on the number of sequences and
+// heads; so the result of a sequence may then have other roundings in a batch than alone.
 #ifndef TFB_ATTENTION_LINFORMER_LINFORMER_H_
 #define TFB_ATTENTION_LINFORMER_LINFORMER_H_
 

@@ -212,31 +212,29 @@ __global__ void __launch_bounds__(kThreads) Pool(CompressionArguments a) {
   SlotRow(a, p.b, p.h, p.slot)[p.channel] = result;
 }
 
-__global__ void __launch_bounds__(kThreads) Convolve(CompressionArguments a) {
-  const Place p = PlaceOfThread(a);
-  if (!p.exists) return;
-  const float* table = TableOf(a, p.b, p.h) + p.channel;
+// Convolves channels `first` to first + count - 1 into the element of a slot.
+__device__ void ConvolveChannels(const CompressionArguments& a, const Place& p, int64_t first,
+                                 int64_t count) {
+  const float* kernel = TableOf(a, p.b, p.h) + p.channel;
   float sum = 0;
   for (int64_t t = 0; t < a.window; ++t) {
     const int64_t token = p.slot * a.window + t;
     if (!IsToken(a, p.b, token)) continue;
-    for (int64_t c = 0; c < a.channels; ++c) {
-      sum += Load(a, p.b, p.h, token, c) * table[(t * a.channels + c) * a.row];
+    for (int64_t c = 0; c < count; ++c) {
+      sum += Load(a, p.b, p.h, token, first + c) * kernel[(t * count + c) * a.row];
     }
   }
   SlotRow(a, p.b, p.h, p.slot)[p.channel] = sum;
 }
 
+__global__ void __launch_bounds__(kThreads) Convolve(CompressionArguments a) {
+  const Place p = PlaceOfThread(a);
+  if (p.exists) ConvolveChannels(a, p, 0, a.channels);
+}
+
 __global__ void __launch_bounds__(kThreads) ConvolveDepthwise(CompressionArguments a) {
   const Place p = PlaceOfThread(a);
-  if (!p.exists) return;
-  const float* kernel = TableOf(a, p.b, p.h) + p.channel;
-  float sum = 0;
-  for (int64_t t = 0; t < a.window; ++t) {
-    const int64_t token = p.slot * a.window + t;
-    if (IsToken(a, p.b, token)) sum += kernel[t * a.row] * Load(a, p.b, p.h, token, p.channel);
-  }
-  SlotRow(a, p.b, p.h, p.slot)[p.channel] = sum;
+  if (p.exists) ConvolveChannels(a, p, p.channel, 1);
 }
 
 const char* LaunchElements(const char* name, void (*kernel)(CompressionArguments),

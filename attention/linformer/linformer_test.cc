@@ -435,6 +435,37 @@ TEST(Linformer, MeanPoolingToHalfTheTokensAveragesNeighbours) {
             Fp32Bound(inputs.at("v").view()));
 }
 
+TEST(Linformer, WhatIsInASequenceChangesNoBitOfAnother) {
+  const Problem many = Problem::SelfAttention(4, 2, 80, 16);
+  Problem alone = many;
+  alone.batch = 1;
+  const NamedTensors inputs = Random(many);
+  NamedTensors first, others;
+  for (const auto& [name, tensor] : inputs) {
+    CopyElements(Slice(tensor.view(), 0, 0, 1),
+                 (first[name] = Tensor(tensor.dtype(), {1, 2, 80, 16})).view());
+    others[name] = tensor.Clone();
+    Fill(Slice(others[name].view(), 0, 1, 3), 3);
+  }
+  for (const char* k : {"64", "256"}) {
+    for (const Device device : kHostDevices) {
+      const auto out = [&](const Problem& problem, const NamedTensors& of) {
+        return std::move(RunTechnique(Linformer(), problem, ViewsOf(of), {{{"k", k}}, device})
+                             .value()
+                             .at("out"));
+      };
+      const Tensor of_many = out(many, inputs);
+      const ConstTensorView expected = Slice(of_many.view(), 0, 0, 1);
+      EXPECT_EQ(MaxDifference(Slice(out(many, others).view(), 0, 0, 1), expected), 0)
+          << k << " slots on " << Name(device);
+      // On a GPU, four tiles of slots are cut into parts where there are few sequences.
+      const bool cuts = device != Device::kCpu && std::string(k) == "256";
+      EXPECT_LE(MaxDifference(out(alone, first).view(), expected), cuts ? Fp32Bound(expected) : 0)
+          << k << " slots on " << Name(device);
+    }
+  }
+}
+
 // ---- Sharing and depth ----
 
 TEST(Linformer, SharingSaysWhichTablesThereAre) {

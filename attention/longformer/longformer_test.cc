@@ -296,6 +296,31 @@ TEST(Longformer, CrossAttentionAndWrongDilationListsAreRefusedWithAReason) {
 }
 
 // Hugging Face's LongformerSelfAttention computed these outputs; the files' metadata say how.
+// Returns a golden file's masks under our names.
+NamedTensors MasksOf(const NamedTensors& tensors) {
+  NamedTensors masks;
+  if (tensors.count("key_padding") != 0) {
+    masks["key_mask"] = tensors.at("key_padding").CloneAs(DType::kU8);
+  }
+  if (tensors.count("global_mask") != 0) {
+    masks["global_mask"] = tensors.at("global_mask").CloneAs(DType::kU8);
+  }
+  return masks;
+}
+
+// Their code zeroes the rows of padded queries, where ours leaves the result of such a query.
+// Tokens are that axis of `out`.
+void ZeroPaddedRows(const NamedTensors& inputs, int axis, const TensorView& out) {
+  const auto mask = inputs.find("key_mask");
+  if (mask == inputs.end()) return;
+  for (int64_t b = 0; b < out.dim(0); ++b) {
+    for (int64_t i = 0; i < out.dim(axis); ++i) {
+      if (*mask->second.view().At<uint8_t>(b, i) != 0) continue;
+      Fill(Slice(Slice(out, 0, b, 1), axis, i, 1), 0);
+    }
+  }
+}
+
 class LongformerGolden : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(LongformerGolden, DefinitionAndEnginesMatchHuggingFace) {
@@ -318,36 +343,20 @@ TEST_P(LongformerGolden, DefinitionAndEnginesMatchHuggingFace) {
   for (const TensorSpec& spec : *specs) {
     if (!spec.optional) single[spec.name] = tensors.at(spec.name).CloneAs(DType::kF32);
   }
-  Inputs exact, rounded = ViewsOf(single);
+  Inputs exact;
   for (const auto& [name, tensor] : single) exact.Set(name, tensors.at(name).view());
-  Tensor mask;
-  if (tensors.count("key_padding") != 0) {
-    mask = tensors.at("key_padding").CloneAs(DType::kU8);
-    exact.Set("key_mask", mask.view());
-    rounded.Set("key_mask", mask.view());
+  for (auto& [name, mask] : MasksOf(tensors)) {
+    single[name] = mask.Clone();
+    exact.Set(name, single.at(name).view());
   }
-  Tensor global_mask;
-  if (tensors.count("global_mask") != 0) {
-    global_mask = tensors.at("global_mask").CloneAs(DType::kU8);
-    exact.Set("global_mask", global_mask.view());
-    rounded.Set("global_mask", global_mask.view());
-  }
+  const Inputs rounded = ViewsOf(single);
   NamedTensors defined;
   ASSERT_TRUE(Longformer().Define(problem, options, {}, exact, {}, &defined).ok());
-  // Their code zeroes the rows of padded queries; ours leaves the result of such a query.
-  const auto zero_padded = [&](Tensor& out) {
-    for (int64_t b = 0; b < shape[0]; ++b) {
-      for (int64_t i = 0; i < shape[2]; ++i) {
-        if (mask.empty() || *mask.view().At<uint8_t>(b, i) != 0) continue;
-        Fill(Slice(Slice(out.view(), 0, b, 1), 2, i, 1), 0);
-      }
-    }
-  };
-  zero_padded(defined["out"]);
+  ZeroPaddedRows(single, 2, defined["out"].view());
   EXPECT_LE(MaxDifference(defined["out"].view(), tensors.at("out").view()), 1e-12);
   for (const Device device : kHostDevices) {
     NamedTensors ours = RunOwn(problem, rounded, options, device);
-    zero_padded(ours["out"]);
+    ZeroPaddedRows(single, 2, ours["out"].view());
     EXPECT_LE(MaxDifference(ours["out"].view(), tensors.at("out").view()),
               Fp32Bound(single["v"].view()))
         << Name(device);
@@ -356,12 +365,13 @@ TEST_P(LongformerGolden, DefinitionAndEnginesMatchHuggingFace) {
 
 // The same module from its hidden states: inside multi_head, with their weights and an output
 // matrix that is the identity.
-TEST(Longformer, InsideMultiHeadIsHuggingFacesLayer) {
-  const SafetensorsFile golden = GoldenFile("attention/longformer/testdata/global.safetensors");
+void ExpectInsideMultiHeadIsHuggingFacesLayer(const std::string& name, const std::string& globals) {
+  const SafetensorsFile golden =
+      GoldenFile("attention/longformer/testdata/" + name + ".safetensors");
   const NamedTensors& tensors = golden.tensors;
   const Shape shape = tensors.at("q").shape();
   const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3]);
-  const Options options = {{"inner", "longformer[globals=0/1/50,projections=own,window=" +
+  const Options options = {{"inner", "longformer[" + globals + ",projections=own,window=" +
                                          golden.metadata.at("window") + "]"},
                            {"bias", "true"}};
   NamedTensors parameters;
@@ -374,7 +384,9 @@ TEST(Longformer, InsideMultiHeadIsHuggingFacesLayer) {
   Fill(parameters["w_o"].view(), 0);
   Fill(parameters["b_o"].view(), 0);
   for (int64_t c = 0; c < width; ++c) *parameters["w_o"].view().MutableAt<float>(c, c) = 1;
-  const Inputs inputs = {{"x", tensors.at("x").view()}};
+  Inputs inputs = {{"x", tensors.at("x").view()}};
+  const NamedTensors masks = MasksOf(tensors);
+  for (const auto& [mask, tensor] : masks) inputs.Set(mask, tensor.view());
   const ConstTensorView out = tensors.at("out").view();
   const auto heads = [&](const Tensor& y) {
     return Transpose(SplitAxis(y.view(), 2, problem.query_heads), 1, 2);
@@ -382,14 +394,26 @@ TEST(Longformer, InsideMultiHeadIsHuggingFacesLayer) {
   const multi_head::MultiHead layer;
   NamedTensors defined;
   ASSERT_TRUE(layer.Define(problem, options, parameters, inputs, {}, &defined).ok());
+  ZeroPaddedRows(masks, 1, defined["out"].view());
   EXPECT_LE(MaxDifference(heads(defined.at("out")), out), 1e-12);
   for (const Device device : kHostDevices) {
     RunRequest request{options, device};
     request.parameters = &parameters;
-    const NamedTensors ours = RunTechnique(layer, problem, inputs, request).value();
+    NamedTensors ours = RunTechnique(layer, problem, inputs, request).value();
+    ZeroPaddedRows(masks, 1, ours["out"].view());
     // Values are sums of 16 products: see multi_head_test.
     EXPECT_LE(MaxDifference(heads(ours.at("out")), out), Fp32Bound(out) + 2e-5) << Name(device);
   }
+}
+
+TEST(Longformer, InsideMultiHeadIsHuggingFacesLayer) {
+  ExpectInsideMultiHeadIsHuggingFacesLayer("global", "globals=0/1/50");
+}
+TEST(Longformer, InsideMultiHeadWithAGlobalMaskIsHuggingFacesLayer) {
+  ExpectInsideMultiHeadIsHuggingFacesLayer("global_each", "max_globals=3");
+}
+TEST(Longformer, InsideMultiHeadWithPaddingIsHuggingFacesLayer) {
+  ExpectInsideMultiHeadIsHuggingFacesLayer("global_padded", "globals=0/37");
 }
 
 INSTANTIATE_TEST_SUITE_P(Files, LongformerGolden,

@@ -33,14 +33,25 @@ std::string Prefix(const EncodedAttentionPlan& plan, int64_t n) {
   return ProjectionCount(plan) == 1 ? "" : absl::StrCat("application", n, ".");
 }
 
+// Returns the further inputs of application n.
+FurtherInputs FurtherInputsOf(const Problem& problem, const EncodedAttentionPlan& plan, int64_t n) {
+  const bool is_alone = plan.applications == 1;
+  return multi_head::FurtherInputsOf(plan.inner, problem,
+                                     {"", is_alone ? "" : absl::StrCat("application", n, ".")});
+}
+
 class EncodedAttentionLayer : public Layer {
  public:
   EncodedAttentionLayer(const Problem& problem, const EncodedAttentionPlan& plan,
                         MakeEncodings make_encodings, Device device)
-      : Layer(problem, EncodedAttentionInputs(problem), HiddenOutputs(problem)),
+      : Layer(problem, EncodedAttentionInputs(problem, plan), HiddenOutputs(problem)),
         plan_(plan),
         make_encodings_(std::move(make_encodings)),
-        device_(device) {}
+        device_(device) {
+    for (int64_t n = 0; n < plan.applications; ++n) {
+      further_.push_back(FurtherInputsOf(problem, plan, n));
+    }
+  }
 
   absl::Status Build(const std::vector<ParameterSpec>& own, uint64_t seed) {
     TFB_RETURN_IF_ERROR(DrawParameters(own, "", seed, &parameters_));
@@ -164,7 +175,8 @@ class EncodedAttentionLayer : public Layer {
       TFB_ASSIGN_OR_RETURN(h, Encode(n, h, state, rest));
       ProjectedAttention& attention = attention_[IndexOf(n)];
       const bool last = n == applications - 1;
-      const ProjectedAttention::Call call = {h, {}, inputs.Get("key_mask"), {}, last ? out : state};
+      const ProjectedAttention::Call call = {
+          {h, {}, inputs.Get("key_mask"), &further_[n].From(inputs)}, {}, last ? out : state};
       if (sets_up) TFB_RETURN_IF_ERROR(attention.Setup(parameters_, Prefix(plan_, n), call, rest));
       if (sets_up && last) break;
       TFB_RETURN_IF_ERROR(attention.Run(call, rest));
@@ -176,6 +188,7 @@ class EncodedAttentionLayer : public Layer {
   EncodedAttentionPlan plan_;
   MakeEncodings make_encodings_;
   Device device_;
+  std::vector<FurtherInputs> further_;  // of each application
   std::vector<ProjectedAttention> attention_;
   DeviceArray<float> positions_;
   DeviceArray<float> times_;
@@ -185,9 +198,13 @@ class EncodedAttentionLayer : public Layer {
 
 }  // namespace
 
-std::vector<TensorSpec> EncodedAttentionInputs(const Problem& problem) {
+std::vector<TensorSpec> EncodedAttentionInputs(const Problem& problem,
+                                               const EncodedAttentionPlan& plan) {
   std::vector<TensorSpec> tensors = HiddenInputs(problem);
   tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+  for (int64_t n = 0; n < plan.applications; ++n) {
+    FurtherInputsOf(problem, plan, n).AddTo(&tensors);
+  }
   return tensors;
 }
 
@@ -221,11 +238,18 @@ absl::Status DefineEncodedAttention(const Problem& problem, const EncodedAttenti
       }
     });
     const bool last = n == plan.applications - 1;
-    TFB_RETURN_IF_ERROR(DefineProjectedAttention(problem, plan.inner, parameters, Prefix(plan, n),
-                                                 h.view(), {}, inputs.Get("key_mask"),
-                                                 last ? request : request.OfPart(), outputs));
-    if (!last) h = std::move(outputs->at("out"));
+    FurtherInputs further = FurtherInputsOf(problem, plan, n);
+    NamedTensors attended;
+    TFB_RETURN_IF_ERROR(
+        DefineProjectedAttention(problem, plan.inner, parameters, Prefix(plan, n),
+                                 {h.view(), {}, inputs.Get("key_mask"), &further.From(inputs)},
+                                 last ? request : request.OfPart(), &attended));
+    h = std::move(attended.at("out"));
+    if (last && request.weights && attended.count("weights") > 0) {
+      (*outputs)["weights"] = std::move(attended.at("weights"));
+    }
   }
+  (*outputs)["out"] = std::move(h);
   return absl::OkStatus();
 }
 

@@ -7,7 +7,9 @@
 //
 // P^n has a row for each token, t^n is one row for all tokens. multi_head is the technique of that
 // name; each application has projections of its own, or all have the same. u and the h between
-// applications are fp32; attention in 16-bit problems rounds as multi_head does.
+// applications are fp32; attention in 16-bit problems rounds as multi_head does. Inputs of the
+// inner technique, such as masks, are the same in all applications, but for noise and choices to
+// follow: where there are several applications, theirs are applicationN.NAME.
 #ifndef TFB_ATTENTION_MULTI_HEAD_ENCODED_ATTENTION_H_
 #define TFB_ATTENTION_MULTI_HEAD_ENCODED_ATTENTION_H_
 
@@ -45,8 +47,9 @@ struct Encodings {
 // Makes the encodings from a layer's parameters, at Setup.
 using MakeEncodings = std::function<absl::StatusOr<Encodings>(const NamedTensors& parameters)>;
 
-// Returns the specs of x and the optional key_mask.
-std::vector<TensorSpec> EncodedAttentionInputs(const Problem& problem);
+// Returns the specs of x, the optional key_mask, and the inner technique's further inputs.
+std::vector<TensorSpec> EncodedAttentionInputs(const Problem& problem,
+                                               const EncodedAttentionPlan& plan);
 
 // Makes the layer. Its parameters are `own`, which are those of the encodings; those of
 // ProjectionSpecs; and inner.NAME. The latter two begin with applicationN. where there are several

@@ -33,14 +33,15 @@ absl::Status CheckProblem(const Problem& problem, const MultiHeadOptions& option
                    problem.kv_tokens, "; allowed is query_tokens, ", problem.query_tokens));
 }
 
-ProjectedAttention::Call CallOf(const Inputs& inputs, const TensorView& out) {
-  return {inputs.Get("x"), inputs.Get("memory"), inputs.Get("key_mask"), {}, out};
+AttentionInputs InputsOf(const Inputs& inputs, FurtherInputs& further) {
+  return {inputs.Get("x"), inputs.Get("memory"), inputs.Get("key_mask"), &further.From(inputs)};
 }
 
 class MultiHeadLayer : public Layer {
  public:
   static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
                                                        std::vector<TensorSpec> inputs,
+                                                       std::vector<TensorSpec> outputs,
                                                        const MultiHeadOptions& options,
                                                        Device device, uint64_t seed) {
     NamedTensors parameters;
@@ -49,8 +50,8 @@ class MultiHeadLayer : public Layer {
     TFB_ASSIGN_OR_RETURN(std::unique_ptr<Layer> inner,
                          CreateInner(options.inner, problem, device, seed, /*gives_x=*/true));
     AddInnerParameters(*inner, "inner.", &parameters);
-    std::unique_ptr<MultiHeadLayer> layer(
-        new MultiHeadLayer(problem, std::move(inputs), options, device, std::move(inner)));
+    std::unique_ptr<MultiHeadLayer> layer(new MultiHeadLayer(
+        problem, std::move(inputs), std::move(outputs), options, device, std::move(inner)));
     layer->parameters_ = std::move(parameters);
     return layer;
   }
@@ -73,21 +74,25 @@ class MultiHeadLayer : public Layer {
 
  protected:
   absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override {
-    return attention_.Setup(parameters_, "", CallOf(inputs, {}), execution);
+    return attention_.Setup(parameters_, "", {InputsOf(inputs, further_), {}, {}}, execution);
   }
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
-    return attention_.Run(CallOf(inputs, outputs.Get("out")), execution);
+    return attention_.Run({InputsOf(inputs, further_), {}, outputs.Get("out"), &outputs},
+                          execution);
   }
 
  private:
   MultiHeadLayer(const Problem& problem, std::vector<TensorSpec> inputs,
-                 const MultiHeadOptions& options, Device device, std::unique_ptr<Layer> inner)
-      : Layer(problem, std::move(inputs), HiddenOutputs(problem)),
+                 std::vector<TensorSpec> outputs, const MultiHeadOptions& options, Device device,
+                 std::unique_ptr<Layer> inner)
+      : Layer(problem, std::move(inputs), std::move(outputs)),
         device_(device),
+        further_(FurtherInputsOf(options.inner, problem)),
         attention_(device, problem, options.cross, std::move(inner)) {}
 
   Device device_;
+  FurtherInputs further_;
   ProjectedAttention attention_;
 };
 
@@ -103,6 +108,16 @@ std::vector<TensorSpec> MultiHead::ReadTensors(const Problem& problem,
         {"memory", {problem.batch, problem.kv_tokens, problem.model_dim()}, problem.dtype});
   }
   tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+  FurtherInputsOf(options.inner, problem).AddTo(&tensors);
+  return tensors;
+}
+
+std::vector<TensorSpec> MultiHead::WrittenTensors(const Problem& problem,
+                                                  const MultiHeadOptions& options) const {
+  std::vector<TensorSpec> tensors = HiddenOutputs(problem);
+  for (TensorSpec& spec : FurtherOutputsOf(options.inner, problem)) {
+    tensors.push_back(std::move(spec));
+  }
   return tensors;
 }
 
@@ -110,15 +125,17 @@ absl::StatusOr<std::unique_ptr<Layer>> MultiHead::MakeLayer(const Problem& probl
                                                             const MultiHeadOptions& options,
                                                             Device device, uint64_t seed) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  return MultiHeadLayer::Create(problem, ReadTensors(problem, options), options, device, seed);
+  return MultiHeadLayer::Create(problem, ReadTensors(problem, options),
+                                WrittenTensors(problem, options), options, device, seed);
 }
 
 absl::Status MultiHead::Definition(const Problem& problem, const MultiHeadOptions& options,
                                    const NamedTensors& parameters, const Inputs& inputs,
                                    const DefinitionRequest& request, NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
-  return DefineProjectedAttention(problem, options.inner, parameters, "", inputs.Get("x"),
-                                  inputs.Get("memory"), inputs.Get("key_mask"), request, outputs);
+  FurtherInputs further = FurtherInputsOf(options.inner, problem);
+  return DefineProjectedAttention(problem, options.inner, parameters, "", InputsOf(inputs, further),
+                                  request, outputs);
 }
 
 absl::StatusOr<TechniqueSpec> MultiHead::Counterpart(const Problem& problem,

@@ -6,9 +6,12 @@
 //
 // `inner` is dense attention, or any other technique on q, k and v, which thereby becomes a layer
 // on hidden states: multi_head:inner=longformer[window=64]. The inner technique decides its scale,
-// with head_dim and not model_dim, its masks, and which problems it refuses. Where it reads
-// further queries, keys or values, they have projections of their own: with projections=own
-// Longformer's q_global is x W_q_global + b_q_global. A token that sees no key has heads of 0, so
+// with head_dim and not model_dim, its masks, and which problems it refuses. Where it reads further
+// queries, keys or values, they have projections of their own: with projections=own Longformer's
+// q_global is x W_q_global + b_q_global. What else it reads and writes is an input or output of the
+// layer under its own name: Longformer's global_mask, ETC's segment, the noise of hard attention,
+// routing's members. With max_globals and projections=own the layer is Hugging Face's
+// LongformerSelfAttention and the product with W_o. A token that sees no key has heads of 0, so
 // that y is b_o. In 16-bit problems q, k, v and the heads' results are rounded to the problem's
 // dtype, as they are wherever attention runs in it; that is a part of the definition. W and b are
 // f32.
@@ -43,10 +46,14 @@ struct MultiHeadOptions {
   }
 };
 
-// MultiHead reads x [batch, query_tokens, model_dim], with `cross` memory, and the optional
-// key_mask. Without `cross` kv_tokens must be query_tokens. Its parameters are those of
-// ProjectionSpecs, and the inner technique's as inner.NAME. Its statistics are the inner layer's;
-// on a GPU also cublas, 1 where cuBLAS computes the projections.
+// MultiHead reads x [batch, query_tokens, model_dim], with `cross` memory, the optional key_mask,
+// and those of FurtherInputsOf. It writes out, and those of FurtherOutputsOf. Without `cross`
+// kv_tokens must be query_tokens. Its parameters are those of ProjectionSpecs, and the inner
+// technique's as inner.NAME. Its statistics are the inner layer's; on a GPU also cublas, 1 where
+// cuBLAS computes the projections.
+//
+// The layer reads whole sequences: it is no StreamingLayer, even where the inner technique's layer
+// is one.
 //
 // The counterpart is the same layer with the inner technique's counterpart inside.
 class MultiHead : public TechniqueOf<MultiHeadOptions> {
@@ -64,6 +71,8 @@ class MultiHead : public TechniqueOf<MultiHeadOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
   std::vector<TensorSpec> ReadTensors(const Problem& problem,
                                       const MultiHeadOptions& options) const override;
+  std::vector<TensorSpec> WrittenTensors(const Problem& problem,
+                                         const MultiHeadOptions& options) const override;
 };
 
 }  // namespace tfb::multi_head

@@ -12,6 +12,7 @@
 #include "attention/dense/dense.h"
 #include "attention/longformer/longformer.h"
 #include "core/random.h"
+#include "core/run_allocations.h"
 #include "core/testing.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -52,8 +53,9 @@ double Bound(const ConstTensorView& expected, DType dtype = DType::kF32) {
          (dtype == DType::kF32 ? 0 : 5 * UnitRoundoff(dtype)) * std::max(1.0, MaxAbs(expected));
 }
 
-void ExpectMatchesDefinition(const Problem& problem, const Options& options) {
-  const NamedTensors inputs = Random(problem, options);
+void ExpectMatchesDefinition(const Problem& problem, const Options& options,
+                             NamedTensors inputs = {}) {
+  if (inputs.empty()) inputs = Random(problem, options);
   const auto expected = DefineTechnique(MultiHead(), problem, ViewsOf(inputs), {options});
   ASSERT_TRUE(expected.ok()) << expected.status();
   const Tensor& out = expected->at("out");
@@ -300,6 +302,193 @@ TEST(MultiHead, FurtherQueriesKeysAndValuesHaveProjectionsOfTheirOwn) {
       1e-6);
 }
 
+// ---- Further inputs and outputs of the technique inside ----
+
+std::vector<std::string> NamesOf(const std::vector<TensorSpec>& specs) {
+  std::vector<std::string> names;
+  for (const TensorSpec& spec : specs) names.push_back(spec.name);
+  return names;
+}
+
+// Returns a tensor for the spec: floats as RandomInputs draws them, ids 0 to 3, masks 0 or 1.
+Tensor Drawn(const TensorSpec& spec) {
+  TensorSpec needed = spec;
+  needed.optional = false;
+  Tensor tensor = std::move(RandomInputs({needed}, 5).at(spec.name));
+  if (IsFloating(spec.dtype)) return tensor;
+  const RandomStream random(5, spec.name);
+  for (int64_t i = 0; i < tensor.num_elements(); ++i) {
+    const uint64_t count = spec.dtype == DType::kU8 ? 2 : 4;
+    tensor.view().Set(i, static_cast<double>(random.Bits(i) % count));
+  }
+  return tensor;
+}
+
+// Techniques that read more inside than projections give them, with the names of what they read.
+struct Reader {
+  const char* inner;
+  std::vector<std::string> reads;
+};
+const std::vector<Reader>& Readers() {
+  static const std::vector<Reader>& readers = *new std::vector<Reader>{
+      {"longformer[window=6,max_globals=3,projections=own]", {"global_mask"}},
+      {"longformer[window=6,globals=2,max_globals=60]", {"global_mask"}},
+      {"etc[radius=5,global_tokens=6,segments=true]", {"segment"}},
+      {"etc[radius=5,global_tokens=6,masks=true,projections=own]",
+       {"g2g_mask", "g2l_mask", "l2g_mask", "l2l_mask"}},
+      {"hard[sample=inverse_cdf]", {"u"}},
+      {"hard[sample=gumbel]", {"g"}},
+      {"sinkhorn[block=16,scores=given,gumbel=true]", {"logits", "g", "sort"}},
+      {"sinkhorn[block=16,pooled=hidden]", {"sort"}},
+      {"routing[clusters=4,local_heads=0]", {"members"}},
+      {"lsh[chunk=16]", {"buckets"}},
+  };
+  return readers;
+}
+
+// Returns the inputs that must be there, and those of the names that may be.
+NamedTensors InputsWith(const std::vector<TensorSpec>& specs,
+                        const std::vector<std::string>& names) {
+  NamedTensors inputs;
+  for (const TensorSpec& spec : specs) {
+    const bool is_named = std::find(names.begin(), names.end(), spec.name) != names.end();
+    if (!spec.optional || is_named) inputs[spec.name] = Drawn(spec);
+  }
+  return inputs;
+}
+
+TEST(MultiHead, WhatTheTechniqueInsideReadsBesideProjectionsIsAnInput) {
+  for (const auto& [inner, reads] : Readers()) {
+    std::vector<std::string> expected = {"x", "key_mask"};
+    expected.insert(expected.end(), reads.begin(), reads.end());
+    EXPECT_EQ(NamesOf(MultiHead().InputSpecs(Self(2, 70, 16), {{"inner", inner}}).value()),
+              expected)
+        << inner;
+  }
+  EXPECT_THAT(NamesOf(MultiHead().InputSpecs(Self(2, 70, 16), {{"cross", "true"}}).value()),
+              testing::ElementsAre("x", "memory", "key_mask"));
+}
+
+TEST(MultiHead, FurtherInputsMatchTheDefinition) {
+  const Problem problem = Self(2, 70, 16);
+  for (const auto& [inner, reads] : Readers()) {
+    const Options options = {{"inner", inner}, {"bias", "true"}};
+    const auto specs = MultiHead().InputSpecs(problem, options).value();
+    ExpectMatchesDefinition(problem, options, InputsWith(specs, reads));
+    ExpectMatchesDefinition(problem, options, InputsWith(specs, {"key_mask"}));
+  }
+  for (const char* inner : {"longformer[window=6,max_globals=3,projections=own]",
+                            "etc[radius=5,global_tokens=6,masks=true,segments=true]"}) {
+    const Problem of_16_bits = Self(2, 70, 16, false, DType::kBF16);
+    const auto specs = MultiHead().InputSpecs(of_16_bits, {{"inner", inner}}).value();
+    ExpectMatchesDefinition(
+        of_16_bits, {{"inner", inner}},
+        InputsWith(specs, {"key_mask", "global_mask", "g2l_mask", "l2g_mask", "l2l_mask"}));
+  }
+}
+
+TEST(MultiHead, EveryFurtherInputMatters) {
+  const Problem problem = Self(2, 70, 16);
+  for (const auto& [inner, reads] : Readers()) {
+    const Options options = {{"inner", inner}};
+    const auto specs = MultiHead().InputSpecs(problem, options).value();
+    for (const std::string& name : reads) {
+      NamedTensors inputs = InputsWith(specs, {name});
+      for (const Device device : kHostDevices) {
+        const Tensor before = RunOwn(problem, ViewsOf(inputs), options, nullptr, device);
+        Tensor kept = std::move(inputs.at(name));
+        Tensor& other = inputs[name] = kept.Clone();
+        for (int64_t i = 0; i < kept.num_elements(); ++i) {
+          const double mirrored = kept.view().Get(kept.num_elements() - 1 - i);
+          other.view().Set(i, kept.dtype() == DType::kU8 ? 1 - kept.view().Get(i) : mirrored);
+        }
+        const Tensor after = RunOwn(problem, ViewsOf(inputs), options, nullptr, device);
+        EXPECT_GT(MaxDifference(after.view(), before.view()), 1e-3)
+            << inner << " " << name << " " << Name(device);
+        inputs[name] = std::move(kept);
+      }
+    }
+  }
+}
+
+TEST(MultiHead, TokensThatTheMaskMarksAreGlobalAsThoseOfTheOptionAre) {
+  const Problem problem = Self(2, 40, 8);
+  const Options marked = {{"inner", "longformer[window=6,max_globals=2,projections=own]"}};
+  const Options named = {{"inner", "longformer[window=6,globals=3/17,projections=own]"}};
+  NamedTensors inputs = Random(problem, marked);
+  for (const Device device : kHostDevices) {
+    const Tensor expected = RunOwn(problem, ViewsOf(inputs), named, nullptr, device);
+    Tensor mask(DType::kU8, {2, 40});
+    Fill(mask.view(), 0);
+    for (const int64_t token : {3, 17, 30}) Fill(Slice(mask.view(), 1, token, 1), 1);
+    inputs["global_mask"] = std::move(mask);
+    const Tensor out = RunOwn(problem, ViewsOf(inputs), marked, nullptr, device);
+    EXPECT_LE(MaxDifference(out.view(), expected.view()), Bound(expected.view())) << Name(device);
+    inputs.erase("global_mask");
+  }
+}
+
+TEST(MultiHead, AnInputThatTheTechniqueInsideDoesNotReadIsRefused) {
+  const Problem problem = Self(2, 40, 8);
+  const Options longformer = {{"inner", "longformer[window=6,max_globals=2]"}};
+  const auto specs = MultiHead().InputSpecs(problem, longformer).value();
+  const NamedTensors inputs = InputsWith(specs, {"global_mask"});
+  for (const char* inner : {"dense", "longformer[window=6]", "etc[radius=4,masks=true]"}) {
+    EXPECT_EQ(RunTechnique(MultiHead(), problem, ViewsOf(inputs), {{{"inner", inner}}})
+                  .status()
+                  .message(),
+              "there is no input \"global_mask\"")
+        << inner;
+  }
+  const Options segments = {{"inner", "etc[radius=4,segments=true]"}};
+  NamedTensors missing = Random(problem, segments);
+  missing.erase("segment");
+  EXPECT_EQ(RunTechnique(MultiHead(), problem, ViewsOf(missing), {segments}).status().message(),
+            "input segment [2, 40] is missing");
+}
+
+TEST(MultiHead, ChoicesOfTheTechniqueInsideAreOutputsAndCanBeFollowed) {
+  const Problem problem = Self(2, 70, 16);
+  for (const auto& [inner, choice] : std::vector<std::pair<std::string, std::string>>{
+           {"routing[clusters=4,local_heads=0]", "members"},
+           {"lsh[chunk=16]", "buckets"},
+           {"sinkhorn[block=16]", "sort"},
+           {"hard", "index"}}) {
+    const Options options = {{"inner", inner}};
+    EXPECT_THAT(NamesOf(MultiHead().OutputSpecs(problem, options).value()),
+                testing::ElementsAre("out", choice));
+    const NamedTensors inputs = Random(problem, options);
+    for (const Device device : kHostDevices) {
+      const NamedTensors outputs =
+          RunTechnique(MultiHead(), problem, ViewsOf(inputs), {options, device}).value();
+      DefinitionRequest request;
+      request.computed = &outputs;
+      const NamedTensors defined =
+          DefineTechnique(MultiHead(), problem, ViewsOf(inputs), {options}, request).value();
+      // An entry of sort is at most 1.
+      EXPECT_LE(MaxDifference(outputs.at(choice).view(), defined.at(choice).view()),
+                choice == "sort" ? 2e-5 : 0)
+          << inner << " " << Name(device);
+      if (choice == "index") continue;  // which is no input
+      Inputs followed = ViewsOf(inputs);
+      followed.Set(choice, outputs.at(choice).view());
+      EXPECT_LE(MaxDifference(RunOwn(problem, followed, options, nullptr, device).view(),
+                              outputs.at("out").view()),
+                Bound(outputs.at("out").view()))
+          << inner << " " << Name(device);
+    }
+  }
+}
+
+TEST(MultiHead, FurtherInputsAllocateNothingInARun) {
+  const Problem problem = Self(2, 40, 8);
+  for (const auto& [inner, reads] : Readers()) {
+    const auto layer = MultiHead().Create(problem, {{"inner", inner}}, Device::kCpu, 1).value();
+    EXPECT_EQ(AllocationsOfRun(*layer, ViewsOf(InputsWith(layer->inputs(), reads))).value(), 0)
+        << inner;
+  }
+}
+
 TEST(MultiHead, ParametersOfTheTechniqueInsideAreItsOwn) {
   const Problem problem = Self(2, 40, 8);
   const Options options = {{"inner", "performer[features=16]"}};
@@ -347,10 +536,6 @@ TEST(MultiHead, WhatItCannotDoIsSaidWithTheReason) {
               HasSubstr("the input of transformer_xl is hidden"));
   EXPECT_EQ(Error(problem, {{"inner", "adaptive_span"}}),
             "inner adaptive_span: adaptive_span is causal only");
-  EXPECT_EQ(
-      Error(problem, {{"inner", "etc[segments=true]"}}),
-      "inner etc[segments=true]: it reads segment too; given are q, k, v and key_mask, and the "
-      "hidden state x");
   Problem cross = problem;
   cross.kv_tokens = 41;
   EXPECT_EQ(Error(cross, {}),

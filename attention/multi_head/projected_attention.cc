@@ -47,6 +47,8 @@ int64_t ChannelsOf(const Problem& problem, absl::string_view name) {
   return name[0] == 'v' ? problem.value_dim : problem.head_dim;
 }
 
+bool IsFurtherOutput(absl::string_view name) { return name != "out" && name != "log_sum_exp"; }
+
 const TensorSpec* FindSpec(const std::vector<TensorSpec>& specs, absl::string_view name) {
   const auto found = std::find_if(specs.begin(), specs.end(),
                                   [=](const TensorSpec& spec) { return spec.name == name; });
@@ -68,17 +70,31 @@ absl::StatusOr<std::unique_ptr<Layer>> CreateInner(const TechniqueSpec& inner,
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(inner.technique));
   auto layer = technique->Create(problem, inner.options, device, seed);
   if (!layer.ok()) return OfInner(inner, layer.status());
-  const std::vector<TensorSpec> given = QkvInputs(problem);
-  const std::vector<std::string> further = FurtherProjections(problem, (*layer)->inputs());
-  for (const TensorSpec& spec : (*layer)->inputs()) {
-    if (spec.optional || FindSpec(given, spec.name) != nullptr) continue;
-    if (std::find(further.begin(), further.end(), spec.name) != further.end()) continue;
-    if (spec.name == "x" && gives_x) continue;
-    return OfInner(inner, absl::UnimplementedError(absl::StrCat(
-                              "it reads ", spec.name, " too; given are q, k, v and key_mask",
-                              gives_x ? ", and the hidden state x" : "")));
+  if (!gives_x && FindSpec((*layer)->inputs(), "x") != nullptr) {
+    return OfInner(inner, absl::UnimplementedError(absl::StrCat("it reads the hidden state x in ",
+                                                                Name(problem.dtype),
+                                                                ", but between layers x is f32")));
   }
   return layer;
+}
+
+FurtherInputs FurtherInputsOf(const TechniqueSpec& inner, const Problem& problem,
+                              const InputPrefixes& prefixes) {
+  std::vector<std::string> given = {"q", "k", "v", "key_mask", "x"};
+  for (std::string& name : FurtherProjections(problem, inner)) given.push_back(std::move(name));
+  return FurtherInputs(inner, problem, given, prefixes);
+}
+
+std::vector<TensorSpec> FurtherOutputsOf(const TechniqueSpec& inner, const Problem& problem) {
+  const absl::StatusOr<const Technique*> technique = Registry::Global().Find(inner.technique);
+  if (!technique.ok()) return {};  // CreateInner says why
+  const auto written = (*technique)->OutputSpecs(problem, inner.options);
+  if (!written.ok()) return {};
+  std::vector<TensorSpec> further;
+  for (const TensorSpec& spec : *written) {
+    if (IsFurtherOutput(spec.name)) further.push_back(spec);
+  }
+  return further;
 }
 
 // ---- Parameters ----
@@ -95,6 +111,13 @@ std::vector<std::string> FurtherProjections(const Problem& problem,
     }
   }
   return names;
+}
+
+std::vector<std::string> FurtherProjections(const Problem& problem, const TechniqueSpec& inner) {
+  const absl::StatusOr<const Technique*> technique = Registry::Global().Find(inner.technique);
+  if (!technique.ok()) return {};  // CreateInner says why
+  const auto inputs = (*technique)->InputSpecs(problem, inner.options);
+  return inputs.ok() ? FurtherProjections(problem, *inputs) : std::vector<std::string>();
 }
 
 namespace {
@@ -125,11 +148,7 @@ std::vector<ParameterSpec> ProjectionSpecs(const Problem& problem, bool bias) {
 std::vector<ParameterSpec> ProjectionSpecs(const Problem& problem, bool bias,
                                            const TechniqueSpec& inner) {
   std::vector<ParameterSpec> specs = ProjectionSpecs(problem, bias);
-  const absl::StatusOr<const Technique*> technique = Registry::Global().Find(inner.technique);
-  if (!technique.ok()) return specs;  // CreateInner says why
-  const auto inputs = (*technique)->InputSpecs(problem, inner.options);
-  if (!inputs.ok()) return specs;
-  for (const std::string& name : FurtherProjections(problem, *inputs)) {
+  for (const std::string& name : FurtherProjections(problem, inner)) {
     AddInputSpec(problem, name, bias, &specs);
   }
   return specs;
@@ -254,9 +273,9 @@ size_t ProjectedAttention::workspace_bytes(int threads) const {
 
 absl::Status ProjectedAttention::Project(const Call& call, const Scratch& scratch,
                                          const Execution& execution) {
-  TFB_RETURN_IF_ERROR(MatMul(of_x_, {call.x, {}, scratch.of_x}, execution));
+  TFB_RETURN_IF_ERROR(MatMul(of_x_, {call.inputs.x, {}, scratch.of_x}, execution));
   if (cross_) {
-    TFB_RETURN_IF_ERROR(MatMul(of_memory_, {call.memory, {}, scratch.of_memory}, execution));
+    TFB_RETURN_IF_ERROR(MatMul(of_memory_, {call.inputs.memory, {}, scratch.of_memory}, execution));
   }
   for (const Projection& projection : projections_) {
     // Queries are keys where the inner technique reads no k.
@@ -265,10 +284,24 @@ absl::Status ProjectedAttention::Project(const Call& call, const Scratch& scratc
     inner_inputs_.Set(projection.name,
                       Heads(Slice(rows, 2, projection.first, projection.width), projection.heads));
   }
-  if (inner_inputs_.Find("key_mask") != nullptr) inner_inputs_.Set("key_mask", call.key_mask);
-  if (inner_inputs_.Find("x") != nullptr) inner_inputs_.Set("x", call.x);
+  const auto pass = [this](absl::string_view name, const ConstTensorView& view) {
+    if (inner_inputs_.Find(name) != nullptr) inner_inputs_.Set(name, view);
+  };
+  pass("key_mask", call.inputs.key_mask);
+  pass("x", call.inputs.x);
   inner_outputs_.Set("out", Heads(scratch.context, problem_.query_heads));
+  PassFurther(call);
   return absl::OkStatus();
+}
+
+void ProjectedAttention::PassFurther(const Call& call) {
+  if (call.inputs.further != nullptr) {
+    for (const auto& [name, view] : *call.inputs.further) inner_inputs_.Set(name, view);
+  }
+  for (const TensorSpec& spec : inner_->outputs()) {
+    if (call.further == nullptr || !IsFurtherOutput(spec.name)) continue;
+    inner_outputs_.Set(spec.name, call.further->Get(spec.name));
+  }
 }
 
 absl::Status ProjectedAttention::Run(const Call& call, const Execution& execution) {
@@ -311,19 +344,16 @@ Tensor DefineProjection(const Problem& problem, const DoubleTensor& x, int64_t t
 
 absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpec& inner,
                                       const NamedTensors& parameters, absl::string_view prefix,
-                                      const ConstTensorView& x, const ConstTensorView& memory,
-                                      const ConstTensorView& key_mask,
+                                      const AttentionInputs& inputs,
                                       const DefinitionRequest& request, NamedTensors* outputs) {
   const auto parameter = [&](absl::string_view name) {
     const auto found = parameters.find(absl::StrCat(prefix, name));
     return found == parameters.end() ? ConstTensorView() : ConstTensorView(found->second.view());
   };
-  const DoubleTensor hidden(x), keys(memory.empty() ? x : memory);
+  const DoubleTensor hidden(inputs.x), keys(inputs.memory.empty() ? inputs.x : inputs.memory);
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(inner.technique));
-  TFB_ASSIGN_OR_RETURN(const std::vector<TensorSpec> read,
-                       technique->InputSpecs(problem, inner.options));
   std::vector<std::string> names = {"q", "k", "v"};
-  for (const std::string& name : FurtherProjections(problem, read)) names.push_back(name);
+  for (std::string& name : FurtherProjections(problem, inner)) names.push_back(std::move(name));
   NamedTensors projected;
   for (const std::string& name : names) {
     const bool is_query = name[0] == 'q';
@@ -333,8 +363,11 @@ absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpe
         parameter("b_" + name), request.pool);
   }
   Inputs inner_inputs = ViewsOf(projected);
-  inner_inputs.Set("key_mask", key_mask);
-  inner_inputs.Set("x", x);
+  inner_inputs.Set("key_mask", inputs.key_mask);
+  inner_inputs.Set("x", inputs.x);
+  if (inputs.further != nullptr) {
+    for (const auto& [name, view] : *inputs.further) inner_inputs.Set(name, view);
+  }
   NamedTensors attended;
   TFB_RETURN_IF_ERROR(technique->Define(problem, inner.options,
                                         WithoutPrefix(parameters, absl::StrCat(prefix, "inner.")),
@@ -352,8 +385,9 @@ absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpe
   Tensor& out = (*outputs)["out"] =
       Tensor(DType::kF64, {problem.batch, heads.dim(2), problem.model_dim()});
   std::copy(y.begin(), y.end(), out.span<double>().begin());
-  const auto weights = attended.find("weights");
-  if (weights != attended.end()) (*outputs)["weights"] = std::move(weights->second);
+  for (auto& [name, tensor] : attended) {
+    if (IsFurtherOutput(name)) (*outputs)[name] = std::move(tensor);
+  }
   return absl::OkStatus();
 }
 

@@ -6,7 +6,8 @@
 //
 // Where the inner technique reads further queries, keys or values, as longformer does with
 // projections=own, these are projections of their own: its input k_global is m W_k_global +
-// b_k_global.
+// b_k_global. All else that it reads beside key_mask and x, such as longformer's global_mask, is an
+// input of the layer (further_inputs.h).
 //
 // W_q, W_k and W_v lie side by side, so that self-attention projects x by one product, and cross
 // attention x by one and the memory by another. Heads are views of the products' rows: nothing is
@@ -23,6 +24,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "attention/multi_head/further_inputs.h"
 #include "core/layers/matmul.h"
 #include "core/options.h"
 #include "core/problem.h"
@@ -39,11 +41,20 @@ namespace tfb::multi_head {
 void BindInner(OptionBinder& bind, TechniqueSpec* inner);
 
 // Creates the inner technique's layer for the problem. Returns the technique's error where it
-// refuses, and an error where it reads more inputs than exist here: q, k, v, further ones of these,
-// key_mask and, where `gives_x`, the hidden state x.
+// refuses, and an error where it reads the hidden state x but `gives_x` is false: where x is f32 in
+// a problem of 16 bits.
 absl::StatusOr<std::unique_ptr<Layer>> CreateInner(const TechniqueSpec& inner,
                                                    const Problem& problem, Device device,
                                                    uint64_t seed, bool gives_x);
+
+// Returns the inputs of the inner technique that are not q, k, v, further ones of these, key_mask
+// or x.
+FurtherInputs FurtherInputsOf(const TechniqueSpec& inner, const Problem& problem,
+                              const InputPrefixes& prefixes = {});
+// Returns the specs of the inner technique's outputs that are not of its heads: its choices, such
+// as routing's members. It does not return out, which W_o takes, nor log_sum_exp, which joins
+// softmaxes over parts of the keys before W_o.
+std::vector<TensorSpec> FurtherOutputsOf(const TechniqueSpec& inner, const Problem& problem);
 
 // Returns the technique of the options, with the counterpart of their field `inner` in its place.
 template <class OptionsT>
@@ -71,6 +82,8 @@ struct ParameterSpec {
 // those whose names begin with q_, k_ or v_, and which have the shape and dtype of q, k or v.
 std::vector<std::string> FurtherProjections(const Problem& problem,
                                             const std::vector<TensorSpec>& inputs);
+// Returns those of the inputs of `inner`, and none where it refuses its options.
+std::vector<std::string> FurtherProjections(const Problem& problem, const TechniqueSpec& inner);
 
 // Returns the specs of w_q [model_dim, query_heads head_dim], w_k [model_dim, kv_heads head_dim],
 // w_v [model_dim, kv_heads value_dim], w_o [query_heads value_dim, model_dim], where y = x W and
@@ -93,6 +106,14 @@ NamedTensors WithoutPrefix(const NamedTensors& parameters, absl::string_view pre
 
 // ---- The layer's part ----
 
+// What one attention reads.
+struct AttentionInputs {
+  ConstTensorView x;                // [batch, query_tokens, model_dim] of any dtype
+  ConstTensorView memory;           // [batch, kv_tokens, model_dim]; empty unless cross
+  ConstTensorView key_mask;         // u8 [batch, kv_tokens], or empty
+  const Inputs* further = nullptr;  // under the inner technique's names; null where it has none
+};
+
 class ProjectedAttention {
  public:
   // `inner` is a layer for the problem on the device.
@@ -101,11 +122,11 @@ class ProjectedAttention {
 
   // Views of the device's memory.
   struct Call {
-    ConstTensorView x;         // [batch, query_tokens, model_dim] of any dtype
-    ConstTensorView memory;    // [batch, kv_tokens, model_dim]; empty unless cross
-    ConstTensorView key_mask;  // u8 [batch, kv_tokens], or empty
+    AttentionInputs inputs;
     ConstTensorView residual;  // of y's shape, or empty
     TensorView y;              // [batch, query_tokens, model_dim]; may be x or the residual
+    // Those of FurtherOutputsOf, or null; other outputs in it are ignored.
+    const Outputs* further = nullptr;
   };
 
   // Sets up the layer with `parameters` in host memory: those of ProjectionSpecs, and the inner
@@ -138,6 +159,7 @@ class ProjectedAttention {
   void AddProjection(const std::string& name);
   Scratch LayOut(Workspace& workspace) const;
   absl::Status Project(const Call& call, const Scratch& scratch, const Execution& execution);
+  void PassFurther(const Call& call);
 
   Device device_;
   Problem problem_;
@@ -157,13 +179,11 @@ class ProjectedAttention {
 // ---- The definition, in float64 ----
 
 // Computes y without the residual, f64 [batch, rows, model_dim], by the formula above, with the
-// same roundings to the problem's dtype and the inner technique's own definition. `x` and `memory`
-// are of any dtype, `memory` empty unless cross. With request.weights it also writes the inner
-// technique's weights.
+// same roundings to the problem's dtype and the inner technique's own definition. It also writes
+// the further outputs of the latter, and with request.weights its weights.
 absl::Status DefineProjectedAttention(const Problem& problem, const TechniqueSpec& inner,
                                       const NamedTensors& parameters, absl::string_view prefix,
-                                      const ConstTensorView& x, const ConstTensorView& memory,
-                                      const ConstTensorView& key_mask,
+                                      const AttentionInputs& inputs,
                                       const DefinitionRequest& request, NamedTensors* outputs);
 
 }  // namespace tfb::multi_head

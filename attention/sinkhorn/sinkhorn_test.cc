@@ -623,6 +623,27 @@ TEST(Sinkhorn, SortedBlocksOf16BitsAreRoundedAsTheDefinitionRoundsThem) {
   }
 }
 
+// Expects the file's out and sort, of the definition within `exact`.
+void ExpectOutputsOf(const SafetensorsFile& file, const Problem& problem,
+                     const NamedTensors& inputs, const NamedTensors& parameters,
+                     const Options& options, double exact) {
+  RunRequest request{options};
+  request.parameters = &parameters;
+  const NamedTensors defined =
+      DefineTechnique(Sinkhorn(), problem, ViewsOf(inputs), request).value();
+  for (const char* output : {"out", "sort"}) {
+    const ConstTensorView expected = file.tensors.at(output).view();
+    EXPECT_LE(MaxDifference(defined.at(output).view(), expected), exact) << output;
+    for (const Device device : kHostDevices) {
+      EXPECT_LE(MaxDifference(
+                    RunSinkhorn(problem, inputs, options, device, &parameters).at(output).view(),
+                    expected),
+                Fp32Bound(inputs.at("v").view()))
+          << output << " " << Name(device);
+    }
+  }
+}
+
 // Compares with a file of sinkhorn-transformer.
 void ExpectGolden(const std::string& name, bool balanced) {
   const SafetensorsFile file = GoldenFile("attention/sinkhorn/testdata/" + name + ".safetensors");
@@ -641,23 +662,8 @@ void ExpectGolden(const std::string& name, bool balanced) {
   } else {
     inputs["sort"] = file.tensors.at("sort").CloneAs(DType::kF32);
   }
-  RunRequest request{options};
-  request.parameters = &parameters;
-  const NamedTensors defined =
-      DefineTechnique(Sinkhorn(), problem, ViewsOf(inputs), request).value();
   // A given matrix has been rounded to fp32.
-  const double exact = balanced ? 1e-12 : 1e-6;
-  for (const char* output : {"out", "sort"}) {
-    const ConstTensorView expected = file.tensors.at(output).view();
-    EXPECT_LE(MaxDifference(defined.at(output).view(), expected), exact) << name << " " << output;
-    for (const Device device : kHostDevices) {
-      EXPECT_LE(MaxDifference(
-                    RunSinkhorn(problem, inputs, options, device, &parameters).at(output).view(),
-                    expected),
-                Fp32Bound(inputs.at("v").view()))
-          << name << " " << output << " " << Name(device);
-    }
-  }
+  ExpectOutputsOf(file, problem, inputs, parameters, options, balanced ? 1e-12 : 1e-6);
 }
 
 TEST(Sinkhorn, BalancedMatricesMatchSinkhornTransformer) { ExpectGolden("balanced", true); }
@@ -666,6 +672,7 @@ TEST(Sinkhorn, ItsLargestEntriesMayBeTheMatrix) { ExpectGolden("largest_entries"
 
 TEST(Sinkhorn, GivenLogitsAndNullKeysMatchSinkhornTransformer) {
   for (const char* name : {"given_logits", "null_key"}) {
+    SCOPED_TRACE(name);
     const SafetensorsFile file =
         GoldenFile(std::string("attention/sinkhorn/testdata/") + name + ".safetensors");
     const bool causal = file.tensors.count("null_key") > 0;
@@ -683,21 +690,7 @@ TEST(Sinkhorn, GivenLogitsAndNullKeysMatchSinkhornTransformer) {
       inputs["logits"] = file.tensors.at("logits").Clone();
     }
     for (auto& [parameter, tensor] : parameters) tensor = file.tensors.at(parameter).Clone();
-    RunRequest request{options};
-    request.parameters = &parameters;
-    const NamedTensors defined =
-        DefineTechnique(Sinkhorn(), problem, ViewsOf(inputs), request).value();
-    for (const char* output : {"out", "sort"}) {
-      const ConstTensorView expected = file.tensors.at(output).view();
-      EXPECT_LE(MaxDifference(defined.at(output).view(), expected), 1e-12) << name << output;
-      for (const Device device : kHostDevices) {
-        EXPECT_LE(MaxDifference(
-                      RunSinkhorn(problem, inputs, options, device, &parameters).at(output).view(),
-                      expected),
-                  Fp32Bound(inputs.at("v").view()))
-            << name << " " << output << " " << Name(device);
-      }
-    }
+    ExpectOutputsOf(file, problem, inputs, parameters, options, 1e-12);
   }
 }
 

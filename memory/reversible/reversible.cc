@@ -89,7 +89,7 @@ class ReversibleLayer : public Layer {
     Workspace workspace(execution.workspace);
     TFB_ASSIGN_OR_RETURN(const ReversibleStack::Streams streams,
                          Begin(inputs.Get("x"), workspace, execution));
-    return stack_.Setup(parameters_, streams, inputs.Get("key_mask"), Rest(execution, workspace));
+    return stack_.Setup(parameters_, streams, inputs, Rest(execution, workspace));
   }
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
@@ -97,8 +97,7 @@ class ReversibleLayer : public Layer {
     Workspace workspace(execution.workspace);
     TFB_ASSIGN_OR_RETURN(const ReversibleStack::Streams streams,
                          Begin(inputs.Get("x"), workspace, execution));
-    TFB_RETURN_IF_ERROR(
-        stack_.Forward(streams, inputs.Get("key_mask"), Rest(execution, workspace)));
+    TFB_RETURN_IF_ERROR(stack_.Forward(streams, inputs, Rest(execution, workspace)));
     const TensorView out = outputs.Get("out");
     if (output_ != Output::kConcatenate) {
       const float share = output_ == Output::kMean ? 0.5f : 1;
@@ -142,8 +141,6 @@ class ReversibleLayer : public Layer {
 };
 
 // ---- The definition ----
-
-std::string Prefix(int64_t block) { return absl::StrCat("layer", block, "."); }
 
 DoubleTensor Parameter(const ReversibleNetwork& network, const std::string& name) {
   return DoubleTensor(network.parameters.at(name).view());
@@ -221,7 +218,7 @@ void ReversibleOptions::Describe(OptionBinder& bind) {
 
 absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t block, Branch branch,
                                     const Tensor& x) {
-  const std::string prefix = Prefix(block);
+  const std::string prefix = BlockPrefix(block);
   if (branch == Branch::kG) {
     return FeedForwardOf(network, prefix + "g", Normalized(network, prefix + "g_norm", x));
   }
@@ -234,10 +231,13 @@ absl::StatusOr<Tensor> DefineBranch(const ReversibleNetwork& network, int64_t bl
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f.technique));
   DefinitionRequest request;
   request.pool = network.pool;
+  multi_head::FurtherInputs further = InputsOfF(network.options, network.problem, block);
+  Inputs inputs = further.From(network.inputs);
+  inputs.Set("x", normalized.view());
   NamedTensors outputs;
   TFB_RETURN_IF_ERROR(technique->Define(
       network.problem, f.options, multi_head::WithoutPrefix(network.parameters, prefix + "f."),
-      {{"x", normalized.view()}, {"key_mask", network.key_mask}}, request, &outputs));
+      inputs, request, &outputs));
   return rounded(std::move(outputs.at("out"))).CloneAs(DType::kF64);
 }
 
@@ -264,9 +264,10 @@ absl::Status DefineInverse(const ReversibleNetwork& network, Tensor* first, Tens
 Reversible::Reversible() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Reversible::ReadTensors(const Problem& problem,
-                                                const ReversibleOptions&) const {
+                                                const ReversibleOptions& options) const {
   std::vector<TensorSpec> tensors = HiddenInputs(problem);
   tensors.push_back({"key_mask", {problem.batch, problem.kv_tokens}, DType::kU8, true});
+  for (int64_t n = 0; n < options.layers; ++n) InputsOfF(options, problem, n).AddTo(&tensors);
   return tensors;
 }
 
@@ -293,8 +294,7 @@ absl::Status Reversible::Definition(const Problem& problem, const ReversibleOpti
                                     const NamedTensors& parameters, const Inputs& inputs,
                                     const DefinitionRequest& request, NamedTensors* outputs) const {
   TFB_RETURN_IF_ERROR(CheckProblem(problem));
-  const ReversibleNetwork network = {problem, options, parameters, inputs.Get("key_mask"),
-                                     request.pool};
+  const ReversibleNetwork network = {problem, options, parameters, inputs, request.pool};
   const ConstTensorView x = inputs.Get("x");
   Tensor first(DType::kF64, x.shape());
   CopyElements(x, first.view());

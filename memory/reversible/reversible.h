@@ -8,11 +8,13 @@
 //   F_n = f(LN(.)),         G_n = FF(LN(.)),   FF(h) = activation(h W_1 + b_1) W_2 + b_2
 //
 // f is any technique on hidden states whose output has its input's shape, by default multi-head
-// attention; LN as in core/layers/layer_norm.h. f applies causality and padding. Each token's FF
-// depends on that token alone, so that it can be computed for one part of the tokens after the
-// other (`chunks`), with the same bits, except where cuBLAS computes products, since it uses other
-// kernels for other sizes. `output` says how the two streams are joined: concatenated (as trax
-// does), their mean (lucidrains' reformer-pytorch), or their sum.
+// attention; LN as in core/layers/layer_norm.h. f applies causality and padding. What f reads
+// beside x, such as key_mask and other masks, are inputs that all blocks read; noise and choices to
+// follow are each block's own, layerN.f.NAME. Each token's FF depends on that token alone, so that
+// it can be computed for one part of the tokens after the other (`chunks`), with the same bits,
+// except where cuBLAS computes products, since it uses other kernels for other sizes. `output` says
+// how the two streams are joined: concatenated (as trax does), their mean (lucidrains'
+// reformer-pytorch), or their sum.
 //
 // The map is exact in real numbers whatever F and G are, and its Jacobian has determinant 1. In
 // floating point F and G give the same bits for the same input in both directions, so that a block
@@ -60,8 +62,9 @@ struct ReversibleOptions {
   void Describe(OptionBinder& bind);
 };
 
-// Reversible reads x [batch, tokens, model_dim] and the optional key_mask; kv_tokens must be
-// query_tokens. It writes out [batch, tokens, model_dim], or 2 model_dim where concatenated.
+// Reversible reads x [batch, tokens, model_dim], the optional key_mask and the further inputs of f;
+// kv_tokens must be query_tokens. It writes out [batch, tokens, model_dim], or 2 model_dim where
+// concatenated.
 //
 // The parameters, f32, are layerN.f.NAME, those of f; layerN.g.w1 [model_dim, inner], .b1, .w2,
 // .b2; layerN.f_norm and layerN.g_norm with .gamma and .beta [model_dim]. Matrices and biases of g
@@ -92,7 +95,7 @@ struct ReversibleNetwork {
   const Problem& problem;
   const ReversibleOptions& options;
   const NamedTensors& parameters;
-  ConstTensorView key_mask;    // or empty
+  Inputs inputs;               // of which x is not read
   ThreadPool* pool = nullptr;  // see DefinitionRequest
 };
 enum class Branch : uint8_t { kF, kG };

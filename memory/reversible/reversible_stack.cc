@@ -15,8 +15,6 @@
 namespace tfb::reversible {
 namespace {
 
-std::string Prefix(int64_t block) { return absl::StrCat("layer", block, "."); }
-
 std::vector<multi_head::ParameterSpec> FeedForwardSpecs(int64_t width, int64_t inner) {
   const double of_width = 1 / std::sqrt(static_cast<double>(width));
   const double of_inner = 1 / std::sqrt(static_cast<double>(inner));
@@ -31,17 +29,12 @@ absl::Status OfF(const TechniqueSpec& f, const absl::Status& status) {
                       absl::StrCat("f ", ToBracketedString(f), ": ", status.message()));
 }
 
-// Creates the layer of f, if f reads no other inputs than exist and writes a hidden state.
+// Creates the layer of f, if f writes a hidden state.
 absl::StatusOr<std::unique_ptr<Layer>> CreateF(const TechniqueSpec& f, const Problem& problem,
                                                Device device, uint64_t seed) {
   TFB_ASSIGN_OR_RETURN(const Technique* technique, Registry::Global().Find(f.technique));
   auto layer = technique->Create(problem, f.options, device, seed);
   if (!layer.ok()) return OfF(f, layer.status());
-  for (const TensorSpec& spec : (*layer)->inputs()) {
-    if (spec.optional || spec.name == "x") continue;
-    return OfF(f, absl::UnimplementedError(
-                      absl::StrCat("it reads ", spec.name, " too; given are x and key_mask")));
-  }
   const Shape wanted = HiddenOutputs(problem)[0].shape;
   const TensorSpec& out = (*layer)->outputs()[0];
   if (out.shape != wanted) {
@@ -76,6 +69,13 @@ void CombineOnCpu(float a, const ConstTensorView& x, float b, const ConstTensorV
 
 }  // namespace
 
+std::string BlockPrefix(int64_t block) { return absl::StrCat("layer", block, "."); }
+
+multi_head::FurtherInputs InputsOfF(const ReversibleOptions& options, const Problem& problem,
+                                    int64_t block) {
+  return multi_head::FurtherInputs(options.f, problem, {"x"}, {"", BlockPrefix(block) + "f."});
+}
+
 absl::Status Combine(Device device, float a, const ConstTensorView& x, float b,
                      const ConstTensorView& z, const TensorView& y, const Execution& execution) {
   if (device == Device::kCpu) {
@@ -106,7 +106,7 @@ absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
   stack.device_ = device;
   const int64_t width = problem.model_dim();
   for (int64_t n = 0; n < options.layers; ++n) {
-    const std::string prefix = Prefix(n);
+    const std::string prefix = BlockPrefix(n);
     TFB_RETURN_IF_ERROR(multi_head::DrawParameters(
         FeedForwardSpecs(width, FeedForwardDim(options.feed_forward_dim, width)), prefix, seed,
         parameters));
@@ -114,19 +114,18 @@ absl::StatusOr<ReversibleStack> ReversibleStack::Create(const Problem& problem,
     TFB_ASSIGN_OR_RETURN(block.f, CreateF(options.f, problem, device,
                                           RandomStream(seed, absl::StrCat(prefix, "f")).Bits(0)));
     multi_head::AddInnerParameters(*block.f, absl::StrCat(prefix, "f."), parameters);
-    for (const TensorSpec& spec : block.f->inputs()) {
-      if (spec.name == "x" || spec.name == "key_mask") block.f_inputs.Set(spec.name, {});
-    }
+    block.further = InputsOfF(options, problem, n);
+    for (const TensorSpec& spec : block.f->inputs()) block.f_inputs.Set(spec.name, {});
     block.f_outputs.Set("out", {});
   }
   return stack;
 }
 
 absl::Status ReversibleStack::Setup(const NamedTensors& parameters, const Streams& streams,
-                                    const ConstTensorView& key_mask, const Execution& execution) {
+                                    const Inputs& inputs, const Execution& execution) {
   for (int64_t n = 0; n < blocks(); ++n) {
     Block& block = blocks_[n];
-    const std::string prefix = Prefix(n);
+    const std::string prefix = BlockPrefix(n);
     const auto parameter = [&](absl::string_view name) -> ConstTensorView {
       return parameters.find(absl::StrCat(prefix, name))->second.view();
     };
@@ -143,7 +142,7 @@ absl::Status ReversibleStack::Setup(const NamedTensors& parameters, const Stream
     block.g = FeedForward(std::move(first), std::move(second), options_.activation);
     TFB_RETURN_IF_ERROR(
         block.f->SetParameters(multi_head::WithoutPrefix(parameters, absl::StrCat(prefix, "f."))));
-    TFB_RETURN_IF_ERROR(AddF(block, 1, streams, key_mask, /*sets_up=*/true, execution));
+    TFB_RETURN_IF_ERROR(AddF(block, 1, streams, inputs, /*sets_up=*/true, execution));
     TFB_RETURN_IF_ERROR(AddG(block, 1, streams, execution));
   }
   return absl::OkStatus();
@@ -186,15 +185,14 @@ size_t ReversibleStack::workspace_bytes(int threads) const {
 
 // first += sign F(second). Setup has set up f before.
 absl::Status ReversibleStack::AddF(Block& block, float sign, const Streams& streams,
-                                   const ConstTensorView& key_mask, bool sets_up,
-                                   const Execution& execution) {
+                                   const Inputs& inputs, bool sets_up, const Execution& execution) {
   Workspace workspace(execution.workspace);
   const Scratch scratch = LayOut(problem_.query_tokens, problem_.dtype, workspace);
   Execution rest = execution;
   rest.workspace = workspace.Rest();
   TFB_RETURN_IF_ERROR(block.f_norm.Run(streams.second, scratch.normalized, rest));
   block.f_inputs.Set("x", scratch.normalized);
-  if (block.f_inputs.Find("key_mask") != nullptr) block.f_inputs.Set("key_mask", key_mask);
+  for (const auto& [name, view] : block.further.From(inputs)) block.f_inputs.Set(name, view);
   block.f_outputs.Set("out", scratch.update);
   if (sets_up) TFB_RETURN_IF_ERROR(block.f->Setup(block.f_inputs, rest));
   TFB_RETURN_IF_ERROR(block.f->Run(block.f_inputs, block.f_outputs, rest));
@@ -219,20 +217,20 @@ absl::Status ReversibleStack::AddG(const Block& block, float sign, const Streams
   return absl::OkStatus();
 }
 
-absl::Status ReversibleStack::Forward(const Streams& streams, const ConstTensorView& key_mask,
+absl::Status ReversibleStack::Forward(const Streams& streams, const Inputs& inputs,
                                       const Execution& execution) {
   for (Block& block : blocks_) {
-    TFB_RETURN_IF_ERROR(AddF(block, 1, streams, key_mask, /*sets_up=*/false, execution));
+    TFB_RETURN_IF_ERROR(AddF(block, 1, streams, inputs, /*sets_up=*/false, execution));
     TFB_RETURN_IF_ERROR(AddG(block, 1, streams, execution));
   }
   return absl::OkStatus();
 }
 
-absl::Status ReversibleStack::Inverse(const Streams& streams, const ConstTensorView& key_mask,
+absl::Status ReversibleStack::Inverse(const Streams& streams, const Inputs& inputs,
                                       const Execution& execution) {
   for (int64_t n = blocks() - 1; n >= 0; --n) {
     TFB_RETURN_IF_ERROR(AddG(blocks_[n], -1, streams, execution));
-    TFB_RETURN_IF_ERROR(AddF(blocks_[n], -1, streams, key_mask, /*sets_up=*/false, execution));
+    TFB_RETURN_IF_ERROR(AddF(blocks_[n], -1, streams, inputs, /*sets_up=*/false, execution));
   }
   return absl::OkStatus();
 }
@@ -240,8 +238,7 @@ absl::Status ReversibleStack::Inverse(const Streams& streams, const ConstTensorV
 // With x_1, x_2 and y_1, y_2 as in reversible.h, and dy their cotangents:
 //   dx_1 = dy_1 + G'(y_1)^T dy_2,   dx_2 = dy_2 + F'(x_2)^T dx_1
 absl::Status ReversibleStack::Backward(const Streams& streams, const Streams& cotangents,
-                                       const ConstTensorView& key_mask,
-                                       AddVectorJacobianProduct add_product,
+                                       const Inputs& inputs, AddVectorJacobianProduct add_product,
                                        const Execution& execution) {
   for (int64_t n = blocks() - 1; n >= 0; --n) {
     TFB_RETURN_IF_ERROR(
@@ -249,7 +246,7 @@ absl::Status ReversibleStack::Backward(const Streams& streams, const Streams& co
     TFB_RETURN_IF_ERROR(AddG(blocks_[n], -1, streams, execution));
     TFB_RETURN_IF_ERROR(
         add_product(n, Branch::kF, streams.second, cotangents.first, cotangents.second));
-    TFB_RETURN_IF_ERROR(AddF(blocks_[n], -1, streams, key_mask, /*sets_up=*/false, execution));
+    TFB_RETURN_IF_ERROR(AddF(blocks_[n], -1, streams, inputs, /*sets_up=*/false, execution));
   }
   return absl::OkStatus();
 }

@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "attention/multi_head/further_inputs.h"
 #include "core/layers/feed_forward.h"
 #include "core/layers/layer_norm.h"
 #include "core/problem.h"
@@ -25,6 +27,12 @@ namespace tfb::reversible {
 // and strides; y may be x or z. Each product and the sum are fp32.
 absl::Status Combine(Device device, float a, const ConstTensorView& x, float b,
                      const ConstTensorView& z, const TensorView& y, const Execution& execution);
+
+// Returns what the names of a block's parameters begin with.
+std::string BlockPrefix(int64_t block);
+// Returns what the block's f reads beside x.
+multi_head::FurtherInputs InputsOfF(const ReversibleOptions& options, const Problem& problem,
+                                    int64_t block);
 
 class ReversibleStack {
  public:
@@ -46,23 +54,20 @@ class ReversibleStack {
                                                 uint64_t seed, NamedTensors* parameters);
 
   // Sets up. f's layers get the inputs that a Forward from the streams would give them; the streams
-  // are lost.
-  absl::Status Setup(const NamedTensors& parameters, const Streams& streams,
-                     const ConstTensorView& key_mask, const Execution& execution);
+  // are lost. `inputs` are here and below those of Reversible, of which x is not read.
+  absl::Status Setup(const NamedTensors& parameters, const Streams& streams, const Inputs& inputs,
+                     const Execution& execution);
   // Returns the scratch of any call, without the streams; it is the same for any number of blocks.
   size_t workspace_bytes(int threads) const;
 
   // Run in place, from the first block's inputs to the last one's outputs, and back. They allocate
   // nothing and, on a GPU, enqueue on the stream.
-  absl::Status Forward(const Streams& streams, const ConstTensorView& key_mask,
-                       const Execution& execution);
-  absl::Status Inverse(const Streams& streams, const ConstTensorView& key_mask,
-                       const Execution& execution);
+  absl::Status Forward(const Streams& streams, const Inputs& inputs, const Execution& execution);
+  absl::Status Inverse(const Streams& streams, const Inputs& inputs, const Execution& execution);
   // Computes inputs and their cotangents from outputs and theirs, in place. Nothing of the forward
   // pass is stored: each block computes its inputs from its outputs, and G and F once more.
-  absl::Status Backward(const Streams& streams, const Streams& cotangents,
-                        const ConstTensorView& key_mask, AddVectorJacobianProduct add_product,
-                        const Execution& execution);
+  absl::Status Backward(const Streams& streams, const Streams& cotangents, const Inputs& inputs,
+                        AddVectorJacobianProduct add_product, const Execution& execution);
 
   // Returns the FLOPs; absent where those of an f are.
   std::optional<double> flops() const;
@@ -72,6 +77,7 @@ class ReversibleStack {
  private:
   struct Block {
     std::unique_ptr<Layer> f;
+    multi_head::FurtherInputs further;
     Inputs f_inputs;  // the names are in here before a Run, which must not allocate
     Outputs f_outputs;
     LayerNorm f_norm;
@@ -87,8 +93,8 @@ class ReversibleStack {
   int64_t inner_dim() const;
   int64_t chunk_tokens() const;
   Scratch LayOut(int64_t tokens, DType dtype, Workspace& workspace) const;
-  absl::Status AddF(Block& block, float sign, const Streams& streams,
-                    const ConstTensorView& key_mask, bool sets_up, const Execution& execution);
+  absl::Status AddF(Block& block, float sign, const Streams& streams, const Inputs& inputs,
+                    bool sets_up, const Execution& execution);
   absl::Status AddG(const Block& block, float sign, const Streams& streams,
                     const Execution& execution) const;
 

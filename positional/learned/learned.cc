@@ -64,8 +64,9 @@ absl::StatusOr<multi_head::Encodings> RowsOfTokens(const Problem& problem,
 
 Learned::Learned() : TechniqueOf(Info()) {}
 
-std::vector<TensorSpec> Learned::ReadTensors(const Problem& problem, const LearnedOptions&) const {
-  return multi_head::EncodedAttentionInputs(problem);
+std::vector<TensorSpec> Learned::ReadTensors(const Problem& problem,
+                                             const LearnedOptions& options) const {
+  return multi_head::EncodedAttentionInputs(problem, PlanOf(problem, options));
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Learned::MakeLayer(const Problem& problem,

@@ -51,10 +51,11 @@ struct LearnedOptions {
   }
 };
 
-// Learned is self-attention on x [batch, tokens, model_dim], with the optional key_mask. Its
-// parameters are p [tables, max_tokens, model_dim], and those of multi_head, as applicationN.NAME
-// where there are several layers. It returns InvalidArgument where a token is beyond the tables.
-// The counterpart has the inner technique's counterpart inside.
+// Learned is self-attention on x [batch, tokens, model_dim], with the optional key_mask and
+// the further inputs of `inner` (attention/multi_head/encoded_attention.h). Its parameters are p
+// [tables, max_tokens, model_dim], and those of multi_head, as applicationN.NAME where there are
+// several layers. It returns InvalidArgument where a token is beyond the tables. The counterpart
+// has the inner technique's counterpart inside.
 class Learned : public TechniqueOf<LearnedOptions> {
  public:
   Learned();

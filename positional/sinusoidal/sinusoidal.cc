@@ -54,8 +54,8 @@ double DefineSinusoid(const SinusoidForm& form, int64_t channels, int64_t p, int
 Sinusoidal::Sinusoidal() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Sinusoidal::ReadTensors(const Problem& problem,
-                                                const SinusoidalOptions&) const {
-  return multi_head::EncodedAttentionInputs(problem);
+                                                const SinusoidalOptions& options) const {
+  return multi_head::EncodedAttentionInputs(problem, PlanOf(problem, options));
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Sinusoidal::MakeLayer(const Problem& problem,

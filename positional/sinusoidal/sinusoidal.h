@@ -62,8 +62,9 @@ struct SinusoidalOptions {
   }
 };
 
-// Sinusoidal is self-attention on x [batch, tokens, model_dim], with the optional key_mask. Its
-// parameters are those of multi_head. The counterpart has the inner technique's counterpart inside.
+// Sinusoidal is self-attention on x [batch, tokens, model_dim], with the optional key_mask
+// and the further inputs of `inner` (attention/multi_head/encoded_attention.h). Its parameters are
+// those of multi_head. The counterpart has the inner technique's counterpart inside.
 class Sinusoidal : public TechniqueOf<SinusoidalOptions> {
  public:
   Sinusoidal();

@@ -38,8 +38,8 @@ multi_head::EncodedAttentionPlan PlanOf(const UniversalOptions& options) {
 Universal::Universal() : TechniqueOf(Info()) {}
 
 std::vector<TensorSpec> Universal::ReadTensors(const Problem& problem,
-                                               const UniversalOptions&) const {
-  return multi_head::EncodedAttentionInputs(problem);
+                                               const UniversalOptions& options) const {
+  return multi_head::EncodedAttentionInputs(problem, PlanOf(options));
 }
 
 absl::StatusOr<std::unique_ptr<Layer>> Universal::MakeLayer(const Problem& problem,

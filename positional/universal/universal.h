@@ -47,9 +47,10 @@ struct UniversalOptions {
   }
 };
 
-// Universal is self-attention on x [batch, tokens, model_dim], with the optional key_mask. Its
-// parameters are those of multi_head, and with time=learned t [steps, model_dim]. The counterpart
-// has the inner technique's counterpart inside.
+// Universal is self-attention on x [batch, tokens, model_dim], with the optional key_mask
+// and the further inputs of `inner` (attention/multi_head/encoded_attention.h). Its parameters are
+// those of multi_head, and with time=learned t [steps, model_dim]. The counterpart has the inner
+// technique's counterpart inside.
 class Universal : public TechniqueOf<UniversalOptions> {
  public:
   Universal();

@@ -18,8 +18,8 @@ Problem Self(int64_t heads, int64_t tokens, int64_t head_dim, bool causal = fals
   return Problem::SelfAttention(2, heads, tokens, head_dim, causal);
 }
 
-NamedTensors Random(const Problem& problem) {
-  return RandomInputs(Universal().InputSpecs(problem, {}).value(), 5);
+NamedTensors Random(const Problem& problem, const Options& options = {}, uint64_t seed = 5) {
+  return RandomInputs(Universal().InputSpecs(problem, options).value(), seed);
 }
 
 NamedTensors Parameters(const Problem& problem, const Options& options = {}) {
@@ -137,6 +137,47 @@ TEST(Universal, WithoutTimeOneStepIsTheSinusoidalEncoding) {
       RunOf(sinusoidal::Sinusoidal(), problem, ViewsOf(inputs), {}, without_times);
   const Tensor out = RunOf(Universal(), problem, ViewsOf(inputs), options, parameters);
   EXPECT_EQ(MaxDifference(out.view(), expected.view()), 0);
+}
+
+// Expects that runs with these inputs match the definition. Returns the definition's output.
+Tensor ExpectMatchesDefinition(const Problem& problem, const NamedTensors& inputs,
+                               const Options& options) {
+  const NamedTensors parameters = Parameters(problem, options);
+  RunRequest request{options};
+  request.parameters = &parameters;
+  Tensor expected =
+      std::move(DefineTechnique(Universal(), problem, ViewsOf(inputs), request).value().at("out"));
+  for (const Device device : kHostDevices) {
+    const Tensor out = RunOf(Universal(), problem, ViewsOf(inputs), options, parameters, device);
+    EXPECT_LE(MaxDifference(out.view(), expected.view()), 2 * Bound(expected.view()))
+        << Name(device);
+  }
+  return expected;
+}
+
+TEST(Universal, AMaskOfTheAttentionReachesEveryStepAndNoiseIsEachStepsOwn) {
+  const Problem problem = Self(2, 40, 8);
+  const Options masked = {{"inner", "longformer[window=4,max_globals=2]"}};
+  NamedTensors inputs = Random(problem, masked);
+  const Tensor without = ExpectMatchesDefinition(problem, inputs, masked);
+  Tensor& mask = inputs["global_mask"] = Tensor(DType::kU8, {2, 40});
+  Fill(mask.view(), 0);
+  for (const int64_t token : {3, 29}) Fill(Slice(mask.view(), 1, token, 1), 1);
+  const Tensor with = ExpectMatchesDefinition(problem, inputs, masked);
+  EXPECT_GT(MaxDifference(with.view(), without.view()), 1e-2);
+
+  const Options noisy = {{"inner", "hard[sample=gumbel]"}};
+  inputs = Random(problem, noisy);
+  const NamedTensors others = Random(problem, noisy, 6);
+  Tensor before = ExpectMatchesDefinition(problem, inputs, noisy);
+  for (const char* name : {"application0.g", "application1.g"}) {
+    ASSERT_EQ(inputs.count(name), 1u) << name;
+    inputs[name] = others.at(name).Clone();
+    Tensor after = ExpectMatchesDefinition(problem, inputs, noisy);
+    EXPECT_GT(MaxDifference(after.view(), before.view()), 1e-2) << name;
+    before = std::move(after);
+  }
+  EXPECT_EQ(Random(problem, {{"inner", "hard[sample=gumbel]"}, {"steps", "1"}}).count("g"), 1u);
 }
 
 TEST(Universal, StepsTakeNoMoreWorkspaceAndParameters) {

@@ -7,7 +7,7 @@
 int main() {
   // 1 sequence, 8 heads, 1024 tokens of 64 channels, causal.
   const tfb::Problem problem = tfb::Problem::SelfAttention(1, 8, 1024, 64, /*causal=*/true);
-  // Any name that --list shows, with options such as {{"window", "256"}}.
+  // Any name that sweep --list shows, with options such as {{"window", "256"}}.
   const tfb::Technique* technique = tfb::Registry::Global().Find("dense").value();
   auto layer = technique->Create(problem, /*options=*/{}, tfb::Device::kCpu, /*seed=*/1);
   if (!layer.ok()) return std::puts(layer.status().ToString().c_str()), 1;
