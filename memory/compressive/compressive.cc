@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "core/layers/copy_rows.h"
 #include "memory/compressive/compressive_attention.h"
 #include "memory/compressive/memory_queues.h"
 #include "memory/transformer_xl/decoder_layer.h"
@@ -18,6 +19,11 @@ namespace tfb::compressive {
 namespace {
 
 using Function = CompressiveOptions::Function;
+using transformer_xl::kMemories;
+using transformer_xl::OfLayer;
+
+constexpr char kCompressed[] = "compressed";
+constexpr char kWaitingUse[] = "waiting_use";
 
 const bool registered = RegisterTechnique<Compressive>();
 
@@ -44,6 +50,53 @@ int64_t LongestSegment(const Problem& problem, const CompressiveOptions& options
 // 2, so that a largest distance can limit a table of them.
 int64_t DistancesOf(const CompressiveOptions& options) {
   return std::max<int64_t>(options.compressed_memory + options.memory + options.segment, 2);
+}
+
+// Returns layer n of [batch, layers, tokens] as [batch, tokens, 1].
+template <class View>
+View UseOfLayer(const View& view, int64_t n) {
+  return Transpose(Slice(view, 1, n, 1), 1, 2);
+}
+
+// Returns the specs of queues that hold so many rows, those that there are.
+std::vector<TensorSpec> QueueSpecs(const Problem& p, const CompressiveOptions& options,
+                                   int64_t tokens, int64_t rows, int64_t waiting, bool optional) {
+  std::vector<TensorSpec> specs;
+  const auto add = [&](const char* name, const Shape& shape) {
+    if (shape[2] > 0) specs.push_back({name, shape, p.dtype, optional});
+  };
+  add(kMemories, {p.batch, options.layers, tokens, p.model_dim()});
+  add(kCompressed, {p.batch, options.layers, rows, p.model_dim()});
+  if (options.function == Function::kMostUsed) add(kWaitingUse, {p.batch, options.layers, waiting});
+  return specs;
+}
+
+std::vector<TensorSpec> GivenQueues(const Problem& problem, const CompressiveOptions& options) {
+  return QueueSpecs(problem, options, options.given_memory, options.given_compressed,
+                    options.given_waiting(), /*optional=*/false);
+}
+
+std::vector<TensorSpec> FinalQueues(const Problem& problem, const CompressiveOptions& options) {
+  const MemoryQueues queues(options, LongestSegment(problem, options));
+  const int64_t last = queues.first_token() + problem.query_tokens;
+  return QueueSpecs(problem, options, queues.MemoryTokens(last) + queues.Waiting(last),
+                    queues.MemoryRows(last), queues.Waiting(last), /*optional=*/true);
+}
+
+absl::Status CheckGiven(const CompressiveOptions& options) {
+  const bool waits =
+      options.eviction == CompressiveOptions::Eviction::kOverflow && options.compressed_memory > 0;
+  const int64_t most = options.memory + (waits ? options.compression - 1 : 0);
+  if (options.given_memory > most) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "option given_memory is ", options.given_memory, "; allowed with memory=", options.memory,
+        waits ? absl::StrCat(" and up to ", options.compression - 1, " rows that wait") : "",
+        " are 0 to ", most));
+  }
+  if (options.given_compressed <= options.compressed_memory) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "option given_compressed is ", options.given_compressed, "; allowed with compressed_memory=",
+      options.compressed_memory, " are 0 to ", options.compressed_memory));
 }
 
 class CompressiveLayer : public transformer_xl::SegmentedLayer {
@@ -138,10 +191,37 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
 
   absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
                      const Execution& execution) override {
+    TFB_RETURN_IF_ERROR(KeepEarlier(inputs, outputs, execution));
     run_outputs_ = &outputs;
     const absl::Status status = transformer_xl::SegmentedLayer::DoRun(inputs, outputs, execution);
     run_outputs_ = nullptr;
-    return status;
+    TFB_RETURN_IF_ERROR(status);
+    const TensorView use = outputs.Get(kWaitingUse);
+    for (int64_t n = 0; n < options_.layers && !use.empty(); ++n) {
+      TFB_RETURN_IF_ERROR(attentions_[n].KeepUse(last_token(), UseOfLayer(use, n), execution));
+    }
+    return absl::OkStatus();
+  }
+
+  bool IsAtBeginning() const override { return next_segment_ == 0; }
+
+  absl::Status Recall(int64_t n, const ConstTensorView& rows, const Execution& execution) override {
+    return attentions_[n].RecallTokens(norm(n), rows, execution);
+  }
+
+  absl::Status RecallMore(const Inputs& inputs, const Execution& execution) override {
+    const ConstTensorView compressed = inputs.Get(kCompressed), use = inputs.Get(kWaitingUse);
+    for (int64_t n = 0; n < options_.layers; ++n) {
+      for (int64_t begin = 0; begin < options_.given_compressed; begin += max_segment_tokens()) {
+        const int64_t count = std::min(max_segment_tokens(), options_.given_compressed - begin);
+        const ConstTensorView rows = OfLayer(compressed, n);
+        TFB_RETURN_IF_ERROR(
+            attentions_[n].RecallCompressed(norm(n), Slice(rows, 1, begin, count), execution));
+      }
+      if (use.empty()) continue;
+      TFB_RETURN_IF_ERROR(attentions_[n].RecallUse(UseOfLayer(use, n), execution));
+    }
+    return absl::OkStatus();
   }
 
   void BeginSegment(int64_t tokens) override {
@@ -156,8 +236,7 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
         options_.pre_norm, call,
         [&](const ConstTensorView& x, const ConstTensorView& residual, const TensorView& y,
             const Execution& rest) {
-          const LayerNorm* norm = options_.pre_norm ? &layers_[n].attention_norm : nullptr;
-          return attentions_[n].Append({segment_, call.input, x, residual, y, norm, OutputsOf(n),
+          return attentions_[n].Append({segment_, call.input, x, residual, y, norm(n), OutputsOf(n),
                                         content_.has_value() ? &*content_ : nullptr},
                                        rest);
         },
@@ -179,7 +258,7 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
   CompressiveLayer(const Problem& problem, const CompressiveOptions& options,
                    std::vector<TensorSpec> outputs, Device device)
       : transformer_xl::SegmentedLayer(device, problem, std::move(outputs), options.layers,
-                                       options.segment),
+                                       options.segment, {}, GivenQueues(problem, options)),
         options_(options),
         device_(device),
         sizes_(CompressiveSizes(problem, options)),
@@ -203,7 +282,53 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
     outputs.attention_loss = part("attention_loss");
     outputs.autoencoding_loss = part("autoencoding_loss");
     outputs.kept = part("kept");
+    outputs.compressed = run_outputs_->Get(kCompressed);
+    if (outputs.compressed.empty()) return outputs;
+    outputs.compressed = OfLayer(outputs.compressed, n);
+    outputs.first_compressed = first_compressed();
     return outputs;
+  }
+
+  // Returns the norm of the rows that layer n reads; null where it reads them as they are.
+  const LayerNorm* norm(int64_t n) const {
+    return options_.pre_norm ? &layers_[n].attention_norm : nullptr;
+  }
+  // Return the number of tokens after a Run, and the number of the first compressed row then.
+  int64_t last_token() const { return queues_.first_token() + problem().query_tokens; }
+  int64_t first_compressed() const {
+    return queues_.Rows(last_token()) - queues_.MemoryRows(last_token());
+  }
+
+  // Copies those of the rows before a Run's first token that are in the final queues: given ones, but
+  // for the memories, which the stack copies; or zeros.
+  absl::Status KeepEarlier(const Inputs& inputs, const Outputs& outputs,
+                           const Execution& execution) const {
+    const TensorView memories = outputs.Get(kMemories), compressed = outputs.Get(kCompressed);
+    for (int64_t n = 0; n < options_.layers; ++n) {
+      if (!memories.empty() && queues_.starts_full()) {
+        const int64_t count = memories.dim(2) - problem().query_tokens;
+        TFB_RETURN_IF_ERROR(KeepRows(attentions_[n].Zeros(std::max<int64_t>(count, 0)),
+                                     OfLayer(memories, n), execution));
+      }
+      if (compressed.empty()) continue;
+      const int64_t count = std::max<int64_t>(queues_.first_row() - first_compressed(), 0);
+      const ConstTensorView given = inputs.Get(kCompressed);
+      TFB_RETURN_IF_ERROR(KeepRows(given.empty()
+                                       ? attentions_[n].Zeros(count)
+                                       : Slice(OfLayer(given, n), 1, given.dim(2) - count, count),
+                                   OfLayer(compressed, n), execution));
+    }
+    return absl::OkStatus();
+  }
+  // Copies rows to the first ones of `to`.
+  absl::Status KeepRows(const ConstTensorView& rows, const TensorView& to,
+                        const Execution& execution) const {
+    if (rows.dim(1) == 0) return absl::OkStatus();
+    CopyRowsCall copy;
+    copy.from = rows;
+    copy.to = to;
+    copy.rows = rows.dim(1);
+    return CopyRows(device_, copy, execution);
   }
 
   // Counts over one sequence and layer.
@@ -290,6 +415,7 @@ transformer_xl::StackSizes CompressiveSizes(const Problem& problem,
 
 absl::Status CheckCompressive(const Problem& problem, const CompressiveOptions& options) {
   TFB_RETURN_IF_ERROR(transformer_xl::CheckSelfAttention("compressive", problem));
+  TFB_RETURN_IF_ERROR(CheckGiven(options));
   const bool whole_blocks = options.eviction == CompressiveOptions::Eviction::kWholeBlocks;
   if (!whole_blocks || options.memory >= options.compression - 1) return absl::OkStatus();
   return absl::InvalidArgumentError(
@@ -329,9 +455,17 @@ int64_t MaxBlocksOf(int64_t segment, const CompressiveOptions& options) {
 
 Compressive::Compressive() : TechniqueOf(Info()) {}
 
+std::vector<TensorSpec> Compressive::ReadTensors(const Problem& problem,
+                                                 const CompressiveOptions& options) const {
+  std::vector<TensorSpec> inputs = HiddenInputs(problem);
+  for (TensorSpec& spec : GivenQueues(problem, options)) inputs.push_back(std::move(spec));
+  return inputs;
+}
+
 std::vector<TensorSpec> Compressive::WrittenTensors(const Problem& p,
                                                     const CompressiveOptions& options) const {
   std::vector<TensorSpec> outputs = transformer_xl::SegmentedOutputs(p);
+  for (TensorSpec& spec : FinalQueues(p, options)) outputs.push_back(std::move(spec));
   if (options.compressed_memory == 0) return outputs;
   const int64_t segments = SegmentsOf(p, options);
   for (const char* name : {"attention_loss", "autoencoding_loss"}) {
@@ -359,23 +493,24 @@ absl::Status Compressive::Definition(const Problem& problem, const CompressiveOp
   for (int64_t t = 0; t < problem.query_tokens; t += options.segment) {
     segments.push_back(std::min(options.segment, problem.query_tokens - t));
   }
-  TFB_ASSIGN_OR_RETURN(*outputs, DefineCompressive(problem, options, parameters, inputs.Get("x"),
-                                                   segments, request));
+  TFB_ASSIGN_OR_RETURN(*outputs,
+                       DefineCompressive(problem, options, parameters, inputs, segments, request));
   return absl::OkStatus();
 }
 
 absl::StatusOr<TechniqueSpec> Compressive::Counterpart(const Problem& problem,
                                                        const Options& options) const {
   TFB_ASSIGN_OR_RETURN(Options whole_past, Canonical(options));
-  const std::string tokens = absl::StrCat(std::max<int64_t>(problem.query_tokens, 1));
-  whole_past["memory"] = tokens;
-  whole_past["segment"] = tokens;
-  whole_past["start_zero"] = "false";
   TFB_ASSIGN_OR_RETURN(const auto parsed, ParseOptions<CompressiveOptions>(options));
+  const int64_t tokens = std::max<int64_t>(problem.query_tokens, 1);
+  whole_past["memory"] = absl::StrCat(parsed.given_memory + tokens);
+  whole_past["segment"] = absl::StrCat(tokens);
+  whole_past["start_zero"] = "false";
   if (parsed.learned_positions) {
     // The counterpart has the same table, whose last vector stands for all distances beyond it.
     const int64_t learned = CompressiveSizes(problem, parsed).learned_distances;
-    whole_past["memory"] = absl::StrCat(std::max(problem.query_tokens, learned));
+    whole_past["memory"] =
+        absl::StrCat(std::max(parsed.given_memory + problem.query_tokens, learned));
     whole_past["max_distance"] = absl::StrCat(learned - 1);
   }
   return TechniqueSpec{info().name, std::move(whole_past)};

@@ -89,6 +89,8 @@ struct CompressiveOptions {
   Eviction eviction = Eviction::kOverflow;
   Loss loss = Loss::kNorm;
   bool start_zero = false;
+  int64_t given_memory = 0;
+  int64_t given_compressed = 0;
   bool learned_positions = false;
   int64_t max_distance = 0;
   int64_t feed_forward_dim = 0;
@@ -117,7 +119,13 @@ struct CompressiveOptions {
                 "more as complete a block");
     bind.Choice("loss", &loss, {{"norm", Loss::kNorm}, {"mean_square", Loss::kMeanSquare}},
                 "how the losses measure a difference of rows");
-    bind.Bool("start_zero", &start_zero, "begin with memories full of zero vectors");
+    bind.Bool("start_zero", &start_zero,
+              "begin with memories full of zero vectors, unless rows of an earlier run are given");
+    bind.Int("given_memory", &given_memory, 0, kMaxMemory,
+             "tokens of an earlier run that the input `memories` holds; 0: there is none");
+    bind.Int(
+        "given_compressed", &given_compressed, 0, kMaxMemory,
+        "compressed rows of an earlier run that the input `compressed` holds; 0: there is none");
     bind.Bool("learned_positions", &learned_positions,
               "a learned vector for each distance, head and layer in the place of the projected "
               "sinusoid");
@@ -129,6 +137,11 @@ struct CompressiveOptions {
     bind.Bool("share_biases", &share_biases, "one u and one v for all layers");
   }
 
+  bool is_given() const { return given_memory > 0 || given_compressed > 0; }
+  // Returns how many of the given tokens have left the memory and wait to be compressed.
+  int64_t given_waiting() const {
+    return compressed_memory > 0 && given_memory > memory ? given_memory - memory : 0;
+  }
   bool mean_square() const { return loss == Loss::kMeanSquare; }
   bool convolves() const {
     return function == Function::kConvolution || function == Function::kDilatedConvolution;
@@ -144,6 +157,17 @@ struct CompressiveOptions {
 //   kept, with most_used                i32 [batch, segments, layers, most rows of a segment]: which of
 //                                       the rows compressed after a segment stay, counted from the
 //                                       oldest of them, ascending; -1 beyond the last
+//   memories [batch, layers, M, model_dim]      what the queues hold behind the last token, the
+//   compressed [batch, layers, C, model_dim]    oldest row first; before the rows of the memory those
+//                                               that wait to be compressed, fewer than c
+//   waiting_use [batch, layers, M - `memory`]   with most_used, of the waiting rows: the attention
+//                                               that each received
+//
+// An output that has no rows is left out. The same tensors are inputs that hand the queues of an
+// earlier run over, whose last token precedes the first one: with given_memory=M `memories` and, if M
+// > `memory`, waiting_use; with given_compressed=C `compressed`. Tokens then see what they would in one
+// run over both, segments being counted from the first token of this one. A stream reads them with its
+// first segment. compressive-transformer-pytorch hands (mem, cmem) to the next call.
 //
 // The parameters are transformer_xl's; with learned_positions layerN.relative_keys [distances, heads,
 // head_dim], N(0, 1/2), is in the place of layerN.w_r, and distances = compressed_memory + memory +
@@ -167,6 +191,8 @@ class Compressive : public TechniqueOf<CompressiveOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
   std::vector<TensorSpec> WrittenTensors(const Problem& problem,
                                          const CompressiveOptions& options) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const CompressiveOptions& options) const override;
 };
 
 // ---- Functions that layer and definition share ----
@@ -185,12 +211,12 @@ int64_t SegmentsOf(const Problem& problem, const CompressiveOptions& options);
 int64_t MaxBlocksOf(int64_t segment, const CompressiveOptions& options);
 
 // The definition of a stream that was cut in segments of these lengths: out and context, attention_loss
-// and autoencoding_loss [batch, segments, layers], and kept with most_used, f64. Reads
-// `computed` and `pool` of the request.
+// and autoencoding_loss [batch, segments, layers], kept with most_used, and what the queues hold at the
+// end, with the uses of waiting rows whatever the function, f64. Reads the inputs x and those that are
+// given, and `computed` and `pool` of the request.
 absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                const CompressiveOptions& options,
-                                               const NamedTensors& parameters,
-                                               const ConstTensorView& x,
+                                               const NamedTensors& parameters, const Inputs& inputs,
                                                absl::Span<const int64_t> segments,
                                                const DefinitionRequest& request = {});
 

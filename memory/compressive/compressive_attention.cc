@@ -252,20 +252,83 @@ absl::Status CompressiveAttention::Append(const Call& call, const Execution& exe
 
 absl::Status CompressiveAttention::AppendZeros(const Call& call, const Scratch& scratch,
                                                const Execution& execution) {
-  const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
-  const ConstTensorView zero(zeros_.data(), DType::kF32, {problem_.batch, 1, width}, {0, 0, 1});
-  const TensorView projected = Slice(Sized(scratch.projections, 1), 2, 0, 2 * width);
-  TFB_RETURN_IF_ERROR(Remember(zero, options_.memory, 0, execution));
-  TFB_RETURN_IF_ERROR(ProjectRows(call, zero, Sized(scratch.own.out, 1), projected, execution));
-  const TensorView k = Heads(Part(projected, 0, width), heads);
-  const TensorView v = Heads(Part(projected, 1, width), heads);
+  TFB_RETURN_IF_ERROR(Remember(Zeros(1), options_.memory, 0, execution));
+  TFB_ASSIGN_OR_RETURN(const KeysAndValues zero,
+                       ProjectEarlier(call.norm, Zeros(1), scratch, execution));
   if (options_.memory > 0) {
-    TFB_RETURN_IF_ERROR(
-        tokens_.Append(Repeated(k, options_.memory), Repeated(v, options_.memory), execution));
+    TFB_RETURN_IF_ERROR(tokens_.Append(Repeated(zero.k, options_.memory),
+                                       Repeated(zero.v, options_.memory), execution));
   }
   if (!queues_.compresses()) return absl::OkStatus();
-  return rows_.Append(Repeated(k, options_.compressed_memory),
-                      Repeated(v, options_.compressed_memory), execution);
+  return rows_.Append(Repeated(zero.k, options_.compressed_memory),
+                      Repeated(zero.v, options_.compressed_memory), execution);
+}
+
+absl::StatusOr<CompressiveAttention::KeysAndValues> CompressiveAttention::ProjectEarlier(
+    const LayerNorm* norm, const ConstTensorView& rows, const Scratch& scratch,
+    const Execution& execution) const {
+  const int64_t width = problem_.model_dim(), heads = problem_.query_heads, count = rows.dim(1);
+  const TensorView projected = Slice(Sized(scratch.projections, count), 2, 0, 2 * width);
+  TFB_RETURN_IF_ERROR(ProjectRows(norm, rows, Sized(scratch.own.out, count), projected, execution));
+  return KeysAndValues{Heads(Part(projected, 0, width), heads),
+                       Heads(Part(projected, 1, width), heads)};
+}
+
+absl::Status CompressiveAttention::RecallTokens(const LayerNorm* norm, const ConstTensorView& rows,
+                                                const Execution& execution) {
+  Workspace workspace(execution.workspace);
+  const Scratch scratch = LayOut(rows.dim(1), workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_RETURN_IF_ERROR(Remember(rows, rows.dim(1), tokens_.tokens(), rest));
+  TFB_ASSIGN_OR_RETURN(const KeysAndValues earlier, ProjectEarlier(norm, rows, scratch, rest));
+  return tokens_.Append(earlier.k, earlier.v, rest);
+}
+
+absl::Status CompressiveAttention::RecallCompressed(const LayerNorm* norm,
+                                                    const ConstTensorView& rows,
+                                                    const Execution& execution) {
+  Workspace workspace(execution.workspace);
+  const Scratch scratch = LayOut(rows.dim(1), workspace);
+  Execution rest = execution;
+  rest.workspace = workspace.Rest();
+  TFB_ASSIGN_OR_RETURN(const KeysAndValues earlier, ProjectEarlier(norm, rows, scratch, rest));
+  return rows_.Append(earlier.k, earlier.v, rest);
+}
+
+absl::Status CompressiveAttention::RecallUse(const ConstTensorView& use,
+                                             const Execution& execution) {
+  CopyRowsCall copy;
+  copy.from = use;
+  copy.to = use_rows();
+  copy.rows = use.dim(1);
+  return CopyRows(device_, copy, execution);
+}
+
+absl::Status CompressiveAttention::KeepUse(int64_t tokens, const TensorView& use,
+                                           const Execution& execution) const {
+  CopyRowsCall copy;
+  copy.from = use_rows();
+  copy.from_first = queues_.Compressed(tokens);
+  copy.to = use;
+  copy.rows = use.dim(1);
+  return CopyRows(device_, copy, execution);
+}
+
+absl::Status CompressiveAttention::KeepFresh(const Call& call, const TensorView& fresh,
+                                             const Execution& execution) const {
+  const TensorView& kept = call.outputs.compressed;
+  if (kept.empty()) return absl::OkStatus();
+  const int64_t number = queues_.Rows(call.segment.begin());  // of the first fresh row
+  const int64_t first = std::max(number, call.outputs.first_compressed);
+  CopyRowsCall copy;
+  copy.rows = number + fresh.dim(1) - first;
+  if (copy.rows <= 0) return absl::OkStatus();
+  copy.from = fresh;
+  copy.from_first = first - number;
+  copy.to = kept;
+  copy.to_first = first - call.outputs.first_compressed;
+  return CopyRows(device_, copy, execution);
 }
 
 absl::Status CompressiveAttention::Remember(const ConstTensorView& rows, int64_t count,
@@ -339,8 +402,9 @@ absl::Status CompressiveAttention::Compress(const Call& call, const Scratch& scr
     copy.rows = rows;
     TFB_RETURN_IF_ERROR(CopyRows(device_, copy, execution));
     TFB_RETURN_IF_ERROR(compression_.Compress(old, scratch.selected, fresh, execution));
+    TFB_RETURN_IF_ERROR(KeepFresh(call, fresh, execution));
     TFB_RETURN_IF_ERROR(
-        ProjectRows(call, fresh, Sized(scratch.normalized, blocks), projected, execution));
+        ProjectRows(call.norm, fresh, Sized(scratch.normalized, blocks), projected, execution));
     const int64_t width = problem_.model_dim(), heads = problem_.query_heads;
     TFB_RETURN_IF_ERROR(rows_.Append(Heads(Part(projected, 0, width), heads),
                                      Heads(Part(projected, 1, width), heads), execution));
@@ -370,7 +434,7 @@ absl::Status CompressiveAttention::MeasureUse(const Call& call, const Scratch& s
   TFB_RETURN_IF_ERROR(CopyRows(device_, copy, execution));
   const TensorView projected = Sized(scratch.projected, rows);
   TFB_RETURN_IF_ERROR(
-      ProjectRows(call, copy.to, Sized(scratch.normalized, rows), projected, execution));
+      ProjectRows(call.norm, copy.to, Sized(scratch.normalized, rows), projected, execution));
   ReceivedCall received;
   received.q = Heads(Part(scratch.projections, 0, width), heads);
   received.k = Heads(Part(projected, 0, width), heads);
@@ -409,7 +473,7 @@ absl::Status CompressiveAttention::AttentionLoss(const Call& call, const Scratch
     return LossOfDifference(device_, options_.mean_square(), old, old, 1, loss, execution);
   const TensorView projected = Sized(scratch.projected, rows);
   TFB_RETURN_IF_ERROR(
-      ProjectRows(call, old, Sized(scratch.normalized, rows), projected, execution));
+      ProjectRows(call.norm, old, Sized(scratch.normalized, rows), projected, execution));
   const auto attend = [&](const TensorView& keys_and_values, const TensorView& out) {
     return call.content->Run(Heads(Part(scratch.projections, 0, width), heads),
                              Heads(Part(keys_and_values, 0, width), heads),
@@ -421,12 +485,12 @@ absl::Status CompressiveAttention::AttentionLoss(const Call& call, const Scratch
   return LossOfDifference(device_, options_.mean_square(), of_old, of_fresh, 1, loss, execution);
 }
 
-absl::Status CompressiveAttention::ProjectRows(const Call& call, const ConstTensorView& rows,
+absl::Status CompressiveAttention::ProjectRows(const LayerNorm* norm, const ConstTensorView& rows,
                                                const TensorView& normalized,
                                                const TensorView& projected,
                                                const Execution& execution) const {
-  if (call.norm == nullptr) return MatMul(keys_and_values_, {rows, {}, projected}, execution);
-  TFB_RETURN_IF_ERROR(call.norm->Run(rows, normalized, execution));
+  if (norm == nullptr) return MatMul(keys_and_values_, {rows, {}, projected}, execution);
+  TFB_RETURN_IF_ERROR(norm->Run(rows, normalized, execution));
   return MatMul(keys_and_values_, {normalized, {}, projected}, execution);
 }
 

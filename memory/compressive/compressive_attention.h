@@ -109,6 +109,8 @@ struct CompressionOutputs {
   TensorView attention_loss;     // [batch]
   TensorView autoencoding_loss;  // [batch]
   TensorView kept;               // i32 [batch, most rows of a segment]
+  TensorView compressed;         // [batch, rows, model_dim]: the compressed rows from this one on
+  int64_t first_compressed = 0;
 };
 
 class CompressiveAttention {
@@ -143,6 +145,22 @@ class CompressiveAttention {
     ContentAttention* content;  // used for the attention loss
   };
   absl::Status Append(const Call& call, const Execution& execution);
+
+  // Appends what a stream is given, before its first segment: the next tokens and compressed rows
+  // [batch, rows, model_dim], as many as a segment has at most; and the use of the tokens that wait,
+  // [batch, tokens, 1], which are the first. `norm`: see Call.
+  absl::Status RecallTokens(const LayerNorm* norm, const ConstTensorView& rows,
+                            const Execution& execution);
+  absl::Status RecallCompressed(const LayerNorm* norm, const ConstTensorView& rows,
+                                const Execution& execution);
+  absl::Status RecallUse(const ConstTensorView& use, const Execution& execution);
+  // Copies to `use` [batch, tokens, 1] that of the waiting tokens behind so many tokens.
+  absl::Status KeepUse(int64_t tokens, const TensorView& use, const Execution& execution) const;
+  // Returns rows [batch, rows, model_dim] of zeros, with start_zero.
+  ConstTensorView Zeros(int64_t rows) const {
+    return ConstTensorView(zeros_.data(), DType::kF32, {problem_.batch, rows, problem_.model_dim()},
+                           {0, 0, 1});
+  }
 
  private:
   CompressiveAttention(Device device, const Problem& problem, const CompressiveOptions& options,
@@ -190,9 +208,19 @@ class CompressiveAttention {
   absl::Status AttentionLoss(const Call& call, const Scratch& scratch, const TensorView& old,
                              const TensorView& fresh_projected, const Execution& execution);
   // Projects rows [batch, rows, model_dim] of the layer's input to keys and values side by side.
-  absl::Status ProjectRows(const Call& call, const ConstTensorView& rows,
+  absl::Status ProjectRows(const LayerNorm* norm, const ConstTensorView& rows,
                            const TensorView& normalized, const TensorView& projected,
                            const Execution& execution) const;
+  struct KeysAndValues {
+    TensorView k, v;  // [batch, heads, rows, head_dim], in memory of `scratch`
+  };
+  // Does the same for rows that precede the stream's first segment.
+  absl::StatusOr<KeysAndValues> ProjectEarlier(const LayerNorm* norm, const ConstTensorView& rows,
+                                               const Scratch& scratch,
+                                               const Execution& execution) const;
+  // Copies those of the fresh rows that are among the call's compressed ones.
+  absl::Status KeepFresh(const Call& call, const TensorView& fresh,
+                         const Execution& execution) const;
   TensorView hidden_view() const {
     return TensorView(hidden_.mutable_data(), DType::kF32,
                       {problem_.batch, queues_.places(), problem_.model_dim()});
@@ -200,6 +228,7 @@ class CompressiveAttention {
   TensorView use_view() const {
     return TensorView(use_.mutable_data(), DType::kF32, {problem_.batch, queues_.places()});
   }
+  TensorView use_rows() const { return SplitAxis(use_view(), 1, queues_.places()); }
 
   Device device_;
   Problem problem_;

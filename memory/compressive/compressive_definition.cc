@@ -49,24 +49,59 @@ struct Report {
   std::vector<int64_t> kept;
 };
 
+// What the queues of one layer of one sequence hold, the oldest row first.
+struct Queues {
+  Rows compressed;
+  Rows memory;
+  Rows waiting;                  // rows that left the memory and are not yet compressed
+  std::vector<double> use = {};  // use of those rows
+};
+
+// Returns the rows of layer n of [batch, layers, rows, channels], none where there is no tensor.
+Rows GivenRows(const ConstTensorView& given, int64_t b, int64_t n, int64_t channels) {
+  Rows rows(given.empty() ? 0 : given.dim(2), channels);
+  for (int64_t t = 0; t < rows.rows(); ++t) {
+    for (int64_t c = 0; c < channels; ++c) rows[t][c] = given.Get(given.Offset(b, n, t, c));
+  }
+  return rows;
+}
+
+// Returns the queues with which layer n begins.
+Queues FirstQueues(const CompressiveOptions& options, const Inputs& inputs, int64_t b, int64_t n,
+                   int64_t channels) {
+  if (options.start_zero && !options.is_given()) {
+    return {Rows(options.compressed_memory, channels), Rows(options.memory, channels),
+            Rows(0, channels)};
+  }
+  const Rows tokens = GivenRows(inputs.Get("memories"), b, n, channels);
+  const int64_t waiting = options.given_waiting();
+  Queues queues = {GivenRows(inputs.Get("compressed"), b, n, channels),
+                   tokens.Sub(waiting, tokens.rows() - waiting), tokens.Sub(0, waiting)};
+  const ConstTensorView use = inputs.Get("waiting_use");
+  for (int64_t t = 0; t < waiting; ++t) {
+    queues.use.push_back(use.empty() ? 0 : use.Get(use.Offset(b, n, t)));
+  }
+  return queues;
+}
+
 // One layer of one sequence.
 class LayerMemory {
  public:
   LayerMemory(const transformer_xl::StackDefinition& stack, const CompressiveOptions& options,
-              int64_t n, double tolerance)
+              int64_t n, double tolerance, Queues queues)
       : stack_(stack),
         options_(options),
         n_(n),
         tolerance_(tolerance),
-        compressed_(options.start_zero ? options.compressed_memory : 0, stack.sizes().width()),
-        memory_(options.start_zero ? options.memory : 0, stack.sizes().width()),
-        waiting_(0, stack.sizes().width()) {}
+        queues_(std::move(queues)) {}
+
+  const Queues& queues() const { return queues_; }
 
   // Computes the attention of a segment, with its W_o. `kept` are the rows that a layer chose, or
   // null.
   Rows Attend(const Rows& segment, const std::vector<int64_t>* kept, Report* report) {
-    Rows list = compressed_;
-    list.Append(memory_);
+    Rows list = queues_.compressed;
+    list.Append(queues_.memory);
     list.Append(segment);
     const Rows keys = Normalized(list);
     const Rows queries = Normalized(segment);
@@ -80,8 +115,8 @@ class LayerMemory {
       weight /= static_cast<double>(stack_.sizes().heads * segment.rows());
       if (std::isnan(weight)) weight = std::numeric_limits<double>::infinity();
     }
-    received.erase(received.begin(), received.begin() + compressed_.rows());
-    memory_.Append(segment);
+    received.erase(received.begin(), received.begin() + queues_.compressed.rows());
+    queues_.memory.Append(segment);
     Evict(received, queries, kept, report);
     return stack_.Project(n_, "w_o", context);
   }
@@ -93,29 +128,30 @@ class LayerMemory {
 
   void Evict(const std::vector<double>& received, const Rows& queries,
              const std::vector<int64_t>* kept, Report* report) {
-    int64_t overflow = std::max<int64_t>(memory_.rows() - options_.memory, 0);
+    int64_t overflow = std::max<int64_t>(queues_.memory.rows() - options_.memory, 0);
     while (options_.eviction == Eviction::kWholeBlocks && overflow % options_.compression > 0) {
       ++overflow;
     }
     if (options_.compressed_memory > 0) {
-      waiting_.Append(memory_.Sub(0, overflow));
-      use_.insert(use_.end(), received.begin(), received.begin() + overflow);
+      queues_.waiting.Append(queues_.memory.Sub(0, overflow));
+      queues_.use.insert(queues_.use.end(), received.begin(), received.begin() + overflow);
     }
-    memory_ = memory_.Sub(overflow, memory_.rows() - overflow);
-    const int64_t blocks = waiting_.rows() / options_.compression;
+    queues_.memory = queues_.memory.Sub(overflow, queues_.memory.rows() - overflow);
+    const int64_t blocks = queues_.waiting.rows() / options_.compression;
     if (blocks == 0) return;
-    const Rows old = waiting_.Sub(0, blocks * options_.compression);
+    const Rows old = queues_.waiting.Sub(0, blocks * options_.compression);
     const Rows compressed = Compress(old, kept, report);
     const Rows q = stack_.Project(n_, "w_q", queries);
     const Rows of_old = ContentAttention(q, Normalized(old));
     const Rows of_compressed = ContentAttention(q, Normalized(compressed));
     report->attention = LossOf(of_old, of_compressed, options_.mean_square());
     report->autoencoding = LossOf(old, Decode(compressed), options_.mean_square());
-    waiting_ = waiting_.Sub(old.rows(), waiting_.rows() - old.rows());
-    use_.erase(use_.begin(), use_.begin() + old.rows());
-    compressed_.Append(compressed);
-    const int64_t dropped = std::max<int64_t>(compressed_.rows() - options_.compressed_memory, 0);
-    compressed_ = compressed_.Sub(dropped, compressed_.rows() - dropped);
+    queues_.waiting = queues_.waiting.Sub(old.rows(), queues_.waiting.rows() - old.rows());
+    queues_.use.erase(queues_.use.begin(), queues_.use.begin() + old.rows());
+    queues_.compressed.Append(compressed);
+    const int64_t dropped =
+        std::max<int64_t>(queues_.compressed.rows() - options_.compressed_memory, 0);
+    queues_.compressed = queues_.compressed.Sub(dropped, queues_.compressed.rows() - dropped);
   }
 
   Rows Compress(const Rows& old, const std::vector<int64_t>* kept, Report* report) const {
@@ -166,7 +202,7 @@ class LayerMemory {
     std::vector<int64_t> rows(candidates);
     std::iota(rows.begin(), rows.end(), 0);
     std::stable_sort(rows.begin(), rows.end(),
-                     [&](int64_t a, int64_t b) { return use_[a] > use_[b]; });
+                     [&](int64_t a, int64_t b) { return queues_.use[a] > queues_.use[b]; });
     rows.resize(count);
     std::sort(rows.begin(), rows.end());
     return computed != nullptr && MayKeep(*computed, count, candidates) ? *computed : rows;
@@ -183,8 +219,9 @@ class LayerMemory {
     }
     double least_kept = std::numeric_limits<double>::infinity(), most_dropped = 0;
     for (int64_t row = 0; row < candidates; ++row) {
-      (stays[row] ? least_kept : most_dropped) =
-          stays[row] ? std::min(least_kept, use_[row]) : std::max(most_dropped, use_[row]);
+      (stays[row] ? least_kept : most_dropped) = stays[row]
+                                                     ? std::min(least_kept, queues_.use[row])
+                                                     : std::max(most_dropped, queues_.use[row]);
     }
     return least_kept * (1 + tolerance_) >= most_dropped * (1 - tolerance_);
   }
@@ -232,10 +269,7 @@ class LayerMemory {
   const CompressiveOptions& options_;
   int64_t n_;
   double tolerance_;
-  Rows compressed_;
-  Rows memory_;
-  Rows waiting_;             // rows that left the memory and are not yet compressed
-  std::vector<double> use_;  // use of those rows
+  Queues queues_;
 };
 
 // Returns by how much the attention that a layer computes may differ, as a share of itself. Scores
@@ -254,12 +288,45 @@ std::vector<int64_t> KeptBy(const Tensor& kept, int64_t b, int64_t s, int64_t n)
   return rows;
 }
 
+// Stores what a layer leaves in its queues, and the units of errors. The input of layer n, from 0, has
+// passed n layers, whose errors add in quadrature, and a compression counts as one more; the bound of
+// errors is that of one. The error of an attention weight is up to 8 times that bound: see UseTolerance.
+void StoreQueues(const Queues& queues, const Problem& problem, int64_t layers, int64_t b, int64_t n,
+                 NamedTensors* outputs) {
+  const auto store = [&](const std::string& name, const Rows& rows, Shape shape, double size) {
+    if (rows.rows() == 0) return;
+    const std::string of_scale = name + ".scale";
+    if (outputs->count(name) == 0) {
+      (*outputs)[name] = Tensor(DType::kF64, shape);
+      (*outputs)[of_scale] = Tensor(DType::kF64, shape);
+    }
+    for (int64_t t = 0; t < rows.rows(); ++t) {
+      double* values = outputs->at(name).view().MutableAt<double>(b, n, t);
+      double* scale = outputs->at(of_scale).view().MutableAt<double>(b, n, t);
+      for (int64_t c = 0; c < rows.channels(); ++c) {
+        values[c] = rows[t][c];
+        scale[c] = size * std::abs(rows[t][c]);
+      }
+    }
+  };
+  const double below = static_cast<double>(n);
+  const auto store_rows = [&](const char* name, const Rows& rows, double size) {
+    store(name, rows, {problem.batch, layers, rows.rows(), rows.channels()}, size);
+  };
+  Rows tokens = queues.waiting;
+  tokens.Append(queues.memory);
+  store_rows("memories", tokens, std::sqrt(below));
+  store_rows("compressed", queues.compressed, std::sqrt(below + 1));
+  Rows use(static_cast<int64_t>(queues.use.size()), 1);
+  std::copy(queues.use.begin(), queues.use.end(), use[0]);
+  store("waiting_use", use, {problem.batch, layers, use.rows()}, 8 * std::sqrt(below + 1));
+}
+
 }  // namespace
 
 absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                const CompressiveOptions& options,
-                                               const NamedTensors& parameters,
-                                               const ConstTensorView& x,
+                                               const NamedTensors& parameters, const Inputs& inputs,
                                                absl::Span<const int64_t> segments,
                                                const DefinitionRequest& request) {
   TFB_RETURN_IF_ERROR(CheckCompressive(problem, options));
@@ -275,9 +342,10 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
   const int64_t count = static_cast<int64_t>(segments.size());
   const int64_t longest =
       segments.empty() ? 0 : *std::max_element(segments.begin(), segments.end());
-  const Tensor* given = nullptr;
+  const ConstTensorView x = inputs.Get("x");
+  const Tensor* computed_kept = nullptr;
   if (request.computed != nullptr && request.computed->count("kept") > 0) {
-    given = &request.computed->at("kept");
+    computed_kept = &request.computed->at("kept");
   }
 
   NamedTensors outputs;
@@ -297,15 +365,16 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
     // The loop goes layer by layer: a memory holds the output of the layer below in earlier
     // segments.
     const auto attention = [&](int64_t n, const Rows& h, const Rows&) {
-      LayerMemory memory(stack, options, n, UseTolerance(problem.dtype));
+      LayerMemory memory(stack, options, n, UseTolerance(problem.dtype),
+                         FirstQueues(options, inputs, b, n, h.channels()));
       Rows result(0, h.channels());
       int64_t begin = 0;
       for (int64_t s = 0; s < count; ++s) {
         Report report;
         std::vector<int64_t> kept;
-        if (given != nullptr) kept = KeptBy(*given, b, s, n);
-        result.Append(
-            memory.Attend(h.Sub(begin, segments[s]), given != nullptr ? &kept : nullptr, &report));
+        if (computed_kept != nullptr) kept = KeptBy(*computed_kept, b, s, n);
+        result.Append(memory.Attend(h.Sub(begin, segments[s]),
+                                    computed_kept != nullptr ? &kept : nullptr, &report));
         begin += segments[s];
         const auto set = [&](const char* name, double value) {
           *outputs[name].view().MutableAt<double>(b, s, n) = value;
@@ -319,6 +388,7 @@ absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
               static_cast<double>(report.kept[i]);
         }
       }
+      StoreQueues(memory.queues(), problem, options.layers, b, n, &outputs);
       return result;
     };
     Rows context(0, problem.model_dim());

@@ -24,7 +24,9 @@ namespace tfb::compressive {
 namespace {
 
 using transformer_xl::CausalProblem;
+using transformer_xl::EvaluateInTwoRuns;
 using transformer_xl::EvaluateStack;
+using transformer_xl::ExpectTwoRunsAreOne;
 using transformer_xl::PerturbedParameters;
 using transformer_xl::RandomHidden;
 using transformer_xl::StackBound;
@@ -180,7 +182,7 @@ TEST(Compressive, AStreamInAnySegmentsEqualsTheDefinitionOfThoseSegments) {
                                              {19, 1, 1, 49, 50}}) {
         const NamedTensors defined =
             DefineCompressive(problem, ParseOptions<CompressiveOptions>(options).value(),
-                              parameters, x.view(), split)
+                              parameters, {{"x", x.view()}}, split)
                 .value();
         const Tensor out = Stream(*layer, x, split);
         EXPECT_LE(MaxDifference(out.view(), defined.at("out").view()),
@@ -677,6 +679,162 @@ TEST(Compressive, WhatItCannotDoIsSaidInOneLine) {
             "query_heads, 4");
 }
 
+// ---- Queues of an earlier run ----
+
+TEST(Compressive, TwoRunsWithTheQueuesHandedOverAreOne) {
+  for (const char* function : kFunctions) {
+    for (const Options& more : std::vector<Options>{
+             {{"memory", "10"}, {"compressed_memory", "6"}, {"compression", "3"}},
+             {{"memory", "23"}, {"compressed_memory", "2"}, {"pre_norm", "true"}},
+             {{"memory", "10"}, {"compressed_memory", "0"}, {"start_zero", "true"}},
+             {{"memory", "60"}, {"compressed_memory", "30"}, {"start_zero", "true"}},
+             {{"memory", "11"},
+              {"compressed_memory", "9"},
+              {"compression", "5"},
+              {"start_zero", "true"},
+              {"pre_norm", "true"},
+              {"max_distance", "17"}},
+             {{"memory", "9"}, {"eviction", "whole_blocks"}, {"learned_positions", "true"}},
+             // The first of the two begins with what a still earlier run left.
+             {{"memory", "10"},
+              {"compressed_memory", "6"},
+              {"given_memory", "12"},
+              {"given_compressed", "5"}},
+             {{"memory", "40"}, {"compressed_memory", "20"}, {"given_compressed", "7"}}}) {
+      Options options = more;
+      options["function"] = function;
+      options["segment"] = "8";
+      SCOPED_TRACE(ToString(options));
+      ExpectTwoRunsAreOne(Compressive(), CausalProblem(2, 2, 70, 8), options, 40);
+      ExpectTwoRunsAreOne(Compressive(), CausalProblem(1, 2, 19, 8), options, 8);
+    }
+  }
+}
+
+TEST(Compressive, OnGpusAndInHalfPrecisionTooTwoRunsAreOne) {
+  for (const char* function : kFunctions) {
+    SCOPED_TRACE(function);
+    const Options options = {{"function", function}, {"segment", "8"},
+                             {"memory", "10"},       {"compressed_memory", "6"},
+                             {"given_memory", "12"}, {"pre_norm", "true"}};
+    ExpectTwoRunsAreOne(Compressive(), CausalProblem(1, 2, 43, 8), options, 24, Device::kSimulator);
+    // A choice by 16 bits may be another.
+    if (function == std::string("most_used")) continue;
+    for (const DType dtype : {DType::kBF16, DType::kF16}) {
+      ExpectTwoRunsAreOne(Compressive(), CausalProblem(1, 2, 43, 16, dtype), options, 24);
+    }
+  }
+}
+
+TEST(Compressive, TheFinalQueuesAreTheLastTokensAndTheLastBlocks) {
+  // Of 43 tokens 33 have left the memory and 32 are compressed: one waits.
+  const Problem problem = CausalProblem(2, 2, 43, 4);
+  const Options options = {
+      {"layers", "1"}, {"segment", "8"}, {"memory", "10"}, {"compressed_memory", "3"}};
+  const Tensor x = RandomHidden(problem);
+  const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+  const StackOutcome outcome = EvaluateStack(Compressive(), problem, options, parameters, x);
+  const Tensor& memories = outcome.computed.at("memories");
+  const Tensor& compressed = outcome.computed.at("compressed");
+  ASSERT_EQ(memories.shape(), (Shape{2, 1, 11, 8}));
+  ASSERT_EQ(compressed.shape(), (Shape{2, 1, 3, 8}));
+  EXPECT_EQ(outcome.computed.count("waiting_use"), 0u);
+  for (int64_t b = 0; b < 2; ++b) {
+    for (int64_t c = 0; c < 8; ++c) {
+      for (int64_t t = 0; t < 11; ++t) {
+        EXPECT_EQ(*memories.view().At<float>(b, 0, t, c), *x.view().At<float>(b, 32 + t, c));
+      }
+      for (int64_t t = 0; t < 3; ++t) {
+        double sum = 0;
+        for (int64_t i = 0; i < 4; ++i) sum += *x.view().At<float>(b, 20 + 4 * t + i, c);
+        EXPECT_NEAR(*compressed.view().At<float>(b, 0, t, c), sum / 4, 1e-6);
+      }
+    }
+  }
+}
+
+TEST(Compressive, QueuesThatStartWithZerosEndWithThoseThatAreLeft) {
+  const Problem problem = CausalProblem(1, 2, 6, 4);
+  const Options options = {
+      {"segment", "4"}, {"memory", "9"}, {"compressed_memory", "5"}, {"start_zero", "true"}};
+  const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+  for (const Device device : kHostDevices) {
+    const StackOutcome outcome =
+        EvaluateStack(Compressive(), problem, options, parameters, RandomHidden(problem), device);
+    // Six zeros have left the memory; four of them are one compressed row, and two wait.
+    const ConstTensorView memories = outcome.computed.at("memories").view();
+    ASSERT_EQ(memories.dim(2), 11);
+    EXPECT_EQ(MaxAbs(Slice(memories, 2, 0, 5)), 0);
+    EXPECT_GT(MaxAbs(Slice(memories, 2, 5, 1)), 0);
+    EXPECT_EQ(outcome.computed.at("compressed").dim(2), 5);
+    EXPECT_EQ(MaxAbs(outcome.computed.at("compressed").view()), 0);
+  }
+}
+
+TEST(Compressive, AStreamReadsTheQueuesWithItsFirstSegment) {
+  const Problem problem = CausalProblem(2, 2, 30, 8);
+  const Options options = {{"segment", "8"},           {"memory", "10"},
+                           {"compressed_memory", "6"}, {"given_memory", "12"},
+                           {"given_compressed", "4"},  {"function", "most_used"}};
+  const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+  const NamedTensors inputs = RandomInputs(Compressive().InputSpecs(problem, options).value(), 5);
+  ASSERT_EQ(inputs.count("waiting_use"), 1u);
+  const auto layer = MakeLayer(problem, options, parameters);
+  const auto run = RunLayer(*layer, ViewsOf(inputs), 1);
+  ASSERT_TRUE(run.ok()) << run.status();
+  ThreadPool pool(1);
+  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer->workspace_bytes(1))});
+  const Execution execution = {
+      &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()), nullptr};
+  const ConstTensorView x = inputs.at("x").view();
+  for (int repeat = 0; repeat < 2; ++repeat) {
+    ASSERT_TRUE(layer->Reset().ok());
+    Tensor out(DType::kF32, x.shape());
+    for (const int64_t begin : {0, 8, 16, 24}) {
+      const int64_t count = std::min<int64_t>(8, 30 - begin);
+      Inputs segment = {{"x", Slice(x, 1, begin, count)}};
+      const Outputs written = {{"out", Slice(out.view(), 1, begin, count)}};
+      for (const char* name : {"memories", "compressed", "waiting_use"}) {
+        if (begin > 0) break;
+        EXPECT_EQ(layer->Append(segment, written, execution).message(),
+                  "input " + std::string(name) + " is missing; the first segment has need of it");
+        segment.Set(name, inputs.at(name).view());
+      }
+      const absl::Status status = layer->Append(segment, written, execution);
+      ASSERT_TRUE(status.ok()) << status;
+    }
+    EXPECT_EQ(MaxDifference(out.view(), run->at("out").view()), 0);
+  }
+}
+
+TEST(Compressive, CostsCountTheGivenKeys) {
+  // Tokens of the first segment see 3 + 1 given keys and 1, ..., 4 of the segment. Then four tokens
+  // have left the memory and one waited: one block of 3 is compressed, and 2 rows are seen beside 3
+  // tokens.
+  const Options options = {{"segment", "4"},     {"memory", "3"},       {"compressed_memory", "2"},
+                           {"compression", "3"}, {"given_memory", "4"}, {"given_compressed", "1"}};
+  const auto layer =
+      Compressive().Create(CausalProblem(1, 2, 6, 4), options, Device::kCpu, 1).value();
+  EXPECT_EQ(layer->statistics().at("keys_per_token"), (5 + 6 + 7 + 8 + 6 + 7) / 6.0);
+  EXPECT_EQ(layer->statistics().at("compressed_rows"), 2);
+}
+
+TEST(Compressive, MoreThanTheQueuesHoldCannotBeGiven) {
+  const auto message = [](const Options& options) {
+    return std::string(Compressive()
+                           .Create(CausalProblem(1, 2, 8, 4), options, Device::kCpu, 1)
+                           .status()
+                           .message());
+  };
+  EXPECT_EQ(
+      message({{"memory", "5"}, {"given_memory", "9"}}),
+      "option given_memory is 9; allowed with memory=5 and up to 3 rows that wait are 0 to 8");
+  EXPECT_EQ(message({{"memory", "5"}, {"given_memory", "6"}, {"eviction", "whole_blocks"}}),
+            "option given_memory is 6; allowed with memory=5 are 0 to 5");
+  EXPECT_EQ(message({{"compressed_memory", "5"}, {"given_compressed", "6"}}),
+            "option given_compressed is 6; allowed with compressed_memory=5 are 0 to 5");
+}
+
 // ---- Golden files ----
 
 void ExpectGolden(const std::string& file) {
@@ -706,6 +864,16 @@ void ExpectGolden(const std::string& file) {
       const ConstTensorView theirs = golden.tensors.at(output).view();
       EXPECT_LE(MaxDifference(outcome.defined.at(output).view(), theirs), 1e-13) << output;
       EXPECT_LE(MaxDifference(outcome.computed.at(output).view(), theirs), StackBound(theirs, 2))
+          << output;
+    }
+    // The package hands its queues from each segment to the next, and so do two runs.
+    const int64_t first = 3 * number("segment_tokens");
+    const StackOutcome two = EvaluateInTwoRuns(Compressive(), problem, options, parameters,
+                                               {{"x", x.view()}}, first, device);
+    for (const char* output : {"out", "attention_loss"}) {
+      const ConstTensorView theirs = golden.tensors.at(output).view();
+      EXPECT_LE(MaxDifference(two.defined.at(output).view(), theirs), 1e-13) << output;
+      EXPECT_LE(MaxDifference(two.computed.at(output).view(), theirs), StackBound(theirs, 2))
           << output;
     }
   }

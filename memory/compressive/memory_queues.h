@@ -10,8 +10,9 @@
 
 namespace tfb::compressive {
 
-// Tokens are counted from the stream's first; with start_zero that is the first of `memory` zero
-// vectors. Compressed rows are counted from the first one, or from the first zero vector.
+// Tokens are counted from the stream's first; that is the first given one, or with start_zero the
+// first of `memory` zero vectors. Compressed rows are counted from the first one, or from the first
+// that is given, or from the first zero vector.
 class MemoryQueues {
  public:
   // `segment` is the number of tokens of the longest segment.
@@ -20,12 +21,14 @@ class MemoryQueues {
         compressed_(options.compressed_memory),
         rate_(options.compression),
         segment_(segment),
-        starts_full_(options.start_zero),
+        given_tokens_(options.given_memory),
+        given_rows_(options.given_compressed),
+        starts_full_(options.start_zero && !options.is_given()),
         evicts_blocks_(options.eviction == CompressiveOptions::Eviction::kWholeBlocks) {}
 
   // The number of tokens and of compressed rows with which a stream begins.
-  int64_t first_token() const { return starts_full_ ? memory_ : 0; }
-  int64_t first_row() const { return starts_full_ ? compressed_ : 0; }
+  int64_t first_token() const { return starts_full_ ? memory_ : given_tokens_; }
+  int64_t first_row() const { return starts_full_ ? compressed_ : given_rows_; }
 
   // Return, after `tokens` tokens, how many have left the memory, how many of those are compressed,
   // and how many compressed rows there have been.
@@ -40,6 +43,10 @@ class MemoryQueues {
   // Return the number of rows that a queue holds.
   int64_t MemoryTokens(int64_t tokens) const { return tokens - Left(tokens); }
   int64_t MemoryRows(int64_t tokens) const { return std::min(Rows(tokens), compressed_); }
+  // Returns the number of tokens that have left the memory and wait to be compressed.
+  int64_t Waiting(int64_t tokens) const {
+    return compresses() ? Left(tokens) - Compressed(tokens) : 0;
+  }
 
   // Returns the places for the tokens that are not yet compressed, in whole blocks.
   int64_t places() const { return (memory_ + segment_ + 2 * rate_ - 2) / rate_ * rate_; }
@@ -54,6 +61,8 @@ class MemoryQueues {
   int64_t compressed_;
   int64_t rate_;
   int64_t segment_;
+  int64_t given_tokens_;
+  int64_t given_rows_;
   bool starts_full_;
   bool evicts_blocks_;
 };

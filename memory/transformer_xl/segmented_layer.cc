@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/string_view.h"
+#include "absl/strings/str_cat.h"
 #include "core/layers/copy_rows.h"
 #include "core/status.h"
 
@@ -26,14 +26,24 @@ std::vector<TensorSpec> SegmentOutputs(const Problem& problem,
   return outputs;
 }
 
+bool IsOfTokens(const TensorSpec& spec) {
+  return std::count(spec.shape.begin(), spec.shape.end(), kSegmentTokens) > 0;
+}
+
 std::vector<TensorSpec> SegmentInputs(const Problem& problem, const std::vector<TensorSpec>& more) {
   std::vector<TensorSpec> inputs = {SegmentSpec(problem, "x")};
   for (TensorSpec spec : more) {
-    const bool of_tokens = std::count(spec.shape.begin(), spec.shape.end(), kSegmentTokens) > 0;
-    spec.optional = spec.optional || !of_tokens;
+    spec.optional = spec.optional || !IsOfTokens(spec);
     inputs.push_back(std::move(spec));
   }
   return inputs;
+}
+std::vector<std::string> NamesOfGiven(const std::vector<TensorSpec>& inputs) {
+  std::vector<std::string> names;
+  for (const TensorSpec& spec : inputs) {
+    if (!IsOfTokens(spec) && !spec.optional) names.push_back(spec.name);
+  }
+  return names;
 }
 std::vector<TensorSpec> RunInputs(const Problem& problem, const std::vector<TensorSpec>& more) {
   std::vector<TensorSpec> inputs = {SegmentSpec(problem, "x")};
@@ -47,11 +57,6 @@ std::vector<TensorSpec> RunInputs(const Problem& problem, const std::vector<Tens
 // Returns the tokens begin, ..., begin + count - 1; empty where there is no tensor.
 TensorView Tokens(const TensorView& view, int64_t begin, int64_t count) {
   return view.empty() ? view : Slice(view, 1, begin, count);
-}
-
-bool Has(const std::vector<TensorSpec>& specs, absl::string_view name) {
-  return std::any_of(specs.begin(), specs.end(),
-                     [&](const TensorSpec& spec) { return spec.name == name; });
 }
 
 // Copies rows [batch, tokens, model_dim], all of them.
@@ -86,7 +91,7 @@ SegmentedLayer::SegmentedLayer(Device device, const Problem& problem,
                      std::min(segment, std::max<int64_t>(problem.query_tokens, 1))),
       device_(device),
       layers_(layers),
-      reads_memories_(Has(more_inputs, kMemories)) {}
+      given_(NamesOfGiven(more_inputs)) {}
 
 TensorView SegmentedLayer::LayOutState(int64_t tokens, Workspace& workspace) const {
   const Shape shape = {problem().batch, tokens, problem().model_dim()};
@@ -103,7 +108,7 @@ absl::Status SegmentedLayer::DoRun(const Inputs& inputs, const Outputs& outputs,
                                    const Execution& execution) {
   TFB_RETURN_IF_ERROR(Reset());
   const int64_t total = problem().query_tokens;
-  TFB_RETURN_IF_ERROR(RecallGiven(inputs.Get(kMemories), execution));
+  TFB_RETURN_IF_ERROR(RecallGiven(inputs, execution));
   final_memories_ = outputs.Get(kMemories);
   TFB_RETURN_IF_ERROR(KeepGiven(inputs.Get(kMemories), execution));
   for (int64_t begin = 0; begin < total; begin += max_segment_tokens()) {
@@ -123,24 +128,25 @@ absl::Status SegmentedLayer::DoAppend(int64_t, const Inputs& segment, const Outp
   SetInputs(segment, 0);
   SetOutputs(outputs, 0);
   final_memories_ = {};
-  TFB_RETURN_IF_ERROR(RecallGiven(segment.Get(kMemories), execution));
+  TFB_RETURN_IF_ERROR(RecallGiven(segment, execution));
   return AppendSegment(segment.Get("x"), outputs.Get("out"), outputs.Get("context"), execution);
 }
 
-absl::Status SegmentedLayer::RecallGiven(const ConstTensorView& memories,
-                                         const Execution& execution) {
-  if (!reads_memories_ || !IsAtBeginning()) return absl::OkStatus();
-  if (memories.empty()) {
+absl::Status SegmentedLayer::RecallGiven(const Inputs& inputs, const Execution& execution) {
+  if (given_.empty() || !IsAtBeginning()) return absl::OkStatus();
+  for (const std::string& name : given_) {
+    if (!inputs.Get(name).empty()) continue;
     return absl::InvalidArgumentError(
-        "input memories is missing; the first segment has need of it");
+        absl::StrCat("input ", name, " is missing; the first segment has need of it"));
   }
-  for (int64_t n = 0; n < layers_; ++n) {
+  const ConstTensorView memories = inputs.Get(kMemories);
+  for (int64_t n = 0; n < layers_ && !memories.empty(); ++n) {
     for (int64_t begin = 0; begin < memories.dim(2); begin += max_segment_tokens()) {
       const int64_t count = std::min(max_segment_tokens(), memories.dim(2) - begin);
       TFB_RETURN_IF_ERROR(Recall(n, Slice(OfLayer(memories, n), 1, begin, count), execution));
     }
   }
-  return absl::OkStatus();
+  return RecallMore(inputs, execution);
 }
 
 absl::Status SegmentedLayer::KeepGiven(const ConstTensorView& memories,

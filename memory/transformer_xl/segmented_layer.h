@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -63,6 +64,10 @@ class SegmentedLayer : public StreamingLayer {
                               const Execution& /*execution*/) {
     return absl::UnimplementedError("the layer reads no memories");
   }
+  // Makes the layers remember what a stream is given beside the memories. The inputs have been checked.
+  virtual absl::Status RecallMore(const Inputs& /*inputs*/, const Execution& /*execution*/) {
+    return absl::OkStatus();
+  }
   // Begins the next segment, of so many tokens.
   virtual void BeginSegment(int64_t tokens) = 0;
   // Runs layer n on the segment. The call has a context in the last layer only.
@@ -83,8 +88,8 @@ class SegmentedLayer : public StreamingLayer {
   TensorView LayOutState(int64_t tokens, Workspace& workspace) const;
   absl::Status AppendSegment(const ConstTensorView& x, const TensorView& out,
                              const TensorView& context, const Execution& execution);
-  // Hands the given memories to the layers, if this is a stream's first segment.
-  absl::Status RecallGiven(const ConstTensorView& memories, const Execution& execution);
+  // Hands what is given to the layers, if this is a stream's first segment.
+  absl::Status RecallGiven(const Inputs& inputs, const Execution& execution);
   // Copies of a Run's tokens begin, ..., which go into layer n, those that are in the final memories.
   absl::Status Keep(int64_t n, int64_t begin, const ConstTensorView& rows,
                     const Execution& execution) const;
@@ -92,9 +97,9 @@ class SegmentedLayer : public StreamingLayer {
 
   Device device_;
   int64_t layers_;
-  bool reads_memories_;
-  TensorView final_memories_;  // of a Run; empty where the caller does not want them
-  int64_t begin_ = 0;          // of the segment, in a Run
+  std::vector<std::string> given_;  // the inputs that have no dimension of tokens
+  TensorView final_memories_;       // of a Run; empty where the caller does not want them
+  int64_t begin_ = 0;               // of the segment, in a Run
 };
 
 }  // namespace tfb::transformer_xl

@@ -5,8 +5,10 @@
 #include <utility>
 
 #include "core/random.h"
+#include "core/status.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
+#include "harness/continuation.h"
 
 namespace tfb::transformer_xl {
 
@@ -60,63 +62,64 @@ StackOutcome EvaluateStack(const Technique& technique, const Problem& problem,
 
 namespace {
 
-// The outputs of a layer, and of its definition, of parts of x.
-struct Parts {
-  const Technique& technique;
-  Problem problem;
-  Options options;
-  Device device;
-  NamedTensors parameters;
-  Tensor x;
-
-  StackOutcome Of(int64_t begin, int64_t end, const StackOutcome* before) const {
-    Problem part = problem;
-    part.query_tokens = part.kv_tokens = end - begin;
-    Options own = options;
-    Inputs inputs = {{"x", Slice(x.view(), 1, begin, end - begin)}}, of_definition = inputs;
-    if (before != nullptr) {
-      const Tensor& memories = before->computed.at("memories");
-      own["given_memory"] = std::to_string(memories.dim(2));
-      inputs.Set("memories", memories.view());
-      of_definition.Set("memories", before->defined.at("memories").view());
-    }
-    const RunRequest request = {own, device, /*seed=*/1, &parameters, /*threads=*/1};
-    auto computed = RunTechnique(technique, part, inputs, request);
-    auto defined = DefineTechnique(technique, part, of_definition, request, {});
-    EXPECT_TRUE(computed.ok()) << computed.status();
-    EXPECT_TRUE(defined.ok()) << defined.status();
-    return {*std::move(computed), *std::move(defined)};
-  }
-};
+// Returns the outputs of two runs, or of their definitions, of which the second goes on where the first
+// ended.
+absl::StatusOr<NamedTensors> OutputsOfTwo(const CutSequence& cut, const Inputs& inputs,
+                                          RunRequest request, bool is_defined) {
+  const auto evaluate = [&](bool is_second, const Inputs& of_part) {
+    return is_defined ? DefineTechnique(*cut.technique, cut.Part(is_second), of_part, request, {})
+                      : RunTechnique(*cut.technique, cut.Part(is_second), of_part, request);
+  };
+  TFB_ASSIGN_OR_RETURN(const Inputs of_first, cut.FirstInputs(inputs));
+  TFB_ASSIGN_OR_RETURN(const NamedTensors first, evaluate(false, of_first));
+  TFB_ASSIGN_OR_RETURN(request.options, cut.SecondOptions());
+  TFB_ASSIGN_OR_RETURN(const Inputs of_second, cut.SecondInputs(inputs, first));
+  TFB_ASSIGN_OR_RETURN(const NamedTensors second, evaluate(true, of_second));
+  return cut.Joined(first, second);
+}
 
 }  // namespace
 
+StackOutcome EvaluateInTwoRuns(const Technique& technique, const Problem& problem,
+                               const Options& options, const NamedTensors& parameters,
+                               const Inputs& inputs, int64_t first, Device device) {
+  const CutSequence cut = {&technique, problem, options, first};
+  const RunRequest request = {options, device, /*seed=*/1, &parameters, /*threads=*/1};
+  auto computed = OutputsOfTwo(cut, inputs, request, /*is_defined=*/false);
+  auto defined = OutputsOfTwo(cut, inputs, request, /*is_defined=*/true);
+  EXPECT_TRUE(computed.ok()) << computed.status();
+  EXPECT_TRUE(defined.ok()) << defined.status();
+  return {*std::move(computed), *std::move(defined)};
+}
+
 void ExpectTwoRunsAreOne(const Technique& technique, const Problem& problem, const Options& options,
                          int64_t first, Device device) {
-  const Parts parts = {technique,
-                       problem,
-                       options,
-                       device,
-                       PerturbedParameters(technique, problem, options),
-                       RandomHidden(problem)};
-  const int64_t tokens = problem.query_tokens, layers = std::stoll(options.at("layers"));
-  const StackOutcome whole = parts.Of(0, tokens, nullptr);
-  const StackOutcome before = parts.Of(0, first, nullptr);
-  const StackOutcome after = parts.Of(first, tokens, &before);
-  for (const char* name : {"out", "context", "exits", "exit_probabilities", "memories"}) {
-    if (whole.defined.count(name) == 0) continue;
-    const bool of_tokens = std::string(name) != "memories";
-    const auto of_second = [&](const NamedTensors& outputs) -> ConstTensorView {
-      const ConstTensorView view = outputs.at(name).view();
-      return of_tokens ? Slice(view, 1, first, tokens - first) : view;
-    };
-    const ConstTensorView expected = of_second(whole.defined);
-    const double bound =
-        StackBound(expected, layers) +
-        (problem.dtype == DType::kF32 ? 0 : 5 * UnitRoundoff(problem.dtype) * MaxAbs(expected));
-    EXPECT_LE(MaxDifference(after.defined.at(name).view(), expected), 1e-12) << name;
-    EXPECT_LE(MaxDifference(of_second(whole.computed), expected), bound) << name;
-    EXPECT_LE(MaxDifference(after.computed.at(name).view(), expected), bound) << name;
+  const NamedTensors parameters = PerturbedParameters(technique, problem, options);
+  NamedTensors drawn = RandomInputs(technique.InputSpecs(problem, options).value(), 3);
+  drawn["x"] = RandomHidden(problem);
+  const Inputs inputs = ViewsOf(drawn);
+  const RunRequest request = {options, device, /*seed=*/1, &parameters, /*threads=*/1};
+  const auto computed = RunTechnique(technique, problem, inputs, request);
+  const auto defined = DefineTechnique(technique, problem, inputs, request, {});
+  ASSERT_TRUE(computed.ok()) << computed.status();
+  ASSERT_TRUE(defined.ok()) << defined.status();
+  const StackOutcome two =
+      EvaluateInTwoRuns(technique, problem, options, parameters, inputs, first, device);
+  const int64_t layers = std::stoll(technique.Canonical(options)->at("layers"));
+  for (const auto& [name, of_two] : two.computed) {
+    const ConstTensorView expected = defined->at(name).view();
+    EXPECT_LE(MaxDifference(two.defined.at(name).view(), expected), 1e-12) << name;
+    double bound = 0;  // of integers
+    if (IsFloating(of_two.dtype())) {
+      const auto scale = defined->find(name + ".scale");  // see Technique::Define
+      const bool is_larger =
+          scale != defined->end() && MaxAbs(scale->second.view()) > MaxAbs(expected);
+      const ConstTensorView size = is_larger ? scale->second.view() : expected;
+      bound = StackBound(size, layers);
+      if (problem.dtype != DType::kF32) bound += 5 * UnitRoundoff(problem.dtype) * MaxAbs(size);
+    }
+    EXPECT_LE(MaxDifference(computed->at(name).view(), expected), bound) << name;
+    EXPECT_LE(MaxDifference(of_two.view(), expected), bound) << name;
   }
 }
 

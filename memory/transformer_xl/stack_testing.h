@@ -35,10 +35,15 @@ StackOutcome EvaluateStack(const Technique& technique, const Problem& problem,
                            const Options& options, const NamedTensors& parameters, const Tensor& x,
                            Device device = Device::kCpu, int threads = 1);
 
-// Expects a run of all tokens to equal two runs, of the first `first` tokens and of the others, which
-// is given the memories that the first leaves: the definitions up to rounding in float64, the layers
-// within StackBound of them, and in 16 bits 5 roundings more. So are the memories that the two leave.
-// Exits, where the technique has them, are the same: they are integers.
+// Returns the outputs of two runs and of their definitions, of the first `first` tokens and of the
+// others, which is given what the first hands over (harness/continuation.h); joined, they are as those
+// of one run.
+StackOutcome EvaluateInTwoRuns(const Technique& technique, const Problem& problem,
+                               const Options& options, const NamedTensors& parameters,
+                               const Inputs& inputs, int64_t first, Device device = Device::kCpu);
+
+// Expects the outputs of two such runs to equal those of one: the definitions up to rounding in
+// float64, the layers within StackBound of them, and in 16 bits 5 roundings more.
 void ExpectTwoRunsAreOne(const Technique& technique, const Problem& problem, const Options& options,
                          int64_t first, Device device = Device::kCpu);
 
