@@ -81,12 +81,38 @@ std::vector<TensorSpec> RetrievedOutput(const Problem& problem, const Memorizing
            true}};
 }
 
-std::vector<TensorSpec> OutputsOf(const Problem& problem, const MemorizingOptions& options) {
-  std::vector<TensorSpec> outputs = transformer_xl::SegmentedOutputs(problem);
-  for (TensorSpec& spec : RetrievedOutput(problem, options, problem.query_tokens)) {
-    outputs.push_back(std::move(spec));
+constexpr char kStoreKeys[] = "store_keys";
+constexpr char kStoreValues[] = "store_values";
+
+// Returns the specs of what the store keeps of so many tokens.
+std::vector<TensorSpec> StoreSpecs(const Problem& problem, const MemorizingOptions& options,
+                                   int64_t tokens, bool optional) {
+  const int64_t heads = options.one_key_value_head ? 1 : problem.query_heads;
+  const Shape shape = {problem.batch, heads, options.kept(tokens), problem.head_dim};
+  if (shape[2] == 0) return {};
+  return {{kStoreKeys, shape, problem.dtype, optional},
+          {kStoreValues, shape, problem.dtype, optional}};
+}
+
+std::vector<TensorSpec> Joined(std::vector<TensorSpec> specs,
+                               const std::vector<std::vector<TensorSpec>>& more) {
+  for (const std::vector<TensorSpec>& each : more) {
+    specs.insert(specs.end(), each.begin(), each.end());
   }
-  return outputs;
+  return specs;
+}
+
+std::vector<TensorSpec> OutputsOf(const Problem& problem, const MemorizingOptions& options) {
+  return Joined(
+      transformer_xl::SegmentedOutputs(problem),
+      {transformer_xl::FinalMemories(problem, options),
+       StoreSpecs(problem, options, options.given_store + problem.query_tokens, /*optional=*/true),
+       RetrievedOutput(problem, options, problem.query_tokens)});
+}
+
+std::vector<TensorSpec> GivenInputs(const Problem& problem, const MemorizingOptions& options) {
+  return Joined(transformer_xl::GivenMemories(problem, options),
+                {StoreSpecs(problem, options, options.given_store, /*optional=*/false)});
 }
 
 // ---- The layer ----
@@ -111,7 +137,8 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
   Cost cost() const override {
     double pairs = 0;
     for (int64_t begin = 0; begin < problem().query_tokens; begin += max_segment_tokens()) {
-      const int64_t stored = std::clamp<int64_t>(begin - options_.lag(), 0, options_.store);
+      const int64_t stored =
+          std::clamp<int64_t>(options_.given_store + begin - options_.lag(), 0, options_.store);
       const int64_t tokens = std::min(max_segment_tokens(), problem().query_tokens - begin);
       pairs += static_cast<double>(tokens * (stored + std::min(stored, options_.retrieved())));
       if (options_.null_key && options_.store > 0) pairs += static_cast<double>(2 * tokens);
@@ -162,6 +189,20 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
     return transformer_xl::RelativeStackLayer::DoSetup(inputs, execution);
   }
 
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override {
+    TFB_RETURN_IF_ERROR(transformer_xl::RelativeStackLayer::DoRun(inputs, outputs, execution));
+    return store_.CopyTo(outputs.Get(kStoreKeys), outputs.Get(kStoreValues), execution);
+  }
+
+  bool normalizes_memory() const override { return options_.pre_norm; }
+
+  absl::Status RecallMore(const Inputs& inputs, const Execution& execution) override {
+    const ConstTensorView keys = inputs.Get(kStoreKeys);
+    if (keys.empty()) return absl::OkStatus();
+    return store_.Recall(options_.given_store, keys, inputs.Get(kStoreValues), execution);
+  }
+
   void SetOutputs(const Outputs& outputs, int64_t begin) override {
     retrieved_ = outputs.Get("retrieved");
     first_retrieved_ = begin;
@@ -191,9 +232,9 @@ class MemorizingLayer : public transformer_xl::RelativeStackLayer {
 
  private:
   MemorizingLayer(const Problem& problem, const MemorizingOptions& options, Device device)
-      : transformer_xl::RelativeStackLayer(problem, OutputsOf(problem, options),
-                                           transformer_xl::ShapeOf(problem, options), device,
-                                           RetrievedOutput(problem, options, kSegmentTokens)),
+      : transformer_xl::RelativeStackLayer(
+            problem, OutputsOf(problem, options), transformer_xl::ShapeOf(problem, options), device,
+            RetrievedOutput(problem, options, kSegmentTokens), GivenInputs(problem, options)),
         options_(options) {}
 
   // Returns the log-sum-exps of the layer's own scores, f32 [batch, heads, tokens]; empty where
@@ -250,6 +291,11 @@ std::vector<TensorSpec> Memorizing::WrittenTensors(const Problem& problem,
   return OutputsOf(problem, options);
 }
 
+std::vector<TensorSpec> Memorizing::ReadTensors(const Problem& problem,
+                                                const MemorizingOptions& options) const {
+  return Joined(HiddenInputs(problem), {GivenInputs(problem, options)});
+}
+
 absl::StatusOr<std::unique_ptr<Layer>> Memorizing::MakeLayer(const Problem& problem,
                                                              const MemorizingOptions& options,
                                                              Device device, uint64_t seed) const {
@@ -263,16 +309,17 @@ absl::Status Memorizing::Definition(const Problem& problem, const MemorizingOpti
   const transformer_xl::StackSizes sizes = transformer_xl::ShapeOf(problem, options).sizes;
   TFB_RETURN_IF_ERROR(CheckProblem(problem, options));
   TFB_RETURN_IF_ERROR(transformer_xl::CheckParameters(ParametersOf(sizes, options), parameters));
-  *outputs = DefineMemorizing(problem, options, sizes, parameters, inputs.Get("x"), request);
+  *outputs = DefineMemorizing(problem, options, sizes, parameters, inputs, request);
   return absl::OkStatus();
 }
 
 absl::StatusOr<TechniqueSpec> Memorizing::Counterpart(const Problem& problem,
                                                       const Options& options) const {
   TFB_ASSIGN_OR_RETURN(Options whole_past, Canonical(options));
-  const std::string tokens = absl::StrCat(std::max<int64_t>(problem.query_tokens, 1));
-  whole_past["memory"] = tokens;
-  whole_past["segment"] = tokens;
+  TFB_ASSIGN_OR_RETURN(const auto parsed, ParseOptions<MemorizingOptions>(options));
+  const int64_t tokens = std::max<int64_t>(problem.query_tokens, 1);
+  whole_past["memory"] = absl::StrCat(parsed.given_memory + tokens);
+  whole_past["segment"] = absl::StrCat(tokens);
   whole_past["same_length"] = "false";
   return TechniqueSpec{info().name, std::move(whole_past)};
 }

@@ -74,6 +74,7 @@ struct MemorizingOptions : transformer_xl::RelativeStackOptions {
   enum class Softmax { kSeparate, kJoint };
   static constexpr int64_t kMaxLayers = 32;
   static constexpr int64_t kMaxStore = int64_t{1} << 18;  // the paper's largest
+  static constexpr int64_t kMaxGiven = int64_t{1} << 40;
 
   bool pre_norm = false;
   int64_t memory_layer = -1;
@@ -84,6 +85,7 @@ struct MemorizingOptions : transformer_xl::RelativeStackOptions {
   Softmax softmax = Softmax::kSeparate;
   bool null_key = false;
   bool one_key_value_head = false;
+  int64_t given_store = 0;
 
   void Describe(OptionBinder& bind) {
     DescribeStack(bind, kMaxLayers);
@@ -106,12 +108,21 @@ struct MemorizingOptions : transformer_xl::RelativeStackOptions {
     bind.Bool("null_key", &null_key, "queries also retrieve a learned key and value");
     bind.Bool("one_key_value_head", &one_key_value_head,
               "all heads of the layer with the store share one of keys and values");
+    DescribeGivenMemory(bind);
+    bind.Int("given_store", &given_store, 0, kMaxGiven,
+             "tokens of earlier runs, of which the inputs `store_keys` and `store_values` hold the "
+             "newest, as many as the store keeps; 0: there are none");
   }
 
   int64_t layer_with_store() const { return memory_layer >= 0 ? memory_layer : 3 * layers / 4; }
   int64_t retrieved() const { return k < store ? k : store; }
   int64_t lag() const { return beyond_memory ? memory : 0; }
   bool joins() const { return softmax == Softmax::kJoint; }
+  // Returns how many of so many tokens the store keeps, with those that it does not search.
+  int64_t kept(int64_t tokens) const {
+    const int64_t slots = store + lag();
+    return store == 0 ? 0 : tokens < slots ? tokens : slots;
+  }
 };
 
 // Memorizing is causal self-attention only: kv_tokens must equal query_tokens, kv_heads
@@ -125,9 +136,22 @@ struct MemorizingOptions : transformer_xl::RelativeStackOptions {
 //
 // It writes out and the optional context, as transformer_xl does, and, where there is a store, the
 // optional retrieved, i64 [batch, heads, query_tokens, min(k, store)]: the tokens that were read,
-// ascending, -1 behind the last.
+// ascending, -1 behind the last. A Run also writes, optionally,
 //
-// The counterpart is the same network with all of the past in its memory, and nothing in the store.
+//   memories                   [batch, layers, tokens, model_dim], as transformer_xl does
+//   store_keys, store_values   [batch, heads, S, head_dim]: unit(k) and v of the newest tokens, the
+//                              oldest first; S = min(given_store + query_tokens, slots), slots being
+//                              `store`, and `memory` more with beyond_memory; 1 for heads with
+//                              one_key_value_head
+//
+// The same tensors are inputs that hand the state of earlier runs over, whose last token precedes the
+// first one: with given_memory=N memories, as transformer_xl's; with given_store=N, all tokens of
+// earlier runs, store_keys and store_values of the newest min(N, slots). Tokens then see what they
+// would in one run over all, segments being counted from the first token of this one, and retrieved
+// counts tokens from the first of the N. A stream reads them with its first segment.
+//
+// The counterpart is the same network with all of the past in its memory, and no token of this run in
+// the store.
 class Memorizing : public TechniqueOf<MemorizingOptions> {
  public:
   Memorizing();
@@ -143,6 +167,8 @@ class Memorizing : public TechniqueOf<MemorizingOptions> {
                           const DefinitionRequest& request, NamedTensors* outputs) const override;
   std::vector<TensorSpec> WrittenTensors(const Problem& problem,
                                          const MemorizingOptions& options) const override;
+  std::vector<TensorSpec> ReadTensors(const Problem& problem,
+                                      const MemorizingOptions& options) const override;
 };
 
 }  // namespace tfb::memorizing

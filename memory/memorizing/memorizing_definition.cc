@@ -55,45 +55,116 @@ std::vector<Candidate> Best(std::vector<Candidate> candidates, int64_t count,
 
 class MemorizingDefinition {
  public:
-  // `computed` and `retrieved` are [batch, heads, tokens, k], the former empty where there is none.
+  // `retrieved` and those of `computed`, unless null, are [batch, heads, tokens, k].
   MemorizingDefinition(const transformer_xl::StackDefinition& stack,
-                       const MemorizingOptions& options, DType dtype,
-                       const ConstTensorView& computed, const TensorView& retrieved)
+                       const MemorizingOptions& options, DType dtype, const Inputs& inputs,
+                       const NamedTensors* computed, NamedTensors* outputs)
       : stack_(stack),
         options_(options),
         tolerance_(ScoreTolerance(dtype)),
-        computed_(computed),
-        retrieved_(retrieved) {}
-
-  // Returns the first key that token p sees in its own attention.
-  int64_t FirstSeen(int64_t p) const {
-    const int64_t from = options_.same_length ? p + 1 : BeginOfSegment(p);
-    return std::max<int64_t>(from - options_.memory, 0);
+        inputs_(inputs),
+        outputs_(outputs) {
+    if (options.store > 0) retrieved_ = outputs->at("retrieved").view();
+    if (computed != nullptr && computed->count("retrieved") > 0) {
+      computed_ = computed->at("retrieved").view();
+    }
   }
 
-  // Computes the attention of layer n, which has the store, in batch row b, with its W_o.
-  Rows Attention(int64_t n, int64_t b, const Rows& x) const {
+  // Returns the first key that token p sees in its own attention, counted from the first given one.
+  int64_t FirstSeen(int64_t p) const {
+    const int64_t from = options_.same_length ? p + 1 : BeginOfSegment(p);
+    return std::max<int64_t>(options_.given_memory + from - options_.memory, 0);
+  }
+
+  // Computes the attention of layer n, which has the store, in batch row b, with its W_o; `earlier`
+  // are the rows of the given memory.
+  Rows Attention(int64_t n, int64_t b, const Rows& x, const Rows& earlier) const {
     const int64_t e = stack_.sizes().head_dim, heads = stack_.sizes().heads;
-    const Rows q = stack_.Project(n, "w_q", x), k = ForHeads(stack_.Project(n, "w_k", x)),
-               v = ForHeads(stack_.Project(n, "w_v", x));
+    Rows list = earlier;
+    list.Append(x);
+    const Rows q = stack_.Project(n, "w_q", x), k = ForHeads(stack_.Project(n, "w_k", list)),
+               v = ForHeads(stack_.Project(n, "w_v", list));
     Rows own(x.rows(), heads);  // log-sum-exps of the layer's own scores
     Rows y =
         stack_.Context(n, q, {k, v, [this](int64_t p) { return FirstSeen(p); }}, nullptr, &own);
     for (int64_t h = 0; h < heads && options_.store > 0; ++h) {
       const Store store = StoreOf(n, h);
-      const Rows unit_q = UnitRows(q, h * e, e), unit_k = UnitRows(k, h * e, e);
+      const Rows unit_q = UnitRows(q, h * e, e);
+      const Stored stored =
+          StoredOf(b, h, k.Sub(earlier.rows(), x.rows()), v.Sub(earlier.rows(), x.rows()));
       ForEachOf(stack_.pool(), x.rows(), [&](int64_t p) {
-        const std::vector<Candidate> taken = Retrieve(unit_q[p], unit_k, p, ComputedAt(b, h, p));
+        const std::vector<Candidate> taken = Retrieve(unit_q[p], stored, p, ComputedAt(b, h, p));
         int64_t* tokens = retrieved_.MutableAt<int64_t>(b, h, p);
         std::fill_n(tokens, options_.retrieved(), -1);
         for (size_t i = 0; i < taken.size(); ++i) tokens[i] = taken[i].token;
-        Read(store, unit_q[p], taken, v, h * e, own[p][h], y[p] + h * e);
+        Read(store, unit_q[p], taken, stored, own[p][h], y[p] + h * e);
       });
+      if (h == 0 || !options_.one_key_value_head) Keep(n, b, h, stored);
     }
     return stack_.Project(n, "w_o", y);
   }
 
  private:
+  // One head's keys, of unit length, and values: given ones and all of this run. They are those of the
+  // tokens first, first + 1, ... .
+  struct Stored {
+    int64_t first;
+    Rows keys, values;
+    std::vector<double> lengths;  // of the keys before they were divided by them
+  };
+  Stored StoredOf(int64_t b, int64_t h, const Rows& k, const Rows& v) const {
+    const int64_t e = stack_.sizes().head_dim;
+    const int64_t of_head = options_.one_key_value_head ? 0 : h;
+    Rows keys = GivenRows("store_keys", b, of_head), values = GivenRows("store_values", b, of_head);
+    Stored stored = {options_.given_store - keys.rows(), Rows(0, e), Rows(0, e), {}};
+    keys.Append(Channels(k, h * e, e));
+    values.Append(Channels(v, h * e, e));
+    stored.keys = UnitRows(keys, 0, e);
+    stored.values = values;
+    for (int64_t t = 0; t < keys.rows(); ++t) {
+      stored.lengths.push_back(std::max(std::sqrt(Dot(keys[t], keys[t], e)), 1e-12));
+    }
+    return stored;
+  }
+  Rows GivenRows(const char* name, int64_t b, int64_t h) const {
+    const ConstTensorView given = inputs_.Get(name);
+    const int64_t e = stack_.sizes().head_dim;
+    Rows rows(given.empty() ? 0 : given.dim(2), e);
+    for (int64_t t = 0; t < rows.rows(); ++t) {
+      for (int64_t c = 0; c < e; ++c) rows[t][c] = given.Get(given.Offset(b, h, t, c));
+    }
+    return rows;
+  }
+  static Rows Channels(const Rows& x, int64_t first, int64_t count) {
+    Rows part(x.rows(), count);
+    for (int64_t t = 0; t < x.rows(); ++t) std::copy_n(x[t] + first, count, part[t]);
+    return part;
+  }
+
+  // Stores what layer n leaves in the store, and the units of errors: the input of layer n, from 0, has
+  // passed n layers, whose errors add in quadrature, and the bound of errors is that of one. A key's
+  // error, that of the largest, grows as its length is made 1.
+  void Keep(int64_t n, int64_t b, int64_t h, const Stored& stored) const {
+    const int64_t e = stack_.sizes().head_dim;
+    const auto found = outputs_->find("store_keys");
+    if (found == outputs_->end()) return;
+    const int64_t kept = found->second.dim(2), begin = stored.keys.rows() - kept;
+    const double layers = std::sqrt(static_cast<double>(n));
+    double largest = 0;
+    for (const double length : stored.lengths) largest = std::max(largest, length);
+    const auto row = [&](const char* name, int64_t t) {
+      return outputs_->at(name).view().MutableAt<double>(b, h, t);
+    };
+    for (int64_t t = 0; t < kept; ++t) {
+      std::copy_n(stored.keys[begin + t], e, row("store_keys", t));
+      std::copy_n(stored.values[begin + t], e, row("store_values", t));
+      std::fill_n(row("store_keys.scale", t), e, layers * largest / stored.lengths[begin + t]);
+      for (int64_t c = 0; c < e; ++c) {
+        row("store_values.scale", t)[c] = layers * std::abs(stored.values[begin + t][c]);
+      }
+    }
+  }
+
   // One head's parameters.
   struct Store {
     double gate = 0;
@@ -119,13 +190,13 @@ class MemorizingDefinition {
   // Sets y, the head's local result, to y_p: the scores of what is retrieved, one after the other,
   // and their values.
   void Read(const Store& store, const double* unit_q, const std::vector<Candidate>& taken,
-            const Rows& v, int64_t first, double own, double* y) const {
+            const Stored& stored, double own, double* y) const {
     const int64_t e = stack_.sizes().head_dim;
     std::vector<double> scores;
     std::vector<const double*> values;
     for (const Candidate& one : taken) {
       scores.push_back(store.scale * one.score);
-      values.push_back(v[one.token] + first);
+      values.push_back(stored.values[one.token - stored.first]);
     }
     if (!store.null_key.empty()) {
       scores.push_back(store.scale * Dot(unit_q, store.null_key.data(), e));
@@ -171,16 +242,17 @@ class MemorizingDefinition {
   }
 
   // Returns the best of all or of each bucket, ordered by their tokens.
-  std::vector<Candidate> Retrieve(const double* q, const Rows& keys, int64_t p,
+  std::vector<Candidate> Retrieve(const double* q, const Stored& stored, int64_t p,
                                   const std::vector<int64_t>& computed) const {
-    const int64_t end = std::max<int64_t>(BeginOfSegment(p) - options_.lag(), 0);
+    const int64_t before = options_.given_store + BeginOfSegment(p);
+    const int64_t end = std::max<int64_t>(before - options_.lag(), stored.first);
     const bool bucketed = options_.selection == MemorizingOptions::Selection::kBucketed;
     const int64_t k = options_.retrieved(), slots = options_.store + options_.lag();
     std::vector<std::vector<Candidate>> buckets(bucketed ? k : 1);
-    const int64_t begin = std::max<int64_t>(end - options_.store, 0);
+    const int64_t begin = std::max<int64_t>(end - options_.store, stored.first);
     const bool reads_all = options_.lag() == 0 && end - begin <= k;
     for (int64_t j = begin; j < end; ++j) {
-      const double score = Dot(q, keys[j], keys.channels());
+      const double score = Dot(q, stored.keys[j - stored.first], stored.keys.channels());
       if (std::isnan(score) && !reads_all) continue;
       buckets[bucketed ? j % slots % k : 0].push_back({j, score});
     }
@@ -204,38 +276,58 @@ class MemorizingDefinition {
   const transformer_xl::StackDefinition& stack_;
   const MemorizingOptions& options_;
   double tolerance_;
-  ConstTensorView computed_;
+  const Inputs& inputs_;
+  ConstTensorView computed_;  // empty where there is none
   TensorView retrieved_;
+  NamedTensors* outputs_;
 };
+
+// Adds the outputs, without values.
+void AddOutputs(const Problem& problem, const MemorizingOptions& options, const Shape& hidden,
+                NamedTensors* outputs) {
+  const auto add = [&](const std::string& name, const Shape& shape) {
+    if (shape[2] > 0) (*outputs)[name] = Tensor(DType::kF64, shape);
+  };
+  add("out", hidden);
+  add("context", hidden);
+  const int64_t memories = std::min(options.memory, options.given_memory + problem.query_tokens);
+  for (const char* name : {"memories", "memories.scale"}) {
+    add(name, {problem.batch, options.layers, memories, problem.model_dim()});
+  }
+  if (options.store == 0) return;
+  (*outputs)["retrieved"] = Tensor(
+      DType::kI64, {problem.batch, problem.query_heads, problem.query_tokens, options.retrieved()});
+  const int64_t heads = options.one_key_value_head ? 1 : problem.query_heads;
+  const int64_t kept =
+      std::min(options.store + options.lag(), options.given_store + problem.query_tokens);
+  for (const char* name :
+       {"store_keys", "store_keys.scale", "store_values", "store_values.scale"}) {
+    add(name, {problem.batch, heads, kept, problem.head_dim});
+  }
+}
 
 }  // namespace
 
 NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
                               const transformer_xl::StackSizes& sizes,
-                              const NamedTensors& parameters, const ConstTensorView& x,
+                              const NamedTensors& parameters, const Inputs& inputs,
                               const DefinitionRequest& request) {
-  const NamedTensors* computed = request.computed;
+  const ConstTensorView x = inputs.Get("x"), memories = inputs.Get("memories");
   NamedTensors outputs;
-  for (const char* name : {"out", "context"}) outputs[name] = Tensor(DType::kF64, x.shape());
-  ConstTensorView wanted;
-  TensorView retrieved;
-  if (options.store > 0) {
-    outputs["retrieved"] = Tensor(DType::kI64, {problem.batch, problem.query_heads,
-                                                problem.query_tokens, options.retrieved()});
-    retrieved = outputs["retrieved"].view();
-    if (computed != nullptr && computed->count("retrieved") > 0) {
-      wanted = computed->at("retrieved").view();
-    }
-  }
+  AddOutputs(problem, options, x.shape(), &outputs);
   const transformer_xl::StackDefinition stack(sizes, parameters, options.max_distance,
                                               request.pool);
-  const MemorizingDefinition definition(stack, options, problem.dtype, wanted, retrieved);
+  const MemorizingDefinition definition(stack, options, problem.dtype, inputs, request.computed,
+                                        &outputs);
   for (int64_t b = 0; b < problem.batch; ++b) {
-    const auto attention = [&](int64_t n, const Rows&, const Rows& input) {
-      if (n == options.layer_with_store()) {
-        return definition.Attention(n, b, input);
-      }
-      return stack.Attention(n, input, [&](int64_t p) { return definition.FirstSeen(p); });
+    const transformer_xl::SequenceMemories memory(memories, &outputs, b);
+    const auto attention = [&](int64_t n, const Rows& h, const Rows& input) {
+      memory.Keep(n, h);
+      Rows given = memory.Given(n, h.channels());
+      if (options.pre_norm) given = stack.AttentionNorm(n, given);
+      if (n == options.layer_with_store()) return definition.Attention(n, b, input, given);
+      return stack.Attention(
+          n, input, [&](int64_t p) { return definition.FirstSeen(p); }, given);
     };
     Rows context(0, problem.model_dim());
     const Rows out =

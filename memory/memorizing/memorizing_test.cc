@@ -626,7 +626,149 @@ TEST(Memorizing, WhatItCannotDoIsSaidInOneLine) {
             "query_heads, 4");
 }
 
+// ---- Memories and store of earlier runs ----
+
+TEST(Memorizing, TwoRunsWithMemoriesAndStoreHandedOverAreOne) {
+  for (const Options& more : std::vector<Options>{
+           {{"memory", "10"}, {"store", "200"}, {"k", "5"}},
+           {{"memory", "0"}, {"store", "200"}, {"k", "200"}, {"pre_norm", "true"}},
+           {{"memory", "20"}, {"store", "21"}, {"k", "6"}, {"same_length", "true"}},
+           {{"memory", "9"}, {"store", "12"}, {"k", "4"}, {"beyond_memory", "true"}},
+           // A bucket's tokens depend on how many tokens there have been.
+           {{"memory", "8"}, {"selection", "bucketed"}, {"store", "21"}, {"k", "5"}},
+           {{"memory", "11"},
+            {"selection", "bucketed"},
+            {"store", "10"},
+            {"k", "3"},
+            {"beyond_memory", "true"},
+            {"softmax", "joint"},
+            {"null_key", "true"},
+            {"one_key_value_head", "true"}},
+           {{"memory", "8"}, {"store", "30"}, {"layers", "3"}, {"memory_layer", "0"}},
+           {{"memory", "8"}, {"store", "0"}, {"given_store", "5"}},
+           // The first of the two begins with what still earlier runs left.
+           {{"memory", "9"}, {"store", "20"}, {"given_memory", "5"}, {"given_store", "7"}},
+           {{"memory", "9"},
+            {"selection", "bucketed"},
+            {"store", "20"},
+            {"k", "3"},
+            {"given_store", "1000003"}}}) {
+    Options options = more;
+    options["segment"] = "8";
+    SCOPED_TRACE(ToString(options));
+    transformer_xl::ExpectTwoRunsAreOne(Memorizing(), CausalProblem(2, 2, 70, 8), options, 40);
+    transformer_xl::ExpectTwoRunsAreOne(Memorizing(), CausalProblem(1, 2, 19, 8), options, 8);
+  }
+}
+
+TEST(Memorizing, OnGpusAndInHalfPrecisionTooTwoRunsAreOne) {
+  Options options = {{"segment", "8"},      {"memory", "9"},
+                     {"store", "20"},       {"k", "4"},
+                     {"given_store", "31"}, {"given_memory", "4"},
+                     {"pre_norm", "true"},  {"one_key_value_head", "true"}};
+  for (const char* selection : {"exact", "bucketed"}) {
+    options["selection"] = selection;
+    transformer_xl::ExpectTwoRunsAreOne(Memorizing(), CausalProblem(2, 2, 43, 8), options, 24,
+                                        Device::kSimulator);
+  }
+  options["k"] = "20";  // in 16 bits a choice may be another
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    transformer_xl::ExpectTwoRunsAreOne(Memorizing(), CausalProblem(1, 2, 43, 16, dtype), options,
+                                        24);
+  }
+}
+
+TEST(Memorizing, TheStoreLeavesUnitKeysAndValuesOfTheNewestTokens) {
+  // The layer reads x itself. Its keys and values are x W_k and x W_v.
+  const Problem problem = CausalProblem(1, 1, 10, 4);
+  const Options options = {{"layers", "1"}, {"segment", "4"}, {"memory", "2"}, {"store", "6"}};
+  const NamedTensors parameters = ParametersOf(Memorizing(), problem, options);
+  const Tensor x = RandomHidden(problem);
+  const NamedTensors outputs = Compute(Memorizing(), problem, options, parameters, x);
+  ASSERT_EQ(outputs.at("store_keys").shape(), (Shape{1, 1, 6, 4}));
+  ASSERT_EQ(outputs.at("memories").shape(), (Shape{1, 1, 2, 4}));
+  for (int64_t t = 0; t < 6; ++t) {
+    double k[4] = {}, v[4] = {}, square = 0;
+    for (int64_t c = 0; c < 4; ++c) {
+      for (int64_t i = 0; i < 4; ++i) {
+        k[c] +=
+            *x.view().At<float>(0, 4 + t, i) * *parameters.at("layer0.w_k").view().At<float>(i, c);
+        v[c] +=
+            *x.view().At<float>(0, 4 + t, i) * *parameters.at("layer0.w_v").view().At<float>(i, c);
+      }
+      square += k[c] * k[c];
+    }
+    for (int64_t c = 0; c < 4; ++c) {
+      EXPECT_NEAR(*outputs.at("store_keys").view().At<float>(0, 0, t, c), k[c] / std::sqrt(square),
+                  1e-6);
+      EXPECT_NEAR(*outputs.at("store_values").view().At<float>(0, 0, t, c), v[c], 1e-6);
+    }
+  }
+  const auto without = Memorizing().OutputSpecs(problem, {{"store", "0"}});
+  for (const TensorSpec& spec : *without) EXPECT_NE(spec.name, "store_keys");
+}
+
+TEST(Memorizing, AStreamReadsTheStoreWithItsFirstSegment) {
+  const Problem problem = CausalProblem(2, 2, 30, 8);
+  const Options options = {{"segment", "8"}, {"memory", "10"},       {"store", "12"},
+                           {"k", "4"},       {"given_memory", "10"}, {"given_store", "50"}};
+  const auto layer = Memorizing().Create(problem, options, Device::kCpu, 1).value();
+  auto& stream = dynamic_cast<StreamingLayer&>(*layer);
+  const NamedTensors inputs = RandomInputs(Memorizing().InputSpecs(problem, options).value(), 5);
+  ASSERT_EQ(inputs.at("store_keys").dim(2), 12);
+  const auto run = RunLayer(*layer, ViewsOf(inputs), 1);
+  ASSERT_TRUE(run.ok()) << run.status();
+  ThreadPool pool(1);
+  Tensor workspace(DType::kU8, {static_cast<int64_t>(layer->workspace_bytes(1))});
+  const Execution execution = {
+      &pool, absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes()), nullptr};
+  ASSERT_TRUE(stream.Reset().ok());
+  const ConstTensorView x = inputs.at("x").view();
+  Tensor out(DType::kF32, x.shape());
+  for (const int64_t begin : {0, 8, 16, 24}) {
+    const int64_t count = std::min<int64_t>(8, 30 - begin);
+    Inputs segment = {{"x", Slice(x, 1, begin, count)}};
+    const Outputs written = {{"out", Slice(out.view(), 1, begin, count)}};
+    for (const char* name : {"memories", "store_keys", "store_values"}) {
+      if (begin > 0) break;
+      EXPECT_EQ(stream.Append(segment, written, execution).message(),
+                "input " + std::string(name) + " is missing; the first segment has need of it");
+      segment.Set(name, inputs.at(name).view());
+    }
+    const absl::Status status = stream.Append(segment, written, execution);
+    ASSERT_TRUE(status.ok()) << status;
+  }
+  EXPECT_EQ(MaxDifference(out.view(), run->at("out").view()), 0);
+}
+
+TEST(Memorizing, RetrievedCountsTokensFromTheFirstOfEarlierRuns) {
+  const Problem problem = CausalProblem(1, 2, 4, 8);
+  const Options options = {
+      {"segment", "4"}, {"store", "3"}, {"k", "3"}, {"given_store", "1000"}, {"layers", "1"}};
+  const NamedTensors inputs = RandomInputs(Memorizing().InputSpecs(problem, options).value(), 5);
+  RunRequest request;
+  request.options = options;
+  const auto outputs = RunTechnique(Memorizing(), problem, ViewsOf(inputs), request);
+  ASSERT_TRUE(outputs.ok()) << outputs.status();
+  const ConstTensorView retrieved = outputs->at("retrieved").view();
+  for (int64_t i = 0; i < 3; ++i) EXPECT_EQ(*retrieved.At<int64_t>(0, 1, 2, i), 997 + i);
+}
+
 // ---- Golden files ----
+
+// Expects two runs to compute what a package did, which hands its memories from each segment to the
+// next.
+void ExpectGoldenInTwoRuns(const Problem& problem, const Options& options,
+                           const NamedTensors& parameters, const Tensor& x,
+                           const ConstTensorView& out, int64_t first) {
+  for (const Device device : kHostDevices) {
+    const transformer_xl::StackOutcome two = transformer_xl::EvaluateInTwoRuns(
+        Memorizing(), problem, options, parameters, {{"x", x.view()}}, first, device);
+    EXPECT_LE(MaxDifference(two.defined.at("out").view(), out), 1e-13);
+    EXPECT_LE(MaxDifference(two.computed.at("out").view(), out),
+              transformer_xl::StackBound(out, 2));
+  }
+}
 
 // One pre-norm layer whose feed-forward network gives 0.
 TEST(Memorizing, MemorizingTransformersPytorchJoinsScoresInTheSameWay) {
@@ -659,6 +801,7 @@ TEST(Memorizing, MemorizingTransformersPytorchJoinsScoresInTheSameWay) {
       const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
       EXPECT_LE(MaxDifference(computed.at("out").view(), out), transformer_xl::StackBound(out, 1));
     }
+    ExpectGoldenInTwoRuns(problem, options, parameters, x, out, 2 * number("segment_tokens"));
   }
 }
 
@@ -685,6 +828,7 @@ TEST(Memorizing, TheAuthorsStoreInTransformerXlComputesTheSame) {
     const NamedTensors computed = Compute(Memorizing(), problem, options, parameters, x, device);
     EXPECT_LE(MaxDifference(computed.at("out").view(), out), transformer_xl::StackBound(out, 2));
   }
+  ExpectGoldenInTwoRuns(problem, options, parameters, x, out, 3 * number("segment_tokens"));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "Eigen/Core"
 #include "core/cuda/runtime.h"
 #include "core/flash/rows.h"
+#include "core/layers/copy_rows.h"
 #include "core/status.h"
 #include "memory/memorizing/memorizing_cuda.h"
 
@@ -54,6 +55,15 @@ std::vector<float> UnitRows(const ConstTensorView& rows) {
     MakeLength(1, unit.data() + row * rows.dim(1), rows.dim(1));
   }
   return unit;
+}
+
+// Returns [batch, heads, tokens, head_dim] of one head.
+TensorView OfHead(const TensorView& view, int64_t h) {
+  TensorView head = Slice(view, 1, h, 1);
+  head.dims = {view.dim(0), view.dim(2), view.dim(3)};
+  head.strides = {view.stride(0), view.stride(2), view.stride(3)};
+  head.rank = 3;
+  return head;
 }
 
 }  // namespace
@@ -217,6 +227,30 @@ absl::Status MemoryStore::Append(const ConstTensorView& k, const ConstTensorView
   TFB_RETURN_IF_ERROR(CopyRows(v, skip, RowLength::kKept, Ring(values_), place, execution));
   tokens_ += k.dim(2);
   return absl::OkStatus();
+}
+
+absl::Status MemoryStore::Recall(int64_t tokens, const ConstTensorView& k, const ConstTensorView& v,
+                                 const Execution& execution) {
+  tokens_ = tokens - k.dim(2);
+  return Append(k, v, execution);
+}
+
+absl::Status MemoryStore::CopyTo(const TensorView& keys, const TensorView& values,
+                                 const Execution& execution) const {
+  if (rows() == 0) return absl::OkStatus();
+  const auto copy = [&](const TensorView& ring, const TensorView& to) -> absl::Status {
+    for (int64_t h = 0; h < problem_.kv_heads && !to.empty(); ++h) {
+      CopyRowsCall call;
+      call.from = OfHead(SplitAxis(ring, 0, problem_.batch), h);
+      call.from_first = oldest();
+      call.to = OfHead(to, h);
+      call.rows = to.dim(2);
+      TFB_RETURN_IF_ERROR(tfb::CopyRows(device_, call, execution));
+    }
+    return absl::OkStatus();
+  };
+  TFB_RETURN_IF_ERROR(copy(Ring(keys_), keys));
+  return copy(Ring(values_), values);
 }
 
 absl::Status MemoryStore::CopyRows(const ConstTensorView& from, int64_t skip, RowLength length,

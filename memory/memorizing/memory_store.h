@@ -74,6 +74,14 @@ class MemoryStore {
   absl::Status Append(const ConstTensorView& k, const ConstTensorView& v,
                       const Execution& execution);
 
+  // Sets the store to the state after so many tokens, of which k and v are the last.
+  absl::Status Recall(int64_t tokens, const ConstTensorView& k, const ConstTensorView& v,
+                      const Execution& execution);
+  // Copies what the store keeps, the oldest token first, to [batch, kv_heads, tokens, head_dim] of any
+  // floating dtype. Either may be empty.
+  absl::Status CopyTo(const TensorView& keys, const TensorView& values,
+                      const Execution& execution) const;
+
  private:
   MemoryStore(Device device, const Problem& problem, const StoreShape& shape)
       : device_(device), problem_(problem), shape_(shape), schedule_(shape.max_segment) {}
