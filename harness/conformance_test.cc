@@ -61,6 +61,10 @@ const Report& RightTechnique() {
   return report;
 }
 
+// The cases of techniques that hand over what they remember.
+const std::set<std::string>& kHandingOver = *new std::set<std::string>{
+    "ARunGoesOnWithWhatAnotherHandsOver", "WhatIsHandedOverIsEnoughUnderAnyOptions"};
+
 // Runs only the cases that are expected to fail, to save time. Returns the output.
 std::string ExpectFound(TinyFault fault, const std::string& device,
                         const std::vector<std::string>& cases) {
@@ -84,9 +88,26 @@ TEST(Conformance, ARightTechniquePassesEveryCase) {
 
 TEST(Conformance, ARightTechniqueIsNotSpared) {
   // The technique has parameters, streams, masks keys and reads q, k and v: no case has a reason to
-  // skip it.
+  // skip it, but those that are about what is handed over, which it is not.
   for (const std::string& name : RightTechnique().skipped) {
-    EXPECT_TRUE(name.empty()) << name << " was skipped";
+    EXPECT_TRUE(name.empty() || kHandingOver.count(name) > 0) << name << " was skipped";
+  }
+}
+
+TEST(Conformance, AStateThatIsNotWhollyHandedOverIsFound) {
+  const std::string filter =
+      absl::StrCat("'--gtest_filter=*.", absl::StrJoin(kHandingOver, "/*:*."), "/*'");
+  const Report right = Conform(absl::StrCat("--technique=tiny_state ", filter));
+  EXPECT_EQ(right.exit_code, 0) << right.output;
+  EXPECT_TRUE(right.skipped.empty()) << right.output;
+  for (const std::string& name : kHandingOver) {
+    EXPECT_TRUE(absl::StrContains(right.output, name)) << name << " did not run";
+  }
+  for (const char* fault : {"tiny_state_forgets", "tiny_state_is_stale"}) {
+    const Report report = Conform(absl::StrCat("--technique=", fault, " ", filter));
+    for (const std::string& name : kHandingOver) {
+      EXPECT_EQ(report.failed.count(name), 1u) << fault << " passed " << name;
+    }
   }
 }
 

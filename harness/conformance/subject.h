@@ -71,6 +71,7 @@ std::vector<Case> DeterminismCases();
 std::vector<Case> ContractCases();
 std::vector<Case> CostCases();
 std::vector<Case> StreamingCases();
+std::vector<Case> ContinuationCases();
 std::vector<Case> DeviceCases();
 
 // Returns "b2_h4over2_t130_d16_causal_bf16": the properties of the problem, for a test's name.

@@ -860,7 +860,7 @@ void ExpectGolden(const std::string& file) {
     SCOPED_TRACE(Name(device));
     const StackOutcome outcome =
         EvaluateStack(Compressive(), problem, options, parameters, x, device);
-    for (const char* output : {"out", "attention_loss"}) {
+    for (const char* output : {"out", "attention_loss", "memories", "compressed"}) {
       const ConstTensorView theirs = golden.tensors.at(output).view();
       EXPECT_LE(MaxDifference(outcome.defined.at(output).view(), theirs), 1e-13) << output;
       EXPECT_LE(MaxDifference(outcome.computed.at(output).view(), theirs), StackBound(theirs, 2))
@@ -870,7 +870,7 @@ void ExpectGolden(const std::string& file) {
     const int64_t first = 3 * number("segment_tokens");
     const StackOutcome two = EvaluateInTwoRuns(Compressive(), problem, options, parameters,
                                                {{"x", x.view()}}, first, device);
-    for (const char* output : {"out", "attention_loss"}) {
+    for (const char* output : {"out", "attention_loss", "memories", "compressed"}) {
       const ConstTensorView theirs = golden.tensors.at(output).view();
       EXPECT_LE(MaxDifference(two.defined.at(output).view(), theirs), 1e-13) << output;
       EXPECT_LE(MaxDifference(two.computed.at(output).view(), theirs), StackBound(theirs, 2))

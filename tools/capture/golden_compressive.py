@@ -116,6 +116,7 @@ def formula(t, setup):
     """Queues of rows, layer by layer."""
     h = t["x"]
     losses = np.zeros((BATCH, SEGMENTS, LAYERS))
+    queues = {"memories": [], "compressed": []}
     for n in range(LAYERS):
         p = {name.split(".", 1)[1]: a for name, a in t.items() if name.startswith(f"layer{n}.")}
 
@@ -154,12 +155,15 @@ def formula(t, setup):
             losses[:, s, n] = setup.loss(attend(q, project(old, "w_k"), project(old, "w_v"))
                                          - attend(q, project(new, "w_k"), project(new, "w_v")))
             compressed = np.concatenate([compressed, new], 1)[:, -setup.compressed:]
+        queues["memories"].append(memory)
+        queues["compressed"].append(compressed)
         g = h + merge_heads(np.concatenate(contexts, 2)) @ p["w_o"]
         g = g if setup.pre_norm else norm(g, "attention_norm")
         inner = (norm(g, "ff_norm") if setup.pre_norm else g) @ p["ff.w1"]
         h = g + np.maximum(inner + p["ff.b1"], 0) @ p["ff.w2"] + p["ff.b2"]
         h = h if setup.pre_norm else norm(h, "ff_norm")
-    return {"out": h, "attention_loss": losses}
+    return {"out": h, "attention_loss": losses,
+            **{name: np.stack(rows, 1) for name, rows in queues.items()}}
 
 
 def describe(setup):
@@ -174,7 +178,8 @@ def describe(setup):
         "formula": "keys and values from [compressed; memory; segment], scores as in "
                    "transformer_xl's files with distances of places in that list; the rows that "
                    "leave the memory become y_t = b + sum_i x_(c t + i) w_i; attention_loss "
-                   "measures what attention of content alone, before w_o, loses"}
+                   "measures what attention of content alone, before w_o, loses; memories and "
+                   "compressed are what the queues hold behind the last segment"}
 
 
 # ---- labml ----
@@ -200,8 +205,9 @@ def labml_case(setup):
             layer.self_attn.value.linear.bias.zero_()  # ours have no biases there
             layer.self_attn.output.bias.zero_()
             layer.compress.conv.weight.copy_(rounded(layer.compress.conv.weight))
-        out, losses = run_labml(package, model, setup, x)
-    tensors = {"x": f32(x), "out": f64(out), "attention_loss": f64(losses)}
+        out, losses, queues = run_labml(package, model, setup, x)
+    tensors = {"x": f32(x), "out": f64(out), "attention_loss": f64(losses),
+               **{name: f64(rows) for name, rows in queues.items()}}
     tensors.update({name: f32(p)
                     for name, p in parameters_of(model, by_distance, u, v).items()})
     return tensors, {
@@ -234,7 +240,9 @@ def run_labml(package, model, setup, x):
                 mean = loss.calc_loss(model.layers[n], inputs[n][:, b:b + 1], old[n][:, b:b + 1])
                 losses[b, s, n] = (mean if setup.mean_square else
                                    torch.sqrt(mean * setup.segment * WIDTH))
-    return torch.cat(outs, 1), losses
+    queues = {name: torch.stack([rows.transpose(0, 1) for rows in of_layers], 1)
+              for name, of_layers in (("memories", memories.mem), ("compressed", memories.c_mem))}
+    return torch.cat(outs, 1), losses, queues
 
 
 MADE_BY = "labml_nn.transformers.compressive.CompressiveTransformer"
@@ -278,6 +286,7 @@ def lucidrains_network():
     h = x = draw(BATCH, setup.tokens, WIDTH)
     table = draw(setup.distances, HEADS, HEAD_DIM, scale=0.7)
     losses = torch.zeros(BATCH, SEGMENTS, LAYERS, dtype=torch.float64)
+    queues = []
     parameters = {"u": torch.zeros(HEADS, HEAD_DIM), "v": torch.zeros(HEADS, HEAD_DIM)}
     with in_float64():
         for n in range(LAYERS):
@@ -291,12 +300,15 @@ def lucidrains_network():
                 norm.weight.data.copy_(rounded(1 + draw(WIDTH, scale=0.3)))
                 norm.bias.data.copy_(rounded(draw(WIDTH, scale=0.3)))
             attention.to_out.bias.data.zero_()  # ours has none
-            attended, losses[:, :, n] = run_lucidrains(attention, setup, h, table)
+            attended, losses[:, :, n], of_layer = run_lucidrains(attention, setup, h, table)
+            queues.append(of_layer)
             g = norms[0](h + attended)
             h = norms[1](g + feed_forward(g)).detach()
             own = lucidrains_parameters(attention, norms, feed_forward, table)
             parameters.update({f"layer{n}.{name}": p for name, p in own.items()})
-    tensors = {"x": f32(x), "out": f64(h), "attention_loss": f64(losses)}
+    memories, compressed = (torch.stack(rows, 1) for rows in zip(*queues))
+    tensors = {"x": f32(x), "out": f64(h), "attention_loss": f64(losses),
+               "memories": f64(memories), "compressed": f64(compressed)}
     tensors.update({name: f32(p) for name, p in parameters.items()})
     return tensors, {
         **describe(setup),
@@ -308,7 +320,7 @@ def lucidrains_network():
 def run_lucidrains(attention, setup, h, table):
     losses = torch.zeros(BATCH, SEGMENTS)
     pos_emb = table.flip(0).transpose(0, 1)
-    outs = []
+    outs, queues = [], []
     for b in range(BATCH):  # its loss is a mean over the batch
         memories = tuple(torch.zeros(1, rows, WIDTH) for rows in (setup.memory, setup.compressed))
         of_sequence = []
@@ -318,7 +330,8 @@ def run_lucidrains(attention, setup, h, table):
             of_sequence.append(out)
             losses[b, s] = loss.item()
         outs.append(torch.cat(of_sequence, 1))
-    return torch.cat(outs).detach(), losses
+        queues.append(memories)
+    return torch.cat(outs).detach(), losses, [torch.cat(rows).detach() for rows in zip(*queues)]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,132 @@
+// Techniques that hand over what they remember (harness/continuation.h): two runs, of which the second
+// is given the outputs of the first, are one run over the whole sequence.
+#include "harness/continuation.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <iostream>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "core/status.h"
+#include "gtest/gtest.h"
+#include "harness/conformance/drawn.h"
+#include "harness/conformance/subject.h"
+
+namespace tfb::conformance {
+namespace {
+
+bool HandsOver(const Subject& subject, const Problem& problem) {
+  const auto handed_over = HandedOverBy(*subject.technique, problem, subject.options);
+  EXPECT_TRUE(handed_over.ok()) << handed_over.status();
+  return handed_over.ok() && !handed_over->empty();
+}
+
+// Returns the tokens after which a sequence may be cut: those of one segment, and most of those of all
+// segments but the last. There are none where one segment has all tokens.
+std::set<int64_t> CutsOf(Layer& layer, int64_t tokens) {
+  auto* stream = dynamic_cast<StreamingLayer*>(&layer);
+  const int64_t split = stream == nullptr ? 0 : stream->split_tokens();
+  const int64_t step = split == 0 ? std::min<int64_t>(37, tokens - 1) : split;
+  if (step <= 0 || step >= tokens) return {};
+  return {step, (tokens - 1) / step * step};
+}
+
+// Runs one part with the whole's parameters. Returns nothing where it fails.
+NamedTensors RunPart(Trial* whole, const Problem& problem, const Options& options,
+                     const Inputs& inputs) {
+  Subject subject = whole->subject();
+  subject.options = options;
+  const auto part = Trial::Make(subject, problem);
+  if (part == nullptr) return {};
+  const absl::Status status = part->layer().SetParameters(whole->layer().parameters());
+  EXPECT_TRUE(status.ok()) << status;
+  for (const auto& [name, view] : inputs) {
+    Tensor& copy = part->inputs()[name] = Tensor(view.dtype, view.shape());
+    CopyElements(view, copy.view());
+  }
+  return part->Run();
+}
+
+// Returns the joined outputs of two runs, of which the second is given the first's.
+absl::StatusOr<NamedTensors> RunInTwo(Trial* whole, int64_t first) {
+  const CutSequence cut = {whole->subject().technique, whole->problem(), whole->subject().options,
+                           first};
+  const Inputs inputs = ViewsOf(whole->inputs());
+  TFB_ASSIGN_OR_RETURN(const Inputs of_first, cut.FirstInputs(inputs));
+  const NamedTensors before = RunPart(whole, cut.Part(false), cut.options, of_first);
+  TFB_ASSIGN_OR_RETURN(const Options options, cut.SecondOptions());
+  TFB_ASSIGN_OR_RETURN(const Inputs of_second, cut.SecondInputs(inputs, before));
+  const NamedTensors after = RunPart(whole, cut.Part(true), options, of_second);
+  return cut.Joined(before, after);
+}
+
+// Cuts the sequence at several places, and compares with the definition of the whole.
+void ExpectTwoRunsAreOne(Trial* whole, const Tolerance& tolerance) {
+  for (const int64_t first : CutsOf(whole->layer(), whole->problem().query_tokens)) {
+    SCOPED_TRACE(absl::StrCat("after ", first, " tokens"));
+    const auto joined = RunInTwo(whole, first);
+    ASSERT_TRUE(joined.ok()) << joined.status();
+    ASSERT_EQ(joined->count("out"), 1u);
+    whole->ExpectMatchesDefinition(*joined, tolerance);
+  }
+}
+
+void ARunGoesOnWithWhatAnotherHandsOver(const Subject& subject, const Problem& problem) {
+  if (!HandsOver(subject, problem)) return Skip("the technique hands nothing over");
+  const auto trial = Trial::Make(subject, problem);
+  if (trial == nullptr) return;
+  if (CutsOf(trial->layer(), problem.query_tokens).empty()) {
+    return Skip("one segment has all tokens");
+  }
+  ExpectTwoRunsAreOne(trial.get(), {});
+}
+
+// The same for problems and options that are drawn, what is given to the first run among them.
+void WhatIsHandedOverIsEnoughUnderAnyOptions(const Subject& subject, const Problem& problem) {
+  if (!HandsOver(subject, problem)) return Skip("the technique hands nothing over");
+  const bool simulated = subject.device != Device::kCpu;
+  const int64_t draws = FromEnvironment("TFB_PROPERTY_DRAWS", simulated ? 3 : 10);
+  const TechniqueInfo& info = subject.technique->info();
+  std::mt19937_64 random = RandomOf(info);
+  int64_t tried = 0;
+  for (int64_t attempt = 0; attempt < 100 * draws && tried < draws; ++attempt) {
+    Problem drawn_problem = ProblemAtRandom(simulated ? 40 : 100, &random);
+    // What is handed over is rounded to 16 bits once more.
+    drawn_problem.dtype = DType::kF32;
+    Subject drawn = subject;
+    drawn.options = OptionsAtRandom(info, drawn_problem.query_tokens, &random);
+    SCOPED_TRACE(absl::StrCat(LabelOf(drawn_problem), " ", ToString(drawn.options)));
+    const auto layer = drawn.technique->Create(drawn_problem, drawn.options, drawn.device, kSeed);
+    if (IsRefusal(layer.status())) continue;
+    ASSERT_TRUE(layer.ok()) << layer.status();
+    if (CutsOf(**layer, drawn_problem.query_tokens).empty()) continue;
+    const auto trial = Trial::Make(drawn, drawn_problem);
+    ASSERT_NE(trial, nullptr);
+    ExpectTwoRunsAreOne(trial.get(), Tolerance::Conditioned());
+    ++tried;
+  }
+  EXPECT_GT(tried, 0) << "no sequence could be cut";
+}
+
+}  // namespace
+
+std::vector<Case> ContinuationCases() {
+  Case drawn = {"WhatIsHandedOverIsEnoughUnderAnyOptions",
+                "",
+                {Usual(true)},
+                WhatIsHandedOverIsEnoughUnderAnyOptions};
+  drawn.default_options_only = true;
+  Case usual = {"ARunGoesOnWithWhatAnotherHandsOver",
+                "",
+                {Usual(true), Problem::SelfAttention(1, 2, 277, 8, true)},
+                ARunGoesOnWithWhatAnotherHandsOver};
+  usual.simulated_size = SimulatedSize::kAsItIs;
+  return {usual, drawn};
+}
+
+}  // namespace tfb::conformance
