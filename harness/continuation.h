@@ -25,8 +25,8 @@
 
 namespace tfb {
 
-// Returns the options of the technique that begin with given_, each with the names of the inputs that
-// it adds where a tensor is given, of which an output has the same name.
+// Returns the options of the technique that begin with given_, each with the names of the inputs
+// that it adds where a tensor is given, of which an output has the same name.
 absl::StatusOr<std::map<std::string, std::set<std::string>>> HandedOverBy(
     const Technique& technique, const Problem& problem, const Options& options);
 
@@ -42,14 +42,14 @@ struct CutSequence {
   // Returns the options of the second run, to which the first run's outputs are given. Returns
   // FailedPrecondition where no number of the options gives inputs of the outputs' shapes.
   absl::StatusOr<Options> SecondOptions() const;
-  // Returns the inputs of the second run: those of the sequence, which `inputs` are, from the cut on,
-  // and what the first run's `outputs` hand over.
+  // Returns the inputs of the second run: those of the sequence, which `inputs` are, from the cut
+  // on, and what the first run's `outputs` hand over.
   absl::StatusOr<Inputs> SecondInputs(const Inputs& inputs, const NamedTensors& outputs) const;
   // Returns the inputs of the first run.
   absl::StatusOr<Inputs> FirstInputs(const Inputs& inputs) const;
-  // Returns the outputs that a run over the whole sequence has: where the second run's have the shape
-  // of the whole's, these; else, along the dimension in which the shapes differ, those of both runs.
-  // Outputs whose shapes differ in several dimensions are left out.
+  // Returns the outputs that a run over the whole sequence has: where the second run's have the
+  // shape of the whole's, these; else, along the dimension in which the shapes differ, those of
+  // both runs. Outputs whose shapes differ in several dimensions are left out.
   absl::StatusOr<NamedTensors> Joined(const NamedTensors& first, const NamedTensors& second) const;
 };
 

@@ -1,10 +1,9 @@
-// Techniques that hand over what they remember (harness/continuation.h): two runs, of which the second
-// is given the outputs of the first, are one run over the whole sequence.
+// Techniques that hand over what they remember (harness/continuation.h): two runs, of which the
+// second is given the outputs of the first, are one run over the whole sequence.
 #include "harness/continuation.h"
 
 #include <algorithm>
 #include <cstdint>
-#include <iostream>
 #include <memory>
 #include <random>
 #include <set>
@@ -26,8 +25,8 @@ bool HandsOver(const Subject& subject, const Problem& problem) {
   return handed_over.ok() && !handed_over->empty();
 }
 
-// Returns the tokens after which a sequence may be cut: those of one segment, and most of those of all
-// segments but the last. There are none where one segment has all tokens.
+// Returns the tokens after which a sequence may be cut: those of one segment, and most of those of
+// all segments but the last. There are none where one segment has all tokens.
 std::set<int64_t> CutsOf(Layer& layer, int64_t tokens) {
   auto* stream = dynamic_cast<StreamingLayer*>(&layer);
   const int64_t split = stream == nullptr ? 0 : stream->split_tokens();

@@ -299,8 +299,8 @@ class CompressiveLayer : public transformer_xl::SegmentedLayer {
     return queues_.Rows(last_token()) - queues_.MemoryRows(last_token());
   }
 
-  // Copies those of the rows before a Run's first token that are in the final queues: given ones, but
-  // for the memories, which the stack copies; or zeros.
+  // Copies those of the rows before a Run's first token that are in the final queues: given ones,
+  // but for the memories, which the stack copies; or zeros.
   absl::Status KeepEarlier(const Inputs& inputs, const Outputs& outputs,
                            const Execution& execution) const {
     const TensorView memories = outputs.Get(kMemories), compressed = outputs.Get(kCompressed);

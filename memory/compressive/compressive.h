@@ -158,16 +158,16 @@ struct CompressiveOptions {
 //                                       the rows compressed after a segment stay, counted from the
 //                                       oldest of them, ascending; -1 beyond the last
 //   memories [batch, layers, M, model_dim]      what the queues hold behind the last token, the
-//   compressed [batch, layers, C, model_dim]    oldest row first; before the rows of the memory those
-//                                               that wait to be compressed, fewer than c
+//   compressed [batch, layers, C, model_dim]    oldest row first; before the rows of the memory
+//                                               those that wait to be compressed, fewer than c
 //   waiting_use [batch, layers, M - `memory`]   with most_used, of the waiting rows: the attention
 //                                               that each received
 //
 // An output that has no rows is left out. The same tensors are inputs that hand the queues of an
-// earlier run over, whose last token precedes the first one: with given_memory=M `memories` and, if M
-// > `memory`, waiting_use; with given_compressed=C `compressed`. Tokens then see what they would in one
-// run over both, segments being counted from the first token of this one. A stream reads them with its
-// first segment. compressive-transformer-pytorch hands (mem, cmem) to the next call.
+// earlier run over, whose last token precedes the first one: with given_memory=M `memories` and, if
+// M > `memory`, waiting_use; with given_compressed=C `compressed`. Tokens then see what they would
+// in one run over both, segments being counted from the first token of this one. A stream reads
+// them with its first segment. compressive-transformer-pytorch hands (mem, cmem) to the next call.
 //
 // The parameters are transformer_xl's; with learned_positions layerN.relative_keys [distances, heads,
 // head_dim], N(0, 1/2), is in the place of layerN.w_r, and distances = compressed_memory + memory +
@@ -211,9 +211,9 @@ int64_t SegmentsOf(const Problem& problem, const CompressiveOptions& options);
 int64_t MaxBlocksOf(int64_t segment, const CompressiveOptions& options);
 
 // The definition of a stream that was cut in segments of these lengths: out and context, attention_loss
-// and autoencoding_loss [batch, segments, layers], kept with most_used, and what the queues hold at the
-// end, with the uses of waiting rows whatever the function, f64. Reads the inputs x and those that are
-// given, and `computed` and `pool` of the request.
+// and autoencoding_loss [batch, segments, layers], kept with most_used, and what the queues hold at
+// the end, with the uses of waiting rows whatever the function, f64. Reads the inputs x and those
+// that are given, and `computed` and `pool` of the request.
 absl::StatusOr<NamedTensors> DefineCompressive(const Problem& problem,
                                                const CompressiveOptions& options,
                                                const NamedTensors& parameters, const Inputs& inputs,

@@ -147,8 +147,8 @@ class CompressiveAttention {
   absl::Status Append(const Call& call, const Execution& execution);
 
   // Appends what a stream is given, before its first segment: the next tokens and compressed rows
-  // [batch, rows, model_dim], as many as a segment has at most; and the use of the tokens that wait,
-  // [batch, tokens, 1], which are the first. `norm`: see Call.
+  // [batch, rows, model_dim], as many as a segment has at most; and the use of the tokens that
+  // wait, [batch, tokens, 1], which are the first. `norm`: see Call.
   absl::Status RecallTokens(const LayerNorm* norm, const ConstTensorView& rows,
                             const Execution& execution);
   absl::Status RecallCompressed(const LayerNorm* norm, const ConstTensorView& rows,

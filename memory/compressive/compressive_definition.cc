@@ -288,9 +288,10 @@ std::vector<int64_t> KeptBy(const Tensor& kept, int64_t b, int64_t s, int64_t n)
   return rows;
 }
 
-// Stores what a layer leaves in its queues, and the units of errors. The input of layer n, from 0, has
-// passed n layers, whose errors add in quadrature, and a compression counts as one more; the bound of
-// errors is that of one. The error of an attention weight is up to 8 times that bound: see UseTolerance.
+// Stores what a layer leaves in its queues, and the units of errors. The input of layer n, from 0,
+// has passed n layers, whose errors add in quadrature, and a compression counts as one more; the
+// bound of errors is that of one. The error of an attention weight is up to 8 times that bound: see
+// UseTolerance.
 void StoreQueues(const Queues& queues, const Problem& problem, int64_t layers, int64_t b, int64_t n,
                  NamedTensors* outputs) {
   const auto store = [&](const std::string& name, const Rows& rows, Shape shape, double size) {

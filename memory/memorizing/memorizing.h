@@ -140,18 +140,18 @@ struct MemorizingOptions : transformer_xl::RelativeStackOptions {
 //
 //   memories                   [batch, layers, tokens, model_dim], as transformer_xl does
 //   store_keys, store_values   [batch, heads, S, head_dim]: unit(k) and v of the newest tokens, the
-//                              oldest first; S = min(given_store + query_tokens, slots), slots being
-//                              `store`, and `memory` more with beyond_memory; 1 for heads with
-//                              one_key_value_head
+//                              oldest first; S = min(given_store + query_tokens, slots), slots
+//                              being `store`, and `memory` more with beyond_memory; 1 for heads
+//                              with one_key_value_head
 //
-// The same tensors are inputs that hand the state of earlier runs over, whose last token precedes the
-// first one: with given_memory=N memories, as transformer_xl's; with given_store=N, all tokens of
-// earlier runs, store_keys and store_values of the newest min(N, slots). Tokens then see what they
-// would in one run over all, segments being counted from the first token of this one, and retrieved
-// counts tokens from the first of the N. A stream reads them with its first segment.
+// The same tensors are inputs that hand the state of earlier runs over, whose last token precedes
+// the first one: with given_memory=N memories, as transformer_xl's; with given_store=N, all tokens
+// of earlier runs, store_keys and store_values of the newest min(N, slots). Tokens then see what
+// they would in one run over all, segments being counted from the first token of this one, and
+// retrieved counts tokens from the first of the N. A stream reads them with its first segment.
 //
-// The counterpart is the same network with all of the past in its memory, and no token of this run in
-// the store.
+// The counterpart is the same network with all of the past in its memory, and no token of this run
+// in the store.
 class Memorizing : public TechniqueOf<MemorizingOptions> {
  public:
   Memorizing();

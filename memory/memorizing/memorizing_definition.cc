@@ -105,8 +105,8 @@ class MemorizingDefinition {
   }
 
  private:
-  // One head's keys, of unit length, and values: given ones and all of this run. They are those of the
-  // tokens first, first + 1, ... .
+  // One head's keys, of unit length, and values: given ones and all of this run. They are those of
+  // the tokens first, first + 1, ... .
   struct Stored {
     int64_t first;
     Rows keys, values;
@@ -141,9 +141,9 @@ class MemorizingDefinition {
     return part;
   }
 
-  // Stores what layer n leaves in the store, and the units of errors: the input of layer n, from 0, has
-  // passed n layers, whose errors add in quadrature, and the bound of errors is that of one. A key's
-  // error, that of the largest, grows as its length is made 1.
+  // Stores what layer n leaves in the store, and the units of errors: the input of layer n, from 0,
+  // has passed n layers, whose errors add in quadrature, and the bound of errors is that of one. A
+  // key's error, that of the largest, grows as its length is made 1.
   void Keep(int64_t n, int64_t b, int64_t h, const Stored& stored) const {
     const int64_t e = stack_.sizes().head_dim;
     const auto found = outputs_->find("store_keys");

@@ -9,9 +9,9 @@
 
 namespace tfb::memorizing {
 
-// Returns out, context, memories, and, where there is a store, retrieved, store_keys and store_values.
-// The parameters have been checked. Reads x and what is given of the inputs, and `computed` and `pool`
-// of the request.
+// Returns out, context, memories, and, where there is a store, retrieved, store_keys and
+// store_values. The parameters have been checked. Reads x and what is given of the inputs, and
+// `computed` and `pool` of the request.
 NamedTensors DefineMemorizing(const Problem& problem, const MemorizingOptions& options,
                               const transformer_xl::StackSizes& sizes,
                               const NamedTensors& parameters, const Inputs& inputs,

@@ -77,8 +77,8 @@ class MemoryStore {
   // Sets the store to the state after so many tokens, of which k and v are the last.
   absl::Status Recall(int64_t tokens, const ConstTensorView& k, const ConstTensorView& v,
                       const Execution& execution);
-  // Copies what the store keeps, the oldest token first, to [batch, kv_heads, tokens, head_dim] of any
-  // floating dtype. Either may be empty.
+  // Copies what the store keeps, the oldest token first, to [batch, kv_heads, tokens, head_dim] of
+  // any floating dtype. Either may be empty.
   absl::Status CopyTo(const TensorView& keys, const TensorView& values,
                       const Execution& execution) const;
 

@@ -64,7 +64,8 @@ class SegmentedLayer : public StreamingLayer {
                               const Execution& /*execution*/) {
     return absl::UnimplementedError("the layer reads no memories");
   }
-  // Makes the layers remember what a stream is given beside the memories. The inputs have been checked.
+  // Makes the layers remember what a stream is given beside the memories. The inputs have been
+  // checked.
   virtual absl::Status RecallMore(const Inputs& /*inputs*/, const Execution& /*execution*/) {
     return absl::OkStatus();
   }

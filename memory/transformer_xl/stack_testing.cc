@@ -62,8 +62,8 @@ StackOutcome EvaluateStack(const Technique& technique, const Problem& problem,
 
 namespace {
 
-// Returns the outputs of two runs, or of their definitions, of which the second goes on where the first
-// ended.
+// Returns the outputs of two runs, or of their definitions, of which the second goes on where the
+// first ended.
 absl::StatusOr<NamedTensors> OutputsOfTwo(const CutSequence& cut, const Inputs& inputs,
                                           RunRequest request, bool is_defined) {
   const auto evaluate = [&](bool is_second, const Inputs& of_part) {
