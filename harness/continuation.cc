@@ -121,15 +121,21 @@ absl::StatusOr<Inputs> CutSequence::FirstInputs(const Inputs& inputs) const {
 absl::StatusOr<Inputs> CutSequence::SecondInputs(const Inputs& inputs,
                                                  const NamedTensors& outputs) const {
   TFB_ASSIGN_OR_RETURN(const Options second, SecondOptions());
-  TFB_ASSIGN_OR_RETURN(std::vector<TensorSpec> specs, technique->InputSpecs(Part(true), second));
-  Inputs handed_over;
-  for (auto spec = specs.begin(); spec != specs.end();) {
-    const auto output = outputs.find(spec->name);
-    if (output != outputs.end()) handed_over.Set(spec->name, output->second.view());
-    spec = output != outputs.end() ? specs.erase(spec) : spec + 1;
+  Options given_nothing = second;
+  TFB_ASSIGN_OR_RETURN(const auto handed_over, HandedOverBy(*technique, whole, options));
+  for (const auto& each : handed_over) given_nothing[each.first] = "0";
+  TFB_ASSIGN_OR_RETURN(const auto specs, technique->InputSpecs(Part(true), second));
+  TFB_ASSIGN_OR_RETURN(const auto own, technique->InputSpecs(Part(true), given_nothing));
+  TFB_ASSIGN_OR_RETURN(Inputs all, Cut(own, inputs, first));
+  for (const TensorSpec& spec : specs) {
+    if (FindSpec(own, spec.name) != nullptr) continue;
+    const auto output = outputs.find(spec.name);
+    if (output == outputs.end()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("the first run has no output for the input ", spec.name));
+    }
+    all.Set(spec.name, output->second.view());
   }
-  TFB_ASSIGN_OR_RETURN(Inputs all, Cut(specs, inputs, first));
-  for (const auto& [name, view] : handed_over) all.Set(name, view);
   return all;
 }
 
