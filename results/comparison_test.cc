@@ -576,6 +576,29 @@ TEST(Compare, SetupsBelowAShareOfTheirRunsAreNotJudged) {
   EXPECT_EQ(CompareOrDie(base, now).Count(Verdict::kRegressed), 5);
 }
 
+TEST(Compare, ASetupThatIsNegligibleOnBothSidesIsNoFindingEvenWhereItVanishes) {
+  const auto setups_of_near = [](double before, double after, bool vanishes) {
+    ResultSet base = MakeSweep();
+    SetSetups(before, "near", &base);
+    ResultSet now = base;
+    SetSetups(after, "near", &now);
+    for (Case& result : *now.mutable_cases()) {
+      if (vanishes) result.mutable_outcome()->mutable_timing()->clear_setup_ns();
+    }
+    int count = 0;
+    for (const Finding& finding : CompareOrDie(base, now).findings) {
+      count += absl::StartsWith(finding.what, "setup time") &&
+               absl::StrContains(finding.subject, "near");
+    }
+    return count;
+  };
+  EXPECT_EQ(setups_of_near(0.01, 0.0499, false), 0);
+  EXPECT_EQ(setups_of_near(0.01, 0.01, true), 0);
+  EXPECT_EQ(setups_of_near(0.01, 0.06, false), 5);
+  EXPECT_EQ(setups_of_near(0.06, 0.01, false), 5);
+  EXPECT_EQ(setups_of_near(0.06, 0.01, true), 5);
+}
+
 // Returns the verdict that an interval alone leads to.
 Verdict VerdictOf(const RatioInterval& interval, double threshold) {
   if (interval.low > threshold) return Verdict::kRegressed;

@@ -147,7 +147,7 @@ struct Rounding {
 
 Rounding FindRounding(const std::vector<Entry>& entries) {
   constexpr double kWorthComparing = 1e-4;
-  constexpr double kGap = 10;  // between the two kinds
+  constexpr double kGap = 10;  // between the two kinds, so that the level lies there
   double lowest = std::numeric_limits<double>::infinity(), highest_below = 0;
   for (const Entry& entry : entries) {
     const double error = Middle(entry.errors).value_or(0);
@@ -158,7 +158,7 @@ Rounding FindRounding(const std::vector<Entry>& entries) {
     }
   }
   if (std::isfinite(lowest) && highest_below * kGap < lowest) {
-    return {kWorthComparing, std::max(lowest / 4, highest_below)};
+    return {kWorthComparing, lowest / 4};
   }
   // Everything to scale, apart from 0, which has no logarithm.
   for (const Entry& entry : entries) {

@@ -442,16 +442,16 @@ TEST(RooflineFigure, SaysWhereBytesAreUnknown) {
   EXPECT_TRUE(StrContains(figures[0].caption, "bytes are not known: sketch features=128"));
 }
 
-TEST(FrontierFigure, JoinsThoseThatNoOtherBeats) {
+// A technique's time relative to dense, and its error.
+struct FrontierSpec {
+  const char* name;
+  double ratio, error;
+};
+
+ResultSet MakeFrontier(const std::vector<FrontierSpec>& techniques) {
   ResultSet results;
   *results.add_environments() = MakeEnvironment();
-  // Time relative to dense and error; "slow" is beaten by "good" in both.
-  const struct {
-    const char* name;
-    double ratio, error;
-  } techniques[] = {
-      {"plain", 1, 2e-7}, {"good", 0.5, 0.1}, {"fast", 0.25, 0.4}, {"slow", 0.8, 0.3}};
-  for (const auto& technique : techniques) {
+  for (const FrontierSpec& technique : techniques) {
     CaseSpec spec;
     spec.technique = technique.name;
     spec.purpose = Case::PURPOSE_ACCURACY;
@@ -460,6 +460,13 @@ TEST(FrontierFigure, JoinsThoseThatNoOtherBeats) {
     result.mutable_outcome()->mutable_against_dense()->set_relative_frobenius(technique.error);
     *results.add_cases() = result;
   }
+  return results;
+}
+
+TEST(FrontierFigure, JoinsThoseThatNoOtherBeats) {
+  // "slow" is beaten by "good" in both.
+  const ResultSet results = MakeFrontier(
+      {{"plain", 1, 2e-7}, {"good", 0.5, 0.1}, {"fast", 0.25, 0.4}, {"slow", 0.8, 0.3}});
   const Analysis analysis(results);
   const std::vector<Figure> figures = FrontierFigures(analysis, nullptr);
   ASSERT_EQ(figures.size(), 1u);
@@ -470,10 +477,39 @@ TEST(FrontierFigure, JoinsThoseThatNoOtherBeats) {
   EXPECT_TRUE(FindCurve(plot, "slow")->hollow);
   EXPECT_NEAR(FindCurve(plot, "fast")->points[0].x, 0.25, 1e-9);
   EXPECT_NEAR(FindCurve(plot, "fast")->points[0].y, 0.4, 1e-9);
-  // Rounding is not to scale, and says so.
-  EXPECT_GT(FindCurve(plot, "plain")->points[0].y, 0.01);
-  EXPECT_TRUE(StrContains(plot.guides.back().label, "rounding"));
   EXPECT_TRUE(StrContains(FindCurve(plot, "plain")->description, "2e-7"));
+}
+
+TEST(FrontierFigure, ErrorsOfRoundingStandOnALineBelowTheOthersAndAreOtherwiseToScale) {
+  // The errors of dense attention and of the best other technique, where the former is drawn, and
+  // whether a line says that this is not to scale.
+  const struct {
+    double dense, other, drawn;
+    bool has_line;
+  } kRows[] = {
+      {2e-7, 0.1, 0.1 / 4, true}, {0, 0.1, 0.1 / 4, true}, {9.9e-5, 0.001, 0.001 / 4, true},
+      {5e-5, 4e-4, 5e-5, false},  // less than a factor of 10 apart
+      {2e-7, 3e-6, 2e-7, false},  // both are rounding
+      {0, 3e-6, 3e-6, false},     // 0 has no logarithm
+      {0.01, 0.2, 0.01, false},
+  };
+  for (const auto& row : kRows) {
+    const ResultSet results = MakeFrontier(
+        {{"plain", 1, row.dense}, {"good", 0.5, row.other}, {"fast", 0.25, 2 * row.other}});
+    const Analysis analysis(results);
+    const std::vector<Figure> figures = FrontierFigures(analysis, nullptr);
+    ASSERT_EQ(figures.size(), 1u);
+    const plot::Plot& plot = figures[0].panels[0];
+    EXPECT_DOUBLE_EQ(FindCurve(plot, "plain")->points[0].y, row.drawn);
+    EXPECT_DOUBLE_EQ(FindCurve(plot, "good")->points[0].y, row.other);
+    int lines = 0;
+    for (const plot::Guide& guide : plot.guides) {
+      if (!StrContains(guide.label, "rounding")) continue;
+      ++lines;
+      for (const plot::Point& point : guide.points) EXPECT_DOUBLE_EQ(point.y, row.drawn);
+    }
+    EXPECT_EQ(lines, row.has_line ? 1 : 0) << row.dense << ", " << row.other;
+  }
 }
 
 TEST(FrontierFigure, ShowsBitsPerByteOverTimeAndComputation) {

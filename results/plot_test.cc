@@ -221,6 +221,52 @@ TEST(PlaceLabels, LeavesNoLabelOnAnotherOrOnAPoint) {
   }
 }
 
+TEST(PlaceLabels, ALabelStandsToTheRightOfItsPointThenToTheLeftAboveAndBelow) {
+  // Two columns of 0.6 of the size, and lines of 1.1 of it: 12 by 11, with 7 to the point.
+  const std::vector<PointLabel> labels(4, {100, 50, "ab"});
+  Obstacles none;
+  const auto places = PlaceLabels(labels, {0, 0, 200, 100}, 10, &none);
+  const Box expected[] = {
+      {107, 44.5, 12, 11}, {81, 44.5, 12, 11}, {94, 32, 12, 11}, {94, 57, 12, 11}};
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_TRUE(places[i].has_value()) << i;
+    EXPECT_FALSE(places[i]->with_leader) << i;
+    EXPECT_NEAR(places[i]->box.x, expected[i].x, 1e-9) << i;
+    EXPECT_NEAR(places[i]->box.y, expected[i].y, 1e-9) << i;
+    EXPECT_NEAR(places[i]->box.width, expected[i].width, 1e-9) << i;
+    EXPECT_NEAR(places[i]->box.height, expected[i].height, 1e-9) << i;
+  }
+}
+
+// The middle of a label is a label's half further from the point than its nearest side, so that it
+// lies on an ellipse around the point.
+TEST(PlaceLabels, InEveryDirectionTheNearestSideHasTheDistanceOfItsStep) {
+  const PointLabel label{200, 150, "0.18", false, /*short_text=*/true};
+  Obstacles before;  // places that are taken, which lines to labels may cross
+  std::set<double> distances;
+  for (int i = 0; i < 40; ++i) {
+    Obstacles obstacles = before;
+    const auto place = PlaceLabels({label}, {0, 0, 400, 300}, 10, &obstacles)[0];
+    ASSERT_TRUE(place.has_value()) << i;
+    before.points.push_back(place->box);
+    const Box& box = place->box;
+    const double x = box.x + box.width / 2 - label.x, y = box.y + box.height / 2 - label.y;
+    double nearest = kInfinity, distance = 0;
+    for (double d = 7; d < 7 + 24 * 6; d += 6) {
+      const double off =
+          std::abs(std::hypot(x / (d + box.width / 2), y / (d + box.height / 2)) - 1);
+      if (off >= nearest) continue;
+      nearest = off;
+      distance = d;
+    }
+    EXPECT_NEAR(nearest, 0, 1e-12) << box.x << ", " << box.y;
+    EXPECT_EQ(place->with_leader, distance > 7);
+    distances.insert(distance);
+  }
+  EXPECT_GE(distances.size(), 3u);
+  EXPECT_EQ(distances.count(7), 1u);
+}
+
 TEST(Line, CrossesBoxesThatItEntersAndNoOthers) {
   const Box box{10, 10, 20, 10};
   EXPECT_TRUE((Line{0, 0, 40, 30}.Crosses(box)));

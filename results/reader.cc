@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -122,8 +121,7 @@ bool ParseQuietly(const std::string& bytes, ResultSet* results) {
 
 // Compares each byte with the one before it, at the speed of memory.
 bool AllZero(absl::string_view bytes) {
-  return bytes.empty() ||
-         (bytes[0] == 0 && memcmp(bytes.data(), bytes.data() + 1, bytes.size() - 1) == 0);
+  return bytes.empty() || (bytes[0] == 0 && bytes.substr(1) == bytes.substr(0, bytes.size() - 1));
 }
 
 uint32_t LittleEndian32(absl::string_view bytes) {

@@ -142,6 +142,35 @@ TEST(RenderTerminal, AFastestOfTooFewSamplesIsSaidToBeUnsure) {
   EXPECT_TRUE(absl::StrContains(text, "near window=256 seems faster than plain")) << text;
 }
 
+TEST(Render, TheFastestIsLookedForWithinThreeErrorsAndMayBeNone) {
+  // The error of the only technique that is faster, and how the recommendation begins.
+  const struct {
+    double error;
+    const char* sentence;
+  } kRows[] = {
+      {0.1, "With an error of at most 0.1 against dense the fastest technique is under the causal"},
+      {0.11,
+       "With an error of at most 0.3 against dense (with at most 0.1 none is surely faster "
+       "than plain) the fastest technique is under the causal mask near window=256: 5.8x"},
+      {0.3, "With an error of at most 0.3 against dense (with"},
+      {0.31, "With an error of at most 0.5 against dense (with at most 0.1 none"},
+      {0.5, "With an error of at most 0.5 against dense (with"},
+      {0.51,
+       "No technique with an error of at most 0.5 against dense is measurably faster than "
+       "plain at 4096 tokens (cpu, f32, errors on input real)."},
+      {kNan, "No technique with an error of at most 0.5 against dense is measurably faster"},
+  };
+  for (const auto& row : kRows) {
+    ResultSet sweep = MakeSweep();
+    for (Case& result : *sweep.mutable_cases()) {
+      if (result.key().technique() != "near" || !result.outcome().has_against_dense()) continue;
+      result.mutable_outcome()->mutable_against_dense()->set_relative_frobenius(row.error);
+    }
+    const std::string text = AsFormat(sweep, RenderFormat::kMarkdown);
+    EXPECT_TRUE(absl::StrContains(text, row.sentence)) << row.error << "\n" << text;
+  }
+}
+
 TEST(RenderTerminal, ZeroCasesSaySo) {
   EXPECT_EQ(AsTerminal(ResultSet()),
             "\nNo cases: the sweep was stopped before its first case ended, or its selection was "
@@ -842,6 +871,21 @@ TEST(RenderMarkdown, WritesTables) {
       "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |\n"
       "| plain | causal | exact | 2e-7 (<= 2e-6) | 2e-7 | 1.0 | 0 | 1.0 | ok |\n"))
       << text;
+}
+
+TEST(RenderMarkdown, RecallSaysOfHowManyKeysItIsWhereAllCasesAgree) {
+  const auto header_of = [](int k_of_plain, int k_of_near) {
+    ResultSet sweep = MakeSweep();
+    sweep.mutable_cases(0)->mutable_outcome()->set_recall_k(k_of_plain);
+    sweep.mutable_cases(1)->mutable_outcome()->set_recall_k(k_of_near);
+    const std::string text = AsFormat(sweep, RenderFormat::kMarkdown);
+    const size_t begin = text.find("| recall, ") + 2;
+    return text.substr(begin, text.find(" |", begin) - begin);
+  };
+  EXPECT_EQ(header_of(1, 1), "recall, top 1");
+  EXPECT_EQ(header_of(2, 2), "recall, top 2");
+  EXPECT_EQ(header_of(1, 2), "recall, top k");
+  EXPECT_EQ(header_of(0, 0), "recall, top k");  // a file that does not tell
 }
 
 TEST(RenderMarkdown, NothingOfAFileIsMarkup) {

@@ -197,7 +197,7 @@ std::vector<std::string> RecommendationSentences(const Analysis& analysis) {
   const std::optional<double> limit = FindFastest(&masks);
   if (limit.has_value()) return {FastestSentence(masks, *limit), CostSentence(masks)};
   return {absl::StrCat("No technique with an error of at most ",
-                       FormatBound(kErrorLimits[std::size(kErrorLimits) - 1]),
+                       FormatBound(*std::rbegin(kErrorLimits)),
                        " against dense is measurably faster than ", DenseName(masks.front()),
                        " at ", LengthText(masks.front()), ConditionsText(masks.front()), "."),
           absl::StrCat("At that length ", DenseName(masks.front()),

@@ -80,14 +80,15 @@ std::optional<MedianInterval> MedianOf(std::vector<double> samples) {
   interval.samples = n;
   interval.median =
       n % 2 == 1 ? samples[n / 2] : samples[n / 2 - 1] + (samples[n / 2] - samples[n / 2 - 1]) / 2;
-  // below: P(Bin(n, 1/2) < k). k = 1 is the whole range, whatever it covers.
+  // below: P(Bin(n, 1/2) < k), and next: the same of k + 1. k = 1 is the whole range, whatever it
+  // covers.
   int k = 1;
   double below = std::exp(LogBinomialHalf(n, 0));
-  while (2 * (k + 1) <= n) {
-    const double next = below + std::exp(LogBinomialHalf(n, k));
-    if (1 - 2 * next < 0.95) break;
-    below = next;
+  double next = below + std::exp(LogBinomialHalf(n, 1));
+  while (1 - 2 * next >= 0.95) {
     ++k;
+    below = next;
+    next += std::exp(LogBinomialHalf(n, k));
   }
   interval.low = samples[k - 1];
   interval.high = samples[n - k];
