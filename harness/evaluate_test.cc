@@ -265,7 +265,7 @@ TEST(Guards, MinusOneIsANumberThatWasWritten) {
 }
 
 TEST(Guards, ANanThatWasComputedCountsAsWritten) {
-  auto tensor = *GuardedTensor::Allocate(DType::kF32, {4});
+  auto tensor = *GuardedTensor::Allocate(DType::kF32, {4}, /*gaps=*/false);
   Fill(tensor.view(), std::nan(""));
   EXPECT_EQ(tensor.CountUnwritten(), 0);
 }

@@ -61,7 +61,7 @@ class GuardedMemory {
 class GuardedTensor {
  public:
   static absl::StatusOr<GuardedTensor> Allocate(DType dtype, absl::Span<const int64_t> shape,
-                                                bool gaps = false, Device device = Device::kCpu);
+                                                bool gaps, Device device = Device::kCpu);
 
   TensorView view() const { return view_; }
   TensorView device_view() const { return On(view_); }

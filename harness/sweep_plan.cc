@@ -257,16 +257,20 @@ Visit::Item SweepPlan::ItemFor(size_t index, bool repeats) const {
   const double share = IsAccuracy(cases_[index]) ? accuracy_share_ : scaling_share_;
   item.share_seconds = share * (repeats ? kRepetitionShare : 1);
   item.check_seconds = IsAccuracy(cases_[index]) ? 0 : scaling_share_;
-  const int of_round = (options_.repetitions + options_.rounds - 1) / options_.rounds;
-  item.repetitions = options_.time_budget > 0 ? std::min(of_round, kVisitRepetitions) : of_round;
-  const bool is_timed = !IsAccuracy(cases_[index]) || accuracy_alone_ || options_.time_budget <= 0;
-  if (!is_timed) item.repetitions = 1;
+  item.repetitions = SamplesOfVisit(index);
   // The samples of a visit that was stopped are not taken again.
   const State& state = states_[index];
   if (state.visits == 0 && state.last.has_value()) {
     item.repetitions = std::max(1, item.repetitions - state.last->samples);
   }
   return item;
+}
+
+int SweepPlan::SamplesOfVisit(size_t index) const {
+  const bool is_timed = !IsAccuracy(cases_[index]) || accuracy_alone_ || options_.time_budget <= 0;
+  if (!is_timed) return 1;
+  const int of_round = (options_.repetitions + options_.rounds - 1) / options_.rounds;
+  return options_.time_budget > 0 ? std::min(of_round, kVisitRepetitions) : of_round;
 }
 
 // Leaves out the tier, and all tiers of its kind beyond it.
@@ -381,7 +385,7 @@ void SweepPlan::Note(size_t index, const Visited& visited) {
 
 int SweepPlan::Resume(size_t index, const Visited& visited) {
   State& state = states_[index];
-  const int wanted = ItemFor(index, /*repeats=*/false).repetitions;
+  const int wanted = SamplesOfVisit(index);
   // Where time is short a visit may end with the fewest samples; repetitions can add more.
   const bool may_be_short = options_.time_budget > 0 && options_.rounds == 1;
   const int of_visit = may_be_short ? std::min(wanted, kFewestSamples) : wanted;

@@ -128,6 +128,8 @@ class SweepPlan {
   void LeaveOutRest(const std::string& reason);
   std::optional<Visit> NextRepetition(double elapsed_seconds);
   Visit::Item ItemFor(size_t index, bool repeats) const;
+  // Returns how many samples of a case a visit takes at most.
+  int SamplesOfVisit(size_t index) const;
   double Urgency(size_t index) const;
   double VisitSeconds(size_t index) const;
   double RepetitionSeconds(size_t index) const;

@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <sstream>
@@ -13,6 +14,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "core/safetensors.h"
 #include "gtest/gtest.h"
 
@@ -242,6 +244,54 @@ TEST(EvaluateProgram, PrintsATableThatIsTheSameEveryTime) {
     EXPECT_TRUE(absl::StrContains(first.text, part)) << part << " is not in\n" << first.text;
   }
   EXPECT_EQ(Evaluate("--asked=-2,-6 --threads=2").text, first.text);
+}
+
+TEST(EvaluateProgram, TellsWhatTheWalksOfTheDataAchieve) {
+  const auto model = WalkModel::Read(kModel);
+  ASSERT_TRUE(model.ok()) << model.status();
+  const WalkGraph& graph = (*model)->graph();
+  const int64_t goal = graph.goal;
+  int reached = 0, starts = 0, starts_reached = 0, shortest = 0;
+  double steps = 0, share = 0, mean = 0, best_sum = 0;
+  const std::vector<int64_t> distances = DistancesToGoal(graph);
+  for (int64_t start = 0; start < graph.nodes(); ++start) {
+    if (start == goal || distances[start] < 0) continue;
+    ++starts;
+    double walks = 0, ended = 0, all_steps = 0, best = static_cast<double>(graph.max_steps);
+    bool any = false;
+    for (const std::vector<int64_t>& walk : graph.walks) {
+      if (walk.front() != start) continue;
+      const double length = static_cast<double>(walk.size()) - 1;
+      ++walks;
+      all_steps += length;
+      if (walk.back() != goal) continue;
+      ++ended;
+      ++reached;
+      steps += length;
+      best = any ? std::min(best, length) : length;
+      any = true;
+    }
+    ASSERT_GT(walks, 0) << start;
+    share += ended / walks;
+    mean -= all_steps / walks;
+    best_sum -= best;
+    starts_reached += any ? 1 : 0;
+    shortest += best == static_cast<double>(distances[start]) ? 1 : 0;
+  }
+  EXPECT_GT(reached, 0);
+  EXPECT_LT(reached, static_cast<int>(graph.walks.size()));
+  const Ended ended = Evaluate("--asked=-4");
+  for (const std::string& part :
+       {absl::StrFormat("%d nodes, goal %d; learned from %d random walks of at most %d steps,\n"
+                        "of which %d reach the goal, in %.2f steps on average\n",
+                        graph.nodes(), goal, graph.walks.size(), graph.max_steps, reached,
+                        steps / reached),
+        absl::StrFormat("\nrandom walks of the data   %9.0f%% %12.2f\n", 100 * share / starts,
+                        mean / starts),
+        absl::StrFormat("\nthe best of them           %7d/%-2d %12.2f %9s %9d\n", starts_reached,
+                        starts, best_sum / starts, "", shortest)}) {
+    EXPECT_TRUE(absl::StrContains(ended.text, part)) << part << " is not in\n" << ended.text;
+  }
 }
 
 TEST(EvaluateProgram, PlansWithABeam) {
