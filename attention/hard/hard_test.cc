@@ -87,6 +87,38 @@ TEST(Hard, MasksComeBeforeTheChoiceAndARowWithoutKeysIsZero) {
   }
 }
 
+// Keys are packed for at most 32 MiB at a time, here four of nine key-value heads of 8 MiB.
+TEST(Hard, HeadsWhoseKeysAreMoreThanArePackedAtOnceAreTakenInTurn) {
+  Problem problem = Problem::SelfAttention(/*batch=*/3, /*heads=*/6, /*tokens=*/2, 64);
+  problem.kv_heads = 3;
+  problem.kv_tokens = 32768;
+  problem.value_dim = 1;
+  NamedTensors inputs;
+  inputs["q"] = Tensor(DType::kF32, {3, 6, 2, 64});
+  inputs["k"] = Tensor(DType::kF32, {3, 3, 32768, 64});
+  inputs["v"] = Tensor(DType::kF32, {3, 3, 32768, 1});
+  for (const char* name : {"k", "v"}) Fill(inputs[name].view(), 0);
+  Fill(inputs["q"].view(), 1);
+  // Each key-value head has one key whose score is above 0, at a place of its own.
+  const auto place = [](int64_t b, int64_t kv_head) { return 1 + 3571 * (3 * b + kv_head); };
+  for (int64_t b = 0; b < 3; ++b) {
+    for (int64_t g = 0; g < 3; ++g) {
+      *inputs["k"].view().MutableAt<float>(b, g, place(b, g)) = 1;
+      *inputs["v"].view().MutableAt<float>(b, g, place(b, g)) = static_cast<float>(3 * b + g + 1);
+    }
+  }
+  const NamedTensors outputs = RunOwn(problem, inputs);
+  for (int64_t b = 0; b < 3; ++b) {
+    for (int64_t h = 0; h < 6; ++h) {
+      for (int64_t i = 0; i < 2; ++i) {
+        EXPECT_EQ(*outputs.at("index").view().At<int32_t>(b, h, i), place(b, h / 2))
+            << b << ", " << h;
+        EXPECT_EQ(*outputs.at("out").view().At<float>(b, h, i), 3 * b + h / 2 + 1);
+      }
+    }
+  }
+}
+
 TEST(Hard, AScoreThatIsNoNumberIsNeverChosen) {
   const float infinity = std::numeric_limits<float>::infinity();
   for (const char* sample : {"none", "inverse_cdf", "gumbel"}) {

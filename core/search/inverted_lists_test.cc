@@ -195,11 +195,50 @@ TEST(InvertedLists, ReadsHalves) {
 
 TEST(InvertedLists, OptionsOutOfRangeAreErrors) {
   ThreadPool pool(1);
-  const Tensor keys(DType::kF32, {4, 2});
-  InvertedListsOptions options;
-  options.lists = 0;
-  EXPECT_EQ(std::string(InvertedLists::Build(keys.view(), options, &pool).status().message()),
+  const auto error = [&pool](const Shape& shape, int64_t InvertedListsOptions::*option,
+                             int64_t value) {
+    const Tensor keys(DType::kF32, shape);
+    InvertedListsOptions options;
+    options.*option = value;
+    return std::string(InvertedLists::Build(keys.view(), options, &pool).status().message());
+  };
+  EXPECT_EQ(error({4, 2}, &InvertedListsOptions::lists, 0),
             "inverted lists: lists is 0; allowed are 1 or more");
+  EXPECT_EQ(error({4, 2}, &InvertedListsOptions::iterations, -1),
+            "inverted lists: iterations is -1; allowed are 0 or more");
+  EXPECT_EQ(error({4, 2}, &InvertedListsOptions::sample_per_list, 0),
+            "inverted lists: sample_per_list is 0; allowed are 1 or more");
+  EXPECT_EQ(error({1, 4, 2}, &InvertedListsOptions::lists, 1),
+            "inverted lists: keys have shape [1, 4, 2]; expected are [entries, dim]");
+}
+
+TEST(InvertedLists, CallsThatAreWrongAreErrorsAndWriteNothing) {
+  ThreadPool pool(1);
+  const Tensor keys = Clustered(100, 2, 10, 0.1, "keys");
+  InvertedListsOptions options;
+  options.lists = 10;
+  const InvertedLists index = Build(keys, options);
+  const auto error = [&](const Shape& shape, int64_t probes) {
+    const Tensor queries = Clustered(3, 2, 3, 0.1, "queries");
+    const ConstTensorView view(queries.raw(), DType::kF32, shape);
+    std::vector<int32_t> slots(3, -7);
+    std::vector<float> scores(3, -7);
+    Tensor workspace(DType::kU8, {static_cast<int64_t>(index.WorkspaceBytes(3, 1, 10, 1))});
+    Execution execution;
+    execution.pool = &pool;
+    execution.workspace =
+        absl::MakeSpan(static_cast<std::byte*>(workspace.raw()), workspace.bytes());
+    const absl::Status status =
+        index.Search({view, /*k=*/1, probes, slots.data(), scores.data()}, execution);
+    EXPECT_EQ(slots == std::vector<int32_t>(3, -7), !status.ok());
+    EXPECT_EQ(scores == std::vector<float>(3, -7), !status.ok());
+    return std::string(status.message());
+  };
+  EXPECT_EQ(error({3, 2}, 1), "");
+  EXPECT_EQ(error({3, 2}, 0), "inverted lists: probes is 0; allowed are 1 or more");
+  EXPECT_EQ(error({3, 2}, -1), "inverted lists: probes is -1; allowed are 1 or more");
+  EXPECT_EQ(error({1, 3, 2}, 1),
+            "inverted lists: queries have shape [1, 3, 2]; expected are [queries, dim]");
 }
 
 }  // namespace

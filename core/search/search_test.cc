@@ -432,6 +432,22 @@ TEST_P(SearchTest, LongRingsAreSearchedPartByPart) {
   }
 }
 
+// A batch holds the maximum of each four of a part's scores where there are at least 16 entries for
+// each wanted hit, and where 32,768 of them are enough for that.
+TEST(SearchCpu, MaximaOfScoresHaveRoomWhereASearchUsesThem) {
+  for (const int64_t k : {1, 100, 512, 2048, 2049, 4000}) {
+    const auto bytes = [k](int64_t slots) {
+      return static_cast<int64_t>(
+          SearchWorkspaceBytes(Device::kCpu, {1, 1, /*queries=*/64, 8, slots, k}, /*threads=*/1));
+    };
+    const int64_t least = 16 * k, maxima = 64 * (least / 4) * 4;
+    EXPECT_EQ(bytes(least) - bytes(least - 1) >= maxima, k <= 2048) << k;
+    // Without them the workspace is that of the candidates, whose number the slots no longer limit.
+    EXPECT_EQ(bytes(least - 1), bytes(least / 2)) << k;
+    EXPECT_EQ(bytes(64 * k) == bytes(least - 1), k > 2048) << k;
+  }
+}
+
 TEST(SearchCpu, ThreadsChangeNoBit) {
   for (const int64_t queries : {1, 2, 3, 100, 300}) {
     Case c;

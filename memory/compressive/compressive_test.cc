@@ -516,36 +516,45 @@ TEST(Compressive, MostUsedKeepsTheTokensThatQueriesAttendTo) {
 }
 
 TEST(Compressive, TheDefinitionFollowsALayersChoiceOnlyWhereItIsAsGood) {
-  const Problem problem = CausalProblem(1, 1, 24, 4);
   const Options options = {{"function", "most_used"}, {"layers", "1"},
                            {"segment", "8"},          {"memory", "8"},
                            {"compression", "4"},      {"feed_forward_dim", "1"},
                            {"compressed_memory", "8"}};
-  const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
-  const Tensor x = RandomHidden(problem);
-  const auto define = [&](const NamedTensors* computed) {
-    NamedTensors outputs;
-    DefinitionRequest request;
-    request.computed = computed;
-    Inputs inputs;
-    inputs.Set("x", x.view());
-    EXPECT_TRUE(Compressive().Define(problem, options, parameters, inputs, request, &outputs).ok());
-    return outputs;
-  };
-  const NamedTensors own = define(nullptr);
-  const auto kept = own.at("kept").span<double>();
-  ASSERT_EQ(kept.size(), 6u);
-  // Any other pair of the eight rows is less used, by more than roundings.
-  for (int32_t a = 0; a < 8; ++a) {
-    for (int32_t b = 0; b < 9; ++b) {
-      NamedTensors computed;
-      Tensor& choice = computed["kept"] = Tensor(DType::kI32, own.at("kept").shape());
-      const double rows[] = {-1, -1, double(a), double(b), kept[4], kept[5]};
-      for (int64_t n = 0; n < 6; ++n) choice.view().Set(n, rows[n]);
-      const NamedTensors followed = define(&computed);
-      EXPECT_EQ(MaxDifference(followed.at("kept").view(), own.at("kept").view()), 0)
-          << a << ", " << b;
-      EXPECT_EQ(MaxDifference(followed.at("out").view(), own.at("out").view()), 0);
+  // The third of three segments has 8 tokens, and two of the waiting rows are kept, or 4 and one.
+  for (const int64_t tokens : {24, 20}) {
+    const Problem problem = CausalProblem(1, 1, tokens, 4);
+    const NamedTensors parameters = PerturbedParameters(Compressive(), problem, options);
+    const Tensor x = RandomHidden(problem);
+    const auto define = [&](const NamedTensors* computed) {
+      NamedTensors outputs;
+      DefinitionRequest request;
+      request.computed = computed;
+      Inputs inputs;
+      inputs.Set("x", x.view());
+      EXPECT_TRUE(
+          Compressive().Define(problem, options, parameters, inputs, request, &outputs).ok());
+      return outputs;
+    };
+    const NamedTensors own = define(nullptr);
+    const auto kept = own.at("kept").span<double>();
+    ASSERT_EQ(kept.size(), 6u);
+    EXPECT_EQ(kept[5] < 0, tokens == 20);
+    // Any other rows, of which none is number -1, are too few, too many, out of order or range, or
+    // less used by more than roundings.
+    for (const int64_t segment : {1, 2}) {
+      for (int32_t a = -1; a < 8; ++a) {
+        for (int32_t b = -1; b < 9; ++b) {
+          NamedTensors computed;
+          Tensor& choice = computed["kept"] = Tensor(DType::kI32, own.at("kept").shape());
+          for (int64_t n = 0; n < 6; ++n) choice.view().Set(n, kept[n]);
+          choice.view().Set(2 * segment, a);
+          choice.view().Set(2 * segment + 1, b);
+          const NamedTensors followed = define(&computed);
+          EXPECT_EQ(MaxDifference(followed.at("kept").view(), own.at("kept").view()), 0)
+              << tokens << " tokens, segment " << segment << ": " << a << ", " << b;
+          EXPECT_EQ(MaxDifference(followed.at("out").view(), own.at("out").view()), 0);
+        }
+      }
     }
   }
 }
