@@ -50,6 +50,15 @@ class SweepTest : public ::testing::Test {
 
   std::string Path(const std::string& name) const { return folder_ + "/" + name; }
 
+  // Returns the path of another build of the sweep, which is this one by another name.
+  std::string OtherBuild() const {
+    char folder[4096];
+    EXPECT_NE(getcwd(folder, sizeof(folder)), nullptr);
+    const std::string other = Path("other_sweep");
+    EXPECT_EQ(symlink(absl::StrCat(folder, "/harness/toy_sweep").c_str(), other.c_str()), 0);
+    return other;
+  }
+
   struct Finished {
     int exit_status = -1;  // 128 + signal where one ended it
     std::string out, err;
@@ -564,10 +573,7 @@ TEST_F(SweepTest, ShardsTogetherHaveTheCasesOfTheWholeAndEachItsCounterparts) {
 }
 
 TEST_F(SweepTest, TwoBuildsTakeTurnsAndAreCompared) {
-  const std::string other = absl::StrCat(Path("other_sweep"));
-  char folder[4096];
-  ASSERT_NE(getcwd(folder, sizeof(folder)), nullptr);
-  ASSERT_EQ(symlink(absl::StrCat(folder, "/harness/toy_sweep").c_str(), other.c_str()), 0);
+  const std::string other = OtherBuild();
   const Finished done =
       Run({"--techniques=toy_mean,toy_causal", "--lengths=8,16", "--repetitions=8", "--rounds=4",
            "--output=new.pb", absl::StrCat("--interleave_with=", other)});
@@ -593,6 +599,23 @@ TEST_F(SweepTest, TwoBuildsTakeTurnsAndAreCompared) {
             "sweep: --rounds: 9; allowed are 0 to --repetitions, which is 3\n");
 }
 
+TEST_F(SweepTest, WithoutRoundsABuildVisitsACaseOnceAndOneThatTakesTurnsFourTimesAtMost) {
+  const std::string other = OtherBuild();
+  const auto samples = [&](const std::string& repetitions, bool takes_turns) {
+    const std::string name = absl::StrCat(repetitions, takes_turns ? "_turns.pb" : ".pb");
+    std::vector<std::string> arguments = {"--techniques=toy_mean", "--lengths=8",
+                                          "--repetitions=" + repetitions, "--output=" + name};
+    if (takes_turns) arguments.push_back("--interleave_with=" + other);
+    const Finished done = Run(arguments);
+    EXPECT_EQ(done.exit_status, 0) << done.err;
+    const Timing timing = Outcomes(name).at("toy_mean 8").timing();
+    return timing.run_ns_size() + timing.discarded_samples();
+  };
+  EXPECT_EQ(samples("6", false), 6);
+  EXPECT_EQ(samples("6", true), 8);  // four visits of two
+  EXPECT_EQ(samples("3", true), 3);  // three visits of one
+}
+
 TEST_F(SweepTest, WhatIsNoSweepCannotTakeTurns) {
   const auto run = [this](const std::string& other) {
     return Run({"--techniques=toy_mean", "--lengths=8", "--output=a.pb", "--resume",
@@ -611,11 +634,8 @@ TEST_F(SweepTest, WhatIsNoSweepCannotTakeTurns) {
 }
 
 TEST_F(SweepTest, ALeaderThatIsKilledTakesTheOtherAlong) {
-  char folder[4096];
-  ASSERT_NE(getcwd(folder, sizeof(folder)), nullptr);
-  Process leader(folder_,
-                 Small({"--techniques=toy_slow:ms=20", "--lengths=8:1024", "--output=new.pb",
-                        "--interleave_with=" + std::string(folder) + "/harness/toy_sweep"}));
+  Process leader(folder_, Small({"--techniques=toy_slow:ms=20", "--lengths=8:1024",
+                                 "--output=new.pb", "--interleave_with=" + OtherBuild()}));
   leader.AwaitCases(Path("new-base.pb"), 1);
   leader.Signal(SIGKILL);
   leader.Wait();
