@@ -128,7 +128,7 @@ class SweepPlan {
   void LeaveOutRest(const std::string& reason);
   std::optional<Visit> NextRepetition(double elapsed_seconds);
   Visit::Item ItemFor(size_t index, bool repeats) const;
-  // Returns how many samples of a case a visit takes at most.
+  // Returns how many samples of a case a visit takes at most, those of a stopped visit included.
   int SamplesOfVisit(size_t index) const;
   double Urgency(size_t index) const;
   double VisitSeconds(size_t index) const;
