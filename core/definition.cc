@@ -96,4 +96,23 @@ std::vector<int64_t> RowsOf(const DefinitionRequest& request, int64_t tokens) {
   return rows;
 }
 
+void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
+                           const DefinitionRequest& request, const PairScore& score,
+                           NamedTensors* outputs) {
+  const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k"));
+  const KeyMask is_token(inputs);
+  const double scale =
+      score.scale != 0 ? score.scale : 1 / std::sqrt(static_cast<double>(problem.head_dim));
+  DefineAttention(
+      problem, inputs, request,
+      [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+        if (problem.causal && j > i + problem.causal_offset()) return kNotSeen;
+        if (!is_token(b, j) || (score.sees && !score.sees(h, i, j))) return kNotSeen;
+        const double dot = Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), j), problem.head_dim);
+        const double product = score.of_product ? score.of_product(h, i, j, dot) : scale * dot;
+        return score.bias ? product + score.bias(b, h, i, j) : product;
+      },
+      outputs);
+}
+
 }  // namespace tfb

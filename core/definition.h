@@ -15,6 +15,7 @@
 #include <cassert>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -183,6 +184,19 @@ void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
       },
       outputs);
 }
+
+// The scores of attention as functions: s_ij = scale q_i . k_j + bias(b, h, i, j) for the pairs with
+// sees(h, i, j). The masks of the problem and of the keys are added to what is seen.
+struct PairScore {
+  double scale = 0;                                                        // 0: 1 / sqrt(head_dim)
+  // The score of a product q_i . k_j where it is no multiple of it; null: scale times the product.
+  std::function<double(int64_t h, int64_t i, int64_t j, double product)> of_product;
+  std::function<bool(int64_t h, int64_t i, int64_t j)> sees;               // null: all pairs
+  std::function<double(int64_t b, int64_t h, int64_t i, int64_t j)> bias;  // null: 0
+};
+void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
+                           const DefinitionRequest& request, const PairScore& score,
+                           NamedTensors* outputs);
 
 }  // namespace tfb
 

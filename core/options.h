@@ -123,6 +123,11 @@ std::string ToBracketedString(const TechniqueSpec& spec);
 std::vector<std::string> NearestNames(absl::string_view name, const std::vector<std::string>& known,
                                       size_t count = 3);
 
+// The options of a technique that has none.
+struct NoOptions {
+  void Describe(OptionBinder&) {}
+};
+
 }  // namespace tfb
 
 #endif  // TFB_CORE_OPTIONS_H_

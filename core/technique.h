@@ -188,18 +188,22 @@ struct TechniqueInfo {
   std::string citation;  // "Beltagy, Peters, Cohan 2020, arXiv:2004.05150v2, section 3.1"
   InputKind input_kind = InputKind::kQkv;
   Exactness exactness = Exactness::kExact;
-  std::vector<OptionSpec> options;
-  std::string budget_option;  // the option that trades error for cost; empty where there is none
+  std::vector<OptionSpec> options = {};
+  std::string budget_option = "";  // the option that trades error for cost; empty where there is none
   double growth = 2;          // expected exponent of time in tokens
   // A technique that names kCuda runs on kSimulator too.
-  std::vector<Device> devices = {Device::kCpu};
+  std::vector<Device> devices = {Device::kCpu, Device::kCuda};
   bool supports_causal = true;
   bool supports_noncausal = true;
+  bool self_attention = false;  // queries are of the same tokens as keys: query_tokens is kv_tokens
   // For a layer that groups tokens by their content: the optional output that holds the groups. It
   // is also an optional input that freezes them. With frozen groups, causal attention is causal;
   // how many tokens fit a group may depend on later tokens.
-  std::string selection;
+  std::string selection = "";
 };
+
+// Returns OK where the problem's sizes are valid and a definition exists for them.
+absl::Status CheckSizes(const TechniqueInfo& info, const Problem& problem);
 
 // Which outputs of a definition are asked for, and what it may use to compute them.
 struct DefinitionRequest {
@@ -295,7 +299,7 @@ class TechniqueOf : public Technique {
                       const NamedTensors& parameters, const Inputs& inputs,
                       const DefinitionRequest& request, NamedTensors* outputs) const final {
     TFB_ASSIGN_OR_RETURN(const OptionsT parsed, ParseOptions<OptionsT>(options));
-    TFB_RETURN_IF_ERROR(Validate(problem));
+    TFB_RETURN_IF_ERROR(CheckSizes(info(), problem));
     return Definition(problem, parsed, parameters, inputs, request, outputs);
   }
 

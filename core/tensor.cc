@@ -234,6 +234,13 @@ Tensor Tensor::CloneAs(DType dtype) const {
   return copy;
 }
 
+Tensor TensorOf(absl::Span<const double> values) {
+  Tensor tensor(DType::kF32, {static_cast<int64_t>(values.size())});
+  std::transform(values.begin(), values.end(), tensor.span<float>().begin(),
+                 [](double value) { return static_cast<float>(value); });
+  return tensor;
+}
+
 Inputs ViewsOf(const NamedTensors& tensors) {
   Inputs inputs;
   for (const auto& [name, tensor] : tensors) inputs.Set(name, tensor.view());

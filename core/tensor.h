@@ -206,6 +206,9 @@ class NamedViews {
 using Inputs = NamedViews<ConstTensorView>;
 using Outputs = NamedViews<TensorView>;
 
+// Returns the numbers as an f32 tensor of one dimension.
+Tensor TensorOf(absl::Span<const double> values);
+
 Inputs ViewsOf(const NamedTensors& tensors);
 Outputs MutableViewsOf(NamedTensors& tensors);
 

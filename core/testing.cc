@@ -146,6 +146,8 @@ double MaxAbs(const ConstTensorView& view) {
   return max;
 }
 
+const Technique& FindTechnique(absl::string_view name) { return **Registry::Global().Find(name); }
+
 SafetensorsFile GoldenFile(const std::string& path) {
   // Bazel runs a test in the root of its runfiles, where data files have their paths in the
   // repository.

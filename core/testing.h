@@ -66,6 +66,9 @@ double MaxAbs(const ConstTensorView& view);
 // of order 1, a few hundred 2^-24) and of the sum.
 inline double Fp32Bound(const ConstTensorView& values) { return 2e-5 * MaxAbs(values); }
 
+// Returns the technique of that name, which the test is linked with; aborts where it is not.
+const Technique& FindTechnique(absl::string_view name);
+
 // Reads a file beside the tests, by its path in the repository:
 // "attention/dense/testdata/full.safetensors".
 SafetensorsFile GoldenFile(const std::string& path);

@@ -143,8 +143,6 @@ TEST(Conformance, EachFaultIsFoundByTheCaseThatIsThereForIt) {
       {TinyFault::kWrongFlops, {"FlopsAreThoseOfTheKeptPairs"}},
       {TinyFault::kFlopsOfKeys, {"FlopsAreThoseOfTheKeptPairs"}},
       {TinyFault::kForgetsBytes, {"BytesAreThoseOfTheTensors"}},
-      {TinyFault::kShortKeyRange, {"KeyRangesHoldWhatThePatternsAllow"}},
-      {TinyFault::kLongAllRange, {"KeyRangesHoldWhatThePatternsAllow"}},
       {TinyFault::kIgnoresParameters, {"ParametersMakeTheLayer"}},
       {TinyFault::kForgetsInAppend, {"ASequenceInSegmentsIsTheWhole"}},
       {TinyFault::kRoundsScores, {"HeadDims"}},

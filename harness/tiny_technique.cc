@@ -43,8 +43,6 @@ const std::pair<TinyFault, const char*> kNames[] = {
     {TinyFault::kWrongFlops, "tiny_wrong_flops"},
     {TinyFault::kFlopsOfKeys, "tiny_flops_of_keys"},
     {TinyFault::kForgetsBytes, "tiny_forgets_bytes"},
-    {TinyFault::kShortKeyRange, "tiny_short_key_range"},
-    {TinyFault::kLongAllRange, "tiny_long_all_range"},
     {TinyFault::kIgnoresParameters, "tiny_ignores_parameters"},
     {TinyFault::kForgetsInAppend, "tiny_forgets_in_append"},
     {TinyFault::kRoundsScores, "tiny_rounds_scores"},
@@ -62,23 +60,6 @@ const std::pair<TinyFault, const char*> kNames[] = {
 struct Span {
   int64_t first_query = 0;  // position of query 0
   int64_t first_key = 0;
-};
-
-// The window about query i, which is at i + offset among the keys.
-class TinyPattern : public BandPattern {
- public:
-  TinyPattern(int64_t offset, int64_t window, TinyFault fault)
-      : BandPattern(offset - window, offset + window), fault_(fault) {}
-
-  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
-                 std::vector<KeyRange>* ranges) const override {
-    BandPattern::KeyRanges(head, query_begin, query_end, ranges);
-    if (fault_ == TinyFault::kShortKeyRange) ++ranges->front().begin;
-    if (fault_ == TinyFault::kLongAllRange) --ranges->back().begin;
-  }
-
- private:
-  TinyFault fault_;
 };
 
 class TinyLayer : public StreamingLayer {
@@ -134,7 +115,8 @@ class TinyLayer : public StreamingLayer {
   absl::Status DoSetup(const Inputs&, const Execution&) override {
     const Problem& p = problem();
     const bool all = fault_ == TinyFault::kWrongFlops;
-    const TinyPattern pattern(p.causal_offset(), all ? kMaxTokens : options_.window, fault_);
+    const int64_t window = all ? kMaxTokens : options_.window;
+    const BandPattern pattern(p.causal_offset() - window, p.causal_offset() + window);
     Problem seen = p;
     seen.causal = p.causal && !all;
     pairs_ = BuildSchedule(seen, pattern).KeptPairs(p.query_heads);

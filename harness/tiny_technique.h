@@ -48,8 +48,6 @@ enum class TinyFault {
   kWrongFlops,          // counts every pair
   kFlopsOfKeys,         // counts head_dim FLOPs for a value, too
   kForgetsBytes,        // of the parameters
-  kShortKeyRange,       // its pattern's range begins one key late
-  kLongAllRange,        // its pattern's range of keys that all queries see begins one key early
   kIgnoresParameters,   // ignores parameters that were set
   kForgetsInAppend,     // the first token of each segment
   kRoundsScores,        // to bf16

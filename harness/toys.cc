@@ -333,6 +333,7 @@ TechniqueInfo Info(absl::string_view name) {
   info.exactness = Exactness::kOwn;
   info.budget_option = "rounds";
   info.growth = 1;
+  info.devices = {Device::kCpu};
   return info;
 }
 

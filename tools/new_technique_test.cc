@@ -90,12 +90,11 @@ TEST_F(NewTechniqueTest, WritesTheFolderAndTheLine) {
   EXPECT_THAT(Files("attention"), ElementsAre("BUILD", "dense", "my_window2"));
   const std::string header = Read("attention/my_window2/my_window2.h");
   EXPECT_THAT(header, HasSubstr("#ifndef TFB_ATTENTION_MY_WINDOW2_MY_WINDOW2_H_\n"));
-  EXPECT_THAT(header, HasSubstr("class MyWindow2 : public TechniqueOf<MyWindow2Options> {"));
+  EXPECT_THAT(header, HasSubstr("struct MyWindow2Options {"));
   EXPECT_THAT(header, HasSubstr("Source: FILL IN"));
   const std::string source = Read("attention/my_window2/my_window2.cc");
   EXPECT_THAT(source, HasSubstr("#include \"attention/my_window2/my_window2.h\"\n"));
-  EXPECT_THAT(source, HasSubstr("info.name = \"my_window2\";"));
-  EXPECT_THAT(source, HasSubstr("info.family = \"attention\";"));
+  EXPECT_THAT(source, HasSubstr("TechniqueInfo info = {\"my_window2\", \"attention\","));
   for (const std::string& file : Files("attention/my_window2")) {
     EXPECT_THAT(Read("attention/my_window2/" + file), Not(HasSubstr("@"))) << file;
   }

@@ -35,9 +35,8 @@ constexpr char kHeader[] = R"(// @Title@: FILL IN what it does, in one sentence.
 #define TFB_@FAMILY@_@NAME@_@NAME@_H_
 
 #include <cstdint>
-#include <memory>
 
-#include "core/technique.h"
+#include "core/options.h"
 
 namespace tfb::@name@ {
 
@@ -50,19 +49,6 @@ struct @Name@Options {
   }
 };
 
-class @Name@ : public TechniqueOf<@Name@Options> {
- public:
-  @Name@();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const @Name@Options& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const @Name@Options& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-};
-
 }  // namespace tfb::@name@
 
 #endif  // TFB_@FAMILY@_@NAME@_@NAME@_H_
@@ -70,80 +56,49 @@ class @Name@ : public TechniqueOf<@Name@Options> {
 
 constexpr char kSource[] = R"(#include "@family@/@name@/@name@.h"
 
-#include <cstdlib>
-#include <vector>
-
-#include "core/definition.h"
-#include "core/flash/flash_layer.h"
+#include "core/flash/flash_technique.h"
 
 namespace tfb::@name@ {
 namespace {
 
-const bool registered = RegisterTechnique<@Name@>();
-
 TechniqueInfo Info() {
-  TechniqueInfo info;
-  info.name = "@name@";
-  info.family = "@family@";
-  info.title = "@Title@";
-  info.citation = "FILL IN authors, year, arXiv number with its version, section";
+  TechniqueInfo info = {"@name@", "@family@", "@Title@",
+                        "FILL IN authors, year, arXiv number with its version, section"};
   info.exactness = Exactness::kExact;  // equals dense attention under the mask below
   info.budget_option = "window";       // the option that trades error for cost
   info.growth = 1;                     // exponent of the time in tokens
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 
-// The technique for the engines: which keys a query sees. The causal mask is not its affair.
-class @Name@Pattern : public Pattern {
+class @Name@ : public FlashTechnique<@Name@Options> {
  public:
-  @Name@Pattern(const Problem& problem, int64_t window)
-      : offset_(problem.kv_tokens - problem.query_tokens), window_(window) {}
-
-  bool Allows(int64_t, int64_t i, int64_t j) const override {
-    return std::abs(i + offset_ - j) <= window_;
-  }
-
-  // All that any of the queries sees, and what every one of them sees (it may be empty).
-  void KeyRanges(int64_t, int64_t query_begin, int64_t query_end,
-                 std::vector<KeyRange>* ranges) const override {
-    const int64_t first = query_begin + offset_, last = query_end - 1 + offset_;
-    ranges->push_back({first - window_, last + window_ + 1, false});
-    ranges->push_back({last - window_, first + window_ + 1, true});
-  }
+  @Name@() : FlashTechnique(Info()) {}
 
  private:
-  int64_t offset_;
-  int64_t window_;
+  // The technique for the engines of all devices: which keys query i sees. The causal mask is not its
+  // affair. See core/flash/plan.h for what else a plan can say.
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
+    const int64_t offset = job.problem.kv_tokens - job.problem.query_tokens;
+    FlashPlan plan(job.problem);
+    plan.Sees(BandPattern(offset - job.options.window, offset + job.options.window));
+    return plan;
+  }
+
+  // The formula of the header in float64. It shares no code with the plan that it judges, so it says
+  // again which keys a query sees.
+  absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
+    PairScore score;
+    score.sees = [offset = job.problem.kv_tokens - job.problem.query_tokens,
+                  window = job.options.window](int64_t, int64_t i, int64_t j) {
+      return j >= i + offset - window && j <= i + offset + window;
+    };
+    return score;
+  }
 };
 
+const bool registered = RegisterTechnique<@Name@>();
+
 }  // namespace
-
-@Name@::@Name@() : TechniqueOf(Info()) {}
-
-absl::StatusOr<std::unique_ptr<Layer>> @Name@::MakeLayer(const Problem& problem,
-                                                         const @Name@Options& options,
-                                                         Device device, uint64_t) const {
-  return std::make_unique<FlashLayer>(problem, QkvInputs(problem), AttentionOutputs(problem),
-                                      device,
-                                      std::make_unique<@Name@Pattern>(problem, options.window));
-}
-
-// The formula of the header as loops. It shares no code with the layer that it judges, so it says
-// again which keys a query sees.
-absl::Status @Name@::Definition(const Problem& problem, const @Name@Options& options,
-                                const NamedTensors&, const Inputs& inputs,
-                                const DefinitionRequest& request, NamedTensors* outputs) const {
-  const int64_t offset = problem.kv_tokens - problem.query_tokens;
-  DefineMaskedAttention(
-      problem, inputs, request, /*scale=*/0,
-      [&](int64_t, int64_t i, int64_t j) {
-        return j >= i + offset - options.window && j <= i + offset + options.window;
-      },
-      [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, outputs);
-  return absl::OkStatus();
-}
-
 }  // namespace tfb::@name@
 )";
 
@@ -155,6 +110,8 @@ constexpr char kTest[] = R"(#include "@family@/@name@/@name@.h"
 
 namespace tfb::@name@ {
 namespace {
+
+const Technique& @Name@() { return FindTechnique("@name@"); }
 
 // The conformance test runs what every technique must pass. Here stand cases computed by hand and
 // what is true of this technique alone.

@@ -16,12 +16,17 @@
 // followed: distance 1 has index 0 there, and 1e-8 is added to the normaliser.
 // Cost: 2 pairs (2 head_dim + value_dim) FLOPs over the pairs of weight above 0; memory linear in
 // tokens and max_span.
+//
+// Parameters: span [query_heads] in tokens, or span_weight [query_heads, model_dim] and span_bias
+// [query_heads]; with positions, position [max_span, head_dim], where row x - 1 is for distance x,
+// of the problem's dtype; the others are f32.
+// Statistics: mean_span and max_span, in tokens.
 #ifndef TFB_ADAPTIVE_ADAPTIVE_SPAN_ADAPTIVE_SPAN_H_
 #define TFB_ADAPTIVE_ADAPTIVE_SPAN_ADAPTIVE_SPAN_H_
 
 #include <cstdint>
 
-#include "core/technique.h"
+#include "core/options.h"
 
 namespace tfb::adaptive_span {
 
@@ -43,25 +48,6 @@ struct AdaptiveSpanOptions {
     bind.Bool("dynamic", &dynamic, "a span per token, computed from the hidden state \"x\"");
     bind.Bool("positions", &positions, "learned position embeddings p in the keys");
   }
-};
-
-// Parameters: span [query_heads] in tokens, or span_weight [query_heads, model_dim] and span_bias
-// [query_heads]; with positions, position [max_span, head_dim], where row x - 1 is for distance x,
-// of the problem's dtype; the others are f32.
-// Statistics: mean_span and max_span, in tokens.
-class AdaptiveSpan : public TechniqueOf<AdaptiveSpanOptions> {
- public:
-  AdaptiveSpan();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const AdaptiveSpanOptions& options,
-                                                   Device device, uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const AdaptiveSpanOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const AdaptiveSpanOptions& options) const override;
 };
 
 }  // namespace tfb::adaptive_span

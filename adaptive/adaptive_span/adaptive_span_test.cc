@@ -13,6 +13,8 @@
 namespace tfb::adaptive_span {
 namespace {
 
+const Technique& AdaptiveSpan() { return FindTechnique("adaptive_span"); }
+
 constexpr int64_t kHeads = 3;
 
 NamedTensors Inputs1(const Problem& problem, const Options& options = {}) {

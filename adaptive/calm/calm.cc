@@ -32,7 +32,6 @@ TechniqueInfo Info() {
   info.budget_option = "threshold";
   info.growth = 1;
   info.supports_noncausal = false;
-  info.devices = {Device::kCpu, Device::kCuda};
   info.selection = depth_adaptive::kExits;
   return info;
 }

@@ -34,7 +34,6 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kOwn;
   info.growth = 2;
   info.supports_noncausal = false;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

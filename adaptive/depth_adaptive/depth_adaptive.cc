@@ -35,7 +35,6 @@ TechniqueInfo Info() {
   info.budget_option = "level";
   info.growth = 1;
   info.supports_noncausal = false;
-  info.devices = {Device::kCpu, Device::kCuda};
   info.selection = kExits;
   return info;
 }

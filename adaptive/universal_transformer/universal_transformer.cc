@@ -34,7 +34,6 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kOwn;
   info.budget_option = "threshold";
   info.growth = 2;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

@@ -4,31 +4,22 @@
 #include <cmath>
 #include <cstdlib>
 #include <set>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "core/cuda/device_array.h"
-#include "core/definition.h"
-#include "core/flash/flash_parts.h"
+#include "core/flash/flash_technique.h"
 #include "core/random.h"
 
 namespace tfb::bigbird {
 namespace {
 
-const bool registered = RegisterTechnique<BigBird>();
-
 TechniqueInfo Info() {
-  TechniqueInfo info;
-  info.name = "bigbird";
-  info.family = "attention";
-  info.title = "BigBird: window, global and random blocks";
-  info.citation = "Zaheer et al. 2020, arXiv:2007.14062v2, section 2";
-  info.exactness = Exactness::kExact;
+  TechniqueInfo info = {"bigbird", "attention", "BigBird: window, global and random blocks",
+                        "Zaheer et al. 2020, arXiv:2007.14062v2, section 2"};
   info.budget_option = "block";
   info.growth = 1;
-  info.devices = {Device::kCpu, Device::kCuda};
   info.supports_causal = false;
+  info.self_attention = true;
   return info;
 }
 
@@ -51,17 +42,11 @@ class Blocks {
     return is_internal_ && (block == 0 || block == count_ - 1);
   }
   bool IsGlobal(int64_t token) const { return token < begin_ || IsGlobalBlock(Of(token)); }
-  std::vector<KeyRange> Globals() const {
-    if (count_ == 0 || !is_internal_) return {{0, begin_, false}};
-    return {{0, End(0), false}, {Begin(count_ - 1), tokens_, false}};
-  }
-  // Returns the global tokens, ascending.
-  std::vector<int32_t> GlobalTokens() const {
-    std::vector<int32_t> tokens;
-    for (int64_t i = 0; i < tokens_; ++i) {
-      if (IsGlobal(i)) tokens.push_back(static_cast<int32_t>(i));
-    }
-    return tokens;
+  void AddGlobals(KeyList* keys) const {
+    keys->Add(0, begin_);
+    if (count_ == 0 || !is_internal_) return;
+    keys->Add(0, End(0));
+    keys->Add(Begin(count_ - 1), tokens_);
   }
 
  private:
@@ -126,263 +111,137 @@ absl::Status CheckTable(const Tensor& table) {
   return absl::OkStatus();
 }
 
-class BigBirdPattern : public Pattern {
- public:
-  // Without a table there are no random blocks. `rows_of_globals` false leaves the rows of global
-  // tokens empty.
-  BigBirdPattern(const Blocks& blocks, const Tensor* table, bool rows_of_globals)
-      : blocks_(blocks), table_(table), rows_of_globals_(rows_of_globals) {}
+absl::Span<const int32_t> RandomBlocks(const Tensor* table, int64_t head, int64_t block) {
+  if (table == nullptr) return {};
+  return {table->view().At<int32_t>(head, block), static_cast<size_t>(table->dim(2))};
+}
 
-  int64_t heads() const override { return table_ == nullptr ? 1 : table_->dim(0); }
-
-  bool Allows(int64_t head, int64_t i, int64_t j) const override {
-    if (blocks_.IsGlobal(i)) return rows_of_globals_;
-    if (blocks_.IsGlobal(j)) return true;
-    const int64_t u = blocks_.Of(i), t = blocks_.Of(j);
-    if (std::abs(u - t) <= 1) return true;
-    const absl::Span<const int32_t> random = Random(head, u);
-    return std::find(random.begin(), random.end(), t) != random.end();
-  }
-
-  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
-                 std::vector<KeyRange>* ranges) const override {
-    for (int64_t i = query_begin; i < query_end;) {  // one block of queries after the other
-      const int64_t end =
-          std::min(query_end, i < blocks_.begin() ? blocks_.begin() : blocks_.End(blocks_.Of(i)));
-      const bool is_only_block = i == query_begin && end == query_end;
-      const size_t first = ranges->size();
-      AddRangesOf(head, i, ranges);
-      for (size_t r = first; r < ranges->size(); ++r) (*ranges)[r].all = is_only_block;
-      i = end;
+// Returns the pattern of the pairs that count. Without a table there are no random blocks.
+FunctionPattern SeenPairs(const Blocks& blocks, const Tensor* table) {
+  const auto add_keys = [blocks, table](int64_t head, int64_t i, KeyList* keys) {
+    if (i < blocks.begin()) {
+      keys->AddAll();
+      return blocks.begin();
     }
-  }
-
- private:
-  absl::Span<const int32_t> Random(int64_t head, int64_t block) const {
-    if (table_ == nullptr) return {};
-    return {table_->view().At<int32_t>(head, block), static_cast<size_t>(table_->dim(2))};
-  }
-
-  // Adds the ranges that query i, and every other query of its block, sees.
-  void AddRangesOf(int64_t head, int64_t i, std::vector<KeyRange>* ranges) const {
-    if (blocks_.IsGlobal(i)) {
-      if (rows_of_globals_) ranges->push_back({0, kMaxTokens, false});
-      return;
+    const int64_t u = blocks.Of(i);
+    if (blocks.IsGlobalBlock(u)) {
+      keys->AddAll();
+    } else {
+      blocks.AddGlobals(keys);
+      keys->Add(blocks.Begin(std::max<int64_t>(u - 1, 0)), blocks.End(u + 1));
+      for (const int32_t t : RandomBlocks(table, head, u)) {
+        if (t >= 0) keys->Add(blocks.Begin(t), blocks.End(t));
+      }
     }
-    for (const KeyRange& range : blocks_.Globals()) ranges->push_back(range);
-    const int64_t u = blocks_.Of(i);
-    ranges->push_back({blocks_.Begin(std::max<int64_t>(u - 1, 0)), blocks_.End(u + 1), false});
-    for (const int32_t t : Random(head, u)) {
-      if (t >= 0) ranges->push_back({blocks_.Begin(t), blocks_.End(t), false});
-    }
-  }
+    return blocks.End(u);
+  };
+  return FunctionPattern(add_keys, table == nullptr ? 1 : table->dim(0));
+}
 
-  Blocks blocks_;
-  const Tensor* table_;
-  bool rows_of_globals_;
-};
+// Returns how often a query of block u counts the keys of block t.
+int64_t Times(const Blocks& blocks, const Tensor& table, int64_t head, int64_t u, int64_t t) {
+  const auto random = RandomBlocks(&table, head, u);
+  const bool anyway = std::abs(u - t) <= 1 || blocks.IsGlobalBlock(t);
+  return (anyway ? 1 : 0) + std::count(random.begin(), random.end(), static_cast<int32_t>(t));
+}
 
-// The pairs that count at least `times` times, 2 or more.
-class RepeatedPattern : public Pattern {
- public:
-  RepeatedPattern(const Blocks& blocks, const Tensor& table, int64_t times)
-      : blocks_(blocks), table_(table), times_(times) {}
-
-  // Returns how often a query of block u counts the keys of block t.
-  static int64_t Times(const Blocks& blocks, const Tensor& table, int64_t head, int64_t u,
-                       int64_t t) {
-    const int32_t* row = table.view().At<int32_t>(head, u);
-    const bool anyway = std::abs(u - t) <= 1 || blocks.IsGlobalBlock(t);
-    return (anyway ? 1 : 0) + std::count(row, row + table.dim(2), static_cast<int32_t>(t));
-  }
-  // Returns the largest number of times that any pair counts.
-  static int64_t MostTimes(const Blocks& blocks, const Tensor& table) {
-    int64_t most = 1;
-    for (int64_t h = 0; h < table.dim(0); ++h) {
-      for (int64_t u = 0; u < blocks.count(); ++u) {
-        for (int64_t r = 0; r < table.dim(2); ++r) {
-          const int32_t t = *table.view().At<int32_t>(h, u, r);
-          if (t >= 0 && !blocks.IsGlobalBlock(u))
-            most = std::max(most, Times(blocks, table, h, u, t));
+// Returns the largest number of times that any pair counts.
+int64_t MostTimes(const Blocks& blocks, const Tensor& table) {
+  int64_t most = 1;
+  for (int64_t h = 0; h < table.dim(0); ++h) {
+    for (int64_t u = 0; u < blocks.count(); ++u) {
+      for (const int32_t t : RandomBlocks(&table, h, u)) {
+        if (t >= 0 && !blocks.IsGlobalBlock(u)) {
+          most = std::max(most, Times(blocks, table, h, u, t));
         }
       }
     }
-    return most;
   }
+  return most;
+}
 
-  int64_t heads() const override { return table_.dim(0); }
-  bool Allows(int64_t head, int64_t i, int64_t j) const override {
-    if (blocks_.IsGlobal(i) || j < blocks_.begin()) return false;
-    return Times(blocks_, table_, head, blocks_.Of(i), blocks_.Of(j)) >= times_;
-  }
-  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
-                 std::vector<KeyRange>* ranges) const override {
-    for (int64_t i = std::max(query_begin, blocks_.begin()); i < query_end;) {
-      const int64_t u = blocks_.Of(i);
-      for (int64_t r = 0; !blocks_.IsGlobalBlock(u) && r < table_.dim(2); ++r) {
-        const int32_t t = *table_.view().At<int32_t>(head, u, r);
-        if (t < 0 || Times(blocks_, table_, head, u, t) < times_) continue;
-        ranges->push_back({blocks_.Begin(t), blocks_.End(t), false});
-      }
-      i = blocks_.End(u);
+// Returns the pattern of the pairs that count at least `times` times, 2 or more.
+FunctionPattern RepeatedPairs(const Blocks& blocks, const Tensor& table, int64_t times) {
+  const auto add_keys = [blocks, &table, times](int64_t head, int64_t i, KeyList* keys) {
+    if (i < blocks.begin()) return blocks.begin();
+    const int64_t u = blocks.Of(i);
+    for (const int32_t t : RandomBlocks(&table, head, u)) {
+      if (blocks.IsGlobalBlock(u) || t < 0 || Times(blocks, table, head, u, t) < times) continue;
+      keys->Add(blocks.Begin(t), blocks.End(t));
     }
-  }
+    return blocks.End(u);
+  };
+  return FunctionPattern(add_keys, table.dim(0));
+}
+
+class BigBird : public FlashTechnique<BigBirdOptions> {
+ public:
+  BigBird() : FlashTechnique(Info()) {}
 
  private:
-  Blocks blocks_;
-  const Tensor& table_;
-  int64_t times_;
-};
+  static constexpr int64_t kMostTimes = 32;  // that a pair may count
 
-// A layer that makes, on the CPU, one call of engine flash, which begins with the long rows of the
-// global tokens. On CUDA, where one block of threads would walk such a row while all others are
-// done (64 tiles against 8 at 4,096 tokens), those rows are a call of their own: the engine cuts
-// the keys of few queries into parts. A pair that counts n times is in n parts of its softmax.
-class BigBirdLayer : public Layer {
- public:
-  BigBirdLayer(const Problem& problem, const BigBirdOptions& options, const Blocks& blocks,
-               NamedTensors parameters, Device device)
-      : Layer(problem, QkvInputs(problem), AttentionOutputs(problem)),
-        device_(device),
-        blocks_(blocks),
-        counts_repeats_(options.count_repeats && options.random > 0),
-        parts_(counts_repeats_ ? std::min(options.random + 1, kMostTimes) : 1, problem),
-        globals_problem_(problem) {
-    parameters_ = std::move(parameters);
-    calls_.reserve(parts_.size());
-    if (device != Device::kCpu) globals_ = blocks_.GlobalTokens();
-    globals_problem_.query_tokens = static_cast<int64_t>(globals_.size());
+  absl::StatusOr<NamedTensors> Draw(const Job& job) const override {
+    NamedTensors parameters;
+    if (job.options.random == 0) return parameters;
+    const Blocks blocks(job.options, job.problem.kv_tokens);
+    TFB_ASSIGN_OR_RETURN(parameters["random"],
+                         DrawTable(job.options, blocks, job.problem.query_heads, job.seed));
+    return parameters;
   }
 
-  size_t workspace_bytes(int threads) const override {
-    return std::max(FlashParts::WorkspaceBytes(device_, parts_, false, threads),
-                    FlashEngine::WorkspaceBytes(device_, globals_problem_, false, threads));
-  }
-
-  Cost cost() const override {
-    const Problem& p = problem();
-    Cost cost;
-    cost.bytes = TensorBytes();
-    if (softmax_.engines().empty()) return cost;
-    double pairs = globals_.empty() ? 0 : globals_engine_.schedule().KeptPairs(p.query_heads);
-    for (const FlashEngine& engine : softmax_.engines()) {
-      pairs += engine.schedule().KeptPairs(p.query_heads);
-    }
-    cost.flops = 2.0 * static_cast<double>(p.batch * (p.head_dim + p.value_dim)) * pairs;
-    return cost;
-  }
-
- protected:
-  absl::Status DoSetup(const Inputs&, const Execution&) override {
-    const auto found = parameters_.find("random");
-    const Tensor* table = found == parameters_.end() ? nullptr : &found->second;
-    if (table != nullptr) TFB_RETURN_IF_ERROR(CheckTable(*table));
-    const int64_t times = counts_repeats_ ? RepeatedPattern::MostTimes(blocks_, *table) : 1;
+  // A pair that counts n times is in n parts of its softmax. Parts beyond the most that any pair
+  // counts are empty.
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
+    const Blocks blocks(job.options, job.problem.kv_tokens);
+    const auto found = job.parameters.find("random");
+    const Tensor* table = found == job.parameters.end() ? nullptr : &found->second;
+    FlashPlan plan(job.problem);
+    plan.Sees(SeenPairs(blocks, table));
+    if (table == nullptr) return plan;
+    TFB_RETURN_IF_ERROR(CheckTable(*table));
+    if (!job.options.count_repeats) return plan;
+    const int64_t times = MostTimes(blocks, *table);
     if (times > kMostTimes) {
       return absl::InvalidArgumentError(absl::StrCat("parameter random makes a key count ", times,
                                                      " times; allowed are ", kMostTimes));
     }
-    std::vector<FlashEngine> engines(times);
-    TFB_ASSIGN_OR_RETURN(
-        engines[0],
-        FlashEngine::Create(device_, problem(),
-                            BigBirdPattern(blocks_, table, /*rows_of_globals=*/globals_.empty())));
-    for (int64_t n = 1; n < times; ++n) {
-      const RepeatedPattern pattern(blocks_, *table, n + 1);
-      TFB_ASSIGN_OR_RETURN(engines[n], FlashEngine::Create(device_, problem(), pattern));
-    }
-    softmax_ = FlashParts(device_, std::move(engines));
-    calls_.resize(times);
-    if (globals_.empty()) return absl::OkStatus();
-    TFB_ASSIGN_OR_RETURN(global_tokens_, DeviceArray<int32_t>::Create(device_, globals_));
-    TFB_ASSIGN_OR_RETURN(globals_engine_, FlashEngine::Create(device_, globals_problem_,
-                                                              FullPattern(problem().kv_tokens)));
-    return absl::OkStatus();
+    const int64_t parts = std::min(job.options.random + 1, kMostTimes);
+    for (int64_t n = 2; n <= parts; ++n) plan.AddPart().Sees(RepeatedPairs(blocks, *table, n));
+    return plan;
   }
 
-  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
-                     const Execution& execution) override {
-    for (size_t n = 0; n < calls_.size(); ++n) {
-      calls_[n] = softmax_.engines()[n].NewCall(inputs, outputs);
+  absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
+    const BigBirdOptions& options = job.options;
+    ConstTensorView table;
+    if (options.random > 0) {
+      TFB_RETURN_IF_ERROR(CheckTable(job.parameters.at("random")));
+      table = job.parameters.at("random").view();
     }
-    TFB_RETURN_IF_ERROR(softmax_.Run(calls_, execution));
-    if (globals_.empty()) return absl::OkStatus();
-    FlashCall call = globals_engine_.NewCall(inputs, outputs);
-    call.query_order = {global_tokens_.data(), 0, 0};
-    return globals_engine_.Run(call, execution);
+    const bool is_internal = options.construction == BigBirdOptions::Construction::kItc;
+    const int64_t g = is_internal ? 0 : options.global_tokens, b = options.block;
+    const int64_t last_block = (job.problem.kv_tokens - 1 - g) / b;
+    const auto is_global = [=](int64_t i) {
+      return i < g || (is_internal && (i / b == 0 || i / b == last_block));
+    };
+    // Returns n_ij, or 1 where a key counts once.
+    const auto times = [=](int64_t h, int64_t i, int64_t j) {
+      if (is_global(i)) return 1;
+      const int64_t u = (i - g) / b, t = (j - g) / b;
+      int count = is_global(j) || std::abs(u - t) <= 1 ? 1 : 0;
+      for (int64_t r = 0; j >= g && r < options.random; ++r) {
+        count += *table.At<int32_t>(h, u, r) == t ? 1 : 0;
+      }
+      return options.count_repeats ? count : std::min(count, 1);
+    };
+    PairScore score;
+    score.sees = [=](int64_t h, int64_t i, int64_t j) { return times(h, i, j) > 0; };
+    score.bias = [=](int64_t, int64_t h, int64_t i, int64_t j) { return std::log(times(h, i, j)); };
+    return score;
   }
-
- private:
-  static constexpr int64_t kMostTimes = 32;  // parts of a softmax: see FlashParts
-
-  Device device_;
-  Blocks blocks_;
-  bool counts_repeats_;
-  std::vector<Problem> parts_;  // as many as a softmax may have
-  // The problem of the call for global rows, where there is one.
-  Problem globals_problem_;
-  std::vector<int32_t> globals_;
-  DeviceArray<int32_t> global_tokens_;
-  FlashParts softmax_;
-  std::vector<FlashCall> calls_;  // room for the calls of a Run
-  FlashEngine globals_engine_;
 };
 
-absl::Status Check(const Problem& problem) {
-  if (problem.query_tokens == problem.kv_tokens) return absl::OkStatus();
-  return absl::UnimplementedError(absl::StrCat("bigbird is self-attention: query_tokens is ",
-                                               problem.query_tokens, ", kv_tokens is ",
-                                               problem.kv_tokens));
-}
+const bool registered = RegisterTechnique<BigBird>();
 
 }  // namespace
-
-BigBird::BigBird() : TechniqueOf(Info()) {}
-
-absl::StatusOr<std::unique_ptr<Layer>> BigBird::MakeLayer(const Problem& problem,
-                                                          const BigBirdOptions& options,
-                                                          Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(Check(problem));
-  const Blocks blocks(options, problem.kv_tokens);
-  NamedTensors parameters;
-  if (options.random > 0) {
-    TFB_ASSIGN_OR_RETURN(parameters["random"],
-                         DrawTable(options, blocks, problem.query_heads, seed));
-  }
-  return std::make_unique<BigBirdLayer>(problem, options, blocks, std::move(parameters), device);
-}
-
-absl::Status BigBird::Definition(const Problem& problem, const BigBirdOptions& options,
-                                 const NamedTensors& parameters, const Inputs& inputs,
-                                 const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(Check(problem));
-  const bool is_internal = options.construction == BigBirdOptions::Construction::kItc;
-  const int64_t g = is_internal ? 0 : options.global_tokens;
-  const int64_t b = options.block;
-  const int64_t last_block = (problem.kv_tokens - 1 - g) / b;
-  ConstTensorView table;
-  if (options.random > 0) {
-    TFB_RETURN_IF_ERROR(CheckTable(parameters.at("random")));
-    table = parameters.at("random").view();
-  }
-  const auto is_global = [&](int64_t i) {
-    return i < g || (is_internal && (i / b == 0 || i / b == last_block));
-  };
-  // Returns n_ij, or 1 where a key counts once.
-  const auto times = [&](int64_t h, int64_t i, int64_t j) {
-    if (is_global(i)) return 1;
-    const int64_t u = (i - g) / b, t = (j - g) / b;
-    int count = is_global(j) || std::abs(u - t) <= 1 ? 1 : 0;
-    for (int64_t r = 0; j >= g && r < options.random; ++r) {
-      count += *table.At<int32_t>(h, u, r) == t ? 1 : 0;
-    }
-    return options.count_repeats ? count : std::min(count, 1);
-  };
-  DefineMaskedAttention(
-      problem, inputs, request, /*scale=*/0,
-      [&](int64_t h, int64_t i, int64_t j) { return times(h, i, j) > 0; },
-      [&](int64_t, int64_t h, int64_t i, int64_t j) { return std::log(times(h, i, j)); }, outputs);
-  return absl::OkStatus();
-}
-
 }  // namespace tfb::bigbird

@@ -34,7 +34,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "core/technique.h"
+#include "core/options.h"
 
 namespace tfb::bigbird {
 
@@ -61,20 +61,6 @@ struct BigBirdOptions {
         "count_repeats", &count_repeats,
         "whether a key that the table repeats, or that is seen anyway, counts more than once");
   }
-};
-
-// Self-attention only: query_tokens must equal kv_tokens.
-class BigBird : public TechniqueOf<BigBirdOptions> {
- public:
-  BigBird();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const BigBirdOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const BigBirdOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb::bigbird

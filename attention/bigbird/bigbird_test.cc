@@ -17,6 +17,8 @@
 namespace tfb::bigbird {
 namespace {
 
+const Technique& BigBird() { return FindTechnique("bigbird"); }
+
 using ::testing::HasSubstr;
 using Keys = std::vector<int64_t>;
 

@@ -31,7 +31,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/technique.h"
+#include "core/options.h"
 
 namespace tfb::blockwise {
 
@@ -55,19 +55,6 @@ struct BlockwiseOptions {
 
 // Returns the shift of each head, by the rule above.
 std::vector<int64_t> BlockwiseShifts(const BlockwiseOptions& options, int64_t heads);
-
-class Blockwise : public TechniqueOf<BlockwiseOptions> {
- public:
-  Blockwise();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const BlockwiseOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const BlockwiseOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-};
 
 }  // namespace tfb::blockwise
 

@@ -13,6 +13,8 @@
 namespace tfb::blockwise {
 namespace {
 
+const Technique& Blockwise() { return FindTechnique("blockwise"); }
+
 using ::testing::HasSubstr;
 using Keys = std::vector<int64_t>;
 using Shifts = std::vector<int64_t>;

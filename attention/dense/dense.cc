@@ -4,7 +4,7 @@
 
 #include "attention/dense/dense_cudnn.h"
 #include "core/definition.h"
-#include "core/flash/flash_layer.h"
+#include "core/flash/planned_layer.h"
 
 namespace tfb::dense {
 namespace {
@@ -12,15 +12,8 @@ namespace {
 const bool registered = RegisterTechnique<Dense>();
 
 TechniqueInfo Info() {
-  TechniqueInfo info;
-  info.name = "dense";
-  info.family = "attention";
-  info.title = "Dense scaled dot-product attention";
-  info.citation = "Vaswani et al. 2017, arXiv:1706.03762v7, section 3.2.1";
-  info.exactness = Exactness::kExact;
-  info.growth = 2;
-  info.devices = {Device::kCpu, Device::kCuda};
-  return info;
+  return {"dense", "attention", "Dense scaled dot-product attention",
+          "Vaswani et al. 2017, arXiv:1706.03762v7, section 3.2.1"};
 }
 
 }  // namespace
@@ -33,9 +26,9 @@ absl::StatusOr<std::unique_ptr<Layer>> Dense::MakeLayer(const Problem& problem,
   if (options.backend == DenseOptions::Backend::kCudnn) {
     return MakeCudnnDense(problem, options.scale, device);
   }
-  return std::make_unique<FlashLayer>(problem, QkvInputs(problem), AttentionOutputs(problem),
-                                      device, std::make_unique<FullPattern>(problem.kv_tokens),
-                                      options.scale);
+  return PlannedLayer::Create(
+      problem, QkvInputs(problem), AttentionOutputs(problem), NamedTensors(), device,
+      [plan = FlashPlan(problem, options.scale)](const NamedTensors&) { return plan; });
 }
 
 absl::Status Dense::Definition(const Problem& problem, const DenseOptions& options,

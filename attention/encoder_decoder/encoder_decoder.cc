@@ -34,7 +34,6 @@ TechniqueInfo Info() {
   info.input_kind = InputKind::kHidden;
   info.exactness = Exactness::kOwn;
   info.growth = 2;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

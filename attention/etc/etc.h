@@ -52,7 +52,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/technique.h"
+#include "core/options.h"
 
 namespace tfb::etc {
 
@@ -92,24 +92,6 @@ struct EtcOptions {
                 {{"shared", Projections::kShared}, {"own", Projections::kOwn}},
                 "whether global queries have keys and values of their own");
   }
-};
-
-// Self-attention only: query_tokens must equal kv_tokens.
-class Etc : public TechniqueOf<EtcOptions> {
- public:
-  Etc();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const EtcOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const EtcOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  // Returns the inputs; where `projections` is own, also k_global and v_global, of the shapes of k
-  // and v; with `segments` also segment, and with `masks` the masks of the pieces.
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const EtcOptions& options) const override;
 };
 
 }  // namespace tfb::etc

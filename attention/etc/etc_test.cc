@@ -15,6 +15,8 @@
 namespace tfb::etc {
 namespace {
 
+const Technique& Etc() { return FindTechnique("etc"); }
+
 using ::testing::HasSubstr;
 using Keys = std::vector<int64_t>;
 

@@ -1,29 +1,22 @@
 #include "attention/fixed/fixed.h"
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "core/definition.h"
-#include "core/flash/flash_parts.h"
+#include "core/flash/flash_technique.h"
 
 namespace tfb::fixed {
 namespace {
 
-const bool registered = RegisterTechnique<Fixed>();
-
 TechniqueInfo Info() {
-  TechniqueInfo info;
-  info.name = "fixed";
-  info.family = "attention";
-  info.title = "Sparse Transformer, fixed";
-  info.citation = "Child, Gray, Radford, Sutskever 2019, arXiv:1904.10509v1, sections 4.2 and 4.3";
-  info.exactness = Exactness::kExact;
+  TechniqueInfo info = {
+      "fixed", "attention", "Sparse Transformer, fixed",
+      "Child, Gray, Radford, Sutskever 2019, arXiv:1904.10509v1, sections 4.2 and 4.3"};
   info.budget_option = "stride";
   info.growth = 1.5;
   info.supports_noncausal = false;
-  info.devices = {Device::kCpu, Device::kCuda};
+  info.self_attention = true;
   return info;
 }
 
@@ -77,137 +70,79 @@ class Places {
   int64_t first_;
 };
 
-// A query sees its own block in the row's places, and other blocks' summaries in the column's.
-class FixedPattern : public Pattern {
- public:
-  FixedPattern(const Problem& problem, const FixedOptions& options, const Places& places)
-      : heads_(options.combine == Combine::kPerHead || options.summaries > 1 ? problem.query_heads
-                                                                             : 1),
-        group_(problem.group()),
-        options_(options),
-        places_(places) {}
-
-  int64_t heads() const override { return heads_; }
-
-  bool Allows(int64_t head, int64_t i, int64_t place) const override {
-    if (!places_.IsSummary(place)) {
-      return SeesRow(head) && place <= i && Block(place) == Block(i);
-    }
-    const int64_t token = places_.Token(head / group_, place);
-    // Summary tokens of the own block are in the row, if there is one.
-    return SeesColumn(head) && token <= i && !(SeesRow(head) && Block(token) == Block(i));
-  }
-
-  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
-                 std::vector<KeyRange>* ranges) const override {
-    const int64_t last = query_end - 1;
-    if (SeesRow(head)) {
-      ranges->push_back({Block(query_begin) * options_.stride, query_end, false});
-      if (Block(query_begin) == Block(last)) {
-        ranges->push_back({Block(query_begin) * options_.stride, query_begin + 1, true});
-      }
-    }
-    if (SeesColumn(head)) {
-      const int64_t first = places_.first_summary();
-      ranges->push_back({first, first + places_.SummariesBefore(last + options_.stride), false});
-      ranges->push_back({first, first + places_.SummariesBefore(query_begin), true});
-    }
-  }
-
- private:
-  int64_t Block(int64_t token) const { return token / options_.stride; }
-  bool SeesRow(int64_t head) const {
-    switch (options_.combine) {
+// Returns which places a query sees: its own block's in the row, and other blocks' summaries in the
+// column. Without a row the column has those of its own block, too.
+FunctionPattern PatternOver(const Places& places, const Problem& problem,
+                            const FixedOptions& options) {
+  const auto sees_row = [options, group = problem.group()](int64_t head) {
+    switch (options.combine) {
       case Combine::kInterleaved:
-        return options_.layer % 2 == 0;
+        return options.layer % 2 == 0;
       case Combine::kPerHead:
-        return head / group_ % 2 == 0;
+        return head / group % 2 == 0;
       default:
         return true;
     }
-  }
-  bool SeesColumn(int64_t head) const {
-    return options_.combine == Combine::kMerged || !SeesRow(head);
-  }
-
-  int64_t heads_;
-  int64_t group_;
-  FixedOptions options_;
-  Places places_;
-};
-
-Problem WithPlaces(Problem problem, const FixedOptions& options) {
-  problem.kv_tokens = Places(options, problem.query_tokens).size();
-  return problem;
+  };
+  const auto add_keys = [=, group = problem.group()](int64_t head, int64_t i, KeyList* keys) {
+    const int64_t block = i / options.stride * options.stride;
+    const bool row = sees_row(head);
+    if (row) keys->Add(block, i + 1);
+    if (!row || options.combine == Combine::kMerged) {
+      const int64_t first = places.first_summary();
+      int64_t end = first + places.SummariesBefore(block);
+      while (!row && end < places.size() && places.Token(head / group, end) <= i) ++end;
+      keys->Add(first, end);
+    }
+    return i + 1;
+  };
+  const bool per_head = options.combine == Combine::kPerHead || options.summaries > 1;
+  return FunctionPattern(add_keys, per_head ? problem.query_heads : 1);
 }
 
-class FixedLayer : public FlashPartsLayer {
+class Fixed : public FlashTechnique<FixedOptions> {
  public:
-  FixedLayer(const Problem& problem, const FixedOptions& options, Device device)
-      : FlashPartsLayer(problem, device, {WithPlaces(problem, options)}), options_(options) {}
-
- protected:
-  std::vector<FlashPartSpec> DescribeParts() override {
-    const Places places(options_, problem().query_tokens);
-    std::vector<FlashPartSpec> parts;
-    parts.push_back({std::make_unique<FixedPattern>(problem(), options_, places),
-                     {},
-                     places.Order(options_.summaries > 1 ? problem().kv_heads : 1)});
-    return parts;
-  }
+  Fixed() : FlashTechnique(Info()) {}
 
  private:
-  FixedOptions options_;
-};
-
-absl::Status Check(const Problem& problem, const FixedOptions& options) {
-  if (problem.query_tokens != problem.kv_tokens) {
-    return absl::UnimplementedError(absl::StrCat("fixed is self-attention: query_tokens is ",
-                                                 problem.query_tokens, ", kv_tokens is ",
-                                                 problem.kv_tokens));
-  }
-  const int64_t fit = std::max<int64_t>(options.stride / options.summary, 1);
-  if (options.summaries > fit) {
+  absl::Status Check(const Problem&, const FixedOptions& options) const override {
+    const int64_t fit = std::max<int64_t>(options.stride / options.summary, 1);
+    if (options.summaries <= fit) return absl::OkStatus();
     return absl::InvalidArgumentError(absl::StrCat(
         "option summaries is ", options.summaries, "; allowed with stride=", options.stride,
         " and summary=", options.summary, " are 1 to ", fit));
   }
-  return absl::OkStatus();
-}
+
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
+    const Places places(job.options, job.problem.query_tokens);
+    const int64_t orders = job.options.summaries > 1 ? job.problem.kv_heads : 1;
+    FlashPlan plan(job.problem);
+    plan.Sees(PatternOver(places, job.problem, job.options)).KeyOrder(places.Order(orders), orders);
+    return plan;
+  }
+
+  absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
+    PairScore score;
+    score.sees = [options = job.options, group = job.problem.group()](int64_t h, int64_t i,
+                                                                      int64_t j) {
+      const int64_t l = options.stride, c = options.summary;  // j <= i: the problem is causal
+      const int64_t g = h / group, s = g % options.summaries;
+      const bool in_row = j / l == i / l;
+      const bool in_column = j % l >= l - (s + 1) * c && j % l < l - s * c;
+      switch (options.combine) {
+        case Combine::kInterleaved:
+          return options.layer % 2 == 0 ? in_row : in_column;
+        case Combine::kPerHead:
+          return g % 2 == 0 ? in_row : in_column;
+        default:
+          return in_row || in_column;
+      }
+    };
+    return score;
+  }
+};
+
+const bool registered = RegisterTechnique<Fixed>();
 
 }  // namespace
-
-Fixed::Fixed() : TechniqueOf(Info()) {}
-
-absl::StatusOr<std::unique_ptr<Layer>> Fixed::MakeLayer(const Problem& problem,
-                                                        const FixedOptions& options, Device device,
-                                                        uint64_t) const {
-  TFB_RETURN_IF_ERROR(Check(problem, options));
-  return std::make_unique<FixedLayer>(problem, options, device);
-}
-
-absl::Status Fixed::Definition(const Problem& problem, const FixedOptions& options,
-                               const NamedTensors&, const Inputs& inputs,
-                               const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(Check(problem, options));
-  const int64_t l = options.stride, c = options.summary;
-  const auto sees = [&](int64_t h, int64_t i, int64_t j) {  // j <= i: the problem is causal
-    const int64_t g = h / problem.group(), s = g % options.summaries;
-    const bool in_row = j / l == i / l;
-    const bool in_column = j % l >= l - (s + 1) * c && j % l < l - s * c;
-    switch (options.combine) {
-      case Combine::kInterleaved:
-        return options.layer % 2 == 0 ? in_row : in_column;
-      case Combine::kPerHead:
-        return g % 2 == 0 ? in_row : in_column;
-      default:
-        return in_row || in_column;
-    }
-  };
-  DefineMaskedAttention(
-      problem, inputs, request, 0, sees, [](int64_t, int64_t, int64_t, int64_t) { return 0.0; },
-      outputs);
-  return absl::OkStatus();
-}
-
 }  // namespace tfb::fixed

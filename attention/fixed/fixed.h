@@ -27,7 +27,7 @@
 
 #include <cstdint>
 
-#include "core/technique.h"
+#include "core/options.h"
 
 namespace tfb::fixed {
 
@@ -55,19 +55,6 @@ struct FixedOptions {
     bind.Int("layer", &layer, 0, kMaxTokens,
              "where interleaved: the layer's number; even ones see the row, odd ones the column");
   }
-};
-
-class Fixed : public TechniqueOf<FixedOptions> {
- public:
-  Fixed();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const FixedOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const FixedOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb::fixed

@@ -13,6 +13,8 @@
 namespace tfb::fixed {
 namespace {
 
+const Technique& Fixed() { return FindTechnique("fixed"); }
+
 using ::testing::HasSubstr;
 using Keys = std::vector<int64_t>;
 

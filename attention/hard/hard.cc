@@ -30,7 +30,6 @@ TechniqueInfo Info() {
   info.citation = "Xu et al. 2015, arXiv:1502.03044v3, section 4.1";
   info.exactness = Exactness::kOwn;
   info.growth = 2;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

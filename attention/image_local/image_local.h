@@ -37,7 +37,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "core/technique.h"
+#include "core/options.h"
 
 namespace tfb::image_local {
 
@@ -68,20 +68,6 @@ struct ImageLocalOptions {
     bind.Int("flange_width", &flange_width, 0, kMaxTokens,
              "2d: columns seen on each side of the query's block");
   }
-};
-
-// Self-attention only: query_tokens must equal kv_tokens.
-class ImageLocal : public TechniqueOf<ImageLocalOptions> {
- public:
-  ImageLocal();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const ImageLocalOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const ImageLocalOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb::image_local

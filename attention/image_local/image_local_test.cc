@@ -14,6 +14,8 @@
 namespace tfb::image_local {
 namespace {
 
+const Technique& ImageLocal() { return FindTechnique("image_local"); }
+
 using ::testing::HasSubstr;
 using Keys = std::vector<int64_t>;
 
@@ -274,7 +276,7 @@ TEST_P(ImageLocalGolden, DefinitionAndEnginesMatchTensor2tensorsMask) {
   const Shape shape = tensors.at("q").shape();
   const Problem problem = Problem::SelfAttention(shape[0], shape[1], shape[2], shape[3],
                                                  golden.metadata.at("causal") == "true");
-  const ImageLocal technique;
+  const Technique& technique = ImageLocal();
   Options options;
   for (const OptionSpec& option : technique.info().options) {
     const auto value = golden.metadata.find(option.name);

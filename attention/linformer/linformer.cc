@@ -36,7 +36,6 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kOwn;
   info.budget_option = "k";
   info.growth = 1;
-  info.devices = {Device::kCpu, Device::kCuda};
   info.supports_causal = false;
   return info;
 }
@@ -218,7 +217,7 @@ class LinformerLayer : public Layer {
       values_.set_tables(f, plan_.table_of_batch, plan_.table_of_head);
     }
     TFB_ASSIGN_OR_RETURN(engine_,
-                         FlashEngine::Create(device_, of_slots_, FullPattern(plan_.slots)));
+                         FlashEngine::Create(device_, of_slots_, FullPattern()));
     return absl::OkStatus();
   }
 

@@ -35,7 +35,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/technique.h"
+#include "core/options.h"
 
 namespace tfb::longformer {
 
@@ -65,25 +65,6 @@ struct LongformerOptions {
                 {{"shared", Projections::kShared}, {"own", Projections::kOwn}},
                 "whether global rows have queries, keys and values of their own");
   }
-};
-
-// Self-attention only: query_tokens must equal kv_tokens.
-class Longformer : public TechniqueOf<LongformerOptions> {
- public:
-  Longformer();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const LongformerOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const LongformerOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-  // Returns the inputs; where `projections` is own and the options allow of global tokens, also
-  // q_global, k_global and v_global, of the shapes of q, k and v; where max_globals > 0, also
-  // global_mask.
-  std::vector<TensorSpec> ReadTensors(const Problem& problem,
-                                      const LongformerOptions& options) const override;
 };
 
 }  // namespace tfb::longformer

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) FindGlobals(const FindGlobalsArgumen
                    a.key_mask[b * a.key_mask_strides[0] + i * a.key_mask_strides[1]] != 0);
     const bool is_position = exists && a.is_position[i] != 0;
     const bool is_marked =
-        is_token && !is_position &&
+        is_token && !is_position && a.global_mask != nullptr &&
         a.global_mask[b * a.global_mask_strides[0] + i * a.global_mask_strides[1]] != 0;
     int count = 0;
     const int64_t rank = marked + CountBefore(is_marked, of_warp, &count);
@@ -55,7 +55,6 @@ __global__ void __launch_bounds__(kThreads) FindGlobals(const FindGlobalsArgumen
     a.lists.global_keys[row + i] = is_token && is_global ? 1 : 0;
     if (is_global) {
       a.lists.keys[b * a.most + place] = static_cast<int32_t>(i);
-      if (a.lists.queries != nullptr) a.lists.queries[b * a.most + place] = static_cast<int32_t>(i);
     } else {
       atomicMax(&other, static_cast<int>(i));
     }
@@ -63,7 +62,6 @@ __global__ void __launch_bounds__(kThreads) FindGlobals(const FindGlobalsArgumen
   __syncthreads();
   for (int64_t n = globals + static_cast<int>(threadIdx.x); n < a.most; n += kThreads) {
     a.lists.keys[b * a.most + n] = other;
-    if (a.lists.queries != nullptr) a.lists.queries[b * a.most + n] = -1;
   }
 }
 

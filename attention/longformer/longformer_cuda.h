@@ -16,7 +16,7 @@ struct GlobalLists {
   uint8_t* local_keys;   // [batch][tokens], 1 for a token that is neither padding nor global
   uint8_t* global_keys;  // [batch][tokens], 1 for a global token that is not padding
   // [batch][most]: the global tokens, ascending. The rest of a row repeats a token that is not
-  // global in the list of keys, and is -1 in that of queries, which may be null.
+  // global in the list of keys, and is -1 in that of queries, which the CPU alone has.
   int32_t* keys;
   int32_t* queries;
 };
@@ -27,7 +27,7 @@ struct FindGlobalsArguments {
   int64_t most;
   int64_t most_marked;         // tokens of a sequence that the mask can make global
   const uint8_t* is_position;  // [tokens], 1 for tokens that are global in every sequence
-  const uint8_t* global_mask;  // [batch, tokens]
+  const uint8_t* global_mask;  // [batch, tokens], or null
   int64_t global_mask_strides[2];
   const uint8_t* key_mask;  // [batch, tokens], or null
   int64_t key_mask_strides[2];

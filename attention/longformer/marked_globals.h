@@ -15,6 +15,7 @@
 #include "attention/longformer/longformer_cuda.h"
 #include "core/cuda/device_array.h"
 #include "core/flash/flash_parts.h"
+#include "core/flash/plan.h"
 #include "core/layers/list_rows.h"
 #include "core/schedule/pattern.h"
 #include "core/technique.h"
@@ -22,23 +23,22 @@
 
 namespace tfb::longformer {
 
-class MarkedGlobals {
+class MarkedGlobalsLayer : public Layer {
  public:
-  // `positions` are global in every sequence; of the tokens that the mask marks besides, the first
-  // `most_marked` are.
-  MarkedGlobals(Device device, const Problem& problem, std::vector<int64_t> positions,
-                int64_t most_marked);
+  // `positions` are global in every sequence; of the tokens that the input global_mask marks
+  // besides, the first `most_marked` are. `window` is the pattern of a sequence without global
+  // tokens, over places of `order`. Global rows read q_global and so on where these are inputs.
+  MarkedGlobalsLayer(const Problem& problem, std::vector<TensorSpec> inputs, Device device,
+                     std::vector<int64_t> positions, int64_t most_marked, FunctionPattern window,
+                     PlaceOrder order);
 
-  size_t workspace_bytes(int threads) const;
+  size_t workspace_bytes(int threads) const override;
+  Cost cost() const override;  // without FLOPs: they depend on the mask
 
-  // Builds the engines. `window` is the pattern of a sequence without global tokens.
-  absl::Status Setup(const Pattern& window);
-
-  // Runs `local`, the call of the window, with the keys of the global tokens besides, and then
-  // `global`, the call of the global rows. Both have the key mask; neither has the orders of the
-  // global tokens.
-  absl::Status Run(const ConstTensorView& global_mask, const FlashCall& local,
-                   const FlashCall& global, const Execution& execution);
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override;
 
  private:
   struct Memory {
@@ -46,18 +46,24 @@ class MarkedGlobals {
     RowListMemory rows;  // on CUDA
   };
   Memory LayOut(Workspace& workspace) const;
-  absl::Status FindGlobals(const FindGlobalsArguments& arguments, const Execution& execution) const;
-  absl::Status RunGlobalRows(const Memory& memory, FlashCall call,
+  absl::Status FindGlobals(const Inputs& inputs, const GlobalLists& lists,
+                           const Execution& execution) const;
+  absl::Status RunLocalRows(const Inputs& inputs, const Outputs& outputs, const Memory& memory,
+                            const Execution& execution);
+  absl::Status RunGlobalRows(const Inputs& inputs, const Outputs& outputs, const Memory& memory,
                              const Execution& execution) const;
 
   Device device_;
-  Problem problem_;
   std::vector<int64_t> positions_;
   int64_t most_marked_;
-  int64_t most_;                // global tokens of a sequence
+  int64_t most_;  // global tokens of a sequence
+  FunctionPattern window_;
+  PlaceOrder order_;
+  bool has_own_tensors_;
   std::vector<Problem> parts_;  // problems of the window and of the list
   Problem rows_problem_;        // problem of the global rows
   DeviceArray<uint8_t> is_position_;
+  DeviceArray<int32_t> order_tokens_;
   FlashParts softmax_;
   std::vector<FlashCall> calls_;  // room for the calls of a Run
   FlashEngine rows_engine_;

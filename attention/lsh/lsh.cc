@@ -35,7 +35,6 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kApproximate;
   info.budget_option = "rounds";
   info.growth = 1;
-  info.devices = {Device::kCpu, Device::kCuda};
   info.selection = "buckets";
   return info;
 }
@@ -45,18 +44,11 @@ TechniqueInfo Info() {
 class ChunkPattern : public Pattern {
  public:
   ChunkPattern(int64_t tokens, int64_t chunk) : tokens_(tokens), chunk_(chunk) {}
-
-  bool Allows(int64_t, int64_t i, int64_t j) const override {
-    if (j >= tokens_) return i < chunk_;
-    const int64_t back = i / chunk_ - j / chunk_;
-    return back == 0 || back == 1;
-  }
-  void KeyRanges(int64_t, int64_t begin, int64_t end,
-                 std::vector<KeyRange>* ranges) const override {
-    const int64_t first = begin / chunk_, last = (end - 1) / chunk_;
-    const bool all = first == last;
-    ranges->push_back({(first - 1) * chunk_, std::min((last + 1) * chunk_, tokens_), all});
-    if (first == 0) ranges->push_back({tokens_, std::numeric_limits<int32_t>::max(), all});
+  int64_t AddKeys(int64_t, int64_t i, KeyList* keys) const override {
+    const int64_t begin = i / chunk_ * chunk_;
+    keys->Add(begin - chunk_, std::min(begin + chunk_, tokens_));
+    if (begin == 0) keys->Add(tokens_, std::numeric_limits<int64_t>::max());
+    return begin + chunk_;
   }
 
  private:

@@ -266,7 +266,7 @@ TEST(MultiHead, ItsHeadsAreTheTechniqueInsideOnTheProjections) {
     projected[name] = Project(inputs.at("x"), parameters.at(std::string("w_") + name), 2);
   }
   const NamedTensors longformer =
-      RunTechnique(longformer::Longformer(), problem, ViewsOf(projected), {{{"window", "10"}}})
+      RunTechnique(FindTechnique("longformer"), problem, ViewsOf(projected), {{{"window", "10"}}})
           .value();
   const ConstTensorView heads = Transpose(SplitAxis(out.view(), 2, 2), 1, 2);
   EXPECT_LE(MaxDifference(heads, longformer.at("out").view()), 1e-5);

@@ -27,7 +27,6 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kApproximate;
   info.budget_option = "features";
   info.growth = 1;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

@@ -28,7 +28,6 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kApproximate;
   info.budget_option = "features";
   info.growth = 1;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

@@ -33,7 +33,6 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kOwn;
   info.budget_option = "clusters";
   info.growth = 1;
-  info.devices = {Device::kCpu, Device::kCuda};
   info.selection = "members";
   return info;
 }
@@ -43,19 +42,10 @@ TechniqueInfo Info() {
 class ClusterPattern : public Pattern {
  public:
   ClusterPattern(int64_t size, bool causal) : size_(size), causal_(causal) {}
-  bool Allows(int64_t, int64_t i, int64_t j) const override {
-    return i / size_ == j / size_ && (!causal_ || j <= i);
-  }
-  void KeyRanges(int64_t, int64_t begin, int64_t end,
-                 std::vector<KeyRange>* ranges) const override {
-    const int64_t first = begin / size_ * size_;
-    const bool one_cluster = (end - 1) / size_ == begin / size_;
-    if (causal_) {
-      ranges->push_back({first, end, false});
-      if (one_cluster) ranges->push_back({first, begin + 1, true});
-    } else {
-      ranges->push_back({first, ((end - 1) / size_ + 1) * size_, one_cluster});
-    }
+  int64_t AddKeys(int64_t, int64_t i, KeyList* keys) const override {
+    const int64_t begin = i / size_ * size_, end = causal_ ? i + 1 : begin + size_;
+    keys->Add(begin, end);
+    return end;
   }
 
  private:
@@ -67,14 +57,10 @@ class ClusterPattern : public Pattern {
 class BlockPattern : public Pattern {
  public:
   BlockPattern(int64_t block, bool causal) : block_(block), causal_(causal) {}
-  bool Allows(int64_t, int64_t i, int64_t j) const override {
-    const int64_t back = i / block_ - j / block_;
-    return back == 0 || back == 1 || (back == -1 && !causal_);
-  }
-  void KeyRanges(int64_t, int64_t begin, int64_t end,
-                 std::vector<KeyRange>* ranges) const override {
-    const int64_t first = begin / block_, last = (end - 1) / block_;
-    ranges->push_back({(first - 1) * block_, (last + (causal_ ? 1 : 2)) * block_, first == last});
+  int64_t AddKeys(int64_t, int64_t i, KeyList* keys) const override {
+    const int64_t begin = i / block_ * block_;
+    keys->Add(begin - block_, begin + (causal_ ? 1 : 2) * block_);
+    return begin + block_;
   }
 
  private:

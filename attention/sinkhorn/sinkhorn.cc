@@ -31,7 +31,6 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kOwn;
   info.budget_option = "block";
   info.growth = 1.5;  // with the best block for each length; with one block, from 1 to 2
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 
@@ -73,18 +72,10 @@ TensorSpec MatrixSpec(const char* name, const SinkhornSizes& sizes) {
 class SortedBlockPattern : public Pattern {
  public:
   explicit SortedBlockPattern(const SinkhornSizes& sizes) : sizes_(sizes) {}
-  bool Allows(int64_t, int64_t i, int64_t j) const override {
-    const int64_t u = i / sizes_.block;
-    return u == j / sizes_.block && sizes_.Support(u) > 0;
-  }
-  void KeyRanges(int64_t, int64_t query_begin, int64_t query_end,
-                 std::vector<KeyRange>* ranges) const override {
-    const int64_t block = sizes_.block;
-    const int64_t first = std::max<int64_t>(query_begin / block, sizes_.Support(0) > 0 ? 0 : 1);
-    const int64_t last = (query_end - 1) / block;
-    if (first > last) return;
-    const bool all = query_begin / block == last;
-    ranges->push_back({first * block, (last + 1) * block, all});
+  int64_t AddKeys(int64_t, int64_t i, KeyList* keys) const override {
+    const int64_t u = i / sizes_.block, end = (u + 1) * sizes_.block;
+    if (sizes_.Support(u) > 0) keys->Add(end - sizes_.block, end);
+    return end;
   }
 
  private:
@@ -95,16 +86,11 @@ class SortedBlockPattern : public Pattern {
 class OwnBlockPattern : public Pattern {
  public:
   explicit OwnBlockPattern(const SinkhornSizes& sizes) : sizes_(sizes) {}
-  bool Allows(int64_t, int64_t i, int64_t j) const override {
-    return i / sizes_.block == j / sizes_.block && (!sizes_.causal || j <= i);
-  }
-  void KeyRanges(int64_t, int64_t query_begin, int64_t query_end,
-                 std::vector<KeyRange>* ranges) const override {
-    const int64_t block = sizes_.block;
-    const int64_t first = query_begin / block, last = (query_end - 1) / block;
-    const int64_t end = sizes_.causal ? query_end : (last + 1) * block;
-    ranges->push_back({first * block, end, !sizes_.causal && first == last});
-    if (sizes_.causal && first == last) ranges->push_back({first * block, query_begin + 1, true});
+  int64_t AddKeys(int64_t, int64_t i, KeyList* keys) const override {
+    const int64_t begin = i / sizes_.block * sizes_.block;
+    const int64_t end = sizes_.causal ? i + 1 : begin + sizes_.block;
+    keys->Add(begin, end);
+    return end;
   }
 
  private:
@@ -237,7 +223,7 @@ class SinkhornLayer : public Layer {
 
   std::unique_ptr<Pattern> PatternOf(size_t part) const {
     if (part == 1) return std::make_unique<OwnBlockPattern>(sizes_);
-    if (IsSortCut()) return std::make_unique<FullPattern>(MixedRows());
+    if (IsSortCut()) return std::make_unique<FullPattern>();
     return std::make_unique<SortedBlockPattern>(sizes_);
   }
 

@@ -23,7 +23,7 @@
 
 #include <cstdint>
 
-#include "core/technique.h"
+#include "core/options.h"
 
 namespace tfb::strided {
 
@@ -54,19 +54,6 @@ struct StridedOptions {
         "tokens of the row, the query's own included: stride + 1 as in the paper, stride as "
         "in its authors' code");
   }
-};
-
-class Strided : public TechniqueOf<StridedOptions> {
- public:
-  Strided();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const StridedOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const StridedOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb::strided

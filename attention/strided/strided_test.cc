@@ -13,6 +13,8 @@
 namespace tfb::strided {
 namespace {
 
+const Technique& Strided() { return FindTechnique("strided"); }
+
 using ::testing::HasSubstr;
 using Keys = std::vector<int64_t>;
 

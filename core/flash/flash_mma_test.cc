@@ -46,7 +46,7 @@ Problem Make(DType dtype, const Sizes& sizes, bool causal = false) {
 class Subject {
  public:
   explicit Subject(const Problem& p, const Pattern* of_keys = nullptr)
-      : problem(p), full_(p.kv_tokens), pattern_(of_keys != nullptr ? of_keys : &full_) {
+      : problem(p), pattern_(of_keys != nullptr ? of_keys : &full_) {
     inputs_ = RandomInputs(QkvInputs(p), 5);
     outputs_ = NanOutputs(AttentionOutputs(p));
     schedule_ = BuildSchedule(p, *pattern_, kFlashQueries16);
@@ -144,7 +144,7 @@ class Subject {
         [&](int64_t b, int64_t h, int64_t i, int64_t j) {
           const bool causal = !problem.causal || j <= i + problem.causal_offset();
           const int64_t head = h % pattern_->heads();
-          if (!causal || !is_token(b, j) || !pattern_->Allows(head, i, j)) return kNotSeen;
+          if (!causal || !is_token(b, j) || !pattern_->Sees(head, i, j)) return kNotSeen;
           const double dot =
               Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), j), problem.head_dim);
           return change(b, h, i, j, scale * dot);
@@ -389,11 +389,12 @@ TEST_P(FlashMma, BandsWithoutTablesGiveTheSameBits) {
 class OwnPattern : public Pattern {
  public:
   int64_t heads() const override { return 2; }
-  bool Allows(int64_t head, int64_t i, int64_t j) const override {
-    return head == 0 ? j / 64 % 2 == i / 128 % 2 : j % 3 == 0;
-  }
-  void KeyRanges(int64_t, int64_t, int64_t, std::vector<KeyRange>* ranges) const override {
-    ranges->push_back({0, 1 << 20, false});
+  int64_t AddKeys(int64_t head, int64_t i, KeyList* keys) const override {
+    constexpr int64_t kMost = 1024;
+    for (int64_t j = 0; j < kMost; ++j) {
+      if (head == 0 ? j / 64 % 2 == i / 128 % 2 : j % 3 == 0) keys->Add(j, j + 1);
+    }
+    return i + 1;
   }
 };
 TEST_P(FlashMma, HeadsHavePatternsOfTheirOwn) {

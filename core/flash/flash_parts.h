@@ -16,17 +16,13 @@
 #define TFB_CORE_FLASH_FLASH_PARTS_H_
 
 #include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "core/cuda/device_array.h"
 #include "core/flash/flash_engine.h"
-#include "core/schedule/pattern.h"
 #include "core/technique.h"
 
 namespace tfb {
@@ -54,47 +50,6 @@ class FlashParts {
 
   Device device_ = Device::kCpu;
   std::vector<FlashEngine> engines_;
-};
-
-// A part as a technique describes it.
-struct FlashPartSpec {
-  std::unique_ptr<Pattern> pattern;  // pattern over the places of the orders, where there are any
-  // The token of each place, in one order for all heads or one for each key-value head after the
-  // other; empty for the tensors' own order.
-  std::vector<int32_t> query_order;
-  std::vector<int32_t> key_order;
-};
-
-// A layer that computes one softmax over parts. The parts' problems say how many places each has.
-class FlashPartsLayer : public Layer {
- public:
-  size_t workspace_bytes(int threads) const override;
-  // Counts the pairs of the parts' schedules, which Setup builds; the cost is absent before Setup.
-  Cost cost() const override;
-
- protected:
-  // `parts` are the parts' problems, with the numbers of tokens of their orders. Causal masks are
-  // the patterns' task.
-  FlashPartsLayer(const Problem& problem, Device device, std::vector<Problem> parts);
-
-  // Returns as many parts as there are problems; Setup calls it.
-  virtual std::vector<FlashPartSpec> DescribeParts() = 0;
-
-  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
-  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
-                     const Execution& execution) override;
-
- private:
-  struct Orders {
-    DeviceArray<int32_t> queries;
-    DeviceArray<int32_t> keys;
-  };
-
-  Device device_;
-  std::vector<Problem> problems_;
-  std::vector<Orders> orders_;
-  FlashParts parts_;
-  std::vector<FlashCall> calls_;  // room for the calls of a Run
 };
 
 }  // namespace tfb

@@ -23,12 +23,11 @@ class ResiduePattern : public Pattern {
  public:
   ResiduePattern(const Problem& problem, int64_t residue, bool reversed, bool causal)
       : problem_(problem), residue_(residue), reversed_(reversed), causal_(causal) {}
-  bool Allows(int64_t, int64_t i, int64_t n) const override {
+  int64_t AddKeys(int64_t, int64_t i, KeyList* keys) const override {
     const int64_t query = reversed_ ? problem_.query_tokens - 1 - i : i;
-    return !causal_ || 3 * n + residue_ <= query;
-  }
-  void KeyRanges(int64_t, int64_t, int64_t, std::vector<KeyRange>* ranges) const override {
-    ranges->push_back({0, problem_.kv_tokens, false});
+    // Key n is 3 n + residue.
+    keys->Add(0, causal_ ? (query - residue_ + 3) / 3 : problem_.kv_tokens);
+    return i + 1;
   }
 
  private:
@@ -206,9 +205,8 @@ class TwoRulesLayer : public Layer {
     ScoreRule by_offset, by_label;
     by_offset.relative_keys = &offsets_;
     by_label.label_keys = {parameters_.at("labels").span<float>().data(), problem().query_heads};
-    TFB_ASSIGN_OR_RETURN(
-        FlashEngine first,
-        FlashEngine::Create(device_, problems_[0], FullPattern(problem().kv_tokens), by_offset));
+    TFB_ASSIGN_OR_RETURN(FlashEngine first,
+                         FlashEngine::Create(device_, problems_[0], FullPattern(), by_offset));
     TFB_ASSIGN_OR_RETURN(FlashEngine second, FlashEngine::Create(device_, problems_[1],
                                                                  BandPattern(-20, 70), by_label));
     std::vector<FlashEngine> engines;

@@ -42,7 +42,7 @@ class Harness {
   explicit Harness(Device device, const Problem& problem, const Pattern* pattern = nullptr)
       : device_(device),
         problem_(problem),
-        full_(problem.kv_tokens),
+
         pattern_(pattern ? pattern : &full_) {
     inputs_ = RandomInputs(QkvInputs(problem), 5);
     outputs_ = NanOutputs(AttentionOutputs(problem));
@@ -98,7 +98,7 @@ class Harness {
         [&](int64_t b, int64_t h, int64_t i, int64_t j) {
           const bool causal = !problem_.causal || j <= i + problem_.causal_offset();
           const int64_t head = pattern_->heads() == 1 ? 0 : h;
-          if (!causal || !is_token(b, j) || !pattern_->Allows(head, i, j)) return kNone;
+          if (!causal || !is_token(b, j) || !pattern_->Sees(head, i, j)) return kNone;
           const double dot =
               Dot(q.Row(b, h, i), k.Row(b, h / problem_.group(), j), problem_.head_dim);
           return change(b, h, i, j, scale * dot);
@@ -783,7 +783,7 @@ TEST(FlashCudaCall, AskingForSomeQueriesWantsABand) {
   Harness harness(Device::kSimulator, Make(3, 3, 8, 8));
   harness.asked = Some(3, 2, 0);
   CudaRuntime* runtime = CudaRuntime::For(Device::kSimulator).value();
-  const BlockSchedule schedule = BuildSchedule(Make(3, 3, 8, 8), FullPattern(3), kFlashTile);
+  const BlockSchedule schedule = BuildSchedule(Make(3, 3, 8, 8), FullPattern(), kFlashTile);
   const FlashCuda flash = FlashCuda::Create(runtime, Make(3, 3, 8, 8), &schedule, {}).value();
   const int32_t rows[6] = {};
   harness.call.asked.rows = rows;
@@ -858,7 +858,7 @@ TEST(FlashCall, LabelKeysWithoutIdsAreRefused) {
   FlashCall call;
   call.rule.label_keys.keys = labels;
   Problem problem = Make(5, 5, 8, 8);
-  const BlockSchedule schedule = BuildSchedule(problem, FullPattern(5));
+  const BlockSchedule schedule = BuildSchedule(problem, FullPattern());
   call.schedule = &schedule;
   EXPECT_EQ(FlashCpu(problem, call, Execution()).code(), absl::StatusCode::kInternal);
 }

@@ -90,13 +90,10 @@ struct Sortings {
 
 class ChunkPattern : public Pattern {
  public:
-  bool Allows(int64_t, int64_t i, int64_t j) const override {
-    const int64_t difference = i / kChunk - j / kChunk;
-    return difference == 0 || difference == 1;
-  }
-  void KeyRanges(int64_t, int64_t begin, int64_t end,
-                 std::vector<KeyRange>* ranges) const override {
-    ranges->push_back({(begin / kChunk - 1) * kChunk, ((end - 1) / kChunk + 1) * kChunk, false});
+  int64_t AddKeys(int64_t, int64_t i, KeyList* keys) const override {
+    const int64_t begin = i / kChunk * kChunk;
+    keys->Add(begin - kChunk, begin + kChunk);
+    return begin + kChunk;
   }
 };
 

@@ -100,7 +100,7 @@ class Calls {
         v_(Normal({1, problem.kv_heads, problem.kv_tokens, problem.value_dim}, "v")),
         w_(Normal({Rows(), problem.head_dim}, "w")),
         out_(DType::kF32, {1, problem.query_heads, problem.query_tokens, problem.value_dim}),
-        schedule_(BuildSchedule(problem, FullPattern(problem.kv_tokens))) {
+        schedule_(BuildSchedule(problem, FullPattern())) {
     linear_.map = Map(problem.head_dim);
     linear_.q = flash_.q = q_.view();
     linear_.k = flash_.k = k_.view();

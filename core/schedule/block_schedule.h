@@ -52,8 +52,8 @@ struct BlockSchedule {
 };
 
 // Builds the schedule of `pattern` for the problem, with the problem's causal mask added. Work and
-// memory are proportional to the length of the pattern's key ranges in tiles, and to the pairs in
-// tiles that are not wholly inside one `all` range.
+// memory are proportional to the number of ranges of keys that the queries have, and to the tiles
+// that have ends of such ranges, not to the lengths of ranges.
 BlockSchedule BuildSchedule(const Problem& problem, const Pattern& pattern,
                             int64_t query_tile = 64);
 

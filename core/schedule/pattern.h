@@ -2,8 +2,14 @@
 #ifndef TFB_CORE_SCHEDULE_PATTERN_H_
 #define TFB_CORE_SCHEDULE_PATTERN_H_
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <limits>
+#include <utility>
 #include <vector>
+
+#include "absl/types/span.h"
 
 namespace tfb {
 
@@ -11,10 +17,28 @@ namespace tfb {
 struct KeyRange {
   int64_t begin;
   int64_t end;
-  bool all;  // every query asked about sees every key of the range
 };
 
-// A predicate over (head, query, key). It leaves out the causal mask of the problem: the schedule
+// A set of keys, as ranges.
+class KeyList {
+ public:
+  // Adds keys, some of which may be in the set already or lie beyond the sequence.
+  void Add(int64_t begin, int64_t end) {
+    if (begin < end) ranges_.push_back({begin, end});
+  }
+  void AddAll() { Add(0, std::numeric_limits<int64_t>::max()); }
+  void Clear() { ranges_.clear(); }
+
+  // Makes the ranges ascending and disjoint, without gaps of nothing between neighbours, and leaves
+  // out keys outside [0, kv_tokens).
+  void Normalize(int64_t kv_tokens);
+  absl::Span<const KeyRange> ranges() const { return ranges_; }
+
+ private:
+  std::vector<KeyRange> ranges_;
+};
+
+// Which keys each query of a head sees. It leaves out the causal mask of the problem: the schedule
 // builder adds that.
 class Pattern {
  public:
@@ -24,47 +48,52 @@ class Pattern {
   // where there are several, else pattern 0.
   virtual int64_t heads() const { return 1; }
 
-  // Tells whether query i sees key j, as the paper states it. Positions are token indices of the
-  // query and the key sequence.
-  virtual bool Allows(int64_t head, int64_t i, int64_t j) const = 0;
+  // Adds the keys that query i sees, and returns the first query behind i that may see others. Keys
+  // and queries are indices in their sequences. The length of the lists decides the cost of building
+  // the schedule.
+  virtual int64_t AddKeys(int64_t head, int64_t i, KeyList* keys) const = 0;
 
-  // Appends ranges that together hold every key seen by any query in [query_begin, query_end), in
-  // any order, overlapping or beyond the ends of the sequence as is convenient. Their total length
-  // decides the cost of building the schedule, so a linear pattern gives ranges of bounded length.
-  virtual void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
-                         std::vector<KeyRange>* ranges) const = 0;
+  // Tells whether query i sees key j. It is slow.
+  bool Sees(int64_t head, int64_t i, int64_t j) const;
 };
 
 // A pattern in which every query sees every key.
 class FullPattern : public Pattern {
  public:
-  explicit FullPattern(int64_t kv_tokens) : kv_tokens_(kv_tokens) {}
-  bool Allows(int64_t, int64_t, int64_t) const override { return true; }
-  void KeyRanges(int64_t, int64_t, int64_t, std::vector<KeyRange>* ranges) const override {
-    ranges->push_back({0, kv_tokens_, true});
+  int64_t AddKeys(int64_t, int64_t, KeyList* keys) const override {
+    keys->AddAll();
+    return std::numeric_limits<int64_t>::max();
   }
-
- private:
-  int64_t kv_tokens_;
 };
 
 // A band: query i sees the keys j with low <= j - i <= high.
 class BandPattern : public Pattern {
  public:
   BandPattern(int64_t low, int64_t high) : low_(low), high_(high) {}
-  bool Allows(int64_t, int64_t i, int64_t j) const override {
-    return j - i >= low_ && j - i <= high_;
-  }
-  void KeyRanges(int64_t, int64_t query_begin, int64_t query_end,
-                 std::vector<KeyRange>* ranges) const override {
-    ranges->push_back({query_begin + low_, query_end + high_, false});
-    // The range may be empty.
-    ranges->push_back({query_end - 1 + low_, query_begin + high_ + 1, true});
+  int64_t AddKeys(int64_t, int64_t i, KeyList* keys) const override {
+    keys->Add(i + low_, i + high_ + 1);
+    return i + 1;
   }
 
  private:
   int64_t low_;
   int64_t high_;
+};
+
+// A pattern that is a function: see Pattern::AddKeys.
+class FunctionPattern : public Pattern {
+ public:
+  using Function = std::function<int64_t(int64_t head, int64_t i, KeyList* keys)>;
+  explicit FunctionPattern(Function add_keys, int64_t heads = 1)
+      : add_keys_(std::move(add_keys)), heads_(heads) {}
+  int64_t heads() const override { return heads_; }
+  int64_t AddKeys(int64_t head, int64_t i, KeyList* keys) const override {
+    return add_keys_(head, i, keys);
+  }
+
+ private:
+  Function add_keys_;
+  int64_t heads_;
 };
 
 }  // namespace tfb

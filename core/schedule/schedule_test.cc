@@ -1,12 +1,12 @@
+#include <algorithm>
+#include <iterator>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "core/random.h"
 #include "core/schedule/block_schedule.h"
+#include "core/schedule/long_rows.h"
 #include "core/schedule/pattern.h"
-#include "core/schedule/pattern_check.h"
-#include "core/schedule/pattern_observer.h"
 #include "gtest/gtest.h"
 
 namespace tfb {
@@ -32,14 +32,13 @@ bool Visible(const BlockSchedule& schedule, int64_t head, int64_t i, int64_t j) 
 // Checks the property that every schedule must have: it agrees with the predicate, pair by pair,
 // and counts the pairs.
 void ExpectMatches(const Problem& problem, const Pattern& pattern) {
-  EXPECT_EQ(CheckKeyRanges(problem, pattern), absl::OkStatus());
   const BlockSchedule schedule = BuildSchedule(problem, pattern);
   for (int64_t head = 0; head < pattern.heads(); ++head) {
     int64_t pairs = 0;
     for (int64_t i = 0; i < problem.query_tokens; ++i) {
       for (int64_t j = 0; j < problem.kv_tokens; ++j) {
         const bool expected =
-            pattern.Allows(head, i, j) && (!problem.causal || j <= i + problem.causal_offset());
+            pattern.Sees(head, i, j) && (!problem.causal || j <= i + problem.causal_offset());
         ASSERT_EQ(Visible(schedule, head, i, j), expected)
             << problem.ToString() << " head " << head << " query " << i << " key " << j;
         pairs += expected;
@@ -57,24 +56,44 @@ void ExpectMatches(const Problem& problem, const Pattern& pattern) {
   }
 }
 
-// An arbitrary predicate, whose ranges are larger than needed: all keys.
+// Arbitrary keys, in an order of its own: some twice, and some beyond the ends of the sequence.
 class ScatteredPattern : public Pattern {
  public:
+  explicit ScatteredPattern(double share) : share_(share) {}
   int64_t heads() const override { return 2; }
-  bool Allows(int64_t head, int64_t i, int64_t j) const override {
-    return RandomStream(head, "scattered").Uniform(i * 100003 + j) < 0.02;
+  int64_t AddKeys(int64_t head, int64_t i, KeyList* keys) const override {
+    const RandomStream stream(head, "scattered");
+    for (int64_t j = 400; j >= -50; --j) {
+      if (stream.Uniform(i * 100003 + j + 50) < share_) keys->Add(j, j + 1 + i % 3);
+    }
+    return i + 1;
   }
-  void KeyRanges(int64_t, int64_t, int64_t, std::vector<KeyRange>* ranges) const override {
-    ranges->push_back({-50, 10000, false});
-    ranges->push_back({10, 20, false});
+
+ private:
+  double share_;
+};
+
+// Runs of queries of any length that see the same ranges of any length, in as many heads.
+class PiecewisePattern : public Pattern {
+ public:
+  int64_t heads() const override { return 2; }
+  int64_t AddKeys(int64_t head, int64_t i, KeyList* keys) const override {
+    constexpr int64_t kEnds[] = {0, 1, 40, 64, 65, 128, 190, 320, 1000};
+    const int64_t* end = std::upper_bound(std::begin(kEnds), std::end(kEnds), i);
+    const RandomStream stream(head, "piecewise");
+    for (int64_t n = 0; n < *end % 4; ++n) {
+      const int64_t begin = static_cast<int64_t>(600 * stream.Uniform(*end * 10 + n)) - 100;
+      keys->Add(begin, begin + static_cast<int64_t>(300 * stream.Uniform(*end * 10 + n + 5)));
+    }
+    return *end;
   }
 };
 
 TEST(BlockSchedule, ShowsWhatTheFullPatternSaysAcrossTileEdges) {
   for (int64_t queries : {1, 63, 64, 65, 130}) {
     for (int64_t keys : {1, 63, 64, 65, 200}) {
-      ExpectMatches(Sizes(queries, keys), FullPattern(keys));
-      ExpectMatches(Sizes(queries, keys, /*causal=*/true), FullPattern(keys));
+      ExpectMatches(Sizes(queries, keys), FullPattern());
+      ExpectMatches(Sizes(queries, keys, /*causal=*/true), FullPattern());
     }
   }
 }
@@ -89,18 +108,39 @@ TEST(BlockSchedule, ShowsWhatBandsSayOfEveryWidth) {
 }
 
 TEST(BlockSchedule, ShowsWhatAScatteredPatternSaysPerHead) {
-  ExpectMatches(Sizes(130, 190), ScatteredPattern());
-  ExpectMatches(Sizes(190, 130, /*causal=*/true), ScatteredPattern());
+  for (const double share : {0.001, 0.02, 0.5, 1.0}) {
+    ExpectMatches(Sizes(130, 190), ScatteredPattern(share));
+    ExpectMatches(Sizes(190, 130, /*causal=*/true), ScatteredPattern(share));
+  }
+}
+
+TEST(BlockSchedule, ShowsWhatPiecesSayWhereTheyMeetTilesAndTheCausalMask) {
+  for (const bool causal : {false, true}) {
+    for (const int64_t keys : {63, 256, 330, 577}) {
+      ExpectMatches(Sizes(330, keys, causal), PiecewisePattern());
+    }
+  }
+}
+
+TEST(BlockSchedule, OneRowThatSeesAllAmongOthersHasOneMaskOfMostTiles) {
+  const FunctionPattern pattern([](int64_t, int64_t i, KeyList* keys) {
+    keys->Add(i, i + 1);
+    if (i == 5) keys->AddAll();
+    return i + 1;
+  });
+  ExpectMatches(Sizes(70, 1000), pattern);
+  const BlockSchedule schedule = BuildSchedule(Sizes(70, 6401), pattern);
+  // The tile of the own keys, the 99 others, and the one key of the last.
+  EXPECT_EQ(schedule.Row(0, 0).size(), 3u);
 }
 
 TEST(BlockSchedule, EmptySequencesHaveNoRuns) {
-  EXPECT_TRUE(BuildSchedule(Sizes(0, 10), FullPattern(10)).runs.empty());
-  EXPECT_TRUE(BuildSchedule(Sizes(10, 0), FullPattern(0)).runs.empty());
+  EXPECT_TRUE(BuildSchedule(Sizes(0, 10), FullPattern()).runs.empty());
+  EXPECT_TRUE(BuildSchedule(Sizes(10, 0), FullPattern()).runs.empty());
 }
 
 TEST(BlockSchedule, CausalStoresOneMaskAndTwoRunsARow) {
-  const BlockSchedule schedule =
-      BuildSchedule(Sizes(6400, 6400, /*causal=*/true), FullPattern(6400));
+  const BlockSchedule schedule = BuildSchedule(Sizes(6400, 6400, /*causal=*/true), FullPattern());
   EXPECT_EQ(schedule.masks.size(), 64u);
   EXPECT_LE(schedule.runs.size(), 200u);
 }
@@ -115,73 +155,55 @@ TEST(BlockSchedule, MemoryOfALinearPatternIsLinearInTokens) {
 }
 
 TEST(BlockSchedule, OrderPutsTheLongestRowsFirst) {
-  const BlockSchedule schedule = BuildSchedule(Sizes(640, 640, /*causal=*/true), FullPattern(640));
+  const BlockSchedule schedule = BuildSchedule(Sizes(640, 640, /*causal=*/true), FullPattern());
   EXPECT_EQ(schedule.order.front(), 9);
   EXPECT_EQ(schedule.order.back(), 0);
 }
 
 TEST(BlockSchedule, VisitedPairsAreAtLeastTheKeptOnes) {
-  const BlockSchedule schedule = BuildSchedule(Sizes(100, 100, /*causal=*/true), FullPattern(100));
+  const BlockSchedule schedule = BuildSchedule(Sizes(100, 100, /*causal=*/true), FullPattern());
   EXPECT_EQ(schedule.KeptPairs(2), 2 * 5050);
   // The visited tiles are (0,0), (1,0) and (1,1), cut to 100 tokens: 64 x 64 + 36 x 64 + 36 x 36.
   EXPECT_EQ(schedule.VisitedPairs(2), 2 * (64 * 64 + 36 * 64 + 36 * 36));
 }
 
-// A band whose ranges are wrong by `error` keys at one of their ends.
-class WrongBand : public BandPattern {
- public:
-  enum class End { kBegin, kEnd, kAllBegin, kAllEnd };
-  WrongBand(End end, int64_t error) : BandPattern(-40, 30), end_(end), error_(error) {}
-  void KeyRanges(int64_t head, int64_t query_begin, int64_t query_end,
-                 std::vector<KeyRange>* ranges) const override {
-    BandPattern::KeyRanges(head, query_begin, query_end, ranges);
-    switch (end_) {
-      case End::kBegin:
-        ranges->at(0).begin += error_;
-        break;
-      case End::kEnd:
-        ranges->at(0).end += error_;
-        break;
-      case End::kAllBegin:
-        ranges->at(1).begin += error_;
-        break;
-      case End::kAllEnd:
-        ranges->at(1).end += error_;
+TEST(LongRows, AreThoseWithManyTimesTheKeysOfMostAndArePartedFromThem) {
+  constexpr int64_t kTokens = 2000;
+  const auto pattern = std::make_shared<FunctionPattern>([](int64_t, int64_t i, KeyList* keys) {
+    if (i == 70 || i == 71 || i == 1999) {
+      keys->AddAll();
+    } else {
+      keys->Add(i - 10, i + 11);
     }
-  }
-
- private:
-  End end_;
-  int64_t error_;
-};
-
-TEST(CheckKeyRanges, NoticesARangeOneKeyTooShortAndAnAllRangeOneKeyTooLong) {
-  using End = WrongBand::End;
-  for (const bool causal : {false, true}) {
-    const auto ok = [&](End end, int64_t error) {
-      return CheckKeyRanges(Sizes(277, 277, causal), WrongBand(end, error)).ok();
-    };
-    EXPECT_FALSE(ok(End::kBegin, 1));
-    EXPECT_TRUE(ok(End::kBegin, -1));
-    EXPECT_EQ(ok(End::kEnd, -1), causal) << "the causal mask hides that end";
-    EXPECT_TRUE(ok(End::kEnd, 1));
-    EXPECT_FALSE(ok(End::kAllBegin, -1));
-    EXPECT_TRUE(ok(End::kAllBegin, 1));
-    EXPECT_EQ(ok(End::kAllEnd, 1), causal);
-    EXPECT_TRUE(ok(End::kAllEnd, -1));
-  }
+    return i + 1;
+  });
+  const Problem problem = Sizes(kTokens, kTokens);
+  const std::vector<int32_t> places = LongRows(*pattern, BuildSchedule(problem, *pattern));
+  EXPECT_EQ(places, (std::vector<int32_t>{70, 71, 1999}));
+  const auto rows = RowsOf(pattern, places), others = WithoutRows(pattern, places);
+  Problem few = problem;
+  few.query_tokens = 3;
+  EXPECT_EQ(BuildSchedule(few, *rows).pairs[0], 3 * kTokens);
+  EXPECT_EQ(BuildSchedule(few, *rows).pairs[0] + BuildSchedule(problem, *others).pairs[0],
+            BuildSchedule(problem, *pattern).pairs[0]);
+  ExpectMatches(few, *rows);
+  EXPECT_FALSE(others->Sees(0, 70, 70));
+  EXPECT_TRUE(others->Sees(0, 69, 70));
+  EXPECT_TRUE(others->Sees(0, 72, 70));
 }
 
-TEST(PatternObserver, SeesThePatternsOfItsLifeOnly) {
-  int64_t seen = 0;
-  BuildSchedule(Sizes(3, 5), FullPattern(5));
-  {
-    const PatternObserver observer(
-        [&seen](const Problem& problem, const Pattern&) { seen += problem.kv_tokens; });
-    BuildSchedule(Sizes(3, 5), FullPattern(5));
-  }
-  BuildSchedule(Sizes(3, 5), FullPattern(5));
-  EXPECT_EQ(seen, 5);
+TEST(LongRows, AreNoneWhereRowsAreAlikeOrShort) {
+  const auto rows = [](int64_t tokens, const Pattern& pattern) {
+    return LongRows(pattern, BuildSchedule(Sizes(tokens, tokens), pattern)).size();
+  };
+  EXPECT_EQ(rows(2000, FullPattern()), 0u);
+  EXPECT_EQ(rows(2000, BandPattern(-300, 5)), 0u);
+  const FunctionPattern one_long([](int64_t, int64_t i, KeyList* keys) {
+    i == 3 ? keys->AddAll() : keys->Add(i, i + 1);
+    return i + 1;
+  });
+  EXPECT_EQ(rows(500, one_long), 0u) << "eight tiles are no work for blocks of their own";
+  EXPECT_EQ(rows(1100, one_long), 1u);
 }
 
 }  // namespace

@@ -142,17 +142,16 @@ void OutputsAreDeclaredAsTheyAreWritten(const Subject& subject, const Problem& p
   }
 }
 
-// Draws problems and all options together. TFB_PROPERTY_DRAWS sets their number.
-void ProblemsAndOptionsAtRandom(const Subject& subject, const Problem&) {
-  const bool simulated = subject.device != Device::kCpu;
-  const int64_t draws = FromEnvironment("TFB_PROPERTY_DRAWS", simulated ? 3 : 10);
-  const TechniqueInfo& info = subject.technique->info();
-  std::mt19937_64 random = RandomOf(info);
+// Draws problems and options together, and holds a layer of each to its definition.
+template <class DrawProblem, class DrawOptions>
+void ExpectDrawnMatch(const Subject& subject, int64_t draws, const DrawProblem& draw_problem,
+                      const DrawOptions& draw_options) {
+  std::mt19937_64 random = RandomOf(subject.technique->info());
   int64_t tried = 0;
   for (int64_t attempt = 0; attempt < 20 * draws && tried < draws; ++attempt) {
-    const Problem problem = ProblemAtRandom(simulated ? 40 : 100, &random);
+    const Problem problem = draw_problem(&random);
     Subject drawn = subject;
-    drawn.options = OptionsAtRandom(info, problem.query_tokens, &random);
+    drawn.options = draw_options(problem, &random);
     SCOPED_TRACE(absl::StrCat(LabelOf(problem), " ", Describe(drawn.options)));
     const auto layer = drawn.technique->Create(problem, drawn.options, drawn.device, kSeed);
     if (IsRefusal(layer.status())) continue;
@@ -162,6 +161,43 @@ void ProblemsAndOptionsAtRandom(const Subject& subject, const Problem&) {
     ++tried;
   }
   EXPECT_GT(tried, 0) << "every problem was refused";
+}
+
+// TFB_PROPERTY_DRAWS sets the number of draws.
+void ProblemsAndOptionsAtRandom(const Subject& subject, const Problem&) {
+  const bool simulated = subject.device != Device::kCpu;
+  ExpectDrawnMatch(
+      subject, FromEnvironment("TFB_PROPERTY_DRAWS", simulated ? 3 : 10),
+      [=](std::mt19937_64* random) { return ProblemAtRandom(simulated ? 40 : 100, random); },
+      [&](const Problem& problem, std::mt19937_64* random) {
+        return OptionsAtRandom(subject.technique->info(), problem.query_tokens, random);
+      });
+}
+
+// Problems of more than four tiles of 64 tokens, whose last tile is short, with lists among their
+// options: gaps, positions and sizes. Windows of any length meet the tiles at any place.
+void LongProblemsAndListsAtRandom(const Subject& subject, const Problem&) {
+  const TechniqueInfo& info = subject.technique->info();
+  ExpectDrawnMatch(
+      subject, subject.device != Device::kCpu && !IsExhaustive() ? 2 : 10,
+      [](std::mt19937_64* random) {
+        Problem problem = ProblemAtRandom(63, random);
+        problem.batch = 1;
+        problem.head_dim = problem.value_dim = 16;
+        problem.query_tokens += 256;
+        problem.kv_tokens += 256;
+        problem.dtype = DType::kF32;
+        return problem;
+      },
+      [&](const Problem& problem, std::mt19937_64* random) {
+        Options options = OptionsAtRandom(info, problem.query_tokens, random);
+        for (const OptionSpec& option : info.options) {
+          constexpr const char* kLists[] = {"1", "2", "3", "5", "0/70", "2/3"};
+          if (option.type != "ints" || Below(5, random) >= 3) continue;
+          options[option.name] = kLists[Below(std::size(kLists), random)];
+        }
+        return options;
+      });
 }
 
 Problem Short(bool causal) { return Problem::SelfAttention(1, 2, 40, 8, causal); }
@@ -185,6 +221,11 @@ std::vector<Case> OptionCases() {
   for (Case& one : cases) one.default_options_only = true;
   cases.push_back(
       {"ProblemsAndOptionsAtRandom", "12, 15, 17, 19, 21", {Usual()}, ProblemsAndOptionsAtRandom});
+  cases.back().default_options_only = true;
+  cases.push_back({"LongProblemsAndListsAtRandom",
+                   "12, 15, 17, 19, 21",
+                   {Usual()},
+                   LongProblemsAndListsAtRandom});
   cases.back().default_options_only = true;
   cases.push_back({"EveryOptionAtItsEndsAndBeyondTheSequence",
                    "19, 20, 21",

@@ -27,9 +27,9 @@ class CaseTest : public ::testing::Test {
 
 std::vector<Case> AllCases() {
   std::vector<Case> all;
-  for (const auto& cases : {MaskCases(), ShapeCases(), DeviceCases(), OptionCases(), PatternCases(),
-                            NumberCases(), ScaleCases(), DeterminismCases(), ContractCases(),
-                            CostCases(), StreamingCases(), ContinuationCases()}) {
+  for (const auto& cases :
+       {MaskCases(), ShapeCases(), DeviceCases(), OptionCases(), NumberCases(), ScaleCases(),
+        DeterminismCases(), ContractCases(), CostCases(), StreamingCases(), ContinuationCases()}) {
     all.insert(all.end(), cases.begin(), cases.end());
   }
   return all;

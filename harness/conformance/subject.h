@@ -64,7 +64,6 @@ inline Case OfCausality(Case one) {
 std::vector<Case> MaskCases();
 std::vector<Case> ShapeCases();
 std::vector<Case> OptionCases();
-std::vector<Case> PatternCases();
 std::vector<Case> NumberCases();
 std::vector<Case> ScaleCases();
 std::vector<Case> DeterminismCases();

@@ -38,7 +38,6 @@ TechniqueInfo Info() {
   info.budget_option = "compressed_memory";
   info.growth = 1;
   info.supports_noncausal = false;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

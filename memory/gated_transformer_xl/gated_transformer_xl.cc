@@ -36,7 +36,6 @@ TechniqueInfo Info() {
   info.budget_option = "memory";
   info.growth = 1;
   info.supports_noncausal = false;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

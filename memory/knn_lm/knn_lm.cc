@@ -32,7 +32,6 @@ TechniqueInfo Info() {
   info.exactness = Exactness::kOwn;
   info.budget_option = "k";
   info.growth = 1;
-  info.devices = {Device::kCpu, Device::kCuda};
   info.selection = "neighbours";
   return info;
 }

@@ -33,7 +33,6 @@ TechniqueInfo Info() {
   info.budget_option = "store";
   info.growth = 1;
   info.supports_noncausal = false;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

@@ -11,36 +11,16 @@
 // Source: Press, Smith, Lewis 2022, "Train short, test long", ICLR, arXiv:2108.12409v2, section 3;
 // slopes for other head counts: the authors' code.
 // Cost: dense attention and one addition a score; memory heads (query_tokens + kv_tokens) floats.
+// Parameters: slopes [query_heads].
 #ifndef TFB_POSITIONAL_ALIBI_ALIBI_H_
 #define TFB_POSITIONAL_ALIBI_ALIBI_H_
 
 #include <cstdint>
 #include <vector>
 
-#include "core/technique.h"
-
 namespace tfb::alibi {
 
-struct AlibiOptions {
-  void Describe(OptionBinder&) {}
-};
-
-// Returns m_1 .. m_heads.
-std::vector<double> AlibiSlopes(int64_t heads);
-
-// Alibi has the parameter slopes [query_heads].
-class Alibi : public TechniqueOf<AlibiOptions> {
- public:
-  Alibi();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const AlibiOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const AlibiOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-};
+std::vector<double> AlibiSlopes(int64_t heads);  // m_1 .. m_heads
 
 }  // namespace tfb::alibi
 

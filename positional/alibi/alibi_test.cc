@@ -11,6 +11,8 @@
 namespace tfb::alibi {
 namespace {
 
+const Technique& Alibi() { return FindTechnique("alibi"); }
+
 TEST(Alibi, SlopesOfEightHeadsAreHalvesToTheFirstToEighthPower) {
   const std::vector<double> slopes = AlibiSlopes(8);
   for (int h = 0; h < 8; ++h) EXPECT_EQ(slopes[h], std::ldexp(1.0, -h - 1));

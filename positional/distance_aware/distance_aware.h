@@ -17,35 +17,16 @@
 // changes over tens of tokens; beta from N(0, 1).
 //
 // Cost: dense attention and two operations a score; memory heads (query_tokens + kv_tokens) floats.
+// Parameters: alpha [query_heads], beta [query_heads].
 #ifndef TFB_POSITIONAL_DISTANCE_AWARE_DISTANCE_AWARE_H_
 #define TFB_POSITIONAL_DISTANCE_AWARE_DISTANCE_AWARE_H_
 
 #include <cstdint>
 
-#include "core/technique.h"
-
 namespace tfb::distance_aware {
-
-struct DistanceAwareOptions {
-  void Describe(OptionBinder&) {}
-};
 
 // Returns f(distance) by the stable form.
 double DistanceAwareFactor(double alpha, double beta, int64_t distance);
-
-// DistanceAware has the parameters alpha [query_heads] and beta [query_heads].
-class DistanceAware : public TechniqueOf<DistanceAwareOptions> {
- public:
-  DistanceAware();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const DistanceAwareOptions& options,
-                                                   Device device, uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const DistanceAwareOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-};
 
 }  // namespace tfb::distance_aware
 

@@ -12,6 +12,8 @@
 namespace tfb::distance_aware {
 namespace {
 
+const Technique& DistanceAware() { return FindTechnique("distance_aware"); }
+
 NamedTensors Parameters(const std::vector<float>& alpha, const std::vector<float>& beta) {
   NamedTensors parameters;
   const Shape heads = {static_cast<int64_t>(alpha.size())};

@@ -1,33 +1,17 @@
 #include "positional/rope/rope.h"
 
 #include <cmath>
-#include <memory>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/cuda/device_array.h"
 #include "core/cuda/runtime.h"
-#include "core/definition.h"
-#include "core/flash/flash_layer.h"
+#include "core/flash/flash_technique.h"
 #include "core/flash/rows.h"
 #include "positional/rope/rope_cuda.h"
 
 namespace tfb::rope {
 namespace {
-
-const bool registered = RegisterTechnique<Rope>();
-
-TechniqueInfo Info() {
-  TechniqueInfo info;
-  info.name = "rope";
-  info.family = "positional";
-  info.title = "Rotary position embedding";
-  info.citation = "Su et al. 2021, arXiv:2104.09864v5, section 3.2.2";
-  info.exactness = Exactness::kExact;
-  info.growth = 2;
-  info.devices = {Device::kCpu, Device::kCuda};
-  return info;
-}
 
 absl::StatusOr<int64_t> RotaryDims(const Problem& problem, const RopeOptions& options) {
   if (options.rotary_dims == 0) return problem.head_dim / 2 * 2;
@@ -39,34 +23,27 @@ absl::StatusOr<int64_t> RotaryDims(const Problem& problem, const RopeOptions& op
   return options.rotary_dims;
 }
 
-// Rotates queries and keys into copies of the problem's dtype and attends with those. It computes
-// in `Real`: float in fp32, and double in 16 bits, where the copies are rounded as in the
-// definition: fp32 would round one of some 2^16 elements the other way.
+// Rotates queries and keys into copies of the problem's dtype. It computes in `Real`: float in fp32,
+// and double in 16 bits, where the copies are rounded as in the definition: fp32 would round one of
+// some 2^16 elements the other way.
 template <class Real>
-class RopeLayer : public FlashLayer {
+class Rotation : public FlashStep {
  public:
-  RopeLayer(const Problem& problem, const RopeOptions& options, int64_t rotary_dims, Device device)
-      : FlashLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device,
-                   std::make_unique<FullPattern>(problem.kv_tokens)),
-        options_(options),
-        pairs_(rotary_dims / 2) {}
+  Rotation(const Problem& problem, const RopeOptions& options, int64_t rotary_dims)
+      : problem_(problem), options_(options), pairs_(rotary_dims / 2) {}
 
-  Cost cost() const override {
-    const Problem& p = problem();
-    Cost cost = FlashLayer::cost();
-    if (!cost.flops.has_value()) return cost;
+  double flops() const override {
     constexpr double kOfPair = 6;  // four products and two sums turn a pair of channels
+    const Problem& p = problem_;
     const int64_t rows = p.query_heads * p.query_tokens + p.kv_heads * p.kv_tokens;
-    *cost.flops += kOfPair * static_cast<double>(p.batch * rows * pairs_);
-    return cost;
+    return kOfPair * static_cast<double>(p.batch * rows * pairs_);
   }
 
- protected:
   // Computes cos and sin of every position from the first of keys and queries to the last of both.
-  absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule*) override {
-    const Problem& p = problem();
-    first_ = std::min<int64_t>(0, p.causal_offset());
-    const int64_t positions = std::max<int64_t>(p.kv_tokens - first_, 0);
+  absl::Status Setup(Device device, const Inputs&, const Execution&) override {
+    device_ = device;
+    first_ = std::min<int64_t>(0, problem_.causal_offset());
+    const int64_t positions = std::max<int64_t>(problem_.kv_tokens - first_, 0);
     std::vector<Real> cos(positions * pairs_), sin(positions * pairs_);
     for (int64_t t = 0; t < pairs_; ++t) {
       const double frequency =
@@ -77,41 +54,32 @@ class RopeLayer : public FlashLayer {
         sin[n * pairs_ + t] = static_cast<Real>(std::sin(angle));
       }
     }
-    TFB_ASSIGN_OR_RETURN(cos_, DeviceArray<Real>::Create(device(), cos));
-    TFB_ASSIGN_OR_RETURN(sin_, DeviceArray<Real>::Create(device(), sin));
+    TFB_ASSIGN_OR_RETURN(cos_, DeviceArray<Real>::Create(device, cos));
+    TFB_ASSIGN_OR_RETURN(sin_, DeviceArray<Real>::Create(device, sin));
     return absl::OkStatus();
   }
 
-  size_t PrepareBytes(int) const override {
-    return Workspace::Measure([this](Workspace& workspace) { Take(workspace); });
+  void LayOut(Workspace* workspace, Inputs* tensors) override {
+    const auto take = [&](int64_t heads, int64_t tokens) {
+      const Shape shape = {problem_.batch, heads, tokens, problem_.head_dim};
+      const int64_t bytes = NumElements(shape) * SizeOf(problem_.dtype);
+      return TensorView(workspace->Take<std::byte>(bytes), problem_.dtype, shape);
+    };
+    q_ = take(problem_.query_heads, problem_.query_tokens);
+    k_ = take(problem_.kv_heads, problem_.kv_tokens);
+    tensors->Set("q_rotated", q_);
+    tensors->Set("k_rotated", k_);
   }
 
-  absl::Status Prepare(const Inputs&, const Execution& execution, Workspace* workspace,
-                       FlashCall* call) override {
-    const auto [q, k] = Take(*workspace);
-    if (device() == Device::kCpu) {
-      Turn(call->q, problem().causal_offset(), q, execution);
-      Turn(call->k, 0, k, execution);
-    } else {
-      TFB_RETURN_IF_ERROR(TurnOnCuda(call->q, q, call->k, k, execution));
-    }
-    call->q = q;
-    call->k = k;
+  absl::Status Run(const Inputs& tensors, const Execution& execution) override {
+    const ConstTensorView q = tensors.Get("q"), k = tensors.Get("k");
+    if (device_ != Device::kCpu) return TurnOnCuda(q, q_, k, k_, execution);
+    Turn(q, problem_.causal_offset(), q_, execution);
+    Turn(k, 0, k_, execution);
     return absl::OkStatus();
   }
 
  private:
-  std::pair<TensorView, TensorView> Take(Workspace& workspace) const {
-    const Problem& p = problem();
-    const auto take = [&](int64_t heads, int64_t tokens) {
-      const Shape shape = {p.batch, heads, tokens, p.head_dim};
-      std::byte* memory = workspace.Take<std::byte>(NumElements(shape) * SizeOf(p.dtype));
-      return TensorView(memory, p.dtype, shape);
-    };
-    const TensorView q = take(p.query_heads, p.query_tokens);
-    return {q, take(p.kv_heads, p.kv_tokens)};
-  }
-
   absl::Status TurnOnCuda(const ConstTensorView& q, const TensorView& turned_q,
                           const ConstTensorView& k, const TensorView& turned_k,
                           const Execution& execution) const {
@@ -120,14 +88,14 @@ class RopeLayer : public FlashLayer {
                         from.dim(1),        from.dim(2),      first};
     };
     TurnArguments<Real> arguments;
-    arguments.queries = rows(q, turned_q, problem().causal_offset() - first_);
+    arguments.queries = rows(q, turned_q, problem_.causal_offset() - first_);
     arguments.keys = rows(k, turned_k, -first_);
     arguments.cos = cos_.data();
     arguments.sin = sin_.data();
-    arguments.channels = static_cast<int>(problem().head_dim);
+    arguments.channels = static_cast<int>(problem_.head_dim);
     arguments.pairs = static_cast<int>(pairs_);
     arguments.half = options_.layout == RopeOptions::Layout::kHalf;
-    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device()));
+    TFB_ASSIGN_OR_RETURN(CudaRuntime * runtime, CudaRuntime::For(device_));
     return ToStatus(
         KernelsOn<RopeKernels<Real>>(runtime->target()).turn(arguments, execution.stream));
   }
@@ -169,11 +137,15 @@ class RopeLayer : public FlashLayer {
     }
   }
 
+  Problem problem_;
   RopeOptions options_;
   int64_t pairs_;
+  Device device_ = Device::kCpu;
   int64_t first_ = 0;      // position, less position_offset, of the tables' first row
   DeviceArray<Real> cos_;  // [positions][pairs]
   DeviceArray<Real> sin_;
+  TensorView q_;  // the copies
+  TensorView k_;
 };
 
 // Rotates one row in place, as the formula states it.
@@ -192,44 +164,52 @@ void RotateByDefinition(const RopeOptions& options, int64_t rotary_dims, int64_t
   }
 }
 
-}  // namespace
+class Rope : public FlashTechnique<RopeOptions> {
+ public:
+  Rope()
+      : FlashTechnique({"rope", "positional", "Rotary position embedding",
+                        "Su et al. 2021, arXiv:2104.09864v5, section 3.2.2"}) {}
 
-Rope::Rope() : TechniqueOf(Info()) {}
-
-absl::StatusOr<std::unique_ptr<Layer>> Rope::MakeLayer(const Problem& problem,
-                                                       const RopeOptions& options, Device device,
-                                                       uint64_t) const {
-  TFB_ASSIGN_OR_RETURN(const int64_t rotary_dims, RotaryDims(problem, options));
-  if (problem.dtype == DType::kF32) {
-    return std::make_unique<RopeLayer<float>>(problem, options, rotary_dims, device);
-  }
-  return std::make_unique<RopeLayer<double>>(problem, options, rotary_dims, device);
-}
-
-absl::Status Rope::Definition(const Problem& problem, const RopeOptions& options,
-                              const NamedTensors&, const Inputs& inputs,
-                              const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_ASSIGN_OR_RETURN(const int64_t rotary_dims, RotaryDims(problem, options));
-  NamedTensors turned;
-  for (const char* name : {"q", "k"}) {
-    const ConstTensorView view = inputs.Get(name);
-    Tensor& rows = turned[name] = Tensor(DType::kF64, view.shape());
-    CopyElements(view, rows.view());
-    const int64_t first = options.position_offset + (name[0] == 'q' ? problem.causal_offset() : 0);
-    const int64_t count = view.dim(0) * view.dim(1) * view.dim(2);
-    for (int64_t n = 0; n < count; ++n) {
-      RotateByDefinition(options, rotary_dims, first + n % view.dim(2),
-                         rows.span<double>().data() + n * view.dim(3));
+ private:
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
+    TFB_ASSIGN_OR_RETURN(const int64_t rotary_dims, RotaryDims(job.problem, job.options));
+    FlashPlan plan(job.problem);
+    if (job.problem.dtype == DType::kF32) {
+      plan.AddStep<Rotation<float>>(job.problem, job.options, rotary_dims);
+    } else {
+      plan.AddStep<Rotation<double>>(job.problem, job.options, rotary_dims);
     }
-    if (problem.dtype != DType::kF32) rows = rows.CloneAs(problem.dtype);
+    plan.part().Tensors("q_rotated", "k_rotated", "v");
+    return plan;
   }
-  Inputs rotated = inputs;
-  rotated.Set("q", turned["q"].view());
-  rotated.Set("k", turned["k"].view());
-  DefineMaskedAttention(
-      problem, rotated, request, 0, [](int64_t, int64_t, int64_t) { return true; },
-      [](int64_t, int64_t, int64_t, int64_t) { return 0.0; }, outputs);
-  return absl::OkStatus();
-}
 
+  absl::Status Definition(const Problem& problem, const RopeOptions& options, const NamedTensors&,
+                          const Inputs& inputs, const DefinitionRequest& request,
+                          NamedTensors* outputs) const override {
+    TFB_ASSIGN_OR_RETURN(const int64_t rotary_dims, RotaryDims(problem, options));
+    NamedTensors turned;
+    for (const char* name : {"q", "k"}) {
+      const ConstTensorView view = inputs.Get(name);
+      Tensor& rows = turned[name] = Tensor(DType::kF64, view.shape());
+      CopyElements(view, rows.view());
+      const int64_t first =
+          options.position_offset + (name[0] == 'q' ? problem.causal_offset() : 0);
+      const int64_t count = view.dim(0) * view.dim(1) * view.dim(2);
+      for (int64_t n = 0; n < count; ++n) {
+        RotateByDefinition(options, rotary_dims, first + n % view.dim(2),
+                           rows.span<double>().data() + n * view.dim(3));
+      }
+      if (problem.dtype != DType::kF32) rows = rows.CloneAs(problem.dtype);
+    }
+    Inputs rotated = inputs;
+    rotated.Set("q", turned["q"].view());
+    rotated.Set("k", turned["k"].view());
+    DefineMaskedAttention(problem, rotated, request, PairScore(), outputs);
+    return absl::OkStatus();
+  }
+};
+
+const bool registered = RegisterTechnique<Rope>();
+
+}  // namespace
 }  // namespace tfb::rope

@@ -19,7 +19,8 @@
 
 #include <cstdint>
 
-#include "core/technique.h"
+#include "core/options.h"
+#include "core/problem.h"
 
 namespace tfb::rope {
 
@@ -39,19 +40,6 @@ struct RopeOptions {
     bind.Real("base", &base, 1, 1e12, "base of the geometric series of frequencies");
     bind.Int("position_offset", &position_offset, 0, kMaxTokens, "position of key 0");
   }
-};
-
-class Rope : public TechniqueOf<RopeOptions> {
- public:
-  Rope();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const RopeOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const RopeOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb::rope

@@ -13,6 +13,8 @@
 namespace tfb::rope {
 namespace {
 
+const Technique& Rope() { return FindTechnique("rope"); }
+
 NamedTensors RunOwn(const Problem& problem, const Inputs& inputs, const Options& options,
                     Device device = Device::kCpu) {
   return RunTechnique(Rope(), problem, inputs, {options, device}).value();

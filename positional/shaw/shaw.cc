@@ -30,7 +30,6 @@ TechniqueInfo Info() {
   info.citation = "Shaw, Uszkoreit, Vaswani 2018, arXiv:1803.02155v2, section 3";
   info.exactness = Exactness::kExact;
   info.growth = 2;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 
@@ -148,7 +147,7 @@ class ShawLayer : public Layer {
   std::unique_ptr<Pattern> FarPattern(int64_t part) const {
     const Problem& p = problem();
     const int64_t k = sizes_.max_distance, here = p.causal_offset();
-    if (k == 0) return std::make_unique<FullPattern>(p.kv_tokens);
+    if (k == 0) return std::make_unique<FullPattern>();
     return part == 0 ? std::make_unique<BandPattern>(-p.query_tokens, here - k)
                      : std::make_unique<BandPattern>(here + k, p.kv_tokens);
   }

@@ -21,7 +21,6 @@ TechniqueInfo Info() {
   info.input_kind = InputKind::kHidden;
   info.exactness = Exactness::kExact;
   info.growth = 2;
-  info.devices = {Device::kCpu, Device::kCuda};
   return info;
 }
 

@@ -3,30 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "core/definition.h"
-#include "core/flash/flash_layer.h"
+#include "core/flash/flash_technique.h"
 #include "core/random.h"
 
 namespace tfb::t5_bias {
 namespace {
-
-const bool registered = RegisterTechnique<T5Bias>();
-
-TechniqueInfo Info() {
-  TechniqueInfo info;
-  info.name = "t5_bias";
-  info.family = "positional";
-  info.title = "T5 relative position bias";
-  info.citation = "Raffel et al. 2020, arXiv:1910.10683v4, section 2.1";
-  info.exactness = Exactness::kExact;
-  info.growth = 2;
-  info.devices = {Device::kCpu, Device::kCuda};
-  return info;
-}
 
 // A natural number of any size.
 class Natural {
@@ -59,55 +43,6 @@ int64_t BucketsOfASide(const Problem& problem, const T5BiasOptions& options) {
   return problem.causal ? options.buckets : options.buckets / 2;
 }
 
-absl::Status CheckBuckets(const Problem& problem, const T5BiasOptions& options) {
-  const int64_t exact = BucketsOfASide(problem, options) / 2;
-  if (options.max_distance > exact) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("max_distance=", options.max_distance, ": with buckets=", options.buckets, " ",
-                   problem.causal ? "and" : "and no", " causal mask, distances below ", exact,
-                   " have buckets of their own, and max_distance must be above that: ", exact + 1,
-                   " to ", int64_t{1} << 20));
-}
-
-class T5BiasLayer : public FlashLayer {
- public:
-  T5BiasLayer(const Problem& problem, const T5BiasOptions& options, Device device, uint64_t seed)
-      : FlashLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device,
-                   std::make_unique<FullPattern>(problem.kv_tokens), options.scale),
-        buckets_(BucketsOfASide(problem, options)),
-        starts_(T5BucketStarts(buckets_, options.max_distance)) {
-    Tensor beta(DType::kF32, {options.buckets, problem.query_heads});
-    FillNormal(&beta, seed, "beta", 0, 1 / std::sqrt(static_cast<double>(problem.model_dim())));
-    parameters_["beta"] = std::move(beta);
-  }
-
- protected:
-  absl::Status BuildRule(const Inputs&, const Execution&, ScoreRule* rule) override {
-    const absl::Span<const float> beta = parameters_.at("beta").span<float>();
-    const Problem& p = problem();
-    bias_ =
-        DistanceTable(p.query_heads, p.query_tokens, p.kv_tokens, [&](int64_t h, int64_t offset) {
-          return beta[BucketOf(p.causal_offset() - offset) * p.query_heads + h];
-        });
-    rule->bias = &bias_;
-    return absl::OkStatus();
-  }
-  double FlopsPerPair() const override { return FlashLayer::FlopsPerPair() + 1; }
-
- private:
-  // Returns the bucket of a key `behind` tokens before the query.
-  int64_t BucketOf(int64_t behind) const {
-    const int64_t distance = problem().causal ? std::max<int64_t>(behind, 0) : std::abs(behind);
-    const int64_t bucket =
-        std::upper_bound(starts_.begin(), starts_.end(), distance) - starts_.begin() - 1;
-    return !problem().causal && behind < 0 ? buckets_ + bucket : bucket;
-  }
-
-  int64_t buckets_;  // of a side
-  std::vector<int64_t> starts_;
-  DistanceTable bias_;
-};
-
 // Computes b(n) by its formula. An exact power, where the quotient is a whole number, must not fall
 // below it by rounding.
 int64_t DefinedBucket(int64_t n, int64_t buckets, int64_t max_distance) {
@@ -118,6 +53,72 @@ int64_t DefinedBucket(int64_t n, int64_t buckets, int64_t max_distance) {
                           std::log(static_cast<double>(max_distance) / static_cast<double>(m));
   return std::min(buckets - 1, m + static_cast<int64_t>(std::floor(quotient + 1e-10)));
 }
+
+class T5Bias : public FlashTechnique<T5BiasOptions> {
+ public:
+  T5Bias()
+      : FlashTechnique({"t5_bias", "positional", "T5 relative position bias",
+                        "Raffel et al. 2020, arXiv:1910.10683v4, section 2.1"}) {}
+
+  absl::StatusOr<TechniqueSpec> Counterpart(const Problem&, const Options& options) const override {
+    TFB_ASSIGN_OR_RETURN(const Options canonical, Canonical(options));
+    return TechniqueSpec{"dense", {{"scale", canonical.at("scale")}}};
+  }
+
+ private:
+  absl::Status Check(const Problem& problem, const T5BiasOptions& options) const override {
+    const int64_t exact = BucketsOfASide(problem, options) / 2;
+    if (options.max_distance > exact) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("max_distance=", options.max_distance, ": with buckets=", options.buckets, " ",
+                     problem.causal ? "and" : "and no", " causal mask, distances below ", exact,
+                     " have buckets of their own, and max_distance must be above that: ", exact + 1,
+                     " to ", int64_t{1} << 20));
+  }
+
+  absl::StatusOr<NamedTensors> Draw(const Job& job) const override {
+    NamedTensors parameters;
+    Tensor& beta = parameters["beta"] =
+        Tensor(DType::kF32, {job.options.buckets, job.problem.query_heads});
+    FillNormal(&beta, job.seed, "beta", 0,
+               1 / std::sqrt(static_cast<double>(job.problem.model_dim())));
+    return parameters;
+  }
+
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
+    const bool causal = job.problem.causal;
+    const int64_t side = BucketsOfASide(job.problem, job.options);
+    const auto bucket = [=,
+                         starts = T5BucketStarts(side, job.options.max_distance)](int64_t behind) {
+      const int64_t distance = causal ? std::max<int64_t>(behind, 0) : std::abs(behind);
+      const int64_t n =
+          std::upper_bound(starts.begin(), starts.end(), distance) - starts.begin() - 1;
+      return !causal && behind < 0 ? side + n : n;
+    };
+    FlashPlan plan(job.problem, job.options.scale);
+    plan.Add<DistanceBias>([bucket, beta = job.parameters.at("beta").view()](int64_t h, int64_t d) {
+      return *beta.At<float>(bucket(d), h);
+    });
+    return plan;
+  }
+
+  absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
+    const Problem& p = job.problem;
+    const int64_t past = p.kv_tokens - p.query_tokens, half = job.options.buckets / 2;
+    PairScore score;
+    score.scale = job.options.scale;
+    score.bias = [=, beta = DoubleTensor(job.parameters.at("beta").view()), causal = p.causal,
+                  options = job.options](int64_t, int64_t h, int64_t i, int64_t j) {
+      const int64_t behind = i + past - j;
+      if (causal) return beta.Row(DefinedBucket(behind, options.buckets, options.max_distance))[h];
+      const int64_t bucket = DefinedBucket(std::abs(behind), half, options.max_distance);
+      return beta.Row(behind < 0 ? half + bucket : bucket)[h];
+    };
+    return score;
+  }
+};
+
+const bool registered = RegisterTechnique<T5Bias>();
 
 }  // namespace
 
@@ -146,40 +147,6 @@ std::vector<int64_t> T5BucketStarts(int64_t buckets, int64_t max_distance) {
     starts.push_back(n);
   }
   return starts;
-}
-
-T5Bias::T5Bias() : TechniqueOf(Info()) {}
-
-absl::StatusOr<TechniqueSpec> T5Bias::Counterpart(const Problem&, const Options& options) const {
-  TFB_ASSIGN_OR_RETURN(const Options canonical, Canonical(options));
-  return TechniqueSpec{"dense", {{"scale", canonical.at("scale")}}};
-}
-
-absl::StatusOr<std::unique_ptr<Layer>> T5Bias::MakeLayer(const Problem& problem,
-                                                         const T5BiasOptions& options,
-                                                         Device device, uint64_t seed) const {
-  TFB_RETURN_IF_ERROR(CheckBuckets(problem, options));
-  return std::make_unique<T5BiasLayer>(problem, options, device, seed);
-}
-
-absl::Status T5Bias::Definition(const Problem& problem, const T5BiasOptions& options,
-                                const NamedTensors& parameters, const Inputs& inputs,
-                                const DefinitionRequest& request, NamedTensors* outputs) const {
-  TFB_RETURN_IF_ERROR(CheckBuckets(problem, options));
-  const DoubleTensor beta(parameters.at("beta").view());
-  DefineMaskedAttention(
-      problem, inputs, request, options.scale, [](int64_t, int64_t, int64_t) { return true; },
-      [&](int64_t, int64_t h, int64_t i, int64_t j) {
-        const int64_t behind = i + problem.kv_tokens - problem.query_tokens - j;
-        if (problem.causal) {
-          return beta.Row(DefinedBucket(behind, options.buckets, options.max_distance))[h];
-        }
-        const int64_t half = options.buckets / 2;
-        const int64_t bucket = DefinedBucket(std::abs(behind), half, options.max_distance);
-        return beta.Row(behind < 0 ? half + bucket : bucket)[h];
-      },
-      outputs);
-  return absl::OkStatus();
 }
 
 }  // namespace tfb::t5_bias

@@ -26,6 +26,7 @@
 // 1/sqrt(model_dim).
 //
 // Cost: dense attention and one addition a score; memory heads (query_tokens + kv_tokens) floats.
+// Parameters: beta [buckets, query_heads].
 #ifndef TFB_POSITIONAL_T5_BIAS_T5_BIAS_H_
 #define TFB_POSITIONAL_T5_BIAS_T5_BIAS_H_
 
@@ -55,23 +56,6 @@ struct T5BiasOptions {
 // bucket that starts at or below it. Where a start repeats, the buckets before its last are empty.
 // It requires 2 <= buckets and buckets / 2 < max_distance < 2^32.
 std::vector<int64_t> T5BucketStarts(int64_t buckets, int64_t max_distance);
-
-// T5Bias has the parameter beta [buckets, query_heads].
-class T5Bias : public TechniqueOf<T5BiasOptions> {
- public:
-  T5Bias();
-  // Returns dense attention of the same scale.
-  absl::StatusOr<TechniqueSpec> Counterpart(const Problem& problem,
-                                            const Options& options) const override;
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const T5BiasOptions& options, Device device,
-                                                   uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const T5BiasOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
-};
 
 }  // namespace tfb::t5_bias
 

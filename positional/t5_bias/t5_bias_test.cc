@@ -18,6 +18,8 @@
 namespace tfb::t5_bias {
 namespace {
 
+const Technique& T5Bias() { return FindTechnique("t5_bias"); }
+
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 

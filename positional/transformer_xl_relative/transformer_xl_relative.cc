@@ -6,68 +6,43 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "core/definition.h"
-#include "core/flash/flash_layer.h"
+#include "core/flash/flash_technique.h"
 #include "core/random.h"
 #include "positional/transformer_xl_relative/relative_positions.h"
 
 namespace tfb::transformer_xl_relative {
 namespace {
 
-const bool registered = RegisterTechnique<TransformerXlRelative>();
-
 constexpr int64_t kMaxWidth = 16384;  // the largest width, at which W_r is 1 GiB
 
-TechniqueInfo Info() {
-  TechniqueInfo info;
-  info.name = "transformer_xl_relative";
-  info.family = "positional";
-  info.title = "Transformer-XL relative positions";
-  info.citation = "Dai et al. 2019, arXiv:1901.02860v3, section 3.3";
-  info.exactness = Exactness::kExact;
-  info.growth = 2;
-  info.devices = {Device::kCpu, Device::kCuda};
-  return info;
-}
-
-class TransformerXlRelativeLayer : public FlashLayer {
+// The terms of relative positions: u, v, and the keys r_d W_r of the distances.
+class PositionTerm : public ScoreTerm {
  public:
-  TransformerXlRelativeLayer(const Problem& problem, const TransformerXlRelativeOptions& options,
-                             Device device, uint64_t seed)
-      : FlashLayer(problem, QkvInputs(problem), AttentionOutputs(problem), device,
-                   std::make_unique<FullPattern>(problem.kv_tokens)),
-        options_(options) {
-    set_uses_relative_keys();
-    const int64_t width = problem.model_dim();
-    parameters_["w_r"] = Tensor(DType::kF32, {width, width});
-    for (const char* name : {"u", "v"}) {
-      parameters_[name] = Tensor(DType::kF32, {problem.query_heads, problem.head_dim});
-    }
-    for (auto& [name, parameter] : parameters_) FillNormal(&parameter, seed, name, 0, 0.02);
-  }
+  PositionTerm(const NamedTensors& parameters, int64_t max_distance)
+      : parameters_(parameters), max_distance_(max_distance) {}
 
- protected:
-  absl::Status BuildRule(const Inputs&, const Execution& execution, ScoreRule* rule) override {
-    const Problem& p = problem();
+  absl::Status Build(const Problem& p, ThreadPool* pool) override {
     DistanceRange range;
     range.first = p.causal ? std::max<int64_t>(0, 1 - p.query_tokens) : 1 - p.query_tokens;
     range.last = p.kv_tokens - 1;
-    range.clamp = options_.max_distance;
+    range.clamp = max_distance_;
     const Tensor sinusoids = SinusoidsOf(range, p.model_dim());
     TFB_ASSIGN_OR_RETURN(
         positions_,
         RelativePositions::Create(
             {parameters_.at("w_r").view(), parameters_.at("u").view(), parameters_.at("v").view()},
-            range, sinusoids.view(), p.causal_offset(), p.dtype, execution.pool));
-    positions_.AddTo(rule);
+            range, sinusoids.view(), p.causal_offset(), p.dtype, pool));
     return absl::OkStatus();
   }
-  double FlopsPerPair() const override {
-    return FlashLayer::FlopsPerPair() + 2.0 * static_cast<double>(problem().head_dim);
+  void AddTo(ScoreRule* rule) const override { positions_.AddTo(rule); }
+  double FlopsPerPair(const Problem& p) const override {
+    return 2.0 * static_cast<double>(p.head_dim);
   }
+  bool has_relative_keys() const override { return true; }
 
  private:
-  TransformerXlRelativeOptions options_;
+  const NamedTensors& parameters_;
+  int64_t max_distance_;
   RelativePositions positions_;
 };
 
@@ -98,50 +73,68 @@ DoubleTensor DefinePositions(const Problem& problem, int64_t clamp, const Double
   return DoubleTensor(table.view());
 }
 
-}  // namespace
+class TransformerXlRelative : public FlashTechnique<TransformerXlRelativeOptions> {
+ public:
+  TransformerXlRelative()
+      : FlashTechnique({"transformer_xl_relative", "positional",
+                        "Transformer-XL relative positions",
+                        "Dai et al. 2019, arXiv:1901.02860v3, section 3.3"}) {}
 
-TransformerXlRelative::TransformerXlRelative() : TechniqueOf(Info()) {}
-
-absl::StatusOr<std::unique_ptr<Layer>> TransformerXlRelative::MakeLayer(
-    const Problem& problem, const TransformerXlRelativeOptions& options, Device device,
-    uint64_t seed) const {
-  if (problem.query_heads > kMaxWidth / problem.head_dim) {
-    return absl::UnimplementedError(absl::StrCat(
-        "transformer_xl_relative has a matrix of (query_heads head_dim)^2 numbers: query_heads is ",
-        problem.query_heads, "; allowed with head_dim ", problem.head_dim, " are 1 to ",
-        kMaxWidth / problem.head_dim));
+ private:
+  absl::StatusOr<NamedTensors> Draw(const Job& job) const override {
+    const Problem& p = job.problem;
+    if (p.query_heads > kMaxWidth / p.head_dim) {
+      return absl::UnimplementedError(absl::StrCat(
+          "transformer_xl_relative has a matrix of (query_heads head_dim)^2 numbers: query_heads "
+          "is ",
+          p.query_heads, "; allowed with head_dim ", p.head_dim, " are 1 to ",
+          kMaxWidth / p.head_dim));
+    }
+    NamedTensors parameters;
+    parameters["w_r"] = Tensor(DType::kF32, {p.model_dim(), p.model_dim()});
+    for (const char* name : {"u", "v"}) {
+      parameters[name] = Tensor(DType::kF32, {p.query_heads, p.head_dim});
+    }
+    for (auto& [name, parameter] : parameters) FillNormal(&parameter, job.seed, name, 0, 0.02);
+    return parameters;
   }
-  return std::make_unique<TransformerXlRelativeLayer>(problem, options, device, seed);
-}
 
-absl::Status TransformerXlRelative::Definition(const Problem& problem,
-                                               const TransformerXlRelativeOptions& options,
-                                               const NamedTensors& parameters, const Inputs& inputs,
-                                               const DefinitionRequest& request,
-                                               NamedTensors* outputs) const {
-  const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), w_r(parameters.at("w_r").view()),
-      u(parameters.at("u").view()), v(parameters.at("v").view());
-  const KeyMask is_token(inputs);
-  const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
-  const int64_t nearest = problem.causal ? 0 : -problem.query_tokens;
-  const DoubleTensor positions =
-      DefinePositions(problem, options.max_distance, w_r, nearest, problem.kv_tokens - nearest + 1);
-  DefineAttention(
-      problem, inputs, request,
-      [&](int64_t b, int64_t h, int64_t i, int64_t j) {
-        const int64_t d = i + problem.causal_offset() - j;
-        if ((problem.causal && d < 0) || !is_token(b, j)) return kNotSeen;
-        const double* query = q.Row(b, h, i);
-        const double* key = k.Row(b, h / problem.group(), j);
-        const double* position = positions.Row(h, d - nearest);
-        double score = 0;
-        for (int64_t c = 0; c < problem.head_dim; ++c) {
-          score += (query[c] + u.Row(h)[c]) * key[c] + (query[c] + v.Row(h)[c]) * position[c];
-        }
-        return scale * score;
-      },
-      outputs);
-  return absl::OkStatus();
-}
+  absl::StatusOr<FlashPlan> Describe(const Job& job) const override {
+    FlashPlan plan(job.problem);
+    plan.Add<PositionTerm>(job.parameters, job.options.max_distance);
+    return plan;
+  }
 
+  absl::Status Definition(const Problem& problem, const TransformerXlRelativeOptions& options,
+                          const NamedTensors& parameters, const Inputs& inputs,
+                          const DefinitionRequest& request, NamedTensors* outputs) const override {
+    const DoubleTensor q(inputs.Get("q")), k(inputs.Get("k")), w_r(parameters.at("w_r").view()),
+        u(parameters.at("u").view()), v(parameters.at("v").view());
+    const KeyMask is_token(inputs);
+    const double scale = 1 / std::sqrt(static_cast<double>(problem.head_dim));
+    const int64_t nearest = problem.causal ? 0 : -problem.query_tokens;
+    const DoubleTensor positions = DefinePositions(problem, options.max_distance, w_r, nearest,
+                                                   problem.kv_tokens - nearest + 1);
+    DefineAttention(
+        problem, inputs, request,
+        [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+          const int64_t d = i + problem.causal_offset() - j;
+          if ((problem.causal && d < 0) || !is_token(b, j)) return kNotSeen;
+          const double* query = q.Row(b, h, i);
+          const double* key = k.Row(b, h / problem.group(), j);
+          const double* position = positions.Row(h, d - nearest);
+          double score = 0;
+          for (int64_t c = 0; c < problem.head_dim; ++c) {
+            score += (query[c] + u.Row(h)[c]) * key[c] + (query[c] + v.Row(h)[c]) * position[c];
+          }
+          return scale * score;
+        },
+        outputs);
+    return absl::OkStatus();
+  }
+};
+
+const bool registered = RegisterTechnique<TransformerXlRelative>();
+
+}  // namespace
 }  // namespace tfb::transformer_xl_relative

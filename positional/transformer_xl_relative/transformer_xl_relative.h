@@ -18,12 +18,15 @@
 //
 // Cost: a product of head_dim more a score: 1.5 times dense attention. Setup, 2 model_dim^2 FLOPs a
 // distance. Memory: heads (query_tokens + kv_tokens) head_dim floats.
+//
+// The parameters, f32, with H = query_heads, are w_r [H head_dim, H head_dim], y = r W_r, u and v
+// [H, head_dim]; drawn N(0, 0.02^2), as the authors' code does.
 #ifndef TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_TRANSFORMER_XL_RELATIVE_H_
 #define TFB_POSITIONAL_TRANSFORMER_XL_RELATIVE_TRANSFORMER_XL_RELATIVE_H_
 
 #include <cstdint>
 
-#include "core/technique.h"
+#include "core/options.h"
 
 namespace tfb::transformer_xl_relative {
 
@@ -36,21 +39,6 @@ struct TransformerXlRelativeOptions {
     bind.Int("max_distance", &max_distance, 0, kMaxClamp,
              "larger distances count as this one; 0 means none do");
   }
-};
-
-// The parameters, f32, with H = query_heads, are w_r [H head_dim, H head_dim], y = r W_r, u and v
-// [H, head_dim]; drawn N(0, 0.02^2), as the authors' code does.
-class TransformerXlRelative : public TechniqueOf<TransformerXlRelativeOptions> {
- public:
-  TransformerXlRelative();
-
- protected:
-  absl::StatusOr<std::unique_ptr<Layer>> MakeLayer(const Problem& problem,
-                                                   const TransformerXlRelativeOptions& options,
-                                                   Device device, uint64_t seed) const override;
-  absl::Status Definition(const Problem& problem, const TransformerXlRelativeOptions& options,
-                          const NamedTensors& parameters, const Inputs& inputs,
-                          const DefinitionRequest& request, NamedTensors* outputs) const override;
 };
 
 }  // namespace tfb::transformer_xl_relative

@@ -12,6 +12,8 @@
 namespace tfb::transformer_xl_relative {
 namespace {
 
+const Technique& TransformerXlRelative() { return FindTechnique("transformer_xl_relative"); }
+
 // Returns parameters so large that an error in any of them is visible.
 NamedTensors LargeParameters(const Problem& problem) {
   const int64_t width = problem.model_dim();

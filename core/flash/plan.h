@@ -1,0 +1,174 @@
+// What engine flash computes for a technique, as data: softmaxes, of parts, of score terms.
+//
+// A plan says which queries see which keys of which tensors, and with what terms besides the product
+// of the two. PlannedLayer does the rest on every device: it builds schedules and tables, merges
+// parts, gathers orders, cuts long rows, and lays out the workspace. Dense attention is
+//
+//   return FlashPlan(problem);
+//
+// and a sliding window with a bias
+//
+//   FlashPlan plan(problem);
+//   plan.Sees(BandPattern(-window, 0)).Add<DistanceBias>([=](int64_t h, int64_t distance) { ... });
+//   return plan;
+//
+// Where a query's keys are best reached in several ways, or lie in several tensors, each way is a
+// part of one softmax (see flash_parts.h). Where queries differ in more than their keys, as rows
+// that have tensors of their own do, they are another softmax: AddRows.
+#ifndef TFB_CORE_FLASH_PLAN_H_
+#define TFB_CORE_FLASH_PLAN_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "core/flash/score_terms.h"
+#include "core/problem.h"
+#include "core/schedule/pattern.h"
+#include "core/technique.h"
+#include "core/workspace.h"
+
+namespace tfb {
+
+// The token of each place: `orders` lists of equal length one after the other, one for all heads or
+// one for each key-value head. No token: place n is token n.
+struct PlaceOrder {
+  std::vector<int32_t> tokens;
+  int64_t orders = 1;
+
+  int64_t places() const { return static_cast<int64_t>(tokens.size()) / orders; }
+};
+
+// A computation that runs before the softmaxes and makes tensors that their parts and terms name, such
+// as rotated queries.
+class FlashStep {
+ public:
+  virtual ~FlashStep() = default;
+  // Does the work that need not be repeated while the inputs' sizes and the parameters stay. It may
+  // allocate.
+  virtual absl::Status Setup(Device, const Inputs&, const Execution&) { return absl::OkStatus(); }
+  // Takes memory for the step's tensors, which only Run fills, and adds them to the named ones. Names
+  // are other ones than the inputs'.
+  virtual void LayOut(Workspace* workspace, Inputs* tensors) = 0;
+  // Returns the bytes that Run needs besides, as the execution's workspace.
+  virtual size_t workspace_bytes(Device, int /*threads*/) const { return 0; }
+  // Makes the tensors. It allocates nothing and, on a GPU, does not synchronise.
+  virtual absl::Status Run(const Inputs& tensors, const Execution& execution) = 0;
+
+  virtual double flops() const { return 0; }
+  virtual std::map<std::string, double> statistics() const { return {}; }
+};
+
+// An input u8 that hides pairs where it is 0: [batch, queries, keys] of the part, or a band of it,
+// [batch, queries, high - low + 1], that holds keys j with low <= j - i <= high.
+struct MaskInput {
+  std::string name;  // empty: none
+  bool is_band = false;
+  int64_t low = 0;
+  int64_t high = 0;
+};
+
+// Queries and keys that one pattern and one set of terms describe. The setters return the part, so
+// that they can be chained.
+struct FlashPart {
+  std::string q = "q";
+  std::string k = "k";
+  std::string v = "v";
+  TokenRange keys;         // of k, v and the key mask
+  PlaceOrder query_order;  // of the softmax's queries
+  PlaceOrder key_order;    // of `keys`
+  bool causal = false;     // query i sees keys j <= i + kv_tokens - query_tokens alone
+  std::shared_ptr<const Pattern> pattern;  // over places; null: every query sees every key
+  std::vector<std::shared_ptr<ScoreTerm>> terms;
+  MaskInput mask;
+
+  FlashPart& Tensors(std::string q_name, std::string k_name, std::string v_name);
+  // The pattern contains the causal mask where the part has an order: its places are no tokens.
+  template <class PatternT>
+  FlashPart& Sees(PatternT&& of_pairs) {
+    pattern = std::make_shared<std::decay_t<PatternT>>(std::forward<PatternT>(of_pairs));
+    return *this;
+  }
+  FlashPart& QueryOrder(std::vector<int32_t> tokens, int64_t orders = 1);
+  FlashPart& KeyOrder(std::vector<int32_t> tokens, int64_t orders = 1);
+  FlashPart& Order(const std::vector<int32_t>& tokens, int64_t orders = 1) {
+    return QueryOrder(tokens, orders).KeyOrder(tokens, orders);
+  }
+  template <class Term, class... Arguments>
+  FlashPart& Add(Arguments&&... arguments) {
+    terms.push_back(std::make_shared<Term>(std::forward<Arguments>(arguments)...));
+    return *this;
+  }
+  // Adds a term that other parts have, too: its tables are made once.
+  FlashPart& Share(std::shared_ptr<ScoreTerm> term);
+
+  bool has_relative_keys() const;
+};
+
+// Queries and the parts of their softmax.
+struct FlashRows {
+  TokenRange queries;            // of q and out
+  // At least one. Where there are several, their query orders have every query once; the order of a
+  // single part may list some of the queries.
+  std::vector<FlashPart> parts;
+};
+
+class FlashPlan {
+ public:
+  // A plan whose softmax is over all queries, with one part: all keys, and the causal mask where the
+  // problem has one. `scale` 0 means 1 / sqrt(head_dim).
+  explicit FlashPlan(const Problem& problem, double scale = 0);
+  // A plan without any queries, to which AddRows adds some.
+  static FlashPlan Empty(const Problem& problem);
+
+  // Change the only part.
+  template <class PatternT>
+  FlashPart& Sees(PatternT&& pattern) {
+    return part().Sees(std::forward<PatternT>(pattern));
+  }
+  template <class Term, class... Arguments>
+  FlashPart& Add(Arguments&&... arguments) {
+    return part().Add<Term>(std::forward<Arguments>(arguments)...);
+  }
+  FlashPart& part() { return rows_.back().parts.back(); }
+
+  // Adds a part to the last softmax, of all keys or of some, without a causal mask. References to
+  // other parts of it are then no longer valid.
+  FlashPart& AddPart();
+  FlashPart& AddPart(const TokenRange& keys);
+  // Adds a softmax over some queries, which has no part yet, or one of all keys.
+  void AddRows(const TokenRange& queries);
+  FlashPart& AddRows(std::vector<int32_t> queries);
+
+  // Adds a step, which runs after those before it.
+  template <class Step, class... Arguments>
+  void AddStep(Arguments&&... arguments) {
+    steps_.push_back(std::make_shared<Step>(std::forward<Arguments>(arguments)...));
+  }
+  void ShareStep(std::shared_ptr<FlashStep> step) { steps_.push_back(std::move(step)); }
+  const std::vector<std::shared_ptr<FlashStep>>& steps() const { return steps_; }
+
+  const Problem& problem() const { return problem_; }
+  double scale() const { return scale_; }
+  const std::vector<FlashRows>& rows() const { return rows_; }
+  std::vector<FlashRows>& rows() { return rows_; }
+
+  // Returns the part's problem for the engine: its numbers of places.
+  Problem ProblemOf(const FlashRows& rows, const FlashPart& part) const;
+
+ private:
+  Problem problem_;
+  double scale_;
+  std::vector<std::shared_ptr<FlashStep>> steps_;
+  std::vector<FlashRows> rows_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_PLAN_H_

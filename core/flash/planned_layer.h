@@ -1,0 +1,105 @@
+// A layer that runs a FlashPlan on any device: what most attention techniques are.
+//
+// The plan is described twice: when the layer is created, to learn the sizes, and in Setup, from the
+// parameters as they are then. Both have the same numbers of queries and keys in the same parts.
+//
+// On CUDA, where one block of threads would walk a row of many keys while all others are done, such
+// rows become a softmax of their own: the engine cuts the keys of few queries into parts. On the CPU
+// threads take rows in the order of their lengths, and the long ones need nothing.
+#ifndef TFB_CORE_FLASH_PLANNED_LAYER_H_
+#define TFB_CORE_FLASH_PLANNED_LAYER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/cuda/device_array.h"
+#include "core/flash/flash_parts.h"
+#include "core/flash/plan.h"
+#include "core/technique.h"
+
+namespace tfb {
+
+class PlannedLayer : public Layer {
+ public:
+  using Describe = std::function<absl::StatusOr<FlashPlan>(const NamedTensors& parameters)>;
+
+  static absl::StatusOr<std::unique_ptr<Layer>> Create(const Problem& problem,
+                                                       std::vector<TensorSpec> inputs,
+                                                       std::vector<TensorSpec> outputs,
+                                                       NamedTensors parameters, Device device,
+                                                       Describe describe);
+
+  size_t workspace_bytes(int threads) const override;
+  // Counts the pairs of the parts' schedules, which Setup builds; the FLOPs are absent before Setup,
+  // and where an input hides pairs.
+  Cost cost() const override;
+  std::map<std::string, double> statistics() const override;
+
+ protected:
+  absl::Status DoSetup(const Inputs& inputs, const Execution& execution) override;
+  absl::Status DoRun(const Inputs& inputs, const Outputs& outputs,
+                     const Execution& execution) override;
+
+ private:
+  // The sizes of a softmax, which decide its workspace.
+  struct Sizes {
+    std::vector<Problem> parts;
+    bool has_relative_keys = false;
+    bool operator==(const Sizes& other) const {
+      return parts == other.parts && has_relative_keys == other.has_relative_keys;
+    }
+  };
+  // A part on the device.
+  struct Part {
+    const FlashPart* part;
+    DeviceArray<int32_t> query_order;
+    DeviceArray<int32_t> key_order;
+  };
+  struct Softmax {
+    TokenRange queries;
+    std::vector<Part> parts;
+    FlashParts engines;
+    std::vector<FlashCall> calls;  // room for the calls of a Run
+  };
+
+  PlannedLayer(const Problem& problem, std::vector<TensorSpec> inputs,
+               std::vector<TensorSpec> outputs, Device device, Describe describe, FlashPlan plan)
+      : Layer(problem, std::move(inputs), std::move(outputs)),
+        device_(device),
+        describe_(std::move(describe)),
+        plan_(std::move(plan)) {}
+
+  // Takes the memory of the steps' tensors and names these beside the inputs.
+  void LayOut(const Inputs& inputs, Workspace* workspace);
+  static std::vector<Sizes> SizesOf(const FlashPlan& plan);
+  absl::Status BuildTerms(ThreadPool* pool);
+  absl::StatusOr<Softmax> Build(const FlashRows& rows) const;
+  FlashCall CallOf(const Softmax& softmax, size_t part, const Outputs& outputs) const;
+  // Returns the FLOPs of a part, where its pairs are known.
+  std::optional<double> FlopsOf(const FlashPart& part, const FlashEngine& engine) const;
+  // Returns the share of an input's rows that a Run reads.
+  double ShareRead(const TensorSpec& input) const;
+
+  Device device_;
+  Describe describe_;
+  FlashPlan plan_;
+  std::vector<Sizes> sizes_;  // of the softmaxes, before long rows are cut
+  size_t step_bytes_ = 0;     // of the steps' tensors
+  Inputs tensors_;            // of a Run: the inputs, and the tensors of the steps
+  std::vector<Softmax> softmaxes_;
+  bool is_set_up_ = false;
+  bool hides_pairs_ = false;  // Setup had an input that hides pairs
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_PLANNED_LAYER_H_

@@ -1,0 +1,234 @@
+#include "core/flash/planned_layer.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/definition.h"
+#include "core/testing.h"
+#include "gtest/gtest.h"
+
+namespace tfb {
+namespace {
+
+class Planned : public testing::TestWithParam<Device> {
+ protected:
+  absl::StatusOr<NamedTensors> Run(const Problem& problem, const std::vector<TensorSpec>& inputs,
+                                   const NamedTensors& tensors,
+                                   const PlannedLayer::Describe& describe) {
+    TFB_ASSIGN_OR_RETURN(layer_, PlannedLayer::Create(problem, inputs, AttentionOutputs(problem),
+                                                      {}, GetParam(), describe));
+    return GetParam() == Device::kCpu ? RunLayer(*layer_, ViewsOf(tensors), 2)
+                                      : RunCudaLayer(*layer_, GetParam(), ViewsOf(tensors));
+  }
+
+  // Runs a plan, and expects what the score defines.
+  void ExpectMatches(const Problem& problem, const FlashPlan& plan, const PairScore& score) {
+    const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+    const auto outputs =
+        Run(problem, QkvInputs(problem), inputs, [&](const auto&) { return plan; });
+    ASSERT_TRUE(outputs.ok()) << outputs.status();
+    NamedTensors expected;
+    DefineMaskedAttention(problem, ViewsOf(inputs), {}, score, &expected);
+    for (const char* name : {"out", "log_sum_exp"}) {
+      EXPECT_LE(MaxDifference(outputs->at(name).view(), expected.at(name).view()),
+                Fp32Bound(inputs.at("v").view()))
+          << name << " of " << problem.ToString();
+    }
+  }
+
+  std::unique_ptr<Layer> layer_;
+};
+INSTANTIATE_TEST_SUITE_P(On, Planned, testing::ValuesIn(kHostDevices),
+                         [](const auto& device) { return std::string(Name(device.param)); });
+
+TEST_P(Planned, APlanOfNothingElseIsDenseAttention) {
+  for (const bool causal : {false, true}) {
+    const Problem problem = Problem::SelfAttention(2, 2, 130, 16, causal);
+    ExpectMatches(problem, FlashPlan(problem), {});
+    ExpectMatches(problem, FlashPlan(problem, 0.5), {0.5, nullptr, nullptr, nullptr});
+  }
+}
+
+TEST_P(Planned, TermsAddUpWithThePattern) {
+  const Problem problem = Problem::SelfAttention(2, 2, 150, 16);
+  FlashPlan plan(problem);
+  const auto bias = [](int64_t h, int64_t distance) {
+    return 0.01 * static_cast<double>((h + 1) * distance);
+  };
+  plan.Sees(BandPattern(-70, 3)).Add<DistanceBias>(bias);
+  PairScore score;
+  score.sees = [](int64_t, int64_t i, int64_t j) { return j - i >= -70 && j - i <= 3; };
+  score.bias = [&](int64_t, int64_t h, int64_t i, int64_t j) { return bias(h, i - j); };
+  ExpectMatches(problem, plan, score);
+  // Two products of 16 channels, and the bias, for each pair of the band.
+  double pairs = 0;
+  for (int64_t i = 0; i < 150; ++i) {
+    for (int64_t j = 0; j < 150; ++j) pairs += score.sees(0, i, j) ? 1 : 0;
+  }
+  EXPECT_EQ(layer_->cost().flops, 2 * 2 * pairs * (2 * 32 + 1));
+}
+
+// Keys before the window are reached in the order of their residues, and a third part has no keys.
+TEST_P(Planned, PartsAreOneSoftmaxAndEmptyOnesAreLeftOut) {
+  const Problem problem = Problem::SelfAttention(1, 2, 200, 16);
+  std::vector<int32_t> even;
+  for (int32_t j = 0; j < 200; j += 2) even.push_back(j);
+  FlashPlan plan(problem);
+  plan.Sees(BandPattern(-10, 10));
+  plan.AddPart()
+      .Sees(FunctionPattern([](int64_t, int64_t i, KeyList* keys) {
+        keys->Add(0, (i - 10 + 1) / 2);  // place n is key 2 n < i - 10
+        return i + 1;
+      }))
+      .KeyOrder(even);
+  plan.AddPart().Sees(FunctionPattern([](int64_t, int64_t i, KeyList*) { return i + 1; }));
+  PairScore score;
+  score.sees = [](int64_t, int64_t i, int64_t j) {
+    return std::abs(i - j) <= 10 || (j < i - 10 && j % 2 == 0);
+  };
+  ExpectMatches(problem, plan, score);
+}
+
+TEST_P(Planned, RowsMayHaveTensorsOfTheirOwnAndRangesOfTokens) {
+  const Problem problem = Problem::SelfAttention(1, 2, 100, 16);
+  std::vector<TensorSpec> inputs = QkvInputs(problem);
+  inputs.push_back(inputs[1]);
+  inputs.back().name = "k_first";
+  FlashPlan plan = FlashPlan::Empty(problem);
+  plan.AddRows(TokenRange{0, 30});
+  plan.AddPart({40, 100}).Tensors("q", "k_first", "v");
+  plan.AddRows(TokenRange{30, 100});
+  plan.AddPart({0, 20});
+  plan.AddPart({50, 70});
+  const NamedTensors tensors = RandomInputs(inputs, 3);
+  const auto outputs = Run(problem, inputs, tensors, [&](const auto&) { return plan; });
+  ASSERT_TRUE(outputs.ok()) << outputs.status();
+  for (const bool first : {false, true}) {
+    Inputs views = ViewsOf(tensors);
+    if (first) views.Set("k", tensors.at("k_first").view());
+    PairScore score;
+    score.sees = [first](int64_t, int64_t, int64_t j) {
+      return first ? j >= 40 : j < 20 || (j >= 50 && j < 70);
+    };
+    NamedTensors expected;
+    DefineMaskedAttention(problem, views, {}, score, &expected);
+    const auto rows = [first](const ConstTensorView& view) {
+      return first ? Slice(view, 2, 0, 30) : Slice(view, 2, 30, 70);
+    };
+    EXPECT_LE(MaxDifference(rows(outputs->at("out").view()),
+                            rows(std::as_const(expected).at("out").view())),
+              Fp32Bound(tensors.at("v").view()));
+  }
+}
+
+// On a device the rows that see 1,000 keys are cut out of a window, where no other part shows them
+// anything.
+TEST_P(Planned, LongRowsAmongShortOnesAreExact) {
+  const Problem problem = Problem::SelfAttention(1, 2, 1100, 8);
+  const auto is_long = [](int64_t i) { return i == 3 || i == 700 || i == 1099; };
+  for (const int64_t parts : {1, 2, 3}) {
+    // The keys from 1,000 on that the second part shows: it may leave out the long rows or not.
+    const auto further = [=](int64_t i) {
+      return parts == 1 || (parts == 2 && is_long(i)) ? 0 : 1 + i % 3;
+    };
+    FlashPlan plan(problem);
+    plan.Sees(FunctionPattern([=](int64_t, int64_t i, KeyList* keys) {
+      if (is_long(i)) {
+        keys->Add(0, 1000);
+      } else {
+        keys->Add(i - 5, std::min<int64_t>(i + 1, 1000));
+      }
+      return i + 1;
+    }));
+    if (parts > 1) {
+      plan.AddPart().Sees(FunctionPattern([=](int64_t, int64_t i, KeyList* keys) {
+        keys->Add(1000, 1000 + further(i));
+        return i + 1;
+      }));
+    }
+    PairScore score;
+    score.sees = [=](int64_t, int64_t i, int64_t j) {
+      if (j >= 1000) return j < 1000 + further(i);
+      return is_long(i) || (j >= i - 5 && j <= i);
+    };
+    SCOPED_TRACE(parts);
+    ExpectMatches(problem, plan, score);
+  }
+}
+
+TEST_P(Planned, AListOfSomeQueriesWithSeveralPartsIsAnError) {
+  const Problem problem = Problem::SelfAttention(1, 1, 20, 8);
+  FlashPlan plan(problem);
+  plan.part().QueryOrder({3, 4});
+  plan.AddPart();
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+  EXPECT_FALSE(Run(problem, QkvInputs(problem), inputs, [&](const auto&) { return plan; }).ok());
+}
+
+TEST_P(Planned, APlanWhoseSizesChangeInSetupIsAnError) {
+  const Problem problem = Problem::SelfAttention(1, 1, 20, 8);
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+  int described = 0;
+  const auto outputs = Run(problem, QkvInputs(problem), inputs, [&](const auto&) {
+    FlashPlan plan(problem);
+    if (described++ > 0) plan.AddPart();
+    return plan;
+  });
+  EXPECT_EQ(outputs.status().code(), absl::StatusCode::kInternal);
+}
+
+// A step that makes the queries twice as large.
+class Doubling : public FlashStep {
+ public:
+  explicit Doubling(const Problem& problem) : problem_(problem) {}
+  void LayOut(Workspace* workspace, Inputs* tensors) override {
+    const Shape shape = {problem_.batch, problem_.query_heads, problem_.query_tokens,
+                         problem_.head_dim};
+    doubled_ = TensorView(workspace->Take<float>(NumElements(shape)), DType::kF32, shape);
+    tensors->Set("doubled", doubled_);
+  }
+  absl::Status Run(const Inputs& tensors, const Execution&) override {
+    const ConstTensorView q = tensors.Get("q");
+    for (int64_t n = 0; n < q.num_elements(); ++n) {
+      static_cast<float*>(doubled_.mutable_data())[n] = 2 * static_cast<const float*>(q.data)[n];
+    }
+    return absl::OkStatus();
+  }
+  double flops() const override { return 7; }
+  std::map<std::string, double> statistics() const override { return {{"doubled", 1}}; }
+
+ private:
+  Problem problem_;
+  TensorView doubled_;
+};
+
+TEST(PlannedOnTheCpu, StepsMakeTensorsForTheParts) {
+  const Problem problem = Problem::SelfAttention(2, 2, 70, 16);
+  const NamedTensors inputs = RandomInputs(QkvInputs(problem), 3);
+  const auto describe = [&](const NamedTensors&) {
+    FlashPlan plan(problem);
+    plan.AddStep<Doubling>(problem);
+    plan.part().Tensors("doubled", "k", "v");
+    return plan;
+  };
+  const std::unique_ptr<Layer> layer =
+      PlannedLayer::Create(problem, QkvInputs(problem), AttentionOutputs(problem), {}, Device::kCpu,
+                           describe)
+          .value();
+  const NamedTensors outputs = RunLayer(*layer, ViewsOf(inputs)).value();
+  NamedTensors expected;
+  DefineMaskedAttention(problem, ViewsOf(inputs), {}, {2 / 4.0, nullptr, nullptr, nullptr},
+                        &expected);
+  EXPECT_LE(MaxDifference(outputs.at("out").view(), expected.at("out").view()),
+            Fp32Bound(inputs.at("v").view()));
+  EXPECT_EQ(layer->cost().flops, 2 * 2 * 70 * 70 * 2 * 32 + 7);
+  EXPECT_EQ(layer->statistics().at("doubled"), 1);
+}
+
+}  // namespace
+}  // namespace tfb

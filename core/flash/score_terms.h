@@ -1,0 +1,160 @@
+// The terms of a score besides the scaled product of query and key. A technique states a term once;
+// the engines of all devices read the tables that it makes (see ScoreRule in core/flash/flash.h).
+#ifndef TFB_CORE_FLASH_SCORE_TERMS_H_
+#define TFB_CORE_FLASH_SCORE_TERMS_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "core/flash/flash.h"
+#include "core/problem.h"
+#include "core/tensor.h"
+#include "core/thread_pool.h"
+
+namespace tfb {
+
+// The tokens begin, begin + 1, ..., end - 1 of a tensor.
+struct TokenRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+  int64_t size() const { return end - begin; }
+};
+
+class ScoreTerm {
+ public:
+  virtual ~ScoreTerm() = default;
+
+  // Makes the tables for the problem of the whole plan. Setup calls it once, also for a term that
+  // several parts share.
+  virtual absl::Status Build(const Problem& problem, ThreadPool* pool) = 0;
+  // Makes the rule read the tables in place.
+  virtual void AddTo(ScoreRule* rule) const = 0;
+  // Adds to a call over some queries and keys what the term reads of the tensors of a Run.
+  virtual void Bind(const Inputs&, const TokenRange& /*queries*/, const TokenRange& /*keys*/,
+                    FlashCall*) const {}
+
+  // Returns the FLOPs that the term adds to a pair, and to a query of one head, whatever the number
+  // of its keys.
+  virtual double FlopsPerPair(const Problem&) const { return 0; }
+  virtual double FlopsPerQuery(const Problem&) const { return 0; }
+  virtual bool has_relative_keys() const { return false; }  // they need workspace
+  // Returns the pairs of all heads and batch rows to which the term left a weight above 0 in the last
+  // Run, where the schedule does not tell; on a GPU that Run must be done. Absent before a Run.
+  virtual bool decides_pairs() const { return false; }
+  virtual std::optional<double> KeptPairs() const { return std::nullopt; }
+};
+
+// A number for each head and distance p_i - j, which is positive for keys before the query. Here
+// p_i = i + kv_tokens - query_tokens is the position of query i among the keys.
+using OfDistance = std::function<double(int64_t head, int64_t distance)>;
+
+// Adds b_h(p_i - j) to the scores.
+class DistanceBias : public ScoreTerm {
+ public:
+  explicit DistanceBias(OfDistance bias) : bias_(std::move(bias)) {}
+  absl::Status Build(const Problem& problem, ThreadPool*) override;
+  void AddTo(ScoreRule* rule) const override { rule->bias = &table_; }
+  double FlopsPerPair(const Problem&) const override { return 1; }
+
+ private:
+  OfDistance bias_;
+  DistanceTable table_;
+};
+
+// Replaces the score s_ij by relu(s_ij) f_h(p_i - j). A factor beyond fp32 counts as the largest
+// float, so that a product with 0 stays 0.
+class ReluMultiplier : public ScoreTerm {
+ public:
+  explicit ReluMultiplier(OfDistance factor) : factor_(std::move(factor)) {}
+  absl::Status Build(const Problem& problem, ThreadPool*) override;
+  void AddTo(ScoreRule* rule) const override { rule->relu_multiplier = &table_; }
+  double FlopsPerPair(const Problem&) const override { return 2; }
+
+ private:
+  OfDistance factor_;
+  DistanceTable table_;
+};
+
+// Adds scale q_i . r_(j-i) to the scores.
+class RelativeKeyTerm : public ScoreTerm {
+ public:
+  using Make = std::function<absl::StatusOr<RelativeKeys>(ThreadPool*)>;
+  // `vectors` is the number of different vectors where a query is multiplied with each of them once
+  // instead of once for each pair; else 0.
+  explicit RelativeKeyTerm(Make make, int64_t vectors = 0)
+      : make_(std::move(make)), vectors_(vectors) {}
+  absl::Status Build(const Problem& problem, ThreadPool* pool) override;
+  void AddTo(ScoreRule* rule) const override { rule->relative_keys = &keys_; }
+  double FlopsPerPair(const Problem& problem) const override {
+    return vectors_ > 0 ? 0.0 : 2.0 * static_cast<double>(problem.head_dim);
+  }
+  double FlopsPerQuery(const Problem& problem) const override {
+    return 2.0 * static_cast<double>(vectors_ * problem.head_dim);
+  }
+  bool has_relative_keys() const override { return true; }
+
+ private:
+  Make make_;
+  int64_t vectors_ = 0;
+  RelativeKeys keys_;
+};
+
+// Adds scale (q_i + w) . l + c, with the vector l and the number c of pairs whose tokens have the
+// same id, or of those that have not.
+class LabelTerm : public ScoreTerm {
+ public:
+  // `vectors` is f32 [query_heads or 1, 2, head_dim], those of equal ids second; empty stands for
+  // zeros, which cost nothing. `biases` is f32 [query_heads or 1, 2] or empty. `ids` names the input
+  // i32 [batch, tokens] with the ids of the tokens. The tensors must live as long as the term.
+  LabelTerm(const Tensor& vectors, const Tensor* biases, std::string ids);
+
+  absl::Status Build(const Problem& problem, ThreadPool*) override;
+  void AddTo(ScoreRule* rule) const override;
+  void Bind(const Inputs& inputs, const TokenRange& queries, const TokenRange& keys,
+            FlashCall* call) const override;
+  double FlopsPerQuery(const Problem& problem) const override {
+    return has_vectors_ ? 2.0 * static_cast<double>(2 * problem.head_dim) : 0.0;
+  }
+
+ private:
+  bool has_vectors_;
+  Tensor vectors_;  // f32
+  const Tensor* biases_;
+  std::string ids_;
+};
+
+// Multiplies the weight of key j by clip((ramp + z - (p_i - j)) / ramp, 0, 1), with the span z of a
+// head, or of a head and query. The pattern leaves out keys of weight 0, or the engine does.
+class SpanTerm : public ScoreTerm {
+ public:
+  SpanTerm(std::vector<float> spans, double ramp)  // of the heads
+      : spans_(std::move(spans)), ramp_(static_cast<float>(ramp)) {}
+  // The spans are the tensor `name`, f32 [batch, query_heads, query_tokens]; `kept_pairs` is KeptPairs.
+  SpanTerm(std::string name, double ramp, std::function<std::optional<double>()> kept_pairs)
+      : name_(std::move(name)),
+        ramp_(static_cast<float>(ramp)),
+        kept_pairs_(std::move(kept_pairs)) {}
+
+  absl::Status Build(const Problem&, ThreadPool*) override { return absl::OkStatus(); }
+  void AddTo(ScoreRule* rule) const override;
+  void Bind(const Inputs& inputs, const TokenRange& queries, const TokenRange& keys,
+            FlashCall* call) const override;
+  bool decides_pairs() const override { return kept_pairs_ != nullptr; }
+  std::optional<double> KeptPairs() const override { return kept_pairs_(); }
+
+ private:
+  std::vector<float> spans_;
+  std::string name_;  // empty: spans_
+  float ramp_;
+  std::function<std::optional<double>()> kept_pairs_;
+};
+
+}  // namespace tfb
+
+#endif  // TFB_CORE_FLASH_SCORE_TERMS_H_
