@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "core/header_text.h"
@@ -27,8 +28,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-const Technique& Find(absl::string_view name) { return **Registry::Global().Find(name); }
 
 // A small problem, of several blocks of every default size, in each direction that there is.
 std::vector<Problem> Problems(const TechniqueInfo& info) {
@@ -101,7 +100,7 @@ bool SameBits(const NamedTensors& a, const NamedTensors& b) {
 }
 
 TechniqueTensors Describe(const std::string& name, const Problem& problem) {
-  const Technique& technique = Find(name);
+  const Technique& technique = FindTechnique(name);
   return DescribeTensors(technique, technique.Canonical({}).value(), problem, 1).value();
 }
 
@@ -272,6 +271,24 @@ TEST(TechniqueInputs, EveryTensorThatMustBeGivenIsRead) {
         const auto after = one.Run(changed);
         ASSERT_TRUE(after.ok()) << one.ToString() << ": " << after.status();
         EXPECT_FALSE(SameBits(*before, *after)) << one.ToString() << " never reads " << name;
+      }
+    }
+  }
+}
+
+// A figure draws the values of a budget from left to right, and each is tried once.
+TEST(Techniques, ValuesToSweepABudgetOverAreAscendingAndAllowed) {
+  for (const Technique* technique : Registry::Global().All()) {
+    for (const OptionSpec& option : technique->info().options) {
+      if (option.name != technique->info().budget_option) continue;
+      SCOPED_TRACE(absl::StrCat(technique->info().name, ":", option.name));
+      double before = -std::numeric_limits<double>::infinity();
+      for (const std::string& text : option.sweep) {
+        double value = 0;
+        ASSERT_TRUE(absl::SimpleAtod(text, &value)) << text;
+        EXPECT_GT(value, before);
+        EXPECT_TRUE(technique->Canonical({{option.name, text}}).ok()) << text;
+        before = value;
       }
     }
   }

@@ -57,6 +57,24 @@ FunctionPattern PatternOf(const Problem& problem, const BlockwiseOptions& option
   return FunctionPattern(add_keys, problem.query_heads);
 }
 
+// Returns s_h by the formula of the header.
+int64_t DefinedShift(const BlockwiseOptions& options, int64_t heads, int64_t h) {
+  const int64_t n = options.blocks;
+  const auto share = [&](int64_t s) {
+    const bool is_paper = std::count(options.shares.begin(), options.shares.end(), 0) ==
+                          static_cast<int64_t>(options.shares.size());
+    if (is_paper) return s == 0 ? std::max<int64_t>(1, 7 - n) : int64_t{s < n};
+    return s < static_cast<int64_t>(options.shares.size()) ? options.shares[s] : 0;
+  };
+  int64_t all = 0;
+  for (int64_t s = 0; s < n; ++s) all += share(s);
+  int64_t up_to = 0;
+  for (int64_t s = 0;; ++s) {
+    up_to += share(s);
+    if (h == 0 ? up_to > 0 : (h + 1) * all <= heads * up_to) return s;
+  }
+}
+
 class Blockwise : public FlashTechnique<BlockwiseOptions> {
  public:
   Blockwise() : FlashTechnique(Info()) {}
@@ -90,15 +108,17 @@ class Blockwise : public FlashTechnique<BlockwiseOptions> {
 
   absl::StatusOr<PairScore> DefineScore(const Job& job) const override {
     const int64_t n = job.options.blocks;
-    const int64_t listed = static_cast<int64_t>(job.options.permutation.size());
+    const std::vector<int64_t>& list = job.options.permutation;
+    std::vector<int64_t> seen;  // [query_heads][n] pi_h(u)
+    for (int64_t h = 0; h < job.problem.query_heads; ++h) {
+      for (int64_t u = 0; u < n; ++u) {
+        seen.push_back(list[0] < 0 ? (u + DefinedShift(job.options, job.problem.query_heads, h)) % n
+                                   : list[(h * n + u) % static_cast<int64_t>(list.size())]);
+      }
+    }
     PairScore score;
-    score.sees = [=, options = job.options, problem = job.problem,
-                  shifts = BlockwiseShifts(job.options, job.problem.query_heads)](
-                     int64_t h, int64_t i, int64_t j) {
-      const int64_t u = i * n / problem.query_tokens;
-      const int64_t pi =
-          HasShifts(options) ? (u + shifts[h]) % n : options.permutation[(h * n + u) % listed];
-      return pi == j * n / problem.kv_tokens;
+    score.sees = [seen, n, problem = job.problem](int64_t h, int64_t i, int64_t j) {
+      return seen[h * n + i * n / problem.query_tokens] == j * n / problem.kv_tokens;
     };
     return score;
   }
