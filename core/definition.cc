@@ -108,9 +108,10 @@ void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
       [&](int64_t b, int64_t h, int64_t i, int64_t j) {
         if (problem.causal && j > i + problem.causal_offset()) return kNotSeen;
         if (!is_token(b, j) || (score.sees && !score.sees(h, i, j))) return kNotSeen;
+        const double bias = score.bias ? score.bias(b, h, i, j) : 0;
+        if (bias == kNotSeen) return kNotSeen;  // whatever the key holds
         const double dot = Dot(q.Row(b, h, i), k.Row(b, h / problem.group(), j), problem.head_dim);
-        const double product = score.of_product ? score.of_product(h, i, j, dot) : scale * dot;
-        return score.bias ? product + score.bias(b, h, i, j) : product;
+        return bias + (score.of_product ? score.of_product(h, i, j, dot) : scale * dot);
       },
       outputs);
 }

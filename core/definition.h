@@ -192,7 +192,7 @@ struct PairScore {
   // The score of a product q_i . k_j where it is no multiple of it; null: scale times the product.
   std::function<double(int64_t h, int64_t i, int64_t j, double product)> of_product;
   std::function<bool(int64_t h, int64_t i, int64_t j)> sees;               // null: all pairs
-  std::function<double(int64_t b, int64_t h, int64_t i, int64_t j)> bias;  // null: 0
+  std::function<double(int64_t b, int64_t h, int64_t i, int64_t j)> bias;  // -inf: not seen; null: 0
 };
 void DefineMaskedAttention(const Problem& problem, const Inputs& inputs,
                            const DefinitionRequest& request, const PairScore& score,

@@ -144,6 +144,17 @@ TEST_F(SweepByClock, WhatIsLeftOfTheBudgetBuysSamplesAndTheLastRecordHasThemAll)
   EXPECT_GT(records_, 2) << "the record without the further samples was written at once";
 }
 
+TEST_F(SweepByClock, ACaseThatFailsIsNotVisitedAgainThoughItWasTimed) {
+  options_.rounds = 2;
+  options_.measure.repetitions = 6;
+  options_.time_budget = 0;
+  EXPECT_EQ(Sweep("toy_wrong,toy_mean", "16"), 1);
+  auto outcomes = Outcomes();
+  EXPECT_EQ(outcomes["toy_wrong 16"].status(), Outcome::STATUS_FAILED);
+  EXPECT_EQ(outcomes["toy_wrong 16"].timing().run_ns_size(), 3);
+  EXPECT_EQ(outcomes["toy_mean 16"].timing().run_ns_size(), 6);
+}
+
 TEST_F(SweepByClock, ABudgetThatIsSpentLeavesARowForEachCase) {
   options_.time_budget = 5;
   EXPECT_EQ(Sweep("toy_slow:ms=60000,toy_mean,toy_causal", "16:32"), 0);

@@ -61,12 +61,15 @@ TEST(Wire, Crc32cMatchesThePublishedCheckValues) {
   EXPECT_EQ(wire::Crc32c(""), 0u);
 }
 
-TEST(Wire, AVarintBeyondSixtyFourBitsIsMalformed) {
-  std::string bytes = "\x08";
-  bytes += std::string(9, '\xff') + '\x02';
-  EXPECT_EQ(wire::ParseField(bytes, bytes.size()).state, wire::Field::State::kMalformed);
-  bytes.back() = '\x01';
-  EXPECT_EQ(wire::ParseField(bytes, bytes.size()).state, wire::Field::State::kWhole);
+TEST(Wire, AVarintOfMoreThanTenBytesIsMalformed) {
+  const std::string nine = "\x08" + std::string(9, '\xff');
+  EXPECT_EQ(wire::ParseField(nine, nine.size()).state, wire::Field::State::kCut);
+  const std::string ten = nine + '\x01';
+  const wire::Field whole = wire::ParseField(ten, ten.size());
+  EXPECT_EQ(whole.state, wire::Field::State::kWhole);
+  EXPECT_EQ(whole.end, 11);
+  const std::string eleven = nine + "\xff\x01";
+  EXPECT_EQ(wire::ParseField(eleven, eleven.size()).state, wire::Field::State::kMalformed);
 }
 
 TEST(ResultReader, GivesBackWhatWasWritten) {
@@ -350,10 +353,9 @@ TEST(ResultReader, AFileBeyondTwoGibibytesIsReadUpToItsTornTail) {
 }
 
 TEST(ResultReader, ALengthBeyondTheLargestRecordIsDamageAndAllocatesNothing) {
-  std::string bytes = wire::Signature();
-  wire::AppendVarint(wire::kCasesField << 3 | 2, &bytes);
-  wire::AppendVarint(uint64_t{1} << 40, &bytes);
-  bytes += "x";
+  // The tag of a record of cases, then 1 << 40 as its length.
+  const char head[] = {wire::kCasesField << 3 | 2, '\x80', '\x80', '\x80', '\x80', '\x80', '\x20'};
+  const std::string bytes = wire::Signature() + std::string(head, sizeof(head)) + "x";
   EXPECT_EQ(ReadResultBytes(bytes, "long").status().code(), absl::StatusCode::kDataLoss);
 }
 

@@ -3,9 +3,20 @@
 #include <algorithm>
 #include <array>
 
+#include "google/protobuf/io/coded_stream.h"
+#include "google/protobuf/io/zero_copy_stream_impl_lite.h"
+#include "google/protobuf/wire_format_lite.h"
+
 namespace tfb {
 namespace wire {
 namespace {
+
+using google::protobuf::internal::WireFormatLite;
+using google::protobuf::io::CodedInputStream;
+using google::protobuf::io::CodedOutputStream;
+using google::protobuf::io::StringOutputStream;
+
+constexpr int kMaxVarintBytes = 10;
 
 std::array<uint32_t, 256> MakeCrcTable() {
   std::array<uint32_t, 256> table{};
@@ -19,19 +30,6 @@ std::array<uint32_t, 256> MakeCrcTable() {
   return table;
 }
 
-// Outcome of reading a varint: its length in bytes, 0 when cut, -1 when longer than ten bytes or
-// beyond 64 bits.
-int ParseVarint(absl::string_view bytes, uint64_t* value) {
-  *value = 0;
-  for (size_t i = 0; i < bytes.size() && i < 10; ++i) {
-    const uint64_t byte = static_cast<unsigned char>(bytes[i]);
-    if (i == 9 && byte > 1) return -1;
-    *value |= (byte & 0x7f) << (7 * i);
-    if ((byte & 0x80) == 0) return static_cast<int>(i) + 1;
-  }
-  return bytes.size() >= 10 ? -1 : 0;
-}
-
 }  // namespace
 
 uint32_t Crc32c(absl::string_view bytes) {
@@ -43,21 +41,20 @@ uint32_t Crc32c(absl::string_view bytes) {
   return crc ^ 0xffffffffu;
 }
 
-void AppendVarint(uint64_t value, std::string* out) {
-  for (; value >= 0x80; value >>= 7) out->push_back(static_cast<char>((value & 0x7f) | 0x80));
-  out->push_back(static_cast<char>(value));
-}
-
 void AppendLengthDelimited(int field, absl::string_view payload, std::string* out) {
-  AppendVarint(static_cast<uint64_t>(field) << 3 | 2, out);
-  AppendVarint(payload.size(), out);
-  out->append(payload.data(), payload.size());
+  StringOutputStream stream(out);
+  CodedOutputStream coded(&stream);
+  coded.WriteTag(WireFormatLite::MakeTag(field, WireFormatLite::WIRETYPE_LENGTH_DELIMITED));
+  coded.WriteVarint64(payload.size());
+  coded.WriteRaw(payload.data(), static_cast<int>(payload.size()));
 }
 
 void AppendChecksum(absl::string_view record, std::string* out) {
   const uint32_t crc = Crc32c(record);
-  AppendVarint(kRecordChecksumsField << 3 | 5, out);
-  for (int shift = 0; shift < 32; shift += 8) out->push_back(static_cast<char>(crc >> shift));
+  StringOutputStream stream(out);
+  CodedOutputStream coded(&stream);
+  coded.WriteTag(WireFormatLite::MakeTag(kRecordChecksumsField, WireFormatLite::WIRETYPE_FIXED32));
+  coded.WriteLittleEndian32(crc);
 }
 
 std::string Signature() {
@@ -68,41 +65,39 @@ std::string Signature() {
 
 Field ParseField(absl::string_view head, int64_t available) {
   Field field;
+  const int head_bytes = static_cast<int>(std::min<size_t>(head.size(), kMaxFieldHeadBytes));
+  CodedInputStream coded(reinterpret_cast<const uint8_t*>(head.data()), head_bytes);
+  // Reads a varint; where there is none, says whether the bytes end within it.
+  const auto read = [&](uint64_t* value) {
+    const int begin = coded.CurrentPosition();
+    if (coded.ReadVarint64(value)) return true;
+    if (head_bytes - begin < kMaxVarintBytes) field.state = Field::State::kCut;
+    return false;
+  };
   uint64_t tag = 0;
-  const int tag_bytes = ParseVarint(head, &tag);
-  if (tag_bytes == 0) {
-    field.state = Field::State::kCut;
-    return field;
-  }
   // Tags are 32-bit: 29 bits of number, 3 of type.
-  if (tag_bytes < 0 || tag > 0xffffffffu || tag >> 3 == 0) return field;
+  if (!read(&tag) || tag > 0xffffffffu || tag >> 3 == 0) return field;
   field.number = static_cast<int>(tag >> 3);
   field.wire_type = static_cast<int>(tag & 7);
-  field.payload_begin = tag_bytes;
+  field.payload_begin = coded.CurrentPosition();
 
-  uint64_t varint = 0;
+  uint64_t value = 0;
   switch (field.wire_type) {
-    case 1:
-      field.end = tag_bytes + 8;
+    case WireFormatLite::WIRETYPE_FIXED64:
+      field.end = field.payload_begin + 8;
       break;
-    case 5:
-      field.end = tag_bytes + 4;
+    case WireFormatLite::WIRETYPE_FIXED32:
+      field.end = field.payload_begin + 4;
       break;
-    case 0:
-    case 2: {
-      const int varint_bytes = ParseVarint(head.substr(tag_bytes), &varint);
-      if (varint_bytes < 0) return field;
-      if (varint_bytes == 0) {
-        field.state = Field::State::kCut;
-        return field;
-      }
-      field.end = tag_bytes + varint_bytes;
-      if (field.wire_type == 0) break;
-      field.payload_begin = field.end;
-      if (varint > static_cast<uint64_t>(kMaxRecordBytes)) return field;
-      field.end += static_cast<int64_t>(varint);
+    case WireFormatLite::WIRETYPE_VARINT:
+      if (!read(&value)) return field;
+      field.end = coded.CurrentPosition();
       break;
-    }
+    case WireFormatLite::WIRETYPE_LENGTH_DELIMITED:
+      if (!read(&value) || value > static_cast<uint64_t>(kMaxRecordBytes)) return field;
+      field.payload_begin = coded.CurrentPosition();
+      field.end = field.payload_begin + static_cast<int64_t>(value);
+      break;
     default:  // groups, which proto3 does not have, and two types that nobody defined
       return field;
   }

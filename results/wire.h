@@ -30,9 +30,6 @@ inline constexpr int64_t kMaxFileBytes = (int64_t{1} << 31) - 1;
 // Crc32c("123456789") == 0xe3069283.
 uint32_t Crc32c(absl::string_view bytes);
 
-// Appends `value` as a base-128 varint.
-void AppendVarint(uint64_t value, std::string* out);
-
 // Appends a length-delimited field: tag, length, payload.
 void AppendLengthDelimited(int field, absl::string_view payload, std::string* out);
 

@@ -8,6 +8,10 @@ for row in softmax saturation classifier; do
   grep -Eq "^$row .*% of .*% of" <<< "$output" || { echo "no row $row:"; echo "$output"; exit 1; }
 done
 grep -q "allowed are 5.0%" <<< "$output"
+# Every measure and the whole model have a mark in the plot.
+for mark in "o softmax" "x saturation" "v classifier" "W the whole model"; do
+  grep -q "$mark" <<< "$output" || { echo "the plot has no \"$mark\":"; echo "$output"; exit 1; }
+done
 
 # Of two sequences that calibrate nothing can be promised.
 output="$("$1" --sequences=4 --tokens=20 --splits=5 --measures=classifier --p_value=hoeffding 2>/dev/null)"

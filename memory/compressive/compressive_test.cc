@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "core/flash/key_value_cache.h"
 #include "core/random.h"
 #include "core/testing.h"
 #include "gtest/gtest.h"
@@ -653,6 +654,20 @@ TEST(Compressive, CostCountsTheProductsOfTheDefinition) {
   const double compressed = 4 * (2 * 4 * 4 + 2 * 4 * 4);  // keys and values; the convolution
   EXPECT_EQ(layer->cost().flops.value(),
             2.0 * 3 * 2 * (projections + feed_forward + scores_and_values + compressed));
+}
+
+TEST(Compressive, TheCacheHoldsKeysAndValuesOfBothQueuesAndTheTokensThatWait) {
+  const Problem problem = CausalProblem(3, 2, 10, 2);
+  const Options options = {
+      {"segment", "4"}, {"memory", "2"}, {"compressed_memory", "1"}, {"compression", "2"}};
+  const auto layer = Compressive().Create(problem, options, Device::kCpu, 1).value();
+  // Six tokens of memory and segment, one compressed row and two of a segment. Eight tokens wait at
+  // most: 2 + 4 and one of a block that is not whole, at both ends, in blocks of 2.
+  const size_t tokens = KeyValueCache::Create(Device::kCpu, problem, 2 + 4).value().bytes();
+  const size_t rows = KeyValueCache::Create(Device::kCpu, problem, 1 + 2).value().bytes();
+  const size_t waiting = 3 * 8 * 4 * sizeof(float);
+  EXPECT_EQ(layer->statistics().at("cache_bytes"),
+            static_cast<double>(2 * (tokens + rows + waiting)));
 }
 
 TEST(Compressive, ParametersHaveTheNamesThatAreTrained) {
