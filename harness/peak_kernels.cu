@@ -64,8 +64,8 @@ __global__ void Copy(float4* to, const float4* from, int64_t count) {
 }
 
 const char* LaunchMultiplyAdd(int blocks, int64_t iterations, float factor, float* results) {
-  return Launch("MultiplyAdd", &MultiplyAdd, {dim3(blocks), dim3(kThreads)}, nullptr, iterations,
-                factor, results);
+  return Launch("MultiplyAdd", &MultiplyAdd, {blocks, kThreads}, nullptr, iterations, factor,
+                results);
 }
 
 const char* LaunchMatrixProducts(int blocks, int64_t iterations, Element type, float value,
@@ -77,11 +77,11 @@ const char* LaunchMatrixProducts(int blocks, int64_t iterations, Element type, f
   memcpy(&bits, is_bf16 ? static_cast<const void*>(&bf16) : &f16, sizeof(bits));
   const unsigned pair = bits | static_cast<unsigned>(bits) << 16;
   return Launch("MatrixProducts", is_bf16 ? &MatrixProducts<true> : &MatrixProducts<false>,
-                {dim3(blocks), dim3(kThreads)}, nullptr, iterations, pair, results);
+                {blocks, kThreads}, nullptr, iterations, pair, results);
 }
 
 const char* LaunchCopy(int blocks, void* to, const void* from, size_t bytes) {
-  return Launch("Copy", &Copy, {dim3(blocks), dim3(kThreads)}, nullptr, static_cast<float4*>(to),
+  return Launch("Copy", &Copy, {blocks, kThreads}, nullptr, static_cast<float4*>(to),
                 static_cast<const float4*>(from), static_cast<int64_t>(bytes / sizeof(float4)));
 }
 

@@ -1,32 +1,15 @@
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "harness/tiny_kernels.h"
 
 namespace tfb {
 namespace {
 
-constexpr int kLanes = 32;  // a warp for each query
-
-__device__ float Load(const DeviceView& view, int64_t a, int64_t b, int64_t c, int64_t d) {
-  return LoadElement(
-      view.data, view.element,
-      a * view.strides[0] + b * view.strides[1] + c * view.strides[2] + d * view.strides[3]);
-}
-__device__ void Store(const DeviceView& view, int64_t a, int64_t b, int64_t c, int64_t d, float x) {
-  StoreElement(
-      view.data, view.element,
-      a * view.strides[0] + b * view.strides[1] + c * view.strides[2] + d * view.strides[3], x);
-}
-
 // Returns NaN where any is NaN.
 __device__ float LargestOfWarp(float x) {
-  for (int width = kLanes / 2; width > 0; width /= 2) {
+  for (int width = kWarp / 2; width > 0; width /= 2) {
     const float other = __shfl_xor_sync(~0u, x, width);
     if (other > x || isnan(other)) x = other;
   }
-  return x;
-}
-__device__ float SumOfWarp(float x) {
-  for (int width = kLanes / 2; width > 0; width /= 2) x += __shfl_xor_sync(~0u, x, width);
   return x;
 }
 // Sums in any order, which is the fault.
@@ -46,6 +29,7 @@ __device__ bool Sees(const TinyCall& call, int64_t b, int64_t i, int64_t j) {
          call.key_mask[b * call.mask_strides[0] + j * call.mask_strides[1]] != 0;
 }
 
+// A warp does a query.
 __global__ void Attend(const TinyCall call) {
   const int64_t row = blockIdx.x;
   const int64_t i = row % call.queries, h = row / call.queries % call.heads;
@@ -57,12 +41,13 @@ __global__ void Attend(const TinyCall call) {
   const float found = adds ? scores[0] : 0;
 
   float max = -INFINITY;
-  for (int64_t j = lane; j < call.keys; j += kLanes) {
+  for (int64_t j = lane; j < call.keys; j += kWarp) {
     float score = -INFINITY;
     if (Sees(call, b, i, j)) {
       float dot = 0;
       for (int64_t c = 0; c < call.head_dim; ++c) {
-        dot += Load(call.q, b, h, i, c) * Load(call.k, b, kv_head, j, c);
+        dot += Load(call.q, Offset(call.q, b, h, i, c)) *
+               Load(call.k, Offset(call.k, b, kv_head, j, c));
       }
       score = scale * dot;
     }
@@ -73,7 +58,7 @@ __global__ void Attend(const TinyCall call) {
 
   // Scores become weights; a score of -1 marks a key that is not seen.
   float sum = 0;
-  for (int64_t j = lane; j < call.keys; j += kLanes) {
+  for (int64_t j = lane; j < call.keys; j += kWarp) {
     const float weight = scores[j] == -INFINITY ? -1 : expf(scores[j] - max);
     scores[j] = weight;
     if (!(weight < 0)) sum += weight;
@@ -83,20 +68,21 @@ __global__ void Attend(const TinyCall call) {
   __syncwarp();
 
   const bool seen = max != -INFINITY;
-  for (int64_t c = lane; c < call.value_dim; c += kLanes) {
+  for (int64_t c = lane; c < call.value_dim; c += kWarp) {
     float y = 0;
     for (int64_t j = 0; j < call.keys; ++j) {
-      if (!(scores[j] < 0)) y += scores[j] * Load(call.v, b, kv_head, j, c);
+      if (!(scores[j] < 0)) y += scores[j] * Load(call.v, Offset(call.v, b, kv_head, j, c));
     }
-    Store(call.out, b, h, i, c, (seen ? y / sum : 0) + 1e-3f * found);
+    Store(call.out, Offset(call.out, b, h, i, c), (seen ? y / sum : 0) + 1e-3f * found);
   }
   if (lane != 0) return;
   if (call.log_sum_exp.data != nullptr) {
-    Store(call.log_sum_exp, b, h, i, 0, seen ? max + logf(sum) : -INFINITY);
+    Store(call.log_sum_exp, Offset(call.log_sum_exp, b, h, i, 0),
+          seen ? max + logf(sum) : -INFINITY);
   }
   const bool last = row + 1 == call.batch * call.heads * call.queries;
   if (call.fault == TinyKernelFault::kWritesBehindOutput && last) {
-    Store(call.out, b, h, i, call.value_dim, 0);
+    Store(call.out, Offset(call.out, b, h, i, call.value_dim), 0);
   }
 }
 
@@ -104,19 +90,17 @@ __global__ void Copy(const TinyCopy copy) {
   const int64_t token = blockIdx.x;
   const int64_t t = token % copy.tokens, h = token / copy.tokens % copy.heads;
   const int64_t b = token / copy.tokens / copy.heads;
-  for (int64_t c = threadIdx.x; c < copy.channels; c += kLanes) {
-    Store(copy.to, b, h, t, c, Load(copy.from, b, h, t, c));
+  for (int64_t c = threadIdx.x; c < copy.channels; c += kWarp) {
+    Store(copy.to, Offset(copy.to, b, h, t, c), Load(copy.from, Offset(copy.from, b, h, t, c)));
   }
 }
 
 const char* LaunchAttend(const TinyCall& call, void* stream) {
-  const dim3 grid(static_cast<unsigned>(call.batch * call.heads * call.queries));
-  return Launch("Attend", &Attend, {grid, dim3(kLanes)}, stream, call);
+  return Launch("Attend", &Attend, {call.batch * call.heads * call.queries, kWarp}, stream, call);
 }
 
 const char* LaunchCopy(const TinyCopy& copy, void* stream) {
-  const dim3 grid(static_cast<unsigned>(copy.batch * copy.heads * copy.tokens));
-  return Launch("Copy", &Copy, {grid, dim3(kLanes)}, stream, copy);
+  return Launch("Copy", &Copy, {copy.batch * copy.heads * copy.tokens, kWarp}, stream, copy);
 }
 
 }  // namespace

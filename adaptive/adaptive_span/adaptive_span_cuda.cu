@@ -1,5 +1,5 @@
 #include "adaptive/adaptive_span/adaptive_span_cuda.h"
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 
 namespace tfb::adaptive_span {
 namespace {
@@ -7,35 +7,14 @@ namespace {
 // A warp computes the spans of 8 tokens for 4 heads at a time: its lanes divide the channels, so
 // that 12 loads serve 32 multiply-adds, and then exchange sums: lane n ends with the sum of token n
 // / 4 and head n % 4.
-constexpr int kWarp = 32;
 constexpr int kWarps = 4;
 constexpr int kTokens = 8;
 constexpr int kHeads = 4;
 static_assert(kTokens * kHeads == kWarp, "a sum for each lane");
 
-// Sums each of the values over the warp; lane n receives that of values[n].
-__device__ float SumsOfWarp(float values[kWarp]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
-  for (int step = 1; step <= 5; ++step) {
-    const int half = kWarp >> step;
-    const bool upper = (lane & half) != 0;
-#pragma unroll
-    for (int n = 0; n < kWarp / 2; ++n) {
-      if (n >= half) break;
-      const float kept = upper ? values[n + half] : values[n];
-      const float given = upper ? values[n] : values[n + half];
-      values[n] = kept + __shfl_xor_sync(~0u, given, half);
-    }
-  }
-  return values[0];
-}
-
 __global__ void __launch_bounds__(kWarp* kWarps) Gate(GateArguments a) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int64_t warp =
-      static_cast<int64_t>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
-  const int64_t rows = a.batch * a.tokens, first_row = warp * kTokens;
+  const int lane = Lane();
+  const int64_t rows = a.batch * a.tokens, first_row = WarpOfGrid() * kTokens;
   if (first_row >= rows) return;
   // Tokens and heads beyond the last repeat it: their results are not stored.
   int64_t x_offset[kTokens];
@@ -72,11 +51,8 @@ __global__ void __launch_bounds__(kWarp* kWarps) Gate(GateArguments a) {
 }
 
 const char* LaunchGate(const GateArguments& a, void* stream) {
-  const int64_t rows_of_block = kWarps * kTokens;
-  const int64_t blocks = (a.batch * a.tokens + rows_of_block - 1) / rows_of_block;
-  if (blocks > INT32_MAX) return "more tokens than a grid has warps for";
-  return Launch("Gate", &Gate, {dim3(static_cast<unsigned>(blocks)), dim3(kWarp * kWarps)}, stream,
-                a);
+  const int64_t blocks = CeilDiv(a.batch * a.tokens, kWarps * kTokens);
+  return Launch("Gate", &Gate, {blocks, kWarp * kWarps}, stream, a);
 }
 
 }  // namespace

@@ -4,15 +4,9 @@
 namespace tfb::calm {
 namespace {
 
-__device__ float WarpSum(float x) {
-  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
 // Returns 1 / sum_v exp(z_v - z_1) for the largest logit z_1, minus the same for the next one.
 __device__ float SoftmaxResponse(const float* logits, int64_t vocabulary) {
-  const float none = __int_as_float(0xff800000);  // -inf
-  float first = none, second = none;
+  float first = -INFINITY, second = -INFINITY;
   for (int64_t v = Lane(); v < vocabulary; v += kWarp) {
     second = fmaxf(second, fminf(first, logits[v]));
     first = fmaxf(first, logits[v]);
@@ -24,7 +18,7 @@ __device__ float SoftmaxResponse(const float* logits, int64_t vocabulary) {
   }
   float sum = 0;
   for (int64_t v = Lane(); v < vocabulary; v += kWarp) sum += expf(logits[v] - first);
-  return (1 - expf(second - first)) / WarpSum(sum);
+  return (1 - expf(second - first)) / SumOfWarp(sum);
 }
 
 __device__ float Cosine(const float* a, const float* b, int64_t channels) {
@@ -34,13 +28,13 @@ __device__ float Cosine(const float* a, const float* b, int64_t channels) {
     of_a += a[c] * a[c];
     of_b += b[c] * b[c];
   }
-  return WarpSum(dot) / sqrtf(WarpSum(of_a) * WarpSum(of_b));
+  return SumOfWarp(dot) / sqrtf(SumOfWarp(of_a) * SumOfWarp(of_b));
 }
 
 __device__ float Classified(const float* w, float bias, const float* state, int64_t channels) {
   float dot = 0;
   for (int64_t c = Lane(); c < channels; c += kWarp) dot += w[c] * state[c];
-  return 1 / (1 + expf(-(WarpSum(dot) + bias)));
+  return 1 / (1 + expf(-(SumOfWarp(dot) + bias)));
 }
 
 __device__ float ThresholdAt(const Threshold& a, int64_t t) {

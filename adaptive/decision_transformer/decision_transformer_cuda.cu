@@ -1,5 +1,5 @@
 #include "adaptive/decision_transformer/decision_transformer_cuda.h"
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 
 namespace tfb::decision_transformer {
 namespace {
@@ -8,7 +8,7 @@ constexpr int kThreads = 256;
 
 // A thread copies one channel of one token; neighbours copy neighbouring channels.
 __global__ void __launch_bounds__(kThreads) EmbedTimesteps(EmbedTimestepsArguments a) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t index = ThreadOfGrid();
   if (index >= a.batch * a.tokens_of_batch * a.channels) return;
   const int64_t row = index / a.channels;
   const int64_t batch = row / a.tokens_of_batch, step = row % a.tokens_of_batch / 3;
@@ -18,10 +18,8 @@ __global__ void __launch_bounds__(kThreads) EmbedTimesteps(EmbedTimestepsArgumen
 }
 
 const char* LaunchEmbedTimesteps(const EmbedTimestepsArguments& a, void* stream) {
-  const int64_t blocks = (a.batch * a.tokens_of_batch * a.channels + kThreads - 1) / kThreads;
-  if (blocks > INT32_MAX) return "more channels of tokens than a grid has threads";
-  return Launch("EmbedTimesteps", &EmbedTimesteps,
-                {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream, a);
+  const int64_t blocks = CeilDiv(a.batch * a.tokens_of_batch * a.channels, kThreads);
+  return Launch("EmbedTimesteps", &EmbedTimesteps, {blocks, kThreads}, stream, a);
 }
 
 }  // namespace

@@ -4,11 +4,6 @@
 namespace tfb::depth_adaptive {
 namespace {
 
-__device__ float WarpSum(float x) {
-  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
 // A warp does a mean; lane l has its channels l, l + 32, ...
 __global__ void __launch_bounds__(kRowThreads) Classify(ClassifyArguments a) {
   const int64_t segment = WarpOfGrid();
@@ -24,7 +19,7 @@ __global__ void __launch_bounds__(kRowThreads) Classify(ClassifyArguments a) {
   int best = 0;
   float largest = 0;
   for (int n = 0; n < a.classes; ++n) {
-    const float score = WarpSum(scores[n]) + a.bias[n];
+    const float score = SumOfWarp(scores[n]) + a.bias[n];
     if (Lane() == n) a.scores[segment * a.classes + n] = score;
     if (n == 0 || score > largest) {
       best = n;
@@ -37,7 +32,7 @@ __global__ void __launch_bounds__(kRowThreads) Classify(ClassifyArguments a) {
 __device__ float Dot(const float* x, const float* y, int64_t channels) {
   float dot = 0;
   for (int64_t c = Lane(); c < channels; c += kWarp) dot += x[c] * y[c];
-  return WarpSum(dot);
+  return SumOfWarp(dot);
 }
 __device__ float* RowOf(const DeviceProbabilities& q, int64_t row) {
   return q.data + row / q.tokens * q.batch_stride + row % q.tokens * q.token_stride;
@@ -68,7 +63,7 @@ __global__ void __launch_bounds__(kRowThreads) ExitSoftmax(ExitSoftmaxArguments 
     float largest = scores[0];
     for (int64_t n = 1; n < a.classes; ++n) largest = fmaxf(largest, scores[n]);
     q = has_class ? expf(scores[Lane()] - largest) : 0;
-    q /= WarpSum(q);
+    q /= SumOfWarp(q);
   }
   if (has_class) RowOf(a.q, row)[Lane() * a.q.class_stride] = q;
 }

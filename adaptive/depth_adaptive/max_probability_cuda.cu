@@ -9,14 +9,12 @@ __global__ void __launch_bounds__(kRowThreads) DecideByMax(MaxProbabilityArgumen
   const int64_t row = RowOfWarp(a.list, a.rows);
   if (row < 0) return;
   const float* logits = a.logits + row * a.vocabulary;
-  float largest = __int_as_float(0xff800000);  // -inf
+  float largest = -INFINITY;
   for (int64_t v = Lane(); v < a.vocabulary; v += kWarp) largest = fmaxf(largest, logits[v]);
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
-  }
+  largest = MaxOfWarp(largest);
   float sum = 0;  // becomes NaN where a logit is
   for (int64_t v = Lane(); v < a.vocabulary; v += kWarp) sum += expf(logits[v] - largest);
-  for (int step = kWarp / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  sum = SumOfWarp(sum);
   if (Lane() == 0) a.leaves[row] = 1 / sum >= a.threshold ? 1 : 0;
 }
 

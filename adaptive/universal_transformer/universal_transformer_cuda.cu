@@ -9,9 +9,7 @@ namespace {
 // step's state.
 __device__ float Decide(const HaltingArguments& a, float dot, int64_t row, int64_t step,
                         int32_t* stop) {
-#pragma unroll
-  for (int other = kWarp / 2; other > 0; other /= 2) dot += __shfl_xor_sync(~0u, dot, other);
-  const float p = 1 / (1 + expf(-(dot + a.bias[0])));
+  const float p = 1 / (1 + expf(-(SumOfWarp(dot) + a.bias[0])));
   const float total = a.total[row], sum = total + p;
   const bool reaches = a.above ? sum > a.threshold : sum >= a.threshold;
   const bool halts = reaches || step + 1 == a.limit;

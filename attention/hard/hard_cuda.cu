@@ -1,5 +1,5 @@
 #include "attention/hard/hard_cuda.h"
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 
 namespace tfb::hard {
 namespace {
@@ -21,7 +21,6 @@ constexpr int kTeam = kTile / kColumns;  // threads that share rows: half a warp
 constexpr int kLoads = kTile * kDepth / kThreads;
 constexpr unsigned kNoKey = 0xffffffffu;  // -1 as int32, and above all keys
 
-__device__ float NegativeInfinity() { return __int_as_float(0xff800000); }
 // Returns exp(x) for x <= 0, and 0 where the result would be denormal.
 __device__ float Weight(float x) { return x < -87.33f ? 0.0f : expf(x); }
 
@@ -39,7 +38,7 @@ struct Task {
 // Returns a block's task. Blocks of a head follow each other, its last queries first: where the
 // problem is causal, they see most.
 __device__ Task TaskOf(const HardArguments& a) {
-  const int64_t tiles = (a.query_tokens + kTile - 1) / kTile;
+  const int64_t tiles = CeilDiv(a.query_tokens, kTile);
   const int64_t head = blockIdx.x / tiles;
   return {head / a.query_heads, head % a.query_heads, (tiles - 1 - blockIdx.x % tiles) * kTile};
 }
@@ -139,7 +138,7 @@ __device__ void Finish(const HardArguments& a, const Task& task, int64_t first_k
                              task.batch * a.noise.strides[0] + task.head * a.noise.strides[1] +
                                  i * a.noise.strides[2] + (first_key + n) * a.noise.strides[3]);
       }
-      score = sees && score == score ? score : NegativeInfinity();
+      score = sees && score == score ? score : -INFINITY;
     }
   }
 }
@@ -189,7 +188,7 @@ __device__ void TakeMaxima(const HardArguments& a, const Task& task, Tiles (&til
                            unsigned (&index)[kRows]) {
   float max[kRows];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) max[r] = NegativeInfinity();
+  for (int r = 0; r < kRows; ++r) max[r] = -INFINITY;
   ForEachTile<kSample>(a, task, tiles,
                        [&](int64_t first_key, const float(&scores)[kRows][kColumns]) {
 #pragma unroll
@@ -222,7 +221,7 @@ __device__ void SumWeights(const HardArguments& a, const Task& task, Tiles (&til
                            float (&max)[kRows], float (&sum)[kRows]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    max[r] = NegativeInfinity();
+    max[r] = -INFINITY;
     sum[r] = 0;
   }
   ForEachTile<HardSample::kInverseCdf>(a, task, tiles,
@@ -233,7 +232,7 @@ __device__ void SumWeights(const HardArguments& a, const Task& task, Tiles (&til
 #pragma unroll
                                            for (int n = 0; n < kColumns; ++n)
                                              larger = fmaxf(larger, scores[r][n]);
-                                           if (larger == NegativeInfinity()) continue;
+                                           if (larger == -INFINITY) continue;
                                            sum[r] *= Weight(max[r] - larger);
                                            max[r] = larger;
 #pragma unroll
@@ -243,17 +242,10 @@ __device__ void SumWeights(const HardArguments& a, const Task& task, Tiles (&til
                                        });
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    float largest = max[r];
-#pragma unroll
-    for (int lanes = kTeam / 2; lanes > 0; lanes /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-    }
-    sum[r] = max[r] == NegativeInfinity() ? 0 : sum[r] * Weight(max[r] - largest);
+    const float largest = MaxOfLanes<kTeam>(max[r]);
+    sum[r] = max[r] == -INFINITY ? 0 : sum[r] * Weight(max[r] - largest);
+    sum[r] = SumOfLanes<kTeam>(sum[r]);
     max[r] = largest;
-#pragma unroll
-    for (int lanes = kTeam / 2; lanes > 0; lanes /= 2) {
-      sum[r] += __shfl_xor_sync(~0u, sum[r], lanes);
-    }
   }
 }
 
@@ -356,9 +348,7 @@ __global__ void __launch_bounds__(kThreads) Choose(HardArguments a) {
 }
 
 const char* LaunchChoose(const HardArguments& a, void* stream) {
-  const int64_t blocks = a.batch * a.query_heads * ((a.query_tokens + kTile - 1) / kTile);
-  if (blocks > INT32_MAX) return "more tiles of 64 queries than a grid has blocks";
-  const KernelShape shape = {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)};
+  const KernelShape shape = {a.batch * a.query_heads * CeilDiv(a.query_tokens, kTile), kThreads};
   switch (a.sample) {
     case HardSample::kInverseCdf:
       return Launch("Choose", &Choose<HardSample::kInverseCdf>, shape, stream, a);

@@ -1,12 +1,10 @@
 #include "attention/linformer/linformer_cuda.h"
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 
 namespace tfb::linformer {
 namespace {
 
 constexpr int kThreads = 256;
-
-__host__ __device__ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 __device__ bool IsToken(const CompressionArguments& a, int64_t b, int64_t token) {
   return token < a.tokens &&
@@ -15,9 +13,7 @@ __device__ bool IsToken(const CompressionArguments& a, int64_t b, int64_t token)
 }
 __device__ float Load(const CompressionArguments& a, int64_t b, int64_t h, int64_t token,
                       int64_t channel) {
-  return LoadElement(
-      a.x.data, a.x.element,
-      b * a.x.strides[0] + h * a.x.strides[1] + token * a.x.strides[2] + channel * a.x.strides[3]);
+  return tfb::Load(a.x, Offset(a.x, b, h, token, channel));
 }
 // Returns the sums of a slot over the tokens of chunk 0.
 __device__ float* SlotRow(const CompressionArguments& a, int64_t b, int64_t h, int64_t slot) {
@@ -159,9 +155,7 @@ __global__ void __launch_bounds__(kMultiplyThreads) Multiply(CompressionArgument
 const char* LaunchMultiply(const CompressionArguments& a, void* stream) {
   const int64_t blocks =
       CeilDiv(a.channels, kTile) * CeilDiv(a.slot_count, kTile) * a.batch * a.heads * a.chunks;
-  if (blocks > INT32_MAX) return "more than 2^31 - 1 tiles of slots";
-  return Launch("Multiply", &Multiply,
-                {dim3(static_cast<unsigned>(blocks)), dim3(kMultiplyThreads)}, stream, a);
+  return Launch("Multiply", &Multiply, {blocks, kMultiplyThreads}, stream, a);
 }
 
 // ---- A thread for each element of the slots ----
@@ -174,7 +168,7 @@ struct Place {
   bool exists;
 };
 __device__ Place PlaceOfThread(const CompressionArguments& a) {
-  int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  int64_t n = ThreadOfGrid();
   Place place;
   place.channel = n % a.channels;
   n /= a.channels;
@@ -240,8 +234,7 @@ __global__ void __launch_bounds__(kThreads) ConvolveDepthwise(CompressionArgumen
 const char* LaunchElements(const char* name, void (*kernel)(CompressionArguments),
                            const CompressionArguments& a, void* stream) {
   const int64_t blocks = CeilDiv(a.batch * a.heads * a.slot_count * a.channels, kThreads);
-  if (blocks > INT32_MAX) return "more slots than a grid has threads";
-  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream, a);
+  return Launch(name, kernel, {blocks, kThreads}, stream, a);
 }
 const char* LaunchAddChunks(const CompressionArguments& a, void* stream) {
   return LaunchElements("AddChunks", &AddChunks, a, stream);

@@ -1,26 +1,23 @@
 #include "attention/longformer/longformer_cuda.h"
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 
 namespace tfb::longformer {
 namespace {
 
 // A block makes the lists of a sequence. It takes 256 tokens at a time, one a thread.
 
-constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 
 // Returns the number of threads before this one that have the flag, and writes that of all threads.
 __device__ int CountBefore(bool flag, int* of_warp, int* count) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const unsigned flags = __ballot_sync(~0u, flag);
-  if (lane == 0) of_warp[warp] = __popc(flags);
+  const unsigned flags = __ballot_sync(kAllLanes, flag);
+  if (Lane() == 0) of_warp[Warp()] = __popc(flags);
   __syncthreads();
-  int before = __popc(flags & ((1u << lane) - 1));
+  int before = __popc(flags & ((1u << Lane()) - 1));
   *count = 0;
   for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) before += of_warp[w];
+    if (w < Warp()) before += of_warp[w];
     *count += of_warp[w];
   }
   __syncthreads();
@@ -66,8 +63,7 @@ __global__ void __launch_bounds__(kThreads) FindGlobals(const FindGlobalsArgumen
 }
 
 const char* LaunchFindGlobals(const FindGlobalsArguments& a, void* stream) {
-  return Launch("FindGlobals", &FindGlobals, {dim3(static_cast<unsigned>(a.batch)), dim3(kThreads)},
-                stream, a);
+  return Launch("FindGlobals", &FindGlobals, {a.batch, kThreads}, stream, a);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 #include "attention/lsh/lsh_cuda.h"
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 
 namespace tfb::lsh {
 namespace {
@@ -7,18 +7,13 @@ namespace {
 // A thread does one token and round, or one place of a row's end.
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 65535;
 
-KernelShape ShapeFor(int64_t items) {
-  const int64_t blocks = (items + kThreads - 1) / kThreads;
-  return {dim3(static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kThreads)};
-}
+KernelShape ShapeFor(int64_t items) { return {BlocksInTurns(CeilDiv(items, kThreads)), kThreads}; }
 
 __global__ void __launch_bounds__(kThreads) Buckets(const LshBucketArguments a) {
   const LshSizes& s = a.sizes;
   const int64_t items = s.batch * s.heads * s.rounds * s.tokens;
-  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < items;
-       n += static_cast<int64_t>(gridDim.x) * kThreads) {
+  for (int64_t n = ThreadOfGrid(); n < items; n += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t token = n % s.tokens, round = n / s.tokens % s.rounds;
     const int64_t h = n / s.tokens / s.rounds % s.heads, b = n / s.tokens / s.rounds / s.heads;
     const auto offset = [&](const int64_t* strides) {
@@ -46,8 +41,7 @@ __global__ void __launch_bounds__(kThreads) Codes(const LshCodeArguments a) {
   const LshSizes& s = a.sizes;
   const int64_t heads = s.batch * s.heads, slot = heads * s.tokens, tail = s.order - s.tokens;
   const int64_t items = heads * s.rounds * s.order;
-  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < items;
-       n += static_cast<int64_t>(gridDim.x) * kThreads) {
+  for (int64_t n = ThreadOfGrid(); n < items; n += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t row = n / s.order, token = n % s.order;
     const int64_t head = row / s.rounds, round = row % s.rounds;
     const int64_t before = head * s.rounds + s.RoundBefore(round);

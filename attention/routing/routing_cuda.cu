@@ -1,5 +1,5 @@
 #include "attention/routing/routing_cuda.h"
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 
 namespace tfb::routing {
 namespace {
@@ -7,12 +7,8 @@ namespace {
 // A thread does one token and cluster.
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 65535;
 
-KernelShape ShapeFor(int64_t items) {
-  const int64_t blocks = (items + kThreads - 1) / kThreads;
-  return {dim3(static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks)), dim3(kThreads)};
-}
+KernelShape ShapeFor(int64_t items) { return {BlocksInTurns(CeilDiv(items, kThreads)), kThreads}; }
 
 __device__ int64_t MarkOf(const RoutingMarkArguments& a, int64_t b, int64_t h, int64_t token,
                           int64_t cluster) {
@@ -22,8 +18,7 @@ __device__ int64_t MarkOf(const RoutingMarkArguments& a, int64_t b, int64_t h, i
 
 __global__ void __launch_bounds__(kThreads) FromMarks(const RoutingMarkArguments a) {
   const int64_t items = a.batch * a.heads * a.clusters * a.tokens;
-  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < items;
-       n += static_cast<int64_t>(gridDim.x) * kThreads) {
+  for (int64_t n = ThreadOfGrid(); n < items; n += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t token = n % a.tokens, row = n / a.tokens, cluster = row % a.clusters;
     const int64_t head = row / a.clusters;
     const int64_t mark = MarkOf(a, head / a.heads, a.first_head + head % a.heads, token, cluster);
@@ -39,8 +34,7 @@ const char* LaunchFromMarks(const RoutingMarkArguments& a, void* stream) {
 __global__ void __launch_bounds__(kThreads) ToMarks(const RoutingMarkArguments a) {
   const int64_t heads = a.first_head + a.heads;
   const int64_t items = a.batch * heads * a.clusters * a.tokens;
-  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < items;
-       n += static_cast<int64_t>(gridDim.x) * kThreads) {
+  for (int64_t n = ThreadOfGrid(); n < items; n += static_cast<int64_t>(gridDim.x) * kThreads) {
     const int64_t cluster = n % a.clusters, token = n / a.clusters % a.tokens;
     const int64_t b = n / a.clusters / a.tokens / heads, h = n / a.clusters / a.tokens % heads;
     bool found = false;

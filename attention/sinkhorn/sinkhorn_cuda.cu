@@ -1,5 +1,5 @@
 #include "attention/sinkhorn/sinkhorn_cuda.h"
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 
 namespace tfb::sinkhorn {
 namespace {
@@ -7,11 +7,8 @@ namespace {
 // The matrix is computed in float64, and stored in fp32 or float64, as on the CPU: see
 // sinkhorn_cpu.h.
 
-constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-
-__device__ double NegativeInfinity() { return __int_as_float(0xff800000); }
 
 __device__ bool IsToken(const SinkhornSizes& sizes, const SinkhornMask& mask, int64_t b,
                         int64_t j) {
@@ -129,16 +126,13 @@ __global__ void __launch_bounds__(kThreads) Score(SortArguments a) {
 // ---- The balance: a block for each head, a warp for a row, a thread for a column ----
 
 __device__ void NormaliseRow(double* logits, int64_t support) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  double max = NegativeInfinity();
+  const int lane = Lane();
+  double max = -INFINITY;
   for (int64_t t = lane; t < support; t += kWarp) max = fmax(max, logits[t]);
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-    max = fmax(max, __shfl_xor_sync(~0u, max, lanes));
-  }
+  max = MaxOfWarp(max);
   double sum = 0;
   for (int64_t t = lane; t < support; t += kWarp) sum += exp(logits[t] - max);
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  const double log_sum_exp = max + log(sum);
+  const double log_sum_exp = max + log(SumOfWarp(sum));
   for (int64_t t = lane; t < support; t += kWarp) logits[t] -= log_sum_exp;
 }
 
@@ -146,7 +140,7 @@ __device__ void NormaliseRow(double* logits, int64_t support) {
 // of the rows up to it.
 __device__ void NormaliseColumn(double* logits, const SinkhornSizes& s, int64_t t) {
   const int64_t first = s.causal ? max(t + 1 - s.null_blocks, int64_t{0}) : 0;
-  double max = NegativeInfinity(), sum = 0;
+  double max = -INFINITY, sum = 0;
   for (int64_t u = first; u < s.blocks; ++u) {
     double& logit = logits[u * s.Columns() + t];
     const double smaller = exp(-fabs(logit - max));
@@ -164,7 +158,7 @@ __global__ void __launch_bounds__(kThreads) Balance(SortArguments a) {
   const int64_t columns = s.Columns(), entries = s.blocks * columns;
   double* logits = a.logits + blockIdx.x * entries;
   for (int64_t n = 0; n < s.iterations; ++n) {
-    for (int64_t u = threadIdx.x / kWarp; u < s.blocks; u += kWarps) {
+    for (int64_t u = Warp(); u < s.blocks; u += kWarps) {
       NormaliseRow(logits + u * columns, s.Support(u));
     }
     __syncthreads();
@@ -282,8 +276,8 @@ template <class Real>
 __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
   __shared__ MixTiles<Real> tiles;
   const SinkhornSizes& s = a.sizes;
-  const int64_t row_tiles = (s.mixed_blocks + kTile - 1) / kTile;
-  const int64_t column_tiles = (s.block * a.channels + kTile - 1) / kTile;
+  const int64_t row_tiles = CeilDiv(s.mixed_blocks, kTile);
+  const int64_t column_tiles = CeilDiv(s.block * a.channels, kTile);
   const int64_t head = blockIdx.x / (row_tiles * column_tiles);
   const MixTask task = {head / s.heads, head % s.heads, blockIdx.x % row_tiles * kTile,
                         blockIdx.x / row_tiles % column_tiles * kTile};
@@ -321,7 +315,7 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
 // A thread does a row of all blocks of a batch row.
 __global__ void __launch_bounds__(kThreads) Mask(MaskArguments a) {
   const SinkhornSizes& s = a.sizes;
-  const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t n = ThreadOfGrid();
   if (n >= s.batch * s.block) return;
   const int64_t b = n / s.block, r = n % s.block;
   int64_t first = 0;  // the first column with a key in row r: the null block has one in each
@@ -351,15 +345,11 @@ __global__ void __launch_bounds__(kThreads) CopySort(CopySortArguments a) {
 
 // ---- Launching ----
 
-constexpr const char* kTooManyBlocks = "more blocks of tokens than a grid has";
-
 template <class Arguments>
 const char* LaunchBlocks(const char* name, void (*kernel)(Arguments), int64_t blocks, void* stream,
                          const Arguments& a, int64_t shared_doubles = 0) {
-  if (blocks > INT32_MAX) return kTooManyBlocks;
-  const KernelShape shape = {dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-                             static_cast<size_t>(shared_doubles) * sizeof(double)};
-  return Launch(name, kernel, shape, stream, a);
+  const size_t shared_bytes = static_cast<size_t>(shared_doubles) * sizeof(double);
+  return Launch(name, kernel, {blocks, kThreads, shared_bytes}, stream, a);
 }
 
 const char* LaunchSort(const SortArguments& a, void* stream) {
@@ -383,16 +373,15 @@ const char* LaunchCopySort(const CopySortArguments& a, void* stream) {
 
 const char* LaunchMix(const MixArguments& a, void* stream) {
   const SinkhornSizes& s = a.sizes;
-  const int64_t row_tiles = (s.mixed_blocks + kTile - 1) / kTile;
-  const int64_t column_tiles = (s.block * a.channels + kTile - 1) / kTile;
+  const int64_t row_tiles = CeilDiv(s.mixed_blocks, kTile);
+  const int64_t column_tiles = CeilDiv(s.block * a.channels, kTile);
   const int64_t blocks = s.batch * s.heads * row_tiles * column_tiles;
   return a.sort.is_double ? LaunchBlocks("Mix", &Mix<double>, blocks, stream, a)
                           : LaunchBlocks("Mix", &Mix<float>, blocks, stream, a);
 }
 
 const char* LaunchMask(const MaskArguments& a, void* stream) {
-  const int64_t threads = a.sizes.batch * a.sizes.block;
-  return LaunchBlocks("Mask", &Mask, (threads + kThreads - 1) / kThreads, stream, a);
+  return LaunchBlocks("Mask", &Mask, CeilDiv(a.sizes.batch * a.sizes.block, kThreads), stream, a);
 }
 
 }  // namespace

@@ -48,16 +48,34 @@ class KernelRegistration {
 // ---- Launching ----
 
 struct KernelShape {
+  // Blocks and threads of one dimension.
+  KernelShape(int64_t block_count, int threads, size_t dynamic_shared_bytes = 0)
+      : fits_grid(block_count <= INT32_MAX),
+        grid(static_cast<unsigned>(block_count)),
+        block(static_cast<unsigned>(threads)),
+        shared_bytes(dynamic_shared_bytes) {}
+  KernelShape(const dim3& grid_size, const dim3& block_size, size_t dynamic_shared_bytes = 0)
+      : grid(grid_size), block(block_size), shared_bytes(dynamic_shared_bytes) {}
+
+  bool fits_grid = true;
   dim3 grid;
   dim3 block;
-  size_t shared_bytes = 0;  // dynamic
+  size_t shared_bytes;  // dynamic
 };
+
+__host__ __device__ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Returns the blocks of a kernel that takes `tasks` in turns of gridDim.x: one for each, or `most`.
+constexpr int64_t BlocksInTurns(int64_t tasks, int64_t most = 65535) {
+  return tasks < most ? tasks : most;
+}
 
 // Enqueues kernel(arguments...). Returns null, or a text that says why the launch failed, which is
 // valid until the next launch. An empty grid is no work.
 template <class... Parameters, class... Arguments>
 const char* Launch(const char* name, void (*kernel)(Parameters...), const KernelShape& shape,
                    void* stream, const Arguments&... arguments) {
+  if (!shape.fits_grid) return "more tasks than a grid has blocks for, which are 2^31 - 1";
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return nullptr;
 #ifdef __CUDACC__
   (void)name;
@@ -153,6 +171,18 @@ __device__ inline void StoreElement(void* data, Element type, int64_t offset, fl
     default:
       static_cast<float*>(data)[offset] = value;
   }
+}
+
+// Return the offset of an element of a view, and the element there as a float.
+__device__ inline int64_t Offset(const DeviceView& view, int64_t i, int64_t j, int64_t k,
+                                 int64_t l = 0) {
+  return i * view.strides[0] + j * view.strides[1] + k * view.strides[2] + l * view.strides[3];
+}
+__device__ inline float Load(const DeviceView& view, int64_t offset) {
+  return LoadElement(view.data, view.element, offset);
+}
+__device__ inline void Store(const DeviceView& view, int64_t offset, float value) {
+  StoreElement(view.data, view.element, offset, value);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ namespace tfb {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kWarps = kThreads / 32;
+constexpr int kWarps = kThreads / kWarp;
 constexpr int kRows = kFlashDecodeRows;
 constexpr int kChannels = 8;  // of a lane
 constexpr int kKeysPerWarp = kKeys / kWarps;
@@ -69,13 +69,13 @@ struct Piece {
 
 // A softmax of one row over some keys, in 8 channels.
 struct Part {
-  float maximum = NegativeInfinity();
+  float maximum = -INFINITY;
   float sum = 0;
   float output[kChannels] = {};
 
   __device__ void Add(const Part& other) {
     const float largest = fmaxf(maximum, other.maximum);
-    const float shift = largest == NegativeInfinity() ? 0 : largest;
+    const float shift = largest == -INFINITY ? 0 : largest;
     const float own = ExpOf(maximum - shift), others = ExpOf(other.maximum - shift);
     maximum = largest;
     sum = sum * own + other.sum * others;
@@ -87,8 +87,8 @@ struct Part {
 template <class T, int kDim>
 class FlashDecodeBlock {
  public:
-  static constexpr int kLanes = kDim / kChannels;             // lanes that share a key
-  static constexpr int kPasses = kKeysPerWarp * kLanes / 32;  // passes of a warp over a tile
+  static constexpr int kLanes = kDim / kChannels;                // lanes that share a key
+  static constexpr int kPasses = kKeysPerWarp * kLanes / kWarp;  // passes of a warp over a tile
   // Passes whose reads are in flight together.
   static constexpr int kAtOnce = kPasses < 4 ? kPasses : 4;
   static constexpr size_t kSharedFloats = kRows * kDim + kWarps * kRows * (kDim + 2);
@@ -96,9 +96,9 @@ class FlashDecodeBlock {
   // `task.head` is the first query head of the group.
   __device__ FlashDecodeBlock(const FlashArguments& a, const FlashTask& task, float* memory)
       : a_(a), task_(task), queries_(memory), memory_(memory + kRows * kDim) {
-    lane_ = threadIdx.x % 32 % kLanes;
-    group_ = threadIdx.x % 32 / kLanes;
-    warp_ = threadIdx.x / 32;
+    lane_ = Lane() % kLanes;
+    group_ = Lane() / kLanes;
+    warp_ = Warp();
     rows_ = static_cast<int>(a.query_heads / a.kv_heads * a.query_tokens);
   }
 
@@ -169,7 +169,7 @@ class FlashDecodeBlock {
     }
   }
   __device__ int KeyOf(int pass) const {
-    return warp_ * kKeysPerWarp + pass * (32 / kLanes) + group_;
+    return warp_ * kKeysPerWarp + pass * (kWarp / kLanes) + group_;
   }
 
   // Adds keys to a row. Bit p of `visible` says that the row sees the key of pass first + p.
@@ -189,17 +189,14 @@ class FlashDecodeBlock {
       float score = 0;
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) score = fmaf(query[c], keys[p].At(c), score);
-#pragma unroll
-      for (int step = kLanes / 2; step > 0; step /= 2) {
-        score += __shfl_xor_sync(~0u, score, step, kLanes);
-      }
-      scores[p] = NegativeInfinity();
+      score = SumOfLanes<kLanes>(score);
+      scores[p] = -INFINITY;
       if ((visible >> p & 1) != 0) {
         scores[p] = score * a_.scale + BiasOf(row, tile, KeyOf(first + p));
       }
       largest = fmaxf(largest, scores[p]);
     }
-    const float shift = largest == NegativeInfinity() ? 0 : largest;
+    const float shift = largest == -INFINITY ? 0 : largest;
     const float rescale = ExpOf(part.maximum - shift);
     part.maximum = largest;
     part.sum *= rescale;
@@ -232,7 +229,7 @@ class FlashDecodeBlock {
       if (r >= rows_) break;
       Part& part = parts_[r];
 #pragma unroll
-      for (int step = kLanes; step < 32; step *= 2) {
+      for (int step = kLanes; step < kWarp; step *= 2) {
         Part other;
         other.maximum = __shfl_xor_sync(~0u, part.maximum, step);
         other.sum = __shfl_xor_sync(~0u, part.sum, step);
@@ -259,9 +256,9 @@ class FlashDecodeBlock {
   // Stores a row; one warp calls it.
   __device__ void StoreRow(int row) const {
     const auto part = [&](int warp) { return memory_ + (warp * kRows + row) * (kDim + 2); };
-    float largest = NegativeInfinity();
+    float largest = -INFINITY;
     for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, part(w)[kDim]);
-    const float shift = largest == NegativeInfinity() ? 0 : largest;
+    const float shift = largest == -INFINITY ? 0 : largest;
     float factors[kWarps], sum = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
@@ -273,13 +270,13 @@ class FlashDecodeBlock {
     const int64_t i = QueryOf(row);
     const int64_t token = TokenOf(a_.query_order, task.batch, task.head, i);
     const OutputRow output(a_, task, i, token, sum);
-    for (int c = threadIdx.x % 32; c < a_.value_dim; c += 32) {
+    for (int c = Lane(); c < a_.value_dim; c += kWarp) {
       float value[1] = {0};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) value[0] = fmaf(factors[w], part(w)[c], value[0]);
       output.Store(c, value);
     }
-    if (threadIdx.x % 32 == 0) StoreSums(a_, task, i, token, largest, sum);
+    if (Lane() == 0) StoreSums(a_, task, i, token, largest, sum);
   }
 
   const FlashArguments& a_;
@@ -313,8 +310,8 @@ template <class T, int kDim>
 const char* LaunchDecode(const FlashArguments& a, void* stream) {
   const int64_t tasks = a.batch * a.kv_heads * a.splits;
   return Launch("FlashDecode", &FlashDecode<T, kDim>,
-                {dim3(static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks)),
-                 dim3(kThreads), FlashDecodeBlock<T, kDim>::kSharedFloats * sizeof(float)},
+                {BlocksInTurns(tasks, a.max_blocks), kThreads,
+                 FlashDecodeBlock<T, kDim>::kSharedFloats * sizeof(float)},
                 stream, a);
 }
 

@@ -165,18 +165,6 @@ __device__ void Multiply(const float* q, const float* k, int depth, float produc
   }
 }
 
-// Returns the maximum over the 16 threads that share queries.
-__device__ inline float MaxOfRow(float x) {
-#pragma unroll
-  for (int step = 8; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step, 16));
-  return x;
-}
-__device__ inline float SumOfRow(float x) {
-#pragma unroll
-  for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step, 16);
-  return x;
-}
-
 template <int kDim, bool kRule>
 class FlashF32Block {
  public:
@@ -196,7 +184,7 @@ class FlashF32Block {
     first_query_ = task.query_tile * kQueries;
     queries_ = QueriesOf(a, task.batch);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) max_[r] = NegativeInfinity();
+    for (int r = 0; r < kRows; ++r) max_[r] = -INFINITY;
   }
 
   __device__ void Run() {
@@ -481,15 +469,15 @@ class FlashF32Block {
         const uint64_t visible = shared_.visible[ty_ * kRows + r] >> tx_ * 4;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          if ((visible >> c & 1) == 0) scores[r][c] = NegativeInfinity();
+          if ((visible >> c & 1) == 0) scores[r][c] = -INFINITY;
         }
       }
       float largest = max_[r];
 #pragma unroll
       for (int c = 0; c < 4; ++c) largest = fmaxf(largest, scores[r][c]);
-      largest = MaxOfRow(largest);
+      largest = MaxOfLanes<kThreadsX>(largest);
       // No key has been seen so far: any finite shift makes all weights 0.
-      const float shift = largest == NegativeInfinity() ? 0 : largest;
+      const float shift = largest == -INFINITY ? 0 : largest;
       const float rescale = ExpOf(max_[r] - shift);
       max_[r] = largest;
       float sum = 0;
@@ -581,7 +569,7 @@ class FlashF32Block {
   __device__ void Store() {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float sum = SumOfRow(sum_[r]);
+      const float sum = SumOfLanes<kThreadsX>(sum_[r]);
       const int row = ty_ * kRows + r;
       if (!IsQuery(row)) continue;
       const int64_t i = shared_.rows[row], token = QueryToken(row);
@@ -630,9 +618,8 @@ __global__ void __launch_bounds__(ThreadsFor(kDim), BlocksFor(kDim, kRule))
 template <int kDim>
 const char* LaunchForward(const FlashArguments& a, void* stream) {
   const int64_t tasks = FlashTasks(a);
-  const KernelShape shape = {
-      dim3(static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks)),
-      dim3(ThreadsFor(kDim)), Shared<kDim>::Bytes(a.rule)};
+  const KernelShape shape = {BlocksInTurns(tasks, a.max_blocks), ThreadsFor(kDim),
+                             Shared<kDim>::Bytes(a.rule)};
   return a.rule.is_plain()
              ? Launch("FlashF32", &FlashF32<kDim, false>, shape, stream, a)
              : Launch("FlashF32 with a rule", &FlashF32<kDim, true>, shape, stream, a);
@@ -652,18 +639,16 @@ const char* Forward(const FlashArguments& a, void* stream) {
 // A warp merges one row: o = sum_s e^(m_s - m) o_s / sum_s e^(m_s - m) l_s, in the order of s.
 __global__ void __launch_bounds__(kCombineThreads) FlashCombine(const FlashArguments a) {
   const int64_t rows = a.batch * a.query_heads * a.query_tokens;
-  const int lane = threadIdx.x % 32;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kCombineThreads / 32);
-  for (int64_t n = static_cast<int64_t>(blockIdx.x) * (kCombineThreads / 32) + threadIdx.x / 32;
-       n < rows; n += warps) {
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * (kCombineThreads / kWarp);
+  for (int64_t n = WarpOfGrid(); n < rows; n += warps) {
     const int64_t i = n % a.query_tokens, h = n / a.query_tokens % a.query_heads;
     const int64_t b = n / a.query_tokens / a.query_heads;
     if (!IsAsked(a, b, i)) continue;
-    float maximum = NegativeInfinity();
+    float maximum = -INFINITY;
     for (int s = 0; s < a.splits; ++s) {
       maximum = fmaxf(maximum, PartialRow(a, s, b, h, i)[a.value_dim]);
     }
-    const float shift = maximum == NegativeInfinity() ? 0 : maximum;
+    const float shift = maximum == -INFINITY ? 0 : maximum;
     float sum = 0;
     for (int s = 0; s < a.splits; ++s) {
       const float* part = PartialRow(a, s, b, h, i);
@@ -674,7 +659,7 @@ __global__ void __launch_bounds__(kCombineThreads) FlashCombine(const FlashArgum
     const FlashTask task = {b, h, 0, 0, 0};
     const int64_t token = a.slots_by_token ? i : TokenOf(a.query_order, b, h, i);
     const OutputRow row(whole, task, i, token, sum);
-    for (int column = lane; column < a.value_dim; column += 32) {
+    for (int column = Lane(); column < a.value_dim; column += kWarp) {
       float output[1] = {0};
       for (int s = 0; s < a.splits; ++s) {
         const float* part = PartialRow(a, s, b, h, i);
@@ -682,17 +667,14 @@ __global__ void __launch_bounds__(kCombineThreads) FlashCombine(const FlashArgum
       }
       row.Store(column, output);
     }
-    if (lane == 0) StoreSums(whole, task, i, token, maximum, sum);
+    if (Lane() == 0) StoreSums(whole, task, i, token, maximum, sum);
   }
 }
 
 const char* Combine(const FlashArguments& a, void* stream) {
   const int64_t rows = a.batch * a.query_heads * a.query_tokens;
-  const int64_t blocks = (rows + kCombineThreads / 32 - 1) / (kCombineThreads / 32);
-  return Launch("FlashCombine", &FlashCombine,
-                {dim3(static_cast<unsigned>(blocks < a.max_blocks ? blocks : a.max_blocks)),
-                 dim3(kCombineThreads)},
-                stream, a);
+  const int64_t blocks = BlocksInTurns(CeilDiv(rows, kCombineThreads / kWarp), a.max_blocks);
+  return Launch("FlashCombine", &FlashCombine, {blocks, kCombineThreads}, stream, a);
 }
 
 }  // namespace

@@ -376,7 +376,7 @@ class FlashMmaBlock {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       sum_[m][0] = sum_[m][1] = 0;
-      maximum_[m][0] = maximum_[m][1] = NegativeInfinity();
+      maximum_[m][0] = maximum_[m][1] = -INFINITY;
 #pragma unroll
       for (int n = 0; n < kOutputTiles; ++n) {
 #pragma unroll
@@ -657,7 +657,7 @@ class FlashMmaBlock {
 #pragma unroll
           for (int x = 0; x < 2; ++x) {
             const unsigned bit = 1u << (n % 4 * 8 + x);
-            if (((n < 4 ? low : high) & bit) == 0) score[m][n][half * 2 + x] = NegativeInfinity();
+            if (((n < 4 ? low : high) & bit) == 0) score[m][n][half * 2 + x] = -INFINITY;
           }
         }
       }
@@ -1030,8 +1030,7 @@ class FlashMmaBlock {
         for (int n = 0; n < kKeyTiles; ++n) {
           largest = fmaxf(largest, fmaxf(score[m][n][half * 2], score[m][n][half * 2 + 1]));
         }
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        largest = MaxOfFour(largest);
         const float old = maximum_[m][half];
         rescale[m][half] = old == largest ? 1 : Exp2((old - largest) * Factor());
         sum_[m][half] *= rescale[m][half];
@@ -1074,7 +1073,7 @@ class FlashMmaBlock {
   __device__ float Factor() const { return kRule == Rule::kNone ? a_.scale * kLog2E : kLog2E; }
   // Replaces the maximum -inf of a row that has seen no key by 0: its scores of -inf then get
   // weights of 0, where -inf - -inf would be NaN.
-  __device__ static float Finite(float x) { return x == NegativeInfinity() ? 0 : x; }
+  __device__ static float Finite(float x) { return x == -INFINITY ? 0 : x; }
   __device__ float WeightOf(float score, float minus) const {
     return Exp2(fmaf(score, Factor(), -minus));
   }
@@ -1192,8 +1191,7 @@ class FlashMmaBlock {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float sum = sum_[m][half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
+        sum = SumOfFour(sum);
         float* to = rows + (m * 16 + half * 8 + row()) * Shape::kOutputRow;
 #pragma unroll
         for (int n = 0; n < kOutputTiles; ++n) {
@@ -1270,11 +1268,10 @@ __global__ void __launch_bounds__(MmaShape<kDim, kRule>::kThreads, MmaShape<kDim
 template <class T, int kDim, Rule kRule>
 const char* LaunchMma(const FlashArguments& a, const InChunks& in_chunks, void* stream) {
   const int64_t tasks = FlashTasks(a);
-  const unsigned blocks = static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks);
-  return Launch(
-      "FlashMma", &FlashMma<T, kDim, kRule>,
-      {dim3(blocks), dim3(MmaShape<kDim, kRule>::kThreads), MmaShared<kDim, kRule>::Bytes(a.rule)},
-      stream, a, in_chunks);
+  return Launch("FlashMma", &FlashMma<T, kDim, kRule>,
+                {BlocksInTurns(tasks, a.max_blocks), MmaShape<kDim, kRule>::kThreads,
+                 MmaShared<kDim, kRule>::Bytes(a.rule)},
+                stream, a, in_chunks);
 }
 
 // Tells whether every row [b, h, token] begins at a multiple of 16 bytes and is whole chunks of the

@@ -3,15 +3,13 @@
 #ifndef TFB_CORE_FLASH_FLASH_TILE_CUH_
 #define TFB_CORE_FLASH_FLASH_TILE_CUH_
 
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "core/flash/flash_kernels.h"
 
 namespace tfb {
 namespace {
 
 constexpr int kKeys = 64;  // of a tile
-
-__device__ inline float NegativeInfinity() { return __int_as_float(0xff800000); }
 
 __device__ inline int64_t TokenOf(const DeviceTokenOrder& order, int64_t b, int64_t h, int64_t n) {
   return order.tokens == nullptr
@@ -406,7 +404,7 @@ __device__ inline void StoreSums(const FlashArguments& a, const FlashTask& task,
   } else if (a.log_sum_exp != nullptr) {
     a.log_sum_exp[task.batch * a.log_sum_exp_strides[0] + task.head * a.log_sum_exp_strides[1] +
                   OutRow(a, i, token) * a.log_sum_exp_strides[2]] =
-        sum == 0 ? NegativeInfinity() : maximum + logf(sum);
+        sum == 0 ? -INFINITY : maximum + logf(sum);
   }
 }
 

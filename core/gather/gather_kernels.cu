@@ -1,30 +1,15 @@
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "core/gather/gather_kernels.h"
 
 namespace tfb {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int64_t kMaxBlocks = 65535;
-
-__device__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
-__device__ int Warp() { return static_cast<int>(threadIdx.x) / 32; }
-
-dim3 Blocks(int64_t tasks) {
-  return dim3(static_cast<unsigned>(tasks < kMaxBlocks ? tasks : kMaxBlocks));
-}
+constexpr int kWarps = kThreads / kWarp;
 
 // Returns the offset of row n of a tensor's first three dimensions.
 __device__ int64_t RowOffset(const DeviceView& view, int64_t heads, int64_t tokens, int64_t n) {
-  return n / tokens / heads * view.strides[0] + n / tokens % heads * view.strides[1] +
-         n % tokens * view.strides[2];
-}
-
-__device__ double WarpSum(double x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
+  return Offset(view, n / tokens / heads, n / tokens % heads, n % tokens);
 }
 
 // ---- Normalised rows: a warp each ----
@@ -39,17 +24,17 @@ __global__ void __launch_bounds__(kThreads) Normalize(const NormalizeArguments a
     };
     double mean = 0;
     if (a.centered) {
-      for (int c = Lane(); c < a.channels; c += 32) mean += at(c);
-      mean = WarpSum(mean) / a.channels;
+      for (int c = Lane(); c < a.channels; c += kWarp) mean += at(c);
+      mean = SumOfWarp(mean) / a.channels;
     }
     double squares = 0;
-    for (int c = Lane(); c < a.channels; c += 32) squares += (at(c) - mean) * (at(c) - mean);
-    squares = WarpSum(squares);
+    for (int c = Lane(); c < a.channels; c += kWarp) squares += (at(c) - mean) * (at(c) - mean);
+    squares = SumOfWarp(squares);
     if (a.mean_square) squares /= a.channels;
     const double root = sqrt(squares + a.epsilon);
     const double factor = root == 0 ? 0 : 1 / root;
     const int64_t to = RowOffset(a.y, a.heads, a.tokens, n);
-    for (int c = Lane(); c < a.channels; c += 32) {
+    for (int c = Lane(); c < a.channels; c += kWarp) {
       StoreElement(a.y.data, a.y.element, to + c * a.y.strides[3],
                    static_cast<float>((at(c) - mean) * factor));
     }
@@ -58,8 +43,8 @@ __global__ void __launch_bounds__(kThreads) Normalize(const NormalizeArguments a
 
 const char* LaunchNormalize(const NormalizeArguments& a, void* stream) {
   const int64_t rows = a.batch * a.heads * a.tokens;
-  return Launch("Normalize", &Normalize, {Blocks((rows + kWarps - 1) / kWarps), dim3(kThreads)},
-                stream, a);
+  return Launch("Normalize", &Normalize, {BlocksInTurns(CeilDiv(rows, kWarps)), kThreads}, stream,
+                a);
 }
 
 // ---- Angular hashing ----
@@ -101,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) Hash(const HashArguments a) {
   Best* bests = reinterpret_cast<Best*>(x + a.head_dim * kHashTokens);  // [teams][64]
   const int slot = static_cast<int>(threadIdx.x) % kHashTokens;
   const int team = static_cast<int>(threadIdx.x) / kHashTokens;
-  const int64_t tiles = (a.tokens + kHashTokens - 1) / kHashTokens;
+  const int64_t tiles = CeilDiv(a.tokens, kHashTokens);
   const int64_t tasks = a.batch * a.heads * tiles;
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
     const int64_t row = task / tiles, token = task % tiles * kHashTokens + slot;
@@ -113,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) Hash(const HashArguments a) {
       int bucket = 0, step = 1, first = 0;
       for (int f = 0; f < a.factor_count; ++f) {
         const int columns = a.factors[f];
-        Best best = {__int_as_float(0xff800000), 0x7fffffff};
+        Best best = {-INFINITY, 0x7fffffff};
         for (int n = team; n < columns; n += kHashTeams) {
           const float* rotation = rotations + (round * a.columns + first + n) * a.head_dim;
           float sum = 0;
@@ -142,10 +127,10 @@ __global__ void __launch_bounds__(kThreads) Hash(const HashArguments a) {
 }
 
 const char* LaunchHash(const HashArguments& a, void* stream) {
-  const int64_t tiles = (a.tokens + kHashTokens - 1) / kHashTokens;
+  const int64_t tiles = CeilDiv(a.tokens, kHashTokens);
   const size_t shared =
       static_cast<size_t>(a.head_dim) * kHashTokens * sizeof(float) + kThreads * sizeof(Best);
-  return Launch("Hash", &Hash, {Blocks(a.batch * a.heads * tiles), dim3(kThreads), shared}, stream,
+  return Launch("Hash", &Hash, {BlocksInTurns(a.batch * a.heads * tiles), kThreads, shared}, stream,
                 a);
 }
 
@@ -155,7 +140,7 @@ const char* LaunchHash(const HashArguments& a, void* stream) {
 __global__ void __launch_bounds__(kThreads) Score(const VectorScoreArguments a) {
   float* x = reinterpret_cast<float*>(DynamicShared());  // [head_dim][64]
   const int slot = static_cast<int>(threadIdx.x) % kHashTokens;
-  const int64_t tiles = (a.tokens + kHashTokens - 1) / kHashTokens;
+  const int64_t tiles = CeilDiv(a.tokens, kHashTokens);
   const int64_t tasks = a.batch * a.heads * tiles;
   for (int64_t task = blockIdx.x; task < tasks; task += gridDim.x) {
     const int64_t head = task / tiles, token = task % tiles * kHashTokens + slot;
@@ -169,16 +154,16 @@ __global__ void __launch_bounds__(kThreads) Score(const VectorScoreArguments a) 
       float sum = 0;
       for (int c = 0; c < a.head_dim; ++c) sum = fmaf(vector[c], x[c * kHashTokens + slot], sum);
       if (token >= a.tokens) continue;
-      a.scores[(head * a.count + n) * a.stride + token] = hidden ? __int_as_float(0xff800000) : sum;
+      a.scores[(head * a.count + n) * a.stride + token] = hidden ? -INFINITY : sum;
     }
     __syncthreads();
   }
 }
 
 const char* LaunchScore(const VectorScoreArguments& a, void* stream) {
-  const int64_t tiles = (a.tokens + kHashTokens - 1) / kHashTokens;
+  const int64_t tiles = CeilDiv(a.tokens, kHashTokens);
   const size_t shared = static_cast<size_t>(a.head_dim) * kHashTokens * sizeof(float);
-  return Launch("Score", &Score, {Blocks(a.batch * a.heads * tiles), dim3(kThreads), shared},
+  return Launch("Score", &Score, {BlocksInTurns(a.batch * a.heads * tiles), kThreads, shared},
                 stream, a);
 }
 
@@ -190,13 +175,8 @@ const char* LaunchScore(const VectorScoreArguments& a, void* stream) {
 
 // Returns the sum of the x of all threads before this one; *total becomes the sum over all threads.
 __device__ int ExclusiveSum(int x, int* of_warps, int* total) {
-  int sum = x;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(~0u, sum, step);
-    if (Lane() >= step) sum += before;
-  }
-  if (Lane() == 31) of_warps[Warp()] = sum;
+  const int sum = RunningSum(x);
+  if (Lane() == kWarp - 1) of_warps[Warp()] = sum;
   __syncthreads();
   int before = 0, all = 0;
   for (int w = 0; w < kWarps; ++w) {
@@ -254,7 +234,7 @@ __global__ void __launch_bounds__(kThreads) Sort(const SortArguments a) {
 }
 
 const char* LaunchSort(const SortArguments& a, void* stream) {
-  return Launch("Sort", &Sort, {Blocks(a.rows), dim3(kThreads)}, stream, a);
+  return Launch("Sort", &Sort, {BlocksInTurns(a.rows), kThreads}, stream, a);
 }
 
 // ---- The largest: a block a row ----
@@ -317,7 +297,7 @@ __global__ void __launch_bounds__(kThreads) Largest(const LargestArguments a) {
 
 const char* LaunchLargest(const LargestArguments& a, void* stream) {
   if (a.count == 0) return nullptr;
-  return Launch("Largest", &Largest, {Blocks(a.rows), dim3(kThreads)}, stream, a);
+  return Launch("Largest", &Largest, {BlocksInTurns(a.rows), kThreads}, stream, a);
 }
 
 // ---- Means over groups: a warp a token ----
@@ -346,11 +326,11 @@ __global__ void __launch_bounds__(kThreads) GroupMean(const GroupMeanArguments a
     // A warp searches 32 groups at once; their rows are added in order. The first round of channels
     // counts the groups.
     const int64_t to = RowOffset(a.out, a.heads, a.tokens, n);
-    for (int first = 0; first < a.channels; first += 32) {
+    for (int first = 0; first < a.channels; first += kWarp) {
       const int c = first + Lane();
       float sum = 0;
       int count = 0;
-      for (int64_t g = 0; g < a.groups; g += 32) {
+      for (int64_t g = 0; g < a.groups; g += kWarp) {
         const int64_t group = g + Lane();
         const int64_t found = group < a.groups ? Find(members + group * a.size, a.size, token) : -1;
         for (unsigned left = __ballot_sync(~0u, found >= 0); left != 0; left &= left - 1) {
@@ -374,8 +354,8 @@ __global__ void __launch_bounds__(kThreads) GroupMean(const GroupMeanArguments a
 
 const char* LaunchGroupMean(const GroupMeanArguments& a, void* stream) {
   const int64_t tokens = a.batch * a.heads * a.tokens;
-  return Launch("GroupMean", &GroupMean, {Blocks((tokens + kWarps - 1) / kWarps), dim3(kThreads)},
-                stream, a);
+  return Launch("GroupMean", &GroupMean, {BlocksInTurns(CeilDiv(tokens, kWarps)), kThreads}, stream,
+                a);
 }
 
 }  // namespace

@@ -6,16 +6,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ int64_t Offset(const DeviceView& view, int64_t a, int64_t b, int64_t c) {
-  return a * view.strides[0] + b * view.strides[1] + c * view.strides[2];
-}
-__device__ float Load(const DeviceView& view, int64_t offset) {
-  return LoadElement(view.data, view.element, offset);
-}
-__device__ void Store(const DeviceView& view, int64_t offset, float value) {
-  StoreElement(view.data, view.element, offset, value);
-}
-
 __global__ void __launch_bounds__(kThreads) CopyRows(CopyRowsArguments a) {
   const int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (n >= a.batch * a.rows * a.channels) return;
@@ -35,10 +25,8 @@ __global__ void __launch_bounds__(kThreads) CopyRows(CopyRowsArguments a) {
 }
 
 const char* LaunchCopyRows(const CopyRowsArguments& a, void* stream) {
-  const int64_t blocks = (a.batch * a.rows * a.channels + kThreads - 1) / kThreads;
-  if (blocks > INT32_MAX) return "more elements than a grid has threads for";
-  return Launch("CopyRows", &CopyRows, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)},
-                stream, a);
+  const int64_t blocks = CeilDiv(a.batch * a.rows * a.channels, kThreads);
+  return Launch("CopyRows", &CopyRows, {blocks, kThreads}, stream, a);
 }
 
 }  // namespace

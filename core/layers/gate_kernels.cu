@@ -1,4 +1,3 @@
-#include "core/cuda/kernel.cuh"
 #include "core/layers/gate_kernels.h"
 #include "core/layers/layer_rows.cuh"
 

@@ -1,4 +1,3 @@
-#include "core/cuda/kernel.cuh"
 #include "core/layers/layer_kernels.h"
 #include "core/layers/layer_rows.cuh"
 
@@ -204,7 +203,6 @@ __global__ void __launch_bounds__(kMultiplyThreads)
 
 const char* LaunchMultiply(const MatMulArguments& a, void* stream) {
   const int64_t blocks = CeilDiv(a.rows, kTileRows) * CeilDiv(a.out, kTileColumns);
-  if (blocks > INT32_MAX) return "a product of more than 2^31 - 1 tiles of 64 x 64";
   const auto is_aligned = [](const void* data) {
     return reinterpret_cast<uintptr_t>(data) % sizeof(float4) == 0;
   };
@@ -212,9 +210,7 @@ const char* LaunchMultiply(const MatMulArguments& a, void* stream) {
       a.x.element == Element::kF32 && a.x.channel_stride == 1 && a.x.token_stride % 4 == 0 &&
           a.x.batch_stride % 4 == 0 && a.in % 4 == 0 && is_aligned(a.x.data),
       a.weight_stride % 4 == 0 && a.out % 4 == 0 && is_aligned(a.weights)};
-  return Launch("Multiply", &Multiply,
-                {dim3(static_cast<unsigned>(blocks)), dim3(kMultiplyThreads)}, stream, a,
-                in_vectors);
+  return Launch("Multiply", &Multiply, {blocks, kMultiplyThreads}, stream, a, in_vectors);
 }
 
 // ---- Work on rows, a warp each ----
@@ -235,14 +231,6 @@ __global__ void __launch_bounds__(kRowThreads) Finish(FinishArguments a) {
 
 const char* LaunchFinish(const FinishArguments& a, void* stream) {
   return LaunchWarps("Finish", &Finish, RowParts(a.rows, a.channels), stream, a);
-}
-
-__device__ double SumOfWarp(double value) {
-#pragma unroll
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
-    value += __shfl_xor_sync(~0u, value, lanes);
-  }
-  return value;
 }
 
 __global__ void __launch_bounds__(kRowThreads) NormalizeRows(LayerNormArguments a) {

@@ -2,15 +2,11 @@
 #ifndef TFB_CORE_LAYERS_LAYER_ROWS_CUH_
 #define TFB_CORE_LAYERS_LAYER_ROWS_CUH_
 
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "core/layers/layer_kernels.h"
 
 namespace tfb {
 namespace {  // internal linkage, as in kernel.cuh
-
-constexpr int kWarp = 32;
-
-__host__ __device__ constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 __device__ inline int64_t RowOffset(const DeviceRows& rows, int64_t row) {
   return row / rows.tokens * rows.batch_stride + row % rows.tokens * rows.token_stride;
@@ -23,13 +19,7 @@ __device__ inline void Store(const DeviceRows& rows, int64_t row_offset, int64_t
   StoreElement(rows.data, rows.element, row_offset + channel * rows.channel_stride, value);
 }
 
-constexpr int kRowThreads = 256;
 constexpr int kPartChannels = 512;  // channels of a warp's part of a row: 16 a lane
-
-__device__ inline int64_t WarpOfGrid() {
-  return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
-}
-__device__ inline int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
 // Return how many of `rows` rows there are to work on, and which is the n-th.
 __device__ inline int64_t RowsOfList(const RowList& list, int64_t rows) {
@@ -42,15 +32,6 @@ __device__ inline int64_t RowOfList(const RowList& list, int64_t n) {
 __device__ inline int64_t RowOfWarp(const RowList& list, int64_t rows) {
   const int64_t n = WarpOfGrid();
   return n < RowsOfList(list, rows) ? RowOfList(list, n) : -1;
-}
-
-template <class... Parameters, class Arguments>
-const char* LaunchWarps(const char* name, void (*kernel)(Parameters...), int64_t warps,
-                        void* stream, const Arguments& arguments) {
-  const int64_t blocks = CeilDiv(warps, kRowThreads / kWarp);
-  if (blocks > INT32_MAX) return "more rows than a grid has warps";
-  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kRowThreads)}, stream,
-                arguments);
 }
 
 // Rows cut into parts of kPartChannels, one for each warp of a grid of RowParts.

@@ -31,22 +31,15 @@ __global__ void __launch_bounds__(kListThreads) ListRowsOfFlags(ListRowsArgument
   for (int n = 0; n < kThreadFlags; ++n) {
     own += begin + n < a.row_count ? a.is_listed[begin + n] : 0;
   }
-  int up_to = own;  // of the warp's threads up to this one
-  int before = CountBefore(a.is_listed, block_begin);
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const int other = __shfl_up_sync(~0u, up_to, step);
-    if (Lane() >= step) up_to += other;
-    before += __shfl_xor_sync(~0u, before, step);
-  }
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int up_to = RunningSum(own);  // of the warp's threads up to this one
+  const int before = SumOfWarp(CountBefore(a.is_listed, block_begin));
   if (Lane() == kWarp - 1) {
-    of_warp[warp] = up_to;
-    before_of_warp[warp] = before;
+    of_warp[Warp()] = up_to;
+    before_of_warp[Warp()] = before;
   }
   __syncthreads();
   int place = up_to - own;
-  for (int w = 0; w < kListWarps; ++w) place += before_of_warp[w] + (w < warp ? of_warp[w] : 0);
+  for (int w = 0; w < kListWarps; ++w) place += before_of_warp[w] + (w < Warp() ? of_warp[w] : 0);
   for (int64_t row = begin; row < begin + kThreadFlags && row < a.row_count; ++row) {
     if (row % a.tokens == 0) a.begins[row / a.tokens] = place;
     if (a.is_listed[row] != 0) a.rows[place++] = static_cast<int32_t>(row);
@@ -57,8 +50,7 @@ __global__ void __launch_bounds__(kListThreads) ListRowsOfFlags(ListRowsArgument
 const char* LaunchListRows(const ListRowsArguments& a, void* stream) {
   if (a.row_count > INT32_MAX) return "a list of more than 2^31 - 1 rows";
   const int64_t blocks = CeilDiv(a.row_count, kBlockFlags);
-  return Launch("ListRowsOfFlags", &ListRowsOfFlags,
-                {dim3(static_cast<unsigned>(blocks)), dim3(kListThreads)}, stream, a);
+  return Launch("ListRowsOfFlags", &ListRowsOfFlags, {blocks, kListThreads}, stream, a);
 }
 
 }  // namespace

@@ -1,4 +1,3 @@
-#include "core/cuda/kernel.cuh"
 #include "core/layers/layer_rows.cuh"
 #include "core/layers/log_softmax_kernels.h"
 
@@ -7,27 +6,16 @@ namespace {
 
 // A warp has a row: lane l has its channels l, l + 32, ..., which no other lane reads or writes.
 
-__device__ float WarpMax(float x) {
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
-  }
-  return x;
-}
-__device__ float WarpSum(float x) {
-  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-  return x;
-}
-
 __global__ void __launch_bounds__(kRowThreads) LogSoftmaxRows(LogSoftmaxArguments a) {
   const int64_t row = WarpOfGrid();
   if (row >= a.rows) return;
   const int64_t x = RowOffset(a.x, row), y = RowOffset(a.y, row);
-  float max = __int_as_float(0xff800000);  // -inf
+  float max = -INFINITY;
   for (int64_t c = Lane(); c < a.channels; c += kWarp) max = fmaxf(max, Load(a.x, x, c));
-  max = WarpMax(max);  // the maximum ignores NaN; the sum does not
+  max = MaxOfWarp(max);  // the maximum ignores NaN; the sum does not
   float sum = 0;
   for (int64_t c = Lane(); c < a.channels; c += kWarp) sum += expf(Load(a.x, x, c) - max);
-  const float log_sum = logf(WarpSum(sum));
+  const float log_sum = logf(SumOfWarp(sum));
   for (int64_t c = Lane(); c < a.channels; c += kWarp) {
     Store(a.y, y, c, (Load(a.x, x, c) - max) - log_sum);
   }

@@ -117,9 +117,9 @@ class AppendBlock {
       }
       if (Lane() != 0) continue;
       s_.half_square[vector] = square / 2;
-      s_.maximum[vector] = IsExponential(a_) ? NegativeInfinity() : 0;
+      s_.maximum[vector] = IsExponential(a_) ? -INFINITY : 0;
       s_.total[vector] = 0;
-      if (vector == 0) s_.reference = s_.key_maximum = NegativeInfinity();
+      if (vector == 0) s_.reference = s_.key_maximum = -INFINITY;
     }
     if (a_.map.unit) __syncthreads();  // the inputs have been changed
     if (a_.map.gated) {
@@ -151,9 +151,9 @@ class AppendBlock {
 #pragma unroll
     for (int vector = 0; vector < kVectors; ++vector) {
       if (vector > heads_) break;
-      const float dot = SumOfRow(dots[vector]);
+      const float dot = SumOfFour(dots[vector]);
       if (quarter != 0 || row >= TileProjections(a_)) continue;
-      const float none = IsExponential(a_) ? NegativeInfinity() : 0;
+      const float none = IsExponential(a_) ? -INFINITY : 0;
       float second = -dot, first = dot;
       if (is_sin_cos) sincosf(dot, &first, &second);
       // The places are those of AddProjections.
@@ -204,7 +204,7 @@ class AppendBlock {
     s_.tile_rescale = Rescale(before, reference);
     const float of_all = fmaxf(s_.reference, reference);
     s_.result_rescale = Rescale(s_.reference, of_all);
-    s_.tile_scale = reference == NegativeInfinity() ? 0 : Rescale(reference, of_all);
+    s_.tile_scale = reference == -INFINITY ? 0 : Rescale(reference, of_all);
     s_.reference = of_all;
     s_.key_maximum = fmaxf(s_.key_maximum, header[1]);
   }
@@ -292,7 +292,7 @@ class AppendBlock {
   }
 
   __device__ void StoreRows(int64_t token) {
-    const bool has_keys = s_.reference != NegativeInfinity();
+    const bool has_keys = s_.reference != -INFINITY;
     for (int h = 0; h < heads_; ++h) {
       const int64_t head = kv_head_ * heads_ + h;
       float denominator = 0;
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(kThreads) LinearAppend(const LinearArguments a
 template <int kHeads>
 const char* LaunchAppend(const char* name, const LinearArguments& a, void* stream) {
   return Launch(name, &LinearAppend<kHeads>,
-                {Blocks(a, a.batch * a.kv_heads), dim3(kThreads),
+                {BlocksInTurns(a.batch * a.kv_heads, a.max_blocks), kThreads,
                  sizeof(typename AppendBlock<kHeads>::Shared)},
                 stream, a);
 }

@@ -200,7 +200,7 @@ class AttendBlock {
   }
   // Returns the maximum of number `which` of the tiles' headers of a head. All threads call it.
   __device__ float MaxOfHeaders(const float* sums, int which) {
-    float largest = NegativeInfinity();
+    float largest = -INFINITY;
     for (int64_t t = Thread(); t < a_.sums.tiles; t += kThreads) {
       largest = fmaxf(largest, Header(sums, t)[which]);
     }
@@ -214,8 +214,8 @@ class AttendBlock {
   // Takes over the numbers of the keys that all rows see.
   __device__ void Start() {
     const int t = Thread();
-    reference_ = from_ == nullptr ? NegativeInfinity() : MaxOfHeaders(from_, 0);
-    float maximum = from_ == nullptr ? NegativeInfinity() : MaxOfHeaders(from_, 1);
+    reference_ = from_ == nullptr ? -INFINITY : MaxOfHeaders(from_, 0);
+    float maximum = from_ == nullptr ? -INFINITY : MaxOfHeaders(from_, 1);
     if (kCausal && a_.map.stabiliser == KeyStabiliser::kSequence) {
       maximum = MaxOfHeaders(a_.total + (batch_ * a_.kv_heads + kv_head_) * a_.sums.head, 1);
     }
@@ -234,7 +234,7 @@ class AttendBlock {
   // Returns a column's sum over the rows that hold the sums of a tile's rows.
   __device__ float SumOfTiles(int64_t column) const {
     float sum = 0;
-    if (from_ == nullptr || reference_ == NegativeInfinity()) return sum;
+    if (from_ == nullptr || reference_ == -INFINITY) return sum;
     for (int64_t tile = 0; tile < a_.sums.tiles; ++tile) {
       sum += Rescale(Header(from_, tile)[0], reference_) *
              from_[tile * a_.sums.tile + kTile * a_.sums.row + column];
@@ -248,8 +248,8 @@ class AttendBlock {
   // Loads a tile's sums as an operand, at the head's reference.
   __device__ void LoadSums(int64_t tile) {
     const float* from = from_ == nullptr ? nullptr : from_ + tile * a_.sums.tile;
-    tile_reference_ = from == nullptr ? NegativeInfinity() : Header(from_, tile)[0];
-    const bool is_empty = tile_reference_ == NegativeInfinity();
+    tile_reference_ = from == nullptr ? -INFINITY : Header(from_, tile)[0];
+    const bool is_empty = tile_reference_ == -INFINITY;
     const float scale = is_empty ? 0 : Rescale(tile_reference_, reference_);
     const int first_row = LoadRow(), channel = Channel();
 #pragma unroll
@@ -345,7 +345,7 @@ class AttendBlock {
     }
     const int t = Thread();
     if (t < kRows) {
-      numbers_.maximum[t] = IsExponential(a_) ? NegativeInfinity() : 0;
+      numbers_.maximum[t] = IsExponential(a_) ? -INFINITY : 0;
       numbers_.total[t] = numbers_.dot[t] = 0;
     }
     if (kCausal) keys_ = RowOf(a_.k, batch_, kv_head_, first_key_ + first_row);
@@ -502,7 +502,7 @@ class AttendBlock {
     const bool is_first = Lane() % 4 == 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float largest = MaxOfRow(MaxOf(features.at[i], 8));
+      const float largest = MaxOfFour(MaxOf(features.at[i], 8));
       if (is_first) partial[Math::Row(i)] = largest;
     }
     __syncthreads();
@@ -518,7 +518,7 @@ class AttendBlock {
       if (kCausal && row < kTile) {
         const float log_scale =
             IsExponential(a_) ? now - numbers_.half_square[row] : numbers_.gate[row];
-        numbers_.log_scale[row] = numbers_.seen[row] != 0 ? log_scale : NegativeInfinity();
+        numbers_.log_scale[row] = numbers_.seen[row] != 0 ? log_scale : -INFINITY;
       }
     }
     __syncthreads();
@@ -543,8 +543,8 @@ class AttendBlock {
         total += x;
         if (!are_keys) dot = fmaf(x, normaliser[Math::Column(j)], dot);
       }
-      total = SumOfRow(total);
-      dot = SumOfRow(dot);
+      total = SumOfFour(total);
+      dot = SumOfFour(dot);
       if (!is_first) continue;
       partial[Math::Row(i)] = total;
       partial[2 * kRows + Math::Row(i)] = dot;
@@ -624,7 +624,7 @@ class AttendBlock {
     const RowFactors factors =
         FactorsOf(a_, {numbers_.maximum[input], numbers_.half_square[input], numbers_.total[input]},
                   reference, key_maximum);
-    const float carry = reference_ == NegativeInfinity() ? 0 : Rescale(reference_, reference);
+    const float carry = reference_ == -INFINITY ? 0 : Rescale(reference_, reference);
     numbers_.product[row] = carry * factors.product;
     numbers_.key[row] = carry * factors.key;
     numbers_.constant[row] = factors.constant;
@@ -642,7 +642,7 @@ class AttendBlock {
     if (row >= count_ || query < 0) return;
     // True for one of the blocks that have parts of the row.
     const bool is_first = first_column_ == 0;
-    const bool has_keys = reference != NegativeInfinity();
+    const bool has_keys = reference != -INFINITY;
     float denominator = 0;
     if (has_keys) {
       denominator = HoldDenominator(a_, numbers_.denominator[row] + more,
@@ -741,7 +741,7 @@ class AttendBlock {
       numbers_.pair_key[t] = factors.key;
     }
     const float reference = numbers_.running_reference[kTile - 1];
-    const float rescale = reference_ == NegativeInfinity() ? 0 : Rescale(reference_, reference);
+    const float rescale = reference_ == -INFINITY ? 0 : Rescale(reference_, reference);
     float feature_values = 0, values = 0;
     if (t < kColumns && a_.constants.epsilon != 0 && updates_) {
       feature_values = rescale * numbers_.feature_values[t];
@@ -795,7 +795,7 @@ class AttendBlock {
     const int lane = Lane();
     const bool whole = a_.map.stabiliser == KeyStabiliser::kSequence;
     const auto maximum_of = [&](int key) {
-      return numbers_.seen[key] != 0 && !whole ? numbers_.maximum[key] : NegativeInfinity();
+      return numbers_.seen[key] != 0 && !whole ? numbers_.maximum[key] : -INFINITY;
     };
     RunMaxima(numbers_.reference, numbers_.log_scale[lane], numbers_.log_scale[lane + 32],
               numbers_.running_reference);
@@ -845,7 +845,7 @@ class AttendBlock {
         x = of_key <= at ? weight : 0;
         sum += x;
       }
-      sum = SumOfRow(sum);
+      sum = SumOfFour(sum);
       if (is_first) partial[Math::Row(i)] = sum;
     }
     weights_.Store(ResultRow(), ResultColumn(), result_[0]);
@@ -928,8 +928,7 @@ __device__ inline void ClearKeylessRows(const LinearArguments& a) {
   const int64_t keyless = min(a.query_tokens - a.kv_tokens, a.query_tokens);
   if (keyless <= 0) return;
   const int64_t rows = a.batch * a.query_heads * keyless;
-  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); n < rows;
-       n += static_cast<int64_t>(gridDim.x) * kWarps) {
+  for (int64_t n = WarpOfGrid(); n < rows; n += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t i = n % keyless, h = n / keyless % a.query_heads;
     const int64_t b = n / keyless / a.query_heads;
     for (int c = Lane() * 4; c < a.value_dim; c += 128) {
@@ -959,7 +958,7 @@ struct Attend {
     // Without keys there still are rows to clear.
     if (kCausal && tasks == 0 && a.batch * a.query_heads * a.query_tokens > 0) tasks = 1;
     return tfb::Launch(name, &LinearAttend<Math, kPanels, kCausal>,
-                       {Blocks(a, tasks), dim3(kThreads), Block::Bytes(a)}, stream, a);
+                       {BlocksInTurns(tasks, a.max_blocks), kThreads, Block::Bytes(a)}, stream, a);
   }
 };
 

@@ -26,7 +26,7 @@
 
 #include <string.h>
 
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "core/linear/linear_kernels.h"
 
 namespace tfb {
@@ -34,7 +34,7 @@ namespace {
 
 constexpr int kTile = kLinearTile;  // tokens of a chunk, features of a tile, channels at a time
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+constexpr int kWarps = kThreads / kWarp;
 
 // Returns the same value, opaquely to the compiler, so that expressions of it are computed where
 // they are needed, not hoisted out of a loop into registers that the loop lacks.
@@ -46,8 +46,6 @@ __device__ inline int Opaque(int x) {
 }
 
 __device__ inline int Thread() { return Opaque(static_cast<int>(threadIdx.x)); }
-__device__ inline int Lane() { return Thread() % 32; }
-__device__ inline int Warp() { return Thread() / 32; }
 
 // A lane's part of a tile of 32 x kColumns.
 template <int kColumns>
@@ -423,8 +421,6 @@ struct SplitBf16 {
 
 // ---- Numbers ----
 
-__device__ inline float NegativeInfinity() { return __int_as_float(0xff800000); }
-
 // Returns exp(x) for x <= 0, or NaN for NaN.
 __device__ inline float ExpOf(float x) { return exp2f(x * 1.44269504f); }
 
@@ -432,12 +428,10 @@ __device__ inline float ExpOf(float x) { return exp2f(x * 1.44269504f); }
 // below it.
 __device__ inline float Rescale(float from, float to) {
   if (from == to) return 1;
-  return from == NegativeInfinity() ? 0 : ExpOf(from - to);
+  return from == -INFINITY ? 0 : ExpOf(from - to);
 }
 // Returns what is subtracted for a reference: 0 where there are no keys.
-__device__ inline float Shift(float reference) {
-  return reference == NegativeInfinity() ? 0 : reference;
-}
+__device__ inline float Shift(float reference) { return reference == -INFINITY ? 0 : reference; }
 
 }  // namespace
 }  // namespace tfb

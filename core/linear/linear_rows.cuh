@@ -3,7 +3,6 @@
 #ifndef TFB_CORE_LINEAR_LINEAR_ROWS_CUH_
 #define TFB_CORE_LINEAR_LINEAR_ROWS_CUH_
 
-#include "core/cuda/kernel.cuh"
 #include "core/linear/linear_kernels.h"
 #include "core/linear/linear_math.cuh"
 
@@ -55,7 +54,7 @@ __device__ inline float4 Times(const float4& x, float factor) {
 __device__ inline void AddHalfSquare(const LinearArguments& a, const float4& x, bool first,
                                      float* half_square) {
   float sum = x.x * x.x + x.y * x.y + (x.z * x.z + x.w * x.w);
-  for (int lanes = 8; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  sum = SumOfLanes<16>(sum);
   if (Lane() % 16 != 0) return;
   sum *= a.map.unit ? 0.5f : 0.5f * a.map.input_scale * a.map.input_scale;
   *half_square = first ? sum : *half_square + sum;
@@ -117,7 +116,7 @@ __device__ void HideMissingFeatures(const LinearArguments& a, int64_t tile, int 
   for (int j = 0; j < 8; ++j) {
     if (first + Math::Column(pair ? j % 4 : j) < left) continue;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) projections->at[i][j] = NegativeInfinity();
+    for (int i = 0; i < 4; ++i) projections->at[i][j] = -INFINITY;
   }
 }
 
@@ -173,24 +172,6 @@ __device__ inline float MaxOf(const float* values, int count) {
   for (int n = 1; n < count; ++n) largest = fmaxf(largest, values[n]);
   return largest;
 }
-// Returns the maximum over the four lanes that share rows.
-__device__ inline float MaxOfRow(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ inline float SumOfRow(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-__device__ inline float MaxOfWarp(float x) {
-  for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
-  return x;
-}
-__device__ inline float SumOfWarp(float x) {
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
-  return x;
-}
-
 // ---- A query's row ----
 
 // A query's numbers from its features F_ir = exp(w_r . q_i - maximum), whose sum is `total`.
@@ -220,7 +201,7 @@ struct RowFactors {
 __device__ inline RowFactors FactorsOf(const LinearArguments& a, const QueryRow& query,
                                        float reference, float key_maximum) {
   const float log_epsilon = a.constants.log_epsilon;
-  const bool has_keys = reference != NegativeInfinity();
+  const bool has_keys = reference != -INFINITY;
   const float log_query = IsExponential(a) ? query.maximum - query.half_square : 0;
   // These are the logarithms of exp(lambda_i - s) and exp(R - S).
   const float query_scale = IsStabilised(a) ? -query.half_square : log_query;
@@ -269,7 +250,7 @@ __device__ inline const float* GatesOf(const LinearArguments& a, int64_t head, i
 __device__ inline void StoreLogSumExp(const LinearArguments& a, int64_t b, int64_t h, int64_t i,
                                       float denominator, float log_scale, bool has_keys) {
   if (a.log_sum_exp == nullptr) return;
-  float result = NegativeInfinity();
+  float result = -INFINITY;
   if (has_keys) {
     result = static_cast<float>(static_cast<double>(logf(fabsf(denominator))) + log_scale +
                                 a.constants.log_scale);
@@ -300,12 +281,6 @@ __device__ inline void StoreOut(const LinearArguments& a, int64_t b, int64_t h, 
       StoreElement(a.out.data, a.out.element, offset + n * a.out.strides[3], columns[n]);
     }
   }
-}
-
-// ---- Work ----
-
-inline dim3 Blocks(const LinearArguments& a, int64_t tasks) {
-  return dim3(static_cast<unsigned>(tasks < a.max_blocks ? tasks : a.max_blocks));
 }
 
 }  // namespace

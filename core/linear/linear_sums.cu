@@ -186,7 +186,7 @@ class SumBlock {
 
   // Turns projections into features, and scales the sums to the reference that these keys give.
   __device__ void MakeFeatures(int64_t first, int count, Fragment<32>* features) {
-    float reference = NegativeInfinity(), maximum = NegativeInfinity();
+    float reference = -INFINITY, maximum = -INFINITY;
     float gates[4] = {};
     const float decay = LoadGates(first, count, gates);
     const int first_row = TokenRow() + Math::FirstRow();
@@ -338,8 +338,8 @@ class SumBlock {
   int part_, batch_, kv_head_;
   int first_column_, columns_;
   bool has_matrix_ = false;
-  float reference_ = NegativeInfinity();
-  float maximum_ = NegativeInfinity();
+  float reference_ = -INFINITY;
+  float maximum_ = -INFINITY;
   float decay_ = 0;  // G of the last key
   Fragment<32> sums_[kPanels];
   float normalisers_[4] = {};
@@ -365,7 +365,8 @@ const char* LaunchSum(const char* name, const LinearArguments& a, void* stream) 
   const int64_t tasks =
       a.batch * a.kv_heads * a.summed_groups * a.sums.tiles * ValueParts(a, Block::kColumns);
   return Launch(name, &LinearSum<Math, kPanels>,
-                {Blocks(a, tasks), dim3(kThreads), static_cast<size_t>(Block::kBytes)}, stream, a);
+                {BlocksInTurns(tasks, a.max_blocks), kThreads, static_cast<size_t>(Block::kBytes)},
+                stream, a);
 }
 
 // All instantiations: two arithmetics, two widths of values.
@@ -395,8 +396,8 @@ __global__ void __launch_bounds__(kThreads) LinearMerge(const LinearArguments a)
     float* first = a.group_sums + head * a.groups * a.sums.head;
     const int64_t at = tile * a.sums.tile, length = (kTile + 1) * a.sums.row;
     // The sums before all groups.
-    const float reference = a.continues ? total[at + length] : NegativeInfinity();
-    const float maximum = a.continues ? total[at + length + 1] : NegativeInfinity();
+    const float reference = a.continues ? total[at + length] : -INFINITY;
+    const float maximum = a.continues ? total[at + length + 1] : -INFINITY;
     __syncthreads();
     if (t < summed) {
       references[t] = first[t * a.sums.head + at + length];
@@ -467,20 +468,11 @@ __device__ inline float GateLogit(const LinearArguments& a, int64_t head, int64_
   return SumOfWarp(sum) + gate[a.head_dim];
 }
 
-// Returns the sum of the lanes up to this one's.
-__device__ inline float RunningSum(float x) {
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    const float other = __shfl_up_sync(~0u, x, lanes);
-    if (Lane() >= lanes) x += other;
-  }
-  return x;
-}
-
 // A warp takes 64 keys of a head, and a lane has key `lane` of each half.
 __global__ void __launch_bounds__(kThreads) LinearGates(const LinearArguments a) {
-  const int64_t chunks = (a.kv_tokens + kTile - 1) / kTile;
+  const int64_t chunks = CeilDiv(a.kv_tokens, kTile);
   const int64_t tasks = a.batch * a.kv_heads * chunks;
-  for (int64_t task = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); task < tasks;
+  for (int64_t task = WarpOfGrid(); task < tasks;
        task += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t head = task / chunks, first = task % chunks * kTile;
     float before = 0;
@@ -507,14 +499,15 @@ __global__ void __launch_bounds__(kThreads) LinearGates(const LinearArguments a)
 }
 
 const char* Gates(const LinearArguments& a, void* stream) {
-  const int64_t chunks = a.batch * a.kv_heads * ((a.kv_tokens + kTile - 1) / kTile);
+  const int64_t chunks = a.batch * a.kv_heads * CeilDiv(a.kv_tokens, kTile);
   return Launch("LinearGates", &LinearGates,
-                {Blocks(a, (chunks + kWarps - 1) / kWarps), dim3(kThreads)}, stream, a);
+                {BlocksInTurns(CeilDiv(chunks, kWarps), a.max_blocks), kThreads}, stream, a);
 }
 
 const char* Merge(const LinearArguments& a, void* stream) {
   return Launch("LinearMerge", &LinearMerge,
-                {Blocks(a, a.batch * a.kv_heads * a.sums.tiles), dim3(kThreads)}, stream, a);
+                {BlocksInTurns(a.batch * a.kv_heads * a.sums.tiles, a.max_blocks), kThreads},
+                stream, a);
 }
 
 }  // namespace

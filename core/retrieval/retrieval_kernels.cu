@@ -1,4 +1,4 @@
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "core/retrieval/retrieval_kernels.h"
 
 namespace tfb {
@@ -7,7 +7,7 @@ namespace {
 constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) CopyNeighbours(CopyNeighboursArguments a) {
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t index = ThreadOfGrid();
   if (index >= a.sizes[0] * a.sizes[1] * a.sizes[2]) return;
   const int64_t n = index % a.sizes[2];
   const int64_t token = index / a.sizes[2] % a.sizes[1];
@@ -19,10 +19,8 @@ __global__ void __launch_bounds__(kThreads) CopyNeighbours(CopyNeighboursArgumen
 }
 
 const char* LaunchCopyNeighbours(const CopyNeighboursArguments& a, void* stream) {
-  const int64_t blocks = (a.sizes[0] * a.sizes[1] * a.sizes[2] + kThreads - 1) / kThreads;
-  if (blocks > INT32_MAX) return "more neighbours than a grid has threads";
-  return Launch("CopyNeighbours", &CopyNeighbours,
-                {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream, a);
+  const int64_t blocks = CeilDiv(a.sizes[0] * a.sizes[1] * a.sizes[2], kThreads);
+  return Launch("CopyNeighbours", &CopyNeighbours, {blocks, kThreads}, stream, a);
 }
 
 }  // namespace

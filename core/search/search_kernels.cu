@@ -7,14 +7,14 @@
 // no effect: scores and ages alone decide which are kept.
 #include <string.h>
 
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "core/search/search_kernels.h"
 
 namespace tfb {
 namespace {
 
 constexpr int kWarps = kSearchWarps;
-constexpr int kThreads = kWarps * 32;
+constexpr int kThreads = kWarps * kWarp;
 constexpr int kQueries = kSearchQueries;
 constexpr int kKeys = kSearchKeys;
 constexpr int kDepth = 32;  // channels that are staged at once
@@ -26,16 +26,8 @@ constexpr int kQueryGroups = kQueries / kThreadQueries;
 // one.
 constexpr int kKeyStride = kKeys + 4;
 constexpr int kQueryStride = kQueries + 4;
-constexpr int64_t kMaxBlocks = 65535;
 
-__device__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
-__device__ int Warp() { return static_cast<int>(threadIdx.x) / 32; }
-__device__ double Infinity() { return __int_as_float(0x7f800000); }
 __device__ float Lowest() { return __int_as_float(0xff7fffff); }
-
-dim3 Blocks(int64_t tasks) {
-  return dim3(static_cast<unsigned>(tasks < kMaxBlocks ? tasks : kMaxBlocks));
-}
 
 __device__ int64_t SlotOf(const SearchArguments& a, int64_t age) {
   const int64_t slot = a.oldest + age;
@@ -66,34 +58,27 @@ __device__ ExactScore ScoreExactly(const SearchArguments& a, int64_t query, int6
     sum.score += distance ? -difference * difference : static_cast<double>(x) * y;
     sum.square += static_cast<double>(y) * y;
   }
-#pragma unroll
-  for (int step = 8; step > 0; step /= 2) {
-    sum.score += __shfl_xor_sync(~0u, sum.score, step);
-    sum.square += __shfl_xor_sync(~0u, sum.square, step);
-  }
-  return sum;
+  return {SumOfLanes<16>(sum.score), SumOfLanes<16>(sum.square)};
 }
 
 // ---- Norms of the keys: a warp each ----
 
 __global__ void __launch_bounds__(kThreads) Measure(const SearchArguments a) {
   const int64_t rows = a.key_heads * a.entries;
-  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kWarps + Warp(); n < rows;
-       n += static_cast<int64_t>(gridDim.x) * kWarps) {
+  for (int64_t n = WarpOfGrid(); n < rows; n += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int64_t head = n / a.entries, slot = SlotOf(a, n % a.entries);
     const int64_t from = KeyOffset(a, head, slot);
     float square = 0;
-    for (int64_t c = Lane(); c < a.dim; c += 32) {
+    for (int64_t c = Lane(); c < a.dim; c += kWarp) {
       const float y = LoadElement(a.keys.data, a.keys.element, from + c);
       square = fmaf(y, y, square);
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
+    square = SumOfWarp(square);
     bool exists = square <= 0.5f * static_cast<float>(kMaxSquaredNorm);
     if (!exists) exists = ScoreExactly(a, 0, from).square <= kMaxSquaredNorm;
     if (Lane() != 0) continue;
     const float half = a.metric == SearchMetric::kSquaredDistance ? square / 2 : 0;
-    a.half_norms[head * a.slots + slot] = exists ? half : static_cast<float>(Infinity());
+    a.half_norms[head * a.slots + slot] = exists ? half : INFINITY;
     // Bits of non-negative floats have the floats' order.
     if (exists) atomicMax(a.max_squares + head, __float_as_int(square));
   }
@@ -101,8 +86,7 @@ __global__ void __launch_bounds__(kThreads) Measure(const SearchArguments a) {
 
 const char* LaunchMeasure(const SearchArguments& a, void* stream) {
   const int64_t rows = a.key_heads * a.entries;
-  return Launch("Measure", &Measure, {Blocks((rows + kWarps - 1) / kWarps), dim3(kThreads)}, stream,
-                a);
+  return Launch("Measure", &Measure, {BlocksInTurns(CeilDiv(rows, kWarps)), kThreads}, stream, a);
 }
 
 // ---- Operations of a warp on the numbers 0, ..., count - 1 of a query ----
@@ -110,10 +94,8 @@ const char* LaunchMeasure(const SearchArguments& a, void* stream) {
 template <class Predicate>
 __device__ int CountOf(int count, const Predicate& predicate) {
   int sum = 0;
-  for (int i = Lane(); i < count; i += 32) sum += predicate(i);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  return sum;
+  for (int i = Lane(); i < count; i += kWarp) sum += predicate(i);
+  return SumOfWarp(sum);
 }
 
 // Returns the largest bound that at least `wanted` keys, of `bits` bits, reach.
@@ -173,7 +155,7 @@ __device__ double ErrorOf(const SearchArguments& a, const Task& task, double que
 }
 __device__ float BoundOf(const SearchArguments& a, const Task& task, double query_norm,
                          double lower) {
-  if (!(query_norm < Infinity())) return static_cast<float>(Infinity());
+  if (!(query_norm < INFINITY)) return INFINITY;
   const double bound = lower - ErrorOf(a, task, query_norm);
   return bound > Lowest() ? static_cast<float>(bound) : Lowest();
 }
@@ -194,7 +176,7 @@ __device__ Candidates CandidatesOf(const SearchArguments& a, int query) {
 template <class Keep>
 __device__ int Compress(const Candidates& c, int count, const Keep& keep) {
   int kept = 0;
-  for (int first = 0; first < count; first += 32) {
+  for (int first = 0; first < count; first += kWarp) {
     const int i = first + Lane();
     const bool mine = i < count && keep(i);
     float score = 0;
@@ -270,8 +252,8 @@ __device__ void Resolve(const SearchArguments& a, const Task& task, Block& block
     return order(i) > worst || (order(i) == worst && youth(i) >= youngest);
   });
   const double square = block.norms[q] * block.norms[q];
-  float least = static_cast<float>(Infinity());
-  for (int i = Lane(); i < kept; i += 32) {
+  float least = INFINITY;
+  for (int i = Lane(); i < kept; i += kWarp) {
     const bool distance = a.metric == SearchMetric::kSquaredDistance;
     c.scores[i] = static_cast<float>(distance ? (square + c.exact[i]) / 2 : c.exact[i]);
     least = c.scores[i] < least ? c.scores[i] : least;
@@ -290,9 +272,9 @@ __device__ void Finish(const SearchArguments& a, const Task& task, Block& block,
   const Candidates c = CandidatesOf(a, q);
   const int64_t row = task.head * a.query_count + task.first_query + q;
   SearchHit* found = a.found + (row * a.parts + task.part) * a.hits;
-  for (int i = Lane(); i < a.hits; i += 32) {
+  for (int i = Lane(); i < a.hits; i += kWarp) {
     const bool exists = i < block.counts[q];
-    found[i].score = exists ? c.exact[i] : -Infinity();
+    found[i].score = exists ? c.exact[i] : -INFINITY;
     found[i].age = exists ? c.ages[i] : -1;
   }
 }
@@ -323,8 +305,7 @@ __device__ void FindKeys(const SearchArguments& a, const Task& task, int64_t fir
     const bool exists = age >= 0 && age < a.entries;
     const int64_t slot = exists ? SlotOf(a, age) : 0;
     block.keys_from[i] = exists ? KeyOffset(a, task.key_head, slot) : -1;
-    block.half_norms[i] =
-        exists ? a.half_norms[task.key_head * a.slots + slot] : static_cast<float>(Infinity());
+    block.half_norms[i] = exists ? a.half_norms[task.key_head * a.slots + slot] : INFINITY;
   }
 }
 
@@ -396,7 +377,7 @@ __device__ void SearchTile(const SearchArguments& a, const Task& task, int64_t f
 }
 
 __device__ Task TaskOf(const SearchArguments& a, int64_t n) {
-  const int64_t tiles = (a.query_count + kQueries - 1) / kQueries;
+  const int64_t tiles = CeilDiv(a.query_count, kQueries);
   Task task = {};
   task.part = n % a.parts;
   task.first_query = n / a.parts % tiles * kQueries;
@@ -419,12 +400,11 @@ __device__ void Begin(const SearchArguments& a, const Task& task, Block& block) 
       const double x = LoadElement(a.queries.data, a.queries.element, from + c);
       square += x * x;
     }
-#pragma unroll
-    for (int step = 8; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
+    square = SumOfLanes<16>(square);
     if (Lane() != 0) continue;
-    block.norms[q] = exists && square <= kMaxSquaredNorm ? sqrt(square) : Infinity();
-    block.lower[q] = -Infinity();
-    block.bounds[q] = BoundOf(a, task, block.norms[q], -Infinity());
+    block.norms[q] = exists && square <= kMaxSquaredNorm ? sqrt(square) : INFINITY;
+    block.lower[q] = -INFINITY;
+    block.bounds[q] = BoundOf(a, task, block.norms[q], -INFINITY);
     block.counts[q] = 0;
   }
   __syncthreads();
@@ -432,7 +412,7 @@ __device__ void Begin(const SearchArguments& a, const Task& task, Block& block) 
 
 __global__ void __launch_bounds__(kThreads) SearchParts(const SearchArguments a) {
   __shared__ Block block;
-  const int64_t tasks = a.heads * ((a.query_count + kQueries - 1) / kQueries) * a.parts;
+  const int64_t tasks = a.heads * CeilDiv(a.query_count, kQueries) * a.parts;
   for (int64_t n = blockIdx.x; n < tasks; n += gridDim.x) {
     const Task task = TaskOf(a, n);
     const int64_t entries = EntriesOf(a, task);
@@ -452,7 +432,7 @@ __global__ void __launch_bounds__(kThreads) SearchParts(const SearchArguments a)
 }
 
 const char* LaunchSearch(const SearchArguments& a, void* stream) {
-  return Launch("SearchParts", &SearchParts, {Blocks(a.blocks), dim3(kThreads)}, stream, a);
+  return Launch("SearchParts", &SearchParts, {BlocksInTurns(a.blocks), kThreads}, stream, a);
 }
 
 // ---- Results: a block a query ----
@@ -496,7 +476,7 @@ __global__ void __launch_bounds__(kThreads) Merge(const SearchArguments a) {
     Sort(hits, count);
     for (int64_t n = threadIdx.x; n < a.k; n += kThreads) {
       const bool exists = n < count && hits[n].age >= 0;
-      const double score = exists ? hits[n].score : -Infinity();
+      const double score = exists ? hits[n].score : -INFINITY;
       a.result_slots[row * a.k + n] = exists ? static_cast<int32_t>(SlotOf(a, hits[n].age)) : -1;
       a.result_scores[row * a.k + n] = static_cast<float>(distance ? -score : score);
     }
@@ -505,7 +485,7 @@ __global__ void __launch_bounds__(kThreads) Merge(const SearchArguments a) {
 }
 
 const char* LaunchMerge(const SearchArguments& a, void* stream) {
-  return Launch("Merge", &Merge, {Blocks(a.heads * a.query_count), dim3(kThreads)}, stream, a);
+  return Launch("Merge", &Merge, {BlocksInTurns(a.heads * a.query_count), kThreads}, stream, a);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "memory/compressive/compressive_cuda.h"
 
 namespace tfb::compressive {
@@ -6,29 +6,10 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ int64_t Offset(const DeviceView& view, int64_t a, int64_t b, int64_t c) {
-  return a * view.strides[0] + b * view.strides[1] + c * view.strides[2];
-}
-__device__ int64_t Offset(const DeviceView& view, int64_t a, int64_t b, int64_t c, int64_t d) {
-  return Offset(view, a, b, c) + d * view.strides[3];
-}
-__device__ float Load(const DeviceView& view, int64_t offset) {
-  return LoadElement(view.data, view.element, offset);
-}
-__device__ void Store(const DeviceView& view, int64_t offset, float value) {
-  StoreElement(view.data, view.element, offset, value);
-}
-
-__device__ int64_t ThreadOfGrid() {
-  return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-}
 template <class Arguments>
 const char* LaunchElements(const char* name, void (*kernel)(Arguments), int64_t elements,
                            void* stream, const Arguments& arguments) {
-  const int64_t blocks = (elements + kThreads - 1) / kThreads;
-  if (blocks > INT32_MAX) return "more elements than a grid has threads for";
-  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream,
-                arguments);
+  return Launch(name, kernel, {CeilDiv(elements, kThreads), kThreads}, stream, arguments);
 }
 
 // Returns to thread 0 the sum over the block's threads, always in the same order.
@@ -67,16 +48,14 @@ const char* LaunchPoolRows(const PoolRowsArguments& a, void* stream) {
 
 // ---- Attention ----
 
-constexpr int kWarp = 32;
-
 // A warp merges a row.
 __global__ void __launch_bounds__(kThreads) MergeParts(MergePartsArguments a) {
-  const int64_t row = ThreadOfGrid() / kWarp;
+  const int64_t row = WarpOfGrid();
   if (row >= a.batch * a.heads * a.tokens) return;
   const int64_t i = row % a.tokens, h = row / a.tokens % a.heads, b = row / a.tokens / a.heads;
   const float own = a.log_sum_exp[row], other = a.other_log_sum_exp[row];
   const float share = 1 / (1 + expf(other - own));
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = Lane();
   for (int64_t c = lane; c < a.channels; c += kWarp) {
     const int64_t at = Offset(a.out, b, h, i, c);
     Store(a.out, at,
@@ -116,9 +95,7 @@ __global__ void __launch_bounds__(kThreads) Received(ReceivedArguments a) {
 }
 
 const char* LaunchReceived(const ReceivedArguments& a, void* stream) {
-  if (a.batch * a.keys > INT32_MAX) return "more keys than a grid has blocks";
-  return Launch("Received", &Received,
-                {dim3(static_cast<unsigned>(a.batch * a.keys)), dim3(kThreads)}, stream, a);
+  return Launch("Received", &Received, {a.batch * a.keys, kThreads}, stream, a);
 }
 
 // A block does one batch row. The place of a row among those that stay is the number of such rows
@@ -152,8 +129,7 @@ __global__ void __launch_bounds__(kThreads) SelectRows(SelectRowsArguments a) {
 }
 
 const char* LaunchSelectRows(const SelectRowsArguments& a, void* stream) {
-  return Launch("SelectRows", &SelectRows, {dim3(static_cast<unsigned>(a.batch)), dim3(kThreads)},
-                stream, a);
+  return Launch("SelectRows", &SelectRows, {a.batch, kThreads}, stream, a);
 }
 
 // ---- Losses ----
@@ -176,8 +152,7 @@ __global__ void __launch_bounds__(kThreads) LossOfDifference(LossOfDifferenceArg
 }
 
 const char* LaunchLossOfDifference(const LossOfDifferenceArguments& a, void* stream) {
-  return Launch("LossOfDifference", &LossOfDifference,
-                {dim3(static_cast<unsigned>(a.batch)), dim3(kThreads)}, stream, a);
+  return Launch("LossOfDifference", &LossOfDifference, {a.batch, kThreads}, stream, a);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "memory/knn_lm/knn_lm_cuda.h"
 
 namespace tfb::knn_lm {
@@ -10,19 +10,7 @@ namespace {
 // that the order of threads has no effect.
 //   shared memory: k (8 + 4 + 4 + 4) B, 20 KiB for k = 1024
 
-constexpr int kWarp = 32;
 constexpr int kThreads = 128;
-constexpr unsigned kAllLanes = 0xffffffffu;
-
-__device__ float NegativeInfinity() { return __int_as_float(0xff800000); }
-__device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
-__device__ int Warp() { return static_cast<int>(threadIdx.x) / kWarp; }
-
-template <class T>
-__device__ T WarpSum(T x) {
-  for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
-  return x;
-}
 
 // Finds the largest of the lanes' scores, and among equal ones the lowest index.
 struct Best {
@@ -78,7 +66,7 @@ __device__ void MeasureNeighbours(const KnnLmArguments& a, int64_t row, const Sh
       const double difference = x - a.keys[entry * a.dim + c];
       sum += difference * difference;
     }
-    sum = WarpSum(sum);
+    sum = SumOfWarp(sum);
     if (Lane() != 0) continue;
     shared.distance[n] = sum;
     shared.token[n] = entry >= 0 && isfinite(sum) ? a.values[entry] : -1;
@@ -86,7 +74,7 @@ __device__ void MeasureNeighbours(const KnnLmArguments& a, int64_t row, const Sh
 }
 
 __device__ Best Nearest(const KnnLmArguments& a, const Shared& shared) {
-  Best best = {-1.0 / 0.0, INT32_MAX};
+  Best best = {-INFINITY, INT32_MAX};
   for (int n = Lane(); n < a.k; n += kWarp) {
     if (shared.token[n] >= 0) best.Take(-shared.distance[n], n);
   }
@@ -96,7 +84,7 @@ __device__ Best Nearest(const KnnLmArguments& a, const Shared& shared) {
 // Returns the sum of the weights. The first warp calls it.
 __device__ float Summarize(const KnnLmArguments& a, int64_t row, const Shared& shared,
                            const Best& nearest) {
-  Best likely = {-1.0 / 0.0, INT32_MAX};
+  Best likely = {-INFINITY, INT32_MAX};
   for (int64_t y = Lane(); y < a.vocabulary; y += kWarp) {
     likely.Take(LogP(a, row, y), static_cast<int>(y));
   }
@@ -107,8 +95,8 @@ __device__ float Summarize(const KnnLmArguments& a, int64_t row, const Shared& s
     total += weight;
     mass += shared.token[n] == likely.index ? weight : 0;
   }
-  total = WarpSum(total);
-  mass = WarpSum(mass);
+  total = SumOfWarp(total);
+  mass = SumOfWarp(mass);
   if (Lane() == 0) {
     const bool found = nearest.index < a.k;
     a.statistics[2 * row] = found && shared.token[nearest.index] == likely.index ? 1 : 0;
@@ -120,7 +108,7 @@ __device__ float Summarize(const KnnLmArguments& a, int64_t row, const Shared& s
 // Returns log(exp(a) + exp(b)).
 __device__ float LogAdd(float a, float b) {
   const float max = fmaxf(a, b);
-  return max == NegativeInfinity() ? max : max + log1pf(expf(fminf(a, b) - max));
+  return max == -INFINITY ? max : max + log1pf(expf(fminf(a, b) - max));
 }
 
 // Returns log p of neighbour n's token, or NaN where an earlier neighbour has the same token. It
@@ -128,11 +116,11 @@ __device__ float LogAdd(float a, float b) {
 __device__ float MixedOf(const KnnLmArguments& a, int64_t row, const Shared& shared, int n,
                          float total) {
   const int token = shared.token[n];
-  if (token < 0) return __int_as_float(0x7fc00000);
-  float log_mass = NegativeInfinity();
+  if (token < 0) return NAN;
+  float log_mass = -INFINITY;
   for (int other = 0; other < a.k; ++other) {
     if (shared.token[other] != token) continue;
-    if (other < n) return __int_as_float(0x7fc00000);
+    if (other < n) return NAN;
     log_mass = LogAdd(log_mass, shared.exponent[other]);
   }
   return LogAdd(a.log_model + LogP(a, row, token), a.log_lambda + (log_mass - logf(total)));
@@ -157,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) Mix(KnnLmArguments a) {
   const Best nearest = summary.nearest;
   for (int n = threadIdx.x; n < a.k; n += kThreads) {
     const double exponent = (-nearest.score - shared.distance[n]) / a.temperature;
-    shared.exponent[n] = shared.token[n] < 0 ? NegativeInfinity() : static_cast<float>(exponent);
+    shared.exponent[n] = shared.token[n] < 0 ? -INFINITY : static_cast<float>(exponent);
   }
   __syncthreads();
   if (Warp() == 0) {
@@ -180,10 +168,8 @@ __global__ void __launch_bounds__(kThreads) Mix(KnnLmArguments a) {
 }
 
 const char* LaunchMix(const KnnLmArguments& a, void* stream) {
-  if (a.rows > INT32_MAX) return "more tokens than a grid has blocks";
   const size_t shared_bytes = a.k * (sizeof(double) + 2 * sizeof(float) + sizeof(int));
-  return Launch("Mix", &Mix, {dim3(static_cast<unsigned>(a.rows)), dim3(kThreads), shared_bytes},
-                stream, a);
+  return Launch("Mix", &Mix, {a.rows, kThreads, shared_bytes}, stream, a);
 }
 
 }  // namespace

@@ -1,28 +1,12 @@
 // A warp has a row of a tensor or one query of a head, each lane every 32nd channel.
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "memory/memorizing/memorizing_cuda.h"
 
 namespace tfb::memorizing {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * kWarp;
 constexpr int kMaxChannels = 256;  // kMaxHeadDim
 constexpr int kOfLane = kMaxChannels / kWarp;
-
-__device__ int Lane() { return static_cast<int>(threadIdx.x) % kWarp; }
-__device__ int64_t RowOfWarp() {
-  return static_cast<int64_t>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
-}
-
-template <class Arguments>
-const char* LaunchWarps(const char* name, void (*kernel)(Arguments), const Arguments& a,
-                        void* stream) {
-  const int64_t blocks = (a.batch * a.heads * a.tokens + kWarps - 1) / kWarps;
-  if (blocks > INT32_MAX) return "more rows than a grid has warps";
-  return Launch(name, kernel, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream, a);
-}
 
 // ---- Rows into a ring ----
 
@@ -32,13 +16,11 @@ __device__ double NormOf(const DeviceView& view, int64_t row, int64_t stride, in
     const double x = LoadElement(view.data, view.element, row + c * stride);
     square += x * x;
   }
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) square += __shfl_xor_sync(~0u, square, step);
-  return sqrt(square);
+  return sqrt(SumOfWarp(square));
 }
 
-__global__ void __launch_bounds__(kThreads) CopyRows(CopyRowsArguments a) {
-  const int64_t n = RowOfWarp();
+__global__ void __launch_bounds__(kRowThreads) CopyRows(CopyRowsArguments a) {
+  const int64_t n = WarpOfGrid();
   if (n >= a.batch * a.heads * a.tokens) return;
   const int64_t t = n % a.tokens, head = n / a.tokens;
   const int64_t from = head / a.heads * a.from.strides[0] + head % a.heads * a.from.strides[1] +
@@ -56,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) CopyRows(CopyRowsArguments a) {
 }
 
 const char* LaunchCopyRows(const CopyRowsArguments& a, void* stream) {
-  return LaunchWarps("CopyRows", &CopyRows, a, stream);
+  return LaunchWarps("CopyRows", &CopyRows, a.batch * a.heads * a.tokens, stream, a);
 }
 
 // ---- Attention over what was found ----
@@ -123,8 +105,7 @@ __device__ float AddNull(const MixArguments& a, int64_t row, int64_t h, float lo
   for (int64_t c = Lane(); c < a.channels; c += kWarp) {
     score += a.queries[row * a.channels + c] * key[c];
   }
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
+  score = SumOfWarp(score);
   if (a.slots != nullptr) score *= fabsf(a.scales[h]);
   const float largest = fmaxf(score, log_sum_exp);
   const float of_null = expf(score - largest), of_read = expf(log_sum_exp - largest);
@@ -147,8 +128,8 @@ __device__ float GateOf(const MixArguments& a, int64_t b, int64_t h, int64_t t, 
   return 1 / (1 + expf(of_own - log_sum_exp));
 }
 
-__global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
-  const int64_t row = RowOfWarp();
+__global__ void __launch_bounds__(kRowThreads) Mix(MixArguments a) {
+  const int64_t row = WarpOfGrid();
   if (row >= a.batch * a.heads * a.tokens) return;
   const int64_t t = row % a.tokens, head = row / a.tokens;
   const int64_t h = head % a.heads, b = head / a.heads;
@@ -184,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) Mix(MixArguments a) {
 }
 
 const char* LaunchMix(const MixArguments& a, void* stream) {
-  return LaunchWarps("Mix", &Mix, a, stream);
+  return LaunchWarps("Mix", &Mix, a.batch * a.heads * a.tokens, stream, a);
 }
 
 }  // namespace

@@ -11,12 +11,10 @@ constexpr int kThreads = 256;
 constexpr int kPairs = 4;
 constexpr int kChannels = 2 * kPairs;
 
-__host__ __device__ int CeilDiv(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
-
 // Returns the threads of a row: at most 33 for 256 channels.
 template <class Real>
 __host__ __device__ int RowThreads(const TurnArguments<Real>& a) {
-  return CeilDiv(a.pairs, kPairs) + CeilDiv(a.channels - 2 * a.pairs, kChannels);
+  return static_cast<int>(CeilDiv(a.pairs, kPairs) + CeilDiv(a.channels - 2 * a.pairs, kChannels));
 }
 __host__ __device__ int64_t Blocks(const TurnedRows& rows, int block_rows) {
   return rows.batch * rows.heads * CeilDiv(rows.tokens, block_rows);
@@ -30,10 +28,10 @@ struct Row {
   int64_t to_offset;
 
   __device__ float Load(int channel) const {
-    return LoadElement(from.data, from.element, from_offset + channel * from.strides[3]);
+    return tfb::Load(from, from_offset + channel * from.strides[3]);
   }
   __device__ void Store(int channel, float value) const {
-    StoreElement(to.data, to.element, to_offset + channel * to.strides[3], value);
+    tfb::Store(to, to_offset + channel * to.strides[3], value);
   }
 };
 
@@ -68,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) Turn(TurnArguments<Real> a) {
   const bool is_key = blockIdx.x >= query_blocks;
   const TurnedRows& rows = is_key ? a.keys : a.queries;
   const unsigned block = blockIdx.x - static_cast<unsigned>(is_key ? query_blocks : 0);
-  const unsigned head_blocks = CeilDiv(rows.tokens, block_rows);
+  const auto head_blocks = static_cast<unsigned>(CeilDiv(rows.tokens, block_rows));
   const unsigned head = block / head_blocks;
   const int64_t b = head / static_cast<unsigned>(rows.heads);
   const int64_t h = head % static_cast<unsigned>(rows.heads);
@@ -77,11 +75,8 @@ __global__ void __launch_bounds__(kThreads) Turn(TurnArguments<Real> a) {
   const int part = static_cast<int>(threadIdx.x) % row_threads;
   const int64_t n = static_cast<int64_t>(block % head_blocks) * block_rows + row_of_block;
   if (row_of_block >= block_rows || n >= rows.tokens) return;
-  const auto offset = [&](const DeviceView& view) {
-    return b * view.strides[0] + h * view.strides[1] + n * view.strides[2];
-  };
-  const Row row{rows.from, rows.to, offset(rows.from), offset(rows.to)};
-  const int turning = CeilDiv(a.pairs, kPairs);
+  const Row row{rows.from, rows.to, Offset(rows.from, b, h, n), Offset(rows.to, b, h, n)};
+  const int turning = static_cast<int>(CeilDiv(a.pairs, kPairs));
   if (part < turning) return TurnPairs(a, row, n + rows.first, part * kPairs);
   const int first = 2 * a.pairs + (part - turning) * kChannels;
   for (int c = first; c < min(first + kChannels, a.channels); ++c) row.Store(c, row.Load(c));
@@ -91,9 +86,7 @@ template <class Real>
 const char* LaunchTurn(const TurnArguments<Real>& a, void* stream) {
   const int block_rows = kThreads / RowThreads(a);
   const int64_t blocks = Blocks(a.queries, block_rows) + Blocks(a.keys, block_rows);
-  if (blocks > INT32_MAX) return "more rows to turn than a grid has blocks for";
-  return Launch("Turn", &Turn<Real>, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream,
-                a);
+  return Launch("Turn", &Turn<Real>, {blocks, kThreads}, stream, a);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "core/cuda/kernel.cuh"
+#include "core/cuda/warp.cuh"
 #include "positional/shaw/shaw_cuda.h"
 
 namespace tfb::shaw {
@@ -7,46 +7,14 @@ namespace {
 // A warp has a query, whose channels its lanes divide. It begins with the bins of the far keys and
 // adds the near ones, 32 at a time: each lane computes its share of 32 scores, which 31 shuffles
 // then add up, one score to a lane.
-constexpr int kWarp = 32;
 constexpr int kWarps = 4;
 constexpr int kShare = 8;  // channels of a lane, for 256 at most
-constexpr unsigned kAll = ~0u;
-
-// Sums each of the values over the warp; lane n receives the sum of values[n].
-__device__ float SumsOfWarp(float values[kWarp]) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-#pragma unroll
-  for (int step = 1; step <= 5; ++step) {
-    const int half = kWarp >> step;
-    const bool upper = (lane & half) != 0;
-#pragma unroll
-    for (int n = 0; n < kWarp / 2; ++n) {
-      if (n >= half) break;
-      const float kept = upper ? values[n + half] : values[n];
-      const float given = upper ? values[n] : values[n + half];
-      values[n] = kept + __shfl_xor_sync(kAll, given, half);
-    }
-  }
-  return values[0];
-}
-__device__ float Sum(float value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAll, value, step);
-  return value;
-}
-__device__ float Max(float value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(kAll, value, step));
-  }
-  return value;
-}
 
 // The softmax of one query so far: this lane's part of its channels, and the whole maximum and sum.
 class Query {
  public:
   __device__ Query(const ShawArguments& a, int64_t b, int64_t h, int64_t i)
-      : a_(a), lane_(static_cast<int>(threadIdx.x) % kWarp), b_(b), h_(h), i_(i) {
+      : a_(a), lane_(Lane()), b_(b), h_(h), i_(i) {
     const int64_t table = h % a.sizes.table_heads * a.sizes.bins();
     key_table_ = a.key_table + table * a.sizes.head_dim;
     if (a.value_table != nullptr) value_table_ = a.value_table + table * a.sizes.value_row;
@@ -70,7 +38,7 @@ class Query {
       for (int n = 0; n < kShare; ++n) {
         if (Has(n, s.head_dim)) position += query_[n] * Key(bin, n);
       }
-      const float logit = content == -INFINITY ? content : content + s.scale * Sum(position);
+      const float logit = content == -INFINITY ? content : content + s.scale * SumOfWarp(position);
       if (logit == -INFINITY) continue;  // NaN go on
       const float weight = Admit(logit);
       sum_ += weight;
@@ -148,14 +116,14 @@ class Query {
     }
     float logit = s.scale * SumsOfWarp(scores);
     if (lane_ >= count || !IsToken(first + lane_)) logit = -INFINITY;
-    const unsigned seen = __ballot_sync(kAll, logit != -INFINITY);
+    const unsigned seen = __ballot_sync(kAllLanes, logit != -INFINITY);
     if (seen == 0) return;
-    const float max = Max(logit);
+    const float max = MaxOfWarp(logit);
     Admit(max);
     const float weight = expf(logit - max_);
-    sum_ += Sum(weight);
+    sum_ += SumOfWarp(weight);
     for (int j = 0; j < count; ++j) {
-      const float of_key = __shfl_sync(kAll, weight, j);
+      const float of_key = __shfl_sync(kAllLanes, weight, j);
       if ((seen >> j & 1) == 0) continue;
       const int64_t from = Offset(a_.v, head, first + j);
 #pragma unroll
@@ -187,8 +155,7 @@ class Query {
 
 __global__ void __launch_bounds__(kWarps* kWarp) SoftmaxOfBins(ShawArguments a) {
   const ShawSizes& s = a.sizes;
-  const int64_t row =
-      static_cast<int64_t>(blockIdx.x) * kWarps + static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t row = WarpOfGrid();
   if (row >= s.rows()) return;
   const int64_t head = row / s.query_tokens;
   Query query(a, head / s.query_heads, head % s.query_heads, row % s.query_tokens);
@@ -198,10 +165,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) SoftmaxOfBins(ShawArguments a) 
 }
 
 const char* LaunchSoftmaxOfBins(const ShawArguments& a, void* stream) {
-  const int64_t blocks = (a.sizes.rows() + kWarps - 1) / kWarps;
-  if (blocks > INT32_MAX) return "more queries than a grid has warps for";
-  return Launch("SoftmaxOfBins", &SoftmaxOfBins,
-                {dim3(static_cast<unsigned>(blocks)), dim3(kWarps * kWarp)}, stream, a);
+  return Launch("SoftmaxOfBins", &SoftmaxOfBins, {CeilDiv(a.sizes.rows(), kWarps), kWarps * kWarp},
+                stream, a);
 }
 
 }  // namespace
